@@ -1,0 +1,47 @@
+// The Python module: FFI handlers as capsules, how this build was made, DLPack views.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "dlpack/export.h"
+#include "kvblock/block_copy.h"
+#include "ops/block_copy/block_copy_ffi.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+nb::capsule Handler(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+// {platform: {target name: handler}}
+nb::dict Handlers() {
+  nb::dict cpu, cuda, all;
+  cpu["kvblock_copy"] = Handler(KvblockCopyCpu);
+  if (kvblock_has_cuda()) {
+    cuda["kvblock_copy"] = Handler(KvblockCopyCuda);
+    cuda["kvblock_copy_runs"] = Handler(KvblockCopyCudaRuns);
+  }
+  all["cpu"] = cpu;
+  all["CUDA"] = cuda;
+  return all;
+}
+
+nb::dict BuildInfo() {
+  nb::dict info;
+  info["version"] = KVBLOCK_VERSION;
+  info["compiler"] = KVBLOCK_COMPILER;
+  info["cuda"] = kvblock_has_cuda() != 0;
+  info["cuda_version"] = KVBLOCK_CUDA_VERSION;
+  info["cuda_architectures"] = KVBLOCK_CUDA_ARCHITECTURES;
+  return info;
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "XLA FFI handlers and DLPack views of jax_kvblock.";
+  m.def("handlers", &Handlers, "The FFI handlers as capsules: {platform: {target: capsule}}.");
+  m.def("build_info", &BuildInfo, "How this module was built.");
+  RegisterDLPack(m);
+}

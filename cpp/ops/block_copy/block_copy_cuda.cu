@@ -1,0 +1,356 @@
+// The CUDA launcher of block_copy: simplify, pick an instance, launch. Allocates nothing.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "host/block_copy_check.h"
+#include "kvblock/block_copy.h"
+#include "ops/block_copy/block_copy_kernel.cuh"
+#include "ops/block_copy/block_copy_tile.cuh"
+
+namespace kvblock {
+namespace {
+
+// Two vectors a thread in blocks of 128 were the fastest of 12 shapes on an H200, for every layout
+// and both directions (docs/block_copy_performance.md).
+constexpr int kThreads = 128;
+constexpr int kUnroll = 2;
+constexpr int64_t kMaxCount = (int64_t{1} << 31) - 1;  // FastDiv's range
+// Base addresses that fit in the kernel's parameters (4 KiB, or 32 KiB from CUDA 12.1).
+constexpr int kOneTable = 2, kSmallTable = 224, kLargeTable = 3900;
+
+const char* CudaError(const char* what, cudaError_t status) {
+  return status == cudaSuccess ? nullptr
+                               : Message(std::string(what) + ": " + cudaGetErrorString(status));
+}
+
+// The part of side.buffers that the copy can reach.
+int64_t ReachableBuffers(const kvblock_copy& copy, const kvblock_side& side) {
+  int64_t last = 0;
+  for (int64_t k = 0; k < copy.rank; ++k) last += (copy.dims[k] - 1) * side.table_strides[k];
+  if (side.start != nullptr && side.start_limit > 0) {
+    last += (side.start_limit - 1) * side.start_table_stride;
+  }
+  return last + 1;
+}
+
+template <int kRank>
+SideParams<kRank> MakeSide(const kvblock_copy& copy, const kvblock_side& side, int table_begin) {
+  SideParams<kRank> p{};
+  const int pad = kRank - static_cast<int>(copy.rank);
+  for (int k = 0; k < copy.rank; ++k) {  // dim 0 stays first, dims of extent 1 follow it
+    const int to = k == 0 ? 0 : k + pad;
+    p.strides[to] = side.strides[k];
+    p.table_strides[to] = static_cast<int32_t>(side.table_strides[k]);
+  }
+  p.table_begin = table_begin;
+  p.offset = side.offset;
+  p.ids = side.ids;
+  p.id_outer_stride = side.id_outer_stride;
+  p.id_inner_stride = side.id_inner_stride;
+  p.id_inner = FastDiv(static_cast<uint32_t>(side.ids ? side.id_inner : 1));
+  p.id_limit = static_cast<int32_t>(std::min(side.id_limit, kMaxCount));
+  p.start = side.start;
+  p.start_stride = side.start_stride;
+  p.start_table_stride = static_cast<int32_t>(side.start_table_stride);
+  p.start_limit = static_cast<int32_t>(std::min(side.start_limit, kMaxCount));
+  return p;
+}
+
+template <int kRank, int kTable>
+Params<kRank, kTable> MakeParams(const kvblock_copy& copy) {
+  Params<kRank, kTable> p{};
+  p.count = static_cast<uint32_t>(NumCoordinates(copy));
+  for (FastDiv& dim : p.dims) dim = FastDiv(1);
+  for (int k = 0; k < copy.rank; ++k) {
+    p.dims[k == 0 ? 0 : k + kRank - copy.rank] = FastDiv(static_cast<uint32_t>(copy.dims[k]));
+  }
+  const int64_t num_src = ReachableBuffers(copy, copy.src);
+  const int64_t num_dst = ReachableBuffers(copy, copy.dst);
+  for (int64_t i = 0; i < num_src; ++i) p.table[i] = static_cast<char*>(copy.src.buffers[i]);
+  for (int64_t i = 0; i < num_dst; ++i) {
+    p.table[num_src + i] = static_cast<char*>(copy.dst.buffers[i]);
+  }
+  p.src = MakeSide<kRank>(copy, copy.src, 0);
+  p.dst = MakeSide<kRank>(copy, copy.dst, static_cast<int>(num_src));
+  return p;
+}
+
+// ---- the vector kernel ---------------------------------------------------------------------------
+
+template <int kWidth, int kRank, int kTable>
+const char* LaunchVectors(const kvblock_copy& copy, cudaStream_t stream) {
+  const Params<kRank, kTable> p = MakeParams<kRank, kTable>(copy);
+  const int64_t per_block = kThreads * kUnroll;
+  const unsigned grid = static_cast<unsigned>((p.count + per_block - 1) / per_block);
+  BlockCopy<kWidth, kUnroll, kRank, kTable><<<grid, kThreads, 0, stream>>>(p);
+  return CudaError("block_copy", cudaGetLastError());
+}
+
+template <int kTable>
+const char* LaunchVectors(const kvblock_copy& copy, cudaStream_t stream) {
+  switch (copy.unit) {
+    case 16:
+      if (copy.rank <= 3) return LaunchVectors<16, 3, kTable>(copy, stream);
+      if (copy.rank <= 5) return LaunchVectors<16, 5, kTable>(copy, stream);
+      return LaunchVectors<16, KVBLOCK_MAX_RANK, kTable>(copy, stream);
+    case 8: return LaunchVectors<8, KVBLOCK_MAX_RANK, kTable>(copy, stream);
+    case 4: return LaunchVectors<4, KVBLOCK_MAX_RANK, kTable>(copy, stream);
+    case 2: return LaunchVectors<2, KVBLOCK_MAX_RANK, kTable>(copy, stream);
+    default: return LaunchVectors<1, KVBLOCK_MAX_RANK, kTable>(copy, stream);
+  }
+}
+
+// ---- the tile kernel -----------------------------------------------------------------------------
+
+// Which dims make the box of a tile, and how many bytes each side holds in one segment.
+struct Box {
+  std::vector<int> dims;
+  int64_t bytes = 0;
+};
+
+bool Contains(const std::vector<int>& dims, int k) {
+  return std::find(dims.begin(), dims.end(), k) != dims.end();
+}
+
+// The dims that one side walks contiguously from the innermost on, in that order; at most until
+// the segment has `enough` bytes, and only dims that `allowed` accepts.
+template <typename Allowed>
+std::vector<int> Segment(const kvblock_copy& copy, const kvblock_side& side, int64_t enough,
+                         Allowed allowed, int64_t* bytes) {
+  std::vector<int> chain;
+  *bytes = copy.unit;
+  for (bool grew = true; grew && *bytes < enough;) {
+    grew = false;
+    for (int k = 0; k < copy.rank; ++k) {
+      if (allowed(k) && !Contains(chain, k) && side.strides[k] == *bytes) {
+        chain.push_back(k);
+        *bytes *= copy.dims[k];
+        grew = true;
+        break;
+      }
+    }
+  }
+  return chain;
+}
+
+// An empty box when tiling would not help or does not fit.
+Box ChooseBox(const kvblock_copy& copy) {
+  const bool ids = copy.src.ids != nullptr || copy.dst.ids != nullptr;
+  auto allowed = [&](int k) {
+    return !(k == 0 && ids) && copy.src.table_strides[k] == 0 && copy.dst.table_strides[k] == 0 &&
+           copy.src.strides[k] > 0 && copy.dst.strides[k] > 0;
+  };
+  Box box;
+  int64_t src_bytes = 0, dst_bytes = 0;
+  box.dims = Segment(copy, copy.src, kSegment, allowed, &src_bytes);
+  for (int k : Segment(copy, copy.dst, kSegment, allowed, &dst_bytes)) {
+    if (!Contains(box.dims, k)) box.dims.push_back(k);
+  }
+  auto measure = [&] {
+    box.bytes = copy.unit;
+    for (int k : box.dims) box.bytes *= copy.dims[k];
+  };
+  measure();
+  // Take further whole dims, the innermost first, while the box stays small: fewer, fuller tiles.
+  for (int k = static_cast<int>(copy.rank) - 1; k >= 0; --k) {
+    if (box.dims.size() >= kTileRank || !allowed(k) || Contains(box.dims, k)) continue;
+    if (box.bytes * copy.dims[k] <= kTileBytes / 2) {
+      box.dims.push_back(k);
+      measure();
+    }
+  }
+  const bool helps = src_bytes > 2 * copy.unit && dst_bytes > 2 * copy.unit;
+  if (!helps || box.dims.size() > kTileRank || box.bytes > kTileBytes) box = Box{};
+  return box;
+}
+
+BoxWalk MakeWalk(const kvblock_copy& copy, const kvblock_side& side, const Box& box,
+                 const int64_t (&smem_strides)[KVBLOCK_MAX_RANK]) {
+  std::vector<int> order = box.dims;
+  std::sort(order.begin(), order.end(),
+            [&](int a, int b) { return side.strides[a] > side.strides[b]; });
+  BoxWalk walk{};
+  for (FastDiv& units : walk.units) units = FastDiv(1);
+  const int pad = kTileRank - static_cast<int>(order.size());
+  for (size_t i = 0; i < order.size(); ++i) {
+    const int k = order[i];
+    walk.units[pad + i] = FastDiv(static_cast<uint32_t>(copy.dims[k]));
+    walk.strides[pad + i] = side.strides[k];
+    walk.smem_strides[pad + i] = static_cast<int32_t>(smem_strides[k]);
+  }
+  // A vector must stay inside a segment and be aligned wherever the box starts.
+  int64_t segment = 0;
+  auto in_box = [&](int k) { return Contains(box.dims, k); };
+  const std::vector<int> chain = Segment(copy, side, kTileBytes + 1, in_box, &segment);
+  kvblock_side loose = side;
+  for (int k : chain) loose.strides[k] = 0;
+  walk.width = static_cast<int32_t>(CommonUnit(loose, copy.rank, segment));
+  if (walk.width < 8) walk.width = static_cast<int32_t>(copy.unit);
+  return walk;
+}
+
+template <int kUnit, int kTable>
+const char* LaunchTiles(const kvblock_copy& copy, const Box& box, cudaStream_t stream) {
+  int64_t smem_strides[KVBLOCK_MAX_RANK] = {};
+  std::vector<int> order = box.dims;  // the tile is laid out as the source walks the box
+  std::sort(order.begin(), order.end(),
+            [&](int a, int b) { return copy.src.strides[a] < copy.src.strides[b]; });
+  int64_t stride = copy.unit;
+  for (int k : order) {
+    smem_strides[k] = stride;
+    stride *= copy.dims[k];
+  }
+  TileParams<KVBLOCK_MAX_RANK, kTable> p{};
+  p.src = MakeWalk(copy, copy.src, box, smem_strides);
+  p.dst = MakeWalk(copy, copy.dst, box, smem_strides);
+  p.box_bytes = static_cast<int32_t>(box.bytes);
+  kvblock_copy outer = copy;
+  for (int k : box.dims) outer.dims[k] = 1;
+  p.outer = MakeParams<KVBLOCK_MAX_RANK, kTable>(outer);
+  BlockCopyTile<kUnit, KVBLOCK_MAX_RANK, kTable><<<p.outer.count, kTileThreads, 0, stream>>>(p);
+  return CudaError("block_copy", cudaGetLastError());
+}
+
+template <int kTable>
+const char* LaunchTiles(const kvblock_copy& copy, const Box& box, cudaStream_t stream) {
+  switch (copy.unit) {
+    case 4: return LaunchTiles<4, kTable>(copy, box, stream);
+    case 2: return LaunchTiles<2, kTable>(copy, box, stream);
+    default: return LaunchTiles<1, kTable>(copy, box, stream);
+  }
+}
+
+// ---- choosing ------------------------------------------------------------------------------------
+
+void Advance(kvblock_side* side, int k, int64_t steps) {
+  side->offset += steps * side->strides[k];
+  side->buffers += steps * side->table_strides[k];
+  side->num_buffers -= steps * side->table_strides[k];
+  if (k == 0 && side->ids != nullptr) side->ids += steps;
+}
+
+// Launches the copy, cut in halves until a launch has fewer than 2^31 vectors and its table fits.
+const char* Launch(const kvblock_copy& copy, cudaStream_t stream) {
+  const int64_t buffers = ReachableBuffers(copy, copy.src) + ReachableBuffers(copy, copy.dst);
+  const bool too_many = NumCoordinates(copy) > kMaxCount;
+  if (too_many || buffers > kLargeTable) {
+    int cut = -1;
+    for (int k = 0; k < copy.rank && cut < 0; ++k) {
+      const bool table = copy.src.table_strides[k] > 0 || copy.dst.table_strides[k] > 0;
+      if (copy.dims[k] > 1 && (too_many || table)) cut = k;
+    }
+    if (cut < 0) return Message("block_copy: a start over more buffers than a launch can hold");
+    kvblock_copy low = copy, high = copy;
+    low.dims[cut] = copy.dims[cut] / 2;
+    high.dims[cut] = copy.dims[cut] - low.dims[cut];
+    Advance(&high.src, cut, low.dims[cut]);
+    Advance(&high.dst, cut, low.dims[cut]);
+    if (const char* error = Launch(low, stream)) return error;
+    return Launch(high, stream);
+  }
+  if (copy.unit <= 4) {
+    const Box box = ChooseBox(copy);
+    if (!box.dims.empty()) {
+      return buffers <= kSmallTable ? LaunchTiles<kSmallTable>(copy, box, stream)
+                                    : LaunchTiles<kLargeTable>(copy, box, stream);
+    }
+  }
+  if (buffers <= kOneTable) return LaunchVectors<kOneTable>(copy, stream);
+  if (buffers <= kSmallTable) return LaunchVectors<kSmallTable>(copy, stream);
+  return LaunchVectors<kLargeTable>(copy, stream);
+}
+
+// ---- the driver's own copies ---------------------------------------------------------------------
+
+struct Runs {
+  std::vector<void*> dst;
+  std::vector<const void*> src;
+  size_t bytes = 0;  // of each run
+};
+
+Runs EnumerateRuns(const kvblock_copy& copy) {
+  const int last = static_cast<int>(copy.rank) - 1;
+  const bool run = copy.src.strides[last] == copy.unit && copy.dst.strides[last] == copy.unit;
+  kvblock_copy outer = copy;
+  Runs runs;
+  runs.bytes = copy.unit;
+  if (run) {
+    runs.bytes *= copy.dims[last];
+    outer.dims[last] = 1;
+  }
+  const int64_t count = NumCoordinates(outer);
+  runs.dst.reserve(count);
+  runs.src.reserve(count);
+  for (int64_t i = 0; i < count; ++i) {
+    int64_t rest = i, s = copy.src.offset, d = copy.dst.offset, st = 0, dt = 0;
+    for (int k = last; k >= 0; --k) {
+      const int64_t c = rest % outer.dims[k];
+      rest /= outer.dims[k];
+      s += c * copy.src.strides[k];
+      d += c * copy.dst.strides[k];
+      st += c * copy.src.table_strides[k];
+      dt += c * copy.dst.table_strides[k];
+    }
+    runs.src.push_back(static_cast<const char*>(copy.src.buffers[st]) + s);
+    runs.dst.push_back(static_cast<char*>(copy.dst.buffers[dt]) + d);
+  }
+  return runs;
+}
+
+const char* CopyAsync(const Runs& runs, cudaStream_t stream) {
+  for (size_t i = 0; i < runs.dst.size(); ++i) {
+    const cudaError_t status =
+        cudaMemcpyAsync(runs.dst[i], runs.src[i], runs.bytes, cudaMemcpyDefault, stream);
+    if (status != cudaSuccess) return CudaError("cudaMemcpyAsync", status);
+  }
+  return nullptr;
+}
+
+const char* CopyBatch(Runs* runs, cudaStream_t stream) {
+#if CUDART_VERSION >= 12080
+  std::vector<size_t> sizes(runs->dst.size(), runs->bytes);
+  cudaMemcpyAttributes attributes{};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  size_t first = 0;
+#if CUDART_VERSION >= 13000
+  const cudaError_t status =
+      cudaMemcpyBatchAsync(const_cast<const void**>(runs->dst.data()), runs->src.data(),
+                           sizes.data(), sizes.size(), &attributes, &first, 1, stream);
+#else
+  size_t failed = 0;
+  const cudaError_t status = cudaMemcpyBatchAsync(
+      runs->dst.data(), const_cast<void**>(runs->src.data()), sizes.data(), sizes.size(),
+      &attributes, &first, 1, &failed, stream);
+#endif
+  return CudaError("cudaMemcpyBatchAsync", status);
+#else
+  (void)runs;
+  (void)stream;
+  return Message("backend 'batch' needs CUDA 12.8 or newer at build time; use 'kernel' or 'async'");
+#endif
+}
+
+}  // namespace
+}  // namespace kvblock
+
+extern "C" int kvblock_has_cuda(void) { return 1; }
+
+extern "C" const char* kvblock_copy_cuda(const kvblock_copy* copy, kvblock_backend backend,
+                                         void* stream) {
+  using namespace kvblock;
+  if (const char* error = kvblock_copy_check(copy)) return error;
+  if (NumCoordinates(*copy) == 0) return nullptr;
+  const kvblock_copy simple = Simplify(*copy, 16);
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (backend == KVBLOCK_KERNEL) return Launch(simple, cuda_stream);
+  if (copy->src.ids || copy->dst.ids || copy->src.start || copy->dst.start) {
+    return Message("backends 'batch' and 'async' take no ids; use 'kernel'");
+  }
+  Runs runs = EnumerateRuns(simple);
+  if (backend == KVBLOCK_BATCH) return CopyBatch(&runs, cuda_stream);
+  if (backend == KVBLOCK_ASYNC) return CopyAsync(runs, cuda_stream);
+  return Message("unknown backend " + std::to_string(static_cast<int>(backend)));
+}

@@ -1,0 +1,449 @@
+"""The block-copy primitive: what comes out, how it transforms, who computes it.
+
+`block_copy_p` takes `[*sources, *destinations (in place), *int32 scalars]` and one
+parameter, a `Copy`. Two primitives share it: the outer one carries the transformation
+rules and lowers to a partitioned call; the inner one is what each device runs, and lowers
+to the FFI handler of its platform.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# custom_partitioning reads the devices while lowering; jit passes them only for
+# primitives in this set, which has no public name.
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax.experimental.custom_partitioning import (
+    ArrayMapping,
+    CompoundFactor,
+    SdyShardingRule,
+    custom_partitioning,
+)
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_kvblock import _ffi, _reference
+from jax_kvblock._plan import Copy, Side, make_plan, plan_attributes
+
+block_copy_p = core.Primitive("kvblock_copy")
+block_copy_p.multiple_results = True
+_local_copy_p = core.Primitive("kvblock_copy_local")
+_local_copy_p.multiple_results = True
+
+
+def block_copy(
+    copy: Copy,
+    sources: Sequence[jax.Array],
+    destinations: Sequence[jax.Array] = (),
+    scalars: Sequence[jax.Array | None] = (),
+) -> list[jax.Array]:
+    """Runs `copy`; `scalars` are source ids, destination ids and the two starts."""
+    operands = [*sources, *destinations, *(s for s in scalars if s is not None)]
+    return block_copy_p.bind(*_vary_alike(operands), copy=copy)
+
+
+def _vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Inside shard_map, makes all operands vary over the same mesh axes."""
+    varying = [_varying(x) for x in operands]
+    union = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(x, tuple(sorted(union - v)), to="varying") if union - v else x
+        for x, v in zip(operands, varying, strict=True)
+    ]
+
+
+def _varying(x: Any) -> frozenset[str]:
+    return getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset())
+
+
+# ---- evaluation ----------------------------------------------------------------------
+
+
+def _abstract_eval(*avals: Any, copy: Copy) -> list[Any]:
+    num_src, num_dst = copy.num_operands
+    if copy.in_place:
+        return list(avals[num_src : num_src + num_dst])
+    # A fresh result is computed on the device, wherever its source lies.
+    sharding = avals[0].sharding
+    spec = _array_spec(copy.dst.form.array, _axis_shards(copy, avals))
+    fresh = avals[0].update(
+        shape=copy.dst.array_shape,
+        weak_type=False,
+        sharding=NamedSharding(sharding.mesh, spec),
+        memory_space=jax.memory.Space.Device,
+    )
+    return [fresh] * copy.dst.num_arrays
+
+
+@functools.lru_cache(maxsize=4096)
+def _eager(copy: Copy) -> Any:
+    return jax.jit(functools.partial(block_copy_p.bind, copy=copy))
+
+
+block_copy_p.def_impl(lambda *operands, copy: _eager(copy)(*operands))
+block_copy_p.def_abstract_eval(_abstract_eval)
+_local_copy_p.def_abstract_eval(_abstract_eval)
+
+
+# ---- lowering: one device ------------------------------------------------------------
+
+
+def _lower_reference(ctx: Any, *operands: Any, copy: Copy) -> Any:
+    reference = functools.partial(_reference.block_copy, copy)
+    return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
+
+
+def _lower_call(ctx: Any, *operands: Any, copy: Copy, platform: str) -> Any:
+    if copy.backend == "xla" or not math.prod(n for _, n in copy.extents):
+        return _lower_reference(ctx, *operands, copy=copy)
+    target, extra = "kvblock_copy", {}
+    if copy.backend in ("batch", "async"):
+        if platform == "cpu":
+            raise ValueError(
+                f"backend={copy.backend!r} is a copy call of CUDA and does not run on "
+                "cpu; use backend='auto' or 'kernel'"
+            )
+        target, extra = "kvblock_copy_runs", {"backend": _BACKENDS[copy.backend]}
+    if platform == "cuda":
+        _ffi.require_cuda_build()
+    _ffi.register_targets()
+    plan = make_plan(copy, ctx.avals_in[0].dtype.itemsize)
+    num_src, num_dst = copy.num_operands
+    aliases = {num_src + i: i for i in range(num_dst)}
+    rule = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
+    return rule(ctx, *operands, **plan_attributes(plan, copy), **extra)
+
+
+_BACKENDS = {"batch": np.int64(1), "async": np.int64(2)}
+
+mlir.register_lowering(_local_copy_p, _lower_reference)
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(
+        _local_copy_p,
+        functools.partial(_lower_call, platform=_platform),
+        platform=_platform,
+    )
+
+
+# ---- lowering: partitioned over a mesh -----------------------------------------------
+#
+# The copy is pointwise along every axis that both sides hold whole: each device copies its
+# part. Axes that are looked up (ids, starts), cut (head ranges) or merged behind another
+# axis must be whole on every device.
+
+
+def _shardable(copy: Copy) -> set[str]:
+    axes = set()
+    for axis, extent in copy.extents:
+        sides = [s for s in (copy.src, copy.dst) if axis in dict(s.sizes)]
+        if all(
+            dict(s.sizes)[axis] == extent
+            and axis != s.start
+            and axis not in s.form.table
+            and not any(axis in group[1:] for group in s.form.array)
+            for s in sides
+        ):
+            axes.add(axis)
+    # Each device holds the whole destination's blocks, so it needs all of the items.
+    if copy.dst.index:
+        axes.discard("N")
+    return axes
+
+
+def _operand_groups(copy: Copy) -> list[tuple[tuple[str, ...], ...]]:
+    """For each operand, the axes of each of its dimensions."""
+    num_src, num_dst = copy.num_operands
+    ids = [(("N",),) for side in (copy.src, copy.dst) if side.index]
+    starts: list[tuple] = [() for side in (copy.src, copy.dst) if side.start]
+    return [
+        *[copy.src.form.array] * num_src,
+        *[copy.dst.form.array] * num_dst,
+        *ids,
+        *starts,
+    ]
+
+
+def _axis_shards(copy: Copy, operands: Sequence[Any]) -> dict[str, Any]:
+    """The mesh axes over which each shardable axis is cut, read off the operands."""
+    shardable, shards = _shardable(copy), {}
+    for groups, operand in zip(_operand_groups(copy), operands, strict=True):
+        spec = getattr(operand.sharding, "spec", None)
+        if spec is None:
+            continue
+        for group, part in zip(groups, spec, strict=False):
+            if part is not None and group[0] in shardable:
+                shards.setdefault(group[0], part)
+    return shards
+
+
+def _array_spec(
+    groups: tuple[tuple[str, ...], ...], shards: dict[str, Any]
+) -> PartitionSpec:
+    return PartitionSpec(*(shards.get(group[0]) for group in groups))
+
+
+def _local_side(
+    side: Side, parts: dict[str, int], shardable: set[str], items: int
+) -> Side:
+    sizes = {
+        axis: size // parts.get(axis, 1) if axis in shardable else size
+        for axis, size in side.sizes
+    }
+    if "N" in sizes:
+        sizes["N"] = items
+    return side.resized(**sizes)
+
+
+def _partition(copy: Copy, mesh: Any, operands: Any, results: Any) -> Any:
+    shards = _axis_shards(copy, operands)
+    shape = dict(mesh.shape)
+
+    def count(part: Any) -> int:
+        names = part if isinstance(part, tuple) else (part,)
+        return math.prod(shape[name] for name in names)
+
+    parts = {axis: count(part) for axis, part in shards.items()}
+    extents = {axis: n // parts.get(axis, 1) for axis, n in copy.extents}
+    shardable = _shardable(copy)
+    local = copy.resized(**extents)
+    local = Copy(
+        extents=local.extents,
+        src=_local_side(copy.src, parts, shardable, extents["N"]),
+        dst=_local_side(copy.dst, parts, shardable, extents["N"]),
+        in_place=copy.in_place,
+        backend=copy.backend,
+    )
+
+    def sharding(groups: tuple[tuple[str, ...], ...]) -> NamedSharding:
+        return NamedSharding(mesh, _array_spec(groups, shards))
+
+    def run(*arrays: Any) -> Any:
+        return tuple(_local_copy_p.bind(*arrays, copy=local))
+
+    return (
+        mesh,
+        run,
+        tuple(sharding(copy.dst.form.array) for _ in results),
+        tuple(sharding(groups) for groups in _operand_groups(copy)),
+    )
+
+
+def _sharding_rule(copy: Copy, mesh: Any, operands: Any, results: Any) -> Any:
+    """Says to Shardy which dimensions of operands and results are cut together."""
+    shardable, replicated, sizes = _shardable(copy), set(), {}
+
+    def factor(side: str, axis: str, size: int) -> str:
+        # An axis that is not shared whole is a factor of its side alone.
+        name = axis if axis in shardable else f"{side}{axis}"
+        sizes[name] = size
+        if axis not in shardable:
+            replicated.add(name)
+        return name
+
+    def mapping(label: str, side: Side) -> ArrayMapping:
+        stored = dict(side.sizes)
+        dims = []
+        for group in side.form.array:
+            names = [factor(label, axis, stored[axis]) for axis in group]
+            dims.append(names[0] if len(names) == 1 else CompoundFactor(*names))
+        return ArrayMapping(*dims)
+
+    num_src, num_dst = copy.num_operands
+    items = dict(copy.extents)["N"]
+    operand_mappings = [
+        *[mapping("src", copy.src)] * num_src,
+        *[mapping("dst", copy.dst)] * num_dst,
+        *[
+            ArrayMapping(factor("ids", "N", items))
+            for side in (copy.src, copy.dst)
+            if side.index
+        ],
+        *[ArrayMapping() for side in (copy.src, copy.dst) if side.start],
+    ]
+    result_mappings = [mapping("dst", copy.dst)] * copy.dst.num_arrays
+    compound = {
+        axis
+        for mapped in (*operand_mappings, *result_mappings)
+        for dim in mapped
+        if isinstance(dim, CompoundFactor)
+        for axis in dim
+    }
+    return SdyShardingRule(
+        tuple(operand_mappings),
+        tuple(result_mappings),
+        need_replication_factors=tuple(sorted(replicated)),
+        **{name: size for name, size in sizes.items() if name in compound},
+    )
+
+
+@functools.partial(custom_partitioning, static_argnums=(0,))
+def _partitioned(copy: Copy, *operands: Any) -> Any:
+    return tuple(_local_copy_p.bind(*operands, copy=copy))
+
+
+_partitioned.def_partition(partition=_partition, sharding_rule=_sharding_rule)
+
+prim_requires_devices_during_lowering.add(block_copy_p)
+mlir.register_lowering(
+    block_copy_p,
+    mlir.lower_fun(
+        lambda *operands, copy: _partitioned(copy, *operands), multiple_results=True
+    ),
+)
+
+
+# ---- batching ------------------------------------------------------------------------
+#
+# A batch is more items. Where ids are looked up, each batch member gets its own range of
+# ids in a pool that holds the members one after the other. Without ids, a list of arrays
+# (one for each block) has no item dimension to grow; there the batch is an axis V.
+
+
+def _batch(
+    operands: Sequence[Any], dims: Sequence[Any], *, copy: Copy
+) -> tuple[list[Any], list[int]]:
+    size = next(
+        x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
+    )
+    starts = [s for s in (copy.src, copy.dst) if s.start]
+    if starts and any(d is not None for d in dims[len(dims) - len(starts) :]):
+        return _batch_one_by_one(operands, dims, copy)
+
+    num_src, num_dst = copy.num_operands
+    arrays = num_src + num_dst
+    # An unbatched pool that is only read can serve every member as it is.
+    shared = bool(copy.src.index) and all(d is None for d in dims[:num_src])
+    front = []
+    for i, (x, d) in enumerate(zip(operands, dims, strict=True)):
+        if i >= len(operands) - len(starts) or (shared and i < num_src):
+            front.append(x)
+        elif d is None:
+            front.append(jnp.broadcast_to(x, (size, *x.shape)))
+        else:
+            front.append(jnp.moveaxis(x, d, 0))
+
+    tables = {*copy.src.form.table, *copy.dst.form.table}
+    lead = "N" if "N" not in tables else "V"
+    grown = dict(copy.extents).get(lead, 1) * size
+    extents = dict(copy.extents) | {lead: grown}
+    src = copy.src if shared else _batch_side(copy.src, lead, size)
+    dst = _batch_side(copy.dst, lead, size)
+    flat = [
+        x if shared and i < num_src else x.reshape(side.array_shape)
+        for i, (x, side) in enumerate(
+            zip(front[:arrays], [src] * num_src + [dst] * num_dst, strict=True)
+        )
+    ]
+    position = arrays
+    scalars = []
+    for side, whole in ((copy.src, shared), (copy.dst, False)):
+        if side.index:
+            scalars.append(_batch_ids(front[position], 0 if whole else side.id_limit))
+            position += 1
+    batched = Copy(tuple(extents.items()), src, dst, copy.in_place, copy.backend)
+    results = block_copy_p.bind(*flat, *scalars, *front[position:], copy=batched)
+    shape = copy.dst.array_shape
+    return [r.reshape(size, *shape) for r in results], [0] * len(results)
+
+
+def _batch_side(side: Side, lead: str, size: int) -> Side:
+    if side.index:
+        major = side.index[0]
+        return side.resized(**{major: dict(side.sizes)[major] * size})
+    sizes = dict(side.sizes)
+    if lead in sizes:
+        return side.resized(**{lead: sizes[lead] * size})
+    form = side.form.with_leading(lead)
+    return Side(form, ((lead, size), *side.sizes), (), side.first, side.start)
+
+
+def _batch_ids(ids: Any, limit: int) -> Any:
+    """Moves member i's ids into its range of the grown pool; bad ids stay bad."""
+    if not limit:
+        return ids.reshape(-1)
+    member = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
+    inside = (ids >= 0) & (ids < limit)
+    return jnp.where(inside, ids + member * limit, -1).reshape(-1)
+
+
+def _batch_one_by_one(
+    operands: Sequence[Any], dims: Sequence[Any], copy: Copy
+) -> tuple[list[Any], list[int]]:
+    """A batched start differs from member to member: a loop over the members."""
+    moved = [
+        x if d is None else jnp.moveaxis(x, d, 0)
+        for x, d in zip(operands, dims, strict=True)
+    ]
+    batched = [x for x, d in zip(moved, dims, strict=True) if d is not None]
+
+    def member(parts: Sequence[Any]) -> list[Any]:
+        parts = iter(parts)
+        every = [
+            x if d is None else next(parts) for x, d in zip(moved, dims, strict=True)
+        ]
+        return block_copy_p.bind(*every, copy=copy)
+
+    results = jax.lax.map(member, batched)
+    return list(results), [0] * len(results)
+
+
+batching.primitive_batchers[block_copy_p] = _batch
+
+
+# ---- differentiation -----------------------------------------------------------------
+#
+# The copy is linear in its sources and destinations together.
+
+
+def _jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, copy: Copy
+) -> tuple[Any, Any]:
+    results = block_copy_p.bind(*primals, copy=copy)
+    arrays = sum(copy.num_operands)
+    if all(type(t) is ad.Zero for t in tangents[:arrays]):
+        return results, [ad.Zero.from_primal_value(r) for r in results]
+    dense = [ad.instantiate_zeros(t) for t in tangents[:arrays]]
+    return results, block_copy_p.bind(*dense, *primals[arrays:], copy=copy)
+
+
+def _transpose(cts: Sequence[Any], *operands: Any, copy: Copy) -> list[Any]:
+    num_src, num_dst = copy.num_operands
+    arrays = num_src + num_dst
+    scalars = operands[arrays:]
+    none = [None] * len(scalars)
+    if all(type(ct) is ad.Zero for ct in cts):
+        return [
+            ad.Zero(x.aval) if ad.is_undefined_primal(x) else None for x in operands
+        ]
+    cts = [ad.instantiate_zeros(ct) for ct in cts]
+    if copy.covers_source and not copy.in_place:
+        back = Copy(copy.extents, copy.dst, copy.src, False, copy.backend)
+        return [*block_copy_p.bind(*cts, copy=back), *none]
+    # Gathers may read a block twice, so their transpose adds: the reference knows how.
+    inputs = [
+        jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
+        if ad.is_undefined_primal(x)
+        else jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for x in operands[:arrays]
+    ]
+
+    def linear(*parts: Any) -> list[Any]:
+        return _reference.block_copy(copy, *parts, *scalars)
+
+    wanted = jax.linear_transpose(linear, *inputs)(list(cts))
+    return [
+        ct if ad.is_undefined_primal(x) else None
+        for ct, x in zip(wanted, operands[:arrays], strict=True)
+    ] + none
+
+
+ad.primitive_jvps[block_copy_p] = _jvp
+ad.primitive_transposes[block_copy_p] = _transpose

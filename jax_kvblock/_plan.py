@@ -1,0 +1,229 @@
+"""The static side of a block copy: which axes lie where, and the strides that follow.
+
+A copy runs over a box of named axes, `extents`. Each of its two sides says how the axes
+lie over its arrays:
+
+    Form.parse("| N H L O T D")     one stacked array of blocks
+    Form.parse("L | B O T H D")     a pool of one array per layer
+    Form.parse("N L O | T H D")     one array per block, layer and outer
+
+Axes before the bar choose the array, axes after it are its dimensions. Items (N) are
+numbered 0, 1, 2, …; on a side with `index` they are looked up instead, by an id that
+addresses those axes (B for block ids; B and T jointly for token slots).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from jax_kvblock.layout import parse_axes
+
+Sizes = tuple[tuple[str, int], ...]
+MAX_RANK = 8  # KVBLOCK_MAX_RANK
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How axes lie over arrays: `table` chooses the array, `array` are its dimensions."""
+
+    table: tuple[str, ...]
+    array: tuple[tuple[str, ...], ...]
+
+    @classmethod
+    def parse(cls, text: str) -> Form:
+        table, array = text.split("|")
+        return cls(tuple(table.split()), parse_axes(array))
+
+    def with_leading(self, axis: str) -> Form:
+        """The same form with one more array dimension in front."""
+        return Form(self.table, ((axis,), *self.array))
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One side of a copy.
+
+    Attributes:
+      form: how its axes lie over its arrays.
+      sizes: the stored extent of each of its axes.
+      index: the axes that an item's id addresses, major first; () when items are stored
+        one after the other.
+      first: the first index along axes that the copy covers in part.
+      start: the axis whose first index is an operand, or None.
+    """
+
+    form: Form
+    sizes: Sizes
+    index: tuple[str, ...] = ()
+    first: Sizes = ()
+    start: str | None = None
+
+    @property
+    def num_arrays(self) -> int:
+        sizes = dict(self.sizes)
+        return math.prod(sizes[axis] for axis in self.form.table)
+
+    @property
+    def array_shape(self) -> tuple[int, ...]:
+        sizes = dict(self.sizes)
+        return tuple(
+            math.prod(sizes[axis] for axis in group) for group in self.form.array
+        )
+
+    @property
+    def id_limit(self) -> int:
+        sizes = dict(self.sizes)
+        return math.prod(sizes[axis] for axis in self.index)
+
+    def resized(self, **sizes: int) -> Side:
+        return dataclasses.replace(self, sizes=_update(self.sizes, sizes))
+
+    def strides(self) -> dict[str, int]:
+        """Elements between neighbours along each axis inside an array."""
+        axes = [axis for group in self.form.array for axis in group]
+        return _row_major(axes, dict(self.sizes))
+
+    def table_strides(self) -> dict[str, int]:
+        """Arrays between neighbours along each axis that chooses the array."""
+        return _row_major(self.form.table, dict(self.sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """A block copy, as the primitive's one static parameter.
+
+    Attributes:
+      extents: the box of axes that is copied, items (N) first.
+      src, dst: the two sides.
+      in_place: whether the destination's arrays are operands that are updated.
+      backend: "kernel", "batch", "async" (CUDA's copy calls) or "xla".
+    """
+
+    extents: Sizes
+    src: Side
+    dst: Side
+    in_place: bool
+    backend: str = "kernel"
+
+    @property
+    def num_operands(self) -> tuple[int, int]:
+        """How many of the operands are source and destination arrays."""
+        return self.src.num_arrays, self.dst.num_arrays if self.in_place else 0
+
+    @property
+    def scalars(self) -> int:
+        """Which int32 operands follow the arrays, as the handler's bit mask."""
+        present = (self.src.index, self.dst.index, self.src.start, self.dst.start)
+        return sum(bool(p) << bit for bit, p in enumerate(present))
+
+    @property
+    def covers_source(self) -> bool:
+        """Whether every element of the source is copied exactly once."""
+        return (
+            not self.scalars
+            and dict(self.extents) == dict(self.src.sizes) == dict(self.dst.sizes)
+        )
+
+    def start_limit(self, side: Side) -> int:
+        """The number of values that a side's start operand may take."""
+        if side.start is None:
+            return 0
+        extent = dict(self.extents).get(side.start, 1)
+        return dict(side.sizes)[side.start] - extent + 1
+
+    def resized(self, **extents: int) -> Copy:
+        return dataclasses.replace(self, extents=_update(self.extents, extents))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the handler is told: the attributes of the FFI call, in bytes."""
+
+    dims: tuple[int, ...]
+    unit: int
+    src: tuple[int, ...]
+    dst: tuple[int, ...]
+
+
+def make_plan(copy: Copy, itemsize: int) -> Plan:
+    """The dims of the copy in the order the kernel should walk them, and each side.
+
+    The order is the destination's, outermost first, so that neighbouring threads write
+    neighbouring addresses. Items come first where an id is looked up for each.
+    """
+    extents = dict(copy.extents)
+    strides, tables = copy.dst.strides(), copy.dst.table_strides()
+    indexed = bool(copy.src.index or copy.dst.index)
+
+    def outermost_first(axis: str) -> tuple[bool, int, int]:
+        pinned = indexed and axis == "N"
+        return (not pinned, -tables.get(axis, 0), -strides.get(axis, 0))
+
+    order = sorted(extents, key=outermost_first)
+    dims = [axis for axis in order if extents[axis] != 1 or (indexed and axis == "N")]
+    dims = dims or order[:1]
+    if len(dims) > MAX_RANK:
+        raise NotImplementedError(f"block copy: more than {MAX_RANK} axes: {dims}")
+    return Plan(
+        dims=tuple(extents[axis] for axis in dims),
+        unit=itemsize,
+        src=_side_numbers(copy, copy.src, dims, itemsize),
+        dst=_side_numbers(copy, copy.dst, dims, itemsize),
+    )
+
+
+def _side_numbers(
+    copy: Copy, side: Side, dims: Sequence[str], itemsize: int
+) -> tuple[int, ...]:
+    """A side as the handler decodes it (DecodeSide in block_copy_ffi.cc)."""
+    strides = {axis: n * itemsize for axis, n in side.strides().items()}
+    tables = side.table_strides()
+    sizes = dict(side.sizes)
+    hidden = {"N", *side.index} if side.index else set()
+    offset = sum(first * strides[axis] for axis, first in side.first)
+    id_inner, id_strides = 1, (0, 0)
+    if side.index:
+        id_strides = (strides[side.index[0]], 0)
+        if len(side.index) == 2:
+            id_inner = sizes[side.index[1]]
+            id_strides = (strides[side.index[0]], strides[side.index[1]])
+    return (
+        offset,
+        side.id_limit if side.index else 0,
+        id_inner,
+        *id_strides,
+        copy.start_limit(side),
+        strides.get(side.start, 0) if side.start else 0,
+        tables.get(side.start, 0) if side.start else 0,
+        *(0 if axis in hidden else strides.get(axis, 0) for axis in dims),
+        *(0 if axis in hidden else tables.get(axis, 0) for axis in dims),
+    )
+
+
+def _row_major(axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
+    strides, stride = {}, 1
+    for axis in reversed(axes):
+        strides[axis] = stride
+        stride *= sizes[axis]
+    return strides
+
+
+def _update(sizes: Sizes, changes: Mapping[str, int]) -> Sizes:
+    return tuple((axis, int(changes.get(axis, size))) for axis, size in sizes)
+
+
+def plan_attributes(plan: Plan, copy: Copy) -> dict[str, object]:
+    """The plan as FFI attributes. Their dtypes are settled here and nowhere else."""
+    return {
+        "num_src": np.int64(copy.src.num_arrays),
+        "in_place": np.bool_(copy.in_place),
+        "scalars": np.int64(copy.scalars),
+        "unit": np.int64(plan.unit),
+        "dims": np.array(plan.dims, np.int64),
+        "src": np.array(plan.src, np.int64),
+        "dst": np.array(plan.dst, np.int64),
+    }

@@ -1,0 +1,521 @@
+"""Layout conversions of blocks that are arrays: stacked, or lists of pieces.
+
+Every function here is a thin name over one strided block copy. All are linear, batch over
+any leading axes and under `jax.vmap`, and run on the CPU and on CUDA; elsewhere XLA
+computes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_kvblock import _checks
+from jax_kvblock._copy import block_copy
+from jax_kvblock._plan import Copy, Form, Side
+from jax_kvblock.layout import HND, NHD, UNIVERSAL, BlockSpec, Layout, find_layout
+
+BACKENDS = ("auto", "kernel", "batch", "async")
+IMPLEMENTATIONS = (None, "kernel", "xla")
+
+Blocks = Any  # an array [..., *block] or a list (nb) of lists (nl * no) of arrays
+
+
+def backend_of(where: str, implementation: str | None) -> str:
+    """The engine's backend for a public `implementation=`."""
+    _checks.check_choice(where, "implementation", implementation, IMPLEMENTATIONS)
+    return implementation or "kernel"
+
+
+def block_to_universal(
+    blocks: Blocks,
+    layout: str = "NHD",
+    *,
+    spec: BlockSpec | None = None,
+    num_outer: int = 2,
+    implementation: str | None = None,
+) -> Any:
+    """Moves blocks to the universal layout, heads first.
+
+    Args:
+      blocks: an array `[..., nl, no, nt, nh, hd]` (NHD) or `[..., nl, no, nh, nt, hd]`
+        (HND) with any leading batch axes; or a list of nb blocks, each a list of nl·no
+        arrays `[nt, nh, hd]` or `[nh, nt, hd]`, layer by layer.
+      layout: "NHD" or "HND".
+      spec: what a block is, when the input should be checked against it.
+      num_outer: outer pieces to a layer, for list input without a spec.
+      implementation: "kernel", "xla" or None, which takes the kernel.
+
+    Returns:
+      An array `[..., nh, nl, no, nt, hd]`; a list of nb such arrays for list input.
+
+    Raises:
+      ValueError: for a wrong rank, shape or layout name.
+      TypeError: for a dtype smaller than a byte, or dtypes that differ in a list.
+
+    Example:
+      >>> block_to_universal(jnp.zeros((32, 2, 16, 8, 128))).shape
+      (8, 32, 2, 16, 128)
+    """
+    where = "block_to_universal"
+    source = _inner_layout(where, layout)
+    return _convert(
+        where, "blocks", blocks, source, UNIVERSAL, spec, num_outer,
+        backend_of(where, implementation),
+    )  # fmt: skip
+
+
+def universal_to_block(
+    universal: Any,
+    layout: str = "NHD",
+    *,
+    spec: BlockSpec | None = None,
+    implementation: str | None = None,
+) -> Blocks:
+    """Moves universal blocks back to NHD or HND: the inverse of `block_to_universal`.
+
+    Args:
+      universal: an array `[..., nh, nl, no, nt, hd]`, or a list of nb arrays
+        `[nh, nl, no, nt, hd]`.
+      layout: "NHD" or "HND".
+      spec: what a block is, when the input should be checked against it.
+      implementation: "kernel", "xla" or None, which takes the kernel.
+
+    Returns:
+      An array `[..., nl, no, nt, nh, hd]` (HND: `nh, nt`); for list input a list of nb
+      lists of nl·no arrays.
+
+    Raises:
+      ValueError: for a wrong rank, shape or layout name.
+      TypeError: for a dtype smaller than a byte, or dtypes that differ in a list.
+    """
+    where = "universal_to_block"
+    target = _inner_layout(where, layout)
+    return _convert(
+        where, "universal", universal, UNIVERSAL, target, spec, 2,
+        backend_of(where, implementation),
+    )  # fmt: skip
+
+
+def block_to_operational(
+    blocks: Blocks,
+    layout: str = "NHD",
+    *,
+    spec: BlockSpec | None = None,
+    num_outer: int = 2,
+    backend: str = "auto",
+) -> Any:
+    """Packs the pieces of each block into one operational block.
+
+    Args:
+      blocks: as for `block_to_universal`.
+      layout: the order inside a piece, "NHD" or "HND"; it is kept.
+      spec: what a block is, when the input should be checked against it.
+      num_outer: outer pieces to a layer, for list input without a spec.
+      backend: "kernel" (one launch for all blocks), "batch" (one
+        `cudaMemcpyBatchAsync`) or "async" (one `cudaMemcpyAsync` a run); "auto" takes the
+        first that serves the case, and the kernel serves all. "batch" and "async" need
+        CUDA and keep the surrounding jit out of CUDA graphs.
+
+    Returns:
+      An array `[..., nl, no, nt·nh·hd]`; a list of nb such arrays for list input. For a
+      stacked array inside a jit, `blocks.reshape` says the same and moves nothing.
+
+    Raises:
+      ValueError: for a wrong rank, shape, layout or backend name.
+      TypeError: for a dtype smaller than a byte, or dtypes that differ in a list.
+    """
+    where = "block_to_operational"
+    inner = _inner_layout(where, layout)
+    target = find_layout(where, "layout", "operational", inner.name)
+    return _convert(
+        where, "blocks", blocks, inner, target, spec, num_outer,
+        _operational_backend(where, backend),
+    )  # fmt: skip
+
+
+def operational_to_block(
+    operational: Any,
+    layout: str = "NHD",
+    *,
+    spec: BlockSpec | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    backend: str = "auto",
+) -> Blocks:
+    """Unpacks operational blocks into pieces: the inverse of `block_to_operational`.
+
+    Args:
+      operational: an array `[..., nl, no, inner]`, or a list of nb arrays
+        `[nl, no, inner]`.
+      layout: the order inside a piece, "NHD" or "HND".
+      spec: what a block is; or give `num_kv_heads` and `head_dim` instead.
+      num_kv_heads, head_dim: with them, nt = inner / (nh · hd).
+      backend: as for `block_to_operational`.
+
+    Returns:
+      An array `[..., nl, no, nt, nh, hd]` (HND: `nh, nt`); for list input a list of nb
+      lists of nl·no arrays.
+
+    Raises:
+      ValueError: for a wrong rank, shape, layout or backend name, or when the inner
+        extent cannot be split.
+      TypeError: for a dtype smaller than a byte, or dtypes that differ in a list.
+    """
+    where = "operational_to_block"
+    inner = _inner_layout(where, layout)
+    source = find_layout(where, "layout", "operational", inner.name)
+    chosen = _operational_backend(where, backend)
+    if spec is None:
+        spec = _spec_of_operational(where, operational, layout, num_kv_heads, head_dim)
+    return _convert(where, "operational", operational, source, inner, spec, 2, chosen)
+
+
+def convert_blocks(
+    x: Blocks,
+    src: str | Layout,
+    dst: str | Layout,
+    spec: BlockSpec,
+    *,
+    implementation: str | None = None,
+) -> Any:
+    """Moves blocks from any layout to any other.
+
+    Args:
+      x: an array `[..., *src shape]`, or S1's list form: a list of nb arrays, or for NHD
+        and HND a list of nb lists of nl·no arrays.
+      src, dst: "NHD", "HND", "operational", "universal" or a `Layout`. The order inside
+        an operational block is that of `spec.layout`.
+      spec: what a block is.
+      implementation: "kernel", "xla" or None, which takes the kernel.
+
+    Returns:
+      An array `[..., *dst shape]`; for list input a list of nb arrays, or of nb lists of
+      pieces when dst is NHD or HND.
+
+    Raises:
+      ValueError: for a wrong rank, shape or layout name.
+      TypeError: for a dtype that is not the spec's, or dtypes that differ in a list.
+
+    Example:
+      >>> hnd = convert_blocks(x, "NHD", "HND", spec)   # swaps tokens and heads
+    """
+    where = "convert_blocks"
+    _check_spec(where, spec)
+    source = find_layout(where, "src", src, spec.inner)
+    target = find_layout(where, "dst", dst, spec.inner)
+    return _convert(
+        where, "x", x, source, target, spec, spec.num_outer,
+        backend_of(where, implementation),
+    )  # fmt: skip
+
+
+# ---- the one conversion behind the names ---------------------------------------------
+
+
+def _convert(
+    where: str,
+    name: str,
+    x: Any,
+    source: Layout,
+    target: Layout,
+    spec: BlockSpec | None,
+    num_outer: int,
+    backend: str,
+) -> Any:
+    if spec is not None:
+        _check_spec(where, spec)
+    if isinstance(x, (list, tuple)):
+        return _convert_list(where, name, x, source, target, spec, num_outer, backend)
+    _checks.check_array(where, name, x)
+    dtype = _checks.check_dtype(where, name, x.dtype)
+    spec = _match(where, name, x, source, spec, dtype)
+    block = source.shape(spec)
+    batch = x.shape[: x.ndim - len(block)]
+    items = math.prod(batch)
+    sizes = (("N", items), *spec.sizes.items())
+    copy = Copy(
+        extents=sizes,
+        src=Side(_stacked(source), sizes),
+        dst=Side(_stacked(target), sizes),
+        in_place=False,
+        backend=backend,
+    )
+    (result,) = block_copy(copy, [jax.numpy.asarray(x).reshape(items, *block)])
+    return result.reshape(*batch, *target.shape(spec))
+
+
+def _convert_list(
+    where: str,
+    name: str,
+    blocks: Sequence[Any],
+    source: Layout,
+    target: Layout,
+    spec: BlockSpec | None,
+    num_outer: int,
+    backend: str,
+) -> list[Any]:
+    if len(blocks) == 0:
+        return []
+    pieces_in = source.name in ("NHD", "HND") and isinstance(blocks[0], (list, tuple))
+    arrays, per_block = _flatten_list(where, name, blocks, pieces_in)
+    dtype = _check_same(where, name, arrays, per_block if pieces_in else None)
+    if pieces_in:
+        spec = _match_pieces(
+            where, name, arrays[0], per_block, source, spec, num_outer, dtype
+        )
+    else:
+        spec = _match(where, name, arrays[0], source, spec, dtype, batched=False)
+    pieces_out = target.name in ("NHD", "HND")
+    sizes = (("N", len(blocks)), *spec.sizes.items())
+    copy = Copy(
+        extents=sizes,
+        src=Side(_pieces(source) if pieces_in else _listed(source), sizes),
+        dst=Side(_pieces(target) if pieces_out else _listed(target), sizes),
+        in_place=False,
+        backend=backend,
+    )
+    results = block_copy(copy, [jax.numpy.asarray(a) for a in arrays])
+    if not pieces_out:
+        return list(results)
+    step = spec.num_layers * spec.num_outer
+    return [results[i : i + step] for i in range(0, len(results), step)]
+
+
+def _stacked(layout: Layout) -> Form:
+    return Form((), (("N",), *layout.groups))
+
+
+def _listed(layout: Layout) -> Form:
+    return Form(("N",), layout.groups)
+
+
+def _pieces(layout: Layout) -> Form:
+    return Form(("N", "L", "O"), layout.groups[2:])
+
+
+# ---- checks --------------------------------------------------------------------------
+
+
+def _check_spec(where: str, spec: Any) -> None:
+    if not isinstance(spec, BlockSpec):
+        raise TypeError(
+            f"{where}: spec must be a BlockSpec, got {type(spec).__name__}; build one "
+            "with BlockSpec(num_layers, num_outer, block_size, num_kv_heads, head_dim, "
+            "dtype)"
+        )
+
+
+def _inner_layout(where: str, layout: Any) -> Layout:
+    _checks.check_choice(where, "layout", layout, ("NHD", "HND"))
+    return NHD if layout == "NHD" else HND
+
+
+def _operational_backend(where: str, backend: Any) -> str:
+    _checks.check_choice(where, "backend", backend, BACKENDS)
+    return "kernel" if backend == "auto" else backend
+
+
+def _describe(layout: Layout) -> str:
+    names = {"L": "nl", "O": "no", "T": "nt", "H": "nh", "D": "hd"}
+    return ", ".join("·".join(names[a] for a in group) for group in layout.groups)
+
+
+def _match(
+    where: str,
+    name: str,
+    x: Any,
+    layout: Layout,
+    spec: BlockSpec | None,
+    dtype: np.dtype,
+    batched: bool = True,
+) -> BlockSpec:
+    """The spec that x's shape means, checked against the given one."""
+    rank = len(layout.groups)
+    dots = "..., " if batched else ""
+    if x.ndim < rank or (not batched and x.ndim != rank):
+        raise ValueError(
+            f"{where}: {name} must have shape [{dots}{_describe(layout)}] "
+            f"({layout.name}), got {_checks.show(x)}"
+        )
+    tail = tuple(x.shape[x.ndim - rank :])
+    if spec is None:
+        sizes = {g[0]: n for g, n in zip(layout.groups, tail, strict=True)}
+        if min(tail) < 1:
+            raise ValueError(
+                f"{where}: {name} must have block extents of at least 1, got "
+                f"{_checks.show(x)}; only leading axes may be 0"
+            )
+        if sizes["O"] > 2:
+            raise ValueError(
+                f"{where}: {name} must have shape [{dots}{_describe(layout)}] with no "
+                f"1 or 2, got {_checks.show(x)} where no = {sizes['O']}"
+            )
+        return BlockSpec(*(sizes[axis] for axis in "LOTHD"), dtype)
+    if tail != layout.shape(spec):
+        shape = ", ".join(map(str, layout.shape(spec)))
+        raise ValueError(
+            f"{where}: {name} must have shape [{dots}{_describe(layout)}] = "
+            f"[{dots}{shape}] ({layout.name} of the spec), got {_checks.show(x)}"
+        )
+    if dtype != spec.dtype:
+        raise TypeError(
+            f"{where}: {name} must have the spec's dtype {spec.dtype}, got "
+            f"{_checks.show(x)}; cast it or change the spec"
+        )
+    return spec
+
+
+def _match_pieces(
+    where: str,
+    name: str,
+    piece: Any,
+    per_block: int,
+    layout: Layout,
+    spec: BlockSpec | None,
+    num_outer: int,
+    dtype: np.dtype,
+) -> BlockSpec:
+    groups = layout.groups[2:]
+    inner = _describe(layout).split(", ", 2)[2]
+    if piece.ndim != 3 or min(piece.shape) < 1:
+        raise ValueError(
+            f"{where}: each array in {name} must have shape [{inner}] ({layout.name}), "
+            f"got {_checks.show(piece)}"
+        )
+    if spec is None:
+        _checks.check_positive(where, num_outer=num_outer)
+        if per_block % num_outer or per_block == 0:
+            raise ValueError(
+                f"{where}: each block in {name} must hold nl·no arrays; {per_block} is "
+                f"not a multiple of num_outer={num_outer}"
+            )
+        sizes = {g[0]: n for g, n in zip(groups, piece.shape, strict=True)}
+        return BlockSpec(
+            per_block // num_outer, num_outer, sizes["T"], sizes["H"], sizes["D"], dtype
+        )
+    if per_block != spec.num_layers * spec.num_outer:
+        raise ValueError(
+            f"{where}: each block in {name} must hold nl·no = "
+            f"{spec.num_layers * spec.num_outer} arrays (the spec's), got {per_block}"
+        )
+    if tuple(piece.shape) != layout.shape(spec)[2:]:
+        raise ValueError(
+            f"{where}: each array in {name} must have shape [{inner}] = "
+            f"{list(layout.shape(spec)[2:])} (the spec's), got {_checks.show(piece)}"
+        )
+    if dtype != spec.dtype:
+        raise TypeError(
+            f"{where}: {name} must have the spec's dtype {spec.dtype}, got {dtype}; "
+            "cast it or change the spec"
+        )
+    return spec
+
+
+def _flatten_list(
+    where: str, name: str, blocks: Sequence[Any], pieces: bool
+) -> tuple[list[Any], int]:
+    """All arrays of a list input, block by block, and how many a block has."""
+    if not pieces:
+        for i, block in enumerate(blocks):
+            if isinstance(block, (list, tuple)):
+                raise ValueError(
+                    f"{where}: {name} must be a list of arrays, but {name}[{i}] is a "
+                    f"{type(block).__name__}"
+                )
+            _checks.check_array(where, f"{name}[{i}]", block)
+        return list(blocks), 1
+    per_block = len(blocks[0])
+    arrays = []
+    for i, block in enumerate(blocks):
+        if not isinstance(block, (list, tuple)) or len(block) != per_block:
+            got = (
+                f"{len(block)}" if isinstance(block, (list, tuple)) else type(block)
+            )
+            raise ValueError(
+                f"{where}: every block in {name} must be a list of the same nl·no "
+                f"arrays; {name}[0] has {per_block}, {name}[{i}] has {got}"
+            )
+        for j, piece in enumerate(block):
+            _checks.check_array(where, f"{name}[{i}][{j}]", piece)
+            arrays.append(piece)
+    if not arrays:
+        raise ValueError(f"{where}: the blocks in {name} hold no arrays")
+    return arrays, per_block
+
+
+def _check_same(
+    where: str, name: str, arrays: Sequence[Any], per_block: int | None
+) -> np.dtype:
+    """Every array of a list must be alike in shape, dtype and device."""
+
+    def label(i: int) -> str:
+        if per_block is None:
+            return f"{name}[{i}]"
+        return f"{name}[{i // per_block}][{i % per_block}]"
+
+    first = arrays[0]
+    dtype = _checks.check_dtype(where, label(0), first.dtype)
+    devices = _devices(first)
+    for i, x in enumerate(arrays):
+        if np.dtype(x.dtype) != dtype:
+            raise TypeError(
+                f"{where}: all arrays in {name} must have one dtype; {label(0)} is "
+                f"{_checks.show(first)}, {label(i)} is {_checks.show(x)}; cast them"
+            )
+        if tuple(x.shape) != tuple(first.shape):
+            raise ValueError(
+                f"{where}: all arrays in {name} must have one shape; {label(0)} is "
+                f"{_checks.show(first)}, {label(i)} is {_checks.show(x)}"
+            )
+        if devices is not None and _devices(x) not in (None, devices):
+            raise ValueError(
+                f"{where}: all arrays in {name} must be on the same devices; {label(0)} "
+                f"is on {_names(devices)}, {label(i)} on {_names(_devices(x))}; move "
+                "them with jax.device_put"
+            )
+    return dtype
+
+
+def _devices(x: Any) -> set[Any] | None:
+    """The devices of a concrete jax array; None for tracers and NumPy arrays."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return None
+    return set(x.devices())
+
+
+def _names(devices: set[Any] | None) -> str:
+    return ", ".join(sorted(str(d) for d in devices or ()))
+
+
+def _spec_of_operational(
+    where: str, x: Any, layout: str, num_kv_heads: int | None, head_dim: int | None
+) -> BlockSpec:
+    if num_kv_heads is None or head_dim is None:
+        raise ValueError(
+            f"{where}: an operational block does not tell nt, nh and hd apart; pass "
+            "spec=, or num_kv_heads= and head_dim="
+        )
+    _checks.check_positive(where, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    first = x[0] if isinstance(x, (list, tuple)) and len(x) else x
+    if isinstance(x, (list, tuple)) and not x:
+        return BlockSpec(1, 1, 1, num_kv_heads, head_dim, np.float32, layout)
+    _checks.check_array(where, "operational", first)
+    dtype = _checks.check_dtype(where, "operational", first.dtype)
+    if first.ndim < 3:
+        raise ValueError(
+            f"{where}: operational must have shape [..., nl, no, inner], got "
+            f"{_checks.show(first)}"
+        )
+    layers, outer, inner = first.shape[-3:]
+    if inner == 0 or inner % (num_kv_heads * head_dim):
+        raise ValueError(
+            f"{where}: operational has inner = {inner}, which is not a multiple of "
+            f"num_kv_heads·head_dim = {num_kv_heads}·{head_dim}"
+        )
+    tokens = inner // (num_kv_heads * head_dim)
+    return BlockSpec(layers, outer, tokens, num_kv_heads, head_dim, dtype, layout)

@@ -1,0 +1,182 @@
+"""What a block is (`BlockSpec`) and how it may lie in memory (`Layout`).
+
+A layout is nothing but an order of the five axes of a block:
+
+    L layer   O outer (K and V)   T token in the block   H KV head   D head dim
+
+From the order and the extents follow the strides, and strides are all that the copy
+engine knows. So a new layout is one line here, not a new kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import numpy as np
+
+from jax_kvblock import _checks
+
+AXES = "LOTHD"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """An order of a block's axes, outermost first; parentheses merge axes into one.
+
+    Args:
+      name: how messages call it.
+      axes: each of L, O, T, H, D once, for example `"H L O T D"` or `"L O (T H D)"`.
+
+    Raises:
+      ValueError: when `axes` does not name each axis exactly once.
+
+    Example:
+      >>> page_first = Layout("page_first", "T L O H D")
+      >>> page_first.shape(BlockSpec(2, 2, 16, 8, 128, "bfloat16"))
+      (16, 2, 2, 8, 128)
+    """
+
+    name: str
+    axes: str
+
+    def __post_init__(self) -> None:
+        letters = re.sub(r"[ ()]", "", self.axes)
+        if (
+            sorted(letters) != sorted(AXES)
+            or sum(map(len, self.groups)) != len(AXES)
+            or self.axes.count("(") != self.axes.count(")")
+        ):
+            raise ValueError(
+                f"Layout: axes must name each of L, O, T, H and D once, like "
+                f"'H L O T D' or 'L O (T H D)', got {self.axes!r}"
+            )
+
+    @property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """One tuple of axes for each array dimension."""
+        return parse_axes(self.axes)
+
+    def shape(self, spec: BlockSpec) -> tuple[int, ...]:
+        """The shape of one block of `spec` in this layout."""
+        sizes = spec.sizes
+        return tuple(
+            int(np.prod([sizes[axis] for axis in group])) for group in self.groups
+        )
+
+
+def parse_axes(text: str) -> tuple[tuple[str, ...], ...]:
+    """`"L O (T H D)"` as `(("L",), ("O",), ("T", "H", "D"))`."""
+    groups = re.findall(r"\(([^()]*)\)|([A-Za-z])", text)
+    return tuple(
+        tuple(merged.replace(" ", "")) if merged else (single,)
+        for merged, single in groups
+    )
+
+
+NHD = Layout("NHD", "L O T H D")
+HND = Layout("HND", "L O H T D")
+UNIVERSAL = Layout("universal", "H L O T D")
+LAYOUT_NAMES = ("NHD", "HND", "operational", "universal")
+
+
+def find_layout(where: str, name: str, layout: str | Layout, inner: str) -> Layout:
+    """The layout of a name; `inner` (NHD or HND) orders an operational block's tail."""
+    if isinstance(layout, Layout):
+        return layout
+    if layout == "operational":
+        return Layout("operational", "L O (H T D)" if inner == "HND" else "L O (T H D)")
+    for known in (NHD, HND, UNIVERSAL):
+        if layout == known.name:
+            return known
+    raise ValueError(
+        f"{where}: {name} must be one of {', '.join(map(repr, LAYOUT_NAMES))} or a "
+        f"Layout, got {layout!r}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSpec:
+    """The extents, dtype and layout of a KV-cache block.
+
+    Args:
+      num_layers: layers in a block.
+      num_outer: 2 for K and V, 1 for a combined or latent cache.
+      block_size: tokens to a block.
+      num_kv_heads: KV heads.
+      head_dim: elements to a head.
+      dtype: any dtype of 1, 2, 4, 8 or 16 bytes, fp8 too.
+      layout: "NHD", "HND", "operational", "universal" or a `Layout`. "operational"
+        stands for pieces of NHD order.
+
+    Raises:
+      ValueError: for an extent below 1 or an unknown layout name.
+      TypeError: for a dtype smaller than a byte.
+
+    Example:
+      >>> spec = BlockSpec(32, 2, 16, 8, 128, jnp.bfloat16)
+      >>> spec.block_shape, spec.block_bytes
+      ((32, 2, 16, 8, 128), 2097152)
+    """
+
+    num_layers: int
+    num_outer: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: np.dtype
+    layout: str | Layout = "NHD"
+
+    def __post_init__(self) -> None:
+        _checks.check_positive(
+            "BlockSpec",
+            num_layers=self.num_layers,
+            num_outer=self.num_outer,
+            block_size=self.block_size,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+        )
+        if self.num_outer > 2:
+            raise ValueError(
+                "BlockSpec: num_outer must be 2 (K and V) or 1 (combined or latent), "
+                f"got {self.num_outer}"
+            )
+        object.__setattr__(
+            self, "dtype", _checks.check_dtype("BlockSpec", "dtype", self.dtype)
+        )
+        find_layout("BlockSpec", "layout", self.layout, "NHD")
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The extent of each axis, by its letter."""
+        return {
+            "L": self.num_layers,
+            "O": self.num_outer,
+            "T": self.block_size,
+            "H": self.num_kv_heads,
+            "D": self.head_dim,
+        }
+
+    @property
+    def inner(self) -> str:
+        """The order of an operational block's tail: "HND" for HND blocks, else "NHD"."""
+        return "HND" if self.layout == "HND" else "NHD"
+
+    @property
+    def block_layout(self) -> Layout:
+        """`layout`, resolved."""
+        return find_layout("BlockSpec", "layout", self.layout, self.inner)
+
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """The shape of one block in this spec's layout."""
+        return self.block_layout.shape(self)
+
+    @property
+    def block_bytes(self) -> int:
+        """The bytes of one block."""
+        return int(np.prod(list(self.sizes.values()))) * self.dtype.itemsize
+
+    def replace(self, **changes: object) -> BlockSpec:
+        """A copy with some fields changed."""
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
