@@ -1,0 +1,50 @@
+"""KV-cache blocks for JAX: layouts, pools and copies at the speed of memory."""
+
+from jax_kvblock.block import (
+    Block,
+    BlockList,
+    BlockManager,
+    Layer,
+    PoolDoubledWarning,
+    PoolExhaustedError,
+)
+from jax_kvblock.convert import (
+    block_to_operational,
+    block_to_universal,
+    convert_blocks,
+    operational_to_block,
+    universal_to_block,
+)
+from jax_kvblock.layout import BlockSpec, Layout
+from jax_kvblock.pool import (
+    KVPool,
+    append_kv,
+    copy_blocks,
+    gather_blocks,
+    scatter_blocks,
+    transfer_blocks,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Block",
+    "BlockList",
+    "BlockManager",
+    "BlockSpec",
+    "KVPool",
+    "Layer",
+    "Layout",
+    "PoolDoubledWarning",
+    "PoolExhaustedError",
+    "append_kv",
+    "block_to_operational",
+    "block_to_universal",
+    "convert_blocks",
+    "copy_blocks",
+    "gather_blocks",
+    "operational_to_block",
+    "scatter_blocks",
+    "transfer_blocks",
+    "universal_to_block",
+]

@@ -116,5 +116,7 @@ def _write(
     start: jax.Array | None,
 ) -> list[jax.Array]:
     _, indices = _indices(copy, side, ids, start)
-    whole = _stack(side, arrays).at[tuple(indices)].set(box, mode="drop")
+    # Destinations do not repeat, by contract; saying so gives the write a transpose.
+    whole = _stack(side, arrays).at[tuple(indices)]
+    whole = whole.set(box, mode="drop", unique_indices=True)
     return _split(side, whole)

@@ -95,7 +95,7 @@ int64_t ReachedElements(const std::vector<int64_t>& shape, const std::vector<int
 
 nb::object ExportView(nb::handle capsule, nb::handle lease, int64_t offset,
                       std::vector<int64_t> shape, std::vector<int64_t> strides, int device_type,
-                      int device_id, bool versioned) {
+                      int device_id, bool versioned, bool copied) {
   auto view = std::make_unique<View>();
   view->owner = std::make_unique<Owner>(capsule.ptr());
   const DLTensor& whole = view->owner->tensor();
@@ -127,6 +127,7 @@ nb::object ExportView(nb::handle capsule, nb::handle lease, int64_t offset,
     view->versioned.deleter = [](DLManagedTensorVersioned* self) {
       delete static_cast<View*>(self->manager_ctx);
     };
+    view->versioned.flags = copied ? kDLFlagIsCopied : 0;
     view->versioned.dl_tensor = tensor;
     result = PyCapsule_New(&view->versioned, kVersioned, DropUnused);
   } else {
@@ -147,7 +148,8 @@ nb::object ExportView(nb::handle capsule, nb::handle lease, int64_t offset,
 void RegisterDLPack(nb::module_& m) {
   m.def("export_view", &ExportView, nb::arg("owner"), nb::arg("lease").none(), nb::arg("offset"),
         nb::arg("shape"), nb::arg("strides"), nb::arg("device_type"), nb::arg("device_id"),
-        nb::arg("versioned"),
+        nb::arg("versioned"), nb::arg("copied"),
         "A DLPack capsule over part of the tensor in capsule `owner`, which is consumed.\n\n"
-        "offset and strides count elements; `lease` lives as long as the view does.");
+        "offset and strides count elements; `lease` lives as long as the view does; `copied`\n"
+        "says that the owner is a copy made for this export.");
 }
