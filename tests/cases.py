@@ -1,0 +1,54 @@
+"""Named shapes that tests and benchmarks share, each from a model or a paper."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One KV-cache block: layers, outer, tokens, KV heads, head dim, element type."""
+
+    name: str
+    num_layers: int
+    num_outer: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+
+    @property
+    def dims(self) -> tuple[int, int, int, int, int]:
+        """(nl, no, nt, nh, hd)"""
+        return (
+            self.num_layers,
+            self.num_outer,
+            self.block_size,
+            self.num_kv_heads,
+            self.head_dim,
+        )
+
+    @property
+    def run_bytes(self) -> int:
+        """Bytes that stay together between NHD and universal."""
+        sizes = {"bfloat16": 2, "float32": 4, "float8_e4m3fn": 1}
+        return self.head_dim * sizes[self.dtype]
+
+
+# Speed: the shapes of the bars in README and docs/block_copy_performance.md.
+LLAMA_8B_16 = Case("llama-8b, 16 tokens", 32, 2, 16, 8, 128)
+LLAMA_8B_64 = Case("llama-8b, 64 tokens", 32, 2, 64, 8, 128)
+LLAMA_70B_TP8_16 = Case("llama-70b TP8, 16 tokens", 80, 2, 16, 1, 128)
+LLAMA_70B_TP8_64 = Case("llama-70b TP8, 64 tokens", 80, 2, 64, 1, 128)
+HEAD_DIM_64 = Case("24 layers, hd 64", 24, 2, 16, 8, 64)
+SHORT_RUNS = Case("runs of 10 bytes", 24, 2, 16, 8, 5)
+SPEED = (LLAMA_8B_16, LLAMA_8B_64, LLAMA_70B_TP8_16, LLAMA_70B_TP8_64, HEAD_DIM_64)
+
+# Correctness: small, odd, degenerate.
+SOURCE_TEST = Case("the layouts' source test", 3, 2, 2, 4, 5, "float32")
+ONE = Case("one element", 1, 1, 1, 1, 1, "float32")
+LATENT = Case("latent cache", 4, 1, 16, 1, 72)
+SMOLLM2 = Case("SmolLM2-135M", 30, 2, 16, 3, 64, "float32")
+FP8 = Case("fp8 cache", 2, 2, 8, 3, 48, "float8_e4m3fn")
+ODD_RUN = Case("runs of 6 bytes", 5, 2, 7, 3, 3)
+SMALL = (SOURCE_TEST, ONE, LATENT, FP8, ODD_RUN, Case("vectors", 2, 2, 4, 2, 64))

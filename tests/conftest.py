@@ -1,0 +1,67 @@
+"""Four CPU devices for the sharding tests, and a test run that says what it left out."""
+
+from __future__ import annotations
+
+import os
+import zlib
+
+# Before jax starts: sharding tests need several devices, and a GPU run should not take
+# all of its memory at once.
+_COUNT = "--xla_force_host_platform_device_count=4"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}".strip()
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import numpy as np
+import pytest
+
+import jax_kvblock
+
+
+def has_gpu() -> bool:
+    return jax.default_backend() == "gpu"
+
+
+def has_torch() -> bool:
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needs = {
+        "gpu": (has_gpu(), "no NVIDIA GPU here"),
+        "torch": (has_torch(), "PyTorch is not installed"),
+    }
+    for item in items:
+        for marker, (present, reason) in needs.items():
+            if not present and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # CI sets this, so that a missing torch fails instead of skipping.
+    if os.environ.get("KVBLOCK_REQUIRE_TORCH") and not has_torch():
+        raise pytest.UsageError("KVBLOCK_REQUIRE_TORCH is set, but torch is missing")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    skipped = terminalreporter.stats.get("skipped", [])
+    where = "on a GPU" if has_gpu() else "on the CPU"
+    terminalreporter.write_line(
+        f"jax_kvblock {jax_kvblock.__version__}, jax {jax.__version__}, {where}; "
+        f"{len(skipped)} tests did not run"
+    )
+    if not has_gpu():
+        terminalreporter.write_line(
+            "The CUDA kernels were not tested: run `make gpu-test` on a machine with a "
+            "GPU."
+        )
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    """Random numbers that differ from test to test and repeat from run to run."""
+    return np.random.default_rng(zlib.crc32(request.node.name.encode()))
