@@ -28,8 +28,8 @@ def plural(count: int, noun: str) -> str:
 def check_array(where: str, name: str, x: Any) -> None:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(
-            f"{where}: {name} must be an array, got {type(x).__name__}; convert it with "
-            "jnp.asarray"
+            f"{where}: {name} must be an array, got {type(x).__name__}; convert it "
+            "with jnp.asarray"
         )
 
 
@@ -62,7 +62,9 @@ def _reject_packed(where: str, name: str, dtype: np.dtype) -> np.dtype:
 
 
 def check_int32(where: str, name: str, x: Any, shape: str, ndim: int) -> jax.Array:
-    """An int32 array of rank `ndim`; Python ints and int64 NumPy arrays that fit pass."""
+    """An int32 array of rank `ndim`; Python ints and int64 NumPy arrays that fit
+    pass.
+    """
     if isinstance(x, (int, np.integer)) and not isinstance(x, bool) and ndim == 0:
         return jnp.asarray(np.int32(np.clip(x, -1, 2**31 - 1)))
     if isinstance(x, (list, tuple)) and not any(hasattr(i, "dtype") for i in x):

@@ -2,8 +2,8 @@
 
 `block_copy_p` takes `[*sources, *destinations (in place), *int32 scalars]` and one
 parameter, a `Copy`. Two primitives share it: the outer one carries the transformation
-rules and lowers to a partitioned call; the inner one is what each device runs, and lowers
-to the FFI handler of its platform.
+rules and lowers to a partitioned call; the inner one is what each device runs, and
+lowers to the FFI handler of its platform.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ for _platform in ("cpu", "cuda"):
 
 # ---- lowering: partitioned over a mesh -----------------------------------------------
 #
-# The copy is pointwise along every axis that both sides hold whole: each device copies its
-# part. Axes that are looked up (ids, starts), cut (head ranges) or merged behind another
-# axis must be whole on every device.
+# The copy is pointwise along every axis that both sides hold whole: each device copies
+# its part. Axes that are looked up (ids, starts), cut (head ranges) or merged behind
+# another axis must be whole on every device.
 
 
 def _shardable(copy: Copy) -> set[str]:
@@ -302,9 +302,10 @@ mlir.register_lowering(
 
 # ---- batching ------------------------------------------------------------------------
 #
-# A batch is more items. Where ids are looked up, each batch member gets its own range of
-# ids in a pool that holds the members one after the other. Without ids, a list of arrays
-# (one for each block) has no item dimension to grow; there the batch is an axis V.
+# A batch is more items. Where ids are looked up, each batch member gets its own range
+# of ids in a pool that holds the members one after the other. Without ids, a list of
+# arrays (one for each block) has no item dimension to grow; there the batch is an axis
+# V.
 
 
 def _batch(

@@ -1,7 +1,8 @@
 """DLPack exports of parts of jax arrays.
 
-The rule of the house: an export holds the pool's buffer, so XLA will not give that memory
-away, and it holds a reference to the block, so the pool will not hand it to somebody else.
+The rule of the house: an export holds the pool's buffer, so XLA will not give that
+memory away, and it holds a reference to the block, so the pool will not hand it to
+somebody else.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def device_of(array: jax.Array) -> tuple[int, int]:
     devices = array.devices()
     if len(devices) != 1:
         raise BufferError(
-            f"DLPack: the pool is spread over {len(devices)} devices; export inside each "
-            "process or device from a pool that lies on one device"
+            f"DLPack: the pool is spread over {len(devices)} devices; export inside "
+            "each process or device from a pool that lies on one device"
         )
     (device,) = devices
     if device.platform == "cpu":
@@ -39,23 +40,26 @@ def export(
     offset: int,
     shape: Sequence[int],
     strides: Sequence[int],
+    device: tuple[int, int],
     *,
     lease: Any,
     stream: Any,
     max_version: tuple[int, int] | None,
     copied: bool = False,
 ) -> Any:
-    """A capsule over part of `array`, which stays alive until the capsule's tensor dies.
+    """A capsule over part of `array`, which stays alive until the capsule's tensor
+    dies.
 
     Args:
       array: a jax array on one device.
       offset, shape, strides: the part, in elements.
+      device: the array's DLPack device, as `device_of` tells it.
       lease: any object to keep alive as long.
       stream: as in `__dlpack__`: the consumer's stream, None, or -1 for no waiting.
       max_version: the newest protocol version that the consumer reads.
       copied: whether the array is a copy made for this export.
     """
-    kind, index = device_of(array)
+    kind, index = device
     if kind == CUDA and stream not in (None, -1):
         owner = array.__dlpack__(stream=stream)
     else:
@@ -64,5 +68,5 @@ def export(
         owner = array.__dlpack__()
     versioned = max_version is not None and max_version[0] >= 1
     return _native.export_view(
-        owner, lease, offset, list(shape), list(strides), kind, index, versioned, copied
+        owner, lease, offset, shape, strides, kind, index, versioned, copied
     )

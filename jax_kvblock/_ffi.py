@@ -19,9 +19,9 @@ except ImportError as error:  # a source tree without a build, or a broken insta
 BUILD: dict[str, Any] = _native.build_info()
 
 REBUILD = (
-    "this build of jax_kvblock has no CUDA kernels. Rebuild it where nvcc (CUDA 12.1 or "
-    "newer) is on the PATH: `KVBLOCK_CUDA=ON pip install --force-reinstall .`; or pass "
-    "implementation='xla' where the function takes it"
+    "this build of jax_kvblock has no CUDA kernels. Rebuild it where nvcc (CUDA 12.1 "
+    "or newer) is on the PATH: `KVBLOCK_CUDA=ON pip install --force-reinstall .`; or "
+    "pass implementation='xla' where the function takes it"
 )
 
 

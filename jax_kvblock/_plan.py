@@ -28,7 +28,9 @@ MAX_RANK = 8  # KVBLOCK_MAX_RANK
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How axes lie over arrays: `table` chooses the array, `array` are its dimensions."""
+    """How axes lie over arrays: `table` chooses the array, `array` are its
+    dimensions.
+    """
 
     table: tuple[str, ...]
     array: tuple[tuple[str, ...], ...]
@@ -123,9 +125,8 @@ class Copy:
     @property
     def covers_source(self) -> bool:
         """Whether every element of the source is copied exactly once."""
-        return (
-            not self.scalars
-            and dict(self.extents) == dict(self.src.sizes) == dict(self.dst.sizes)
+        return not self.scalars and dict(self.extents) == dict(self.src.sizes) == dict(
+            self.dst.sizes
         )
 
     def start_limit(self, side: Side) -> int:

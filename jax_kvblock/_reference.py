@@ -1,7 +1,7 @@
 """The block copy in plain jax.numpy: its specification, and the path without a kernel.
 
-Read the source into one logical array, one dimension an axis of the box; then write that
-into the destination. Ids and starts outside the source read zeros; outside the
+Read the source into one logical array, one dimension an axis of the box; then write
+that into the destination. Ids and starts outside the source read zeros; outside the
 destination they write nothing.
 """
 

@@ -1,17 +1,18 @@
 """`BlockManager`, `BlockList`, `Block` and `Layer`: a pool's blocks as Python objects.
 
 A manager owns a `KVPool` and a list of free blocks. Blocks are counted references: when
-the last handle to a block is freed or collected, and no DLPack export of it is alive, the
-block returns to the free list.
+the last handle to a block is freed or collected, and no DLPack export of it is alive,
+the block returns to the free list.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import operator
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, overload
 
@@ -69,12 +70,11 @@ class _FreeList:
 class _Lease:
     """One counted reference to a block, given back when it is released or collected."""
 
-    __slots__ = ("__weakref__", "block_id", "free_list", "label", "released")
+    __slots__ = ("block_id", "free_list", "released")
 
-    def __init__(self, free_list: _FreeList, block_id: int, label: str = "") -> None:
+    def __init__(self, free_list: _FreeList, block_id: int) -> None:
         self.free_list = free_list
         self.block_id = block_id
-        self.label = label
         self.released = False
 
     def release(self) -> None:
@@ -84,6 +84,54 @@ class _Lease:
 
     def __del__(self) -> None:
         self.release()
+
+
+class _Export(_Lease):
+    """The reference that a DLPack export holds; listed among the live ones."""
+
+    __slots__ = ("live",)
+
+    def __init__(self, view: _View) -> None:
+        lease, manager = view._lease, view.manager
+        lease.free_list.retain(lease.block_id)
+        super().__init__(lease.free_list, lease.block_id)
+        self.live = manager._exports
+        self.live[id(self)] = view._key
+
+    def release(self) -> None:
+        super().release()
+        self.live.pop(id(self), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Geometry:
+    """How blocks and layers lie in the pool's arrays, in elements; computed once."""
+
+    shape: tuple[int, ...]  # of a block
+    strides: tuple[int, ...]
+    block_stride: int
+    layer_stride: int  # 0 when every layer is an array of its own
+
+    @classmethod
+    def of(cls, spec: BlockSpec, contiguous: bool, flat_tail: bool) -> _Geometry:
+        stored = "".join(axis for group in spec.block_layout.groups for axis in group)
+        if not contiguous:
+            stored = stored.replace("L", "")
+        strides, stride = {"L": 0}, 1
+        for axis in reversed(stored):
+            strides[axis] = stride
+            stride *= spec.sizes[axis]
+        # What a user sees: HND blocks show heads before tokens, whatever the pool's
+        # layout; a flat tail shows no heads.
+        order = "LOHTD" if spec.inner == "HND" else "LOTHD"
+        if flat_tail:
+            order = order.replace("H", "")
+        return cls(
+            tuple(spec.sizes[axis] for axis in order),
+            tuple(strides[axis] for axis in order),
+            stride,
+            strides["L"],
+        )
 
 
 class BlockManager:
@@ -139,7 +187,10 @@ class BlockManager:
         )
         self._num_blocks = num_blocks
         self._free_list = _FreeList(num_blocks)
-        self._exports: weakref.WeakSet[_Lease] = weakref.WeakSet()
+        self._exports: dict[int, tuple[int, int | None]] = {}
+        self._geometry = _Geometry.of(self._spec, contiguous, self._flat_tail)
+        self._devices = self._pool.arrays[0].devices()
+        self._dl_device = _dlpack.device_of(self._pool.arrays[0])
 
     # ---- blocks ----
 
@@ -152,17 +203,15 @@ class BlockManager:
         """
         self._open_pool("allocate_blocks")
         if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
-            raise TypeError(
-                f"allocate_blocks: count must be an integer, got {count!r}"
-            )
+            raise TypeError(f"allocate_blocks: count must be an integer, got {count!r}")
         if count < 0:
             raise ValueError(f"allocate_blocks: count must be at least 0, got {count}")
         ids = self._free_list.take(int(count))
         if ids is None:
             raise PoolExhaustedError(
                 f"allocate_blocks: {count} blocks asked for, "
-                f"{self.num_free_blocks} of {self.num_blocks} free; free some, or build "
-                "the manager with a larger num_blocks"
+                f"{self.num_free_blocks} of {self.num_blocks} free; free some, or "
+                "build the manager with a larger num_blocks"
             )
         return BlockList(self, [Block(self, _Lease(self._free_list, i)) for i in ids])
 
@@ -223,8 +272,13 @@ class BlockManager:
         old = self._open_pool("pool")
         if not isinstance(new, KVPool):
             raise TypeError(
-                f"BlockManager.pool: must be a KVPool, got {type(new).__name__}; return "
-                "the pool from your jitted step"
+                f"BlockManager.pool: must be a KVPool, got {type(new).__name__}; "
+                "return the pool from your jitted step"
+            )
+        if any(isinstance(x, jax.core.Tracer) for x in new.arrays):
+            raise TypeError(
+                "BlockManager.pool: must be a pool of arrays, got one that is being "
+                "traced; return the pool from the jitted function and set it outside"
             )
         shapes = [_checks.show(x) for x in new.arrays]
         if new.spec != self._spec or shapes != [_checks.show(x) for x in old.arrays]:
@@ -237,12 +291,18 @@ class BlockManager:
                 f"BlockManager.pool: must stay in {old.memory_kind} memory, got a pool "
                 f"in {new.memory_kind}"
             )
+        if new.arrays[0].devices() != self._devices:
+            raise ValueError(
+                "BlockManager.pool: must stay on its device; move it back with "
+                "jax.device_put"
+            )
         if self._exports and not _same_memory(old, new):
             self._warn_doubled()
         self._pool = new
 
     def update(self, step: Callable[..., Any], *args: Any) -> Any:
-        """Runs `step(pool, *args)` jitted with the pool donated, and keeps the new pool.
+        """Runs `step(pool, *args)` jitted with the pool donated, and keeps the new
+        pool.
 
         Args:
           step: returns the new pool, or a tuple (new pool, result).
@@ -268,7 +328,10 @@ class BlockManager:
     @property
     def live_exports(self) -> list[str]:
         """The DLPack exports that are alive, in words."""
-        return sorted(lease.label for lease in self._exports)
+        return [
+            f"block {block}" if layer is None else f"block {block}, layer {layer}"
+            for block, layer in sorted(self._exports.values(), key=str)
+        ]
 
     def close(self) -> None:
         """Drops the pool. Blocks become invalid; exports stay valid until they die."""
@@ -296,12 +359,11 @@ class BlockManager:
     @property
     def _alive(self) -> bool:
         pool = self._pool
-        return pool is not None and not any(
-            isinstance(x, jax.Array)
-            and not isinstance(x, jax.core.Tracer)
-            and x.is_deleted()
-            for x in pool.arrays
-        )
+        if pool is None:
+            return False
+        if pool.contiguous:  # the common case, on the path of every export
+            return not pool.data.is_deleted()
+        return not any(x.is_deleted() for x in pool.data)
 
     def _check_donation(self, where: str, pool: KVPool) -> None:
         if not self._exports:
@@ -310,9 +372,9 @@ class BlockManager:
             self._warn_doubled()
             return
         raise BufferError(
-            f"{where}: the pool cannot be donated while DLPack exports of it are alive: "
-            f"{'; '.join(self.live_exports)}. Delete those tensors (and everything that "
-            "views them) first, or export a copy with copy=True"
+            f"{where}: the pool cannot be donated while DLPack exports of it are "
+            f"alive: {'; '.join(self.live_exports)}. Delete those tensors (and "
+            "everything that views them) first, or export a copy with copy=True"
         )
 
     def _warn_doubled(self) -> None:
@@ -327,9 +389,8 @@ class BlockManager:
 
     def _write(self, block_id: int, blocks: jax.Array) -> None:
         """Replaces one block; `blocks` is `[1, nl, no, ...]` in NHD or HND order."""
-        inner = self._spec.inner
-        ids = jnp.asarray([block_id], jnp.int32)
-        self.update(functools.partial(_scatter, inner), ids, blocks)
+        ids = np.array([block_id], np.int32)
+        self.update(functools.partial(_scatter, self._spec.inner), ids, blocks)
 
     def _write_layer(self, block_id: int, layer: int, piece: jax.Array) -> None:
         place = np.array([block_id, layer], np.int32)
@@ -362,7 +423,9 @@ def _donating_partial(func: Callable[..., Any], bound: tuple[Any, ...]) -> Any:
 
 
 class BlockList(Sequence["Block"]):
-    """Blocks that were allocated together: a sequence, and a context that frees them."""
+    """Blocks that were allocated together: a sequence, and a context that frees
+    them.
+    """
 
     def __init__(self, manager: BlockManager, blocks: list[Block]) -> None:
         self._manager = manager
@@ -394,7 +457,9 @@ class BlockList(Sequence["Block"]):
         return table
 
     def share(self) -> BlockList:
-        """New handles to the same blocks, each counted: the blocks outlive either list."""
+        """New handles to the same blocks, each counted: the blocks outlive either
+        list.
+        """
         return BlockList(self._manager, [block.share() for block in self._blocks])
 
     def free(self) -> None:
@@ -436,15 +501,15 @@ class _View:
 
     manager: BlockManager
     _lease: _Lease
+    _key: tuple[int, int | None]  # (block, layer)
+    _skip: int  # leading axes of a block that the view does not have
 
-    # The parts that differ.
-    _axes: str  # the axes of the view, "LOTHD" or "OTHD"
-
-    def _name(self) -> str:
+    def _place(self) -> tuple[jax.Array, int]:
+        """The array that holds the view, and the view's offset in it, in elements."""
         raise NotImplementedError  # pragma: no cover
 
-    def _place(self) -> tuple[jax.Array, dict[str, int]]:
-        """The array that holds the view, and the view's index along its other axes."""
+    def _read(self) -> jax.Array:
+        """A copy, as a jax array."""
         raise NotImplementedError  # pragma: no cover
 
     # ---- what it is ----
@@ -452,18 +517,21 @@ class _View:
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape, whatever the pool's layout."""
-        return tuple(self.manager.spec.sizes[axis] for axis in self._order)
+        return self.manager._geometry.shape[self._skip :]
 
     @property
     def ndim(self) -> int:
-        return len(self._order)
+        """The number of dimensions."""
+        return len(self.shape)
 
     @property
     def size(self) -> int:
-        return int(np.prod(self.shape))
+        """The number of elements."""
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the elements."""
         return self.size * self.dtype.itemsize
 
     @property
@@ -474,34 +542,26 @@ class _View:
     @property
     def device_id(self) -> int:
         """The index of the device: 0 on the CPU."""
-        return _dlpack.device_of(self._place()[0])[1]
+        return self.manager._dl_device[1]
 
     @property
-    def _order(self) -> str:
-        """The view's axes in order: HND blocks show heads before tokens."""
-        order = self._axes.replace("TH", "HT" if self._heads_first else "TH")
-        return order.replace("H", "") if self.manager._flat_tail else order
-
-    @property
-    def _heads_first(self) -> bool:
-        return self.manager.spec.inner == "HND"
+    def _name(self) -> str:
+        block, layer = self._key
+        return f"block {block}" if layer is None else f"block {block}, layer {layer}"
 
     def __bool__(self) -> bool:
         return not self._lease.released and self.manager._alive
 
     def _check_held(self, where: str, error: type[Exception]) -> None:
         if self._lease.released:
-            raise error(f"{where} ({self._name()}) is freed; allocate a new one")
+            raise error(f"{where} ({self._name}) is freed; allocate a new one")
         if not self.manager._alive:
             raise error(
-                f"{where} ({self._name()}): its pool was donated or closed; put the new "
+                f"{where} ({self._name}): its pool was donated or closed; put the new "
                 "pool back with manager.pool = ..."
             )
 
     # ---- out ----
-
-    def _read(self) -> jax.Array:
-        raise NotImplementedError  # pragma: no cover
 
     def __jax_array__(self) -> jax.Array:
         self._check_held(type(self).__name__, RuntimeError)
@@ -511,7 +571,7 @@ class _View:
         """A NumPy copy (NumPy cannot share a buffer of every dtype and device)."""
         if copy is False:
             raise ValueError(
-                f"{self._name()}: np.asarray copies; for a view of CPU memory use "
+                f"{self._name}: np.asarray copies; for a view of CPU memory use "
                 "np.from_dlpack"
             )
         array = np.array(self.__jax_array__())
@@ -520,7 +580,7 @@ class _View:
     def __dlpack_device__(self) -> tuple[int, int]:
         """(device type, device id), as DLPack numbers them."""
         self._check_held("__dlpack_device__", BufferError)
-        return _dlpack.device_of(self._place()[0])
+        return self.manager._dl_device
 
     def __dlpack__(
         self,
@@ -548,45 +608,58 @@ class _View:
             that is needed while copy is False.
         """
         self._check_held("__dlpack__", BufferError)
-        array, where = self._place()
-        device = _dlpack.device_of(array)
+        device = self.manager._dl_device
+        if copy or (dl_device is not None and tuple(dl_device) != device):
+            return self._export_copy(stream, max_version, dl_device, copy)
+        array, offset = self._place()
+        geometry = self.manager._geometry
+        return _dlpack.export(
+            array,
+            offset,
+            geometry.shape[self._skip :],
+            geometry.strides[self._skip :],
+            device,
+            lease=_Export(self),
+            stream=stream,
+            max_version=max_version,
+        )
+
+    def _export_copy(
+        self,
+        stream: Any,
+        max_version: tuple[int, int] | None,
+        dl_device: tuple[int, int] | None,
+        copy: bool | None,
+    ) -> Any:
+        device = self.manager._dl_device
         target = device if dl_device is None else (int(dl_device[0]), int(dl_device[1]))
         if target not in (device, (_dlpack.CPU, 0)):
             raise BufferError(
-                f"__dlpack__: {self._name()} is on DLPack device {device}, not {target}; "
+                f"__dlpack__: {self._name} is on DLPack device {device}, not {target}; "
                 "only its own device and the CPU (1, 0) are served. Move it with "
                 "jax.device_put(jnp.asarray(block), device)"
             )
-        if target != device or copy:
-            if copy is False:
-                raise BufferError(
-                    f"__dlpack__: {self._name()} is on DLPack device {device}; exporting "
-                    f"it to {target} needs a copy, and copy=False forbids it. Pass "
-                    "copy=True or None"
-                )
-            fresh = self._read()
-            if target != device:
-                fresh = jax.device_put(fresh, jax.devices("cpu")[0])
-                stream = None
-            return _dlpack.export(
-                fresh, 0, fresh.shape, _contiguous(fresh.shape),
-                lease=None, stream=stream, max_version=max_version, copied=True,
-            )  # fmt: skip
-        strides = self._array_strides()
-        offset = sum(strides[axis] * index for axis, index in where.items())
-        self.manager._free_list.retain(self._lease.block_id)
-        lease = _Lease(
-            self.manager._free_list, self._lease.block_id, f"{self._name()} (DLPack)"
+        if copy is False:
+            raise BufferError(
+                f"__dlpack__: {self._name} is on DLPack device {device}; exporting it "
+                f"to {target} needs a copy, and copy=False forbids it. Pass copy=True "
+                "or None"
+            )
+        fresh = self._read()
+        if target != device:
+            fresh = jax.device_put(fresh, jax.devices("cpu")[0])
+            stream = None
+        return _dlpack.export(
+            fresh,
+            0,
+            fresh.shape,
+            _row_major(fresh.shape),
+            _dlpack.device_of(fresh),
+            lease=None,
+            stream=stream,
+            max_version=max_version,
+            copied=True,
         )
-        capsule = _dlpack.export(
-            array, offset, self.shape, [strides[axis] for axis in self._order],
-            lease=lease, stream=stream, max_version=max_version,
-        )  # fmt: skip
-        self.manager._exports.add(lease)
-        return capsule
-
-    def _array_strides(self) -> dict[str, int]:
-        return _strides(self.manager.spec, self.manager.pool.contiguous)
 
     def _incoming(self, where: str, x: Any) -> jax.Array:
         """Any array or DLPack object, as a jax array where the pool is."""
@@ -605,36 +678,42 @@ class _View:
             )
         if dtype != self.dtype:
             raise TypeError(
-                f"{where}: x must have dtype {self.dtype}, got {_checks.show(x)}; cast it"
+                f"{where}: x must have dtype {self.dtype}, got {_checks.show(x)}; cast "
+                "it"
             )
         array = x.__jax_array__() if isinstance(x, _View) else x
-        (device,) = self._place()[0].devices()
+        (device,) = self.manager._devices
         return jax.device_put(array, device)
 
     def _with_heads(self, array: jax.Array) -> jax.Array:
         """Puts back the axis that a flat tail hides."""
         if not self.manager._flat_tail:
             return array
-        return jnp.expand_dims(array, -3 if self._heads_first else -2)
+        return jnp.expand_dims(array, self._head_axis)
 
     def _without_heads(self, array: jax.Array) -> jax.Array:
         if not self.manager._flat_tail:
             return array
-        return jnp.squeeze(array, -3 if self._heads_first else -2)
+        return jnp.squeeze(array, self._head_axis)
+
+    @property
+    def _head_axis(self) -> int:
+        return -3 if self.manager.spec.inner == "HND" else -2
 
 
 class Block(_View):
     """A KV-cache block: a sequence of layers, `[nl, no, nt, nh, hd]` (HND: `nh, nt`).
 
-    It exports itself by DLPack without a copy. It is false once it is freed, or once its
-    pool was donated and no new one was put back.
+    It exports itself by DLPack without a copy. It is false once it is freed, or once
+    its pool was donated and no new one was put back.
     """
 
-    _axes = "LOTHD"
+    _skip = 0
 
     def __init__(self, manager: BlockManager, lease: _Lease) -> None:
         self.manager = manager
         self._lease = lease
+        self._key = (lease.block_id, None)
 
     @property
     def id(self) -> int:
@@ -660,7 +739,8 @@ class Block(_View):
         """Replaces the block's contents, in place.
 
         Args:
-          x: an array or any DLPack object of the block's shape and dtype, on any device.
+          x: an array or any DLPack object of the block's shape and dtype, on any
+            device.
 
         Raises:
           ValueError: for a wrong shape, or when the block is freed.
@@ -684,22 +764,14 @@ class Block(_View):
         state = "" if self else ", freed" if self._lease.released else ", no pool"
         return f"Block(id={self.id}, {self.dtype}{list(self.shape)}{state})"
 
-    def _name(self) -> str:
-        return f"block {self.id}"
-
-    def _place(self) -> tuple[jax.Array, dict[str, int]]:
+    def _place(self) -> tuple[jax.Array, int]:
         pool = self.manager.pool
         if not pool.contiguous:
             raise BufferError(
-                f"{self._name()}: its layers are separate arrays, so it is no single "
+                f"{self._name}: its layers are separate arrays, so it is no single "
                 "tensor; export its layers, or build the manager with contiguous=True"
             )
-        return pool.arrays[0], {"B": self.id}
-
-    @property
-    def device_id(self) -> int:
-        """The index of the device: 0 on the CPU."""
-        return _dlpack.device_of(self.manager.pool.arrays[0])[1]
+        return pool.arrays[0], self.id * self.manager._geometry.block_stride
 
     def _read(self) -> jax.Array:
         spec = self.manager.spec
@@ -710,13 +782,14 @@ class Block(_View):
 class Layer(_View):
     """One layer of a block: `[no, nt, nh, hd]` (HND: `nh, nt`)."""
 
-    _axes = "OTHD"
+    _skip = 1
 
     def __init__(self, block: Block, index: int) -> None:
         self.block = block
         self.index = index
         self.manager = block.manager
         self._lease = block._lease
+        self._key = (block.id, index)
 
     def copy_from(self, x: Any) -> None:
         """Replaces the layer's contents, in place; see `Block.copy_from`."""
@@ -727,16 +800,14 @@ class Layer(_View):
         return self.shape[0]
 
     def __repr__(self) -> str:
-        return f"Layer({self._name()}, {self.dtype}{list(self.shape)})"
+        return f"Layer({self._name}, {self.dtype}{list(self.shape)})"
 
-    def _name(self) -> str:
-        return f"block {self.block.id}, layer {self.index}"
-
-    def _place(self) -> tuple[jax.Array, dict[str, int]]:
-        pool = self.manager.pool
+    def _place(self) -> tuple[jax.Array, int]:
+        pool, geometry = self.manager.pool, self.manager._geometry
+        offset = self.block.id * geometry.block_stride
         if pool.contiguous:
-            return pool.arrays[0], {"B": self.block.id, "L": self.index}
-        return pool.arrays[self.index], {"B": self.block.id}
+            return pool.arrays[0], offset + self.index * geometry.layer_stride
+        return pool.arrays[self.index], offset
 
     def _read(self) -> jax.Array:
         return self.block.__jax_array__()[self.index]
@@ -747,22 +818,12 @@ def _gather(inner: str) -> Any:
     return jax.jit(lambda pool, ids: gather_blocks(pool, ids, inner))
 
 
-@functools.lru_cache(maxsize=256)
-def _strides(spec: BlockSpec, contiguous: bool) -> dict[str, int]:
-    """Elements between neighbours along each axis of the pool's arrays."""
-    axes = "".join(axis for group in spec.block_layout.groups for axis in group)
-    strides, stride = {}, 1
-    for axis in reversed(axes if contiguous else axes.replace("L", "")):
-        strides[axis] = stride
-        stride *= spec.sizes[axis]
-    return strides | {"B": stride}
-
-
-def _contiguous(shape: Sequence[int]) -> list[int]:
-    strides = [1]
-    for extent in reversed(shape[1:]):
-        strides.insert(0, strides[0] * extent)
-    return strides[: len(shape)]
+def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, stride = [], 1
+    for extent in reversed(shape):
+        strides.append(stride)
+        stride *= extent
+    return tuple(reversed(strides))
 
 
 def _index(kind: str, index: Any, length: int, noun: str) -> int:
@@ -785,9 +846,7 @@ def _head_extents(
     _checks.check_positive(where, **{k: v for k, v in given.items() if v is not None})
     if num_kv_heads is None and head_dim is None:
         if inner_dim is None:
-            raise ValueError(
-                f"{where}: give inner_dim, or num_kv_heads and head_dim"
-            )
+            raise ValueError(f"{where}: give inner_dim, or num_kv_heads and head_dim")
         return 1, inner_dim
     if inner_dim is not None:
         if num_kv_heads is None and head_dim is not None:

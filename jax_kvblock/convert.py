@@ -1,8 +1,8 @@
 """Layout conversions of blocks that are arrays: stacked, or lists of pieces.
 
-Every function here is a thin name over one strided block copy. All are linear, batch over
-any leading axes and under `jax.vmap`, and run on the CPU and on CUDA; elsewhere XLA
-computes them.
+Every function here is a thin name over one strided block copy. All are linear, batch
+over any leading axes and under `jax.vmap`, and run on the CPU and on CUDA; elsewhere
+XLA computes them.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ def block_to_operational(
       spec: what a block is, when the input should be checked against it.
       num_outer: outer pieces to a layer, for list input without a spec.
       backend: "kernel" (one launch for all blocks), "batch" (one
-        `cudaMemcpyBatchAsync`) or "async" (one `cudaMemcpyAsync` a run); "auto" takes the
-        first that serves the case, and the kernel serves all. "batch" and "async" need
-        CUDA and keep the surrounding jit out of CUDA graphs.
+        `cudaMemcpyBatchAsync`) or "async" (one `cudaMemcpyAsync` a run); "auto" takes
+        the first that serves the case, and the kernel serves all. "batch" and "async"
+        need CUDA and keep the surrounding jit out of CUDA graphs.
 
     Returns:
       An array `[..., nl, no, nt·nh·hd]`; a list of nb such arrays for list input. For a
@@ -186,16 +186,16 @@ def convert_blocks(
     """Moves blocks from any layout to any other.
 
     Args:
-      x: an array `[..., *src shape]`, or S1's list form: a list of nb arrays, or for NHD
-        and HND a list of nb lists of nl·no arrays.
+      x: an array `[..., *src shape]`, or S1's list form: a list of nb arrays, or for
+        NHD and HND a list of nb lists of nl·no arrays.
       src, dst: "NHD", "HND", "operational", "universal" or a `Layout`. The order inside
         an operational block is that of `spec.layout`.
       spec: what a block is.
       implementation: "kernel", "xla" or None, which takes the kernel.
 
     Returns:
-      An array `[..., *dst shape]`; for list input a list of nb arrays, or of nb lists of
-      pieces when dst is NHD or HND.
+      An array `[..., *dst shape]`; for list input a list of nb arrays, or of nb lists
+      of pieces when dst is NHD or HND.
 
     Raises:
       ValueError: for a wrong rank, shape or layout name.
@@ -433,9 +433,7 @@ def _flatten_list(
     arrays = []
     for i, block in enumerate(blocks):
         if not isinstance(block, (list, tuple)) or len(block) != per_block:
-            got = (
-                f"{len(block)}" if isinstance(block, (list, tuple)) else type(block)
-            )
+            got = f"{len(block)}" if isinstance(block, (list, tuple)) else type(block)
             raise ValueError(
                 f"{where}: every block in {name} must be a list of the same nl·no "
                 f"arrays; {name}[0] has {per_block}, {name}[{i}] has {got}"
@@ -474,9 +472,9 @@ def _check_same(
             )
         if devices is not None and _devices(x) not in (None, devices):
             raise ValueError(
-                f"{where}: all arrays in {name} must be on the same devices; {label(0)} "
-                f"is on {_names(devices)}, {label(i)} on {_names(_devices(x))}; move "
-                "them with jax.device_put"
+                f"{where}: all arrays in {name} must be on the same devices; "
+                f"{label(0)} is on {_names(devices)}, {label(i)} on "
+                f"{_names(_devices(x))}; move them with jax.device_put"
             )
     return dtype
 

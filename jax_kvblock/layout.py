@@ -159,7 +159,9 @@ class BlockSpec:
 
     @property
     def inner(self) -> str:
-        """The order of an operational block's tail: "HND" for HND blocks, else "NHD"."""
+        """The order of an operational block's tail: "HND" for HND blocks, else
+        "NHD".
+        """
         return "HND" if self.layout == "HND" else "NHD"
 
     @property

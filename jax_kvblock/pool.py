@@ -1,8 +1,9 @@
 """`KVPool`, the memory of a KV cache, and the functions that move blocks in and out.
 
-A pool is a pytree: take it into a jit, donate it, and every update happens in place. Ids
-are traced int32 values: new ids never recompile. An id outside the pool (−1 is the usual
-padding) reads zeros and is dropped on a write.
+A pool is a pytree: take it into a jit, donate it, and every update happens in place.
+  Ids
+are traced int32 values: new ids never recompile. An id outside the pool (−1 is the
+usual padding) reads zeros and is dropped on a write.
 """
 
 from __future__ import annotations
@@ -218,8 +219,8 @@ def scatter_blocks(
         repeat: which of two blocks would win is not defined.
       blocks: `[n, *block]` in `layout`, of the pool's dtype.
       layout: how the given blocks lie.
-      heads: `(start, stop)`, to write only a tensor-parallel slice; then the blocks have
-        stop − start heads and the pool's other heads stay as they are.
+      heads: `(start, stop)`, to write only a tensor-parallel slice; then the blocks
+        have stop − start heads and the pool's other heads stay as they are.
       implementation: "kernel", "xla" or None, which takes the kernel.
 
     Returns:
@@ -263,8 +264,8 @@ def copy_blocks(
 
     Args:
       pool: on the device or in pinned host memory.
-      src_ids, dst_ids: int32 `[n]`; a source outside the pool reads zeros, a destination
-        outside is dropped. Destinations must not repeat.
+      src_ids, dst_ids: int32 `[n]`; a source outside the pool reads zeros, a
+        destination outside is dropped. Destinations must not repeat.
       implementation: "kernel", "xla" or None, which takes the kernel.
 
     Returns:
@@ -290,15 +291,17 @@ def transfer_blocks(
     *,
     implementation: str | None = None,
 ) -> KVPool:
-    """Copies blocks from one pool into another, of any layouts and memories, in one pass.
+    """Copies blocks from one pool into another, of any layouts and memories, in one
+    pass.
 
     Args:
       src_pool, dst_pool: on the device or in pinned host memory. They agree in layers,
         outer, block size, head_dim and dtype.
-      src_ids, dst_ids: int32 `[n]`; a source outside its pool reads zeros, a destination
-        outside is dropped. Destinations must not repeat.
-      heads: `(start, stop)`, the tensor-parallel slice to move, counted in the pool with
-        more heads. A pool that holds exactly stop − start heads holds just the slice.
+      src_ids, dst_ids: int32 `[n]`; a source outside its pool reads zeros, a
+        destination outside is dropped. Destinations must not repeat.
+      heads: `(start, stop)`, the tensor-parallel slice to move, counted in the pool
+        with more heads. A pool that holds exactly stop − start heads holds just the
+        slice.
 
     Returns:
       The new destination pool; updated in place when `dst_pool` is donated.
@@ -358,8 +361,8 @@ def append_kv(
       pool: on the device or in pinned host memory.
       layer: a Python int, or a traced int32 scalar (as inside `lax.scan` over layers).
       k, v: `[tokens, nh, hd]` of the pool's dtype. v is None when num_outer is 1.
-      slots: int32 `[tokens]`, block · block_size + offset; −1 is dropped. Slots must not
-        repeat.
+      slots: int32 `[tokens]`, block · block_size + offset; −1 is dropped. Slots must
+        not repeat.
       implementation: "kernel", "xla" or None, which takes the kernel.
 
     Returns:
@@ -464,8 +467,9 @@ def _slice_of_pools(
     for name, count in (("src_pool", src), ("dst_pool", dst)):
         if count not in (full, stop - start):
             raise ValueError(
-                f"{where}: heads=({start}, {stop}) moves {stop - start} of {full} heads, "
-                f"but {name} has {count}; a pool holds either all or exactly the slice"
+                f"{where}: heads=({start}, {stop}) moves {stop - start} of {full} "
+                f"heads, but {name} has {count}; a pool holds either all or exactly "
+                "the slice"
             )
     return (
         start if src == full else None,
@@ -517,12 +521,12 @@ def _check_pool(where: str, name: str, pool: Any) -> None:
             "with KVPool.wrap(arrays, spec)"
         )
     for i, x in enumerate(pool.arrays):
-        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
-            if x.is_deleted():
-                raise RuntimeError(
-                    f"{where}: {name} was donated or deleted (array {i}); use the pool "
-                    "that the donating call returned"
-                )
+        traced = isinstance(x, jax.core.Tracer)
+        if isinstance(x, jax.Array) and not traced and x.is_deleted():
+            raise RuntimeError(
+                f"{where}: {name} was donated or deleted (array {i}); use the pool that "
+                "the donating call returned"
+            )
 
 
 def _check_layered(where: str, spec: BlockSpec) -> None:
@@ -575,5 +579,3 @@ def _check_id_pair(where: str, src: Any, dst: Any) -> tuple[jax.Array, jax.Array
             f"and {dst.shape[0]}"
         )
     return src, dst
-
-

@@ -105,8 +105,13 @@ const char* LaunchVectors(const kvblock_copy& copy, cudaStream_t stream) {
 
 // ---- the tile kernel -----------------------------------------------------------------------------
 
-// Which dims make the box of a tile, and how many bytes each side holds in one segment.
-struct Box {
+constexpr int64_t kSegment = 128;          // bytes that each side of a tile should hold in a row
+constexpr int64_t kTileTarget = 12 << 10;  // a tile grows up to this
+constexpr int kTileShared = 47 << 10;      // shared memory that needs no special permission
+
+// A copy whose `dims` inner dims are the box of a tile. No dims: do not tile.
+struct Tiling {
+  kvblock_copy copy;
   std::vector<int> dims;
   int64_t bytes = 0;
 };
@@ -115,8 +120,8 @@ bool Contains(const std::vector<int>& dims, int k) {
   return std::find(dims.begin(), dims.end(), k) != dims.end();
 }
 
-// The dims that one side walks contiguously from the innermost on, in that order; at most until
-// the segment has `enough` bytes, and only dims that `allowed` accepts.
+// The dims that one side walks contiguously from the innermost on; at most until the segment has
+// `enough` bytes, and only dims that `allowed` accepts.
 template <typename Allowed>
 std::vector<int> Segment(const kvblock_copy& copy, const kvblock_side& side, int64_t enough,
                          Allowed allowed, int64_t* bytes) {
@@ -136,91 +141,183 @@ std::vector<int> Segment(const kvblock_copy& copy, const kvblock_side& side, int
   return chain;
 }
 
-// An empty box when tiling would not help or does not fit.
-Box ChooseBox(const kvblock_copy& copy) {
+// Splits dim k into (dims[k] / factor, factor); the inner part becomes dim k + 1.
+void SplitDim(kvblock_copy* copy, int k, int64_t factor) {
+  for (int j = static_cast<int>(copy->rank); j > k + 1; --j) {
+    copy->dims[j] = copy->dims[j - 1];
+    for (kvblock_side* side : {&copy->src, &copy->dst}) {
+      side->strides[j] = side->strides[j - 1];
+      side->table_strides[j] = side->table_strides[j - 1];
+    }
+  }
+  copy->dims[k + 1] = factor;
+  copy->dims[k] /= factor;
+  for (kvblock_side* side : {&copy->src, &copy->dst}) {
+    side->strides[k + 1] = side->strides[k];
+    side->table_strides[k + 1] = 0;
+    side->strides[k] *= factor;
+  }
+  ++copy->rank;
+}
+
+int64_t LargestDivisor(int64_t n, int64_t limit) {
+  for (int64_t d = std::min(n, limit); d > 1; --d) {
+    if (n % d == 0) return d;
+  }
+  return 1;
+}
+
+Tiling ChooseTiling(const kvblock_copy& original) {
+  Tiling tiling{original, {}, 0};
+  kvblock_copy& copy = tiling.copy;
   const bool ids = copy.src.ids != nullptr || copy.dst.ids != nullptr;
   auto allowed = [&](int k) {
     return !(k == 0 && ids) && copy.src.table_strides[k] == 0 && copy.dst.table_strides[k] == 0 &&
            copy.src.strides[k] > 0 && copy.dst.strides[k] > 0;
   };
-  Box box;
   int64_t src_bytes = 0, dst_bytes = 0;
-  box.dims = Segment(copy, copy.src, kSegment, allowed, &src_bytes);
+  std::vector<int> box = Segment(copy, copy.src, kSegment, allowed, &src_bytes);
   for (int k : Segment(copy, copy.dst, kSegment, allowed, &dst_bytes)) {
-    if (!Contains(box.dims, k)) box.dims.push_back(k);
+    if (!Contains(box, k)) box.push_back(k);
   }
-  auto measure = [&] {
-    box.bytes = copy.unit;
-    for (int k : box.dims) box.bytes *= copy.dims[k];
-  };
-  measure();
-  // Take further whole dims, the innermost first, while the box stays small: fewer, fuller tiles.
+  tiling.bytes = copy.unit;
+  for (int k : box) tiling.bytes *= copy.dims[k];
+  const bool helps = std::min(src_bytes, dst_bytes) >= 2 * std::max<int64_t>(copy.unit, 4);
+  if (!helps || box.size() > kTileRank || tiling.bytes > kTileTarget) return {original, {}, 0};
+  // Grow by further dims, the innermost first, whole or by a factor: fewer, fuller tiles.
   for (int k = static_cast<int>(copy.rank) - 1; k >= 0; --k) {
-    if (box.dims.size() >= kTileRank || !allowed(k) || Contains(box.dims, k)) continue;
-    if (box.bytes * copy.dims[k] <= kTileBytes / 2) {
-      box.dims.push_back(k);
-      measure();
+    if (box.size() >= kTileRank || !allowed(k) || Contains(box, k)) continue;
+    const int64_t factor = LargestDivisor(copy.dims[k], kTileTarget / tiling.bytes);
+    if (factor == 1) continue;
+    tiling.bytes *= factor;
+    if (factor == copy.dims[k]) {
+      box.push_back(k);
+    } else if (copy.rank < KVBLOCK_MAX_RANK) {
+      SplitDim(&copy, k, factor);
+      for (int& dim : box) dim += dim > k ? 1 : 0;
+      box.push_back(k + 1);
+    } else {
+      tiling.bytes /= factor;
     }
   }
-  const bool helps = src_bytes > 2 * copy.unit && dst_bytes > 2 * copy.unit;
-  if (!helps || box.dims.size() > kTileRank || box.bytes > kTileBytes) box = Box{};
-  return box;
+  tiling.dims = box;
+  return tiling;
 }
 
-BoxWalk MakeWalk(const kvblock_copy& copy, const kvblock_side& side, const Box& box,
-                 const int64_t (&smem_strides)[KVBLOCK_MAX_RANK]) {
-  std::vector<int> order = box.dims;
+// How one side walks the box, the tile being laid out by `tile_strides` (units, by dim).
+BoxWalk MakeWalk(const Tiling& tiling, const kvblock_side& side, const int64_t* tile_strides) {
+  const kvblock_copy& copy = tiling.copy;
+  std::vector<int> order = tiling.dims;
   std::sort(order.begin(), order.end(),
             [&](int a, int b) { return side.strides[a] > side.strides[b]; });
   BoxWalk walk{};
-  for (FastDiv& units : walk.units) units = FastDiv(1);
-  const int pad = kTileRank - static_cast<int>(order.size());
+  for (FastDiv& extent : walk.extents) extent = FastDiv(1);
+  const size_t pad = kTileRank - order.size();
   for (size_t i = 0; i < order.size(); ++i) {
     const int k = order[i];
-    walk.units[pad + i] = FastDiv(static_cast<uint32_t>(copy.dims[k]));
-    walk.strides[pad + i] = side.strides[k];
-    walk.smem_strides[pad + i] = static_cast<int32_t>(smem_strides[k]);
+    walk.extents[pad + i] = FastDiv(static_cast<uint32_t>(copy.dims[k]));
+    walk.strides[pad + i] = static_cast<int32_t>(side.strides[k]);
+    walk.tile_strides[pad + i] = static_cast<int32_t>(tile_strides[k]);
   }
   // A vector must stay inside a segment and be aligned wherever the box starts.
   int64_t segment = 0;
-  auto in_box = [&](int k) { return Contains(box.dims, k); };
-  const std::vector<int> chain = Segment(copy, side, kTileBytes + 1, in_box, &segment);
+  auto in_box = [&](int k) { return Contains(tiling.dims, k); };
+  const std::vector<int> chain = Segment(copy, side, kTileTarget + 1, in_box, &segment);
   kvblock_side loose = side;
   for (int k : chain) loose.strides[k] = 0;
   walk.width = static_cast<int32_t>(CommonUnit(loose, copy.rank, segment));
-  if (walk.width < 8) walk.width = static_cast<int32_t>(copy.unit);
   return walk;
 }
 
-template <int kUnit, int kTable>
-const char* LaunchTiles(const kvblock_copy& copy, const Box& box, cudaStream_t stream) {
-  int64_t smem_strides[KVBLOCK_MAX_RANK] = {};
-  std::vector<int> order = box.dims;  // the tile is laid out as the source walks the box
-  std::sort(order.begin(), order.end(),
-            [&](int a, int b) { return copy.src.strides[a] < copy.src.strides[b]; });
-  int64_t stride = copy.unit;
-  for (int k : order) {
-    smem_strides[k] = stride;
-    stride *= copy.dims[k];
+// The box must not reach further than the 32-bit offsets of the tables.
+bool Reachable(const Tiling& tiling, const kvblock_side& side) {
+  int64_t last = 0;
+  for (int k : tiling.dims) last += (tiling.copy.dims[k] - 1) * side.strides[k];
+  return last <= kMaxCount;
+}
+
+template <typename Kernel>
+const char* ResidentBlocks(Kernel kernel, int shared, int64_t* blocks) {
+  int device = 0, processors = 0, each = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   }
+  if (status == cudaSuccess) {
+    status = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, kTileThreads, shared);
+  }
+  *blocks = std::max<int64_t>(1, int64_t{processors} * each);
+  return CudaError("block_copy", status);
+}
+
+template <int kUnit, int kWidth, int kTable>
+const char* LaunchTiles(const Tiling& tiling, const BoxWalk& src, const BoxWalk& dst,
+                        cudaStream_t stream) {
   TileParams<KVBLOCK_MAX_RANK, kTable> p{};
-  p.src = MakeWalk(copy, copy.src, box, smem_strides);
-  p.dst = MakeWalk(copy, copy.dst, box, smem_strides);
-  p.box_bytes = static_cast<int32_t>(box.bytes);
-  kvblock_copy outer = copy;
-  for (int k : box.dims) outer.dims[k] = 1;
+  p.src = src;
+  p.dst = dst;
+  p.box_bytes = static_cast<int32_t>(tiling.bytes);
+  kvblock_copy outer = tiling.copy;
+  for (int k : tiling.dims) outer.dims[k] = 1;
   p.outer = MakeParams<KVBLOCK_MAX_RANK, kTable>(outer);
-  BlockCopyTile<kUnit, KVBLOCK_MAX_RANK, kTable><<<p.outer.count, kTileThreads, 0, stream>>>(p);
+  const int shared = TileLayout(p.box_bytes, kUnit, src.width, kWidth).bytes;
+  auto kernel = BlockCopyTile<kUnit, kWidth, KVBLOCK_MAX_RANK, kTable>;
+  int64_t resident = 0;
+  if (const char* error = ResidentBlocks(kernel, shared, &resident)) return error;
+  const unsigned grid = static_cast<unsigned>(std::min<int64_t>(p.outer.count, resident));
+  kernel<<<grid, kTileThreads, shared, stream>>>(p);
   return CudaError("block_copy", cudaGetLastError());
 }
 
+template <int kUnit, int kTable>
+const char* LaunchTiles(const Tiling& tiling, const BoxWalk& src, const BoxWalk& dst,
+                        cudaStream_t stream) {
+  if (dst.width == 16) return LaunchTiles<kUnit, 16, kTable>(tiling, src, dst, stream);
+  if (dst.width == 8) return LaunchTiles<kUnit, 8, kTable>(tiling, src, dst, stream);
+  return LaunchTiles<kUnit, std::max(kUnit, 4), kTable>(tiling, src, dst, stream);
+}
+
 template <int kTable>
-const char* LaunchTiles(const kvblock_copy& copy, const Box& box, cudaStream_t stream) {
-  switch (copy.unit) {
-    case 4: return LaunchTiles<4, kTable>(copy, box, stream);
-    case 2: return LaunchTiles<2, kTable>(copy, box, stream);
-    default: return LaunchTiles<1, kTable>(copy, box, stream);
+const char* LaunchTiles(const Tiling& tiling, const BoxWalk& src, const BoxWalk& dst,
+                        cudaStream_t stream) {
+  switch (tiling.copy.unit) {
+    case 8: return LaunchTiles<8, kTable>(tiling, src, dst, stream);
+    case 4: return LaunchTiles<4, kTable>(tiling, src, dst, stream);
+    case 2: return LaunchTiles<2, kTable>(tiling, src, dst, stream);
+    default: return LaunchTiles<1, kTable>(tiling, src, dst, stream);
   }
+}
+
+// Launches tiles where they serve; says by `served` whether they do.
+const char* TryTiles(const kvblock_copy& copy, int64_t buffers, cudaStream_t stream,
+                     bool* served) {
+  *served = false;
+  const Tiling tiling = ChooseTiling(copy);
+  if (tiling.dims.empty() || !Reachable(tiling, copy.src) || !Reachable(tiling, copy.dst)) {
+    return nullptr;
+  }
+  int64_t tile_strides[KVBLOCK_MAX_RANK] = {};
+  std::vector<int> order = tiling.dims;  // the tile is laid out as the source walks the box
+  std::sort(order.begin(), order.end(), [&](int a, int b) {
+    return tiling.copy.src.strides[a] < tiling.copy.src.strides[b];
+  });
+  int64_t stride = 1;
+  for (int k : order) {
+    tile_strides[k] = stride;
+    stride *= tiling.copy.dims[k];
+  }
+  const BoxWalk src = MakeWalk(tiling, tiling.copy.src, tile_strides);
+  const BoxWalk dst = MakeWalk(tiling, tiling.copy.dst, tile_strides);
+  const int unit = static_cast<int>(copy.unit);
+  const int least = std::max(unit, 4);
+  if (src.width < least || dst.width < least ||
+      TileLayout(static_cast<int32_t>(tiling.bytes), unit, src.width, dst.width).bytes >
+          kTileShared) {
+    return nullptr;
+  }
+  *served = true;
+  return buffers <= kSmallTable ? LaunchTiles<kSmallTable>(tiling, src, dst, stream)
+                                : LaunchTiles<kLargeTable>(tiling, src, dst, stream);
 }
 
 // ---- choosing ------------------------------------------------------------------------------------
@@ -251,12 +348,10 @@ const char* Launch(const kvblock_copy& copy, cudaStream_t stream) {
     if (const char* error = Launch(low, stream)) return error;
     return Launch(high, stream);
   }
-  if (copy.unit <= 4) {
-    const Box box = ChooseBox(copy);
-    if (!box.dims.empty()) {
-      return buffers <= kSmallTable ? LaunchTiles<kSmallTable>(copy, box, stream)
-                                    : LaunchTiles<kLargeTable>(copy, box, stream);
-    }
+  if (copy.unit <= 8) {
+    bool served = false;
+    const char* error = TryTiles(copy, buffers, stream, &served);
+    if (served || error != nullptr) return error;
   }
   if (buffers <= kOneTable) return LaunchVectors<kOneTable>(copy, stream);
   if (buffers <= kSmallTable) return LaunchVectors<kSmallTable>(copy, stream);

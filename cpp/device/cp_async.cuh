@@ -1,0 +1,33 @@
+// Asynchronous copies from global to shared memory (PTX cp.async, sm_80 and newer).
+#pragma once
+
+#include <cstdint>
+
+namespace kvblock {
+
+// Copies kBytes (4, 8 or 16), or writes zeros when `from` is null. 16-byte copies skip L1.
+template <int kBytes>
+__device__ __forceinline__ void CopyAsync(void* to_shared, const void* from) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(to_shared));
+  const int bytes = from == nullptr ? 0 : kBytes;
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from),
+                 "n"(kBytes), "r"(bytes)
+                 : "memory");
+  }
+}
+
+__device__ __forceinline__ void CopyAsyncCommit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until at most kPending of this thread's committed groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void CopyAsyncWait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+}  // namespace kvblock
