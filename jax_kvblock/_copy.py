@@ -115,7 +115,11 @@ def _lower_call(ctx: Any, *operands: Any, copy: Copy, platform: str) -> Any:
     if platform == "cuda":
         _ffi.require_cuda_build()
     _ffi.register_targets()
-    plan = make_plan(copy, ctx.avals_in[0].dtype.itemsize)
+    host = [
+        aval.memory_space == jax.memory.Space.Host
+        for aval in (ctx.avals_in[0], ctx.avals_out[0])
+    ]
+    plan = make_plan(copy, ctx.avals_in[0].dtype.itemsize, host == [True, False])
     num_src, num_dst = copy.num_operands
     aliases = {num_src + i: i for i in range(num_dst)}
     rule = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)

@@ -15,6 +15,7 @@ import jax
 from jax_kvblock import _native
 
 CPU, CUDA, CUDA_HOST = 1, 2, 3  # DLDeviceType
+CPU_DEVICE = (CPU, 0)
 
 
 def device_of(array: jax.Array) -> tuple[int, int]:
@@ -27,7 +28,7 @@ def device_of(array: jax.Array) -> tuple[int, int]:
         )
     (device,) = devices
     if device.platform == "cpu":
-        return CPU, 0
+        return CPU_DEVICE
     if device.platform not in ("gpu", "cuda"):
         raise BufferError(f"DLPack: no device type for platform {device.platform!r}")
     index = device.local_hardware_id

@@ -150,14 +150,17 @@ class Plan:
     dst: tuple[int, ...]
 
 
-def make_plan(copy: Copy, itemsize: int) -> Plan:
+def make_plan(copy: Copy, itemsize: int, reads_host: bool = False) -> Plan:
     """The dims of the copy in the order the kernel should walk them, and each side.
 
     The order is the destination's, outermost first, so that neighbouring threads write
-    neighbouring addresses. Items come first where an id is looked up for each.
+    neighbouring addresses; but the source's when only that is in host memory, because
+    the link is slower than the device's memory and likes sequences. Items come first
+    where an id is looked up for each.
     """
     extents = dict(copy.extents)
-    strides, tables = copy.dst.strides(), copy.dst.table_strides()
+    leader = copy.src if reads_host else copy.dst
+    strides, tables = leader.strides(), leader.table_strides()
     indexed = bool(copy.src.index or copy.dst.index)
 
     def outermost_first(axis: str) -> tuple[bool, int, int]:

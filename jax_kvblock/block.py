@@ -600,7 +600,7 @@ class _View:
           max_version: the newest DLPack version the consumer reads; a versioned capsule
             from (1, 0) on.
           dl_device: the device to export to: the block's own, or the CPU, which copies
-            a GPU block.
+            a GPU block and shows pinned host memory as what it is.
           copy: True copies always, False never, None when it must.
 
         Raises:
@@ -609,7 +609,13 @@ class _View:
         """
         self._check_held("__dlpack__", BufferError)
         device = self.manager._dl_device
-        if copy or (dl_device is not None and tuple(dl_device) != device):
+        if dl_device is not None and tuple(dl_device) != device:
+            # Pinned host memory is CPU memory, too: shown as such on request.
+            if (device[0], tuple(dl_device)) == (_dlpack.CUDA_HOST, _dlpack.CPU_DEVICE):
+                device = _dlpack.CPU_DEVICE
+            else:
+                return self._export_copy(stream, max_version, dl_device, copy)
+        if copy:
             return self._export_copy(stream, max_version, dl_device, copy)
         array, offset = self._place()
         geometry = self.manager._geometry
@@ -633,7 +639,7 @@ class _View:
     ) -> Any:
         device = self.manager._dl_device
         target = device if dl_device is None else (int(dl_device[0]), int(dl_device[1]))
-        if target not in (device, (_dlpack.CPU, 0)):
+        if target not in (device, _dlpack.CPU_DEVICE):
             raise BufferError(
                 f"__dlpack__: {self._name} is on DLPack device {device}, not {target}; "
                 "only its own device and the CPU (1, 0) are served. Move it with "

@@ -109,105 +109,105 @@ constexpr int64_t kSegment = 128;          // bytes that each side of a tile sho
 constexpr int64_t kTileTarget = 12 << 10;  // a tile grows up to this
 constexpr int kTileShared = 47 << 10;      // shared memory that needs no special permission
 
-// A copy whose `dims` inner dims are the box of a tile. No dims: do not tile.
+// A copy whose dims `box` are the box of a tile.
 struct Tiling {
   kvblock_copy copy;
-  std::vector<int> dims;
-  int64_t bytes = 0;
-};
+  std::vector<int> box;
+  int64_t bytes;  // of the box
 
-bool Contains(const std::vector<int>& dims, int k) {
-  return std::find(dims.begin(), dims.end(), k) != dims.end();
-}
+  bool Has(int k) const { return std::find(box.begin(), box.end(), k) != box.end(); }
 
-// The dims that one side walks contiguously from the innermost on; at most until the segment has
-// `enough` bytes, and only dims that `allowed` accepts.
-template <typename Allowed>
-std::vector<int> Segment(const kvblock_copy& copy, const kvblock_side& side, int64_t enough,
-                         Allowed allowed, int64_t* bytes) {
-  std::vector<int> chain;
-  *bytes = copy.unit;
-  for (bool grew = true; grew && *bytes < enough;) {
-    grew = false;
-    for (int k = 0; k < copy.rank; ++k) {
-      if (allowed(k) && !Contains(chain, k) && side.strides[k] == *bytes) {
-        chain.push_back(k);
-        *bytes *= copy.dims[k];
+  // A box takes no dim along which ids are looked up or buffers change.
+  bool MayTake(int k) const {
+    const bool ids = copy.src.ids != nullptr || copy.dst.ids != nullptr;
+    return !(k == 0 && ids) && copy.src.table_strides[k] == 0 && copy.dst.table_strides[k] == 0 &&
+           copy.src.strides[k] > 0 && copy.dst.strides[k] > 0;
+  }
+
+  // Takes dim k, or its inner part when all of it is too much. Says by how much the box grew.
+  int64_t Take(int k, int64_t limit) {
+    int64_t factor = std::min(copy.dims[k], limit / bytes);
+    while (factor > 1 && copy.dims[k] % factor != 0) --factor;
+    if (factor <= 1) return 1;
+    if (factor < copy.dims[k]) {
+      if (copy.rank == KVBLOCK_MAX_RANK) return 1;
+      Split(k, factor);
+      ++k;
+    }
+    box.push_back(k);
+    bytes *= factor;
+    return factor;
+  }
+
+  // Makes dim k two dims, (dims[k] / factor, factor).
+  void Split(int k, int64_t factor) {
+    for (int j = static_cast<int>(copy.rank); j > k; --j) {
+      copy.dims[j] = copy.dims[j - 1];
+      for (kvblock_side* side : {&copy.src, &copy.dst}) {
+        side->strides[j] = side->strides[j - 1];
+        side->table_strides[j] = side->table_strides[j - 1];
+      }
+    }
+    ++copy.rank;
+    for (int& dim : box) dim += dim > k ? 1 : 0;
+    copy.dims[k] /= factor;
+    copy.dims[k + 1] = factor;
+    copy.src.strides[k] *= factor;
+    copy.dst.strides[k] *= factor;
+  }
+
+  // The bytes of the box that one side holds in a row, from its innermost dim on.
+  int64_t Segment(const kvblock_side& side) const {
+    int64_t segment = copy.unit;
+    for (bool grew = true; grew;) {
+      grew = false;
+      for (int k : box) {
+        if (side.strides[k] != segment || copy.dims[k] == 1) continue;
+        segment *= copy.dims[k];
         grew = true;
         break;
       }
     }
+    return segment;
   }
-  return chain;
-}
 
-// Splits dim k into (dims[k] / factor, factor); the inner part becomes dim k + 1.
-void SplitDim(kvblock_copy* copy, int k, int64_t factor) {
-  for (int j = static_cast<int>(copy->rank); j > k + 1; --j) {
-    copy->dims[j] = copy->dims[j - 1];
-    for (kvblock_side* side : {&copy->src, &copy->dst}) {
-      side->strides[j] = side->strides[j - 1];
-      side->table_strides[j] = side->table_strides[j - 1];
+  // Takes the dims that continue one side's segment until it has kSegment bytes.
+  void Lengthen(const kvblock_side& side, int64_t limit) {
+    for (bool grew = true; grew && Segment(side) < kSegment;) {
+      grew = false;
+      for (int k = 0; k < copy.rank && !grew; ++k) {
+        if (MayTake(k) && !Has(k) && side.strides[k] == Segment(side)) grew = Take(k, limit) > 1;
+      }
     }
   }
-  copy->dims[k + 1] = factor;
-  copy->dims[k] /= factor;
-  for (kvblock_side* side : {&copy->src, &copy->dst}) {
-    side->strides[k + 1] = side->strides[k];
-    side->table_strides[k + 1] = 0;
-    side->strides[k] *= factor;
-  }
-  ++copy->rank;
-}
+};
 
-int64_t LargestDivisor(int64_t n, int64_t limit) {
-  for (int64_t d = std::min(n, limit); d > 1; --d) {
-    if (n % d == 0) return d;
-  }
-  return 1;
-}
-
-Tiling ChooseTiling(const kvblock_copy& original) {
-  Tiling tiling{original, {}, 0};
-  kvblock_copy& copy = tiling.copy;
-  const bool ids = copy.src.ids != nullptr || copy.dst.ids != nullptr;
-  auto allowed = [&](int k) {
-    return !(k == 0 && ids) && copy.src.table_strides[k] == 0 && copy.dst.table_strides[k] == 0 &&
-           copy.src.strides[k] > 0 && copy.dst.strides[k] > 0;
-  };
-  int64_t src_bytes = 0, dst_bytes = 0;
-  std::vector<int> box = Segment(copy, copy.src, kSegment, allowed, &src_bytes);
-  for (int k : Segment(copy, copy.dst, kSegment, allowed, &dst_bytes)) {
-    if (!Contains(box, k)) box.push_back(k);
-  }
-  tiling.bytes = copy.unit;
-  for (int k : box) tiling.bytes *= copy.dims[k];
-  const bool helps = std::min(src_bytes, dst_bytes) >= 2 * std::max<int64_t>(copy.unit, 4);
-  if (!helps || box.size() > kTileRank || tiling.bytes > kTileTarget) return {original, {}, 0};
-  // Grow by further dims, the innermost first, whole or by a factor: fewer, fuller tiles.
-  for (int k = static_cast<int>(copy.rank) - 1; k >= 0; --k) {
-    if (box.size() >= kTileRank || !allowed(k) || Contains(box, k)) continue;
-    const int64_t factor = LargestDivisor(copy.dims[k], kTileTarget / tiling.bytes);
-    if (factor == 1) continue;
-    tiling.bytes *= factor;
-    if (factor == copy.dims[k]) {
-      box.push_back(k);
-    } else if (copy.rank < KVBLOCK_MAX_RANK) {
-      SplitDim(&copy, k, factor);
-      for (int& dim : box) dim += dim > k ? 1 : 0;
-      box.push_back(k + 1);
-    } else {
-      tiling.bytes /= factor;
+Tiling ChooseTiling(const kvblock_copy& copy) {
+  Tiling best{copy, {}, 0};
+  int64_t best_segment = 2 * std::max<int64_t>(copy.unit, 4) - 1;
+  // The source may take a part of the tile, so that something is left for the destination.
+  for (const int64_t part : {kTileTarget, kTileTarget / 4, kTileTarget / 16}) {
+    Tiling tiling{copy, {}, copy.unit};
+    tiling.Lengthen(tiling.copy.src, part);
+    tiling.Lengthen(tiling.copy.dst, kTileTarget);
+    // Grow by further dims, the innermost first: fewer, fuller tiles.
+    for (int k = static_cast<int>(tiling.copy.rank) - 1; k >= 0; --k) {
+      if (tiling.MayTake(k) && !tiling.Has(k)) tiling.Take(k, kTileTarget);
+    }
+    const int64_t segment =
+        std::min({tiling.Segment(tiling.copy.src), tiling.Segment(tiling.copy.dst), kSegment});
+    if (segment > best_segment && tiling.box.size() <= kTileRank) {
+      best = tiling;
+      best_segment = segment;
     }
   }
-  tiling.dims = box;
-  return tiling;
+  return best;
 }
 
 // How one side walks the box, the tile being laid out by `tile_strides` (units, by dim).
 BoxWalk MakeWalk(const Tiling& tiling, const kvblock_side& side, const int64_t* tile_strides) {
   const kvblock_copy& copy = tiling.copy;
-  std::vector<int> order = tiling.dims;
+  std::vector<int> order = tiling.box;
   std::sort(order.begin(), order.end(),
             [&](int a, int b) { return side.strides[a] > side.strides[b]; });
   BoxWalk walk{};
@@ -219,12 +219,13 @@ BoxWalk MakeWalk(const Tiling& tiling, const kvblock_side& side, const int64_t* 
     walk.strides[pad + i] = static_cast<int32_t>(side.strides[k]);
     walk.tile_strides[pad + i] = static_cast<int32_t>(tile_strides[k]);
   }
-  // A vector must stay inside a segment and be aligned wherever the box starts.
-  int64_t segment = 0;
-  auto in_box = [&](int k) { return Contains(tiling.dims, k); };
-  const std::vector<int> chain = Segment(copy, side, kTileTarget + 1, in_box, &segment);
+  // A vector must stay inside a segment and be aligned wherever the box starts. The dims of the
+  // segment itself do not count: vectors are what walks along them.
+  const int64_t segment = tiling.Segment(side);
   kvblock_side loose = side;
-  for (int k : chain) loose.strides[k] = 0;
+  for (int k : tiling.box) {
+    if (side.strides[k] < segment) loose.strides[k] = 0;
+  }
   walk.width = static_cast<int32_t>(CommonUnit(loose, copy.rank, segment));
   return walk;
 }
@@ -232,7 +233,7 @@ BoxWalk MakeWalk(const Tiling& tiling, const kvblock_side& side, const int64_t* 
 // The box must not reach further than the 32-bit offsets of the tables.
 bool Reachable(const Tiling& tiling, const kvblock_side& side) {
   int64_t last = 0;
-  for (int k : tiling.dims) last += (tiling.copy.dims[k] - 1) * side.strides[k];
+  for (int k : tiling.box) last += (tiling.copy.dims[k] - 1) * side.strides[k];
   return last <= kMaxCount;
 }
 
@@ -258,7 +259,7 @@ const char* LaunchTiles(const Tiling& tiling, const BoxWalk& src, const BoxWalk&
   p.dst = dst;
   p.box_bytes = static_cast<int32_t>(tiling.bytes);
   kvblock_copy outer = tiling.copy;
-  for (int k : tiling.dims) outer.dims[k] = 1;
+  for (int k : tiling.box) outer.dims[k] = 1;
   p.outer = MakeParams<KVBLOCK_MAX_RANK, kTable>(outer);
   const int shared = TileLayout(p.box_bytes, kUnit, src.width, kWidth).bytes;
   auto kernel = BlockCopyTile<kUnit, kWidth, KVBLOCK_MAX_RANK, kTable>;
@@ -293,11 +294,11 @@ const char* TryTiles(const kvblock_copy& copy, int64_t buffers, cudaStream_t str
                      bool* served) {
   *served = false;
   const Tiling tiling = ChooseTiling(copy);
-  if (tiling.dims.empty() || !Reachable(tiling, copy.src) || !Reachable(tiling, copy.dst)) {
+  if (tiling.box.empty() || !Reachable(tiling, copy.src) || !Reachable(tiling, copy.dst)) {
     return nullptr;
   }
   int64_t tile_strides[KVBLOCK_MAX_RANK] = {};
-  std::vector<int> order = tiling.dims;  // the tile is laid out as the source walks the box
+  std::vector<int> order = tiling.box;  // the tile is laid out as the source walks the box
   std::sort(order.begin(), order.end(), [&](int a, int b) {
     return tiling.copy.src.strides[a] < tiling.copy.src.strides[b];
   });
