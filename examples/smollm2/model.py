@@ -112,7 +112,7 @@ def prefill(
 
 
 def slots_of(block_ids: jax.Array, positions: jax.Array, block_size: int) -> jax.Array:
-    """Where in the pool each position of a sequence lives: block * block_size + offset."""
+    """The pool slot of each position of a sequence: block * block_size + offset."""
     return block_ids[positions // block_size] * block_size + positions % block_size
 
 
@@ -125,17 +125,15 @@ def store_prompt(
     slots = slots_of(block_ids, jnp.arange(num_tokens), pool.spec.block_size)
     k, v = k.astype(pool.spec.dtype), v.astype(pool.spec.dtype)
 
-    def layer(pool: KVPool, kv: tuple) -> tuple[KVPool, None]:
-        index, k, v = kv
-        return append_kv(pool, index, k, v, slots), None
-
-    return jax.lax.scan(layer, pool, (jnp.arange(num_layers), k, v))[0]
+    for layer in range(num_layers):
+        pool = append_kv(pool, layer, k[layer], v[layer], slots)
+    return pool
 
 
 def read_layer(
     pool: KVPool, layer: jax.Array, block_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [S, K, D] of one layer, read through the sequence's blocks."""
+    """One layer's keys and values [S, K, D], read through the sequence's blocks."""
     blocks = pool.data[block_ids, layer].astype(jnp.float32)
     if pool.spec.layout == "HND":
         blocks = blocks.swapaxes(2, 3)
