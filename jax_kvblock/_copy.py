@@ -177,7 +177,8 @@ def _operand_groups(copy: Copy) -> list[tuple[tuple[str, ...], ...]]:
 
 def _axis_shards(copy: Copy, operands: Sequence[Any]) -> dict[str, Any]:
     """The mesh axes over which each shardable axis is cut, read off the operands."""
-    shardable, shards = _shardable(copy), {}
+    shardable = _shardable(copy)
+    shards: dict[str, Any] = {}
     for groups, operand in zip(_operand_groups(copy), operands, strict=True):
         spec = getattr(operand.sharding, "spec", None)
         if spec is None:
@@ -280,11 +281,12 @@ def _sharding_rule(copy: Copy, mesh: Any, operands: Any, results: Any) -> Any:
         if isinstance(dim, CompoundFactor)
         for axis in dim
     }
+    factor_sizes: dict[str, Any] = {name: sizes[name] for name in sorted(compound)}
     return SdyShardingRule(
         tuple(operand_mappings),
         tuple(result_mappings),
         need_replication_factors=tuple(sorted(replicated)),
-        **{name: size for name, size in sizes.items() if name in compound},
+        **factor_sizes,
     )
 
 
@@ -390,9 +392,9 @@ def _batch_one_by_one(
     batched = [x for x, d in zip(moved, dims, strict=True) if d is not None]
 
     def member(parts: Sequence[Any]) -> list[Any]:
-        parts = iter(parts)
+        rest = iter(parts)
         every = [
-            x if d is None else next(parts) for x, d in zip(moved, dims, strict=True)
+            x if d is None else next(rest) for x, d in zip(moved, dims, strict=True)
         ]
         return block_copy_p.bind(*every, copy=copy)
 
@@ -414,9 +416,13 @@ def _jvp(
     results = block_copy_p.bind(*primals, copy=copy)
     arrays = sum(copy.num_operands)
     if all(type(t) is ad.Zero for t in tangents[:arrays]):
-        return results, [ad.Zero.from_primal_value(r) for r in results]
+        return results, [_zero_tangent(r) for r in results]
     dense = [ad.instantiate_zeros(t) for t in tangents[:arrays]]
     return results, block_copy_p.bind(*dense, *primals[arrays:], copy=copy)
+
+
+def _zero_tangent(primal: Any) -> Any:
+    return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
 
 def _transpose(cts: Sequence[Any], *operands: Any, copy: Copy) -> list[Any]:

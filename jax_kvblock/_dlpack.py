@@ -62,7 +62,7 @@ def export(
     """
     kind, index = device
     if kind == CUDA and stream not in (None, -1):
-        owner = array.__dlpack__(stream=stream)
+        owner = array.__dlpack__(stream=stream)  # type: ignore[call-arg]
     else:
         if stream != -1:
             array.block_until_ready()

@@ -56,35 +56,29 @@ def _window(copy: Copy, side: Side, axis: str, start: jax.Array) -> jax.Array:
 
 def _indices(
     copy: Copy, side: Side, ids: jax.Array | None, start: jax.Array | None
-) -> tuple[tuple[str, ...], list[jax.Array | slice]]:
-    """How the box indexes the side: its axes, and for each an index array.
-
-    Index arrays broadcast against each other; the first dimension is items.
-    """
+) -> tuple[jax.Array, ...]:
+    """One index array for each stored axis; they broadcast to the shape of the box."""
     sizes, extents, first = dict(side.sizes), dict(copy.extents), dict(side.first)
     box = [axis for axis, _ in copy.extents]
     inner = sizes[side.index[1]] if len(side.index) == 2 else 1
     indices = []
     for axis in _stored_axes(side):
+        along = axis  # the axis of the box along which this index varies
         if axis in side.index:
             assert ids is not None
-            inside = (ids >= 0) & (ids < side.id_limit)
             part = ids // inner if axis == side.index[0] else ids % inner
-            index, position = jnp.where(inside, part, -1), 0
+            index = jnp.where((ids >= 0) & (ids < side.id_limit), part, -1)
+            along = "N"
         elif axis == side.start:
             assert start is not None
             index = _window(copy, side, axis, start)
-            position = box.index(axis) if axis in box else None
         else:
             index = first.get(axis, 0) + jnp.arange(extents[axis], dtype=jnp.int32)
-            position = box.index(axis)
         # Negative indices would wrap around: send them past the end instead.
         index = jnp.where(index < 0, sizes[axis], index)
-        shape = [1] * len(box)
-        if position is not None:
-            shape[position] = index.size
+        shape = [index.size if name == along else 1 for name in box]
         indices.append(index.reshape(shape))
-    return tuple(box), indices
+    return tuple(indices)
 
 
 def _read(
@@ -98,8 +92,8 @@ def _read(
     if ids is None and start is None and not side.first:
         order = [_stored_axes(side).index(axis) for axis, _ in copy.extents]
         return whole.transpose(order)
-    _, indices = _indices(copy, side, ids, start)
-    return whole.at[tuple(indices)].get(mode="fill", fill_value=0)
+    indices = _indices(copy, side, ids, start)
+    return whole.at[indices].get(mode="fill", fill_value=0)
 
 
 def _to_stored_order(copy: Copy, side: Side, box: jax.Array) -> jax.Array:
@@ -115,8 +109,7 @@ def _write(
     ids: jax.Array | None,
     start: jax.Array | None,
 ) -> list[jax.Array]:
-    _, indices = _indices(copy, side, ids, start)
+    indices = _indices(copy, side, ids, start)
     # Destinations do not repeat, by contract; saying so gives the write a transpose.
-    whole = _stack(side, arrays).at[tuple(indices)]
-    whole = whole.set(box, mode="drop", unique_indices=True)
+    whole = _stack(side, arrays).at[indices].set(box, mode="drop", unique_indices=True)
     return _split(side, whole)

@@ -355,7 +355,9 @@ def _match(
                 f"{where}: {name} must have shape [{dots}{_describe(layout)}] with no "
                 f"1 or 2, got {_checks.show(x)} where no = {sizes['O']}"
             )
-        return BlockSpec(*(sizes[axis] for axis in "LOTHD"), dtype)
+        return BlockSpec(
+            sizes["L"], sizes["O"], sizes["T"], sizes["H"], sizes["D"], dtype
+        )
     if tail != layout.shape(spec):
         shape = ", ".join(map(str, layout.shape(spec)))
         raise ValueError(
@@ -501,7 +503,7 @@ def _spec_of_operational(
     _checks.check_positive(where, num_kv_heads=num_kv_heads, head_dim=head_dim)
     first = x[0] if isinstance(x, (list, tuple)) and len(x) else x
     if isinstance(x, (list, tuple)) and not x:
-        return BlockSpec(1, 1, 1, num_kv_heads, head_dim, np.float32, layout)
+        return BlockSpec(1, 1, 1, num_kv_heads, head_dim, np.dtype(np.float32), layout)
     _checks.check_array(where, "operational", first)
     dtype = _checks.check_dtype(where, "operational", first.dtype)
     if first.ndim < 3:

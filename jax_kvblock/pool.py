@@ -524,8 +524,8 @@ def _check_pool(where: str, name: str, pool: Any) -> None:
         traced = isinstance(x, jax.core.Tracer)
         if isinstance(x, jax.Array) and not traced and x.is_deleted():
             raise RuntimeError(
-                f"{where}: {name} was donated or deleted (array {i}); use the pool that "
-                "the donating call returned"
+                f"{where}: {name} was donated or deleted (array {i}); use the pool "
+                "that the donating call returned"
             )
 
 

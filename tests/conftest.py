@@ -1,4 +1,4 @@
-"""Four CPU devices for the sharding tests, and a test run that says what it left out."""
+"""Four CPU devices for sharding tests, and a run that says what it left out."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # CI sets this, so that a missing torch fails instead of skipping.
     if os.environ.get("KVBLOCK_REQUIRE_TORCH") and not has_torch():
         raise pytest.UsageError("KVBLOCK_REQUIRE_TORCH is set, but torch is missing")
+    if os.environ.get("KVBLOCK_REQUIRE_GPU") and not has_gpu():
+        raise pytest.UsageError("KVBLOCK_REQUIRE_GPU is set, but jax sees no GPU")
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -1,4 +1,5 @@
-// The C structures of the DLPack protocol, version 1 (https://dmlc.github.io/dlpack/latest/c_api.html).
+// The C structures of the DLPack protocol, version 1
+// (https://dmlc.github.io/dlpack/latest/c_api.html).
 #ifndef KVBLOCK_DLPACK_ABI_H_
 #define KVBLOCK_DLPACK_ABI_H_
 

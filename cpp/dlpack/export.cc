@@ -26,7 +26,8 @@ class Owner {
  public:
   explicit Owner(PyObject* capsule) {
     if (PyCapsule_IsValid(capsule, kVersioned)) {
-      versioned_ = static_cast<DLManagedTensorVersioned*>(PyCapsule_GetPointer(capsule, kVersioned));
+      versioned_ =
+          static_cast<DLManagedTensorVersioned*>(PyCapsule_GetPointer(capsule, kVersioned));
       if (versioned_->version.major != kDLPackMajor) {
         throw nb::buffer_error("the exporter speaks another major version of DLPack");
       }

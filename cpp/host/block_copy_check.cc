@@ -36,7 +36,8 @@ uint64_t AddressBits(const kvblock_side& side, int64_t rank) {
     bits |= reinterpret_cast<uintptr_t>(side.buffers[i]);
   }
   for (int64_t k = 0; k < rank; ++k) bits |= static_cast<uint64_t>(side.strides[k]);
-  if (side.ids != nullptr) bits |= static_cast<uint64_t>(side.id_outer_stride | side.id_inner_stride);
+  if (side.ids != nullptr)
+    bits |= static_cast<uint64_t>(side.id_outer_stride | side.id_inner_stride);
   if (side.start != nullptr) bits |= static_cast<uint64_t>(side.start_stride);
   return bits;
 }
@@ -65,8 +66,9 @@ std::string CheckSide(const kvblock_copy& copy, const kvblock_side& side, const 
   if (side.ids != nullptr) {
     if (side.id_limit < 0 || side.id_inner < 1 || side.id_outer_stride < 0 ||
         side.id_inner_stride < 0 || side.strides[0] != 0 || side.table_strides[0] != 0) {
-      return name + ": with ids, dim 0 has stride 0, id_inner is at least 1 and id strides are "
-                    "not negative";
+      return name +
+             ": with ids, dim 0 has stride 0, id_inner is at least 1 and id strides are "
+             "not negative";
     }
     if (side.id_limit > 0) {
       last_byte.AddProduct((side.id_limit - 1) / side.id_inner, side.id_outer_stride);
@@ -158,8 +160,8 @@ kvblock_copy Simplify(const kvblock_copy& original, int64_t max_unit) {
                    copy.dst.table_strides[last] == 0;
   if (run) {
     const int64_t bytes = copy.dims[last] * copy.unit;
-    const uint64_t bits = static_cast<uint64_t>(bytes) | AddressBits(copy.src, last) |
-                          AddressBits(copy.dst, last);
+    const uint64_t bits =
+        static_cast<uint64_t>(bytes) | AddressBits(copy.src, last) | AddressBits(copy.dst, last);
     copy.unit = LargestUnit(bits, max_unit);
     copy.dims[last] = bytes / copy.unit;
     copy.src.strides[last] = copy.dst.strides[last] = copy.unit;

@@ -8,9 +8,9 @@
  *
  *   side.address(c) = side.buffers[table] + offset
  *     offset = side.offset + sum_k c[k] * side.strides[k]        + item + start * side.start_stride
- *     table  =               sum_k c[k] * side.table_strides[k]         + start * side.start_table_stride
- *     item   = 0                                                 without ids, else
- *              (id / id_inner) * id_outer_stride + (id % id_inner) * id_inner_stride,  id = ids[c[0]]
+ *     table  =               sum_k c[k] * side.table_strides[k]         + start *
+ * side.start_table_stride item   = 0                                                 without ids,
+ * else (id / id_inner) * id_outer_stride + (id % id_inner) * id_inner_stride,  id = ids[c[0]]
  *
  * A source id outside [0, id_limit), or a source start outside [0, start_limit), reads zeros; the
  * same on the destination side writes nothing. Nothing is allocated and nothing is synchronized.
@@ -34,42 +34,43 @@ extern "C" {
 enum { KVBLOCK_MAX_RANK = 8 };
 
 typedef struct kvblock_side {
-  void* const* buffers;   /* host array of num_buffers base addresses */
+  void* const* buffers; /* host array of num_buffers base addresses */
   int64_t num_buffers;
-  int64_t buffer_bytes;   /* the size of the smallest buffer: every address is checked against it */
+  int64_t buffer_bytes; /* the size of the smallest buffer: every address is checked against it */
   int64_t offset;
   int64_t strides[KVBLOCK_MAX_RANK];
   int64_t table_strides[KVBLOCK_MAX_RANK];
-  const int32_t* ids;     /* dims[0] ids where the launcher's device can read them, or NULL */
+  const int32_t* ids; /* dims[0] ids where the launcher's device can read them, or NULL */
   int64_t id_limit;
-  int64_t id_inner;       /* 1 for block ids; the block size for token slots */
+  int64_t id_inner; /* 1 for block ids; the block size for token slots */
   int64_t id_outer_stride;
   int64_t id_inner_stride;
-  const int32_t* start;   /* one int32 where the launcher's device can read it, or NULL */
+  const int32_t* start; /* one int32 where the launcher's device can read it, or NULL */
   int64_t start_limit;
   int64_t start_stride;
   int64_t start_table_stride;
 } kvblock_side;
 
 typedef struct kvblock_copy {
-  int64_t rank;           /* 1 .. KVBLOCK_MAX_RANK */
+  int64_t rank; /* 1 .. KVBLOCK_MAX_RANK */
   int64_t dims[KVBLOCK_MAX_RANK];
-  int64_t unit;           /* bytes that one coordinate stands for: 1, 2, 4, 8 or 16 */
+  int64_t unit; /* bytes that one coordinate stands for: 1, 2, 4, 8 or 16 */
   kvblock_side src;
   kvblock_side dst;
 } kvblock_copy;
 
 /* How the CUDA launcher moves the bytes. KERNEL serves every copy and can be captured in a CUDA
- * graph. BATCH (one cudaMemcpyBatchAsync, CUDA 12.8 and newer, not on the legacy default stream, not
- * under capture) and ASYNC (one cudaMemcpyAsync a run) enumerate the contiguous runs on the host, so
- * they take no ids and no start. */
+ * graph. BATCH (one cudaMemcpyBatchAsync, CUDA 12.8 and newer, not on the legacy default stream,
+ * not under capture) and ASYNC (one cudaMemcpyAsync a run) enumerate the contiguous runs on the
+ * host, so they take no ids and no start. */
 typedef enum kvblock_backend {
   KVBLOCK_KERNEL = 0,
   KVBLOCK_BATCH = 1,
   KVBLOCK_ASYNC = 2,
 } kvblock_backend;
 
-/* Each function returns NULL on success, else a message that lives until this thread's next call. */
+/* Each function returns NULL on success, else a message that lives until this thread's next call.
+ */
 
 /* Checks that every address the copy can reach lies inside its buffer. The launchers call it. */
 KVBLOCK_EXPORT const char* kvblock_copy_check(const kvblock_copy* copy);
@@ -79,7 +80,8 @@ KVBLOCK_EXPORT const char* kvblock_copy_cuda(const kvblock_copy* copy, kvblock_b
                                              void* stream);
 
 /* Copies on the CPU, in this thread and in those that `schedule(context, task, data)` lends. It may
- * be NULL; then this thread copies alone. A task that is run after the copy has ended does nothing. */
+ * be NULL; then this thread copies alone. A task that is run after the copy has ended does nothing.
+ */
 typedef void (*kvblock_task)(void* data);
 typedef void (*kvblock_schedule)(void* context, kvblock_task task, void* data);
 KVBLOCK_EXPORT const char* kvblock_copy_cpu(const kvblock_copy* copy, int64_t num_threads,

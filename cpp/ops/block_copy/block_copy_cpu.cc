@@ -126,8 +126,8 @@ Place Locate(const kvblock_side& side, int64_t item) {
   if (side.ids != nullptr) {
     const int64_t id = side.ids[item];
     if (id < 0 || id >= side.id_limit) return {0, 0, false};
-    place.offset += (id / side.id_inner) * side.id_outer_stride +
-                    (id % side.id_inner) * side.id_inner_stride;
+    place.offset +=
+        (id / side.id_inner) * side.id_outer_stride + (id % side.id_inner) * side.id_inner_stride;
   }
   if (side.start != nullptr) {
     const int64_t start = *side.start;
@@ -239,7 +239,7 @@ class Job {
   const kvblock_copy copy_;
   Plane plane_{};
   CopyPlane copier_ = nullptr;
-  int outer_ = 0;             // dims that the odometer turns
+  int outer_ = 0;                                       // dims that the odometer turns
   int64_t rows_per_piece_ = 1, tail_ = 0, pieces_ = 1;  // how a plane is cut
   int64_t total_ = 0, per_chunk_ = 1, chunks_ = 0;
   std::atomic<int64_t> next_{0}, done_{0};

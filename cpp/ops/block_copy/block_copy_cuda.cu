@@ -78,7 +78,8 @@ Params<kRank, kTable> MakeParams(const kvblock_copy& copy) {
   return p;
 }
 
-// ---- the vector kernel ---------------------------------------------------------------------------
+// ---- the vector kernel
+// ---------------------------------------------------------------------------
 
 template <int kWidth, int kRank, int kTable>
 const char* LaunchVectors(const kvblock_copy& copy, cudaStream_t stream) {
@@ -103,11 +104,12 @@ const char* LaunchVectors(const kvblock_copy& copy, cudaStream_t stream) {
   }
 }
 
-// ---- the tile kernel -----------------------------------------------------------------------------
+// ---- the tile kernel
+// -----------------------------------------------------------------------------
 
-constexpr int64_t kSegment = 128;          // bytes that each side of a tile should hold in a row
-constexpr int64_t kTileTarget = 12 << 10;  // a tile grows up to this
-constexpr int kTileShared = 47 << 10;      // shared memory that needs no special permission
+constexpr int64_t kSegment = 128;  // bytes that each side of a tile should hold in a row
+constexpr int64_t kTileTargets[] = {12 << 10, 5 << 10};  // a tile grows up to this; what fits first
+constexpr int kTileShared = 47 << 10;  // shared memory that needs no special permission
 
 // A copy whose dims `box` are the box of a tile.
 struct Tiling {
@@ -182,17 +184,17 @@ struct Tiling {
   }
 };
 
-Tiling ChooseTiling(const kvblock_copy& copy) {
+Tiling ChooseTiling(const kvblock_copy& copy, int64_t target) {
   Tiling best{copy, {}, 0};
   int64_t best_segment = 2 * std::max<int64_t>(copy.unit, 4) - 1;
   // The source may take a part of the tile, so that something is left for the destination.
-  for (const int64_t part : {kTileTarget, kTileTarget / 4, kTileTarget / 16}) {
+  for (const int64_t part : {target, target / 4, target / 16}) {
     Tiling tiling{copy, {}, copy.unit};
     tiling.Lengthen(tiling.copy.src, part);
-    tiling.Lengthen(tiling.copy.dst, kTileTarget);
+    tiling.Lengthen(tiling.copy.dst, target);
     // Grow by further dims, the innermost first: fewer, fuller tiles.
     for (int k = static_cast<int>(tiling.copy.rank) - 1; k >= 0; --k) {
-      if (tiling.MayTake(k) && !tiling.Has(k)) tiling.Take(k, kTileTarget);
+      if (tiling.MayTake(k) && !tiling.Has(k)) tiling.Take(k, target);
     }
     const int64_t segment =
         std::min({tiling.Segment(tiling.copy.src), tiling.Segment(tiling.copy.dst), kSegment});
@@ -289,19 +291,18 @@ const char* LaunchTiles(const Tiling& tiling, const BoxWalk& src, const BoxWalk&
   }
 }
 
-// Launches tiles where they serve; says by `served` whether they do.
-const char* TryTiles(const kvblock_copy& copy, int64_t buffers, cudaStream_t stream,
+// Launches tiles of up to `target` bytes where they serve; says by `served` whether they do.
+const char* TryTiles(const kvblock_copy& copy, int64_t target, int64_t buffers, cudaStream_t stream,
                      bool* served) {
-  *served = false;
-  const Tiling tiling = ChooseTiling(copy);
-  if (tiling.box.empty() || !Reachable(tiling, copy.src) || !Reachable(tiling, copy.dst)) {
+  const Tiling tiling = ChooseTiling(copy, target);
+  if (tiling.box.empty() || !Reachable(tiling, tiling.copy.src) ||
+      !Reachable(tiling, tiling.copy.dst)) {
     return nullptr;
   }
   int64_t tile_strides[KVBLOCK_MAX_RANK] = {};
   std::vector<int> order = tiling.box;  // the tile is laid out as the source walks the box
-  std::sort(order.begin(), order.end(), [&](int a, int b) {
-    return tiling.copy.src.strides[a] < tiling.copy.src.strides[b];
-  });
+  std::sort(order.begin(), order.end(),
+            [&](int a, int b) { return tiling.copy.src.strides[a] < tiling.copy.src.strides[b]; });
   int64_t stride = 1;
   for (int k : order) {
     tile_strides[k] = stride;
@@ -311,17 +312,16 @@ const char* TryTiles(const kvblock_copy& copy, int64_t buffers, cudaStream_t str
   const BoxWalk dst = MakeWalk(tiling, tiling.copy.dst, tile_strides);
   const int unit = static_cast<int>(copy.unit);
   const int least = std::max(unit, 4);
-  if (src.width < least || dst.width < least ||
-      TileLayout(static_cast<int32_t>(tiling.bytes), unit, src.width, dst.width).bytes >
-          kTileShared) {
-    return nullptr;
-  }
+  if (src.width < least || dst.width < least) return nullptr;
+  const TileLayout layout(static_cast<int32_t>(tiling.bytes), unit, src.width, dst.width);
+  if (layout.bytes > kTileShared) return nullptr;
   *served = true;
   return buffers <= kSmallTable ? LaunchTiles<kSmallTable>(tiling, src, dst, stream)
                                 : LaunchTiles<kLargeTable>(tiling, src, dst, stream);
 }
 
-// ---- choosing ------------------------------------------------------------------------------------
+// ---- choosing
+// ------------------------------------------------------------------------------------
 
 void Advance(kvblock_side* side, int k, int64_t steps) {
   side->offset += steps * side->strides[k];
@@ -351,15 +351,18 @@ const char* Launch(const kvblock_copy& copy, cudaStream_t stream) {
   }
   if (copy.unit <= 8) {
     bool served = false;
-    const char* error = TryTiles(copy, buffers, stream, &served);
-    if (served || error != nullptr) return error;
+    for (const int64_t target : kTileTargets) {
+      const char* error = TryTiles(copy, target, buffers, stream, &served);
+      if (served) return error;
+    }
   }
   if (buffers <= kOneTable) return LaunchVectors<kOneTable>(copy, stream);
   if (buffers <= kSmallTable) return LaunchVectors<kSmallTable>(copy, stream);
   return LaunchVectors<kLargeTable>(copy, stream);
 }
 
-// ---- the driver's own copies ---------------------------------------------------------------------
+// ---- the driver's own copies
+// ---------------------------------------------------------------------
 
 struct Runs {
   std::vector<void*> dst;
@@ -417,9 +420,9 @@ const char* CopyBatch(Runs* runs, cudaStream_t stream) {
                            sizes.data(), sizes.size(), &attributes, &first, 1, stream);
 #else
   size_t failed = 0;
-  const cudaError_t status = cudaMemcpyBatchAsync(
-      runs->dst.data(), const_cast<void**>(runs->src.data()), sizes.data(), sizes.size(),
-      &attributes, &first, 1, &failed, stream);
+  const cudaError_t status =
+      cudaMemcpyBatchAsync(runs->dst.data(), const_cast<void**>(runs->src.data()), sizes.data(),
+                           sizes.size(), &attributes, &first, 1, &failed, stream);
 #endif
   return CudaError("cudaMemcpyBatchAsync", status);
 #else

@@ -133,9 +133,9 @@ ffi::Error CopyCpu(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   return ToError(kvblock_copy_cpu(&d.copy, pool.num_threads(), schedule, &pool));
 }
 
-ffi::Error CopyCuda(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                    int64_t num_src, bool in_place, int64_t scalars, int64_t unit, Numbers dims,
-                    Numbers src, Numbers dst) {
+ffi::Error CopyCuda(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t num_src,
+                    bool in_place, int64_t scalars, int64_t unit, Numbers dims, Numbers src,
+                    Numbers dst) {
   Decoded d;
   ffi::Error error = Decode(args, rets, num_src, in_place, scalars, unit, dims, src, dst, &d);
   if (error.failure()) return error;
@@ -171,8 +171,7 @@ using Stream = ffi::PlatformStream<void*>;
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockCopyCpu, CopyCpu,
                               Attributes(ffi::Ffi::Bind().Ctx<ffi::ThreadPool>()));
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockCopyCuda, CopyCuda,
-                              Attributes(ffi::Ffi::Bind().Ctx<Stream>()),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockCopyCuda, CopyCuda, Attributes(ffi::Ffi::Bind().Ctx<Stream>()),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockCopyCudaRuns, CopyCudaRuns,
                               Attributes(ffi::Ffi::Bind().Ctx<Stream>()).Attr<int64_t>("backend"));

@@ -1,14 +1,14 @@
 // The strided block copy, as a CUDA kernel.
 //
 // A copy is a box of `count` vectors of kWidth bytes. Vector v has coordinates c[0 .. kRank), the
-// last one fastest, and each side turns coordinates into an address by strides (block_copy.h has the
-// formula). A thread moves kUnroll vectors that lie one thread block apart, so that a warp's accesses
-// stay contiguous, and issues all of its loads before its first store: bytes in flight decide the
-// rate. The order of the dims is the caller's; it is chosen so that neighbouring threads write, and
-// as far as the layouts allow read, neighbouring addresses.
+// last one fastest, and each side turns coordinates into an address by strides (block_copy.h has
+// the formula). A thread moves kUnroll vectors that lie one thread block apart, so that a warp's
+// accesses stay contiguous, and issues all of its loads before its first store: bytes in flight
+// decide the rate. The order of the dims is the caller's; it is chosen so that neighbouring threads
+// write, and as far as the layouts allow read, neighbouring addresses.
 //
-// Everything the kernel needs travels by value in the parameter space, tables of base addresses too:
-// nothing is staged on the device.
+// Everything the kernel needs travels by value in the parameter space, tables of base addresses
+// too: nothing is staged on the device.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +27,9 @@ struct FastDiv {
     multiplier =
         static_cast<uint32_t>(((uint64_t{1} << 32) * ((uint64_t{1} << shift) - d)) / d + 1);
   }
-  __device__ uint32_t operator()(uint32_t n) const { return (__umulhi(n, multiplier) + n) >> shift; }
+  __device__ uint32_t operator()(uint32_t n) const {
+    return (__umulhi(n, multiplier) + n) >> shift;
+  }
 };
 
 template <int kRank>
@@ -53,12 +55,28 @@ struct Params {
   char* table[kTable];
 };
 
-template <int kWidth> struct VectorOf;
-template <> struct VectorOf<1> { using type = uint8_t; };
-template <> struct VectorOf<2> { using type = uint16_t; };
-template <> struct VectorOf<4> { using type = uint32_t; };
-template <> struct VectorOf<8> { using type = uint2; };
-template <> struct VectorOf<16> { using type = uint4; };
+template <int kWidth>
+struct VectorOf;
+template <>
+struct VectorOf<1> {
+  using type = uint8_t;
+};
+template <>
+struct VectorOf<2> {
+  using type = uint16_t;
+};
+template <>
+struct VectorOf<4> {
+  using type = uint32_t;
+};
+template <>
+struct VectorOf<8> {
+  using type = uint2;
+};
+template <>
+struct VectorOf<16> {
+  using type = uint4;
+};
 
 // The address of a coordinate on one side; null when its id or start lies outside the side.
 template <int kRank, int kTable>
@@ -110,7 +128,8 @@ __global__ void BlockCopy(const __grid_constant__ Params<kRank, kTable> p) {
     to[u] = Address(p, p.dst, c);
     const char* from = Address(p, p.src, c);
     // Each byte is used once: do not keep it.
-    if (from != nullptr && to[u] != nullptr) value[u] = __ldcs(reinterpret_cast<const Vector*>(from));
+    if (from != nullptr && to[u] != nullptr)
+      value[u] = __ldcs(reinterpret_cast<const Vector*>(from));
   }
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {

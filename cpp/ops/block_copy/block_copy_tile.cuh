@@ -10,8 +10,8 @@
 //   per tile  load    cp.async brings the box in source order, while the tile before is stored;
 //             store   each thread gathers the units of a destination vector and writes it.
 //
-// Thread blocks are persistent and take tiles in turn. Thread 0 computes the addresses of a tile two
-// tiles ahead, so nobody waits for that arithmetic.
+// Thread blocks are persistent and take tiles in turn. Thread 0 computes the addresses of a tile
+// two tiles ahead, so nobody waits for that arithmetic.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@
 
 namespace kvblock {
 
-constexpr int kTileRank = 5;      // dims of the box
+constexpr int kTileRank = 5;  // dims of the box
 constexpr int kTileThreads = 256;
 
 // The box as one side walks it, outermost first, in units.
@@ -101,7 +101,9 @@ __device__ void StoreTile(TileEnds ends, const int32_t* offsets, const uint16_t*
                           int32_t bytes, const char* tile) {
   using Unit = typename VectorOf<kUnit>::type;
   constexpr int kUnits = kWidth / kUnit;
-  struct __align__(kUnits * 2 < 16 ? kUnits * 2 : 16) Places { uint16_t at[kUnits]; };
+  struct __align__(kUnits * 2 < 16 ? kUnits * 2 : 16) Places {
+    uint16_t at[kUnits];
+  };
   union {
     typename VectorOf<kWidth>::type vector;
     Unit units[kUnits];

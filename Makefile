@@ -1,0 +1,69 @@
+# `make demo` and `make test` set up everything they need in a virtual environment of their own.
+#
+#   PYTHON        the interpreter to build it with (3.11 to 3.13)
+#   VENV          where it goes
+#   JAX           which jax to test with, for example JAX='jax==0.10.0'
+#   TORCH         a torch requirement to install for the tests that exchange tensors with it,
+#                 for example TORCH='torch==2.13.0'; empty leaves them out, and the run says so
+#   PYTEST_ARGS   passed on, for example PYTEST_ARGS='-n 2 -k pool'
+PYTHON ?= python3
+VENV ?= .venv
+JAX ?= jax>=0.10
+TORCH ?=
+PYTEST_ARGS ?=
+BIN = $(VENV)/bin
+SOURCES = pyproject.toml CMakeLists.txt $(shell find cpp jax_kvblock -name '*.py' -o -name '*.h' \
+  -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: demo test lint format bench gpu-test report clean
+
+# The package, built from this folder. Tests and examples import what was installed.
+$(VENV)/.installed: $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps .
+	$(BIN)/python -m pip install --quiet '$(JAX)' '.[test]'
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet -r examples/requirements.txt
+	$(BIN)/python -P examples/demo.py
+
+test: $(VENV)/.installed
+	$(if $(TORCH),$(BIN)/python -m pip install --quiet '$(TORCH)')
+	$(if $(TORCH),KVBLOCK_REQUIRE_TORCH=1) $(BIN)/pytest $(PYTEST_ARGS)
+
+# For a machine whose Python already holds jax with CUDA (and torch and CuPy, if they are to be
+# tested): builds against it, installs next to it, runs the suite on the GPU and fails without one.
+GPU_TARGET ?= build/gpu
+gpu-test:
+	KVBLOCK_CUDA=ON $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade \
+	  --target $(GPU_TARGET) .
+	PYTHONPATH=$(GPU_TARGET) KVBLOCK_REQUIRE_GPU=1 $(PYTHON) -P -m pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet '.[bench]'
+	$(BIN)/python -P benchmarks/run.py $(BENCH_ARGS)
+
+report: $(VENV)/.installed
+	$(BIN)/python -P -m jax_kvblock
+
+$(VENV)/.lint: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet ruff==0.17.5 clang-format==23.1.5 mypy==2.4.1
+	touch $@
+
+CPP = $(shell git ls-files 'cpp/*.h' 'cpp/*.cc' 'cpp/*.cu' 'cpp/*.cuh')
+lint: $(VENV)/.lint $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+	$(BIN)/mypy --python-executable $(BIN)/python
+
+format: $(VENV)/.lint
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+clean:
+	rm -rf build dist .venv*

@@ -1,0 +1,97 @@
+"""The capability report: versions, build, devices, and who serves each op here."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from importlib import metadata
+
+import jax
+
+from jax_kvblock import _ffi
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """Which implementation serves an op on this process's default device, and why."""
+
+    op: str
+    implementation: str
+    why: str
+
+
+COPY_OPS = (
+    "block_to_universal / universal_to_block",
+    "convert_blocks",
+    "gather_blocks / scatter_blocks",
+    "copy_blocks / transfer_blocks",
+    "append_kv",
+)
+OPERATIONAL_OPS = "block_to_operational / operational_to_block"
+
+
+def capabilities() -> list[Served]:
+    """For each op: the implementation that None or "auto" means here, and the
+    reason.
+    """
+    implementation, why = _copy_implementation()
+    rows = [Served(op, implementation, why) for op in COPY_OPS]
+    rows.insert(1, Served(OPERATIONAL_OPS, implementation, why))
+    backends = jax.default_backend() == "gpu" and bool(_ffi.BUILD["cuda"])
+    for backend, call in (
+        ("batch", "cudaMemcpyBatchAsync"),
+        ("async", "cudaMemcpyAsync"),
+    ):
+        rows.append(
+            Served(
+                f"the same with backend={backend!r}",
+                call if backends else "none",
+                "CUDA build on a GPU"
+                if backends
+                else f"{call} needs a CUDA build and a GPU; use backend='auto'",
+            )
+        )
+    return rows
+
+
+def _copy_implementation() -> tuple[str, str]:
+    backend = jax.default_backend()
+    if backend == "cpu":
+        return "kernel (CPU, threaded)", "the default device is the CPU"
+    if backend == "gpu" and jax.devices()[0].platform in ("gpu", "cuda"):
+        if _ffi.BUILD["cuda"]:
+            capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+            return "kernel (CUDA)", f"the default device is a GPU of sm {capability}"
+        return "error", f"the default device is a GPU, but {_ffi.REBUILD}"
+    return "xla", f"there is no kernel for {backend}: plain jax.numpy serves"
+
+
+def report() -> str:
+    """The whole report as text."""
+    build = _ffi.BUILD
+    cuda = (
+        f"CUDA {build['cuda_version']} for {build['cuda_architectures']}"
+        if build["cuda"]
+        else "without CUDA"
+    )
+    lines = [
+        f"jax_kvblock {build['version']}",
+        f"  python {platform.python_version()}, jax {jax.__version__}, "
+        f"jaxlib {metadata.version('jaxlib')}, numpy {metadata.version('numpy')}",
+        f"  built with {build['compiler']}, {cuda}",
+        "devices",
+        *(f"  {d} ({d.device_kind}), memories: {_memories(d)}" for d in jax.devices()),
+        "ops on the default device",
+    ]
+    rows = capabilities()
+    width = max(len(row.op) for row in rows)
+    middle = max(len(row.implementation) for row in rows)
+    lines += [
+        f"  {row.op:<{width}}  {row.implementation:<{middle}}  {row.why}"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _memories(device: jax.Device) -> str:
+    return ", ".join(memory.kind for memory in device.addressable_memories())
