@@ -1,13 +1,6 @@
 """KV-cache blocks for JAX: layouts, pools and copies at the speed of memory."""
 
-from jax_kvblock.block import (
-    Block,
-    BlockList,
-    BlockManager,
-    Layer,
-    PoolDoubledWarning,
-    PoolExhaustedError,
-)
+from jax_kvblock.block import Block, BlockList, Layer
 from jax_kvblock.convert import (
     block_to_operational,
     block_to_universal,
@@ -16,8 +9,9 @@ from jax_kvblock.convert import (
     universal_to_block,
 )
 from jax_kvblock.layout import BlockSpec, Layout
-from jax_kvblock.pool import (
-    KVPool,
+from jax_kvblock.manager import BlockManager, PoolDoubledWarning, PoolExhaustedError
+from jax_kvblock.pool import KVPool
+from jax_kvblock.transfer import (
     append_kv,
     copy_blocks,
     gather_blocks,
