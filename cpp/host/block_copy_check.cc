@@ -64,8 +64,9 @@ std::string CheckSide(const kvblock_copy& copy, const kvblock_side& side, const 
     last_buffer.AddProduct(copy.dims[k] - 1, side.table_strides[k]);
   }
   if (side.ids != nullptr) {
-    if (side.id_limit < 0 || side.id_inner < 1 || side.id_outer_stride < 0 ||
-        side.id_inner_stride < 0 || side.strides[0] != 0 || side.table_strides[0] != 0) {
+    if (side.id_limit < 0 || side.id_inner < 1 || side.id_inner > INT32_MAX ||
+        side.id_outer_stride < 0 || side.id_inner_stride < 0 || side.strides[0] != 0 ||
+        side.table_strides[0] != 0) {
       return name +
              ": with ids, dim 0 has stride 0, id_inner is at least 1 and id strides are "
              "not negative";
@@ -92,6 +93,14 @@ std::string CheckSide(const kvblock_copy& copy, const kvblock_side& side, const 
     return name + ": table strides reach past the " + std::to_string(side.num_buffers) + " buffers";
   }
   return "";
+}
+
+// A copy of more elements than its destination holds would write some of them twice.
+bool Overfills(const kvblock_copy& copy, int64_t bytes) {
+  const int64_t items = copy.dst.ids != nullptr ? copy.dims[0] : 1;
+  int64_t room = 0;
+  if (__builtin_mul_overflow(copy.dst.buffer_bytes, copy.dst.num_buffers, &room)) return false;
+  return bytes / items > room;
 }
 
 bool WalksWith(const kvblock_side& side, int outer, int inner, int64_t inner_dim) {
@@ -200,5 +209,8 @@ extern "C" const char* kvblock_copy_check(const kvblock_copy* copy) {
   if (!src.empty()) return Message(src);
   const std::string dst = kvblock::CheckSide(*copy, copy->dst, "destination");
   if (!dst.empty()) return Message(dst);
+  if (kvblock::Overfills(*copy, bytes)) {
+    return Message("destination: the copy has more elements than its buffers hold");
+  }
   return nullptr;
 }
