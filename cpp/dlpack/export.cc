@@ -128,7 +128,7 @@ nb::object ExportView(nb::handle capsule, nb::handle lease, int64_t offset,
     view->versioned.deleter = [](DLManagedTensorVersioned* self) {
       delete static_cast<View*>(self->manager_ctx);
     };
-    view->versioned.flags = copied ? kDLFlagIsCopied : 0;
+    view->versioned.flags = copied ? uint64_t{kDLFlagIsCopied} : 0;
     view->versioned.dl_tensor = tensor;
     result = PyCapsule_New(&view->versioned, kVersioned, DropUnused);
   } else {

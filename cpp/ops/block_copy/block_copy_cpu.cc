@@ -104,7 +104,18 @@ CopyPlane ChooseCopier(const Plane& p, int64_t unit, int64_t total_bytes) {
   if (unit == 16 && bytes >= 64 && total_bytes >= kStreamBytes) return &StreamRuns;
 #endif
   if (CopyPlane f = ShortRunCopier(bytes, std::make_integer_sequence<int, 64>())) return f;
-  return unit == 16 ? &CopyRuns<16> : unit % 2 == 0 ? &CopyRuns<2> : &CopyRuns<1>;
+  switch (unit) {
+    case 1:
+      return &CopyRuns<1>;
+    case 2:
+      return &CopyRuns<2>;
+    case 4:
+      return &CopyRuns<4>;
+    case 8:
+      return &CopyRuns<8>;
+    default:
+      return &CopyRuns<16>;
+  }
 }
 
 void ZeroPlane(const Plane& p, int64_t unit, char* dst) {
