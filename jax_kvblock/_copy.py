@@ -274,18 +274,20 @@ def _sharding_rule(copy: Copy, mesh: Any, operands: Any, results: Any) -> Any:
         *[ArrayMapping() for side in (copy.src, copy.dst) if side.start],
     ]
     result_mappings = [mapping("dst", copy.dst)] * copy.dst.num_arrays
-    compound = {
-        axis
-        for mapped in (*operand_mappings, *result_mappings)
-        for dim in mapped
-        if isinstance(dim, CompoundFactor)
-        for axis in dim
+    # Shardy infers the size of a factor that is somewhere a dimension of its own.
+    dims = [dim for mapped in (*operand_mappings, *result_mappings) for dim in mapped]
+    whole = {dim for dim in dims if isinstance(dim, str)}
+    # Shardy numbers factors as they appear, and wants special ones in that order.
+    order = dict.fromkeys(
+        name for dim in dims for name in ((dim,) if isinstance(dim, str) else dim)
+    )
+    factor_sizes: dict[str, Any] = {
+        name: sizes[name] for name in order if name not in whole
     }
-    factor_sizes: dict[str, Any] = {name: sizes[name] for name in sorted(compound)}
     return SdyShardingRule(
         tuple(operand_mappings),
         tuple(result_mappings),
-        need_replication_factors=tuple(sorted(replicated)),
+        need_replication_factors=tuple(f for f in order if f in replicated),
         **factor_sizes,
     )
 
