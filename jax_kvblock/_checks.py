@@ -6,6 +6,7 @@ fix, in that order.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,25 +41,23 @@ def check_dtype(where: str, name: str, dtype: Any) -> np.dtype:
             f"{where}: {name} has the extended dtype {dtype}; pass its raw data, for "
             "example jax.random.key_data(x)"
         )
-    dtype = np.dtype(dtype)
-    if dtype.name.startswith(("int4", "uint4", "int2", "uint2", "int1", "uint1")) and (
-        dtype.name not in ("int16", "uint16")
-    ):
-        return _reject_packed(where, name, dtype)
-    if dtype.name.startswith(("float4", "float6")):
-        return _reject_packed(where, name, dtype)
+    try:
+        dtype = np.dtype(dtype)
+    except TypeError:
+        raise TypeError(
+            f"{where}: {name} must be a dtype, like jnp.bfloat16 or 'float8_e4m3fn', "
+            f"got {dtype!r}"
+        ) from None
+    if re.match(r"u?int[124]$|float[46]_", dtype.name):
+        raise TypeError(
+            f"{where}: {name} has elements smaller than a byte, {dtype}; pack them into "
+            "uint8 first (jax.lax.bitcast_convert_type) and move the bytes"
+        )
     if dtype.itemsize not in (1, 2, 4, 8, 16) or dtype.hasobject:
         raise TypeError(
             f"{where}: {name} must have elements of 1, 2, 4, 8 or 16 bytes, got {dtype}"
         )
     return dtype
-
-
-def _reject_packed(where: str, name: str, dtype: np.dtype) -> np.dtype:
-    raise TypeError(
-        f"{where}: {name} has elements smaller than a byte, {dtype}; pack them into "
-        "uint8 first (jax.lax.bitcast_convert_type) and move the bytes"
-    )
 
 
 def check_int32(where: str, name: str, x: Any, shape: str, ndim: int) -> jax.Array:

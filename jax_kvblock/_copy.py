@@ -97,7 +97,7 @@ _local_copy_p.def_abstract_eval(_abstract_eval)
 
 
 def _lower_reference(ctx: Any, *operands: Any, copy: Copy) -> Any:
-    reference = functools.partial(_reference.block_copy, copy)
+    reference = functools.partial(_reference.block_copy_bits, copy)
     return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
 
 
@@ -114,7 +114,6 @@ def _lower_call(ctx: Any, *operands: Any, copy: Copy, platform: str) -> Any:
         target, extra = "kvblock_copy_runs", {"backend": _BACKENDS[copy.backend]}
     if platform == "cuda":
         _ffi.require_cuda_build()
-    _ffi.register_targets()
     host = [
         aval.memory_space == jax.memory.Space.Host
         for aval in (ctx.avals_in[0], ctx.avals_out[0])

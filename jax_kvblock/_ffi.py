@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -25,12 +24,16 @@ REBUILD = (
 )
 
 
-@functools.cache
 def register_targets() -> None:
-    """Registers every handler with XLA, once."""
+    """Registers every handler with XLA. Importing the package does."""
     for platform, handlers in _native.handlers().items():
         for name, handler in handlers.items():
             jax.ffi.register_ffi_target(name, handler, platform=platform, api_version=1)
+
+
+# At import, not at the first lowering: a program that was exported elsewhere is never
+# lowered here.
+register_targets()
 
 
 def gpu_present() -> bool:

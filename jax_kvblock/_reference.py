@@ -31,6 +31,20 @@ def block_copy(copy: Copy, *operands: jax.Array) -> list[jax.Array]:
     return _write(copy, copy.dst, dst, box, dst_ids, dst_start)
 
 
+def block_copy_bits(copy: Copy, *operands: jax.Array) -> list[jax.Array]:
+    """`block_copy` that keeps every bit: XLA:CPU may quiet NaNs of small floats."""
+    arrays = sum(copy.num_operands)
+    dtype = operands[0].dtype
+    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize == 8:
+        return block_copy(copy, *operands)
+    raw = [
+        jax.lax.bitcast_convert_type(x, bits[dtype.itemsize]) for x in operands[:arrays]
+    ]
+    results = block_copy(copy, *raw, *operands[arrays:])
+    return [jax.lax.bitcast_convert_type(r, dtype) for r in results]
+
+
 def _stored_axes(side: Side) -> tuple[str, ...]:
     return (*side.form.table, *(axis for group in side.form.array for axis in group))
 
@@ -73,7 +87,8 @@ def _indices(
             assert start is not None
             index = _window(copy, side, axis, start)
         else:
-            index = first.get(axis, 0) + jnp.arange(extents[axis], dtype=jnp.int32)
+            extent = extents.get(axis, 1)
+            index = first.get(axis, 0) + jnp.arange(extent, dtype=jnp.int32)
         # Negative indices would wrap around: send them past the end instead.
         index = jnp.where(index < 0, sizes[axis], index)
         shape = [index.size if name == along else 1 for name in box]

@@ -115,7 +115,7 @@ class BlockList(Sequence["Block"]):
     def __getitem__(self, index: int | slice) -> Block | BlockList:
         if isinstance(index, slice):
             return BlockList(self._manager, self._blocks[index])
-        return self._blocks[_index("BlockList", index, len(self._blocks), "blocks")]
+        return self._blocks[_index("BlockList", index, len(self._blocks), "block")]
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks)
@@ -396,7 +396,7 @@ class Block(_View):
 
     def __getitem__(self, index: int) -> Layer:
         layers = self.manager.spec.num_layers
-        return Layer(self, _index("Block", index, layers, "layers"))
+        return Layer(self, _index("Block", index, layers, "layer"))
 
     def __iter__(self) -> Iterator[Layer]:
         return (Layer(self, i) for i in range(self.manager.spec.num_layers))
@@ -475,5 +475,5 @@ def _index(kind: str, index: Any, length: int, noun: str) -> int:
             f"{kind} indices must be integers, got {type(index).__name__}"
         ) from None
     if not -length <= i < length:
-        raise IndexError(f"{kind} index {i} is out of range: it has {length} {noun}")
+        raise IndexError(f"{kind} index {i} is out of range: it has {_checks.plural(length, noun)}")
     return i % length

@@ -261,7 +261,7 @@ def _convert_list(
 ) -> list[Any]:
     if len(blocks) == 0:
         return []
-    pieces_in = source.name in ("NHD", "HND") and isinstance(blocks[0], (list, tuple))
+    pieces_in = source in (NHD, HND) and isinstance(blocks[0], (list, tuple))
     arrays, per_block = _flatten_list(where, name, blocks, pieces_in)
     dtype = _check_same(where, name, arrays, per_block if pieces_in else None)
     if pieces_in:
@@ -270,7 +270,7 @@ def _convert_list(
         )
     else:
         spec = _match(where, name, arrays[0], source, spec, dtype, batched=False)
-    pieces_out = target.name in ("NHD", "HND")
+    pieces_out = target in (NHD, HND)
     sizes = (("N", len(blocks)), *spec.sizes.items())
     copy = Copy(
         extents=sizes,

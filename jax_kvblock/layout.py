@@ -162,7 +162,7 @@ class BlockSpec:
         """The order of an operational block's tail: "HND" for HND blocks, else
         "NHD".
         """
-        return "HND" if self.layout == "HND" else "NHD"
+        return "HND" if self.layout in ("HND", HND) else "NHD"
 
     @property
     def block_layout(self) -> Layout:

@@ -157,8 +157,15 @@ def _sharding(device: Any, memory_kind: str) -> Any:
     if isinstance(device, jax.sharding.Sharding):
         return device.with_memory_kind(memory_kind)
     if device is None:
-        device = jnp.zeros(()).devices().pop()
+        device = _default_device()
     return jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind)
+
+
+def _default_device() -> jax.Device:
+    chosen = jax.config.jax_default_device
+    if isinstance(chosen, str):
+        return jax.local_devices(backend=chosen)[0]
+    return chosen if chosen is not None else jax.local_devices()[0]
 
 
 def _zeros(shape: tuple[int, ...], spec: BlockSpec, sharding: Any) -> jax.Array:

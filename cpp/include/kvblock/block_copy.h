@@ -1,21 +1,25 @@
+/* clang-format off */
 /* kvblock/block_copy.h: the block-copy launchers, for C, C++, Rust and ctypes.
  *
- * One call copies a strided box of elements between two sets of buffers. Each side says by
- * strides how it lies in memory, so one engine serves every layout:
+ * One call copies a strided box of elements between two sets of buffers. Each side says by strides
+ * how it lies in memory, so one engine serves every layout:
  *
  *   for every coordinate c with 0 <= c[k] < dims[k]:
  *     dst.address(c)[0 .. unit) = src.address(c)[0 .. unit)
  *
- *   side.address(c) = side.buffers[table] + offset
- *     offset = side.offset + sum_k c[k] * side.strides[k]        + item + start * side.start_stride
- *     table  =               sum_k c[k] * side.table_strides[k]         + start *
- * side.start_table_stride item   = 0                                                 without ids,
- * else (id / id_inner) * id_outer_stride + (id % id_inner) * id_inner_stride,  id = ids[c[0]]
+ *   side.address(c) = side.buffers[table] + bytes, with
+ *
+ *     table = sum_k c[k] * table_strides[k] + s * start_table_stride
+ *     bytes = offset + sum_k c[k] * strides[k] + s * start_stride
+ *             + (i / id_inner) * id_outer_stride + (i % id_inner) * id_inner_stride
+ *
+ *   where i = ids[c[0]] (0 without ids) and s = *start (0 without a start).
  *
  * A source id outside [0, id_limit), or a source start outside [0, start_limit), reads zeros; the
  * same on the destination side writes nothing. Nothing is allocated and nothing is synchronized.
  * All strides and offsets are in bytes and not negative. Source and destination must not overlap.
  */
+/* clang-format on */
 #ifndef KVBLOCK_BLOCK_COPY_H_
 #define KVBLOCK_BLOCK_COPY_H_
 
