@@ -36,22 +36,23 @@ def check_array(where: str, name: str, x: Any) -> None:
 
 def check_dtype(where: str, name: str, dtype: Any) -> np.dtype:
     """A dtype whose elements are whole bytes: 1, 2, 4, 8 or 16 of them."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        raise TypeError(
-            f"{where}: {name} has the extended dtype {dtype}; pass its raw data, for "
-            "example jax.random.key_data(x)"
-        )
     try:
-        dtype = np.dtype(dtype)
+        extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+        dtype = dtype if extended else np.dtype(dtype)
     except TypeError:
         raise TypeError(
             f"{where}: {name} must be a dtype, like jnp.bfloat16 or 'float8_e4m3fn', "
             f"got {dtype!r}"
         ) from None
+    if extended:
+        raise TypeError(
+            f"{where}: {name} has the extended dtype {dtype}; pass its raw data, for "
+            "example jax.random.key_data(x)"
+        )
     if re.match(r"u?int[124]$|float[46]_", dtype.name):
         raise TypeError(
-            f"{where}: {name} has elements smaller than a byte, {dtype}; pack them into "
-            "uint8 first (jax.lax.bitcast_convert_type) and move the bytes"
+            f"{where}: {name} has elements smaller than a byte, {dtype}; pack them "
+            "into uint8 first (jax.lax.bitcast_convert_type) and move the bytes"
         )
     if dtype.itemsize not in (1, 2, 4, 8, 16) or dtype.hasobject:
         raise TypeError(
@@ -66,9 +67,11 @@ def check_int32(where: str, name: str, x: Any, shape: str, ndim: int) -> jax.Arr
     """
     if isinstance(x, (int, np.integer)) and not isinstance(x, bool) and ndim == 0:
         return jnp.asarray(np.int32(np.clip(x, -1, 2**31 - 1)))
-    if isinstance(x, (list, tuple)) and not any(hasattr(i, "dtype") for i in x):
-        x = np.asarray(x, dtype=np.int64 if len(x) else np.int32)
-    if isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.integer):
+    if isinstance(x, (list, tuple)) and not any(isinstance(i, jax.Array) for i in x):
+        x = np.asarray(x) if len(x) else np.zeros(0, np.int32)
+        if x.dtype == object:  # integers beyond int64
+            raise ValueError(f"{where}: {name} must fit in int32, got {x.tolist()}")
+    if isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.signedinteger):
         if x.size and (x.max() > 2**31 - 1 or x.min() < -(2**31)):
             raise ValueError(
                 f"{where}: {name} must fit in int32, got values from {x.min()} to "

@@ -441,16 +441,15 @@ def _transpose(cts: Sequence[Any], *operands: Any, copy: Copy) -> list[Any]:
         return [*block_copy_p.bind(*cts, copy=back), *none]
     # Gathers may read a block twice, so their transpose adds: the reference knows how.
     inputs = [
-        jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype)
-        if ad.is_undefined_primal(x)
-        else jax.ShapeDtypeStruct(x.shape, x.dtype)
+        ad.instantiate_zeros(ad.Zero(x.aval)) if ad.is_undefined_primal(x) else x
         for x in operands[:arrays]
     ]
 
     def linear(*parts: Any) -> list[Any]:
         return _reference.block_copy(copy, *parts, *scalars)
 
-    wanted = jax.linear_transpose(linear, *inputs)(list(cts))
+    _, pull_back = jax.vjp(linear, *inputs)
+    wanted = pull_back(list(cts))
     return [
         ct if ad.is_undefined_primal(x) else None
         for ct, x in zip(wanted, operands[:arrays], strict=True)

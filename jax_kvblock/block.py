@@ -475,5 +475,7 @@ def _index(kind: str, index: Any, length: int, noun: str) -> int:
             f"{kind} indices must be integers, got {type(index).__name__}"
         ) from None
     if not -length <= i < length:
-        raise IndexError(f"{kind} index {i} is out of range: it has {_checks.plural(length, noun)}")
+        raise IndexError(
+            f"{kind} index {i} is out of range: it has {_checks.plural(length, noun)}"
+        )
     return i % length

@@ -372,6 +372,14 @@ def _match(
     return spec
 
 
+def _check_outer(where: str, name: str, value: int) -> None:
+    if value not in (1, 2):
+        raise ValueError(
+            f"{where}: {name} must be 2 (K and V) or 1 (combined or latent), got "
+            f"{value}"
+        )
+
+
 def _match_pieces(
     where: str,
     name: str,
@@ -390,7 +398,7 @@ def _match_pieces(
             f"got {_checks.show(piece)}"
         )
     if spec is None:
-        _checks.check_positive(where, num_outer=num_outer)
+        _check_outer(where, "num_outer", num_outer)
         if per_block % num_outer or per_block == 0:
             raise ValueError(
                 f"{where}: each block in {name} must hold nl·no arrays; {per_block} is "
@@ -517,5 +525,6 @@ def _spec_of_operational(
             f"{where}: operational has inner = {inner}, which is not a multiple of "
             f"num_kv_heads·head_dim = {num_kv_heads}·{head_dim}"
         )
+    _check_outer(where, "operational's outer extent (no)", outer)
     tokens = inner // (num_kv_heads * head_dim)
     return BlockSpec(layers, outer, tokens, num_kv_heads, head_dim, dtype, layout)

@@ -42,11 +42,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         letters = re.sub(r"[ ()]", "", self.axes)
-        if (
-            sorted(letters) != sorted(AXES)
-            or sum(map(len, self.groups)) != len(AXES)
-            or self.axes.count("(") != self.axes.count(")")
-        ):
+        if not re.fullmatch(
+            r"(\s*([LOTHD]|\(\s*[LOTHD][LOTHD ]*\)))*\s*", self.axes
+        ) or sorted(letters) != sorted(AXES):
             raise ValueError(
                 f"Layout: axes must name each of L, O, T, H and D once, like "
                 f"'H L O T D' or 'L O (T H D)', got {self.axes!r}"

@@ -103,8 +103,15 @@ class KVPool:
                 f"{where}: arrays must be one array, or one for each of the spec's "
                 f"{spec.num_layers} layers, got {len(arrays)}"
             )
+        place = _place(arrays[0]) if arrays else None
         for i, x in enumerate(arrays):
             _check_pool_array(where, f"arrays[{i}]", x, spec.block_shape[1:], spec)
+            if _place(x) != place:
+                raise ValueError(
+                    f"{where}: all layers must lie on one device in one memory; "
+                    f"arrays[0] is on {place}, arrays[{i}] on {_place(x)}; move them "
+                    "with jax.device_put"
+                )
             if x.shape != arrays[0].shape:
                 raise ValueError(
                     f"{where}: all layers must hold the same blocks; arrays[0] is "
@@ -162,7 +169,7 @@ def _sharding(device: Any, memory_kind: str) -> Any:
 
 
 def _default_device() -> jax.Device:
-    chosen = jax.config.jax_default_device
+    chosen = jax.config.values["jax_default_device"]
     if isinstance(chosen, str):
         return jax.local_devices(backend=chosen)[0]
     return chosen if chosen is not None else jax.local_devices()[0]
@@ -191,6 +198,48 @@ def _check_layered(where: str, spec: BlockSpec) -> None:
             f"outermost, like 'NHD' or 'HND', got {spec.block_layout.name!r}; use a "
             "contiguous pool"
         )
+
+
+def _place(x: Any) -> str | None:
+    """Where a concrete array lies, in words; None for tracers and NumPy arrays."""
+    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
+        return None
+    devices = ", ".join(sorted(str(d) for d in x.devices()))
+    return f"{devices} ({x.sharding.memory_kind})"
+
+
+def check_pool(where: str, name: str, pool: Any) -> None:
+    """A KVPool whose arrays fit its spec and are alive."""
+    if not isinstance(pool, KVPool):
+        raise TypeError(
+            f"{where}: {name} must be a KVPool, got {type(pool).__name__}; wrap arrays "
+            "with KVPool.wrap(arrays, spec)"
+        )
+    spec, arrays = pool.spec, pool.arrays
+    if not pool.contiguous and len(arrays) != spec.num_layers:
+        raise ValueError(
+            f"{where}: {name} must have an array for each of its spec's "
+            f"{spec.num_layers} layers, got {len(arrays)}"
+        )
+    shape = spec.block_shape if pool.contiguous else spec.block_shape[1:]
+    for i, x in enumerate(arrays):
+        if x.ndim != 1 + len(shape) or tuple(x.shape[1:]) != shape:
+            raise ValueError(
+                f"{where}: {name} must hold arrays of shape [num_blocks, "
+                f"{', '.join(map(str, shape))}] (its spec's), got {_checks.show(x)}; "
+                "wrap a shard or a slice with the spec of its own extents"
+            )
+        if x.dtype != spec.dtype:
+            raise TypeError(
+                f"{where}: {name} must hold arrays of its spec's dtype {spec.dtype}, "
+                f"got {_checks.show(x)}"
+            )
+        traced = isinstance(x, jax.core.Tracer)
+        if isinstance(x, jax.Array) and not traced and x.is_deleted():
+            raise RuntimeError(
+                f"{where}: {name} was donated or deleted (array {i}); use the pool "
+                "that the donating call returned"
+            )
 
 
 def _check_pool_array(

@@ -19,7 +19,7 @@ from jax_kvblock._copy import block_copy
 from jax_kvblock._plan import Copy, Form, Side
 from jax_kvblock.convert import backend_of
 from jax_kvblock.layout import BlockSpec, Layout, find_layout
-from jax_kvblock.pool import KVPool
+from jax_kvblock.pool import KVPool, check_pool
 
 
 def gather_blocks(
@@ -51,7 +51,7 @@ def gather_blocks(
       (3, 4, 32, 2, 16, 128)
     """
     where = "gather_blocks"
-    _check_pool(where, "pool", pool)
+    check_pool(where, "pool", pool)
     ids = _checks.check_int32(where, "ids", ids, "[n]", 1)
     target = find_layout(where, "layout", layout, pool.spec.inner)
     start, stop = _checks.check_heads(where, heads, pool.spec.num_kv_heads)
@@ -100,7 +100,7 @@ def scatter_blocks(
       >>> pool = step(pool, ids, blocks)
     """
     where = "scatter_blocks"
-    _check_pool(where, "pool", pool)
+    check_pool(where, "pool", pool)
     ids = _checks.check_int32(where, "ids", ids, "[n]", 1)
     source = find_layout(where, "layout", layout, pool.spec.inner)
     start, stop = _checks.check_heads(where, heads, pool.spec.num_kv_heads)
@@ -141,8 +141,9 @@ def copy_blocks(
       TypeError, ValueError: for a wrong pool or ids.
     """
     where = "copy_blocks"
-    _check_pool(where, "pool", pool)
+    check_pool(where, "pool", pool)
     src_ids, dst_ids = _check_id_pair(where, src_ids, dst_ids)
+    _backend(where, implementation, pool)
     layout = pool.spec.block_layout
     blocks = gather_blocks(pool, src_ids, layout, implementation=implementation)
     return scatter_blocks(pool, dst_ids, blocks, layout, implementation=implementation)
@@ -180,8 +181,8 @@ def transfer_blocks(
       >>> host_pool = offload(pool, ids, host_pool, host_ids)
     """
     where = "transfer_blocks"
-    _check_pool(where, "src_pool", src_pool)
-    _check_pool(where, "dst_pool", dst_pool)
+    check_pool(where, "src_pool", src_pool)
+    check_pool(where, "dst_pool", dst_pool)
     src_ids, dst_ids = _check_id_pair(where, src_ids, dst_ids)
     same = all(
         a is b for a, b in zip(src_pool.arrays, dst_pool.arrays, strict=False)
@@ -239,7 +240,7 @@ def append_kv(
       TypeError, ValueError: for a wrong pool, k, v or slots.
     """
     where = "append_kv"
-    _check_pool(where, "pool", pool)
+    check_pool(where, "pool", pool)
     spec = pool.spec
     slots = _checks.check_int32(where, "slots", slots, "[tokens]", 1)
     tokens = slots.shape[0]
@@ -309,6 +310,11 @@ def _layer_side(
         del sizes["L"]
         side = Side(Form((), form.array), tuple(sizes.items()), index)
         return side, [pool.arrays[int(layer)]], None
+    if not hasattr(layer, "dtype") or isinstance(layer, np.bool_):
+        raise TypeError(
+            f"{where}: layer must be a Python int or an int32 scalar, got "
+            f"{type(layer).__name__}"
+        )
     start = _checks.check_int32(where, "layer", layer, "[]", 0)
     return Side(form, tuple(sizes.items()), index, (), "L"), pool.arrays, start
 
@@ -354,21 +360,6 @@ def _backend(where: str, implementation: str | None, *pools: KVPool) -> str:
 
 
 # ---- checks -----------------------------------------------------------------------
-
-
-def _check_pool(where: str, name: str, pool: Any) -> None:
-    if not isinstance(pool, KVPool):
-        raise TypeError(
-            f"{where}: {name} must be a KVPool, got {type(pool).__name__}; wrap arrays "
-            "with KVPool.wrap(arrays, spec)"
-        )
-    for i, x in enumerate(pool.arrays):
-        traced = isinstance(x, jax.core.Tracer)
-        if isinstance(x, jax.Array) and not traced and x.is_deleted():
-            raise RuntimeError(
-                f"{where}: {name} was donated or deleted (array {i}); use the pool "
-                "that the donating call returned"
-            )
 
 
 def _check_operand(

@@ -7,6 +7,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -81,17 +82,17 @@ void DropUnused(PyObject* capsule) {
 
 // The elements that `shape` and `strides` reach, or -1 when the numbers make no sense.
 int64_t ReachedElements(const std::vector<int64_t>& shape, const std::vector<int64_t>& strides) {
-  int64_t last = 0;
+  int64_t last = 0, count = 1;
   for (size_t k = 0; k < shape.size(); ++k) {
     int64_t step = 0;
-    if (shape[k] < 0 || strides[k] < 0) return -1;
-    if (shape[k] == 0) return 0;
-    if (__builtin_mul_overflow(shape[k] - 1, strides[k], &step) ||
+    if (shape[k] < 0 || strides[k] < 0 || __builtin_mul_overflow(count, shape[k], &count) ||
+        __builtin_mul_overflow(std::max<int64_t>(shape[k] - 1, 0), strides[k], &step) ||
         __builtin_add_overflow(last, step, &last)) {
       return -1;
     }
   }
-  return last + 1;
+  if (last == INT64_MAX) return -1;
+  return count == 0 ? 0 : last + 1;
 }
 
 nb::object ExportView(nb::handle capsule, nb::handle lease, int64_t offset,

@@ -264,7 +264,8 @@ extern "C" const char* kvblock_copy_cpu(const kvblock_copy* copy, int64_t num_th
   if (const char* error = kvblock_copy_check(copy)) return error;
   if (kvblock::NumCoordinates(*copy) == 0) return nullptr;
   auto job = std::make_shared<kvblock::Job>(kvblock::Simplify(*copy, 16));
-  const int64_t helpers = schedule ? std::min(num_threads, job->chunks()) - 1 : 0;
+  const int64_t helpers =
+      schedule ? std::clamp<int64_t>(num_threads, 1, job->chunks()) - 1 : 0;
   using Held = std::shared_ptr<kvblock::Job>;  // keeps the job alive for a task that starts late
   for (int64_t i = 0; i < helpers; ++i) {
     schedule(

@@ -1,0 +1,199 @@
+"""The bars: what the numbers of a results file must reach, in one table.
+
+`python benchmarks/bars.py results.json ...` prints the table with what was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+OURS = "jax_kvblock"
+DEVICE_COPY = "ceiling / device copy"
+TO_HOST = "ceiling / device to pinned host"
+TO_DEVICE = "ceiling / pinned host to device"
+MIB = 1 << 20
+
+MOVES = r"^(gather|scatter), | to (NHD|HND|universal|operational)$"
+PAGED = r"^{}, (NHD|HND|universal) pool$"
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """One bar: which rows it judges, what they are divided by, and the limit.
+
+    Attributes:
+      text: how tables call it.
+      work, shape, implementation: regular expressions of the rows it judges.
+      metric: of those rows.
+      against: the case of a ceiling, or "peer NAME" for the best of that peer's rows on
+        the same case; None judges the value itself.
+      limit: the least ratio or value; the greatest one when `at_most`.
+      runs: for which run lengths, in bytes.
+      platform: "gpu", "cpu" or None for both.
+    """
+
+    text: str
+    work: str
+    metric: str
+    against: str | None
+    limit: float
+    at_most: bool = False
+    shape: str = ""
+    # By default only the plain name and its pool form: a backend that was asked for by
+    # name is there to be compared.
+    implementation: str = rf"^{OURS}(, layered pool)?$"
+    runs: tuple[float, float] = (0, math.inf)
+    platform: str | None = "gpu"
+
+
+BARS = (
+    Bar("runs of 256 B or more / copy rate", MOVES, "bandwidth", DEVICE_COPY, 0.95,
+        runs=(256, math.inf)),
+    Bar("runs of 128 B / copy rate", MOVES, "bandwidth", DEVICE_COPY, 0.93,
+        runs=(128, 128)),
+    Bar("runs under 16 B / copy rate", MOVES, "bandwidth", DEVICE_COPY, 0.40,
+        runs=(1, 15)),
+    # The shapes whose XLA rates the bars were set by: 32 layers of 8 heads of 128.
+    Bar("paged gather / XLA's best", r"^gather, (NHD|HND) pool$", "bandwidth",
+        "peer xla", 4.6, shape="^llama-8b"),
+    Bar("paged scatter / XLA's best", r"^scatter, (NHD|HND) pool$", "bandwidth",
+        "peer xla", 7.5, shape="^llama-8b"),
+    Bar("device to pinned host / memcpy", "^to host", "bandwidth", TO_HOST, 0.92),
+    Bar("pinned host to device / memcpy", "^to device", "bandwidth", TO_DEVICE, 0.92),
+    Bar("the KVBM kernels' work / KVBM", "universal", "bandwidth", "peer kvbm", 6.8),
+    Bar("temporaries of a pinned transfer, B", "^to (host|device)", "temporaries",
+        None, 0, at_most=True, platform=None),
+    Bar("temporaries of a conversion, B", f"{MOVES}|scan", "temporaries", None, MIB - 1,
+        at_most=True, implementation=f"^{OURS}", platform=None),
+    Bar("CPU conversions / XLA:CPU", r" to (NHD|HND|universal|operational)$",
+        "bandwidth", "peer xla", 1.0, platform="cpu"),
+    Bar("CPU paged gather / XLA:CPU", PAGED.format("gather"), "bandwidth", "peer xla",
+        1.5, platform="cpu"),
+    Bar("CPU paged scatter / XLA:CPU", PAGED.format("scatter"), "bandwidth", "peer xla",
+        1.5, platform="cpu"),
+    Bar("Layer to torch by DLPack, us", "^layer to torch$", "host time", None, 15,
+        at_most=True, platform=None),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One row under one bar. `bound` is what its value was divided by."""
+
+    bar: Bar
+    case: str
+    implementation: str
+    value: float
+    unit: str
+    bound: float | None
+    ratio: float
+
+    @property
+    def met(self) -> bool:
+        if self.bar.at_most:
+            return self.ratio <= self.bar.limit
+        return self.ratio >= self.bar.limit
+
+    def __str__(self) -> str:
+        bound = "" if self.bound is None else f"{self.bound:.4g}"
+        sign = "<=" if self.bar.at_most else ">="
+        word = "pass" if self.met else "FAIL"
+        return (
+            f"{word}  {self.case:42} {self.implementation:25} "
+            f"{self.value:8.4g} {self.unit:4} {bound:>7} {self.ratio:8.4g} {sign} "
+            f"{self.bar.limit:g}"
+        )
+
+
+def best(rows: Sequence[dict[str, Any]], case: str, who: str = "") -> float | None:
+    """The best bandwidth that `who` (or anyone) reached on a case."""
+    values = [
+        row["value"]
+        for row in rows
+        if row["case"] == case
+        and row["metric"] == "bandwidth"
+        and (not who or row["implementation"].split(",")[0] == who)
+    ]
+    return max(values, default=None)
+
+
+def judge(document: dict[str, Any]) -> list[Verdict]:
+    """Every row that a bar speaks of, with its ratio."""
+    rows = document["rows"]
+    runs = {row["case"]: row["value"] for row in rows if row["metric"] == "run"}
+    verdicts = []
+    for bar in BARS:
+        if bar.platform not in (None, document["versions"]["platform"]):
+            continue
+        for row in rows:
+            shape, _, work = row["case"].partition(" / ")
+            if not (
+                row["metric"] == bar.metric
+                and re.search(bar.implementation, row["implementation"])
+                and re.search(bar.work, work)
+                and re.search(bar.shape, shape)
+                and bar.runs[0] <= runs.get(row["case"], 0) <= bar.runs[1]
+            ):
+                continue
+            bound = None
+            if bar.against is not None:
+                peer = bar.against.removeprefix("peer ")
+                is_peer = peer != bar.against
+                bound = best(rows, row["case"] if is_peer else peer, peer * is_peer)
+                if bound is None:  # that peer or ceiling was not in this run
+                    continue
+            ratio = row["value"] if bound is None else row["value"] / bound
+            name, value, unit = row["implementation"], row["value"], row["unit"]
+            verdicts.append(Verdict(bar, row["case"], name, value, unit, bound, ratio))
+    return verdicts
+
+
+def summary(verdicts: Sequence[Verdict]) -> list[str]:
+    """A Markdown table: each bar, how many rows met it, and the worst of them."""
+    lines = ["| Bar | Asked | Worst | Where | Met |", "|-|-|-|-|-|"]
+    for bar in BARS:
+        mine = [v for v in verdicts if v.bar is bar]
+        if not mine:
+            continue
+        worst = (max if bar.at_most else min)(mine, key=lambda v: v.ratio)
+        met = sum(v.met for v in mine)
+        sign = "≤" if bar.at_most else "≥"
+        where = worst.case + worst.implementation.removeprefix(OURS)
+        lines.append(
+            f"| {bar.text} | {sign} {bar.limit:g} | {worst.ratio:.4g} | {where} | "
+            f"{met} of {len(mine)} |"
+        )
+    return lines
+
+
+def report(document: dict[str, Any]) -> bool:
+    """Prints every verdict and the summary; whether all bars are met."""
+    verdicts = judge(document)
+    print("\n      measured, its bound, the ratio, the bar")
+    for verdict in verdicts:
+        if verdict.bar.metric != "temporaries" or not verdict.met:
+            print(verdict)
+    print(f"\n{document['device']}, {document['date']}, {document['commit']}")
+    print("\n".join(summary(verdicts)))
+    return all(verdict.met for verdict in verdicts)
+
+
+def main(paths: Sequence[str]) -> int:
+    if not paths:
+        print(__doc__)
+        return 2
+    met = True
+    for path in paths:
+        with open(path, encoding="utf-8") as file:
+            met = report(json.load(file)) and met
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+"""Runs the benchmarks that make sense on this machine, one results file for each.
+
+    python benchmarks/run.py                 all of them; results in benchmarks/results/
+    python benchmarks/run.py --quick         a minute, tiny sizes: do the scripts work?
+    python benchmarks/run.py --only host     some of them
+    python benchmarks/run.py --check         exit with 1 when a bar is missed
+
+The exit status is 1 when something did not run, or came out wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+# The files beside this one, also under `python -P`.
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import bars
+import bench_cpu
+import bench_host
+import bench_layouts
+import bench_objects
+import ceilings
+import common
+
+BENCHES: dict[str, common.Bench] = {
+    "ceilings": ceilings.bench,
+    "objects": bench_objects.bench,
+    "host": bench_host.bench,
+    "layouts": bench_layouts.bench,
+    "cpu": bench_cpu.bench,
+}
+# Each benchmark measures the ceilings it needs itself, in its own run.
+ON_GPU = ("objects", "host", "layouts")
+ON_CPU = ("objects", "host", "cpu")
+
+
+def main() -> int:
+    usual = ON_GPU if common.on_gpu() else ON_CPU
+    parser = common.parser(__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--only", default=",".join(usual), help=f"some of {','.join(BENCHES)}"
+    )
+    options = parser.parse_args()
+    chosen = options.only.split(",")
+    if unknown := [name for name in chosen if name not in BENCHES]:
+        parser.error(f"--only: no benchmark {unknown[0]!r}; take of {list(BENCHES)}")
+    documents = [common.run_bench(name, BENCHES[name], options) for name in chosen]
+
+    print("\n== summary ==")
+    for name, (document, failures) in zip(chosen, documents, strict=True):
+        verdicts = bars.judge(document)
+        met = sum(verdict.met for verdict in verdicts)
+        print(f"{name}: {met} of {len(verdicts)} bars met, {len(failures)} did not run")
+        print("\n".join(bars.summary(verdicts)))
+        for failure in failures:
+            print(f"  did not run: {failure}")
+    return common.exit_status(documents, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
