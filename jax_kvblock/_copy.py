@@ -422,6 +422,13 @@ def _jvp(
     return results, block_copy_p.bind(*dense, *primals[arrays:], copy=copy)
 
 
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    sharding = None if aval.sharding.mesh.empty else aval.sharding
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=sharding, manual_axis_type=aval.mat
+    )
+
+
 def _zero_tangent(primal: Any) -> Any:
     return ad.Zero(jax.typeof(primal).to_tangent_aval())
 
@@ -441,15 +448,14 @@ def _transpose(cts: Sequence[Any], *operands: Any, copy: Copy) -> list[Any]:
         return [*block_copy_p.bind(*cts, copy=back), *none]
     # Gathers may read a block twice, so their transpose adds: the reference knows how.
     inputs = [
-        ad.instantiate_zeros(ad.Zero(x.aval)) if ad.is_undefined_primal(x) else x
+        _struct(x.aval if ad.is_undefined_primal(x) else jax.typeof(x))
         for x in operands[:arrays]
     ]
 
     def linear(*parts: Any) -> list[Any]:
         return _reference.block_copy(copy, *parts, *scalars)
 
-    _, pull_back = jax.vjp(linear, *inputs)
-    wanted = pull_back(list(cts))
+    wanted = jax.linear_transpose(linear, *inputs)(list(cts))
     return [
         ct if ad.is_undefined_primal(x) else None
         for ct, x in zip(wanted, operands[:arrays], strict=True)

@@ -9,7 +9,7 @@ class FreeList:
     """Which blocks are free, and how many references hold each of the others."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._lock = threading.RLock()  # a finalizer may run inside a locked region
+        self.lock = threading.RLock()  # a finalizer may run inside a locked region
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
 
@@ -17,7 +17,7 @@ class FreeList:
         return len(self._free)
 
     def take(self, count: int) -> list[int] | None:
-        with self._lock:
+        with self.lock:
             if count > len(self._free):
                 return None
             ids = [self._free.pop() for _ in range(count)]
@@ -26,11 +26,11 @@ class FreeList:
             return ids
 
     def retain(self, block_id: int) -> None:
-        with self._lock:
+        with self.lock:
             self._references[block_id] += 1
 
     def release(self, block_id: int) -> None:
-        with self._lock:
+        with self.lock:
             self._references[block_id] -= 1
             if self._references[block_id] == 0:
                 self._free.append(block_id)

@@ -290,6 +290,8 @@ class _View:
         if target != device:
             fresh = jax.device_put(fresh, jax.devices("cpu")[0])
             stream = None
+        elif device[0] == _dlpack.CUDA_HOST:
+            fresh = jax.device_put(fresh, self.manager.pool.arrays[0].sharding)
         return _dlpack.export(
             fresh,
             0,
@@ -305,13 +307,8 @@ class _View:
     def _incoming(self, where: str, x: Any) -> jax.Array:
         """Any array or DLPack object, as a jax array where the pool is."""
         self._check_held(where, ValueError)
-        if not isinstance(x, (jax.Array, np.ndarray)) and not isinstance(x, _View):
-            if not hasattr(x, "__dlpack__"):
-                raise TypeError(
-                    f"{where}: x must be an array or a DLPack object, got "
-                    f"{type(x).__name__}"
-                )
-            x = jnp.from_dlpack(x)
+        if not isinstance(x, (jax.Array, np.ndarray, _View)):
+            x = _from_dlpack(where, x)
         shape, dtype = tuple(x.shape), np.dtype(x.dtype)
         if shape != self.shape:
             raise ValueError(
@@ -325,6 +322,10 @@ class _View:
         array = x.__jax_array__() if isinstance(x, _View) else x
         (device,) = self.manager._devices
         return jax.device_put(array, device)
+
+    def _wait(self) -> None:
+        """Until the source was read: its owner may write to it as soon as we return."""
+        jax.block_until_ready(self.manager.pool.data)
 
     def _with_heads(self, array: jax.Array) -> jax.Array:
         """Puts back the axis that a flat tail hides."""
@@ -390,6 +391,7 @@ class Block(_View):
         """
         array = self._with_heads(self._incoming("Block.copy_from", x))
         self.manager._write(self.id, array[None])
+        self._wait()
 
     def __len__(self) -> int:
         return self.manager.spec.num_layers
@@ -436,6 +438,7 @@ class Layer(_View):
         """Replaces the layer's contents, in place; see `Block.copy_from`."""
         array = self._with_heads(self._incoming("Layer.copy_from", x))
         self.manager._write_layer(self.block.id, self.index, array)
+        self._wait()
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -457,6 +460,24 @@ class Layer(_View):
 @functools.cache
 def _gather(inner: str) -> Any:
     return jax.jit(lambda pool, ids: gather_blocks(pool, ids, inner))
+
+
+def _from_dlpack(where: str, x: Any) -> jax.Array | np.ndarray:
+    if not hasattr(x, "__dlpack__"):
+        raise TypeError(
+            f"{where}: x must be an array or a DLPack object, got {type(x).__name__}"
+        )
+    try:
+        with jax.enable_x64(True):  # or a float64 tensor would arrive as float32
+            return jnp.from_dlpack(x)
+    except Exception as error:
+        try:  # jax takes no strided tensors, NumPy does
+            return np.ascontiguousarray(np.from_dlpack(x))
+        except Exception:
+            raise TypeError(
+                f"{where}: x cannot be taken by DLPack: {error}; pass a contiguous "
+                "tensor (x.contiguous())"
+            ) from error
 
 
 def _row_major(shape: Sequence[int]) -> tuple[int, ...]:

@@ -70,6 +70,12 @@ class BlockManager:
         contiguous: bool = True,
         device: Any = None,
     ) -> None:
+        sharding = isinstance(device, jax.sharding.Sharding)
+        if sharding and len(device.device_set) != 1:
+            raise ValueError(
+                f"BlockManager: device must be one device, got {device}; for a pool "
+                "over several devices use KVPool.zeros with the sharding"
+            )
         heads, dim = _head_extents(inner_dim, num_kv_heads, head_dim)
         self._flat_tail = num_kv_heads is None and head_dim is None
         self._spec = BlockSpec(
@@ -82,6 +88,7 @@ class BlockManager:
         self._free_list = FreeList(num_blocks)
         self._exports: dict[int, tuple[int, int | None]] = {}
         self._geometry = Geometry.of(self._spec, contiguous, self._flat_tail)
+        self._memory_kind = memory_kind
         self._devices = self._pool.arrays[0].devices()
         self._dl_device = _dlpack.device_of(self._pool.arrays[0])
 
@@ -92,7 +99,7 @@ class BlockManager:
 
         Raises:
           PoolExhaustedError: when fewer blocks are free; then none is taken.
-          ValueError: when count is not an integer of at least 0.
+          TypeError, ValueError: when count is not an integer of at least 0.
         """
         self._open_pool("allocate_blocks")
         if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
@@ -117,7 +124,20 @@ class BlockManager:
             nothing is freed.
           TypeError: for anything that is not a block.
         """
-        chosen = [blocks] if isinstance(blocks, Block) else list(blocks)
+        if isinstance(blocks, Block):
+            blocks = [blocks]
+        if not isinstance(blocks, Iterable):
+            raise TypeError(
+                "free: blocks must be a BlockList, a Block or an iterable of blocks, "
+                f"got {type(blocks).__name__}"
+            )
+        chosen = list(blocks)
+        with self._free_list.lock:  # of two threads that free one block, one fails
+            self._check_freeable(chosen)
+            for block in chosen:
+                block._lease.release()
+
+    def _check_freeable(self, chosen: list[Block]) -> None:
         seen: set[int] = set()
         for i, block in enumerate(chosen):
             if not isinstance(block, Block):
@@ -135,8 +155,6 @@ class BlockManager:
                     "block once"
                 )
             seen.add(id(block))
-        for block in chosen:
-            block._lease.release()
 
     @property
     def num_free_blocks(self) -> int:
@@ -173,24 +191,24 @@ class BlockManager:
                 "BlockManager.pool: must be a pool of arrays, got one that is being "
                 "traced; return the pool from the jitted function and set it outside"
             )
-        shapes = [_checks.show(x) for x in new.arrays]
-        if new.spec != self._spec or shapes != [_checks.show(x) for x in old.arrays]:
-            raise ValueError(
-                f"BlockManager.pool: must be like the pool it replaces, {old!r}, got "
-                f"{new!r}"
+        if any(x.is_deleted() for x in new.arrays):
+            raise RuntimeError(
+                "BlockManager.pool: must be a living pool, got one that was donated or "
+                "deleted; put back the pool that the donating call returned"
             )
-        if new.memory_kind != old.memory_kind:
+        _check_like("BlockManager.pool", old, new)
+        if new.memory_kind != self._memory_kind:
             raise ValueError(
-                f"BlockManager.pool: must stay in {old.memory_kind} memory, got a pool "
-                f"in {new.memory_kind}"
+                f"BlockManager.pool: must stay in {self._memory_kind} memory, got a "
+                f"pool in {new.memory_kind}"
             )
-        if new.arrays[0].devices() != self._devices:
+        if any(x.devices() != self._devices for x in new.arrays):
             raise ValueError(
                 "BlockManager.pool: must stay on its device; move it back with "
                 "jax.device_put"
             )
         if self._exports and not _same_memory(old, new):
-            self._warn_doubled()
+            self._warn_doubled(stacklevel=3)
         self._pool = new
 
     def update(self, step: Callable[..., Any], *args: Any) -> Any:
@@ -205,14 +223,20 @@ class BlockManager:
           The result, or None when `step` returns the pool alone.
 
         Raises:
+          TypeError, ValueError: when `step` returns something else; then nothing has
+            run and the pool is as it was.
           BufferError: on a GPU, when DLPack exports of the pool are alive: their memory
             cannot be given to the step. The message names them. On the CPU XLA copies
             the pool instead, and a `PoolDoubledWarning` says so.
         """
         pool = self._open_pool("update")
+        if not self._alive:
+            raise RuntimeError(
+                "update: the pool was donated or deleted; put the new one back with "
+                "manager.pool = ..."
+            )
         self._check_donation("update", pool)
-        out = _donating(step)(pool, *args)
-        new, result = out if isinstance(out, tuple) else (out, None)
+        new, result = _donating(step)(pool, *args)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PoolDoubledWarning)  # said already
             self.pool = new
@@ -262,7 +286,7 @@ class BlockManager:
         if not self._exports:
             return
         if _platform(pool) == "cpu":
-            self._warn_doubled()
+            self._warn_doubled(stacklevel=4)
             return
         raise BufferError(
             f"{where}: the pool cannot be donated while DLPack exports of it are "
@@ -270,34 +294,32 @@ class BlockManager:
             "everything that views them) first, or export a copy with copy=True"
         )
 
-    def _warn_doubled(self) -> None:
+    def _warn_doubled(self, stacklevel: int) -> None:
         warnings.warn(
             "the pool was updated while DLPack exports of it are alive: "
             f"{'; '.join(self.live_exports)}. They keep the old memory, so the pool "
             "takes twice its size and they do not see the update; delete them before "
             "updating",
             PoolDoubledWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
     def _write(self, block_id: int, blocks: jax.Array) -> None:
         """Replaces one block; `blocks` is `[1, nl, no, ...]` in NHD or HND order."""
-        ids = np.array([block_id], np.int32)
-        self.update(functools.partial(_scatter, self._spec.inner), ids, blocks)
+        self.update(_scatter, np.array([block_id], np.int32), blocks)
 
     def _write_layer(self, block_id: int, layer: int, piece: jax.Array) -> None:
         place = np.array([block_id, layer], np.int32)
-        self.update(functools.partial(_scatter_layer, self._spec.inner), place, piece)
+        self.update(_scatter_layer, place, piece)
 
 
-def _scatter(inner: str, pool: KVPool, ids: jax.Array, blocks: jax.Array) -> KVPool:
-    return scatter_blocks(pool, ids, blocks, inner)
+def _scatter(pool: KVPool, ids: jax.Array, blocks: jax.Array) -> KVPool:
+    return scatter_blocks(pool, ids, blocks, pool.spec.inner)
 
 
-def _scatter_layer(
-    inner: str, pool: KVPool, place: jax.Array, piece: jax.Array
-) -> KVPool:
+def _scatter_layer(pool: KVPool, place: jax.Array, piece: jax.Array) -> KVPool:
     """One layer is a block of its own, once the others are read and written back."""
+    inner = pool.spec.inner
     block = gather_blocks(pool, place[:1], inner)
     block = jax.lax.dynamic_update_slice_in_dim(block, piece[None, None], place[1], 1)
     return scatter_blocks(pool, place[:1], block, inner)
@@ -305,14 +327,28 @@ def _scatter_layer(
 
 @functools.lru_cache(maxsize=256)
 def _donating(step: Callable[..., Any]) -> Any:
-    if isinstance(step, functools.partial):  # partials are equal only to themselves
-        return _donating_partial(step.func, step.args)
-    return jax.jit(step, donate_argnums=0)
+    """The jitted step. What it returns is checked while tracing: nothing is lost."""
+
+    def checked(pool: KVPool, *args: Any) -> tuple[KVPool, Any]:
+        out = step(pool, *args)
+        new, result = out if isinstance(out, tuple) and len(out) == 2 else (out, None)
+        if not isinstance(new, KVPool):
+            raise TypeError(
+                "update: step must return the new KVPool, or (new KVPool, result), got "
+                f"{type(out).__name__}"
+            )
+        _check_like("update: the step's pool", pool, new)
+        return new, result
+
+    return jax.jit(checked, donate_argnums=0)
 
 
-@functools.lru_cache(maxsize=256)
-def _donating_partial(func: Callable[..., Any], bound: tuple[Any, ...]) -> Any:
-    return jax.jit(functools.partial(func, *bound), donate_argnums=0)
+def _check_like(where: str, old: KVPool, new: KVPool) -> None:
+    shapes = [[_checks.show(x) for x in pool.arrays] for pool in (old, new)]
+    if new.spec != old.spec or shapes[0] != shapes[1]:
+        raise ValueError(
+            f"{where}: must be like the pool it replaces, {old!r}, got {new!r}"
+        )
 
 
 def _head_extents(

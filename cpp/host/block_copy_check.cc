@@ -53,10 +53,9 @@ std::string CheckSide(const kvblock_copy& copy, const kvblock_side& side, const 
     return name + ": addresses, offset and strides must be multiples of the unit, " +
            std::to_string(copy.unit) + " bytes";
   }
-  if (side.ids != nullptr &&
-      (side.id_limit < 0 || side.id_inner < 1 || side.id_inner > INT32_MAX ||
-       side.id_outer_stride < 0 || side.id_inner_stride < 0 || side.strides[0] != 0 ||
-       side.table_strides[0] != 0)) {
+  if (side.ids != nullptr && (side.id_limit < 0 || side.id_inner < 1 || side.id_inner > INT32_MAX ||
+                              side.id_outer_stride < 0 || side.id_inner_stride < 0 ||
+                              side.strides[0] != 0 || side.table_strides[0] != 0)) {
     return name +
            ": with ids, dim 0 has stride 0, id_inner is 1 to 2^31 - 1 and id strides are not "
            "negative";
@@ -65,9 +64,9 @@ std::string CheckSide(const kvblock_copy& copy, const kvblock_side& side, const 
       (side.start_limit < 0 || side.start_stride < 0 || side.start_table_stride < 0)) {
     return name + ": start_limit and start strides must not be negative";
   }
-  // With nothing in range, no address is ever formed.
-  if (side.ids != nullptr && side.id_limit == 0) return "";
-  if (side.start != nullptr && side.start_limit == 0) return "";
+  // With nothing in range no address is formed, but buffers are still counted.
+  const bool nothing = (side.ids != nullptr && side.id_limit == 0) ||
+                       (side.start != nullptr && side.start_limit == 0);
   Checked last_byte(side.offset);  // one past the last byte that can be touched
   last_byte.AddProduct(copy.unit, 1);
   Checked last_buffer(0);
@@ -75,15 +74,15 @@ std::string CheckSide(const kvblock_copy& copy, const kvblock_side& side, const 
     last_byte.AddProduct(copy.dims[k] - 1, side.strides[k]);
     last_buffer.AddProduct(copy.dims[k] - 1, side.table_strides[k]);
   }
-  if (side.ids != nullptr) {
+  if (side.ids != nullptr && side.id_limit > 0) {
     last_byte.AddProduct((side.id_limit - 1) / side.id_inner, side.id_outer_stride);
     last_byte.AddProduct(side.id_inner - 1, side.id_inner_stride);
   }
-  if (side.start != nullptr) {
+  if (side.start != nullptr && side.start_limit > 0) {
     last_byte.AddProduct(side.start_limit - 1, side.start_stride);
     last_buffer.AddProduct(side.start_limit - 1, side.start_table_stride);
   }
-  if (last_byte.Exceeds(side.buffer_bytes)) {
+  if (!nothing && last_byte.Exceeds(side.buffer_bytes)) {
     return name + ": strides reach past the end of a buffer of " +
            std::to_string(side.buffer_bytes) + " bytes";
   }
