@@ -31,7 +31,7 @@ LAYOUTS = ("NHD", "universal")
 def bench(options: argparse.Namespace, results: Results) -> None:
     quick = options.quick
     ceilings.add_host_link(results, quick)
-    size = 2 * MIB if quick else (256 if common.on_gpu() else 64) * MIB
+    size = 2 * MIB if quick else (2048 if common.on_gpu() else 64) * MIB
     effort = Effort.usual(quick)
     if common.on_gpu() and not quick:
         effort = Effort(rounds=5, seconds=0.05, min_calls=2, enough=2.0)

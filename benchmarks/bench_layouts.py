@@ -28,7 +28,7 @@ def bench(options: argparse.Namespace, results: Results) -> None:
     ceilings.add_device_copy(results, options.quick, "before")
     for case in common.wanted(options, SHAPES):
         # 2 GiB read and as much written; L2 caches hold some 50 MB.
-        data = Data(case, 2 * MIB if quick else 2 * GIB)
+        data = Data(case, 2 * MIB if quick else 6 * GIB)
         # One loop step a block: with small blocks it would time nothing but launches.
         loops = case in (cases.LLAMA_8B_16, cases.LLAMA_8B_64)
         groups = work.conversions(data)

@@ -30,7 +30,7 @@ OPS = {
     ),
     "copy_blocks": lambda pool=None, ids=None, **how: copy(pool, ids, [0, 1], **how),
     "transfer_blocks": lambda pool=None, ids=None, **how: transfer(
-        pool, ids, kv.KVPool(jnp.zeros(ARRAY.shape), SPEC), [0, 1], **how
+        pool, ids, kv.KVPool(jnp.zeros(ARRAY.shape, jnp.float32), SPEC), [0, 1], **how
     ),
     "append_kv": lambda pool=None, ids=None, **how: append(
         pool,

@@ -32,6 +32,7 @@ const char* LaunchVectors(const kvblock_copy& copy, cudaStream_t stream) {
     case 16:
       if (copy.rank <= 3) return LaunchVectors<16, 3, kTable>(copy, stream);
       if (copy.rank <= 5) return LaunchVectors<16, 5, kTable>(copy, stream);
+      if (copy.rank <= 6) return LaunchVectors<16, 6, kTable>(copy, stream);
       return LaunchVectors<16, KVBLOCK_MAX_RANK, kTable>(copy, stream);
     case 8: return LaunchVectors<8, KVBLOCK_MAX_RANK, kTable>(copy, stream);
     case 4: return LaunchVectors<4, KVBLOCK_MAX_RANK, kTable>(copy, stream);
