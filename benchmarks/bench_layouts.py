@@ -27,16 +27,18 @@ def bench(options: argparse.Namespace, results: Results) -> None:
     quick = options.quick or not common.on_gpu()
     ceilings.add_device_copy(results, options.quick, "before")
     for case in common.wanted(options, SHAPES):
-        # 2 GiB read and as much written; L2 caches hold some 50 MB.
-        data = Data(case, 2 * MIB if quick else 6 * GIB)
-        # One loop step a block: with small blocks it would time nothing but launches.
-        loops = case in (cases.LLAMA_8B_16, cases.LLAMA_8B_64)
+        # 4 GiB read and as much written; L2 caches hold some 50 MB.
+        data = Data(case, 2 * MIB if quick else 4 * GIB)
         groups = work.conversions(data)
         first = case is cases.LLAMA_8B_16
         backends = ("kernel", "batch", "async") if first and common.on_gpu() else ()
         groups += work.operational(data, backends or ("kernel",))
+        for group in groups if common.on_gpu() else ():
+            group.jobs.append(work.plain_copy(data))
         measure(groups, results, options)
-        groups = work.gathers(data, loops) + work.scatters(data, loops)
+        groups = work.gathers(data) + work.scatters(data)
+        for group in groups if common.on_gpu() else ():
+            group.jobs.append(work.plain_copy(data))
         measure(groups, results, options)
         if first:
             measure(work.scans(data), results, options)

@@ -26,6 +26,20 @@ from jax_kvblock import (
     universal_to_block,
 )
 
+# ---- the copy that everything is measured against ------------------------------------
+
+
+def plain_copy(data: Data) -> Job:
+    """The same bytes by one cudaMemcpyAsync, called through jax as the others are.
+
+    It takes turns with them, so clocks, memory and the cost of a call are the same.
+    """
+    block = data.blocks["NHD"]
+    flat = block.reshape(data.n, data.spec.num_layers, data.spec.num_outer, -1)
+    call = functools.partial(block_to_operational, spec=data.spec, backend="async")
+    return Job("copy, cudaMemcpyAsync", call, (block,), flat)
+
+
 # ---- conversions ---------------------------------------------------------------------
 
 

@@ -61,39 +61,44 @@ def _split(side: Side, whole: jax.Array) -> list[jax.Array]:
     return [whole[i] for i in range(side.num_arrays)]
 
 
-def _window(copy: Copy, side: Side, axis: str, start: jax.Array) -> jax.Array:
-    """The indices along `axis` that a start operand selects; -1 when out of range."""
-    extent = dict(copy.extents).get(axis, 1)
-    valid = (start >= 0) & (start < copy.start_limit(side))
-    return jnp.where(valid, start + jnp.arange(extent, dtype=jnp.int32), -1)
-
-
-def _indices(
+def _looked_up(
     copy: Copy, side: Side, ids: jax.Array | None, start: jax.Array | None
-) -> tuple[jax.Array, ...]:
-    """One index array for each stored axis; they broadcast to the shape of the box."""
-    sizes, extents, first = dict(side.sizes), dict(copy.extents), dict(side.first)
-    box = [axis for axis, _ in copy.extents]
-    inner = sizes[side.index[1]] if len(side.index) == 2 else 1
-    indices = []
-    for axis in _stored_axes(side):
-        along = axis  # the axis of the box along which this index varies
-        if axis in side.index:
-            assert ids is not None
+) -> tuple[list[str], list[jax.Array], list[str]]:
+    """The axes that are indexed by operands, an index for each, and the axes of the
+    box that these indices make together.
+    """
+    sizes, extents = dict(side.sizes), dict(copy.extents)
+    axes: list[str] = []
+    indices: list[jax.Array] = []
+    made = ["N"] if ids is not None else []
+    if start is not None:
+        assert side.start is not None
+        # Negative indices would wrap around: what is out of range goes past the end.
+        inside = (start >= 0) & (start < copy.start_limit(side))
+        window = start + jnp.arange(extents.get(side.start, 1), dtype=jnp.int32)
+        window = jnp.where(inside, window, sizes[side.start])
+        if side.start in extents:
+            made = [side.start, *made]
+            window = window.reshape(-1, *[1] * (len(made) - 1))
+        axes.append(side.start)
+        indices.append(window if side.start in extents else window[0])
+    if ids is not None:
+        inner = sizes[side.index[1]] if len(side.index) == 2 else 1
+        inside = (ids >= 0) & (ids < side.id_limit)
+        for axis in side.index:
             part = ids // inner if axis == side.index[0] else ids % inner
-            index = jnp.where((ids >= 0) & (ids < side.id_limit), part, -1)
-            along = "N"
-        elif axis == side.start:
-            assert start is not None
-            index = _window(copy, side, axis, start)
-        else:
-            extent = extents.get(axis, 1)
-            index = first.get(axis, 0) + jnp.arange(extent, dtype=jnp.int32)
-        # Negative indices would wrap around: send them past the end instead.
-        index = jnp.where(index < 0, sizes[axis], index)
-        shape = [index.size if name == along else 1 for name in box]
-        indices.append(index.reshape(shape))
-    return tuple(indices)
+            axes.append(axis)
+            indices.append(jnp.where(inside, part, sizes[axis]))
+    return axes, indices, made
+
+
+def _slices(copy: Copy, side: Side, axes: Sequence[str]) -> list[slice]:
+    """The part of each axis that the box covers."""
+    extents, first = dict(copy.extents), dict(side.first)
+    begin = [first.get(axis, 0) for axis in axes]
+    return [
+        slice(b, b + extents.get(axis, 1)) for b, axis in zip(begin, axes, strict=True)
+    ]
 
 
 def _read(
@@ -103,12 +108,19 @@ def _read(
     ids: jax.Array | None,
     start: jax.Array | None,
 ) -> jax.Array:
+    stored, box = _stored_axes(side), [axis for axis, _ in copy.extents]
+    looked, indices, made = _looked_up(copy, side, ids, start)
+    rest = [axis for axis in stored if axis not in looked]
     whole = _stack(side, arrays)
-    if ids is None and start is None and not side.first:
-        order = [_stored_axes(side).index(axis) for axis, _ in copy.extents]
-        return whole.transpose(order)
-    indices = _indices(copy, side, ids, start)
-    return whole.at[indices].get(mode="fill", fill_value=0)
+    whole = whole.transpose([stored.index(axis) for axis in (*looked, *rest)])
+    whole = whole[(..., *_slices(copy, side, rest))]
+    if looked:
+        whole = whole.at[tuple(indices)].get(mode="fill", fill_value=0)
+    axes = [*made, *rest]
+    missing = [axis for axis in rest if axis not in box]  # of extent 1: a static layer
+    whole = whole.squeeze(tuple(axes.index(axis) for axis in missing))
+    axes = [axis for axis in axes if axis not in missing]
+    return whole.transpose([axes.index(axis) for axis in box])
 
 
 def _to_stored_order(copy: Copy, side: Side, box: jax.Array) -> jax.Array:
@@ -124,7 +136,17 @@ def _write(
     ids: jax.Array | None,
     start: jax.Array | None,
 ) -> list[jax.Array]:
-    indices = _indices(copy, side, ids, start)
+    stored, axes = _stored_axes(side), [axis for axis, _ in copy.extents]
+    looked, indices, made = _looked_up(copy, side, ids, start)
+    rest = [axis for axis in stored if axis not in looked]
+    missing = [axis for axis in rest if axis not in axes]  # of extent 1: a static layer
+    box = box.transpose([axes.index(x) for x in (*made, *rest) if x in axes])
+    box = jnp.expand_dims(box, tuple(len(made) + rest.index(axis) for axis in missing))
+    order = [stored.index(axis) for axis in (*looked, *rest)]
+    whole = _stack(side, arrays).transpose(order)
     # Destinations do not repeat, by contract; saying so gives the write a transpose.
-    whole = _stack(side, arrays).at[indices].set(box, mode="drop", unique_indices=True)
-    return _split(side, whole)
+    whole = whole.at[(*indices, *_slices(copy, side, rest))].set(
+        box, mode="drop", unique_indices=True
+    )
+    back = [order.index(k) for k in range(len(order))]
+    return _split(side, whole.transpose(back))
