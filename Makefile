@@ -27,7 +27,7 @@ $(VENV)/.installed: $(SOURCES)
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -r examples/requirements.txt
-	$(BIN)/python -P examples/demo.py
+	$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet '$(TORCH)')
