@@ -2,13 +2,13 @@
 #
 #   PYTHON        the interpreter to build it with (3.11 to 3.13)
 #   VENV          where it goes
-#   JAX           which jax to test with, for example JAX='jax==0.10.0'
+#   JAX           which jax to test with, for example JAX='jax==0.10.2'
 #   TORCH         a torch requirement to install for the tests that exchange tensors with it,
 #                 for example TORCH='torch==2.13.0'; empty leaves them out, and the run says so
 #   PYTEST_ARGS   passed on, for example PYTEST_ARGS='-n 2 -k pool'
 PYTHON ?= python3
 VENV ?= .venv
-JAX ?= jax>=0.10
+JAX ?= jax>=0.10.2
 TORCH ?=
 PYTEST_ARGS ?=
 BIN = $(VENV)/bin
