@@ -157,7 +157,7 @@ def plot(folder: Path, output: Path) -> None:
     panels = [
         (document, works, ceilings, title)
         for document, works, ceilings, title in (
-            (layouts, LAYOUT_WORK, ["ceiling / device copy"], "In device memory"),
+            (layouts, LAYOUT_WORK, [bars.DEVICE_COPY], "In device memory"),
             (host, HOST_WORK, [bars.TO_HOST, bars.TO_DEVICE],
              "Over the link to pinned host memory"),
         )
