@@ -1,0 +1,114 @@
+/* clang-format off */
+/* kvblock/attention.h: the attention launchers, for C, C++, Rust and ctypes.
+ *
+ * For every batch member b, query head n (key head k = n / (num_heads / num_kv_heads)) and query i:
+ *
+ *   score(i, j) = scale * dot(q[b, i, n], k[b, j, k])
+ *                 softcap > 0:  score = softcap * tanh(score / softcap)
+ *                 bias:         score = score + bias[b, n, i, j]
+ *   score(i, j) = -inf where i does not attend to j
+ *   lse(i)      = log(sum_j exp(score(i, j)) + exp(sink[n]))      (the second term with sinks only)
+ *   o(i)        = sum_j exp(score(i, j) - lse(i)) * v[b, j, k];   0 where lse(i) = -inf
+ *
+ * i attends to j when all of these hold:
+ *   i < q_lens[b], j < kv_lens[b]                                 (where given)
+ *   i + shift[b] - window_left <= j <= i + shift[b] + window_right   (a side of -1 is open; causal
+ *                                                                  is window_right = 0)
+ *   q_segments[b, i] == kv_segments[b, j]                         (where given)
+ *   the tile (i / tile_q, j / tile_kv) is listed                  (where tiles are given)
+ *
+ * Keys from kv_lens[b] on and queries from q_lens[b] on, and keys in tiles that are not listed, are
+ * never read. Outputs are written for every query, also for those from q_lens[b] on (0 and -inf).
+ *
+ * Arrays are dense and row-major: q, o, dq [B, T, N, D or Dv]; k, v, dk, dv [B, S, K, D or Dv];
+ * lse, delta [B, N, T]; bias [bias_batch, bias_heads, T, S]; sinks [sink_batch, N]. Packed: with
+ * cu_q and cu_kv, int32 [B + 1], sequence b owns rows cu_q[b] .. cu_q[b + 1] of q [T, N, D] (T is
+ * then the total) and cu_kv[b] .. cu_kv[b + 1] of k and v [S, K, D]; lse and delta are [N, T]; i and
+ * j count from the sequence's first row; rows that no sequence owns get 0 and -inf. Packed inputs
+ * take neither bias, segments, lengths nor tiles.
+ *
+ * Nothing is allocated and nothing is synchronized; every launch can be captured in a CUDA graph.
+ */
+/* clang-format on */
+#ifndef KVBLOCK_ATTENTION_H_
+#define KVBLOCK_ATTENTION_H_
+
+#include <stdint.h>
+
+#include "kvblock/block_copy.h" /* KVBLOCK_EXPORT */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { KVBLOCK_ATTENTION_CHUNK = 64 }; /* positions that one segment range covers */
+
+typedef enum kvblock_dtype {
+  KVBLOCK_BF16 = 0,
+  KVBLOCK_F16 = 1,
+  KVBLOCK_F32 = 2, /* bias only */
+} kvblock_dtype;
+
+typedef struct kvblock_attention {
+  int32_t dtype; /* of q, k, v, o, d_o, dq, dk, dv */
+  int32_t batch, num_heads, num_kv_heads;
+  int64_t q_len, kv_len;        /* T and S; packed: the totals */
+  int32_t head_dim, value_dim;  /* multiples of 8, at most 256 */
+  float scale, softcap;         /* softcap 0: none */
+  int32_t window_left, window_right;
+
+  const void *q, *k, *v;
+  /* Every operand from here to sinks may be NULL. */
+  const int32_t *cu_q, *cu_kv;            /* [B + 1], both or none */
+  const int32_t *q_lens, *kv_lens;        /* [B] */
+  const int32_t* shift;                   /* [B]: q_offset - kv_offset */
+  const int32_t *q_segments, *kv_segments; /* [B, T], [B, S], both or none */
+  /* The smallest and largest segment of each chunk, [B, ceil(T / 64), 2] and [B, ceil(S / 64), 2];
+   * present with segments. Tiles whose ranges do not meet are skipped. */
+  const int32_t *q_segment_ranges, *kv_segment_ranges;
+  const void* bias;
+  int32_t bias_dtype;              /* dtype or KVBLOCK_F32 */
+  int32_t bias_batch, bias_heads;  /* 1 or B, 1 or N */
+  const float* sinks;
+  int32_t sink_batch;              /* 1 or B */
+  /* tile_indices [tile_batch, tile_heads, ceil(T / tile_q), max_tiles], tile_counts the same without
+   * the last dim. The first `count` entries are visited; an entry outside 0 .. ceil(S / tile_kv) - 1
+   * is skipped; an entry comes once. tile_q and tile_kv are multiples of 128. In the backward pass
+   * over keys the lists are transposed: for each KV tile the query tiles that list it. */
+  const int32_t *tile_indices, *tile_counts;
+  const int32_t *tile_indices_t, *tile_counts_t; /* [.., ceil(S / tile_kv), max_tiles_t] */
+  int32_t tile_batch, tile_heads;  /* 1 or B, 1 or N */
+  int32_t tile_q, tile_kv, max_tiles, max_tiles_t;
+
+  void* o;     /* forward: written; not read by the backward launchers */
+  float* lse;  /* forward: written; backward: read */
+
+  /* Backward only. */
+  const void* d_o;
+  const float* delta;   /* [B, N, T]: rowsum(d_o * o) - d_lse */
+  float* dq_accum;      /* [B, T, N, D] float32: dq / scale, added atomically */
+  void *dq, *dk, *dv;
+  void* dbias;          /* [bias_batch, bias_heads, T, S] in bias_dtype */
+} kvblock_attention;
+
+/* Each function returns NULL on success, else a message that lives until this thread's next call. */
+
+/* Writes o and lse. */
+KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_attention* a, void* stream);
+
+/* Writes dk and dv. Where dq_accum is given, clears it and adds dq / scale to it, in an order that
+ * differs from run to run; where it is NULL, computes no dq. */
+KVBLOCK_EXPORT const char* kvblock_attention_backward_kv(const kvblock_attention* a, void* stream);
+
+/* Writes dq, the same bits every time. */
+KVBLOCK_EXPORT const char* kvblock_attention_backward_q(const kvblock_attention* a, void* stream);
+
+/* Writes dbias, summed over the batch and the heads that share it; the same bits every time. */
+KVBLOCK_EXPORT const char* kvblock_attention_backward_bias(const kvblock_attention* a,
+                                                           void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* KVBLOCK_ATTENTION_H_ */
