@@ -20,6 +20,9 @@
  * Keys from kv_lens[b] on and queries from q_lens[b] on, and keys in tiles that are not listed, are
  * never read. Outputs are written for every query, also for those from q_lens[b] on (0 and -inf).
  *
+ * bias_batch, sink_batch and tile_batch divide B, and batch member b reads row b / (B / bias_batch) of
+ * the bias (so 1 is shared by all, and B is one each).
+ *
  * Arrays are dense and row-major: q, o, dq [B, T, N, D or Dv]; k, v, dk, dv [B, S, K, D or Dv];
  * lse, delta [B, N, T]; bias [bias_batch, bias_heads, T, S]; sinks [sink_batch, N]. Packed: with
  * cu_q and cu_kv, int32 [B + 1], sequence b owns rows cu_q[b] .. cu_q[b + 1] of q [T, N, D] (T is
@@ -68,16 +71,16 @@ typedef struct kvblock_attention {
   const int32_t *q_segment_ranges, *kv_segment_ranges;
   const void* bias;
   int32_t bias_dtype;              /* dtype or KVBLOCK_F32 */
-  int32_t bias_batch, bias_heads;  /* 1 or B, 1 or N */
+  int32_t bias_batch, bias_heads;  /* a divisor of B; 1 or N */
   const float* sinks;
-  int32_t sink_batch;              /* 1 or B */
+  int32_t sink_batch;              /* a divisor of B */
   /* tile_indices [tile_batch, tile_heads, ceil(T / tile_q), max_tiles], tile_counts the same without
    * the last dim. The first `count` entries are visited; an entry outside 0 .. ceil(S / tile_kv) - 1
    * is skipped; an entry comes once. tile_q and tile_kv are multiples of 128. In the backward pass
    * over keys the lists are transposed: for each KV tile the query tiles that list it. */
   const int32_t *tile_indices, *tile_counts;
   const int32_t *tile_indices_t, *tile_counts_t; /* [.., ceil(S / tile_kv), max_tiles_t] */
-  int32_t tile_batch, tile_heads;  /* 1 or B, 1 or N */
+  int32_t tile_batch, tile_heads;  /* a divisor of B; 1 or N */
   int32_t tile_q, tile_kv, max_tiles, max_tiles_t;
 
   void* o;     /* forward: written; not read by the backward launchers */
