@@ -1,5 +1,6 @@
-"""KV-cache blocks for JAX: layouts, pools and copies at the speed of memory."""
+"""KV-cache blocks for JAX: layouts, pools, copies at the speed of memory, attention."""
 
+from jax_kvblock.attention import AttentionTiles, flash_attention
 from jax_kvblock.block import Block, BlockList, Layer
 from jax_kvblock.convert import (
     block_to_operational,
@@ -22,6 +23,7 @@ from jax_kvblock.transfer import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionTiles",
     "Block",
     "BlockList",
     "BlockManager",
@@ -36,6 +38,7 @@ __all__ = [
     "block_to_universal",
     "convert_blocks",
     "copy_blocks",
+    "flash_attention",
     "gather_blocks",
     "operational_to_block",
     "scatter_blocks",

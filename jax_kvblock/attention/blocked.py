@@ -1,0 +1,465 @@
+"""Attention in blocks of plain JAX: O((T + S) N D) memory, forward and backward.
+
+Serves wherever there is no kernel, and float64. The method is FlashAttention-2's: an
+online softmax over the blocks of keys that a block of queries can see (forward), and
+the probabilities recomputed from the log-sum-exp (backward).
+
+Every mask comes down to one list: `_visits` says for each block of queries which blocks
+of keys it can see, and the loops walk that list, so blocks that are masked whole cost
+nothing. Within a block, positions and labels decide: a query attends to a key when
+their labels (sequence, segment) are equal and the key's position is in its window.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_kvblock.attention.config import (
+    OPEN,
+    AttentionConfig,
+    Operands,
+    Sizes,
+    sizes_of,
+)
+from jax_kvblock.attention.dense import listed_tiles
+
+_FAR = 2**29  # beyond every position; a position and a window's side stay in int32
+
+
+class _Labels(NamedTuple):
+    """Where queries or keys stand: int32 `[B, length]` each."""
+
+    position: jax.Array
+    owner: jax.Array  # the sequence of a packed row; 0 elsewhere
+    segment: jax.Array
+    valid: jax.Array  # bool: a real row, not padding
+
+
+class _Problem(NamedTuple):
+    """A call as the loops see it: padded to whole blocks, heads grouped."""
+
+    size: Sizes  # of one padded batch member
+    block_q: int
+    block_kv: int
+    q: jax.Array  # [B, K, G, T, D]
+    k: jax.Array  # [B, K, S, D]
+    v: jax.Array  # [B, K, S, E]
+    bias: Any  # [b, n, T, S], or None
+    q_labels: _Labels
+    kv_labels: _Labels
+    listed: Any  # bool [b, n, T / block_q, S / block_kv], or None
+
+
+def forward(
+    config: AttentionConfig, x: Operands, compute: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """(o, lse), o `[B, T, N, Dv]` in q's dtype, lse `[B, N, T]` float32 or float64.
+
+    The products take operands in `compute` (the inputs' dtype unless given) and add in
+    float32 or float64.
+    """
+    size = sizes_of(config, x)
+    p = _problem(config, x, compute)
+    b, k, g = p.q.shape[:3]
+    e = p.v.shape[-1]
+    acc = _accumulator(x.q.dtype)
+    order, counts = _visits(config, p)
+
+    def one_block(i: Any, carry: Any) -> Any:
+        o_all, lse_all = carry
+
+        def step(c: Any, state: Any) -> Any:
+            o, top, total = state
+            j = order[i, c]
+            scores, allowed = _scores(config, p, i, j)
+            scores = jnp.where(allowed, scores, -jnp.inf)
+            new_top = jnp.maximum(top, scores.max(-1))
+            base = jnp.where(jnp.isneginf(new_top), 0, new_top)
+            weights = jnp.exp(scores - base[..., None])
+            shrink = jnp.exp(top - base)
+            added = _dot("bkgts,bkse->bkgte", weights, _block(p.v, j, p.block_kv, 2), x)
+            added = _select(p, i, j, added)
+            o = o * shrink[..., None] + added
+            return o, new_top, total * shrink + weights.sum(-1)
+
+        rows = (b, k, g, p.block_q)
+        state = (
+            jnp.zeros((*rows, e), acc),
+            jnp.full(rows, -jnp.inf, acc),
+            jnp.zeros(rows, acc),
+        )
+        o, top, total = _loop(counts[i], step, state)
+        o, lse = _finish(x, p, i, o, top, total)
+        at = i * p.block_q
+        o_all = jax.lax.dynamic_update_slice_in_dim(o_all, o, at, 3)
+        return o_all, jax.lax.dynamic_update_slice_in_dim(lse_all, lse, at, 3)
+
+    t = p.q.shape[3]
+    carry = (
+        jnp.zeros((b, k, g, t, e), x.q.dtype),
+        jnp.full((b, k, g, t), -jnp.inf, acc),
+    )
+    o, lse = _loop(t // p.block_q, one_block, carry)
+    o = jnp.moveaxis(o.reshape(b, k * g, t, e), 1, 2)[:, : size.q_len]
+    lse = lse.reshape(b, k * g, t)[..., : size.q_len]
+    return (o[0], lse[0]) if config.packed else (o, lse)
+
+
+def _finish(
+    x: Operands, p: _Problem, i: Any, o: Any, top: Any, total: Any
+) -> tuple[Any, Any]:
+    """Lets the sinks in, and divides by the sum."""
+    if x.sinks is not None:
+        b, k, g = p.q.shape[:3]
+        sinks = jnp.repeat(x.sinks, b // x.sinks.shape[0], axis=0)
+        sinks = sinks.reshape(b, k, g, 1).astype(top.dtype)
+        new_top = jnp.maximum(top, sinks)
+        base = jnp.where(jnp.isneginf(new_top), 0, new_top)
+        shrink = jnp.exp(top - base)
+        o = o * shrink[..., None]
+        total = total * shrink + jnp.exp(sinks - base)
+        top = new_top
+    empty = total == 0
+    safe = jnp.where(empty, 1, total)
+    lse = jnp.where(empty, -jnp.inf, jnp.log(safe) + top)
+    o = o / safe[..., None]
+    real = _block(p.q_labels.valid, i, p.block_q, 1)[:, None, None]
+    lse = jnp.where(real, lse, -jnp.inf)
+    return jnp.where(real[..., None], o, 0).astype(x.q.dtype), lse
+
+
+class Cotangents(NamedTuple):
+    """What the backward pass makes; `dbias` float32 or float64, in the bias's shape."""
+
+    dq: Any
+    dk: Any
+    dv: Any
+    dbias: Any
+
+
+def backward(
+    config: AttentionConfig,
+    x: Operands,
+    lse: jax.Array,
+    delta: jax.Array,
+    d_o: jax.Array,
+    with_bias: bool = False,
+    compute: Any = None,
+) -> Cotangents:
+    """dq, dk, dv in their operands' dtypes, and dbias when it is asked for.
+
+    `lse` and `delta` = rowsum(d_o * o) - d_lse are `[B, N, T]` (packed `[N, T]`).
+    """
+    p = _problem(config, x, compute)
+    b, k, g, t, d = p.q.shape
+    s, e = p.v.shape[2:]
+    acc = _accumulator(x.q.dtype)
+    lse, delta, d_o = (a[None] if config.packed else a for a in (lse, delta, d_o))
+
+    real = p.q_labels.valid[:, None, None]
+    lse = _pad(lse, 2, t, -jnp.inf).reshape(b, k, g, t)
+    # exp(score - inf) is 0: what rows without keys contribute.
+    lse = jnp.where(real & ~jnp.isneginf(lse), lse, jnp.inf)
+    delta = jnp.where(jnp.isposinf(lse), 0, _pad(delta, 2, t).reshape(b, k, g, t))
+    d_o = jnp.moveaxis(_pad(d_o, 1, t), 1, 2).reshape(b, k, g, t, e)
+    d_o = jnp.where(real[..., None], d_o, 0).astype(p.q.dtype)
+
+    order, counts = _visits(config, p, transposed=True)
+    bias_groups = None
+    if with_bias:
+        bias_groups = x.bias.shape[:2]
+
+    def one_block(j: Any, carry: Any) -> Any:
+        dq_all, dk_all, dv_all, dbias_all = carry
+        k_j = _block(p.k, j, p.block_kv, 2)
+        v_j = _block(p.v, j, p.block_kv, 2)
+
+        def step(c: Any, state: Any) -> Any:
+            dq_all, dk, dv, dbias_all = state
+            i = order[j, c]
+            scores, allowed = _scores(config, p, i, j)
+            lse_i = _block(lse, i, p.block_q, 3)[..., None]
+            d_o_i = _block(d_o, i, p.block_q, 3)
+            q_i = _block(p.q, i, p.block_q, 3)
+            weights = jnp.where(allowed, jnp.exp(scores - lse_i), 0)
+            dv_i = _dot("bkgts,bkgte->bkgse", weights, d_o_i, x)
+            dw = _dot("bkgte,bkse->bkgts", d_o_i, v_j, x)
+            ds = weights * (dw - _block(delta, i, p.block_q, 3)[..., None])
+            ds = jnp.where(allowed, ds, 0)
+            if with_bias:
+                dbias_all = _add_bias(p, dbias_all, bias_groups, ds, i, j)
+            if config.softcap:
+                capped = scores
+                if p.bias is not None:
+                    capped = capped - _bias_block(p, i, j)
+                slope = 1 - jnp.square(capped / config.softcap)
+                ds = jnp.where(allowed, ds * slope, 0)
+            ds = ds * config.scale
+            dq_i = _dot("bkgts,bksd->bkgtd", ds, k_j, x)
+            dk_i = _dot("bkgts,bkgtd->bkgsd", ds, q_i, x)
+            dq_i, dk_i, dv_i = (_select(p, i, j, a) for a in (dq_i, dk_i, dv_i))
+            at = i * p.block_q
+            dq_i = dq_i + jax.lax.dynamic_slice_in_dim(dq_all, at, p.block_q, 3)
+            dq_all = jax.lax.dynamic_update_slice_in_dim(dq_all, dq_i, at, 3)
+            return dq_all, dk + dk_i.sum(2), dv + dv_i.sum(2), dbias_all
+
+        state = (
+            dq_all,
+            jnp.zeros((b, k, p.block_kv, d), acc),
+            jnp.zeros((b, k, p.block_kv, e), acc),
+            dbias_all,
+        )
+        dq_all, dk, dv, dbias_all = _loop(counts[j], step, state)
+        at = j * p.block_kv
+        dk_all = jax.lax.dynamic_update_slice_in_dim(
+            dk_all, dk.astype(dk_all.dtype), at, 2
+        )
+        dv_all = jax.lax.dynamic_update_slice_in_dim(
+            dv_all, dv.astype(dv_all.dtype), at, 2
+        )
+        return dq_all, dk_all, dv_all, dbias_all
+
+    dbias = jnp.zeros((*bias_groups, t, s), acc) if bias_groups else jnp.zeros((), acc)
+    carry = (
+        jnp.zeros((b, k, g, t, d), acc),
+        jnp.zeros((b, k, s, d), x.k.dtype),
+        jnp.zeros((b, k, s, e), x.v.dtype),
+        dbias,
+    )
+    dq, dk, dv, dbias = _loop(s // p.block_kv, one_block, carry)
+    size = sizes_of(config, x)
+    dq = jnp.moveaxis(dq.reshape(b, k * g, t, d), 1, 2)[:, : size.q_len]
+    dq = dq.astype(x.q.dtype)
+    dk, dv = (jnp.moveaxis(a, 1, 2)[:, : size.kv_len] for a in (dk, dv))
+    if config.packed:
+        dq, dk, dv = dq[0], dk[0], dv[0]
+    if with_bias:
+        dbias = dbias[..., : size.q_len, : size.kv_len]
+    return Cotangents(dq, dk, dv, dbias if with_bias else None)
+
+
+# ---- one block -----------------------------------------------------------------------
+
+
+def _loop(count: Any, body: Any, state: Any) -> Any:
+    """`fori_loop` with int32 indices, whatever jax's default integer is."""
+    zero = jnp.zeros((), jnp.int32)
+    return jax.lax.fori_loop(zero, jnp.asarray(count, jnp.int32), body, state)
+
+
+def _accumulator(dtype: Any) -> Any:
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def _dot(equation: str, a: Any, b: Any, x: Operands) -> Any:
+    """A product that takes operands in the inputs' dtype and adds in float32."""
+    return jnp.einsum(
+        equation,
+        a.astype(b.dtype),
+        b,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=_accumulator(x.q.dtype),
+    )
+
+
+def _block(a: Any, index: Any, size: int, axis: int) -> Any:
+    return jax.lax.dynamic_slice_in_dim(a, index * size, size, axis)
+
+
+def _bias_block(p: _Problem, i: Any, j: Any) -> Any:
+    """The bias of a block as `[B, K, G, block_q, block_kv]` (or 1 for K and G)."""
+    bias = _block(_block(p.bias, i, p.block_q, 2), j, p.block_kv, 3)
+    return _to_heads(p, bias).astype(_accumulator(p.q.dtype))
+
+
+def _to_heads(p: _Problem, a: Any) -> Any:
+    """`[b, n, ...]` shared by batch or heads as `[B, K, G, ...]`, K G 1 if shared."""
+    batch, k, g = p.q.shape[:3]
+    if 1 < a.shape[0] < batch:
+        a = jnp.repeat(a, batch // a.shape[0], axis=0)
+    heads = (1, 1) if a.shape[1] == 1 else (k, g)
+    return a.reshape(a.shape[0], *heads, *a.shape[2:])
+
+
+def _scores(config: AttentionConfig, p: _Problem, i: Any, j: Any) -> tuple[Any, Any]:
+    """Scores of a block and who may attend: `[B, K, G, block_q, block_kv]`."""
+    q = _block(p.q, i, p.block_q, 3)
+    k = _block(p.k, j, p.block_kv, 2)
+    scores = config.scale * jnp.einsum(
+        "bkgtd,bksd->bkgts",
+        q,
+        k,
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=_accumulator(p.q.dtype),
+    )
+    if config.softcap:
+        scores = config.softcap * jnp.tanh(scores / config.softcap)
+    if p.bias is not None:
+        scores = scores + _bias_block(p, i, j)
+
+    rows = _Labels(*(_block(a, i, p.block_q, 1)[:, :, None] for a in p.q_labels))
+    keys = _Labels(*(_block(a, j, p.block_kv, 1)[:, None, :] for a in p.kv_labels))
+    allowed = rows.valid & keys.valid & (rows.owner == keys.owner)
+    allowed &= rows.segment == keys.segment
+    if config.window_left != OPEN:
+        allowed &= keys.position >= rows.position - config.window_left
+    if config.window_right != OPEN:
+        allowed &= keys.position <= rows.position + config.window_right
+    allowed = allowed[:, None, None]
+    if p.listed is not None:
+        allowed &= _to_heads(p, p.listed[:, :, i, j])[..., None, None]
+    return scores, allowed
+
+
+def _select(p: _Problem, i: Any, j: Any, a: Any) -> Any:
+    """Nothing of a tile that is not listed, not even a NaN."""
+    if p.listed is None:
+        return a
+    return jnp.where(_to_heads(p, p.listed[:, :, i, j])[..., None, None], a, 0)
+
+
+def _add_bias(p: _Problem, total: Any, groups: Any, ds: Any, i: Any, j: Any) -> Any:
+    """Adds a block of d_scores, summed over the batch and heads that share the bias."""
+    batch, k, g = p.q.shape[:3]
+    ds = ds.reshape(groups[0], batch // groups[0], k * g, p.block_q, p.block_kv).sum(1)
+    if groups[1] == 1:
+        ds = ds.sum(1, keepdims=True)
+    zero = jnp.zeros((), jnp.int32)
+    at = (zero, zero, i * p.block_q, j * p.block_kv)
+    ds = ds + jax.lax.dynamic_slice(total, at, ds.shape)
+    return jax.lax.dynamic_update_slice(total, ds, at)
+
+
+# ---- the problem ---------------------------------------------------------------------
+
+
+def _block_size(length: int, most: int) -> int:
+    """At most `most`, and little padding for short arrays."""
+    return most if length >= most else max(8, -(-length // 8) * 8)
+
+
+def _pad(a: Any, axis: int, length: int, value: Any = 0) -> Any:
+    missing = length - a.shape[axis]
+    if not missing:
+        return a
+    widths = [(0, 0)] * a.ndim
+    widths[axis] = (0, missing)
+    return jnp.pad(a, widths, constant_values=value)
+
+
+def _problem(config: AttentionConfig, x: Operands, compute: Any) -> _Problem:
+    size = sizes_of(config, x)
+    if config.packed:
+        x = x._replace(q=x.q[None], k=x.k[None], v=x.v[None])
+    batch = x.q.shape[0]
+    block_q = config.block_q or _block_size(size.q_len, 256)
+    block_kv = config.block_kv or _block_size(size.kv_len, 512)
+    t = max(1, -(-size.q_len // block_q)) * block_q
+    s = max(1, -(-size.kv_len // block_kv)) * block_kv
+
+    q_labels, kv_labels = _labels(config, x, size, batch, t, s)
+    k, g = size.num_kv_heads, size.group
+    # What nobody may read may hold NaN: zero it on the way to whole blocks.
+    compute = compute or x.q.dtype
+    keys = kv_labels.valid[..., None, None]
+    q = jnp.where(q_labels.valid[..., None, None], _pad(x.q, 1, t), 0).astype(compute)
+    k_all = jnp.where(keys, _pad(x.k, 1, s), 0).astype(compute)
+    v_all = jnp.where(keys, _pad(x.v, 1, s), 0).astype(compute)
+    listed = None
+    if x.tile_indices is not None:
+        listed = listed_tiles(config, x, size.kv_len)
+    bias = None
+    if x.bias is not None:
+        bias = _pad(_pad(x.bias, 2, t), 3, s)
+    return _Problem(
+        size,
+        block_q,
+        block_kv,
+        jnp.moveaxis(q, 1, 2).reshape(batch, k, g, t, size.head_dim),
+        jnp.moveaxis(k_all, 1, 2),
+        jnp.moveaxis(v_all, 1, 2),
+        bias,
+        q_labels,
+        kv_labels,
+        listed,
+    )
+
+
+def _labels(
+    config: AttentionConfig, x: Operands, size: Sizes, batch: int, t: int, s: int
+) -> tuple[_Labels, _Labels]:
+    def side(length: int, padded: int, cu: Any, lens: Any, segments: Any) -> _Labels:
+        index = jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32), (batch, padded))
+        valid = index < length
+        owner = jnp.zeros_like(index)
+        position = index
+        if cu is not None:
+            owner = jnp.searchsorted(cu, index, side="right").astype(jnp.int32) - 1
+            valid &= (owner >= 0) & (owner < size.batch)
+            owner = jnp.clip(owner, 0, size.batch - 1)
+            position = index - cu[owner]
+        if lens is not None:
+            valid &= index < lens[:, None]
+        segment = (
+            jnp.zeros_like(index) if segments is None else _pad(segments, 1, padded)
+        )
+        return _Labels(position, owner, segment, valid)
+
+    q = side(size.q_len, t, x.cu_q, x.q_lens, x.q_segments)
+    kv = side(size.kv_len, s, x.cu_kv, x.kv_lens, x.kv_segments)
+    if x.shift is not None:
+        shift = jnp.clip(x.shift, -_FAR, _FAR)
+        shift = shift[q.owner] if config.packed else shift[:, None]
+        q = q._replace(position=q.position + shift)
+    return q, kv
+
+
+def _visits(
+    config: AttentionConfig, p: _Problem, transposed: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Which blocks each block visits: indices `[rows, blocks]` and counts `[rows]`.
+
+    Rows are blocks of queries and visit blocks of keys, or, transposed, the reverse. A
+    block is visited when some batch member's ranges of positions, sequences and
+    segments meet. Exact for one segment a block, and never too little.
+    """
+    q = _ranges(p.q_labels, p.block_q)
+    kv = _ranges(p.kv_labels, p.block_kv)
+
+    def meet(name: str, left: int = 0, right: int = 0) -> Any:
+        (q_low, q_high), (k_low, k_high) = q[name], kv[name]
+        meets = jnp.ones((), bool)
+        if left != OPEN:
+            meets &= k_high[:, None, :] >= q_low[:, :, None] - left
+        if right != OPEN:
+            meets &= k_low[:, None, :] <= q_high[:, :, None] + right
+        return meets
+
+    seen = meet("owner") & meet("segment")
+    seen &= meet("position", config.window_left, config.window_right)
+    if p.listed is not None:
+        listed = jnp.repeat(p.listed, p.q.shape[0] // p.listed.shape[0], axis=0)
+        seen &= listed.any(1)
+    seen = seen.any(0)
+    if transposed:
+        seen = seen.T
+    # A stable sort puts the visited ones first, in order.
+    order = jnp.argsort(~seen, axis=1, stable=True).astype(jnp.int32)
+    return order, seen.sum(1, dtype=jnp.int32)
+
+
+def _ranges(labels: _Labels, block: int) -> dict[str, tuple[Any, Any]]:
+    """Smallest and largest of each label over the valid rows of each block."""
+
+    def range_of(values: Any) -> tuple[Any, Any]:
+        shape = (values.shape[0], values.shape[1] // block, block)
+        valid = labels.valid.reshape(shape)
+        low = jnp.where(valid, values.reshape(shape), 2**31 - 1).min(-1)
+        high = jnp.where(valid, values.reshape(shape), -(2**31)).max(-1)
+        return low, high
+
+    names = ("position", "owner", "segment")
+    return {name: range_of(getattr(labels, name)) for name in names}

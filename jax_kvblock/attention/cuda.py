@@ -1,0 +1,200 @@
+"""Who computes a call, and the call of the CUDA launchers.
+
+`choose` is the one place that decides; what a kernel does not serve is an error that
+says who does. `run` describes the call to the FFI handlers in
+`cpp/ops/attention/attention_ffi.cc`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kvblock import _ffi
+from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes, sizes_of
+from jax_kvblock.attention.dense import listed_tiles
+
+CHUNK = 64  # positions that one segment range covers; attention.h has the same number
+MAX_HEAD_DIM = 256
+IMPLEMENTATIONS = ("cuda", "xla", "cudnn")
+
+
+def unserved(config: AttentionConfig, x: Operands) -> list[str]:
+    """What of a call the CUDA kernels do not serve; empty when they serve it."""
+    size = sizes_of(config, x)
+    missing = []
+    if x.q.dtype not in (jnp.bfloat16, jnp.float16):
+        missing.append(f"dtype {x.q.dtype} (bfloat16 and float16 are served)")
+    for name, dim in (("head_dim", size.head_dim), ("value dim", size.value_dim)):
+        if dim > MAX_HEAD_DIM or dim % 8 or not dim:
+            missing.append(f"{name} {dim} (multiples of 8 up to 256 are served)")
+    if config.block_q and (config.block_q % 128 or config.block_kv % 128):
+        missing.append(
+            f"tiles of {config.block_q} x {config.block_kv} (multiples of 128)"
+        )
+    if x.bias is not None and x.bias.dtype not in (x.q.dtype, jnp.float32):
+        missing.append(f"a bias of {x.bias.dtype} ({x.q.dtype} and float32 are served)")
+    return missing
+
+
+def choose(config: AttentionConfig, x: Operands, platform: str | None) -> str:
+    """ "cuda" or "xla", for a call that is lowered for `platform`."""
+    wanted = config.implementation
+    if wanted == "xla":
+        return "xla"
+    missing = unserved(config, x)
+    if platform != "cuda":
+        if wanted == "cuda":
+            raise ValueError(
+                "flash_attention: implementation='cuda' needs an NVIDIA GPU, and this "
+                f"is lowered for {platform or 'another platform'}; use "
+                "implementation='xla' or None"
+            )
+        return "xla"
+    if missing:
+        if wanted == "cuda":
+            raise ValueError(
+                "flash_attention: implementation='cuda' does not serve "
+                f"{'; '.join(missing)}. implementation='xla' does"
+            )
+        return "xla"
+    if wanted is None or wanted == "cuda":
+        _ffi.require_cuda_build()
+    return "cuda"
+
+
+# ---- the call ------------------------------------------------------------------------
+
+# The optional operands of the handlers, in order; bit i of `present` says whether
+# operand i is there. Mirrored in attention_ffi.cc.
+OPTIONAL = (
+    "bias",
+    "sinks",
+    "q_segments",
+    "kv_segments",
+    "q_segment_ranges",
+    "kv_segment_ranges",
+    "q_lens",
+    "kv_lens",
+    "shift",
+    "cu_q",
+    "cu_kv",
+    "tile_indices",
+    "tile_counts",
+    "tile_indices_t",
+    "tile_counts_t",
+)
+
+
+def run(op: str, call: Any, *arrays: Any) -> tuple[Any, ...]:
+    """The results of one operation by the CUDA launchers."""
+    config: AttentionConfig = call.config
+    x: Operands = call.unpack(arrays[: len(call.present)])
+    extra = arrays[len(call.present) :]
+    size = sizes_of(config, x)
+    if op == "forward":
+        return tuple(
+            _call(op, config, x, size, extra, _forward_results(config, size, x))
+        )
+    if op == "backward_bias":
+        return tuple(_call(op, config, x, size, extra, [_like(x.bias)]))
+    results = [_like(x.k), _like(x.v)]
+    if config.deterministic:
+        dk, dv = _call("backward_kv", config, x, size, extra, results)
+        (dq,) = _call("backward_q", config, x, size, extra, [_like(x.q)])
+        return dq, dk, dv
+    results.append(jax.ShapeDtypeStruct(x.q.shape, jnp.float32))
+    dk, dv, added = _call("backward_kv", config, x, size, extra, results)
+    return (added * np.float32(config.scale)).astype(x.q.dtype), dk, dv
+
+
+def _like(a: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(a.shape, a.dtype)
+
+
+def _forward_results(config: AttentionConfig, size: Sizes, x: Operands) -> list[Any]:
+    rows = (size.num_heads, size.q_len)
+    return [
+        jax.ShapeDtypeStruct((*x.q.shape[:-1], size.value_dim), x.q.dtype),
+        jax.ShapeDtypeStruct(
+            rows if config.packed else (size.batch, *rows), jnp.float32
+        ),
+    ]
+
+
+def _call(
+    op: str,
+    config: AttentionConfig,
+    x: Operands,
+    size: Sizes,
+    extra: Sequence[Any],
+    results: list[Any],
+) -> Sequence[Any]:
+    optional = _optional(op, config, x, size)
+    present = sum(
+        1 << i for i, name in enumerate(OPTIONAL) if optional.get(name) is not None
+    )
+    given = [optional[name] for name in OPTIONAL if optional.get(name) is not None]
+    call = jax.ffi.ffi_call(f"kvblock_attention_{op}", results)
+    return call(
+        x.q,
+        x.k,
+        x.v,
+        *given,
+        *extra,
+        present=np.int64(present),
+        packed=np.int64(config.packed),
+        window_left=np.int64(min(config.window_left, 2**31 - 1)),
+        window_right=np.int64(min(config.window_right, 2**31 - 1)),
+        scale=np.float32(config.scale),
+        softcap=np.float32(config.softcap),
+        tile_q=np.int64(config.block_q),
+        tile_kv=np.int64(config.block_kv),
+    )
+
+
+def _optional(
+    op: str, config: AttentionConfig, x: Operands, size: Sizes
+) -> dict[str, Any]:
+    found = {name: a for name, a in x._asdict().items() if name in OPTIONAL}
+    if x.q_segments is not None:
+        found["q_segment_ranges"] = _ranges(x.q_segments)
+        found["kv_segment_ranges"] = _ranges(x.kv_segments)
+    if x.tile_indices is not None and op == "backward_kv":
+        lists = _transposed(config, x, size)
+        found["tile_indices_t"], found["tile_counts_t"] = lists
+    if op.startswith("backward"):
+        found["sinks"] = None  # lse holds them
+    return found
+
+
+def _ranges(segments: jax.Array) -> jax.Array:
+    """The smallest and largest segment of each chunk, int32 `[B, chunks, 2]`."""
+    batch, length = segments.shape
+    chunks = -(-length // CHUNK)
+    missing = ((0, 0), (0, chunks * CHUNK - length))
+    padded = jnp.pad(segments, missing, mode="edge") if length else segments
+    padded = padded.reshape(batch, chunks, CHUNK)
+    return jnp.stack([padded.min(-1), padded.max(-1)], -1)
+
+
+def _transposed(
+    config: AttentionConfig, x: Operands, size: Sizes
+) -> tuple[jax.Array, jax.Array]:
+    """For each KV tile the query tiles that list it."""
+    listed = jnp.swapaxes(listed_tiles(config, x, size.kv_len), 2, 3)
+    order = jnp.argsort(~listed, axis=-1, stable=True).astype(jnp.int32)
+    return order, listed.sum(-1, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """Which implementation serves a call, and why."""
+
+    implementation: str
+    why: str

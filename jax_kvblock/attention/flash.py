@@ -1,0 +1,194 @@
+"""`flash_attention`: the contract, its gradients."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_kvblock.attention import arguments, cudnn, primitive
+from jax_kvblock.attention.config import AttentionConfig, AttentionTiles, Operands
+
+# What the forward pass keeps for the backward pass, for jax.checkpoint policies:
+# jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES) saves all of it.
+RESIDUAL_NAMES = (
+    "flash_attention_q",
+    "flash_attention_k",
+    "flash_attention_v",
+    "flash_attention_out",
+    "flash_attention_lse",
+)
+
+
+def flash_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
+    q_lens: jax.Array | None = None,
+    kv_lens: jax.Array | None = None,
+    cu_seqlens: tuple[jax.Array, jax.Array] | None = None,
+    bias: jax.Array | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    scale: float | None = None,
+    q_offset: jax.Array | int | None = None,
+    kv_offset: jax.Array | int | None = None,
+    tiles: AttentionTiles | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """Softmax attention in O((T + S) N D) memory.
+
+    For query `i` and key `j` of one batch member and head, with query head `n` reading
+    key head `n // (N // K)`::
+
+        score = scale * dot(q[i], k[j])
+        score = softcap * tanh(score / softcap)      with softcap
+        score = score + bias[i, j]                   with bias
+        lse[i] = log(sum_j exp(score) + exp(sink))   the sink with sinks
+        out[i] = sum_j exp(score - lse[i]) v[j]
+
+    over the keys that `i` attends to. A row that attends to nothing gives zeros, and
+    −inf as its lse (its sink, with sinks).
+
+    Args:
+      q: `[B, T, N, D]`, bfloat16, float16 or float32 (float64 where jax allows it). D is
+        a multiple of 8 up to 256. Packed (with `cu_seqlens`): `[total, N, D]`.
+      k: `[B, S, K, D]` in q's dtype, N a multiple of K. Packed: `[total, K, D]`.
+      v: `[B, S, K, Dv]`; Dv may differ from D.
+      causal: a query at `i` attends to keys `j` with `j + kv_offset <= i + q_offset`.
+      window: `(left, right)`: it attends to keys at most `left` before and `right` after
+        its position; None is no bound.
+      segment_ids: int32 `[B, T]` when T = S, or a pair `[B, T]`, `[B, S]`. A query
+        attends to the keys of its own segment. Tiles without a common segment are
+        skipped.
+      q_lens, kv_lens: int32 `[B]`. What lies beyond is never read; outputs there are
+        zeros and −inf.
+      cu_seqlens: a pair of int32 `[B + 1]`, the first rows of B sequences that lie one
+        after the other in q, and in k and v, and the end of the last. Sequences attend
+        to themselves alone. Rows of no sequence give zeros.
+      bias: `[B|1, N|1, T, S]`, float32 or q's dtype; differentiable. −inf masks.
+      softcap: a positive bound of the scores.
+      sinks: float32 `[N]`: a score that every row of a head has beside its keys, with no
+        value; differentiable.
+      scale: a float, `1 / sqrt(D)` unless given.
+      q_offset, kv_offset: int32 scalars or `[B]`: the positions of the first query and
+        of the first key. They may be traced.
+      tiles: `AttentionTiles`, the KV tiles that each query tile visits.
+      return_lse: also return the log-sum-exp of the scores, float32 `[B, T, N]` (packed
+        `[total, N]`). It is differentiable.
+      deterministic: the gradients' bits are the same every time.
+      implementation: "cuda" (kernels for bfloat16 and float16), "xla" (plain JAX in
+        blocks, everywhere), "cudnn" (through jax.nn), or None for the best that serves
+        the call; `python -m jax_kvblock` says which.
+
+    Returns:
+      `[B, T, N, Dv]` in q's dtype (packed `[total, N, Dv]`); with `return_lse` the pair
+      `(out, lse)`.
+
+    Values beyond `q_lens` and `kv_lens` and in tiles that are not listed may be anything,
+    also NaN. Elsewhere, a masked key's score and bias may be anything, its value must be
+    finite.
+
+    Raises:
+      TypeError, ValueError: an argument's dtype, shape or value does not fit, or two
+        options exclude each other. The message says what would.
+
+    Example:
+      >>> q = jnp.ones((2, 128, 8, 64), jnp.bfloat16)
+      >>> k = v = jnp.ones((2, 128, 2, 64), jnp.bfloat16)
+      >>> flash_attention(q, k, v, causal=True).shape
+      (2, 128, 8, 64)
+
+    Source: Dao, FlashAttention-2 (arXiv:2307.08691).
+    """
+    config, x = arguments.normalize(
+        "flash_attention",
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        segment_ids=segment_ids,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        cu_seqlens=cu_seqlens,
+        bias=bias,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        tiles=tiles,
+        deterministic=deterministic,
+        implementation=implementation,
+    )
+    if implementation == "cudnn":
+        return cudnn.attention(config, x, return_lse)
+    out, lse = attention(config, x)
+    if return_lse:
+        return out, jnp.swapaxes(lse, -1, -2)
+    return out
+
+
+def attention(config: AttentionConfig, x: Operands) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) of a checked call; lse is `[B, N, T]` (packed `[N, T]`)."""
+    x = Operands(*primitive.vary_alike(x))
+    return _attention(config, x)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(config: AttentionConfig, x: Operands) -> tuple[jax.Array, jax.Array]:
+    return primitive.forward(config, x)
+
+
+def _attention_fwd(config: AttentionConfig, x: Operands) -> Any:
+    names = dict(zip(("q", "k", "v"), RESIDUAL_NAMES, strict=False))
+    x = x._replace(
+        **{n: checkpoint_name(getattr(x, n), name) for n, name in names.items()}
+    )
+    o, lse = primitive.forward(config, x)
+    o = checkpoint_name(o, RESIDUAL_NAMES[3])
+    lse = checkpoint_name(lse, RESIDUAL_NAMES[4])
+    return (o, lse), (x, o, lse)
+
+
+def _attention_bwd(config: AttentionConfig, residuals: Any, cotangents: Any) -> Any:
+    x, o, lse = residuals
+    d_o, d_lse = cotangents
+    # The log-sum-exp's gradient rides along: d(score) = p (dp - rowsum(d_o o) + d_lse).
+    rowsum = jnp.sum(d_o.astype(lse.dtype) * o.astype(lse.dtype), axis=-1)
+    delta = jnp.swapaxes(rowsum, -1, -2) - d_lse
+    dq, dk, dv = primitive.backward(config, x, lse, delta, d_o)
+    grads = Operands(dq, dk, dv)
+    if x.bias is not None:
+        dbias = primitive.backward_bias(config, x, lse, delta, d_o)
+        grads = grads._replace(bias=dbias)
+    if x.sinks is not None:
+        grads = grads._replace(sinks=_sink_gradient(config, x, lse, delta))
+    return (grads,)
+
+
+def _sink_gradient(
+    config: AttentionConfig, x: Operands, lse: jax.Array, delta: jax.Array
+) -> jax.Array:
+    """A sink is a key without a value: its d(score) is -p delta, p = exp(sink - lse)."""
+    sinks = x.sinks
+    if config.packed:
+        lse, delta = lse[None], delta[None]
+    rows = jnp.repeat(sinks, lse.shape[0] // sinks.shape[0], axis=0)[..., None]
+    empty = jnp.isneginf(lse)
+    p = jnp.exp(rows.astype(lse.dtype) - jnp.where(empty, jnp.inf, lse))
+    d = -jnp.where(empty, 0, p * delta).sum(-1)
+    return d.reshape(sinks.shape[0], -1, sinks.shape[1]).sum(1).astype(sinks.dtype)
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
