@@ -4,6 +4,7 @@
 
 #include "dlpack/export.h"
 #include "kvblock/block_copy.h"
+#include "ops/attention/attention_ffi.h"
 #include "ops/block_copy/block_copy_ffi.h"
 
 namespace nb = nanobind;
@@ -21,6 +22,10 @@ nb::dict Handlers() {
   if (kvblock_has_cuda()) {
     cuda["kvblock_copy"] = Handler(KvblockCopyCuda);
     cuda["kvblock_copy_runs"] = Handler(KvblockCopyCudaRuns);
+    cuda["kvblock_attention_forward"] = Handler(KvblockAttentionForward);
+    cuda["kvblock_attention_backward_kv"] = Handler(KvblockAttentionBackwardKv);
+    cuda["kvblock_attention_backward_q"] = Handler(KvblockAttentionBackwardQ);
+    cuda["kvblock_attention_backward_bias"] = Handler(KvblockAttentionBackwardBias);
   }
   all["cpu"] = cpu;
   all["CUDA"] = cuda;

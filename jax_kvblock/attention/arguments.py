@@ -46,6 +46,8 @@ def normalize(
 ) -> tuple[AttentionConfig, Operands]:
     """Checks every argument of `flash_attention`; says which is wrong and what fits."""
     packed = cu_seqlens is not None
+    cu_q: Any = None
+    cu_kv: Any = None
     _check_qkv(where, q, k, v, packed)
     _check_flags(where, causal=causal, deterministic=deterministic)
     check_choice(where, "implementation", implementation, (None, *IMPLEMENTATIONS))
@@ -61,7 +63,6 @@ def normalize(
         cu_q, cu_kv = _cu_seqlens(where, cu_seqlens)
         batch, (t, n, d), s = cu_q.shape[0] - 1, q.shape, k.shape[0]
     else:
-        cu_q = cu_kv = None
         (batch, t, n, d), s = q.shape, k.shape[1]
 
     left, right = _window(where, causal, window)
@@ -128,7 +129,8 @@ def _check_qkv(where: str, q: Any, k: Any, v: Any, packed: bool) -> None:
     heads, kv_heads, d, dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
     if k.shape[-1] != d:
         raise ValueError(
-            f"{where}: k must have q's head dim, {d}, got {show(k)}; only v's may differ"
+            f"{where}: k must have q's head dim, {d}, got {show(k)}; only v's may "
+            "differ"
         )
     if v.shape[:-1] != k.shape[:-1]:
         raise ValueError(
@@ -137,13 +139,13 @@ def _check_qkv(where: str, q: Any, k: Any, v: Any, packed: bool) -> None:
         )
     if not packed and k.shape[0] != q.shape[0]:
         raise ValueError(
-            f"{where}: k and v must have q's batch, {q.shape[0]}, got {show(k)}; repeat "
-            "them, or vmap with in_axes=None for what is shared"
+            f"{where}: k and v must have q's batch, {q.shape[0]}, got {show(k)}; "
+            "repeat them, or vmap with in_axes=None for what is shared"
         )
     if kv_heads == 0 or heads % kv_heads or heads == 0:
         raise ValueError(
-            f"{where}: q's heads must be a multiple of k's, got {heads} and {kv_heads}; "
-            "every key head serves N // K query heads"
+            f"{where}: q's heads must be a multiple of k's, got {heads} and "
+            f"{kv_heads}; every key head serves N // K query heads"
         )
     for name, dim in (("q and k", d), ("v", dv)):
         if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
@@ -181,8 +183,8 @@ def _check_packed(where: str, **others: Any) -> None:
 def _cu_seqlens(where: str, cu_seqlens: Any) -> tuple[jax.Array, jax.Array]:
     if not isinstance(cu_seqlens, (tuple, list)) or len(cu_seqlens) != 2:
         raise ValueError(
-            f"{where}: cu_seqlens must be a pair of int32[B + 1], for q and for k and v, "
-            f"got {show(cu_seqlens)}; pass (cu, cu) when both are the same"
+            f"{where}: cu_seqlens must be a pair of int32[B + 1], for q and for k and "
+            f"v, got {show(cu_seqlens)}; pass (cu, cu) when both are the same"
         )
     pair = [
         check_int32(where, f"cu_seqlens[{i}]", x, "[B + 1]", 1)
@@ -216,8 +218,8 @@ def _window(where: str, causal: bool, window: Any) -> tuple[int, int]:
             )
         if value < 0:
             raise ValueError(
-                f"{where}: window must not be negative, got {window!r}; move the window "
-                "with q_offset or kv_offset, or pass None for no bound"
+                f"{where}: window must not be negative, got {window!r}; move the "
+                "window with q_offset or kv_offset, or pass None for no bound"
             )
     most = 2**30  # beyond every array; keeps sums of positions in int32
     if window[0] is not None:
@@ -232,8 +234,8 @@ def _finite(where: str, name: str, value: Any, default: float) -> float:
         return default
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
-            f"{where}: {name} must be a Python number, got a traced {show(value)}; it is "
-            f"compiled in: multiply q by it and pass {name}=1.0 instead"
+            f"{where}: {name} must be a Python number, got a traced {show(value)}; it "
+            f"is compiled in: multiply q by it and pass {name}=1.0 instead"
         )
     try:
         number = float(value)
@@ -275,8 +277,8 @@ def _segments(
     else:
         if t != s:
             raise ValueError(
-                f"{where}: one segment_ids array serves T = S, got T = {t} and S = {s}; "
-                "pass a pair (q_segment_ids, kv_segment_ids)"
+                f"{where}: one segment_ids array serves T = S, got T = {t} and "
+                f"S = {s}; pass a pair (q_segment_ids, kv_segment_ids)"
             )
         pair = (segment_ids, segment_ids)
     checked = []
@@ -339,8 +341,9 @@ def _bias(where: str, bias: Any, q: Any, full: tuple[int, ...]) -> Any:
     )
     if not fits:
         raise ValueError(
-            f"{where}: bias must be [B|1, N|1, T, S], here [{batch}|1, {n}|1, {t}, {s}], "
-            f"got {show(bias)}; broadcast its last two dims with jnp.broadcast_to"
+            f"{where}: bias must be [B|1, N|1, T, S], here "
+            f"[{batch}|1, {n}|1, {t}, {s}], got {show(bias)}; broadcast its last two "
+            "dims with jnp.broadcast_to"
         )
     if bias.dtype == jnp.bool_:
         raise TypeError(
@@ -396,9 +399,10 @@ def _tiles(where: str, tiles: Any, batch: int, n: int, t: int) -> tuple[Any, Any
     )
     if not fits:
         raise ValueError(
-            f"{where}: tiles.indices must be int32[{batch}|1, {n}|1, {rows}, max_tiles] "
-            f"for T = {t} and block_q = {tiles.block_q}, got {show(indices)}; one row "
-            "for each query tile"
+            f"{where}: tiles.indices must be "
+            f"int32[{batch}|1, {n}|1, {rows}, max_tiles] for T = {t} and "
+            f"block_q = {tiles.block_q}, got {show(indices)}; one row for each query "
+            "tile"
         )
     if counts.shape != indices.shape[:3]:
         raise ValueError(

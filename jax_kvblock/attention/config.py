@@ -38,7 +38,7 @@ class AttentionTiles:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """What is compiled in. A window side is −1 where it is open; causal is `right` 0."""
+    """What is compiled in. A window side is −1 where it is open; causal: right is 0."""
 
     scale: float
     window_left: int = OPEN
@@ -70,9 +70,10 @@ class Operands(NamedTuple):
     tile_counts: Any = None
 
 
-# One letter an axis. B batch, T queries, S keys, N query heads, K key heads, D and E the
-# head dims of keys and values, i and m the rows and entries of tile lists. A dim of an
-# array may be 1 where a bias, sinks or tiles are shared by the batch (b) or heads (n).
+# One letter an axis. B batch, T queries, S keys, N query heads, K key heads, D and E
+# the head dims of keys and values, i and m the rows and entries of tile lists. A dim of
+# an array may be 1 where a bias, sinks or tiles are shared by the batch (b) or the
+# heads (n).
 AXES: dict[str, str] = {
     "q": "BTND",
     "k": "BSKD",

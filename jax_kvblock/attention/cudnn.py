@@ -26,7 +26,8 @@ def attention(config: AttentionConfig, x: Operands, return_lse: bool) -> Any:
     window = None
     if config.window_left != OPEN:
         window = (config.window_left, 0)
-    return jax.nn.dot_product_attention(
+    attend: Any = jax.nn.dot_product_attention
+    return attend(
         x.q,
         x.k,
         x.v,

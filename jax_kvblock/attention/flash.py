@@ -60,13 +60,13 @@ def flash_attention(
     −inf as its lse (its sink, with sinks).
 
     Args:
-      q: `[B, T, N, D]`, bfloat16, float16 or float32 (float64 where jax allows it). D is
-        a multiple of 8 up to 256. Packed (with `cu_seqlens`): `[total, N, D]`.
+      q: `[B, T, N, D]`, bfloat16, float16 or float32 (float64 where jax allows it). D
+        is a multiple of 8 up to 256. Packed (with `cu_seqlens`): `[total, N, D]`.
       k: `[B, S, K, D]` in q's dtype, N a multiple of K. Packed: `[total, K, D]`.
       v: `[B, S, K, Dv]`; Dv may differ from D.
       causal: a query at `i` attends to keys `j` with `j + kv_offset <= i + q_offset`.
-      window: `(left, right)`: it attends to keys at most `left` before and `right` after
-        its position; None is no bound.
+      window: `(left, right)`: it attends to keys at most `left` before and `right`
+        after its position; None is no bound.
       segment_ids: int32 `[B, T]` when T = S, or a pair `[B, T]`, `[B, S]`. A query
         attends to the keys of its own segment. Tiles without a common segment are
         skipped.
@@ -77,8 +77,8 @@ def flash_attention(
         to themselves alone. Rows of no sequence give zeros.
       bias: `[B|1, N|1, T, S]`, float32 or q's dtype; differentiable. −inf masks.
       softcap: a positive bound of the scores.
-      sinks: float32 `[N]`: a score that every row of a head has beside its keys, with no
-        value; differentiable.
+      sinks: float32 `[N]`: a score that every row of a head has beside its keys, with
+        no value; differentiable.
       scale: a float, `1 / sqrt(D)` unless given.
       q_offset, kv_offset: int32 scalars or `[B]`: the positions of the first query and
         of the first key. They may be traced.
@@ -94,9 +94,9 @@ def flash_attention(
       `[B, T, N, Dv]` in q's dtype (packed `[total, N, Dv]`); with `return_lse` the pair
       `(out, lse)`.
 
-    Values beyond `q_lens` and `kv_lens` and in tiles that are not listed may be anything,
-    also NaN. Elsewhere, a masked key's score and bias may be anything, its value must be
-    finite.
+    Values beyond `q_lens` and `kv_lens` and in tiles that are not listed may be
+    anything, also NaN. Elsewhere, a masked key's score and bias may be anything, its
+    value must be finite.
 
     Raises:
       TypeError, ValueError: an argument's dtype, shape or value does not fit, or two
@@ -180,7 +180,7 @@ def _attention_bwd(config: AttentionConfig, residuals: Any, cotangents: Any) -> 
 def _sink_gradient(
     config: AttentionConfig, x: Operands, lse: jax.Array, delta: jax.Array
 ) -> jax.Array:
-    """A sink is a key without a value: its d(score) is -p delta, p = exp(sink - lse)."""
+    """A sink is a key without a value: d(sink) = -p delta, with p = exp(sink - lse)."""
     sinks = x.sinks
     if config.packed:
         lse, delta = lse[None], delta[None]

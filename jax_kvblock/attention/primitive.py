@@ -43,7 +43,7 @@ from jax_kvblock.attention.config import AXES, AttentionConfig, Operands, sizes_
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """The static parameter of the primitives: the config and which operands are there."""
+    """The static parameter of the primitives: config, and which operands are there."""
 
     config: AttentionConfig
     present: tuple[str, ...]  # names of Operands, in order
@@ -146,14 +146,12 @@ def _result_structs(op: Op, call: Call, avals: Sequence[Any]) -> list[tuple]:
     size = sizes_of(call.config, x)
     lse = jnp.float64 if x.q.dtype == jnp.float64 else jnp.float32
     if call.config.packed:
-        o, rows = (
-            (size.q_len, size.num_heads, size.value_dim),
-            (size.num_heads, size.q_len),
-        )
+        lead: tuple[int, ...] = ()
     else:
-        o = (size.batch, size.q_len, size.num_heads, size.value_dim)
-        rows = (size.batch, size.num_heads, size.q_len)
-    shapes = {
+        lead = (size.batch,)
+    o = (*lead, size.q_len, size.num_heads, size.value_dim)
+    rows = (*lead, size.num_heads, size.q_len)
+    shapes: dict[str, tuple] = {
         "o": (o, x.q.dtype),
         "lse": (rows, lse),
         "q": (x.q.shape, x.q.dtype),
@@ -242,7 +240,7 @@ for _op, _primitive in _LOCAL.items():
         mlir.register_lowering(
             _primitive,
             functools.partial(_lower, op=_op, platform=_platform),
-            **({"platform": _platform} if _platform else {}),
+            platform=_platform,
         )
 
 
@@ -329,7 +327,9 @@ def _partition(op: Op, call: Call, mesh: Any, operands: Any, results: Any) -> An
     def sharding(name: str, dims: Sequence[int]) -> NamedSharding:
         return NamedSharding(mesh, _spec(letters(name, packed), dims, shards))
 
-    cut = {f: _names(shards[f]) for f in ("B", "K", "G") if f in shards}
+    cut: dict[str, tuple[str, ...]] = {
+        f: _names(shards[f]) for f in ("B", "K", "G") if f in shards
+    }
 
     def run(*arrays: Any) -> Any:
         made = _LOCAL[op].bind(*arrays, call=call)
@@ -375,7 +375,7 @@ def _sharding_rule(op: Op, call: Call, mesh: Any, operands: Any, results: Any) -
     factors = _factors(call, op, operands)
     group = sizes_of(call.config, call.unpack(operands[: len(call.present)])).group
     whole: dict[str, None] = {}  # factors that every device needs whole, in order
-    sizes: dict[str, int] = {}
+    sizes: dict[str, Any] = {}
     count = 0
 
     def mapping(name: str, dims: Sequence[int]) -> ArrayMapping:

@@ -55,46 +55,48 @@ typedef enum kvblock_dtype {
 typedef struct kvblock_attention {
   int32_t dtype; /* of q, k, v, o, d_o, dq, dk, dv */
   int32_t batch, num_heads, num_kv_heads;
-  int64_t q_len, kv_len;        /* T and S; packed: the totals */
-  int32_t head_dim, value_dim;  /* multiples of 8, at most 256 */
-  float scale, softcap;         /* softcap 0: none */
+  int64_t q_len, kv_len;       /* T and S; packed: the totals */
+  int32_t head_dim, value_dim; /* multiples of 8, at most 256 */
+  float scale, softcap;        /* softcap 0: none */
   int32_t window_left, window_right;
 
   const void *q, *k, *v;
   /* Every operand from here to sinks may be NULL. */
-  const int32_t *cu_q, *cu_kv;            /* [B + 1], both or none */
-  const int32_t *q_lens, *kv_lens;        /* [B] */
-  const int32_t* shift;                   /* [B]: q_offset - kv_offset */
+  const int32_t *cu_q, *cu_kv;             /* [B + 1], both or none */
+  const int32_t *q_lens, *kv_lens;         /* [B] */
+  const int32_t* shift;                    /* [B]: q_offset - kv_offset */
   const int32_t *q_segments, *kv_segments; /* [B, T], [B, S], both or none */
   /* The smallest and largest segment of each chunk, [B, ceil(T / 64), 2] and [B, ceil(S / 64), 2];
    * present with segments. Tiles whose ranges do not meet are skipped. */
   const int32_t *q_segment_ranges, *kv_segment_ranges;
   const void* bias;
-  int32_t bias_dtype;              /* dtype or KVBLOCK_F32 */
-  int32_t bias_batch, bias_heads;  /* a divisor of B; 1 or N */
+  int32_t bias_dtype;             /* dtype or KVBLOCK_F32 */
+  int32_t bias_batch, bias_heads; /* a divisor of B; 1 or N */
   const float* sinks;
-  int32_t sink_batch;              /* a divisor of B */
-  /* tile_indices [tile_batch, tile_heads, ceil(T / tile_q), max_tiles], tile_counts the same without
-   * the last dim. The first `count` entries are visited; an entry outside 0 .. ceil(S / tile_kv) - 1
-   * is skipped; an entry comes once. tile_q and tile_kv are multiples of 128. In the backward pass
-   * over keys the lists are transposed: for each KV tile the query tiles that list it. */
+  int32_t sink_batch; /* a divisor of B */
+  /* tile_indices [tile_batch, tile_heads, ceil(T / tile_q), max_tiles], tile_counts the same
+   * without the last dim. The first `count` entries are visited; an entry outside 0 .. ceil(S /
+   * tile_kv) - 1 is skipped; an entry comes once. tile_q and tile_kv are multiples of 128. In the
+   * backward pass over keys the lists are transposed: for each KV tile the query tiles that list
+   * it. */
   const int32_t *tile_indices, *tile_counts;
   const int32_t *tile_indices_t, *tile_counts_t; /* [.., ceil(S / tile_kv), max_tiles_t] */
-  int32_t tile_batch, tile_heads;  /* a divisor of B; 1 or N */
+  int32_t tile_batch, tile_heads;                /* a divisor of B; 1 or N */
   int32_t tile_q, tile_kv, max_tiles, max_tiles_t;
 
-  void* o;     /* forward: written; not read by the backward launchers */
-  float* lse;  /* forward: written; backward: read */
+  void* o;    /* forward: written; not read by the backward launchers */
+  float* lse; /* forward: written; backward: read */
 
   /* Backward only. */
   const void* d_o;
-  const float* delta;   /* [B, N, T]: rowsum(d_o * o) - d_lse */
-  float* dq_accum;      /* [B, T, N, D] float32: dq / scale, added atomically */
+  const float* delta; /* [B, N, T]: rowsum(d_o * o) - d_lse */
+  float* dq_accum;    /* [B, T, N, D] float32: dq / scale, added atomically */
   void *dq, *dk, *dv;
-  void* dbias;          /* [bias_batch, bias_heads, T, S] in bias_dtype */
+  void* dbias; /* [bias_batch, bias_heads, T, S] in bias_dtype */
 } kvblock_attention;
 
-/* Each function returns NULL on success, else a message that lives until this thread's next call. */
+/* Each function returns NULL on success, else a message that lives until this thread's next call.
+ */
 
 /* Writes o and lse. */
 KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_attention* a, void* stream);

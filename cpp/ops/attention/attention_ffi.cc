@@ -1,0 +1,395 @@
+// attention, the middle floor: decode the buffers and attributes of one XLA call into a
+// kvblock_attention, check that every buffer has the size that the call implies, and hand it to a
+// launcher.
+//
+// Operands: q, k, v, then the optional ones that `present` names (bit i: the i-th of Optional),
+// then, backward, lse, delta and d_o. Results: o, lse; or dk, dv and perhaps dq_accum; or dq; or
+// dbias. Mirrors jax_kvblock/attention/cuda.py.
+#include "ops/attention/attention_ffi.h"
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include "kvblock/attention.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+enum Optional {
+  kBias,
+  kSinks,
+  kQSegments,
+  kKvSegments,
+  kQSegmentRanges,
+  kKvSegmentRanges,
+  kQLens,
+  kKvLens,
+  kShift,
+  kCuQ,
+  kCuKv,
+  kTileIndices,
+  kTileCounts,
+  kTileIndicesT,
+  kTileCountsT,
+  kNumOptional,
+};
+
+struct Attributes {
+  int64_t present, packed, window_left, window_right, tile_q, tile_kv;
+  float scale, softcap;
+};
+
+ffi::Error Invalid(const std::string& what) {
+  return ffi::Error::InvalidArgument("kvblock_attention: " + what);
+}
+
+int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Takes operands one after the other; remembers the first error.
+class Reader {
+ public:
+  Reader(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets)
+      : args_(args), rets_(rets) {}
+
+  ffi::AnyBuffer Operand(const char* name) {
+    auto buffer = args_.get<ffi::AnyBuffer>(next_operand_++);
+    if (buffer.has_error()) {
+      Fail(std::string(name) + " is missing");
+      return ffi::AnyBuffer(&empty_);
+    }
+    return *buffer;
+  }
+
+  // The operand's data; its dtype and shape have to be as said.
+  const void* Operand(const char* name, ffi::DataType type, std::initializer_list<int64_t> shape) {
+    const ffi::AnyBuffer buffer = Operand(name);
+    Check(name, buffer, type, shape);
+    return buffer.untyped_data();
+  }
+
+  void* Result(const char* name, ffi::DataType type, std::initializer_list<int64_t> shape) {
+    auto buffer = rets_.get<ffi::AnyBuffer>(next_result_++);
+    if (buffer.has_error()) {
+      Fail(std::string("result ") + name + " is missing");
+      return nullptr;
+    }
+    Check(name, **buffer, type, shape);
+    return (*buffer)->untyped_data();
+  }
+
+  void Fail(const std::string& what) {
+    if (error_.empty()) error_ = what;
+  }
+
+  bool HasOperands(size_t count) const { return next_operand_ + count <= args_.size(); }
+  size_t results_left() const { return rets_.size() - next_result_; }
+  bool failed() const { return !error_.empty(); }
+
+  ffi::Error Finish() {
+    if (error_.empty() && next_operand_ != args_.size()) Fail("too many operands");
+    if (error_.empty() && next_result_ != rets_.size()) Fail("too many results");
+    return error_.empty() ? ffi::Error::Success() : Invalid(error_);
+  }
+
+ private:
+  void Check(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
+             std::initializer_list<int64_t> shape) {
+    const auto dims = buffer.dimensions();
+    bool same = dims.size() == shape.size() && buffer.element_type() == type;
+    size_t i = 0;
+    for (int64_t size : shape) same = same && dims[i++] == size;
+    if (!same) Fail(std::string(name) + " has another shape or dtype than the call implies");
+  }
+
+  const ffi::RemainingArgs& args_;
+  const ffi::RemainingRets& rets_;
+  size_t next_operand_ = 0, next_result_ = 0;
+  std::string error_;
+  XLA_FFI_Buffer empty_{};
+};
+
+// What every operation has: q, k, v and the optional operands.
+struct Decoded {
+  kvblock_attention a{};
+  ffi::DataType type{};
+  bool packed = false;
+};
+
+void DecodeSizes(Reader* in, const Attributes& attributes, Decoded* out) {
+  kvblock_attention& a = out->a;
+  const ffi::AnyBuffer q = in->Operand("q"), k = in->Operand("k"), v = in->Operand("v");
+  const auto qd = q.dimensions(), kd = k.dimensions(), vd = v.dimensions();
+  out->type = q.element_type();
+  out->packed = attributes.packed != 0;
+  const size_t rank = out->packed ? 3 : 4;
+  if (qd.size() != rank || kd.size() != rank || vd.size() != rank) {
+    return in->Fail("q, k and v have rank 4, or 3 when packed");
+  }
+  if (k.element_type() != out->type || v.element_type() != out->type) {
+    return in->Fail("q, k and v have one dtype");
+  }
+  if (out->type != ffi::DataType::BF16 && out->type != ffi::DataType::F16) {
+    return in->Fail("q is bfloat16 or float16");
+  }
+  a.dtype = out->type == ffi::DataType::BF16 ? KVBLOCK_BF16 : KVBLOCK_F16;
+  const size_t lead = rank - 3;
+  a.batch = out->packed ? 0 : static_cast<int32_t>(qd[0]);  // packed: from cu_q
+  a.q_len = qd[lead];
+  a.kv_len = kd[lead];
+  a.num_heads = static_cast<int32_t>(qd[lead + 1]);
+  a.num_kv_heads = static_cast<int32_t>(kd[lead + 1]);
+  a.head_dim = static_cast<int32_t>(qd[lead + 2]);
+  a.value_dim = static_cast<int32_t>(vd[lead + 2]);
+  bool same = kd[lead + 2] == qd[lead + 2] && vd[lead] == kd[lead] && vd[lead + 1] == kd[lead + 1];
+  if (!out->packed) same = same && kd[0] == qd[0] && vd[0] == qd[0];
+  if (!same) in->Fail("the shapes of q, k and v do not fit");
+  a.q = q.untyped_data();
+  a.k = k.untyped_data();
+  a.v = v.untyped_data();
+}
+
+const int32_t* Ints(Reader* in, const char* name, std::initializer_list<int64_t> shape) {
+  return static_cast<const int32_t*>(in->Operand(name, ffi::DataType::S32, shape));
+}
+
+void DecodeBias(Reader* in, Decoded* out) {
+  kvblock_attention& a = out->a;
+  const ffi::AnyBuffer bias = in->Operand("bias");
+  const auto dims = bias.dimensions();
+  if (dims.size() != 4 || dims[2] != a.q_len || dims[3] != a.kv_len) {
+    return in->Fail("bias is [batch, heads, T, S]");
+  }
+  const ffi::DataType type = bias.element_type();
+  if (type != out->type && type != ffi::DataType::F32) {
+    return in->Fail("bias has q's dtype or float32");
+  }
+  a.bias = bias.untyped_data();
+  a.bias_dtype = type == ffi::DataType::F32 ? KVBLOCK_F32 : a.dtype;
+  a.bias_batch = static_cast<int32_t>(dims[0]);
+  a.bias_heads = static_cast<int32_t>(dims[1]);
+}
+
+// A list of tiles and its counts; `rows` tiles have a list each.
+void DecodeTiles(Reader* in, Decoded* out, const char* name, int64_t rows, const int32_t** indices,
+                 const int32_t** counts, int32_t* max_tiles) {
+  kvblock_attention& a = out->a;
+  const ffi::AnyBuffer buffer = in->Operand(name);
+  const auto dims = buffer.dimensions();
+  if (dims.size() != 4 || dims[2] != rows || buffer.element_type() != ffi::DataType::S32) {
+    return in->Fail(std::string(name) + " is int32 [batch, heads, tiles, entries]");
+  }
+  a.tile_batch = static_cast<int32_t>(dims[0]);
+  a.tile_heads = static_cast<int32_t>(dims[1]);
+  *max_tiles = static_cast<int32_t>(dims[3]);
+  *indices = static_cast<const int32_t*>(buffer.untyped_data());
+  *counts = Ints(in, "tile counts", {dims[0], dims[1], dims[2]});
+}
+
+void DecodeOptional(Reader* in, const Attributes& attributes, Decoded* out) {
+  kvblock_attention& a = out->a;
+  const auto has = [&](Optional which) { return ((attributes.present >> which) & 1) != 0; };
+  const auto chunks = [](int64_t length) { return CeilDiv(length, KVBLOCK_ATTENTION_CHUNK); };
+  if (out->packed != has(kCuQ) || has(kCuQ) != has(kCuKv)) {
+    return in->Fail("packed calls have cu_q and cu_kv");
+  }
+  if (attributes.present >> kNumOptional) return in->Fail("unknown operands");
+
+  if (has(kBias)) DecodeBias(in, out);
+  if (has(kSinks)) {
+    const ffi::AnyBuffer sinks = in->Operand("sinks");
+    const auto dims = sinks.dimensions();
+    if (dims.size() != 2 || dims[1] != a.num_heads || sinks.element_type() != ffi::DataType::F32) {
+      return in->Fail("sinks are float32 [batch, N]");
+    }
+    a.sinks = static_cast<const float*>(sinks.untyped_data());
+    a.sink_batch = static_cast<int32_t>(dims[0]);
+  }
+  if (has(kQSegments)) a.q_segments = Ints(in, "q_segments", {a.batch, a.q_len});
+  if (has(kKvSegments)) a.kv_segments = Ints(in, "kv_segments", {a.batch, a.kv_len});
+  if (has(kQSegmentRanges)) {
+    a.q_segment_ranges = Ints(in, "q_segment_ranges", {a.batch, chunks(a.q_len), 2});
+  }
+  if (has(kKvSegmentRanges)) {
+    a.kv_segment_ranges = Ints(in, "kv_segment_ranges", {a.batch, chunks(a.kv_len), 2});
+  }
+  if (has(kQLens)) a.q_lens = Ints(in, "q_lens", {a.batch});
+  if (has(kKvLens)) a.kv_lens = Ints(in, "kv_lens", {a.batch});
+  if (has(kShift)) {
+    const ffi::AnyBuffer shift = in->Operand("shift");
+    if (shift.element_type() != ffi::DataType::S32 || shift.dimensions().size() != 1) {
+      return in->Fail("shift is int32 [B]");
+    }
+    if (out->packed) a.batch = static_cast<int32_t>(shift.element_count());
+    if (static_cast<int64_t>(shift.element_count()) != a.batch) return in->Fail("shift is [B]");
+    a.shift = static_cast<const int32_t*>(shift.untyped_data());
+  }
+  if (has(kCuQ)) {
+    const ffi::AnyBuffer cu = in->Operand("cu_q");
+    if (cu.element_type() != ffi::DataType::S32 || cu.element_count() < 1) {
+      return in->Fail("cu_q is int32 [B + 1]");
+    }
+    const int32_t batch = static_cast<int32_t>(cu.element_count()) - 1;
+    if (has(kShift) && batch != a.batch) return in->Fail("cu_q is int32 [B + 1]");
+    a.batch = batch;
+    a.cu_q = static_cast<const int32_t*>(cu.untyped_data());
+    a.cu_kv = Ints(in, "cu_kv", {int64_t{a.batch} + 1});
+  }
+  if (has(kTileIndices)) {
+    if (attributes.tile_q < 1 || attributes.tile_kv < 1) return in->Fail("tiles have a size");
+    a.tile_q = static_cast<int32_t>(attributes.tile_q);
+    a.tile_kv = static_cast<int32_t>(attributes.tile_kv);
+    DecodeTiles(in, out, "tile_indices", CeilDiv(a.q_len, a.tile_q), &a.tile_indices,
+                &a.tile_counts, &a.max_tiles);
+  }
+  if (has(kTileIndicesT) && !in->failed()) {
+    const int32_t batch = a.tile_batch, heads = a.tile_heads;
+    DecodeTiles(in, out, "tile_indices_t", CeilDiv(a.kv_len, a.tile_kv), &a.tile_indices_t,
+                &a.tile_counts_t, &a.max_tiles_t);
+    if (a.tile_batch != batch || a.tile_heads != heads)
+      in->Fail("both tile lists are shared alike");
+  }
+}
+
+Decoded Decode(Reader* in, const Attributes& attributes) {
+  Decoded out;
+  DecodeSizes(in, attributes, &out);
+  if (!in->failed()) DecodeOptional(in, attributes, &out);
+  out.a.window_left = static_cast<int32_t>(attributes.window_left);
+  out.a.window_right = static_cast<int32_t>(attributes.window_right);
+  out.a.scale = attributes.scale;
+  out.a.softcap = attributes.softcap;
+  return out;
+}
+
+float* Rows(Reader* in, const Decoded& d, const char* name, bool result) {
+  const kvblock_attention& a = d.a;
+  const auto type = ffi::DataType::F32;
+  if (d.packed) {
+    const auto shape = {int64_t{a.num_heads}, a.q_len};
+    return static_cast<float*>(result ? in->Result(name, type, shape)
+                                      : const_cast<void*>(in->Operand(name, type, shape)));
+  }
+  const auto shape = {int64_t{a.batch}, int64_t{a.num_heads}, a.q_len};
+  return static_cast<float*>(result ? in->Result(name, type, shape)
+                                    : const_cast<void*>(in->Operand(name, type, shape)));
+}
+
+enum Length { kQueries, kKeys };
+
+// A result or operand of the shape of q, k, v or o.
+void* Heads(Reader* in, const Decoded& d, const char* name, Length length, int64_t heads,
+            int64_t dim, bool result, ffi::DataType type) {
+  const int64_t rows = length == kQueries ? d.a.q_len : d.a.kv_len;
+  const auto take = [&](std::initializer_list<int64_t> shape) {
+    return result ? in->Result(name, type, shape)
+                  : const_cast<void*>(in->Operand(name, type, shape));
+  };
+  return d.packed ? take({rows, heads, dim}) : take({d.a.batch, rows, heads, dim});
+}
+
+void DecodeCotangents(Reader* in, Decoded* d) {
+  if (in->failed()) return;
+  d->a.lse = Rows(in, *d, "lse", false);
+  d->a.delta = Rows(in, *d, "delta", false);
+  d->a.d_o = Heads(in, *d, "d_o", kQueries, d->a.num_heads, d->a.value_dim, false, d->type);
+}
+
+ffi::Error ToError(const char* message) {
+  return message == nullptr ? ffi::Error::Success() : Invalid(message);
+}
+
+using Launcher = const char* (*)(const kvblock_attention*, void*);
+
+ffi::Error Launch(Reader* in, const Decoded& d, Launcher launch, void* stream) {
+  if (ffi::Error error = in->Finish(); error.failure()) return error;
+  return ToError(launch(&d.a, stream));
+}
+
+ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   const Attributes& attributes) {
+  Reader in(args, rets);
+  Decoded d = Decode(&in, attributes);
+  if (!in.failed()) {
+    d.a.o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, true, d.type);
+    d.a.lse = Rows(&in, d, "lse", true);
+  }
+  return Launch(&in, d, kvblock_attention_forward, stream);
+}
+
+ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                      const Attributes& attributes) {
+  Reader in(args, rets);
+  Decoded d = Decode(&in, attributes);
+  DecodeCotangents(&in, &d);
+  if (!in.failed()) {
+    d.a.dk = Heads(&in, d, "dk", kKeys, d.a.num_kv_heads, d.a.head_dim, true, d.type);
+    d.a.dv = Heads(&in, d, "dv", kKeys, d.a.num_kv_heads, d.a.value_dim, true, d.type);
+    if (in.results_left() > 0) {
+      d.a.dq_accum = static_cast<float*>(
+          Heads(&in, d, "dq", kQueries, d.a.num_heads, d.a.head_dim, true, ffi::DataType::F32));
+    }
+  }
+  return Launch(&in, d, kvblock_attention_backward_kv, stream);
+}
+
+ffi::Error BackwardQ(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                     const Attributes& attributes) {
+  Reader in(args, rets);
+  Decoded d = Decode(&in, attributes);
+  DecodeCotangents(&in, &d);
+  if (!in.failed()) {
+    d.a.dq = Heads(&in, d, "dq", kQueries, d.a.num_heads, d.a.head_dim, true, d.type);
+  }
+  return Launch(&in, d, kvblock_attention_backward_q, stream);
+}
+
+ffi::Error BackwardBias(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        const Attributes& attributes) {
+  Reader in(args, rets);
+  Decoded d = Decode(&in, attributes);
+  DecodeCotangents(&in, &d);
+  if (!in.failed()) {
+    const auto type = d.a.bias_dtype == KVBLOCK_F32 ? ffi::DataType::F32 : d.type;
+    d.a.dbias = in.Result("dbias", type, {d.a.bias_batch, d.a.bias_heads, d.a.q_len, d.a.kv_len});
+  }
+  return Launch(&in, d, kvblock_attention_backward_bias, stream);
+}
+
+// One signature for all: the attributes travel as a struct.
+template <ffi::Error (*function)(void*, ffi::RemainingArgs, ffi::RemainingRets, const Attributes&)>
+ffi::Error Run(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t present,
+               int64_t packed, int64_t window_left, int64_t window_right, float scale,
+               float softcap, int64_t tile_q, int64_t tile_kv) {
+  return function(stream, args, rets,
+                  {present, packed, window_left, window_right, tile_q, tile_kv, scale, softcap});
+}
+
+constexpr auto Binding = [] {
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<void*>>()
+      .RemainingArgs()
+      .RemainingRets()
+      .Attr<int64_t>("present")
+      .Attr<int64_t>("packed")
+      .Attr<int64_t>("window_left")
+      .Attr<int64_t>("window_right")
+      .Attr<float>("scale")
+      .Attr<float>("softcap")
+      .Attr<int64_t>("tile_q")
+      .Attr<int64_t>("tile_kv");
+};
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionForward, Run<Forward>, Binding(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionBackwardKv, Run<BackwardKv>, Binding(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionBackwardQ, Run<BackwardQ>, Binding(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionBackwardBias, Run<BackwardBias>, Binding(),
+                              {ffi::Traits::kCmdBufferCompatible});
