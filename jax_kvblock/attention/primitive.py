@@ -224,7 +224,8 @@ def _lower(
     """`sums`: for each result, the mesh axes over which it is added up."""
     x = call.unpack(ctx.avals_in[: len(call.present)])
     choice = cuda.choose(call.config, x, platform)
-    if choice == "cuda":
+    empty = 0 in (*x.q.shape, *x.k.shape)  # nothing to launch a kernel for
+    if choice == "cuda" and not empty:
         local = functools.partial(cuda.run, op.name, call)
     else:
         local = functools.partial(_blocked, op, call, platform)
