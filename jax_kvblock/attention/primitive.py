@@ -35,7 +35,7 @@ from jax.experimental.custom_partitioning import (
     custom_partitioning,
 )
 from jax.extend import core
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_kvblock._spmd import lower_local, vary_alike
@@ -500,3 +500,18 @@ def _batch_one_by_one(
 
 for _op, _primitive in _OUTER.items():
     batching.primitive_batchers[_primitive] = functools.partial(_batch, op=_op)
+
+
+# ---- differentiation -----------------------------------------------------------------
+
+
+def _no_jvp(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "flash_attention: its gradients have no gradients (grad of grad, hessian, jvp "
+        "of grad); for those, write the attention in jax.numpy or use "
+        "jax.nn.dot_product_attention(implementation='xla')"
+    )
+
+
+for _primitive in _OUTER.values():
+    ad.primitive_jvps[_primitive] = _no_jvp
