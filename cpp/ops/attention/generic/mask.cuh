@@ -53,6 +53,12 @@ __device__ __forceinline__ int Clamp(int64_t value, int low, int high) {
   return static_cast<int>(value < low ? low : value > high ? high : value);
 }
 
+// Operands that batch members share: member b of p.batch reads row b / (p.batch / count) of
+// `count`.
+__device__ __forceinline__ int BatchRow(const AttentionParams& p, int count, int b) {
+  return count == 1 ? 0 : b / (p.batch / count);
+}
+
 // Lengths and offsets come from device memory: nothing is trusted beyond the arrays' sizes.
 __device__ __forceinline__ Sequence MakeSequence(const AttentionParams& p, int b) {
   const int T = static_cast<int>(p.q_len), S = static_cast<int>(p.kv_len);
@@ -141,6 +147,18 @@ __device__ __forceinline__ int2 SegmentRange(const int32_t* ranges, int64_t chun
   return range;
 }
 
+// Where a walk over tiles stands. Plain data: a kernel short of registers parks it in shared
+// memory.
+struct WalkState {
+  int fixed_first, fixed_end;    // the tile that walks, on its own side
+  int begin, end;                // what it can see of the other side
+  int64_t list;                  // its row of the lists
+  int stretch, stretches;        // the next stretch, and how many there are
+  int window, stretch_end;       // where the window begins and where the stretch ends
+  unsigned pending, whole;       // tiles of the window: still to visit; without a mask
+  int segment_min, segment_max;  // of the tile that walks
+};
+
 // The KV tiles that a query tile visits, in order (kAlong = kKeys), or the query tiles that a KV
 // tile visits (kAlong = kQueries; the lists are the transposed ones).
 //
@@ -157,34 +175,46 @@ class TileWalk {
   // do no harm, an end that is cut to q_len leaves fewer tiles to mask.
   __device__ __forceinline__ TileWalk(const AttentionParams& p, const Sequence& s, int head,
                                       int first, int end)
-      : p_(p), s_(s), fixed_first_(first), fixed_end_(end) {
+      : p_(p), s_(s), at_{} {
+    at_.fixed_first = first;
+    at_.fixed_end = end;
+    at_.stretches = 1;
     if (kOverKeys) {
-      s.VisibleKeys(first, end, &begin_, &end_);
+      s.VisibleKeys(first, end, &at_.begin, &at_.end);
     } else {
-      s.VisibleQueries(first, end, &begin_, &end_);
+      s.VisibleQueries(first, end, &at_.begin, &at_.end);
     }
     if (p.tile_indices != nullptr) {
       const int64_t rows = kOverKeys ? p.q_len : p.kv_len;
       const int64_t tile = kOverKeys ? p.tile_q : p.tile_kv;
-      const int64_t tb = p.tile_batch > 1 ? s.batch : 0, tn = p.tile_heads > 1 ? head : 0;
-      list_ = (tb * p.tile_heads + tn) * ((rows + tile - 1) / tile) + first / tile;
-      const int count = (kOverKeys ? p.tile_counts : p.tile_counts_t)[list_];
-      stretches_ = min(count, kOverKeys ? p.max_tiles : p.max_tiles_t);
+      const int64_t tb = BatchRow(p, p.tile_batch, s.batch), tn = p.tile_heads > 1 ? head : 0;
+      at_.list = (tb * p.tile_heads + tn) * ((rows + tile - 1) / tile) + first / tile;
+      const int count = (kOverKeys ? p.tile_counts : p.tile_counts_t)[at_.list];
+      at_.stretches = min(count, kOverKeys ? p.max_tiles : p.max_tiles_t);
     }
-    if (p.q_segments != nullptr) fixed_range_ = Range(!kOverKeys, first, end);
+    if (p.q_segments != nullptr) {
+      const int2 range = Range(!kOverKeys, first, end);
+      at_.segment_min = range.x;
+      at_.segment_max = range.y;
+    }
   }
+  // Takes up a parked walk.
+  __device__ __forceinline__ TileWalk(const AttentionParams& p, const Sequence& s,
+                                      const WalkState& at)
+      : p_(p), s_(s), at_(at) {}
+  __device__ __forceinline__ const WalkState& state() const { return at_; }
 
   // Moves to the next tile; false after the last.
   __device__ __forceinline__ bool Next() {
-    while (pending_ == 0) {
-      window_ += 32 * kTile;
-      if (window_ >= stretch_end_ && !NextStretch()) return false;
+    while (at_.pending == 0) {
+      at_.window += 32 * kTile;
+      if (at_.window >= at_.stretch_end && !NextStretch()) return false;
       FillWindow();
     }
-    const int bit = __ffs(pending_) - 1;
-    pending_ &= pending_ - 1;
-    first_ = window_ + bit * kTile;
-    all_visible_ = (whole_ >> bit) & 1;
+    const int bit = __ffs(at_.pending) - 1;
+    at_.pending &= at_.pending - 1;
+    first_ = at_.window + bit * kTile;
+    all_visible_ = (at_.whole >> bit) & 1;
     return true;
   }
 
@@ -205,23 +235,23 @@ class TileWalk {
   __device__ __forceinline__ bool NextStretch() {
     const int tile = kOverKeys ? p_.tile_kv : p_.tile_q;
     const int length = static_cast<int>(kOverKeys ? p_.kv_len : p_.q_len);
-    while (stretch_ < stretches_) {
-      int from = begin_, to = end_;
+    while (at_.stretch < at_.stretches) {
+      int from = at_.begin, to = at_.end;
       if (p_.tile_indices != nullptr) {
-        const int64_t entry = kOverKeys ? list_ * p_.max_tiles : list_ * p_.max_tiles_t;
+        const int64_t list = at_.list * (kOverKeys ? p_.max_tiles : p_.max_tiles_t);
         const int index =
-            __ldg((kOverKeys ? p_.tile_indices : p_.tile_indices_t) + entry + stretch_);
-        if (index < 0 || index > (length - 1) / tile)
-          from = to;
-        else {
+            __ldg((kOverKeys ? p_.tile_indices : p_.tile_indices_t) + list + at_.stretch);
+        if (index < 0 || index > (length - 1) / tile) {
+          to = from;
+        } else {
           from = max(from, index * tile);
           to = min(to, index * tile + tile);
         }
       }
-      ++stretch_;
+      ++at_.stretch;
       if (from < to) {
-        window_ = from / kTile * kTile;
-        stretch_end_ = to;
+        at_.window = from / kTile * kTile;
+        at_.stretch_end = to;
         return true;
       }
     }
@@ -229,29 +259,24 @@ class TileWalk {
   }
 
   __device__ __forceinline__ void FillWindow() {
-    const int first = window_ + static_cast<int>(threadIdx.x % 32) * kTile, end = first + kTile;
-    bool visit = first < stretch_end_;
-    bool whole = visit && (kOverKeys ? s_.AllVisible(fixed_first_, fixed_end_, first, end)
-                                     : s_.AllVisible(first, end, fixed_first_, fixed_end_));
+    const int first = at_.window + static_cast<int>(threadIdx.x % 32) * kTile;
+    const int end = first + kTile;
+    bool visit = first < at_.stretch_end;
+    bool whole = visit && (kOverKeys ? s_.AllVisible(at_.fixed_first, at_.fixed_end, first, end)
+                                     : s_.AllVisible(first, end, at_.fixed_first, at_.fixed_end));
     if (p_.q_segments != nullptr && visit) {
       const int2 range = Range(kOverKeys, first, end);
-      visit = range.x <= fixed_range_.y && fixed_range_.x <= range.y;
-      whole = whole && range.x == range.y && fixed_range_.x == fixed_range_.y &&
-              range.x == fixed_range_.x;
+      visit = range.x <= at_.segment_max && at_.segment_min <= range.y;
+      whole = whole && range.x == range.y && at_.segment_min == at_.segment_max &&
+              range.x == at_.segment_min;
     }
-    pending_ = __ballot_sync(~0u, visit);
-    whole_ = __ballot_sync(~0u, whole);
+    at_.pending = __ballot_sync(~0u, visit);
+    at_.whole = __ballot_sync(~0u, whole);
   }
 
   const AttentionParams& p_;
   const Sequence& s_;
-  int fixed_first_, fixed_end_;
-  int begin_, end_;                     // the visible range
-  int64_t list_ = 0;                    // this tile's row of the lists
-  int stretch_ = 0, stretches_ = 1;     // the next stretch, and how many there are
-  int window_ = 0, stretch_end_ = 0;    // where the window begins and where the stretch ends
-  unsigned pending_ = 0, whole_ = 0;    // tiles of the window: still to visit; without a mask
-  int2 fixed_range_ = make_int2(0, 0);  // the walking tile's segments
+  WalkState at_;
   int first_ = 0;
   bool all_visible_ = false;
 };
