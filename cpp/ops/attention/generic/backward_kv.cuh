@@ -24,9 +24,14 @@
 //   done           a warp has read all it needs of a query tile: waited for by the next query tile
 //                  before it writes P and dS and refills the stage that the tile had
 //
-// Shared memory: K, V; Q, dO, lse, delta in kStages stages; P and dS as [kQueries, kKeys]. One
-// ldmatrix reads each operand, as it lies or transposed. At the end dK and dV pass through the
-// stages of Q and dO, to be written in whole rows.
+// Shared memory: K and V; P and dS as [kQueries, kKeys]; lse and delta; Q and dO in one stage or
+// two. ldmatrix reads each operand as it lies or transposed. At the end dK and dV pass through the
+// places of K and V, to be written in whole rows.
+//
+// Where shared memory allows (sm_90) dQ passes through it, too: a warp writes its part to a slot of
+// its own and one bulk instruction a row adds it to global memory. Straight from the registers an
+// addition touches 8 rows of 32 bytes, and the L1 cache takes a cycle for each row: 1024 cycles a
+// tile of 64 x 128, where all the reads by ldmatrix take 4600.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +46,7 @@
 
 namespace kvblock {
 
-// At most 163 KB of shared memory, what sm_80 has. A warp's part of dQ is kDqRows x kDqColumns.
+// With kStages these fit into the 163 KiB of sm_80. A warp's part of dQ has kDqRows rows.
 template <int kDim>
 struct BackwardKvTiling;
 template <>
@@ -74,43 +79,69 @@ struct alignas(16) BackwardWalk {  // where a warp is; all warps of a CTA walk a
   } tiles[2];         // by the step's parity
 };
 
+// How a launch uses the shared memory that the GPU has.
+struct BackwardKvPlan {
+  int32_t stages;    // of Q and dO: 1 or 2
+  int32_t dq_slots;  // whether dQ passes through shared memory
+  int32_t bytes;
+};
+
 template <int kDim_>
 struct BackwardKvShape : BackwardKvTiling<kDim_> {
   using Tiling = BackwardKvTiling<kDim_>;
   using Tiling::kDqRows, Tiling::kKeys, Tiling::kQueries, Tiling::kStages;
-  static constexpr int kDim = kDim_, kThreads = 256;
+  static constexpr int kDim = kDim_, kWarps = 8, kThreads = kWarps * 32;
+  static constexpr int kPairs = kWarps / 2, kPairKeys = kKeys / kPairs;
 
   using KeyTile = SharedTile<kKeys, kDim>;
   using QueryTile = SharedTile<kQueries, kDim>;
   using ScoreTile = SharedTile<kQueries, kKeys>;
-  static_assert(kStages * QueryTile::kBytes >= KeyTile::kBytes, "dK and dV pass through");
 
-  // Offsets in shared memory.
-  static constexpr int kK = 0, kV = kK + KeyTile::kBytes;
-  static constexpr int kQ = kV + KeyTile::kBytes, kDo = kQ + kStages * QueryTile::kBytes;
-  static constexpr int kP = kDo + kStages * QueryTile::kBytes, kDs = kP + ScoreTile::kBytes;
-  static constexpr int kLse = kDs + ScoreTile::kBytes, kDelta = kLse + kStages * kQueries * 4;
-  static constexpr int kLanded = kDelta + kStages * kQueries * 4;
-  static constexpr int kDsReady = kLanded + kStages * 8, kDone = kDsReady + 8;
-  static constexpr int kKeysOf = (kDone + 8 + 15) / 16 * 16, kWalk = kKeysOf + sizeof(BackwardKeys);
-  static constexpr int kBytes = kWalk + kThreads / 32 * sizeof(BackwardWalk);
-  static_assert(kBytes <= 163 * 1024);
+  // Offsets in shared memory. A stage is Q, then dO; behind the stages lie the slots of dQ.
+  static constexpr int kK = 0, kV = kK + KeyTile::kBytes, kP = kV + KeyTile::kBytes;
+  static constexpr int kDs = kP + ScoreTile::kBytes, kLse = kDs + ScoreTile::kBytes;
+  static constexpr int kDelta = kLse + 2 * kQueries * 4, kLanded = kDelta + 2 * kQueries * 4;
+  static constexpr int kDsReady = kLanded + 16, kDone = kDsReady + 8;
+  static constexpr int kKeysOf = kDone + 8, kWalk = kKeysOf + sizeof(BackwardKeys);
+  static constexpr int kStage = (kWalk + kWarps * sizeof(BackwardWalk) + 1023) / 1024 * 1024;
+  static constexpr int kStageBytes = 2 * QueryTile::kBytes;
+  static_assert(kKeysOf % 16 == 0 && kStage + kStages * kStageBytes <= 163 * 1024);
 
   // Blocks of 16 x 8 accumulators in one warp's part of a product.
-  static constexpr int kScoreM = kQueries / 2 / 16, kScoreN = kKeys / 4 / 8;
-  static constexpr int kKvM = kKeys / 4 / 16, kKvN = kDim / 2 / 8;
-  static constexpr int kDqWarpsDown = kQueries / kDqRows, kDqWarpsAcross = 8 / kDqWarpsDown;
+  static constexpr int kScoreM = kQueries / 2 / 16, kScoreN = kPairKeys / 8;
+  static constexpr int kKvM = kPairKeys / 16, kKvN = kDim / 2 / 8;
+  static constexpr int kDqWarpsDown = kQueries / kDqRows, kDqWarpsAcross = kWarps / kDqWarpsDown;
   static constexpr int kDqM = kDqRows / 16, kDqN = kDim / kDqWarpsAcross / 8;
+
+  // Of a slot. Rows 8 words apart modulo 32 banks take 8 bytes of four rows at once.
+  static constexpr int kSlotPitch = kDqN * 8 * 4 + 32;
+  static constexpr int kSlotBytes = kDqRows * kSlotPitch;
+  static_assert(kDqRows == 32 && (kSlotPitch / 4 % 32 == 8 || kSlotPitch / 4 % 32 == 24));
+
+  // Two stages matter more than slots.
+  static BackwardKvPlan Plan(int shared_bytes, bool bulk_additions) {
+    BackwardKvPlan plan{kStages, 0, kStage + kStages * kStageBytes};
+    if (plan.stages == 1 && plan.bytes + kStageBytes <= shared_bytes) {
+      plan.stages = 2;
+      plan.bytes += kStageBytes;
+    }
+    if (bulk_additions && plan.bytes + kWarps * kSlotBytes <= shared_bytes) {
+      plan.dq_slots = 1;
+      plan.bytes += kWarps * kSlotBytes;
+    }
+    return plan;
+  }
 };
 
 template <typename T, int kDim>
-__global__ void __launch_bounds__(256, 1)
-    AttentionBackwardKv(const __grid_constant__ AttentionParams p) {
+__global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
+    AttentionBackwardKv(const __grid_constant__ AttentionParams p,
+                        const __grid_constant__ BackwardKvPlan plan) {
   using Shape = BackwardKvShape<kDim>;
   using KeyTile = typename Shape::KeyTile;
   using QueryTile = typename Shape::QueryTile;
   using ScoreTile = typename Shape::ScoreTile;
-  constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys, kStages = Shape::kStages;
+  constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys;
   constexpr int kThreads = Shape::kThreads;
   constexpr int kM = Shape::kScoreM, kN = Shape::kScoreN;
 
@@ -122,9 +153,11 @@ __global__ void __launch_bounds__(256, 1)
   const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler keeps it in a uniform register
   const int group_row = lane / 4, pair_column = lane % 4 * 2;  // of a block of accumulators
 
-  // Whose keys these are. Tiles of one head follow each other: those at work share Q and dO in L2,
-  // and under a causal mask the longest come first.
-  const int tile = blockIdx.x % p.tiles, owner = blockIdx.x / p.tiles;
+  // Whose keys these are. The first tiles come first, which a causal mask makes the longest; a few
+  // heads take turns, or the last head's longest tiles would end alone.
+  const int turn = p.tiles * p.heads_apart, first_owner = blockIdx.x / turn * p.heads_apart;
+  const int apart = min(p.heads_apart, p.num_pairs - first_owner);
+  const int tile = blockIdx.x % turn / apart, owner = first_owner + blockIdx.x % turn % apart;
   const int kv_head = owner % p.num_kv_heads;
   Sequence found;
   int found_first;
@@ -134,7 +167,8 @@ __global__ void __launch_bounds__(256, 1)
   const Sequence& s = keys.sequence;
   if (thread == 0) {
     keys = {found, found_first, kv_head};
-    for (int stage = 0; stage < kStages; ++stage) BarrierInit(landed + stage * 8, kThreads);
+    BarrierInit(landed, kThreads);
+    BarrierInit(landed + 8, kThreads);
     BarrierInit(ds_ready, kThreads / 32);
     BarrierInit(done, kThreads / 32);
   }
@@ -164,13 +198,13 @@ __global__ void __launch_bounds__(256, 1)
     return more;
   };
   const auto load = [&](int step) {
-    const int stage = step % kStages;
+    const int stage = plan.stages == 2 ? step % 2 : 0;
     const int head = parked.tiles[step % 2].head, first = parked.tiles[step % 2].first;
-    LoadTileAsync<QueryTile, kThreads>(base + Shape::kQ + stage * QueryTile::kBytes,
+    LoadTileAsync<QueryTile, kThreads>(base + Shape::kStage + stage * Shape::kStageBytes,
                                        RowsOfHead<T>(p.q, s.q_row, p.num_heads, head, p.head_dim),
                                        first, s.q_len, thread);
     LoadTileAsync<QueryTile, kThreads>(
-        base + Shape::kDo + stage * QueryTile::kBytes,
+        base + Shape::kStage + stage * Shape::kStageBytes + QueryTile::kBytes,
         RowsOfHead<T>(p.d_o, s.q_row, p.num_heads, head, p.value_dim), first, s.q_len, thread);
     if (thread < 2 * kQueries) {
       const float* from = (thread < kQueries ? p.lse : p.delta) + s.LseRow(p, head);
@@ -197,16 +231,16 @@ __global__ void __launch_bounds__(256, 1)
     load(0);
   }
 
-  const int kv_quarter = warp / 2, half = warp % 2;
-  const int score_row = half * (kQueries / 2), key_row = kv_quarter * (kKeys / 4);
+  const int pair = warp / 2, half = warp % 2;
+  const int score_row = half * (kQueries / 2), key_row = pair * Shape::kPairKeys;
   int step = 0;
   for (; more; ++step) {
-    const int stage = step % kStages;
+    const int stage = plan.stages == 2 ? step % 2 : 0;
     const BackwardWalk::Tile& at = parked.tiles[step % 2];
     const bool plain = at.visible && p.softcap == 0.0f && p.bias == nullptr;
-    const uint32_t q = base + Shape::kQ + stage * QueryTile::kBytes;
-    const uint32_t d_o = base + Shape::kDo + stage * QueryTile::kBytes;
-    BarrierWait(landed + stage * 8, step / kStages % 2);
+    const uint32_t q = base + Shape::kStage + stage * Shape::kStageBytes;
+    const uint32_t d_o = base + Shape::kStage + stage * Shape::kStageBytes + QueryTile::kBytes;
+    BarrierWait(landed + stage * 8, (plan.stages == 2 ? step / 2 : step) % 2);
 
     // S = Q K^T.
     float prob[kM][kN][4];
@@ -319,10 +353,10 @@ __global__ void __launch_bounds__(256, 1)
 
     // The tile before this one is done, so its stage is free.
     more = next(step + 1);
-    if (kStages > 1 && more) load(step + 1);
+    if (plan.stages == 2 && more) load(step + 1);
 
     // dV += P^T dO and dK += dS^T Q.
-    BarrierMeet(1 + kv_quarter, 64);
+    BarrierMeet(1 + pair, 64);
     constexpr int kColumns = kDim / 2;
     Product<T, kQueries / 16>(dv, OperandA<ScoreTile, Lies::kDown>{base + Shape::kP, key_row},
                               OperandB<QueryTile, Lies::kDown>{d_o, half * kColumns}, lane);
@@ -341,18 +375,47 @@ __global__ void __launch_bounds__(256, 1)
                              OperandB<KeyTile, Lies::kDown>{base + Shape::kK, dq_column}, lane);
       __syncwarp();
       if (lane == 0) BarrierArrive(done);
+      if (kBulkAdditions && plan.dq_slots) {
+        char* const slot =
+            shared + Shape::kStage + plan.stages * Shape::kStageBytes + warp * Shape::kSlotBytes;
+        BulkWaitRead();  // the additions of the tile before
+        __syncwarp();
 #pragma unroll
-      for (int m = 0; m < kDqM; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int query = at.first + dq_row + m * 16 + h * 8 + group_row;
-          float* to = p.dq_accum + ((s.q_row + query) * p.num_heads + at.head) * p.head_dim +
-                      dq_column + pair_column;
-          if (query >= s.q_len) continue;
+        for (int m = 0; m < kDqM; ++m) {
 #pragma unroll
           for (int n = 0; n < kDqN; ++n) {
-            if (dq_column + n * 8 < p.head_dim) {
-              ReduceAdd(to + n * 8, dq[m][n][2 * h], dq[m][n][2 * h + 1]);
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              *reinterpret_cast<float2*>(slot + (m * 16 + h * 8 + group_row) * Shape::kSlotPitch +
+                                         (n * 8 + pair_column) * 4) =
+                  make_float2(dq[m][n][2 * h], dq[m][n][2 * h + 1]);
+            }
+          }
+        }
+        BulkFence();
+        __syncwarp();
+        const int query = at.first + dq_row + lane;
+        const int columns = min(kDqN * 8, p.head_dim - dq_column);
+        if (query < s.q_len && columns > 0) {
+          float* const to =
+              p.dq_accum + ((s.q_row + query) * p.num_heads + at.head) * p.head_dim + dq_column;
+          BulkReduceAdd(to, slot + lane * Shape::kSlotPitch, columns * 4);
+        }
+        BulkCommit();
+      } else {
+#pragma unroll
+        for (int m = 0; m < kDqM; ++m) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int query = at.first + dq_row + m * 16 + h * 8 + group_row;
+            float* to = p.dq_accum + ((s.q_row + query) * p.num_heads + at.head) * p.head_dim +
+                        dq_column + pair_column;
+            if (query >= s.q_len) continue;
+#pragma unroll
+            for (int n = 0; n < kDqN; ++n) {
+              if (dq_column + n * 8 < p.head_dim) {
+                ReduceAdd(to + n * 8, dq[m][n][2 * h], dq[m][n][2 * h + 1]);
+              }
             }
           }
         }
@@ -361,13 +424,13 @@ __global__ void __launch_bounds__(256, 1)
       __syncwarp();
       if (lane == 0) BarrierArrive(done);
     }
-    if (kStages == 1 && more) {
+    if (plan.stages == 1 && more) {
       BarrierWait(done, step % 2);
       load(step + 1);
     }
   }
 
-  // Out through the stages: dK where Q was, dV where dO was.
+  // Out: dK where K was, dV where V was.
   if (step > 0) BarrierWait(done, (step - 1) % 2);
 #pragma unroll
   for (int m = 0; m < Shape::kKvM; ++m) {
@@ -378,20 +441,21 @@ __global__ void __launch_bounds__(256, 1)
         const uint32_t at =
             KeyTile::Offset(key_row + m * 16 + h * 8 + group_row, half * (kDim / 2) + n * 8) +
             pair_column * 2;
-        *reinterpret_cast<uint32_t*>(shared + Shape::kQ + at) =
+        *reinterpret_cast<uint32_t*>(shared + Shape::kK + at) =
             Pack<T>(dk[m][n][2 * h] * p.scale, dk[m][n][2 * h + 1] * p.scale);
-        *reinterpret_cast<uint32_t*>(shared + Shape::kDo + at) =
+        *reinterpret_cast<uint32_t*>(shared + Shape::kV + at) =
             Pack<T>(dv[m][n][2 * h], dv[m][n][2 * h + 1]);
       }
     }
   }
   __syncthreads();
-  StoreTile<KeyTile, kThreads>(shared + Shape::kQ,
+  StoreTile<KeyTile, kThreads>(shared + Shape::kK,
                                RowsOfHead<T>(p.dk, s.kv_row, p.num_kv_heads, keys.head, p.head_dim),
                                keys.first, s.kv_rows, thread);
   StoreTile<KeyTile, kThreads>(
-      shared + Shape::kDo, RowsOfHead<T>(p.dv, s.kv_row, p.num_kv_heads, keys.head, p.value_dim),
+      shared + Shape::kV, RowsOfHead<T>(p.dv, s.kv_row, p.num_kv_heads, keys.head, p.value_dim),
       keys.first, s.kv_rows, thread);
+  if (kBulkAdditions) BulkWaitRead();
 }
 
 }  // namespace kvblock
