@@ -27,11 +27,6 @@
 // Shared memory: K and V; P and dS as [kQueries, kKeys]; lse and delta; Q and dO in one stage or
 // two. ldmatrix reads each operand as it lies or transposed. At the end dK and dV pass through the
 // places of K and V, to be written in whole rows.
-//
-// Where shared memory allows (sm_90) dQ passes through it, too: a warp writes its part to a slot of
-// its own and one bulk instruction a row adds it to global memory. Straight from the registers an
-// addition touches 8 rows of 32 bytes, and the L1 cache takes a cycle for each row: 1024 cycles a
-// tile of 64 x 128, where all the reads by ldmatrix take 4600.
 #pragma once
 
 #include <cstdint>
@@ -67,22 +62,27 @@ struct BackwardKvTiling<256> {
 };
 
 // What is seldom needed waits in shared memory; the sums need the registers.
-struct alignas(16) BackwardKeys {  // whose keys a CTA has
+struct alignas(16) BackwardKeys {  // of a CTA
   Sequence sequence;
-  int first, head;
+  int first, head;  // whose keys it has
+  struct Queries {  // row 0 of the sequence, one head
+    const char *q, *d_o;
+    const float *lse, *delta;
+    float* dq;
+  } queries[2];  // of the head at work and the next; every warp writes the same
 };
-struct alignas(16) BackwardWalk {  // where a warp is; all warps of a CTA walk alike
+struct alignas(16) BackwardWalk {  // of a warp; all warps of a CTA walk alike
   WalkState state;
   struct Tile {
     int head, first;  // the queries
     bool visible;     // all of them see all our keys
+    int queries;      // which of BackwardKeys::queries
   } tiles[2];         // by the step's parity
 };
 
 // How a launch uses the shared memory that the GPU has.
 struct BackwardKvPlan {
-  int32_t stages;    // of Q and dO: 1 or 2
-  int32_t dq_slots;  // whether dQ passes through shared memory
+  int32_t stages;  // of Q and dO: 1 or 2
   int32_t bytes;
 };
 
@@ -97,13 +97,13 @@ struct BackwardKvShape : BackwardKvTiling<kDim_> {
   using QueryTile = SharedTile<kQueries, kDim>;
   using ScoreTile = SharedTile<kQueries, kKeys>;
 
-  // Offsets in shared memory. A stage is Q, then dO; behind the stages lie the slots of dQ.
+  // Offsets in shared memory. A stage is Q, then dO;
   static constexpr int kK = 0, kV = kK + KeyTile::kBytes, kP = kV + KeyTile::kBytes;
   static constexpr int kDs = kP + ScoreTile::kBytes, kLse = kDs + ScoreTile::kBytes;
   static constexpr int kDelta = kLse + 2 * kQueries * 4, kLanded = kDelta + 2 * kQueries * 4;
   static constexpr int kDsReady = kLanded + 16, kDone = kDsReady + 8;
   static constexpr int kKeysOf = kDone + 8, kWalk = kKeysOf + sizeof(BackwardKeys);
-  static constexpr int kStage = (kWalk + kWarps * sizeof(BackwardWalk) + 1023) / 1024 * 1024;
+  static constexpr int kStage = (kWalk + kWarps * sizeof(BackwardWalk) + 127) / 128 * 128;
   static constexpr int kStageBytes = 2 * QueryTile::kBytes;
   static_assert(kKeysOf % 16 == 0 && kStage + kStages * kStageBytes <= 163 * 1024);
 
@@ -113,23 +113,11 @@ struct BackwardKvShape : BackwardKvTiling<kDim_> {
   static constexpr int kDqWarpsDown = kQueries / kDqRows, kDqWarpsAcross = kWarps / kDqWarpsDown;
   static constexpr int kDqM = kDqRows / 16, kDqN = kDim / kDqWarpsAcross / 8;
 
-  // Of a slot. Rows 8 words apart modulo 32 banks take 8 bytes of four rows at once.
-  static constexpr int kSlotPitch = kDqN * 8 * 4 + 32;
-  static constexpr int kSlotBytes = kDqRows * kSlotPitch;
-  static_assert(kDqRows == 32 && (kSlotPitch / 4 % 32 == 8 || kSlotPitch / 4 % 32 == 24));
-
-  // Two stages matter more than slots.
-  static BackwardKvPlan Plan(int shared_bytes, bool bulk_additions) {
-    BackwardKvPlan plan{kStages, 0, kStage + kStages * kStageBytes};
-    if (plan.stages == 1 && plan.bytes + kStageBytes <= shared_bytes) {
-      plan.stages = 2;
-      plan.bytes += kStageBytes;
-    }
-    if (bulk_additions && plan.bytes + kWarps * kSlotBytes <= shared_bytes) {
-      plan.dq_slots = 1;
-      plan.bytes += kWarps * kSlotBytes;
-    }
-    return plan;
+  // A second stage, where sm_80 has no room for it but the GPU at hand has.
+  static BackwardKvPlan Plan(int shared_bytes) {
+    constexpr int kMost = kStage + 2 * kStageBytes;
+    if (kStages == 2 || kMost <= shared_bytes) return {2, kMost};
+    return {1, kStage + kStageBytes};
   }
 };
 
@@ -177,37 +165,68 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
   // The walk: heads of the group, tiles of queries of each. Step `step` finds its tile in
   // parked.tiles[step % 2].
   using Walk = TileWalk<Along::kQueries, kQueries>;
-  const auto walk_on = [&](Walk walk, int step, int head) {
+  using Tile = BackwardWalk::Tile;
+  const auto walk_on = [&](Walk walk, int step, int head, int queries) {
     const bool more = walk.Next();
     __syncwarp();
     if (lane == 0) {
       parked.state = walk.state();
-      parked.tiles[step % 2] = {head, walk.first(), walk.all_visible()};
+      parked.tiles[step % 2] = {head, walk.first(), walk.all_visible(), queries};
     }
     __syncwarp();
     return more;
   };
-  const auto start_head = [&](int step, int head) {
-    return walk_on(Walk(p, s, head, keys.first, keys.first + kKeys), step, head);
+  const auto start_head = [&](int step, int head, int queries) {
+    if (lane == 0) {
+      const int64_t at = s.q_row * p.num_heads + head, lse_row = s.LseRow(p, head);
+      keys.queries[queries] = {static_cast<const char*>(p.q) + at * p.head_dim * sizeof(T),
+                               static_cast<const char*>(p.d_o) + at * p.value_dim * sizeof(T),
+                               p.lse + lse_row, p.delta + lse_row, p.dq_accum + at * p.head_dim};
+    }
+    return walk_on(Walk(p, s, head, keys.first, keys.first + kKeys), step, head, queries);
   };
   const auto next = [&](int step) {
-    const int first_head = keys.head * p.group;
-    int head = step == 0 ? first_head : parked.tiles[(step - 1) % 2].head;
-    bool more = step == 0 ? start_head(0, head) : walk_on(Walk(p, s, parked.state), step, head);
-    while (!more && ++head < first_head + p.group) more = start_head(step, head);
+    const int end_head = (keys.head + 1) * p.group;
+    if (step == 0) {
+      int head = keys.head * p.group;
+      while (!start_head(0, head, 0)) {
+        if (++head == end_head) return false;
+      }
+      return true;
+    }
+    const Tile before = parked.tiles[(step - 1) % 2];
+    const unsigned pending = parked.state.pending;
+    if (pending != 0) {  // what Walk::Next does nearly always, without loading all its state
+      const int bit = __ffs(pending) - 1;
+      const Tile tile{before.head, parked.state.window + bit * kQueries,
+                      (parked.state.whole >> bit & 1) != 0, before.queries};
+      __syncwarp();
+      if (lane == 0) {
+        parked.state.pending = pending & (pending - 1);
+        parked.tiles[step % 2] = tile;
+      }
+      __syncwarp();
+      return true;
+    }
+    bool more = walk_on(Walk(p, s, parked.state), step, before.head, before.queries);
+    for (int head = before.head + 1; !more && head < end_head; ++head) {
+      more = start_head(step, head, before.queries ^ 1);
+    }
     return more;
   };
   const auto load = [&](int step) {
     const int stage = plan.stages == 2 ? step % 2 : 0;
-    const int head = parked.tiles[step % 2].head, first = parked.tiles[step % 2].first;
-    LoadTileAsync<QueryTile, kThreads>(base + Shape::kStage + stage * Shape::kStageBytes,
-                                       RowsOfHead<T>(p.q, s.q_row, p.num_heads, head, p.head_dim),
-                                       first, s.q_len, thread);
+    const int first = parked.tiles[step % 2].first;
+    const BackwardKeys::Queries& rows = keys.queries[parked.tiles[step % 2].queries];
+    const int64_t q_stride = int64_t{p.num_heads} * p.head_dim * int64_t{sizeof(T)};
+    const int64_t do_stride = int64_t{p.num_heads} * p.value_dim * int64_t{sizeof(T)};
+    const uint32_t to = base + Shape::kStage + stage * Shape::kStageBytes;
+    LoadTileAsync<QueryTile, kThreads>(to, HeadRows{rows.q, q_stride, p.head_dim}, first, s.q_len,
+                                       thread);
     LoadTileAsync<QueryTile, kThreads>(
-        base + Shape::kStage + stage * Shape::kStageBytes + QueryTile::kBytes,
-        RowsOfHead<T>(p.d_o, s.q_row, p.num_heads, head, p.value_dim), first, s.q_len, thread);
+        to + QueryTile::kBytes, HeadRows{rows.d_o, do_stride, p.value_dim}, first, s.q_len, thread);
     if (thread < 2 * kQueries) {
-      const float* from = (thread < kQueries ? p.lse : p.delta) + s.LseRow(p, head);
+      const float* from = thread < kQueries ? rows.lse : rows.delta;
       const int row = first + thread % kQueries;
       const int to = thread < kQueries ? Shape::kLse : Shape::kDelta - kQueries * 4;
       CopyAsync<4>(shared + to + (stage * kQueries + thread) * 4,
@@ -370,52 +389,24 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
       const int dq_column = warp / Shape::kDqWarpsDown * (kDqN * 8);
       float dq[kDqM][kDqN][4];
       Clear(dq);
+      float* const dq_rows = keys.queries[at.queries].dq;
       BarrierWait(ds_ready, step % 2);
       Product<T, kKeys / 16>(dq, OperandA<ScoreTile, Lies::kAcross>{base + Shape::kDs, dq_row},
                              OperandB<KeyTile, Lies::kDown>{base + Shape::kK, dq_column}, lane);
       __syncwarp();
       if (lane == 0) BarrierArrive(done);
-      if (kBulkAdditions && plan.dq_slots) {
-        char* const slot =
-            shared + Shape::kStage + plan.stages * Shape::kStageBytes + warp * Shape::kSlotBytes;
-        BulkWaitRead();  // the additions of the tile before
-        __syncwarp();
+      const int64_t dq_stride = int64_t{p.num_heads} * p.head_dim;
 #pragma unroll
-        for (int m = 0; m < kDqM; ++m) {
+      for (int m = 0; m < kDqM; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const int query = at.first + dq_row + m * 16 + h * 8 + group_row;
+          float* to = dq_rows + query * dq_stride + dq_column + pair_column;
+          if (query >= s.q_len) continue;
 #pragma unroll
           for (int n = 0; n < kDqN; ++n) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              *reinterpret_cast<float2*>(slot + (m * 16 + h * 8 + group_row) * Shape::kSlotPitch +
-                                         (n * 8 + pair_column) * 4) =
-                  make_float2(dq[m][n][2 * h], dq[m][n][2 * h + 1]);
-            }
-          }
-        }
-        BulkFence();
-        __syncwarp();
-        const int query = at.first + dq_row + lane;
-        const int columns = min(kDqN * 8, p.head_dim - dq_column);
-        if (query < s.q_len && columns > 0) {
-          float* const to =
-              p.dq_accum + ((s.q_row + query) * p.num_heads + at.head) * p.head_dim + dq_column;
-          BulkReduceAdd(to, slot + lane * Shape::kSlotPitch, columns * 4);
-        }
-        BulkCommit();
-      } else {
-#pragma unroll
-        for (int m = 0; m < kDqM; ++m) {
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int query = at.first + dq_row + m * 16 + h * 8 + group_row;
-            float* to = p.dq_accum + ((s.q_row + query) * p.num_heads + at.head) * p.head_dim +
-                        dq_column + pair_column;
-            if (query >= s.q_len) continue;
-#pragma unroll
-            for (int n = 0; n < kDqN; ++n) {
-              if (dq_column + n * 8 < p.head_dim) {
-                ReduceAdd(to + n * 8, dq[m][n][2 * h], dq[m][n][2 * h + 1]);
-              }
+            if (dq_column + n * 8 < p.head_dim) {
+              ReduceAdd(to + n * 8, dq[m][n][2 * h], dq[m][n][2 * h + 1]);
             }
           }
         }
@@ -455,7 +446,6 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
   StoreTile<KeyTile, kThreads>(
       shared + Shape::kV, RowsOfHead<T>(p.dv, s.kv_row, p.num_kv_heads, keys.head, p.value_dim),
       keys.first, s.kv_rows, thread);
-  if (kBulkAdditions) BulkWaitRead();
 }
 
 }  // namespace kvblock

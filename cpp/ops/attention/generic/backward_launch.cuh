@@ -71,16 +71,13 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   p.heads_apart = static_cast<int32_t>(std::clamp<int64_t>(
       kHeadsApartBytes / std::max<int64_t>(bytes, 1), 1, std::max(p.num_pairs, 1)));
 
-  int device = 0, major = 0, available = 0;
+  int device = 0, available = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) {
     status = cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   }
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  }
   if (status != cudaSuccess) return Failure(status);
-  const BackwardKvPlan plan = Shape::Plan(available, major >= 9);
+  const BackwardKvPlan plan = Shape::Plan(available);
   return Launch<Shape::kThreads>(AttentionBackwardKv<T, kDim>, plan.bytes, p, stream, p, plan);
 }
 
