@@ -9,9 +9,10 @@
 // kRowBlocks products. Shared memory's bandwidth is the next limit after the tensor cores; that is
 // why four warps of 32 rows beat eight of 16 wherever O and S fit in 255 registers.
 //
-// Shared memory: Q | K, K | V, V, two stages of KV tiles. While tile j is multiplied, tile j + 1
-// arrives by cp.async; one barrier a tile separates the stages. At the end O goes through the rows
-// of Q, which only their own warp reads, to be written in 16-byte pieces.
+// Shared memory: Q | K, V | K, V: two stages of KV tiles. While tile j is multiplied, tile j + 1
+// arrives by cp.async; one barrier a tile separates the stages. Where the fragments of Q are held
+// in registers, the second stage takes Q's place. At the end O goes through the rows of Q, a warp's
+// own, to be written in 16-byte pieces.
 //
 //   locate the tile, start loading Q and the first K, V
 //   for each KV tile of the walk:
@@ -37,16 +38,16 @@
 namespace kvblock {
 
 // The tile sizes of each padded head dim. At most 96 KiB of shared memory, so that consumer GPUs
-// (99 KiB) run the same instances.
+// (99 KiB) run the same instances. docs/attention_performance.md has what else was measured.
 struct ForwardShape {
   int queries, keys, warps;
   int ctas;           // on one multiprocessor; fixes the registers a thread may have
-  bool hold_queries;  // Q's fragments stay in registers
+  bool hold_queries;  // Q's fragments stay in registers, and a KV stage takes Q's place
 };
 constexpr ForwardShape ForwardShapeOf(int dim) {
-  return dim == 64    ? ForwardShape{128, 64, 4, 3, false}
+  return dim == 64    ? ForwardShape{128, 128, 4, 2, false}
          : dim == 128 ? ForwardShape{128, 64, 4, 2, false}
-         : dim == 192 ? ForwardShape{64, 32, 4, 2, true}
+         : dim == 192 ? ForwardShape{128, 64, 8, 1, true}
                       : ForwardShape{64, 32, 4, 2, true};
 }
 
@@ -62,7 +63,12 @@ struct ForwardTraits {
   static constexpr int kRowBlocks = kQueries / kShape.warps / 16;
   using QTile = SharedTile<kQueries, kDim>;
   using KvTile = SharedTile<kKeys, kDim>;
-  static constexpr int kSharedBytes = QTile::kBytes + 4 * KvTile::kBytes;
+  // Where the two stages of K and V begin; Q begins at 0.
+  static constexpr int kStageBytes = 2 * KvTile::kBytes;
+  static constexpr int kHeldBytes = QTile::kBytes > kStageBytes ? QTile::kBytes : kStageBytes;
+  static constexpr int kStage0 = kShape.hold_queries ? kHeldBytes : QTile::kBytes;
+  static constexpr int kStage1 = kShape.hold_queries ? 0 : kStage0 + kStageBytes;
+  static constexpr int kSharedBytes = kStageBytes + (kStage1 == 0 ? kStage0 : kStage1);
 };
 
 // The state of a warp's rows. Of every block of 16 rows a lane holds rows g and g + 8, g = lane /
@@ -82,7 +88,7 @@ struct ScoreRules {
   float to_log2;  // score * to_log2 is the exponent of 2; positive
 };
 
-// S = Q K^T of this warp's rows.
+// Q of this warp's rows as the A operand, where it is held.
 template <typename Traits>
 struct QueryFragments {
   static constexpr int kSteps = Traits::kDim / 16;
@@ -99,6 +105,7 @@ __device__ __forceinline__ void LoadQueries(
   }
 }
 
+// S = Q K^T of this warp's rows.
 template <typename Traits>
 __device__ __forceinline__ void Multiply(ForwardRows<Traits>& rows,
                                          const QueryFragments<Traits>& queries, uint32_t q_tile,
@@ -137,11 +144,58 @@ __device__ __forceinline__ float ToFloat(Bias value) {
   return static_cast<float>(value);
 }
 
+// Adds the bias. Where the tile's keys all lie in the array no load has a condition, so that many
+// are under way at once; rows past the end read the last row instead, since theirs are never
+// written.
+template <typename Traits, typename Bias>
+__device__ __forceinline__ void AddBias(const AttentionParams& p, const Sequence& s, int head,
+                                        ForwardRows<Traits>& rows, int query, int key) {
+  struct alignas(2 * sizeof(Bias)) Pair {
+    Bias low, high;
+  };
+  const int64_t plane = static_cast<int64_t>(BatchRow(p, p.bias_batch, s.batch)) * p.bias_heads +
+                        (p.bias_heads > 1 ? head : 0);
+  const Bias* bias = static_cast<const Bias*>(p.bias) + plane * p.q_len * p.kv_len;
+  const bool inside = key / Traits::kKeys < s.kv_rows / Traits::kKeys;
+  const bool even = s.kv_rows % 2 == 0 && reinterpret_cast<uintptr_t>(p.bias) % sizeof(Pair) == 0;
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = min(query + rb * 16 + half * 8, s.q_rows - 1);
+      const Bias* row = bias + i * p.kv_len + key;
+      const auto add = [&](int n, float low, float high) {
+        rows.s[rb][n][half * 2] += low;
+        rows.s[rb][n][half * 2 + 1] += high;
+      };
+      if (inside && even) {
+#pragma unroll
+        for (int n = 0; n < Traits::kKeys / 8; ++n) {
+          const Pair pair = *reinterpret_cast<const Pair*>(row + n * 8);
+          add(n, ToFloat(pair.low), ToFloat(pair.high));
+        }
+      } else if (inside) {
+#pragma unroll
+        for (int n = 0; n < Traits::kKeys / 8; ++n) {
+          add(n, ToFloat(row[n * 8]), ToFloat(row[n * 8 + 1]));
+        }
+      } else {
+        const int left = s.kv_rows - key;
+#pragma unroll
+        for (int n = 0; n < Traits::kKeys / 8; ++n) {
+          if (n * 8 < left) add(n, ToFloat(row[n * 8]), 0.0f);
+          if (n * 8 + 1 < left) add(n, 0.0f, ToFloat(row[n * 8 + 1]));
+        }
+      }
+    }
+  }
+}
+
 // Scores from products: scale, softcap and bias where the rules say so, then -inf where a query
 // does not attend. Each rule is one pass over the registers behind a uniform branch.
 template <typename Traits>
 __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Sequence& s,
-                                             const ScoreRules& rules, int head,
+                                             const ScoreRules& rules, bool mask, int head,
                                              ForwardRows<Traits>& rows, int query, int key,
                                              int lane) {
   constexpr int kColumns = Traits::kKeys / 8;
@@ -166,35 +220,22 @@ __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Seq
     }
   };
   if (rules.finish) {
-    const float cap = p.softcap, factor = cap > 0.0f ? p.scale / cap : p.scale;
-    each([&](float& x) { x *= factor; });
-    if (cap > 0.0f) each([&](float& x) { x = cap * Tanh(x); });
+    if (p.softcap > 0.0f) {
+      // cap tanh(x) = cap - 2 cap / (1 + exp(2 x)), with an absolute error near cap 1e-7.
+      const float cap = p.softcap, factor = p.scale / cap * (2.0f * kLog2E);
+      each([&](float& x) { x = fmaf(-2.0f * cap, Reciprocal(1.0f + Exp2(x * factor)), cap); });
+    } else {
+      each([&](float& x) { x *= p.scale; });
+    }
     if (p.bias != nullptr) {
-      const int64_t plane =
-          static_cast<int64_t>(BatchRow(p, p.bias_batch, s.batch)) * p.bias_heads +
-          (p.bias_heads > 1 ? head : 0);
-      const auto add = [&](const auto* bias) {
-#pragma unroll
-        for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int i = query + rb * 16 + half * 8;
-            // What is masked is never read: it may lie outside of the array.
-            const int low = s.FirstKey(i) - key, high = i < s.q_len ? s.EndKey(i) - key : 0;
-            const auto* from = bias + (plane * p.q_len + i) * p.kv_len + key;
-            each_of_row(rb, half, [&](float& x, int j) {
-              if (j >= low && j < high) x += ToFloat(__ldg(from + j));
-            });
-          }
-        }
-      };
       if (p.bias_dtype == KVBLOCK_F32) {
-        add(static_cast<const float*>(p.bias));
+        AddBias<Traits, float>(p, s, head, rows, query, key);
       } else {
-        add(static_cast<const typename Traits::T*>(p.bias));
+        AddBias<Traits, typename Traits::T>(p, s, head, rows, query, key);
       }
     }
   }
+  if (!mask) return;
 #pragma unroll
   for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
 #pragma unroll
@@ -238,9 +279,12 @@ __device__ __forceinline__ float Reference(float max, float to_log2) {
   return max == -INFINITY ? 0.0f : max * to_log2;
 }
 
-// Takes the tile's scores into the running maxima; scales O and the sums to the new ones.
+// Takes the tile's scores into the running maxima; scales O and the sums to the new ones. After the
+// first few tiles maxima rarely move, and then there is nothing to scale.
 template <typename Traits>
 __device__ __forceinline__ void Rescale(ForwardRows<Traits>& rows, float to_log2) {
+  float correction[Traits::kRowBlocks][2];
+  bool moved = false;
 #pragma unroll
   for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
 #pragma unroll
@@ -252,12 +296,20 @@ __device__ __forceinline__ void Rescale(ForwardRows<Traits>& rows, float to_log2
       }
       const float before = rows.max[rb][half];
       rows.max[rb][half] = fmaxf(before, RowMax(tile_max));
-      const float correction = Exp2(before * to_log2 - Reference(rows.max[rb][half], to_log2));
-      rows.sum[rb][half] *= correction;
+      moved |= rows.max[rb][half] != before;
+      correction[rb][half] = Exp2(before * to_log2 - Reference(rows.max[rb][half], to_log2));
+    }
+  }
+  if (!__any_sync(~0u, moved)) return;
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows.sum[rb][half] *= correction[rb][half];
 #pragma unroll
       for (int n = 0; n < Traits::kDim / 8; ++n) {
-        rows.o[rb][n][half * 2] *= correction;
-        rows.o[rb][n][half * 2 + 1] *= correction;
+        rows.o[rb][n][half * 2] *= correction[rb][half];
+        rows.o[rb][n][half * 2 + 1] *= correction[rb][half];
       }
     }
   }
@@ -320,6 +372,7 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& 
                   kLog2E
             : -INFINITY;
   float* lse = p.lse + s.LseRow(p, head);
+  __syncwarp();  // other lanes have read the rows of Q that this one writes
 #pragma unroll
   for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
 #pragma unroll
@@ -393,9 +446,10 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
     WalkState walk[kThreads / 32];
   } parked;
   const uint32_t q_tile = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  const uint32_t k_tiles = q_tile + QTile::kBytes, v_tiles = k_tiles + 2 * KvTile::kBytes;
-  const int thread = threadIdx.x, lane = thread % 32;
-  const int row = thread / 32 * (Traits::kRowBlocks * 16);  // this warp's first, in the tile
+  // Computed afresh at every use: a register for each would be spilled.
+  const auto thread = [] { return Opaque(threadIdx.x); };
+  const auto lane = [&] { return thread() % 32; };
+  const auto row = [&] { return thread() / 32 * (Traits::kRowBlocks * 16); };  // the warp's first
 
   int pair, tile, first;
   Assignment(p, &pair, &tile);
@@ -407,12 +461,14 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
     }
     TileWalk<Along::kKeys, Traits::kKeys> walk(p, found, head, first,
                                                min(first + Traits::kQueries, found.q_len));
-    parked.sequence = found;
-    parked.head = head;
-    parked.first = first;
-    parked.k = RowsOfHead<T>(p.k, found.kv_row, p.num_kv_heads, head / p.group, p.head_dim);
-    parked.v = RowsOfHead<T>(p.v, found.kv_row, p.num_kv_heads, head / p.group, p.value_dim);
-    parked.walk[thread / 32] = walk.state();
+    if (thread() == 0) {
+      parked.sequence = found;
+      parked.head = head;
+      parked.first = first;
+      parked.k = RowsOfHead<T>(p.k, found.kv_row, p.num_kv_heads, head / p.group, p.head_dim);
+      parked.v = RowsOfHead<T>(p.v, found.kv_row, p.num_kv_heads, head / p.group, p.value_dim);
+    }
+    if (lane() == 0) parked.walk[thread() / 32] = walk.state();
     __syncthreads();
   }
   const Sequence& s = parked.sequence;
@@ -434,24 +490,27 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
   int key = 0;
   bool all_visible = false;
   const auto next = [&] {
-    WalkState& at = parked.walk[thread / 32];
+    WalkState& at = parked.walk[thread() / 32];
     TileWalk<Along::kKeys, Traits::kKeys> walk(p, s, at);
     const bool found = walk.Next();
     key = walk.first();
     all_visible = walk.all_visible();
-    __syncwarp();  // all lanes have read what they all write
-    at = walk.state();
+    __syncwarp();  // all lanes have read it; before the next call there is a barrier
+    if (lane() == 0) at = walk.state();
     return found;
   };
+  const auto k_tile = [&](int stage) {
+    return q_tile + (stage == 0 ? Traits::kStage0 : Traits::kStage1);
+  };
+  const auto v_tile = [&](int stage) { return k_tile(stage) + KvTile::kBytes; };
   const auto load = [&](int stage) {
-    const int to = stage * KvTile::kBytes;
-    LoadTileAsync<KvTile, kThreads>(k_tiles + to, parked.k, key, s.kv_len, Opaque(thread));
-    LoadTileAsync<KvTile, kThreads>(v_tiles + to, parked.v, key, s.kv_len, Opaque(thread));
+    LoadTileAsync<KvTile, kThreads>(k_tile(stage), parked.k, key, s.kv_len, thread());
+    LoadTileAsync<KvTile, kThreads>(v_tile(stage), parked.v, key, s.kv_len, thread());
   };
   bool more = next();
   if (more) {
     const HeadRows q = RowsOfHead<T>(p.q, s.q_row, p.num_heads, head, p.head_dim);
-    LoadTileAsync<QTile, kThreads>(q_tile, q, first, s.q_len, thread);
+    LoadTileAsync<QTile, kThreads>(q_tile, q, first, s.q_len, thread());
     load(0);
   }
   CopyAsyncCommit();
@@ -460,10 +519,10 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
   if (more && Traits::kShape.hold_queries) {
     CopyAsyncWait<0>();
     __syncthreads();
-    const LaneBlock<kDim, BlockOrder::kRowsFirst> at_q(lane);
+    const LaneBlock<kDim, BlockOrder::kRowsFirst> at_q(lane());
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
-      LoadQueries<Traits>(queries.held[Traits::kShape.hold_queries ? step : 0], q_tile, row, step,
+      LoadQueries<Traits>(queries.held[Traits::kShape.hold_queries ? step : 0], q_tile, row(), step,
                           at_q);
     }
   }
@@ -472,21 +531,24 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
   for (int stage = 0; more; stage ^= 1) {
     CopyAsyncWait<0>();
     __syncthreads();  // this tile has arrived for all, and all are done with the other stage
-    const int key_now = key;
-    const bool whole_now = all_visible;
+    // Opaque: each takes one register, and nothing computed from it does.
+    const int key_now = Opaque(key);
+    const bool whole_now = Opaque(all_visible);
     more = next();
     if (more) load(stage ^ 1);
     CopyAsyncCommit();
 
-    Multiply<Traits>(rows, queries, q_tile, k_tiles + stage * KvTile::kBytes, row, Opaque(lane));
+    Multiply<Traits>(rows, queries, q_tile, k_tile(stage), row(), lane());
     if (rules.finish || !whole_now) {
-      FinishScores<Traits>(p, s, rules, parked.head, rows, parked.first + row, key_now,
-                           Opaque(lane));
+      FinishScores<Traits>(p, s, rules, !whole_now, parked.head, rows, parked.first + row(),
+                           key_now, lane());
     }
     Rescale<Traits>(rows, rules.to_log2);
-    Accumulate<Traits>(rows, rules.to_log2, v_tiles + stage * KvTile::kBytes, Opaque(lane));
+    Accumulate<Traits>(rows, rules.to_log2, v_tile(stage), lane());
   }
-  Write<Traits>(p, s, parked.head, rows, rules.to_log2, q_tile, shared, parked.first, row, lane);
+  if (Traits::kShape.hold_queries) __syncthreads();  // O's way out is a stage that others may read
+  Write<Traits>(p, s, parked.head, rows, rules.to_log2, q_tile, shared, parked.first, row(),
+                lane());
 }
 
 }  // namespace kvblock

@@ -78,8 +78,8 @@ struct LaneBlock {
 // Starts copying rows [first, first + kRows) to the tile at `base`; all kThreads threads take part.
 // Rows from `end` on and columns from from.dim on become zeros and are not read.
 template <typename Tile, int kThreads>
-__device__ __forceinline__ void LoadTileAsync(uint32_t base, const HeadRows& from, int first,
-                                              int end, int thread) {
+__device__ __forceinline__ void LoadTileAsync(uint32_t base, HeadRows from, int first, int end,
+                                              int thread) {
   // Eight lanes copy 128 contiguous bytes; a thread's rows are alike modulo 8, so is its swizzle.
   constexpr int kStep = kThreads / 8;
   static_assert(kStep % 8 == 0 && Tile::kRows % kStep == 0);
