@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_kvblock._spmd import vary_alike
 from jax_kvblock.attention import arguments, cudnn, primitive
 from jax_kvblock.attention.config import AttentionConfig, AttentionTiles, Operands
 
@@ -96,7 +97,7 @@ def flash_attention(
 
     Values beyond `q_lens` and `kv_lens` and in tiles that are not listed may be
     anything, also NaN. Elsewhere, a masked key's score and bias may be anything, its
-    value must be finite.
+    value must be finite (and for gradients the key as well).
 
     Raises:
       TypeError, ValueError: an argument's dtype, shape or value does not fit, or two
@@ -141,7 +142,7 @@ def flash_attention(
 
 def attention(config: AttentionConfig, x: Operands) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of a checked call; lse is `[B, N, T]` (packed `[N, T]`)."""
-    x = Operands(*primitive.vary_alike(x))
+    x = Operands(*vary_alike(x))
     return _attention(config, x)
 
 
