@@ -256,7 +256,6 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
   for (; more; ++step) {
     const int stage = plan.stages == 2 ? step % 2 : 0;
     const BackwardWalk::Tile& at = parked.tiles[step % 2];
-    const bool plain = at.visible && p.softcap == 0.0f && p.bias == nullptr;
     const uint32_t q = base + Shape::kStage + stage * Shape::kStageBytes;
     const uint32_t d_o = base + Shape::kStage + stage * Shape::kStageBytes + QueryTile::kBytes;
     BarrierWait(landed + stage * 8, (plan.stages == 2 ? step / 2 : step) % 2);
@@ -277,15 +276,19 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) lse[m][h] = RowLse(lse_rows[row_of(m, h)]);
+      for (int h = 0; h < 2; ++h) lse[m][h] = lse_rows[row_of(m, h)];
     }
+    bool blind = false;  // whether a row of this lane sees nothing
+#pragma unroll
+    for (int m = 0; m < kM; ++m) blind = blind || lse[m][0] == -INFINITY || lse[m][1] == -INFINITY;
+    const bool plain =
+        at.visible && p.softcap == 0.0f && p.bias == nullptr && !__any_sync(~0u, blind);
     const auto start_with_delta = [&] {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int row = row_of(m, h);
-          const float delta = RowDelta(lse_rows[row], delta_rows[row]);
+          const float delta = delta_rows[row_of(m, h)];
 #pragma unroll
           for (int n = 0; n < kN; ++n) ds[m][n][2 * h] = ds[m][n][2 * h + 1] = -delta;
         }
@@ -340,8 +343,8 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
           const int key = keys.first + key_row + n * 8 + at_lane % 4 * 2;
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            c[e] = scores.Probability(c[e], query_row + e / 2 * 8, key + e % 2, lse[m][e / 2],
-                                      &slope[e]);
+            c[e] = scores.Probability(c[e], query_row + e / 2 * 8, key + e % 2,
+                                      RowLse(lse[m][e / 2]), &slope[e]);
           }
           store(Shape::kP, at_lane, m, n, c);
 #pragma unroll
