@@ -267,20 +267,18 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
                           OperandB<KeyTile, Lies::kAcross>{base + Shape::kK, key_row}, lane);
 
     // dP - delta = dO V^T - delta, and P = exp(scale S - lse) under it.
-    float ds[kM][kN][4], lse[kM][2];
+    float ds[kM][kN][4];
     const auto row_of = [&](int m, int h) { return score_row + m * 16 + h * 8 + group_row; };
     const float* const lse_rows =
         reinterpret_cast<const float*>(shared + Shape::kLse) + stage * kQueries;
     const float* const delta_rows =
         reinterpret_cast<const float*>(shared + Shape::kDelta) + stage * kQueries;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) lse[m][h] = lse_rows[row_of(m, h)];
-    }
+    const auto lse_of = [&](int m, int h) { return lse_rows[row_of(m, h)]; };
     bool blind = false;  // whether a row of this lane sees nothing
 #pragma unroll
-    for (int m = 0; m < kM; ++m) blind = blind || lse[m][0] == -INFINITY || lse[m][1] == -INFINITY;
+    for (int m = 0; m < kM; ++m) {
+      blind = blind || lse_of(m, 0) == -INFINITY || lse_of(m, 1) == -INFINITY;
+    }
     const bool plain =
         at.visible && p.softcap == 0.0f && p.bias == nullptr && !__any_sync(~0u, blind);
     const auto start_with_delta = [&] {
@@ -315,7 +313,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
         for (int i = k * kBlocks / kSteps; i < (k + 1) * kBlocks / kSteps; ++i) {
           float (&c)[4] = prob[i / kN][i % kN];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) c[e] = Probability(c[e], p.scale, lse[i / kN][e / 2]);
+          for (int e = 0; e < 4; ++e) c[e] = Probability(c[e], p.scale, lse_of(i / kN, e / 2));
         }
       });
       previous_done();
@@ -344,7 +342,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             c[e] = scores.Probability(c[e], query_row + e / 2 * 8, key + e % 2,
-                                      RowLse(lse[m][e / 2]), &slope[e]);
+                                      RowLse(lse_of(m, e / 2)), &slope[e]);
           }
           store(Shape::kP, at_lane, m, n, c);
 #pragma unroll
