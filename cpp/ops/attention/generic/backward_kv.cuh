@@ -10,8 +10,8 @@
 //   dK += dS^T Q           [kKeys, kDim]         times scale at the end
 //   dQ  = dS K             [kQueries, kDim]      added to dq_accum in global memory, unscaled
 //
-// Eight warps, numbered (kv, half), kv = warp / 2. In S and dP warp (kv, half) has the keys of
-// quarter kv and one half of the queries; in dV and dK the same keys and one half of the columns:
+// Eight warps, numbered (pair, half), pair = warp / 2. In S and dP a warp has its pair's quarter of
+// the keys and one half of the queries; in dV and dK the same keys and one half of the columns:
 // there a warp needs P and dS of its own pair only. dQ sums over all keys and needs everyone's dS.
 // Even and odd warps run on different schedulers, pairs 0 and 2 and pairs 1 and 3 on the same, so a
 // scheduler may run one pair's exponentials under another pair's products.
@@ -97,7 +97,7 @@ struct BackwardKvShape : BackwardKvTiling<kDim_> {
   using QueryTile = SharedTile<kQueries, kDim>;
   using ScoreTile = SharedTile<kQueries, kKeys>;
 
-  // Offsets in shared memory. A stage is Q, then dO;
+  // Offsets in shared memory. A stage is Q, then dO.
   static constexpr int kK = 0, kV = kK + KeyTile::kBytes, kP = kV + KeyTile::kBytes;
   static constexpr int kDs = kP + ScoreTile::kBytes, kLse = kDs + ScoreTile::kBytes;
   static constexpr int kDelta = kLse + 2 * kQueries * 4, kLanded = kDelta + 2 * kQueries * 4;
@@ -256,7 +256,6 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
   for (; more; ++step) {
     const int stage = plan.stages == 2 ? step % 2 : 0;
     const BackwardWalk::Tile& at = parked.tiles[step % 2];
-    const bool plain = at.visible && p.softcap == 0.0f && p.bias == nullptr;
     const uint32_t q = base + Shape::kStage + stage * Shape::kStageBytes;
     const uint32_t d_o = base + Shape::kStage + stage * Shape::kStageBytes + QueryTile::kBytes;
     BarrierWait(landed + stage * 8, (plan.stages == 2 ? step / 2 : step) % 2);
@@ -268,24 +267,42 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
                           OperandB<KeyTile, Lies::kAcross>{base + Shape::kK, key_row}, lane);
 
     // dP - delta = dO V^T - delta, and P = exp(scale S - lse) under it.
-    float ds[kM][kN][4], lse[kM][2];
+    float ds[kM][kN][4];
     const auto row_of = [&](int m, int h) { return score_row + m * 16 + h * 8 + group_row; };
     const float* const lse_rows =
         reinterpret_cast<const float*>(shared + Shape::kLse) + stage * kQueries;
     const float* const delta_rows =
         reinterpret_cast<const float*>(shared + Shape::kDelta) + stage * kQueries;
+    // Four rows' lse stay in registers (3 % faster at head dim 128); for eight there is no room.
+    constexpr bool kHoldLse = kM <= 2;
+    float lse[kHoldLse ? kM : 1][2];
+    if constexpr (kHoldLse) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) lse[m][h] = lse_rows[row_of(m, h)];
+      }
+    }
+    const auto lse_of = [&](int m, int h) {
+      if constexpr (kHoldLse) {
+        return lse[m][h];
+      } else {
+        return lse_rows[row_of(m, h)];
+      }
+    };
+    bool blind = false;  // whether a row of this lane sees nothing
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) lse[m][h] = RowLse(lse_rows[row_of(m, h)]);
+      blind = blind || lse_of(m, 0) == -INFINITY || lse_of(m, 1) == -INFINITY;
     }
+    const bool plain =
+        at.visible && p.softcap == 0.0f && p.bias == nullptr && !__any_sync(~0u, blind);
     const auto start_with_delta = [&] {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const int row = row_of(m, h);
-          const float delta = RowDelta(lse_rows[row], delta_rows[row]);
+          const float delta = delta_rows[row_of(m, h)];
 #pragma unroll
           for (int n = 0; n < kN; ++n) ds[m][n][2 * h] = ds[m][n][2 * h + 1] = -delta;
         }
@@ -312,7 +329,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
         for (int i = k * kBlocks / kSteps; i < (k + 1) * kBlocks / kSteps; ++i) {
           float (&c)[4] = prob[i / kN][i % kN];
 #pragma unroll
-          for (int e = 0; e < 4; ++e) c[e] = Probability(c[e], p.scale, lse[i / kN][e / 2]);
+          for (int e = 0; e < 4; ++e) c[e] = Probability(c[e], p.scale, lse_of(i / kN, e / 2));
         }
       });
       previous_done();
@@ -340,8 +357,8 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
           const int key = keys.first + key_row + n * 8 + at_lane % 4 * 2;
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            c[e] = scores.Probability(c[e], query_row + e / 2 * 8, key + e % 2, lse[m][e / 2],
-                                      &slope[e]);
+            c[e] = scores.Probability(c[e], query_row + e / 2 * 8, key + e % 2,
+                                      RowLse(lse_of(m, e / 2)), &slope[e]);
           }
           store(Shape::kP, at_lane, m, n, c);
 #pragma unroll
