@@ -1,6 +1,11 @@
 """KV-cache blocks for JAX: layouts, pools, copies at the speed of memory, attention."""
 
-from jax_kvblock.attention import AttentionTiles, flash_attention
+from jax_kvblock.attention import (
+    AttentionTiles,
+    attention_fn,
+    dot_product_attention,
+    flash_attention,
+)
 from jax_kvblock.block import Block, BlockList, Layer
 from jax_kvblock.convert import (
     block_to_operational,
@@ -34,10 +39,12 @@ __all__ = [
     "PoolDoubledWarning",
     "PoolExhaustedError",
     "append_kv",
+    "attention_fn",
     "block_to_operational",
     "block_to_universal",
     "convert_blocks",
     "copy_blocks",
+    "dot_product_attention",
     "flash_attention",
     "gather_blocks",
     "operational_to_block",
