@@ -20,6 +20,8 @@ COPY = "peer copy"
 DEVICE_COPY = "ceiling / device copy"
 TO_HOST = "ceiling / device to pinned host"
 TO_DEVICE = "ceiling / pinned host to device"
+# PyTorch's scaled_dot_product_attention by its flash backend.
+FA2 = "peer torch flash attention 2"
 MIB = 1 << 20
 
 MOVES = r"^(gather|scatter), | to (NHD|HND|universal|operational)$"
@@ -34,8 +36,9 @@ class Bar:
       text: how tables call it.
       work, shape, implementation: regular expressions of the rows it judges.
       metric: of those rows.
-      against: the case of a ceiling, or "peer NAME" for the best of that peer's rows on
-        the same case; None judges the value itself.
+      against: the case of a ceiling, "peer NAME" for the best of that peer's rows on
+        the same case, or "ours SHAPE" for our row of the same work on another shape;
+        None judges the value itself.
       limit: the least ratio or value; the greatest one when `at_most`.
       runs: for which run lengths, in bytes.
       platform: "gpu", "cpu" or None for both.
@@ -86,6 +89,16 @@ BARS = (
         1.5, platform="cpu"),
     Bar("CPU paged scatter / XLA:CPU", PAGED.format("scatter"), "bandwidth", "peer xla",
         1.5, platform="cpu"),
+    Bar("attention forward / FlashAttention-2 in PyTorch", "^forward$", "rate", FA2, 0.95,
+        shape="^B2 H16 S8192 D128 causal$"),
+    Bar("attention backward / FlashAttention-2 in PyTorch", "^backward$", "rate", FA2,
+        0.95, shape="^B2 H16 S8192 D128 causal$"),
+    Bar("packed sequences / the same as a batch", "^(forward|backward)$", "rate",
+        "ours B8 H16 S2048 D128 causal", 0.9, shape="packed$"),
+    Bar("time of a window of 1024 / causal, S 8192", "^(forward|backward)$", "time",
+        "ours B2 H16 S8192 D128 causal", 1 / 3, at_most=True, shape="window 1024$"),
+    Bar("attention temporaries / their limit", "^(forward|backward)$",
+        "temporaries over limit", None, 1, at_most=True),
     Bar("Layer to torch by DLPack, us", "^layer to torch$", "host time", None, 15,
         at_most=True, platform=None),
 )  # fmt: skip
@@ -120,16 +133,30 @@ class Verdict:
         )
 
 
-def best(rows: Sequence[dict[str, Any]], case: str, who: str = "") -> float | None:
-    """The best bandwidth that `who` (or anyone) reached on a case."""
+def best(
+    rows: Sequence[dict[str, Any]], case: str, who: str = "", metric: str = "bandwidth"
+) -> float | None:
+    """The best rate that `who` (or anyone) reached on a case."""
     values = [
         row["value"]
         for row in rows
         if row["case"] == case
-        and row["metric"] == "bandwidth"
+        and row["metric"] == metric
         and (not who or row["implementation"].split(",")[0] == who)
     ]
     return max(values, default=None)
+
+
+def _bound(
+    bar: Bar, rows: Sequence[dict[str, Any]], row: dict[str, Any], work: str
+) -> float | None:
+    """What a row is divided by, None when it was not in this run."""
+    kind, _, name = (bar.against or "").partition(" ")
+    if kind == "peer":
+        return best(rows, row["case"], name, row["metric"])
+    if kind == "ours":
+        return best(rows, f"{name} / {work}", OURS, row["metric"])
+    return best(rows, bar.against or "")
 
 
 def judge(document: dict[str, Any]) -> list[Verdict]:
@@ -152,9 +179,7 @@ def judge(document: dict[str, Any]) -> list[Verdict]:
                 continue
             bound = None
             if bar.against is not None:
-                peer = bar.against.removeprefix("peer ")
-                is_peer = peer != bar.against
-                bound = best(rows, row["case"] if is_peer else peer, peer * is_peer)
+                bound = _bound(bar, rows, row, work)
                 if bound is None:  # that peer or ceiling was not in this run
                     continue
             ratio = row["value"] if bound is None else row["value"] / bound

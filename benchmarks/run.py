@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import bars
+import bench_attention
 import bench_cpu
 import bench_host
 import bench_layouts
@@ -31,9 +32,10 @@ BENCHES: dict[str, common.Bench] = {
     "host": bench_host.bench,
     "layouts": bench_layouts.bench,
     "cpu": bench_cpu.bench,
+    "attention": bench_attention.bench,
 }
 # Each benchmark measures the ceilings it needs itself, in its own run.
-ON_GPU = ("objects", "host", "layouts")
+ON_GPU = ("objects", "host", "layouts", "attention")
 ON_CPU = ("objects", "host", "cpu")
 
 

@@ -32,6 +32,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_kvblock import _ffi, _reference
 from jax_kvblock._plan import Copy, Side, make_plan, plan_attributes
+from jax_kvblock._spmd import lower_local, vary_alike
 
 block_copy_p = core.Primitive("kvblock_copy")
 block_copy_p.multiple_results = True
@@ -47,21 +48,7 @@ def block_copy(
 ) -> list[jax.Array]:
     """Runs `copy`; `scalars` are source ids, destination ids and the two starts."""
     operands = [*sources, *destinations, *(s for s in scalars if s is not None)]
-    return block_copy_p.bind(*_vary_alike(operands), copy=copy)
-
-
-def _vary_alike(operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Inside shard_map, makes all operands vary over the same mesh axes."""
-    varying = [_varying(x) for x in operands]
-    union = frozenset().union(*varying)
-    return [
-        jax.lax.pcast(x, tuple(sorted(union - v)), to="varying") if union - v else x
-        for x, v in zip(operands, varying, strict=True)
-    ]
-
-
-def _varying(x: Any) -> frozenset[str]:
-    return getattr(getattr(jax.typeof(x), "mat", None), "varying", frozenset())
+    return block_copy_p.bind(*vary_alike(operands), copy=copy)
 
 
 # ---- evaluation ----------------------------------------------------------------------
@@ -98,7 +85,7 @@ _local_copy_p.def_abstract_eval(_abstract_eval)
 
 def _lower_reference(ctx: Any, *operands: Any, copy: Copy) -> Any:
     reference = functools.partial(_reference.block_copy_bits, copy)
-    return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
+    return lower_local(ctx, reference, *operands)
 
 
 def _lower_call(ctx: Any, *operands: Any, copy: Copy, platform: str) -> Any:

@@ -52,3 +52,55 @@ SMOLLM2 = Case("SmolLM2-135M", 30, 2, 16, 3, 64, "float32")
 FP8 = Case("fp8 cache", 2, 2, 8, 3, 48, "float8_e4m3fn")
 ODD_RUN = Case("runs of 6 bytes", 5, 2, 7, 3, 3)
 SMALL = (SOURCE_TEST, ONE, LATENT, FP8, ODD_RUN, Case("vectors", 2, 2, 4, 2, 64))
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionCase:
+    """One attention: batch, query heads, key heads, length, head dim."""
+
+    batch: int
+    num_heads: int
+    num_kv_heads: int
+    length: int
+    head_dim: int
+    causal: bool = True
+    window: int | None = None  # to the left
+    packed: bool = False  # the same batch as packed sequences
+
+    @property
+    def name(self) -> str:
+        heads = f"H{self.num_heads}"
+        if self.num_kv_heads != self.num_heads:
+            heads += f"/{self.num_kv_heads}"
+        mask = "causal" if self.causal else "full"
+        if self.window is not None:
+            mask = f"window {self.window}"
+        packed = " packed" if self.packed else ""
+        shape = f"B{self.batch} {heads} S{self.length} D{self.head_dim}"
+        return f"{shape} {mask}{packed}"
+
+    @property
+    def flops(self) -> float:
+        """Of the forward pass, as papers count: causal counts half."""
+        pairs = self.length * self.length * (0.5 if self.causal else 1.0)
+        if self.window is not None:
+            pairs = self.length * min(self.window + 1, self.length)
+        return 4.0 * self.batch * self.num_heads * self.head_dim * pairs
+
+
+ATTENTION_MAIN = AttentionCase(2, 16, 16, 8192, 128)
+ATTENTION_WINDOW = AttentionCase(2, 16, 16, 8192, 128, window=1024)
+ATTENTION_BATCH = AttentionCase(8, 16, 16, 2048, 128)
+ATTENTION_PACKED = AttentionCase(8, 16, 16, 2048, 128, packed=True)
+ATTENTION_SPEED = (
+    AttentionCase(2, 16, 16, 8192, 128, causal=False),
+    ATTENTION_MAIN,
+    AttentionCase(4, 16, 16, 4096, 128),
+    AttentionCase(32, 16, 16, 512, 128),
+    AttentionCase(2, 32, 32, 8192, 64),
+    AttentionCase(2, 32, 8, 8192, 128),
+    AttentionCase(2, 8, 8, 8192, 256),
+    ATTENTION_WINDOW,
+    ATTENTION_BATCH,
+    ATTENTION_PACKED,
+)

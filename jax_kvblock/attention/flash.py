@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jax_kvblock._spmd import vary_alike
 from jax_kvblock.attention import arguments, cudnn, primitive
 from jax_kvblock.attention.config import AttentionConfig, AttentionTiles, Operands
 
@@ -141,7 +142,7 @@ def flash_attention(
 
 def attention(config: AttentionConfig, x: Operands) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of a checked call; lse is `[B, N, T]` (packed `[N, T]`)."""
-    x = Operands(*primitive.vary_alike(x))
+    x = Operands(*vary_alike(x))
     return _attention(config, x)
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +38,7 @@ from jax.extend import core
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_kvblock._spmd import lower_local, vary_alike
 from jax_kvblock.attention import blocked, cuda
 from jax_kvblock.attention.config import AXES, AttentionConfig, Operands, sizes_of
 
@@ -121,22 +123,6 @@ def backward_bias(
     return _bind(BACKWARD_BIAS, [*arrays, lse, delta, d_o], call)[0]
 
 
-def vary_alike(arrays: Sequence[Any]) -> list[Any]:
-    """Inside shard_map, makes all arrays vary over the same mesh axes."""
-    varying = [frozenset() if a is None else _varying(jax.typeof(a)) for a in arrays]
-    union = frozenset().union(*varying)
-    return [
-        jax.lax.pcast(a, tuple(sorted(union - v)), to="varying")
-        if a is not None and union - v
-        else a
-        for a, v in zip(arrays, varying, strict=True)
-    ]
-
-
-def _varying(aval: Any) -> frozenset[str]:
-    return getattr(getattr(aval, "mat", None), "varying", frozenset())
-
-
 # ---- evaluation ----------------------------------------------------------------------
 
 
@@ -163,7 +149,9 @@ def _result_structs(op: Op, call: Call, avals: Sequence[Any]) -> list[tuple]:
     return [shapes[name] for name in op.results]
 
 
-def _abstract_eval(*avals: Any, op: Op, call: Call) -> list[Any]:
+def _abstract_eval(
+    *avals: Any, op: Op, call: Call, sums: tuple[tuple[str, ...], ...] = ()
+) -> list[Any]:
     shards = _axis_shards(op, call, avals)
     mesh = avals[0].sharding.mesh
     results = []
@@ -225,14 +213,38 @@ def _blocked(op: Op, call: Call, platform: str | None, *arrays: Any) -> tuple:
     return made.dq, made.dk, made.dv
 
 
-def _lower(ctx: Any, *operands: Any, op: Op, call: Call, platform: str | None) -> Any:
+def _lower(
+    ctx: Any,
+    *operands: Any,
+    op: Op,
+    call: Call,
+    platform: str | None,
+    sums: tuple[tuple[str, ...], ...] = (),
+) -> Any:
+    """`sums`: for each result, the mesh axes over which it is added up."""
     x = call.unpack(ctx.avals_in[: len(call.present)])
     choice = cuda.choose(call.config, x, platform)
-    if choice == "cuda":
-        function = functools.partial(cuda.run, op.name, call)
+    empty = 0 in (*x.q.shape, *x.k.shape)  # nothing to launch a kernel for
+    if choice == "cuda" and not empty:
+        local = functools.partial(cuda.run, op.name, call)
     else:
-        function = functools.partial(_blocked, op, call, platform)
-    return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+        local = functools.partial(_blocked, op, call, platform)
+
+    def function(*arrays: Any) -> Any:
+        made = local(*arrays)
+        return [
+            _sum_over(a, axes)
+            for a, axes in itertools.zip_longest(made, sums, fillvalue=())
+        ]
+
+    return lower_local(ctx, function, *operands)
+
+
+def _sum_over(a: Any, axes: tuple[str, ...]) -> Any:
+    if not axes:
+        return a
+    wide = a.astype(jnp.promote_types(a.dtype, jnp.float32))
+    return jax.lax.psum(wide, axes).astype(a.dtype)
 
 
 for _op, _primitive in _LOCAL.items():
@@ -331,12 +343,13 @@ def _partition(op: Op, call: Call, mesh: Any, operands: Any, results: Any) -> An
         f: _names(shards[f]) for f in ("B", "K", "G") if f in shards
     }
 
+    sums = tuple(
+        _shared_axes(op, name, full.shape, cut, shards["factors"], packed)
+        for name, full in zip(op.results, results, strict=True)
+    )
+
     def run(*arrays: Any) -> Any:
-        made = _LOCAL[op].bind(*arrays, call=call)
-        return tuple(
-            _sum_shared(op, name, a, full.shape, cut, shards["factors"], packed)
-            for name, a, full in zip(op.results, made, results, strict=True)
-        )
+        return tuple(_LOCAL[op].bind(*arrays, call=call, sums=sums))
 
     return (
         mesh,
@@ -349,24 +362,22 @@ def _partition(op: Op, call: Call, mesh: Any, operands: Any, results: Any) -> An
     )
 
 
-def _sum_shared(
+def _shared_axes(
     op: Op,
     name: str,
-    a: Any,
     shape: Sequence[int],
     cut: dict[str, tuple[str, ...]],
     factors: dict[str, int],
     packed: bool,
-) -> Any:
-    """Adds up a gradient over the devices that share its array."""
+) -> tuple[str, ...]:
+    """The mesh axes whose devices share a gradient's array and each hold a part."""
     if op is FORWARD:
-        return a
+        return ()
     own = {
         _dim_factor(letter, dim, factors)
         for letter, dim in zip(letters(name, packed), shape, strict=True)
     }
-    axes = tuple(n for factor, names in cut.items() if factor not in own for n in names)
-    return jax.lax.psum(a.astype(jnp.float32), axes).astype(a.dtype) if axes else a
+    return tuple(n for factor, names in cut.items() if factor not in own for n in names)
 
 
 def _sharding_rule(op: Op, call: Call, mesh: Any, operands: Any, results: Any) -> Any:

@@ -1,0 +1,303 @@
+"""Attention, forward and backward, beside PyTorch's FlashAttention-2 and cuDNN.
+
+TFLOP/s as papers count: 4 B N S² D forward, half of it when causal, 2.5 times as much
+backward. Inputs and output gradients are random. The backward pass is timed as forward
+and backward together minus forward, for everybody alike. Implementations take turns;
+each is called until a round lasts 60 ms; the median round counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import OURS, Results, cases
+
+from jax_kvblock import AttentionTiles, flash_attention
+from jax_kvblock.attention import flash
+
+ROUND = 0.06  # seconds
+ROUNDS = 7
+
+
+def bench(options: argparse.Namespace, results: Results) -> None:
+    for case in common.wanted(options, cases.ATTENTION_SPEED):
+        if options.quick:
+            case = _small(case)
+        _speed(case, results, options.quick)
+        gc.collect()
+        results.save()
+    case = _small(cases.ATTENTION_MAIN) if options.quick else cases.ATTENTION_MAIN
+    if common.wanted(options, [cases.ATTENTION_MAIN]):
+        _memory(case, results)
+        _tiles(case, results, options.quick)
+
+
+def _small(case: Any) -> Any:
+    return cases.dataclasses.replace(
+        case, length=min(case.length, 256), batch=1, num_heads=2, num_kv_heads=1
+    )
+
+
+# ---- implementations -----------------------------------------------------------------
+
+
+def _inputs(case: Any) -> list[jax.Array]:
+    """q, k, v and an output gradient, `[B, S, N, D]` bfloat16."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads)
+    return [
+        jax.random.normal(
+            key, (case.batch, case.length, n, case.head_dim), jnp.bfloat16
+        )
+        for key, n in zip(keys, heads, strict=True)
+    ]
+
+
+def _ours(case: Any, implementation: str | None) -> Callable[..., Any]:
+    window = None if case.window is None else (case.window, 0)
+    options = {"causal": case.causal, "window": window}
+    if not case.packed:
+        return lambda q, k, v: flash_attention(
+            q, k, v, **options, implementation=implementation
+        )
+    total = case.batch * case.length
+    cu = jnp.arange(0, total + 1, case.length, dtype=jnp.int32)
+
+    def packed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        flat = [x.reshape(total, *x.shape[2:]) for x in (q, k, v)]
+        o = flash_attention(
+            *flat, **options, cu_seqlens=(cu, cu), implementation=implementation
+        )
+        return o.reshape(q.shape)
+
+    return packed
+
+
+def _cudnn(case: Any) -> Callable[..., Any]:
+    window = None if case.window is None else (case.window, 0)
+    return lambda q, k, v: jax.nn.dot_product_attention(
+        q,
+        k,
+        v,
+        is_causal=case.causal,
+        local_window_size=window,
+        implementation="cudnn",
+    )
+
+
+def _jax_calls(function: Callable[..., Any], inputs: list[Any]) -> dict[str, Any]:
+    """Compiled forward, and forward with backward, as calls that do not wait."""
+    q, k, v, d_o = inputs
+
+    def both(q: Any, k: Any, v: Any, d_o: Any) -> Any:
+        out, vjp = jax.vjp(function, q, k, v)
+        return out, vjp(d_o)
+
+    forward = jax.jit(function).lower(q, k, v).compile()
+    backward = jax.jit(both).lower(q, k, v, d_o).compile()
+    return {
+        "forward": lambda: forward(q, k, v),
+        "both": lambda: backward(q, k, v, d_o),
+        "wait": jax.block_until_ready,
+    }
+
+
+def _torch_calls(case: Any, inputs: list[Any]) -> dict[str, Any] | None:
+    """PyTorch's FlashAttention-2, on the same arrays."""
+    try:
+        import torch
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+    except ImportError:
+        return None
+    if case.window is not None or case.packed or not torch.cuda.is_available():
+        return None
+    jax.block_until_ready(inputs)
+    q, k, v, d_o = (torch.from_dlpack(x).transpose(1, 2) for x in inputs)
+    for x in (q, k, v):
+        x.requires_grad_(True)
+
+    def forward() -> Any:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                is_causal=case.causal,
+                enable_gqa=case.num_heads != case.num_kv_heads,
+            )
+
+    def forward_alone() -> Any:
+        with torch.no_grad():
+            return forward()
+
+    def both() -> Any:
+        out = forward()
+        return out, torch.autograd.grad(out, (q, k, v), d_o)
+
+    return {
+        "forward": forward_alone,
+        "both": both,
+        "wait": lambda _: torch.cuda.synchronize(),
+        "numpy": lambda x: x.transpose(1, 2).float().cpu().numpy(),
+    }
+
+
+# ---- timing --------------------------------------------------------------------------
+
+
+def _round(call: Callable[[], Any], wait: Callable[[Any], Any], count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        out = call()
+    wait(out)
+    return (time.perf_counter() - start) / count
+
+
+def _times(running: dict[str, dict[str, Any]], quick: bool) -> dict[str, dict]:
+    """Median seconds of every implementation's forward and both."""
+    counts: dict[tuple[str, str], int] = {}
+    times: dict[tuple[str, str], list[float]] = {}
+    for name, calls in running.items():
+        for what in ("forward", "both"):
+            _round(calls[what], calls["wait"], 2)
+            once = _round(calls[what], calls["wait"], 3)
+            counts[name, what] = 1 if quick else max(3, min(2000, int(ROUND / once)))
+            times[name, what] = []
+    for _ in range(2 if quick else ROUNDS):
+        for name, calls in running.items():
+            for what in ("forward", "both"):
+                seconds = _round(calls[what], calls["wait"], counts[name, what])
+                times[name, what].append(seconds)
+    return {
+        name: {w: statistics.median(times[name, w]) for w in ("forward", "both")}
+        for name in running
+    }
+
+
+def _speed(case: Any, results: Results, quick: bool) -> None:
+    inputs = _inputs(case)
+    running: dict[str, dict[str, Any]] = {}
+    makers: dict[str, Callable[[], Any]] = {
+        OURS: lambda: _jax_calls(_ours(case, None), inputs)
+    }
+    if common.on_gpu():
+        makers["cudnn in jax"] = lambda: _jax_calls(_cudnn(case), inputs)
+        makers["torch flash attention 2"] = lambda: _torch_calls(case, inputs)
+    else:
+        makers["xla"] = lambda: _jax_calls(
+            lambda q, k, v: jax.nn.dot_product_attention(
+                q, k, v, is_causal=case.causal, implementation="xla"
+            ),
+            inputs,
+        )
+    for name, make in makers.items():
+        if case.packed and name != OURS:
+            continue
+        try:
+            calls = make()
+            if calls is not None:
+                _verify(calls, running.get(OURS))
+                running[name] = calls
+        except Exception as error:
+            results.fail(case.name, name, error)
+    for name, seconds in _times(running, quick).items():
+        backward = seconds["both"] - seconds["forward"]
+        rows = (
+            ("forward", case.flops, seconds["forward"]),
+            ("backward", 2.5 * case.flops, backward),
+        )
+        for metric, flops, value in rows:
+            results.add(f"{case.name} / {metric}", name, "time", value * 1e3, "ms")
+            results.add(
+                f"{case.name} / {metric}", name, "rate", flops / value / 1e12, "TFLOP/s"
+            )
+
+
+def _verify(calls: dict[str, Any], reference: dict[str, Any] | None) -> None:
+    """Values and gradients are finite, and those of the others agree with ours."""
+    host = calls.get("numpy", lambda x: np.asarray(x, np.float32))
+
+    def flat(made: Any, host: Any) -> list[np.ndarray]:
+        out, grads = made
+        return [host(x) for x in (out, *grads)]
+
+    got = flat(calls["both"](), host)
+    if not all(np.isfinite(x).all() for x in got):
+        raise AssertionError("the result is not finite")
+    if reference is None:
+        return
+    want = flat(
+        reference["both"](), reference.get("numpy", lambda x: np.asarray(x, np.float32))
+    )
+    for a, b in zip(got, want, strict=True):
+        error = np.linalg.norm(a - b) / np.linalg.norm(b)
+        if error > 0.02:
+            raise AssertionError(f"off by {error:.3g} of the norm")
+
+
+# ---- memory, tiles -------------------------------------------------------------------
+
+
+def _memory(case: Any, results: Results) -> None:
+    """Temporaries of the compiled passes, also over what they may be: lse forward; 4
+    bytes a query element, twice lse and 1 MiB backward.
+    """
+    q, k, v, d_o = _inputs(case)
+    function = _ours(case, None)
+    forward = jax.jit(function).lower(q, k, v).compile()
+    temp = forward.memory_analysis().temp_size_in_bytes
+    results.add(f"{case.name} / forward", OURS, "temporaries", temp, "B")
+    over = temp / _lse_bytes(case)
+    results.add(f"{case.name} / forward", OURS, "temporaries over limit", over, "")
+
+    def backward(residuals: Any, d_o: Any, d_lse: Any) -> Any:
+        return flash._attention_bwd(config, residuals, (d_o, d_lse))
+
+    config, x = flash.arguments.normalize("bench", q, k, v, causal=case.causal)
+    o, lse = flash.attention(config, x)
+    compiled = jax.jit(backward).lower((x, o, lse), d_o, lse).compile()
+    temp = compiled.memory_analysis().temp_size_in_bytes
+    results.add(f"{case.name} / backward", OURS, "temporaries", temp, "B")
+    limit = 4 * q.size + 2 * _lse_bytes(case) + (1 << 20)
+    over = temp / limit
+    results.add(f"{case.name} / backward", OURS, "temporaries over limit", over, "")
+
+
+def _lse_bytes(case: Any) -> int:
+    return 4 * case.batch * case.num_heads * case.length
+
+
+def _tiles(case: Any, results: Results, quick: bool) -> None:
+    """Time against the number of listed tiles: a random share of all."""
+    inputs = _inputs(case)
+    rows = -(-case.length // 128)
+    rng = np.random.default_rng(0)
+    order = np.stack([rng.permutation(rows) for _ in range(rows)])
+    indices = jnp.asarray(order[None, None], jnp.int32)
+    running = {}
+    for share in (1, 2, 4, 8, 16):
+        counts = jnp.full((1, 1, rows), max(1, rows // share), jnp.int32)
+        tiles = AttentionTiles(indices, counts)
+        running[f"1/{share}"] = _jax_calls(
+            lambda q, k, v, tiles=tiles: flash_attention(q, k, v, tiles=tiles), inputs
+        )
+    for share, seconds in _times(running, quick).items():
+        name = f"{OURS}, {share} of the tiles"
+        case_name = f"{case.name.replace('causal', 'tiles')} / forward"
+        results.add(case_name, name, "time", seconds["forward"] * 1e3, "ms")
+        backward = seconds["both"] - seconds["forward"]
+        case_name = f"{case.name.replace('causal', 'tiles')} / backward"
+        results.add(case_name, name, "time", backward * 1e3, "ms")
+
+
+if __name__ == "__main__":
+    common.main("attention", bench, __doc__)

@@ -1,0 +1,43 @@
+"""What the primitives share where programs run on several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import mlir
+
+
+def vary_alike(arrays: Sequence[Any]) -> list[Any]:
+    """Inside shard_map, makes all arrays vary over the same mesh axes; None stays."""
+    varying = [frozenset() if a is None else _varying(a) for a in arrays]
+    union: frozenset[str] = frozenset().union(*varying)
+    return [
+        jax.lax.pcast(a, tuple(sorted(union - v)), to="varying")
+        if a is not None and union - v
+        else a
+        for a, v in zip(arrays, varying, strict=True)
+    ]
+
+
+def _varying(a: Any) -> frozenset[str]:
+    return getattr(getattr(jax.typeof(a), "mat", None), "varying", frozenset())
+
+
+def lower_local(ctx: Any, function: Callable[..., Any], *operands: Any) -> Any:
+    """Lowers a jax function that computes one device's part.
+
+    The part knows no mesh, whatever mesh is set around the call: with an explicit one,
+    jax.numpy would ask for shardings that nobody partitions any more.
+    """
+    ctx = ctx.replace(
+        avals_in=[_without_mesh(a) for a in ctx.avals_in],
+        avals_out=[_without_mesh(a) for a in ctx.avals_out],
+    )
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
+def _without_mesh(aval: Any) -> Any:
+    return jax.core.ShapedArray(aval.shape, aval.dtype, memory_space=aval.memory_space)
