@@ -128,14 +128,11 @@ def dot_product_attention(
         implementation=implementation,
         **options,
     )
-    out, lse = out if return_residual else (out, None)
-    out = out[..., :dv]
-    if single:
-        out = out[0]
     if not return_residual:
-        return out
+        return _unpad(out, dv, single)
+    out, lse = out
     lse = jax.lax.stop_gradient(lse.astype(key.dtype))
-    return out, lse[0] if single else lse
+    return _unpad(out, dv, single), lse[0] if single else lse
 
 
 def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
@@ -251,3 +248,8 @@ def _pad_dim(x: jax.Array) -> jax.Array:
     """The last dim filled with zeros to a multiple of 8: the scores stay the same."""
     missing = -x.shape[-1] % 8
     return jnp.pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
+
+
+def _unpad(out: jax.Array, dim: int, single: bool) -> jax.Array:
+    out = out[..., :dim]
+    return out[0] if single else out

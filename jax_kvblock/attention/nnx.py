@@ -97,8 +97,13 @@ def attention_fn(
             f"{_WHERE}: query, key and value must be [batch..., length, heads, dim] "
             f"with the same batch, got {show(query)}, {show(key)} and {show(value)}"
         )
+    query, key, value = (
+        a.reshape(math.prod(dims), *a.shape[-3:]) for a in (query, key, value)
+    )
     out = dot_product_attention(
-        *(a.reshape(math.prod(dims), *a.shape[-3:]) for a in (query, key, value)),
+        query,
+        key,
+        value,
         bias=_one_batch("bias", bias, dims),
         mask=_one_batch("mask", mask, dims),
         is_causal=is_causal,
