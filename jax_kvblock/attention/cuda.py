@@ -23,6 +23,23 @@ CHUNK = 64  # positions that one segment range covers; attention.h has the same 
 MAX_HEAD_DIM = 256
 IMPLEMENTATIONS = ("cuda", "xla", "cudnn")
 
+# The tiles (queries, keys) that the forward kernels are compiled for, by padded head
+# dim. Mirrors ForwardShapeOf in cpp/ops/attention/generic/forward.cuh.
+FORWARD_TILES: dict[int, tuple[tuple[int, int], ...]] = {
+    64: ((128, 64),),
+    128: ((128, 64),),
+    192: ((64, 32),),
+    256: ((64, 32),),
+}
+
+
+def forward_tiles(head_dim: int) -> tuple[tuple[int, int], ...]:
+    """The tiles (queries, keys) of a head dim; none where no kernel serves it."""
+    if head_dim % 8 or head_dim < 8:
+        return ()
+    padded = next((dim for dim in FORWARD_TILES if dim >= head_dim), None)
+    return FORWARD_TILES[padded] if padded else ()
+
 
 def unserved(config: AttentionConfig, x: Operands) -> list[str]:
     """What of a call the CUDA kernels do not serve; empty when they serve it."""
