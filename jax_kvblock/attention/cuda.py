@@ -7,7 +7,6 @@ says who does. `run` describes the call to the FFI handlers in
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -207,11 +206,3 @@ def _transposed(
     listed = jnp.swapaxes(listed_tiles(config, x, size.kv_len), 2, 3)
     order = jnp.argsort(~listed, axis=-1, stable=True).astype(jnp.int32)
     return order, listed.sum(-1, dtype=jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """Which implementation serves a call, and why."""
-
-    implementation: str
-    why: str

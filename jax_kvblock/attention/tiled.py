@@ -52,8 +52,8 @@ def flash_attention_forward(
     Returns:
       O `[B, H, N, D]` in Q's dtype; with `return_residuals` the tuple (O, l, m), l and
       m float32 `[B, H, N]`: m the rows' maxima of the scaled scores, l the rows' sums
-      of exp(score - m). The kernels keep lse alone, so m costs a product Q K^T of its own;
-      `flash_attention(return_lse=True)` and `lse_to_lm` do without.
+      of exp(score - m). The kernels keep lse alone, so m costs a product Q K^T of its
+      own; `flash_attention(return_lse=True)` and `lse_to_lm` do without.
 
     Raises:
       ValueError: shapes do not fit, or the tile is not one of those that it lists.
