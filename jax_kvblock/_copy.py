@@ -31,7 +31,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_kvblock import _ffi, _reference
-from jax_kvblock._plan import Copy, Side, make_plan, plan_attributes
+from jax_kvblock._plan import Copy, Side, cuda_leader, make_plan, plan_attributes
 from jax_kvblock._spmd import lower_local, vary_alike
 
 block_copy_p = core.Primitive("kvblock_copy")
@@ -101,11 +101,12 @@ def _lower_call(ctx: Any, *operands: Any, copy: Copy, platform: str) -> Any:
         target, extra = "kvblock_copy_runs", {"backend": _BACKENDS[copy.backend]}
     if platform == "cuda":
         _ffi.require_cuda_build()
-    host = [
-        aval.memory_space == jax.memory.Space.Host
-        for aval in (ctx.avals_in[0], ctx.avals_out[0])
-    ]
-    plan = make_plan(copy, ctx.avals_in[0].dtype.itemsize, host == [True, False])
+    itemsize, leader = ctx.avals_in[0].dtype.itemsize, copy.dst
+    if platform == "cuda":
+        ends = ctx.avals_in[0], ctx.avals_out[0]
+        host = [aval.memory_space == jax.memory.Space.Host for aval in ends]
+        leader = cuda_leader(copy, itemsize, host)
+    plan = make_plan(copy, itemsize, leader)
     num_src, num_dst = copy.num_operands
     aliases = {num_src + i: i for i in range(num_dst)}
     rule = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)

@@ -24,6 +24,7 @@ from jax_kvblock.layout import parse_axes
 
 Sizes = tuple[tuple[str, int], ...]
 MAX_RANK = 8  # KVBLOCK_MAX_RANK
+CHUNK_BYTES = 4096  # of a thread block on CUDA (block_copy_cuda.cu)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,24 +151,16 @@ class Plan:
     dst: tuple[int, ...]
 
 
-def make_plan(copy: Copy, itemsize: int, reads_host: bool = False) -> Plan:
+def make_plan(copy: Copy, itemsize: int, leader: Side | None = None) -> Plan:
     """The dims of the copy in the order the kernel should walk them, and each side.
 
-    The order is the destination's, outermost first, so that neighbouring threads write
-    neighbouring addresses; but the source's when only that is in host memory, because
-    the link is slower than the device's memory and likes sequences. Items come first
-    where an id is looked up for each.
+    The order is the leader's, outermost first. That is the destination unless told
+    otherwise, so that neighbouring threads write neighbouring addresses. Items come
+    first where an id is looked up for each.
     """
     extents = dict(copy.extents)
-    leader = copy.src if reads_host else copy.dst
-    strides, tables = leader.strides(), leader.table_strides()
     indexed = bool(copy.src.index or copy.dst.index)
-
-    def outermost_first(axis: str) -> tuple[bool, int, int]:
-        pinned = indexed and axis == "N"
-        return (not pinned, -tables.get(axis, 0), -strides.get(axis, 0))
-
-    order = sorted(extents, key=outermost_first)
+    order = _walk(copy, leader or copy.dst)
     dims = [axis for axis in order if extents[axis] != 1 or (indexed and axis == "N")]
     dims = dims or order[:1]
     if len(dims) > MAX_RANK:
@@ -178,6 +171,54 @@ def make_plan(copy: Copy, itemsize: int, reads_host: bool = False) -> Plan:
         src=_side_numbers(copy, copy.src, dims, itemsize),
         dst=_side_numbers(copy, copy.dst, dims, itemsize),
     )
+
+
+def cuda_leader(copy: Copy, itemsize: int, host: Sequence[bool]) -> Side:
+    """The side that leads the walk on CUDA; `host` says which sides are in host memory.
+
+    The destination; but the source when only that is in host memory, because the link
+    is slower than the device's memory and likes sequences, and when the destination's
+    walk would cut thread blocks into segments under 256 bytes and the source's keeps
+    longer ones. (Runs that are no whole vectors go through tiles, in either order.)
+    """
+    if any(host):
+        return copy.src if list(host) == [True, False] else copy.dst
+    by_src, by_dst = (_segment(copy, side, itemsize) for side in (copy.src, copy.dst))
+    short = by_dst < 256 and by_dst % 16 == 0
+    return copy.src if short and by_src > by_dst else copy.dst
+
+
+def _walk(copy: Copy, leader: Side) -> list[str]:
+    """The axes as one side walks them, outermost first; looked-up items before all."""
+    strides, tables = leader.strides(), leader.table_strides()
+    indexed = bool(copy.src.index or copy.dst.index)
+
+    def outermost_first(axis: str) -> tuple[bool, int, int]:
+        pinned = indexed and axis == "N"
+        return (not pinned, -tables.get(axis, 0), -strides.get(axis, 0))
+
+    return sorted((axis for axis, _ in copy.extents), key=outermost_first)
+
+
+def _segment(copy: Copy, leader: Side, itemsize: int) -> int:
+    """The bytes that both sides hold in a row in a thread block's part of the walk."""
+    extents, left, part = dict(copy.extents), CHUNK_BYTES // itemsize, {}
+    for axis in reversed(_walk(copy, leader)):
+        part[axis] = max(1, min(extents[axis], left))
+        left //= part[axis]
+    segments = []
+    for side in (copy.src, copy.dst):
+        hidden = {"N", *side.index} if side.index else set()
+        at = {
+            stride: axis
+            for axis, stride in side.strides().items()
+            if part.get(axis, 1) > 1 and axis not in hidden
+        }
+        segment = 1
+        while segment in at:
+            segment *= part[at[segment]]
+        segments.append(segment * itemsize)
+    return min(segments)
 
 
 def _side_numbers(

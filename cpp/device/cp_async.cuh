@@ -20,6 +20,13 @@ __device__ __forceinline__ void CopyAsync(void* to_shared, const void* from) {
   }
 }
 
+// The same for a shared-window address and a condition: 16 bytes, or zeros unless `valid`.
+__device__ __forceinline__ void CopyAsync16(uint32_t to_shared, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to_shared), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+
 __device__ __forceinline__ void CopyAsyncCommit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -66,6 +66,7 @@ def normalize(
         (batch, t, n, d), s = q.shape, k.shape[1]
 
     left, right = _window(where, causal, window)
+    _check_tiles_type(where, tiles)
     q_segments, kv_segments = _segments(where, segment_ids, batch, t, s)
     config = AttentionConfig(
         scale=finite(where, "scale", scale, default_scale(d)),
@@ -237,6 +238,8 @@ def finite(where: str, name: str, value: Any, default: float) -> float:
             f"{where}: {name} must be a Python number, got a traced {show(value)}; it "
             f"is compiled in: multiply q by it and pass {name}=1.0 instead"
         )
+    if isinstance(value, (bool, np.bool_)):
+        raise TypeError(f"{where}: {name} must be a number, got {value!r}")
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -299,8 +302,9 @@ def _segments(
 def check_lengths(where: str, name: str, lens: Any, batch: int) -> Any:
     if lens is None:
         return None
-    lens = check_int32(where, name, lens, "[B]", 1)
-    if lens.shape != (batch,):
+    if np.ndim(lens) == 1:
+        lens = check_int32(where, name, lens, f"[{batch}]", 1)
+    if np.shape(lens) != (batch,):
         raise ValueError(
             f"{where}: {name} must be int32[{batch}], a length for each batch member, "
             f"got {show(lens)}; use jnp.full({batch}, length) for one length"
@@ -375,14 +379,17 @@ def _sinks(where: str, sinks: Any, n: int) -> Any:
     return jnp.asarray(sinks)[None]
 
 
+def _check_tiles_type(where: str, tiles: Any) -> None:
+    if tiles is not None and not isinstance(tiles, AttentionTiles):
+        raise TypeError(
+            f"{where}: tiles must be an AttentionTiles, got {type(tiles).__name__}; "
+            "pass AttentionTiles(indices, counts)"
+        )
+
+
 def _tiles(where: str, tiles: Any, batch: int, n: int, t: int) -> tuple[Any, Any]:
     if tiles is None:
         return None, None
-    if not isinstance(tiles, AttentionTiles):
-        raise TypeError(
-            f"{where}: tiles must be an AttentionTiles(indices, counts), got "
-            f"{type(tiles).__name__}"
-        )
     for name in ("block_q", "block_kv"):
         size = getattr(tiles, name)
         if not isinstance(size, int) or size < 128 or size % 128:

@@ -23,6 +23,12 @@ def attention(config: AttentionConfig, x: Operands, return_lse: bool) -> Any:
             f"flash_attention: implementation='cudnn' does not serve "
             f"{'; '.join(missing)}. {_OTHERS}"
         )
+    if jax.default_backend() != "gpu":
+        raise ValueError(
+            "flash_attention: implementation='cudnn' needs an NVIDIA GPU, and the "
+            f"default device is a {jax.default_backend()}; use implementation='xla' "
+            "or None"
+        )
     window = None
     if config.window_left != OPEN:
         window = (config.window_left, 0)

@@ -97,7 +97,7 @@ def flash_attention(
 
     Values beyond `q_lens` and `kv_lens` and in tiles that are not listed may be
     anything, also NaN. Elsewhere, a masked key's score and bias may be anything, its
-    value must be finite.
+    value must be finite (and for gradients the key as well).
 
     Raises:
       TypeError, ValueError: an argument's dtype, shape or value does not fit, or two

@@ -30,12 +30,11 @@ import numpy as np
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
-    CompoundFactor,
     SdyShardingRule,
     custom_partitioning,
 )
 from jax.extend import core
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_kvblock._spmd import lower_local, vary_alike
@@ -386,28 +385,24 @@ def _sharding_rule(op: Op, call: Call, mesh: Any, operands: Any, results: Any) -
     """Says to Shardy which dimensions of operands and results are cut together."""
     packed = call.config.packed
     factors = _factors(call, op, operands)
-    group = sizes_of(call.config, call.unpack(operands[: len(call.present)])).group
+    grouped = (
+        sizes_of(call.config, call.unpack(operands[: len(call.present)])).group > 1
+    )
     whole: dict[str, None] = {}  # factors that every device needs whole, in order
-    sizes: dict[str, Any] = {}
-    count = 0
 
     def mapping(name: str, dims: Sequence[int]) -> ArrayMapping:
-        nonlocal count
-        parts: list[Any] = []
+        parts: list[str] = []
         for letter, dim in zip(letters(name, packed), dims, strict=True):
             factor = _dim_factor(letter, dim, factors)
             if factor is None:
-                factor = f"x{count}"
-                count += 1
+                factor = f"x{len(whole)}"
                 whole[factor] = None
-                parts.append(factor)
-            elif letter in "Nn" and factor == "K" and group > 1:
-                parts.append(CompoundFactor("K", f"g{count}"))
-                sizes[f"g{count}"] = group
-                whole[f"g{count}"] = None
-                count += 1
-            else:
-                parts.append(factor)
+            elif letter in "Nn" and grouped:
+                # Not one factor with K: where more devices share the query heads than
+                # there are key heads, Shardy would cut K by a part of a mesh axis,
+                # which jax cannot name. `_partition` cuts K as it cuts these.
+                factor = "N"
+            parts.append(factor)
         return ArrayMapping(*parts)
 
     operand_maps = tuple(
@@ -418,7 +413,7 @@ def _sharding_rule(op: Op, call: Call, mesh: Any, operands: Any, results: Any) -
         mapping(n, a.shape) for n, a in zip(op.results, results, strict=True)
     )
     return SdyShardingRule(
-        operand_maps, result_maps, need_replication_factors=tuple(whole), **sizes
+        operand_maps, result_maps, need_replication_factors=tuple(whole)
     )
 
 
@@ -450,33 +445,100 @@ for _op, _primitive in _OUTER.items():
 #
 # A batch folds into B. What the members share (a bias, sinks, tiles) keeps one row for
 # all, or one for each member: row b // (B / rows) of it belongs to batch member b.
+#
+# The new axis V comes before B, so that an operand with one row for each member folds
+# without a copy. On an explicit mesh that cuts B it comes behind it: a dimension whose
+# minor part is cut has no sharding.
 
 
 def _batch(
     arrays: Sequence[Any], dims: Sequence[Any], *, op: Op, call: Call
 ) -> tuple[list[Any], list[int]]:
-    count = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
     if call.config.packed:
         return _batch_one_by_one(arrays, dims, op, call)
     names = op.operand_names(call)
-    # The gradient of a bias that the members share is asked for each of them.
-    own_rows = {"bias"} if op is BACKWARD_BIAS else set()
-    folded = []
+    batched = {n: d is not None for n, d in zip(names, dims, strict=True)}
+    count, size = 0, 0
     for name, a, d in zip(names, arrays, dims, strict=True):
-        shared = _LETTERS[name][0] == "b"
-        if d is None:
-            if shared and a.shape[0] == 1 and name not in own_rows:
-                folded.append(a)  # one row for all, of all members
-                continue
-            a = jnp.broadcast_to(a, (count, *a.shape))
-        else:
-            a = jnp.moveaxis(a, d, 0)
-        folded.append(a.reshape(count * a.shape[1], *a.shape[2:]))
+        if d is not None:
+            count = a.shape[d]
+        if name == "q":
+            size = a.shape[int(d == 0)]
+    cut = any(
+        _is_cut(a, int(d is not None and d == 0))
+        for name, a, d in zip(names, arrays, dims, strict=True)
+        if name == "q"
+    )
+    fold = functools.partial(_fold, count=count, size=size, behind=cut)
+    folded = []
+    rows = 1
+    for name, a, d in zip(names, arrays, dims, strict=True):
+        # A list of tiles and its counts are shared alike. The gradient of a bias that
+        # the members share is asked for each of them.
+        pair = {"tile_indices", "tile_counts"}
+        own = (name in pair and any(batched.get(n) for n in pair)) or (
+            name == "bias" and op is BACKWARD_BIAS
+        )
+        if name == "bias":
+            rows = a.shape[int(d == 0)]
+        folded.append(fold(a, d, shared=_LETTERS[name][0] == "b", own=own))
     results = _OUTER[op].bind(*folded, call=call)
-    split = [
-        r.reshape(count, r.shape[0] // max(count, 1), *r.shape[1:]) for r in results
+    members = rows if op is BACKWARD_BIAS else size
+    return [_unfold(r, count, size, members, cut) for r in results], [
+        int(cut) for _ in results
     ]
-    return split, [0] * len(results)
+
+
+def _is_cut(a: Any, axis: int) -> bool:
+    """Whether an explicit mesh cuts this axis."""
+    sharding = jax.typeof(a).sharding
+    return not sharding.mesh.empty and sharding.spec[axis] is not None
+
+
+def _fold(
+    a: Any, d: Any, *, count: int, size: int, behind: bool, shared: bool, own: bool
+) -> Any:
+    """An operand with V in its first dimension, B's."""
+    if d is None:
+        if shared and not own and (behind or a.shape[0] == 1):
+            return a  # one row for all, of all members
+        if not behind:
+            return _merge(jnp.broadcast_to(a, (count, *a.shape)))
+        a = jnp.broadcast_to(a[:, None], (a.shape[0], count, *a.shape[1:]))
+    else:
+        a = jnp.moveaxis(a, d, int(behind))
+    if not behind:
+        return _merge(a)
+    if a.shape[0] != size:  # rows that several of B share
+        a = jnp.repeat(a, size // a.shape[0], axis=0)
+    return _merge(a)
+
+
+def _merge(a: Any) -> Any:
+    """The first two dimensions as one, cut as the first was."""
+    shape = (a.shape[0] * a.shape[1], *a.shape[2:])
+    return _reshape(a, shape, (0, *range(2, a.ndim)))
+
+
+def _unfold(r: Any, count: int, size: int, members: int, behind: bool) -> Any:
+    """A result with V as a dimension of its own, the first, or behind B the second."""
+    if not behind:
+        rest = (None, None, *range(1, r.ndim))
+        return _reshape(r, (count, members, *r.shape[1:]), rest)
+    kept: tuple[int | None, ...] = (0, None, *range(1, r.ndim))
+    r = _reshape(r, (size, count, *r.shape[1:]), kept)
+    if members == size:
+        return r
+    return r.reshape(members, size // members, *r.shape[1:]).sum(1)
+
+
+def _reshape(a: Any, shape: tuple[int, ...], kept: tuple[int | None, ...]) -> Any:
+    """Reshapes; on an explicit mesh dimension i is cut as dimension kept[i] was."""
+    sharding = jax.typeof(a).sharding
+    if sharding.mesh.empty:
+        return a.reshape(shape)
+    spec = PartitionSpec(*(None if k is None else sharding.spec[k] for k in kept))
+    return jax.lax.reshape(a, shape, out_sharding=NamedSharding(sharding.mesh, spec))
 
 
 def _batch_one_by_one(
@@ -502,3 +564,18 @@ def _batch_one_by_one(
 
 for _op, _primitive in _OUTER.items():
     batching.primitive_batchers[_primitive] = functools.partial(_batch, op=_op)
+
+
+# ---- differentiation -----------------------------------------------------------------
+
+
+def _no_jvp(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "flash_attention: its gradients have no gradients (grad of grad, hessian, jvp "
+        "of grad); for those, write the attention in jax.numpy or use "
+        "jax.nn.dot_product_attention(implementation='xla')"
+    )
+
+
+for _primitive in _OUTER.values():
+    ad.primitive_jvps[_primitive] = _no_jvp

@@ -1,0 +1,17 @@
+// Additions to global memory that return nothing (PTX red).
+#pragma once
+
+namespace kvblock {
+
+// to[0] += x, to[1] += y, each atomically; `to` is aligned to 8 bytes. One instruction on sm_90.
+__device__ __forceinline__ void ReduceAdd(float* to, float x, float y) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y)
+               : "memory");
+#else
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(to + 1), "f"(y) : "memory");
+#endif
+}
+
+}  // namespace kvblock

@@ -1,0 +1,155 @@
+#include "host/attention_check.h"
+
+#include <cmath>
+#include <cstdint>
+#include <string>
+
+#include "host/block_copy_check.h"
+#include "kvblock/attention.h"
+
+namespace kvblock {
+namespace {
+
+// Sums of a position, a shift and a tile must stay inside int32 (ops/attention/generic/params.cuh).
+constexpr int64_t kMaxLength = (int64_t{1} << 30) - 256;
+
+std::string Got(const std::string& what, int64_t value) {
+  return what + ", got " + std::to_string(value);
+}
+
+std::string CheckSizes(const kvblock_attention& a) {
+  if (a.dtype != KVBLOCK_BF16 && a.dtype != KVBLOCK_F16) {
+    return Got("dtype must be KVBLOCK_BF16 or KVBLOCK_F16", a.dtype);
+  }
+  if (a.batch < 0) return Got("batch must not be negative", a.batch);
+  if (a.num_heads < 1) return Got("num_heads must be positive", a.num_heads);
+  if (a.num_kv_heads < 1 || a.num_heads % a.num_kv_heads != 0) {
+    return Got("num_kv_heads must divide num_heads = " + std::to_string(a.num_heads),
+               a.num_kv_heads);
+  }
+  if (a.q_len < 0 || a.q_len > kMaxLength) return Got("q_len must be 0 to 2^30 - 256", a.q_len);
+  if (a.kv_len < 0 || a.kv_len > kMaxLength) return Got("kv_len must be 0 to 2^30 - 256", a.kv_len);
+  for (const int32_t dim : {a.head_dim, a.value_dim}) {
+    if (dim < 8 || dim > 256 || dim % 8 != 0) {
+      return Got("head_dim and value_dim must be multiples of 8 from 8 to 256", dim);
+    }
+  }
+  int64_t pairs = 0, elements = 0;
+  if (__builtin_mul_overflow(int64_t{a.batch}, int64_t{a.num_heads}, &pairs) || pairs > INT32_MAX ||
+      __builtin_mul_overflow(pairs * 256, a.q_len > a.kv_len ? a.q_len : a.kv_len, &elements) ||
+      elements > INT64_MAX / 4) {
+    return "batch * num_heads * length is too large to address";
+  }
+  if (!std::isfinite(a.scale)) return "scale must be finite";
+  if (!(a.softcap >= 0.0f) || !std::isfinite(a.softcap)) {
+    return "softcap must be finite and not negative; 0 is none";
+  }
+  if (a.window_left < -1 || a.window_right < -1) {
+    return "window_left and window_right must not be below -1, an open side";
+  }
+  return "";
+}
+
+// A count of rows that batch members share, and a count of heads that is 1 or all.
+std::string CheckShared(const kvblock_attention& a, const std::string& name, int32_t batch,
+                        int32_t heads) {
+  if (batch < 1 || a.batch % batch != 0) {
+    return Got(name + "_batch must divide batch = " + std::to_string(a.batch), batch);
+  }
+  if (heads != 1 && heads != a.num_heads) {
+    return Got(name + "_heads must be 1 or num_heads = " + std::to_string(a.num_heads), heads);
+  }
+  return "";
+}
+
+std::string CheckOptions(const kvblock_attention& a, AttentionPass pass) {
+  const bool packed = a.cu_q != nullptr;
+  if (packed != (a.cu_kv != nullptr)) return "cu_q and cu_kv go together";
+  const bool segments = a.q_segments != nullptr;
+  if (segments != (a.kv_segments != nullptr) || segments != (a.q_segment_ranges != nullptr) ||
+      segments != (a.kv_segment_ranges != nullptr)) {
+    return "q_segments, kv_segments, q_segment_ranges and kv_segment_ranges go together";
+  }
+  const bool transposed = pass == AttentionPass::kBackwardKv;
+  const int32_t* tiles = transposed ? a.tile_indices_t : a.tile_indices;
+  const int32_t* counts = transposed ? a.tile_counts_t : a.tile_counts;
+  if ((tiles != nullptr) != (counts != nullptr) || (transposed && a.tile_indices && !tiles)) {
+    return transposed ? "tile_indices_t and tile_counts_t go together, and with tile_indices"
+                      : "tile_indices and tile_counts go together";
+  }
+  if (packed && (a.bias || segments || a.q_lens || a.kv_lens || tiles)) {
+    return "packed inputs (cu_q, cu_kv) take neither bias, segments, lengths nor tiles";
+  }
+  std::string error;
+  if (a.batch > 0 && a.bias != nullptr) {
+    if (a.bias_dtype != a.dtype && a.bias_dtype != KVBLOCK_F32) {
+      return Got("bias_dtype must be dtype or KVBLOCK_F32", a.bias_dtype);
+    }
+    error = CheckShared(a, "bias", a.bias_batch, a.bias_heads);
+  }
+  if (error.empty() && a.batch > 0 && a.sinks != nullptr) {
+    error = CheckShared(a, "sink", a.sink_batch, 1);
+  }
+  if (error.empty() && a.batch > 0 && tiles != nullptr) {
+    error = CheckShared(a, "tile", a.tile_batch, a.tile_heads);
+    for (const int32_t tile : {a.tile_q, a.tile_kv}) {
+      if (tile < 128 || tile % 128 != 0 || tile > (1 << 30)) {
+        return Got("tile_q and tile_kv must be multiples of 128 up to 2^30", tile);
+      }
+    }
+    const int32_t most = transposed ? a.max_tiles_t : a.max_tiles;
+    if (most < 0) return Got("max_tiles and max_tiles_t must not be negative", most);
+  }
+  return error;
+}
+
+// Arrays without elements may have no address.
+std::string CheckOperands(const kvblock_attention& a, AttentionPass pass) {
+  const bool members = a.batch > 0 || a.cu_q != nullptr;
+  const bool queries = members && a.q_len > 0, keys = members && a.kv_len > 0;
+  const auto missing = [](bool needed, const void* operand) { return needed && !operand; };
+  if (missing(queries, a.q)) return "q is NULL";
+  if (missing(keys, a.k)) return "k is NULL";
+  if (missing(keys, a.v)) return "v is NULL";
+  if (missing(queries, a.lse)) return "lse is NULL";
+  if (pass == AttentionPass::kForward) return missing(queries, a.o) ? "o is NULL" : "";
+  if (missing(queries, a.d_o)) return "d_o is NULL";
+  if (missing(queries, a.delta)) return "delta is NULL";
+  switch (pass) {
+    case AttentionPass::kBackwardKv:
+      if (missing(keys, a.dk)) return "dk is NULL";
+      if (missing(keys, a.dv)) return "dv is NULL";
+      break;
+    case AttentionPass::kBackwardQ:
+      if (missing(queries, a.dq)) return "dq is NULL";
+      break;
+    default:
+      if (a.bias == nullptr) return "bias is NULL: there is no dbias to compute";
+      if (missing(queries && keys, a.dbias)) return "dbias is NULL";
+  }
+  return "";
+}
+
+// Rows are copied 16 bytes at a time.
+std::string CheckAlignment(const kvblock_attention& a) {
+  const void* const arrays[] = {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv, a.dq_accum};
+  for (const void* array : arrays) {
+    if (reinterpret_cast<uintptr_t>(array) % 16 != 0) {
+      return "q, k, v, o and their gradients must be aligned to 16 bytes";
+    }
+  }
+  return "";
+}
+
+}  // namespace
+
+const char* CheckAttention(const kvblock_attention* a, AttentionPass pass) {
+  if (a == nullptr) return Message("attention: the struct is NULL");
+  std::string error = CheckSizes(*a);
+  if (error.empty()) error = CheckOptions(*a, pass);
+  if (error.empty()) error = CheckOperands(*a, pass);
+  if (error.empty()) error = CheckAlignment(*a);
+  return error.empty() ? nullptr : Message("attention: " + error);
+}
+
+}  // namespace kvblock

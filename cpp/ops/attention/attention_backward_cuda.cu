@@ -1,0 +1,57 @@
+// The CUDA launchers of the attention backward passes: check, clear, pick the instance, launch.
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <string>
+#include <type_traits>
+
+#include "host/attention_check.h"
+#include "host/block_copy_check.h"
+#include "kvblock/attention.h"
+#include "ops/attention/generic/backward.h"
+
+namespace kvblock {
+namespace {
+
+// Calls launch with the instance's head dim as a type.
+template <typename Launch>
+const char* ForDim(const kvblock_attention& a, Launch launch) {
+  const int dim = std::max(a.head_dim, a.value_dim);
+  if (dim <= 64) return launch(std::integral_constant<int, 64>());
+  if (dim <= 128) return launch(std::integral_constant<int, 128>());
+  if (dim <= 192) return launch(std::integral_constant<int, 192>());
+  return launch(std::integral_constant<int, 256>());
+}
+
+}  // namespace
+}  // namespace kvblock
+
+extern "C" const char* kvblock_attention_backward_kv(const kvblock_attention* a, void* stream) {
+  using namespace kvblock;
+  if (const char* error = CheckAttention(a, AttentionPass::kBackwardKv)) return error;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (a->dq_accum != nullptr) {
+    const int64_t members = a->cu_q != nullptr ? 1 : a->batch;
+    const size_t bytes = sizeof(float) * members * a->q_len * a->num_heads * a->head_dim;
+    const cudaError_t status = cudaMemsetAsync(a->dq_accum, 0, bytes, cuda_stream);
+    if (status != cudaSuccess) {
+      return Message(std::string("attention: clearing dq_accum: ") + cudaGetErrorString(status));
+    }
+  }
+  return ForDim(*a, [&](auto dim) { return LaunchBackwardKv<dim()>(*a, cuda_stream); });
+}
+
+extern "C" const char* kvblock_attention_backward_q(const kvblock_attention* a, void* stream) {
+  using namespace kvblock;
+  if (const char* error = CheckAttention(a, AttentionPass::kBackwardQ)) return error;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  return ForDim(*a, [&](auto dim) { return LaunchBackwardQ<dim()>(*a, cuda_stream); });
+}
+
+extern "C" const char* kvblock_attention_backward_bias(const kvblock_attention* a, void* stream) {
+  using namespace kvblock;
+  if (const char* error = CheckAttention(a, AttentionPass::kBackwardBias)) return error;
+  if (a->batch == 0) return nullptr;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  return ForDim(*a, [&](auto dim) { return LaunchBackwardBias<dim()>(*a, cuda_stream); });
+}

@@ -1,0 +1,114 @@
+// Launching the generic backward kernels.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "host/block_copy_check.h"
+#include "ops/attention/generic/backward.h"
+#include "ops/attention/generic/backward_bias.cuh"
+#include "ops/attention/generic/backward_kv.cuh"
+#include "ops/attention/generic/backward_q.cuh"
+
+namespace kvblock {
+
+// Fills in the grid, tiles * owners CTAs; NULL or what is wrong.
+inline const char* PlanGrid(AttentionParams* p, int64_t tiles, int64_t owners) {
+  if (owners > 0 && tiles > INT32_MAX / owners) {
+    return Message("attention: " + std::to_string(tiles) + " tiles for each of " +
+                   std::to_string(owners) +
+                   " heads are more than one launch can have; split the batch");
+  }
+  p->tiles = static_cast<int32_t>(tiles);
+  p->num_pairs = static_cast<int32_t>(owners);
+  return nullptr;
+}
+
+inline const char* Failure(cudaError_t status) {
+  return Message(std::string("attention backward: ") + cudaGetErrorString(status));
+}
+
+// Launches kernel(args...) on p's grid with `bytes` of shared memory.
+template <int kThreads, typename Kernel, typename... Args>
+const char* Launch(Kernel kernel, int bytes, const AttentionParams& p, cudaStream_t stream,
+                   const Args&... args) {
+  if (p.tiles == 0 || p.num_pairs == 0) return nullptr;
+  int device = 0, available = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (status != cudaSuccess) return Failure(status);
+  if (bytes > available) {
+    return Message("attention backward: head dims up to " + std::to_string(p.head_dim) + " need " +
+                   std::to_string(bytes) + " bytes of shared memory, and this GPU has " +
+                   std::to_string(available) + "; use implementation='xla'");
+  }
+  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return Failure(status);
+  kernel<<<static_cast<unsigned>(int64_t{p.tiles} * p.num_pairs), kThreads, bytes, stream>>>(
+      args...);
+  status = cudaGetLastError();
+  return status == cudaSuccess ? nullptr : Failure(status);
+}
+
+constexpr int64_t kHeadsApartBytes = int64_t{32} << 20;
+
+inline int64_t Members(const kvblock_attention& a) { return a.cu_q != nullptr ? 1 : a.batch; }
+
+template <typename T, int kDim>
+const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) {
+  using Shape = BackwardKvShape<kDim>;
+  AttentionParams p = MakeAttentionParams(a);
+  const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kKeys);
+  if (const char* error = PlanGrid(&p, tiles, Members(a) * a.num_kv_heads)) return error;
+  // Heads that take turns should fit in L2 with their Q, dO and dq_accum.
+  const int64_t bytes = a.q_len * (int64_t{6} * a.head_dim + int64_t{2} * a.value_dim);
+  p.heads_apart = static_cast<int32_t>(std::clamp<int64_t>(
+      kHeadsApartBytes / std::max<int64_t>(bytes, 1), 1, std::max(p.num_pairs, 1)));
+
+  int device = 0, available = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (status != cudaSuccess) return Failure(status);
+  const BackwardKvPlan plan = Shape::Plan(available);
+  return Launch<Shape::kThreads>(AttentionBackwardKv<T, kDim>, plan.bytes, p, stream, p, plan);
+}
+
+template <int kDim>
+const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream) {
+  return a.dtype == KVBLOCK_BF16 ? LaunchBackwardKvAs<__nv_bfloat16, kDim>(a, stream)
+                                 : LaunchBackwardKvAs<__half, kDim>(a, stream);
+}
+
+template <int kDim>
+const char* LaunchBackwardQ(const kvblock_attention& a, cudaStream_t stream) {
+  using Shape = BackwardQShape<kDim>;
+  AttentionParams p = MakeAttentionParams(a);
+  const int64_t tiles = a.q_len == 0 ? 0 : NumTiles(a, a.q_len, Shape::kQueries);
+  if (const char* error = PlanGrid(&p, tiles, Members(a) * a.num_heads)) return error;
+  return Launch<Shape::kThreads>(a.dtype == KVBLOCK_BF16 ? AttentionBackwardQ<__nv_bfloat16, kDim>
+                                                         : AttentionBackwardQ<__half, kDim>,
+                                 Shape::kBytes, p, stream, p);
+}
+
+template <int kDim>
+const char* LaunchBackwardBias(const kvblock_attention& a, cudaStream_t stream) {
+  using Shape = BackwardBiasShape<kDim>;
+  constexpr int64_t kTile = Shape::kTile;
+  AttentionParams p = MakeAttentionParams(a);
+  const int64_t tiles = (a.q_len + kTile - 1) / kTile * ((a.kv_len + kTile - 1) / kTile);
+  if (const char* error = PlanGrid(&p, tiles, int64_t{a.bias_batch} * a.bias_heads)) return error;
+  return Launch<Shape::kThreads>(a.dtype == KVBLOCK_BF16
+                                     ? AttentionBackwardBias<__nv_bfloat16, kDim>
+                                     : AttentionBackwardBias<__half, kDim>,
+                                 Shape::kBytes, p, stream, p);
+}
+
+}  // namespace kvblock

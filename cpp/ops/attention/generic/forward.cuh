@@ -1,0 +1,554 @@
+// Attention forward on mma.sync: any GPU from sm_80 on, any mask.
+//
+//   S = Q K^T,  P = exp(scale S - max),  O = P V / rowsum(P),  lse = max + log(rowsum(P))
+//
+// One CTA computes one query tile of one head: kQueries rows of Q against all the KV tiles that
+// they can see, one after the other, with the running maximum and sum of each row (online softmax).
+// A warp owns kRowBlocks blocks of 16 rows from start to end, so rows never meet another warp: S, P
+// and O stay in its registers, and every fragment of K and V that it reads from shared memory feeds
+// kRowBlocks products. Shared memory's bandwidth is the next limit after the tensor cores; that is
+// why four warps of 32 rows beat eight of 16 wherever O and S fit in 255 registers.
+//
+// Shared memory: Q | K, V | K, V: two stages of KV tiles. While tile j is multiplied, tile j + 1
+// arrives by cp.async; one barrier a tile separates the stages. Where the fragments of Q are held
+// in registers, the second stage takes Q's place. At the end O goes through the rows of Q, a warp's
+// own, to be written in 16-byte pieces.
+//
+//   locate the tile, start loading Q and the first K, V
+//   for each KV tile of the walk:
+//     wait for it, start loading the next
+//     S = Q K^T                                  Multiply
+//     scale, softcap, bias, mask where needed    FinishScores
+//     new maxima; rescale O and sums             Rescale
+//     P = exp2(S - max), O += P V                Accumulate
+//   join the sinks, write O and lse              Write
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "device/fast_math.cuh"
+#include "device/mma.cuh"
+#include "device/opaque.cuh"
+#include "ops/attention/generic/mask.cuh"
+#include "ops/attention/generic/params.cuh"
+#include "ops/attention/generic/tile.cuh"
+
+namespace kvblock {
+
+// The tile sizes of each padded head dim. At most 96 KiB of shared memory, so that consumer GPUs
+// (99 KiB) run the same instances. docs/attention_performance.md has what else was measured.
+struct ForwardShape {
+  int queries, keys, warps;
+  int ctas;           // on one multiprocessor; fixes the registers a thread may have
+  bool hold_queries;  // Q's fragments stay in registers, and a KV stage takes Q's place
+};
+constexpr ForwardShape ForwardShapeOf(int dim) {
+  return dim == 64    ? ForwardShape{128, 128, 4, 2, false}
+         : dim == 128 ? ForwardShape{128, 64, 4, 2, false}
+         : dim == 192 ? ForwardShape{128, 64, 8, 1, true}
+                      : ForwardShape{64, 32, 4, 2, true};
+}
+
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+template <typename T_, int kDim_>
+struct ForwardTraits {
+  using T = T_;
+  static constexpr int kDim = kDim_;
+  static constexpr ForwardShape kShape = ForwardShapeOf(kDim);
+  static constexpr int kQueries = kShape.queries, kKeys = kShape.keys;
+  static constexpr int kThreads = kShape.warps * 32;
+  static constexpr int kRowBlocks = kQueries / kShape.warps / 16;
+  using QTile = SharedTile<kQueries, kDim>;
+  using KvTile = SharedTile<kKeys, kDim>;
+  // Where the two stages of K and V begin; Q begins at 0.
+  static constexpr int kStageBytes = 2 * KvTile::kBytes;
+  static constexpr int kHeldBytes = QTile::kBytes > kStageBytes ? QTile::kBytes : kStageBytes;
+  static constexpr int kStage0 = kShape.hold_queries ? kHeldBytes : QTile::kBytes;
+  static constexpr int kStage1 = kShape.hold_queries ? 0 : kStage0 + kStageBytes;
+  static constexpr int kSharedBytes = kStageBytes + (kStage1 == 0 ? kStage0 : kStage1);
+};
+
+// The state of a warp's rows. Of every block of 16 rows a lane holds rows g and g + 8, g = lane /
+// 4, and columns 2 t, 2 t + 1, t = lane % 4, of each 8 columns (device/mma.cuh).
+template <typename Traits>
+struct ForwardRows {
+  float o[Traits::kRowBlocks][Traits::kDim / 8][4];
+  float s[Traits::kRowBlocks][Traits::kKeys / 8][4];  // scores, then probabilities
+  float max[Traits::kRowBlocks][2];                   // of the scores, before `to_log2`
+  float sum[Traits::kRowBlocks][2];                   // this lane's columns only
+};
+
+// What turns S into scores. Without softcap and bias and with a positive scale, scaling commutes
+// with the maximum and is left to the exponential; otherwise the scores are finished first.
+struct ScoreRules {
+  bool finish;    // FinishScores scales, caps and adds the bias
+  float to_log2;  // score * to_log2 is the exponent of 2; positive
+};
+
+// Q of this warp's rows as the A operand, where it is held.
+template <typename Traits>
+struct QueryFragments {
+  static constexpr int kSteps = Traits::kDim / 16;
+  uint32_t held[Traits::kShape.hold_queries ? kSteps : 1][Traits::kRowBlocks][4];
+};
+
+template <typename Traits>
+__device__ __forceinline__ void LoadQueries(
+    uint32_t (&a)[Traits::kRowBlocks][4], uint32_t q_tile, int row, int step,
+    const LaneBlock<Traits::kDim, BlockOrder::kRowsFirst>& at) {
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+    LoadMatrices(a[rb], at.Address(q_tile + row * Traits::QTile::kRowBytes, rb * 16, step * 16));
+  }
+}
+
+// S = Q K^T of this warp's rows.
+template <typename Traits>
+__device__ __forceinline__ void Multiply(ForwardRows<Traits>& rows,
+                                         const QueryFragments<Traits>& queries, uint32_t q_tile,
+                                         uint32_t k_tile, int row, int lane) {
+  const LaneBlock<Traits::kDim, BlockOrder::kRowsFirst> at_q(lane);
+  const LaneBlock<Traits::kDim, BlockOrder::kColumnsFirst> at_k(lane);
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) rows.s[rb][n][e] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < Traits::kDim / 16; ++step) {
+    uint32_t loaded[Traits::kRowBlocks][4];
+    if (!Traits::kShape.hold_queries) LoadQueries<Traits>(loaded, q_tile, row, step, at_q);
+    const auto& a =
+        Traits::kShape.hold_queries ? queries.held[Traits::kShape.hold_queries ? step : 0] : loaded;
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 16; ++n) {
+      uint32_t b[4];
+      LoadMatrices(b, at_k.Address(k_tile, n * 16, step * 16));
+#pragma unroll
+      for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+        Mma16x8x16<typename Traits::T>(rows.s[rb][2 * n], a[rb], b[0], b[1]);
+        Mma16x8x16<typename Traits::T>(rows.s[rb][2 * n + 1], a[rb], b[2], b[3]);
+      }
+    }
+  }
+}
+
+template <typename Bias>
+__device__ __forceinline__ float ToFloat(Bias value) {
+  return static_cast<float>(value);
+}
+
+// Adds the bias. Where the tile's keys all lie in the array no load has a condition, so that many
+// are under way at once; rows past the end read the last row instead, since theirs are never
+// written.
+template <typename Traits, typename Bias>
+__device__ __forceinline__ void AddBias(const AttentionParams& p, const Sequence& s, int head,
+                                        ForwardRows<Traits>& rows, int query, int key) {
+  struct alignas(2 * sizeof(Bias)) Pair {
+    Bias low, high;
+  };
+  const int64_t plane = static_cast<int64_t>(BatchRow(p, p.bias_batch, s.batch)) * p.bias_heads +
+                        (p.bias_heads > 1 ? head : 0);
+  const Bias* bias = static_cast<const Bias*>(p.bias) + plane * p.q_len * p.kv_len;
+  const bool inside = key / Traits::kKeys < s.kv_rows / Traits::kKeys;
+  const bool even = s.kv_rows % 2 == 0 && reinterpret_cast<uintptr_t>(p.bias) % sizeof(Pair) == 0;
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = min(query + rb * 16 + half * 8, s.q_rows - 1);
+      const Bias* row = bias + i * p.kv_len + key;
+      const auto add = [&](int n, float low, float high) {
+        rows.s[rb][n][half * 2] += low;
+        rows.s[rb][n][half * 2 + 1] += high;
+      };
+      if (inside && even) {
+#pragma unroll
+        for (int n = 0; n < Traits::kKeys / 8; ++n) {
+          const Pair pair = *reinterpret_cast<const Pair*>(row + n * 8);
+          add(n, ToFloat(pair.low), ToFloat(pair.high));
+        }
+      } else if (inside) {
+#pragma unroll
+        for (int n = 0; n < Traits::kKeys / 8; ++n) {
+          add(n, ToFloat(row[n * 8]), ToFloat(row[n * 8 + 1]));
+        }
+      } else {
+        const int left = s.kv_rows - key;
+#pragma unroll
+        for (int n = 0; n < Traits::kKeys / 8; ++n) {
+          if (n * 8 < left) add(n, ToFloat(row[n * 8]), 0.0f);
+          if (n * 8 + 1 < left) add(n, 0.0f, ToFloat(row[n * 8 + 1]));
+        }
+      }
+    }
+  }
+}
+
+// Scores from products: scale, softcap and bias where the rules say so, then -inf where a query
+// does not attend. Each rule is one pass over the registers behind a uniform branch.
+template <typename Traits>
+__device__ __forceinline__ void FinishScores(const AttentionParams& p, const Sequence& s,
+                                             const ScoreRules& rules, bool mask, int head,
+                                             ForwardRows<Traits>& rows, int query, int key,
+                                             int lane) {
+  constexpr int kColumns = Traits::kKeys / 8;
+  key += lane % 4 * 2;
+  query += lane / 4;
+  const auto each = [&](auto f) {
+#pragma unroll
+    for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) f(rows.s[rb][n][e]);
+      }
+    }
+  };
+  // f(score, keys from `key` on), for the scores of one row.
+  const auto each_of_row = [&](int rb, int half, auto f) {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n) {
+      f(rows.s[rb][n][half * 2], n * 8);
+      f(rows.s[rb][n][half * 2 + 1], n * 8 + 1);
+    }
+  };
+  if (rules.finish) {
+    if (p.softcap > 0.0f) {
+      // cap tanh(x) = cap - 2 cap / (1 + exp(2 x)), with an absolute error near cap 1e-7.
+      const float cap = p.softcap, factor = p.scale / cap * (2.0f * kLog2E);
+      each([&](float& x) { x = fmaf(-2.0f * cap, Reciprocal(1.0f + Exp2(x * factor)), cap); });
+    } else {
+      each([&](float& x) { x *= p.scale; });
+    }
+    if (p.bias != nullptr) {
+      if (p.bias_dtype == KVBLOCK_F32) {
+        AddBias<Traits, float>(p, s, head, rows, query, key);
+      } else {
+        AddBias<Traits, typename Traits::T>(p, s, head, rows, query, key);
+      }
+    }
+  }
+  if (!mask) return;
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = query + rb * 16 + half * 8;
+      const int low = s.FirstKey(i) - key, high = i < s.q_len ? s.EndKey(i) - key : 0;
+      each_of_row(rb, half, [&](float& x, int j) {
+        if (j < low || j >= high) x = -INFINITY;
+      });
+    }
+  }
+  if (p.q_segments != nullptr) {
+#pragma unroll
+    for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = min(query + rb * 16 + half * 8, s.q_rows - 1), high = s.kv_rows - key;
+        const int segment = __ldg(p.q_segments + s.q_row + i);
+        const int32_t* from = p.kv_segments + s.kv_row + key;
+        each_of_row(rb, half, [&](float& x, int j) {
+          if (j < high && __ldg(from + j) != segment) x = -INFINITY;
+        });
+      }
+    }
+  }
+}
+
+// A value of each of the four lanes that share a row.
+__device__ __forceinline__ float RowMax(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float RowSum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// The exponent that a row's scores are taken relative to. A row that has seen nothing yet has no
+// maximum; any finite number serves, since its probabilities are all 2^-inf.
+__device__ __forceinline__ float Reference(float max, float to_log2) {
+  return max == -INFINITY ? 0.0f : max * to_log2;
+}
+
+// Takes the tile's scores into the running maxima; scales O and the sums to the new ones. After the
+// first few tiles maxima rarely move, and then there is nothing to scale.
+template <typename Traits>
+__device__ __forceinline__ void Rescale(ForwardRows<Traits>& rows, float to_log2) {
+  float correction[Traits::kRowBlocks][2];
+  bool moved = false;
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float tile_max = rows.s[rb][0][half * 2];
+#pragma unroll
+      for (int n = 0; n < Traits::kKeys / 8; ++n) {
+        tile_max = fmaxf(tile_max, fmaxf(rows.s[rb][n][half * 2], rows.s[rb][n][half * 2 + 1]));
+      }
+      const float before = rows.max[rb][half];
+      rows.max[rb][half] = fmaxf(before, RowMax(tile_max));
+      moved |= rows.max[rb][half] != before;
+      correction[rb][half] = Exp2(before * to_log2 - Reference(rows.max[rb][half], to_log2));
+    }
+  }
+  if (!__any_sync(~0u, moved)) return;
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows.sum[rb][half] *= correction[rb][half];
+#pragma unroll
+      for (int n = 0; n < Traits::kDim / 8; ++n) {
+        rows.o[rb][n][half * 2] *= correction[rb][half];
+        rows.o[rb][n][half * 2 + 1] *= correction[rb][half];
+      }
+    }
+  }
+}
+
+// P = exp2(S - max) and O += P V, 16 keys at a time: the exponentials of the next 16 keys can run
+// while the tensor cores work on these.
+template <typename Traits>
+__device__ __forceinline__ void Accumulate(ForwardRows<Traits>& rows, float to_log2,
+                                           uint32_t v_tile, int lane) {
+  using T = typename Traits::T;
+  const LaneBlock<Traits::kDim, BlockOrder::kRowsFirst> at_v(lane);
+  float reference[Traits::kRowBlocks][2];
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+    reference[rb][0] = Reference(rows.max[rb][0], to_log2);
+    reference[rb][1] = Reference(rows.max[rb][1], to_log2);
+  }
+#pragma unroll
+  for (int step = 0; step < Traits::kKeys / 16; ++step) {
+    uint32_t a[Traits::kRowBlocks][4];
+#pragma unroll
+    for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float (&x)[4] = rows.s[rb][2 * step + n];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          x[e] = Exp2(fmaf(x[e], to_log2, -reference[rb][e / 2]));
+          rows.sum[rb][e / 2] += x[e];
+        }
+        a[rb][2 * n] = Pack<T>(x[0], x[1]);
+        a[rb][2 * n + 1] = Pack<T>(x[2], x[3]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < Traits::kDim / 16; ++n) {
+      uint32_t b[4];
+      LoadMatricesTransposed(b, at_v.Address(v_tile, step * 16, n * 16));
+#pragma unroll
+      for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+        Mma16x8x16<T>(rows.o[rb][2 * n], a[rb], b[0], b[1]);
+        Mma16x8x16<T>(rows.o[rb][2 * n + 1], a[rb], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Joins the sink, divides by the sums, and writes O (through this warp's rows of the Q tile) and
+// lse for the rows that exist.
+template <typename Traits>
+__device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& s, int head,
+                                      ForwardRows<Traits>& rows, float to_log2, uint32_t q_tile,
+                                      char* shared_q, int first, int row, int lane) {
+  using T = typename Traits::T;
+  const bool sinks = p.sinks != nullptr;
+  const float sink =
+      sinks ? __ldg(p.sinks +
+                    static_cast<int64_t>(BatchRow(p, p.sink_batch, s.batch)) * p.num_heads + head) *
+                  kLog2E
+            : -INFINITY;
+  float* lse = p.lse + s.LseRow(p, head);
+  __syncwarp();  // other lanes have read the rows of Q that this one writes
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int in_tile = row + rb * 16 + half * 8 + lane / 4, query = first + in_tile;
+      float sum = RowSum(rows.sum[rb][half]);
+      float max = rows.max[rb][half] * to_log2;
+      float factor = 1.0f;
+      if (sinks) {  // one more score, with no value
+        const float joint = fmaxf(max, sink);
+        factor = Exp2(max - Reference(joint, 1.0f));
+        sum = sum * factor + (sink == joint ? 1.0f : Exp2(sink - Reference(joint, 1.0f)));
+        if (joint == -INFINITY) sum = 0.0f;
+        max = joint;
+      }
+      const bool nothing = sum == 0.0f || query >= s.q_len;
+      if (lane % 4 == 0 && query < s.q_rows) {
+        lse[query] = nothing ? -INFINITY : max * kLn2 + logf(sum);
+      }
+      factor /= sum;
+#pragma unroll
+      for (int n = 0; n < Traits::kDim / 8; ++n) {
+        const float low = nothing ? 0.0f : rows.o[rb][n][half * 2] * factor;
+        const float high = nothing ? 0.0f : rows.o[rb][n][half * 2 + 1] * factor;
+        *reinterpret_cast<uint32_t*>(
+            shared_q + Traits::QTile::Offset(in_tile, n * 8 + lane % 4 * 2)) = Pack<T>(low, high);
+      }
+    }
+  }
+  __syncwarp();
+  const HeadRows o = RowsOfHead<T>(p.o, s.q_row, p.num_heads, head, p.value_dim);
+  char* const to = const_cast<char*>(o.first);
+#pragma unroll 4
+  for (int r = lane / 8; r < Traits::kRowBlocks * 16; r += 4) {
+    const int query = first + row + r;
+#pragma unroll
+    for (int c = 0; c < Traits::kDim; c += 64) {
+      const int column = c + lane % 8 * 8;
+      if (query < s.q_rows && column < p.value_dim) {
+        *reinterpret_cast<uint4*>(to + query * o.stride + column * sizeof(T)) =
+            *reinterpret_cast<const uint4*>(shared_q + Traits::QTile::Offset(row + r, column));
+      }
+    }
+  }
+}
+
+// Which tile this CTA computes: the last tiles first, because under a causal mask they are the
+// longest, and `heads_apart` heads side by side, so that short tiles of several heads fill the end
+// while K and V of these heads stay in L2.
+__device__ __forceinline__ void Assignment(const AttentionParams& p, int* pair, int* tile) {
+  const int section = blockIdx.x / (p.heads_apart * p.tiles);
+  const int rest = blockIdx.x - section * p.heads_apart * p.tiles;
+  const int heads = min(p.heads_apart, p.num_pairs - section * p.heads_apart);
+  *tile = p.tiles - 1 - rest / heads;
+  *pair = section * p.heads_apart + rest % heads;
+}
+
+template <typename T, int kDim>
+__global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShapeOf(kDim).ctas)
+    AttentionForward(const __grid_constant__ AttentionParams p) {
+  using Traits = ForwardTraits<T, kDim>;
+  using QTile = typename Traits::QTile;
+  using KvTile = typename Traits::KvTile;
+  constexpr int kThreads = Traits::kThreads;
+  extern __shared__ __align__(128) char shared[];
+  // What is needed once a tile lives in shared memory: registers are for O and S.
+  __shared__ struct {
+    Sequence sequence;
+    int head, first;
+    HeadRows k, v;
+    WalkState walk[kThreads / 32];
+  } parked;
+  const uint32_t q_tile = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  // Computed afresh at every use: a register for each would be spilled.
+  const auto thread = [] { return Opaque(threadIdx.x); };
+  const auto lane = [&] { return thread() % 32; };
+  const auto row = [&] { return thread() / 32 * (Traits::kRowBlocks * 16); };  // the warp's first
+
+  int pair, tile, first;
+  Assignment(p, &pair, &tile);
+  const int head = pair % p.num_heads;
+  {
+    Sequence found;
+    if (!FindTile<Along::kQueries, Traits::kQueries>(p, pair / p.num_heads, tile, &found, &first)) {
+      return;
+    }
+    TileWalk<Along::kKeys, Traits::kKeys> walk(p, found, head, first,
+                                               min(first + Traits::kQueries, found.q_len));
+    if (thread() == 0) {
+      parked.sequence = found;
+      parked.head = head;
+      parked.first = first;
+      parked.k = RowsOfHead<T>(p.k, found.kv_row, p.num_kv_heads, head / p.group, p.head_dim);
+      parked.v = RowsOfHead<T>(p.v, found.kv_row, p.num_kv_heads, head / p.group, p.value_dim);
+    }
+    if (lane() == 0) parked.walk[thread() / 32] = walk.state();
+    __syncthreads();
+  }
+  const Sequence& s = parked.sequence;
+  const bool finish = p.softcap > 0.0f || p.bias != nullptr || !(p.scale > 0.0f);
+  const ScoreRules rules = {finish, finish ? kLog2E : p.scale * kLog2E};
+
+  ForwardRows<Traits> rows;
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+    rows.max[rb][0] = rows.max[rb][1] = -INFINITY;
+    rows.sum[rb][0] = rows.sum[rb][1] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kDim / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) rows.o[rb][n][e] = 0.0f;
+    }
+  }
+
+  int key = 0;
+  bool all_visible = false;
+  const auto next = [&] {
+    WalkState& at = parked.walk[thread() / 32];
+    TileWalk<Along::kKeys, Traits::kKeys> walk(p, s, at);
+    const bool found = walk.Next();
+    key = walk.first();
+    all_visible = walk.all_visible();
+    __syncwarp();  // all lanes have read it; before the next call there is a barrier
+    if (lane() == 0) at = walk.state();
+    return found;
+  };
+  const auto k_tile = [&](int stage) {
+    return q_tile + (stage == 0 ? Traits::kStage0 : Traits::kStage1);
+  };
+  const auto v_tile = [&](int stage) { return k_tile(stage) + KvTile::kBytes; };
+  const auto load = [&](int stage) {
+    LoadTileAsync<KvTile, kThreads>(k_tile(stage), parked.k, key, s.kv_len, thread());
+    LoadTileAsync<KvTile, kThreads>(v_tile(stage), parked.v, key, s.kv_len, thread());
+  };
+  bool more = next();
+  if (more) {
+    const HeadRows q = RowsOfHead<T>(p.q, s.q_row, p.num_heads, head, p.head_dim);
+    LoadTileAsync<QTile, kThreads>(q_tile, q, first, s.q_len, thread());
+    load(0);
+  }
+  CopyAsyncCommit();
+
+  QueryFragments<Traits> queries;
+  if (more && Traits::kShape.hold_queries) {
+    CopyAsyncWait<0>();
+    __syncthreads();
+    const LaneBlock<kDim, BlockOrder::kRowsFirst> at_q(lane());
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      LoadQueries<Traits>(queries.held[Traits::kShape.hold_queries ? step : 0], q_tile, row(), step,
+                          at_q);
+    }
+  }
+
+#pragma unroll 1
+  for (int stage = 0; more; stage ^= 1) {
+    CopyAsyncWait<0>();
+    __syncthreads();  // this tile has arrived for all, and all are done with the other stage
+    // Opaque: each takes one register, and nothing computed from it does.
+    const int key_now = Opaque(key);
+    const bool whole_now = Opaque(all_visible);
+    more = next();
+    if (more) load(stage ^ 1);
+    CopyAsyncCommit();
+
+    Multiply<Traits>(rows, queries, q_tile, k_tile(stage), row(), lane());
+    if (rules.finish || !whole_now) {
+      FinishScores<Traits>(p, s, rules, !whole_now, parked.head, rows, parked.first + row(),
+                           key_now, lane());
+    }
+    Rescale<Traits>(rows, rules.to_log2);
+    Accumulate<Traits>(rows, rules.to_log2, v_tile(stage), lane());
+  }
+  if (Traits::kShape.hold_queries) __syncthreads();  // O's way out is a stage that others may read
+  Write<Traits>(p, s, parked.head, rows, rules.to_log2, q_tile, shared, parked.first, row(),
+                lane());
+}
+
+}  // namespace kvblock

@@ -1,0 +1,101 @@
+// A tile of rows in shared memory, laid out so that ldmatrix reads it without bank conflicts.
+//
+// A row is kDim elements of 2 bytes: kDim / 8 chunks of 16 bytes. Chunk c of row r lies at chunk
+// c ^ (r % 8) of its row. ldmatrix reads eight rows at the same chunk: the eight places differ
+// modulo 128 bytes, so they touch every bank once. The same holds for eight lanes that copy the
+// eight chunks of 128 contiguous bytes.
+#pragma once
+
+#include <cstdint>
+
+#include "device/cp_async.cuh"
+#include "device/ldmatrix.cuh"
+
+namespace kvblock {
+
+// Rows of one head in an array [rows, heads, dim].
+struct HeadRows {
+  const char* first;  // row 0 of the sequence, this head
+  int64_t stride;     // bytes from row to row
+  int dim;            // elements; a multiple of 8
+};
+
+template <typename T>
+__device__ __forceinline__ HeadRows RowsOfHead(const void* array, int64_t first_row, int heads,
+                                               int head, int dim) {
+  const int64_t offset = (first_row * heads + head) * dim;
+  return {static_cast<const char*>(array) + offset * sizeof(T),
+          static_cast<int64_t>(heads) * dim * static_cast<int64_t>(sizeof(T)), dim};
+}
+
+// Where one lane points ldmatrix.x4, relative to a 16 x 16 block of a tile. The four 8 x 8
+// matrices come in one of two orders:
+//
+//   kRowsFirst     (0, 0), (8, 0), (0, 8), (8, 8)  A of a product as it lies; B when transposed
+//   kColumnsFirst  (0, 0), (0, 8), (8, 0), (8, 8)  A when transposed; two B as they lie
+//
+// "As it lies": A [m, k] lies as rows m, B [k, n] as rows n (K in Q K^T). "Transposed": A lies as
+// rows k, B lies as rows k (V in P V). For B, registers 0 and 1 are the operand of the first 8
+// columns n, 2 and 3 of the next 8.
+enum class BlockOrder { kRowsFirst, kColumnsFirst };
+
+template <int kRows_, int kDim_>
+struct SharedTile {
+  static constexpr int kRows = kRows_, kDim = kDim_;
+  static constexpr int kRowBytes = kDim * 2;
+  static constexpr int kBytes = kRows * kRowBytes;
+  static_assert(kDim % 64 == 0 && kRows % 16 == 0);
+
+  // The offset of an element; columns in one chunk follow each other.
+  __device__ static __forceinline__ uint32_t Offset(int row, int column) {
+    const int chunk = (column / 8) ^ (row % 8);
+    return row * kRowBytes + chunk * 16 + (column % 8) * 2;
+  }
+};
+
+// A lane's part of the addresses of 16 x 16 blocks. Blocks start at multiples of 16, so the swizzle
+// of a block's column is one exclusive or on top of the lane's own.
+template <int kDim, BlockOrder kOrder>
+struct LaneBlock {
+  uint32_t rows;  // bytes
+  uint32_t swizzle;
+
+  __device__ __forceinline__ explicit LaneBlock(int lane) {
+    const int matrix = lane / 8, row = lane % 8;
+    const int down = kOrder == BlockOrder::kRowsFirst ? matrix % 2 : matrix / 2;
+    const int right = kOrder == BlockOrder::kRowsFirst ? matrix / 2 : matrix % 2;
+    rows = (down * 8 + row) * kDim * 2;
+    swizzle = (right ^ row) * 16;
+  }
+
+  // Of the block at (row, column), both multiples of 16, in the tile at `base`.
+  __device__ __forceinline__ uint32_t Address(uint32_t base, int row, int column) const {
+    const uint32_t bytes = column * 2;
+    return base + rows + (swizzle ^ (bytes & 127)) + row * kDim * 2 + (bytes & ~127u);
+  }
+};
+
+// Starts copying rows [first, first + kRows) to the tile at `base`; all kThreads threads take part.
+// Rows from `end` on and columns from from.dim on become zeros and are not read.
+template <typename Tile, int kThreads>
+__device__ __forceinline__ void LoadTileAsync(uint32_t base, HeadRows from, int first, int end,
+                                              int thread) {
+  // Eight lanes copy 128 contiguous bytes; a thread's rows are alike modulo 8, so is its swizzle.
+  constexpr int kStep = kThreads / 8;
+  static_assert(kStep % 8 == 0 && Tile::kRows % kStep == 0);
+  const int row = thread / 8, chunk = thread % 8;
+  const uint32_t to = base + Tile::Offset(row, chunk * 8);
+  const char* source = from.first + (first + row) * from.stride + chunk * 16;
+#pragma unroll
+  for (int r = 0; r < Tile::kRows; r += kStep) {
+    const bool valid = first + row + r < end;
+#pragma unroll
+    for (int c = 0; c < Tile::kDim; c += 64) {
+      CopyAsync16(to + r * Tile::kRowBytes + c * 2, source + c * 2,
+                  valid && c + chunk * 8 < from.dim);
+    }
+    source += kStep * from.stride;
+  }
+}
+
+}  // namespace kvblock

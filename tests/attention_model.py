@@ -1,0 +1,520 @@
+"""Attention in NumPy float64 by its definition, and the bar that a call is held to.
+
+`truth` knows every option and has gradients written by hand; `plain` is what a user
+would write with jnp at the inputs' own dtype. A result may be 1.5 times as far from the
+truth as plain is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kvblock import AttentionTiles, _ffi, flash_attention
+
+F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
+HALVES = (BF16, F16)
+ON_GPU = jax.default_backend() == "gpu"
+# What serves half precision: more kernels are added here.
+KERNELS = ("cuda", "xla") if ON_GPU and _ffi.BUILD["cuda"] else ("xla",)
+# XLA compiles for the CPU in half the time: what is compiled here runs only once.
+FAST = {} if ON_GPU else {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+}  # fmt: skip
+jit = functools.partial(jax.jit, compiler_options=FAST)
+
+
+def served(*dtypes: Any) -> list[Any]:
+    """(implementation, dtype): everyone who serves these dtypes here."""
+    return [
+        pytest.param(name, dtype, id=f"{name}-{jnp.dtype(dtype).name}")
+        for dtype in dtypes
+        for name in (KERNELS if dtype in HALVES else ("xla",))
+    ]
+
+
+def by_kernel(*dtypes: Any) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        ("implementation", "dtype"), served(*(dtypes or (F32, BF16, F16)))
+    )
+
+
+def by_main_kernel() -> pytest.MarkDecorator:
+    """For transforms: float32, and on a GPU its kernels too."""
+    return by_kernel(F32, BF16) if len(KERNELS) > 1 else by_kernel(F32)
+
+
+# ---- a call --------------------------------------------------------------------------
+
+DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
+STATIC = ("causal", "window", "softcap", "scale", "deterministic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of `flash_attention`, and the cotangents of (out, lse)."""
+
+    arrays: dict[str, Any]  # the differentiable ones
+    operands: dict[str, Any]  # offsets, lengths, segments, boundaries, tiles
+    static: dict[str, Any]
+    cotangents: tuple[Any, Any]
+
+    def replace(self, **changes: Any) -> Call:
+        """With these arrays and options instead; None takes one away."""
+        groups = {"arrays": dict(self.arrays), "operands": dict(self.operands)}
+        groups["static"] = dict(self.static)
+        for name, value in changes.items():
+            kind = "operands"
+            if name in DIFFERENTIABLE:
+                kind = "arrays"
+            elif name in STATIC:
+                kind = "static"
+            groups[kind].pop(name, None)
+            if value is not None:
+                groups[kind][name] = value
+        return dataclasses.replace(self, **groups)
+
+    def run(self, implementation: str | None = None, **how: Any) -> Any:
+        """As a user would call it."""
+        return flash_attention(
+            **self.arrays,
+            **self.operands,
+            **self.static,
+            implementation=implementation,
+            **how,
+        )
+
+    def __str__(self) -> str:
+        shown = jax.tree.map(
+            lambda x: f"{x.dtype}{list(x.shape)}" if x.ndim else x, self.operands
+        )
+        arrays = {n: f"{x.dtype}{list(x.shape)}" for n, x in self.arrays.items()}
+        return f"{arrays} {shown} {self.static}"
+
+
+def cast(x: Any, dtype: Any) -> jax.Array:
+    return jnp.asarray(np.asarray(x, np.float32), dtype)
+
+
+def draw(
+    rng: np.random.Generator,
+    dtype: Any = F32,
+    *,
+    batch: int = 2,
+    q_len: int = 70,
+    kv_len: int = 130,
+    heads: int = 4,
+    kv_heads: int = 2,
+    dim: int = 16,
+    value_dim: int | None = None,
+    size: float = 1.0,
+    packed: bool = False,
+    **options: Any,
+) -> Call:
+    """Random q, k, v and cotangents, and these options. `size` scales the logits."""
+    value_dim = value_dim or dim
+    normal = lambda *shape: cast(rng.standard_normal(shape), dtype)  # noqa: E731
+    rows = (q_len,) if packed else (batch, q_len)
+    keys = (kv_len,) if packed else (batch, kv_len)
+    q = cast(size * rng.standard_normal((*rows, heads, dim)), dtype)
+    arrays = {"q": q, "k": normal(*keys, kv_heads, dim)}
+    arrays["v"] = normal(*keys, kv_heads, value_dim)
+    d_lse = cast(rng.standard_normal((*rows, heads)), F32)
+    call = Call(arrays, {}, {}, (normal(*rows, heads, value_dim), d_lse))
+    return call.replace(**options)
+
+
+def draw_bias(
+    rng: np.random.Generator, call: Call, shared: tuple[bool, bool], dtype: Any = F32
+) -> jax.Array:
+    """A bias, `shared` by the batch, by the heads."""
+    (b, t, n, _), s = call.arrays["q"].shape, call.arrays["k"].shape[1]
+    shape = (1 if shared[0] else b, 1 if shared[1] else n, t, s)
+    return cast(rng.standard_normal(shape), dtype)
+
+
+def draw_tiles(
+    rng: np.random.Generator,
+    call: Call,
+    shared: tuple[bool, bool] = (False, False),
+    block_q: int = 128,
+    block_kv: int = 128,
+    share: float = 0.5,
+) -> AttentionTiles:
+    """Each tile listed by chance, in any order, with what must not be looked at."""
+    (b, t, n, _), s = call.arrays["q"].shape, call.arrays["k"].shape[1]
+    rows, columns = -(-t // block_q), -(-s // block_kv)
+    shape = (1 if shared[0] else b, 1 if shared[1] else n, rows)
+    indices = np.full((*shape, columns + 2), 0, np.int32)
+    counts = np.zeros(shape, np.int32)
+    for at in np.ndindex(shape):
+        listed = rng.permutation(columns)[: rng.binomial(columns, share)]
+        row = [*listed, -1] if len(listed) else [columns + 7]  # skipped: not a tile
+        indices[at][: len(row)] = rng.permutation(row)
+        counts[at] = len(row)
+    return AttentionTiles(jnp.asarray(indices), jnp.asarray(counts), block_q, block_kv)
+
+
+def draw_segments(rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
+    """Sorted ids, each a run of rows."""
+    return np.sort(rng.integers(0, 3, (batch, length)), axis=-1).astype(np.int32)
+
+
+# ---- running it ----------------------------------------------------------------------
+
+Results = dict[str, Any]  # out, lse, and d_q, d_k ... for every differentiable array
+
+
+def attend_with_gradients(
+    arrays: Any, operands: Any, cotangents: Any, static: Any, implementation: Any
+) -> Results:
+    def f(arrays):
+        return flash_attention(
+            **arrays,
+            **operands,
+            **dict(static),
+            implementation=implementation,
+            return_lse=True,
+        )
+
+    (out, lse), pull = jax.vjp(f, arrays)
+    (grads,) = pull(cotangents)
+    return {"out": out, "lse": lse, **{f"d_{n}": g for n, g in grads.items()}}
+
+
+_jitted = jit(attend_with_gradients, static_argnums=(3, 4))
+
+
+@functools.partial(jit, static_argnums=(2, 3))
+def _jitted_forward(
+    arrays: Any, operands: Any, static: Any, implementation: Any
+) -> Any:
+    out, lse = flash_attention(
+        **arrays,
+        **operands,
+        **dict(static),
+        implementation=implementation,
+        return_lse=True,
+    )
+    return {"out": out, "lse": lse}
+
+
+def compute(call: Call, implementation: str | None, gradients: bool = True) -> Results:
+    static = tuple(sorted(call.static.items()))
+    inputs = call.arrays, call.operands
+    if not gradients:
+        return _jitted_forward(*inputs, static, implementation)
+    return _jitted(*inputs, call.cotangents, static, implementation)
+
+
+# ---- who attends to whom -------------------------------------------------------------
+
+
+def f64(x: Any) -> np.ndarray:
+    return np.asarray(x).astype(np.float64)
+
+
+def tile_mask(tiles: AttentionTiles, t: int, s: int) -> np.ndarray:
+    """bool [B|1, N|1, T, S]: the pairs in a listed tile."""
+    indices, counts = np.asarray(tiles.indices), np.asarray(tiles.counts)
+    mask = np.zeros((*counts.shape[:2], t, s), bool)
+    for b, n, i in np.ndindex(counts.shape):
+        for j in indices[b, n, i, : counts[b, n, i]]:
+            if 0 <= j < -(-s // tiles.block_kv):
+                rows = slice(i * tiles.block_q, (i + 1) * tiles.block_q)
+                columns = slice(j * tiles.block_kv, (j + 1) * tiles.block_kv)
+                mask[b, n, rows, columns] = True
+    return mask
+
+
+def documents(cu: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """The sequence of each packed row (-1: none), and its position there."""
+    owner, position = np.full(length, -1), np.zeros(length, np.int64)
+    for i, (start, end) in enumerate(itertools.pairwise(cu)):
+        owner[start:end], position[start:end] = i, np.arange(end - start)
+    return owner, position
+
+
+def who_attends(call: Call) -> tuple[np.ndarray, np.ndarray]:
+    """bool [B, N, T, S], and bool [B, T]: the rows that exist."""
+    x, static = call.operands, call.static
+    q, k = call.arrays["q"], call.arrays["k"]
+    if "cu_seqlens" in x:
+        q, k = q[None], k[None]
+    (b, t, n, _), s = q.shape, k.shape[1]
+    rows = np.broadcast_to(np.arange(t), (b, t))
+    keys = np.broadcast_to(np.arange(s), (b, s))
+    mask = np.ones((b, n, t, s), bool)
+    alive = np.ones((b, t), bool)
+    shift = np.asarray(x.get("q_offset", 0)) - np.asarray(x.get("kv_offset", 0))
+    if "cu_seqlens" in x:
+        cu_q, cu_kv = (np.asarray(cu) for cu in x["cu_seqlens"])
+        q_owner, rows = documents(cu_q, t)
+        kv_owner, keys = documents(cu_kv, s)
+        mask &= (q_owner[:, None] == kv_owner) & (q_owner[:, None] >= 0)
+        alive = (q_owner >= 0)[None]
+        shift = np.broadcast_to(shift, (len(cu_q) - 1,))[q_owner]
+        rows, keys = (rows + shift)[None], keys[None]
+    else:
+        rows = rows + np.broadcast_to(shift, (b,))[:, None]
+    ahead = (keys[:, None, :] - rows[:, :, None])[:, None]
+    left, right = static.get("window") or (None, None)
+    if static.get("causal"):
+        mask &= ahead <= 0
+    if left is not None:
+        mask &= ahead >= -left
+    if right is not None:
+        mask &= ahead <= right
+    if "segment_ids" in x:
+        ids = x["segment_ids"]
+        q_ids, kv_ids = ids if isinstance(ids, (tuple, list)) else (ids, ids)
+        q_ids, kv_ids = np.asarray(q_ids), np.asarray(kv_ids)
+        mask &= (q_ids[:, :, None] == kv_ids[:, None, :])[:, None]
+    if "q_lens" in x:
+        alive = np.arange(t) < np.asarray(x["q_lens"])[:, None]
+        mask &= alive[:, None, :, None]
+    if "kv_lens" in x:
+        exists = np.arange(s) < np.asarray(x["kv_lens"])[:, None]
+        mask &= exists[:, None, None, :]
+    if "tiles" in x:
+        mask &= tile_mask(x["tiles"], t, s)
+    return mask, alive
+
+
+# ---- the truth -----------------------------------------------------------------------
+
+
+def product(p: np.ndarray, mask: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """p [B,N,T,S] times v [B,S,N,E], where only attended values count."""
+    finite = np.where(np.isfinite(v), v, 0)
+    out = np.einsum("bnts,bsne->btne", p, finite)
+    if np.isfinite(v).all():
+        return out
+    hits = lambda what: np.einsum("bnts,bsne->btne", mask * 1.0, what * 1.0) > 0  # noqa: E731
+    up, down, nan = hits(v == np.inf), hits(v == -np.inf), hits(np.isnan(v))
+    out = np.where(up, np.inf, np.where(down, -np.inf, out))
+    return np.where(nan | (up & down), np.nan, out)
+
+
+@np.errstate(invalid="ignore", over="ignore", divide="ignore")
+def truth(call: Call, cotangents: tuple[Any, Any] | None = None) -> Results:
+    """Everything in float64, with gradients by hand.
+
+    Gradients take what is not finite as 0, so they are right where no attended input
+    is.
+    """
+    packed = "cu_seqlens" in call.operands
+    arrays = {n: f64(x) for n, x in call.arrays.items()}
+    d_out, d_lse = (f64(x) for x in (cotangents or call.cotangents))
+    if packed:
+        arrays |= {n: arrays[n][None] for n in "qkv"}
+        d_out, d_lse = d_out[None], d_lse[None]
+    q, k, v = (arrays[n] for n in "qkv")
+    d, heads = k.shape[3], k.shape[2]
+    group = q.shape[2] // heads
+    scale = call.static.get("scale")
+    scale = (1 / np.sqrt(d) if d else 1.0) if scale is None else scale
+    cap = call.static.get("softcap")
+    bias, sinks = arrays.get("bias"), arrays.get("sinks")
+    mask, alive = who_attends(call)
+    spread_k, spread_v = np.repeat(k, group, 2), np.repeat(v, group, 2)
+
+    score = scale * np.einsum("btnd,bsnd->bnts", q, spread_k)
+    bent = np.tanh(score / cap) if cap else None
+    if cap:
+        score = cap * bent
+    if bias is not None:
+        score = score + bias
+    score = np.where(mask, score, -np.inf)
+    top = np.max(score, axis=-1, keepdims=True, initial=-np.inf)
+    if sinks is not None:
+        top = np.maximum(top, sinks[:, None, None])
+    top = np.where(np.isneginf(top), 0, top)
+    p = np.exp(score - top)
+    total = p.sum(-1, keepdims=True)
+    if sinks is not None:
+        total = total + np.exp(sinks[:, None, None] - top)
+    there = alive[:, None, :, None]
+    empty = ~there | (total == 0)
+    lse = np.where(empty, -np.inf, np.log(total) + top)
+    p = np.where(empty, 0, p / total)
+    out = product(p, mask, spread_v)
+
+    # d(score) = p (dp - rowsum(d_out out) + d_lse); a sink has no value, so no dp.
+    q, k, v, p = (np.where(np.isfinite(x), x, 0) for x in (q, spread_k, spread_v, p))
+    dp = np.einsum("btne,bsne->bnts", d_out, v)
+    clean = np.where(np.isfinite(out), out, 0)
+    delta = (np.einsum("btne,btne->bnt", d_out, clean) - np.moveaxis(d_lse, 2, 1))[
+        ..., None
+    ]
+    d_score = np.where(mask, p * (dp - delta), 0)
+    grads = {"d_v": np.einsum("bnts,btne->bsne", p, d_out)}
+    if bias is not None:
+        shared = tuple(i for i in (0, 1) if bias.shape[i] == 1)
+        grads["d_bias"] = d_score.sum(shared, keepdims=True).reshape(bias.shape)
+    if sinks is not None:
+        weight = np.where(empty, 0, np.exp(sinks[:, None, None] - lse))
+        weight = np.where(np.isfinite(weight), weight, 0)
+        grads["d_sinks"] = -(weight * delta).sum((0, 2, 3))
+    if cap:
+        d_score = d_score * np.where(mask, 1 - bent**2, 0)
+    grads["d_q"] = scale * np.einsum("bnts,bsnd->btnd", d_score, k)
+    grads["d_k"] = scale * np.einsum("bnts,btnd->bsnd", d_score, q)
+    for name in ("d_k", "d_v"):
+        x = grads[name]
+        grads[name] = x.reshape(*x.shape[:2], heads, group, x.shape[-1]).sum(3)
+    result = {"out": out, "lse": np.moveaxis(lse[..., 0], 1, 2)}
+    if packed:
+        grads |= {f"d_{n}": grads[f"d_{n}"][0] for n in "qkv"}
+        result = {n: x[0] for n, x in result.items()}
+    return result | grads
+
+
+# ---- the bar: plain jnp at the same dtype --------------------------------------------
+
+
+def plain_attention(
+    arrays: Any, mask: Any, alive: Any, scale: float, cap: float | None
+) -> tuple[jax.Array, jax.Array]:
+    """What one would write with jnp, every array in q's dtype."""
+    q, k, v = (arrays[n] for n in "qkv")
+    dtype = q.dtype
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
+    einsum = functools.partial(jnp.einsum, precision="highest")
+    score = einsum("btnd,bsnd->bnts", q, k) * jnp.asarray(scale, dtype)
+    if cap:
+        score = cap * jnp.tanh(score / cap)
+    score = score + arrays["bias"].astype(dtype)
+    score = jnp.where(mask, score, -jnp.inf)
+    sinks = arrays["sinks"].astype(dtype)[:, None, None]
+    top = jnp.maximum(jnp.max(score, -1, keepdims=True, initial=-jnp.inf), sinks)
+    top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
+    p = jnp.exp(score - top)
+    total = p.sum(-1, keepdims=True) + jnp.exp(sinks - top)
+    empty = ~alive[:, None, :, None] | (total == 0)
+    total = jnp.where(empty, 1, total)
+    lse = jnp.where(empty, -jnp.inf, jnp.log(total) + top)[..., 0]
+    out = einsum("bnts,bsne->btne", jnp.where(empty, 0, p / total), v)
+    return out, jnp.swapaxes(lse, 1, 2)
+
+
+@functools.partial(jit, static_argnums=(4, 5))
+def _plain(
+    arrays: Any, mask: Any, alive: Any, cotangents: Any, scale: float, cap: float | None
+) -> Results:
+    f = functools.partial(plain_attention, mask=mask, alive=alive, scale=scale, cap=cap)
+    if cotangents is None:
+        out, lse = f(arrays)
+        return {"out": out, "lse": lse}
+    (out, lse), pull = jax.vjp(f, arrays)
+    d_out, d_lse = cotangents
+    (grads,) = pull((d_out.astype(out.dtype), d_lse.astype(lse.dtype)))
+    return {"out": out, "lse": lse, **{f"d_{n}": g for n, g in grads.items()}}
+
+
+def plain(call: Call, gradients: bool = True) -> Results:
+    """Plain jnp's results; what is not finite (so never attended to) is 0 there."""
+    packed = "cu_seqlens" in call.operands
+    clean = lambda x: jnp.where(jnp.isfinite(x), x, 0)  # noqa: E731
+    arrays = {n: clean(x) for n, x in call.arrays.items() if n in "qkv"}
+    cotangents = call.cotangents if gradients else None
+    if packed:
+        arrays = {n: x[None] for n, x in arrays.items()}
+        cotangents = jax.tree.map(lambda x: x[None], cotangents)
+    mask, alive = who_attends(call)
+    # Absent ones are there with no effect, so that one program serves every option.
+    bias = call.arrays.get("bias", jnp.zeros((1, 1, 1, 1)))
+    arrays["bias"] = jnp.where(jnp.isnan(bias), 0, bias)
+    heads = arrays["q"].shape[2]
+    arrays["sinks"] = call.arrays.get("sinks", jnp.full(heads, -jnp.inf))
+    scale = call.static.get("scale")
+    if scale is None:
+        scale = float(1 / np.sqrt(max(arrays["q"].shape[3], 1)))
+    how = scale, call.static.get("softcap")
+    got = _plain(arrays, mask, alive, cotangents, *how)
+    if packed:
+        batched = ("out", "lse", "d_q", "d_k", "d_v")
+        got = {n: x[0] if n in batched else x for n, x in got.items()}
+    return got
+
+
+# ---- judging -------------------------------------------------------------------------
+
+
+def assert_same_places(name: str, got: Any, want: Any) -> None:
+    """NaN, inf and -inf at the same places."""
+    got, want = f64(got), f64(want)
+    assert got.shape == want.shape, f"{name}: {got.shape} for {want.shape}"
+    for what, test in (
+        ("NaN", np.isnan), ("inf", np.isposinf), ("-inf", np.isneginf)
+    ):  # fmt: skip
+        wrong = np.argwhere(test(got) != test(want))
+        assert not len(wrong), (
+            f"{name}: {what} at the wrong {len(wrong)} places of {got.size}, the first "
+            f"{wrong[0]}: {got[tuple(wrong[0])]} for {want[tuple(wrong[0])]}"
+        )
+
+
+def error(got: Any, want: Any) -> float:
+    got, want = f64(got), f64(want)
+    finite = np.isfinite(want) & np.isfinite(got)
+    return float(np.max(np.abs(got[finite] - want[finite]), initial=0))
+
+
+def size(x: Any) -> float:
+    x = f64(x)
+    return float(np.max(np.abs(x), where=np.isfinite(x), initial=0))
+
+
+def assert_near(
+    got: Results, want: Results, bar: Results, names: Iterable[str] | None = None
+) -> None:
+    """1.5 times plain's error, above what rounding the result alone may cost."""
+    for name in names or got:
+        assert_same_places(name, got[name], want[name])
+        # Half a unit in the last place of the result, and float32 sums.
+        eps = float(jnp.finfo(got[name].dtype).eps)
+        floor = 0.5 * eps * size(want[name]) + 2e-6 * max(1.0, size(want[name]))
+        found, allowed = error(got[name], want[name]), error(bar[name], want[name])
+        assert found <= 1.5 * allowed + floor, (
+            f"{name}: error {found:.3g}, plain jnp's {allowed:.3g}, floor {floor:.3g}"
+        )
+
+
+def assert_exact(
+    call: Call, implementation: str | None, gradients: bool = True
+) -> Results:
+    """(out, lse) and every gradient are as near to the truth as plain jnp's."""
+    got = compute(call, implementation, gradients)
+    dtype = call.arrays["q"].dtype
+    assert got["out"].dtype == dtype
+    assert got["lse"].dtype == jnp.float32
+    for name in call.arrays:
+        if gradients:
+            assert got[f"d_{name}"].dtype == call.arrays[name].dtype
+    try:
+        assert_near(got, truth(call), plain(call, gradients))
+    except AssertionError as e:
+        raise AssertionError(f"{e}\n{call}") from None
+    return got
+
+
+def assert_close(got: Any, want: Any, dtype: Any = None) -> None:
+    """For transforms: what comes out is the truth, at the dtype's resolution."""
+    dtype = dtype or jnp.asarray(got).dtype
+    tolerance = {"float32": 2e-5, "float64": 1e-12, "bfloat16": 3e-2, "float16": 4e-3}
+    assert_same_places("result", got, want)
+    finite = np.isfinite(f64(want))
+    bound = tolerance[jnp.dtype(dtype).name]
+    found, scale = error(got, want), max(1.0, size(want))
+    assert found <= bound * scale, f"error {found:.3g} at a size of {scale:.3g}"
+    assert finite.shape == f64(got).shape

@@ -1,0 +1,113 @@
+"""Memory is O((T + S) N D): a compiled program holds no scores, forward or backward."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_model import BF16, F32, KERNELS, ON_GPU, by_kernel
+
+from jax_kvblock import AttentionTiles, flash_attention
+
+HEADS, DIM = 2, 64
+LONG = 4096
+
+i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+
+
+def tiles_of(length):
+    rows = -(-length // 128)
+    return AttentionTiles(i32(1, 1, rows, 8), i32(1, 1, rows))
+
+
+OPTIONS = {
+    "full": lambda n: ({}, {}),
+    "causal": lambda n: ({"causal": True}, {}),
+    "window": lambda n: ({"window": (256, 0), "softcap": 20.0}, {}),
+    "segments": lambda n: ({}, {"segment_ids": i32(1, n), "kv_lens": i32(1)}),
+    "sinks": lambda n: ({}, {"sinks": jax.ShapeDtypeStruct((HEADS,), F32)}),
+    "tiles": lambda n: ({}, {"tiles": tiles_of(n)}),
+    "packed": lambda n: ({"causal": True}, {"cu_seqlens": (i32(9), i32(9))}),
+    "deterministic": lambda n: ({"deterministic": True}, {}),
+    # An input of S times S, without a gradient: nothing of its size beside it.
+    "bias": lambda n: ({}, {"bias": jax.ShapeDtypeStruct((1, 1, n, n), F32)}),
+}
+
+
+def temporaries(name, length, gradients, implementation, dtype):
+    """Bytes beside inputs and results, by XLA's own account."""
+    static, operands = OPTIONS[name](length)
+    rows = (length,) if name == "packed" else (1, length)
+    x = jax.ShapeDtypeStruct((*rows, HEADS, DIM), dtype)
+
+    def forward(q, k, v, operands):
+        return flash_attention(
+            q, k, v, **static, **operands, implementation=implementation
+        )
+
+    def both(q, k, v, operands, cotangent):
+        out, pull = jax.vjp(lambda *x: forward(*x, operands), q, k, v)
+        return out, pull(cotangent)
+
+    if gradients:
+        lowered = jax.jit(both).lower(x, x, x, operands, x)
+    else:
+        lowered = jax.jit(forward).lower(x, x, x, operands)
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
+def array_bytes(length):
+    """q, k, v or out, in float32."""
+    return 4 * length * HEADS * DIM
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("name", OPTIONS)
+@by_kernel(BF16)
+def test_no_scores_in_memory(implementation, dtype, name, gradients):
+    """A few arrays like q in float32; one head's scores alone would be 32 of them."""
+    found = temporaries(name, LONG, gradients, implementation, dtype)
+    scores = LONG * LONG * 4  # of one head, in float32
+    bound = (10 if gradients else 5) * array_bytes(LONG)
+    assert bound < scores / 3
+    assert found <= bound, f"{found / array_bytes(LONG):.1f} arrays of q's size"
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+@by_kernel(F32)
+def test_memory_grows_as_the_length(implementation, dtype, gradients):
+    how = (gradients, implementation, dtype)
+    short, long = (temporaries("causal", n, *how) for n in (LONG // 2, LONG))
+    assert long <= 2.2 * short + 2**16, (short, long)
+
+
+def test_the_measure_sees_scores():
+    """Plain attention does hold them."""
+    x = jax.ShapeDtypeStruct((1, LONG, HEADS, DIM), F32)
+
+    def plain(q, k, v):
+        p = jax.nn.softmax(jnp.einsum("btnd,bsnd->bnts", q, k))
+        return jnp.einsum("bnts,bsnd->btnd", p, v)
+
+    compiled = jax.jit(plain).lower(x, x, x).compile()
+    found = compiled.memory_analysis().temp_size_in_bytes
+    assert found >= LONG * LONG * 4
+
+
+@pytest.mark.gpu
+def test_a_long_context_fits():
+    """A million keys: the scores of one head would take 4 TiB."""
+    assert ON_GPU and KERNELS
+    shape = (1, 2**20, 1, 64)
+    x = jax.random.normal(jax.random.key(0), shape, BF16)
+    slopes = jax.jit(
+        jax.grad(
+            lambda q, k, v: flash_attention(q, k, v, causal=True, window=(1023, 0)).sum(
+                dtype=F32
+            ),
+            (0, 1, 2),
+        )
+    )
+    for grad in slopes(x, x, x):
+        assert np.isfinite(np.asarray(grad[:, ::4096], np.float32)).all()

@@ -1,0 +1,372 @@
+"""Bad calls of flash_attention are errors while tracing that say what, where, the fix.
+
+The rows list words that a message must hold: the argument, what was expected, what
+came, and the fix where there is one.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_model import BF16, F16, F32
+from messages import Table, check, check_row, f32, i32
+
+from jax_kvblock import AttentionTiles, flash_attention
+
+W = "flash_attention"
+Q, K = f32(2, 5, 4, 8), f32(2, 7, 2, 8)
+PQ, PK = f32(12, 4, 8), f32(14, 2, 8)  # packed
+CU = (i32(3), i32(3))
+ROWS = Table()
+
+
+def call(**static):
+    """A function of q, k, v with these options."""
+    return lambda q, k, v: flash_attention(q, k, v, **static)
+
+
+def given(name, **static):
+    """A function of q, k, v and one more operand."""
+    return lambda q, k, v, x: flash_attention(q, k, v, **{name: x}, **static)
+
+
+# ---- q, k, v -------------------------------------------------------------------------
+
+plain = call()
+ROWS.value(
+    W, "q rank", plain, [f32(5, 4, 8), K, K], "q|[B, T, N, D]|got float32[5, 4, 8]"
+)
+ROWS.value(
+    W, "k rank", plain, [Q, f32(7, 2, 8), K], "k|[B, S, K, D]|got float32[7, 2, 8]"
+)
+ROWS.value(W, "v rank", plain, [Q, K, f32(2, 7, 8)], "v|[B, S, K, Dv]|float32[2, 7, 8]")
+ROWS.value(
+    W, "batch", plain, [Q, f32(3, 7, 2, 8), f32(3, 7, 2, 8)], "k|batch|2|[3, 7, 2, 8]"
+)
+ROWS.value(W, "batch of v", plain, [Q, K, f32(3, 7, 2, 8)], "v|k|float32[3, 7, 2, 8]")
+ROWS.value(W, "keys of v", plain, [Q, K, f32(2, 6, 2, 8)], "v|k|float32[2, 6, 2, 8]")
+ROWS.value(W, "heads of v", plain, [Q, K, f32(2, 7, 4, 8)], "v|k|float32[2, 7, 4, 8]")
+ROWS.value(
+    W, "head dim of k", plain, [Q, f32(2, 7, 2, 16), K], "k|head dim|8|[2, 7, 2, 16]"
+)
+ROWS.value(
+    W, "heads", plain, [Q, f32(2, 7, 3, 8), f32(2, 7, 3, 8)], "heads|multiple|4|3"
+)
+ROWS.value(W, "fewer heads", plain, [f32(2, 5, 2, 8), f32(2, 7, 4, 8), f32(2, 7, 4, 8)],
+           "heads|multiple|2|4")  # fmt: skip
+for dim in (4, 12, 257, 264, 512):
+    wide = [f32(*x.shape[:-1], dim) for x in (Q, K, K)]
+    ROWS.value(W, f"head dim {dim}", plain, wide, f"multiple of 8|256|{dim}")
+    ROWS.value(
+        W, f"value dim {dim}", plain, [Q, K, wide[2]], f"v|multiple of 8|256|{dim}"
+    )
+ROWS.kind(W, "dtype of k", plain, [Q, f32(*K.shape, dtype=BF16), K],
+          "k|float32|got bfloat16[2, 7, 2, 8]|cast it|.astype")  # fmt: skip
+ROWS.kind(W, "dtype of v", plain, [Q, K, f32(*K.shape, dtype=F16)],
+          "v|float32|got float16[2, 7, 2, 8]|cast it|.astype")  # fmt: skip
+ROWS.kind(W, "integers", plain, [i32(*Q.shape), i32(*K.shape), i32(*K.shape)],
+          "q|bfloat16, float16 or float32|got int32[2, 5|cast it")  # fmt: skip
+eighths = [f32(*x.shape, dtype=jnp.float8_e4m3fn) for x in (Q, K, K)]
+ROWS.kind(W, "float8", plain, eighths,
+          "q|bfloat16, float16 or float32|got float8_e4m3fn|cast it")  # fmt: skip
+for name in "qkv":
+    others = {n: x for n, x in zip("qkv", (Q, K, K), strict=True) if n != name}
+    bad = lambda a, b, name=name, names=tuple(others): flash_attention(  # noqa: E731
+        **{name: "x", **dict(zip(names, (a, b), strict=True))}
+    )
+    ROWS.kind(
+        W,
+        f"{name} is no array",
+        bad,
+        list(others.values()),
+        f"{name} must be an array|got str",
+    )
+
+# ---- static options ------------------------------------------------------------------
+
+FLAGS = (1, "yes", None, np.ones(2, bool))
+for name in ("causal", "deterministic"):
+    for value in FLAGS[:3]:
+        words = f"{name}|True or False|got {value!r}"
+        ROWS.kind(W, f"{name}={value!r}", call(**{name: value}), [Q, K, K], words)
+for value, error, words in [
+    (3, ValueError, "(left, right)|got 3"),
+    ((3,), ValueError, "(left, right)|got (3,)"),
+    ((1, 2, 3), ValueError, "(left, right)|got (1, 2, 3)"),
+    ((-1, 2), ValueError, "negative|got (-1, 2)|None"),
+    ((1, -2), ValueError, "negative|got (1, -2)|None"),
+    ((1.5, 2), TypeError, "1.5"),
+    ((True, 2), TypeError, "True"),
+    (("a", 2), TypeError, "'a'"),
+]:
+    row = ROWS.kind if error is TypeError else ROWS.value
+    row(W, f"window={value}", call(window=value), [Q, K, K], f"window|{words}")
+for value, error in [
+    (0, ValueError), (0.0, ValueError), (-1.0, ValueError), (float("nan"), ValueError),
+    (float("inf"), ValueError), ("big", TypeError), (True, TypeError),
+]:  # fmt: skip
+    row = ROWS.kind if error is TypeError else ROWS.value
+    row(W, f"softcap={value}", call(softcap=value), [Q, K, K], f"softcap|{value!r}")
+for value, error in [
+    (float("nan"), ValueError), (float("inf"), ValueError), ("x", TypeError),
+    (True, TypeError),
+]:  # fmt: skip
+    row = ROWS.kind if error is TypeError else ROWS.value
+    row(W, f"scale={value}", call(scale=value), [Q, K, K], f"scale|{value!r}")
+for value in ("flash", "CUDA", 3, True):
+    words = f"implementation|None, |'cuda'|'xla'|got {value!r}"
+    ROWS.value(
+        W, f"implementation={value!r}", call(implementation=value), [Q, K, K], words
+    )
+traced = lambda name: lambda q, k, v, x: flash_attention(q, k, v, **{name: x})  # noqa: E731
+for name in ("softcap", "scale", "causal"):
+    ROWS.kind(
+        W, f"traced {name}", jax.jit(traced(name)), [Q, K, K, f32()], f"{name}|traced"
+    )
+
+# ---- segments, lengths, offsets ------------------------------------------------------
+
+S5 = f32(2, 5, 2, 8)
+segments = given("segment_ids")
+ROWS.value(W, "one segment_ids, T not S", segments, [Q, K, K, i32(2, 5)],
+           "segment_ids|pair|T = 5|S = 7")  # fmt: skip
+ROWS.value(
+    W,
+    "segment_ids shape",
+    segments,
+    [Q, S5, S5, i32(2, 6)],
+    "segment_ids|[2, 5]|got int32[2, 6]",
+)
+ROWS.value(
+    W,
+    "segment_ids batch",
+    segments,
+    [Q, S5, S5, i32(1, 5)],
+    "segment_ids|[2, 5]|got int32[1, 5]",
+)
+ROWS.kind(W, "segment_ids dtype", segments, [Q, S5, S5, f32(2, 5)],
+          "segment_ids|int32|got float32[2, 5]|.astype(jnp.int32)")  # fmt: skip
+ROWS.value(W, "segment_ids of q", segments, [Q, K, K, (i32(2, 4), i32(2, 7))],
+           "segment_ids|[2, 5]|got int32[2, 4]")  # fmt: skip
+ROWS.value(W, "segment_ids of keys", segments, [Q, K, K, (i32(2, 5), i32(2, 8))],
+           "segment_ids|[2, 7]|got int32[2, 8]")  # fmt: skip
+ROWS.value(
+    W, "three segment_ids", segments, [Q, K, K, (i32(2, 5),) * 3], "segment_ids|pair|3"
+)
+ROWS.value(W, "swapped segment_ids", segments, [Q, K, K, (i32(2, 7), i32(2, 5))],
+           "segment_ids|[2, 5]|got int32[2, 7]")  # fmt: skip
+half_pair = lambda q, k, v, x: flash_attention(q, k, v, segment_ids=(x, None))  # noqa: E731
+ROWS.kind(W, "half a pair", half_pair, [Q, K, K, i32(2, 5)], "segment_ids|None")
+for name in ("q_lens", "kv_lens"):
+    at = given(name)
+    ROWS.value(W, f"{name} size", at, [Q, K, K, i32(3)], f"{name}|[2]|got int32[3]")
+    ROWS.value(
+        W, f"{name} scalar", at, [Q, K, K, i32()], f"{name}|int32[B]|got int32[]"
+    )
+    ROWS.value(
+        W, f"{name} rank", at, [Q, K, K, i32(2, 1)], f"{name}|int32[B]|got int32[2, 1]"
+    )
+    ROWS.kind(
+        W, f"{name} dtype", at, [Q, K, K, f32(2)], f"{name}|int32|got float32[2]|astype"
+    )
+for name in ("q_offset", "kv_offset"):
+    at = given(name, causal=True)
+    ROWS.value(
+        W, f"{name} size", at, [Q, K, K, i32(3)], f"{name}|scalar|[2]|got int32[3]"
+    )
+    ROWS.value(W, f"{name} rank", at, [Q, K, K, i32(2, 1)], f"{name}|got int32[2, 1]")
+    ROWS.kind(
+        W, f"{name} dtype", at, [Q, K, K, f32()], f"{name}|int32|got float32[]|astype"
+    )
+    for value in (1.5, "x"):
+        ROWS.kind(
+            W, f"{name}={value!r}", call(**{name: value}, causal=True), [Q, K, K], name
+        )
+
+# ---- packed --------------------------------------------------------------------------
+
+packed = given("cu_seqlens")
+ROWS.value(
+    W, "packed rank", packed, [Q, K, K, CU], "q|[total, N, D]|got float32[2, 5, 4, 8]"
+)
+ROWS.value(
+    W, "one cu_seqlens", packed, [PQ, PK, PK, i32(3)], "cu_seqlens|pair|got int32[3]"
+)
+ROWS.value(
+    W, "three cu_seqlens", packed, [PQ, PK, PK, (*CU, i32(3))], "cu_seqlens|pair|3"
+)
+ROWS.value(W, "unequal cu_seqlens", packed, [PQ, PK, PK, (i32(3), i32(4))],
+           "cu_seqlens|int32[3]|int32[4]")  # fmt: skip
+ROWS.value(W, "cu_seqlens rank", packed, [PQ, PK, PK, (i32(3, 1), i32(3, 1))],
+           "cu_seqlens|[B + 1]|got int32[3, 1]")  # fmt: skip
+ROWS.value(
+    W, "no cu_seqlens", packed, [PQ, PK, PK, (i32(0), i32(0))], "cu_seqlens|int32[0]"
+)
+ROWS.kind(W, "cu_seqlens dtype", packed, [PQ, PK, PK, (f32(3), i32(3))],
+          "cu_seqlens|int32|got float32[3]|astype")  # fmt: skip
+ROWS.value(W, "packed v", packed, [PQ, PK, f32(13, 2, 8), CU], "v|k|float32[13, 2, 8]")
+ROWS.value(W, "unpacked 3 dims", plain, [PQ, PK, PK], "q|[B, T, N, D]|cu_seqlens")
+for name in ("q_offset", "kv_offset"):
+    f = lambda q, k, v, cu, x, name=name: flash_attention(  # noqa: E731
+        q, k, v, cu_seqlens=cu, **{name: x}
+    )
+    ROWS.value(
+        W, f"packed {name}", f, [PQ, PK, PK, CU, i32(3)], f"{name}|[2]|got int32[3]"
+    )
+
+# ---- bias and sinks ------------------------------------------------------------------
+
+bias = given("bias")
+for shape in [
+    (2, 4, 5, 6),
+    (2, 4, 6, 7),
+    (3, 4, 5, 7),
+    (2, 2, 5, 7),
+    (2, 4, 1, 7),
+    (2, 4, 5, 1),
+]:
+    shown = f"got float32[{', '.join(map(str, shape))}]"
+    ROWS.value(W, f"bias {shape}", bias, [Q, K, K, f32(*shape)], f"bias|5, 7]|{shown}")
+ROWS.value(W, "bias rank", bias, [Q, K, K, f32(5, 7)], "bias|5, 7]|got float32[5, 7]")
+ROWS.kind(W, "bias dtype", bias, [Q, K, K, f32(1, 1, 5, 7, dtype=BF16)],
+          "bias|float32|got bfloat16[1, 1, 5, 7]|cast it")  # fmt: skip
+ROWS.kind(
+    W,
+    "bias of ints",
+    bias,
+    [Q, K, K, i32(1, 1, 5, 7)],
+    "bias|float32|got int32|cast it",
+)
+ROWS.kind(
+    W,
+    "bias of bools",
+    bias,
+    [Q, K, K, f32(1, 1, 5, 7, dtype=jnp.bool)],
+    "bias|float32|got bool",
+)
+halves = [f32(*x.shape, dtype=BF16) for x in (Q, K, K)]
+ROWS.kind(W, "bias of another half", bias, [*halves, f32(1, 1, 5, 7, dtype=F16)],
+          "bias|float32|bfloat16|got float16")  # fmt: skip
+sinks = given("sinks")
+ROWS.value(
+    W, "sinks of key heads", sinks, [Q, K, K, f32(2)], "sinks|[4]|got float32[2]"
+)
+ROWS.value(W, "sinks rank", sinks, [Q, K, K, f32(1, 4)], "sinks|[4]|got float32[1, 4]")
+ROWS.value(W, "scalar sink", sinks, [Q, K, K, f32()], "sinks|[4]|got float32[]")
+ROWS.kind(W, "sinks dtype", sinks, [*halves, f32(4, dtype=BF16)],
+          "sinks|float32|got bfloat16[4]|astype")  # fmt: skip
+
+# ---- tiles ---------------------------------------------------------------------------
+
+
+def tiles(label, indices, counts, words, error=ValueError, **blocks):
+    f = lambda q, k, v, i, c: flash_attention(  # noqa: E731
+        q, k, v, tiles=AttentionTiles(i, c, **blocks)
+    )
+    row = ROWS.kind if error is TypeError else ROWS.value
+    row(W, f"tiles {label}", f, [Q, K, K, indices, counts], f"tiles|{words}")
+
+
+I1, C1 = i32(1, 1, 1, 3), i32(1, 1, 1)
+tiles("indices rank", i32(1, 1, 3), C1, "indices|got int32[1, 1, 3]")
+tiles("counts rank", I1, i32(1, 1), "counts|got int32[1, 1]")
+tiles("rows", i32(1, 1, 2, 3), i32(1, 1, 2), "indices|1|got int32[1, 1, 2, 3]")
+tiles("batch", i32(3, 1, 1, 3), i32(3, 1, 1), "indices|2|got int32[3, 1, 1, 3]")
+tiles("heads", i32(1, 2, 1, 3), i32(1, 2, 1), "indices|4|got int32[1, 2, 1, 3]")
+tiles("counts apart", i32(2, 1, 1, 3), i32(2, 4, 1), "counts|got int32[2, 4, 1]")
+tiles(
+    "indices dtype", f32(1, 1, 1, 3), C1, "indices|int32|got float32|astype", TypeError
+)
+tiles("counts dtype", I1, f32(1, 1, 1), "counts|int32|got float32|astype", TypeError)
+for name in ("block_q", "block_kv"):
+    for value in (0, 64, 100, -128):
+        tiles(
+            f"{name}={value}", I1, C1, f"{name}|multiple|128|{value}", **{name: value}
+        )
+    tiles(f"{name}=128.0", I1, C1, f"{name}|128.0", **{name: 128.0})
+given_tiles = lambda value: lambda q, k, v: flash_attention(q, k, v, tiles=value)  # noqa: E731
+ROWS.kind(
+    W,
+    "tiles is a dict",
+    given_tiles({"indices": 1}),
+    [Q, K, K],
+    "tiles|AttentionTiles|got dict",
+)
+
+
+@pytest.mark.parametrize("bad", ROWS, ids=str)
+def test_bad_calls_are_refused_while_tracing(bad):
+    check_row(bad)
+
+
+# ---- conflicts and implementations ---------------------------------------------------
+
+CONFLICTS = {
+    "segment_ids": i32(12),
+    "q_lens": i32(2),
+    "kv_lens": i32(2),
+    "bias": f32(1, 1, 12, 14),
+    "tiles": (I1, C1),
+}
+
+
+@pytest.mark.parametrize("name", CONFLICTS)
+def test_packed_calls_exclude(name):
+    """The other option, and how to say it with packed inputs, or without."""
+
+    def f(q, k, v, cu, x):
+        x = AttentionTiles(*x) if name == "tiles" else x
+        return flash_attention(q, k, v, cu_seqlens=cu, **{name: x})
+
+    args = PQ, PK, PK, CU, CONFLICTS[name]
+    words = f"cu_seqlens|{name}"
+    check(W, ValueError, words, lambda: jax.eval_shape(f, *args))
+
+
+def zeros(*shapes, dtype=F32):
+    return [jnp.zeros(x.shape, dtype) for x in shapes]
+
+
+def test_cuda_on_the_cpu():
+    q, k, v = (
+        jax.device_put(x, jax.devices("cpu")[0]) for x in zeros(Q, K, K, dtype=BF16)
+    )
+    words = "implementation='cuda'|GPU|cpu|implementation='xla' or None"
+    attend = call(implementation="cuda")
+    with jax.default_device(jax.devices("cpu")[0]):
+        check(W, ValueError, words, lambda: attend(q, k, v))
+        check(W, ValueError, words, lambda: jax.jit(attend).lower(q, k, v))
+        slopes = jax.grad(lambda q: attend(q, k, v).astype(F32).sum())
+        check(W, ValueError, words, lambda: slopes(q))
+
+
+@pytest.mark.gpu
+def test_cuda_serves_halves_alone():
+    q, k, v = zeros(Q, K, K)
+    words = "implementation='cuda'|float32|bfloat16 and float16"
+    check(W, ValueError, words, lambda: call(implementation="cuda")(q, k, v))
+
+
+ONE = jnp.zeros((1, 1, 1), jnp.int32)
+SEGMENTS = jnp.zeros((2, 5), jnp.int32), jnp.zeros((2, 7), jnp.int32)
+LACKS = {
+    "cu_seqlens": (PQ, PK, {"cu_seqlens": (jnp.int32([0, 12]), jnp.int32([0, 14]))}),
+    "tiles": (Q, K, {"tiles": AttentionTiles(ONE[..., None], ONE)}),
+    "segment_ids": (Q, K, {"segment_ids": SEGMENTS}),
+    "softcap": (Q, K, {"softcap": 2.0}),
+    "sinks": (Q, K, {"sinks": jnp.zeros(4)}),
+    "offset": (Q, K, {"causal": True, "q_offset": 3}),
+    "float32": (Q, K, {}),
+}
+
+
+@pytest.mark.parametrize("lack", LACKS)
+def test_cudnn_says_what_it_lacks(lack):
+    """Refused before it is looked for, so on machines without it too."""
+    q, k, options = LACKS[lack]
+    q, k, v = zeros(q, k, k, dtype=F32 if lack == "float32" else BF16)
+    words = f"implementation='cudnn'|{lack}|'xla'"
+    attend = call(implementation="cudnn", **options)
+    check(W, ValueError, words, lambda: jax.eval_shape(attend, q, k, v))
