@@ -134,7 +134,7 @@ def main() -> None:
     if options.quick:
         config, steps = gpt.Config(2, 2, 32, context=256, batch=4), 40
     else:
-        config, steps = gpt.Config(4, 4, 32, context=1024, batch=4), 200
+        config, steps = gpt.Config(4, 4, 32, context=1024, batch=2), 120
     config = dataclasses.replace(
         config,
         context=options.context or config.context,
