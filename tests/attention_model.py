@@ -383,16 +383,17 @@ def truth(call: Call, cotangents: tuple[Any, Any] | None = None) -> Results:
 
 
 def plain_attention(
-    arrays: Any, mask: Any, alive: Any, scale: float, cap: float | None
+    arrays: Any, mask: Any, alive: Any, scale: Any, cap: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """What one would write with jnp, every array in q's dtype."""
+    """What one would write with jnp, every array in q's dtype; a cap of 0 is none."""
     q, k, v = (arrays[n] for n in "qkv")
     dtype = q.dtype
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], 2) for x in (k, v))
     einsum = functools.partial(jnp.einsum, precision="highest")
     score = einsum("btnd,bsnd->bnts", q, k) * jnp.asarray(scale, dtype)
-    if cap:
-        score = cap * jnp.tanh(score / cap)
+    cap = jnp.asarray(cap, dtype)
+    bound = jnp.where(cap > 0, cap, 1)
+    score = jnp.where(cap > 0, bound * jnp.tanh(score / bound), score)
     score = score + arrays["bias"].astype(dtype)
     score = jnp.where(mask, score, -jnp.inf)
     sinks = arrays["sinks"].astype(dtype)[:, None, None]
@@ -407,43 +408,67 @@ def plain_attention(
     return out, jnp.swapaxes(lse, 1, 2)
 
 
-@functools.partial(jit, static_argnums=(4, 5))
+@jit
 def _plain(
-    arrays: Any, mask: Any, alive: Any, cotangents: Any, scale: float, cap: float | None
+    arrays: Any, mask: Any, alive: Any, cotangents: Any, scale: Any, cap: Any
 ) -> Results:
     f = functools.partial(plain_attention, mask=mask, alive=alive, scale=scale, cap=cap)
-    if cotangents is None:
-        out, lse = f(arrays)
-        return {"out": out, "lse": lse}
     (out, lse), pull = jax.vjp(f, arrays)
     d_out, d_lse = cotangents
     (grads,) = pull((d_out.astype(out.dtype), d_lse.astype(lse.dtype)))
     return {"out": out, "lse": lse, **{f"d_{n}": g for n, g in grads.items()}}
 
 
-def plain(call: Call, gradients: bool = True) -> Results:
-    """Plain jnp's results; what is not finite (so never attended to) is 0 there."""
+ROOMS = (16, 160, 320)  # few sizes, so that few programs serve all calls
+
+
+def pad(x: Any, axes: dict[int, int]) -> np.ndarray:
+    """Zeros (False) up to these sizes."""
+    x = np.asarray(x)
+    return np.pad(x, [(0, axes.get(i, n) - n) for i, n in enumerate(x.shape)])
+
+
+def plain(call: Call) -> Results:
+    """Plain jnp's results; what is not finite (so never attended to) is 0 there.
+
+    In rooms that are larger than the call, where nothing attends to the rest.
+    """
     packed = "cu_seqlens" in call.operands
-    clean = lambda x: jnp.where(jnp.isfinite(x), x, 0)  # noqa: E731
-    arrays = {n: clean(x) for n, x in call.arrays.items() if n in "qkv"}
-    cotangents = call.cotangents if gradients else None
+    arrays = {n: np.asarray(x) for n, x in call.arrays.items()}
+    cotangents = [np.asarray(x) for x in call.cotangents]
     if packed:
-        arrays = {n: x[None] for n, x in arrays.items()}
-        cotangents = jax.tree.map(lambda x: x[None], cotangents)
+        arrays |= {n: arrays[n][None] for n in "qkv"}
+        cotangents = [x[None] for x in cotangents]
     mask, alive = who_attends(call)
-    # Absent ones are there with no effect, so that one program serves every option.
-    bias = call.arrays.get("bias", jnp.zeros((1, 1, 1, 1)))
-    arrays["bias"] = jnp.where(jnp.isnan(bias), 0, bias)
-    heads = arrays["q"].shape[2]
-    arrays["sinks"] = call.arrays.get("sinks", jnp.full(heads, -jnp.inf))
+    (b, t, n, d), (_, s, _, e) = arrays["q"].shape, arrays["v"].shape
+    room = lambda size: next((r for r in ROOMS if r >= size), size)  # noqa: E731
+    rows, keys, wide = room(t), room(s), 64 * -(-max(d, e) // 64)
+    clean = lambda x: np.where(np.isfinite(x), x, 0).astype(x.dtype)  # noqa: E731
+    given = {"q": pad(clean(arrays["q"]), {1: rows, 3: wide})}
+    for name in "kv":
+        given[name] = pad(clean(arrays[name]), {1: keys, 3: wide})
+    bias = arrays.get("bias", np.zeros((1, 1, 1, 1), np.float32))
+    bias = np.where(np.isnan(bias), 0, bias).astype(bias.dtype)
+    given["bias"] = pad(np.broadcast_to(bias, (b, n, t, s)), {2: rows, 3: keys})
+    given["sinks"] = arrays.get("sinks", np.full(n, -np.inf, np.float32))
     scale = call.static.get("scale")
-    if scale is None:
-        scale = float(1 / np.sqrt(max(arrays["q"].shape[3], 1)))
-    how = scale, call.static.get("softcap")
-    got = _plain(arrays, mask, alive, cotangents, *how)
+    got = _plain(
+        given,
+        pad(mask, {2: rows, 3: keys}),
+        pad(alive, {1: rows}),
+        (pad(cotangents[0], {1: rows, 3: wide}), pad(cotangents[1], {1: rows})),
+        d**-0.5 if scale is None else scale,
+        call.static.get("softcap") or 0.0,
+    )
+    got = {name: np.asarray(x) for name, x in got.items()}
+    for name, size in (("out", e), ("d_q", d), ("d_k", d), ("d_v", e)):
+        got[name] = got[name][:, : t if name in ("out", "d_q") else s, :, :size]
+    got["lse"] = got["lse"][:, :t]
+    shared = tuple(i for i in (0, 1) if bias.shape[i] == 1)
+    got["d_bias"] = f64(got["d_bias"])[:, :, :t, :s].sum(shared, keepdims=True)
     if packed:
         batched = ("out", "lse", "d_q", "d_k", "d_v")
-        got = {n: x[0] if n in batched else x for n, x in got.items()}
+        got |= {name: got[name][0] for name in batched}
     return got
 
 
@@ -502,7 +527,7 @@ def assert_exact(
         if gradients:
             assert got[f"d_{name}"].dtype == call.arrays[name].dtype
     try:
-        assert_near(got, truth(call), plain(call, gradients))
+        assert_near(got, truth(call), plain(call))
     except AssertionError as e:
         raise AssertionError(f"{e}\n{call}") from None
     return got

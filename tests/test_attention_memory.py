@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_model import BF16, F32, KERNELS, ON_GPU, by_kernel
+from attention_model import BF16, F32, KERNELS, ON_GPU, by_kernel, jit
 
 from jax_kvblock import AttentionTiles, flash_attention
 
@@ -51,9 +51,9 @@ def temporaries(name, length, gradients, implementation, dtype):
         return out, pull(cotangent)
 
     if gradients:
-        lowered = jax.jit(both).lower(x, x, x, operands, x)
+        lowered = jit(both).lower(x, x, x, operands, x)
     else:
-        lowered = jax.jit(forward).lower(x, x, x, operands)
+        lowered = jit(forward).lower(x, x, x, operands)
     return lowered.compile().memory_analysis().temp_size_in_bytes
 
 
