@@ -99,6 +99,10 @@ BARS = (
         "ours B2 H16 S8192 D128 causal", 1 / 3, at_most=True, shape="window 1024$"),
     Bar("attention temporaries / their limit", "^(forward|backward)$",
         "temporaries over limit", None, 1, at_most=True),
+    Bar("CPU attention / jax.nn", "^forward", "rate", "peer jax.nn", 1.0,
+        platform="cpu"),
+    Bar("CPU attention temporaries / jax.nn", "^forward", "temporaries over jax.nn",
+        None, 0.25, at_most=True, platform="cpu"),
     Bar("Layer to torch by DLPack, us", "^layer to torch$", "host time", None, 15,
         at_most=True, platform=None),
 )  # fmt: skip

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import bars
 import bench_attention
+import bench_attention_cpu
 import bench_cpu
 import bench_host
 import bench_layouts
@@ -33,10 +34,11 @@ BENCHES: dict[str, common.Bench] = {
     "layouts": bench_layouts.bench,
     "cpu": bench_cpu.bench,
     "attention": bench_attention.bench,
+    "attention-cpu": bench_attention_cpu.bench,
 }
 # Each benchmark measures the ceilings it needs itself, in its own run.
 ON_GPU = ("objects", "host", "layouts", "attention")
-ON_CPU = ("objects", "host", "cpu")
+ON_CPU = ("objects", "host", "cpu", "attention-cpu")
 
 
 def main() -> int:

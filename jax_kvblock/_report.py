@@ -9,6 +9,7 @@ from importlib import metadata
 import jax
 
 from jax_kvblock import _ffi
+from jax_kvblock.attention import cuda, tiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +29,9 @@ COPY_OPS = (
     "append_kv",
 )
 OPERATIONAL_OPS = "block_to_operational / operational_to_block"
+ATTENTION_16_BITS = "flash_attention, bfloat16 and float16"
+ATTENTION_32_BITS = "flash_attention, float32 and float64"
+ATTENTION_CUDNN = "the same with implementation='cudnn'"
 
 
 def capabilities() -> list[Served]:
@@ -51,7 +55,51 @@ def capabilities() -> list[Served]:
                 else f"{call} needs a CUDA build and a GPU; use backend='auto'",
             )
         )
-    return rows
+    return rows + _attention()
+
+
+def _attention() -> list[Served]:
+    """What implementation=None means for flash_attention; cuDNN; the tiles."""
+    backend = jax.default_backend()
+    blocks = "xla (blocks of plain jax)"
+    narrow, why = blocks, f"the kernels are for NVIDIA GPUs; this is a {backend}"
+    cudnn, why_cudnn = "none", "cuDNN runs on NVIDIA GPUs; leave implementation away"
+    if backend == "gpu":
+        _, why = copy = _copy_implementation()
+        narrow = "cuda (kernels)" if copy[0].startswith("kernel") else copy[0]
+        cudnn, why_cudnn = _cudnn()
+    compiled = sorted(
+        {tile for tiles in cuda.FORWARD_TILES.values() for tile in tiles}, reverse=True
+    )
+    per_tile = "; ".join(
+        f"({keys}, {queries}) for head dims up to "
+        f"{max(d for d, t in cuda.FORWARD_TILES.items() if (queries, keys) in t)}"
+        for queries, keys in compiled
+    )
+    return [
+        Served(ATTENTION_16_BITS, narrow, why),
+        Served(
+            ATTENTION_32_BITS,
+            blocks,
+            "the kernels are for 16 bits; products at the highest precision",
+        ),
+        Served(ATTENTION_CUDNN, cudnn, why_cudnn),
+        Served("flash_attention_forward, tiles (Bc, Br)", "cuda", per_tile),
+        Served(
+            "flash_attention_forward, tiles (Bc, Br)",
+            "xla",
+            f"each one of {', '.join(map(str, tiled.XLA_BLOCKS))}",
+        ),
+    ]
+
+
+def _cudnn() -> tuple[str, str]:
+    for name in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        try:
+            return "cudnn", f"{name} {metadata.version(name)}, through jax.nn"
+        except metadata.PackageNotFoundError:
+            continue
+    return "unknown", "no cuDNN package is installed; the system may have one"
 
 
 def _copy_implementation() -> tuple[str, str]:

@@ -50,6 +50,35 @@ def test_the_reported_implementation_is_the_one_that_runs() -> None:
     assert calls_kernel == served.startswith("kernel")
 
 
+def test_the_reported_attention_is_the_one_that_runs() -> None:
+    """The report says "cuda" exactly when the compiled program calls the kernels."""
+    import jax.numpy as jnp
+
+    from jax_kvblock import flash_attention
+
+    rows = {row.op: row for row in _report.capabilities()}
+    for dtype, op in (
+        (jnp.bfloat16, _report.ATTENTION_16_BITS),
+        (jnp.float32, _report.ATTENTION_32_BITS),
+    ):
+        x = jnp.zeros((1, 16, 1, 16), dtype)
+        text = jax.jit(flash_attention).lower(x, x, x).compile().as_text()
+        calls_kernel = "kvblock_attention_forward" in text
+        assert calls_kernel == rows[op].implementation.startswith("cuda")
+        assert rows[op].why
+
+
+def test_the_report_lists_the_tiles_and_cudnn() -> None:
+    from jax_kvblock.attention import cuda
+
+    text = _report.report()
+    for tiles in cuda.FORWARD_TILES.values():
+        for queries, keys in tiles:
+            assert f"({keys}, {queries})" in text
+    assert "16, 32, 64, 128, 256, 512" in text
+    assert _report.ATTENTION_CUDNN in text
+
+
 def test_a_gpu_without_a_cuda_build_says_how_to_rebuild(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

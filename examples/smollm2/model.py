@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock import KVPool, append_kv
+from jax_kvblock import KVPool, append_kv, flash_attention
 
 Params = dict[str, Any]
 
@@ -104,7 +104,7 @@ def prefill(
 
     def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, tuple]:
         q, k, v = project_qkv(config, weights, x, positions)
-        attended = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        attended = flash_attention(q[None], k[None], v[None], causal=True)[0]
         return finish_layer(config, weights, x, attended), (k, v)
 
     x, (k, v) = jax.lax.scan(layer, params["embedding"][tokens], params["layers"])

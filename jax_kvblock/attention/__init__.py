@@ -1,6 +1,32 @@
 """Softmax attention in tiles: one contract, forward and backward."""
 
 from jax_kvblock.attention.config import AttentionTiles
+from jax_kvblock.attention.dot_product import dot_product_attention
 from jax_kvblock.attention.flash import RESIDUAL_NAMES, flash_attention
+from jax_kvblock.attention.nnx import attention_fn
+from jax_kvblock.attention.tiled import (
+    FlashAttention,
+    available_tiles,
+    estimate_memory_usage,
+    flash_attention_backward,
+    flash_attention_forward,
+    get_optimal_block_sizes,
+    lm_to_lse,
+    lse_to_lm,
+)
 
-__all__ = ["RESIDUAL_NAMES", "AttentionTiles", "flash_attention"]
+__all__ = [
+    "RESIDUAL_NAMES",
+    "AttentionTiles",
+    "FlashAttention",
+    "attention_fn",
+    "available_tiles",
+    "dot_product_attention",
+    "estimate_memory_usage",
+    "flash_attention",
+    "flash_attention_backward",
+    "flash_attention_forward",
+    "get_optimal_block_sizes",
+    "lm_to_lse",
+    "lse_to_lm",
+]

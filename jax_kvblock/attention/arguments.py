@@ -49,7 +49,7 @@ def normalize(
     cu_q: Any = None
     cu_kv: Any = None
     _check_qkv(where, q, k, v, packed)
-    _check_flags(where, causal=causal, deterministic=deterministic)
+    check_flags(where, causal=causal, deterministic=deterministic)
     check_choice(where, "implementation", implementation, (None, *IMPLEMENTATIONS))
     if packed:
         _check_packed(
@@ -69,7 +69,7 @@ def normalize(
     _check_tiles_type(where, tiles)
     q_segments, kv_segments = _segments(where, segment_ids, batch, t, s)
     config = AttentionConfig(
-        scale=_finite(where, "scale", scale, default_scale(d)),
+        scale=finite(where, "scale", scale, default_scale(d)),
         window_left=left,
         window_right=right,
         softcap=_softcap(where, softcap),
@@ -88,8 +88,8 @@ def normalize(
         sinks=_sinks(where, sinks, n),
         q_segments=q_segments,
         kv_segments=kv_segments,
-        q_lens=_lengths(where, "q_lens", q_lens, batch),
-        kv_lens=_lengths(where, "kv_lens", kv_lens, batch),
+        q_lens=check_lengths(where, "q_lens", q_lens, batch),
+        kv_lens=check_lengths(where, "kv_lens", kv_lens, batch),
         shift=_shift(where, q_offset, kv_offset, batch),
         cu_q=cu_q,
         cu_kv=cu_kv,
@@ -157,7 +157,7 @@ def _check_qkv(where: str, q: Any, k: Any, v: Any, packed: bool) -> None:
             )
 
 
-def _check_flags(where: str, **flags: Any) -> None:
+def check_flags(where: str, **flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, (bool, np.bool_)):
             raise TypeError(
@@ -230,7 +230,7 @@ def _window(where: str, causal: bool, window: Any) -> tuple[int, int]:
     return left, right
 
 
-def _finite(where: str, name: str, value: Any, default: float) -> float:
+def finite(where: str, name: str, value: Any, default: float) -> float:
     if value is None:
         return default
     if isinstance(value, jax.core.Tracer):
@@ -257,7 +257,7 @@ def _softcap(where: str, softcap: Any) -> float:
             f"{where}: softcap must be a Python number, got a traced {show(softcap)}; "
             "it is compiled in"
         )
-    number = _finite(where, "softcap", softcap, 0.0)
+    number = finite(where, "softcap", softcap, 0.0)
     if number <= 0:
         raise ValueError(
             f"{where}: softcap must be positive, got {softcap!r}; pass None for none"
@@ -299,7 +299,7 @@ def _segments(
     return checked[0], checked[1]
 
 
-def _lengths(where: str, name: str, lens: Any, batch: int) -> Any:
+def check_lengths(where: str, name: str, lens: Any, batch: int) -> Any:
     if lens is None:
         return None
     if np.ndim(lens) == 1:

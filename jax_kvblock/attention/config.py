@@ -47,6 +47,8 @@ class AttentionConfig:
     packed: bool = False
     block_q: int = 0  # of the tile lists; 0 without lists
     block_kv: int = 0
+    xla_block_q: int = 0  # the blocks of "xla"; 0 for its own choice
+    xla_block_kv: int = 0
     deterministic: bool = False
     implementation: str | None = None
 

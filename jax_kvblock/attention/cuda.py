@@ -7,7 +7,6 @@ says who does. `run` describes the call to the FFI handlers in
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +21,23 @@ from jax_kvblock.attention.dense import listed_tiles
 CHUNK = 64  # positions that one segment range covers; attention.h has the same number
 MAX_HEAD_DIM = 256
 IMPLEMENTATIONS = ("cuda", "xla", "cudnn")
+
+# The tiles (queries, keys) that the forward kernels are compiled for, by padded head
+# dim. Mirrors ForwardShapeOf in cpp/ops/attention/generic/forward.cuh.
+FORWARD_TILES: dict[int, tuple[tuple[int, int], ...]] = {
+    64: ((128, 64),),
+    128: ((128, 64),),
+    192: ((64, 32),),
+    256: ((64, 32),),
+}
+
+
+def forward_tiles(head_dim: int) -> tuple[tuple[int, int], ...]:
+    """The tiles (queries, keys) of a head dim; none where no kernel serves it."""
+    if head_dim % 8 or head_dim < 8:
+        return ()
+    padded = next((dim for dim in FORWARD_TILES if dim >= head_dim), None)
+    return FORWARD_TILES[padded] if padded else ()
 
 
 def unserved(config: AttentionConfig, x: Operands) -> list[str]:
@@ -190,11 +206,3 @@ def _transposed(
     listed = jnp.swapaxes(listed_tiles(config, x, size.kv_len), 2, 3)
     order = jnp.argsort(~listed, axis=-1, stable=True).astype(jnp.int32)
     return order, listed.sum(-1, dtype=jnp.int32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Served:
-    """Which implementation serves a call, and why."""
-
-    implementation: str
-    why: str

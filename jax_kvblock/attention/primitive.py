@@ -203,10 +203,12 @@ def _blocked(op: Op, call: Call, platform: str | None, *arrays: Any) -> tuple:
     narrow = x.q.dtype.itemsize == 2
     compute = jnp.float32 if platform == "cpu" and narrow else None
     if op is FORWARD:
-        return blocked.forward(call.config, x, compute)
+        return blocked.forward(call.config, x, compute, platform)
     lse, delta, d_o = arrays[len(call.present) :]
     with_bias = op is BACKWARD_BIAS
-    made = blocked.backward(call.config, x, lse, delta, d_o, with_bias, compute)
+    made = blocked.backward(
+        call.config, x, lse, delta, d_o, with_bias, compute, platform
+    )
     if with_bias:
         return (made.dbias.astype(x.bias.dtype),)
     return made.dq, made.dk, made.dv

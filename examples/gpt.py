@@ -1,0 +1,106 @@
+"""A small GPT over bytes, in plain JAX, whose attention is a function you pass in.
+
+    tokens [B, T] -> embedding + position -> layers -> logits [B, T, 256]
+
+A layer is attention and an MLP, each behind a normalization and added to its input.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Params = dict[str, Any]
+Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+VOCABULARY = 256  # a token is a byte
+
+
+@dataclass(frozen=True)
+class Config:
+    """What shapes the model and its batches."""
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+    context: int
+    batch: int
+    attention_dtype: Any = jnp.float32
+
+    @property
+    def width(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+def init(config: Config, key: jax.Array) -> Params:
+    """Normal weights; what adds to the residual stream starts at zero."""
+    width, layers = config.width, config.num_layers
+    keys = iter(jax.random.split(key, 4))
+
+    def draw(*shape: int) -> jax.Array:
+        return 0.02 * jax.random.normal(next(keys), shape)
+
+    return {
+        "embedding": draw(VOCABULARY, width),
+        "position": draw(config.context, width),
+        "layers": {
+            "norm": jnp.ones((layers, 2, width)),
+            "qkv": draw(layers, width, 3 * width),
+            "out": jnp.zeros((layers, width, width)),
+            "up": draw(layers, width, 4 * width),
+            "down": jnp.zeros((layers, 4 * width, width)),
+        },
+        "norm": jnp.ones(width),
+    }
+
+
+def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Scale rows to unit root mean square, then by `weight`."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight
+
+
+def logits(
+    config: Config, params: Params, tokens: jax.Array, attend: Attention
+) -> jax.Array:
+    """What follows each of `tokens` [B, T]: [B, T, 256]."""
+    batch, length = tokens.shape
+
+    def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
+        h = normalize(x, weights["norm"][0])
+        shape = (batch, length, 3, config.num_heads, config.head_dim)
+        qkv = (h @ weights["qkv"]).reshape(shape).astype(config.attention_dtype)
+        attended = attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
+        x = x + attended.reshape(x.shape).astype(x.dtype) @ weights["out"]
+        h = normalize(x, weights["norm"][1])
+        return x + jax.nn.gelu(h @ weights["up"]) @ weights["down"], None
+
+    x = params["embedding"][tokens] + params["position"][:length]
+    x, _ = jax.lax.scan(layer, x, params["layers"])
+    return normalize(x, params["norm"]) @ params["embedding"].T
+
+
+def loss(
+    config: Config, params: Params, text: jax.Array, attend: Attention
+) -> jax.Array:
+    """Mean nats a byte of `text` [B, T + 1], each byte predicted from those before."""
+    scores = jax.nn.log_softmax(logits(config, params, text[:, :-1], attend))
+    picked = jnp.take_along_axis(scores, text[:, 1:, None].astype(jnp.int32), axis=-1)
+    return -picked.mean()
+
+
+def adam(
+    params: Params, grads: Params, moments: tuple, step: jax.Array, rate: float
+) -> tuple[Params, tuple]:
+    """One step of Adam (Kingma and Ba, arXiv:1412.6980), with 20 steps of warmup."""
+    count = step + 1
+    rate = rate * jnp.minimum(1.0, count / 20)
+    first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments[0], grads)
+    second = jax.tree.map(lambda m, g: 0.99 * m + 0.01 * g * g, moments[1], grads)
+
+    def move(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+        m, v = m / (1 - 0.9**count), v / (1 - 0.99**count)
+        return p - rate * m / (jnp.sqrt(v) + 1e-8)
+
+    return jax.tree.map(move, params, first, second), (first, second)

@@ -1,0 +1,182 @@
+"""A small GPT learns a real text twice, with flash attention and with plain attention.
+
+Both runs start from the same weights and see the same batches, in turns, so that a slow
+second of the machine hits both. Their loss curves must agree; tokens a second and peak
+bytes are printed for both. The text is the language reference that Python itself
+carries (pydoc_data.topics, half a megabyte), read byte by byte.
+
+    python examples/train_gpt.py                              # minutes on a CPU
+    python examples/train_gpt.py --quick                      # a minute at most
+    python examples/train_gpt.py --plot docs/gpt_loss.svg
+"""
+
+import argparse
+import dataclasses
+import time
+from functools import partial
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import gpt
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kvblock import flash_attention
+
+RATE = 2e-3
+# Rounding differs, and training amplifies it: nats that the curves may lie apart.
+TOLERANCE = {"float32": 0.02, "bfloat16": 0.1}
+
+
+def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """The peer: XLA writes the scores [B, N, T, T] to memory."""
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
+
+
+ATTENTION: dict[str, gpt.Attention] = {
+    "flash": partial(flash_attention, causal=True),
+    "plain": plain_attention,
+}
+
+
+def read_text() -> np.ndarray:
+    """The bytes of Python's language reference."""
+    text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+@dataclasses.dataclass
+class Run:
+    """One of the two trainings."""
+
+    name: str
+    state: Any
+    step: Any  # compiled: (state, step, batch) -> state, loss
+    peak_bytes: int
+    losses: list[float] = dataclasses.field(default_factory=list)
+    seconds: list[float] = dataclasses.field(default_factory=list)
+
+    def train(self, step: int, batch: jax.Array) -> None:
+        start = time.perf_counter()
+        self.state, loss = self.step(self.state, jnp.int32(step), batch)
+        self.losses.append(float(loss))  # waits
+        self.seconds.append(time.perf_counter() - start)
+
+
+def start_run(name: str, config: gpt.Config, batch: jax.Array, seed: int) -> Run:
+    """Draws the weights and compiles the training step."""
+    attend = ATTENTION[name]
+
+    def step(state: Any, count: jax.Array, batch: jax.Array) -> Any:
+        params, moments = state
+        value, grads = jax.value_and_grad(gpt.loss, argnums=1)(
+            config, params, batch, attend
+        )
+        return gpt.adam(params, grads, moments, count, RATE), value
+
+    params = gpt.init(config, jax.random.key(seed))
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    state = (params, (zeros, zeros))
+    compiled = jax.jit(step).lower(state, jnp.int32(0), batch).compile()
+    stats = compiled.memory_analysis()
+    peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
+    return Run(name, state, compiled, peak)
+
+
+def batches(text: np.ndarray, config: gpt.Config, steps: int, seed: int) -> Any:
+    """`steps` batches [B, T + 1] from random places of the text."""
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        starts = rng.integers(0, len(text) - config.context, config.batch)
+        rows = starts[:, None] + np.arange(config.context + 1)
+        yield jnp.asarray(text[np.minimum(rows, len(text) - 1)], jnp.int32)
+
+
+def draw_plot(runs: list[Run], title: str, path: Path) -> None:
+    """Both curves; the flash one is dashed, so that what lies below shows."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    import matplotlib.pyplot as plt
+
+    plt.rcParams |= {"svg.hashsalt": "gpt", "svg.fonttype": "none"}
+    figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+    styles = {"plain": ("-", 3.5, "#f0a35e"), "flash": ("--", 1.4, "#1f4e9c")}
+    for run in reversed(runs):
+        line, width, color = styles[run.name]
+        axes.plot(
+            run.losses, line, lw=width, color=color, label=f"{run.name} attention"
+        )
+    axes.set(xlabel="step", ylabel="loss, nats a byte", title=title)
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, metadata={"Date": None})
+    print(f"wrote {path}")
+
+
+def main() -> None:
+    """Train both, compare; the exit code is 1 if the curves come apart."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a tiny model, 40 steps")
+    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--context", type=int, default=None)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--plot", type=Path, default=None, help="an .svg to write")
+    parser.add_argument(
+        "--dtype",
+        choices=list(TOLERANCE),
+        default="bfloat16" if jax.default_backend() == "gpu" else "float32",
+        help="of q, k and v; the rest is float32",
+    )
+    options = parser.parse_args()
+    if options.quick:
+        config, steps = gpt.Config(2, 2, 32, context=256, batch=4), 40
+    else:
+        config, steps = gpt.Config(4, 4, 32, context=1024, batch=2), 120
+    config = dataclasses.replace(
+        config,
+        context=options.context or config.context,
+        attention_dtype=jnp.dtype(options.dtype),
+    )
+    steps = options.steps or steps
+
+    text = read_text()
+    print(
+        f"{len(text):,} bytes of Python's language reference; {config.num_layers} "
+        f"layers of {config.num_heads} heads of {config.head_dim}, {config.batch} x "
+        f"{config.context} tokens a step, attention in {options.dtype}, on "
+        f"{jax.devices()[0].device_kind}"
+    )
+    sample = next(iter(batches(text, config, 1, options.seed)))
+    runs = [start_run(name, config, sample, options.seed) for name in ATTENTION]
+    for step, batch in enumerate(batches(text, config, steps, options.seed)):
+        for run in runs:
+            run.train(step, batch)
+        if step % max(1, steps // 10) == 0 or step == steps - 1:
+            both = ", ".join(f"{run.name} {run.losses[-1]:.4f}" for run in runs)
+            print(f"step {step:4}: {both}", flush=True)
+
+    flash, plain = runs
+    apart = float(np.abs(np.subtract(flash.losses, plain.losses)).max())
+    tokens = config.batch * config.context
+    for run in runs:
+        rate = tokens / float(np.median(run.seconds))
+        print(
+            f"{run.name:5} attention: {rate:9,.0f} tokens a second, "
+            f"{run.peak_bytes / 2**20:7.1f} MiB at the peak of a step"
+        )
+    print(f"the loss curves lie at most {apart:.2g} nats apart")
+    if options.plot is not None:
+        title = f"GPT on {len(text) // 1000} kB of text, context {config.context}"
+        draw_plot(runs, title, options.plot)
+
+    learned = flash.losses[0] - flash.losses[-1]
+    if apart > TOLERANCE[options.dtype] or learned < 1:
+        raise SystemExit("failed: the curves come apart, or nothing was learned")
+    print("the same curve")
+
+
+if __name__ == "__main__":
+    main()

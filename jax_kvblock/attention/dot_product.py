@@ -1,0 +1,255 @@
+"""`dot_product_attention`: flash_attention behind the signature of jax.nn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kvblock._checks import check_choice, show
+from jax_kvblock.attention import arguments
+from jax_kvblock.attention.config import default_scale
+from jax_kvblock.attention.cuda import IMPLEMENTATIONS, MAX_HEAD_DIM
+from jax_kvblock.attention.flash import flash_attention
+
+_WHERE = "dot_product_attention"
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """`jax.nn.dot_product_attention` in O((T + S) N H) memory.
+
+    The same signature and meaning; where results differ:
+
+    - A row that attends to nothing gives zeros, and −inf as its residual. (jax.nn
+      gives the mean of the values, masked ones too.) Such rows are those beyond
+      `query_seq_lengths`, those of batch members without keys, and those that the mask,
+      the window and causality leave no key.
+    - float32 is multiplied at the highest precision, not at jax's default one.
+    - Probabilities are not rounded to the inputs' dtype before they meet the values.
+    - Masked keys weigh exactly nothing, whatever their scores.
+
+    Args:
+      query: `[B, T, N, H]` or `[T, N, H]`, bfloat16, float16 or float32 (float64 where
+        jax allows it), H up to 256. (An H that is no multiple of 8 is padded.)
+      key: `[B, S, K, H]` or `[S, K, H]`, N a multiple of K.
+      value: like `key`; its last dim may differ.
+      bias: floats that broadcast to `[B, N, T, S]`, added to the scores;
+        differentiable.
+      mask: bool that broadcasts to `[B, N, T, S]`; False takes no part. One of keys
+        alone, `[B|1, 1, 1, S]`, or of queries alone, `[B|1, 1, T, 1]`, costs O(S) or
+        O(T) memory and skips what it masks; others become a bias.
+      scale: of the scores, `1 / sqrt(H)` unless given. A Python number.
+      is_causal: query `i` attends to keys up to `i`, counted from the first of both.
+      query_seq_lengths, key_value_seq_lengths: int32 `[B]`.
+      local_window_size: `(left, right)`, or one number for both: query `i` attends to
+        keys from `i - left` to `i + right`, and with `is_causal` to none after `i`.
+      implementation: "cuda", "xla" (ours in blocks, not jax.nn's), "cudnn" or None, as
+        for `flash_attention`.
+      return_residual: also return the log-sum-exp of the scores, `[B, T, N]` (or
+        `[T, N]`), in key's dtype and without a gradient, as jax.nn does.
+        `flash_attention(return_lse=True)` gives it in float32 and differentiable.
+
+    Returns:
+      An array like `query` (with value's last dim); with `return_residual` the pair of
+      it and the residual.
+
+    Raises:
+      TypeError, ValueError: an argument's dtype or shape does not fit; the message says
+        what would.
+
+    Example:
+      >>> x = jnp.ones((2, 128, 4, 64))
+      >>> mask = jnp.arange(128) < jnp.array([100, 128])[:, None]
+      >>> dot_product_attention(x, x, x, mask=mask[:, None, None], is_causal=True).shape
+      (2, 128, 4, 64)
+    """
+    check_choice(_WHERE, "implementation", implementation, (None, *IMPLEMENTATIONS))
+    query, key, value = (jnp.asarray(a) for a in (query, key, value))
+    _check(query, key, value)
+    single = query.ndim == 3
+    if single:
+        query, key, value = query[None], key[None], value[None]
+    batch, t, n, h = query.shape
+    s = key.shape[1]
+    full = (batch, n, t, s)
+
+    options: dict[str, Any] = {}
+    bias = _four_dims("bias", bias, full)
+    mask = _four_dims("mask", mask, full)
+    if mask is not None:
+        if mask.dtype != jnp.bool_:
+            raise TypeError(
+                f"{_WHERE}: mask must be bool, got {show(mask)}; cast it with "
+                ".astype(bool), or pass what is added to the scores as bias"
+            )
+        segments = None if implementation == "cudnn" else _as_segments(mask, full)
+        if segments is not None:
+            options["segment_ids"] = segments
+            mask = None
+    arguments.check_flags(_WHERE, is_causal=is_causal)
+    q_lens = arguments.check_lengths(
+        _WHERE, "query_seq_lengths", query_seq_lengths, batch
+    )
+    kv_lens = arguments.check_lengths(
+        _WHERE, "key_value_seq_lengths", key_value_seq_lengths, batch
+    )
+    if implementation == "cudnn" and (q_lens is None) != (kv_lens is None):
+        # cuDNN wants both or none.
+        q_lens = jnp.full(batch, t, jnp.int32) if q_lens is None else q_lens
+        kv_lens = jnp.full(batch, s, jnp.int32) if kv_lens is None else kv_lens
+    dv = value.shape[-1]
+    out = flash_attention(
+        _pad_dim(query),
+        _pad_dim(key),
+        _pad_dim(value),
+        causal=is_causal,
+        window=_window(local_window_size),
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        bias=_merge(bias, mask, full, query.dtype),
+        scale=arguments.finite(_WHERE, "scale", scale, default_scale(h)),
+        return_lse=return_residual,
+        implementation=implementation,
+        **options,
+    )
+    if not return_residual:
+        return _unpad(out, dv, single)
+    out, lse = out
+    lse = jax.lax.stop_gradient(lse.astype(key.dtype))
+    return _unpad(out, dv, single), lse[0] if single else lse
+
+
+def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
+    """What flash_attention would say of q, k and v, with the names that were passed."""
+    if query.ndim not in (3, 4):
+        raise ValueError(
+            f"{_WHERE}: query must be [B, T, N, H] or [T, N, H], got {show(query)}; "
+            "fold further batch dims into B, or vmap"
+        )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dtype not in arguments.FLOATS:
+            raise TypeError(
+                f"{_WHERE}: {name} must be bfloat16, float16 or float32, got "
+                f"{show(x)}; cast it with .astype(jnp.bfloat16)"
+            )
+        if x.dtype != query.dtype:
+            raise TypeError(
+                f"{_WHERE}: {name} must have query's dtype, {query.dtype}, got "
+                f"{show(x)}; cast it with .astype(query.dtype)"
+            )
+        if x.ndim != query.ndim:
+            raise ValueError(
+                f"{_WHERE}: {name} must have query's rank, got {show(x)} beside "
+                f"{show(query)}; add or remove the batch axis of all three"
+            )
+        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{_WHERE}: the last dim of {name} must be from 1 to {MAX_HEAD_DIM}, "
+                f"got {show(x)}; jax.nn.dot_product_attention has no such limit"
+            )
+    batch, (n, h) = query.shape[:-3], query.shape[-2:]
+    k = key.shape[-2]
+    if key.shape != (*batch, key.shape[-3], k, h):
+        raise ValueError(
+            f"{_WHERE}: key must have query's batch and last dim, got {show(key)} "
+            f"beside {show(query)}; [B, S, K, H] belongs to [B, T, N, H]"
+        )
+    if value.shape[:-1] != key.shape[:-1]:
+        raise ValueError(
+            f"{_WHERE}: value must have key's shape but for its last dim, got "
+            f"{show(value)} beside {show(key)}"
+        )
+    if not k or not n or n % k:
+        raise ValueError(
+            f"{_WHERE}: query's heads must be a multiple of key's, got {n} and {k}; "
+            "every key head serves N // K query heads"
+        )
+
+
+def _four_dims(name: str, x: Any, full: tuple[int, ...]) -> jax.Array | None:
+    """A bias or mask with four dims, of which each is 1 or that of `full`."""
+    if x is None:
+        return None
+    x = jnp.asarray(x)
+    dims = (1,) * (4 - x.ndim) + x.shape
+    if len(dims) != 4 or any(a not in (1, b) for a, b in zip(dims, full, strict=True)):
+        raise ValueError(
+            f"{_WHERE}: {name} must broadcast to [B, N, T, S], here {list(full)}, got "
+            f"{show(x)}; each of its dims must be 1 or that size"
+        )
+    return x.reshape(dims)
+
+
+def _as_segments(mask: jax.Array, full: tuple[int, ...]) -> Any:
+    """A mask of keys or of queries alone as segments, None for any other.
+
+    What takes part is segment 0, what does not is a segment that nobody else is in.
+    """
+    batch, _, t, s = full
+    if mask.shape[1] != 1 or (mask.shape[2] != 1 and mask.shape[3] != 1):
+        return None
+    q, kv = jnp.zeros((batch, t), jnp.int32), jnp.zeros((batch, s), jnp.int32)
+    out = (~mask[:, 0]).astype(jnp.int32)
+    if mask.shape[2] == 1:
+        return q, kv + out[:, 0]
+    return q + out[:, :, 0], kv
+
+
+def _merge(
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    full: tuple[int, ...],
+    dtype: Any,
+) -> jax.Array | None:
+    """Bias and mask as one bias `[B|1, N|1, T, S]`."""
+    if bias is not None and bias.dtype not in (dtype, jnp.float32):
+        bias = bias.astype(jnp.float32)
+    if mask is not None:
+        zero = jnp.zeros((), dtype) if bias is None else bias
+        bias = jnp.where(mask, zero, jnp.asarray(-jnp.inf, zero.dtype))
+    if bias is None:
+        return None
+    return jnp.broadcast_to(bias, (*bias.shape[:2], *full[2:]))
+
+
+def _window(size: Any) -> tuple[int, int] | None:
+    if size is None:
+        return None
+    pair = size if isinstance(size, (tuple, list)) else (size, size)
+    if len(pair) != 2 or not all(
+        isinstance(x, (int, np.integer)) and not isinstance(x, bool) and x >= 0
+        for x in pair
+    ):
+        raise ValueError(
+            f"{_WHERE}: local_window_size must be an integer of at least 0 or a pair "
+            f"of them, got {size!r}; flash_attention has windows with open sides, and "
+            "q_offset to move one"
+        )
+    return int(pair[0]), int(pair[1])
+
+
+def _pad_dim(x: jax.Array) -> jax.Array:
+    """The last dim filled with zeros to a multiple of 8: the scores stay the same."""
+    missing = -x.shape[-1] % 8
+    return jnp.pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
+
+
+def _unpad(out: jax.Array, dim: int, single: bool) -> jax.Array:
+    out = out[..., :dim]
+    return out[0] if single else out

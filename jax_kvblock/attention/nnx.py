@@ -1,0 +1,128 @@
+"""`attention_fn`: flash_attention for flax's `nnx.MultiHeadAttention`.
+
+Nothing of flax is imported.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kvblock._checks import show
+from jax_kvblock.attention.dot_product import dot_product_attention
+
+_WHERE = "attention_fn"
+
+
+def attention_fn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    promote_dtype: Any = None,
+    is_causal: bool = False,
+) -> jax.Array:
+    """The `attention_fn` of `flax.nnx.MultiHeadAttention`, with flash attention.
+
+    Its parameters are those of `flax.nnx.dot_product_attention`, its results those of
+    `jax_kvblock.dot_product_attention`.
+
+    Args:
+      query: `[batch..., T, N, H]`, any number of batch dims.
+      key: `[batch..., S, K, H]`, N a multiple of K.
+      value: like `key`.
+      bias: broadcasts to `[batch..., N, T, S]`.
+      mask: the same; False (or 0: flax's masks may be floats) takes no part. Also that
+        of the layer's decoding cache, which costs O(S) memory.
+      broadcast_dropout, dropout_rng, dropout_rate, deterministic: a `dropout_rate`
+        above 0 is an error unless `deterministic`.
+      dtype: what q, k and v are cast to, their common dtype unless given.
+      precision: not looked at: the products of 16-bit inputs are exact and added in
+        float32, those of float32 are of the highest precision.
+      module: the module that wants the weights (`sow_weights=True`): an error, since
+        the weights are never in memory.
+      promote_dtype: casts q, k and v, `promote_dtype((q, k, v), dtype=dtype)`.
+      is_causal: query `i` attends to keys up to `i`.
+
+    Returns:
+      `[batch..., T, N, H]`.
+
+    Raises:
+      NotImplementedError: dropout, or weights to sow.
+      TypeError, ValueError: see `dot_product_attention`.
+
+    Example:
+      >>> layer = nnx.MultiHeadAttention(
+      ...     num_heads=4, in_features=64, decode=False, rngs=nnx.Rngs(0),
+      ...     attention_fn=jax_kvblock.attention_fn,
+      ... )
+      >>> layer(jnp.ones((2, 16, 64)), is_causal=True).shape
+      (2, 16, 64)
+    """
+    del broadcast_dropout, dropout_rng, precision
+    if dropout_rate > 0 and not deterministic:
+        raise NotImplementedError(
+            f"{_WHERE}: dropout of attention weights is not supported, got "
+            f"dropout_rate={dropout_rate} with deterministic=False; build the layer "
+            "with dropout_rate=0.0 (and put nnx.Dropout behind it), or use "
+            "attention_fn=nnx.dot_product_attention"
+        )
+    if module is not None:
+        raise NotImplementedError(
+            f"{_WHERE}: sow_weights=True is not supported: the weights are never in "
+            "memory; use attention_fn=nnx.dot_product_attention where they are wanted"
+        )
+    if promote_dtype is not None:
+        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    else:
+        dtype = dtype or jnp.result_type(query, key, value)
+        query, key, value = (a.astype(dtype) for a in (query, key, value))
+    if mask is not None:
+        mask = mask.astype(bool)
+
+    dims = query.shape[:-3]
+    if query.ndim < 3 or key.shape[:-3] != dims or value.shape[:-3] != dims:
+        raise ValueError(
+            f"{_WHERE}: query, key and value must be [batch..., length, heads, dim] "
+            f"with the same batch, got {show(query)}, {show(key)} and {show(value)}"
+        )
+    query, key, value = (
+        a.reshape(math.prod(dims), *a.shape[-3:]) for a in (query, key, value)
+    )
+    out = dot_product_attention(
+        query,
+        key,
+        value,
+        bias=_one_batch("bias", bias, dims),
+        mask=_one_batch("mask", mask, dims),
+        is_causal=is_causal,
+    )
+    return out.reshape(*dims, *out.shape[-3:])
+
+
+def _one_batch(name: str, x: Any, dims: tuple[int, ...]) -> Any:
+    """`x`, which broadcasts to `[*dims, N, T, S]`, with one batch dim."""
+    if x is None or x.ndim <= 3:
+        return x
+    own, tail = x.shape[:-3], x.shape[-3:]
+    if all(size == 1 for size in own):
+        return x.reshape(1, *tail)
+    try:
+        x = jnp.broadcast_to(x, (*dims, *tail))
+    except ValueError:
+        raise ValueError(
+            f"{_WHERE}: {name} must broadcast to [batch..., N, T, S] with the batch "
+            f"{list(dims)}, got {show(x)}"
+        ) from None
+    return x.reshape(math.prod(dims), *tail)

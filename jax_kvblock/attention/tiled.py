@@ -1,0 +1,450 @@
+"""Attention on `[B, H, N, D]` with the tile's size in the caller's hands.
+
+Forward, backward and their bookkeeping as separate calls, for code that keeps a row's
+sum l and maximum m instead of its log-sum-exp: `m + log(l) = lse`, and every pair with
+the same lse means the same.
+
+A tile is Br queries by Bc keys, and belongs to an implementation:
+
+- Both powers of two from 16 to 512: the blocks of "xla", on every device.
+- The one that the CUDA kernels are compiled for at this head dim
+  (`cuda.FORWARD_TILES`): "cuda" where that serves the call (16 bits on a GPU), and
+  "xla" in blocks of that size elsewhere.
+
+Any other is an error that lists them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kvblock._checks import check_array, check_positive, show
+from jax_kvblock.attention import arguments, blocked, cuda, flash, primitive
+from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes
+
+XLA_BLOCKS = (16, 32, 64, 128, 256, 512)
+
+
+def flash_attention_forward(
+    Q: jax.Array,
+    K: jax.Array,
+    V: jax.Array,
+    Bc: int = 32,
+    Br: int = 32,
+    use_half: bool = False,
+    *,
+    return_residuals: bool = False,
+) -> Any:
+    """Attention of every query to every key, scaled by `1 / sqrt(D)`.
+
+    Args:
+      Q: `[B, H, N, D]`, float32, float16 or bfloat16; D a multiple of 8 up to 256.
+      K, V: like Q; their N may differ.
+      Bc, Br: keys and queries of a tile, see `available_tiles`. The default, 32 x 32,
+        is one of "xla"; `get_optimal_block_sizes` gives the fastest.
+      use_half: computes in float16; results come back in Q's dtype.
+      return_residuals: also return what the backward pass wants.
+
+    Returns:
+      O `[B, H, N, D]` in Q's dtype; with `return_residuals` the tuple (O, l, m), l and
+      m float32 `[B, H, N]`: m the rows' maxima of the scaled scores, l the rows' sums
+      of exp(score - m). The kernels keep lse alone, so m costs a product Q K^T of its
+      own; `flash_attention(return_lse=True)` and `lse_to_lm` do without.
+
+    Raises:
+      ValueError: shapes do not fit, or the tile is not one of those that it lists.
+
+    Example:
+      >>> Q, K, V = jax.random.normal(jax.random.key(0), (3, 4, 8, 512, 64))
+      >>> flash_attention_forward(Q, K, V, Bc=64, Br=32).shape
+      (4, 8, 512, 64)
+
+    Source: Dao et al., FlashAttention (arXiv:2205.14135), algorithm 1.
+    """
+    where = "flash_attention_forward"
+    config, x = _call(where, Q, K, V, Bc, Br, use_half)
+    o, lse = flash.attention(config, x)
+    o = jnp.swapaxes(o, 1, 2).astype(Q.dtype)
+    if not return_residuals:
+        return o
+    l, m = lse_to_lm(lse, _row_maxima(config, x, Br, Bc))
+    return o, l, m
+
+
+def flash_attention_backward(
+    Q: jax.Array,
+    K: jax.Array,
+    V: jax.Array,
+    O: jax.Array,
+    dO: jax.Array,
+    l: jax.Array,
+    m: jax.Array,
+    Bc: int = 32,
+    Br: int = 32,
+    use_half: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The gradients of `flash_attention_forward`.
+
+    Args:
+      Q, K, V, Bc, Br, use_half: as in the forward pass.
+      O: its output.
+      dO: the gradient with respect to O.
+      l, m: float32 `[B, H, N]`, any pair with `m + log(l)` = lse: what the forward pass
+        returned, or `lse_to_lm(lse)`.
+
+    Returns:
+      (dQ, dK, dV) in the dtypes of Q, K, V.
+
+    Raises:
+      TypeError, ValueError: as in the forward pass.
+
+    Example:
+      >>> O, l, m = flash_attention_forward(Q, K, V, return_residuals=True)
+      >>> dQ, dK, dV = flash_attention_backward(Q, K, V, O, jnp.ones_like(O), l, m)
+    """
+    where = "flash_attention_backward"
+    config, x = _call(where, Q, K, V, Bc, Br, use_half)
+    for name, a in (("O", O), ("dO", dO)):
+        _check_shape(where, name, a, "Q", Q.shape)
+    for name, a in (("l", l), ("m", m)):
+        _check_shape(where, name, a, "Q, [B, H, N],", Q.shape[:-1])
+    lse = lm_to_lse(l, m)
+    delta = jnp.sum(dO.astype(lse.dtype) * O.astype(lse.dtype), axis=-1)
+    d_o = jnp.swapaxes(dO, 1, 2).astype(x.q.dtype)
+    gradients = primitive.backward(config, x, lse, delta, d_o)
+    dq, dk, dv = (
+        jnp.swapaxes(a, 1, 2).astype(like.dtype)
+        for a, like in zip(gradients, (Q, K, V), strict=True)
+    )
+    return dq, dk, dv
+
+
+@dataclasses.dataclass(frozen=True)
+class FlashAttention:
+    """Attention with a fixed tile: a function to call, with its own backward pass.
+
+    It has no parameters and is hashable: keep it in a flax module, or close over it.
+    `jax.grad` through a call takes the same backward pass as `backward`.
+
+    Args:
+      bc, br: keys and queries of a tile.
+      use_half: computes in float16.
+
+    Example:
+      >>> attention = FlashAttention(bc=64, br=32, use_half=True)
+      >>> output = attention(Q, K, V)
+    """
+
+    bc: int = 32
+    br: int = 32
+    use_half: bool = False
+
+    def __call__(self, Q: jax.Array, K: jax.Array, V: jax.Array) -> jax.Array:
+        """The output: `forward`."""
+        return self.forward(Q, K, V)
+
+    def forward(
+        self,
+        Q: jax.Array,
+        K: jax.Array,
+        V: jax.Array,
+        *,
+        return_residuals: bool = False,
+    ) -> Any:
+        """`flash_attention_forward` with this tile."""
+        return flash_attention_forward(
+            Q,
+            K,
+            V,
+            self.bc,
+            self.br,
+            self.use_half,
+            return_residuals=return_residuals,
+        )
+
+    def backward(
+        self,
+        Q: jax.Array,
+        K: jax.Array,
+        V: jax.Array,
+        O: jax.Array,
+        dO: jax.Array,
+        l: jax.Array,
+        m: jax.Array,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """`flash_attention_backward` with this tile."""
+        return flash_attention_backward(
+            Q, K, V, O, dO, l, m, self.bc, self.br, self.use_half
+        )
+
+
+# ---- l, m and lse --------------------------------------------------------------------
+
+
+def lm_to_lse(l: jax.Array, m: jax.Array) -> jax.Array:
+    """`m + log(l)`, the log-sum-exp of rows with sums l and maxima m.
+
+    −inf where l is 0: a row without keys.
+    """
+    empty = l == 0
+    return jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1, l)))
+
+
+def lse_to_lm(
+    lse: jax.Array, m: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(l, m) with `m + log(l)` = lse.
+
+    Args:
+      lse: the rows' log-sum-exp, −inf for rows without keys.
+      m: the rows' maxima; where they are not known, lse itself serves, with l = 1.
+
+    Returns:
+      l, shaped like lse and 0 for rows without keys, and m.
+    """
+    empty = jnp.isneginf(lse)
+    if m is None:
+        m = lse
+    l = jnp.where(empty, 0, jnp.exp(lse - jnp.where(empty, 0, m)))
+    return l.astype(lse.dtype), jnp.where(empty, -jnp.inf, m).astype(lse.dtype)
+
+
+def _row_maxima(config: AttentionConfig, x: Operands, br: int, bc: int) -> jax.Array:
+    """The largest scaled score of each row, `[B, H, N]`, block by block."""
+    q, k = jnp.swapaxes(x.q, 1, 2), jnp.swapaxes(x.k, 1, 2)
+    rows, keys = _in_blocks(q, br), _in_blocks(k, bc)  # the last row again and again
+
+    def block(q: jax.Array) -> jax.Array:
+        def step(top: jax.Array, k: jax.Array) -> tuple[jax.Array, None]:
+            scores = config.scale * jnp.einsum(
+                "bhtd,bhsd->bhts",
+                q,
+                k,
+                precision=jax.lax.Precision.HIGHEST,
+                preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),
+            )
+            return jnp.maximum(top, scores.max(-1)), None
+
+        # Like a block of queries, so that it varies over the same mesh axes.
+        start = jnp.full_like(
+            q[..., 0], -jnp.inf, dtype=jnp.promote_types(q.dtype, jnp.float32)
+        )
+        return jax.lax.scan(step, start, keys)[0]
+
+    top = jnp.moveaxis(jax.lax.map(block, rows), 0, 2)
+    return top.reshape(*top.shape[:2], -1)[..., : q.shape[2]]
+
+
+def _in_blocks(a: jax.Array, size: int) -> jax.Array:
+    """`[B, H, N, D]` as `[blocks, B, H, size, D]`, filled up with the last row."""
+    b, h, n, d = a.shape
+    missing = -n % size
+    a = jnp.pad(a, ((0, 0), (0, 0), (0, missing), (0, 0)), mode="edge")
+    return jnp.moveaxis(a.reshape(b, h, -1, size, d), 2, 0)
+
+
+# ---- tiles ---------------------------------------------------------------------------
+
+
+def available_tiles(head_dim: int) -> dict[str, list[tuple[int, int]]]:
+    """The tiles `(Bc, Br)` of each implementation at a head dim."""
+    return {
+        "cuda": [(bc, br) for br, bc in cuda.forward_tiles(head_dim)],
+        "xla": [(bc, br) for bc in XLA_BLOCKS for br in XLA_BLOCKS],
+    }
+
+
+def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
+    """The fastest tile `(Bc, Br)` on the default device.
+
+    On a GPU it is the tile that the CUDA kernels are compiled for at this head dim;
+    these fit into shared memory. Elsewhere it is that of "xla", no longer than the
+    sequence rounded up.
+
+    Example:
+      >>> Bc, Br = get_optimal_block_sizes(1024, 128)
+    """
+    where = "get_optimal_block_sizes"
+    check_positive(where, sequence_length=sequence_length, head_dim=head_dim)
+    if jax.default_backend() == "gpu":
+        tiles = available_tiles(head_dim)["cuda"]
+        if not tiles:
+            raise ValueError(
+                f"{where}: head_dim must be a multiple of 8 up to {cuda.MAX_HEAD_DIM} "
+                f"for a compiled tile, got {head_dim}; pad it with zeros"
+            )
+        return tiles[0]
+    br, bc = blocked.default_blocks(jax.default_backend())
+    fits = next((b for b in XLA_BLOCKS if b >= sequence_length), XLA_BLOCKS[-1])
+    return min(bc, fits), min(br, fits)
+
+
+def _tile(where: str, bc: Any, br: Any, head_dim: int) -> str | None:
+    """The implementation that a tile stands for."""
+    tiles = available_tiles(head_dim)
+    if (bc, br) in tiles["cuda"]:
+        return None  # "cuda" where it serves the call, else "xla" in such blocks
+    if (bc, br) in tiles["xla"]:
+        return "xla"
+    compiled = ", ".join(f"({c}, {r})" for c, r in tiles["cuda"]) or "none"
+    raise ValueError(
+        f"{where}: no tile (Bc, Br) = ({bc}, {br}) for head dim {head_dim}; compiled "
+        f"for CUDA: {compiled}; 'xla': each of Bc and Br one of {list(XLA_BLOCKS)}; "
+        "get_optimal_block_sizes picks one"
+    )
+
+
+def _call(
+    where: str, Q: Any, K: Any, V: Any, Bc: Any, Br: Any, use_half: Any
+) -> tuple[AttentionConfig, Operands]:
+    """The checked call, on `[B, N, H, D]`."""
+    for name, x in (("Q", Q), ("K", K), ("V", V)):
+        check_array(where, name, x)
+        if x.ndim != 4:
+            raise ValueError(
+                f"{where}: {name} must be [B, H, N, D], got {show(x)}; add axes with "
+                "x[None], or fold them into B"
+            )
+        if x.dtype not in arguments.FLOATS:
+            raise TypeError(
+                f"{where}: {name} must be float32, float16 or bfloat16, got {show(x)}; "
+                "cast it with .astype(jnp.float32)"
+            )
+        if x.dtype != Q.dtype:
+            raise TypeError(
+                f"{where}: {name} must have Q's dtype, {Q.dtype}, got {show(x)}; cast "
+                "it with .astype(Q.dtype)"
+            )
+    if K.shape != (*Q.shape[:2], K.shape[2], Q.shape[3]) or V.shape != K.shape:
+        raise ValueError(
+            f"{where}: K and V must be [B, H, N, D] with Q's B, H and D, got {show(K)} "
+            f"and {show(V)} beside {show(Q)}; flash_attention serves fewer KV heads "
+            "and a value dim of its own"
+        )
+    arguments.check_flags(where, use_half=use_half)
+    implementation = _tile(where, Bc, Br, Q.shape[-1])
+    dtype = jnp.float16 if use_half else Q.dtype
+    q, k, v = (jnp.swapaxes(a, 1, 2).astype(dtype) for a in (Q, K, V))
+    config, x = arguments.normalize(where, q, k, v, implementation=implementation)
+    return dataclasses.replace(config, xla_block_q=Br, xla_block_kv=Bc), x
+
+
+def _check_shape(where: str, name: str, a: Any, like: str, shape: Any) -> None:
+    check_array(where, name, a)
+    if a.shape != shape:
+        raise ValueError(
+            f"{where}: {name} must be shaped like {like} {list(shape)}, got {show(a)}; "
+            "pass what flash_attention_forward(return_residuals=True) returned"
+        )
+
+
+# ---- memory --------------------------------------------------------------------------
+
+
+def estimate_memory_usage(
+    batch_size: int,
+    num_heads: int,
+    seq_len: int,
+    head_dim: int,
+    use_half: bool = False,
+    *,
+    Bc: int = 32,
+    Br: int = 32,
+) -> dict[str, float]:
+    """Bytes that `flash_attention_forward` takes on the default device.
+
+    Computed from the sizes of the blocks, without compiling anything. On a CPU,
+    `internal_memory` is within 5 % of what `compiled.memory_analysis()` gives for its
+    temporaries, where there is more than one block of keys; `backward_memory` is
+    within a third there, and shorter calls are rougher still. (XLA decides which
+    buffers share memory: the tests compare with what it decides.)
+
+    Args:
+      batch_size, num_heads, seq_len, head_dim: B, H, N and D.
+      use_half: for float16 inputs; float32 otherwise.
+      Bc, Br: the tile.
+
+    Returns:
+      `input_memory` of Q, K and V, `internal_memory` of the forward pass's temporaries,
+      `output_memory` of O, `total_memory` of these three, `total_memory_mb`, the same
+      in MiB, and `backward_memory`, the temporaries of `flash_attention_backward`.
+
+    Example:
+      >>> used = estimate_memory_usage(8, 16, 1024, 64, use_half=True)
+      >>> print(f"{used['total_memory_mb']:.1f} MB")
+    """
+    where = "estimate_memory_usage"
+    check_positive(
+        where,
+        batch_size=batch_size,
+        num_heads=num_heads,
+        seq_len=seq_len,
+        head_dim=head_dim,
+    )
+    arguments.check_flags(where, use_half=use_half)
+    implementation = _tile(where, Bc, Br, head_dim)
+    rows = batch_size * num_heads
+    one = rows * seq_len * head_dim * (2 if use_half else 4)
+    if implementation is None and use_half and jax.default_backend() == "gpu":
+        # The kernels read and write [B, N, H, D], and keep nothing but lse (and, on
+        # the way back, delta and dQ in float32).
+        row = rows * seq_len * 4
+        internal, backward = 4 * one + row, 10 * one + row
+    else:
+        config = AttentionConfig(1.0, xla_block_q=Br, xla_block_kv=Bc)
+        size = Sizes(
+            batch_size, seq_len, seq_len, num_heads, num_heads, head_dim, head_dim
+        )
+        internal, backward = _blocked_memory(config, size, use_half)
+    total = 3 * one + internal + one
+    return {
+        "input_memory": 3 * one,
+        "internal_memory": internal,
+        "output_memory": one,
+        "total_memory": total,
+        "total_memory_mb": total / 2**20,
+        "backward_memory": backward,
+    }
+
+
+def _blocked_memory(
+    config: AttentionConfig, size: Sizes, use_half: bool
+) -> tuple[int, int]:
+    """Temporaries of "xla", forward and backward.
+
+    Two moments compete: while the operands are filled up to whole blocks, and the
+    middle of the loops, where some blocks of scores and of rows are alive at once. How
+    many was read from XLA's buffer assignments (jax 0.10.2).
+    """
+    block_q, block_kv = blocked.block_sizes(config, size, None)
+    rows = size.batch * size.num_heads
+    t = -(-size.q_len // block_q) * block_q
+    s = -(-size.kv_len // block_kv) * block_kv
+    # 16-bit products are computed in float32 on the CPU.
+    queries, keys = (rows * length * size.head_dim * 4 for length in (t, s))
+    scores = rows * block_q * block_kv * 4
+    q_block, kv_block = (
+        rows * length * size.head_dim * 4 for length in (block_q, block_kv)
+    )
+    operands = queries + 2 * keys
+    out = 0 if t == size.q_len else queries // (2 if use_half else 1)
+    if s > block_kv:
+        loop = max(
+            2 * scores + 2 * q_block + kv_block, scores + 2 * q_block + 2 * kv_block
+        )
+    elif t > block_q:
+        loop = 2 * scores + 2 * q_block
+    else:
+        loop, out = scores + 2 * q_block, 0
+    forward = operands + out + max(loop, queries, keys)
+    # Also dO and dQ in whole blocks, and dK and dV where they have to be cut.
+    backward = operands + 2 * queries + 3 * scores + 2 * q_block + 2 * kv_block
+    if s != size.kv_len:
+        backward += 2 * keys
+    if use_half:
+        backward = max(backward, 3 * operands - queries)
+    return forward, backward
