@@ -163,10 +163,10 @@ for name in ("q_lens", "kv_lens"):
     at = given(name)
     ROWS.value(W, f"{name} size", at, [Q, K, K, i32(3)], f"{name}|[2]|got int32[3]")
     ROWS.value(
-        W, f"{name} scalar", at, [Q, K, K, i32()], f"{name}|int32[B]|got int32[]"
+        W, f"{name} scalar", at, [Q, K, K, i32()], f"{name}|int32[2]|got int32[]|jnp.full"
     )
     ROWS.value(
-        W, f"{name} rank", at, [Q, K, K, i32(2, 1)], f"{name}|int32[B]|got int32[2, 1]"
+        W, f"{name} rank", at, [Q, K, K, i32(2, 1)], f"{name}|int32[2]|got int32[2, 1]|jnp.full"
     )
     ROWS.kind(
         W, f"{name} dtype", at, [Q, K, K, f32(2)], f"{name}|int32|got float32[2]|astype"
