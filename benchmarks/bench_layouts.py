@@ -27,8 +27,8 @@ def bench(options: argparse.Namespace, results: Results) -> None:
     quick = options.quick or not common.on_gpu()
     ceilings.add_device_copy(results, options.quick, "before")
     for case in common.wanted(options, SHAPES):
-        # 4 GiB read and as much written; L2 caches hold some 50 MB.
-        data = Data(case, 2 * MIB if quick else 4 * GIB)
+        # 2 GiB read and as much written; L2 caches hold some 50 MB.
+        data = Data(case, 2 * MIB if quick else 2 * GIB)
         groups = work.conversions(data)
         first = case is cases.LLAMA_8B_16
         backends = ("kernel", "batch", "async") if first and common.on_gpu() else ()

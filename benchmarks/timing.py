@@ -50,7 +50,7 @@ class Effort:
         if quick:
             return cls(rounds=2, seconds=0.0, min_calls=1, enough=1.0)
         if common.on_gpu():
-            return cls(rounds=5, seconds=0.06, min_calls=2, enough=0.3)
+            return cls(rounds=5, seconds=0.12, min_calls=2, enough=0.6)
         return cls(rounds=11, seconds=0.0, min_calls=1, enough=0.35)
 
 

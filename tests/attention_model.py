@@ -48,6 +48,19 @@ def by_kernel(*dtypes: Any) -> pytest.MarkDecorator:
     )
 
 
+def by_turns(names: str, rows: Iterable[Any], *dtypes: Any) -> pytest.MarkDecorator:
+    """Each row in one dtype on the CPU, turn by turn; in all of them on a GPU."""
+    rows = [row if isinstance(row, tuple) else (row,) for row in rows]
+    return pytest.mark.parametrize(
+        f"implementation, dtype, {names}",
+        [
+            pytest.param(*turn.values, *row, id=f"{turn.id}-{row[0]}")
+            for i, row in enumerate(rows)
+            for turn in served(*(dtypes if ON_GPU else (dtypes[i % len(dtypes)],)))
+        ],
+    )
+
+
 def by_main_kernel() -> pytest.MarkDecorator:
     """For transforms: float32, and on a GPU its kernels too."""
     return by_kernel(F32, BF16) if len(KERNELS) > 1 else by_kernel(F32)

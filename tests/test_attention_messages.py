@@ -162,12 +162,9 @@ ROWS.kind(W, "half a pair", half_pair, [Q, K, K, i32(2, 5)], "segment_ids|None")
 for name in ("q_lens", "kv_lens"):
     at = given(name)
     ROWS.value(W, f"{name} size", at, [Q, K, K, i32(3)], f"{name}|[2]|got int32[3]")
-    ROWS.value(
-        W, f"{name} scalar", at, [Q, K, K, i32()], f"{name}|int32[B]|got int32[]"
-    )
-    ROWS.value(
-        W, f"{name} rank", at, [Q, K, K, i32(2, 1)], f"{name}|int32[B]|got int32[2, 1]"
-    )
+    must = f"{name}|int32[2]|jnp.full|got"
+    ROWS.value(W, f"{name} scalar", at, [Q, K, K, i32()], f"{must} int32[]")
+    ROWS.value(W, f"{name} rank", at, [Q, K, K, i32(2, 1)], f"{must} int32[2, 1]")
     ROWS.kind(
         W, f"{name} dtype", at, [Q, K, K, f32(2)], f"{name}|int32|got float32[2]|astype"
     )
@@ -351,6 +348,15 @@ def test_cuda_serves_halves_alone():
 
 ONE = jnp.zeros((1, 1, 1), jnp.int32)
 SEGMENTS = jnp.zeros((2, 5), jnp.int32), jnp.zeros((2, 7), jnp.int32)
+
+
+def test_gradients_have_no_gradients():
+    q, k, v = zeros(Q, K, K)
+    once = jax.grad(lambda q: plain(q, k, v).sum())
+    twice = lambda: jax.grad(lambda q: once(q).sum())(q)  # noqa: E731
+    check(W, NotImplementedError, "grad of grad|jax.nn.dot_product_attention", twice)
+
+
 LACKS = {
     "cu_seqlens": (PQ, PK, {"cu_seqlens": (jnp.int32([0, 12]), jnp.int32([0, 14]))}),
     "tiles": (Q, K, {"tiles": AttentionTiles(ONE[..., None], ONE)}),

@@ -227,7 +227,7 @@ def test_jacrev(rng, implementation, dtype, which):
 
 
 def exported(f, *args):
-    names = (FORWARD, BACKWARD, f"{BACKWARD}_bias", f"{BACKWARD}_q")
+    names = (FORWARD, f"{BACKWARD}_kv", f"{BACKWARD}_q", f"{BACKWARD}_bias")
     checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in names]
     return jax.export.export(jax.jit(f), disabled_checks=checks)(*args)
 

@@ -119,6 +119,9 @@ std::string CheckOperands(const kvblock_attention& a, AttentionPass pass) {
     case AttentionPass::kBackwardKv:
       if (missing(keys, a.dk)) return "dk is NULL";
       if (missing(keys, a.dv)) return "dv is NULL";
+      if (a.dq_blocked && (a.cu_q != nullptr || a.q_len % 8 != 0)) {
+        return "dq_blocked is for inputs that are not packed, T a multiple of 8";
+      }
       break;
     case AttentionPass::kBackwardQ:
       if (missing(queries, a.dq)) return "dq is NULL";

@@ -320,6 +320,18 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   return Launch(&in, d, kvblock_attention_forward, stream);
 }
 
+// dq_accum in either of its forms, by its rank.
+float* DqAccum(Reader* in, Decoded* d, const ffi::RemainingRets& rets) {
+  kvblock_attention& a = d->a;
+  auto buffer = rets.get<ffi::AnyBuffer>(2);
+  a.dq_blocked = buffer.has_value() && (*buffer)->dimensions().size() == 6;
+  const auto type = ffi::DataType::F32;
+  void* data = a.dq_blocked ? in->Result("dq", type,
+                                         {a.batch, a.num_heads, a.q_len / 8, a.head_dim / 8, 8, 8})
+                            : Heads(in, *d, "dq", kQueries, a.num_heads, a.head_dim, true, type);
+  return static_cast<float*>(data);
+}
+
 ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                       const Attributes& attributes) {
   Reader in(args, rets);
@@ -328,10 +340,7 @@ ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets 
   if (!in.failed()) {
     d.a.dk = Heads(&in, d, "dk", kKeys, d.a.num_kv_heads, d.a.head_dim, true, d.type);
     d.a.dv = Heads(&in, d, "dv", kKeys, d.a.num_kv_heads, d.a.value_dim, true, d.type);
-    if (in.results_left() > 0) {
-      d.a.dq_accum = static_cast<float*>(
-          Heads(&in, d, "dq", kQueries, d.a.num_heads, d.a.head_dim, true, ffi::DataType::F32));
-    }
+    if (in.results_left() > 0) d.a.dq_accum = DqAccum(&in, &d, rets);
   }
   return Launch(&in, d, kvblock_attention_backward_kv, stream);
 }

@@ -10,6 +10,9 @@
 //   dK += dS^T Q           [kKeys, kDim]         times scale at the end
 //   dQ  = dS K             [kQueries, kDim]      added to dq_accum in global memory, unscaled
 //
+// L1 takes a cycle for each row of memory that an addition of a warp touches. With dq_blocked the 8
+// rows of a block of accumulators lie together, 256 bytes for the warp instead of 8 pieces of 32.
+//
 // Eight warps, numbered (pair, half), pair = warp / 2. In S and dP a warp has its pair's quarter of
 // the keys and one half of the queries; in dV and dK the same keys and one half of the columns:
 // there a warp needs P and dS of its own pair only. dQ sums over all keys and needs everyone's dS.
@@ -30,6 +33,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/mbarrier.cuh"
 #include "device/opaque.cuh"
@@ -179,9 +183,11 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
   const auto start_head = [&](int step, int head, int queries) {
     if (lane == 0) {
       const int64_t at = s.q_row * p.num_heads + head, lse_row = s.LseRow(p, head);
-      keys.queries[queries] = {static_cast<const char*>(p.q) + at * p.head_dim * sizeof(T),
-                               static_cast<const char*>(p.d_o) + at * p.value_dim * sizeof(T),
-                               p.lse + lse_row, p.delta + lse_row, p.dq_accum + at * p.head_dim};
+      keys.queries[queries] = {
+          static_cast<const char*>(p.q) + at * p.head_dim * sizeof(T),
+          static_cast<const char*>(p.d_o) + at * p.value_dim * sizeof(T), p.lse + lse_row,
+          p.delta + lse_row,
+          p.dq_accum + (p.dq_blocked ? s.q_row * p.num_heads + head * p.q_len : at) * p.head_dim};
     }
     return walk_on(Walk(p, s, head, keys.first, keys.first + kKeys), step, head, queries);
   };
@@ -412,21 +418,35 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
                              OperandB<KeyTile, Lies::kDown>{base + Shape::kK, dq_column}, lane);
       __syncwarp();
       if (lane == 0) BarrierArrive(done);
-      const int64_t dq_stride = int64_t{p.num_heads} * p.head_dim;
+      // Adds the blocks of accumulators; `place(row)` is where this lane's part of the first lies,
+      // and kStep floats on the next.
+      const auto add = [&](auto step_of, auto place) {
+        constexpr int kStep = decltype(step_of)::value;
 #pragma unroll
-      for (int m = 0; m < kDqM; ++m) {
+        for (int m = 0; m < kDqM; ++m) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int query = at.first + dq_row + m * 16 + h * 8 + group_row;
-          float* to = dq_rows + query * dq_stride + dq_column + pair_column;
-          if (query >= s.q_len) continue;
+          for (int h = 0; h < 2; ++h) {
+            const int row = at.first + dq_row + m * 16 + h * 8;
+            if (row + group_row >= s.q_len) continue;
+            float* const to = place(row);
 #pragma unroll
-          for (int n = 0; n < kDqN; ++n) {
-            if (dq_column + n * 8 < p.head_dim) {
-              ReduceAdd(to + n * 8, dq[m][n][2 * h], dq[m][n][2 * h + 1]);
+            for (int n = 0; n < kDqN; ++n) {
+              if (dq_column + n * 8 < p.head_dim) {
+                ReduceAdd(to + n * kStep, dq[m][n][2 * h], dq[m][n][2 * h + 1]);
+              }
             }
           }
         }
+      };
+      if (p.dq_blocked) {
+        add(std::integral_constant<int, 64>{}, [&](int row) {
+          return dq_rows + int64_t{row} * p.head_dim + dq_column * 8 + lane * 2;
+        });
+      } else {
+        add(std::integral_constant<int, 8>{}, [&](int row) {
+          return dq_rows + int64_t{row + group_row} * p.num_heads * p.head_dim + dq_column +
+                 pair_column;
+        });
       }
     } else {
       __syncwarp();
