@@ -44,13 +44,23 @@ class _Problem(NamedTuple):
     size: Sizes  # of one padded batch member
     block_q: int
     block_kv: int
-    q: jax.Array  # [B, K, G, T, D]
+    q: jax.Array  # [B, N, T, D]; grouped, XLA would copy it before a loop
     k: jax.Array  # [B, K, S, D]
     v: jax.Array  # [B, K, S, E]
     bias: Any  # [b, n, T, S], or None
     q_labels: _Labels
     kv_labels: _Labels
     listed: Any  # bool [b, n, T / block_q, S / block_kv], or None
+
+    @property
+    def groups(self) -> tuple[int, int, int]:
+        """B, K and G."""
+        return self.q.shape[0], self.size.num_kv_heads, self.size.group
+
+    def query_block(self, a: Any, i: Any) -> Any:
+        """Block i of `[B, N, T, ...]` as `[B, K, G, block_q, ...]`."""
+        a = _block(a, i, self.block_q, 2)
+        return a.reshape(*self.groups, *a.shape[2:])
 
 
 def forward(
@@ -66,7 +76,7 @@ def forward(
     """
     size = sizes_of(config, x)
     p = _problem(config, x, compute, platform)
-    b, k, g = p.q.shape[:3]
+    b, k, g = p.groups
     e = p.v.shape[-1]
     acc = _accumulator(x.q.dtype)
     order, counts = _visits(config, p)
@@ -100,7 +110,7 @@ def forward(
         o_all = jax.lax.dynamic_update_slice_in_dim(o_all, o, at, 3)
         return o_all, jax.lax.dynamic_update_slice_in_dim(lse_all, lse, at, 3)
 
-    t = p.q.shape[3]
+    t = p.q.shape[2]
     carry = (
         jnp.zeros((b, k, g, t, e), x.q.dtype),
         jnp.full((b, k, g, t), -jnp.inf, acc),
@@ -116,7 +126,7 @@ def _finish(
 ) -> tuple[Any, Any]:
     """Lets the sinks in, and divides by the sum."""
     if x.sinks is not None:
-        b, k, g = p.q.shape[:3]
+        b, k, g = p.groups
         sinks = jnp.repeat(x.sinks, b // x.sinks.shape[0], axis=0)
         sinks = sinks.reshape(b, k, g, 1).astype(top.dtype)
         new_top = jnp.maximum(top, sinks)
@@ -158,7 +168,8 @@ def backward(
     `lse` and `delta` = rowsum(d_o * o) - d_lse are `[B, N, T]` (packed `[N, T]`).
     """
     p = _problem(config, x, compute, platform)
-    b, k, g, t, d = p.q.shape
+    b, k, g = p.groups
+    t, d = p.q.shape[2:]
     s, e = p.v.shape[2:]
     acc = _accumulator(x.q.dtype)
     lse, delta, d_o = (a[None] if config.packed else a for a in (lse, delta, d_o))
@@ -168,8 +179,8 @@ def backward(
     # exp(score - inf) is 0: what rows without keys contribute.
     lse = jnp.where(real & ~jnp.isneginf(lse), lse, jnp.inf)
     delta = jnp.where(jnp.isposinf(lse), 0, _pad(delta, 2, t).reshape(b, k, g, t))
-    d_o = jnp.moveaxis(_pad(d_o, 1, t), 1, 2).reshape(b, k, g, t, e)
-    d_o = jnp.where(real[..., None], d_o, 0).astype(p.q.dtype)
+    d_o = _filled(d_o, t, p.q_labels, config.packed or x.q_lens is not None)
+    d_o = jnp.moveaxis(d_o, 1, 2).astype(p.q.dtype)
 
     order, counts = _visits(config, p, transposed=True)
     bias_groups = None
@@ -186,8 +197,8 @@ def backward(
             i = order[j, c]
             scores, allowed = _scores(config, p, i, j)
             lse_i = _block(lse, i, p.block_q, 3)[..., None]
-            d_o_i = _block(d_o, i, p.block_q, 3)
-            q_i = _block(p.q, i, p.block_q, 3)
+            d_o_i = p.query_block(d_o, i)
+            q_i = p.query_block(p.q, i)
             weights = jnp.where(allowed, jnp.exp(scores - lse_i), 0)
             dv_i = _dot("bkgts,bkgte->bkgse", weights, d_o_i, x)
             dw = _dot("bkgte,bkse->bkgts", d_o_i, v_j, x)
@@ -281,7 +292,7 @@ def _bias_block(p: _Problem, i: Any, j: Any) -> Any:
 
 def _to_heads(p: _Problem, a: Any) -> Any:
     """`[b, n, ...]` shared by batch or heads as `[B, K, G, ...]`, K G 1 if shared."""
-    batch, k, g = p.q.shape[:3]
+    batch, k, g = p.groups
     if 1 < a.shape[0] < batch:
         a = jnp.repeat(a, batch // a.shape[0], axis=0)
     heads = (1, 1) if a.shape[1] == 1 else (k, g)
@@ -290,7 +301,7 @@ def _to_heads(p: _Problem, a: Any) -> Any:
 
 def _scores(config: AttentionConfig, p: _Problem, i: Any, j: Any) -> tuple[Any, Any]:
     """Scores of a block and who may attend: `[B, K, G, block_q, block_kv]`."""
-    q = _block(p.q, i, p.block_q, 3)
+    q = p.query_block(p.q, i)
     k = _block(p.k, j, p.block_kv, 2)
     scores = config.scale * jnp.einsum(
         "bkgtd,bksd->bkgts",
@@ -327,7 +338,7 @@ def _select(p: _Problem, i: Any, j: Any, a: Any) -> Any:
 
 def _add_bias(p: _Problem, total: Any, groups: Any, ds: Any, i: Any, j: Any) -> Any:
     """Adds a block of d_scores, summed over the batch and heads that share the bias."""
-    batch, k, g = p.q.shape[:3]
+    batch, k, g = p.groups
     ds = ds.reshape(groups[0], batch // groups[0], k * g, p.block_q, p.block_kv).sum(1)
     if groups[1] == 1:
         ds = ds.sum(1, keepdims=True)
@@ -376,6 +387,17 @@ def block_sizes(
     )
 
 
+def _filled(a: Any, length: int, labels: _Labels, some: bool) -> Any:
+    """`[B, length, heads, D]` in whole blocks; `some` of the rows may not be read.
+
+    What nobody may read may hold NaN: it is zeroed on the way. Without such rows this
+    is the array itself, not a copy.
+    """
+    if length == a.shape[1] and not some:
+        return a
+    return jnp.where(labels.valid[..., None, None], _pad(a, 1, length), 0)
+
+
 def _problem(
     config: AttentionConfig, x: Operands, compute: Any, platform: str | None
 ) -> _Problem:
@@ -388,13 +410,12 @@ def _problem(
     s = max(1, -(-size.kv_len // block_kv)) * block_kv
 
     q_labels, kv_labels = _labels(config, x, size, batch, t, s)
-    k, g = size.num_kv_heads, size.group
-    # What nobody may read may hold NaN: zero it on the way to whole blocks.
     compute = compute or x.q.dtype
-    keys = kv_labels.valid[..., None, None]
-    q = jnp.where(q_labels.valid[..., None, None], _pad(x.q, 1, t), 0).astype(compute)
-    k_all = jnp.where(keys, _pad(x.k, 1, s), 0).astype(compute)
-    v_all = jnp.where(keys, _pad(x.v, 1, s), 0).astype(compute)
+    packed = config.packed
+    q = _filled(x.q, t, q_labels, packed or x.q_lens is not None).astype(compute)
+    some_keys = packed or x.kv_lens is not None
+    k_all = _filled(x.k, s, kv_labels, some_keys).astype(compute)
+    v_all = _filled(x.v, s, kv_labels, some_keys).astype(compute)
     listed = None
     if x.tile_indices is not None:
         listed = listed_tiles(config, x, size.kv_len)
@@ -405,7 +426,7 @@ def _problem(
         size,
         block_q,
         block_kv,
-        jnp.moveaxis(q, 1, 2).reshape(batch, k, g, t, size.head_dim),
+        jnp.moveaxis(q, 1, 2),
         jnp.moveaxis(k_all, 1, 2),
         jnp.moveaxis(v_all, 1, 2),
         bias,

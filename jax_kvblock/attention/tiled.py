@@ -359,9 +359,9 @@ def estimate_memory_usage(
 
     Computed from the sizes of the blocks, without compiling anything. On a CPU,
     `internal_memory` is within 5 % of what `compiled.memory_analysis()` gives for its
-    temporaries, where there is more than one block of keys; `backward_memory` is
-    within a third there, and shorter calls are rougher still. (XLA decides which
-    buffers share memory: the tests compare with what it decides.)
+    temporaries, where there is more than one block of queries and of keys and more
+    than one head; `backward_memory` is within a third there. Others are rougher. (XLA
+    decides which buffers share memory: the tests compare with what it decides.)
 
     Args:
       batch_size, num_heads, seq_len, head_dim: B, H, N and D.
@@ -414,37 +414,45 @@ def estimate_memory_usage(
 def _blocked_memory(
     config: AttentionConfig, size: Sizes, use_half: bool
 ) -> tuple[int, int]:
-    """Temporaries of "xla", forward and backward.
+    """Temporaries of "xla" on `[B, H, N, D]`, forward and backward.
 
-    Two moments compete: while the operands are filled up to whole blocks, and the
-    middle of the loops, where some blocks of scores and of rows are alive at once. How
-    many was read from XLA's buffer assignments (jax 0.10.2).
+    Operands are copied where they are widened to float32 (use_half) or filled up to
+    whole blocks. Beside them live the blocks of one step, and the list of visited
+    blocks. How many blocks are alive at once was read from XLA's buffer assignments
+    (jax 0.10.2 and 0.12.0 agree).
     """
     block_q, block_kv = blocked.block_sizes(config, size, None)
     rows = size.batch * size.num_heads
     t = -(-size.q_len // block_q) * block_q
     s = -(-size.kv_len // block_kv) * block_kv
-    # 16-bit products are computed in float32 on the CPU.
     queries, keys = (rows * length * size.head_dim * 4 for length in (t, s))
     scores = rows * block_q * block_kv * 4
     q_block, kv_block = (
         rows * length * size.head_dim * 4 for length in (block_q, block_kv)
     )
-    operands = queries + 2 * keys
-    out = 0 if t == size.q_len else queries // (2 if use_half else 1)
+    visits = (t // block_q) * (s // block_kv)
+
+    copied_q = queries if use_half or t != size.q_len else 0
+    copied_k = keys if use_half or s != size.kv_len else 0
+    filled = max(queries * (t != size.q_len), keys * (s != size.kv_len))
+    width = 2 if use_half else 4
+    out = 0 if t == size.q_len else queries * width // 4
     if s > block_kv:
-        loop = max(
+        step = max(
             2 * scores + 2 * q_block + kv_block, scores + 2 * q_block + 2 * kv_block
         )
+        if kv_block <= q_block and q_block >= 2**20:
+            step = 2 * (scores + q_block + kv_block)
     elif t > block_q:
-        loop = 2 * scores + 2 * q_block
+        step = 2 * scores + 2 * q_block
     else:
-        loop, out = scores + 2 * q_block, 0
-    forward = operands + out + max(loop, queries, keys)
-    # Also dO and dQ in whole blocks, and dK and dV where they have to be cut.
-    backward = operands + 2 * queries + 3 * scores + 2 * q_block + 2 * kv_block
-    if s != size.kv_len:
-        backward += 2 * keys
-    if use_half:
-        backward = max(backward, 3 * operands - queries)
+        step, out = 2 * scores + q_block, 0
+    listed = max(step + 4 * visits, 9 * visits) + 2 * size.batch * t  # sorted once
+    forward = copied_q + 2 * copied_k + out + max(listed, filled)
+
+    step = 3 * scores + 3 * q_block + 4 * kv_block + 3 * rows * t * 4 + 4 * visits
+    # q, dO and dQ; K and V; dK and dV where they have to be cut.
+    backward = 3 * copied_q + 2 * copied_k
+    backward += 0 if s == size.kv_len else 2 * keys * width // 4
+    backward += max(step, filled, queries * use_half)
     return forward, backward
