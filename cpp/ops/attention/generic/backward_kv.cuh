@@ -69,19 +69,19 @@ struct BackwardKvTiling<256> {
 struct alignas(16) BackwardKeys {  // of a CTA
   Sequence sequence;
   int first, head;  // whose keys it has
+  struct Queries {  // row 0 of the sequence, one head
+    const char *q, *d_o;
+    const float *lse, *delta;
+    float* dq;
+  } queries[2];  // of the head at work and the next; every warp writes the same
 };
 struct alignas(16) BackwardWalk {  // of a warp; all warps of a CTA walk alike
   WalkState state;
   struct Tile {
     int head, first;  // the queries
     bool visible;     // all of them see all our keys
-    int queries;      // which of `queries`
+    int queries;      // which of BackwardKeys::queries
   } tiles[2];         // by the step's parity
-  struct Queries {    // row 0 of the sequence, one head
-    const char *q, *d_o;
-    const float *lse, *delta;
-    float* dq;
-  } queries[2];  // of the head at work and the next
 };
 
 // How a launch uses the shared memory that the GPU has.
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
   const auto start_head = [&](int step, int head, int queries) {
     if (lane == 0) {
       const int64_t at = s.q_row * p.num_heads + head, lse_row = s.LseRow(p, head);
-      parked.queries[queries] = {
+      keys.queries[queries] = {
           static_cast<const char*>(p.q) + at * p.head_dim * sizeof(T),
           static_cast<const char*>(p.d_o) + at * p.value_dim * sizeof(T), p.lse + lse_row,
           p.delta + lse_row,
@@ -223,7 +223,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
   const auto load = [&](int step) {
     const int stage = plan.stages == 2 ? step % 2 : 0;
     const int first = parked.tiles[step % 2].first;
-    const BackwardWalk::Queries& rows = parked.queries[parked.tiles[step % 2].queries];
+    const BackwardKeys::Queries& rows = keys.queries[parked.tiles[step % 2].queries];
     const int64_t q_stride = int64_t{p.num_heads} * p.head_dim * int64_t{sizeof(T)};
     const int64_t do_stride = int64_t{p.num_heads} * p.value_dim * int64_t{sizeof(T)};
     const uint32_t to = base + Shape::kStage + stage * Shape::kStageBytes;
@@ -412,7 +412,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
       const int dq_column = warp / Shape::kDqWarpsDown * (kDqN * 8);
       float dq[kDqM][kDqN][4];
       Clear(dq);
-      float* const dq_rows = parked.queries[at.queries].dq;
+      float* const dq_rows = keys.queries[at.queries].dq;
       BarrierWait(ds_ready, step % 2);
       Product<T, kKeys / 16>(dq, OperandA<ScoreTile, Lies::kAcross>{base + Shape::kDs, dq_row},
                              OperandB<KeyTile, Lies::kDown>{base + Shape::kK, dq_column}, lane);
