@@ -25,9 +25,9 @@ IMPLEMENTATIONS = ("cuda", "xla", "cudnn")
 # The tiles (queries, keys) that the forward kernels are compiled for, by padded head
 # dim. Mirrors ForwardShapeOf in cpp/ops/attention/generic/forward.cuh.
 FORWARD_TILES: dict[int, tuple[tuple[int, int], ...]] = {
-    64: ((128, 64),),
+    64: ((128, 128),),
     128: ((128, 64),),
-    192: ((64, 32),),
+    192: ((128, 64),),
     256: ((64, 32),),
 }
 
