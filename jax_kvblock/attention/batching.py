@@ -1,0 +1,132 @@
+"""How the primitives of attention are batched.
+
+A batch folds into B. What the members share (a bias, sinks, tiles) keeps one row for
+all, or one for each member: row b // (B / rows) of it belongs to batch member b.
+
+The new axis V comes before B, so that an operand with one row for each member folds
+without a copy. On an explicit mesh that cuts B it comes behind it: a dimension whose
+minor part is cut has no sharding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_kvblock.attention.ops import BACKWARD_BIAS, Call, Op, letters
+
+
+def batch(
+    outer: core.Primitive,
+    op: Op,
+    arrays: Sequence[Any],
+    dims: Sequence[Any],
+    *,
+    call: Call,
+) -> tuple[list[Any], list[int]]:
+    """The batching rule of the primitive `outer`."""
+    if call.config.packed:
+        return _batch_one_by_one(outer, arrays, dims, call)
+    names = op.operand_names(call)
+    batched = {n: d is not None for n, d in zip(names, dims, strict=True)}
+    count = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
+    # q comes first, and always has a batch.
+    batch_axis = int(dims[0] == 0)
+    size, cut = arrays[0].shape[batch_axis], _is_cut(arrays[0], batch_axis)
+    fold = functools.partial(_fold, count=count, size=size, behind=cut)
+    folded = []
+    rows = 1
+    for name, a, d in zip(names, arrays, dims, strict=True):
+        # A list of tiles and its counts are shared alike. The gradient of a bias that
+        # the members share is asked for each of them.
+        pair = {"tile_indices", "tile_counts"}
+        own = (name in pair and any(batched.get(n) for n in pair)) or (
+            name == "bias" and op is BACKWARD_BIAS
+        )
+        if name == "bias":
+            rows = a.shape[int(d == 0)]
+        folded.append(fold(a, d, shared=letters(name)[0] == "b", own=own))
+    results = outer.bind(*folded, call=call)
+    members = rows if op is BACKWARD_BIAS else size
+    return [_unfold(r, count, size, members, cut) for r in results], [
+        int(cut) for _ in results
+    ]
+
+
+def _is_cut(a: Any, axis: int) -> bool:
+    """Whether an explicit mesh cuts this axis."""
+    sharding = jax.typeof(a).sharding
+    return not sharding.mesh.empty and sharding.spec[axis] is not None
+
+
+def _fold(
+    a: Any, d: Any, *, count: int, size: int, behind: bool, shared: bool, own: bool
+) -> Any:
+    """An operand with V in its first dimension, B's."""
+    if d is None:
+        if shared and not own and (behind or a.shape[0] == 1):
+            return a  # one row for all, of all members
+        if not behind:
+            return _merge(jnp.broadcast_to(a, (count, *a.shape)))
+        a = jnp.broadcast_to(a[:, None], (a.shape[0], count, *a.shape[1:]))
+    else:
+        a = jnp.moveaxis(a, d, int(behind))
+    if not behind:
+        return _merge(a)
+    if a.shape[0] != size:  # rows that several of B share
+        a = jnp.repeat(a, size // a.shape[0], axis=0)
+    return _merge(a)
+
+
+def _merge(a: Any) -> Any:
+    """The first two dimensions as one, cut as the first was."""
+    shape = (a.shape[0] * a.shape[1], *a.shape[2:])
+    return _reshape(a, shape, (0, *range(2, a.ndim)))
+
+
+def _unfold(r: Any, count: int, size: int, members: int, behind: bool) -> Any:
+    """A result with V as a dimension of its own, the first, or behind B the second."""
+    if not behind:
+        rest = (None, None, *range(1, r.ndim))
+        return _reshape(r, (count, members, *r.shape[1:]), rest)
+    kept: tuple[int | None, ...] = (0, None, *range(1, r.ndim))
+    r = _reshape(r, (size, count, *r.shape[1:]), kept)
+    if members == size:
+        return r
+    return r.reshape(members, size // members, *r.shape[1:]).sum(1)
+
+
+def _reshape(a: Any, shape: tuple[int, ...], kept: tuple[int | None, ...]) -> Any:
+    """Reshapes; on an explicit mesh dimension i is cut as dimension kept[i] was."""
+    sharding = jax.typeof(a).sharding
+    if sharding.mesh.empty:
+        return a.reshape(shape)
+    spec = PartitionSpec(*(None if k is None else sharding.spec[k] for k in kept))
+    return jax.lax.reshape(a, shape, out_sharding=NamedSharding(sharding.mesh, spec))
+
+
+def _batch_one_by_one(
+    outer: core.Primitive, arrays: Sequence[Any], dims: Sequence[Any], call: Call
+) -> tuple[list[Any], list[int]]:
+    """Packed calls have no batch to fold into: a loop over the members."""
+    moved = [
+        a if d is None else jnp.moveaxis(a, d, 0)
+        for a, d in zip(arrays, dims, strict=True)
+    ]
+    batched = [a for a, d in zip(moved, dims, strict=True) if d is not None]
+
+    def member(parts: Sequence[Any]) -> list[Any]:
+        rest = iter(parts)
+        every = [
+            a if d is None else next(rest) for a, d in zip(moved, dims, strict=True)
+        ]
+        return outer.bind(*every, call=call)
+
+    results = jax.lax.map(member, batched)
+    return list(results), [0] * len(results)
