@@ -73,7 +73,8 @@ std::string CheckOptions(const kvblock_attention& a, AttentionPass pass) {
   const bool transposed = pass == AttentionPass::kBackwardKv;
   const int32_t* tiles = transposed ? a.tile_indices_t : a.tile_indices;
   const int32_t* counts = transposed ? a.tile_counts_t : a.tile_counts;
-  if ((tiles != nullptr) != (counts != nullptr) || (transposed && a.tile_indices && !tiles)) {
+  if ((tiles != nullptr) != (counts != nullptr) ||
+      (transposed && (a.tile_indices != nullptr) != (tiles != nullptr))) {
     return transposed ? "tile_indices_t and tile_counts_t go together, and with tile_indices"
                       : "tile_indices and tile_counts go together";
   }
@@ -139,6 +140,11 @@ std::string CheckAlignment(const kvblock_attention& a) {
   for (const void* array : arrays) {
     if (reinterpret_cast<uintptr_t>(array) % 16 != 0) {
       return "q, k, v, o and their gradients must be aligned to 16 bytes";
+    }
+  }
+  for (const void* ranges : {a.q_segment_ranges, a.kv_segment_ranges}) {  // read as pairs
+    if (reinterpret_cast<uintptr_t>(ranges) % 8 != 0) {
+      return "q_segment_ranges and kv_segment_ranges must be aligned to 8 bytes";
     }
   }
   return "";

@@ -18,7 +18,9 @@ from jax_kvblock.attention.config import (
     default_scale,
 )
 from jax_kvblock.attention.cuda import IMPLEMENTATIONS, MAX_HEAD_DIM
+from jax_kvblock.attention.dense import saturating_add
 
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
@@ -85,7 +87,7 @@ def normalize(
         k=jnp.asarray(k),
         v=jnp.asarray(v),
         bias=_bias(where, bias, q, (batch, n, t, s)),
-        sinks=_sinks(where, sinks, n),
+        sinks=_sinks(where, sinks, q, n),
         q_segments=q_segments,
         kv_segments=kv_segments,
         q_lens=check_lengths(where, "q_lens", q_lens, batch),
@@ -222,7 +224,7 @@ def _window(where: str, causal: bool, window: Any) -> tuple[int, int]:
                 f"{where}: window must not be negative, got {window!r}; move the "
                 "window with q_offset or kv_offset, or pass None for no bound"
             )
-    most = 2**30  # beyond every array; keeps sums of positions in int32
+    most = 2**31 - 1  # of int32
     if window[0] is not None:
         left = min(int(window[0]), most)
     if window[1] is not None:
@@ -244,8 +246,8 @@ def finite(where: str, name: str, value: Any, default: float) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{where}: {name} must be a number, got {value!r}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"{where}: {name} must be finite, got {number}")
+    if not math.isfinite(number) or abs(number) > _FLOAT32_MAX:
+        raise ValueError(f"{where}: {name} must be finite in float32, got {number}")
     return number
 
 
@@ -258,7 +260,7 @@ def _softcap(where: str, softcap: Any) -> float:
             "it is compiled in"
         )
     number = finite(where, "softcap", softcap, 0.0)
-    if number <= 0:
+    if np.float32(number) <= 0:
         raise ValueError(
             f"{where}: softcap must be positive, got {softcap!r}; pass None for none"
         )
@@ -320,7 +322,9 @@ def _shift(where: str, q_offset: Any, kv_offset: Any, batch: int) -> Any:
         if x is None:
             continue
         ndim = 1 if getattr(x, "ndim", 0) == 1 or isinstance(x, (list, tuple)) else 0
-        if ndim == 0 and isinstance(x, (int, np.integer)) and x < 0:
+        if ndim == 0 and isinstance(x, (int, np.integer)):
+            if not -(2**31) <= x < 2**31:
+                raise ValueError(f"{where}: {name} must fit in int32, got {x}")
             x = np.asarray(x)  # negative positions are fine here
         x = check_int32(where, name, x, " or int32[B]", ndim)
         if ndim and x.shape != (batch,):
@@ -328,7 +332,8 @@ def _shift(where: str, q_offset: Any, kv_offset: Any, batch: int) -> Any:
                 f"{where}: {name} must be an int32 scalar or int32[{batch}], got "
                 f"{show(x)}; an offset for each batch member, or one for all"
             )
-        total = total + sign * x
+        x = jnp.maximum(x, -(2**31) + 1)  # has a negative
+        total = saturating_add(total, sign * x)
     return total
 
 
@@ -362,7 +367,7 @@ def _bias(where: str, bias: Any, q: Any, full: tuple[int, ...]) -> Any:
     return jnp.asarray(bias)
 
 
-def _sinks(where: str, sinks: Any, n: int) -> Any:
+def _sinks(where: str, sinks: Any, q: Any, n: int) -> Any:
     if sinks is None:
         return None
     check_array(where, "sinks", sinks)
@@ -376,7 +381,8 @@ def _sinks(where: str, sinks: Any, n: int) -> Any:
             f"{where}: sinks must be float32, got {show(sinks)}; cast them with "
             ".astype(jnp.float32)"
         )
-    return jnp.asarray(sinks)[None]
+    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    return jnp.asarray(sinks).astype(wide)[None]
 
 
 def _check_tiles_type(where: str, tiles: Any) -> None:

@@ -24,15 +24,14 @@ from jax_kvblock.attention.config import (
     Sizes,
     sizes_of,
 )
-from jax_kvblock.attention.dense import listed_tiles
-
-_FAR = 2**29  # beyond every position; a position and a window's side stay in int32
+from jax_kvblock.attention.dense import listed_tiles, window_of
 
 
 class _Labels(NamedTuple):
     """Where queries or keys stand: int32 `[B, length]` each."""
 
-    position: jax.Array
+    first: jax.Array  # the keys that a query's window begins and ends with; a key's
+    last: jax.Array  # own position, twice
     owner: jax.Array  # the sequence of a packed row; 0 elsewhere
     segment: jax.Array
     valid: jax.Array  # bool: a real row, not padding
@@ -87,7 +86,7 @@ def forward(
         def step(c: Any, state: Any) -> Any:
             o, top, total = state
             j = order[i, c]
-            scores, allowed = _scores(config, p, i, j)
+            scores, allowed, _ = _scores(config, p, i, j)
             scores = jnp.where(allowed, scores, -jnp.inf)
             new_top = jnp.maximum(top, scores.max(-1))
             base = jnp.where(jnp.isneginf(new_top), 0, new_top)
@@ -195,7 +194,7 @@ def backward(
         def step(c: Any, state: Any) -> Any:
             dq_all, dk, dv, dbias_all = state
             i = order[j, c]
-            scores, allowed = _scores(config, p, i, j)
+            scores, allowed, slope = _scores(config, p, i, j)
             lse_i = _block(lse, i, p.block_q, 3)[..., None]
             d_o_i = p.query_block(d_o, i)
             q_i = p.query_block(p.q, i)
@@ -206,11 +205,7 @@ def backward(
             ds = jnp.where(allowed, ds, 0)
             if with_bias:
                 dbias_all = _add_bias(p, dbias_all, bias_groups, ds, i, j)
-            if config.softcap:
-                capped = scores
-                if p.bias is not None:
-                    capped = capped - _bias_block(p, i, j)
-                slope = 1 - jnp.square(capped / config.softcap)
+            if slope is not None:
                 ds = jnp.where(allowed, ds * slope, 0)
             ds = ds * config.scale
             dq_i = _dot("bkgts,bksd->bkgtd", ds, k_j, x)
@@ -299,8 +294,13 @@ def _to_heads(p: _Problem, a: Any) -> Any:
     return a.reshape(a.shape[0], *heads, *a.shape[2:])
 
 
-def _scores(config: AttentionConfig, p: _Problem, i: Any, j: Any) -> tuple[Any, Any]:
-    """Scores of a block and who may attend: `[B, K, G, block_q, block_kv]`."""
+def _scores(
+    config: AttentionConfig, p: _Problem, i: Any, j: Any
+) -> tuple[Any, Any, Any]:
+    """Scores of a block, who may attend, and the slope of the softcap (None without
+    one): `[B, K, G, block_q, block_kv]`.
+    """
+    slope = None
     q = p.query_block(p.q, i)
     k = _block(p.k, j, p.block_kv, 2)
     scores = config.scale * jnp.einsum(
@@ -311,7 +311,8 @@ def _scores(config: AttentionConfig, p: _Problem, i: Any, j: Any) -> tuple[Any, 
         preferred_element_type=_accumulator(p.q.dtype),
     )
     if config.softcap:
-        scores = config.softcap * jnp.tanh(scores / config.softcap)
+        capped = jnp.tanh(scores / config.softcap)
+        scores, slope = config.softcap * capped, 1 - jnp.square(capped)
     if p.bias is not None:
         scores = scores + _bias_block(p, i, j)
 
@@ -320,13 +321,13 @@ def _scores(config: AttentionConfig, p: _Problem, i: Any, j: Any) -> tuple[Any, 
     allowed = rows.valid & keys.valid & (rows.owner == keys.owner)
     allowed &= rows.segment == keys.segment
     if config.window_left != OPEN:
-        allowed &= keys.position >= rows.position - config.window_left
+        allowed &= keys.first >= rows.first
     if config.window_right != OPEN:
-        allowed &= keys.position <= rows.position + config.window_right
+        allowed &= keys.first <= rows.last
     allowed = allowed[:, None, None]
     if p.listed is not None:
         allowed &= _to_heads(p, p.listed[:, :, i, j])[..., None, None]
-    return scores, allowed
+    return scores, allowed, slope
 
 
 def _select(p: _Problem, i: Any, j: Any, a: Any) -> Any:
@@ -419,6 +420,8 @@ def _problem(
     listed = None
     if x.tile_indices is not None:
         listed = listed_tiles(config, x, size.kv_len)
+        # An empty array still has one block, of padding.
+        listed = _pad(_pad(listed, 2, t // block_q), 3, s // block_kv)
     bias = None
     if x.bias is not None:
         bias = _pad(_pad(x.bias, 2, t), 3, s)
@@ -454,15 +457,15 @@ def _labels(
         segment = (
             jnp.zeros_like(index) if segments is None else _pad(segments, 1, padded)
         )
-        return _Labels(position, owner, segment, valid)
+        return _Labels(position, position, owner, segment, valid)
 
     q = side(size.q_len, t, x.cu_q, x.q_lens, x.q_segments)
     kv = side(size.kv_len, s, x.cu_kv, x.kv_lens, x.kv_segments)
+    shift = jnp.zeros((), jnp.int32)
     if x.shift is not None:
-        shift = jnp.clip(x.shift, -_FAR, _FAR)
-        shift = shift[q.owner] if config.packed else shift[:, None]
-        q = q._replace(position=q.position + shift)
-    return q, kv
+        shift = x.shift[q.owner] if config.packed else x.shift[:, None]
+    first, last = window_of(config, q.first, shift)
+    return q._replace(first=first, last=last), kv
 
 
 def _visits(
@@ -477,17 +480,14 @@ def _visits(
     q = _ranges(p.q_labels, p.block_q)
     kv = _ranges(p.kv_labels, p.block_kv)
 
-    def meet(name: str, left: int = 0, right: int = 0) -> Any:
-        (q_low, q_high), (k_low, k_high) = q[name], kv[name]
-        meets = jnp.ones((), bool)
-        if left != OPEN:
-            meets &= k_high[:, None, :] >= q_low[:, :, None] - left
-        if right != OPEN:
-            meets &= k_low[:, None, :] <= q_high[:, :, None] + right
-        return meets
+    def meet(first: str, last: str) -> Any:
+        """Where the ranges [first, last] of queries and keys meet."""
+        low, high = q[first][0], q[last][1]
+        return (kv[last][1][:, None, :] >= low[:, :, None]) & (
+            kv[first][0][:, None, :] <= high[:, :, None]
+        )
 
-    seen = meet("owner") & meet("segment")
-    seen &= meet("position", config.window_left, config.window_right)
+    seen = meet("owner", "owner") & meet("segment", "segment") & meet("first", "last")
     if p.listed is not None:
         listed = jnp.repeat(p.listed, p.q.shape[0] // p.listed.shape[0], axis=0)
         seen &= listed.any(1)
@@ -509,5 +509,5 @@ def _ranges(labels: _Labels, block: int) -> dict[str, tuple[Any, Any]]:
         high = jnp.where(valid, values.reshape(shape), -(2**31)).max(-1)
         return low, high
 
-    names = ("position", "owner", "segment")
+    names = ("first", "last", "owner", "segment")
     return {name: range_of(getattr(labels, name)) for name in names}

@@ -87,19 +87,17 @@ def attends(config: AttentionConfig, x: Operands) -> jax.Array:
         visible = visible[None, None]
         owner = jnp.clip(owner_q, 0, size.batch - 1)
         position = i - x.cu_q[owner]
-        if x.shift is not None:
-            position = position + x.shift[owner]
+        shift = x.shift[owner] if x.shift is not None else jnp.zeros((), jnp.int32)
         j = j - x.cu_kv[jnp.clip(owner_kv, 0, size.batch - 1)]
         position, j = position[None, None], j[None, None]
     else:
         visible = jnp.ones((size.batch, 1, size.q_len, size.kv_len), bool)
         position = i[None, None]
+        shift = jnp.zeros((), jnp.int32)
         if x.shift is not None:
-            position = position + x.shift[:, None, None, None]
-    if config.window_left != OPEN:
-        visible &= j >= position - config.window_left
-    if config.window_right != OPEN:
-        visible &= j <= position + config.window_right
+            shift = x.shift[:, None, None, None]
+    first, last = window_of(config, position.astype(jnp.int32), shift)
+    visible &= (j >= first) & (j <= last)
     if x.q_segments is not None:
         same = x.q_segments[:, :, None] == x.kv_segments[:, None, :]
         visible &= same[:, None]
@@ -113,6 +111,31 @@ def attends(config: AttentionConfig, x: Operands) -> jax.Array:
         listed = jnp.repeat(listed, config.block_kv, axis=3)[..., : size.kv_len]
         visible = visible & jnp.repeat(listed, size.batch // listed.shape[0], axis=0)
     return visible
+
+
+def window_of(
+    config: AttentionConfig, position: jax.Array, shift: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The first and the last key that queries at these positions see, int32.
+
+    Sums beyond int32 stop at its ends, which lie beyond every key.
+    """
+    first, last = jnp.int32(-(2**31)), jnp.int32(2**31 - 1)
+    if config.window_left != OPEN:
+        first = saturating_add(shift, jnp.int32(-config.window_left))
+        first = saturating_add(first, position)
+    if config.window_right != OPEN:
+        last = saturating_add(shift, jnp.int32(config.window_right))
+        last = saturating_add(last, position)
+    shape = jnp.broadcast_shapes(position.shape, shift.shape)
+    return jnp.broadcast_to(first, shape), jnp.broadcast_to(last, shape)
+
+
+def saturating_add(a: jax.Array, b: jax.Array) -> jax.Array:
+    """int32 a + b, at the end of int32 where it would wrap."""
+    total = a + b
+    wrapped = ((a ^ total) & (b ^ total)) < 0
+    return jnp.where(wrapped, jnp.where(a < 0, -(2**31), 2**31 - 1), total)
 
 
 def listed_tiles(config: AttentionConfig, x: Operands, kv_len: int) -> jax.Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock._checks import check_choice, show
-from jax_kvblock.attention import arguments
+from jax_kvblock.attention import arguments, cudnn
 from jax_kvblock.attention.config import default_scale
 from jax_kvblock.attention.cuda import IMPLEMENTATIONS, MAX_HEAD_DIM
 from jax_kvblock.attention.flash import flash_attention
@@ -42,7 +42,7 @@ def dot_product_attention(
       the window and causality leave no key.
     - float32 is multiplied at the highest precision, not at jax's default one.
     - Probabilities are not rounded to the inputs' dtype before they meet the values.
-    - Masked keys weigh exactly nothing, whatever their scores.
+    - Masked keys weigh exactly nothing, whatever their finite scores.
 
     Args:
       query: `[B, T, N, H]` or `[T, N, H]`, bfloat16, float16 or float32 (float64 where
@@ -91,6 +91,10 @@ def dot_product_attention(
 
     options: dict[str, Any] = {}
     bias = _four_dims("bias", bias, full)
+    if bias is not None and bias.dtype == jnp.bool_:
+        raise TypeError(
+            f"{_WHERE}: bias must be floats, got {show(bias)}; pass a boolean as mask"
+        )
     mask = _four_dims("mask", mask, full)
     if mask is not None:
         if mask.dtype != jnp.bool_:
@@ -114,20 +118,21 @@ def dot_product_attention(
         q_lens = jnp.full(batch, t, jnp.int32) if q_lens is None else q_lens
         kv_lens = jnp.full(batch, s, jnp.int32) if kv_lens is None else kv_lens
     dv = value.shape[-1]
-    out = flash_attention(
-        _pad_dim(query),
-        _pad_dim(key),
-        _pad_dim(value),
+    arrays = (_pad_dim(query), _pad_dim(key), _pad_dim(value))
+    options |= dict(
         causal=is_causal,
         window=_window(local_window_size),
         q_lens=q_lens,
         kv_lens=kv_lens,
         bias=_merge(bias, mask, full, query.dtype),
         scale=arguments.finite(_WHERE, "scale", scale, default_scale(h)),
-        return_lse=return_residual,
         implementation=implementation,
-        **options,
     )
+    if implementation == "cudnn":
+        config, x = arguments.normalize(_WHERE, *arrays, **options)
+        out = cudnn.attention(config, x, return_residual)
+    else:
+        out = flash_attention(*arrays, return_lse=return_residual, **options)
     if not return_residual:
         return _unpad(out, dv, single)
     out, lse = out

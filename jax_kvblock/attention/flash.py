@@ -75,7 +75,8 @@ def flash_attention(
         zeros and −inf.
       cu_seqlens: a pair of int32 `[B + 1]`, the first rows of B sequences that lie one
         after the other in q, and in k and v, and the end of the last. Sequences attend
-        to themselves alone. Rows of no sequence give zeros.
+        to themselves alone; the boundaries must not decrease. Rows of no sequence give
+        zeros.
       bias: `[B|1, N|1, T, S]`, float32 or q's dtype; differentiable. −inf masks.
       softcap: a positive bound of the scores.
       sinks: float32 `[N]`: a score that every row of a head has beside its keys, with
@@ -97,7 +98,8 @@ def flash_attention(
 
     Values beyond `q_lens` and `kv_lens` and in tiles that are not listed may be
     anything, also NaN. Elsewhere, a masked key's score and bias may be anything, its
-    value must be finite (and for gradients the key as well).
+    value must be finite (and for gradients, or under a bias of −inf alone, the key as
+    well).
 
     Raises:
       TypeError, ValueError: an argument's dtype, shape or value does not fit, or two
@@ -133,7 +135,12 @@ def flash_attention(
         implementation=implementation,
     )
     if implementation == "cudnn":
-        return cudnn.attention(config, x, return_lse)
+        if return_lse:
+            raise ValueError(
+                "flash_attention: implementation='cudnn' does not serve return_lse: "
+                "its log-sum-exp has q's dtype and no gradient. 'cuda' and 'xla' do"
+            )
+        return cudnn.attention(config, x, False)
     out, lse = attention(config, x)
     if return_lse:
         return out, jnp.swapaxes(lse, -1, -2)
@@ -175,7 +182,17 @@ def _attention_bwd(config: AttentionConfig, residuals: Any, cotangents: Any) -> 
         grads = grads._replace(bias=dbias)
     if x.sinks is not None:
         grads = grads._replace(sinks=_sink_gradient(config, x, lse, delta))
-    return (grads,)
+    return (Operands(*(_sharded_like(g, a) for g, a in zip(grads, x, strict=True))),)
+
+
+def _sharded_like(gradient: Any, a: Any) -> Any:
+    """On an explicit mesh a gradient is sharded as its array is."""
+    if gradient is None:
+        return None
+    sharding = jax.typeof(a).sharding
+    if sharding.mesh.empty or jax.typeof(gradient).sharding == sharding:
+        return gradient
+    return jax.sharding.reshard(gradient, sharding)
 
 
 def _sink_gradient(

@@ -64,6 +64,7 @@ def axis_shards(op: Op, call: Call, operands: Sequence[Any]) -> dict[str, Any]:
     packed = call.config.packed
     factors = _factors(call, op, operands)
     shards: dict[str, Any] = {"factors": factors}
+    used: set[str] = set()  # a mesh axis cuts one factor; the first operand wins
     for name, operand in zip(op.operand_names(call), operands, strict=True):
         spec = getattr(operand.sharding, "spec", None)
         if spec is None:
@@ -73,11 +74,14 @@ def axis_shards(op: Op, call: Call, operands: Sequence[Any]) -> dict[str, Any]:
             letters(name, packed), operand.shape, spec, strict=False
         ):
             factor = _dim_factor(letter, dim, factors)
-            if part is None or factor is None or dim == 1:
+            if part is None or factor is None or dim == 1 or factor in shards:
                 continue
+            names = set(_names(part))
             # A part that does not divide the factor cuts nothing.
-            if factors[factor] % math.prod(sizes[n] for n in _names(part)) == 0:
-                shards.setdefault(factor, part)
+            fits = factors[factor] % math.prod(sizes[n] for n in names) == 0
+            if fits and not used & names:
+                shards[factor] = part
+                used |= names
     return shards
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_kvblock._checks import check_array, check_positive, show
 from jax_kvblock.attention import arguments, blocked, cuda, flash, primitive
@@ -112,6 +113,12 @@ def flash_attention_backward(
         _check_shape(where, name, a, "Q", Q.shape)
     for name, a in (("l", l), ("m", m)):
         _check_shape(where, name, a, "Q, [B, H, N],", Q.shape[:-1])
+        wide = jnp.float64 if Q.dtype == jnp.float64 else jnp.float32
+        if a.dtype != wide:
+            raise TypeError(
+                f"{where}: {name} must be {jnp.dtype(wide)}, got {show(a)}; pass what "
+                "flash_attention_forward(return_residuals=True) returned"
+            )
     lse = lm_to_lse(l, m)
     delta = jnp.sum(dO.astype(lse.dtype) * O.astype(lse.dtype), axis=-1)
     d_o = jnp.swapaxes(dO, 1, 2).astype(x.q.dtype)
@@ -243,7 +250,9 @@ def _in_blocks(a: jax.Array, size: int) -> jax.Array:
     """`[B, H, N, D]` as `[blocks, B, H, size, D]`, filled up with the last row."""
     b, h, n, d = a.shape
     missing = -n % size
-    a = jnp.pad(a, ((0, 0), (0, 0), (0, missing), (0, 0)), mode="edge")
+    if missing:
+        last = jax.lax.slice_in_dim(a, n - 1, n, axis=2)
+        a = jnp.concatenate([a, *[last] * missing], axis=2)
     return jnp.moveaxis(a.reshape(b, h, -1, size, d), 2, 0)
 
 
@@ -285,6 +294,9 @@ def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, i
 
 def _tile(where: str, bc: Any, br: Any, head_dim: int) -> str | None:
     """The implementation that a tile stands for."""
+    for name, size in (("Bc", bc), ("Br", br)):
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+            raise TypeError(f"{where}: {name} must be an integer, got {size!r}")
     tiles = available_tiles(head_dim)
     if (bc, br) in tiles["cuda"]:
         return None  # "cuda" where it serves the call, else "xla" in such blocks
@@ -327,10 +339,16 @@ def _call(
         )
     arguments.check_flags(where, use_half=use_half)
     implementation = _tile(where, Bc, Br, Q.shape[-1])
+    if Q.shape[-1] % 8 and V.shape[-1] == Q.shape[-1]:
+        raise ValueError(
+            f"{where}: the head dim D must be a multiple of 8, got {Q.shape[-1]}; "
+            "dot_product_attention takes any, or pad Q, K and V with zeros to P dims "
+            "and multiply Q by sqrt(P / D)"
+        )
     dtype = jnp.float16 if use_half else Q.dtype
     q, k, v = (jnp.swapaxes(a, 1, 2).astype(dtype) for a in (Q, K, V))
     config, x = arguments.normalize(where, q, k, v, implementation=implementation)
-    return dataclasses.replace(config, xla_block_q=Br, xla_block_kv=Bc), x
+    return dataclasses.replace(config, xla_block_q=int(Br), xla_block_kv=int(Bc)), x
 
 
 def _check_shape(where: str, name: str, a: Any, like: str, shape: Any) -> None:

@@ -197,6 +197,7 @@ void DecodeOptional(Reader* in, const Attributes& attributes, Decoded* out) {
     return in->Fail("packed calls have cu_q and cu_kv");
   }
   if (attributes.present >> kNumOptional) return in->Fail("unknown operands");
+  if (has(kTileIndicesT) && !has(kTileIndices)) return in->Fail("tile lists come first");
 
   if (has(kBias)) DecodeBias(in, out);
   if (has(kSinks)) {
@@ -239,7 +240,10 @@ void DecodeOptional(Reader* in, const Attributes& attributes, Decoded* out) {
     a.cu_kv = Ints(in, "cu_kv", {int64_t{a.batch} + 1});
   }
   if (has(kTileIndices)) {
-    if (attributes.tile_q < 1 || attributes.tile_kv < 1) return in->Fail("tiles have a size");
+    const auto fits = [](int64_t tile) { return tile >= 1 && tile <= int64_t{1} << 30; };
+    if (!fits(attributes.tile_q) || !fits(attributes.tile_kv)) {
+      return in->Fail("tiles have a size");
+    }
     a.tile_q = static_cast<int32_t>(attributes.tile_q);
     a.tile_kv = static_cast<int32_t>(attributes.tile_kv);
     DecodeTiles(in, out, "tile_indices", CeilDiv(a.q_len, a.tile_q), &a.tile_indices,
@@ -258,6 +262,9 @@ Decoded Decode(Reader* in, const Attributes& attributes) {
   Decoded out;
   DecodeSizes(in, attributes, &out);
   if (!in->failed()) DecodeOptional(in, attributes, &out);
+  for (int64_t side : {attributes.window_left, attributes.window_right}) {
+    if (side < -1 || side > INT32_MAX) in->Fail("a window's side is an int32, -1 where it is open");
+  }
   out.a.window_left = static_cast<int32_t>(attributes.window_left);
   out.a.window_right = static_cast<int32_t>(attributes.window_right);
   out.a.scale = attributes.scale;

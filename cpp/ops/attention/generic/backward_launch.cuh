@@ -44,7 +44,8 @@ const char* Launch(Kernel kernel, int bytes, const AttentionParams& p, cudaStrea
   }
   if (status != cudaSuccess) return Failure(status);
   if (bytes > available) {
-    return Message("attention backward: head dims up to " + std::to_string(p.head_dim) + " need " +
+    return Message("attention backward: head dims up to " +
+                   std::to_string(std::max(p.head_dim, p.value_dim)) + " need " +
                    std::to_string(bytes) + " bytes of shared memory, and this GPU has " +
                    std::to_string(available) + "; use implementation='xla'");
   }

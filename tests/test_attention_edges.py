@@ -1,0 +1,170 @@
+"""Cases at the edges of flash_attention that went wrong once, each with its rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_model import by_main_kernel
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_kvblock import (
+    AttentionTiles,
+    dot_product_attention,
+    flash_attention,
+    flash_attention_backward,
+    flash_attention_forward,
+)
+
+B, S, N, D = 4, 24, 4, 8
+
+
+def normal(rng: np.random.Generator, *shape: int, dtype: Any = jnp.float32) -> Any:
+    return jnp.asarray(rng.standard_normal(shape), dtype)
+
+
+def qkv(rng: np.random.Generator, dtype: Any = jnp.float32) -> list[Any]:
+    return [normal(rng, B, S, N, D, dtype=dtype) for _ in range(3)]
+
+
+@by_main_kernel()
+def test_a_softcap_does_not_see_the_bias(implementation, dtype, rng) -> None:
+    """Its slope is that of the score alone, also where the bias is -inf or large."""
+    q, k, v = qkv(rng, dtype)
+    below = jnp.tril(jnp.ones((S, S), bool))
+
+    def gradient(bias: Any, **how: Any) -> Any:
+        def total(q: Any) -> Any:
+            how_all = {"softcap": 5.0, "implementation": implementation, **how}
+            return flash_attention(q, k, v, bias=bias, **how_all).astype(float).sum()
+
+        return np.asarray(jax.grad(total)(q), np.float32)
+
+    masked = gradient(jnp.where(below, 0.0, -jnp.inf)[None, None])
+    tolerance = 1e-5 if dtype == jnp.float32 else 0.02
+    np.testing.assert_allclose(masked, gradient(None, causal=True), atol=tolerance)
+    shifted = gradient(jnp.full((1, 1, S, S), 64.0))
+    np.testing.assert_allclose(shifted, gradient(None), atol=max(tolerance, 1e-4))
+
+
+@by_main_kernel()
+@pytest.mark.parametrize(
+    ("far", "near"),
+    [
+        (
+            {"window": (2**29 + 1000, None), "q_offset": 2**29 + 1000},
+            {"window": (0, None)},
+        ),
+        ({"causal": True, "q_offset": 2**31 - 1, "kv_offset": -5}, {}),
+        ({"window": (2**31 - 1, None), "q_offset": 2**31 - 1}, {"window": (0, None)}),
+        ({"window": (None, 2**31 - 1), "q_offset": -(2**31) + 1}, {"causal": True}),
+    ],
+)
+def test_far_offsets_do_not_wrap(implementation, dtype, rng, far, near) -> None:
+    q, k, v = qkv(rng, dtype)
+    got = flash_attention(q, k, v, implementation=implementation, **far)
+    want = flash_attention(q, k, v, implementation=implementation, **near)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("name", ["q_offset", "kv_offset"])
+@pytest.mark.parametrize("value", [2**40, -(2**40), 2**31])
+def test_offsets_fit_in_int32(name, value, rng) -> None:
+    with pytest.raises(ValueError, match=f"{name} must fit in int32, got {value}"):
+        flash_attention(*qkv(rng), **{name: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [({"scale": 1e300}, "scale must be finite in float32"),
+     ({"softcap": 1e-60}, "softcap must be positive")],
+)  # fmt: skip
+def test_numbers_that_float32_does_not_hold(option, message, rng) -> None:
+    with pytest.raises(ValueError, match=message):
+        flash_attention(*qkv(rng), **option)
+
+
+def test_tile_lists_of_empty_arrays(rng) -> None:
+    q, k, v = qkv(rng)
+    none = AttentionTiles(
+        jnp.zeros((1, 1, 0, 2), jnp.int32), jnp.zeros((1, 1, 0), "i4")
+    )
+    assert flash_attention(q[:, :0], k, v, tiles=none).shape == (B, 0, N, D)
+    one = AttentionTiles(jnp.zeros((1, 1, 1, 2), jnp.int32), jnp.ones((1, 1, 1), "i4"))
+    assert not flash_attention(q, k[:, :0], v[:, :0], tiles=one).any()
+
+
+def test_cudnn_refuses_what_its_residual_does_not_keep(rng) -> None:
+    with pytest.raises(ValueError, match="'cudnn' does not serve return_lse"):
+        flash_attention(
+            *qkv(rng, jnp.bfloat16), implementation="cudnn", return_lse=True
+        )
+
+
+def test_a_boolean_bias_is_a_mask(rng) -> None:
+    with pytest.raises(
+        TypeError, match=r"bias must be floats, .*pass a boolean as mask"
+    ):
+        dot_product_attention(*qkv(rng), bias=jnp.ones((1, 1, S, S), bool))
+
+
+def test_tiles_on_b_h_n_d_are_integers_and_do_not_mix(rng) -> None:
+    q = normal(rng, 1, 2, 64, 16)
+    with pytest.raises(TypeError, match=r"Bc must be an integer, got 64\.0"):
+        flash_attention_forward(q, q, q, 64.0, 64)
+    assert flash_attention_forward(q, q, q, 64, 64).shape == q.shape
+    with pytest.raises(
+        ValueError, match=r"multiple of 8, got 12.*dot_product_attention"
+    ):
+        flash_attention_forward(*[normal(rng, 1, 2, 64, 12)] * 3)
+
+
+def test_l_and_m_are_float32(rng) -> None:
+    q = normal(rng, 1, 2, 64, 16)
+    o, sums, m = flash_attention_forward(q, q, q, return_residuals=True)
+    with pytest.raises(TypeError, match="l must be float32, got float16"):
+        flash_attention_backward(q, q, q, o, o, sums.astype(jnp.float16), m)
+
+
+# ---- operands that are cut differently -----------------------------------------------
+
+CUTS = {
+    "q by heads alone": [(None, None, "h"), (), (), (), ()],
+    "q by batch alone": [("b",), (), (), (), ()],
+    "bias and sinks whole": [(None, None, "h")] * 3 + [(), ()],
+    "sinks too": [("b", None, "h")] * 3 + [(), ("h",)],
+    "all by length": [(None, "b")] * 3 + [(), ()],
+    "one axis twice": [("h",), (None, None, "h"), (None, None, "h"), (), ()],
+}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
+)
+def test_gradients_of_operands_that_are_cut_differently(axis_type, cut, rng) -> None:
+    arrays = [*qkv(rng), normal(rng, 1, N, S, S), normal(rng, N)]
+
+    def loss(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
+        o, lse = flash_attention(
+            q, k, v, causal=True, bias=bias, sinks=sinks, return_lse=True
+        )
+        return (o**2).sum() + lse.sum()
+
+    gradients = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
+    devices = jax.devices("cpu")
+    with jax.default_device(devices[0]):
+        want = gradients(*(jax.device_put(a, devices[0]) for a in arrays))
+    mesh = jax.make_mesh((2, 2), ("b", "h"), (axis_type,) * 2, devices=devices[:4])
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(a, NamedSharding(mesh, P(*spec)))
+            for a, spec in zip(arrays, CUTS[cut], strict=True)
+        ]
+        got = jax.jit(gradients)(*placed)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4)
