@@ -135,7 +135,7 @@ def saturating_add(a: jax.Array, b: jax.Array) -> jax.Array:
     """int32 a + b, at the end of int32 where it would wrap."""
     total = a + b
     wrapped = ((a ^ total) & (b ^ total)) < 0
-    return jnp.where(wrapped, jnp.where(a < 0, -(2**31), 2**31 - 1), total)
+    return jnp.where(wrapped, jnp.where(total < 0, 2**31 - 1, -(2**31)), total)
 
 
 def listed_tiles(config: AttentionConfig, x: Operands, kv_len: int) -> jax.Array:
