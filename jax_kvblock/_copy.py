@@ -31,6 +31,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_kvblock import _ffi, _reference
+from jax_kvblock._batching import batch_one_by_one
 from jax_kvblock._plan import Copy, Side, cuda_leader, make_plan, plan_attributes
 from jax_kvblock._spmd import lower_local, vary_alike
 
@@ -311,7 +312,9 @@ def _batch(
     )
     starts = [s for s in (copy.src, copy.dst) if s.start]
     if starts and any(d is not None for d in dims[len(dims) - len(starts) :]):
-        return _batch_one_by_one(operands, dims, copy)
+        # A start that differs from member to member.
+        bind = functools.partial(block_copy_p.bind, copy=copy)
+        return batch_one_by_one(bind, operands, dims)
 
     num_src, num_dst = copy.num_operands
     arrays = num_src + num_dst
@@ -368,27 +371,6 @@ def _batch_ids(ids: Any, limit: int) -> Any:
     member = jnp.arange(ids.shape[0], dtype=jnp.int32)[:, None]
     inside = (ids >= 0) & (ids < limit)
     return jnp.where(inside, ids + member * limit, -1).reshape(-1)
-
-
-def _batch_one_by_one(
-    operands: Sequence[Any], dims: Sequence[Any], copy: Copy
-) -> tuple[list[Any], list[int]]:
-    """A batched start differs from member to member: a loop over the members."""
-    moved = [
-        x if d is None else jnp.moveaxis(x, d, 0)
-        for x, d in zip(operands, dims, strict=True)
-    ]
-    batched = [x for x, d in zip(moved, dims, strict=True) if d is not None]
-
-    def member(parts: Sequence[Any]) -> list[Any]:
-        rest = iter(parts)
-        every = [
-            x if d is None else next(rest) for x, d in zip(moved, dims, strict=True)
-        ]
-        return block_copy_p.bind(*every, copy=copy)
-
-    results = jax.lax.map(member, batched)
-    return list(results), [0] * len(results)
 
 
 batching.primitive_batchers[block_copy_p] = _batch

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_kvblock._batching import batch_one_by_one
 from jax_kvblock.attention.ops import BACKWARD_BIAS, Call, Op, letters
 
 
@@ -32,7 +33,8 @@ def batch(
 ) -> tuple[list[Any], list[int]]:
     """The batching rule of the primitive `outer`."""
     if call.config.packed:
-        return _batch_one_by_one(outer, arrays, dims, call)
+        # They have no batch to fold into.
+        return batch_one_by_one(functools.partial(outer.bind, call=call), arrays, dims)
     names = op.operand_names(call)
     batched = {n: d is not None for n, d in zip(names, dims, strict=True)}
     count = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
@@ -109,24 +111,3 @@ def _reshape(a: Any, shape: tuple[int, ...], kept: tuple[int | None, ...]) -> An
         return a.reshape(shape)
     spec = PartitionSpec(*(None if k is None else sharding.spec[k] for k in kept))
     return jax.lax.reshape(a, shape, out_sharding=NamedSharding(sharding.mesh, spec))
-
-
-def _batch_one_by_one(
-    outer: core.Primitive, arrays: Sequence[Any], dims: Sequence[Any], call: Call
-) -> tuple[list[Any], list[int]]:
-    """Packed calls have no batch to fold into: a loop over the members."""
-    moved = [
-        a if d is None else jnp.moveaxis(a, d, 0)
-        for a, d in zip(arrays, dims, strict=True)
-    ]
-    batched = [a for a, d in zip(moved, dims, strict=True) if d is not None]
-
-    def member(parts: Sequence[Any]) -> list[Any]:
-        rest = iter(parts)
-        every = [
-            a if d is None else next(rest) for a, d in zip(moved, dims, strict=True)
-        ]
-        return outer.bind(*every, call=call)
-
-    results = jax.lax.map(member, batched)
-    return list(results), [0] * len(results)
