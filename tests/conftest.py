@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Iterator
 
 # Before jax starts: sharding tests need several devices, and a GPU run should not take
 # all of its memory at once.
@@ -67,3 +68,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """Random numbers that differ from test to test and repeat from run to run."""
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
+
+
+@pytest.fixture
+def four_cpus() -> Iterator[None]:
+    """Tests about several devices run on CPUs everywhere."""
+    devices = jax.devices("cpu")
+    if len(devices) < 4:
+        pytest.fail("XLA_FLAGS must force four CPU devices")
+    with jax.default_device(devices[0]):
+        yield

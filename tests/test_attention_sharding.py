@@ -17,10 +17,12 @@ from attention_model import (
     draw,
     draw_segments,
     draw_tiles,
+    jit,
     truth,
 )
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import by_axis_type, mesh_of
 
 from jax_kvblock import flash_attention
 
@@ -29,31 +31,8 @@ GATHERS = re.compile(
     r"collective-broadcast|\bsend\b|\brecv\b"
 )
 SUMS = re.compile(r"\ball-reduce(?:-start)?\(")
-compile_fast = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_parallel_codegen_split_count": 1,
-}
-jit = functools.partial(jax.jit, compiler_options=compile_fast)
 
-
-@pytest.fixture(autouse=True)
-def four_cpus():
-    """These tests are about several devices, so they run on CPUs everywhere."""
-    devices = jax.devices("cpu")
-    if len(devices) < 4:
-        pytest.fail("conftest.py must force four CPU devices")
-    with jax.default_device(devices[0]):
-        yield
-
-
-def mesh_of(axis_type=AxisType.Auto, shape=(2, 2)):
-    devices = jax.devices("cpu")[:4]
-    return jax.make_mesh(shape, ("b", "h"), (axis_type,) * 2, devices=devices)
-
-
-by_axis_type = pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
-)
+pytestmark = pytest.mark.usefixtures("four_cpus")
 
 
 # ---- where each operand lives --------------------------------------------------------

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import by_axis_type, mesh_of, put
 from model import PoolModel, assert_same_bits, lay, random_bits, read_pool
 
 import jax_kvblock as kv
@@ -26,29 +27,7 @@ TRAFFIC = re.compile(
 )
 
 
-@pytest.fixture(autouse=True)
-def four_cpus():
-    """These tests are about several devices, so they run on CPUs everywhere."""
-    devices = jax.devices("cpu")
-    if len(devices) < 4:
-        pytest.fail("conftest.py must force four CPU devices")
-    with jax.default_device(devices[0]):
-        yield
-
-
-def mesh_of(axis_type: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
-    return jax.make_mesh(
-        (2, 2), ("b", "h"), (axis_type,) * 2, devices=jax.devices("cpu")[:4]
-    )
-
-
-by_axis_type = pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
-)
-
-
-def put(x, mesh, *spec):
-    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+pytestmark = pytest.mark.usefixtures("four_cpus")
 
 
 def assert_no_traffic(compiled) -> None:
