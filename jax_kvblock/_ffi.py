@@ -44,6 +44,14 @@ def gpu_present() -> bool:
         return False
 
 
+def gpu_capability() -> tuple[int, int] | None:
+    """The compute capability of the first NVIDIA GPU, None where there is none."""
+    if not gpu_present():
+        return None
+    major, minor = jax.devices("cuda")[0].compute_capability.split(".")
+    return int(major), int(minor)
+
+
 def require_cuda_build() -> None:
     """Raises when a GPU is here and the build cannot use it.
 

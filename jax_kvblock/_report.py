@@ -67,6 +67,10 @@ def _attention() -> list[Served]:
     if backend == "gpu":
         _, why = copy = _copy_implementation()
         narrow = "cuda (kernels)" if copy[0].startswith("kernel") else copy[0]
+        if copy[0].startswith("kernel") and (missing := cuda.unserved_by_gpu(True)):
+            forward = cuda.unserved_by_gpu(False)
+            narrow = blocks if forward else "cuda (kernels), gradients by xla"
+            why = f"no kernels for {missing[0]}"
         cudnn, why_cudnn = _cudnn()
     compiled = sorted(
         {tile for tiles in cuda.FORWARD_TILES.values() for tile in tiles}, reverse=True

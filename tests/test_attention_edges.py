@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_model import by_main_kernel
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from meshes import by_axis_type, mesh_of, put
 
 from jax_kvblock import (
     AttentionTiles,
+    _ffi,
     dot_product_attention,
     flash_attention,
     flash_attention_backward,
@@ -130,6 +130,55 @@ def test_l_and_m_are_float32(rng) -> None:
         flash_attention_backward(q, q, q, o, o, sums.astype(jnp.float16), m)
 
 
+# ---- GPUs that the kernels do not serve ----------------------------------------------
+
+
+def lowered_for_cuda(implementation: str | None, gradient: bool) -> str:
+    """The program for a GPU, lowered without one."""
+    x = jnp.zeros((1, 16, 1, 16), jnp.bfloat16)
+
+    def call(q: Any) -> Any:
+        out = flash_attention(q, x, x, implementation=implementation)
+        return out.astype(jnp.float32).sum()
+
+    function = jax.jit(jax.grad(call) if gradient else call)
+    return function.trace(x).lower(lowering_platforms=("cuda",)).as_text()
+
+
+KERNELS = ("kvblock_attention_forward", "kvblock_attention_backward_kv")
+
+
+@pytest.mark.parametrize(
+    ("capability", "forward", "backward"),
+    [
+        ((7, 5), False, False),
+        ((8, 0), True, True),
+        ((8, 6), True, False),
+        ((8, 9), True, False),
+        ((9, 0), True, True),
+        ((12, 0), True, False),
+        (None, True, True),  # an export
+    ],
+)
+def test_none_takes_what_serves_this_gpu(
+    monkeypatch, capability, forward, backward
+) -> None:
+    monkeypatch.setattr(_ffi, "gpu_capability", lambda: capability)
+    jax.clear_caches()
+    text = lowered_for_cuda(None, gradient=True)
+    assert [name in text for name in KERNELS] == [forward, backward]
+    if not forward:
+        with pytest.raises(ValueError, match=r"compute capability 7\.5 .*'xla' does"):
+            lowered_for_cuda("cuda", gradient=False)
+    elif not backward:
+        assert KERNELS[0] in lowered_for_cuda("cuda", gradient=False)
+        with pytest.raises(
+            ValueError, match=r"gradients on compute .* 163 KiB .*'xla'"
+        ):
+            lowered_for_cuda("cuda", gradient=True)
+    jax.clear_caches()
+
+
 # ---- operands that are cut differently -----------------------------------------------
 
 CUTS = {
@@ -143,9 +192,8 @@ CUTS = {
 
 
 @pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize(
-    "axis_type", [AxisType.Auto, AxisType.Explicit], ids=lambda t: t.name
-)
+@pytest.mark.usefixtures("four_cpus")
+@by_axis_type
 def test_gradients_of_operands_that_are_cut_differently(axis_type, cut, rng) -> None:
     arrays = [*qkv(rng), normal(rng, 1, N, S, S), normal(rng, N)]
 
@@ -156,14 +204,11 @@ def test_gradients_of_operands_that_are_cut_differently(axis_type, cut, rng) -> 
         return (o**2).sum() + lse.sum()
 
     gradients = jax.grad(loss, argnums=(0, 1, 2, 3, 4))
-    devices = jax.devices("cpu")
-    with jax.default_device(devices[0]):
-        want = gradients(*(jax.device_put(a, devices[0]) for a in arrays))
-    mesh = jax.make_mesh((2, 2), ("b", "h"), (axis_type,) * 2, devices=devices[:4])
+    want = gradients(*arrays)
+    mesh = mesh_of(axis_type)
     with jax.set_mesh(mesh):
         placed = [
-            jax.device_put(a, NamedSharding(mesh, P(*spec)))
-            for a, spec in zip(arrays, CUTS[cut], strict=True)
+            put(a, mesh, *spec) for a, spec in zip(arrays, CUTS[cut], strict=True)
         ]
         got = jax.jit(gradients)(*placed)
     for a, b in zip(got, want, strict=True):

@@ -58,12 +58,29 @@ def unserved(config: AttentionConfig, x: Operands) -> list[str]:
     return missing
 
 
-def choose(config: AttentionConfig, x: Operands, platform: str | None) -> str:
+def unserved_by_gpu(backward: bool) -> list[str]:
+    """What of a call the GPU at hand does not serve; empty without one, for exports."""
+    capability = _ffi.gpu_capability()
+    if capability is None:
+        return []
+    name = ".".join(map(str, capability))
+    if capability < (8, 0):
+        return [f"compute capability {name} (8.0 and newer are served)"]
+    # These have 99 KiB of shared memory for a thread block; 8.0 has 163.
+    small = capability in ((8, 6), (8, 9)) or capability[0] == 12
+    if backward and small:
+        return [f"gradients on compute capability {name} (they need 163 KiB of shared"
+                " memory, as 8.0, 9.0 and 10.0 have)"]  # fmt: skip
+    return []
+
+
+def choose(
+    config: AttentionConfig, x: Operands, platform: str | None, backward: bool = False
+) -> str:
     """ "cuda" or "xla", for a call that is lowered for `platform`."""
     wanted = config.implementation
     if wanted == "xla":
         return "xla"
-    missing = unserved(config, x)
     if platform != "cuda":
         if wanted == "cuda":
             raise ValueError(
@@ -72,15 +89,15 @@ def choose(config: AttentionConfig, x: Operands, platform: str | None) -> str:
                 "implementation='xla' or None"
             )
         return "xla"
+    missing = unserved(config, x) + unserved_by_gpu(backward)
+    if missing and wanted == "cuda":
+        raise ValueError(
+            "flash_attention: implementation='cuda' does not serve "
+            f"{'; '.join(missing)}. implementation='xla' does"
+        )
     if missing:
-        if wanted == "cuda":
-            raise ValueError(
-                "flash_attention: implementation='cuda' does not serve "
-                f"{'; '.join(missing)}. implementation='xla' does"
-            )
         return "xla"
-    if wanted is None or wanted == "cuda":
-        _ffi.require_cuda_build()
+    _ffi.require_cuda_build()
     return "cuda"
 
 

@@ -174,7 +174,7 @@ def _lower(
 ) -> Any:
     """`sums`: for each result, the mesh axes over which it is added up."""
     x = call.unpack(ctx.avals_in[: len(call.present)])
-    choice = cuda.choose(call.config, x, platform)
+    choice = cuda.choose(call.config, x, platform, backward=op is not FORWARD)
     empty = 0 in (*x.q.shape, *x.k.shape)  # nothing to launch a kernel for
     if choice == "cuda" and not empty:
         local = functools.partial(cuda.run, op.name, call)
