@@ -1,0 +1,49 @@
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "host/block_copy_check.h"
+#include "host/tensor_map.h"
+#include "kvblock/attention.h"
+
+namespace kvblock {
+namespace {
+
+// The driver is not linked: a process without a GPU must be able to load this library.
+auto FindEncode() {
+  void* entry = nullptr;
+  cudaDriverEntryPointQueryResult found;
+  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
+                                       &found) != cudaSuccess ||
+      found != cudaDriverEntryPointSuccess) {
+    entry = nullptr;
+  }
+  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+}
+
+}  // namespace
+
+const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map) {
+  static const auto encode = FindEncode();
+  if (encode == nullptr) {
+    return Message("attention: this driver has no tensor maps (CUDA 12.0 or newer is needed)");
+  }
+  const cuuint64_t row_bytes = uint64_t(a.dim) * 2;
+  const cuuint64_t sizes[4] = {cuuint64_t(a.dim), cuuint64_t(a.heads), cuuint64_t(a.rows),
+                               cuuint64_t(a.batch)};
+  const cuuint64_t strides[3] = {row_bytes, row_bytes * a.heads, row_bytes * a.heads * a.rows};
+  const cuuint32_t box[4] = {64, 1, cuuint32_t(rows), 1}, steps[4] = {1, 1, 1, 1};
+  const CUresult result = encode(
+      map,
+      a.dtype == KVBLOCK_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      4, const_cast<void*>(a.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return nullptr;
+  return Message("attention: the driver refused a tensor map, error " +
+                 std::to_string(static_cast<int>(result)) + ", for [" + std::to_string(a.batch) +
+                 ", " + std::to_string(a.rows) + ", " + std::to_string(a.heads) + ", " +
+                 std::to_string(a.dim) + "]");
+}
+
+}  // namespace kvblock
