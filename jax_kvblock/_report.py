@@ -65,12 +65,9 @@ def _attention() -> list[Served]:
     narrow, why = blocks, f"the kernels are for NVIDIA GPUs; this is a {backend}"
     cudnn, why_cudnn = "none", "cuDNN runs on NVIDIA GPUs; leave implementation away"
     if backend == "gpu":
-        _, why = copy = _copy_implementation()
-        narrow = "cuda (kernels)" if copy[0].startswith("kernel") else copy[0]
-        if copy[0].startswith("kernel") and (missing := cuda.unserved_by_gpu(True)):
-            forward = cuda.unserved_by_gpu(False)
-            narrow = blocks if forward else "cuda (kernels), gradients by xla"
-            why = f"no kernels for {missing[0]}"
+        narrow, why = _copy_implementation()
+        if narrow.startswith("kernel"):
+            narrow, why = _kernels(blocks)
         cudnn, why_cudnn = _cudnn()
     compiled = sorted(
         {tile for tiles in cuda.FORWARD_TILES.values() for tile in tiles}, reverse=True
@@ -95,6 +92,19 @@ def _attention() -> list[Served]:
             f"each one of {', '.join(map(str, tiled.XLA_BLOCKS))}",
         ),
     ]
+
+
+def _kernels(otherwise: str) -> tuple[str, str]:
+    """Whose kernels serve attention on this GPU; `otherwise` where none do."""
+    lacks = {name: cuda.unserved_by_gpu(name, True) for name in cuda.best_kernels()}
+    for name, missing in lacks.items():
+        if not missing:
+            _, why = _copy_implementation()
+            return f"{name} (kernels)", why
+    why = f"no kernels for {lacks['cuda'][0]}"
+    if cuda.unserved_by_gpu("cuda", False):
+        return otherwise, why
+    return "cuda (kernels), gradients by xla", why
 
 
 def _cudnn() -> tuple[str, str]:

@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 
 from jax_kvblock import AttentionTiles, _ffi, flash_attention
+from jax_kvblock.attention import cuda
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 HALVES = (BF16, F16)
 ON_GPU = jax.default_backend() == "gpu"
 # What serves half precision: more kernels are added here.
-KERNELS = ("cuda", "xla") if ON_GPU and _ffi.BUILD["cuda"] else ("xla",)
+KERNELS = (*(cuda.best_kernels() if ON_GPU and _ffi.BUILD["cuda"] else ()), "xla")
 # XLA compiles for the CPU in half the time: what is compiled here runs only once.
 FAST = {} if ON_GPU else {
     "xla_backend_optimization_level": 0,

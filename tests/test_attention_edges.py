@@ -179,6 +179,45 @@ def test_none_takes_what_serves_this_gpu(
     jax.clear_caches()
 
 
+HOPPER = "kernels = 1 : i64"  # kvblock_kernels in attention.h
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "served"),
+    [
+        ((9, 0), "80,90a-real,90-virtual", True),
+        ((9, 0), "80", False),
+        ((8, 0), "80,90a-real,90-virtual", False),
+        ((10, 0), "80,90a-real,90-virtual", False),
+    ],
+)
+def test_hopper_kernels_are_for_hopper(
+    monkeypatch, capability, architectures, served
+) -> None:
+    monkeypatch.setattr(_ffi, "gpu_capability", lambda: capability)
+    monkeypatch.setitem(_ffi.BUILD, "cuda_architectures", architectures)
+    jax.clear_caches()
+    text = lowered_for_cuda(None, gradient=True)
+    assert KERNELS[1] in text
+    assert (HOPPER in text) == served
+    if served:
+        assert HOPPER in lowered_for_cuda("cuda_sm90", gradient=True)
+        assert HOPPER not in lowered_for_cuda("cuda", gradient=True)
+    else:
+        words = r"'cuda_sm90' does not serve (compute|this build) .*'cuda' and 'xla' do"
+        with pytest.raises(ValueError, match=words):
+            lowered_for_cuda("cuda_sm90", gradient=False)
+    jax.clear_caches()
+
+
+def test_an_export_takes_the_kernels_of_any_gpu(monkeypatch) -> None:
+    monkeypatch.setattr(_ffi, "gpu_capability", lambda: None)
+    jax.clear_caches()
+    assert HOPPER not in lowered_for_cuda(None, gradient=True)
+    assert HOPPER in lowered_for_cuda("cuda_sm90", gradient=True)
+    jax.clear_caches()
+
+
 # ---- operands that are cut differently -----------------------------------------------
 
 CUTS = {

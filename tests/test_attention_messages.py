@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_model import BF16, F16, F32
+from attention_model import BF16, F16, F32, KERNELS
 from messages import Table, check, check_row, f32, i32
 
 from jax_kvblock import AttentionTiles, flash_attention
@@ -326,12 +326,13 @@ def zeros(*shapes, dtype=F32):
     return [jnp.zeros(x.shape, dtype) for x in shapes]
 
 
-def test_cuda_on_the_cpu():
+@pytest.mark.parametrize("implementation", ["cuda", "cuda_sm90"])
+def test_cuda_on_the_cpu(implementation):
     q, k, v = (
         jax.device_put(x, jax.devices("cpu")[0]) for x in zeros(Q, K, K, dtype=BF16)
     )
-    words = "implementation='cuda'|GPU|cpu|implementation='xla' or None"
-    attend = call(implementation="cuda")
+    words = f"implementation='{implementation}'|GPU|cpu|implementation='xla' or None"
+    attend = call(implementation=implementation)
     with jax.default_device(jax.devices("cpu")[0]):
         check(W, ValueError, words, lambda: attend(q, k, v))
         check(W, ValueError, words, lambda: jax.jit(attend).lower(q, k, v))
@@ -340,10 +341,11 @@ def test_cuda_on_the_cpu():
 
 
 @pytest.mark.gpu
-def test_cuda_serves_halves_alone():
+@pytest.mark.parametrize("implementation", [k for k in KERNELS if k != "xla"])
+def test_cuda_serves_halves_alone(implementation):
     q, k, v = zeros(Q, K, K)
-    words = "implementation='cuda'|float32|bfloat16 and float16"
-    check(W, ValueError, words, lambda: call(implementation="cuda")(q, k, v))
+    words = f"implementation='{implementation}'|float32|bfloat16 and float16"
+    check(W, ValueError, words, lambda: call(implementation=implementation)(q, k, v))
 
 
 ONE = jnp.zeros((1, 1, 1), jnp.int32)

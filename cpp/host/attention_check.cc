@@ -18,6 +18,9 @@ std::string Got(const std::string& what, int64_t value) {
 }
 
 std::string CheckSizes(const kvblock_attention& a) {
+  if (a.kernels != KVBLOCK_KERNELS_GENERIC && a.kernels != KVBLOCK_KERNELS_SM90) {
+    return Got("kernels must be KVBLOCK_KERNELS_GENERIC or KVBLOCK_KERNELS_SM90", a.kernels);
+  }
   if (a.dtype != KVBLOCK_BF16 && a.dtype != KVBLOCK_F16) {
     return Got("dtype must be KVBLOCK_BF16 or KVBLOCK_F16", a.dtype);
   }

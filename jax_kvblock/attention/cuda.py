@@ -20,7 +20,9 @@ from jax_kvblock.attention.dense import listed_tiles
 
 CHUNK = 64  # positions that one segment range covers; attention.h has the same number
 MAX_HEAD_DIM = 256
-IMPLEMENTATIONS = ("cuda", "xla", "cudnn")
+IMPLEMENTATIONS = ("cuda_sm90", "cuda", "xla", "cudnn")
+# The kernels of each implementation, as attention.h numbers them (kvblock_kernels).
+KERNELS = {"cuda": 0, "cuda_sm90": 1}
 
 # The tiles (queries, keys) that the forward kernels are compiled for, by padded head
 # dim. Mirrors ForwardShapeOf in cpp/ops/attention/generic/forward.cuh.
@@ -58,47 +60,75 @@ def unserved(config: AttentionConfig, x: Operands) -> list[str]:
     return missing
 
 
-def unserved_by_gpu(backward: bool) -> list[str]:
-    """What of a call the GPU at hand does not serve; empty without one, for exports."""
+def unserved_by_gpu(implementation: str, backward: bool) -> list[str]:
+    """What of a call these kernels do not serve on the GPU at hand.
+
+    Empty where there is no GPU: a program for another machine may be exported.
+    """
     capability = _ffi.gpu_capability()
     if capability is None:
         return []
-    name = ".".join(map(str, capability))
+    name = f"compute capability {'.'.join(map(str, capability))}"
+    if implementation == "cuda_sm90":
+        if capability != (9, 0):
+            return [f"{name} (9.0 alone is served)"]
+        if "90a" not in _ffi.BUILD["cuda_architectures"]:
+            return ["this build (rebuild it with 90a among CUDA_ARCHS)"]
+        return []
     if capability < (8, 0):
-        return [f"compute capability {name} (8.0 and newer are served)"]
+        return [f"{name} (8.0 and newer are served)"]
     # These have 99 KiB of shared memory for a thread block; 8.0 has 163.
     small = capability in ((8, 6), (8, 9)) or capability[0] == 12
     if backward and small:
-        return [f"gradients on compute capability {name} (they need 163 KiB of shared"
-                " memory, as 8.0, 9.0 and 10.0 have)"]  # fmt: skip
+        return [f"gradients on {name} (they need 163 KiB of shared memory, as 8.0, 9.0 "
+                "and 10.0 have)"]  # fmt: skip
     return []
 
 
 def choose(
     config: AttentionConfig, x: Operands, platform: str | None, backward: bool = False
 ) -> str:
-    """ "cuda" or "xla", for a call that is lowered for `platform`."""
+    """Who computes a call that is lowered for `platform`: of KERNELS, or "xla"."""
     wanted = config.implementation
-    if wanted == "xla":
+    if wanted == "xla" or (wanted is None and platform != "cuda"):
         return "xla"
     if platform != "cuda":
-        if wanted == "cuda":
-            raise ValueError(
-                "flash_attention: implementation='cuda' needs an NVIDIA GPU, and this "
-                f"is lowered for {platform or 'another platform'}; use "
-                "implementation='xla' or None"
-            )
-        return "xla"
-    missing = unserved(config, x) + unserved_by_gpu(backward)
-    if missing and wanted == "cuda":
         raise ValueError(
-            "flash_attention: implementation='cuda' does not serve "
-            f"{'; '.join(missing)}. implementation='xla' does"
+            f"flash_attention: implementation={wanted!r} needs an NVIDIA GPU, and this "
+            f"is lowered for {platform or 'another platform'}; use "
+            "implementation='xla' or None"
         )
-    if missing:
-        return "xla"
-    _ffi.require_cuda_build()
-    return "cuda"
+
+    def missing(implementation: str) -> list[str]:
+        return unserved(config, x) + unserved_by_gpu(implementation, backward)
+
+    if wanted is None:
+        best = best_kernels()
+        chosen = next((name for name in best if not missing(name)), "xla")
+    elif lacks := missing(wanted):
+        others = ["'xla'"]
+        if wanted != "cuda" and not missing("cuda"):
+            others.insert(0, "'cuda'")
+        raise ValueError(
+            f"flash_attention: implementation={wanted!r} does not serve "
+            f"{'; '.join(lacks)}. implementation={' and '.join(others)} "
+            f"{'do' if others[1:] else 'does'}"
+        )
+    else:
+        chosen = wanted
+    if chosen != "xla":
+        _ffi.require_cuda_build()
+    return chosen
+
+
+def best_kernels() -> tuple[str, ...]:
+    """The kernels that None tries on the GPU at hand, best first.
+
+    What is exported where there is no GPU should run on any: the generic ones.
+    """
+    if _ffi.gpu_capability() == (9, 0):
+        return ("cuda_sm90", "cuda")
+    return ("cuda",)
 
 
 # ---- the call ------------------------------------------------------------------------
@@ -124,7 +154,7 @@ OPTIONAL = (
 )
 
 
-def run(op: str, call: Any, *arrays: Any) -> tuple[Any, ...]:
+def run(op: str, call: Any, kernels: str, *arrays: Any) -> tuple[Any, ...]:
     """The results of one operation by the CUDA launchers."""
     config: AttentionConfig = call.config
     x: Operands = call.unpack(arrays[: len(call.present)])
@@ -132,18 +162,20 @@ def run(op: str, call: Any, *arrays: Any) -> tuple[Any, ...]:
     size = sizes_of(config, x)
     if op == "forward":
         return tuple(
-            _call(op, config, x, size, extra, _forward_results(config, size, x))
+            _call(
+                op, kernels, config, x, size, extra, _forward_results(config, size, x)
+            )
         )
     if op == "backward_bias":
-        return tuple(_call(op, config, x, size, extra, [_like(x.bias)]))
+        return tuple(_call(op, kernels, config, x, size, extra, [_like(x.bias)]))
     results = [_like(x.k), _like(x.v)]
     if config.deterministic:
-        dk, dv = _call("backward_kv", config, x, size, extra, results)
-        (dq,) = _call("backward_q", config, x, size, extra, [_like(x.q)])
+        dk, dv = _call("backward_kv", kernels, config, x, size, extra, results)
+        (dq,) = _call("backward_q", kernels, config, x, size, extra, [_like(x.q)])
         return dq, dk, dv
     blocked = _dq_blocked(config, size)
     results.append(jax.ShapeDtypeStruct(blocked or x.q.shape, jnp.float32))
-    dk, dv, added = _call("backward_kv", config, x, size, extra, results)
+    dk, dv, added = _call("backward_kv", kernels, config, x, size, extra, results)
     if blocked:
         added = added.transpose(0, 2, 4, 1, 3, 5).reshape(x.q.shape)
     return (added * np.float32(config.scale)).astype(x.q.dtype), dk, dv
@@ -175,6 +207,7 @@ def _forward_results(config: AttentionConfig, size: Sizes, x: Operands) -> list[
 
 def _call(
     op: str,
+    kernels: str,
     config: AttentionConfig,
     x: Operands,
     size: Sizes,
@@ -193,6 +226,7 @@ def _call(
         x.v,
         *given,
         *extra,
+        kernels=np.int64(KERNELS[kernels]),
         present=np.int64(present),
         packed=np.int64(config.packed),
         window_left=np.int64(min(config.window_left, 2**31 - 1)),

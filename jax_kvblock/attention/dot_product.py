@@ -59,8 +59,7 @@ def dot_product_attention(
       query_seq_lengths, key_value_seq_lengths: int32 `[B]`.
       local_window_size: `(left, right)`, or one number for both: query `i` attends to
         keys from `i - left` to `i + right`, and with `is_causal` to none after `i`.
-      implementation: "cuda", "xla" (ours in blocks, not jax.nn's), "cudnn" or None, as
-        for `flash_attention`.
+      implementation: as for `flash_attention`; "xla" is ours in blocks, not jax.nn's.
       return_residual: also return the log-sum-exp of the scores, `[B, T, N]` (or
         `[T, N]`), in key's dtype and without a gradient, as jax.nn does.
         `flash_attention(return_lse=True)` gives it in float32 and differentiable.

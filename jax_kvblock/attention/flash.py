@@ -88,9 +88,10 @@ def flash_attention(
       return_lse: also return the log-sum-exp of the scores, float32 `[B, T, N]` (packed
         `[total, N]`). It is differentiable.
       deterministic: the gradients' bits are the same every time.
-      implementation: "cuda" (kernels for bfloat16 and float16), "xla" (plain JAX in
-        blocks, everywhere), "cudnn" (through jax.nn), or None for the best that serves
-        the call; `python -m jax_kvblock` says which.
+      implementation: "cuda_sm90" (kernels for Hopper), "cuda" (kernels for sm_80 and
+        newer), both for bfloat16 and float16; "xla" (plain JAX in blocks, everywhere),
+        "cudnn" (through jax.nn), or None for the best that serves the call; `python -m
+        jax_kvblock` says which.
 
     Returns:
       `[B, T, N, Dv]` in q's dtype (packed `[total, N, Dv]`); with `return_lse` the pair

@@ -176,8 +176,8 @@ def _lower(
     x = call.unpack(ctx.avals_in[: len(call.present)])
     choice = cuda.choose(call.config, x, platform, backward=op is not FORWARD)
     empty = 0 in (*x.q.shape, *x.k.shape)  # nothing to launch a kernel for
-    if choice == "cuda" and not empty:
-        local = functools.partial(cuda.run, op.name, call)
+    if choice != "xla" and not empty:
+        local = functools.partial(cuda.run, op.name, call, choice)
     else:
         local = functools.partial(_blocked, op, call, platform)
 

@@ -52,8 +52,16 @@ typedef enum kvblock_dtype {
   KVBLOCK_F32 = 2, /* bias only */
 } kvblock_dtype;
 
+/* Which kernels compute. The sm_90a kernels run on GPUs of compute capability 9.0 alone; what they
+ * do not have (backward_q, backward_bias) the generic ones compute for them. */
+typedef enum kvblock_kernels {
+  KVBLOCK_KERNELS_GENERIC = 0, /* sm_80 and newer */
+  KVBLOCK_KERNELS_SM90 = 1,
+} kvblock_kernels;
+
 typedef struct kvblock_attention {
-  int32_t dtype; /* of q, k, v, o, d_o, dq, dk, dv */
+  int32_t kernels; /* kvblock_kernels */
+  int32_t dtype;   /* of q, k, v, o, d_o, dq, dk, dv */
   int32_t batch, num_heads, num_kv_heads;
   int64_t q_len, kv_len;       /* T and S; packed: the totals */
   int32_t head_dim, value_dim; /* multiples of 8, at most 256 */

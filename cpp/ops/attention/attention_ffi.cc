@@ -39,7 +39,7 @@ enum Optional {
 };
 
 struct Attributes {
-  int64_t present, packed, window_left, window_right, tile_q, tile_kv;
+  int64_t kernels, present, packed, window_left, window_right, tile_q, tile_kv;
   float scale, softcap;
 };
 
@@ -267,6 +267,7 @@ Decoded Decode(Reader* in, const Attributes& attributes) {
   }
   out.a.window_left = static_cast<int32_t>(attributes.window_left);
   out.a.window_right = static_cast<int32_t>(attributes.window_right);
+  out.a.kernels = static_cast<int32_t>(attributes.kernels);
   out.a.scale = attributes.scale;
   out.a.softcap = attributes.softcap;
   return out;
@@ -377,11 +378,12 @@ ffi::Error BackwardBias(void* stream, ffi::RemainingArgs args, ffi::RemainingRet
 
 // One signature for all: the attributes travel as a struct.
 template <ffi::Error (*function)(void*, ffi::RemainingArgs, ffi::RemainingRets, const Attributes&)>
-ffi::Error Run(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t present,
-               int64_t packed, int64_t window_left, int64_t window_right, float scale,
-               float softcap, int64_t tile_q, int64_t tile_kv) {
-  return function(stream, args, rets,
-                  {present, packed, window_left, window_right, tile_q, tile_kv, scale, softcap});
+ffi::Error Run(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t kernels,
+               int64_t present, int64_t packed, int64_t window_left, int64_t window_right,
+               float scale, float softcap, int64_t tile_q, int64_t tile_kv) {
+  return function(
+      stream, args, rets,
+      {kernels, present, packed, window_left, window_right, tile_q, tile_kv, scale, softcap});
 }
 
 constexpr auto Binding = [] {
@@ -389,6 +391,7 @@ constexpr auto Binding = [] {
       .Ctx<ffi::PlatformStream<void*>>()
       .RemainingArgs()
       .RemainingRets()
+      .Attr<int64_t>("kernels")
       .Attr<int64_t>("present")
       .Attr<int64_t>("packed")
       .Attr<int64_t>("window_left")

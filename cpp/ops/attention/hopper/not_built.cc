@@ -1,0 +1,14 @@
+// Stands in for the Hopper kernels in a build without 90a among its architectures.
+#include "ops/attention/hopper/backward.h"
+#include "ops/attention/hopper/forward.h"
+
+namespace kvblock::hopper {
+namespace {
+constexpr char kMissing[] =
+    "this build of jax_kvblock has no sm_90a kernels; rebuild it with 90a among CUDA_ARCHS";
+}  // namespace
+
+const char* LaunchForward(const kvblock_attention&, cudaStream_t) { return kMissing; }
+const char* LaunchBackwardKv(const kvblock_attention&, cudaStream_t) { return kMissing; }
+
+}  // namespace kvblock::hopper
