@@ -22,6 +22,8 @@ TO_HOST = "ceiling / device to pinned host"
 TO_DEVICE = "ceiling / pinned host to device"
 # PyTorch's scaled_dot_product_attention by its flash backend.
 FA2 = "peer torch flash attention 2"
+CUDNN = "peer cudnn in jax"
+GENERIC = rf"^{OURS}, cuda$"  # the attention kernels for sm_80 and newer
 MIB = 1 << 20
 
 MOVES = r"^(gather|scatter), | to (NHD|HND|universal|operational)$"
@@ -37,8 +39,8 @@ class Bar:
       work, shape, implementation: regular expressions of the rows it judges.
       metric: of those rows.
       against: the case of a ceiling, "peer NAME" for the best of that peer's rows on
-        the same case, or "ours SHAPE" for our row of the same work on another shape;
-        None judges the value itself.
+        the same case, or "ours SHAPE" for the same implementation's row of the same
+        work on another shape; None judges the value itself.
       limit: the least ratio or value; the greatest one when `at_most`.
       runs: for which run lengths, in bytes.
       platform: "gpu", "cpu" or None for both.
@@ -89,14 +91,46 @@ BARS = (
         1.5, platform="cpu"),
     Bar("CPU paged scatter / XLA:CPU", PAGED.format("scatter"), "bandwidth", "peer xla",
         1.5, platform="cpu"),
-    Bar("attention forward / FlashAttention-2 in PyTorch", "^forward$", "rate", FA2,
-        0.95, shape="^B2 H16 S8192 D128 causal$"),
-    Bar("attention backward / FlashAttention-2 in PyTorch", "^backward$", "rate", FA2,
-        0.95, shape="^B2 H16 S8192 D128 causal$"),
-    Bar("packed sequences / the same as a batch", "^(forward|backward)$", "rate",
-        "ours B8 H16 S2048 D128 causal", 0.9, shape="packed$"),
-    Bar("time of a window of 1024 / causal, S 8192", "^(forward|backward)$", "time",
-        "ours B2 H16 S8192 D128 causal", 1 / 3, at_most=True, shape="window 1024$"),
+    Bar("sm_80 attention forward / FlashAttention-2 in PyTorch", "^forward$", "rate",
+        FA2, 0.95, shape="^B2 H16 S8192 D128 causal$", implementation=GENERIC),
+    Bar("sm_80 attention backward / FlashAttention-2 in PyTorch", "^backward$", "rate",
+        FA2, 0.95, shape="^B2 H16 S8192 D128 causal$", implementation=GENERIC),
+    Bar("sm_80 packed sequences / the same as a batch", "^(forward|backward)$", "rate",
+        "ours B8 H16 S2048 D128 causal", 0.9, shape="packed$", implementation=GENERIC),
+    Bar("sm_80 time of a window of 1024 / causal, S 8192", "^(forward|backward)$",
+        "time", "ours B2 H16 S8192 D128 causal", 1 / 3, at_most=True,
+        shape="window 1024$", implementation=GENERIC),
+    *(
+        Bar(f"{shape}, {work} / cuDNN", f"^{work}$", "rate", CUDNN, limit,
+            shape=f"^{shape}( float16)?$", implementation=f"^{OURS}$")
+        for shape, limits in {
+            "B2 H16 S8192 D128 full": (1.10, 1.13),
+            "B2 H16 S8192 D128 causal": (1.21, 1.14),
+            "B4 H16 S4096 D128 causal": (1.20, 1.22),
+            "B32 H16 S512 D128 causal": (1.15, 1.28),
+            "B2 H32 S8192 D64 causal": (1.17, 1.29),
+            "B2 H32/8 S8192 D128 causal": (1.18, 1.14),
+            "B2 H8 S8192 D256 causal": (1.20, 1.15),
+            "B2 H16 S16384 D128 full": (1.10, 1.10),
+            "B2 H16 S16384 D128 causal": (1.10, 1.10),
+            "B2 H16 S8192 D96 causal": (1.05, 1.05),
+            "B2 H16 S8192 D192/128 causal": (1.05, 1.05),
+        }.items()
+        for work, limit in zip(("forward", "backward"), limits, strict=True)
+    ),
+    Bar("an option that masks nothing / none", "^(forward|backward)$", "time",
+        "ours B2 H16 S8192 D128 causal, no option", 1.08, at_most=True,
+        shape=", (window|segments|sinks|offsets)$"),
+    Bar("softcap / none", "^(forward|backward)$", "time",
+        "ours B2 H16 S8192 D128 causal, no option", 1.25, at_most=True,
+        shape=", softcap$"),
+    Bar("deterministic backward / default", "^backward$", "rate",
+        "ours B2 H16 S8192 D128 causal, no option", 0.75, shape=", deterministic$"),
+    Bar("ragged packed documents / dense", "^(forward|backward)$", "rate",
+        "ours B2 H16 S8192 D128 causal", 0.85, shape=r"packed \d+ to \d+$",
+        implementation=f"^{OURS}$"),
+    Bar("a small call / cuDNN's", "^forward$", "time", CUDNN, 1.0, at_most=True,
+        shape="^B1 H8 S128 D128 causal$", implementation=f"^{OURS}$"),
     Bar("attention temporaries / their limit", "^(forward|backward)$",
         "temporaries over limit", None, 1, at_most=True),
     Bar("CPU attention / jax.nn", "^forward", "rate", "peer jax.nn", 1.0,
@@ -159,7 +193,8 @@ def _bound(
     if kind == "peer":
         return best(rows, row["case"], name, row["metric"])
     if kind == "ours":
-        return best(rows, f"{name} / {work}", OURS, row["metric"])
+        mine = [r for r in rows if r["implementation"] == row["implementation"]]
+        return best(mine, f"{name} / {work}", metric=row["metric"])
     return best(rows, bar.against or "")
 
 

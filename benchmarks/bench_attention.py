@@ -1,15 +1,19 @@
-"""Attention, forward and backward, beside PyTorch's FlashAttention-2 and cuDNN.
+"""Attention, forward and backward, beside cuDNN, FlashAttention-3 and FlashAttention-2.
 
 TFLOP/s as papers count: 4 B N S² D forward, half of it when causal, 2.5 times as much
 backward. Inputs and output gradients are random. The backward pass is timed as forward
 and backward together minus forward, for everybody alike. Implementations take turns;
 each is called until a round lasts 60 ms; the median round counts.
+
+cuDNN is jax.nn's, FlashAttention-3 that of the package dew-flash-attn-cu13 where it is
+installed, FlashAttention-2 PyTorch's.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable
@@ -21,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from common import OURS, Results, cases
 
-from jax_kvblock import AttentionTiles, flash_attention
+from jax_kvblock import AttentionTiles, _report, flash_attention
 from jax_kvblock.attention import flash
 
 ROUND = 0.06  # seconds
@@ -37,13 +41,20 @@ def bench(options: argparse.Namespace, results: Results) -> None:
         results.save()
     case = _small(cases.ATTENTION_MAIN) if options.quick else cases.ATTENTION_MAIN
     if common.wanted(options, [cases.ATTENTION_MAIN]):
+        _options(case, results, options.quick)
         _memory(case, results)
         _tiles(case, results, options.quick)
 
 
 def _small(case: Any) -> Any:
+    lengths = (100, 28, 128) if case.lengths else ()
     return cases.dataclasses.replace(
-        case, length=min(case.length, 256), batch=1, num_heads=2, num_kv_heads=1
+        case,
+        length=min(case.length, 256),
+        batch=1,
+        num_heads=2,
+        num_kv_heads=1,
+        lengths=lengths,
     )
 
 
@@ -51,33 +62,50 @@ def _small(case: Any) -> Any:
 
 
 def _inputs(case: Any) -> list[jax.Array]:
-    """q, k, v and an output gradient, `[B, S, N, D]` bfloat16."""
+    """q, k, v and an output gradient, `[B, S, N, D]`."""
     keys = jax.random.split(jax.random.key(0), 4)
-    heads = (case.num_heads, case.num_kv_heads, case.num_kv_heads, case.num_heads)
+    n, k, d = case.num_heads, case.num_kv_heads, case.head_dim
+    e = case.value_dim or d
     return [
-        jax.random.normal(
-            key, (case.batch, case.length, n, case.head_dim), jnp.bfloat16
-        )
-        for key, n in zip(keys, heads, strict=True)
+        jax.random.normal(key, (case.batch, case.length, *shape), case.dtype)
+        for key, shape in zip(keys, ((n, d), (k, d), (k, e), (n, e)), strict=True)
     ]
+
+
+def _option(case: Any) -> dict[str, Any]:
+    """An option of ATTENTION_OPTIONS, as arguments; it masks nothing."""
+    rows = case.batch, case.length
+    return {
+        "": lambda: {},
+        "window": lambda: {"window": (case.length, 0)},
+        "segments": lambda: {"segment_ids": jnp.zeros(rows, jnp.int32)},
+        "sinks": lambda: {"sinks": jnp.zeros(case.num_heads)},
+        "offsets": lambda: {
+            "q_offset": jnp.full(case.batch, 7),
+            "kv_offset": jnp.full(case.batch, 7),
+        },
+        "softcap": lambda: {"softcap": 50.0},
+        "deterministic": lambda: {"deterministic": True},
+    }[case.option]()
 
 
 def _ours(case: Any, implementation: str | None) -> Callable[..., Any]:
     window = None if case.window is None else (case.window, 0)
-    options = {"causal": case.causal, "window": window}
+    options = {"causal": case.causal, "window": window, **_option(case)}
     if not case.packed:
         return lambda q, k, v: flash_attention(
             q, k, v, **options, implementation=implementation
         )
     total = case.batch * case.length
-    cu = jnp.arange(0, total + 1, case.length, dtype=jnp.int32)
+    lengths = case.lengths or (case.length,) * case.batch
+    cu = jnp.cumsum(jnp.array([0, *lengths], jnp.int32), dtype=jnp.int32)
 
     def packed(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         flat = [x.reshape(total, *x.shape[2:]) for x in (q, k, v)]
         o = flash_attention(
             *flat, **options, cu_seqlens=(cu, cu), implementation=implementation
         )
-        return o.reshape(q.shape)
+        return o.reshape(*q.shape[:-1], v.shape[-1])
 
     return packed
 
@@ -91,6 +119,15 @@ def _cudnn(case: Any) -> Callable[..., Any]:
         is_causal=case.causal,
         local_window_size=window,
         implementation="cudnn",
+    )
+
+
+def _flash_attention_3(case: Any) -> Callable[..., Any]:
+    import dew_flash_attn
+
+    window = (-1, -1) if case.window is None else (case.window, 0)
+    return lambda q, k, v: dew_flash_attn.flash_mha(
+        q, k, v, is_causal=case.causal, window_size=window
     )
 
 
@@ -118,7 +155,7 @@ def _torch_calls(case: Any, inputs: list[Any]) -> dict[str, Any] | None:
         from torch.nn.attention import SDPBackend, sdpa_kernel
     except ImportError:
         return None
-    if case.window is not None or case.packed or not torch.cuda.is_available():
+    if case.window is not None or not torch.cuda.is_available():
         return None
     jax.block_until_ready(inputs)
     q, k, v, d_o = (torch.from_dlpack(x).transpose(1, 2) for x in inputs)
@@ -189,7 +226,15 @@ def _speed(case: Any, results: Results, quick: bool) -> None:
     makers: dict[str, Callable[[], Any]] = {
         OURS: lambda: _jax_calls(_ours(case, None), inputs)
     }
+    kernels = choose_kernels()
+    if kernels == "cuda_sm90" and case.dtype == "bfloat16" and not case.lengths:
+        generic = f"{OURS}, cuda"  # the kernels for sm_80 and newer
+        makers[generic] = lambda: _jax_calls(_ours(case, "cuda"), inputs)
     if common.on_gpu():
+        if importlib.util.find_spec("dew_flash_attn"):
+            makers["flash attention 3"] = lambda: _jax_calls(
+                _flash_attention_3(case), inputs
+            )
         makers["cudnn in jax"] = lambda: _jax_calls(_cudnn(case), inputs)
         makers["torch flash attention 2"] = lambda: _torch_calls(case, inputs)
     else:
@@ -200,7 +245,7 @@ def _speed(case: Any, results: Results, quick: bool) -> None:
             inputs,
         )
     for name, make in makers.items():
-        if case.packed and name != OURS:
+        if case.packed and not name.startswith(OURS):
             continue
         try:
             calls = make()
@@ -210,16 +255,41 @@ def _speed(case: Any, results: Results, quick: bool) -> None:
         except Exception as error:
             results.fail(case.name, name, error)
     for name, seconds in _times(running, quick).items():
-        backward = seconds["both"] - seconds["forward"]
-        rows = (
-            ("forward", case.flops, seconds["forward"]),
-            ("backward", 2.5 * case.flops, backward),
-        )
-        for metric, flops, value in rows:
-            results.add(f"{case.name} / {metric}", name, "time", value * 1e3, "ms")
-            results.add(
-                f"{case.name} / {metric}", name, "rate", flops / value / 1e12, "TFLOP/s"
-            )
+        _add(case, results, name, seconds)
+
+
+def choose_kernels() -> str:
+    """Whose kernels None takes for 16 bits here: "cuda_sm90", "cuda" or "xla"."""
+    served = {row.op: row.implementation for row in _report.capabilities()}
+    return served[_report.ATTENTION_16_BITS].split()[0]
+
+
+def _add(case: Any, results: Results, name: str, seconds: dict[str, float]) -> None:
+    backward = seconds["both"] - seconds["forward"]
+    rows = (
+        ("forward", case.flops, seconds["forward"]),
+        ("backward", 2.5 * case.flops, backward),
+    )
+    for metric, flops, value in rows:
+        work = f"{case.name} / {metric}"
+        results.add(work, name, "time", value * 1e3, "ms")
+        results.add(work, name, "rate", flops / value / 1e12, "TFLOP/s")
+
+
+def _options(case: Any, results: Results, quick: bool) -> None:
+    """What options cost where they mask nothing."""
+    inputs = _inputs(case)
+    options = {
+        option: cases.dataclasses.replace(case, option=option)
+        for option in ("", *cases.ATTENTION_OPTIONS)
+    }
+    running = {
+        option: _jax_calls(_ours(one, None), inputs) for option, one in options.items()
+    }
+    for option, seconds in _times(running, quick).items():
+        # Beside the same call without an option, in the same rounds.
+        name = cases.dataclasses.replace(case, option=option or "no option")
+        _add(name, results, OURS, seconds)
 
 
 def _verify(calls: dict[str, Any], reference: dict[str, Any] | None) -> None:

@@ -66,6 +66,12 @@ class AttentionCase:
     causal: bool = True
     window: int | None = None  # to the left
     packed: bool = False  # the same batch as packed sequences
+    value_dim: int | None = None  # where it is not head_dim
+    dtype: str = "bfloat16"
+    lengths: tuple[
+        int, ...
+    ] = ()  # packed, of these lengths; they sum to batch * length
+    option: str = ""  # of OPTIONS, that masks nothing here
 
     @property
     def name(self) -> str:
@@ -76,23 +82,39 @@ class AttentionCase:
         if self.window is not None:
             mask = f"window {self.window}"
         packed = " packed" if self.packed else ""
-        shape = f"B{self.batch} {heads} S{self.length} D{self.head_dim}"
-        return f"{shape} {mask}{packed}"
+        if self.lengths:
+            packed = f" packed {min(self.lengths)} to {max(self.lengths)}"
+        dims = f"{self.head_dim}"
+        if self.value_dim is not None:
+            dims += f"/{self.value_dim}"
+        shape = f"B{self.batch} {heads} S{self.length} D{dims}"
+        dtype = "" if self.dtype == "bfloat16" else f" {self.dtype}"
+        option = f", {self.option}" if self.option else ""
+        return f"{shape} {mask}{packed}{dtype}{option}"
 
     @property
     def flops(self) -> float:
         """Of the forward pass, as papers count: causal counts half."""
-        pairs = self.length * self.length * (0.5 if self.causal else 1.0)
+        pairs = self.batch * self.length * self.length * (0.5 if self.causal else 1.0)
+        if self.lengths:
+            pairs = sum(n * n for n in self.lengths) * (0.5 if self.causal else 1.0)
         if self.window is not None:
-            pairs = self.length * min(self.window + 1, self.length)
-        return 4.0 * self.batch * self.num_heads * self.head_dim * pairs
+            pairs = self.batch * self.length * min(self.window + 1, self.length)
+        dims = self.head_dim + (self.value_dim or self.head_dim)
+        return 2.0 * self.num_heads * dims * pairs
 
 
 ATTENTION_MAIN = AttentionCase(2, 16, 16, 8192, 128)
 ATTENTION_WINDOW = AttentionCase(2, 16, 16, 8192, 128, window=1024)
 ATTENTION_BATCH = AttentionCase(8, 16, 16, 2048, 128)
 ATTENTION_PACKED = AttentionCase(8, 16, 16, 2048, 128, packed=True)
-ATTENTION_SPEED = (
+# Documents as they come: many short ones, few long ones.
+RAGGED = (8192, 64, 5121, 130, 2777, 333, 1024, 97, 4096, 700, 1500, 4500, 250, 3984)
+ATTENTION_RAGGED = AttentionCase(
+    1, 16, 16, sum(RAGGED), 128, packed=True, lengths=RAGGED
+)
+ATTENTION_SMALL = AttentionCase(1, 8, 8, 128, 128)
+_SHAPES = (
     AttentionCase(2, 16, 16, 8192, 128, causal=False),
     ATTENTION_MAIN,
     AttentionCase(4, 16, 16, 4096, 128),
@@ -100,7 +122,25 @@ ATTENTION_SPEED = (
     AttentionCase(2, 32, 32, 8192, 64),
     AttentionCase(2, 32, 8, 8192, 128),
     AttentionCase(2, 8, 8, 8192, 256),
+    AttentionCase(2, 16, 16, 16384, 128, causal=False),
+    AttentionCase(2, 16, 16, 16384, 128),
+)
+ATTENTION_SPEED = (
+    *_SHAPES,
+    AttentionCase(2, 16, 16, 8192, 96),
+    AttentionCase(2, 16, 16, 8192, 192, value_dim=128),
+    *(dataclasses.replace(case, dtype="float16") for case in _SHAPES[1:7:3]),
     ATTENTION_WINDOW,
     ATTENTION_BATCH,
     ATTENTION_PACKED,
+    ATTENTION_RAGGED,
+    ATTENTION_SMALL,
+)
+ATTENTION_OPTIONS = (
+    "window",
+    "segments",
+    "sinks",
+    "offsets",
+    "softcap",
+    "deterministic",
 )
