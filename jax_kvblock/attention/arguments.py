@@ -451,7 +451,8 @@ def _sinks(where: str, sinks: Any, q: Any, n: int) -> Any:
             f"{where}: sinks must be float32, got {show(sinks)}; cast them with "
             ".astype(jnp.float32)"
         )
-    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    computed = jax.dtypes.canonicalize_dtype(q.dtype)  # of NumPy's float64, say
+    wide = jnp.float64 if computed == jnp.float64 else jnp.float32
     return jnp.asarray(sinks).astype(wide)[None]
 
 

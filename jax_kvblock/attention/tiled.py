@@ -71,7 +71,7 @@ def flash_attention_forward(
     arguments.check_flags(where, return_residuals=return_residuals)
     config, x = _call(where, Q, K, V, Bc, Br, use_half)
     o, lse = flash.attention(config, x)
-    o = jnp.swapaxes(o, 1, 2).astype(Q.dtype)
+    o = jnp.swapaxes(o, 1, 2).astype(_dtype(Q))
     if not return_residuals:
         return o
     br, bc = config.xla_block_q, config.xla_block_kv
@@ -121,21 +121,24 @@ def flash_attention_backward(
             )
     for name, a in (("l", l), ("m", m)):
         _check_shape(where, name, a, "Q, [B, H, N],", Q.shape[:-1])
-        wide = jnp.float64 if Q.dtype == jnp.float64 else jnp.float32
-        if a.dtype != wide:
+        wide = jnp.promote_types(_dtype(Q), jnp.float32)
+        if jax.dtypes.canonicalize_dtype(a.dtype) != wide:
             raise TypeError(
-                f"{where}: {name} must be {jnp.dtype(wide)}, got {show(a)}; pass what "
+                f"{where}: {name} must be {wide}, got {show(a)}; pass what "
                 "flash_attention_forward(return_residuals=True) returned"
             )
     lse = lm_to_lse(l, m)
+    O, dO = jnp.asarray(O), jnp.asarray(dO)
     delta = jnp.sum(dO.astype(lse.dtype) * O.astype(lse.dtype), axis=-1)
     d_o = jnp.swapaxes(dO, 1, 2).astype(x.q.dtype)
     gradients = primitive.backward(config, x, lse, delta, d_o)
-    dq, dk, dv = (
-        jnp.swapaxes(a, 1, 2).astype(like.dtype)
-        for a, like in zip(gradients, (Q, K, V), strict=True)
-    )
+    dq, dk, dv = (jnp.swapaxes(a, 1, 2).astype(_dtype(Q)) for a in gradients)
     return dq, dk, dv
+
+
+def _dtype(x: Any) -> Any:
+    """What JAX makes of an array's dtype: of NumPy's float64 mostly float32."""
+    return jax.dtypes.canonicalize_dtype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,7 +412,7 @@ def _call(
         )
     arguments.check_flags(where, use_half=use_half)
     bc, br, implementation = _tile(where, Bc, Br, Q.shape[-1])
-    dtype = jnp.float16 if use_half else Q.dtype
+    dtype = jnp.float16 if use_half else _dtype(Q)
     q, k, v = (jnp.swapaxes(a, 1, 2).astype(dtype) for a in (Q, K, V))
     config, x = arguments.normalize(where, q, k, v, implementation=implementation)
     return dataclasses.replace(config, xla_block_q=br, xla_block_kv=bc), x
