@@ -508,7 +508,9 @@ def _spec_of_operational(
             f"{where}: an operational block does not tell nt, nh and hd apart; pass "
             "spec=, or num_kv_heads= and head_dim="
         )
-    _checks.check_positive(where, num_kv_heads=num_kv_heads, head_dim=head_dim)
+    num_kv_heads, head_dim = _checks.check_positive(
+        where, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
     first = x[0] if isinstance(x, (list, tuple)) and len(x) else x
     if isinstance(x, (list, tuple)) and not x:
         return BlockSpec(1, 1, 1, num_kv_heads, head_dim, np.dtype(np.float32), layout)

@@ -18,6 +18,7 @@ import numpy as np
 from jax_kvblock import _checks
 
 AXES = "LOTHD"
+_SIZES = ("num_layers", "num_outer", "block_size", "num_kv_heads", "head_dim")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,14 +127,10 @@ class BlockSpec:
     layout: str | Layout = "NHD"
 
     def __post_init__(self) -> None:
-        _checks.check_positive(
-            "BlockSpec",
-            num_layers=self.num_layers,
-            num_outer=self.num_outer,
-            block_size=self.block_size,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-        )
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        numbers = _checks.check_positive("BlockSpec", **sizes)
+        for name, number in zip(_SIZES, numbers, strict=True):
+            object.__setattr__(self, name, number)
         if self.num_outer > 2:
             raise ValueError(
                 "BlockSpec: num_outer must be 2 (K and V) or 1 (combined or latent), "

@@ -84,8 +84,8 @@ class BlockManager:
         self._pool: KVPool | None = KVPool.zeros(
             self._spec, num_blocks, contiguous, memory_kind, device=device
         )
-        self._num_blocks = num_blocks
-        self._free_list = FreeList(num_blocks)
+        self._num_blocks = self._pool.num_blocks
+        self._free_list = FreeList(self._num_blocks)
         self._exports: dict[int, tuple[int, int | None]] = {}
         self._geometry = Geometry.of(self._spec, contiguous, self._flat_tail)
         self._memory_kind = memory_kind

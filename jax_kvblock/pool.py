@@ -64,7 +64,7 @@ class KVPool:
         """
         where = "KVPool.zeros"
         _check_spec(where, spec)
-        _checks.check_positive(where, num_blocks=num_blocks)
+        (num_blocks,) = _checks.check_positive(where, num_blocks=num_blocks)
         _checks.check_choice(where, "memory_kind", memory_kind, MEMORY_KINDS)
         if num_blocks * spec.block_size >= 2**31:
             raise ValueError(

@@ -86,45 +86,69 @@ for name in "qkv":
 
 # ---- static options ------------------------------------------------------------------
 
-FLAGS = (1, "yes", None, np.ones(2, bool))
-for name in ("causal", "deterministic"):
-    for value in FLAGS[:3]:
+for name in ("causal", "deterministic", "return_lse"):
+    for value in (1, "yes", None, np.ones(2, bool)):
         words = f"{name}|True or False|got {value!r}"
         ROWS.kind(W, f"{name}={value!r}", call(**{name: value}), [Q, K, K], words)
 for value, error, words in [
     (3, ValueError, "(left, right)|got 3"),
     ((3,), ValueError, "(left, right)|got (3,)"),
     ((1, 2, 3), ValueError, "(left, right)|got (1, 2, 3)"),
-    ((-1, 2), ValueError, "negative|got (-1, 2)|None"),
-    ((1, -2), ValueError, "negative|got (1, -2)|None"),
-    ((1.5, 2), TypeError, "1.5"),
-    ((True, 2), TypeError, "True"),
-    (("a", 2), TypeError, "'a'"),
+    (np.int32([1, 2]), ValueError, "(left, right)|got array([1, 2]"),
+    ((-1, 2), ValueError, "window[0]|negative|got -1|None"),
+    ((1, np.int8(-2)), ValueError, "window[1]|negative|got -2|None"),
+    ((1.5, 2), TypeError, "window[0]|an integer|got 1.5|compiled in"),
+    ((2, True), TypeError, "window[1]|an integer|got True|compiled in"),
+    ((np.bool_(1), 2), TypeError, "window[0]|an integer|got np.True_|compiled in"),
+    ((np.array([3]), 2), TypeError, "window[0]|an integer|got array([3])"),
+    (("a", 2), TypeError, "window[0]|an integer|got 'a'|compiled in"),
 ]:
     row = ROWS.kind if error is TypeError else ROWS.value
     row(W, f"window={value}", call(window=value), [Q, K, K], f"window|{words}")
-for value, error in [
-    (0, ValueError), (0.0, ValueError), (-1.0, ValueError), (float("nan"), ValueError),
-    (float("inf"), ValueError), ("big", TypeError), (True, TypeError),
-]:  # fmt: skip
-    row = ROWS.kind if error is TypeError else ROWS.value
-    row(W, f"softcap={value}", call(softcap=value), [Q, K, K], f"softcap|{value!r}")
-for value, error in [
-    (float("nan"), ValueError), (float("inf"), ValueError), ("x", TypeError),
-    (True, TypeError),
-]:  # fmt: skip
-    row = ROWS.kind if error is TypeError else ROWS.value
-    row(W, f"scale={value}", call(scale=value), [Q, K, K], f"scale|{value!r}")
-for value in ("flash", "CUDA", 3, True):
+NO_NUMBERS = (
+    "0.5",
+    b"1",
+    [0.5],
+    np.array([0.5]),
+    np.array(True),
+    True,
+    1j,
+    np.complex64,
+)
+for name in ("softcap", "scale"):
+    for value in NO_NUMBERS:
+        words = f"{name}|must be a number|got {value!r}|pass a Python float"
+        ROWS.kind(W, f"{name}={value!r}", call(**{name: value}), [Q, K, K], words)
+    for value in (float("nan"), float("inf"), 1e300, 10**400):
+        words = f"{name}|finite in float32|got {min(value, float('inf'))!r}|pass None"
+        words = words.replace(repr(10**400), "inf")
+        label = f"{name}={value!r}"[:20]
+        ROWS.value(W, label, call(**{name: value}), [Q, K, K], words)
+for value in (0, 0.0, -1.0, 1e-60):
+    words = f"softcap|positive|got {value!r}|pass None"
+    ROWS.value(W, f"softcap={value}", call(softcap=value), [Q, K, K], words)
+for value in ("flash", "CUDA", 3, True, ["cuda"], np.array(["cuda", "xla"])):
     words = f"implementation|None, |'cuda'|'xla'|got {value!r}"
     ROWS.value(
         W, f"implementation={value!r}", call(implementation=value), [Q, K, K], words
     )
 traced = lambda name: lambda q, k, v, x: flash_attention(q, k, v, **{name: x})  # noqa: E731
-for name in ("softcap", "scale", "causal"):
-    ROWS.kind(
-        W, f"traced {name}", jax.jit(traced(name)), [Q, K, K, f32()], f"{name}|traced"
-    )
+for name, fix in [
+    ("softcap", "static argument"),
+    ("scale", "multiply q by it and pass scale=1.0"),
+    ("causal", "cannot be traced"),
+    ("return_lse", "cannot be traced"),
+    ("window", "q_offset and kv_offset"),
+]:
+    words = f"{name}|got a traced float32[]|compiled in|{fix}"
+    f = traced(name)
+    if name == "window":
+        f = lambda q, k, v, x: flash_attention(q, k, v, window=(3, x))  # noqa: E731
+    ROWS.kind(W, f"traced {name}", jax.jit(f), [Q, K, K, f32()], words)
+ROWS.value(
+    W, "traced pair", jax.jit(traced("window")), [Q, K, K, i32(2)],
+    "window|pair|got a traced int32[2]|compiled in",
+)  # fmt: skip
 
 # ---- segments, lengths, offsets ------------------------------------------------------
 
@@ -157,6 +181,8 @@ ROWS.value(
 )
 ROWS.value(W, "swapped segment_ids", segments, [Q, K, K, (i32(2, 7), i32(2, 5))],
            "segment_ids|[2, 5]|got int32[2, 7]")  # fmt: skip
+ROWS.value(W, "nested segment_ids", call(segment_ids=[[0] * 5] * 2), [Q, S5, S5],
+           "segment_ids|int32[B, T]|got int32[5]|reshape it to [B, T]")  # fmt: skip
 half_pair = lambda q, k, v, x: flash_attention(q, k, v, segment_ids=(x, None))  # noqa: E731
 ROWS.kind(W, "half a pair", half_pair, [Q, K, K, i32(2, 5)], "segment_ids|None")
 for name in ("q_lens", "kv_lens"):
@@ -168,6 +194,17 @@ for name in ("q_lens", "kv_lens"):
     ROWS.kind(
         W, f"{name} dtype", at, [Q, K, K, f32(2)], f"{name}|int32|got float32[2]|astype"
     )
+    for value, row, words in [
+        ([1.5, 2], ROWS.kind, "got float64[2]|astype"),
+        ([True, False], ROWS.kind, "got bool[2]|astype"),
+        ([None, 3], ROWS.kind, "got [None, 3]|pass integers"),
+        ([[1], [2]], ROWS.value, "got int32[2, 1]|.reshape(-1)"),
+        ([[1], [2, 3]], ROWS.value, "differ in length|[[1], [2, 3]]"),
+        ([1, 2**80], ROWS.value, "fit in int32|got [1, "),
+        (5, ROWS.value, "got int|jnp.full(2, length)"),
+    ]:
+        must = f"{name}|int32|{words}"
+        row(W, f"{name}={value}", call(**{name: value}), [Q, K, K], must)
 for name in ("q_offset", "kv_offset"):
     at = given(name, causal=True)
     ROWS.value(
@@ -177,10 +214,15 @@ for name in ("q_offset", "kv_offset"):
     ROWS.kind(
         W, f"{name} dtype", at, [Q, K, K, f32()], f"{name}|int32|got float32[]|astype"
     )
-    for value in (1.5, "x"):
-        ROWS.kind(
-            W, f"{name}={value!r}", call(**{name: value}, causal=True), [Q, K, K], name
-        )
+    for value in (1.5, "x", True, {}):
+        words = f"{name}|int32 scalar or int32[2]|got {value!r}|pass integers"
+        bad = call(**{name: value}, causal=True)
+        ROWS.kind(W, f"{name}={value!r}", bad, [Q, K, K], words)
+    for value in (2**40, np.int64(-(2**40)), 2**31):
+        words = f"{name}|fit in int32|got {value}|difference"
+        ROWS.value(W, f"{name}={value}", call(**{name: value}), [Q, K, K], words)
+    ragged = call(**{name: [[1], [2, 3]]})
+    ROWS.value(W, f"{name} ragged", ragged, [Q, K, K], f"{name}|int32|[[1], [2, 3]]")
 
 # ---- packed --------------------------------------------------------------------------
 
@@ -213,6 +255,19 @@ for name in ("q_offset", "kv_offset"):
         W, f"packed {name}", f, [PQ, PK, PK, CU, i32(3)], f"{name}|[2]|got int32[3]"
     )
 
+for label, cu, words in [
+    ("fall", ([0, 7, 5, 12], [0, 1, 2, 14]), "[0]|at most 12, |got 7 at 1 and 5 at 2"),
+    ("fall at k", ([0, 4, 5, 12], [0, 9, 9, 8]), "[1]|most 14, |got 9 at 2 and 8 at 3"),
+    ("end beyond q", ([0, 13], [0, 14]), "[0]|at most 12, the rows of q|got 0 to 13"),
+    ("end beyond k", ([0, 12], [0, 15]), "[1]|at most 14, the rows of k|got 0 to 15"),
+    ("begin below 0", ([-1, 12], [0, 14]), "[0]|at least 0|got -1 to 12"),
+]:
+    for kind in (list, np.asarray, jnp.asarray):
+        bad = call(cu_seqlens=tuple(map(kind, cu)))
+        words_all = f"cu_seqlens{words}|the cumulative sum of the lengths"
+        name = f"cu_seqlens {label}, {kind.__name__}"
+        ROWS.value(W, name, bad, [PQ, PK, PK], words_all)
+
 # ---- bias and sinks ------------------------------------------------------------------
 
 bias = given("bias")
@@ -228,7 +283,7 @@ for shape in [
     ROWS.value(W, f"bias {shape}", bias, [Q, K, K, f32(*shape)], f"bias|5, 7]|{shown}")
 ROWS.value(W, "bias rank", bias, [Q, K, K, f32(5, 7)], "bias|5, 7]|got float32[5, 7]")
 ROWS.kind(W, "bias dtype", bias, [Q, K, K, f32(1, 1, 5, 7, dtype=BF16)],
-          "bias|float32|got bfloat16[1, 1, 5, 7]|cast it")  # fmt: skip
+          "bias|must be float32, got bfloat16[1, 1, 5, 7]|cast it")  # fmt: skip
 ROWS.kind(
     W,
     "bias of ints",
@@ -245,7 +300,7 @@ ROWS.kind(
 )
 halves = [f32(*x.shape, dtype=BF16) for x in (Q, K, K)]
 ROWS.kind(W, "bias of another half", bias, [*halves, f32(1, 1, 5, 7, dtype=F16)],
-          "bias|float32|bfloat16|got float16")  # fmt: skip
+          "bias|bfloat16 or float32|got float16")  # fmt: skip
 sinks = given("sinks")
 ROWS.value(
     W, "sinks of key heads", sinks, [Q, K, K, f32(2)], "sinks|[4]|got float32[2]"
@@ -267,7 +322,7 @@ def tiles(label, indices, counts, words, error=ValueError, **blocks):
 
 
 I1, C1 = i32(1, 1, 1, 3), i32(1, 1, 1)
-tiles("indices rank", i32(1, 1, 3), C1, "indices|got int32[1, 1, 3]")
+tiles("indices rank", i32(1, 1, 3), C1, "indices|entries]|got int32[1, 1, 3]|reshape")
 tiles("counts rank", I1, i32(1, 1), "counts|got int32[1, 1]")
 tiles("rows", i32(1, 1, 2, 3), i32(1, 1, 2), "indices|1|got int32[1, 1, 2, 3]")
 tiles("batch", i32(3, 1, 1, 3), i32(3, 1, 1), "indices|2|got int32[3, 1, 1, 3]")
@@ -282,7 +337,19 @@ for name in ("block_q", "block_kv"):
         tiles(
             f"{name}={value}", I1, C1, f"{name}|multiple|128|{value}", **{name: value}
         )
-    tiles(f"{name}=128.0", I1, C1, f"{name}|128.0", **{name: 128.0})
+    for value in (128.0, True, "128", None):
+        words = f"{name}|an integer|got {value!r}|multiples of 128"
+        tiles(f"{name}={value!r}", I1, C1, words, TypeError, **{name: value})
+for label, indices, counts, words in [
+    ("twice", [[[[0, 0, -1]]]], [[[2]]], "tile 0 twice in indices[0, 0, 0]"),
+    ("apart", [[[[0, 9, 0]]]], [[[3]]], "tile 0 twice in indices[0, 0, 0]"),
+    ("in a member", [[[[0, 1]]], [[[0, 0]]]], [[[1]], [[9]]], "in indices[1, 0, 0]"),
+]:
+    for kind in (list, np.asarray, jnp.asarray):
+        lists = AttentionTiles(kind(indices), kind(counts))
+        words_all = f"tiles.indices|once|{words}|put -1 there"
+        name = f"tiles {label}, {kind.__name__}"
+        ROWS.value(W, name, call(tiles=lists), [Q, K, K], words_all)
 given_tiles = lambda value: lambda q, k, v: flash_attention(q, k, v, tiles=value)  # noqa: E731
 ROWS.kind(
     W,

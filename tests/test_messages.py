@@ -235,3 +235,12 @@ def test_layout_axes(axes):
 )
 def test_block_spec(changes, error, words):
     check("BlockSpec", error, words, lambda: SPEC.replace(**changes))
+
+
+def test_the_integers_of_a_spec_are_python_s():
+    """Whose products do not wrap; a spec of arrays without dims is hashable."""
+    many = np.int32(2**20)
+    spec = SPEC.replace(num_layers=many, head_dim=many, block_size=np.array(4))
+    assert spec.block_bytes == 2**40 * 2 * 4 * 5 * 4
+    assert {type(size) for size in spec.sizes.values()} == {int}
+    assert hash(spec) == hash(SPEC.replace(num_layers=2**20, head_dim=2**20))

@@ -146,9 +146,10 @@ ROWS.value(
     W, "layers inside", lambda: zeros(SPEC.replace(layout="universal"), 7, False), [],
     "layers|outermost|'NHD'|'universal'|contiguous pool",
 )  # fmt: skip
-ROWS.value(
-    W, "too large", lambda: zeros(SPEC, 2**29), [], "num_blocks|2**31|536870912 * 4"
-)
+for count in (2**29, np.int32(2**29)):  # NumPy's product would wrap
+    call = functools.partial(zeros, SPEC, count)
+    words = "num_blocks|2**31|536870912 * 4"
+    ROWS.value(W, f"too large, {type(count).__name__}", call, [], words)
 
 W = "KVPool.wrap"
 wrap = lambda *arrays: kv.KVPool.wrap(*arrays, SPEC)  # noqa: E731

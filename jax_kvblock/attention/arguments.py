@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock._checks import check_array, check_choice, check_int32, show
+from jax_kvblock._checks import (
+    as_int,
+    check_array,
+    check_choice,
+    check_int32,
+    check_integer,
+    known_values,
+    show,
+    shown,
+)
 from jax_kvblock.attention.config import (
     OPEN,
     AttentionConfig,
@@ -62,26 +71,26 @@ def normalize(
             bias=bias,
             tiles=tiles,
         )
-        cu_q, cu_kv = _cu_seqlens(where, cu_seqlens)
+        cu_q, cu_kv = _cu_seqlens(where, cu_seqlens, (q.shape[0], k.shape[0]))
         batch, (t, n, d), s = cu_q.shape[0] - 1, q.shape, k.shape[0]
     else:
         (batch, t, n, d), s = q.shape, k.shape[1]
 
     left, right = _window(where, causal, window)
-    _check_tiles_type(where, tiles)
+    block_q, block_kv = _tile_sizes(where, tiles)
     q_segments, kv_segments = _segments(where, segment_ids, batch, t, s)
     config = AttentionConfig(
-        scale=finite(where, "scale", scale, default_scale(d)),
+        scale=check_scale(where, scale, d),
         window_left=left,
         window_right=right,
         softcap=_softcap(where, softcap),
         packed=packed,
-        block_q=tiles.block_q if tiles is not None else 0,
-        block_kv=tiles.block_kv if tiles is not None else 0,
+        block_q=block_q,
+        block_kv=block_kv,
         deterministic=bool(deterministic),
         implementation=implementation,
     )
-    indices, counts = _tiles(where, tiles, batch, n, t)
+    indices, counts = _tiles(where, tiles, config, (batch, n, t, s))
     return config, Operands(
         q=jnp.asarray(q),
         k=jnp.asarray(k),
@@ -147,15 +156,20 @@ def _check_qkv(where: str, q: Any, k: Any, v: Any, packed: bool) -> None:
         )
     if kv_heads == 0 or heads % kv_heads or heads == 0:
         raise ValueError(
-            f"{where}: q's heads must be a multiple of k's, got {heads} and "
+            f"{where}: q's heads must be a positive multiple of k's, got {heads} and "
             f"{kv_heads}; every key head serves N // K query heads"
         )
     for name, dim in (("q and k", d), ("v", dv)):
         if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
+            fix = (
+                "jax.nn.dot_product_attention has no such limit"
+                if dim > MAX_HEAD_DIM
+                else "pad it with zeros (and pass scale=, which is taken from the "
+                "padded one otherwise)"
+            )
             raise ValueError(
                 f"{where}: the head dim of {name} must be a multiple of 8 from 8 to "
-                f"{MAX_HEAD_DIM}, got {dim}; pad it with zeros (and pass scale=, which "
-                "is taken from the padded one otherwise)"
+                f"{MAX_HEAD_DIM}, got {dim}; {fix}"
             )
 
 
@@ -163,8 +177,8 @@ def check_flags(where: str, **flags: Any) -> None:
     for name, flag in flags.items():
         if not isinstance(flag, (bool, np.bool_)):
             raise TypeError(
-                f"{where}: {name} must be True or False, got {flag!r}; it is compiled "
-                "in and cannot be traced"
+                f"{where}: {name} must be True or False, got {shown(flag)}; it is "
+                "compiled in and cannot be traced"
             )
 
 
@@ -183,7 +197,9 @@ def _check_packed(where: str, **others: Any) -> None:
             )
 
 
-def _cu_seqlens(where: str, cu_seqlens: Any) -> tuple[jax.Array, jax.Array]:
+def _cu_seqlens(
+    where: str, cu_seqlens: Any, totals: tuple[int, int]
+) -> tuple[jax.Array, jax.Array]:
     if not isinstance(cu_seqlens, (tuple, list)) or len(cu_seqlens) != 2:
         raise ValueError(
             f"{where}: cu_seqlens must be a pair of int32[B + 1], for q and for k and "
@@ -199,7 +215,28 @@ def _cu_seqlens(where: str, cu_seqlens: Any) -> tuple[jax.Array, jax.Array]:
             f"got {show(pair[0])} and {show(pair[1])}; both start at the first row of "
             "the first sequence and end behind the last"
         )
+    for i, rows in enumerate(("q", "k")):
+        _check_boundaries(where, f"cu_seqlens[{i}]", cu_seqlens[i], rows, totals[i])
     return pair[0], pair[1]
+
+
+def _check_boundaries(where: str, name: str, cu: Any, rows: str, total: int) -> None:
+    """Where their values are known; traced ones cannot be looked at."""
+    values = known_values(cu)
+    if values is None:
+        return
+    (falls,) = np.nonzero(values[1:] < values[:-1])
+    if falls.size:
+        i = int(falls[0])
+        got = f"{values[i]} at {i} and {values[i + 1]} at {i + 1}"
+    elif values[0] < 0 or values[-1] > total:
+        got = f"{values[0]} to {values[-1]}"
+    else:
+        return
+    raise ValueError(
+        f"{where}: {name} must rise from at least 0 to at most {total}, the rows of "
+        f"{rows}, got {got}; pass the cumulative sum of the lengths, with 0 in front"
+    )
 
 
 def _window(where: str, causal: bool, window: Any) -> tuple[int, int]:
@@ -208,58 +245,77 @@ def _window(where: str, causal: bool, window: Any) -> tuple[int, int]:
         return left, right
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(
-            f"{where}: window must be a pair (left, right), got {window!r}; None is a "
-            "side without a bound: (1023, 0) or (1023, None) with causal=True"
+            f"{where}: window must be a pair (left, right) of integers, got "
+            f"{shown(window)}; windows are compiled in, and None is a side without a "
+            "bound: (1023, 0), or (1023, None) with causal=True"
         )
-    for value in window:
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise TypeError(
-                f"{where}: window must hold integers or None, got {window!r}; it is "
-                "compiled in and cannot be traced (q_offset and kv_offset can)"
-            )
-        if value < 0:
-            raise ValueError(
-                f"{where}: window must not be negative, got {window!r}; move the "
-                "window with q_offset or kv_offset, or pass None for no bound"
-            )
-    most = 2**31 - 1  # of int32
-    if window[0] is not None:
-        left = min(int(window[0]), most)
-    if window[1] is not None:
-        right = min(int(window[1]), most) if right == OPEN else right
+    sides = [
+        None if side is None else window_side(where, f"window[{i}]", side)
+        for i, side in enumerate(window)
+    ]
+    if sides[0] is not None:
+        left = sides[0]
+    if sides[1] is not None and right == OPEN:
+        right = sides[1]
     return left, right
 
 
-def finite(where: str, name: str, value: Any, default: float) -> float:
+def window_side(where: str, name: str, value: Any) -> int:
+    """A bound of a window, as an int32."""
+    moved = "flash_attention's q_offset and kv_offset move one"
+    fix = f"windows are compiled in ({moved}, and may be traced)"
+    side = check_integer(where, name, value, fix)
+    if side < 0:
+        raise ValueError(
+            f"{where}: {name} must not be negative, got {side}; {moved}, and its "
+            "window=(None, ...) has no bound"
+        )
+    return min(side, 2**31 - 1)
+
+
+def finite(where: str, name: str, value: Any, default: float, fix: str) -> float:
+    """A Python float. `fix` says what to do instead of tracing it."""
     if value is None:
         return default
     if isinstance(value, jax.core.Tracer):
         raise TypeError(
-            f"{where}: {name} must be a Python number, got a traced {show(value)}; it "
-            f"is compiled in: multiply q by it and pass {name}=1.0 instead"
+            f"{where}: {name} must be a Python number, got {shown(value)}; it is "
+            f"compiled in: {fix}"
         )
-    if isinstance(value, (bool, np.bool_)):
-        raise TypeError(f"{where}: {name} must be a number, got {value!r}")
     try:
+        if isinstance(value, (bool, str, bytes)) or _is_no_number(value):
+            raise TypeError
         number = float(value)
+    except OverflowError:
+        number = math.inf
     except (TypeError, ValueError):
-        raise TypeError(f"{where}: {name} must be a number, got {value!r}") from None
+        raise TypeError(
+            f"{where}: {name} must be a number, got {value!r}; pass a Python float"
+        ) from None
     if not math.isfinite(number) or abs(number) > _FLOAT32_MAX:
-        raise ValueError(f"{where}: {name} must be finite in float32, got {number}")
+        raise ValueError(
+            f"{where}: {name} must be finite in float32, got {number}; pass None for "
+            "the default"
+        )
     return number
+
+
+def _is_no_number(x: Any) -> bool:
+    """An array with dims, or one of bools or complex numbers."""
+    kind = getattr(getattr(x, "dtype", None), "kind", "f")
+    return kind in "bc" or bool(np.ndim(x))
+
+
+def check_scale(where: str, scale: Any, head_dim: int) -> float:
+    fix = "multiply q by it and pass scale=1.0"
+    return finite(where, "scale", scale, default_scale(head_dim), fix)
 
 
 def _softcap(where: str, softcap: Any) -> float:
     if softcap is None:
         return 0.0
-    if isinstance(softcap, jax.core.Tracer):
-        raise TypeError(
-            f"{where}: softcap must be a Python number, got a traced {show(softcap)}; "
-            "it is compiled in"
-        )
-    number = finite(where, "softcap", softcap, 0.0)
+    fix = "close over a Python float, or make it a static argument of the jit"
+    number = finite(where, "softcap", softcap, 0.0, fix)
     if np.float32(number) <= 0:
         raise ValueError(
             f"{where}: softcap must be positive, got {softcap!r}; pass None for none"
@@ -304,7 +360,7 @@ def _segments(
 def check_lengths(where: str, name: str, lens: Any, batch: int) -> Any:
     if lens is None:
         return None
-    if np.ndim(lens) == 1:
+    if isinstance(lens, (list, tuple)) or getattr(lens, "ndim", 0) == 1:
         lens = check_int32(where, name, lens, f"[{batch}]", 1)
     if np.shape(lens) != (batch,):
         raise ValueError(
@@ -321,20 +377,33 @@ def _shift(where: str, q_offset: Any, kv_offset: Any, batch: int) -> Any:
     for name, x, sign in (("q_offset", q_offset, 1), ("kv_offset", kv_offset, -1)):
         if x is None:
             continue
-        ndim = 1 if getattr(x, "ndim", 0) == 1 or isinstance(x, (list, tuple)) else 0
-        if ndim == 0 and isinstance(x, (int, np.integer)):
-            if not -(2**31) <= x < 2**31:
-                raise ValueError(f"{where}: {name} must fit in int32, got {x}")
-            x = np.asarray(x)  # negative positions are fine here
-        x = check_int32(where, name, x, " or int32[B]", ndim)
-        if ndim and x.shape != (batch,):
-            raise ValueError(
-                f"{where}: {name} must be an int32 scalar or int32[{batch}], got "
-                f"{show(x)}; an offset for each batch member, or one for all"
-            )
+        x = _offset(where, name, x, batch)
         x = jnp.maximum(x, -(2**31) + 1)  # has a negative
         total = saturating_add(total, sign * x)
     return total
+
+
+def _offset(where: str, name: str, x: Any, batch: int) -> jax.Array:
+    number = None if isinstance(x, jax.Array) else as_int(x)
+    if number is not None:
+        if not -(2**31) <= number < 2**31:
+            raise ValueError(
+                f"{where}: {name} must fit in int32, got {number}; only the difference "
+                "of q_offset and kv_offset counts"
+            )
+        return jnp.asarray(np.int32(number))
+    must = f"{where}: {name} must be an int32 scalar or int32[{batch}], got"
+    fix = "an offset for each batch member, or one for all"
+    listed = isinstance(x, (list, tuple))
+    if not listed and not hasattr(x, "dtype"):
+        raise TypeError(f"{must} {x!r}; pass integers, {fix}")
+    ndim = 1 if listed else x.ndim
+    if ndim > 1:
+        raise ValueError(f"{must} {show(x)}; {fix}")
+    x = check_int32(where, name, x, " or int32[B]", ndim)
+    if ndim and x.shape != (batch,):
+        raise ValueError(f"{must} {show(x)}; {fix}")
+    return x
 
 
 def _bias(where: str, bias: Any, q: Any, full: tuple[int, ...]) -> Any:
@@ -354,14 +423,15 @@ def _bias(where: str, bias: Any, q: Any, full: tuple[int, ...]) -> Any:
             f"[{batch}|1, {n}|1, {t}, {s}], got {show(bias)}; broadcast its last two "
             "dims with jnp.broadcast_to"
         )
+    kinds = " or ".join(dict.fromkeys((str(q.dtype), "float32")))
     if bias.dtype == jnp.bool_:
         raise TypeError(
-            f"{where}: bias must be {q.dtype} or float32, got {show(bias)}; pass "
+            f"{where}: bias must be {kinds}, got {show(bias)}; pass "
             "jnp.where(mask, 0.0, -jnp.inf), or use dot_product_attention(mask=...)"
         )
     if bias.dtype not in (q.dtype, jnp.float32):
         raise TypeError(
-            f"{where}: bias must be {q.dtype} or float32, got {show(bias)}; cast it "
+            f"{where}: bias must be {kinds}, got {show(bias)}; cast it "
             "with .astype(q.dtype)"
         )
     return jnp.asarray(bias)
@@ -374,37 +444,52 @@ def _sinks(where: str, sinks: Any, q: Any, n: int) -> Any:
     if sinks.shape != (n,):
         raise ValueError(
             f"{where}: sinks must be float32[{n}], one for each query head, got "
-            f"{show(sinks)}"
+            f"{show(sinks)}; use jnp.full({n}, sink) for one sink"
         )
     if sinks.dtype not in (jnp.float32, jnp.float64):
         raise TypeError(
             f"{where}: sinks must be float32, got {show(sinks)}; cast them with "
             ".astype(jnp.float32)"
         )
-    wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
+    computed = jax.dtypes.canonicalize_dtype(q.dtype)  # of NumPy's float64, say
+    wide = jnp.float64 if computed == jnp.float64 else jnp.float32
     return jnp.asarray(sinks).astype(wide)[None]
 
 
-def _check_tiles_type(where: str, tiles: Any) -> None:
-    if tiles is not None and not isinstance(tiles, AttentionTiles):
+def _tile_sizes(where: str, tiles: Any) -> tuple[int, int]:
+    """(block_q, block_kv) of tile lists; zeros without lists."""
+    if tiles is None:
+        return 0, 0
+    if not isinstance(tiles, AttentionTiles):
         raise TypeError(
             f"{where}: tiles must be an AttentionTiles, got {type(tiles).__name__}; "
             "pass AttentionTiles(indices, counts)"
         )
+    sizes = []
+    for name in ("block_q", "block_kv"):
+        fix = "tile sizes are compiled in, multiples of 128"
+        size = check_integer(where, f"tiles.{name}", getattr(tiles, name), fix)
+        if size < 128 or size % 128:
+            raise ValueError(
+                f"{where}: tiles.{name} must be a multiple of 128, got {size}; list "
+                "tiles of 128 and more"
+            )
+        sizes.append(size)
+    return sizes[0], sizes[1]
 
 
-def _tiles(where: str, tiles: Any, batch: int, n: int, t: int) -> tuple[Any, Any]:
+def _tiles(
+    where: str, tiles: Any, config: AttentionConfig, sizes: tuple[int, int, int, int]
+) -> tuple[Any, Any]:
     if tiles is None:
         return None, None
-    for name in ("block_q", "block_kv"):
-        size = getattr(tiles, name)
-        if not isinstance(size, int) or size < 128 or size % 128:
-            raise ValueError(
-                f"{where}: tiles.{name} must be a multiple of 128, got {size!r}"
-            )
-    indices = check_int32(where, "tiles.indices", tiles.indices, "[B|1, N|1, i, m]", 4)
-    counts = check_int32(where, "tiles.counts", tiles.counts, "[B|1, N|1, i]", 3)
-    rows = -(-t // tiles.block_q)
+    batch, n, t, s = sizes
+    form = "[B|1, N|1, query tiles, entries]"
+    indices = check_int32(where, "tiles.indices", tiles.indices, form, 4)
+    counts = check_int32(
+        where, "tiles.counts", tiles.counts, "[B|1, N|1, query tiles]", 3
+    )
+    rows = -(-t // config.block_q)
     fits = (
         indices.shape[0] in (1, batch)
         and indices.shape[1] in (1, n)
@@ -414,7 +499,7 @@ def _tiles(where: str, tiles: Any, batch: int, n: int, t: int) -> tuple[Any, Any
         raise ValueError(
             f"{where}: tiles.indices must be "
             f"int32[{batch}|1, {n}|1, {rows}, max_tiles] for T = {t} and "
-            f"block_q = {tiles.block_q}, got {show(indices)}; one row for each query "
+            f"block_q = {config.block_q}, got {show(indices)}; one row for each query "
             "tile"
         )
     if counts.shape != indices.shape[:3]:
@@ -422,4 +507,24 @@ def _tiles(where: str, tiles: Any, batch: int, n: int, t: int) -> tuple[Any, Any
             f"{where}: tiles.counts must be int32{list(indices.shape[:3])} like "
             f"tiles.indices without its last dim, got {show(counts)}"
         )
+    _check_once(where, tiles, -(-s // config.block_kv))
     return indices, counts
+
+
+def _check_once(where: str, tiles: AttentionTiles, num_kv: int) -> None:
+    """No tile twice in a list, where the lists' values are known."""
+    indices, counts = known_values(tiles.indices), known_values(tiles.counts)
+    if indices is None or counts is None:
+        return
+    entry = np.arange(indices.shape[-1])
+    used = (entry < counts[..., None]) & (indices >= 0) & (indices < num_kv)
+    # What does not count becomes a number that comes once.
+    listed = np.sort(np.where(used, indices, -1 - entry), axis=-1)
+    twice = np.argwhere(listed[..., 1:] == listed[..., :-1])
+    if len(twice):
+        b, n, i, _ = at = tuple(map(int, twice[0]))
+        raise ValueError(
+            f"{where}: tiles.indices must list a tile once for a query tile, got tile "
+            f"{listed[at]} twice in indices[{b}, {n}, {i}]; its keys would count "
+            "twice: put -1 there, or leave it out"
+        )

@@ -24,10 +24,12 @@ class AttentionTiles:
       indices: int32 `[B|1, N|1, ceil(T / block_q), max_tiles]`. Row `i` lists the KV
         tiles that query tile `i` visits: tile `j` holds the keys from `j * block_kv`
         to `(j + 1) * block_kv`. A tile comes at most once in a row, in any order;
-        entries outside the KV tiles (−1, say) are skipped.
+        entries outside the KV tiles (−1, say) are skipped. A tile that comes twice is a
+        ValueError where the values lie on the host; elsewhere "xla" counts it
+        once and the CUDA kernels may count its keys twice.
       counts: int32 `[B|1, N|1, ceil(T / block_q)]`. How many entries of each row
-        count; the rest is not looked at.
-      block_q, block_kv: the tiles' sizes, multiples of 128.
+        count, all of them where it is larger; the rest is not looked at.
+      block_q, block_kv: the tiles' sizes, integers that are multiples of 128.
     """
 
     indices: jax.Array

@@ -12,7 +12,9 @@ from jax_kvblock.attention.config import OPEN, AttentionConfig, Operands
 _OTHERS = "implementation='cuda' and 'xla' do"
 
 
-def attention(config: AttentionConfig, x: Operands, return_lse: bool) -> Any:
+def attention(
+    where: str, config: AttentionConfig, x: Operands, return_lse: bool
+) -> Any:
     """The call by `jax.nn.dot_product_attention(implementation="cudnn")`.
 
     What cuDNN does not serve there is a ValueError that names it.
@@ -20,13 +22,13 @@ def attention(config: AttentionConfig, x: Operands, return_lse: bool) -> Any:
     missing = unserved(config, x)
     if missing:
         raise ValueError(
-            f"flash_attention: implementation='cudnn' does not serve "
+            f"{where}: implementation='cudnn' does not serve "
             f"{'; '.join(missing)}. {_OTHERS}"
         )
     if jax.default_backend() != "gpu":
         raise ValueError(
-            "flash_attention: implementation='cudnn' needs an NVIDIA GPU, and the "
-            f"default device is a {jax.default_backend()}; use implementation='xla' "
+            f"{where}: implementation='cudnn' needs an NVIDIA GPU, and the default "
+            f"device is a {jax.default_backend()}; use implementation='xla' "
             "or None"
         )
     window = None

@@ -6,11 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_kvblock._checks import check_choice, show
+from jax_kvblock._checks import as_array, check_choice, show, shown
 from jax_kvblock.attention import arguments, cudnn
-from jax_kvblock.attention.config import default_scale
 from jax_kvblock.attention.cuda import IMPLEMENTATIONS, MAX_HEAD_DIM
 from jax_kvblock.attention.flash import flash_attention
 
@@ -57,8 +55,9 @@ def dot_product_attention(
       scale: of the scores, `1 / sqrt(H)` unless given. A Python number.
       is_causal: query `i` attends to keys up to `i`, counted from the first of both.
       query_seq_lengths, key_value_seq_lengths: int32 `[B]`.
-      local_window_size: `(left, right)`, or one number for both: query `i` attends to
-        keys from `i - left` to `i + right`, and with `is_causal` to none after `i`.
+      local_window_size: `(left, right)`, or one integer for both, compiled in: query
+        `i` attends to keys from `i - left` to `i + right`, and with `is_causal` to none
+        after `i`.
       implementation: as for `flash_attention`; "xla" is ours in blocks, not jax.nn's.
       return_residual: also return the log-sum-exp of the scores, `[B, T, N]` (or
         `[T, N]`), in key's dtype and without a gradient, as jax.nn does.
@@ -79,7 +78,9 @@ def dot_product_attention(
       (2, 128, 4, 64)
     """
     check_choice(_WHERE, "implementation", implementation, (None, *IMPLEMENTATIONS))
-    query, key, value = (jnp.asarray(a) for a in (query, key, value))
+    arguments.check_flags(_WHERE, is_causal=is_causal, return_residual=return_residual)
+    given = {"query": query, "key": key, "value": value}
+    query, key, value = (as_array(_WHERE, name, x) for name, x in given.items())
     _check(query, key, value)
     single = query.ndim == 3
     if single:
@@ -89,23 +90,12 @@ def dot_product_attention(
     full = (batch, n, t, s)
 
     options: dict[str, Any] = {}
-    bias = _four_dims("bias", bias, full)
-    if bias is not None and bias.dtype == jnp.bool_:
-        raise TypeError(
-            f"{_WHERE}: bias must be floats, got {show(bias)}; pass a boolean as mask"
-        )
-    mask = _four_dims("mask", mask, full)
+    bias, mask = _bias(bias, full), _mask(mask, full)
     if mask is not None:
-        if mask.dtype != jnp.bool_:
-            raise TypeError(
-                f"{_WHERE}: mask must be bool, got {show(mask)}; cast it with "
-                ".astype(bool), or pass what is added to the scores as bias"
-            )
         segments = None if implementation == "cudnn" else _as_segments(mask, full)
         if segments is not None:
             options["segment_ids"] = segments
             mask = None
-    arguments.check_flags(_WHERE, is_causal=is_causal)
     q_lens = arguments.check_lengths(
         _WHERE, "query_seq_lengths", query_seq_lengths, batch
     )
@@ -124,12 +114,12 @@ def dot_product_attention(
         q_lens=q_lens,
         kv_lens=kv_lens,
         bias=_merge(bias, mask, full, query.dtype),
-        scale=arguments.finite(_WHERE, "scale", scale, default_scale(h)),
+        scale=arguments.check_scale(_WHERE, scale, h),
         implementation=implementation,
     )
     if implementation == "cudnn":
         config, x = arguments.normalize(_WHERE, *arrays, **options)
-        out = cudnn.attention(config, x, return_residual)
+        out = cudnn.attention(_WHERE, config, x, return_residual)
     else:
         out = flash_attention(*arrays, return_lse=return_residual, **options)
     if not return_residual:
@@ -181,16 +171,40 @@ def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
         )
     if not k or not n or n % k:
         raise ValueError(
-            f"{_WHERE}: query's heads must be a multiple of key's, got {n} and {k}; "
-            "every key head serves N // K query heads"
+            f"{_WHERE}: query's heads must be a positive multiple of key's, got {n} "
+            f"and {k}; every key head serves N // K query heads"
         )
 
 
-def _four_dims(name: str, x: Any, full: tuple[int, ...]) -> jax.Array | None:
-    """A bias or mask with four dims, of which each is 1 or that of `full`."""
+def _bias(x: Any, full: tuple[int, ...]) -> jax.Array | None:
     if x is None:
         return None
-    x = jnp.asarray(x)
+    x = as_array(_WHERE, "bias", x)
+    if x.dtype == jnp.bool_:
+        raise TypeError(
+            f"{_WHERE}: bias must be floats, got {show(x)}; pass a boolean as mask"
+        )
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{_WHERE}: bias must be floats, got {show(x)}; pass its real part"
+        )
+    return _four_dims("bias", x, full)
+
+
+def _mask(x: Any, full: tuple[int, ...]) -> jax.Array | None:
+    if x is None:
+        return None
+    x = as_array(_WHERE, "mask", x)
+    if x.dtype != jnp.bool_:
+        raise TypeError(
+            f"{_WHERE}: mask must be bool, got {show(x)}; cast it with .astype(bool), "
+            "or pass what is added to the scores as bias"
+        )
+    return _four_dims("mask", x, full)
+
+
+def _four_dims(name: str, x: jax.Array, full: tuple[int, ...]) -> jax.Array:
+    """A bias or mask with four dims, of which each is 1 or that of `full`."""
     dims = (1,) * (4 - x.ndim) + x.shape
     if len(dims) != 4 or any(a not in (1, b) for a, b in zip(dims, full, strict=True)):
         raise ValueError(
@@ -236,16 +250,15 @@ def _window(size: Any) -> tuple[int, int] | None:
     if size is None:
         return None
     pair = size if isinstance(size, (tuple, list)) else (size, size)
-    if len(pair) != 2 or not all(
-        isinstance(x, (int, np.integer)) and not isinstance(x, bool) and x >= 0
-        for x in pair
-    ):
+    if len(pair) != 2 or any(side is None for side in pair):
         raise ValueError(
             f"{_WHERE}: local_window_size must be an integer of at least 0 or a pair "
-            f"of them, got {size!r}; flash_attention has windows with open sides, and "
-            "q_offset to move one"
+            f"of them, got {shown(size)}; flash_attention has windows with open sides"
         )
-    return int(pair[0]), int(pair[1])
+    left, right = (
+        arguments.window_side(_WHERE, "local_window_size", side) for side in pair
+    )
+    return left, right
 
 
 def _pad_dim(x: jax.Array) -> jax.Array:

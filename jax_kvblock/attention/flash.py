@@ -66,13 +66,13 @@ def flash_attention(
       k: `[B, S, K, D]` in q's dtype, N a multiple of K. Packed: `[total, K, D]`.
       v: `[B, S, K, Dv]`; Dv may differ from D.
       causal: a query at `i` attends to keys `j` with `j + kv_offset <= i + q_offset`.
-      window: `(left, right)`: it attends to keys at most `left` before and `right`
-        after its position; None is no bound.
+      window: `(left, right)`, integers that are compiled in: it attends to keys at most
+        `left` before and `right` after its position; None is no bound.
       segment_ids: int32 `[B, T]` when T = S, or a pair `[B, T]`, `[B, S]`. A query
         attends to the keys of its own segment. Tiles without a common segment are
         skipped.
       q_lens, kv_lens: int32 `[B]`. What lies beyond is never read; outputs there are
-        zeros and −inf.
+        zeros and −inf. A length above T or S is T or S, one below 0 is 0.
       cu_seqlens: a pair of int32 `[B + 1]`, the first rows of B sequences that lie one
         after the other in q, and in k and v, and the end of the last. Sequences attend
         to themselves alone; the boundaries must not decrease. Rows of no sequence give
@@ -104,7 +104,8 @@ def flash_attention(
 
     Raises:
       TypeError, ValueError: an argument's dtype, shape or value does not fit, or two
-        options exclude each other. The message says what would.
+        options exclude each other. The message says what would. The values of operands
+        are looked at where they lie on the host: packed boundaries and tile lists.
 
     Example:
       >>> q = jnp.ones((2, 128, 8, 64), jnp.bfloat16)
@@ -114,8 +115,10 @@ def flash_attention(
 
     Source: Dao, FlashAttention-2 (arXiv:2307.08691).
     """
+    where = "flash_attention"
+    arguments.check_flags(where, return_lse=return_lse)
     config, x = arguments.normalize(
-        "flash_attention",
+        where,
         q,
         k,
         v,
@@ -138,10 +141,10 @@ def flash_attention(
     if implementation == "cudnn":
         if return_lse:
             raise ValueError(
-                "flash_attention: implementation='cudnn' does not serve return_lse: "
+                f"{where}: implementation='cudnn' does not serve return_lse: "
                 "its log-sum-exp has q's dtype and no gradient. 'cuda' and 'xla' do"
             )
-        return cudnn.attention(config, x, False)
+        return cudnn.attention(where, config, x, False)
     out, lse = attention(config, x)
     if return_lse:
         return out, jnp.swapaxes(lse, -1, -2)

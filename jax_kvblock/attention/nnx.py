@@ -11,7 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock._checks import show
+from jax_kvblock._checks import as_array, check_dtype, show
+from jax_kvblock.attention import arguments
 from jax_kvblock.attention.dot_product import dot_product_attention
 
 _WHERE = "attention_fn"
@@ -71,7 +72,11 @@ def attention_fn(
       (2, 16, 64)
     """
     del broadcast_dropout, dropout_rng, precision
-    if dropout_rate > 0 and not deterministic:
+    fix = "build the layer with dropout_rate=0.0"
+    rate = arguments.finite(_WHERE, "dropout_rate", dropout_rate, 0.0, fix)
+    if rate > 0:
+        arguments.check_flags(_WHERE, deterministic=deterministic)
+    if rate > 0 and not deterministic:
         raise NotImplementedError(
             f"{_WHERE}: dropout of attention weights is not supported, got "
             f"dropout_rate={dropout_rate} with deterministic=False; build the layer "
@@ -83,19 +88,27 @@ def attention_fn(
             f"{_WHERE}: sow_weights=True is not supported: the weights are never in "
             "memory; use attention_fn=nnx.dot_product_attention where they are wanted"
         )
+    given = {"query": query, "key": key, "value": value}
+    query, key, value = (as_array(_WHERE, name, x) for name, x in given.items())
+    if dtype is not None:
+        dtype = check_dtype(_WHERE, "dtype", dtype)
     if promote_dtype is not None:
         query, key, value = promote_dtype((query, key, value), dtype=dtype)
     else:
-        dtype = dtype or jnp.result_type(query, key, value)
+        if dtype is None:
+            dtype = jnp.result_type(query, key, value)
         query, key, value = (a.astype(dtype) for a in (query, key, value))
+    if bias is not None:
+        bias = as_array(_WHERE, "bias", bias)
     if mask is not None:
-        mask = mask.astype(bool)
+        mask = as_array(_WHERE, "mask", mask).astype(bool)
 
     dims = query.shape[:-3]
     if query.ndim < 3 or key.shape[:-3] != dims or value.shape[:-3] != dims:
         raise ValueError(
             f"{_WHERE}: query, key and value must be [batch..., length, heads, dim] "
-            f"with the same batch, got {show(query)}, {show(key)} and {show(value)}"
+            f"with the same batch, got {show(query)}, {show(key)} and {show(value)}; "
+            "broadcast them to one batch, or add the missing axes with x[None]"
         )
     query, key, value = (
         a.reshape(math.prod(dims), *a.shape[-3:]) for a in (query, key, value)
@@ -123,6 +136,6 @@ def _one_batch(name: str, x: Any, dims: tuple[int, ...]) -> Any:
     except ValueError:
         raise ValueError(
             f"{_WHERE}: {name} must broadcast to [batch..., N, T, S] with the batch "
-            f"{list(dims)}, got {show(x)}"
+            f"{list(dims)}, got {show(x)}; each of its dims must be 1 or that size"
         ) from None
     return x.reshape(math.prod(dims), *tail)

@@ -21,13 +21,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_kvblock._checks import check_array, check_positive, show
+from jax_kvblock._checks import check_array, check_integer, check_positive, show
 from jax_kvblock.attention import arguments, blocked, cuda, flash, primitive
 from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes
 
 XLA_BLOCKS = (16, 32, 64, 128, 256, 512)
+_TILE_FIX = "tiles are compiled in; get_optimal_block_sizes picks one"
 
 
 def flash_attention_forward(
@@ -58,6 +58,7 @@ def flash_attention_forward(
 
     Raises:
       ValueError: shapes do not fit, or the tile is not one of those that it lists.
+      TypeError: dtypes do not fit, Bc or Br is no integer, or a flag no bool.
 
     Example:
       >>> Q, K, V = jax.random.normal(jax.random.key(0), (3, 4, 8, 512, 64))
@@ -67,12 +68,14 @@ def flash_attention_forward(
     Source: Dao et al., FlashAttention (arXiv:2205.14135), algorithm 1.
     """
     where = "flash_attention_forward"
+    arguments.check_flags(where, return_residuals=return_residuals)
     config, x = _call(where, Q, K, V, Bc, Br, use_half)
     o, lse = flash.attention(config, x)
-    o = jnp.swapaxes(o, 1, 2).astype(Q.dtype)
+    o = jnp.swapaxes(o, 1, 2).astype(_dtype(Q))
     if not return_residuals:
         return o
-    l, m = lse_to_lm(lse, _row_maxima(config, x, Br, Bc))
+    br, bc = config.xla_block_q, config.xla_block_kv
+    l, m = lse_to_lm(lse, _row_maxima(config, x, br, bc))
     return o, l, m
 
 
@@ -93,7 +96,7 @@ def flash_attention_backward(
     Args:
       Q, K, V, Bc, Br, use_half: as in the forward pass.
       O: its output.
-      dO: the gradient with respect to O.
+      dO: the gradient with respect to O, floats too.
       l, m: float32 `[B, H, N]`, any pair with `m + log(l)` = lse: what the forward pass
         returned, or `lse_to_lm(lse)`.
 
@@ -111,23 +114,31 @@ def flash_attention_backward(
     config, x = _call(where, Q, K, V, Bc, Br, use_half)
     for name, a in (("O", O), ("dO", dO)):
         _check_shape(where, name, a, "Q", Q.shape)
+        if a.dtype not in arguments.FLOATS:
+            raise TypeError(
+                f"{where}: {name} must be floats like Q, got {show(a)}; cast it with "
+                ".astype(Q.dtype)"
+            )
     for name, a in (("l", l), ("m", m)):
         _check_shape(where, name, a, "Q, [B, H, N],", Q.shape[:-1])
-        wide = jnp.float64 if Q.dtype == jnp.float64 else jnp.float32
-        if a.dtype != wide:
+        wide = jnp.promote_types(_dtype(Q), jnp.float32)
+        if jax.dtypes.canonicalize_dtype(a.dtype) != wide:
             raise TypeError(
-                f"{where}: {name} must be {jnp.dtype(wide)}, got {show(a)}; pass what "
+                f"{where}: {name} must be {wide}, got {show(a)}; pass what "
                 "flash_attention_forward(return_residuals=True) returned"
             )
     lse = lm_to_lse(l, m)
+    O, dO = jnp.asarray(O), jnp.asarray(dO)
     delta = jnp.sum(dO.astype(lse.dtype) * O.astype(lse.dtype), axis=-1)
     d_o = jnp.swapaxes(dO, 1, 2).astype(x.q.dtype)
     gradients = primitive.backward(config, x, lse, delta, d_o)
-    dq, dk, dv = (
-        jnp.swapaxes(a, 1, 2).astype(like.dtype)
-        for a, like in zip(gradients, (Q, K, V), strict=True)
-    )
+    dq, dk, dv = (jnp.swapaxes(a, 1, 2).astype(_dtype(Q)) for a in gradients)
     return dq, dk, dv
+
+
+def _dtype(x: Any) -> Any:
+    """What JAX makes of an array's dtype: of NumPy's float64 mostly float32."""
+    return jax.dtypes.canonicalize_dtype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +152,10 @@ class FlashAttention:
       bc, br: keys and queries of a tile.
       use_half: computes in float16.
 
+    Raises:
+      TypeError: bc or br is no integer, or use_half no bool. Whether there is such a
+        tile depends on the head dim, so a call says that.
+
     Example:
       >>> attention = FlashAttention(bc=64, br=32, use_half=True)
       >>> output = attention(Q, K, V)
@@ -149,6 +164,13 @@ class FlashAttention:
     bc: int = 32
     br: int = 32
     use_half: bool = False
+
+    def __post_init__(self) -> None:
+        where = type(self).__name__
+        for name in ("bc", "br"):
+            size = check_integer(where, name, getattr(self, name), _TILE_FIX)
+            object.__setattr__(self, name, size)
+        arguments.check_flags(where, use_half=self.use_half)
 
     def __call__(self, Q: jax.Array, K: jax.Array, V: jax.Array) -> jax.Array:
         """The output: `forward`."""
@@ -196,7 +218,13 @@ def lm_to_lse(l: jax.Array, m: jax.Array) -> jax.Array:
     """`m + log(l)`, the log-sum-exp of rows with sums l and maxima m.
 
     −inf where l is 0: a row without keys.
+
+    Raises:
+      TypeError, ValueError: l and m are not arrays of floats in one shape.
     """
+    where = "lm_to_lse"
+    _check_rows(where, "l", l)
+    _check_rows(where, "m", m, "l", l)
     empty = l == 0
     return jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1, l)))
 
@@ -212,12 +240,35 @@ def lse_to_lm(
 
     Returns:
       l, shaped like lse and 0 for rows without keys, and m.
+
+    Raises:
+      TypeError, ValueError: lse and m are not arrays of floats in one shape.
     """
+    where = "lse_to_lm"
+    _check_rows(where, "lse", lse)
+    if m is not None:
+        _check_rows(where, "m", m, "lse", lse)
     empty = jnp.isneginf(lse)
     if m is None:
         m = lse
     l = jnp.where(empty, 0, jnp.exp(lse - jnp.where(empty, 0, m)))
     return l.astype(lse.dtype), jnp.where(empty, -jnp.inf, m).astype(lse.dtype)
+
+
+def _check_rows(
+    where: str, name: str, a: Any, other: str = "", like: Any = None
+) -> None:
+    check_array(where, name, a)
+    if a.dtype not in arguments.FLOATS:
+        raise TypeError(
+            f"{where}: {name} must be floats, got {show(a)}; cast it with "
+            ".astype(jnp.float32)"
+        )
+    if like is not None and a.shape != like.shape:
+        raise ValueError(
+            f"{where}: {name} must be shaped like {other}, {list(like.shape)}, got "
+            f"{show(a)}; both have a value for each row"
+        )
 
 
 def _row_maxima(config: AttentionConfig, x: Operands, br: int, bc: int) -> jax.Array:
@@ -243,7 +294,8 @@ def _row_maxima(config: AttentionConfig, x: Operands, br: int, bc: int) -> jax.A
         return jax.lax.scan(step, start, keys)[0]
 
     top = jnp.moveaxis(jax.lax.map(block, rows), 0, 2)
-    return top.reshape(*top.shape[:2], -1)[..., : q.shape[2]]
+    b, h, blocks, size = top.shape
+    return top.reshape(b, h, blocks * size)[..., : q.shape[2]]
 
 
 def _in_blocks(a: jax.Array, size: int) -> jax.Array:
@@ -253,7 +305,7 @@ def _in_blocks(a: jax.Array, size: int) -> jax.Array:
     if missing:
         last = jax.lax.slice_in_dim(a, n - 1, n, axis=2)
         a = jnp.concatenate([a, *[last] * missing], axis=2)
-    return jnp.moveaxis(a.reshape(b, h, -1, size, d), 2, 0)
+    return jnp.moveaxis(a.reshape(b, h, (n + missing) // size, size, d), 2, 0)
 
 
 # ---- tiles ---------------------------------------------------------------------------
@@ -261,6 +313,8 @@ def _in_blocks(a: jax.Array, size: int) -> jax.Array:
 
 def available_tiles(head_dim: int) -> dict[str, list[tuple[int, int]]]:
     """The tiles `(Bc, Br)` of each implementation at a head dim."""
+    fix = "pass the last dim of Q"
+    head_dim = check_integer("available_tiles", "head_dim", head_dim, fix)
     return {
         "cuda": [(bc, br) for br, bc in cuda.forward_tiles(head_dim)],
         "xla": [(bc, br) for bc in XLA_BLOCKS for br in XLA_BLOCKS],
@@ -274,40 +328,55 @@ def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, i
     these fit into shared memory. Elsewhere it is that of "xla", no longer than the
     sequence rounded up.
 
+    Raises:
+      ValueError: head_dim is no multiple of 8 up to 256, so that no tile serves it.
+
     Example:
       >>> Bc, Br = get_optimal_block_sizes(1024, 128)
     """
     where = "get_optimal_block_sizes"
-    check_positive(where, sequence_length=sequence_length, head_dim=head_dim)
+    sequence_length, head_dim = check_positive(
+        where, sequence_length=sequence_length, head_dim=head_dim
+    )
+    _check_head_dim(where, head_dim)
     if jax.default_backend() == "gpu":
-        tiles = available_tiles(head_dim)["cuda"]
-        if not tiles:
-            raise ValueError(
-                f"{where}: head_dim must be a multiple of 8 up to {cuda.MAX_HEAD_DIM} "
-                f"for a compiled tile, got {head_dim}; pad it with zeros"
-            )
-        return tiles[0]
+        return available_tiles(head_dim)["cuda"][0]
     br, bc = blocked.default_blocks(jax.default_backend())
     fits = next((b for b in XLA_BLOCKS if b >= sequence_length), XLA_BLOCKS[-1])
     return min(bc, fits), min(br, fits)
 
 
-def _tile(where: str, bc: Any, br: Any, head_dim: int) -> str | None:
-    """The implementation that a tile stands for."""
-    for name, size in (("Bc", bc), ("Br", br)):
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
-            raise TypeError(f"{where}: {name} must be an integer, got {size!r}")
+def _tile(where: str, bc: Any, br: Any, head_dim: int) -> tuple[int, int, str | None]:
+    """Bc, Br, and the implementation that this tile stands for."""
+    _check_head_dim(where, head_dim)
+    bc = check_integer(where, "Bc", bc, _TILE_FIX)
+    br = check_integer(where, "Br", br, _TILE_FIX)
     tiles = available_tiles(head_dim)
     if (bc, br) in tiles["cuda"]:
-        return None  # "cuda" where it serves the call, else "xla" in such blocks
+        # "cuda" where it serves the call, else "xla" in such blocks.
+        return bc, br, None
     if (bc, br) in tiles["xla"]:
-        return "xla"
-    compiled = ", ".join(f"({c}, {r})" for c, r in tiles["cuda"]) or "none"
+        return bc, br, "xla"
+    compiled = ", ".join(f"({c}, {r})" for c, r in tiles["cuda"])
     raise ValueError(
         f"{where}: no tile (Bc, Br) = ({bc}, {br}) for head dim {head_dim}; compiled "
         f"for CUDA: {compiled}; 'xla': each of Bc and Br one of {list(XLA_BLOCKS)}; "
         "get_optimal_block_sizes picks one"
     )
+
+
+def _check_head_dim(where: str, head_dim: int) -> None:
+    if head_dim % 8 or not 8 <= head_dim <= cuda.MAX_HEAD_DIM:
+        fix = (
+            "jax.nn.dot_product_attention has no such limit"
+            if head_dim > cuda.MAX_HEAD_DIM
+            else "dot_product_attention takes any, or pad Q, K and V with zeros to P "
+            "dims and multiply Q by sqrt(P / D)"
+        )
+        raise ValueError(
+            f"{where}: the head dim D must be a multiple of 8 up to "
+            f"{cuda.MAX_HEAD_DIM}, got {head_dim}; {fix}"
+        )
 
 
 def _call(
@@ -337,18 +406,16 @@ def _call(
             f"and {show(V)} beside {show(Q)}; flash_attention serves fewer KV heads "
             "and a value dim of its own"
         )
-    arguments.check_flags(where, use_half=use_half)
-    implementation = _tile(where, Bc, Br, Q.shape[-1])
-    if Q.shape[-1] % 8 and V.shape[-1] == Q.shape[-1]:
+    if not Q.shape[1]:
         raise ValueError(
-            f"{where}: the head dim D must be a multiple of 8, got {Q.shape[-1]}; "
-            "dot_product_attention takes any, or pad Q, K and V with zeros to P dims "
-            "and multiply Q by sqrt(P / D)"
+            f"{where}: H must be at least 1, got {show(Q)}; leave the call out"
         )
-    dtype = jnp.float16 if use_half else Q.dtype
+    arguments.check_flags(where, use_half=use_half)
+    bc, br, implementation = _tile(where, Bc, Br, Q.shape[-1])
+    dtype = jnp.float16 if use_half else _dtype(Q)
     q, k, v = (jnp.swapaxes(a, 1, 2).astype(dtype) for a in (Q, K, V))
     config, x = arguments.normalize(where, q, k, v, implementation=implementation)
-    return dataclasses.replace(config, xla_block_q=int(Br), xla_block_kv=int(Bc)), x
+    return dataclasses.replace(config, xla_block_q=br, xla_block_kv=bc), x
 
 
 def _check_shape(where: str, name: str, a: Any, like: str, shape: Any) -> None:
@@ -391,12 +458,16 @@ def estimate_memory_usage(
       `output_memory` of O, `total_memory` of these three, `total_memory_mb`, the same
       in MiB, and `backward_memory`, the temporaries of `flash_attention_backward`.
 
+    Raises:
+      ValueError: a size below 1, or a head dim or a tile that is not served.
+      TypeError: Bc or Br is no integer, or use_half no bool.
+
     Example:
       >>> used = estimate_memory_usage(8, 16, 1024, 64, use_half=True)
       >>> print(f"{used['total_memory_mb']:.1f} MB")
     """
     where = "estimate_memory_usage"
-    check_positive(
+    batch_size, num_heads, seq_len, head_dim = check_positive(
         where,
         batch_size=batch_size,
         num_heads=num_heads,
@@ -404,7 +475,7 @@ def estimate_memory_usage(
         head_dim=head_dim,
     )
     arguments.check_flags(where, use_half=use_half)
-    implementation = _tile(where, Bc, Br, head_dim)
+    Bc, Br, implementation = _tile(where, Bc, Br, head_dim)
     rows = batch_size * num_heads
     one = rows * seq_len * head_dim * (2 if use_half else 4)
     if implementation is None and use_half and jax.default_backend() == "gpu":
