@@ -152,7 +152,7 @@ ROWS.value(W, "scale=nan", option(dots, scale=np.nan), QKV, "scale|finite|got na
 ROWS.kind(W, "traced scale", jax.jit(given(dots, "scale")), [*QKV, f32()],
           "scale|got a traced float32[]|multiply q by it")  # fmt: skip
 for value in ("flash", 1, ["xla"]):
-    words = f"implementation must be one of None, 'cuda', 'xla', 'cudnn', got {value!r}"
+    words = f"implementation must be one of None|'cuda_sm90'|'xla'|got {value!r}"
     ROWS.value(W, f"{value} runs it", option(dots, implementation=value), QKV, words)
 ROWS.value(W, "cudnn in float32", option(dots, implementation="cudnn"), QKV,
            "implementation='cudnn'|float32|bfloat16 and float16|'xla'")  # fmt: skip
