@@ -97,6 +97,7 @@ struct ForwardShared {
   alignas(1024) char v[Traits::kStages][Traits::kVBytes];
   KvTile tiles[Traits::kStages];
   Item items[kItems];
+  WalkState walk;  // the producer's
   uint64_t q_full, q_empty;
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
@@ -122,22 +123,39 @@ struct StageCount {
   }
 };
 
-// The item of a CTA's round: rounds go back and forth over the CTAs, so that none has all the long
-// ones. Under a causal mask the last tiles are the longest and come first; `heads_apart` heads take
-// turns, so that short tiles of several heads fill the end while K and V of these heads stay in L2.
+struct ForwardParams : AttentionParams {
+  // Rounds that a section (`heads_apart` pairs) takes, where sections begin anew; else 0.
+  int32_t section_rounds;
+};
+
+// The query tile that a CTA computes in one round.
+//
+// Tiles are ordered in sections of `heads_apart` (batch member, head) pairs, whose K and V fit in L2
+// together; within a section the pairs take turns, the last tiles first: under a causal mask they
+// are the longest. A round gives each CTA the next tile. Under a causal mask sections begin with a
+// round, and rounds go back and forth over the CTAs, which shares the work out to a few per mille.
 struct Assignment {
+  enum { kTile, kNone, kEnd } is;
   int pair, tile;
 };
-__device__ __forceinline__ bool Assign(const AttentionParams& p, int round, Assignment* to) {
-  const int grid = gridDim.x, cta = blockIdx.x;
-  const int64_t index = int64_t{round} * grid + (round % 2 != 0 ? grid - 1 - cta : cta);
-  if (index >= int64_t{p.tiles} * p.num_pairs) return false;
-  const int section = static_cast<int>(index) / (p.heads_apart * p.tiles);
-  const int rest = static_cast<int>(index) - section * p.heads_apart * p.tiles;
-  const int heads = min(p.heads_apart, p.num_pairs - section * p.heads_apart);
-  to->tile = p.tiles - 1 - rest / heads;
-  to->pair = section * p.heads_apart + rest % heads;
-  return true;
+__device__ __forceinline__ Assignment Assign(const ForwardParams& p, int round) {
+  const int grid = gridDim.x;
+  int cta = blockIdx.x, section = 0, index;
+  if (p.section_rounds != 0) {
+    section = round / p.section_rounds;
+    if (section * p.heads_apart >= p.num_pairs) return {Assignment::kEnd};
+    round -= section * p.section_rounds;
+    if ((section + round) % 2 != 0) cta = grid - 1 - cta;
+    index = round * grid + cta;
+  } else {
+    const int64_t all = int64_t{round} * grid + cta;
+    if (all >= int64_t{p.tiles} * p.num_pairs) return {Assignment::kEnd};
+    section = static_cast<int>(all) / (p.heads_apart * p.tiles);
+    index = static_cast<int>(all) - section * p.heads_apart * p.tiles;
+  }
+  const int pairs = min(p.heads_apart, p.num_pairs - section * p.heads_apart);
+  if (index >= pairs * p.tiles) return {Assignment::kNone};
+  return {Assignment::kTile, section * p.heads_apart + index % pairs, p.tiles - 1 - index / pairs};
 }
 
 // ---- The producer: one warp. ----
@@ -145,13 +163,15 @@ __device__ __forceinline__ bool Assign(const AttentionParams& p, int round, Assi
 template <typename Traits>
 class Producer {
  public:
-  __device__ __forceinline__ Producer(const AttentionParams& p, const ForwardMaps& maps,
+  __device__ __forceinline__ Producer(const ForwardParams& p, const ForwardMaps& maps,
                                       ForwardShared<Traits>& shared)
       : p_(p), maps_(maps), shared_(shared), elected_(ElectLane()) {}
 
   __device__ __forceinline__ void Run() {
-    Assignment at;
-    for (int round = 0; Assign(p_, round, &at); ++round) {
+    for (int round = 0;; ++round) {
+      const Assignment at = Assign(p_, round);
+      if (at.is == Assignment::kEnd) break;
+      if (at.is == Assignment::kNone) continue;
       const int head = at.pair % p_.num_heads;
       Sequence s;
       int first;
@@ -175,37 +195,53 @@ class Producer {
   using Walk = TileWalk<Along::kKeys, Traits::kKeys>;
 
   __device__ __forceinline__ void LoadItem(const Sequence& s, const Item& item) {
-    Walk walk(p_, s, item.head, item.first, min(item.first + Traits::kQueries, s.q_len));
-    bool more = walk.Next();
+    {
+      const Walk walk(p_, s, item.head, item.first, min(item.first + Traits::kQueries, s.q_len));
+      Park(walk);
+    }
+    bool more = Next(s);
     if (!more) return PublishItem(0);
     for (int j = 0; more; ++j) {
-      const int first = walk.first(), end = walk.limit();
-      const bool masked = !walk.all_visible();
-      more = walk.Next();
-      LoadKeys(s, item.head, first, end, masked, !more);
+      const KvTile tile = tile_;
+      more = Next(s);
+      LoadKeys(s, item.head, tile, !more);
       if (j == 0) {
         PublishItem(1);
       } else {
         LoadValues(s, item.head, previous_);
       }
-      previous_ = first;
+      previous_ = tile.first;
     }
     LoadValues(s, item.head, previous_);
   }
 
-  // K of the next tile, with its KvTile.
-  __device__ __forceinline__ void LoadKeys(const Sequence& s, int head, int first, int end,
-                                           bool masked, bool last) {
+  // Moves the walk, which is parked in shared memory, to the next tile. It becomes tile_.
+  __device__ __forceinline__ bool Next(const Sequence& s) {
+    Walk walk(p_, s, shared_.walk);
+    const bool found = walk.Next();
+    if (found) {
+      tile_ = {walk.first(), walk.limit(), walk.all_visible() ? 0 : KvTile::kMasked};
+    }
+    Park(walk);
+    return found;
+  }
+  __device__ __forceinline__ void Park(const Walk& walk) {
+    __syncwarp();  // all lanes have read it
+    if (elected_) shared_.walk = walk.state();
+    __syncwarp();
+  }
+
+  // K of a tile, and what the consumers must know of it.
+  __device__ __forceinline__ void LoadKeys(const Sequence& s, int head, KvTile tile, bool last) {
     const int stage = keys_.stage;
     BarrierWait(SharedAddress(&shared_.k_empty[stage]), keys_.phase ^ 1);
     if (elected_) {
       const int rows = static_cast<int>(p_.kv_len) - RowOf(s);  // beyond them come zeros
-      const bool dirty = end < first + Traits::kKeys && end < rows;
-      shared_.tiles[stage] = {first, end,
-                              (masked ? KvTile::kMasked : 0) | (last ? KvTile::kLast : 0) |
-                                  (dirty ? KvTile::kDirty : 0)};
+      if (last) tile.flags |= KvTile::kLast;
+      if (tile.end < tile.first + Traits::kKeys && tile.end < rows) tile.flags |= KvTile::kDirty;
+      shared_.tiles[stage] = tile;
       Load<Traits::kQueryChunks, Traits::kKeys>(maps_.k, shared_.k[stage], &shared_.k_full[stage],
-                                                head / p_.group, RowOf(s) + first, BatchOf(s));
+                                                head / p_.group, RowOf(s) + tile.first, BatchOf(s));
     }
     __syncwarp();
     keys_.Advance();
@@ -262,11 +298,12 @@ class Producer {
     return p_.cu_q != nullptr ? 0 : s.batch;
   }
 
-  const AttentionParams& p_;
+  const ForwardParams& p_;
   const ForwardMaps& maps_;
   ForwardShared<Traits>& shared_;
   const bool elected_;
   int items_ = 0, previous_ = 0;
+  KvTile tile_;
   StageCount<Traits::kStages> keys_, values_;
 };
 
@@ -608,7 +645,7 @@ class Consumer {
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    AttentionForward(const __grid_constant__ AttentionParams p,
+    AttentionForward(const __grid_constant__ ForwardParams p,
                      const __grid_constant__ ForwardMaps maps) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char raw[];

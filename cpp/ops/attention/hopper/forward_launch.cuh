@@ -45,7 +45,7 @@ const char* MakeForwardMaps(const kvblock_attention& a, ForwardMaps* maps) {
 
 template <typename Traits>
 const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
-  AttentionParams p = MakeAttentionParams(a);
+  ForwardParams p{MakeAttentionParams(a), 0};
   const int64_t tiles = NumTiles(a, a.q_len, Traits::kQueries);
   const int64_t items = tiles * p.num_pairs;
   if (items > INT32_MAX) {
@@ -63,6 +63,9 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
   int device = 0;
   cudaError_t status = cudaGetDevice(&device);
   const int64_t ctas = uneven ? items : std::min<int64_t>(items, Multiprocessors(device));
+  if (ctas < items && a.window_right >= 0 && a.window_left < 0) {
+    p.section_rounds = static_cast<int32_t>((p.heads_apart * tiles + ctas - 1) / ctas);
+  }
 
   constexpr int kSharedBytes = sizeof(ForwardShared<Traits>);
   static_assert(kSharedBytes <= 227 * 1024);

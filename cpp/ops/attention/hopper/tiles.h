@@ -24,8 +24,8 @@ enum class ForwardKind {
 constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) {
   const bool wide = kind == ForwardKind::kWide;
   if (dim <= 96 && kind == ForwardKind::kListed) return {2, 128, 2, 40, 232, true};
-  return dim == 64    ? ForwardTiles{3, 128, 2, 32, 160, true}
-         : dim == 96  ? ForwardTiles{3, 128, 2, 32, 160, true}
+  return dim == 64    ? ForwardTiles{3, 112, 2, 56, 152, true}
+         : dim == 96  ? ForwardTiles{2, 128, 2, 40, 232, true}
          : dim == 128 ? ForwardTiles{2, wide ? 176 : 128, 2, 40, 232, true}
          : dim == 192 ? ForwardTiles{2, value_dim <= 128 ? 128 : 96, 2, 40, 232, false}
                       : ForwardTiles{2, 80, 2, 40, 232, false};
