@@ -218,12 +218,19 @@ class TileWalk {
     return true;
   }
 
-  __device__ __forceinline__ int first() const { return first_; }  // a multiple of kTile
+  // Where the tile begins: a multiple of kTile, counted from the start of its listed tile.
+  __device__ __forceinline__ int first() const { return first_; }
+  // Positions of the tile from here on are not to be seen: they are past the end of the sequence or
+  // of the listed tile. (No tile that divides 128 reaches past a listed one.)
+  __device__ __forceinline__ int limit() const {
+    const int end = kOverKeys ? s_.kv_len : s_.q_len;
+    return kDivides || p_.tile_indices == nullptr ? end : min(end, at_.stretch_end);
+  }
   __device__ __forceinline__ bool all_visible() const { return all_visible_; }
 
  private:
   static constexpr bool kOverKeys = kAlong == Along::kKeys;
-  static_assert(128 % kTile == 0, "a listed tile is whole kernel tiles");
+  static constexpr bool kDivides = 128 % kTile == 0;  // a listed tile is whole kernel tiles
 
   __device__ __forceinline__ int2 Range(bool keys, int first, int end) const {
     constexpr int kChunk = KVBLOCK_ATTENTION_CHUNK;
@@ -236,7 +243,7 @@ class TileWalk {
     const int tile = kOverKeys ? p_.tile_kv : p_.tile_q;
     const int length = static_cast<int>(kOverKeys ? p_.kv_len : p_.q_len);
     while (at_.stretch < at_.stretches) {
-      int from = at_.begin, to = at_.end;
+      int from = at_.begin, to = at_.end, origin = 0;
       if (p_.tile_indices != nullptr) {
         const int64_t list = at_.list * (kOverKeys ? p_.max_tiles : p_.max_tiles_t);
         const int index =
@@ -244,13 +251,14 @@ class TileWalk {
         if (index < 0 || index > (length - 1) / tile) {
           to = from;
         } else {
+          if (!kDivides) origin = index * tile;
           from = max(from, index * tile);
           to = min(to, index * tile + tile);
         }
       }
       ++at_.stretch;
       if (from < to) {
-        at_.window = from / kTile * kTile;
+        at_.window = origin + (from - origin) / kTile * kTile;
         at_.stretch_end = to;
         return true;
       }
@@ -264,6 +272,7 @@ class TileWalk {
     bool visit = first < at_.stretch_end;
     bool whole = visit && (kOverKeys ? s_.AllVisible(at_.fixed_first, at_.fixed_end, first, end)
                                      : s_.AllVisible(first, end, at_.fixed_first, at_.fixed_end));
+    if (!kDivides && p_.tile_indices != nullptr) whole = whole && end <= at_.stretch_end;
     if (p_.q_segments != nullptr && visit) {
       const int2 range = Range(kOverKeys, first, end);
       visit = range.x <= at_.segment_max && at_.segment_min <= range.y;

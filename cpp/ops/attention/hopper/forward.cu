@@ -1,0 +1,17 @@
+// Picks the instance of Hopper's forward kernel.
+#include "ops/attention/hopper/forward.h"
+
+namespace kvblock::hopper {
+
+const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream) {
+  const int dim = a.head_dim, value_dim = a.value_dim;
+  const auto fits = [&](int d, int v) { return dim <= d && value_dim <= v; };
+  if (fits(64, 64)) return LaunchForwardDims<64, 64>(a, stream);
+  if (fits(96, 96)) return LaunchForwardDims<96, 96>(a, stream);
+  if (fits(128, 128)) return LaunchForwardDims<128, 128>(a, stream);
+  if (fits(192, 128)) return LaunchForwardDims<192, 128>(a, stream);
+  if (fits(192, 192)) return LaunchForwardDims<192, 192>(a, stream);
+  return LaunchForwardDims<256, 256>(a, stream);
+}
+
+}  // namespace kvblock::hopper

@@ -1,0 +1,18 @@
+// The launcher of the attention forward kernel for Hopper (sm_90a).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "kvblock/attention.h"
+
+namespace kvblock::hopper {
+
+// Serves every option of the contract; `a` has been checked, and it has queries. NULL, or what is
+// wrong.
+const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream);
+
+// The same for one padded pair of head dim and value dim: an instance each.
+template <int kDim, int kValueDim>
+const char* LaunchForwardDims(const kvblock_attention& a, cudaStream_t stream);
+
+}  // namespace kvblock::hopper
