@@ -14,4 +14,16 @@ __device__ __forceinline__ void ReduceAdd(float* to, float x, float y) {
 #endif
 }
 
+// The same for four values; `to` is aligned to 16 bytes.
+__device__ __forceinline__ void ReduceAdd(float* to, float x, float y, float z, float w) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x),
+               "f"(y), "f"(z), "f"(w)
+               : "memory");
+#else
+  ReduceAdd(to, x, y);
+  ReduceAdd(to + 2, z, w);
+#endif
+}
+
 }  // namespace kvblock

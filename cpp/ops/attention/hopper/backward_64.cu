@@ -1,0 +1,7 @@
+#include "ops/attention/hopper/backward_launch.cuh"
+
+namespace kvblock::hopper {
+
+template const char* LaunchBackwardKvOf<64>(const kvblock_attention&, cudaStream_t);
+
+}  // namespace kvblock::hopper
