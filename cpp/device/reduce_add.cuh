@@ -26,4 +26,15 @@ __device__ __forceinline__ void ReduceAdd(float* to, float x, float y, float z, 
 #endif
 }
 
+// A counter between CTAs: who reads a value with LoadAcquire sees what was done before the
+// AddRelease that made it.
+__device__ __forceinline__ void AddRelease(int* counter, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+__device__ __forceinline__ int LoadAcquire(const int* counter) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
 }  // namespace kvblock

@@ -30,13 +30,19 @@ const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream) {
     const size_t bytes = sizeof(float) * DqAccumSize(a);
     const cudaError_t status = cudaMemsetAsync(a.dq_accum, 0, bytes, stream);
     if (const char* error = Checked("clearing dq_accum", status)) return error;
+    if (a.dq_turns != nullptr) {
+      const size_t bytes = sizeof(int32_t) * Members(a) * a.num_heads * DqTiles(a);
+      const cudaError_t status = cudaMemsetAsync(a.dq_turns, 0, bytes, stream);
+      if (const char* error = Checked("clearing dq_turns", status)) return error;
+    }
   }
   const int dim = std::max(a.head_dim, a.value_dim);
-  if (dim <= 64) return LaunchBackwardKvOf<64>(a, stream);
-  if (dim <= 96) return LaunchBackwardKvOf<96>(a, stream);
-  if (dim <= 128) return LaunchBackwardKvOf<128>(a, stream);
-  if (dim <= 192) return LaunchBackwardKvOf<192>(a, stream);
-  return LaunchBackwardKvOf<256>(a, stream);
+  if (dim <= 64) return LaunchBackwardKvOf<64, 64>(a, stream);
+  if (dim <= 96) return LaunchBackwardKvOf<96, 96>(a, stream);
+  if (dim <= 128) return LaunchBackwardKvOf<128, 128>(a, stream);
+  if (dim <= 192 && a.value_dim <= 128) return LaunchBackwardKvOf<192, 128>(a, stream);
+  if (dim <= 192) return LaunchBackwardKvOf<192, 192>(a, stream);
+  return LaunchBackwardKvOf<256, 256>(a, stream);
 }
 
 const char* LaunchFinishDq(const kvblock_attention& a, cudaStream_t stream) {

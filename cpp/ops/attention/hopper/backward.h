@@ -19,8 +19,8 @@ int64_t DqAccumSize(const kvblock_attention& a);
 // Writes dq from dq_accum.
 const char* LaunchFinishDq(const kvblock_attention& a, cudaStream_t stream);
 
-// LaunchBackwardKv's instances: the larger of head_dim and value_dim is at most kDim.
-template <int kDim>
+// LaunchBackwardKv's instances: head_dim is at most kDim and value_dim at most kValueDim.
+template <int kDim, int kValueDim>
 const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream);
 
 }  // namespace kvblock::hopper

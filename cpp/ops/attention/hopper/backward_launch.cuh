@@ -21,9 +21,8 @@ inline const char* Failure(cudaError_t status) {
   return Message(std::string("attention backward: ") + cudaGetErrorString(status));
 }
 
-template <typename T, int kDim, bool kPlain>
+template <typename T, typename Shape, bool kPlain>
 const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) {
-  using Shape = BackwardShape<kDim>;
   AttentionParams p = MakeAttentionParams(a);
   const bool packed = a.cu_q != nullptr;
   const int64_t members = packed ? 1 : a.batch;
@@ -54,7 +53,7 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   if (!error) error = map(a.v, a.kv_len, a.num_kv_heads, a.value_dim, Shape::kKeys, &maps.v);
   if (error) return error;
 
-  const auto kernel = AttentionBackwardKv<T, kDim, kPlain>;
+  const auto kernel = AttentionBackwardKv<T, Shape, kPlain>;
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes);
   if (status != cudaSuccess) return Failure(status);
@@ -64,15 +63,20 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   return status == cudaSuccess ? nullptr : Failure(status);
 }
 
-template <int kDim>
+template <int kDim, int kValueDim>
 const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream) {
+  using Shape = BackwardShape<kDim, kValueDim>;
   const bool plain = a.softcap == 0.0f && a.bias == nullptr && a.q_segments == nullptr;
+#ifdef PLAIN_ONLY
+  return plain ? LaunchBackwardKvAs<__nv_bfloat16, Shape, true>(a, stream) : "not built";
+#else
   if (a.dtype == KVBLOCK_BF16) {
-    return plain ? LaunchBackwardKvAs<__nv_bfloat16, kDim, true>(a, stream)
-                 : LaunchBackwardKvAs<__nv_bfloat16, kDim, false>(a, stream);
+    return plain ? LaunchBackwardKvAs<__nv_bfloat16, Shape, true>(a, stream)
+                 : LaunchBackwardKvAs<__nv_bfloat16, Shape, false>(a, stream);
   }
-  return plain ? LaunchBackwardKvAs<__half, kDim, true>(a, stream)
-               : LaunchBackwardKvAs<__half, kDim, false>(a, stream);
+  return plain ? LaunchBackwardKvAs<__half, Shape, true>(a, stream)
+               : LaunchBackwardKvAs<__half, Shape, false>(a, stream);
+#endif
 }
 
 }  // namespace kvblock::hopper

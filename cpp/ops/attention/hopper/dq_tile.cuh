@@ -24,13 +24,21 @@ __host__ __device__ inline int64_t DqTiles(const kvblock_attention& a) {
                            : (a.q_len + kDqRows - 1) / kDqRows;
 }
 
-// Where the tile of query `first` begins, a multiple of 64.
-__device__ __forceinline__ float* DqTile(const AttentionParams& p, const Sequence& s, int head,
-                                         int first) {
+// The number of the tile of query `first`, a multiple of 64.
+__device__ __forceinline__ int64_t DqTileNumber(const AttentionParams& p, const Sequence& s,
+                                                int head, int first) {
   const int64_t sequence =
       p.cu_q != nullptr ? head * DqTiles(p) + (s.q_row + int64_t{kDqRows} * s.batch) / kDqRows
                         : (static_cast<int64_t>(s.batch) * p.num_heads + head) * DqTiles(p);
-  return p.dq_accum + (sequence + first / kDqRows) * (kDqRows * p.head_dim);
+  return sequence + first / kDqRows;
+}
+__device__ __forceinline__ float* DqTile(const AttentionParams& p, const Sequence& s, int head,
+                                         int first) {
+  return p.dq_accum + DqTileNumber(p, s, head, first) * (kDqRows * p.head_dim);
+}
+__device__ __forceinline__ int32_t* DqTurn(const AttentionParams& p, const Sequence& s, int head,
+                                           int first) {
+  return p.dq_turns + DqTileNumber(p, s, head, first);
 }
 
 }  // namespace kvblock::hopper
