@@ -14,4 +14,27 @@ __device__ __forceinline__ void ReduceAdd(float* to, float x, float y) {
 #endif
 }
 
+// The same for four values; `to` is aligned to 16 bytes.
+__device__ __forceinline__ void ReduceAdd(float* to, float x, float y, float z, float w) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x),
+               "f"(y), "f"(z), "f"(w)
+               : "memory");
+#else
+  ReduceAdd(to, x, y);
+  ReduceAdd(to + 2, z, w);
+#endif
+}
+
+// A counter between CTAs: who reads a value with LoadAcquire sees what was done before the
+// AddRelease that made it.
+__device__ __forceinline__ void AddRelease(int* counter, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+__device__ __forceinline__ int LoadAcquire(const int* counter) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+}
+
 }  // namespace kvblock

@@ -74,8 +74,9 @@ struct Wgmma;
 
 // clang-format off
 #define KVBLOCK_R8(a, b, c, d, e, f, g, h) "%" #a ",%" #b ",%" #c ",%" #d ",%" #e ",%" #f ",%" #g ",%" #h
-#define KVBLOCK_R32 KVBLOCK_R8(0,1,2,3,4,5,6,7) "," KVBLOCK_R8(8,9,10,11,12,13,14,15) "," \
-                    KVBLOCK_R8(16,17,18,19,20,21,22,23) "," KVBLOCK_R8(24,25,26,27,28,29,30,31)
+#define KVBLOCK_R16 KVBLOCK_R8(0,1,2,3,4,5,6,7) "," KVBLOCK_R8(8,9,10,11,12,13,14,15)
+#define KVBLOCK_R32 KVBLOCK_R16 "," KVBLOCK_R8(16,17,18,19,20,21,22,23) "," \
+                    KVBLOCK_R8(24,25,26,27,28,29,30,31)
 #define KVBLOCK_R40 KVBLOCK_R32 "," KVBLOCK_R8(32,33,34,35,36,37,38,39)
 #define KVBLOCK_R48 KVBLOCK_R40 "," KVBLOCK_R8(40,41,42,43,44,45,46,47)
 #define KVBLOCK_R56 KVBLOCK_R48 "," KVBLOCK_R8(48,49,50,51,52,53,54,55)
@@ -90,7 +91,8 @@ struct Wgmma;
                      KVBLOCK_R8(120,121,122,123,124,125,126,127)
 #define KVBLOCK_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
                       "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define KVBLOCK_D32 KVBLOCK_D8(0), KVBLOCK_D8(8), KVBLOCK_D8(16), KVBLOCK_D8(24)
+#define KVBLOCK_D16 KVBLOCK_D8(0), KVBLOCK_D8(8)
+#define KVBLOCK_D32 KVBLOCK_D16, KVBLOCK_D8(16), KVBLOCK_D8(24)
 #define KVBLOCK_D40 KVBLOCK_D32, KVBLOCK_D8(32)
 #define KVBLOCK_D48 KVBLOCK_D40, KVBLOCK_D8(40)
 #define KVBLOCK_D56 KVBLOCK_D48, KVBLOCK_D8(48)
@@ -146,6 +148,7 @@ struct Wgmma;
     }                                                                                              \
   };
 
+KVBLOCK_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 KVBLOCK_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
 KVBLOCK_WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
 KVBLOCK_WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)

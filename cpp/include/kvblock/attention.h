@@ -105,6 +105,10 @@ typedef struct kvblock_attention {
   int32_t dq_blocked;
   void *dq, *dk, *dv;
   void* dbias; /* [bias_batch, bias_heads, T, S] in bias_dtype */
+  /* May be NULL. Kernels for compute capability 9.0, calls without segments and tiles: int32, one
+   * for each tile of 64 queries of dq_accum. Cleared; then keys add to dq_accum in turns, and dq
+   * comes out with the same bits every time. */
+  int32_t* dq_turns;
 } kvblock_attention;
 
 /* Each function returns NULL on success, else a message that lives until this thread's next call.

@@ -1,0 +1,71 @@
+// From dq_accum to dq: scaled, rounded and in rows.
+//
+// A CTA takes 64 queries of a head, which lie in dq_accum as accumulators do in the threads of a
+// warpgroup (backward_kv.cuh). So thread (warp, g, t) reads of each block of 8 columns the columns
+// 2 t and 2 t + 1 of rows g and g + 8. Four threads exchange what they have of four blocks, after
+// which each has 8 columns of one block, 16 bytes.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mma.cuh"
+#include "device/warpgroup.cuh"
+#include "ops/attention/generic/mask.cuh"
+#include "ops/attention/generic/params.cuh"
+#include "ops/attention/hopper/dq_tile.cuh"
+
+namespace kvblock::hopper {
+
+// Lane j of a quad gets v[j] of lanes 0 to 3.
+__device__ __forceinline__ void TransposeQuad(uint32_t (&v)[4], int t) {
+  uint32_t got[4];
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {  // to and from lane t ^ r, whose column there is t ^ r
+    const uint32_t low = t & 1 ? v[r ^ 1] : v[r], high = t & 1 ? v[r ^ 3] : v[r ^ 2];
+    got[r] = __shfl_xor_sync(~0u, t & 2 ? high : low, r);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t low = t & 1 ? got[j ^ 1] : got[j], high = t & 1 ? got[j ^ 3] : got[j ^ 2];
+    v[j] = t & 2 ? high : low;
+  }
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kWarpgroup)
+    AttentionFinishDq(const __grid_constant__ AttentionParams p) {
+  const int thread = threadIdx.x, lane = thread % 32, t = lane % 4;
+  const int tile = blockIdx.x % p.tiles, owner = blockIdx.x / p.tiles;
+  const int head = owner % p.num_heads;
+  Sequence s;
+  int first;
+  if (!FindTile<Along::kQueries, kDqRows>(p, owner / p.num_heads, tile, &s, &first)) return;
+  const int row = first + thread / 32 * 16 + lane / 4;
+  const float4* const from = reinterpret_cast<const float4*>(DqTile(p, s, head, first)) + thread;
+  T* const to = static_cast<T*>(p.dq) + ((s.q_row + row) * p.num_heads + head) * p.head_dim;
+  const int64_t eight_rows = int64_t{8} * p.num_heads * p.head_dim;
+  const int blocks = p.head_dim / 8;
+  for (int b = 0; b < blocks; b += 4) {
+    uint32_t rows[2][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool exists = b + i < blocks && first < s.q_len;
+      const float4 x =
+          exists ? __ldcs(from + (b + i) * (kDqRows * 2)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      rows[0][i] = Pack<T>(x.x * p.scale, x.y * p.scale);
+      rows[1][i] = Pack<T>(x.z * p.scale, x.w * p.scale);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      TransposeQuad(rows[h], t);
+      if (row + h * 8 < s.q_rows && b + t < blocks) {
+        const bool takes_part = row + h * 8 < s.q_len;
+        *reinterpret_cast<uint4*>(to + h * eight_rows + (b + t) * 8) =
+            takes_part ? make_uint4(rows[h][0], rows[h][1], rows[h][2], rows[h][3])
+                       : make_uint4(0, 0, 0, 0);
+      }
+    }
+  }
+}
+
+}  // namespace kvblock::hopper

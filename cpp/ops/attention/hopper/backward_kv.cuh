@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+
+#include "ops/attention/hopper/backward_loader.cuh"
+#include "ops/attention/hopper/backward_narrow.cuh"
+#include "ops/attention/hopper/backward_wide.cuh"
+
+namespace kvblock::hopper {
+
+template <typename T, typename Shape, bool kPlain>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    AttentionBackwardKv(const __grid_constant__ AttentionParams p,
+                        const __grid_constant__ BackwardMaps maps) {
+  extern __shared__ __align__(1024) char shared[];
+  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
+
+  // Whose keys these are. The first tiles come first, which a causal mask makes the longest; a few
+  // heads take turns, or the last head's longest tiles would end alone.
+  const int turn = p.tiles * p.heads_apart, first_owner = blockIdx.x / turn * p.heads_apart;
+  const int apart = min(p.heads_apart, p.num_pairs - first_owner);
+  const int tile = blockIdx.x % turn / apart, owner = first_owner + blockIdx.x % turn % apart;
+  const int kv_head = owner % p.num_kv_heads;
+  Sequence found;
+  int first_key;
+  if (!FindTile<Along::kKeys, Shape::kKeys>(p, owner / p.num_kv_heads, tile, &found, &first_key)) {
+    return;
+  }
+  BackwardOwned& owned = *reinterpret_cast<BackwardOwned*>(shared + Shape::kOwned);
+  if (thread == 0) {
+    owned.sequence = found;
+    owned.first_key = first_key;
+    owned.kv_head = kv_head;
+    constexpr int kWarps = Shape::kWorkers / 32;
+    BarrierInit(base + Shape::kKFull, 1);
+    BarrierInit(base + Shape::kVFull, 1);
+    BarrierInit(base + Shape::kScoresReady, kWarps);
+    BarrierInit(base + Shape::kScoresFree, kWarps);
+    for (int i = 0; i < Shape::kStages; ++i) {
+      BarrierInit(base + Shape::kQFull + i * 8, 2);
+      BarrierInit(base + Shape::kQFree + i * 8, kWarps);
+      BarrierInit(base + Shape::kDoFull + i * 8, 1);
+      BarrierInit(base + Shape::kDoFree + i * 8, kWarps);
+    }
+    FenceBarrierInit();
+  }
+  __syncthreads();
+  if (warp < kWarpgroup / 32) {
+    GiveRegisters<kLoaderRegisters>();
+    if (warp == 0) {
+      BackwardLoader<Shape, kPlain>{p, maps, shared, base, thread}.Run();
+    }
+  } else {
+    TakeRegisters<kWorkerRegisters>();
+    const int group = warp / (kWarpgroup / 32) - 1, worker = thread % kWarpgroup;
+    if constexpr (!Shape::kWide) {
+      NarrowWorker<T, Shape, kPlain>{{p, shared, base, group, worker}}.Run();
+    } else if (group == 0) {
+      WideWorker<T, Shape, kPlain, 0>{{p, shared, base, 0, worker}}.Run();
+    } else {
+      WideWorker<T, Shape, kPlain, 1>{{p, shared, base, 1, worker}}.Run();
+    }
+  }
+}
+
+}  // namespace kvblock::hopper

@@ -1,0 +1,82 @@
+// Launching the Hopper backward kernels.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "host/block_copy_check.h"
+#include "host/tensor_map.h"
+#include "ops/attention/hopper/backward.h"
+#include "ops/attention/hopper/backward_kv.cuh"
+
+namespace kvblock::hopper {
+
+constexpr int64_t kHeadsApartBytes = int64_t{32} << 20;
+
+inline const char* Failure(cudaError_t status) {
+  return Message(std::string("attention backward: ") + cudaGetErrorString(status));
+}
+
+template <typename T, typename Shape, bool kPlain>
+const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) {
+  AttentionParams p = MakeAttentionParams(a);
+  const bool packed = a.cu_q != nullptr;
+  const int64_t members = packed ? 1 : a.batch;
+  const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kKeys);
+  const int64_t owners = members * a.num_kv_heads;
+  if (tiles == 0 || owners == 0) return nullptr;
+  if (tiles > INT32_MAX / owners) {
+    return Message("attention: " + std::to_string(tiles) + " tiles for each of " +
+                   std::to_string(owners) +
+                   " heads are more than one launch can have; split the batch");
+  }
+  p.tiles = static_cast<int32_t>(tiles);
+  p.num_pairs = static_cast<int32_t>(owners);
+  // Heads that take turns should fit in L2 with their Q, dO and dq_accum.
+  const int64_t bytes = a.q_len * p.group * (int64_t{6} * a.head_dim + int64_t{2} * a.value_dim);
+  p.heads_apart = static_cast<int32_t>(
+      std::clamp<int64_t>(kHeadsApartBytes / std::max<int64_t>(bytes, 1), 1, p.num_pairs));
+
+  BackwardMaps maps;
+  // Arrays without rows are never read, but a map needs one.
+  const auto map = [&](const void* data, int64_t rows, int heads, int dim, int box,
+                       CUtensorMap* to) {
+    return MakeTensorMap({data, a.dtype, members, std::max<int64_t>(rows, 1), heads, dim}, box, to);
+  };
+  const char* error = map(a.q, a.q_len, a.num_heads, a.head_dim, Shape::kQueries, &maps.q);
+  if (!error) error = map(a.d_o, a.q_len, a.num_heads, a.value_dim, Shape::kQueries, &maps.d_o);
+  if (!error) error = map(a.k, a.kv_len, a.num_kv_heads, a.head_dim, Shape::kKeys, &maps.k);
+  if (!error) error = map(a.v, a.kv_len, a.num_kv_heads, a.value_dim, Shape::kKeys, &maps.v);
+  if (error) return error;
+
+  const auto kernel = AttentionBackwardKv<T, Shape, kPlain>;
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes);
+  if (status != cudaSuccess) return Failure(status);
+  kernel<<<static_cast<unsigned>(tiles * owners), Shape::kThreads, Shape::kBytes, stream>>>(p,
+                                                                                            maps);
+  status = cudaGetLastError();
+  return status == cudaSuccess ? nullptr : Failure(status);
+}
+
+template <int kDim, int kValueDim>
+const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream) {
+  using Shape = BackwardShape<kDim, kValueDim>;
+  const bool plain = a.softcap == 0.0f && a.bias == nullptr && a.q_segments == nullptr;
+#ifdef PLAIN_ONLY
+  return plain ? LaunchBackwardKvAs<__nv_bfloat16, Shape, true>(a, stream) : "not built";
+#else
+  if (a.dtype == KVBLOCK_BF16) {
+    return plain ? LaunchBackwardKvAs<__nv_bfloat16, Shape, true>(a, stream)
+                 : LaunchBackwardKvAs<__nv_bfloat16, Shape, false>(a, stream);
+  }
+  return plain ? LaunchBackwardKvAs<__half, Shape, true>(a, stream)
+               : LaunchBackwardKvAs<__half, Shape, false>(a, stream);
+#endif
+}
+
+}  // namespace kvblock::hopper

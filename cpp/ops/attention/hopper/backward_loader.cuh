@@ -1,0 +1,148 @@
+// The warp of the Hopper backward kernel that walks over the tiles of queries and starts the
+// copies.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mbarrier.cuh"
+#include "device/tensor_copy.cuh"
+#include "ops/attention/generic/mask.cuh"
+#include "ops/attention/generic/scores.cuh"
+#include "ops/attention/hopper/backward_shape.cuh"
+
+namespace kvblock::hopper {
+
+// It has few registers: what it seldom needs waits in shared memory.
+template <typename Shape, bool kPlain>
+struct BackwardLoader {
+  using Owned = BackwardOwned;
+  using Step = BackwardStep;
+  using KeyTile = typename Shape::KeyTile;
+  using ValueTile = typename Shape::ValueTile;
+  using QueryTile = typename Shape::QueryTile;
+  using GradTile = typename Shape::GradTile;
+  using Walk = TileWalk<Along::kQueries, Shape::kQueries>;
+
+  const AttentionParams& p;
+  const BackwardMaps& maps;
+  char* const shared;
+  const uint32_t base;
+  const int lane;
+
+  __device__ __forceinline__ Owned& owned() const {
+    return *reinterpret_cast<Owned*>(shared + Shape::kOwned);
+  }
+
+  // Rows `first` on of a sequence that begins at sequence_row of the packed array.
+  template <typename Tile>
+  __device__ __forceinline__ void LoadTile(uint32_t to, const CUtensorMap& map, uint32_t barrier,
+                                           int head, int64_t sequence_row, int first) const {
+    const bool packed = p.cu_q != nullptr;
+    const int row = packed ? static_cast<int>(sequence_row) + first : first;
+    BarrierExpect(barrier, Tile::kBytes);
+#pragma unroll
+    for (int c = 0; c < Tile::kChunks; ++c) {
+      LoadBox(to + c * Tile::kChunkBytes, map, barrier, c * kChunkColumns, head, row,
+              packed ? 0 : owned().sequence.batch);
+    }
+  }
+  __device__ __forceinline__ void LoadKeys() const {
+    const Owned& o = owned();
+    LoadTile<KeyTile>(base + Shape::kK, maps.k, base + Shape::kKFull, o.kv_head, o.sequence.kv_row,
+                      o.first_key);
+    LoadTile<ValueTile>(base + Shape::kV, maps.v, base + Shape::kVFull, o.kv_head,
+                        o.sequence.kv_row, o.first_key);
+  }
+
+  // The next tile of queries of this head; `fresh`: its first. False: there is none.
+  __device__ __forceinline__ bool NextTile(int head, bool fresh, int* first, bool* visible) const {
+    WalkState& parked = owned().walk;
+    const unsigned pending = parked.pending;
+    if (!fresh && pending != 0) {  // what Walk::Next does nearly always
+      const int bit = __ffs(pending) - 1;
+      *first = parked.window + bit * Shape::kQueries;
+      *visible = (parked.whole >> bit & 1) != 0;
+      __syncwarp();
+      if (lane == 0) parked.pending = pending & (pending - 1);
+      __syncwarp();
+      return true;
+    }
+    const Sequence& s = owned().sequence;
+    const int first_key = owned().first_key;
+    Walk walk = fresh ? Walk(p, s, head, first_key, first_key + Shape::kKeys) : Walk(p, s, parked);
+    const bool more = walk.Next();
+    __syncwarp();
+    if (lane == 0) parked = walk.state();
+    __syncwarp();
+    *first = walk.first();
+    *visible = walk.all_visible();
+    return more;
+  }
+
+  __device__ __forceinline__ void Publish(int step, const Step& what) const {
+    if (lane == 0) {
+      reinterpret_cast<Step*>(shared + Shape::kSteps)[step % Shape::kHeldSteps] = what;
+    }
+    __syncwarp();
+    if (lane == 0) BarrierArrive(base + Shape::kQFull + step % Shape::kStages * 8);
+  }
+
+  __device__ __forceinline__ void Run() const {
+    constexpr int kQueries = Shape::kQueries, kStages = Shape::kStages, kRows = kQueries / 32;
+    int step = 0, head = owned().kv_head * p.group;
+    const int end_head = head + p.group;
+    bool fresh = true, keys_loaded = false;
+    while (head < end_head) {
+      int first;
+      bool visible;
+      if (!NextTile(head, fresh, &first, &visible)) {
+        ++head;
+        fresh = true;
+        continue;
+      }
+      fresh = false;
+      const int stage = step % kStages, phase = step / kStages % 2;
+      const Sequence& s = owned().sequence;
+      const int q_len = s.q_len;
+      float lse[kRows], delta[kRows];
+      {
+        const int64_t from = s.LseRow(p, head) + first + lane;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const bool valid = first + i * 32 + lane < q_len;
+          lse[i] = valid ? __ldg(p.lse + from + i * 32) : -INFINITY;
+          delta[i] = valid ? __ldg(p.delta + from + i * 32) : 0.0f;
+        }
+      }
+      BarrierWait(base + Shape::kQFree + stage * 8, phase ^ 1);
+      if (lane == 0) {
+        if (!keys_loaded) LoadKeys();
+        LoadTile<QueryTile>(base + Shape::kQ + stage * QueryTile::kBytes, maps.q,
+                            base + Shape::kQFull + stage * 8, head, s.q_row, first);
+      }
+      keys_loaded = true;
+      float* const rows = reinterpret_cast<float*>(shared + Shape::kLse) + stage * kQueries + lane;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        rows[i * 32] = RowLse(lse[i]) * (kPlain ? kLog2E : 1.0f);
+        rows[i * 32 + (Shape::kDelta - Shape::kLse) / 4] = RowDelta(lse[i], delta[i]);
+      }
+      const bool masked = !visible || (!kPlain && (p.softcap > 0.0f || p.bias != nullptr));
+      const bool strangers = p.cu_q != nullptr || q_len < s.q_rows;
+      const bool partial = strangers && first + kQueries > q_len;
+      Publish(step, {first, head, (masked ? Step::kMasked : 0) | (partial ? Step::kPartial : 0)});
+      BarrierWait(base + Shape::kDoFree + stage * 8, phase ^ 1);
+      if (lane == 0) {
+        LoadTile<GradTile>(base + Shape::kDo + stage * GradTile::kBytes, maps.d_o,
+                           base + Shape::kDoFull + stage * 8, head, s.q_row, first);
+      }
+      ++step;
+    }
+    const int stage = step % kStages, phase = step / kStages % 2;
+    BarrierWait(base + Shape::kQFree + stage * 8, phase ^ 1);
+    if (lane == 0) BarrierArrive(base + Shape::kQFull + stage * 8);
+    Publish(step, {0, 0, Step::kEnd});
+  }
+};
+
+}  // namespace kvblock::hopper

@@ -1,0 +1,159 @@
+// From scores to P and dS in the registers of a warpgroup.
+//
+// A warpgroup holds S^T and dP^T: 64 keys by 2 kCount queries, as accumulators lie in its threads
+// (wgmma.cuh). So a thread has rows (keys) g and g + 8 of its warp's 16, and columns (queries)
+// 8 n + 2 t and the one after it.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fast_math.cuh"
+#include "device/mma.cuh"
+#include "device/opaque.cuh"
+#include "device/stmatrix.cuh"
+#include "device/tensor_copy.cuh"
+#include "ops/attention/generic/scores.cuh"
+#include "ops/attention/hopper/backward_shape.cuh"
+
+namespace kvblock::hopper {
+
+// Packed pairs, in the order in which a product takes its A operand from registers.
+template <int kCount>
+using Packed = uint32_t[kCount / 8][4];
+
+template <typename T, int kCount>
+__device__ __forceinline__ void PackAll(Packed<kCount>& to, const float (&c)[kCount]) {
+#pragma unroll
+  for (int k = 0; k < kCount / 8; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[k][i] = Pack<T>(c[k * 8 + i * 2], c[k * 8 + i * 2 + 1]);
+  }
+}
+
+// Writes packed rows to a swizzled tile, its first at (row, column).
+template <typename Tile, int kBlocks>
+__device__ __forceinline__ void StorePacked(uint32_t tile, int row, int column, int thread,
+                                            const uint32_t (&r)[kBlocks][4]) {
+  const int lane = thread % 32, lane_row = row + thread / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int k = 0; k < kBlocks; ++k) {
+    StoreMatrices(tile + Tile::Offset(lane_row, column + k * 16 + lane / 16 * 8), r[k]);
+  }
+}
+
+// Rounds and writes accumulators.
+template <typename T, typename Tile, int kCount>
+__device__ __forceinline__ void StoreAccumulators(uint32_t tile, int row, int column, int thread,
+                                                  const float (&c)[kCount], float scale) {
+  const int lane = thread % 32, lane_row = row + thread / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int k = 0; k < kCount / 8; ++k) {
+    uint32_t r[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      r[i] = Pack<T>(c[k * 8 + i * 2] * scale, c[k * 8 + i * 2 + 1] * scale);
+    }
+    StoreMatrices(tile + Tile::Offset(lane_row, column + k * 16 + lane / 16 * 8), r);
+  }
+}
+
+// Rows [from, kRows) of a tile become zeros.
+template <typename Tile>
+__device__ __forceinline__ void ZeroRows(char* tile, int from, int thread, int threads) {
+  constexpr int kPieces = Tile::kChunks * 8;
+  for (int i = thread + from * kPieces; i < Tile::kRows * kPieces; i += threads) {
+    const int row = i / kPieces, column = i % kPieces * 8;
+    *reinterpret_cast<int4*>(tile + Tile::Offset(row, column)) = make_int4(0, 0, 0, 0);
+  }
+}
+
+// One warpgroup's part of a tile of scores. lse and delta are those of its queries: lse in units of
+// log 2 for kPlain, which means that there is no softcap, no bias and no segment.
+template <typename T, int kCount, bool kPlain>
+struct BackwardScores {
+  const AttentionParams& p;
+  const Sequence& s;
+  int first_key, first_query, head, thread;
+
+  // c becomes P, and `prob` P packed; with a softcap c is then multiplied by its slope.
+  __device__ __forceinline__ void Probabilities(Packed<kCount>& prob, float (&c)[kCount],
+                                                const float* lse, bool masked) const {
+    if (!kPlain && masked) {
+      AnyProbabilities(prob, c, lse);
+    } else {
+      Exponentials(c, lse);
+      if (masked) MaskBand(c);
+      PackAll<T>(prob, c);
+    }
+  }
+
+  // c becomes dS = P (dP - delta).
+  __device__ __forceinline__ void Slopes(float (&c)[kCount], float (&dp)[kCount],
+                                         const float* delta, bool masked) const {
+    if (masked) {  // a masked score takes nothing, not even a NaN
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) dp[i] = c[i] == 0.0f ? 0.0f : dp[i];
+    }
+    const float2* const pairs = reinterpret_cast<const float2*>(delta) + thread % 4;
+#pragma unroll
+    for (int n = 0; n < kCount / 4; ++n) {
+      const float2 d = pairs[n * 4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) c[n * 4 + e] *= dp[n * 4 + e] - (e % 2 ? d.y : d.x);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void Exponentials(float (&c)[kCount], const float* lse) const {
+    const float scale = p.scale * kLog2E;
+    const float2* const pairs = reinterpret_cast<const float2*>(lse) + thread % 4;
+#pragma unroll
+    for (int n = 0; n < kCount / 4; ++n) {
+      const float2 l = pairs[n * 4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float row = e % 2 ? l.y : l.x;
+        float& x = c[n * 4 + e];
+        x = kPlain ? Exp2(fmaf(x, scale, -row)) : Probability(x, p.scale, row);
+      }
+    }
+  }
+
+  // Pairs outside of the band or past the lengths become 0.
+  __device__ __forceinline__ void MaskBand(float (&c)[kCount]) const {
+    const int key = first_key + thread / 32 * 16 + thread % 32 / 4;
+    const int query = first_query + thread % 4 * 2, apart = key - query;
+    const int low = s.left - apart, queries = s.q_len - query;
+    int high[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) high[h] = key + h * 8 < s.kv_len ? s.right - apart : INT32_MIN;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int column = i / 4 * 8 + i % 2, at = i / 2 % 2 * 8 - column;
+      const bool attends = at >= low && at < high[i / 2 % 2] && column < queries;
+      c[i] = attends ? c[i] : 0.0f;
+    }
+  }
+
+  __device__ __forceinline__ void AnyProbabilities(Packed<kCount>& prob, float (&c)[kCount],
+                                                   const float* lse) const {
+    const Scores<T> scores(p, s, head);
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const int worker = Opaque(thread), n = i / 4, h = i / 2 % 2;
+      const int key = first_key + worker / 32 * 16 + worker % 32 / 4 + h * 8;
+      const int column = n * 8 + worker % 4 * 2;
+      float slope[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        c[i + e] =
+            scores.Probability(c[i + e], first_query + column + e, key, lse[column + e], &slope[e]);
+      }
+      prob[n / 2][n % 2 * 2 + h] = Pack<T>(c[i], c[i + 1]);
+#pragma unroll
+      for (int e = 0; e < 2; ++e) c[i + e] *= slope[e];
+    }
+  }
+};
+
+}  // namespace kvblock::hopper

@@ -1,0 +1,82 @@
+// What the roles of the Hopper backward kernel agree on: tiles, shared memory, barriers.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "device/warpgroup.cuh"
+#include "device/wgmma.cuh"
+#include "ops/attention/generic/mask.cuh"
+#include "ops/attention/hopper/backward_tiles.h"
+
+namespace kvblock::hopper {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr int kWorkersMeet = 1;  // the hardware barrier of both warpgroups that compute
+
+struct BackwardMaps {
+  CUtensorMap q, k, v, d_o;
+};
+
+// A tile of 16-bit elements as bulk copies write it (wgmma.cuh).
+template <int kRows_, int kDim_>
+struct SwizzledTile {
+  static constexpr int kRows = kRows_, kDim = kDim_;
+  static constexpr int kChunks = (kDim + kChunkColumns - 1) / kChunkColumns;
+  static constexpr int kChunkBytes = kRows * kChunkRowBytes, kBytes = kChunks * kChunkBytes;
+
+  __device__ static __forceinline__ uint32_t Offset(int row, int column) {
+    return SwizzledOffset(kRows, row, column);
+  }
+};
+
+// What the loader says of a step's tile of queries.
+struct alignas(16) BackwardStep {
+  int first, head;
+  int flags;
+  static constexpr int kMasked = 1;   // some pairs do not attend, or scores have options
+  static constexpr int kPartial = 2;  // the tile has rows that must not be read
+  static constexpr int kEnd = 4;      // there is no tile
+};
+
+// What a CTA owns, and where its walk over the queries stands.
+struct alignas(16) BackwardOwned {
+  Sequence sequence;
+  int first_key, kv_head;
+  WalkState walk;
+};
+
+template <int kDim_, int kValueDim_>
+struct BackwardShape : BackwardTiles<kDim_> {
+  using Tiles = BackwardTiles<kDim_>;
+  using Tiles::kKeys, Tiles::kQueries, Tiles::kStages;
+  static constexpr int kDim = kDim_, kValueDim = kValueDim_;
+  static constexpr int kWorkers = 2 * kWarpgroup, kThreads = kWarpgroup + kWorkers;
+  static constexpr bool kWide = kKeys == 64;  // the warpgroups share the columns, not the keys
+
+  using KeyTile = SwizzledTile<kKeys, kDim>;
+  using ValueTile = SwizzledTile<kKeys, kValueDim>;
+  using QueryTile = SwizzledTile<kQueries, kDim>;
+  using GradTile = SwizzledTile<kQueries, kValueDim>;
+  using ScoreTile = SwizzledTile<kKeys, kQueries>;
+
+  // Offsets in shared memory. Two tiles of scores: dS of two steps, or (wide) P and dS.
+  static constexpr int kHeldSteps = 8;  // a step is looked at again during the next two
+  static constexpr int kK = 0, kV = kK + KeyTile::kBytes, kQ = kV + ValueTile::kBytes;
+  static constexpr int kDo = kQ + kStages * QueryTile::kBytes;
+  static constexpr int kDs = kDo + kStages * GradTile::kBytes;
+  static constexpr int kLse = kDs + 2 * ScoreTile::kBytes, kDelta = kLse + kStages * kQueries * 4;
+  static constexpr int kSteps = kDelta + kStages * kQueries * 4;
+  static constexpr int kOwned = kSteps + kHeldSteps * sizeof(BackwardStep);
+  static constexpr int kBarriers = kOwned + sizeof(BackwardOwned);
+  // Barriers: "full" when the copies have landed, "free" when both warpgroups have read.
+  static constexpr int kKFull = kBarriers, kVFull = kKFull + 8, kScoresReady = kVFull + 8;
+  static constexpr int kScoresFree = kScoresReady + 8;
+  static constexpr int kQFull = kScoresFree + 8, kQFree = kQFull + 8 * kStages;
+  static constexpr int kDoFull = kQFree + 8 * kStages, kDoFree = kDoFull + 8 * kStages;
+  static constexpr int kBytes = kDoFree + 8 * kStages;
+  static_assert(kBytes <= 227 * 1024);
+};
+
+}  // namespace kvblock::hopper

@@ -1,0 +1,124 @@
+// What both kinds of warpgroups that compute (backward_narrow.cuh, backward_wide.cuh) do alike.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mbarrier.cuh"
+#include "device/reduce_add.cuh"
+#include "device/tensor_copy.cuh"
+#include "device/warpgroup.cuh"
+#include "device/wgmma.cuh"
+#include "ops/attention/generic/product.cuh"
+#include "ops/attention/generic/tile.cuh"
+#include "ops/attention/hopper/backward_scores.cuh"
+#include "ops/attention/hopper/backward_shape.cuh"
+#include "ops/attention/hopper/dq_tile.cuh"
+
+namespace kvblock::hopper {
+
+template <typename T, typename Shape, bool kPlain>
+struct BackwardWorker {
+  using KeyTile = typename Shape::KeyTile;
+  using ValueTile = typename Shape::ValueTile;
+  using QueryTile = typename Shape::QueryTile;
+  using GradTile = typename Shape::GradTile;
+  using ScoreTile = typename Shape::ScoreTile;
+  using Step = BackwardStep;
+  static constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys;
+
+  const AttentionParams& p;
+  char* const shared;
+  const uint32_t base;
+  const int group, thread;  // which warpgroup of the two, and its thread
+
+  __device__ __forceinline__ const BackwardOwned& owned() const {
+    return *reinterpret_cast<const BackwardOwned*>(shared + Shape::kOwned);
+  }
+  __device__ __forceinline__ const Step& StepAt(int step) const {
+    return reinterpret_cast<const Step*>(shared + Shape::kSteps)[step % Shape::kHeldSteps];
+  }
+  __device__ __forceinline__ const float* LseOf(int stage) const {
+    return reinterpret_cast<const float*>(shared + Shape::kLse) + stage * kQueries;
+  }
+  __device__ __forceinline__ const float* DeltaOf(int stage) const {
+    return reinterpret_cast<const float*>(shared + Shape::kDelta) + stage * kQueries;
+  }
+  __device__ __forceinline__ void Arrive(uint32_t barrier) const {
+    __syncwarp();
+    if (thread % 32 == 0) BarrierArrive(barrier);
+  }
+
+  // Waits for K and V. Rows of K that take no part become zeros, because dQ sums over them.
+  __device__ __forceinline__ void TakeKeys() const {
+    BarrierWait(base + Shape::kKFull, 0);
+    BarrierWait(base + Shape::kVFull, 0);
+    const Sequence& s = owned().sequence;
+    const int rows = s.kv_len - owned().first_key;
+    if (rows < kKeys && (p.cu_q != nullptr || s.kv_len < s.kv_rows)) {
+      ZeroRows<KeyTile>(shared + Shape::kK, rows, group * kWarpgroup + thread, Shape::kWorkers);
+      FenceAsync();
+      BarrierMeet(kWorkersMeet, Shape::kWorkers);
+    }
+  }
+  // The same for Q and dO, over whose rows dK and dV sum, in a tile that is partial.
+  __device__ __forceinline__ void ClearStrangers(int first, int stage, int phase) const {
+    BarrierWait(base + Shape::kDoFull + stage * 8, phase);
+    const int rows = owned().sequence.q_len - first, worker = group * kWarpgroup + thread;
+    ZeroRows<QueryTile>(shared + Shape::kQ + stage * QueryTile::kBytes, rows, worker,
+                        Shape::kWorkers);
+    ZeroRows<GradTile>(shared + Shape::kDo + stage * GradTile::kBytes, rows, worker,
+                       Shape::kWorkers);
+    FenceAsync();
+    BarrierMeet(kWorkersMeet, Shape::kWorkers);
+  }
+
+  // Adds this warpgroup's blocks of 8 columns of dQ, from first_block on, for the 64 queries from
+  // `first` on.
+  template <int kCount>
+  __device__ __forceinline__ void AddDq(const float (&dq)[kCount], int head, int first,
+                                        int first_block) const {
+    float* const to =
+        DqTile(p, owned().sequence, head, first) + first_block * (kDqRows * 8) + thread * 4;
+#pragma unroll
+    for (int n = 0; n < kCount / 4; ++n) {
+      if ((first_block + n) * 8 < p.head_dim) {
+        ReduceAdd(to + n * (kDqRows * 8), dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]);
+      }
+    }
+  }
+
+  // Turns, for a dQ that is the same every time: the key tiles that see a tile of queries add to it
+  // in order. A tile's counter says how many warpgroups have; `adders` of each key tile do.
+  __device__ __forceinline__ void WaitForTurn(int head, int tile_first, int first,
+                                              int adders) const {
+    const Sequence& s = owned().sequence;
+    if (thread == 0) {
+      const int rank = (owned().first_key - s.FirstKey(tile_first) / kKeys * kKeys) / kKeys;
+      const int32_t* const turn = DqTurn(p, s, head, first);
+      while (LoadAcquire(turn) < rank * adders) {
+      }
+    }
+    BarrierMeet(kWorkersMeet + 1 + group, kWarpgroup);
+  }
+  // What this warpgroup has added there is done. Called a step late, when that needs no waiting.
+  __device__ __forceinline__ void PassTurn(int head, int first) const {
+    __threadfence();
+    BarrierMeet(kWorkersMeet + 1 + group, kWarpgroup);
+    if (thread == 0) AddRelease(DqTurn(p, owned().sequence, head, first), 1);
+  }
+
+  // dK and dV, which lie where K and V were, go out.
+  __device__ __forceinline__ void StoreKeys() const {
+    const int worker = group * kWarpgroup + thread;
+    const Sequence& s = owned().sequence;
+    const int first_key = owned().first_key, kv_head = owned().kv_head;
+    StoreTile<KeyTile, Shape::kWorkers>(
+        shared + Shape::kK, RowsOfHead<T>(p.dk, s.kv_row, p.num_kv_heads, kv_head, p.head_dim),
+        first_key, s.kv_rows, worker);
+    StoreTile<ValueTile, Shape::kWorkers>(
+        shared + Shape::kV, RowsOfHead<T>(p.dv, s.kv_row, p.num_kv_heads, kv_head, p.value_dim),
+        first_key, s.kv_rows, worker);
+  }
+};
+
+}  // namespace kvblock::hopper
