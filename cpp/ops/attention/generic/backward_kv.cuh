@@ -300,8 +300,8 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
     for (int m = 0; m < kM; ++m) {
       blind = blind || lse_of(m, 0) == -INFINITY || lse_of(m, 1) == -INFINITY;
     }
-    const bool plain =
-        at.visible && p.softcap == 0.0f && p.bias == nullptr && !__any_sync(~0u, blind);
+    const bool plain = (at.visible || p.q_segments == nullptr) && p.softcap == 0.0f &&
+                       p.bias == nullptr && !__any_sync(~0u, blind);
     const auto start_with_delta = [&] {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
@@ -337,8 +337,25 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
           for (int e = 0; e < 4; ++e) c[e] = Probability(c[e], p.scale, lse_of(i / kN, e / 2));
         }
       });
-      previous_done();
       const int at_lane = Opaque(lane);
+      if (!at.visible) {  // a masked score takes nothing, not even a NaN
+        const int key = keys.first + key_row + at_lane % 4 * 2;
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int query = at.first + score_row + m * 16 + h * 8 + at_lane / 4;
+            const int low = s.FirstKey(query) - key;
+            const int high = query < s.q_len ? s.EndKey(query) - key : 0;
+#pragma unroll
+            for (int j = 0; j < 2 * kN; ++j) {
+              const int column = j / 2 * 8 + j % 2, e = 2 * h + j % 2;
+              if (column < low || column >= high) prob[m][j / 2][e] = ds[m][j / 2][e] = 0.0f;
+            }
+          }
+        }
+      }
+      previous_done();
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
