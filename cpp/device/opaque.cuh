@@ -3,10 +3,14 @@
 
 namespace kvblock {
 
-// Keeps what is computed from x from being computed early or kept for later, where registers are
-// dearer than instructions.
+// Keeps x from being computed late, and what is computed from x from being computed early or kept
+// for later, where registers are dearer than instructions.
 __device__ __forceinline__ int Opaque(int x) {
   asm volatile("" : "+r"(x));
+  return x;
+}
+__device__ __forceinline__ float Opaque(float x) {
+  asm volatile("" : "+f"(x));
   return x;
 }
 

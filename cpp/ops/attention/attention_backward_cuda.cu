@@ -1,30 +1,13 @@
 // The CUDA launchers of the attention backward passes: check, clear, pick the instance, launch.
 #include <cuda_runtime.h>
 
-#include <algorithm>
 #include <string>
-#include <type_traits>
 
 #include "host/attention_check.h"
 #include "host/block_copy_check.h"
 #include "kvblock/attention.h"
+#include "ops/attention/for_dim.h"
 #include "ops/attention/generic/backward.h"
-
-namespace kvblock {
-namespace {
-
-// Calls launch with the instance's head dim as a type.
-template <typename Launch>
-const char* ForDim(const kvblock_attention& a, Launch launch) {
-  const int dim = std::max(a.head_dim, a.value_dim);
-  if (dim <= 64) return launch(std::integral_constant<int, 64>());
-  if (dim <= 128) return launch(std::integral_constant<int, 128>());
-  if (dim <= 192) return launch(std::integral_constant<int, 192>());
-  return launch(std::integral_constant<int, 256>());
-}
-
-}  // namespace
-}  // namespace kvblock
 
 extern "C" const char* kvblock_attention_backward_kv(const kvblock_attention* a, void* stream) {
   using namespace kvblock;

@@ -1,10 +1,9 @@
 // The CUDA launcher of the attention forward pass: check, pick the instance, launch.
 #include <cuda_runtime.h>
 
-#include <algorithm>
-
 #include "host/attention_check.h"
 #include "kvblock/attention.h"
+#include "ops/attention/for_dim.h"
 #include "ops/attention/generic/forward.h"
 
 extern "C" const char* kvblock_attention_forward(const kvblock_attention* a, void* stream) {
@@ -12,9 +11,5 @@ extern "C" const char* kvblock_attention_forward(const kvblock_attention* a, voi
   if (const char* error = CheckAttention(a, AttentionPass::kForward)) return error;
   if (a->q_len == 0 || (a->batch == 0 && a->cu_q == nullptr)) return nullptr;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  const int dim = std::max(a->head_dim, a->value_dim);
-  if (dim <= 64) return LaunchForward<64>(*a, cuda_stream);
-  if (dim <= 128) return LaunchForward<128>(*a, cuda_stream);
-  if (dim <= 192) return LaunchForward<192>(*a, cuda_stream);
-  return LaunchForward<256>(*a, cuda_stream);
+  return ForDim(*a, [&](auto dim) { return LaunchForward<dim()>(*a, cuda_stream); });
 }

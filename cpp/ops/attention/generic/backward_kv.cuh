@@ -69,18 +69,17 @@ struct BackwardKvTiling<256> {
 struct alignas(16) BackwardKeys {  // of a CTA
   Sequence sequence;
   int first, head;  // whose keys it has
-  struct Queries {  // row 0 of the sequence, one head
-    const char *q, *d_o;
-    const float *lse, *delta;
-    float* dq;
-  } queries[2];  // of the head at work and the next; every warp writes the same
+  // Row 0 of the sequence, head 0.
+  const char *q, *d_o;
+  const float *lse, *delta;
+  float* dq;
+  int64_t dq_stride;  // floats from head to head
 };
 struct alignas(16) BackwardWalk {  // of a warp; all warps of a CTA walk alike
   WalkState state;
   struct Tile {
     int head, first;  // the queries
     bool visible;     // all of them see all our keys
-    int queries;      // which of BackwardKeys::queries
   } tiles[2];         // by the step's parity
 };
 
@@ -143,7 +142,6 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
   const uint32_t done = base + Shape::kDone;
   const int thread = threadIdx.x, lane = thread % 32;
   const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler keeps it in a uniform register
-  const int group_row = lane / 4, pair_column = lane % 4 * 2;  // of a block of accumulators
 
   // Whose keys these are. The first tiles come first, which a causal mask makes the longest; a few
   // heads take turns, or the last head's longest tiles would end alone.
@@ -158,7 +156,16 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
   BackwardWalk& parked = reinterpret_cast<BackwardWalk*>(shared + Shape::kWalk)[warp];
   const Sequence& s = keys.sequence;
   if (thread == 0) {
-    keys = {found, found_first, kv_head};
+    const int64_t at = found.q_row * p.num_heads, lse_row = found.LseRow(p, 0);
+    keys = {found,
+            found_first,
+            kv_head,
+            static_cast<const char*>(p.q) + at * p.head_dim * sizeof(T),
+            static_cast<const char*>(p.d_o) + at * p.value_dim * sizeof(T),
+            p.lse + lse_row,
+            p.delta + lse_row,
+            p.dq_accum + at * p.head_dim,
+            (p.dq_blocked ? p.q_len : 1) * p.head_dim};
     BarrierInit(landed, kThreads);
     BarrierInit(landed + 8, kThreads);
     BarrierInit(ds_ready, kThreads / 32);
@@ -170,32 +177,24 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
   // parked.tiles[step % 2].
   using Walk = TileWalk<Along::kQueries, kQueries>;
   using Tile = BackwardWalk::Tile;
-  const auto walk_on = [&](Walk walk, int step, int head, int queries) {
+  const auto walk_on = [&](Walk walk, int step, int head) {
     const bool more = walk.Next();
     __syncwarp();
     if (lane == 0) {
       parked.state = walk.state();
-      parked.tiles[step % 2] = {head, walk.first(), walk.all_visible(), queries};
+      parked.tiles[step % 2] = {head, walk.first(), walk.all_visible()};
     }
     __syncwarp();
     return more;
   };
-  const auto start_head = [&](int step, int head, int queries) {
-    if (lane == 0) {
-      const int64_t at = s.q_row * p.num_heads + head, lse_row = s.LseRow(p, head);
-      keys.queries[queries] = {
-          static_cast<const char*>(p.q) + at * p.head_dim * sizeof(T),
-          static_cast<const char*>(p.d_o) + at * p.value_dim * sizeof(T), p.lse + lse_row,
-          p.delta + lse_row,
-          p.dq_accum + (p.dq_blocked ? s.q_row * p.num_heads + head * p.q_len : at) * p.head_dim};
-    }
-    return walk_on(Walk(p, s, head, keys.first, keys.first + kKeys), step, head, queries);
+  const auto start_head = [&](int step, int head) {
+    return walk_on(Walk(p, s, head, keys.first, keys.first + kKeys), step, head);
   };
   const auto next = [&](int step) {
     const int end_head = (keys.head + 1) * p.group;
     if (step == 0) {
       int head = keys.head * p.group;
-      while (!start_head(0, head, 0)) {
+      while (!start_head(0, head)) {
         if (++head == end_head) return false;
       }
       return true;
@@ -205,7 +204,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
     if (pending != 0) {  // what Walk::Next does nearly always, without loading all its state
       const int bit = __ffs(pending) - 1;
       const Tile tile{before.head, parked.state.window + bit * kQueries,
-                      (parked.state.whole >> bit & 1) != 0, before.queries};
+                      (parked.state.whole >> bit & 1) != 0};
       __syncwarp();
       if (lane == 0) {
         parked.state.pending = pending & (pending - 1);
@@ -214,28 +213,27 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
       __syncwarp();
       return true;
     }
-    bool more = walk_on(Walk(p, s, parked.state), step, before.head, before.queries);
+    bool more = walk_on(Walk(p, s, parked.state), step, before.head);
     for (int head = before.head + 1; !more && head < end_head; ++head) {
-      more = start_head(step, head, before.queries ^ 1);
+      more = start_head(step, head);
     }
     return more;
   };
   const auto load = [&](int step) {
     const int stage = plan.stages == 2 ? step % 2 : 0;
-    const int first = parked.tiles[step % 2].first;
-    const BackwardKeys::Queries& rows = keys.queries[parked.tiles[step % 2].queries];
-    const int64_t q_stride = int64_t{p.num_heads} * p.head_dim * int64_t{sizeof(T)};
-    const int64_t do_stride = int64_t{p.num_heads} * p.value_dim * int64_t{sizeof(T)};
+    const int head = parked.tiles[step % 2].head, first = parked.tiles[step % 2].first;
+    const int at_thread = Opaque(thread);
     const uint32_t to = base + Shape::kStage + stage * Shape::kStageBytes;
-    LoadTileAsync<QueryTile, kThreads>(to, HeadRows{rows.q, q_stride, p.head_dim}, first, s.q_len,
-                                       thread);
-    LoadTileAsync<QueryTile, kThreads>(
-        to + QueryTile::kBytes, HeadRows{rows.d_o, do_stride, p.value_dim}, first, s.q_len, thread);
-    if (thread < 2 * kQueries) {
-      const float* from = thread < kQueries ? rows.lse : rows.delta;
-      const int row = first + thread % kQueries;
-      const int to = thread < kQueries ? Shape::kLse : Shape::kDelta - kQueries * 4;
-      CopyAsync<4>(shared + to + (stage * kQueries + thread) * 4,
+    LoadTileAsync<QueryTile, kThreads>(to, RowsOfHead<T>(keys.q, 0, p.num_heads, head, p.head_dim),
+                                       first, s.q_len, at_thread);
+    LoadTileAsync<QueryTile, kThreads>(to + QueryTile::kBytes,
+                                       RowsOfHead<T>(keys.d_o, 0, p.num_heads, head, p.value_dim),
+                                       first, s.q_len, at_thread);
+    if (at_thread < 2 * kQueries) {
+      const float* from = (at_thread < kQueries ? keys.lse : keys.delta) + head * p.q_len;
+      const int row = first + at_thread % kQueries;
+      const int to = at_thread < kQueries ? Shape::kLse : Shape::kDelta - kQueries * 4;
+      CopyAsync<4>(shared + to + (stage * kQueries + at_thread) * 4,
                    row < s.q_len ? from + row : nullptr);
     }
     BarrierArriveAfterCopies(landed + stage * 8);
@@ -274,13 +272,14 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
 
     // dP - delta = dO V^T - delta, and P = exp(scale S - lse) under it.
     float ds[kM][kN][4];
-    const auto row_of = [&](int m, int h) { return score_row + m * 16 + h * 8 + group_row; };
+    const int first_row = score_row + Opaque(lane) / 4;
+    const auto row_of = [&](int m, int h) { return first_row + m * 16 + h * 8; };
     const float* const lse_rows =
         reinterpret_cast<const float*>(shared + Shape::kLse) + stage * kQueries;
     const float* const delta_rows =
         reinterpret_cast<const float*>(shared + Shape::kDelta) + stage * kQueries;
     // Four rows' lse stay in registers (3 % faster at head dim 128); for eight there is no room.
-    constexpr bool kHoldLse = kM <= 2;
+    constexpr bool kHoldLse = kM <= 2 && kDim < 256;
     float lse[kHoldLse ? kM : 1][2];
     if constexpr (kHoldLse) {
 #pragma unroll
@@ -301,8 +300,8 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
     for (int m = 0; m < kM; ++m) {
       blind = blind || lse_of(m, 0) == -INFINITY || lse_of(m, 1) == -INFINITY;
     }
-    const bool plain =
-        at.visible && p.softcap == 0.0f && p.bias == nullptr && !__any_sync(~0u, blind);
+    const bool plain = (at.visible || p.q_segments == nullptr) && p.softcap == 0.0f &&
+                       p.bias == nullptr && !__any_sync(~0u, blind);
     const auto start_with_delta = [&] {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
@@ -340,6 +339,23 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
       });
       previous_done();
       const int at_lane = Opaque(lane);
+      if (!at.visible) {  // a masked score takes nothing, not even a NaN
+        const int key = keys.first + key_row + at_lane % 4 * 2;
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int query = at.first + score_row + m * 16 + h * 8 + at_lane / 4;
+            const int low = s.FirstKey(query) - key;
+            const int high = query < s.q_len ? s.EndKey(query) - key : 0;
+#pragma unroll
+            for (int j = 0; j < 2 * kN; ++j) {
+              const int column = j / 2 * 8 + j % 2, e = 2 * h + j % 2;
+              if (column < low || column >= high) prob[m][j / 2][e] = ds[m][j / 2][e] = 0.0f;
+            }
+          }
+        }
+      }
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -352,24 +368,28 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
     } else {
       const Scores<T> scores(p, s, at.head);
       previous_done();
+      const auto finish = [&](auto softcap) {
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
+        for (int m = 0; m < kM; ++m) {
 #pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          float (&c)[4] = prob[m][n];
-          float slope[4];
-          const int at_lane = Opaque(lane);
-          const int query_row = at.first + score_row + m * 16 + at_lane / 4;
-          const int key = keys.first + key_row + n * 8 + at_lane % 4 * 2;
+          for (int n = 0; n < kN; ++n) {
+            float (&c)[4] = prob[m][n];
+            float slope[4];
+            const int at_lane = Opaque(lane);
+            scores.template Probabilities<decltype(softcap)::value>(
+                c, at.first + score_row + m * 16 + at_lane / 4,
+                keys.first + key_row + n * 8 + at_lane % 4 * 2,
+                {RowLse(lse_of(m, 0)), RowLse(lse_of(m, 1))}, slope);
+            store(Shape::kP, at_lane, m, n, c);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            c[e] = scores.Probability(c[e], query_row + e / 2 * 8, key + e % 2,
-                                      RowLse(lse_of(m, e / 2)), &slope[e]);
+            for (int e = 0; e < 4; ++e) c[e] = c[e] * slope[e];
           }
-          store(Shape::kP, at_lane, m, n, c);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) c[e] *= slope[e];
         }
+      };
+      if (p.softcap > 0.0f) {
+        finish(std::true_type());
+      } else {
+        finish(std::false_type());
       }
       start_with_delta();
       Product<T, kDim / 16>(ds, do_rows, v_rows, lane);
@@ -412,12 +432,13 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
       const int dq_column = warp / Shape::kDqWarpsDown * (kDqN * 8);
       float dq[kDqM][kDqN][4];
       Clear(dq);
-      float* const dq_rows = keys.queries[at.queries].dq;
       BarrierWait(ds_ready, step % 2);
       Product<T, kKeys / 16>(dq, OperandA<ScoreTile, Lies::kAcross>{base + Shape::kDs, dq_row},
                              OperandB<KeyTile, Lies::kDown>{base + Shape::kK, dq_column}, lane);
       __syncwarp();
       if (lane == 0) BarrierArrive(done);
+      float* const dq_rows = keys.dq + at.head * keys.dq_stride;
+      const int at_lane = Opaque(lane), group_row = at_lane / 4;
       // Adds the blocks of accumulators; `place(row)` is where this lane's part of the first lies,
       // and kStep floats on the next.
       const auto add = [&](auto step_of, auto place) {
@@ -440,12 +461,12 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
       };
       if (p.dq_blocked) {
         add(std::integral_constant<int, 64>{}, [&](int row) {
-          return dq_rows + int64_t{row} * p.head_dim + dq_column * 8 + lane * 2;
+          return dq_rows + int64_t{row} * p.head_dim + dq_column * 8 + at_lane * 2;
         });
       } else {
         add(std::integral_constant<int, 8>{}, [&](int row) {
           return dq_rows + int64_t{row + group_row} * p.num_heads * p.head_dim + dq_column +
-                 pair_column;
+                 at_lane % 4 * 2;
         });
       }
     } else {
@@ -460,6 +481,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
 
   // Out: dK where K was, dV where V was.
   if (step > 0) BarrierWait(done, (step - 1) % 2);
+  const int at_lane = Opaque(lane), out_row = key_row + at_lane / 4;
 #pragma unroll
   for (int m = 0; m < Shape::kKvM; ++m) {
 #pragma unroll
@@ -467,8 +489,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t at =
-            KeyTile::Offset(key_row + m * 16 + h * 8 + group_row, half * (kDim / 2) + n * 8) +
-            pair_column * 2;
+            KeyTile::Offset(out_row + m * 16 + h * 8, half * (kDim / 2) + n * 8) + at_lane % 4 * 4;
         *reinterpret_cast<uint32_t*>(shared + Shape::kK + at) =
             Pack<T>(dk[m][n][2 * h] * p.scale, dk[m][n][2 * h + 1] * p.scale);
         *reinterpret_cast<uint32_t*>(shared + Shape::kV + at) =

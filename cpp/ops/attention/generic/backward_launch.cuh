@@ -32,24 +32,30 @@ inline const char* Failure(cudaError_t status) {
   return Message(std::string("attention backward: ") + cudaGetErrorString(status));
 }
 
-// Launches kernel(args...) on p's grid with `bytes` of shared memory.
-template <int kThreads, typename Kernel, typename... Args>
-const char* Launch(Kernel kernel, int bytes, const AttentionParams& p, cudaStream_t stream,
-                   const Args&... args) {
-  if (p.tiles == 0 || p.num_pairs == 0) return nullptr;
-  int device = 0, available = 0;
+// The bytes of shared memory that a thread block may have on the current device; NULL or what is
+// wrong.
+inline const char* SharedMemory(int* bytes) {
+  int device = 0;
   cudaError_t status = cudaGetDevice(&device);
   if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    status = cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   }
-  if (status != cudaSuccess) return Failure(status);
+  return status == cudaSuccess ? nullptr : Failure(status);
+}
+
+// Launches kernel(args...) on p's grid with `bytes` of the `available` shared memory.
+template <int kThreads, typename Kernel, typename... Args>
+const char* Launch(Kernel kernel, int bytes, int available, const AttentionParams& p,
+                   cudaStream_t stream, const Args&... args) {
+  if (p.tiles == 0 || p.num_pairs == 0) return nullptr;
   if (bytes > available) {
     return Message("attention backward: head dims up to " +
                    std::to_string(std::max(p.head_dim, p.value_dim)) + " need " +
                    std::to_string(bytes) + " bytes of shared memory, and this GPU has " +
                    std::to_string(available) + "; use implementation='xla'");
   }
-  status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return Failure(status);
   kernel<<<static_cast<unsigned>(int64_t{p.tiles} * p.num_pairs), kThreads, bytes, stream>>>(
       args...);
@@ -72,14 +78,11 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   p.heads_apart = static_cast<int32_t>(std::clamp<int64_t>(
       kHeadsApartBytes / std::max<int64_t>(bytes, 1), 1, std::max(p.num_pairs, 1)));
 
-  int device = 0, available = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  if (status != cudaSuccess) return Failure(status);
+  int available = 0;
+  if (const char* error = SharedMemory(&available)) return error;
   const BackwardKvPlan plan = Shape::Plan(available);
-  return Launch<Shape::kThreads>(AttentionBackwardKv<T, kDim>, plan.bytes, p, stream, p, plan);
+  return Launch<Shape::kThreads>(AttentionBackwardKv<T, kDim>, plan.bytes, available, p, stream, p,
+                                 plan);
 }
 
 template <int kDim>
@@ -94,9 +97,11 @@ const char* LaunchBackwardQ(const kvblock_attention& a, cudaStream_t stream) {
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = a.q_len == 0 ? 0 : NumTiles(a, a.q_len, Shape::kQueries);
   if (const char* error = PlanGrid(&p, tiles, Members(a) * a.num_heads)) return error;
+  int available = 0;
+  if (const char* error = SharedMemory(&available)) return error;
   return Launch<Shape::kThreads>(a.dtype == KVBLOCK_BF16 ? AttentionBackwardQ<__nv_bfloat16, kDim>
                                                          : AttentionBackwardQ<__half, kDim>,
-                                 Shape::kBytes, p, stream, p);
+                                 Shape::kBytes, available, p, stream, p);
 }
 
 template <int kDim>
@@ -106,10 +111,12 @@ const char* LaunchBackwardBias(const kvblock_attention& a, cudaStream_t stream) 
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = (a.q_len + kTile - 1) / kTile * ((a.kv_len + kTile - 1) / kTile);
   if (const char* error = PlanGrid(&p, tiles, int64_t{a.bias_batch} * a.bias_heads)) return error;
+  int available = 0;
+  if (const char* error = SharedMemory(&available)) return error;
   return Launch<Shape::kThreads>(a.dtype == KVBLOCK_BF16
                                      ? AttentionBackwardBias<__nv_bfloat16, kDim>
                                      : AttentionBackwardBias<__half, kDim>,
-                                 Shape::kBytes, p, stream, p);
+                                 Shape::kBytes, available, p, stream, p);
 }
 
 }  // namespace kvblock
