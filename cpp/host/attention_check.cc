@@ -123,6 +123,15 @@ std::string CheckOperands(const kvblock_attention& a, AttentionPass pass) {
     case AttentionPass::kBackwardKv:
       if (missing(keys, a.dk)) return "dk is NULL";
       if (missing(keys, a.dv)) return "dv is NULL";
+      if (a.kernels == KVBLOCK_KERNELS_SM90) {
+        if (missing(queries && a.dq_accum, a.dq)) return "dq is NULL, and dq_accum is not";
+        if (a.dq_turns && (a.q_segments || a.tile_indices)) {
+          return "dq_turns is for calls without segments and tiles";
+        }
+        if (a.dq_blocked) return "dq_blocked is for the generic kernels";
+      } else if (a.dq_turns) {
+        return "dq_turns is for the sm_90a kernels";
+      }
       if (a.dq_blocked && (a.cu_q != nullptr || a.q_len % 8 != 0)) {
         return "dq_blocked is for inputs that are not packed, T a multiple of 8";
       }

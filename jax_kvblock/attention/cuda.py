@@ -7,7 +7,8 @@ says who does. `run` describes the call to the FFI handlers in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -160,29 +161,55 @@ def run(op: str, call: Any, kernels: str, *arrays: Any) -> tuple[Any, ...]:
     x: Operands = call.unpack(arrays[: len(call.present)])
     extra = arrays[len(call.present) :]
     size = sizes_of(config, x)
+    launch = functools.partial(_call, kernels, config, x, size, extra)
     if op == "forward":
-        return tuple(
-            _call(
-                op, kernels, config, x, size, extra, _forward_results(config, size, x)
-            )
-        )
+        return tuple(launch(op, _forward_results(config, size, x)))
     if op == "backward_bias":
-        return tuple(_call(op, kernels, config, x, size, extra, [_like(x.bias)]))
-    results = [_like(x.k), _like(x.v)]
-    if config.deterministic:
-        dk, dv = _call("backward_kv", kernels, config, x, size, extra, results)
-        (dq,) = _call("backward_q", kernels, config, x, size, extra, [_like(x.q)])
+        return tuple(launch(op, [_like(x.bias)]))
+    return _backward(launch, kernels, config, x, size)
+
+
+def _backward(
+    launch: Callable[[str, list[Any]], Sequence[Any]],
+    kernels: str,
+    config: AttentionConfig,
+    x: Operands,
+    size: Sizes,
+) -> tuple[Any, Any, Any]:
+    """dq, dk, dv."""
+    dk_dv = [_like(x.k), _like(x.v)]
+    tiled = kernels == "cuda_sm90"
+    in_turns = tiled and x.q_segments is None and x.tile_indices is None
+    if config.deterministic and not in_turns:
+        dk, dv = launch("backward_kv", dk_dv)
+        (dq,) = launch("backward_q", [_like(x.q)])
+        return dq, dk, dv
+    if tiled:
+        lead = _dq_tiles(config, size)
+        sums = jax.ShapeDtypeStruct((*lead, DQ_ROWS * size.head_dim), jnp.float32)
+        turns = [jax.ShapeDtypeStruct((*lead, 1), jnp.int32)] * config.deterministic
+        dk, dv, dq, *_ = launch("backward_kv", [*dk_dv, _like(x.q), sums, *turns])
         return dq, dk, dv
     blocked = _dq_blocked(config, size)
-    results.append(jax.ShapeDtypeStruct(blocked or x.q.shape, jnp.float32))
-    dk, dv, added = _call("backward_kv", kernels, config, x, size, extra, results)
+    sums = jax.ShapeDtypeStruct(blocked or x.q.shape, jnp.float32)
+    dk, dv, added = launch("backward_kv", [*dk_dv, sums])
     if blocked:
         added = added.transpose(0, 2, 4, 1, 3, 5).reshape(x.q.shape)
     return (added * np.float32(config.scale)).astype(x.q.dtype), dk, dv
 
 
+DQ_ROWS = 64  # queries of a tile of dq_accum; attention.h has the same number
+
+
+def _dq_tiles(config: AttentionConfig, size: Sizes) -> tuple[int, ...]:
+    """How many tiles the sums of dq have in the sm_90a kernels."""
+    if config.packed:
+        return (size.num_heads, (size.q_len + DQ_ROWS * size.batch) // DQ_ROWS)
+    return (size.batch, size.num_heads, -(-size.q_len // DQ_ROWS))
+
+
 def _dq_blocked(config: AttentionConfig, size: Sizes) -> tuple[int, ...] | None:
-    """The shape in which dq is added up in blocks of 8 x 8, where it can be.
+    """The shape in which "cuda" adds up dq in blocks of 8 x 8, where it can.
 
     A warp's additions then fall on few lines of memory, which is faster.
     """
@@ -206,12 +233,12 @@ def _forward_results(config: AttentionConfig, size: Sizes, x: Operands) -> list[
 
 
 def _call(
-    op: str,
     kernels: str,
     config: AttentionConfig,
     x: Operands,
     size: Sizes,
     extra: Sequence[Any],
+    op: str,
     results: list[Any],
 ) -> Sequence[Any]:
     optional = _optional(op, config, x, size)

@@ -100,14 +100,15 @@ typedef struct kvblock_attention {
   const float* delta; /* [B, N, T]: rowsum(d_o * o) - d_lse */
   /* float32, dq / scale, added atomically: [B, T, N, D], or with dq_blocked, whose additions are
    * faster, [B, N, T / 8, D / 8, 8, 8] (8 queries by 8 columns together; T a multiple of 8, not
-   * packed). */
+   * packed). The sm_90a kernels have tiles of 64 queries by D in an order of their own, [B, N,
+   * ceil(T / 64)] of them, packed [N, (T + 64 B) / 64] rounded down. */
   float* dq_accum;
   int32_t dq_blocked;
   void *dq, *dk, *dv;
   void* dbias; /* [bias_batch, bias_heads, T, S] in bias_dtype */
-  /* May be NULL. Kernels for compute capability 9.0, calls without segments and tiles: int32, one
-   * for each tile of 64 queries of dq_accum. Cleared; then keys add to dq_accum in turns, and dq
-   * comes out with the same bits every time. */
+  /* May be NULL; for the sm_90a kernels and calls without segments and tiles: one for each tile of
+   * dq_accum. Cleared; then keys add to dq_accum in turns, and dq comes out with the same bits
+   * every time. */
   int32_t* dq_turns;
 } kvblock_attention;
 
@@ -118,7 +119,7 @@ typedef struct kvblock_attention {
 KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_attention* a, void* stream);
 
 /* Writes dk and dv. Where dq_accum is given, clears it and adds dq / scale to it, in an order that
- * differs from run to run; where it is NULL, computes no dq. */
+ * differs from run to run; where it is NULL, computes no dq. The sm_90a kernels then write dq. */
 KVBLOCK_EXPORT const char* kvblock_attention_backward_kv(const kvblock_attention* a, void* stream);
 
 /* Writes dq, the same bits every time. */

@@ -8,11 +8,17 @@
 #include "kvblock/attention.h"
 #include "ops/attention/for_dim.h"
 #include "ops/attention/generic/backward.h"
+#include "ops/attention/hopper/backward.h"
 
 extern "C" const char* kvblock_attention_backward_kv(const kvblock_attention* a, void* stream) {
   using namespace kvblock;
   if (const char* error = CheckAttention(a, AttentionPass::kBackwardKv)) return error;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (a->kernels == KVBLOCK_KERNELS_SM90) {
+    const char* error = hopper::LaunchBackwardKv(*a, cuda_stream);
+    if (error != nullptr || a->dq_accum == nullptr) return error;
+    return hopper::LaunchFinishDq(*a, cuda_stream);
+  }
   if (a->dq_accum != nullptr) {
     const int64_t members = a->cu_q != nullptr ? 1 : a->batch;
     const size_t bytes = sizeof(float) * members * a->q_len * a->num_heads * a->head_dim;

@@ -3,8 +3,9 @@
 // launcher.
 //
 // Operands: q, k, v, then the optional ones that `present` names (bit i: the i-th of Optional),
-// then, backward, lse, delta and d_o. Results: o, lse; or dk, dv and perhaps dq_accum; or dq; or
-// dbias. Mirrors jax_kvblock/attention/cuda.py.
+// then, backward, lse, delta and d_o. Results: o, lse; or dk, dv and perhaps dq_accum (the sm_90a
+// kernels: dq, dq_accum and perhaps dq_turns); or dq; or dbias. Mirrors
+// jax_kvblock/attention/cuda.py.
 #include "ops/attention/attention_ffi.h"
 
 #include <cstdint>
@@ -340,6 +341,22 @@ float* DqAccum(Reader* in, Decoded* d, const ffi::RemainingRets& rets) {
   return static_cast<float*>(data);
 }
 
+// dq, and what the sm_90a kernels need to compute it.
+void DecodeTiledDq(Reader* in, Decoded* d) {
+  kvblock_attention& a = d->a;
+  a.dq = Heads(in, *d, "dq", kQueries, a.num_heads, a.head_dim, true, d->type);
+  const auto tiled = [&](const char* name, ffi::DataType type, int64_t size) {
+    if (!d->packed) {
+      return in->Result(name, type, {a.batch, a.num_heads, CeilDiv(a.q_len, 64), size});
+    }
+    return in->Result(name, type, {a.num_heads, (a.q_len + int64_t{64} * a.batch) / 64, size});
+  };
+  a.dq_accum = static_cast<float*>(tiled("dq_accum", ffi::DataType::F32, int64_t{64} * a.head_dim));
+  if (in->results_left() > 0) {
+    a.dq_turns = static_cast<int32_t*>(tiled("dq_turns", ffi::DataType::S32, 1));
+  }
+}
+
 ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                       const Attributes& attributes) {
   Reader in(args, rets);
@@ -348,7 +365,11 @@ ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets 
   if (!in.failed()) {
     d.a.dk = Heads(&in, d, "dk", kKeys, d.a.num_kv_heads, d.a.head_dim, true, d.type);
     d.a.dv = Heads(&in, d, "dv", kKeys, d.a.num_kv_heads, d.a.value_dim, true, d.type);
-    if (in.results_left() > 0) d.a.dq_accum = DqAccum(&in, &d, rets);
+    if (in.results_left() > 0 && d.a.kernels == KVBLOCK_KERNELS_SM90) {
+      DecodeTiledDq(&in, &d);
+    } else if (in.results_left() > 0) {
+      d.a.dq_accum = DqAccum(&in, &d, rets);
+    }
   }
   return Launch(&in, d, kvblock_attention_backward_kv, stream);
 }

@@ -10,5 +10,6 @@ constexpr char kMissing[] =
 
 const char* LaunchForward(const kvblock_attention&, cudaStream_t) { return kMissing; }
 const char* LaunchBackwardKv(const kvblock_attention&, cudaStream_t) { return kMissing; }
+const char* LaunchFinishDq(const kvblock_attention&, cudaStream_t) { return kMissing; }
 
 }  // namespace kvblock::hopper
