@@ -111,13 +111,12 @@ __global__ void __launch_bounds__(128, 1)
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const int at_lane = Opaque(lane);
+      float (&c)[4] = prob[0][n], slope[4];  // slope: of the score by q.k; the bias comes after it
+      scores.Probabilities(c, q0 + warp_row + at_lane / 4, k0 + n * 8 + at_lane % 4 * 2, lse,
+                           slope);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int query = q0 + warp_row + e / 2 * 8 + at_lane / 4;
-        const int key = k0 + n * 8 + at_lane % 4 * 2 + e % 2;
-        float slope;  // of the score by q.k; the bias comes after it
-        const float x = scores.Probability(prob[0][n][e], query, key, lse[e / 2], &slope);
-        if (x != 0.0f) sum[0][n][e] += x * (dp[0][n][e] - delta[e / 2]);
+        if (c[e] != 0.0f) sum[0][n][e] += c[e] * (dp[0][n][e] - delta[e / 2]);
       }
     }
   }

@@ -142,7 +142,6 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
   const uint32_t done = base + Shape::kDone;
   const int thread = threadIdx.x, lane = thread % 32;
   const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler keeps it in a uniform register
-  const int group_row = lane / 4, pair_column = lane % 4 * 2;  // of a block of accumulators
 
   // Whose keys these are. The first tiles come first, which a causal mask makes the longest; a few
   // heads take turns, or the last head's longest tiles would end alone.
@@ -273,7 +272,8 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
 
     // dP - delta = dO V^T - delta, and P = exp(scale S - lse) under it.
     float ds[kM][kN][4];
-    const auto row_of = [&](int m, int h) { return score_row + m * 16 + h * 8 + group_row; };
+    const int first_row = score_row + Opaque(lane) / 4;
+    const auto row_of = [&](int m, int h) { return first_row + m * 16 + h * 8; };
     const float* const lse_rows =
         reinterpret_cast<const float*>(shared + Shape::kLse) + stage * kQueries;
     const float* const delta_rows =
@@ -337,6 +337,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
           for (int e = 0; e < 4; ++e) c[e] = Probability(c[e], p.scale, lse_of(i / kN, e / 2));
         }
       });
+      previous_done();
       const int at_lane = Opaque(lane);
       if (!at.visible) {  // a masked score takes nothing, not even a NaN
         const int key = keys.first + key_row + at_lane % 4 * 2;
@@ -355,7 +356,6 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
           }
         }
       }
-      previous_done();
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -368,24 +368,28 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
     } else {
       const Scores<T> scores(p, s, at.head);
       previous_done();
+      const auto finish = [&](auto softcap) {
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
+        for (int m = 0; m < kM; ++m) {
 #pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          float (&c)[4] = prob[m][n];
-          float slope[4];
-          const int at_lane = Opaque(lane);
-          const int query_row = at.first + score_row + m * 16 + at_lane / 4;
-          const int key = keys.first + key_row + n * 8 + at_lane % 4 * 2;
+          for (int n = 0; n < kN; ++n) {
+            float (&c)[4] = prob[m][n];
+            float slope[4];
+            const int at_lane = Opaque(lane);
+            scores.template Probabilities<decltype(softcap)::value>(
+                c, at.first + score_row + m * 16 + at_lane / 4,
+                keys.first + key_row + n * 8 + at_lane % 4 * 2,
+                {RowLse(lse_of(m, 0)), RowLse(lse_of(m, 1))}, slope);
+            store(Shape::kP, at_lane, m, n, c);
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            c[e] = scores.Probability(c[e], query_row + e / 2 * 8, key + e % 2,
-                                      RowLse(lse_of(m, e / 2)), &slope[e]);
+            for (int e = 0; e < 4; ++e) c[e] = c[e] * slope[e];
           }
-          store(Shape::kP, at_lane, m, n, c);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) c[e] *= slope[e];
         }
+      };
+      if (p.softcap > 0.0f) {
+        finish(std::true_type());
+      } else {
+        finish(std::false_type());
       }
       start_with_delta();
       Product<T, kDim / 16>(ds, do_rows, v_rows, lane);
@@ -434,6 +438,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
       __syncwarp();
       if (lane == 0) BarrierArrive(done);
       float* const dq_rows = keys.dq + at.head * keys.dq_stride;
+      const int at_lane = Opaque(lane), group_row = at_lane / 4;
       // Adds the blocks of accumulators; `place(row)` is where this lane's part of the first lies,
       // and kStep floats on the next.
       const auto add = [&](auto step_of, auto place) {
@@ -456,12 +461,12 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
       };
       if (p.dq_blocked) {
         add(std::integral_constant<int, 64>{}, [&](int row) {
-          return dq_rows + int64_t{row} * p.head_dim + dq_column * 8 + lane * 2;
+          return dq_rows + int64_t{row} * p.head_dim + dq_column * 8 + at_lane * 2;
         });
       } else {
         add(std::integral_constant<int, 8>{}, [&](int row) {
           return dq_rows + int64_t{row + group_row} * p.num_heads * p.head_dim + dq_column +
-                 pair_column;
+                 at_lane % 4 * 2;
         });
       }
     } else {
@@ -476,6 +481,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
 
   // Out: dK where K was, dV where V was.
   if (step > 0) BarrierWait(done, (step - 1) % 2);
+  const int at_lane = Opaque(lane), out_row = key_row + at_lane / 4;
 #pragma unroll
   for (int m = 0; m < Shape::kKvM; ++m) {
 #pragma unroll
@@ -483,8 +489,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint32_t at =
-            KeyTile::Offset(key_row + m * 16 + h * 8 + group_row, half * (kDim / 2) + n * 8) +
-            pair_column * 2;
+            KeyTile::Offset(out_row + m * 16 + h * 8, half * (kDim / 2) + n * 8) + at_lane % 4 * 4;
         *reinterpret_cast<uint32_t*>(shared + Shape::kK + at) =
             Pack<T>(dk[m][n][2 * h] * p.scale, dk[m][n][2 * h + 1] * p.scale);
         *reinterpret_cast<uint32_t*>(shared + Shape::kV + at) =

@@ -139,13 +139,12 @@ __global__ void __launch_bounds__(BackwardQShape<kDim>::kThreads, 1)
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         const int at_lane = Opaque(lane);
+        float (&c)[4] = prob[0][n], slope[4];
+        scores.Probabilities(c, q0 + warp_row + at_lane / 4, k0 + n * 8 + at_lane % 4 * 2, lse,
+                             slope);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int query = q0 + warp_row + e / 2 * 8 + at_lane / 4;
-          const int key = k0 + n * 8 + at_lane % 4 * 2 + e % 2;
-          float slope;
-          const float x = scores.Probability(prob[0][n][e], query, key, lse[e / 2], &slope);
-          ds[0][n][e] = x == 0.0f ? 0.0f : x * slope * ds[0][n][e];  // masked: not even a NaN
+        for (int e = 0; e < 4; ++e) {  // masked: not even a NaN
+          ds[0][n][e] = c[e] == 0.0f ? 0.0f : c[e] * slope[e] * ds[0][n][e];
         }
       }
     }

@@ -52,6 +52,7 @@ constexpr ForwardShape ForwardShapeOf(int dim) {
 }
 
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLargeSoftcap = 1024.0f;  // from here on scores need SoftCapExact
 
 template <typename T_, int kDim_>
 struct ForwardTraits {
@@ -221,9 +222,13 @@ __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Seq
   };
   if (rules.finish) {
     if (p.softcap > 0.0f) {
-      // cap tanh(x) = cap - 2 cap / (1 + exp(2 x)), with an absolute error near cap 1e-7.
-      const float cap = p.softcap, factor = p.scale / cap * (2.0f * kLog2E);
-      each([&](float& x) { x = fmaf(-2.0f * cap, Reciprocal(1.0f + Exp2(x * factor)), cap); });
+      const float cap = p.softcap, inverse = Reciprocal(cap);
+      if (cap < kLargeSoftcap) {
+        const float factor = p.scale * inverse * kTwoLog2E;
+        each([&](float& x) { x = SoftCap(x * factor, cap); });
+      } else {
+        each([&](float& x) { x = SoftCapExact(x * p.scale, cap, inverse); });
+      }
     } else {
       each([&](float& x) { x *= p.scale; });
     }

@@ -1,11 +1,10 @@
-// From products q.k to probabilities in the backward kernels, one score at a time.
+// From products q.k to probabilities in the backward kernels.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "device/fast_math.cuh"
 #include "ops/attention/generic/mask.cuh"
@@ -39,39 +38,69 @@ class Scores {
     }
   }
 
-  __device__ __forceinline__ bool Attends(int query, int key) const {
-    if (!s_.Attends(query, key)) return false;
-    return p_.q_segments == nullptr || __ldg(p_.q_segments + s_.batch * p_.q_len + query) ==
-                                           __ldg(p_.kv_segments + s_.batch * p_.kv_len + key);
+  // Turns a block of accumulators (device/mma.cuh) from products into probabilities, 0 where
+  // masked. c[0] belongs to (query, key), c[1] to the next key, c[2] and c[3] to the query 8
+  // further on; lse[h] to its two queries. slope[e] becomes the derivative of the score before the
+  // bias by scale * product: 1 without softcap.
+  //
+  // Each option is a uniform branch, and what it loads it loads for masked scores too, from inside
+  // of the array, so that no load waits for another.
+  template <bool kSoftcap>
+  __device__ __forceinline__ void Probabilities(float (&c)[4], int query, int key,
+                                                const float (&lse)[2], float (&slope)[4]) const {
+    bool attends[4];
+    float scale = p_.scale;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      attends[e] = s_.Attends(query + e / 2 * 8, key + e % 2);
+      slope[e] = 1.0f;
+    }
+    const int rows[2] = {min(query, s_.q_rows - 1), min(query + 8, s_.q_rows - 1)};
+    const int columns[2] = {min(key, s_.kv_rows - 1), min(key + 1, s_.kv_rows - 1)};
+    if (p_.q_segments != nullptr) {
+      const int32_t* q = p_.q_segments + s_.q_row;
+      const int32_t* kv = p_.kv_segments + s_.kv_row;
+      const int of_row[2] = {__ldg(q + rows[0]), __ldg(q + rows[1])};
+      const int of_column[2] = {__ldg(kv + columns[0]), __ldg(kv + columns[1])};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) attends[e] = attends[e] && of_row[e / 2] == of_column[e % 2];
+    }
+    if constexpr (kSoftcap) {
+      const float inverse = Reciprocal(p_.softcap);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        c[e] = SoftCapExact(c[e] * scale, p_.softcap, inverse);
+        slope[e] = fmaf(-c[e] * inverse, c[e] * inverse, 1.0f);
+      }
+      scale = 1.0f;
+    }
+    if (p_.bias != nullptr) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        c[e] = fmaf(c[e], scale, Bias((bias_row_ + rows[e / 2]) * p_.kv_len + columns[e % 2]));
+      }
+      scale = 1.0f;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      c[e] = attends[e] ? Probability(c[e], scale, lse[e / 2]) : 0.0f;
+    }
   }
 
-  // The probability of (query, key), 0 where it is masked. *slope is the derivative of the score
-  // before the bias by scale * product: 1 without softcap.
-  __device__ __forceinline__ float Probability(float product, int query, int key, float lse,
-                                               float* slope) const {
-    *slope = 1.0f;
-    if (!Attends(query, key)) return 0.0f;
-    if (p_.softcap == 0.0f && p_.bias == nullptr) {
-      return kvblock::Probability(product, p_.scale, lse);
-    }
-    float score = product * p_.scale;
+  // The same where registers are plenty.
+  __device__ __forceinline__ void Probabilities(float (&c)[4], int query, int key,
+                                                const float (&lse)[2], float (&slope)[4]) const {
     if (p_.softcap > 0.0f) {
-      const float capped = Tanh(score / p_.softcap);
-      *slope = 1.0f - capped * capped;
-      score = p_.softcap * capped;
+      Probabilities<true>(c, query, key, lse, slope);
+    } else {
+      Probabilities<false>(c, query, key, lse, slope);
     }
-    if (p_.bias != nullptr) score += Bias((bias_row_ + query) * p_.kv_len + key);
-    return kvblock::Probability(score, 1.0f, lse);
   }
 
  private:
   __device__ __forceinline__ float Bias(int64_t i) const {
     if (p_.bias_dtype == KVBLOCK_F32) return __ldg(static_cast<const float*>(p_.bias) + i);
-    if constexpr (std::is_same_v<T, __half>) {
-      return __half2float(static_cast<const __half*>(p_.bias)[i]);
-    } else {
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(p_.bias)[i]);
-    }
+    return static_cast<float>(static_cast<const T*>(p_.bias)[i]);
   }
 
   const AttentionParams& p_;
