@@ -192,6 +192,28 @@ __device__ __forceinline__ void AddBias(const AttentionParams& p, const Sequence
   }
 }
 
+// -inf where a query does not attend by its position. `query` and `key` are this lane's first.
+template <typename Traits>
+__device__ __forceinline__ void MaskPositions(const Sequence& s, ForwardRows<Traits>& rows,
+                                              int query, int key) {
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = query + rb * 16 + half * 8;
+      const int low = s.FirstKey(i) - key, high = i < s.q_len ? s.EndKey(i) - key : 0;
+#pragma unroll
+      for (int n = 0; n < Traits::kKeys / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int j = n * 8 + e;
+          if (j < low || j >= high) rows.s[rb][n][half * 2 + e] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
 // Scores from products: scale, softcap and bias where the rules say so, then -inf where a query
 // does not attend. Each rule is one pass over the registers behind a uniform branch.
 template <typename Traits>
@@ -241,17 +263,7 @@ __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Seq
     }
   }
   if (!mask) return;
-#pragma unroll
-  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = query + rb * 16 + half * 8;
-      const int low = s.FirstKey(i) - key, high = i < s.q_len ? s.EndKey(i) - key : 0;
-      each_of_row(rb, half, [&](float& x, int j) {
-        if (j < low || j >= high) x = -INFINITY;
-      });
-    }
-  }
+  MaskPositions<Traits>(s, rows, query, key);
   if (p.q_segments != nullptr) {
 #pragma unroll
     for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {

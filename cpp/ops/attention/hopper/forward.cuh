@@ -61,7 +61,8 @@ struct ForwardTraits {
   static constexpr int kQueryDim = kDim_, kValueDim = kValueDim_;
   static constexpr ForwardKind kKind = kKind_;
   static constexpr ForwardTiles kTiles = ForwardTilesOf(kDim_, kValueDim_, kKind_);
-  static constexpr int kConsumers = kTiles.consumers, kStages = kTiles.stages;
+  static constexpr int kConsumers = kTiles.consumers, kStages = kKvStages;
+  static constexpr int kQueryStages = kTiles.query_stages;
   static constexpr int kQueries = kConsumers * 64, kKeys = kTiles.keys;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kQueryChunks = (kQueryDim + 63) / 64, kValueChunks = (kValueDim + 63) / 64;
@@ -88,17 +89,17 @@ struct alignas(16) KvTile {
   int flags;
 };
 
-constexpr int kItems = 4;  // the producer is at most two ahead of the slowest consumer
+constexpr int kItems = 8;  // the producer is at most four ahead of the slowest consumer
 
 template <typename Traits>
 struct ForwardShared {
-  alignas(1024) char q[Traits::kQBytes];
+  alignas(1024) char q[Traits::kQueryStages][Traits::kQBytes];
   alignas(1024) char k[Traits::kStages][Traits::kKBytes];
   alignas(1024) char v[Traits::kStages][Traits::kVBytes];
   KvTile tiles[Traits::kStages];
   Item items[kItems];
   WalkState walk;  // the producer's
-  uint64_t q_full, q_empty;
+  uint64_t q_full[Traits::kQueryStages], q_empty[Traits::kQueryStages];
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
 };
@@ -261,20 +262,22 @@ class Producer {
   // Tells the consumers of the item, and loads its Q where there is anything to compute.
   __device__ __forceinline__ void PublishItem(int tiles) {
     Item& item = shared_.items[items_ % kItems];
-    BarrierWait(SharedAddress(&shared_.q_empty), items_ % 2 ^ 1);
+    const int stage = queries_.stage;
+    BarrierWait(SharedAddress(&shared_.q_empty[stage]), queries_.phase ^ 1);
     if (elected_) {
       item.tiles = tiles;
       if (tiles > 0) {
         const bool packed = p_.cu_q != nullptr;
         Load<Traits::kQueryChunks, Traits::kQueries>(
-            maps_.q, shared_.q, &shared_.q_full, item.head,
+            maps_.q, shared_.q[stage], &shared_.q_full[stage], item.head,
             item.first + (packed ? static_cast<int>(item.sequence.q_row) : 0),
             BatchOf(item.sequence));
       } else {
-        BarrierArrive(SharedAddress(&shared_.q_full));
+        BarrierArrive(SharedAddress(&shared_.q_full[stage]));
       }
     }
     __syncwarp();
+    queries_.Advance();
     ++items_;
   }
 
@@ -304,18 +307,25 @@ class Producer {
   const bool elected_;
   int items_ = 0, previous_ = 0;
   KvTile tile_;
+  StageCount<Traits::kQueryStages> queries_;
   StageCount<Traits::kStages> keys_, values_;
 };
 
 // ---- The consumers. ----
 
-// A thread's part of its warp's 16 rows, as in device/mma.cuh: rows g and g + 8.
+// Of a thread's two rows, g and g + 8 of its warp's 16 (device/mma.cuh).
+struct RowSums {
+  float reference[2] = {-INFINITY, -INFINITY};  // log2 of what they are relative to; -inf: nothing
+  float sum[2] = {0.0f, 0.0f};                  // this thread's columns only
+};
+
+// A thread's part of its warp's rows.
 template <typename Traits>
 struct Rows {
   // kvblock::ForwardRows gives FinishScores its view: rows.s[0][column / 8][4].
   kvblock::ForwardRows<Traits> state;
   uint32_t p[Traits::kKeys / 16][4];  // probabilities in 16 bits: the A operand
-  float reference[2];                 // log2 of what the rows are relative to; -inf: nothing yet
+  RowSums sums;
 
   using ScoreArray = float[Traits::kKeys / 2];
   using OutputArray = float[Traits::kValueDim / 2];
@@ -362,13 +372,13 @@ __device__ __forceinline__ bool Softmax(Rows<Traits>& rows, float to_log2, float
       max[0] = fmaxf(max[0], s[n][half * 2]);
       max[1] = fmaxf(max[1], s[n][half * 2 + 1]);
     }
-    const float before = rows.reference[half];
+    const float before = rows.sums.reference[half];
     const float tile = RowMax(fmaxf(max[0], max[1])) * to_log2;
     const bool outgrown = tile > before + kOutgrown;
     moved |= outgrown;
     const float now = outgrown ? tile : before;
     factor[half] = outgrown ? Exp2(before - now) : 1.0f;
-    rows.reference[half] = now;
+    rows.sums.reference[half] = now;
     reference[half] = Reference(now, 1.0f);
   }
   float sum[2][2] = {};
@@ -382,7 +392,7 @@ __device__ __forceinline__ bool Softmax(Rows<Traits>& rows, float to_log2, float
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float& total = rows.state.sum[0][half];
+    float& total = rows.sums.sum[half];
     total = fmaf(total, factor[half], sum[half][0] + sum[half][1]);
   }
   return __any_sync(~0u, moved);
@@ -443,7 +453,7 @@ __device__ __forceinline__ uint4 GatherColumns(uint32_t (&w)[4], int t) {
 // Joins the sink, divides by the sums, and writes O and lse for the rows that exist.
 template <typename Traits>
 __device__ __forceinline__ void Write(const AttentionParams& p, const Item& item,
-                                      Rows<Traits>& rows, int row, int lane) {
+                                      const RowSums& sums, Rows<Traits>& rows, int row, int lane) {
   using T = typename Traits::T;
   const Sequence& s = item.sequence;
   const bool sinks = p.sinks != nullptr;
@@ -455,7 +465,7 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Item& item
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = item.first + row + half * 8 + lane / 4;
-    float sum = RowSum(rows.state.sum[0][half]), max = rows.reference[half], factor = 1.0f;
+    float sum = RowSum(sums.sum[half]), max = sums.reference[half], factor = 1.0f;
     if (sinks) {  // one more score, with no value
       const float joint = fmaxf(max, sink);
       factor = Exp2(max - Reference(joint, 1.0f));
@@ -492,57 +502,65 @@ class Consumer {
   __device__ __forceinline__ Consumer(const AttentionParams& p, ForwardShared<Traits>& shared,
                                       int group)
       : p_(p), shared_(shared), group_(group) {
-    const bool finish = Traits::kKind != ForwardKind::kWide &&
+    const bool finish = Traits::kKind == ForwardKind::kGeneral &&
                         (p.softcap > 0.0f || p.bias != nullptr || !(p.scale > 0.0f));
     rules_ = {finish, finish ? kLog2E : p.scale * kLog2E};
   }
 
   __device__ __forceinline__ void Run() {
     if (Traits::kTiles.turns && group_ == Traits::kConsumers - 1) PassTurn();
-    for (int items = 0;; ++items) {
-      BarrierWait(SharedAddress(&shared_.q_full), items % 2);
-      const Item& item = shared_.items[items % kItems];
-      if (item.tiles == Item::kEnd) return;
+    const Item* item = NextItem();
+    while (item->tiles != Item::kEnd) {
       Rows<Traits> rows;
-#pragma unroll
-      for (int i = 0; i < Traits::kValueDim / 2; ++i) rows.o()[i] = 0.0f;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        rows.reference[half] = -INFINITY;
-        rows.state.sum[0][half] = 0.0f;
-      }
-      if (item.tiles == 0) {
-        Leave(&shared_.q_empty);
+      Clear(rows);
+      if (item->tiles == 0) {
+        Leave(&shared_.q_empty[queries_.stage]);
+        WriteItem(*item, rows.sums, rows);
+        item = NextItem();
       } else {
-        Compute(item, rows);
+        item = Compute(item, rows);
       }
-      Write<Traits>(p_, item, rows, group_ * 64 + Thread() / 32 * 16, Lane());
     }
   }
 
  private:
-  __device__ __forceinline__ void Compute(const Item& item, Rows<Traits>& rows) {
-    const uint64_t q =
-        SharedOperand(SharedAddress(shared_.q) + group_ * 64 * kChunkRowBytes);
+  // Waits for the next item. Its Q is in queries_.stage.
+  __device__ __forceinline__ const Item* NextItem() {
+    if (items_ > 0) queries_.Advance();
+    BarrierWait(SharedAddress(&shared_.q_full[queries_.stage]), queries_.phase);
+    return &shared_.items[items_++ % kItems];
+  }
+
+  // Computes and writes an item, and those after it while each has KV tiles: with two places for Q,
+  // the first product of an item is issued with the last of the one before. Returns the first item
+  // that is not computed.
+  __device__ __forceinline__ const Item* Compute(const Item* item, Rows<Traits>& rows) {
     float factor[2];
     BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
     WgmmaFence();
-    IssueScores<Traits>(rows, q, KeysOperand());
+    IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
     WgmmaCommit();
     int flags = shared_.tiles[keys_.stage].flags;
     WgmmaWait<0>();
     KeepAfter(rows.s());
-    Finish(item, flags, rows);
+    Finish(*item, flags, rows);
     Softmax<Traits>(rows, rules_.to_log2, factor);  // O is 0: nothing to scale
     PackProbabilities<Traits>(rows);
 
+    const Item* next = item;
 #pragma unroll 1
-    while (!(flags & KvTile::kLast)) {
+    for (;;) {
+      const bool ends = flags & KvTile::kLast;  // the pending product ends its item
+      if (ends) {
+        if (Traits::kQueryStages == 1) break;
+        next = NextItem();
+        if (next->tiles <= 0) break;
+      }
       BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
       if (Traits::kTiles.turns) WaitTurn();
       Pin(rows);
       WgmmaFence();
-      IssueScores<Traits>(rows, q, KeysOperand());
+      IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
       WgmmaCommit();
       TakeValues();
       IssueValues<Traits>(rows, ValuesOperand());
@@ -551,13 +569,21 @@ class Consumer {
       flags = shared_.tiles[keys_.stage].flags;
       WgmmaWait<1>();
       KeepAfter(rows.s());
-      Finish(item, flags, rows);
+      Finish(*next, flags, rows);
+      const RowSums before = rows.sums;
+      if (Traits::kQueryStages > 1 && ends) rows.sums = RowSums();
       const bool moved = Softmax<Traits>(rows, rules_.to_log2, factor);
       WgmmaWait<0>();
       KeepAfter(rows.o());
       LeaveValues();
       PackProbabilities<Traits>(rows);
-      if (moved) Rescale<Traits>(rows, factor);
+      if (Traits::kQueryStages > 1 && ends) {
+        WriteItem(*item, before, rows);
+        ClearOutput(rows);
+        item = next;
+      } else if (moved) {
+        Rescale<Traits>(rows, factor);
+      }
     }
     TakeValues();
     Pin(rows);
@@ -567,6 +593,8 @@ class Consumer {
     WgmmaWait<0>();
     KeepAfter(rows.o());
     LeaveValues();
+    WriteItem(*item, rows.sums, rows);
+    return Traits::kQueryStages == 1 ? NextItem() : next;
   }
 
   // Scores have arrived: K is free (and Q, after the last), and the scores are finished.
@@ -581,14 +609,31 @@ class Consumer {
       if (flags & KvTile::kDirty) clear_from_ = end - first;
     }
     Leave(&shared_.k_empty[keys_.stage]);
-    if (flags & KvTile::kLast) Leave(&shared_.q_empty);
+    if (flags & KvTile::kLast) Leave(&shared_.q_empty[queries_.stage]);
     keys_.Advance();
     if (rules_.finish || masked) {
       Sequence s = item.sequence;
       s.kv_len = min(s.kv_len, end);
-      FinishScores<Traits>(p_, s, rules_, masked, item.head, rows.state,
-                           item.first + group_ * 64 + Thread() / 32 * 16, first, Lane());
+      const int query = item.first + FirstRow();
+      if (Traits::kKind == ForwardKind::kGeneral) {
+        FinishScores<Traits>(p_, s, rules_, masked, item.head, rows.state, query, first, Lane());
+      } else {
+        MaskPositions<Traits>(s, rows.state, query + Lane() / 4, first + Lane() % 4 * 2);
+      }
     }
+  }
+
+  __device__ __forceinline__ void Clear(Rows<Traits>& rows) {
+    rows.sums = RowSums();
+    ClearOutput(rows);
+  }
+  __device__ __forceinline__ void ClearOutput(Rows<Traits>& rows) {
+#pragma unroll
+    for (int i = 0; i < Traits::kValueDim / 2; ++i) rows.o()[i] = 0.0f;
+  }
+  __device__ __forceinline__ void WriteItem(const Item& item, const RowSums& sums,
+                                            Rows<Traits>& rows) {
+    Write<Traits>(p_, item, sums, rows, FirstRow(), Lane());
   }
 
   // V of the tile before has arrived, with all its rows in order.
@@ -616,6 +661,9 @@ class Consumer {
     BarrierPass(group_ == Traits::kConsumers - 1 ? 1 : 2 + group_, 2 * kWarpgroup);
   }
 
+  // This warp's first row in the query tile.
+  __device__ __forceinline__ int FirstRow() const { return group_ * 64 + Thread() / 32 * 16; }
+
   // What the products read and add to is computed before this point.
   __device__ __forceinline__ void Pin(Rows<Traits>& rows) {
     KeepAfter(rows.o());
@@ -626,6 +674,9 @@ class Consumer {
     }
   }
 
+  __device__ __forceinline__ uint64_t QueriesOperand() const {
+    return SharedOperand(SharedAddress(shared_.q[queries_.stage]) + group_ * 64 * kChunkRowBytes);
+  }
   __device__ __forceinline__ uint64_t KeysOperand() const {
     return SharedOperand(SharedAddress(shared_.k[keys_.stage]));
   }
@@ -640,6 +691,8 @@ class Consumer {
   const int group_;
   ScoreRules rules_;
   int clear_from_ = Traits::kKeys;  // rows of V from here on are not to be seen
+  int items_ = 0;
+  StageCount<Traits::kQueryStages> queries_;
   StageCount<Traits::kStages> keys_, values_;
 };
 
@@ -655,8 +708,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     PrefetchTensorMap(maps.q);
     PrefetchTensorMap(maps.k);
     PrefetchTensorMap(maps.v);
-    BarrierInit(SharedAddress(&shared.q_full), 1);
-    BarrierInit(SharedAddress(&shared.q_empty), kWarps);
+#pragma unroll
+    for (int stage = 0; stage < Traits::kQueryStages; ++stage) {
+      BarrierInit(SharedAddress(&shared.q_full[stage]), 1);
+      BarrierInit(SharedAddress(&shared.q_empty[stage]), kWarps);
+    }
 #pragma unroll
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       BarrierInit(SharedAddress(&shared.k_full[stage]), 1);

@@ -86,25 +86,24 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
 }
 
 inline ForwardKind KindOf(const kvblock_attention& a) {
-  if (a.tile_indices) return ForwardKind::kListed;
-  const bool masked = a.window_left >= 0 || a.window_right >= 0 || a.cu_q || a.q_segments ||
-                      a.q_lens || a.kv_lens;
-  const bool plain = a.scale > 0.0f && !(a.softcap > 0.0f) && !a.bias;
-  return plain && !masked ? ForwardKind::kWide : ForwardKind::kGeneral;
+  const bool plain = a.scale > 0.0f && !(a.softcap > 0.0f) && !a.bias && !a.q_segments;
+  if (!plain || a.tile_indices) return ForwardKind::kGeneral;
+  const bool masked =
+      a.window_left >= 0 || a.window_right >= 0 || a.cu_q || a.q_lens || a.kv_lens;
+  return masked ? ForwardKind::kPlain : ForwardKind::kWide;
 }
 
 template <typename T, int kDim, int kValueDim>
 const char* LaunchForwardOf(const kvblock_attention& a, cudaStream_t stream) {
   const auto launch_as = [&](auto kind) {
-    constexpr ForwardKind kKind =
-        HasInstance(kDim, decltype(kind)::value) ? decltype(kind)::value : ForwardKind::kGeneral;
-    return LaunchForwardAs<ForwardTraits<T, kDim, kValueDim, kKind>>(a, stream);
+    constexpr ForwardKind kInstance = InstanceOf(kDim, decltype(kind)::value);
+    return LaunchForwardAs<ForwardTraits<T, kDim, kValueDim, kInstance>>(a, stream);
   };
   switch (KindOf(a)) {
     case ForwardKind::kWide:
       return launch_as(std::integral_constant<ForwardKind, ForwardKind::kWide>());
-    case ForwardKind::kListed:
-      return launch_as(std::integral_constant<ForwardKind, ForwardKind::kListed>());
+    case ForwardKind::kPlain:
+      return launch_as(std::integral_constant<ForwardKind, ForwardKind::kPlain>());
     default:
       return launch_as(std::integral_constant<ForwardKind, ForwardKind::kGeneral>());
   }

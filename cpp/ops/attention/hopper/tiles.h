@@ -5,35 +5,39 @@
 namespace kvblock::hopper {
 
 struct ForwardTiles {
-  int consumers;  // warpgroups that multiply, 64 query rows each
-  int keys;       // in a KV tile
-  int stages;     // KV tiles in shared memory
+  int consumers;     // warpgroups that multiply, 64 query rows each
+  int keys;          // in a KV tile
+  int query_stages;  // query tiles in shared memory: with two, one runs into the next
   // Registers a thread, multiples of 8. A multiprocessor has 512 for the threads of all warpgroups.
   int producer_registers, consumer_registers;
   bool turns;  // the consumers take turns at the tensor cores
 };
+constexpr int kKvStages = 2;  // KV tiles in shared memory
 
 // What a launch asks for.
 enum class ForwardKind {
-  kGeneral,
-  kWide,    // nothing is masked but the end of the keys: larger KV tiles pay
-  kListed,  // tile lists: the query tiles must divide 128
+  kGeneral,  // every option
+  kPlain,    // only masks by position; no tile lists
+  kWide,     // only the end of the keys
 };
 
-// For a padded head dim and value dim.
+// For a padded head dim and value dim. General tiles have 128 queries, which divide listed ones.
 constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) {
-  const bool wide = kind == ForwardKind::kWide;
-  if (dim <= 96 && kind == ForwardKind::kListed) return {2, 128, 2, 40, 232, true};
-  return dim == 64    ? ForwardTiles{3, 112, 2, 56, 152, true}
-         : dim == 96  ? ForwardTiles{2, 128, 2, 40, 232, true}
-         : dim == 128 ? ForwardTiles{2, wide ? 176 : 128, 2, 40, 232, true}
-         : dim == 192 ? ForwardTiles{2, value_dim <= 128 ? 128 : 96, 2, 40, 232, false}
-                      : ForwardTiles{2, 80, 2, 40, 232, false};
+  const bool general = kind == ForwardKind::kGeneral;
+  return dim == 64    ? general ? ForwardTiles{2, 128, 2, 56, 224, true}
+                                : ForwardTiles{3, 128, 2, 32, 160, true}
+         : dim == 96  ? ForwardTiles{2, 128, 2, 56, 224, true}
+         : dim == 128 ? kind == ForwardKind::kWide ? ForwardTiles{2, 176, 1, 40, 232, true}
+                                                   : ForwardTiles{2, 128, 2, 56, 224, true}
+         : dim == 192 ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 56, 224, true}
+                      : ForwardTiles{2, 80, 1, 56, 224, true};
 }
 
-// Whether a padded head dim has an instance of its own for a kind; else the general one serves.
-constexpr bool HasInstance(int dim, ForwardKind kind) {
-  return kind == ForwardKind::kWide ? dim == 128 : kind == ForwardKind::kListed ? dim <= 96 : true;
+// The kind of the instance that serves a kind.
+constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
+  if (dim == 64 && kind == ForwardKind::kWide) return ForwardKind::kPlain;
+  const bool own = dim == 64 ? kind == ForwardKind::kPlain : dim == 128 && kind == ForwardKind::kWide;
+  return own ? kind : ForwardKind::kGeneral;
 }
 
 }  // namespace kvblock::hopper
