@@ -464,7 +464,7 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
   } parked;
   const uint32_t q_tile = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   // Computed afresh at every use: a register for each would be spilled.
-  const auto thread = [] { return Opaque(threadIdx.x); };
+  const auto thread = [] { return Opaque(static_cast<int>(threadIdx.x)); };
   const auto lane = [&] { return thread() % 32; };
   const auto row = [&] { return thread() / 32 * (Traits::kRowBlocks * 16); };  // the warp's first
 
