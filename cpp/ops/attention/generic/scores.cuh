@@ -26,8 +26,9 @@ __device__ __forceinline__ float RowDelta(float lse, float delta) {
   return lse == -INFINITY ? 0.0f : delta;
 }
 
-// The scores of one sequence and head, with all their options.
-template <typename T>
+// The scores of one sequence and head, with all their options. Accumulators hold queries by keys,
+// or, transposed, keys by queries.
+template <typename T, bool kTransposed = false>
 class Scores {
  public:
   __device__ __forceinline__ Scores(const AttentionParams& p, const Sequence& s, int head)
@@ -40,8 +41,9 @@ class Scores {
 
   // Turns a block of accumulators (device/mma.cuh) from products into probabilities, 0 where
   // masked. c[0] belongs to (query, key), c[1] to the next key, c[2] and c[3] to the query 8
-  // further on; lse[h] to its two queries. slope[e] becomes the derivative of the score before the
-  // bias by scale * product: 1 without softcap.
+  // further on (transposed: the next query, the key 8 further on); lse[i] to its two queries.
+  // slope[e] becomes the derivative of the score before the bias by scale * product: 1 without
+  // softcap.
   //
   // Each option is a uniform branch, and what it loads it loads for masked scores too, from inside
   // of the array, so that no load waits for another.
@@ -52,18 +54,20 @@ class Scores {
     float scale = p_.scale;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      attends[e] = s_.Attends(query + e / 2 * 8, key + e % 2);
+      attends[e] = s_.Attends(query + Row(e) * kRowStep, key + Column(e) * kColumnStep);
       slope[e] = 1.0f;
     }
-    const int rows[2] = {min(query, s_.q_rows - 1), min(query + 8, s_.q_rows - 1)};
-    const int columns[2] = {min(key, s_.kv_rows - 1), min(key + 1, s_.kv_rows - 1)};
+    const int rows[2] = {min(query, s_.q_rows - 1), min(query + kRowStep, s_.q_rows - 1)};
+    const int columns[2] = {min(key, s_.kv_rows - 1), min(key + kColumnStep, s_.kv_rows - 1)};
     if (p_.q_segments != nullptr) {
       const int32_t* q = p_.q_segments + s_.q_row;
       const int32_t* kv = p_.kv_segments + s_.kv_row;
       const int of_row[2] = {__ldg(q + rows[0]), __ldg(q + rows[1])};
       const int of_column[2] = {__ldg(kv + columns[0]), __ldg(kv + columns[1])};
 #pragma unroll
-      for (int e = 0; e < 4; ++e) attends[e] = attends[e] && of_row[e / 2] == of_column[e % 2];
+      for (int e = 0; e < 4; ++e) {
+        attends[e] = attends[e] && of_row[Row(e)] == of_column[Column(e)];
+      }
     }
     if constexpr (kSoftcap) {
       const float inverse = Reciprocal(p_.softcap);
@@ -77,13 +81,13 @@ class Scores {
     if (p_.bias != nullptr) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        c[e] = fmaf(c[e], scale, Bias((bias_row_ + rows[e / 2]) * p_.kv_len + columns[e % 2]));
+        c[e] = fmaf(c[e], scale, Bias((bias_row_ + rows[Row(e)]) * p_.kv_len + columns[Column(e)]));
       }
       scale = 1.0f;
     }
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      c[e] = attends[e] ? Probability(c[e], scale, lse[e / 2]) : 0.0f;
+      c[e] = attends[e] ? Probability(c[e], scale, lse[Row(e)]) : 0.0f;
     }
   }
 
@@ -98,6 +102,11 @@ class Scores {
   }
 
  private:
+  // Which of the block's two queries and of its two keys element e belongs to.
+  __device__ static constexpr int Row(int e) { return kTransposed ? e % 2 : e / 2; }
+  __device__ static constexpr int Column(int e) { return kTransposed ? e / 2 : e % 2; }
+  static constexpr int kRowStep = kTransposed ? 1 : 8, kColumnStep = kTransposed ? 8 : 1;
+
   __device__ __forceinline__ float Bias(int64_t i) const {
     if (p_.bias_dtype == KVBLOCK_F32) return __ldg(static_cast<const float*>(p_.bias) + i);
     return static_cast<float>(static_cast<const T*>(p_.bias)[i]);

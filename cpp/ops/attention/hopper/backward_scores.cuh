@@ -137,21 +137,21 @@ struct BackwardScores {
 
   __device__ __forceinline__ void AnyProbabilities(Packed<kCount>& prob, float (&c)[kCount],
                                                    const float* lse) const {
-    const Scores<T> scores(p, s, head);
+    const Scores<T, true> scores(p, s, head);
 #pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
-      const int worker = Opaque(thread), n = i / 4, h = i / 2 % 2;
-      const int key = first_key + worker / 32 * 16 + worker % 32 / 4 + h * 8;
-      const int column = n * 8 + worker % 4 * 2;
-      float slope[2];
+    for (int n = 0; n < kCount / 4; ++n) {
+      const int worker = Opaque(thread), column = n * 8 + worker % 4 * 2;
+      const int key = first_key + worker / 32 * 16 + worker % 32 / 4;
+      float block[4], slope[4];
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        c[i + e] =
-            scores.Probability(c[i + e], first_query + column + e, key, lse[column + e], &slope[e]);
+      for (int e = 0; e < 4; ++e) block[e] = c[n * 4 + e];
+      scores.Probabilities(block, first_query + column, key, {lse[column], lse[column + 1]}, slope);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        prob[n / 2][n % 2 * 2 + h] = Pack<T>(block[2 * h], block[2 * h + 1]);
       }
-      prob[n / 2][n % 2 * 2 + h] = Pack<T>(c[i], c[i + 1]);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) c[i + e] *= slope[e];
+      for (int e = 0; e < 4; ++e) c[n * 4 + e] = block[e] * slope[e];
     }
   }
 };
