@@ -189,6 +189,7 @@ class Producer {
       __syncwarp();
       LoadItem(item.sequence, item);
     }
+    LoadValues();
     PublishItem(Item::kEnd);
   }
 
@@ -201,19 +202,20 @@ class Producer {
       Park(walk);
     }
     bool more = Next(s);
-    if (!more) return PublishItem(0);
-    for (int j = 0; more; ++j) {
+    if (!more) {
+      LoadValues();
+      return PublishItem(0);
+    }
+    for (bool starts = true; more; starts = false) {
       const KvTile tile = tile_;
       more = Next(s);
       LoadKeys(s, item.head, tile, !more);
-      if (j == 0) {
-        PublishItem(1);
-      } else {
-        LoadValues(s, item.head, previous_);
-      }
-      previous_ = tile.first;
+      // With one place for Q, the consumers need the last V to be done with it.
+      if (starts && Traits::kQueryStages > 1) PublishItem(1);
+      LoadValues();
+      if (starts && Traits::kQueryStages == 1) PublishItem(1);
+      pending_ = {RowOf(s) + tile.first, item.head / p_.group, BatchOf(s), true};
     }
-    LoadValues(s, item.head, previous_);
   }
 
   // Moves the walk, which is parked in shared memory, to the next tile. It becomes tile_.
@@ -248,15 +250,18 @@ class Producer {
     keys_.Advance();
   }
 
-  __device__ __forceinline__ void LoadValues(const Sequence& s, int head, int first) {
+  // V of the tile before, if there is one: its K came first, and so does the next tile's.
+  __device__ __forceinline__ void LoadValues() {
+    if (!pending_.any) return;
     const int stage = values_.stage;
     BarrierWait(SharedAddress(&shared_.v_empty[stage]), values_.phase ^ 1);
     if (elected_) {
       Load<Traits::kValueChunks, Traits::kKeys>(maps_.v, shared_.v[stage], &shared_.v_full[stage],
-                                                head / p_.group, RowOf(s) + first, BatchOf(s));
+                                                pending_.head, pending_.row, pending_.batch);
     }
     __syncwarp();
     values_.Advance();
+    pending_.any = false;
   }
 
   // Tells the consumers of the item, and loads its Q where there is anything to compute.
@@ -305,8 +310,12 @@ class Producer {
   const ForwardMaps& maps_;
   ForwardShared<Traits>& shared_;
   const bool elected_;
-  int items_ = 0, previous_ = 0;
+  int items_ = 0;
   KvTile tile_;
+  struct {
+    int row, head, batch;
+    bool any;
+  } pending_ = {};  // the tile whose V is to be loaded
   StageCount<Traits::kQueryStages> queries_;
   StageCount<Traits::kStages> keys_, values_;
 };
@@ -395,6 +404,7 @@ __device__ __forceinline__ bool Softmax(Rows<Traits>& rows, float to_log2, float
     float& total = rows.sums.sum[half];
     total = fmaf(total, factor[half], sum[half][0] + sum[half][1]);
   }
+  KeepAfter(rows.sums.sum);  // summed here, not where the sums are needed
   return __any_sync(~0u, moved);
 }
 
@@ -572,17 +582,22 @@ class Consumer {
       Finish(*next, flags, rows);
       const RowSums before = rows.sums;
       if (Traits::kQueryStages > 1 && ends) rows.sums = RowSums();
-      const bool moved = Softmax<Traits>(rows, rules_.to_log2, factor);
-      WgmmaWait<0>();
-      KeepAfter(rows.o());
+      // The wait for the product is in both branches, since the assembler moves it up as far as it
+      // can: not above a branch, so the softmax runs under the product.
+      if (Softmax<Traits>(rows, rules_.to_log2, factor)) {
+        WgmmaWait<0>();
+        KeepAfter(rows.o());
+        if (!ends) Rescale<Traits>(rows, factor);
+      } else {
+        asm volatile("wgmma.wait_group.sync.aligned 0; // no row has moved" ::: "memory");
+        KeepAfter(rows.o());
+      }
       LeaveValues();
       PackProbabilities<Traits>(rows);
       if (Traits::kQueryStages > 1 && ends) {
         WriteItem(*item, before, rows);
         ClearOutput(rows);
         item = next;
-      } else if (moved) {
-        Rescale<Traits>(rows, factor);
       }
     }
     TakeValues();
