@@ -51,6 +51,7 @@
 #include "ops/attention/generic/forward.cuh"
 #include "ops/attention/generic/mask.cuh"
 #include "ops/attention/generic/params.cuh"
+#include "ops/attention/hopper/forward.h"
 #include "ops/attention/hopper/tiles.h"
 
 namespace kvblock::hopper {
@@ -124,39 +125,49 @@ struct StageCount {
   }
 };
 
-struct ForwardParams : AttentionParams {
-  // Rounds that a section (`heads_apart` pairs) takes, where sections begin anew; else 0.
-  int32_t section_rounds;
-};
-
-// The query tile that a CTA computes in one round.
+// How query tiles are shared out among CTAs.
 //
 // Tiles are ordered in sections of `heads_apart` (batch member, head) pairs, whose K and V fit in L2
 // together; within a section the pairs take turns, the last tiles first: under a causal mask they
-// are the longest. A round gives each CTA the next tile. Under a causal mask sections begin with a
-// round, and rounds go back and forth over the CTAs, which shares the work out to a few per mille.
+// are the longest.
+//
+// With a counter, a CTA that is done takes the next tile of this order. Each tile is counted once,
+// also the CTAs' first ones, and who counts the last clears the counter for the next launch.
+// Without, a round gives each CTA the next tile. With `section_rounds`, for causal masks, sections
+// begin with a round, and rounds go back and forth over the CTAs, which shares the work out to a few
+// per mille.
+struct ForwardParams : AttentionParams {
+  int32_t counter;         // index in forward_counters; -1: none
+  int32_t section_rounds;  // rounds that a section takes; 0: sections follow each other
+};
+
+namespace {
+__device__ unsigned forward_counters[kForwardCounters];
+}
+
 struct Assignment {
   enum { kTile, kNone, kEnd } is;
   int pair, tile;
 };
-__device__ __forceinline__ Assignment Assign(const ForwardParams& p, int round) {
-  const int grid = gridDim.x;
-  int cta = blockIdx.x, section = 0, index;
-  if (p.section_rounds != 0) {
-    section = round / p.section_rounds;
-    if (section * p.heads_apart >= p.num_pairs) return {Assignment::kEnd};
-    round -= section * p.section_rounds;
-    if ((section + round) % 2 != 0) cta = grid - 1 - cta;
-    index = round * grid + cta;
-  } else {
-    const int64_t all = int64_t{round} * grid + cta;
-    if (all >= int64_t{p.tiles} * p.num_pairs) return {Assignment::kEnd};
-    section = static_cast<int>(all) / (p.heads_apart * p.tiles);
-    index = static_cast<int>(all) - section * p.heads_apart * p.tiles;
-  }
+__device__ __forceinline__ Assignment Assign(const ForwardParams& p, int section, int index) {
   const int pairs = min(p.heads_apart, p.num_pairs - section * p.heads_apart);
   if (index >= pairs * p.tiles) return {Assignment::kNone};
   return {Assignment::kTile, section * p.heads_apart + index % pairs, p.tiles - 1 - index / pairs};
+}
+// The tile at a place in the order.
+__device__ __forceinline__ Assignment AssignInOrder(const ForwardParams& p, int64_t index) {
+  if (index >= int64_t{p.tiles} * p.num_pairs) return {Assignment::kEnd};
+  const int section = static_cast<int>(index) / (p.heads_apart * p.tiles);
+  return Assign(p, section, static_cast<int>(index) - section * p.heads_apart * p.tiles);
+}
+// This CTA's tile of a round.
+__device__ __forceinline__ Assignment AssignInRounds(const ForwardParams& p, int round) {
+  const int grid = gridDim.x, cta = blockIdx.x;
+  if (p.section_rounds == 0) return AssignInOrder(p, int64_t{round} * grid + cta);
+  const int section = round / p.section_rounds;
+  if (section * p.heads_apart >= p.num_pairs) return {Assignment::kEnd};
+  round -= section * p.section_rounds;
+  return Assign(p, section, round * grid + ((section + round) % 2 != 0 ? grid - 1 - cta : cta));
 }
 
 // ---- The producer: one warp. ----
@@ -169,25 +180,14 @@ class Producer {
       : p_(p), maps_(maps), shared_(shared), elected_(ElectLane()) {}
 
   __device__ __forceinline__ void Run() {
+    const bool counted = p_.counter >= 0;
+    int64_t index = blockIdx.x;
     for (int round = 0;; ++round) {
-      const Assignment at = Assign(p_, round);
+      const Assignment at = counted ? AssignInOrder(p_, index) : AssignInRounds(p_, round);
       if (at.is == Assignment::kEnd) break;
-      if (at.is == Assignment::kNone) continue;
-      const int head = at.pair % p_.num_heads;
-      Sequence s;
-      int first;
-      if (!FindTile<Along::kQueries, Traits::kQueries>(p_, at.pair / p_.num_heads, at.tile, &s,
-                                                       &first)) {
-        continue;
-      }
-      Item& item = shared_.items[items_ % kItems];
-      if (elected_) {
-        item.sequence = s;
-        item.head = head;
-        item.first = first;
-      }
-      __syncwarp();
-      LoadItem(item.sequence, item);
+      const unsigned count = counted ? Count() : 0;  // under way while the tile is loaded
+      if (at.is == Assignment::kTile) LoadTile(at);
+      index = int64_t{gridDim.x} + __shfl_sync(~0u, count, 0);
     }
     LoadValues();
     PublishItem(Item::kEnd);
@@ -195,6 +195,33 @@ class Producer {
 
  private:
   using Walk = TileWalk<Along::kKeys, Traits::kKeys>;
+
+  // How many tiles were counted before this one; in lane 0.
+  __device__ __forceinline__ unsigned Count() {
+    if (threadIdx.x % 32 != 0) return 0;
+    unsigned* const counter = forward_counters + p_.counter;
+    const unsigned count = atomicAdd(counter, 1);
+    if (count + 1 == static_cast<unsigned>(p_.tiles) * p_.num_pairs) *counter = 0;
+    return count;
+  }
+
+  // Loads all that a query tile needs.
+  __device__ __forceinline__ void LoadTile(const Assignment& at) {
+    Sequence s;
+    int first;
+    if (!FindTile<Along::kQueries, Traits::kQueries>(p_, at.pair / p_.num_heads, at.tile, &s,
+                                                     &first)) {
+      return;
+    }
+    Item& item = shared_.items[items_ % kItems];
+    if (elected_) {
+      item.sequence = s;
+      item.head = at.pair % p_.num_heads;
+      item.first = first;
+    }
+    __syncwarp();
+    LoadItem(item.sequence, item);
+  }
 
   __device__ __forceinline__ void LoadItem(const Sequence& s, const Item& item) {
     {
