@@ -42,9 +42,10 @@ __device__ __forceinline__ uint64_t SharedOperand(uint32_t address, int chunk_by
          kSwizzle128 << 62;
 }
 
-// The operand `bytes` further on.
+// The operand `bytes` further on. Only the lower word changes: the address never carries out of it.
 __device__ __forceinline__ uint64_t Advance(uint64_t operand, int bytes) {
-  return operand + (bytes >> 4);
+  const uint32_t low = static_cast<uint32_t>(operand) + (bytes >> 4);
+  return (operand & ~uint64_t{0xffffffff}) | low;
 }
 
 __device__ __forceinline__ void WgmmaFence() {
@@ -59,7 +60,7 @@ __device__ __forceinline__ void WgmmaWait() {
 }
 
 // What follows in the program and uses D stays behind this point (the compiler does not know that a
-// product writes its registers later).
+// product writes its registers later), and what computes D stays before it.
 template <int kCount>
 __device__ __forceinline__ void KeepAfter(float (&d)[kCount]) {
 #pragma unroll

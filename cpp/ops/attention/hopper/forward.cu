@@ -1,6 +1,10 @@
 // Picks the instance of Hopper's forward kernel.
 #include "ops/attention/hopper/forward.h"
 
+#include <mutex>
+#include <unordered_map>
+
+
 namespace kvblock::hopper {
 
 const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream) {
@@ -12,6 +16,18 @@ const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream) {
   if (fits(192, 128)) return LaunchForwardDims<192, 128>(a, stream);
   if (fits(192, 192)) return LaunchForwardDims<192, 192>(a, stream);
   return LaunchForwardDims<256, 256>(a, stream);
+}
+
+int ForwardCounter(const void* o) {
+  static std::mutex mutex;
+  static auto* const counters = new std::unordered_map<const void*, int>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto found = counters->find(o);
+  if (found != counters->end()) return found->second;
+  if (counters->size() == kForwardCounters) return -1;
+  const int counter = static_cast<int>(counters->size());
+  counters->emplace(o, counter);
+  return counter;
 }
 
 }  // namespace kvblock::hopper

@@ -51,6 +51,7 @@
 #include "ops/attention/generic/forward.cuh"
 #include "ops/attention/generic/mask.cuh"
 #include "ops/attention/generic/params.cuh"
+#include "ops/attention/hopper/forward.h"
 #include "ops/attention/hopper/tiles.h"
 
 namespace kvblock::hopper {
@@ -73,32 +74,62 @@ struct ForwardTraits {
   static constexpr int kRowBlocks = 1, kDim = kValueDim;
 };
 
+// How query tiles are shared out among CTAs.
+//
+// Tiles are ordered in sections of `heads_apart` (batch member, head) pairs, whose K and V fit in L2
+// together; within a section the pairs take turns, the last tiles first: under a causal mask they
+// are the longest.
+//
+// With a counter, a CTA that is done takes the next tile of this order. Each tile is counted once,
+// also the CTAs' first ones, and who counts the last clears the counter for the next launch.
+// Without, a round gives each CTA the next tile. With `section_rounds`, for causal masks, sections
+// begin with a round, and rounds go back and forth over the CTAs, which shares the work out to a few
+// per mille.
+struct ForwardParams : AttentionParams {
+  int32_t counter;         // index in forward_counters; -1: none
+  int32_t section_rounds;  // rounds that a section takes; 0: sections follow each other
+};
+
+namespace {
+__device__ unsigned forward_counters[kForwardCounters];
+}
+
 // A query tile.
 struct Item {
   Sequence sequence;
   int head, first;
-  int tiles;  // how many KV tiles: none, some, or kEnd: there are no more items
-  static constexpr int kEnd = -1;
+  int q_row, kv_row, kv_head, batch;  // where its rows begin in the tensor maps
+  enum : int { kEnd, kEmpty, kTiles } is;  // no more items; without KV tiles; with some
 };
 
-// A KV tile beside its K.
-struct alignas(16) KvTile {
+// A step of the plan: a KV tile, or an item that has none, or the end.
+struct alignas(16) Step {
   int first;
   int end;  // keys from here on are not to be seen
-  enum : int { kMasked = 1, kLast = 2, kDirty = 4 };
   int flags;
+  int item;  // a place in `items`
+  enum : int {
+    kMasked = 1,  // a KV tile with hidden keys
+    kLast = 2,    // the last of its item
+    kDirty = 4,   // rows of V from `end` on hold what must not be seen
+    kStarts = 8,  // the first of its item
+  };
 };
 
-constexpr int kItems = 8;  // the producer is at most four ahead of the slowest consumer
+// Steps that the planner is ahead of the consumers, and items, of which three more may be in use:
+// consumers write an item after they have left the steps of the next.
+constexpr int kSteps = 8, kItems = 16;
 
 template <typename Traits>
 struct ForwardShared {
   alignas(1024) char q[Traits::kQueryStages][Traits::kQBytes];
   alignas(1024) char k[Traits::kStages][Traits::kKBytes];
   alignas(1024) char v[Traits::kStages][Traits::kVBytes];
-  KvTile tiles[Traits::kStages];
+  Step steps[kSteps];
   Item items[kItems];
-  WalkState walk;  // the producer's
+  ForwardParams params;  // the planner's
+  WalkState walk;
+  uint64_t step_full[kSteps], step_empty[kSteps];
   uint64_t q_full[Traits::kQueryStages], q_empty[Traits::kQueryStages];
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
@@ -124,161 +155,191 @@ struct StageCount {
   }
 };
 
-struct ForwardParams : AttentionParams {
-  // Rounds that a section (`heads_apart` pairs) takes, where sections begin anew; else 0.
-  int32_t section_rounds;
-};
-
-// The query tile that a CTA computes in one round.
-//
-// Tiles are ordered in sections of `heads_apart` (batch member, head) pairs, whose K and V fit in L2
-// together; within a section the pairs take turns, the last tiles first: under a causal mask they
-// are the longest. A round gives each CTA the next tile. Under a causal mask sections begin with a
-// round, and rounds go back and forth over the CTAs, which shares the work out to a few per mille.
 struct Assignment {
   enum { kTile, kNone, kEnd } is;
   int pair, tile;
 };
-__device__ __forceinline__ Assignment Assign(const ForwardParams& p, int round) {
-  const int grid = gridDim.x;
-  int cta = blockIdx.x, section = 0, index;
-  if (p.section_rounds != 0) {
-    section = round / p.section_rounds;
-    if (section * p.heads_apart >= p.num_pairs) return {Assignment::kEnd};
-    round -= section * p.section_rounds;
-    if ((section + round) % 2 != 0) cta = grid - 1 - cta;
-    index = round * grid + cta;
-  } else {
-    const int64_t all = int64_t{round} * grid + cta;
-    if (all >= int64_t{p.tiles} * p.num_pairs) return {Assignment::kEnd};
-    section = static_cast<int>(all) / (p.heads_apart * p.tiles);
-    index = static_cast<int>(all) - section * p.heads_apart * p.tiles;
-  }
+__device__ __forceinline__ Assignment Assign(const ForwardParams& p, int section, int index) {
   const int pairs = min(p.heads_apart, p.num_pairs - section * p.heads_apart);
   if (index >= pairs * p.tiles) return {Assignment::kNone};
   return {Assignment::kTile, section * p.heads_apart + index % pairs, p.tiles - 1 - index / pairs};
 }
+// The tile at a place in the order.
+__device__ __forceinline__ Assignment AssignInOrder(const ForwardParams& p, int64_t index) {
+  if (index >= int64_t{p.tiles} * p.num_pairs) return {Assignment::kEnd};
+  const int section = static_cast<int>(index) / (p.heads_apart * p.tiles);
+  return Assign(p, section, static_cast<int>(index) - section * p.heads_apart * p.tiles);
+}
+// This CTA's tile of a round.
+__device__ __forceinline__ Assignment AssignInRounds(const ForwardParams& p, int round) {
+  const int grid = gridDim.x, cta = blockIdx.x;
+  if (p.section_rounds == 0) return AssignInOrder(p, int64_t{round} * grid + cta);
+  const int section = round / p.section_rounds;
+  if (section * p.heads_apart >= p.num_pairs) return {Assignment::kEnd};
+  round -= section * p.section_rounds;
+  return Assign(p, section, round * grid + ((section + round) % 2 != 0 ? grid - 1 - cta : cta));
+}
 
-// ---- The producer: one warp. ----
+// ---- The planner: one warp. ----
 
 template <typename Traits>
-class Producer {
+class Planner {
  public:
-  __device__ __forceinline__ Producer(const ForwardParams& p, const ForwardMaps& maps,
-                                      ForwardShared<Traits>& shared)
-      : p_(p), maps_(maps), shared_(shared), elected_(ElectLane()) {}
+  __device__ __forceinline__ Planner(const ForwardParams& p, ForwardShared<Traits>& shared)
+      : p_(p), shared_(shared), lane_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void Run() {
+    const bool counted = p_.counter >= 0;
+    int64_t index = blockIdx.x;
     for (int round = 0;; ++round) {
-      const Assignment at = Assign(p_, round);
+      const Assignment at = counted ? AssignInOrder(p_, index) : AssignInRounds(p_, round);
       if (at.is == Assignment::kEnd) break;
-      if (at.is == Assignment::kNone) continue;
-      const int head = at.pair % p_.num_heads;
-      Sequence s;
-      int first;
-      if (!FindTile<Along::kQueries, Traits::kQueries>(p_, at.pair / p_.num_heads, at.tile, &s,
-                                                       &first)) {
-        continue;
-      }
-      Item& item = shared_.items[items_ % kItems];
-      if (elected_) {
-        item.sequence = s;
-        item.head = head;
-        item.first = first;
-      }
-      __syncwarp();
-      LoadItem(item.sequence, item);
+      const unsigned count = counted ? Count() : 0;  // under way while the tile is planned
+      if (at.is == Assignment::kTile) PlanTile(at);
+      index = int64_t{gridDim.x} + __shfl_sync(~0u, count, 0);
     }
-    PublishItem(Item::kEnd);
+    if (lane_ == 0) shared_.items[item_].is = Item::kEnd;
+    Emit({0, 0, 0, item_});
   }
 
  private:
   using Walk = TileWalk<Along::kKeys, Traits::kKeys>;
 
-  __device__ __forceinline__ void LoadItem(const Sequence& s, const Item& item) {
-    {
-      const Walk walk(p_, s, item.head, item.first, min(item.first + Traits::kQueries, s.q_len));
-      Park(walk);
-    }
-    bool more = Next(s);
-    if (!more) return PublishItem(0);
-    for (int j = 0; more; ++j) {
-      const KvTile tile = tile_;
-      more = Next(s);
-      LoadKeys(s, item.head, tile, !more);
-      if (j == 0) {
-        PublishItem(1);
-      } else {
-        LoadValues(s, item.head, previous_);
-      }
-      previous_ = tile.first;
-    }
-    LoadValues(s, item.head, previous_);
+  // How many tiles were counted before this one; in lane 0.
+  __device__ __forceinline__ unsigned Count() {
+    if (lane_ != 0) return 0;
+    unsigned* const counter = forward_counters + p_.counter;
+    const unsigned count = atomicAdd(counter, 1);
+    if (count + 1 == static_cast<unsigned>(p_.tiles) * p_.num_pairs) *counter = 0;
+    return count;
   }
 
-  // Moves the walk, which is parked in shared memory, to the next tile. It becomes tile_.
-  __device__ __forceinline__ bool Next(const Sequence& s) {
+  __device__ __forceinline__ void PlanTile(const Assignment& at) {
+    Sequence found;
+    int first;
+    const int batch = at.pair / p_.num_heads, head = at.pair - batch * p_.num_heads;
+    if (!FindTile<Along::kQueries, Traits::kQueries>(p_, batch, at.tile, &found, &first)) return;
+    Item& item = shared_.items[item_];
+    if (lane_ == 0) {
+      const bool packed = p_.cu_q != nullptr;  // the maps have one batch member
+      item.sequence = found;
+      item.head = head;
+      item.first = first;
+      item.q_row = first + (packed ? static_cast<int>(found.q_row) : 0);
+      item.kv_row = packed ? static_cast<int>(found.kv_row) : 0;
+      item.kv_head = head / p_.group;
+      item.batch = packed ? 0 : found.batch;
+    }
+    __syncwarp();
+    const Sequence& s = item.sequence;
+    Park(Walk(p_, s, head, first, min(first + Traits::kQueries, s.q_len)));
+    Step step, next;
+    for (bool any = false, more = true; more; any = true) {  // a step behind: is it the last?
+      more = Next(s, &next);
+      if (!any) {
+        if (lane_ == 0) item.is = more ? Item::kTiles : Item::kEmpty;
+        if (!more) Emit({0, 0, 0, item_});
+        if (more) next.flags |= Step::kStarts;
+      } else {
+        const int rows = static_cast<int>(p_.kv_len) - item.kv_row;  // beyond them come zeros
+        const bool dirty = step.end < min(step.first + Traits::kKeys, rows);
+        step.flags |= (more ? 0 : Step::kLast) | (dirty ? Step::kDirty : 0);
+        Emit(step);
+      }
+      step = next;
+    }
+    item_ = (item_ + 1) % kItems;
+  }
+
+  // Moves the walk, which is parked in shared memory, to the next tile.
+  __device__ __forceinline__ bool Next(const Sequence& s, Step* step) {
     Walk walk(p_, s, shared_.walk);
     const bool found = walk.Next();
-    if (found) {
-      tile_ = {walk.first(), walk.limit(), walk.all_visible() ? 0 : KvTile::kMasked};
-    }
+    if (found) *step = {walk.first(), walk.limit(), walk.all_visible() ? 0 : Step::kMasked, item_};
     Park(walk);
     return found;
   }
   __device__ __forceinline__ void Park(const Walk& walk) {
     __syncwarp();  // all lanes have read it
-    if (elected_) shared_.walk = walk.state();
+    if (lane_ == 0) shared_.walk = walk.state();
     __syncwarp();
   }
 
-  // K of a tile, and what the consumers must know of it.
-  __device__ __forceinline__ void LoadKeys(const Sequence& s, int head, KvTile tile, bool last) {
-    const int stage = keys_.stage;
-    BarrierWait(SharedAddress(&shared_.k_empty[stage]), keys_.phase ^ 1);
-    if (elected_) {
-      const int rows = static_cast<int>(p_.kv_len) - RowOf(s);  // beyond them come zeros
-      if (last) tile.flags |= KvTile::kLast;
-      if (tile.end < tile.first + Traits::kKeys && tile.end < rows) tile.flags |= KvTile::kDirty;
-      shared_.tiles[stage] = tile;
-      Load<Traits::kQueryChunks, Traits::kKeys>(maps_.k, shared_.k[stage], &shared_.k_full[stage],
-                                                head / p_.group, RowOf(s) + tile.first, BatchOf(s));
+  __device__ __forceinline__ void Emit(const Step& step) {
+    const int at = steps_.stage;
+    BarrierWait(SharedAddress(&shared_.step_empty[at]), steps_.phase ^ 1);
+    if (lane_ == 0) {
+      shared_.steps[at] = step;
+      BarrierArrive(SharedAddress(&shared_.step_full[at]));
     }
     __syncwarp();
-    keys_.Advance();
+    steps_.Advance();
   }
 
-  __device__ __forceinline__ void LoadValues(const Sequence& s, int head, int first) {
-    const int stage = values_.stage;
-    BarrierWait(SharedAddress(&shared_.v_empty[stage]), values_.phase ^ 1);
-    if (elected_) {
-      Load<Traits::kValueChunks, Traits::kKeys>(maps_.v, shared_.v[stage], &shared_.v_full[stage],
-                                                head / p_.group, RowOf(s) + first, BatchOf(s));
+  const ForwardParams& p_;
+  ForwardShared<Traits>& shared_;
+  const int lane_;
+  int item_ = 0;
+  StageCount<kSteps> steps_;
+};
+
+// ---- The loader: one thread. ----
+
+template <typename Traits>
+class Loader {
+ public:
+  __device__ __forceinline__ Loader(const ForwardMaps& maps, ForwardShared<Traits>& shared)
+      : maps_(maps), shared_(shared) {}
+
+  __device__ __forceinline__ void Run() {
+    for (;; steps_.Advance()) {
+      BarrierWait(SharedAddress(&shared_.step_full[steps_.stage]), steps_.phase);
+      const Step& step = shared_.steps[steps_.stage];
+      const Item& item = shared_.items[step.item];
+      if (item.is != Item::kTiles) {
+        LoadValues();
+        LoadQueries(item);
+        if (item.is == Item::kEnd) return;
+        continue;
+      }
+      const bool starts = step.flags & Step::kStarts;
+      const int first = item.kv_row + step.first;
+      BarrierWait(SharedAddress(&shared_.k_empty[keys_.stage]), keys_.phase ^ 1);
+      Load<Traits::kQueryChunks, Traits::kKeys>(maps_.k, shared_.k[keys_.stage],
+                                                &shared_.k_full[keys_.stage], item.kv_head, first,
+                                                item.batch);
+      keys_.Advance();
+      // With one place for Q, the consumers need the last V to be done with it.
+      if (starts && Traits::kQueryStages > 1) LoadQueries(item);
+      LoadValues();
+      if (starts && Traits::kQueryStages == 1) LoadQueries(item);
+      pending_ = {first, item.kv_head, item.batch, true};
     }
-    __syncwarp();
+  }
+
+ private:
+  // V of the tile before, if there is one: its K came first, and so does the next tile's.
+  __device__ __forceinline__ void LoadValues() {
+    if (!pending_.any) return;
+    BarrierWait(SharedAddress(&shared_.v_empty[values_.stage]), values_.phase ^ 1);
+    Load<Traits::kValueChunks, Traits::kKeys>(maps_.v, shared_.v[values_.stage],
+                                              &shared_.v_full[values_.stage], pending_.head,
+                                              pending_.row, pending_.batch);
     values_.Advance();
+    pending_.any = false;
   }
 
   // Tells the consumers of the item, and loads its Q where there is anything to compute.
-  __device__ __forceinline__ void PublishItem(int tiles) {
-    Item& item = shared_.items[items_ % kItems];
-    const int stage = queries_.stage;
-    BarrierWait(SharedAddress(&shared_.q_empty[stage]), queries_.phase ^ 1);
-    if (elected_) {
-      item.tiles = tiles;
-      if (tiles > 0) {
-        const bool packed = p_.cu_q != nullptr;
-        Load<Traits::kQueryChunks, Traits::kQueries>(
-            maps_.q, shared_.q[stage], &shared_.q_full[stage], item.head,
-            item.first + (packed ? static_cast<int>(item.sequence.q_row) : 0),
-            BatchOf(item.sequence));
-      } else {
-        BarrierArrive(SharedAddress(&shared_.q_full[stage]));
-      }
+  __device__ __forceinline__ void LoadQueries(const Item& item) {
+    uint64_t* const full = &shared_.q_full[queries_.stage];
+    BarrierWait(SharedAddress(&shared_.q_empty[queries_.stage]), queries_.phase ^ 1);
+    if (item.is == Item::kTiles) {
+      Load<Traits::kQueryChunks, Traits::kQueries>(maps_.q, shared_.q[queries_.stage], full,
+                                                   item.head, item.q_row, item.batch);
+    } else {
+      BarrierArrive(SharedAddress(full));
     }
-    __syncwarp();
     queries_.Advance();
-    ++items_;
   }
 
   template <int kChunks, int kRows>
@@ -293,20 +354,13 @@ class Producer {
     }
   }
 
-  // Coordinates in the maps: packed arrays have one batch member.
-  __device__ __forceinline__ int RowOf(const Sequence& s) const {
-    return p_.cu_q != nullptr ? static_cast<int>(s.kv_row) : 0;
-  }
-  __device__ __forceinline__ int BatchOf(const Sequence& s) const {
-    return p_.cu_q != nullptr ? 0 : s.batch;
-  }
-
-  const ForwardParams& p_;
   const ForwardMaps& maps_;
   ForwardShared<Traits>& shared_;
-  const bool elected_;
-  int items_ = 0, previous_ = 0;
-  KvTile tile_;
+  struct {
+    int row, head, batch;
+    bool any;
+  } pending_ = {};  // the tile whose V is to be loaded
+  StageCount<kSteps> steps_;
   StageCount<Traits::kQueryStages> queries_;
   StageCount<Traits::kStages> keys_, values_;
 };
@@ -395,6 +449,7 @@ __device__ __forceinline__ bool Softmax(Rows<Traits>& rows, float to_log2, float
     float& total = rows.sums.sum[half];
     total = fmaf(total, factor[half], sum[half][0] + sum[half][1]);
   }
+  KeepAfter(rows.sums.sum);  // summed here, not where the sums are needed
   return __any_sync(~0u, moved);
 }
 
@@ -510,10 +565,11 @@ class Consumer {
   __device__ __forceinline__ void Run() {
     if (Traits::kTiles.turns && group_ == Traits::kConsumers - 1) PassTurn();
     const Item* item = NextItem();
-    while (item->tiles != Item::kEnd) {
+    while (item->is != Item::kEnd) {
       Rows<Traits> rows;
       Clear(rows);
-      if (item->tiles == 0) {
+      if (item->is == Item::kEmpty) {
+        LeaveStep();
         Leave(&shared_.q_empty[queries_.stage]);
         WriteItem(*item, rows.sums, rows);
         item = NextItem();
@@ -540,7 +596,7 @@ class Consumer {
     WgmmaFence();
     IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
     WgmmaCommit();
-    int flags = shared_.tiles[keys_.stage].flags;
+    int flags = shared_.steps[steps_.stage].flags;
     WgmmaWait<0>();
     KeepAfter(rows.s());
     Finish(*item, flags, rows);
@@ -550,11 +606,11 @@ class Consumer {
     const Item* next = item;
 #pragma unroll 1
     for (;;) {
-      const bool ends = flags & KvTile::kLast;  // the pending product ends its item
+      const bool ends = flags & Step::kLast;  // the pending product ends its item
       if (ends) {
         if (Traits::kQueryStages == 1) break;
         next = NextItem();
-        if (next->tiles <= 0) break;
+        if (next->is != Item::kTiles) break;
       }
       BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
       if (Traits::kTiles.turns) WaitTurn();
@@ -563,26 +619,32 @@ class Consumer {
       IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
       WgmmaCommit();
       TakeValues();
+      WgmmaFence();
       IssueValues<Traits>(rows, ValuesOperand());
       WgmmaCommit();
       if (Traits::kTiles.turns) PassTurn();
-      flags = shared_.tiles[keys_.stage].flags;
+      flags = shared_.steps[steps_.stage].flags;
       WgmmaWait<1>();
       KeepAfter(rows.s());
       Finish(*next, flags, rows);
       const RowSums before = rows.sums;
       if (Traits::kQueryStages > 1 && ends) rows.sums = RowSums();
-      const bool moved = Softmax<Traits>(rows, rules_.to_log2, factor);
-      WgmmaWait<0>();
-      KeepAfter(rows.o());
+      // The wait for the product is in both branches, since the assembler moves it up as far as it
+      // can: not above a branch, so the softmax runs under the product.
+      if (Softmax<Traits>(rows, rules_.to_log2, factor)) {
+        WgmmaWait<0>();
+        KeepAfter(rows.o());
+        if (!ends) Rescale<Traits>(rows, factor);
+      } else {
+        asm volatile("wgmma.wait_group.sync.aligned 0; // no row has moved" ::: "memory");
+        KeepAfter(rows.o());
+      }
       LeaveValues();
       PackProbabilities<Traits>(rows);
       if (Traits::kQueryStages > 1 && ends) {
         WriteItem(*item, before, rows);
         ClearOutput(rows);
         item = next;
-      } else if (moved) {
-        Rescale<Traits>(rows, factor);
       }
     }
     TakeValues();
@@ -599,17 +661,18 @@ class Consumer {
 
   // Scores have arrived: K is free (and Q, after the last), and the scores are finished.
   __device__ __forceinline__ void Finish(const Item& item, int flags, Rows<Traits>& rows) {
-    const bool masked = flags & KvTile::kMasked;
+    const bool masked = flags & Step::kMasked;
     int first = 0, end = 0;
     clear_from_ = Traits::kKeys;
     if (rules_.finish || masked) {
-      const KvTile& tile = shared_.tiles[keys_.stage];
-      first = tile.first;
-      end = tile.end;
-      if (flags & KvTile::kDirty) clear_from_ = end - first;
+      const Step& step = shared_.steps[steps_.stage];
+      first = step.first;
+      end = step.end;
+      if (flags & Step::kDirty) clear_from_ = end - first;
     }
+    LeaveStep();
     Leave(&shared_.k_empty[keys_.stage]);
-    if (flags & KvTile::kLast) Leave(&shared_.q_empty[queries_.stage]);
+    if (flags & Step::kLast) Leave(&shared_.q_empty[queries_.stage]);
     keys_.Advance();
     if (rules_.finish || masked) {
       Sequence s = item.sequence;
@@ -647,6 +710,11 @@ class Consumer {
   __device__ __forceinline__ void LeaveValues() {
     Leave(&shared_.v_empty[values_.stage]);
     values_.Advance();
+  }
+
+  __device__ __forceinline__ void LeaveStep() {
+    Leave(&shared_.step_empty[steps_.stage]);
+    steps_.Advance();
   }
 
   // This warp is done with a place.
@@ -692,6 +760,7 @@ class Consumer {
   ScoreRules rules_;
   int clear_from_ = Traits::kKeys;  // rows of V from here on are not to be seen
   int items_ = 0;
+  StageCount<kSteps> steps_;
   StageCount<Traits::kQueryStages> queries_;
   StageCount<Traits::kStages> keys_, values_;
 };
@@ -720,6 +789,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       BarrierInit(SharedAddress(&shared.v_full[stage]), 1);
       BarrierInit(SharedAddress(&shared.v_empty[stage]), kWarps);
     }
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      BarrierInit(SharedAddress(&shared.step_full[step]), 1);
+      BarrierInit(SharedAddress(&shared.step_empty[step]), kWarps);
+    }
     FenceBarrierInit();
   }
   __syncthreads();
@@ -727,7 +801,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (group == 0) {
     GiveRegisters<Traits::kTiles.producer_registers>();
-    if (threadIdx.x < 32) Producer<Traits>(p, maps, shared).Run();
+    if (threadIdx.x < 32) {
+      Planner<Traits>(p, shared).Run();
+    } else if (threadIdx.x == 32) {
+      Loader<Traits>(maps, shared).Run();
+    }
   } else {
     TakeRegisters<Traits::kTiles.consumer_registers>();
     Consumer<Traits>(p, shared, group - 1).Run();

@@ -45,7 +45,7 @@ const char* MakeForwardMaps(const kvblock_attention& a, ForwardMaps* maps) {
 
 template <typename Traits>
 const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
-  ForwardParams p{MakeAttentionParams(a), 0};
+  ForwardParams p{MakeAttentionParams(a), -1, 0};
   const int64_t tiles = NumTiles(a, a.q_len, Traits::kQueries);
   const int64_t items = tiles * p.num_pairs;
   if (items > INT32_MAX) {
@@ -57,13 +57,17 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
   ForwardMaps maps;
   if (const char* error = MakeForwardMaps<Traits>(a, &maps)) return error;
 
-  // Where the work of every tile is known beforehand, a CTA for each multiprocessor takes its share
-  // and loads the next tile under the last. Elsewhere the hardware hands out tiles as CTAs end.
-  const bool uneven = a.cu_q || a.q_lens || a.kv_lens || a.shift || a.q_segments || a.tile_indices;
+  // A CTA for each multiprocessor. Where the work of every tile is known beforehand they take fixed
+  // shares, elsewhere the next tile when they are done. Without a free counter the hardware hands
+  // out tiles as CTAs end, and no tile is loaded under the one before.
+  const bool uneven = a.cu_q || a.q_lens || a.kv_lens || a.q_segments || a.tile_indices;
   int device = 0;
   cudaError_t status = cudaGetDevice(&device);
-  const int64_t ctas = uneven ? items : std::min<int64_t>(items, Multiprocessors(device));
-  if (ctas < items && a.window_right >= 0 && a.window_left < 0) {
+  int64_t ctas = std::min<int64_t>(items, Multiprocessors(device));
+  if (ctas < items && uneven) {
+    p.counter = ForwardCounter(a.o);
+    if (p.counter < 0) ctas = items;
+  } else if (ctas < items && a.window_right >= 0) {
     p.section_rounds = static_cast<int32_t>((p.heads_apart * tiles + ctas - 1) / ctas);
   }
 

@@ -29,8 +29,8 @@ constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) 
          : dim == 96  ? ForwardTiles{2, 128, 2, 56, 224, true}
          : dim == 128 ? kind == ForwardKind::kWide ? ForwardTiles{2, 176, 1, 40, 232, true}
                                                    : ForwardTiles{2, 128, 2, 56, 224, true}
-         : dim == 192 ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 56, 224, true}
-                      : ForwardTiles{2, 80, 1, 56, 224, true};
+         : dim == 192 ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 40, 232, true}
+                      : ForwardTiles{2, 80, 1, 24, 240, true};
 }
 
 // The kind of the instance that serves a kind.
