@@ -141,6 +141,8 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
   const uint32_t landed = base + Shape::kLanded, ds_ready = base + Shape::kDsReady;
   const uint32_t done = base + Shape::kDone;
   const int thread = threadIdx.x, lane = thread % 32;
+  // The lane's number, read again: no register holds it for long.
+  const auto lane_now = [] { return Opaque(static_cast<int>(threadIdx.x)) % 32; };
   const int warp = __shfl_sync(~0u, thread / 32, 0);  // the compiler keeps it in a uniform register
 
   // Whose keys these are. The first tiles come first, which a causal mask makes the longest; a few
@@ -272,7 +274,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
 
     // dP - delta = dO V^T - delta, and P = exp(scale S - lse) under it.
     float ds[kM][kN][4];
-    const int first_row = score_row + Opaque(lane) / 4;
+    const int first_row = score_row + lane_now() / 4;
     const auto row_of = [&](int m, int h) { return first_row + m * 16 + h * 8; };
     const float* const lse_rows =
         reinterpret_cast<const float*>(shared + Shape::kLse) + stage * kQueries;
@@ -338,7 +340,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
         }
       });
       previous_done();
-      const int at_lane = Opaque(lane);
+      const int at_lane = lane_now();
       if (!at.visible) {  // a masked score takes nothing, not even a NaN
         const int key = keys.first + key_row + at_lane % 4 * 2;
 #pragma unroll
@@ -375,7 +377,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
           for (int n = 0; n < kN; ++n) {
             float (&c)[4] = prob[m][n];
             float slope[4];
-            const int at_lane = Opaque(lane);
+            const int at_lane = lane_now();
             scores.template Probabilities<decltype(softcap)::value>(
                 c, at.first + score_row + m * 16 + at_lane / 4,
                 keys.first + key_row + n * 8 + at_lane % 4 * 2,
@@ -404,7 +406,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
         }
       }
     }
-    const int at_lane = Opaque(lane);
+    const int at_lane = lane_now();
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -438,7 +440,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
       __syncwarp();
       if (lane == 0) BarrierArrive(done);
       float* const dq_rows = keys.dq + at.head * keys.dq_stride;
-      const int at_lane = Opaque(lane), group_row = at_lane / 4;
+      const int at_lane = lane_now(), group_row = at_lane / 4;
       // Adds the blocks of accumulators; `place(row)` is where this lane's part of the first lies,
       // and kStep floats on the next.
       const auto add = [&](auto step_of, auto place) {
@@ -481,7 +483,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
 
   // Out: dK where K was, dV where V was.
   if (step > 0) BarrierWait(done, (step - 1) % 2);
-  const int at_lane = Opaque(lane), out_row = key_row + at_lane / 4;
+  const int at_lane = lane_now(), out_row = key_row + at_lane / 4;
 #pragma unroll
   for (int m = 0; m < Shape::kKvM; ++m) {
 #pragma unroll

@@ -4,6 +4,7 @@
 
 #include "ops/attention/hopper/backward_loader.cuh"
 #include "ops/attention/hopper/backward_narrow.cuh"
+#include "ops/attention/hopper/backward_turns.cuh"
 #include "ops/attention/hopper/backward_wide.cuh"
 
 namespace kvblock::hopper {
@@ -20,7 +21,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   // heads take turns, or the last head's longest tiles would end alone.
   const int turn = p.tiles * p.heads_apart, first_owner = blockIdx.x / turn * p.heads_apart;
   const int apart = min(p.heads_apart, p.num_pairs - first_owner);
-  const int tile = blockIdx.x % turn / apart, owner = first_owner + blockIdx.x % turn % apart;
+  const bool turns = p.dq_turns != nullptr && p.dq_accum != nullptr;
+  const int nth = blockIdx.x % turn / apart;
+  const int tile = turns ? p.tiles - 1 - nth : nth;
+  const int owner = first_owner + blockIdx.x % turn % apart;
   const int kv_head = owner % p.num_kv_heads;
   Sequence found;
   int first_key;
@@ -37,9 +41,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     BarrierInit(base + Shape::kVFull, 1);
     BarrierInit(base + Shape::kScoresReady, kWarps);
     BarrierInit(base + Shape::kScoresFree, kWarps);
+    BarrierInit(base + Shape::kMayAdd, 1);
+    BarrierInit(base + Shape::kMayAdd + 8, 1);
     for (int i = 0; i < Shape::kStages; ++i) {
       BarrierInit(base + Shape::kQFull + i * 8, 2);
-      BarrierInit(base + Shape::kQFree + i * 8, kWarps);
+      BarrierInit(base + Shape::kQFree + i * 8, kWarps + (turns ? 2 : 0));
       BarrierInit(base + Shape::kDoFull + i * 8, 1);
       BarrierInit(base + Shape::kDoFree + i * 8, kWarps);
     }
@@ -50,6 +56,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     GiveRegisters<kLoaderRegisters>();
     if (warp == 0) {
       BackwardLoader<Shape, kPlain>{p, maps, shared, base, thread}.Run();
+    } else if (warp <= 2 && turns) {
+      BackwardTurns<Shape>{p, shared, base, warp - 1, thread % 32}.Run();
     }
   } else {
     TakeRegisters<kWorkerRegisters>();

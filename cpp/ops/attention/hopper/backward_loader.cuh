@@ -121,7 +121,8 @@ struct BackwardLoader {
                             base + Shape::kQFull + stage * 8, head, s.q_row, first);
       }
       keys_loaded = true;
-      float* const rows = reinterpret_cast<float*>(shared + Shape::kLse) + stage * kQueries + lane;
+      float* const rows = reinterpret_cast<float*>(shared + Shape::kLse) + stage * kQueries +
+                          RowPlace<kQueries>(lane);
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         rows[i * 32] = RowLse(lse[i]) * (kPlain ? kLog2E : 1.0f);

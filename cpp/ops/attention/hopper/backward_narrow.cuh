@@ -69,21 +69,16 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   __device__ __forceinline__ bool HasDq(const Step& at) const {
     return !kHalfTheQueries || DqFirst(at) < owned().sequence.q_len;
   }
-  static constexpr int kAdders = kHalfTheQueries ? 1 : 2;
-
-  // Adds the dQ of a step.
-  __device__ __forceinline__ void Add(const float (&dq)[kDqSums], int step) const {
-    if (p.dq_turns != nullptr) {
-      if (step > 0) Pass(step - 1);
-      const Step& at = StepAt(step);
-      if (HasDq(at)) Base::WaitForTurn(at.head, at.first, DqFirst(at), kAdders);
-    }
+  // Where the dQ of a step goes.
+  __device__ __forceinline__ float* DqPlace(int step) const {
     const Step& at = StepAt(step);
-    if (HasDq(at)) Base::AddDq(dq, at.head, DqFirst(at), kHalfTheQueries ? 0 : group * 8);
+    return Base::DqPlace(at.head, DqFirst(at), FirstBlock());
   }
-  __device__ __forceinline__ void Pass(int step) const {
-    const Step& at = StepAt(step);
-    if (HasDq(at)) Base::PassTurn(at.head, DqFirst(at));
+  __device__ __forceinline__ int FirstBlock() const { return kHalfTheQueries ? 0 : group * 8; }
+  __device__ __forceinline__ void Add(const float (&dq)[kDqSums], float* to, int step) const {
+    Base::AwaitTurn(step);
+    if (HasDq(StepAt(step))) Base::AddDq(dq, to, FirstBlock());
+    Base::PassTurn();
   }
 
   __device__ __forceinline__ void Run() const {
@@ -100,9 +95,10 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       const uint32_t d_o = base + Shape::kDo + stage * QueryTile::kBytes;
       BarrierWait(base + Shape::kQFull + stage * 8, phase);
       const Step& at = StepAt(step);
-      if (at.flags & Step::kEnd) break;
+      const int flags = at.flags;
+      if (flags & Step::kEnd) break;
       if (step == 0) Base::TakeKeys();
-      if (at.flags & Step::kPartial) Base::ClearStrangers(at.first, stage, phase);
+      if (flags & Step::kPartial) Base::ClearStrangers(at.first, stage, phase);
 
       // S and dP.
       float c[kScores], dp[kScores];
@@ -121,7 +117,7 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       const BackwardScores<T, kScores, kPlain> scores{
           p, owned().sequence, owned().first_key + group * 64, at.first, at.head, thread};
       Packed<kScores> prob, ds;
-      scores.Probabilities(prob, c, Base::LseOf(stage), at.flags & Step::kMasked);
+      scores.Probabilities(prob, c, Base::LseOf(stage), flags & Step::kMasked);
       WgmmaFence();
       SumOverQueries(dv, prob, d_o);
       WgmmaCommit();
@@ -129,7 +125,7 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       // dS, under dV.
       WgmmaWait<1>();
       KeepAfter(dp);
-      scores.Slopes(c, dp, Base::DeltaOf(stage), at.flags & Step::kMasked);
+      scores.Slopes(c, dp, Base::DeltaOf(stage), flags & Step::kMasked);
       PackAll<T>(ds, c);
       if (has_dq) {
         // Both have written the dS before, and have read the one before that.
@@ -145,12 +141,13 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaCommit();
       SumOverQueries(dk, ds, q);
       WgmmaCommit();
+      float* const to = DqPlace(step - 1);
       WgmmaWait<1>();
       KeepAfter(dq);
       Arrive(base + Shape::kDoFree + stage * 8);
       if (has_dq) {
         Arrive(base + Shape::kScoresReady);
-        if (step > 0) Add(dq, step - 1);
+        if (step > 0) Add(dq, to, step - 1);
       }
     }
 
@@ -165,8 +162,7 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaCommit();
       WgmmaWait<0>();
       KeepAfter(dq);
-      Add(dq, step - 1);
-      if (p.dq_turns != nullptr) Pass(step - 1);
+      Add(dq, DqPlace(step - 1), step - 1);
     }
 
     BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K any more

@@ -67,8 +67,9 @@ __device__ __forceinline__ void ZeroRows(char* tile, int from, int thread, int t
   }
 }
 
-// One warpgroup's part of a tile of scores. lse and delta are those of its queries: lse in units of
-// log 2 for kPlain, which means that there is no softcap, no bias and no segment.
+// One warpgroup's part of a tile of scores. lse and delta are those of its queries, placed as
+// RowPlace says; lse is in units of log 2 for kPlain, which means that there is no softcap, no bias
+// and no segment.
 template <typename T, int kCount, bool kPlain>
 struct BackwardScores {
   const AttentionParams& p;
@@ -94,22 +95,28 @@ struct BackwardScores {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) dp[i] = c[i] == 0.0f ? 0.0f : dp[i];
     }
-    const float2* const pairs = reinterpret_cast<const float2*>(delta) + thread % 4;
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
-      const float2 d = pairs[n * 4];
+      const float2 d = RowPair(delta, n);
 #pragma unroll
       for (int e = 0; e < 4; ++e) c[n * 4 + e] *= dp[n * 4 + e] - (e % 2 ? d.y : d.x);
     }
   }
 
  private:
+  static constexpr int kRows = kCount == 64 ? 128 : 64;  // queries of a tile
+
+  // Of this thread's two queries in block n. The compiler loads two pairs at a time where it can.
+  __device__ __forceinline__ float2 RowPair(const float* rows, int n) const {
+    const float2* const pairs = reinterpret_cast<const float2*>(rows);
+    return kRows == 128 ? pairs[n * 4 + thread % 4] : pairs[n / 2 * 8 + thread % 4 * 2 + n % 2];
+  }
+
   __device__ __forceinline__ void Exponentials(float (&c)[kCount], const float* lse) const {
     const float scale = p.scale * kLog2E;
-    const float2* const pairs = reinterpret_cast<const float2*>(lse) + thread % 4;
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
-      const float2 l = pairs[n * 4];
+      const float2 l = RowPair(lse, n);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float row = e % 2 ? l.y : l.x;
@@ -145,7 +152,8 @@ struct BackwardScores {
       float block[4], slope[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) block[e] = c[n * 4 + e];
-      scores.Probabilities(block, first_query + column, key, {lse[column], lse[column + 1]}, slope);
+      const float2 l = RowPair(lse, n);
+      scores.Probabilities(block, first_query + column, key, {l.x, l.y}, slope);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         prob[n / 2][n % 2 * 2 + h] = Pack<T>(block[2 * h], block[2 * h + 1]);

@@ -13,7 +13,8 @@
 namespace kvblock::hopper {
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr int kWorkersMeet = 1;  // the hardware barrier of both warpgroups that compute
+// Hardware barriers: of both warpgroups that compute; of each with its warp that takes turns.
+constexpr int kWorkersMeet = 1, kTurnTakersMeet = 2;
 
 struct BackwardMaps {
   CUtensorMap q, k, v, d_o;
@@ -47,6 +48,14 @@ struct alignas(16) BackwardOwned {
   WalkState walk;
 };
 
+// Where lse and delta of a tile's query lie. For 64 queries, what a thread needs of two blocks of 8
+// are four neighbours (backward_scores.cuh); for 128 it has no registers for four at a time.
+template <int kQueries>
+__device__ __forceinline__ int RowPlace(int query) {
+  if constexpr (kQueries == 128) return query;
+  return query / 16 * 16 + query % 8 / 2 * 4 + query / 8 % 2 * 2 + query % 2;
+}
+
 template <int kDim_, int kValueDim_>
 struct BackwardShape : BackwardTiles<kDim_> {
   using Tiles = BackwardTiles<kDim_>;
@@ -72,8 +81,8 @@ struct BackwardShape : BackwardTiles<kDim_> {
   static constexpr int kBarriers = kOwned + sizeof(BackwardOwned);
   // Barriers: "full" when the copies have landed, "free" when both warpgroups have read.
   static constexpr int kKFull = kBarriers, kVFull = kKFull + 8, kScoresReady = kVFull + 8;
-  static constexpr int kScoresFree = kScoresReady + 8;
-  static constexpr int kQFull = kScoresFree + 8, kQFree = kQFull + 8 * kStages;
+  static constexpr int kScoresFree = kScoresReady + 8, kMayAdd = kScoresFree + 8;
+  static constexpr int kQFull = kMayAdd + 16, kQFree = kQFull + 8 * kStages;
   static constexpr int kDoFull = kQFree + 8 * kStages, kDoFree = kDoFull + 8 * kStages;
   static constexpr int kBytes = kDoFree + 8 * kStages;
   static_assert(kBytes <= 227 * 1024);

@@ -63,11 +63,6 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
     }
   }
 
-  __device__ __forceinline__ void Pass(int step) const {
-    const Step& at = StepAt(step);
-    Base::PassTurn(at.head, at.first);
-  }
-
   __device__ __forceinline__ void Run() const {
     constexpr int kStages = Shape::kStages;
     constexpr uint32_t kP = Shape::kDs, kDs = Shape::kDs + ScoreTile::kBytes;
@@ -85,9 +80,10 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       const uint32_t d_o = base + Shape::kDo + stage * GradTile::kBytes;
       BarrierWait(base + Shape::kQFull + stage * 8, phase);
       const Step& at = StepAt(step);
-      if (at.flags & Step::kEnd) break;
+      const int flags = at.flags;
+      if (flags & Step::kEnd) break;
       if (step == 0) Base::TakeKeys();
-      if (at.flags & Step::kPartial) Base::ClearStrangers(at.first, stage, phase);
+      if (flags & Step::kPartial) Base::ClearStrangers(at.first, stage, phase);
 
       // S and dP.
       float c[kScores], dp[kScores];
@@ -110,14 +106,14 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       const BackwardScores<T, kScores, kPlain> scores{
           p, owned().sequence, owned().first_key, at.first + kMine, at.head, thread};
       Packed<kScores> prob, ds;
-      scores.Probabilities(prob, c, Base::LseOf(stage) + kMine, at.flags & Step::kMasked);
+      scores.Probabilities(prob, c, Base::LseOf(stage) + kMine, flags & Step::kMasked);
       if (step > 0) BarrierWait(base + Shape::kScoresFree, (step - 1) % 2);
       StorePacked<ScoreTile>(base + kP, 0, kMine, thread, prob);
 
       // dS.
       WgmmaWait<0>();
       KeepAfter(dp);
-      scores.Slopes(c, dp, Base::DeltaOf(stage) + kMine, at.flags & Step::kMasked);
+      scores.Slopes(c, dp, Base::DeltaOf(stage) + kMine, flags & Step::kMasked);
       PackAll<T>(ds, c);
       StorePacked<ScoreTile>(base + kDs, 0, kMine, thread, ds);
       FenceAsync();
@@ -132,21 +128,20 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       Sum<MyValues, GradTile, OperandLies::kAcross>(dv, base + kP, d_o, true);
       Sum<MyKeys, QueryTile, OperandLies::kAcross>(dk, base + kDs, q, true);
       WgmmaCommit();
+      constexpr int kFirstBlock = MyKeys::kFirst * 8;
+      float* const to = Base::DqPlace(at.head, at.first, kFirstBlock);
       WgmmaWait<1>();
       KeepAfter(dq);
       if (has_dq) {
-        if (p.dq_turns != nullptr) {
-          if (step > 0) Pass(step - 1);
-          Base::WaitForTurn(at.head, at.first, at.first, 2);
-        }
-        Base::AddDq(dq, at.head, at.first, MyKeys::kFirst * 8);
+        Base::AwaitTurn(step);
+        Base::AddDq(dq, to, kFirstBlock);
+        Base::PassTurn();
       }
     }
 
     WgmmaWait<0>();
     KeepAfter(dk);
     KeepAfter(dv);
-    if (has_dq && p.dq_turns != nullptr && step > 0) Pass(step - 1);
     BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K any more
     StoreAccumulators<T, KeyTile>(base + Shape::kK, 0, MyKeys::kFirst * kChunkColumns, thread, dk,
                                   p.scale);

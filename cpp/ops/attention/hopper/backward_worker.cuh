@@ -72,13 +72,14 @@ struct BackwardWorker {
     BarrierMeet(kWorkersMeet, Shape::kWorkers);
   }
 
-  // Adds this warpgroup's blocks of 8 columns of dQ, from first_block on, for the 64 queries from
-  // `first` on.
+  // Where this thread's part of dQ goes, from block `first_block` of 8 columns on, for the 64
+  // queries from `first` on.
+  __device__ __forceinline__ float* DqPlace(int head, int first, int first_block) const {
+    return DqTile(p, owned().sequence, head, first) + first_block * (kDqRows * 8) + thread * 4;
+  }
   template <int kCount>
-  __device__ __forceinline__ void AddDq(const float (&dq)[kCount], int head, int first,
+  __device__ __forceinline__ void AddDq(const float (&dq)[kCount], float* to,
                                         int first_block) const {
-    float* const to =
-        DqTile(p, owned().sequence, head, first) + first_block * (kDqRows * 8) + thread * 4;
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
       if ((first_block + n) * 8 < p.head_dim) {
@@ -86,25 +87,12 @@ struct BackwardWorker {
       }
     }
   }
-
-  // Turns, for a dQ that is the same every time: the key tiles that see a tile of queries add to it
-  // in order. A tile's counter says how many warpgroups have; `adders` of each key tile do.
-  __device__ __forceinline__ void WaitForTurn(int head, int tile_first, int first,
-                                              int adders) const {
-    const Sequence& s = owned().sequence;
-    if (thread == 0) {
-      const int rank = (owned().first_key - s.FirstKey(tile_first) / kKeys * kKeys) / kKeys;
-      const int32_t* const turn = DqTurn(p, s, head, first);
-      while (LoadAcquire(turn) < rank * adders) {
-      }
-    }
-    BarrierMeet(kWorkersMeet + 1 + group, kWarpgroup);
+  // With turns (backward_turns.cuh): waits for this warpgroup's, and hands it on.
+  __device__ __forceinline__ void AwaitTurn(int step) const {
+    if (p.dq_turns != nullptr) BarrierWait(base + Shape::kMayAdd + group * 8, step % 2);
   }
-  // What this warpgroup has added there is done. Called a step late, when that needs no waiting.
-  __device__ __forceinline__ void PassTurn(int head, int first) const {
-    __threadfence();
-    BarrierMeet(kWorkersMeet + 1 + group, kWarpgroup);
-    if (thread == 0) AddRelease(DqTurn(p, owned().sequence, head, first), 1);
+  __device__ __forceinline__ void PassTurn() const {
+    if (p.dq_turns != nullptr) BarrierPass(kTurnTakersMeet + group, kWarpgroup + 32);
   }
 
   // dK and dV, which lie where K and V were, go out.

@@ -76,15 +76,15 @@ struct ForwardTraits {
 
 // How query tiles are shared out among CTAs.
 //
-// Tiles are ordered in sections of `heads_apart` (batch member, head) pairs, whose K and V fit in L2
-// together; within a section the pairs take turns, the last tiles first: under a causal mask they
-// are the longest.
+// Tiles are ordered in sections of `heads_apart` (batch member, head) pairs, whose K and V fit in
+// L2 together; within a section the pairs take turns, the last tiles first: under a causal mask
+// they are the longest.
 //
 // With a counter, a CTA that is done takes the next tile of this order. Each tile is counted once,
 // also the CTAs' first ones, and who counts the last clears the counter for the next launch.
 // Without, a round gives each CTA the next tile. With `section_rounds`, for causal masks, sections
-// begin with a round, and rounds go back and forth over the CTAs, which shares the work out to a few
-// per mille.
+// begin with a round, and rounds go back and forth over the CTAs, which shares the work out to a
+// few per mille.
 struct ForwardParams : AttentionParams {
   int32_t counter;         // index in forward_counters; -1: none
   int32_t section_rounds;  // rounds that a section takes; 0: sections follow each other
@@ -98,7 +98,7 @@ __device__ unsigned forward_counters[kForwardCounters];
 struct Item {
   Sequence sequence;
   int head, first;
-  int q_row, kv_row, kv_head, batch;  // where its rows begin in the tensor maps
+  int q_row, kv_row, kv_head, batch;       // where its rows begin in the tensor maps
   enum : int { kEnd, kEmpty, kTiles } is;  // no more items; without KV tiles; with some
 };
 
@@ -512,11 +512,11 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Item& item
   using T = typename Traits::T;
   const Sequence& s = item.sequence;
   const bool sinks = p.sinks != nullptr;
-  const float sink = sinks ? __ldg(p.sinks +
-                                   int64_t{BatchRow(p, p.sink_batch, s.batch)} * p.num_heads +
-                                   item.head) *
-                                 kLog2E
-                           : -INFINITY;
+  const float sink =
+      sinks
+          ? __ldg(p.sinks + int64_t{BatchRow(p, p.sink_batch, s.batch)} * p.num_heads + item.head) *
+                kLog2E
+          : -INFINITY;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = item.first + row + half * 8 + lane / 4;

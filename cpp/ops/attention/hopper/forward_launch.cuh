@@ -81,8 +81,8 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
     if (status == cudaSuccess) prepared.fetch_or(bit, std::memory_order_relaxed);
   }
   if (status == cudaSuccess) {
-    AttentionForward<Traits><<<static_cast<unsigned>(ctas), Traits::kThreads, kSharedBytes,
-                               stream>>>(p, maps);
+    AttentionForward<Traits>
+        <<<static_cast<unsigned>(ctas), Traits::kThreads, kSharedBytes, stream>>>(p, maps);
     status = cudaGetLastError();
   }
   if (status == cudaSuccess) return nullptr;
@@ -92,8 +92,7 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
 inline ForwardKind KindOf(const kvblock_attention& a) {
   const bool plain = a.scale > 0.0f && !(a.softcap > 0.0f) && !a.bias && !a.q_segments;
   if (!plain || a.tile_indices) return ForwardKind::kGeneral;
-  const bool masked =
-      a.window_left >= 0 || a.window_right >= 0 || a.cu_q || a.q_lens || a.kv_lens;
+  const bool masked = a.window_left >= 0 || a.window_right >= 0 || a.cu_q || a.q_lens || a.kv_lens;
   return masked ? ForwardKind::kPlain : ForwardKind::kWide;
 }
 
@@ -108,18 +107,16 @@ const char* LaunchForwardOf(const kvblock_attention& a, cudaStream_t stream) {
       return launch_as(std::integral_constant<ForwardKind, ForwardKind::kWide>());
     case ForwardKind::kPlain:
       return launch_as(std::integral_constant<ForwardKind, ForwardKind::kPlain>());
-    default:
-      return launch_as(std::integral_constant<ForwardKind, ForwardKind::kGeneral>());
+    default: return launch_as(std::integral_constant<ForwardKind, ForwardKind::kGeneral>());
   }
 }
 
 // An instance.
-#define KVBLOCK_HOPPER_FORWARD(dim, value_dim)                                             \
-  template <>                                                                              \
-  const char* LaunchForwardDims<dim, value_dim>(const kvblock_attention& a,                \
-                                                cudaStream_t stream) {                     \
-    return a.dtype == KVBLOCK_BF16 ? LaunchForwardOf<__nv_bfloat16, dim, value_dim>(a, stream) \
-                                   : LaunchForwardOf<__half, dim, value_dim>(a, stream);   \
+#define KVBLOCK_HOPPER_FORWARD(dim, value_dim)                                                     \
+  template <>                                                                                      \
+  const char* LaunchForwardDims<dim, value_dim>(const kvblock_attention& a, cudaStream_t stream) { \
+    return a.dtype == KVBLOCK_BF16 ? LaunchForwardOf<__nv_bfloat16, dim, value_dim>(a, stream)     \
+                                   : LaunchForwardOf<__half, dim, value_dim>(a, stream);           \
   }
 
 }  // namespace kvblock::hopper

@@ -1,0 +1,66 @@
+// Turns in adding to dq_accum, for a dq that is the same every time.
+//
+// The tiles of keys that see a tile of queries add to it one after the other, the last keys first.
+// dq_turns counts for each 64 queries how many warpgroups have added. Two warps of the loader's
+// warpgroup, one for each that computes, wait for its turn while it still computes, and hand the
+// turn on when the additions are done.
+//
+// A CTA never waits for one that has not begun: with turns the last keys have the first CTAs. Under
+// a causal mask nobody waits at all then: keys that are 128 further on have begun 128 queries
+// further on.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mbarrier.cuh"
+#include "device/reduce_add.cuh"
+#include "ops/attention/hopper/backward_shape.cuh"
+#include "ops/attention/hopper/dq_tile.cuh"
+
+namespace kvblock::hopper {
+
+template <typename Shape>
+struct BackwardTurns {
+  const AttentionParams& p;
+  char* const shared;
+  const uint32_t base;
+  const int group, lane;
+
+  __device__ __forceinline__ void Run() const {
+    constexpr int kStages = Shape::kStages;
+    // Where a tile has 128 queries, each warpgroup adds to its own 64; else both to the same.
+    constexpr bool kHalfTheQueries = Shape::kQueries == 128;
+    constexpr int kAdders = kHalfTheQueries ? 1 : 2;
+    const auto& owned = *reinterpret_cast<const BackwardOwned*>(shared + Shape::kOwned);
+    for (int step = 0;; ++step) {
+      BarrierWait(base + Shape::kQFull + step % kStages * 8, step / kStages % 2);
+      const BackwardStep at =
+          reinterpret_cast<const BackwardStep*>(shared + Shape::kSteps)[step % Shape::kHeldSteps];
+      if (at.flags & BackwardStep::kEnd) return;
+      __syncwarp();
+      if (lane == 0) BarrierArrive(base + Shape::kQFree + step % kStages * 8);  // it is read
+      const Sequence& s = owned.sequence;
+      const int first = at.first + (kHalfTheQueries ? group * kDqRows : 0);
+      const bool adds = first < s.q_len;
+      int32_t* const turn = DqTurn(p, s, at.head, first);
+      if (lane == 0) {
+        if (adds) {
+          int first_key, end_key;
+          s.VisibleKeys(at.first, at.first + Shape::kQueries, &first_key, &end_key);
+          const int before = (end_key - 1) / Shape::kKeys - owned.first_key / Shape::kKeys;
+          while (LoadAcquire(turn) < before * kAdders) {
+          }
+        }
+        BarrierArrive(base + Shape::kMayAdd + group * 8);
+      }
+      __syncwarp();
+      BarrierMeet(kTurnTakersMeet + group, kWarpgroup + 32);
+      if (lane == 0 && adds) {
+        __threadfence();
+        AddRelease(turn, 1);
+      }
+    }
+  }
+};
+
+}  // namespace kvblock::hopper
