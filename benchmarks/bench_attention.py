@@ -3,7 +3,7 @@
 TFLOP/s as papers count: 4 B N S² D forward, half of it when causal, 2.5 times as much
 backward. Inputs and output gradients are random. The backward pass is timed as forward
 and backward together minus forward, for everybody alike. Implementations take turns;
-each is called until a round lasts 60 ms; the median round counts.
+each is called until a round lasts 40 ms; the median round counts.
 
 cuDNN is jax.nn's, FlashAttention-3 that of the package dew-flash-attn-cu13 where it is
 installed, FlashAttention-2 PyTorch's.
@@ -28,8 +28,8 @@ from common import OURS, Results, cases
 from jax_kvblock import AttentionTiles, _report, flash_attention
 from jax_kvblock.attention import flash
 
-ROUND = 0.06  # seconds
-ROUNDS = 7
+ROUND = 0.04  # seconds
+ROUNDS = 5
 
 
 def bench(options: argparse.Namespace, results: Results) -> None:

@@ -69,14 +69,6 @@ def _attention() -> list[Served]:
         if narrow.startswith("kernel"):
             narrow, why = _kernels(blocks)
         cudnn, why_cudnn = _cudnn()
-    compiled = sorted(
-        {tile for tiles in cuda.FORWARD_TILES.values() for tile in tiles}, reverse=True
-    )
-    per_tile = "; ".join(
-        f"({keys}, {queries}) for head dims up to "
-        f"{max(d for d, t in cuda.FORWARD_TILES.items() if (queries, keys) in t)}"
-        for queries, keys in compiled
-    )
     return [
         Served(ATTENTION_16_BITS, narrow, why),
         Served(
@@ -85,13 +77,26 @@ def _attention() -> list[Served]:
             "the kernels are for 16 bits; products at the highest precision",
         ),
         Served(ATTENTION_CUDNN, cudnn, why_cudnn),
-        Served("flash_attention_forward, tiles (Bc, Br)", "cuda", per_tile),
+        *(
+            Served("flash_attention_forward, tiles (Bc, Br)", kernels, _tiles(kernels))
+            for kernels in cuda.FORWARD_TILES
+        ),
         Served(
             "flash_attention_forward, tiles (Bc, Br)",
             "xla",
             f"each one of {', '.join(map(str, tiled.XLA_BLOCKS))}",
         ),
     ]
+
+
+def _tiles(kernels: str) -> str:
+    """The tiles of these kernels, and the head dims they are for."""
+    tiles = cuda.FORWARD_TILES[kernels]
+    largest = {tile: dim for dim, tile in tiles.items()}
+    return "; ".join(
+        f"({keys}, {queries}) for head dims up to {dim}"
+        for (queries, keys), dim in largest.items()
+    )
 
 
 def _kernels(otherwise: str) -> tuple[str, str]:

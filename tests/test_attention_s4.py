@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -198,28 +200,76 @@ def test_compiled_tiles_are_those_of_the_kernels_and_fit() -> None:
     shapes = re.findall(
         r"ForwardShape\{(\d+), (\d+), \d+, \d+, (true|false)\}", source.read_text()
     )
-    assert len(shapes) == len(cuda.FORWARD_TILES)
-    for (dim, tiles), shape in zip(cuda.FORWARD_TILES.items(), shapes, strict=True):
+    tiles = cuda.FORWARD_TILES["cuda"].items()
+    for (dim, tile), shape in zip(tiles, shapes, strict=True):
         queries, keys, held = int(shape[0]), int(shape[1]), shape[2] == "true"
-        assert tiles == ((queries, keys),)
+        assert tile == (queries, keys)
         # Q and two stages of K and V; a stage takes Q's place where Q is held.
         q, stage = 2 * dim * queries, 4 * dim * keys
         assert (stage + max(q, stage) if held else q + 2 * stage) <= 96 * 1024
 
 
-def test_the_optimal_tile_on_a_gpu_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hopper_s_tiles_are_those_of_the_kernels(tmp_path: Path) -> None:
+    """Asks the table itself, by compiling it."""
+    folder = Path(__file__).parent.parent / "cpp"
+    dims = cuda.FORWARD_TILES["cuda_sm90"]
+    rows = "\n".join(
+        f"  print({d}, ForwardTilesOf({d}, {d}, InstanceOf({d}, ForwardKind::kWide)));"
+        for d in dims
+    )
+    program = tmp_path / "tiles.cc"
+    program.write_text(
+        f"""#include <cstdio>
+#include "ops/attention/hopper/tiles.h"
+using namespace kvblock::hopper;
+void print(int dim, ForwardTiles t) {{
+  std::printf("%d %d %d\\n", dim, 64 * t.consumers, t.keys);
+}}
+int main() {{
+{rows}
+}}
+"""
+    )
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler, "a C++ compiler built this package"
+    binary = tmp_path / "tiles"
+    command = [compiler, "-std=c++17", f"-I{folder}", str(program), "-o", str(binary)]
+    subprocess.run(command, check=True)
+    said = subprocess.run([binary], check=True, capture_output=True, text=True).stdout
+    found = {int(d): (int(q), int(k)) for d, q, k in map(str.split, said.splitlines())}
+    assert found == dims
+
+
+@pytest.mark.parametrize(
+    ("kernels", "tiles"),
+    [
+        (("cuda",), [(64, 128), (32, 64)]),
+        (("cuda_sm90", "cuda"), [(176, 128), (80, 128)]),
+    ],
+)
+def test_the_optimal_tile_on_a_gpu_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, kernels: tuple[str, ...], tiles: list
+) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert get_optimal_block_sizes(1024, 128) == (64, 128)
-    assert get_optimal_block_sizes(1024, 200) == (32, 64)
+    monkeypatch.setattr(cuda, "best_kernels", lambda: kernels)
+    assert get_optimal_block_sizes(1024, 128) == tiles[0]
+    assert get_optimal_block_sizes(1024, 200) == tiles[1]
     with pytest.raises(ValueError, match="multiple of 8 up to 256"):
         get_optimal_block_sizes(1024, 257)
 
 
-def test_a_compiled_tile_leaves_the_choice_open_others_name_xla() -> None:
+def test_a_tile_stands_for_the_kernels_that_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda, "best_kernels", lambda: ("cuda_sm90", "cuda"))
     x = jnp.zeros((1, 1, 32, 64), jnp.float16)
-    for tile, implementation in (((128, 128), None), ((32, 32), "xla")):
+    for tile, implementation, kernels in (
+        ((128, 192), None, "cuda_sm90"),
+        ((128, 128), None, "cuda"),
+        ((32, 32), "xla", ""),
+    ):
         config, _ = tiled._call("here", x, x, x, *tile, False)
-        assert config.implementation == implementation
+        assert (config.implementation, config.kernels) == (implementation, kernels)
         assert (config.xla_block_kv, config.xla_block_q) == tile
 
 
@@ -278,6 +328,30 @@ def test_the_memory_estimate_agrees_with_the_compiler(
 
     stats = jax.jit(backward).lower(x, x, x, x, x, row, row).compile().memory_analysis()
     assert used["backward_memory"] == pytest.approx(stats.temp_size_in_bytes, rel=0.33)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("b", "h", "n", "d"),
+    [(2, 4, 1024, 64), (1, 8, 2048, 128), (4, 2, 512, 256), (2, 16, 1000, 128)],
+)
+def test_the_estimate_of_the_kernels_agrees_with_the_compiler(
+    b: int, h: int, n: int, d: int
+) -> None:
+    bc, br = get_optimal_block_sizes(n, d)
+    used = estimate_memory_usage(b, h, n, d, True, Bc=bc, Br=br)
+    x = jax.ShapeDtypeStruct((b, h, n, d), jnp.float16)
+    row = jax.ShapeDtypeStruct((b, h, n), jnp.float32)
+    attend = FlashAttention(bc, br)
+    forward = jax.jit(attend.forward).lower(x, x, x).compile().memory_analysis()
+    assert used["internal_memory"] == pytest.approx(
+        forward.temp_size_in_bytes, rel=0.05
+    )
+    if "cuda_sm90" in cuda.best_kernels():  # the others' is not within 5 %
+        backward = jax.jit(attend.backward).lower(x, x, x, x, x, row, row).compile()
+        assert used["backward_memory"] == pytest.approx(
+            backward.memory_analysis().temp_size_in_bytes, rel=0.05
+        )
 
 
 # ---- S4's examples, in JAX -----------------------------------------------------------

@@ -73,7 +73,7 @@ def test_the_report_lists_the_tiles_and_cudnn() -> None:
 
     text = _report.report()
     for tiles in cuda.FORWARD_TILES.values():
-        for queries, keys in tiles:
+        for queries, keys in tiles.values():
             assert f"({keys}, {queries})" in text
     assert "16, 32, 64, 128, 256, 512" in text
     assert _report.ATTENTION_CUDNN in text

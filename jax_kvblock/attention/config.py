@@ -53,6 +53,7 @@ class AttentionConfig:
     xla_block_kv: int = 0
     deterministic: bool = False
     implementation: str | None = None
+    kernels: str = ""  # the only kernels that None tries; "" for the best
 
 
 class Operands(NamedTuple):

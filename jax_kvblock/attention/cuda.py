@@ -25,22 +25,27 @@ IMPLEMENTATIONS = ("cuda_sm90", "cuda", "xla", "cudnn")
 # The kernels of each implementation, as attention.h numbers them (kvblock_kernels).
 KERNELS = {"cuda": 0, "cuda_sm90": 1}
 
-# The tiles (queries, keys) that the forward kernels are compiled for, by padded head
-# dim. Mirrors ForwardShapeOf in cpp/ops/attention/generic/forward.cuh.
-FORWARD_TILES: dict[int, tuple[tuple[int, int], ...]] = {
-    64: ((128, 128),),
-    128: ((128, 64),),
-    192: ((128, 64),),
-    256: ((64, 32),),
+# The tile (queries, keys) of the forward kernels by padded head dim, for a call whose
+# value dim is the head dim and that has no options. Mirrors ForwardShapeOf in
+# cpp/ops/attention/generic/forward.cuh and ForwardTilesOf in .../hopper/tiles.h.
+FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
+    "cuda_sm90": {
+        64: (192, 128),
+        96: (128, 128),
+        128: (128, 176),
+        192: (128, 112),
+        256: (128, 80),
+    },
+    "cuda": {64: (128, 128), 128: (128, 64), 192: (128, 64), 256: (64, 32)},
 }
 
 
-def forward_tiles(head_dim: int) -> tuple[tuple[int, int], ...]:
-    """The tiles (queries, keys) of a head dim; none where no kernel serves it."""
+def forward_tile(kernels: str, head_dim: int) -> tuple[int, int] | None:
+    """The tile (queries, keys) of a head dim; None where no kernel serves it."""
     if head_dim % 8 or head_dim < 8:
-        return ()
-    padded = next((dim for dim in FORWARD_TILES if dim >= head_dim), None)
-    return FORWARD_TILES[padded] if padded else ()
+        return None
+    tiles = FORWARD_TILES[kernels]
+    return next((tile for dim, tile in tiles.items() if dim >= head_dim), None)
 
 
 def unserved(config: AttentionConfig, x: Operands) -> list[str]:
@@ -104,7 +109,7 @@ def choose(
         return unserved(config, x) + unserved_by_gpu(implementation, backward)
 
     if wanted is None:
-        best = best_kernels()
+        best = (config.kernels,) if config.kernels else best_kernels()
         chosen = next((name for name in best if not missing(name)), "xla")
     elif lacks := missing(wanted):
         others = ["'xla'"]

@@ -7,9 +7,9 @@ the same lse means the same.
 A tile is Br queries by Bc keys, and belongs to an implementation:
 
 - Both powers of two from 16 to 512: the blocks of "xla", on every device.
-- The one that the CUDA kernels are compiled for at this head dim
-  (`cuda.FORWARD_TILES`): "cuda" where that serves the call (16 bits on a GPU), and
-  "xla" in blocks of that size elsewhere.
+- The ones that CUDA kernels are compiled for at this head dim (`cuda.FORWARD_TILES`):
+  these kernels where they serve the call (16 bits on a GPU), and "xla" in blocks of
+  that size elsewhere.
 
 Any other is an error that lists them.
 """
@@ -312,13 +312,17 @@ def _in_blocks(a: jax.Array, size: int) -> jax.Array:
 
 
 def available_tiles(head_dim: int) -> dict[str, list[tuple[int, int]]]:
-    """The tiles `(Bc, Br)` of each implementation at a head dim."""
+    """The tiles `(Bc, Br)` of each implementation at a head dim, the fastest first.
+
+    Those of "cuda_sm90" are there on a GPU that it serves.
+    """
     fix = "pass the last dim of Q"
     head_dim = check_integer("available_tiles", "head_dim", head_dim, fix)
-    return {
-        "cuda": [(bc, br) for br, bc in cuda.forward_tiles(head_dim)],
-        "xla": [(bc, br) for bc in XLA_BLOCKS for br in XLA_BLOCKS],
-    }
+    tiles = {}
+    for kernels in dict.fromkeys((*cuda.best_kernels(), "cuda")):
+        tile = cuda.forward_tile(kernels, head_dim)
+        tiles[kernels] = [] if tile is None else [(tile[1], tile[0])]
+    return {**tiles, "xla": [(bc, br) for bc in XLA_BLOCKS for br in XLA_BLOCKS]}
 
 
 def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
@@ -340,24 +344,26 @@ def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, i
     )
     _check_head_dim(where, head_dim)
     if jax.default_backend() == "gpu":
-        return available_tiles(head_dim)["cuda"][0]
+        return next(iter(available_tiles(head_dim).values()))[0]
     br, bc = blocked.default_blocks(jax.default_backend())
     fits = next((b for b in XLA_BLOCKS if b >= sequence_length), XLA_BLOCKS[-1])
     return min(bc, fits), min(br, fits)
 
 
-def _tile(where: str, bc: Any, br: Any, head_dim: int) -> tuple[int, int, str | None]:
-    """Bc, Br, and the implementation that this tile stands for."""
+def _tile(where: str, bc: Any, br: Any, head_dim: int) -> tuple[int, int, str]:
+    """Bc, Br, and the implementation that this tile stands for.
+
+    Kernels compute where they serve the call, else "xla" in such blocks.
+    """
     _check_head_dim(where, head_dim)
     bc = check_integer(where, "Bc", bc, _TILE_FIX)
     br = check_integer(where, "Br", br, _TILE_FIX)
     tiles = available_tiles(head_dim)
-    if (bc, br) in tiles["cuda"]:
-        # "cuda" where it serves the call, else "xla" in such blocks.
-        return bc, br, None
-    if (bc, br) in tiles["xla"]:
-        return bc, br, "xla"
-    compiled = ", ".join(f"({c}, {r})" for c, r in tiles["cuda"])
+    for implementation, those in tiles.items():
+        if (bc, br) in those:
+            return bc, br, implementation
+    kernels = dict.fromkeys(tile for k in cuda.KERNELS for tile in tiles.get(k, ()))
+    compiled = ", ".join(f"({c}, {r})" for c, r in kernels)
     raise ValueError(
         f"{where}: no tile (Bc, Br) = ({bc}, {br}) for head dim {head_dim}; compiled "
         f"for CUDA: {compiled}; 'xla': each of Bc and Br one of {list(XLA_BLOCKS)}; "
@@ -414,8 +420,11 @@ def _call(
     bc, br, implementation = _tile(where, Bc, Br, Q.shape[-1])
     dtype = jnp.float16 if use_half else _dtype(Q)
     q, k, v = (jnp.swapaxes(a, 1, 2).astype(dtype) for a in (Q, K, V))
-    config, x = arguments.normalize(where, q, k, v, implementation=implementation)
-    return dataclasses.replace(config, xla_block_q=br, xla_block_kv=bc), x
+    config, x = arguments.normalize(where, q, k, v)
+    config = dataclasses.replace(config, xla_block_q=br, xla_block_kv=bc)
+    if implementation == "xla":
+        return dataclasses.replace(config, implementation="xla"), x
+    return dataclasses.replace(config, kernels=implementation), x
 
 
 def _check_shape(where: str, name: str, a: Any, like: str, shape: Any) -> None:
@@ -445,8 +454,10 @@ def estimate_memory_usage(
     Computed from the sizes of the blocks, without compiling anything. On a CPU,
     `internal_memory` is within 5 % of what `compiled.memory_analysis()` gives for its
     temporaries, where there is more than one block of queries and of keys and more
-    than one head; `backward_memory` is within a third there. Others are rougher. (XLA
-    decides which buffers share memory: the tests compare with what it decides.)
+    than one head; `backward_memory` is within a third there. On a GPU with a tile of
+    its kernels and `use_half`, `internal_memory` is within 5 %, and `backward_memory`
+    too where "cuda_sm90" serves. Others are rougher. (XLA decides which buffers share
+    memory: the tests compare with what it decides.)
 
     Args:
       batch_size, num_heads, seq_len, head_dim: B, H, N and D.
@@ -478,11 +489,15 @@ def estimate_memory_usage(
     Bc, Br, implementation = _tile(where, Bc, Br, head_dim)
     rows = batch_size * num_heads
     one = rows * seq_len * head_dim * (2 if use_half else 4)
-    if implementation is None and use_half and jax.default_backend() == "gpu":
-        # The kernels read and write [B, N, H, D], and keep nothing but lse (and, on
-        # the way back, delta and dQ in float32).
+    if implementation != "xla" and use_half and jax.default_backend() == "gpu":
+        # The kernels read [B, N, H, D]: Q, K and V, and dO, are transposed where there
+        # are several heads. Beside them there is lse; and, on the way back, lse, delta
+        # and dQ in float32, of whole tiles.
         row = rows * seq_len * 4
-        internal, backward = 4 * one + row, 10 * one + row
+        whole = -(-seq_len // cuda.DQ_ROWS) * cuda.DQ_ROWS
+        transposed = one if num_heads > 1 else 0
+        internal = 3 * transposed + row + 256
+        backward = 4 * transposed + rows * whole * head_dim * 4 + 2 * row
     else:
         config = AttentionConfig(1.0, xla_block_q=Br, xla_block_kv=Bc)
         size = Sizes(
