@@ -34,8 +34,8 @@ struct BackwardTurns {
     const auto& owned = *reinterpret_cast<const BackwardOwned*>(shared + Shape::kOwned);
     for (int step = 0;; ++step) {
       BarrierWait(base + Shape::kQFull + step % kStages * 8, step / kStages % 2);
-      const BackwardStep at = reinterpret_cast<const BackwardStep*>(
-          shared + Shape::kSteps)[step % Shape::kHeldSteps];
+      const BackwardStep at =
+          reinterpret_cast<const BackwardStep*>(shared + Shape::kSteps)[step % Shape::kHeldSteps];
       if (at.flags & BackwardStep::kEnd) return;
       __syncwarp();
       if (lane == 0) BarrierArrive(base + Shape::kQFree + step % kStages * 8);  // it is read
