@@ -45,24 +45,31 @@ __global__ void __launch_bounds__(kWarpgroup)
   T* const to = static_cast<T*>(p.dq) + ((s.q_row + row) * p.num_heads + head) * p.head_dim;
   const int64_t eight_rows = int64_t{8} * p.num_heads * p.head_dim;
   const int blocks = p.head_dim / 8;
-  for (int b = 0; b < blocks; b += 4) {
-    uint32_t rows[2][4];
+  constexpr int kQuads = 2;  // of blocks, in flight
+  for (int b = 0; b < blocks; b += kQuads * 4) {
+    float4 x[kQuads * 4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < kQuads * 4; ++i) {
       const bool exists = b + i < blocks && first < s.q_len;
-      const float4 x =
-          exists ? __ldcs(from + (b + i) * (kDqRows * 2)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      rows[0][i] = Pack<T>(x.x * p.scale, x.y * p.scale);
-      rows[1][i] = Pack<T>(x.z * p.scale, x.w * p.scale);
+      x[i] = exists ? __ldcs(from + (b + i) * (kDqRows * 2)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      TransposeQuad(rows[h], t);
-      if (row + h * 8 < s.q_rows && b + t < blocks) {
-        const bool takes_part = row + h * 8 < s.q_len;
-        *reinterpret_cast<uint4*>(to + h * eight_rows + (b + t) * 8) =
-            takes_part ? make_uint4(rows[h][0], rows[h][1], rows[h][2], rows[h][3])
-                       : make_uint4(0, 0, 0, 0);
+    for (int quad = 0; quad < kQuads; ++quad) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        uint32_t v[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float4& y = x[quad * 4 + i];
+          v[i] = Pack<T>((h == 0 ? y.x : y.z) * p.scale, (h == 0 ? y.y : y.w) * p.scale);
+        }
+        TransposeQuad(v, t);
+        const int block = b + quad * 4 + t;
+        if (row + h * 8 < s.q_rows && block < blocks) {
+          const bool takes_part = row + h * 8 < s.q_len;
+          *reinterpret_cast<uint4*>(to + h * eight_rows + block * 8) =
+              takes_part ? make_uint4(v[0], v[1], v[2], v[3]) : make_uint4(0, 0, 0, 0);
+        }
       }
     }
   }

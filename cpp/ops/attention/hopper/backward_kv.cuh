@@ -1,3 +1,39 @@
+// Gradients of keys and values, and by the way of queries, on Hopper's tensor cores (sm_90a).
+//
+// One CTA owns kKeys keys of one KV head and walks over the query heads of its group and, for each,
+// over the tiles of kQueries queries that see them. K, V and the sums dK and dV stay with it, so dK
+// and dV are written once, in a fixed order. A step is one tile of queries:
+//
+//   S^T  = K Q^T    P^T  = exp(scale S^T - lse)      dV += P^T dO
+//   dP^T = V dO^T   dS^T = P^T (dP^T - delta)        dK += dS^T Q      times scale at the end
+//   dQ   = dS K     added to dq_accum in global memory, unscaled (dq_tile.cuh)
+//
+// Three warpgroups have roles and registers of their own:
+//
+//   loader    one warp walks over the tiles, starts the copies of Q and dO, and prepares lse and
+//             delta (backward_loader.cuh); two take turns for a dQ that is the same every time
+//             (backward_turns.cuh)
+//   workers   two warpgroups compute. They own 64 keys each (backward_narrow.cuh): what one makes
+//   of
+//             S^T and dP^T in its registers is the A operand of its dV and dK, and only dQ, which
+//             sums over all keys, needs the dS of both. For head dims over 128 the sums of 64 keys
+//             do not fit, and they own half of the columns each (backward_wide.cuh).
+//
+// Products of a warpgroup run one after the other while it goes on, so each step issues them early
+// and waits late. Those of head dims up to 128, and what runs under them:
+//
+//   S, dP   P
+//   dV      dS, written to shared memory, where two steps have room
+//   dQ      (of the step before, whose dS both have long written)
+//   dK      dQ is added, the next step begins
+//
+// Barriers in shared memory (BackwardShape): "full" tells that a stage of Q, lse and delta or of dO
+// has landed, "free" that both workers have read it; kScoresReady that both have written dS (or P
+// and dS) of a step, and kScoresFree (wide) that both have read them.
+//
+// TMA fills rows and columns outside of an array with zeros. Rows inside of it that take no part
+// (past q_len or kv_len, or of another packed sequence) may hold anything: their scores are masked,
+// and the workers clear the rows of Q, dO and K, over which products sum.
 #pragma once
 
 #include <cstdint>

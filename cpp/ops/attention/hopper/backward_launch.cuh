@@ -67,16 +67,12 @@ template <int kDim, int kValueDim>
 const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream) {
   using Shape = BackwardShape<kDim, kValueDim>;
   const bool plain = a.softcap == 0.0f && a.bias == nullptr && a.q_segments == nullptr;
-#ifdef PLAIN_ONLY
-  return plain ? LaunchBackwardKvAs<__nv_bfloat16, Shape, true>(a, stream) : "not built";
-#else
   if (a.dtype == KVBLOCK_BF16) {
     return plain ? LaunchBackwardKvAs<__nv_bfloat16, Shape, true>(a, stream)
                  : LaunchBackwardKvAs<__nv_bfloat16, Shape, false>(a, stream);
   }
   return plain ? LaunchBackwardKvAs<__half, Shape, true>(a, stream)
                : LaunchBackwardKvAs<__half, Shape, false>(a, stream);
-#endif
 }
 
 }  // namespace kvblock::hopper

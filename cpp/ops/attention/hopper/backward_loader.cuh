@@ -121,11 +121,10 @@ struct BackwardLoader {
                             base + Shape::kQFull + stage * 8, head, s.q_row, first);
       }
       keys_loaded = true;
-      float* const rows = reinterpret_cast<float*>(shared + Shape::kLse) + stage * kQueries +
-                          RowPlace<kQueries>(lane);
+      float* const rows = reinterpret_cast<float*>(shared + Shape::kLse) + stage * kQueries + lane;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        rows[i * 32] = RowLse(lse[i]) * (kPlain ? kLog2E : 1.0f);
+        rows[i * 32] = RowLse(lse[i]) * kLog2E;
         rows[i * 32 + (Shape::kDelta - Shape::kLse) / 4] = RowDelta(lse[i], delta[i]);
       }
       const bool masked = !visible || (!kPlain && (p.softcap > 0.0f || p.bias != nullptr));

@@ -69,15 +69,12 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   __device__ __forceinline__ bool HasDq(const Step& at) const {
     return !kHalfTheQueries || DqFirst(at) < owned().sequence.q_len;
   }
-  // Where the dQ of a step goes.
-  __device__ __forceinline__ float* DqPlace(int step) const {
+  // Adds the dQ of a step.
+  __device__ __forceinline__ void Add(const float (&dq)[kDqSums], int step) const {
     const Step& at = StepAt(step);
-    return Base::DqPlace(at.head, DqFirst(at), FirstBlock());
-  }
-  __device__ __forceinline__ int FirstBlock() const { return kHalfTheQueries ? 0 : group * 8; }
-  __device__ __forceinline__ void Add(const float (&dq)[kDqSums], float* to, int step) const {
     Base::AwaitTurn(step);
-    if (HasDq(StepAt(step))) Base::AddDq(dq, to, FirstBlock());
+    const int first_block = kHalfTheQueries ? 0 : group * 8;
+    if (HasDq(at)) Base::AddDq(dq, at.head, DqFirst(at), first_block);
     Base::PassTurn();
   }
 
@@ -141,13 +138,12 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaCommit();
       SumOverQueries(dk, ds, q);
       WgmmaCommit();
-      float* const to = DqPlace(step - 1);
       WgmmaWait<1>();
       KeepAfter(dq);
       Arrive(base + Shape::kDoFree + stage * 8);
       if (has_dq) {
         Arrive(base + Shape::kScoresReady);
-        if (step > 0) Add(dq, to, step - 1);
+        if (step > 0) Add(dq, step - 1);
       }
     }
 
@@ -162,7 +158,7 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaCommit();
       WgmmaWait<0>();
       KeepAfter(dq);
-      Add(dq, DqPlace(step - 1), step - 1);
+      Add(dq, step - 1);
     }
 
     BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K any more

@@ -67,9 +67,8 @@ __device__ __forceinline__ void ZeroRows(char* tile, int from, int thread, int t
   }
 }
 
-// One warpgroup's part of a tile of scores. lse and delta are those of its queries, placed as
-// RowPlace says; lse is in units of log 2 for kPlain, which means that there is no softcap, no bias
-// and no segment.
+// One warpgroup's part of a tile of scores. lse and delta are those of its queries, lse in
+// units of log 2. kPlain: there is no softcap, no bias and no segment.
 template <typename T, int kCount, bool kPlain>
 struct BackwardScores {
   const AttentionParams& p;
@@ -79,8 +78,10 @@ struct BackwardScores {
   // c becomes P, and `prob` P packed; with a softcap c is then multiplied by its slope.
   __device__ __forceinline__ void Probabilities(Packed<kCount>& prob, float (&c)[kCount],
                                                 const float* lse, bool masked) const {
-    if (!kPlain && masked) {
+    if (!kPlain && masked && (p.bias != nullptr || p.q_segments != nullptr)) {
       AnyProbabilities(prob, c, lse);
+    } else if (!kPlain && masked && p.softcap > 0.0f) {
+      CappedProbabilities(prob, c, lse);
     } else {
       Exponentials(c, lse);
       if (masked) MaskBand(c);
@@ -104,12 +105,9 @@ struct BackwardScores {
   }
 
  private:
-  static constexpr int kRows = kCount == 64 ? 128 : 64;  // queries of a tile
-
-  // Of this thread's two queries in block n. The compiler loads two pairs at a time where it can.
+  // Of this thread's two queries in block n.
   __device__ __forceinline__ float2 RowPair(const float* rows, int n) const {
-    const float2* const pairs = reinterpret_cast<const float2*>(rows);
-    return kRows == 128 ? pairs[n * 4 + thread % 4] : pairs[n / 2 * 8 + thread % 4 * 2 + n % 2];
+    return reinterpret_cast<const float2*>(rows)[n * 4 + thread % 4];
   }
 
   __device__ __forceinline__ void Exponentials(float (&c)[kCount], const float* lse) const {
@@ -120,30 +118,61 @@ struct BackwardScores {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float row = e % 2 ? l.y : l.x;
-        float& x = c[n * 4 + e];
-        x = kPlain ? Exp2(fmaf(x, scale, -row)) : Probability(x, p.scale, row);
+        c[n * 4 + e] = Exp2(fmaf(c[n * 4 + e], scale, -row));
       }
     }
   }
 
-  // Pairs outside of the band or past the lengths become 0.
-  __device__ __forceinline__ void MaskBand(float (&c)[kCount]) const {
+  // Which of a thread's scores lie inside of the band and the lengths.
+  struct Band {
+    int low, high[2], queries;
+
+    __device__ __forceinline__ bool Attends(int i) const {
+      const int column = i / 4 * 8 + i % 2, apart = i / 2 % 2 * 8 - column;
+      return apart >= low && apart < high[i / 2 % 2] && column < queries;
+    }
+  };
+  __device__ __forceinline__ Band MakeBand() const {
     const int key = first_key + thread / 32 * 16 + thread % 32 / 4;
     const int query = first_query + thread % 4 * 2, apart = key - query;
-    const int low = s.left - apart, queries = s.q_len - query;
-    int high[2];
+    const int right = s.right - apart;
+    return {s.left - apart,
+            {key < s.kv_len ? right : INT32_MIN, key + 8 < s.kv_len ? right : INT32_MIN},
+            s.q_len - query};
+  }
+  __device__ __forceinline__ void MaskBand(float (&c)[kCount]) const {
+    const Band band = MakeBand();
 #pragma unroll
-    for (int h = 0; h < 2; ++h) high[h] = key + h * 8 < s.kv_len ? s.right - apart : INT32_MIN;
+    for (int i = 0; i < kCount; ++i) c[i] = band.Attends(i) ? c[i] : 0.0f;
+  }
+
+  // With a softcap, but neither bias nor segments.
+  __device__ __forceinline__ void CappedProbabilities(Packed<kCount>& prob, float (&c)[kCount],
+                                                      const float* lse) const {
+    const Band band = MakeBand();
+    const float to_tanh = p.scale / p.softcap, to_exponent = p.softcap * kLog2E;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int column = i / 4 * 8 + i % 2, at = i / 2 % 2 * 8 - column;
-      const bool attends = at >= low && at < high[i / 2 % 2] && column < queries;
-      c[i] = attends ? c[i] : 0.0f;
+    for (int n = 0; n < kCount / 4; ++n) {
+      const float2 l = RowPair(lse, n);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float x[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int i = n * 4 + h * 2 + e;
+          const float capped = Tanh(c[i] * to_tanh);
+          const float exponential = Exp2(fmaf(capped, to_exponent, e == 0 ? -l.x : -l.y));
+          x[e] = band.Attends(i) ? exponential : 0.0f;
+          c[i] = band.Attends(i) ? x[e] * (1.0f - capped * capped) : 0.0f;
+        }
+        prob[n / 2][n % 2 * 2 + h] = Pack<T>(x[0], x[1]);
+      }
     }
   }
 
   __device__ __forceinline__ void AnyProbabilities(Packed<kCount>& prob, float (&c)[kCount],
                                                    const float* lse) const {
+    constexpr float kLn2 = 0.6931471805599453f;
     const Scores<T, true> scores(p, s, head);
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
@@ -152,8 +181,8 @@ struct BackwardScores {
       float block[4], slope[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) block[e] = c[n * 4 + e];
-      const float2 l = RowPair(lse, n);
-      scores.Probabilities(block, first_query + column, key, {l.x, l.y}, slope);
+      scores.Probabilities(block, first_query + column, key,
+                           {lse[column] * kLn2, lse[column + 1] * kLn2}, slope);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         prob[n / 2][n % 2 * 2 + h] = Pack<T>(block[2 * h], block[2 * h + 1]);

@@ -48,14 +48,6 @@ struct alignas(16) BackwardOwned {
   WalkState walk;
 };
 
-// Where lse and delta of a tile's query lie. For 64 queries, what a thread needs of two blocks of 8
-// are four neighbours (backward_scores.cuh); for 128 it has no registers for four at a time.
-template <int kQueries>
-__device__ __forceinline__ int RowPlace(int query) {
-  if constexpr (kQueries == 128) return query;
-  return query / 16 * 16 + query % 8 / 2 * 4 + query / 8 % 2 * 2 + query % 2;
-}
-
 template <int kDim_, int kValueDim_>
 struct BackwardShape : BackwardTiles<kDim_> {
   using Tiles = BackwardTiles<kDim_>;

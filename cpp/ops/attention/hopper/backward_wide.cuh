@@ -128,13 +128,11 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       Sum<MyValues, GradTile, OperandLies::kAcross>(dv, base + kP, d_o, true);
       Sum<MyKeys, QueryTile, OperandLies::kAcross>(dk, base + kDs, q, true);
       WgmmaCommit();
-      constexpr int kFirstBlock = MyKeys::kFirst * 8;
-      float* const to = Base::DqPlace(at.head, at.first, kFirstBlock);
       WgmmaWait<1>();
       KeepAfter(dq);
       if (has_dq) {
         Base::AwaitTurn(step);
-        Base::AddDq(dq, to, kFirstBlock);
+        Base::AddDq(dq, at.head, at.first, MyKeys::kFirst * 8);
         Base::PassTurn();
       }
     }

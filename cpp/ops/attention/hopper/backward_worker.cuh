@@ -72,14 +72,13 @@ struct BackwardWorker {
     BarrierMeet(kWorkersMeet, Shape::kWorkers);
   }
 
-  // Where this thread's part of dQ goes, from block `first_block` of 8 columns on, for the 64
-  // queries from `first` on.
-  __device__ __forceinline__ float* DqPlace(int head, int first, int first_block) const {
-    return DqTile(p, owned().sequence, head, first) + first_block * (kDqRows * 8) + thread * 4;
-  }
+  // Adds this warpgroup's blocks of 8 columns of dQ, from first_block on, for the 64 queries from
+  // `first` on.
   template <int kCount>
-  __device__ __forceinline__ void AddDq(const float (&dq)[kCount], float* to,
+  __device__ __forceinline__ void AddDq(const float (&dq)[kCount], int head, int first,
                                         int first_block) const {
+    float* const to =
+        DqTile(p, owned().sequence, head, first) + first_block * (kDqRows * 8) + thread * 4;
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
       if ((first_block + n) * 8 < p.head_dim) {
