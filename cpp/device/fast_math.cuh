@@ -25,6 +25,8 @@ __device__ __forceinline__ float SoftCap(float y, float cap) {
   return fmaf(-2.0f * cap, Reciprocal(1.0f + Exp2(y)), cap);
 }
 
+constexpr float kLargeSoftcap = 1024.0f;  // from here on scores need SoftCapExact
+
 // cap * tanh(x / cap) with a relative error near 1e-6: close to 0, where that form cancels, a
 // series.
 __device__ __forceinline__ float SoftCapExact(float x, float cap, float inverse_cap) {

@@ -52,7 +52,6 @@ constexpr ForwardShape ForwardShapeOf(int dim) {
 }
 
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-constexpr float kLargeSoftcap = 1024.0f;  // from here on scores need SoftCapExact
 
 template <typename T_, int kDim_>
 struct ForwardTraits {

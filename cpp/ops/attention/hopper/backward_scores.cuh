@@ -81,7 +81,11 @@ struct BackwardScores {
     if (!kPlain && masked && (p.bias != nullptr || p.q_segments != nullptr)) {
       AnyProbabilities(prob, c, lse);
     } else if (!kPlain && masked && p.softcap > 0.0f) {
-      CappedProbabilities(prob, c, lse);
+      if (p.softcap < kLargeSoftcap) {
+        CappedProbabilities<false>(prob, c, lse);
+      } else {
+        CappedProbabilities<true>(prob, c, lse);
+      }
     } else {
       Exponentials(c, lse);
       if (masked) MaskBand(c);
@@ -147,10 +151,12 @@ struct BackwardScores {
   }
 
   // With a softcap, but neither bias nor segments.
+  template <bool kLarge>
   __device__ __forceinline__ void CappedProbabilities(Packed<kCount>& prob, float (&c)[kCount],
                                                       const float* lse) const {
     const Band band = MakeBand();
-    const float to_tanh = p.scale / p.softcap, to_exponent = p.softcap * kLog2E;
+    const float cap = p.softcap, inverse = 1.0f / cap;
+    const float factor = p.scale * inverse * kTwoLog2E;
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
       const float2 l = RowPair(lse, n);
@@ -160,10 +166,12 @@ struct BackwardScores {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int i = n * 4 + h * 2 + e;
-          const float capped = Tanh(c[i] * to_tanh);
-          const float exponential = Exp2(fmaf(capped, to_exponent, e == 0 ? -l.x : -l.y));
+          const float capped =
+              kLarge ? SoftCapExact(c[i] * p.scale, cap, inverse) : SoftCap(c[i] * factor, cap);
+          const float share = capped * inverse;
+          const float exponential = Exp2(fmaf(capped, kLog2E, e == 0 ? -l.x : -l.y));
           x[e] = band.Attends(i) ? exponential : 0.0f;
-          c[i] = band.Attends(i) ? x[e] * (1.0f - capped * capped) : 0.0f;
+          c[i] = band.Attends(i) ? x[e] * fmaf(-share, share, 1.0f) : 0.0f;
         }
         prob[n / 2][n % 2 * 2 + h] = Pack<T>(x[0], x[1]);
       }
