@@ -92,7 +92,8 @@ typedef struct kvblock_attention {
   const float* delta; /* [B, N, T]: rowsum(d_o * o) - d_lse */
   /* float32, dq / scale, added atomically: [B, T, N, D], or with dq_blocked, whose additions are
    * faster, [B, N, T / 8, D / 8, 8, 8] (8 queries by 8 columns together; T a multiple of 8, not
-   * packed). */
+   * packed). The kernels for compute capability 9.0 have a layout of their own, and pad T to tiles of
+   * 64 (cpp/ops/attention/hopper/dq_tile.cuh). */
   float* dq_accum;
   int32_t dq_blocked;
   void *dq, *dk, *dv;
