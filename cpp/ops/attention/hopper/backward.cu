@@ -26,6 +26,10 @@ int64_t DqAccumSize(const kvblock_attention& a) {
 }
 
 const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream) {
+  // Whose turn it is follows from the band and the lengths alone.
+  if (a.dq_turns != nullptr && (a.q_segments != nullptr || a.tile_indices != nullptr)) {
+    return Message("attention backward: dq_turns serves neither segments nor tiles");
+  }
   if (a.dq_accum != nullptr) {
     const size_t bytes = sizeof(float) * DqAccumSize(a);
     const cudaError_t status = cudaMemsetAsync(a.dq_accum, 0, bytes, stream);

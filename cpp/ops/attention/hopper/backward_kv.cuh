@@ -13,11 +13,10 @@
 //   loader    one warp walks over the tiles, starts the copies of Q and dO, and prepares lse and
 //             delta (backward_loader.cuh); two take turns for a dQ that is the same every time
 //             (backward_turns.cuh)
-//   workers   two warpgroups compute. They own 64 keys each (backward_narrow.cuh): what one makes
-//   of
-//             S^T and dP^T in its registers is the A operand of its dV and dK, and only dQ, which
-//             sums over all keys, needs the dS of both. For head dims over 128 the sums of 64 keys
-//             do not fit, and they own half of the columns each (backward_wide.cuh).
+//   workers   two warpgroups compute. They own 64 keys each (backward_narrow.cuh): S^T and dP^T in
+//             the registers of one become the A operands of its dV and dK, and only dQ, which sums
+//             over all keys, needs the dS of both. For head dims over 128 the sums of 64 keys do
+//             not fit, and they own half of the columns each (backward_wide.cuh).
 //
 // Products of a warpgroup run one after the other while it goes on, so each step issues them early
 // and waits late. Those of head dims up to 128, and what runs under them:
@@ -54,7 +53,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
 
   // Whose keys these are. The first tiles come first, which a causal mask makes the longest; a few
-  // heads take turns, or the last head's longest tiles would end alone.
+  // heads take turns, or the last head's longest tiles would end alone. For a dq that is the same
+  // every time the last tiles come first (backward_turns.cuh).
   const int turn = p.tiles * p.heads_apart, first_owner = blockIdx.x / turn * p.heads_apart;
   const int apart = min(p.heads_apart, p.num_pairs - first_owner);
   const bool turns = p.dq_turns != nullptr && p.dq_accum != nullptr;

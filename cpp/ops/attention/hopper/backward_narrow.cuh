@@ -69,6 +69,7 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   __device__ __forceinline__ bool HasDq(const Step& at) const {
     return !kHalfTheQueries || DqFirst(at) < owned().sequence.q_len;
   }
+
   // Adds the dQ of a step.
   __device__ __forceinline__ void Add(const float (&dq)[kDqSums], int step) const {
     const Step& at = StepAt(step);

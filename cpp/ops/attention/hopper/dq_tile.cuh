@@ -5,6 +5,9 @@
 // thread of a warpgroup holds of a block (wgmma.cuh) are four neighbours, what a warp holds 512
 // bytes.
 //
+// Seen as an array [B, N, tiles, head_dim / 8, 4, 8, 4, 2, 2], its transpose (0, 2, 4, 7, 5, 1, 3,
+// 6, 8) is [B, 64 tiles, N, head_dim].
+//
 // The tiles are [B, N, ceil(T / 64)]. Packed they are [N, (T + 64 B) / 64], rounded down, and the
 // first of sequence b is number (cu_q[b] + 64 b) / 64, rounded down: there is room, because a
 // sequence of n rows has at most n / 64 + 1 tiles.
