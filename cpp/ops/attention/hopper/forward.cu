@@ -1,9 +1,8 @@
 // Picks the instance of Hopper's forward kernel.
-#include "ops/attention/hopper/forward.h"
-
 #include <mutex>
 #include <unordered_map>
 
+#include "ops/attention/hopper/forward.h"
 
 namespace kvblock::hopper {
 

@@ -36,7 +36,8 @@ constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) 
 // The kind of the instance that serves a kind.
 constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
   if (dim == 64 && kind == ForwardKind::kWide) return ForwardKind::kPlain;
-  const bool own = dim == 64 ? kind == ForwardKind::kPlain : dim == 128 && kind == ForwardKind::kWide;
+  const bool own =
+      dim == 64 ? kind == ForwardKind::kPlain : dim == 128 && kind == ForwardKind::kWide;
   return own ? kind : ForwardKind::kGeneral;
 }
 
