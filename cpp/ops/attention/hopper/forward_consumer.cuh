@@ -1,0 +1,229 @@
+// A consumer of Hopper's forward kernel (forward.cuh), a warpgroup: the order of products, softmax
+// and barriers.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mbarrier.cuh"
+#include "device/warpgroup.cuh"
+#include "device/wgmma.cuh"
+#include "ops/attention/hopper/forward_rows.cuh"
+#include "ops/attention/hopper/forward_shared.cuh"
+
+namespace kvblock::hopper {
+
+template <typename Traits>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const AttentionParams& p, ForwardShared<Traits>& shared,
+                                      int group)
+      : p_(p), shared_(shared), group_(group) {
+    const bool finish = Traits::kKind == ForwardKind::kGeneral &&
+                        (p.softcap > 0.0f || p.bias != nullptr || !(p.scale > 0.0f));
+    rules_ = {finish, finish ? kLog2E : p.scale * kLog2E};
+  }
+
+  __device__ __forceinline__ void Run() {
+    if (Traits::kTiles.turns && group_ == Traits::kConsumers - 1) PassTurn();
+    const Item* item = NextItem();
+    while (item->is != Item::kEnd) {
+      Rows<Traits> rows;
+      Clear(rows);
+      if (item->is == Item::kEmpty) {
+        LeaveStep();
+        Leave(&shared_.q_empty[queries_.stage]);
+        WriteItem(*item, rows.sums, rows);
+        item = NextItem();
+      } else {
+        item = Compute(item, rows);
+      }
+    }
+  }
+
+ private:
+  // Waits for the next item. Its Q is in queries_.stage.
+  __device__ __forceinline__ const Item* NextItem() {
+    if (items_ > 0) queries_.Advance();
+    BarrierWait(SharedAddress(&shared_.q_full[queries_.stage]), queries_.phase);
+    return &shared_.items[items_++ % kItems];
+  }
+
+  // Computes and writes an item, and those after it while each has KV tiles: with two places for Q,
+  // the first product of an item is issued with the last of the one before. Returns the first item
+  // that is not computed.
+  __device__ __forceinline__ const Item* Compute(const Item* item, Rows<Traits>& rows) {
+    float factor[2];
+    BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+    WgmmaFence();
+    IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
+    WgmmaCommit();
+    int flags = shared_.steps[steps_.stage].flags;
+    WgmmaWait<0>();
+    KeepAfter(rows.s());
+    Finish(*item, flags, rows);
+    Softmax<Traits>(rows, rules_.to_log2, factor);  // O is 0: nothing to scale
+    PackProbabilities<Traits>(rows);
+
+    const Item* next = item;
+#pragma unroll 1
+    for (;;) {
+      const bool ends = flags & Step::kLast;  // the pending product ends its item
+      if (ends) {
+        if (Traits::kQueryStages == 1) break;
+        next = NextItem();
+        if (next->is != Item::kTiles) break;
+      }
+      BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+      if (Traits::kTiles.turns) WaitTurn();
+      Pin(rows);
+      WgmmaFence();
+      IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
+      WgmmaCommit();
+      TakeValues();
+      WgmmaFence();
+      IssueValues<Traits>(rows, ValuesOperand());
+      WgmmaCommit();
+      if (Traits::kTiles.turns) PassTurn();
+      flags = shared_.steps[steps_.stage].flags;
+      WgmmaWait<1>();
+      KeepAfter(rows.s());
+      Finish(*next, flags, rows);
+      const RowSums before = rows.sums;
+      if (Traits::kQueryStages > 1 && ends) rows.sums = RowSums();
+      // The wait for the product is in both branches, since the assembler moves it up as far as it
+      // can: not above a branch, so the softmax runs under the product.
+      if (Softmax<Traits>(rows, rules_.to_log2, factor)) {
+        WgmmaWait<0>();
+        KeepAfter(rows.o());
+        if (!ends) Rescale<Traits>(rows, factor);
+      } else {
+        asm volatile("wgmma.wait_group.sync.aligned 0; // no row has moved" ::: "memory");
+        KeepAfter(rows.o());
+      }
+      LeaveValues();
+      PackProbabilities<Traits>(rows);
+      if (Traits::kQueryStages > 1 && ends) {
+        WriteItem(*item, before, rows);
+        ClearOutput(rows);
+        item = next;
+      }
+    }
+    TakeValues();
+    Pin(rows);
+    WgmmaFence();
+    IssueValues<Traits>(rows, ValuesOperand());
+    WgmmaCommit();
+    WgmmaWait<0>();
+    KeepAfter(rows.o());
+    LeaveValues();
+    WriteItem(*item, rows.sums, rows);
+    return Traits::kQueryStages == 1 ? NextItem() : next;
+  }
+
+  // Scores have arrived: K is free (and Q, after the last), and the scores are finished.
+  __device__ __forceinline__ void Finish(const Item& item, int flags, Rows<Traits>& rows) {
+    const bool masked = flags & Step::kMasked;
+    int first = 0, end = 0;
+    clear_from_ = Traits::kKeys;
+    if (rules_.finish || masked) {
+      const Step& step = shared_.steps[steps_.stage];
+      first = step.first;
+      end = step.end;
+      if (flags & Step::kDirty) clear_from_ = end - first;
+    }
+    LeaveStep();
+    Leave(&shared_.k_empty[keys_.stage]);
+    if (flags & Step::kLast) Leave(&shared_.q_empty[queries_.stage]);
+    keys_.Advance();
+    if (rules_.finish || masked) {
+      Sequence s = item.sequence;
+      s.kv_len = min(s.kv_len, end);
+      const int query = item.first + FirstRow();
+      if (Traits::kKind == ForwardKind::kGeneral) {
+        FinishScores<Traits>(p_, s, rules_, masked, item.head, rows.state, query, first, Lane());
+      } else {
+        MaskPositions<Traits>(s, rows.state, query + Lane() / 4, first + Lane() % 4 * 2);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void Clear(Rows<Traits>& rows) {
+    rows.sums = RowSums();
+    ClearOutput(rows);
+  }
+  __device__ __forceinline__ void ClearOutput(Rows<Traits>& rows) {
+#pragma unroll
+    for (int i = 0; i < Traits::kValueDim / 2; ++i) rows.o()[i] = 0.0f;
+  }
+  __device__ __forceinline__ void WriteItem(const Item& item, const RowSums& sums,
+                                            Rows<Traits>& rows) {
+    Write<Traits>(p_, item, sums, rows, FirstRow(), Lane());
+  }
+
+  // V of the tile before has arrived, with all its rows in order.
+  __device__ __forceinline__ void TakeValues() {
+    BarrierWait(SharedAddress(&shared_.v_full[values_.stage]), values_.phase);
+    if (clear_from_ < Traits::kKeys) {
+      ClearRows<Traits>(shared_.v[values_.stage], clear_from_, Thread(),
+                        1 + Traits::kConsumers + group_);
+    }
+  }
+  __device__ __forceinline__ void LeaveValues() {
+    Leave(&shared_.v_empty[values_.stage]);
+    values_.Advance();
+  }
+
+  __device__ __forceinline__ void LeaveStep() {
+    Leave(&shared_.step_empty[steps_.stage]);
+    steps_.Advance();
+  }
+
+  // This warp is done with a place.
+  __device__ __forceinline__ void Leave(uint64_t* empty) {
+    if (Lane() == 0) BarrierArrive(SharedAddress(empty));
+  }
+
+  // Turns at the tensor cores: hardware barrier 1 + g lets consumer g in; the one before it in the
+  // ring arrives there when its products are issued.
+  __device__ __forceinline__ void WaitTurn() { BarrierMeet(1 + group_, 2 * kWarpgroup); }
+  __device__ __forceinline__ void PassTurn() {
+    BarrierPass(group_ == Traits::kConsumers - 1 ? 1 : 2 + group_, 2 * kWarpgroup);
+  }
+
+  // This warp's first row in the query tile.
+  __device__ __forceinline__ int FirstRow() const { return group_ * 64 + Thread() / 32 * 16; }
+
+  // What the products read and add to is computed before this point.
+  __device__ __forceinline__ void Pin(Rows<Traits>& rows) {
+    KeepAfter(rows.o());
+#pragma unroll
+    for (int step = 0; step < Traits::kKeys / 16; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(rows.p[step][i])::"memory");
+    }
+  }
+
+  __device__ __forceinline__ uint64_t QueriesOperand() const {
+    return SharedOperand(SharedAddress(shared_.q[queries_.stage]) + group_ * 64 * kChunkRowBytes);
+  }
+  __device__ __forceinline__ uint64_t KeysOperand() const {
+    return SharedOperand(SharedAddress(shared_.k[keys_.stage]));
+  }
+  __device__ __forceinline__ uint64_t ValuesOperand() const {
+    return SharedOperand(SharedAddress(shared_.v[values_.stage]), Traits::kKeys * kChunkRowBytes);
+  }
+  __device__ __forceinline__ static int Thread() { return threadIdx.x % kWarpgroup; }
+  __device__ __forceinline__ static int Lane() { return threadIdx.x % 32; }
+
+  const AttentionParams& p_;
+  ForwardShared<Traits>& shared_;
+  const int group_;
+  ScoreRules rules_;
+  int clear_from_ = Traits::kKeys;  // rows of V from here on are not to be seen
+  int items_ = 0;
+  StageCount<kSteps> steps_;
+  StageCount<Traits::kQueryStages> queries_;
+  StageCount<Traits::kStages> keys_, values_;
+};
+
+}  // namespace kvblock::hopper

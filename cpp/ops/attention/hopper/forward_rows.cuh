@@ -1,0 +1,201 @@
+// What a warpgroup does with its rows in Hopper's forward kernel (forward.cuh): products, softmax,
+// and the way out.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fast_math.cuh"
+#include "device/mbarrier.cuh"
+#include "device/mma.cuh"
+#include "device/tensor_copy.cuh"
+#include "device/wgmma.cuh"
+#include "ops/attention/generic/forward.cuh"
+#include "ops/attention/hopper/forward_shared.cuh"
+
+namespace kvblock::hopper {
+
+// Of a thread's two rows, g and g + 8 of its warp's 16 (device/mma.cuh).
+struct RowSums {
+  float reference[2] = {-INFINITY, -INFINITY};  // log2 of what they are relative to; -inf: nothing
+  float sum[2] = {0.0f, 0.0f};                  // this thread's columns only
+};
+
+// A thread's part of its warp's rows.
+template <typename Traits>
+struct Rows {
+  // kvblock::ForwardRows gives FinishScores its view: rows.s[0][column / 8][4].
+  kvblock::ForwardRows<Traits> state;
+  uint32_t p[Traits::kKeys / 16][4];  // probabilities in 16 bits: the A operand
+  RowSums sums;
+
+  using ScoreArray = float[Traits::kKeys / 2];
+  using OutputArray = float[Traits::kValueDim / 2];
+  __device__ __forceinline__ ScoreArray& s() { return reinterpret_cast<ScoreArray&>(state.s); }
+  __device__ __forceinline__ OutputArray& o() { return reinterpret_cast<OutputArray&>(state.o); }
+};
+
+// S = Q K^T for this warpgroup's rows.
+template <typename Traits>
+__device__ __forceinline__ void IssueScores(Rows<Traits>& rows, uint64_t q, uint64_t k) {
+#pragma unroll
+  for (int step = 0; step < Traits::kQueryDim / 16; ++step) {
+    const int chunk = step / 4, in_row = step % 4 * 32;
+    Wgmma<Traits::kKeys>::template Shared<typename Traits::T>(
+        rows.s(), Advance(q, chunk * Traits::kQueries * kChunkRowBytes + in_row),
+        Advance(k, chunk * Traits::kKeys * kChunkRowBytes + in_row), step > 0);
+  }
+}
+
+// O += P V.
+template <typename Traits>
+__device__ __forceinline__ void IssueValues(Rows<Traits>& rows, uint64_t v) {
+#pragma unroll
+  for (int step = 0; step < Traits::kKeys / 16; ++step) {
+    Wgmma<Traits::kValueDim>::template Registers<typename Traits::T, OperandLies::kDown>(
+        rows.o(), rows.p[step], Advance(v, step * 16 * kChunkRowBytes));
+  }
+}
+
+// Scores become probabilities, and join the sums. True: some row of this warp has a new reference,
+// and what came before is to be scaled by `factor`.
+template <typename Traits>
+__device__ __forceinline__ bool Softmax(Rows<Traits>& rows, float to_log2, float (&factor)[2]) {
+  constexpr int kColumns = Traits::kKeys / 8;
+  constexpr float kOutgrown = 8.0f;
+  auto& s = rows.state.s[0];
+  bool moved = false;
+  float reference[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float max[2] = {s[0][half * 2], s[0][half * 2 + 1]};
+#pragma unroll
+    for (int n = 1; n < kColumns; ++n) {
+      max[0] = fmaxf(max[0], s[n][half * 2]);
+      max[1] = fmaxf(max[1], s[n][half * 2 + 1]);
+    }
+    const float before = rows.sums.reference[half];
+    const float tile = RowMax(fmaxf(max[0], max[1])) * to_log2;
+    const bool outgrown = tile > before + kOutgrown;
+    moved |= outgrown;
+    const float now = outgrown ? tile : before;
+    factor[half] = outgrown ? Exp2(before - now) : 1.0f;
+    rows.sums.reference[half] = now;
+    reference[half] = Reference(now, 1.0f);
+  }
+  float sum[2][2] = {};
+#pragma unroll
+  for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      s[n][e] = Exp2(fmaf(s[n][e], to_log2, -reference[e / 2]));
+      sum[e / 2][e % 2] += s[n][e];
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float& total = rows.sums.sum[half];
+    total = fmaf(total, factor[half], sum[half][0] + sum[half][1]);
+  }
+  KeepAfter(rows.sums.sum);  // summed here, not where the sums are needed
+  return __any_sync(~0u, moved);
+}
+
+template <typename Traits>
+__device__ __forceinline__ void PackProbabilities(Rows<Traits>& rows) {
+  auto& s = rows.state.s[0];
+#pragma unroll
+  for (int n = 0; n < Traits::kKeys / 8; ++n) {
+    rows.p[n / 2][n % 2 * 2] = Pack<typename Traits::T>(s[n][0], s[n][1]);
+    rows.p[n / 2][n % 2 * 2 + 1] = Pack<typename Traits::T>(s[n][2], s[n][3]);
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void Rescale(Rows<Traits>& rows, const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < Traits::kValueDim / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) rows.state.o[0][n][e] *= factor[e / 2];
+  }
+}
+
+// Clears the rows of a V tile from `from` on, for this warpgroup's products. The other consumers do
+// the same for theirs; all write zeros.
+template <typename Traits>
+__device__ __forceinline__ void ClearRows(char* v, int from, int thread, int barrier) {
+  constexpr int kPieces = kChunkRowBytes / 16;  // of 16 bytes in a row
+#pragma unroll 1
+  for (int c = 0; c < Traits::kValueChunks; ++c) {
+    uint4* chunk = reinterpret_cast<uint4*>(v + c * Traits::kKeys * kChunkRowBytes);
+#pragma unroll 1
+    for (int i = from * kPieces + thread; i < Traits::kKeys * kPieces; i += kWarpgroup) {
+      chunk[i] = uint4{};
+    }
+  }
+  FenceAsync();
+  BarrierMeet(barrier, kWarpgroup);
+}
+
+// Lane t of four holds columns 2 t, 2 t + 1 of four blocks of 8 columns, a word each; it comes to
+// hold all 8 columns of block t.
+__device__ __forceinline__ uint4 GatherColumns(uint32_t (&w)[4], int t) {
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) {
+    const bool upper = (t & step) != 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t got = __shfl_xor_sync(~0u, upper ? w[i] : w[i + step], step);
+      (upper ? w[i] : w[i + step]) = got;
+    }
+  }
+  return {w[0], w[1], w[2], w[3]};
+}
+
+// Joins the sink, divides by the sums, and writes O and lse for the rows that exist.
+template <typename Traits>
+__device__ __forceinline__ void Write(const AttentionParams& p, const Item& item,
+                                      const RowSums& sums, Rows<Traits>& rows, int row, int lane) {
+  using T = typename Traits::T;
+  const Sequence& s = item.sequence;
+  const bool sinks = p.sinks != nullptr;
+  const float sink =
+      sinks
+          ? __ldg(p.sinks + int64_t{BatchRow(p, p.sink_batch, s.batch)} * p.num_heads + item.head) *
+                kLog2E
+          : -INFINITY;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int query = item.first + row + half * 8 + lane / 4;
+    float sum = RowSum(sums.sum[half]), max = sums.reference[half], factor = 1.0f;
+    if (sinks) {  // one more score, with no value
+      const float joint = fmaxf(max, sink);
+      factor = Exp2(max - Reference(joint, 1.0f));
+      sum = sum * factor + (sink == joint ? 1.0f : Exp2(sink - Reference(joint, 1.0f)));
+      if (joint == -INFINITY) sum = 0.0f;
+      max = joint;
+    }
+    const bool exists = query < s.q_rows, nothing = sum == 0.0f || query >= s.q_len;
+    if (lane % 4 == 0 && exists) {
+      p.lse[s.LseRow(p, item.head) + query] = nothing ? -INFINITY : max * kLn2 + logf(sum);
+    }
+    factor /= sum;
+    T* const o = static_cast<T*>(p.o) +
+                 ((s.q_row + query) * p.num_heads + item.head) * static_cast<int64_t>(p.value_dim);
+#pragma unroll
+    for (int n = 0; n < Traits::kValueDim / 8; n += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float low = rows.state.o[0][n + i][half * 2] * factor;
+        const float high = rows.state.o[0][n + i][half * 2 + 1] * factor;
+        words[i] = nothing ? 0 : Pack<T>(low, high);
+      }
+      const uint4 columns = GatherColumns(words, lane % 4);
+      const int column = (n + lane % 4) * 8;
+      if (exists && column < p.value_dim) *reinterpret_cast<uint4*>(o + column) = columns;
+    }
+  }
+}
+
+}  // namespace kvblock::hopper

@@ -1,0 +1,117 @@
+// What the parts of Hopper's forward kernel (forward.cuh) share: sizes, parameters, and the plan
+// and the tiles in shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "device/warpgroup.cuh"
+#include "device/wgmma.cuh"
+#include "ops/attention/generic/mask.cuh"
+#include "ops/attention/generic/params.cuh"
+#include "ops/attention/hopper/forward.h"
+#include "ops/attention/hopper/tiles.h"
+
+namespace kvblock::hopper {
+
+template <typename T_, int kDim_, int kValueDim_, ForwardKind kKind_>
+struct ForwardTraits {
+  using T = T_;
+  static constexpr int kQueryDim = kDim_, kValueDim = kValueDim_;
+  static constexpr ForwardKind kKind = kKind_;
+  static constexpr ForwardTiles kTiles = ForwardTilesOf(kDim_, kValueDim_, kKind_);
+  static constexpr int kConsumers = kTiles.consumers, kStages = kKvStages;
+  static constexpr int kQueryStages = kTiles.query_stages;
+  static constexpr int kQueries = kConsumers * 64, kKeys = kTiles.keys;
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+  static constexpr int kQueryChunks = (kQueryDim + 63) / 64, kValueChunks = (kValueDim + 63) / 64;
+  static constexpr int kQBytes = kQueries * kQueryChunks * kChunkRowBytes;
+  static constexpr int kKBytes = kKeys * kQueryChunks * kChunkRowBytes;
+  static constexpr int kVBytes = kKeys * kValueChunks * kChunkRowBytes;
+  // As generic/forward.cuh names them, for a warp's 16 rows.
+  static constexpr int kRowBlocks = 1, kDim = kValueDim;
+};
+
+// How query tiles are shared out among CTAs.
+//
+// Tiles are ordered in sections of `heads_apart` (batch member, head) pairs, whose K and V fit in
+// L2 together; within a section the pairs take turns, the last tiles first: under a causal mask
+// they are the longest.
+//
+// With a counter, a CTA that is done takes the next tile of this order. Each tile is counted once,
+// also the CTAs' first ones, and who counts the last clears the counter for the next launch.
+// Without, a round gives each CTA the next tile. With `section_rounds`, for causal masks, sections
+// begin with a round, and rounds go back and forth over the CTAs, which shares the work out to a
+// few per mille.
+struct ForwardParams : AttentionParams {
+  int32_t counter;         // index in forward_counters; -1: none
+  int32_t section_rounds;  // rounds that a section takes; 0: sections follow each other
+};
+
+namespace {
+__device__ unsigned forward_counters[kForwardCounters];
+}
+
+// A query tile.
+struct Item {
+  Sequence sequence;
+  int head, first;
+  int q_row, kv_row, kv_head, batch;       // where its rows begin in the tensor maps
+  enum : int { kEnd, kEmpty, kTiles } is;  // no more items; without KV tiles; with some
+};
+
+// A step of the plan: a KV tile, or an item that has none, or the end.
+struct alignas(16) Step {
+  int first;
+  int end;  // keys from here on are not to be seen
+  int flags;
+  int item;  // a place in `items`
+  enum : int {
+    kMasked = 1,  // a KV tile with hidden keys
+    kLast = 2,    // the last of its item
+    kDirty = 4,   // rows of V from `end` on hold what must not be seen
+    kStarts = 8,  // the first of its item
+  };
+};
+
+// Steps that the planner is ahead of the consumers, and items, of which three more may be in use:
+// consumers write an item after they have left the steps of the next.
+constexpr int kSteps = 8, kItems = 16;
+
+template <typename Traits>
+struct ForwardShared {
+  alignas(1024) char q[Traits::kQueryStages][Traits::kQBytes];
+  alignas(1024) char k[Traits::kStages][Traits::kKBytes];
+  alignas(1024) char v[Traits::kStages][Traits::kVBytes];
+  Step steps[kSteps];
+  Item items[kItems];
+  ForwardParams params;  // the planner's
+  WalkState walk;
+  uint64_t step_full[kSteps], step_empty[kSteps];
+  uint64_t q_full[Traits::kQueryStages], q_empty[Traits::kQueryStages];
+  uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
+  uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
+};
+
+struct ForwardMaps {
+  CUtensorMap q, k, v;
+};
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// A count of tiles that have gone through the stages: which stage is next, and in which phase.
+template <int kStages>
+struct StageCount {
+  int stage = 0, phase = 0;
+  __device__ __forceinline__ void Advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
+}  // namespace kvblock::hopper
