@@ -136,6 +136,13 @@ ATTENTION_SPEED = (
     ATTENTION_RAGGED,
     ATTENTION_SMALL,
 )
+# Where the kernels for sm_80 and newer have bars of their own.
+ATTENTION_GENERIC = (
+    ATTENTION_MAIN,
+    ATTENTION_WINDOW,
+    ATTENTION_BATCH,
+    ATTENTION_PACKED,
+)
 ATTENTION_OPTIONS = (
     "window",
     "segments",
