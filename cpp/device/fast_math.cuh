@@ -1,4 +1,4 @@
-// Approximate float32 functions of the special function unit (PTX ex2, rcp).
+// Approximate float32 functions of the special function unit (PTX ex2, lg2, rcp).
 #pragma once
 
 namespace kvblock {
@@ -7,6 +7,13 @@ namespace kvblock {
 __device__ __forceinline__ float Exp2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log2(x), with an absolute error of 2^-22 near 1 and that relative error elsewhere; -inf for 0.
+__device__ __forceinline__ float Log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

@@ -41,6 +41,8 @@ class Consumer {
   }
 
  private:
+  using Stage = StageCount<Traits::kStages>;
+
   // Waits for the next item. Its Q is in queries_.stage.
   __device__ __forceinline__ const Item* NextItem() {
     if (items_ > 0) queries_.Advance();
@@ -73,15 +75,16 @@ class Consumer {
         next = NextItem();
         if (next->is != Item::kTiles) break;
       }
+      const Stage values = keys_.Before();
       BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
       if (Traits::kTiles.turns) WaitTurn();
       Pin(rows);
       WgmmaFence();
       IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
       WgmmaCommit();
-      TakeValues();
+      TakeValues(values);
       WgmmaFence();
-      IssueValues<Traits>(rows, ValuesOperand());
+      IssueValues<Traits>(rows, ValuesOperand(values));
       WgmmaCommit();
       if (Traits::kTiles.turns) PassTurn();
       flags = shared_.steps[steps_.stage].flags;
@@ -100,7 +103,7 @@ class Consumer {
         asm volatile("wgmma.wait_group.sync.aligned 0; // no row has moved" ::: "memory");
         KeepAfter(rows.o());
       }
-      LeaveValues();
+      Leave(&shared_.v_empty[values.stage]);
       PackProbabilities<Traits>(rows);
       if (Traits::kQueryStages > 1 && ends) {
         WriteItem(*item, before, rows);
@@ -108,14 +111,15 @@ class Consumer {
         item = next;
       }
     }
-    TakeValues();
+    const Stage values = keys_.Before();
+    TakeValues(values);
     Pin(rows);
     WgmmaFence();
-    IssueValues<Traits>(rows, ValuesOperand());
+    IssueValues<Traits>(rows, ValuesOperand(values));
     WgmmaCommit();
     WgmmaWait<0>();
     KeepAfter(rows.o());
-    LeaveValues();
+    Leave(&shared_.v_empty[values.stage]);
     WriteItem(*item, rows.sums, rows);
     return Traits::kQueryStages == 1 ? NextItem() : next;
   }
@@ -161,18 +165,13 @@ class Consumer {
   }
 
   // V of the tile before has arrived, with all its rows in order.
-  __device__ __forceinline__ void TakeValues() {
-    BarrierWait(SharedAddress(&shared_.v_full[values_.stage]), values_.phase);
+  __device__ __forceinline__ void TakeValues(Stage values) {
+    BarrierWait(SharedAddress(&shared_.v_full[values.stage]), values.phase);
     if (clear_from_ < Traits::kKeys) {
-      ClearRows<Traits>(shared_.v[values_.stage], clear_from_, Thread(),
+      ClearRows<Traits>(shared_.v[values.stage], clear_from_, Thread(),
                         1 + Traits::kConsumers + group_);
     }
   }
-  __device__ __forceinline__ void LeaveValues() {
-    Leave(&shared_.v_empty[values_.stage]);
-    values_.Advance();
-  }
-
   __device__ __forceinline__ void LeaveStep() {
     Leave(&shared_.step_empty[steps_.stage]);
     steps_.Advance();
@@ -209,8 +208,8 @@ class Consumer {
   __device__ __forceinline__ uint64_t KeysOperand() const {
     return SharedOperand(SharedAddress(shared_.k[keys_.stage]));
   }
-  __device__ __forceinline__ uint64_t ValuesOperand() const {
-    return SharedOperand(SharedAddress(shared_.v[values_.stage]), Traits::kKeys * kChunkRowBytes);
+  __device__ __forceinline__ uint64_t ValuesOperand(Stage values) const {
+    return SharedOperand(SharedAddress(shared_.v[values.stage]), Traits::kKeys * kChunkRowBytes);
   }
   __device__ __forceinline__ static int Thread() { return threadIdx.x % kWarpgroup; }
   __device__ __forceinline__ static int Lane() { return threadIdx.x % 32; }
@@ -223,7 +222,7 @@ class Consumer {
   int items_ = 0;
   StageCount<kSteps> steps_;
   StageCount<Traits::kQueryStages> queries_;
-  StageCount<Traits::kStages> keys_, values_;
+  Stage keys_;  // of the next K; V of the tile before follows it
 };
 
 }  // namespace kvblock::hopper

@@ -136,22 +136,6 @@ __device__ __forceinline__ void ClearRows(char* v, int from, int thread, int bar
   BarrierMeet(barrier, kWarpgroup);
 }
 
-// Lane t of four holds columns 2 t, 2 t + 1 of four blocks of 8 columns, a word each; it comes to
-// hold all 8 columns of block t.
-__device__ __forceinline__ uint4 GatherColumns(uint32_t (&w)[4], int t) {
-#pragma unroll
-  for (int step = 1; step < 4; step *= 2) {
-    const bool upper = (t & step) != 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & step) continue;
-      const uint32_t got = __shfl_xor_sync(~0u, upper ? w[i] : w[i + step], step);
-      (upper ? w[i] : w[i + step]) = got;
-    }
-  }
-  return {w[0], w[1], w[2], w[3]};
-}
-
 // Joins the sink, divides by the sums, and writes O and lse for the rows that exist.
 template <typename Traits>
 __device__ __forceinline__ void Write(const AttentionParams& p, const Item& item,
@@ -164,6 +148,10 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Item& item
           ? __ldg(p.sinks + int64_t{BatchRow(p, p.sink_batch, s.batch)} * p.num_heads + item.head) *
                 kLog2E
           : -INFINITY;
+  // Lanes change half of their columns with their neighbour, so that each has 4 columns side by
+  // side, and four lanes write 32 bytes of a row.
+  const bool odd = lane % 2 != 0;
+  const int column = lane % 2 * 8 + lane % 4 / 2 * 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = item.first + row + half * 8 + lane / 4;
@@ -177,23 +165,33 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Item& item
     }
     const bool exists = query < s.q_rows, nothing = sum == 0.0f || query >= s.q_len;
     if (lane % 4 == 0 && exists) {
-      p.lse[s.LseRow(p, item.head) + query] = nothing ? -INFINITY : max * kLn2 + logf(sum);
+      p.lse[s.LseRow(p, item.head) + query] = nothing ? -INFINITY : (max + Log2(sum)) * kLn2;
     }
-    factor /= sum;
-    T* const o = static_cast<T*>(p.o) +
-                 ((s.q_row + query) * p.num_heads + item.head) * static_cast<int64_t>(p.value_dim);
+    factor *= Reciprocal(sum);
+    if (nothing) {  // O may be NaN there
+      factor = 0.0f;
 #pragma unroll
-    for (int n = 0; n < Traits::kValueDim / 8; n += 4) {
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float low = rows.state.o[0][n + i][half * 2] * factor;
-        const float high = rows.state.o[0][n + i][half * 2 + 1] * factor;
-        words[i] = nothing ? 0 : Pack<T>(low, high);
+      for (int n = 0; n < Traits::kValueDim / 8; ++n) {
+        rows.state.o[0][n][half * 2] = rows.state.o[0][n][half * 2 + 1] = 0.0f;
       }
-      const uint4 columns = GatherColumns(words, lane % 4);
-      const int column = (n + lane % 4) * 8;
-      if (exists && column < p.value_dim) *reinterpret_cast<uint4*>(o + column) = columns;
+    }
+    T* const o = static_cast<T*>(p.o) +
+                 ((s.q_row + query) * p.num_heads + item.head) * static_cast<int64_t>(p.value_dim) +
+                 column;
+    const int columns = exists ? p.value_dim - column : 0;
+#pragma unroll
+    for (int n = 0; n < Traits::kValueDim / 8; n += 2) {
+      uint32_t words[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        words[i] = Pack<T>(rows.state.o[0][n + i][half * 2] * factor,
+                           rows.state.o[0][n + i][half * 2 + 1] * factor);
+      }
+      const uint32_t got = __shfl_xor_sync(~0u, odd ? words[0] : words[1], 1);
+      if (n * 8 < columns) {
+        *reinterpret_cast<uint2*>(o + n * 8) =
+            odd ? make_uint2(got, words[1]) : make_uint2(words[0], got);
+      }
     }
   }
 }

@@ -112,6 +112,9 @@ struct StageCount {
       phase ^= 1;
     }
   }
+  __device__ __forceinline__ StageCount Before() const {
+    return stage == 0 ? StageCount{kStages - 1, phase ^ 1} : StageCount{stage - 1, phase};
+  }
 };
 
 }  // namespace kvblock::hopper
