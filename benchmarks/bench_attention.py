@@ -2,8 +2,9 @@
 
 TFLOP/s as papers count: 4 B N S² D forward, half of it when causal, 2.5 times as much
 backward. Inputs and output gradients are random. The backward pass is timed as forward
-and backward together minus forward, for everybody alike. Implementations take turns;
-each is called until a round lasts 40 ms; the median round counts.
+and backward together minus forward, for everybody alike. Implementations take
+turns, in an order drawn anew each time, since a round depends on how hot the one before
+it left the chip; each is called until a round lasts 40 ms; the median round counts.
 
 cuDNN is jax.nn's, FlashAttention-3 that of the package dew-flash-attn-cu13 where it is
 installed, FlashAttention-2 PyTorch's.
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib.util
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -209,11 +211,12 @@ def _times(running: dict[str, dict[str, Any]], quick: bool) -> dict[str, dict]:
             once = _round(calls[what], calls["wait"], 3)
             counts[name, what] = 1 if quick else max(3, min(2000, int(ROUND / once)))
             times[name, what] = []
+    order = random.Random(0)
     for _ in range(2 if quick else ROUNDS):
-        for name, calls in running.items():
-            for what in ("forward", "both"):
-                seconds = _round(calls[what], calls["wait"], counts[name, what])
-                times[name, what].append(seconds)
+        for name, what in order.sample(list(times), len(times)):
+            calls = running[name]
+            seconds = _round(calls[what], calls["wait"], counts[name, what])
+            times[name, what].append(seconds)
     return {
         name: {w: statistics.median(times[name, w]) for w in ("forward", "both")}
         for name in running

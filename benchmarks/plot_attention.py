@@ -19,9 +19,11 @@ import matplotlib.pyplot as plt
 
 # Okabe and Ito's colours, which differ for colour-blind readers and in grey.
 SERIES = {
-    "jax_kvblock": ("jax_kvblock, sm_80 kernels", "#0072B2"),
-    "torch flash attention 2": ("FlashAttention-2 in PyTorch", "#E69F00"),
+    "jax_kvblock": ("jax_kvblock", "#0072B2"),
+    "flash attention 3": ("FlashAttention-3 in JAX", "#009E73"),
     "cudnn in jax": ("cuDNN in JAX", "#999999"),
+    "jax_kvblock, cuda": ("jax_kvblock, sm_80 kernels", "#56B4E9"),
+    "torch flash attention 2": ("FlashAttention-2 in PyTorch", "#E69F00"),
 }
 SHAPES = (
     "B2 H16 S8192 D128 full",
@@ -52,23 +54,25 @@ def main() -> None:
         parser.error(f"no attention-*.json in {options.folder}")
     # Stable ids, so that the same numbers make the same file.
     plt.rcParams["svg.hashsalt"] = "jax_kvblock"
-    figure, panels = plt.subplots(1, 2, figsize=(11, 5.2), sharey=True)
+    figure, panels = plt.subplots(1, 2, figsize=(11, 7), sharey=True)
+    drawn: dict[str, Any] = {}
     for axes, metric in zip(panels, ("forward", "backward"), strict=True):
         for i, shape in enumerate(SHAPES):
             for j, (name, (label, colour)) in enumerate(SERIES.items()):
                 value = rate(document, f"{shape} / {metric}", name)
                 if value is None:
                     continue
-                y = i + (j - 1) * 0.27
-                axes.barh(y, value, 0.25, color=colour, label=label if i == 0 else "")
-                axes.text(value + 6, y, f"{value:.0f}", va="center", fontsize=7.5)
+                y = i + (j - (len(SERIES) - 1) / 2) * 0.17
+                drawn[label] = axes.barh(y, value, 0.155, color=colour)
+                axes.text(value + 6, y, f"{value:.0f}", va="center", fontsize=6.5)
         axes.set_title(metric, fontsize=10)
         axes.set_xlabel("TFLOP/s, bfloat16 (causal counts half)")
         axes.set_yticks(range(len(SHAPES)), SHAPES, fontsize=8.5)
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].invert_yaxis()
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=3, loc="upper center", frameon=False)
+    labels = [label for label, _ in SERIES.values() if label in drawn]
+    handles = [drawn[label] for label in labels]
+    figure.legend(handles, labels, ncols=5, loc="upper center", frameon=False)
     versions = document["versions"]
     figure.text(
         0.5,
