@@ -13,9 +13,9 @@
 
 #include <cstdint>
 
-#include "ops/attention/generic/mask.cuh"
+#include "ops/attention/common/mask.cuh"
+#include "ops/attention/common/scores.cuh"
 #include "ops/attention/generic/product.cuh"
-#include "ops/attention/generic/scores.cuh"
 #include "ops/attention/generic/tile.cuh"
 
 namespace kvblock {

@@ -38,9 +38,9 @@
 #include "device/mbarrier.cuh"
 #include "device/opaque.cuh"
 #include "device/reduce_add.cuh"
-#include "ops/attention/generic/mask.cuh"
+#include "ops/attention/common/mask.cuh"
+#include "ops/attention/common/scores.cuh"
 #include "ops/attention/generic/product.cuh"
-#include "ops/attention/generic/scores.cuh"
 #include "ops/attention/generic/tile.cuh"
 
 namespace kvblock {

@@ -14,10 +14,11 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
-#include "ops/attention/generic/mask.cuh"
+#include "ops/attention/common/mask.cuh"
+#include "ops/attention/common/scores.cuh"
 #include "ops/attention/generic/product.cuh"
-#include "ops/attention/generic/scores.cuh"
 #include "ops/attention/generic/tile.cuh"
 
 namespace kvblock {
@@ -136,16 +137,23 @@ __global__ void __launch_bounds__(BackwardQShape<kDim>::kThreads, 1)
       }
     } else {
       const Scores<T> scores(p, s, head);
+      const auto finish = [&](auto softcap) {
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        const int at_lane = Opaque(lane);
-        float (&c)[4] = prob[0][n], slope[4];
-        scores.Probabilities(c, q0 + warp_row + at_lane / 4, k0 + n * 8 + at_lane % 4 * 2, lse,
-                             slope);
+        for (int n = 0; n < kN; ++n) {
+          const int at_lane = Opaque(lane);
+          float (&c)[4] = prob[0][n], slope[4];
+          scores.template Probabilities<decltype(softcap)::value>(
+              c, q0 + warp_row + at_lane / 4, k0 + n * 8 + at_lane % 4 * 2, lse, slope);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {  // masked: not even a NaN
-          ds[0][n][e] = c[e] == 0.0f ? 0.0f : c[e] * slope[e] * ds[0][n][e];
+          for (int e = 0; e < 4; ++e) {  // masked: not even a NaN
+            ds[0][n][e] = c[e] == 0.0f ? 0.0f : c[e] * slope[e] * ds[0][n][e];
+          }
         }
+      };
+      if (p.softcap > 0.0f) {
+        finish(std::true_type());
+      } else {
+        finish(std::false_type());
       }
     }
 

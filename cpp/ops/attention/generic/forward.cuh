@@ -31,8 +31,9 @@
 #include "device/fast_math.cuh"
 #include "device/mma.cuh"
 #include "device/opaque.cuh"
-#include "ops/attention/generic/mask.cuh"
-#include "ops/attention/generic/params.cuh"
+#include "ops/attention/common/forward_scores.cuh"
+#include "ops/attention/common/mask.cuh"
+#include "ops/attention/common/params.cuh"
 #include "ops/attention/generic/tile.cuh"
 
 namespace kvblock {
@@ -51,8 +52,6 @@ constexpr ForwardShape ForwardShapeOf(int dim) {
                       : ForwardShape{64, 32, 4, 2, true};
 }
 
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
 template <typename T_, int kDim_>
 struct ForwardTraits {
   using T = T_;
@@ -69,23 +68,6 @@ struct ForwardTraits {
   static constexpr int kStage0 = kShape.hold_queries ? kHeldBytes : QTile::kBytes;
   static constexpr int kStage1 = kShape.hold_queries ? 0 : kStage0 + kStageBytes;
   static constexpr int kSharedBytes = kStageBytes + (kStage1 == 0 ? kStage0 : kStage1);
-};
-
-// The state of a warp's rows. Of every block of 16 rows a lane holds rows g and g + 8, g = lane /
-// 4, and columns 2 t, 2 t + 1, t = lane % 4, of each 8 columns (device/mma.cuh).
-template <typename Traits>
-struct ForwardRows {
-  float o[Traits::kRowBlocks][Traits::kDim / 8][4];
-  float s[Traits::kRowBlocks][Traits::kKeys / 8][4];  // scores, then probabilities
-  float max[Traits::kRowBlocks][2];                   // of the scores, before `to_log2`
-  float sum[Traits::kRowBlocks][2];                   // this lane's columns only
-};
-
-// What turns S into scores. Without softcap and bias and with a positive scale, scaling commutes
-// with the maximum and is left to the exponential; otherwise the scores are finished first.
-struct ScoreRules {
-  bool finish;    // FinishScores scales, caps and adds the bias
-  float to_log2;  // score * to_log2 is the exponent of 2; positive
 };
 
 // Q of this warp's rows as the A operand, where it is held.
@@ -137,162 +119,6 @@ __device__ __forceinline__ void Multiply(ForwardRows<Traits>& rows,
       }
     }
   }
-}
-
-template <typename Bias>
-__device__ __forceinline__ float ToFloat(Bias value) {
-  return static_cast<float>(value);
-}
-
-// Adds the bias. Where the tile's keys all lie in the array no load has a condition, so that many
-// are under way at once; rows past the end read the last row instead, since theirs are never
-// written.
-template <typename Traits, typename Bias>
-__device__ __forceinline__ void AddBias(const AttentionParams& p, const Sequence& s, int head,
-                                        ForwardRows<Traits>& rows, int query, int key) {
-  struct alignas(2 * sizeof(Bias)) Pair {
-    Bias low, high;
-  };
-  const int64_t plane = static_cast<int64_t>(BatchRow(p, p.bias_batch, s.batch)) * p.bias_heads +
-                        (p.bias_heads > 1 ? head : 0);
-  const Bias* bias = static_cast<const Bias*>(p.bias) + plane * p.q_len * p.kv_len;
-  const bool inside = key / Traits::kKeys < s.kv_rows / Traits::kKeys;
-  const bool even = s.kv_rows % 2 == 0 && reinterpret_cast<uintptr_t>(p.bias) % sizeof(Pair) == 0;
-#pragma unroll
-  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = min(query + rb * 16 + half * 8, s.q_rows - 1);
-      const Bias* row = bias + i * p.kv_len + key;
-      const auto add = [&](int n, float low, float high) {
-        rows.s[rb][n][half * 2] += low;
-        rows.s[rb][n][half * 2 + 1] += high;
-      };
-      if (inside && even) {
-#pragma unroll
-        for (int n = 0; n < Traits::kKeys / 8; ++n) {
-          const Pair pair = *reinterpret_cast<const Pair*>(row + n * 8);
-          add(n, ToFloat(pair.low), ToFloat(pair.high));
-        }
-      } else if (inside) {
-#pragma unroll
-        for (int n = 0; n < Traits::kKeys / 8; ++n) {
-          add(n, ToFloat(row[n * 8]), ToFloat(row[n * 8 + 1]));
-        }
-      } else {
-        const int left = s.kv_rows - key;
-#pragma unroll
-        for (int n = 0; n < Traits::kKeys / 8; ++n) {
-          if (n * 8 < left) add(n, ToFloat(row[n * 8]), 0.0f);
-          if (n * 8 + 1 < left) add(n, 0.0f, ToFloat(row[n * 8 + 1]));
-        }
-      }
-    }
-  }
-}
-
-// -inf where a query does not attend by its position. `query` and `key` are this lane's first.
-template <typename Traits>
-__device__ __forceinline__ void MaskPositions(const Sequence& s, ForwardRows<Traits>& rows,
-                                              int query, int key) {
-#pragma unroll
-  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = query + rb * 16 + half * 8;
-      const int low = s.FirstKey(i) - key, high = i < s.q_len ? s.EndKey(i) - key : 0;
-#pragma unroll
-      for (int n = 0; n < Traits::kKeys / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int j = n * 8 + e;
-          if (j < low || j >= high) rows.s[rb][n][half * 2 + e] = -INFINITY;
-        }
-      }
-    }
-  }
-}
-
-// Scores from products: scale, softcap and bias where the rules say so, then -inf where a query
-// does not attend. Each rule is one pass over the registers behind a uniform branch.
-template <typename Traits>
-__device__ __forceinline__ void FinishScores(const AttentionParams& p, const Sequence& s,
-                                             const ScoreRules& rules, bool mask, int head,
-                                             ForwardRows<Traits>& rows, int query, int key,
-                                             int lane) {
-  constexpr int kColumns = Traits::kKeys / 8;
-  key += lane % 4 * 2;
-  query += lane / 4;
-  const auto each = [&](auto f) {
-#pragma unroll
-    for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
-#pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) f(rows.s[rb][n][e]);
-      }
-    }
-  };
-  // f(score, keys from `key` on), for the scores of one row.
-  const auto each_of_row = [&](int rb, int half, auto f) {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-      f(rows.s[rb][n][half * 2], n * 8);
-      f(rows.s[rb][n][half * 2 + 1], n * 8 + 1);
-    }
-  };
-  if (rules.finish) {
-    if (p.softcap > 0.0f) {
-      const float cap = p.softcap, inverse = Reciprocal(cap);
-      if (cap < kLargeSoftcap) {
-        const float factor = p.scale * inverse * kTwoLog2E;
-        each([&](float& x) { x = SoftCap(x * factor, cap); });
-      } else {
-        each([&](float& x) { x = SoftCapExact(x * p.scale, cap, inverse); });
-      }
-    } else {
-      each([&](float& x) { x *= p.scale; });
-    }
-    if (p.bias != nullptr) {
-      if (p.bias_dtype == KVBLOCK_F32) {
-        AddBias<Traits, float>(p, s, head, rows, query, key);
-      } else {
-        AddBias<Traits, typename Traits::T>(p, s, head, rows, query, key);
-      }
-    }
-  }
-  if (!mask) return;
-  MaskPositions<Traits>(s, rows, query, key);
-  if (p.q_segments != nullptr) {
-#pragma unroll
-    for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = min(query + rb * 16 + half * 8, s.q_rows - 1), high = s.kv_rows - key;
-        const int segment = __ldg(p.q_segments + s.q_row + i);
-        const int32_t* from = p.kv_segments + s.kv_row + key;
-        each_of_row(rb, half, [&](float& x, int j) {
-          if (j < high && __ldg(from + j) != segment) x = -INFINITY;
-        });
-      }
-    }
-  }
-}
-
-// A value of each of the four lanes that share a row.
-__device__ __forceinline__ float RowMax(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ __forceinline__ float RowSum(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-// The exponent that a row's scores are taken relative to. A row that has seen nothing yet has no
-// maximum; any finite number serves, since its probabilities are all 2^-inf.
-__device__ __forceinline__ float Reference(float max, float to_log2) {
-  return max == -INFINITY ? 0.0f : max * to_log2;
 }
 
 // Takes the tile's scores into the running maxima; scales O and the sums to the new ones. After the

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "ops/attention/generic/params.cuh"
+#include "ops/attention/common/params.cuh"
 
 namespace kvblock {
 

@@ -10,8 +10,8 @@
 
 #include "device/mma.cuh"
 #include "device/warpgroup.cuh"
-#include "ops/attention/generic/mask.cuh"
-#include "ops/attention/generic/params.cuh"
+#include "ops/attention/common/mask.cuh"
+#include "ops/attention/common/params.cuh"
 #include "ops/attention/hopper/dq_tile.cuh"
 
 namespace kvblock::hopper {

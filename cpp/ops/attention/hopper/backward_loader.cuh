@@ -6,8 +6,8 @@
 
 #include "device/mbarrier.cuh"
 #include "device/tensor_copy.cuh"
-#include "ops/attention/generic/mask.cuh"
-#include "ops/attention/generic/scores.cuh"
+#include "ops/attention/common/mask.cuh"
+#include "ops/attention/common/scores.cuh"
 #include "ops/attention/hopper/backward_shape.cuh"
 
 namespace kvblock::hopper {

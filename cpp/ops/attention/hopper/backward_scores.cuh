@@ -12,7 +12,7 @@
 #include "device/opaque.cuh"
 #include "device/stmatrix.cuh"
 #include "device/tensor_copy.cuh"
-#include "ops/attention/generic/scores.cuh"
+#include "ops/attention/common/scores.cuh"
 #include "ops/attention/hopper/backward_shape.cuh"
 
 namespace kvblock::hopper {

@@ -7,7 +7,7 @@
 
 #include "device/warpgroup.cuh"
 #include "device/wgmma.cuh"
-#include "ops/attention/generic/mask.cuh"
+#include "ops/attention/common/mask.cuh"
 #include "ops/attention/hopper/backward_tiles.h"
 
 namespace kvblock::hopper {

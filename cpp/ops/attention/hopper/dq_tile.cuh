@@ -15,7 +15,7 @@
 
 #include <cstdint>
 
-#include "ops/attention/generic/mask.cuh"
+#include "ops/attention/common/mask.cuh"
 
 namespace kvblock::hopper {
 

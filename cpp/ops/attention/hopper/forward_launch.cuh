@@ -12,7 +12,7 @@
 
 #include "host/block_copy_check.h"
 #include "host/tensor_map.h"
-#include "ops/attention/generic/forward_launch.cuh"
+#include "ops/attention/common/params.cuh"
 #include "ops/attention/hopper/forward.cuh"
 #include "ops/attention/hopper/forward.h"
 

@@ -9,7 +9,7 @@
 #include "device/mma.cuh"
 #include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
-#include "ops/attention/generic/forward.cuh"
+#include "ops/attention/common/forward_scores.cuh"
 #include "ops/attention/hopper/forward_shared.cuh"
 
 namespace kvblock::hopper {

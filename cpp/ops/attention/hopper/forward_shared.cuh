@@ -8,8 +8,8 @@
 
 #include "device/warpgroup.cuh"
 #include "device/wgmma.cuh"
-#include "ops/attention/generic/mask.cuh"
-#include "ops/attention/generic/params.cuh"
+#include "ops/attention/common/mask.cuh"
+#include "ops/attention/common/params.cuh"
 #include "ops/attention/hopper/forward.h"
 #include "ops/attention/hopper/tiles.h"
 

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "ops/attention/generic/params.cuh"
+#include "ops/attention/common/params.cuh"
 
 namespace kvblock {
 

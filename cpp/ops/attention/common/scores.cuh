@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "device/fast_math.cuh"
-#include "ops/attention/generic/mask.cuh"
+#include "ops/attention/common/mask.cuh"
 
 namespace kvblock {
 
