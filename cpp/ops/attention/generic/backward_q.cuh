@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(BackwardQShape<kDim>::kThreads, 1)
       const auto finish = [&](auto softcap) {
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
-          const int at_lane = Opaque(lane);
+          const int at_lane = Opaque(static_cast<int>(threadIdx.x)) % 32;
           float (&c)[4] = prob[0][n], slope[4];
           scores.template Probabilities<decltype(softcap)::value>(
               c, q0 + warp_row + at_lane / 4, k0 + n * 8 + at_lane % 4 * 2, lse, slope);
