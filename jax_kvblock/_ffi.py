@@ -44,12 +44,12 @@ def gpu_present() -> bool:
         return False
 
 
-def gpu_capability() -> tuple[int, int] | None:
-    """The compute capability of the first NVIDIA GPU, None where there is none."""
+def gpu_capabilities() -> frozenset[tuple[int, int]]:
+    """The compute capabilities of this process's NVIDIA GPUs; empty without any."""
     if not gpu_present():
-        return None
-    major, minor = jax.devices("cuda")[0].compute_capability.split(".")
-    return int(major), int(minor)
+        return frozenset()
+    found = (d.compute_capability for d in jax.local_devices(backend="cuda"))
+    return frozenset((int(x), int(y)) for x, y in (name.split(".") for name in found))
 
 
 def require_cuda_build() -> None:

@@ -79,7 +79,7 @@ def _attention() -> list[Served]:
         Served(ATTENTION_CUDNN, cudnn, why_cudnn),
         *(
             Served("flash_attention_forward, tiles (Bc, Br)", kernels, _tiles(kernels))
-            for kernels in cuda.FORWARD_TILES
+            for kernels in dict.fromkeys((*cuda.best_kernels(), "cuda"))
         ),
         Served(
             "flash_attention_forward, tiles (Bc, Br)",

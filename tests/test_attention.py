@@ -353,12 +353,18 @@ def test_deterministic_gradients(rng, implementation, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("dim", "options"),
+    [(64, {"causal": True}), (128, {}), (256, {"window": (300, 200)})],
+)
 @by_kernel(*HALVES)
-def test_deterministic_gradients_of_a_big_case(rng, implementation, dtype):
+def test_deterministic_gradients_of_a_big_case(
+    rng, implementation, dtype, dim, options
+):
     call = draw(
-        rng, dtype, batch=4, q_len=2048, kv_len=2048, heads=16, kv_heads=4, dim=64
+        rng, dtype, batch=4, q_len=2048, kv_len=2048, heads=16, kv_heads=4, dim=dim
     )
-    call = call.replace(deterministic=True, causal=True)
+    call = call.replace(deterministic=True, **options)
     first = compute(call, implementation)
     for _ in range(5):
         again = compute(call, implementation)

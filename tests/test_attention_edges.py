@@ -230,6 +230,12 @@ def lowered_for_cuda(implementation: str | None, gradient: bool) -> str:
     return function.trace(x).lower(lowering_platforms=("cuda",)).as_text()
 
 
+def on_gpus(monkeypatch, *capabilities: tuple[int, int]) -> None:
+    """As if this process had these GPUs."""
+    monkeypatch.setattr(_ffi, "gpu_capabilities", lambda: frozenset(capabilities))
+    jax.clear_caches()
+
+
 KERNELS = ("kvblock_attention_forward", "kvblock_attention_backward_kv")
 
 
@@ -248,8 +254,7 @@ KERNELS = ("kvblock_attention_forward", "kvblock_attention_backward_kv")
 def test_none_takes_what_serves_this_gpu(
     monkeypatch, capability, forward, backward
 ) -> None:
-    monkeypatch.setattr(_ffi, "gpu_capability", lambda: capability)
-    jax.clear_caches()
+    on_gpus(monkeypatch, *([capability] if capability else []))
     text = lowered_for_cuda(None, gradient=True)
     assert [name in text for name in KERNELS] == [forward, backward]
     if not forward:
@@ -268,20 +273,21 @@ HOPPER = "kernels = 1 : i64"  # kvblock_kernels in attention.h
 
 
 @pytest.mark.parametrize(
-    ("capability", "architectures", "served"),
+    ("capabilities", "architectures", "served"),
     [
-        ((9, 0), "80,90a-real,90-virtual", True),
-        ((9, 0), "80", False),
-        ((8, 0), "80,90a-real,90-virtual", False),
-        ((10, 0), "80,90a-real,90-virtual", False),
+        ([(9, 0)], "80,90a-real,90-virtual", True),
+        ([(9, 0)], "80", False),
+        ([(8, 0)], "80,90a-real,90-virtual", False),
+        ([(10, 0)], "80,90a-real,90-virtual", False),
+        ([(8, 0), (9, 0)], "80,90a-real,90-virtual", False),
+        ([(9, 0), (10, 0)], "80,90a-real,90-virtual", False),
     ],
 )
 def test_hopper_kernels_are_for_hopper(
-    monkeypatch, capability, architectures, served
+    monkeypatch, capabilities, architectures, served
 ) -> None:
-    monkeypatch.setattr(_ffi, "gpu_capability", lambda: capability)
+    on_gpus(monkeypatch, *capabilities)
     monkeypatch.setitem(_ffi.BUILD, "cuda_architectures", architectures)
-    jax.clear_caches()
     text = lowered_for_cuda(None, gradient=True)
     assert KERNELS[1] in text
     assert (HOPPER in text) == served
@@ -292,12 +298,15 @@ def test_hopper_kernels_are_for_hopper(
         words = r"'cuda_sm90' does not serve (compute|this build) .*'cuda' and 'xla' do"
         with pytest.raises(ValueError, match=words):
             lowered_for_cuda("cuda_sm90", gradient=False)
+    # The fastest tile is one of kernels that serve.
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    tile = get_optimal_block_sizes(1024, 128)
+    assert tile == ((176, 128) if served else (64, 128))
     jax.clear_caches()
 
 
 def test_an_export_takes_the_kernels_of_any_gpu(monkeypatch) -> None:
-    monkeypatch.setattr(_ffi, "gpu_capability", lambda: None)
-    jax.clear_caches()
+    on_gpus(monkeypatch)
     assert HOPPER not in lowered_for_cuda(None, gradient=True)
     assert HOPPER in lowered_for_cuda("cuda_sm90", gradient=True)
     jax.clear_caches()

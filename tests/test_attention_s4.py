@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpp_programs import run_cpp
 from flax import nnx
 
 import jax_kvblock as kv
@@ -211,14 +210,13 @@ def test_compiled_tiles_are_those_of_the_kernels_and_fit() -> None:
 
 def test_hopper_s_tiles_are_those_of_the_kernels(tmp_path: Path) -> None:
     """Asks the table itself, by compiling it."""
-    folder = Path(__file__).parent.parent / "cpp"
     dims = cuda.FORWARD_TILES["cuda_sm90"]
     rows = "\n".join(
         f"  print({d}, ForwardTilesOf({d}, {d}, InstanceOf({d}, ForwardKind::kWide)));"
         for d in dims
     )
-    program = tmp_path / "tiles.cc"
-    program.write_text(
+    said = run_cpp(
+        tmp_path,
         f"""#include <cstdio>
 #include "ops/attention/hopper/tiles.h"
 using namespace kvblock::hopper;
@@ -228,14 +226,8 @@ void print(int dim, ForwardTiles t) {{
 int main() {{
 {rows}
 }}
-"""
+""",
     )
-    compiler = shutil.which("c++") or shutil.which("g++")
-    assert compiler, "a C++ compiler built this package"
-    binary = tmp_path / "tiles"
-    command = [compiler, "-std=c++17", f"-I{folder}", str(program), "-o", str(binary)]
-    subprocess.run(command, check=True)
-    said = subprocess.run([binary], check=True, capture_output=True, text=True).stdout
     found = {int(d): (int(q), int(k)) for d, q, k in map(str.split, said.splitlines())}
     assert found == dims
 

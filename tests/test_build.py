@@ -57,6 +57,20 @@ def test_a_wrong_choice_is_named(tmp_path: pathlib.Path) -> None:
 
 
 @needs_nvcc
+def test_a_build_without_hopper_compiles_what_stands_in(
+    tmp_path: pathlib.Path,
+) -> None:
+    done = configure(tmp_path, "-GNinja", KVBLOCK_CUDA="ON", CUDA_ARCHS="80")
+    assert done.returncode == 0, done.stderr
+    ninja = shutil.which("ninja", path=os.path.dirname(sys.executable)) or "ninja"
+    name = "CMakeFiles/kvblock.dir/cpp/ops/attention/hopper/not_built.cu.o"
+    built = subprocess.run(
+        [ninja, "-C", str(tmp_path), name], capture_output=True, text=True, check=False
+    )
+    assert built.returncode == 0, built.stdout
+
+
+@needs_nvcc
 @pytest.mark.parametrize(
     ("options", "environment", "expected"),
     [

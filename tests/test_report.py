@@ -72,9 +72,10 @@ def test_the_report_lists_the_tiles_and_cudnn() -> None:
     from jax_kvblock.attention import cuda
 
     text = _report.report()
-    for tiles in cuda.FORWARD_TILES.values():
-        for queries, keys in tiles.values():
-            assert f"({keys}, {queries})" in text
+    for kernels in ("cuda", *cuda.best_kernels()):
+        for queries, keys in cuda.FORWARD_TILES[kernels].values():
+            assert f"({keys}, {queries}) for" in text
+    assert ("(176, 128)" in text) == ("cuda_sm90" in cuda.best_kernels())
     assert "16, 32, 64, 128, 256, 512" in text
     assert _report.ATTENTION_CUDNN in text
 

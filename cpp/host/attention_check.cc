@@ -125,6 +125,9 @@ std::string CheckOperands(const kvblock_attention& a, AttentionPass pass) {
       if (missing(keys, a.dv)) return "dv is NULL";
       if (a.kernels == KVBLOCK_KERNELS_SM90) {
         if (missing(queries && a.dq_accum, a.dq)) return "dq is NULL, and dq_accum is not";
+        if (missing(queries && a.dq && a.batch > 0, a.dq_accum)) {
+          return "dq_accum is NULL, and dq is not";
+        }
         if (a.dq_turns && (a.q_segments || a.tile_indices)) {
           return "dq_turns is for calls without segments and tiles";
         }

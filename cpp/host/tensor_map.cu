@@ -1,5 +1,6 @@
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <string>
 
 #include "host/block_copy_check.h"
@@ -10,21 +11,28 @@ namespace kvblock {
 namespace {
 
 // The driver is not linked: a process without a GPU must be able to load this library.
-auto FindEncode() {
-  void* entry = nullptr;
+using Encode = decltype(&cuTensorMapEncodeTiled);
+Encode FindEncode() {
+  static std::atomic<void*> known;
+  void* entry = known.load(std::memory_order_relaxed);
+  if (entry != nullptr) return reinterpret_cast<Encode>(entry);
+  constexpr char kName[] = "cuTensorMapEncodeTiled";
   cudaDriverEntryPointQueryResult found;
-  if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault,
-                                       &found) != cudaSuccess ||
-      found != cudaDriverEntryPointSuccess) {
-    entry = nullptr;
-  }
-  return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
+#if CUDART_VERSION >= 12050
+  const cudaError_t status =
+      cudaGetDriverEntryPointByVersion(kName, &entry, 12000, cudaEnableDefault, &found);
+#else
+  const cudaError_t status = cudaGetDriverEntryPoint(kName, &entry, cudaEnableDefault, &found);
+#endif
+  if (status != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
+  known.store(entry, std::memory_order_relaxed);
+  return reinterpret_cast<Encode>(entry);
 }
 
 }  // namespace
 
 const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map) {
-  static const auto encode = FindEncode();
+  const Encode encode = FindEncode();
   if (encode == nullptr) {
     return Message("attention: this driver has no tensor maps (CUDA 12.0 or newer is needed)");
   }

@@ -67,28 +67,29 @@ def unserved(config: AttentionConfig, x: Operands) -> list[str]:
 
 
 def unserved_by_gpu(implementation: str, backward: bool) -> list[str]:
-    """What of a call these kernels do not serve on the GPU at hand.
+    """What of a call these kernels do not serve on the GPUs of this process.
 
     Empty where there is no GPU: a program for another machine may be exported.
     """
-    capability = _ffi.gpu_capability()
-    if capability is None:
-        return []
-    name = f"compute capability {'.'.join(map(str, capability))}"
-    if implementation == "cuda_sm90":
-        if capability != (9, 0):
+    capabilities = sorted(_ffi.gpu_capabilities())
+    for capability in capabilities:
+        name = f"compute capability {'.'.join(map(str, capability))}"
+        if implementation == "cuda_sm90" and capability != (9, 0):
             return [f"{name} (9.0 alone is served)"]
-        if "90a" not in _ffi.BUILD["cuda_architectures"]:
-            return ["this build (rebuild it with 90a among CUDA_ARCHS)"]
-        return []
-    if capability < (8, 0):
-        return [f"{name} (8.0 and newer are served)"]
-    # These have 99 KiB of shared memory for a thread block; 8.0 has 163.
-    small = capability in ((8, 6), (8, 9)) or capability[0] == 12
-    if backward and small:
-        return [f"gradients on {name} (they need 163 KiB of shared memory, as 8.0, 9.0 "
-                "and 10.0 have)"]  # fmt: skip
+        if capability < (8, 0):
+            return [f"{name} (8.0 and newer are served)"]
+        # These have 99 KiB of shared memory for a thread block; 8.0 has 163.
+        small = capability in ((8, 6), (8, 9)) or capability[0] == 12
+        if backward and small:
+            return [f"gradients on {name} (they need 163 KiB of shared memory, as 8.0, "
+                    "9.0 and 10.0 have)"]  # fmt: skip
+    if implementation == "cuda_sm90" and capabilities and not _built_for_hopper():
+        return ["this build (rebuild it with 90a among CUDA_ARCHS)"]
     return []
+
+
+def _built_for_hopper() -> bool:
+    return "90a" in _ffi.BUILD["cuda_architectures"]
 
 
 def choose(
@@ -128,11 +129,11 @@ def choose(
 
 
 def best_kernels() -> tuple[str, ...]:
-    """The kernels that None tries on the GPU at hand, best first.
+    """The kernels that None tries on the GPUs of this process, best first.
 
     What is exported where there is no GPU should run on any: the generic ones.
     """
-    if _ffi.gpu_capability() == (9, 0):
+    if _ffi.gpu_capabilities() and not unserved_by_gpu("cuda_sm90", False):
         return ("cuda_sm90", "cuda")
     return ("cuda",)
 

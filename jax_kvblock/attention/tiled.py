@@ -7,9 +7,9 @@ the same lse means the same.
 A tile is Br queries by Bc keys, and belongs to an implementation:
 
 - Both powers of two from 16 to 512: the blocks of "xla", on every device.
-- The ones that CUDA kernels are compiled for at this head dim (`cuda.FORWARD_TILES`):
-  these kernels where they serve the call (16 bits on a GPU), and "xla" in blocks of
-  that size elsewhere.
+- The one that "cuda" is compiled for at this head dim (`cuda.FORWARD_TILES`): these
+  kernels where they serve the call (16 bits on a GPU), and "xla" in blocks of that size
+  elsewhere, on every device. Where "cuda_sm90" serves, the one of its kernels, too.
 
 Any other is an error that lists them.
 """

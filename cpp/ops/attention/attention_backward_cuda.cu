@@ -16,7 +16,7 @@ extern "C" const char* kvblock_attention_backward_kv(const kvblock_attention* a,
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (a->kernels == KVBLOCK_KERNELS_SM90) {
     const char* error = hopper::LaunchBackwardKv(*a, cuda_stream);
-    if (error != nullptr || a->dq_accum == nullptr) return error;
+    if (error != nullptr || a->dq == nullptr) return error;
     return hopper::LaunchFinishDq(*a, cuda_stream);
   }
   if (a->dq_accum != nullptr) {

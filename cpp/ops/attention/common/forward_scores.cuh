@@ -48,7 +48,7 @@ __device__ __forceinline__ void AddBias(const AttentionParams& p, const Sequence
   const int64_t plane = static_cast<int64_t>(BatchRow(p, p.bias_batch, s.batch)) * p.bias_heads +
                         (p.bias_heads > 1 ? head : 0);
   const Bias* bias = static_cast<const Bias*>(p.bias) + plane * p.q_len * p.kv_len;
-  const bool inside = key / Traits::kKeys < s.kv_rows / Traits::kKeys;
+  const bool inside = key / 8 * 8 + Traits::kKeys <= s.kv_rows;  // a tile begins at a multiple of 8
   const bool even = s.kv_rows % 2 == 0 && reinterpret_cast<uintptr_t>(p.bias) % sizeof(Pair) == 0;
 #pragma unroll
   for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {

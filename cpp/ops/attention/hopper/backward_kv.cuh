@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (warp == 0) {
       BackwardLoader<Shape, kPlain>{p, maps, shared, base, thread}.Run();
     } else if (warp <= 2 && turns) {
-      BackwardTurns<Shape>{p, shared, base, warp - 1, thread % 32}.Run();
+      BackwardTurns<Shape>{p, shared, base, warp - 1, thread % 32, nth}.Run();
     }
   } else {
     TakeRegisters<kWorkerRegisters>();

@@ -25,6 +25,7 @@ struct BackwardTurns {
   char* const shared;
   const uint32_t base;
   const int group, lane;
+  const int launched_before;  // CTAs of these heads
 
   __device__ __forceinline__ void Run() const {
     constexpr int kStages = Shape::kStages;
@@ -47,7 +48,9 @@ struct BackwardTurns {
         if (adds) {
           int first_key, end_key;
           s.VisibleKeys(at.first, at.first + Shape::kQueries, &first_key, &end_key);
-          const int before = (end_key - 1) / Shape::kKeys - owned.first_key / Shape::kKeys;
+          // Boundaries that fall can promise more than was launched.
+          const int before =
+              min((end_key - 1) / Shape::kKeys - owned.first_key / Shape::kKeys, launched_before);
           while (LoadAcquire(turn) < before * kAdders) {
           }
         }

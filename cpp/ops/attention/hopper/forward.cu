@@ -17,15 +17,16 @@ const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream) {
   return LaunchForwardDims<256, 256>(a, stream);
 }
 
-int ForwardCounter(const void* o) {
+int ForwardCounter(int device, const void* o) {
   static std::mutex mutex;
-  static auto* const counters = new std::unordered_map<const void*, int>;
+  static auto* const of_devices = new std::unordered_map<int, std::unordered_map<const void*, int>>;
   const std::lock_guard<std::mutex> lock(mutex);
-  const auto found = counters->find(o);
-  if (found != counters->end()) return found->second;
-  if (counters->size() == kForwardCounters) return -1;
-  const int counter = static_cast<int>(counters->size());
-  counters->emplace(o, counter);
+  auto& counters = (*of_devices)[device];
+  const auto found = counters.find(o);
+  if (found != counters.end()) return found->second;
+  if (counters.size() == kForwardCounters) return -1;
+  const int counter = static_cast<int>(counters.size());
+  counters.emplace(o, counter);
   return counter;
 }
 

@@ -17,8 +17,8 @@ const char* LaunchForwardDims(const kvblock_attention& a, cudaStream_t stream);
 
 constexpr int kForwardCounters = 4096;
 
-// The counter that launches which write to `o` use, since no two of them run at the same time; -1:
-// all are taken.
-int ForwardCounter(const void* o);
+// The device's counter that launches which write to `o` use, since no two of them run at the same
+// time; -1: all are taken.
+int ForwardCounter(int device, const void* o);
 
 }  // namespace kvblock::hopper

@@ -65,7 +65,7 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
   cudaError_t status = cudaGetDevice(&device);
   int64_t ctas = std::min<int64_t>(items, Multiprocessors(device));
   if (ctas < items && uneven) {
-    p.counter = ForwardCounter(a.o);
+    p.counter = ForwardCounter(device, a.o);
     if (p.counter < 0) ctas = items;
   } else if (ctas < items && a.window_right >= 0) {
     p.section_rounds = static_cast<int32_t>((p.heads_apart * tiles + ctas - 1) / ctas);
