@@ -15,6 +15,11 @@ BIN = $(VENV)/bin
 SOURCES = pyproject.toml CMakeLists.txt $(shell find cpp jax_kvblock -name '*.py' -o -name '*.h' \
   -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
 
+# What the package needs, with an extra: installed by name, since pip would build `.[extra]` again.
+NEEDS = $(BIN)/python -c "import sys, tomllib; \
+  project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+  print(*project['dependencies'], *project['optional-dependencies'][sys.argv[1]])"
+
 .PHONY: demo test lint format bench gpu-test report clean
 
 # The package, built from this folder. Tests and examples import what was installed.
@@ -22,7 +27,7 @@ $(VENV)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps .
-	$(BIN)/python -m pip install --quiet '$(JAX)' '.[test]'
+	$(BIN)/python -m pip install --quiet '$(JAX)' $$($(NEEDS) test)
 	touch $@
 
 demo: $(VENV)/.installed
@@ -42,7 +47,7 @@ gpu-test:
 	PYTHONPATH=$(GPU_TARGET) KVBLOCK_REQUIRE_GPU=1 $(PYTHON) -P -m pytest $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet '.[bench]'
+	$(BIN)/python -m pip install --quiet $$($(NEEDS) bench)
 	$(BIN)/python -P benchmarks/run.py $(BENCH_ARGS)
 
 report: $(VENV)/.installed
