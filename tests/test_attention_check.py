@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from cpp_programs import run_cpp
 
 PROGRAM = """
 #include <cstdio>
 #include "host/attention_check.h"
-int main() {
-  alignas(16) static char array[16];
-  static float rows[4];
-  static int32_t ints[4];
+alignas(16) char array[16];
+alignas(16) float sums[4];
+alignas(8) int32_t ranges[2];
+float rows[4];
+int32_t ints[4];
+kvblock_attention Valid() {
   kvblock_attention a{};
   a.batch = a.num_heads = a.num_kv_heads = 1;
   a.q_len = a.kv_len = 4;
@@ -24,42 +25,51 @@ int main() {
   a.dk = a.dv = array;
   a.lse = rows;
   a.delta = rows;
-  (void)ints;
-  %s
-  const char* error = kvblock::CheckAttention(&a, kvblock::AttentionPass::kBackwardKv);
-  std::printf("%%s", error == nullptr ? "ok" : error);
+  return a;
+}
+int main() {
+%s
 }
 """
+CASE = """  {
+    kvblock_attention a = Valid();
+    %s
+    const auto pass = kvblock::AttentionPass::kBackwardKv;
+    const char* error = kvblock::CheckAttention(&a, pass);
+    std::puts(error == nullptr ? "ok" : error);
+  }
+"""
 SM90 = "a.kernels = KVBLOCK_KERNELS_SM90;"
-SUMS = "alignas(16) static float sums[4]; a.dq_accum = sums;"
+SUMS = "a.dq_accum = sums;"
 SEGMENTS = (
     "a.q_segments = a.kv_segments = ints; "
-    "alignas(8) static int32_t ranges[2]; a.q_segment_ranges = ranges; "
-    "a.kv_segment_ranges = ranges;"
+    "a.q_segment_ranges = a.kv_segment_ranges = ranges;"
 )
 
+CASES = [
+    ("", "ok"),
+    (SUMS, "ok"),
+    (f"{SM90} {SUMS} a.dq = array;", "ok"),
+    (f"{SM90} {SUMS} a.dq = array; a.dq_turns = ints;", "ok"),
+    ("a.kernels = 7;", "kernels must be KVBLOCK_KERNELS_GENERIC or"),
+    (f"{SM90} {SUMS}", "dq is NULL, and dq_accum is not"),
+    (f"{SM90} a.dq = array;", "dq_accum is NULL, and dq is not"),
+    (f"{SUMS} a.dq_turns = ints;", "dq_turns is for the sm_90a kernels"),
+    (
+        f"{SM90} {SUMS} a.dq = array; a.dq_turns = ints; {SEGMENTS}",
+        "dq_turns is for calls without segments and tiles",
+    ),
+    (
+        f"{SM90} {SUMS} a.dq = array; a.dq_blocked = 1;",
+        "dq_blocked is for the generic kernels",
+    ),
+]
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("", "ok"),
-        (SUMS, "ok"),
-        (f"{SM90} {SUMS} a.dq = array;", "ok"),
-        (f"{SM90} {SUMS} a.dq = array; a.dq_turns = ints;", "ok"),
-        ("a.kernels = 7;", "kernels must be KVBLOCK_KERNELS_GENERIC or"),
-        (f"{SM90} {SUMS}", "dq is NULL, and dq_accum is not"),
-        (f"{SM90} a.dq = array;", "dq_accum is NULL, and dq is not"),
-        (f"{SUMS} a.dq_turns = ints;", "dq_turns is for the sm_90a kernels"),
-        (
-            f"{SM90} {SUMS} a.dq = array; a.dq_turns = ints; {SEGMENTS}",
-            "dq_turns is for calls without segments and tiles",
-        ),
-        (
-            f"{SM90} {SUMS} a.dq = array; a.dq_blocked = 1;",
-            "dq_blocked is for the generic kernels",
-        ),
-    ],
-)
-def test_what_belongs_to_which_kernels(tmp_path: Path, change: str, said: str) -> None:
+
+def test_what_belongs_to_which_kernels(tmp_path: Path) -> None:
+    program = PROGRAM % "".join(CASE % change for change, _ in CASES)
     sources = ("host/attention_check.cc", "host/block_copy_check.cc")
-    assert said in run_cpp(tmp_path, PROGRAM % change, *sources)
+    lines = run_cpp(tmp_path, program, *sources).splitlines()
+    for line, (change, said) in zip(lines, CASES, strict=True):
+        assert (line == "ok") == (said == "ok"), change
+        assert said in line, change
