@@ -128,6 +128,7 @@ std::string CheckOperands(const kvblock_attention& a, AttentionPass pass) {
         if (missing(queries && a.dq && a.batch > 0, a.dq_accum)) {
           return "dq_accum is NULL, and dq is not";
         }
+        // Whose turn it is follows from the band and the lengths alone.
         if (a.dq_turns && (a.q_segments || a.tile_indices)) {
           return "dq_turns is for calls without segments and tiles";
         }

@@ -44,7 +44,8 @@
 extern "C" {
 #endif
 
-enum { KVBLOCK_ATTENTION_CHUNK = 64 }; /* positions that one segment range covers */
+enum { KVBLOCK_ATTENTION_CHUNK = 64 };   /* positions that one segment range covers */
+enum { KVBLOCK_ATTENTION_DQ_ROWS = 64 }; /* queries of a tile of the sm_90a kernels' dq_accum */
 
 typedef enum kvblock_dtype {
   KVBLOCK_BF16 = 0,

@@ -344,14 +344,15 @@ float* DqAccum(Reader* in, Decoded* d, const ffi::RemainingRets& rets) {
 // dq, and what the sm_90a kernels need to compute it.
 void DecodeTiledDq(Reader* in, Decoded* d) {
   kvblock_attention& a = d->a;
+  constexpr int64_t kRows = KVBLOCK_ATTENTION_DQ_ROWS;
   a.dq = Heads(in, *d, "dq", kQueries, a.num_heads, a.head_dim, true, d->type);
   const auto tiled = [&](const char* name, ffi::DataType type, int64_t size) {
     if (!d->packed) {
-      return in->Result(name, type, {a.batch, a.num_heads, CeilDiv(a.q_len, 64), size});
+      return in->Result(name, type, {a.batch, a.num_heads, CeilDiv(a.q_len, kRows), size});
     }
-    return in->Result(name, type, {a.num_heads, (a.q_len + int64_t{64} * a.batch) / 64, size});
+    return in->Result(name, type, {a.num_heads, (a.q_len + kRows * a.batch) / kRows, size});
   };
-  a.dq_accum = static_cast<float*>(tiled("dq_accum", ffi::DataType::F32, int64_t{64} * a.head_dim));
+  a.dq_accum = static_cast<float*>(tiled("dq_accum", ffi::DataType::F32, kRows * a.head_dim));
   if (in->results_left() > 0) {
     a.dq_turns = static_cast<int32_t*>(tiled("dq_turns", ffi::DataType::S32, 1));
   }

@@ -1,7 +1,6 @@
 // What travels to the attention kernels: the caller's struct and a few derived numbers.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "kvblock/attention.h"
@@ -33,14 +32,6 @@ inline AttentionParams MakeAttentionParams(const kvblock_attention& a) {
 inline int64_t NumTiles(const kvblock_attention& a, int64_t length, int64_t rows) {
   const int64_t tiles = (length + rows - 1) / rows;
   return a.cu_q == nullptr ? tiles : tiles + a.batch + 1;
-}
-
-// Heads whose query tiles take turns in the grid. More of them balance the end of a causal launch;
-// their K and V should fit in L2 together (about 32 MiB of an H100's 50).
-inline int32_t HeadsApart(const AttentionParams& p) {
-  const int64_t bytes = int64_t{2} * p.kv_len * (p.head_dim + p.value_dim);
-  const int64_t kv_heads = (int64_t{32} << 20) / std::max<int64_t>(bytes, 1);
-  return static_cast<int32_t>(std::clamp<int64_t>(kv_heads * p.group, 1, p.num_pairs));
 }
 
 }  // namespace kvblock

@@ -9,28 +9,13 @@
 #include <string>
 
 #include "host/block_copy_check.h"
+#include "ops/attention/common/launch.h"
 #include "ops/attention/generic/backward.h"
 #include "ops/attention/generic/backward_bias.cuh"
 #include "ops/attention/generic/backward_kv.cuh"
 #include "ops/attention/generic/backward_q.cuh"
 
 namespace kvblock {
-
-// Fills in the grid, tiles * owners CTAs; NULL or what is wrong.
-inline const char* PlanGrid(AttentionParams* p, int64_t tiles, int64_t owners) {
-  if (owners > 0 && tiles > INT32_MAX / owners) {
-    return Message("attention: " + std::to_string(tiles) + " tiles for each of " +
-                   std::to_string(owners) +
-                   " heads are more than one launch can have; split the batch");
-  }
-  p->tiles = static_cast<int32_t>(tiles);
-  p->num_pairs = static_cast<int32_t>(owners);
-  return nullptr;
-}
-
-inline const char* Failure(cudaError_t status) {
-  return Message(std::string("attention backward: ") + cudaGetErrorString(status));
-}
 
 // The bytes of shared memory that a thread block may have on the current device; NULL or what is
 // wrong.
@@ -63,10 +48,6 @@ const char* Launch(Kernel kernel, int bytes, int available, const AttentionParam
   return status == cudaSuccess ? nullptr : Failure(status);
 }
 
-constexpr int64_t kHeadsApartBytes = int64_t{32} << 20;
-
-inline int64_t Members(const kvblock_attention& a) { return a.cu_q != nullptr ? 1 : a.batch; }
-
 template <typename T, int kDim>
 const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) {
   using Shape = BackwardKvShape<kDim>;
@@ -75,8 +56,7 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   if (const char* error = PlanGrid(&p, tiles, Members(a) * a.num_kv_heads)) return error;
   // Heads that take turns should fit in L2 with their Q, dO and dq_accum.
   const int64_t bytes = a.q_len * (int64_t{6} * a.head_dim + int64_t{2} * a.value_dim);
-  p.heads_apart = static_cast<int32_t>(std::clamp<int64_t>(
-      kHeadsApartBytes / std::max<int64_t>(bytes, 1), 1, std::max(p.num_pairs, 1)));
+  p.heads_apart = OwnersApart(p, bytes);
 
   int available = 0;
   if (const char* error = SharedMemory(&available)) return error;

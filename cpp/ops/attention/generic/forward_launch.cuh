@@ -6,9 +6,8 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <string>
 
-#include "host/block_copy_check.h"
+#include "ops/attention/common/launch.h"
 #include "ops/attention/generic/forward.cuh"
 #include "ops/attention/generic/forward.h"
 
@@ -19,12 +18,8 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
   using Traits = ForwardTraits<T, kDim>;
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = NumTiles(a, a.q_len, Traits::kQueries);
+  if (const char* error = PlanGrid(&p, tiles, p.num_pairs)) return error;
   const int64_t ctas = tiles * p.num_pairs;
-  if (ctas > INT32_MAX) {
-    return Message("attention: " + std::to_string(ctas) +
-                   " query tiles are more than one launch can have; split the batch");
-  }
-  p.tiles = static_cast<int32_t>(tiles);
   p.heads_apart = HeadsApart(p);
   cudaError_t status = cudaFuncSetAttribute(
       AttentionForward<T, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
@@ -34,7 +29,7 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
     status = cudaGetLastError();
   }
   if (status == cudaSuccess) return nullptr;
-  return Message(std::string("attention: ") + cudaGetErrorString(status));
+  return Failure(status);
 }
 
 template <int kDim>

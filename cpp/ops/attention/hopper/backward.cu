@@ -6,30 +6,26 @@
 #include <string>
 
 #include "host/block_copy_check.h"
+#include "ops/attention/common/launch.h"
 #include "ops/attention/hopper/backward.h"
 #include "ops/attention/hopper/backward_dq.cuh"
 
 namespace kvblock::hopper {
 namespace {
 
-int64_t Members(const kvblock_attention& a) { return a.cu_q != nullptr ? 1 : a.batch; }
-
 const char* Checked(const char* what, cudaError_t status) {
   if (status == cudaSuccess) return nullptr;
   return Message(std::string("attention: ") + what + ": " + cudaGetErrorString(status));
 }
 
-}  // namespace
-
+// The float32 values of dq_accum.
 int64_t DqAccumSize(const kvblock_attention& a) {
   return Members(a) * a.num_heads * DqTiles(a) * kDqRows * a.head_dim;
 }
 
+}  // namespace
+
 const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream) {
-  // Whose turn it is follows from the band and the lengths alone.
-  if (a.dq_turns != nullptr && (a.q_segments != nullptr || a.tile_indices != nullptr)) {
-    return Message("attention backward: dq_turns serves neither segments nor tiles");
-  }
   if (a.dq_accum != nullptr) {
     const size_t bytes = sizeof(float) * DqAccumSize(a);
     const cudaError_t status = cudaMemsetAsync(a.dq_accum, 0, bytes, stream);

@@ -3,8 +3,6 @@
 
 #include <cuda_runtime.h>
 
-#include <cstdint>
-
 #include "kvblock/attention.h"
 
 namespace kvblock::hopper {
@@ -12,9 +10,6 @@ namespace kvblock::hopper {
 // Writes dk and dv. Where dq_accum is given, clears it and adds dq / scale to it, laid out as
 // dq_tile.cuh says.
 const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream);
-
-// The float32 values that dq_accum needs.
-int64_t DqAccumSize(const kvblock_attention& a);
 
 // Writes dq from dq_accum.
 const char* LaunchFinishDq(const kvblock_attention& a, cudaStream_t stream);

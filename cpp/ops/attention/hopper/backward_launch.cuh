@@ -6,40 +6,25 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <string>
 
-#include "host/block_copy_check.h"
 #include "host/tensor_map.h"
+#include "ops/attention/common/launch.h"
 #include "ops/attention/hopper/backward.h"
 #include "ops/attention/hopper/backward_kv.cuh"
 
 namespace kvblock::hopper {
 
-constexpr int64_t kHeadsApartBytes = int64_t{32} << 20;
-
-inline const char* Failure(cudaError_t status) {
-  return Message(std::string("attention backward: ") + cudaGetErrorString(status));
-}
-
 template <typename T, typename Shape, bool kPlain>
 const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) {
   AttentionParams p = MakeAttentionParams(a);
-  const bool packed = a.cu_q != nullptr;
-  const int64_t members = packed ? 1 : a.batch;
+  const int64_t members = Members(a);
   const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kKeys);
   const int64_t owners = members * a.num_kv_heads;
   if (tiles == 0 || owners == 0) return nullptr;
-  if (tiles > INT32_MAX / owners) {
-    return Message("attention: " + std::to_string(tiles) + " tiles for each of " +
-                   std::to_string(owners) +
-                   " heads are more than one launch can have; split the batch");
-  }
-  p.tiles = static_cast<int32_t>(tiles);
-  p.num_pairs = static_cast<int32_t>(owners);
+  if (const char* error = PlanGrid(&p, tiles, owners)) return error;
   // Heads that take turns should fit in L2 with their Q, dO and dq_accum.
   const int64_t bytes = a.q_len * p.group * (int64_t{6} * a.head_dim + int64_t{2} * a.value_dim);
-  p.heads_apart = static_cast<int32_t>(
-      std::clamp<int64_t>(kHeadsApartBytes / std::max<int64_t>(bytes, 1), 1, p.num_pairs));
+  p.heads_apart = OwnersApart(p, bytes);
 
   BackwardMaps maps;
   // Arrays without rows are never read, but a map needs one.

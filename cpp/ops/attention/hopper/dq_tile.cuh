@@ -19,7 +19,7 @@
 
 namespace kvblock::hopper {
 
-constexpr int kDqRows = 64;
+constexpr int kDqRows = KVBLOCK_ATTENTION_DQ_ROWS;
 
 // Tiles of one head.
 __host__ __device__ inline int64_t DqTiles(const kvblock_attention& a) {

@@ -7,12 +7,10 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <string>
 #include <type_traits>
 
-#include "host/block_copy_check.h"
 #include "host/tensor_map.h"
-#include "ops/attention/common/params.cuh"
+#include "ops/attention/common/launch.h"
 #include "ops/attention/hopper/forward.cuh"
 #include "ops/attention/hopper/forward.h"
 
@@ -47,12 +45,8 @@ template <typename Traits>
 const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
   ForwardParams p{MakeAttentionParams(a), -1, 0};
   const int64_t tiles = NumTiles(a, a.q_len, Traits::kQueries);
+  if (const char* error = PlanGrid(&p, tiles, p.num_pairs)) return error;
   const int64_t items = tiles * p.num_pairs;
-  if (items > INT32_MAX) {
-    return Message("attention: " + std::to_string(items) +
-                   " query tiles are more than one launch can have; split the batch");
-  }
-  p.tiles = static_cast<int32_t>(tiles);
   p.heads_apart = HeadsApart(p);
   ForwardMaps maps;
   if (const char* error = MakeForwardMaps<Traits>(a, &maps)) return error;
@@ -86,7 +80,7 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
     status = cudaGetLastError();
   }
   if (status == cudaSuccess) return nullptr;
-  return Message(std::string("attention: ") + cudaGetErrorString(status));
+  return Failure(status);
 }
 
 inline ForwardKind KindOf(const kvblock_attention& a) {

@@ -1,0 +1,51 @@
+// What the attention launchers share: grids, and what went wrong.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "host/block_copy_check.h"
+#include "ops/attention/common/params.cuh"
+
+namespace kvblock {
+
+// Batch members of the arrays; packed ones have none.
+inline int64_t Members(const kvblock_attention& a) { return a.cu_q != nullptr ? 1 : a.batch; }
+
+// Fills in the grid, tiles * owners CTAs; NULL or what is wrong.
+inline const char* PlanGrid(AttentionParams* p, int64_t tiles, int64_t owners) {
+  if (owners > 0 && tiles > INT32_MAX / owners) {
+    return Message("attention: " + std::to_string(tiles) + " tiles for each of " +
+                   std::to_string(owners) +
+                   " heads are more than one launch can have; split the batch");
+  }
+  p->tiles = static_cast<int32_t>(tiles);
+  p->num_pairs = static_cast<int32_t>(owners);
+  return nullptr;
+}
+
+// What heads that take turns in the grid read should fit in L2 together (an H100 has 50 MiB).
+constexpr int64_t kHeadsApartBytes = int64_t{32} << 20;
+
+// Heads whose query tiles take turns in the grid. More of them balance the end of a causal launch;
+// their K and V should fit in L2 together (about 32 MiB of an H100's 50).
+inline int32_t HeadsApart(const AttentionParams& p) {
+  const int64_t bytes = int64_t{2} * p.kv_len * (p.head_dim + p.value_dim);
+  const int64_t kv_heads = kHeadsApartBytes / std::max<int64_t>(bytes, 1);
+  return static_cast<int32_t>(std::clamp<int64_t>(kv_heads * p.group, 1, p.num_pairs));
+}
+
+// The same for the owners of a backward grid, of which each reads so many bytes.
+inline int32_t OwnersApart(const AttentionParams& p, int64_t bytes) {
+  const int64_t fit = kHeadsApartBytes / std::max<int64_t>(bytes, 1);
+  return static_cast<int32_t>(std::clamp<int64_t>(fit, 1, std::max(p.num_pairs, 1)));
+}
+
+inline const char* Failure(cudaError_t status) {
+  return Message(std::string("attention: ") + cudaGetErrorString(status));
+}
+
+}  // namespace kvblock
