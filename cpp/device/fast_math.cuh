@@ -24,6 +24,7 @@ __device__ __forceinline__ float Reciprocal(float x) {
   return y;
 }
 
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 constexpr float kTwoLog2E = 2.885390081777927f;
 
 // cap * tanh(y / kTwoLog2E), by tanh(t) = 1 - 2 / (1 + exp(2 t)): an absolute error near cap * 2e-7

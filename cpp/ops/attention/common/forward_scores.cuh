@@ -12,8 +12,6 @@
 
 namespace kvblock {
 
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
 // The state of a warp's rows. Of every block of 16 rows a lane holds rows g and g + 8, g = lane /
 // 4, and columns 2 t, 2 t + 1, t = lane % 4, of each 8 columns (device/mma.cuh).
 template <typename Traits>

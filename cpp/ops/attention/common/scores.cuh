@@ -13,7 +13,6 @@ namespace kvblock {
 
 // exp(scale * product - lse) without softcap, bias and mask. The difference is rounded only once.
 __device__ __forceinline__ float Probability(float product, float scale, float lse) {
-  constexpr float kLog2E = 1.4426950408889634f;
   return Exp2(fmaf(product, scale, -lse) * kLog2E);
 }
 

@@ -180,7 +180,6 @@ struct BackwardScores {
 
   __device__ __forceinline__ void AnyProbabilities(Packed<kCount>& prob, float (&c)[kCount],
                                                    const float* lse) const {
-    constexpr float kLn2 = 0.6931471805599453f;
     const Scores<T, true> scores(p, s, head);
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {

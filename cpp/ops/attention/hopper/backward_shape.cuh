@@ -8,11 +8,10 @@
 #include "device/warpgroup.cuh"
 #include "device/wgmma.cuh"
 #include "ops/attention/common/mask.cuh"
-#include "ops/attention/hopper/backward_tiles.h"
+#include "ops/attention/hopper/tiles.h"
 
 namespace kvblock::hopper {
 
-constexpr float kLog2E = 1.4426950408889634f;
 // Hardware barriers: of both warpgroups that compute; of each with its warp that takes turns.
 constexpr int kWorkersMeet = 1, kTurnTakersMeet = 2;
 
@@ -49,9 +48,9 @@ struct alignas(16) BackwardOwned {
 };
 
 template <int kDim_, int kValueDim_>
-struct BackwardShape : BackwardTiles<kDim_> {
-  using Tiles = BackwardTiles<kDim_>;
-  using Tiles::kKeys, Tiles::kQueries, Tiles::kStages;
+struct BackwardShape {
+  static constexpr BackwardTiles kTiles = BackwardTilesOf(kDim_);
+  static constexpr int kQueries = kTiles.queries, kKeys = kTiles.keys, kStages = kTiles.stages;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_;
   static constexpr int kWorkers = 2 * kWarpgroup, kThreads = kWarpgroup + kWorkers;
   static constexpr bool kWide = kKeys == 64;  // the warpgroups share the columns, not the keys

@@ -1,5 +1,4 @@
-// The tile sizes of Hopper's forward kernel. docs/attention_performance.md has what else was
-// measured.
+// The tile sizes of Hopper's kernels. docs/attention_performance.md has what else was measured.
 #pragma once
 
 namespace kvblock::hopper {
@@ -40,5 +39,20 @@ constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
       dim == 64 ? kind == ForwardKind::kPlain : dim == 128 && kind == ForwardKind::kWide;
   return own ? kind : ForwardKind::kGeneral;
 }
+
+// A CTA owns `keys` keys and works on `queries` queries at a time; `stages` tiles of Q and of dO
+// are in shared memory. The two warpgroups that compute share the keys, 64 each, or, where dK and
+// dV of 64 keys would not fit into the registers of one, the columns (backward_wide.cuh).
+struct BackwardTiles {
+  int queries, keys, stages;
+};
+constexpr BackwardTiles BackwardTilesOf(int dim) {
+  return dim == 64    ? BackwardTiles{128, 128, 2}
+         : dim <= 128 ? BackwardTiles{64, 128, 3}
+                      : BackwardTiles{64, 64, 2};
+}
+
+// Registers of a thread, by role: 128 + 256 threads share the 65536 of a multiprocessor.
+constexpr int kLoaderRegisters = 24, kWorkerRegisters = 240;
 
 }  // namespace kvblock::hopper
