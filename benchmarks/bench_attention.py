@@ -2,25 +2,28 @@
 
 TFLOP/s as papers count: 4 B N S² D forward, half of it when causal, 2.5 times as much
 backward. Inputs and output gradients are random. The backward pass is timed as forward
-and backward together minus forward, for everybody alike. Implementations take
-turns, in an order drawn anew each time, since a round depends on how hot the one before
-it left the chip; each is called until a round lasts 40 ms; the median round counts.
+and backward together minus forward, for everybody alike.
 
-cuDNN is jax.nn's, FlashAttention-3 that of the package dew-flash-attn-cu13 where it is
-installed, FlashAttention-2 PyTorch's.
+Such work takes the chip to its power limit within 0.1 s, and the clock goes down. So
+everything is timed hot: implementations take turns, in an order drawn anew each time;
+in a turn one is called back to back in rounds of 40 ms, of which the first ones do not
+count. The median of the others is the result.
+
+Who else is timed, and by which package: attention_peers.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
-import importlib.util
 import random
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
+import attention_peers
 import common
 import jax
 import jax.numpy as jnp
@@ -31,7 +34,7 @@ from jax_kvblock import AttentionTiles, _report, flash_attention
 from jax_kvblock.attention import flash
 
 ROUND = 0.04  # seconds
-ROUNDS = 5
+TURNS, WARM_UP, ROUNDS = 3, 3, 2  # rounds of a turn: first and then those that count
 
 
 def bench(options: argparse.Namespace, results: Results) -> None:
@@ -112,27 +115,6 @@ def _ours(case: Any, implementation: str | None) -> Callable[..., Any]:
     return packed
 
 
-def _cudnn(case: Any) -> Callable[..., Any]:
-    window = None if case.window is None else (case.window, 0)
-    return lambda q, k, v: jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        is_causal=case.causal,
-        local_window_size=window,
-        implementation="cudnn",
-    )
-
-
-def _flash_attention_3(case: Any) -> Callable[..., Any]:
-    import dew_flash_attn
-
-    window = (-1, -1) if case.window is None else (case.window, 0)
-    return lambda q, k, v: dew_flash_attn.flash_mha(
-        q, k, v, is_causal=case.causal, window_size=window
-    )
-
-
 def _jax_calls(function: Callable[..., Any], inputs: list[Any]) -> dict[str, Any]:
     """Compiled forward, and forward with backward, as calls that do not wait."""
     q, k, v, d_o = inputs
@@ -142,52 +124,12 @@ def _jax_calls(function: Callable[..., Any], inputs: list[Any]) -> dict[str, Any
         return out, vjp(d_o)
 
     forward = jax.jit(function).lower(q, k, v).compile()
-    backward = jax.jit(both).lower(q, k, v, d_o).compile()
-    return {
-        "forward": lambda: forward(q, k, v),
-        "both": lambda: backward(q, k, v, d_o),
-        "wait": jax.block_until_ready,
-    }
-
-
-def _torch_calls(case: Any, inputs: list[Any]) -> dict[str, Any] | None:
-    """PyTorch's FlashAttention-2, on the same arrays."""
+    calls = {"forward": lambda: forward(q, k, v), "wait": jax.block_until_ready}
     try:
-        import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-    except ImportError:
-        return None
-    if case not in cases.ATTENTION_SPEED[:7] or not torch.cuda.is_available():
-        return None  # the rest takes device time and compares nothing new
-    jax.block_until_ready(inputs)
-    q, k, v, d_o = (torch.from_dlpack(x).transpose(1, 2) for x in inputs)
-    for x in (q, k, v):
-        x.requires_grad_(True)
-
-    def forward() -> Any:
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                is_causal=case.causal,
-                enable_gqa=case.num_heads != case.num_kv_heads,
-            )
-
-    def forward_alone() -> Any:
-        with torch.no_grad():
-            return forward()
-
-    def both() -> Any:
-        out = forward()
-        return out, torch.autograd.grad(out, (q, k, v), d_o)
-
-    return {
-        "forward": forward_alone,
-        "both": both,
-        "wait": lambda _: torch.cuda.synchronize(),
-        "numpy": lambda x: _rows(x.detach().transpose(1, 2).cpu().float().numpy()),
-    }
+        backward = jax.jit(both).lower(q, k, v, d_o).compile()
+    except NotImplementedError:  # somebody has no backward pass here
+        return calls
+    return {**calls, "both": lambda: backward(q, k, v, d_o)}
 
 
 # ---- timing --------------------------------------------------------------------------
@@ -202,60 +144,55 @@ def _round(call: Callable[[], Any], wait: Callable[[Any], Any], count: int) -> f
 
 
 def _times(running: dict[str, dict[str, Any]], quick: bool) -> dict[str, dict]:
-    """Median seconds of every implementation's forward and both."""
+    """Median seconds of every implementation's forward and both, on a hot chip."""
     counts: dict[tuple[str, str], int] = {}
     times: dict[tuple[str, str], list[float]] = {}
     for name, calls in running.items():
         for what in ("forward", "both"):
-            _round(calls[what], calls["wait"], 2)
-            once = _round(calls[what], calls["wait"], 3)
-            counts[name, what] = 1 if quick else max(3, min(2000, int(ROUND / once)))
-            times[name, what] = []
+            if what in calls:
+                _round(calls[what], calls["wait"], 2)
+                once = _round(calls[what], calls["wait"], 3)
+                fit = max(3, min(2000, int(ROUND / once)))
+                counts[name, what] = 1 if quick else fit
+                times[name, what] = []
     order = random.Random(0)
-    for _ in range(2 if quick else ROUNDS):
+    warm_up, rounds = (0, 1) if quick else (WARM_UP, ROUNDS)
+    for _ in range(2 if quick else TURNS):
         for name, what in order.sample(list(times), len(times)):
-            calls = running[name]
-            seconds = _round(calls[what], calls["wait"], counts[name, what])
-            times[name, what].append(seconds)
+            calls, count = running[name], counts[name, what]
+            for i in range(warm_up + rounds):
+                seconds = _round(calls[what], calls["wait"], count)
+                if i >= warm_up:
+                    times[name, what].append(seconds)
+    medians = {key: statistics.median(found) for key, found in times.items()}
     return {
-        name: {w: statistics.median(times[name, w]) for w in ("forward", "both")}
-        for name in running
+        name: {
+            what: medians[name, what] for what in ("forward", "both") if what in calls
+        }
+        for name, calls in running.items()
     }
 
 
 def _speed(case: Any, results: Results, quick: bool) -> None:
     inputs = _inputs(case)
     running: dict[str, dict[str, Any]] = {}
-    makers: dict[str, Callable[[], Any]] = {
-        OURS: lambda: _jax_calls(_ours(case, None), inputs)
-    }
-    if choose_kernels() == "cuda_sm90" and case in cases.ATTENTION_GENERIC:
-        generic = f"{OURS}, cuda"  # the kernels for sm_80 and newer
-        makers[generic] = lambda: _jax_calls(_ours(case, "cuda"), inputs)
-    if common.on_gpu():
-        if importlib.util.find_spec("dew_flash_attn"):
-            makers["flash attention 3"] = lambda: _jax_calls(
-                _flash_attention_3(case), inputs
-            )
-        makers["cudnn in jax"] = lambda: _jax_calls(_cudnn(case), inputs)
-        makers["torch flash attention 2"] = lambda: _torch_calls(case, inputs)
-    else:
-        makers["xla"] = lambda: _jax_calls(
-            lambda q, k, v: jax.nn.dot_product_attention(
-                q, k, v, is_causal=case.causal, implementation="xla"
-            ),
-            inputs,
-        )
-    for name, make in makers.items():
-        if case.packed and not name.startswith(OURS):
-            continue
+
+    def add(name: str, make: Callable[[], dict[str, Any]]) -> None:
         try:
             calls = make()
-            if calls is not None:
-                _verify(calls, running.get(OURS))
-                running[name] = calls
+            _verify(calls, running.get(OURS))
+            running[name] = calls
         except Exception as error:
             results.fail(case.name, name, error)
+
+    functions = [(OURS, _ours(case, None))]
+    if choose_kernels() == "cuda_sm90" and case in cases.ATTENTION_GENERIC:
+        # The kernels for sm_80 and newer.
+        functions.append((f"{OURS}, cuda", _ours(case, "cuda")))
+    for name, function in (*functions, *attention_peers.in_jax(case)):
+        add(name, functools.partial(_jax_calls, function, inputs))
+    for name, make in attention_peers.in_torch(case, inputs):
+        add(name, make)
     for name, seconds in _times(running, quick).items():
         _add(case, results, name, seconds)
 
@@ -267,11 +204,10 @@ def choose_kernels() -> str:
 
 
 def _add(case: Any, results: Results, name: str, seconds: dict[str, float]) -> None:
-    backward = seconds["both"] - seconds["forward"]
-    rows = (
-        ("forward", case.flops, seconds["forward"]),
-        ("backward", 2.5 * case.flops, backward),
-    )
+    rows = [("forward", case.flops, seconds["forward"])]
+    if "both" in seconds:
+        backward = seconds["both"] - seconds["forward"]
+        rows.append(("backward", 2.5 * case.flops, backward))
     for metric, flops, value in rows:
         work = f"{case.name} / {metric}"
         results.add(work, name, "time", value * 1e3, "ms")
@@ -294,25 +230,24 @@ def _options(case: Any, results: Results, quick: bool) -> None:
         _add(name, results, OURS, seconds)
 
 
-def _rows(x: Any) -> np.ndarray:
-    """About 512 positions of `[B, S, N, D]`, on the host."""
-    return np.asarray(x[:, :: max(1, x.shape[1] // 512)], np.float32)
-
-
 def _verify(calls: dict[str, Any], reference: dict[str, Any] | None) -> None:
     """Values and gradients are finite, and those of the others agree with ours."""
-    host = calls.get("numpy", _rows)
+    host = calls.get("numpy", attention_peers.rows)
 
-    def flat(made: Any, host: Any) -> list[np.ndarray]:
-        out, grads = made
+    both = "both" in calls
+
+    def flat(calls: dict[str, Any], host: Any) -> list[np.ndarray]:
+        if not both:
+            return [host(calls["forward"]())]
+        out, grads = calls["both"]()
         return [host(x) for x in (out, *grads)]
 
-    got = flat(calls["both"](), host)
+    got = flat(calls, host)
     if not all(np.isfinite(x).all() for x in got):
         raise AssertionError("the result is not finite")
     if reference is None:
         return
-    want = flat(reference["both"](), _rows)
+    want = flat(reference, attention_peers.rows)
     for a, b in zip(got, want, strict=True):
         error = np.linalg.norm(a - b) / np.linalg.norm(b)
         if error > 0.02:
