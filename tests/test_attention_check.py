@@ -34,7 +34,8 @@ int main() {
 CASE = """  {
     kvblock_attention a = Valid();
     %s
-    const auto pass = kvblock::AttentionPass::kBackwardKv;
+    auto pass = kvblock::AttentionPass::kBackwardKv;
+    %s
     const char* error = kvblock::CheckAttention(&a, pass);
     std::puts(error == nullptr ? "ok" : error);
   }
@@ -63,11 +64,18 @@ CASES = [
         f"{SM90} {SUMS} a.dq = array; a.dq_blocked = 1;",
         "dq_blocked is for the generic kernels",
     ),
+    ("a.lse = nullptr;", "lse is NULL"),
+    # Forward, lse is written if it is asked for.
+    ("a.lse = nullptr; a.o = array;", "ok"),
+    ("a.lse = nullptr; a.o = nullptr;", "o is NULL"),
 ]
 
 
 def test_what_belongs_to_which_kernels(tmp_path: Path) -> None:
-    program = PROGRAM % "".join(CASE % change for change, _ in CASES)
+    forward = "pass = kvblock::AttentionPass::kForward;"
+    program = PROGRAM % "".join(
+        CASE % (change, forward if "a.o = " in change else "") for change, _ in CASES
+    )
     sources = ("host/attention_check.cc", "host/block_copy_check.cc")
     lines = run_cpp(tmp_path, program, *sources).splitlines()
     for line, (change, said) in zip(lines, CASES, strict=True):

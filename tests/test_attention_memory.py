@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_model import BF16, F32, by_kernel, jit
+from attention_model import BF16, F32, KERNELS, by_kernel, jit
 
 from jax_kvblock import AttentionTiles, flash_attention
 
@@ -93,6 +95,51 @@ def test_the_measure_sees_scores():
     compiled = jax.jit(plain).lower(x, x, x).compile()
     found = compiled.memory_analysis().temp_size_in_bytes
     assert found >= LONG * LONG * 4
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_call_without_lse_and_gradients_computes_none(causal):
+    """No lse among the results: not one that is dropped, none at all."""
+    x = jax.ShapeDtypeStruct((1, 256, HEADS, DIM), BF16)
+
+    def results(function):
+        found = []
+        traced = jax.make_jaxpr(function)(x, x, x)
+        for eqn in subjaxprs(traced.jaxpr):
+            if eqn.primitive.name.startswith("kvblock_attention"):
+                found.append((eqn.primitive.name, len(eqn.outvars)))
+        return found
+
+    attend = functools.partial(flash_attention, causal=causal)
+    assert results(attend) == [("kvblock_attention_output", 1)]
+    assert results(functools.partial(attend, return_lse=True)) == [
+        ("kvblock_attention_forward", 2)
+    ]
+    slopes = jax.grad(lambda q, k, v: attend(q, k, v).sum(dtype=F32))
+    assert results(slopes)[0] == ("kvblock_attention_forward", 2)
+
+
+def subjaxprs(jaxpr):
+    """All equations, also those of inner jaxprs."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jax.tree.leaves(
+            list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
+        ):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from subjaxprs(inner)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", [k for k in KERNELS if k != "xla"])
+def test_the_forward_kernels_take_no_temporaries(implementation):
+    x = jax.ShapeDtypeStruct((2, 1024, 4, 128), BF16)
+    attend = functools.partial(
+        flash_attention, causal=True, implementation=implementation
+    )
+    compiled = jax.jit(attend).lower(x, x, x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes == 0
 
 
 @pytest.mark.gpu

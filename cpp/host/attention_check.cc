@@ -115,8 +115,8 @@ std::string CheckOperands(const kvblock_attention& a, AttentionPass pass) {
   if (missing(queries, a.q)) return "q is NULL";
   if (missing(keys, a.k)) return "k is NULL";
   if (missing(keys, a.v)) return "v is NULL";
-  if (missing(queries, a.lse)) return "lse is NULL";
   if (pass == AttentionPass::kForward) return missing(queries, a.o) ? "o is NULL" : "";
+  if (missing(queries, a.lse)) return "lse is NULL";
   if (missing(queries, a.d_o)) return "d_o is NULL";
   if (missing(queries, a.delta)) return "delta is NULL";
   switch (pass) {

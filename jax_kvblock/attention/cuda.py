@@ -18,6 +18,7 @@ import numpy as np
 from jax_kvblock import _ffi
 from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes, sizes_of
 from jax_kvblock.attention.dense import listed_tiles
+from jax_kvblock.attention.ops import BACKWARD_BIAS, Call, Op
 
 CHUNK = 64  # positions that one segment range covers; attention.h has the same number
 MAX_HEAD_DIM = 256
@@ -161,17 +162,18 @@ OPTIONAL = (
 )
 
 
-def run(op: str, call: Any, kernels: str, *arrays: Any) -> tuple[Any, ...]:
+def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
     """The results of one operation by the CUDA launchers."""
     config: AttentionConfig = call.config
     x: Operands = call.unpack(arrays[: len(call.present)])
     extra = arrays[len(call.present) :]
     size = sizes_of(config, x)
     launch = functools.partial(_call, kernels, config, x, size, extra)
-    if op == "forward":
-        return tuple(launch(op, _forward_results(config, size, x)))
-    if op == "backward_bias":
-        return tuple(launch(op, [_like(x.bias)]))
+    if op.is_forward:
+        results = _forward_results(config, size, x)[: len(op.results)]
+        return tuple(launch("forward", results))
+    if op is BACKWARD_BIAS:
+        return tuple(launch("backward_bias", [_like(x.bias)]))
     return _backward(launch, kernels, config, x, size)
 
 

@@ -145,10 +145,10 @@ def flash_attention(
                 "its log-sum-exp has q's dtype and no gradient. 'cuda' and 'xla' do"
             )
         return cudnn.attention(where, config, x, False)
+    if not return_lse:
+        return _output(config, Operands(*vary_alike(x)))
     out, lse = attention(config, x)
-    if return_lse:
-        return out, jnp.swapaxes(lse, -1, -2)
-    return out
+    return out, jnp.swapaxes(lse, -1, -2)
 
 
 def attention(config: AttentionConfig, x: Operands) -> tuple[jax.Array, jax.Array]:
@@ -178,7 +178,9 @@ def _attention_bwd(config: AttentionConfig, residuals: Any, cotangents: Any) -> 
     d_o, d_lse = cotangents
     # The log-sum-exp's gradient rides along: d(score) = p (dp - rowsum(d_o o) + d_lse).
     rowsum = jnp.sum(d_o.astype(lse.dtype) * o.astype(lse.dtype), axis=-1)
-    delta = jnp.swapaxes(rowsum, -1, -2) - d_lse
+    delta = jnp.swapaxes(rowsum, -1, -2)
+    if d_lse is not None:
+        delta = delta - d_lse
     dq, dk, dv = primitive.backward(config, x, lse, delta, d_o)
     grads = Operands(dq, dk, dv)
     if x.bias is not None:
@@ -214,3 +216,21 @@ def _sink_gradient(
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+# A function of its own, so that a call that is not differentiated never has an lse.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _output(config: AttentionConfig, x: Operands) -> jax.Array:
+    return primitive.output(config, x)
+
+
+def _output_fwd(config: AttentionConfig, x: Operands) -> Any:
+    (o, _), residuals = _attention_fwd(config, x)
+    return o, residuals
+
+
+def _output_bwd(config: AttentionConfig, residuals: Any, d_o: Any) -> Any:
+    return _attention_bwd(config, residuals, (d_o, None))
+
+
+_output.defvjp(_output_fwd, _output_bwd)

@@ -1,6 +1,7 @@
-"""The three operations of attention and the static parameter of their primitives.
+"""The operations of attention and the static parameter of their primitives.
 
 forward        operands                     -> o, lse
+output         operands                     -> o
 backward       operands, lse, delta, d_o    -> dq, dk, dv
 backward_bias  operands, lse, delta, d_o    -> dbias
 """
@@ -38,11 +39,16 @@ class Op:
     extra: tuple[str, ...]
     results: tuple[str, ...]
 
+    @property
+    def is_forward(self) -> bool:
+        return not self.extra
+
     def operand_names(self, call: Call) -> tuple[str, ...]:
         return (*call.present, *self.extra)
 
 
 FORWARD = Op("forward", (), ("o", "lse"))
+OUTPUT = Op("output", (), ("o",))
 BACKWARD = Op("backward", ("lse", "delta", "o"), ("q", "k", "v"))
 BACKWARD_BIAS = Op("backward_bias", ("lse", "delta", "o"), ("bias",))
 

@@ -23,7 +23,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_kvblock.attention.config import sizes_of
-from jax_kvblock.attention.ops import FORWARD, Call, Op, letters
+from jax_kvblock.attention.ops import Call, Op, letters
 
 
 def _factors(call: Call, op: Op, arrays: Sequence[Any]) -> dict[str, int]:
@@ -140,7 +140,7 @@ def _shared_axes(
     packed: bool,
 ) -> tuple[str, ...]:
     """The mesh axes whose devices share a gradient's array and each hold a part."""
-    if op is FORWARD:
+    if op.is_forward:
         return ()
     own = {
         _dim_factor(letter, dim, factors)

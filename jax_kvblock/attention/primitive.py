@@ -33,6 +33,7 @@ from jax_kvblock.attention.ops import (
     BACKWARD,
     BACKWARD_BIAS,
     FORWARD,
+    OUTPUT,
     Call,
     Op,
     letters,
@@ -45,6 +46,12 @@ def forward(config: AttentionConfig, x: Operands) -> tuple[jax.Array, jax.Array]
     call, arrays = Call.pack(config, x)
     o, lse = _bind(FORWARD, arrays, call)
     return o, lse
+
+
+def output(config: AttentionConfig, x: Operands) -> jax.Array:
+    """o alone; lse takes no memory then."""
+    call, arrays = Call.pack(config, x)
+    return _bind(OUTPUT, arrays, call)[0]
 
 
 def backward(
@@ -136,7 +143,7 @@ def _eager(op: Op, call: Call) -> Any:
 
 _OUTER: dict[Op, core.Primitive] = {}
 _LOCAL: dict[Op, core.Primitive] = {}
-for _op in (FORWARD, BACKWARD, BACKWARD_BIAS):
+for _op in (FORWARD, OUTPUT, BACKWARD, BACKWARD_BIAS):
     _OUTER[_op], _LOCAL[_op] = _make(_op)
 
 
@@ -152,16 +159,17 @@ def _blocked(op: Op, call: Call, platform: str | None, *arrays: Any) -> tuple:
     x = call.unpack(arrays[: len(call.present)])
     narrow = x.q.dtype.itemsize == 2
     compute = jnp.float32 if platform == "cpu" and narrow else None
-    if op is FORWARD:
-        return blocked.forward(call.config, x, compute, platform)
+    if op.is_forward:
+        made = blocked.forward(call.config, x, compute, platform)
+        return made[: len(op.results)]
     lse, delta, d_o = arrays[len(call.present) :]
     with_bias = op is BACKWARD_BIAS
-    made = blocked.backward(
+    grads = blocked.backward(
         call.config, x, lse, delta, d_o, with_bias, compute, platform
     )
     if with_bias:
-        return (made.dbias.astype(x.bias.dtype),)
-    return made.dq, made.dk, made.dv
+        return (grads.dbias.astype(x.bias.dtype),)
+    return grads.dq, grads.dk, grads.dv
 
 
 def _lower(
@@ -174,10 +182,10 @@ def _lower(
 ) -> Any:
     """`sums`: for each result, the mesh axes over which it is added up."""
     x = call.unpack(ctx.avals_in[: len(call.present)])
-    choice = cuda.choose(call.config, x, platform, backward=op is not FORWARD)
+    choice = cuda.choose(call.config, x, platform, backward=not op.is_forward)
     empty = 0 in (*x.q.shape, *x.k.shape)  # nothing to launch a kernel for
     if choice != "xla" and not empty:
-        local = functools.partial(cuda.run, op.name, call, choice)
+        local = functools.partial(cuda.run, op, call, choice)
     else:
         local = functools.partial(_blocked, op, call, platform)
 

@@ -94,7 +94,7 @@ typedef struct kvblock_attention {
   int32_t tile_q, tile_kv, max_tiles, max_tiles_t;
 
   void* o;    /* forward: written; not read by the backward launchers */
-  float* lse; /* forward: written; backward: read */
+  float* lse; /* forward: written unless NULL; backward: read */
 
   /* Backward only. */
   const void* d_o;
@@ -116,7 +116,7 @@ typedef struct kvblock_attention {
 /* Each function returns NULL on success, else a message that lives until this thread's next call.
  */
 
-/* Writes o and lse. */
+/* Writes o and, if it is asked for, lse. */
 KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_attention* a, void* stream);
 
 /* Writes dk and dv. Where dq_accum is given, clears it and adds dq / scale to it, in an order that

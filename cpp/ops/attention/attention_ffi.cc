@@ -3,8 +3,8 @@
 // launcher.
 //
 // Operands: q, k, v, then the optional ones that `present` names (bit i: the i-th of Optional),
-// then, backward, lse, delta and d_o. Results: o, lse; or dk, dv and perhaps dq_accum (the sm_90a
-// kernels: dq, dq_accum and perhaps dq_turns); or dq; or dbias. Mirrors
+// then, backward, lse, delta and d_o. Results: o and perhaps lse; or dk, dv and perhaps dq_accum
+// (the sm_90a kernels: dq, dq_accum and perhaps dq_turns); or dq; or dbias. Mirrors
 // jax_kvblock/attention/cuda.py.
 #include "ops/attention/attention_ffi.h"
 
@@ -324,7 +324,7 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   Decoded d = Decode(&in, attributes);
   if (!in.failed()) {
     d.a.o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, true, d.type);
-    d.a.lse = Rows(&in, d, "lse", true);
+    if (in.results_left() > 0) d.a.lse = Rows(&in, d, "lse", true);
   }
   return Launch(&in, d, kvblock_attention_forward, stream);
 }

@@ -213,7 +213,6 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& 
                     static_cast<int64_t>(BatchRow(p, p.sink_batch, s.batch)) * p.num_heads + head) *
                   kLog2E
             : -INFINITY;
-  float* lse = p.lse + s.LseRow(p, head);
   __syncwarp();  // other lanes have read the rows of Q that this one writes
 #pragma unroll
   for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
@@ -231,8 +230,8 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& 
         max = joint;
       }
       const bool nothing = sum == 0.0f || query >= s.q_len;
-      if (lane % 4 == 0 && query < s.q_rows) {
-        lse[query] = nothing ? -INFINITY : max * kLn2 + logf(sum);
+      if (p.lse != nullptr && lane % 4 == 0 && query < s.q_rows) {
+        p.lse[s.LseRow(p, head) + query] = nothing ? -INFINITY : max * kLn2 + logf(sum);
       }
       factor /= sum;
 #pragma unroll

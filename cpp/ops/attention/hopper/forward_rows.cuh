@@ -164,7 +164,7 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Item& item
       max = joint;
     }
     const bool exists = query < s.q_rows, nothing = sum == 0.0f || query >= s.q_len;
-    if (lane % 4 == 0 && exists) {
+    if (p.lse != nullptr && lane % 4 == 0 && exists) {
       p.lse[s.LseRow(p, item.head) + query] = nothing ? -INFINITY : (max + Log2(sum)) * kLn2;
     }
     factor *= Reciprocal(sum);
