@@ -170,8 +170,8 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
             (p.dq_blocked ? p.q_len : 1) * p.head_dim};
     BarrierInit(landed, kThreads);
     BarrierInit(landed + 8, kThreads);
-    BarrierInit(ds_ready, kThreads / 32);
-    BarrierInit(done, kThreads / 32);
+    BarrierInit(ds_ready, kThreads);
+    BarrierInit(done, kThreads);
   }
   __syncthreads();
 
@@ -412,8 +412,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
 #pragma unroll
       for (int n = 0; n < kN; ++n) store(Shape::kDs, at_lane, m, n, ds[m][n]);
     }
-    __syncwarp();
-    if (lane == 0) BarrierArrive(ds_ready);
+    BarrierArrive(ds_ready);
 
     // The tile before this one is done, so its stage is free.
     more = next(step + 1);
@@ -437,8 +436,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
       BarrierWait(ds_ready, step % 2);
       Product<T, kKeys / 16>(dq, OperandA<ScoreTile, Lies::kAcross>{base + Shape::kDs, dq_row},
                              OperandB<KeyTile, Lies::kDown>{base + Shape::kK, dq_column}, lane);
-      __syncwarp();
-      if (lane == 0) BarrierArrive(done);
+      BarrierArrive(done);
       float* const dq_rows = keys.dq + at.head * keys.dq_stride;
       const int at_lane = lane_now(), group_row = at_lane / 4;
       // Adds the blocks of accumulators; `place(row)` is where this lane's part of the first lies,
@@ -472,8 +470,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
         });
       }
     } else {
-      __syncwarp();
-      if (lane == 0) BarrierArrive(done);
+      BarrierArrive(done);
     }
     if (plan.stages == 1 && more) {
       BarrierWait(done, step % 2);

@@ -173,7 +173,7 @@ class Consumer {
     }
   }
   __device__ __forceinline__ void LeaveStep() {
-    Leave(&shared_.step_empty[steps_.stage]);
+    BarrierArrive(SharedAddress(&shared_.step_empty[steps_.stage]));
     steps_.Advance();
   }
 

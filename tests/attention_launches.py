@@ -1,0 +1,249 @@
+"""Launches the attention kernels on small arrays, for compute-sanitizer to watch.
+
+    python attention_launches.py LIBRARY KERNELS [DIMS] [OPTION]
+
+It calls the C interface, on allocations of the driver's of exactly an array's size, so
+that memcheck knows where each one ends. Nobody looks at the results. KERNELS are
+"generic" or "sm90", or "short": generic, and q ends a row too early. Prints how many
+launches there were. test_attention_sanitizer.py runs it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import sys
+from typing import Any
+
+import numpy as np
+
+BF16, F16, F32 = range(3)
+GENERIC, SM90 = range(2)
+# Of keys and of values: one for each instance of the kernels.
+DIMS = ("64x64", "96x96", "128x128", "192x128", "192x192", "256x256")
+RNG = np.random.default_rng(1)
+
+
+def fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Attention(ctypes.Structure):
+    _fields_ = [
+        *fields(ctypes.c_int32, "kernels dtype batch num_heads num_kv_heads"),
+        *fields(ctypes.c_int64, "q_len kv_len"),
+        *fields(ctypes.c_int32, "head_dim value_dim"),
+        *fields(ctypes.c_float, "scale softcap"),
+        *fields(ctypes.c_int32, "window_left window_right"),
+        *fields(ctypes.c_void_p, "q k v cu_q cu_kv q_lens kv_lens shift"),
+        *fields(ctypes.c_void_p, "q_segments kv_segments"),
+        *fields(ctypes.c_void_p, "q_segment_ranges kv_segment_ranges bias"),
+        *fields(ctypes.c_int32, "bias_dtype bias_batch bias_heads"),
+        *fields(ctypes.c_void_p, "sinks"),
+        *fields(ctypes.c_int32, "sink_batch"),
+        *fields(ctypes.c_void_p, "tile_indices tile_counts"),
+        *fields(ctypes.c_void_p, "tile_indices_t tile_counts_t"),
+        *fields(ctypes.c_int32, "tile_batch tile_heads tile_q tile_kv"),
+        *fields(ctypes.c_int32, "max_tiles max_tiles_t"),
+        *fields(ctypes.c_void_p, "o lse d_o delta dq_accum"),
+        *fields(ctypes.c_int32, "dq_blocked"),
+        *fields(ctypes.c_void_p, "dq dk dv dbias dq_turns"),
+    ]
+
+
+@functools.cache
+def load_driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def driver(function: str, *arguments: Any) -> None:
+    status = load_driver()[function](*arguments)
+    assert status == 0, f"{function} returned {status}"
+
+
+class Arrays:
+    """Allocations on the GPU, freed together."""
+
+    def __init__(self) -> None:
+        self.pointers: list[ctypes.c_uint64] = []
+
+    def empty(self, size: int) -> int:
+        pointer = ctypes.c_uint64()
+        driver("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size))
+        self.pointers.append(pointer)
+        return pointer.value
+
+    def of(self, values: np.ndarray) -> int:
+        values = np.ascontiguousarray(values)
+        pointer, size = self.empty(values.nbytes), ctypes.c_size_t(values.nbytes)
+        source = ctypes.c_void_p(values.ctypes.data)
+        driver("cuMemcpyHtoD_v2", ctypes.c_uint64(pointer), source, size)
+        return pointer
+
+    def ints(self, *values: int) -> int:
+        return self.of(np.array(values, np.int32))
+
+    def normal(self, dtype: int, *shape: int) -> int:
+        x = RNG.standard_normal(shape, np.float32)
+        if dtype == BF16:
+            return self.of((x.view(np.uint32) >> 16).astype(np.uint16))
+        return self.of(x.astype(np.float16 if dtype == F16 else np.float32))
+
+    def free(self) -> None:
+        driver("cuCtxSynchronize")
+        for pointer in self.pointers:
+            driver("cuMemFree_v2", pointer)
+
+
+def plain(a: Attention, arrays: Arrays) -> None:
+    a.kv_len = 360
+
+
+def causal(a: Attention, arrays: Arrays) -> None:
+    a.window_right = 0
+    a.dq_blocked = int(a.kernels == GENERIC)
+
+
+def lengths(a: Attention, arrays: Arrays) -> None:
+    a.batch, a.window_left, a.window_right = 2, 70, 30
+    a.q_lens, a.kv_lens = arrays.ints(a.q_len, 90), arrays.ints(a.kv_len - 3, 70)
+    a.shift = arrays.ints(-20, 40)
+
+
+def packed(a: Attention, arrays: Arrays) -> None:
+    a.batch, a.window_right = 3, 0
+    a.cu_q, a.cu_kv = arrays.ints(2, 70, 70, 130), arrays.ints(3, 60, 65, 130)
+
+
+def segments(a: Attention, arrays: Arrays) -> None:
+    for side, length in ("q", a.q_len), ("kv", a.kv_len):
+        ids = np.sort(RNG.integers(0, 3, (a.batch, length), np.int32), axis=1)
+        chunks = [ids[:, i : i + 64] for i in range(0, length, 64)]
+        ranges = np.array([[c.min(axis=1), c.max(axis=1)] for c in chunks], np.int32)
+        setattr(a, f"{side}_segments", arrays.of(ids))
+        setattr(a, f"{side}_segment_ranges", arrays.of(ranges.transpose(2, 0, 1)))
+
+
+def softcap(a: Attention, arrays: Arrays) -> None:
+    a.softcap = 20.0
+
+
+def bias(a: Attention, arrays: Arrays) -> None:
+    a.bias_dtype, a.bias_batch, a.bias_heads = a.dtype, 1, a.num_heads
+    a.bias = arrays.normal(a.dtype, a.num_heads, a.q_len, a.kv_len)
+    a.dbias = arrays.empty(a.num_heads * a.q_len * a.kv_len * 2)
+
+
+def everything(a: Attention, arrays: Arrays) -> None:
+    a.q_len = a.kv_len = 131
+    lengths(a, arrays)
+    segments(a, arrays)
+    a.softcap, a.scale = 30.0, -a.scale
+    a.bias_dtype, a.bias_batch, a.bias_heads = F32, 1, 1
+    a.bias = arrays.normal(F32, a.q_len, a.kv_len)
+    a.dbias = arrays.empty(a.q_len * a.kv_len * 4)
+    a.sinks, a.sink_batch = arrays.normal(F32, 1, a.num_heads), 1
+
+
+def tiles(a: Attention, arrays: Arrays) -> None:
+    a.tile_batch, a.tile_heads, a.tile_q, a.tile_kv = 1, 1, 128, 128
+    a.max_tiles = a.max_tiles_t = 3
+    lists, lists_t = [[1, -1, 0], [1, 9, 9]], [[0, 9, 9], [0, 1, 9]]  # 9: there is none
+    a.tile_indices = arrays.of(np.array(lists, np.int32))
+    a.tile_indices_t = arrays.of(np.array(lists_t, np.int32))
+    a.tile_counts, a.tile_counts_t = arrays.ints(3, 1), arrays.ints(1, 2)
+
+
+# What only the Hopper kernels have: rings of up to eight steps, which come round, ...
+def long_q(a: Attention, arrays: Arrays) -> None:
+    a.q_len, a.num_heads = 1160, 1
+
+
+def long_kv(a: Attention, arrays: Arrays) -> None:
+    a.q_len, a.kv_len, a.num_heads = 60, 1700, 1
+
+
+# ... and CTAs that compute several tiles of queries, in rounds or counted, where there
+# are more tiles than multiprocessors.
+def rounds(a: Attention, arrays: Arrays) -> None:
+    a.batch, a.num_heads, a.q_len, a.kv_len, a.window_right = 50, 8, 40, 300, 0
+    a.shift = arrays.of(np.full(a.batch, 260, np.int32))
+
+
+def counted(a: Attention, arrays: Arrays) -> None:
+    rounds(a, arrays)
+    a.kv_lens = arrays.of(np.arange(a.batch, dtype=np.int32) * 6)
+
+
+OPTIONS = (plain, causal, lengths, packed, segments, softcap, bias, everything, tiles)
+HOPPER_OPTIONS = (long_q, long_kv, rounds, counted)
+FORWARD_ONLY = (rounds, counted)
+TURNS = (causal, lengths, packed)  # dq is added in turns
+NO_DQ = (tiles,)
+
+
+def run(library: Any, kernels: str, option: Any, dims: str, dtype: int) -> int:
+    """Every pass of one call; how many launches that were."""
+    arrays = Arrays()
+    a = Attention(kernels=SM90 if kernels == "sm90" else GENERIC, dtype=dtype)
+    a.batch, a.num_heads, a.num_kv_heads, a.q_len, a.kv_len = 1, 2, 1, 136, 136
+    a.head_dim, a.value_dim = map(int, dims.split("x"))
+    a.scale = a.head_dim**-0.5
+    a.window_left = a.window_right = -1
+    option(a, arrays)
+
+    members = 1 if a.cu_q else a.batch
+    rows, keys = members * a.q_len, members * a.kv_len
+    a.q = arrays.normal(dtype, rows - (kernels == "short"), a.num_heads, a.head_dim)
+    a.k = arrays.normal(dtype, keys, a.num_kv_heads, a.head_dim)
+    a.v = arrays.normal(dtype, keys, a.num_kv_heads, a.value_dim)
+    a.d_o = arrays.normal(dtype, rows, a.num_heads, a.value_dim)
+    a.delta = arrays.normal(F32, rows, a.num_heads)
+    a.o = arrays.empty(rows * a.num_heads * a.value_dim * 2)
+    a.lse = arrays.empty(rows * a.num_heads * 4)
+    a.dk = arrays.empty(keys * a.num_kv_heads * a.head_dim * 2)
+    a.dv = arrays.empty(keys * a.num_kv_heads * a.value_dim * 2)
+    if a.kernels == GENERIC or option not in NO_DQ:
+        a.dq = arrays.empty(rows * a.num_heads * a.head_dim * 2)
+    if option not in NO_DQ:
+        dq_tiles = members * -(-a.q_len // 64)
+        if a.cu_q:
+            dq_tiles = (a.q_len + 64 * a.batch) // 64
+        sums = rows if a.kernels == GENERIC else dq_tiles * 64
+        a.dq_accum = arrays.empty(sums * a.num_heads * a.head_dim * 4)
+        if a.kernels == SM90 and option in TURNS:
+            a.dq_turns = arrays.empty(dq_tiles * a.num_heads * 4)
+
+    passes = ["forward"]
+    if option not in FORWARD_ONLY:
+        passes.append("backward_kv")
+        if a.kernels == GENERIC:  # these serve both kinds
+            passes += ["backward_q"] + ["backward_bias"] * bool(a.dbias)
+    for name in passes:
+        launch = library[f"kvblock_attention_{name}"]
+        launch.restype = ctypes.c_char_p
+        error = launch(ctypes.byref(a), None)
+        assert error is None, error
+        driver("cuCtxSynchronize")
+    arrays.free()
+    return len(passes)
+
+
+def main(path: str, kernels: str, *only: str) -> None:
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    driver("cuInit", 0)
+    driver("cuDeviceGet", ctypes.byref(device), 0)
+    driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    driver("cuCtxSetCurrent", context)
+    library = ctypes.CDLL(path)
+    launches = 0
+    options = OPTIONS + HOPPER_OPTIONS * (kernels == "sm90")
+    for i, dims in enumerate(DIMS):
+        for j, option in enumerate(options):
+            if {dims, option.__name__} >= set(only):
+                launches += run(library, kernels, option, dims, (i + j) % 2)
+    print(launches, "launches")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
