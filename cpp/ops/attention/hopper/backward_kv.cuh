@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     BarrierInit(base + Shape::kMayAdd, 1);
     BarrierInit(base + Shape::kMayAdd + 8, 1);
     for (int i = 0; i < Shape::kStages; ++i) {
-      BarrierInit(base + Shape::kQFull + i * 8, 2);
-      BarrierInit(base + Shape::kQFree + i * 8, kWarps + (turns ? 2 : 0));
+      BarrierInit(base + Shape::kQFull + i * 8, 1 + 32);  // the copy, and lse and delta
+      BarrierInit(base + Shape::kQFree + i * 8, Shape::kWorkers + (turns ? 2 * 32 : 0));
       BarrierInit(base + Shape::kDoFull + i * 8, 1);
       BarrierInit(base + Shape::kDoFree + i * 8, kWarps);
     }

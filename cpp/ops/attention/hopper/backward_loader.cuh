@@ -83,8 +83,7 @@ struct BackwardLoader {
     if (lane == 0) {
       reinterpret_cast<Step*>(shared + Shape::kSteps)[step % Shape::kHeldSteps] = what;
     }
-    __syncwarp();
-    if (lane == 0) BarrierArrive(base + Shape::kQFull + step % Shape::kStages * 8);
+    BarrierArrive(base + Shape::kQFull + step % Shape::kStages * 8);
   }
 
   __device__ __forceinline__ void Run() const {

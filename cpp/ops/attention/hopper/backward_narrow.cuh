@@ -111,7 +111,7 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       // P, under dP; dV.
       WgmmaWait<1>();
       KeepAfter(c);
-      if (step > 0) Arrive(base + Shape::kQFree + (step - 1) % kStages * 8);
+      if (step > 0) BarrierArrive(base + Shape::kQFree + (step - 1) % kStages * 8);
       const BackwardScores<T, kScores, kPlain> scores{
           p, owned().sequence, owned().first_key + group * 64, at.first, at.head, thread};
       Packed<kScores> prob, ds;

@@ -38,8 +38,7 @@ struct BackwardTurns {
       const BackwardStep at =
           reinterpret_cast<const BackwardStep*>(shared + Shape::kSteps)[step % Shape::kHeldSteps];
       if (at.flags & BackwardStep::kEnd) return;
-      __syncwarp();
-      if (lane == 0) BarrierArrive(base + Shape::kQFree + step % kStages * 8);  // it is read
+      BarrierArrive(base + Shape::kQFree + step % kStages * 8);  // it is read
       const Sequence& s = owned.sequence;
       const int first = at.first + (kHalfTheQueries ? group * kDqRows : 0);
       const bool adds = first < s.q_len;

@@ -99,7 +99,7 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       KeepAfter(c);
       if (step > 0) {
         Arrive(base + Shape::kScoresFree);
-        Arrive(base + Shape::kQFree + (step - 1) % kStages * 8);
+        BarrierArrive(base + Shape::kQFree + (step - 1) % kStages * 8);
         if (thread % 32 == 0) BarrierArrive(base + Shape::kDoFree + (step - 1) % kStages * 8);
       }
       constexpr int kMine = kGroup * kMyQueries;

@@ -43,6 +43,7 @@ struct BackwardWorker {
   __device__ __forceinline__ const float* DeltaOf(int stage) const {
     return reinterpret_cast<const float*>(shared + Shape::kDelta) + stage * kQueries;
   }
+  // For the warp, where copies and products alone follow (BarrierArrive).
   __device__ __forceinline__ void Arrive(uint32_t barrier) const {
     __syncwarp();
     if (thread % 32 == 0) BarrierArrive(barrier);
