@@ -16,7 +16,8 @@
 //   workers   two warpgroups compute. They own 64 keys each (backward_narrow.cuh): S^T and dP^T in
 //             the registers of one become the A operands of its dV and dK, and only dQ, which sums
 //             over all keys, needs the dS of both. For head dims over 128 the sums of 64 keys do
-//             not fit, and they own half of the columns each (backward_wide.cuh).
+//             not fit; one then computes S, P and dV, the other dP, dS and dK
+//             (backward_wide.cuh).
 //
 // Products of a warpgroup run one after the other while it goes on, so each step issues them early
 // and waits late. Those of head dims up to 128, and what runs under them:
@@ -27,8 +28,8 @@
 //   dK      dQ is added, the next step begins
 //
 // Barriers in shared memory (BackwardShape): "full" tells that a stage of Q, lse and delta or of dO
-// has landed, "free" that both workers have read it; kScoresReady that both have written dS (or P
-// and dS) of a step, and kScoresFree (wide) that both have read them.
+// has landed, "free" that both workers have read it; kScoresReady that dS of a step is written;
+// wide, kPReady and kPFree that P is handed over and taken.
 //
 // TMA fills rows and columns outside of an array with zeros. Rows inside of it that take no part
 // (past q_len or kv_len, or of another packed sequence) may hold anything: their scores are masked,
@@ -75,8 +76,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     constexpr int kWarps = Shape::kWorkers / 32;
     BarrierInit(base + Shape::kKFull, 1);
     BarrierInit(base + Shape::kVFull, 1);
-    BarrierInit(base + Shape::kScoresReady, kWarps);
-    BarrierInit(base + Shape::kScoresFree, kWarps);
+    BarrierInit(base + Shape::kScoresReady, Shape::kWide ? kWarps / 2 : kWarps);
+    BarrierInit(base + Shape::kScoresReady + 8, kWarps / 2);
+    BarrierInit(base + Shape::kPReady, kWarpgroup);
+    BarrierInit(base + Shape::kPFree, kWarpgroup);
     BarrierInit(base + Shape::kMayAdd, 1);
     BarrierInit(base + Shape::kMayAdd + 8, 1);
     for (int i = 0; i < Shape::kStages; ++i) {

@@ -12,8 +12,9 @@
 
 namespace kvblock::hopper {
 
-// Hardware barriers: of both warpgroups that compute; of each with its warp that takes turns.
-constexpr int kWorkersMeet = 1, kTurnTakersMeet = 2;
+// Hardware barriers: of both warpgroups that compute; of each with its warp that takes turns; of
+// the first alone.
+constexpr int kWorkersMeet = 1, kTurnTakersMeet = 2, kFirstGroupMeets = 4;
 
 struct BackwardMaps {
   CUtensorMap q, k, v, d_o;
@@ -53,7 +54,7 @@ struct BackwardShape {
   static constexpr int kQueries = kTiles.queries, kKeys = kTiles.keys, kStages = kTiles.stages;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_;
   static constexpr int kWorkers = 2 * kWarpgroup, kThreads = kWarpgroup + kWorkers;
-  static constexpr bool kWide = kKeys == 64;  // the warpgroups share the columns, not the keys
+  static constexpr bool kWide = kKeys == 64;  // the warpgroups share the products, not the keys
 
   using KeyTile = SwizzledTile<kKeys, kDim>;
   using ValueTile = SwizzledTile<kKeys, kValueDim>;
@@ -61,18 +62,20 @@ struct BackwardShape {
   using GradTile = SwizzledTile<kQueries, kValueDim>;
   using ScoreTile = SwizzledTile<kKeys, kQueries>;
 
-  // Offsets in shared memory. Two tiles of scores: dS of two steps, or (wide) P and dS.
+  // Offsets in shared memory: dS of two steps and, wide, P of one, not rounded.
   static constexpr int kHeldSteps = 8;  // a step is looked at again during the next two
   static constexpr int kK = 0, kV = kK + KeyTile::kBytes, kQ = kV + ValueTile::kBytes;
   static constexpr int kDo = kQ + kStages * QueryTile::kBytes;
   static constexpr int kDs = kDo + kStages * GradTile::kBytes;
-  static constexpr int kLse = kDs + 2 * ScoreTile::kBytes, kDelta = kLse + kStages * kQueries * 4;
+  static constexpr int kP = kDs + 2 * ScoreTile::kBytes;
+  static constexpr int kLse = kP + (kWide ? kKeys * kQueries * 4 : 0);
+  static constexpr int kDelta = kLse + kStages * kQueries * 4;
   static constexpr int kSteps = kDelta + kStages * kQueries * 4;
   static constexpr int kOwned = kSteps + kHeldSteps * sizeof(BackwardStep);
   static constexpr int kBarriers = kOwned + sizeof(BackwardOwned);
   // Barriers: "full" when the copies have landed, "free" when both warpgroups have read.
   static constexpr int kKFull = kBarriers, kVFull = kKFull + 8, kScoresReady = kVFull + 8;
-  static constexpr int kScoresFree = kScoresReady + 8, kMayAdd = kScoresFree + 8;
+  static constexpr int kPReady = kScoresReady + 16, kPFree = kPReady + 8, kMayAdd = kPFree + 8;
   static constexpr int kQFull = kMayAdd + 16, kQFree = kQFull + 8 * kStages;
   static constexpr int kDoFull = kQFree + 8 * kStages, kDoFree = kDoFull + 8 * kStages;
   static constexpr int kBytes = kDoFree + 8 * kStages;

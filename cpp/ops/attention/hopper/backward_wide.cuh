@@ -1,15 +1,22 @@
-// A warpgroup of the Hopper backward kernel that owns a half of the columns of dK and dV, for head
-// dims of which dK and dV would not fit otherwise.
+// The warpgroups of the Hopper backward kernel that share the products instead of the keys, for
+// head dims of which dK and dV of 64 keys do not fit into the registers of one.
 //
-// The two share the 64 keys of the CTA. Each computes the scores of 32 of the 64 queries, and both
-// need all of P and dS, which therefore pass through shared memory:
+//   kGroup 0   S, P, dV     of the CTA's 64 keys and the 64 queries of a step
+//   kGroup 1   dP, dS, dK
+//   both       dQ           half of its columns each; of an odd number of chunks of 64 columns
+//                           kGroup 1 has one more
 //
-//   S^T, dP^T  [64 keys, 32 queries]   from K, V and rows of Q, dO
-//   dQ         [64 queries, columns]   dS K           added to dq_accum under what follows
-//   dV, dK     [64 keys, columns]      P^T dO, dS^T Q
+// So P and dS are multiplied straight from the registers in which they were computed. P goes from
+// the threads of the first to the same ones of the second, not rounded, and dS to both by way of
+// shared memory. The products of a step, and what runs under them:
 //
-// kGroup 0 has the first chunks of 64 columns of dK and dQ, the larger half of an odd number of
-// chunks; for dV it is the smaller half.
+//   kGroup 0                      kGroup 1                    the warpgroup
+//   dQ, a chunk (two steps ago)   dQ, a chunk (a step ago)
+//   S                             dP                          adds that chunk
+//   dQ, the next                  dQ, the next                P; dS
+//   dV                            dK                          adds that chunk, the next step begins
+//
+// The dQ of kGroup 0 is two steps late, so that it need not wait for the dS that comes of its P.
 #pragma once
 
 #include <cstdint>
@@ -22,129 +29,262 @@ template <typename T, typename Shape, bool kPlain, int kGroup>
 struct WideWorker : BackwardWorker<T, Shape, kPlain> {
   using Base = BackwardWorker<T, Shape, kPlain>;
   using Base::Arrive, Base::owned, Base::StepAt;
-  using Base::kQueries, Base::kKeys, Base::p, Base::base, Base::thread;
+  using Base::kQueries, Base::kKeys, Base::p, Base::shared, Base::base, Base::thread;
   using typename Base::GradTile, typename Base::KeyTile, typename Base::QueryTile;
   using typename Base::ScoreTile, typename Base::Step, typename Base::ValueTile;
-  static constexpr int kMyQueries = kQueries / 2, kScores = kMyQueries / 2;
+  static constexpr int kStages = Shape::kStages, kScores = kQueries / 2;
 
-  template <int kChunks, int kOfFirst>
-  struct Half {
-    static constexpr int kFirst = kGroup == 0 ? 0 : kOfFirst;  // chunk
-    static constexpr int kColumns = (kGroup == 0 ? kOfFirst : kChunks - kOfFirst) * kChunkColumns;
-    static constexpr int kSums = kColumns / 2;
-  };
-  using MyKeys = Half<KeyTile::kChunks, (KeyTile::kChunks + 1) / 2>;
-  using MyValues = Half<ValueTile::kChunks, ValueTile::kChunks / 2>;
+  // This warpgroup's chunks of dQ, one after the other: two at once and the next scores would be
+  // too much for the registers.
+  static constexpr int kOfFirst = KeyTile::kChunks / 2, kDqFirst = kGroup == 0 ? 0 : kOfFirst;
+  static constexpr int kDqChunks = kGroup == 0 ? kOfFirst : KeyTile::kChunks - kOfFirst;
+  static constexpr bool kTwoChunks = kDqChunks == 2;
+  static constexpr int kDqSums = kChunkColumns / 2;
+  static_assert(kDqChunks == 1 || kDqChunks == 2);
 
-  // D = K Q^T or V dO^T.
+  __device__ __forceinline__ uint32_t QOf(int step) const {
+    return base + Shape::kQ + step % kStages * QueryTile::kBytes;
+  }
+  __device__ __forceinline__ uint32_t DoOf(int step) const {
+    return base + Shape::kDo + step % kStages * GradTile::kBytes;
+  }
+  __device__ __forceinline__ uint32_t DsOf(int step) const {
+    return base + Shape::kDs + step % 2 * ScoreTile::kBytes;
+  }
+
+  // D = K Q^T or V dO^T: 64 keys by 64 queries.
   template <typename A, typename B>
   __device__ __forceinline__ void KeysByQueries(float (&d)[kScores], uint32_t keys,
                                                 uint32_t queries) const {
-    const uint64_t a = SharedOperand(keys);
-    const uint64_t b = SharedOperand(queries + kGroup * kMyQueries * kChunkRowBytes);
+    const uint64_t a = SharedOperand(keys), b = SharedOperand(queries);
 #pragma unroll
     for (int k = 0; k < A::kDim / 16; ++k) {
-      Wgmma<kMyQueries>::template Shared<T>(d, Advance(a, k / 4 * A::kChunkBytes + k % 4 * 32),
-                                            Advance(b, k / 4 * B::kChunkBytes + k % 4 * 32), k > 0);
+      Wgmma<kQueries>::template Shared<T>(d, Advance(a, k / 4 * A::kChunkBytes + k % 4 * 32),
+                                          Advance(b, k / 4 * B::kChunkBytes + k % 4 * 32), k > 0);
+    }
+  }
+  // D += A B: A is P or dS, B dO or Q.
+  template <typename B>
+  __device__ __forceinline__ void SumOverQueries(float (&d)[B::kDim / 2], const Packed<kScores>& a,
+                                                 uint32_t queries) const {
+    const uint64_t b = SharedOperand(queries, B::kChunkBytes);
+#pragma unroll
+    for (int k = 0; k < kQueries / 16; ++k) {
+      Wgmma<B::kDim>::template Registers<T, OperandLies::kDown>(
+          d, a[k], Advance(b, k * 16 * kChunkRowBytes));
+    }
+  }
+  // A chunk of this warpgroup's columns of dQ = dS K.
+  template <int kChunk>
+  __device__ __forceinline__ void SumOverKeys(float (&d)[kDqSums], uint32_t ds) const {
+    const uint64_t a = SharedOperand(ds);
+    const uint64_t b = SharedOperand(base + Shape::kK + (kDqFirst + kChunk) * KeyTile::kChunkBytes);
+#pragma unroll
+    for (int k = 0; k < kKeys / 16; ++k) {
+      Wgmma<kChunkColumns>::template Shared<T, OperandLies::kDown, OperandLies::kDown>(
+          d, Advance(a, k * 16 * kChunkRowBytes), Advance(b, k * 16 * kChunkRowBytes), k > 0);
     }
   }
 
-  // D (+)= A B: A is P or dS, B a tile whose rows are summed over.
-  template <typename Mine, typename B, OperandLies kA>
-  __device__ __forceinline__ void Sum(float (&d)[Mine::kSums], uint32_t scores, uint32_t rows,
-                                      bool accumulate) const {
-    constexpr int kStepA = kA == OperandLies::kAcross ? 32 : 16 * kChunkRowBytes;
-    const uint64_t a = SharedOperand(scores);
-    const uint64_t b = SharedOperand(rows + Mine::kFirst * B::kChunkBytes, B::kChunkBytes);
-#pragma unroll
-    for (int k = 0; k < 64 / 16; ++k) {
-      Wgmma<Mine::kColumns>::template Shared<T, kA, OperandLies::kDown>(
-          d, Advance(a, k * kStepA), Advance(b, k * 16 * kChunkRowBytes), accumulate || k > 0);
+  // Waits for Q, lse and delta of a step. False: there is none.
+  __device__ __forceinline__ bool TakeStep(int step) const {
+    BarrierWait(base + Shape::kQFull + step % kStages * 8, step / kStages % 2);
+    if (StepAt(step).flags & Step::kEnd) return false;
+    if (step == 0) Base::TakeKeys();
+    return true;
+  }
+  __device__ __forceinline__ void AwaitDo(int step) const {
+    BarrierWait(base + Shape::kDoFull + step % kStages * 8, step / kStages % 2);
+  }
+  __device__ __forceinline__ void AwaitDs(int step) const {
+    BarrierWait(base + Shape::kScoresReady + step % 2 * 8, step / 2 % 2);
+  }
+  // Rows that take no part become zeros, because dK or dV sums over them. By kGroup 0 alone: it
+  // tells the other one by handing over P.
+  template <typename Tile>
+  __device__ __forceinline__ void ClearStrangers(uint32_t tile, const Step& at) const {
+    if (at.flags & Step::kPartial) {
+      ZeroRows<Tile>(shared + (tile - base), owned().sequence.q_len - at.first, thread, kWarpgroup);
+      FenceAsync();
+      BarrierMeet(kFirstGroupMeets, kWarpgroup);
     }
   }
+  __device__ __forceinline__ BackwardScores<T, kScores, kPlain> ScoresOf(const Step& at) const {
+    return {p, owned().sequence, owned().first_key, at.first, at.head, thread};
+  }
 
-  __device__ __forceinline__ void Run() const {
-    constexpr int kStages = Shape::kStages;
-    constexpr uint32_t kP = Shape::kDs, kDs = Shape::kDs + ScoreTile::kBytes;
-    const bool has_dq = p.dq_accum != nullptr;
-    float dk[MyKeys::kSums], dv[MyValues::kSums];
+  // Where this thread of kGroup 0 leaves its part of P for that of kGroup 1, in pieces of four.
+  __device__ __forceinline__ float4* Handed() const {
+    return reinterpret_cast<float4*>(shared + Shape::kP) + thread;
+  }
+
+  // Adds a chunk of a step's dQ.
+  template <int kChunk>
+  __device__ __forceinline__ void Add(const float (&dq)[kDqSums], int step) const {
+    if (p.dq_accum == nullptr) return;
+    const Step& at = StepAt(step);
+    if (kChunk == 0) Base::AwaitTurn(step);
+    Base::AddDq(dq, at.head, at.first, (kDqFirst + kChunk) * 8);
+    if (kChunk == kDqChunks - 1) Base::PassTurn();
+  }
+  // A chunk of a step when nothing is left to run beside.
+  template <int kChunk>
+  __device__ __forceinline__ void FinishChunk(int step) const {
+    float dq[kDqSums];
+    WgmmaFence();
+    SumOverKeys<kChunk>(dq, DsOf(step));
+    WgmmaCommit();
+    WgmmaWait<0>();
+    KeepAfter(dq);
+    Add<kChunk>(dq, step);
+  }
+  __device__ __forceinline__ void FinishDq(int step) const {
+    AwaitDs(step);
+    FinishChunk<0>(step);
+    if constexpr (kTwoChunks) FinishChunk<1>(step);
+  }
+
+  // kGroup 0: S, P, dV, and dQ two steps late.
+  __device__ __forceinline__ void RunValues() const {
+    float dv[ValueTile::kDim / 2];
 #pragma unroll
-    for (int i = 0; i < MyKeys::kSums; ++i) dk[i] = 0.0f;
-#pragma unroll
-    for (int i = 0; i < MyValues::kSums; ++i) dv[i] = 0.0f;
+    for (int i = 0; i < ValueTile::kDim / 2; ++i) dv[i] = 0.0f;
 
     int step = 0;
-    for (;; ++step) {
-      const int stage = step % kStages, phase = step / kStages % 2;
-      const uint32_t q = base + Shape::kQ + stage * QueryTile::kBytes;
-      const uint32_t d_o = base + Shape::kDo + stage * GradTile::kBytes;
-      BarrierWait(base + Shape::kQFull + stage * 8, phase);
+    for (; TakeStep(step); ++step) {
       const Step& at = StepAt(step);
-      const int flags = at.flags;
-      if (flags & Step::kEnd) break;
-      if (step == 0) Base::TakeKeys();
-      if (flags & Step::kPartial) Base::ClearStrangers(at.first, stage, phase);
-
-      // S and dP.
-      float c[kScores], dp[kScores];
+      const int stage = step % kStages;
+      ClearStrangers<QueryTile>(QOf(step), at);
+      // (The first two dQ are of nothing, and dropped.)
+      if (step > 1) AwaitDs(step - 2);
+      float c[kScores], dq[kDqSums];
       WgmmaFence();
-      KeysByQueries<KeyTile, QueryTile>(c, base + Shape::kK, q);
+      SumOverKeys<0>(dq, DsOf(step));
       WgmmaCommit();
-      BarrierWait(base + Shape::kDoFull + stage * 8, phase);
-      KeysByQueries<ValueTile, GradTile>(dp, base + Shape::kV, d_o);
-      WgmmaCommit();
-
-      // P. With S everything before it is done.
       WgmmaWait<1>();
-      KeepAfter(c);
-      if (step > 0) {
-        Arrive(base + Shape::kScoresFree);
-        BarrierArrive(base + Shape::kQFree + (step - 1) % kStages * 8);
-        if (thread % 32 == 0) BarrierArrive(base + Shape::kDoFree + (step - 1) % kStages * 8);
-      }
-      constexpr int kMine = kGroup * kMyQueries;
-      const BackwardScores<T, kScores, kPlain> scores{
-          p, owned().sequence, owned().first_key, at.first + kMine, at.head, thread};
-      Packed<kScores> prob, ds;
-      scores.Probabilities(prob, c, Base::LseOf(stage) + kMine, flags & Step::kMasked);
-      if (step > 0) BarrierWait(base + Shape::kScoresFree, (step - 1) % 2);
-      StorePacked<ScoreTile>(base + kP, 0, kMine, thread, prob);
+      if (step > 0) Arrive(base + Shape::kDoFree + (step - 1) % kStages * 8);
 
-      // dS.
-      WgmmaWait<0>();
-      KeepAfter(dp);
-      scores.Slopes(c, dp, Base::DeltaOf(stage) + kMine, flags & Step::kMasked);
-      PackAll<T>(ds, c);
-      StorePacked<ScoreTile>(base + kDs, 0, kMine, thread, ds);
-      FenceAsync();
-      Arrive(base + Shape::kScoresReady);
-      BarrierWait(base + Shape::kScoresReady, step % 2);
-
-      // dQ, dV, dK.
-      float dq[MyKeys::kSums];
       WgmmaFence();
-      Sum<MyKeys, KeyTile, OperandLies::kDown>(dq, base + kDs, base + Shape::kK, false);
-      WgmmaCommit();
-      Sum<MyValues, GradTile, OperandLies::kAcross>(dv, base + kP, d_o, true);
-      Sum<MyKeys, QueryTile, OperandLies::kAcross>(dk, base + kDs, q, true);
+      KeysByQueries<KeyTile, QueryTile>(c, base + Shape::kK, QOf(step));
       WgmmaCommit();
       WgmmaWait<1>();
       KeepAfter(dq);
-      if (has_dq) {
-        Base::AwaitTurn(step);
-        Base::AddDq(dq, at.head, at.first, MyKeys::kFirst * 8);
-        Base::PassTurn();
+      if (step > 1) Add<0>(dq, step - 2);
+      if constexpr (kTwoChunks) {
+        WgmmaFence();
+        SumOverKeys<1>(dq, DsOf(step));
+        WgmmaCommit();
+        WgmmaWait<1>();
+      } else {
+        WgmmaWait<0>();
+      }
+      KeepAfter(c);
+      Packed<kScores> prob;
+      ScoresOf(at).Probabilities(prob, c, Base::LseOf(stage), at.flags & Step::kMasked);
+      BarrierArrive(base + Shape::kQFree + stage * 8);
+      if (step > 0) BarrierWait(base + Shape::kPFree, (step - 1) % 2);
+#pragma unroll
+      for (int i = 0; i < kScores; i += 4) {
+        Handed()[i / 4 * kWarpgroup] = make_float4(c[i], c[i + 1], c[i + 2], c[i + 3]);
+      }
+      if constexpr (kTwoChunks) {
+        WgmmaWait<0>();
+        KeepAfter(dq);
+      }
+      BarrierArrive(base + Shape::kPReady);
+
+      AwaitDo(step);
+      ClearStrangers<GradTile>(DoOf(step), at);
+      WgmmaFence();
+      SumOverQueries<GradTile>(dv, prob, DoOf(step));
+      WgmmaCommit();
+      if constexpr (kTwoChunks) {
+        if (step > 1) Add<1>(dq, step - 2);
       }
     }
+    WgmmaWait<0>();
+    KeepAfter(dv);
+    for (int late = max(step - 2, 0); late < step; ++late) FinishDq(late);
+    BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K and V any more
+    StoreAccumulators<T, ValueTile>(base + Shape::kV, 0, 0, thread, dv, 1.0f);
+  }
 
+  // kGroup 1: dP, dS, dK, and dQ one step late.
+  __device__ __forceinline__ void RunKeys() const {
+    float dk[KeyTile::kDim / 2];
+#pragma unroll
+    for (int i = 0; i < KeyTile::kDim / 2; ++i) dk[i] = 0.0f;
+
+    int step = 0;
+    for (; TakeStep(step); ++step) {
+      const Step& at = StepAt(step);
+      // (The first dQ is of nothing, and dropped.)
+      if (step > 0) AwaitDs(step - 1);
+      float dp[kScores], dq[kDqSums];
+      WgmmaFence();
+      SumOverKeys<0>(dq, DsOf(step + 1));
+      WgmmaCommit();
+      WgmmaWait<1>();
+      if (step > 0) BarrierArrive(base + Shape::kQFree + (step - 1) % kStages * 8);
+
+      AwaitDo(step);
+      WgmmaFence();
+      KeysByQueries<ValueTile, GradTile>(dp, base + Shape::kV, DoOf(step));
+      WgmmaCommit();
+      WgmmaWait<1>();
+      KeepAfter(dq);
+      if (step > 0) Add<0>(dq, step - 1);
+      if constexpr (kTwoChunks) {
+        WgmmaFence();
+        SumOverKeys<1>(dq, DsOf(step + 1));
+        WgmmaCommit();
+        WgmmaWait<1>();
+      } else {
+        WgmmaWait<0>();
+      }
+      KeepAfter(dp);
+      Arrive(base + Shape::kDoFree + step % kStages * 8);
+      BarrierWait(base + Shape::kPReady, step % 2);
+      float c[kScores];
+#pragma unroll
+      for (int i = 0; i < kScores; i += 4) {
+        const float4 x = Handed()[i / 4 * kWarpgroup];
+        c[i] = x.x, c[i + 1] = x.y, c[i + 2] = x.z, c[i + 3] = x.w;
+      }
+      ScoresOf(at).Slopes(c, dp, Base::DeltaOf(step % kStages), at.flags & Step::kMasked);
+      Packed<kScores> ds;
+      PackAll<T>(ds, c);
+      BarrierArrive(base + Shape::kPFree);
+      // Both have read the dS of two steps ago: this warpgroup before it wrote the last one, the
+      // other before it handed over P.
+      StorePacked<ScoreTile>(DsOf(step), 0, 0, thread, ds);
+      if constexpr (kTwoChunks) {
+        WgmmaWait<0>();
+        KeepAfter(dq);
+      }
+      FenceAsync();
+      Arrive(base + Shape::kScoresReady + step % 2 * 8);
+
+      WgmmaFence();
+      SumOverQueries<QueryTile>(dk, ds, QOf(step));
+      WgmmaCommit();
+      if constexpr (kTwoChunks) {
+        if (step > 0) Add<1>(dq, step - 1);
+      }
+    }
     WgmmaWait<0>();
     KeepAfter(dk);
-    KeepAfter(dv);
-    BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K any more
-    StoreAccumulators<T, KeyTile>(base + Shape::kK, 0, MyKeys::kFirst * kChunkColumns, thread, dk,
-                                  p.scale);
-    StoreAccumulators<T, ValueTile>(base + Shape::kV, 0, MyValues::kFirst * kChunkColumns, thread,
-                                    dv, 1.0f);
+    if (step > 0) FinishDq(step - 1);
+    BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K and V any more
+    StoreAccumulators<T, KeyTile>(base + Shape::kK, 0, 0, thread, dk, p.scale);
+  }
+
+  __device__ __forceinline__ void Run() const {
+    if constexpr (kGroup == 0) {
+      RunValues();
+    } else {
+      RunKeys();
+    }
     BarrierMeet(kWorkersMeet, Shape::kWorkers);
     Base::StoreKeys();
   }
