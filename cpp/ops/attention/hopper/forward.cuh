@@ -45,6 +45,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
 #include "device/tensor_copy.cuh"
 #include "device/warpgroup.cuh"
@@ -75,9 +76,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #pragma unroll
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       BarrierInit(SharedAddress(&shared.k_full[stage]), 1);
-      BarrierInit(SharedAddress(&shared.k_empty[stage]), kWarps);
+      BarrierInit(SharedAddress(&shared.k_empty[stage]), kWarps * Traits::kCluster);
       BarrierInit(SharedAddress(&shared.v_full[stage]), 1);
-      BarrierInit(SharedAddress(&shared.v_empty[stage]), kWarps);
+      BarrierInit(SharedAddress(&shared.v_empty[stage]), kWarps * Traits::kCluster);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -86,7 +87,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     FenceBarrierInit();
   }
-  __syncthreads();
+  if (Traits::kCluster > 1) {
+    ClusterMeet();
+  } else {
+    __syncthreads();
+  }
   // The same for all lanes of a warp, which the compiler must see.
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (group == 0) {
@@ -96,10 +101,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     } else if (threadIdx.x == 32) {
       Loader<Traits>(maps, shared).Run();
     }
+    __syncwarp();
   } else {
     TakeRegisters<Traits::kTiles.consumer_registers>();
     Consumer<Traits>(p, shared, group - 1).Run();
   }
+  if (Traits::kCluster > 1) ClusterMeet();  // the others still arrive at this CTA's barriers
 #endif
 }
 
