@@ -16,6 +16,9 @@
 // and V have kKvStages each. Every place has two barriers: `full`, at which the loader and the
 // copies arrive, and `empty`, at which every warp of the consumers arrives.
 //
+// In a cluster of two, the CTAs have neighbouring query tiles and go through the same KV tiles.
+// Each loads half of the rows of K and V into both, so consumers arrive at `empty` in both.
+//
 //   loader:  K0 Q | K1 V0 | K2 V1 | ... | K0 of the next item, its Q, V(last) | ...
 //
 // A consumer multiplies one tile ahead: while it turns the scores of tile j into probabilities, the
@@ -26,8 +29,9 @@
 //   for j = 1, 2, ...:
 //     issue S = Q K(j), issue O += P V(j - 1)     IssueScores, IssueValues
 //     wait for S;  finish scores, mask            Finish
-//     maxima, exponentials, sums                  Softmax
-//     wait for O;  rescale O;  P = S in 16 bits   Rescale, PackProbabilities
+//     maxima, half of the exponentials            FollowMaxima, Exponentials
+//     wait for O;  rescale O                      Rescale
+//     the other half;  P = S in 16 bits           Exponentials, PackProbabilities
 //   O += P V(last);  write O and lse              Write
 //
 // With `turns` the consumers issue their products one after the other, in a ring of hardware

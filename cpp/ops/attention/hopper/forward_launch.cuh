@@ -32,7 +32,8 @@ inline int32_t SectionHeads(const AttentionParams& p, int64_t clusters) {
     return static_cast<double>(items) / static_cast<double>(rounds * clusters);
   };
   int64_t best = most;
-  for (int64_t heads = most - 1; heads >= least && 2 * heads >= most; --heads) {
+  for (int64_t heads = most - 1; filled(best) < 0.98 && heads >= std::max(least, most / 2);
+       --heads) {
     if (filled(heads) > filled(best)) best = heads;
   }
   return static_cast<int32_t>(best);
@@ -86,9 +87,10 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
   ForwardMaps maps;
   if (const char* error = MakeForwardMaps<Traits>(a, &maps)) return error;
 
-  // A CTA for each multiprocessor. Where the work of every tile is known beforehand they take fixed
-  // shares, elsewhere the next tile when they are done. Without a free counter the hardware hands
-  // out tiles as CTAs end, and no tile is loaded under the one before.
+  // A CTA for each multiprocessor. Without masks one head follows the other, so that the CTAs read
+  // the same K and V at about the same time. Where the work of every tile is known beforehand they
+  // take fixed shares, elsewhere the next tile when they are done. Without a free counter the
+  // hardware hands out tiles as CTAs end, and no tile is loaded under the one before.
   const bool uneven = a.cu_q || a.q_lens || a.kv_lens || a.q_segments || a.tile_indices;
   int device = 0;
   cudaError_t status = cudaGetDevice(&device);
