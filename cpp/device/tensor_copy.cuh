@@ -50,6 +50,18 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap& map, uin
       : "memory");
 }
 
+// The same for the CTAs of the cluster in `mask`: the box and the bytes it reports go to the same
+// addresses in each of them.
+__device__ __forceinline__ void LoadBoxToCtas(uint32_t to, const CUtensorMap& map, uint32_t barrier,
+                                              int x0, int x1, int x2, int x3, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3),
+      "h"(mask)
+      : "memory");
+}
+
 // What lies outside of the tensor is not written.
 __device__ __forceinline__ void StoreBox(const CUtensorMap& map, uint32_t from, int x0, int x1,
                                          int x2, int x3) {

@@ -135,8 +135,15 @@ __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Seq
     if (p.softcap > 0.0f) {
       const float cap = p.softcap, inverse = Reciprocal(cap);
       if (cap < kLargeSoftcap) {
-        const float factor = p.scale * inverse * kTwoLog2E;
-        each([&](float& x) { x = SoftCap(x * factor, cap); });
+        const float factor = p.scale * inverse;
+        float largest = 0.0f;
+        each([&](float& x) { largest = fmaxf(largest, fabsf(x)); });
+        if (__any_sync(~0u, largest * fabsf(factor) > kSmallTanh)) {
+          each([&](float& x) { x = SoftCap(x * (factor * kTwoLog2E), cap); });
+        } else {
+          const SmallSoftCap small(cap, factor);
+          each([&](float& x) { x = small(x); });
+        }
       } else {
         each([&](float& x) { x = SoftCapExact(x * p.scale, cap, inverse); });
       }

@@ -32,9 +32,9 @@ constexpr int64_t kHeadsApartBytes = int64_t{32} << 20;
 
 // Heads whose query tiles take turns in the grid. More of them balance the end of a causal launch;
 // their K and V should fit in L2 together (about 32 MiB of an H100's 50).
-inline int32_t HeadsApart(const AttentionParams& p) {
+inline int32_t HeadsApart(const AttentionParams& p, int64_t fit = kHeadsApartBytes) {
   const int64_t bytes = int64_t{2} * p.kv_len * (p.head_dim + p.value_dim);
-  const int64_t kv_heads = kHeadsApartBytes / std::max<int64_t>(bytes, 1);
+  const int64_t kv_heads = fit / std::max<int64_t>(bytes, 1);
   return static_cast<int32_t>(std::clamp<int64_t>(kv_heads * p.group, 1, p.num_pairs));
 }
 

@@ -16,6 +16,9 @@
 // and V have kKvStages each. Every place has two barriers: `full`, at which the loader and the
 // copies arrive, and `empty`, at which every warp of the consumers arrives.
 //
+// In a cluster of two, the CTAs have neighbouring query tiles and go through the same KV tiles.
+// Each loads half of the rows of K and V into both, so consumers arrive at `empty` in both.
+//
 //   loader:  K0 Q | K1 V0 | K2 V1 | ... | K0 of the next item, its Q, V(last) | ...
 //
 // A consumer multiplies one tile ahead: while it turns the scores of tile j into probabilities, the
@@ -26,8 +29,9 @@
 //   for j = 1, 2, ...:
 //     issue S = Q K(j), issue O += P V(j - 1)     IssueScores, IssueValues
 //     wait for S;  finish scores, mask            Finish
-//     maxima, exponentials, sums                  Softmax
-//     wait for O;  rescale O;  P = S in 16 bits   Rescale, PackProbabilities
+//     maxima, half of the exponentials            FollowMaxima, Exponentials
+//     wait for O;  rescale O                      Rescale
+//     the other half;  P = S in 16 bits           Exponentials, PackProbabilities
 //   O += P V(last);  write O and lse              Write
 //
 // With `turns` the consumers issue their products one after the other, in a ring of hardware
@@ -45,6 +49,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
 #include "device/tensor_copy.cuh"
 #include "device/warpgroup.cuh"
@@ -75,9 +80,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #pragma unroll
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       BarrierInit(SharedAddress(&shared.k_full[stage]), 1);
-      BarrierInit(SharedAddress(&shared.k_empty[stage]), kWarps);
+      BarrierInit(SharedAddress(&shared.k_empty[stage]), kWarps * Traits::kCluster);
       BarrierInit(SharedAddress(&shared.v_full[stage]), 1);
-      BarrierInit(SharedAddress(&shared.v_empty[stage]), kWarps);
+      BarrierInit(SharedAddress(&shared.v_empty[stage]), kWarps * Traits::kCluster);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -86,7 +91,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     FenceBarrierInit();
   }
-  __syncthreads();
+  if (Traits::kCluster > 1) {
+    ClusterMeet();
+  } else {
+    __syncthreads();
+  }
   // The same for all lanes of a warp, which the compiler must see.
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (group == 0) {
@@ -96,10 +105,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     } else if (threadIdx.x == 32) {
       Loader<Traits>(maps, shared).Run();
     }
+    __syncwarp();
   } else {
     TakeRegisters<Traits::kTiles.consumer_registers>();
     Consumer<Traits>(p, shared, group - 1).Run();
   }
+  if (Traits::kCluster > 1) ClusterMeet();  // the others still arrive at this CTA's barriers
 #endif
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
 #include "device/warpgroup.cuh"
 #include "device/wgmma.cuh"
@@ -54,7 +55,8 @@ class Consumer {
   // the first product of an item is issued with the last of the one before. Returns the first item
   // that is not computed.
   __device__ __forceinline__ const Item* Compute(const Item* item, Rows<Traits>& rows) {
-    float factor[2];
+    constexpr int kColumns = Traits::kKeys / 8, kHalf = kColumns / 2;
+    float factor[2], sum[2][2] = {};
     BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
     WgmmaFence();
     IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
@@ -63,7 +65,9 @@ class Consumer {
     WgmmaWait<0>();
     KeepAfter(rows.s());
     Finish(*item, flags, rows);
-    Softmax<Traits>(rows, rules_.to_log2, factor);  // O is 0: nothing to scale
+    MoveReferences(rows, rules_.to_log2, factor);  // O is 0: nothing to scale
+    Exponentials<0, kColumns>(rows, rules_.to_log2, sum);
+    AddSums(rows, factor, sum);
     PackProbabilities<Traits>(rows);
 
     const Item* next = item;
@@ -73,7 +77,8 @@ class Consumer {
       if (ends) {
         if (Traits::kQueryStages == 1) break;
         next = NextItem();
-        if (next->is != Item::kTiles) break;
+        // By a vote, since the compiler keeps in uniform registers what depends on it then.
+        if (!__any_sync(~0u, next->is == Item::kTiles)) break;
       }
       const Stage values = keys_.Before();
       BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
@@ -93,9 +98,15 @@ class Consumer {
       Finish(*next, flags, rows);
       const RowSums before = rows.sums;
       if (Traits::kQueryStages > 1 && ends) rows.sums = RowSums();
-      // The wait for the product is in both branches, since the assembler moves it up as far as it
-      // can: not above a branch, so the softmax runs under the product.
-      if (Softmax<Traits>(rows, rules_.to_log2, factor)) {
+      // The first half of the exponentials runs under P V; the second hides the way from S to P and
+      // the scaling of O. The wait is in both branches because the assembler moves it up as far as
+      // it can, but not above a branch.
+      const bool moved = FollowMaxima(rows, rules_.to_log2, factor);
+      float sum[2][2] = {};
+      Exponentials<0, kHalf>(rows, rules_.to_log2, sum);
+      KeepAfter(sum[0]);
+      KeepAfter(sum[1]);
+      if (moved) {
         WgmmaWait<0>();
         KeepAfter(rows.o());
         if (!ends) Rescale<Traits>(rows, factor);
@@ -103,7 +114,9 @@ class Consumer {
         asm volatile("wgmma.wait_group.sync.aligned 0; // no row has moved" ::: "memory");
         KeepAfter(rows.o());
       }
-      Leave(&shared_.v_empty[values.stage]);
+      LeaveKeys(&shared_.v_empty[values.stage]);
+      Exponentials<kHalf, kColumns>(rows, rules_.to_log2, sum);
+      AddSums(rows, factor, sum);
       PackProbabilities<Traits>(rows);
       if (Traits::kQueryStages > 1 && ends) {
         WriteItem(*item, before, rows);
@@ -119,7 +132,7 @@ class Consumer {
     WgmmaCommit();
     WgmmaWait<0>();
     KeepAfter(rows.o());
-    Leave(&shared_.v_empty[values.stage]);
+    LeaveKeys(&shared_.v_empty[values.stage]);
     WriteItem(*item, rows.sums, rows);
     return Traits::kQueryStages == 1 ? NextItem() : next;
   }
@@ -136,7 +149,7 @@ class Consumer {
       if (flags & Step::kDirty) clear_from_ = end - first;
     }
     LeaveStep();
-    Leave(&shared_.k_empty[keys_.stage]);
+    LeaveKeys(&shared_.k_empty[keys_.stage]);
     if (flags & Step::kLast) Leave(&shared_.q_empty[queries_.stage]);
     keys_.Advance();
     if (rules_.finish || masked) {
@@ -180,6 +193,15 @@ class Consumer {
   // This warp is done with a place.
   __device__ __forceinline__ void Leave(uint64_t* empty) {
     if (Lane() == 0) BarrierArrive(SharedAddress(empty));
+  }
+
+  // The same for a tile of K or V, which every CTA of the cluster writes a part of.
+  __device__ __forceinline__ void LeaveKeys(uint64_t* empty) {
+    if (Traits::kCluster == 1) {
+      Leave(empty);
+    } else if (Lane() < Traits::kCluster) {
+      ClusterBarrierArrive(SharedAddress(empty), Lane());
+    }
   }
 
   // Turns at the tensor cores: hardware barrier 1 + g lets consumer g in; the one before it in the

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
 #include "device/tensor_copy.cuh"
 #include "ops/attention/hopper/forward_shared.cuh"
@@ -29,9 +30,8 @@ class Loader {
       const bool starts = step.flags & Step::kStarts;
       const int first = item.kv_row + step.first;
       BarrierWait(SharedAddress(&shared_.k_empty[keys_.stage]), keys_.phase ^ 1);
-      Load<Traits::kQueryChunks, Traits::kKeys>(maps_.k, shared_.k[keys_.stage],
-                                                &shared_.k_full[keys_.stage], item.kv_head, first,
-                                                item.batch);
+      LoadKeys<Traits::kQueryChunks>(maps_.k, shared_.k[keys_.stage], &shared_.k_full[keys_.stage],
+                                     item.kv_head, first, item.batch);
       keys_.Advance();
       // With one place for Q, the consumers need the last V to be done with it.
       if (starts && Traits::kQueryStages > 1) LoadQueries(item);
@@ -46,9 +46,9 @@ class Loader {
   __device__ __forceinline__ void LoadValues() {
     if (!pending_.any) return;
     BarrierWait(SharedAddress(&shared_.v_empty[values_.stage]), values_.phase ^ 1);
-    Load<Traits::kValueChunks, Traits::kKeys>(maps_.v, shared_.v[values_.stage],
-                                              &shared_.v_full[values_.stage], pending_.head,
-                                              pending_.row, pending_.batch);
+    LoadKeys<Traits::kValueChunks>(maps_.v, shared_.v[values_.stage],
+                                   &shared_.v_full[values_.stage], pending_.head, pending_.row,
+                                   pending_.batch);
     values_.Advance();
     pending_.any = false;
   }
@@ -75,6 +75,25 @@ class Loader {
     for (int c = 0; c < kChunks; ++c) {
       LoadBox(address + c * kRows * kChunkRowBytes, map, barrier, c * kChunkColumns, head, row,
               batch);
+    }
+  }
+
+  // A tile of K or V. In a cluster every CTA loads its part of the rows, for all.
+  template <int kChunks>
+  __device__ __forceinline__ void LoadKeys(const CUtensorMap& map, char* to, uint64_t* full,
+                                           int head, int row, int batch) {
+    if constexpr (Traits::kCluster == 1) {
+      Load<kChunks, Traits::kKeys>(map, to, full, head, row, batch);
+    } else {
+      const uint32_t barrier = SharedAddress(full);
+      const int from = ClusterRank() * Traits::kLoadedKeys;
+      const uint32_t address = SharedAddress(to) + from * kChunkRowBytes;
+      BarrierExpect(barrier, kChunks * Traits::kKeys * kChunkRowBytes);
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        LoadBoxToCtas(address + c * Traits::kKeys * kChunkRowBytes, map, barrier, c * kChunkColumns,
+                      head, row + from, batch, (1 << Traits::kCluster) - 1);
+      }
     }
   }
 

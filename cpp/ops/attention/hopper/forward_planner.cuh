@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
 #include "ops/attention/hopper/forward_shared.cuh"
 
@@ -24,9 +25,9 @@ __device__ __forceinline__ Assignment AssignInOrder(const ForwardParams& p, int6
   const int section = static_cast<int>(index) / (p.heads_apart * p.tiles);
   return Assign(p, section, static_cast<int>(index) - section * p.heads_apart * p.tiles);
 }
-// This CTA's tile of a round.
-__device__ __forceinline__ Assignment AssignInRounds(const ForwardParams& p, int round) {
-  const int grid = gridDim.x, cta = blockIdx.x;
+// The tile of CTA `cta` of `grid` (or of a cluster) in a round.
+__device__ __forceinline__ Assignment AssignInRounds(const ForwardParams& p, int round, int cta,
+                                                     int grid) {
   if (p.section_rounds == 0) return AssignInOrder(p, int64_t{round} * grid + cta);
   const int section = round / p.section_rounds;
   if (section * p.heads_apart >= p.num_pairs) return {Assignment::kEnd};
@@ -41,14 +42,16 @@ class Planner {
       : p_(p), shared_(shared), lane_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void Run() {
-    const bool counted = p_.counter >= 0;
-    int64_t index = blockIdx.x;
+    const int grid = gridDim.x / Traits::kCluster, cta = blockIdx.x / Traits::kCluster;
+    const bool counted = Traits::kCluster == 1 && p_.counter >= 0;
+    int64_t index = cta;
     for (int round = 0;; ++round) {
-      const Assignment at = counted ? AssignInOrder(p_, index) : AssignInRounds(p_, round);
+      const Assignment at =
+          counted ? AssignInOrder(p_, index) : AssignInRounds(p_, round, cta, grid);
       if (at.is == Assignment::kEnd) break;
       const unsigned count = counted ? Count() : 0;  // under way while the tile is planned
       if (at.is == Assignment::kTile) PlanTile(at);
-      index = int64_t{gridDim.x} + __shfl_sync(~0u, count, 0);
+      index = int64_t{grid} + __shfl_sync(~0u, count, 0);
     }
     if (lane_ == 0) shared_.items[item_].is = Item::kEnd;
     Emit({0, 0, 0, item_});
@@ -70,21 +73,25 @@ class Planner {
     Sequence found;
     int first;
     const int batch = at.pair / p_.num_heads, head = at.pair - batch * p_.num_heads;
-    if (!FindTile<Along::kQueries, Traits::kQueries>(p_, batch, at.tile, &found, &first)) return;
+    if (!FindTile<Along::kQueries, Traits::kClusterQueries>(p_, batch, at.tile, &found, &first)) {
+      return;
+    }
+    const int end = first + Traits::kClusterQueries;
+    const int own = Traits::kCluster > 1 ? first + ClusterRank() * Traits::kQueries : first;
     Item& item = shared_.items[item_];
     if (lane_ == 0) {
       const bool packed = p_.cu_q != nullptr;  // the maps have one batch member
       item.sequence = found;
       item.head = head;
-      item.first = first;
-      item.q_row = first + (packed ? static_cast<int>(found.q_row) : 0);
+      item.first = own;
+      item.q_row = own + (packed ? static_cast<int>(found.q_row) : 0);
       item.kv_row = packed ? static_cast<int>(found.kv_row) : 0;
       item.kv_head = head / p_.group;
       item.batch = packed ? 0 : found.batch;
     }
     __syncwarp();
     const Sequence& s = item.sequence;
-    Park(Walk(p_, s, head, first, min(first + Traits::kQueries, s.q_len)));
+    Park(Walk(p_, s, head, first, min(end, s.q_len)));
     Step step, next;
     for (bool any = false, more = true; more; any = true) {  // a step behind: is it the last?
       more = Next(s, &next);
@@ -107,9 +114,16 @@ class Planner {
   __device__ __forceinline__ bool Next(const Sequence& s, Step* step) {
     Walk walk(p_, s, shared_.walk);
     const bool found = walk.Next();
-    if (found) *step = {walk.first(), walk.limit(), walk.all_visible() ? 0 : Step::kMasked, item_};
+    if (found) *step = {walk.first(), walk.limit(), AllVisible(walk) ? 0 : Step::kMasked, item_};
     Park(walk);
     return found;
+  }
+  // Whether the walk's tile needs no mask; the walk of a cluster is that of all its query tiles.
+  __device__ __forceinline__ bool AllVisible(const Walk& walk) const {
+    if (Traits::kCluster == 1) return walk.all_visible();
+    const Item& item = shared_.items[item_];
+    const int end = min(item.first + Traits::kQueries, item.sequence.q_len);
+    return item.sequence.AllVisible(item.first, end, walk.first(), walk.first() + Traits::kKeys);
   }
   __device__ __forceinline__ void Park(const Walk& walk) {
     __syncwarp();  // all lanes have read it

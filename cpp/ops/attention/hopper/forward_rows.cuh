@@ -2,6 +2,7 @@
 // and the way out.
 #pragma once
 
+#include <cfloat>
 #include <cstdint>
 
 #include "device/fast_math.cuh"
@@ -16,8 +17,8 @@ namespace kvblock::hopper {
 
 // Of a thread's two rows, g and g + 8 of its warp's 16 (device/mma.cuh).
 struct RowSums {
-  float reference[2] = {-INFINITY, -INFINITY};  // log2 of what they are relative to; -inf: nothing
-  float sum[2] = {0.0f, 0.0f};                  // this thread's columns only
+  float reference[2] = {-FLT_MAX, -FLT_MAX};  // log2 of what they are relative to
+  float sum[2] = {0.0f, 0.0f};                // this thread's columns only
 };
 
 // A thread's part of its warp's rows.
@@ -56,48 +57,77 @@ __device__ __forceinline__ void IssueValues(Rows<Traits>& rows, uint64_t v) {
   }
 }
 
-// Scores become probabilities, and join the sums. True: some row of this warp has a new reference,
-// and what came before is to be scaled by `factor`.
+// A tile's scores may be larger than their row's reference by this many powers of 2.
+constexpr float kOutgrown = 8.0f;
+
+// New references for rows that have outgrown theirs. What came before is to be scaled by `factor`.
 template <typename Traits>
-__device__ __forceinline__ bool Softmax(Rows<Traits>& rows, float to_log2, float (&factor)[2]) {
-  constexpr int kColumns = Traits::kKeys / 8;
-  constexpr float kOutgrown = 8.0f;
-  auto& s = rows.state.s[0];
-  bool moved = false;
-  float reference[2];
+__device__ __forceinline__ void MoveReferences(Rows<Traits>& rows, float to_log2,
+                                               float (&factor)[2]) {
+  const auto& s = rows.state.s[0];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float max[2] = {s[0][half * 2], s[0][half * 2 + 1]};
 #pragma unroll
-    for (int n = 1; n < kColumns; ++n) {
+    for (int n = 1; n < Traits::kKeys / 8; ++n) {
       max[0] = fmaxf(max[0], s[n][half * 2]);
       max[1] = fmaxf(max[1], s[n][half * 2 + 1]);
     }
-    const float before = rows.sums.reference[half];
-    const float tile = RowMax(fmaxf(max[0], max[1])) * to_log2;
+    float& reference = rows.sums.reference[half];
+    const float tile = RowMax(fmaxf(max[0], max[1])) * to_log2, before = reference;
     const bool outgrown = tile > before + kOutgrown;
-    moved |= outgrown;
-    const float now = outgrown ? tile : before;
-    factor[half] = outgrown ? Exp2(before - now) : 1.0f;
-    rows.sums.reference[half] = now;
-    reference[half] = Reference(now, 1.0f);
+    if (outgrown) reference = tile;
+    factor[half] = outgrown ? Exp2(before - tile) : 1.0f;
   }
-  float sum[2][2] = {};
+}
+
+// The same, where it hardly ever happens: while no thread's largest score, or 0, has outgrown the
+// reference, no lane asks another for its maximum. True: some row of this warp may have a new one.
+template <typename Traits>
+__device__ __forceinline__ bool FollowMaxima(Rows<Traits>& rows, float to_log2,
+                                             float (&factor)[2]) {
+  const auto& s = rows.state.s[0];
+  bool outgrown = false;
 #pragma unroll
-  for (int n = 0; n < kColumns; ++n) {
+  for (int half = 0; half < 2; ++half) {
+    int max[2] = {0, 0};
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; ++n) {
+      max[n % 2] = MaxOfBits(max[n % 2], s[n][half * 2], s[n][half * 2 + 1]);
+    }
+    const float largest = __int_as_float(::max(max[0], max[1]));
+    outgrown |= largest * to_log2 > rows.sums.reference[half] + kOutgrown;
+    factor[half] = 1.0f;
+  }
+  outgrown = __any_sync(~0u, outgrown);
+  if (outgrown) MoveReferences(rows, to_log2, factor);
+  return outgrown;
+}
+
+// The scores of columns 8 kFrom to 8 kTo become probabilities, and join the sums.
+template <int kFrom, int kTo, typename Traits>
+__device__ __forceinline__ void Exponentials(Rows<Traits>& rows, float to_log2,
+                                             float (&sum)[2][2]) {
+  auto& s = rows.state.s[0];
+#pragma unroll
+  for (int n = kFrom; n < kTo; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      s[n][e] = Exp2(fmaf(s[n][e], to_log2, -reference[e / 2]));
+      s[n][e] = Exp2(fmaf(s[n][e], to_log2, -rows.sums.reference[e / 2]));
       sum[e / 2][e % 2] += s[n][e];
     }
   }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void AddSums(Rows<Traits>& rows, const float (&factor)[2],
+                                        const float (&sum)[2][2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float& total = rows.sums.sum[half];
     total = fmaf(total, factor[half], sum[half][0] + sum[half][1]);
   }
   KeepAfter(rows.sums.sum);  // summed here, not where the sums are needed
-  return __any_sync(~0u, moved);
 }
 
 template <typename Traits>

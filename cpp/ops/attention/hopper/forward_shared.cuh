@@ -24,6 +24,8 @@ struct ForwardTraits {
   static constexpr int kConsumers = kTiles.consumers, kStages = kKvStages;
   static constexpr int kQueryStages = kTiles.query_stages;
   static constexpr int kQueries = kConsumers * 64, kKeys = kTiles.keys;
+  static constexpr int kCluster = kTiles.cluster;
+  static constexpr int kClusterQueries = kQueries * kCluster, kLoadedKeys = kKeys / kCluster;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kQueryChunks = (kQueryDim + 63) / 64, kValueChunks = (kValueDim + 63) / 64;
   static constexpr int kQBytes = kQueries * kQueryChunks * kChunkRowBytes;
@@ -31,6 +33,7 @@ struct ForwardTraits {
   static constexpr int kVBytes = kKeys * kValueChunks * kChunkRowBytes;
   // As generic/forward.cuh names them, for a warp's 16 rows.
   static constexpr int kRowBlocks = 1, kDim = kValueDim;
+  static_assert(kLoadedKeys % 8 == 0);
 };
 
 // How query tiles are shared out among CTAs.
@@ -53,7 +56,8 @@ namespace {
 __device__ unsigned forward_counters[kForwardCounters];
 }
 
-// A query tile.
+// A query tile. The CTAs of a cluster have neighbouring ones at the same time, of which the last
+// may lie past the end, and visit the KV tiles that any of them sees.
 struct Item {
   Sequence sequence;
   int head, first;

@@ -9,7 +9,8 @@ struct ForwardTiles {
   int query_stages;  // query tiles in shared memory: with two, one runs into the next
   // Registers a thread, multiples of 8. A multiprocessor has 512 for the threads of all warpgroups.
   int producer_registers, consumer_registers;
-  bool turns;  // the consumers take turns at the tensor cores
+  bool turns;   // the consumers take turns at the tensor cores
+  int cluster;  // CTAs that work on neighbouring query tiles and load K and V once for all
 };
 constexpr int kKvStages = 2;  // KV tiles in shared memory
 
@@ -17,27 +18,27 @@ constexpr int kKvStages = 2;  // KV tiles in shared memory
 enum class ForwardKind {
   kGeneral,  // every option
   kPlain,    // only masks by position; no tile lists
+  kBand,     // only a causal mask, over many tiles
   kWide,     // only the end of the keys
 };
 
 // For a padded head dim and value dim. General tiles have 128 queries, which divide listed ones.
 constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) {
   const bool general = kind == ForwardKind::kGeneral;
-  return dim == 64    ? general ? ForwardTiles{2, 128, 2, 56, 224, true}
-                                : ForwardTiles{3, 128, 2, 32, 160, true}
-         : dim == 96  ? ForwardTiles{2, 128, 2, 56, 224, true}
-         : dim == 128 ? kind == ForwardKind::kWide ? ForwardTiles{2, 176, 1, 40, 232, true}
-                                                   : ForwardTiles{2, 128, 2, 56, 224, true}
-         : dim == 192 ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 40, 232, true}
-                      : ForwardTiles{2, 80, 1, 24, 240, true};
+  return dim == 64    ? general ? ForwardTiles{2, 128, 2, 56, 224, true, 1}
+                                : ForwardTiles{3, 128, 2, 32, 160, true, 1}
+         : dim == 96  ? ForwardTiles{2, 128, 2, 56, 224, true, 1}
+         : dim == 128 ? kind == ForwardKind::kWide   ? ForwardTiles{2, 176, 1, 40, 232, true, 2}
+                        : kind == ForwardKind::kBand ? ForwardTiles{2, 128, 2, 56, 224, true, 2}
+                                                     : ForwardTiles{2, 128, 2, 56, 224, true, 1}
+         : dim == 192 ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 40, 232, true, 1}
+                      : ForwardTiles{2, 80, 1, 24, 240, true, 1};
 }
 
 // The kind of the instance that serves a kind.
 constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
-  if (dim == 64 && kind == ForwardKind::kWide) return ForwardKind::kPlain;
-  const bool own =
-      dim == 64 ? kind == ForwardKind::kPlain : dim == 128 && kind == ForwardKind::kWide;
-  return own ? kind : ForwardKind::kGeneral;
+  if (dim == 64 && kind != ForwardKind::kGeneral) return ForwardKind::kPlain;
+  return dim == 128 ? kind : ForwardKind::kGeneral;
 }
 
 // A CTA owns `keys` keys and works on `queries` queries at a time; `stages` tiles of Q and of dO

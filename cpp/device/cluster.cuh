@@ -1,0 +1,30 @@
+// Thread block clusters (sm_90): CTAs that run together and reach each other's shared memory.
+#pragma once
+
+#include <cstdint>
+
+namespace kvblock {
+
+// This CTA's place in its cluster.
+__device__ __forceinline__ int ClusterRank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+// All threads of all CTAs of the cluster meet; those that have returned count as there.
+__device__ __forceinline__ void ClusterMeet() {
+  asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
+}
+
+// Arrives at the barrier that lies at this address in CTA `rank` of the cluster. It orders no
+// writes of this thread for the other CTA.
+__device__ __forceinline__ void ClusterBarrierArrive(uint32_t barrier, int rank) {
+  asm volatile(
+      "{ .reg .b32 there; mapa.shared::cluster.u32 there, %0, %1;"
+      " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+}  // namespace kvblock
