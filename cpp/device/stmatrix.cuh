@@ -14,4 +14,12 @@ __device__ __forceinline__ void StoreMatrices(uint32_t address, const uint32_t (
                : "memory");
 }
 
+// The same for the transposes: what a lane holds of a row goes to a column.
+__device__ __forceinline__ void StoreTransposes(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+      : "memory");
+}
+
 }  // namespace kvblock

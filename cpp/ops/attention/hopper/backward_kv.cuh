@@ -11,8 +11,9 @@
 // Three warpgroups have roles and registers of their own:
 //
 //   loader    one warp walks over the tiles, starts the copies of Q and dO, and prepares lse and
-//             delta (backward_loader.cuh); two take turns for a dQ that is the same every time
-//             (backward_turns.cuh)
+//             delta (backward_loader.cuh); two add dQ to dq_accum (backward_adder.cuh), or, where
+//             the workers do that, take turns for a dQ that is the same every time
+//             (backward_turns.cuh); the fourth starts the copies of K and V
 //   workers   two warpgroups compute. They own 64 keys each (backward_narrow.cuh): S^T and dP^T in
 //             the registers of one become the A operands of its dV and dK, and only dQ, which sums
 //             over all keys, needs the dS of both. For head dims over 128 the sums of 64 keys do
@@ -23,9 +24,9 @@
 // and waits late. Those of head dims up to 128, and what runs under them:
 //
 //   S, dP   P
-//   dV      dS, written to shared memory, where two steps have room
-//   dQ      (of the step before, whose dS both have long written)
-//   dK      dQ is added, the next step begins
+//   dV      dS, in shared memory, becomes visible to the other warpgroup
+//   dQ      (for head dims up to 64 of the step before)
+//   dK      dQ goes to shared memory, the next step begins
 //
 // Barriers in shared memory (BackwardShape): "full" tells that a stage of Q, lse and delta or of dO
 // has landed, "free" that both workers have read it; kScoresReady that dS of a step is written;
@@ -38,6 +39,7 @@
 
 #include <cstdint>
 
+#include "ops/attention/hopper/backward_adder.cuh"
 #include "ops/attention/hopper/backward_loader.cuh"
 #include "ops/attention/hopper/backward_narrow.cuh"
 #include "ops/attention/hopper/backward_turns.cuh"
@@ -53,12 +55,13 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
 
+  const bool has_dq = p.dq_accum != nullptr, turns = has_dq && p.dq_turns != nullptr;
+
   // Whose keys these are. The first tiles come first, which a causal mask makes the longest; a few
   // heads take turns, or the last head's longest tiles would end alone. For a dq that is the same
   // every time the last tiles come first (backward_turns.cuh).
   const int turn = p.tiles * p.heads_apart, first_owner = blockIdx.x / turn * p.heads_apart;
   const int apart = min(p.heads_apart, p.num_pairs - first_owner);
-  const bool turns = p.dq_turns != nullptr && p.dq_accum != nullptr;
   const int nth = blockIdx.x % turn / apart;
   const int tile = turns ? p.tiles - 1 - nth : nth;
   const int owner = first_owner + blockIdx.x % turn % apart;
@@ -82,31 +85,43 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     BarrierInit(base + Shape::kPFree, kWarpgroup);
     BarrierInit(base + Shape::kMayAdd, 1);
     BarrierInit(base + Shape::kMayAdd + 8, 1);
+    // Threads of two more warps that look at each step.
+    const int lookers = Shape::kWide ? (turns ? 2 * 32 : 0) : (has_dq ? 2 : 0);
     for (int i = 0; i < Shape::kStages; ++i) {
       BarrierInit(base + Shape::kQFull + i * 8, 1 + 32);  // the copy, and lse and delta
-      BarrierInit(base + Shape::kQFree + i * 8, Shape::kWorkers + (turns ? 2 * 32 : 0));
+      BarrierInit(base + Shape::kQFree + i * 8, Shape::kWorkers + lookers);
       BarrierInit(base + Shape::kDoFull + i * 8, 1);
       BarrierInit(base + Shape::kDoFree + i * 8, kWarps);
     }
+    for (int i = 0; i < Shape::kDqStages * 2; ++i) {
+      BarrierInit(base + Shape::kDqFull + i * 8, kWarpgroup);
+      BarrierInit(base + Shape::kDqFree + i * 8, 1);
+    }
     FenceBarrierInit();
   }
-  __syncthreads();
   if (warp < kWarpgroup / 32) {
     GiveRegisters<kLoaderRegisters>();
+    __syncthreads();
+    const BackwardLoader<Shape, kPlain> loader{p, maps, shared, base, thread};
     if (warp == 0) {
-      BackwardLoader<Shape, kPlain>{p, maps, shared, base, thread}.Run();
-    } else if (warp <= 2 && turns) {
+      loader.Run();
+    } else if (warp == 3) {
+      if (ElectLane()) loader.LoadKeys();
+    } else if constexpr (!Shape::kWide) {
+      if (has_dq && ElectLane()) BackwardAdder<Shape>{p, shared, base, warp - 1, nth}.Run();
+    } else if (turns) {
       BackwardTurns<Shape>{p, shared, base, warp - 1, thread % 32, nth}.Run();
     }
   } else {
     TakeRegisters<kWorkerRegisters>();
+    __syncthreads();
     const int group = warp / (kWarpgroup / 32) - 1, worker = thread % kWarpgroup;
     if constexpr (!Shape::kWide) {
-      NarrowWorker<T, Shape, kPlain>{{p, shared, base, group, worker}}.Run();
+      NarrowWorker<T, Shape, kPlain>{{p, maps, shared, base, group, worker}}.Run();
     } else if (group == 0) {
-      WideWorker<T, Shape, kPlain, 0>{{p, shared, base, 0, worker}}.Run();
+      WideWorker<T, Shape, kPlain, 0>{{p, maps, shared, base, 0, worker}}.Run();
     } else {
-      WideWorker<T, Shape, kPlain, 1>{{p, shared, base, 1, worker}}.Run();
+      WideWorker<T, Shape, kPlain, 1>{{p, maps, shared, base, 1, worker}}.Run();
     }
   }
 }

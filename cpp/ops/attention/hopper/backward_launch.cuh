@@ -36,6 +36,8 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   if (!error) error = map(a.d_o, a.q_len, a.num_heads, a.value_dim, Shape::kQueries, &maps.d_o);
   if (!error) error = map(a.k, a.kv_len, a.num_kv_heads, a.head_dim, Shape::kKeys, &maps.k);
   if (!error) error = map(a.v, a.kv_len, a.num_kv_heads, a.value_dim, Shape::kKeys, &maps.v);
+  if (!error) error = map(a.dk, a.kv_len, a.num_kv_heads, a.head_dim, kStoredRows, &maps.dk);
+  if (!error) error = map(a.dv, a.kv_len, a.num_kv_heads, a.value_dim, kStoredRows, &maps.dv);
   if (error) return error;
 
   const auto kernel = AttentionBackwardKv<T, Shape, kPlain>;

@@ -46,6 +46,7 @@ struct BackwardLoader {
               packed ? 0 : owned().sequence.batch);
     }
   }
+  // One thread.
   __device__ __forceinline__ void LoadKeys() const {
     const Owned& o = owned();
     LoadTile<KeyTile>(base + Shape::kK, maps.k, base + Shape::kKFull, o.kv_head, o.sequence.kv_row,
@@ -90,7 +91,7 @@ struct BackwardLoader {
     constexpr int kQueries = Shape::kQueries, kStages = Shape::kStages, kRows = kQueries / 32;
     int step = 0, head = owned().kv_head * p.group;
     const int end_head = head + p.group;
-    bool fresh = true, keys_loaded = false;
+    bool fresh = true;
     while (head < end_head) {
       int first;
       bool visible;
@@ -115,11 +116,14 @@ struct BackwardLoader {
       }
       BarrierWait(base + Shape::kQFree + stage * 8, phase ^ 1);
       if (lane == 0) {
-        if (!keys_loaded) LoadKeys();
         LoadTile<QueryTile>(base + Shape::kQ + stage * QueryTile::kBytes, maps.q,
                             base + Shape::kQFull + stage * 8, head, s.q_row, first);
       }
-      keys_loaded = true;
+      BarrierWait(base + Shape::kDoFree + stage * 8, phase ^ 1);
+      if (lane == 0) {
+        LoadTile<GradTile>(base + Shape::kDo + stage * GradTile::kBytes, maps.d_o,
+                           base + Shape::kDoFull + stage * 8, head, s.q_row, first);
+      }
       float* const rows = reinterpret_cast<float*>(shared + Shape::kLse) + stage * kQueries + lane;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
@@ -130,14 +134,13 @@ struct BackwardLoader {
       const bool strangers = p.cu_q != nullptr || q_len < s.q_rows;
       const bool partial = strangers && first + kQueries > q_len;
       Publish(step, {first, head, (masked ? Step::kMasked : 0) | (partial ? Step::kPartial : 0)});
-      BarrierWait(base + Shape::kDoFree + stage * 8, phase ^ 1);
-      if (lane == 0) {
-        LoadTile<GradTile>(base + Shape::kDo + stage * GradTile::kBytes, maps.d_o,
-                           base + Shape::kDoFull + stage * 8, head, s.q_row, first);
-      }
       ++step;
     }
     const int stage = step % kStages, phase = step / kStages % 2;
+    if (step == 0) {  // dK and dV, zeros, are written to where the keys land
+      BarrierWait(base + Shape::kKFull, 0);
+      BarrierWait(base + Shape::kVFull, 0);
+    }
     BarrierWait(base + Shape::kQFree + stage * 8, phase ^ 1);
     if (lane == 0) BarrierArrive(base + Shape::kQFull + stage * 8);
     Publish(step, {0, 0, Step::kEnd});

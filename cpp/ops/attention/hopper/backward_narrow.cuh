@@ -11,7 +11,7 @@ template <typename T, typename Shape, bool kPlain>
 struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   using Base = BackwardWorker<T, Shape, kPlain>;
   using Base::Arrive, Base::owned, Base::StepAt;
-  using Base::kQueries, Base::kKeys, Base::p, Base::base, Base::group, Base::thread;
+  using Base::kQueries, Base::kKeys, Base::p, Base::maps, Base::base, Base::group, Base::thread;
   using typename Base::KeyTile, typename Base::QueryTile, typename Base::ScoreTile;
   using typename Base::Step;
   static constexpr int kDim = Shape::kDim, kScores = kQueries / 2, kSums = kDim / 2;
@@ -21,7 +21,11 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   static constexpr bool kHalfTheQueries = kQueries == 128;
   static constexpr int kDqColumns = kHalfTheQueries ? kDim : 64, kDqSums = kDqColumns / 2;
   static_assert(kHalfTheQueries || kDim == 128 || kDim == 96);
-  static constexpr bool kShortOfRegisters = kQueries == 128;
+  // Whether a step computes the dQ of the step before, whose dS both warpgroups have long written,
+  // or its own, for which they meet. Then they run in step, and the scores of one do not get in the
+  // way of the products of the other; at head dim 64 there is too much of scores for that.
+  static constexpr bool kLateDq = kQueries == 128;
+  static constexpr bool kHoldsRows = kQueries == 64;  // there are registers for lse and delta
 
   // D = K Q^T or V dO^T: 64 keys by kQueries.
   __device__ __forceinline__ void KeysByQueries(float (&d)[kScores], uint32_t keys,
@@ -49,124 +53,164 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
 
   // This warpgroup's part of dQ = dS K.
   __device__ __forceinline__ void SumOverKeys(float (&d)[kDqSums], uint32_t ds) const {
-    const uint64_t a = SharedOperand(ds + (kHalfTheQueries ? group * ScoreTile::kChunkBytes : 0));
+    const uint64_t a = SharedOperand(ds + (kHalfTheQueries ? group * 64 * kChunkRowBytes : 0));
     const uint64_t b =
         SharedOperand(base + Shape::kK + (kHalfTheQueries ? 0 : group * KeyTile::kChunkBytes),
                       KeyTile::kChunkBytes);
 #pragma unroll
     for (int k = 0; k < kKeys / 16; ++k) {
-      Wgmma<kDqColumns>::template Shared<T, OperandLies::kDown, OperandLies::kDown>(
-          d, Advance(a, k * 16 * kChunkRowBytes), Advance(b, k * 16 * kChunkRowBytes), k > 0);
+      Wgmma<kDqColumns>::template Shared<T, OperandLies::kAcross, OperandLies::kDown>(
+          d, Advance(a, k / 4 * ScoreTile::kChunkBytes + k % 4 * 32),
+          Advance(b, k * 16 * kChunkRowBytes), k > 0);
     }
   }
 
   __device__ __forceinline__ uint32_t DsOf(int step) const {
     return base + Shape::kDs + step % 2 * ScoreTile::kBytes;
   }
-  __device__ __forceinline__ int DqFirst(const Step& at) const {
-    return at.first + (kHalfTheQueries ? group * kDqRows : 0);
-  }
-  __device__ __forceinline__ bool HasDq(const Step& at) const {
-    return !kHalfTheQueries || DqFirst(at) < owned().sequence.q_len;
+  __device__ __forceinline__ auto Rows(const float* rows) const {
+    if constexpr (kHoldsRows) {
+      return HeldRows<kScores>(rows, thread);
+    } else {
+      return rows;
+    }
   }
 
-  // Adds the dQ of a step.
-  __device__ __forceinline__ void Add(const float (&dq)[kDqSums], int step) const {
-    const Step& at = StepAt(step);
-    Base::AwaitTurn(step);
-    const int first_block = kHalfTheQueries ? 0 : group * 8;
-    if (HasDq(at)) Base::AddDq(dq, at.head, DqFirst(at), first_block);
-    Base::PassTurn();
+  // Leaves the dQ of a step to the warp that adds it (backward_adder.cuh).
+  __device__ __forceinline__ void HandOver(const float (&dq)[kDqSums], int step) const {
+    static_assert(kDqSums == 32);
+    const int place = step % Shape::kDqStages * 2 + group;
+    BarrierWait(base + Shape::kDqFree + place * 8, step / Shape::kDqStages % 2 ^ 1);
+    char* const to = Base::shared + Shape::kDq + place * Shape::kDqBytes + thread * 16;
+#pragma unroll
+    for (int n = 0; n < kDqSums / 4; ++n) {
+      *reinterpret_cast<float4*>(to + n * (kDqRows * 8 * 4)) =
+          make_float4(dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]);
+    }
+    FenceAsync();
+    BarrierArrive(base + Shape::kDqFull + place * 8);
   }
 
   __device__ __forceinline__ void Run() const {
     constexpr int kStages = Shape::kStages;
     const bool has_dq = p.dq_accum != nullptr;
-    float dk[kSums], dv[kSums];
+    float dk[kSums], dv[kSums], dq[kDqSums];
 #pragma unroll
     for (int i = 0; i < kSums; ++i) dk[i] = dv[i] = 0.0f;
 
     int step = 0;
-    for (;; ++step) {
+    BarrierWait(base + Shape::kQFull, 0);
+    int flags = StepAt(0).flags;
+    if (!(flags & Step::kEnd)) Base::TakeKeys();
+    for (; !(flags & Step::kEnd); ++step) {
       const int stage = step % kStages, phase = step / kStages % 2;
       const uint32_t q = base + Shape::kQ + stage * QueryTile::kBytes;
       const uint32_t d_o = base + Shape::kDo + stage * QueryTile::kBytes;
-      BarrierWait(base + Shape::kQFull + stage * 8, phase);
       const Step& at = StepAt(step);
-      const int flags = at.flags;
-      if (flags & Step::kEnd) break;
-      if (step == 0) Base::TakeKeys();
+      const bool masked = flags & Step::kMasked;
       if (flags & Step::kPartial) Base::ClearStrangers(at.first, stage, phase);
 
       // S and dP.
+      const auto lse = Rows(Base::LseOf(stage));
       float c[kScores], dp[kScores];
       WgmmaFence();
       KeysByQueries(c, base + Shape::kK, q);
       WgmmaCommit();
-      if constexpr (kShortOfRegisters) WgmmaWait<1>();  // the operand of the dK before is free
+      if constexpr (kLateDq) WgmmaWait<1>();  // the operand of the dK before is free
       BarrierWait(base + Shape::kDoFull + stage * 8, phase);
       KeysByQueries(dp, base + Shape::kV, d_o);
       WgmmaCommit();
 
-      // P, under dP; dV.
+      // P, under dP; dS.
       WgmmaWait<1>();
       KeepAfter(c);
-      if (step > 0) BarrierArrive(base + Shape::kQFree + (step - 1) % kStages * 8);
+      if (kLateDq && step > 0) BarrierArrive(base + Shape::kQFree + (step - 1) % kStages * 8);
       const BackwardScores<T, kScores, kPlain> scores{
           p, owned().sequence, owned().first_key + group * 64, at.first, at.head, thread};
       Packed<kScores> prob, ds;
-      scores.Probabilities(prob, c, Base::LseOf(stage), flags & Step::kMasked);
-      WgmmaFence();
-      SumOverQueries(dv, prob, d_o);
-      WgmmaCommit();
-
-      // dS, under dV.
-      WgmmaWait<1>();
+      scores.Probabilities(prob, c, lse, masked);
+      const auto delta = Rows(Base::DeltaOf(stage));
+      WgmmaWait<0>();
       KeepAfter(dp);
-      scores.Slopes(c, dp, Base::DeltaOf(stage), flags & Step::kMasked);
+      scores.Slopes(c, dp, delta, masked);
       PackAll<T>(ds, c);
       if (has_dq) {
         // Both have written the dS before, and have read the one before that.
-        if (step > 0) BarrierWait(base + Shape::kScoresReady, (step - 1) % 2);
-        StorePacked<ScoreTile>(DsOf(step), group * 64, 0, thread, ds);
-        FenceAsync();
+        if (kLateDq && step > 0) BarrierWait(base + Shape::kScoresReady, (step - 1) % 2);
+        StoreTransposed<ScoreTile>(DsOf(step), 0, group * 64, thread, ds);
       }
 
-      // dQ of the step before and dK. (The first step's dQ is of nothing, and dropped.)
-      float dq[kDqSums];
+      // dV, under which dS becomes visible; dQ; dK.
       WgmmaFence();
-      SumOverKeys(dq, DsOf(step + 1));
+      SumOverQueries(dv, prob, d_o);
       WgmmaCommit();
+      if (has_dq) FenceAsync();
+      if constexpr (kLateDq) {  // the first step's dQ is of nothing, and dropped
+        WgmmaFence();
+        SumOverKeys(dq, DsOf(step + 1));
+        WgmmaCommit();
+      } else {
+        BarrierMeet(kWorkersMeet, Shape::kWorkers);
+        WgmmaFence();
+        SumOverKeys(dq, DsOf(step));
+        WgmmaCommit();
+        WgmmaWait<1>();
+        Arrive(base + Shape::kDoFree + stage * 8);
+        WgmmaFence();
+      }
       SumOverQueries(dk, ds, q);
       WgmmaCommit();
+
+      // What comes next is looked at while the products run.
+      BarrierWait(base + Shape::kQFull + (step + 1) % kStages * 8, (step + 1) / kStages % 2);
+      flags = StepAt(step + 1).flags;
+
+      // dQ goes out under dK.
       WgmmaWait<1>();
       KeepAfter(dq);
-      Arrive(base + Shape::kDoFree + stage * 8);
-      if (has_dq) {
+      if constexpr (kLateDq) {
+        Arrive(base + Shape::kDoFree + stage * 8);
         Arrive(base + Shape::kScoresReady);
-        if (step > 0) Add(dq, step - 1);
+        if (has_dq && step > 0) HandOver(dq, step - 1);
+      } else {
+        if (has_dq) HandOver(dq, step);
+        WgmmaWait<0>();
+        BarrierArrive(base + Shape::kQFree + stage * 8);
       }
     }
 
     WgmmaWait<0>();
     KeepAfter(dk);
     KeepAfter(dv);
-    if (has_dq && step > 0) {
-      float dq[kDqSums];
+    if (kLateDq && step > 0) {
       BarrierWait(base + Shape::kScoresReady, (step - 1) % 2);
       WgmmaFence();
       SumOverKeys(dq, DsOf(step - 1));
       WgmmaCommit();
       WgmmaWait<0>();
       KeepAfter(dq);
-      Add(dq, step - 1);
+      if (has_dq) HandOver(dq, step - 1);
     }
 
+    // dV and dK go out by way of this warpgroup's rows of V and K. Packed, the rows after the last
+    // of a sequence are another's, which boxes would overwrite.
+    const bool boxes = p.cu_q == nullptr || owned().first_key + kKeys <= owned().sequence.kv_rows;
+    const auto store = [&](const CUtensorMap& map, uint32_t tile, const float (&sums)[kSums],
+                           float scale) {
+      StoreAccumulators<T, KeyTile>(tile, group * 64, 0, thread, sums, scale);
+      FenceAsync();
+      BarrierMeet(kWarpgroupMeets + group, kWarpgroup);
+      if (boxes && thread == 0) Base::template StoreRows<KeyTile>(map, tile);
+    };
+    store(maps.dv, base + Shape::kV, dv, 1.0f);
     BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K any more
-    StoreAccumulators<T, KeyTile>(base + Shape::kK, group * 64, 0, thread, dk, p.scale);
-    StoreAccumulators<T, KeyTile>(base + Shape::kV, group * 64, 0, thread, dv, 1.0f);
-    BarrierMeet(kWorkersMeet, Shape::kWorkers);
-    Base::StoreKeys();
+    store(maps.dk, base + Shape::kK, dk, p.scale);
+    if (boxes) {
+      if (thread == 0) WaitStoresRead<0>();
+    } else {
+      BarrierMeet(kWorkersMeet, Shape::kWorkers);
+      Base::StoreKeys();
+    }
   }
 };
 

@@ -41,6 +41,17 @@ __device__ __forceinline__ void StorePacked(uint32_t tile, int row, int column, 
   }
 }
 
+// The same for the transpose: a row becomes a column.
+template <typename Tile, int kBlocks>
+__device__ __forceinline__ void StoreTransposed(uint32_t tile, int row, int column, int thread,
+                                                const uint32_t (&r)[kBlocks][4]) {
+  const int lane = thread % 32;
+  const uint32_t to = tile + Tile::Offset(row + lane / 16 * 8 + lane % 8,
+                                          column + thread / 32 * 16 + lane / 8 % 2 * 8);
+#pragma unroll
+  for (int k = 0; k < kBlocks; ++k) StoreTransposes(to + k * 16 * kChunkRowBytes, r[k]);
+}
+
 // Rounds and writes accumulators.
 template <typename T, typename Tile, int kCount>
 __device__ __forceinline__ void StoreAccumulators(uint32_t tile, int row, int column, int thread,
@@ -67,8 +78,32 @@ __device__ __forceinline__ void ZeroRows(char* tile, int from, int thread, int t
   }
 }
 
-// One warpgroup's part of a tile of scores. lse and delta are those of its queries, lse in
-// units of log 2. kPlain: there is no softcap, no bias and no segment.
+// lse or delta of the 2 kCount queries of a thread, from shared memory: of its two in block n.
+__device__ __forceinline__ float2 RowPair(const float* rows, int n, int thread) {
+  return reinterpret_cast<const float2*>(rows)[n * 4 + thread % 4];
+}
+// The same, held in registers.
+template <int kCount>
+struct HeldRows {
+  const float* rows;
+  float2 pairs[kCount / 4];
+
+  __device__ __forceinline__ HeldRows(const float* rows, int thread) : rows(rows) {
+#pragma unroll
+    for (int n = 0; n < kCount / 4; ++n) {
+      pairs[n] = RowPair(rows, n, thread);
+      asm volatile("" : "+f"(pairs[n].x), "+f"(pairs[n].y));  // not later
+    }
+  }
+  __device__ __forceinline__ operator const float*() const { return rows; }
+};
+template <int kCount>
+__device__ __forceinline__ float2 RowPair(const HeldRows<kCount>& held, int n, int) {
+  return held.pairs[n];
+}
+
+// One warpgroup's part of a tile of scores. lse and delta, held or where they lie, are those of its
+// queries, lse in units of log 2. kPlain: there is no softcap, no bias and no segment.
 template <typename T, int kCount, bool kPlain>
 struct BackwardScores {
   const AttentionParams& p;
@@ -76,8 +111,9 @@ struct BackwardScores {
   int first_key, first_query, head, thread;
 
   // c becomes P, and `prob` P packed; with a softcap c is then multiplied by its slope.
+  template <typename Rows>
   __device__ __forceinline__ void Probabilities(Packed<kCount>& prob, float (&c)[kCount],
-                                                const float* lse, bool masked) const {
+                                                const Rows& lse, bool masked) const {
     if (!kPlain && masked && (p.bias != nullptr || p.q_segments != nullptr)) {
       AnyProbabilities(prob, c, lse);
     } else if (!kPlain && masked && p.softcap > 0.0f) {
@@ -94,31 +130,28 @@ struct BackwardScores {
   }
 
   // c becomes dS = P (dP - delta).
-  __device__ __forceinline__ void Slopes(float (&c)[kCount], float (&dp)[kCount],
-                                         const float* delta, bool masked) const {
+  template <typename Rows>
+  __device__ __forceinline__ void Slopes(float (&c)[kCount], float (&dp)[kCount], const Rows& delta,
+                                         bool masked) const {
     if (masked) {  // a masked score takes nothing, not even a NaN
 #pragma unroll
       for (int i = 0; i < kCount; ++i) dp[i] = c[i] == 0.0f ? 0.0f : dp[i];
     }
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
-      const float2 d = RowPair(delta, n);
+      const float2 d = RowPair(delta, n, thread);
 #pragma unroll
       for (int e = 0; e < 4; ++e) c[n * 4 + e] *= dp[n * 4 + e] - (e % 2 ? d.y : d.x);
     }
   }
 
  private:
-  // Of this thread's two queries in block n.
-  __device__ __forceinline__ float2 RowPair(const float* rows, int n) const {
-    return reinterpret_cast<const float2*>(rows)[n * 4 + thread % 4];
-  }
-
-  __device__ __forceinline__ void Exponentials(float (&c)[kCount], const float* lse) const {
+  template <typename Rows>
+  __device__ __forceinline__ void Exponentials(float (&c)[kCount], const Rows& lse) const {
     const float scale = p.scale * kLog2E;
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
-      const float2 l = RowPair(lse, n);
+      const float2 l = RowPair(lse, n, thread);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float row = e % 2 ? l.y : l.x;
@@ -159,7 +192,7 @@ struct BackwardScores {
     const float factor = p.scale * inverse * kTwoLog2E;
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
-      const float2 l = RowPair(lse, n);
+      const float2 l = RowPair(lse, n, thread);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float x[2];

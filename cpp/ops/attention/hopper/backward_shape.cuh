@@ -4,20 +4,25 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/warpgroup.cuh"
 #include "device/wgmma.cuh"
 #include "ops/attention/common/mask.cuh"
+#include "ops/attention/hopper/dq_tile.cuh"
 #include "ops/attention/hopper/tiles.h"
 
 namespace kvblock::hopper {
 
 // Hardware barriers: of both warpgroups that compute; of each with its warp that takes turns; of
-// the first alone.
-constexpr int kWorkersMeet = 1, kTurnTakersMeet = 2, kFirstGroupMeets = 4;
+// each by itself.
+constexpr int kWorkersMeet = 1, kTurnTakersMeet = 2, kWarpgroupMeets = 4;
+
+// Rows of a box that a warpgroup stores.
+constexpr int kStoredRows = 64;
 
 struct BackwardMaps {
-  CUtensorMap q, k, v, d_o;
+  CUtensorMap q, k, v, d_o, dk, dv;
 };
 
 // A tile of 16-bit elements as bulk copies write it (wgmma.cuh).
@@ -60,7 +65,9 @@ struct BackwardShape {
   using ValueTile = SwizzledTile<kKeys, kValueDim>;
   using QueryTile = SwizzledTile<kQueries, kDim>;
   using GradTile = SwizzledTile<kQueries, kValueDim>;
-  using ScoreTile = SwizzledTile<kKeys, kQueries>;
+  // Where each warpgroup has keys of its own, a row is a query: dQ then reads dS across.
+  using ScoreTile =
+      std::conditional_t<kWide, SwizzledTile<kKeys, kQueries>, SwizzledTile<kQueries, kKeys>>;
 
   // Offsets in shared memory: dS of two steps and, wide, P of one, not rounded.
   static constexpr int kHeldSteps = 8;  // a step is looked at again during the next two
@@ -68,17 +75,22 @@ struct BackwardShape {
   static constexpr int kDo = kQ + kStages * QueryTile::kBytes;
   static constexpr int kDs = kDo + kStages * GradTile::kBytes;
   static constexpr int kP = kDs + 2 * ScoreTile::kBytes;
-  static constexpr int kLse = kP + (kWide ? kKeys * kQueries * 4 : 0);
+  static constexpr int kDqStages = kTiles.dq_stages;
+  static constexpr int kDqBytes = kDqRows * 64 * 4;  // one warpgroup's part, as in dq_accum
+  static constexpr int kDq = kP + (kWide ? kKeys * kQueries * 4 : 0);
+  static constexpr int kLse = kDq + kDqStages * 2 * kDqBytes;
   static constexpr int kDelta = kLse + kStages * kQueries * 4;
   static constexpr int kSteps = kDelta + kStages * kQueries * 4;
   static constexpr int kOwned = kSteps + kHeldSteps * sizeof(BackwardStep);
   static constexpr int kBarriers = kOwned + sizeof(BackwardOwned);
-  // Barriers: "full" when the copies have landed, "free" when both warpgroups have read.
+  // Barriers: "full" when the copies have landed, "free" when both warpgroups have read; those of
+  // dQ are of one warpgroup and the warp that adds (backward_adder.cuh).
   static constexpr int kKFull = kBarriers, kVFull = kKFull + 8, kScoresReady = kVFull + 8;
   static constexpr int kPReady = kScoresReady + 16, kPFree = kPReady + 8, kMayAdd = kPFree + 8;
   static constexpr int kQFull = kMayAdd + 16, kQFree = kQFull + 8 * kStages;
   static constexpr int kDoFull = kQFree + 8 * kStages, kDoFree = kDoFull + 8 * kStages;
-  static constexpr int kBytes = kDoFree + 8 * kStages;
+  static constexpr int kDqFull = kDoFree + 8 * kStages, kDqFree = kDqFull + 16 * kDqStages;
+  static constexpr int kBytes = kDqFree + 16 * kDqStages;
   static_assert(kBytes <= 227 * 1024);
 };
 

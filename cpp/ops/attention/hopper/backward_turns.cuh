@@ -3,7 +3,8 @@
 // The tiles of keys that see a tile of queries add to it one after the other, the last keys first.
 // dq_turns counts for each 64 queries how many warpgroups have added. Two warps of the loader's
 // warpgroup, one for each that computes, wait for its turn while it still computes, and hand the
-// turn on when the additions are done.
+// turn on when the additions are done. Those that add themselves (backward_adder.cuh) do it on the
+// way; here are the others.
 //
 // A CTA never waits for one that has not begun: with turns the last keys have the first CTAs. Under
 // a causal mask nobody waits at all then: keys that are 128 further on have begun 128 queries
@@ -19,6 +20,28 @@
 
 namespace kvblock::hopper {
 
+// Which turn at dQ of the step's queries is this CTA's: so many warpgroups add before it.
+// launched_before: CTAs of these heads, of which boundaries that fall can promise more.
+template <typename Shape>
+__device__ __forceinline__ int MyTurn(const BackwardOwned& owned, const BackwardStep& at,
+                                      int launched_before) {
+  // Where a tile has 128 queries, each warpgroup adds to its own 64; else both to the same.
+  constexpr int kAdders = Shape::kQueries == 128 ? 1 : 2;
+  int first_key, end_key;
+  owned.sequence.VisibleKeys(at.first, at.first + Shape::kQueries, &first_key, &end_key);
+  const int tiles = (end_key - 1) / Shape::kKeys - owned.first_key / Shape::kKeys;
+  return min(tiles, launched_before) * kAdders;
+}
+// One thread waits for it, and hands the turn on.
+__device__ __forceinline__ void AwaitTurn(const int32_t* turns, int mine) {
+  while (LoadAcquire(turns) < mine) {
+  }
+}
+__device__ __forceinline__ void PassTurn(int32_t* turns) {
+  __threadfence();
+  AddRelease(turns, 1);
+}
+
 template <typename Shape>
 struct BackwardTurns {
   const AttentionParams& p;
@@ -29,9 +52,7 @@ struct BackwardTurns {
 
   __device__ __forceinline__ void Run() const {
     constexpr int kStages = Shape::kStages;
-    // Where a tile has 128 queries, each warpgroup adds to its own 64; else both to the same.
-    constexpr bool kHalfTheQueries = Shape::kQueries == 128;
-    constexpr int kAdders = kHalfTheQueries ? 1 : 2;
+    static_assert(Shape::kQueries == kDqRows);
     const auto& owned = *reinterpret_cast<const BackwardOwned*>(shared + Shape::kOwned);
     for (int step = 0;; ++step) {
       BarrierWait(base + Shape::kQFull + step % kStages * 8, step / kStages % 2);
@@ -40,27 +61,14 @@ struct BackwardTurns {
       if (at.flags & BackwardStep::kEnd) return;
       BarrierArrive(base + Shape::kQFree + step % kStages * 8);  // it is read
       const Sequence& s = owned.sequence;
-      const int first = at.first + (kHalfTheQueries ? group * kDqRows : 0);
-      const bool adds = first < s.q_len;
-      int32_t* const turn = DqTurn(p, s, at.head, first);
+      int32_t* const turns = DqTurn(p, s, at.head, at.first);
       if (lane == 0) {
-        if (adds) {
-          int first_key, end_key;
-          s.VisibleKeys(at.first, at.first + Shape::kQueries, &first_key, &end_key);
-          // Boundaries that fall can promise more than was launched.
-          const int before =
-              min((end_key - 1) / Shape::kKeys - owned.first_key / Shape::kKeys, launched_before);
-          while (LoadAcquire(turn) < before * kAdders) {
-          }
-        }
+        AwaitTurn(turns, MyTurn<Shape>(owned, at, launched_before));
         BarrierArrive(base + Shape::kMayAdd + group * 8);
       }
       __syncwarp();
       BarrierMeet(kTurnTakersMeet + group, kWarpgroup + 32);
-      if (lane == 0 && adds) {
-        __threadfence();
-        AddRelease(turn, 1);
-      }
+      if (lane == 0) PassTurn(turns);
     }
   }
 };

@@ -106,7 +106,7 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
     if (at.flags & Step::kPartial) {
       ZeroRows<Tile>(shared + (tile - base), owned().sequence.q_len - at.first, thread, kWarpgroup);
       FenceAsync();
-      BarrierMeet(kFirstGroupMeets, kWarpgroup);
+      BarrierMeet(kWarpgroupMeets, kWarpgroup);
     }
   }
   __device__ __forceinline__ BackwardScores<T, kScores, kPlain> ScoresOf(const Step& at) const {

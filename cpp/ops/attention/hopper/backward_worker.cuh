@@ -27,6 +27,7 @@ struct BackwardWorker {
   static constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys;
 
   const AttentionParams& p;
+  const BackwardMaps& maps;
   char* const shared;
   const uint32_t base;
   const int group, thread;  // which warpgroup of the two, and its thread
@@ -95,7 +96,22 @@ struct BackwardWorker {
     if (p.dq_turns != nullptr) BarrierPass(kTurnTakersMeet + group, kWarpgroup + 32);
   }
 
-  // dK and dV, which lie where K and V were, go out.
+  // One thread: this warpgroup's rows of dK or dV, which lie where those of K or V were, go out.
+  template <typename Tile>
+  __device__ __forceinline__ void StoreRows(const CUtensorMap& map, uint32_t tile) const {
+    const Sequence& s = owned().sequence;
+    const bool packed = p.cu_q != nullptr;
+    const int mine = group * kStoredRows, first = owned().first_key + mine;
+    const int row = packed ? static_cast<int>(s.kv_row) + first : first;
+#pragma unroll
+    for (int c = 0; c < Tile::kChunks; ++c) {
+      StoreBox(map, tile + c * Tile::kChunkBytes + mine * kChunkRowBytes, c * kChunkColumns,
+               owned().kv_head, row, packed ? 0 : s.batch);
+    }
+    CommitStores();
+  }
+
+  // All rows of both, by all threads.
   __device__ __forceinline__ void StoreKeys() const {
     const int worker = group * kWarpgroup + thread;
     const Sequence& s = owned().sequence;

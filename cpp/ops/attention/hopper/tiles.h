@@ -42,15 +42,16 @@ constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
 }
 
 // A CTA owns `keys` keys and works on `queries` queries at a time; `stages` tiles of Q and of dO
-// are in shared memory. The two warpgroups that compute share the keys, 64 each, or, where dK and
-// dV of 64 keys would not fit into the registers of one, the products (backward_wide.cuh).
+// and `dq_stages` of dQ are in shared memory. The two warpgroups that compute share the keys, 64
+// each, or, where dK and dV of 64 keys would not fit into the registers of one, the products
+// (backward_wide.cuh).
 struct BackwardTiles {
-  int queries, keys, stages;
+  int queries, keys, stages, dq_stages;
 };
 constexpr BackwardTiles BackwardTilesOf(int dim) {
-  return dim == 64    ? BackwardTiles{128, 128, 2}
-         : dim <= 128 ? BackwardTiles{64, 128, 3}
-                      : BackwardTiles{64, 64, 2};
+  return dim == 64    ? BackwardTiles{128, 128, 2, 1}
+         : dim <= 128 ? BackwardTiles{64, 128, 2, 2}
+                      : BackwardTiles{64, 64, 2, 0};
 }
 
 // Registers of a thread, by role: 128 + 256 threads share the 65536 of a multiprocessor.

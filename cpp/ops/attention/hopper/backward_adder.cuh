@@ -1,0 +1,65 @@
+// A warp of the Hopper backward kernel that adds one warpgroup's dQ to dq_accum.
+//
+// The warpgroup leaves its part, 64 queries by at most 64 columns, in shared memory in the order of
+// dq_accum (dq_tile.cuh), where it is one piece of 16 KB: one bulk addition. Additions from
+// registers keep the load/store unit busy, for which the rest of the kernel then waits.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mbarrier.cuh"
+#include "device/tensor_copy.cuh"
+#include "ops/attention/hopper/backward_shape.cuh"
+#include "ops/attention/hopper/backward_turns.cuh"
+#include "ops/attention/hopper/dq_tile.cuh"
+
+namespace kvblock::hopper {
+
+template <typename Shape>
+struct BackwardAdder {
+  const AttentionParams& p;
+  char* const shared;
+  const uint32_t base;
+  const int group;            // the warpgroup's
+  const int launched_before;  // CTAs of these heads
+
+  // One thread.
+  __device__ __forceinline__ void Run() const {
+    constexpr int kStages = Shape::kStages, kDqStages = Shape::kDqStages;
+    // Where a tile has 128 queries, each warpgroup has 64 of them; else 64 of the columns.
+    constexpr bool kHalfTheQueries = Shape::kQueries == 128;
+    const auto& owned = *reinterpret_cast<const BackwardOwned*>(shared + Shape::kOwned);
+    const Sequence& s = owned.sequence;
+    const int first_block = kHalfTheQueries ? 0 : group * 8;
+    const int blocks = min(p.head_dim / 8 - first_block, 8);
+    constexpr int kBlock = kDqRows * 8;  // values
+    for (int step = 0;; ++step) {
+      BarrierWait(base + Shape::kQFull + step % kStages * 8, step / kStages % 2);
+      const BackwardStep at =
+          reinterpret_cast<const BackwardStep*>(shared + Shape::kSteps)[step % Shape::kHeldSteps];
+      if (at.flags & BackwardStep::kEnd) break;
+      BarrierArrive(base + Shape::kQFree + step % kStages * 8);  // it is read
+      const int first = at.first + (kHalfTheQueries ? group * kDqRows : 0);
+      const bool exists = first < s.q_len, in_turn = exists && p.dq_turns != nullptr;
+      if (in_turn) {
+        AwaitTurn(DqTurn(p, s, at.head, first), MyTurn<Shape>(owned, at, launched_before));
+      }
+      const int place = step % kDqStages * 2 + group;
+      BarrierWait(base + Shape::kDqFull + place * 8, step / kDqStages % 2);
+      if (exists && blocks > 0) {
+        AddBytes(DqTile(p, s, at.head, first) + first_block * kBlock,
+                 base + Shape::kDq + place * Shape::kDqBytes, blocks * kBlock * 4);
+        CommitStores();
+        WaitStoresRead<0>();
+      }
+      BarrierArrive(base + Shape::kDqFree + place * 8);
+      if (in_turn) {
+        WaitStores<0>();
+        PassTurn(DqTurn(p, s, at.head, first));
+      }
+    }
+    WaitStores<0>();
+  }
+};
+
+}  // namespace kvblock::hopper
