@@ -136,9 +136,17 @@ __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Seq
       const float cap = p.softcap, inverse = Reciprocal(cap);
       if (cap < kLargeSoftcap) {
         const float factor = p.scale * inverse;
-        float largest = 0.0f;
-        each([&](float& x) { largest = fmaxf(largest, fabsf(x)); });
-        if (__any_sync(~0u, largest * fabsf(factor) > kSmallTanh)) {
+        float largest[4] = {};
+#pragma unroll
+        for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+          for (int n = 0; n < kColumns; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) largest[e] = fmaxf(largest[e], fabsf(rows.s[rb][n][e]));
+          }
+        }
+        const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+        if (__any_sync(~0u, most * fabsf(factor) > kSmallTanh)) {
           each([&](float& x) { x = SoftCap(x * (factor * kTwoLog2E), cap); });
         } else {
           const SmallSoftCap small(cap, factor);

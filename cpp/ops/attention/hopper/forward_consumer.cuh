@@ -82,6 +82,7 @@ class Consumer {
       }
       const Stage values = keys_.Before();
       BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+      flags = shared_.steps[steps_.stage].flags;  // before the products: it takes a while
       if (Traits::kTiles.turns) WaitTurn();
       Pin(rows);
       WgmmaFence();
@@ -92,7 +93,6 @@ class Consumer {
       IssueValues<Traits>(rows, ValuesOperand(values));
       WgmmaCommit();
       if (Traits::kTiles.turns) PassTurn();
-      flags = shared_.steps[steps_.stage].flags;
       WgmmaWait<1>();
       KeepAfter(rows.s());
       Finish(*next, flags, rows);

@@ -27,18 +27,20 @@ constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) 
   const bool general = kind == ForwardKind::kGeneral;
   return dim == 64    ? general ? ForwardTiles{2, 128, 2, 56, 224, true, 1}
                                 : ForwardTiles{3, 128, 2, 32, 160, true, 1}
-         : dim == 96  ? ForwardTiles{2, 128, 2, 56, 224, true, 1}
+         : dim == 96  ? ForwardTiles{2, 128, 2, 56, 224, true, general ? 1 : 2}
          : dim == 128 ? kind == ForwardKind::kWide   ? ForwardTiles{2, 176, 1, 40, 232, true, 2}
                         : kind == ForwardKind::kBand ? ForwardTiles{2, 128, 2, 56, 224, true, 2}
                                                      : ForwardTiles{2, 128, 2, 56, 224, true, 1}
-         : dim == 192 ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 40, 232, true, 1}
-                      : ForwardTiles{2, 80, 1, 24, 240, true, 1};
+         : dim == 192
+             ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 40, 232, true, general ? 1 : 2}
+             : ForwardTiles{2, 80, 1, 24, 240, true, general ? 1 : 2};
 }
 
 // The kind of the instance that serves a kind.
 constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
-  if (dim == 64 && kind != ForwardKind::kGeneral) return ForwardKind::kPlain;
-  return dim == 128 ? kind : ForwardKind::kGeneral;
+  if (dim == 128 || kind == ForwardKind::kGeneral) return kind;
+  if (dim == 64) return ForwardKind::kPlain;
+  return kind == ForwardKind::kPlain ? ForwardKind::kGeneral : ForwardKind::kBand;
 }
 
 // A CTA owns `keys` keys and works on `queries` queries at a time; `stages` tiles of Q and of dO
