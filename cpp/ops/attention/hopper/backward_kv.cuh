@@ -99,6 +99,10 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
     FenceBarrierInit();
   }
+  if (warp == 1) {
+    BackwardLoader<Shape, kPlain>{p, maps, shared, base, thread % 32}.Begin(found, first_key,
+                                                                            kv_head);
+  }
   if (warp < kWarpgroup / 32) {
     GiveRegisters<kLoaderRegisters>();
     __syncthreads();

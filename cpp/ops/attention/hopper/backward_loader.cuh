@@ -55,6 +55,16 @@ struct BackwardLoader {
                         o.sequence.kv_row, o.first_key);
   }
 
+  // Begins the walk over the first head, while others set up what this warp waits for and there are
+  // registers for it. Its first tile stays to be taken.
+  __device__ __forceinline__ void Begin(const Sequence& s, int first_key, int kv_head) const {
+    Walk walk(p, s, kv_head * p.group, first_key, first_key + Shape::kKeys);
+    const bool more = walk.Next();
+    WalkState at = walk.state();
+    if (more) at.pending |= 1u << ((walk.first() - at.window) / Shape::kQueries);
+    if (lane == 0) owned().walk = at;
+  }
+
   // The next tile of queries of this head; `fresh`: its first. False: there is none.
   __device__ __forceinline__ bool NextTile(int head, bool fresh, int* first, bool* visible) const {
     WalkState& parked = owned().walk;
@@ -91,7 +101,7 @@ struct BackwardLoader {
     constexpr int kQueries = Shape::kQueries, kStages = Shape::kStages, kRows = kQueries / 32;
     int step = 0, head = owned().kv_head * p.group;
     const int end_head = head + p.group;
-    bool fresh = true;
+    bool fresh = false;
     while (head < end_head) {
       int first;
       bool visible;
