@@ -18,10 +18,6 @@ import jax
 import numpy as np
 from common import cases
 
-# Some are timed on the best-known shapes alone; the rest would take device time and
-# compare nothing new.
-BEST_KNOWN = cases.ATTENTION_SPEED[:7]
-
 
 def in_jax(case: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
     """Names, and functions of q, k and v, of whoever is here for this case."""
@@ -30,20 +26,22 @@ def in_jax(case: Any) -> Iterator[tuple[str, Callable[..., Any]]]:
     if not common.on_gpu():
         yield "xla", _of_jax(case, "xla")
         return
+    # Some are timed on the best-known shapes alone; the rest would take device time and
+    # compare nothing new.
+    best_known = case in cases.ATTENTION_BEST_KNOWN
     yield "cudnn in jax", _of_jax(case, "cudnn")
-    for name, package in (
-        ("flash attention 3", "dew_flash_attn"),
-        ("flash-attn3-jax", "flash_attn3_jax"),
-    ):
-        if importlib.util.find_spec(package) and (
-            package == "dew_flash_attn" or case in BEST_KNOWN
-        ):
-            yield name, _flash_mha(case, package)
-    if case in BEST_KNOWN:
-        if importlib.util.find_spec("tokamax"):
-            yield "tokamax", _tokamax(case)
+    if _installed("dew_flash_attn"):
+        yield "flash attention 3", _flash_mha(case, "dew_flash_attn")
+    if best_known and _installed("flash_attn3_jax"):
+        yield "flash-attn3-jax", _flash_mha(case, "flash_attn3_jax")
+    if best_known and _installed("tokamax"):
+        yield "tokamax", _tokamax(case)
     if case.dtype == "float16":  # the only one that it takes
         yield "pallas mosaic gpu", _pallas(case)
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
 
 
 def _of_jax(case: Any, implementation: str) -> Callable[..., Any]:
@@ -110,14 +108,14 @@ def in_torch(
     case: Any, inputs: list[jax.Array]
 ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
     """Names, and what makes calls (as `bench_attention._jax_calls`) on these arrays."""
-    if case.packed or not common.on_gpu() or not importlib.util.find_spec("torch"):
+    if case.packed or not common.on_gpu() or not _installed("torch"):
         return
     import torch
     from torch.nn.attention import SDPBackend
 
     if not torch.cuda.is_available():
         return
-    if case in BEST_KNOWN:
+    if case in cases.ATTENTION_BEST_KNOWN:
         backend = SDPBackend.FLASH_ATTENTION
         yield (
             "torch flash attention 2",

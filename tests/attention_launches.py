@@ -19,7 +19,7 @@ import numpy as np
 
 BF16, F16, F32 = range(3)
 GENERIC, SM90 = range(2)
-# Of keys and of values: one for each instance of the kernels.
+# Of keys and of values: all that the kernels are compiled for.
 DIMS = ("64x64", "96x96", "128x128", "192x128", "192x192", "256x256")
 RNG = np.random.default_rng(1)
 

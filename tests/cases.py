@@ -125,6 +125,8 @@ _SHAPES = (
     AttentionCase(2, 16, 16, 16384, 128, causal=False),
     AttentionCase(2, 16, 16, 16384, 128),
 )
+# Where the best known rates have been published or measured.
+ATTENTION_BEST_KNOWN = _SHAPES[:7]
 ATTENTION_SPEED = (
     *_SHAPES,
     AttentionCase(2, 16, 16, 8192, 96),

@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_model import by_main_kernel
+from attention_model import (
+    BF16,
+    F32,
+    assert_close,
+    by_kernel,
+    by_main_kernel,
+    cast,
+    f64,
+)
+from attention_model import KERNELS as MODEL_KERNELS
 from meshes import by_axis_type, mesh_of, put
 
 from jax_kvblock import (
@@ -346,3 +355,49 @@ def test_gradients_of_operands_that_are_cut_differently(axis_type, cut, rng) -> 
         got = jax.jit(gradients)(*placed)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4)
+
+
+@by_kernel(BF16)
+def test_a_softcap_of_a_tiny_scale(implementation, dtype, rng) -> None:
+    """Powers of scale / softcap that float32 does not have."""
+    scale, softcap = 1e-5, 50.0
+    q, k, v = (
+        cast(rng.standard_normal((1, 130, 1, 64)) * size, dtype)
+        for size in (300, 300, 1)
+    )
+    out = flash_attention(
+        q, k, v, scale=scale, softcap=softcap, implementation=implementation
+    )
+    q, k, v = (f64(x)[0, :, 0] for x in (q, k, v))
+    scores = np.exp(softcap * np.tanh(scale / softcap * (q @ k.T)))
+    assert_close(out[0, :, 0], scores / scores.sum(-1, keepdims=True) @ v, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif("cuda_sm90" not in MODEL_KERNELS, reason="no Hopper GPU here")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(
+    ("dim", "value_dim"), [(96, 96), (128, 128), (192, 128), (256, 256)]
+)
+def test_pairs_of_query_tiles(dim, value_dim, causal) -> None:
+    """The CTAs of a cluster take pairs of query tiles, of which the last is half empty
+    here; there are more pairs than the GPU computes at once.
+    """
+    batch, length, heads = (1, 8192 + 130, 4) if causal else (4, 2048 + 130, 4)
+    keys = jax.random.split(jax.random.key(dim), 3)
+    q, k, v = (
+        jax.random.normal(key, (batch, length, heads, d), BF16)
+        for key, d in zip(keys, (dim, dim, value_dim), strict=True)
+    )
+    options = {"causal": causal, "q_offset": 60 if causal else None}
+    got = flash_attention(
+        q, k, v, **options, return_lse=True, implementation="cuda_sm90"
+    )
+    want = flash_attention(
+        *(x.astype(F32) for x in (q, k, v)),
+        **options,
+        return_lse=True,
+        implementation="xla",
+    )
+    for x, y in zip(map(f64, got), map(f64, want), strict=True):
+        assert np.linalg.norm(x - y) <= 1e-2 * np.linalg.norm(y)

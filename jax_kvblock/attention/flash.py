@@ -146,7 +146,7 @@ def flash_attention(
             )
         return cudnn.attention(where, config, x, False)
     if not return_lse:
-        return _output(config, Operands(*vary_alike(x)))
+        return output(config, x)
     out, lse = attention(config, x)
     return out, jnp.swapaxes(lse, -1, -2)
 
@@ -155,6 +155,12 @@ def attention(config: AttentionConfig, x: Operands) -> tuple[jax.Array, jax.Arra
     """(out, lse) of a checked call; lse is `[B, N, T]` (packed `[N, T]`)."""
     x = Operands(*vary_alike(x))
     return _attention(config, x)
+
+
+def output(config: AttentionConfig, x: Operands) -> jax.Array:
+    """out alone of a checked call."""
+    x = Operands(*vary_alike(x))
+    return _output(config, x)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -30,8 +30,8 @@ inline const char* PlanGrid(AttentionParams* p, int64_t tiles, int64_t owners) {
 // What heads that take turns in the grid read should fit in L2 together (an H100 has 50 MiB).
 constexpr int64_t kHeadsApartBytes = int64_t{32} << 20;
 
-// Heads whose query tiles take turns in the grid. More of them balance the end of a causal launch;
-// their K and V should fit in L2 together (about 32 MiB of an H100's 50).
+// Heads whose query tiles take turns in the grid: as many as have `fit` bytes of K and V. More of
+// them balance the end of a causal launch.
 inline int32_t HeadsApart(const AttentionParams& p, int64_t fit = kHeadsApartBytes) {
   const int64_t bytes = int64_t{2} * p.kv_len * (p.head_dim + p.value_dim);
   const int64_t kv_heads = fit / std::max<int64_t>(bytes, 1);

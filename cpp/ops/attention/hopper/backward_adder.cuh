@@ -42,7 +42,7 @@ struct BackwardAdder {
       const int first = at.first + (kHalfTheQueries ? group * kDqRows : 0);
       const bool exists = first < s.q_len, in_turn = exists && p.dq_turns != nullptr;
       if (in_turn) {
-        AwaitTurn(DqTurn(p, s, at.head, first), MyTurn<Shape>(owned, at, launched_before));
+        AwaitDqTurn(DqTurn(p, s, at.head, first), MyTurn<Shape>(owned, at, launched_before));
       }
       const int place = step % kDqStages * 2 + group;
       BarrierWait(base + Shape::kDqFull + place * 8, step / kDqStages % 2);
@@ -55,7 +55,7 @@ struct BackwardAdder {
       BarrierArrive(base + Shape::kDqFree + place * 8);
       if (in_turn) {
         WaitStores<0>();
-        PassTurn(DqTurn(p, s, at.head, first));
+        PassDqTurn(DqTurn(p, s, at.head, first));
       }
     }
     WaitStores<0>();

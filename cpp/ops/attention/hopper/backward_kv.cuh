@@ -13,7 +13,8 @@
 //   loader    one warp walks over the tiles, starts the copies of Q and dO, and prepares lse and
 //             delta (backward_loader.cuh); two add dQ to dq_accum (backward_adder.cuh), or, where
 //             the workers do that, take turns for a dQ that is the same every time
-//             (backward_turns.cuh); the fourth starts the copies of K and V
+//             (backward_turns.cuh); the fourth starts the copies of K and V. The walk begins in
+//             the second, before registers are given away
 //   workers   two warpgroups compute. They own 64 keys each (backward_narrow.cuh): S^T and dP^T in
 //             the registers of one become the A operands of its dV and dK, and only dQ, which sums
 //             over all keys, needs the dS of both. For head dims over 128 the sums of 64 keys do
@@ -29,7 +30,8 @@
 //   dK      dQ goes to shared memory, the next step begins
 //
 // Barriers in shared memory (BackwardShape): "full" tells that a stage of Q, lse and delta or of dO
-// has landed, "free" that both workers have read it; kScoresReady that dS of a step is written;
+// has landed, "free" that whoever looks at it has read it; kScoresReady, where dQ is late, that dS
+// of a step is written; kDqFull and kDqFree that dQ is handed to the warp that adds it, and read;
 // wide, kPReady and kPFree that P is handed over and taken.
 //
 // TMA fills rows and columns outside of an array with zeros. Rows inside of it that take no part

@@ -1,5 +1,5 @@
-// The warp of the Hopper backward kernel that walks over the tiles of queries and starts the
-// copies.
+// Of the Hopper backward kernel: the warp that walks over the tiles of queries and starts the
+// copies, and what others do of it at the beginning.
 #pragma once
 
 #include <cstdint>
@@ -55,8 +55,8 @@ struct BackwardLoader {
                         o.sequence.kv_row, o.first_key);
   }
 
-  // Begins the walk over the first head, while others set up what this warp waits for and there are
-  // registers for it. Its first tile stays to be taken.
+  // Another warp begins the walk over the first head, beside the set-up of the barriers and while
+  // there are registers for it. The first tile stays to be taken.
   __device__ __forceinline__ void Begin(const Sequence& s, int first_key, int kv_head) const {
     Walk walk(p, s, kv_head * p.group, first_key, first_key + Shape::kKeys);
     const bool more = walk.Next();

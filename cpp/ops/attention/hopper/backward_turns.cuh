@@ -33,11 +33,11 @@ __device__ __forceinline__ int MyTurn(const BackwardOwned& owned, const Backward
   return min(tiles, launched_before) * kAdders;
 }
 // One thread waits for it, and hands the turn on.
-__device__ __forceinline__ void AwaitTurn(const int32_t* turns, int mine) {
+__device__ __forceinline__ void AwaitDqTurn(const int32_t* turns, int mine) {
   while (LoadAcquire(turns) < mine) {
   }
 }
-__device__ __forceinline__ void PassTurn(int32_t* turns) {
+__device__ __forceinline__ void PassDqTurn(int32_t* turns) {
   __threadfence();
   AddRelease(turns, 1);
 }
@@ -63,12 +63,12 @@ struct BackwardTurns {
       const Sequence& s = owned.sequence;
       int32_t* const turns = DqTurn(p, s, at.head, at.first);
       if (lane == 0) {
-        AwaitTurn(turns, MyTurn<Shape>(owned, at, launched_before));
+        AwaitDqTurn(turns, MyTurn<Shape>(owned, at, launched_before));
         BarrierArrive(base + Shape::kMayAdd + group * 8);
       }
       __syncwarp();
       BarrierMeet(kTurnTakersMeet + group, kWarpgroup + 32);
-      if (lane == 0) PassTurn(turns);
+      if (lane == 0) PassDqTurn(turns);
     }
   }
 };

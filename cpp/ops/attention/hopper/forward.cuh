@@ -25,7 +25,7 @@
 // tensor cores work on P V of tile j - 1. With two places for Q, tile 0 of the next item takes its
 // turn as tile j does, and the item before is written when its last product is there.
 //
-//   S = Q K(0), P = Softmax(S)
+//   S = Q K(0);  finish scores, mask, P
 //   for j = 1, 2, ...:
 //     issue S = Q K(j), issue O += P V(j - 1)     IssueScores, IssueValues
 //     wait for S;  finish scores, mask            Finish

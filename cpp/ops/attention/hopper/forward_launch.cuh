@@ -87,9 +87,10 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
   ForwardMaps maps;
   if (const char* error = MakeForwardMaps<Traits>(a, &maps)) return error;
 
-  // A CTA for each multiprocessor. Without masks one head follows the other, so that the CTAs read
-  // the same K and V at about the same time. Where the work of every tile is known beforehand they
-  // take fixed shares, elsewhere the next tile when they are done. Without a free counter the
+  // A CTA for each multiprocessor; a cluster has a tile of its own, of all its CTAs' queries.
+  // Without masks one head follows the other, so that the CTAs read the same K and V at about the
+  // same time. Where the work of every tile is known beforehand they take fixed shares,
+  // elsewhere the next tile when they are done. Without a free counter the
   // hardware hands out tiles as CTAs end, and no tile is loaded under the one before.
   const bool uneven = a.cu_q || a.q_lens || a.kv_lens || a.q_segments || a.tile_indices;
   int device = 0;
