@@ -68,6 +68,11 @@ CASES = [
     # Forward, lse is written if it is asked for.
     ("a.lse = nullptr; a.o = array;", "ok"),
     ("a.lse = nullptr; a.o = nullptr;", "o is NULL"),
+    ("a.o = array; a.scale = -1e-5f; a.softcap = 5.0f;", "ok"),
+    ("a.o = array; a.scale = 0.0f; a.softcap = 5.0f;", "ok"),
+    ("a.o = array; a.scale = 1e-5f; a.softcap = 50.0f;", "scale / softcap must lie"),
+    ("a.o = array; a.scale = 1e-5f; a.softcap = 1024.0f;", "ok"),
+    ("a.scale = 1e-5f; a.softcap = 50.0f;", "ok"),  # backward
 ]
 
 

@@ -12,7 +12,6 @@ from attention_model import (
     BF16,
     F32,
     assert_close,
-    by_kernel,
     by_main_kernel,
     cast,
     f64,
@@ -227,12 +226,12 @@ def test_l_and_m_are_float32(rng) -> None:
 # ---- GPUs that the kernels do not serve ----------------------------------------------
 
 
-def lowered_for_cuda(implementation: str | None, gradient: bool) -> str:
+def lowered_for_cuda(implementation: str | None, gradient: bool, **options: Any) -> str:
     """The program for a GPU, lowered without one."""
     x = jnp.zeros((1, 16, 1, 16), jnp.bfloat16)
 
     def call(q: Any) -> Any:
-        out = flash_attention(q, x, x, implementation=implementation)
+        out = flash_attention(q, x, x, implementation=implementation, **options)
         return out.astype(jnp.float32).sum()
 
     function = jax.jit(jax.grad(call) if gradient else call)
@@ -357,20 +356,43 @@ def test_gradients_of_operands_that_are_cut_differently(axis_type, cut, rng) -> 
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
-@by_kernel(BF16)
-def test_a_softcap_of_a_tiny_scale(implementation, dtype, rng) -> None:
+def test_a_softcap_of_a_tiny_scale(rng) -> None:
     """Powers of scale / softcap that float32 does not have."""
     scale, softcap = 1e-5, 50.0
     q, k, v = (
-        cast(rng.standard_normal((1, 130, 1, 64)) * size, dtype)
+        cast(rng.standard_normal((1, 130, 1, 64)) * size, BF16)
         for size in (300, 300, 1)
     )
-    out = flash_attention(
-        q, k, v, scale=scale, softcap=softcap, implementation=implementation
-    )
+    out = flash_attention(q, k, v, scale=scale, softcap=softcap)
     q, k, v = (f64(x)[0, :, 0] for x in (q, k, v))
     scores = np.exp(softcap * np.tanh(scale / softcap * (q @ k.T)))
-    assert_close(out[0, :, 0], scores / scores.sum(-1, keepdims=True) @ v, dtype)
+    assert_close(out[0, :, 0], scores / scores.sum(-1, keepdims=True) @ v, BF16)
+
+
+@pytest.mark.parametrize(
+    ("scale", "softcap", "served"),
+    [
+        (0.1, 30.0, True),
+        (-0.1, 30.0, True),
+        (0.0, 30.0, True),
+        (1e-6, 1.0, True),
+        (9e-7, 1.0, False),
+        (9e-7, 1024.0, True),
+        (1.0, 1e-5, True),
+        (1.0, 9e-6, False),
+        (1e38, 1e-5, False),
+    ],
+)
+def test_which_softcaps_the_kernels_serve(monkeypatch, scale, softcap, served) -> None:
+    on_gpus(monkeypatch, (9, 0))
+    how = {"gradient": False, "scale": scale, "softcap": softcap}
+    assert (KERNELS[0] in lowered_for_cuda(None, **how)) == served
+    if served:
+        assert KERNELS[0] in lowered_for_cuda("cuda", **how)
+    else:
+        with pytest.raises(ValueError, match=r"scale / softcap = .*'xla' does"):
+            lowered_for_cuda("cuda", **how)
+    jax.clear_caches()
 
 
 @pytest.mark.gpu

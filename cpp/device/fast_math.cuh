@@ -44,14 +44,11 @@ __device__ __forceinline__ float SoftCap(float y, float cap) {
 }
 
 // cap * tanh(f x) where |f x| <= kSmallTanh: an odd polynomial, with an absolute error of cap *
-// 4e-7 and no special functions.
+// 4e-7 and no special functions. Its coefficients, powers of f, lie within float32 for the f that
+// CheckAttention lets pass.
 constexpr float kSmallTanh = 0.5f;
 struct SmallSoftCap {
   float c1, c3, c5, c7;
-  // Whether its coefficients, powers of f, lie within float32.
-  __device__ __forceinline__ static bool Serves(float f) {
-    return fabsf(f) > 1e-6f && fabsf(f) < 1e5f;
-  }
   __device__ __forceinline__ SmallSoftCap(float cap, float f) {
     const float f2 = f * f;
     c1 = 0.99999946f * cap * f;

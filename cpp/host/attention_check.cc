@@ -65,6 +65,16 @@ std::string CheckShared(const kvblock_attention& a, const std::string& name, int
   return "";
 }
 
+// The forward kernels compute tanh by powers of scale / softcap, which have to fit into float32.
+// From a softcap of 1024 on they take another way (device/fast_math.cuh).
+std::string CheckSoftcap(const kvblock_attention& a, AttentionPass pass) {
+  if (pass != AttentionPass::kForward || a.softcap >= 1024.0f) return "";
+  const float factor = std::abs(a.scale) / a.softcap;
+  if (a.softcap == 0.0f || a.scale == 0.0f || (factor >= 1e-6f && factor <= 1e5f)) return "";
+  return "scale / softcap must lie between 1e-6 and 1e5 in size, got " + std::to_string(a.scale) +
+         " / " + std::to_string(a.softcap);
+}
+
 std::string CheckOptions(const kvblock_attention& a, AttentionPass pass) {
   const bool packed = a.cu_q != nullptr;
   if (packed != (a.cu_kv != nullptr)) return "cu_q and cu_kv go together";
@@ -171,6 +181,7 @@ std::string CheckAlignment(const kvblock_attention& a) {
 const char* CheckAttention(const kvblock_attention* a, AttentionPass pass) {
   if (a == nullptr) return Message("attention: the struct is NULL");
   std::string error = CheckSizes(*a);
+  if (error.empty()) error = CheckSoftcap(*a, pass);
   if (error.empty()) error = CheckOptions(*a, pass);
   if (error.empty()) error = CheckOperands(*a, pass);
   if (error.empty()) error = CheckAlignment(*a);

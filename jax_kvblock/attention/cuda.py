@@ -62,6 +62,15 @@ def unserved(config: AttentionConfig, x: Operands) -> list[str]:
         missing.append(
             f"tiles of {config.block_q} x {config.block_kv} (multiples of 128)"
         )
+    # The forward kernels need powers of it (CheckSoftcap in attention_check.cc).
+    with np.errstate(over="ignore"):
+        scale, softcap = np.float32(config.scale), np.float32(config.softcap)
+        factor = abs(scale) / softcap if 0 < softcap < 1024 else np.float32(0)
+    if factor and not np.float32(1e-6) <= factor <= np.float32(1e5):
+        missing.append(
+            f"scale / softcap = {factor:.3g} (1e-6 to 1e5 is served, and any for a "
+            "softcap from 1024 on)"
+        )
     if x.bias is not None and x.bias.dtype not in (x.q.dtype, jnp.float32):
         missing.append(f"a bias of {x.bias.dtype} ({x.q.dtype} and float32 are served)")
     return missing

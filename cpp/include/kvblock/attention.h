@@ -66,7 +66,7 @@ typedef struct kvblock_attention {
   int32_t batch, num_heads, num_kv_heads;
   int64_t q_len, kv_len;       /* T and S; packed: the totals */
   int32_t head_dim, value_dim; /* multiples of 8, at most 256 */
-  float scale, softcap;        /* softcap 0: none */
+  float scale, softcap;        /* softcap 0: none; below 1024, scale / softcap is 1e-6 to 1e5 */
   int32_t window_left, window_right;
 
   const void *q, *k, *v;

@@ -146,8 +146,7 @@ __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Seq
           }
         }
         const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-        const bool small_enough = most * fabsf(factor) <= kSmallTanh;
-        if (!SmallSoftCap::Serves(factor) || !__all_sync(~0u, small_enough)) {
+        if (__any_sync(~0u, most * fabsf(factor) > kSmallTanh)) {
           each([&](float& x) { x = SoftCap(x * (factor * kTwoLog2E), cap); });
         } else {
           const SmallSoftCap small(cap, factor);
