@@ -60,10 +60,6 @@ CASES = [
         f"{SM90} {SUMS} a.dq = array; a.dq_turns = ints; {SEGMENTS}",
         "dq_turns is for calls without segments and tiles",
     ),
-    (
-        f"{SM90} {SUMS} a.dq = array; a.dq_blocked = 1;",
-        "dq_blocked is for the generic kernels",
-    ),
     ("a.lse = nullptr;", "lse is NULL"),
     # Forward, lse is written if it is asked for.
     ("a.lse = nullptr; a.o = array;", "ok"),

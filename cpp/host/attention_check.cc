@@ -142,12 +142,8 @@ std::string CheckOperands(const kvblock_attention& a, AttentionPass pass) {
         if (a.dq_turns && (a.q_segments || a.tile_indices)) {
           return "dq_turns is for calls without segments and tiles";
         }
-        if (a.dq_blocked) return "dq_blocked is for the generic kernels";
       } else if (a.dq_turns) {
         return "dq_turns is for the sm_90a kernels";
-      }
-      if (a.dq_blocked && (a.cu_q != nullptr || a.q_len % 8 != 0)) {
-        return "dq_blocked is for inputs that are not packed, T a multiple of 8";
       }
       break;
     case AttentionPass::kBackwardQ:

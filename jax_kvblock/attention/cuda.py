@@ -207,12 +207,15 @@ def _backward(
         turns = [jax.ShapeDtypeStruct((*lead, 1), jnp.int32)] * config.deterministic
         dk, dv, dq, *_ = launch("backward_kv", [*dk_dv, _like(x.q), sums, *turns])
         return dq, dk, dv
-    blocked = _dq_blocked(config, size)
-    sums = jax.ShapeDtypeStruct(blocked or x.q.shape, jnp.float32)
+    # The sums lie in blocks of 8 rows by 8 columns: an addition of a warp falls on few
+    # lines of memory. XLA puts them in order while it casts.
+    rows = size.q_len if config.packed else size.batch * size.q_len
+    blocks = (size.num_heads, -(-rows // 8), size.head_dim // 8, 8, 8)
+    sums = jax.ShapeDtypeStruct(blocks, jnp.float32)
     dk, dv, added = launch("backward_kv", [*dk_dv, sums])
-    if blocked:
-        added = added.transpose(0, 2, 4, 1, 3, 5).reshape(x.q.shape)
-    return (added * np.float32(config.scale)).astype(x.q.dtype), dk, dv
+    added = added.transpose(1, 3, 0, 2, 4)
+    dq = added.reshape(blocks[1] * 8, *x.q.shape[-2:])[:rows].reshape(x.q.shape)
+    return (dq * np.float32(config.scale)).astype(x.q.dtype), dk, dv
 
 
 DQ_ROWS = 64  # queries of a tile of dq_accum; attention.h has the same number
@@ -223,16 +226,6 @@ def _dq_tiles(config: AttentionConfig, size: Sizes) -> tuple[int, ...]:
     if config.packed:
         return (size.num_heads, (size.q_len + DQ_ROWS * size.batch) // DQ_ROWS)
     return (size.batch, size.num_heads, -(-size.q_len // DQ_ROWS))
-
-
-def _dq_blocked(config: AttentionConfig, size: Sizes) -> tuple[int, ...] | None:
-    """The shape in which "cuda" adds up dq in blocks of 8 x 8, where it can.
-
-    A warp's additions then fall on few lines of memory, which is faster.
-    """
-    if config.packed or size.q_len % 8:
-        return None
-    return (size.batch, size.num_heads, size.q_len // 8, size.head_dim // 8, 8, 8)
 
 
 def _like(a: Any) -> jax.ShapeDtypeStruct:

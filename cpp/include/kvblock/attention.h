@@ -99,12 +99,11 @@ typedef struct kvblock_attention {
   /* Backward only. */
   const void* d_o;
   const float* delta; /* [B, N, T]: rowsum(d_o * o) - d_lse */
-  /* float32, dq / scale, added atomically: [B, T, N, D], or with dq_blocked, whose additions are
-   * faster, [B, N, T / 8, D / 8, 8, 8] (8 queries by 8 columns together; T a multiple of 8, not
-   * packed). The sm_90a kernels have tiles of 64 queries by D in an order of their own, [B, N,
-   * ceil(T / 64)] of them, packed [N, (T + 64 B) / 64] rounded down. */
+  /* float32, dq / scale, added atomically, 8 rows of q by 8 columns together: [N, ceil(R / 8),
+   * D / 8, 8, 8], where R = B T, packed T, and batch member b's query i is row b T + i. What pads
+   * the rows is 0. The sm_90a kernels have tiles of 64 queries by D in an order of their own, [B,
+   * N, ceil(T / 64)] of them, packed [N, (T + 64 B) / 64] rounded down. */
   float* dq_accum;
-  int32_t dq_blocked;
   void *dq, *dk, *dv;
   void* dbias; /* [bias_batch, bias_heads, T, S] in bias_dtype */
   /* May be NULL; for the sm_90a kernels and calls without segments and tiles: one for each tile of

@@ -6,6 +6,7 @@
 #include "host/attention_check.h"
 #include "host/block_copy_check.h"
 #include "kvblock/attention.h"
+#include "ops/attention/common/params.cuh"
 #include "ops/attention/for_dim.h"
 #include "ops/attention/generic/backward.h"
 #include "ops/attention/hopper/backward.h"
@@ -20,8 +21,7 @@ extern "C" const char* kvblock_attention_backward_kv(const kvblock_attention* a,
     return hopper::LaunchFinishDq(*a, cuda_stream);
   }
   if (a->dq_accum != nullptr) {
-    const int64_t members = a->cu_q != nullptr ? 1 : a->batch;
-    const size_t bytes = sizeof(float) * members * a->q_len * a->num_heads * a->head_dim;
+    const size_t bytes = sizeof(float) * a->num_heads * DqRows(*a) * a->head_dim;
     const cudaError_t status = cudaMemsetAsync(a->dq_accum, 0, bytes, cuda_stream);
     if (status != cudaSuccess) {
       return Message(std::string("attention: clearing dq_accum: ") + cudaGetErrorString(status));

@@ -329,16 +329,11 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   return Launch(&in, d, kvblock_attention_forward, stream);
 }
 
-// dq_accum in either of its forms, by its rank.
-float* DqAccum(Reader* in, Decoded* d, const ffi::RemainingRets& rets) {
-  kvblock_attention& a = d->a;
-  auto buffer = rets.get<ffi::AnyBuffer>(2);
-  a.dq_blocked = buffer.has_value() && (*buffer)->dimensions().size() == 6;
-  const auto type = ffi::DataType::F32;
-  void* data = a.dq_blocked ? in->Result("dq", type,
-                                         {a.batch, a.num_heads, a.q_len / 8, a.head_dim / 8, 8, 8})
-                            : Heads(in, *d, "dq", kQueries, a.num_heads, a.head_dim, true, type);
-  return static_cast<float*>(data);
+// dq_accum of the generic kernels.
+float* BlockedDq(Reader* in, const Decoded& d) {
+  const int64_t rows = d.packed ? d.a.q_len : d.a.batch * d.a.q_len;
+  return static_cast<float*>(in->Result("dq_accum", ffi::DataType::F32,
+                                        {d.a.num_heads, CeilDiv(rows, 8), d.a.head_dim / 8, 8, 8}));
 }
 
 // dq, and what the sm_90a kernels need to compute it.
@@ -369,7 +364,7 @@ ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets 
     if (in.results_left() > 0 && d.a.kernels == KVBLOCK_KERNELS_SM90) {
       DecodeTiledDq(&in, &d);
     } else if (in.results_left() > 0) {
-      d.a.dq_accum = DqAccum(&in, &d, rets);
+      d.a.dq_accum = BlockedDq(&in, d);
     }
   }
   return Launch(&in, d, kvblock_attention_backward_kv, stream);

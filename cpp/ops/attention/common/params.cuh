@@ -27,6 +27,12 @@ inline AttentionParams MakeAttentionParams(const kvblock_attention& a) {
   return p;
 }
 
+// Rows that a head has in the generic kernels' dq_accum: q's of all batch members, in whole blocks.
+__host__ __device__ inline int64_t DqRows(const kvblock_attention& a) {
+  const int64_t rows = a.cu_q != nullptr ? a.q_len : a.batch * a.q_len;
+  return (rows + 7) / 8 * 8;
+}
+
 // Tiles of `rows` positions over all sequences along one side. Packed, every sequence may end in a
 // partial tile, and so may the rows before the first sequence and after the last.
 inline int64_t NumTiles(const kvblock_attention& a, int64_t length, int64_t rows) {

@@ -10,8 +10,9 @@
 //   dK += dS^T Q           [kKeys, kDim]         times scale at the end
 //   dQ  = dS K             [kQueries, kDim]      added to dq_accum in global memory, unscaled
 //
-// L1 takes a cycle for each row of memory that an addition of a warp touches. With dq_blocked the 8
-// rows of a block of accumulators lie together, 256 bytes for the warp instead of 8 pieces of 32.
+// L1 takes a cycle for each row of memory that an addition of a warp touches. In dq_accum 8 rows of
+// 8 columns lie together, so the warp adds to 256 bytes in a row, or to two pieces where a sequence
+// begins within such a block, instead of to 8 pieces of 32.
 //
 // Eight warps, numbered (pair, half), pair = warp / 2. In S and dP a warp has its pair's quarter of
 // the keys and one half of the queries; in dV and dK the same keys and one half of the columns:
@@ -72,7 +73,8 @@ struct alignas(16) BackwardKeys {  // of a CTA
   // Row 0 of the sequence, head 0.
   const char *q, *d_o;
   const float *lse, *delta;
-  float* dq;
+  float* dq;          // the block of rows that it lies in, ...
+  int dq_row;         // ... and where in the block
   int64_t dq_stride;  // floats from head to head
 };
 struct alignas(16) BackwardWalk {  // of a warp; all warps of a CTA walk alike
@@ -166,8 +168,9 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
             static_cast<const char*>(p.d_o) + at * p.value_dim * sizeof(T),
             p.lse + lse_row,
             p.delta + lse_row,
-            p.dq_accum + at * p.head_dim,
-            (p.dq_blocked ? p.q_len : 1) * p.head_dim};
+            p.dq_accum + found.q_row / 8 * 8 * p.head_dim,
+            static_cast<int>(found.q_row % 8),
+            DqRows(p) * p.head_dim};
     BarrierInit(landed, kThreads);
     BarrierInit(landed + 8, kThreads);
     BarrierInit(ds_ready, kThreads);
@@ -437,37 +440,26 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
       Product<T, kKeys / 16>(dq, OperandA<ScoreTile, Lies::kAcross>{base + Shape::kDs, dq_row},
                              OperandB<KeyTile, Lies::kDown>{base + Shape::kK, dq_column}, lane);
       BarrierArrive(done);
-      float* const dq_rows = keys.dq + at.head * keys.dq_stride;
+      // Row numbers in a tile and its first are multiples of 8, so a lane's rows have one place in
+      // their blocks.
       const int at_lane = lane_now(), group_row = at_lane / 4;
-      // Adds the blocks of accumulators; `place(row)` is where this lane's part of the first lies,
-      // and kStep floats on the next.
-      const auto add = [&](auto step_of, auto place) {
-        constexpr int kStep = decltype(step_of)::value;
+      const unsigned in_block = keys.dq_row + group_row;
+      float* const dq_lane = keys.dq + at.head * keys.dq_stride + in_block / 8 * 8 * p.head_dim +
+                             dq_column * 8 + in_block % 8 * 8 + at_lane % 4 * 2;
 #pragma unroll
-        for (int m = 0; m < kDqM; ++m) {
+      for (int m = 0; m < kDqM; ++m) {
 #pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int row = at.first + dq_row + m * 16 + h * 8;
-            if (row + group_row >= s.q_len) continue;
-            float* const to = place(row);
+        for (int h = 0; h < 2; ++h) {
+          const int row = at.first + dq_row + m * 16 + h * 8;
+          if (row + group_row >= s.q_len) continue;
+          float* const to = dq_lane + int64_t{row} * p.head_dim;
 #pragma unroll
-            for (int n = 0; n < kDqN; ++n) {
-              if (dq_column + n * 8 < p.head_dim) {
-                ReduceAdd(to + n * kStep, dq[m][n][2 * h], dq[m][n][2 * h + 1]);
-              }
+          for (int n = 0; n < kDqN; ++n) {
+            if (dq_column + n * 8 < p.head_dim) {
+              ReduceAdd(to + n * 64, dq[m][n][2 * h], dq[m][n][2 * h + 1]);
             }
           }
         }
-      };
-      if (p.dq_blocked) {
-        add(std::integral_constant<int, 64>{}, [&](int row) {
-          return dq_rows + int64_t{row} * p.head_dim + dq_column * 8 + at_lane * 2;
-        });
-      } else {
-        add(std::integral_constant<int, 8>{}, [&](int row) {
-          return dq_rows + int64_t{row + group_row} * p.num_heads * p.head_dim + dq_column +
-                 at_lane % 4 * 2;
-        });
       }
     } else {
       BarrierArrive(done);
