@@ -13,5 +13,10 @@ __device__ __forceinline__ float Opaque(float x) {
   asm volatile("" : "+f"(x));
   return x;
 }
+template <typename T>
+__device__ __forceinline__ T* Opaque(T* x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
 
 }  // namespace kvblock

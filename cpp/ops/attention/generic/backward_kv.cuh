@@ -440,19 +440,19 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
       Product<T, kKeys / 16>(dq, OperandA<ScoreTile, Lies::kAcross>{base + Shape::kDs, dq_row},
                              OperandB<KeyTile, Lies::kDown>{base + Shape::kK, dq_column}, lane);
       BarrierArrive(done);
-      // Row numbers in a tile and its first are multiples of 8, so a lane's rows have one place in
-      // their blocks.
-      const int at_lane = lane_now(), group_row = at_lane / 4;
+      // All rows of a lane have the same place in their blocks: a tile's first is a multiple of 8.
+      const int at_lane = lane_now(), group_row = at_lane / 4, first = at.first + dq_row;
       const unsigned in_block = keys.dq_row + group_row;
-      float* const dq_lane = keys.dq + at.head * keys.dq_stride + in_block / 8 * 8 * p.head_dim +
-                             dq_column * 8 + in_block % 8 * 8 + at_lane % 4 * 2;
+      float* to = keys.dq + at.head * keys.dq_stride + int64_t{first} * p.head_dim +
+                  in_block / 8 * 8 * p.head_dim + in_block % 8 * 8 + at_lane % 4 * 2 +
+                  dq_column * 8;
 #pragma unroll
       for (int m = 0; m < kDqM; ++m) {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int row = at.first + dq_row + m * 16 + h * 8;
-          if (row + group_row >= s.q_len) continue;
-          float* const to = dq_lane + int64_t{row} * p.head_dim;
+        for (int h = 0; h < 2; ++h, to += 8 * p.head_dim) {
+          // Or every row computes two addresses from the start. At 256 it would cost a spill.
+          if constexpr (kDim < 256) to = Opaque(to);
+          if (first + m * 16 + h * 8 + group_row >= s.q_len) continue;
 #pragma unroll
           for (int n = 0; n < kDqN; ++n) {
             if (dq_column + n * 8 < p.head_dim) {
