@@ -70,10 +70,10 @@ def flash_attention_forward(
     where = "flash_attention_forward"
     arguments.check_flags(where, return_residuals=return_residuals)
     config, x = _call(where, Q, K, V, Bc, Br, use_half)
+    if not return_residuals:
+        return jnp.swapaxes(flash.output(config, x), 1, 2).astype(_dtype(Q))
     o, lse = flash.attention(config, x)
     o = jnp.swapaxes(o, 1, 2).astype(_dtype(Q))
-    if not return_residuals:
-        return o
     br, bc = config.xla_block_q, config.xla_block_kv
     l, m = lse_to_lm(lse, _row_maxima(config, x, br, bc))
     return o, l, m
@@ -491,12 +491,12 @@ def estimate_memory_usage(
     one = rows * seq_len * head_dim * (2 if use_half else 4)
     if implementation != "xla" and use_half and jax.default_backend() == "gpu":
         # The kernels read [B, N, H, D]: Q, K and V, and dO, are transposed where there
-        # are several heads. Beside them there is lse; and, on the way back, lse, delta
-        # and dQ in float32, of whole tiles.
+        # are several heads. Beside them there are, on the way back, lse, delta and dQ in
+        # float32, of whole tiles.
         row = rows * seq_len * 4
         whole = -(-seq_len // cuda.DQ_ROWS) * cuda.DQ_ROWS
         transposed = one if num_heads > 1 else 0
-        internal = 3 * transposed + row + 256
+        internal = 3 * transposed
         backward = 4 * transposed + rows * whole * head_dim * 4 + 2 * row
     else:
         config = AttentionConfig(1.0, xla_block_q=Br, xla_block_kv=Bc)
