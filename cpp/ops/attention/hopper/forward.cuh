@@ -3,9 +3,9 @@
 //   S = Q K^T,  P = exp(scale S - reference),  O = P V / rowsum(P),  lse = reference + log(rowsum)
 //
 // A CTA has two or three warpgroups that compute (the consumers), each with 64 query rows of the
-// CTA's query tile, and one that does everything else, with few registers: a warp that plans and a
-// thread that loads. CTAs stay for the whole launch and compute one query tile (Item) after the
-// other.
+// CTA's query tile, and one that does everything else, with few registers: a warp that plans, a
+// thread that loads and a warp that writes. CTAs stay for the whole launch and compute one query
+// tile (Item) after the other.
 //
 // The planner decides which query tiles are this CTA's (ForwardParams) and walks through the KV
 // tiles that each can see (TileWalk). It writes down the items and, for each KV tile, a Step: where
@@ -32,7 +32,10 @@
 //     maxima, half of the exponentials            FollowMaxima, Exponentials
 //     wait for O;  rescale O                      Rescale
 //     the other half;  P = S in 16 bits           Exponentials, PackProbabilities
-//   O += P V(last);  write O and lse              Write
+//   O += P V(last);  write O and lse              WriteItem
+//
+// With two places for Q there is one for O, too: consumers leave O there, and the writer stores it
+// while they go on with the next item. Otherwise they store it themselves.
 //
 // With `turns` the consumers issue their products one after the other, in a ring of hardware
 // barriers, so that one's softmax runs under the products of the others.
@@ -57,6 +60,7 @@
 #include "ops/attention/hopper/forward_loader.cuh"
 #include "ops/attention/hopper/forward_planner.cuh"
 #include "ops/attention/hopper/forward_shared.cuh"
+#include "ops/attention/hopper/forward_writer.cuh"
 
 namespace kvblock::hopper {
 
@@ -72,6 +76,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     PrefetchTensorMap(maps.q);
     PrefetchTensorMap(maps.k);
     PrefetchTensorMap(maps.v);
+    PrefetchTensorMap(maps.o);
 #pragma unroll
     for (int stage = 0; stage < Traits::kQueryStages; ++stage) {
       BarrierInit(SharedAddress(&shared.q_full[stage]), 1);
@@ -83,6 +88,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       BarrierInit(SharedAddress(&shared.k_empty[stage]), kWarps * Traits::kCluster);
       BarrierInit(SharedAddress(&shared.v_full[stage]), 1);
       BarrierInit(SharedAddress(&shared.v_empty[stage]), kWarps * Traits::kCluster);
+    }
+#pragma unroll
+    for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+      BarrierInit(SharedAddress(&shared.o_full[consumer]), kWarpgroup);
+      BarrierInit(SharedAddress(&shared.o_empty[consumer]), 32);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -104,6 +114,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       Planner<Traits>(p, shared).Run();
     } else if (threadIdx.x == 32) {
       Loader<Traits>(maps, shared).Run();
+    } else if (Traits::kStagesOutput && threadIdx.x >= 64 && threadIdx.x < 96) {
+      Writer<Traits>(p, maps.o, shared).Run();
     }
     __syncwarp();
   } else {

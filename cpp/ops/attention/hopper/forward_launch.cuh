@@ -49,7 +49,7 @@ inline int Multiprocessors(int device) {
   return std::max(count, 1);
 }
 
-// Maps for q, k and v. Without keys nothing is ever loaded, but a map must have rows.
+// Maps for q, k, v and o. Without keys nothing is ever loaded, but a map must have rows.
 template <typename Traits>
 const char* MakeForwardMaps(const kvblock_attention& a, ForwardMaps* maps) {
   const int64_t batch = a.cu_q != nullptr ? 1 : a.batch;
@@ -57,9 +57,16 @@ const char* MakeForwardMaps(const kvblock_attention& a, ForwardMaps* maps) {
   const HeadArray q = {a.q, a.dtype, batch, a.q_len, a.num_heads, a.head_dim};
   const HeadArray k = {a.k, a.dtype, batch, a.kv_len, a.num_kv_heads, a.head_dim};
   const HeadArray v = {a.v, a.dtype, batch, a.kv_len, a.num_kv_heads, a.value_dim};
+  const HeadArray o = {a.o, a.dtype, batch, a.q_len, a.num_heads, a.value_dim};
   if (const char* error = MakeTensorMap(q, Traits::kQueries, &maps->q)) return error;
   if (const char* error = MakeTensorMap(keys ? k : q, Traits::kLoadedKeys, &maps->k)) return error;
-  return MakeTensorMap(keys ? v : q, Traits::kLoadedKeys, &maps->v);
+  if (const char* error = MakeTensorMap(keys ? v : q, Traits::kLoadedKeys, &maps->v)) return error;
+  return MakeTensorMap(o, kConsumerRows, &maps->o);
+}
+
+// Whether the CTAs of a cluster can have heads that share K and V: then they see the same of them.
+inline bool ClusterHeads(const kvblock_attention& a, int cluster) {
+  return cluster > 1 && a.num_heads / a.num_kv_heads % cluster == 0;
 }
 
 template <typename Traits>

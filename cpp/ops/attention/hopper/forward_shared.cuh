@@ -15,6 +15,8 @@
 
 namespace kvblock::hopper {
 
+constexpr int kConsumerRows = 64;  // query rows of a consumer
+
 template <typename T_, int kDim_, int kValueDim_, ForwardKind kKind_>
 struct ForwardTraits {
   using T = T_;
@@ -23,7 +25,7 @@ struct ForwardTraits {
   static constexpr ForwardTiles kTiles = ForwardTilesOf(kDim_, kValueDim_, kKind_);
   static constexpr int kConsumers = kTiles.consumers, kStages = kKvStages;
   static constexpr int kQueryStages = kTiles.query_stages;
-  static constexpr int kQueries = kConsumers * 64, kKeys = kTiles.keys;
+  static constexpr int kQueries = kConsumers * kConsumerRows, kKeys = kTiles.keys;
   static constexpr int kCluster = kTiles.cluster;
   static constexpr int kClusterQueries = kQueries * kCluster, kLoadedKeys = kKeys / kCluster;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
@@ -31,6 +33,9 @@ struct ForwardTraits {
   static constexpr int kQBytes = kQueries * kQueryChunks * kChunkRowBytes;
   static constexpr int kKBytes = kKeys * kQueryChunks * kChunkRowBytes;
   static constexpr int kVBytes = kKeys * kValueChunks * kChunkRowBytes;
+  // O leaves through shared memory where there is room for it, which is beside two places for Q.
+  static constexpr bool kStagesOutput = kQueryStages > 1;
+  static constexpr int kOBytes = kStagesOutput ? kConsumerRows * kValueChunks * kChunkRowBytes : 16;
   // As generic/forward.cuh names them, for a warp's 16 rows.
   static constexpr int kRowBlocks = 1, kDim = kValueDim;
   static_assert(kLoadedKeys % 8 == 0);
@@ -79,8 +84,8 @@ struct alignas(16) Step {
   };
 };
 
-// Steps that the planner is ahead of the consumers, and items, of which three more may be in use:
-// consumers write an item after they have left the steps of the next.
+// Steps that the planner is ahead of the consumers, and items, of which four more may be in use:
+// consumers write an item after they have left the steps of the next, and the writer follows.
 constexpr int kSteps = 8, kItems = 16;
 
 template <typename Traits>
@@ -88,18 +93,19 @@ struct ForwardShared {
   alignas(1024) char q[Traits::kQueryStages][Traits::kQBytes];
   alignas(1024) char k[Traits::kStages][Traits::kKBytes];
   alignas(1024) char v[Traits::kStages][Traits::kVBytes];
+  alignas(1024) char o[Traits::kConsumers][Traits::kOBytes];
   Step steps[kSteps];
   Item items[kItems];
-  ForwardParams params;  // the planner's
   WalkState walk;
   uint64_t step_full[kSteps], step_empty[kSteps];
   uint64_t q_full[Traits::kQueryStages], q_empty[Traits::kQueryStages];
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
+  uint64_t o_full[Traits::kConsumers], o_empty[Traits::kConsumers];
 };
 
 struct ForwardMaps {
-  CUtensorMap q, k, v;
+  CUtensorMap q, k, v, o;
 };
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
