@@ -164,7 +164,11 @@ class Consumer {
       if (Traits::kKind == ForwardKind::kGeneral) {
         FinishScores<Traits>(p_, s, rules_, masked, item.head, rows.state, query, first, Lane());
       } else {
-        MaskPositions<Traits>(s, rows.state, query + Lane() / 4, first + Lane() % 4 * 2);
+        const int row = query + Lane() / 4, key = first + Lane() % 4 * 2;
+        MaskPositions<Traits>(s, rows.state, row, key);
+        if (Traits::kKind == ForwardKind::kPlain && p_.q_segments != nullptr) {
+          MaskSegments<Traits>(p_, s, rows.state, row, key);
+        }
       }
     }
   }

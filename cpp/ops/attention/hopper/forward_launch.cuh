@@ -129,7 +129,7 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
 }
 
 inline ForwardKind KindOf(const kvblock_attention& a) {
-  const bool plain = a.scale > 0.0f && !(a.softcap > 0.0f) && !a.bias && !a.q_segments;
+  const bool plain = a.scale > 0.0f && !(a.softcap > 0.0f) && !a.bias;
   if (!plain || a.tile_indices) return ForwardKind::kGeneral;
   // Clusters take pairs of query tiles: not where there are few, of which one is half empty, and
   // not where a tile sees much that its neighbour does not.

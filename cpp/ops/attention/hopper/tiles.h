@@ -17,8 +17,8 @@ constexpr int kKvStages = 2;  // KV tiles in shared memory
 // What a launch asks for.
 enum class ForwardKind {
   kGeneral,  // every option
-  kPlain,    // only masks by position; no tile lists
-  kBand,     // only a causal mask, over many tiles
+  kPlain,    // only masks, by position and segment; no tile lists
+  kBand,     // only a causal mask, over many tiles, or a window over heads that share K and V
   kWide,     // only the end of the keys
 };
 
