@@ -16,8 +16,9 @@
 // and V have kKvStages each. Every place has two barriers: `full`, at which the loader and the
 // copies arrive, and `empty`, at which every warp of the consumers arrives.
 //
-// In a cluster of two, the CTAs have neighbouring query tiles and go through the same KV tiles.
-// Each loads half of the rows of K and V into both, so consumers arrive at `empty` in both.
+// In a cluster of two, the CTAs have the same query tile of two heads that share K and V, or
+// neighbouring query tiles of a head, and go through the same KV tiles. Each loads half of the rows
+// of K and V into both, so consumers arrive at `empty` in both.
 //
 //   loader:  K0 Q | K1 V0 | K2 V1 | ... | K0 of the next item, its Q, V(last) | ...
 //

@@ -55,14 +55,17 @@ struct ForwardTraits {
 struct ForwardParams : AttentionParams {
   int32_t counter;         // index in forward_counters; -1: none
   int32_t section_rounds;  // rounds that a section takes; 0: sections follow each other
+  // CTAs of a cluster have the same tile of neighbouring heads, which share K and V, instead of
+  // neighbouring tiles of a head. Then `num_pairs` and `heads_apart` count clusters' heads.
+  bool cluster_heads;
 };
 
 namespace {
 __device__ unsigned forward_counters[kForwardCounters];
 }
 
-// A query tile. The CTAs of a cluster have neighbouring ones at the same time, of which the last
-// may lie past the end, and visit the KV tiles that any of them sees.
+// A query tile. The CTAs of a cluster have the same one of several heads, or neighbouring ones, of
+// which the last may lie past the end; they visit the KV tiles that any of them sees.
 struct Item {
   Sequence sequence;
   int head, first;
