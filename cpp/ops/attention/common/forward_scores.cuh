@@ -82,21 +82,54 @@ __device__ __forceinline__ void AddBias(const AttentionParams& p, const Sequence
 }
 
 // -inf where a query does not attend by its position. `query` and `key` are this lane's first.
+// Hardly a tile lies on both edges of the band: each is a pass behind a uniform branch.
 template <typename Traits>
 __device__ __forceinline__ void MaskPositions(const Sequence& s, ForwardRows<Traits>& rows,
                                               int query, int key) {
 #pragma unroll
   for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+    int low[2], high[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = query + rb * 16 + half * 8;
-      const int low = s.FirstKey(i) - key, high = i < s.q_len ? s.EndKey(i) - key : 0;
+      low[half] = s.FirstKey(i) - key;
+      high[half] = i < s.q_len ? s.EndKey(i) - key : 0;
+    }
+    const auto mask = [&](auto hidden) {
+#pragma unroll
+      for (int n = 0; n < Traits::kKeys / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (hidden(n * 8 + e % 2, e / 2)) rows.s[rb][n][e] = -INFINITY;
+        }
+      }
+    };
+    if (__any_sync(~0u, min(high[0], high[1]) < Traits::kKeys)) {
+      mask([&](int j, int half) { return j >= high[half]; });
+    }
+    if (__any_sync(~0u, max(low[0], low[1]) > 0)) {
+      mask([&](int j, int half) { return j < low[half]; });
+    }
+  }
+}
+
+// -inf where a query's segment is not the key's.
+template <typename Traits>
+__device__ __forceinline__ void MaskSegments(const AttentionParams& p, const Sequence& s,
+                                             ForwardRows<Traits>& rows, int query, int key) {
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = min(query + rb * 16 + half * 8, s.q_rows - 1), high = s.kv_rows - key;
+      const int segment = __ldg(p.q_segments + s.q_row + i);
+      const int32_t* from = p.kv_segments + s.kv_row + key;
 #pragma unroll
       for (int n = 0; n < Traits::kKeys / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int j = n * 8 + e;
-          if (j < low || j >= high) rows.s[rb][n][half * 2 + e] = -INFINITY;
+          if (j < high && __ldg(from + j) != segment) rows.s[rb][n][half * 2 + e] = -INFINITY;
         }
       }
     }
@@ -121,14 +154,6 @@ __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Seq
 #pragma unroll
         for (int e = 0; e < 4; ++e) f(rows.s[rb][n][e]);
       }
-    }
-  };
-  // f(score, keys from `key` on), for the scores of one row.
-  const auto each_of_row = [&](int rb, int half, auto f) {
-#pragma unroll
-    for (int n = 0; n < kColumns; ++n) {
-      f(rows.s[rb][n][half * 2], n * 8);
-      f(rows.s[rb][n][half * 2 + 1], n * 8 + 1);
     }
   };
   if (rules.finish) {
@@ -168,20 +193,7 @@ __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Seq
   }
   if (!mask) return;
   MaskPositions<Traits>(s, rows, query, key);
-  if (p.q_segments != nullptr) {
-#pragma unroll
-    for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int i = min(query + rb * 16 + half * 8, s.q_rows - 1), high = s.kv_rows - key;
-        const int segment = __ldg(p.q_segments + s.q_row + i);
-        const int32_t* from = p.kv_segments + s.kv_row + key;
-        each_of_row(rb, half, [&](float& x, int j) {
-          if (j < high && __ldg(from + j) != segment) x = -INFINITY;
-        });
-      }
-    }
-  }
+  if (p.q_segments != nullptr) MaskSegments<Traits>(p, s, rows, query, key);
 }
 
 // A value of each of the four lanes that share a row.

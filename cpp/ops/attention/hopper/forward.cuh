@@ -3,9 +3,9 @@
 //   S = Q K^T,  P = exp(scale S - reference),  O = P V / rowsum(P),  lse = reference + log(rowsum)
 //
 // A CTA has two or three warpgroups that compute (the consumers), each with 64 query rows of the
-// CTA's query tile, and one that does everything else, with few registers: a warp that plans and a
-// thread that loads. CTAs stay for the whole launch and compute one query tile (Item) after the
-// other.
+// CTA's query tile, and one that does everything else, with few registers: a warp that plans, a
+// thread that loads and a warp that writes. CTAs stay for the whole launch and compute one query
+// tile (Item) after the other.
 //
 // The planner decides which query tiles are this CTA's (ForwardParams) and walks through the KV
 // tiles that each can see (TileWalk). It writes down the items and, for each KV tile, a Step: where
@@ -16,8 +16,9 @@
 // and V have kKvStages each. Every place has two barriers: `full`, at which the loader and the
 // copies arrive, and `empty`, at which every warp of the consumers arrives.
 //
-// In a cluster of two, the CTAs have neighbouring query tiles and go through the same KV tiles.
-// Each loads half of the rows of K and V into both, so consumers arrive at `empty` in both.
+// In a cluster of two, the CTAs have the same query tile of two heads that share K and V, or
+// neighbouring query tiles of a head, and go through the same KV tiles. Each loads half of the rows
+// of K and V into both, so consumers arrive at `empty` in both.
 //
 //   loader:  K0 Q | K1 V0 | K2 V1 | ... | K0 of the next item, its Q, V(last) | ...
 //
@@ -32,7 +33,10 @@
 //     maxima, half of the exponentials            FollowMaxima, Exponentials
 //     wait for O;  rescale O                      Rescale
 //     the other half;  P = S in 16 bits           Exponentials, PackProbabilities
-//   O += P V(last);  write O and lse              Write
+//   O += P V(last);  write O and lse              WriteItem
+//
+// With two places for Q there is one for O, too: consumers leave O there, and the writer stores it
+// while they go on with the next item. Otherwise they store it themselves.
 //
 // With `turns` the consumers issue their products one after the other, in a ring of hardware
 // barriers, so that one's softmax runs under the products of the others.
@@ -57,6 +61,7 @@
 #include "ops/attention/hopper/forward_loader.cuh"
 #include "ops/attention/hopper/forward_planner.cuh"
 #include "ops/attention/hopper/forward_shared.cuh"
+#include "ops/attention/hopper/forward_writer.cuh"
 
 namespace kvblock::hopper {
 
@@ -72,6 +77,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     PrefetchTensorMap(maps.q);
     PrefetchTensorMap(maps.k);
     PrefetchTensorMap(maps.v);
+    PrefetchTensorMap(maps.o);
 #pragma unroll
     for (int stage = 0; stage < Traits::kQueryStages; ++stage) {
       BarrierInit(SharedAddress(&shared.q_full[stage]), 1);
@@ -83,6 +89,11 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       BarrierInit(SharedAddress(&shared.k_empty[stage]), kWarps * Traits::kCluster);
       BarrierInit(SharedAddress(&shared.v_full[stage]), 1);
       BarrierInit(SharedAddress(&shared.v_empty[stage]), kWarps * Traits::kCluster);
+    }
+#pragma unroll
+    for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
+      BarrierInit(SharedAddress(&shared.o_full[consumer]), kWarpgroup);
+      BarrierInit(SharedAddress(&shared.o_empty[consumer]), 32);
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -104,6 +115,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       Planner<Traits>(p, shared).Run();
     } else if (threadIdx.x == 32) {
       Loader<Traits>(maps, shared).Run();
+    } else if (Traits::kStagesOutput && threadIdx.x >= 64 && threadIdx.x < 96) {
+      Writer<Traits>(p, maps.o, shared).Run();
     }
     __syncwarp();
   } else {

@@ -6,6 +6,7 @@
 
 #include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
+#include "device/tensor_copy.cuh"
 #include "device/warpgroup.cuh"
 #include "device/wgmma.cuh"
 #include "ops/attention/hopper/forward_rows.cuh"
@@ -38,6 +39,10 @@ class Consumer {
       } else {
         item = Compute(item, rows);
       }
+    }
+    if (Traits::kStagesOutput) {
+      TakeOutput();
+      LeaveOutput();
     }
   }
 
@@ -159,7 +164,11 @@ class Consumer {
       if (Traits::kKind == ForwardKind::kGeneral) {
         FinishScores<Traits>(p_, s, rules_, masked, item.head, rows.state, query, first, Lane());
       } else {
-        MaskPositions<Traits>(s, rows.state, query + Lane() / 4, first + Lane() % 4 * 2);
+        const int row = query + Lane() / 4, key = first + Lane() % 4 * 2;
+        MaskPositions<Traits>(s, rows.state, row, key);
+        if (Traits::kKind == ForwardKind::kPlain && p_.q_segments != nullptr) {
+          MaskSegments<Traits>(p_, s, rows.state, row, key);
+        }
       }
     }
   }
@@ -174,7 +183,25 @@ class Consumer {
   }
   __device__ __forceinline__ void WriteItem(const Item& item, const RowSums& sums,
                                             Rows<Traits>& rows) {
-    Write<Traits>(p_, item, sums, rows, FirstRow(), Lane());
+    float factor[2];
+    FinishRows<Traits>(p_, item, sums, rows, factor, FirstRow(), Lane());
+    if constexpr (Traits::kStagesOutput) {
+      TakeOutput();
+      StageOutput<Traits>(factor, rows, SharedAddress(shared_.o[group_]), Thread() / 32, Lane());
+      FenceAsync();
+      LeaveOutput();
+    } else {
+      StoreOutput<Traits>(p_, item, factor, rows, FirstRow(), Lane());
+    }
+  }
+
+  // The place for O is this consumer's; then, with O or at the end, the writer's.
+  __device__ __forceinline__ void TakeOutput() {
+    BarrierWait(SharedAddress(&shared_.o_empty[group_]), outputs_.phase ^ 1);
+  }
+  __device__ __forceinline__ void LeaveOutput() {
+    BarrierArrive(SharedAddress(&shared_.o_full[group_]));
+    outputs_.Advance();
   }
 
   // V of the tile before has arrived, with all its rows in order.
@@ -212,7 +239,9 @@ class Consumer {
   }
 
   // This warp's first row in the query tile.
-  __device__ __forceinline__ int FirstRow() const { return group_ * 64 + Thread() / 32 * 16; }
+  __device__ __forceinline__ int FirstRow() const {
+    return group_ * kConsumerRows + Thread() / 32 * 16;
+  }
 
   // What the products read and add to is computed before this point.
   __device__ __forceinline__ void Pin(Rows<Traits>& rows) {
@@ -225,7 +254,8 @@ class Consumer {
   }
 
   __device__ __forceinline__ uint64_t QueriesOperand() const {
-    return SharedOperand(SharedAddress(shared_.q[queries_.stage]) + group_ * 64 * kChunkRowBytes);
+    return SharedOperand(SharedAddress(shared_.q[queries_.stage]) +
+                         group_ * kConsumerRows * kChunkRowBytes);
   }
   __device__ __forceinline__ uint64_t KeysOperand() const {
     return SharedOperand(SharedAddress(shared_.k[keys_.stage]));
@@ -244,6 +274,7 @@ class Consumer {
   int items_ = 0;
   StageCount<kSteps> steps_;
   StageCount<Traits::kQueryStages> queries_;
+  StageCount<1> outputs_;
   Stage keys_;  // of the next K; V of the tile before follows it
 };
 

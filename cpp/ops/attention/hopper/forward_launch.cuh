@@ -24,9 +24,9 @@ constexpr int64_t kForwardApartBytes = int64_t{16} << 20;
 
 // How many heads make a section of rounds: of those whose K and V lie in L2 together, the number
 // that leaves the fewest CTAs without a tile in its last round; at least about a round's worth.
-inline int32_t SectionHeads(const AttentionParams& p, int64_t clusters) {
+inline int32_t SectionHeads(const AttentionParams& p, int64_t clusters, int heads_at_once) {
   const int64_t least = std::clamp<int64_t>(clusters / p.tiles, 1, p.num_pairs);
-  const int64_t most = std::max<int64_t>(HeadsApart(p, kForwardApartBytes), least);
+  const int64_t most = std::max<int64_t>(HeadsApart(p, kForwardApartBytes) / heads_at_once, least);
   const auto filled = [&](int64_t heads) {
     const int64_t items = heads * p.tiles, rounds = (items + clusters - 1) / clusters;
     return static_cast<double>(items) / static_cast<double>(rounds * clusters);
@@ -49,7 +49,7 @@ inline int Multiprocessors(int device) {
   return std::max(count, 1);
 }
 
-// Maps for q, k and v. Without keys nothing is ever loaded, but a map must have rows.
+// Maps for q, k, v and o. Without keys nothing is ever loaded, but a map must have rows.
 template <typename Traits>
 const char* MakeForwardMaps(const kvblock_attention& a, ForwardMaps* maps) {
   const int64_t batch = a.cu_q != nullptr ? 1 : a.batch;
@@ -57,9 +57,16 @@ const char* MakeForwardMaps(const kvblock_attention& a, ForwardMaps* maps) {
   const HeadArray q = {a.q, a.dtype, batch, a.q_len, a.num_heads, a.head_dim};
   const HeadArray k = {a.k, a.dtype, batch, a.kv_len, a.num_kv_heads, a.head_dim};
   const HeadArray v = {a.v, a.dtype, batch, a.kv_len, a.num_kv_heads, a.value_dim};
+  const HeadArray o = {a.o, a.dtype, batch, a.q_len, a.num_heads, a.value_dim};
   if (const char* error = MakeTensorMap(q, Traits::kQueries, &maps->q)) return error;
   if (const char* error = MakeTensorMap(keys ? k : q, Traits::kLoadedKeys, &maps->k)) return error;
-  return MakeTensorMap(keys ? v : q, Traits::kLoadedKeys, &maps->v);
+  if (const char* error = MakeTensorMap(keys ? v : q, Traits::kLoadedKeys, &maps->v)) return error;
+  return MakeTensorMap(o, kConsumerRows, &maps->o);
+}
+
+// Whether the CTAs of a cluster can have heads that share K and V: then they see the same of them.
+inline bool ClusterHeads(const kvblock_attention& a, int cluster) {
+  return cluster > 1 && a.num_heads / a.num_kv_heads % cluster == 0;
 }
 
 template <typename Traits>
@@ -80,9 +87,10 @@ cudaError_t LaunchClusters(int64_t ctas, int shared_bytes, cudaStream_t stream,
 
 template <typename Traits>
 const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
-  ForwardParams p{MakeAttentionParams(a), -1, 0};
-  const int64_t tiles = NumTiles(a, a.q_len, Traits::kClusterQueries);
-  if (const char* error = PlanGrid(&p, tiles, p.num_pairs)) return error;
+  ForwardParams p{MakeAttentionParams(a), -1, 0, ClusterHeads(a, Traits::kCluster)};
+  const int heads_at_once = p.cluster_heads ? Traits::kCluster : 1;
+  const int64_t tiles = NumTiles(a, a.q_len, Traits::kClusterQueries / heads_at_once);
+  if (const char* error = PlanGrid(&p, tiles, p.num_pairs / heads_at_once)) return error;
   const int64_t items = tiles * p.num_pairs * Traits::kCluster;
   ForwardMaps maps;
   if (const char* error = MakeForwardMaps<Traits>(a, &maps)) return error;
@@ -103,7 +111,7 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
     if (p.counter < 0) ctas = items;
   } else if (ctas < items && a.window_right >= 0) {
     const int64_t clusters = ctas / Traits::kCluster;
-    p.heads_apart = SectionHeads(p, clusters);
+    p.heads_apart = SectionHeads(p, clusters, heads_at_once);
     p.section_rounds = static_cast<int32_t>((p.heads_apart * tiles + clusters - 1) / clusters);
   }
 
@@ -122,13 +130,15 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
 }
 
 inline ForwardKind KindOf(const kvblock_attention& a) {
-  const bool plain = a.scale > 0.0f && !(a.softcap > 0.0f) && !a.bias && !a.q_segments;
+  const bool plain = a.scale > 0.0f && !(a.softcap > 0.0f) && !a.bias;
   if (!plain || a.tile_indices) return ForwardKind::kGeneral;
-  // Clusters take pairs of query tiles: not where there are few, of which one is half empty, and
+  if (a.cu_q || a.q_lens || a.kv_lens || a.q_segments) return ForwardKind::kPlain;
+  const bool masked = a.window_left >= 0 || a.window_right >= 0;
+  if (masked && ClusterHeads(a, 2)) return ForwardKind::kBand;
+  // Clusters of neighbouring query tiles: not where there are few, of which one is half empty, and
   // not where a tile sees much that its neighbour does not.
   const bool pairs = a.q_len > 2048 || (a.q_len + 127) / 128 % 2 == 0;
-  const bool masked = a.window_left >= 0 || a.window_right >= 0;
-  if (a.cu_q || a.q_lens || a.kv_lens || !pairs) return ForwardKind::kPlain;
+  if (!pairs) return ForwardKind::kPlain;
   if (!masked) return ForwardKind::kWide;
   return a.window_left < 0 && a.q_len >= 8192 ? ForwardKind::kBand : ForwardKind::kPlain;
 }

@@ -72,12 +72,16 @@ class Planner {
   __device__ __forceinline__ void PlanTile(const Assignment& at) {
     Sequence found;
     int first;
-    const int batch = at.pair / p_.num_heads, head = at.pair - batch * p_.num_heads;
+    const bool heads = Traits::kCluster > 1 && p_.cluster_heads;
+    const int pair = heads ? at.pair * Traits::kCluster + ClusterRank() : at.pair;
+    const int batch = pair / p_.num_heads, head = pair - batch * p_.num_heads;
     if (!FindTile<Along::kQueries, Traits::kClusterQueries>(p_, batch, at.tile, &found, &first)) {
       return;
     }
-    const int end = first + Traits::kClusterQueries;
-    const int own = Traits::kCluster > 1 ? first + ClusterRank() * Traits::kQueries : first;
+    if (heads) first = at.tile * Traits::kQueries;
+    const int end = first + (heads ? Traits::kQueries : Traits::kClusterQueries);
+    const int own =
+        Traits::kCluster > 1 && !heads ? first + ClusterRank() * Traits::kQueries : first;
     Item& item = shared_.items[item_];
     if (lane_ == 0) {
       const bool packed = p_.cu_q != nullptr;  // the maps have one batch member

@@ -8,6 +8,7 @@
 #include "device/fast_math.cuh"
 #include "device/mbarrier.cuh"
 #include "device/mma.cuh"
+#include "device/stmatrix.cuh"
 #include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
 #include "ops/attention/common/forward_scores.cuh"
@@ -99,9 +100,9 @@ __device__ __forceinline__ bool FollowMaxima(Rows<Traits>& rows, float to_log2,
     outgrown |= largest * to_log2 > rows.sums.reference[half] + kOutgrown;
     factor[half] = 1.0f;
   }
-  outgrown = __any_sync(~0u, outgrown);
-  if (outgrown) MoveReferences(rows, to_log2, factor);
-  return outgrown;
+  if (!__any_sync(~0u, outgrown)) return false;
+  MoveReferences(rows, to_log2, factor);
+  return __any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f);
 }
 
 // The scores of columns 8 kFrom to 8 kTo become probabilities, and join the sums.
@@ -166,18 +167,33 @@ __device__ __forceinline__ void ClearRows(char* v, int from, int thread, int bar
   BarrierMeet(barrier, kWarpgroup);
 }
 
-// Joins the sink, divides by the sums, and writes O and lse for the rows that exist.
+// O / sum of a warp's rows in 16 bits, to its consumer's place in shared memory.
 template <typename Traits>
-__device__ __forceinline__ void Write(const AttentionParams& p, const Item& item,
-                                      const RowSums& sums, Rows<Traits>& rows, int row, int lane) {
+__device__ __forceinline__ void StageOutput(const float (&factor)[2], Rows<Traits>& rows,
+                                            uint32_t place, int warp, int lane) {
+  using T = typename Traits::T;
+  const auto& o = rows.state.o[0];
+#pragma unroll
+  for (int n = 0; n < Traits::kValueDim / 8; n += 2) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int half = i % 2;
+      words[i] =
+          Pack<T>(o[n + i / 2][half * 2] * factor[half], o[n + i / 2][half * 2 + 1] * factor[half]);
+    }
+    const int row = warp * 16 + lane % 16, column = n * 8 + lane / 16 * 8;
+    StoreMatrices(place + SwizzledOffset(kConsumerRows, row, column), words);
+  }
+}
+
+// The same from the registers to global memory.
+template <typename Traits>
+__device__ __forceinline__ void StoreOutput(const AttentionParams& p, const Item& item,
+                                            const float (&factor)[2], Rows<Traits>& rows, int row,
+                                            int lane) {
   using T = typename Traits::T;
   const Sequence& s = item.sequence;
-  const bool sinks = p.sinks != nullptr;
-  const float sink =
-      sinks
-          ? __ldg(p.sinks + int64_t{BatchRow(p, p.sink_batch, s.batch)} * p.num_heads + item.head) *
-                kLog2E
-          : -INFINITY;
   // Lanes change half of their columns with their neighbour, so that each has 4 columns side by
   // side, and four lanes write 32 bytes of a row.
   const bool odd = lane % 2 != 0;
@@ -185,42 +201,66 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Item& item
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = item.first + row + half * 8 + lane / 4;
-    float sum = RowSum(sums.sum[half]), max = sums.reference[half], factor = 1.0f;
-    if (sinks) {  // one more score, with no value
-      const float joint = fmaxf(max, sink);
-      factor = Exp2(max - Reference(joint, 1.0f));
-      sum = sum * factor + (sink == joint ? 1.0f : Exp2(sink - Reference(joint, 1.0f)));
-      if (joint == -INFINITY) sum = 0.0f;
-      max = joint;
-    }
-    const bool exists = query < s.q_rows, nothing = sum == 0.0f || query >= s.q_len;
-    if (p.lse != nullptr && lane % 4 == 0 && exists) {
-      p.lse[s.LseRow(p, item.head) + query] = nothing ? -INFINITY : (max + Log2(sum)) * kLn2;
-    }
-    factor *= Reciprocal(sum);
-    if (nothing) {  // O may be NaN there
-      factor = 0.0f;
-#pragma unroll
-      for (int n = 0; n < Traits::kValueDim / 8; ++n) {
-        rows.state.o[0][n][half * 2] = rows.state.o[0][n][half * 2 + 1] = 0.0f;
-      }
-    }
     T* const o = static_cast<T*>(p.o) +
                  ((s.q_row + query) * p.num_heads + item.head) * static_cast<int64_t>(p.value_dim) +
                  column;
-    const int columns = exists ? p.value_dim - column : 0;
+    const int columns = query < s.q_rows ? p.value_dim - column : 0;
 #pragma unroll
     for (int n = 0; n < Traits::kValueDim / 8; n += 2) {
       uint32_t words[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        words[i] = Pack<T>(rows.state.o[0][n + i][half * 2] * factor,
-                           rows.state.o[0][n + i][half * 2 + 1] * factor);
+        words[i] = Pack<T>(rows.state.o[0][n + i][half * 2] * factor[half],
+                           rows.state.o[0][n + i][half * 2 + 1] * factor[half]);
       }
       const uint32_t got = __shfl_xor_sync(~0u, odd ? words[0] : words[1], 1);
       if (n * 8 < columns) {
         *reinterpret_cast<uint2*>(o + n * 8) =
             odd ? make_uint2(got, words[1]) : make_uint2(words[0], got);
+      }
+    }
+  }
+}
+
+// Joins the sink and writes lse for the rows that exist. O is to be multiplied by `factor`; it
+// becomes 0 here where a row attends to nothing.
+template <typename Traits>
+__device__ __forceinline__ void FinishRows(const AttentionParams& p, const Item& item,
+                                           const RowSums& sums, Rows<Traits>& rows,
+                                           float (&factor)[2], int row, int lane) {
+  const Sequence& s = item.sequence;
+  const bool sinks = p.sinks != nullptr;
+  const float sink =
+      sinks
+          ? __ldg(p.sinks + int64_t{BatchRow(p, p.sink_batch, s.batch)} * p.num_heads + item.head) *
+                kLog2E
+          : -INFINITY;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int query = item.first + row + half * 8 + lane / 4;
+    float sum = RowSum(sums.sum[half]), max = sums.reference[half];
+    factor[half] = 1.0f;
+    if (sinks) {  // one more score, with no value
+      const float joint = fmaxf(max, sink);
+      factor[half] = Exp2(max - Reference(joint, 1.0f));
+      sum = sum * factor[half] + (sink == joint ? 1.0f : Exp2(sink - Reference(joint, 1.0f)));
+      if (joint == -INFINITY) sum = 0.0f;
+      max = joint;
+    }
+    const bool nothing = sum == 0.0f || query >= s.q_len;
+    if (p.lse != nullptr && lane % 4 == 0 && query < s.q_rows) {
+      p.lse[s.LseRow(p, item.head) + query] = nothing ? -INFINITY : (max + Log2(sum)) * kLn2;
+    }
+    factor[half] *= Reciprocal(sum);
+    if (nothing) factor[half] = 0.0f;
+    if (__any_sync(~0u, nothing)) {  // a branch: it is seldom, and O may be NaN there
+#pragma unroll
+      for (int n = 0; n < Traits::kValueDim / 8; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& x = rows.state.o[0][n][half * 2 + e];
+          x = nothing ? 0.0f : x;
+        }
       }
     }
   }

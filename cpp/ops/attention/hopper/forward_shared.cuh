@@ -15,6 +15,8 @@
 
 namespace kvblock::hopper {
 
+constexpr int kConsumerRows = 64;  // query rows of a consumer
+
 template <typename T_, int kDim_, int kValueDim_, ForwardKind kKind_>
 struct ForwardTraits {
   using T = T_;
@@ -23,7 +25,7 @@ struct ForwardTraits {
   static constexpr ForwardTiles kTiles = ForwardTilesOf(kDim_, kValueDim_, kKind_);
   static constexpr int kConsumers = kTiles.consumers, kStages = kKvStages;
   static constexpr int kQueryStages = kTiles.query_stages;
-  static constexpr int kQueries = kConsumers * 64, kKeys = kTiles.keys;
+  static constexpr int kQueries = kConsumers * kConsumerRows, kKeys = kTiles.keys;
   static constexpr int kCluster = kTiles.cluster;
   static constexpr int kClusterQueries = kQueries * kCluster, kLoadedKeys = kKeys / kCluster;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
@@ -31,6 +33,9 @@ struct ForwardTraits {
   static constexpr int kQBytes = kQueries * kQueryChunks * kChunkRowBytes;
   static constexpr int kKBytes = kKeys * kQueryChunks * kChunkRowBytes;
   static constexpr int kVBytes = kKeys * kValueChunks * kChunkRowBytes;
+  // O leaves through shared memory where there is room for it, which is beside two places for Q.
+  static constexpr bool kStagesOutput = kQueryStages > 1;
+  static constexpr int kOBytes = kStagesOutput ? kConsumerRows * kValueChunks * kChunkRowBytes : 16;
   // As generic/forward.cuh names them, for a warp's 16 rows.
   static constexpr int kRowBlocks = 1, kDim = kValueDim;
   static_assert(kLoadedKeys % 8 == 0);
@@ -50,14 +55,17 @@ struct ForwardTraits {
 struct ForwardParams : AttentionParams {
   int32_t counter;         // index in forward_counters; -1: none
   int32_t section_rounds;  // rounds that a section takes; 0: sections follow each other
+  // CTAs of a cluster have the same tile of neighbouring heads, which share K and V, instead of
+  // neighbouring tiles of a head. Then `num_pairs` and `heads_apart` count clusters' heads.
+  bool cluster_heads;
 };
 
 namespace {
 __device__ unsigned forward_counters[kForwardCounters];
 }
 
-// A query tile. The CTAs of a cluster have neighbouring ones at the same time, of which the last
-// may lie past the end, and visit the KV tiles that any of them sees.
+// A query tile. The CTAs of a cluster have the same one of several heads, or neighbouring ones, of
+// which the last may lie past the end; they visit the KV tiles that any of them sees.
 struct Item {
   Sequence sequence;
   int head, first;
@@ -79,8 +87,8 @@ struct alignas(16) Step {
   };
 };
 
-// Steps that the planner is ahead of the consumers, and items, of which three more may be in use:
-// consumers write an item after they have left the steps of the next.
+// Steps that the planner is ahead of the consumers, and items, of which four more may be in use:
+// consumers write an item after they have left the steps of the next, and the writer follows.
 constexpr int kSteps = 8, kItems = 16;
 
 template <typename Traits>
@@ -88,18 +96,19 @@ struct ForwardShared {
   alignas(1024) char q[Traits::kQueryStages][Traits::kQBytes];
   alignas(1024) char k[Traits::kStages][Traits::kKBytes];
   alignas(1024) char v[Traits::kStages][Traits::kVBytes];
+  alignas(1024) char o[Traits::kConsumers][Traits::kOBytes];
   Step steps[kSteps];
   Item items[kItems];
-  ForwardParams params;  // the planner's
   WalkState walk;
   uint64_t step_full[kSteps], step_empty[kSteps];
   uint64_t q_full[Traits::kQueryStages], q_empty[Traits::kQueryStages];
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
+  uint64_t o_full[Traits::kConsumers], o_empty[Traits::kConsumers];
 };
 
 struct ForwardMaps {
-  CUtensorMap q, k, v;
+  CUtensorMap q, k, v, o;
 };
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {

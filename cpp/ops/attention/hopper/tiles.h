@@ -10,15 +10,15 @@ struct ForwardTiles {
   // Registers a thread, multiples of 8. A multiprocessor has 512 for the threads of all warpgroups.
   int producer_registers, consumer_registers;
   bool turns;   // the consumers take turns at the tensor cores
-  int cluster;  // CTAs that work on neighbouring query tiles and load K and V once for all
+  int cluster;  // CTAs that go through the same K and V at the same time and load them once for all
 };
 constexpr int kKvStages = 2;  // KV tiles in shared memory
 
 // What a launch asks for.
 enum class ForwardKind {
   kGeneral,  // every option
-  kPlain,    // only masks by position; no tile lists
-  kBand,     // only a causal mask, over many tiles
+  kPlain,    // only masks, by position and segment; no tile lists
+  kBand,     // only a causal mask, over many tiles, or a window over heads that share K and V
   kWide,     // only the end of the keys
 };
 
