@@ -168,14 +168,19 @@ def rounds(a: Attention, arrays: Arrays) -> None:
     a.shift = arrays.of(np.full(a.batch, 260, np.int32))
 
 
+def rounds_alone(a: Attention, arrays: Arrays) -> None:  # no heads to form clusters
+    rounds(a, arrays)
+    a.num_kv_heads = a.num_heads
+
+
 def counted(a: Attention, arrays: Arrays) -> None:
     rounds(a, arrays)
     a.kv_lens = arrays.of(np.arange(a.batch, dtype=np.int32) * 6)
 
 
 OPTIONS = (plain, causal, lengths, packed, segments, softcap, bias, everything, tiles)
-HOPPER_OPTIONS = (long_q, long_kv, rounds, counted)
-FORWARD_ONLY = (rounds, counted)
+HOPPER_OPTIONS = (long_q, long_kv, rounds, rounds_alone, counted)
+FORWARD_ONLY = (rounds, rounds_alone, counted)
 TURNS = (causal, lengths, packed)  # dq is added in turns
 NO_DQ = (tiles,)
 
