@@ -47,7 +47,7 @@ class Attention(ctypes.Structure):
         *fields(ctypes.c_int32, "max_tiles max_tiles_t"),
         *fields(ctypes.c_void_p, "o lse d_o delta dq_accum"),
         *fields(ctypes.c_int32, "dq_blocked"),
-        *fields(ctypes.c_void_p, "dq dk dv dbias dq_turns"),
+        *fields(ctypes.c_void_p, "dq dk dv dbias dq_turns dq_state"),
     ]
 
 
@@ -211,6 +211,8 @@ def run(library: Any, kernels: str, option: Any, dims: str, dtype: int) -> int:
             dq_tiles = (a.q_len + 64 * a.batch) // 64
         sums = rows if a.kernels == GENERIC else dq_tiles * 64
         a.dq_accum = arrays.empty(sums * a.num_heads * a.head_dim * 4)
+        if a.kernels == SM90:
+            a.dq_state = arrays.empty(dq_tiles * a.num_heads * 8)
         if a.kernels == SM90 and option in TURNS:
             a.dq_turns = arrays.empty(dq_tiles * a.num_heads * 4)
 
