@@ -46,7 +46,7 @@ class Attention(ctypes.Structure):
         *fields(ctypes.c_int32, "tile_batch tile_heads tile_q tile_kv"),
         *fields(ctypes.c_int32, "max_tiles max_tiles_t"),
         *fields(ctypes.c_void_p, "o lse d_o delta"),
-        *fields(ctypes.c_void_p, "dq_accum dq dk dv dbias dq_turns"),
+        *fields(ctypes.c_void_p, "dq_accum dq dk dv dbias dq_turns dq_state"),
     ]
 
 
@@ -214,6 +214,8 @@ def run(library: Any, kernels: str, option: Any, dims: str, dtype: int) -> int:
             dq_tiles = (a.q_len + 64 * a.batch) // 64
         sums = -(-rows // 8) * 8 if a.kernels == GENERIC else dq_tiles * 64
         a.dq_accum = arrays.empty(sums * a.num_heads * a.head_dim * 4)
+        if a.kernels == SM90:
+            a.dq_state = arrays.empty(dq_tiles * a.num_heads * 8)
         if a.kernels == SM90 and option in TURNS:
             a.dq_turns = arrays.empty(dq_tiles * a.num_heads * 4)
 

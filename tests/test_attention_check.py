@@ -42,6 +42,7 @@ CASE = """  {
 """
 SM90 = "a.kernels = KVBLOCK_KERNELS_SM90;"
 SUMS = "a.dq_accum = sums;"
+STATE = "a.dq_state = ints;"
 SEGMENTS = (
     "a.q_segments = a.kv_segments = ints; "
     "a.q_segment_ranges = a.kv_segment_ranges = ranges;"
@@ -50,14 +51,16 @@ SEGMENTS = (
 CASES = [
     ("", "ok"),
     (SUMS, "ok"),
-    (f"{SM90} {SUMS} a.dq = array;", "ok"),
-    (f"{SM90} {SUMS} a.dq = array; a.dq_turns = ints;", "ok"),
+    (f"{SM90} {SUMS} {STATE} a.dq = array;", "ok"),
+    (f"{SM90} {SUMS} {STATE} a.dq = array; a.dq_turns = ints;", "ok"),
     ("a.kernels = 7;", "kernels must be KVBLOCK_KERNELS_GENERIC or"),
-    (f"{SM90} {SUMS}", "dq is NULL, and dq_accum is not"),
+    (f"{SM90} {SUMS} {STATE}", "dq is NULL, and dq_accum is not"),
+    (f"{SM90} {SUMS} a.dq = array;", "dq_state is NULL, and dq_accum is not"),
+    (f"{SUMS} {STATE}", "dq_state is for the sm_90a kernels"),
     (f"{SM90} a.dq = array;", "dq_accum is NULL, and dq is not"),
     (f"{SUMS} a.dq_turns = ints;", "dq_turns is for the sm_90a kernels"),
     (
-        f"{SM90} {SUMS} a.dq = array; a.dq_turns = ints; {SEGMENTS}",
+        f"{SM90} {SUMS} {STATE} a.dq = array; a.dq_turns = ints; {SEGMENTS}",
         "dq_turns is for calls without segments and tiles",
     ),
     ("a.lse = nullptr;", "lse is NULL"),

@@ -37,4 +37,14 @@ __device__ __forceinline__ int LoadAcquire(const int* counter) {
   return value;
 }
 
+// Puts `value` where `expected` was; returns what was there, and orders nothing.
+__device__ __forceinline__ int CompareAndSwap(int* counter, int expected, int value) {
+  int found;
+  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;"
+               : "=r"(found)
+               : "l"(counter), "r"(expected), "r"(value)
+               : "memory");
+  return found;
+}
+
 }  // namespace kvblock

@@ -80,6 +80,14 @@ __device__ __forceinline__ void AddBytes(float* to, uint32_t from, int bytes) {
                : "memory");
 }
 
+// Stores such a piece instead.
+__device__ __forceinline__ void StoreBytes(void* to, uint32_t from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(
+                   __cvta_generic_to_global(to)),
+               "r"(from), "r"(bytes)
+               : "memory");
+}
+
 // A contiguous piece, a multiple of 16 bytes at a multiple of 16.
 __device__ __forceinline__ void LoadBytes(uint32_t to, const void* from, int bytes,
                                           uint32_t barrier) {

@@ -138,12 +138,17 @@ std::string CheckOperands(const kvblock_attention& a, AttentionPass pass) {
         if (missing(queries && a.dq && a.batch > 0, a.dq_accum)) {
           return "dq_accum is NULL, and dq is not";
         }
+        if (missing(queries && a.dq_accum, a.dq_state)) {
+          return "dq_state is NULL, and dq_accum is not";
+        }
         // Whose turn it is follows from the band and the lengths alone.
         if (a.dq_turns && (a.q_segments || a.tile_indices)) {
           return "dq_turns is for calls without segments and tiles";
         }
       } else if (a.dq_turns) {
         return "dq_turns is for the sm_90a kernels";
+      } else if (a.dq_state) {
+        return "dq_state is for the sm_90a kernels";
       }
       break;
     case AttentionPass::kBackwardQ:

@@ -204,8 +204,9 @@ def _backward(
     if tiled:
         lead = _dq_tiles(config, size)
         sums = jax.ShapeDtypeStruct((*lead, DQ_ROWS * size.head_dim), jnp.float32)
+        state = jax.ShapeDtypeStruct((*lead, DQ_COUNTERS), jnp.int32)
         turns = [jax.ShapeDtypeStruct((*lead, 1), jnp.int32)] * config.deterministic
-        dk, dv, dq, *_ = launch("backward_kv", [*dk_dv, _like(x.q), sums, *turns])
+        dk, dv, dq, *_ = launch("backward_kv", [*dk_dv, _like(x.q), sums, state, *turns])
         return dq, dk, dv
     # The sums lie in blocks of 8 rows by 8 columns: an addition of a warp falls on few
     # lines of memory. XLA puts them in order while it casts.
@@ -218,7 +219,8 @@ def _backward(
     return (dq * np.float32(config.scale)).astype(x.q.dtype), dk, dv
 
 
-DQ_ROWS = 64  # queries of a tile of dq_accum; attention.h has the same number
+# Queries of a tile of dq_accum, and its counters; attention.h has the same numbers.
+DQ_ROWS, DQ_COUNTERS = 64, 2
 
 
 def _dq_tiles(config: AttentionConfig, size: Sizes) -> tuple[int, ...]:

@@ -44,8 +44,9 @@
 extern "C" {
 #endif
 
-enum { KVBLOCK_ATTENTION_CHUNK = 64 };   /* positions that one segment range covers */
-enum { KVBLOCK_ATTENTION_DQ_ROWS = 64 }; /* queries of a tile of the sm_90a kernels' dq_accum */
+enum { KVBLOCK_ATTENTION_CHUNK = 64 };      /* positions that one segment range covers */
+enum { KVBLOCK_ATTENTION_DQ_ROWS = 64 };    /* queries of a tile of the sm_90a kernels' dq_accum */
+enum { KVBLOCK_ATTENTION_DQ_COUNTERS = 2 }; /* of dq_state, for such a tile */
 
 typedef enum kvblock_dtype {
   KVBLOCK_BF16 = 0,
@@ -110,6 +111,10 @@ typedef struct kvblock_attention {
    * dq_accum. Cleared; then keys add to dq_accum in turns, and dq comes out with the same bits
    * every time. */
   int32_t* dq_turns;
+  /* With the dq_accum of the sm_90a kernels: KVBLOCK_ATTENTION_DQ_COUNTERS for each of its tiles,
+   * which tell who adds first. Cleared, in place of dq_accum where the first can store: tiles of
+   * dq_accum that no key sees then stay as they are. */
+  int32_t* dq_state;
 } kvblock_attention;
 
 /* Each function returns NULL on success, else a message that lives until this thread's next call.
@@ -118,8 +123,8 @@ typedef struct kvblock_attention {
 /* Writes o and, if it is asked for, lse. */
 KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_attention* a, void* stream);
 
-/* Writes dk and dv. Where dq_accum is given, clears it and adds dq / scale to it, in an order that
- * differs from run to run; where it is NULL, computes no dq. The sm_90a kernels then write dq. */
+/* Writes dk and dv. Where dq_accum is given, sums up dq / scale there, in an order that differs
+ * from run to run; where it is NULL, computes no dq. The sm_90a kernels then write dq. */
 KVBLOCK_EXPORT const char* kvblock_attention_backward_kv(const kvblock_attention* a, void* stream);
 
 /* Writes dq, the same bits every time. */

@@ -4,7 +4,7 @@
 //
 // Operands: q, k, v, then the optional ones that `present` names (bit i: the i-th of Optional),
 // then, backward, lse, delta and d_o. Results: o and perhaps lse; or dk, dv and perhaps dq_accum
-// (the sm_90a kernels: dq, dq_accum and perhaps dq_turns); or dq; or dbias. Mirrors
+// (the sm_90a kernels: dq, dq_accum, dq_state and perhaps dq_turns); or dq; or dbias. Mirrors
 // jax_kvblock/attention/cuda.py.
 #include "ops/attention/attention_ffi.h"
 
@@ -348,6 +348,8 @@ void DecodeTiledDq(Reader* in, Decoded* d) {
     return in->Result(name, type, {a.num_heads, (a.q_len + kRows * a.batch) / kRows, size});
   };
   a.dq_accum = static_cast<float*>(tiled("dq_accum", ffi::DataType::F32, kRows * a.head_dim));
+  a.dq_state =
+      static_cast<int32_t*>(tiled("dq_state", ffi::DataType::S32, KVBLOCK_ATTENTION_DQ_COUNTERS));
   if (in->results_left() > 0) {
     a.dq_turns = static_cast<int32_t*>(tiled("dq_turns", ffi::DataType::S32, 1));
   }

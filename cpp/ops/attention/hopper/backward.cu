@@ -18,25 +18,28 @@ const char* Checked(const char* what, cudaError_t status) {
   return Message(std::string("attention: ") + what + ": " + cudaGetErrorString(status));
 }
 
-// The float32 values of dq_accum.
-int64_t DqAccumSize(const kvblock_attention& a) {
-  return Members(a) * a.num_heads * DqTiles(a) * kDqRows * a.head_dim;
+// Whether the first to add stores; else dq_accum is cleared (backward_state.cuh).
+bool StoresFirst(const kvblock_attention& a) {
+  return std::max(a.head_dim, a.value_dim) <= 128 && a.tile_indices == nullptr;
 }
 
 }  // namespace
 
-const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream) {
-  if (a.dq_accum != nullptr) {
-    const size_t bytes = sizeof(float) * DqAccumSize(a);
-    const cudaError_t status = cudaMemsetAsync(a.dq_accum, 0, bytes, stream);
-    if (const char* error = Checked("clearing dq_accum", status)) return error;
-    if (a.dq_turns != nullptr) {
-      const size_t bytes = sizeof(int32_t) * Members(a) * a.num_heads * DqTiles(a);
-      const cudaError_t status = cudaMemsetAsync(a.dq_turns, 0, bytes, stream);
-      if (const char* error = Checked("clearing dq_turns", status)) return error;
-    }
-  }
+const char* LaunchBackwardKv(const kvblock_attention& caller, cudaStream_t stream) {
+  kvblock_attention a = caller;
+  if (!StoresFirst(a)) a.dq_state = nullptr;
   const int dim = std::max(a.head_dim, a.value_dim);
+  if (a.dq_accum != nullptr) {
+    const int64_t tiles = Members(a) * a.num_heads * DqTiles(a);
+    const auto clear = [&](const char* what, void* data, int64_t bytes_of_a_tile) {
+      return Checked(what, cudaMemsetAsync(data, 0, tiles * bytes_of_a_tile, stream));
+    };
+    const char* error = StoresFirst(a)
+                            ? clear("clearing dq_state", a.dq_state, kDqCounters * 4)
+                            : clear("clearing dq_accum", a.dq_accum, kDqRows * a.head_dim * 4);
+    if (!error && a.dq_turns) error = clear("clearing dq_turns", a.dq_turns, 4);
+    if (error) return error;
+  }
   if (dim <= 64) return LaunchBackwardKvOf<64, 64>(a, stream);
   if (dim <= 96) return LaunchBackwardKvOf<96, 96>(a, stream);
   if (dim <= 128) return LaunchBackwardKvOf<128, 128>(a, stream);
@@ -52,6 +55,7 @@ const char* LaunchFinishDq(const kvblock_attention& a, cudaStream_t stream) {
   if (ctas == 0) return nullptr;
   if (ctas > INT32_MAX) return Message("attention: too many queries for one launch");
   p.tiles = static_cast<int32_t>(tiles);
+  if (!StoresFirst(a)) p.dq_state = nullptr;
   const auto kernel =
       a.dtype == KVBLOCK_BF16 ? AttentionFinishDq<__nv_bfloat16> : AttentionFinishDq<__half>;
   kernel<<<static_cast<unsigned>(ctas), kWarpgroup, 0, stream>>>(p);

@@ -7,8 +7,8 @@
 
 namespace kvblock::hopper {
 
-// Writes dk and dv. Where dq_accum is given, clears it and adds dq / scale to it, laid out as
-// dq_tile.cuh says.
+// Writes dk and dv. Where dq_accum is given, sums up dq / scale there, laid out as dq_tile.cuh
+// says.
 const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream);
 
 // Writes dq from dq_accum.

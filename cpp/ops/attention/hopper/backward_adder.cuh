@@ -2,7 +2,8 @@
 //
 // The warpgroup leaves its part, 64 queries by at most 64 columns, in shared memory in the order of
 // dq_accum (dq_tile.cuh), where it is one piece of 16 KB: one bulk addition. Additions from
-// registers keep the load/store unit busy, for which the rest of the kernel then waits.
+// registers keep the load/store unit busy, for which the rest of the kernel then waits. Who comes
+// first to a tile stores it instead (backward_state.cuh).
 #pragma once
 
 #include <cstdint>
@@ -10,6 +11,7 @@
 #include "device/mbarrier.cuh"
 #include "device/tensor_copy.cuh"
 #include "ops/attention/hopper/backward_shape.cuh"
+#include "ops/attention/hopper/backward_state.cuh"
 #include "ops/attention/hopper/backward_turns.cuh"
 #include "ops/attention/hopper/dq_tile.cuh"
 
@@ -41,22 +43,33 @@ struct BackwardAdder {
       BarrierArrive(base + Shape::kQFree + step % kStages * 8);  // it is read
       const int first = at.first + (kHalfTheQueries ? group * kDqRows : 0);
       const bool exists = first < s.q_len, in_turn = exists && p.dq_turns != nullptr;
+      const bool adds = exists && blocks > 0;
+      int32_t* const state = DqState(p, s, at.head, first) + first_block / 8;
+      bool stores = false;
       if (in_turn) {
-        AwaitDqTurn(DqTurn(p, s, at.head, first), MyTurn<Shape>(owned, at, launched_before));
+        const int mine = MyTurn<Shape>(owned, at, launched_before);
+        AwaitDqTurn(DqTurn(p, s, at.head, first), mine);
+        stores = mine == 0;
+      } else if (adds && p.dq_state != nullptr) {
+        stores = ComesFirst(state);
       }
       const int place = step % kDqStages * 2 + group;
       BarrierWait(base + Shape::kDqFull + place * 8, step / kDqStages % 2);
-      if (exists && blocks > 0) {
-        AddBytes(DqTile(p, s, at.head, first) + first_block * kBlock,
-                 base + Shape::kDq + place * Shape::kDqBytes, blocks * kBlock * 4);
+      if (adds) {
+        float* const to = DqTile(p, s, at.head, first) + first_block * kBlock;
+        const uint32_t from = base + Shape::kDq + place * Shape::kDqBytes;
+        if (stores) {
+          StoreBytes(to, from, blocks * kBlock * 4);
+        } else {
+          AddBytes(to, from, blocks * kBlock * 4);
+        }
         CommitStores();
         WaitStoresRead<0>();
       }
       BarrierArrive(base + Shape::kDqFree + place * 8);
-      if (in_turn) {
-        WaitStores<0>();
-        PassDqTurn(DqTurn(p, s, at.head, first));
-      }
+      if (in_turn || stores) WaitStores<0>();
+      if (stores) AddRelease(state, 1);
+      if (in_turn) PassDqTurn(DqTurn(p, s, at.head, first));
     }
     WaitStores<0>();
   }

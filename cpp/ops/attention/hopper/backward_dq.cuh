@@ -12,6 +12,7 @@
 #include "device/warpgroup.cuh"
 #include "ops/attention/common/mask.cuh"
 #include "ops/attention/common/params.cuh"
+#include "ops/attention/hopper/backward_state.cuh"
 #include "ops/attention/hopper/dq_tile.cuh"
 
 namespace kvblock::hopper {
@@ -35,11 +36,15 @@ template <typename T>
 __global__ void __launch_bounds__(kWarpgroup)
     AttentionFinishDq(const __grid_constant__ AttentionParams p) {
   const int thread = threadIdx.x, lane = thread % 32, t = lane % 4;
-  const int tile = blockIdx.x % p.tiles, owner = blockIdx.x / p.tiles;
+  const int nth = gridDim.x - 1 - blockIdx.x;  // the last heads first: they are still in L2
+  const int tile = nth % p.tiles, owner = nth / p.tiles;
   const int head = owner % p.num_heads;
   Sequence s;
   int first;
   if (!FindTile<Along::kQueries, kDqRows>(p, owner / p.num_heads, tile, &s, &first)) return;
+  // A tile that no key sees has not been stored.
+  const bool stored =
+      first < s.q_len && (p.dq_state == nullptr || *DqState(p, s, head, first) != 0);
   const int row = first + thread / 32 * 16 + lane / 4;
   const float4* const from = reinterpret_cast<const float4*>(DqTile(p, s, head, first)) + thread;
   T* const to = static_cast<T*>(p.dq) + ((s.q_row + row) * p.num_heads + head) * p.head_dim;
@@ -50,8 +55,8 @@ __global__ void __launch_bounds__(kWarpgroup)
     float4 x[kQuads * 4];
 #pragma unroll
     for (int i = 0; i < kQuads * 4; ++i) {
-      const bool exists = b + i < blocks && first < s.q_len;
-      x[i] = exists ? __ldcs(from + (b + i) * (kDqRows * 2)) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      x[i] = stored && b + i < blocks ? __ldcs(from + (b + i) * (kDqRows * 2))
+                                      : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {

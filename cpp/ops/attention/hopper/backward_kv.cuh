@@ -13,8 +13,8 @@
 //   loader    one warp walks over the tiles, starts the copies of Q and dO, and prepares lse and
 //             delta (backward_loader.cuh); two add dQ to dq_accum (backward_adder.cuh), or, where
 //             the workers do that, take turns for a dQ that is the same every time
-//             (backward_turns.cuh); the fourth starts the copies of K and V. The walk begins in
-//             the second, before registers are given away
+//             (backward_turns.cuh). The copies of K and V and the first step are started during
+//             the set-up, by the first two warps; the fourth does nothing
 //   workers   two warpgroups compute. They own 64 keys each (backward_narrow.cuh): S^T and dP^T in
 //             the registers of one become the A operands of its dV and dK, and only dQ, which sums
 //             over all keys, needs the dS of both. For head dims over 128 the sums of 64 keys do
@@ -74,6 +74,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     return;
   }
   BackwardOwned& owned = *reinterpret_cast<BackwardOwned*>(shared + Shape::kOwned);
+  const BackwardLoader<Shape, kPlain> loader{p, maps, shared, base, thread % 32};
   if (thread == 0) {
     owned.sequence = found;
     owned.first_key = first_key;
@@ -100,19 +101,20 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       BarrierInit(base + Shape::kDqFree + i * 8, 1);
     }
     FenceBarrierInit();
+    loader.LoadKeys();
   }
-  if (warp == 1) {
-    BackwardLoader<Shape, kPlain>{p, maps, shared, base, thread % 32}.Begin(found, first_key,
-                                                                            kv_head);
+  if (warp == 0) {
+    __syncwarp();
+    BarrierPass(kLoaderBegins, 2 * 32);
   }
+  if (warp == 1) loader.Begin(found, first_key, kv_head);
   if (warp < kWarpgroup / 32) {
     GiveRegisters<kLoaderRegisters>();
     __syncthreads();
-    const BackwardLoader<Shape, kPlain> loader{p, maps, shared, base, thread};
     if (warp == 0) {
       loader.Run();
     } else if (warp == 3) {
-      if (ElectLane()) loader.LoadKeys();
+      return;
     } else if constexpr (!Shape::kWide) {
       if (has_dq && ElectLane()) BackwardAdder<Shape>{p, shared, base, warp - 1, nth}.Run();
     } else if (turns) {

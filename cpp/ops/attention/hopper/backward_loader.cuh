@@ -55,14 +55,18 @@ struct BackwardLoader {
                         o.sequence.kv_row, o.first_key);
   }
 
-  // Another warp begins the walk over the first head, beside the set-up of the barriers and while
-  // there are registers for it. The first tile stays to be taken.
+  // Another warp begins, beside the set-up of the barriers and while there are registers for the
+  // walk: it starts the first step.
   __device__ __forceinline__ void Begin(const Sequence& s, int first_key, int kv_head) const {
-    Walk walk(p, s, kv_head * p.group, first_key, first_key + Shape::kKeys);
+    const int head = kv_head * p.group;
+    Walk walk(p, s, head, first_key, first_key + Shape::kKeys);
     const bool more = walk.Next();
-    WalkState at = walk.state();
-    if (more) at.pending |= 1u << ((walk.first() - at.window) / Shape::kQueries);
-    if (lane == 0) owned().walk = at;
+    BarrierMeet(kLoaderBegins, 2 * 32);
+    if (lane == 0) {
+      owned().walk = walk.state();
+      owned().begun = more;
+    }
+    if (more) Start(0, head, walk.first(), walk.all_visible());
   }
 
   // The next tile of queries of this head; `fresh`: its first. False: there is none.
@@ -97,9 +101,47 @@ struct BackwardLoader {
     BarrierArrive(base + Shape::kQFull + step % Shape::kStages * 8);
   }
 
-  __device__ __forceinline__ void Run() const {
+  // The copies of a step's tile, its lse and delta, and what workers must know of it.
+  __device__ __forceinline__ void Start(int step, int head, int first, bool visible) const {
     constexpr int kQueries = Shape::kQueries, kStages = Shape::kStages, kRows = kQueries / 32;
-    int step = 0, head = owned().kv_head * p.group;
+    const int stage = step % kStages, phase = step / kStages % 2;
+    const Sequence& s = owned().sequence;
+    const int q_len = s.q_len;
+    float lse[kRows], delta[kRows];
+    {
+      const int64_t from = s.LseRow(p, head) + first + lane;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const bool valid = first + i * 32 + lane < q_len;
+        lse[i] = valid ? __ldg(p.lse + from + i * 32) : -INFINITY;
+        delta[i] = valid ? __ldg(p.delta + from + i * 32) : 0.0f;
+      }
+    }
+    BarrierWait(base + Shape::kQFree + stage * 8, phase ^ 1);
+    if (lane == 0) {
+      LoadTile<QueryTile>(base + Shape::kQ + stage * QueryTile::kBytes, maps.q,
+                          base + Shape::kQFull + stage * 8, head, s.q_row, first);
+    }
+    BarrierWait(base + Shape::kDoFree + stage * 8, phase ^ 1);
+    if (lane == 0) {
+      LoadTile<GradTile>(base + Shape::kDo + stage * GradTile::kBytes, maps.d_o,
+                         base + Shape::kDoFull + stage * 8, head, s.q_row, first);
+    }
+    float* const rows = reinterpret_cast<float*>(shared + Shape::kLse) + stage * kQueries + lane;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      rows[i * 32] = RowLse(lse[i]) * kLog2E;
+      rows[i * 32 + (Shape::kDelta - Shape::kLse) / 4] = RowDelta(lse[i], delta[i]);
+    }
+    const bool masked = !visible || (!kPlain && (p.softcap > 0.0f || p.bias != nullptr));
+    const bool strangers = p.cu_q != nullptr || q_len < s.q_rows;
+    const bool partial = strangers && first + kQueries > q_len;
+    Publish(step, {first, head, (masked ? Step::kMasked : 0) | (partial ? Step::kPartial : 0)});
+  }
+
+  __device__ __forceinline__ void Run() const {
+    constexpr int kStages = Shape::kStages;
+    int step = owned().begun, head = owned().kv_head * p.group;
     const int end_head = head + p.group;
     bool fresh = false;
     while (head < end_head) {
@@ -111,39 +153,7 @@ struct BackwardLoader {
         continue;
       }
       fresh = false;
-      const int stage = step % kStages, phase = step / kStages % 2;
-      const Sequence& s = owned().sequence;
-      const int q_len = s.q_len;
-      float lse[kRows], delta[kRows];
-      {
-        const int64_t from = s.LseRow(p, head) + first + lane;
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-          const bool valid = first + i * 32 + lane < q_len;
-          lse[i] = valid ? __ldg(p.lse + from + i * 32) : -INFINITY;
-          delta[i] = valid ? __ldg(p.delta + from + i * 32) : 0.0f;
-        }
-      }
-      BarrierWait(base + Shape::kQFree + stage * 8, phase ^ 1);
-      if (lane == 0) {
-        LoadTile<QueryTile>(base + Shape::kQ + stage * QueryTile::kBytes, maps.q,
-                            base + Shape::kQFull + stage * 8, head, s.q_row, first);
-      }
-      BarrierWait(base + Shape::kDoFree + stage * 8, phase ^ 1);
-      if (lane == 0) {
-        LoadTile<GradTile>(base + Shape::kDo + stage * GradTile::kBytes, maps.d_o,
-                           base + Shape::kDoFull + stage * 8, head, s.q_row, first);
-      }
-      float* const rows = reinterpret_cast<float*>(shared + Shape::kLse) + stage * kQueries + lane;
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        rows[i * 32] = RowLse(lse[i]) * kLog2E;
-        rows[i * 32 + (Shape::kDelta - Shape::kLse) / 4] = RowDelta(lse[i], delta[i]);
-      }
-      const bool masked = !visible || (!kPlain && (p.softcap > 0.0f || p.bias != nullptr));
-      const bool strangers = p.cu_q != nullptr || q_len < s.q_rows;
-      const bool partial = strangers && first + kQueries > q_len;
-      Publish(step, {first, head, (masked ? Step::kMasked : 0) | (partial ? Step::kPartial : 0)});
+      Start(step, head, first, visible);
       ++step;
     }
     const int stage = step % kStages, phase = step / kStages % 2;

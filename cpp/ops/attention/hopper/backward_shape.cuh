@@ -15,8 +15,8 @@
 namespace kvblock::hopper {
 
 // Hardware barriers: of both warpgroups that compute; of each with its warp that takes turns; of
-// each by itself.
-constexpr int kWorkersMeet = 1, kTurnTakersMeet = 2, kWarpgroupMeets = 4;
+// each by itself; of the warps that set up and begin.
+constexpr int kWorkersMeet = 1, kTurnTakersMeet = 2, kWarpgroupMeets = 4, kLoaderBegins = 6;
 
 // Rows of a box that a warpgroup stores.
 constexpr int kStoredRows = 64;
@@ -50,6 +50,7 @@ struct alignas(16) BackwardStep {
 struct alignas(16) BackwardOwned {
   Sequence sequence;
   int first_key, kv_head;
+  int begun;  // steps that were started before the loader runs
   WalkState walk;
 };
 
