@@ -101,8 +101,8 @@ typedef struct kvblock_attention {
   const float* delta; /* [B, N, T]: rowsum(d_o * o) - d_lse */
   /* float32, dq / scale, added atomically: [B, T, N, D], or with dq_blocked, whose additions are
    * faster, [B, N, T / 8, D / 8, 8, 8] (8 queries by 8 columns together; T a multiple of 8, not
-   * packed). The sm_90a kernels have tiles of 64 queries by D in an order of their own, [B, N,
-   * ceil(T / 64)] of them, packed [N, (T + 64 B) / 64] rounded down. */
+   * packed). The sm_90a kernels have an order of their own, of as many values as [B, N,
+   * ceil(T / 64)] tiles of 64 queries by D, packed [N, (T + 64 B) / 64] rounded down. */
   float* dq_accum;
   int32_t dq_blocked;
   void *dq, *dk, *dv;

@@ -2,7 +2,8 @@
 //
 // The warpgroup leaves its part, 64 queries by at most 64 columns, in shared memory in the order of
 // dq_accum (dq_tile.cuh), where it is one piece of 16 KB: one bulk addition. Additions from
-// registers keep the load/store unit busy, for which the rest of the kernel then waits.
+// registers keep the load/store unit busy, for which the rest of the kernel then waits. Of a tall
+// tile it is up to 20 KB: blocks of queries past the last one are not added.
 #pragma once
 
 #include <cstdint>
@@ -46,11 +47,16 @@ struct BackwardAdder {
       }
       const int place = step % kDqStages * 2 + group;
       BarrierWait(base + Shape::kDqFull + place * 8, step / kDqStages % 2);
-      if (exists && blocks > 0) {
-        AddBytes(DqTile(p, s, at.head, first) + first_block * kBlock,
-                 base + Shape::kDq + place * Shape::kDqBytes, blocks * kBlock * 4);
+      const auto add = [&](float* to, int values) {
+        AddBytes(to, base + Shape::kDq + place * Shape::kDqBytes, values * 4);
         CommitStores();
         WaitStoresRead<0>();
+      };
+      if constexpr (Shape::kTall) {
+        const int tall_blocks = min((s.q_len - first + 7) / 8, Shape::kQueries / 8);
+        if (exists) add(DqTallBlock(p, s, at.head, first, group), tall_blocks * kTallBlock);
+      } else if (exists && blocks > 0) {
+        add(DqTile(p, s, at.head, first) + first_block * kBlock, blocks * kBlock);
       }
       BarrierArrive(base + Shape::kDqFree + place * 8);
       if (in_turn) {
