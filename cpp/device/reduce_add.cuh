@@ -37,10 +37,10 @@ __device__ __forceinline__ int LoadAcquire(const int* counter) {
   return value;
 }
 
-// Puts `value` where `expected` was; returns what was there, and orders nothing.
+// Puts `value` where `expected` was; returns what was there.
 __device__ __forceinline__ int CompareAndSwap(int* counter, int expected, int value) {
   int found;
-  asm volatile("atom.relaxed.gpu.global.cas.b32 %0, [%1], %2, %3;"
+  asm volatile("atom.acquire.gpu.global.cas.b32 %0, [%1], %2, %3;"
                : "=r"(found)
                : "l"(counter), "r"(expected), "r"(value)
                : "memory");

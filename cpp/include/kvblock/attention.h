@@ -102,8 +102,8 @@ typedef struct kvblock_attention {
   const float* delta; /* [B, N, T]: rowsum(d_o * o) - d_lse */
   /* float32, dq / scale, added atomically, 8 rows of q by 8 columns together: [N, ceil(R / 8),
    * D / 8, 8, 8], where R = B T, packed T, and batch member b's query i is row b T + i. What pads
-   * the rows is 0. The sm_90a kernels have tiles of 64 queries by D in an order of their own, [B,
-   * N, ceil(T / 64)] of them, packed [N, (T + 64 B) / 64] rounded down. */
+   * the rows is 0. The sm_90a kernels have an order of their own, of as many values as [B, N,
+   * ceil(T / 64)] tiles of 64 queries by D, packed [N, (T + 64 B) / 64] rounded down. */
   float* dq_accum;
   void *dq, *dk, *dv;
   void* dbias; /* [bias_batch, bias_heads, T, S] in bias_dtype */

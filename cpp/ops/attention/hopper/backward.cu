@@ -56,8 +56,11 @@ const char* LaunchFinishDq(const kvblock_attention& a, cudaStream_t stream) {
   if (ctas > INT32_MAX) return Message("attention: too many queries for one launch");
   p.tiles = static_cast<int32_t>(tiles);
   if (!StoresFirst(a)) p.dq_state = nullptr;
+  const bool tall = LaunchIsTall(a);
   const auto kernel =
-      a.dtype == KVBLOCK_BF16 ? AttentionFinishDq<__nv_bfloat16> : AttentionFinishDq<__half>;
+      a.dtype == KVBLOCK_BF16
+          ? (tall ? AttentionFinishTallDq<__nv_bfloat16> : AttentionFinishDq<__nv_bfloat16>)
+          : (tall ? AttentionFinishTallDq<__half> : AttentionFinishDq<__half>);
   kernel<<<static_cast<unsigned>(ctas), kWarpgroup, 0, stream>>>(p);
   return Checked("finishing dq", cudaGetLastError());
 }

@@ -2,8 +2,9 @@
 //
 // The warpgroup leaves its part, 64 queries by at most 64 columns, in shared memory in the order of
 // dq_accum (dq_tile.cuh), where it is one piece of 16 KB: one bulk addition. Additions from
-// registers keep the load/store unit busy, for which the rest of the kernel then waits. Who comes
-// first to a tile stores it instead (backward_state.cuh).
+// registers keep the load/store unit busy, for which the rest of the kernel then waits. Of a tall
+// tile it is up to 20 KB: blocks of queries past the last one are left out. Who comes first to a
+// tile stores it instead (backward_state.cuh).
 #pragma once
 
 #include <cstdint>
@@ -55,16 +56,21 @@ struct BackwardAdder {
       }
       const int place = step % kDqStages * 2 + group;
       BarrierWait(base + Shape::kDqFull + place * 8, step / kDqStages % 2);
-      if (adds) {
-        float* const to = DqTile(p, s, at.head, first) + first_block * kBlock;
+      const auto add = [&](float* to, int values) {
         const uint32_t from = base + Shape::kDq + place * Shape::kDqBytes;
         if (stores) {
-          StoreBytes(to, from, blocks * kBlock * 4);
+          StoreBytes(to, from, values * 4);
         } else {
-          AddBytes(to, from, blocks * kBlock * 4);
+          AddBytes(to, from, values * 4);
         }
         CommitStores();
         WaitStoresRead<0>();
+      };
+      if constexpr (Shape::kTall) {
+        const int tall_blocks = min((s.q_len - first + 7) / 8, Shape::kQueries / 8);
+        if (adds) add(DqTallBlock(p, s, at.head, first, group), tall_blocks * kTallBlock);
+      } else if (adds) {
+        add(DqTile(p, s, at.head, first) + first_block * kBlock, blocks * kBlock);
       }
       BarrierArrive(base + Shape::kDqFree + place * 8);
       if (in_turn || stores) WaitStores<0>();

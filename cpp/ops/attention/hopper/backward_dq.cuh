@@ -8,12 +8,14 @@
 
 #include <cstdint>
 
+#include "device/ldmatrix.cuh"
 #include "device/mma.cuh"
 #include "device/warpgroup.cuh"
 #include "ops/attention/common/mask.cuh"
 #include "ops/attention/common/params.cuh"
 #include "ops/attention/hopper/backward_state.cuh"
 #include "ops/attention/hopper/dq_tile.cuh"
+#include "ops/attention/hopper/tiles.h"
 
 namespace kvblock::hopper {
 
@@ -75,6 +77,61 @@ __global__ void __launch_bounds__(kWarpgroup)
           *reinterpret_cast<uint4*>(to + h * eight_rows + block * 8) =
               takes_part ? make_uint4(v[0], v[1], v[2], v[3]) : make_uint4(0, 0, 0, 0);
         }
+      }
+    }
+  }
+}
+
+// The same for a tall launch, whose accumulators hold the transpose: thread (warp, g, t) reads, of
+// each block of 8 queries, queries 2 t and 2 t + 1 of columns g and g + 8 of its warp's 16 in each
+// half. Turned, four threads have 8 columns of each of four blocks for one query, and exchange.
+template <typename T>
+__global__ void __launch_bounds__(kWarpgroup)
+    AttentionFinishTallDq(const __grid_constant__ AttentionParams p) {
+  const int thread = threadIdx.x, lane = thread % 32, t = lane % 4;
+  const int nth = gridDim.x - 1 - blockIdx.x;
+  const int tile = nth % p.tiles, owner = nth / p.tiles;
+  const int head = owner % p.num_heads;
+  Sequence s;
+  int first;
+  if (!FindTile<Along::kQueries, kDqRows>(p, owner / p.num_heads, tile, &s, &first)) return;
+  // These 64 queries lie in one or two of the tiles that were stored.
+  const int tall = first / kTallQueries * kTallQueries;
+  const auto is_stored = [&](int at) {
+    return at < s.q_len && (p.dq_state == nullptr || *DqState(p, s, head, at) != 0);
+  };
+  const bool stored = is_stored(tall), next_stored = is_stored(tall + kTallQueries);
+  const int row = first + lane / 4, column = t / 2 * 64 + thread / 32 * 16 + t % 2 * 8;
+  T* const to =
+      static_cast<T*>(p.dq) + ((s.q_row + row) * p.num_heads + head) * p.head_dim + column;
+  constexpr int kBlocks = kDqRows / 8, kInFlight = 4;
+  for (int b = 0; b < kBlocks; b += kInFlight) {
+    float4 x[kInFlight][2];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int query = first + (b + i) * 8;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float* const block = DqTallBlock(p, s, head, query, half);
+        const bool exists = query < s.q_len && (query < tall + kTallQueries ? stored : next_stored);
+        x[i][half] = exists ? __ldcs(reinterpret_cast<const float4*>(block) + thread)
+                            : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      uint32_t v[4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float4& y = x[i][half];
+        v[half * 2] = TransposeMatrix(Pack<T>(y.x * p.scale, y.y * p.scale));
+        v[half * 2 + 1] = TransposeMatrix(Pack<T>(y.z * p.scale, y.w * p.scale));
+      }
+      TransposeQuad(v, t);
+      const int query = row + (b + i) * 8;
+      if (query < s.q_rows) {
+        *reinterpret_cast<uint4*>(to + int64_t{b + i} * 8 * p.num_heads * p.head_dim) =
+            query < s.q_len ? make_uint4(v[0], v[1], v[2], v[3]) : make_uint4(0, 0, 0, 0);
       }
     }
   }

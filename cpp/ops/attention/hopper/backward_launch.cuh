@@ -53,7 +53,14 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
 template <int kDim, int kValueDim>
 const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream) {
   using Shape = BackwardShape<kDim, kValueDim>;
-  const bool plain = a.softcap == 0.0f && a.bias == nullptr && a.q_segments == nullptr;
+  const bool plain = IsPlain(a);
+  if constexpr (kDim == 128 && kValueDim == 128) {
+    if (LaunchIsTall(a)) {
+      using Tall = BackwardShape<128, 128, true>;
+      return a.dtype == KVBLOCK_BF16 ? LaunchBackwardKvAs<__nv_bfloat16, Tall, true>(a, stream)
+                                     : LaunchBackwardKvAs<__half, Tall, true>(a, stream);
+    }
+  }
   if (a.dtype == KVBLOCK_BF16) {
     return plain ? LaunchBackwardKvAs<__nv_bfloat16, Shape, true>(a, stream)
                  : LaunchBackwardKvAs<__nv_bfloat16, Shape, false>(a, stream);

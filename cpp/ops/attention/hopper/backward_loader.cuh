@@ -94,6 +94,10 @@ struct BackwardLoader {
     return more;
   }
 
+  __device__ __forceinline__ static bool InTile(int row) {
+    return Shape::kQueries % 32 == 0 || row < Shape::kQueries;
+  }
+
   __device__ __forceinline__ void Publish(int step, const Step& what) const {
     if (lane == 0) {
       reinterpret_cast<Step*>(shared + Shape::kSteps)[step % Shape::kHeldSteps] = what;
@@ -103,7 +107,8 @@ struct BackwardLoader {
 
   // The copies of a step's tile, its lse and delta, and what workers must know of it.
   __device__ __forceinline__ void Start(int step, int head, int first, bool visible) const {
-    constexpr int kQueries = Shape::kQueries, kStages = Shape::kStages, kRows = kQueries / 32;
+    constexpr int kQueries = Shape::kQueries, kStages = Shape::kStages,
+                  kRows = (kQueries + 31) / 32;
     const int stage = step % kStages, phase = step / kStages % 2;
     const Sequence& s = owned().sequence;
     const int q_len = s.q_len;
@@ -112,7 +117,7 @@ struct BackwardLoader {
       const int64_t from = s.LseRow(p, head) + first + lane;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const bool valid = first + i * 32 + lane < q_len;
+        const bool valid = InTile(i * 32 + lane) && first + i * 32 + lane < q_len;
         lse[i] = valid ? __ldg(p.lse + from + i * 32) : -INFINITY;
         delta[i] = valid ? __ldg(p.delta + from + i * 32) : 0.0f;
       }
@@ -130,6 +135,7 @@ struct BackwardLoader {
     float* const rows = reinterpret_cast<float*>(shared + Shape::kLse) + stage * kQueries + lane;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
+      if (!InTile(i * 32 + lane)) continue;
       rows[i * 32] = RowLse(lse[i]) * kLog2E;
       rows[i * 32 + (Shape::kDelta - Shape::kLse) / 4] = RowDelta(lse[i], delta[i]);
     }

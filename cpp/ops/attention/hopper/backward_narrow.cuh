@@ -1,4 +1,8 @@
 // A warpgroup of the Hopper backward kernel that owns 64 keys and all columns of their dK and dV.
+//
+// With tall tiles a step has 80 queries, so that what a step costs besides its products, and K and
+// V that are read for it, serve a quarter more. Its dQ is then transposed, because the rows of a
+// product are 64.
 #pragma once
 
 #include <cstdint>
@@ -17,15 +21,17 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   static constexpr int kDim = Shape::kDim, kScores = kQueries / 2, kSums = kDim / 2;
   static_assert(Shape::kValueDim == kDim);
 
-  // Of dQ it computes all columns of its half of the queries, or 64 columns.
-  static constexpr bool kHalfTheQueries = kQueries == 128;
-  static constexpr int kDqColumns = kHalfTheQueries ? kDim : 64, kDqSums = kDqColumns / 2;
-  static_assert(kHalfTheQueries || kDim == 128 || kDim == 96);
+  // Of dQ it computes all columns of its half of the queries, or 64 columns; of a tall tile, whose
+  // queries no 64 divide, these 64 columns transposed.
+  static constexpr bool kHalfTheQueries = kQueries == 128, kTall = Shape::kTall;
+  static constexpr int kDqColumns = kTall ? kQueries : kHalfTheQueries ? kDim : 64;
+  static constexpr int kDqSums = kDqColumns / 2;
+  static_assert(kHalfTheQueries || kDim == 128 || (kDim == 96 && !kTall));
   // Whether a step computes the dQ of the step before, whose dS both warpgroups have long written,
   // or its own, for which they meet. Then they run in step, and the scores of one do not get in the
   // way of the products of the other; at head dim 64 there is too much of scores for that.
   static constexpr bool kLateDq = kQueries == 128;
-  static constexpr bool kHoldsRows = kQueries == 64;  // there are registers for lse and delta
+  static constexpr bool kHoldsRows = kQueries < 128;  // there are registers for lse and delta
 
   // D = K Q^T or V dO^T: 64 keys by kQueries.
   __device__ __forceinline__ void KeysByQueries(float (&d)[kScores], uint32_t keys,
@@ -51,8 +57,19 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
     }
   }
 
-  // This warpgroup's part of dQ = dS K.
+  // This warpgroup's part of dQ = dS K, or of dQ^T = K^T dS^T.
   __device__ __forceinline__ void SumOverKeys(float (&d)[kDqSums], uint32_t ds) const {
+    if constexpr (kTall) {
+      const uint64_t a = SharedOperand(base + Shape::kK + group * KeyTile::kChunkBytes);
+      const uint64_t b = SharedOperand(ds);
+#pragma unroll
+      for (int k = 0; k < kKeys / 16; ++k) {
+        Wgmma<kQueries>::template Shared<T, OperandLies::kDown, OperandLies::kAcross>(
+            d, Advance(a, k * 16 * kChunkRowBytes),
+            Advance(b, k / 4 * ScoreTile::kChunkBytes + k % 4 * 32), k > 0);
+      }
+      return;
+    }
     const uint64_t a = SharedOperand(ds + (kHalfTheQueries ? group * 64 * kChunkRowBytes : 0));
     const uint64_t b =
         SharedOperand(base + Shape::kK + (kHalfTheQueries ? 0 : group * KeyTile::kChunkBytes),
@@ -78,13 +95,12 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
 
   // Leaves the dQ of a step to the warp that adds it (backward_adder.cuh).
   __device__ __forceinline__ void HandOver(const float (&dq)[kDqSums], int step) const {
-    static_assert(kDqSums == 32);
     const int place = step % Shape::kDqStages * 2 + group;
     BarrierWait(base + Shape::kDqFree + place * 8, step / Shape::kDqStages % 2 ^ 1);
     char* const to = Base::shared + Shape::kDq + place * Shape::kDqBytes + thread * 16;
 #pragma unroll
     for (int n = 0; n < kDqSums / 4; ++n) {
-      *reinterpret_cast<float4*>(to + n * (kDqRows * 8 * 4)) =
+      *reinterpret_cast<float4*>(to + n * (kWarpgroup * 16)) =
           make_float4(dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]);
     }
     FenceAsync();
@@ -128,16 +144,30 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       const BackwardScores<T, kScores, kPlain> scores{
           p, owned().sequence, owned().first_key + group * 64, at.first, at.head, thread};
       Packed<kScores> prob, ds;
-      scores.Probabilities(prob, c, lse, masked);
+      if constexpr (kTall) {
+        scores.PlainProbabilities(c, lse, masked);
+      } else {
+        scores.Probabilities(prob, c, lse, masked);
+      }
       const auto delta = Rows(Base::DeltaOf(stage));
       WgmmaWait<0>();
       KeepAfter(dp);
-      scores.Slopes(c, dp, delta, masked);
-      PackAll<T>(ds, c);
+      if constexpr (kTall) {  // P is packed last: there are no registers for it beside P and dP
+        scores.Slopes(dp, c, dp, delta, masked);
+        PackAll<T>(ds, dp);
+      } else {
+        scores.Slopes(c, dp, delta, masked);
+        PackAll<T>(ds, c);
+      }
       if (has_dq) {
         // Both have written the dS before, and have read the one before that.
         if (kLateDq && step > 0) BarrierWait(base + Shape::kScoresReady, (step - 1) % 2);
         StoreTransposed<ScoreTile>(DsOf(step), 0, group * 64, thread, ds);
+      }
+
+      if constexpr (kTall) {
+        KeepAfter(c);
+        PackAll<T>(prob, c);
       }
 
       // dV, under which dS becomes visible; dQ; dK.

@@ -123,15 +123,28 @@ struct BackwardScores {
         CappedProbabilities<true>(prob, c, lse);
       }
     } else {
-      Exponentials(c, lse);
-      if (masked) MaskBand(c);
+      PlainProbabilities(c, lse, masked);
       PackAll<T>(prob, c);
     }
+  }
+  // The same without options, not packed.
+  template <typename Rows>
+  __device__ __forceinline__ void PlainProbabilities(float (&c)[kCount], const Rows& lse,
+                                                     bool masked) const {
+    Exponentials(c, lse);
+    if (masked) MaskBand(c);
   }
 
   // c becomes dS = P (dP - delta).
   template <typename Rows>
   __device__ __forceinline__ void Slopes(float (&c)[kCount], float (&dp)[kCount], const Rows& delta,
+                                         bool masked) const {
+    Slopes(c, c, dp, delta, masked);
+  }
+  // ds does, which may be c or dp.
+  template <typename Rows>
+  __device__ __forceinline__ void Slopes(float (&ds)[kCount], const float (&c)[kCount],
+                                         float (&dp)[kCount], const Rows& delta,
                                          bool masked) const {
     if (masked) {  // a masked score takes nothing, not even a NaN
 #pragma unroll
@@ -141,7 +154,9 @@ struct BackwardScores {
     for (int n = 0; n < kCount / 4; ++n) {
       const float2 d = RowPair(delta, n, thread);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) c[n * 4 + e] *= dp[n * 4 + e] - (e % 2 ? d.y : d.x);
+      for (int e = 0; e < 4; ++e) {
+        ds[n * 4 + e] = c[n * 4 + e] * (dp[n * 4 + e] - (e % 2 ? d.y : d.x));
+      }
     }
   }
 

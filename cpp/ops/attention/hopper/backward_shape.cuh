@@ -54,9 +54,10 @@ struct alignas(16) BackwardOwned {
   WalkState walk;
 };
 
-template <int kDim_, int kValueDim_>
+template <int kDim_, int kValueDim_, bool kTall_ = false>
 struct BackwardShape {
-  static constexpr BackwardTiles kTiles = BackwardTilesOf(kDim_);
+  static constexpr bool kTall = kTall_;
+  static constexpr BackwardTiles kTiles = BackwardTilesOf(kDim_, kTall);
   static constexpr int kQueries = kTiles.queries, kKeys = kTiles.keys, kStages = kTiles.stages;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_;
   static constexpr int kWorkers = 2 * kWarpgroup, kThreads = kWarpgroup + kWorkers;
@@ -77,7 +78,8 @@ struct BackwardShape {
   static constexpr int kDs = kDo + kStages * GradTile::kBytes;
   static constexpr int kP = kDs + 2 * ScoreTile::kBytes;
   static constexpr int kDqStages = kTiles.dq_stages;
-  static constexpr int kDqBytes = kDqRows * 64 * 4;  // one warpgroup's part, as in dq_accum
+  // One warpgroup's part of dQ, as in dq_accum: 64 columns, or 64 of 128 queries.
+  static constexpr int kDqBytes = (kTall ? kQueries : kDqRows) * 64 * 4;
   static constexpr int kDq = kP + (kWide ? kKeys * kQueries * 4 : 0);
   static constexpr int kLse = kDq + kDqStages * 2 * kDqBytes;
   static constexpr int kDelta = kLse + kStages * kQueries * 4;

@@ -1,9 +1,10 @@
 // Who comes first to a tile of dq_accum, which is not cleared: the first stores what others add to.
 //
-// dq_state has two counters for each tile, zero at the launch; the second is for the columns from
-// 64 on where two warps add half of the columns each. A counter is 0 before anybody has come, 1
-// while the first stores, and 2 once that is done, for which others wait. With turns, the first is
-// known; then it is 0 or 1.
+// dq_state has two counters for each tile of 64 queries, zero at the launch; the second is for the
+// columns from 64 on where two warps add half of the columns each. A counter is 0 before anybody
+// has come, 1 while the first stores, and 2 once that is done, for which others wait. With turns,
+// the first is known; then it is 0 or 1. A tall tile has the counters of the 64 queries that it
+// begins in.
 //
 // Who waits may hold up a store of its own, of a tile that comes later in its walk. All CTAs walk
 // over the tiles in the same order, so the store of the first such tile waits for nobody. Lists may
@@ -25,8 +26,8 @@ __device__ __forceinline__ int32_t* DqState(const AttentionParams& p, const Sequ
   return p.dq_state + DqTileNumber(p, s, head, first) * kDqCounters;
 }
 
-// One thread: true when it is the one to store, else waits until that is done. No fence: the copy
-// engine's stores and additions take place in L2, so one that begins later comes later.
+// One thread: true when it is the one to store, else waits until that is done. The copy engine's
+// stores and additions take place in L2, so one that begins later comes later.
 __device__ __forceinline__ bool ComesFirst(int32_t* state) {
   int seen = CompareAndSwap(state, 0, 1);
   if (seen == 0) return true;

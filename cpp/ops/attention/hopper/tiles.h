@@ -46,12 +46,14 @@ constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
 // A CTA owns `keys` keys and works on `queries` queries at a time; `stages` tiles of Q and of dO
 // and `dq_stages` of dQ are in shared memory. The two warpgroups that compute share the keys, 64
 // each, or, where dK and dV of 64 keys would not fit into the registers of one, the products
-// (backward_wide.cuh).
+// (backward_wide.cuh). Tall tiles have a quarter more queries, and serve what LaunchIsTall tells.
 struct BackwardTiles {
   int queries, keys, stages, dq_stages;
 };
-constexpr BackwardTiles BackwardTilesOf(int dim) {
+constexpr int kTallQueries = 80;
+constexpr BackwardTiles BackwardTilesOf(int dim, bool tall) {
   return dim == 64    ? BackwardTiles{128, 128, 2, 1}
+         : tall       ? BackwardTiles{kTallQueries, 128, 2, 1}
          : dim <= 128 ? BackwardTiles{64, 128, 2, 2}
                       : BackwardTiles{64, 64, 2, 0};
 }
