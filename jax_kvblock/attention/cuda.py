@@ -206,7 +206,9 @@ def _backward(
         sums = jax.ShapeDtypeStruct((*lead, DQ_ROWS * size.head_dim), jnp.float32)
         state = jax.ShapeDtypeStruct((*lead, DQ_COUNTERS), jnp.int32)
         turns = [jax.ShapeDtypeStruct((*lead, 1), jnp.int32)] * config.deterministic
-        dk, dv, dq, *_ = launch("backward_kv", [*dk_dv, _like(x.q), sums, state, *turns])
+        dk, dv, dq, *_ = launch(
+            "backward_kv", [*dk_dv, _like(x.q), sums, state, *turns]
+        )
         return dq, dk, dv
     # The sums lie in blocks of 8 rows by 8 columns: an addition of a warp falls on few
     # lines of memory. XLA puts them in order while it casts.

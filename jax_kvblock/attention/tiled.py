@@ -491,8 +491,8 @@ def estimate_memory_usage(
     one = rows * seq_len * head_dim * (2 if use_half else 4)
     if implementation != "xla" and use_half and jax.default_backend() == "gpu":
         # The kernels read [B, N, H, D]: Q, K and V, and dO, are transposed where there
-        # are several heads. Beside them there are, on the way back, lse, delta and dQ in
-        # float32, of whole tiles.
+        # are several heads. Beside them there are, on the way back, lse, delta and dQ,
+        # in float32 and whole tiles.
         row = rows * seq_len * 4
         whole = -(-seq_len // cuda.DQ_ROWS) * cuda.DQ_ROWS
         transposed = one if num_heads > 1 else 0
