@@ -17,9 +17,9 @@
 //             the second, before registers are given away
 //   workers   two warpgroups compute. They own 64 keys each (backward_narrow.cuh): S^T and dP^T in
 //             the registers of one become the A operands of its dV and dK, and only dQ, which sums
-//             over all keys, needs the dS of both. For head dims over 128 the sums of 64 keys do
-//             not fit; one then computes S, P and dV, the other dP, dS and dK
-//             (backward_wide.cuh).
+//             over all keys, needs the dS of both. With head dim 192 and value dim 128 there are
+//             fewer registers to spare (backward_uneven.cuh). Above, the sums of 64 keys do not
+//             fit; one then computes S, P and dV, the other dP, dS and dK (backward_wide.cuh).
 //
 // Products of a warpgroup run one after the other while it goes on, so each step issues them early
 // and waits late. Those of head dims up to 128, and what runs under them:
@@ -31,7 +31,7 @@
 //
 // Barriers in shared memory (BackwardShape): "full" tells that a stage of Q, lse and delta or of dO
 // has landed, "free" that whoever looks at it has read it; kScoresReady, where dQ is late, that dS
-// of a step is written; kDqFull and kDqFree that dQ is handed to the warp that adds it, and read;
+// of a step is written, or, uneven, that dQ has read it; kDqFull and kDqFree that dQ is handed to the warp that adds it, and read;
 // wide, kPReady and kPFree that P is handed over and taken.
 //
 // TMA fills rows and columns outside of an array with zeros. Rows inside of it that take no part
@@ -40,11 +40,13 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ops/attention/hopper/backward_adder.cuh"
 #include "ops/attention/hopper/backward_loader.cuh"
 #include "ops/attention/hopper/backward_narrow.cuh"
 #include "ops/attention/hopper/backward_turns.cuh"
+#include "ops/attention/hopper/backward_uneven.cuh"
 #include "ops/attention/hopper/backward_wide.cuh"
 
 namespace kvblock::hopper {
@@ -123,7 +125,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     __syncthreads();
     const int group = warp / (kWarpgroup / 32) - 1, worker = thread % kWarpgroup;
     if constexpr (!Shape::kWide) {
-      NarrowWorker<T, Shape, kPlain>{{p, maps, shared, base, group, worker}}.Run();
+      using Worker = std::conditional_t<Shape::kUneven, UnevenWorker<T, Shape, kPlain>,
+                                        NarrowWorker<T, Shape, kPlain>>;
+      Worker{{p, maps, shared, base, group, worker}}.Run();
     } else if (group == 0) {
       WideWorker<T, Shape, kPlain, 0>{{p, maps, shared, base, 0, worker}}.Run();
     } else {

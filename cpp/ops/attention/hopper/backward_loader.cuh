@@ -34,7 +34,7 @@ struct BackwardLoader {
   }
 
   // Rows `first` on of a sequence that begins at sequence_row of the packed array.
-  template <typename Tile>
+  template <typename Tile, bool kKeys = false>
   __device__ __forceinline__ void LoadTile(uint32_t to, const CUtensorMap& map, uint32_t barrier,
                                            int head, int64_t sequence_row, int first) const {
     const bool packed = p.cu_q != nullptr;
@@ -42,15 +42,15 @@ struct BackwardLoader {
     BarrierExpect(barrier, Tile::kBytes);
 #pragma unroll
     for (int c = 0; c < Tile::kChunks; ++c) {
-      LoadBox(to + c * Tile::kChunkBytes, map, barrier, c * kChunkColumns, head, row,
-              packed ? 0 : owned().sequence.batch);
+      LoadBox(to + (kKeys ? Shape::KeyChunk(c) : c) * Tile::kChunkBytes, map, barrier,
+              c * kChunkColumns, head, row, packed ? 0 : owned().sequence.batch);
     }
   }
   // One thread.
   __device__ __forceinline__ void LoadKeys() const {
     const Owned& o = owned();
-    LoadTile<KeyTile>(base + Shape::kK, maps.k, base + Shape::kKFull, o.kv_head, o.sequence.kv_row,
-                      o.first_key);
+    LoadTile<KeyTile, true>(base + Shape::kK, maps.k, base + Shape::kKFull, o.kv_head,
+                            o.sequence.kv_row, o.first_key);
     LoadTile<ValueTile>(base + Shape::kV, maps.v, base + Shape::kVFull, o.kv_head,
                         o.sequence.kv_row, o.first_key);
   }

@@ -129,6 +129,17 @@ struct BackwardScores {
     }
   }
 
+  // Masks P by the band where it is packed already.
+  __device__ __forceinline__ void MaskPacked(Packed<kCount>& prob) const {
+    const Band band = MakeBand();
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const uint32_t keep =
+          (band.Attends(i) ? 0xffffu : 0u) | (band.Attends(i + 1) ? 0xffff0000u : 0u);
+      prob[i / 8][i % 8 / 2] &= keep;
+    }
+  }
+
   // c becomes dS = P (dP - delta).
   template <typename Rows>
   __device__ __forceinline__ void Slopes(float (&c)[kCount], float (&dp)[kCount], const Rows& delta,

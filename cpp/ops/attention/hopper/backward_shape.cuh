@@ -55,11 +55,12 @@ struct alignas(16) BackwardOwned {
 
 template <int kDim_, int kValueDim_>
 struct BackwardShape {
-  static constexpr BackwardTiles kTiles = BackwardTilesOf(kDim_);
+  static constexpr BackwardTiles kTiles = BackwardTilesOf(kDim_, kValueDim_);
   static constexpr int kQueries = kTiles.queries, kKeys = kTiles.keys, kStages = kTiles.stages;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_;
   static constexpr int kWorkers = 2 * kWarpgroup, kThreads = kWarpgroup + kWorkers;
   static constexpr bool kWide = kKeys == 64;  // the warpgroups share the products, not the keys
+  static constexpr bool kUneven = !kWide && kDim != kValueDim;  // backward_uneven.cuh
 
   using KeyTile = SwizzledTile<kKeys, kDim>;
   using ValueTile = SwizzledTile<kKeys, kValueDim>;
@@ -69,14 +70,20 @@ struct BackwardShape {
   using ScoreTile =
       std::conditional_t<kWide, SwizzledTile<kKeys, kQueries>, SwizzledTile<kQueries, kKeys>>;
 
-  // Offsets in shared memory: dS of two steps and, wide, P of one, not rounded.
+  // Where a chunk of K lies: uneven, the middle one is the last (backward_uneven.cuh).
+  __device__ static constexpr int KeyChunk(int chunk) {
+    return kUneven && chunk > 0 ? 3 - chunk : chunk;
+  }
+
+  // Offsets in shared memory: dS of two steps, uneven of one, and, wide, P of one, not rounded.
   static constexpr int kHeldSteps = 8;  // a step is looked at again during the next two
   static constexpr int kK = 0, kV = kK + KeyTile::kBytes, kQ = kV + ValueTile::kBytes;
   static constexpr int kDo = kQ + kStages * QueryTile::kBytes;
   static constexpr int kDs = kDo + kStages * GradTile::kBytes;
-  static constexpr int kP = kDs + 2 * ScoreTile::kBytes;
+  static constexpr int kP = kDs + (kUneven ? 1 : 2) * ScoreTile::kBytes;
   static constexpr int kDqStages = kTiles.dq_stages;
-  static constexpr int kDqBytes = kDqRows * 64 * 4;  // one warpgroup's part, as in dq_accum
+  static constexpr int kDqColumns = kUneven ? kDim / 2 : 64;  // at most, of one warpgroup
+  static constexpr int kDqBytes = kDqRows * kDqColumns * 4;   // its part, as in dq_accum
   static constexpr int kDq = kP + (kWide ? kKeys * kQueries * 4 : 0);
   static constexpr int kLse = kDq + kDqStages * 2 * kDqBytes;
   static constexpr int kDelta = kLse + kStages * kQueries * 4;

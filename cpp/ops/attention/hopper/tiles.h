@@ -50,10 +50,11 @@ constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
 struct BackwardTiles {
   int queries, keys, stages, dq_stages;
 };
-constexpr BackwardTiles BackwardTilesOf(int dim) {
-  return dim == 64    ? BackwardTiles{128, 128, 2, 1}
-         : dim <= 128 ? BackwardTiles{64, 128, 2, 2}
-                      : BackwardTiles{64, 64, 2, 0};
+constexpr BackwardTiles BackwardTilesOf(int dim, int value_dim) {
+  return dim == 64                        ? BackwardTiles{128, 128, 2, 1}
+         : dim <= 128                     ? BackwardTiles{64, 128, 2, 2}
+         : dim == 192 && value_dim == 128 ? BackwardTiles{64, 128, 2, 1}
+                                          : BackwardTiles{64, 64, 2, 0};
 }
 
 // Registers of a thread, by role: 128 + 256 threads share the 65536 of a multiprocessor.
