@@ -31,8 +31,8 @@
 //
 // Barriers in shared memory (BackwardShape): "full" tells that a stage of Q, lse and delta or of dO
 // has landed, "free" that whoever looks at it has read it; kScoresReady, where dQ is late, that dS
-// of a step is written, or, uneven, that dQ has read it; kDqFull and kDqFree that dQ is handed to the warp that adds it, and read;
-// wide, kPReady and kPFree that P is handed over and taken.
+// of a step is written, or, uneven, that dQ has read it; kDqFull and kDqFree that dQ is handed to
+// the warp that adds it, and read; wide, kPReady and kPFree that P is handed over and taken.
 //
 // TMA fills rows and columns outside of an array with zeros. Rows inside of it that take no part
 // (past q_len or kv_len, or of another packed sequence) may hold anything: their scores are masked,
