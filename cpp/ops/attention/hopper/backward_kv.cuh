@@ -42,9 +42,11 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "device/cluster.cuh"
 #include "ops/attention/hopper/backward_adder.cuh"
 #include "ops/attention/hopper/backward_loader.cuh"
 #include "ops/attention/hopper/backward_narrow.cuh"
+#include "ops/attention/hopper/backward_pair.cuh"
 #include "ops/attention/hopper/backward_turns.cuh"
 #include "ops/attention/hopper/backward_uneven.cuh"
 #include "ops/attention/hopper/backward_wide.cuh"
@@ -64,17 +66,20 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   // Whose keys these are. The first tiles come first, which a causal mask makes the longest; a few
   // heads take turns, or the last head's longest tiles would end alone. For a dq that is the same
   // every time the last tiles come first (backward_turns.cuh).
-  const int turn = p.tiles * p.heads_apart, first_owner = blockIdx.x / turn * p.heads_apart;
+  const int cluster = blockIdx.x / Shape::kCluster;
+  const int turn = p.tiles * p.heads_apart, first_owner = cluster / turn * p.heads_apart;
   const int apart = min(p.heads_apart, p.num_pairs - first_owner);
-  const int nth = blockIdx.x % turn / apart;
+  const int nth = cluster % turn / apart;
   const int tile = turns ? p.tiles - 1 - nth : nth;
-  const int owner = first_owner + blockIdx.x % turn % apart;
+  const int owner = first_owner + cluster % turn % apart;
   const int kv_head = owner % p.num_kv_heads;
   Sequence found;
   int first_key;
-  if (!FindTile<Along::kKeys, Shape::kKeys>(p, owner / p.num_kv_heads, tile, &found, &first_key)) {
+  if (!FindTile<Along::kKeys, Shape::kClusterKeys>(p, owner / p.num_kv_heads, tile, &found,
+                                                   &first_key)) {
     return;
   }
+  if (Shape::kPaired) first_key += ClusterRank() * Shape::kKeys;
   BackwardOwned& owned = *reinterpret_cast<BackwardOwned*>(shared + Shape::kOwned);
   if (thread == 0) {
     owned.sequence = found;
@@ -101,15 +106,25 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       BarrierInit(base + Shape::kDqFull + i * 8, kWarpgroup);
       BarrierInit(base + Shape::kDqFree + i * 8, 1);
     }
+    BarrierInit(base + Shape::kPeerKFull, 1);
+    BarrierInit(base + Shape::kPeerDsFull, 1);
+    BarrierInit(base + Shape::kPeerDsFree, kWarps);
     FenceBarrierInit();
   }
+  const auto meet = [] {
+    if constexpr (Shape::kPaired) {
+      ClusterMeet();
+    } else {
+      __syncthreads();
+    }
+  };
   if (warp == 1) {
     BackwardLoader<Shape, kPlain>{p, maps, shared, base, thread % 32}.Begin(found, first_key,
                                                                             kv_head);
   }
   if (warp < kWarpgroup / 32) {
     GiveRegisters<kLoaderRegisters>();
-    __syncthreads();
+    meet();
     const BackwardLoader<Shape, kPlain> loader{p, maps, shared, base, thread};
     if (warp == 0) {
       loader.Run();
@@ -122,18 +137,25 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
   } else {
     TakeRegisters<kWorkerRegisters>();
-    __syncthreads();
+    meet();
     const int group = warp / (kWarpgroup / 32) - 1, worker = thread % kWarpgroup;
     if constexpr (!Shape::kWide) {
       using Worker = std::conditional_t<Shape::kUneven, UnevenWorker<T, Shape, kPlain>,
                                         NarrowWorker<T, Shape, kPlain>>;
       Worker{{p, maps, shared, base, group, worker}}.Run();
+    } else if constexpr (Shape::kPaired) {
+      if (group == 0) {
+        PairWorker<T, Shape, kPlain, 0>{{{p, maps, shared, base, 0, worker}}}.Run();
+      } else {
+        PairWorker<T, Shape, kPlain, 1>{{{p, maps, shared, base, 1, worker}}}.Run();
+      }
     } else if (group == 0) {
       WideWorker<T, Shape, kPlain, 0>{{p, maps, shared, base, 0, worker}}.Run();
     } else {
       WideWorker<T, Shape, kPlain, 1>{{p, maps, shared, base, 1, worker}}.Run();
     }
   }
+  if constexpr (Shape::kPaired) ClusterMeet();  // the other CTA still writes here, and arrives
 }
 
 }  // namespace kvblock::hopper

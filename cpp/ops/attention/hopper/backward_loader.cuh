@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
 #include "device/tensor_copy.cuh"
 #include "ops/attention/common/mask.cuh"
@@ -53,12 +54,26 @@ struct BackwardLoader {
                             o.sequence.kv_row, o.first_key);
     LoadTile<ValueTile>(base + Shape::kV, maps.v, base + Shape::kVFull, o.kv_head,
                         o.sequence.kv_row, o.first_key);
+    if constexpr (Shape::kPaired) {  // of the other CTA's keys the columns of which this one adds
+                                     // dQ
+      using Tile = typename Shape::PeerKeyTile;
+      const bool packed = p.cu_q != nullptr;
+      const int first = o.first_key ^ Shape::kKeys;
+      BarrierExpect(base + Shape::kPeerKFull, Tile::kBytes);
+      for (int c = 0; c < Tile::kChunks; ++c) {
+        LoadBox(base + Shape::kPeerK + c * Tile::kChunkBytes, maps.k, base + Shape::kPeerKFull,
+                (ClusterRank() * Tile::kChunks + c) * kChunkColumns, o.kv_head,
+                packed ? static_cast<int>(o.sequence.kv_row) + first : first,
+                packed ? 0 : o.sequence.batch);
+      }
+    }
   }
 
   // Another warp begins the walk over the first head, beside the set-up of the barriers and while
   // there are registers for it. The first tile stays to be taken.
   __device__ __forceinline__ void Begin(const Sequence& s, int first_key, int kv_head) const {
-    Walk walk(p, s, kv_head * p.group, first_key, first_key + Shape::kKeys);
+    const int first = first_key & -Shape::kClusterKeys;
+    Walk walk(p, s, kv_head * p.group, first, first + Shape::kClusterKeys);
     const bool more = walk.Next();
     WalkState at = walk.state();
     if (more) at.pending |= 1u << ((walk.first() - at.window) / Shape::kQueries);
@@ -79,8 +94,9 @@ struct BackwardLoader {
       return true;
     }
     const Sequence& s = owned().sequence;
-    const int first_key = owned().first_key;
-    Walk walk = fresh ? Walk(p, s, head, first_key, first_key + Shape::kKeys) : Walk(p, s, parked);
+    const int first_key = owned().first_key & -Shape::kClusterKeys;
+    Walk walk =
+        fresh ? Walk(p, s, head, first_key, first_key + Shape::kClusterKeys) : Walk(p, s, parked);
     const bool more = walk.Next();
     __syncwarp();
     if (lane == 0) parked = walk.state();

@@ -61,9 +61,13 @@ struct BackwardShape {
   static constexpr int kWorkers = 2 * kWarpgroup, kThreads = kWarpgroup + kWorkers;
   static constexpr bool kWide = kKeys == 64;  // the warpgroups share the products, not the keys
   static constexpr bool kUneven = !kWide && kDim != kValueDim;  // backward_uneven.cuh
+  static constexpr bool kPaired = kWide && kDim == 256;         // backward_pair.cuh
+  // The CTAs of a cluster have neighbouring keys and go through the same queries.
+  static constexpr int kCluster = kPaired ? 2 : 1, kClusterKeys = kKeys * kCluster;
 
   using KeyTile = SwizzledTile<kKeys, kDim>;
   using ValueTile = SwizzledTile<kKeys, kValueDim>;
+  using PeerKeyTile = SwizzledTile<kKeys, kDim / 2>;
   using QueryTile = SwizzledTile<kQueries, kDim>;
   using GradTile = SwizzledTile<kQueries, kValueDim>;
   // Where each warpgroup has keys of its own, a row is a query: dQ then reads dS across.
@@ -75,7 +79,8 @@ struct BackwardShape {
     return kUneven && chunk > 0 ? 3 - chunk : chunk;
   }
 
-  // Offsets in shared memory: dS of two steps, uneven of one, and, wide, P of one, not rounded.
+  // Offsets in shared memory: dS of two steps, uneven of one, and, wide, P of one, not rounded. Of
+  // a pair dS of one step, the other CTA's, and half of the columns of the other's K.
   static constexpr int kHeldSteps = 8;  // a step is looked at again during the next two
   static constexpr int kK = 0, kV = kK + KeyTile::kBytes, kQ = kV + ValueTile::kBytes;
   static constexpr int kDo = kQ + kStages * QueryTile::kBytes;
@@ -84,7 +89,9 @@ struct BackwardShape {
   static constexpr int kDqStages = kTiles.dq_stages;
   static constexpr int kDqColumns = kUneven ? kDim / 2 : 64;  // at most, of one warpgroup
   static constexpr int kDqBytes = kDqRows * kDqColumns * 4;   // its part, as in dq_accum
+  static constexpr int kPeerDs = kDs + ScoreTile::kBytes, kPeerK = kP;
   static constexpr int kDq = kP + (kWide ? kKeys * kQueries * 4 : 0);
+  static_assert(!kPaired || PeerKeyTile::kBytes == kDq - kPeerK);
   static constexpr int kLse = kDq + kDqStages * 2 * kDqBytes;
   static constexpr int kDelta = kLse + kStages * kQueries * 4;
   static constexpr int kSteps = kDelta + kStages * kQueries * 4;
@@ -97,7 +104,9 @@ struct BackwardShape {
   static constexpr int kQFull = kMayAdd + 16, kQFree = kQFull + 8 * kStages;
   static constexpr int kDoFull = kQFree + 8 * kStages, kDoFree = kDoFull + 8 * kStages;
   static constexpr int kDqFull = kDoFree + 8 * kStages, kDqFree = kDqFull + 16 * kDqStages;
-  static constexpr int kBytes = kDqFree + 16 * kDqStages;
+  static constexpr int kPeerKFull = kDqFree + 16 * kDqStages, kPeerDsFull = kPeerKFull + 8;
+  static constexpr int kPeerDsFree = kPeerDsFull + 8;
+  static constexpr int kBytes = kPeerDsFree + 8;
   static_assert(kBytes <= 227 * 1024);
 };
 

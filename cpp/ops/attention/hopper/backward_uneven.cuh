@@ -12,24 +12,12 @@
 //   dK      dQ goes to shared memory, the next step begins
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <type_traits>
 
 #include "ops/attention/hopper/backward_worker.cuh"
 
 namespace kvblock::hopper {
-
-// A pair of 16 bits as float32.
-template <typename T>
-__device__ __forceinline__ float2 Unpack(uint32_t pair) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-  } else {
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-  }
-}
 
 template <typename T, typename Shape, bool kPlain>
 struct UnevenWorker : BackwardWorker<T, Shape, kPlain> {
@@ -113,9 +101,9 @@ struct UnevenWorker : BackwardWorker<T, Shape, kPlain> {
   }
 
   // dS = P (dP - delta), all but dP packed.
-  __device__ __forceinline__ void PackSlopes(Packed<kScores>& ds, Packed<kScores>& weights,
-                                             const float (&dp)[kScores], const float* delta,
-                                             bool masked) const {
+  __device__ __forceinline__ void Slopes(Packed<kScores>& ds, Packed<kScores>& weights,
+                                         const float (&dp)[kScores], const float* delta,
+                                         bool masked) const {
 #pragma unroll
     for (int n = 0; n < kScores / 4; ++n) {
       const float2 d = RowPair(delta, n, thread);
@@ -124,13 +112,7 @@ struct UnevenWorker : BackwardWorker<T, Shape, kPlain> {
         const int i = n * 4 + h * 2;
         uint32_t& packed = weights[n / 2][n % 2 * 2 + h];
         asm volatile("" : "+r"(packed));  // there are no registers to unpack it earlier
-        const float2 weight = Unpack<T>(packed);
-        float2 slope = make_float2(dp[i] - d.x, dp[i + 1] - d.y);
-        if (masked) {  // a masked score takes nothing, not even a NaN
-          if (weight.x == 0.0f) slope.x = 0.0f;
-          if (weight.y == 0.0f) slope.y = 0.0f;
-        }
-        ds[n / 2][n % 2 * 2 + h] = Pack<T>(weight.x * slope.x, weight.y * slope.y);
+        ds[n / 2][n % 2 * 2 + h] = PackSlopes<T>(packed, dp[i] - d.x, dp[i + 1] - d.y, masked);
       }
     }
   }
@@ -206,7 +188,7 @@ struct UnevenWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaWait<0>();
       KeepAfter(dp);
       Packed<kScores> ds;
-      PackSlopes(ds, weights, dp, Base::DeltaOf(stage), masked);
+      Slopes(ds, weights, dp, Base::DeltaOf(stage), masked);
       // Both have read the dS before.
       if (step > 0) BarrierWait(base + Shape::kScoresReady, (step - 1) % 2);
       StoreTransposed<ScoreTile>(base + Shape::kDs, 0, group * 64, thread, ds);
