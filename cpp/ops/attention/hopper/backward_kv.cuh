@@ -19,7 +19,8 @@
 //             the registers of one become the A operands of its dV and dK, and only dQ, which sums
 //             over all keys, needs the dS of both. With head dim 192 and value dim 128 there are
 //             fewer registers to spare (backward_uneven.cuh). Above, the sums of 64 keys do not
-//             fit; one then computes S, P and dV, the other dP, dS and dK (backward_wide.cuh).
+//             fit; one then computes S, P and dV, the other dP, dS and dK (backward_wide.cuh), for
+//             head dim 256 in clusters of two CTAs that share dQ (backward_pair.cuh).
 //
 // Products of a warpgroup run one after the other while it goes on, so each step issues them early
 // and waits late. Those of head dims up to 128, and what runs under them:
@@ -32,7 +33,9 @@
 // Barriers in shared memory (BackwardShape): "full" tells that a stage of Q, lse and delta or of dO
 // has landed, "free" that whoever looks at it has read it; kScoresReady, where dQ is late, that dS
 // of a step is written, or, uneven, that dQ has read it; kDqFull and kDqFree that dQ is handed to
-// the warp that adds it, and read; wide, kPReady and kPFree that P is handed over and taken.
+// the warp that adds it, and read; wide, kPReady and kPFree that P is handed over and taken. In a
+// cluster, kPeerQFree and kPeerDoFree tell that a stage is free in the other CTA, kPeerDsFull that
+// its dS has come, kPeerDsFree that it has read what was sent.
 //
 // TMA fills rows and columns outside of an array with zeros. Rows inside of it that take no part
 // (past q_len or kv_len, or of another packed sequence) may hold anything: their scores are masked,
@@ -101,6 +104,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       BarrierInit(base + Shape::kQFree + i * 8, Shape::kWorkers + lookers);
       BarrierInit(base + Shape::kDoFull + i * 8, 1);
       BarrierInit(base + Shape::kDoFree + i * 8, kWarps);
+      BarrierInit(base + Shape::kPeerQFree + i * 8, 1);
+      BarrierInit(base + Shape::kPeerDoFree + i * 8, 1);
     }
     for (int i = 0; i < Shape::kDqStages * 2; ++i) {
       BarrierInit(base + Shape::kDqFull + i * 8, kWarpgroup);

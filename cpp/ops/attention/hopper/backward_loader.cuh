@@ -47,6 +47,33 @@ struct BackwardLoader {
               c * kChunkColumns, head, row, packed ? 0 : owned().sequence.batch);
     }
   }
+  // The same of queries: in a cluster each CTA loads a part of the columns, for all.
+  template <typename Tile>
+  __device__ __forceinline__ void LoadQueries(uint32_t to, const CUtensorMap& map, uint32_t barrier,
+                                              int head, int64_t sequence_row, int first) const {
+    if constexpr (Shape::kCluster == 1) {
+      LoadTile<Tile>(to, map, barrier, head, sequence_row, first);
+    } else {
+      constexpr int kOwn = Tile::kChunks / Shape::kCluster;
+      const bool packed = p.cu_q != nullptr;
+      const int row = packed ? static_cast<int>(sequence_row) + first : first;
+      BarrierExpect(barrier, Tile::kBytes);
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const int c = ClusterRank() * kOwn + i;
+        LoadBoxToCtas(to + c * Tile::kChunkBytes, map, barrier, c * kChunkColumns, head, row,
+                      packed ? 0 : owned().sequence.batch, (1 << Shape::kCluster) - 1);
+      }
+    }
+  }
+  // Waits until a stage is free, in a cluster that of the other CTA, too.
+  __device__ __forceinline__ void AwaitFree(uint32_t free, uint32_t peer_free, int phase) const {
+    BarrierWait(free, phase ^ 1);
+    if constexpr (Shape::kCluster > 1) {
+      if (lane == 0) ClusterBarrierArrive(peer_free, ClusterRank() ^ 1);
+      BarrierWait(peer_free, phase);
+    }
+  }
   // One thread.
   __device__ __forceinline__ void LoadKeys() const {
     const Owned& o = owned();
@@ -140,15 +167,15 @@ struct BackwardLoader {
           delta[i] = valid ? __ldg(p.delta + from + i * 32) : 0.0f;
         }
       }
-      BarrierWait(base + Shape::kQFree + stage * 8, phase ^ 1);
+      AwaitFree(base + Shape::kQFree + stage * 8, base + Shape::kPeerQFree + stage * 8, phase);
       if (lane == 0) {
-        LoadTile<QueryTile>(base + Shape::kQ + stage * QueryTile::kBytes, maps.q,
-                            base + Shape::kQFull + stage * 8, head, s.q_row, first);
+        LoadQueries<QueryTile>(base + Shape::kQ + stage * QueryTile::kBytes, maps.q,
+                               base + Shape::kQFull + stage * 8, head, s.q_row, first);
       }
-      BarrierWait(base + Shape::kDoFree + stage * 8, phase ^ 1);
+      AwaitFree(base + Shape::kDoFree + stage * 8, base + Shape::kPeerDoFree + stage * 8, phase);
       if (lane == 0) {
-        LoadTile<GradTile>(base + Shape::kDo + stage * GradTile::kBytes, maps.d_o,
-                           base + Shape::kDoFull + stage * 8, head, s.q_row, first);
+        LoadQueries<GradTile>(base + Shape::kDo + stage * GradTile::kBytes, maps.d_o,
+                              base + Shape::kDoFull + stage * 8, head, s.q_row, first);
       }
       float* const rows = reinterpret_cast<float*>(shared + Shape::kLse) + stage * kQueries + lane;
 #pragma unroll

@@ -9,14 +9,17 @@
 //   kGroup 1   dP, dS, dK
 //   both       dQ           64 columns each, of the 128 keys of the cluster
 //
-// P is multiplied straight from the registers in which it was computed, dS, too. P goes from kGroup
-// 0 to kGroup 1 rounded, in the place that dS then takes. From there the copy engine sends dS to
-// the other CTA. The products of a step, and what runs under them:
+// P goes from kGroup 0 to kGroup 1 rounded, in the place that dS then takes. From there the copy
+// engine sends dS to the other CTA. Each CTA loads half of the columns of Q and dO, for both. The
+// products of a step, and what runs under them:
 //
 //   kGroup 0                kGroup 1                 the warpgroup
 //   S                       dP
-//   dQ (the step before)    dQ (the step before)     P; dS
-//   dV                      dK                       adds that dQ, the next step begins
+//   dQ (the step before)    dQ (the step before)     P; adds half of that dQ, dS
+//   dV                      dK                       adds that dQ; the other half
+//
+// The CTAs are never more than a step apart: dQ needs the dS of both, and dS is sent when the one
+// before has been read.
 #pragma once
 
 #include <cstdint>
@@ -89,12 +92,20 @@ struct PairWorker : WideWorker<T, Shape, kPlain, kGroup> {
     if (thread % 32 == 0) ClusterBarrierArrive(base + Shape::kPeerDsFree, ClusterRank() ^ 1);
   }
 
-  __device__ __forceinline__ void Add(const float (&dq)[kDqSums], int step) const {
+  // Adds one half of a step's dQ, and then the other.
+  template <int kHalf>
+  __device__ __forceinline__ void AddHalf(const float (&dq)[kDqSums], int step) const {
     if (p.dq_accum == nullptr) return;
     const Step& at = StepAt(step);
-    Wide::AwaitTurn(step);
-    Wide::AddDq(dq, at.head, at.first, Chunk() * 8);
-    Wide::PassTurn();
+    if (kHalf == 0) Wide::AwaitTurn(step);
+    constexpr int kCount = kDqSums / 2;
+    Wide::AddDq(reinterpret_cast<const float (&)[kCount]>(dq[kHalf * kCount]), at.head, at.first,
+                Chunk() * 8 + kHalf * 4);
+    if (kHalf == 1) Wide::PassTurn();
+  }
+  __device__ __forceinline__ void Add(const float (&dq)[kDqSums], int step) const {
+    AddHalf<0>(dq, step);
+    AddHalf<1>(dq, step);
   }
   // The dQ of the last step.
   __device__ __forceinline__ void FinishDq(int step) const {
@@ -206,6 +217,7 @@ struct PairWorker : WideWorker<T, Shape, kPlain, kGroup> {
         FreePeerDs();
         if (thread == 0) WaitStoresRead<0>();
         BarrierArrive(base + Shape::kPFree);
+        AddHalf<0>(dq, step - 1);  // while kGroup 0 computes P
       }
       BarrierWait(base + Shape::kPReady, step % 2);
       Packed<kScores> ds;
@@ -224,7 +236,7 @@ struct PairWorker : WideWorker<T, Shape, kPlain, kGroup> {
                   base + Shape::kPeerDsFull, ClusterRank() ^ 1);
         CommitStores();
       }
-      if (step > 0) Add(dq, step - 1);
+      if (step > 0) AddHalf<1>(dq, step - 1);
     }
     WgmmaWait<0>();
     KeepAfter(dk);
