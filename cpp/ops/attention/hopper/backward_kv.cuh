@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   // Whose keys these are. The first tiles come first, which a causal mask makes the longest; a few
   // heads take turns, or the last head's longest tiles would end alone. For a dq that is the same
   // every time the last tiles come first (backward_turns.cuh).
-  const int cluster = blockIdx.x / Shape::kCluster;
+  const unsigned cluster = blockIdx.x / Shape::kCluster;
   const int turn = p.tiles * p.heads_apart, first_owner = cluster / turn * p.heads_apart;
   const int apart = min(p.heads_apart, p.num_pairs - first_owner);
   const int nth = cluster % turn / apart;
@@ -104,16 +104,20 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       BarrierInit(base + Shape::kQFree + i * 8, Shape::kWorkers + lookers);
       BarrierInit(base + Shape::kDoFull + i * 8, 1);
       BarrierInit(base + Shape::kDoFree + i * 8, kWarps);
-      BarrierInit(base + Shape::kPeerQFree + i * 8, 1);
-      BarrierInit(base + Shape::kPeerDoFree + i * 8, 1);
     }
     for (int i = 0; i < Shape::kDqStages * 2; ++i) {
       BarrierInit(base + Shape::kDqFull + i * 8, kWarpgroup);
       BarrierInit(base + Shape::kDqFree + i * 8, 1);
     }
-    BarrierInit(base + Shape::kPeerKFull, 1);
-    BarrierInit(base + Shape::kPeerDsFull, 1);
-    BarrierInit(base + Shape::kPeerDsFree, kWarps);
+    if constexpr (Shape::kPaired) {
+      BarrierInit(base + Shape::kPeerKFull, 1);
+      BarrierInit(base + Shape::kPeerDsFull, 1);
+      BarrierInit(base + Shape::kPeerDsFree, kWarps);
+      for (int i = 0; i < Shape::kStages; ++i) {
+        BarrierInit(base + Shape::kPeerQFree + i * 8, 1);
+        BarrierInit(base + Shape::kPeerDoFree + i * 8, 1);
+      }
+    }
     FenceBarrierInit();
   }
   const auto meet = [] {

@@ -99,7 +99,7 @@ struct BackwardLoader {
   // Another warp begins the walk over the first head, beside the set-up of the barriers and while
   // there are registers for it. The first tile stays to be taken.
   __device__ __forceinline__ void Begin(const Sequence& s, int first_key, int kv_head) const {
-    const int first = first_key & -Shape::kClusterKeys;
+    const int first = Shape::FirstOfCluster(first_key);
     Walk walk(p, s, kv_head * p.group, first, first + Shape::kClusterKeys);
     const bool more = walk.Next();
     WalkState at = walk.state();
@@ -121,7 +121,7 @@ struct BackwardLoader {
       return true;
     }
     const Sequence& s = owned().sequence;
-    const int first_key = owned().first_key & -Shape::kClusterKeys;
+    const int first_key = Shape::FirstOfCluster(owned().first_key);
     Walk walk =
         fresh ? Walk(p, s, head, first_key, first_key + Shape::kClusterKeys) : Walk(p, s, parked);
     const bool more = walk.Next();

@@ -64,6 +64,9 @@ struct BackwardShape {
   static constexpr bool kPaired = kWide && kDim == 256;         // backward_pair.cuh
   // The CTAs of a cluster have neighbouring keys and go through the same queries.
   static constexpr int kCluster = kPaired ? 2 : 1, kClusterKeys = kKeys * kCluster;
+  __device__ static constexpr int FirstOfCluster(int first_key) {
+    return kCluster == 1 ? first_key : first_key & -kClusterKeys;
+  }
 
   using KeyTile = SwizzledTile<kKeys, kDim>;
   using ValueTile = SwizzledTile<kKeys, kValueDim>;
