@@ -193,6 +193,7 @@ struct BackwardLoader {
     if (step == 0) {  // dK and dV, zeros, are written to where the keys land
       BarrierWait(base + Shape::kKFull, 0);
       BarrierWait(base + Shape::kVFull, 0);
+      if constexpr (Shape::kPaired) BarrierWait(base + Shape::kPeerKFull, 0);
     }
     BarrierWait(base + Shape::kQFree + stage * 8, phase ^ 1);
     if (lane == 0) BarrierArrive(base + Shape::kQFull + stage * 8);

@@ -46,7 +46,7 @@ constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
 // A CTA owns `keys` keys and works on `queries` queries at a time; `stages` tiles of Q and of dO
 // and `dq_stages` of dQ are in shared memory. The two warpgroups that compute share the keys, 64
 // each, or, where dK and dV of 64 keys would not fit into the registers of one, the products
-// (backward_wide.cuh).
+// (backward_wide.cuh, backward_pair.cuh).
 struct BackwardTiles {
   int queries, keys, stages, dq_stages;
 };
