@@ -81,8 +81,8 @@ struct BackwardLoader {
                             o.sequence.kv_row, o.first_key);
     LoadTile<ValueTile>(base + Shape::kV, maps.v, base + Shape::kVFull, o.kv_head,
                         o.sequence.kv_row, o.first_key);
-    if constexpr (Shape::kPaired) {  // of the other CTA's keys the columns of which this one adds
-                                     // dQ
+    if constexpr (Shape::kPaired) {
+      // Of the other CTA's keys those columns of which this one adds dQ.
       using Tile = typename Shape::PeerKeyTile;
       const bool packed = p.cu_q != nullptr;
       const int first = o.first_key ^ Shape::kKeys;
