@@ -27,4 +27,18 @@ __device__ __forceinline__ void ClusterBarrierArrive(uint32_t barrier, int rank)
       : "memory");
 }
 
+// Copies `bytes`, a multiple of 16 at multiples of 16, to the same address in CTA `rank` of the
+// cluster, and reports them to the barrier that lies at this address there. The copy engine does
+// it; WaitStoresRead (tensor_copy.cuh) tells when it has read.
+__device__ __forceinline__ void SendBytes(uint32_t to, uint32_t from, int bytes, uint32_t barrier,
+                                          int rank) {
+  asm volatile(
+      "{ .reg .b32 there, told; mapa.shared::cluster.u32 there, %0, %4;"
+      " mapa.shared::cluster.u32 told, %3, %4;"
+      " cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+      " [there], [%1], %2, [told]; }" ::"r"(to),
+      "r"(from), "r"(bytes), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
 }  // namespace kvblock

@@ -20,7 +20,7 @@ const char* Checked(const char* what, cudaError_t status) {
 
 // Whether the first to add stores; else dq_accum is cleared (backward_state.cuh).
 bool StoresFirst(const kvblock_attention& a) {
-  return std::max(a.head_dim, a.value_dim) <= 128 && a.tile_indices == nullptr;
+  return a.head_dim <= 192 && a.value_dim <= 128 && a.tile_indices == nullptr;
 }
 
 }  // namespace

@@ -33,8 +33,9 @@ struct BackwardAdder {
     constexpr bool kHalfTheQueries = Shape::kQueries == 128;
     const auto& owned = *reinterpret_cast<const BackwardOwned*>(shared + Shape::kOwned);
     const Sequence& s = owned.sequence;
-    const int first_block = kHalfTheQueries ? 0 : group * 8;
-    const int blocks = min(p.head_dim / 8 - first_block, 8);
+    constexpr int kDqBlocks = Shape::kDqColumns / 8;
+    const int first_block = kHalfTheQueries ? 0 : group * kDqBlocks;
+    const int blocks = min(p.head_dim / 8 - first_block, kDqBlocks);
     constexpr int kBlock = kDqRows * 8;  // values
     for (int step = 0;; ++step) {
       BarrierWait(base + Shape::kQFull + step % kStages * 8, step / kStages % 2);

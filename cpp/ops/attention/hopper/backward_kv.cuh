@@ -17,9 +17,10 @@
 //             the set-up, by the first two warps; the fourth does nothing
 //   workers   two warpgroups compute. They own 64 keys each (backward_narrow.cuh): S^T and dP^T in
 //             the registers of one become the A operands of its dV and dK, and only dQ, which sums
-//             over all keys, needs the dS of both. For head dims over 128 the sums of 64 keys do
-//             not fit; one then computes S, P and dV, the other dP, dS and dK
-//             (backward_wide.cuh).
+//             over all keys, needs the dS of both. With head dim 192 and value dim 128 there are
+//             fewer registers to spare (backward_uneven.cuh). Above, the sums of 64 keys do not
+//             fit; one then computes S, P and dV, the other dP, dS and dK (backward_wide.cuh), for
+//             head dim 256 in clusters of two CTAs that share dQ (backward_pair.cuh).
 //
 // Products of a warpgroup run one after the other while it goes on, so each step issues them early
 // and waits late. Those of head dims up to 128, and what runs under them:
@@ -31,8 +32,10 @@
 //
 // Barriers in shared memory (BackwardShape): "full" tells that a stage of Q, lse and delta or of dO
 // has landed, "free" that whoever looks at it has read it; kScoresReady, where dQ is late, that dS
-// of a step is written; kDqFull and kDqFree that dQ is handed to the warp that adds it, and read;
-// wide, kPReady and kPFree that P is handed over and taken.
+// of a step is written, or, uneven, that dQ has read it; kDqFull and kDqFree that dQ is handed to
+// the warp that adds it, and read; wide, kPReady and kPFree that P is handed over and taken. In a
+// cluster, kPeerQFree and kPeerDoFree tell that a stage is free in the other CTA, kPeerDsFull that
+// its dS has come, kPeerDsFree that it has read what was sent.
 //
 // TMA fills rows and columns outside of an array with zeros. Rows inside of it that take no part
 // (past q_len or kv_len, or of another packed sequence) may hold anything: their scores are masked,
@@ -40,11 +43,15 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "device/cluster.cuh"
 #include "ops/attention/hopper/backward_adder.cuh"
 #include "ops/attention/hopper/backward_loader.cuh"
 #include "ops/attention/hopper/backward_narrow.cuh"
+#include "ops/attention/hopper/backward_pair.cuh"
 #include "ops/attention/hopper/backward_turns.cuh"
+#include "ops/attention/hopper/backward_uneven.cuh"
 #include "ops/attention/hopper/backward_wide.cuh"
 
 namespace kvblock::hopper {
@@ -57,22 +64,27 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
 
+  constexpr BackwardRegisters kRegisters =
+      kPlain ? Shape::kPlainRegisters : Shape::kGeneralRegisters;
   const bool has_dq = p.dq_accum != nullptr, turns = has_dq && p.dq_turns != nullptr;
 
   // Whose keys these are. The first tiles come first, which a causal mask makes the longest; a few
   // heads take turns, or the last head's longest tiles would end alone. For a dq that is the same
   // every time the last tiles come first (backward_turns.cuh).
-  const int turn = p.tiles * p.heads_apart, first_owner = blockIdx.x / turn * p.heads_apart;
+  const unsigned cluster = blockIdx.x / Shape::kCluster;
+  const int turn = p.tiles * p.heads_apart, first_owner = cluster / turn * p.heads_apart;
   const int apart = min(p.heads_apart, p.num_pairs - first_owner);
-  const int nth = blockIdx.x % turn / apart;
+  const int nth = cluster % turn / apart;
   const int tile = turns ? p.tiles - 1 - nth : nth;
-  const int owner = first_owner + blockIdx.x % turn % apart;
+  const int owner = first_owner + cluster % turn % apart;
   const int kv_head = owner % p.num_kv_heads;
   Sequence found;
   int first_key;
-  if (!FindTile<Along::kKeys, Shape::kKeys>(p, owner / p.num_kv_heads, tile, &found, &first_key)) {
+  if (!FindTile<Along::kKeys, Shape::kClusterKeys>(p, owner / p.num_kv_heads, tile, &found,
+                                                   &first_key)) {
     return;
   }
+  if (Shape::kPaired) first_key += ClusterRank() * Shape::kKeys;
   BackwardOwned& owned = *reinterpret_cast<BackwardOwned*>(shared + Shape::kOwned);
   const BackwardLoader<Shape, kPlain> loader{p, maps, shared, base, thread % 32};
   if (thread == 0) {
@@ -100,38 +112,63 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       BarrierInit(base + Shape::kDqFull + i * 8, kWarpgroup);
       BarrierInit(base + Shape::kDqFree + i * 8, 1);
     }
+    if constexpr (Shape::kPaired) {
+      BarrierInit(base + Shape::kPeerKFull, 1);
+      BarrierInit(base + Shape::kPeerDsFull, 1);
+      BarrierInit(base + Shape::kPeerDsFree, kWarps);
+      for (int i = 0; i < Shape::kStages; ++i) {
+        BarrierInit(base + Shape::kPeerQFree + i * 8, 1);
+        BarrierInit(base + Shape::kPeerDoFree + i * 8, 1);
+      }
+    }
     FenceBarrierInit();
     loader.LoadKeys();
   }
+  const auto meet = [] {
+    if constexpr (Shape::kPaired) {
+      ClusterMeet();
+    } else {
+      __syncthreads();
+    }
+  };
   if (warp == 0) {
     __syncwarp();
     BarrierPass(kLoaderBegins, 2 * 32);
   }
   if (warp == 1) loader.Begin(found, first_key, kv_head);
   if (warp < kWarpgroup / 32) {
-    GiveRegisters<kLoaderRegisters>();
-    __syncthreads();
+    GiveRegisters<kRegisters.loader>();
+    meet();
     if (warp == 0) {
       loader.Run();
-    } else if (warp == 3) {
-      return;
-    } else if constexpr (!Shape::kWide) {
-      if (has_dq && ElectLane()) BackwardAdder<Shape>{p, shared, base, warp - 1, nth}.Run();
-    } else if (turns) {
-      BackwardTurns<Shape>{p, shared, base, warp - 1, thread % 32, nth}.Run();
+    } else if (warp < 3) {
+      if constexpr (!Shape::kWide) {
+        if (has_dq && ElectLane()) BackwardAdder<Shape>{p, shared, base, warp - 1, nth}.Run();
+      } else if (turns) {
+        BackwardTurns<Shape>{p, shared, base, warp - 1, thread % 32, nth}.Run();
+      }
     }
   } else {
-    TakeRegisters<kWorkerRegisters>();
-    __syncthreads();
+    TakeRegisters<kRegisters.worker>();
+    meet();
     const int group = warp / (kWarpgroup / 32) - 1, worker = thread % kWarpgroup;
     if constexpr (!Shape::kWide) {
-      NarrowWorker<T, Shape, kPlain>{{p, maps, shared, base, group, worker}}.Run();
+      using Worker = std::conditional_t<Shape::kUneven, UnevenWorker<T, Shape, kPlain>,
+                                        NarrowWorker<T, Shape, kPlain>>;
+      Worker{{p, maps, shared, base, group, worker}}.Run();
+    } else if constexpr (Shape::kPaired) {
+      if (group == 0) {
+        PairWorker<T, Shape, kPlain, 0>{{{p, maps, shared, base, 0, worker}}}.Run();
+      } else {
+        PairWorker<T, Shape, kPlain, 1>{{{p, maps, shared, base, 1, worker}}}.Run();
+      }
     } else if (group == 0) {
       WideWorker<T, Shape, kPlain, 0>{{p, maps, shared, base, 0, worker}}.Run();
     } else {
       WideWorker<T, Shape, kPlain, 1>{{p, maps, shared, base, 1, worker}}.Run();
     }
   }
+  if constexpr (Shape::kPaired) ClusterMeet();  // the other CTA still writes here, and arrives
 }
 
 }  // namespace kvblock::hopper

@@ -18,7 +18,7 @@ template <typename T, typename Shape, bool kPlain>
 const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) {
   AttentionParams p = MakeAttentionParams(a);
   const int64_t members = Members(a);
-  const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kKeys);
+  const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kClusterKeys);
   const int64_t owners = members * a.num_kv_heads;
   if (tiles == 0 || owners == 0) return nullptr;
   if (const char* error = PlanGrid(&p, tiles, owners)) return error;
@@ -44,9 +44,17 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Shape::kBytes);
   if (status != cudaSuccess) return Failure(status);
-  kernel<<<static_cast<unsigned>(tiles * owners), Shape::kThreads, Shape::kBytes, stream>>>(p,
-                                                                                            maps);
-  status = cudaGetLastError();
+  cudaLaunchAttribute cluster;
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {Shape::kCluster, 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = static_cast<unsigned>(tiles * owners * Shape::kCluster);
+  config.blockDim = Shape::kThreads;
+  config.dynamicSmemBytes = Shape::kBytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = Shape::kCluster > 1 ? 1 : 0;
+  status = cudaLaunchKernelEx(&config, kernel, p, maps);
   return status == cudaSuccess ? nullptr : Failure(status);
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
 #include "device/tensor_copy.cuh"
 #include "ops/attention/common/mask.cuh"
@@ -34,7 +35,7 @@ struct BackwardLoader {
   }
 
   // Rows `first` on of a sequence that begins at sequence_row of the packed array.
-  template <typename Tile>
+  template <typename Tile, bool kKeys = false>
   __device__ __forceinline__ void LoadTile(uint32_t to, const CUtensorMap& map, uint32_t barrier,
                                            int head, int64_t sequence_row, int first) const {
     const bool packed = p.cu_q != nullptr;
@@ -42,31 +43,75 @@ struct BackwardLoader {
     BarrierExpect(barrier, Tile::kBytes);
 #pragma unroll
     for (int c = 0; c < Tile::kChunks; ++c) {
-      LoadBox(to + c * Tile::kChunkBytes, map, barrier, c * kChunkColumns, head, row,
-              packed ? 0 : owned().sequence.batch);
+      LoadBox(to + (kKeys ? Shape::KeyChunk(c) : c) * Tile::kChunkBytes, map, barrier,
+              c * kChunkColumns, head, row, packed ? 0 : owned().sequence.batch);
+    }
+  }
+  // The same of queries: in a cluster each CTA loads a part of the columns, for all.
+  template <typename Tile>
+  __device__ __forceinline__ void LoadQueries(uint32_t to, const CUtensorMap& map, uint32_t barrier,
+                                              int head, int64_t sequence_row, int first) const {
+    if constexpr (Shape::kCluster == 1) {
+      LoadTile<Tile>(to, map, barrier, head, sequence_row, first);
+    } else {
+      constexpr int kOwn = Tile::kChunks / Shape::kCluster;
+      const bool packed = p.cu_q != nullptr;
+      const int row = packed ? static_cast<int>(sequence_row) + first : first;
+      BarrierExpect(barrier, Tile::kBytes);
+#pragma unroll
+      for (int i = 0; i < kOwn; ++i) {
+        const int c = ClusterRank() * kOwn + i;
+        LoadBoxToCtas(to + c * Tile::kChunkBytes, map, barrier, c * kChunkColumns, head, row,
+                      packed ? 0 : owned().sequence.batch, (1 << Shape::kCluster) - 1);
+      }
+    }
+  }
+  // Waits until a stage is free, in a cluster that of the other CTA, too.
+  __device__ __forceinline__ void AwaitFree(uint32_t free, uint32_t peer_free, int phase) const {
+    BarrierWait(free, phase ^ 1);
+    if constexpr (Shape::kCluster > 1) {
+      if (lane == 0) ClusterBarrierArrive(peer_free, ClusterRank() ^ 1);
+      BarrierWait(peer_free, phase);
     }
   }
   // One thread.
   __device__ __forceinline__ void LoadKeys() const {
     const Owned& o = owned();
-    LoadTile<KeyTile>(base + Shape::kK, maps.k, base + Shape::kKFull, o.kv_head, o.sequence.kv_row,
-                      o.first_key);
+    LoadTile<KeyTile, true>(base + Shape::kK, maps.k, base + Shape::kKFull, o.kv_head,
+                            o.sequence.kv_row, o.first_key);
     LoadTile<ValueTile>(base + Shape::kV, maps.v, base + Shape::kVFull, o.kv_head,
                         o.sequence.kv_row, o.first_key);
+    if constexpr (Shape::kPaired) {
+      // Of the other CTA's keys those columns of which this one adds dQ.
+      using Tile = typename Shape::PeerKeyTile;
+      const bool packed = p.cu_q != nullptr;
+      const int first = o.first_key ^ Shape::kKeys;
+      BarrierExpect(base + Shape::kPeerKFull, Tile::kBytes);
+      for (int c = 0; c < Tile::kChunks; ++c) {
+        LoadBox(base + Shape::kPeerK + c * Tile::kChunkBytes, maps.k, base + Shape::kPeerKFull,
+                (ClusterRank() * Tile::kChunks + c) * kChunkColumns, o.kv_head,
+                packed ? static_cast<int>(o.sequence.kv_row) + first : first,
+                packed ? 0 : o.sequence.batch);
+      }
+    }
   }
 
   // Another warp begins, beside the set-up of the barriers and while there are registers for the
-  // walk: it starts the first step.
+  // walk: it starts the first step. In a cluster the other CTA's barriers may not be there yet, and
+  // the first tile stays to be taken.
   __device__ __forceinline__ void Begin(const Sequence& s, int first_key, int kv_head) const {
-    const int head = kv_head * p.group;
-    Walk walk(p, s, head, first_key, first_key + Shape::kKeys);
+    const int head = kv_head * p.group, first = Shape::FirstOfCluster(first_key);
+    Walk walk(p, s, head, first, first + Shape::kClusterKeys);
     const bool more = walk.Next();
     BarrierMeet(kLoaderBegins, 2 * 32);
+    WalkState at = walk.state();
+    const bool begins = more && Shape::kCluster == 1;
+    if (more && !begins) at.pending |= 1u << ((walk.first() - at.window) / Shape::kQueries);
     if (lane == 0) {
-      owned().walk = walk.state();
-      owned().begun = more;
+      owned().walk = at;
+      owned().begun = begins;
     }
-    if (more) Start(0, head, walk.first(), walk.all_visible());
+    if (begins) Start(0, head, walk.first(), walk.all_visible());
   }
 
   // The next tile of queries of this head; `fresh`: its first. False: there is none.
@@ -83,8 +128,9 @@ struct BackwardLoader {
       return true;
     }
     const Sequence& s = owned().sequence;
-    const int first_key = owned().first_key;
-    Walk walk = fresh ? Walk(p, s, head, first_key, first_key + Shape::kKeys) : Walk(p, s, parked);
+    const int first_key = Shape::FirstOfCluster(owned().first_key);
+    Walk walk =
+        fresh ? Walk(p, s, head, first_key, first_key + Shape::kClusterKeys) : Walk(p, s, parked);
     const bool more = walk.Next();
     __syncwarp();
     if (lane == 0) parked = walk.state();
@@ -122,15 +168,15 @@ struct BackwardLoader {
         delta[i] = valid ? __ldg(p.delta + from + i * 32) : 0.0f;
       }
     }
-    BarrierWait(base + Shape::kQFree + stage * 8, phase ^ 1);
+    AwaitFree(base + Shape::kQFree + stage * 8, base + Shape::kPeerQFree + stage * 8, phase);
     if (lane == 0) {
-      LoadTile<QueryTile>(base + Shape::kQ + stage * QueryTile::kBytes, maps.q,
-                          base + Shape::kQFull + stage * 8, head, s.q_row, first);
+      LoadQueries<QueryTile>(base + Shape::kQ + stage * QueryTile::kBytes, maps.q,
+                             base + Shape::kQFull + stage * 8, head, s.q_row, first);
     }
-    BarrierWait(base + Shape::kDoFree + stage * 8, phase ^ 1);
+    AwaitFree(base + Shape::kDoFree + stage * 8, base + Shape::kPeerDoFree + stage * 8, phase);
     if (lane == 0) {
-      LoadTile<GradTile>(base + Shape::kDo + stage * GradTile::kBytes, maps.d_o,
-                         base + Shape::kDoFull + stage * 8, head, s.q_row, first);
+      LoadQueries<GradTile>(base + Shape::kDo + stage * GradTile::kBytes, maps.d_o,
+                            base + Shape::kDoFull + stage * 8, head, s.q_row, first);
     }
     float* const rows = reinterpret_cast<float*>(shared + Shape::kLse) + stage * kQueries + lane;
 #pragma unroll
@@ -166,6 +212,7 @@ struct BackwardLoader {
     if (step == 0) {  // dK and dV, zeros, are written to where the keys land
       BarrierWait(base + Shape::kKFull, 0);
       BarrierWait(base + Shape::kVFull, 0);
+      if constexpr (Shape::kPaired) BarrierWait(base + Shape::kPeerKFull, 0);
     }
     BarrierWait(base + Shape::kQFree + stage * 8, phase ^ 1);
     if (lane == 0) BarrierArrive(base + Shape::kQFull + stage * 8);

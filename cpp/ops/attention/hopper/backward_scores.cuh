@@ -5,7 +5,10 @@
 // 8 n + 2 t and the one after it.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include <cstdint>
+#include <type_traits>
 
 #include "device/fast_math.cuh"
 #include "device/mma.cuh"
@@ -28,6 +31,27 @@ __device__ __forceinline__ void PackAll(Packed<kCount>& to, const float (&c)[kCo
 #pragma unroll
     for (int i = 0; i < 4; ++i) to[k][i] = Pack<T>(c[k * 8 + i * 2], c[k * 8 + i * 2 + 1]);
   }
+}
+
+// A pair of 16 bits as float32.
+template <typename T>
+__device__ __forceinline__ float2 Unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  } else {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  }
+}
+
+// Two of P, packed, times those of dP - delta. A masked score takes nothing, not even a NaN.
+template <typename T>
+__device__ __forceinline__ uint32_t PackSlopes(uint32_t prob, float low, float high, bool masked) {
+  const float2 x = Unpack<T>(prob);
+  if (masked) {
+    if (x.x == 0.0f) low = 0.0f;
+    if (x.y == 0.0f) high = 0.0f;
+  }
+  return Pack<T>(x.x * low, x.y * high);
 }
 
 // Writes packed rows to a swizzled tile, its first at (row, column).
@@ -133,6 +157,17 @@ struct BackwardScores {
                                                      bool masked) const {
     Exponentials(c, lse);
     if (masked) MaskBand(c);
+  }
+
+  // Masks P by the band where it is packed already.
+  __device__ __forceinline__ void MaskPacked(Packed<kCount>& prob) const {
+    const Band band = MakeBand();
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      const uint32_t keep =
+          (band.Attends(i) ? 0xffffu : 0u) | (band.Attends(i + 1) ? 0xffff0000u : 0u);
+      prob[i / 8][i % 8 / 2] &= keep;
+    }
   }
 
   // c becomes dS = P (dP - delta).

@@ -57,30 +57,52 @@ struct alignas(16) BackwardOwned {
 template <int kDim_, int kValueDim_, bool kTall_ = false>
 struct BackwardShape {
   static constexpr bool kTall = kTall_;
-  static constexpr BackwardTiles kTiles = BackwardTilesOf(kDim_, kTall);
+  static constexpr BackwardTiles kTiles = BackwardTilesOf(kDim_, kValueDim_, kTall);
   static constexpr int kQueries = kTiles.queries, kKeys = kTiles.keys, kStages = kTiles.stages;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_;
   static constexpr int kWorkers = 2 * kWarpgroup, kThreads = kWarpgroup + kWorkers;
   static constexpr bool kWide = kKeys == 64;  // the warpgroups share the products, not the keys
+  static constexpr bool kUneven = !kWide && kDim != kValueDim;  // backward_uneven.cuh
+  static constexpr bool kPaired = kWide && kDim == 256;         // backward_pair.cuh
+  // The CTAs of a cluster have neighbouring keys and go through the same queries.
+  static constexpr int kCluster = kPaired ? 2 : 1, kClusterKeys = kKeys * kCluster;
+  __device__ static constexpr int FirstOfCluster(int first_key) {
+    return kCluster == 1 ? first_key : first_key & -kClusterKeys;
+  }
+
+  static constexpr BackwardRegisters kPlainRegisters =
+                                         BackwardRegistersOf(kDim, kValueDim, kTall, true),
+                                     kGeneralRegisters =
+                                         BackwardRegistersOf(kDim, kValueDim, kTall, false);
 
   using KeyTile = SwizzledTile<kKeys, kDim>;
   using ValueTile = SwizzledTile<kKeys, kValueDim>;
+  using PeerKeyTile = SwizzledTile<kKeys, kDim / 2>;
   using QueryTile = SwizzledTile<kQueries, kDim>;
   using GradTile = SwizzledTile<kQueries, kValueDim>;
   // Where each warpgroup has keys of its own, a row is a query: dQ then reads dS across.
   using ScoreTile =
       std::conditional_t<kWide, SwizzledTile<kKeys, kQueries>, SwizzledTile<kQueries, kKeys>>;
 
-  // Offsets in shared memory: dS of two steps and, wide, P of one, not rounded.
+  // Where a chunk of K lies: uneven, the middle one is the last (backward_uneven.cuh).
+  __device__ static constexpr int KeyChunk(int chunk) {
+    return kUneven && chunk > 0 ? 3 - chunk : chunk;
+  }
+
+  // Offsets in shared memory: dS of two steps, uneven of one, and, wide, P of one, not rounded. Of
+  // a pair dS of one step, the other CTA's, and half of the columns of the other's K.
   static constexpr int kHeldSteps = 8;  // a step is looked at again during the next two
   static constexpr int kK = 0, kV = kK + KeyTile::kBytes, kQ = kV + ValueTile::kBytes;
   static constexpr int kDo = kQ + kStages * QueryTile::kBytes;
   static constexpr int kDs = kDo + kStages * GradTile::kBytes;
-  static constexpr int kP = kDs + 2 * ScoreTile::kBytes;
+  static constexpr int kP = kDs + (kUneven ? 1 : 2) * ScoreTile::kBytes;
   static constexpr int kDqStages = kTiles.dq_stages;
-  // One warpgroup's part of dQ, as in dq_accum: 64 columns, or 64 of 128 queries.
-  static constexpr int kDqBytes = (kTall ? kQueries : kDqRows) * 64 * 4;
+  static constexpr int kDqColumns = kUneven ? kDim / 2 : 64;  // at most, of one warpgroup
+  // Its part, as in dq_accum: these columns, or 64 of 128 queries.
+  static constexpr int kDqBytes = (kTall ? kQueries : kDqRows) * kDqColumns * 4;
+  static constexpr int kPeerDs = kDs + ScoreTile::kBytes, kPeerK = kP;
   static constexpr int kDq = kP + (kWide ? kKeys * kQueries * 4 : 0);
+  static_assert(!kPaired || PeerKeyTile::kBytes == kDq - kPeerK);
   static constexpr int kLse = kDq + kDqStages * 2 * kDqBytes;
   static constexpr int kDelta = kLse + kStages * kQueries * 4;
   static constexpr int kSteps = kDelta + kStages * kQueries * 4;
@@ -93,7 +115,10 @@ struct BackwardShape {
   static constexpr int kQFull = kMayAdd + 16, kQFree = kQFull + 8 * kStages;
   static constexpr int kDoFull = kQFree + 8 * kStages, kDoFree = kDoFull + 8 * kStages;
   static constexpr int kDqFull = kDoFree + 8 * kStages, kDqFree = kDqFull + 16 * kDqStages;
-  static constexpr int kBytes = kDqFree + 16 * kDqStages;
+  static constexpr int kPeerKFull = kDqFree + 16 * kDqStages, kPeerDsFull = kPeerKFull + 8;
+  static constexpr int kPeerDsFree = kPeerDsFull + 8;
+  static constexpr int kPeerQFree = kPeerDsFree + 8, kPeerDoFree = kPeerQFree + 8 * kStages;
+  static constexpr int kBytes = kPeerDoFree + 8 * kStages;
   static_assert(kBytes <= 227 * 1024);
 };
 

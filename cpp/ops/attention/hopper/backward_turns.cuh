@@ -26,10 +26,10 @@ template <typename Shape>
 __device__ __forceinline__ int MyTurn(const BackwardOwned& owned, const BackwardStep& at,
                                       int launched_before) {
   // Where a tile has 128 queries, each warpgroup adds to its own 64; else both to the same.
-  constexpr int kAdders = Shape::kQueries == 128 ? 1 : 2;
+  constexpr int kAdders = (Shape::kQueries == 128 ? 1 : 2) * Shape::kCluster;
   int first_key, end_key;
   owned.sequence.VisibleKeys(at.first, at.first + Shape::kQueries, &first_key, &end_key);
-  const int tiles = (end_key - 1) / Shape::kKeys - owned.first_key / Shape::kKeys;
+  const int tiles = (end_key - 1) / Shape::kClusterKeys - owned.first_key / Shape::kClusterKeys;
   return min(tiles, launched_before) * kAdders;
 }
 // One thread waits for it, and hands the turn on.

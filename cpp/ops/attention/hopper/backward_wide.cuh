@@ -1,5 +1,6 @@
 // The warpgroups of the Hopper backward kernel that share the products instead of the keys, for
-// head dims of which dK and dV of 64 keys do not fit into the registers of one.
+// head dims of which dK and dV of 64 keys do not fit into the registers of one. (Head dim 256 takes
+// parts of this, and does dQ otherwise: backward_pair.cuh.)
 //
 //   kGroup 0   S, P, dV     of the CTA's 64 keys and the 64 queries of a step
 //   kGroup 1   dP, dS, dK

@@ -25,14 +25,14 @@ enum class ForwardKind {
 // For a padded head dim and value dim. General tiles have 128 queries, which divide listed ones.
 constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) {
   const bool general = kind == ForwardKind::kGeneral;
-  return dim == 64    ? general ? ForwardTiles{2, 128, 2, 56, 224, true, 1}
+  return dim == 64    ? general ? ForwardTiles{2, 128, 2, 88, 208, true, 1}
                                 : ForwardTiles{3, 128, 2, 32, 160, true, 1}
-         : dim == 96  ? ForwardTiles{2, 128, 2, 56, 224, true, general ? 1 : 2}
-         : dim == 128 ? kind == ForwardKind::kWide   ? ForwardTiles{2, 176, 1, 40, 232, true, 2}
-                        : kind == ForwardKind::kBand ? ForwardTiles{2, 128, 2, 56, 224, true, 2}
-                                                     : ForwardTiles{2, 128, 2, 56, 224, true, 1}
+         : dim == 96  ? ForwardTiles{2, 128, 2, 88, 208, true, general ? 1 : 2}
+         : dim == 128 ? kind == ForwardKind::kWide   ? ForwardTiles{2, 176, 1, 56, 224, true, 2}
+                        : kind == ForwardKind::kBand ? ForwardTiles{2, 128, 2, 88, 208, true, 2}
+                                                     : ForwardTiles{2, 128, 2, 88, 208, true, 1}
          : dim == 192
-             ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 40, 232, true, general ? 1 : 2}
+             ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 88, 208, true, general ? 1 : 2}
              : ForwardTiles{2, 80, 1, 24, 240, true, general ? 1 : 2};
 }
 
@@ -46,19 +46,28 @@ constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
 // A CTA owns `keys` keys and works on `queries` queries at a time; `stages` tiles of Q and of dO
 // and `dq_stages` of dQ are in shared memory. The two warpgroups that compute share the keys, 64
 // each, or, where dK and dV of 64 keys would not fit into the registers of one, the products
-// (backward_wide.cuh). Tall tiles have a quarter more queries, and serve what LaunchIsTall tells.
+// (backward_wide.cuh, backward_pair.cuh). Tall tiles have a quarter more queries, and serve what
+// LaunchIsTall tells.
 struct BackwardTiles {
   int queries, keys, stages, dq_stages;
 };
 constexpr int kTallQueries = 80;
-constexpr BackwardTiles BackwardTilesOf(int dim, bool tall) {
-  return dim == 64    ? BackwardTiles{128, 128, 2, 1}
-         : tall       ? BackwardTiles{kTallQueries, 128, 2, 1}
-         : dim <= 128 ? BackwardTiles{64, 128, 2, 2}
-                      : BackwardTiles{64, 64, 2, 0};
+constexpr BackwardTiles BackwardTilesOf(int dim, int value_dim, bool tall) {
+  return dim == 64                        ? BackwardTiles{128, 128, 2, 1}
+         : tall                           ? BackwardTiles{kTallQueries, 128, 2, 1}
+         : dim <= 128                     ? BackwardTiles{64, 128, 2, 2}
+         : dim == 192 && value_dim == 128 ? BackwardTiles{64, 128, 2, 1}
+                                          : BackwardTiles{64, 64, 2, 0};
 }
 
-// Registers of a thread, by role: 128 + 256 threads share the 65536 of a multiprocessor.
-constexpr int kLoaderRegisters = 24, kWorkerRegisters = 240;
+// Registers of a thread, by role: 128 + 256 threads share the 65536 of a multiprocessor. Where the
+// loops of the workers fit into fewer, the loader, whose walk needs about 40, spills less.
+struct BackwardRegisters {
+  int loader, worker;
+};
+constexpr BackwardRegisters BackwardRegistersOf(int dim, int value_dim, bool tall, bool plain) {
+  const bool fewer = dim == 96 || (dim == 128 && !tall && plain) || (dim == 192 && value_dim > 128);
+  return fewer ? BackwardRegisters{40, 232} : BackwardRegisters{24, 240};
+}
 
 }  // namespace kvblock::hopper
