@@ -93,13 +93,13 @@ def loss(
 def adam(
     params: Params, grads: Params, moments: tuple, step: jax.Array, rate: float
 ) -> tuple[Params, tuple]:
-    """One step of Adam (Kingma and Ba, arXiv:1412.6980), with 20 steps of warmup.
+    """One step of Adam (Kingma and Ba, arXiv:1412.6980), with 60 steps of warmup.
 
-    Gradients longer than 1 are shortened to it: one that is a hundred times as long as
-    the others would leave the weights where rounding decides what comes next.
+    Gradients longer than 1 are shortened to it. A rate that rises faster meets
+    gradients a hundred times as long, and then rounding decides what is learned.
     """
     count = step + 1
-    rate = rate * jnp.minimum(1.0, count / 20)
+    rate = rate * jnp.minimum(1.0, count / 60)
     length = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
     grads = jax.tree.map(lambda g: g / jnp.maximum(1.0, length), grads)
     first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, moments[0], grads)

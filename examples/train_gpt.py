@@ -25,9 +25,9 @@ import numpy as np
 
 from jax_kvblock import flash_attention
 
-RATE = 2e-3
+RATE = 1e-3
 # Rounding differs, and training amplifies it: nats that the curves may lie apart.
-TOLERANCE = {"float32": 0.02, "bfloat16": 0.1}
+TOLERANCE = {"float32": 0.002, "bfloat16": 0.01}
 
 
 def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
