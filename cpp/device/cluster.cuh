@@ -29,7 +29,7 @@ __device__ __forceinline__ void ClusterBarrierArrive(uint32_t barrier, int rank)
 
 // Copies `bytes`, a multiple of 16 at multiples of 16, to the same address in CTA `rank` of the
 // cluster, and reports them to the barrier that lies at this address there. The copy engine does
-// it; WaitStoresRead (tensor_copy.cuh) tells when it has read.
+// it. Nothing here tells when it has read: who waits at that barrier must say so.
 __device__ __forceinline__ void SendBytes(uint32_t to, uint32_t from, int bytes, uint32_t barrier,
                                           int rank) {
   asm volatile(

@@ -29,7 +29,7 @@ const char* LaunchBackwardKv(const kvblock_attention& caller, cudaStream_t strea
   kvblock_attention a = caller;
   if (!StoresFirst(a)) a.dq_state = nullptr;
   const int dim = std::max(a.head_dim, a.value_dim);
-  if (a.dq_accum != nullptr) {
+  if (a.dq_accum != nullptr && a.q_len > 0) {
     const int64_t tiles = Members(a) * a.num_heads * DqTiles(a);
     const auto clear = [&](const char* what, void* data, int64_t bytes_of_a_tile) {
       return Checked(what, cudaMemsetAsync(data, 0, tiles * bytes_of_a_tile, stream));

@@ -1,10 +1,10 @@
 // A warp of the Hopper backward kernel that adds one warpgroup's dQ to dq_accum.
 //
-// The warpgroup leaves its part, 64 queries by at most 64 columns, in shared memory in the order of
-// dq_accum (dq_tile.cuh), where it is one piece of 16 KB: one bulk addition. Additions from
-// registers keep the load/store unit busy, for which the rest of the kernel then waits. Of a tall
-// tile it is up to 20 KB: blocks of queries past the last one are left out. Who comes first to a
-// tile stores it instead (backward_state.cuh).
+// The warpgroup leaves its part, 64 queries by at most 64 columns (uneven 96), in shared memory in
+// the order of dq_accum (dq_tile.cuh), where it is one piece: one bulk addition of 16 KB (24).
+// Additions from registers keep the load/store unit busy, for which the rest of the kernel then
+// waits. Of a tall tile it is up to 20 KB: blocks of queries past the last one are left out. Who
+// comes first to a tile stores it instead (backward_state.cuh).
 #pragma once
 
 #include <cstdint>
@@ -24,12 +24,12 @@ struct BackwardAdder {
   char* const shared;
   const uint32_t base;
   const int group;            // the warpgroup's
-  const int launched_before;  // CTAs of these heads
+  const int launched_before;  // CTAs (or clusters) of these heads
 
   // One thread.
   __device__ __forceinline__ void Run() const {
     constexpr int kStages = Shape::kStages, kDqStages = Shape::kDqStages;
-    // Where a tile has 128 queries, each warpgroup has 64 of them; else 64 of the columns.
+    // Where a tile has 128 queries, each warpgroup has 64 of them; else 64 or 96 of the columns.
     constexpr bool kHalfTheQueries = Shape::kQueries == 128;
     const auto& owned = *reinterpret_cast<const BackwardOwned*>(shared + Shape::kOwned);
     const Sequence& s = owned.sequence;

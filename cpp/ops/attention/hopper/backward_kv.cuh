@@ -13,8 +13,8 @@
 //   loader    one warp walks over the tiles, starts the copies of Q and dO, and prepares lse and
 //             delta (backward_loader.cuh); two add dQ to dq_accum (backward_adder.cuh), or, where
 //             the workers do that, take turns for a dQ that is the same every time
-//             (backward_turns.cuh). The copies of K and V and the first step are started during
-//             the set-up, by the first two warps; the fourth does nothing
+//             (backward_turns.cuh). The copies of K and V and, but in clusters, the first step
+//             are started during the set-up, by the first two warps; the fourth does nothing
 //   workers   two warpgroups compute. They own 64 keys each (backward_narrow.cuh): S^T and dP^T in
 //             the registers of one become the A operands of its dV and dK, and only dQ, which sums
 //             over all keys, needs the dS of both. With head dim 192 and value dim 128 there are
@@ -33,9 +33,10 @@
 // Barriers in shared memory (BackwardShape): "full" tells that a stage of Q, lse and delta or of dO
 // has landed, "free" that whoever looks at it has read it; kScoresReady, where dQ is late, that dS
 // of a step is written, or, uneven, that dQ has read it; kDqFull and kDqFree that dQ is handed to
-// the warp that adds it, and read; wide, kPReady and kPFree that P is handed over and taken. In a
-// cluster, kPeerQFree and kPeerDoFree tell that a stage is free in the other CTA, kPeerDsFull that
-// its dS has come, kPeerDsFree that it has read what was sent.
+// the warp that adds it, and read; wide, kPReady and kPFree that P is handed over and that its
+// place is free. In a cluster, kPeerKFull tells that the other CTA's K has landed, kPeerQFree and
+// kPeerDoFree that a stage is free there, kPeerDsFull that its dS has come, kPeerDsSent that this
+// one's dS has come there, and kPeerDsFree that it has been multiplied.
 //
 // TMA fills rows and columns outside of an array with zeros. Rows inside of it that take no part
 // (past q_len or kv_len, or of another packed sequence) may hold anything: their scores are masked,
@@ -116,6 +117,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       BarrierInit(base + Shape::kPeerKFull, 1);
       BarrierInit(base + Shape::kPeerDsFull, 1);
       BarrierInit(base + Shape::kPeerDsFree, kWarps);
+      BarrierInit(base + Shape::kPeerDsSent, 1);
       for (int i = 0; i < Shape::kStages; ++i) {
         BarrierInit(base + Shape::kPeerQFree + i * 8, 1);
         BarrierInit(base + Shape::kPeerDoFree + i * 8, 1);

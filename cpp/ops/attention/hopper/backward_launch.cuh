@@ -20,6 +20,9 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   const int64_t members = Members(a);
   const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kClusterKeys);
   const int64_t owners = members * a.num_kv_heads;
+  if (Shape::kWide && a.dq_state != nullptr) {  // its workers add, and do not look at who is first
+    return Message("attention: these tiles need a dq_accum that was cleared");
+  }
   if (tiles == 0 || owners == 0) return nullptr;
   if (const char* error = PlanGrid(&p, tiles, owners)) return error;
   // Heads that take turns should fit in L2 with their Q, dO and dq_accum.

@@ -10,7 +10,8 @@
 //   both       dQ           64 columns each, of the 128 keys of the cluster
 //
 // P goes from kGroup 0 to kGroup 1 rounded, in the place that dS then takes. From there the copy
-// engine sends dS to the other CTA. Each CTA loads half of the columns of Q and dO, for both. The
+// engine sends dS to the other CTA, which tells when it has come: only then may the next P take its
+// place. Each CTA loads half of the columns of Q and dO, for both. The
 // products of a step, and what runs under them:
 //
 //   kGroup 0                kGroup 1                 the warpgroup
@@ -202,7 +203,10 @@ struct PairWorker : WideWorker<T, Shape, kPlain, kGroup> {
       WgmmaFence();
       Wide::template KeysByQueries<ValueTile, GradTile>(dp, base + Shape::kV, DoOf(step));
       WgmmaCommit();
-      if (step > 0) AwaitDs(step - 1);
+      if (step > 0) {
+        AwaitDs(step - 1);
+        if (thread == 0) ClusterBarrierArrive(base + Shape::kPeerDsSent, ClusterRank() ^ 1);
+      }
       WgmmaFence();
       SumOverKeys(dq);
       WgmmaCommit();
@@ -215,7 +219,7 @@ struct PairWorker : WideWorker<T, Shape, kPlain, kGroup> {
       KeepAfter(dq);
       if (step > 0) {
         FreePeerDs();
-        if (thread == 0) WaitStoresRead<0>();
+        if (thread == 0) BarrierWait(base + Shape::kPeerDsSent, (step - 1) % 2);
         BarrierArrive(base + Shape::kPFree);
         AddHalf<0>(dq, step - 1);  // while kGroup 0 computes P
       }
@@ -234,7 +238,6 @@ struct PairWorker : WideWorker<T, Shape, kPlain, kGroup> {
         if (step > 0) BarrierWait(base + Shape::kPeerDsFree, (step - 1) % 2);
         SendBytes(base + Shape::kPeerDs, base + Shape::kDs, ScoreTile::kBytes,
                   base + Shape::kPeerDsFull, ClusterRank() ^ 1);
-        CommitStores();
       }
       if (step > 0) AddHalf<1>(dq, step - 1);
     }

@@ -116,8 +116,8 @@ struct BackwardShape {
   static constexpr int kDoFull = kQFree + 8 * kStages, kDoFree = kDoFull + 8 * kStages;
   static constexpr int kDqFull = kDoFree + 8 * kStages, kDqFree = kDqFull + 16 * kDqStages;
   static constexpr int kPeerKFull = kDqFree + 16 * kDqStages, kPeerDsFull = kPeerKFull + 8;
-  static constexpr int kPeerDsFree = kPeerDsFull + 8;
-  static constexpr int kPeerQFree = kPeerDsFree + 8, kPeerDoFree = kPeerQFree + 8 * kStages;
+  static constexpr int kPeerDsFree = kPeerDsFull + 8, kPeerDsSent = kPeerDsFree + 8;
+  static constexpr int kPeerQFree = kPeerDsSent + 8, kPeerDoFree = kPeerQFree + 8 * kStages;
   static constexpr int kBytes = kPeerDoFree + 8 * kStages;
   static_assert(kBytes <= 227 * 1024);
 };

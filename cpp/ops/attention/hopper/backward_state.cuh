@@ -1,7 +1,7 @@
 // Who comes first to a tile of dq_accum, which is not cleared: the first stores what others add to.
 //
 // dq_state has two counters for each tile of 64 queries, zero at the launch; the second is for the
-// columns from 64 on where two warps add half of the columns each. A counter is 0 before anybody
+// other half of the columns where two warps add one each. A counter is 0 before anybody
 // has come, 1 while the first stores, and 2 once that is done, for which others wait. With turns,
 // the first is known; then it is 0 or 1. A tall tile has the counters of the 64 queries that it
 // begins in.

@@ -21,7 +21,8 @@
 namespace kvblock::hopper {
 
 // Which turn at dQ of the step's queries is this CTA's: so many warpgroups add before it.
-// launched_before: CTAs of these heads, of which boundaries that fall can promise more.
+// launched_before: CTAs (or clusters) of these heads, of which boundaries that fall can promise
+// more.
 template <typename Shape>
 __device__ __forceinline__ int MyTurn(const BackwardOwned& owned, const BackwardStep& at,
                                       int launched_before) {

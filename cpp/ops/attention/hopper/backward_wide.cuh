@@ -4,18 +4,17 @@
 //
 //   kGroup 0   S, P, dV     of the CTA's 64 keys and the 64 queries of a step
 //   kGroup 1   dP, dS, dK
-//   both       dQ           half of its columns each; of an odd number of chunks of 64 columns
-//                           kGroup 1 has one more
+//   both       dQ           a chunk of 64 columns the first, two the second
 //
 // So P and dS are multiplied straight from the registers in which they were computed. P goes from
 // the threads of the first to the same ones of the second, not rounded, and dS to both by way of
 // shared memory. The products of a step, and what runs under them:
 //
-//   kGroup 0                      kGroup 1                    the warpgroup
-//   dQ, a chunk (two steps ago)   dQ, a chunk (a step ago)
-//   S                             dP                          adds that chunk
-//   dQ, the next                  dQ, the next                P; dS
-//   dV                            dK                          adds that chunk, the next step begins
+//   kGroup 0             kGroup 1                 the warpgroup
+//   dQ (two steps ago)   dQ, a chunk (a step ago)
+//   S                    dP                       adds that chunk
+//                        dQ, the next             P; dS
+//   dV                   dK                       kGroup 1 adds that chunk; the next step begins
 //
 // The dQ of kGroup 0 is two steps late, so that it need not wait for the dS that comes of its P.
 #pragma once
@@ -37,11 +36,7 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
 
   // This warpgroup's chunks of dQ, one after the other: two at once and the next scores would be
   // too much for the registers.
-  static constexpr int kOfFirst = KeyTile::kChunks / 2, kDqFirst = kGroup == 0 ? 0 : kOfFirst;
-  static constexpr int kDqChunks = kGroup == 0 ? kOfFirst : KeyTile::kChunks - kOfFirst;
-  static constexpr bool kTwoChunks = kDqChunks == 2;
-  static constexpr int kDqSums = kChunkColumns / 2;
-  static_assert(kDqChunks == 1 || kDqChunks == 2);
+  static constexpr int kDqFirst = kGroup, kDqChunks = kGroup + 1, kDqSums = kChunkColumns / 2;
 
   __device__ __forceinline__ uint32_t QOf(int step) const {
     return base + Shape::kQ + step % kStages * QueryTile::kBytes;
@@ -142,7 +137,7 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
   __device__ __forceinline__ void FinishDq(int step) const {
     AwaitDs(step);
     FinishChunk<0>(step);
-    if constexpr (kTwoChunks) FinishChunk<1>(step);
+    if constexpr (kDqChunks == 2) FinishChunk<1>(step);
   }
 
   // kGroup 0: S, P, dV, and dQ two steps late.
@@ -171,14 +166,7 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaWait<1>();
       KeepAfter(dq);
       if (step > 1) Add<0>(dq, step - 2);
-      if constexpr (kTwoChunks) {
-        WgmmaFence();
-        SumOverKeys<1>(dq, DsOf(step));
-        WgmmaCommit();
-        WgmmaWait<1>();
-      } else {
-        WgmmaWait<0>();
-      }
+      WgmmaWait<0>();
       KeepAfter(c);
       Packed<kScores> prob;
       ScoresOf(at).Probabilities(prob, c, Base::LseOf(stage), at.flags & Step::kMasked);
@@ -188,10 +176,6 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       for (int i = 0; i < kScores; i += 4) {
         Handed()[i / 4 * kWarpgroup] = make_float4(c[i], c[i + 1], c[i + 2], c[i + 3]);
       }
-      if constexpr (kTwoChunks) {
-        WgmmaWait<0>();
-        KeepAfter(dq);
-      }
       BarrierArrive(base + Shape::kPReady);
 
       AwaitDo(step);
@@ -199,9 +183,6 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaFence();
       SumOverQueries<GradTile>(dv, prob, DoOf(step));
       WgmmaCommit();
-      if constexpr (kTwoChunks) {
-        if (step > 1) Add<1>(dq, step - 2);
-      }
     }
     WgmmaWait<0>();
     KeepAfter(dv);
@@ -235,14 +216,10 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaWait<1>();
       KeepAfter(dq);
       if (step > 0) Add<0>(dq, step - 1);
-      if constexpr (kTwoChunks) {
-        WgmmaFence();
-        SumOverKeys<1>(dq, DsOf(step + 1));
-        WgmmaCommit();
-        WgmmaWait<1>();
-      } else {
-        WgmmaWait<0>();
-      }
+      WgmmaFence();
+      SumOverKeys<1>(dq, DsOf(step + 1));
+      WgmmaCommit();
+      WgmmaWait<1>();
       KeepAfter(dp);
       Arrive(base + Shape::kDoFree + step % kStages * 8);
       BarrierWait(base + Shape::kPReady, step % 2);
@@ -259,19 +236,15 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       // Both have read the dS of two steps ago: this warpgroup before it wrote the last one, the
       // other before it handed over P.
       StorePacked<ScoreTile>(DsOf(step), 0, 0, thread, ds);
-      if constexpr (kTwoChunks) {
-        WgmmaWait<0>();
-        KeepAfter(dq);
-      }
+      WgmmaWait<0>();
+      KeepAfter(dq);
       FenceAsync();
       Arrive(base + Shape::kScoresReady + step % 2 * 8);
 
       WgmmaFence();
       SumOverQueries<QueryTile>(dk, ds, QOf(step));
       WgmmaCommit();
-      if constexpr (kTwoChunks) {
-        if (step > 0) Add<1>(dq, step - 1);
-      }
+      if (step > 0) Add<1>(dq, step - 1);
     }
     WgmmaWait<0>();
     KeepAfter(dk);
@@ -281,6 +254,7 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
   }
 
   __device__ __forceinline__ void Run() const {
+    static_assert(KeyTile::kChunks == 3);
     if constexpr (kGroup == 0) {
       RunValues();
     } else {

@@ -1,4 +1,4 @@
-// What both kinds of warpgroups that compute (backward_narrow.cuh, backward_wide.cuh) do alike.
+// What all kinds of warpgroups that compute (backward_{narrow,uneven,wide,pair}.cuh) do alike.
 #pragma once
 
 #include <cstdint>

@@ -95,7 +95,8 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
   ForwardMaps maps;
   if (const char* error = MakeForwardMaps<Traits>(a, &maps)) return error;
 
-  // A CTA for each multiprocessor; a cluster has a tile of its own, of all its CTAs' queries.
+  // A CTA for each multiprocessor; to share out work, a cluster counts as one, whose tile is that
+  // of all its CTAs' queries, or of all its heads.
   // Without masks one head follows the other, so that the CTAs read the same K and V at about the
   // same time. Where the work of every tile is known beforehand they take fixed shares,
   // elsewhere the next tile when they are done. Without a free counter the

@@ -18,7 +18,7 @@ constexpr int kKvStages = 2;  // KV tiles in shared memory
 enum class ForwardKind {
   kGeneral,  // every option
   kPlain,    // only masks, by position and segment; no tile lists
-  kBand,     // only a causal mask, over many tiles, or a window over heads that share K and V
+  kBand,     // only a causal mask, over many tiles, or any band over heads that share K and V
   kWide,     // only the end of the keys
 };
 
