@@ -158,16 +158,18 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       using Worker = std::conditional_t<Shape::kUneven, UnevenWorker<T, Shape, kPlain>,
                                         NarrowWorker<T, Shape, kPlain>>;
       Worker{{p, maps, shared, base, group, worker}}.Run();
-    } else if constexpr (Shape::kPaired) {
-      if (group == 0) {
-        PairWorker<T, Shape, kPlain, 0>{{{p, maps, shared, base, 0, worker}}}.Run();
-      } else {
-        PairWorker<T, Shape, kPlain, 1>{{{p, maps, shared, base, 1, worker}}}.Run();
-      }
-    } else if (group == 0) {
-      WideWorker<T, Shape, kPlain, 0>{{p, maps, shared, base, 0, worker}}.Run();
     } else {
-      WideWorker<T, Shape, kPlain, 1>{{p, maps, shared, base, 1, worker}}.Run();
+      const auto run = [&](auto number) {
+        constexpr int kGroup = decltype(number)::value;
+        using Worker = std::conditional_t<Shape::kPaired, PairWorker<T, Shape, kPlain, kGroup>,
+                                          WideWorker<T, Shape, kPlain, kGroup>>;
+        RunGroup<kGroup>(Worker{p, maps, shared, base, kGroup, worker});
+      };
+      if (group == 0) {
+        run(std::integral_constant<int, 0>{});
+      } else {
+        run(std::integral_constant<int, 1>{});
+      }
     }
   }
   if constexpr (Shape::kPaired) ClusterMeet();  // the other CTA still writes here, and arrives

@@ -16,8 +16,8 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   using Base = BackwardWorker<T, Shape, kPlain>;
   using Base::Arrive, Base::owned, Base::StepAt;
   using Base::kQueries, Base::kKeys, Base::p, Base::maps, Base::base, Base::group, Base::thread;
-  using typename Base::KeyTile, typename Base::QueryTile, typename Base::ScoreTile;
-  using typename Base::Step;
+  using typename Base::GradTile, typename Base::KeyTile, typename Base::QueryTile;
+  using typename Base::ScoreTile, typename Base::Step, typename Base::ValueTile;
   static constexpr int kDim = Shape::kDim, kScores = kQueries / 2, kSums = kDim / 2;
   static_assert(Shape::kValueDim == kDim);
 
@@ -32,30 +32,6 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   // way of the products of the other; at head dim 64 there is too much of scores for that.
   static constexpr bool kLateDq = kQueries == 128;
   static constexpr bool kHoldsRows = kQueries < 128;  // there are registers for lse and delta
-
-  // D = K Q^T or V dO^T: 64 keys by kQueries.
-  __device__ __forceinline__ void KeysByQueries(float (&d)[kScores], uint32_t keys,
-                                                uint32_t queries) const {
-    const uint64_t a = SharedOperand(keys + group * 64 * kChunkRowBytes);
-    const uint64_t b = SharedOperand(queries);
-#pragma unroll
-    for (int k = 0; k < kDim / 16; ++k) {
-      Wgmma<kQueries>::template Shared<T>(d, Advance(a, k / 4 * KeyTile::kChunkBytes + k % 4 * 32),
-                                          Advance(b, k / 4 * QueryTile::kChunkBytes + k % 4 * 32),
-                                          k > 0);
-    }
-  }
-
-  // D += A B, A [64 keys, kQueries] in registers, B [kQueries, kDim].
-  __device__ __forceinline__ void SumOverQueries(float (&d)[kSums], const Packed<kScores>& a,
-                                                 uint32_t queries) const {
-    const uint64_t b = SharedOperand(queries, QueryTile::kChunkBytes);
-#pragma unroll
-    for (int k = 0; k < kQueries / 16; ++k) {
-      Wgmma<kDim>::template Registers<T, OperandLies::kDown>(d, a[k],
-                                                             Advance(b, k * 16 * kChunkRowBytes));
-    }
-  }
 
   // This warpgroup's part of dQ = dS K, or of dQ^T = K^T dS^T.
   __device__ __forceinline__ void SumOverKeys(float (&d)[kDqSums], uint32_t ds) const {
@@ -130,11 +106,11 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       const auto lse = Rows(Base::LseOf(stage));
       float c[kScores], dp[kScores];
       WgmmaFence();
-      KeysByQueries(c, base + Shape::kK, q);
+      Base::template KeysByQueries<KeyTile, QueryTile>(c, Base::OwnRows(Shape::kK), q);
       WgmmaCommit();
       if constexpr (kLateDq) WgmmaWait<1>();  // the operand of the dK before is free
       BarrierWait(base + Shape::kDoFull + stage * 8, phase);
-      KeysByQueries(dp, base + Shape::kV, d_o);
+      Base::template KeysByQueries<ValueTile, GradTile>(dp, Base::OwnRows(Shape::kV), d_o);
       WgmmaCommit();
 
       // P, under dP; dS.
@@ -172,7 +148,7 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
 
       // dV, under which dS becomes visible; dQ; dK.
       WgmmaFence();
-      SumOverQueries(dv, prob, d_o);
+      Base::template SumOverQueries<GradTile>(dv, prob, d_o);
       WgmmaCommit();
       if (has_dq) FenceAsync();
       if constexpr (kLateDq) {  // the first step's dQ is of nothing, and dropped
@@ -188,7 +164,7 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
         Arrive(base + Shape::kDoFree + stage * 8);
         WgmmaFence();
       }
-      SumOverQueries(dk, ds, q);
+      Base::template SumOverQueries<QueryTile>(dk, ds, q);
       WgmmaCommit();
 
       // What comes next is looked at while the products run.

@@ -247,16 +247,6 @@ struct PairWorker : WideWorker<T, Shape, kPlain, kGroup> {
     BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K and V any more
     StoreAccumulators<T, KeyTile>(base + Shape::kK, 0, 0, thread, dk, p.scale);
   }
-
-  __device__ __forceinline__ void Run() const {
-    if constexpr (kGroup == 0) {
-      RunValues();
-    } else {
-      RunKeys();
-    }
-    BarrierMeet(kWorkersMeet, Shape::kWorkers);
-    Wide::StoreKeys();
-  }
 };
 
 }  // namespace kvblock::hopper

@@ -29,32 +29,6 @@ struct UnevenWorker : BackwardWorker<T, Shape, kPlain> {
   static constexpr int kScores = kQueries / 2, kDqSums = Shape::kDqColumns / 2;
   static_assert(KeyTile::kChunks == 3 && kDqSums == 48);
 
-  // D = K Q^T or V dO^T: 64 keys by kQueries.
-  template <typename A, typename B, int kCount>
-  __device__ __forceinline__ void KeysByQueries(float (&d)[kCount], uint32_t keys,
-                                                uint32_t queries) const {
-    const uint64_t a = SharedOperand(keys + group * 64 * kChunkRowBytes);
-    const uint64_t b = SharedOperand(queries);
-#pragma unroll
-    for (int k = 0; k < A::kDim / 16; ++k) {
-      const int chunk = std::is_same_v<A, KeyTile> ? Shape::KeyChunk(k / 4) : k / 4;
-      Wgmma<kCount * 2>::template Shared<T>(d, Advance(a, chunk * A::kChunkBytes + k % 4 * 32),
-                                            Advance(b, k / 4 * B::kChunkBytes + k % 4 * 32), k > 0);
-    }
-  }
-
-  // D += A B, A [64 keys, kQueries] in registers, B dO or Q.
-  template <typename B>
-  __device__ __forceinline__ void SumOverQueries(float (&d)[B::kDim / 2], const Packed<kScores>& a,
-                                                 uint32_t queries) const {
-    const uint64_t b = SharedOperand(queries, B::kChunkBytes);
-#pragma unroll
-    for (int k = 0; k < kQueries / 16; ++k) {
-      Wgmma<B::kDim>::template Registers<T, OperandLies::kDown>(
-          d, a[k], Advance(b, k * 16 * kChunkRowBytes));
-    }
-  }
-
   // dK += dS^T Q: dS from where dQ reads it, too.
   __device__ __forceinline__ void SumSlopes(float (&dk)[KeyTile::kDim / 2], uint32_t q) const {
     const uint64_t a = SharedOperand(base + Shape::kDs + group * ScoreTile::kChunkBytes);
@@ -129,7 +103,8 @@ struct UnevenWorker : BackwardWorker<T, Shape, kPlain> {
       const int query = part * kCount * 2;
       float c[kCount];
       WgmmaFence();
-      KeysByQueries<KeyTile, QueryTile>(c, base + Shape::kK, q + query * kChunkRowBytes);
+      Base::template KeysByQueries<KeyTile, QueryTile>(c, Base::OwnRows(Shape::kK),
+                                                       q + query * kChunkRowBytes);
       WgmmaCommit();
       WgmmaWait<0>();
       KeepAfter(c);
@@ -174,7 +149,7 @@ struct UnevenWorker : BackwardWorker<T, Shape, kPlain> {
       BarrierWait(base + Shape::kDoFull + stage * 8, phase);
       if constexpr (!kPlain) {
         WgmmaFence();
-        SumOverQueries<GradTile>(dv, prob, d_o);
+        Base::template SumOverQueries<GradTile>(dv, prob, d_o);
         WgmmaCommit();
         WgmmaWait<0>();
         KeepAfter(dv);
@@ -183,7 +158,7 @@ struct UnevenWorker : BackwardWorker<T, Shape, kPlain> {
       // dP and dS.
       float dp[kScores];
       WgmmaFence();
-      KeysByQueries<ValueTile, GradTile>(dp, base + Shape::kV, d_o);
+      Base::template KeysByQueries<ValueTile, GradTile>(dp, Base::OwnRows(Shape::kV), d_o);
       WgmmaCommit();
       WgmmaWait<0>();
       KeepAfter(dp);
@@ -196,7 +171,7 @@ struct UnevenWorker : BackwardWorker<T, Shape, kPlain> {
       // dV, under which dS becomes visible; dQ, once dV's operand is gone; dK.
       if constexpr (kPlain) {
         WgmmaFence();
-        SumOverQueries<GradTile>(dv, prob, d_o);
+        Base::template SumOverQueries<GradTile>(dv, prob, d_o);
         WgmmaCommit();
       }
       FenceAsync();

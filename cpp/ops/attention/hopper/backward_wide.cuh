@@ -48,28 +48,6 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
     return base + Shape::kDs + step % 2 * ScoreTile::kBytes;
   }
 
-  // D = K Q^T or V dO^T: 64 keys by 64 queries.
-  template <typename A, typename B>
-  __device__ __forceinline__ void KeysByQueries(float (&d)[kScores], uint32_t keys,
-                                                uint32_t queries) const {
-    const uint64_t a = SharedOperand(keys), b = SharedOperand(queries);
-#pragma unroll
-    for (int k = 0; k < A::kDim / 16; ++k) {
-      Wgmma<kQueries>::template Shared<T>(d, Advance(a, k / 4 * A::kChunkBytes + k % 4 * 32),
-                                          Advance(b, k / 4 * B::kChunkBytes + k % 4 * 32), k > 0);
-    }
-  }
-  // D += A B: A is P or dS, B dO or Q.
-  template <typename B>
-  __device__ __forceinline__ void SumOverQueries(float (&d)[B::kDim / 2], const Packed<kScores>& a,
-                                                 uint32_t queries) const {
-    const uint64_t b = SharedOperand(queries, B::kChunkBytes);
-#pragma unroll
-    for (int k = 0; k < kQueries / 16; ++k) {
-      Wgmma<B::kDim>::template Registers<T, OperandLies::kDown>(
-          d, a[k], Advance(b, k * 16 * kChunkRowBytes));
-    }
-  }
   // A chunk of this warpgroup's columns of dQ = dS K.
   template <int kChunk>
   __device__ __forceinline__ void SumOverKeys(float (&d)[kDqSums], uint32_t ds) const {
@@ -142,6 +120,7 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
 
   // kGroup 0: S, P, dV, and dQ two steps late.
   __device__ __forceinline__ void RunValues() const {
+    static_assert(KeyTile::kChunks == 3);
     float dv[ValueTile::kDim / 2];
 #pragma unroll
     for (int i = 0; i < ValueTile::kDim / 2; ++i) dv[i] = 0.0f;
@@ -161,7 +140,7 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       if (step > 0) Arrive(base + Shape::kDoFree + (step - 1) % kStages * 8);
 
       WgmmaFence();
-      KeysByQueries<KeyTile, QueryTile>(c, base + Shape::kK, QOf(step));
+      Base::template KeysByQueries<KeyTile, QueryTile>(c, base + Shape::kK, QOf(step));
       WgmmaCommit();
       WgmmaWait<1>();
       KeepAfter(dq);
@@ -181,7 +160,7 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       AwaitDo(step);
       ClearStrangers<GradTile>(DoOf(step), at);
       WgmmaFence();
-      SumOverQueries<GradTile>(dv, prob, DoOf(step));
+      Base::template SumOverQueries<GradTile>(dv, prob, DoOf(step));
       WgmmaCommit();
     }
     WgmmaWait<0>();
@@ -211,7 +190,7 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
 
       AwaitDo(step);
       WgmmaFence();
-      KeysByQueries<ValueTile, GradTile>(dp, base + Shape::kV, DoOf(step));
+      Base::template KeysByQueries<ValueTile, GradTile>(dp, base + Shape::kV, DoOf(step));
       WgmmaCommit();
       WgmmaWait<1>();
       KeepAfter(dq);
@@ -242,7 +221,7 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       Arrive(base + Shape::kScoresReady + step % 2 * 8);
 
       WgmmaFence();
-      SumOverQueries<QueryTile>(dk, ds, QOf(step));
+      Base::template SumOverQueries<QueryTile>(dk, ds, QOf(step));
       WgmmaCommit();
       if (step > 0) Add<1>(dq, step - 1);
     }
@@ -252,17 +231,18 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
     BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K and V any more
     StoreAccumulators<T, KeyTile>(base + Shape::kK, 0, 0, thread, dk, p.scale);
   }
-
-  __device__ __forceinline__ void Run() const {
-    static_assert(KeyTile::kChunks == 3);
-    if constexpr (kGroup == 0) {
-      RunValues();
-    } else {
-      RunKeys();
-    }
-    BarrierMeet(kWorkersMeet, Shape::kWorkers);
-    Base::StoreKeys();
-  }
 };
+
+// A worker of either kind, from the first step to the last store.
+template <int kGroup, typename Worker>
+__device__ __forceinline__ void RunGroup(const Worker& worker) {
+  if constexpr (kGroup == 0) {
+    worker.RunValues();
+  } else {
+    worker.RunKeys();
+  }
+  BarrierMeet(kWorkersMeet, Worker::kWorkers);
+  worker.StoreKeys();
+}
 
 }  // namespace kvblock::hopper

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/mbarrier.cuh"
 #include "device/reduce_add.cuh"
@@ -24,7 +25,7 @@ struct BackwardWorker {
   using GradTile = typename Shape::GradTile;
   using ScoreTile = typename Shape::ScoreTile;
   using Step = BackwardStep;
-  static constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys;
+  static constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys, kWorkers = Shape::kWorkers;
 
   const AttentionParams& p;
   const BackwardMaps& maps;
@@ -72,6 +73,35 @@ struct BackwardWorker {
                        Shape::kWorkers);
     FenceAsync();
     BarrierMeet(kWorkersMeet, Shape::kWorkers);
+  }
+
+  // Where this warpgroup has 64 keys of its own: its rows of K or V.
+  __device__ __forceinline__ uint32_t OwnRows(int tile) const {
+    return base + tile + group * 64 * kChunkRowBytes;
+  }
+  // D = K Q^T or V dO^T: 64 keys, of which `keys` has the first row, by queries.
+  template <typename A, typename B, int kCount>
+  __device__ __forceinline__ void KeysByQueries(float (&d)[kCount], uint32_t keys,
+                                                uint32_t queries) const {
+    const uint64_t a = SharedOperand(keys), b = SharedOperand(queries);
+#pragma unroll
+    for (int k = 0; k < A::kDim / 16; ++k) {
+      const int chunk = std::is_same_v<A, KeyTile> ? Shape::KeyChunk(k / 4) : k / 4;
+      Wgmma<kCount * 2>::template Shared<T>(d, Advance(a, chunk * A::kChunkBytes + k % 4 * 32),
+                                            Advance(b, k / 4 * B::kChunkBytes + k % 4 * 32), k > 0);
+    }
+  }
+  // D += A B: A is P or dS of 64 keys, in registers, B dO or Q.
+  template <typename B>
+  __device__ __forceinline__ void SumOverQueries(float (&d)[B::kDim / 2],
+                                                 const Packed<kQueries / 2>& a,
+                                                 uint32_t queries) const {
+    const uint64_t b = SharedOperand(queries, B::kChunkBytes);
+#pragma unroll
+    for (int k = 0; k < kQueries / 16; ++k) {
+      Wgmma<B::kDim>::template Registers<T, OperandLies::kDown>(
+          d, a[k], Advance(b, k * 16 * kChunkRowBytes));
+    }
   }
 
   // Adds this warpgroup's blocks of 8 columns of dQ, from first_block on, for the 64 queries from
