@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "device/opaque.cuh"
 #include "ops/attention/common/params.cuh"
 
 namespace kvblock {
@@ -60,11 +61,13 @@ __device__ __forceinline__ int BatchRow(const AttentionParams& p, int count, int
 }
 
 // Lengths and offsets come from device memory: nothing is trusted beyond the arrays' sizes.
+// kDense: every row takes part.
+template <bool kDense = false>
 __device__ __forceinline__ Sequence MakeSequence(const AttentionParams& p, int b) {
   const int T = static_cast<int>(p.q_len), S = static_cast<int>(p.kv_len);
   Sequence s;
   s.batch = b;
-  if (p.cu_q != nullptr) {
+  if (!kDense && p.cu_q != nullptr) {
     const int q0 = Clamp(p.cu_q[b], 0, T), k0 = Clamp(p.cu_kv[b], 0, S);
     s.q_row = q0;
     s.kv_row = k0;
@@ -75,12 +78,13 @@ __device__ __forceinline__ Sequence MakeSequence(const AttentionParams& p, int b
     s.kv_row = static_cast<int64_t>(b) * S;
     s.q_rows = T;
     s.kv_rows = S;
-    s.q_len = p.q_lens != nullptr ? Clamp(p.q_lens[b], 0, T) : T;
-    s.kv_len = p.kv_lens != nullptr ? Clamp(p.kv_lens[b], 0, S) : S;
+    s.q_len = !kDense && p.q_lens != nullptr ? Clamp(p.q_lens[b], 0, T) : T;
+    s.kv_len = !kDense && p.kv_lens != nullptr ? Clamp(p.kv_lens[b], 0, S) : S;
   }
   const int64_t shift = p.shift != nullptr ? p.shift[b] : 0;
-  s.left = p.window_left < 0 ? -kFar : Clamp(shift - p.window_left, -kFar, kFar);
-  s.right = p.window_right < 0 ? kFar : Clamp(shift + p.window_right + 1, -kFar, kFar);
+  const int left = Opaque(p.window_left), right = Opaque(p.window_right);
+  s.left = left < 0 ? -kFar : Clamp(shift - left, -kFar, kFar);
+  s.right = right < 0 ? kFar : Clamp(shift + right + 1, -kFar, kFar);
   return s;
 }
 
@@ -90,11 +94,11 @@ __device__ __forceinline__ Sequence MakeSequence(const AttentionParams& p, int b
 // Packed, the rows fall in batch + 2 pieces: those before the first sequence, one for each sequence
 // and those after the last. Each warp counts the tiles of 32 pieces at a time until it has passed
 // `tile`. Rows that no sequence owns come back as a sequence whose rows take no part.
-template <Along kAlong, int kTile>
+template <Along kAlong, int kTile, bool kDense = false>
 __device__ __forceinline__ bool FindTile(const AttentionParams& p, int b, int tile, Sequence* s,
                                          int* first) {
-  if (p.cu_q == nullptr) {
-    *s = MakeSequence(p, b);
+  if (kDense || p.cu_q == nullptr) {
+    *s = MakeSequence<kDense>(p, b);
     *first = tile * kTile;
     return true;
   }
@@ -168,9 +172,14 @@ struct WalkState {
 // The visible range is one stretch, or the listed tiles that meet it, each a stretch. A stretch is
 // looked at in windows of 32 tiles, one a lane; two ballots say which tiles to visit and which of
 // those need no mask. Every warp walks for itself and all lanes of a warp together.
-template <Along kAlong, int kTile>
+//
+// What a call may have besides the band can be less, for a kernel short of registers.
+enum class Walks { kAll, kSegments, kBand };
+template <Along kAlong, int kTile, Walks kWalks = Walks::kAll>
 class TileWalk {
  public:
+  using State = WalkState;
+
   // [first, end): the positions of the tile that walks, on the other side. Where rows past q_len
   // do no harm, an end that is cut to q_len leaves fewer tiles to mask.
   __device__ __forceinline__ TileWalk(const AttentionParams& p, const Sequence& s, int head,
@@ -184,7 +193,7 @@ class TileWalk {
     } else {
       s.VisibleQueries(first, end, &at_.begin, &at_.end);
     }
-    if (p.tile_indices != nullptr) {
+    if (HasLists()) {
       const int64_t rows = kOverKeys ? p.q_len : p.kv_len;
       const int64_t tile = kOverKeys ? p.tile_q : p.tile_kv;
       const int64_t tb = BatchRow(p, p.tile_batch, s.batch), tn = p.tile_heads > 1 ? head : 0;
@@ -192,7 +201,7 @@ class TileWalk {
       const int count = (kOverKeys ? p.tile_counts : p.tile_counts_t)[at_.list];
       at_.stretches = min(count, kOverKeys ? p.max_tiles : p.max_tiles_t);
     }
-    if (p.q_segments != nullptr) {
+    if (HasSegments()) {
       const int2 range = Range(!kOverKeys, first, end);
       at_.segment_min = range.x;
       at_.segment_max = range.y;
@@ -224,13 +233,20 @@ class TileWalk {
   // of the listed tile. (No tile that divides 128 reaches past a listed one.)
   __device__ __forceinline__ int limit() const {
     const int end = kOverKeys ? s_.kv_len : s_.q_len;
-    return kDivides || p_.tile_indices == nullptr ? end : min(end, at_.stretch_end);
+    return kDivides || !HasLists() ? end : min(end, at_.stretch_end);
   }
   __device__ __forceinline__ bool all_visible() const { return all_visible_; }
 
  private:
   static constexpr bool kOverKeys = kAlong == Along::kKeys;
   static constexpr bool kDivides = 128 % kTile == 0;  // a listed tile is whole kernel tiles
+
+  __device__ __forceinline__ bool HasLists() const {
+    return kWalks == Walks::kAll && p_.tile_indices != nullptr;
+  }
+  __device__ __forceinline__ bool HasSegments() const {
+    return kWalks != Walks::kBand && p_.q_segments != nullptr;
+  }
 
   __device__ __forceinline__ int2 Range(bool keys, int first, int end) const {
     constexpr int kChunk = KVBLOCK_ATTENTION_CHUNK;
@@ -244,7 +260,7 @@ class TileWalk {
     const int length = static_cast<int>(kOverKeys ? p_.kv_len : p_.q_len);
     while (at_.stretch < at_.stretches) {
       int from = at_.begin, to = at_.end, origin = 0;
-      if (p_.tile_indices != nullptr) {
+      if (HasLists()) {
         const int64_t list = at_.list * (kOverKeys ? p_.max_tiles : p_.max_tiles_t);
         const int index =
             __ldg((kOverKeys ? p_.tile_indices : p_.tile_indices_t) + list + at_.stretch);
@@ -272,8 +288,8 @@ class TileWalk {
     bool visit = first < at_.stretch_end;
     bool whole = visit && (kOverKeys ? s_.AllVisible(at_.fixed_first, at_.fixed_end, first, end)
                                      : s_.AllVisible(first, end, at_.fixed_first, at_.fixed_end));
-    if (!kDivides && p_.tile_indices != nullptr) whole = whole && end <= at_.stretch_end;
-    if (p_.q_segments != nullptr && visit) {
+    if (!kDivides && HasLists()) whole = whole && end <= at_.stretch_end;
+    if (HasSegments() && visit) {
       const int2 range = Range(kOverKeys, first, end);
       visit = range.x <= at_.segment_max && at_.segment_min <= range.y;
       whole = whole && range.x == range.y && at_.segment_min == at_.segment_max &&
@@ -288,6 +304,51 @@ class TileWalk {
   WalkState at_;
   int first_ = 0;
   bool all_visible_ = false;
+};
+
+// The same where there is nothing but the band: one tile after the other.
+struct BandWalkState {
+  int fixed_first, fixed_end;  // the tile that walks, on its own side
+  int first, end;              // on the other, where the walk stands and what can be seen
+};
+template <Along kAlong, int kTile>
+class TileWalk<kAlong, kTile, Walks::kBand> {
+ public:
+  using State = BandWalkState;
+
+  __device__ __forceinline__ TileWalk(const AttentionParams&, const Sequence& s, int, int first,
+                                      int end)
+      : s_(s), at_{} {
+    at_.fixed_first = first;
+    at_.fixed_end = end;
+    int begin;
+    if (kOverKeys) {
+      s.VisibleKeys(first, end, &begin, &at_.end);
+    } else {
+      s.VisibleQueries(first, end, &begin, &at_.end);
+    }
+    at_.first = (begin / kTile - 1) * kTile;
+  }
+  __device__ __forceinline__ TileWalk(const AttentionParams&, const Sequence& s, const State& at)
+      : s_(s), at_(at) {}
+  __device__ __forceinline__ const State& state() const { return at_; }
+
+  __device__ __forceinline__ bool Next() {
+    at_.first += kTile;
+    return at_.first < at_.end;
+  }
+  __device__ __forceinline__ int first() const { return at_.first; }
+  __device__ __forceinline__ int limit() const { return kOverKeys ? s_.kv_len : s_.q_len; }
+  __device__ __forceinline__ bool all_visible() const {
+    const int first = at_.first, end = first + kTile;
+    return kOverKeys ? s_.AllVisible(at_.fixed_first, at_.fixed_end, first, end)
+                     : s_.AllVisible(first, end, at_.fixed_first, at_.fixed_end);
+  }
+
+ private:
+  static constexpr bool kOverKeys = kAlong == Along::kKeys;
+  const Sequence& s_;
+  State at_;
 };
 
 }  // namespace kvblock

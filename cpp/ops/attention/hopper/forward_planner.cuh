@@ -6,6 +6,7 @@
 
 #include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
+#include "device/opaque.cuh"
 #include "ops/attention/hopper/forward_shared.cuh"
 
 namespace kvblock::hopper {
@@ -15,21 +16,21 @@ struct Assignment {
   int pair, tile;
 };
 __device__ __forceinline__ Assignment Assign(const ForwardParams& p, int section, int index) {
-  const int pairs = min(p.heads_apart, p.num_pairs - section * p.heads_apart);
+  const int pairs = min(Opaque(p.heads_apart), p.num_pairs - section * p.heads_apart);
   if (index >= pairs * p.tiles) return {Assignment::kNone};
   return {Assignment::kTile, section * p.heads_apart + index % pairs, p.tiles - 1 - index / pairs};
 }
-// The tile at a place in the order.
-__device__ __forceinline__ Assignment AssignInOrder(const ForwardParams& p, int64_t index) {
-  if (index >= int64_t{p.tiles} * p.num_pairs) return {Assignment::kEnd};
-  const int section = static_cast<int>(index) / (p.heads_apart * p.tiles);
-  return Assign(p, section, static_cast<int>(index) - section * p.heads_apart * p.tiles);
+// The tile at a place in the order, of which there are fewer than 2^31.
+__device__ __forceinline__ Assignment AssignInOrder(const ForwardParams& p, unsigned index) {
+  if (index >= static_cast<unsigned>(Opaque(p.tiles)) * p.num_pairs) return {Assignment::kEnd};
+  const int size = Opaque(p.heads_apart) * p.tiles, section = static_cast<int>(index) / size;
+  return Assign(p, section, static_cast<int>(index) - section * size);
 }
 // The tile of CTA `cta` of `grid` (or of a cluster) in a round.
 __device__ __forceinline__ Assignment AssignInRounds(const ForwardParams& p, int round, int cta,
                                                      int grid) {
-  if (p.section_rounds == 0) return AssignInOrder(p, int64_t{round} * grid + cta);
-  const int section = round / p.section_rounds;
+  if (p.section_rounds == 0) return AssignInOrder(p, static_cast<unsigned>(round) * grid + cta);
+  const int section = round / Opaque(p.section_rounds);
   if (section * p.heads_apart >= p.num_pairs) return {Assignment::kEnd};
   round -= section * p.section_rounds;
   return Assign(p, section, round * grid + ((section + round) % 2 != 0 ? grid - 1 - cta : cta));
@@ -42,23 +43,26 @@ class Planner {
       : p_(p), shared_(shared), lane_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void Run() {
-    const int grid = gridDim.x / Traits::kCluster, cta = blockIdx.x / Traits::kCluster;
     const bool counted = Traits::kCluster == 1 && p_.counter >= 0;
-    int64_t index = cta;
+    unsigned index = blockIdx.x;
     for (int round = 0;; ++round) {
+      const int grid = Opaque(static_cast<int>(gridDim.x)) / Traits::kCluster;
+      const int cta = Opaque(static_cast<int>(blockIdx.x)) / Traits::kCluster;
       const Assignment at =
           counted ? AssignInOrder(p_, index) : AssignInRounds(p_, round, cta, grid);
       if (at.is == Assignment::kEnd) break;
       const unsigned count = counted ? Count() : 0;  // under way while the tile is planned
       if (at.is == Assignment::kTile) PlanTile(at);
-      index = int64_t{grid} + __shfl_sync(~0u, count, 0);
+      index = grid + __shfl_sync(~0u, count, 0);
     }
     if (lane_ == 0) shared_.items[item_].is = Item::kEnd;
-    Emit({0, 0, 0, item_});
+    Prepare({0, 0, 0, item_});
+    Publish(0);
   }
 
  private:
-  using Walk = TileWalk<Along::kKeys, Traits::kKeys>;
+  using Walk = typename Traits::Walk;
+  static constexpr bool kDense = Traits::kDense;
 
   // How many tiles were counted before this one; in lane 0.
   __device__ __forceinline__ unsigned Count() {
@@ -70,47 +74,50 @@ class Planner {
   }
 
   __device__ __forceinline__ void PlanTile(const Assignment& at) {
+    Item& item = shared_.items[item_];
+    const bool heads = Traits::kCluster > 1 && Opaque(static_cast<int>(p_.cluster_heads));
+    const int pair = heads ? at.pair * Traits::kCluster + ClusterRank() : at.pair;
+    const int batch = pair / Opaque(p_.num_heads), head = pair - batch * p_.num_heads;
+    if (lane_ == 0) {
+      item.head = head;
+      item.kv_head = head / Opaque(p_.group);
+    }
     Sequence found;
     int first;
-    const bool heads = Traits::kCluster > 1 && p_.cluster_heads;
-    const int pair = heads ? at.pair * Traits::kCluster + ClusterRank() : at.pair;
-    const int batch = pair / p_.num_heads, head = pair - batch * p_.num_heads;
-    if (!FindTile<Along::kQueries, Traits::kClusterQueries>(p_, batch, at.tile, &found, &first)) {
+    if (!FindTile<Along::kQueries, Traits::kClusterQueries, kDense>(p_, batch, at.tile, &found,
+                                                                    &first)) {
       return;
     }
     if (heads) first = at.tile * Traits::kQueries;
-    const int end = first + (heads ? Traits::kQueries : Traits::kClusterQueries);
-    const int own =
-        Traits::kCluster > 1 && !heads ? first + ClusterRank() * Traits::kQueries : first;
-    Item& item = shared_.items[item_];
     if (lane_ == 0) {
-      const bool packed = p_.cu_q != nullptr;  // the maps have one batch member
+      const bool packed = !kDense && p_.cu_q != nullptr;  // the maps have one batch member
+      const int own =
+          Traits::kCluster > 1 && !heads ? first + ClusterRank() * Traits::kQueries : first;
       item.sequence = found;
-      item.head = head;
       item.first = own;
       item.q_row = own + (packed ? static_cast<int>(found.q_row) : 0);
       item.kv_row = packed ? static_cast<int>(found.kv_row) : 0;
-      item.kv_head = head / p_.group;
       item.batch = packed ? 0 : found.batch;
     }
     __syncwarp();
+    const int end = first + (heads ? Traits::kQueries : Traits::kClusterQueries);
     const Sequence& s = item.sequence;
-    Park(Walk(p_, s, head, first, min(end, s.q_len)));
-    Step step, next;
-    for (bool any = false, more = true; more; any = true) {  // a step behind: is it the last?
-      more = Next(s, &next);
-      if (!any) {
-        if (lane_ == 0) item.is = more ? Item::kTiles : Item::kEmpty;
-        if (!more) Emit({0, 0, 0, item_});
-        if (more) next.flags |= Step::kStarts;
+    Park(Walk(p_, s, item.head, first, min(end, s.q_len)));
+    bool starts = true;
+    for (Step step; Next(s, &step); starts = false) {
+      if (starts) {
+        if (lane_ == 0) item.is = Item::kTiles;
+        step.flags |= Step::kStarts;
       } else {
-        const int rows = static_cast<int>(p_.kv_len) - item.kv_row;  // beyond them come zeros
-        const bool dirty = step.end < min(step.first + Traits::kKeys, rows);
-        step.flags |= (more ? 0 : Step::kLast) | (dirty ? Step::kDirty : 0);
-        Emit(step);
+        Publish(0);
       }
-      step = next;
+      Prepare(step);
     }
+    if (starts) {
+      if (lane_ == 0) item.is = Item::kEmpty;
+      Prepare({0, 0, 0, item_});
+    }
+    Publish(starts ? 0 : Step::kLast);
     item_ = (item_ + 1) % kItems;
   }
 
@@ -118,7 +125,11 @@ class Planner {
   __device__ __forceinline__ bool Next(const Sequence& s, Step* step) {
     Walk walk(p_, s, shared_.walk);
     const bool found = walk.Next();
-    if (found) *step = {walk.first(), walk.limit(), AllVisible(walk) ? 0 : Step::kMasked, item_};
+    if (found) {
+      *step = {walk.first(), walk.limit(), AllVisible(walk) ? 0 : Step::kMasked, item_};
+      const int rows = static_cast<int>(p_.kv_len) - shared_.items[item_].kv_row;  // then zeros
+      if (step->end < min(step->first + Traits::kKeys, rows)) step->flags |= Step::kDirty;
+    }
     Park(walk);
     return found;
   }
@@ -135,22 +146,26 @@ class Planner {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void Emit(const Step& step) {
-    const int at = steps_.stage;
-    BarrierWait(SharedAddress(&shared_.step_empty[at]), steps_.phase ^ 1);
+  // A step is prepared when it is found, and published when it is known whether it is the last.
+  __device__ __forceinline__ void Prepare(const Step& step) {
+    BarrierWait(SharedAddress(&shared_.step_empty[published_ % kSteps]),
+                published_ / kSteps % 2 ^ 1);
+    if (lane_ == 0) shared_.steps[published_ % kSteps] = step;
+  }
+  __device__ __forceinline__ void Publish(int flags) {
     if (lane_ == 0) {
-      shared_.steps[at] = step;
-      BarrierArrive(SharedAddress(&shared_.step_full[at]));
+      shared_.steps[published_ % kSteps].flags |= flags;
+      BarrierArrive(SharedAddress(&shared_.step_full[published_ % kSteps]));
     }
     __syncwarp();
-    steps_.Advance();
+    ++published_;
   }
 
   const ForwardParams& p_;
   ForwardShared<Traits>& shared_;
   const int lane_;
   int item_ = 0;
-  StageCount<kSteps> steps_;
+  unsigned published_ = 0;  // steps
 };
 
 }  // namespace kvblock::hopper

@@ -36,6 +36,12 @@ struct ForwardTraits {
   // O leaves through shared memory where there is room for it, which is beside two places for Q.
   static constexpr bool kStagesOutput = kQueryStages > 1;
   static constexpr int kOBytes = kStagesOutput ? kConsumerRows * kValueChunks * kChunkRowBytes : 16;
+  // A batch of which every row takes part, and only the band masks.
+  static constexpr bool kDense = kKind == ForwardKind::kBand || kKind == ForwardKind::kWide;
+  using Walk = TileWalk<Along::kKeys, kKeys,
+                        kDense                           ? Walks::kBand
+                        : kKind == ForwardKind::kGeneral ? Walks::kAll
+                                                         : Walks::kSegments>;
   // As generic/forward.cuh names them, for a warp's 16 rows.
   static constexpr int kRowBlocks = 1, kDim = kValueDim;
   static_assert(kLoadedKeys % 8 == 0);
@@ -99,7 +105,7 @@ struct ForwardShared {
   alignas(1024) char o[Traits::kConsumers][Traits::kOBytes];
   Step steps[kSteps];
   Item items[kItems];
-  WalkState walk;
+  typename Traits::Walk::State walk;
   uint64_t step_full[kSteps], step_empty[kSteps];
   uint64_t q_full[Traits::kQueryStages], q_empty[Traits::kQueryStages];
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];

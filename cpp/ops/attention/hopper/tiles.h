@@ -39,7 +39,7 @@ constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) 
 // The kind of the instance that serves a kind.
 constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
   if (dim == 128 || kind == ForwardKind::kGeneral) return kind;
-  if (dim == 64) return ForwardKind::kPlain;
+  if (dim == 64) return kind == ForwardKind::kPlain ? kind : ForwardKind::kBand;
   return kind == ForwardKind::kPlain ? ForwardKind::kGeneral : ForwardKind::kBand;
 }
 
