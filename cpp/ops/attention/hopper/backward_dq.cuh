@@ -95,11 +95,11 @@ __global__ void __launch_bounds__(kWarpgroup)
   Sequence s;
   int first;
   if (!FindTile<Along::kQueries, kDqRows>(p, owner / p.num_heads, tile, &s, &first)) return;
-  // These 64 queries lie in one or two of the tiles that were stored.
+  // These 64 queries lie in one or two of the tiles that were stored. The first ends at `end`.
   const int lack = TallLack(s);
-  const int end = ((first + lack) / kTallQueries + 1) * kTallQueries - lack;  // of the first
-  const auto is_stored = [&](int end) {
-    return p.dq_state == nullptr || *DqState(p, s, head, min(end, s.q_len) - 1) != 0;
+  const int end = ((first + lack) / kTallQueries + 1) * kTallQueries - lack;
+  const auto is_stored = [&](int tile_end) {
+    return p.dq_state == nullptr || *DqState(p, s, head, min(tile_end, s.q_len) - 1) != 0;
   };
   const bool stored = first < s.q_len && is_stored(end);
   const bool next_stored = end < s.q_len && is_stored(end + kTallQueries);

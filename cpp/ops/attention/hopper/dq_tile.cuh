@@ -35,7 +35,7 @@ inline bool IsPlain(const kvblock_attention& a) {
 // Whether LaunchBackwardKv takes 80 queries at a time and lays out dq_accum for that: where the
 // empty rows of last tiles, and what tiles on the diagonal compute in vain, are little.
 inline bool LaunchIsTall(const kvblock_attention& a) {
-  constexpr int64_t kEnough = 2048, kEnoughMasked = 8192;
+  constexpr int64_t kEnough = 2048, kEnoughMasked = 4096;
   const int64_t queries = a.cu_q != nullptr ? a.q_len / std::max(a.batch, 1) : a.q_len;
   return a.head_dim == 128 && a.value_dim <= 128 && IsPlain(a) && a.tile_indices == nullptr &&
          a.dq_turns == nullptr && a.window_left < 0 &&
