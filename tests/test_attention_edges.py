@@ -430,7 +430,7 @@ def test_pairs_of_query_tiles(dim, value_dim, causal) -> None:
 @pytest.mark.parametrize("kind", ["full", "causal", "lengths", "packed"])
 def test_gradients_of_tall_tiles(kind) -> None:
     """The backward kernel takes 80 queries at a time where a call is long and has few
-    masks, at head dim 128; the last tile is not full here.
+    masks, at head dim 128; the first tile is not full here.
     """
     batch, length, heads = (1, 8192 + 130, 2) if kind == "causal" else (2, 2218, 2)
     options: dict[str, Any] = {"causal": kind == "causal"}

@@ -46,7 +46,8 @@ struct BackwardAdder {
       const int first = at.first + (kHalfTheQueries ? group * kDqRows : 0);
       const bool exists = first < s.q_len, in_turn = exists && p.dq_turns != nullptr;
       const bool adds = exists && blocks > 0;
-      int32_t* const state = DqState(p, s, at.head, first) + first_block / 8;
+      const int counted = Shape::kTall ? at.end - 1 : first;
+      int32_t* const state = DqState(p, s, at.head, counted) + first_block / 8;
       bool stores = false;
       if (in_turn) {
         const int mine = MyTurn<Shape>(owned, at, launched_before);
@@ -68,7 +69,7 @@ struct BackwardAdder {
         WaitStoresRead<0>();
       };
       if constexpr (Shape::kTall) {
-        const int tall_blocks = min((s.q_len - first + 7) / 8, Shape::kQueries / 8);
+        const int tall_blocks = (at.end - first + 7) / 8;
         if (adds) add(DqTallBlock(p, s, at.head, first, group), tall_blocks * kTallBlock);
       } else if (adds) {
         add(DqTile(p, s, at.head, first) + first_block * kBlock, blocks * kBlock);

@@ -95,12 +95,14 @@ __global__ void __launch_bounds__(kWarpgroup)
   Sequence s;
   int first;
   if (!FindTile<Along::kQueries, kDqRows>(p, owner / p.num_heads, tile, &s, &first)) return;
-  // These 64 queries lie in one or two of the tiles that were stored.
-  const int tall = first / kTallQueries * kTallQueries;
-  const auto is_stored = [&](int at) {
-    return at < s.q_len && (p.dq_state == nullptr || *DqState(p, s, head, at) != 0);
+  // These 64 queries lie in one or two of the tiles that were stored. The first ends at `end`.
+  const int lack = TallLack(s);
+  const int end = ((first + lack) / kTallQueries + 1) * kTallQueries - lack;
+  const auto is_stored = [&](int tile_end) {
+    return p.dq_state == nullptr || *DqState(p, s, head, min(tile_end, s.q_len) - 1) != 0;
   };
-  const bool stored = is_stored(tall), next_stored = is_stored(tall + kTallQueries);
+  const bool stored = first < s.q_len && is_stored(end);
+  const bool next_stored = end < s.q_len && is_stored(end + kTallQueries);
   const int row = first + lane / 4, column = t / 2 * 64 + thread / 32 * 16 + t % 2 * 8;
   T* const to =
       static_cast<T*>(p.dq) + ((s.q_row + row) * p.num_heads + head) * p.head_dim + column;
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(kWarpgroup)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float* const block = DqTallBlock(p, s, head, query, half);
-        const bool exists = query < s.q_len && (query < tall + kTallQueries ? stored : next_stored);
+        const bool exists = query < s.q_len && (query < end ? stored : next_stored);
         x[i][half] = exists ? __ldcs(reinterpret_cast<const float4*>(block) + thread)
                             : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }

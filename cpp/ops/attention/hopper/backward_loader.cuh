@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
@@ -96,12 +97,28 @@ struct BackwardLoader {
     }
   }
 
+  // What a walk walks over: tall, it counts the queries that the first tile lacks, too.
+  using Walked = std::conditional_t<Shape::kTall, Sequence, const Sequence&>;
+  __device__ __forceinline__ static Walked WithLack(const Sequence& s) {
+    if constexpr (Shape::kTall) {
+      Sequence walked = s;
+      const int lack = TallLack(s);
+      walked.q_len += lack;
+      walked.left -= lack;
+      walked.right -= lack;
+      return walked;
+    } else {
+      return s;
+    }
+  }
+
   // Another warp begins, beside the set-up of the barriers and while there are registers for the
   // walk: it starts the first step. In a cluster the other CTA's barriers may not be there yet, and
   // the first tile stays to be taken.
   __device__ __forceinline__ void Begin(const Sequence& s, int first_key, int kv_head) const {
     const int head = kv_head * p.group, first = Shape::FirstOfCluster(first_key);
-    Walk walk(p, s, head, first, first + Shape::kClusterKeys);
+    const Walked walked = WithLack(s);
+    Walk walk(p, walked, head, first, first + Shape::kClusterKeys);
     const bool more = walk.Next();
     BarrierMeet(kLoaderBegins, 2 * 32);
     WalkState at = walk.state();
@@ -127,7 +144,7 @@ struct BackwardLoader {
       __syncwarp();
       return true;
     }
-    const Sequence& s = owned().sequence;
+    const Walked s = WithLack(owned().sequence);
     const int first_key = Shape::FirstOfCluster(owned().first_key);
     Walk walk =
         fresh ? Walk(p, s, head, first_key, first_key + Shape::kClusterKeys) : Walk(p, s, parked);
@@ -152,18 +169,24 @@ struct BackwardLoader {
   }
 
   // The copies of a step's tile, its lse and delta, and what workers must know of it.
-  __device__ __forceinline__ void Start(int step, int head, int first, bool visible) const {
+  __device__ __forceinline__ void Start(int step, int head, int walked, bool visible) const {
     constexpr int kQueries = Shape::kQueries, kStages = Shape::kStages,
                   kRows = (kQueries + 31) / 32;
     const int stage = step % kStages, phase = step / kStages % 2;
     const Sequence& s = owned().sequence;
     const int q_len = s.q_len;
+    int first = walked, end = q_len;
+    if constexpr (Shape::kTall) {
+      first -= TallLack(s);
+      end = min(first + kQueries, q_len);
+      first = max(first, 0);
+    }
     float lse[kRows], delta[kRows];
     {
       const int64_t from = s.LseRow(p, head) + first + lane;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const bool valid = InTile(i * 32 + lane) && first + i * 32 + lane < q_len;
+        const bool valid = InTile(i * 32 + lane) && first + i * 32 + lane < end;
         lse[i] = valid ? __ldg(p.lse + from + i * 32) : -INFINITY;
         delta[i] = valid ? __ldg(p.delta + from + i * 32) : 0.0f;
       }
@@ -188,7 +211,8 @@ struct BackwardLoader {
     const bool masked = !visible || (!kPlain && (p.softcap > 0.0f || p.bias != nullptr));
     const bool strangers = p.cu_q != nullptr || q_len < s.q_rows;
     const bool partial = strangers && first + kQueries > q_len;
-    Publish(step, {first, head, (masked ? Step::kMasked : 0) | (partial ? Step::kPartial : 0)});
+    const int flags = (masked ? Step::kMasked : 0) | (partial ? Step::kPartial : 0);
+    Publish(step, {first, head, flags, Shape::kTall ? end : 0});
   }
 
   __device__ __forceinline__ void Run() const {

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "device/opaque.cuh"
 #include "ops/attention/hopper/backward_worker.cuh"
 
 namespace kvblock::hopper {
@@ -31,6 +32,9 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   // or its own, for which they meet. Then they run in step, and the scores of one do not get in the
   // way of the products of the other; at head dim 64 there is too much of scores for that.
   static constexpr bool kLateDq = kQueries == 128;
+  // Whether a warpgroup passes over a step of whose queries none sees its keys. Of the longer walks
+  // over tall tiles such steps are too few to pay for the branch.
+  static constexpr bool kSkipsUnseen = kPlain && kQueries == 64;
   static constexpr bool kHoldsRows = kQueries < 128;  // there are registers for lse and delta
 
   // This warpgroup's part of dQ = dS K, or of dQ^T = K^T dS^T.
@@ -83,6 +87,39 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
     BarrierArrive(base + Shape::kDqFull + place * 8);
   }
 
+  // Whether no query of a step sees a key of this warpgroup.
+  __device__ __forceinline__ bool IsUnseen(const Step& at) const {
+    const int key = owned().first_key + group * 64;
+    int low, high;
+    owned().sequence.VisibleKeys(at.first, at.first + kQueries, &low, &high);
+    return key + 64 <= low || key >= high;
+  }
+  // A step of whose queries none sees this warpgroup's keys: of its products only dQ is left, whose
+  // other keys are the other warpgroup's. Returns the next flags.
+  __device__ __forceinline__ int RunUnseen(int step) const {
+    constexpr int kStages = Shape::kStages;
+    const int stage = step % kStages;
+    const bool has_dq = p.dq_accum != nullptr;
+    if (has_dq) {
+      const Packed<kScores> ds = {};
+      StoreTransposed<ScoreTile>(DsOf(step), 0, group * 64, thread, ds);
+      FenceAsync();
+    }
+    BarrierMeet(kWorkersMeet, Shape::kWorkers);
+    float dq[kDqSums];
+    WgmmaFence();
+    SumOverKeys(dq, DsOf(step));
+    WgmmaCommit();
+    BarrierWait(base + Shape::kDoFull + stage * 8, step / kStages % 2);
+    Arrive(base + Shape::kDoFree + stage * 8);
+    WgmmaWait<0>();
+    KeepAfter(dq);
+    if (has_dq) HandOver(dq, Opaque(step));  // or both share addresses, and others spill
+    BarrierArrive(base + Shape::kQFree + stage * 8);
+    BarrierWait(base + Shape::kQFull + (step + 1) % kStages * 8, (step + 1) / kStages % 2);
+    return StepAt(step + 1).flags;
+  }
+
   __device__ __forceinline__ void Run() const {
     constexpr int kStages = Shape::kStages;
     const bool has_dq = p.dq_accum != nullptr;
@@ -101,6 +138,12 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       const Step& at = StepAt(step);
       const bool masked = flags & Step::kMasked;
       if (flags & Step::kPartial) Base::ClearStrangers(at.first, stage, phase);
+      if constexpr (kSkipsUnseen) {
+        if (masked && IsUnseen(at)) {
+          flags = RunUnseen(step);
+          continue;
+        }
+      }
 
       // S and dP.
       const auto lse = Rows(Base::LseOf(stage));

@@ -41,6 +41,7 @@ struct SwizzledTile {
 struct alignas(16) BackwardStep {
   int first, head;
   int flags;
+  int end;                            // tall: the first query after the tile
   static constexpr int kMasked = 1;   // some pairs do not attend, or scores have options
   static constexpr int kPartial = 2;  // the tile has rows that must not be read
   static constexpr int kEnd = 4;      // there is no tile

@@ -4,7 +4,7 @@
 // other half of the columns where two warps add one each. A counter is 0 before anybody
 // has come, 1 while the first stores, and 2 once that is done, for which others wait. With turns,
 // the first is known; then it is 0 or 1. A tall tile has the counters of the 64 queries that it
-// begins in.
+// ends in.
 //
 // Who waits may hold up a store of its own, of a tile that comes later in its walk. All CTAs walk
 // over the tiles in the same order, so the store of the first such tile waits for nobody. Lists may

@@ -22,6 +22,7 @@
 #include <cstdint>
 
 #include "ops/attention/common/mask.cuh"
+#include "ops/attention/hopper/tiles.h"
 
 namespace kvblock::hopper {
 
@@ -34,7 +35,7 @@ inline bool IsPlain(const kvblock_attention& a) {
 // Whether LaunchBackwardKv takes 80 queries at a time and lays out dq_accum for that: where the
 // empty rows of last tiles, and what tiles on the diagonal compute in vain, are little.
 inline bool LaunchIsTall(const kvblock_attention& a) {
-  constexpr int64_t kEnough = 2048, kEnoughMasked = 8192;
+  constexpr int64_t kEnough = 2048, kEnoughMasked = 4096;
   const int64_t queries = a.cu_q != nullptr ? a.q_len / std::max(a.batch, 1) : a.q_len;
   return a.head_dim == 128 && a.value_dim <= 128 && IsPlain(a) && a.tile_indices == nullptr &&
          a.dq_turns == nullptr && a.window_left < 0 &&
@@ -58,6 +59,11 @@ __device__ __forceinline__ int64_t DqTileNumber(const AttentionParams& p, const 
 __device__ __forceinline__ float* DqTile(const AttentionParams& p, const Sequence& s, int head,
                                          int first) {
   return p.dq_accum + DqTileNumber(p, s, head, first) * (kDqRows * p.head_dim);
+}
+// Queries that the first tile of a tall launch lacks. So the last tile is a whole one: it is the
+// last queries of a sequence that all keys see under a causal mask.
+__device__ __forceinline__ int TallLack(const Sequence& s) {
+  return (kTallQueries - s.q_len % kTallQueries) % kTallQueries / 8 * 8;
 }
 // Tall: the block of 8 queries that begins with `first`, of the columns from 64 half on.
 constexpr int kTallBlock = 8 * 64;  // values
