@@ -227,6 +227,10 @@ class TileWalk {
     return kDivides || p_.tile_indices == nullptr ? end : min(end, at_.stretch_end);
   }
   __device__ __forceinline__ bool all_visible() const { return all_visible_; }
+  // With segments: whether all pairs of the tile at `first` are of one.
+  __device__ __forceinline__ bool OneSegment(int first) const {
+    return IsOwn(Range(kOverKeys, first, first + kTile));
+  }
 
  private:
   static constexpr bool kOverKeys = kAlong == Along::kKeys;
@@ -237,6 +241,11 @@ class TileWalk {
     const int64_t chunks = ((keys ? p_.kv_len : p_.q_len) + kChunk - 1) / kChunk;
     return SegmentRange(keys ? p_.kv_segment_ranges : p_.q_segment_ranges, chunks, s_.batch, first,
                         end);
+  }
+
+  // Whether a range is one segment, which is also all of the tile that walks.
+  __device__ __forceinline__ bool IsOwn(int2 range) const {
+    return range.x == range.y && at_.segment_min == at_.segment_max && range.x == at_.segment_min;
   }
 
   __device__ __forceinline__ bool NextStretch() {
@@ -276,8 +285,7 @@ class TileWalk {
     if (p_.q_segments != nullptr && visit) {
       const int2 range = Range(kOverKeys, first, end);
       visit = range.x <= at_.segment_max && at_.segment_min <= range.y;
-      whole = whole && range.x == range.y && at_.segment_min == at_.segment_max &&
-              range.x == at_.segment_min;
+      whole = whole && IsOwn(range);
     }
     at_.pending = __ballot_sync(~0u, visit);
     at_.whole = __ballot_sync(~0u, whole);

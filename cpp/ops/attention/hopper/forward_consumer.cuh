@@ -162,11 +162,12 @@ class Consumer {
       s.kv_len = min(s.kv_len, end);
       const int query = item.first + FirstRow();
       if (Traits::kKind == ForwardKind::kGeneral) {
-        FinishScores<Traits>(p_, s, rules_, masked, item.head, rows.state, query, first, Lane());
+        FinishScores<Traits>(p_, s, rules_, masked, flags & Step::kSegments, item.head, rows.state,
+                             query, first, Lane());
       } else {
         const int row = query + Lane() / 4, key = first + Lane() % 4 * 2;
         MaskPositions<Traits>(s, rows.state, row, key);
-        if (Traits::kKind == ForwardKind::kPlain && p_.q_segments != nullptr) {
+        if (Traits::kMasksSegments && (flags & Step::kSegments) != 0) {
           MaskSegments<Traits>(p_, s, rows.state, row, key);
         }
       }

@@ -120,6 +120,9 @@ class Planner {
     const bool found = walk.Next();
     if (found) *step = {walk.first(), walk.limit(), AllVisible(walk) ? 0 : Step::kMasked, item_};
     Park(walk);
+    if (Traits::kMasksSegments && p_.q_segments != nullptr && found && step->flags != 0) {
+      if (!Walk(p_, s, shared_.walk).OneSegment(step->first)) step->flags |= Step::kSegments;
+    }
     return found;
   }
   // Whether the walk's tile needs no mask; the walk of a cluster is that of all its query tiles.

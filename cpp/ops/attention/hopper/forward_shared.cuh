@@ -36,6 +36,9 @@ struct ForwardTraits {
   // O leaves through shared memory where there is room for it, which is beside two places for Q.
   static constexpr bool kStagesOutput = kQueryStages > 1;
   static constexpr int kOBytes = kStagesOutput ? kConsumerRows * kValueChunks * kChunkRowBytes : 16;
+  // Elsewhere no call has segments.
+  static constexpr bool kMasksSegments =
+      kKind == ForwardKind::kGeneral || kKind == ForwardKind::kPlain;
   // As generic/forward.cuh names them, for a warp's 16 rows.
   static constexpr int kRowBlocks = 1, kDim = kValueDim;
   static_assert(kLoadedKeys % 8 == 0);
@@ -80,10 +83,11 @@ struct alignas(16) Step {
   int flags;
   int item;  // a place in `items`
   enum : int {
-    kMasked = 1,  // a KV tile with hidden keys
-    kLast = 2,    // the last of its item
-    kDirty = 4,   // rows of V from `end` on hold what must not be seen
-    kStarts = 8,  // the first of its item
+    kMasked = 1,     // a KV tile with hidden keys
+    kLast = 2,       // the last of its item
+    kDirty = 4,      // rows of V from `end` on hold what must not be seen
+    kStarts = 8,     // the first of its item
+    kSegments = 16,  // masked, and of several segments
   };
 };
 
