@@ -156,6 +156,7 @@ struct WalkState {
   int stretch, stretches;        // the next stretch, and how many there are
   int window, stretch_end;       // where the window begins and where the stretch ends
   unsigned pending, whole;       // tiles of the window: still to visit; without a mask
+  unsigned same;                 // ... all of one segment, that of the tile that walks
   int segment_min, segment_max;  // of the tile that walks
 };
 
@@ -166,8 +167,8 @@ struct WalkState {
 //   while (walk.Next()) { ... walk.first(), walk.all_visible() ... }
 //
 // The visible range is one stretch, or the listed tiles that meet it, each a stretch. A stretch is
-// looked at in windows of 32 tiles, one a lane; two ballots say which tiles to visit and which of
-// those need no mask. Every warp walks for itself and all lanes of a warp together.
+// looked at in windows of 32 tiles, one a lane; ballots say which tiles to visit and which of those
+// need no mask. Every warp walks for itself and all lanes of a warp together.
 template <Along kAlong, int kTile>
 class TileWalk {
  public:
@@ -215,6 +216,7 @@ class TileWalk {
     at_.pending &= at_.pending - 1;
     first_ = at_.window + bit * kTile;
     all_visible_ = (at_.whole >> bit) & 1;
+    one_segment_ = (at_.same >> bit) & 1;
     return true;
   }
 
@@ -227,10 +229,7 @@ class TileWalk {
     return kDivides || p_.tile_indices == nullptr ? end : min(end, at_.stretch_end);
   }
   __device__ __forceinline__ bool all_visible() const { return all_visible_; }
-  // With segments: whether all pairs of the tile at `first` are of one.
-  __device__ __forceinline__ bool OneSegment(int first) const {
-    return IsOwn(Range(kOverKeys, first, first + kTile));
-  }
+  __device__ __forceinline__ bool one_segment() const { return one_segment_; }
 
  private:
   static constexpr bool kOverKeys = kAlong == Along::kKeys;
@@ -241,11 +240,6 @@ class TileWalk {
     const int64_t chunks = ((keys ? p_.kv_len : p_.q_len) + kChunk - 1) / kChunk;
     return SegmentRange(keys ? p_.kv_segment_ranges : p_.q_segment_ranges, chunks, s_.batch, first,
                         end);
-  }
-
-  // Whether a range is one segment, which is also all of the tile that walks.
-  __device__ __forceinline__ bool IsOwn(int2 range) const {
-    return range.x == range.y && at_.segment_min == at_.segment_max && range.x == at_.segment_min;
   }
 
   __device__ __forceinline__ bool NextStretch() {
@@ -282,20 +276,22 @@ class TileWalk {
     bool whole = visit && (kOverKeys ? s_.AllVisible(at_.fixed_first, at_.fixed_end, first, end)
                                      : s_.AllVisible(first, end, at_.fixed_first, at_.fixed_end));
     if (!kDivides && p_.tile_indices != nullptr) whole = whole && end <= at_.stretch_end;
+    bool same = true;
     if (p_.q_segments != nullptr && visit) {
       const int2 range = Range(kOverKeys, first, end);
       visit = range.x <= at_.segment_max && at_.segment_min <= range.y;
-      whole = whole && IsOwn(range);
+      same = range.x == range.y && at_.segment_min == at_.segment_max && range.x == at_.segment_min;
     }
     at_.pending = __ballot_sync(~0u, visit);
-    at_.whole = __ballot_sync(~0u, whole);
+    at_.whole = __ballot_sync(~0u, whole && same);
+    at_.same = __ballot_sync(~0u, same);
   }
 
   const AttentionParams& p_;
   const Sequence& s_;
   WalkState at_;
   int first_ = 0;
-  bool all_visible_ = false;
+  bool all_visible_ = false, one_segment_ = false;
 };
 
 }  // namespace kvblock

@@ -111,17 +111,17 @@ struct BackwardLoader {
       owned().walk = at;
       owned().begun = begins;
     }
-    if (begins) Start(0, head, walk.first(), walk.all_visible());
+    if (begins) Start(0, head, walk.first(), MaskOf(walk.all_visible(), walk.one_segment()));
   }
 
   // The next tile of queries of this head; `fresh`: its first. False: there is none.
-  __device__ __forceinline__ bool NextTile(int head, bool fresh, int* first, bool* visible) const {
+  __device__ __forceinline__ bool NextTile(int head, bool fresh, int* first, int* mask) const {
     WalkState& parked = owned().walk;
     const unsigned pending = parked.pending;
     if (!fresh && pending != 0) {  // what Walk::Next does nearly always
       const int bit = __ffs(pending) - 1;
       *first = parked.window + bit * Shape::kQueries;
-      *visible = (parked.whole >> bit & 1) != 0;
+      *mask = MaskOf((parked.whole >> bit & 1) != 0, (parked.same >> bit & 1) != 0);
       __syncwarp();
       if (lane == 0) parked.pending = pending & (pending - 1);
       __syncwarp();
@@ -136,8 +136,14 @@ struct BackwardLoader {
     if (lane == 0) parked = walk.state();
     __syncwarp();
     *first = walk.first();
-    *visible = walk.all_visible();
+    *mask = MaskOf(walk.all_visible(), walk.one_segment());
     return more;
+  }
+
+  // Which masks a tile needs; a bias may be -inf.
+  __device__ __forceinline__ static int MaskOf(bool visible, bool one_segment) {
+    constexpr bool kBias = !kPlain && !Shape::kCapped;
+    return (visible && !kBias ? 0 : Step::kMasked) | (one_segment ? 0 : Step::kSegments);
   }
 
   __device__ __forceinline__ static bool InTile(int row) {
@@ -152,7 +158,7 @@ struct BackwardLoader {
   }
 
   // The copies of a step's tile, its lse and delta, and what workers must know of it.
-  __device__ __forceinline__ void Start(int step, int head, int first, bool visible) const {
+  __device__ __forceinline__ void Start(int step, int head, int first, int mask) const {
     constexpr int kQueries = Shape::kQueries, kStages = Shape::kStages,
                   kRows = (kQueries + 31) / 32;
     const int stage = step % kStages, phase = step / kStages % 2;
@@ -185,10 +191,9 @@ struct BackwardLoader {
       rows[i * 32] = RowLse(lse[i]) * kLog2E;
       rows[i * 32 + (Shape::kDelta - Shape::kLse) / 4] = RowDelta(lse[i], delta[i]);
     }
-    const bool masked = !visible || (!kPlain && (p.softcap > 0.0f || p.bias != nullptr));
     const bool strangers = p.cu_q != nullptr || q_len < s.q_rows;
     const bool partial = strangers && first + kQueries > q_len;
-    Publish(step, {first, head, (masked ? Step::kMasked : 0) | (partial ? Step::kPartial : 0)});
+    Publish(step, {first, head, mask | (partial ? Step::kPartial : 0)});
   }
 
   __device__ __forceinline__ void Run() const {
@@ -198,14 +203,14 @@ struct BackwardLoader {
     bool fresh = false;
     while (head < end_head) {
       int first;
-      bool visible;
-      if (!NextTile(head, fresh, &first, &visible)) {
+      int mask;
+      if (!NextTile(head, fresh, &first, &mask)) {
         ++head;
         fresh = true;
         continue;
       }
       fresh = false;
-      Start(step, head, first, visible);
+      Start(step, head, first, mask);
       ++step;
     }
     const int stage = step % kStages, phase = step / kStages % 2;

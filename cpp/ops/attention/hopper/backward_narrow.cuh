@@ -31,7 +31,8 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   // or its own, for which they meet. Then they run in step, and the scores of one do not get in the
   // way of the products of the other; at head dim 64 there is too much of scores for that.
   static constexpr bool kLateDq = kQueries == 128;
-  static constexpr bool kHoldsRows = kQueries < 128;  // there are registers for lse and delta
+  // Whether there are registers for lse and delta.
+  static constexpr bool kHoldsRows = kQueries < 128 && !Shape::kCapped;
 
   // This warpgroup's part of dQ = dS K, or of dQ^T = K^T dS^T.
   __device__ __forceinline__ void SumOverKeys(float (&d)[kDqSums], uint32_t ds) const {
@@ -117,8 +118,8 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaWait<1>();
       KeepAfter(c);
       if (kLateDq && step > 0) BarrierArrive(base + Shape::kQFree + (step - 1) % kStages * 8);
-      const BackwardScores<T, kScores, kPlain> scores{
-          p, owned().sequence, owned().first_key + group * 64, at.first, at.head, thread};
+      const BackwardScores<T, kScores, kPlain, Shape::kCapped> scores{
+          p, owned().sequence, owned().first_key + group * 64, at.first, at.head, thread, flags};
       Packed<kScores> prob, ds;
       if constexpr (kTall) {
         scores.PlainProbabilities(c, lse, masked);

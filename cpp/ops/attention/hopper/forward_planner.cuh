@@ -118,11 +118,10 @@ class Planner {
   __device__ __forceinline__ bool Next(const Sequence& s, Step* step) {
     Walk walk(p_, s, shared_.walk);
     const bool found = walk.Next();
-    if (found) *step = {walk.first(), walk.limit(), AllVisible(walk) ? 0 : Step::kMasked, item_};
+    const int flags =
+        (AllVisible(walk) ? 0 : Step::kMasked) | (walk.one_segment() ? 0 : Step::kSegments);
+    if (found) *step = {walk.first(), walk.limit(), flags, item_};
     Park(walk);
-    if (Traits::kMasksSegments && p_.q_segments != nullptr && found && step->flags != 0) {
-      if (!Walk(p_, s, shared_.walk).OneSegment(step->first)) step->flags |= Step::kSegments;
-    }
     return found;
   }
   // Whether the walk's tile needs no mask; the walk of a cluster is that of all its query tiles.

@@ -36,9 +36,9 @@ struct ForwardTraits {
   // O leaves through shared memory where there is room for it, which is beside two places for Q.
   static constexpr bool kStagesOutput = kQueryStages > 1;
   static constexpr int kOBytes = kStagesOutput ? kConsumerRows * kValueChunks * kChunkRowBytes : 16;
+  static constexpr bool kCapped = kKind == ForwardKind::kCapped;
   // Elsewhere no call has segments.
-  static constexpr bool kMasksSegments =
-      kKind == ForwardKind::kGeneral || kKind == ForwardKind::kPlain;
+  static constexpr bool kMasksSegments = kKind != ForwardKind::kBand && kKind != ForwardKind::kWide;
   // As generic/forward.cuh names them, for a warp's 16 rows.
   static constexpr int kRowBlocks = 1, kDim = kValueDim;
   static_assert(kLoadedKeys % 8 == 0);
