@@ -49,19 +49,61 @@ __device__ __forceinline__ float SoftCap(float y, float cap) {
 constexpr float kSmallTanh = 0.375f;
 struct SmallSoftCap {
   float c1, c3, c5;
+  static constexpr float kNotZero = 1e-37f;  // with f > 0 the polynomial of -inf is -inf
+  SmallSoftCap() = default;
+  __device__ __forceinline__ SmallSoftCap(float c1, float c3, float c5) : c1(c1), c3(c3), c5(c5) {}
   __device__ __forceinline__ SmallSoftCap(float cap, float f) {
     const float f2 = f * f;
     c1 = 0.9999854f * cap * f;
     c3 = -0.33248851f * cap * f * f2;
-    c5 = 0.1209885f * cap * f * f2 * f2;
+    c5 = fmaf(0.1209885f * cap * f * f2, f2, kNotZero);
+  }
+  // x as it is, for |x| up to 1e4.
+  __device__ static __forceinline__ SmallSoftCap None() { return {1.0f, 0.0f, kNotZero}; }
+  __device__ __forceinline__ float operator()(float x) const { return x * Ratio(x); }
+  // The same, plus y. It rises everywhere, and -inf stays -inf.
+  __device__ __forceinline__ float operator()(float x, float y) const {
+    return fmaf(x, Ratio(x), y);
+  }
+
+ private:
+  __device__ __forceinline__ float Ratio(float x) const {
+    const float x2 = x * x;
+    return fmaf(x2, fmaf(x2, c5, c3), c1);
+  }
+};
+
+// The same, plus y, where |f x| <= kTinyTanh, with an absolute error of cap * 7e-7. Without a
+// branch and with both of its powers in constant memory it hardly shows beside an exponential.
+constexpr float kTinyTanh = 0.15f;
+struct TinySoftCap {
+  float c1, c3, s2;
+  TinySoftCap() = default;
+  __host__ __device__ TinySoftCap(float cap, float f)
+      : c1(0.9999792f * cap * f), c3(-0.3296205f * cap * f * f * f), s2(-0.98758f * f * f) {}
+  __device__ __forceinline__ float operator()(float x, float y) const {
+    return fmaf(x, fmaf(x * x, c3, c1), y);
+  }
+  // 1 - tanh(f x)^2, with an absolute error of 6e-5.
+  __device__ __forceinline__ float Slope(float x) const { return fmaf(x * x, s2, 1.0f); }
+};
+
+// 1 - tanh(f x)^2 where |f x| <= kSmallTanh, with an absolute error of 4e-5.
+struct SmallSoftCapSlope {
+  float s2, s4;
+  __device__ __forceinline__ SmallSoftCapSlope(float f) {
+    const float f2 = f * f;
+    s2 = -0.9971273f * f2;
+    s4 = 0.598533f * f2 * f2;
   }
   __device__ __forceinline__ float operator()(float x) const {
     const float x2 = x * x;
-    return x * fmaf(x2, fmaf(x2, c5, c3), c1);
+    return fmaf(x2, fmaf(x2, s4, s2), 1.0f);
   }
 };
 
 constexpr float kLargeSoftcap = 1024.0f;  // from here on scores need SoftCapExact
+constexpr float kLargestFactor = 1e5f;    // scale / softcap whose powers the polynomials can have
 
 // cap * tanh(x / cap) with a relative error near 1e-6: close to 0, where that form cancels, a
 // series.

@@ -113,23 +113,31 @@ __device__ __forceinline__ void MaskPositions(const Sequence& s, ForwardRows<Tra
   }
 }
 
-// -inf where a query's segment is not the key's.
+// -inf where a query's segment is not the key's. No load has a condition, so that many are under
+// way at once: past the end comes the last key's, since those keys are masked by their positions.
 template <typename Traits>
 __device__ __forceinline__ void MaskSegments(const AttentionParams& p, const Sequence& s,
                                              ForwardRows<Traits>& rows, int query, int key) {
+  const int32_t* const of_keys = p.kv_segments + s.kv_row;
+  int segment[Traits::kRowBlocks][2];
 #pragma unroll
   for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = min(query + rb * 16 + half * 8, s.q_rows - 1), high = s.kv_rows - key;
-      const int segment = __ldg(p.q_segments + s.q_row + i);
-      const int32_t* from = p.kv_segments + s.kv_row + key;
+      const int i = min(query + rb * 16 + half * 8, s.q_rows - 1);
+      segment[rb][half] = __ldg(p.q_segments + s.q_row + i);
+    }
+  }
 #pragma unroll
-      for (int n = 0; n < Traits::kKeys / 8; ++n) {
+  for (int n = 0; n < Traits::kKeys / 8; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int j = n * 8 + e;
-          if (j < high && __ldg(from + j) != segment) rows.s[rb][n][half * 2 + e] = -INFINITY;
+    for (int e = 0; e < 2; ++e) {
+      const int of_key = __ldg(of_keys + min(key + n * 8 + e, s.kv_rows - 1));
+#pragma unroll
+      for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (of_key != segment[rb][half]) rows.s[rb][n][half * 2 + e] = -INFINITY;
         }
       }
     }
@@ -137,12 +145,13 @@ __device__ __forceinline__ void MaskSegments(const AttentionParams& p, const Seq
 }
 
 // Scores from products: scale, softcap and bias where the rules say so, then -inf where a query
-// does not attend. Each rule is one pass over the registers behind a uniform branch.
+// does not attend (`mask`), also by its segment (`segments`). Each rule is one pass over the
+// registers behind a uniform branch.
 template <typename Traits>
 __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Sequence& s,
-                                             const ScoreRules& rules, bool mask, int head,
-                                             ForwardRows<Traits>& rows, int query, int key,
-                                             int lane) {
+                                             const ScoreRules& rules, bool mask, bool segments,
+                                             int head, ForwardRows<Traits>& rows, int query,
+                                             int key, int lane) {
   constexpr int kColumns = Traits::kKeys / 8;
   key += lane % 4 * 2;
   query += lane / 4;
@@ -193,7 +202,7 @@ __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Seq
   }
   if (!mask) return;
   MaskPositions<Traits>(s, rows, query, key);
-  if (p.q_segments != nullptr) MaskSegments<Traits>(p, s, rows, query, key);
+  if (segments) MaskSegments<Traits>(p, s, rows, query, key);
 }
 
 // A value of each of the four lanes that share a row.

@@ -160,8 +160,16 @@ struct WalkState {
   int stretch, stretches;        // the next stretch, and how many there are
   int window, stretch_end;       // where the window begins and where the stretch ends
   unsigned pending, whole;       // tiles of the window: still to visit; without a mask
+  unsigned same;                 // ... all of one segment, that of the tile that walks
   int segment_min, segment_max;  // of the tile that walks
 };
+
+// How many rows the first of the tiles lacks that end with a sequence of so many: a multiple of 8,
+// so that the last tile lacks up to 7.
+template <int kTile>
+__device__ __forceinline__ int FirstLacks(int rows) {
+  return (kTile - rows % kTile) % kTile / 8 * 8;
+}
 
 // The KV tiles that a query tile visits, in order (kAlong = kKeys), or the query tiles that a KV
 // tile visits (kAlong = kQueries; the lists are the transposed ones).
@@ -170,12 +178,13 @@ struct WalkState {
 //   while (walk.Next()) { ... walk.first(), walk.all_visible() ... }
 //
 // The visible range is one stretch, or the listed tiles that meet it, each a stretch. A stretch is
-// looked at in windows of 32 tiles, one a lane; two ballots say which tiles to visit and which of
-// those need no mask. Every warp walks for itself and all lanes of a warp together.
+// looked at in windows of 32 tiles, one a lane; ballots say which tiles to visit and which of those
+// need no mask. Every warp walks for itself and all lanes of a warp together.
 //
-// What a call may have besides the band can be less, for a kernel short of registers.
+// What a call may have besides the band can be less, for a kernel short of registers. Without lists
+// the tiles may end with the sequence instead of beginning with it (kFromTheEnd; FirstLacks).
 enum class Walks { kAll, kSegments, kBand };
-template <Along kAlong, int kTile, Walks kWalks = Walks::kAll>
+template <Along kAlong, int kTile, Walks kWalks = Walks::kAll, bool kFromTheEnd = false>
 class TileWalk {
  public:
   using State = WalkState;
@@ -224,6 +233,7 @@ class TileWalk {
     at_.pending &= at_.pending - 1;
     first_ = at_.window + bit * kTile;
     all_visible_ = (at_.whole >> bit) & 1;
+    one_segment_ = (at_.same >> bit) & 1;
     return true;
   }
 
@@ -236,10 +246,12 @@ class TileWalk {
     return kDivides || !HasLists() ? end : min(end, at_.stretch_end);
   }
   __device__ __forceinline__ bool all_visible() const { return all_visible_; }
+  __device__ __forceinline__ bool one_segment() const { return one_segment_; }
 
  private:
   static constexpr bool kOverKeys = kAlong == Along::kKeys;
   static constexpr bool kDivides = 128 % kTile == 0;  // a listed tile is whole kernel tiles
+  static_assert(!kFromTheEnd || (kWalks != Walks::kAll && !kOverKeys));
 
   __device__ __forceinline__ bool HasLists() const {
     return kWalks == Walks::kAll && p_.tile_indices != nullptr;
@@ -259,7 +271,7 @@ class TileWalk {
     const int tile = kOverKeys ? p_.tile_kv : p_.tile_q;
     const int length = static_cast<int>(kOverKeys ? p_.kv_len : p_.q_len);
     while (at_.stretch < at_.stretches) {
-      int from = at_.begin, to = at_.end, origin = 0;
+      int from = at_.begin, to = at_.end, origin = kFromTheEnd ? -FirstLacks<kTile>(s_.q_len) : 0;
       if (HasLists()) {
         const int64_t list = at_.list * (kOverKeys ? p_.max_tiles : p_.max_tiles_t);
         const int index =
@@ -289,21 +301,22 @@ class TileWalk {
     bool whole = visit && (kOverKeys ? s_.AllVisible(at_.fixed_first, at_.fixed_end, first, end)
                                      : s_.AllVisible(first, end, at_.fixed_first, at_.fixed_end));
     if (!kDivides && HasLists()) whole = whole && end <= at_.stretch_end;
+    bool same = true;
     if (HasSegments() && visit) {
-      const int2 range = Range(kOverKeys, first, end);
+      const int2 range = Range(kOverKeys, kFromTheEnd ? max(first, 0) : first, end);
       visit = range.x <= at_.segment_max && at_.segment_min <= range.y;
-      whole = whole && range.x == range.y && at_.segment_min == at_.segment_max &&
-              range.x == at_.segment_min;
+      same = range.x == range.y && at_.segment_min == at_.segment_max && range.x == at_.segment_min;
     }
     at_.pending = __ballot_sync(~0u, visit);
-    at_.whole = __ballot_sync(~0u, whole);
+    at_.whole = __ballot_sync(~0u, whole && same);
+    at_.same = __ballot_sync(~0u, same);
   }
 
   const AttentionParams& p_;
   const Sequence& s_;
   WalkState at_;
   int first_ = 0;
-  bool all_visible_ = false;
+  bool all_visible_ = false, one_segment_ = false;
 };
 
 // The same where there is nothing but the band: one tile after the other.
@@ -339,6 +352,7 @@ class TileWalk<kAlong, kTile, Walks::kBand> {
   }
   __device__ __forceinline__ int first() const { return at_.first; }
   __device__ __forceinline__ int limit() const { return kOverKeys ? s_.kv_len : s_.q_len; }
+  __device__ __forceinline__ bool one_segment() const { return true; }
   __device__ __forceinline__ bool all_visible() const {
     const int first = at_.first, end = first + kTile;
     return kOverKeys ? s_.AllVisible(at_.fixed_first, at_.fixed_end, first, end)

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "device/fast_math.cuh"
 #include "kvblock/attention.h"
 
 namespace kvblock {
@@ -16,6 +17,9 @@ struct AttentionParams : kvblock_attention {
   int32_t tiles;        // tiles along the queries (or keys) that the launch walks, of all sequences
   int32_t heads_apart;  // (batch member, head) pairs whose tiles are interleaved in the grid
   int32_t num_pairs;    // of (batch member, head)
+  // With a softcap: from products to exponents of 2, where none is larger than the bound in size.
+  TinySoftCap tiny_cap;
+  float tiny_bound;
 };
 
 inline AttentionParams MakeAttentionParams(const kvblock_attention& a) {
@@ -24,6 +28,12 @@ inline AttentionParams MakeAttentionParams(const kvblock_attention& a) {
   p.group = a.num_heads / a.num_kv_heads;
   p.num_pairs = a.cu_q != nullptr ? a.num_heads : a.batch * a.num_heads;
   p.heads_apart = 1;
+  if (a.softcap > 0.0f) {
+    const float factor = a.scale / a.softcap, size = factor < 0.0f ? -factor : factor;
+    const bool served = a.softcap < kLargeSoftcap && size <= kLargestFactor;
+    p.tiny_cap = TinySoftCap(a.softcap * kLog2E, factor);
+    p.tiny_bound = served ? kTinyTanh / size : -1.0f;
+  }
   return p;
 }
 

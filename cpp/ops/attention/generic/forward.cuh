@@ -381,7 +381,7 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
 
     Multiply<Traits>(rows, queries, q_tile, k_tile(stage), row(), lane());
     if (rules.finish || !whole_now) {
-      FinishScores<Traits>(p, s, rules, !whole_now, parked.head, rows, parked.first + row(),
+      FinishScores<Traits>(p, s, rules, !whole_now, p.q_segments != nullptr, parked.head, rows, parked.first + row(),
                            key_now, lane());
     }
     Rescale<Traits>(rows, rules.to_log2);

@@ -64,7 +64,8 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
 template <int kDim, int kValueDim>
 const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream) {
   using Shape = BackwardShape<kDim, kValueDim>;
-  const bool plain = IsPlain(a);
+  using Capped = BackwardShape<kDim, kValueDim, false, true>;
+  const bool plain = IsPlain(a), capped = !plain && a.bias == nullptr;
   if constexpr (kDim == 128 && kValueDim == 128) {
     if (LaunchIsTall(a)) {
       using Tall = BackwardShape<128, 128, true>;
@@ -73,11 +74,13 @@ const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream) 
     }
   }
   if (a.dtype == KVBLOCK_BF16) {
-    return plain ? LaunchBackwardKvAs<__nv_bfloat16, Shape, true>(a, stream)
-                 : LaunchBackwardKvAs<__nv_bfloat16, Shape, false>(a, stream);
+    return plain    ? LaunchBackwardKvAs<__nv_bfloat16, Shape, true>(a, stream)
+           : capped ? LaunchBackwardKvAs<__nv_bfloat16, Capped, false>(a, stream)
+                    : LaunchBackwardKvAs<__nv_bfloat16, Shape, false>(a, stream);
   }
-  return plain ? LaunchBackwardKvAs<__half, Shape, true>(a, stream)
-               : LaunchBackwardKvAs<__half, Shape, false>(a, stream);
+  return plain    ? LaunchBackwardKvAs<__half, Shape, true>(a, stream)
+         : capped ? LaunchBackwardKvAs<__half, Capped, false>(a, stream)
+                  : LaunchBackwardKvAs<__half, Shape, false>(a, stream);
 }
 
 }  // namespace kvblock::hopper

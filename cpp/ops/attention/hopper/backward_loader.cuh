@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
@@ -23,7 +22,10 @@ struct BackwardLoader {
   using ValueTile = typename Shape::ValueTile;
   using QueryTile = typename Shape::QueryTile;
   using GradTile = typename Shape::GradTile;
-  using Walk = TileWalk<Along::kQueries, Shape::kQueries>;
+  // Tall tiles end with the sequence: the last one is then whole, and under a causal mask all keys
+  // see it.
+  using Walk = TileWalk<Along::kQueries, Shape::kQueries,
+                        Shape::kTall ? Walks::kSegments : Walks::kAll, Shape::kTall>;
 
   const AttentionParams& p;
   const BackwardMaps& maps;
@@ -97,28 +99,12 @@ struct BackwardLoader {
     }
   }
 
-  // What a walk walks over: tall, it counts the queries that the first tile lacks, too.
-  using Walked = std::conditional_t<Shape::kTall, Sequence, const Sequence&>;
-  __device__ __forceinline__ static Walked WithLack(const Sequence& s) {
-    if constexpr (Shape::kTall) {
-      Sequence walked = s;
-      const int lack = TallLack(s);
-      walked.q_len += lack;
-      walked.left -= lack;
-      walked.right -= lack;
-      return walked;
-    } else {
-      return s;
-    }
-  }
-
   // Another warp begins, beside the set-up of the barriers and while there are registers for the
   // walk: it starts the first step. In a cluster the other CTA's barriers may not be there yet, and
   // the first tile stays to be taken.
   __device__ __forceinline__ void Begin(const Sequence& s, int first_key, int kv_head) const {
     const int head = kv_head * p.group, first = Shape::FirstOfCluster(first_key);
-    const Walked walked = WithLack(s);
-    Walk walk(p, walked, head, first, first + Shape::kClusterKeys);
+    Walk walk(p, s, head, first, first + Shape::kClusterKeys);
     const bool more = walk.Next();
     BarrierMeet(kLoaderBegins, 2 * 32);
     WalkState at = walk.state();
@@ -128,23 +114,23 @@ struct BackwardLoader {
       owned().walk = at;
       owned().begun = begins;
     }
-    if (begins) Start(0, head, walk.first(), walk.all_visible());
+    if (begins) Start(0, head, walk.first(), MaskOf(walk.all_visible(), walk.one_segment()));
   }
 
   // The next tile of queries of this head; `fresh`: its first. False: there is none.
-  __device__ __forceinline__ bool NextTile(int head, bool fresh, int* first, bool* visible) const {
+  __device__ __forceinline__ bool NextTile(int head, bool fresh, int* first, int* mask) const {
     WalkState& parked = owned().walk;
     const unsigned pending = parked.pending;
     if (!fresh && pending != 0) {  // what Walk::Next does nearly always
       const int bit = __ffs(pending) - 1;
       *first = parked.window + bit * Shape::kQueries;
-      *visible = (parked.whole >> bit & 1) != 0;
+      *mask = MaskOf((parked.whole >> bit & 1) != 0, (parked.same >> bit & 1) != 0);
       __syncwarp();
       if (lane == 0) parked.pending = pending & (pending - 1);
       __syncwarp();
       return true;
     }
-    const Walked s = WithLack(owned().sequence);
+    const Sequence& s = owned().sequence;
     const int first_key = Shape::FirstOfCluster(owned().first_key);
     Walk walk =
         fresh ? Walk(p, s, head, first_key, first_key + Shape::kClusterKeys) : Walk(p, s, parked);
@@ -153,8 +139,14 @@ struct BackwardLoader {
     if (lane == 0) parked = walk.state();
     __syncwarp();
     *first = walk.first();
-    *visible = walk.all_visible();
+    *mask = MaskOf(walk.all_visible(), walk.one_segment());
     return more;
+  }
+
+  // Which masks a tile needs; a bias may be -inf.
+  __device__ __forceinline__ static int MaskOf(bool visible, bool one_segment) {
+    constexpr bool kBias = !kPlain && !Shape::kCapped;
+    return (visible && !kBias ? 0 : Step::kMasked) | (one_segment ? 0 : Step::kSegments);
   }
 
   __device__ __forceinline__ static bool InTile(int row) {
@@ -168,19 +160,15 @@ struct BackwardLoader {
     BarrierArrive(base + Shape::kQFull + step % Shape::kStages * 8);
   }
 
-  // The copies of a step's tile, its lse and delta, and what workers must know of it.
-  __device__ __forceinline__ void Start(int step, int head, int walked, bool visible) const {
+  // The copies of a step's tile, its lse and delta, and what workers must know of it. A first tile
+  // that lacks rows is `walked` from before the first query on.
+  __device__ __forceinline__ void Start(int step, int head, int walked, int mask) const {
     constexpr int kQueries = Shape::kQueries, kStages = Shape::kStages,
                   kRows = (kQueries + 31) / 32;
     const int stage = step % kStages, phase = step / kStages % 2;
     const Sequence& s = owned().sequence;
     const int q_len = s.q_len;
-    int first = walked, end = q_len;
-    if constexpr (Shape::kTall) {
-      first -= TallLack(s);
-      end = min(first + kQueries, q_len);
-      first = max(first, 0);
-    }
+    const int first = max(walked, 0), end = min(walked + kQueries, q_len);
     float lse[kRows], delta[kRows];
     {
       const int64_t from = s.LseRow(p, head) + first + lane;
@@ -208,11 +196,10 @@ struct BackwardLoader {
       rows[i * 32] = RowLse(lse[i]) * kLog2E;
       rows[i * 32 + (Shape::kDelta - Shape::kLse) / 4] = RowDelta(lse[i], delta[i]);
     }
-    const bool masked = !visible || (!kPlain && (p.softcap > 0.0f || p.bias != nullptr));
     const bool strangers = p.cu_q != nullptr || q_len < s.q_rows;
     const bool partial = strangers && first + kQueries > q_len;
-    const int flags = (masked ? Step::kMasked : 0) | (partial ? Step::kPartial : 0);
-    Publish(step, {first, head, flags, Shape::kTall ? end : 0});
+    const int flags = mask | (partial ? Step::kPartial : 0);
+    Publish(step, {first, head, flags, end});
   }
 
   __device__ __forceinline__ void Run() const {
@@ -222,14 +209,14 @@ struct BackwardLoader {
     bool fresh = false;
     while (head < end_head) {
       int first;
-      bool visible;
-      if (!NextTile(head, fresh, &first, &visible)) {
+      int mask;
+      if (!NextTile(head, fresh, &first, &mask)) {
         ++head;
         fresh = true;
         continue;
       }
       fresh = false;
-      Start(step, head, first, visible);
+      Start(step, head, first, mask);
       ++step;
     }
     const int stage = step % kStages, phase = step / kStages % 2;

@@ -35,7 +35,8 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   // Whether a warpgroup passes over a step of whose queries none sees its keys. Of the longer walks
   // over tall tiles such steps are too few to pay for the branch.
   static constexpr bool kSkipsUnseen = kPlain && kQueries == 64;
-  static constexpr bool kHoldsRows = kQueries < 128;  // there are registers for lse and delta
+  // Whether there are registers for lse and delta.
+  static constexpr bool kHoldsRows = kQueries < 128 && !Shape::kCapped;
 
   // This warpgroup's part of dQ = dS K, or of dQ^T = K^T dS^T.
   __device__ __forceinline__ void SumOverKeys(float (&d)[kDqSums], uint32_t ds) const {
@@ -160,8 +161,8 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaWait<1>();
       KeepAfter(c);
       if (kLateDq && step > 0) BarrierArrive(base + Shape::kQFree + (step - 1) % kStages * 8);
-      const BackwardScores<T, kScores, kPlain> scores{
-          p, owned().sequence, owned().first_key + group * 64, at.first, at.head, thread};
+      const BackwardScores<T, kScores, kPlain, Shape::kCapped> scores{
+          p, owned().sequence, owned().first_key + group * 64, at.first, at.head, thread, flags};
       Packed<kScores> prob, ds;
       if constexpr (kTall) {
         scores.PlainProbabilities(c, lse, masked);

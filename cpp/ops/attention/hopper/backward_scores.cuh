@@ -127,28 +127,24 @@ __device__ __forceinline__ float2 RowPair(const HeldRows<kCount>& held, int n, i
 }
 
 // One warpgroup's part of a tile of scores. lse and delta, held or where they lie, are those of its
-// queries, lse in units of log 2. kPlain: there is no softcap, no bias and no segment.
-template <typename T, int kCount, bool kPlain>
+// queries, lse in units of log 2. kPlain: there is no softcap and no bias; kCapped: only a softcap.
+template <typename T, int kCount, bool kPlain, bool kCapped>
 struct BackwardScores {
   const AttentionParams& p;
   const Sequence& s;
-  int first_key, first_query, head, thread;
+  int first_key, first_query, head, thread, flags;  // of BackwardStep
 
   // c becomes P, and `prob` P packed; with a softcap c is then multiplied by its slope.
   template <typename Rows>
   __device__ __forceinline__ void Probabilities(Packed<kCount>& prob, float (&c)[kCount],
                                                 const Rows& lse, bool masked) const {
-    if (!kPlain && masked && (p.bias != nullptr || p.q_segments != nullptr)) {
-      AnyProbabilities(prob, c, lse);
-    } else if (!kPlain && masked && p.softcap > 0.0f) {
-      if (p.softcap < kLargeSoftcap) {
-        CappedProbabilities<false>(prob, c, lse);
-      } else {
-        CappedProbabilities<true>(prob, c, lse);
-      }
-    } else {
+    if constexpr (kPlain) {
       PlainProbabilities(c, lse, masked);
       PackAll<T>(prob, c);
+    } else if constexpr (kCapped) {
+      CappedProbabilities(prob, c, lse, masked);
+    } else {
+      AnyProbabilities(prob, c, lse);
     }
   }
   // The same without options, not packed.
@@ -156,10 +152,10 @@ struct BackwardScores {
   __device__ __forceinline__ void PlainProbabilities(float (&c)[kCount], const Rows& lse,
                                                      bool masked) const {
     Exponentials(c, lse);
-    if (masked) MaskBand(c);
+    if (masked) MaskPairs(c);
   }
 
-  // Masks P by the band where it is packed already.
+  // Masks P where it is packed already.
   __device__ __forceinline__ void MaskPacked(Packed<kCount>& prob) const {
     const Band band = MakeBand();
 #pragma unroll
@@ -167,6 +163,9 @@ struct BackwardScores {
       const uint32_t keep =
           (band.Attends(i) ? 0xffffu : 0u) | (band.Attends(i + 1) ? 0xffff0000u : 0u);
       prob[i / 8][i % 8 / 2] &= keep;
+    }
+    if (flags & BackwardStep::kSegments) {
+      EachStranger([&](int i) { prob[i / 8][i % 8 / 2] &= i % 2 ? 0xffffu : 0xffff0000u; });
     }
   }
 
@@ -227,34 +226,98 @@ struct BackwardScores {
             {key < s.kv_len ? right : INT32_MIN, key + 8 < s.kv_len ? right : INT32_MIN},
             s.q_len - query};
   }
-  __device__ __forceinline__ void MaskBand(float (&c)[kCount]) const {
+  __device__ __forceinline__ void MaskPairs(float (&c)[kCount]) const {
     const Band band = MakeBand();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) c[i] = band.Attends(i) ? c[i] : 0.0f;
+    if (flags & BackwardStep::kSegments) EachStranger([&](int i) { c[i] = 0.0f; });
   }
 
-  // With a softcap, but neither bias nor segments.
-  template <bool kLarge>
+  // Calls `hide` for each of this thread's pairs of two segments.
+  template <typename Hide>
+  __device__ __forceinline__ void EachStranger(const Hide& hide) const {
+    const int32_t* const of_queries = p.q_segments + s.q_row;
+    const int32_t* const of_keys = p.kv_segments + s.kv_row;
+    const int key = first_key + thread / 32 * 16 + thread % 32 / 4;
+    const int of_key[2] = {__ldg(of_keys + min(key, s.kv_rows - 1)),
+                           __ldg(of_keys + min(key + 8, s.kv_rows - 1))};
+    const int query = first_query + thread % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int of_query = __ldg(of_queries + min(query + i * 2 + e, s.q_rows - 1));
+        if (of_query != of_key[0]) hide(i + e);
+        if (of_query != of_key[1]) hide(i + 2 + e);
+      }
+    }
+  }
+
+  template <typename Rows>
   __device__ __forceinline__ void CappedProbabilities(Packed<kCount>& prob, float (&c)[kCount],
-                                                      const float* lse) const {
-    const Band band = MakeBand();
-    const float cap = p.softcap, inverse = 1.0f / cap;
-    const float factor = p.scale * inverse * kTwoLog2E;
+                                                      const Rows& lse, bool masked) const {
+    int max[2] = {};
+#pragma unroll
+    for (int i = 0; i < kCount; i += 4) {
+      const auto size = [&](int i) { return fmaxf(fabsf(c[i]), fabsf(c[i + 1])); };
+      max[i / 4 % 2] = MaxOfBits(max[i / 4 % 2], size(i), size(i + 2));
+    }
+    const float size = __int_as_float(::max(max[0], max[1]));
+    if (__all_sync(~0u, size <= p.tiny_bound)) {
+      CapWith(prob, c, lse, [&](float x, float row, float* slope) {
+        *slope = p.tiny_cap.Slope(x);
+        return p.tiny_cap(x, -row);
+      });
+    } else {
+      CapMore(prob, c, lse, size);
+    }
+    if (masked) {
+      MaskPairs(c);
+      MaskPacked(prob);
+    }
+  }
+  // The same of scores that are larger in some thread.
+  template <typename Rows>
+  __device__ __forceinline__ void CapMore(Packed<kCount>& prob, float (&c)[kCount], const Rows& lse,
+                                          float size) const {
+    const float cap = p.softcap, inverse = Reciprocal(cap), factor = p.scale * inverse;
+    const auto exponent_of = [&](float capped, float row, float* slope) {
+      const float share = capped * inverse;
+      *slope = fmaf(-share, share, 1.0f);
+      return fmaf(capped, kLog2E, -row);
+    };
+    if (cap >= kLargeSoftcap || fabsf(factor) > kLargestFactor) {
+      CapWith(prob, c, lse, [&](float x, float row, float* slope) {
+        return exponent_of(SoftCapExact(x * p.scale, cap, inverse), row, slope);
+      });
+    } else if (__all_sync(~0u, size * fabsf(factor) <= kSmallTanh)) {
+      const SmallSoftCap exponent(cap * kLog2E, factor);
+      const SmallSoftCapSlope slope_of(factor);
+      CapWith(prob, c, lse, [&](float x, float row, float* slope) {
+        *slope = slope_of(x);
+        return exponent(x, -row);
+      });
+    } else {
+      CapWith(prob, c, lse, [&](float x, float row, float* slope) {
+        return exponent_of(SoftCap(x * (factor * kTwoLog2E), cap), row, slope);
+      });
+    }
+  }
+  // c becomes P times the slope of the softcap, `prob` P packed.
+  template <typename Rows, typename Exponent>
+  __device__ __forceinline__ void CapWith(Packed<kCount>& prob, float (&c)[kCount], const Rows& lse,
+                                          const Exponent& exponent) const {
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
       const float2 l = RowPair(lse, n, thread);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float x[2];
+        float* const pair = c + n * 4 + h * 2;
+        float slope[2], x[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int i = n * 4 + h * 2 + e;
-          const float capped =
-              kLarge ? SoftCapExact(c[i] * p.scale, cap, inverse) : SoftCap(c[i] * factor, cap);
-          const float share = capped * inverse;
-          const float exponential = Exp2(fmaf(capped, kLog2E, e == 0 ? -l.x : -l.y));
-          x[e] = band.Attends(i) ? exponential : 0.0f;
-          c[i] = band.Attends(i) ? x[e] * fmaf(-share, share, 1.0f) : 0.0f;
+          x[e] = Exp2(exponent(pair[e], e == 0 ? l.x : l.y, &slope[e]));
+          pair[e] = x[e] * slope[e];
         }
         prob[n / 2][n % 2 * 2 + h] = Pack<T>(x[0], x[1]);
       }

@@ -41,10 +41,11 @@ struct SwizzledTile {
 struct alignas(16) BackwardStep {
   int first, head;
   int flags;
-  int end;                            // tall: the first query after the tile
-  static constexpr int kMasked = 1;   // some pairs do not attend, or scores have options
-  static constexpr int kPartial = 2;  // the tile has rows that must not be read
-  static constexpr int kEnd = 4;      // there is no tile
+  int end;                             // of its queries
+  static constexpr int kMasked = 1;    // some pairs do not attend, or there is a bias
+  static constexpr int kPartial = 2;   // the tile has rows that must not be read
+  static constexpr int kEnd = 4;       // there is no tile
+  static constexpr int kSegments = 8;  // masked, and of several segments
 };
 
 // What a CTA owns, and where its walk over the queries stands.
@@ -55,9 +56,9 @@ struct alignas(16) BackwardOwned {
   WalkState walk;
 };
 
-template <int kDim_, int kValueDim_, bool kTall_ = false>
+template <int kDim_, int kValueDim_, bool kTall_ = false, bool kCapped_ = false>
 struct BackwardShape {
-  static constexpr bool kTall = kTall_;
+  static constexpr bool kTall = kTall_, kCapped = kCapped_;  // kCapped: for a softcap, without bias
   static constexpr BackwardTiles kTiles = BackwardTilesOf(kDim_, kValueDim_, kTall);
   static constexpr int kQueries = kTiles.queries, kKeys = kTiles.keys, kStages = kTiles.stages;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_;

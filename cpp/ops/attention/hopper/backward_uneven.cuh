@@ -108,8 +108,9 @@ struct UnevenWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaCommit();
       WgmmaWait<0>();
       KeepAfter(c);
-      const BackwardScores<T, kCount, kPlain> scores{
-          p, owned().sequence, owned().first_key + group * 64, at.first + query, at.head, thread};
+      const BackwardScores<T, kCount, kPlain, Shape::kCapped> scores{
+          p,      owned().sequence, owned().first_key + group * 64, at.first + query, at.head,
+          thread, at.flags};
       Packed<kCount> packed;
       scores.Probabilities(packed, c, lse + query, !kPlain && masked);
       if (kPlain && masked) scores.MaskPacked(packed);

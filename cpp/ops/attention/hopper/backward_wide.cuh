@@ -83,8 +83,9 @@ struct WideWorker : BackwardWorker<T, Shape, kPlain> {
       BarrierMeet(kWarpgroupMeets, kWarpgroup);
     }
   }
-  __device__ __forceinline__ BackwardScores<T, kScores, kPlain> ScoresOf(const Step& at) const {
-    return {p, owned().sequence, owned().first_key, at.first, at.head, thread};
+  __device__ __forceinline__ BackwardScores<T, kScores, kPlain, Shape::kCapped> ScoresOf(
+      const Step& at) const {
+    return {p, owned().sequence, owned().first_key, at.first, at.head, thread, at.flags};
   }
 
   // Where this thread of kGroup 0 leaves its part of P for that of kGroup 1, in pieces of four.

@@ -29,9 +29,7 @@ namespace kvblock::hopper {
 constexpr int kDqRows = KVBLOCK_ATTENTION_DQ_ROWS;
 
 // Whether the score of every pair that attends is scale q k.
-inline bool IsPlain(const kvblock_attention& a) {
-  return a.softcap == 0.0f && a.bias == nullptr && a.q_segments == nullptr;
-}
+inline bool IsPlain(const kvblock_attention& a) { return a.softcap == 0.0f && a.bias == nullptr; }
 // Whether LaunchBackwardKv takes 80 queries at a time and lays out dq_accum for that: where the
 // empty rows of last tiles, and what tiles on the diagonal compute in vain, are little.
 inline bool LaunchIsTall(const kvblock_attention& a) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
@@ -23,6 +24,7 @@ class Consumer {
     const bool finish = Traits::kKind == ForwardKind::kGeneral &&
                         (p.softcap > 0.0f || p.bias != nullptr || !(p.scale > 0.0f));
     rules_ = {finish, finish ? kLog2E : p.scale * kLog2E};
+    if constexpr (!Traits::kCapped) exponent_.to_log2 = rules_.to_log2;
   }
 
   __device__ __forceinline__ void Run() {
@@ -48,6 +50,7 @@ class Consumer {
 
  private:
   using Stage = StageCount<Traits::kStages>;
+  using Exponent = std::conditional_t<Traits::kCapped, SmallSoftCap, Scaled>;
 
   // Waits for the next item. Its Q is in queries_.stage.
   __device__ __forceinline__ const Item* NextItem() {
@@ -70,8 +73,12 @@ class Consumer {
     WgmmaWait<0>();
     KeepAfter(rows.s());
     Finish(*item, flags, rows);
-    MoveReferences(rows, rules_.to_log2, factor);  // O is 0: nothing to scale
-    Exponentials<0, kColumns>(rows, rules_.to_log2, sum);
+    if constexpr (Traits::kCapped) {  // O is 0: nothing to scale
+      Follow(flags, rows, factor);
+    } else {
+      MoveReferences(rows, exponent_, factor);
+    }
+    WithExponent([&](const auto& exponent) { Exponentials<0, kColumns>(rows, exponent, sum); });
     AddSums(rows, factor, sum);
     PackProbabilities<Traits>(rows);
 
@@ -106,9 +113,9 @@ class Consumer {
       // The first half of the exponentials runs under P V; the second hides the way from S to P and
       // the scaling of O. The wait is in both branches because the assembler moves it up as far as
       // it can, but not above a branch.
-      const bool moved = FollowMaxima(rows, rules_.to_log2, factor);
+      const bool moved = Follow(flags, rows, factor);
       float sum[2][2] = {};
-      Exponentials<0, kHalf>(rows, rules_.to_log2, sum);
+      WithExponent([&](const auto& exponent) { Exponentials<0, kHalf>(rows, exponent, sum); });
       KeepAfter(sum[0]);
       KeepAfter(sum[1]);
       if (moved) {
@@ -120,7 +127,8 @@ class Consumer {
         KeepAfter(rows.o());
       }
       LeaveKeys(&shared_.v_empty[values.stage]);
-      Exponentials<kHalf, kColumns>(rows, rules_.to_log2, sum);
+      WithExponent(
+          [&](const auto& exponent) { Exponentials<kHalf, kColumns>(rows, exponent, sum); });
       AddSums(rows, factor, sum);
       PackProbabilities<Traits>(rows);
       if (Traits::kQueryStages > 1 && ends) {
@@ -142,6 +150,46 @@ class Consumer {
     return Traits::kQueryStages == 1 ? NextItem() : next;
   }
 
+  // Moves the references of a tile's rows; true: some row of this warp may have a new one.
+  __device__ __forceinline__ bool Follow(int flags, Rows<Traits>& rows, float (&factor)[2]) {
+    if constexpr (Traits::kCapped) {
+      const float size = fmaxf(sizes_.of[0], sizes_.of[1]);
+      if (!(flags & Step::kMasked)) {  // nearly always nothing is to be done
+        bool usual = size <= p_.tiny_bound;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          usual &= sizes_.of[half] * p_.tiny_cap.c1 <= rows.sums.reference[half] + kOutgrown;
+          factor[half] = 1.0f;
+        }
+        tiny_ = __all_sync(~0u, usual);
+        if (tiny_) return false;
+      }
+      Cap(!(flags & Step::kMasked), size, rows);
+    }
+    return FollowMaxima(rows, exponent_, LargestScores(rows), factor);
+  }
+
+  // With a softcap, before the exponentials: what turns this tile's scores into exponents is a
+  // polynomial, of the lowest degree that serves `size`, the largest of this thread's; if none
+  // does, the scores are capped here.
+  __device__ __forceinline__ void Cap(bool may_be_tiny, float size, Rows<Traits>& rows) {
+    const float factor = p_.scale * Reciprocal(p_.softcap);
+    tiny_ = may_be_tiny && __all_sync(~0u, size <= p_.tiny_bound);
+    exponent_ = SmallSoftCap(p_.softcap * kLog2E, factor);
+    if (!tiny_ && __any_sync(~0u, !(size * factor <= kSmallTanh))) {  // also with a NaN
+      CapScores(p_, rows);
+      exponent_ = SmallSoftCap::None();
+    }
+  }
+  template <typename Use>
+  __device__ __forceinline__ void WithExponent(const Use& use) const {
+    if (Traits::kCapped && tiny_) {
+      use(p_.tiny_cap);
+    } else {
+      use(exponent_);
+    }
+  }
+
   // Scores have arrived: K is free (and Q, after the last), and the scores are finished.
   __device__ __forceinline__ void Finish(const Item& item, int flags, Rows<Traits>& rows) {
     const bool masked = flags & Step::kMasked;
@@ -157,16 +205,18 @@ class Consumer {
     LeaveKeys(&shared_.k_empty[keys_.stage]);
     if (flags & Step::kLast) Leave(&shared_.q_empty[queries_.stage]);
     keys_.Advance();
+    if constexpr (Traits::kCapped) sizes_ = LargestSizes(rows);
     if (rules_.finish || masked) {
       Sequence s = item.sequence;
       s.kv_len = min(s.kv_len, end);
       const int query = item.first + FirstRow();
       if (Traits::kKind == ForwardKind::kGeneral) {
-        FinishScores<Traits>(p_, s, rules_, masked, item.head, rows.state, query, first, Lane());
+        FinishScores<Traits>(p_, s, rules_, masked, flags & Step::kSegments, item.head, rows.state,
+                             query, first, Lane());
       } else {
         const int row = query + Lane() / 4, key = first + Lane() % 4 * 2;
         MaskPositions<Traits>(s, rows.state, row, key);
-        if (Traits::kKind == ForwardKind::kPlain && p_.q_segments != nullptr) {
+        if (Traits::kMasksSegments && (flags & Step::kSegments) != 0) {
           MaskSegments<Traits>(p_, s, rows.state, row, key);
         }
       }
@@ -270,6 +320,10 @@ class Consumer {
   ForwardShared<Traits>& shared_;
   const int group_;
   ScoreRules rules_;
+  Exponent exponent_;
+  // With a softcap: of the tile before it was masked; whether tiny_cap serves it.
+  Largest sizes_;
+  bool tiny_ = false;
   int clear_from_ = Traits::kKeys;  // rows of V from here on are not to be seen
   int items_ = 0;
   StageCount<kSteps> steps_;

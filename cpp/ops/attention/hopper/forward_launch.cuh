@@ -131,8 +131,10 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
 }
 
 inline ForwardKind KindOf(const kvblock_attention& a) {
-  const bool plain = a.scale > 0.0f && !(a.softcap > 0.0f) && !a.bias;
-  if (!plain || a.tile_indices) return ForwardKind::kGeneral;
+  if (!(a.scale > 0.0f) || a.softcap >= kLargeSoftcap || a.bias || a.tile_indices) {
+    return ForwardKind::kGeneral;
+  }
+  if (a.softcap > 0.0f) return ForwardKind::kCapped;
   if (a.cu_q || a.q_lens || a.kv_lens || a.q_segments) return ForwardKind::kPlain;
   const bool masked = a.window_left >= 0 || a.window_right >= 0;
   if (masked && ClusterHeads(a, 2)) return ForwardKind::kBand;
@@ -157,6 +159,8 @@ const char* LaunchForwardOf(const kvblock_attention& a, cudaStream_t stream) {
       return launch_as(std::integral_constant<ForwardKind, ForwardKind::kBand>());
     case ForwardKind::kPlain:
       return launch_as(std::integral_constant<ForwardKind, ForwardKind::kPlain>());
+    case ForwardKind::kCapped:
+      return launch_as(std::integral_constant<ForwardKind, ForwardKind::kCapped>());
     default: return launch_as(std::integral_constant<ForwardKind, ForwardKind::kGeneral>());
   }
 }

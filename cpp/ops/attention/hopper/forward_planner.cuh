@@ -126,7 +126,9 @@ class Planner {
     Walk walk(p_, s, shared_.walk);
     const bool found = walk.Next();
     if (found) {
-      *step = {walk.first(), walk.limit(), AllVisible(walk) ? 0 : Step::kMasked, item_};
+      const int flags =
+          (AllVisible(walk) ? 0 : Step::kMasked) | (walk.one_segment() ? 0 : Step::kSegments);
+      *step = {walk.first(), walk.limit(), flags, item_};
       const int rows = static_cast<int>(p_.kv_len) - shared_.items[item_].kv_row;  // then zeros
       if (step->end < min(step->first + Traits::kKeys, rows)) step->flags |= Step::kDirty;
     }

@@ -58,12 +58,69 @@ __device__ __forceinline__ void IssueValues(Rows<Traits>& rows, uint64_t v) {
   }
 }
 
+// From scores to exponents of 2, or these plus y. With a softcap SmallSoftCap does the same.
+struct Scaled {
+  float to_log2;
+  __device__ __forceinline__ float operator()(float x) const { return x * to_log2; }
+  __device__ __forceinline__ float operator()(float x, float y) const {
+    return fmaf(x, to_log2, y);
+  }
+};
+
 // A tile's scores may be larger than their row's reference by this many powers of 2.
 constexpr float kOutgrown = 8.0f;
 
-// New references for rows that have outgrown theirs. What came before is to be scaled by `factor`.
+// Of a thread's two rows the largest score, or 0.
+struct Largest {
+  float of[2];
+};
 template <typename Traits>
-__device__ __forceinline__ void MoveReferences(Rows<Traits>& rows, float to_log2,
+__device__ __forceinline__ Largest LargestScores(const Rows<Traits>& rows) {
+  const auto& s = rows.state.s[0];
+  Largest largest;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int max[2] = {0, 0};
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; ++n) {
+      max[n % 2] = MaxOfBits(max[n % 2], s[n][half * 2], s[n][half * 2 + 1]);
+    }
+    largest.of[half] = __int_as_float(::max(max[0], max[1]));
+  }
+  return largest;
+}
+
+// The same of the scores' sizes.
+template <typename Traits>
+__device__ __forceinline__ Largest LargestSizes(const Rows<Traits>& rows) {
+  const auto& s = rows.state.s[0];
+  Largest largest;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int max[2] = {0, 0};
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; n += 2) {
+      const auto size = [&](int n) {
+        return fmaxf(fabsf(s[n][half * 2]), fabsf(s[n][half * 2 + 1]));
+      };
+      max[n / 2 % 2] = MaxOfBits(max[n / 2 % 2], size(n), size(n + 1));
+    }
+    largest.of[half] = __int_as_float(::max(max[0], max[1]));
+  }
+  return largest;
+}
+
+// Scores of any size become their exponents.
+template <typename Traits>
+__device__ __forceinline__ void CapScores(const AttentionParams& p, Rows<Traits>& rows) {
+  const float factor = p.scale * Reciprocal(p.softcap) * kTwoLog2E, cap = p.softcap * kLog2E;
+#pragma unroll
+  for (float& x : rows.s()) x = x == -INFINITY ? x : SoftCap(x * factor, cap);  // not masked ones
+}
+
+// New references for rows that have outgrown theirs. What came before is to be scaled by `factor`.
+template <typename Traits, typename Exponent>
+__device__ __forceinline__ void MoveReferences(Rows<Traits>& rows, const Exponent& exponent,
                                                float (&factor)[2]) {
   const auto& s = rows.state.s[0];
 #pragma unroll
@@ -75,7 +132,7 @@ __device__ __forceinline__ void MoveReferences(Rows<Traits>& rows, float to_log2
       max[1] = fmaxf(max[1], s[n][half * 2 + 1]);
     }
     float& reference = rows.sums.reference[half];
-    const float tile = RowMax(fmaxf(max[0], max[1])) * to_log2, before = reference;
+    const float tile = exponent(RowMax(fmaxf(max[0], max[1]))), before = reference;
     const bool outgrown = tile > before + kOutgrown;
     if (outgrown) reference = tile;
     factor[half] = outgrown ? Exp2(before - tile) : 1.0f;
@@ -84,37 +141,30 @@ __device__ __forceinline__ void MoveReferences(Rows<Traits>& rows, float to_log2
 
 // The same, where it hardly ever happens: while no thread's largest score, or 0, has outgrown the
 // reference, no lane asks another for its maximum. True: some row of this warp may have a new one.
-template <typename Traits>
-__device__ __forceinline__ bool FollowMaxima(Rows<Traits>& rows, float to_log2,
-                                             float (&factor)[2]) {
-  const auto& s = rows.state.s[0];
+template <typename Traits, typename Exponent>
+__device__ __forceinline__ bool FollowMaxima(Rows<Traits>& rows, const Exponent& exponent,
+                                             const Largest& largest, float (&factor)[2]) {
   bool outgrown = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    int max[2] = {0, 0};
-#pragma unroll
-    for (int n = 0; n < Traits::kKeys / 8; ++n) {
-      max[n % 2] = MaxOfBits(max[n % 2], s[n][half * 2], s[n][half * 2 + 1]);
-    }
-    const float largest = __int_as_float(::max(max[0], max[1]));
-    outgrown |= largest * to_log2 > rows.sums.reference[half] + kOutgrown;
+    outgrown |= exponent(largest.of[half]) > rows.sums.reference[half] + kOutgrown;
     factor[half] = 1.0f;
   }
   if (!__any_sync(~0u, outgrown)) return false;
-  MoveReferences(rows, to_log2, factor);
+  MoveReferences(rows, exponent, factor);
   return __any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f);
 }
 
 // The scores of columns 8 kFrom to 8 kTo become probabilities, and join the sums.
-template <int kFrom, int kTo, typename Traits>
-__device__ __forceinline__ void Exponentials(Rows<Traits>& rows, float to_log2,
+template <int kFrom, int kTo, typename Traits, typename Exponent>
+__device__ __forceinline__ void Exponentials(Rows<Traits>& rows, const Exponent& exponent,
                                              float (&sum)[2][2]) {
   auto& s = rows.state.s[0];
 #pragma unroll
   for (int n = kFrom; n < kTo; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      s[n][e] = Exp2(fmaf(s[n][e], to_log2, -rows.sums.reference[e / 2]));
+      s[n][e] = Exp2(exponent(s[n][e], -rows.sums.reference[e / 2]));
       sum[e / 2][e % 2] += s[n][e];
     }
   }

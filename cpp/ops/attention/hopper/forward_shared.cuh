@@ -36,6 +36,7 @@ struct ForwardTraits {
   // O leaves through shared memory where there is room for it, which is beside two places for Q.
   static constexpr bool kStagesOutput = kQueryStages > 1;
   static constexpr int kOBytes = kStagesOutput ? kConsumerRows * kValueChunks * kChunkRowBytes : 16;
+  static constexpr bool kCapped = kKind == ForwardKind::kCapped;
   // A batch of which every row takes part, and only the band masks.
   static constexpr bool kDense = kKind == ForwardKind::kBand || kKind == ForwardKind::kWide;
   using Walk = TileWalk<Along::kKeys, kKeys,
@@ -86,10 +87,11 @@ struct alignas(16) Step {
   int flags;
   int item;  // a place in `items`
   enum : int {
-    kMasked = 1,  // a KV tile with hidden keys
-    kLast = 2,    // the last of its item
-    kDirty = 4,   // rows of V from `end` on hold what must not be seen
-    kStarts = 8,  // the first of its item
+    kMasked = 1,     // a KV tile with hidden keys
+    kLast = 2,       // the last of its item
+    kDirty = 4,      // rows of V from `end` on hold what must not be seen
+    kStarts = 8,     // the first of its item
+    kSegments = 16,  // masked, and of several segments
   };
 };
 
