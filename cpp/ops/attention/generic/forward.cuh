@@ -381,8 +381,8 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
 
     Multiply<Traits>(rows, queries, q_tile, k_tile(stage), row(), lane());
     if (rules.finish || !whole_now) {
-      FinishScores<Traits>(p, s, rules, !whole_now, p.q_segments != nullptr, parked.head, rows, parked.first + row(),
-                           key_now, lane());
+      FinishScores<Traits>(p, s, rules, !whole_now, p.q_segments != nullptr, parked.head, rows,
+                           parked.first + row(), key_now, lane());
     }
     Rescale<Traits>(rows, rules.to_log2);
     Accumulate<Traits>(rows, rules.to_log2, v_tile(stage), lane());

@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   int first;
   if (!FindTile<Along::kQueries, kDqRows>(p, owner / p.num_heads, tile, &s, &first)) return;
   // These 64 queries lie in one or two of the tiles that were stored. The first ends at `end`.
-  const int lack = TallLack(s);
+  const int lack = FirstLacks<kTallQueries>(s.q_len);
   const int end = ((first + lack) / kTallQueries + 1) * kTallQueries - lack;
   const auto is_stored = [&](int tile_end) {
     return p.dq_state == nullptr || *DqState(p, s, head, min(tile_end, s.q_len) - 1) != 0;

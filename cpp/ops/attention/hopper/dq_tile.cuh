@@ -58,11 +58,6 @@ __device__ __forceinline__ float* DqTile(const AttentionParams& p, const Sequenc
                                          int first) {
   return p.dq_accum + DqTileNumber(p, s, head, first) * (kDqRows * p.head_dim);
 }
-// Queries that the first tile of a tall launch lacks. So the last tile is a whole one: it is the
-// last queries of a sequence that all keys see under a causal mask.
-__device__ __forceinline__ int TallLack(const Sequence& s) {
-  return (kTallQueries - s.q_len % kTallQueries) % kTallQueries / 8 * 8;
-}
 // Tall: the block of 8 queries that begins with `first`, of the columns from 64 half on.
 constexpr int kTallBlock = 8 * 64;  // values
 __device__ __forceinline__ float* DqTallBlock(const AttentionParams& p, const Sequence& s, int head,

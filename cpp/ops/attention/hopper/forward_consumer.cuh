@@ -216,7 +216,7 @@ class Consumer {
       } else {
         const int row = query + Lane() / 4, key = first + Lane() % 4 * 2;
         MaskPositions<Traits>(s, rows.state, row, key);
-        if (Traits::kMasksSegments && (flags & Step::kSegments) != 0) {
+        if (!Traits::kDense && (flags & Step::kSegments) != 0) {
           MaskSegments<Traits>(p_, s, rows.state, row, key);
         }
       }

@@ -26,14 +26,14 @@ enum class ForwardKind {
 // For a padded head dim and value dim. General tiles have 128 queries, which divide listed ones.
 constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) {
   const bool general = kind == ForwardKind::kGeneral || kind == ForwardKind::kCapped;
-  return dim == 64    ? general ? ForwardTiles{2, 128, 2, 88, 208, true, 1}
+  return dim == 64    ? general ? ForwardTiles{2, 128, 2, 72, 216, true, 1}
                                 : ForwardTiles{3, 128, 2, 32, 160, true, 1}
-         : dim == 96  ? ForwardTiles{2, 128, 2, 88, 208, true, general ? 1 : 2}
+         : dim == 96  ? ForwardTiles{2, 128, 2, 72, 216, true, general ? 1 : 2}
          : dim == 128 ? kind == ForwardKind::kWide   ? ForwardTiles{2, 176, 1, 56, 224, true, 2}
-                        : kind == ForwardKind::kBand ? ForwardTiles{2, 128, 2, 88, 208, true, 2}
-                                                     : ForwardTiles{2, 128, 2, 88, 208, true, 1}
+                        : kind == ForwardKind::kBand ? ForwardTiles{2, 128, 2, 72, 216, true, 2}
+                                                     : ForwardTiles{2, 128, 2, 72, 216, true, 1}
          : dim == 192
-             ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 88, 208, true, general ? 1 : 2}
+             ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 72, 216, true, general ? 1 : 2}
              : ForwardTiles{2, 80, 1, 24, 240, true, general ? 1 : 2};
 }
 
