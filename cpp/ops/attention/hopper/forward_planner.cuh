@@ -49,8 +49,7 @@ class Planner {
       const Assignment at =
           counted ? AssignInOrder(p_, index) : AssignInRounds(p_, round, cta, grid);
       if (at.is == Assignment::kEnd) break;
-      const unsigned count = counted ? Count() : 0;  // under way while the tile is planned
-      if (at.is == Assignment::kTile) PlanTile(at);
+      const unsigned count = at.is == Assignment::kTile ? PlanTile(at, counted) : 0;
       index = int64_t{grid} + __shfl_sync(~0u, count, 0);
     }
     if (lane_ == 0) shared_.items[item_].is = Item::kEnd;
@@ -69,14 +68,17 @@ class Planner {
     return count;
   }
 
-  __device__ __forceinline__ void PlanTile(const Assignment& at) {
+  // Returns how many tiles were counted before, in lane 0. It is asked for as late as possible, or
+  // the next tile would be this CTA's long before it is done with this one; then others that are
+  // done earlier would not have it, and the CTAs would end apart.
+  __device__ __forceinline__ unsigned PlanTile(const Assignment& at, bool counted) {
     Sequence found;
     int first;
     const bool heads = Traits::kCluster > 1 && p_.cluster_heads;
     const int pair = heads ? at.pair * Traits::kCluster + ClusterRank() : at.pair;
     const int batch = pair / p_.num_heads, head = pair - batch * p_.num_heads;
     if (!FindTile<Along::kQueries, Traits::kClusterQueries>(p_, batch, at.tile, &found, &first)) {
-      return;
+      return counted ? Count() : 0;
     }
     if (heads) first = at.tile * Traits::kQueries;
     const int end = first + (heads ? Traits::kQueries : Traits::kClusterQueries);
@@ -97,8 +99,10 @@ class Planner {
     const Sequence& s = item.sequence;
     Park(Walk(p_, s, head, first, min(end, s.q_len)));
     Step step, next;
+    unsigned count = 0;
     for (bool any = false, more = true; more; any = true) {  // a step behind: is it the last?
       more = Next(s, &next);
+      if (!more && counted) count = Count();  // under way while the last step waits for its place
       if (!any) {
         if (lane_ == 0) item.is = more ? Item::kTiles : Item::kEmpty;
         if (!more) Emit({0, 0, 0, item_});
@@ -112,6 +116,7 @@ class Planner {
       step = next;
     }
     item_ = (item_ + 1) % kItems;
+    return count;
   }
 
   // Moves the walk, which is parked in shared memory, to the next tile.
