@@ -51,8 +51,7 @@ class Planner {
       const Assignment at =
           counted ? AssignInOrder(p_, index) : AssignInRounds(p_, round, cta, grid);
       if (at.is == Assignment::kEnd) break;
-      const unsigned count = counted ? Count() : 0;  // under way while the tile is planned
-      if (at.is == Assignment::kTile) PlanTile(at);
+      const unsigned count = at.is == Assignment::kTile ? PlanTile(at, counted) : 0;
       index = grid + __shfl_sync(~0u, count, 0);
     }
     if (lane_ == 0) shared_.items[item_].is = Item::kEnd;
@@ -73,7 +72,10 @@ class Planner {
     return count;
   }
 
-  __device__ __forceinline__ void PlanTile(const Assignment& at) {
+  // Returns how many tiles were counted before, in lane 0. It asks as late as possible, or the next
+  // tile would be this CTA's long before it is done with this one; then others that are done
+  // earlier would not have it, and the CTAs would end apart.
+  __device__ __forceinline__ unsigned PlanTile(const Assignment& at, bool counted) {
     Item& item = shared_.items[item_];
     const bool heads = Traits::kCluster > 1 && Opaque(static_cast<int>(p_.cluster_heads));
     const int pair = heads ? at.pair * Traits::kCluster + ClusterRank() : at.pair;
@@ -86,7 +88,7 @@ class Planner {
     int first;
     if (!FindTile<Along::kQueries, Traits::kClusterQueries, kDense>(p_, batch, at.tile, &found,
                                                                     &first)) {
-      return;
+      return counted ? Count() : 0;
     }
     if (heads) first = at.tile * Traits::kQueries;
     if (lane_ == 0) {
@@ -117,8 +119,11 @@ class Planner {
       if (lane_ == 0) item.is = Item::kEmpty;
       Prepare({0, 0, 0, item_});
     }
+    const unsigned count = counted ? Count() : 0;  // under way while the last step is published
     Publish(starts ? 0 : Step::kLast);
     item_ = (item_ + 1) % kItems;
+    return count;
+    return count;
   }
 
   // Moves the walk, which is parked in shared memory, to the next tile.
