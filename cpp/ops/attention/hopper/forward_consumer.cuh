@@ -30,7 +30,7 @@ class Consumer {
     const Item* item = NextItem();
     while (item->is != Item::kEnd) {
       Rows<Traits> rows;
-      Clear(rows);
+      ClearOutput(rows);  // where there are tiles, their first product does not read it
       if (item->is == Item::kEmpty) {
         LeaveStep();
         Leave(&shared_.q_empty[queries_.stage]);
@@ -70,7 +70,10 @@ class Consumer {
     WgmmaWait<0>();
     KeepAfter(rows.s());
     Finish(*item, flags, rows);
-    MoveReferences(rows, rules_.to_log2, factor);  // O is 0: nothing to scale
+    LeaveScores(flags);
+    float max[2];
+    RowMaxima(rows, max);
+    MoveReferences(rows.sums, max, rules_.to_log2, factor);  // there is no O to scale yet
     Exponentials<0, kColumns>(rows, rules_.to_log2, sum);
     AddSums(rows, factor, sum);
     PackProbabilities<Traits>(rows);
@@ -78,7 +81,8 @@ class Consumer {
     const Item* next = item;
 #pragma unroll 1
     for (;;) {
-      const bool ends = flags & Step::kLast;  // the pending product ends its item
+      // Whether the pending product begins its item, and ends it.
+      const bool begins = flags & Step::kStarts, ends = flags & Step::kLast;
       if (ends) {
         if (Traits::kQueryStages == 1) break;
         next = NextItem();
@@ -95,7 +99,7 @@ class Consumer {
       WgmmaCommit();
       TakeValues(values);
       WgmmaFence();
-      IssueValues<Traits>(rows, ValuesOperand(values));
+      IssueValues<Traits>(rows, ValuesOperand(values), begins);
       WgmmaCommit();
       if (Traits::kTiles.turns) PassTurn();
       WgmmaWait<1>();
@@ -107,6 +111,7 @@ class Consumer {
       // the scaling of O. The wait is in both branches because the assembler moves it up as far as
       // it can, but not above a branch.
       const bool moved = FollowMaxima(rows, rules_.to_log2, factor);
+      LeaveScores(flags);
       float sum[2][2] = {};
       Exponentials<0, kHalf>(rows, rules_.to_log2, sum);
       KeepAfter(sum[0]);
@@ -125,7 +130,6 @@ class Consumer {
       PackProbabilities<Traits>(rows);
       if (Traits::kQueryStages > 1 && ends) {
         WriteItem(*item, before, rows);
-        ClearOutput(rows);
         item = next;
       }
     }
@@ -133,7 +137,7 @@ class Consumer {
     TakeValues(values);
     Pin(rows);
     WgmmaFence();
-    IssueValues<Traits>(rows, ValuesOperand(values));
+    IssueValues<Traits>(rows, ValuesOperand(values), flags & Step::kStarts);
     WgmmaCommit();
     WgmmaWait<0>();
     KeepAfter(rows.o());
@@ -142,22 +146,14 @@ class Consumer {
     return Traits::kQueryStages == 1 ? NextItem() : next;
   }
 
-  // Scores have arrived: K is free (and Q, after the last), and the scores are finished.
+  // The scores have arrived; here they are finished.
   __device__ __forceinline__ void Finish(const Item& item, int flags, Rows<Traits>& rows) {
     const bool masked = flags & Step::kMasked;
-    int first = 0, end = 0;
     clear_from_ = Traits::kKeys;
     if (rules_.finish || masked) {
       const Step& step = shared_.steps[steps_.stage];
-      first = step.first;
-      end = step.end;
+      const int first = step.first, end = step.end;
       if (flags & Step::kDirty) clear_from_ = end - first;
-    }
-    LeaveStep();
-    LeaveKeys(&shared_.k_empty[keys_.stage]);
-    if (flags & Step::kLast) Leave(&shared_.q_empty[queries_.stage]);
-    keys_.Advance();
-    if (rules_.finish || masked) {
       Sequence s = item.sequence;
       s.kv_len = min(s.kv_len, end);
       const int query = item.first + FirstRow();
@@ -173,10 +169,15 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void Clear(Rows<Traits>& rows) {
-    rows.sums = RowSums();
-    ClearOutput(rows);
+  // Their step and K are free, and Q after the last. This stands behind the maxima, since the way
+  // from products to probabilities is what a step waits for.
+  __device__ __forceinline__ void LeaveScores(int flags) {
+    LeaveStep();
+    LeaveKeys(&shared_.k_empty[keys_.stage]);
+    if (flags & Step::kLast) Leave(&shared_.q_empty[queries_.stage]);
+    keys_.Advance();
   }
+
   __device__ __forceinline__ void ClearOutput(Rows<Traits>& rows) {
 #pragma unroll
     for (int i = 0; i < Traits::kValueDim / 2; ++i) rows.o()[i] = 0.0f;
@@ -184,13 +185,15 @@ class Consumer {
   __device__ __forceinline__ void WriteItem(const Item& item, const RowSums& sums,
                                             Rows<Traits>& rows) {
     float factor[2];
-    FinishRows<Traits>(p_, item, sums, rows, factor, FirstRow(), Lane());
+    const float lse = FinishRows<Traits>(p_, item, sums, rows, factor, FirstRow(), Lane());
     if constexpr (Traits::kStagesOutput) {
       TakeOutput();
       StageOutput<Traits>(factor, rows, SharedAddress(shared_.o[group_]), Thread() / 32, Lane());
       FenceAsync();
+      StoreLse(p_, item, lse, FirstRow(), Lane());  // here, since the fence would wait for it
       LeaveOutput();
     } else {
+      StoreLse(p_, item, lse, FirstRow(), Lane());
       StoreOutput<Traits>(p_, item, factor, rows, FirstRow(), Lane());
     }
   }
