@@ -65,6 +65,10 @@ struct SmallSoftCap {
   __device__ __forceinline__ float operator()(float x, float y) const {
     return fmaf(x, Ratio(x), y);
   }
+  // Whether that of a score, given by its bits, is larger than `limit`.
+  __device__ __forceinline__ bool Exceeds(int score, float limit) const {
+    return (*this)(__int_as_float(score)) > limit;
+  }
 
  private:
   __device__ __forceinline__ float Ratio(float x) const {

@@ -32,7 +32,7 @@ class Consumer {
     const Item* item = NextItem();
     while (item->is != Item::kEnd) {
       Rows<Traits> rows;
-      Clear(rows);
+      ClearOutput(rows);  // where there are tiles, their first product does not read it
       if (item->is == Item::kEmpty) {
         LeaveStep();
         Leave(&shared_.q_empty[queries_.stage]);
@@ -73,10 +73,13 @@ class Consumer {
     WgmmaWait<0>();
     KeepAfter(rows.s());
     Finish(*item, flags, rows);
-    if constexpr (Traits::kCapped) {  // O is 0: nothing to scale
+    LeaveScores(flags);
+    if constexpr (Traits::kCapped) {  // there is no O to scale yet
       Follow(flags, rows, factor);
     } else {
-      MoveReferences(rows, exponent_, factor);
+      float max[2];
+      RowMaxima(rows, max);
+      MoveReferences(rows.sums, max, exponent_, factor);
     }
     WithExponent([&](const auto& exponent) { Exponentials<0, kColumns>(rows, exponent, sum); });
     AddSums(rows, factor, sum);
@@ -85,7 +88,8 @@ class Consumer {
     const Item* next = item;
 #pragma unroll 1
     for (;;) {
-      const bool ends = flags & Step::kLast;  // the pending product ends its item
+      // Whether the pending product begins its item, and ends it.
+      const bool begins = flags & Step::kStarts, ends = flags & Step::kLast;
       if (ends) {
         if (Traits::kQueryStages == 1) break;
         next = NextItem();
@@ -102,7 +106,7 @@ class Consumer {
       WgmmaCommit();
       TakeValues(values);
       WgmmaFence();
-      IssueValues<Traits>(rows, ValuesOperand(values));
+      IssueValues<Traits>(rows, ValuesOperand(values), begins);
       WgmmaCommit();
       if (Traits::kTiles.turns) PassTurn();
       WgmmaWait<1>();
@@ -114,6 +118,7 @@ class Consumer {
       // the scaling of O. The wait is in both branches because the assembler moves it up as far as
       // it can, but not above a branch.
       const bool moved = Follow(flags, rows, factor);
+      LeaveScores(flags);
       float sum[2][2] = {};
       WithExponent([&](const auto& exponent) { Exponentials<0, kHalf>(rows, exponent, sum); });
       KeepAfter(sum[0]);
@@ -133,7 +138,6 @@ class Consumer {
       PackProbabilities<Traits>(rows);
       if (Traits::kQueryStages > 1 && ends) {
         WriteItem(*item, before, rows);
-        ClearOutput(rows);
         item = next;
       }
     }
@@ -141,7 +145,7 @@ class Consumer {
     TakeValues(values);
     Pin(rows);
     WgmmaFence();
-    IssueValues<Traits>(rows, ValuesOperand(values));
+    IssueValues<Traits>(rows, ValuesOperand(values), flags & Step::kStarts);
     WgmmaCommit();
     WgmmaWait<0>();
     KeepAfter(rows.o());
@@ -153,12 +157,12 @@ class Consumer {
   // Moves the references of a tile's rows; true: some row of this warp may have a new one.
   __device__ __forceinline__ bool Follow(int flags, Rows<Traits>& rows, float (&factor)[2]) {
     if constexpr (Traits::kCapped) {
-      const float size = fmaxf(sizes_.of[0], sizes_.of[1]);
+      const float size = fmaxf(sizes_[0], sizes_[1]);
       if (!(flags & Step::kMasked)) {  // nearly always nothing is to be done
         bool usual = size <= p_.tiny_bound;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          usual &= sizes_.of[half] * p_.tiny_cap.c1 <= rows.sums.reference[half] + kOutgrown;
+          usual &= sizes_[half] * p_.tiny_cap.c1 <= rows.sums.reference[half] + kOutgrown;
           factor[half] = 1.0f;
         }
         tiny_ = __all_sync(~0u, usual);
@@ -166,7 +170,7 @@ class Consumer {
       }
       Cap(!(flags & Step::kMasked), size, rows);
     }
-    return FollowMaxima(rows, exponent_, LargestScores(rows), factor);
+    return FollowMaxima(rows, exponent_, factor);
   }
 
   // With a softcap, before the exponentials: what turns this tile's scores into exponents is a
@@ -190,23 +194,15 @@ class Consumer {
     }
   }
 
-  // Scores have arrived: K is free (and Q, after the last), and the scores are finished.
+  // The scores have arrived; here they are finished.
   __device__ __forceinline__ void Finish(const Item& item, int flags, Rows<Traits>& rows) {
     const bool masked = flags & Step::kMasked;
-    int first = 0, end = 0;
     clear_from_ = Traits::kKeys;
+    if constexpr (Traits::kCapped) LargestSizes(rows, sizes_);
     if (rules_.finish || masked) {
       const Step& step = shared_.steps[steps_.stage];
-      first = step.first;
-      end = step.end;
+      const int first = step.first, end = step.end;
       if (flags & Step::kDirty) clear_from_ = end - first;
-    }
-    LeaveStep();
-    LeaveKeys(&shared_.k_empty[keys_.stage]);
-    if (flags & Step::kLast) Leave(&shared_.q_empty[queries_.stage]);
-    keys_.Advance();
-    if constexpr (Traits::kCapped) sizes_ = LargestSizes(rows);
-    if (rules_.finish || masked) {
       Sequence s = item.sequence;
       s.kv_len = min(s.kv_len, end);
       const int query = item.first + FirstRow();
@@ -223,10 +219,15 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void Clear(Rows<Traits>& rows) {
-    rows.sums = RowSums();
-    ClearOutput(rows);
+  // Their step and K are free, and Q after the last. This stands behind the maxima, since the way
+  // from products to probabilities is what a step waits for.
+  __device__ __forceinline__ void LeaveScores(int flags) {
+    LeaveStep();
+    LeaveKeys(&shared_.k_empty[keys_.stage]);
+    if (flags & Step::kLast) Leave(&shared_.q_empty[queries_.stage]);
+    keys_.Advance();
   }
+
   __device__ __forceinline__ void ClearOutput(Rows<Traits>& rows) {
 #pragma unroll
     for (int i = 0; i < Traits::kValueDim / 2; ++i) rows.o()[i] = 0.0f;
@@ -234,13 +235,15 @@ class Consumer {
   __device__ __forceinline__ void WriteItem(const Item& item, const RowSums& sums,
                                             Rows<Traits>& rows) {
     float factor[2];
-    FinishRows<Traits>(p_, item, sums, rows, factor, FirstRow(), Lane());
+    const float lse = FinishRows<Traits>(p_, item, sums, rows, factor, FirstRow(), Lane());
     if constexpr (Traits::kStagesOutput) {
       TakeOutput();
       StageOutput<Traits>(factor, rows, SharedAddress(shared_.o[group_]), Thread() / 32, Lane());
       FenceAsync();
+      StoreLse(p_, item, lse, FirstRow(), Lane());  // here, since the fence would wait for it
       LeaveOutput();
     } else {
+      StoreLse(p_, item, lse, FirstRow(), Lane());
       StoreOutput<Traits>(p_, item, factor, rows, FirstRow(), Lane());
     }
   }
@@ -322,7 +325,7 @@ class Consumer {
   ScoreRules rules_;
   Exponent exponent_;
   // With a softcap: of the tile before it was masked; whether tiny_cap serves it.
-  Largest sizes_;
+  float sizes_[2];
   bool tiny_ = false;
   int clear_from_ = Traits::kKeys;  // rows of V from here on are not to be seen
   int items_ = 0;

@@ -123,7 +123,6 @@ class Planner {
     Publish(starts ? 0 : Step::kLast);
     item_ = (item_ + 1) % kItems;
     return count;
-    return count;
   }
 
   // Moves the walk, which is parked in shared memory, to the next tile.

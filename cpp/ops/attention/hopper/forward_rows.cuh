@@ -48,13 +48,13 @@ __device__ __forceinline__ void IssueScores(Rows<Traits>& rows, uint64_t q, uint
   }
 }
 
-// O += P V.
+// O += P V, or O = P V for an item's first tile.
 template <typename Traits>
-__device__ __forceinline__ void IssueValues(Rows<Traits>& rows, uint64_t v) {
+__device__ __forceinline__ void IssueValues(Rows<Traits>& rows, uint64_t v, bool first) {
 #pragma unroll
   for (int step = 0; step < Traits::kKeys / 16; ++step) {
     Wgmma<Traits::kValueDim>::template Registers<typename Traits::T, OperandLies::kDown>(
-        rows.o(), rows.p[step], Advance(v, step * 16 * kChunkRowBytes));
+        rows.o(), rows.p[step], Advance(v, step * 16 * kChunkRowBytes), step > 0 || !first);
   }
 }
 
@@ -65,19 +65,19 @@ struct Scaled {
   __device__ __forceinline__ float operator()(float x, float y) const {
     return fmaf(x, to_log2, y);
   }
+  // Whether that of a score, given by its bits and not negative, is larger than `limit`.
+  __device__ __forceinline__ bool Exceeds(int score, float limit) const {
+    return score > __float_as_int(limit * Reciprocal(to_log2));
+  }
 };
 
 // A tile's scores may be larger than their row's reference by this many powers of 2.
 constexpr float kOutgrown = 8.0f;
 
-// Of a thread's two rows the largest score, or 0.
-struct Largest {
-  float of[2];
-};
+// Of a thread's two rows the largest score, or 0, as bits.
 template <typename Traits>
-__device__ __forceinline__ Largest LargestScores(const Rows<Traits>& rows) {
+__device__ __forceinline__ void LargestScores(const Rows<Traits>& rows, int (&largest)[2]) {
   const auto& s = rows.state.s[0];
-  Largest largest;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     int max[2] = {0, 0};
@@ -85,16 +85,14 @@ __device__ __forceinline__ Largest LargestScores(const Rows<Traits>& rows) {
     for (int n = 0; n < Traits::kKeys / 8; ++n) {
       max[n % 2] = MaxOfBits(max[n % 2], s[n][half * 2], s[n][half * 2 + 1]);
     }
-    largest.of[half] = __int_as_float(::max(max[0], max[1]));
+    largest[half] = ::max(max[0], max[1]);
   }
-  return largest;
 }
 
-// The same of the scores' sizes.
+// The largest of the scores' sizes.
 template <typename Traits>
-__device__ __forceinline__ Largest LargestSizes(const Rows<Traits>& rows) {
+__device__ __forceinline__ void LargestSizes(const Rows<Traits>& rows, float (&largest)[2]) {
   const auto& s = rows.state.s[0];
-  Largest largest;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     int max[2] = {0, 0};
@@ -105,9 +103,8 @@ __device__ __forceinline__ Largest LargestSizes(const Rows<Traits>& rows) {
       };
       max[n / 2 % 2] = MaxOfBits(max[n / 2 % 2], size(n), size(n + 1));
     }
-    largest.of[half] = __int_as_float(::max(max[0], max[1]));
+    largest[half] = __int_as_float(::max(max[0], max[1]));
   }
-  return largest;
 }
 
 // Scores of any size become their exponents.
@@ -118,21 +115,30 @@ __device__ __forceinline__ void CapScores(const AttentionParams& p, Rows<Traits>
   for (float& x : rows.s()) x = x == -INFINITY ? x : SoftCap(x * factor, cap);  // not masked ones
 }
 
-// New references for rows that have outgrown theirs. What came before is to be scaled by `factor`.
-template <typename Traits, typename Exponent>
-__device__ __forceinline__ void MoveReferences(Rows<Traits>& rows, const Exponent& exponent,
-                                               float (&factor)[2]) {
+// The largest scores of both rows.
+template <typename Traits>
+__device__ __forceinline__ void RowMaxima(const Rows<Traits>& rows, float (&max)[2]) {
   const auto& s = rows.state.s[0];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float max[2] = {s[0][half * 2], s[0][half * 2 + 1]};
+    float of[2] = {s[0][half * 2], s[0][half * 2 + 1]};
 #pragma unroll
     for (int n = 1; n < Traits::kKeys / 8; ++n) {
-      max[0] = fmaxf(max[0], s[n][half * 2]);
-      max[1] = fmaxf(max[1], s[n][half * 2 + 1]);
+      of[0] = fmaxf(of[0], s[n][half * 2]);
+      of[1] = fmaxf(of[1], s[n][half * 2 + 1]);
     }
-    float& reference = rows.sums.reference[half];
-    const float tile = exponent(RowMax(fmaxf(max[0], max[1]))), before = reference;
+    max[half] = RowMax(fmaxf(of[0], of[1]));
+  }
+}
+
+// New references for rows that have outgrown theirs. What came before is to be scaled by `factor`.
+template <typename Exponent>
+__device__ __forceinline__ void MoveReferences(RowSums& sums, const float (&max)[2],
+                                               const Exponent& exponent, float (&factor)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float& reference = sums.reference[half];
+    const float tile = exponent(max[half]), before = reference;
     const bool outgrown = tile > before + kOutgrown;
     if (outgrown) reference = tile;
     factor[half] = outgrown ? Exp2(before - tile) : 1.0f;
@@ -143,15 +149,20 @@ __device__ __forceinline__ void MoveReferences(Rows<Traits>& rows, const Exponen
 // reference, no lane asks another for its maximum. True: some row of this warp may have a new one.
 template <typename Traits, typename Exponent>
 __device__ __forceinline__ bool FollowMaxima(Rows<Traits>& rows, const Exponent& exponent,
-                                             const Largest& largest, float (&factor)[2]) {
+                                             float (&factor)[2]) {
+  int largest[2];
+  LargestScores(rows, largest);
   bool outgrown = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    outgrown |= exponent(largest.of[half]) > rows.sums.reference[half] + kOutgrown;
+    outgrown |= exponent.Exceeds(largest[half], rows.sums.reference[half] + kOutgrown);
     factor[half] = 1.0f;
   }
   if (!__any_sync(~0u, outgrown)) return false;
-  MoveReferences(rows, exponent, factor);
+  float max[2] = {RowMax(__int_as_float(largest[0])), RowMax(__int_as_float(largest[1]))};
+  // A largest of 0 may stand for anything below.
+  if (__any_sync(~0u, max[0] == 0.0f || max[1] == 0.0f)) RowMaxima(rows, max);
+  MoveReferences(rows.sums, max, exponent, factor);
   return __any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f);
 }
 
@@ -272,47 +283,64 @@ __device__ __forceinline__ void StoreOutput(const AttentionParams& p, const Item
   }
 }
 
-// Joins the sink and writes lse for the rows that exist. O is to be multiplied by `factor`; it
-// becomes 0 here where a row attends to nothing.
+// Joins the sink. O is to be multiplied by `factor`; it becomes 0 here where a row attends to
+// nothing. Returns lse of one of the thread's rows, of the second in odd lanes.
 template <typename Traits>
-__device__ __forceinline__ void FinishRows(const AttentionParams& p, const Item& item,
-                                           const RowSums& sums, Rows<Traits>& rows,
-                                           float (&factor)[2], int row, int lane) {
+__device__ __forceinline__ float FinishRows(const AttentionParams& p, const Item& item,
+                                            const RowSums& sums, Rows<Traits>& rows,
+                                            float (&factor)[2], int row, int lane) {
   const Sequence& s = item.sequence;
-  const bool sinks = p.sinks != nullptr;
   const float sink =
-      sinks
+      p.sinks != nullptr
           ? __ldg(p.sinks + int64_t{BatchRow(p, p.sink_batch, s.batch)} * p.num_heads + item.head) *
                 kLog2E
           : -INFINITY;
+  float sum[2], max[2];
+  bool nothing[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    sum[half] = RowSum(sums.sum[half]);
+    max[half] = sums.reference[half];
+    factor[half] = 1.0f;
+  }
+  if (p.sinks != nullptr) {  // one more score, with no value
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float joint = fmaxf(max[half], sink), reference = Reference(joint, 1.0f);
+      factor[half] = Exp2(max[half] - reference);
+      sum[half] = sum[half] * factor[half] + (sink == joint ? 1.0f : Exp2(sink - reference));
+      if (joint == -INFINITY) sum[half] = 0.0f;
+      max[half] = joint;
+    }
+  }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int query = item.first + row + half * 8 + lane / 4;
-    float sum = RowSum(sums.sum[half]), max = sums.reference[half];
-    factor[half] = 1.0f;
-    if (sinks) {  // one more score, with no value
-      const float joint = fmaxf(max, sink);
-      factor[half] = Exp2(max - Reference(joint, 1.0f));
-      sum = sum * factor[half] + (sink == joint ? 1.0f : Exp2(sink - Reference(joint, 1.0f)));
-      if (joint == -INFINITY) sum = 0.0f;
-      max = joint;
-    }
-    const bool nothing = sum == 0.0f || query >= s.q_len;
-    if (p.lse != nullptr && lane % 4 == 0 && query < s.q_rows) {
-      p.lse[s.LseRow(p, item.head) + query] = nothing ? -INFINITY : (max + Log2(sum)) * kLn2;
-    }
-    factor[half] *= Reciprocal(sum);
-    if (nothing) factor[half] = 0.0f;
-    if (__any_sync(~0u, nothing)) {  // a branch: it is seldom, and O may be NaN there
+    nothing[half] = sum[half] == 0.0f || query >= s.q_len;
+    factor[half] = nothing[half] ? 0.0f : factor[half] * Reciprocal(sum[half]);
+  }
+  // A branch, since it is seldom; O may be NaN there.
+  if (__any_sync(~0u, nothing[0] || nothing[1])) {
 #pragma unroll
-      for (int n = 0; n < Traits::kValueDim / 8; ++n) {
+    for (int n = 0; n < Traits::kValueDim / 8; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = rows.state.o[0][n][half * 2 + e];
-          x = nothing ? 0.0f : x;
-        }
+      for (int e = 0; e < 4; ++e) {
+        float& x = rows.state.o[0][n][e];
+        x = nothing[e / 2] ? 0.0f : x;
       }
     }
+  }
+  const bool second = lane % 2 != 0, none = second ? nothing[1] : nothing[0];
+  const float lse = (second ? max[1] : max[0]) + Log2(second ? sum[1] : sum[0]);
+  return none ? -INFINITY : lse * kLn2;
+}
+
+// Writes lse, as FinishRows returns it, for the rows that exist.
+__device__ __forceinline__ void StoreLse(const AttentionParams& p, const Item& item, float lse,
+                                         int row, int lane) {
+  const int query = item.first + row + lane % 2 * 8 + lane / 4;
+  if (p.lse != nullptr && lane % 4 < 2 && query < item.sequence.q_rows) {
+    p.lse[item.sequence.LseRow(p, item.head) + query] = lse;
   }
 }
 
