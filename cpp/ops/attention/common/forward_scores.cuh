@@ -118,26 +118,21 @@ __device__ __forceinline__ void MaskPositions(const Sequence& s, ForwardRows<Tra
 template <typename Traits>
 __device__ __forceinline__ void MaskSegments(const AttentionParams& p, const Sequence& s,
                                              ForwardRows<Traits>& rows, int query, int key) {
-  const int32_t* const of_keys = p.kv_segments + s.kv_row;
-  int segment[Traits::kRowBlocks][2];
+  const int32_t* const of_keys = p.kv_segments + s.kv_row + key;
+  const int last_key = s.kv_rows - 1 - key;
 #pragma unroll
   for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+    const int i = query + rb * 16, last = s.q_rows - 1;
+    const int32_t* const of_queries = p.q_segments + s.q_row;
+    const int segment[2] = {__ldg(of_queries + min(i, last)), __ldg(of_queries + min(i + 8, last))};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = min(query + rb * 16 + half * 8, s.q_rows - 1);
-      segment[rb][half] = __ldg(p.q_segments + s.q_row + i);
-    }
-  }
+    for (int n = 0; n < Traits::kKeys / 8; ++n) {
 #pragma unroll
-  for (int n = 0; n < Traits::kKeys / 8; ++n) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int of_key = __ldg(of_keys + min(key + n * 8 + e, s.kv_rows - 1));
-#pragma unroll
-      for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+      for (int e = 0; e < 2; ++e) {
+        const int of_key = __ldg(of_keys + min(n * 8 + e, last_key));
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          if (of_key != segment[rb][half]) rows.s[rb][n][half * 2 + e] = -INFINITY;
+          if (of_key != segment[half]) rows.s[rb][n][half * 2 + e] = -INFINITY;
         }
       }
     }

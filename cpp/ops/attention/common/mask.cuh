@@ -139,13 +139,13 @@ __device__ __forceinline__ bool FindTile(const AttentionParams& p, int b, int ti
 }
 
 // The smallest and largest segment of positions [first, end), from the ranges of their chunks.
-__device__ __forceinline__ int2 SegmentRange(const int32_t* ranges, int64_t chunks, int batch,
+__device__ __forceinline__ int2 SegmentRange(const int32_t* ranges, int chunks, int batch,
                                              int first, int end) {
   constexpr int kChunk = KVBLOCK_ATTENTION_CHUNK;
   int2 range = make_int2(INT32_MAX, INT32_MIN);
-  const int last = min(static_cast<int>(chunks), (end + kChunk - 1) / kChunk);
+  const int last = min(chunks, (end + kChunk - 1) / kChunk);
   for (int c = first / kChunk; c < last; ++c) {
-    const int2 r = __ldg(reinterpret_cast<const int2*>(ranges) + batch * chunks + c);
+    const int2 r = __ldg(reinterpret_cast<const int2*>(ranges) + static_cast<unsigned>(batch * chunks + c));
     range = make_int2(min(range.x, r.x), max(range.y, r.y));
   }
   return range;
@@ -157,7 +157,7 @@ struct WalkState {
   int fixed_first, fixed_end;    // the tile that walks, on its own side
   int begin, end;                // what it can see of the other side
   int64_t list;                  // its row of the lists
-  int stretch, stretches;        // the next stretch, and how many there are
+  int stretch, stretches;        // of the lists: the next one, and how many there are
   int window, stretch_end;       // where the window begins and where the stretch ends
   unsigned pending, whole;       // tiles of the window: still to visit; without a mask
   unsigned same;                 // ... all of one segment, that of the tile that walks
@@ -196,31 +196,42 @@ class TileWalk {
       : p_(p), s_(s), at_{} {
     at_.fixed_first = first;
     at_.fixed_end = end;
-    at_.stretches = 1;
     if (kOverKeys) {
       s.VisibleKeys(first, end, &at_.begin, &at_.end);
     } else {
       s.VisibleQueries(first, end, &at_.begin, &at_.end);
     }
-    if (HasLists()) {
-      const int64_t rows = kOverKeys ? p.q_len : p.kv_len;
-      const int64_t tile = kOverKeys ? p.tile_q : p.tile_kv;
-      const int64_t tb = BatchRow(p, p.tile_batch, s.batch), tn = p.tile_heads > 1 ? head : 0;
-      at_.list = (tb * p.tile_heads + tn) * ((rows + tile - 1) / tile) + first / tile;
-      const int count = (kOverKeys ? p.tile_counts : p.tile_counts_t)[at_.list];
-      at_.stretches = min(count, kOverKeys ? p.max_tiles : p.max_tiles_t);
-    }
+    if (HasLists()) TakeLists(p, s, head, &at_);
     if (HasSegments()) {
       const int2 range = Range(!kOverKeys, first, end);
       at_.segment_min = range.x;
       at_.segment_max = range.y;
     }
   }
+  // The lists of a head, for a walk that has not begun.
+  __device__ __forceinline__ static void TakeLists(const AttentionParams& p, const Sequence& s,
+                                                   int head, WalkState* at) {
+    const int64_t rows = kOverKeys ? p.q_len : p.kv_len;
+    const int64_t tile = kOverKeys ? p.tile_q : p.tile_kv;
+    const int64_t tb = BatchRow(p, p.tile_batch, s.batch), tn = p.tile_heads > 1 ? head : 0;
+    at->list = (tb * p.tile_heads + tn) * ((rows + tile - 1) / tile) + at->fixed_first / tile;
+    const int count = (kOverKeys ? p.tile_counts : p.tile_counts_t)[at->list];
+    at->stretches = min(count, kOverKeys ? p.max_tiles : p.max_tiles_t);
+  }
   // Takes up a parked walk.
   __device__ __forceinline__ TileWalk(const AttentionParams& p, const Sequence& s,
                                       const WalkState& at)
       : p_(p), s_(s), at_(at) {}
   __device__ __forceinline__ const WalkState& state() const { return at_; }
+  // Parks again what Next changes.
+  __device__ __forceinline__ void ParkNext(WalkState* parked) const {
+    if (HasLists()) parked->stretch = at_.stretch;
+    parked->window = at_.window;
+    parked->stretch_end = at_.stretch_end;
+    parked->pending = at_.pending;
+    parked->whole = at_.whole;
+    if (HasSegments()) parked->same = at_.same;
+  }
 
   // Moves to the next tile; false after the last.
   __device__ __forceinline__ bool Next() {
@@ -262,36 +273,38 @@ class TileWalk {
 
   __device__ __forceinline__ int2 Range(bool keys, int first, int end) const {
     constexpr int kChunk = KVBLOCK_ATTENTION_CHUNK;
-    const int64_t chunks = ((keys ? p_.kv_len : p_.q_len) + kChunk - 1) / kChunk;
+    const int length = static_cast<int>(keys ? p_.kv_len : p_.q_len);
+    const int chunks = (length + kChunk - 1) / kChunk;
     return SegmentRange(keys ? p_.kv_segment_ranges : p_.q_segment_ranges, chunks, s_.batch, first,
                         end);
   }
 
   __device__ __forceinline__ bool NextStretch() {
+    if (!HasLists()) {  // there is one, whose end is not 0
+      if (at_.stretch_end != 0 || at_.begin >= at_.end) return false;
+      BeginStretch(at_.begin, at_.end, kFromTheEnd ? -FirstLacks<kTile>(s_.q_len) : 0);
+      return true;
+    }
     const int tile = kOverKeys ? p_.tile_kv : p_.tile_q;
     const int length = static_cast<int>(kOverKeys ? p_.kv_len : p_.q_len);
     while (at_.stretch < at_.stretches) {
-      int from = at_.begin, to = at_.end, origin = kFromTheEnd ? -FirstLacks<kTile>(s_.q_len) : 0;
-      if (HasLists()) {
-        const int64_t list = at_.list * (kOverKeys ? p_.max_tiles : p_.max_tiles_t);
-        const int index =
-            __ldg((kOverKeys ? p_.tile_indices : p_.tile_indices_t) + list + at_.stretch);
-        if (index < 0 || index > (length - 1) / tile) {
-          to = from;
-        } else {
-          if (!kDivides) origin = index * tile;
-          from = max(from, index * tile);
-          to = min(to, index * tile + tile);
-        }
-      }
+      const int64_t list = at_.list * (kOverKeys ? p_.max_tiles : p_.max_tiles_t);
+      const int index =
+          __ldg((kOverKeys ? p_.tile_indices : p_.tile_indices_t) + list + at_.stretch);
       ++at_.stretch;
+      if (index < 0 || index > (length - 1) / tile) continue;
+      const int from = max(at_.begin, index * tile), to = min(at_.end, index * tile + tile);
       if (from < to) {
-        at_.window = origin + (from - origin) / kTile * kTile;
-        at_.stretch_end = to;
+        BeginStretch(from, to, kDivides ? 0 : index * tile);
         return true;
       }
     }
     return false;
+  }
+  // Tiles are counted from `origin`.
+  __device__ __forceinline__ void BeginStretch(int from, int to, int origin) {
+    at_.window = origin + (from - origin) / kTile * kTile;
+    at_.stretch_end = to;
   }
 
   __device__ __forceinline__ void FillWindow() {
@@ -345,6 +358,7 @@ class TileWalk<kAlong, kTile, Walks::kBand> {
   __device__ __forceinline__ TileWalk(const AttentionParams&, const Sequence& s, const State& at)
       : s_(s), at_(at) {}
   __device__ __forceinline__ const State& state() const { return at_; }
+  __device__ __forceinline__ void ParkNext(State* parked) const { parked->first = at_.first; }
 
   __device__ __forceinline__ bool Next() {
     at_.first += kTile;

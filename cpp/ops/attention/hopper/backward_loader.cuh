@@ -105,6 +105,7 @@ struct BackwardLoader {
   __device__ __forceinline__ void Begin(const Sequence& s, int first_key, int kv_head) const {
     const int head = kv_head * p.group, first = Shape::FirstOfCluster(first_key);
     Walk walk(p, s, head, first, first + Shape::kClusterKeys);
+    if (lane == 0 && p.group > 1) owned().fresh_walk = walk.state();
     const bool more = walk.Next();
     BarrierMeet(kLoaderBegins, 2 * 32);
     WalkState at = walk.state();
@@ -130,17 +131,27 @@ struct BackwardLoader {
       __syncwarp();
       return true;
     }
-    const Sequence& s = owned().sequence;
-    const int first_key = Shape::FirstOfCluster(owned().first_key);
-    Walk walk =
-        fresh ? Walk(p, s, head, first_key, first_key + Shape::kClusterKeys) : Walk(p, s, parked);
+    if (fresh) BeginHead(head);
+    Walk walk(p, owned().sequence, parked);
     const bool more = walk.Next();
     __syncwarp();
-    if (lane == 0) parked = walk.state();
+    if (lane == 0) walk.ParkNext(&parked);
     __syncwarp();
     *first = walk.first();
     *mask = MaskOf(walk.all_visible(), walk.one_segment());
     return more;
+  }
+
+  __device__ __forceinline__ void BeginHead(int head) const {
+    constexpr int kWords = sizeof(WalkState) / 4;
+    static_assert(kWords <= 32);
+    const int* const from = reinterpret_cast<const int*>(&owned().fresh_walk);
+    if (lane < kWords) reinterpret_cast<int*>(&owned().walk)[lane] = from[lane];
+    __syncwarp();
+    if (!Shape::kTall && p.tile_indices != nullptr && lane == 0) {
+      Walk::TakeLists(p, owned().sequence, head, &owned().walk);
+    }
+    __syncwarp();
   }
 
   // Which masks a tile needs; a bias may be -inf.

@@ -53,7 +53,7 @@ struct alignas(16) BackwardOwned {
   Sequence sequence;
   int first_key, kv_head;
   int begun;  // steps that were started before the loader runs
-  WalkState walk;
+  WalkState walk, fresh_walk;  // that of the next head begins as the first one's
 };
 
 template <int kDim_, int kValueDim_, bool kTall_ = false, bool kCapped_ = false>

@@ -104,7 +104,11 @@ class Planner {
     __syncwarp();
     const int end = first + (heads ? Traits::kQueries : Traits::kClusterQueries);
     const Sequence& s = item.sequence;
-    Park(Walk(p_, s, item.head, first, min(end, s.q_len)));
+    {
+      const Walk walk(p_, s, item.head, first, min(end, s.q_len));
+      if (lane_ == 0) shared_.walk = walk.state();
+      __syncwarp();
+    }
     bool starts = true;
     for (Step step; Next(s, &step); starts = false) {
       if (starts) {
@@ -136,7 +140,9 @@ class Planner {
       const int rows = static_cast<int>(p_.kv_len) - shared_.items[item_].kv_row;  // then zeros
       if (step->end < min(step->first + Traits::kKeys, rows)) step->flags |= Step::kDirty;
     }
-    Park(walk);
+    __syncwarp();  // all lanes have read it
+    if (lane_ == 0) walk.ParkNext(&shared_.walk);
+    __syncwarp();
     return found;
   }
   // Whether the walk's tile needs no mask; the walk of a cluster is that of all its query tiles.
@@ -146,12 +152,6 @@ class Planner {
     const int end = min(item.first + Traits::kQueries, item.sequence.q_len);
     return item.sequence.AllVisible(item.first, end, walk.first(), walk.first() + Traits::kKeys);
   }
-  __device__ __forceinline__ void Park(const Walk& walk) {
-    __syncwarp();  // all lanes have read it
-    if (lane_ == 0) shared_.walk = walk.state();
-    __syncwarp();
-  }
-
   // A step is prepared when it is found, and published when it is known whether it is the last.
   __device__ __forceinline__ void Prepare(const Step& step) {
     BarrierWait(SharedAddress(&shared_.step_empty[published_ % kSteps]),

@@ -67,8 +67,9 @@ struct BackwardRegisters {
   int loader, worker;
 };
 constexpr BackwardRegisters BackwardRegistersOf(int dim, int value_dim, bool tall, bool plain) {
-  const bool fewer = dim == 96 || (dim == 128 && !tall && plain) || (dim == 192 && value_dim > 128);
-  return fewer ? BackwardRegisters{40, 232} : BackwardRegisters{24, 240};
+  return dim == 96 || (dim == 192 && value_dim > 128) ? BackwardRegisters{56, 224}
+         : dim == 128 && !tall && plain               ? BackwardRegisters{40, 232}
+                                                      : BackwardRegisters{24, 240};
 }
 
 }  // namespace kvblock::hopper
