@@ -103,10 +103,14 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       KeepAfter(c);
     }
     const uint32_t at = TransposedAt<ScoreTile>(to, 0, group * 64, thread);
+    float2 d[kBlocks];  // loaded two blocks ahead: a load never moves up over a store
+    d[0] = RowPair(delta, 0, thread);
+    d[1] = RowPair(delta, 1, thread);
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       if (n + kEarly < kBlocks) scores.Raise(c, n + kEarly, 1);
-      scores.PackBlock(prob, ds, c, dp, delta, n);
+      if (n + 2 < kBlocks) d[n + 2] = RowPair(delta, n + 2, thread);
+      scores.PackBlock(prob, ds, c, dp, d[n], n);
       if (n % 2 == 1) StoreTransposes(at + n / 2 * 16 * kChunkRowBytes, ds[n / 2]);
     }
   }

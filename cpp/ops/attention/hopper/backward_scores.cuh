@@ -198,13 +198,13 @@ struct BackwardScores {
   // P and dS of block n, packed.
   __device__ __forceinline__ void PackBlock(Packed<kCount>& prob, Packed<kCount>& ds,
                                             const float (&c)[kCount], const float (&dp)[kCount],
-                                            const float* delta, int n) const {
-    const float2 d = RowPair(delta, n, thread);
+                                            float2 delta, int n) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int i = n * 4 + h * 2;
       prob[n / 2][n % 2 * 2 + h] = Pack<T>(c[i], c[i + 1]);
-      ds[n / 2][n % 2 * 2 + h] = Pack<T>(c[i] * (dp[i] - d.x), c[i + 1] * (dp[i + 1] - d.y));
+      ds[n / 2][n % 2 * 2 + h] =
+          Pack<T>(c[i] * (dp[i] - delta.x), c[i + 1] * (dp[i + 1] - delta.y));
     }
   }
 
