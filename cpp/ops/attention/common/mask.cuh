@@ -145,7 +145,8 @@ __device__ __forceinline__ int2 SegmentRange(const int32_t* ranges, int chunks, 
   int2 range = make_int2(INT32_MAX, INT32_MIN);
   const int last = min(chunks, (end + kChunk - 1) / kChunk);
   for (int c = first / kChunk; c < last; ++c) {
-    const int2 r = __ldg(reinterpret_cast<const int2*>(ranges) + static_cast<unsigned>(batch * chunks + c));
+    const int2 r =
+        __ldg(reinterpret_cast<const int2*>(ranges) + static_cast<unsigned>(batch * chunks + c));
     range = make_int2(min(range.x, r.x), max(range.y, r.y));
   }
   return range;

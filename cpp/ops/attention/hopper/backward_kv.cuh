@@ -27,7 +27,7 @@
 //
 //   S, dP   P
 //   dV      dS, in shared memory, becomes visible to the other warpgroup
-//   dQ      (for head dims up to 64 of the step before)
+//   dQ      (for head dims up to 64 of the step before, and before dV)
 //   dK      dQ goes to shared memory, the next step begins
 //
 // Barriers in shared memory (BackwardShape): "full" tells that a stage of Q, lse and delta or of dO

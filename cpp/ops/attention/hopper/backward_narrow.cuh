@@ -20,6 +20,7 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   using typename Base::GradTile, typename Base::KeyTile, typename Base::QueryTile;
   using typename Base::ScoreTile, typename Base::Step, typename Base::ValueTile;
   static constexpr int kDim = Shape::kDim, kScores = kQueries / 2, kSums = kDim / 2;
+  using Scores = BackwardScores<T, kScores, kPlain, Shape::kCapped>;
   static_assert(Shape::kValueDim == kDim);
 
   // Of dQ it computes all columns of its half of the queries, or 64 columns; of a tall tile, whose
@@ -71,6 +72,51 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       return HeldRows<kScores>(rows, thread);
     } else {
       return rows;
+    }
+  }
+
+  // P and dS of a step whose S is there and whose dP is under way: both packed, dS also stored.
+  //
+  // Where a step has 128 queries, exponentials bind it, and all other arithmetic fits between them.
+  // So only kEarly blocks of 8 queries are P before dP is awaited; each further block is while an
+  // earlier one becomes dS and is stored.
+  __device__ __forceinline__ void Slopes(const Scores& scores, Packed<kScores>& prob,
+                                         Packed<kScores>& ds, float (&c)[kScores],
+                                         float (&dp)[kScores], const float* lse, const float* delta,
+                                         uint32_t to, bool masked) const {
+    constexpr int kBlocks = kScores / 4, kEarly = 2;
+    if constexpr (!kPlain) {
+      scores.Probabilities(prob, c, lse, masked);
+      WgmmaWait<0>();
+      KeepAfter(dp);
+      scores.Slopes(c, dp, delta, masked);
+      PackAll<T>(ds, c);
+      StoreTransposed<ScoreTile>(to, 0, group * 64, thread, ds);
+      return;
+    }
+    scores.Exponents(c, lse);
+    scores.Raise(c, 0, kEarly);
+    // The assembler moves a wait up over arithmetic, but not out of a branch.
+    if (masked) {
+      WgmmaWait<0>();
+      KeepAfter(dp);
+      KeepAfter(c);
+      scores.MaskBoth(c, dp, kEarly);
+    } else {
+      WgmmaWait<0>();
+      KeepAfter(dp);
+      KeepAfter(c);
+    }
+    const uint32_t at = TransposedAt<ScoreTile>(to, 0, group * 64, thread);
+    float2 d[kBlocks];  // loaded two blocks ahead: a load never moves up over a store
+    d[0] = RowPair(delta, 0, thread);
+    d[1] = RowPair(delta, 1, thread);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      if (n + kEarly < kBlocks) scores.Raise(c, n + kEarly, 1);
+      if (n + 2 < kBlocks) d[n + 2] = RowPair(delta, n + 2, thread);
+      scores.PackBlock(prob, ds, c, dp, d[n], n);
+      if (n % 2 == 1) StoreTransposes(at + n / 2 * 16 * kChunkRowBytes, ds[n / 2]);
     }
   }
 
@@ -161,28 +207,30 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaWait<1>();
       KeepAfter(c);
       if (kLateDq && step > 0) BarrierArrive(base + Shape::kQFree + (step - 1) % kStages * 8);
-      const BackwardScores<T, kScores, kPlain, Shape::kCapped> scores{
+      const Scores scores{
           p, owned().sequence, owned().first_key + group * 64, at.first, at.head, thread, flags};
       Packed<kScores> prob, ds;
-      if constexpr (kTall) {
-        scores.PlainProbabilities(c, lse, masked);
-      } else {
-        scores.Probabilities(prob, c, lse, masked);
-      }
-      const auto delta = Rows(Base::DeltaOf(stage));
-      WgmmaWait<0>();
-      KeepAfter(dp);
-      if constexpr (kTall) {  // P is packed last: there are no registers for it beside P and dP
-        scores.Slopes(dp, c, dp, delta, masked);
-        PackAll<T>(ds, dp);
-      } else {
-        scores.Slopes(c, dp, delta, masked);
-        PackAll<T>(ds, c);
-      }
-      if (has_dq) {
+      if constexpr (kLateDq) {
         // Both have written the dS before, and have read the one before that.
-        if (kLateDq && step > 0) BarrierWait(base + Shape::kScoresReady, (step - 1) % 2);
-        StoreTransposed<ScoreTile>(DsOf(step), 0, group * 64, thread, ds);
+        if (step > 0) BarrierWait(base + Shape::kScoresReady, (step - 1) % 2);
+        Slopes(scores, prob, ds, c, dp, lse, Base::DeltaOf(stage), DsOf(step), masked);
+      } else {
+        if constexpr (kTall) {
+          scores.PlainProbabilities(c, lse, masked);
+        } else {
+          scores.Probabilities(prob, c, lse, masked);
+        }
+        const auto delta = Rows(Base::DeltaOf(stage));
+        WgmmaWait<0>();
+        KeepAfter(dp);
+        if constexpr (kTall) {  // P is packed last: there are no registers for it beside P and dP
+          scores.Slopes(dp, c, dp, delta, masked);
+          PackAll<T>(ds, dp);
+        } else {
+          scores.Slopes(c, dp, delta, masked);
+          PackAll<T>(ds, c);
+        }
+        if (has_dq) StoreTransposed<ScoreTile>(DsOf(step), 0, group * 64, thread, ds);
       }
 
       if constexpr (kTall) {
@@ -190,39 +238,44 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
         PackAll<T>(prob, c);
       }
 
-      // dV, under which dS becomes visible; dQ; dK.
-      WgmmaFence();
-      Base::template SumOverQueries<GradTile>(dv, prob, d_o);
-      WgmmaCommit();
-      if (has_dq) FenceAsync();
+      // dQ, where it is late, which then goes out under both others; dV, under which dS becomes
+      // visible; dQ, where it is not; dK.
       if constexpr (kLateDq) {  // the first step's dQ is of nothing, and dropped
         WgmmaFence();
         SumOverKeys(dq, DsOf(step + 1));
         WgmmaCommit();
-      } else {
+      }
+      WgmmaFence();
+      Base::template SumOverQueries<GradTile>(dv, prob, d_o);
+      WgmmaCommit();
+      if (kLateDq || has_dq) FenceAsync();
+      if constexpr (!kLateDq) {
         BarrierMeet(kWorkersMeet, Shape::kWorkers);
         WgmmaFence();
         SumOverKeys(dq, DsOf(step));
         WgmmaCommit();
         WgmmaWait<1>();
         Arrive(base + Shape::kDoFree + stage * 8);
-        WgmmaFence();
       }
+      WgmmaFence();
       Base::template SumOverQueries<QueryTile>(dk, ds, q);
       WgmmaCommit();
 
+      if constexpr (kLateDq) {
+        WgmmaWait<2>();
+        KeepAfter(dq);
+        Arrive(base + Shape::kScoresReady);
+        if (has_dq && step > 0) HandOver(dq, step - 1);
+      }
       // What comes next is looked at while the products run.
       BarrierWait(base + Shape::kQFull + (step + 1) % kStages * 8, (step + 1) / kStages % 2);
       flags = StepAt(step + 1).flags;
 
-      // dQ goes out under dK.
       WgmmaWait<1>();
-      KeepAfter(dq);
       if constexpr (kLateDq) {
         Arrive(base + Shape::kDoFree + stage * 8);
-        Arrive(base + Shape::kScoresReady);
-        if (has_dq && step > 0) HandOver(dq, step - 1);
-      } else {
+      } else {  // dQ goes out under dK
+        KeepAfter(dq);
         if (has_dq) HandOver(dq, step);
         WgmmaWait<0>();
         BarrierArrive(base + Shape::kQFree + stage * 8);

@@ -65,13 +65,17 @@ __device__ __forceinline__ void StorePacked(uint32_t tile, int row, int column, 
   }
 }
 
-// The same for the transpose: a row becomes a column.
+// The same for the transpose: a row becomes a column. Where a thread writes to:
+template <typename Tile>
+__device__ __forceinline__ uint32_t TransposedAt(uint32_t tile, int row, int column, int thread) {
+  const int lane = thread % 32;
+  return tile +
+         Tile::Offset(row + lane / 16 * 8 + lane % 8, column + thread / 32 * 16 + lane / 8 % 2 * 8);
+}
 template <typename Tile, int kBlocks>
 __device__ __forceinline__ void StoreTransposed(uint32_t tile, int row, int column, int thread,
                                                 const uint32_t (&r)[kBlocks][4]) {
-  const int lane = thread % 32;
-  const uint32_t to = tile + Tile::Offset(row + lane / 16 * 8 + lane % 8,
-                                          column + thread / 32 * 16 + lane / 8 % 2 * 8);
+  const uint32_t to = TransposedAt<Tile>(tile, row, column, thread);
 #pragma unroll
   for (int k = 0; k < kBlocks; ++k) StoreTransposes(to + k * 16 * kChunkRowBytes, r[k]);
 }
@@ -153,6 +157,53 @@ struct BackwardScores {
                                                      bool masked) const {
     Exponentials(c, lse);
     if (masked) MaskPairs(c);
+  }
+
+  // Without options, in parts: c becomes the exponents of 2, ...
+  template <typename Rows>
+  __device__ __forceinline__ void Exponents(float (&c)[kCount], const Rows& lse) const {
+    const float scale = p.scale * kLog2E;
+#pragma unroll
+    for (int n = 0; n < kCount / 4; ++n) {
+      const float2 l = RowPair(lse, n, thread);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) c[n * 4 + e] = fmaf(c[n * 4 + e], scale, e % 2 ? -l.y : -l.x);
+    }
+  }
+  // ... some blocks of which become P ...
+  __device__ __forceinline__ static void Raise(float (&c)[kCount], int first_block, int blocks) {
+#pragma unroll
+    for (int i = 0; i < blocks * 4; ++i) c[first_block * 4 + i] = Exp2(c[first_block * 4 + i]);
+  }
+  // ... before what is masked takes part: `raised` blocks are P, of which it becomes 0, and the
+  // others exponents, and its dP is 0, whatever it was.
+  __device__ __forceinline__ void MaskBoth(float (&c)[kCount], float (&dp)[kCount],
+                                           int raised) const {
+    const Band band = MakeBand();
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const bool attends = band.Attends(i);
+      c[i] = attends ? c[i] : i < raised * 4 ? 0.0f : -INFINITY;
+      dp[i] = attends ? dp[i] : 0.0f;
+    }
+    if (flags & BackwardStep::kSegments) {
+      EachStranger([&](int i) {
+        c[i] = i < raised * 4 ? 0.0f : -INFINITY;
+        dp[i] = 0.0f;
+      });
+    }
+  }
+  // P and dS of block n, packed.
+  __device__ __forceinline__ void PackBlock(Packed<kCount>& prob, Packed<kCount>& ds,
+                                            const float (&c)[kCount], const float (&dp)[kCount],
+                                            float2 delta, int n) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int i = n * 4 + h * 2;
+      prob[n / 2][n % 2 * 2 + h] = Pack<T>(c[i], c[i + 1]);
+      ds[n / 2][n % 2 * 2 + h] =
+          Pack<T>(c[i] * (dp[i] - delta.x), c[i + 1] * (dp[i + 1] - delta.y));
+    }
   }
 
   // Masks P where it is packed already.

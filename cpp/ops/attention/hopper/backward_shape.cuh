@@ -52,7 +52,7 @@ struct alignas(16) BackwardStep {
 struct alignas(16) BackwardOwned {
   Sequence sequence;
   int first_key, kv_head;
-  int begun;  // steps that were started before the loader runs
+  int begun;                   // steps that were started before the loader runs
   WalkState walk, fresh_walk;  // that of the next head begins as the first one's
 };
 
