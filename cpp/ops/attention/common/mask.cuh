@@ -231,7 +231,7 @@ class TileWalk {
     parked->stretch_end = at_.stretch_end;
     parked->pending = at_.pending;
     parked->whole = at_.whole;
-    if (HasSegments()) parked->same = at_.same;
+    parked->same = at_.same;
   }
 
   // Moves to the next tile; false after the last.
