@@ -427,24 +427,34 @@ def test_pairs_of_query_tiles(dim, value_dim, causal) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif("cuda_sm90" not in MODEL_KERNELS, reason="no Hopper GPU here")
-@pytest.mark.parametrize("kind", ["full", "causal", "lengths", "packed"])
-def test_gradients_of_tall_tiles(kind) -> None:
+@pytest.mark.parametrize(
+    "kind", ["full", "causal", "lengths", "packed", "segments", "grouped"]
+)
+@pytest.mark.parametrize("dim", [128, 96, 64])
+def test_gradients_of_tall_tiles(kind, dim) -> None:
     """The backward kernel takes 80 queries at a time where a call is long and has few
-    masks, at head dim 128; the first tile is not full here.
+    masks, at head dim 128; the first tile is not full here. The others beside it.
     """
-    batch, length, heads = (1, 8192 + 130, 2) if kind == "causal" else (2, 2218, 2)
-    options: dict[str, Any] = {"causal": kind == "causal"}
+    masked = kind in ("causal", "segments", "grouped")
+    batch, length, heads = (1, 4096 + 66, 4) if masked else (2, 2218, 2)
+    options: dict[str, Any] = {"causal": masked}
+    if kind == "segments":
+        bounds = jnp.asarray([5, 1000, 1001, 3000])
+        ids = jnp.searchsorted(bounds, jnp.arange(length), side="right")
+        options["segment_ids"] = ids.astype(jnp.int32)[None]
     if kind == "lengths":
         options["q_lens"] = options["kv_lens"] = jnp.asarray([length, 900], jnp.int32)
-    shape: tuple[int, ...] = (batch, length, heads, 128)
+    shape: tuple[int, ...] = (batch, length, heads, dim)
     if kind == "packed":
         cu = jnp.asarray([3, 1503, 2 * length - 30], jnp.int32)
         options["cu_seqlens"] = (cu, cu)
-        shape = (batch * length, heads, 128)
+        shape = (batch * length, heads, dim)
     *operands, cotangent = (
         jax.random.normal(key, shape, BF16)
         for key in jax.random.split(jax.random.key(7), 4)
     )
+    if kind == "grouped":
+        operands[1:] = (x[:, :, ::2] for x in operands[1:])
 
     def gradients(dtype: Any, implementation: str) -> tuple[jax.Array, ...]:
         def call(*x: jax.Array) -> jax.Array:

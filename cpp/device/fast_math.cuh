@@ -49,19 +49,21 @@ __device__ __forceinline__ float SoftCap(float y, float cap) {
 constexpr float kSmallTanh = 0.375f;
 struct SmallSoftCap {
   float c1, c3, c5;
-  static constexpr float kNotZero = 1e-37f;  // with f > 0 the polynomial of -inf is -inf
   SmallSoftCap() = default;
   __device__ __forceinline__ SmallSoftCap(float c1, float c3, float c5) : c1(c1), c3(c3), c5(c5) {}
   __device__ __forceinline__ SmallSoftCap(float cap, float f) {
     const float f2 = f * f;
     c1 = 0.9999854f * cap * f;
     c3 = -0.33248851f * cap * f * f2;
-    c5 = fmaf(0.1209885f * cap * f * f2, f2, kNotZero);
+    c5 = 0.1209885f * cap * f * f2 * f2;
   }
-  // x as it is, for |x| up to 1e4.
-  __device__ static __forceinline__ SmallSoftCap None() { return {1.0f, 0.0f, kNotZero}; }
+  // x as it is.
+  __device__ static __forceinline__ SmallSoftCap None() { return {1.0f, 0.0f, 0.0f}; }
+  // That of -inf is -inf, where f > 0 is not below 1e-6 and c5 may have become 0; None, for |x| up
+  // to 1e4.
+  __device__ __forceinline__ SmallSoftCap KeepsInfinity() const { return {c1, c3, c5 + 1e-37f}; }
   __device__ __forceinline__ float operator()(float x) const { return x * Ratio(x); }
-  // The same, plus y. It rises everywhere, and -inf stays -inf.
+  // The same, plus y. It rises everywhere.
   __device__ __forceinline__ float operator()(float x, float y) const {
     return fmaf(x, Ratio(x), y);
   }

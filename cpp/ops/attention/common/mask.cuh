@@ -249,7 +249,8 @@ class TileWalk {
     return true;
   }
 
-  // Where the tile begins: a multiple of kTile, counted from the start of its listed tile.
+  // Where the tile begins: a multiple of kTile, counted from the start of its listed tile, or, from
+  // the end, from before the first row.
   __device__ __forceinline__ int first() const { return first_; }
   // Positions of the tile from here on are not to be seen: they are past the end of the sequence or
   // of the listed tile. (No tile that divides 128 reaches past a listed one.)

@@ -3,7 +3,7 @@
 // The warpgroup leaves its part, 64 queries by at most 64 columns (uneven 96), in shared memory in
 // the order of dq_accum (dq_tile.cuh), where it is one piece: one bulk addition of 16 KB (24).
 // Additions from registers keep the load/store unit busy, for which the rest of the kernel then
-// waits. Of a tall tile it is up to 20 KB: blocks of queries past the last one are left out. Who
+// waits. Of a tall tile it is up to 20 KB: blocks of queries past its end are left out. Who
 // comes first to a tile stores it instead (backward_state.cuh).
 #pragma once
 

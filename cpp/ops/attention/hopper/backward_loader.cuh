@@ -172,7 +172,8 @@ struct BackwardLoader {
   }
 
   // The copies of a step's tile, its lse and delta, and what workers must know of it. A first tile
-  // that lacks rows is `walked` from before the first query on.
+  // that lacks rows is `walked` from before the first query on; it is loaded whole, and lse = inf
+  // keeps out what belongs to the next one.
   __device__ __forceinline__ void Start(int step, int head, int walked, int mask) const {
     constexpr int kQueries = Shape::kQueries, kStages = Shape::kStages,
                   kRows = (kQueries + 31) / 32;

@@ -22,8 +22,8 @@ namespace kvblock::hopper {
 constexpr int kDqCounters = KVBLOCK_ATTENTION_DQ_COUNTERS;
 
 __device__ __forceinline__ int32_t* DqState(const AttentionParams& p, const Sequence& s, int head,
-                                            int first) {
-  return p.dq_state + DqTileNumber(p, s, head, first) * kDqCounters;
+                                            int query) {
+  return p.dq_state + DqTileNumber(p, s, head, query) * kDqCounters;
 }
 
 // One thread: true when it is the one to store, else waits until that is done. The copy engine's

@@ -31,7 +31,7 @@ constexpr int kDqRows = KVBLOCK_ATTENTION_DQ_ROWS;
 // Whether the score of every pair that attends is scale q k.
 inline bool IsPlain(const kvblock_attention& a) { return a.softcap == 0.0f && a.bias == nullptr; }
 // Whether LaunchBackwardKv takes 80 queries at a time and lays out dq_accum for that: where the
-// empty rows of last tiles, and what tiles on the diagonal compute in vain, are little.
+// empty rows of first tiles, and what tiles on the diagonal compute in vain, are little.
 inline bool LaunchIsTall(const kvblock_attention& a) {
   constexpr int64_t kEnough = 2048, kEnoughMasked = 4096;
   const int64_t queries = a.cu_q != nullptr ? a.q_len / std::max(a.batch, 1) : a.q_len;
@@ -46,13 +46,13 @@ __host__ __device__ inline int64_t DqTiles(const kvblock_attention& a) {
                            : (a.q_len + kDqRows - 1) / kDqRows;
 }
 
-// The number of the tile of query `first`, a multiple of 64.
+// The number of the tile of a query.
 __device__ __forceinline__ int64_t DqTileNumber(const AttentionParams& p, const Sequence& s,
-                                                int head, int first) {
+                                                int head, int query) {
   const int64_t sequence =
       p.cu_q != nullptr ? head * DqTiles(p) + (s.q_row + int64_t{kDqRows} * s.batch) / kDqRows
                         : (static_cast<int64_t>(s.batch) * p.num_heads + head) * DqTiles(p);
-  return sequence + first / kDqRows;
+  return sequence + query / kDqRows;
 }
 __device__ __forceinline__ float* DqTile(const AttentionParams& p, const Sequence& s, int head,
                                          int first) {

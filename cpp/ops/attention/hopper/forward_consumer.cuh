@@ -179,10 +179,10 @@ class Consumer {
   __device__ __forceinline__ void Cap(bool may_be_tiny, float size, Rows<Traits>& rows) {
     const float factor = p_.scale * Reciprocal(p_.softcap);
     tiny_ = may_be_tiny && __all_sync(~0u, size <= p_.tiny_bound);
-    exponent_ = SmallSoftCap(p_.softcap * kLog2E, factor);
+    exponent_ = SmallSoftCap(p_.softcap * kLog2E, factor).KeepsInfinity();
     if (!tiny_ && __any_sync(~0u, !(size * factor <= kSmallTanh))) {  // also with a NaN
       CapScores(p_, rows);
-      exponent_ = SmallSoftCap::None();
+      exponent_ = SmallSoftCap::None().KeepsInfinity();
     }
   }
   template <typename Use>

@@ -11,6 +11,13 @@
 
 namespace kvblock::hopper {
 
+// gridDim.x, read where it is needed.
+__device__ __forceinline__ int GridSize() {
+  int size;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(size));
+  return size;
+}
+
 struct Assignment {
   enum { kTile, kNone, kEnd } is;
   int pair, tile;
@@ -46,13 +53,15 @@ class Planner {
     const bool counted = Traits::kCluster == 1 && p_.counter >= 0;
     unsigned index = blockIdx.x;
     for (int round = 0;; ++round) {
-      const int grid = Opaque(static_cast<int>(gridDim.x)) / Traits::kCluster;
+      const int grid = GridSize() / Traits::kCluster;
       const int cta = Opaque(static_cast<int>(blockIdx.x)) / Traits::kCluster;
       const Assignment at =
           counted ? AssignInOrder(p_, index) : AssignInRounds(p_, round, cta, grid);
       if (at.is == Assignment::kEnd) break;
       const unsigned count = at.is == Assignment::kTile ? PlanTile(at, counted) : 0;
-      index = grid + __shfl_sync(~0u, count, 0);
+      if (Traits::kCluster == 1) {
+        index = GridSize() + __shfl_sync(~0u, count, 0);
+      }
     }
     if (lane_ == 0) shared_.items[item_].is = Item::kEnd;
     Prepare({0, 0, 0, item_});
@@ -138,7 +147,9 @@ class Planner {
           (AllVisible(walk) ? 0 : Step::kMasked) | (walk.one_segment() ? 0 : Step::kSegments);
       *step = {walk.first(), walk.limit(), flags, item_};
       const int rows = static_cast<int>(p_.kv_len) - shared_.items[item_].kv_row;  // then zeros
-      if (step->end < min(step->first + Traits::kKeys, rows)) step->flags |= Step::kDirty;
+      if (!kDense && step->end < min(step->first + Traits::kKeys, rows)) {
+        step->flags |= Step::kDirty;
+      }
     }
     __syncwarp();  // all lanes have read it
     if (lane_ == 0) walk.ParkNext(&shared_.walk);
