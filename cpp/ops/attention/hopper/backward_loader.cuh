@@ -146,6 +146,7 @@ struct BackwardLoader {
     constexpr int kWords = sizeof(WalkState) / 4;
     static_assert(kWords <= 32);
     const int* const from = reinterpret_cast<const int*>(&owned().fresh_walk);
+    __syncwarp();  // all lanes have looked at what was parked
     if (lane < kWords) reinterpret_cast<int*>(&owned().walk)[lane] = from[lane];
     __syncwarp();
     if (!Shape::kTall && p.tile_indices != nullptr && lane == 0) {
