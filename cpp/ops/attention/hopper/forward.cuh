@@ -28,9 +28,10 @@
 //
 //   S = Q K(0);  finish scores, mask, P
 //   for j = 1, 2, ...:
-//     issue S = Q K(j), issue O += P V(j - 1)     IssueScores, IssueValues
+//     issue S = Q K(j), issue O += P V(j - 1)     IssueScores, IssueValues; the first begins O
 //     wait for S;  finish scores, mask            Finish
-//     maxima, half of the exponentials            FollowMaxima, Exponentials
+//     maxima;  K(j) is free                       FollowMaxima, LeaveScores
+//     half of the exponentials                    Exponentials
 //     wait for O;  rescale O                      Rescale
 //     the other half;  P = S in 16 bits           Exponentials, PackProbabilities
 //   O += P V(last);  write O and lse              WriteItem
@@ -40,6 +41,9 @@
 //
 // With `turns` the consumers issue their products one after the other, in a ring of hardware
 // barriers, so that one's softmax runs under the products of the others.
+//
+// With a softcap exponents are polynomials of the products, of a degree that the warp's largest one
+// allows; only beyond these are scores capped by themselves (Cap).
 //
 // Rows are scaled to a reference that follows their maximum only when the maximum has outgrown it
 // by a factor of 2^8: probabilities of up to 2^8 do no harm, and O is hardly ever rescaled.
