@@ -27,16 +27,16 @@
 //
 //   S, dP   P
 //   dV      dS, in shared memory, becomes visible to the other warpgroup
-//   dQ      (for head dims up to 64 of the step before, and before dV)
-//   dK      dQ goes to shared memory, the next step begins
+//   dQ
+//   dK      dQ goes to shared memory
 //
 // Barriers in shared memory (BackwardShape): "full" tells that a stage of Q, lse and delta or of dO
-// has landed, "free" that whoever looks at it has read it; kScoresReady, where dQ is late, that dS
-// of a step is written, or, uneven, that dQ has read it; kDqFull and kDqFree that dQ is handed to
-// the warp that adds it, and read; wide, kPReady and kPFree that P is handed over and that its
-// place is free. In a cluster, kPeerKFull tells that the other CTA's K has landed, kPeerQFree and
-// kPeerDoFree that a stage is free there, kPeerDsFull that its dS has come, kPeerDsSent that this
-// one's dS has come there, and kPeerDsFree that it has been multiplied.
+// has landed, "free" that whoever looks at it has read it; kScoresReady that dS of a step is
+// written, or, uneven, that dQ has read it; kDqFull and kDqFree that dQ is handed to the warp that
+// adds it, and read; wide, kPReady and kPFree that P is handed over and that its place is free. In
+// a cluster, kPeerKFull tells that the other CTA's K has landed, kPeerQFree and kPeerDoFree that a
+// stage is free there, kPeerDsFull that its dS has come, kPeerDsSent that this one's dS has come
+// there, and kPeerDsFree that it has been multiplied.
 //
 // TMA fills rows and columns outside of an array with zeros. Rows inside of it that take no part
 // (past q_len or kv_len, or of another packed sequence) may hold anything: their scores are masked,

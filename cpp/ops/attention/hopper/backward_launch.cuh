@@ -25,9 +25,11 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   }
   if (tiles == 0 || owners == 0) return nullptr;
   if (const char* error = PlanGrid(&p, tiles, owners)) return error;
-  // Heads that take turns should fit in L2 with their Q, dO and dq_accum.
+  // Heads that take turns should fit in L2 with their Q, dO and dq_accum. Where no tile is longer
+  // than another, one head after the other reads and adds least in device memory.
   const int64_t bytes = a.q_len * p.group * (int64_t{6} * a.head_dim + int64_t{2} * a.value_dim);
-  p.heads_apart = OwnersApart(p, bytes);
+  const bool alike = a.window_right < 0 && a.dq_turns == nullptr;
+  p.heads_apart = alike ? 1 : OwnersApart(p, bytes);
 
   BackwardMaps maps;
   // Arrays without rows are never read, but a map needs one.

@@ -29,15 +29,16 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   static constexpr int kDqColumns = kTall ? kQueries : kHalfTheQueries ? kDim : 64;
   static constexpr int kDqSums = kDqColumns / 2;
   static_assert(kHalfTheQueries || kDim == 128 || (kDim == 96 && !kTall));
-  // Whether a step computes the dQ of the step before, whose dS both warpgroups have long written,
-  // or its own, for which they meet. Then they run in step, and the scores of one do not get in the
-  // way of the products of the other; at head dim 64 there is too much of scores for that.
-  static constexpr bool kLateDq = kQueries == 128;
   // Whether a warpgroup passes over a step of whose queries none sees its keys. Of the longer walks
   // over tall tiles such steps are too few to pay for the branch.
   static constexpr bool kSkipsUnseen = kPlain && kQueries == 64;
-  // Whether there are registers for lse and delta.
-  static constexpr bool kHoldsRows = kQueries < 128 && !Shape::kCapped;
+  // Whether P becomes dS block by block, while other blocks become P. A tall tile has no registers
+  // for that.
+  static constexpr bool kInterleaves = kPlain && !kTall;
+  // Whether there are registers for lse and delta, and for V, which then need not be read again
+  // with every step.
+  static constexpr bool kHoldsRows = !kInterleaves && kQueries < 128 && !Shape::kCapped;
+  static constexpr bool kHoldsValues = kInterleaves && kDim == 64;
 
   // This warpgroup's part of dQ = dS K, or of dQ^T = K^T dS^T.
   __device__ __forceinline__ void SumOverKeys(float (&d)[kDqSums], uint32_t ds) const {
@@ -77,44 +78,36 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
 
   // P and dS of a step whose S is there and whose dP is under way: both packed, dS also stored.
   //
-  // Where a step has 128 queries, exponentials bind it, and all other arithmetic fits between them.
-  // So only kEarly blocks of 8 queries are P before dP is awaited; each further block is while an
-  // earlier one becomes dS and is stored.
+  // Exponentials bind it, and other arithmetic fits between them. So only kRaised blocks of 8
+  // queries are P before dP is awaited, and kExponents its exponents; each further block is while
+  // an earlier one becomes dS and is stored.
   __device__ __forceinline__ void Slopes(const Scores& scores, Packed<kScores>& prob,
                                          Packed<kScores>& ds, float (&c)[kScores],
                                          float (&dp)[kScores], const float* lse, const float* delta,
                                          uint32_t to, bool masked) const {
-    constexpr int kBlocks = kScores / 4, kEarly = 2;
-    if constexpr (!kPlain) {
-      scores.Probabilities(prob, c, lse, masked);
-      WgmmaWait<0>();
-      KeepAfter(dp);
-      scores.Slopes(c, dp, delta, masked);
-      PackAll<T>(ds, c);
-      StoreTransposed<ScoreTile>(to, 0, group * 64, thread, ds);
-      return;
-    }
-    scores.Exponents(c, lse);
-    scores.Raise(c, 0, kEarly);
+    constexpr int kBlocks = kScores / 4, kExponents = 4, kRaised = 2, kAhead = 3;
+    scores.Exponents(c, lse, 0, kExponents);
+    scores.Raise(c, 0, kRaised);
     // The assembler moves a wait up over arithmetic, but not out of a branch.
     if (masked) {
       WgmmaWait<0>();
       KeepAfter(dp);
       KeepAfter(c);
-      scores.MaskBoth(c, dp, kEarly);
+      scores.MaskBoth(c, dp, kExponents, kRaised);
     } else {
       WgmmaWait<0>();
       KeepAfter(dp);
       KeepAfter(c);
     }
     const uint32_t at = TransposedAt<ScoreTile>(to, 0, group * 64, thread);
-    float2 d[kBlocks];  // loaded two blocks ahead: a load never moves up over a store
-    d[0] = RowPair(delta, 0, thread);
-    d[1] = RowPair(delta, 1, thread);
+    float2 d[kBlocks];  // loaded ahead: a load never moves up over a store
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) d[n] = RowPair(delta, n, thread);
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      if (n + kEarly < kBlocks) scores.Raise(c, n + kEarly, 1);
-      if (n + 2 < kBlocks) d[n + 2] = RowPair(delta, n + 2, thread);
+      if (n + kExponents < kBlocks) scores.Exponents(c, lse, n + kExponents, 1);
+      if (n + kRaised < kBlocks) scores.Raise(c, n + kRaised, 1);
+      if (n + kAhead < kBlocks) d[n + kAhead] = RowPair(delta, n + kAhead, thread);
       scores.PackBlock(prob, ds, c, dp, d[n], n);
       if (n % 2 == 1) StoreTransposes(at + n / 2 * 16 * kChunkRowBytes, ds[n / 2]);
     }
@@ -178,6 +171,10 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
     BarrierWait(base + Shape::kQFull, 0);
     int flags = StepAt(0).flags;
     if (!(flags & Step::kEnd)) Base::TakeKeys();
+    Packed<kDim / 2> values;  // this warpgroup's rows of V
+    if constexpr (kHoldsValues) {
+      LoadPacked<ValueTile>(base + Shape::kV, group * 64, 0, thread, values);
+    }
     for (; !(flags & Step::kEnd); ++step) {
       const int stage = step % kStages, phase = step / kStages % 2;
       const uint32_t q = base + Shape::kQ + stage * QueryTile::kBytes;
@@ -198,21 +195,21 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaFence();
       Base::template KeysByQueries<KeyTile, QueryTile>(c, Base::OwnRows(Shape::kK), q);
       WgmmaCommit();
-      if constexpr (kLateDq) WgmmaWait<1>();  // the operand of the dK before is free
       BarrierWait(base + Shape::kDoFull + stage * 8, phase);
-      Base::template KeysByQueries<ValueTile, GradTile>(dp, Base::OwnRows(Shape::kV), d_o);
+      if constexpr (kHoldsValues) {
+        Base::template KeysByQueries<GradTile>(dp, values, d_o);
+      } else {
+        Base::template KeysByQueries<ValueTile, GradTile>(dp, Base::OwnRows(Shape::kV), d_o);
+      }
       WgmmaCommit();
 
       // P, under dP; dS.
       WgmmaWait<1>();
       KeepAfter(c);
-      if (kLateDq && step > 0) BarrierArrive(base + Shape::kQFree + (step - 1) % kStages * 8);
       const Scores scores{
           p, owned().sequence, owned().first_key + group * 64, at.first, at.head, thread, flags};
       Packed<kScores> prob, ds;
-      if constexpr (kLateDq) {
-        // Both have written the dS before, and have read the one before that.
-        if (step > 0) BarrierWait(base + Shape::kScoresReady, (step - 1) % 2);
+      if constexpr (kInterleaves) {
         Slopes(scores, prob, ds, c, dp, lse, Base::DeltaOf(stage), DsOf(step), masked);
       } else {
         if constexpr (kTall) {
@@ -238,62 +235,34 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
         PackAll<T>(prob, c);
       }
 
-      // dQ, where it is late, which then goes out under both others; dV, under which dS becomes
-      // visible; dQ, where it is not; dK.
-      if constexpr (kLateDq) {  // the first step's dQ is of nothing, and dropped
-        WgmmaFence();
-        SumOverKeys(dq, DsOf(step + 1));
-        WgmmaCommit();
-      }
+      // dV, under which dS becomes visible; dQ; dK, under which dQ goes out.
       WgmmaFence();
       Base::template SumOverQueries<GradTile>(dv, prob, d_o);
       WgmmaCommit();
-      if (kLateDq || has_dq) FenceAsync();
-      if constexpr (!kLateDq) {
-        BarrierMeet(kWorkersMeet, Shape::kWorkers);
-        WgmmaFence();
-        SumOverKeys(dq, DsOf(step));
-        WgmmaCommit();
-        WgmmaWait<1>();
-        Arrive(base + Shape::kDoFree + stage * 8);
-      }
+      if (has_dq) FenceAsync();
+      BarrierMeet(kWorkersMeet, Shape::kWorkers);
+      WgmmaFence();
+      SumOverKeys(dq, DsOf(step));
+      WgmmaCommit();
+      WgmmaWait<1>();
+      Arrive(base + Shape::kDoFree + stage * 8);
       WgmmaFence();
       Base::template SumOverQueries<QueryTile>(dk, ds, q);
       WgmmaCommit();
 
-      if constexpr (kLateDq) {
-        WgmmaWait<2>();
-        KeepAfter(dq);
-        Arrive(base + Shape::kScoresReady);
-        if (has_dq && step > 0) HandOver(dq, step - 1);
-      }
       // What comes next is looked at while the products run.
       BarrierWait(base + Shape::kQFull + (step + 1) % kStages * 8, (step + 1) / kStages % 2);
       flags = StepAt(step + 1).flags;
 
       WgmmaWait<1>();
-      if constexpr (kLateDq) {
-        Arrive(base + Shape::kDoFree + stage * 8);
-      } else {  // dQ goes out under dK
-        KeepAfter(dq);
-        if (has_dq) HandOver(dq, step);
-        WgmmaWait<0>();
-        BarrierArrive(base + Shape::kQFree + stage * 8);
-      }
+      KeepAfter(dq);
+      if (has_dq) HandOver(dq, step);
+      WgmmaWait<0>();
+      BarrierArrive(base + Shape::kQFree + stage * 8);
     }
 
-    WgmmaWait<0>();
     KeepAfter(dk);
     KeepAfter(dv);
-    if (kLateDq && step > 0) {
-      BarrierWait(base + Shape::kScoresReady, (step - 1) % 2);
-      WgmmaFence();
-      SumOverKeys(dq, DsOf(step - 1));
-      WgmmaCommit();
-      WgmmaWait<0>();
-      KeepAfter(dq);
-      if (has_dq) HandOver(dq, step - 1);
-    }
 
     // dV and dK go out by way of this warpgroup's rows of V and K. Packed, the rows after the last
     // of a sequence are another's, which boxes would overwrite.

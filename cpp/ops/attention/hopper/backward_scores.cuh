@@ -7,10 +7,12 @@
 
 #include <cuda_fp16.h>
 
+#include <cfloat>
 #include <cstdint>
 #include <type_traits>
 
 #include "device/fast_math.cuh"
+#include "device/ldmatrix.cuh"
 #include "device/mma.cuh"
 #include "device/opaque.cuh"
 #include "device/stmatrix.cuh"
@@ -65,7 +67,18 @@ __device__ __forceinline__ void StorePacked(uint32_t tile, int row, int column, 
   }
 }
 
-// The same for the transpose: a row becomes a column. Where a thread writes to:
+// Reads them.
+template <typename Tile, int kBlocks>
+__device__ __forceinline__ void LoadPacked(uint32_t tile, int row, int column, int thread,
+                                           uint32_t (&r)[kBlocks][4]) {
+  const int lane = thread % 32, lane_row = row + thread / 32 * 16 + lane % 16;
+#pragma unroll
+  for (int k = 0; k < kBlocks; ++k) {
+    LoadMatrices(r[k], tile + Tile::Offset(lane_row, column + k * 16 + lane / 16 * 8));
+  }
+}
+
+// Writes the transpose: a row becomes a column. Where a thread writes to:
 template <typename Tile>
 __device__ __forceinline__ uint32_t TransposedAt(uint32_t tile, int row, int column, int thread) {
   const int lane = thread % 32;
@@ -155,48 +168,54 @@ struct BackwardScores {
   template <typename Rows>
   __device__ __forceinline__ void PlainProbabilities(float (&c)[kCount], const Rows& lse,
                                                      bool masked) const {
-    Exponentials(c, lse);
+    Exponents(c, lse, 0, kCount / 4);
+    Raise(c, 0, kCount / 4);
     if (masked) MaskPairs(c);
   }
 
-  // Without options, in parts: c becomes the exponents of 2, ...
+  // Without options, in parts, for blocks of 8 queries: c becomes the exponents of 2, ...
   template <typename Rows>
-  __device__ __forceinline__ void Exponents(float (&c)[kCount], const Rows& lse) const {
-    const float scale = p.scale * kLog2E;
+  __device__ __forceinline__ void Exponents(float (&c)[kCount], const Rows& lse, int first_block,
+                                            int blocks) const {
+    const float factor = Factor();
 #pragma unroll
-    for (int n = 0; n < kCount / 4; ++n) {
+    for (int n = first_block; n < first_block + blocks; ++n) {
       const float2 l = RowPair(lse, n, thread);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) c[n * 4 + e] = fmaf(c[n * 4 + e], scale, e % 2 ? -l.y : -l.x);
+      for (int e = 0; e < 4; ++e) c[n * 4 + e] = fmaf(c[n * 4 + e], factor, e % 2 ? -l.y : -l.x);
     }
   }
-  // ... some blocks of which become P ...
+  // ... then P ...
   __device__ __forceinline__ static void Raise(float (&c)[kCount], int first_block, int blocks) {
 #pragma unroll
     for (int i = 0; i < blocks * 4; ++i) c[first_block * 4 + i] = Exp2(c[first_block * 4 + i]);
   }
-  // ... before what is masked takes part: `raised` blocks are P, of which it becomes 0, and the
-  // others exponents, and its dP is 0, whatever it was.
-  __device__ __forceinline__ void MaskBoth(float (&c)[kCount], float (&dp)[kCount],
+  // ... before what is masked takes part: the first `raised` blocks are P, of which it becomes 0,
+  // then up to `exponents` there are exponents, then scores; and its dP is 0, whatever it was.
+  __device__ __forceinline__ void MaskBoth(float (&c)[kCount], float (&dp)[kCount], int exponents,
                                            int raised) const {
     const Band band = MakeBand();
+    const float far = copysignf(INFINITY, -Factor());
+    const auto masked = [&](int i) {
+      return i < raised * 4 ? 0.0f : i < exponents * 4 ? -INFINITY : far;
+    };
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const bool attends = band.Attends(i);
-      c[i] = attends ? c[i] : i < raised * 4 ? 0.0f : -INFINITY;
+      c[i] = attends ? c[i] : masked(i);
       dp[i] = attends ? dp[i] : 0.0f;
     }
     if (flags & BackwardStep::kSegments) {
       EachStranger([&](int i) {
-        c[i] = i < raised * 4 ? 0.0f : -INFINITY;
+        c[i] = masked(i);
         dp[i] = 0.0f;
       });
     }
   }
   // P and dS of block n, packed.
-  __device__ __forceinline__ void PackBlock(Packed<kCount>& prob, Packed<kCount>& ds,
-                                            const float (&c)[kCount], const float (&dp)[kCount],
-                                            float2 delta, int n) const {
+  __device__ __forceinline__ static void PackBlock(Packed<kCount>& prob, Packed<kCount>& ds,
+                                                   const float (&c)[kCount],
+                                                   const float (&dp)[kCount], float2 delta, int n) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int i = n * 4 + h * 2;
@@ -246,18 +265,10 @@ struct BackwardScores {
   }
 
  private:
-  template <typename Rows>
-  __device__ __forceinline__ void Exponentials(float (&c)[kCount], const Rows& lse) const {
-    const float scale = p.scale * kLog2E;
-#pragma unroll
-    for (int n = 0; n < kCount / 4; ++n) {
-      const float2 l = RowPair(lse, n, thread);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float row = e % 2 ? l.y : l.x;
-        c[n * 4 + e] = Exp2(fmaf(c[n * 4 + e], scale, -row));
-      }
-    }
+  // Of a score in its exponent; not 0, or what is masked by an infinite score would be a NaN.
+  __device__ __forceinline__ float Factor() const {
+    const float factor = p.scale * kLog2E;
+    return factor == 0.0f ? FLT_MIN : factor;
   }
 
   // Which of a thread's scores lie inside of the band and the lengths.

@@ -91,6 +91,17 @@ struct BackwardWorker {
                                             Advance(b, k / 4 * B::kChunkBytes + k % 4 * 32), k > 0);
     }
   }
+  // The same, the keys in registers.
+  template <typename B, int kCount>
+  __device__ __forceinline__ void KeysByQueries(float (&d)[kCount], const Packed<B::kDim / 2>& keys,
+                                                uint32_t queries) const {
+    const uint64_t b = SharedOperand(queries);
+#pragma unroll
+    for (int k = 0; k < B::kDim / 16; ++k) {
+      Wgmma<kCount * 2>::template Registers<T>(
+          d, keys[k], Advance(b, k / 4 * B::kChunkBytes + k % 4 * 32), k > 0);
+    }
+  }
   // D += A B: A is P or dS of 64 keys, in registers, B dO or Q.
   template <typename B>
   __device__ __forceinline__ void SumOverQueries(float (&d)[B::kDim / 2],
