@@ -356,6 +356,30 @@ def test_gradients_of_operands_that_are_cut_differently(axis_type, cut, rng) -> 
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
+@by_main_kernel()
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_gradients_of_a_scale_that_is_not_positive(
+    implementation, dtype, rng, scale, dim
+) -> None:
+    """What is masked stays masked, whatever the scale multiplies."""
+    rows = 300
+    arrays = [normal(rng, 1, rows, 1, dim, dtype=dtype) for _ in range(4)]
+
+    def gradients(q: Any, k: Any, v: Any, d_o: Any) -> Any:
+        how = {"causal": True, "scale": scale, "implementation": implementation}
+        return jax.vjp(lambda *qkv: flash_attention(*qkv, **how), q, k, v)[1](d_o)
+
+    got = gradients(*arrays)
+    q, k, v, d_o = (f64(x)[0, :, 0] for x in arrays)
+    p = np.exp(scale * (q @ k.T)) * np.tri(rows)
+    p /= p.sum(-1, keepdims=True)
+    d_s = p * (d_o @ v.T - ((p @ v) * d_o).sum(-1, keepdims=True))
+    want = scale * d_s @ k, scale * d_s.T @ q, p.T @ d_o
+    for a, b in zip(got, want, strict=True):
+        assert_close(a[0, :, 0], b, dtype)
+
+
 def test_a_softcap_of_a_tiny_scale(rng) -> None:
     """Powers of scale / softcap that float32 does not have."""
     scale, softcap = 1e-5, 50.0
