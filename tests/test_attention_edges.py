@@ -357,22 +357,29 @@ def test_gradients_of_operands_that_are_cut_differently(axis_type, cut, rng) -> 
 
 
 @by_main_kernel()
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 96, 256])
 @pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("segments", [False, True], ids=["causal", "segments"])
 def test_gradients_of_a_scale_that_is_not_positive(
-    implementation, dtype, rng, scale, dim
+    implementation, dtype, rng, segments, scale, dim
 ) -> None:
     """What is masked stays masked, whatever the scale multiplies."""
     rows = 300
     arrays = [normal(rng, 1, rows, 1, dim, dtype=dtype) for _ in range(4)]
+    ids = np.sort(rng.integers(0, 3, rows))
+    mask = np.equal.outer(ids, ids) if segments else np.tri(rows)
+    how: Any = {"segment_ids": jnp.asarray(ids[None])} if segments else {"causal": True}
 
     def gradients(q: Any, k: Any, v: Any, d_o: Any) -> Any:
-        how = {"causal": True, "scale": scale, "implementation": implementation}
-        return jax.vjp(lambda *qkv: flash_attention(*qkv, **how), q, k, v)[1](d_o)
+        def out(*qkv: Any) -> Any:
+            options = {"scale": scale, "implementation": implementation, **how}
+            return flash_attention(*qkv, **options)
+
+        return jax.vjp(out, q, k, v)[1](d_o)
 
     got = gradients(*arrays)
     q, k, v, d_o = (f64(x)[0, :, 0] for x in arrays)
-    p = np.exp(scale * (q @ k.T)) * np.tri(rows)
+    p = np.exp(scale * (q @ k.T)) * mask
     p /= p.sum(-1, keepdims=True)
     d_s = p * (d_o @ v.T - ((p @ v) * d_o).sum(-1, keepdims=True))
     want = scale * d_s @ k, scale * d_s.T @ q, p.T @ d_o

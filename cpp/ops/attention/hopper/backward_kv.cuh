@@ -25,18 +25,18 @@
 // Products of a warpgroup run one after the other while it goes on, so each step issues them early
 // and waits late. Those of head dims up to 128, and what runs under them:
 //
-//   S, dP   P
+//   S, dP   P, or, interleaved (backward_narrow.cuh), its first part
 //   dV      dS, in shared memory, becomes visible to the other warpgroup
 //   dQ
 //   dK      dQ goes to shared memory
 //
 // Barriers in shared memory (BackwardShape): "full" tells that a stage of Q, lse and delta or of dO
-// has landed, "free" that whoever looks at it has read it; kScoresReady that dS of a step is
-// written, or, uneven, that dQ has read it; kDqFull and kDqFree that dQ is handed to the warp that
-// adds it, and read; wide, kPReady and kPFree that P is handed over and that its place is free. In
-// a cluster, kPeerKFull tells that the other CTA's K has landed, kPeerQFree and kPeerDoFree that a
-// stage is free there, kPeerDsFull that its dS has come, kPeerDsSent that this one's dS has come
-// there, and kPeerDsFree that it has been multiplied.
+// has landed, "free" that whoever looks at it has read it; kScoresReady, wide, that dS of a
+// step is written, or, uneven, that dQ has read it; kDqFull and kDqFree that dQ is handed to the
+// warp that adds it, and read; wide, kPReady and kPFree that P is handed over and that its place is
+// free. In a cluster, kPeerKFull tells that the other CTA's K has landed, kPeerQFree and
+// kPeerDoFree that a stage is free there, kPeerDsFull that its dS has come, kPeerDsSent that this
+// one's dS has come there, and kPeerDsFree that it has been multiplied.
 //
 // TMA fills rows and columns outside of an array with zeros. Rows inside of it that take no part
 // (past q_len or kv_len, or of another packed sequence) may hold anything: their scores are masked,
@@ -69,9 +69,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       kPlain ? Shape::kPlainRegisters : Shape::kGeneralRegisters;
   const bool has_dq = p.dq_accum != nullptr, turns = has_dq && p.dq_turns != nullptr;
 
-  // Whose keys these are. The first tiles come first, which a causal mask makes the longest; a few
-  // heads take turns, or the last head's longest tiles would end alone. For a dq that is the same
-  // every time the last tiles come first (backward_turns.cuh).
+  // Whose keys these are. The first tiles come first, which a causal mask makes the longest; then a
+  // few heads take turns, or the last head's longest tiles would end alone. For a dq that is the
+  // same every time the last tiles come first (backward_turns.cuh).
   const unsigned cluster = blockIdx.x / Shape::kCluster;
   const int turn = p.tiles * p.heads_apart, first_owner = cluster / turn * p.heads_apart;
   const int apart = min(p.heads_apart, p.num_pairs - first_owner);

@@ -26,13 +26,16 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   if (tiles == 0 || owners == 0) return nullptr;
   if (const char* error = PlanGrid(&p, tiles, owners)) return error;
   // Heads that take turns should fit in L2 with their Q, dO and dq_accum, but fill the GPU, or the
-  // last one's longest tiles would end alone. Where no tile is longer than another, one head after
-  // the other reads and adds least in device memory.
+  // last one's longest tiles would end alone. Without masks no tile is longer than another, and one
+  // head after the other reads and adds least in device memory.
   constexpr int64_t kAtOnce = 128;  // CTAs, about
   const int64_t bytes = a.q_len * p.group * (int64_t{6} * a.head_dim + int64_t{2} * a.value_dim);
   const int64_t filling = std::min((kAtOnce - 1) / (tiles * Shape::kCluster) + 1, owners);
-  const bool alike = a.window_right < 0 && a.dq_turns == nullptr;
-  p.heads_apart = alike ? 1 : std::max(OwnersApart(p, bytes), static_cast<int32_t>(filling));
+  const bool masked = a.window_left >= 0 || a.window_right >= 0 || a.cu_q != nullptr ||
+                      a.q_segments != nullptr || a.tile_indices != nullptr;
+  p.heads_apart = masked || a.dq_turns != nullptr
+                      ? std::max(OwnersApart(p, bytes), static_cast<int32_t>(filling))
+                      : 1;
 
   BackwardMaps maps;
   // Arrays without rows are never read, but a map needs one.

@@ -35,9 +35,9 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   // Whether P becomes dS block by block, while other blocks become P. A tall tile has no registers
   // for that.
   static constexpr bool kInterleaves = kPlain && !kTall;
-  // Whether there are registers for lse and delta, and for V, which then need not be read again
-  // with every step.
+  // Whether lse and delta are held in registers; interleaved, each block reads its own.
   static constexpr bool kHoldsRows = !kInterleaves && kQueries < 128 && !Shape::kCapped;
+  // Whether there are registers for V, too, which products then need not read with every step.
   static constexpr bool kHoldsValues = kInterleaves && kDim == 64;
 
   // This warpgroup's part of dQ = dS K, or of dQ^T = K^T dS^T.
@@ -76,7 +76,8 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
     }
   }
 
-  // P and dS of a step whose S is there and whose dP is under way: both packed, dS also stored.
+  // P and dS of a step whose S is there and whose dP is under way: both packed, dS also stored,
+  // needed or not.
   //
   // Exponentials bind it, and other arithmetic fits between them. So only kRaised blocks of 8
   // queries are P before dP is awaited, and kExponents its exponents; each further block is while
@@ -93,7 +94,7 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       WgmmaWait<0>();
       KeepAfter(dp);
       KeepAfter(c);
-      scores.MaskBoth(c, dp, kExponents, kRaised);
+      scores.MaskBoth(c, dp, kRaised, kExponents);
     } else {
       WgmmaWait<0>();
       KeepAfter(dp);

@@ -191,23 +191,24 @@ struct BackwardScores {
     for (int i = 0; i < blocks * 4; ++i) c[first_block * 4 + i] = Exp2(c[first_block * 4 + i]);
   }
   // ... before what is masked takes part: the first `raised` blocks are P, of which it becomes 0,
-  // then up to `exponents` there are exponents, then scores; and its dP is 0, whatever it was.
-  __device__ __forceinline__ void MaskBoth(float (&c)[kCount], float (&dp)[kCount], int exponents,
-                                           int raised) const {
+  // then up to `exponents` there are exponents, then scores, which become P = 0 (or a NaN, where
+  // lse is one); and its dP is 0, whatever it was.
+  __device__ __forceinline__ void MaskBoth(float (&c)[kCount], float (&dp)[kCount], int raised,
+                                           int exponents) const {
     const Band band = MakeBand();
     const float far = copysignf(INFINITY, -Factor());
-    const auto masked = [&](int i) {
+    const auto hidden = [&](int i) {
       return i < raised * 4 ? 0.0f : i < exponents * 4 ? -INFINITY : far;
     };
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const bool attends = band.Attends(i);
-      c[i] = attends ? c[i] : masked(i);
+      c[i] = attends ? c[i] : hidden(i);
       dp[i] = attends ? dp[i] : 0.0f;
     }
     if (flags & BackwardStep::kSegments) {
       EachStranger([&](int i) {
-        c[i] = masked(i);
+        c[i] = hidden(i);
         dp[i] = 0.0f;
       });
     }

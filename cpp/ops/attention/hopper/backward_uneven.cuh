@@ -9,7 +9,7 @@
 //   dP
 //   dV      dS becomes visible to the other warpgroup
 //   dQ      (64 queries by half of the columns)
-//   dK      dQ goes to shared memory, the next step begins
+//   dK      dQ goes to shared memory
 #pragma once
 
 #include <cstdint>
