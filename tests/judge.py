@@ -99,12 +99,12 @@ def misplaced(got: Any, want: Any) -> str:
     for what, test in (
         ("NaN", xp.isnan), ("inf", xp.isposinf), ("-inf", xp.isneginf)
     ):  # fmt: skip
-        wrong = test(got) != test(want)
+        wrong = on_host(test(got) != test(want))
         if wrong.any():
-            at = tuple(int(i) for i in np.argwhere(on_host(wrong))[0])
+            at = tuple(int(i) for i in np.argwhere(wrong)[0])
             return (
-                f"{what} at the wrong {int(wrong.sum())} places of "
-                f"{np.prod(tuple(wrong.shape))}, the first {list(at)}: {float(got[at]):.5g} for {float(want[at]):.5g}"
+                f"{what} at the wrong {int(wrong.sum())} places of {wrong.size}, the "
+                f"first {list(at)}: {float(got[at]):.5g} for {float(want[at]):.5g}"
             )
     return ""
 
