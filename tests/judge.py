@@ -66,7 +66,7 @@ def bar_of_plain(want: Any, plain: Any, dtype: str, cancels: bool = True) -> np.
     eps = EPS[dtype]
     floor = 2e-6 * max(1.0, np.max(size, initial=0.0))
     if cancels and want.size:
-        floor += 3 * eps * np.sqrt(np.mean(want**2))
+        floor += 5 * eps * np.sqrt(np.mean(want**2))
     return (1.5 * np.maximum(off, share * size) + 0.5 * eps * size + floor)[..., None]
 
 
