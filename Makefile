@@ -20,7 +20,7 @@ NEEDS = $(BIN)/python -c "import sys, tomllib; \
   project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
   print(*project['dependencies'], *project['optional-dependencies'][sys.argv[1]])"
 
-.PHONY: demo test lint format bench gpu-test report clean
+.PHONY: demo test lint format bench gpu-test sweep stress mutants report clean
 
 # The package, built from this folder. Tests and examples import what was installed.
 $(VENV)/.installed: $(SOURCES)
@@ -45,6 +45,20 @@ gpu-test:
 	KVBLOCK_CUDA=ON $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade \
 	  --target $(GPU_TARGET) .
 	PYTHONPATH=$(GPU_TARGET) KVBLOCK_REQUIRE_GPU=1 $(PYTHON) -P -m pytest $(PYTEST_ARGS)
+
+# Standalone on a GPU, by the C interface: thousands of calls against float64 (about a minute each),
+# and what may go wrong between CTAs. SWEEP_ARGS='--only D128', for example.
+GPU_LIBRARY = $(GPU_TARGET)/jax_kvblock/lib/libkvblock.so
+$(GPU_LIBRARY): $(SOURCES)
+	KVBLOCK_CUDA=ON $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade \
+	  --target $(GPU_TARGET) .
+	touch $@
+
+sweep: $(GPU_LIBRARY)
+	$(PYTHON) tests/attention_sweep.py $(GPU_LIBRARY) --out build/sweep.json $(SWEEP_ARGS)
+
+stress: $(GPU_LIBRARY)
+	$(PYTHON) tests/attention_stress.py $(GPU_LIBRARY) --out build/stress.json $(SWEEP_ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $$($(NEEDS) bench)

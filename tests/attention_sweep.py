@@ -234,54 +234,56 @@ class Launcher:
         self.run("forward", a)
         return {"out": out, "lse": lse[..., None]}
 
-    def backward(self, x: Problem, a: Attention, known: Truth) -> dict[str, Any]:
-        """Every way to the gradients; what is to be the same every time, TIMES."""
+    def give(self, a: Attention, known: Truth) -> tuple[Any, Any]:
+        """lse and delta of the truth, which have to outlive the launches."""
         torch, f32 = self.torch, self.torch.float32
         lse = known.lse.to(f32).contiguous()
         # A row that attends to nothing has no delta, whatever its gradients hold.
         delta = torch.where(torch.isneginf(lse), float("nan"), known.delta.to(f32))
         delta = delta.contiguous()
         a.lse, a.delta = lse.data_ptr(), delta.data_ptr()
-        c = x.case
-        got: dict[str, Any] = {}
+        return lse, delta
+
+    def backward(self, x: Problem, a: Attention, known: Truth) -> dict[str, Any]:
+        """Every way to the gradients; what is to be the same every time, TIMES."""
+        c, torch = x.case, self.torch
+        given = self.give(a, known)
         sums = self.generic_sums if self.kernels == "generic" else self.hopper_sums
-        with self._kept(a, "dk dv dq dq_accum dq_state dq_turns"):
-            keys = self._keys(x, a)
-            got |= sums(x, a, "dq") | keys
+        with self.kept(a):
+            keys = self.keys(x, a)
+            got = sums(x, a, "dq") | keys
         in_turns = self.kernels == "sm90" and not c.segments and x.tiles is None
-        kept: dict[str, Any] = {}
+        first: dict[str, Any] = {}
         for _ in range(TIMES):
-            with self._kept(a, "dk dv dq dq_accum dq_state dq_turns"):
-                again = {f"{n}, same": y for n, y in self._keys(x, a).items()}
+            with self.kept(a):
+                again = {f"{n}, same": y for n, y in self.keys(x, a).items()}
                 if in_turns:
                     again |= self.hopper_sums(x, a, "dq, same", turns=True)
                 else:
                     self.run("backward_kv", a)
-                    dq = self._like_q(x)
+                    dq = again["dq, same"] = self._like_q(x)
                     a.dq = dq.data_ptr()
                     self.run("backward_q", a)
-                    again["dq, same"] = dq
                 if c.bias is not None:
-                    dbias = self.arena.empty(
-                        x.given["bias"].dtype, *x.given["bias"].shape
-                    )
+                    bias = x.given["bias"]
+                    dbias = again["dbias"] = self.arena.empty(bias.dtype, *bias.shape)
                     a.dbias = dbias.data_ptr()
                     self.run("backward_bias", a)
-                    again["dbias"] = dbias
             for name, y in again.items():
-                first = kept.setdefault(name, y)
-                same = torch.equal(first.view(torch.uint8), y.view(torch.uint8))
+                before = first.setdefault(name, y)
+                same = torch.equal(before.view(torch.uint8), y.view(torch.uint8))
                 assert same, f"{name}: other bits at another time"
-        return got | kept
+        del given
+        return got | first
 
     @contextlib.contextmanager
-    def _kept(self, a: Attention, names: str) -> Iterator[None]:
+    def kept(self, a: Attention) -> Iterator[None]:
         """Results of one launch, which the next one does not have."""
         yield
-        for name in names.split():
+        for name in ("dk", "dv", "dq", "dq_accum", "dq_state", "dq_turns", "dbias"):
             setattr(a, name, None)
 
-    def _keys(self, x: Problem, a: Attention) -> dict[str, Any]:
+    def keys(self, x: Problem, a: Attention) -> dict[str, Any]:
         c, dtype = x.case, getattr(self.torch, x.case.dtype)
         dk = self.arena.empty(dtype, c.members, c.kv_len, c.kv_heads, c.head_dim)
         dv = self.arena.empty(dtype, c.members, c.kv_len, c.kv_heads, c.value_dim)
@@ -399,16 +401,18 @@ def where_it_ran(torch: Any) -> dict[str, Any]:
 
 
 def options() -> argparse.Namespace:
-    said = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    said.add_argument("library", help="libkvblock.so")
-    said.add_argument("--kernels", choices=KERNELS, action="append")
-    said.add_argument("--only", default="", help="cases whose names contain this")
-    said.add_argument("--seed", type=int, default=0, help="0 draws one")
-    said.add_argument("--rounds", type=int, default=4, help="sizes for each option")
-    said.add_argument("--limit", type=int, default=0, help="so many cases of each kind")
-    said.add_argument("--most", type=int, default=20, help="failures to stop at")
-    said.add_argument("--out", type=Path, help="where the record goes")
-    return said.parse_args()
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("library", help="libkvblock.so")
+    parser.add_argument("--kernels", choices=KERNELS, action="append")
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--seed", type=int, default=0, help="0 draws one")
+    parser.add_argument("--rounds", type=int, default=4, help="sizes for each option")
+    parser.add_argument(
+        "--limit", type=int, default=0, help="of each kind so many"
+    )
+    parser.add_argument("--most", type=int, default=20, help="failures to stop at")
+    parser.add_argument("--out", type=Path, help="where the record goes")
+    return parser.parse_args()
 
 
 def main() -> int:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import attention_model
+import attention_stress as stress
 import jax.numpy as jnp
 import judge
 import numpy as np
@@ -17,7 +21,9 @@ from attention_model import Call
 from attention_problems import Case, Gpu, Host, Problem, Truth, rounded, truth
 from attention_sweep import DIMS, OPTIONS, PAIRS, Arena, Launcher, draw_cases, sweep
 
+import jax_kvblock
 from jax_kvblock import AttentionTiles
+from jax_kvblock.attention.cuda import unserved_by_gpu
 
 CASE = Case("float16", 32, 32, 2, 4, 2, 150, 130, 7, name="plain")
 CASES = {
@@ -117,8 +123,9 @@ class Replayed(Gpu):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_truth_is_the_same_by_torch(case):
+@pytest.mark.parametrize("name", ["lengths", "packed", "tiles"])
+def test_the_truth_is_the_same_by_torch(name):
+    case = CASES[name]
     want, got = truth(Problem(case, Host())), truth(Problem(case, Replayed()))
     for name, x in want.want.items():
         np.testing.assert_allclose(got.want[name], x, rtol=1e-9, atol=1e-12)
@@ -306,9 +313,58 @@ class Memory(Launcher):
 @pytest.mark.parametrize("kernels", ["generic", "sm90"])
 def test_results_are_read_as_the_header_says(kernels):
     place = Replayed()
-    found = sweep(Memory(kernels, place), [*CASES.values()], 1, 9)
+    cases = [CASES[name] for name in ("packed", "bias")]
+    found = sweep(Memory(kernels, place), cases, 1, 9)
     assert found.failed == []
     dq = {"dq", "dq, same"}
     want = {"out", "lse", "dk", "dv", "dk, same", "dv, same", "dbias", *dq}
     assert {group.split(" ", 2)[2] for group in found.worst} == want
     assert all(0 < worst < 1 for worst in found.worst.values())
+
+
+@pytest.mark.torch
+def test_the_stress_sees_one_launch_that_is_wrong():
+    """A value of dq that is not finite, or that is another one; another bit of dk."""
+    clean = Memory("sm90", Replayed())
+    assert stress.passes(clean, CASE, lambda: None, 3)[1] == []
+    for name, value in ("dq", np.nan), ("dq", 0.5), ("dk", 0.5):
+        launcher = Memory("sm90", Replayed())
+        launches = []
+
+        def strike(launcher=launcher, launches=launches, name=name, value=value):
+            launches.append(0)
+            if len(launches) == 3:
+                launcher.results[name][1, 7, 1, 3] = value
+
+        wrong = stress.passes(launcher, CASE, strike, 3)[1]
+        assert len(wrong) == 1 and name in wrong[0]
+
+
+# ---- on a GPU ------------------------------------------------------------------------
+
+LIBRARY = Path(jax_kvblock.__file__).parent / "lib" / "libkvblock.so"
+
+
+def run_on_gpu(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(Path(__file__).with_name(script)), str(LIBRARY)]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.torch
+def test_a_sweep_of_the_kernels_finds_nothing():
+    """A few hundred cases; `make sweep` has thousands."""
+    if missing := unserved_by_gpu("cuda", backward=True):
+        pytest.skip(f"cuda does not serve {missing[0]}")
+    done = run_on_gpu("attention_sweep.py", "--limit", "250")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.torch
+def test_dq_is_right_under_load():
+    """A few hundred launches of each shape; `make stress` has thousands."""
+    if missing := unserved_by_gpu("cuda_sm90", backward=True):
+        pytest.skip(f"cuda_sm90 does not serve {missing[0]}")
+    done = run_on_gpu("attention_stress.py", "--seconds", "0.2", "--dtype", "float16")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
