@@ -20,7 +20,7 @@ NEEDS = $(BIN)/python -c "import sys, tomllib; \
   project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
   print(*project['dependencies'], *project['optional-dependencies'][sys.argv[1]])"
 
-.PHONY: demo test lint format bench gpu-test sweep stress mutants report clean
+.PHONY: demo test lint format bench gpu-test sweep stress mutants gpu-mutants report clean
 
 # The package, built from this folder. Tests and examples import what was installed.
 $(VENV)/.installed: $(SOURCES)
@@ -59,6 +59,15 @@ sweep: $(GPU_LIBRARY)
 
 stress: $(GPU_LIBRARY)
 	$(PYTHON) tests/attention_stress.py $(GPU_LIBRARY) --out build/stress.json $(SWEEP_ARGS)
+
+# Small mistakes, each put into a copy of the sources: what has to notice them does. The kernels' own
+# on a GPU, with the objects of the build there.
+mutants: $(VENV)/.installed
+	$(BIN)/python -P tests/mutants.py $(MUTANT_ARGS)
+
+gpu-mutants: $(GPU_LIBRARY)
+	$(PYTHON) tests/mutants.py $(MUTANT_ARGS) \
+	  --gpu "$$(dirname "$$(ls -t build/*/compile_commands.json | head -n 1)")"
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $$($(NEEDS) bench)

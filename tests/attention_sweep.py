@@ -89,6 +89,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "softcap, lengths": {"softcap": 5.0, "lengths": True},
     "sinks": {"sinks": 1},
     "sinks, causal": {"sinks": 1, "window": CAUSAL, "lengths": True},
+    "large scores, causal": {"scale": 1.0, "window": CAUSAL},  # references move
     "negative scale": {"scale": -0.11},
     "scale of zero": {"scale": 0.0, "window": CAUSAL},
     "bias": {"bias": ("float32", 1, True)},
@@ -407,9 +408,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--only", default="", help="cases whose names contain this")
     parser.add_argument("--seed", type=int, default=0, help="0 draws one")
     parser.add_argument("--rounds", type=int, default=4, help="sizes for each option")
-    parser.add_argument(
-        "--limit", type=int, default=0, help="of each kind so many"
-    )
+    parser.add_argument("--limit", type=int, default=0, help="of each kind so many")
     parser.add_argument("--most", type=int, default=20, help="failures to stop at")
     parser.add_argument("--out", type=Path, help="where the record goes")
     return parser.parse_args()
