@@ -195,10 +195,10 @@ CPU = (
         LAUNCH,
     ),
     Mutant(
-        "any head dim is served",
+        "any dtype is served",
         CUDA,
-        "if dim > MAX_HEAD_DIM or dim % 8 or not dim:",
-        "if dim > MAX_HEAD_DIM or not dim:",
+        "if x.q.dtype not in (jnp.bfloat16, jnp.float16):",
+        "if x.q.dtype == jnp.float64:",
         LAUNCH,
     ),
     Mutant(
