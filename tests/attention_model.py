@@ -27,11 +27,11 @@ ON_GPU = jax.default_backend() == "gpu"
 # What serves half precision: more kernels are added here.
 KERNELS = (*(cuda.best_kernels() if ON_GPU and _ffi.BUILD["cuda"] else ()), "xla")
 # XLA compiles for the CPU in half the time: what is compiled here runs only once.
-FAST = {} if ON_GPU else {
+FAST_ON_CPU = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_parallel_codegen_split_count": 1,
-}  # fmt: skip
-jit = functools.partial(jax.jit, compiler_options=FAST)
+}
+jit = functools.partial(jax.jit, compiler_options={} if ON_GPU else FAST_ON_CPU)
 
 
 def served(*dtypes: Any) -> list[Any]:
@@ -422,7 +422,7 @@ def plain_attention(
     return out, jnp.swapaxes(lse, 1, 2)
 
 
-@jit
+@functools.partial(jax.jit, compiler_options=FAST_ON_CPU)
 def _plain(
     arrays: Any, mask: Any, alive: Any, cotangents: Any, scale: Any, cap: Any
 ) -> Results:
@@ -466,14 +466,15 @@ def plain(call: Call) -> Results:
     given["bias"] = pad(np.broadcast_to(bias, (b, n, t, s)), {2: rows, 3: keys})
     given["sinks"] = arrays.get("sinks", np.full(n, -np.inf, np.float32))
     scale = call.static.get("scale")
-    got = _plain(
-        given,
-        pad(mask, {2: rows, 3: keys}),
-        pad(alive, {1: rows}),
-        (pad(cotangents[0], {1: rows, 3: wide}), pad(cotangents[1], {1: rows})),
-        d**-0.5 if scale is None else scale,
-        call.static.get("softcap") or 0.0,
-    )
+    with jax.default_device(jax.devices("cpu")[0]):  # where programs compile fast
+        got = _plain(
+            given,
+            pad(mask, {2: rows, 3: keys}),
+            pad(alive, {1: rows}),
+            (pad(cotangents[0], {1: rows, 3: wide}), pad(cotangents[1], {1: rows})),
+            d**-0.5 if scale is None else scale,
+            call.static.get("softcap") or 0.0,
+        )
     got = {name: np.asarray(x) for name, x in got.items()}
     for name, size in (("out", e), ("d_q", d), ("d_k", d), ("d_v", e)):
         got[name] = got[name][:, : t if name in ("out", "d_q") else s, :, :size]
