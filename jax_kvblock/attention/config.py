@@ -11,6 +11,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 OPEN = -1  # a window side without a bound
 
@@ -120,6 +121,16 @@ def sizes_of(config: AttentionConfig, x: Operands) -> Sizes:
         return Sizes(x.cu_q.shape[0] - 1, t, s, n, k, d, e)
     (b, t, n, d), (_, s, k, e) = x.q.shape, x.v.shape
     return Sizes(b, t, s, n, k, d, e)
+
+
+def members_of_a_row(batch: int, rows: int) -> int:
+    """How many batch members share a row of a bias, sinks or tiles; none have none."""
+    return batch // rows if rows else 0
+
+
+def row_of_each(a: Any, batch: int) -> Any:
+    """What members share, `[rows, ...]`, as `[batch, ...]`."""
+    return jnp.repeat(a, members_of_a_row(batch, a.shape[0]), axis=0)
 
 
 def default_scale(head_dim: int) -> float:
