@@ -7,10 +7,13 @@ everything that may change from call to call is an operand.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 OPEN = -1  # a window side without a bound
@@ -37,6 +40,16 @@ class AttentionTiles:
     counts: jax.Array
     block_q: int = dataclasses.field(default=128, metadata={"static": True})
     block_kv: int = dataclasses.field(default=128, metadata={"static": True})
+
+
+# Exported functions that take or return tile lists name the class so.
+jax.export.register_pytree_node_serialization(
+    AttentionTiles,
+    serialized_name="jax_kvblock.AttentionTiles",
+    serialize_auxdata=lambda sizes: json.dumps(sizes, default=operator.index).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+    from_children=lambda sizes, lists: AttentionTiles(*lists, *sizes),
+)
 
 
 @dataclasses.dataclass(frozen=True)

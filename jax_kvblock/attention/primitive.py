@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
