@@ -22,6 +22,8 @@ from jax_kvblock.attention.config import (
     AttentionConfig,
     Operands,
     Sizes,
+    members_of_a_row,
+    row_of_each,
     sizes_of,
 )
 from jax_kvblock.attention.dense import listed_tiles, window_of
@@ -126,8 +128,7 @@ def _finish(
     """Lets the sinks in, and divides by the sum."""
     if x.sinks is not None:
         b, k, g = p.groups
-        sinks = jnp.repeat(x.sinks, b // x.sinks.shape[0], axis=0)
-        sinks = sinks.reshape(b, k, g, 1).astype(top.dtype)
+        sinks = row_of_each(x.sinks, b).reshape(b, k, g, 1).astype(top.dtype)
         new_top = jnp.maximum(top, sinks)
         base = jnp.where(jnp.isneginf(new_top), 0, new_top)
         shrink = jnp.exp(top - base)
@@ -289,7 +290,7 @@ def _to_heads(p: _Problem, a: Any) -> Any:
     """`[b, n, ...]` shared by batch or heads as `[B, K, G, ...]`, K G 1 if shared."""
     batch, k, g = p.groups
     if 1 < a.shape[0] < batch:
-        a = jnp.repeat(a, batch // a.shape[0], axis=0)
+        a = row_of_each(a, batch)
     heads = (1, 1) if a.shape[1] == 1 else (k, g)
     return a.reshape(a.shape[0], *heads, *a.shape[2:])
 
@@ -340,7 +341,8 @@ def _select(p: _Problem, i: Any, j: Any, a: Any) -> Any:
 def _add_bias(p: _Problem, total: Any, groups: Any, ds: Any, i: Any, j: Any) -> Any:
     """Adds a block of d_scores, summed over the batch and heads that share the bias."""
     batch, k, g = p.groups
-    ds = ds.reshape(groups[0], batch // groups[0], k * g, p.block_q, p.block_kv).sum(1)
+    shared = members_of_a_row(batch, groups[0])
+    ds = ds.reshape(groups[0], shared, k * g, p.block_q, p.block_kv).sum(1)
     if groups[1] == 1:
         ds = ds.sum(1, keepdims=True)
     zero = jnp.zeros((), jnp.int32)
@@ -489,8 +491,7 @@ def _visits(
 
     seen = meet("owner", "owner") & meet("segment", "segment") & meet("first", "last")
     if p.listed is not None:
-        listed = jnp.repeat(p.listed, p.q.shape[0] // p.listed.shape[0], axis=0)
-        seen &= listed.any(1)
+        seen &= row_of_each(p.listed.any(1), p.q.shape[0])
     seen = seen.any(0)
     if transposed:
         seen = seen.T

@@ -11,7 +11,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_kvblock._spmd import vary_alike
 from jax_kvblock.attention import arguments, cudnn, primitive
-from jax_kvblock.attention.config import AttentionConfig, AttentionTiles, Operands
+from jax_kvblock.attention.config import (
+    AttentionConfig,
+    AttentionTiles,
+    Operands,
+    members_of_a_row,
+    row_of_each,
+)
 
 # What the forward pass keeps for the backward pass, for jax.checkpoint policies:
 # jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES) saves all of it.
@@ -214,11 +220,13 @@ def _sink_gradient(
     sinks = x.sinks
     if config.packed:
         lse, delta = lse[None], delta[None]
-    rows = jnp.repeat(sinks, lse.shape[0] // sinks.shape[0], axis=0)[..., None]
+    rows = row_of_each(sinks, lse.shape[0])[..., None]
     empty = jnp.isneginf(lse)
     p = jnp.exp(rows.astype(lse.dtype) - jnp.where(empty, jnp.inf, lse))
     d = -jnp.where(empty, 0, p * delta).sum(-1)
-    return d.reshape(sinks.shape[0], -1, sinks.shape[1]).sum(1).astype(sinks.dtype)
+    shared = members_of_a_row(lse.shape[0], sinks.shape[0])
+    d = d.reshape(sinks.shape[0], shared, sinks.shape[1])
+    return d.sum(1).astype(sinks.dtype)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -17,14 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-# custom_partitioning reads the devices while lowering; jit passes them only for
-# primitives in this set, which has no public name.
-from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
+from jax_kvblock._primitive import make_primitives
 from jax_kvblock._spmd import lower_local, vary_alike
 from jax_kvblock.attention import blocked, cuda
 from jax_kvblock.attention.batching import batch
@@ -126,25 +123,12 @@ def _abstract_eval(
     return results
 
 
-def _make(op: Op) -> tuple[core.Primitive, core.Primitive]:
-    outer = core.Primitive(f"kvblock_attention_{op.name}")
-    local = core.Primitive(f"kvblock_attention_{op.name}_local")
-    for primitive in (outer, local):
-        primitive.multiple_results = True
-        primitive.def_abstract_eval(functools.partial(_abstract_eval, op=op))
-    outer.def_impl(lambda *arrays, call: _eager(op, call)(*arrays))
-    return outer, local
-
-
-@functools.lru_cache(maxsize=1024)
-def _eager(op: Op, call: Call) -> Any:
-    return jax.jit(functools.partial(_OUTER[op].bind, call=call))
-
-
 _OUTER: dict[Op, core.Primitive] = {}
 _LOCAL: dict[Op, core.Primitive] = {}
 for _op in (FORWARD, OUTPUT, BACKWARD, BACKWARD_BIAS):
-    _OUTER[_op], _LOCAL[_op] = _make(_op)
+    _OUTER[_op], _LOCAL[_op] = make_primitives(
+        f"kvblock_attention_{_op.name}", functools.partial(_abstract_eval, op=_op)
+    )
 
 
 def _bind(op: Op, arrays: Sequence[Any], call: Call) -> list[Any]:
@@ -218,7 +202,6 @@ for _op, _primitive in _LOCAL.items():
 # ---- lowering: partitioned over a mesh -----------------------------------------------
 
 for _op, _primitive in _OUTER.items():
-    prim_requires_devices_during_lowering.add(_primitive)
     _run = partitioned(_op, _LOCAL[_op])
     mlir.register_lowering(
         _primitive,
