@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax_kvblock._checks import check_array, check_integer, check_positive, show
 from jax_kvblock.attention import arguments, blocked, cuda, flash, primitive
 from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes
+from jax_kvblock.attention.ops import LogSumExp
 
 XLA_BLOCKS = (16, 32, 64, 128, 256, 512)
 _TILE_FIX = "tiles are compiled in; get_optimal_block_sizes picks one"
@@ -131,7 +132,7 @@ def flash_attention_backward(
     O, dO = jnp.asarray(O), jnp.asarray(dO)
     delta = jnp.sum(dO.astype(lse.dtype) * O.astype(lse.dtype), axis=-1)
     d_o = jnp.swapaxes(dO, 1, 2).astype(x.q.dtype)
-    gradients = primitive.backward(config, x, lse, delta, d_o)
+    gradients = primitive.backward(config, x, LogSumExp(lse), delta, d_o)
     dq, dk, dv = (jnp.swapaxes(a, 1, 2).astype(_dtype(Q)) for a in gradients)
     return dq, dk, dv
 

@@ -8,6 +8,7 @@
  *                 bias:         score = score + bias[b, n, i, j]
  *   score(i, j) = -inf where i does not attend to j
  *   lse(i)      = log(sum_j exp(score(i, j)) + exp(sink[n]))      (the second term with sinks only)
+ *                 less base(i), where that is asked for
  *   o(i)        = sum_j exp(score(i, j) - lse(i)) * v[b, j, k];   0 where lse(i) = -inf
  *
  * i attends to j when all of these hold:
@@ -96,6 +97,10 @@ typedef struct kvblock_attention {
 
   void* o;    /* forward: written; not read by the backward launchers */
   float* lse; /* forward: written unless NULL; backward: read */
+  /* [B, N, T], with a bias; may be NULL. lse is then relative to it. Beside a bias of -1e9 over a
+   * whole row float32 has no digits left for the sum of the exponentials; this keeps it. Forward:
+   * written, finite and near the row's largest score; backward: the same, read. */
+  float* base;
 
   /* Backward only. */
   const void* d_o;

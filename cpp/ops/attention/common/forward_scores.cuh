@@ -24,9 +24,18 @@ struct ForwardRows {
 
 // What turns S into scores. Without softcap and bias and with a positive scale, scaling commutes
 // with the maximum and is left to the exponential; otherwise the scores are finished first.
+//
+// With a bias scores may be so large that float32 has no digits for what is beside them. Then a
+// row's base is subtracted from its scores before anything else happens to them.
 struct ScoreRules {
   bool finish;    // FinishScores scales, caps and adds the bias
+  bool based;     // there is a bias: scores are taken relative to their row's base
   float to_log2;  // score * to_log2 is the exponent of 2; positive
+
+  __device__ __forceinline__ explicit ScoreRules(const AttentionParams& p, bool may_finish = true)
+      : finish(may_finish && (p.softcap > 0.0f || p.bias != nullptr || !(p.scale > 0.0f))),
+        based(may_finish && p.bias != nullptr),
+        to_log2(finish ? kLog2E : p.scale * kLog2E) {}
 };
 
 template <typename Bias>
@@ -214,6 +223,14 @@ __device__ __forceinline__ float RowSum(float x) {
 // maximum; any finite number serves, since its probabilities are all 2^-inf.
 __device__ __forceinline__ float Reference(float max, float to_log2) {
   return max == -INFINITY ? 0.0f : max * to_log2;
+}
+
+// Writes a row's lse, `top` plus `log_sum`: where a base is asked for, top as the base.
+__device__ __forceinline__ void StoreLse(const AttentionParams& p, int64_t row, bool nothing,
+                                         float top, float log_sum) {
+  const bool based = p.base != nullptr;
+  p.lse[row] = nothing ? -INFINITY : based ? log_sum : top + log_sum;
+  if (based) p.base[row] = nothing ? 0.0f : top;
 }
 
 }  // namespace kvblock
