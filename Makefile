@@ -20,7 +20,7 @@ NEEDS = $(BIN)/python -c "import sys, tomllib; \
   project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
   print(*project['dependencies'], *project['optional-dependencies'][sys.argv[1]])"
 
-.PHONY: demo test lint format bench gpu-test report clean
+.PHONY: demo test lint format bench gpu-build gpu-test report clean
 
 # The package, built from this folder. Tests and examples import what was installed.
 $(VENV)/.installed: $(SOURCES)
@@ -40,11 +40,16 @@ test: $(VENV)/.installed
 
 # For a machine whose Python already holds jax with CUDA (and torch and CuPy, if they are to be
 # tested): builds against it, installs next to it, runs the suite on the GPU and fails without one.
+# The record of a whole run goes to benchmarks/results/<gpu>/tests-<date>.json.
 GPU_TARGET ?= build/gpu
-gpu-test:
+GPU_RECORD ?= benchmarks/results
+gpu-build:
 	KVBLOCK_CUDA=ON $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade \
 	  --target $(GPU_TARGET) .
-	PYTHONPATH=$(GPU_TARGET) KVBLOCK_REQUIRE_GPU=1 $(PYTHON) -P -m pytest $(PYTEST_ARGS)
+
+gpu-test: gpu-build
+	PYTHONPATH=$(GPU_TARGET) KVBLOCK_REQUIRE_GPU=1 $(PYTHON) -P -m pytest -q \
+	  -n $$(nproc) --dist worksteal --record $(GPU_RECORD) $(PYTEST_ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $$($(NEEDS) bench)

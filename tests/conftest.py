@@ -7,9 +7,14 @@ import zlib
 from collections.abc import Iterator
 
 # Before jax starts: sharding tests need several devices, and a GPU run should not take
-# all of its memory at once.
-_COUNT = "--xla_force_host_platform_device_count=4"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}".strip()
+# all of its memory at once. What a GPU compiles here runs once: to time candidates for
+# each of its products takes thirty times as long as to compile the program.
+_FLAGS = (
+    "--xla_force_host_platform_device_count=4",
+    "--xla_gpu_autotune_level=0",
+    "--xla_gpu_enable_triton_gemm=false",
+)
+os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_FLAGS)).strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -17,6 +22,8 @@ import numpy as np
 import pytest
 
 import jax_kvblock
+
+pytest_plugins = ["record"]
 
 
 def has_gpu() -> bool:
