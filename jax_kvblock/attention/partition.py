@@ -179,8 +179,7 @@ def _sharding_rule(op: Op, call: Call, mesh: Any, operands: Any, results: Any) -
         for n, a in zip(op.operand_names(call), operands, strict=True)
     )
     result_maps = tuple(
-        mapping(n, a.shape)
-        for n, a in zip(op.result_names(call), results, strict=True)
+        mapping(n, a.shape) for n, a in zip(op.result_names(call), results, strict=True)
     )
     return SdyShardingRule(
         operand_maps, result_maps, need_replication_factors=tuple(whole)

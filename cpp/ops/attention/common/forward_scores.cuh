@@ -24,19 +24,14 @@ struct ForwardRows {
 
 // What turns S into scores. Without softcap and bias and with a positive scale, scaling commutes
 // with the maximum and is left to the exponential; otherwise the scores are finished first.
-//
-// With a bias scores may be so large that float32 has no digits for what is beside them. Then a
-// row's base is subtracted from its scores before anything else happens to them.
 struct ScoreRules {
   bool finish;    // FinishScores scales, caps and adds the bias
-  bool based;     // there is a bias: scores are taken relative to their row's base
   float to_log2;  // score * to_log2 is the exponent of 2; positive
-
-  __device__ __forceinline__ explicit ScoreRules(const AttentionParams& p, bool may_finish = true)
-      : finish(may_finish && (p.softcap > 0.0f || p.bias != nullptr || !(p.scale > 0.0f))),
-        based(may_finish && p.bias != nullptr),
-        to_log2(finish ? kLog2E : p.scale * kLog2E) {}
 };
+
+// With a bias scores may be so large that float32 has no digits for what is beside them. Then a
+// row's base is subtracted from its scores before anything else happens to them.
+__device__ __forceinline__ bool HasBases(const AttentionParams& p) { return p.bias != nullptr; }
 
 template <typename Bias>
 __device__ __forceinline__ float ToFloat(Bias value) {

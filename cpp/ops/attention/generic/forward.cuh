@@ -122,10 +122,11 @@ __device__ __forceinline__ void Multiply(ForwardRows<Traits>& rows,
 }
 
 // Takes the tile's scores into the running maxima; scales O and the sums to the new ones. After the
-// first few tiles maxima rarely move, and then there is nothing to scale. `based` scores are then
-// relative to the maxima.
+// first few tiles maxima rarely move, and then there is nothing to scale. With bases, which are the
+// maxima, scores become relative to them.
 template <typename Traits>
-__device__ __forceinline__ void Rescale(ForwardRows<Traits>& rows, const ScoreRules& rules) {
+__device__ __forceinline__ void Rescale(const AttentionParams& p, ForwardRows<Traits>& rows,
+                                        float to_log2) {
   float correction[Traits::kRowBlocks][2];
   bool moved = false;
 #pragma unroll
@@ -141,8 +142,8 @@ __device__ __forceinline__ void Rescale(ForwardRows<Traits>& rows, const ScoreRu
       rows.max[rb][half] = fmaxf(before, RowMax(tile_max));
       moved |= rows.max[rb][half] != before;
       const float now = Reference(rows.max[rb][half], 1.0f);
-      correction[rb][half] = Exp2((before - now) * rules.to_log2);
-      if (rules.based) {
+      correction[rb][half] = Exp2((before - now) * to_log2);
+      if (HasBases(p)) {
 #pragma unroll
         for (int n = 0; n < Traits::kKeys / 8; ++n) {
           rows.s[rb][n][half * 2] -= now;
@@ -169,8 +170,8 @@ __device__ __forceinline__ void Rescale(ForwardRows<Traits>& rows, const ScoreRu
 // P = exp2(S - max) and O += P V, 16 keys at a time: the exponentials of the next 16 keys can run
 // while the tensor cores work on these.
 template <typename Traits>
-__device__ __forceinline__ void Accumulate(ForwardRows<Traits>& rows, const ScoreRules& rules,
-                                           uint32_t v_tile, int lane) {
+__device__ __forceinline__ void Accumulate(const AttentionParams& p, ForwardRows<Traits>& rows,
+                                           float to_log2, uint32_t v_tile, int lane) {
   using T = typename Traits::T;
   const LaneBlock<Traits::kDim, BlockOrder::kRowsFirst> at_v(lane);
   float reference[Traits::kRowBlocks][2];
@@ -178,7 +179,7 @@ __device__ __forceinline__ void Accumulate(ForwardRows<Traits>& rows, const Scor
   for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      reference[rb][half] = rules.based ? 0.0f : Reference(rows.max[rb][half], rules.to_log2);
+      reference[rb][half] = HasBases(p) ? 0.0f : Reference(rows.max[rb][half], to_log2);
     }
   }
 #pragma unroll
@@ -191,7 +192,7 @@ __device__ __forceinline__ void Accumulate(ForwardRows<Traits>& rows, const Scor
         float (&x)[4] = rows.s[rb][2 * step + n];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          x[e] = Exp2(fmaf(x[e], rules.to_log2, -reference[rb][e / 2]));
+          x[e] = Exp2(fmaf(x[e], to_log2, -reference[rb][e / 2]));
           rows.sum[rb][e / 2] += x[e];
         }
         a[rb][2 * n] = Pack<T>(x[0], x[1]);
@@ -215,13 +216,12 @@ __device__ __forceinline__ void Accumulate(ForwardRows<Traits>& rows, const Scor
 // and the base for the rows that exist.
 template <typename Traits>
 __device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& s, int head,
-                                      ForwardRows<Traits>& rows, const ScoreRules& rules,
-                                      uint32_t q_tile, char* shared_q, int first, int row,
-                                      int lane) {
+                                      ForwardRows<Traits>& rows, float to_log2, uint32_t q_tile,
+                                      char* shared_q, int first, int row, int lane) {
   using T = typename Traits::T;
   const bool sinks = p.sinks != nullptr;
   // Maxima and the sink are exponents of 2 here, but based ones scores: their differences are.
-  const float unit = rules.based ? kLog2E : 1.0f;
+  const float unit = HasBases(p) ? kLog2E : 1.0f;
   const float sink =
       sinks ? __ldg(p.sinks +
                     static_cast<int64_t>(BatchRow(p, p.sink_batch, s.batch)) * p.num_heads + head) *
@@ -234,7 +234,7 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& 
     for (int half = 0; half < 2; ++half) {
       const int in_tile = row + rb * 16 + half * 8 + lane / 4, query = first + in_tile;
       float sum = RowSum(rows.sum[rb][half]);
-      float max = rows.max[rb][half] * (rules.based ? 1.0f : rules.to_log2);
+      float max = rows.max[rb][half] * (HasBases(p) ? 1.0f : to_log2);
       float factor = 1.0f;
       if (sinks) {  // one more score, with no value
         const float joint = fmaxf(max, sink), reference = Reference(joint, 1.0f);
@@ -327,7 +327,8 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
     __syncthreads();
   }
   const Sequence& s = parked.sequence;
-  const ScoreRules rules(p);
+  const bool finish = p.softcap > 0.0f || p.bias != nullptr || !(p.scale > 0.0f);
+  const ScoreRules rules = {finish, finish ? kLog2E : p.scale * kLog2E};
 
   ForwardRows<Traits> rows;
 #pragma unroll
@@ -397,11 +398,11 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
       FinishScores<Traits>(p, s, rules, !whole_now, p.q_segments != nullptr, parked.head, rows,
                            parked.first + row(), key_now, lane());
     }
-    Rescale<Traits>(rows, rules);
-    Accumulate<Traits>(rows, rules, v_tile(stage), lane());
+    Rescale<Traits>(p, rows, rules.to_log2);
+    Accumulate<Traits>(p, rows, rules.to_log2, v_tile(stage), lane());
   }
   if (Traits::kShape.hold_queries) __syncthreads();  // O's way out is a stage that others may read
-  Write<Traits>(p, s, parked.head, rows, rules, q_tile, shared, parked.first, row(),
+  Write<Traits>(p, s, parked.head, rows, rules.to_log2, q_tile, shared, parked.first, row(),
                 lane());
 }
 

@@ -20,7 +20,10 @@ class Consumer {
  public:
   __device__ __forceinline__ Consumer(const AttentionParams& p, ForwardShared<Traits>& shared,
                                       int group)
-      : p_(p), shared_(shared), group_(group), rules_(p, Traits::kKind == ForwardKind::kGeneral) {
+      : p_(p), shared_(shared), group_(group) {
+    const bool finish = Traits::kKind == ForwardKind::kGeneral &&
+                        (p.softcap > 0.0f || p.bias != nullptr || !(p.scale > 0.0f));
+    rules_ = {finish, finish ? kLog2E : p.scale * kLog2E};
     if constexpr (!Traits::kCapped) exponent_.to_log2 = rules_.to_log2;
   }
 
@@ -73,7 +76,7 @@ class Consumer {
     LeaveScores(flags);
     if constexpr (Traits::kCapped) {  // there is no O to scale yet
       Follow(flags, rows, factor);
-    } else if (Traits::kBased && rules_.based) {
+    } else if (Traits::kHasBases && HasBases(p_)) {
       MoveBases(rows, factor);
     } else {
       float max[2];
@@ -169,7 +172,7 @@ class Consumer {
       }
       Cap(!(flags & Step::kMasked), size, rows);
     }
-    if (Traits::kBased && rules_.based) return MoveBases(rows, factor);
+    if (Traits::kHasBases && HasBases(p_)) return MoveBases(rows, factor);
     return FollowMaxima(rows, exponent_, factor);
   }
 

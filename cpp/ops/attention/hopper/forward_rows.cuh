@@ -320,7 +320,7 @@ __device__ __forceinline__ RowLse FinishRows(const AttentionParams& p, const Ite
                                              const RowSums& sums, Rows<Traits>& rows,
                                              float (&factor)[2], int row, int lane) {
   const Sequence& s = item.sequence;
-  const bool based = Traits::kBased && p.bias != nullptr;
+  const bool based = Traits::kHasBases && HasBases(p);
   const float unit = based ? kLog2E : 1.0f;  // of the maxima and of the sink, as exponents of 2
   const float sink =
       p.sinks != nullptr
@@ -365,7 +365,7 @@ __device__ __forceinline__ RowLse FinishRows(const AttentionParams& p, const Ite
   }
   const bool second = lane % 2 != 0, none = second ? nothing[1] : nothing[0];
   const float top = second ? max[1] : max[0], log_sum = Log2(second ? sum[1] : sum[0]);
-  if constexpr (Traits::kBased) return {none ? -INFINITY : top, log_sum};
+  if constexpr (Traits::kHasBases) return {none ? -INFINITY : top, log_sum};
   return {none ? -INFINITY : top + log_sum, 0.0f};
 }
 
@@ -376,8 +376,8 @@ __device__ __forceinline__ void StoreLse(const AttentionParams& p, const Item& i
   const int query = item.first + row + lane % 2 * 8 + lane / 4;
   if (p.lse != nullptr && lane % 4 < 2 && query < item.sequence.q_rows) {
     const int64_t at = item.sequence.LseRow(p, item.head) + query;
-    if constexpr (Traits::kBased) {
-      const float top = p.bias != nullptr ? lse.top : lse.top * kLn2;
+    if constexpr (Traits::kHasBases) {
+      const float top = HasBases(p) ? lse.top : lse.top * kLn2;
       StoreLse(p, at, lse.top == -INFINITY, top, lse.log_sum * kLn2);
     } else {
       p.lse[at] = lse.top * kLn2;
