@@ -3,7 +3,6 @@
 
 #include <string>
 
-#include "host/attention_check.h"
 #include "host/block_copy_check.h"
 #include "kvblock/attention.h"
 #include "ops/attention/common/params.cuh"
@@ -13,7 +12,7 @@
 
 extern "C" const char* kvblock_attention_backward_kv(const kvblock_attention* a, void* stream) {
   using namespace kvblock;
-  if (const char* error = CheckAttention(a, AttentionPass::kBackwardKv)) return error;
+  if (const char* error = kvblock_attention_check(a, KVBLOCK_BACKWARD_KV)) return error;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (a->kernels == KVBLOCK_KERNELS_SM90) {
     const char* error = hopper::LaunchBackwardKv(*a, cuda_stream);
@@ -32,14 +31,14 @@ extern "C" const char* kvblock_attention_backward_kv(const kvblock_attention* a,
 
 extern "C" const char* kvblock_attention_backward_q(const kvblock_attention* a, void* stream) {
   using namespace kvblock;
-  if (const char* error = CheckAttention(a, AttentionPass::kBackwardQ)) return error;
+  if (const char* error = kvblock_attention_check(a, KVBLOCK_BACKWARD_Q)) return error;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   return ForDim(*a, [&](auto dim) { return LaunchBackwardQ<dim()>(*a, cuda_stream); });
 }
 
 extern "C" const char* kvblock_attention_backward_bias(const kvblock_attention* a, void* stream) {
   using namespace kvblock;
-  if (const char* error = CheckAttention(a, AttentionPass::kBackwardBias)) return error;
+  if (const char* error = kvblock_attention_check(a, KVBLOCK_BACKWARD_BIAS)) return error;
   if (a->batch == 0) return nullptr;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   return ForDim(*a, [&](auto dim) { return LaunchBackwardBias<dim()>(*a, cuda_stream); });

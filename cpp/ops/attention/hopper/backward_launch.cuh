@@ -38,10 +38,11 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
                       : 1;
 
   BackwardMaps maps;
-  // Arrays without rows are never read, but a map needs one.
+  // Arrays without rows are never read and may have no address, but a map needs both.
   const auto map = [&](const void* data, int64_t rows, int heads, int dim, int box,
                        CUtensorMap* to) {
-    return MakeTensorMap({data, a.dtype, members, std::max<int64_t>(rows, 1), heads, dim}, box, to);
+    return MakeTensorMap(
+        {rows > 0 ? data : a.k, a.dtype, members, std::max<int64_t>(rows, 1), heads, dim}, box, to);
   };
   const char* error = map(a.q, a.q_len, a.num_heads, a.head_dim, Shape::kQueries, &maps.q);
   if (!error) error = map(a.d_o, a.q_len, a.num_heads, a.value_dim, Shape::kQueries, &maps.d_o);
