@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from c_attention import LAUNCHERS
 from fuzz_copies import Side, contents
 
 import jax_kvblock
@@ -41,42 +41,6 @@ class CCopy(ctypes.Structure):
         ("dst", CSide),
     ]
 
-
-def _fields(types: str) -> list[tuple[str, Any]]:
-    """Fields from lines like `int32 batch num_heads`, in their order."""
-    known = {"int32": ctypes.c_int32, "int64": ctypes.c_int64, "float": ctypes.c_float}
-    lines = [line.split() for line in types.strip().splitlines()]
-    return [
-        (name, known.get(kind, ctypes.c_void_p))
-        for kind, *names in lines
-        for name in names
-    ]
-
-
-class CAttention(ctypes.Structure):
-    _fields_ = _fields("""
-        int32 kernels dtype batch num_heads num_kv_heads
-        int64 q_len kv_len
-        int32 head_dim value_dim
-        float scale softcap
-        int32 window_left window_right
-        pointer q k v
-        pointer cu_q cu_kv q_lens kv_lens shift q_segments kv_segments
-        pointer q_segment_ranges kv_segment_ranges
-        pointer bias
-        int32 bias_dtype bias_batch bias_heads
-        pointer sinks
-        int32 sink_batch
-        pointer tile_indices tile_counts tile_indices_t tile_counts_t
-        int32 tile_batch tile_heads tile_q tile_kv max_tiles max_tiles_t
-        pointer o lse
-        pointer d_o delta dq_accum dq dk dv dbias dq_turns dq_state
-    """)
-
-
-# kvblock_attention_pass
-FORWARD, BACKWARD_KV, BACKWARD_Q, BACKWARD_BIAS = range(4)
-LAUNCHERS = ("forward", "backward_kv", "backward_q", "backward_bias")
 
 GUARD = 64  # bytes before and after each buffer
 TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import numpy as np
-from c_interface import BACKWARD_BIAS, BACKWARD_KV, FORWARD, CAttention
+from c_attention import BACKWARD_BIAS, BACKWARD_KV, FORWARD, Attention
 from hypothesis import strategies as st
 
 # Addresses where nothing lies: whoever reads an array crashes.
@@ -34,7 +34,7 @@ Fields = dict[str, Any]
 def kinds() -> dict[str, Any]:
     """Each field's hostile values."""
     hostile: dict[str, Any] = {}
-    for name, kind in CAttention._fields_:
+    for name, kind in Attention._fields_:
         code = getattr(kind, "_type_", "P")
         hostile[name] = {
             "i": st.sampled_from(NUMBERS),
@@ -67,7 +67,7 @@ def right(draw: Any, which: int) -> Fields:
     group, kv_heads, batch = draw(st.tuples(*[st.integers(1, 3)] * 3))
     heads = group * kv_heads
     a: Fields = {}
-    for name, kind in CAttention._fields_:
+    for name, kind in Attention._fields_:
         a[name] = 0 if getattr(kind, "_type_", "P") != "P" else None
     a |= {"batch": batch, "num_heads": heads, "num_kv_heads": kv_heads}
     a |= {"q_len": draw(size), "kv_len": draw(size), "dtype": draw(st.integers(0, 1))}
@@ -104,8 +104,8 @@ def right(draw: Any, which: int) -> Fields:
     return a | dict.fromkeys(given, ARRAY)
 
 
-def struct(fields: Fields) -> CAttention:
-    return CAttention(**fields)
+def struct(fields: Fields) -> Attention:
+    return Attention(**fields)
 
 
 def is_right(a: Fields, which: int) -> bool:

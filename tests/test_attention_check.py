@@ -6,15 +6,15 @@ import ctypes
 from typing import Any
 
 import pytest
-from c_interface import (
+from c_attention import (
     BACKWARD_BIAS,
     BACKWARD_KV,
     BACKWARD_Q,
     FORWARD,
     LAUNCHERS,
-    CAttention,
-    load_library,
+    Attention,
 )
+from c_interface import load_library
 
 from jax_kvblock._ffi import BUILD
 
@@ -38,8 +38,8 @@ LONG = {"q_len": 2**30 - 256, "kv_len": 2**30 - 256}
 BACKWARD = dict.fromkeys(("lse", "d_o", "delta", "dk", "dv"), ARRAY)
 
 
-def valid(**changes: Any) -> CAttention:
-    a = CAttention(batch=1, num_heads=1, num_kv_heads=1, q_len=4, kv_len=4)
+def valid(**changes: Any) -> Attention:
+    a = Attention(batch=1, num_heads=1, num_kv_heads=1, q_len=4, kv_len=4)
     a.head_dim = a.value_dim = 8
     a.scale, a.window_left, a.window_right = 1.0, -1, -1
     a.q = a.k = a.v = a.o = ARRAY

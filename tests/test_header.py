@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from c_interface import SCHEDULE, TASK, CAttention, CCopy, CSide, load_library
+from c_attention import Attention
+from c_interface import SCHEDULE, TASK, CCopy, CSide, load_library
 
 import jax_kvblock
 from jax_kvblock._ffi import BUILD
@@ -122,7 +123,7 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
     structs = {
         "kvblock_side": CSide,
         "kvblock_copy": CCopy,
-        "kvblock_attention": CAttention,
+        "kvblock_attention": Attention,
     }
     same = []
     for name, struct in structs.items():
