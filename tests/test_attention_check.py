@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from attention_launches import driver
 from c_attention import (
     BACKWARD_BIAS,
     BACKWARD_KV,
@@ -17,6 +20,7 @@ from c_attention import (
 from c_interface import load_library
 
 from jax_kvblock._ffi import BUILD
+from jax_kvblock.attention.cuda import unserved_by_gpu
 
 # Nothing lies there: a check that looked at an array would crash.
 ARRAY = 4096
@@ -133,3 +137,19 @@ def test_launchers_refuse_what_the_check_refuses() -> None:
 def test_without_cuda_a_right_struct_is_told_how_to_rebuild() -> None:
     error = load_library().kvblock_attention_forward(ctypes.byref(valid()), None)
     assert b"this build of jax_kvblock has no CUDA kernels; rebuild" in error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["cuda", "cuda_sm90"])
+def test_keys_without_queries_get_gradients_of_zero(kernels: str) -> None:
+    if missing := unserved_by_gpu(kernels, backward=True):
+        pytest.skip(f"{kernels} does not serve {missing[0]}")
+    k, dk, dv = (jnp.full((1, 4, 1, 8), n, jnp.bfloat16) for n in (1, 2, 3))
+    places = [x.block_until_ready().unsafe_buffer_pointer() for x in (k, dk, dv)]
+    a = valid(kernels=int(kernels == "cuda_sm90"), q_len=0, q=None, o=None)
+    a.k, a.dk, a.dv = places
+    a.v = a.k
+    error = load_library().kvblock_attention_backward_kv(ctypes.byref(a), None)
+    assert error is None, error
+    driver("cuCtxSynchronize")
+    assert not np.asarray(dk).any() and not np.asarray(dv).any()

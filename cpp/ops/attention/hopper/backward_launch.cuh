@@ -1,9 +1,6 @@
 // Launching the Hopper backward kernels.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cstdint>
 
@@ -70,26 +67,19 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   return status == cudaSuccess ? nullptr : Failure(status);
 }
 
-template <int kDim, int kValueDim>
+template <typename T, int kDim, int kValueDim>
 const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream) {
   using Shape = BackwardShape<kDim, kValueDim>;
   using Capped = BackwardShape<kDim, kValueDim, false, true>;
   const bool plain = IsPlain(a), capped = !plain && a.bias == nullptr;
   if constexpr (kDim == 128 && kValueDim == 128) {
     if (LaunchIsTall(a)) {
-      using Tall = BackwardShape<128, 128, true>;
-      return a.dtype == KVBLOCK_BF16 ? LaunchBackwardKvAs<__nv_bfloat16, Tall, true>(a, stream)
-                                     : LaunchBackwardKvAs<__half, Tall, true>(a, stream);
+      return LaunchBackwardKvAs<T, BackwardShape<128, 128, true>, true>(a, stream);
     }
   }
-  if (a.dtype == KVBLOCK_BF16) {
-    return plain    ? LaunchBackwardKvAs<__nv_bfloat16, Shape, true>(a, stream)
-           : capped ? LaunchBackwardKvAs<__nv_bfloat16, Capped, false>(a, stream)
-                    : LaunchBackwardKvAs<__nv_bfloat16, Shape, false>(a, stream);
-  }
-  return plain    ? LaunchBackwardKvAs<__half, Shape, true>(a, stream)
-         : capped ? LaunchBackwardKvAs<__half, Capped, false>(a, stream)
-                  : LaunchBackwardKvAs<__half, Shape, false>(a, stream);
+  return plain    ? LaunchBackwardKvAs<T, Shape, true>(a, stream)
+         : capped ? LaunchBackwardKvAs<T, Capped, false>(a, stream)
+                  : LaunchBackwardKvAs<T, Shape, false>(a, stream);
 }
 
 }  // namespace kvblock::hopper
