@@ -16,13 +16,38 @@ import sys
 from typing import Any
 
 import numpy as np
-from c_attention import Attention
 
 BF16, F16, F32 = range(3)
 GENERIC, SM90 = range(2)
 # Of keys and of values: all that the kernels are compiled for.
 DIMS = ("64x64", "96x96", "128x128", "192x128", "192x192", "256x256")
 RNG = np.random.default_rng(1)
+
+
+def fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Attention(ctypes.Structure):
+    _fields_ = [
+        *fields(ctypes.c_int32, "kernels dtype batch num_heads num_kv_heads"),
+        *fields(ctypes.c_int64, "q_len kv_len"),
+        *fields(ctypes.c_int32, "head_dim value_dim"),
+        *fields(ctypes.c_float, "scale softcap"),
+        *fields(ctypes.c_int32, "window_left window_right"),
+        *fields(ctypes.c_void_p, "q k v cu_q cu_kv q_lens kv_lens shift"),
+        *fields(ctypes.c_void_p, "q_segments kv_segments"),
+        *fields(ctypes.c_void_p, "q_segment_ranges kv_segment_ranges bias"),
+        *fields(ctypes.c_int32, "bias_dtype bias_batch bias_heads"),
+        *fields(ctypes.c_void_p, "sinks"),
+        *fields(ctypes.c_int32, "sink_batch"),
+        *fields(ctypes.c_void_p, "tile_indices tile_counts"),
+        *fields(ctypes.c_void_p, "tile_indices_t tile_counts_t"),
+        *fields(ctypes.c_int32, "tile_batch tile_heads tile_q tile_kv"),
+        *fields(ctypes.c_int32, "max_tiles max_tiles_t"),
+        *fields(ctypes.c_void_p, "o lse d_o delta"),
+        *fields(ctypes.c_void_p, "dq_accum dq dk dv dbias dq_turns dq_state"),
+    ]
 
 
 @functools.cache

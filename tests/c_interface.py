@@ -6,7 +6,6 @@ import ctypes
 from pathlib import Path
 
 import numpy as np
-from c_attention import LAUNCHERS
 from fuzz_copies import Side, contents
 
 import jax_kvblock
@@ -41,6 +40,10 @@ class CCopy(ctypes.Structure):
         ("dst", CSide),
     ]
 
+
+# kvblock_attention_pass, and the launcher of each. The struct is in attention_launches.py.
+FORWARD, BACKWARD_KV, BACKWARD_Q, BACKWARD_BIAS = range(4)
+LAUNCHERS = ("forward", "backward_kv", "backward_q", "backward_bias")
 
 GUARD = 64  # bytes before and after each buffer
 TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

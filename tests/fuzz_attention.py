@@ -9,7 +9,8 @@ import math
 from typing import Any
 
 import numpy as np
-from c_attention import BACKWARD_BIAS, BACKWARD_KV, FORWARD, Attention
+from attention_launches import Attention
+from c_interface import BACKWARD_BIAS, BACKWARD_KV, FORWARD
 from hypothesis import strategies as st
 
 # Addresses where nothing lies: whoever reads an array crashes.

@@ -8,16 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_launches import driver
-from c_attention import (
+from attention_launches import Attention, driver
+from c_interface import (
     BACKWARD_BIAS,
     BACKWARD_KV,
     BACKWARD_Q,
     FORWARD,
     LAUNCHERS,
-    Attention,
+    load_library,
 )
-from c_interface import load_library
 
 from jax_kvblock._ffi import BUILD
 from jax_kvblock.attention.cuda import unserved_by_gpu

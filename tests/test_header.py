@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from c_attention import Attention
+from attention_launches import Attention
 from c_interface import SCHEDULE, TASK, CCopy, CSide, load_library
 
 import jax_kvblock
