@@ -41,7 +41,7 @@ class CCopy(ctypes.Structure):
     ]
 
 
-# kvblock_attention_pass, and the launcher of each. The struct is in attention_launches.py.
+# kvblock_attention_pass, and each one's launcher. attention_launches.py has the struct.
 FORWARD, BACKWARD_KV, BACKWARD_Q, BACKWARD_BIAS = range(4)
 LAUNCHERS = ("forward", "backward_kv", "backward_q", "backward_bias")
 
