@@ -3,7 +3,8 @@
 The Python blocks of a document run in their order and share their names, as a reader
 would type them. HTML comments before a block, which nobody sees, say more about it:
 
-    <!-- needs: torch -->        left out where torch (or a gpu, or flax) is not here
+    <!-- needs: torch -->        left out where torch is not here; or flax, or a gpu, or
+                                 where jax runs on the cpu; "every block needs" for all
     <!-- given: x = 1 -->        what the text takes for granted; may have many lines
     <!-- prints: 42 -->          what a program of C or Rust prints
 """
@@ -56,11 +57,14 @@ class Block:
 
 
 def is_here(need: str) -> bool:
-    return has_gpu() if need == "gpu" else importlib.util.find_spec(need) is not None
+    if need in ("gpu", "cpu"):
+        return has_gpu() == (need == "gpu")
+    return importlib.util.find_spec(need) is not None
 
 
 def blocks(document: str, *languages: str) -> Iterator[Block]:
     lines = (ROOT / document).read_text().splitlines()
+    for_all = re.findall(r"<!-- every block needs: (.*?) -->", "\n".join(lines))
     said, start, language = "", None, ""
     for i, line in enumerate(lines):
         if start is None and line.startswith("```"):
@@ -75,7 +79,7 @@ def blocks(document: str, *languages: str) -> Iterator[Block]:
                     language,
                     start + 1,
                     "\n".join(lines[start:i]) + "\n",
-                    tuple(" ".join(comments["needs"]).split()),
+                    tuple(" ".join(for_all + comments["needs"]).split()),
                     "\n".join(comments["given"]),
                     "\n".join(comments["prints"]),
                 )
