@@ -6,14 +6,17 @@
 #   TORCH         a torch requirement to install for the tests that exchange tensors with it,
 #                 for example TORCH='torch==2.13.0'; empty leaves them out, and the run says so
 #   PYTEST_ARGS   passed on, for example PYTEST_ARGS='-n 2 -k pool'
+#   BUILD_OUTPUT  how much pip shows of the build, which takes minutes where nvcc is found: -v for
+#                 all of it, --quiet for nothing
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?= jax>=0.10.2
 TORCH ?=
 PYTEST_ARGS ?=
+BUILD_OUTPUT ?= -v
 BIN = $(VENV)/bin
 SOURCES = pyproject.toml CMakeLists.txt $(shell find cpp jax_kvblock -name '*.py' -o -name '*.h' \
-  -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+  -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cu.in')
 
 # What the package needs, with an extra: installed by name, since pip would build `.[extra]` again.
 NEEDS = $(BIN)/python -c "import sys, tomllib; \
@@ -26,7 +29,7 @@ NEEDS = $(BIN)/python -c "import sys, tomllib; \
 $(VENV)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps .
+	$(BIN)/python -m pip install $(BUILD_OUTPUT) --force-reinstall --no-deps .
 	$(BIN)/python -m pip install --quiet '$(JAX)' $$($(NEEDS) test)
 	touch $@
 
@@ -44,7 +47,7 @@ test: $(VENV)/.installed
 GPU_TARGET ?= build/gpu
 GPU_RECORD ?= benchmarks/results
 gpu-build:
-	KVBLOCK_CUDA=ON $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade \
+	KVBLOCK_CUDA=ON $(PYTHON) -m pip install $(BUILD_OUTPUT) --no-build-isolation --no-deps --upgrade \
 	  --target $(GPU_TARGET) .
 
 gpu-test: gpu-build

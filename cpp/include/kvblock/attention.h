@@ -62,6 +62,14 @@ typedef enum kvblock_kernels {
   KVBLOCK_KERNELS_SM90 = 1,
 } kvblock_kernels;
 
+/* What a launcher computes, for kvblock_attention_check. */
+typedef enum kvblock_attention_pass {
+  KVBLOCK_FORWARD = 0,
+  KVBLOCK_BACKWARD_KV = 1,
+  KVBLOCK_BACKWARD_Q = 2,
+  KVBLOCK_BACKWARD_BIAS = 3,
+} kvblock_attention_pass;
+
 typedef struct kvblock_attention {
   int32_t kernels; /* kvblock_kernels */
   int32_t dtype;   /* of q, k, v, o, d_o, dq, dk, dv */
@@ -124,6 +132,11 @@ typedef struct kvblock_attention {
 
 /* Each function returns NULL on success, else a message that lives until this thread's next call.
  */
+
+/* Checks sizes, options that do not go together, alignment, and that the operands and outputs of
+ * this pass are there. Looks at no array. The launchers call it first. */
+KVBLOCK_EXPORT const char* kvblock_attention_check(const kvblock_attention* a,
+                                                   kvblock_attention_pass pass);
 
 /* Writes o and, if it is asked for, lse. */
 KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_attention* a, void* stream);
