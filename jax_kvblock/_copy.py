@@ -16,29 +16,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-# custom_partitioning reads the devices while lowering; jit passes them only for
-# primitives in this set, which has no public name.
-from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     CompoundFactor,
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_kvblock import _ffi, _reference
 from jax_kvblock._batching import batch_one_by_one
 from jax_kvblock._plan import Copy, Side, cuda_leader, make_plan, plan_attributes
+from jax_kvblock._primitive import make_primitives
 from jax_kvblock._spmd import lower_local, vary_alike
-
-block_copy_p = core.Primitive("kvblock_copy")
-block_copy_p.multiple_results = True
-_local_copy_p = core.Primitive("kvblock_copy_local")
-_local_copy_p.multiple_results = True
 
 
 def block_copy(
@@ -71,14 +62,7 @@ def _abstract_eval(*avals: Any, copy: Copy) -> list[Any]:
     return [fresh] * copy.dst.num_arrays
 
 
-@functools.lru_cache(maxsize=4096)
-def _eager(copy: Copy) -> Any:
-    return jax.jit(functools.partial(block_copy_p.bind, copy=copy))
-
-
-block_copy_p.def_impl(lambda *operands, copy: _eager(copy)(*operands))
-block_copy_p.def_abstract_eval(_abstract_eval)
-_local_copy_p.def_abstract_eval(_abstract_eval)
+block_copy_p, _local_copy_p = make_primitives("kvblock_copy", _abstract_eval)
 
 
 # ---- lowering: one device ------------------------------------------------------------
@@ -287,7 +271,6 @@ def _partitioned(copy: Copy, *operands: Any) -> Any:
 
 _partitioned.def_partition(partition=_partition, sharding_rule=_sharding_rule)
 
-prim_requires_devices_during_lowering.add(block_copy_p)
 mlir.register_lowering(
     block_copy_p,
     mlir.lower_fun(

@@ -14,6 +14,7 @@ from ops import (
     BLOCKS,
     DIMS,
     HD,
+    IDS,
     MAIN_OPS,
     NH,
     NL,
@@ -41,6 +42,44 @@ def test_eager_and_jit(rng, op):
     want = op.plain(*args)
     assert_same(op.run(*args), want)
     assert_same(jax.jit(op.run)(*args), want)
+
+
+@by_main_op
+def test_without_jit(rng, op):
+    args = op.draw(rng)
+    with jax.disable_jit():
+        assert_same(op.run(*args), op.plain(*args))
+
+
+def test_without_jit_transformations_hold(rng):
+    (op,) = (op for op in OPS if op.name == "gather_blocks")
+    data, ids = op.draw(rng)
+    with jax.disable_jit():
+        both = jax.vmap(op.run, (None, 0))(data, jnp.stack([ids, ids]))
+        grad = jax.grad(lambda x: op.run(x, ids).sum())(data)
+    assert_same(both[1], op.plain(data, ids))
+    assert_same(grad, jax.grad(lambda x: op.plain(x, ids).sum())(data))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_debug_nans_finds_a_nan_and_names_the_copy(dtype, wrap):
+    # As jnp.transpose does: a NaN that is moved is a NaN that comes out.
+    spec = kv.BlockSpec(*DIMS, dtype)
+    data = jnp.full(POOL, jnp.nan, jnp.dtype(dtype))
+    gather = wrap(lambda x: kv.gather_blocks(pool(x, spec), IDS))
+    with (
+        jax.debug_nans(True),
+        pytest.raises(FloatingPointError, match=r"\(nan\) encountered in kvblock_copy"),
+    ):
+        gather(data)
+
+
+def test_debug_nans_lets_numbers_pass(rng):
+    op = next(op for op in OPS if op.name == "append_kv")
+    args = op.draw(rng)
+    with jax.debug_nans(True):
+        assert_same(jax.jit(op.run, donate_argnums=0)(*args), op.plain(*args))
 
 
 @by_op
