@@ -17,7 +17,15 @@ import numpy as np
 from jax_kvblock import _checks
 from jax_kvblock._copy import block_copy
 from jax_kvblock._plan import Copy, Form, Side
-from jax_kvblock.layout import HND, NHD, UNIVERSAL, BlockSpec, Layout, find_layout
+from jax_kvblock.layout import (
+    HND,
+    NHD,
+    UNIVERSAL,
+    BlockSpec,
+    Layout,
+    check_spec,
+    find_layout,
+)
 
 BACKENDS = ("auto", "kernel", "batch", "async")
 IMPLEMENTATIONS = (None, "kernel", "xla")
@@ -205,7 +213,7 @@ def convert_blocks(
       >>> hnd = convert_blocks(x, "NHD", "HND", spec)   # swaps tokens and heads
     """
     where = "convert_blocks"
-    _check_spec(where, spec)
+    check_spec(where, spec)
     source = find_layout(where, "src", src, spec.inner)
     target = find_layout(where, "dst", dst, spec.inner)
     return _convert(
@@ -228,7 +236,7 @@ def _convert(
     backend: str,
 ) -> Any:
     if spec is not None:
-        _check_spec(where, spec)
+        check_spec(where, spec)
     if isinstance(x, (list, tuple)):
         return _convert_list(where, name, x, source, target, spec, num_outer, backend)
     x = _checks.check_array(where, name, x)
@@ -301,15 +309,6 @@ def _pieces(layout: Layout) -> Form:
 # ---- checks --------------------------------------------------------------------------
 
 
-def _check_spec(where: str, spec: Any) -> None:
-    if not isinstance(spec, BlockSpec):
-        raise TypeError(
-            f"{where}: spec must be a BlockSpec, got {type(spec).__name__}; build one "
-            "with BlockSpec(num_layers, num_outer, block_size, num_kv_heads, head_dim, "
-            "dtype)"
-        )
-
-
 def _inner_layout(where: str, layout: Any) -> Layout:
     _checks.check_choice(where, "layout", layout, ("NHD", "HND"))
     return NHD if layout == "NHD" else HND
@@ -364,12 +363,18 @@ def _match(
             f"{where}: {name} must have shape [{dots}{_describe(layout)}] = "
             f"[{dots}{shape}] ({layout.name} of the spec), got {_checks.show(x)}"
         )
-    if dtype != spec.dtype:
-        raise TypeError(
-            f"{where}: {name} must have the spec's dtype {spec.dtype}, got "
-            f"{_checks.show(x)}; cast it or change the spec"
-        )
+    _match_dtype(where, name, x, spec, _checks.show(x))
     return spec
+
+
+def _match_dtype(where: str, name: str, x: Any, spec: BlockSpec, got: str) -> None:
+    if x.dtype != spec.dtype:
+        raise TypeError(
+            f"{where}: {name} must have the spec's dtype {spec.dtype}, got {got}; cast "
+            "it or change the spec"
+        )
+    if not isinstance(x, jax.Array):
+        _checks.check_held(where, name, spec.dtype)
 
 
 def _check_outer(where: str, name: str, value: int) -> None:
@@ -418,11 +423,7 @@ def _match_pieces(
             f"{where}: each array in {name} must have shape [{inner}] = "
             f"{list(layout.shape(spec)[2:])} (the spec's), got {_checks.show(piece)}"
         )
-    if dtype != spec.dtype:
-        raise TypeError(
-            f"{where}: {name} must have the spec's dtype {spec.dtype}, got {dtype}; "
-            "cast it or change the spec"
-        )
+    _match_dtype(where, name, piece, spec, str(dtype))
     return spec
 
 

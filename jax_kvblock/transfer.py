@@ -268,7 +268,7 @@ def append_kv(
         return _with_arrays(pool, results)
     layers = list(pool.arrays)
     layers[int(layer)] = results[0]
-    return KVPool(tuple(layers), spec)
+    return KVPool._holding(tuple(layers), spec)
 
 
 # ---- how a pool lies in memory -------------------------------------------------------
@@ -317,7 +317,7 @@ def _layer_side(
 
 
 def _with_arrays(pool: KVPool, arrays: Sequence[jax.Array]) -> KVPool:
-    return KVPool(arrays[0] if pool.contiguous else tuple(arrays), pool.spec)
+    return KVPool._holding(arrays[0] if pool.contiguous else tuple(arrays), pool.spec)
 
 
 def _slice_of_pools(
