@@ -7,8 +7,7 @@ XLA computes them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -242,19 +241,19 @@ def _convert(
     x = _checks.check_array(where, name, x)
     dtype = _checks.check_dtype(where, name, x.dtype)
     spec = _match(where, name, x, source, spec, dtype)
-    block = source.shape(spec)
-    batch = x.shape[: x.ndim - len(block)]
-    items = math.prod(batch)
-    sizes = (("N", items), *spec.sizes.items())
+    # Each leading axis stays an axis, so that any of them may be cut over devices.
+    batch = x.shape[: x.ndim - len(source.groups)]
+    leading = {f"N{i}": extent for i, extent in enumerate(batch)}
+    sizes = (*leading.items(), *spec.sizes.items())
     copy = Copy(
         extents=sizes,
-        src=Side(_stacked(source), sizes),
-        dst=Side(_stacked(target), sizes),
+        src=Side(_stacked(leading, source), sizes),
+        dst=Side(_stacked(leading, target), sizes),
         in_place=False,
         backend=backend,
     )
-    (result,) = block_copy(copy, [_checks.to_jax(x).reshape(items, *block)])
-    return result.reshape(*batch, *target.shape(spec))
+    (result,) = block_copy(copy, [_checks.to_jax(x)])
+    return result
 
 
 def _convert_list(
@@ -294,8 +293,8 @@ def _convert_list(
     return [results[i : i + step] for i in range(0, len(results), step)]
 
 
-def _stacked(layout: Layout) -> Form:
-    return Form((), (("N",), *layout.groups))
+def _stacked(leading: Iterable[str], layout: Layout) -> Form:
+    return Form((), (*((axis,) for axis in leading), *layout.groups))
 
 
 def _listed(layout: Layout) -> Form:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ class KVPool:
     """The blocks of a KV cache, as one array or as one array per layer.
 
     `KVPool.zeros` makes one, `KVPool.wrap` takes arrays that exist. The constructor
-    takes them, too, and `jax.ShapeDtypeStruct`s to stand for them; it checks both.
+    takes them, too, and `jax.ShapeDtypeStruct`s to stand for them; with more leading
+    axes, they are a batch of pools for `jax.vmap`.
 
     Attributes:
       spec: what a block is, and its layout in the pool.
@@ -46,7 +48,7 @@ class KVPool:
     spec: BlockSpec
 
     def __init__(self, data: Any, spec: BlockSpec) -> None:
-        self.data = _checked_data("KVPool", "data", data, spec, structs=True)
+        self.data = _checked_data("KVPool", "data", data, spec, open_to_jax=True)
         self.spec = spec
 
     @classmethod
@@ -129,7 +131,7 @@ class KVPool:
     @property
     def num_blocks(self) -> int:
         """How many blocks the pool holds."""
-        return int(self.arrays[0].shape[0])
+        return int(self._leading[-1])
 
     @property
     def memory_kind(self) -> str:
@@ -138,9 +140,16 @@ class KVPool:
         return "pinned_host" if space == jax.memory.Space.Host else "device"
 
     @property
+    def _leading(self) -> tuple[int, ...]:
+        """The axes before a block's: num_blocks, and before it those of a batch."""
+        array = self.arrays[0]
+        rank = len(self.spec.block_shape) - (0 if self.contiguous else 1)
+        return array.shape[: array.ndim - rank]
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """`(num_blocks, *spec.block_shape)`, however many arrays hold the blocks."""
-        return (self.num_blocks, *self.spec.block_shape)
+        return (*self._leading, *self.spec.block_shape)
 
     @property
     def dtype(self) -> np.dtype:
@@ -150,7 +159,7 @@ class KVPool:
     @property
     def nbytes(self) -> int:
         """The bytes of all blocks."""
-        return self.num_blocks * self.spec.block_bytes
+        return math.prod(self._leading) * self.spec.block_bytes
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
@@ -272,25 +281,26 @@ def _check_layered(where: str, spec: BlockSpec) -> None:
 
 
 def _checked_data(
-    where: str, name: str, data: Any, spec: Any, structs: bool = False
+    where: str, name: str, data: Any, spec: Any, open_to_jax: bool = False
 ) -> Any:
     """A pool's data: arrays that fit the spec and each other.
 
-    With `structs`, shapes may stand for them.
+    `open_to_jax` lets pass what JAX's transformations make of them: shapes without
+    values, and a batch's axes in front.
     """
     check_spec(where, spec)
     if not isinstance(data, (list, tuple)):
-        array = _pool_array(where, name, data, spec.block_shape, spec, structs)
-        _check_size(where, spec, array.shape[0])
-        return array
+        block = spec.block_shape
+        return _pool_array(where, name, data, block, spec, open_to_jax)
     _check_layered(where, spec)
     if len(data) != spec.num_layers:
         raise ValueError(
             f"{where}: {name} must be one array, or one for each of the spec's "
             f"{spec.num_layers} layers, got {len(data)}"
         )
+    block = spec.block_shape[1:]
     arrays = tuple(
-        _pool_array(where, f"{name}[{i}]", x, spec.block_shape[1:], spec, structs)
+        _pool_array(where, f"{name}[{i}]", x, block, spec, open_to_jax)
         for i, x in enumerate(data)
     )
     place = _place(arrays[0])
@@ -306,7 +316,6 @@ def _checked_data(
                 f"{where}: all layers must hold the same blocks; {name}[0] is "
                 f"{_checks.show(arrays[0])}, {name}[{i}] is {_checks.show(x)}"
             )
-    _check_size(where, spec, arrays[0].shape[0])
     return arrays
 
 
@@ -314,15 +323,16 @@ def _pool_array(
     where: str,
     name: str,
     x: Any,
-    block_shape: tuple[int, ...],
+    block: tuple[int, ...],
     spec: BlockSpec,
-    structs: bool,
+    open_to_jax: bool,
 ) -> Any:
-    struct = structs and isinstance(x, jax.ShapeDtypeStruct)
+    struct = open_to_jax and isinstance(x, jax.ShapeDtypeStruct)
     if not struct:
         x = _checks.check_array(where, name, x)
-    if x.ndim != 1 + len(block_shape) or tuple(x.shape[1:]) != block_shape:
-        shape = ", ".join(map(str, block_shape))
+    leading, tail = x.shape[: x.ndim - len(block)], x.shape[x.ndim - len(block) :]
+    if not leading or (len(leading) > 1 and not open_to_jax) or tuple(tail) != block:
+        shape = ", ".join(map(str, block))
         raise ValueError(
             f"{where}: {name} must have shape [num_blocks, {shape}] "
             f"({spec.block_layout.name} of the spec), got {_checks.show(x)}"
@@ -332,6 +342,7 @@ def _pool_array(
             f"{where}: {name} must have the spec's dtype {spec.dtype}, got "
             f"{_checks.show(x)}"
         )
+    _check_size(where, spec, leading[-1])
     if struct:
         return x
     if not isinstance(x, jax.Array):
