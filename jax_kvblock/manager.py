@@ -82,7 +82,11 @@ class BlockManager:
             num_layers, num_outer, page_size, heads, dim, dtype, layout
         )
         self._pool: KVPool | None = KVPool.zeros(
-            self._spec, num_blocks, contiguous, memory_kind, device=device
+            self._spec,
+            num_blocks,
+            contiguous=contiguous,
+            memory_kind=memory_kind,
+            device=device,
         )
         self._num_blocks = self._pool.num_blocks
         self._free_list = FreeList(self._num_blocks)

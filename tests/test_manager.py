@@ -136,7 +136,7 @@ def make_dead(manager: kv.BlockManager) -> kv.KVPool:
 
 
 def retyped(manager: kv.BlockManager) -> kv.KVPool:
-    return kv.KVPool(manager.pool.data.astype(jnp.int32), manager.spec)
+    return jax.tree.map(lambda x: x.astype(jnp.int32), manager.pool)
 
 
 WRONG_POOLS: dict[str, tuple[Any, Callable[[kv.BlockManager], Any]]] = {

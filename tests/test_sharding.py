@@ -92,15 +92,34 @@ def test_conversions_under_jit(rng, name, axis_type):
     assert_same_bits(got, lay(blocks, dst, spec.layout))
 
 
+LEADING = {  # how leading axes are cut, ways to run the conversion over them
+    "the first": (("b", None), "call"),
+    "the second": ((None, "b"), "call"),
+    "both": (("b", "h"), "call"),
+    "the last of three": ((None, None, "b"), "call"),
+    "one of vmap, one of the call": (("b", "h"), "vmap"),
+    "two of vmap": (("h", "b"), "vmap vmap"),
+    "five, two of vmap": ((None, "b", None, "h", None), "vmap vmap"),
+}
+
+
 @by_axis_type
-def test_leading_batch_axes_stay_sharded(rng, axis_type):
+@pytest.mark.parametrize("name", LEADING)
+def test_any_leading_axis_may_be_cut(rng, name, axis_type):
+    shards, how = LEADING[name]
     mesh = mesh_of(axis_type)
-    blocks = random_bits(rng, (2, 4, *DIMS), "float32")
-    x = put(blocks, mesh, "b", None, None, None, None, "h")
+    blocks = random_bits(rng, (*[2] * len(shards), *DIMS), "float32")
+    heads = [] if "h" in shards else ["h"]
+    x = put(blocks, mesh, *shards, *[None] * 3, *heads)
+    convert = kv.block_to_universal
+    for _ in range(how.count("vmap")):
+        convert = jax.vmap(convert)
     with jax.set_mesh(mesh):
-        got = run(kv.block_to_universal, x)
-    assert_sharded(got, mesh, "b", None, "h")
+        got = run(convert, x)
+        back = run(jax.vmap(kv.universal_to_block), got)
+    assert_sharded(got, mesh, *shards, *heads)
     assert_same_bits(got, lay(blocks, "universal"))
+    assert_same_bits(back, blocks)
 
 
 @by_axis_type
