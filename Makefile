@@ -23,7 +23,7 @@ NEEDS = $(BIN)/python -c "import sys, tomllib; \
   project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
   print(*project['dependencies'], *project['optional-dependencies'][sys.argv[1]])"
 
-.PHONY: demo test lint format bench gpu-build gpu-test report clean
+.PHONY: demo test lint format bench gpu-test sweep stress mutants gpu-mutants report clean
 
 # The package, built from this folder. Tests and examples import what was installed.
 $(VENV)/.installed: $(SOURCES)
@@ -46,13 +46,32 @@ test: $(VENV)/.installed
 # The record of a whole run goes to benchmarks/results/<gpu>/tests-<date>.json.
 GPU_TARGET ?= build/gpu
 GPU_RECORD ?= benchmarks/results
-gpu-build:
+GPU_LIBRARY = $(GPU_TARGET)/jax_kvblock/lib/libkvblock.so
+$(GPU_LIBRARY): $(SOURCES)
 	KVBLOCK_CUDA=ON $(PYTHON) -m pip install $(BUILD_OUTPUT) --no-build-isolation --no-deps --upgrade \
 	  --target $(GPU_TARGET) .
+	touch $@
 
-gpu-test: gpu-build
+gpu-test: $(GPU_LIBRARY)
 	PYTHONPATH=$(GPU_TARGET) KVBLOCK_REQUIRE_GPU=1 $(PYTHON) -P -m pytest -q \
 	  -n $$(nproc) --dist worksteal --record $(GPU_RECORD) $(PYTEST_ARGS)
+
+# Standalone on a GPU, by the C interface: thousands of calls against float64 (about a minute each),
+# and what may go wrong between CTAs. SWEEP_ARGS='--only D128', for example.
+sweep: $(GPU_LIBRARY)
+	$(PYTHON) tests/attention_sweep.py $(GPU_LIBRARY) --out build/sweep.json $(SWEEP_ARGS)
+
+stress: $(GPU_LIBRARY)
+	$(PYTHON) tests/attention_stress.py $(GPU_LIBRARY) --out build/stress.json $(SWEEP_ARGS)
+
+# Small mistakes, each put into a copy of the sources: what has to notice them does. The kernels' own
+# on a GPU, with the objects of the build there.
+mutants: $(VENV)/.installed
+	$(BIN)/python -P tests/mutants.py $(MUTANT_ARGS)
+
+gpu-mutants: $(GPU_LIBRARY)
+	$(PYTHON) tests/mutants.py $(MUTANT_ARGS) \
+	  --gpu "$$(dirname "$$(ls -t build/*/compile_commands.json | head -n 1)")"
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $$($(NEEDS) bench)
