@@ -5,7 +5,7 @@
 #   JAX           which jax to test with, for example JAX='jax==0.10.2'
 #   TORCH         a torch requirement to install for the tests that exchange tensors with it,
 #                 for example TORCH='torch==2.13.0'; empty leaves them out, and the run says so
-#   PYTEST_ARGS   passed on, for example PYTEST_ARGS='-n 2 -k pool'
+#   PYTEST_ARGS   passed on, for example PYTEST_ARGS='-n 0 -k pool'
 #   BUILD_OUTPUT  how much pip shows of the build, which takes minutes where nvcc is found: -v for
 #                 all of it, --quiet for nothing
 PYTHON ?= python3
@@ -23,7 +23,7 @@ NEEDS = $(BIN)/python -c "import sys, tomllib; \
   project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
   print(*project['dependencies'], *project['optional-dependencies'][sys.argv[1]])"
 
-.PHONY: demo test lint format bench gpu-test sweep stress mutants gpu-mutants report clean
+.PHONY: demo test test-all lint format bench gpu-test sweep stress mutants gpu-mutants report clean
 
 # The package, built from this folder. Tests and examples import what was installed.
 $(VENV)/.installed: $(SOURCES)
@@ -37,9 +37,12 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -r examples/requirements.txt
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed
+# The suite without its widest sweeps, a process for each core; all of it is CI's.
+test: WIDE = -m 'not wide'
+test test-all: $(VENV)/.installed
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet '$(TORCH)')
-	$(if $(TORCH),KVBLOCK_REQUIRE_TORCH=1) $(BIN)/pytest $(PYTEST_ARGS)
+	$(if $(TORCH),KVBLOCK_REQUIRE_TORCH=1) $(BIN)/pytest -q -n auto --dist worksteal $(WIDE) \
+	  $(PYTEST_ARGS)
 
 # For a machine whose Python already holds jax with CUDA (and torch and CuPy, if they are to be
 # tested): builds against it, installs next to it, runs the suite on the GPU and fails without one.

@@ -95,6 +95,7 @@ def test_no_heads_are_an_error(rng, batch):
         call.run()
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("implementation, dtype", served(F32, BF16, F16))
 def test_every_head_dim(rng, implementation, dtype):
     """On the CPU the dtypes take turns; on a GPU each kernel does all of them."""
@@ -210,6 +211,7 @@ def calls(draw_from, dtypes=DTYPES):
     return call.replace(**options)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("implementation, dtype", served(*DTYPES))
 def test_drawn_calls(implementation, dtype):
     @settings(

@@ -117,6 +117,7 @@ MASKS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("causal", "window", "lengths"),
     [
@@ -149,6 +150,7 @@ def test_positions_mean_the_same(
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("form", "bias", "causal"),
     [

@@ -64,6 +64,7 @@ def array_bytes(length):
     return 4 * length * HEADS * DIM
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
 @pytest.mark.parametrize("name", OPTIONS)
 @by_kernel(BF16)

@@ -295,6 +295,7 @@ MEMORY = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="checked on the CPU")
 @pytest.mark.parametrize(("b", "h", "n", "d", "tile"), MEMORY)
 @pytest.mark.parametrize("use_half", [False, True])

@@ -447,6 +447,7 @@ def run_child(fuzz: str, note: Path, platform: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("fuzz", "platform"),
     [
