@@ -29,6 +29,7 @@ from jax_kvblock.transfer import (
     append_kv,
     copy_blocks,
     gather_blocks,
+    gather_kv,
     scatter_blocks,
     transfer_blocks,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "flash_attention_backward",
     "flash_attention_forward",
     "gather_blocks",
+    "gather_kv",
     "get_optimal_block_sizes",
     "lm_to_lse",
     "lse_to_lm",

@@ -301,36 +301,32 @@ def _batch(
         return _batch_one_by_one(operands, dims, copy)
 
     num_src, num_dst = copy.num_operands
-    arrays = num_src + num_dst
     # An unbatched pool that is only read can serve every member as it is.
     shared = bool(copy.src.index) and all(d is None for d in dims[:num_src])
     src = copy.src if shared else _batch_side(copy.src, size)
     dst = _batch_side(copy.dst, size)
     if max(src.id_limit, dst.id_limit) >= _ID_LIMIT:
         return _batch_one_by_one(operands, dims, copy)
-    front = []
-    for i, (x, d) in enumerate(zip(operands, dims, strict=True)):
-        if i >= len(operands) - len(starts) or (shared and i < num_src):
-            front.append(x)
-        else:
-            front.append(_batch_first(x, d, size))
-    flat = [
-        x if shared and i < num_src else x.reshape(side.array_shape)
-        for i, (x, side) in enumerate(
-            zip(front[:arrays], [src] * num_src + [dst] * num_dst, strict=True)
-        )
+    sides = [src] * num_src + [dst] * num_dst
+    arrays = [
+        x
+        if shared and i < num_src
+        else _batch_at(x, d, size, _grown_dim(side)).reshape(side.array_shape)
+        for i, (x, d, side) in enumerate(zip(operands, dims, sides, strict=False))
     ]
-    position = arrays
+    rest = list(zip(operands, dims, strict=True))[len(sides) :]
     scalars = []
     for side, whole in ((copy.src, shared), (copy.dst, False)):
         if side.index:
-            scalars.append(_batch_ids(front[position], 0 if whole else side.id_limit))
-            position += 1
+            ids = _batch_at(*rest.pop(0), size, 0)
+            scalars.append(_batch_ids(ids, 0 if whole else side.id_limit))
+    scalars += [start for start, _ in rest]
     items = dict(copy.extents)["N"] * size
     batched = dataclasses.replace(copy.resized(N=items), src=src, dst=dst)
-    results = block_copy_p.bind(*flat, *scalars, *front[position:], copy=batched)
-    shape = copy.dst.array_shape
-    return [r.reshape(size, *shape) for r in results], [0] * len(results)
+    results = block_copy_p.bind(*arrays, *scalars, copy=batched)
+    dim, shape = _grown_dim(dst), copy.dst.array_shape
+    split = [r.reshape(*shape[:dim], size, *shape[dim:]) for r in results]
+    return split, [dim] * len(results)
 
 
 def _batch_axis(
@@ -344,7 +340,7 @@ def _batch_axis(
         src=copy.src.with_leading(axis, size),
         dst=copy.dst.with_leading(axis, size),
     )
-    front = [_batch_first(x, d, size) for x, d in zip(operands, dims, strict=True)]
+    front = [_batch_at(x, d, size, 0) for x, d in zip(operands, dims, strict=True)]
     results = block_copy_p.bind(*front, copy=batched)
     return results, [0] * len(results)
 
@@ -356,15 +352,26 @@ def _batch_one_by_one(
     return batch_one_by_one(bind, operands, dims)
 
 
-def _batch_first(x: Any, dim: int | None, size: int) -> Any:
+def _batch_at(x: Any, dim: int | None, size: int, to: int) -> Any:
+    """The operand with the batch at dimension `to`; one that has none, repeated."""
     if dim is None:
-        return jnp.broadcast_to(x, (size, *x.shape))
-    return jnp.moveaxis(x, dim, 0)
+        x, dim = jnp.broadcast_to(x, (size, *x.shape)), 0
+    return jnp.moveaxis(x, dim, to)
+
+
+def _grown_axis(side: Side) -> str:
+    """The axis that a batch makes longer."""
+    return side.index[0] if side.index else "N"
+
+
+def _grown_dim(side: Side) -> int:
+    firsts = [group[0] for group in side.form.array]
+    return firsts.index(_grown_axis(side))
 
 
 def _batch_side(side: Side, size: int) -> Side:
-    major = side.index[0] if side.index else "N"
-    return side.resized(**{major: dict(side.sizes)[major] * size})
+    axis = _grown_axis(side)
+    return side.resized(**{axis: dict(side.sizes)[axis] * size})
 
 
 def _batch_ids(ids: Any, limit: int) -> Any:

@@ -46,6 +46,9 @@ OPS = {
         ids,
         **how,
     ),
+    "gather_kv": lambda pool=None, ids=None, **how: kv.gather_kv(
+        pool, how.pop("layer", 0), ids, **how
+    ),
 }
 ID_NAMES = {
     "gather_blocks": "ids",
@@ -53,6 +56,7 @@ ID_NAMES = {
     "copy_blocks": "src_ids",
     "transfer_blocks": "src_ids",
     "append_kv": "slots",
+    "gather_kv": "ids",
 }
 ROWS = Table()
 
@@ -311,17 +315,27 @@ ROWS.value(
     W, "v of a latent pool", call, [pool_of(num_outer=1), TOKENS, TOKENS, SLOTS],
     "v must be None|num_outer 1|got float32[4, 5, 6]|as k",
 )  # fmt: skip
-for layer in (3, -1, np.int64(7)):
-    ROWS.append(
-        Bad(
-            W, f"layer {layer}", functools.partial(OPS[W], layer=layer), [POOL, IDS],
-            IndexError, f"layer|0 to 2|got {layer}",
-        )
-    )  # fmt: skip
-for layer in (1.0, True, None, "1"):
-    call = functools.partial(OPS[W], layer=layer)
-    words = f"layer must|int|got {type(layer).__name__}"
-    ROWS.kind(W, f"layer {layer!r}", call, [POOL, IDS], words)
+ROWS.value(
+    W, "all layers of one", lambda p, k, s: append(p, None, k, k, s),
+    [POOL, TOKENS, SLOTS], "k must|[3, 4, 5, 6]|got float32[4, 5, 6]",
+)  # fmt: skip
+for W in ("append_kv", "gather_kv"):
+    for layer in (3, -1, np.int64(7)):
+        ROWS.append(
+            Bad(
+                W, f"layer {layer}", functools.partial(OPS[W], layer=layer),
+                [POOL, IDS], IndexError, f"layer|0 to 2|got {layer}",
+            )
+        )  # fmt: skip
+    for layer in (1.0, True, "1"):
+        call = functools.partial(OPS[W], layer=layer)
+        words = f"layer must|integer|got {type(layer).__name__}|jnp.int32(layer)"
+        ROWS.kind(W, f"layer {layer!r}", call, [POOL, IDS], words)
+    call = functools.partial(OPS[W], layer=np.int32([1, 2]))
+    ROWS.kind(W, "two static layers", call, [POOL, IDS], "layer must|got int32[2]")
+call = functools.partial(OPS["gather_kv"], layer=None)
+ROWS.kind("gather_kv", "no layer", call, [POOL, IDS], "layer must|got NoneType")
+W = "append_kv"
 call = lambda p, n, k, s: append(p, n, k, k, s)  # noqa: E731
 ROWS.kind(
     W, "float layer", call, [POOL, f32(), TOKENS, SLOTS], "layer|int32[]|got float32[]"

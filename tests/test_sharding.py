@@ -270,6 +270,25 @@ def test_append_to_a_pool_sharded_by_heads(rng, held, axis_type, layer):
     assert_pool(got, pool, model)
 
 
+@by_axis_type
+def test_a_prompt_goes_in_and_a_layer_comes_out_by_heads(rng, held, axis_type):
+    mesh, blocks = mesh_of(axis_type), random_bits(rng, (6, *DIMS), "float32")
+    pool, model = pool_on(mesh, blocks, *held), PoolModel(blocks)
+    k, v = random_bits(rng, (2, NL, len(SLOTS), NH, HD), "float32")
+    for layer in range(NL):
+        model.append(layer, [k[layer], v[layer]], SLOTS)
+    k, v = (put(x, mesh, None, None, "h") for x in (k, v))
+    with jax.set_mesh(mesh):
+        append = lambda p, k, v, s: kv.append_kv(p, None, k, v, s)  # noqa: E731
+        got = run(append, pool, k, v, put(SLOTS, mesh))
+        rows = run(kv.gather_kv, got, put(np.int32(1), mesh), put(IDS, mesh))
+    assert_pool(got, pool, model)
+    want = model.gather(IDS)[:, 1].swapaxes(0, 1).reshape(2, -1, NH, HD)
+    for x, y in zip(rows, want, strict=True):
+        assert_sharded(x, mesh, None, "h")
+        assert_same_bits(x, y)
+
+
 def test_scan_of_appends_to_a_donated_sharded_pool(rng, held):
     mesh, blocks = mesh_of(), random_bits(rng, (6, *DIMS), "float32")
     pool, model = pool_on(mesh, blocks, *held), PoolModel(blocks)
