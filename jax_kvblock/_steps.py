@@ -4,8 +4,8 @@ A donating call takes the old pool's memory before it hands over the new pool. W
 stops Python in between (Ctrl-C, another signal, an exception set by another thread)
 would drop both. Three things close the gap:
 
-- the program returns plain arrays, so that no Python code of a pytree runs when its
-  results are put together;
+- the program takes and returns plain arrays, so that no Python code of a pytree runs
+  when its results are put together;
 - they are stored by the same step of C that calls the program (`run`);
 - signal handlers of Python wait while the pool is given away. This matters on a first
   call, when JAX itself runs Python code between the program and its return.
@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_kvblock.layout import BlockSpec
 from jax_kvblock.pool import KVPool
 
 # Without the enums that the signal module wraps around these, at many times their cost.
@@ -36,7 +37,7 @@ _ONCE = ((),)  # one call without arguments, for starmap
 
 
 class Program:
-    """A step, jitted: `call(pool, *args, **kwargs)` gives (new data, packed result).
+    """A step, jitted: `call(data, *args, **kwargs)` gives (new data, packed result).
 
     The result is packed as `{structure: leaves}`, which JAX takes apart and puts
     together without running Python code; `unpack` undoes it.
@@ -45,6 +46,7 @@ class Program:
     def __init__(
         self,
         step: Callable[..., Any],
+        spec: BlockSpec,
         check: Callable[[KVPool, KVPool], None],
         static_argnames: tuple[str, ...] = (),
         forget: Callable[[Any], object] | None = None,
@@ -56,7 +58,8 @@ class Program:
         self._static: set[str | int] = set(static_argnames)
         self._static |= {names.index(name) for name in static_argnames if name in names}
 
-        def run(pool: KVPool, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def run(data: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            pool = KVPool(data, spec)
             new, result = _two(_joined(parts)(pool, *args, **kwargs))
             check(pool, new)
             leaves, structure = jax.tree.flatten(result)
@@ -102,8 +105,10 @@ class Programs:
     weakly: neither a lambda nor the owner of a method is kept alive.
     """
 
-    def __init__(self, check: Callable[[KVPool, KVPool], None]) -> None:
-        self._check = check
+    def __init__(
+        self, spec: BlockSpec, check: Callable[[KVPool, KVPool], None]
+    ) -> None:
+        self._spec, self._check = spec, check
         self._programs: dict[Any, Program] = {}
 
     def find(self, step: Callable[..., Any], static_argnames: Any) -> Program:
@@ -113,7 +118,7 @@ class Programs:
         if program is None or not program.runs(step):
             # In C, since it may be called anywhere: the weak reference is its default.
             forget = functools.partial(self._programs.pop, key)
-            program = Program(step, self._check, names, forget)
+            program = Program(step, self._spec, self._check, names, forget)
             self._programs[key] = program
         return program
 

@@ -208,7 +208,7 @@ class BlockManager(Unpicklable):
         self._num_blocks = pool.num_blocks
         self._free_list = _native.FreeList(self._num_blocks)
         self._garbage = _Garbage()
-        self._programs = _steps.Programs(_check_step)
+        self._programs = _steps.Programs(self._spec, _check_step)
         self._geometry = Geometry.of(self._spec, pool.contiguous, flat_tail)
         self._memory_kind = pool.memory_kind
         self._devices = pool.arrays[0].devices()
@@ -407,7 +407,7 @@ class BlockManager(Unpicklable):
                 args, kwargs = program.place(args, kwargs, *self._devices)
             self._check_donation(pool)
             try:
-                call = functools.partial(program.call, pool, *args, **kwargs)
+                call = functools.partial(program.call, pool.data, *args, **kwargs)
                 _steps.run(call, self._made, pool)
                 packed = self._take_over()
             except BaseException as error:
@@ -600,7 +600,7 @@ class BlockManager(Unpicklable):
 
     def _write(self, place: np.ndarray, part: jax.Array) -> Any:
         """Replaces a block or a part of it; returns what is ready when it is done."""
-        return self._run(_WRITE, (place, part), {})
+        return self._run(_writer(self._spec), (place, part), {})
 
 
 @functools.partial(jax.jit, static_argnames="flat")
@@ -636,7 +636,10 @@ def _check_step(old: KVPool, new: KVPool) -> None:
     _check_like("update: the step's pool", old, new)
 
 
-_WRITE = _steps.Program(_write_part, _check_step)  # all managers share it
+@functools.lru_cache(maxsize=64)
+def _writer(spec: BlockSpec) -> _steps.Program:
+    """What writes parts of blocks, for all managers of a spec."""
+    return _steps.Program(_write_part, spec, _check_step)
 
 
 def _ids_of(x: Any) -> Any:
