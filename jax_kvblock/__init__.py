@@ -14,7 +14,7 @@ from jax_kvblock.attention import (
     lm_to_lse,
     lse_to_lm,
 )
-from jax_kvblock.block import Block, BlockList, Layer
+from jax_kvblock.block import Block, BlockList, Layer, Piece
 from jax_kvblock.convert import (
     block_to_operational,
     block_to_universal,
@@ -23,7 +23,12 @@ from jax_kvblock.convert import (
     universal_to_block,
 )
 from jax_kvblock.layout import BlockSpec, Layout
-from jax_kvblock.manager import BlockManager, PoolDoubledWarning, PoolExhaustedError
+from jax_kvblock.manager import (
+    BlockManager,
+    PoolDoubledWarning,
+    PoolExhaustedError,
+    PoolLostError,
+)
 from jax_kvblock.pool import KVPool
 from jax_kvblock.transfer import (
     append_kv,
@@ -46,8 +51,10 @@ __all__ = [
     "KVPool",
     "Layer",
     "Layout",
+    "Piece",
     "PoolDoubledWarning",
     "PoolExhaustedError",
+    "PoolLostError",
     "append_kv",
     "attention_fn",
     "available_tiles",

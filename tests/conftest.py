@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import zlib
 from collections.abc import Iterator
 
@@ -91,3 +92,12 @@ def four_cpus() -> Iterator[None]:
         pytest.fail("XLA_FLAGS must force four CPU devices")
     with jax.default_device(devices[0]):
         yield
+
+
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Python changes threads as often as it can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)

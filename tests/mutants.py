@@ -36,8 +36,8 @@ class Mutant:
     """`old` in `file` becomes `new`; `killer` is what has to fail then.
 
     killer: arguments of pytest. Of a kernel they are those of attention_sweep.py, and
-    `objects` begin the names of the files that are compiled anew: those that CMake makes
-    of an instance's two element types, or a source file.
+    `objects` begin the names of the files that are compiled anew: those that CMake
+    makes of an instance's two element types, or a source file.
     """
 
     name: str
