@@ -85,7 +85,7 @@ report: $(VENV)/.installed
 
 $(VENV)/.lint: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet ruff==0.17.5 clang-format==23.1.5 mypy==2.4.1
+	$(BIN)/python -m pip install --quiet ruff==0.17.5 clang-format==23.1.5 mypy==2.4.1 'pyright[nodejs]==1.1.414'
 	touch $@
 
 CPP = $(shell git ls-files 'cpp/*.h' 'cpp/*.cc' 'cpp/*.cu' 'cpp/*.cuh')

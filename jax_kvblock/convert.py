@@ -8,7 +8,7 @@ XLA computes them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ import numpy as np
 from jax_kvblock import _checks
 from jax_kvblock._copy import block_copy
 from jax_kvblock._plan import Copy, Form, Side
+from jax_kvblock._types import ArrayIn, Blocks, Pieces
 from jax_kvblock.layout import (
     HND,
     NHD,
@@ -29,8 +30,6 @@ from jax_kvblock.layout import (
 BACKENDS = ("auto", "kernel", "batch", "async")
 IMPLEMENTATIONS = (None, "kernel", "xla")
 
-Blocks = Any  # an array [..., *block] or a list (nb) of lists (nl * no) of arrays
-
 
 def backend_of(where: str, implementation: str | None) -> str:
     """The engine's backend for a public `implementation=`."""
@@ -38,8 +37,26 @@ def backend_of(where: str, implementation: str | None) -> str:
     return implementation or "kernel"
 
 
+@overload
 def block_to_universal(
-    blocks: Blocks,
+    blocks: Pieces,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    num_outer: int = ...,
+    implementation: str | None = ...,
+) -> list[jax.Array]: ...
+@overload
+def block_to_universal(
+    blocks: ArrayIn,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    num_outer: int = ...,
+    implementation: str | None = ...,
+) -> jax.Array: ...
+def block_to_universal(
+    blocks: Any,
     layout: str = "NHD",
     *,
     spec: BlockSpec | None = None,
@@ -76,13 +93,29 @@ def block_to_universal(
     )  # fmt: skip
 
 
+@overload
+def universal_to_block(
+    universal: Blocks,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    implementation: str | None = ...,
+) -> list[list[jax.Array]]: ...
+@overload
+def universal_to_block(
+    universal: ArrayIn,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    implementation: str | None = ...,
+) -> jax.Array: ...
 def universal_to_block(
     universal: Any,
     layout: str = "NHD",
     *,
     spec: BlockSpec | None = None,
     implementation: str | None = None,
-) -> Blocks:
+) -> Any:
     """Moves universal blocks back to NHD or HND: the inverse of `block_to_universal`.
 
     Args:
@@ -108,8 +141,26 @@ def universal_to_block(
     )  # fmt: skip
 
 
+@overload
 def block_to_operational(
-    blocks: Blocks,
+    blocks: Pieces,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    num_outer: int = ...,
+    backend: str = ...,
+) -> list[jax.Array]: ...
+@overload
+def block_to_operational(
+    blocks: ArrayIn,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    num_outer: int = ...,
+    backend: str = ...,
+) -> jax.Array: ...
+def block_to_operational(
+    blocks: Any,
     layout: str = "NHD",
     *,
     spec: BlockSpec | None = None,
@@ -145,6 +196,26 @@ def block_to_operational(
     )  # fmt: skip
 
 
+@overload
+def operational_to_block(
+    operational: Blocks,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    backend: str = ...,
+) -> list[list[jax.Array]]: ...
+@overload
+def operational_to_block(
+    operational: ArrayIn,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    backend: str = ...,
+) -> jax.Array: ...
 def operational_to_block(
     operational: Any,
     layout: str = "NHD",
@@ -153,7 +224,7 @@ def operational_to_block(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     backend: str = "auto",
-) -> Blocks:
+) -> Any:
     """Unpacks operational blocks into pieces: the inverse of `block_to_operational`.
 
     Args:
@@ -182,8 +253,35 @@ def operational_to_block(
     return _convert(where, "operational", operational, source, inner, spec, 2, chosen)
 
 
+@overload
 def convert_blocks(
-    x: Blocks,
+    x: ArrayIn,
+    src: str | Layout,
+    dst: str | Layout,
+    spec: BlockSpec,
+    *,
+    implementation: str | None = ...,
+) -> jax.Array: ...
+@overload
+def convert_blocks(
+    x: Blocks | Pieces,
+    src: str | Layout,
+    dst: Literal["NHD", "HND"],
+    spec: BlockSpec,
+    *,
+    implementation: str | None = ...,
+) -> list[list[jax.Array]]: ...
+@overload
+def convert_blocks(
+    x: Blocks | Pieces,
+    src: str | Layout,
+    dst: Literal["operational", "universal"] | Layout,
+    spec: BlockSpec,
+    *,
+    implementation: str | None = ...,
+) -> list[jax.Array]: ...
+def convert_blocks(
+    x: Any,
     src: str | Layout,
     dst: str | Layout,
     spec: BlockSpec,

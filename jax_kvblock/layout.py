@@ -14,9 +14,10 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_kvblock import _checks
 
@@ -144,6 +145,33 @@ class BlockSpec:
     head_dim: int = dataclasses.field(default_factory=_missing("head_dim"))
     dtype: np.dtype = dataclasses.field(default_factory=_missing("dtype"))
     layout: str | Layout = "NHD"
+
+    if TYPE_CHECKING:  # the field is an np.dtype; what makes one may be given
+
+        @overload
+        def __init__(
+            self,
+            num_layers: int,
+            num_outer: int,
+            block_size: int,
+            num_kv_heads: int,
+            head_dim: int,
+            dtype: DTypeLike,
+            layout: str | Layout = ...,
+        ) -> None: ...
+        @overload
+        def __init__(
+            self,
+            num_layers: int,
+            *,
+            num_outer: int = ...,
+            block_size: int,
+            num_kv_heads: int,
+            head_dim: int,
+            dtype: DTypeLike,
+            layout: str | Layout = ...,
+        ) -> None: ...
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in _SIZES}

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock import _checks
+from jax_kvblock._types import ArrayIn, Blocks, Place
 from jax_kvblock.layout import BlockSpec, Layout, check_spec
 
 MEMORY_KINDS = ("device", "pinned_host")
@@ -67,7 +68,7 @@ class KVPool:
         *,
         contiguous: bool = True,
         memory_kind: str = "device",
-        device: Any = None,
+        device: Place = None,
     ) -> KVPool:
         """A pool of zeros.
 
@@ -103,7 +104,7 @@ class KVPool:
         return cls._holding(tuple(_zeros(shape, spec, sharding) for _ in layers), spec)
 
     @classmethod
-    def wrap(cls, arrays: Any, spec: BlockSpec) -> KVPool:
+    def wrap(cls, arrays: ArrayIn | Blocks, spec: BlockSpec) -> KVPool:
         """A pool over arrays that exist already; nothing on the device is copied.
 
         Args:

@@ -16,6 +16,7 @@ import jax
 from jax_kvblock import _checks
 from jax_kvblock._copy import block_copy
 from jax_kvblock._plan import Copy, Form, Side
+from jax_kvblock._types import ArrayIn, Heads, Integers, LayerIndex
 from jax_kvblock.convert import backend_of
 from jax_kvblock.layout import BlockSpec, Layout, find_layout
 from jax_kvblock.pool import KVPool, check_pool
@@ -23,9 +24,9 @@ from jax_kvblock.pool import KVPool, check_pool
 
 def gather_blocks(
     pool: KVPool,
-    ids: Any,
+    ids: Integers,
     layout: str | Layout = "universal",
-    heads: tuple[int, int] | None = None,
+    heads: Heads = None,
     *,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -69,10 +70,10 @@ def gather_blocks(
 
 def scatter_blocks(
     pool: KVPool,
-    ids: Any,
-    blocks: Any,
+    ids: Integers,
+    blocks: ArrayIn,
     layout: str | Layout = "universal",
-    heads: tuple[int, int] | None = None,
+    heads: Heads = None,
     *,
     implementation: str | None = None,
 ) -> KVPool:
@@ -120,7 +121,11 @@ def scatter_blocks(
 
 
 def copy_blocks(
-    pool: KVPool, src_ids: Any, dst_ids: Any, *, implementation: str | None = None
+    pool: KVPool,
+    src_ids: Integers,
+    dst_ids: Integers,
+    *,
+    implementation: str | None = None,
 ) -> KVPool:
     """Copies blocks to other places of the same pool; in place when it is donated.
 
@@ -150,10 +155,10 @@ def copy_blocks(
 
 def transfer_blocks(
     src_pool: KVPool,
-    src_ids: Any,
+    src_ids: Integers,
     dst_pool: KVPool,
-    dst_ids: Any,
-    heads: tuple[int, int] | None = None,
+    dst_ids: Integers,
+    heads: Heads = None,
     *,
     implementation: str | None = None,
 ) -> KVPool:
@@ -214,10 +219,10 @@ def transfer_blocks(
 
 def append_kv(
     pool: KVPool,
-    layer: Any,
-    k: Any,
-    v: Any,
-    slots: Any,
+    layer: LayerIndex,
+    k: ArrayIn,
+    v: ArrayIn | None,
+    slots: Integers,
     *,
     implementation: str | None = None,
 ) -> KVPool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kvblock._spmd import vary_alike
+from jax_kvblock._types import ArrayIn, FlashOptions, Integers
 from jax_kvblock.attention import arguments, cudnn, primitive
 from jax_kvblock.attention.config import (
     AttentionConfig,
@@ -32,23 +33,50 @@ RESIDUAL_NAMES = (
 )
 
 
+@overload
 def flash_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: ArrayIn,
+    k: ArrayIn,
+    v: ArrayIn,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[FlashOptions],
+) -> jax.Array: ...
+@overload
+def flash_attention(
+    q: ArrayIn,
+    k: ArrayIn,
+    v: ArrayIn,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[FlashOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def flash_attention(
+    q: ArrayIn,
+    k: ArrayIn,
+    v: ArrayIn,
+    *,
+    return_lse: bool,
+    **options: Unpack[FlashOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def flash_attention(
+    q: ArrayIn,
+    k: ArrayIn,
+    v: ArrayIn,
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    q_lens: jax.Array | None = None,
-    kv_lens: jax.Array | None = None,
-    cu_seqlens: tuple[jax.Array, jax.Array] | None = None,
-    bias: jax.Array | None = None,
+    segment_ids: ArrayIn | tuple[ArrayIn, ArrayIn] | None = None,
+    q_lens: Integers | None = None,
+    kv_lens: Integers | None = None,
+    cu_seqlens: tuple[Integers, Integers] | None = None,
+    bias: ArrayIn | None = None,
     softcap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: ArrayIn | None = None,
     scale: float | None = None,
-    q_offset: jax.Array | int | None = None,
-    kv_offset: jax.Array | int | None = None,
+    q_offset: ArrayIn | int | None = None,
+    kv_offset: ArrayIn | int | None = None,
     tiles: AttentionTiles | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
