@@ -183,11 +183,6 @@ def test_a_manager_of_a_pool_that_exists(rng: np.random.Generator) -> None:
 
 WRONG_START: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
     "an array": (TypeError, "must be a KVPool", lambda: jnp.zeros(3)),
-    "NumPy": (
-        TypeError,
-        "must be a pool of jax arrays, got",
-        lambda: kv.KVPool(np.zeros((2, *SPEC.block_shape), np.float32), SPEC),
-    ),
     "donated": (
         RuntimeError,
         "donated or deleted",
