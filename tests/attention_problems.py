@@ -17,6 +17,8 @@ import numpy as np
 ALIGNED = 64  # positions that one segment range covers
 # Relative error of a probability in float32, by the exponential and the sums.
 ACCURACY = 3e-5
+# Error of dP = dO V^T, a sum in float32, in parts of the vectors' lengths.
+DP_ACCURACY = 4 * 2.0**-23
 # A softcap's polynomials: absolute errors of a score, in caps, and of its slope.
 CAP_ACCURACY, SLOPE_ACCURACY = 1e-6, 1e-4
 LARGE_SOFTCAP = 1024.0  # from here on tanh itself is computed
@@ -357,7 +359,7 @@ def truth(x: Problem, backward: bool = True) -> Truth:
     pairs = mask * where(empty, 0.0, 1.0)
 
     def bar(want: Any, terms: Any, noise: Any, count: Any, size: float) -> Any:
-        noise = accuracy * noise * size + tiny * xp.sqrt(count) * size + 1e-30
+        noise = accuracy * noise * size + tiny * (xp.sqrt(count) * size + 0.5) + 1e-30
         return judge.bar_of_terms(want, terms, noise, c.dtype)
 
     flat = lambda a: a.reshape(m, t, n, -1)  # noqa: E731
@@ -376,7 +378,12 @@ def truth(x: Problem, backward: bool = True) -> Truth:
     delta = (x.exact["d_o"] * want["out"]).sum(-1).swapaxes(1, 2) - x.d_lse
     d_row = delta.reshape(m, heads, group, t, 1)
     d_score = where(mask, p * (dp - d_row), 0.0)
-    size = p * (abs(dp) + abs(d_row))  # of the two that may cancel
+    # Of the two that may cancel, and of the sum of products that dp is.
+    reach = length(x.exact["d_o"]).swapaxes(1, 2).reshape(d_row.shape)
+    reach = reach * largest(length(v)) * (DP_ACCURACY / accuracy)
+    size = p * (abs(dp) + abs(d_row) + reach)
+    # Each dS is rounded; before that, where it goes by shared memory, its P.
+    losses = pairs * (1 + where(mask, dp - d_row, 0.0) ** 2)
     if bent is not None:
         slope = where(mask, 1 - bent * bent, 0.0)
         # The slope's own error, where accuracy is that of a probability.
@@ -386,14 +393,14 @@ def truth(x: Problem, backward: bool = True) -> Truth:
     scale = abs(x.scale)
     want["dq"] = flat(x.scale * einsum("bkgts,bskd->btkgd", ds, k))
     terms = scale * flat(root("bkgts,bskd->btkgd", ds, k))
-    bars["dq"] = bar(want["dq"], terms, rows(weight), rows(pairs), scale * largest(k))
+    bars["dq"] = bar(want["dq"], terms, rows(weight), rows(losses), scale * largest(k))
     want["dk"] = x.scale * einsum("bkgts,btkgd->bskd", ds, q)
     terms = scale * root("bkgts,btkgd->bskd", ds, q)
-    counts = columns(pairs)
+    counts = columns(losses)
     bars["dk"] = bar(want["dk"], terms, columns(weight), counts, scale * largest(q))
     want["dv"] = einsum("bkgts,btkge->bske", p, d_o)
     terms = root("bkgts,btkge->bske", p, d_o)
-    bars["dv"] = bar(want["dv"], terms, columns(p), counts, largest(d_o))
+    bars["dv"] = bar(want["dv"], terms, columns(p), columns(pairs), largest(d_o))
     if c.bias is not None:
         dtype, members, own_heads = c.bias
 

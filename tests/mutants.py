@@ -38,7 +38,8 @@ class Mutant:
     """`old` in `file` becomes `new`; `killer` is what has to fail then.
 
     killer: a file of tests and which of them (pytest's -k). Of a kernel it is arguments
-    of attention_sweep.py, and `objects` are the files that are compiled anew.
+    of attention_sweep.py, and `objects` begin the names of the files that are compiled
+    anew: those that CMake makes of an instance's two element types, or a source file.
     """
 
     name: str
@@ -110,8 +111,8 @@ CPU = (
     Mutant(
         "lse lacks the maximum",
         BLOCKED,
-        "lse = jnp.where(empty, -jnp.inf, jnp.log(safe) + top)",
-        "lse = jnp.where(empty, -jnp.inf, jnp.log(safe))",
+        "LogSumExp(jnp.where(seen, rest + top, -jnp.inf))",
+        "LogSumExp(jnp.where(seen, rest, -jnp.inf))",
         LENGTHS,
     ),
     Mutant(
@@ -306,9 +307,9 @@ def swept(kernels: str, only: str = "D64 ") -> tuple[str, ...]:
 
 
 GENERIC_SWEEP, SM90 = swept("generic"), swept("sm90")
-GENERIC_FORWARD = (f"{GENERIC}/forward_64.cu",)
-GENERIC_BACKWARD = (f"{GENERIC}/backward_64.cu",)
-FORWARD, BACKWARD = (f"{HOPPER}/forward_64.cu",), (f"{HOPPER}/backward_64.cu",)
+GENERIC_FORWARD = ("generic/forward_64_",)
+GENERIC_BACKWARD = ("generic/backward_64_",)
+FORWARD, BACKWARD = ("hopper/forward_64x64_",), ("hopper/backward_64x64_",)
 GPU = (
     Mutant(
         "generic forward: a window ends a key early",
@@ -332,7 +333,7 @@ GPU = (
         "generic forward: the sink is not in the sum",
         f"{GENERIC}/forward.cuh",
         "sum = sum * factor + (sink == joint ? 1.0f : "
-        "Exp2(sink - Reference(joint, 1.0f)));",
+        "Exp2((sink - reference) * unit));",
         "sum = sum * factor;",
         GENERIC_SWEEP,
         GENERIC_FORWARD,
@@ -340,8 +341,8 @@ GPU = (
     Mutant(
         "generic forward: lse lacks the sum",
         f"{GENERIC}/forward.cuh",
-        "nothing ? -INFINITY : max * kLn2 + logf(sum);",
-        "nothing ? -INFINITY : max * kLn2;",
+        "nothing, max * (unit * kLn2), logf(sum));",
+        "nothing, max * (unit * kLn2), 0.0f);",
         GENERIC_SWEEP,
         GENERIC_FORWARD,
     ),
@@ -428,19 +429,16 @@ GPU = (
     Mutant(
         "Hopper forward: the sink is not in the sum",
         f"{HOPPER}/forward_rows.cuh",
-        "sum[half] = sum[half] * factor[half] + "
-        "(sink == joint ? 1.0f : Exp2(sink - reference));",
-        "sum[half] = sum[half] * factor[half];",
+        "(sink == joint ? 1.0f : Exp2((sink - reference) * unit));",
+        "0.0f;",
         SM90,
         FORWARD,
     ),
     Mutant(
         "Hopper forward: lse of the neighbouring row",
         f"{HOPPER}/forward_rows.cuh",
-        "const float lse = (second ? max[1] : max[0]) + "
-        "Log2(second ? sum[1] : sum[0]);",
-        "const float lse = (second ? max[0] : max[1]) + "
-        "Log2(second ? sum[1] : sum[0]);",
+        "const float top = second ? max[1] : max[0], ",
+        "const float top = second ? max[0] : max[1], ",
         SM90,
         FORWARD,
     ),
@@ -474,7 +472,7 @@ GPU = (
         "heads ? at.pair * Traits::kCluster + ClusterRank() : at.pair;",
         "heads ? at.pair * Traits::kCluster : at.pair;",
         swept("sm90", "D96 "),
-        (f"{HOPPER}/forward_96.cu",),
+        ("hopper/forward_96x96_",),
     ),
     Mutant(
         "Hopper backward: a window ends a key early",
@@ -514,7 +512,7 @@ GPU = (
         "(h == 0 ? y.y : y.w) * p.scale);",
         "(h == 0 ? y.y : y.w));",
         SM90,
-        (f"{HOPPER}/backward.cu",),
+        ("hopper/backward.cu",),
     ),
     Mutant(
         "Hopper backward: no slope of a softcap",
@@ -530,7 +528,7 @@ GPU = (
         "return key + 64 <= low || key >= high;",
         "return key + 64 <= low + 8 || key >= high - 8;",
         swept("sm90", "D96 "),
-        (f"{HOPPER}/backward_96.cu",),
+        ("hopper/backward_96x96_",),
     ),
     Mutant(
         "Hopper backward: the last queries of a tall tile have no dq",
@@ -538,7 +536,7 @@ GPU = (
         "const int tall_blocks = (at.end - first + 7) / 8;",
         "const int tall_blocks = (at.end - first) / 8;",
         swept("sm90", "D128 B1 H2/1 T2"),
-        (f"{HOPPER}/backward_128.cu",),
+        ("hopper/backward_128x128_",),
     ),
 )
 
@@ -661,11 +659,7 @@ class Gpu:
     def __init__(self, scratch: Path, build: Path) -> None:
         self.scratch, self.build = scratch, build.resolve()
         commands = json.loads((build / "compile_commands.json").read_text())
-        self.commands = {
-            str(Path(c["file"]).relative_to(Path(c["file"]).parents[4])): c
-            for c in commands
-            if "/cpp/ops/attention/" in c["file"]
-        }
+        self.commands = {c["file"]: c for c in commands}
         self.objects = sorted((self.build / "CMakeFiles").glob("kvblock*.dir/**/*.o"))
         assert self.objects, f"{build} has no objects of libkvblock.so"
 
@@ -674,14 +668,19 @@ class Gpu:
         root = copy_sources(self.scratch / str(GPU.index(mutant)))
         mutant.apply(root)
         objects = list(self.objects)
-        for name in mutant.objects:
-            entry = self.commands[name]
-            source, folder = entry["file"], entry["directory"]
-            tree = source[: -len(name) - 1]
+        instances = [
+            entry
+            for name in mutant.objects
+            for file, entry in self.commands.items()
+            if f"/attention/{name}" in file
+        ]
+        assert instances, f"{mutant.name}: nothing is compiled from {mutant.objects}"
+        for entry in instances:
+            folder = entry["directory"]
             words = shlex.split(entry["command"])
             made = Path(folder, words[words.index("-o") + 1])
             new = root / f"{made.stem}.o"
-            words = [word.replace(f"{tree}/cpp", f"{root}/cpp") for word in words]
+            words = [word.replace(f"{ROOT}/cpp", f"{root}/cpp") for word in words]
             words[words.index("-o") + 1] = str(new)
             status, said = run(words, Path(folder), 500)
             assert status == 0, said[-2000:]

@@ -23,6 +23,8 @@ from attention_columns import (
 )
 from attention_model import F32, assert_close, by_main_kernel, cast, draw, jit, truth
 
+from jax_kvblock import AttentionTiles
+
 by_kernel_here = by_main_kernel()
 TARGETS = ("forward", "backward_kv", "backward_q", "backward_bias")
 
@@ -138,6 +140,22 @@ def test_export_survives_serialization(rng, implementation, dtype, what):
     data = exported(f, *inputs(call)).serialize()
     got = jit(jax.export.deserialize(data).call)(*inputs(call))
     assert_all_close(got, answer(call, what), dtype)
+
+
+def test_an_exported_function_takes_and_returns_tile_lists(rng):
+    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
+    call = draw(rng, **SIZES)
+    tiles = AttentionTiles(
+        jnp.int32([[[[0, -1]]]]), jnp.int32([[[1]]]), 128, np.int64(256)
+    )
+
+    def attend(arrays, tiles):
+        return call.replace(**arrays, tiles=tiles).run(), {"again": [tiles]}
+
+    data = exported(attend, call.arrays, tiles).serialize()
+    out, returned = jax.export.deserialize(data).call(call.arrays, tiles)
+    assert_close(out, truth(call)["out"], F32)
+    assert jax.tree.structure(returned) == jax.tree.structure({"again": [tiles]})
 
 
 def test_forward_mode_raises(rng):

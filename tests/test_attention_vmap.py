@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import zlib
 
@@ -226,3 +227,25 @@ def test_vmap_of_an_empty_axis():
     assert attend(q, one, one).shape == (0, 2, 5, 4, 8)
     slopes = jax.grad(lambda k: attend(q, k, k).sum())(one)
     np.testing.assert_array_equal(slopes, np.zeros(one.shape))
+
+
+@pytest.mark.parametrize(
+    "batched", [("bias",), ("q", "sinks"), NAMES], ids=["bias", "q,sinks", "all"]
+)
+def test_vmap_of_an_empty_axis_over_what_members_share(rng, batched):
+    """out, lse and the gradients of arrays that no member reads: empty, or zeros."""
+    x = {n: leaf for n, leaf in leaves(rng).items() if n in {*ARRAYS, *batched}}
+    axes = {n: 0 if n in batched else None for n in x}
+    empty = {n: leaf[None][:0] if n in batched else leaf for n, leaf in x.items()}
+    arrays = {n: empty.pop(n) for n in ARRAYS}
+
+    @functools.partial(jax.vmap, in_axes=(axes,))
+    def attend(x):
+        return call_of(x, None).run(return_lse=True)
+
+    (out, lse), pull = jax.vjp(lambda arrays: attend(arrays | empty), arrays)
+    assert out.shape == (0, BATCH, Q_LEN, HEADS, 8)
+    assert lse.shape == (0, BATCH, Q_LEN, HEADS)
+    (slopes,) = pull((out, lse))
+    for name, slope in slopes.items():
+        np.testing.assert_array_equal(slope, np.zeros(arrays[name].shape))

@@ -17,8 +17,14 @@ ALL = [pytest.param(m, id=m.name) for m in (*CPU, *GPU)]
 def test_a_mutant_changes_one_place(mutant: Mutant) -> None:
     text = (ROOT / mutant.file).read_text()
     assert text.count(mutant.old) == 1 and mutant.old != mutant.new
+    built = (ROOT / "CMakeLists.txt").read_text()
     for made in mutant.objects:
-        assert (ROOT / made).exists()
+        if made.endswith(".cu"):
+            assert made in built
+            continue
+        pass_of, dims = made.removesuffix("_").rsplit("_", 1)
+        assert (ROOT / f"cpp/ops/attention/{pass_of}_instance.cu.in").exists()
+        assert re.search(rf"kvblock_add_instances\([^)]* {dims}[ )]", built)
 
 
 def test_what_kills_is_there() -> None:

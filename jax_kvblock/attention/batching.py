@@ -20,6 +20,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_kvblock._batching import batch_one_by_one
+from jax_kvblock.attention.config import members_of_a_row, row_of_each
 from jax_kvblock.attention.ops import BACKWARD_BIAS, Call, Op, letters
 
 
@@ -82,7 +83,7 @@ def _fold(
     if not behind:
         return _merge(a)
     if a.shape[0] != size:  # rows that several of B share
-        a = jnp.repeat(a, size // a.shape[0], axis=0)
+        a = row_of_each(a, size)
     return _merge(a)
 
 
@@ -101,7 +102,8 @@ def _unfold(r: Any, count: int, size: int, members: int, behind: bool) -> Any:
     r = _reshape(r, (size, count, *r.shape[1:]), kept)
     if members == size:
         return r
-    return r.reshape(members, size // members, *r.shape[1:]).sum(1)
+    shared = members_of_a_row(size, members)
+    return r.reshape(members, shared, *r.shape[1:]).sum(1)
 
 
 def _reshape(a: Any, shape: tuple[int, ...], kept: tuple[int | None, ...]) -> Any:

@@ -22,9 +22,12 @@ from jax_kvblock.attention.config import (
     AttentionConfig,
     Operands,
     Sizes,
+    members_of_a_row,
+    row_of_each,
     sizes_of,
 )
 from jax_kvblock.attention.dense import listed_tiles, window_of
+from jax_kvblock.attention.ops import LogSumExp
 
 
 class _Labels(NamedTuple):
@@ -67,7 +70,7 @@ def forward(
     x: Operands,
     compute: Any = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, LogSumExp]:
     """(o, lse), o `[B, T, N, Dv]` in q's dtype, lse `[B, N, T]` float32 or float64.
 
     The products take operands in `compute` (the inputs' dtype unless given) and add in
@@ -81,7 +84,7 @@ def forward(
     order, counts = _visits(config, p)
 
     def one_block(i: Any, carry: Any) -> Any:
-        o_all, lse_all = carry
+        o_all, rest_all, base_all = carry
 
         def step(c: Any, state: Any) -> Any:
             o, top, total = state
@@ -106,28 +109,38 @@ def forward(
         o, top, total = _loop(counts[i], step, state)
         o, lse = _finish(x, p, i, o, top, total)
         at = i * p.block_q
-        o_all = jax.lax.dynamic_update_slice_in_dim(o_all, o, at, 3)
-        return o_all, jax.lax.dynamic_update_slice_in_dim(lse_all, lse, at, 3)
+        put = jax.lax.dynamic_update_slice_in_dim
+        o_all, rest_all = put(o_all, o, at, 3), put(rest_all, lse.rest, at, 3)
+        if base_all is not None:
+            base_all = put(base_all, lse.base, at, 3)
+        return o_all, rest_all, base_all
 
     t = p.q.shape[2]
     carry = (
         jnp.zeros((b, k, g, t, e), x.q.dtype),
         jnp.full((b, k, g, t), -jnp.inf, acc),
+        None if x.bias is None else jnp.zeros((b, k, g, t), acc),
     )
-    o, lse = _loop(t // p.block_q, one_block, carry)
+    o, *parts = _loop(t // p.block_q, one_block, carry)
     o = jnp.moveaxis(o.reshape(b, k * g, t, e), 1, 2)[:, : size.q_len]
-    lse = lse.reshape(b, k * g, t)[..., : size.q_len]
-    return (o[0], lse[0]) if config.packed else (o, lse)
+    lse = LogSumExp(
+        *(
+            None if part is None else part.reshape(b, k * g, t)[..., : size.q_len]
+            for part in parts
+        )
+    )
+    if config.packed:  # these have no bias
+        return o[0], LogSumExp(lse.rest[0])
+    return o, lse
 
 
 def _finish(
     x: Operands, p: _Problem, i: Any, o: Any, top: Any, total: Any
-) -> tuple[Any, Any]:
+) -> tuple[Any, LogSumExp]:
     """Lets the sinks in, and divides by the sum."""
     if x.sinks is not None:
         b, k, g = p.groups
-        sinks = jnp.repeat(x.sinks, b // x.sinks.shape[0], axis=0)
-        sinks = sinks.reshape(b, k, g, 1).astype(top.dtype)
+        sinks = row_of_each(x.sinks, b).reshape(b, k, g, 1).astype(top.dtype)
         new_top = jnp.maximum(top, sinks)
         base = jnp.where(jnp.isneginf(new_top), 0, new_top)
         shrink = jnp.exp(top - base)
@@ -136,11 +149,12 @@ def _finish(
         top = new_top
     empty = total == 0
     safe = jnp.where(empty, 1, total)
-    lse = jnp.where(empty, -jnp.inf, jnp.log(safe) + top)
-    o = o / safe[..., None]
     real = _block(p.q_labels.valid, i, p.block_q, 1)[:, None, None]
-    lse = jnp.where(real, lse, -jnp.inf)
-    return jnp.where(real[..., None], o, 0).astype(x.q.dtype), lse
+    o = jnp.where(real[..., None], o / safe[..., None], 0).astype(x.q.dtype)
+    seen, rest = real & ~empty, jnp.log(safe)
+    if p.bias is None:
+        return o, LogSumExp(jnp.where(seen, rest + top, -jnp.inf))
+    return o, LogSumExp(jnp.where(seen, rest, -jnp.inf), jnp.where(seen, top, 0))
 
 
 class Cotangents(NamedTuple):
@@ -155,7 +169,7 @@ class Cotangents(NamedTuple):
 def backward(
     config: AttentionConfig,
     x: Operands,
-    lse: jax.Array,
+    lse: LogSumExp,
     delta: jax.Array,
     d_o: jax.Array,
     with_bias: bool = False,
@@ -171,13 +185,16 @@ def backward(
     t, d = p.q.shape[2:]
     s, e = p.v.shape[2:]
     acc = _accumulator(x.q.dtype)
-    lse, delta, d_o = (a[None] if config.packed else a for a in (lse, delta, d_o))
+    rest, base = lse
+    rest, delta, d_o = (a[None] if config.packed else a for a in (rest, delta, d_o))
 
     real = p.q_labels.valid[:, None, None]
-    lse = _pad(lse, 2, t, -jnp.inf).reshape(b, k, g, t)
+    rest = _pad(rest, 2, t, -jnp.inf).reshape(b, k, g, t)
     # exp(score - inf) is 0: what rows without keys contribute.
-    lse = jnp.where(real & ~jnp.isneginf(lse), lse, jnp.inf)
-    delta = jnp.where(jnp.isposinf(lse), 0, _pad(delta, 2, t).reshape(b, k, g, t))
+    rest = jnp.where(real & ~jnp.isneginf(rest), rest, jnp.inf)
+    if base is not None:
+        base = _pad(base, 2, t).reshape(b, k, g, t)
+    delta = jnp.where(jnp.isposinf(rest), 0, _pad(delta, 2, t).reshape(b, k, g, t))
     d_o = _filled(d_o, t, p.q_labels, config.packed or x.q_lens is not None)
     d_o = jnp.moveaxis(d_o, 1, 2).astype(p.q.dtype)
 
@@ -195,10 +212,15 @@ def backward(
             dq_all, dk, dv, dbias_all = state
             i = order[j, c]
             scores, allowed, slope = _scores(config, p, i, j)
-            lse_i = _block(lse, i, p.block_q, 3)[..., None]
+            if base is not None:
+                scores = scores - _block(base, i, p.block_q, 3)[..., None]
+                # It was none: where large scores lie far apart, one may round up here
+                # that rounded down in the forward pass.
+                scores = jnp.minimum(scores, 0)
+            rest_i = _block(rest, i, p.block_q, 3)[..., None]
             d_o_i = p.query_block(d_o, i)
             q_i = p.query_block(p.q, i)
-            weights = jnp.where(allowed, jnp.exp(scores - lse_i), 0)
+            weights = jnp.where(allowed, jnp.exp(scores - rest_i), 0)
             dv_i = _dot("bkgts,bkgte->bkgse", weights, d_o_i, x)
             dw = _dot("bkgte,bkse->bkgts", d_o_i, v_j, x)
             ds = weights * (dw - _block(delta, i, p.block_q, 3)[..., None])
@@ -289,7 +311,7 @@ def _to_heads(p: _Problem, a: Any) -> Any:
     """`[b, n, ...]` shared by batch or heads as `[B, K, G, ...]`, K G 1 if shared."""
     batch, k, g = p.groups
     if 1 < a.shape[0] < batch:
-        a = jnp.repeat(a, batch // a.shape[0], axis=0)
+        a = row_of_each(a, batch)
     heads = (1, 1) if a.shape[1] == 1 else (k, g)
     return a.reshape(a.shape[0], *heads, *a.shape[2:])
 
@@ -340,7 +362,8 @@ def _select(p: _Problem, i: Any, j: Any, a: Any) -> Any:
 def _add_bias(p: _Problem, total: Any, groups: Any, ds: Any, i: Any, j: Any) -> Any:
     """Adds a block of d_scores, summed over the batch and heads that share the bias."""
     batch, k, g = p.groups
-    ds = ds.reshape(groups[0], batch // groups[0], k * g, p.block_q, p.block_kv).sum(1)
+    shared = members_of_a_row(batch, groups[0])
+    ds = ds.reshape(groups[0], shared, k * g, p.block_q, p.block_kv).sum(1)
     if groups[1] == 1:
         ds = ds.sum(1, keepdims=True)
     zero = jnp.zeros((), jnp.int32)
@@ -489,8 +512,7 @@ def _visits(
 
     seen = meet("owner", "owner") & meet("segment", "segment") & meet("first", "last")
     if p.listed is not None:
-        listed = jnp.repeat(p.listed, p.q.shape[0] // p.listed.shape[0], axis=0)
-        seen &= listed.any(1)
+        seen &= row_of_each(p.listed.any(1), p.q.shape[0])
     seen = seen.any(0)
     if transposed:
         seen = seen.T

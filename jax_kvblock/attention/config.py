@@ -7,10 +7,14 @@ everything that may change from call to call is an operand.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import operator
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
+import jax.numpy as jnp
 
 OPEN = -1  # a window side without a bound
 
@@ -36,6 +40,16 @@ class AttentionTiles:
     counts: jax.Array
     block_q: int = dataclasses.field(default=128, metadata={"static": True})
     block_kv: int = dataclasses.field(default=128, metadata={"static": True})
+
+
+# Exported functions that take or return tile lists name the class so.
+jax.export.register_pytree_node_serialization(
+    AttentionTiles,
+    serialized_name="jax_kvblock.AttentionTiles",
+    serialize_auxdata=lambda sizes: json.dumps(sizes, default=operator.index).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+    from_children=lambda sizes, lists: AttentionTiles(*lists, *sizes),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +134,16 @@ def sizes_of(config: AttentionConfig, x: Operands) -> Sizes:
         return Sizes(x.cu_q.shape[0] - 1, t, s, n, k, d, e)
     (b, t, n, d), (_, s, k, e) = x.q.shape, x.v.shape
     return Sizes(b, t, s, n, k, d, e)
+
+
+def members_of_a_row(batch: int, rows: int) -> int:
+    """How many batch members share a row of a bias, sinks or tiles; none have none."""
+    return batch // rows if rows else 0
+
+
+def row_of_each(a: Any, batch: int) -> Any:
+    """What members share, `[rows, ...]`, as `[batch, ...]`."""
+    return jnp.repeat(a, members_of_a_row(batch, a.shape[0]), axis=0)
 
 
 def default_scale(head_dim: int) -> float:

@@ -15,6 +15,7 @@ from jax_kvblock.attention.config import (
     AttentionConfig,
     Operands,
     Sizes,
+    row_of_each,
     sizes_of,
 )
 
@@ -42,16 +43,14 @@ def dense_attention(
     if config.softcap:
         scores = config.softcap * jnp.tanh(scores / config.softcap)
     if x.bias is not None:
-        shared = q.shape[0] // x.bias.shape[0]
-        bias = jnp.repeat(x.bias, shared, axis=0)
+        bias = row_of_each(x.bias, q.shape[0])
         scores = scores + jnp.where(visible, bias, 0).astype(dtype)
     scores = jnp.where(visible, scores, -jnp.inf)
 
     top = jnp.max(scores, axis=-1, initial=-jnp.inf)
     sinks = None
     if x.sinks is not None:
-        sinks = jnp.repeat(x.sinks, q.shape[0] // x.sinks.shape[0], axis=0)
-        sinks = sinks.astype(dtype)[:, :, None]
+        sinks = row_of_each(x.sinks, q.shape[0]).astype(dtype)[:, :, None]
         top = jnp.maximum(top, sinks)
     top = jax.lax.stop_gradient(jnp.where(jnp.isneginf(top), 0, top))
     weights = jnp.exp(scores - top[..., None])
@@ -109,7 +108,7 @@ def attends(config: AttentionConfig, x: Operands) -> jax.Array:
         listed = listed_tiles(config, x, size.kv_len)
         listed = jnp.repeat(listed, config.block_q, axis=2)[:, :, : size.q_len]
         listed = jnp.repeat(listed, config.block_kv, axis=3)[..., : size.kv_len]
-        visible = visible & jnp.repeat(listed, size.batch // listed.shape[0], axis=0)
+        visible = visible & row_of_each(listed, size.batch)
     return visible
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvblock._checks import as_array, check_dtype, show
+from jax_kvblock._types import ArrayHere
 from jax_kvblock.attention import arguments
 from jax_kvblock.attention.dot_product import dot_product_attention
 
@@ -19,11 +20,11 @@ _WHERE = "attention_fn"
 
 
 def attention_fn(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: jax.Array | None = None,
-    mask: jax.Array | None = None,
+    query: ArrayHere,
+    key: ArrayHere,
+    value: ArrayHere,
+    bias: ArrayHere | None = None,
+    mask: ArrayHere | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: Any = None,
     dropout_rate: float = 0.0,

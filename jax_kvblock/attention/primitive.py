@@ -17,14 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-# custom_partitioning reads the devices while lowering; jit passes them only for
-# primitives in this set, which has no public name.
-from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
+from jax_kvblock._primitive import make_primitives
 from jax_kvblock._spmd import lower_local, vary_alike
 from jax_kvblock.attention import blocked, cuda
 from jax_kvblock.attention.batching import batch
@@ -35,17 +32,18 @@ from jax_kvblock.attention.ops import (
     FORWARD,
     OUTPUT,
     Call,
+    LogSumExp,
     Op,
     letters,
 )
 from jax_kvblock.attention.partition import array_spec, axis_shards, partitioned
 
 
-def forward(config: AttentionConfig, x: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(config: AttentionConfig, x: Operands) -> tuple[jax.Array, LogSumExp]:
     """o `[B, T, N, Dv]`, lse float32 `[B, N, T]`; packed `[T, N, Dv]`, `[N, T]`."""
     call, arrays = Call.pack(config, x)
-    o, lse = _bind(FORWARD, arrays, call)
-    return o, lse
+    o, *lse = _bind(FORWARD, arrays, call)
+    return o, LogSumExp(*lse)
 
 
 def output(config: AttentionConfig, x: Operands) -> jax.Array:
@@ -57,26 +55,26 @@ def output(config: AttentionConfig, x: Operands) -> jax.Array:
 def backward(
     config: AttentionConfig,
     x: Operands,
-    lse: jax.Array,
+    lse: LogSumExp,
     delta: jax.Array,
     d_o: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk, dv; `delta` is rowsum(d_o * o) - d_lse, shaped like lse."""
     call, arrays = Call.pack(config, x)
-    dq, dk, dv = _bind(BACKWARD, [*arrays, lse, delta, d_o], call)
+    dq, dk, dv = _bind(BACKWARD, [*arrays, *lse.parts, delta, d_o], call)
     return dq, dk, dv
 
 
 def backward_bias(
     config: AttentionConfig,
     x: Operands,
-    lse: jax.Array,
+    lse: LogSumExp,
     delta: jax.Array,
     d_o: jax.Array,
 ) -> jax.Array:
     """The bias's gradient in its shape and dtype. Unused, it is never computed."""
     call, arrays = Call.pack(config, x)
-    return _bind(BACKWARD_BIAS, [*arrays, lse, delta, d_o], call)[0]
+    return _bind(BACKWARD_BIAS, [*arrays, *lse.parts, delta, d_o], call)[0]
 
 
 # ---- evaluation ----------------------------------------------------------------------
@@ -96,13 +94,14 @@ def _result_structs(op: Op, call: Call, avals: Sequence[Any]) -> list[tuple]:
     shapes: dict[str, tuple] = {
         "o": (o, x.q.dtype),
         "lse": (rows, lse),
+        "base": (rows, lse),
         "q": (x.q.shape, x.q.dtype),
         "k": (x.k.shape, x.k.dtype),
         "v": (x.v.shape, x.v.dtype),
     }
     if x.bias is not None:
         shapes["bias"] = (x.bias.shape, x.bias.dtype)
-    return [shapes[name] for name in op.results]
+    return [shapes[name] for name in op.result_names(call)]
 
 
 def _abstract_eval(
@@ -112,7 +111,7 @@ def _abstract_eval(
     mesh = avals[0].sharding.mesh
     results = []
     for name, (shape, dtype) in zip(
-        op.results, _result_structs(op, call, avals), strict=True
+        op.result_names(call), _result_structs(op, call, avals), strict=True
     ):
         spec = array_spec(letters(name, call.config.packed), shape, shards)
         results.append(
@@ -126,25 +125,12 @@ def _abstract_eval(
     return results
 
 
-def _make(op: Op) -> tuple[core.Primitive, core.Primitive]:
-    outer = core.Primitive(f"kvblock_attention_{op.name}")
-    local = core.Primitive(f"kvblock_attention_{op.name}_local")
-    for primitive in (outer, local):
-        primitive.multiple_results = True
-        primitive.def_abstract_eval(functools.partial(_abstract_eval, op=op))
-    outer.def_impl(lambda *arrays, call: _eager(op, call)(*arrays))
-    return outer, local
-
-
-@functools.lru_cache(maxsize=1024)
-def _eager(op: Op, call: Call) -> Any:
-    return jax.jit(functools.partial(_OUTER[op].bind, call=call))
-
-
 _OUTER: dict[Op, core.Primitive] = {}
 _LOCAL: dict[Op, core.Primitive] = {}
 for _op in (FORWARD, OUTPUT, BACKWARD, BACKWARD_BIAS):
-    _OUTER[_op], _LOCAL[_op] = _make(_op)
+    _OUTER[_op], _LOCAL[_op] = make_primitives(
+        f"kvblock_attention_{_op.name}", functools.partial(_abstract_eval, op=_op)
+    )
 
 
 def _bind(op: Op, arrays: Sequence[Any], call: Call) -> list[Any]:
@@ -160,10 +146,10 @@ def _blocked(op: Op, call: Call, platform: str | None, *arrays: Any) -> tuple:
     narrow = x.q.dtype.itemsize == 2
     compute = jnp.float32 if platform == "cpu" and narrow else None
     if op.is_forward:
-        made = blocked.forward(call.config, x, compute, platform)
-        return made[: len(op.results)]
-    lse, delta, d_o = arrays[len(call.present) :]
-    with_bias = op is BACKWARD_BIAS
+        o, lse = blocked.forward(call.config, x, compute, platform)
+        return (o, *lse.parts) if op is FORWARD else (o,)
+    *parts, delta, d_o = arrays[len(call.present) :]
+    lse, with_bias = LogSumExp(*parts), op is BACKWARD_BIAS
     grads = blocked.backward(
         call.config, x, lse, delta, d_o, with_bias, compute, platform
     )
@@ -218,7 +204,6 @@ for _op, _primitive in _LOCAL.items():
 # ---- lowering: partitioned over a mesh -----------------------------------------------
 
 for _op, _primitive in _OUTER.items():
-    prim_requires_devices_during_lowering.add(_primitive)
     _run = partitioned(_op, _LOCAL[_op])
     mlir.register_lowering(
         _primitive,

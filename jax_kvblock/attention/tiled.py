@@ -17,23 +17,58 @@ Any other is an error that lists them.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
 from jax_kvblock._checks import check_array, check_integer, check_positive, show
+from jax_kvblock._types import ArrayHere
 from jax_kvblock.attention import arguments, blocked, cuda, flash, primitive
 from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes
+from jax_kvblock.attention.ops import LogSumExp
 
 XLA_BLOCKS = (16, 32, 64, 128, 256, 512)
 _TILE_FIX = "tiles are compiled in; get_optimal_block_sizes picks one"
 
 
+@overload
 def flash_attention_forward(
-    Q: jax.Array,
-    K: jax.Array,
-    V: jax.Array,
+    Q: ArrayHere,
+    K: ArrayHere,
+    V: ArrayHere,
+    Bc: int = ...,
+    Br: int = ...,
+    use_half: bool = ...,
+    *,
+    return_residuals: Literal[False] = ...,
+) -> jax.Array: ...
+@overload
+def flash_attention_forward(
+    Q: ArrayHere,
+    K: ArrayHere,
+    V: ArrayHere,
+    Bc: int = ...,
+    Br: int = ...,
+    use_half: bool = ...,
+    *,
+    return_residuals: Literal[True],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def flash_attention_forward(
+    Q: ArrayHere,
+    K: ArrayHere,
+    V: ArrayHere,
+    Bc: int = ...,
+    Br: int = ...,
+    use_half: bool = ...,
+    *,
+    return_residuals: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]: ...
+def flash_attention_forward(
+    Q: ArrayHere,
+    K: ArrayHere,
+    V: ArrayHere,
     Bc: int = 32,
     Br: int = 32,
     use_half: bool = False,
@@ -80,13 +115,13 @@ def flash_attention_forward(
 
 
 def flash_attention_backward(
-    Q: jax.Array,
-    K: jax.Array,
-    V: jax.Array,
-    O: jax.Array,
-    dO: jax.Array,
-    l: jax.Array,
-    m: jax.Array,
+    Q: ArrayHere,
+    K: ArrayHere,
+    V: ArrayHere,
+    O: ArrayHere,
+    dO: ArrayHere,
+    l: ArrayHere,
+    m: ArrayHere,
     Bc: int = 32,
     Br: int = 32,
     use_half: bool = False,
@@ -131,7 +166,7 @@ def flash_attention_backward(
     O, dO = jnp.asarray(O), jnp.asarray(dO)
     delta = jnp.sum(dO.astype(lse.dtype) * O.astype(lse.dtype), axis=-1)
     d_o = jnp.swapaxes(dO, 1, 2).astype(x.q.dtype)
-    gradients = primitive.backward(config, x, lse, delta, d_o)
+    gradients = primitive.backward(config, x, LogSumExp(lse), delta, d_o)
     dq, dk, dv = (jnp.swapaxes(a, 1, 2).astype(_dtype(Q)) for a in gradients)
     return dq, dk, dv
 
@@ -172,15 +207,42 @@ class FlashAttention:
             object.__setattr__(self, name, size)
         arguments.check_flags(where, use_half=self.use_half)
 
-    def __call__(self, Q: jax.Array, K: jax.Array, V: jax.Array) -> jax.Array:
+    def __call__(self, Q: ArrayHere, K: ArrayHere, V: ArrayHere) -> jax.Array:
         """The output: `forward`."""
         return self.forward(Q, K, V)
 
+    @overload
     def forward(
         self,
-        Q: jax.Array,
-        K: jax.Array,
-        V: jax.Array,
+        Q: ArrayHere,
+        K: ArrayHere,
+        V: ArrayHere,
+        *,
+        return_residuals: Literal[False] = ...,
+    ) -> jax.Array: ...
+    @overload
+    def forward(
+        self,
+        Q: ArrayHere,
+        K: ArrayHere,
+        V: ArrayHere,
+        *,
+        return_residuals: Literal[True],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+    @overload
+    def forward(
+        self,
+        Q: ArrayHere,
+        K: ArrayHere,
+        V: ArrayHere,
+        *,
+        return_residuals: bool,
+    ) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]: ...
+    def forward(
+        self,
+        Q: ArrayHere,
+        K: ArrayHere,
+        V: ArrayHere,
         *,
         return_residuals: bool = False,
     ) -> Any:
@@ -197,13 +259,13 @@ class FlashAttention:
 
     def backward(
         self,
-        Q: jax.Array,
-        K: jax.Array,
-        V: jax.Array,
-        O: jax.Array,
-        dO: jax.Array,
-        l: jax.Array,
-        m: jax.Array,
+        Q: ArrayHere,
+        K: ArrayHere,
+        V: ArrayHere,
+        O: ArrayHere,
+        dO: ArrayHere,
+        l: ArrayHere,
+        m: ArrayHere,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`flash_attention_backward` with this tile."""
         return flash_attention_backward(
@@ -214,7 +276,7 @@ class FlashAttention:
 # ---- l, m and lse --------------------------------------------------------------------
 
 
-def lm_to_lse(l: jax.Array, m: jax.Array) -> jax.Array:
+def lm_to_lse(l: ArrayHere, m: ArrayHere) -> jax.Array:
     """`m + log(l)`, the log-sum-exp of rows with sums l and maxima m.
 
     −inf where l is 0: a row without keys.
@@ -230,7 +292,7 @@ def lm_to_lse(l: jax.Array, m: jax.Array) -> jax.Array:
 
 
 def lse_to_lm(
-    lse: jax.Array, m: jax.Array | None = None
+    lse: ArrayHere, m: ArrayHere | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """(l, m) with `m + log(l)` = lse.
 
