@@ -68,6 +68,11 @@ class Case:
         """Batch members of the arrays."""
         return 1 if self.packed else self.batch
 
+    @property
+    def has_base(self) -> bool:
+        """Whether lse comes in two parts, which half of the calls with a bias ask."""
+        return self.bias is not None and self.seed % 2 == 1
+
 
 # ---- where arrays lie ----------------------------------------------------------------
 

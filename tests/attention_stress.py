@@ -71,7 +71,7 @@ def passes(
     x = Problem(case, launcher.place)
     known = truth(x)
     a = launcher.describe(x)
-    given = launcher.give(a, known)
+    given = launcher.give(a, case, known)
     want, bar = known.want["dq"], known.bars["dq"]
     worst, other_bits, first = [], [], None
     for _ in range(repeats):

@@ -232,23 +232,35 @@ class Launcher:
         out = self.arena.empty(dtype, c.members, c.q_len, c.heads, c.value_dim)
         lse = self.arena.empty(self.torch.float32, c.members, c.heads, c.q_len)
         a.o, a.lse = out.data_ptr(), lse.data_ptr()
+        got = {"out": out, "lse": lse[..., None]}
+        if c.has_base:
+            base = self.arena.empty(self.torch.float32, *lse.shape)
+            a.base = base.data_ptr()
         self.run("forward", a)
-        return {"out": out, "lse": lse[..., None]}
+        if c.has_base:
+            assert bool(self.torch.isfinite(base).all()), "a base is not finite"
+            got["lse"] = (lse.double() + base)[..., None]
+        return got
 
-    def give(self, a: Attention, known: Truth) -> tuple[Any, Any]:
-        """lse and delta of the truth, which have to outlive the launches."""
+    def give(self, a: Attention, c: Case, known: Truth) -> tuple[Any, ...]:
+        """lse, its base and delta of the truth, which have to outlive the launches."""
         torch, f32 = self.torch, self.torch.float32
-        lse = known.lse.to(f32).contiguous()
+        whole = known.lse
+        # Anything finite near the largest score.
+        base = torch.where(torch.isneginf(whole), 0.0, whole.round()).to(f32)
+        base = base.contiguous()
+        a.base = base.data_ptr() if c.has_base else None
+        lse = (whole - base if c.has_base else whole).to(f32).contiguous()
         # A row that attends to nothing has no delta, whatever its gradients hold.
         delta = torch.where(torch.isneginf(lse), float("nan"), known.delta.to(f32))
         delta = delta.contiguous()
         a.lse, a.delta = lse.data_ptr(), delta.data_ptr()
-        return lse, delta
+        return lse, base, delta
 
     def backward(self, x: Problem, a: Attention, known: Truth) -> dict[str, Any]:
         """Every way to the gradients; what is to be the same every time, TIMES."""
         c, torch = x.case, self.torch
-        given = self.give(a, known)
+        given = self.give(a, c, known)
         sums = self.generic_sums if self.kernels == "generic" else self.hopper_sums
         with self.kept(a):
             keys = self.keys(x, a)

@@ -237,8 +237,8 @@ CPU = (
     Mutant(
         "an export does not hold up a donation",
         MANAGER,
-        "if not self._exports:\n            return\n        if _platform(pool)",
-        "if True:\n            return\n        if _platform(pool)",
+        "if not self._free_list.num_exports:\n            return\n        if",
+        "if True:\n            return\n        if",
         test("test_dlpack", "update or donat"),
     ),
     Mutant(

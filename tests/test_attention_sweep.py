@@ -291,7 +291,10 @@ class Memory(Launcher):
         dtype = getattr(self.torch, c.dtype)
         if name == "forward":
             self.write(a.o, got["out"], dtype)
-            self.write(a.lse, got["lse"], f32)
+            base = np.where(np.isneginf(got["lse"]), 0, got["lse"] + 3) * c.has_base
+            self.write(a.lse, got["lse"] - base, f32)
+            if a.base:
+                self.write(a.base, base, f32)
         elif name == "backward_bias":
             self.write(a.dbias, got["dbias"], getattr(self.torch, c.bias[0]))
         elif name == "backward_q":
