@@ -162,6 +162,20 @@ def test_a_transfer_guard_lets_ids_and_layers_pass(rng):
     assert_same_bits(same, blocks)
 
 
+def test_a_transfer_guard_lets_a_batch_of_ids_pass(rng):
+    # Integers, because XLA:CPU's own stacking quiets the NaNs of bfloat16.
+    pool, model = start(rng, KIND, dtype="uint16")
+    ids = jnp.int32([[4, -1], [0, 2]])
+    with jax.transfer_guard("disallow"):
+        got = jax.vmap(lambda p, i: kv.gather_blocks(p, i, "NHD"), (None, 0))(pool, ids)
+        swapped = jax.vmap(kv.copy_blocks)(
+            jax.tree.map(lambda x: jnp.stack([x, x]), pool), ids, ids[:, ::-1]
+        )
+    assert_same_bits(got[1], model.gather([0, 2]))
+    model.scatter([-1, 4], model.gather([4, -1]))
+    assert_same_bits(swapped.data[0], model.blocks)
+
+
 # ---- tensors of other libraries ------------------------------------------------------
 
 
