@@ -25,7 +25,7 @@ def gather_blocks(
     pool: KVPool,
     ids: Any,
     layout: str | Layout = "universal",
-    heads: Any = None,
+    heads: tuple[int, int] | None = None,
     *,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -73,7 +73,7 @@ def scatter_blocks(
     ids: Any,
     blocks: Any,
     layout: str | Layout = "universal",
-    heads: Any = None,
+    heads: tuple[int, int] | None = None,
     *,
     implementation: str | None = None,
 ) -> KVPool:
@@ -155,7 +155,7 @@ def transfer_blocks(
     src_ids: Any,
     dst_pool: KVPool,
     dst_ids: Any,
-    heads: Any = None,
+    heads: tuple[int, int] | None = None,
     *,
     implementation: str | None = None,
 ) -> KVPool:
