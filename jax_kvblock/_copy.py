@@ -374,6 +374,7 @@ def _batch_side(side: Side, size: int) -> Side:
     return side.resized(**{axis: dict(side.sizes)[axis] * size})
 
 
+@functools.partial(jax.jit, static_argnums=1)  # no constants for a transfer guard
 def _batch_ids(ids: Any, limit: int) -> Any:
     """Moves member i's ids into its range of the grown pool; bad ids stay bad."""
     if not limit:

@@ -1,8 +1,8 @@
 """Moving blocks in, out, within and between pools.
 
-Ids are traced int32 values: new ids never recompile. An id outside the pool (−1 is the
-usual padding) reads zeros and is dropped on a write. Every update happens in place when
-the pool is donated.
+Ids are integers of any dtype, and may be traced: new ids never recompile. An id outside
+the pool (−1 is the usual padding) reads zeros and is dropped on a write. Every update
+happens in place when the pool is donated.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def gather_blocks(
 
     Args:
       pool: on the device or in pinned host memory.
-      ids: int32 `[n]`, traced or not; an id outside the pool reads zeros.
+      ids: integers `[n]`, traced or not; an id outside the pool reads zeros.
       layout: how the result's blocks lie.
-      heads: `(start, stop)`, to read only a tensor-parallel slice of the heads.
+      heads: `(start, stop)`, a range or a slice, to read only a tensor-parallel slice
+        of the heads.
       implementation: "kernel", "xla" or None, which takes the kernel.
 
     Returns:
@@ -81,12 +82,13 @@ def scatter_blocks(
 
     Args:
       pool: on the device or in pinned host memory.
-      ids: int32 `[n]`, traced or not; an id outside the pool is dropped. Ids must not
-        repeat: which of two blocks would win is not defined.
+      ids: integers `[n]`, traced or not; an id outside the pool is dropped. Ids must
+        not repeat: which of two blocks would win is not defined.
       blocks: `[n, *block]` in `layout`, of the pool's dtype.
       layout: how the given blocks lie.
-      heads: `(start, stop)`, to write only a tensor-parallel slice; then the blocks
-        have stop − start heads and the pool's other heads stay as they are.
+      heads: `(start, stop)`, a range or a slice, to write only a tensor-parallel slice;
+        then the blocks have stop − start heads and the pool's other heads stay as they
+        are.
       implementation: "kernel", "xla" or None, which takes the kernel.
 
     Returns:
@@ -134,7 +136,7 @@ def copy_blocks(
 
     Args:
       pool: on the device or in pinned host memory.
-      src_ids, dst_ids: int32 `[n]`; a source outside the pool reads zeros, a
+      src_ids, dst_ids: integers `[n]`; a source outside the pool reads zeros, a
         destination outside is dropped. Destinations must not repeat.
       implementation: "kernel", "xla" or None, which takes the kernel.
 
@@ -168,11 +170,12 @@ def transfer_blocks(
     Args:
       src_pool, dst_pool: on the device or in pinned host memory. They agree in layers,
         outer, block size, head_dim and dtype.
-      src_ids, dst_ids: int32 `[n]`; a source outside its pool reads zeros, a
+      src_ids, dst_ids: integers `[n]`; a source outside its pool reads zeros, a
         destination outside is dropped. Destinations must not repeat.
-      heads: `(start, stop)`, the tensor-parallel slice to move, counted in the pool
-        with more heads. A pool that holds exactly stop − start heads holds just the
-        slice.
+      heads: `(start, stop)`, a range or a slice: the tensor-parallel slice to move,
+        counted in the pool with more heads. A pool that holds exactly stop − start
+        heads holds just the slice.
+      implementation: "kernel", "xla" or None, which takes the kernel.
 
     Returns:
       The new destination pool; updated in place when `dst_pool` is donated.
