@@ -7,7 +7,6 @@ DLPack export of it is alive, it returns to the manager's free list.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -334,7 +333,11 @@ class _View(Unpicklable):
                 "np.from_dlpack"
             )
         fresh = self.__jax_array__()
-        array = self.manager._finish(f"np.asarray ({self._name})", fresh, _to_host)
+        try:  # `device_get` is what a transfer guard lets pass
+            array = np.array(jax.device_get(fresh))
+        except Exception as error:
+            self.manager._look_after(f"np.asarray ({self._name})", error)
+            raise
         return array if dtype is None else array.astype(dtype)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -388,17 +391,20 @@ class _View(Unpicklable):
         lease = self._lease.export(self._part)
         if lease is None:  # by another thread, since we looked
             raise BufferError(f"__dlpack__ ({self._name}) is freed; allocate a new one")
-        export = functools.partial(
-            _dlpack.export,
-            offset=offset,
-            shape=geometry.shape[depth:],
-            strides=geometry.strides[depth:],
-            device=device,
-            lease=lease,
-            stream=stream,
-            max_version=max_version,
-        )
-        return self.manager._finish(f"__dlpack__ ({self._name})", array, export)
+        try:
+            return _dlpack.export(
+                array,
+                offset,
+                geometry.shape[depth:],
+                geometry.strides[depth:],
+                device,
+                lease=lease,
+                stream=stream,
+                max_version=max_version,
+            )
+        except Exception as error:
+            self.manager._look_after(f"__dlpack__ ({self._name})", error)
+            raise
 
     def _place(self) -> tuple[jax.Array, int]:
         """The array that holds the view, and the view's offset in it, in elements."""
@@ -461,8 +467,11 @@ class _View(Unpicklable):
         with self._hold(where, ValueError):
             array = self._incoming(where, x)
             done = self.manager._write(self._indices, array)
-        # Until the source was read: its owner may write to it as soon as we return.
-        self.manager._finish(where, done, jax.block_until_ready)
+        try:  # the source was read: its owner may write to it as soon as we return
+            jax.block_until_ready(done)
+        except Exception as error:
+            self.manager._look_after(where, error)
+            raise
 
     def _incoming(self, where: str, x: Any) -> jax.Array:
         """Any array or DLPack object, as a jax array where the pool is."""
@@ -638,11 +647,6 @@ class Piece(_Part):
 
     def __len__(self) -> int:
         return self.shape[0]
-
-
-def _to_host(array: jax.Array) -> np.ndarray:
-    """A copy of one's own; `device_get` is what a transfer guard lets pass."""
-    return np.array(jax.device_get(array))
 
 
 def _from_dlpack(where: str, x: Any) -> jax.Array | np.ndarray:

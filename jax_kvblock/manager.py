@@ -543,27 +543,24 @@ class BlockManager(Unpicklable):
             raise PoolLostError(message) from error
         error.add_note(message)  # an interrupt stays what it is
 
-    def _finish(self, where: str, array: Any, read: Callable[[Any], Any]) -> Any:
-        """`read(array)`, which waits for it.
+    def _look_after(self, where: str, error: Exception) -> None:
+        """Raises PoolLostError if the pool is what has failed with `error`.
 
         A program may fail after its call has returned. Its results then raise when they
         are waited for, and the pool among them is lost.
         """
-        try:
-            return read(array)
-        except Exception as error:
-            with self._lock:
-                try:
-                    jax.block_until_ready(self._pool and self._pool.data)
-                except Exception:
-                    self._lose("an update", error)
-                    self._say_lost(where, error)
-            raise
+        with self._lock:
+            try:
+                jax.block_until_ready(self._pool and self._pool.data)
+            except Exception:
+                self._lose("an update", error)
+                self._say_lost(where, error)
 
     @property
     def _guarded(self) -> bool:
         """Whether a transfer guard forbids what a jit does with host arrays."""
-        guard = jax.config.values["jax_transfer_guard_host_to_device"]
+        config: Any = jax.config  # mypy does not know its options
+        guard = config.jax_transfer_guard_host_to_device
         return guard not in (None, "allow", "log")
 
     def _on_device(self, x: np.ndarray) -> np.ndarray | jax.Array:
@@ -653,7 +650,8 @@ def _in_words(exports: Iterable[tuple[int, Sequence[int]]]) -> list[str]:
 def _levels_up() -> int:
     """The stack level of the first caller outside of this package."""
     level, frame = 0, sys._getframe()
-    while frame.f_back and frame.f_globals["__name__"].startswith("jax_kvblock."):
+    package = __name__.rpartition(".")[0] + "."
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(package):
         level, frame = level + 1, frame.f_back
     return level
 
