@@ -50,8 +50,9 @@ class Program:
         check: Callable[[KVPool, KVPool], None],
         static_argnames: tuple[str, ...] = (),
         forget: Callable[[Any], object] | None = None,
+        name: str | None = None,
     ) -> None:
-        self.name = _name_of(step)
+        self.name = name or str(getattr(step, "__name__", type(step).__name__))
         parts = self._parts = [_weak(part, forget) for part in _parts_of(step)]
         parameters = _parameters(step)
         names = list(parameters or ())
@@ -169,10 +170,6 @@ def _python_handlers() -> dict[int, Callable[[int, Any], Any]]:
 
 
 # ---- what a step is ------------------------------------------------------------------
-
-
-def _name_of(step: Callable[..., Any]) -> str:
-    return getattr(step, "__name__", type(step).__name__)
 
 
 def _parts_of(step: Callable[..., Any]) -> tuple[Any, ...]:

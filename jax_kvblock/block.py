@@ -290,7 +290,7 @@ class _View(Unpicklable):
 
     def _check_held(self, where: str, error: type[Exception]) -> None:
         if self._lease.released:
-            raise error(f"{where} ({self._name}) is freed; allocate a new one")
+            raise error(self._freed(where))
         with self.manager.lock:
             self.manager._take_over()
             trouble = self.manager._trouble()
@@ -301,8 +301,11 @@ class _View(Unpicklable):
         """Keeps the block allocated while it is used, whoever frees it meanwhile."""
         lease = self._lease.share()
         if lease is None:
-            raise error(f"{where} ({self._name}) is freed; allocate a new one")
+            raise error(self._freed(where))
         return lease
+
+    def _freed(self, where: str) -> str:
+        return f"{where} ({self._name}) is freed; allocate a new one"
 
     def _state(self) -> str:
         """What is wrong, for `repr`, which waits for nobody."""
@@ -390,7 +393,7 @@ class _View(Unpicklable):
         geometry, depth = self.manager._geometry, len(self._part)
         lease = self._lease.export(self._part)
         if lease is None:  # by another thread, since we looked
-            raise BufferError(f"__dlpack__ ({self._name}) is freed; allocate a new one")
+            raise BufferError(self._freed("__dlpack__"))
         try:
             return _dlpack.export(
                 array,
@@ -536,6 +539,7 @@ class Block(_View, Sequence["Layer"]):
           ValueError: for a wrong shape, or when the block is freed.
           TypeError: for a wrong dtype.
           BufferError: on a GPU, while DLPack exports of the pool are alive.
+          PoolLostError: when the write failed after the pool was donated to it.
         """
         self._replace("Block.copy_from", x)
 

@@ -86,7 +86,7 @@ class BlockManager(Unpicklable):
 
     Raises:
       ValueError: for extents that do not fit together.
-      TypeError: for a device that is none, or when block_size is missing or given
+      TypeError: for anything but a device, or when block_size is missing or given
         twice.
 
     Example:
@@ -391,6 +391,11 @@ class BlockManager(Unpicklable):
           >>> manager.update(copy_blocks, old.ids, new.ids)
           >>> manager.update(decode, tokens, layers=4, static_argnames="layers")
         """
+        if not callable(step):
+            raise TypeError(
+                f"update: step must be a function of the pool, got {step!r}; its "
+                "arguments come after it"
+            )
         with self._lock:
             self._check_usable("update")
             program = self._programs.find(step, static_argnames)
@@ -550,8 +555,11 @@ class BlockManager(Unpicklable):
         are waited for, and the pool among them is lost.
         """
         with self._lock:
+            self._take_over()
+            if self._pool is None or not self._alive:
+                return
             try:
-                jax.block_until_ready(self._pool and self._pool.data)
+                jax.block_until_ready(self._pool.data)
             except Exception:
                 self._lose("an update", error)
                 self._say_lost(where, error)
@@ -636,7 +644,7 @@ def _check_step(old: KVPool, new: KVPool) -> None:
 @functools.lru_cache(maxsize=64)
 def _writer(spec: BlockSpec) -> _steps.Program:
     """What writes parts of blocks, for all managers of a spec."""
-    return _steps.Program(_write_part, spec, _check_step)
+    return _steps.Program(_write_part, spec, _check_step, name="copy_from")
 
 
 def _ids_of(x: Any) -> Any:
