@@ -13,6 +13,8 @@ would drop both. Three things close the gap:
 
 from __future__ import annotations
 
+# The signal module wraps enums around these functions, at twenty times their cost.
+import _signal  # type: ignore[import-not-found]
 import contextlib
 import functools
 import inspect
@@ -30,8 +32,6 @@ import numpy as np
 from jax_kvblock.layout import BlockSpec
 from jax_kvblock.pool import KVPool
 
-# Without the enums that the signal module wraps around these, at many times their cost.
-_getsignal, _setsignal = inspect.unwrap(signal.getsignal), inspect.unwrap(signal.signal)
 _SIGNALS = tuple(sorted(int(number) for number in signal.valid_signals()))
 _ONCE = ((),)  # one call without arguments, for starmap
 
@@ -50,8 +50,9 @@ class Program:
         check: Callable[[KVPool, KVPool], None],
         static_argnames: tuple[str, ...] = (),
         forget: Callable[[Any], object] | None = None,
+        name: str | None = None,
     ) -> None:
-        self.name = _name_of(step)
+        self.name = name or str(getattr(step, "__name__", type(step).__name__))
         parts = self._parts = [_weak(part, forget) for part in _parts_of(step)]
         parameters = _parameters(step)
         names = list(parameters or ())
@@ -147,13 +148,13 @@ def run(call: Callable[[], Any], made: list[Any], pool: KVPool) -> None:
 
     try:
         for number in handlers:
-            _setsignal(number, handle)
+            _signal.signal(number, handle)
         made.extend(itertools.starmap(call, _ONCE))  # one step of C: call and store
     finally:
         over = True
         for number, handler in handlers.items():
-            if _getsignal(number) is handle:  # else the step has set its own
-                _setsignal(number, handler)
+            if _signal.getsignal(number) is handle:  # else the step has set its own
+                _signal.signal(number, handler)
         if noted:
             with contextlib.ExitStack() as every_one:
                 for number, frame in noted.items():
@@ -164,15 +165,11 @@ def _python_handlers() -> dict[int, Callable[[int, Any], Any]]:
     """The handlers that may raise here; Python runs them on its main thread alone."""
     if threading.get_ident() != threading.main_thread().ident:
         return {}
-    found = zip(_SIGNALS, map(_getsignal, _SIGNALS), strict=True)
+    found = zip(_SIGNALS, map(_signal.getsignal, _SIGNALS), strict=True)
     return {number: handler for number, handler in found if callable(handler)}
 
 
 # ---- what a step is ------------------------------------------------------------------
-
-
-def _name_of(step: Callable[..., Any]) -> str:
-    return getattr(step, "__name__", type(step).__name__)
 
 
 def _parts_of(step: Callable[..., Any]) -> tuple[Any, ...]:

@@ -7,7 +7,6 @@ DLPack export of it is alive, it returns to the manager's free list.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -291,7 +290,7 @@ class _View(Unpicklable):
 
     def _check_held(self, where: str, error: type[Exception]) -> None:
         if self._lease.released:
-            raise error(f"{where} ({self._name}) is freed; allocate a new one")
+            raise error(self._freed(where))
         with self.manager.lock:
             self.manager._take_over()
             trouble = self.manager._trouble()
@@ -302,8 +301,11 @@ class _View(Unpicklable):
         """Keeps the block allocated while it is used, whoever frees it meanwhile."""
         lease = self._lease.share()
         if lease is None:
-            raise error(f"{where} ({self._name}) is freed; allocate a new one")
+            raise error(self._freed(where))
         return lease
+
+    def _freed(self, where: str) -> str:
+        return f"{where} ({self._name}) is freed; allocate a new one"
 
     def _state(self) -> str:
         """What is wrong, for `repr`, which waits for nobody."""
@@ -334,7 +336,11 @@ class _View(Unpicklable):
                 "np.from_dlpack"
             )
         fresh = self.__jax_array__()
-        array = self.manager._finish(f"np.asarray ({self._name})", fresh, _to_host)
+        try:  # `device_get` is what a transfer guard lets pass
+            array = np.array(jax.device_get(fresh))
+        except Exception as error:
+            self.manager._look_after(f"np.asarray ({self._name})", error)
+            raise
         return array if dtype is None else array.astype(dtype)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -387,18 +393,21 @@ class _View(Unpicklable):
         geometry, depth = self.manager._geometry, len(self._part)
         lease = self._lease.export(self._part)
         if lease is None:  # by another thread, since we looked
-            raise BufferError(f"__dlpack__ ({self._name}) is freed; allocate a new one")
-        export = functools.partial(
-            _dlpack.export,
-            offset=offset,
-            shape=geometry.shape[depth:],
-            strides=geometry.strides[depth:],
-            device=device,
-            lease=lease,
-            stream=stream,
-            max_version=max_version,
-        )
-        return self.manager._finish(f"__dlpack__ ({self._name})", array, export)
+            raise BufferError(self._freed("__dlpack__"))
+        try:
+            return _dlpack.export(
+                array,
+                offset,
+                geometry.shape[depth:],
+                geometry.strides[depth:],
+                device,
+                lease=lease,
+                stream=stream,
+                max_version=max_version,
+            )
+        except Exception as error:
+            self.manager._look_after(f"__dlpack__ ({self._name})", error)
+            raise
 
     def _place(self) -> tuple[jax.Array, int]:
         """The array that holds the view, and the view's offset in it, in elements."""
@@ -461,8 +470,11 @@ class _View(Unpicklable):
         with self._hold(where, ValueError):
             array = self._incoming(where, x)
             done = self.manager._write(self._indices, array)
-        # Until the source was read: its owner may write to it as soon as we return.
-        self.manager._finish(where, done, jax.block_until_ready)
+        try:  # the source was read: its owner may write to it as soon as we return
+            jax.block_until_ready(done)
+        except Exception as error:
+            self.manager._look_after(where, error)
+            raise
 
     def _incoming(self, where: str, x: Any) -> jax.Array:
         """Any array or DLPack object, as a jax array where the pool is."""
@@ -527,6 +539,7 @@ class Block(_View, Sequence["Layer"]):
           ValueError: for a wrong shape, or when the block is freed.
           TypeError: for a wrong dtype.
           BufferError: on a GPU, while DLPack exports of the pool are alive.
+          PoolLostError: when the write failed after the pool was donated to it.
         """
         self._replace("Block.copy_from", x)
 
@@ -638,11 +651,6 @@ class Piece(_Part):
 
     def __len__(self) -> int:
         return self.shape[0]
-
-
-def _to_host(array: jax.Array) -> np.ndarray:
-    """A copy of one's own; `device_get` is what a transfer guard lets pass."""
-    return np.array(jax.device_get(array))
 
 
 def _from_dlpack(where: str, x: Any) -> jax.Array | np.ndarray:

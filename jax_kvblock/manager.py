@@ -86,7 +86,7 @@ class BlockManager(Unpicklable):
 
     Raises:
       ValueError: for extents that do not fit together.
-      TypeError: for a device that is none, or when block_size is missing or given
+      TypeError: for anything but a device, or when block_size is missing or given
         twice.
 
     Example:
@@ -391,6 +391,11 @@ class BlockManager(Unpicklable):
           >>> manager.update(copy_blocks, old.ids, new.ids)
           >>> manager.update(decode, tokens, layers=4, static_argnames="layers")
         """
+        if not callable(step):
+            raise TypeError(
+                f"update: step must be a function of the pool, got {step!r}; its "
+                "arguments come after it"
+            )
         with self._lock:
             self._check_usable("update")
             program = self._programs.find(step, static_argnames)
@@ -543,27 +548,27 @@ class BlockManager(Unpicklable):
             raise PoolLostError(message) from error
         error.add_note(message)  # an interrupt stays what it is
 
-    def _finish(self, where: str, array: Any, read: Callable[[Any], Any]) -> Any:
-        """`read(array)`, which waits for it.
+    def _look_after(self, where: str, error: Exception) -> None:
+        """Raises PoolLostError if the pool is what has failed with `error`.
 
         A program may fail after its call has returned. Its results then raise when they
         are waited for, and the pool among them is lost.
         """
-        try:
-            return read(array)
-        except Exception as error:
-            with self._lock:
-                try:
-                    jax.block_until_ready(self._pool and self._pool.data)
-                except Exception:
-                    self._lose("an update", error)
-                    self._say_lost(where, error)
-            raise
+        with self._lock:
+            self._take_over()
+            if self._pool is None or not self._alive:
+                return
+            try:
+                jax.block_until_ready(self._pool.data)
+            except Exception:
+                self._lose("an update", error)
+                self._say_lost(where, error)
 
     @property
     def _guarded(self) -> bool:
         """Whether a transfer guard forbids what a jit does with host arrays."""
-        guard = jax.config.values["jax_transfer_guard_host_to_device"]
+        config: Any = jax.config  # mypy does not know its options
+        guard = config.jax_transfer_guard_host_to_device
         return guard not in (None, "allow", "log")
 
     def _on_device(self, x: np.ndarray) -> np.ndarray | jax.Array:
@@ -639,7 +644,7 @@ def _check_step(old: KVPool, new: KVPool) -> None:
 @functools.lru_cache(maxsize=64)
 def _writer(spec: BlockSpec) -> _steps.Program:
     """What writes parts of blocks, for all managers of a spec."""
-    return _steps.Program(_write_part, spec, _check_step)
+    return _steps.Program(_write_part, spec, _check_step, name="copy_from")
 
 
 def _ids_of(x: Any) -> Any:
@@ -653,7 +658,8 @@ def _in_words(exports: Iterable[tuple[int, Sequence[int]]]) -> list[str]:
 def _levels_up() -> int:
     """The stack level of the first caller outside of this package."""
     level, frame = 0, sys._getframe()
-    while frame.f_back and frame.f_globals["__name__"].startswith("jax_kvblock."):
+    package = __name__.rpartition(".")[0] + "."
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(package):
         level, frame = level + 1, frame.f_back
     return level
 

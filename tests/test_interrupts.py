@@ -62,7 +62,7 @@ BLOCK_USES: dict[str, Callable[[kv.BlockManager], Any]] = {
     "allocate and free": allocate_and_free,
     "collect": lambda manager: manager.allocate_blocks(2)[0].share(),
     "slots": lambda manager: manager.allocate_blocks(2).slots(1, 5),
-    "export": lambda manager: np.from_dlpack(manager.allocate_blocks(1)[0][1]),
+    "export": lambda manager: manager.allocate_blocks(1)[0][1].__dlpack__(),
 }
 
 

@@ -93,6 +93,19 @@ def test_a_step_cannot_take_the_keyword_of_update(manager: kv.BlockManager) -> N
         manager.update(step, 3)
 
 
+def test_a_step_must_be_a_function(manager: kv.BlockManager) -> None:
+    with pytest.raises(TypeError, match=r"update: step must be a function.*got 3; its"):
+        manager.update(3, add)  # type: ignore[arg-type]
+    assert all_are(manager, 0)
+
+
+def test_updates_work_without_jit(manager: kv.BlockManager) -> None:
+    old = manager.pool
+    with jax.disable_jit():
+        assert manager.update(lambda pool: (add(pool), {"a": 3})) == {"a": 3}
+    assert all_are(manager, 1) and not old.data.is_deleted()
+
+
 def test_a_list_of_blocks_stands_for_its_ids(
     manager: kv.BlockManager, rng: np.random.Generator
 ) -> None:
