@@ -151,22 +151,35 @@ __device__ __forceinline__ void MoveReferences(RowSums& sums, const float (&max)
 template <typename Traits>
 __device__ __forceinline__ bool MoveBases(Rows<Traits>& rows, float (&factor)[2]) {
   constexpr float kMost = 5.0f;  // that a score may be above its base: less than kOutgrown as log2
-  float max[2];
-  RowMaxima(rows, max);
+  auto& s = rows.state.s[0];
+  float max[2] = {-INFINITY, -INFINITY};  // of this thread's columns
+  bool outgrown = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float& base = rows.sums.base[half];
-    const float before = base;
-    if (max[half] > before + kMost) base = max[half];
-    factor[half] = Exp2((before - base) * kLog2E);
-    rows.sums.reference[half] = 0.0f;
 #pragma unroll
     for (int n = 0; n < Traits::kKeys / 8; ++n) {
-      rows.state.s[0][n][half * 2] -= base;
-      rows.state.s[0][n][half * 2 + 1] -= base;
+      max[half] = fmaxf(max[half], fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
+    }
+    outgrown |= max[half] > rows.sums.base[half] + kMost;
+    factor[half] = 1.0f;
+    rows.sums.reference[half] = 0.0f;
+  }
+  const bool moved = __any_sync(~0u, outgrown);
+  if (moved) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float& base = rows.sums.base[half];
+      const float before = base, now = RowMax(max[half]);
+      if (now > before + kMost) base = now;
+      factor[half] = Exp2((before - base) * kLog2E);
     }
   }
-  return __any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f);
+#pragma unroll
+  for (int n = 0; n < Traits::kKeys / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] -= rows.sums.base[e / 2];
+  }
+  return moved;
 }
 
 // The same, where it hardly ever happens: while no thread's largest score, or 0, has outgrown the
