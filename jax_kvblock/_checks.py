@@ -18,9 +18,13 @@ import numpy as np
 
 def show(x: Any) -> str:
     """`bfloat16[4, 8]` for an array, the type's name for anything else."""
-    if hasattr(x, "shape") and hasattr(x, "dtype"):
+    if _is_array(x):
         return f"{x.dtype}[{', '.join(map(str, x.shape))}]"
     return type(x).__name__
+
+
+def _is_array(x: Any) -> bool:
+    return all(hasattr(x, name) for name in ("shape", "dtype", "ndim"))
 
 
 def shown(value: Any) -> str:
@@ -33,27 +37,77 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def check_array(where: str, name: str, x: Any) -> None:
+def check_array(where: str, name: str, x: Any) -> Any:
+    """The array: `x` itself, or what lies in a tensor of another library.
+
+    JAX and NumPy arrays stay as they are, so that checks see what was passed; `to_jax`
+    makes a JAX array of them when all is checked. Tensors come by DLPack.
+    """
+    array = _array_in(where, name, x)
+    if isinstance(array, jax.Array) and array is not x:
+        check_held(where, name, array.dtype)
+    return array
+
+
+def _array_in(where: str, name: str, x: Any) -> Any:
+    if isinstance(x, (jax.Array, np.ndarray)):
+        return x
     if isinstance(x, jax.ShapeDtypeStruct):
         raise TypeError(
             f"{where}: {name} must be an array, got a ShapeDtypeStruct, which has no "
             "values; call it under jax.eval_shape or jax.jit(...).lower"
         )
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+    if hasattr(x, "__jax_array__"):
+        return jnp.asarray(x)
+    if hasattr(x, "__dlpack__"):
+        return _from_dlpack(where, name, x)
+    if not _is_array(x):
         raise TypeError(
             f"{where}: {name} must be an array, got {type(x).__name__}; convert it "
             "with jnp.asarray"
         )
+    return x
+
+
+def _from_dlpack(where: str, name: str, x: Any) -> jax.Array:
+    """A tensor's values where they lie, or copied once if its strides have gaps."""
+    given = [x]
+    if hasattr(x, "is_contiguous") and not x.is_contiguous():  # as torch calls it
+        given.append(x.contiguous())
+    for tensor in given:
+        try:
+            # Without x64, JAX would cut elements of 8 bytes in half.
+            with jax.enable_x64(True):
+                return jax.dlpack.from_dlpack(tensor)
+        except (BufferError, TypeError, ValueError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+    raise BufferError(
+        f"{where}: {name} must be an array that DLPack can share, got {show(x)} "
+        f"({type(x).__module__}.{type(x).__name__}); {reason}"
+    )
+
+
+def to_jax(x: Any) -> jax.Array:
+    """The JAX array of what `check_array` returned, and of lists of numbers or arrays.
+
+    What is on the host goes to the device by `device_put`, which is explicit: a
+    transfer guard lets it pass.
+    """
+    if isinstance(x, jax.Array):
+        return x
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)):
+        return jnp.asarray(x)
+    return jax.device_put(np.asarray(x))
 
 
 def as_array(where: str, name: str, x: Any) -> jax.Array:
-    """`jnp.asarray`, also of lists, or an error that names the argument."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        check_array(where, name, x)
+    """`check_array` and `to_jax` in one, also of lists."""
+    if isinstance(x, jax.ShapeDtypeStruct) or hasattr(x, "__dlpack__"):
+        x = check_array(where, name, x)
     try:
         if isinstance(x, (str, bytes)):
             raise TypeError
-        array = jnp.asarray(x)
+        array = to_jax(x)
         if jnp.issubdtype(array.dtype, jax.dtypes.extended):
             raise TypeError
     except (TypeError, ValueError):
@@ -82,6 +136,8 @@ def known_values(x: Any) -> np.ndarray | None:
 def check_dtype(where: str, name: str, dtype: Any) -> np.dtype:
     """A dtype whose elements are whole bytes: 1, 2, 4, 8 or 16 of them."""
     try:
+        if dtype is None:  # NumPy would take it for float64
+            raise TypeError
         extended = jnp.issubdtype(dtype, jax.dtypes.extended)
         dtype = dtype if extended else np.dtype(dtype)
     except TypeError:
@@ -106,49 +162,106 @@ def check_dtype(where: str, name: str, dtype: Any) -> np.dtype:
     return dtype
 
 
+def check_held(where: str, name: str, dtype: np.dtype) -> None:
+    """Whether arrays of this dtype exist; without x64, JAX makes float32 of float64."""
+    held = jax.dtypes.canonicalize_dtype(dtype)
+    if held != dtype:
+        raise TypeError(
+            f"{where}: {name} must be a dtype that JAX can hold, got {dtype}, of which "
+            f"it makes {held}; jax.config.update('jax_enable_x64', True) holds it"
+        )
+
+
 _RESHAPE = {0: "pass a scalar", 1: "flatten it with .reshape(-1)"}
 
 
 def check_int32(where: str, name: str, x: Any, shape: str, ndim: int) -> jax.Array:
-    """An int32 array of rank `ndim`; Python ints and int64 NumPy arrays that fit
-    pass.
+    """An int32 array of rank `ndim`, of integers of any width and kind.
+
+    They may come as an array, a tensor of another library, a list or range of integers,
+    an object whose `ids` are any of these, or a Python int where `ndim` is 0. What does
+    not fit in int32 is an error where it is known on the host, and else becomes −1.
     """
-    if isinstance(x, (int, np.integer)) and not isinstance(x, bool) and ndim == 0:
-        return jnp.asarray(np.int32(np.clip(x, -1, 2**31 - 1)))
-    if isinstance(x, (list, tuple)) and not any(isinstance(i, jax.Array) for i in x):
-        given = x
-        try:
-            x = np.asarray(given) if len(given) else np.zeros(0, np.int32)
-        except ValueError:
-            raise ValueError(
-                f"{where}: {name} must be int32{shape}, got rows that differ in "
-                f"length, {given!r}; fill them up to one length"
-            ) from None
-        if x.dtype == object and all(as_int(i) is not None for i in x.flat):
-            raise ValueError(f"{where}: {name} must fit in int32, got {x.tolist()}")
-        if x.dtype == object:
-            raise TypeError(
-                f"{where}: {name} must be int32{shape}, got {given!r}; pass integers"
-            )
-    if isinstance(x, np.ndarray) and np.issubdtype(x.dtype, np.signedinteger):
-        if x.size and (x.max() > 2**31 - 1 or x.min() < -(2**31)):
+    x = getattr(x, "ids", x)
+    if isinstance(x, range):
+        x = list(x)
+    if isinstance(x, (list, tuple)):
+        x = _of_list(where, name, x, shape)
+    elif ndim == 0 and isinstance(x, int) and not isinstance(x, bool):
+        x = np.asarray(x)
+    if not isinstance(x, jax.Array):
+        x = _on_host(_array_in(where, name, x))
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(
+            f"{where}: {name} must be int32{shape}, got {show(x)}; cast it with "
+            ".astype(jnp.int32)"
+        )
+    if isinstance(x, np.ndarray):
+        if x.size and (x.max() > _INT32.max or x.min() < _INT32.min):
             raise ValueError(
                 f"{where}: {name} must fit in int32, got values from {x.min()} to "
                 f"{x.max()}"
             )
         x = x.astype(np.int32)
-    check_array(where, name, x)
-    if x.dtype != jnp.int32:
-        raise TypeError(
-            f"{where}: {name} must be int32{shape}, got {show(x)}; cast it with "
-            ".astype(jnp.int32)"
-        )
     if x.ndim != ndim:
         raise ValueError(
             f"{where}: {name} must be int32{shape}, got {show(x)}; "
             + _RESHAPE.get(ndim, f"reshape it to {shape}")
         )
-    return jnp.asarray(x)
+    return _narrowed(x) if isinstance(x, jax.Array) else to_jax(x)
+
+
+_INT32 = np.iinfo(np.int32)
+
+
+def _on_host(x: Any) -> Any:
+    """What a tensor of another library holds, as a NumPy array where that can be."""
+    values = known_values(x)
+    return x if values is None else values
+
+
+def _of_list(where: str, name: str, given: Sequence[Any], shape: str) -> Any:
+    """An array of a list of integers, or of arrays and integers."""
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(given)):
+        return jnp.asarray(given)
+    try:
+        x = np.asarray(given) if len(given) else np.zeros(0, np.int32)
+    except ValueError:
+        raise ValueError(
+            f"{where}: {name} must be int32{shape}, got rows that differ in "
+            f"length, {given!r}; fill them up to one length"
+        ) from None
+    if x.dtype.kind not in "fO":
+        return x
+    # NumPy has no integers for these; if they are some, they are too wide or a mixture.
+    elements = np.asarray(given, object).ravel()
+    numbers = [i for i in map(as_int, elements) if i is not None]
+    if len(numbers) < len(elements):
+        if x.dtype != object:
+            return x
+        raise TypeError(
+            f"{where}: {name} must be int32{shape}, got {given!r}; pass integers"
+        )
+    if any(not _INT32.min <= number <= _INT32.max for number in numbers):
+        raise ValueError(f"{where}: {name} must fit in int32, got {given!r}")
+    return np.array(numbers, np.int32).reshape(x.shape)
+
+
+def _narrowed(x: jax.Array) -> jax.Array:
+    """int32 of any integers; −1 for those that do not fit."""
+    if x.dtype == jnp.int32:
+        return x
+    if x.dtype.itemsize < 8:
+        return _narrow(x)
+    with jax.enable_x64(True):  # a tensor of another library may be wider than JAX's
+        return _narrow(x)
+
+
+@jax.jit  # one program: a transfer guard would stop the constants of single steps
+def _narrow(x: jax.Array) -> jax.Array:
+    given = jnp.iinfo(x.dtype)
+    low, high = max(given.min, _INT32.min), min(given.max, _INT32.max)
+    return jnp.where((x >= low) & (x <= high), x.astype(jnp.int32), -1)
 
 
 def check_choice(where: str, name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -198,21 +311,42 @@ def check_heads(where: str, heads: Any, num_kv_heads: int) -> tuple[int, int]:
     """The head range as (start, stop), the whole range for None."""
     if heads is None:
         return 0, num_kv_heads
+    if isinstance(heads, (range, slice)):
+        if heads.step not in (None, 1):
+            raise ValueError(
+                f"{where}: heads must lie side by side, with a step of 1, got {heads!r}"
+            )
+        heads = _ends(heads, num_kv_heads)
     try:
         start, stop = heads
     except (TypeError, ValueError):
         raise ValueError(
-            f"{where}: heads must be a pair (start, stop), got {heads!r}"
+            f"{where}: heads must be a pair (start, stop), a range or a slice, got "
+            f"{shown(heads)}"
         ) from None
-    for value in (start, stop):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-            raise TypeError(
-                f"{where}: heads must be a pair of Python integers, got {heads!r}; the "
-                "range sets the result's shape, so it cannot be traced"
-            )
-    if not 0 <= start < stop <= num_kv_heads:
+    first, last = (
+        None if isinstance(end, jax.Array) else as_int(end) for end in (start, stop)
+    )
+    if first is None or last is None:
+        raise TypeError(
+            f"{where}: heads must be a pair of Python integers, got {shown(heads)}; "
+            "the range sets the result's shape, so it cannot be traced"
+        )
+    if not 0 <= first < last <= num_kv_heads:
         raise ValueError(
             f"{where}: heads must satisfy 0 <= start < stop <= {num_kv_heads} "
-            f"(num_kv_heads), got ({start}, {stop})"
+            f"(num_kv_heads), got ({first}, {last})"
         )
-    return int(start), int(stop)
+    return first, last
+
+
+def _ends(heads: range | slice, num_kv_heads: int) -> tuple[Any, Any]:
+    """The ends of a range; those of a slice may be left out or count from the end."""
+    if isinstance(heads, range):
+        return heads.start, heads.stop
+    start = 0 if heads.start is None else heads.start
+    stop = num_kv_heads if heads.stop is None else heads.stop
+    start, stop = (
+        end + num_kv_heads if (as_int(end) or 0) < 0 else end for end in (start, stop)
+    )
+    return start, stop

@@ -231,7 +231,7 @@ def _convert(
         _check_spec(where, spec)
     if isinstance(x, (list, tuple)):
         return _convert_list(where, name, x, source, target, spec, num_outer, backend)
-    _checks.check_array(where, name, x)
+    x = _checks.check_array(where, name, x)
     dtype = _checks.check_dtype(where, name, x.dtype)
     spec = _match(where, name, x, source, spec, dtype)
     block = source.shape(spec)
@@ -245,7 +245,7 @@ def _convert(
         in_place=False,
         backend=backend,
     )
-    (result,) = block_copy(copy, [jax.numpy.asarray(x).reshape(items, *block)])
+    (result,) = block_copy(copy, [_checks.to_jax(x).reshape(items, *block)])
     return result.reshape(*batch, *target.shape(spec))
 
 
@@ -279,7 +279,7 @@ def _convert_list(
         in_place=False,
         backend=backend,
     )
-    results = block_copy(copy, [jax.numpy.asarray(a) for a in arrays])
+    results = block_copy(copy, [_checks.to_jax(a) for a in arrays])
     if not pieces_out:
         return list(results)
     step = spec.num_layers * spec.num_outer
@@ -430,6 +430,7 @@ def _flatten_list(
     where: str, name: str, blocks: Sequence[Any], pieces: bool
 ) -> tuple[list[Any], int]:
     """All arrays of a list input, block by block, and how many a block has."""
+    arrays = []
     if not pieces:
         for i, block in enumerate(blocks):
             if isinstance(block, (list, tuple)):
@@ -437,10 +438,9 @@ def _flatten_list(
                     f"{where}: {name} must be a list of arrays, but {name}[{i}] is a "
                     f"{type(block).__name__}"
                 )
-            _checks.check_array(where, f"{name}[{i}]", block)
-        return list(blocks), 1
+            arrays.append(_checks.check_array(where, f"{name}[{i}]", block))
+        return arrays, 1
     per_block = len(blocks[0])
-    arrays = []
     for i, block in enumerate(blocks):
         if not isinstance(block, (list, tuple)) or len(block) != per_block:
             got = f"{len(block)}" if isinstance(block, (list, tuple)) else type(block)
@@ -449,8 +449,7 @@ def _flatten_list(
                 f"arrays; {name}[0] has {per_block}, {name}[{i}] has {got}"
             )
         for j, piece in enumerate(block):
-            _checks.check_array(where, f"{name}[{i}][{j}]", piece)
-            arrays.append(piece)
+            arrays.append(_checks.check_array(where, f"{name}[{i}][{j}]", piece))
     if not arrays:
         raise ValueError(f"{where}: the blocks in {name} hold no arrays")
     return arrays, per_block
@@ -514,7 +513,7 @@ def _spec_of_operational(
     first = x[0] if isinstance(x, (list, tuple)) and len(x) else x
     if isinstance(x, (list, tuple)) and not x:
         return BlockSpec(1, 1, 1, num_kv_heads, head_dim, np.dtype(np.float32), layout)
-    _checks.check_array(where, "operational", first)
+    first = _checks.check_array(where, "operational", first)
     dtype = _checks.check_dtype(where, "operational", first.dtype)
     if first.ndim < 3:
         raise ValueError(

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock import _checks
@@ -59,7 +58,7 @@ def gather_blocks(
     extents = (("N", ids.shape[0]), *part.sizes.items())
     copy = Copy(
         extents=extents,
-        src=_pool_side(pool, ("B",), start if heads else None),
+        src=_pool_side(pool, ("B",), None if heads is None else start),
         dst=Side(Form((), (("N",), *target.groups)), extents),
         in_place=False,
         backend=_backend(where, implementation, pool),
@@ -105,18 +104,18 @@ def scatter_blocks(
     source = find_layout(where, "layout", layout, pool.spec.inner)
     start, stop = _checks.check_heads(where, heads, pool.spec.num_kv_heads)
     part = pool.spec.replace(num_kv_heads=stop - start)
-    _check_operand(
+    blocks = _operand(
         where, "blocks", blocks, (ids.shape[0], *source.shape(part)), pool.spec
     )
     extents = (("N", ids.shape[0]), *part.sizes.items())
     copy = Copy(
         extents=extents,
         src=Side(Form((), (("N",), *source.groups)), extents),
-        dst=_pool_side(pool, ("B",), start if heads else None),
+        dst=_pool_side(pool, ("B",), None if heads is None else start),
         in_place=True,
         backend=_backend(where, implementation, pool),
     )
-    results = block_copy(copy, [jnp.asarray(blocks)], pool.arrays, (None, ids))
+    results = block_copy(copy, [blocks], pool.arrays, (None, ids))
     return _with_arrays(pool, results)
 
 
@@ -245,17 +244,14 @@ def append_kv(
     slots = _checks.check_int32(where, "slots", slots, "[tokens]", 1)
     tokens = slots.shape[0]
     shape = (tokens, spec.num_kv_heads, spec.head_dim)
-    _check_operand(where, "k", k, shape, spec)
-    if spec.num_outer == 1:
-        if v is not None:
-            raise ValueError(
-                f"{where}: v must be None for a pool with num_outer 1, got "
-                f"{_checks.show(v)}; pass the combined cache as k"
-            )
-        values = [jnp.asarray(k)]
-    else:
-        _check_operand(where, "v", v, shape, spec)
-        values = [jnp.asarray(k), jnp.asarray(v)]
+    values = [_operand(where, "k", k, shape, spec)]
+    if spec.num_outer == 2:
+        values.append(_operand(where, "v", v, shape, spec))
+    elif v is not None:
+        raise ValueError(
+            f"{where}: v must be None for a pool with num_outer 1, got "
+            f"{_checks.show(v)}; pass the combined cache as k"
+        )
 
     sizes = {axis: n for axis, n in spec.sizes.items() if axis in "OHD"}
     extents = (("N", tokens), *sizes.items())
@@ -299,17 +295,18 @@ def _layer_side(
 ) -> tuple[Side, Sequence[jax.Array], jax.Array | None]:
     """One layer of the pool as a destination of slots, its arrays, a traced start."""
     form, sizes, index = _pool_form(pool), _pool_sizes(pool), ("B", "T")
-    if isinstance(layer, (int, np.integer)) and not isinstance(layer, bool):
-        if not 0 <= layer < pool.spec.num_layers:
+    number = None if isinstance(layer, jax.Array) else _checks.as_int(layer)
+    if number is not None:
+        if not 0 <= number < pool.spec.num_layers:
             raise IndexError(
-                f"{where}: layer must be 0 to {pool.spec.num_layers - 1}, got {layer}"
+                f"{where}: layer must be 0 to {pool.spec.num_layers - 1}, got {number}"
             )
         if pool.contiguous:
-            side = Side(form, tuple(sizes.items()), index, (("L", int(layer)),))
+            side = Side(form, tuple(sizes.items()), index, (("L", number),))
             return side, pool.arrays, None
         del sizes["L"]
         side = Side(Form((), form.array), tuple(sizes.items()), index)
-        return side, [pool.arrays[int(layer)]], None
+        return side, [pool.arrays[number]], None
     if not hasattr(layer, "dtype") or isinstance(layer, np.bool_):
         raise TypeError(
             f"{where}: layer must be a Python int or an int32 scalar, got "
@@ -362,10 +359,11 @@ def _backend(where: str, implementation: str | None, *pools: KVPool) -> str:
 # ---- checks -----------------------------------------------------------------------
 
 
-def _check_operand(
+def _operand(
     where: str, name: str, x: Any, shape: tuple[int, ...], spec: BlockSpec
-) -> None:
-    _checks.check_array(where, name, x)
+) -> jax.Array:
+    """The array, of this shape and of the pool's dtype."""
+    x = _checks.check_array(where, name, x)
     if tuple(x.shape) != shape:
         raise ValueError(
             f"{where}: {name} must have shape {list(shape)}, got {_checks.show(x)}"
@@ -375,6 +373,7 @@ def _check_operand(
             f"{where}: {name} must have the pool's dtype {spec.dtype}, got "
             f"{_checks.show(x)}; cast it with .astype({str(spec.dtype)!r})"
         )
+    return _checks.to_jax(x)
 
 
 def _check_id_pair(where: str, src: Any, dst: Any) -> tuple[jax.Array, jax.Array]:

@@ -73,8 +73,8 @@ for W, op in OPS.items():
 
     ROWS.kind(W, "float ids", op, [POOL, f32(2)], f"{ids}|int32|got float32[2]|.astype")
     ROWS.kind(
-        W, "uint32 ids", op, [POOL, f32(2, dtype=jnp.uint32)],
-        f"{ids}|int32|got uint32[2]|.astype(jnp.int32)",
+        W, "bool ids", op, [POOL, f32(2, dtype=jnp.bool_)],
+        f"{ids}|int32|got bool[2]|.astype(jnp.int32)",
     )  # fmt: skip
     ROWS.value(
         W, "ids of rank 2", op, [POOL, i32(1, 2)],
@@ -96,6 +96,7 @@ for W, op in OPS.items():
         "past int32": [2**31, 0],
         "below int32": np.array([0, -(2**31) - 1]),
         "past int64": [0, 2**70],
+        "past int32, unsigned": np.uint32([0, 2**31]),
     }.items():
         call = functools.partial(lambda pool, op, ids: op(pool, ids), op=op, ids=value)
         ROWS.value(W, f"ids {label}", call, [POOL], f"{ids}|int32")
@@ -120,6 +121,21 @@ for W in ("gather_blocks", "scatter_blocks", "transfer_blocks"):
         ROWS.kind(
             W, f"heads {heads}", functools.partial(OPS[W], heads=heads), [POOL, IDS],
             f"heads|Python integers|got {heads}",
+        )  # fmt: skip
+    for heads in (range(0, 4, 2), slice(None, None, -1)):
+        ROWS.value(
+            W, f"heads {heads}", functools.partial(OPS[W], heads=heads), [POOL, IDS],
+            f"heads|side by side|step of 1|got {heads!r}",
+        )  # fmt: skip
+    for heads, read in (
+        (range(3, 3), (3, 3)),
+        (range(4, 7), (4, 7)),
+        (slice(4, 9), (4, 9)),
+        (slice(-6, None), (-1, 5)),
+    ):
+        ROWS.value(
+            W, f"heads {heads}", functools.partial(OPS[W], heads=heads), [POOL, IDS],
+            f"heads|0 <= start < stop <= 5|num_kv_heads|got {read}",
         )  # fmt: skip
     call = functools.partial(lambda p, i, n, op: op(p, i, heads=(0, n)), op=OPS[W])
     ROWS.kind(W, "traced heads", call, [POOL, IDS, i32()], "heads|cannot be traced")
@@ -291,14 +307,6 @@ def test_bad_pools_are_refused_while_tracing(bad):
 
 
 # ---- what only arrays that exist can show --------------------------------------------
-
-
-@pytest.mark.parametrize("name", OPS)
-def test_int64_ids(name):
-    with jax.enable_x64(True):
-        pool, ids = kv.KVPool.zeros(SPEC, 7), jnp.zeros(2, jnp.int64)
-        words = f"{ID_NAMES[name]}|int32|got int64[2]|.astype(jnp.int32)"
-        check(name, TypeError, words, lambda: OPS[name](pool, ids))
 
 
 @pytest.mark.parametrize("name", OPS)

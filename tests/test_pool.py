@@ -195,13 +195,6 @@ def test_xla_gives_the_same_bits(rng, kind):
     assert_pool(pool, model, kind)
 
 
-def test_ids_may_be_lists_numpy_or_jax(rng):
-    pool, model = start(rng, KINDS[0])
-    want = lay(model.gather([4, -1, 2]), "NHD")
-    for ids in ([4, -1, 2], np.array([4, -1, 2]), jnp.array([4, -1, 2], jnp.int32)):
-        assert_same_bits(kv.gather_blocks(pool, ids, "NHD"), want)
-
-
 def test_real_sizes(rng):
     """Blocks of 1 MiB, so that threads and wide loads take part."""
     dims = (8, 2, 16, 8, 256)
