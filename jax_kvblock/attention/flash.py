@@ -103,6 +103,9 @@ def flash_attention(
       `[B, T, N, Dv]` in q's dtype (packed `[total, N, Dv]`); with `return_lse` the pair
       `(out, lse)`.
 
+    Where int32 is said, integers of any dtype serve, and lists, ranges and tensors of
+    other libraries (by DLPack). Lengths and offsets beyond int32 stop at its ends.
+
     Values beyond `q_lens` and `kv_lens` and in tiles that are not listed may be
     anything, also NaN. Elsewhere, a masked key's score and bias may be anything, its
     value must be finite (and for gradients, or under a bias of −inf alone, the key as
@@ -213,6 +216,8 @@ def _sharded_like(gradient: Any, a: Any) -> Any:
     return jax.sharding.reshard(gradient, sharding)
 
 
+# One program, also when called outside of jit.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _sink_gradient(
     config: AttentionConfig, x: Operands, lse: jax.Array, delta: jax.Array
 ) -> jax.Array:
