@@ -26,10 +26,10 @@ COPY jax_kvblock jax_kvblock
 # ON fails rather than build without the kernels. Empty CUDA_ARCHS means the default:
 # code for sm_80 and sm_90a, and PTX for newer GPUs.
 ARG CUDA_ARCHS=
-RUN KVBLOCK_CUDA=ON CUDA_ARCHS=$CUDA_ARCHS pip wheel --no-cache-dir --no-deps -w /wheels . \
+RUN KVBLOCK_CUDA=ON CUDA_ARCHS=$CUDA_ARCHS pip wheel -v --no-cache-dir --no-deps -w /wheels . \
  && pip install --no-cache-dir /wheels/*.whl \
  && rm -rf build
 
 # Elsewhere, so that Python imports the installed package and not the sources.
 WORKDIR /root
-CMD ["python", "-m", "jax_kvblock"]
+CMD ["jax-kvblock"]

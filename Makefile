@@ -5,28 +5,31 @@
 #   JAX           which jax to test with, for example JAX='jax==0.10.2'
 #   TORCH         a torch requirement to install for the tests that exchange tensors with it,
 #                 for example TORCH='torch==2.13.0'; empty leaves them out, and the run says so
-#   PYTEST_ARGS   passed on, for example PYTEST_ARGS='-n 2 -k pool'
+#   PYTEST_ARGS   passed on, for example PYTEST_ARGS='-n 0 -k pool'
+#   BUILD_OUTPUT  how much pip shows of the build, which takes minutes where nvcc is found: -v for
+#                 all of it, --quiet for nothing
 PYTHON ?= python3
 VENV ?= .venv
 JAX ?= jax>=0.10.2
 TORCH ?=
 PYTEST_ARGS ?=
+BUILD_OUTPUT ?= -v
 BIN = $(VENV)/bin
 SOURCES = pyproject.toml CMakeLists.txt $(shell find cpp jax_kvblock -name '*.py' -o -name '*.h' \
-  -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh')
+  -o -name '*.cc' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cu.in')
 
 # What the package needs, with an extra: installed by name, since pip would build `.[extra]` again.
 NEEDS = $(BIN)/python -c "import sys, tomllib; \
   project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
   print(*project['dependencies'], *project['optional-dependencies'][sys.argv[1]])"
 
-.PHONY: demo test lint format bench gpu-test report clean
+.PHONY: demo test test-all lint format bench gpu-test sweep stress mutants gpu-mutants report clean
 
 # The package, built from this folder. Tests and examples import what was installed.
 $(VENV)/.installed: $(SOURCES)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps .
+	$(BIN)/python -m pip install $(BUILD_OUTPUT) --force-reinstall --no-deps .
 	$(BIN)/python -m pip install --quiet '$(JAX)' $$($(NEEDS) test)
 	touch $@
 
@@ -34,17 +37,44 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -r examples/requirements.txt
 	$(BIN)/python examples/demo.py
 
-test: $(VENV)/.installed
+# The suite without its widest sweeps, a process for each core; all of it is CI's.
+test: WIDE = -m 'not wide'
+test test-all: $(VENV)/.installed
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet '$(TORCH)')
-	$(if $(TORCH),KVBLOCK_REQUIRE_TORCH=1) $(BIN)/pytest $(PYTEST_ARGS)
+	$(if $(TORCH),KVBLOCK_REQUIRE_TORCH=1) $(BIN)/pytest -q -n auto --dist worksteal $(WIDE) \
+	  $(PYTEST_ARGS)
 
 # For a machine whose Python already holds jax with CUDA (and torch and CuPy, if they are to be
 # tested): builds against it, installs next to it, runs the suite on the GPU and fails without one.
+# The record of a whole run goes to benchmarks/results/<gpu>/tests-<date>.json.
 GPU_TARGET ?= build/gpu
-gpu-test:
-	KVBLOCK_CUDA=ON $(PYTHON) -m pip install --quiet --no-build-isolation --no-deps --upgrade \
+GPU_RECORD ?= benchmarks/results
+GPU_LIBRARY = $(GPU_TARGET)/jax_kvblock/lib/libkvblock.so
+$(GPU_LIBRARY): $(SOURCES)
+	KVBLOCK_CUDA=ON $(PYTHON) -m pip install $(BUILD_OUTPUT) --no-build-isolation --no-deps --upgrade \
 	  --target $(GPU_TARGET) .
-	PYTHONPATH=$(GPU_TARGET) KVBLOCK_REQUIRE_GPU=1 $(PYTHON) -P -m pytest $(PYTEST_ARGS)
+	touch $@
+
+gpu-test: $(GPU_LIBRARY)
+	PYTHONPATH=$(GPU_TARGET) KVBLOCK_REQUIRE_GPU=1 $(PYTHON) -P -m pytest -q \
+	  -n $$(nproc) --dist worksteal --record $(GPU_RECORD) $(PYTEST_ARGS)
+
+# Standalone on a GPU, by the C interface: thousands of calls against float64 (about a minute each),
+# and what may go wrong between CTAs. SWEEP_ARGS='--only D128', for example.
+sweep: $(GPU_LIBRARY)
+	$(PYTHON) tests/attention_sweep.py $(GPU_LIBRARY) --out build/sweep.json $(SWEEP_ARGS)
+
+stress: $(GPU_LIBRARY)
+	$(PYTHON) tests/attention_stress.py $(GPU_LIBRARY) --out build/stress.json $(SWEEP_ARGS)
+
+# Small mistakes, each put into a copy of the sources: what has to notice them does. The kernels' own
+# on a GPU, with the objects of the build there.
+mutants: $(VENV)/.installed
+	$(BIN)/python -P tests/mutants.py $(MUTANT_ARGS)
+
+gpu-mutants: $(GPU_LIBRARY)
+	$(PYTHON) tests/mutants.py $(MUTANT_ARGS) \
+	  --gpu "$$(dirname "$$(ls -t build/*/compile_commands.json | head -n 1)")"
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet $$($(NEEDS) bench)
@@ -55,7 +85,7 @@ report: $(VENV)/.installed
 
 $(VENV)/.lint: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet ruff==0.17.5 clang-format==23.1.5 mypy==2.4.1
+	$(BIN)/python -m pip install --quiet ruff==0.17.5 clang-format==23.1.5 mypy==2.4.1 'pyright[nodejs]==1.1.414'
 	touch $@
 
 CPP = $(shell git ls-files 'cpp/*.h' 'cpp/*.cc' 'cpp/*.cu' 'cpp/*.cuh')

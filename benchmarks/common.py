@@ -114,6 +114,10 @@ def commit() -> str:
     return f"{head}-dirty" if changed else head
 
 
+def today() -> str:
+    return datetime.date.today().isoformat()
+
+
 # ---- results -------------------------------------------------------------------------
 
 
@@ -158,7 +162,7 @@ class Results:
     def document(self, options: argparse.Namespace) -> dict[str, Any]:
         return {
             "device": device_name(),
-            "date": datetime.date.today().isoformat(),
+            "date": today(),
             "commit": options.commit or commit(),
             "versions": versions(),
             "rows": self.rows,

@@ -1,9 +1,10 @@
-// The Python module: FFI handlers as capsules, how this build was made, DLPack views.
+// The Python module: FFI handlers as capsules, how this build was made, DLPack views, free lists.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
 #include "dlpack/export.h"
 #include "kvblock/block_copy.h"
+#include "objects/free_list.h"
 #include "ops/attention/attention_ffi.h"
 #include "ops/block_copy/block_copy_ffi.h"
 
@@ -45,8 +46,9 @@ nb::dict BuildInfo() {
 }  // namespace
 
 NB_MODULE(_native, m) {
-  m.doc() = "XLA FFI handlers and DLPack views of jax_kvblock.";
+  m.doc() = "XLA FFI handlers, DLPack views and free lists of jax_kvblock.";
   m.def("handlers", &Handlers, "The FFI handlers as capsules: {platform: {target: capsule}}.");
   m.def("build_info", &BuildInfo, "How this module was built.");
   RegisterDLPack(m);
+  RegisterFreeList(m);
 }

@@ -14,7 +14,7 @@ from jax_kvblock.attention import (
     lm_to_lse,
     lse_to_lm,
 )
-from jax_kvblock.block import Block, BlockList, Layer
+from jax_kvblock.block import Block, BlockList, Layer, Piece
 from jax_kvblock.convert import (
     block_to_operational,
     block_to_universal,
@@ -23,12 +23,18 @@ from jax_kvblock.convert import (
     universal_to_block,
 )
 from jax_kvblock.layout import BlockSpec, Layout
-from jax_kvblock.manager import BlockManager, PoolDoubledWarning, PoolExhaustedError
+from jax_kvblock.manager import (
+    BlockManager,
+    PoolDoubledWarning,
+    PoolExhaustedError,
+    PoolLostError,
+)
 from jax_kvblock.pool import KVPool
 from jax_kvblock.transfer import (
     append_kv,
     copy_blocks,
     gather_blocks,
+    gather_kv,
     scatter_blocks,
     transfer_blocks,
 )
@@ -45,8 +51,10 @@ __all__ = [
     "KVPool",
     "Layer",
     "Layout",
+    "Piece",
     "PoolDoubledWarning",
     "PoolExhaustedError",
+    "PoolLostError",
     "append_kv",
     "attention_fn",
     "available_tiles",
@@ -60,6 +68,7 @@ __all__ = [
     "flash_attention_backward",
     "flash_attention_forward",
     "gather_blocks",
+    "gather_kv",
     "get_optimal_block_sizes",
     "lm_to_lse",
     "lse_to_lm",

@@ -8,6 +8,7 @@ lowers to the FFI handler of its platform.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -190,13 +191,11 @@ def _partition(copy: Copy, mesh: Any, operands: Any, results: Any) -> Any:
     parts = {axis: count(part) for axis, part in shards.items()}
     extents = {axis: n // parts.get(axis, 1) for axis, n in copy.extents}
     shardable = _shardable(copy)
-    local = copy.resized(**extents)
-    local = Copy(
-        extents=local.extents,
-        src=_local_side(copy.src, parts, shardable, extents["N"]),
-        dst=_local_side(copy.dst, parts, shardable, extents["N"]),
-        in_place=copy.in_place,
-        backend=copy.backend,
+    items = extents.get("N", 1)
+    local = dataclasses.replace(
+        copy.resized(**extents),
+        src=_local_side(copy.src, parts, shardable, items),
+        dst=_local_side(copy.dst, parts, shardable, items),
     )
 
     def sharding(groups: tuple[tuple[str, ...], ...]) -> NamedSharding:
@@ -234,7 +233,7 @@ def _sharding_rule(copy: Copy, mesh: Any, operands: Any, results: Any) -> Any:
         return ArrayMapping(*dims)
 
     num_src, num_dst = copy.num_operands
-    items = dict(copy.extents)["N"]
+    items = dict(copy.extents).get("N", 1)
     operand_mappings = [
         *[mapping("src", copy.src)] * num_src,
         *[mapping("dst", copy.dst)] * num_dst,
@@ -281,10 +280,11 @@ mlir.register_lowering(
 
 # ---- batching ------------------------------------------------------------------------
 #
-# A batch is more items. Where ids are looked up, each batch member gets its own range
-# of ids in a pool that holds the members one after the other. Without ids, a list of
-# arrays (one for each block) has no item dimension to grow; there the batch is an axis
-# V.
+# A batch is one more axis of both sides. Where ids are looked up it is more items
+# instead: each member gets its own range of ids in a pool that holds the members one
+# after the other.
+
+_ID_LIMIT = 2**31  # ids are int32
 
 
 def _batch(
@@ -293,60 +293,88 @@ def _batch(
     size = next(
         x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
     )
+    if not copy.scalars:
+        return _batch_axis(operands, dims, copy, size)
     starts = [s for s in (copy.src, copy.dst) if s.start]
     if starts and any(d is not None for d in dims[len(dims) - len(starts) :]):
         # A start that differs from member to member.
-        bind = functools.partial(block_copy_p.bind, copy=copy)
-        return batch_one_by_one(bind, operands, dims)
+        return _batch_one_by_one(operands, dims, copy)
 
     num_src, num_dst = copy.num_operands
-    arrays = num_src + num_dst
     # An unbatched pool that is only read can serve every member as it is.
     shared = bool(copy.src.index) and all(d is None for d in dims[:num_src])
-    front = []
-    for i, (x, d) in enumerate(zip(operands, dims, strict=True)):
-        if i >= len(operands) - len(starts) or (shared and i < num_src):
-            front.append(x)
-        elif d is None:
-            front.append(jnp.broadcast_to(x, (size, *x.shape)))
-        else:
-            front.append(jnp.moveaxis(x, d, 0))
-
-    tables = {*copy.src.form.table, *copy.dst.form.table}
-    lead = "N" if "N" not in tables else "V"
-    grown = dict(copy.extents).get(lead, 1) * size
-    extents = dict(copy.extents) | {lead: grown}
-    src = copy.src if shared else _batch_side(copy.src, lead, size)
-    dst = _batch_side(copy.dst, lead, size)
-    flat = [
-        x if shared and i < num_src else x.reshape(side.array_shape)
-        for i, (x, side) in enumerate(
-            zip(front[:arrays], [src] * num_src + [dst] * num_dst, strict=True)
-        )
+    src = copy.src if shared else _batch_side(copy.src, size)
+    dst = _batch_side(copy.dst, size)
+    if max(src.id_limit, dst.id_limit) >= _ID_LIMIT:
+        return _batch_one_by_one(operands, dims, copy)
+    sides = [src] * num_src + [dst] * num_dst
+    arrays = [
+        x
+        if shared and i < num_src
+        else _batch_at(x, d, size, _grown_dim(side)).reshape(side.array_shape)
+        for i, (x, d, side) in enumerate(zip(operands, dims, sides, strict=False))
     ]
-    position = arrays
+    rest = list(zip(operands, dims, strict=True))[len(sides) :]
     scalars = []
     for side, whole in ((copy.src, shared), (copy.dst, False)):
         if side.index:
-            scalars.append(_batch_ids(front[position], 0 if whole else side.id_limit))
-            position += 1
-    batched = Copy(tuple(extents.items()), src, dst, copy.in_place, copy.backend)
-    results = block_copy_p.bind(*flat, *scalars, *front[position:], copy=batched)
-    shape = copy.dst.array_shape
-    return [r.reshape(size, *shape) for r in results], [0] * len(results)
+            ids = _batch_at(*rest.pop(0), size, 0)
+            scalars.append(_batch_ids(ids, 0 if whole else side.id_limit))
+    scalars += [start for start, _ in rest]
+    items = dict(copy.extents)["N"] * size
+    batched = dataclasses.replace(copy.resized(N=items), src=src, dst=dst)
+    results = block_copy_p.bind(*arrays, *scalars, copy=batched)
+    dim, shape = _grown_dim(dst), copy.dst.array_shape
+    split = [r.reshape(*shape[:dim], size, *shape[dim:]) for r in results]
+    return split, [dim] * len(results)
 
 
-def _batch_side(side: Side, lead: str, size: int) -> Side:
-    if side.index:
-        major = side.index[0]
-        return side.resized(**{major: dict(side.sizes)[major] * size})
-    sizes = dict(side.sizes)
-    if lead in sizes:
-        return side.resized(**{lead: sizes[lead] * size})
-    form = side.form.with_leading(lead)
-    return Side(form, ((lead, size), *side.sizes), (), side.first, side.start)
+def _batch_axis(
+    operands: Sequence[Any], dims: Sequence[Any], copy: Copy, size: int
+) -> tuple[list[Any], list[int]]:
+    """A batch of a copy without ids, along an axis of its own."""
+    axis = f"V{len(copy.extents)}"
+    batched = dataclasses.replace(
+        copy,
+        extents=((axis, size), *copy.extents),
+        src=copy.src.with_leading(axis, size),
+        dst=copy.dst.with_leading(axis, size),
+    )
+    front = [_batch_at(x, d, size, 0) for x, d in zip(operands, dims, strict=True)]
+    results = block_copy_p.bind(*front, copy=batched)
+    return results, [0] * len(results)
 
 
+def _batch_one_by_one(
+    operands: Sequence[Any], dims: Sequence[Any], copy: Copy
+) -> tuple[list[Any], list[int]]:
+    bind = functools.partial(block_copy_p.bind, copy=copy)
+    return batch_one_by_one(bind, operands, dims)
+
+
+def _batch_at(x: Any, dim: int | None, size: int, to: int) -> Any:
+    """The operand with the batch at dimension `to`; one that has none, repeated."""
+    if dim is None:
+        x, dim = jnp.broadcast_to(x, (size, *x.shape)), 0
+    return jnp.moveaxis(x, dim, to)
+
+
+def _grown_axis(side: Side) -> str:
+    """The axis that a batch makes longer."""
+    return side.index[0] if side.index else "N"
+
+
+def _grown_dim(side: Side) -> int:
+    firsts = [group[0] for group in side.form.array]
+    return firsts.index(_grown_axis(side))
+
+
+def _batch_side(side: Side, size: int) -> Side:
+    axis = _grown_axis(side)
+    return side.resized(**{axis: dict(side.sizes)[axis] * size})
+
+
+@functools.partial(jax.jit, static_argnums=1)  # no constants for a transfer guard
 def _batch_ids(ids: Any, limit: int) -> Any:
     """Moves member i's ids into its range of the grown pool; bad ids stay bad."""
     if not limit:

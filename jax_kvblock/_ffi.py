@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
 
+
+def _missing(package: Path, path: list[str]) -> str | None:
+    """What to do where the package's folder holds no native module; None if it does."""
+
+    def built(folder: Path) -> bool:
+        return any(folder.glob("_native.*so")) or any(folder.glob("_native.*pyd"))
+
+    if built(package):
+        return None
+    elsewhere = (Path(entry) / package.name for entry in path)
+    installed = next((folder for folder in elsewhere if built(folder)), None)
+    said = f"jax_kvblock's native module is missing from {package}, the source folder"
+    if installed is None:
+        return f"{said}. Install the package: `pip install -v {package.parent}`"
+    return (
+        f"{said}, which comes before the installed package in {installed}. Run Python "
+        "from another folder or as `python -P`, like `python -P -m jax_kvblock`; the "
+        "command `jax-kvblock` works anywhere"
+    )
+
+
 try:
     from jax_kvblock import _native
-except ImportError as error:  # a source tree without a build, or a broken install
+except ImportError as error:
+    if message := _missing(Path(__file__).parent, sys.path):
+        raise ImportError(message) from None
     raise ImportError(
-        "jax_kvblock's native module is missing or does not load. Install the package "
-        "with `pip install .` from its source folder, and import it from elsewhere or "
-        f"from that install. ({error})"
+        f"jax_kvblock's native module does not load: {error}. It was built for another "
+        "Python or another machine; build it again: `pip install -v --force-reinstall "
+        "--no-deps .` in its source folder"
     ) from error
 
 BUILD: dict[str, Any] = _native.build_info()

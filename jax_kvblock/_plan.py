@@ -23,6 +23,7 @@ import numpy as np
 from jax_kvblock.layout import parse_axes
 
 Sizes = tuple[tuple[str, int], ...]
+Dim = tuple[str, ...]  # axes that are walked as one, outermost first
 MAX_RANK = 8  # KVBLOCK_MAX_RANK
 CHUNK_BYTES = 4096  # of a thread block on CUDA (block_copy_cuda.cu)
 
@@ -85,6 +86,11 @@ class Side:
     def resized(self, **sizes: int) -> Side:
         return dataclasses.replace(self, sizes=_update(self.sizes, sizes))
 
+    def with_leading(self, axis: str, size: int) -> Side:
+        """The same side with one more dimension in front of each array."""
+        form = self.form.with_leading(axis)
+        return dataclasses.replace(self, form=form, sizes=((axis, size), *self.sizes))
+
     def strides(self) -> dict[str, int]:
         """Elements between neighbours along each axis inside an array."""
         axes = [axis for group in self.form.array for axis in group]
@@ -100,7 +106,7 @@ class Copy:
     """A block copy, as the primitive's one static parameter.
 
     Attributes:
-      extents: the box of axes that is copied, items (N) first.
+      extents: the box of axes that is copied: leading axes, items (N), the block's.
       src, dst: the two sides.
       in_place: whether the destination's arrays are operands that are updated.
       backend: "kernel", "batch", "async" (CUDA's copy calls) or "xla".
@@ -161,12 +167,14 @@ def make_plan(copy: Copy, itemsize: int, leader: Side | None = None) -> Plan:
     extents = dict(copy.extents)
     indexed = bool(copy.src.index or copy.dst.index)
     order = _walk(copy, leader or copy.dst)
-    dims = [axis for axis in order if extents[axis] != 1 or (indexed and axis == "N")]
-    dims = dims or order[:1]
+    axes = [axis for axis in order if extents[axis] != 1 or (indexed and axis == "N")]
+    dims: list[Dim] = [(axis,) for axis in axes or order[:1]]
+    if len(dims) > MAX_RANK:
+        dims = _merged(copy, dims, "N" if indexed else None)
     if len(dims) > MAX_RANK:
         raise NotImplementedError(f"block copy: more than {MAX_RANK} axes: {dims}")
     return Plan(
-        dims=tuple(extents[axis] for axis in dims),
+        dims=tuple(math.prod(extents[axis] for axis in dim) for dim in dims),
         unit=itemsize,
         src=_side_numbers(copy, copy.src, dims, itemsize),
         dst=_side_numbers(copy, copy.dst, dims, itemsize),
@@ -200,6 +208,33 @@ def _walk(copy: Copy, leader: Side) -> list[str]:
     return sorted((axis for axis, _ in copy.extents), key=outermost_first)
 
 
+def _merged(copy: Copy, dims: Sequence[Dim], alone: str | None) -> list[Dim]:
+    """Neighbours that both sides walk in one stride, as leading axes, become one dim.
+
+    The axis `alone`, whose addresses are looked up, stays for itself.
+    """
+    extents = dict(copy.extents)
+    steps = [
+        steps
+        for side in (copy.src, copy.dst)
+        for steps in (side.strides(), side.table_strides())
+    ]
+
+    def follow(outer: str, inner: str) -> bool:
+        return all(
+            step.get(outer, 0) == extents[inner] * step.get(inner, 0) for step in steps
+        )
+
+    merged: list[Dim] = []
+    for dim in dims:
+        together = merged and alone not in (*merged[-1], *dim)
+        if together and follow(merged[-1][-1], dim[0]):
+            merged[-1] = (*merged[-1], *dim)
+        else:
+            merged.append(dim)
+    return merged
+
+
 def _segment(copy: Copy, leader: Side, itemsize: int) -> int:
     """The bytes that both sides hold in a row in a thread block's part of the walk."""
     extents, left, part = dict(copy.extents), CHUNK_BYTES // itemsize, {}
@@ -222,7 +257,7 @@ def _segment(copy: Copy, leader: Side, itemsize: int) -> int:
 
 
 def _side_numbers(
-    copy: Copy, side: Side, dims: Sequence[str], itemsize: int
+    copy: Copy, side: Side, dims: Sequence[Dim], itemsize: int
 ) -> tuple[int, ...]:
     """A side as the handler decodes it (DecodeSide in block_copy_ffi.cc)."""
     strides = {axis: n * itemsize for axis, n in side.strides().items()}
@@ -244,8 +279,8 @@ def _side_numbers(
         copy.start_limit(side),
         strides.get(side.start, 0) if side.start else 0,
         tables.get(side.start, 0) if side.start else 0,
-        *(0 if axis in hidden else strides.get(axis, 0) for axis in dims),
-        *(0 if axis in hidden else tables.get(axis, 0) for axis in dims),
+        *(0 if dim[-1] in hidden else strides.get(dim[-1], 0) for dim in dims),
+        *(0 if dim[-1] in hidden else tables.get(dim[-1], 0) for dim in dims),
     )
 
 

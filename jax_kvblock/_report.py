@@ -26,7 +26,7 @@ COPY_OPS = (
     "convert_blocks",
     "gather_blocks / scatter_blocks",
     "copy_blocks / transfer_blocks",
-    "append_kv",
+    "append_kv / gather_kv",
 )
 OPERATIONAL_OPS = "block_to_operational / operational_to_block"
 ATTENTION_16_BITS = "flash_attention, bfloat16 and float16"

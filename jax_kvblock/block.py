@@ -1,4 +1,4 @@
-"""`BlockList`, `Block` and `Layer`: handles to parts of a manager's pool.
+"""`BlockList`, `Block`, `Layer` and `Piece`: handles to parts of a manager's pool.
 
 A block is a counted reference: when its last handle is freed or collected, and no
 DLPack export of it is alive, it returns to the manager's free list.
@@ -7,23 +7,22 @@ DLPack export of it is alive, it returns to the manager's free list.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import operator
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock import _checks, _dlpack
-from jax_kvblock._leases import ExportLease, Lease
+from jax_kvblock import _checks, _dlpack, _native
 from jax_kvblock.layout import BlockSpec
-from jax_kvblock.transfer import gather_blocks
 
 if TYPE_CHECKING:
     from jax_kvblock.manager import BlockManager
+
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +30,8 @@ class Geometry:
     """How blocks and layers lie in the pool's arrays, in elements; computed once."""
 
     shape: tuple[int, ...]  # of a block
-    strides: tuple[int, ...]
+    strides: tuple[int, ...]  # that of the layers is 0 when each is its own array
     block_stride: int
-    layer_stride: int  # 0 when every layer is an array of its own
 
     @classmethod
     def of(cls, spec: BlockSpec, contiguous: bool, flat_tail: bool) -> Geometry:
@@ -53,13 +51,38 @@ class Geometry:
             tuple(spec.sizes[axis] for axis in order),
             tuple(strides[axis] for axis in order),
             stride,
-            strides["L"],
         )
 
 
-class BlockList(Sequence["Block"]):
-    """Blocks that were allocated together: a sequence, and a context that frees
-    them.
+def part_name(block: int, part: Sequence[int]) -> str:
+    """ "block 3, layer 1, outer 0" for `(3, [1, 0])`."""
+    named = zip(("layer", "outer"), part, strict=False)
+    return ", ".join([f"block {block}", *(f"{axis} {i}" for axis, i in named)])
+
+
+class Unpicklable:
+    """What stands for memory of this process, and so cannot leave it."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        kind = type(self).__name__
+        raise TypeError(
+            f"{kind}: cannot be pickled or copied, since it stands for memory of this "
+            "process; save np.asarray(block), or gather_blocks(manager.pool, ids), and "
+            "write it to blocks of another manager; share() makes another handle"
+        )
+
+
+class BlockList(Unpicklable, Sequence["Block"]):
+    """Blocks of one manager, such as those of a sequence of tokens, and a context that
+    frees them.
+
+    It grows by `append`, `extend` and `+=`; `+` and slices make new lists of the same
+    handles.
+
+    Example:
+      >>> blocks = manager.allocate_blocks(2)
+      >>> blocks += manager.allocate_blocks(1)      # the sequence has grown
+      >>> slots = blocks.slots(start=40, count=3)   # of its tokens 40, 41 and 42
     """
 
     def __init__(self, manager: BlockManager, blocks: list[Block]) -> None:
@@ -73,9 +96,14 @@ class BlockList(Sequence["Block"]):
         Raises:
           ValueError: when one of the blocks is freed.
         """
-        for i, block in enumerate(self._blocks):
-            block._check_held(f"BlockList.ids: block [{i}]", ValueError)
-        return np.array([block.id for block in self._blocks], np.int32)
+        return self._ids("BlockList.ids", 0, len(self))
+
+    def _ids(self, where: str, start: int, stop: int) -> np.ndarray:
+        blocks = self._blocks[start:stop]
+        for i, block in enumerate(blocks, start):
+            if i == start or block._lease.released:  # they share one pool
+                block._check_held(f"{where}: block [{i}]", ValueError)
+        return np.array([block.id for block in blocks], np.int32)
 
     def page_table(self, max_blocks: int) -> np.ndarray:
         """The ids, padded with −1 to int32 `[max_blocks]`.
@@ -90,6 +118,79 @@ class BlockList(Sequence["Block"]):
         table = np.full(max_blocks, -1, np.int32)
         table[: len(self)] = self.ids
         return table
+
+    def slots(self, start: int, count: int) -> np.ndarray:
+        """Where the tokens start, start + 1, … of the sequence lie in the pool.
+
+        Args:
+          start: the first token, counted from the beginning of the list.
+          count: how many tokens.
+
+        Returns:
+          int32 `[count]`, block · block_size + offset: what `append_kv` takes.
+
+        Raises:
+          IndexError: for tokens beyond the list's blocks.
+          ValueError: for a negative start or count, or when a block of these tokens is
+            freed.
+          TypeError: when start or count is no integer.
+
+        Example:
+          >>> slots = blocks.slots(length, 1)           # the next token's
+          >>> manager.update(append_kv, layer, k, v, slots)
+        """
+        where = "BlockList.slots"
+        for name, value in (("start", start), ("count", count)):
+            if _checks.check_integer(where, name, value, "pass an int") < 0:
+                raise ValueError(f"{where}: {name} must be at least 0, got {value}")
+        start, count = int(start), int(count)
+        size = self._manager.spec.block_size
+        if start + count > len(self) * size:
+            raise IndexError(
+                f"{where}: tokens {start} to {start + count - 1} do not fit "
+                f"{_checks.plural(len(self), 'block')} of {size} tokens; append blocks "
+                "first"
+            )
+        first = start // size
+        ids = self._ids(where, first, -(-(start + count) // size) if count else first)
+        tokens = np.arange(start, start + count) - first * size
+        return ids[tokens // size] * np.int32(size) + (tokens % size).astype(np.int32)
+
+    def append(self, block: Block) -> None:
+        """Adds a block at the end; the list frees it with the others.
+
+        Raises:
+          ValueError: for a block of another manager, or a handle that is here already.
+          TypeError: for anything that is not a block.
+        """
+        self._grow("append", [block])
+
+    def extend(self, blocks: Iterable[Block]) -> None:
+        """Adds blocks at the end, all or none; see `append`."""
+        self._grow("extend", blocks)
+
+    def _grow(self, where: str, blocks: Iterable[Block]) -> None:
+        self._blocks.extend(self._checked(f"BlockList.{where}", blocks))
+
+    def _checked(self, where: str, blocks: Iterable[Block]) -> list[Block]:
+        """The blocks, which would be freed twice if a handle came twice."""
+        if not isinstance(blocks, Iterable):
+            raise TypeError(
+                f"{where}: blocks must be a BlockList or an iterable of blocks, got "
+                f"{type(blocks).__name__}"
+            )
+        added = list(blocks)
+        here = {id(block) for block in self._blocks}
+        for i, block in enumerate(added):
+            fix = "a list holds blocks of one"
+            self._manager._check_own(where, f"blocks[{i}]", block, fix)
+            if id(block) in here:
+                raise ValueError(
+                    f"{where}: blocks[{i}] (block {block.id}) is in the list already; "
+                    "share() makes another handle to it"
+                )
+            here.add(id(block))
+        return added
 
     def share(self) -> BlockList:
         """New handles to the same blocks, each counted: the blocks outlive either
@@ -120,39 +221,38 @@ class BlockList(Sequence["Block"]):
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks)
 
+    def __add__(self, blocks: Iterable[Block]) -> BlockList:
+        added = self._checked("BlockList +", blocks)
+        return BlockList(self._manager, [*self._blocks, *added])
+
+    def __iadd__(self, blocks: Iterable[Block]) -> BlockList:
+        self._grow("+=", blocks)
+        return self
+
     def __enter__(self) -> BlockList:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        held = [block for block in self._blocks if not block._lease.released]
-        self._manager.free(held)
+        leases = [block._lease for block in self._blocks]
+        self._manager._free_list.release(leases, skip_released=True)
 
     def __repr__(self) -> str:
         return f"BlockList({[block.id for block in self._blocks]})"
 
 
-class _View:
-    """What `Block` and `Layer` share: a strided part of the pool, in any layout."""
+class _View(Unpicklable):
+    """A block or a part of one: a strided part of the pool, in any layout."""
 
     manager: BlockManager
-    _lease: Lease
-    _key: tuple[int, int | None]  # (block, layer)
-    _skip: int  # leading axes of a block that the view does not have
-
-    def _place(self) -> tuple[jax.Array, int]:
-        """The array that holds the view, and the view's offset in it, in elements."""
-        raise NotImplementedError  # pragma: no cover
-
-    def _read(self) -> jax.Array:
-        """A copy, as a jax array."""
-        raise NotImplementedError  # pragma: no cover
+    _lease: _native.Lease
+    _part: tuple[int, ...]  # (), (layer,) or (layer, outer)
 
     # ---- what it is ----
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape, whatever the pool's layout."""
-        return self.manager._geometry.shape[self._skip :]
+        return self.manager._geometry.shape[len(self._part) :]
 
     @property
     def ndim(self) -> int:
@@ -181,26 +281,52 @@ class _View:
 
     @property
     def _name(self) -> str:
-        block, layer = self._key
-        return f"block {block}" if layer is None else f"block {block}, layer {layer}"
+        return part_name(self._lease.block_id, self._part)
 
     def __bool__(self) -> bool:
-        return not self._lease.released and self.manager._alive
+        with self.manager.lock:  # in the middle of another thread's update it is none
+            self.manager._take_over()
+            return not self._lease.released and self.manager._alive
 
     def _check_held(self, where: str, error: type[Exception]) -> None:
         if self._lease.released:
-            raise error(f"{where} ({self._name}) is freed; allocate a new one")
-        if not self.manager._alive:
-            raise error(
-                f"{where} ({self._name}): its pool was donated or closed; put the new "
-                "pool back with manager.pool = ..."
-            )
+            raise error(self._freed(where))
+        with self.manager.lock:
+            self.manager._take_over()
+            trouble = self.manager._trouble()
+        if trouble:
+            raise error(f"{where} ({self._name}): {trouble}")
+
+    def _hold(self, where: str, error: type[Exception]) -> _native.Lease:
+        """Keeps the block allocated while it is used, whoever frees it meanwhile."""
+        lease = self._lease.share()
+        if lease is None:
+            raise error(self._freed(where))
+        return lease
+
+    def _freed(self, where: str) -> str:
+        return f"{where} ({self._name}) is freed; allocate a new one"
+
+    def _state(self) -> str:
+        """What is wrong, for `repr`, which waits for nobody."""
+        if self._lease.released:
+            return ", freed"
+        if self.manager._pool is None:
+            return ", closed"
+        return "" if self.manager._alive else ", no pool"
 
     # ---- out ----
 
     def __jax_array__(self) -> jax.Array:
-        self._check_held(type(self).__name__, RuntimeError)
-        return self._read()
+        where = type(self).__name__
+        with self._hold(where, RuntimeError), self.manager.lock:
+            self._check_held(where, RuntimeError)
+            return self.manager._read(self._indices)
+
+    @property
+    def _indices(self) -> np.ndarray:
+        """The block's id and the indices of the part, for a program."""
+        return np.array([self._lease.block_id, *self._part], np.int32)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         """A NumPy copy (NumPy cannot share a buffer of every dtype and device)."""
@@ -209,7 +335,12 @@ class _View:
                 f"{self._name}: np.asarray copies; for a view of CPU memory use "
                 "np.from_dlpack"
             )
-        array = np.array(self.__jax_array__())
+        fresh = self.__jax_array__()
+        try:  # `device_get` is what a transfer guard lets pass
+            array = np.array(jax.device_get(fresh))
+        except Exception as error:
+            self.manager._look_after(f"np.asarray ({self._name})", error)
+            raise
         return array if dtype is None else array.astype(dtype)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -242,28 +373,56 @@ class _View:
           BufferError: for a freed block, a pool that is gone, another device, or a copy
             that is needed while copy is False.
         """
-        self._check_held("__dlpack__", BufferError)
-        device = self.manager._dl_device
-        if dl_device is not None and tuple(dl_device) != device:
-            # Pinned host memory is CPU memory, too: shown as such on request.
-            if (device[0], tuple(dl_device)) == (_dlpack.CUDA_HOST, _dlpack.CPU_DEVICE):
+        with self.manager.lock:  # no update may take the memory before it is held
+            self._check_held("__dlpack__", BufferError)
+            device = self.manager._dl_device
+            if dl_device is not None and tuple(dl_device) != device:
+                # Pinned host memory is CPU memory, too: shown as such on request.
+                pinned = device[0] == _dlpack.CUDA_HOST
+                if not pinned or tuple(dl_device) != _dlpack.CPU_DEVICE:
+                    return self._export_copy(stream, max_version, dl_device, copy)
                 device = _dlpack.CPU_DEVICE
-            else:
+            if copy:
                 return self._export_copy(stream, max_version, dl_device, copy)
-        if copy:
-            return self._export_copy(stream, max_version, dl_device, copy)
+            return self._export(stream, max_version, device)
+
+    def _export(
+        self, stream: Any, max_version: tuple[int, int] | None, device: tuple[int, int]
+    ) -> Any:
         array, offset = self._place()
-        geometry = self.manager._geometry
-        return _dlpack.export(
-            array,
-            offset,
-            geometry.shape[self._skip :],
-            geometry.strides[self._skip :],
-            device,
-            lease=ExportLease(self._lease.free_list, self._key, self.manager._exports),
-            stream=stream,
-            max_version=max_version,
-        )
+        geometry, depth = self.manager._geometry, len(self._part)
+        lease = self._lease.export(self._part)
+        if lease is None:  # by another thread, since we looked
+            raise BufferError(self._freed("__dlpack__"))
+        try:
+            return _dlpack.export(
+                array,
+                offset,
+                geometry.shape[depth:],
+                geometry.strides[depth:],
+                device,
+                lease=lease,
+                stream=stream,
+                max_version=max_version,
+            )
+        except Exception as error:
+            self.manager._look_after(f"__dlpack__ ({self._name})", error)
+            raise
+
+    def _place(self) -> tuple[jax.Array, int]:
+        """The array that holds the view, and the view's offset in it, in elements."""
+        pool, geometry = self.manager.pool, self.manager._geometry
+        offset = self._lease.block_id * geometry.block_stride
+        for i, stride in zip(self._part, geometry.strides, strict=False):
+            offset += i * stride
+        if pool.contiguous:
+            return pool.arrays[0], offset
+        if not self._part:
+            raise BufferError(
+                f"{self._name}: its layers are separate arrays, so it is no single "
+                "tensor; export its layers, or build the manager with contiguous=True"
+            )
+        return pool.arrays[self._part[0]], offset
 
     def _export_copy(
         self,
@@ -286,7 +445,7 @@ class _View:
                 f"to {target} needs a copy, and copy=False forbids it. Pass copy=True "
                 "or None"
             )
-        fresh = self._read()
+        fresh = self.__jax_array__()
         if target != device:
             fresh = jax.device_put(fresh, jax.devices("cpu")[0])
             stream = None
@@ -303,6 +462,19 @@ class _View:
             max_version=max_version,
             copied=True,
         )
+
+    # ---- in ----
+
+    def _replace(self, where: str, x: Any) -> None:
+        """What `copy_from` does."""
+        with self._hold(where, ValueError):
+            array = self._incoming(where, x)
+            done = self.manager._write(self._indices, array)
+        try:  # the source was read: its owner may write to it as soon as we return
+            jax.block_until_ready(done)
+        except Exception as error:
+            self.manager._look_after(where, error)
+            raise
 
     def _incoming(self, where: str, x: Any) -> jax.Array:
         """Any array or DLPack object, as a jax array where the pool is."""
@@ -323,39 +495,19 @@ class _View:
         (device,) = self.manager._devices
         return jax.device_put(array, device)
 
-    def _wait(self) -> None:
-        """Until the source was read: its owner may write to it as soon as we return."""
-        jax.block_until_ready(self.manager.pool.data)
 
-    def _with_heads(self, array: jax.Array) -> jax.Array:
-        """Puts back the axis that a flat tail hides."""
-        if not self.manager._flat_tail:
-            return array
-        return jnp.expand_dims(array, self._head_axis)
-
-    def _without_heads(self, array: jax.Array) -> jax.Array:
-        if not self.manager._flat_tail:
-            return array
-        return jnp.squeeze(array, self._head_axis)
-
-    @property
-    def _head_axis(self) -> int:
-        return -3 if self.manager.spec.inner == "HND" else -2
-
-
-class Block(_View):
+class Block(_View, Sequence["Layer"]):
     """A KV-cache block: a sequence of layers, `[nl, no, nt, nh, hd]` (HND: `nh, nt`).
 
     It exports itself by DLPack without a copy. It is false once it is freed, or once
     its pool was donated and no new one was put back.
     """
 
-    _skip = 0
+    _part = ()
 
-    def __init__(self, manager: BlockManager, lease: Lease) -> None:
+    def __init__(self, manager: BlockManager, lease: _native.Lease) -> None:
         self.manager = manager
         self._lease = lease
-        self._key = (lease.block_id, None)
 
     @property
     def id(self) -> int:
@@ -365,13 +517,12 @@ class Block(_View):
     @property
     def ref_count(self) -> int:
         """How many handles and DLPack exports hold the block."""
-        return self._lease.free_list.references(self.id)
+        return self.manager._free_list.references(self.id)
 
     def share(self) -> Block:
         """Another handle to the same block; it is free when all handles are."""
         self._check_held("share", ValueError)
-        self._lease.free_list.retain(self.id)
-        return Block(self.manager, Lease(self._lease.free_list, self.id))
+        return Block(self.manager, self._hold("share", ValueError))
 
     def to_list(self) -> list[Layer]:
         """The layers as a Python list."""
@@ -388,78 +539,118 @@ class Block(_View):
           ValueError: for a wrong shape, or when the block is freed.
           TypeError: for a wrong dtype.
           BufferError: on a GPU, while DLPack exports of the pool are alive.
+          PoolLostError: when the write failed after the pool was donated to it.
         """
-        array = self._with_heads(self._incoming("Block.copy_from", x))
-        self.manager._write(self.id, array[None])
-        self._wait()
+        self._replace("Block.copy_from", x)
 
     def __len__(self) -> int:
         return self.manager.spec.num_layers
 
-    def __getitem__(self, index: int) -> Layer:
-        layers = self.manager.spec.num_layers
-        return Layer(self, _index("Block", index, layers, "layer"))
+    @overload
+    def __getitem__(self, index: int) -> Layer: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Layer]: ...
+    def __getitem__(self, index: int | slice) -> Layer | list[Layer]:
+        found = _indices("Block", index, len(self), "layer")
+        if isinstance(found, int):
+            return Layer(self, found)
+        return [Layer(self, i) for i in found]
 
     def __iter__(self) -> Iterator[Layer]:
-        return (Layer(self, i) for i in range(self.manager.spec.num_layers))
+        return (Layer(self, i) for i in range(len(self)))
 
     def __repr__(self) -> str:
-        state = "" if self else ", freed" if self._lease.released else ", no pool"
-        return f"Block(id={self.id}, {self.dtype}{list(self.shape)}{state})"
-
-    def _place(self) -> tuple[jax.Array, int]:
-        pool = self.manager.pool
-        if not pool.contiguous:
-            raise BufferError(
-                f"{self._name}: its layers are separate arrays, so it is no single "
-                "tensor; export its layers, or build the manager with contiguous=True"
-            )
-        return pool.arrays[0], self.id * self.manager._geometry.block_stride
-
-    def _read(self) -> jax.Array:
-        spec = self.manager.spec
-        (block,) = _gather(spec.inner)(self.manager.pool, np.array([self.id], np.int32))
-        return self._without_heads(block)
+        return f"Block(id={self.id}, {self.dtype}{list(self.shape)}{self._state()})"
 
 
-class Layer(_View):
-    """One layer of a block: `[no, nt, nh, hd]` (HND: `nh, nt`)."""
+class _Part(_View):
+    """What `Layer` and `Piece` share: they live as long as their block."""
 
-    _skip = 1
-
-    def __init__(self, block: Block, index: int) -> None:
+    def __init__(self, block: Block, *part: int) -> None:
         self.block = block
-        self.index = index
         self.manager = block.manager
         self._lease = block._lease
-        self._key = (block.id, index)
+        self._part = part
+
+    @property
+    def index(self) -> int:
+        """Which of its sequence it is."""
+        return self._part[-1]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Part):
+            return NotImplemented
+        return self.block is other.block and self._part == other._part
+
+    def __hash__(self) -> int:
+        return hash((id(self.block), self._part))
+
+    def __repr__(self) -> str:
+        kind = type(self).__name__
+        return f"{kind}({self._name}, {self.dtype}{list(self.shape)}{self._state()})"
+
+
+class Layer(_Part):
+    """One layer of a block: a sequence of pieces, `[no, nt, nh, hd]` (HND: `nh, nt`).
+
+    `k` and `v` are its keys and values.
+    """
+
+    @property
+    def k(self) -> Piece:
+        """The keys, or the combined cache where `num_outer` is 1."""
+        return self[0]
+
+    @property
+    def v(self) -> Piece:
+        """The values; AttributeError where `num_outer` is 1."""
+        if len(self) == 1:
+            raise AttributeError(
+                "Layer.v: a combined cache (num_outer=1) has no values of its own; "
+                "use layer.k or layer[0]"
+            )
+        return self[1]
+
+    def to_list(self) -> list[Piece]:
+        """The pieces as a Python list."""
+        return list(self)
 
     def copy_from(self, x: Any) -> None:
         """Replaces the layer's contents, in place; see `Block.copy_from`."""
-        array = self._with_heads(self._incoming("Layer.copy_from", x))
-        self.manager._write_layer(self.block.id, self.index, array)
-        self._wait()
+        self._replace("Layer.copy_from", x)
+
+    def __len__(self) -> int:
+        return self.manager.spec.num_outer
+
+    @overload
+    def __getitem__(self, index: int) -> Piece: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Piece]: ...
+    def __getitem__(self, index: int | slice) -> Piece | list[Piece]:
+        found = _indices("Layer", index, len(self), "piece")
+        if isinstance(found, int):
+            return Piece(self.block, *self._part, found)
+        return [Piece(self.block, *self._part, i) for i in found]
+
+    def __iter__(self) -> Iterator[Piece]:
+        return (Piece(self.block, *self._part, i) for i in range(len(self)))
+
+
+Sequence.register(Layer)  # Sequence has a method `index`, where a layer has a number
+
+
+class Piece(_Part):
+    """The keys or the values of one layer of a block, `[nt, nh, hd]` (HND: `nh, nt`).
+
+    It is exported and written like a layer.
+    """
+
+    def copy_from(self, x: Any) -> None:
+        """Replaces the piece's contents, in place; see `Block.copy_from`."""
+        self._replace("Piece.copy_from", x)
 
     def __len__(self) -> int:
         return self.shape[0]
-
-    def __repr__(self) -> str:
-        return f"Layer({self._name}, {self.dtype}{list(self.shape)})"
-
-    def _place(self) -> tuple[jax.Array, int]:
-        pool, geometry = self.manager.pool, self.manager._geometry
-        offset = self.block.id * geometry.block_stride
-        if pool.contiguous:
-            return pool.arrays[0], offset + self.index * geometry.layer_stride
-        return pool.arrays[self.index], offset
-
-    def _read(self) -> jax.Array:
-        return self.block.__jax_array__()[self.index]
-
-
-@functools.cache
-def _gather(inner: str) -> Any:
-    return jax.jit(lambda pool, ids: gather_blocks(pool, ids, inner))
 
 
 def _from_dlpack(where: str, x: Any) -> jax.Array | np.ndarray:
@@ -486,6 +677,13 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(stride)
         stride *= extent
     return tuple(reversed(strides))
+
+
+def _indices(kind: str, index: Any, length: int, noun: str) -> int | range:
+    """Which ones an index or a slice names."""
+    if isinstance(index, slice):
+        return range(length)[index]
+    return _index(kind, index, length, noun)
 
 
 def _index(kind: str, index: Any, length: int, noun: str) -> int:

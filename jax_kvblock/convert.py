@@ -7,9 +7,8 @@ XLA computes them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, overload
 
 import jax
 import numpy as np
@@ -17,12 +16,19 @@ import numpy as np
 from jax_kvblock import _checks
 from jax_kvblock._copy import block_copy
 from jax_kvblock._plan import Copy, Form, Side
-from jax_kvblock.layout import HND, NHD, UNIVERSAL, BlockSpec, Layout, find_layout
+from jax_kvblock._types import ArrayIn, Blocks, Pieces
+from jax_kvblock.layout import (
+    HND,
+    NHD,
+    UNIVERSAL,
+    BlockSpec,
+    Layout,
+    check_spec,
+    find_layout,
+)
 
 BACKENDS = ("auto", "kernel", "batch", "async")
 IMPLEMENTATIONS = (None, "kernel", "xla")
-
-Blocks = Any  # an array [..., *block] or a list (nb) of lists (nl * no) of arrays
 
 
 def backend_of(where: str, implementation: str | None) -> str:
@@ -31,8 +37,26 @@ def backend_of(where: str, implementation: str | None) -> str:
     return implementation or "kernel"
 
 
+@overload
 def block_to_universal(
-    blocks: Blocks,
+    blocks: Pieces,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    num_outer: int = ...,
+    implementation: str | None = ...,
+) -> list[jax.Array]: ...
+@overload
+def block_to_universal(
+    blocks: ArrayIn,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    num_outer: int = ...,
+    implementation: str | None = ...,
+) -> jax.Array: ...
+def block_to_universal(
+    blocks: Any,
     layout: str = "NHD",
     *,
     spec: BlockSpec | None = None,
@@ -69,13 +93,29 @@ def block_to_universal(
     )  # fmt: skip
 
 
+@overload
+def universal_to_block(
+    universal: Blocks,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    implementation: str | None = ...,
+) -> list[list[jax.Array]]: ...
+@overload
+def universal_to_block(
+    universal: ArrayIn,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    implementation: str | None = ...,
+) -> jax.Array: ...
 def universal_to_block(
     universal: Any,
     layout: str = "NHD",
     *,
     spec: BlockSpec | None = None,
     implementation: str | None = None,
-) -> Blocks:
+) -> Any:
     """Moves universal blocks back to NHD or HND: the inverse of `block_to_universal`.
 
     Args:
@@ -101,8 +141,26 @@ def universal_to_block(
     )  # fmt: skip
 
 
+@overload
 def block_to_operational(
-    blocks: Blocks,
+    blocks: Pieces,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    num_outer: int = ...,
+    backend: str = ...,
+) -> list[jax.Array]: ...
+@overload
+def block_to_operational(
+    blocks: ArrayIn,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    num_outer: int = ...,
+    backend: str = ...,
+) -> jax.Array: ...
+def block_to_operational(
+    blocks: Any,
     layout: str = "NHD",
     *,
     spec: BlockSpec | None = None,
@@ -138,6 +196,26 @@ def block_to_operational(
     )  # fmt: skip
 
 
+@overload
+def operational_to_block(
+    operational: Blocks,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    backend: str = ...,
+) -> list[list[jax.Array]]: ...
+@overload
+def operational_to_block(
+    operational: ArrayIn,
+    layout: str = ...,
+    *,
+    spec: BlockSpec | None = ...,
+    num_kv_heads: int | None = ...,
+    head_dim: int | None = ...,
+    backend: str = ...,
+) -> jax.Array: ...
 def operational_to_block(
     operational: Any,
     layout: str = "NHD",
@@ -146,7 +224,7 @@ def operational_to_block(
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
     backend: str = "auto",
-) -> Blocks:
+) -> Any:
     """Unpacks operational blocks into pieces: the inverse of `block_to_operational`.
 
     Args:
@@ -175,8 +253,35 @@ def operational_to_block(
     return _convert(where, "operational", operational, source, inner, spec, 2, chosen)
 
 
+@overload
 def convert_blocks(
-    x: Blocks,
+    x: ArrayIn,
+    src: str | Layout,
+    dst: str | Layout,
+    spec: BlockSpec,
+    *,
+    implementation: str | None = ...,
+) -> jax.Array: ...
+@overload
+def convert_blocks(
+    x: Blocks | Pieces,
+    src: str | Layout,
+    dst: Literal["NHD", "HND"],
+    spec: BlockSpec,
+    *,
+    implementation: str | None = ...,
+) -> list[list[jax.Array]]: ...
+@overload
+def convert_blocks(
+    x: Blocks | Pieces,
+    src: str | Layout,
+    dst: Literal["operational", "universal"] | Layout,
+    spec: BlockSpec,
+    *,
+    implementation: str | None = ...,
+) -> list[jax.Array]: ...
+def convert_blocks(
+    x: Any,
     src: str | Layout,
     dst: str | Layout,
     spec: BlockSpec,
@@ -205,7 +310,7 @@ def convert_blocks(
       >>> hnd = convert_blocks(x, "NHD", "HND", spec)   # swaps tokens and heads
     """
     where = "convert_blocks"
-    _check_spec(where, spec)
+    check_spec(where, spec)
     source = find_layout(where, "src", src, spec.inner)
     target = find_layout(where, "dst", dst, spec.inner)
     return _convert(
@@ -228,25 +333,25 @@ def _convert(
     backend: str,
 ) -> Any:
     if spec is not None:
-        _check_spec(where, spec)
+        check_spec(where, spec)
     if isinstance(x, (list, tuple)):
         return _convert_list(where, name, x, source, target, spec, num_outer, backend)
     x = _checks.check_array(where, name, x)
     dtype = _checks.check_dtype(where, name, x.dtype)
     spec = _match(where, name, x, source, spec, dtype)
-    block = source.shape(spec)
-    batch = x.shape[: x.ndim - len(block)]
-    items = math.prod(batch)
-    sizes = (("N", items), *spec.sizes.items())
+    # Each leading axis stays an axis, so that any of them may be cut over devices.
+    batch = x.shape[: x.ndim - len(source.groups)]
+    leading = {f"N{i}": extent for i, extent in enumerate(batch)}
+    sizes = (*leading.items(), *spec.sizes.items())
     copy = Copy(
         extents=sizes,
-        src=Side(_stacked(source), sizes),
-        dst=Side(_stacked(target), sizes),
+        src=Side(_stacked(leading, source), sizes),
+        dst=Side(_stacked(leading, target), sizes),
         in_place=False,
         backend=backend,
     )
-    (result,) = block_copy(copy, [_checks.to_jax(x).reshape(items, *block)])
-    return result.reshape(*batch, *target.shape(spec))
+    (result,) = block_copy(copy, [_checks.to_jax(x)])
+    return result
 
 
 def _convert_list(
@@ -286,8 +391,8 @@ def _convert_list(
     return [results[i : i + step] for i in range(0, len(results), step)]
 
 
-def _stacked(layout: Layout) -> Form:
-    return Form((), (("N",), *layout.groups))
+def _stacked(leading: Iterable[str], layout: Layout) -> Form:
+    return Form((), (*((axis,) for axis in leading), *layout.groups))
 
 
 def _listed(layout: Layout) -> Form:
@@ -299,15 +404,6 @@ def _pieces(layout: Layout) -> Form:
 
 
 # ---- checks --------------------------------------------------------------------------
-
-
-def _check_spec(where: str, spec: Any) -> None:
-    if not isinstance(spec, BlockSpec):
-        raise TypeError(
-            f"{where}: spec must be a BlockSpec, got {type(spec).__name__}; build one "
-            "with BlockSpec(num_layers, num_outer, block_size, num_kv_heads, head_dim, "
-            "dtype)"
-        )
 
 
 def _inner_layout(where: str, layout: Any) -> Layout:
@@ -364,12 +460,18 @@ def _match(
             f"{where}: {name} must have shape [{dots}{_describe(layout)}] = "
             f"[{dots}{shape}] ({layout.name} of the spec), got {_checks.show(x)}"
         )
-    if dtype != spec.dtype:
-        raise TypeError(
-            f"{where}: {name} must have the spec's dtype {spec.dtype}, got "
-            f"{_checks.show(x)}; cast it or change the spec"
-        )
+    _match_dtype(where, name, x, spec, _checks.show(x))
     return spec
+
+
+def _match_dtype(where: str, name: str, x: Any, spec: BlockSpec, got: str) -> None:
+    if x.dtype != spec.dtype:
+        raise TypeError(
+            f"{where}: {name} must have the spec's dtype {spec.dtype}, got {got}; cast "
+            "it or change the spec"
+        )
+    if not isinstance(x, jax.Array):
+        _checks.check_held(where, name, spec.dtype)
 
 
 def _check_outer(where: str, name: str, value: int) -> None:
@@ -418,11 +520,7 @@ def _match_pieces(
             f"{where}: each array in {name} must have shape [{inner}] = "
             f"{list(layout.shape(spec)[2:])} (the spec's), got {_checks.show(piece)}"
         )
-    if dtype != spec.dtype:
-        raise TypeError(
-            f"{where}: {name} must have the spec's dtype {spec.dtype}, got {dtype}; "
-            "cast it or change the spec"
-        )
+    _match_dtype(where, name, piece, spec, str(dtype))
     return spec
 
 

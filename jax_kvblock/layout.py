@@ -11,9 +11,13 @@ engine knows. So a new layout is one line here, not a new kernel.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn, overload
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_kvblock import _checks
 
@@ -59,9 +63,7 @@ class Layout:
     def shape(self, spec: BlockSpec) -> tuple[int, ...]:
         """The shape of one block of `spec` in this layout."""
         sizes = spec.sizes
-        return tuple(
-            int(np.prod([sizes[axis] for axis in group])) for group in self.groups
-        )
+        return tuple(math.prod(sizes[axis] for axis in group) for group in self.groups)
 
 
 def parse_axes(text: str) -> tuple[tuple[str, ...], ...]:
@@ -76,22 +78,38 @@ def parse_axes(text: str) -> tuple[tuple[str, ...], ...]:
 NHD = Layout("NHD", "L O T H D")
 HND = Layout("HND", "L O H T D")
 UNIVERSAL = Layout("universal", "H L O T D")
+OPERATIONAL = Layout("operational", "L O (T H D)")
+OPERATIONAL_HND = Layout("operational", "L O (H T D)")
 LAYOUT_NAMES = ("NHD", "HND", "operational", "universal")
 
 
 def find_layout(where: str, name: str, layout: str | Layout, inner: str) -> Layout:
-    """The layout of a name; `inner` (NHD or HND) orders an operational block's tail."""
-    if isinstance(layout, Layout):
-        return layout
+    """The layout of a name; `inner` (NHD or HND) orders an operational block's tail.
+
+    A `Layout` in the order of a known one is that one, whatever it is called.
+    """
     if layout == "operational":
-        return Layout("operational", "L O (H T D)" if inner == "HND" else "L O (T H D)")
-    for known in (NHD, HND, UNIVERSAL):
+        return OPERATIONAL_HND if inner == "HND" else OPERATIONAL
+    for known in (NHD, HND, UNIVERSAL, OPERATIONAL):
         if layout == known.name:
             return known
+        if isinstance(layout, Layout) and layout.groups == known.groups:
+            return known
+    if isinstance(layout, Layout):
+        return layout
     raise ValueError(
         f"{where}: {name} must be one of {', '.join(map(repr, LAYOUT_NAMES))} or a "
         f"Layout, got {layout!r}"
     )
+
+
+def _missing(name: str) -> Callable[[], NoReturn]:
+    """For a field that must be given, though it follows one that need not be."""
+
+    def missing() -> NoReturn:
+        raise TypeError(f"BlockSpec: {name} is missing; pass {name}=")
+
+    return missing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,17 +118,19 @@ class BlockSpec:
 
     Args:
       num_layers: layers in a block.
-      num_outer: 2 for K and V, 1 for a combined or latent cache.
+      num_outer: 2 for K and V, the default where extents are given by name; 1 for a
+        combined or latent cache.
       block_size: tokens to a block.
       num_kv_heads: KV heads.
       head_dim: elements to a head.
       dtype: any dtype of 1, 2, 4, 8 or 16 bytes, fp8 too.
       layout: "NHD", "HND", "operational", "universal" or a `Layout`. "operational"
-        stands for pieces of NHD order.
+        stands for pieces of NHD order. A `Layout` in the order of one of these is
+        that one.
 
     Raises:
       ValueError: for an extent below 1 or an unknown layout name.
-      TypeError: for a dtype smaller than a byte.
+      TypeError: for a dtype smaller than a byte, or no dtype.
 
     Example:
       >>> spec = BlockSpec(32, 2, 16, 8, 128, jnp.bfloat16)
@@ -119,12 +139,39 @@ class BlockSpec:
     """
 
     num_layers: int
-    num_outer: int
-    block_size: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: np.dtype
+    num_outer: int = 2
+    block_size: int = dataclasses.field(default_factory=_missing("block_size"))
+    num_kv_heads: int = dataclasses.field(default_factory=_missing("num_kv_heads"))
+    head_dim: int = dataclasses.field(default_factory=_missing("head_dim"))
+    dtype: np.dtype = dataclasses.field(default_factory=_missing("dtype"))
     layout: str | Layout = "NHD"
+
+    if TYPE_CHECKING:  # the field is an np.dtype; what makes one may be given
+
+        @overload
+        def __init__(
+            self,
+            num_layers: int,
+            num_outer: int,
+            block_size: int,
+            num_kv_heads: int,
+            head_dim: int,
+            dtype: DTypeLike,
+            layout: str | Layout = ...,
+        ) -> None: ...
+        @overload
+        def __init__(
+            self,
+            num_layers: int,
+            *,
+            num_outer: int = ...,
+            block_size: int,
+            num_kv_heads: int,
+            head_dim: int,
+            dtype: DTypeLike,
+            layout: str | Layout = ...,
+        ) -> None: ...
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in _SIZES}
@@ -139,7 +186,9 @@ class BlockSpec:
         object.__setattr__(
             self, "dtype", _checks.check_dtype("BlockSpec", "dtype", self.dtype)
         )
-        find_layout("BlockSpec", "layout", self.layout, "NHD")
+        layout = find_layout("BlockSpec", "layout", self.layout, "NHD")
+        if layout in (NHD, HND, UNIVERSAL, OPERATIONAL):
+            object.__setattr__(self, "layout", layout.name)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -157,7 +206,7 @@ class BlockSpec:
         """The order of an operational block's tail: "HND" for HND blocks, else
         "NHD".
         """
-        return "HND" if self.layout in ("HND", HND) else "NHD"
+        return "HND" if self.layout == "HND" else "NHD"
 
     @property
     def block_layout(self) -> Layout:
@@ -172,8 +221,17 @@ class BlockSpec:
     @property
     def block_bytes(self) -> int:
         """The bytes of one block."""
-        return int(np.prod(list(self.sizes.values()))) * self.dtype.itemsize
+        return math.prod(self.sizes.values()) * self.dtype.itemsize
 
     def replace(self, **changes: object) -> BlockSpec:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+
+def check_spec(where: str, spec: Any) -> None:
+    if not isinstance(spec, BlockSpec):
+        raise TypeError(
+            f"{where}: spec must be a BlockSpec, got {type(spec).__name__}; build one "
+            "with BlockSpec(num_layers, num_outer, block_size, num_kv_heads, head_dim, "
+            "dtype)"
+        )

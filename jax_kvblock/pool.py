@@ -1,22 +1,24 @@
 """`KVPool`, the memory of a KV cache.
 
 A pool is a pytree: take it into a jit, donate it, and every update happens in place.
-  Ids
-are traced int32 values: new ids never recompile. An id outside the pool (−1 is the
-usual padding) reads zeros and is dropped on a write.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock import _checks
-from jax_kvblock.layout import BlockSpec
+from jax_kvblock._types import ArrayIn, Blocks, Place
+from jax_kvblock.layout import BlockSpec, Layout, check_spec
 
 MEMORY_KINDS = ("device", "pinned_host")
 
@@ -25,27 +27,48 @@ MEMORY_KINDS = ("device", "pinned_host")
 class KVPool:
     """The blocks of a KV cache, as one array or as one array per layer.
 
+    `KVPool.zeros` makes one, `KVPool.wrap` takes arrays that exist. The constructor
+    takes them, too, and `jax.ShapeDtypeStruct`s to stand for them; with more leading
+    axes, they are a batch of pools for `jax.vmap`.
+
     Attributes:
       spec: what a block is, and its layout in the pool.
       data: one array `[num_blocks, *spec.block_shape]`, or a tuple of num_layers arrays
         `[num_blocks, *spec.block_shape[1:]]`.
 
-    Build one with `KVPool.zeros` or `KVPool.wrap`.
+    Raises:
+      ValueError, TypeError: when data does not fit the spec, as for `KVPool.wrap`.
+
+    Example:
+      >>> pool = KVPool.zeros(BlockSpec(32, 2, 16, 8, 128, jnp.bfloat16), 1024)
+      >>> len(pool), pool.shape
+      (1024, (1024, 32, 2, 16, 8, 128))
     """
 
+    data: Any
+    spec: BlockSpec
+
     def __init__(self, data: Any, spec: BlockSpec) -> None:
-        self.data = data
+        self.data = _checked_data("KVPool", "data", data, spec, open_to_jax=True)
         self.spec = spec
+
+    @classmethod
+    def _holding(cls, data: Any, spec: BlockSpec) -> KVPool:
+        """A pool of data that fits, or that stands for some other tree's leaves."""
+        pool = object.__new__(cls)
+        pool.data = data
+        pool.spec = spec
+        return pool
 
     @classmethod
     def zeros(
         cls,
         spec: BlockSpec,
         num_blocks: int,
+        *,
         contiguous: bool = True,
         memory_kind: str = "device",
-        *,
-        device: Any = None,
+        device: Place = None,
     ) -> KVPool:
         """A pool of zeros.
 
@@ -56,68 +79,45 @@ class KVPool:
             many engines hold them.
           memory_kind: "device", or "pinned_host" for host memory that kernels read and
             write over the link.
-          device: a jax device or sharding; the default device when None.
+          device: a jax device, a sharding, or a platform's name like "cpu"; the default
+            device when None.
 
         Raises:
-          ValueError: for a bad count or memory kind, or a layout whose layers cannot be
-            separate arrays.
+          ValueError: for a bad count, size, memory kind or device, or a layout whose
+            layers cannot be separate arrays.
+          TypeError: for a spec whose dtype JAX does not hold, like float64 without
+            `jax_enable_x64`, or something else than a device.
         """
         where = "KVPool.zeros"
-        _check_spec(where, spec)
+        check_spec(where, spec)
+        _checks.check_held(where, "the spec's dtype", spec.dtype)
         (num_blocks,) = _checks.check_positive(where, num_blocks=num_blocks)
         _checks.check_choice(where, "memory_kind", memory_kind, MEMORY_KINDS)
-        if num_blocks * spec.block_size >= 2**31:
-            raise ValueError(
-                f"{where}: num_blocks * block_size must be below 2**31 (slots are "
-                f"int32), got {num_blocks} * {spec.block_size}"
-            )
-        sharding = _sharding(device, memory_kind)
+        _check_size(where, spec, num_blocks)
+        sharding = _sharding(where, device, memory_kind)
+        shape = (num_blocks, *spec.block_shape)
         if contiguous:
-            return cls(_zeros((num_blocks, *spec.block_shape), spec, sharding), spec)
+            return cls._holding(_zeros(shape, spec, sharding), spec)
         _check_layered(where, spec)
         shape = (num_blocks, *spec.block_shape[1:])
         layers = range(spec.num_layers)
-        return cls(tuple(_zeros(shape, spec, sharding) for _ in layers), spec)
+        return cls._holding(tuple(_zeros(shape, spec, sharding) for _ in layers), spec)
 
     @classmethod
-    def wrap(cls, arrays: Any, spec: BlockSpec) -> KVPool:
-        """A pool over arrays that exist already; nothing is copied.
+    def wrap(cls, arrays: ArrayIn | Blocks, spec: BlockSpec) -> KVPool:
+        """A pool over arrays that exist already; nothing on the device is copied.
 
         Args:
           arrays: one array `[num_blocks, *spec.block_shape]`, or a sequence of
-            num_layers arrays `[num_blocks, *spec.block_shape[1:]]`.
+            num_layers arrays `[num_blocks, *spec.block_shape[1:]]`. NumPy arrays go to
+            the device; tensors of other libraries come by DLPack.
           spec: what a block is.
 
         Raises:
           ValueError: when a shape does not fit the spec, or the arrays differ.
           TypeError: when a dtype is not the spec's.
         """
-        where = "KVPool.wrap"
-        _check_spec(where, spec)
-        if not isinstance(arrays, (list, tuple)):
-            _check_pool_array(where, "arrays", arrays, spec.block_shape, spec)
-            return cls(jnp.asarray(arrays), spec)
-        _check_layered(where, spec)
-        if len(arrays) != spec.num_layers:
-            raise ValueError(
-                f"{where}: arrays must be one array, or one for each of the spec's "
-                f"{spec.num_layers} layers, got {len(arrays)}"
-            )
-        place = _place(arrays[0]) if arrays else None
-        for i, x in enumerate(arrays):
-            _check_pool_array(where, f"arrays[{i}]", x, spec.block_shape[1:], spec)
-            if _place(x) != place:
-                raise ValueError(
-                    f"{where}: all layers must lie on one device in one memory; "
-                    f"arrays[0] is on {place}, arrays[{i}] on {_place(x)}; move them "
-                    "with jax.device_put"
-                )
-            if x.shape != arrays[0].shape:
-                raise ValueError(
-                    f"{where}: all layers must hold the same blocks; arrays[0] is "
-                    f"{_checks.show(arrays[0])}, arrays[{i}] is {_checks.show(x)}"
-                )
-        return cls(tuple(jnp.asarray(x) for x in arrays), spec)
+        return cls._holding(_checked_data("KVPool.wrap", "arrays", arrays, spec), spec)
 
     @property
     def contiguous(self) -> bool:
@@ -132,7 +132,7 @@ class KVPool:
     @property
     def num_blocks(self) -> int:
         """How many blocks the pool holds."""
-        return int(self.arrays[0].shape[0])
+        return int(self._leading[-1])
 
     @property
     def memory_kind(self) -> str:
@@ -141,53 +141,134 @@ class KVPool:
         return "pinned_host" if space == jax.memory.Space.Host else "device"
 
     @property
+    def _leading(self) -> tuple[int, ...]:
+        """The axes before a block's: num_blocks, and before it those of a batch."""
+        array = self.arrays[0]
+        rank = len(self.spec.block_shape) - (0 if self.contiguous else 1)
+        return array.shape[: array.ndim - rank]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """`(num_blocks, *spec.block_shape)`, however many arrays hold the blocks."""
+        return (*self._leading, *self.spec.block_shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the elements."""
+        return self.spec.dtype
+
+    @property
     def nbytes(self) -> int:
         """The bytes of all blocks."""
-        return self.num_blocks * self.spec.block_bytes
+        return math.prod(self._leading) * self.spec.block_bytes
+
+    @property
+    def sharding(self) -> jax.sharding.Sharding:
+        """How the pool's array, or that of each layer, lies over devices."""
+        return self.arrays[0].sharding
+
+    def block_until_ready(self) -> KVPool:
+        """Waits for what is being computed into the pool, and returns it."""
+        jax.block_until_ready(self.data)
+        return self
+
+    def __len__(self) -> int:
+        return self.num_blocks
 
     def tree_flatten_with_keys(self) -> Any:
         return [(jax.tree_util.GetAttrKey("data"), self.data)], self.spec
 
     @classmethod
     def tree_unflatten(cls, spec: BlockSpec, children: Sequence[Any]) -> KVPool:
-        return cls(children[0], spec)
+        # Unchecked: trees hold all sorts of leaves while JAX works on them.
+        return cls._holding(children[0], spec)
 
     def __repr__(self) -> str:
         held = "one array" if self.contiguous else f"{len(self.arrays)} layer arrays"
         return f"KVPool({held} of {_checks.show(self.arrays[0])}, {self.spec})"
 
 
-# ---- building and checking -----------------------------------------------------------
+# ---- export --------------------------------------------------------------------------
 
 
-def _sharding(device: Any, memory_kind: str) -> Any:
+def _spec_as_bytes(spec: BlockSpec) -> bytes:
+    """What `jax.export` writes down of a pool beside its arrays."""
+    fields = {f.name: getattr(spec, f.name) for f in dataclasses.fields(spec)}
+    fields["dtype"] = spec.dtype.name
+    if isinstance(spec.layout, Layout):
+        fields["layout"] = dataclasses.asdict(spec.layout)
+    return json.dumps(fields).encode()
+
+
+def _spec_of_bytes(data: bytes | bytearray) -> BlockSpec:
+    fields = json.loads(bytes(data))
+    if isinstance(fields["layout"], dict):
+        fields["layout"] = Layout(**fields["layout"])
+    return BlockSpec(**fields)
+
+
+jax.export.register_pytree_node_serialization(
+    KVPool,
+    serialized_name="jax_kvblock.KVPool",
+    serialize_auxdata=_spec_as_bytes,
+    deserialize_auxdata=_spec_of_bytes,
+)
+
+
+# ---- building ------------------------------------------------------------------------
+
+
+def _sharding(where: str, device: Any, memory_kind: str) -> jax.sharding.Sharding:
     if isinstance(device, jax.sharding.Sharding):
         return device.with_memory_kind(memory_kind)
+    return jax.sharding.SingleDeviceSharding(
+        _device(where, device), memory_kind=memory_kind
+    )
+
+
+def _device(where: str, device: Any) -> jax.Device:
+    """A device that is meant: itself, the first of a platform, or the default one."""
     if device is None:
-        device = _default_device()
-    return jax.sharding.SingleDeviceSharding(device, memory_kind=memory_kind)
+        device = jax.config.values["jax_default_device"]
+    if device is None:
+        return jax.local_devices()[0]
+    if isinstance(device, jax.Device):
+        return device
+    must = f"{where}: device must be a jax device, a sharding or a platform's name"
+    if not isinstance(device, str):
+        raise TypeError(f"{must}, got {device!r}; pass one of jax.devices()")
+    try:
+        return jax.local_devices(backend=device)[0]
+    except RuntimeError as error:
+        raise ValueError(
+            f"{must}, got {device!r}; pass one of jax.devices() ({error})"
+        ) from None
 
 
-def _default_device() -> jax.Device:
-    chosen = jax.config.values["jax_default_device"]
-    if isinstance(chosen, str):
-        return jax.local_devices(backend=chosen)[0]
-    return chosen if chosen is not None else jax.local_devices()[0]
-
-
-def _zeros(shape: tuple[int, ...], spec: BlockSpec, sharding: Any) -> jax.Array:
+def _zeros(
+    shape: tuple[int, ...], spec: BlockSpec, sharding: jax.sharding.Sharding
+) -> jax.Array:
     if sharding.memory_kind == "device":
-        return jnp.zeros(shape, spec.dtype, device=sharding)
+        # A zero that is put there by hand, so that a transfer guard lets it pass.
+        zero = jax.device_put(np.zeros((), spec.dtype))
+        return jnp.full(shape, zero, device=sharding)
     # Straight from host memory: a jit would stage the whole pool on the device.
     return jax.device_put(np.zeros(shape, spec.dtype), sharding)
 
 
-def _check_spec(where: str, spec: Any) -> None:
-    if not isinstance(spec, BlockSpec):
-        raise TypeError(
-            f"{where}: spec must be a BlockSpec, got {type(spec).__name__}; build one "
-            "with BlockSpec(num_layers, num_outer, block_size, num_kv_heads, head_dim, "
-            "dtype)"
+# ---- checking ------------------------------------------------------------------------
+
+
+def _check_size(where: str, spec: BlockSpec, num_blocks: int) -> None:
+    if num_blocks * spec.block_size >= 2**31:
+        raise ValueError(
+            f"{where}: num_blocks * block_size must be below 2**31 (slots are int32), "
+            f"got {num_blocks} * {spec.block_size}"
+        )
+    if num_blocks * spec.block_bytes >= 2**63:
+        raise ValueError(
+            f"{where}: a pool must have less than 2**63 bytes, got {num_blocks} blocks "
+            f"of {spec.block_bytes} bytes; look at the spec's extents"
         )
 
 
@@ -200,8 +281,78 @@ def _check_layered(where: str, spec: BlockSpec) -> None:
         )
 
 
+def _checked_data(
+    where: str, name: str, data: Any, spec: Any, open_to_jax: bool = False
+) -> Any:
+    """A pool's data: arrays that fit the spec and each other.
+
+    `open_to_jax` lets pass what JAX's transformations make of them: shapes without
+    values, and a batch's axes in front.
+    """
+    check_spec(where, spec)
+    if not isinstance(data, (list, tuple)):
+        block = spec.block_shape
+        return _pool_array(where, name, data, block, spec, open_to_jax)
+    _check_layered(where, spec)
+    if len(data) != spec.num_layers:
+        raise ValueError(
+            f"{where}: {name} must be one array, or one for each of the spec's "
+            f"{spec.num_layers} layers, got {len(data)}"
+        )
+    block = spec.block_shape[1:]
+    arrays = tuple(
+        _pool_array(where, f"{name}[{i}]", x, block, spec, open_to_jax)
+        for i, x in enumerate(data)
+    )
+    place = _place(arrays[0])
+    for i, x in enumerate(arrays):
+        if _place(x) != place:
+            raise ValueError(
+                f"{where}: all layers must lie on one device in one memory; {name}[0] "
+                f"is on {place}, {name}[{i}] on {_place(x)}; move them with "
+                "jax.device_put"
+            )
+        if x.shape != arrays[0].shape:
+            raise ValueError(
+                f"{where}: all layers must hold the same blocks; {name}[0] is "
+                f"{_checks.show(arrays[0])}, {name}[{i}] is {_checks.show(x)}"
+            )
+    return arrays
+
+
+def _pool_array(
+    where: str,
+    name: str,
+    x: Any,
+    block: tuple[int, ...],
+    spec: BlockSpec,
+    open_to_jax: bool,
+) -> Any:
+    struct = open_to_jax and isinstance(x, jax.ShapeDtypeStruct)
+    if not struct:
+        x = _checks.check_array(where, name, x)
+    leading, tail = x.shape[: x.ndim - len(block)], x.shape[x.ndim - len(block) :]
+    if not leading or (len(leading) > 1 and not open_to_jax) or tuple(tail) != block:
+        shape = ", ".join(map(str, block))
+        raise ValueError(
+            f"{where}: {name} must have shape [num_blocks, {shape}] "
+            f"({spec.block_layout.name} of the spec), got {_checks.show(x)}"
+        )
+    if x.dtype != spec.dtype:
+        raise TypeError(
+            f"{where}: {name} must have the spec's dtype {spec.dtype}, got "
+            f"{_checks.show(x)}"
+        )
+    _check_size(where, spec, leading[-1])
+    if struct:
+        return x
+    if not isinstance(x, jax.Array):
+        _checks.check_held(where, name, spec.dtype)
+    return _checks.to_jax(x)
+
+
 def _place(x: Any) -> str | None:
-    """Where a concrete array lies, in words; None for tracers and NumPy arrays."""
+    """Where a concrete array lies, in words; None for tracers and shapes."""
     if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
         return None
     devices = ", ".join(sorted(str(d) for d in x.devices()))
@@ -240,20 +391,3 @@ def check_pool(where: str, name: str, pool: Any) -> None:
                 f"{where}: {name} was donated or deleted (array {i}); use the pool "
                 "that the donating call returned"
             )
-
-
-def _check_pool_array(
-    where: str, name: str, x: Any, block_shape: tuple[int, ...], spec: BlockSpec
-) -> None:
-    _checks.check_array(where, name, x)
-    if x.ndim != 1 + len(block_shape) or tuple(x.shape[1:]) != block_shape:
-        shape = ", ".join(map(str, block_shape))
-        raise ValueError(
-            f"{where}: {name} must have shape [num_blocks, {shape}] "
-            f"({spec.block_layout.name} of the spec), got {_checks.show(x)}"
-        )
-    if x.dtype != spec.dtype:
-        raise TypeError(
-            f"{where}: {name} must have the spec's dtype {spec.dtype}, got "
-            f"{_checks.show(x)}"
-        )

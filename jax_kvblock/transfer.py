@@ -1,21 +1,22 @@
 """Moving blocks in, out, within and between pools.
 
-Ids are traced int32 values: new ids never recompile. An id outside the pool (−1 is the
-usual padding) reads zeros and is dropped on a write. Every update happens in place when
-the pool is donated.
+Ids are integers of any dtype, and may be traced: new ids never recompile. An id outside
+the pool (−1 is the usual padding) reads zeros and is dropped on a write. Every update
+happens in place when the pool is donated.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jax_kvblock import _checks
 from jax_kvblock._copy import block_copy
 from jax_kvblock._plan import Copy, Form, Side
+from jax_kvblock._types import ArrayIn, Heads, Integers, LayerIndex
 from jax_kvblock.convert import backend_of
 from jax_kvblock.layout import BlockSpec, Layout, find_layout
 from jax_kvblock.pool import KVPool, check_pool
@@ -23,9 +24,9 @@ from jax_kvblock.pool import KVPool, check_pool
 
 def gather_blocks(
     pool: KVPool,
-    ids: Any,
+    ids: Integers,
     layout: str | Layout = "universal",
-    heads: tuple[int, int] | None = None,
+    heads: Heads = None,
     *,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -33,9 +34,10 @@ def gather_blocks(
 
     Args:
       pool: on the device or in pinned host memory.
-      ids: int32 `[n]`, traced or not; an id outside the pool reads zeros.
+      ids: integers `[n]`, traced or not; an id outside the pool reads zeros.
       layout: how the result's blocks lie.
-      heads: `(start, stop)`, to read only a tensor-parallel slice of the heads.
+      heads: `(start, stop)`, a range or a slice, to read only a tensor-parallel slice
+        of the heads.
       implementation: "kernel", "xla" or None, which takes the kernel.
 
     Returns:
@@ -69,10 +71,10 @@ def gather_blocks(
 
 def scatter_blocks(
     pool: KVPool,
-    ids: Any,
-    blocks: Any,
+    ids: Integers,
+    blocks: ArrayIn,
     layout: str | Layout = "universal",
-    heads: tuple[int, int] | None = None,
+    heads: Heads = None,
     *,
     implementation: str | None = None,
 ) -> KVPool:
@@ -80,12 +82,13 @@ def scatter_blocks(
 
     Args:
       pool: on the device or in pinned host memory.
-      ids: int32 `[n]`, traced or not; an id outside the pool is dropped. Ids must not
-        repeat: which of two blocks would win is not defined.
+      ids: integers `[n]`, traced or not; an id outside the pool is dropped. Ids must
+        not repeat: which of two blocks would win is not defined.
       blocks: `[n, *block]` in `layout`, of the pool's dtype.
       layout: how the given blocks lie.
-      heads: `(start, stop)`, to write only a tensor-parallel slice; then the blocks
-        have stop − start heads and the pool's other heads stay as they are.
+      heads: `(start, stop)`, a range or a slice, to write only a tensor-parallel slice;
+        then the blocks have stop − start heads and the pool's other heads stay as they
+        are.
       implementation: "kernel", "xla" or None, which takes the kernel.
 
     Returns:
@@ -120,7 +123,11 @@ def scatter_blocks(
 
 
 def copy_blocks(
-    pool: KVPool, src_ids: Any, dst_ids: Any, *, implementation: str | None = None
+    pool: KVPool,
+    src_ids: Integers,
+    dst_ids: Integers,
+    *,
+    implementation: str | None = None,
 ) -> KVPool:
     """Copies blocks to other places of the same pool; in place when it is donated.
 
@@ -129,7 +136,7 @@ def copy_blocks(
 
     Args:
       pool: on the device or in pinned host memory.
-      src_ids, dst_ids: int32 `[n]`; a source outside the pool reads zeros, a
+      src_ids, dst_ids: integers `[n]`; a source outside the pool reads zeros, a
         destination outside is dropped. Destinations must not repeat.
       implementation: "kernel", "xla" or None, which takes the kernel.
 
@@ -150,10 +157,10 @@ def copy_blocks(
 
 def transfer_blocks(
     src_pool: KVPool,
-    src_ids: Any,
+    src_ids: Integers,
     dst_pool: KVPool,
-    dst_ids: Any,
-    heads: tuple[int, int] | None = None,
+    dst_ids: Integers,
+    heads: Heads = None,
     *,
     implementation: str | None = None,
 ) -> KVPool:
@@ -163,11 +170,12 @@ def transfer_blocks(
     Args:
       src_pool, dst_pool: on the device or in pinned host memory. They agree in layers,
         outer, block size, head_dim and dtype.
-      src_ids, dst_ids: int32 `[n]`; a source outside its pool reads zeros, a
+      src_ids, dst_ids: integers `[n]`; a source outside its pool reads zeros, a
         destination outside is dropped. Destinations must not repeat.
-      heads: `(start, stop)`, the tensor-parallel slice to move, counted in the pool
-        with more heads. A pool that holds exactly stop − start heads holds just the
-        slice.
+      heads: `(start, stop)`, a range or a slice: the tensor-parallel slice to move,
+        counted in the pool with more heads. A pool that holds exactly stop − start
+        heads holds just the slice.
+      implementation: "kernel", "xla" or None, which takes the kernel.
 
     Returns:
       The new destination pool; updated in place when `dst_pool` is donated.
@@ -214,10 +222,10 @@ def transfer_blocks(
 
 def append_kv(
     pool: KVPool,
-    layer: Any,
-    k: Any,
-    v: Any,
-    slots: Any,
+    layer: LayerIndex,
+    k: ArrayIn,
+    v: ArrayIn | None,
+    slots: Integers,
     *,
     implementation: str | None = None,
 ) -> KVPool:
@@ -225,9 +233,11 @@ def append_kv(
 
     Args:
       pool: on the device or in pinned host memory.
-      layer: a Python int, or a traced int32 scalar (as inside `lax.scan` over layers).
-      k, v: `[tokens, nh, hd]` of the pool's dtype. v is None when num_outer is 1.
-      slots: int32 `[tokens]`, block · block_size + offset; −1 is dropped. Slots must
+      layer: an integer, or a traced integer scalar (as inside `lax.scan` over layers);
+        None for all layers in one copy, as after a prefill.
+      k, v: `[tokens, nh, hd]` of the pool's dtype, `[nl, tokens, nh, hd]` for all
+        layers. v is None when num_outer is 1.
+      slots: integers `[tokens]`, block · block_size + offset; −1 is dropped. Slots must
         not repeat.
       implementation: "kernel", "xla" or None, which takes the kernel.
 
@@ -235,15 +245,19 @@ def append_kv(
       The new pool. A traced layer outside the pool writes nothing.
 
     Raises:
-      IndexError: for a Python layer outside the pool.
-      TypeError, ValueError: for a wrong pool, k, v or slots.
+      IndexError: for a layer outside the pool that is not traced.
+      TypeError, ValueError: for a wrong pool, layer, k, v or slots.
+
+    Example:
+      >>> pool = append_kv(pool, None, k, v, range(48, 48 + k.shape[1]))  # from block 3
     """
     where = "append_kv"
     check_pool(where, "pool", pool)
     spec = pool.spec
     slots = _checks.check_int32(where, "slots", slots, "[tokens]", 1)
     tokens = slots.shape[0]
-    shape = (tokens, spec.num_kv_heads, spec.head_dim)
+    layers = (spec.num_layers,) if layer is None else ()
+    shape = (*layers, tokens, spec.num_kv_heads, spec.head_dim)
     values = [_operand(where, "k", k, shape, spec)]
     if spec.num_outer == 2:
         values.append(_operand(where, "v", v, shape, spec))
@@ -252,23 +266,67 @@ def append_kv(
             f"{where}: v must be None for a pool with num_outer 1, got "
             f"{_checks.show(v)}; pass the combined cache as k"
         )
-
-    sizes = {axis: n for axis, n in spec.sizes.items() if axis in "OHD"}
-    extents = (("N", tokens), *sizes.items())
-    side, arrays, start = _layer_side(where, pool, layer)
+    part = _layer_part(where, pool, layer, ("B", "T"))
+    axes = "LOHD" if layer is None else "OHD"
+    extents = (("N", tokens), *((axis, spec.sizes[axis]) for axis in axes))
+    stored = (("L",),) if layer is None else ()
     copy = Copy(
         extents=extents,
-        src=Side(Form(("O",), (("N",), ("H",), ("D",))), extents),
-        dst=side,
+        src=Side(Form(("O",), (*stored, ("N",), ("H",), ("D",))), extents),
+        dst=part.side,
         in_place=True,
         backend=_backend(where, implementation, pool),
     )
-    results = block_copy(copy, values, arrays, (None, slots, None, start))
-    if len(results) == len(pool.arrays):
+    results = block_copy(copy, values, part.arrays, (None, slots, None, part.start))
+    if part.number is None or pool.contiguous:
         return _with_arrays(pool, results)
-    layers = list(pool.arrays)
-    layers[int(layer)] = results[0]
-    return KVPool(tuple(layers), spec)
+    arrays = list(pool.arrays)
+    (arrays[part.number],) = results
+    return _with_arrays(pool, arrays)
+
+
+def gather_kv(
+    pool: KVPool, layer: Any, ids: Any, *, implementation: str | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Reads one layer's keys and values of a sequence, as attention takes them.
+
+    Args:
+      pool: on the device or in pinned host memory, in any layout.
+      layer: an integer, or a traced integer scalar (as inside `lax.scan` over layers).
+      ids: integers `[n]`, traced or not, the sequence's blocks in order; an id outside
+        the pool reads zeros.
+      implementation: "kernel", "xla" or None, which takes the kernel.
+
+    Returns:
+      k and v, each `[n · block_size, nh, hd]` in device memory: position p of the
+      sequence is row p. v is None when num_outer is 1. A traced layer outside the pool
+      reads zeros.
+
+    Raises:
+      IndexError: for a layer outside the pool that is not traced.
+      TypeError, ValueError: for a wrong pool, layer or ids.
+
+    Example:
+      >>> k, v = gather_kv(pool, layer, ids)
+      >>> o = flash_attention(q[None], k[None], v[None], kv_lens=length[None])
+    """
+    where = "gather_kv"
+    check_pool(where, "pool", pool)
+    ids = _checks.check_int32(where, "ids", ids, "[n]", 1)
+    if layer is None:
+        raise _no_layer(where, layer)
+    part = _layer_part(where, pool, layer, ("B",))
+    sizes = {axis: n for axis, n in pool.spec.sizes.items() if axis != "L"}
+    extents = (("N", ids.shape[0]), *sizes.items())
+    copy = Copy(
+        extents=extents,
+        src=part.side,
+        dst=Side(Form(("O",), (("N", "T"), ("H",), ("D",))), extents),
+        in_place=False,
+        backend=_backend(where, implementation, pool),
+    )
+    k, *v = block_copy(copy, part.arrays, (), (ids, None, part.start))
+    return k, (v[0] if v else None)
 
 
 # ---- how a pool lies in memory -------------------------------------------------------
@@ -290,34 +348,55 @@ def _pool_side(pool: KVPool, index: tuple[str, ...], head: int | None) -> Side:
     return Side(_pool_form(pool), tuple(_pool_sizes(pool).items()), index, first)
 
 
-def _layer_side(
-    where: str, pool: KVPool, layer: Any
-) -> tuple[Side, Sequence[jax.Array], jax.Array | None]:
-    """One layer of the pool as a destination of slots, its arrays, a traced start."""
-    form, sizes, index = _pool_form(pool), _pool_sizes(pool), ("B", "T")
-    number = None if isinstance(layer, jax.Array) else _checks.as_int(layer)
-    if number is not None:
-        if not 0 <= number < pool.spec.num_layers:
-            raise IndexError(
-                f"{where}: layer must be 0 to {pool.spec.num_layers - 1}, got {number}"
-            )
-        if pool.contiguous:
-            side = Side(form, tuple(sizes.items()), index, (("L", number),))
-            return side, pool.arrays, None
-        del sizes["L"]
-        side = Side(Form((), form.array), tuple(sizes.items()), index)
-        return side, [pool.arrays[number]], None
-    if not hasattr(layer, "dtype") or isinstance(layer, np.bool_):
-        raise TypeError(
-            f"{where}: layer must be a Python int or an int32 scalar, got "
-            f"{type(layer).__name__}"
+class _LayerPart(NamedTuple):
+    """One layer of a pool, or all of them, as a side of a copy.
+
+    Attributes:
+      side: the side, with ids that address `index`.
+      arrays: the pool's arrays that the side is about.
+      start: the layer, when it is an operand.
+      number: the layer, when it is static.
+    """
+
+    side: Side
+    arrays: Sequence[jax.Array]
+    start: jax.Array | None = None
+    number: int | None = None
+
+
+def _layer_part(
+    where: str, pool: KVPool, layer: Any, index: tuple[str, ...]
+) -> _LayerPart:
+    side = _pool_side(pool, index, None)
+    if layer is None:
+        return _LayerPart(side, pool.arrays)
+    if isinstance(layer, jax.Array):
+        start = _checks.check_int32(where, "layer", layer, "[]", 0)
+        return _LayerPart(dataclasses.replace(side, start="L"), pool.arrays, start)
+    number = _checks.as_int(layer)
+    if number is None:
+        raise _no_layer(where, layer)
+    if not 0 <= number < pool.spec.num_layers:
+        raise IndexError(
+            f"{where}: layer must be 0 to {pool.spec.num_layers - 1}, got {number}"
         )
-    start = _checks.check_int32(where, "layer", layer, "[]", 0)
-    return Side(form, tuple(sizes.items()), index, (), "L"), pool.arrays, start
+    if pool.contiguous:
+        side = dataclasses.replace(side, first=(("L", number),))
+        return _LayerPart(side, pool.arrays, number=number)
+    sizes = tuple((axis, n) for axis, n in side.sizes if axis != "L")
+    side = Side(Form((), side.form.array), sizes, index)
+    return _LayerPart(side, [pool.arrays[number]], number=number)
+
+
+def _no_layer(where: str, layer: Any) -> TypeError:
+    return TypeError(
+        f"{where}: layer must be an integer or an int32 scalar, got "
+        f"{_checks.show(layer)}; pass an int, or jnp.int32(layer) not to recompile"
+    )
 
 
 def _with_arrays(pool: KVPool, arrays: Sequence[jax.Array]) -> KVPool:
-    return KVPool(arrays[0] if pool.contiguous else tuple(arrays), pool.spec)
+    return KVPool._holding(arrays[0] if pool.contiguous else tuple(arrays), pool.spec)
 
 
 def _slice_of_pools(

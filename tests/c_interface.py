@@ -41,6 +41,10 @@ class CCopy(ctypes.Structure):
     ]
 
 
+# kvblock_attention_pass, and each one's launcher. attention_launches.py has the struct.
+FORWARD, BACKWARD_KV, BACKWARD_Q, BACKWARD_BIAS = range(4)
+LAUNCHERS = ("forward", "backward_kv", "backward_q", "backward_bias")
+
 GUARD = 64  # bytes before and after each buffer
 TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 SCHEDULE = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
@@ -54,6 +58,12 @@ def load_library() -> ctypes.CDLL:
     library.kvblock_copy_cpu.restype = ctypes.c_char_p
     pointers = [ctypes.c_void_p, ctypes.c_int64, SCHEDULE, ctypes.c_void_p]
     library.kvblock_copy_cpu.argtypes = pointers
+    library.kvblock_attention_check.restype = ctypes.c_char_p
+    library.kvblock_attention_check.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    for launcher in LAUNCHERS:
+        launch = getattr(library, f"kvblock_attention_{launcher}")
+        launch.restype = ctypes.c_char_p
+        launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return library
 
 

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sys
 import zlib
 from collections.abc import Iterator
 
 # Before jax starts: sharding tests need several devices, and a GPU run should not take
-# all of its memory at once.
-_COUNT = "--xla_force_host_platform_device_count=4"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_COUNT}".strip()
+# all of its memory at once. What a GPU compiles here runs once: to time candidates for
+# each of its products takes thirty times as long as to compile the program.
+_FLAGS = [
+    "--xla_force_host_platform_device_count=4",
+    "--xla_gpu_autotune_level=0",
+    "--xla_gpu_enable_triton_gemm=false",
+]
+if shutil.which("nvidia-smi") is None:  # the same for a CPU: half the time of LLVM
+    _FLAGS += [
+        "--xla_backend_optimization_level=0",
+        "--xla_cpu_parallel_codegen_split_count=1",
+    ]
+os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_FLAGS)).strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
@@ -17,6 +29,8 @@ import numpy as np
 import pytest
 
 import jax_kvblock
+
+pytest_plugins = ["record"]
 
 
 def has_gpu() -> bool:
@@ -78,3 +92,12 @@ def four_cpus() -> Iterator[None]:
         pytest.fail("XLA_FLAGS must force four CPU devices")
     with jax.default_device(devices[0]):
         yield
+
+
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Python changes threads as often as it can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(interval)

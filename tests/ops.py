@@ -71,6 +71,18 @@ def plain_append(data, layer, k, v, slots):
     return data
 
 
+def plain_append_all(data, k, v, slots):
+    for layer in range(NL):
+        data = plain_append(data, layer, k[layer], v[layer], slots)
+    return data
+
+
+def plain_gather_kv(data, layer, ids):
+    layer = jnp.where((layer < 0) | (layer >= NL), NL, layer)
+    kv = data.at[:, layer].get(mode="fill", fill_value=0)
+    return plain_gather(kv, ids).swapaxes(0, 1).reshape(NO, -1, NH, HD)
+
+
 def merge(x):
     """NHD blocks as "(H L) T (D O)"."""
     x = x.transpose(*range(x.ndim - 5), *(x.ndim - 5 + i for i in (3, 0, 2, 4, 1)))
@@ -188,6 +200,18 @@ OPS = [
             0, 1
         ),
         [(NL, BLOCKS, *DIMS[1:]), np.int32(0), TOKENS, TOKENS, SLOTS],
+    ),
+    Op(
+        "append_kv to all layers",
+        lambda data, k, v, s: kv.append_kv(pool(data), None, k, v, s).data,
+        plain_append_all,
+        [POOL, (NL, *TOKENS), (NL, *TOKENS), SLOTS],
+    ),
+    Op(
+        "gather_kv",
+        lambda data, n, ids: jnp.stack(kv.gather_kv(pool(data), n, ids)),
+        plain_gather_kv,
+        [POOL, np.int32(1), IDS],
     ),
 ]
 MAIN_OPS = [

@@ -1,4 +1,4 @@
-"""New tokens land in their slots, in a static or a traced layer, and nowhere else."""
+"""New tokens land in their slots, in one layer or in all, and are read again."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from model import (
     INT32,
     KINDS,
     assert_pool,
+    assert_same_bits,
     random_bits,
     start,
 )
@@ -67,3 +68,83 @@ def test_append_in_a_scan_over_layers(rng, kind):
         model.append(layer, list(pair), SLOTS)
     kvs = (jnp.asarray(pieces[:, 0]), jnp.asarray(pieces[:, 1]))
     assert_pool(fill(pool, np.int32(order), kvs), model, kind)
+
+
+@pytest.mark.parametrize("num_outer", [1, 2])
+@by_kind
+def test_append_to_all_layers(rng, kind, num_outer):
+    pool, model = start(rng, kind, dims=(3, num_outer, 4, 5, 6))
+    pieces = random_bits(rng, (num_outer, 3, len(SLOTS), 5, 6), "bfloat16")
+    for layer in range(3):
+        model.append(layer, list(pieces[:, layer]), SLOTS)
+    k, v = (*map(jnp.asarray, pieces), None)[:2]
+    assert_pool(kv.append_kv(pool, None, k, v, np.int32(SLOTS)), model, kind)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_all_layers_are_one_copy_that_a_donated_pool_takes_in_place(contiguous):
+    spec = kv.BlockSpec(3, 2, 4, 5, 6, jnp.float32)
+    pool = kv.KVPool.zeros(spec, 7, contiguous=contiguous)
+    k = jnp.ones((3, 2, 5, 6))
+    append = jax.jit(lambda p: kv.append_kv(p, None, k, k, [0, 1]), donate_argnums=0)
+    copies = str(jax.make_jaxpr(append)(pool)).count("kvblock_copy[")
+    assert copies == 1
+    places = [x.unsafe_buffer_pointer() for x in pool.arrays]
+    assert [x.unsafe_buffer_pointer() for x in append(pool).arrays] == places
+
+
+# ---- reading a layer -----------------------------------------------------------------
+
+IDS = [2, -1, 0, 7, 6, 2, INT32.max, INT32.min, 5]
+
+
+def rows(model, layer):
+    """k and v of one layer of the model, `[outer, n · nt, nh, hd]`."""
+    read = model.gather(IDS)[:, layer]
+    return read.swapaxes(0, 1).reshape(read.shape[1], -1, *read.shape[3:])
+
+
+@pytest.mark.parametrize("num_outer", [1, 2])
+@by_kind
+def test_gather_kv_of_a_static_layer(rng, kind, num_outer):
+    pool, model = start(rng, kind, dims=(3, num_outer, 4, 5, 6))
+    for layer in (2, np.uint8(0)):
+        k, v = kv.gather_kv(pool, layer, IDS)
+        want = rows(model, int(layer))
+        assert k.sharding.memory_kind == "device"
+        assert_same_bits(k, want[0])
+        if num_outer == 1:
+            assert v is None
+        else:
+            assert_same_bits(v, want[1])
+    assert_pool(pool, model, kind)
+
+
+@by_kind
+def test_gather_kv_of_a_traced_layer(rng, kind):
+    pool, model = start(rng, kind)
+    gather = jax.jit(kv.gather_kv)
+    for layer in (1, 2, 0, -1, 3, INT32.max, INT32.min):
+        k, v = gather(pool, jnp.int32(layer), np.int32(IDS))
+        if 0 <= layer < 3:
+            want = rows(model, layer)
+        else:
+            want = np.zeros((2, len(IDS) * 4, 5, 6), jnp.bfloat16)
+        assert_same_bits(k, want[0])
+        assert_same_bits(v, want[1])
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "xla"])
+def test_what_was_appended_is_read_row_by_row(rng, implementation):
+    """Positions of a sequence are rows, whatever the pool's layout."""
+    how = {"implementation": implementation}
+    pool, _ = start(rng, KINDS[1])
+    ids = np.int32([5, 1, 3])
+    position = np.arange(10)
+    slots = ids[position // 4] * 4 + position % 4
+    k, v = random_bits(rng, (2, 3, len(slots), 5, 6), "bfloat16")
+    pool = kv.append_kv(pool, None, k, v, slots, **how)
+    for layer in range(3):
+        got = kv.gather_kv(pool, layer, ids, **how)
+        assert_same_bits(got[0][:10], k[layer])
+        assert_same_bits(got[1][:10], v[layer])

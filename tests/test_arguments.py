@@ -44,6 +44,16 @@ def test_ids_come_in_any_form(rng, form):
     assert_same_bits(got, model.gather([4, 3, 2]))
 
 
+def test_a_list_of_blocks_stands_for_its_ids(rng):
+    manager = kv.BlockManager(3, 4, num_kv_heads=5, head_dim=6, num_blocks=7)
+    first, second = manager.allocate_blocks(2), manager.allocate_blocks(2)
+    blocks = jnp.asarray(random_bits(rng, (2, *DIMS), "bfloat16"))
+    manager.pool = kv.scatter_blocks(manager.pool, second, blocks, "NHD")
+    manager.pool = kv.copy_blocks(manager.pool, second, first)
+    got = kv.gather_blocks(manager.pool, first, "NHD")
+    assert_same_bits(got, np.asarray(blocks))
+
+
 @pytest.mark.parametrize("dtype", INTEGERS)
 def test_ids_have_any_integer_dtype(rng, dtype):
     pool, model = start(rng, KIND)
@@ -162,6 +172,20 @@ def test_a_transfer_guard_lets_ids_and_layers_pass(rng):
     assert_same_bits(same, blocks)
 
 
+def test_a_transfer_guard_lets_a_batch_of_ids_pass(rng):
+    # Integers, because XLA:CPU's own stacking quiets the NaNs of bfloat16.
+    pool, model = start(rng, KIND, dtype="uint16")
+    ids = jnp.int32([[4, -1], [0, 2]])
+    with jax.transfer_guard("disallow"):
+        got = jax.vmap(lambda p, i: kv.gather_blocks(p, i, "NHD"), (None, 0))(pool, ids)
+        swapped = jax.vmap(kv.copy_blocks)(
+            jax.tree.map(lambda x: jnp.stack([x, x]), pool), ids, ids[:, ::-1]
+        )
+    assert_same_bits(got[1], model.gather([0, 2]))
+    model.scatter([-1, 4], model.gather([4, -1]))
+    assert_same_bits(swapped.data[0], model.blocks)
+
+
 # ---- tensors of other libraries ------------------------------------------------------
 
 
@@ -201,14 +225,14 @@ def test_torch_tokens_are_appended_and_their_slots_checked(rng):
 
 
 @pytest.mark.torch
-def test_torch_memory_is_read_where_it_lies():
+def test_a_pool_of_torch_memory_lies_where_that_lies():
     import torch
 
-    from jax_kvblock import _checks
-
-    x = torch.zeros(4, 64)
-    array = _checks.check_array("f", "x", x)
-    assert array.unsafe_buffer_pointer() == x.data_ptr()
+    layers = [torch.zeros(7, *DIMS[1:]) for _ in range(DIMS[0])]
+    pool = kv.KVPool.wrap(layers, SPEC)
+    assert [x.unsafe_buffer_pointer() for x in pool.data] == [
+        x.data_ptr() for x in layers
+    ]
 
 
 @pytest.mark.torch

@@ -2,86 +2,153 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import ctypes
+from typing import Any
 
-from cpp_programs import run_cpp
-
-PROGRAM = """
-#include <cstdio>
-#include "host/attention_check.h"
-alignas(16) char array[16];
-alignas(16) float sums[4];
-alignas(8) int32_t ranges[2];
-float rows[4];
-int32_t ints[4];
-kvblock_attention Valid() {
-  kvblock_attention a{};
-  a.batch = a.num_heads = a.num_kv_heads = 1;
-  a.q_len = a.kv_len = 4;
-  a.head_dim = a.value_dim = 8;
-  a.scale = 1.0f;
-  a.window_left = a.window_right = -1;
-  a.q = a.k = a.v = a.d_o = array;
-  a.dk = a.dv = array;
-  a.lse = rows;
-  a.delta = rows;
-  return a;
-}
-int main() {
-%s
-}
-"""
-CASE = """  {
-    kvblock_attention a = Valid();
-    %s
-    auto pass = kvblock::AttentionPass::kBackwardKv;
-    %s
-    const char* error = kvblock::CheckAttention(&a, pass);
-    std::puts(error == nullptr ? "ok" : error);
-  }
-"""
-SM90 = "a.kernels = KVBLOCK_KERNELS_SM90;"
-SUMS = "a.dq_accum = sums;"
-STATE = "a.dq_state = ints;"
-SEGMENTS = (
-    "a.q_segments = a.kv_segments = ints; "
-    "a.q_segment_ranges = a.kv_segment_ranges = ranges;"
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_launches import Attention, driver
+from c_interface import (
+    BACKWARD_BIAS,
+    BACKWARD_KV,
+    BACKWARD_Q,
+    FORWARD,
+    LAUNCHERS,
+    load_library,
 )
 
-CASES = [
-    ("", "ok"),
-    (SUMS, "ok"),
-    (f"{SM90} {SUMS} {STATE} a.dq = array;", "ok"),
-    (f"{SM90} {SUMS} {STATE} a.dq = array; a.dq_turns = ints;", "ok"),
-    ("a.kernels = 7;", "kernels must be KVBLOCK_KERNELS_GENERIC or"),
-    (f"{SM90} {SUMS} {STATE}", "dq is NULL, and dq_accum is not"),
-    (f"{SM90} {SUMS} a.dq = array;", "dq_state is NULL, and dq_accum is not"),
-    (f"{SUMS} {STATE}", "dq_state is for the sm_90a kernels"),
-    (f"{SM90} a.dq = array;", "dq_accum is NULL, and dq is not"),
-    (f"{SUMS} a.dq_turns = ints;", "dq_turns is for the sm_90a kernels"),
+from jax_kvblock._ffi import BUILD
+from jax_kvblock.attention.cuda import unserved_by_gpu
+
+# Nothing lies there: a check that looked at an array would crash.
+ARRAY = 4096
+SM90 = {"kernels": 1}
+SUMS = {"dq_accum": ARRAY}
+STATE = {"dq_state": ARRAY}
+TURNS = {"dq_turns": ARRAY}
+DQ = {"dq": ARRAY}
+SEGMENTS = dict.fromkeys(
+    ("q_segments", "kv_segments", "q_segment_ranges", "kv_segment_ranges"), ARRAY
+)
+BIAS = {"bias": ARRAY, "bias_dtype": 2, "bias_batch": 1, "bias_heads": 1}
+TILES = {
+    **dict.fromkeys(("tile_indices", "tile_counts"), ARRAY),
+    **dict.fromkeys(("tile_batch", "tile_heads", "max_tiles"), 1),
+    **dict.fromkeys(("tile_q", "tile_kv"), 128),
+}
+LONG = {"q_len": 2**30 - 256, "kv_len": 2**30 - 256}
+BACKWARD = dict.fromkeys(("lse", "d_o", "delta", "dk", "dv"), ARRAY)
+
+
+def valid(**changes: Any) -> Attention:
+    a = Attention(batch=1, num_heads=1, num_kv_heads=1, q_len=4, kv_len=4)
+    a.head_dim = a.value_dim = 8
+    a.scale, a.window_left, a.window_right = 1.0, -1, -1
+    a.q = a.k = a.v = a.o = ARRAY
+    for name, value in changes.items():
+        setattr(a, name, value)
+    return a
+
+
+CASES: list[tuple[int, dict[str, Any], str]] = [
+    (BACKWARD_KV, {}, "ok"),
+    (BACKWARD_KV, SUMS, "ok"),
+    (BACKWARD_KV, {**SM90, **SUMS, **STATE, **DQ}, "ok"),
+    (BACKWARD_KV, {**SM90, **SUMS, **STATE, **DQ, **TURNS}, "ok"),
+    (BACKWARD_KV, {"kernels": 7}, "kernels must be KVBLOCK_KERNELS_GENERIC or"),
+    (BACKWARD_KV, {**SM90, **SUMS, **STATE}, "dq is NULL, and dq_accum is not"),
+    (BACKWARD_KV, {**SM90, **SUMS, **DQ}, "dq_state is NULL, and dq_accum is not"),
+    (BACKWARD_KV, {**SUMS, **STATE}, "dq_state is for the sm_90a kernels"),
+    (BACKWARD_KV, {**SM90, **DQ}, "dq_accum is NULL, and dq is not"),
+    (BACKWARD_KV, {**SUMS, **TURNS}, "dq_turns is for the sm_90a kernels"),
     (
-        f"{SM90} {SUMS} {STATE} a.dq = array; a.dq_turns = ints; {SEGMENTS}",
+        BACKWARD_KV,
+        {**SM90, **SUMS, **STATE, **DQ, **TURNS, **SEGMENTS},
         "dq_turns is for calls without segments and tiles",
     ),
-    ("a.lse = nullptr;", "lse is NULL"),
+    (BACKWARD_KV, {"lse": None}, "lse is NULL"),
+    (BACKWARD_Q, DQ, "ok"),
+    (BACKWARD_Q, {}, "dq is NULL"),
+    (BACKWARD_BIAS, {**BIAS, "dbias": ARRAY}, "ok"),
+    (BACKWARD_BIAS, BIAS, "dbias is NULL"),
+    (BACKWARD_BIAS, {}, "bias is NULL"),
     # Forward, lse is written if it is asked for.
-    ("a.lse = nullptr; a.o = array;", "ok"),
-    ("a.lse = nullptr; a.o = nullptr;", "o is NULL"),
-    ("a.o = array; a.scale = -1e-5f; a.softcap = 5.0f;", "ok"),
-    ("a.o = array; a.scale = 0.0f; a.softcap = 5.0f;", "ok"),
-    ("a.o = array; a.scale = 1e-5f; a.softcap = 50.0f;", "scale / softcap must lie"),
-    ("a.o = array; a.scale = 1e-5f; a.softcap = 1024.0f;", "ok"),
-    ("a.scale = 1e-5f; a.softcap = 50.0f;", "ok"),  # backward
+    (FORWARD, {"lse": None}, "ok"),
+    (FORWARD, {"o": None}, "o is NULL"),
+    (FORWARD, {"k": None}, "k is NULL"),
+    (FORWARD, {"k": None, "v": None, "kv_len": 0}, "ok"),
+    (FORWARD, {"scale": -1e-5, "softcap": 5.0}, "ok"),
+    (FORWARD, {"scale": 0.0, "softcap": 5.0}, "ok"),
+    (FORWARD, {"scale": 1e-5, "softcap": 50.0}, "scale / softcap must lie"),
+    (FORWARD, {"scale": 1e-5, "softcap": 1024.0}, "ok"),
+    (BACKWARD_KV, {"scale": 1e-5, "softcap": 50.0}, "ok"),
+    (FORWARD, {"batch": -1}, "batch must not be negative, got -1"),
+    (FORWARD, {"q_len": -1}, "q_len must be 0 to 2^30 - 256, got -1"),
+    (FORWARD, {"num_heads": 2**16, "batch": 2**16}, "too large to address"),
+    (FORWARD, {**LONG, "num_heads": 2**30, "batch": 1}, "too large to address"),
+    (FORWARD, {**LONG, **BIAS}, "ok"),
+    (
+        FORWARD,
+        {**LONG, **BIAS, "num_heads": 8, "bias_heads": 8},
+        "bias_batch * bias_heads * q_len * kv_len is too large to address",
+    ),
+    (FORWARD, TILES, "ok"),
+    (
+        FORWARD,
+        {**LONG, **TILES, "num_heads": 512, "tile_heads": 512, "max_tiles": 2**30},
+        "tile lists are too large to address",
+    ),
+    (FORWARD, {**TILES, "tile_counts": None}, "tile_indices and tile_counts go"),
+    (FORWARD, {"q": ARRAY + 8}, "must be aligned to 16 bytes"),
+    (FORWARD, {**SEGMENTS, "q_segment_ranges": ARRAY + 4}, "be aligned to 8 bytes"),
+    (FORWARD, {"lse": ARRAY + 2}, "must be aligned to their elements"),
+    (FORWARD, {**BIAS, "bias": ARRAY + 2}, "must be aligned to their elements"),
+    (FORWARD, {**BIAS, "bias": ARRAY + 2, "bias_dtype": 0}, "ok"),
+    (4, {}, "pass must be a kvblock_attention_pass, got 4"),
+    (-1, {}, "pass must be a kvblock_attention_pass, got -1"),
 ]
 
 
-def test_what_belongs_to_which_kernels(tmp_path: Path) -> None:
-    forward = "pass = kvblock::AttentionPass::kForward;"
-    program = PROGRAM % "".join(
-        CASE % (change, forward if "a.o = " in change else "") for change, _ in CASES
-    )
-    sources = ("host/attention_check.cc", "host/block_copy_check.cc")
-    lines = run_cpp(tmp_path, program, *sources).splitlines()
-    for line, (change, said) in zip(lines, CASES, strict=True):
-        assert (line == "ok") == (said == "ok"), change
-        assert said in line, change
+@pytest.mark.parametrize(("which", "change", "said"), CASES)
+def test_the_check_tells_what_does_not_belong(
+    which: int, change: dict[str, Any], said: str
+) -> None:
+    given = change if which == FORWARD else {**BACKWARD, **change}
+    error = load_library().kvblock_attention_check(ctypes.byref(valid(**given)), which)
+    message = "ok" if error is None else error.decode()
+    assert (message == "ok") == (said == "ok"), message
+    assert said in message
+
+
+def test_launchers_refuse_what_the_check_refuses() -> None:
+    library = load_library()
+    for which, launcher in enumerate(LAUNCHERS):
+        launch = getattr(library, f"kvblock_attention_{launcher}")
+        assert launch(None, None) == b"attention: the struct is NULL"
+        assert launch(ctypes.byref(valid(batch=-1)), None).startswith(
+            b"attention: batch must not be negative"
+        )
+        assert library.kvblock_attention_check(None, which)
+
+
+@pytest.mark.skipif(BUILD["cuda"], reason="this build has the CUDA launchers")
+def test_without_cuda_a_right_struct_is_told_how_to_rebuild() -> None:
+    error = load_library().kvblock_attention_forward(ctypes.byref(valid()), None)
+    assert b"this build of jax_kvblock has no CUDA kernels; rebuild" in error
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernels", ["cuda", "cuda_sm90"])
+def test_keys_without_queries_get_gradients_of_zero(kernels: str) -> None:
+    if missing := unserved_by_gpu(kernels, backward=True):
+        pytest.skip(f"{kernels} does not serve {missing[0]}")
+    k, dk, dv = (jnp.full((1, 4, 1, 8), n, jnp.bfloat16) for n in (1, 2, 3))
+    places = [x.block_until_ready().unsafe_buffer_pointer() for x in (k, dk, dv)]
+    a = valid(kernels=int(kernels == "cuda_sm90"), q_len=0, q=None, o=None)
+    a.k, a.dk, a.dv = places
+    a.v = a.k
+    error = load_library().kvblock_attention_backward_kv(ctypes.byref(a), None)
+    assert error is None, error
+    driver("cuCtxSynchronize")
+    assert not np.asarray(dk).any() and not np.asarray(dv).any()

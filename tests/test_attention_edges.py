@@ -332,6 +332,7 @@ CUTS = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.usefixtures("four_cpus")
 @by_axis_type
@@ -356,6 +357,7 @@ def test_gradients_of_operands_that_are_cut_differently(axis_type, cut, rng) -> 
         np.testing.assert_allclose(a, b, atol=2e-4)
 
 
+@pytest.mark.wide
 @by_main_kernel()
 @pytest.mark.parametrize("dim", [64, 96, 256])
 @pytest.mark.parametrize("scale", [0.0, -0.3])

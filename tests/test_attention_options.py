@@ -178,6 +178,7 @@ def dtypes_of(row):
     return (F32, (BF16, F16)[row // 2 % 2])[: 2 - row % 2]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     "implementation, dtype, names",
     [

@@ -58,6 +58,7 @@ def test_vmap_folds_into_one_call(rng):
 POLICIES = jax.checkpoint_policies
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("policy", "forwards"),
     [

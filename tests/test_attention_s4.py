@@ -190,8 +190,9 @@ def test_transforms(rng: np.random.Generator) -> None:
 @pytest.mark.parametrize("length", [1, 40, 100, 1024])
 def test_the_optimal_tile_is_a_tile(length: int, head_dim: int) -> None:
     tile = get_optimal_block_sizes(length, head_dim)
-    tiles = kv.available_tiles(head_dim)
-    assert tile in tiles["cuda" if jax.default_backend() == "gpu" else "xla"]
+    on_gpu = jax.default_backend() == "gpu"
+    best = cuda.best_kernels()[0] if on_gpu else "xla"
+    assert tile in kv.available_tiles(head_dim)[best]
 
 
 def test_compiled_tiles_are_those_of_the_kernels_and_fit() -> None:
@@ -294,6 +295,7 @@ MEMORY = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="checked on the CPU")
 @pytest.mark.parametrize(("b", "h", "n", "d", "tile"), MEMORY)
 @pytest.mark.parametrize("use_half", [False, True])
@@ -416,4 +418,4 @@ def test_memory_optimization(capsys: pytest.CaptureFixture) -> None:
     assert mem_info["total_memory"] < scores / 4
 
     bc, br = get_optimal_block_sizes(seq_len, head_dim)
-    assert (bc, br) in kv.available_tiles(head_dim)["xla"]
+    assert any((bc, br) in tiles for tiles in kv.available_tiles(head_dim).values())

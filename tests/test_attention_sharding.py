@@ -180,6 +180,7 @@ def test_forward(rng, heads, options, axis_type):
         assert_close(x, want[name])
 
 
+@pytest.mark.wide
 @by_axis_type
 @by_row
 def test_gradients(rng, heads, options, axis_type):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import operator
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -65,40 +67,92 @@ def test_allocates_none_and_numpy_counts(manager: kv.BlockManager) -> None:
     assert manager.num_free_blocks == BLOCKS - 2
 
 
-@pytest.mark.parametrize("of", ["list", "block"])
-def test_is_a_sequence(manager: kv.BlockManager, of: str) -> None:
+def sequence_of(manager: kv.BlockManager, kind: str) -> tuple[Any, Any]:
+    """A sequence, and what names its members."""
     blocks = manager.allocate_blocks(NL)
-    sequence: Any = blocks if of == "list" else blocks[1]
-    key = operator.attrgetter("id" if of == "list" else "index")
+    if kind == "list":
+        return blocks, operator.attrgetter("id")
+    return blocks[1] if kind == "block" else blocks[1][2], operator.attrgetter("index")
+
+
+@pytest.mark.parametrize("of", ["list", "block", "layer"])
+def test_is_a_sequence(manager: kv.BlockManager, of: str) -> None:
+    sequence, key = sequence_of(manager, of)
+    assert isinstance(sequence, Sequence)
     whole = [key(x) for x in sequence]
-    assert len(sequence) == len(whole) == NL
+    length = NO if of == "layer" else NL
+    assert len(sequence) == len(whole) == length
     assert [key(x) for x in sequence.to_list()] == whole
     assert isinstance(sequence.to_list(), list)
-    assert [key(sequence[i]) for i in range(NL)] == whole
-    assert [key(sequence[i]) for i in range(-NL, 0)] == whole
+    assert [key(sequence[i]) for i in range(length)] == whole
+    assert [key(sequence[i]) for i in range(-length, 0)] == whole
     assert key(sequence[np.int32(-1)]) == whole[-1]
+    assert [key(x) for x in sequence[1:]] == whole[1:]
+    assert [key(x) for x in sequence[::-1]] == whole[::-1]
+    assert [key(x) for x in reversed(sequence)] == whole[::-1]
+    assert sequence[1] in sequence and sequence[0] not in sequence[1:]
     # Two iterations do not disturb each other.
     assert [(key(a), key(b)) for a in sequence for b in sequence] == [
         (a, b) for a in whole for b in whole
     ]
 
 
-@pytest.mark.parametrize("of", ["list", "block"])
+def test_parts_of_one_handle_are_equal(manager: kv.BlockManager) -> None:
+    block, other = manager.allocate_blocks(2)
+    assert block[1] == block[1] and hash(block[1]) == hash(block[-2])
+    assert block[0].k == block[0][0] != block[0].v
+    assert len({block[0], block[1], other[0], block.share()[0], block[0].k}) == 5
+    assert block[0] != 0
+
+
+def test_slices_of_a_block_and_a_layer_are_lists(manager: kv.BlockManager) -> None:
+    block = manager.allocate_blocks(1)[0]
+    assert [type(x) for x in block[1:3]] == [kv.Layer] * 2
+    assert block[1:3] == [block[1], block[2]] and block[3:] == []
+    assert block[0][:1] == [block[0].k] and isinstance(block[0][:1][0], kv.Piece)
+
+
+def test_a_layer_has_keys_and_values(
+    manager: kv.BlockManager, rng: np.random.Generator
+) -> None:
+    block = manager.allocate_blocks(2)[1]
+    values = rng.normal(size=block.shape).astype(np.float32)
+    block.copy_from(values)
+    keys, held = block[2]
+    assert keys == block[2].k and held == block[2].v and keys.shape == (NT, NH, HD)
+    np.testing.assert_array_equal(np.asarray(block[2].k), values[2, 0])
+    np.testing.assert_array_equal(np.asarray(block[2].v), values[2, 1])
+    values[0, 1] = 7
+    block[0].v.copy_from(values[0, 1])
+    np.testing.assert_array_equal(np.asarray(block), values)
+    capsule = block[1].v.__dlpack__()
+    assert manager.live_exports == [f"block {block.id}, layer 1, outer 1"]
+    del capsule
+    assert manager.live_exports == []
+
+
+def test_a_combined_cache_has_no_values_of_its_own() -> None:
+    layer = make_manager(num_outer=1).allocate_blocks(1)[0][0]
+    assert layer.k == layer[0] and len(layer) == 1
+    with pytest.raises(AttributeError, match=r"Layer\.v: .*num_outer=1.*use layer\.k"):
+        layer.v  # noqa: B018
+    assert not hasattr(layer, "v")
+
+
+@pytest.mark.parametrize("of", ["list", "block", "layer"])
 @pytest.mark.parametrize("index", [NL, -NL - 1, 2**70])
 def test_index_out_of_range(manager: kv.BlockManager, of: str, index: int) -> None:
-    blocks = manager.allocate_blocks(NL)
-    sequence: Any = blocks if of == "list" else blocks[0]
+    sequence, _ = sequence_of(manager, of)
     with pytest.raises(
-        IndexError, match=rf"index {index} is out of range: it has {NL}"
+        IndexError, match=rf"index {index} is out of range: it has {len(sequence)}"
     ):
         sequence[index]
 
 
-@pytest.mark.parametrize("of", ["list", "block"])
+@pytest.mark.parametrize("of", ["list", "block", "layer"])
 @pytest.mark.parametrize("index", ["0", 1.0, None])
 def test_index_of_a_wrong_type(manager: kv.BlockManager, of: str, index: Any) -> None:
-    blocks = manager.allocate_blocks(1)
-    sequence: Any = blocks if of == "list" else blocks[0]
+    sequence, _ = sequence_of(manager, of)
     with pytest.raises(TypeError, match=f"integers, got {type(index).__name__}"):
         sequence[index]
 
@@ -132,6 +186,148 @@ def test_ids_are_a_page_table(
     manager.free(blocks[1])
     with pytest.raises(ValueError, match=r"block \[1\].*freed"):
         _ = blocks.ids
+
+
+# ---- a sequence of tokens that grows -------------------------------------------------
+
+
+def test_a_list_grows(manager: kv.BlockManager) -> None:
+    blocks = manager.allocate_blocks(2)
+    first = blocks.ids.tolist()
+    more = manager.allocate_blocks(3)
+    blocks.append(more[0])
+    blocks.extend(block for block in more[1:2])
+    assert blocks.ids.tolist() == first + more.ids.tolist()[:2]
+    same = blocks
+    blocks += more[2:]
+    assert blocks is same and len(blocks) == 5
+    whole = manager.allocate_blocks(1) + [block.share() for block in blocks[:2]]
+    assert isinstance(whole, kv.BlockList) and len(whole) == 3 and len(blocks) == 5
+    with whole, blocks:
+        assert manager.num_free_blocks == 0
+    assert manager.num_free_blocks == BLOCKS
+
+
+NOT_ADDED: dict[str, tuple[type[Exception], str, Callable[[kv.BlockList], Any]]] = {
+    "here already": (
+        ValueError,
+        r"block \d\) is in the list already; share\(\)",
+        lambda blocks: blocks[1:],
+    ),
+    "twice": (ValueError, "in the list already", lambda blocks: [fresh(blocks)[0]] * 2),
+    "of another manager": (
+        ValueError,
+        "belongs to another manager",
+        lambda _: make_manager().allocate_blocks(1),
+    ),
+    "no block": (TypeError, "must be a Block, got int", lambda _: [3]),
+    "no iterable": (TypeError, "blocks must be a BlockList.*got int", lambda _: 3),
+}
+
+
+def fresh(blocks: kv.BlockList) -> kv.BlockList:
+    return blocks[0].manager.allocate_blocks(1)
+
+
+@pytest.mark.parametrize("case", NOT_ADDED)
+@pytest.mark.parametrize("how", ["extend", "+", "+="])
+def test_what_a_list_does_not_take(
+    manager: kv.BlockManager, case: str, how: str
+) -> None:
+    blocks = manager.allocate_blocks(3)
+    error, message, wrong = NOT_ADDED[case]
+    add = {"extend": kv.BlockList.extend, "+": operator.add, "+=": operator.iadd}[how]
+    added = wrong(blocks)
+    with pytest.raises(error, match=rf"BlockList.*{message}"):
+        add(blocks, added)
+    assert len(blocks) == 3
+
+
+def test_append_takes_one_block(manager: kv.BlockManager) -> None:
+    blocks = manager.allocate_blocks(1)
+    with pytest.raises(
+        TypeError, match=r"BlockList\.append: .*must be a Block, got Bl"
+    ):
+        blocks.append(manager.allocate_blocks(1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("start", "count"), [(0, 3 * NT), (1, 2), (NT - 1, 2), (NT, 0), (3 * NT - 1, 1)]
+)
+def test_slots_say_where_tokens_lie(
+    manager: kv.BlockManager, start: int, count: int
+) -> None:
+    blocks = manager.allocate_blocks(4)[::-1][:3]
+    slots = blocks.slots(start, count)
+    assert slots.dtype == np.int32 and slots.shape == (count,)
+    ids = blocks.ids
+    tokens = range(start, start + count)
+    np.testing.assert_array_equal(slots, [ids[t // NT] * NT + t % NT for t in tokens])
+
+
+def test_slots_take_appended_tokens(manager: kv.BlockManager) -> None:
+    manager.allocate_blocks(1)
+    blocks = manager.allocate_blocks(2)[::-1]
+    k = jnp.arange(3 * NH * HD, dtype=jnp.float32).reshape(3, NH, HD)
+    manager.pool = kv.append_kv(manager.pool, 1, k, k + 1, blocks.slots(NT - 1, 3))
+    keys = np.concatenate([np.asarray(block[1].k) for block in blocks])
+    np.testing.assert_array_equal(keys[NT - 1 : NT + 2], k)
+    values = np.concatenate([np.asarray(block[1].v) for block in blocks])
+    np.testing.assert_array_equal(values[NT - 1 : NT + 2], k + 1)
+    assert not keys[: NT - 1].any() and not keys[NT + 2 :].any()
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "error", "message"),
+    [
+        (0, 2 * NT + 1, IndexError, "tokens 0 to 8 do not fit 2 blocks of 4 tokens"),
+        (2 * NT, 1, IndexError, "tokens 8 to 8 do not fit.*append blocks first"),
+        (-1, 1, ValueError, "start must be at least 0, got -1"),
+        (0, -1, ValueError, "count must be at least 0, got -1"),
+        (0.0, 1, TypeError, r"start must be an integer, got 0\.0"),
+        (0, "1", TypeError, "count must be an integer, got '1'"),
+    ],
+)
+def test_slots_beyond_the_blocks(
+    manager: kv.BlockManager,
+    start: Any,
+    count: Any,
+    error: type[Exception],
+    message: str,
+) -> None:
+    blocks = manager.allocate_blocks(2)
+    with pytest.raises(error, match=rf"BlockList\.slots: {message}"):
+        blocks.slots(start, count)
+
+
+def test_slots_of_a_freed_block(manager: kv.BlockManager) -> None:
+    blocks = manager.allocate_blocks(3)
+    manager.free(blocks[1])
+    assert blocks.slots(2 * NT, 1) == [blocks[2].id * NT], (
+        "its tokens are not asked for"
+    )
+    with pytest.raises(ValueError, match=r"BlockList\.slots: block \[1\].*freed"):
+        blocks.slots(NT, 1)
+
+
+# ---- what cannot be pickled ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [pickle.dumps, copy.copy, copy.deepcopy])
+@pytest.mark.parametrize(
+    "kind", ["BlockManager", "BlockList", "Block", "Layer", "Piece"]
+)
+def test_what_stands_for_memory_is_not_copied(
+    manager: kv.BlockManager, kind: str, how: Callable[[Any], Any]
+) -> None:
+    blocks = manager.allocate_blocks(1)
+    block = blocks[0]
+    whole = [manager, blocks, block, block[0], block[0].k]
+    (x,) = (x for x in whole if type(x).__name__ == kind)
+    message = rf"^{kind}: cannot be pickled or copied.*np\.asarray.*share\(\)"
+    with pytest.raises(TypeError, match=message):
+        how(x)
+    assert block.ref_count == 1
 
 
 # ---- properties ----------------------------------------------------------------------
@@ -170,9 +366,9 @@ def test_arrays_are_copies(manager: kv.BlockManager, rng: np.random.Generator) -
     block = manager.allocate_blocks(2)[1]
     values = rng.normal(size=block.shape).astype(np.float32)
     block.copy_from(values)
-    for copy in (np.asarray(block), np.array(block), np.array(block, copy=True)):
-        np.testing.assert_array_equal(copy, values)
-        copy[...] = 0
+    for taken in (np.asarray(block), np.array(block), np.array(block, copy=True)):
+        np.testing.assert_array_equal(taken, values)
+        taken[...] = 0
     np.testing.assert_array_equal(jnp.asarray(block), values)
     np.testing.assert_array_equal(jnp.asarray(block[2]), values[2])
     np.testing.assert_array_equal(np.asarray(block[2], dtype=np.float64), values[2])
@@ -187,8 +383,15 @@ def test_repr_says_what_it_is(manager: kv.BlockManager) -> None:
     assert f"BlockList([{block.id}, {blocks[1].id}])" == repr(blocks)
     assert f"id={block.id}" in repr(block) and "float32[3, 2, 4, 2, 5]" in repr(block)
     assert "layer 2" in repr(block[2]) and "4 of 6 blocks free" in repr(manager)
+    assert "layer 2, outer 1, float32[4, 2, 5]" in repr(block[2].v)
     manager.free(block)
-    assert "freed" in repr(block)
+    for freed in (block, block[2], block[2].k):
+        assert repr(freed).endswith(", freed)")
+    held = blocks[1]
+    manager.close()
+    for closed in (held, held[0], held[0].v):
+        assert repr(closed).endswith(", closed)")
+    assert repr(manager).startswith("BlockManager(closed, 5 of 6 blocks free, Block")
 
 
 # ---- which blocks are valid ----------------------------------------------------------
@@ -224,7 +427,8 @@ def test_invalid_once_the_manager_is_closed(manager: kv.BlockManager) -> None:
 
 
 FREED = r"block \d+\b.*freed.*allocate a new one"
-GONE = r"block \d+\b.*donated or closed.*put the new pool back"
+GONE = r"block \d+\b.*donated; put the new pool back with manager\.pool ="
+CLOSED = r"block \d+\b.*its manager is closed; build a new manager and allocate there"
 USES: dict[str, tuple[type[Exception], Callable[[kv.Block], Any]]] = {
     "read": (RuntimeError, np.asarray),
     "read a layer": (RuntimeError, lambda b: jnp.asarray(b[0])),
@@ -237,23 +441,29 @@ USES: dict[str, tuple[type[Exception], Callable[[kv.Block], Any]]] = {
     "export a layer": (BufferError, lambda b: b[0].__dlpack__()),
     "ask for the device": (BufferError, lambda b: b.__dlpack_device__()),
     "share": (ValueError, lambda b: b.share()),
+    "list its ids": (ValueError, lambda b: kv.BlockList(b.manager, [b]).ids),
+    "read keys": (RuntimeError, lambda b: np.asarray(b[0].k)),
 }
 
 
 @pytest.mark.parametrize("use", USES)
-@pytest.mark.parametrize("reason", ["freed", "gone"])
+@pytest.mark.parametrize("reason", [FREED, GONE, CLOSED])
 def test_using_an_invalid_block(
     manager: kv.BlockManager, use: str, reason: str
 ) -> None:
     block = manager.allocate_blocks(1)[0]
-    if reason == "freed":
+    if reason == FREED:
         manager.free(block)
-    else:
+    elif reason == GONE:
         donate(manager.pool)
+    else:
+        manager.close()
     error, run = USES[use]
-    with pytest.raises(error, match=FREED if reason == "freed" else GONE):
+    with pytest.raises(error, match=reason) as raised:
         run(block)
-    assert manager.num_free_blocks == BLOCKS - (reason == "gone")
+    # What the setter of a closed manager refuses, nobody is told to try.
+    assert ("manager.pool" in str(raised.value)) == (reason == GONE)
+    assert manager.num_free_blocks == BLOCKS - (reason != FREED)
 
 
 # ---- giving blocks back --------------------------------------------------------------

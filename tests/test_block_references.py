@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from hypothesis.stateful import (
     multiple,
     rule,
 )
+from racing import run_in_threads
 
 import jax_kvblock as kv
 
@@ -91,33 +91,69 @@ def test_blocks_keep_their_manager(manager: kv.BlockManager) -> None:
     assert block and not np.asarray(block).any()
 
 
-# ---- threads ------------------------------------------------
+# ---- garbage -------------------------------------------------------------------------
+
+
+def hold_in_a_cycle(manager: kv.BlockManager, count: int) -> None:
+    cycle: list[Any] = [manager.allocate_blocks(count)]
+    cycle.append(cycle)
 
 
 @pytest.fixture
-def eager_switching() -> Iterator[None]:
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
+def no_collections() -> Iterator[None]:
+    gc.disable()
     yield
-    sys.setswitchinterval(interval)
+    gc.enable()
 
 
-def run_in_threads(count: int, work: Callable[[int], None]) -> None:
-    errors: list[BaseException] = []
+def test_blocks_in_garbage_are_found_when_they_are_needed(
+    manager: kv.BlockManager, no_collections: None
+) -> None:
+    for _ in range(3):
+        hold_in_a_cycle(manager, BLOCKS)
+        assert manager.num_free_blocks == 0
+        assert len(manager.allocate_blocks(BLOCKS)) == BLOCKS
 
-    def guarded(index: int) -> None:
-        try:
-            work(index)
-        except BaseException as error:
-            errors.append(error)
 
-    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+def test_running_out_again_and_again_does_not_collect_all_the_time(
+    manager: kv.BlockManager, no_collections: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, collections = [0.0], []
+
+    def collect() -> None:
+        now[0] += 0.2
+        collections.append(now[0])
+
+    monkeypatch.setattr("jax_kvblock.manager.gc.collect", collect)
+    monkeypatch.setattr("jax_kvblock.manager.time.monotonic", lambda: now[0])
+    manager = make_manager()
+    held = manager.allocate_blocks(BLOCKS)
+    for _ in range(1000):
+        now[0] += 0.1
+        with pytest.raises(kv.PoolExhaustedError):
+            manager.allocate_blocks(1)
+    assert 5 < len(collections) < 20, "about 2 s of 100"
+    before = len(collections)
+    with pytest.raises(kv.PoolExhaustedError):
+        manager.allocate_blocks(BLOCKS + 1)  # never fits, so nothing is looked for
+    assert len(collections) == before and len(held) == BLOCKS
+
+
+def test_exhaustion_names_the_exports_that_hold_freed_blocks(
+    manager: kv.BlockManager,
+) -> None:
+    blocks = manager.allocate_blocks(BLOCKS)
+    exports = [blocks[4].__dlpack__(), blocks[2][1].__dlpack__()]
+    held = blocks[0].__dlpack__()  # its block is not freed, so it is not at fault
+    blocks[1:].free()
+    message = r"6 free.*DLPack exports keep freed blocks: block 2, layer 1; block 4\."
+    with pytest.raises(kv.PoolExhaustedError, match=message):
+        manager.allocate_blocks(5)
+    del exports
+    assert len(manager.allocate_blocks(5)) == 5 and held
+
+
+# ---- threads -------------------------------------------------------------------------
 
 
 def test_threads_never_hold_one_block(eager_switching: None) -> None:
@@ -189,8 +225,12 @@ class References(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
+        gc.freeze()  # collections when blocks run out need not look at all of JAX
         self.manager = make_manager()
         self.held: list[int] = []  # a block's id, once for each handle or export
+
+    def teardown(self) -> None:
+        gc.unfreeze()
 
     @rule(target=handles, count=st.integers(0, 4))
     def allocate(self, count: int) -> Any:

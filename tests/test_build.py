@@ -5,8 +5,10 @@ Only configures; compiling is what installing the package did.
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -88,6 +90,16 @@ def test_architectures(
     done = configure(tmp_path, *options, KVBLOCK_CUDA="ON", **environment)
     assert done.returncode == 0, done.stderr
     commands = (tmp_path / "compile_commands.json").read_text()
+    files = [entry["file"] for entry in json.loads(commands)]
+    cuda = [file for file in files if file.endswith(".cu")]
+    estimate = rf"{len(cuda)} CUDA files to compile for .*: about \d+ min on \d+ cores"
+    assert re.search(estimate, done.stdout), done.stdout
+    # No file compiles two instances of the attention kernels' templates.
+    instances = [f for f in cuda if f.startswith(str(tmp_path))]
+    assert len(instances) >= 16
+    for file in instances:
+        types = re.findall(r"<(\w+, [\d, ]+)>", pathlib.Path(file).read_text())
+        assert len(set(types)) == 1, file
     flags = commands.replace("compute_90]", "compute_90,]")
     for name in expected:
         assert name in flags

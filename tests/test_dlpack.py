@@ -107,6 +107,23 @@ def look_into(manager: kv.BlockManager, block_id: int, layer: int | None) -> np.
     return part.transpose([left.index(axis) for axis in order if axis in left])
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numpy_shares_the_memory_of_keys_and_values(
+    layout: str, rng: np.random.Generator
+) -> None:
+    manager = make_manager(**LAYOUTS[layout])
+    values = fill(manager, rng)
+    block = manager.allocate_blocks(BLOCKS)[3]
+    for layer in block:
+        whole = np.from_dlpack(layer)
+        for piece in layer:
+            view = np.from_dlpack(piece)
+            assert address(view) == address(whole[piece.index])
+            assert view.strides == whole.strides[1:]
+            expected = values[block.id, layer.index, piece.index]
+            np.testing.assert_array_equal(view, expected)
+
+
 PARTS = [
     (layout, layer)
     for layout, changes in LAYOUTS.items()
@@ -469,8 +486,9 @@ def test_donation_on_the_cpu_warns(
     other = np.from_dlpack(block[0], copy=True)
     with pytest.warns(
         kv.PoolDoubledWarning, match=rf"alive: block {block.id}, layer 2\."
-    ):
+    ) as caught:
         UPDATES[update](manager)
+    assert [warning.filename for warning in caught] == [__file__], "the caller's line"
     expected = values[block.id] + (update != "copy_from")
     np.testing.assert_array_equal(view, values[block.id, 2])
     np.testing.assert_array_equal(np.asarray(block), expected)

@@ -18,7 +18,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_model import FAST, ON_GPU
+from attention_model import ON_GPU
+from attention_model import jit as fast  # it runs once
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
@@ -95,6 +96,11 @@ def from_operational(x: Any) -> Any:
     return kv.operational_to_block(x, "HND", spec=spec)
 
 
+def plain_gather_kv(data: Any, layer: Any, ids: Any) -> Any:
+    pieces = plain_gather(data, ids)[:, layer]  # [n, 2, nt, nh, hd]
+    return tuple(x.reshape(-1, *x.shape[2:]) for x in jnp.moveaxis(pieces, 1, 0))
+
+
 UNIVERSAL = (NH, NL, NO, NT, HD)
 COPIES = [
     Column(
@@ -144,6 +150,14 @@ COPIES = [
         [POOL, IDS],
         heads=[4, None],
         out_heads=1,
+    ),
+    Column(
+        "gather_kv",
+        lambda data, n, ids: kv.gather_kv(pool(data), n, ids),
+        plain_gather_kv,
+        [POOL, np.int32(1), IDS],
+        heads=[4, None, None],
+        out_heads=(1, 1),
     ),
     Column(
         "scatter_blocks",
@@ -414,10 +428,6 @@ def value_and_slopes(f: Callable[..., Any], args: Sequence[Any]) -> Any:
 
     (_, y), slopes = jax.value_and_grad(weighed, has_aux=True)(floats)
     return y, slopes
-
-
-# XLA compiles in half the time: what is compiled here runs once.
-fast = functools.partial(jax.jit, compiler_options=FAST)
 
 
 # Several rows want the same.

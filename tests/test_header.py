@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from attention_launches import Attention
 from c_interface import SCHEDULE, TASK, CCopy, CSide, load_library
 
 import jax_kvblock
@@ -96,10 +97,11 @@ def compile_with(compiler: str | None, *arguments: object) -> None:
 
 
 @needs_cc
+@pytest.mark.parametrize("header", ["block_copy", "attention"])
 @pytest.mark.parametrize("standard", ["c99", "c11"])
-def test_header_is_c(standard: str, tmp_path: Path) -> None:
+def test_header_is_c(standard: str, header: str, tmp_path: Path) -> None:
     source = tmp_path / "only_header.c"
-    source.write_text("#include <kvblock/block_copy.h>\nint unused(void);\n")
+    source.write_text(f"#include <kvblock/{header}.h>\nint unused(void);\n")
     compile_with(CC, f"-std={standard}", "-fsyntax-only", source)
 
 
@@ -108,10 +110,32 @@ def test_header_is_c(standard: str, tmp_path: Path) -> None:
 def test_header_is_cpp(standard: str, tmp_path: Path) -> None:
     source = tmp_path / "only_header.cc"
     source.write_text(
-        "#include <kvblock/block_copy.h>\n"
+        "#include <kvblock/attention.h>\n"
         "const char* (*check)(const kvblock_copy*) = &kvblock_copy_check;\n"
+        "const char* (*run)(const kvblock_attention*, void*) = "
+        "&kvblock_attention_forward;\n"
     )
     compile_with(CXX, f"-std={standard}", "-fsyntax-only", source)
+
+
+@needs_cc
+def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> None:
+    structs = {
+        "kvblock_side": CSide,
+        "kvblock_copy": CCopy,
+        "kvblock_attention": Attention,
+    }
+    same = []
+    for name, struct in structs.items():
+        same.append(f"sizeof({name}) == {ctypes.sizeof(struct)}")
+        for field, _ in struct._fields_:
+            place = getattr(struct, field)
+            same.append(f"offsetof({name}, {field}) == {place.offset}")
+            same.append(f"sizeof((({name}*)0)->{field}) == {place.size}")
+    checks = "".join(f'_Static_assert({c}, "{c}");\n' for c in same)
+    source = tmp_path / "structs.c"
+    source.write_text(f"#include <kvblock/attention.h>\n#include <stddef.h>\n{checks}")
+    compile_with(CC, "-std=c11", "-fsyntax-only", source)
 
 
 @needs_cc

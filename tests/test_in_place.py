@@ -174,7 +174,9 @@ def big_pool(layout="NHD", contiguous=True, memory_kind="device"):
     """The shapes of a pool; compiling needs no more, but for a pool in host memory."""
     spec = BIG.replace(layout=layout)
     if memory_kind == "pinned_host":
-        return kv.KVPool.zeros(spec, BIG_BLOCKS, contiguous, memory_kind)
+        return kv.KVPool.zeros(
+            spec, BIG_BLOCKS, contiguous=contiguous, memory_kind=memory_kind
+        )
     place = jax.sharding.SingleDeviceSharding(
         jnp.zeros(()).devices().pop(), memory_kind=memory_kind
     )

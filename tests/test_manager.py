@@ -90,9 +90,32 @@ def test_sources_constructor() -> None:
             ValueError,
             r"inner_dim must be .* 2 \* 4, got 9",
         ),
-        ({"inner_dim": 9, "num_kv_heads": 2}, ValueError, "inner_dim must be.*got 9"),
-        ({"inner_dim": 9, "head_dim": 2}, ValueError, "inner_dim must be.*got 9"),
-        ({"inner_dim": 4, "head_dim": 8}, ValueError, "inner_dim must be.*got 4"),
+        (
+            {"inner_dim": 9, "num_kv_heads": 2},
+            ValueError,
+            "inner_dim must be a multiple of num_kv_heads=2, got 9; leave",
+        ),
+        (
+            {"inner_dim": 9, "head_dim": 2},
+            ValueError,
+            "inner_dim must be a multiple of head_dim=2, got 9",
+        ),
+        (
+            {"inner_dim": 4, "head_dim": 8},
+            ValueError,
+            "inner_dim must be a multiple of head_dim=8, got 4",
+        ),
+        (
+            {"inner_dim": 4, "device": "cpu"},
+            TypeError,
+            r"device must be a jax device, got 'cpu'; pass jax\.devices\('cpu'\)\[0\]",
+        ),
+        (
+            {"inner_dim": 4, "device": 0},
+            TypeError,
+            "device must be a jax device, got 0",
+        ),
+        ({"inner_dim": 4, "page_size": 4}, TypeError, "block_size must be given once"),
         ({"inner_dim": 0}, ValueError, "inner_dim must be .* at least 1, got 0"),
         ({"inner_dim": 2.0}, ValueError, r"inner_dim must be an integer.*got 2\.0"),
         ({"inner_dim": 4, "num_blocks": 0}, ValueError, "num_blocks.*got 0"),
@@ -116,6 +139,82 @@ def test_bad_extents(
         kv.BlockManager(NL, NT, **arguments)
 
 
+def test_block_size_has_an_old_name() -> None:
+    managers = [
+        kv.BlockManager(NL, NT, 8),
+        kv.BlockManager(NL, block_size=NT, inner_dim=8),
+        kv.BlockManager(num_layers=NL, page_size=NT, inner_dim=8),
+    ]
+    assert {manager.spec for manager in managers} == {managers[0].spec}
+    assert managers[0].spec.block_size == NT
+    with pytest.raises(TypeError, match=r"BlockManager: block_size must be given, the"):
+        kv.BlockManager(NL, inner_dim=8)
+
+
+SPEC = kv.BlockSpec(NL, 1, NT, NH, HD, np.dtype("float32"), "HND")
+
+
+def test_a_manager_of_a_spec() -> None:
+    manager = kv.BlockManager.from_spec(SPEC, BLOCKS, contiguous=False)
+    assert manager.spec == SPEC and manager.num_free_blocks == BLOCKS
+    assert not manager.pool.contiguous and isinstance(manager, kv.BlockManager)
+    assert manager.allocate_blocks(1)[0].shape == (NL, 1, NH, NT, HD)
+    second = jax.devices("cpu")[1]
+    pinned = kv.BlockManager.from_spec(SPEC, memory_kind="pinned_host", device=second)
+    assert pinned.pool.memory_kind == "pinned_host" and pinned.num_blocks == 64
+    assert pinned.pool.data.devices() == {second}
+    with pytest.raises(
+        TypeError, match=r"BlockManager\.from_spec: device must be a jax"
+    ):
+        kv.BlockManager.from_spec(SPEC, device="gpu")
+
+
+def test_a_manager_of_a_pool_that_exists(rng: np.random.Generator) -> None:
+    values = rng.normal(size=(BLOCKS, *SPEC.block_shape)).astype(np.float32)
+    pool = kv.KVPool.wrap(jnp.asarray(values), SPEC)
+    manager = kv.BlockManager.from_pool(pool)
+    assert manager.pool is pool and manager.num_free_blocks == BLOCKS
+    block = manager.allocate_blocks(2)[1]
+    np.testing.assert_array_equal(np.asarray(block), values[block.id])
+    block.copy_from(values[0])
+    assert pool.data.is_deleted(), "the pool is the manager's now"
+    np.testing.assert_array_equal(np.asarray(block[1].k), values[0, 1, 0])
+
+
+WRONG_START: dict[str, tuple[type[Exception], str, Callable[[], Any]]] = {
+    "an array": (TypeError, "must be a KVPool", lambda: jnp.zeros(3)),
+    "donated": (
+        RuntimeError,
+        "donated or deleted",
+        lambda: make_dead(kv.BlockManager.from_spec(SPEC, 2)),
+    ),
+    "over devices": (
+        ValueError,
+        "must lie on one device, got one on 2",
+        lambda: over_two(),
+    ),
+}
+
+
+def over_two() -> kv.KVPool:
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], "x")
+    by_blocks = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    return kv.KVPool.zeros(SPEC, 2, device=by_blocks)
+
+
+@pytest.mark.parametrize("case", WRONG_START)
+def test_refuses_to_start_from(case: str) -> None:
+    error, message, make = WRONG_START[case]
+    with pytest.raises(error, match=rf"BlockManager\.from_pool: pool .*{message}"):
+        kv.BlockManager.from_pool(make())
+
+
+def test_refuses_to_start_in_a_jit() -> None:
+    pool = kv.KVPool.zeros(SPEC, 2)
+    with pytest.raises(TypeError, match=r"from_pool.*got a traced float32\["):
+        jax.jit(lambda pool: kv.BlockManager.from_pool(pool) and None)(pool)
+
+
 @pytest.mark.parametrize("name", ["float64", "int64", "uint64", "complex128"])
 def test_wide_dtypes(name: str, rng: np.random.Generator) -> None:
     with jax.enable_x64(True):
@@ -136,7 +235,7 @@ def make_dead(manager: kv.BlockManager) -> kv.KVPool:
 
 
 def retyped(manager: kv.BlockManager) -> kv.KVPool:
-    return kv.KVPool(manager.pool.data.astype(jnp.int32), manager.spec)
+    return jax.tree.map(lambda x: x.astype(jnp.int32), manager.pool)
 
 
 WRONG_POOLS: dict[str, tuple[Any, Callable[[kv.BlockManager], Any]]] = {
@@ -275,7 +374,8 @@ def test_closed(manager: kv.BlockManager) -> None:
         lambda: manager.allocate_blocks(1),
     ):
         with pytest.raises(
-            RuntimeError, match=r"BlockManager.*: the manager is closed"
+            RuntimeError,
+            match=r"BlockManager.*: the manager is closed; build a new one",
         ):
             use()
     manager.close()

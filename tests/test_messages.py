@@ -229,12 +229,22 @@ def test_layout_axes(axes):
         ({"dtype": jnp.float4_e2m1fn}, TypeError, "dtype|smaller than a byte|float4"),
         ({"dtype": object}, TypeError, "dtype|1, 2, 4, 8 or 16 bytes|object"),
         ({"dtype": "float33"}, TypeError, "dtype|float33"),
+        ({"dtype": None}, TypeError, "dtype|jnp.bfloat16|got None"),
         ({"layout": "NDH"}, ValueError, f"layout|one of {LAYOUT_NAMES}|got 'NDH'"),
     ],
     ids=lambda x: str(x) if isinstance(x, dict) else None,
 )
 def test_block_spec(changes, error, words):
     check("BlockSpec", error, words, lambda: SPEC.replace(**changes))
+
+
+@pytest.mark.parametrize("form", [lambda x: x, lambda x: [x], lambda x: [[*x[0]]]])
+def test_a_dtype_that_jax_would_cut(form):
+    spec = SPEC.replace(num_layers=1, dtype=np.float64)
+    blocks = form(np.zeros((1, 2, 4, 5, 6)))
+    words = "x|float64|float32|jax_enable_x64"
+    call = lambda: kv.convert_blocks(blocks, "NHD", "universal", spec)  # noqa: E731
+    check("convert_blocks", TypeError, words, call)
 
 
 def test_the_integers_of_a_spec_are_python_s():

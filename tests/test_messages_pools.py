@@ -22,6 +22,12 @@ BLOCKS = f32(2, 5, 3, 2, 4, 6)  # universal
 gather, scatter, copy = kv.gather_blocks, kv.scatter_blocks, kv.copy_blocks
 transfer, append = kv.transfer_blocks, kv.append_kv
 
+
+def unchecked(data):
+    """A pool as trees are put together, which checks nothing."""
+    return jax.tree.unflatten(jax.tree.structure(POOL), [data])
+
+
 # Each op as a call that is right but for what a row changes.
 OPS = {
     "gather_blocks": lambda pool=None, ids=None, **how: gather(pool, ids, **how),
@@ -40,6 +46,9 @@ OPS = {
         ids,
         **how,
     ),
+    "gather_kv": lambda pool=None, ids=None, **how: kv.gather_kv(
+        pool, how.pop("layer", 0), ids, **how
+    ),
 }
 ID_NAMES = {
     "gather_blocks": "ids",
@@ -47,6 +56,7 @@ ID_NAMES = {
     "copy_blocks": "src_ids",
     "transfer_blocks": "src_ids",
     "append_kv": "slots",
+    "gather_kv": "ids",
 }
 ROWS = Table()
 
@@ -60,14 +70,14 @@ for W, op in OPS.items():
     ROWS.kind(W, "no pool", functools.partial(op, None), [IDS], words + "NoneType")
 
     misfits = {
-        "extents": kv.KVPool(f32(7, 3, 2, 4, 5, 7), SPEC),
-        "batched": kv.KVPool(f32(2, *ARRAY.shape), SPEC),
-        "missing layer": kv.KVPool((LAYER,) * 2, SPEC),
+        "extents": unchecked(f32(7, 3, 2, 4, 5, 7)),
+        "batched": unchecked(f32(2, *ARRAY.shape)),
+        "missing layer": unchecked((LAYER,) * 2),
     }
     for label, misfit in misfits.items():
         ROWS.value(W, f"misfit: {label}", op, [misfit, IDS], name)
     ROWS.kind(
-        W, "misfit: dtype", op, [kv.KVPool(i32(*ARRAY.shape), SPEC), IDS],
+        W, "misfit: dtype", op, [unchecked(i32(*ARRAY.shape)), IDS],
         f"{name}|float32|int32[7, 3, 2, 4, 5, 6]",
     )  # fmt: skip
 
@@ -159,7 +169,8 @@ ROWS.value(
     "memory_kind|'device', 'pinned_host'|got 'host'",
 )  # fmt: skip
 ROWS.value(
-    W, "layers inside", lambda: zeros(SPEC.replace(layout="universal"), 7, False), [],
+    W, "layers inside",
+    lambda: zeros(SPEC.replace(layout="universal"), 7, contiguous=False), [],
     "layers|outermost|'NHD'|'universal'|contiguous pool",
 )  # fmt: skip
 for count in (2**29, np.int32(2**29)):  # NumPy's product would wrap
@@ -167,29 +178,56 @@ for count in (2**29, np.int32(2**29)):  # NumPy's product would wrap
     words = "num_blocks|2**31|536870912 * 4"
     ROWS.value(W, f"too large, {type(count).__name__}", call, [], words)
 
-W = "KVPool.wrap"
-wrap = lambda *arrays: kv.KVPool.wrap(*arrays, SPEC)  # noqa: E731
-ROWS.kind(W, "no spec", lambda x: kv.KVPool.wrap(x, 3), [ARRAY], "spec|got int|build")
-ROWS.value(
-    W, "shape", wrap, [f32(7, 3, 2, 4, 5, 7)],
-    "arrays|[num_blocks, 3, 2, 4, 5, 6]|NHD|got float32[7, 3, 2, 4, 5, 7]",
-)  # fmt: skip
-ROWS.value(W, "rank", wrap, [f32(3, 2, 4, 5, 6)], "arrays|num_blocks|[3, 2, 4, 5, 6]")
-ROWS.kind(W, "dtype", wrap, [i32(*ARRAY.shape)], "arrays|dtype float32|got int32[7, 3")
-ROWS.kind(W, "no array", lambda: wrap(7), [], "arrays|array|got int")
-ROWS.value(W, "no layers", wrap, [[]], "arrays|3 layers|got 0")
-ROWS.value(W, "two layers", wrap, [[LAYER] * 2], "arrays|3 layers|got 2")
-ROWS.value(
-    W, "layer shape", wrap, [[LAYER, f32(7, 2, 4, 5, 7), LAYER]],
-    "arrays[1]|[num_blocks, 2, 4, 5, 6]|got float32[7, 2, 4, 5, 7]",
-)  # fmt: skip
-ROWS.value(
-    W, "uneven layers", wrap, [[LAYER, LAYER, f32(8, 2, 4, 5, 6)]],
-    "same blocks|arrays[0] is float32[7|arrays[2] is float32[8",
-)  # fmt: skip
+for device, error in ((5, TypeError), (["cpu"], TypeError), ("tpuu", ValueError)):
+    call = functools.partial(zeros, SPEC, 7, device=device)
+    words = f"device|jax device|sharding|platform|got {device!r}|jax.devices()"
+    ROWS.append(Bad(W, f"device {device}", call, [], error, words))
 ROWS.kind(
-    W, "layer dtype", wrap, [[LAYER] * 2 + [i32(*LAYER.shape)]], "arrays[2]|int32"
-)
+    W, "float64", lambda: zeros(SPEC.replace(dtype=np.float64), 7), [],
+    "dtype|float64|float32|'jax_enable_x64'",
+)  # fmt: skip
+for sizes in ((2**20, 2, 2**10, 2**20, 2**10), (2**30, 2, 1, 2**60, 2**60)):
+    call = functools.partial(zeros, kv.BlockSpec(*sizes, jnp.int8), 4)
+    ROWS.value(W, f"bytes {sizes}", call, [], "less than 2**63 bytes|got 4 blocks of")
+
+
+def wrap(arrays):
+    return kv.KVPool.wrap(arrays, SPEC)
+
+
+def build(data):
+    return kv.KVPool(data, SPEC)
+
+
+call = lambda x: kv.KVPool.wrap(x, 3)  # noqa: E731
+ROWS.kind("KVPool.wrap", "no spec", call, [ARRAY], "spec|got int|build")
+call = lambda x: kv.KVPool(x, 3)  # noqa: E731
+ROWS.kind("KVPool", "no spec", call, [ARRAY], "spec|got int|build")
+for W, name, make in (("KVPool.wrap", "arrays", wrap), ("KVPool", "data", build)):
+    ROWS.value(
+        W, "shape", make, [f32(7, 3, 2, 4, 5, 7)],
+        f"{name}|[num_blocks, 3, 2, 4, 5, 6]|NHD|got float32[7, 3, 2, 4, 5, 7]",
+    )  # fmt: skip
+    ROWS.value(
+        W, "rank", make, [f32(3, 2, 4, 5, 6)], f"{name}|num_blocks|[3, 2, 4, 5, 6]"
+    )
+    ROWS.kind(
+        W, "dtype", make, [i32(*ARRAY.shape)], f"{name}|dtype float32|got int32[7, 3"
+    )
+    ROWS.kind(W, "no array", functools.partial(make, 7), [], f"{name}|array|got int")
+    ROWS.value(W, "no layers", make, [[]], f"{name}|3 layers|got 0")
+    ROWS.value(W, "two layers", make, [[LAYER] * 2], f"{name}|3 layers|got 2")
+    ROWS.value(
+        W, "layer shape", make, [[LAYER, f32(7, 2, 4, 5, 7), LAYER]],
+        f"{name}[1]|[num_blocks, 2, 4, 5, 6]|got float32[7, 2, 4, 5, 7]",
+    )  # fmt: skip
+    ROWS.value(
+        W, "uneven layers", make, [[LAYER, LAYER, f32(8, 2, 4, 5, 6)]],
+        f"same blocks|{name}[0] is float32[7|{name}[2] is float32[8",
+    )  # fmt: skip
+    ROWS.kind(
+        W, "layer dtype", make, [[LAYER] * 2 + [i32(*LAYER.shape)]], f"{name}[2]|int32"
+    )
 
 # ---- one function each ---------------------------------------------------------------
 
@@ -277,17 +315,27 @@ ROWS.value(
     W, "v of a latent pool", call, [pool_of(num_outer=1), TOKENS, TOKENS, SLOTS],
     "v must be None|num_outer 1|got float32[4, 5, 6]|as k",
 )  # fmt: skip
-for layer in (3, -1, np.int64(7)):
-    ROWS.append(
-        Bad(
-            W, f"layer {layer}", functools.partial(OPS[W], layer=layer), [POOL, IDS],
-            IndexError, f"layer|0 to 2|got {layer}",
-        )
-    )  # fmt: skip
-for layer in (1.0, True, None, "1"):
-    call = functools.partial(OPS[W], layer=layer)
-    words = f"layer must|int|got {type(layer).__name__}"
-    ROWS.kind(W, f"layer {layer!r}", call, [POOL, IDS], words)
+ROWS.value(
+    W, "all layers of one", lambda p, k, s: append(p, None, k, k, s),
+    [POOL, TOKENS, SLOTS], "k must|[3, 4, 5, 6]|got float32[4, 5, 6]",
+)  # fmt: skip
+for W in ("append_kv", "gather_kv"):
+    for layer in (3, -1, np.int64(7)):
+        ROWS.append(
+            Bad(
+                W, f"layer {layer}", functools.partial(OPS[W], layer=layer),
+                [POOL, IDS], IndexError, f"layer|0 to 2|got {layer}",
+            )
+        )  # fmt: skip
+    for layer in (1.0, True, "1"):
+        call = functools.partial(OPS[W], layer=layer)
+        words = f"layer must|integer|got {type(layer).__name__}|jnp.int32(layer)"
+        ROWS.kind(W, f"layer {layer!r}", call, [POOL, IDS], words)
+    call = functools.partial(OPS[W], layer=np.int32([1, 2]))
+    ROWS.kind(W, "two static layers", call, [POOL, IDS], "layer must|got int32[2]")
+call = functools.partial(OPS["gather_kv"], layer=None)
+ROWS.kind("gather_kv", "no layer", call, [POOL, IDS], "layer must|got NoneType")
+W = "append_kv"
 call = lambda p, n, k, s: append(p, n, k, k, s)  # noqa: E731
 ROWS.kind(
     W, "float layer", call, [POOL, f32(), TOKENS, SLOTS], "layer|int32[]|got float32[]"
@@ -324,6 +372,13 @@ def test_xla_refuses_host_memory(name):
     call = functools.partial(OPS[name], pool, [0, 1], implementation="xla")
     words = "implementation='xla'|pinned_host|implementation='kernel'"
     check(name, ValueError, words, call)
+
+
+def test_pools_with_more_slots_than_int32_counts():
+    many = f32(2**29, *SPEC.block_shape)
+    words = "num_blocks * block_size|2**31|536870912 * 4"
+    check("KVPool.wrap", ValueError, words, lambda: jax.eval_shape(wrap, many))
+    check("KVPool", ValueError, words, lambda: build(many))
 
 
 def test_layers_on_different_devices():

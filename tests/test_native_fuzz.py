@@ -26,6 +26,7 @@ import jax
 import numpy as np
 import pytest
 from c_interface import SCHEDULE, TASK, CCopy, Memory, load_library
+from fuzz_attention import Fields, calls, is_right, struct
 from fuzz_copies import (
     HOSTILE,
     INT64,
@@ -200,9 +201,21 @@ def check_launcher(
         copy.dst.num_buffers, bent = min(value, 0), 0 not in case.dims
     elif how == "null buffers":
         copy.src.buffers, bent = None, 0 not in case.dims
+    elif how == "null entry":
+        side, memory = (copy.src, src) if value % 2 else (copy.dst, dst)
+        entry = value % side.num_buffers
+        memory.buffers[entry] = None
+        bent = 0 not in case.dims and side.buffer_bytes > 0
+    elif how == "odd ids":
+        odd = ctypes.c_void_p(ctypes.addressof(ctypes.c_int32(0)) | 1)
+        copy.src.ids = ctypes.cast(odd, type(copy.src.ids))
+        bent = 0 not in case.dims
     elif how == "fewer bytes":
         copy.src.buffer_bytes, bent = min(value, 0), 0 not in case.dims
-        bent = bent and case.src.ids is None and case.src.start is None
+        bent = bent and (
+            (case.src.ids is None and case.src.start is None)
+            or copy.src.buffer_bytes < 0
+        )
     late: list[tuple[int, int]] = []
 
     def lend(context: int, task: int, data: int) -> None:
@@ -239,7 +252,7 @@ def check_launcher(
 
 WAYS = (
     *("alone", "tasks at once", "tasks too late"),
-    *("rank", "no buffers", "null buffers", "fewer bytes"),
+    *("rank", "no buffers", "null buffers", "null entry", "odd ids", "fewer bytes"),
 )
 
 
@@ -257,6 +270,31 @@ def fuzz_launchers(seen: Counts) -> None:
     for case in KNOWN:
         run = example(case, "alone", 1, 0)(run)
     run = example(look_up((0, 1), 2, 1), "tasks at once", -INT64, 0)(run)
+    for value in (0, 1):  # a NULL where a buffer's address should be, on either side
+        run = example(look_up((0, 1), 2, 1), "null entry", value, 0)(run)
+    settings(BASE, max_examples=1500)(run)()
+
+
+# ---- the check before every attention launch -----------------------------------------
+
+
+def check_attention(
+    library: ctypes.CDLL, call: tuple[Fields, int], seen: Counts
+) -> None:
+    fields, which = call
+    seen.note(call)
+    error = library.kvblock_attention_check(ctypes.byref(struct(fields)), which)
+    assert (error is None) == is_right(fields, which), error
+    if error is None:
+        seen.accepted += 1
+    else:
+        assert error.startswith(b"attention: "), error
+        seen.refused += 1
+
+
+def fuzz_attention(seen: Counts) -> None:
+    library = load_library()
+    run = given(calls())(lambda call: check_attention(library, call, seen))
     settings(BASE, max_examples=1500)(run)()
 
 
@@ -391,6 +429,7 @@ def crash(seen: Counts) -> None:
 FUZZES: dict[str, Callable[[Counts], None]] = {
     "ffi": fuzz_ffi,
     "launchers": fuzz_launchers,
+    "attention": fuzz_attention,
     "views": fuzz_views,
     "crash": crash,
 }
@@ -408,12 +447,14 @@ def run_child(fuzz: str, note: Path, platform: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("fuzz", "platform"),
     [
         ("ffi", "cpu"),
         pytest.param("ffi", "cuda,cpu", marks=pytest.mark.gpu),
         ("launchers", "cpu"),
+        ("attention", "cpu"),
         ("views", "cpu"),
     ],
 )

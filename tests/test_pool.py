@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from model import (
 )
 
 import jax_kvblock as kv
+from jax_kvblock import pool as pool_module
 
 TARGET_KINDS = [k for k in KINDS if k.layout in ("HND", "universal")]
 BLOCK_LAYOUTS = ("NHD", "HND", "operational", "universal", "merged")
@@ -44,7 +46,9 @@ def inner_of(kind: Kind) -> str:
 @by_kind
 def test_zeros(kind):
     spec = kv.BlockSpec(*DIMS, jnp.bfloat16, layout_of(kind.layout))
-    pool = kv.KVPool.zeros(spec, 7, kind.contiguous, kind.memory_kind)
+    pool = kv.KVPool.zeros(
+        spec, 7, contiguous=kind.contiguous, memory_kind=kind.memory_kind
+    )
     assert pool.spec == spec
     assert pool.num_blocks == 7
     assert len(pool.arrays) == (1 if kind.contiguous else spec.num_layers)
@@ -59,7 +63,7 @@ def test_zeros_inside_a_jit(rng, contiguous):
 
     @jax.jit
     def fresh(ids, x):
-        pool = kv.KVPool.zeros(spec, 7, contiguous)
+        pool = kv.KVPool.zeros(spec, 7, contiguous=contiguous)
         return kv.scatter_blocks(pool, ids, x, "NHD")
 
     model = PoolModel(np.zeros((7, *DIMS), jnp.bfloat16))
@@ -90,6 +94,89 @@ def test_a_pool_is_a_pytree(rng, kind):
     assert leaves == list(pool.arrays)
     assert_pool(jax.tree.unflatten(tree, leaves), model, kind)
     assert tree == jax.tree.structure(kv.copy_blocks(pool, [0], [1]))
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_a_pool_answers_as_an_array_does(contiguous):
+    spec = kv.BlockSpec(*DIMS, jnp.float32, "HND")
+    pool = kv.KVPool.zeros(spec, 7, contiguous=contiguous)
+    assert len(pool) == 7
+    assert pool.shape == (7, *spec.block_shape)
+    assert pool.dtype == jnp.float32
+    assert pool.nbytes == sum(x.nbytes for x in pool.arrays)
+    assert pool.sharding == pool.arrays[-1].sharding
+    assert pool.block_until_ready() is pool
+    assert jax.eval_shape(lambda p: p, pool).shape == pool.shape
+
+
+def test_the_constructor_takes_shapes_and_trees_take_anything():
+    spec = kv.BlockSpec(*DIMS, jnp.float32)
+    shape = jax.ShapeDtypeStruct((7, *DIMS), jnp.float32)
+    pool = kv.KVPool(shape, spec)
+    out = jax.eval_shape(lambda p: kv.gather_blocks(p, [1, 2]), pool)
+    assert out.shape == (2, 5, 3, 2, 4, 6)
+    assert jax.tree.map(lambda _: None, pool).data is None
+    assert jax.tree.map(lambda x: x.ndim, pool).data == 6
+
+
+def test_the_constructor_takes_lists_and_numpy():
+    spec = kv.BlockSpec(*DIMS, jnp.float32)
+    pool = kv.KVPool([np.zeros((7, *DIMS[1:]), np.float32)] * 3, spec)
+    assert all(isinstance(x, jax.Array) for x in pool.data)
+    assert jax.tree.structure(pool).num_leaves == 3
+
+
+def test_a_pool_lies_where_it_is_told(four_cpus):
+    spec, there = kv.BlockSpec(*DIMS, jnp.float32), jax.devices("cpu")[2]
+    assert kv.KVPool.zeros(spec, 7, device=there).data.devices() == {there}
+    assert kv.KVPool.zeros(spec, 7, device="cpu").sharding.device_set == {
+        jax.devices("cpu")[0]
+    }
+
+
+def test_a_transfer_guard_lets_zeros_pass():
+    spec = kv.BlockSpec(*DIMS, jnp.bfloat16)
+    with jax.transfer_guard("disallow"):
+        for memory_kind in ("device", "pinned_host"):
+            pool = kv.KVPool.zeros(spec, 7, memory_kind=memory_kind)
+            assert pool.memory_kind == memory_kind
+        got = kv.gather_blocks(pool, [3])
+    assert not np.asarray(got).any()
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize(
+    "layout", ["HND", kv.Layout("token_last", "L O H D T")], ids=["named", "custom"]
+)
+def test_an_exported_program_of_a_pool_is_read_back(rng, layout, contiguous):
+    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
+    spec = kv.BlockSpec(*DIMS, jnp.bfloat16, layout)
+    pool = kv.KVPool.zeros(spec, 7, contiguous=contiguous)
+    blocks = jnp.asarray(random_bits(rng, (2, *DIMS), "bfloat16"))
+    ids = jnp.int32([5, 1])
+    step = jax.jit(lambda p, i, x: kv.scatter_blocks(p, i, x, "NHD"))
+    allowed = jax.export.DisabledSafetyCheck.custom_call("kvblock_copy")
+    exported = jax.export.export(step, disabled_checks=[allowed])(pool, ids, blocks)
+    again = jax.export.deserialize(exported.serialize())
+    got = again.call(pool, ids, blocks)
+    assert isinstance(got, kv.KVPool)
+    assert got.spec == spec
+    assert_same_bits(kv.gather_blocks(got, ids, "NHD"), np.asarray(blocks))
+
+
+def test_what_an_export_says_of_a_pool_is_the_same_in_every_process():
+    custom = kv.Layout("token_last", "L O H D T")
+    for layout, said in (
+        ("HND", '"HND"'),
+        (custom, '{"name": "token_last", "axes": "L O H D T"}'),
+    ):
+        spec = kv.BlockSpec(*DIMS, jnp.float8_e4m3fn, layout)
+        data = pool_module._spec_as_bytes(spec)
+        assert data.decode() == (
+            '{"num_layers": 3, "num_outer": 2, "block_size": 4, "num_kv_heads": 5, '
+            f'"head_dim": 6, "dtype": "float8_e4m3fn", "layout": {said}}}'
+        )
+        assert pool_module._spec_of_bytes(data) == spec
 
 
 def test_repr_names_what_the_pool_holds():

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import jax
 import pytest
 
+import jax_kvblock
 from jax_kvblock import _ffi, _report
 
 
@@ -22,20 +28,53 @@ def test_report_names_versions_build_devices_and_every_op() -> None:
             assert name in text
 
 
-def test_module_runs_from_anywhere(tmp_path: object) -> None:
-    import pathlib
+PACKAGE = Path(jax_kvblock.__file__).parent
 
-    import jax_kvblock
 
-    root = pathlib.Path(jax_kvblock.__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-m", "jax_kvblock"],
-        cwd=root if (root / "pyproject.toml").exists() else str(tmp_path),
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """The source folder as a fresh clone has it: without the native module."""
+    leave = shutil.ignore_patterns("_native*", "lib", "include", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "clone" / "jax_kvblock", ignore=leave)
+    return tmp_path / "clone"
+
+
+def run_in(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    paths = [str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, *options],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True,
         text=True,
-        check=True,
+        check=False,
     )
-    assert "ops on the default device" in done.stdout
+
+
+def test_in_the_clone_the_error_says_what_to_run_and_that_works(clone: Path) -> None:
+    done = run_in(clone, "-m", "jax_kvblock")
+    said = done.stderr.splitlines()[-1]
+    assert f"missing from {clone / 'jax_kvblock'}, the source folder" in said
+    assert f"before the installed package in {PACKAGE}" in said
+    assert "circular import" not in done.stderr
+    command = re.search(r"like `python (.*?)`", said)
+    assert command
+    done = run_in(clone, *command[1].split())
+    assert "ops on the default device" in done.stdout, done.stderr
+
+
+def test_a_clone_that_nobody_installed_says_how_to_install_it(clone: Path) -> None:
+    said = _ffi._missing(clone / "jax_kvblock", [str(clone)])
+    assert said and said.endswith(f"`pip install -v {clone}`")
+    assert _ffi._missing(PACKAGE, []) is None
+
+
+def test_the_command_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    pyproject = Path(__file__).parent.parent / "pyproject.toml"
+    scripts = tomllib.loads(pyproject.read_text())["project"]["scripts"]
+    command = metadata.EntryPoint("", scripts["jax-kvblock"], "console_scripts")
+    command.load()()
+    assert capsys.readouterr().out.startswith(f"jax_kvblock {jax_kvblock.__version__}")
 
 
 def test_the_reported_implementation_is_the_one_that_runs() -> None:

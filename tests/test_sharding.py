@@ -92,15 +92,34 @@ def test_conversions_under_jit(rng, name, axis_type):
     assert_same_bits(got, lay(blocks, dst, spec.layout))
 
 
+LEADING = {  # how leading axes are cut, ways to run the conversion over them
+    "the first": (("b", None), "call"),
+    "the second": ((None, "b"), "call"),
+    "both": (("b", "h"), "call"),
+    "the last of three": ((None, None, "b"), "call"),
+    "one of vmap, one of the call": (("b", "h"), "vmap"),
+    "two of vmap": (("h", "b"), "vmap vmap"),
+    "five, two of vmap": ((None, "b", None, "h", None), "vmap vmap"),
+}
+
+
 @by_axis_type
-def test_leading_batch_axes_stay_sharded(rng, axis_type):
+@pytest.mark.parametrize("name", LEADING)
+def test_any_leading_axis_may_be_cut(rng, name, axis_type):
+    shards, how = LEADING[name]
     mesh = mesh_of(axis_type)
-    blocks = random_bits(rng, (2, 4, *DIMS), "float32")
-    x = put(blocks, mesh, "b", None, None, None, None, "h")
+    blocks = random_bits(rng, (*[2] * len(shards), *DIMS), "float32")
+    heads = [] if "h" in shards else ["h"]
+    x = put(blocks, mesh, *shards, *[None] * 3, *heads)
+    convert = kv.block_to_universal
+    for _ in range(how.count("vmap")):
+        convert = jax.vmap(convert)
     with jax.set_mesh(mesh):
-        got = run(kv.block_to_universal, x)
-    assert_sharded(got, mesh, "b", None, "h")
+        got = run(convert, x)
+        back = run(jax.vmap(kv.universal_to_block), got)
+    assert_sharded(got, mesh, *shards, *heads)
     assert_same_bits(got, lay(blocks, "universal"))
+    assert_same_bits(back, blocks)
 
 
 @by_axis_type
@@ -249,6 +268,25 @@ def test_append_to_a_pool_sharded_by_heads(rng, held, axis_type, layer):
             append = lambda p, k, v, s: kv.append_kv(p, 1, k, v, s)  # noqa: E731
             got = run(append, pool, k, v, put(SLOTS, mesh))
     assert_pool(got, pool, model)
+
+
+@by_axis_type
+def test_a_prompt_goes_in_and_a_layer_comes_out_by_heads(rng, held, axis_type):
+    mesh, blocks = mesh_of(axis_type), random_bits(rng, (6, *DIMS), "float32")
+    pool, model = pool_on(mesh, blocks, *held), PoolModel(blocks)
+    k, v = random_bits(rng, (2, NL, len(SLOTS), NH, HD), "float32")
+    for layer in range(NL):
+        model.append(layer, [k[layer], v[layer]], SLOTS)
+    k, v = (put(x, mesh, None, None, "h") for x in (k, v))
+    with jax.set_mesh(mesh):
+        append = lambda p, k, v, s: kv.append_kv(p, None, k, v, s)  # noqa: E731
+        got = run(append, pool, k, v, put(SLOTS, mesh))
+        rows = run(kv.gather_kv, got, put(np.int32(1), mesh), put(IDS, mesh))
+    assert_pool(got, pool, model)
+    want = model.gather(IDS)[:, 1].swapaxes(0, 1).reshape(2, -1, NH, HD)
+    for x, y in zip(rows, want, strict=True):
+        assert_sharded(x, mesh, None, "h")
+        assert_same_bits(x, y)
 
 
 def test_scan_of_appends_to_a_donated_sharded_pool(rng, held):

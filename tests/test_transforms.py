@@ -22,14 +22,21 @@ from ops import (
     NT,
     OPS,
     POOL,
+    SPEC,
     Op,
     assert_same,
     pool,
 )
 
 import jax_kvblock as kv
+from jax_kvblock import _copy
 
 by_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+by_pool_op = pytest.mark.parametrize(
+    "op",
+    [op for op in MAIN_OPS if op.name.startswith(("gather", "scatter", "append"))],
+    ids=lambda op: op.name,
+)
 by_main_op = pytest.mark.parametrize("op", MAIN_OPS, ids=lambda op: op.name)
 
 
@@ -221,6 +228,35 @@ def test_vmap_over_pools_as_they_are(rng):
     assert_same(swapped.data, want)
     got = jax.vmap(lambda p, i: kv.gather_blocks(p, i, "NHD"))(swapped, ids)
     assert_same(got[1], want[1][[3, 2, 1]])
+
+
+def test_a_batch_of_pools_knows_its_sizes():
+    stacked = pool(jnp.zeros((2, *POOL)))
+    assert (len(stacked), stacked.shape) == (BLOCKS, (2, *POOL))
+    assert stacked.nbytes == stacked.data.nbytes
+    layers = kv.KVPool((jnp.zeros((2, BLOCKS, *DIMS[1:])),) * NL, SPEC)
+    assert (len(layers), layers.shape) == (BLOCKS, (2, *POOL))
+    assert layers.nbytes == stacked.nbytes
+
+
+@by_pool_op
+def test_vmap_over_more_blocks_than_ids_can_count(rng, op, monkeypatch):
+    """Then the members go one by one."""
+    args = op.draw(rng, [(3,)] * len(op.args))
+    want = [op.plain(*(x[i] for x in args)) for i in range(3)]
+    monkeypatch.setattr(_copy, "_ID_LIMIT", 3 * BLOCKS)
+    assert_same(jax.vmap(op.run)(*args), np.stack(want))
+    assert "scan" in str(jax.make_jaxpr(jax.vmap(op.run))(*args))
+
+
+def test_the_ids_of_a_batch_are_counted_exactly():
+    """In 32 bits, member 1's blocks would be counted as member 0's."""
+    spec = kv.BlockSpec(1, 1, 1, 1, 1, jnp.int8)
+    for blocks, loops in ((2**29, False), (2**30, True)):
+        pools = kv.KVPool(jax.ShapeDtypeStruct((2, blocks, *[1] * 5), jnp.int8), spec)
+        ids = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+        jaxpr = jax.make_jaxpr(jax.vmap(kv.gather_blocks))(pools, ids)
+        assert ("scan" in str(jaxpr)) == loops
 
 
 def test_vmap_of_an_empty_axis():

@@ -27,6 +27,12 @@ __device__ __forceinline__ void FenceAsync() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// In a thread that has learned by an acquire what others have done to global memory, before it
+// starts bulk copies of its own to the same place.
+__device__ __forceinline__ void FenceAsyncGlobal() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
 __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
 }
@@ -107,7 +113,8 @@ template <int kPending>
 __device__ __forceinline__ void WaitStoresRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
-// At most kPending groups are not yet done.
+// At most kPending groups are not yet done. What they have written is then visible to this thread's
+// ordinary loads and to its releases.
 template <int kPending>
 __device__ __forceinline__ void WaitStores() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");

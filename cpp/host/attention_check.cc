@@ -1,7 +1,8 @@
-#include "host/attention_check.h"
-
+// What the attention launchers check before they launch.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include "host/block_copy_check.h"
@@ -15,6 +16,16 @@ constexpr int64_t kMaxLength = (int64_t{1} << 30) - 256;
 
 std::string Got(const std::string& what, int64_t value) {
   return what + ", got " + std::to_string(value);
+}
+
+// Whether an array of this shape has a size in bytes. Nothing larger than an int64 exists, and the
+// kernels compute places in such arrays by products like this one.
+bool Addressable(std::initializer_list<int64_t> shape) {
+  int64_t bytes = 4;  // no element is larger
+  for (const int64_t size : shape) {
+    if (__builtin_mul_overflow(bytes, size, &bytes)) return false;
+  }
+  return true;
 }
 
 std::string CheckSizes(const kvblock_attention& a) {
@@ -37,10 +48,8 @@ std::string CheckSizes(const kvblock_attention& a) {
       return Got("head_dim and value_dim must be multiples of 8 from 8 to 256", dim);
     }
   }
-  int64_t pairs = 0, elements = 0;
-  if (__builtin_mul_overflow(int64_t{a.batch}, int64_t{a.num_heads}, &pairs) || pairs > INT32_MAX ||
-      __builtin_mul_overflow(pairs * 256, a.q_len > a.kv_len ? a.q_len : a.kv_len, &elements) ||
-      elements > INT64_MAX / 4) {
+  const int64_t pairs = int64_t{a.batch} * a.num_heads, longer = std::max(a.q_len, a.kv_len);
+  if (pairs > INT32_MAX || !Addressable({pairs, longer, 256})) {
     return "batch * num_heads * length is too large to address";
   }
   if (!std::isfinite(a.scale)) return "scale must be finite";
@@ -67,15 +76,15 @@ std::string CheckShared(const kvblock_attention& a, const std::string& name, int
 
 // The forward kernels compute tanh by powers of scale / softcap, which have to fit into float32.
 // From a softcap of 1024 on they take another way (device/fast_math.cuh).
-std::string CheckSoftcap(const kvblock_attention& a, AttentionPass pass) {
-  if (pass != AttentionPass::kForward || a.softcap >= 1024.0f) return "";
+std::string CheckSoftcap(const kvblock_attention& a, kvblock_attention_pass pass) {
+  if (pass != KVBLOCK_FORWARD || a.softcap >= 1024.0f) return "";
   const float factor = std::abs(a.scale) / a.softcap;
   if (a.softcap == 0.0f || a.scale == 0.0f || (factor >= 1e-6f && factor <= 1e5f)) return "";
   return "scale / softcap must lie between 1e-6 and 1e5 in size, got " + std::to_string(a.scale) +
          " / " + std::to_string(a.softcap);
 }
 
-std::string CheckOptions(const kvblock_attention& a, AttentionPass pass) {
+std::string CheckOptions(const kvblock_attention& a, kvblock_attention_pass pass) {
   const bool packed = a.cu_q != nullptr;
   if (packed != (a.cu_kv != nullptr)) return "cu_q and cu_kv go together";
   const bool segments = a.q_segments != nullptr;
@@ -83,7 +92,7 @@ std::string CheckOptions(const kvblock_attention& a, AttentionPass pass) {
       segments != (a.kv_segment_ranges != nullptr)) {
     return "q_segments, kv_segments, q_segment_ranges and kv_segment_ranges go together";
   }
-  const bool transposed = pass == AttentionPass::kBackwardKv;
+  const bool transposed = pass == KVBLOCK_BACKWARD_KV;
   const int32_t* tiles = transposed ? a.tile_indices_t : a.tile_indices;
   const int32_t* counts = transposed ? a.tile_counts_t : a.tile_counts;
   if ((tiles != nullptr) != (counts != nullptr) ||
@@ -100,6 +109,9 @@ std::string CheckOptions(const kvblock_attention& a, AttentionPass pass) {
       return Got("bias_dtype must be dtype or KVBLOCK_F32", a.bias_dtype);
     }
     error = CheckShared(a, "bias", a.bias_batch, a.bias_heads);
+    if (error.empty() && !Addressable({a.bias_batch, a.bias_heads, a.q_len, a.kv_len})) {
+      return "bias_batch * bias_heads * q_len * kv_len is too large to address";
+    }
   }
   if (error.empty() && a.batch > 0 && a.sinks != nullptr) {
     error = CheckShared(a, "sink", a.sink_batch, 1);
@@ -111,26 +123,31 @@ std::string CheckOptions(const kvblock_attention& a, AttentionPass pass) {
         return Got("tile_q and tile_kv must be multiples of 128 up to 2^30", tile);
       }
     }
-    const int32_t most = transposed ? a.max_tiles_t : a.max_tiles;
+    const int64_t most = transposed ? a.max_tiles_t : a.max_tiles;
     if (most < 0) return Got("max_tiles and max_tiles_t must not be negative", most);
+    const int64_t lists = transposed ? a.kv_len / a.tile_kv + 1 : a.q_len / a.tile_q + 1;
+    if (error.empty() && !Addressable({a.tile_batch, a.tile_heads, lists, most})) {
+      return Got("tile lists are too large to address, max_tiles and max_tiles_t must be smaller",
+                 most);
+    }
   }
   return error;
 }
 
 // Arrays without elements may have no address.
-std::string CheckOperands(const kvblock_attention& a, AttentionPass pass) {
+std::string CheckOperands(const kvblock_attention& a, kvblock_attention_pass pass) {
   const bool members = a.batch > 0 || a.cu_q != nullptr;
   const bool queries = members && a.q_len > 0, keys = members && a.kv_len > 0;
   const auto missing = [](bool needed, const void* operand) { return needed && !operand; };
   if (missing(queries, a.q)) return "q is NULL";
   if (missing(keys, a.k)) return "k is NULL";
   if (missing(keys, a.v)) return "v is NULL";
-  if (pass == AttentionPass::kForward) return missing(queries, a.o) ? "o is NULL" : "";
+  if (pass == KVBLOCK_FORWARD) return missing(queries, a.o) ? "o is NULL" : "";
   if (missing(queries, a.lse)) return "lse is NULL";
   if (missing(queries, a.d_o)) return "d_o is NULL";
   if (missing(queries, a.delta)) return "delta is NULL";
   switch (pass) {
-    case AttentionPass::kBackwardKv:
+    case KVBLOCK_BACKWARD_KV:
       if (missing(keys, a.dk)) return "dk is NULL";
       if (missing(keys, a.dv)) return "dv is NULL";
       if (a.kernels == KVBLOCK_KERNELS_SM90) {
@@ -151,7 +168,7 @@ std::string CheckOperands(const kvblock_attention& a, AttentionPass pass) {
         return "dq_state is for the sm_90a kernels";
       }
       break;
-    case AttentionPass::kBackwardQ:
+    case KVBLOCK_BACKWARD_Q:
       if (missing(queries, a.dq)) return "dq is NULL";
       break;
     default:
@@ -161,26 +178,41 @@ std::string CheckOperands(const kvblock_attention& a, AttentionPass pass) {
   return "";
 }
 
-// Rows are copied 16 bytes at a time.
+bool Misaligned(std::initializer_list<const void*> arrays, uintptr_t bytes) {
+  const auto misaligned = [&](const void* array) {
+    return reinterpret_cast<uintptr_t>(array) % bytes != 0;
+  };
+  return std::any_of(arrays.begin(), arrays.end(), misaligned);
+}
+
 std::string CheckAlignment(const kvblock_attention& a) {
-  const void* const arrays[] = {a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv, a.dq_accum};
-  for (const void* array : arrays) {
-    if (reinterpret_cast<uintptr_t>(array) % 16 != 0) {
-      return "q, k, v, o and their gradients must be aligned to 16 bytes";
-    }
+  // Rows are copied 16 bytes at a time.
+  if (Misaligned({a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv, a.dq_accum}, 16)) {
+    return "q, k, v, o and their gradients must be aligned to 16 bytes";
   }
-  for (const void* ranges : {a.q_segment_ranges, a.kv_segment_ranges}) {  // read as pairs
-    if (reinterpret_cast<uintptr_t>(ranges) % 8 != 0) {
-      return "q_segment_ranges and kv_segment_ranges must be aligned to 8 bytes";
-    }
+  if (Misaligned({a.q_segment_ranges, a.kv_segment_ranges}, 8)) {  // read as pairs
+    return "q_segment_ranges and kv_segment_ranges must be aligned to 8 bytes";
+  }
+  if (Misaligned({a.bias, a.dbias}, a.bias_dtype == KVBLOCK_F32 ? 4 : 2) ||
+      Misaligned({a.cu_q, a.cu_kv, a.q_lens, a.kv_lens, a.shift, a.q_segments, a.kv_segments}, 4) ||
+      Misaligned({a.tile_indices, a.tile_counts, a.tile_indices_t, a.tile_counts_t}, 4) ||
+      Misaligned({a.sinks, a.lse, a.delta, a.dq_turns, a.dq_state}, 4)) {
+    return "arrays of int32 and float32, bias and dbias must be aligned to their elements";
   }
   return "";
 }
 
 }  // namespace
+}  // namespace kvblock
 
-const char* CheckAttention(const kvblock_attention* a, AttentionPass pass) {
+extern "C" const char* kvblock_attention_check(const kvblock_attention* a,
+                                               kvblock_attention_pass pass) {
+  using namespace kvblock;
   if (a == nullptr) return Message("attention: the struct is NULL");
+  const auto number = static_cast<int32_t>(pass);  // an enum may be unsigned
+  if (number < KVBLOCK_FORWARD || number > KVBLOCK_BACKWARD_BIAS) {
+    return Message(Got("attention: pass must be a kvblock_attention_pass", number));
+  }
   std::string error = CheckSizes(*a);
   if (error.empty()) error = CheckSoftcap(*a, pass);
   if (error.empty()) error = CheckOptions(*a, pass);
@@ -188,5 +220,3 @@ const char* CheckAttention(const kvblock_attention* a, AttentionPass pass) {
   if (error.empty()) error = CheckAlignment(*a);
   return error.empty() ? nullptr : Message("attention: " + error);
 }
-
-}  // namespace kvblock

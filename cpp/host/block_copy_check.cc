@@ -42,8 +42,25 @@ uint64_t AddressBits(const kvblock_side& side, int64_t rank) {
   return bits;
 }
 
+// The buffers' addresses and the operands that are read by index.
+std::string CheckPointers(const kvblock_side& side) {
+  if (side.num_buffers < 1 || side.buffers == nullptr) return "no buffers";
+  if (side.buffer_bytes < 0) {
+    return "buffer_bytes must not be negative, got " + std::to_string(side.buffer_bytes);
+  }
+  // Buffers without bytes may have no address.
+  for (int64_t i = 0; side.buffer_bytes > 0 && i < side.num_buffers; ++i) {
+    if (side.buffers[i] == nullptr) return "buffers[" + std::to_string(i) + "] is NULL";
+  }
+  if ((reinterpret_cast<uintptr_t>(side.ids) | reinterpret_cast<uintptr_t>(side.start)) % 4 != 0) {
+    return "ids and start must be aligned to 4 bytes";
+  }
+  return "";
+}
+
 std::string CheckSide(const kvblock_copy& copy, const kvblock_side& side, const std::string& name) {
-  if (side.num_buffers < 1 || side.buffers == nullptr) return name + ": no buffers";
+  const std::string pointers = CheckPointers(side);
+  if (!pointers.empty()) return name + ": " + pointers;
   if (side.offset < 0 || AnyNegative(side.strides, copy.rank) ||
       AnyNegative(side.table_strides, copy.rank)) {
     return name + ": offset and strides must not be negative";

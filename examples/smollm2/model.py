@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock import KVPool, append_kv, flash_attention
+from jax_kvblock import KVPool, append_kv, flash_attention, gather_kv
 
 Params = dict[str, Any]
 
@@ -121,25 +121,9 @@ def store_prompt(
     pool: KVPool, block_ids: jax.Array, k: jax.Array, v: jax.Array
 ) -> KVPool:
     """Write a prompt's k and v [num_layers, T, ...] to its blocks, in place."""
-    num_layers, num_tokens = k.shape[:2]
-    slots = slots_of(block_ids, jnp.arange(num_tokens), pool.spec.block_size)
-    k, v = k.astype(pool.spec.dtype), v.astype(pool.spec.dtype)
-
-    for layer in range(num_layers):
-        pool = append_kv(pool, layer, k[layer], v[layer], slots)
-    return pool
-
-
-def read_layer(
-    pool: KVPool, layer: jax.Array, block_ids: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """One layer's keys and values [S, K, D], read through the sequence's blocks."""
-    blocks = pool.data[block_ids, layer].astype(jnp.float32)
-    if pool.spec.layout == "HND":
-        blocks = blocks.swapaxes(2, 3)
-    num_heads, head_dim = blocks.shape[-2:]
-    k, v = blocks[:, 0], blocks[:, 1]
-    return k.reshape(-1, num_heads, head_dim), v.reshape(-1, num_heads, head_dim)
+    slots = slots_of(block_ids, jnp.arange(k.shape[1]), pool.spec.block_size)
+    k, v = k.astype(pool.dtype), v.astype(pool.dtype)
+    return append_kv(pool, None, k, v, slots)  # all layers at once
 
 
 @partial(jax.jit, static_argnums=0, donate_argnames="pool")
@@ -164,13 +148,14 @@ def decode_step(
     """
     positions = position[None]
     slots = slots_of(block_ids, positions, pool.spec.block_size)
-    dtype = pool.spec.dtype
+    dtype = pool.dtype
 
     def layer(carry: tuple, weights_at: tuple) -> tuple[tuple, None]:
         (x, pool), (index, weights) = carry, weights_at
         q, k, v = project_qkv(config, weights, x, positions)
         pool = append_kv(pool, index, k.astype(dtype), v.astype(dtype), slots)
-        k, v = read_layer(pool, index, block_ids)
+        k, v = gather_kv(pool, index, block_ids)
+        k, v = k.astype(x.dtype), v.astype(x.dtype)
         attended = jax.nn.dot_product_attention(
             q[None], k[None], v[None], key_value_seq_lengths=positions + 1
         )[0]

@@ -27,6 +27,7 @@ from jax_kvblock.attention.config import (
     sizes_of,
 )
 from jax_kvblock.attention.dense import listed_tiles, window_of
+from jax_kvblock.attention.ops import LogSumExp
 
 
 class _Labels(NamedTuple):
@@ -69,7 +70,7 @@ def forward(
     x: Operands,
     compute: Any = None,
     platform: str | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, LogSumExp]:
     """(o, lse), o `[B, T, N, Dv]` in q's dtype, lse `[B, N, T]` float32 or float64.
 
     The products take operands in `compute` (the inputs' dtype unless given) and add in
@@ -83,7 +84,7 @@ def forward(
     order, counts = _visits(config, p)
 
     def one_block(i: Any, carry: Any) -> Any:
-        o_all, lse_all = carry
+        o_all, rest_all, base_all = carry
 
         def step(c: Any, state: Any) -> Any:
             o, top, total = state
@@ -108,23 +109,34 @@ def forward(
         o, top, total = _loop(counts[i], step, state)
         o, lse = _finish(x, p, i, o, top, total)
         at = i * p.block_q
-        o_all = jax.lax.dynamic_update_slice_in_dim(o_all, o, at, 3)
-        return o_all, jax.lax.dynamic_update_slice_in_dim(lse_all, lse, at, 3)
+        put = jax.lax.dynamic_update_slice_in_dim
+        o_all, rest_all = put(o_all, o, at, 3), put(rest_all, lse.rest, at, 3)
+        if base_all is not None:
+            base_all = put(base_all, lse.base, at, 3)
+        return o_all, rest_all, base_all
 
     t = p.q.shape[2]
     carry = (
         jnp.zeros((b, k, g, t, e), x.q.dtype),
         jnp.full((b, k, g, t), -jnp.inf, acc),
+        None if x.bias is None else jnp.zeros((b, k, g, t), acc),
     )
-    o, lse = _loop(t // p.block_q, one_block, carry)
+    o, *parts = _loop(t // p.block_q, one_block, carry)
     o = jnp.moveaxis(o.reshape(b, k * g, t, e), 1, 2)[:, : size.q_len]
-    lse = lse.reshape(b, k * g, t)[..., : size.q_len]
-    return (o[0], lse[0]) if config.packed else (o, lse)
+    lse = LogSumExp(
+        *(
+            None if part is None else part.reshape(b, k * g, t)[..., : size.q_len]
+            for part in parts
+        )
+    )
+    if config.packed:  # these have no bias
+        return o[0], LogSumExp(lse.rest[0])
+    return o, lse
 
 
 def _finish(
     x: Operands, p: _Problem, i: Any, o: Any, top: Any, total: Any
-) -> tuple[Any, Any]:
+) -> tuple[Any, LogSumExp]:
     """Lets the sinks in, and divides by the sum."""
     if x.sinks is not None:
         b, k, g = p.groups
@@ -137,11 +149,12 @@ def _finish(
         top = new_top
     empty = total == 0
     safe = jnp.where(empty, 1, total)
-    lse = jnp.where(empty, -jnp.inf, jnp.log(safe) + top)
-    o = o / safe[..., None]
     real = _block(p.q_labels.valid, i, p.block_q, 1)[:, None, None]
-    lse = jnp.where(real, lse, -jnp.inf)
-    return jnp.where(real[..., None], o, 0).astype(x.q.dtype), lse
+    o = jnp.where(real[..., None], o / safe[..., None], 0).astype(x.q.dtype)
+    seen, rest = real & ~empty, jnp.log(safe)
+    if p.bias is None:
+        return o, LogSumExp(jnp.where(seen, rest + top, -jnp.inf))
+    return o, LogSumExp(jnp.where(seen, rest, -jnp.inf), jnp.where(seen, top, 0))
 
 
 class Cotangents(NamedTuple):
@@ -156,7 +169,7 @@ class Cotangents(NamedTuple):
 def backward(
     config: AttentionConfig,
     x: Operands,
-    lse: jax.Array,
+    lse: LogSumExp,
     delta: jax.Array,
     d_o: jax.Array,
     with_bias: bool = False,
@@ -172,13 +185,16 @@ def backward(
     t, d = p.q.shape[2:]
     s, e = p.v.shape[2:]
     acc = _accumulator(x.q.dtype)
-    lse, delta, d_o = (a[None] if config.packed else a for a in (lse, delta, d_o))
+    rest, base = lse
+    rest, delta, d_o = (a[None] if config.packed else a for a in (rest, delta, d_o))
 
     real = p.q_labels.valid[:, None, None]
-    lse = _pad(lse, 2, t, -jnp.inf).reshape(b, k, g, t)
+    rest = _pad(rest, 2, t, -jnp.inf).reshape(b, k, g, t)
     # exp(score - inf) is 0: what rows without keys contribute.
-    lse = jnp.where(real & ~jnp.isneginf(lse), lse, jnp.inf)
-    delta = jnp.where(jnp.isposinf(lse), 0, _pad(delta, 2, t).reshape(b, k, g, t))
+    rest = jnp.where(real & ~jnp.isneginf(rest), rest, jnp.inf)
+    if base is not None:
+        base = _pad(base, 2, t).reshape(b, k, g, t)
+    delta = jnp.where(jnp.isposinf(rest), 0, _pad(delta, 2, t).reshape(b, k, g, t))
     d_o = _filled(d_o, t, p.q_labels, config.packed or x.q_lens is not None)
     d_o = jnp.moveaxis(d_o, 1, 2).astype(p.q.dtype)
 
@@ -196,10 +212,15 @@ def backward(
             dq_all, dk, dv, dbias_all = state
             i = order[j, c]
             scores, allowed, slope = _scores(config, p, i, j)
-            lse_i = _block(lse, i, p.block_q, 3)[..., None]
+            if base is not None:
+                scores = scores - _block(base, i, p.block_q, 3)[..., None]
+                # It was none: where large scores lie far apart, one may round up here
+                # that rounded down in the forward pass.
+                scores = jnp.minimum(scores, 0)
+            rest_i = _block(rest, i, p.block_q, 3)[..., None]
             d_o_i = p.query_block(d_o, i)
             q_i = p.query_block(p.q, i)
-            weights = jnp.where(allowed, jnp.exp(scores - lse_i), 0)
+            weights = jnp.where(allowed, jnp.exp(scores - rest_i), 0)
             dv_i = _dot("bkgts,bkgte->bkgse", weights, d_o_i, x)
             dw = _dot("bkgte,bkse->bkgts", d_o_i, v_j, x)
             ds = weights * (dw - _block(delta, i, p.block_q, 3)[..., None])

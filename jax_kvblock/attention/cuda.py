@@ -179,7 +179,8 @@ def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
     size = sizes_of(config, x)
     launch = functools.partial(_call, kernels, config, x, size, extra)
     if op.is_forward:
-        results = _forward_results(config, size, x)[: len(op.results)]
+        made = _forward_results(config, size, x)
+        results = [made[name] for name in op.result_names(call)]
         return tuple(launch("forward", results))
     if op is BACKWARD_BIAS:
         return tuple(launch("backward_bias", [_like(x.bias)]))
@@ -236,14 +237,14 @@ def _like(a: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
-def _forward_results(config: AttentionConfig, size: Sizes, x: Operands) -> list[Any]:
-    rows = (size.num_heads, size.q_len)
-    return [
-        jax.ShapeDtypeStruct((*x.q.shape[:-1], size.value_dim), x.q.dtype),
-        jax.ShapeDtypeStruct(
-            rows if config.packed else (size.batch, *rows), jnp.float32
-        ),
-    ]
+def _forward_results(
+    config: AttentionConfig, size: Sizes, x: Operands
+) -> dict[str, Any]:
+    heads = (size.num_heads, size.q_len)
+    shape = heads if config.packed else (size.batch, *heads)
+    rows = jax.ShapeDtypeStruct(shape, jnp.float32)
+    o = jax.ShapeDtypeStruct((*x.q.shape[:-1], size.value_dim), x.q.dtype)
+    return {"o": o, "lse": rows, "base": rows}
 
 
 def _call(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
 from jax_kvblock._checks import as_array, check_choice, show, shown
+from jax_kvblock._types import ArrayIn, DotProductOptions
 from jax_kvblock.attention import arguments, cudnn
 from jax_kvblock.attention.cuda import IMPLEMENTATIONS, MAX_HEAD_DIM
 from jax_kvblock.attention.flash import flash_attention
@@ -16,6 +17,39 @@ from jax_kvblock.attention.flash import flash_attention
 _WHERE = "dot_product_attention"
 
 
+@overload
+def dot_product_attention(
+    query: ArrayIn,
+    key: ArrayIn,
+    value: ArrayIn,
+    bias: ArrayIn | None = ...,
+    mask: ArrayIn | None = ...,
+    *,
+    return_residual: Literal[False] = ...,
+    **options: Unpack[DotProductOptions],
+) -> jax.Array: ...
+@overload
+def dot_product_attention(
+    query: ArrayIn,
+    key: ArrayIn,
+    value: ArrayIn,
+    bias: ArrayIn | None = ...,
+    mask: ArrayIn | None = ...,
+    *,
+    return_residual: Literal[True],
+    **options: Unpack[DotProductOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def dot_product_attention(
+    query: ArrayIn,
+    key: ArrayIn,
+    value: ArrayIn,
+    bias: ArrayIn | None = ...,
+    mask: ArrayIn | None = ...,
+    *,
+    return_residual: bool,
+    **options: Unpack[DotProductOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def dot_product_attention(
     query: Any,
     key: Any,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kvblock._spmd import vary_alike
+from jax_kvblock._types import ArrayIn, FlashOptions, Integers
 from jax_kvblock.attention import arguments, cudnn, primitive
 from jax_kvblock.attention.config import (
     AttentionConfig,
@@ -18,6 +19,7 @@ from jax_kvblock.attention.config import (
     members_of_a_row,
     row_of_each,
 )
+from jax_kvblock.attention.ops import LogSumExp
 
 # What the forward pass keeps for the backward pass, for jax.checkpoint policies:
 # jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES) saves all of it.
@@ -27,26 +29,54 @@ RESIDUAL_NAMES = (
     "flash_attention_v",
     "flash_attention_out",
     "flash_attention_lse",
+    "flash_attention_lse_base",  # of calls with a bias
 )
 
 
+@overload
 def flash_attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    q: ArrayIn,
+    k: ArrayIn,
+    v: ArrayIn,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[FlashOptions],
+) -> jax.Array: ...
+@overload
+def flash_attention(
+    q: ArrayIn,
+    k: ArrayIn,
+    v: ArrayIn,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[FlashOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def flash_attention(
+    q: ArrayIn,
+    k: ArrayIn,
+    v: ArrayIn,
+    *,
+    return_lse: bool,
+    **options: Unpack[FlashOptions],
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+def flash_attention(
+    q: ArrayIn,
+    k: ArrayIn,
+    v: ArrayIn,
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    segment_ids: jax.Array | tuple[jax.Array, jax.Array] | None = None,
-    q_lens: jax.Array | None = None,
-    kv_lens: jax.Array | None = None,
-    cu_seqlens: tuple[jax.Array, jax.Array] | None = None,
-    bias: jax.Array | None = None,
+    segment_ids: ArrayIn | tuple[ArrayIn, ArrayIn] | None = None,
+    q_lens: Integers | None = None,
+    kv_lens: Integers | None = None,
+    cu_seqlens: tuple[Integers, Integers] | None = None,
+    bias: ArrayIn | None = None,
     softcap: float | None = None,
-    sinks: jax.Array | None = None,
+    sinks: ArrayIn | None = None,
     scale: float | None = None,
-    q_offset: jax.Array | int | None = None,
-    kv_offset: jax.Array | int | None = None,
+    q_offset: Integers | int | None = None,
+    kv_offset: Integers | int | None = None,
     tiles: AttentionTiles | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -174,7 +204,8 @@ def output(config: AttentionConfig, x: Operands) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(config: AttentionConfig, x: Operands) -> tuple[jax.Array, jax.Array]:
-    return primitive.forward(config, x)
+    o, lse = primitive.forward(config, x)
+    return o, lse.value
 
 
 def _attention_fwd(config: AttentionConfig, x: Operands) -> Any:
@@ -184,15 +215,17 @@ def _attention_fwd(config: AttentionConfig, x: Operands) -> Any:
     )
     o, lse = primitive.forward(config, x)
     o = checkpoint_name(o, RESIDUAL_NAMES[3])
-    lse = checkpoint_name(lse, RESIDUAL_NAMES[4])
-    return (o, lse), (x, o, lse)
+    parts = zip(lse.parts, RESIDUAL_NAMES[4:], strict=False)
+    lse = LogSumExp(*(checkpoint_name(part, name) for part, name in parts))
+    return (o, lse.value), (x, o, lse)
 
 
 def _attention_bwd(config: AttentionConfig, residuals: Any, cotangents: Any) -> Any:
     x, o, lse = residuals
     d_o, d_lse = cotangents
     # The log-sum-exp's gradient rides along: d(score) = p (dp - rowsum(d_o o) + d_lse).
-    rowsum = jnp.sum(d_o.astype(lse.dtype) * o.astype(lse.dtype), axis=-1)
+    acc = lse.rest.dtype
+    rowsum = jnp.sum(d_o.astype(acc) * o.astype(acc), axis=-1)
     delta = jnp.swapaxes(rowsum, -1, -2)
     if d_lse is not None:
         delta = delta - d_lse
@@ -219,17 +252,18 @@ def _sharded_like(gradient: Any, a: Any) -> Any:
 # One program, also when called outside of jit.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _sink_gradient(
-    config: AttentionConfig, x: Operands, lse: jax.Array, delta: jax.Array
+    config: AttentionConfig, x: Operands, lse: LogSumExp, delta: jax.Array
 ) -> jax.Array:
     """A sink is a key without a value: d(sink) = -p delta, with p = exp(sink - lse)."""
-    sinks = x.sinks
+    sinks, (rest, base) = x.sinks, lse
     if config.packed:
-        lse, delta = lse[None], delta[None]
-    rows = row_of_each(sinks, lse.shape[0])[..., None]
-    empty = jnp.isneginf(lse)
-    p = jnp.exp(rows.astype(lse.dtype) - jnp.where(empty, jnp.inf, lse))
+        rest, delta = rest[None], delta[None]
+    rows = row_of_each(sinks, rest.shape[0])[..., None].astype(rest.dtype)
+    rows = rows if base is None else rows - base
+    empty = jnp.isneginf(rest)
+    p = jnp.exp(rows - jnp.where(empty, jnp.inf, rest))
     d = -jnp.where(empty, 0, p * delta).sum(-1)
-    shared = members_of_a_row(lse.shape[0], sinks.shape[0])
+    shared = members_of_a_row(rest.shape[0], sinks.shape[0])
     d = d.reshape(sinks.shape[0], shared, sinks.shape[1])
     return d.sum(1).astype(sinks.dtype)
 

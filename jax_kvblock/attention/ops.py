@@ -1,16 +1,18 @@
 """The operations of attention and the static parameter of their primitives.
 
-forward        operands                     -> o, lse
-output         operands                     -> o
-backward       operands, lse, delta, d_o    -> dq, dk, dv
-backward_bias  operands, lse, delta, d_o    -> dbias
+forward        operands                         -> o, lse, base
+output         operands                         -> o
+backward       operands, lse, base, delta, d_o  -> dq, dk, dv
+backward_bias  operands, lse, base, delta, d_o  -> dbias
+
+`base` is there with a bias alone; see `LogSumExp`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax_kvblock.attention.config import AXES, AttentionConfig, Operands
 
@@ -31,6 +33,31 @@ class Call:
         return Call(config, tuple(given)), list(given.values())
 
 
+class LogSumExp(NamedTuple):
+    """The log-sum-exp of rows in two parts: their sum, and each float32.
+
+    A bias may be so large that float32 has no digit left for anything beside it: −1e9
+    over a whole row of padding, or the lowest float. Then the sum of the exponentials
+    is lost in `value`, but not in `rest`: a probability is exp((score - base) - rest).
+
+    Attributes:
+      rest: the log-sum-exp of the scores less `base`; −inf where a row sees nothing.
+      base: finite, near the row's largest score. None, which is 0, without a bias.
+    """
+
+    rest: Any
+    base: Any = None
+
+    @property
+    def value(self) -> Any:
+        """The log-sum-exp itself."""
+        return self.rest if self.base is None else self.base + self.rest
+
+    @property
+    def parts(self) -> list[Any]:
+        return [part for part in self if part is not None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Op:
     """One operation: its further operands and its results, by their letters."""
@@ -44,20 +71,27 @@ class Op:
         return not self.extra
 
     def operand_names(self, call: Call) -> tuple[str, ...]:
-        return (*call.present, *self.extra)
+        return (*call.present, *_there(self.extra, call))
+
+    def result_names(self, call: Call) -> tuple[str, ...]:
+        return _there(self.results, call)
 
 
-FORWARD = Op("forward", (), ("o", "lse"))
+def _there(names: tuple[str, ...], call: Call) -> tuple[str, ...]:
+    return tuple(n for n in names if n != "base" or "bias" in call.present)
+
+
+FORWARD = Op("forward", (), ("o", "lse", "base"))
 OUTPUT = Op("output", (), ("o",))
-BACKWARD = Op("backward", ("lse", "delta", "o"), ("q", "k", "v"))
-BACKWARD_BIAS = Op("backward_bias", ("lse", "delta", "o"), ("bias",))
+BACKWARD = Op("backward", ("lse", "base", "delta", "o"), ("q", "k", "v"))
+BACKWARD_BIAS = Op("backward_bias", ("lse", "base", "delta", "o"), ("bias",))
 
-_LETTERS = {**AXES, "delta": "BNT", "cu_q": "c", "cu_kv": "c"}
+_LETTERS = {**AXES, "base": "BNT", "delta": "BNT", "cu_q": "c", "cu_kv": "c"}
 
 
 def letters(name: str, packed: bool = False) -> str:
     """The axes of an operand or result; packed arrays have no batch."""
     found = _LETTERS[name]
-    if packed and name in ("q", "k", "v", "o", "lse", "delta"):
+    if packed and name in ("q", "k", "v", "o", "lse", "base", "delta"):
         return found[1:]
     return found

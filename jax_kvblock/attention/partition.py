@@ -103,6 +103,7 @@ def _partition(
     op: Op, local: core.Primitive, call: Call, mesh: Any, operands: Any, results: Any
 ) -> Any:
     packed = call.config.packed
+    names = op.result_names(call)
     shards = axis_shards(op, call, operands)
 
     def sharding(name: str, dims: Sequence[int]) -> NamedSharding:
@@ -114,7 +115,7 @@ def _partition(
 
     sums = tuple(
         _shared_axes(op, name, full.shape, cut, shards["factors"], packed)
-        for name, full in zip(op.results, results, strict=True)
+        for name, full in zip(names, results, strict=True)
     )
 
     def run(*arrays: Any) -> Any:
@@ -123,7 +124,7 @@ def _partition(
     return (
         mesh,
         run,
-        tuple(sharding(n, r.shape) for n, r in zip(op.results, results, strict=True)),
+        tuple(sharding(n, r.shape) for n, r in zip(names, results, strict=True)),
         tuple(
             sharding(n, a.shape)
             for n, a in zip(op.operand_names(call), operands, strict=True)
@@ -178,7 +179,7 @@ def _sharding_rule(op: Op, call: Call, mesh: Any, operands: Any, results: Any) -
         for n, a in zip(op.operand_names(call), operands, strict=True)
     )
     result_maps = tuple(
-        mapping(n, a.shape) for n, a in zip(op.results, results, strict=True)
+        mapping(n, a.shape) for n, a in zip(op.result_names(call), results, strict=True)
     )
     return SdyShardingRule(
         operand_maps, result_maps, need_replication_factors=tuple(whole)

@@ -32,17 +32,18 @@ from jax_kvblock.attention.ops import (
     FORWARD,
     OUTPUT,
     Call,
+    LogSumExp,
     Op,
     letters,
 )
 from jax_kvblock.attention.partition import array_spec, axis_shards, partitioned
 
 
-def forward(config: AttentionConfig, x: Operands) -> tuple[jax.Array, jax.Array]:
+def forward(config: AttentionConfig, x: Operands) -> tuple[jax.Array, LogSumExp]:
     """o `[B, T, N, Dv]`, lse float32 `[B, N, T]`; packed `[T, N, Dv]`, `[N, T]`."""
     call, arrays = Call.pack(config, x)
-    o, lse = _bind(FORWARD, arrays, call)
-    return o, lse
+    o, *lse = _bind(FORWARD, arrays, call)
+    return o, LogSumExp(*lse)
 
 
 def output(config: AttentionConfig, x: Operands) -> jax.Array:
@@ -54,26 +55,26 @@ def output(config: AttentionConfig, x: Operands) -> jax.Array:
 def backward(
     config: AttentionConfig,
     x: Operands,
-    lse: jax.Array,
+    lse: LogSumExp,
     delta: jax.Array,
     d_o: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk, dv; `delta` is rowsum(d_o * o) - d_lse, shaped like lse."""
     call, arrays = Call.pack(config, x)
-    dq, dk, dv = _bind(BACKWARD, [*arrays, lse, delta, d_o], call)
+    dq, dk, dv = _bind(BACKWARD, [*arrays, *lse.parts, delta, d_o], call)
     return dq, dk, dv
 
 
 def backward_bias(
     config: AttentionConfig,
     x: Operands,
-    lse: jax.Array,
+    lse: LogSumExp,
     delta: jax.Array,
     d_o: jax.Array,
 ) -> jax.Array:
     """The bias's gradient in its shape and dtype. Unused, it is never computed."""
     call, arrays = Call.pack(config, x)
-    return _bind(BACKWARD_BIAS, [*arrays, lse, delta, d_o], call)[0]
+    return _bind(BACKWARD_BIAS, [*arrays, *lse.parts, delta, d_o], call)[0]
 
 
 # ---- evaluation ----------------------------------------------------------------------
@@ -93,13 +94,14 @@ def _result_structs(op: Op, call: Call, avals: Sequence[Any]) -> list[tuple]:
     shapes: dict[str, tuple] = {
         "o": (o, x.q.dtype),
         "lse": (rows, lse),
+        "base": (rows, lse),
         "q": (x.q.shape, x.q.dtype),
         "k": (x.k.shape, x.k.dtype),
         "v": (x.v.shape, x.v.dtype),
     }
     if x.bias is not None:
         shapes["bias"] = (x.bias.shape, x.bias.dtype)
-    return [shapes[name] for name in op.results]
+    return [shapes[name] for name in op.result_names(call)]
 
 
 def _abstract_eval(
@@ -109,7 +111,7 @@ def _abstract_eval(
     mesh = avals[0].sharding.mesh
     results = []
     for name, (shape, dtype) in zip(
-        op.results, _result_structs(op, call, avals), strict=True
+        op.result_names(call), _result_structs(op, call, avals), strict=True
     ):
         spec = array_spec(letters(name, call.config.packed), shape, shards)
         results.append(
@@ -144,10 +146,10 @@ def _blocked(op: Op, call: Call, platform: str | None, *arrays: Any) -> tuple:
     narrow = x.q.dtype.itemsize == 2
     compute = jnp.float32 if platform == "cpu" and narrow else None
     if op.is_forward:
-        made = blocked.forward(call.config, x, compute, platform)
-        return made[: len(op.results)]
-    lse, delta, d_o = arrays[len(call.present) :]
-    with_bias = op is BACKWARD_BIAS
+        o, lse = blocked.forward(call.config, x, compute, platform)
+        return (o, *lse.parts) if op is FORWARD else (o,)
+    *parts, delta, d_o = arrays[len(call.present) :]
+    lse, with_bias = LogSumExp(*parts), op is BACKWARD_BIAS
     grads = blocked.backward(
         call.config, x, lse, delta, d_o, with_bias, compute, platform
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +30,52 @@ from jax_kvblock._checks import (
     show,
     to_jax,
 )
+from jax_kvblock._types import ArrayIn
 from jax_kvblock.attention import arguments, blocked, cuda, flash, primitive
 from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes
+from jax_kvblock.attention.ops import LogSumExp
 
 XLA_BLOCKS = (16, 32, 64, 128, 256, 512)
 _TILE_FIX = "tiles are compiled in; get_optimal_block_sizes picks one"
 
 
+@overload
 def flash_attention_forward(
-    Q: jax.Array,
-    K: jax.Array,
-    V: jax.Array,
+    Q: ArrayIn,
+    K: ArrayIn,
+    V: ArrayIn,
+    Bc: int = ...,
+    Br: int = ...,
+    use_half: bool = ...,
+    *,
+    return_residuals: Literal[False] = ...,
+) -> jax.Array: ...
+@overload
+def flash_attention_forward(
+    Q: ArrayIn,
+    K: ArrayIn,
+    V: ArrayIn,
+    Bc: int = ...,
+    Br: int = ...,
+    use_half: bool = ...,
+    *,
+    return_residuals: Literal[True],
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+@overload
+def flash_attention_forward(
+    Q: ArrayIn,
+    K: ArrayIn,
+    V: ArrayIn,
+    Bc: int = ...,
+    Br: int = ...,
+    use_half: bool = ...,
+    *,
+    return_residuals: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]: ...
+def flash_attention_forward(
+    Q: ArrayIn,
+    K: ArrayIn,
+    V: ArrayIn,
     Bc: int = 32,
     Br: int = 32,
     use_half: bool = False,
@@ -88,13 +123,13 @@ def flash_attention_forward(
 
 
 def flash_attention_backward(
-    Q: jax.Array,
-    K: jax.Array,
-    V: jax.Array,
-    O: jax.Array,
-    dO: jax.Array,
-    l: jax.Array,
-    m: jax.Array,
+    Q: ArrayIn,
+    K: ArrayIn,
+    V: ArrayIn,
+    O: ArrayIn,
+    dO: ArrayIn,
+    l: ArrayIn,
+    m: ArrayIn,
     Bc: int = 32,
     Br: int = 32,
     use_half: bool = False,
@@ -121,32 +156,34 @@ def flash_attention_backward(
     where = "flash_attention_backward"
     Q, K, V = _check_qkv(where, Q, K, V)
     config, x = _call(where, Q, K, V, Bc, Br, use_half)
-    O, dO = (
-        _check_shape(where, name, a, "Q", Q.shape) for name, a in (("O", O), ("dO", dO))
-    )
-    for name, a in (("O", O), ("dO", dO)):
+    dtype = Q.dtype
+    outputs = {
+        name: _check_shape(where, name, a, "Q", Q.shape)
+        for name, a in {"O": O, "dO": dO}.items()
+    }
+    for name, a in outputs.items():
         if a.dtype not in arguments.FLOATS:
             raise TypeError(
                 f"{where}: {name} must be floats like Q, got {show(a)}; cast it with "
                 ".astype(Q.dtype)"
             )
-    l, m = (
-        _check_shape(where, name, a, "Q, [B, H, N],", Q.shape[:-1])
-        for name, a in (("l", l), ("m", m))
-    )
-    wide = jnp.promote_types(Q.dtype, jnp.float32)
-    for name, a in (("l", l), ("m", m)):
+    rows = {
+        name: _check_shape(where, name, a, "Q, [B, H, N],", Q.shape[:-1])
+        for name, a in {"l": l, "m": m}.items()
+    }
+    wide = jnp.promote_types(dtype, jnp.float32)
+    for name, a in rows.items():
         if jax.dtypes.canonicalize_dtype(a.dtype) != wide:
             raise TypeError(
                 f"{where}: {name} must be {wide}, got {show(a)}; pass what "
                 "flash_attention_forward(return_residuals=True) returned"
             )
-    lse = lm_to_lse(l, m)
-    O, dO = to_jax(O), to_jax(dO)
-    delta = jnp.sum(dO.astype(lse.dtype) * O.astype(lse.dtype), axis=-1)
-    d_o = jnp.swapaxes(dO, 1, 2).astype(x.q.dtype)
-    gradients = primitive.backward(config, x, lse, delta, d_o)
-    dq, dk, dv = (jnp.swapaxes(a, 1, 2).astype(Q.dtype) for a in gradients)
+    lse = lm_to_lse(**rows)
+    o, d_o = map(to_jax, outputs.values())
+    delta = jnp.sum(d_o.astype(lse.dtype) * o.astype(lse.dtype), axis=-1)
+    d_o = jnp.swapaxes(d_o, 1, 2).astype(x.q.dtype)
+    gradients = primitive.backward(config, x, LogSumExp(lse), delta, d_o)
+    dq, dk, dv = (jnp.swapaxes(a, 1, 2).astype(dtype) for a in gradients)
     return dq, dk, dv
 
 
@@ -181,15 +218,42 @@ class FlashAttention:
             object.__setattr__(self, name, size)
         arguments.check_flags(where, use_half=self.use_half)
 
-    def __call__(self, Q: jax.Array, K: jax.Array, V: jax.Array) -> jax.Array:
+    def __call__(self, Q: ArrayIn, K: ArrayIn, V: ArrayIn) -> jax.Array:
         """The output: `forward`."""
         return self.forward(Q, K, V)
 
+    @overload
     def forward(
         self,
-        Q: jax.Array,
-        K: jax.Array,
-        V: jax.Array,
+        Q: ArrayIn,
+        K: ArrayIn,
+        V: ArrayIn,
+        *,
+        return_residuals: Literal[False] = ...,
+    ) -> jax.Array: ...
+    @overload
+    def forward(
+        self,
+        Q: ArrayIn,
+        K: ArrayIn,
+        V: ArrayIn,
+        *,
+        return_residuals: Literal[True],
+    ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+    @overload
+    def forward(
+        self,
+        Q: ArrayIn,
+        K: ArrayIn,
+        V: ArrayIn,
+        *,
+        return_residuals: bool,
+    ) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]: ...
+    def forward(
+        self,
+        Q: ArrayIn,
+        K: ArrayIn,
+        V: ArrayIn,
         *,
         return_residuals: bool = False,
     ) -> Any:
@@ -206,13 +270,13 @@ class FlashAttention:
 
     def backward(
         self,
-        Q: jax.Array,
-        K: jax.Array,
-        V: jax.Array,
-        O: jax.Array,
-        dO: jax.Array,
-        l: jax.Array,
-        m: jax.Array,
+        Q: ArrayIn,
+        K: ArrayIn,
+        V: ArrayIn,
+        O: ArrayIn,
+        dO: ArrayIn,
+        l: ArrayIn,
+        m: ArrayIn,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`flash_attention_backward` with this tile."""
         return flash_attention_backward(
@@ -223,7 +287,7 @@ class FlashAttention:
 # ---- l, m and lse --------------------------------------------------------------------
 
 
-def lm_to_lse(l: jax.Array, m: jax.Array) -> jax.Array:
+def lm_to_lse(l: ArrayIn, m: ArrayIn) -> jax.Array:
     """`m + log(l)`, the log-sum-exp of rows with sums l and maxima m.
 
     −inf where l is 0: a row without keys.
@@ -248,9 +312,7 @@ def _lm_to_lse(l: jax.Array, m: jax.Array) -> jax.Array:
     return jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1, l)))
 
 
-def lse_to_lm(
-    lse: jax.Array, m: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
+def lse_to_lm(lse: ArrayIn, m: ArrayIn | None = None) -> tuple[jax.Array, jax.Array]:
     """(l, m) with `m + log(l)` = lse.
 
     Args:

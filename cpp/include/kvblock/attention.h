@@ -8,6 +8,7 @@
  *                 bias:         score = score + bias[b, n, i, j]
  *   score(i, j) = -inf where i does not attend to j
  *   lse(i)      = log(sum_j exp(score(i, j)) + exp(sink[n]))      (the second term with sinks only)
+ *                 less base(i), where that is asked for
  *   o(i)        = sum_j exp(score(i, j) - lse(i)) * v[b, j, k];   0 where lse(i) = -inf
  *
  * i attends to j when all of these hold:
@@ -61,6 +62,14 @@ typedef enum kvblock_kernels {
   KVBLOCK_KERNELS_SM90 = 1,
 } kvblock_kernels;
 
+/* What a launcher computes, for kvblock_attention_check. */
+typedef enum kvblock_attention_pass {
+  KVBLOCK_FORWARD = 0,
+  KVBLOCK_BACKWARD_KV = 1,
+  KVBLOCK_BACKWARD_Q = 2,
+  KVBLOCK_BACKWARD_BIAS = 3,
+} kvblock_attention_pass;
+
 typedef struct kvblock_attention {
   int32_t kernels; /* kvblock_kernels */
   int32_t dtype;   /* of q, k, v, o, d_o, dq, dk, dv */
@@ -96,6 +105,10 @@ typedef struct kvblock_attention {
 
   void* o;    /* forward: written; not read by the backward launchers */
   float* lse; /* forward: written unless NULL; backward: read */
+  /* [B, N, T], with a bias; may be NULL. lse is then relative to it. Beside a bias of -1e9 over a
+   * whole row float32 has no digits left for the sum of the exponentials; this keeps it. Forward:
+   * written, finite and near the row's largest score; backward: the same, read. */
+  float* base;
 
   /* Backward only. */
   const void* d_o;
@@ -119,6 +132,11 @@ typedef struct kvblock_attention {
 
 /* Each function returns NULL on success, else a message that lives until this thread's next call.
  */
+
+/* Checks sizes, options that do not go together, alignment, and that the operands and outputs of
+ * this pass are there. Looks at no array. The launchers call it first. */
+KVBLOCK_EXPORT const char* kvblock_attention_check(const kvblock_attention* a,
+                                                   kvblock_attention_pass pass);
 
 /* Writes o and, if it is asked for, lse. */
 KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_attention* a, void* stream);

@@ -18,6 +18,10 @@
  * A source id outside [0, id_limit), or a source start outside [0, start_limit), reads zeros; the
  * same on the destination side writes nothing. Nothing is allocated and nothing is synchronized.
  * All strides and offsets are in bytes and not negative. Source and destination must not overlap.
+ *
+ * Every number is checked before anything is touched, and so is every pointer that is NULL. What the
+ * caller says of its memory is believed: that `buffers` has num_buffers entries of buffer_bytes bytes
+ * each, and `ids` dims[0] entries.
  */
 /* clang-format on */
 #ifndef KVBLOCK_BLOCK_COPY_H_
@@ -38,7 +42,7 @@ extern "C" {
 enum { KVBLOCK_MAX_RANK = 8 };
 
 typedef struct kvblock_side {
-  void* const* buffers; /* host array of num_buffers base addresses */
+  void* const* buffers; /* host array of num_buffers base addresses; NULL where buffer_bytes is 0 */
   int64_t num_buffers;
   int64_t buffer_bytes; /* the size of the smallest buffer: every address is checked against it */
   int64_t offset;

@@ -3,17 +3,16 @@
 
 #include <string>
 
-#include "host/attention_check.h"
 #include "host/block_copy_check.h"
 #include "kvblock/attention.h"
 #include "ops/attention/common/params.cuh"
-#include "ops/attention/for_dim.h"
 #include "ops/attention/generic/backward.h"
 #include "ops/attention/hopper/backward.h"
+#include "ops/attention/instances.h"
 
 extern "C" const char* kvblock_attention_backward_kv(const kvblock_attention* a, void* stream) {
   using namespace kvblock;
-  if (const char* error = CheckAttention(a, AttentionPass::kBackwardKv)) return error;
+  if (const char* error = kvblock_attention_check(a, KVBLOCK_BACKWARD_KV)) return error;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (a->kernels == KVBLOCK_KERNELS_SM90) {
     const char* error = hopper::LaunchBackwardKv(*a, cuda_stream);
@@ -27,20 +26,29 @@ extern "C" const char* kvblock_attention_backward_kv(const kvblock_attention* a,
       return Message(std::string("attention: clearing dq_accum: ") + cudaGetErrorString(status));
     }
   }
-  return ForDim(*a, [&](auto dim) { return LaunchBackwardKv<dim()>(*a, cuda_stream); });
+  return ForInstance(*a, [&](auto instance) {
+    using In = decltype(instance);
+    return LaunchBackwardKv<typename In::Type, In::kDim>(*a, cuda_stream);
+  });
 }
 
 extern "C" const char* kvblock_attention_backward_q(const kvblock_attention* a, void* stream) {
   using namespace kvblock;
-  if (const char* error = CheckAttention(a, AttentionPass::kBackwardQ)) return error;
+  if (const char* error = kvblock_attention_check(a, KVBLOCK_BACKWARD_Q)) return error;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  return ForDim(*a, [&](auto dim) { return LaunchBackwardQ<dim()>(*a, cuda_stream); });
+  return ForInstance(*a, [&](auto instance) {
+    using In = decltype(instance);
+    return LaunchBackwardQ<typename In::Type, In::kDim>(*a, cuda_stream);
+  });
 }
 
 extern "C" const char* kvblock_attention_backward_bias(const kvblock_attention* a, void* stream) {
   using namespace kvblock;
-  if (const char* error = CheckAttention(a, AttentionPass::kBackwardBias)) return error;
+  if (const char* error = kvblock_attention_check(a, KVBLOCK_BACKWARD_BIAS)) return error;
   if (a->batch == 0) return nullptr;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  return ForDim(*a, [&](auto dim) { return LaunchBackwardBias<dim()>(*a, cuda_stream); });
+  return ForInstance(*a, [&](auto instance) {
+    using In = decltype(instance);
+    return LaunchBackwardBias<typename In::Type, In::kDim>(*a, cuda_stream);
+  });
 }

@@ -3,7 +3,8 @@
 // launcher.
 //
 // Operands: q, k, v, then the optional ones that `present` names (bit i: the i-th of Optional),
-// then, backward, lse, delta and d_o. Results: o and perhaps lse; or dk, dv and perhaps dq_accum
+// then, backward, lse, with a bias base, delta and d_o. Results: o and perhaps lse, and with a bias
+// base; or dk, dv and perhaps dq_accum
 // (the sm_90a kernels: dq, dq_accum, dq_state and perhaps dq_turns); or dq; or dbias. Mirrors
 // jax_kvblock/attention/cuda.py.
 #include "ops/attention/attention_ffi.h"
@@ -303,6 +304,7 @@ void* Heads(Reader* in, const Decoded& d, const char* name, Length length, int64
 void DecodeCotangents(Reader* in, Decoded* d) {
   if (in->failed()) return;
   d->a.lse = Rows(in, *d, "lse", false);
+  if (d->a.bias != nullptr) d->a.base = Rows(in, *d, "base", false);
   d->a.delta = Rows(in, *d, "delta", false);
   d->a.d_o = Heads(in, *d, "d_o", kQueries, d->a.num_heads, d->a.value_dim, false, d->type);
 }
@@ -324,7 +326,10 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   Decoded d = Decode(&in, attributes);
   if (!in.failed()) {
     d.a.o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, true, d.type);
-    if (in.results_left() > 0) d.a.lse = Rows(&in, d, "lse", true);
+    if (in.results_left() > 0) {
+      d.a.lse = Rows(&in, d, "lse", true);
+      if (d.a.bias != nullptr) d.a.base = Rows(&in, d, "base", true);
+    }
   }
   return Launch(&in, d, kvblock_attention_forward, stream);
 }

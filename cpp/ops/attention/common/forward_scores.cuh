@@ -29,6 +29,10 @@ struct ScoreRules {
   float to_log2;  // score * to_log2 is the exponent of 2; positive
 };
 
+// With a bias scores may be so large that float32 has no digits for what is beside them. Then a
+// row's base is subtracted from its scores before anything else happens to them.
+__device__ __forceinline__ bool HasBases(const AttentionParams& p) { return p.bias != nullptr; }
+
 template <typename Bias>
 __device__ __forceinline__ float ToFloat(Bias value) {
   return static_cast<float>(value);
@@ -214,6 +218,14 @@ __device__ __forceinline__ float RowSum(float x) {
 // maximum; any finite number serves, since its probabilities are all 2^-inf.
 __device__ __forceinline__ float Reference(float max, float to_log2) {
   return max == -INFINITY ? 0.0f : max * to_log2;
+}
+
+// Writes a row's lse, `top` plus `log_sum`: where a base is asked for, top as the base.
+__device__ __forceinline__ void StoreLse(const AttentionParams& p, int64_t row, bool nothing,
+                                         float top, float log_sum) {
+  const bool based = p.base != nullptr;
+  p.lse[row] = nothing ? -INFINITY : based ? log_sum : top + log_sum;
+  if (based) p.base[row] = nothing ? 0.0f : top;
 }
 
 }  // namespace kvblock

@@ -16,6 +16,10 @@ __device__ __forceinline__ float Probability(float product, float scale, float l
   return Exp2(fmaf(product, scale, -lse) * kLog2E);
 }
 
+// A score is hardly above its row's base. Where large scores lie far apart, one may round up here
+// that rounded down in the forward pass: it must not become a probability without bounds.
+constexpr float kMostAboveBase = 8.0f;
+
 // What is subtracted from a row's scores: its lse, or inf where the row sees nothing, so that its
 // probabilities are exp(-inf) = 0.
 __device__ __forceinline__ float RowLse(float lse) { return lse == -INFINITY ? INFINITY : lse; }
@@ -31,10 +35,11 @@ template <typename T, bool kTransposed = false>
 class Scores {
  public:
   __device__ __forceinline__ Scores(const AttentionParams& p, const Sequence& s, int head)
-      : p_(p), s_(s), bias_row_(0) {
+      : p_(p), s_(s), bias_row_(0), base_row_(0) {
     if (p.bias != nullptr) {
       const int64_t bb = BatchRow(p, p.bias_batch, s.batch), bn = p.bias_heads > 1 ? head : 0;
       bias_row_ = (bb * p.bias_heads + bn) * p.q_len;
+      base_row_ = s.LseRow(p, head);
     }
   }
 
@@ -78,9 +83,13 @@ class Scores {
       scale = 1.0f;
     }
     if (p_.bias != nullptr) {
+      const float base[2] = {Base(rows[0]), Base(rows[1])};
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        c[e] = fmaf(c[e], scale, Bias((bias_row_ + rows[Row(e)]) * p_.kv_len + columns[Column(e)]));
+        const float score =
+            fmaf(c[e], scale, Bias((bias_row_ + rows[Row(e)]) * p_.kv_len + columns[Column(e)]));
+        const float above = score - base[Row(e)];
+        c[e] = p_.base != nullptr && above > kMostAboveBase ? kMostAboveBase : above;
       }
       scale = 1.0f;
     }
@@ -111,9 +120,13 @@ class Scores {
     return static_cast<float>(static_cast<const T*>(p_.bias)[i]);
   }
 
+  __device__ __forceinline__ float Base(int row) const {
+    return p_.base != nullptr ? __ldg(p_.base + base_row_ + row) : 0.0f;
+  }
+
   const AttentionParams& p_;
   const Sequence& s_;
-  int64_t bias_row_;
+  int64_t bias_row_, base_row_;
 };
 
 }  // namespace kvblock

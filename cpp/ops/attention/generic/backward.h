@@ -1,4 +1,5 @@
-// The launchers of the generic backward kernels; one instance for each padded head dim.
+// The launchers of the generic backward kernels; an instance for each type and padded head
+// dim.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,12 +8,13 @@
 
 namespace kvblock {
 
-// The larger of head_dim and value_dim is at most kDim: 64, 128, 192 or 256.
-template <int kDim>
+// T is __nv_bfloat16 or __half, as a.dtype says; the larger of head_dim and value_dim is at most
+// kDim: 64, 128, 192 or 256.
+template <typename T, int kDim>
 const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream);
-template <int kDim>
+template <typename T, int kDim>
 const char* LaunchBackwardQ(const kvblock_attention& a, cudaStream_t stream);
-template <int kDim>
+template <typename T, int kDim>
 const char* LaunchBackwardBias(const kvblock_attention& a, cudaStream_t stream);
 
 }  // namespace kvblock

@@ -1,9 +1,6 @@
 // Launching the generic backward kernels.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <string>
@@ -49,7 +46,7 @@ const char* Launch(Kernel kernel, int bytes, int available, const AttentionParam
 }
 
 template <typename T, int kDim>
-const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream) {
   using Shape = BackwardKvShape<kDim>;
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kKeys);
@@ -65,13 +62,7 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
                                  plan);
 }
 
-template <int kDim>
-const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream) {
-  return a.dtype == KVBLOCK_BF16 ? LaunchBackwardKvAs<__nv_bfloat16, kDim>(a, stream)
-                                 : LaunchBackwardKvAs<__half, kDim>(a, stream);
-}
-
-template <int kDim>
+template <typename T, int kDim>
 const char* LaunchBackwardQ(const kvblock_attention& a, cudaStream_t stream) {
   using Shape = BackwardQShape<kDim>;
   AttentionParams p = MakeAttentionParams(a);
@@ -79,12 +70,11 @@ const char* LaunchBackwardQ(const kvblock_attention& a, cudaStream_t stream) {
   if (const char* error = PlanGrid(&p, tiles, Members(a) * a.num_heads)) return error;
   int available = 0;
   if (const char* error = SharedMemory(&available)) return error;
-  return Launch<Shape::kThreads>(a.dtype == KVBLOCK_BF16 ? AttentionBackwardQ<__nv_bfloat16, kDim>
-                                                         : AttentionBackwardQ<__half, kDim>,
-                                 Shape::kBytes, available, p, stream, p);
+  return Launch<Shape::kThreads>(AttentionBackwardQ<T, kDim>, Shape::kBytes, available, p, stream,
+                                 p);
 }
 
-template <int kDim>
+template <typename T, int kDim>
 const char* LaunchBackwardBias(const kvblock_attention& a, cudaStream_t stream) {
   using Shape = BackwardBiasShape<kDim>;
   constexpr int64_t kTile = Shape::kTile;
@@ -93,10 +83,8 @@ const char* LaunchBackwardBias(const kvblock_attention& a, cudaStream_t stream) 
   if (const char* error = PlanGrid(&p, tiles, int64_t{a.bias_batch} * a.bias_heads)) return error;
   int available = 0;
   if (const char* error = SharedMemory(&available)) return error;
-  return Launch<Shape::kThreads>(a.dtype == KVBLOCK_BF16
-                                     ? AttentionBackwardBias<__nv_bfloat16, kDim>
-                                     : AttentionBackwardBias<__half, kDim>,
-                                 Shape::kBytes, available, p, stream, p);
+  return Launch<Shape::kThreads>(AttentionBackwardBias<T, kDim>, Shape::kBytes, available, p,
+                                 stream, p);
 }
 
 }  // namespace kvblock

@@ -122,9 +122,11 @@ __device__ __forceinline__ void Multiply(ForwardRows<Traits>& rows,
 }
 
 // Takes the tile's scores into the running maxima; scales O and the sums to the new ones. After the
-// first few tiles maxima rarely move, and then there is nothing to scale.
+// first few tiles maxima rarely move, and then there is nothing to scale. With bases, which are the
+// maxima, scores become relative to them.
 template <typename Traits>
-__device__ __forceinline__ void Rescale(ForwardRows<Traits>& rows, float to_log2) {
+__device__ __forceinline__ void Rescale(const AttentionParams& p, ForwardRows<Traits>& rows,
+                                        float to_log2) {
   float correction[Traits::kRowBlocks][2];
   bool moved = false;
 #pragma unroll
@@ -139,7 +141,15 @@ __device__ __forceinline__ void Rescale(ForwardRows<Traits>& rows, float to_log2
       const float before = rows.max[rb][half];
       rows.max[rb][half] = fmaxf(before, RowMax(tile_max));
       moved |= rows.max[rb][half] != before;
-      correction[rb][half] = Exp2(before * to_log2 - Reference(rows.max[rb][half], to_log2));
+      const float now = Reference(rows.max[rb][half], 1.0f);
+      correction[rb][half] = Exp2((before - now) * to_log2);
+      if (HasBases(p)) {
+#pragma unroll
+        for (int n = 0; n < Traits::kKeys / 8; ++n) {
+          rows.s[rb][n][half * 2] -= now;
+          rows.s[rb][n][half * 2 + 1] -= now;
+        }
+      }
     }
   }
   if (!__any_sync(~0u, moved)) return;
@@ -160,15 +170,17 @@ __device__ __forceinline__ void Rescale(ForwardRows<Traits>& rows, float to_log2
 // P = exp2(S - max) and O += P V, 16 keys at a time: the exponentials of the next 16 keys can run
 // while the tensor cores work on these.
 template <typename Traits>
-__device__ __forceinline__ void Accumulate(ForwardRows<Traits>& rows, float to_log2,
-                                           uint32_t v_tile, int lane) {
+__device__ __forceinline__ void Accumulate(const AttentionParams& p, ForwardRows<Traits>& rows,
+                                           float to_log2, uint32_t v_tile, int lane) {
   using T = typename Traits::T;
   const LaneBlock<Traits::kDim, BlockOrder::kRowsFirst> at_v(lane);
   float reference[Traits::kRowBlocks][2];
 #pragma unroll
   for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
-    reference[rb][0] = Reference(rows.max[rb][0], to_log2);
-    reference[rb][1] = Reference(rows.max[rb][1], to_log2);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      reference[rb][half] = HasBases(p) ? 0.0f : Reference(rows.max[rb][half], to_log2);
+    }
   }
 #pragma unroll
   for (int step = 0; step < Traits::kKeys / 16; ++step) {
@@ -200,18 +212,20 @@ __device__ __forceinline__ void Accumulate(ForwardRows<Traits>& rows, float to_l
   }
 }
 
-// Joins the sink, divides by the sums, and writes O (through this warp's rows of the Q tile) and
-// lse for the rows that exist.
+// Joins the sink, divides by the sums, and writes O (through this warp's rows of the Q tile), lse
+// and the base for the rows that exist.
 template <typename Traits>
 __device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& s, int head,
                                       ForwardRows<Traits>& rows, float to_log2, uint32_t q_tile,
                                       char* shared_q, int first, int row, int lane) {
   using T = typename Traits::T;
   const bool sinks = p.sinks != nullptr;
+  // Maxima and the sink are exponents of 2 here, but based ones scores: their differences are.
+  const float unit = HasBases(p) ? kLog2E : 1.0f;
   const float sink =
       sinks ? __ldg(p.sinks +
                     static_cast<int64_t>(BatchRow(p, p.sink_batch, s.batch)) * p.num_heads + head) *
-                  kLog2E
+                  (kLog2E / unit)
             : -INFINITY;
   __syncwarp();  // other lanes have read the rows of Q that this one writes
 #pragma unroll
@@ -220,18 +234,18 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& 
     for (int half = 0; half < 2; ++half) {
       const int in_tile = row + rb * 16 + half * 8 + lane / 4, query = first + in_tile;
       float sum = RowSum(rows.sum[rb][half]);
-      float max = rows.max[rb][half] * to_log2;
+      float max = rows.max[rb][half] * (HasBases(p) ? 1.0f : to_log2);
       float factor = 1.0f;
       if (sinks) {  // one more score, with no value
-        const float joint = fmaxf(max, sink);
-        factor = Exp2(max - Reference(joint, 1.0f));
-        sum = sum * factor + (sink == joint ? 1.0f : Exp2(sink - Reference(joint, 1.0f)));
+        const float joint = fmaxf(max, sink), reference = Reference(joint, 1.0f);
+        factor = Exp2((max - reference) * unit);
+        sum = sum * factor + (sink == joint ? 1.0f : Exp2((sink - reference) * unit));
         if (joint == -INFINITY) sum = 0.0f;
         max = joint;
       }
       const bool nothing = sum == 0.0f || query >= s.q_len;
       if (p.lse != nullptr && lane % 4 == 0 && query < s.q_rows) {
-        p.lse[s.LseRow(p, head) + query] = nothing ? -INFINITY : max * kLn2 + logf(sum);
+        StoreLse(p, s.LseRow(p, head) + query, nothing, max * (unit * kLn2), logf(sum));
       }
       factor /= sum;
 #pragma unroll
@@ -384,8 +398,8 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
       FinishScores<Traits>(p, s, rules, !whole_now, p.q_segments != nullptr, parked.head, rows,
                            parked.first + row(), key_now, lane());
     }
-    Rescale<Traits>(rows, rules.to_log2);
-    Accumulate<Traits>(rows, rules.to_log2, v_tile(stage), lane());
+    Rescale<Traits>(p, rows, rules.to_log2);
+    Accumulate<Traits>(p, rows, rules.to_log2, v_tile(stage), lane());
   }
   if (Traits::kShape.hold_queries) __syncthreads();  // O's way out is a stage that others may read
   Write<Traits>(p, s, parked.head, rows, rules.to_log2, q_tile, shared, parked.first, row(),

@@ -1,9 +1,6 @@
 // Launching the generic forward kernel: the grid and its order.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cstdint>
 
@@ -14,7 +11,7 @@
 namespace kvblock {
 
 template <typename T, int kDim>
-const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream) {
   using Traits = ForwardTraits<T, kDim>;
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = NumTiles(a, a.q_len, Traits::kQueries);
@@ -30,12 +27,6 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
   }
   if (status == cudaSuccess) return nullptr;
   return Failure(status);
-}
-
-template <int kDim>
-const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream) {
-  return a.dtype == KVBLOCK_BF16 ? LaunchForwardAs<__nv_bfloat16, kDim>(a, stream)
-                                 : LaunchForwardAs<__half, kDim>(a, stream);
 }
 
 }  // namespace kvblock

@@ -9,6 +9,7 @@
 #include "ops/attention/common/launch.h"
 #include "ops/attention/hopper/backward.h"
 #include "ops/attention/hopper/backward_dq.cuh"
+#include "ops/attention/instances.h"
 
 namespace kvblock::hopper {
 namespace {
@@ -40,12 +41,16 @@ const char* LaunchBackwardKv(const kvblock_attention& caller, cudaStream_t strea
     if (!error && a.dq_turns) error = clear("clearing dq_turns", a.dq_turns, 4);
     if (error) return error;
   }
-  if (dim <= 64) return LaunchBackwardKvOf<64, 64>(a, stream);
-  if (dim <= 96) return LaunchBackwardKvOf<96, 96>(a, stream);
-  if (dim <= 128) return LaunchBackwardKvOf<128, 128>(a, stream);
-  if (dim <= 192 && a.value_dim <= 128) return LaunchBackwardKvOf<192, 128>(a, stream);
-  if (dim <= 192) return LaunchBackwardKvOf<192, 192>(a, stream);
-  return LaunchBackwardKvOf<256, 256>(a, stream);
+  const auto launch = [&](auto instance) {
+    using In = decltype(instance);
+    return LaunchBackwardKvOf<typename In::Type, In::kDim, In::kValue>(a, stream);
+  };
+  if (dim <= 64) return ForType<64, 64>(a, launch);
+  if (dim <= 96) return ForType<96, 96>(a, launch);
+  if (dim <= 128) return ForType<128, 128>(a, launch);
+  if (dim <= 192 && a.value_dim <= 128) return ForType<192, 128>(a, launch);
+  if (dim <= 192) return ForType<192, 192>(a, launch);
+  return ForType<256, 256>(a, launch);
 }
 
 const char* LaunchFinishDq(const kvblock_attention& a, cudaStream_t stream) {

@@ -14,8 +14,9 @@ const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream);
 // Writes dq from dq_accum.
 const char* LaunchFinishDq(const kvblock_attention& a, cudaStream_t stream);
 
-// LaunchBackwardKv's instances: head_dim is at most kDim and value_dim at most kValueDim.
-template <int kDim, int kValueDim>
+// LaunchBackwardKv's instances: T is a.dtype's type, head_dim is at most kDim and value_dim at most
+// kValueDim.
+template <typename T, int kDim, int kValueDim>
 const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream);
 
 }  // namespace kvblock::hopper

@@ -52,6 +52,7 @@ struct BackwardAdder {
       if (in_turn) {
         const int mine = MyTurn<Shape>(owned, at, launched_before);
         AwaitDqTurn(DqTurn(p, s, at.head, first), mine);
+        FenceAsyncGlobal();  // what was added before is done (backward_state.cuh)
         stores = mine == 0;
       } else if (adds && p.dq_state != nullptr) {
         stores = ComesFirst(state);
@@ -79,7 +80,7 @@ struct BackwardAdder {
       if (stores) AddRelease(state, 1);
       if (in_turn) PassDqTurn(DqTurn(p, s, at.head, first));
     }
-    WaitStores<0>();
+    WaitStores<0>();  // and done for the launch that reads the sums
   }
 };
 

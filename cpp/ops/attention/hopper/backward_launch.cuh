@@ -1,9 +1,6 @@
 // Launching the Hopper backward kernels.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <cstdint>
 
@@ -38,10 +35,11 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
                       : 1;
 
   BackwardMaps maps;
-  // Arrays without rows are never read, but a map needs one.
+  // Arrays without rows are never read and may have no address, but a map needs both.
   const auto map = [&](const void* data, int64_t rows, int heads, int dim, int box,
                        CUtensorMap* to) {
-    return MakeTensorMap({data, a.dtype, members, std::max<int64_t>(rows, 1), heads, dim}, box, to);
+    return MakeTensorMap(
+        {rows > 0 ? data : a.k, a.dtype, members, std::max<int64_t>(rows, 1), heads, dim}, box, to);
   };
   const char* error = map(a.q, a.q_len, a.num_heads, a.head_dim, Shape::kQueries, &maps.q);
   if (!error) error = map(a.d_o, a.q_len, a.num_heads, a.value_dim, Shape::kQueries, &maps.d_o);
@@ -69,26 +67,19 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   return status == cudaSuccess ? nullptr : Failure(status);
 }
 
-template <int kDim, int kValueDim>
+template <typename T, int kDim, int kValueDim>
 const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream) {
   using Shape = BackwardShape<kDim, kValueDim>;
   using Capped = BackwardShape<kDim, kValueDim, false, true>;
   const bool plain = IsPlain(a), capped = !plain && a.bias == nullptr;
   if constexpr (kDim == 128 && kValueDim == 128) {
     if (LaunchIsTall(a)) {
-      using Tall = BackwardShape<128, 128, true>;
-      return a.dtype == KVBLOCK_BF16 ? LaunchBackwardKvAs<__nv_bfloat16, Tall, true>(a, stream)
-                                     : LaunchBackwardKvAs<__half, Tall, true>(a, stream);
+      return LaunchBackwardKvAs<T, BackwardShape<128, 128, true>, true>(a, stream);
     }
   }
-  if (a.dtype == KVBLOCK_BF16) {
-    return plain    ? LaunchBackwardKvAs<__nv_bfloat16, Shape, true>(a, stream)
-           : capped ? LaunchBackwardKvAs<__nv_bfloat16, Capped, false>(a, stream)
-                    : LaunchBackwardKvAs<__nv_bfloat16, Shape, false>(a, stream);
-  }
-  return plain    ? LaunchBackwardKvAs<__half, Shape, true>(a, stream)
-         : capped ? LaunchBackwardKvAs<__half, Capped, false>(a, stream)
-                  : LaunchBackwardKvAs<__half, Shape, false>(a, stream);
+  return plain    ? LaunchBackwardKvAs<T, Shape, true>(a, stream)
+         : capped ? LaunchBackwardKvAs<T, Capped, false>(a, stream)
+                  : LaunchBackwardKvAs<T, Shape, false>(a, stream);
 }
 
 }  // namespace kvblock::hopper

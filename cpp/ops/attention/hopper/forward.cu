@@ -3,18 +3,23 @@
 #include <unordered_map>
 
 #include "ops/attention/hopper/forward.h"
+#include "ops/attention/instances.h"
 
 namespace kvblock::hopper {
 
 const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream) {
   const int dim = a.head_dim, value_dim = a.value_dim;
+  const auto launch = [&](auto instance) {
+    using In = decltype(instance);
+    return LaunchForwardOf<typename In::Type, In::kDim, In::kValue>(a, stream);
+  };
   const auto fits = [&](int d, int v) { return dim <= d && value_dim <= v; };
-  if (fits(64, 64)) return LaunchForwardDims<64, 64>(a, stream);
-  if (fits(96, 96)) return LaunchForwardDims<96, 96>(a, stream);
-  if (fits(128, 128)) return LaunchForwardDims<128, 128>(a, stream);
-  if (fits(192, 128)) return LaunchForwardDims<192, 128>(a, stream);
-  if (fits(192, 192)) return LaunchForwardDims<192, 192>(a, stream);
-  return LaunchForwardDims<256, 256>(a, stream);
+  if (fits(64, 64)) return ForType<64, 64>(a, launch);
+  if (fits(96, 96)) return ForType<96, 96>(a, launch);
+  if (fits(128, 128)) return ForType<128, 128>(a, launch);
+  if (fits(192, 128)) return ForType<192, 128>(a, launch);
+  if (fits(192, 192)) return ForType<192, 192>(a, launch);
+  return ForType<256, 256>(a, launch);
 }
 
 int ForwardCounter(int device, const void* o) {

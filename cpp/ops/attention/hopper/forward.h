@@ -11,9 +11,9 @@ namespace kvblock::hopper {
 // wrong.
 const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream);
 
-// The same for one padded pair of head dim and value dim: an instance each.
-template <int kDim, int kValueDim>
-const char* LaunchForwardDims(const kvblock_attention& a, cudaStream_t stream);
+// The same for one element type and padded pair of head dim and value dim: an instance each.
+template <typename T, int kDim, int kValueDim>
+const char* LaunchForwardOf(const kvblock_attention& a, cudaStream_t stream);
 
 constexpr int kForwardCounters = 4096;
 

@@ -76,6 +76,8 @@ class Consumer {
     LeaveScores(flags);
     if constexpr (Traits::kCapped) {  // there is no O to scale yet
       Follow(flags, rows, factor);
+    } else if (Traits::kHasBases && HasBases(p_)) {
+      MoveBases(rows, factor);
     } else {
       float max[2];
       RowMaxima(rows, max);
@@ -170,6 +172,7 @@ class Consumer {
       }
       Cap(!(flags & Step::kMasked), size, rows);
     }
+    if (Traits::kHasBases && HasBases(p_)) return MoveBases(rows, factor);
     return FollowMaxima(rows, exponent_, factor);
   }
 
@@ -235,15 +238,15 @@ class Consumer {
   __device__ __forceinline__ void WriteItem(const Item& item, const RowSums& sums,
                                             Rows<Traits>& rows) {
     float factor[2];
-    const float lse = FinishRows<Traits>(p_, item, sums, rows, factor, FirstRow(), Lane());
+    const RowLse lse = FinishRows<Traits>(p_, item, sums, rows, factor, FirstRow(), Lane());
     if constexpr (Traits::kStagesOutput) {
       TakeOutput();
       StageOutput<Traits>(factor, rows, SharedAddress(shared_.o[group_]), Thread() / 32, Lane());
       FenceAsync();
-      StoreLse(p_, item, lse, FirstRow(), Lane());  // here, since the fence would wait for it
+      StoreLse<Traits>(p_, item, lse, FirstRow(), Lane());  // here, since the fence would wait for it
       LeaveOutput();
     } else {
-      StoreLse(p_, item, lse, FirstRow(), Lane());
+      StoreLse<Traits>(p_, item, lse, FirstRow(), Lane());
       StoreOutput<Traits>(p_, item, factor, rows, FirstRow(), Lane());
     }
   }

@@ -1,9 +1,6 @@
 // Launching Hopper's forward kernel: tensor maps, the grid and its order.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
@@ -164,13 +161,5 @@ const char* LaunchForwardOf(const kvblock_attention& a, cudaStream_t stream) {
     default: return launch_as(std::integral_constant<ForwardKind, ForwardKind::kGeneral>());
   }
 }
-
-// An instance.
-#define KVBLOCK_HOPPER_FORWARD(dim, value_dim)                                                     \
-  template <>                                                                                      \
-  const char* LaunchForwardDims<dim, value_dim>(const kvblock_attention& a, cudaStream_t stream) { \
-    return a.dtype == KVBLOCK_BF16 ? LaunchForwardOf<__nv_bfloat16, dim, value_dim>(a, stream)     \
-                                   : LaunchForwardOf<__half, dim, value_dim>(a, stream);           \
-  }
 
 }  // namespace kvblock::hopper

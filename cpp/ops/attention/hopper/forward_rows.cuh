@@ -20,6 +20,7 @@ namespace kvblock::hopper {
 struct RowSums {
   float reference[2] = {-FLT_MAX, -FLT_MAX};  // log2 of what they are relative to
   float sum[2] = {0.0f, 0.0f};                // this thread's columns only
+  float base[2] = {-FLT_MAX, -FLT_MAX};       // with a bias, of the scores; reference is 0 then
 };
 
 // A thread's part of its warp's rows.
@@ -143,6 +144,29 @@ __device__ __forceinline__ void MoveReferences(RowSums& sums, const float (&max)
     if (outgrown) reference = tile;
     factor[half] = outgrown ? Exp2(before - tile) : 1.0f;
   }
+}
+
+// With a bias: scores become relative to their row's base, and rows that have outgrown theirs get a
+// new one. What came before is to be scaled by `factor`. True: some row of this warp has a new one.
+template <typename Traits>
+__device__ __forceinline__ bool MoveBases(Rows<Traits>& rows, float (&factor)[2]) {
+  constexpr float kMost = 5.0f;  // that a score may be above its base: less than kOutgrown as log2
+  float max[2];
+  RowMaxima(rows, max);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float& base = rows.sums.base[half];
+    const float before = base;
+    if (max[half] > before + kMost) base = max[half];
+    factor[half] = Exp2((before - base) * kLog2E);
+    rows.sums.reference[half] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; ++n) {
+      rows.state.s[0][n][half * 2] -= base;
+      rows.state.s[0][n][half * 2 + 1] -= base;
+    }
+  }
+  return __any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f);
 }
 
 // The same, where it hardly ever happens: while no thread's largest score, or 0, has outgrown the
@@ -283,32 +307,41 @@ __device__ __forceinline__ void StoreOutput(const AttentionParams& p, const Item
   }
 }
 
+// The lse of one of a thread's rows, of the second in odd lanes: the sum of the two, and
+// exponents of 2, but the top is a score where there is a bias. A top of -inf: nothing was seen.
+struct RowLse {
+  float top, log_sum;
+};
+
 // Joins the sink. O is to be multiplied by `factor`; it becomes 0 here where a row attends to
-// nothing. Returns lse of one of the thread's rows, of the second in odd lanes.
+// nothing.
 template <typename Traits>
-__device__ __forceinline__ float FinishRows(const AttentionParams& p, const Item& item,
-                                            const RowSums& sums, Rows<Traits>& rows,
-                                            float (&factor)[2], int row, int lane) {
+__device__ __forceinline__ RowLse FinishRows(const AttentionParams& p, const Item& item,
+                                             const RowSums& sums, Rows<Traits>& rows,
+                                             float (&factor)[2], int row, int lane) {
   const Sequence& s = item.sequence;
+  const bool based = Traits::kHasBases && HasBases(p);
+  const float unit = based ? kLog2E : 1.0f;  // of the maxima and of the sink, as exponents of 2
   const float sink =
       p.sinks != nullptr
           ? __ldg(p.sinks + int64_t{BatchRow(p, p.sink_batch, s.batch)} * p.num_heads + item.head) *
-                kLog2E
+                (based ? 1.0f : kLog2E)
           : -INFINITY;
   float sum[2], max[2];
   bool nothing[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     sum[half] = RowSum(sums.sum[half]);
-    max[half] = sums.reference[half];
+    max[half] = based ? sums.base[half] : sums.reference[half];
     factor[half] = 1.0f;
   }
   if (p.sinks != nullptr) {  // one more score, with no value
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float joint = fmaxf(max[half], sink), reference = Reference(joint, 1.0f);
-      factor[half] = Exp2(max[half] - reference);
-      sum[half] = sum[half] * factor[half] + (sink == joint ? 1.0f : Exp2(sink - reference));
+      factor[half] = Exp2((max[half] - reference) * unit);
+      sum[half] =
+          sum[half] * factor[half] + (sink == joint ? 1.0f : Exp2((sink - reference) * unit));
       if (joint == -INFINITY) sum[half] = 0.0f;
       max[half] = joint;
     }
@@ -331,16 +364,24 @@ __device__ __forceinline__ float FinishRows(const AttentionParams& p, const Item
     }
   }
   const bool second = lane % 2 != 0, none = second ? nothing[1] : nothing[0];
-  const float lse = (second ? max[1] : max[0]) + Log2(second ? sum[1] : sum[0]);
-  return none ? -INFINITY : lse * kLn2;
+  const float top = second ? max[1] : max[0], log_sum = Log2(second ? sum[1] : sum[0]);
+  if constexpr (Traits::kHasBases) return {none ? -INFINITY : top, log_sum};
+  return {none ? -INFINITY : top + log_sum, 0.0f};
 }
 
-// Writes lse, as FinishRows returns it, for the rows that exist.
-__device__ __forceinline__ void StoreLse(const AttentionParams& p, const Item& item, float lse,
-                                         int row, int lane) {
+// Writes lse, and the base, for the rows that exist.
+template <typename Traits>
+__device__ __forceinline__ void StoreLse(const AttentionParams& p, const Item& item,
+                                         const RowLse& lse, int row, int lane) {
   const int query = item.first + row + lane % 2 * 8 + lane / 4;
   if (p.lse != nullptr && lane % 4 < 2 && query < item.sequence.q_rows) {
-    p.lse[item.sequence.LseRow(p, item.head) + query] = lse;
+    const int64_t at = item.sequence.LseRow(p, item.head) + query;
+    if constexpr (Traits::kHasBases) {
+      const float top = HasBases(p) ? lse.top : lse.top * kLn2;
+      StoreLse(p, at, lse.top == -INFINITY, top, lse.log_sum * kLn2);
+    } else {
+      p.lse[at] = lse.top * kLn2;
+    }
   }
 }
 

@@ -37,6 +37,7 @@ struct ForwardTraits {
   static constexpr bool kStagesOutput = kQueryStages > 1;
   static constexpr int kOBytes = kStagesOutput ? kConsumerRows * kValueChunks * kChunkRowBytes : 16;
   static constexpr bool kCapped = kKind == ForwardKind::kCapped;
+  static constexpr bool kHasBases = kKind == ForwardKind::kGeneral;  // with a bias
   // A batch of which every row takes part, and only the band masks.
   static constexpr bool kDense = kKind == ForwardKind::kBand || kKind == ForwardKind::kWide;
   using Walk = TileWalk<Along::kKeys, kKeys,

@@ -1,0 +1,470 @@
+"""Holds the attention kernels of this GPU to float64, thousands of calls in a row.
+
+    python tests/attention_sweep.py LIBRARY [--kernels sm90] [--only D128] [--out FILE]
+
+It calls the C interface of libkvblock.so, without jax and so without compiling
+anything: every launcher, on fresh random numbers, over what attention_problems.py can
+draw. Outputs lie in memory full of NaN, with gaps that must stay as they are, and so do
+inputs that nobody may read. Each row is held to a bar of its own (judge.py). Needs
+torch, which draws the numbers and computes the truth on the GPU. `make sweep` runs it.
+
+Writes a record: how many cases, how long, the largest error of each group in parts of
+its bar, and what was wrong. Exits with 1 if something was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import judge
+import numpy as np
+from attention_launches import BF16, F16, F32, GENERIC, SM90, Attention
+from attention_problems import TILE_KV, TILE_Q, Case, Gpu, Problem, Truth, truth
+
+KERNELS = {"generic": GENERIC, "sm90": SM90}
+DTYPES = {"bfloat16": BF16, "float16": F16, "float32": F32}
+# What kernels are compiled for, and smaller ones that are padded to that.
+DIMS = (
+    *((64, 64), (56, 56), (24, 24), (8, 8), (64, 32), (16, 56)),
+    *((96, 96), (88, 88), (72, 72), (96, 64), (40, 96)),
+    *((128, 128), (120, 120), (104, 104), (128, 64), (64, 128)),
+    *((192, 128), (184, 120), (136, 64)),
+    *((192, 192), (184, 184), (152, 152), (192, 136), (128, 192)),
+    *((256, 256), (248, 248), (200, 200), (256, 64), (64, 256)),
+)
+# Sides of tiles, and their neighbours.
+EDGES = (
+    1,
+    2,
+    63,
+    64,
+    65,
+    80,
+    81,
+    127,
+    128,
+    129,
+    160,
+    177,
+    191,
+    193,
+    256,
+    257,
+    383,
+    640,
+)
+GROUPS = ((1, 1), (2, 2), (4, 2), (6, 2), (4, 1), (3, 3), (8, 8))
+CAUSAL = (-1, 0)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"window": CAUSAL},
+    "causal, shift": {"window": CAUSAL, "shift": True},
+    "window": {"window": (37, 5)},
+    "window behind": {"window": (100, 0)},
+    "window ahead": {"window": (-1, 20), "shift": True},
+    "lengths": {"lengths": True},
+    "lengths, causal": {"lengths": True, "window": CAUSAL, "shift": True},
+    "lengths, window": {"lengths": True, "window": (70, 30), "shift": True},
+    "packed": {"packed": True},
+    "packed, causal": {"packed": True, "window": CAUSAL},
+    "packed, window": {"packed": True, "window": (50, 10), "shift": True},
+    "segments": {"segments": "sorted"},
+    "segments, causal": {"segments": "sorted", "window": CAUSAL},
+    "scattered segments": {"segments": "scattered"},
+    "softcap": {"softcap": 30.0},
+    "small softcap, causal": {"softcap": 0.7, "window": CAUSAL},
+    "large softcap": {"softcap": 2e3},
+    "softcap, lengths": {"softcap": 5.0, "lengths": True},
+    "sinks": {"sinks": 1},
+    "sinks, causal": {"sinks": 1, "window": CAUSAL, "lengths": True},
+    "large scores, causal": {"scale": 1.0, "window": CAUSAL},  # references move
+    "negative scale": {"scale": -0.11},
+    "scale of zero": {"scale": 0.0, "window": CAUSAL},
+    "bias": {"bias": ("float32", 1, True)},
+    "bias of 16 bits": {"bias": ("", 1, True), "window": CAUSAL},
+    "shared bias": {"bias": ("", 1, False)},
+    "own bias": {"bias": ("float32", 0, True), "lengths": True},
+    "tiles": {"tiles": (1, True)},
+    "own tiles, causal": {"tiles": (0, False), "window": CAUSAL},
+    "everything": {
+        **{"window": (90, 40), "shift": True, "lengths": True, "segments": "sorted"},
+        **{"softcap": 30.0, "scale": -0.2, "bias": ("float32", 1, False), "sinks": 1},
+        "tiles": (1, True),
+    },
+}
+LONG = (2048, 4096, 8192)
+PAIRS = 6_000_000  # scores of a call, at most
+TIMES = 3  # a result that is the same every time is computed so often
+
+
+def draw_cases(seed: int, rounds: int) -> Iterator[Case]:
+    """Every option at every pair of head dims, `rounds` times, at random sizes."""
+    rng = np.random.default_rng(seed)
+
+    def length() -> int:
+        return int(rng.choice(EDGES) if rng.random() < 0.5 else rng.integers(1, 701))
+
+    def case(name: str, dims: tuple[int, int], **sizes: Any) -> Case:
+        options = dict(OPTIONS[name])
+        heads, kv_heads = GROUPS[rng.integers(len(GROUPS))]
+        dtype = ("bfloat16", "float16")[rng.integers(2)]
+        batch = int(rng.integers(1, 5))
+        drawn = {"q_len": length(), "kv_len": length(), "heads": heads}
+        drawn |= {"kv_heads": kv_heads, "batch": batch} | sizes
+        # More CTAs than fit at once: their rounds, and heads that take turns.
+        many = not sizes and rng.random() < 0.1
+        if many:
+            drawn |= {"batch": 24, "heads": 8, "kv_heads": 8 >> int(rng.integers(3))}
+            drawn |= {"q_len": int(rng.integers(30, 300)), "kv_len": 150}
+        pairs = drawn["heads"] * drawn["q_len"] * drawn["kv_len"]
+        batch = drawn["batch"] = min(drawn["batch"], max(1, PAIRS // pairs))
+        if "bias" in options:
+            of, rows, own = options["bias"]
+            options["bias"] = (of or dtype, rows or batch, own)
+        if "tiles" in options:
+            rows, own = options["tiles"]
+            options["tiles"] = (rows or batch, own)
+        if options.get("sinks") and rng.random() < 0.5:
+            options["sinks"] = batch
+        number = int(rng.integers(2**31))
+        name = f"{name}, many" if many else name
+        return Case(dtype, *dims, **drawn, **options, name=name, seed=number)
+
+    for _, name, dims in itertools.product(range(rounds), OPTIONS, DIMS):
+        yield case(name, dims)
+    # Where kernels take other tiles, or clusters: long rows.
+    few = {"heads": 2, "kv_heads": 1, "batch": 1}
+    names = ("full", "causal", "segments", "packed, causal", "lengths, causal")
+    for _, name, q_len in itertools.product(range(rounds * 2), names, LONG):
+        lengths = {"q_len": q_len + int(rng.integers(90)), "kv_len": length() // 3 + 60}
+        yield case(name, (128, 128), **lengths, **few)
+    for name, dims, q_len in itertools.product(("full", "causal"), DIMS, LONG[::2]):
+        lengths = {"q_len": q_len + int(rng.integers(90)), "kv_len": length() // 4 + 60}
+        yield case(name, dims, **lengths, **few)
+
+
+# ---- launching -----------------------------------------------------------------------
+
+
+class Arena:
+    """Results in memory full of NaN, with gaps between them; allocated once."""
+
+    GAP = 256
+
+    def __init__(self, torch: Any, device: str, size: int) -> None:
+        self.torch = torch
+        self.bytes = torch.empty(size, dtype=torch.uint8, device=device)
+        self.end = size
+        self.clear()
+
+    def clear(self) -> None:
+        """Everything that was in use is NaN again."""
+        self.bytes[: self.end + self.GAP].fill_(0xFF)
+        self.end, self.gaps = self.GAP, [0]
+
+    def empty(self, dtype: Any, *shape: int) -> Any:
+        size = int(np.prod(shape)) * dtype.itemsize
+        start, stop = self.end, self.end + size
+        assert stop + 2 * self.GAP <= self.bytes.numel(), "the arena is too small"
+        self.gaps.append(stop)
+        self.end = -(-stop // self.GAP) * self.GAP + self.GAP
+        return self.bytes[start:stop].view(dtype).reshape(shape)
+
+    def touched(self) -> bool:
+        """Whether somebody wrote where nothing is."""
+        gaps = [self.bytes[gap : gap + self.GAP // 2] for gap in self.gaps]
+        return bool((self.torch.cat(gaps) != 0xFF).any())
+
+
+class Launcher:
+    """The launchers of one library, for one kind of kernels."""
+
+    def __init__(self, path: str, kernels: str, place: Any) -> None:
+        self.library = ctypes.CDLL(path)
+        self.kernels, self.place, self.torch = kernels, place, place.xp
+        self.arena = Arena(self.torch, place.device, 1 << 30)
+
+    def run(self, name: str, a: Attention) -> None:
+        launch = self.library[f"kvblock_attention_{name}"]
+        launch.restype = ctypes.c_char_p
+        stream = self.torch.cuda.current_stream().cuda_stream
+        error = launch(ctypes.byref(a), ctypes.c_void_p(stream))
+        assert error is None, f"{name}: {error}"
+
+    def describe(self, x: Problem) -> Attention:
+        """The call without its results. x has to outlive it."""
+        c = x.case
+        a = Attention(kernels=KERNELS[self.kernels], dtype=DTYPES[c.dtype])
+        a.batch, a.num_heads, a.num_kv_heads = c.batch, c.heads, c.kv_heads
+        a.q_len, a.kv_len = c.q_len, c.kv_len
+        a.head_dim, a.value_dim = c.head_dim, c.value_dim
+        a.scale, a.softcap = x.scale, c.softcap
+        a.window_left, a.window_right = c.window
+        for name, array in x.given.items():
+            x.given[name] = array = array.contiguous()
+            setattr(a, name, array.data_ptr())
+        if c.bias is not None:
+            dtype, a.bias_batch, own_heads = c.bias
+            a.bias_dtype, a.bias_heads = DTYPES[dtype], c.heads if own_heads else 1
+        a.sink_batch = c.sinks
+        if x.tiles is not None:
+            a.tile_batch, a.tile_heads = x.tiles.counts.shape[:2]
+            a.tile_q, a.tile_kv = TILE_Q, TILE_KV
+            a.max_tiles = x.tiles.indices.shape[-1]
+            a.max_tiles_t = x.tiles.indices_t.shape[-1]
+        return a
+
+    def forward(self, x: Problem, a: Attention) -> dict[str, Any]:
+        c = x.case
+        dtype = getattr(self.torch, c.dtype)
+        out = self.arena.empty(dtype, c.members, c.q_len, c.heads, c.value_dim)
+        lse = self.arena.empty(self.torch.float32, c.members, c.heads, c.q_len)
+        a.o, a.lse = out.data_ptr(), lse.data_ptr()
+        got = {"out": out, "lse": lse[..., None]}
+        if c.has_base:
+            base = self.arena.empty(self.torch.float32, *lse.shape)
+            a.base = base.data_ptr()
+        self.run("forward", a)
+        if c.has_base:
+            assert bool(self.torch.isfinite(base).all()), "a base is not finite"
+            got["lse"] = (lse.double() + base)[..., None]
+        return got
+
+    def give(self, a: Attention, c: Case, known: Truth) -> tuple[Any, ...]:
+        """lse, its base and delta of the truth, which have to outlive the launches."""
+        torch, f32 = self.torch, self.torch.float32
+        whole = known.lse
+        # Anything finite near the largest score.
+        base = torch.where(torch.isneginf(whole), 0.0, whole.round()).to(f32)
+        base = base.contiguous()
+        a.base = base.data_ptr() if c.has_base else None
+        lse = (whole - base if c.has_base else whole).to(f32).contiguous()
+        # A row that attends to nothing has no delta, whatever its gradients hold.
+        delta = torch.where(torch.isneginf(lse), float("nan"), known.delta.to(f32))
+        delta = delta.contiguous()
+        a.lse, a.delta = lse.data_ptr(), delta.data_ptr()
+        return lse, base, delta
+
+    def backward(self, x: Problem, a: Attention, known: Truth) -> dict[str, Any]:
+        """Every way to the gradients; what is to be the same every time, TIMES."""
+        c, torch = x.case, self.torch
+        given = self.give(a, c, known)
+        sums = self.generic_sums if self.kernels == "generic" else self.hopper_sums
+        with self.kept(a):
+            keys = self.keys(x, a)
+            got = sums(x, a, "dq") | keys
+        in_turns = self.kernels == "sm90" and not c.segments and x.tiles is None
+        first: dict[str, Any] = {}
+        for _ in range(TIMES):
+            with self.kept(a):
+                again = {f"{n}, same": y for n, y in self.keys(x, a).items()}
+                if in_turns:
+                    again |= self.hopper_sums(x, a, "dq, same", turns=True)
+                else:
+                    self.run("backward_kv", a)
+                    dq = again["dq, same"] = self._like_q(x)
+                    a.dq = dq.data_ptr()
+                    self.run("backward_q", a)
+                if c.bias is not None:
+                    bias = x.given["bias"]
+                    dbias = again["dbias"] = self.arena.empty(bias.dtype, *bias.shape)
+                    a.dbias = dbias.data_ptr()
+                    self.run("backward_bias", a)
+            for name, y in again.items():
+                before = first.setdefault(name, y)
+                same = torch.equal(before.view(torch.uint8), y.view(torch.uint8))
+                assert same, f"{name}: other bits at another time"
+        del given
+        return got | first
+
+    @contextlib.contextmanager
+    def kept(self, a: Attention) -> Iterator[None]:
+        """Results of one launch, which the next one does not have."""
+        yield
+        for name in ("dk", "dv", "dq", "dq_accum", "dq_state", "dq_turns", "dbias"):
+            setattr(a, name, None)
+
+    def keys(self, x: Problem, a: Attention) -> dict[str, Any]:
+        c, dtype = x.case, getattr(self.torch, x.case.dtype)
+        dk = self.arena.empty(dtype, c.members, c.kv_len, c.kv_heads, c.head_dim)
+        dv = self.arena.empty(dtype, c.members, c.kv_len, c.kv_heads, c.value_dim)
+        a.dk, a.dv = dk.data_ptr(), dv.data_ptr()
+        return {"dk": dk, "dv": dv}
+
+    def _like_q(self, x: Problem) -> Any:
+        c, dtype = x.case, getattr(self.torch, x.case.dtype)
+        return self.arena.empty(dtype, c.members, c.q_len, c.heads, c.head_dim)
+
+    def generic_sums(self, x: Problem, a: Attention, name: str) -> dict[str, Any]:
+        """dq by additions in blocks of 8 x 8, scaled here."""
+        c = x.case
+        rows = c.members * c.q_len
+        blocks = c.heads, -(-rows // 8), c.head_dim // 8, 8, 8
+        added = self.arena.empty(self.torch.float32, *blocks)
+        a.dq_accum = added.data_ptr()
+        self.run("backward_kv", a)
+        dq = added.permute(1, 3, 0, 2, 4).reshape(-1, c.heads, c.head_dim)[:rows]
+        dq = dq.reshape(c.members, c.q_len, c.heads, c.head_dim).double() * x.scale
+        return {name: dq}
+
+    def hopper_sums(
+        self, x: Problem, a: Attention, name: str, turns: bool = False
+    ) -> dict[str, Any]:
+        """dq by additions in tiles of 64 queries, which the launcher finishes."""
+        c, torch = x.case, self.torch
+        tiles = c.members * -(-c.q_len // 64)
+        if c.packed:
+            tiles = (c.q_len + 64 * c.batch) // 64
+        dq = self._like_q(x)
+        added = self.arena.empty(torch.float32, c.heads * tiles, 64 * c.head_dim)
+        state = self.arena.empty(torch.int32, c.heads * tiles, 2)
+        a.dq, a.dq_accum = dq.data_ptr(), added.data_ptr()
+        a.dq_state = state.data_ptr()
+        if turns:
+            turn = self.arena.empty(torch.int32, c.heads * tiles, 1)
+            a.dq_turns = turn.data_ptr()
+        self.run("backward_kv", a)
+        return {name: dq}
+
+
+# ---- sweeping ------------------------------------------------------------------------
+
+
+def judged(launcher: Launcher, case: Case) -> dict[str, judge.Verdict]:
+    """What each result of a case is like; under "launch", what went wrong else."""
+    x = Problem(case, launcher.place)
+    known = truth(x)
+    launcher.arena.clear()
+    try:
+        a = launcher.describe(x)
+        got = launcher.forward(x, a) | launcher.backward(x, a, known)
+        assert not launcher.arena.touched(), "something was written beside the results"
+    except AssertionError as e:
+        return {"launch": judge.Verdict(np.inf, str(e))}
+    of = {name: name.split(",")[0] for name in got}
+    return {
+        name: judge.judge(name, y, known.want[of[name]], known.bars[of[name]])
+        for name, y in got.items()
+    }
+
+
+@dataclasses.dataclass
+class Record:
+    """What a sweep found."""
+
+    seed: int
+    cases: dict[str, int]
+    results: int
+    worst: dict[str, float]  # of a group, in parts of the bar
+    failed: list[str]
+
+
+def sweep(launcher: Launcher, cases: list[Case], seed: int, most: int) -> Record:
+    """Judges all of it, or until so many cases have failed."""
+    counts: collections.Counter[str] = collections.Counter()
+    worst: dict[str, float] = collections.defaultdict(float)
+    failed, results = [], 0
+    for case in cases:
+        try:
+            found = judged(launcher, case)
+        except RuntimeError as e:  # nothing works any more
+            failed.append(f"{launcher.kernels} {case}: {e}")
+            break
+        for name, verdict in found.items():
+            group = f"{launcher.kernels} {case.dtype} {name}"
+            worst[group] = max(worst[group], verdict.worst)
+        results += len(found)
+        counts[case.name.removesuffix(", many")] += 1
+        if wrong := [v.wrong for v in found.values() if v.wrong]:
+            failed.append(f"{launcher.kernels} {case}: {'; '.join(wrong)}")
+            if len(failed) >= most:
+                break
+    return Record(seed, dict(counts), results, dict(worst), failed)
+
+
+def where_it_ran(torch: Any) -> dict[str, Any]:
+    def output(*command: str) -> str:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return ""
+        return done.stdout.strip()
+
+    folder = str(Path(__file__).parent)
+    return {
+        "commit": output("git", "-C", folder, "rev-parse", "HEAD"),
+        "changed": bool(output("git", "-C", folder, "status", "--porcelain", "-uno")),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": sys.version.split()[0],
+    }
+
+
+def options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("library", help="libkvblock.so")
+    parser.add_argument("--kernels", choices=KERNELS, action="append")
+    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument("--seed", type=int, default=0, help="0 draws one")
+    parser.add_argument("--rounds", type=int, default=4, help="sizes for each option")
+    parser.add_argument("--limit", type=int, default=0, help="of each kind so many")
+    parser.add_argument("--most", type=int, default=20, help="failures to stop at")
+    parser.add_argument("--out", type=Path, help="where the record goes")
+    return parser.parse_args()
+
+
+def main() -> int:
+    import torch
+
+    chosen = options()
+    seed = chosen.seed or int(np.random.SeedSequence().generate_state(1)[0])
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    kinds = chosen.kernels or [k for k in KERNELS if k != "sm90" or hopper]
+    record: dict[str, Any] = {"seed": seed, **where_it_ran(torch), "sweeps": {}}
+    place, failed, start = Gpu(), [], time.perf_counter()
+    with torch.no_grad():
+        for kernels in kinds:
+            cases = [
+                c for c in draw_cases(seed, chosen.rounds) if chosen.only in str(c)
+            ]
+            if chosen.limit:
+                order = np.random.default_rng(seed).permutation(len(cases))
+                cases = [cases[i] for i in order[: chosen.limit]]
+            began = time.perf_counter()
+            launcher = Launcher(chosen.library, kernels, place)
+            found = sweep(launcher, cases, seed, chosen.most)
+            del launcher
+            seconds = time.perf_counter() - began
+            count = sum(found.cases.values())
+            print(
+                f"{kernels}: {count} of {len(cases)} cases, {found.results} results, "
+                f"{len(found.failed)} cases failed, {seconds:.1f} s, seed {seed}"
+            )
+            record["sweeps"][kernels] = dataclasses.asdict(found) | {"seconds": seconds}
+            failed += found.failed
+            for group, worst in sorted(found.worst.items()):
+                print(f"  {group:40} {worst:6.2f} of the bar")
+    for line in failed:
+        print(f"FAILED {line}")
+    record["seconds"] = time.perf_counter() - start
+    if chosen.out:
+        chosen.out.parent.mkdir(parents=True, exist_ok=True)
+        chosen.out.write_text(json.dumps(record, indent=1) + "\n")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

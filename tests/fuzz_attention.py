@@ -1,0 +1,218 @@
+"""Attention structs for the fuzz: drawn mostly right and partly hostile, with a model.
+
+`is_right` is what attention.h promises to serve, with unbounded integers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from attention_launches import Attention
+from c_interface import BACKWARD_BIAS, BACKWARD_KV, FORWARD
+from hypothesis import strategies as st
+
+# Addresses where nothing lies: whoever reads an array crashes.
+ARRAY, ODD = 4096, 4097
+PAIRS = ("cu_q", "cu_kv"), ("q_lens", "kv_lens")
+SEGMENTS = ("q_segments", "kv_segments", "q_segment_ranges", "kv_segment_ranges")
+TILES = ("tile_indices", "tile_counts")
+TRANSPOSED = ("tile_indices_t", "tile_counts_t")
+WIDE = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dq_accum")
+NARROW = (
+    *("cu_q", "cu_kv", "q_lens", "kv_lens", "shift", "q_segments", "kv_segments"),
+    *(*TILES, *TRANSPOSED, "sinks", "lse", "delta", "dq_turns", "dq_state"),
+)
+NUMBERS = (-(2**31), -1, 0, 1, 2, 3, 8, 63, 128, 256, 2**16, 2**30, 2**31 - 1)
+LONGS = (*NUMBERS, 2**30 - 256, 2**30 - 255, 2**31, 2**62, 2**63 - 1, -(2**63))
+FLOATS = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-30, 1e30, 30.0, 1024.0)
+INT64 = 2**63
+
+Fields = dict[str, Any]
+
+
+def kinds() -> dict[str, Any]:
+    """Each field's hostile values."""
+    hostile: dict[str, Any] = {}
+    for name, kind in Attention._fields_:
+        code = getattr(kind, "_type_", "P")
+        hostile[name] = {
+            "i": st.sampled_from(NUMBERS),
+            "l": st.sampled_from(LONGS),
+            "f": st.sampled_from(FLOATS),
+            "P": st.sampled_from((None, ARRAY, ODD, ARRAY + 2, ARRAY + 4, ARRAY + 8)),
+        }[code]
+    return hostile
+
+
+HOSTILE_FIELDS = kinds()
+EVERY = sorted(HOSTILE_FIELDS)
+
+
+@st.composite
+def calls(draw: Any) -> tuple[Fields, int]:
+    """A struct and its pass: right, and then perhaps up to three fields replaced."""
+    which = draw(st.integers(0, 3))
+    fields = draw(right(which))
+    for _ in range(draw(st.sampled_from((0, 1, 1, 1, 2, 3)))):
+        given = sorted(name for name in fields if fields[name] == ARRAY)
+        name = draw(st.sampled_from(draw(st.sampled_from((given, EVERY)))))
+        fields[name] = draw(HOSTILE_FIELDS[name])
+    return fields, which
+
+
+@st.composite
+def right(draw: Any, which: int) -> Fields:
+    size = st.integers(0, 300)
+    group, kv_heads, batch = draw(st.tuples(*[st.integers(1, 3)] * 3))
+    heads = group * kv_heads
+    a: Fields = {}
+    for name, kind in Attention._fields_:
+        a[name] = 0 if getattr(kind, "_type_", "P") != "P" else None
+    a |= {"batch": batch, "num_heads": heads, "num_kv_heads": kv_heads}
+    a |= {"q_len": draw(size), "kv_len": draw(size), "dtype": draw(st.integers(0, 1))}
+    a |= {"head_dim": 8 * draw(st.integers(1, 32)), "scale": 0.125}
+    a |= {"value_dim": 8 * draw(st.integers(1, 32)), "kernels": draw(st.integers(0, 1))}
+    a |= {"window_left": draw(st.integers(-1, 9)), "window_right": -1}
+    a["softcap"] = draw(st.sampled_from((0.0, 30.0, 2000.0)))
+    given = ["q", "k", "v", "o", "lse", "d_o", "delta", "dk", "dv", "dbias", "dq"]
+    if which == BACKWARD_KV:  # with or without dq
+        if draw(st.booleans()):
+            given += ["dq_accum", *(["dq_state"] if a["kernels"] else [])]
+        elif a["kernels"]:
+            given.remove("dq")
+    options = draw(st.sets(st.sampled_from(("segments", "lens", "tiles", "sinks"))))
+    packed = which != BACKWARD_BIAS and draw(st.integers(0, 3)) == 0
+    if packed:
+        given += PAIRS[0]
+        options &= {"sinks"}
+    shared = st.sampled_from((1, batch)), st.sampled_from((1, heads))
+    if which == BACKWARD_BIAS or (not packed and draw(st.booleans())):
+        a |= {"bias": ARRAY, "bias_dtype": draw(st.sampled_from((a["dtype"], 2)))}
+        a["bias_batch"], a["bias_heads"] = map(draw, shared)
+    if "segments" in options:
+        given += SEGMENTS
+    if "lens" in options:
+        given += PAIRS[1]
+    if "sinks" in options:
+        given += ["sinks", "shift"]
+        a["sink_batch"] = draw(shared[0])
+    if "tiles" in options:
+        given += (*TILES, *TRANSPOSED)
+        a["tile_batch"], a["tile_heads"] = map(draw, shared)
+        a |= {"tile_q": 128, "tile_kv": 256, "max_tiles": 3, "max_tiles_t": 4}
+    return a | dict.fromkeys(given, ARRAY)
+
+
+def struct(fields: Fields) -> Attention:
+    return Attention(**fields)
+
+
+def is_right(a: Fields, which: int) -> bool:
+    """Whether the launcher of this pass serves the struct."""
+    return (
+        _sizes(a)
+        and _scores(a, which)
+        and _options(a, which)
+        and _arrays(a, which)
+        and _aligned(a)
+    )
+
+
+def _sizes(a: Fields) -> bool:
+    lengths = a["q_len"], a["kv_len"]
+    pairs = a["batch"] * a["num_heads"]
+    return (
+        a["kernels"] in (0, 1)
+        and a["dtype"] in (0, 1)
+        and a["batch"] >= 0
+        and a["num_heads"] >= 1
+        and a["num_kv_heads"] >= 1
+        and a["num_heads"] % a["num_kv_heads"] == 0
+        and all(0 <= n <= 2**30 - 256 for n in lengths)
+        and all(8 <= a[d] <= 256 and a[d] % 8 == 0 for d in ("head_dim", "value_dim"))
+        and pairs < 2**31
+        and pairs * max(lengths) * 256 * 4 < INT64
+        and min(a["window_left"], a["window_right"]) >= -1
+    )
+
+
+def _scores(a: Fields, which: int) -> bool:
+    scale, softcap = a["scale"], a["softcap"]
+    if not (math.isfinite(scale) and math.isfinite(softcap) and softcap >= 0):
+        return False
+    if which != FORWARD or 0 in (scale, softcap) or softcap >= 1024:
+        return True
+    with np.errstate(all="ignore"):
+        factor = np.abs(np.float32(scale)) / np.float32(softcap)
+    return bool(np.float32(1e-6) <= factor <= np.float32(1e5))
+
+
+def _options(a: Fields, which: int) -> bool:
+    lists = TRANSPOSED if which == BACKWARD_KV else TILES
+    groups = [PAIRS[0], SEGMENTS, lists]
+    groups += [(TILES[0], TRANSPOSED[0])] if which == BACKWARD_KV else []
+    if any(len({a[name] is None for name in group}) > 1 for group in groups):
+        return False
+    packed, tiles = a["cu_q"] is not None, a[lists[0]] is not None
+    apart = ("bias", "q_segments", "q_lens", "kv_lens", lists[0])
+    if packed and any(a[name] is not None for name in apart):
+        return False
+    if a["batch"] == 0:
+        return True
+    wrong = a["bias"] is not None and not (
+        a["bias_dtype"] in (a["dtype"], 2)
+        and _shared(a, "bias", "bias_heads", a["q_len"] * a["kv_len"])
+    )
+    wrong |= a["sinks"] is not None and not _shared(a, "sink", None, 1)
+    if tiles:
+        most = a["max_tiles_t" if which == BACKWARD_KV else "max_tiles"]
+        sizes = a["tile_q"], a["tile_kv"]
+        if not all(128 <= n <= 2**30 and n % 128 == 0 for n in sizes) or most < 0:
+            return False
+        by_keys = which == BACKWARD_KV
+        length, size = (a["kv_len"], sizes[1]) if by_keys else (a["q_len"], sizes[0])
+        wrong |= not _shared(a, "tile", "tile_heads", (length // size + 1) * most)
+    return not wrong
+
+
+def _shared(a: Fields, name: str, heads: str | None, elements: int) -> bool:
+    batch = a[f"{name}_batch"]
+    if batch < 1 or a["batch"] % batch:
+        return False
+    head_count = a[heads] if heads else 1
+    known = head_count in (1, a["num_heads"])
+    return known and batch * head_count * elements * 4 < INT64
+
+
+def _arrays(a: Fields, which: int) -> bool:
+    members = a["batch"] > 0 or a["cu_q"] is not None
+    queries, keys = members and a["q_len"] > 0, members and a["kv_len"] > 0
+    needs = {"q": queries, "k": keys, "v": keys}
+    if which == FORWARD:
+        needs["o"] = queries
+    else:
+        needs |= dict.fromkeys(("lse", "d_o", "delta"), queries)
+    has = {name for name in a if a[name] is not None}
+    if which == BACKWARD_KV:
+        needs |= {"dk": keys, "dv": keys}
+        if a["kernels"] == 1:
+            needs["dq"] = needs["dq_state"] = queries and "dq_accum" in has
+            needs["dq_accum"] = queries and "dq" in has and a["batch"] > 0
+            if "dq_turns" in has and has & {"q_segments", "tile_indices"}:
+                return False
+        elif has & {"dq_turns", "dq_state"}:
+            return False
+    elif which == BACKWARD_BIAS:
+        needs |= {"bias": True, "dbias": queries and keys}
+    elif which != FORWARD:
+        needs["dq"] = queries
+    return all(name in has for name, needed in needs.items() if needed)
+
+
+def _aligned(a: Fields) -> bool:
+    steps = dict.fromkeys(WIDE, 16) | dict.fromkeys(NARROW, 4)
+    steps |= dict.fromkeys(("q_segment_ranges", "kv_segment_ranges"), 8)
+    steps |= dict.fromkeys(("bias", "dbias"), 4 if a["bias_dtype"] == 2 else 2)
+    return all((a[name] or 0) % step == 0 for name, step in steps.items())

@@ -1,0 +1,168 @@
+"""What a call tells the CUDA launchers, in programs that are lowered for a GPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kvblock import AttentionTiles, flash_attention
+from jax_kvblock.attention import cuda
+
+B, T, S, N, K, D, E = 2, 70, 130, 4, 2, 64, 32
+HALF = jnp.bfloat16
+Launch = tuple[dict[str, Any], list[str], list[str]]  # attributes, operands, results
+
+
+def array(*shape: int, dtype: Any = HALF) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return array(*shape, dtype=jnp.int32)
+
+
+def launches(
+    operands: dict[str, Any],
+    gradients: bool = False,
+    implementation: str = "cuda_sm90",
+    **static: Any,
+) -> dict[str, Launch]:
+    """By name: what a call is, lowered for CUDA."""
+    packed = "cu_seqlens" in operands
+    lead = (lambda n: (n,)) if packed else (lambda n: (B, n))
+    arrays = {
+        "q": array(*lead(T), N, D),
+        "k": array(*lead(S), K, D),
+        "v": array(*lead(S), K, E),
+    }
+    call = functools.partial(flash_attention, implementation=implementation, **static)
+
+    def values(arrays: Any, operands: Any) -> Any:
+        return call(**arrays, **operands)
+
+    def slopes(arrays: Any, operands: Any) -> Any:
+        out, pull = jax.vjp(lambda arrays: values(arrays, operands), arrays)
+        return pull(out)
+
+    function = jax.jit(slopes if gradients else values)
+    text = function.trace(arrays, operands).lower(lowering_platforms=("cuda",))
+    found: dict[str, Launch] = {}
+    pattern = (
+        r"custom_call @kvblock_attention_(\w+)\(.*?backend_config = \{(.*?)\}.* : "
+        r"\((.*)\) -> (.*)"
+    )
+    for name, attributes, given, made in re.findall(pattern, text.as_text()):
+        told = re.findall(r"(\w+) = (\S+) :", attributes)
+        of = re.compile(r"tensor<([^>]*)>").findall
+        found[name] = {n: float(x) for n, x in told}, of(given), of(made)
+    return found
+
+
+def test_the_options_of_a_call_are_told():
+    static = {"window": (5, 2), "scale": 0.5, "softcap": 7.0}
+    attributes, given, made = launches({"q_offset": ints(B)}, **static)["forward"]
+    told = {
+        "window_left": 5,
+        "window_right": 2,
+        "scale": 0.5,
+        "softcap": 7,
+        "kernels": 1,
+    }
+    told |= {"present": 1 << cuda.OPTIONAL.index("shift"), "packed": 0}
+    assert {name: attributes[name] for name in told} == told
+    assert given == ["2x70x4x64xbf16", "2x130x2x64xbf16", "2x130x2x32xbf16", "2xi32"]
+    assert made == ["2x70x4x32xbf16"]  # gradients have lse, too
+
+
+def test_a_causal_call_is_a_window_without_an_end_behind():
+    for kernels, number in ("cuda", 0), ("cuda_sm90", 1):
+        told = launches({}, causal=True, implementation=kernels)["forward"][0]
+        assert (told["window_left"], told["window_right"]) == (-1, 0)
+        assert told["scale"] == D**-0.5 and told["softcap"] == 0
+        assert told["kernels"] == number and told["present"] == 0
+
+
+def bits(*names: str) -> int:
+    return sum(1 << cuda.OPTIONAL.index(name) for name in names)
+
+
+SEGMENTS = ("q_segments", "kv_segments", "q_segment_ranges", "kv_segment_ranges")
+TILES = ("tile_indices", "tile_counts")
+OPERANDS = {
+    "lengths": ({"q_lens": ints(B), "kv_lens": ints(B)}, ("q_lens", "kv_lens"), 2),
+    "segments": ({"segment_ids": (ints(B, T), ints(B, S))}, SEGMENTS, 4),
+    "bias": ({"bias": array(1, N, T, S)}, ("bias",), 1),
+    "packed": ({"cu_seqlens": (ints(4), ints(4))}, ("cu_q", "cu_kv"), 2),
+}
+
+
+@pytest.mark.parametrize("operands, present, count", OPERANDS.values(), ids=OPERANDS)
+def test_operands_are_told_and_come_in_order(operands, present, count):
+    attributes, given, _ = launches(operands)["forward"]
+    assert attributes["present"] == bits(*present)
+    assert attributes["packed"] == ("cu_q" in present)
+    assert len(given) == 3 + count
+
+
+def test_the_lists_of_tiles_go_backwards_transposed():
+    lists = AttentionTiles(ints(1, N, 1, 3), ints(1, N, 1), 128, 128)
+    told = launches({"tiles": lists}, gradients=True)
+    forward, backward = told["forward"], told["backward_kv"]
+    assert forward[0]["present"] == bits(*TILES)
+    assert (forward[0]["tile_q"], forward[0]["tile_kv"]) == (128, 128)
+    assert forward[1][3:] == ["1x4x1x3xi32", "1x4x1xi32"]
+    transposed = (*TILES, "tile_indices_t", "tile_counts_t")
+    assert backward[0]["present"] == bits(*transposed)
+    # Two tiles of keys, each with at most the one tile of queries.
+    assert backward[1][5:7] == ["1x4x2x1xi32", "1x4x2xi32"]
+
+
+def test_the_ranges_of_segments_are_of_64_positions():
+    given = launches({"segment_ids": (ints(B, T), ints(B, S))})["forward"][1]
+    assert given[5:] == ["2x2x2xi32", "2x3x2xi32"]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_sums_of_dq_have_the_size_that_the_header_says(deterministic):
+    tiled = launches({}, gradients=True, deterministic=deterministic)["backward_kv"]
+    sums = ["2x4x2x4096xf32", "2x4x2x2xi32"]  # two tiles of 64 queries a head
+    turns = ["2x4x2x1xi32"] * deterministic
+    keys = ["2x130x2x64xbf16", "2x130x2x32xbf16"]
+    assert tiled[2] == [*keys, "2x70x4x64xbf16", *sums, *turns]
+    packed = {"cu_seqlens": (ints(4), ints(4))}
+    tiled = launches(packed, gradients=True, deterministic=deterministic)["backward_kv"]
+    assert tiled[2][3:5] == ["4x4x4096xf32", "4x4x2xi32"]  # (70 + 64 * 3) / 64
+    plain = launches(
+        {}, gradients=True, deterministic=deterministic, implementation="cuda"
+    )
+    blocks = ["4x18x8x8x8xf32"] * (not deterministic)
+    assert plain["backward_kv"][2] == [*keys, *blocks]
+    assert ("backward_q" in plain) == deterministic
+
+
+def test_sinks_are_for_forward_alone():
+    told = launches({"sinks": array(N, dtype=np.float32)}, gradients=True)
+    assert told["forward"][0]["present"] == bits("sinks")
+    assert told["backward_kv"][0]["present"] == 0
+
+
+def test_what_no_kernel_serves_goes_elsewhere_or_is_an_error():
+    singles = [
+        array(B, n, h, D, dtype=jnp.float32) for n, h in ((T, N), (S, K), (S, K))
+    ]
+
+    def text(arrays, implementation):
+        call = functools.partial(flash_attention, implementation=implementation)
+        lowered = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",))
+        return lowered.as_text()
+
+    assert "kvblock_attention" not in text(singles, None)
+    with pytest.raises(ValueError, match="bfloat16 and float16 are served"):
+        text(singles, "cuda")
+    assert "kvblock_attention" in text([array(*x.shape) for x in singles], None)

@@ -1,0 +1,81 @@
+"""mypy and pyright see of the public interface what a user should see."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import jax_kvblock
+from jax_kvblock import _types
+
+HERE = Path(__file__).parent
+PACKAGE_ROOT = Path(jax_kvblock.__file__).parent.parent
+USER = (HERE / "typing" / "user.py").read_text()
+PYPROJECT = """
+[tool.mypy]
+strict = true
+follow_imports = "silent"
+cache_dir = "{root}/.mypy_cache"
+{mypy_path}
+
+[tool.pyright]
+typeCheckingMode = "standard"
+reportUnnecessaryTypeIgnoreComment = true
+extraPaths = ["{package}"]
+"""
+
+
+def check(folder: Path, *command: str) -> str:
+    """What a checker says of the user's file; nothing when it is content."""
+    if importlib.util.find_spec(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed; `make lint` installs it")
+    # mypy finds installed packages by itself, and takes no path to them.
+    installed = "site-packages" in PACKAGE_ROOT.parts
+    path = "" if installed else f'mypy_path = "{PACKAGE_ROOT}"'
+    settings = PYPROJECT.format(
+        root=HERE.parent, mypy_path=path, package="" if installed else PACKAGE_ROOT
+    )
+    (folder / "pyproject.toml").write_text(settings)
+    (folder / "user.py").write_text(USER.replace("# wrong", "# type: ignore"))
+    done = subprocess.run(
+        [sys.executable, "-m", *command, "user.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert re.search(r"no issues found|0 errors|error", said), said
+    return "" if done.returncode == 0 else said
+
+
+def test_mypy_accepts_what_is_right_and_nothing_else(tmp_path: Path) -> None:
+    assert not check(tmp_path, "mypy", "--python-executable", sys.executable)
+
+
+def test_pyright_accepts_what_is_right_and_nothing_else(tmp_path: Path) -> None:
+    assert not check(tmp_path, "pyright", "--pythonpath", sys.executable)
+
+
+@pytest.mark.parametrize(
+    ("function", "options"),
+    [
+        (jax_kvblock.flash_attention, _types.FlashOptions),
+        (jax_kvblock.dot_product_attention, _types.DotProductOptions),
+    ],
+)
+def test_options_are_those_of_the_function(
+    function: Callable[..., object], options: type
+) -> None:
+    """The overloads take their options from a TypedDict."""
+    taken = inspect.signature(function).parameters.values()
+    by_name = [p.name for p in taken if p.kind is p.KEYWORD_ONLY]
+    switches = {"return_lse", "return_residual"}
+    assert [n for n in by_name if n not in switches] == list(options.__annotations__)
