@@ -27,7 +27,6 @@ class HasIds(Protocol):
 
 
 # Quoted: a protocol and a class cannot be joined by | at run time.
-ArrayHere: TypeAlias = "jax.Array | np.ndarray"
 ArrayIn: TypeAlias = "jax.Array | np.ndarray | SupportsDLPack"
 Integers: TypeAlias = "ArrayIn | Sequence[int] | HasIds"
 Blocks: TypeAlias = Sequence[ArrayIn]
@@ -50,8 +49,8 @@ class FlashOptions(TypedDict, total=False):
     softcap: float | None
     sinks: ArrayIn | None
     scale: float | None
-    q_offset: ArrayIn | int | None
-    kv_offset: ArrayIn | int | None
+    q_offset: Integers | int | None
+    kv_offset: Integers | int | None
     tiles: AttentionTiles | None
     deterministic: bool
     implementation: str | None

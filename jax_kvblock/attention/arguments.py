@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -18,6 +19,7 @@ from jax_kvblock._checks import (
     known_values,
     show,
     shown,
+    to_jax,
 )
 from jax_kvblock.attention.config import (
     OPEN,
@@ -59,7 +61,7 @@ def normalize(
     packed = cu_seqlens is not None
     cu_q: Any = None
     cu_kv: Any = None
-    _check_qkv(where, q, k, v, packed)
+    q, k, v = _check_qkv(where, q, k, v, packed)
     check_flags(where, causal=causal, deterministic=deterministic)
     check_choice(where, "implementation", implementation, (None, *IMPLEMENTATIONS))
     if packed:
@@ -92,9 +94,9 @@ def normalize(
     )
     indices, counts = _tiles(where, tiles, config, (batch, n, t, s))
     return config, Operands(
-        q=jnp.asarray(q),
-        k=jnp.asarray(k),
-        v=jnp.asarray(v),
+        q=to_jax(q),
+        k=to_jax(k),
+        v=to_jax(v),
         bias=_bias(where, bias, q, (batch, n, t, s)),
         sinks=_sinks(where, sinks, q, n),
         q_segments=q_segments,
@@ -109,15 +111,18 @@ def normalize(
     )
 
 
-def _check_qkv(where: str, q: Any, k: Any, v: Any, packed: bool) -> None:
+def _check_qkv(
+    where: str, q: Any, k: Any, v: Any, packed: bool
+) -> tuple[Any, Any, Any]:
     forms = (
         {"q": "[total, N, D]", "k": "[total, K, D]", "v": "[total, K, Dv]"}
         if packed
         else {"q": "[B, T, N, D]", "k": "[B, S, K, D]", "v": "[B, S, K, Dv]"}
     )
     rank = 3 if packed else 4
+    given = {"q": q, "k": k, "v": v}
+    q, k, v = (check_array(where, name, x) for name, x in given.items())
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_array(where, name, x)
         if x.ndim != rank:
             if packed:
                 fix = "flatten batch and sequence, x.reshape(-1, *x.shape[2:])"
@@ -171,6 +176,7 @@ def _check_qkv(where: str, q: Any, k: Any, v: Any, packed: bool) -> None:
                 f"{where}: the head dim of {name} must be a multiple of 8 from 8 to "
                 f"{MAX_HEAD_DIM}, got {dim}; {fix}"
             )
+    return q, k, v
 
 
 def check_flags(where: str, **flags: Any) -> None:
@@ -220,9 +226,18 @@ def _cu_seqlens(
     return pair[0], pair[1]
 
 
+def _known(where: str, name: str, x: Any) -> np.ndarray | None:
+    """The values of integers in any form, where they lie on the host; else None."""
+    if not isinstance(x, (list, tuple, range)):
+        return known_values(check_array(where, name, x))
+    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)):
+        return None
+    return np.asarray(x)
+
+
 def _check_boundaries(where: str, name: str, cu: Any, rows: str, total: int) -> None:
     """Where their values are known; traced ones cannot be looked at."""
-    values = known_values(cu)
+    values = _known(where, name, cu)
     if values is None:
         return
     (falls,) = np.nonzero(values[1:] < values[:-1])
@@ -347,7 +362,7 @@ def _segments(
         zip(pair, ("[B, T]", "[B, S]"), (t, s), strict=True)
     ):
         name = f"segment_ids[{i}]" if pair[0] is not pair[1] else "segment_ids"
-        x = check_int32(where, name, x, form, 2)
+        x = check_int32(where, name, _wrapped(x), form, 2)
         if x.shape != (batch, length):
             raise ValueError(
                 f"{where}: {name} must be int32{[batch, length]} ({form}), got "
@@ -360,8 +375,8 @@ def _segments(
 def check_lengths(where: str, name: str, lens: Any, batch: int) -> Any:
     if lens is None:
         return None
-    if isinstance(lens, (list, tuple)) or getattr(lens, "ndim", 0) == 1:
-        lens = check_int32(where, name, lens, f"[{batch}]", 1)
+    if isinstance(lens, (list, tuple, range)) or getattr(lens, "ndim", 0) == 1:
+        lens = check_int32(where, name, _saturated(lens), f"[{batch}]", 1)
     if np.shape(lens) != (batch,):
         raise ValueError(
             f"{where}: {name} must be int32[{batch}], a length for each batch member, "
@@ -373,14 +388,46 @@ def check_lengths(where: str, name: str, lens: Any, batch: int) -> Any:
 def _shift(where: str, q_offset: Any, kv_offset: Any, batch: int) -> Any:
     if q_offset is None and kv_offset is None:
         return None
+    given = {"q_offset": q_offset, "kv_offset": kv_offset}
+    offsets = (
+        None if x is None else _offset(where, name, x, batch)
+        for name, x in given.items()
+    )
+    return _difference(batch, *offsets)
+
+
+# One program, also when called outside of jit: a transfer guard would stop the
+# constants of single steps.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _difference(batch: int, q_offset: Any, kv_offset: Any) -> jax.Array:
     total = jnp.zeros((batch,), jnp.int32)
-    for name, x, sign in (("q_offset", q_offset, 1), ("kv_offset", kv_offset, -1)):
-        if x is None:
-            continue
-        x = _offset(where, name, x, batch)
-        x = jnp.maximum(x, -(2**31) + 1)  # has a negative
-        total = saturating_add(total, sign * x)
+    for x, sign in ((q_offset, 1), (kv_offset, -1)):
+        if x is not None:
+            x = jnp.maximum(x, -(2**31) + 1)  # has a negative
+            total = saturating_add(total, sign * x)
     return total
+
+
+def _saturated(x: Any) -> Any:
+    """Integers of a JAX array that int32 does not hold, as its nearest end."""
+    return _clipped(x) if _may_be_wider(x) else x
+
+
+def _wrapped(x: Any) -> Any:
+    """Integers of a JAX array modulo 2**32: uint32 ids that differ stay different."""
+    return x.astype(jnp.int32) if _may_be_wider(x) else x
+
+
+def _may_be_wider(x: Any) -> bool:
+    wide = (jnp.uint32, jnp.int64, jnp.uint64)
+    return isinstance(x, jax.Array) and x.dtype in wide
+
+
+@functools.partial(jax.jit, inline=True)
+def _clipped(x: jax.Array) -> jax.Array:
+    ends, given = jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
+    low, high = max(ends.min, given.min), min(ends.max, given.max)
+    return jnp.clip(x, low, high).astype(jnp.int32)
 
 
 def _offset(where: str, name: str, x: Any, batch: int) -> jax.Array:
@@ -391,16 +438,16 @@ def _offset(where: str, name: str, x: Any, batch: int) -> jax.Array:
                 f"{where}: {name} must fit in int32, got {number}; only the difference "
                 "of q_offset and kv_offset counts"
             )
-        return jnp.asarray(np.int32(number))
+        return to_jax(np.asarray(number, np.int32))
     must = f"{where}: {name} must be an int32 scalar or int32[{batch}], got"
     fix = "an offset for each batch member, or one for all"
-    listed = isinstance(x, (list, tuple))
+    listed = isinstance(x, (list, tuple, range))
     if not listed and not hasattr(x, "dtype"):
         raise TypeError(f"{must} {x!r}; pass integers, {fix}")
     ndim = 1 if listed else x.ndim
     if ndim > 1:
         raise ValueError(f"{must} {show(x)}; {fix}")
-    x = check_int32(where, name, x, " or int32[B]", ndim)
+    x = check_int32(where, name, _saturated(x), " or int32[B]", ndim)
     if ndim and x.shape != (batch,):
         raise ValueError(f"{must} {show(x)}; {fix}")
     return x
@@ -409,7 +456,7 @@ def _offset(where: str, name: str, x: Any, batch: int) -> jax.Array:
 def _bias(where: str, bias: Any, q: Any, full: tuple[int, ...]) -> Any:
     if bias is None:
         return None
-    check_array(where, "bias", bias)
+    bias = check_array(where, "bias", bias)
     batch, n, t, s = full
     fits = (
         bias.ndim == 4
@@ -434,13 +481,13 @@ def _bias(where: str, bias: Any, q: Any, full: tuple[int, ...]) -> Any:
             f"{where}: bias must be {kinds}, got {show(bias)}; cast it "
             "with .astype(q.dtype)"
         )
-    return jnp.asarray(bias)
+    return to_jax(bias)
 
 
 def _sinks(where: str, sinks: Any, q: Any, n: int) -> Any:
     if sinks is None:
         return None
-    check_array(where, "sinks", sinks)
+    sinks = check_array(where, "sinks", sinks)
     if sinks.shape != (n,):
         raise ValueError(
             f"{where}: sinks must be float32[{n}], one for each query head, got "
@@ -453,7 +500,7 @@ def _sinks(where: str, sinks: Any, q: Any, n: int) -> Any:
         )
     computed = jax.dtypes.canonicalize_dtype(q.dtype)  # of NumPy's float64, say
     wide = jnp.float64 if computed == jnp.float64 else jnp.float32
-    return jnp.asarray(sinks).astype(wide)[None]
+    return jnp.expand_dims(to_jax(sinks).astype(wide), 0)
 
 
 def _tile_sizes(where: str, tiles: Any) -> tuple[int, int]:
@@ -486,9 +533,8 @@ def _tiles(
     batch, n, t, s = sizes
     form = "[B|1, N|1, query tiles, entries]"
     indices = check_int32(where, "tiles.indices", tiles.indices, form, 4)
-    counts = check_int32(
-        where, "tiles.counts", tiles.counts, "[B|1, N|1, query tiles]", 3
-    )
+    rows_form = "[B|1, N|1, query tiles]"
+    counts = check_int32(where, "tiles.counts", _saturated(tiles.counts), rows_form, 3)
     rows = -(-t // config.block_q)
     fits = (
         indices.shape[0] in (1, batch)
@@ -513,7 +559,8 @@ def _tiles(
 
 def _check_once(where: str, tiles: AttentionTiles, num_kv: int) -> None:
     """No tile twice in a list, where the lists' values are known."""
-    indices, counts = known_values(tiles.indices), known_values(tiles.counts)
+    indices = _known(where, "tiles.indices", tiles.indices)
+    counts = _known(where, "tiles.counts", tiles.counts)
     if indices is None or counts is None:
         return
     entry = np.arange(indices.shape[-1])

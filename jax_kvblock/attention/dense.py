@@ -134,7 +134,8 @@ def saturating_add(a: jax.Array, b: jax.Array) -> jax.Array:
     """int32 a + b, at the end of int32 where it would wrap."""
     total = a + b
     wrapped = ((a ^ total) & (b ^ total)) < 0
-    return jnp.where(wrapped, jnp.where(total < 0, 2**31 - 1, -(2**31)), total)
+    end = jnp.where(total < 0, jnp.int32(2**31 - 1), jnp.int32(-(2**31)))
+    return jnp.where(wrapped, end, total)
 
 
 def listed_tiles(config: AttentionConfig, x: Operands, kv_len: int) -> jax.Array:
@@ -142,7 +143,7 @@ def listed_tiles(config: AttentionConfig, x: Operands, kv_len: int) -> jax.Array
     num_kv = -(-kv_len // config.block_kv)
     counts = x.tile_counts[..., None]
     entries = x.tile_indices
-    used = jnp.arange(entries.shape[-1]) < counts
+    used = jnp.arange(entries.shape[-1], dtype=jnp.int32) < counts
     used &= (entries >= 0) & (entries < num_kv)
     hits = jnp.where(used, entries, num_kv)
     rows = jnp.zeros((*entries.shape[:-1], num_kv + 1), bool)

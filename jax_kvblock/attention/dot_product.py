@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -116,51 +117,82 @@ def dot_product_attention(
     given = {"query": query, "key": key, "value": value}
     query, key, value = (as_array(_WHERE, name, x) for name, x in given.items())
     _check(query, key, value)
+    batch = query.shape[0] if query.ndim == 4 else 1
+    t, n, h = query.shape[-3:]
+    full = (batch, n, t, key.shape[-3])
+    return _attend(
+        query,
+        key,
+        value,
+        _bias(bias, full),
+        _mask(mask, full),
+        arguments.check_lengths(_WHERE, "query_seq_lengths", query_seq_lengths, batch),
+        arguments.check_lengths(
+            _WHERE, "key_value_seq_lengths", key_value_seq_lengths, batch
+        ),
+        causal=bool(is_causal),
+        window=_window(local_window_size),
+        scale=arguments.check_scale(_WHERE, scale, h),
+        implementation=implementation,
+        return_residual=bool(return_residual),
+    )
+
+
+# One program, also when called outside of jit: the mask's −inf is never a result that
+# jax_debug_infs looks at.
+@functools.partial(
+    jax.jit,
+    inline=True,
+    static_argnames=("causal", "window", "scale", "implementation", "return_residual"),
+)
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None,
+    mask: jax.Array | None,
+    q_lens: jax.Array | None,
+    kv_lens: jax.Array | None,
+    *,
+    implementation: str | None,
+    return_residual: bool,
+    **options: Any,
+) -> Any:
+    """The checked call; a bias and a mask have four dims."""
     single = query.ndim == 3
     if single:
         query, key, value = query[None], key[None], value[None]
-    batch, t, n, h = query.shape
+    batch, t, n, _ = query.shape
     s = key.shape[1]
     full = (batch, n, t, s)
-
-    options: dict[str, Any] = {}
-    bias, mask = _bias(bias, full), _mask(mask, full)
     if mask is not None:
         segments = None if implementation == "cudnn" else _as_segments(mask, full)
         if segments is not None:
             options["segment_ids"] = segments
             mask = None
-    q_lens = arguments.check_lengths(
-        _WHERE, "query_seq_lengths", query_seq_lengths, batch
-    )
-    kv_lens = arguments.check_lengths(
-        _WHERE, "key_value_seq_lengths", key_value_seq_lengths, batch
-    )
     if implementation == "cudnn" and (q_lens is None) != (kv_lens is None):
         # cuDNN wants both or none.
         q_lens = jnp.full(batch, t, jnp.int32) if q_lens is None else q_lens
         kv_lens = jnp.full(batch, s, jnp.int32) if kv_lens is None else kv_lens
-    dv = value.shape[-1]
     arrays = (_pad_dim(query), _pad_dim(key), _pad_dim(value))
     options |= dict(
-        causal=is_causal,
-        window=_window(local_window_size),
         q_lens=q_lens,
         kv_lens=kv_lens,
         bias=_merge(bias, mask, full, query.dtype),
-        scale=arguments.check_scale(_WHERE, scale, h),
         implementation=implementation,
     )
     if implementation == "cudnn":
         config, x = arguments.normalize(_WHERE, *arrays, **options)
-        out = cudnn.attention(_WHERE, config, x, return_residual)
+        result = cudnn.attention(_WHERE, config, x, return_residual)
     else:
-        out = flash_attention(*arrays, return_lse=return_residual, **options)
+        result = flash_attention(*arrays, return_lse=return_residual, **options)
+    if single:
+        result = jax.tree.map(lambda a: a[0], result)
+    dv = value.shape[-1]
     if not return_residual:
-        return _unpad(out, dv, single)
-    out, lse = out
-    lse = jax.lax.stop_gradient(lse.astype(key.dtype))
-    return _unpad(out, dv, single), lse[0] if single else lse
+        return result[..., :dv]
+    out, lse = result
+    return out[..., :dv], jax.lax.stop_gradient(lse.astype(key.dtype))
 
 
 def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
@@ -299,8 +331,3 @@ def _pad_dim(x: jax.Array) -> jax.Array:
     """The last dim filled with zeros to a multiple of 8: the scores stay the same."""
     missing = -x.shape[-1] % 8
     return jnp.pad(x, [(0, 0)] * 3 + [(0, missing)]) if missing else x
-
-
-def _unpad(out: jax.Array, dim: int, single: bool) -> jax.Array:
-    out = out[..., :dim]
-    return out[0] if single else out

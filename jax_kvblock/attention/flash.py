@@ -75,8 +75,8 @@ def flash_attention(
     softcap: float | None = None,
     sinks: ArrayIn | None = None,
     scale: float | None = None,
-    q_offset: ArrayIn | int | None = None,
-    kv_offset: ArrayIn | int | None = None,
+    q_offset: Integers | int | None = None,
+    kv_offset: Integers | int | None = None,
     tiles: AttentionTiles | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
@@ -132,6 +132,9 @@ def flash_attention(
     Returns:
       `[B, T, N, Dv]` in q's dtype (packed `[total, N, Dv]`); with `return_lse` the pair
       `(out, lse)`.
+
+    Where int32 is said, integers of any dtype serve, and lists, ranges and tensors of
+    other libraries (by DLPack). Lengths and offsets beyond int32 stop at its ends.
 
     Values beyond `q_lens` and `kv_lens` and in tiles that are not listed may be
     anything, also NaN. Elsewhere, a masked key's score and bias may be anything, its
@@ -246,6 +249,8 @@ def _sharded_like(gradient: Any, a: Any) -> Any:
     return jax.sharding.reshard(gradient, sharding)
 
 
+# One program, also when called outside of jit.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _sink_gradient(
     config: AttentionConfig, x: Operands, lse: LogSumExp, delta: jax.Array
 ) -> jax.Array:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvblock._checks import as_array, check_dtype, show
-from jax_kvblock._types import ArrayHere
+from jax_kvblock._types import ArrayIn
 from jax_kvblock.attention import arguments
 from jax_kvblock.attention.dot_product import dot_product_attention
 
@@ -20,11 +20,11 @@ _WHERE = "attention_fn"
 
 
 def attention_fn(
-    query: ArrayHere,
-    key: ArrayHere,
-    value: ArrayHere,
-    bias: ArrayHere | None = None,
-    mask: ArrayHere | None = None,
+    query: ArrayIn,
+    key: ArrayIn,
+    value: ArrayIn,
+    bias: ArrayIn | None = None,
+    mask: ArrayIn | None = None,
     broadcast_dropout: bool = True,
     dropout_rng: Any = None,
     dropout_rate: float = 0.0,
@@ -90,34 +90,32 @@ def attention_fn(
             "memory; use attention_fn=nnx.dot_product_attention where they are wanted"
         )
     given = {"query": query, "key": key, "value": value}
-    query, key, value = (as_array(_WHERE, name, x) for name, x in given.items())
+    q, k, v = (as_array(_WHERE, name, x) for name, x in given.items())
     if dtype is not None:
         dtype = check_dtype(_WHERE, "dtype", dtype)
     if promote_dtype is not None:
-        query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        q, k, v = promote_dtype((q, k, v), dtype=dtype)
     else:
         if dtype is None:
-            dtype = jnp.result_type(query, key, value)
-        query, key, value = (a.astype(dtype) for a in (query, key, value))
+            dtype = jnp.result_type(q, k, v)
+        q, k, v = (a.astype(dtype) for a in (q, k, v))
     if bias is not None:
         bias = as_array(_WHERE, "bias", bias)
     if mask is not None:
         mask = as_array(_WHERE, "mask", mask).astype(bool)
 
-    dims = query.shape[:-3]
-    if query.ndim < 3 or key.shape[:-3] != dims or value.shape[:-3] != dims:
+    dims = q.shape[:-3]
+    if q.ndim < 3 or k.shape[:-3] != dims or v.shape[:-3] != dims:
         raise ValueError(
             f"{_WHERE}: query, key and value must be [batch..., length, heads, dim] "
-            f"with the same batch, got {show(query)}, {show(key)} and {show(value)}; "
+            f"with the same batch, got {show(q)}, {show(k)} and {show(v)}; "
             "broadcast them to one batch, or add the missing axes with x[None]"
         )
-    query, key, value = (
-        a.reshape(math.prod(dims), *a.shape[-3:]) for a in (query, key, value)
-    )
+    q, k, v = (a.reshape(math.prod(dims), *a.shape[-3:]) for a in (q, k, v))
     out = dot_product_attention(
-        query,
-        key,
-        value,
+        q,
+        k,
+        v,
         bias=_one_batch("bias", bias, dims),
         mask=_one_batch("mask", mask, dims),
         is_causal=is_causal,

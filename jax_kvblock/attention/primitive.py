@@ -220,7 +220,7 @@ for _op, _primitive in _OUTER.items():
     batching.primitive_batchers[_primitive] = functools.partial(batch, _primitive, _op)
 
 
-def _no_jvp(*_: Any, **__: Any) -> Any:
+def _no_derivative(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
         "flash_attention: its gradients have no gradients (grad of grad, hessian, jvp "
         "of grad); for those, write the attention in jax.numpy or use "
@@ -229,4 +229,5 @@ def _no_jvp(*_: Any, **__: Any) -> Any:
 
 
 for _primitive in _OUTER.values():
-    ad.primitive_jvps[_primitive] = _no_jvp
+    ad.primitive_jvps[_primitive] = _no_derivative
+    ad.primitive_transposes[_primitive] = _no_derivative

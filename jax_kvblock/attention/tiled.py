@@ -17,13 +17,20 @@ Any other is an error that lists them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock._checks import check_array, check_integer, check_positive, show
-from jax_kvblock._types import ArrayHere
+from jax_kvblock._checks import (
+    check_array,
+    check_integer,
+    check_positive,
+    show,
+    to_jax,
+)
+from jax_kvblock._types import ArrayIn
 from jax_kvblock.attention import arguments, blocked, cuda, flash, primitive
 from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes
 from jax_kvblock.attention.ops import LogSumExp
@@ -34,9 +41,9 @@ _TILE_FIX = "tiles are compiled in; get_optimal_block_sizes picks one"
 
 @overload
 def flash_attention_forward(
-    Q: ArrayHere,
-    K: ArrayHere,
-    V: ArrayHere,
+    Q: ArrayIn,
+    K: ArrayIn,
+    V: ArrayIn,
     Bc: int = ...,
     Br: int = ...,
     use_half: bool = ...,
@@ -45,9 +52,9 @@ def flash_attention_forward(
 ) -> jax.Array: ...
 @overload
 def flash_attention_forward(
-    Q: ArrayHere,
-    K: ArrayHere,
-    V: ArrayHere,
+    Q: ArrayIn,
+    K: ArrayIn,
+    V: ArrayIn,
     Bc: int = ...,
     Br: int = ...,
     use_half: bool = ...,
@@ -56,9 +63,9 @@ def flash_attention_forward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
 @overload
 def flash_attention_forward(
-    Q: ArrayHere,
-    K: ArrayHere,
-    V: ArrayHere,
+    Q: ArrayIn,
+    K: ArrayIn,
+    V: ArrayIn,
     Bc: int = ...,
     Br: int = ...,
     use_half: bool = ...,
@@ -66,9 +73,9 @@ def flash_attention_forward(
     return_residuals: bool,
 ) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]: ...
 def flash_attention_forward(
-    Q: ArrayHere,
-    K: ArrayHere,
-    V: ArrayHere,
+    Q: ArrayIn,
+    K: ArrayIn,
+    V: ArrayIn,
     Bc: int = 32,
     Br: int = 32,
     use_half: bool = False,
@@ -104,24 +111,25 @@ def flash_attention_forward(
     """
     where = "flash_attention_forward"
     arguments.check_flags(where, return_residuals=return_residuals)
+    Q, K, V = _check_qkv(where, Q, K, V)
     config, x = _call(where, Q, K, V, Bc, Br, use_half)
     if not return_residuals:
-        return jnp.swapaxes(flash.output(config, x), 1, 2).astype(_dtype(Q))
+        return jnp.swapaxes(flash.output(config, x), 1, 2).astype(Q.dtype)
     o, lse = flash.attention(config, x)
-    o = jnp.swapaxes(o, 1, 2).astype(_dtype(Q))
+    o = jnp.swapaxes(o, 1, 2).astype(Q.dtype)
     br, bc = config.xla_block_q, config.xla_block_kv
     l, m = lse_to_lm(lse, _row_maxima(config, x, br, bc))
     return o, l, m
 
 
 def flash_attention_backward(
-    Q: ArrayHere,
-    K: ArrayHere,
-    V: ArrayHere,
-    O: ArrayHere,
-    dO: ArrayHere,
-    l: ArrayHere,
-    m: ArrayHere,
+    Q: ArrayIn,
+    K: ArrayIn,
+    V: ArrayIn,
+    O: ArrayIn,
+    dO: ArrayIn,
+    l: ArrayIn,
+    m: ArrayIn,
     Bc: int = 32,
     Br: int = 32,
     use_half: bool = False,
@@ -146,34 +154,37 @@ def flash_attention_backward(
       >>> dQ, dK, dV = flash_attention_backward(Q, K, V, O, jnp.ones_like(O), l, m)
     """
     where = "flash_attention_backward"
+    Q, K, V = _check_qkv(where, Q, K, V)
     config, x = _call(where, Q, K, V, Bc, Br, use_half)
-    for name, a in (("O", O), ("dO", dO)):
-        _check_shape(where, name, a, "Q", Q.shape)
+    dtype = Q.dtype
+    outputs = {
+        name: _check_shape(where, name, a, "Q", Q.shape)
+        for name, a in {"O": O, "dO": dO}.items()
+    }
+    for name, a in outputs.items():
         if a.dtype not in arguments.FLOATS:
             raise TypeError(
                 f"{where}: {name} must be floats like Q, got {show(a)}; cast it with "
                 ".astype(Q.dtype)"
             )
-    for name, a in (("l", l), ("m", m)):
-        _check_shape(where, name, a, "Q, [B, H, N],", Q.shape[:-1])
-        wide = jnp.promote_types(_dtype(Q), jnp.float32)
+    rows = {
+        name: _check_shape(where, name, a, "Q, [B, H, N],", Q.shape[:-1])
+        for name, a in {"l": l, "m": m}.items()
+    }
+    wide = jnp.promote_types(dtype, jnp.float32)
+    for name, a in rows.items():
         if jax.dtypes.canonicalize_dtype(a.dtype) != wide:
             raise TypeError(
                 f"{where}: {name} must be {wide}, got {show(a)}; pass what "
                 "flash_attention_forward(return_residuals=True) returned"
             )
-    lse = lm_to_lse(l, m)
-    O, dO = jnp.asarray(O), jnp.asarray(dO)
-    delta = jnp.sum(dO.astype(lse.dtype) * O.astype(lse.dtype), axis=-1)
-    d_o = jnp.swapaxes(dO, 1, 2).astype(x.q.dtype)
+    lse = lm_to_lse(**rows)
+    o, d_o = map(to_jax, outputs.values())
+    delta = jnp.sum(d_o.astype(lse.dtype) * o.astype(lse.dtype), axis=-1)
+    d_o = jnp.swapaxes(d_o, 1, 2).astype(x.q.dtype)
     gradients = primitive.backward(config, x, LogSumExp(lse), delta, d_o)
-    dq, dk, dv = (jnp.swapaxes(a, 1, 2).astype(_dtype(Q)) for a in gradients)
+    dq, dk, dv = (jnp.swapaxes(a, 1, 2).astype(dtype) for a in gradients)
     return dq, dk, dv
-
-
-def _dtype(x: Any) -> Any:
-    """What JAX makes of an array's dtype: of NumPy's float64 mostly float32."""
-    return jax.dtypes.canonicalize_dtype(x.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,42 +218,42 @@ class FlashAttention:
             object.__setattr__(self, name, size)
         arguments.check_flags(where, use_half=self.use_half)
 
-    def __call__(self, Q: ArrayHere, K: ArrayHere, V: ArrayHere) -> jax.Array:
+    def __call__(self, Q: ArrayIn, K: ArrayIn, V: ArrayIn) -> jax.Array:
         """The output: `forward`."""
         return self.forward(Q, K, V)
 
     @overload
     def forward(
         self,
-        Q: ArrayHere,
-        K: ArrayHere,
-        V: ArrayHere,
+        Q: ArrayIn,
+        K: ArrayIn,
+        V: ArrayIn,
         *,
         return_residuals: Literal[False] = ...,
     ) -> jax.Array: ...
     @overload
     def forward(
         self,
-        Q: ArrayHere,
-        K: ArrayHere,
-        V: ArrayHere,
+        Q: ArrayIn,
+        K: ArrayIn,
+        V: ArrayIn,
         *,
         return_residuals: Literal[True],
     ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
     @overload
     def forward(
         self,
-        Q: ArrayHere,
-        K: ArrayHere,
-        V: ArrayHere,
+        Q: ArrayIn,
+        K: ArrayIn,
+        V: ArrayIn,
         *,
         return_residuals: bool,
     ) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]: ...
     def forward(
         self,
-        Q: ArrayHere,
-        K: ArrayHere,
-        V: ArrayHere,
+        Q: ArrayIn,
+        K: ArrayIn,
+        V: ArrayIn,
         *,
         return_residuals: bool = False,
     ) -> Any:
@@ -259,13 +270,13 @@ class FlashAttention:
 
     def backward(
         self,
-        Q: ArrayHere,
-        K: ArrayHere,
-        V: ArrayHere,
-        O: ArrayHere,
-        dO: ArrayHere,
-        l: ArrayHere,
-        m: ArrayHere,
+        Q: ArrayIn,
+        K: ArrayIn,
+        V: ArrayIn,
+        O: ArrayIn,
+        dO: ArrayIn,
+        l: ArrayIn,
+        m: ArrayIn,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """`flash_attention_backward` with this tile."""
         return flash_attention_backward(
@@ -276,7 +287,7 @@ class FlashAttention:
 # ---- l, m and lse --------------------------------------------------------------------
 
 
-def lm_to_lse(l: ArrayHere, m: ArrayHere) -> jax.Array:
+def lm_to_lse(l: ArrayIn, m: ArrayIn) -> jax.Array:
     """`m + log(l)`, the log-sum-exp of rows with sums l and maxima m.
 
     −inf where l is 0: a row without keys.
@@ -285,15 +296,23 @@ def lm_to_lse(l: ArrayHere, m: ArrayHere) -> jax.Array:
       TypeError, ValueError: l and m are not arrays of floats in one shape.
     """
     where = "lm_to_lse"
-    _check_rows(where, "l", l)
-    _check_rows(where, "m", m, "l", l)
+    l = _check_rows(where, "l", l)
+    m = _check_rows(where, "m", m, "l", l)
+    return _lm_to_lse(l, m)
+
+
+# One program each, also when called outside of jit: no −inf of a step between is a
+# result that jax_debug_infs looks at.
+_one_program = functools.partial(jax.jit, inline=True)
+
+
+@_one_program
+def _lm_to_lse(l: jax.Array, m: jax.Array) -> jax.Array:
     empty = l == 0
     return jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1, l)))
 
 
-def lse_to_lm(
-    lse: ArrayHere, m: ArrayHere | None = None
-) -> tuple[jax.Array, jax.Array]:
+def lse_to_lm(lse: ArrayIn, m: ArrayIn | None = None) -> tuple[jax.Array, jax.Array]:
     """(l, m) with `m + log(l)` = lse.
 
     Args:
@@ -307,9 +326,14 @@ def lse_to_lm(
       TypeError, ValueError: lse and m are not arrays of floats in one shape.
     """
     where = "lse_to_lm"
-    _check_rows(where, "lse", lse)
+    lse = _check_rows(where, "lse", lse)
     if m is not None:
-        _check_rows(where, "m", m, "lse", lse)
+        m = _check_rows(where, "m", m, "lse", lse)
+    return _lse_to_lm(lse, m)
+
+
+@_one_program
+def _lse_to_lm(lse: jax.Array, m: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     empty = jnp.isneginf(lse)
     if m is None:
         m = lse
@@ -319,8 +343,8 @@ def lse_to_lm(
 
 def _check_rows(
     where: str, name: str, a: Any, other: str = "", like: Any = None
-) -> None:
-    check_array(where, name, a)
+) -> jax.Array:
+    a = check_array(where, name, a)
     if a.dtype not in arguments.FLOATS:
         raise TypeError(
             f"{where}: {name} must be floats, got {show(a)}; cast it with "
@@ -331,8 +355,10 @@ def _check_rows(
             f"{where}: {name} must be shaped like {other}, {list(like.shape)}, got "
             f"{show(a)}; both have a value for each row"
         )
+    return to_jax(a)
 
 
+@functools.partial(_one_program, static_argnames=("config", "br", "bc"))
 def _row_maxima(config: AttentionConfig, x: Operands, br: int, bc: int) -> jax.Array:
     """The largest scaled score of each row, `[B, H, N]`, block by block."""
     q, k = jnp.swapaxes(x.q, 1, 2), jnp.swapaxes(x.k, 1, 2)
@@ -447,12 +473,12 @@ def _check_head_dim(where: str, head_dim: int) -> None:
         )
 
 
-def _call(
-    where: str, Q: Any, K: Any, V: Any, Bc: Any, Br: Any, use_half: Any
-) -> tuple[AttentionConfig, Operands]:
-    """The checked call, on `[B, N, H, D]`."""
+def _check_qkv(
+    where: str, Q: Any, K: Any, V: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    given = {"Q": Q, "K": K, "V": V}
+    Q, K, V = (check_array(where, name, x) for name, x in given.items())
     for name, x in (("Q", Q), ("K", K), ("V", V)):
-        check_array(where, name, x)
         if x.ndim != 4:
             raise ValueError(
                 f"{where}: {name} must be [B, H, N, D], got {show(x)}; add axes with "
@@ -478,9 +504,22 @@ def _call(
         raise ValueError(
             f"{where}: H must be at least 1, got {show(Q)}; leave the call out"
         )
+    return to_jax(Q), to_jax(K), to_jax(V)
+
+
+def _call(
+    where: str,
+    Q: jax.Array,
+    K: jax.Array,
+    V: jax.Array,
+    Bc: Any,
+    Br: Any,
+    use_half: Any,
+) -> tuple[AttentionConfig, Operands]:
+    """The call on `[B, N, H, D]`."""
     arguments.check_flags(where, use_half=use_half)
     bc, br, implementation = _tile(where, Bc, Br, Q.shape[-1])
-    dtype = jnp.float16 if use_half else _dtype(Q)
+    dtype = jnp.float16 if use_half else Q.dtype
     q, k, v = (jnp.swapaxes(a, 1, 2).astype(dtype) for a in (Q, K, V))
     config, x = arguments.normalize(where, q, k, v)
     config = dataclasses.replace(config, xla_block_q=br, xla_block_kv=bc)
@@ -489,13 +528,14 @@ def _call(
     return dataclasses.replace(config, kernels=implementation), x
 
 
-def _check_shape(where: str, name: str, a: Any, like: str, shape: Any) -> None:
-    check_array(where, name, a)
+def _check_shape(where: str, name: str, a: Any, like: str, shape: Any) -> Any:
+    a = check_array(where, name, a)
     if a.shape != shape:
         raise ValueError(
             f"{where}: {name} must be shaped like {like} {list(shape)}, got {show(a)}; "
             "pass what flash_attention_forward(return_residuals=True) returned"
         )
+    return a
 
 
 # ---- memory --------------------------------------------------------------------------
