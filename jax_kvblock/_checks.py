@@ -70,7 +70,11 @@ def _array_in(where: str, name: str, x: Any) -> Any:
 
 
 def _from_dlpack(where: str, name: str, x: Any) -> jax.Array:
-    """A tensor's values where they lie, or copied once if its strides have gaps."""
+    """A tensor's values where they lie, or copied once if its strides have gaps.
+
+    What lies on the host is taken as NumPy's arrays are: where the default device is
+    another, it goes there.
+    """
     given = [x]
     if hasattr(x, "is_contiguous") and not x.is_contiguous():  # as torch calls it
         given.append(x.contiguous())
@@ -78,7 +82,11 @@ def _from_dlpack(where: str, name: str, x: Any) -> jax.Array:
         try:
             # Without x64, JAX would cut elements of 8 bytes in half.
             with jax.enable_x64(True):
-                return jax.dlpack.from_dlpack(tensor)
+                array = jax.dlpack.from_dlpack(tensor)
+                (device,) = array.devices()
+                if device.platform == "cpu" and jax.default_backend() != "cpu":
+                    array = jax.device_put(np.asarray(array))
+                return array
         except (BufferError, TypeError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
     raise BufferError(

@@ -1,8 +1,8 @@
 """Attention in NumPy float64 by its definition, and the bar that a call is held to.
 
 `truth` knows every option and has gradients written by hand; `plain` is what a user
-would write with jnp at the inputs' own dtype. A result may be 1.5 times as far from the
-truth as plain is.
+would write with jnp at the inputs' own dtype. Each row of a result may be three times
+as far from the truth as plain is (judge.py).
 """
 
 from __future__ import annotations
@@ -528,7 +528,7 @@ def size(x: Any) -> float:
 def assert_near(
     call: Call, got: Results, want: Results, names: Iterable[str] | None = None
 ) -> None:
-    """Row by row 1.5 times plain's error, above what rounding the result alone costs.
+    """Row by row three times plain's error, above what rounding the result costs.
 
     lse is float32 in every dtype, and held to that.
     """
@@ -569,8 +569,8 @@ def assert_exact(
     return got
 
 
-def assert_rows_alike(name: str, got: Any, want: Any, share: float = 0.03) -> None:
-    """Each row of a 16-bit result is another implementation's, to 3 % of its size.
+def assert_rows_alike(name: str, got: Any, want: Any, share: float = 0.06) -> None:
+    """Each row of a 16-bit result is another implementation's, to 6 % of its size.
 
     For calls too large for the truth; that of an ordinary row counts, too, since rows
     are differences.

@@ -51,10 +51,11 @@ def bar_of_terms(
 def bar_of_plain(want: Any, plain: Any, dtype: str, cancels: bool = True) -> np.ndarray:
     """What a row may be off by, from how far plain code at `dtype` is: `[..., 1]`.
 
-    1.5 times plain's error in this row, or what plain's error usually is (nine rows of
-    ten) for a row of this size, whichever is more; above that half a unit in the last
-    place and float32 sums. cancels: rows are differences, so that a small one may have
-    the error of an ordinary one.
+    Three times plain's error in this row, or what plain's error usually is (nine rows
+    of ten) for a row of this size, whichever is more; above that a unit in the last
+    place and float32 sums. (Half of all that is what a row of many has by chance, once
+    in thousands.) cancels: rows are differences, so that a small one may have the error
+    of an ordinary one.
     """
     want, plain = f64(want), f64(plain)
     finite = np.isfinite(want)
@@ -67,7 +68,8 @@ def bar_of_plain(want: Any, plain: Any, dtype: str, cancels: bool = True) -> np.
     floor = 2e-6 * max(1.0, np.max(size, initial=0.0))
     if cancels and want.size:
         floor += 5 * eps * np.sqrt(np.mean(want**2))
-    return (1.5 * np.maximum(off, share * size) + 0.5 * eps * size + floor)[..., None]
+    bar = 1.5 * np.maximum(off, share * size) + 0.5 * eps * size + floor
+    return 2.0 * bar[..., None]
 
 
 def bar_of_lse(want: Any, products: Any = 0.0) -> Any:

@@ -180,13 +180,13 @@ def test_updates_pass_a_transfer_guard(contiguous: bool) -> None:
         more, _ = manager.update(
             step, ids=blocks, number=np.float32(1), kind="two", static_argnames="kind"
         )
-        assert ids.tolist() == more.tolist() == [1, 2]
         blocks[0].copy_from(values)
         blocks[1][1].copy_from(blocks[0][0])
         blocks[1][0].k.copy_from(values[0, 0])
         with pytest.raises(ValueError, match="must have shape"):
             blocks[0].copy_from(values[0])
         got = [np.asarray(blocks[1]), np.asarray(blocks[1][0].v)]
+    assert ids.tolist() == more.tolist() == [1, 2]
     assert (got[0][1] == 3).all() and (got[0][0, 0] == 3).all()
     assert (got[1] == 2).all()
 

@@ -22,6 +22,7 @@ from jax_kvblock.attention.config import (
     AttentionConfig,
     Operands,
     Sizes,
+    accumulator,
     members_of_a_row,
     row_of_each,
     sizes_of,
@@ -80,7 +81,7 @@ def forward(
     p = _problem(config, x, compute, platform)
     b, k, g = p.groups
     e = p.v.shape[-1]
-    acc = _accumulator(x.q.dtype)
+    acc = accumulator(x.q.dtype)
     order, counts = _visits(config, p)
 
     def one_block(i: Any, carry: Any) -> Any:
@@ -184,7 +185,7 @@ def backward(
     b, k, g = p.groups
     t, d = p.q.shape[2:]
     s, e = p.v.shape[2:]
-    acc = _accumulator(x.q.dtype)
+    acc = accumulator(x.q.dtype)
     rest, base = lse
     rest, delta, d_o = (a[None] if config.packed else a for a in (rest, delta, d_o))
 
@@ -282,10 +283,6 @@ def _loop(count: Any, body: Any, state: Any) -> Any:
     return jax.lax.fori_loop(zero, jnp.asarray(count, jnp.int32), body, state)
 
 
-def _accumulator(dtype: Any) -> Any:
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
-
-
 def _dot(equation: str, a: Any, b: Any, x: Operands) -> Any:
     """A product that takes operands in the inputs' dtype and adds in float32."""
     return jnp.einsum(
@@ -293,7 +290,7 @@ def _dot(equation: str, a: Any, b: Any, x: Operands) -> Any:
         a.astype(b.dtype),
         b,
         precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=_accumulator(x.q.dtype),
+        preferred_element_type=accumulator(x.q.dtype),
     )
 
 
@@ -304,7 +301,7 @@ def _block(a: Any, index: Any, size: int, axis: int) -> Any:
 def _bias_block(p: _Problem, i: Any, j: Any) -> Any:
     """The bias of a block as `[B, K, G, block_q, block_kv]` (or 1 for K and G)."""
     bias = _block(_block(p.bias, i, p.block_q, 2), j, p.block_kv, 3)
-    return _to_heads(p, bias).astype(_accumulator(p.q.dtype))
+    return _to_heads(p, bias).astype(accumulator(p.q.dtype))
 
 
 def _to_heads(p: _Problem, a: Any) -> Any:
@@ -330,7 +327,7 @@ def _scores(
         q,
         k,
         precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=_accumulator(p.q.dtype),
+        preferred_element_type=accumulator(p.q.dtype),
     )
     if config.softcap:
         capped = jnp.tanh(scores / config.softcap)

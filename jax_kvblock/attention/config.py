@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 
 OPEN = -1  # a window side without a bound
 
@@ -148,3 +149,11 @@ def row_of_each(a: Any, batch: int) -> Any:
 
 def default_scale(head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+
+
+def accumulator(dtype: Any) -> np.dtype:
+    """What sums of floats of this dtype are made in.
+
+    Not `jnp.promote_types`, which raises where promotion is strict.
+    """
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)

@@ -25,7 +25,12 @@ from jax_kvblock._primitive import make_primitives
 from jax_kvblock._spmd import lower_local, vary_alike
 from jax_kvblock.attention import blocked, cuda
 from jax_kvblock.attention.batching import batch
-from jax_kvblock.attention.config import AttentionConfig, Operands, sizes_of
+from jax_kvblock.attention.config import (
+    AttentionConfig,
+    Operands,
+    accumulator,
+    sizes_of,
+)
 from jax_kvblock.attention.ops import (
     BACKWARD,
     BACKWARD_BIAS,
@@ -188,7 +193,7 @@ def _lower(
 def _sum_over(a: Any, axes: tuple[str, ...]) -> Any:
     if not axes:
         return a
-    wide = a.astype(jnp.promote_types(a.dtype, jnp.float32))
+    wide = a.astype(accumulator(a.dtype))
     return jax.lax.psum(wide, axes).astype(a.dtype)
 
 

@@ -32,7 +32,12 @@ from jax_kvblock._checks import (
 )
 from jax_kvblock._types import ArrayIn
 from jax_kvblock.attention import arguments, blocked, cuda, flash, primitive
-from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes
+from jax_kvblock.attention.config import (
+    AttentionConfig,
+    Operands,
+    Sizes,
+    accumulator,
+)
 from jax_kvblock.attention.ops import LogSumExp
 
 XLA_BLOCKS = (16, 32, 64, 128, 256, 512)
@@ -171,7 +176,7 @@ def flash_attention_backward(
         name: _check_shape(where, name, a, "Q, [B, H, N],", Q.shape[:-1])
         for name, a in {"l": l, "m": m}.items()
     }
-    wide = jnp.promote_types(dtype, jnp.float32)
+    wide = accumulator(dtype)
     for name, a in rows.items():
         if jax.dtypes.canonicalize_dtype(a.dtype) != wide:
             raise TypeError(
@@ -371,14 +376,12 @@ def _row_maxima(config: AttentionConfig, x: Operands, br: int, bc: int) -> jax.A
                 q,
                 k,
                 precision=jax.lax.Precision.HIGHEST,
-                preferred_element_type=jnp.promote_types(q.dtype, jnp.float32),
+                preferred_element_type=accumulator(q.dtype),
             )
             return jnp.maximum(top, scores.max(-1)), None
 
         # Like a block of queries, so that it varies over the same mesh axes.
-        start = jnp.full_like(
-            q[..., 0], -jnp.inf, dtype=jnp.promote_types(q.dtype, jnp.float32)
-        )
+        start = jnp.full_like(q[..., 0], -jnp.inf, dtype=accumulator(q.dtype))
         return jax.lax.scan(step, start, keys)[0]
 
     top = jnp.moveaxis(jax.lax.map(block, rows), 0, 2)
