@@ -32,7 +32,7 @@ import pytest
 
 import jax_kvblock
 
-pytest_plugins = ["record"]
+pytest_plugins = ["budgets", "record"]
 
 
 def has_gpu() -> bool:

@@ -71,7 +71,8 @@ COPY = "cpp/ops/block_copy/block_copy_cpu.cc"
 
 
 def test(file: str, names: str = "test") -> tuple[str, ...]:
-    return f"tests/{file}.py", names
+    (path,) = (ROOT / "tests").glob(f"*/{file}.py")
+    return str(path.relative_to(ROOT)), names
 
 
 LAUNCH = test("test_attention_launch")

@@ -12,7 +12,7 @@ from cases import AttentionCase
 
 from jax_kvblock import flash_attention
 
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import attention_truth
 
 

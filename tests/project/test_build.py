@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 NO_NVCC = {"CUDACXX": "/nonexistent/nvcc"}
 
 

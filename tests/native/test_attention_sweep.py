@@ -349,7 +349,7 @@ LIBRARY = Path(jax_kvblock.__file__).parent / "lib" / "libkvblock.so"
 
 
 def run_on_gpu(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(Path(__file__).with_name(script)), str(LIBRARY)]
+    command = [sys.executable, str(Path(__file__).parents[1] / script), str(LIBRARY)]
     return subprocess.run([*command, *arguments], capture_output=True, text=True)
 
 

@@ -25,7 +25,7 @@ from conftest import has_gpu
 
 import jax_kvblock
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = Path(jax_kvblock.__file__).parent
 DOCUMENTS = [
     *("README.md", "CHANGELOG.md", "benchmarks/README.md"),

@@ -196,7 +196,7 @@ def test_the_optimal_tile_is_a_tile(length: int, head_dim: int) -> None:
 
 
 def test_compiled_tiles_are_those_of_the_kernels_and_fit() -> None:
-    source = Path(__file__).parent.parent / "cpp/ops/attention/generic/forward.cuh"
+    source = Path(__file__).parents[2] / "cpp/ops/attention/generic/forward.cuh"
     shapes = re.findall(
         r"ForwardShape\{(\d+), (\d+), \d+, \d+, (true|false)\}", source.read_text()
     )

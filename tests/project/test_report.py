@@ -70,7 +70,7 @@ def test_a_clone_that_nobody_installed_says_how_to_install_it(clone: Path) -> No
 
 
 def test_the_command_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    pyproject = Path(__file__).parent.parent / "pyproject.toml"
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
     scripts = tomllib.loads(pyproject.read_text())["project"]["scripts"]
     command = metadata.EntryPoint("", scripts["jax-kvblock"], "console_scripts")
     command.load()()

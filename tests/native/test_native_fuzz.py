@@ -437,7 +437,9 @@ FUZZES: dict[str, Callable[[Counts], None]] = {
 
 def run_child(fuzz: str, note: Path, platform: str) -> subprocess.CompletedProcess[str]:
     package = str(Path(jax_kvblock.__file__).parent.parent)
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    helpers = str(Path(__file__).parents[1])  # fuzz_copies.py and others
+    given = filter(None, [os.environ.get("PYTHONPATH")])
+    path = os.pathsep.join([package, helpers, *given])
     return subprocess.run(
         [sys.executable, __file__, fuzz, str(note)],
         env={**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": platform},

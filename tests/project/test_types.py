@@ -15,7 +15,7 @@ import pytest
 import jax_kvblock
 from jax_kvblock import _types
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]
 PACKAGE_ROOT = Path(jax_kvblock.__file__).parent.parent
 USER = (HERE / "typing" / "user.py").read_text()
 PYPROJECT = """

@@ -13,7 +13,7 @@ import pytest
 
 import jax_kvblock
 
-EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
 def test_a_model_decodes_on_from_a_cache_that_was_moved() -> None:

@@ -1,0 +1,74 @@
+"""What each folder of tests may cost, so that CI stays under 25 minutes.
+
+Seconds of one process on CI's two cores, for the whole suite on the oldest jax. Every
+run prints what its folders took; with --budgets, as in CI, it fails where one took half
+as much again. Who adds tests looks here first, and takes from a folder what another
+one needs.
+"""
+
+from __future__ import annotations
+
+import collections
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+BUDGETS = {
+    "attention": 560,
+    "blocks": 260,
+    "native": 120,
+    "objects": 110,
+    "project": 150,
+}
+LEEWAY = 1.5  # machines differ from day to day
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    help_text = "fail where a folder of tests takes much more than its budget"
+    parser.getgroup("budgets").addoption("--budgets", action="store_true", help=help_text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # With several processes, the one that hands out the tests has all the reports.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Budgets(config), "kvblock-budgets")
+
+
+class Budgets:
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.seconds: collections.Counter[str] = collections.Counter()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[folder_of(report.nodeid)] += report.duration
+
+    def over(self) -> list[str]:
+        return [
+            folder
+            for folder, seconds in self.seconds.items()
+            if seconds > LEEWAY * BUDGETS.get(folder, 0)
+        ]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self.config.getoption("--budgets") and self.over():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        spent = ", ".join(
+            f"{folder} {seconds:.0f} of {BUDGETS.get(folder, 0)}"
+            for folder, seconds in sorted(self.seconds.items())
+        )
+        terminalreporter.write_line(f"seconds of one process, by folder: {spent}")
+        if self.config.getoption("--budgets") and self.over():
+            terminalreporter.write_line(
+                f"OVER BUDGET: {', '.join(self.over())}; make these tests cheaper, or "
+                "change tests/budgets.py and what it takes the time from"
+            )
+
+
+def folder_of(nodeid: str) -> str:
+    """The folder of a test, "." for a file beside the folders."""
+    parts = nodeid.split("::")[0].split("/")
+    return parts[1] if len(parts) > 2 else "."
