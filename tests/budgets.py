@@ -16,11 +16,11 @@ import pytest
 
 TESTS = Path(__file__).resolve().parent
 BUDGETS = {
-    "attention": 560,
-    "blocks": 260,
-    "native": 120,
-    "objects": 110,
-    "project": 150,
+    "attention": 400,
+    "blocks": 240,
+    "native": 70,
+    "objects": 60,
+    "project": 230,
 }
 LEEWAY = 1.5  # machines differ from day to day
 
