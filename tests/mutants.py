@@ -124,6 +124,20 @@ CPU = (
         test("test_attention_masks", "test_minus_inf_bias and sinks and float32"),
     ),
     Mutant(
+        "scores are not taken relative to their row's base",
+        BLOCKED,
+        "scores = scores - _block(base, i, p.block_q, 3)[..., None]",
+        "pass",
+        test("test_attention_large_bias", "two_large_biases and float32"),
+    ),
+    Mutant(
+        "the base is not kept",
+        BLOCKED,
+        "base_all = put(base_all, lse.base, at, 3)",
+        "pass",
+        test("test_attention_large_bias", "two_large_biases and float32"),
+    ),
+    Mutant(
         "the sums are not scaled to a new maximum",
         BLOCKED,
         "return o, new_top, total * shrink + weights.sum(-1)",

@@ -28,7 +28,7 @@ from jax_kvblock.attention.config import (
     sizes_of,
 )
 from jax_kvblock.attention.dense import listed_tiles, window_of
-from jax_kvblock.attention.ops import LogSumExp
+from jax_kvblock.attention.ops import MOST_ABOVE_BASE, LogSumExp
 
 
 class _Labels(NamedTuple):
@@ -215,9 +215,9 @@ def backward(
             scores, allowed, slope = _scores(config, p, i, j)
             if base is not None:
                 scores = scores - _block(base, i, p.block_q, 3)[..., None]
-                # It was none: where large scores lie far apart, one may round up here
-                # that rounded down in the forward pass.
-                scores = jnp.minimum(scores, 0)
+                # Where large scores lie far apart, one may round up here that rounded
+                # down in the forward pass.
+                scores = jnp.minimum(scores, MOST_ABOVE_BASE)
             rest_i = _block(rest, i, p.block_q, 3)[..., None]
             d_o_i = p.query_block(d_o, i)
             q_i = p.query_block(p.q, i)

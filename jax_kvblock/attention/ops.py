@@ -33,6 +33,9 @@ class Call:
         return Call(config, tuple(given)), list(given.values())
 
 
+MOST_ABOVE_BASE = 8.0  # kMostAboveBase of the kernels
+
+
 class LogSumExp(NamedTuple):
     """The log-sum-exp of rows in two parts: their sum, and each float32.
 
@@ -42,7 +45,8 @@ class LogSumExp(NamedTuple):
 
     Attributes:
       rest: the log-sum-exp of the scores less `base`; −inf where a row sees nothing.
-      base: finite, near the row's largest score. None, which is 0, without a bias.
+      base: finite, near the row's largest score: none is more than MOST_ABOVE_BASE
+        above it. None, which is 0, without a bias.
     """
 
     rest: Any

@@ -107,7 +107,8 @@ typedef struct kvblock_attention {
   float* lse; /* forward: written unless NULL; backward: read */
   /* [B, N, T], with a bias; may be NULL. lse is then relative to it. Beside a bias of -1e9 over a
    * whole row float32 has no digits left for the sum of the exponentials; this keeps it. Forward:
-   * written, finite and near the row's largest score; backward: the same, read. */
+   * written, finite and near the row's largest score, which is at most 8 above it; backward: the
+   * same, read. */
   float* base;
 
   /* Backward only. */
