@@ -243,7 +243,8 @@ class Consumer {
       TakeOutput();
       StageOutput<Traits>(factor, rows, SharedAddress(shared_.o[group_]), Thread() / 32, Lane());
       FenceAsync();
-      StoreLse<Traits>(p_, item, lse, FirstRow(), Lane());  // here, since the fence would wait for it
+      // Here, since the fence would wait for it.
+      StoreLse<Traits>(p_, item, lse, FirstRow(), Lane());
       LeaveOutput();
     } else {
       StoreLse<Traits>(p_, item, lse, FirstRow(), Lane());
