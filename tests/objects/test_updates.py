@@ -51,6 +51,12 @@ def test_update_passes_keywords_on(manager: kv.BlockManager) -> None:
     assert result == {"self": 2, "where": {"a": (3, 4.0)}}
     assert all_are(manager, 4)
 
+    def step_of_data(pool: kv.KVPool, data: Any, run: Any = 0) -> kv.KVPool:
+        return add(pool, data + run)
+
+    manager.update(step_of_data, data=2, run=1)
+    assert all_are(manager, 7)
+
 
 @pytest.mark.parametrize("names", ["kind", ["kind"], ("kind", "times")])
 def test_update_takes_static_arguments(manager: kv.BlockManager, names: Any) -> None:
