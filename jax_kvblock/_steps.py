@@ -75,19 +75,27 @@ class Program:
         both = zip(self._parts, _parts_of(step), strict=True)
         return all(mine() is part for mine, part in both)
 
-    def place(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: jax.Device
+    def map(
+        self, f: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with NumPy arrays and Python numbers put on the device.
+        """`f` of each argument that is not static."""
 
-        The jit would put them there, too, but not as a transfer guard wants to see it.
-        """
+        def changed(key: str | int, x: Any) -> Any:
+            return x if key in self._static else f(x)
 
-        def put(key: str | int, x: Any) -> Any:
-            return x if key in self._static else _put(x, device)
+        new = tuple(changed(i, x) for i, x in enumerate(args, start=1))
+        return new, {name: changed(name, x) for name, x in kwargs.items()}
 
-        placed = tuple(put(i, x) for i, x in enumerate(args, start=1))
-        return placed, {name: put(name, x) for name, x in kwargs.items()}
+
+def put(tree: Any, device: jax.Device) -> Any:
+    """An argument, with its NumPy arrays and Python numbers put on the device.
+
+    The jit would put them there, too, but not as a transfer guard wants to see it.
+    """
+    on_host = (np.ndarray, np.generic, int, float, complex)
+    return jax.tree.map(
+        lambda x: jax.device_put(x, device) if isinstance(x, on_host) else x, tree
+    )
 
 
 def unpack(packed: Any) -> Any:
@@ -110,14 +118,20 @@ class Programs:
         self._spec, self._check = spec, check
         self._programs: dict[Any, Program] = {}
 
-    def find(self, step: Callable[..., Any], static_argnames: Any) -> Program:
+    def find(
+        self,
+        step: Callable[..., Any],
+        static_argnames: Any = (),
+        name: str | None = None,
+    ) -> Program:
+        """The step's program; errors know it by `name`, its own when None."""
         names = _names(static_argnames)
         key = (*(id(part) for part in _parts_of(step)), names)
         program = self._programs.get(key)
         if program is None or not program.runs(step):
             # In C, since it may be called anywhere: the weak reference is its default.
             forget = functools.partial(self._programs.pop, key)
-            program = Program(step, self._spec, self._check, names, forget)
+            program = Program(step, self._spec, self._check, names, forget, name)
             self._programs[key] = program
         return program
 
@@ -267,10 +281,3 @@ def _two(out: Any) -> tuple[Any, Any]:
             f"{type(out).__name__}"
         )
     return new, result
-
-
-def _put(tree: Any, device: jax.Device) -> Any:
-    on_host = (np.ndarray, np.generic, int, float, complex)
-    return jax.tree.map(
-        lambda x: jax.device_put(x, device) if isinstance(x, on_host) else x, tree
-    )
