@@ -15,12 +15,10 @@ from __future__ import annotations
 
 # The signal module wraps enums around these functions, at twenty times their cost.
 import _signal  # type: ignore[import-not-found]
-import contextlib
 import functools
 import inspect
 import itertools
 import signal
-import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -59,7 +57,7 @@ class Program:
         self._static: set[str | int] = set(static_argnames)
         self._static |= {names.index(name) for name in static_argnames if name in names}
 
-        def run(data: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        def run(data: Any, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             pool = KVPool(data, spec)
             new, result = _two(_joined(parts)(pool, *args, **kwargs))
             check(pool, new)
@@ -77,19 +75,27 @@ class Program:
         both = zip(self._parts, _parts_of(step), strict=True)
         return all(mine() is part for mine, part in both)
 
-    def place(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], device: jax.Device
+    def map(
+        self, f: Callable[[Any], Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with NumPy arrays and Python numbers put on the device.
+        """`f` of each argument that is not static."""
 
-        The jit would put them there, too, but not as a transfer guard wants to see it.
-        """
+        def changed(key: str | int, x: Any) -> Any:
+            return x if key in self._static else f(x)
 
-        def put(key: str | int, x: Any) -> Any:
-            return x if key in self._static else _put(x, device)
+        new = tuple(changed(i, x) for i, x in enumerate(args, start=1))
+        return new, {name: changed(name, x) for name, x in kwargs.items()}
 
-        placed = tuple(put(i, x) for i, x in enumerate(args, start=1))
-        return placed, {name: put(name, x) for name, x in kwargs.items()}
+
+def put(tree: Any, device: jax.Device) -> Any:
+    """An argument, with its NumPy arrays and Python numbers put on the device.
+
+    The jit would put them there, too, but not as a transfer guard wants to see it.
+    """
+    on_host = (np.ndarray, np.generic, int, float, complex)
+    return jax.tree.map(
+        lambda x: jax.device_put(x, device) if isinstance(x, on_host) else x, tree
+    )
 
 
 def unpack(packed: Any) -> Any:
@@ -112,14 +118,20 @@ class Programs:
         self._spec, self._check = spec, check
         self._programs: dict[Any, Program] = {}
 
-    def find(self, step: Callable[..., Any], static_argnames: Any) -> Program:
+    def find(
+        self,
+        step: Callable[..., Any],
+        static_argnames: Any = (),
+        name: str | None = None,
+    ) -> Program:
+        """The step's program; errors know it by `name`, its own when None."""
         names = _names(static_argnames)
         key = (*(id(part) for part in _parts_of(step)), names)
         program = self._programs.get(key)
         if program is None or not program.runs(step):
             # In C, since it may be called anywhere: the weak reference is its default.
             forget = functools.partial(self._programs.pop, key)
-            program = Program(step, self._spec, self._check, names, forget)
+            program = Program(step, self._spec, self._check, names, forget, name)
             self._programs[key] = program
         return program
 
@@ -136,37 +148,78 @@ def run(call: Callable[[], Any], made: list[Any], pool: KVPool) -> None:
     A signal handler of Python runs at once until the pool is given away, so that a step
     can be interrupted as it compiles, and from then on only at the end.
     """
-    handlers = _python_handlers()
-    noted: dict[int, Any] = {}
-    over = False
-
-    def handle(number: int, frame: Any) -> None:
-        if over or made or any(x.is_deleted() for x in pool.arrays):
-            noted[number] = frame
-        else:
-            handlers[number](number, frame)
-
+    waiting = _Waiting(lambda: bool(made) or any(x.is_deleted() for x in pool.arrays))
     try:
-        for number in handlers:
-            _signal.signal(number, handle)
+        waiting.begin()
         made.extend(itertools.starmap(call, _ONCE))  # one step of C: call and store
     finally:
-        over = True
-        for number, handler in handlers.items():
-            if _signal.getsignal(number) is handle:  # else the step has set its own
-                _signal.signal(number, handler)
-        if noted:
-            with contextlib.ExitStack() as every_one:
-                for number, frame in noted.items():
-                    every_one.callback(handlers[number], number, frame)
+        try:
+            waiting.end()
+        finally:  # an exception set by another thread may stop the first, too
+            waiting.end()
+
+
+class _Waiting:
+    """Stands for the signal handlers of Python, which wait while a pool is given away.
+
+    One that is left in place, as when exceptions of other threads stop `end` again and
+    again, hands on to the handler it stands for, and the next update removes it.
+    """
+
+    def __init__(self, given_away: Callable[[], bool]) -> None:
+        self._given_away = given_away
+        self._handlers = _python_handlers()
+        self._noted: dict[int, Any] = {}
+        self._over = False
+
+    def __call__(self, number: int, frame: Any) -> None:
+        if self._over or not self._given_away():
+            self._handlers[number](number, frame)
+        else:
+            self._noted[number] = frame
+
+    def begin(self) -> None:
+        try:
+            for number in self._handlers:
+                _signal.signal(number, self)
+        except ValueError as error:  # raised before anything is set
+            # The signal module's main thread, the only one where handlers run, need not
+            # be that of `threading` where Python is embedded: it alone can tell.
+            if "only works in main thread" not in str(error):
+                raise
+
+    def end(self) -> None:
+        """Puts all handlers back and runs those that have waited, whatever raises.
+
+        A handler that is back may run, and raise, before the next one is.
+        """
+        self._over = True
+        try:
+            for number, handler in self._handlers.items():
+                if _signal.getsignal(number) is self:  # else the step has set its own
+                    _signal.signal(number, handler)
+            for number, frame in list(self._noted.items()):
+                try:
+                    self._handlers[number](number, frame)
+                finally:
+                    del self._noted[number]
+        except BaseException:
+            self.end()  # goes on where it was stopped
+            raise
+
+    def behind(self, number: int) -> Any:
+        """The handler to keep: its own, once it is over."""
+        return self._handlers[number] if self._over else self
 
 
 def _python_handlers() -> dict[int, Callable[[int, Any], Any]]:
-    """The handlers that may raise here; Python runs them on its main thread alone."""
-    if threading.get_ident() != threading.main_thread().ident:
-        return {}
+    """The handlers that may raise."""
     found = zip(_SIGNALS, map(_signal.getsignal, _SIGNALS), strict=True)
-    return {number: handler for number, handler in found if callable(handler)}
+    return {
+        number: handler.behind(number) if isinstance(handler, _Waiting) else handler
+        for number, handler in found
+        if callable(handler)
+    }
 
 
 # ---- what a step is ------------------------------------------------------------------
@@ -228,10 +281,3 @@ def _two(out: Any) -> tuple[Any, Any]:
             f"{type(out).__name__}"
         )
     return new, result
-
-
-def _put(tree: Any, device: jax.Device) -> Any:
-    on_host = (np.ndarray, np.generic, int, float, complex)
-    return jax.tree.map(
-        lambda x: jax.device_put(x, device) if isinstance(x, on_host) else x, tree
-    )

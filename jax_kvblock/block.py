@@ -146,8 +146,11 @@ class BlockList(Unpicklable, Sequence["Block"]):
         start, count = int(start), int(count)
         size = self._manager.spec.block_size
         if start + count > len(self) * size:
+            what = f"tokens {start} to {start + count - 1} do"
+            if count < 2:
+                what = f"token {start} does" if count else f"start={start} does"
             raise IndexError(
-                f"{where}: tokens {start} to {start + count - 1} do not fit "
+                f"{where}: {what} not fit "
                 f"{_checks.plural(len(self), 'block')} of {size} tokens; append blocks "
                 "first"
             )
@@ -593,7 +596,8 @@ class _Part(_View):
 class Layer(_Part):
     """One layer of a block: a sequence of pieces, `[no, nt, nh, hd]` (HND: `nh, nt`).
 
-    `k` and `v` are its keys and values.
+    `k` and `v` are its keys and values. Unlike another sequence's, its `index` is no
+    method: it is the number of the layer.
     """
 
     @property
@@ -615,6 +619,10 @@ class Layer(_Part):
         """The pieces as a Python list."""
         return list(self)
 
+    def count(self, value: object) -> int:
+        """How many of the pieces are `value`: 1 or 0."""
+        return list(self).count(value)  # type: ignore[arg-type]
+
     def copy_from(self, x: Any) -> None:
         """Replaces the layer's contents, in place; see `Block.copy_from`."""
         self._replace("Layer.copy_from", x)
@@ -635,8 +643,12 @@ class Layer(_Part):
     def __iter__(self) -> Iterator[Piece]:
         return (Piece(self.block, *self._part, i) for i in range(len(self)))
 
+    def __reversed__(self) -> Iterator[Piece]:
+        return reversed(self.to_list())
 
-Sequence.register(Layer)  # Sequence has a method `index`, where a layer has a number
+
+# So that `case [k, v]` matches. It cannot be a base: it has a method `index`.
+Sequence.register(Layer)
 
 
 class Piece(_Part):

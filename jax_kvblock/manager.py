@@ -16,15 +16,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock import _checks, _dlpack, _native, _steps
+from jax_kvblock._types import Place
 from jax_kvblock.block import (
     Block,
     BlockList,
     Geometry,
+    Layer,
+    Piece,
     Unpicklable,
     part_name,
 )
 from jax_kvblock.layout import BlockSpec, Layout, find_layout
-from jax_kvblock.pool import KVPool, check_pool
+from jax_kvblock.pool import KVPool, check_pool, find_device
 from jax_kvblock.transfer import gather_blocks, scatter_blocks
 
 
@@ -81,7 +84,8 @@ class BlockManager(Unpicklable):
       layout: "NHD", "HND", "universal", "operational" or a `Layout`.
       memory_kind: "device" or "pinned_host".
       contiguous: one array for the pool, or one per layer.
-      device: a jax device; the default device when None.
+      device: a jax device, or a platform's name like "cpu"; the default device when
+        None.
       page_size: the old name of block_size.
 
     Raises:
@@ -110,7 +114,7 @@ class BlockManager(Unpicklable):
         layout: str | Layout = "NHD",
         memory_kind: str = "device",
         contiguous: bool = True,
-        device: Any = None,
+        device: Place = None,
         page_size: int | None = None,
     ) -> None:
         _check_device("BlockManager", device)
@@ -134,7 +138,7 @@ class BlockManager(Unpicklable):
         *,
         contiguous: bool = True,
         memory_kind: str = "device",
-        device: Any = None,
+        device: Place = None,
     ) -> BlockManager:
         """A manager of a new pool of zeros whose blocks are what `spec` says.
 
@@ -370,8 +374,8 @@ class BlockManager(Unpicklable):
           step: returns the new pool, or a tuple (new pool, result). It is jitted once
             for each `static_argnames` and found again by identity, a method by its
             function and owner.
-          *args, **kwargs: further arguments of the jitted call. A `BlockList` stands
-            for its ids.
+          *args, **kwargs: further arguments of the jitted call. A `BlockList` in
+            them stands for its ids.
           static_argnames: names of the step's parameters that are static, as in
             `jax.jit`, however they are passed. It is the one keyword that does not
             reach the step.
@@ -406,10 +410,11 @@ class BlockManager(Unpicklable):
     ) -> Any:
         with self._lock:
             pool = self._check_usable("update")
-            args = tuple(_ids_of(x) for x in args)
-            kwargs = {name: _ids_of(x) for name, x in kwargs.items()}
+            args, kwargs = program.map(_without_handles, args, kwargs)
             if self._guarded:
-                args, kwargs = program.place(args, kwargs, *self._devices)
+                (device,) = self._devices
+                put = functools.partial(_steps.put, device=device)
+                args, kwargs = program.map(put, args, kwargs)
             self._check_donation(pool)
             try:
                 call = functools.partial(program.call, pool.data, *args, **kwargs)
@@ -605,7 +610,10 @@ class BlockManager(Unpicklable):
 
     def _write(self, place: np.ndarray, part: jax.Array) -> Any:
         """Replaces a block or a part of it; returns what is ready when it is done."""
-        return self._run(_writer(self._spec), (place, part), {})
+        with self._lock:
+            self._check_usable("copy_from")
+            writer = self._programs.find(_write_part, name="copy_from")
+            return self._run(writer, (place, part), {})
 
 
 @functools.partial(jax.jit, static_argnames="flat")
@@ -641,14 +649,21 @@ def _check_step(old: KVPool, new: KVPool) -> None:
     _check_like("update: the step's pool", old, new)
 
 
-@functools.lru_cache(maxsize=64)
-def _writer(spec: BlockSpec) -> _steps.Program:
-    """What writes parts of blocks, for all managers of a spec."""
-    return _steps.Program(_write_part, spec, _check_step, name="copy_from")
+def _without_handles(tree: Any) -> Any:
+    """An argument of a step, with the ids of each `BlockList` in it."""
+    handles = (BlockList, Block, Layer, Piece)
+    if not any(isinstance(x, handles) for x in jax.tree.leaves(tree)):
+        return tree
 
+    def ids_of(x: Any) -> Any:
+        if isinstance(x, handles[1:]):
+            raise TypeError(
+                f"update: the step's arguments must be arrays or a BlockList, got {x}; "
+                "pass jnp.asarray of it for its contents, or block.id"
+            )
+        return x.ids if isinstance(x, BlockList) else x
 
-def _ids_of(x: Any) -> Any:
-    return x.ids if isinstance(x, BlockList) else x
+    return jax.tree.map(ids_of, tree)
 
 
 def _in_words(exports: Iterable[tuple[int, Sequence[int]]]) -> list[str]:
@@ -678,17 +693,12 @@ def _check_like(where: str, old: KVPool, new: KVPool) -> None:
 
 
 def _check_device(where: str, device: Any) -> None:
-    if isinstance(device, jax.sharding.Sharding):
-        if len(device.device_set) != 1:
-            raise ValueError(
-                f"{where}: device must be one device, got {device}; for a pool "
-                "over several devices use KVPool.zeros with the sharding"
-            )
-    elif device is not None and not isinstance(device, jax.Device):
-        platform = device if isinstance(device, str) else "cpu"
-        raise TypeError(
-            f"{where}: device must be a jax device, got {device!r}; pass "
-            f"jax.devices({platform!r})[0], or None for the default device"
+    if not isinstance(device, jax.sharding.Sharding):
+        find_device(where, device)
+    elif len(device.device_set) != 1:
+        raise ValueError(
+            f"{where}: device must be one device, got {device}; for a pool over "
+            "several devices use KVPool.zeros with the sharding"
         )
 
 

@@ -222,11 +222,11 @@ def _sharding(where: str, device: Any, memory_kind: str) -> jax.sharding.Shardin
     if isinstance(device, jax.sharding.Sharding):
         return device.with_memory_kind(memory_kind)
     return jax.sharding.SingleDeviceSharding(
-        _device(where, device), memory_kind=memory_kind
+        find_device(where, device), memory_kind=memory_kind
     )
 
 
-def _device(where: str, device: Any) -> jax.Device:
+def find_device(where: str, device: Any) -> jax.Device:
     """A device that is meant: itself, the first of a platform, or the default one."""
     if device is None:
         device = jax.config.values["jax_default_device"]

@@ -126,6 +126,13 @@ def test_the_constructor_takes_lists_and_numpy():
     assert jax.tree.structure(pool).num_leaves == 3
 
 
+def test_the_options_of_zeros_go_by_name_alone():
+    """`contiguous`, the first of them, would take any memory kind for true."""
+    spec = kv.BlockSpec(*DIMS, jnp.float32)
+    with pytest.raises(TypeError, match=r"zeros\(\) takes 3 positional arguments"):
+        kv.KVPool.zeros(spec, 4, "pinned_host")
+
+
 def test_a_pool_lies_where_it_is_told(four_cpus):
     spec, there = kv.BlockSpec(*DIMS, jnp.float32), jax.devices("cpu")[2]
     assert kv.KVPool.zeros(spec, 7, device=there).data.devices() == {there}

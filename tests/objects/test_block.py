@@ -90,6 +90,7 @@ def test_is_a_sequence(manager: kv.BlockManager, of: str) -> None:
     assert [key(x) for x in sequence[1:]] == whole[1:]
     assert [key(x) for x in sequence[::-1]] == whole[::-1]
     assert [key(x) for x in reversed(sequence)] == whole[::-1]
+    assert sequence.count(sequence[-1]) == 1 and sequence.count(None) == 0
     assert sequence[1] in sequence and sequence[0] not in sequence[1:]
     # Two iterations do not disturb each other.
     assert [(key(a), key(b)) for a in sequence for b in sequence] == [
@@ -281,7 +282,8 @@ def test_slots_take_appended_tokens(manager: kv.BlockManager) -> None:
     ("start", "count", "error", "message"),
     [
         (0, 2 * NT + 1, IndexError, "tokens 0 to 8 do not fit 2 blocks of 4 tokens"),
-        (2 * NT, 1, IndexError, "tokens 8 to 8 do not fit.*append blocks first"),
+        (2 * NT, 1, IndexError, "token 8 does not fit.*append blocks first"),
+        (2 * NT + 1, 0, IndexError, "start=9 does not fit 2 blocks of 4 tokens"),
         (-1, 1, ValueError, "start must be at least 0, got -1"),
         (0, -1, ValueError, "count must be at least 0, got -1"),
         (0.0, 1, TypeError, r"start must be an integer, got 0\.0"),

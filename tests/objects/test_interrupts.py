@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import ctypes
+import functools
 import gc
 import signal
 import threading
@@ -17,6 +19,7 @@ import pytest
 from interrupts import Alarm, interrupt_everywhere
 
 import jax_kvblock as kv
+from jax_kvblock import _steps
 
 BLOCKS = 8
 
@@ -37,7 +40,8 @@ def interruptible() -> Iterator[None]:
     """A shell may start a program with SIGINT ignored; Python leaves it so."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
-    signal.signal(signal.SIGINT, before)
+    left = signal.signal(signal.SIGINT, before)
+    assert left is signal.default_int_handler  # no update has kept it
 
 
 def add_one(pool: kv.KVPool) -> kv.KVPool:
@@ -106,7 +110,12 @@ def update_and_count(manager: kv.BlockManager) -> Callable[[], None]:
 
 def test_no_pool_is_lost_wherever_an_interrupt_comes(manager: kv.BlockManager) -> None:
     manager.update(add_one)
-    check = update_and_count(manager)
+    pool_is_there = update_and_count(manager)
+
+    def check() -> None:
+        pool_is_there()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
     places = interrupt_everywhere(lambda: manager.update(add_one), check)
     assert places > 30
     assert manager.lock.acquire(blocking=False)
@@ -240,6 +249,119 @@ def test_a_step_may_set_a_handler_of_its_own(
     manager.update(step)
     signal.raise_signal(signal.SIGUSR1)
     assert mine == [signal.SIGUSR1] and handled == []
+
+
+@pytest.fixture
+def raising() -> Iterator[dict[int, Callable[..., Any]]]:
+    """Two handlers that raise, of signals in the order in which they are put back."""
+
+    def handler(number: int, _: Any) -> None:
+        raise InterruptedError(number)
+
+    numbers = (signal.SIGUSR1, signal.SIGUSR2)
+    handlers = {number: functools.partial(handler) for number in numbers}
+    before = {number: signal.signal(number, handlers[number]) for number in numbers}
+    yield handlers
+    for number, old in before.items():
+        signal.signal(number, old)
+
+
+class SignalAsPutBack:
+    """The signal module, where a signal comes right after a handler is put back."""
+
+    def __init__(self, put_back: dict[int, Callable[..., Any]]) -> None:
+        self._left = put_back
+        self.getsignal = signal.getsignal
+
+    def signal(self, number: int, handler: Any) -> None:
+        _signal.signal(number, handler)
+        if handler is self._left.get(number):
+            del self._left[number]
+            signal.raise_signal(number)
+
+
+def test_a_handler_that_raises_leaves_no_other_behind(
+    manager: kv.BlockManager,
+    raising: dict[int, Callable[..., Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = raising
+    manager.update(add_one)
+    monkeypatch.setattr(_steps, "_signal", SignalAsPutBack({first: raising[first]}))
+    with pytest.raises(InterruptedError, match=f"^{int(first)}$"):
+        manager.update(add_one)
+    for number in raising:
+        assert signal.getsignal(number) is raising[number]
+    with pytest.raises(InterruptedError, match=f"^{int(second)}$"):
+        signal.raise_signal(second)
+    assert (np.asarray(manager.pool.data) == 2).all()
+
+
+def test_handlers_that_waited_all_run_when_each_raises(
+    manager: kv.BlockManager, raising: dict[int, Callable[..., Any]]
+) -> None:
+    def ring(x: Any) -> Any:
+        for number in raising:
+            raise_in_the_main_thread(number)
+        return np.asarray(x)
+
+    def step(pool: kv.KVPool) -> kv.KVPool:
+        one = jnp.ones((), jnp.float32)
+        return kv.KVPool(pool.data + jax.pure_callback(ring, one, one), pool.spec)
+
+    with pytest.raises(InterruptedError) as error:
+        manager.update(step)
+        np.asarray(manager.pool.data)
+    assert isinstance(error.value.__context__, InterruptedError)
+    both = {*error.value.args, *error.value.__context__.args}
+    assert both == set(raising)
+    for number in raising:
+        assert signal.getsignal(number) is raising[number]
+
+
+def test_what_outlives_an_update_hands_signals_on_and_goes_with_the_next(
+    manager: kv.BlockManager, handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when exceptions of other threads stop it at every turn."""
+    handler = signal.getsignal(signal.SIGUSR1)
+    manager.update(add_one)
+    nothing_is_put_back = SignalAsPutBack({})
+    nothing_is_put_back.getsignal = lambda number: None  # type: ignore[assignment]
+    begin = _steps._Waiting.begin
+
+    def begin_then_break(waiting: Any) -> None:
+        begin(waiting)
+        monkeypatch.setattr(_steps, "_signal", nothing_is_put_back)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_steps._Waiting, "begin", begin_then_break)
+        manager.update(add_one)
+    monkeypatch.undo()
+    assert signal.getsignal(signal.SIGUSR1) is not handler
+    signal.raise_signal(signal.SIGUSR1)
+    assert handled == [signal.SIGUSR1]
+    manager.update(add_one)
+    assert signal.getsignal(signal.SIGUSR1) is handler
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_threads_that_only_threading_takes_for_the_main_one_may_update(
+    manager: kv.BlockManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where Python is embedded, and imported from some thread of the program."""
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        monkeypatch.setattr(threading, "main_thread", threading.current_thread)
+        try:
+            manager.update(add_one)
+        except BaseException as error:
+            errors.append(error)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    worker.join()
+    assert errors == [] and np.asarray(manager.pool.data).all()
 
 
 def test_an_interrupt_that_comes_with_an_error_stays_an_interrupt(

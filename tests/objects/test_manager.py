@@ -106,14 +106,14 @@ def test_sources_constructor() -> None:
             "inner_dim must be a multiple of head_dim=8, got 4",
         ),
         (
-            {"inner_dim": 4, "device": "cpu"},
-            TypeError,
-            r"device must be a jax device, got 'cpu'; pass jax\.devices\('cpu'\)\[0\]",
+            {"inner_dim": 4, "device": "tpuu"},
+            ValueError,
+            r"BlockManager: device must be .* a platform's name, got 'tpuu'; pass",
         ),
         (
             {"inner_dim": 4, "device": 0},
             TypeError,
-            "device must be a jax device, got 0",
+            r"BlockManager: device must be .*, got 0; pass one of jax\.devices\(\)",
         ),
         ({"inner_dim": 4, "page_size": 4}, TypeError, "block_size must be given once"),
         ({"inner_dim": 0}, ValueError, "inner_dim must be .* at least 1, got 0"),
@@ -137,6 +137,16 @@ def test_bad_extents(
 ) -> None:
     with pytest.raises(error, match=message):
         kv.BlockManager(NL, NT, **arguments)
+
+
+def test_a_device_goes_by_its_platforms_name() -> None:
+    cpu = {jax.local_devices(backend="cpu")[0]}
+    by_name = kv.BlockManager(NL, NT, 4, num_blocks=2, device="cpu")
+    assert by_name.pool.sharding.device_set == cpu
+    from_spec = kv.BlockManager.from_spec(by_name.spec, 2, device="cpu")
+    assert from_spec.pool.sharding.device_set == cpu
+    with pytest.raises(ValueError, match=r"BlockManager\.from_spec: device .* 'tpuu'"):
+        kv.BlockManager.from_spec(by_name.spec, 2, device="tpuu")
 
 
 def test_block_size_has_an_old_name() -> None:
@@ -166,7 +176,7 @@ def test_a_manager_of_a_spec() -> None:
     with pytest.raises(
         TypeError, match=r"BlockManager\.from_spec: device must be a jax"
     ):
-        kv.BlockManager.from_spec(SPEC, device="gpu")
+        kv.BlockManager.from_spec(SPEC, device=0)
 
 
 def test_a_manager_of_a_pool_that_exists(rng: np.random.Generator) -> None:

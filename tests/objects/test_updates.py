@@ -51,6 +51,12 @@ def test_update_passes_keywords_on(manager: kv.BlockManager) -> None:
     assert result == {"self": 2, "where": {"a": (3, 4.0)}}
     assert all_are(manager, 4)
 
+    def step_of_data(pool: kv.KVPool, data: Any, run: Any = 0) -> kv.KVPool:
+        return add(pool, data + run)
+
+    manager.update(step_of_data, data=2, run=1)
+    assert all_are(manager, 7)
+
 
 @pytest.mark.parametrize("names", ["kind", ["kind"], ("kind", "times")])
 def test_update_takes_static_arguments(manager: kv.BlockManager, names: Any) -> None:
@@ -114,6 +120,35 @@ def test_a_list_of_blocks_stands_for_its_ids(
     manager.update(kv.scatter_blocks, a, values, layout="NHD", static_argnames="layout")
     manager.update(kv.copy_blocks, src_ids=a, dst_ids=b)
     np.testing.assert_array_equal([np.asarray(block) for block in b], values)
+
+
+def test_lists_of_blocks_may_lie_deep_in_an_argument(manager: kv.BlockManager) -> None:
+    a, b = manager.allocate_blocks(1), manager.allocate_blocks(2)
+
+    def step(pool: kv.KVPool, tree: Any, *, kind: Any, **more: Any) -> Any:
+        assert kind is a, "static arguments come as they are"
+        return pool, (tree, more)
+
+    tree = {"ids": a, "both": (a, [b, None, 3])}
+    tree, more = manager.update(step, tree, kind=a, deep=[b], static_argnames="kind")
+    assert tree["ids"].tolist() == tree["both"][0].tolist() == a.ids.tolist()
+    assert tree["both"][1][0].tolist() == more["deep"][0].tolist() == b.ids.tolist()
+    with jax.transfer_guard("disallow"):
+        manager.update(step, {"ids": b}, kind=a, static_argnames="kind")
+
+
+@pytest.mark.parametrize("part", ["Block", "Layer", "Piece"])
+def test_a_block_is_no_argument_of_a_step(manager: kv.BlockManager, part: str) -> None:
+    (block,) = manager.allocate_blocks(1)
+    x = {"Block": block, "Layer": block[0], "Piece": block[0].k}[part]
+    words = rf"update: .* arrays or a BlockList, got {part}\(.*jnp\.asarray.*block\.id"
+    for argument in (x, {"deep": [x]}):
+        with pytest.raises(TypeError, match=words):
+            manager.update(add, argument)
+        with pytest.raises(TypeError, match=words):
+            manager.update(add, number=argument)
+    manager.update(add, jnp.asarray(x).max() + 1)
+    assert all_are(manager, 1)
 
 
 class Pair:
@@ -262,15 +297,19 @@ def test_what_only_a_manager_can_keep_goes_with_it(manager: kv.BlockManager) -> 
 def test_compiled_steps_go_with_their_manager(how: str) -> None:
     manager = make_manager()
     manager.update(add)
-    ((_, program),) = manager._programs._programs.items()
-    gone = weakref.ref(program.call)
-    del program
+    (block,) = manager.allocate_blocks(1)
+    for _ in range(2):
+        block.copy_from(np.ones(block.shape, np.float32))
+    programs = manager._programs._programs.values()
+    gone = [weakref.ref(program.call) for program in programs]
+    assert len(gone) == 2, "the step's and that of copy_from"
+    del programs
     if how == "close":
         manager.close()
     else:
-        del manager
+        del manager, block
     gc.collect()
-    assert gone() is None
+    assert [call() for call in gone] == [None, None]
 
 
 def test_lambdas_do_not_pile_up(manager: kv.BlockManager) -> None:
