@@ -27,7 +27,9 @@ LEEWAY = 1.5  # machines differ from day to day
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_text = "fail where a folder of tests takes much more than its budget"
-    parser.getgroup("budgets").addoption("--budgets", action="store_true", help=help_text)
+    parser.getgroup("budgets").addoption(
+        "--budgets", action="store_true", help=help_text
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
