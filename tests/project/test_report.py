@@ -79,7 +79,9 @@ def test_a_broken_installation_says_so_and_is_not_the_source_folder(
     done = run_in(clone.parent, *options, str(site))
     said = done.stderr.splitlines()[-1]
     assert f"missing from {site / 'jax_kvblock'}: the installation is broken" in said
-    assert said.endswith("source folder: `pip install -v --force-reinstall --no-deps .`")
+    assert said.endswith(
+        "source folder: `pip install -v --force-reinstall --no-deps .`"
+    )
     assert str(PACKAGE) not in said and f"pip install -v {site}" not in said
 
 
