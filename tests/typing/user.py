@@ -98,6 +98,8 @@ q = np.ones((1, 8, 2, 16), np.float32)
 flag = bool(ids[0])
 Pair = tuple[jax.Array, jax.Array]
 assert_type(kv.flash_attention(q, q, q, causal=True, q_lens=[8]), jax.Array)
+kv.flash_attention(q, q, q, segment_ids=[[0] * 8])
+kv.flash_attention(q, q, q, segment_ids=(ids, [[0] * 8]))
 assert_type(kv.flash_attention(q, q, q, return_lse=True, scale=1.0), Pair)
 assert_type(kv.flash_attention(q, q, q, return_lse=flag), jax.Array | Pair)
 assert_type(kv.dot_product_attention(q, q, q, is_causal=True), jax.Array)
