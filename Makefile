@@ -46,7 +46,8 @@ test test-all: $(VENV)/.installed
 
 # For a machine whose Python already holds jax with CUDA (and torch and CuPy, if they are to be
 # tested): builds against it, installs next to it, runs the suite on the GPU and fails without one.
-# The record of a whole run goes to benchmarks/results/<gpu>/tests-<date>.json.
+# The record of a whole run goes to benchmarks/results/<gpu>/tests-<date>.json, that of a run with
+# PYTEST_ARGS='-k ...' to part-of-tests-<date>.json.
 GPU_TARGET ?= build/gpu
 GPU_RECORD ?= benchmarks/results
 GPU_LIBRARY = $(GPU_TARGET)/jax_kvblock/lib/libkvblock.so

@@ -47,8 +47,10 @@ nb::dict BuildInfo() {
 
 NB_MODULE(_native, m) {
   m.doc() = "XLA FFI handlers, DLPack views and free lists of jax_kvblock.";
-  m.def("handlers", &Handlers, "The FFI handlers as capsules: {platform: {target: capsule}}.");
-  m.def("build_info", &BuildInfo, "How this module was built.");
+  m.def("handlers", &Handlers, nb::sig("def handlers() -> dict[str, dict[str, object]]"),
+        "The FFI handlers as capsules: {platform: {target: capsule}}.");
+  m.def("build_info", &BuildInfo, nb::sig("def build_info() -> dict[str, str | bool]"),
+        "How this module was built.");
   RegisterDLPack(m);
   RegisterFreeList(m);
 }

@@ -10,16 +10,25 @@ import jax
 
 
 def _missing(package: Path, path: list[str]) -> str | None:
-    """What to do where the package's folder holds no native module; None if it does."""
+    """What to do where the package's folder holds no native module; None if it does.
+
+    The source folder lies beside a pyproject.toml, an installed package does not.
+    """
 
     def built(folder: Path) -> bool:
         return any(folder.glob("_native.*so")) or any(folder.glob("_native.*pyd"))
 
     if built(package):
         return None
+    said = f"jax_kvblock's native module is missing from {package}"
+    if not (package.parent / "pyproject.toml").exists():
+        return (
+            f"{said}: the installation is broken. Install the package again, in its "
+            "source folder: `pip install -v --force-reinstall --no-deps .`"
+        )
+    said += ", the source folder"
     elsewhere = (Path(entry) / package.name for entry in path)
     installed = next((folder for folder in elsewhere if built(folder)), None)
-    said = f"jax_kvblock's native module is missing from {package}, the source folder"
     if installed is None:
         return f"{said}. Install the package: `pip install -v {package.parent}`"
     return (

@@ -31,6 +31,7 @@ ArrayIn: TypeAlias = "jax.Array | np.ndarray | SupportsDLPack"
 Integers: TypeAlias = "ArrayIn | Sequence[int] | HasIds"
 Blocks: TypeAlias = Sequence[ArrayIn]
 Pieces: TypeAlias = Sequence[Sequence[ArrayIn]]
+IdRows: TypeAlias = "ArrayIn | list[list[int]]"
 LayerIndex: TypeAlias = "int | np.integer | jax.Array | np.ndarray"
 Heads: TypeAlias = "tuple[int, int] | range | slice | None"
 Place: TypeAlias = "jax.Device | jax.sharding.Sharding | str | None"
@@ -41,7 +42,7 @@ class FlashOptions(TypedDict, total=False):
 
     causal: bool
     window: tuple[int | None, int | None] | None
-    segment_ids: ArrayIn | tuple[ArrayIn, ArrayIn] | None
+    segment_ids: IdRows | tuple[IdRows, IdRows] | None
     q_lens: Integers | None
     kv_lens: Integers | None
     cu_seqlens: tuple[Integers, Integers] | None

@@ -29,6 +29,10 @@ _SIZES = ("num_layers", "num_outer", "block_size", "num_kv_heads", "head_dim")
 class Layout:
     """An order of a block's axes, outermost first; parentheses merge axes into one.
 
+    One in the order of "NHD", "HND" or "universal" equals that name, and the others in
+    that order; the rest are equal where name and axes are. "operational" is no order of
+    its own: its tail follows a pool's.
+
     Args:
       name: how messages call it.
       axes: each of L, O, T, H, D once, for example `"H L O T D"` or `"L O (T H D)"`.
@@ -55,6 +59,16 @@ class Layout:
                 f"'H L O T D' or 'L O (T H D)', got {self.axes!r}"
             )
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            return _identity(self) == other
+        if isinstance(other, Layout):
+            return _identity(self) == _identity(other)
+        return NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(_identity(self))
+
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
         """One tuple of axes for each array dimension."""
@@ -73,6 +87,14 @@ def parse_axes(text: str) -> tuple[tuple[str, ...], ...]:
         tuple(merged.replace(" ", "")) if merged else (single,)
         for merged, single in groups
     )
+
+
+def _identity(layout: Layout) -> str | tuple[str, str]:
+    """What makes a layout the same as another: a name that stands for its order."""
+    for known in (NHD, HND, UNIVERSAL):
+        if layout.groups == known.groups:
+            return known.name
+    return layout.name, layout.axes
 
 
 NHD = Layout("NHD", "L O T H D")

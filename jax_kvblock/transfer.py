@@ -222,7 +222,7 @@ def transfer_blocks(
 
 def append_kv(
     pool: KVPool,
-    layer: LayerIndex,
+    layer: LayerIndex | None,
     k: ArrayIn,
     v: ArrayIn | None,
     slots: Integers,
@@ -286,7 +286,11 @@ def append_kv(
 
 
 def gather_kv(
-    pool: KVPool, layer: Any, ids: Any, *, implementation: str | None = None
+    pool: KVPool,
+    layer: LayerIndex,
+    ids: Integers,
+    *,
+    implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Reads one layer's keys and values of a sequence, as attention takes them.
 

@@ -54,7 +54,8 @@ class Budgets:
         ]
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if self.config.getoption("--budgets") and self.over():
+        passed = session.exitstatus == pytest.ExitCode.OK
+        if passed and self.config.getoption("--budgets") and self.over():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:

@@ -22,7 +22,8 @@ TRANSPOSED = ("tile_indices_t", "tile_counts_t")
 WIDE = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dq_accum")
 NARROW = (
     *("cu_q", "cu_kv", "q_lens", "kv_lens", "shift", "q_segments", "kv_segments"),
-    *(*TILES, *TRANSPOSED, "sinks", "lse", "delta", "dq_turns", "dq_state"),
+    *(*TILES, *TRANSPOSED, "sinks", "lse", "base", "delta"),
+    *("dq_turns", "dq_state"),
 )
 NUMBERS = (-(2**31), -1, 0, 1, 2, 3, 8, 63, 128, 256, 2**16, 2**30, 2**31 - 1)
 LONGS = (*NUMBERS, 2**30 - 256, 2**30 - 255, 2**31, 2**62, 2**63 - 1, -(2**63))
@@ -91,6 +92,7 @@ def right(draw: Any, which: int) -> Fields:
     if which == BACKWARD_BIAS or (not packed and draw(st.booleans())):
         a |= {"bias": ARRAY, "bias_dtype": draw(st.sampled_from((a["dtype"], 2)))}
         a["bias_batch"], a["bias_heads"] = map(draw, shared)
+        a["base"] = draw(st.sampled_from((None, ARRAY)))
     if "segments" in options:
         given += SEGMENTS
     if "lens" in options:
@@ -158,6 +160,8 @@ def _options(a: Fields, which: int) -> bool:
     packed, tiles = a["cu_q"] is not None, a[lists[0]] is not None
     apart = ("bias", "q_segments", "q_lens", "kv_lens", lists[0])
     if packed and any(a[name] is not None for name in apart):
+        return False
+    if a["base"] is not None and a["bias"] is None:
         return False
     if a["batch"] == 0:
         return True

@@ -4,6 +4,7 @@
 
 writes <folder>/<device>/tests-<date>.json: how many tests had which outcome, in all and
 by file, how long they took, why tests were skipped, and which commit and versions ran.
+A run that left tests out goes to part-of-tests-<date>.json and is not "whole".
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+# Options that leave tests out without deselecting them.
+NARROWING = ("ignore", "ignore_glob", "lf", "stepwise", "collectonly")
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 
@@ -28,9 +31,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # With several processes, the one that hands out the tests has all the reports.
-    if config.getoption("--record") and not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Recorder(config), "kvblock-recorder")
+    if config.getoption("--record"):
+        # With several processes, the one that hands out the tests has all the reports,
+        # and the others, each of which collects the whole suite, know what is left out.
+        part = Deselected if hasattr(config, "workerinput") else Recorder
+        config.pluginmanager.register(part(config), "kvblock-recorder")
+
+
+class Deselected:
+    """How many tests were left out, as a worker tells it."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.count = 0
+
+    def pytest_deselected(self, items: list[pytest.Item]) -> None:
+        self.count += len(items)
+
+    def pytest_sessionfinish(self) -> None:
+        self.config.workeroutput["deselected"] = self.count  # type: ignore[attr-defined]
 
 
 class Recorder:
@@ -38,6 +57,18 @@ class Recorder:
         self.config = config
         self.start = time.time()
         self.seconds: collections.Counter[str] = collections.Counter()
+        self.deselected = 0
+        self.stopped = False
+        self.session: pytest.Session | None = None
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: Any) -> None:
+        told = getattr(node, "workeroutput", {}).get("deselected", 0)
+        self.deselected = max(self.deselected, told)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.session = session
+        self.stopped = bool(session.shouldstop or session.shouldfail)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[file_of(report)] += report.duration
@@ -45,6 +76,8 @@ class Recorder:
     def pytest_terminal_summary(
         self, terminalreporter: Any, exitstatus: int, config: pytest.Config
     ) -> None:
+        here = len(terminalreporter.stats.get("deselected", []))
+        self.deselected = max(self.deselected, here)
         stats = {name: terminalreporter.stats.get(name, []) for name in OUTCOMES}
         rows = [row("all", "duration", time.time() - self.start, "s")]
         workers = config.getoption("numprocesses", None) or 1
@@ -59,7 +92,13 @@ class Recorder:
                 if count := sum(file_of(report) == file for report in found):
                     rows.append(row(file, name, count, "tests"))
             rows.append(row(file, "duration", self.seconds[file], "s of one process"))
-        path = write(rows, config, int(exitstatus))
+        # Other plugins, like the budgets, may have changed the status at the end.
+        status = int(self.session.exitstatus if self.session else exitstatus)
+        ended = status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+        ended &= not self.stopped
+        whole = ended and not self.deselected and asks_for_all(config)
+        rows.append(row("all", "deselected", self.deselected, "tests"))
+        path = write(rows, config, status, whole)
         terminalreporter.write_line(f"wrote {path}")
 
 
@@ -76,7 +115,18 @@ def why(report: Any) -> str:
     return re.sub(r"^Skipped: ", "", text)
 
 
-def write(rows: list[dict[str, Any]], config: pytest.Config, status: int) -> Path:
+def asks_for_all(config: pytest.Config) -> bool:
+    """Whether the command line names the folder of tests, and leaves no file out."""
+    if any(config.getoption(option, None) for option in NARROWING):
+        return False
+    tests = config.rootpath / "tests"
+    given = (config.invocation_params.dir / argument for argument in config.args)
+    return any(tests.is_relative_to(path.resolve()) for path in given)
+
+
+def write(
+    rows: list[dict[str, Any]], config: pytest.Config, status: int, whole: bool
+) -> Path:
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import common
 
@@ -85,8 +135,10 @@ def write(rows: list[dict[str, Any]], config: pytest.Config, status: int) -> Pat
         "date": common.today(),
         "commit": config.getoption("--commit") or common.commit(),
         "versions": common.versions(),
+        "whole": whole,
         "exit status": status,
         "command": " ".join(["pytest", *config.invocation_params.args]),
         "rows": rows,
     }
-    return common.write(document, "tests", Path(config.getoption("--record")))
+    name = "tests" if whole else "part-of-tests"
+    return common.write(document, name, Path(config.getoption("--record")))

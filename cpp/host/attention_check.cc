@@ -103,6 +103,9 @@ std::string CheckOptions(const kvblock_attention& a, kvblock_attention_pass pass
   if (packed && (a.bias || segments || a.q_lens || a.kv_lens || tiles)) {
     return "packed inputs (cu_q, cu_kv) take neither bias, segments, lengths nor tiles";
   }
+  if (a.base != nullptr && a.bias == nullptr) {
+    return "base is for calls with a bias: without one lse is kept whole, base must be NULL";
+  }
   std::string error;
   if (a.batch > 0 && a.bias != nullptr) {
     if (a.bias_dtype != a.dtype && a.bias_dtype != KVBLOCK_F32) {
@@ -196,7 +199,7 @@ std::string CheckAlignment(const kvblock_attention& a) {
   if (Misaligned({a.bias, a.dbias}, a.bias_dtype == KVBLOCK_F32 ? 4 : 2) ||
       Misaligned({a.cu_q, a.cu_kv, a.q_lens, a.kv_lens, a.shift, a.q_segments, a.kv_segments}, 4) ||
       Misaligned({a.tile_indices, a.tile_counts, a.tile_indices_t, a.tile_counts_t}, 4) ||
-      Misaligned({a.sinks, a.lse, a.delta, a.dq_turns, a.dq_state}, 4)) {
+      Misaligned({a.sinks, a.lse, a.base, a.delta, a.dq_turns, a.dq_state}, 4)) {
     return "arrays of int32 and float32, bias and dbias must be aligned to their elements";
   }
   return "";

@@ -343,7 +343,7 @@ def _segments(
 ) -> tuple[Any, Any]:
     if segment_ids is None:
         return None, None
-    if isinstance(segment_ids, (tuple, list)):
+    if isinstance(segment_ids, (tuple, list)) and not _is_rows(segment_ids):
         if len(segment_ids) != 2:
             raise ValueError(
                 f"{where}: segment_ids must be int32[B, T] or a pair for q and k, got "
@@ -370,6 +370,18 @@ def _segments(
             )
         checked.append(x)
     return checked[0], checked[1]
+
+
+def _is_rows(x: Any) -> bool:
+    """Whether this is one array [B, T] as a list of its rows, and no pair of arrays."""
+    return isinstance(x, list) and len(x) > 0 and all(_depth(row) == 1 for row in x)
+
+
+def _depth(x: Any) -> int:
+    """The rank of an array, or of nested lists by their first elements."""
+    if isinstance(x, (list, tuple, range)):
+        return 1 + (_depth(x[0]) if len(x) else 0)
+    return getattr(x, "ndim", 0)
 
 
 def check_lengths(where: str, name: str, lens: Any, batch: int) -> Any:

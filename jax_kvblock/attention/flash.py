@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_kvblock._spmd import vary_alike
-from jax_kvblock._types import ArrayIn, FlashOptions, Integers
+from jax_kvblock._types import ArrayIn, FlashOptions, IdRows, Integers
 from jax_kvblock.attention import arguments, cudnn, primitive
 from jax_kvblock.attention.config import (
     AttentionConfig,
@@ -67,7 +67,7 @@ def flash_attention(
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
-    segment_ids: ArrayIn | tuple[ArrayIn, ArrayIn] | None = None,
+    segment_ids: IdRows | tuple[IdRows, IdRows] | None = None,
     q_lens: Integers | None = None,
     kv_lens: Integers | None = None,
     cu_seqlens: tuple[Integers, Integers] | None = None,
@@ -106,7 +106,9 @@ def flash_attention(
         `left` before and `right` after its position; None is no bound.
       segment_ids: int32 `[B, T]` when T = S, or a pair `[B, T]`, `[B, S]`. A query
         attends to the keys of its own segment. Tiles without a common segment are
-        skipped.
+        skipped. A list of rows is an array; a tuple is a pair. Ids beyond int32 are an
+        error in NumPy arrays and lists; in JAX arrays they count modulo 2**32: two
+        that are 2**32 apart are one segment.
       q_lens, kv_lens: int32 `[B]`. What lies beyond is never read; outputs there are
         zeros and −inf. A length above T or S is T or S, one below 0 is 0.
       cu_seqlens: a pair of int32 `[B + 1]`, the first rows of B sequences that lie one

@@ -175,6 +175,28 @@ def test_lists_ranges_and_numpy_integers(rng, kind, under_jit):
     np.testing.assert_allclose(got, truth(call)["out"], 2e-5, 2e-5)
 
 
+def test_a_list_of_rows_is_one_array_of_segments(rng):
+    call = draw(rng, batch=2, q_len=T, kv_len=T, heads=N, dim=D)
+    rows = np.int32([[0] * 2 + [1] * (T - 2), [0] * (T - 1) + [1]])
+    want = truth(call.replace(segment_ids=(rows, rows)))["out"]
+    for given in (rows.tolist(), list(rows), [tuple(rows[0]), jnp.asarray(rows[1])]):
+        got = call.replace(segment_ids=given).run()
+        np.testing.assert_allclose(got, want, 2e-5, 2e-5)
+    pair = [rows.tolist(), rows.tolist()]
+    np.testing.assert_allclose(call.replace(segment_ids=pair).run(), want, 2e-5, 2e-5)
+
+
+def test_segments_2_to_the_32_apart_are_one(rng):
+    """As the docstring says; what differs by less stays apart."""
+    call = draw(rng, batch=1, q_len=T, kv_len=T, heads=N, dim=D)
+    with jax.enable_x64(True):
+        ids = jnp.asarray([[0] + [2**32] * (T - 2) + [1]], jnp.int64)
+        got = call.replace(segment_ids=ids).run()
+    same = np.int32([[0] * (T - 1) + [1]])
+    want = truth(call.replace(segment_ids=(same, same)))["out"]
+    np.testing.assert_allclose(got, want, 2e-5, 2e-5)
+
+
 # ---- tensors of other libraries ------------------------------------------------------
 
 

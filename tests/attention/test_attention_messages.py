@@ -186,8 +186,17 @@ ROWS.value(
 )
 ROWS.value(W, "swapped segment_ids", segments, [Q, K, K, (i32(2, 7), i32(2, 5))],
            "segment_ids|[2, 5]|got int32[2, 7]")  # fmt: skip
-ROWS.value(W, "nested segment_ids", call(segment_ids=[[0] * 5] * 2), [Q, S5, S5],
-           "segment_ids|int32[B, T]|got int32[5]|reshape it to [B, T]")  # fmt: skip
+ROWS.value(W, "nested segment_ids", call(segment_ids=[[0] * 5] * 3), [Q, S5, S5],
+           "segment_ids must be|[2, 5]|[B, T]|got int32[3, 5]")  # fmt: skip
+ROWS.value(W, "large segment_ids", call(segment_ids=[[2**31] * 5] * 2), [Q, S5, S5],
+           "segment_ids must fit in int32|2147483648")  # fmt: skip
+ROWS.value(W, "nested segment_ids, T not S", call(segment_ids=[[0] * 5] * 2), [Q, K, K],
+           "one segment_ids|pair|T = 5|S = 7")  # fmt: skip
+ROWS.value(W, "pair of rows", call(segment_ids=([0] * 5, [0] * 5)), [Q, S5, S5],
+           "segment_ids[0]|int32[B, T]|got int32[5]|reshape it to [B, T]")  # fmt: skip
+ROWS.value(W, "large segment_ids of keys",
+           call(segment_ids=[[[0] * 5] * 2, [[2**31] * 7] * 2]), [Q, K, K],
+           "segment_ids[1] must fit in int32|2147483648")  # fmt: skip
 half_pair = lambda q, k, v, x: flash_attention(q, k, v, segment_ids=(x, None))  # noqa: E731
 ROWS.kind(W, "half a pair", half_pair, [Q, K, K, i32(2, 5)], "segment_ids|None")
 for name in ("q_lens", "kv_lens"):

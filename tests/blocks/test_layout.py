@@ -60,6 +60,33 @@ def test_a_layout_in_the_order_of_a_known_one_is_that_one(name, axes):
         assert spec.block_shape == known.block_shape
 
 
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [("NHD", "L O T H D"), ("HND", "LOHTD"), ("universal", "H  L O T D")],
+)
+def test_a_layout_equals_the_name_of_its_order(name, axes):
+    mine, same = kv.Layout("mine", axes), kv.Layout(name, axes)
+    assert mine == name and name == mine and mine == same
+    assert hash(mine) == hash(name) == hash(same)
+    assert {name: 1}[mine] == 1 and mine in (name,)
+    others = {"NHD", "HND", "universal", "operational", "mine"} - {name}
+    assert all(mine != other and other != mine for other in others)
+    assert not any(mine != known for known in (name, same))
+
+
+def test_a_layout_of_another_order_equals_no_name():
+    for layout in (
+        kv.Layout("NHD", "T L O H D"),
+        kv.Layout("operational", "L O (T H D)"),
+        kv.Layout("operational", "L O (H T D)"),
+    ):
+        assert layout != layout.name
+        assert layout == kv.Layout(layout.name, layout.axes)
+        assert layout != kv.Layout("mine", layout.axes)
+    assert kv.Layout("NHD", "T L O H D") != kv.Layout("NHD", "L O T H D")
+    assert kv.Layout("NHD", "L O T H D") != 3
+
+
 def test_other_layouts_stay_what_they_are():
     for layout in (
         kv.Layout("NHD", "T L O H D"),

@@ -37,6 +37,8 @@ TILES = {
     **dict.fromkeys(("tile_batch", "tile_heads", "max_tiles"), 1),
     **dict.fromkeys(("tile_q", "tile_kv"), 128),
 }
+GRADIENTS = {"dbias": ARRAY, "dq": ARRAY}
+NO_BIAS = "base is for calls with a bias: without one lse is kept whole"
 LONG = {"q_len": 2**30 - 256, "kv_len": 2**30 - 256}
 BACKWARD = dict.fromkeys(("lse", "d_o", "delta", "dk", "dv"), ARRAY)
 
@@ -105,6 +107,12 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
     (FORWARD, {"lse": ARRAY + 2}, "must be aligned to their elements"),
     (FORWARD, {**BIAS, "bias": ARRAY + 2}, "must be aligned to their elements"),
     (FORWARD, {**BIAS, "bias": ARRAY + 2, "bias_dtype": 0}, "ok"),
+    *((which, {**BIAS, **GRADIENTS, "base": ARRAY}, "ok") for which in range(4)),
+    *((which, {**GRADIENTS, "base": ARRAY}, NO_BIAS) for which in range(4)),
+    *(
+        (which, {**BIAS, **GRADIENTS, "base": ARRAY + 2}, "aligned to their elements")
+        for which in range(4)
+    ),
     (4, {}, "pass must be a kvblock_attention_pass, got 4"),
     (-1, {}, "pass must be a kvblock_attention_pass, got -1"),
 ]

@@ -249,7 +249,11 @@ def test_native_md_names_every_function_and_field(header: str) -> None:
     for field in re.split(r"[;,]", ";".join(structs)):
         names += re.findall(r"(\w+)(?:\[\w+\])?\s*$", field)
     document = (ROOT / "docs/native.md").read_text()
-    missing = [n for n in names if not re.search(rf"\b{n}\b", document)]
+    # In code: "base addresses" of the text are not the field `base`.
+    blocks = re.compile(r"```.*?```", re.DOTALL)
+    spans = re.findall(r"`[^`\n]+`", blocks.sub("", document))
+    said = set(re.findall(r"\w+", " ".join([*blocks.findall(document), *spans])))
+    missing = [n for n in names if n not in said]
     assert len(names) > 15 and not missing, missing
 
 

@@ -36,6 +36,7 @@ def clone(tmp_path: Path) -> Path:
     """The source folder as a fresh clone has it: without the native module."""
     leave = shutil.ignore_patterns("_native*", "lib", "include", "__pycache__")
     shutil.copytree(PACKAGE, tmp_path / "clone" / "jax_kvblock", ignore=leave)
+    shutil.copy(Path(__file__).parents[2] / "pyproject.toml", tmp_path / "clone")
     return tmp_path / "clone"
 
 
@@ -67,6 +68,21 @@ def test_a_clone_that_nobody_installed_says_how_to_install_it(clone: Path) -> No
     said = _ffi._missing(clone / "jax_kvblock", [str(clone)])
     assert said and said.endswith(f"`pip install -v {clone}`")
     assert _ffi._missing(PACKAGE, []) is None
+
+
+def test_a_broken_installation_says_so_and_is_not_the_source_folder(
+    clone: Path,
+) -> None:
+    site = clone.parent / "site-packages"
+    shutil.copytree(clone / "jax_kvblock", site / "jax_kvblock")
+    options = "-c", "import sys; sys.path.insert(0, sys.argv[1]); import jax_kvblock"
+    done = run_in(clone.parent, *options, str(site))
+    said = done.stderr.splitlines()[-1]
+    assert f"missing from {site / 'jax_kvblock'}: the installation is broken" in said
+    assert said.endswith(
+        "source folder: `pip install -v --force-reinstall --no-deps .`"
+    )
+    assert str(PACKAGE) not in said and f"pip install -v {site}" not in said
 
 
 def test_the_command_prints_the_report(capsys: pytest.CaptureFixture[str]) -> None:

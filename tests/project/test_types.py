@@ -32,8 +32,8 @@ extraPaths = ["{package}"]
 """
 
 
-def check(folder: Path, *command: str) -> str:
-    """What a checker says of the user's file; nothing when it is content."""
+def check(folder: Path, *command: str, text: str = USER, name: str = "user.py") -> str:
+    """What a checker says of a file, the user's; nothing when it is content."""
     if importlib.util.find_spec(command[0]) is None:
         pytest.skip(f"{command[0]} is not installed; `make lint` installs it")
     # mypy finds installed packages by itself, and takes no path to them.
@@ -43,9 +43,9 @@ def check(folder: Path, *command: str) -> str:
         root=HERE.parent, mypy_path=path, package="" if installed else PACKAGE_ROOT
     )
     (folder / "pyproject.toml").write_text(settings)
-    (folder / "user.py").write_text(USER.replace("# wrong", "# type: ignore"))
+    (folder / name).write_text(text.replace("# wrong", "# type: ignore"))
     done = subprocess.run(
-        [sys.executable, "-m", *command, "user.py"],
+        [sys.executable, "-m", *command, name],
         cwd=folder,
         capture_output=True,
         text=True,
@@ -62,6 +62,12 @@ def test_mypy_accepts_what_is_right_and_nothing_else(tmp_path: Path) -> None:
 
 def test_pyright_accepts_what_is_right_and_nothing_else(tmp_path: Path) -> None:
     assert not check(tmp_path, "pyright", "--pythonpath", sys.executable)
+
+
+def test_the_native_module_has_strict_types(tmp_path: Path) -> None:
+    """Its stub comes of the build; who checks the package strictly sees it."""
+    stub = (PACKAGE_ROOT / "jax_kvblock" / "_native.pyi").read_text()
+    assert not check(tmp_path, "mypy", text=stub, name="native.pyi")
 
 
 @pytest.mark.parametrize(

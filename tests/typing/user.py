@@ -53,6 +53,12 @@ assert_type(kv.scatter_blocks(pool, ids, here), kv.KVPool)
 assert_type(kv.copy_blocks(pool, [0], jnp.int32([1])), kv.KVPool)
 assert_type(kv.transfer_blocks(pool, ids, pool, ids, heads=range(4)), kv.KVPool)
 assert_type(kv.append_kv(pool, 0, here[0, 0, 0], None, [3]), kv.KVPool)
+assert_type(kv.append_kv(pool, None, here[0], there[0], range(16)), kv.KVPool)
+assert_type(kv.gather_kv(pool, 0, [2, 5]), tuple[jax.Array, jax.Array | None])
+assert_type(kv.gather_kv(pool, jnp.int32(1), ids)[0], jax.Array)
+kv.gather_kv(pool, None, ids)  # wrong
+kv.gather_kv(pool, 0, "ids")  # wrong
+kv.append_kv(pool, "0", here, here, ids)  # wrong
 kv.gather_blocks(pool, "ids")  # wrong
 kv.gather_blocks(spec, ids)  # wrong
 
@@ -68,11 +74,32 @@ with kv.BlockManager(
     blocks[0].copy_from(here[0])
     blocks["0"]  # wrong
 
+    more = manager.allocate_blocks(1)
+    blocks.append(more[0])
+    blocks.extend(more)
+    assert_type(blocks + more, kv.BlockList)
+    assert_type(blocks.slots(0, 20), np.ndarray)
+    layer = blocks[0][0]
+    assert_type([layer.k, layer.v, layer[0]], list[kv.Piece])
+    manager.update(kv.copy_blocks, blocks, more.ids, implementation="kernel")
+    kv.append_kv(manager.pool, 0, here[0, 0, 0], layer.v, blocks.slots(0, 16))
+    kv.gather_kv(manager.pool, 0, blocks)
+    blocks.append(more)  # wrong
+    blocks.extend([0])  # wrong
+    blocks.slots("0", 1)  # wrong
+    manager.update("step")  # wrong
+
+assert_type(kv.BlockManager.from_spec(spec, 8, device="cpu"), kv.BlockManager)
+assert_type(kv.BlockManager.from_pool(pool), kv.BlockManager)
+kv.BlockManager.from_pool(spec)  # wrong
+
 # Attention: what comes back is what was asked for.
 q = np.ones((1, 8, 2, 16), np.float32)
 flag = bool(ids[0])
 Pair = tuple[jax.Array, jax.Array]
 assert_type(kv.flash_attention(q, q, q, causal=True, q_lens=[8]), jax.Array)
+kv.flash_attention(q, q, q, segment_ids=[[0] * 8])
+kv.flash_attention(q, q, q, segment_ids=(ids, [[0] * 8]))
 assert_type(kv.flash_attention(q, q, q, return_lse=True, scale=1.0), Pair)
 assert_type(kv.flash_attention(q, q, q, return_lse=flag), jax.Array | Pair)
 assert_type(kv.dot_product_attention(q, q, q, is_causal=True), jax.Array)

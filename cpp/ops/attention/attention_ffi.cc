@@ -4,9 +4,8 @@
 //
 // Operands: q, k, v, then the optional ones that `present` names (bit i: the i-th of Optional),
 // then, backward, lse, with a bias base, delta and d_o. Results: o and perhaps lse, and with a bias
-// base; or dk, dv and perhaps dq_accum
-// (the sm_90a kernels: dq, dq_accum, dq_state and perhaps dq_turns); or dq; or dbias. Mirrors
-// jax_kvblock/attention/cuda.py.
+// base; or dk, dv and perhaps dq_accum (the sm_90a kernels: dq, dq_accum, dq_state and perhaps
+// dq_turns); or dq; or dbias. Mirrors jax_kvblock/attention/cuda.py.
 #include "ops/attention/attention_ffi.h"
 
 #include <cstdint>

@@ -1,0 +1,196 @@
+"""The record of a run of the suite, and the budgets of its folders, tell what was."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+HERE = Path(__file__).parents[1]
+OF_BLOCKS = """
+import pytest
+
+def test_right():
+    pass
+
+@pytest.mark.parametrize("x", [1, 2])
+def test_half(x):
+    assert x == 1
+
+@pytest.mark.skip(reason="no moon tonight")
+def test_skipped():
+    pass
+
+@pytest.mark.skipif(True, reason="no moon tonight")
+def test_skipped_too():
+    pass
+
+@pytest.mark.xfail
+def test_known():
+    assert False
+"""
+OF_NATIVE = """
+import time
+import pytest
+
+@pytest.fixture
+def broken():
+    raise RuntimeError
+
+def test_error(broken):
+    pass
+
+def test_slow():
+    time.sleep(0.05)
+"""
+
+# In place of the benchmarks' module, which takes seconds to import.
+QUICK = """
+import json
+import sys
+import types
+
+def write(document, name, out):
+    path = out / "device" / f"{name}-{document['date']}.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(document))
+    return path
+
+sys.modules["common"] = types.SimpleNamespace(
+    device_name=str, today=lambda: "today", versions=dict, write=write
+)
+"""
+BUDGET = "import budgets\nbudgets.BUDGETS = {'native': 0.02}\n"
+
+
+class Run(NamedTuple):
+    status: int
+    said: str
+    name: str | None
+    document: dict[str, Any]
+
+    def value(self, case: str, metric: str) -> float | None:
+        rows = [
+            row["value"]
+            for row in self.document["rows"]
+            if (row["case"], row["metric"]) == (case, metric)
+        ]
+        assert len(rows) < 2, rows
+        return rows[0] if rows else None
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """A suite of its own."""
+    files = {
+        "pytest.ini": "[pytest]\ntestpaths = tests\n",
+        "tests/conftest.py": "import budgets\nbudgets.BUDGETS = {'native': 0.02}\n",
+        "tests/blocks/test_blocks.py": OF_BLOCKS,
+        "tests/native/test_native.py": OF_NATIVE,
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def run(suite: Path, *options: str) -> Run:
+    """pytest with both plugins, and what it recorded."""
+    left_out = {"PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"}
+    env = {k: v for k, v in os.environ.items() if k not in left_out}
+    env["PYTHONPATH"] = os.pathsep.join([str(HERE), env.get("PYTHONPATH", "")])
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take a second
+    env["JAX_PLATFORMS"] = "cpu"  # a GPU's machine would not change what is recorded
+    plugins = ("-p", "record", "-p", "budgets", "-p", "no:cacheprovider")
+    plugins += ("-p", "xdist") if "-n" in options else ()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", *plugins, *options],
+        cwd=suite,
+        env=env,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    written = list(suite.glob("records/*/*.json"))
+    assert len(written) <= 1, written
+    if not written:
+        return Run(done.returncode, said, None, {})
+    document = json.loads(written[0].read_text())
+    stem = written[0].stem.removesuffix(f"-{document['date']}")
+    written[0].unlink()
+    assert f"wrote {written[0].relative_to(suite)}" in said
+    return Run(done.returncode, said, stem, document)
+
+
+def record(suite: Path, *options: str) -> Run:
+    return run(suite, "--record", "records", "--commit", "abc", *options)
+
+
+COUNTS = {"passed": 3, "failed": 1, "error": 1, "skipped": 2, "xfailed": 1}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_whole_run_is_recorded_as_it_was(suite: Path, processes: int) -> None:
+    several = ("-n", "2", "tests") if processes == 2 else ()
+    got = record(suite, *several)
+    assert (got.status, got.name) == (1, "tests"), got.said
+    assert got.document["whole"] is True
+    assert got.document["exit status"] == 1
+    assert got.document["commit"] == "abc"
+    assert {"jax", "python"} <= got.document["versions"].keys()
+    assert got.value("all", "processes") == processes
+    for outcome, count in (COUNTS | {"xpassed": 0, "deselected": 0}).items():
+        assert got.value("all", outcome) == count, outcome
+    assert got.value("tests/blocks/test_blocks.py::test_half[2]", "failed") == 1
+    assert got.value("tests/native/test_native.py::test_error", "error") == 1
+    assert got.value("no moon tonight", "skipped") == 2
+    assert got.value("tests/blocks/test_blocks.py", "passed") == 2
+    assert got.value("tests/native/test_native.py", "passed") == 1
+    assert got.value("tests/native/test_native.py", "failed") is None
+    assert (got.value("tests/native/test_native.py", "duration") or 0) >= 0.1
+
+
+PARTS = {
+    "a file": (["tests/blocks/test_blocks.py"], 0, 1),
+    "a folder": (["tests/native"], 0, 1),
+    "a keyword": (["-k", "right or slow"], 6, 0),
+    "a keyword in two processes": (["-n", "2", "-k", "right or slow"], 6, 0),
+    "an ignored folder": (["--ignore", "tests/native"], 0, 1),
+    "the first failure": (["-x"], 0, 1),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_run_of_some_tests_is_recorded_beside(suite: Path, part: str) -> None:
+    options, deselected, status = PARTS[part]
+    (suite / "tests/conftest.py").write_text(QUICK)
+    got = record(suite, *options)
+    assert (got.status, got.name) == (status, "part-of-tests"), got.said
+    assert got.document["whole"] is False
+    assert got.document["exit status"] == status
+    assert got.value("all", "deselected") == deselected
+
+
+def test_without_the_option_nothing_is_recorded(suite: Path) -> None:
+    got = run(suite, "tests/blocks/test_blocks.py::test_right")
+    assert (got.status, got.name) == (0, None), got.said
+
+
+def test_a_folder_over_its_budget_fails_where_budgets_hold(suite: Path) -> None:
+    slow = "tests/native/test_native.py::test_slow"
+    (suite / "tests/conftest.py").write_text(QUICK + BUDGET)
+    free = run(suite, slow)
+    assert free.status == 0 and "OVER BUDGET" not in free.said, free.said
+    assert "seconds of one process, by folder: native" in free.said
+    got = record(suite, "--budgets", slow)
+    assert got.status == 1 and "OVER BUDGET: native; make these" in got.said, got.said
+    assert got.document["exit status"] == 1
+    (suite / "tests/conftest.py").write_text("")  # the budgets of this suite
+    within = run(suite, "--budgets", slow)
+    assert within.status == 0 and "OVER BUDGET" not in within.said, within.said
