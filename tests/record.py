@@ -106,6 +106,12 @@ def row(case: str, metric: str, value: float, unit: str) -> dict[str, Any]:
     return {"case": case, "metric": metric, "value": round(value, 1), "unit": unit}
 
 
+def asked_for(config: pytest.Config) -> list[str]:
+    """The arguments of the run, but for where its record goes."""
+    own = ("--record", "--commit")
+    return [x for x in config.invocation_params.args if not str(x).startswith(own)]
+
+
 def file_of(report: Any) -> str:
     return report.nodeid.split("::")[0]
 
@@ -137,7 +143,7 @@ def write(
         "versions": common.versions(),
         "whole": whole,
         "exit status": status,
-        "command": " ".join(["pytest", *config.invocation_params.args]),
+        "command": " ".join(["pytest", *asked_for(config)]),
         "rows": rows,
     }
     name = "tests" if whole else "part-of-tests"
