@@ -20,6 +20,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
 from conftest import has_gpu
 
@@ -103,11 +104,8 @@ def test_every_block_has_a_language_that_is_checked() -> None:
 # ---- Python --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "document", [name for name in DOCUMENTS if any(blocks(name, "python"))]
-)
-def test_python_runs(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT))
+def run_python(document: str) -> list[str]:
+    """Runs a document's blocks in their order; says which were left out, and why."""
     names: dict[str, object] = {"__name__": "document"}
     left_out = []
     for block in blocks(document, "python"):
@@ -117,8 +115,21 @@ def test_python_runs(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
         exec(compile(block.given, f"{block.place}, given", "exec"), names)
         code = "\n" * (block.line - 1) + block.code  # a traceback names the line
         exec(compile(code, str(ROOT / document), "exec"), names)
-    if left_out:
+    return left_out
+
+
+@pytest.mark.parametrize(
+    "document", [name for name in DOCUMENTS if any(blocks(name, "python"))]
+)
+def test_python_runs(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    if left_out := run_python(document):
         pytest.skip("; ".join(left_out))
+
+
+def test_the_tour_runs_in_64_bit_mode() -> None:
+    with jax.enable_x64(True):
+        run_python("README.md")
 
 
 # ---- C and Rust ----------------------------------------------------------------------
