@@ -1,0 +1,171 @@
+"""Two builds of libkvblock.so in turns: has a change made the kernels slower?
+
+    python benchmarks/turns.py OLD NEW [--out FILE]
+
+Calls the attention launchers by the C interface, without jax. In each of nine rounds
+both libraries compute the same call for about 12 ms, and the order changes; a row is
+the median of the rounds' ratios, old time / new time. Needs torch on a Hopper GPU.
+A library whose struct is not this source tree's needs --old-without FIELD for each
+member that it lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+
+import torch
+from attention_launches import Attention
+
+ROUNDS, TURN_MS = 9, 12
+RATIO = "old / new"
+FULL, CAUSAL = -1, 0  # window_right
+# Name, batch, heads, KV heads, length, head dim, window_right, options.
+CASES: tuple[tuple[str, int, int, int, int, int, int, dict[str, Any]], ...] = (
+    ("full 8k D128", 2, 16, 16, 8192, 128, FULL, {}),
+    ("causal 8k D128", 2, 16, 16, 8192, 128, CAUSAL, {}),
+    ("causal 4k D128", 4, 16, 16, 4096, 128, CAUSAL, {}),
+    ("causal 512 x32 D128", 32, 16, 16, 512, 128, CAUSAL, {}),
+    ("causal 8k D64", 2, 32, 32, 8192, 64, CAUSAL, {}),
+    ("causal 8k GQA", 2, 32, 8, 8192, 128, CAUSAL, {}),
+    ("causal 8k D256", 2, 8, 8, 8192, 256, CAUSAL, {}),
+    ("causal 4k D96", 2, 16, 16, 4096, 96, CAUSAL, {}),
+    ("causal 4k 192/128", 2, 16, 16, 4096, 192, CAUSAL, {"value_dim": 128}),
+    ("causal 8k D128 deterministic", 2, 16, 16, 8192, 128, CAUSAL, {"turns": True}),
+    ("tiles 1/8 8k D128", 1, 16, 16, 8192, 128, FULL, {"tiles": 8}),
+    ("tiles 1/8 8k D64", 1, 16, 16, 8192, 64, FULL, {"tiles": 8}),
+    ("tiles 1/8 8k D256", 1, 8, 8, 8192, 256, FULL, {"tiles": 8}),
+    ("bias 4k D128", 1, 16, 16, 4096, 128, FULL, {"bias": True}),
+    ("bias 4k D64", 1, 16, 16, 4096, 64, FULL, {"bias": True}),
+)
+
+
+class Library:
+    """A build, and the struct that it was compiled with."""
+
+    def __init__(self, path: str, lacks: list[str]) -> None:
+        left = [field for field in Attention._fields_ if field[0] not in lacks]
+        self.struct = type("Struct", (ctypes.Structure,), {"_fields_": left})
+        self.members = {field[0] for field in left}
+        library = ctypes.CDLL(path)
+        self.launchers = {}
+        for name in ("forward", "backward_kv"):
+            launcher = getattr(library, f"kvblock_attention_{name}")
+            launcher.restype = ctypes.c_char_p
+            launcher.argtypes = [ctypes.POINTER(self.struct), ctypes.c_void_p]
+            self.launchers[name] = launcher
+
+    def time(self, name: str, members: dict[str, Any], times: int) -> float:
+        """Milliseconds of a call, by events around some of them."""
+        call = self.struct(**{k: v for k, v in members.items() if k in self.members})
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        stream = torch.cuda.current_stream().cuda_stream
+        start.record()
+        for _ in range(times):
+            error = self.launchers[name](ctypes.byref(call), stream)
+            assert error is None, error
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / times
+
+
+def draw(
+    batch: int, heads: int, kv_heads: int, length: int, dim: int, right: int, **how: Any
+) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    """The struct's members of a call, and the tensors that they point to."""
+    kept: dict[str, torch.Tensor] = {}
+    value_dim = how.get("value_dim", dim)
+    normal = lambda *shape: torch.randn(shape, device="cuda")  # noqa: E731
+    shapes = {"q": (heads, dim), "k": (kv_heads, dim)}
+    shapes |= {"v": (kv_heads, value_dim), "d_o": (heads, value_dim)}
+    for name, (n, d) in shapes.items():
+        kept[name] = normal(batch, length, n, d).bfloat16()
+    kept["o"] = torch.empty_like(kept["d_o"])
+    kept |= {f"d{name}": torch.empty_like(kept[name]) for name in "qkv"}
+    rows = (batch, heads, length)
+    kept |= {"lse": normal(*rows), "delta": normal(*rows) * 0.1}
+    tiles = batch * heads * -(-length // 64)
+    kept["dq_accum"] = normal(tiles * 64 * dim)
+    kept["dq_state"] = torch.zeros(tiles * 2, dtype=torch.int32, device="cuda")
+    if how.get("turns"):
+        kept["dq_turns"] = torch.zeros(tiles, dtype=torch.int32, device="cuda")
+    members: dict[str, Any] = {
+        "kernels": 1, "batch": batch, "num_heads": heads, "num_kv_heads": kv_heads,
+        "q_len": length, "kv_len": length, "head_dim": dim, "value_dim": value_dim,
+        "scale": dim**-0.5, "window_left": -1, "window_right": right,
+    }  # fmt: skip
+    if how.get("bias"):
+        kept["bias"], kept["base"] = normal(1, heads, length, length), normal(*rows)
+        members |= {"bias_dtype": 2, "bias_batch": 1, "bias_heads": heads}
+    if share := how.get("tiles"):
+        columns, entries = length // 128, length // 128 // share
+        lists = [torch.randperm(columns)[:entries] for _ in range(heads * columns)]
+        kept["tile_indices"] = torch.stack(lists).to(torch.int32).cuda()
+        counts = torch.full((heads * columns,), entries, dtype=torch.int32)
+        kept["tile_counts"] = counts.cuda()
+        members |= {"tile_batch": 1, "tile_heads": heads, "tile_q": 128, "tile_kv": 128}
+        members["max_tiles"] = entries
+    members |= {name: tensor.data_ptr() for name, tensor in kept.items()}
+    return members, list(kept.values())
+
+
+def compare(old: Library, new: Library, name: str, members: Any) -> dict[str, float]:
+    """Milliseconds of both, and the rounds' ratio, by implementation."""
+    old.time(name, members, 3)
+    times = max(3, int(TURN_MS / max(new.time(name, members, 3), 0.01)))
+    found: dict[Library, list[float]] = {old: [], new: []}
+    for i in range(ROUNDS):
+        for library in (old, new) if i % 2 else (new, old):
+            found[library].append(library.time(name, members, times))
+    ratios = [a / b for a, b in zip(found[old], found[new], strict=True)]
+    middle = statistics.median
+    return {"old": middle(found[old]), "new": middle(found[new]), RATIO: middle(ratios)}
+
+
+def rows_of(case: str, found: dict[str, float]) -> list[dict[str, Any]]:
+    """As in the other results: README.md says what a row is."""
+    return [
+        {
+            "case": case,
+            "implementation": who,
+            "metric": "ratio" if who == RATIO else "time",
+            "value": round(value, 4),
+            "unit": "" if who == RATIO else "ms",
+        }
+        for who, value in found.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("old")
+    parser.add_argument("new")
+    parser.add_argument("--old-without", action="append", default=[], metavar="FIELD")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    old, new = Library(options.old, options.old_without), Library(options.new, [])
+    warm = torch.randn(8192, 8192, device="cuda").bfloat16()
+    for _ in range(60):
+        warm @ warm
+    rows = []
+    for name, *sizes, how in CASES:
+        members, _kept = draw(*sizes, **how)
+        for launcher in ("forward", "backward_kv")[: 1 if "tiles" in how else 2]:
+            found = compare(old, new, launcher, members)
+            rows += rows_of(f"{name} / {launcher}", found)
+            print(
+                f"{name} / {launcher}", *(f"{x:.4f}" for x in found.values()), sep="\t"
+            )
+    if options.out:
+        options.out.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
