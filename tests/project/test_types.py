@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import inspect
+import os
 import re
 import subprocess
 import sys
