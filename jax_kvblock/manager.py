@@ -17,15 +17,8 @@ import numpy as np
 
 from jax_kvblock import _checks, _dlpack, _native, _steps
 from jax_kvblock._types import Place
-from jax_kvblock.block import (
-    Block,
-    BlockList,
-    Geometry,
-    Layer,
-    Piece,
-    Unpicklable,
-    part_name,
-)
+from jax_kvblock._view import Geometry, Unpicklable, part_name
+from jax_kvblock.block import Block, BlockList, Layer, Piece
 from jax_kvblock.layout import BlockSpec, Layout, find_layout
 from jax_kvblock.pool import KVPool, check_pool, find_device
 from jax_kvblock.transfer import gather_blocks, scatter_blocks
@@ -461,7 +454,7 @@ class BlockManager(Unpicklable):
             f"free, {self._spec})"
         )
 
-    # ---- the state of the pool; block.py uses it, too ----
+    # ---- the state of the pool; _view.py uses it, too ----
 
     def _open_pool(self, where: str) -> KVPool:
         with self._lock:
