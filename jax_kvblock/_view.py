@@ -7,6 +7,7 @@ new contents in.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -16,7 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock import _checks, _dlpack, _native
-from jax_kvblock.layout import BlockSpec
+from jax_kvblock.layout import BlockSpec, find_layout
+from jax_kvblock.pool import KVPool
+from jax_kvblock.transfer import gather_blocks, scatter_blocks
 
 if TYPE_CHECKING:
     from jax_kvblock.manager import BlockManager
@@ -349,3 +352,36 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(stride)
         stride *= extent
     return tuple(reversed(strides))
+
+
+# ---- the programs that read and write the pool ----
+
+
+@functools.partial(jax.jit, static_argnames="flat")
+def read_part(pool: KVPool, place: jax.Array, *, flat: bool) -> jax.Array:
+    """A copy of a block, or a part of one; see `write_part` for `place`."""
+    inner = pool.spec.inner
+    (part,) = gather_blocks(pool, place[:1], inner)
+    for index in place[1:]:
+        part = jax.lax.dynamic_index_in_dim(part, index, 0, keepdims=False)
+    return jnp.squeeze(part, -3 if inner == "HND" else -2) if flat else part
+
+
+def write_part(
+    pool: KVPool, place: jax.Array, part: jax.Array
+) -> tuple[KVPool, jax.Array]:
+    """Writes a block, or a part of one: `place` is its id, the layer, the outer.
+
+    A part is written with its block, whose rest is read and written back. `part` may
+    lack the axis of the heads.
+    """
+    inner, depth = pool.spec.inner, place.shape[0] - 1
+    shape = find_layout("copy_from", "layout", inner, inner).shape(pool.spec)
+    block = part = part.reshape(*[1] * (1 + depth), *shape[depth:])
+    if depth:
+        block = gather_blocks(pool, place[:1], inner)
+        start = [0, *place[1:], *[0] * (len(shape) - depth)]
+        block = jax.lax.dynamic_update_slice(block, part, start)
+    # Not an argument as it came: JAX would hand that back before the program has run.
+    done = place + 1
+    return scatter_blocks(pool, place[:1], block, inner), done
