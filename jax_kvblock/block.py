@@ -6,70 +6,17 @@ DLPack export of it is alive, it returns to the manager's free list.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, overload
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock import _checks, _dlpack, _native
-from jax_kvblock.layout import BlockSpec
+from jax_kvblock import _checks, _native
+from jax_kvblock._view import Unpicklable, View
 
 if TYPE_CHECKING:
     from jax_kvblock.manager import BlockManager
-
-_T = TypeVar("_T")
-
-
-@dataclasses.dataclass(frozen=True)
-class Geometry:
-    """How blocks and layers lie in the pool's arrays, in elements; computed once."""
-
-    shape: tuple[int, ...]  # of a block
-    strides: tuple[int, ...]  # that of the layers is 0 when each is its own array
-    block_stride: int
-
-    @classmethod
-    def of(cls, spec: BlockSpec, contiguous: bool, flat_tail: bool) -> Geometry:
-        stored = "".join(axis for group in spec.block_layout.groups for axis in group)
-        if not contiguous:
-            stored = stored.replace("L", "")
-        strides, stride = {"L": 0}, 1
-        for axis in reversed(stored):
-            strides[axis] = stride
-            stride *= spec.sizes[axis]
-        # What a user sees: HND blocks show heads before tokens, whatever the pool's
-        # layout; a flat tail shows no heads.
-        order = "LOHTD" if spec.inner == "HND" else "LOTHD"
-        if flat_tail:
-            order = order.replace("H", "")
-        return cls(
-            tuple(spec.sizes[axis] for axis in order),
-            tuple(strides[axis] for axis in order),
-            stride,
-        )
-
-
-def part_name(block: int, part: Sequence[int]) -> str:
-    """ "block 3, layer 1, outer 0" for `(3, [1, 0])`."""
-    named = zip(("layer", "outer"), part, strict=False)
-    return ", ".join([f"block {block}", *(f"{axis} {i}" for axis, i in named)])
-
-
-class Unpicklable:
-    """What stands for memory of this process, and so cannot leave it."""
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        kind = type(self).__name__
-        raise TypeError(
-            f"{kind}: cannot be pickled or copied, since it stands for memory of this "
-            "process; save np.asarray(block), or gather_blocks(manager.pool, ids), and "
-            "write it to blocks of another manager; share() makes another handle"
-        )
 
 
 class BlockList(Unpicklable, Sequence["Block"]):
@@ -243,263 +190,7 @@ class BlockList(Unpicklable, Sequence["Block"]):
         return f"BlockList({[block.id for block in self._blocks]})"
 
 
-class _View(Unpicklable):
-    """A block or a part of one: a strided part of the pool, in any layout."""
-
-    manager: BlockManager
-    _lease: _native.Lease
-    _part: tuple[int, ...]  # (), (layer,) or (layer, outer)
-
-    # ---- what it is ----
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The logical shape, whatever the pool's layout."""
-        return self.manager._geometry.shape[len(self._part) :]
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the elements."""
-        return self.size * self.dtype.itemsize
-
-    @property
-    def dtype(self) -> np.dtype:
-        """The element type, as NumPy (with ml_dtypes) names it."""
-        return self.manager.spec.dtype
-
-    @property
-    def device_id(self) -> int:
-        """The index of the device: 0 on the CPU."""
-        return self.manager._dl_device[1]
-
-    @property
-    def _name(self) -> str:
-        return part_name(self._lease.block_id, self._part)
-
-    def __bool__(self) -> bool:
-        with self.manager.lock:  # in the middle of another thread's update it is none
-            self.manager._take_over()
-            return not self._lease.released and self.manager._alive
-
-    def _check_held(self, where: str, error: type[Exception]) -> None:
-        if self._lease.released:
-            raise error(self._freed(where))
-        with self.manager.lock:
-            self.manager._take_over()
-            trouble = self.manager._trouble()
-        if trouble:
-            raise error(f"{where} ({self._name}): {trouble}")
-
-    def _hold(self, where: str, error: type[Exception]) -> _native.Lease:
-        """Keeps the block allocated while it is used, whoever frees it meanwhile."""
-        lease = self._lease.share()
-        if lease is None:
-            raise error(self._freed(where))
-        return lease
-
-    def _freed(self, where: str) -> str:
-        return f"{where} ({self._name}) is freed; allocate a new one"
-
-    def _state(self) -> str:
-        """What is wrong, for `repr`, which waits for nobody."""
-        if self._lease.released:
-            return ", freed"
-        if self.manager._pool is None:
-            return ", closed"
-        return "" if self.manager._alive else ", no pool"
-
-    # ---- out ----
-
-    def __jax_array__(self) -> jax.Array:
-        where = type(self).__name__
-        with self._hold(where, RuntimeError), self.manager.lock:
-            self._check_held(where, RuntimeError)
-            return self.manager._read(self._indices)
-
-    @property
-    def _indices(self) -> np.ndarray:
-        """The block's id and the indices of the part, for a program."""
-        return np.array([self._lease.block_id, *self._part], np.int32)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """A NumPy copy (NumPy cannot share a buffer of every dtype and device)."""
-        if copy is False:
-            raise ValueError(
-                f"{self._name}: np.asarray copies; for a view of CPU memory use "
-                "np.from_dlpack"
-            )
-        fresh = self.__jax_array__()
-        try:  # `device_get` is what a transfer guard lets pass
-            array = np.array(jax.device_get(fresh))
-        except Exception as error:
-            self.manager._look_after(f"np.asarray ({self._name})", error)
-            raise
-        return array if dtype is None else array.astype(dtype)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        """(device type, device id), as DLPack numbers them."""
-        self._check_held("__dlpack_device__", BufferError)
-        return self.manager._dl_device
-
-    def __dlpack__(
-        self,
-        *,
-        stream: Any = None,
-        max_version: tuple[int, int] | None = None,
-        dl_device: tuple[int, int] | None = None,
-        copy: bool | None = None,
-    ) -> Any:
-        """A DLPack capsule, zero copy unless a copy is asked for or needed.
-
-        The tensor made of it keeps the pool's memory alive and the block allocated.
-
-        Args:
-          stream: the consumer's CUDA stream, which will wait for pending writes; None
-            waits on the host; -1 does not wait.
-          max_version: the newest DLPack version the consumer reads; a versioned capsule
-            from (1, 0) on.
-          dl_device: the device to export to: the block's own, or the CPU, which copies
-            a GPU block and shows pinned host memory as what it is.
-          copy: True copies always, False never, None when it must.
-
-        Raises:
-          BufferError: for a freed block, a pool that is gone, another device, or a copy
-            that is needed while copy is False.
-        """
-        with self.manager.lock:  # no update may take the memory before it is held
-            self._check_held("__dlpack__", BufferError)
-            device = self.manager._dl_device
-            if dl_device is not None and tuple(dl_device) != device:
-                # Pinned host memory is CPU memory, too: shown as such on request.
-                pinned = device[0] == _dlpack.CUDA_HOST
-                if not pinned or tuple(dl_device) != _dlpack.CPU_DEVICE:
-                    return self._export_copy(stream, max_version, dl_device, copy)
-                device = _dlpack.CPU_DEVICE
-            if copy:
-                return self._export_copy(stream, max_version, dl_device, copy)
-            return self._export(stream, max_version, device)
-
-    def _export(
-        self, stream: Any, max_version: tuple[int, int] | None, device: tuple[int, int]
-    ) -> Any:
-        array, offset = self._place()
-        geometry, depth = self.manager._geometry, len(self._part)
-        lease = self._lease.export(self._part)
-        if lease is None:  # by another thread, since we looked
-            raise BufferError(self._freed("__dlpack__"))
-        try:
-            return _dlpack.export(
-                array,
-                offset,
-                geometry.shape[depth:],
-                geometry.strides[depth:],
-                device,
-                lease=lease,
-                stream=stream,
-                max_version=max_version,
-            )
-        except Exception as error:
-            self.manager._look_after(f"__dlpack__ ({self._name})", error)
-            raise
-
-    def _place(self) -> tuple[jax.Array, int]:
-        """The array that holds the view, and the view's offset in it, in elements."""
-        pool, geometry = self.manager.pool, self.manager._geometry
-        offset = self._lease.block_id * geometry.block_stride
-        for i, stride in zip(self._part, geometry.strides, strict=False):
-            offset += i * stride
-        if pool.contiguous:
-            return pool.arrays[0], offset
-        if not self._part:
-            raise BufferError(
-                f"{self._name}: its layers are separate arrays, so it is no single "
-                "tensor; export its layers, or build the manager with contiguous=True"
-            )
-        return pool.arrays[self._part[0]], offset
-
-    def _export_copy(
-        self,
-        stream: Any,
-        max_version: tuple[int, int] | None,
-        dl_device: tuple[int, int] | None,
-        copy: bool | None,
-    ) -> Any:
-        device = self.manager._dl_device
-        target = device if dl_device is None else (int(dl_device[0]), int(dl_device[1]))
-        if target not in (device, _dlpack.CPU_DEVICE):
-            raise BufferError(
-                f"__dlpack__: {self._name} is on DLPack device {device}, not {target}; "
-                "only its own device and the CPU (1, 0) are served. Move it with "
-                "jax.device_put(jnp.asarray(block), device)"
-            )
-        if copy is False:
-            raise BufferError(
-                f"__dlpack__: {self._name} is on DLPack device {device}; exporting it "
-                f"to {target} needs a copy, and copy=False forbids it. Pass copy=True "
-                "or None"
-            )
-        fresh = self.__jax_array__()
-        if target != device:
-            fresh = jax.device_put(fresh, jax.devices("cpu")[0])
-            stream = None
-        elif device[0] == _dlpack.CUDA_HOST:
-            fresh = jax.device_put(fresh, self.manager.pool.arrays[0].sharding)
-        return _dlpack.export(
-            fresh,
-            0,
-            fresh.shape,
-            _row_major(fresh.shape),
-            _dlpack.device_of(fresh),
-            lease=None,
-            stream=stream,
-            max_version=max_version,
-            copied=True,
-        )
-
-    # ---- in ----
-
-    def _replace(self, where: str, x: Any) -> None:
-        """What `copy_from` does."""
-        with self._hold(where, ValueError):
-            array = self._incoming(where, x)
-            done = self.manager._write(self._indices, array)
-        try:  # the source was read: its owner may write to it as soon as we return
-            jax.block_until_ready(done)
-        except Exception as error:
-            self.manager._look_after(where, error)
-            raise
-
-    def _incoming(self, where: str, x: Any) -> jax.Array:
-        """Any array or DLPack object, as a jax array where the pool is."""
-        self._check_held(where, ValueError)
-        if not isinstance(x, (jax.Array, np.ndarray, _View)):
-            x = _from_dlpack(where, x)
-        shape, dtype = tuple(x.shape), np.dtype(x.dtype)
-        if shape != self.shape:
-            raise ValueError(
-                f"{where}: x must have shape {list(self.shape)}, got {_checks.show(x)}"
-            )
-        if dtype != self.dtype:
-            raise TypeError(
-                f"{where}: x must have dtype {self.dtype}, got {_checks.show(x)}; cast "
-                "it"
-            )
-        array = x.__jax_array__() if isinstance(x, _View) else x
-        (device,) = self.manager._devices
-        return jax.device_put(array, device)
-
-
-class Block(_View, Sequence["Layer"]):
+class Block(View, Sequence["Layer"]):
     """A KV-cache block: a sequence of layers, `[nl, no, nt, nh, hd]` (HND: `nh, nt`).
 
     It exports itself by DLPack without a copy. It is false once it is freed, or once
@@ -566,7 +257,7 @@ class Block(_View, Sequence["Layer"]):
         return f"Block(id={self.id}, {self.dtype}{list(self.shape)}{self._state()})"
 
 
-class _Part(_View):
+class _Part(View):
     """What `Layer` and `Piece` share: they live as long as their block."""
 
     def __init__(self, block: Block, *part: int) -> None:
@@ -663,32 +354,6 @@ class Piece(_Part):
 
     def __len__(self) -> int:
         return self.shape[0]
-
-
-def _from_dlpack(where: str, x: Any) -> jax.Array | np.ndarray:
-    if not hasattr(x, "__dlpack__"):
-        raise TypeError(
-            f"{where}: x must be an array or a DLPack object, got {type(x).__name__}"
-        )
-    try:
-        with jax.enable_x64(True):  # or a float64 tensor would arrive as float32
-            return jnp.from_dlpack(x)
-    except Exception as error:
-        try:  # jax takes no strided tensors, NumPy does
-            return np.ascontiguousarray(np.from_dlpack(x))
-        except Exception:
-            raise TypeError(
-                f"{where}: x cannot be taken by DLPack: {error}; pass a contiguous "
-                "tensor (x.contiguous())"
-            ) from error
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, stride = [], 1
-    for extent in reversed(shape):
-        strides.append(stride)
-        stride *= extent
-    return tuple(reversed(strides))
 
 
 def _indices(kind: str, index: Any, length: int, noun: str) -> int | range:

@@ -15,20 +15,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock import _checks, _dlpack, _native, _steps
-from jax_kvblock._types import Place
-from jax_kvblock.block import (
-    Block,
-    BlockList,
-    Geometry,
-    Layer,
-    Piece,
-    Unpicklable,
-    part_name,
+from jax_kvblock import _dlpack, _native, _steps
+from jax_kvblock._manager_arguments import (
+    check_device,
+    check_first_pool,
+    check_next_pool,
+    check_step,
+    head_extents,
+    one_name,
+    without_handles,
 )
-from jax_kvblock.layout import BlockSpec, Layout, find_layout
-from jax_kvblock.pool import KVPool, check_pool, find_device
-from jax_kvblock.transfer import gather_blocks, scatter_blocks
+from jax_kvblock._types import Place
+from jax_kvblock._view import Geometry, Unpicklable, part_name, read_part, write_part
+from jax_kvblock.block import Block, BlockList
+from jax_kvblock.layout import BlockSpec, Layout
+from jax_kvblock.pool import KVPool
 
 
 class PoolExhaustedError(MemoryError):
@@ -117,9 +118,9 @@ class BlockManager(Unpicklable):
         device: Place = None,
         page_size: int | None = None,
     ) -> None:
-        _check_device("BlockManager", device)
-        tokens = _one_name(block_size, page_size)
-        heads, dim = _head_extents(inner_dim, num_kv_heads, head_dim)
+        check_device("BlockManager", device)
+        tokens = one_name(block_size, page_size)
+        heads, dim = head_extents(inner_dim, num_kv_heads, head_dim)
         spec = BlockSpec(num_layers, num_outer, tokens, heads, dim, dtype, layout)
         pool = KVPool.zeros(
             spec,
@@ -153,7 +154,7 @@ class BlockManager(Unpicklable):
           >>> spec = BlockSpec(32, 2, 16, 8, 128, jnp.bfloat16)
           >>> manager = BlockManager.from_spec(spec, 1024)
         """
-        _check_device("BlockManager.from_spec", device)
+        check_device("BlockManager.from_spec", device)
         pool = KVPool.zeros(
             spec,
             num_blocks,
@@ -180,20 +181,7 @@ class BlockManager(Unpicklable):
         Example:
           >>> manager = BlockManager.from_pool(KVPool.wrap(cache, spec))
         """
-        where = "BlockManager.from_pool"
-        check_pool(where, "pool", pool)
-        for x in pool.arrays:
-            if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
-                raise TypeError(
-                    f"{where}: pool must be a pool of jax arrays, got "
-                    f"{_checks.shown(x)}; call it outside of jit, with arrays that "
-                    "jax.device_put has placed"
-                )
-            if len(x.devices()) != 1:
-                raise ValueError(
-                    f"{where}: pool must lie on one device, got one on "
-                    f"{len(x.devices())}; make a manager for each device's part"
-                )
+        check_first_pool("BlockManager.from_pool", pool)
         return cls._of(pool)
 
     @classmethod
@@ -212,7 +200,7 @@ class BlockManager(Unpicklable):
         self._num_blocks = pool.num_blocks
         self._free_list = _native.FreeList(self._num_blocks)
         self._garbage = _Garbage()
-        self._programs = _steps.Programs(self._spec, _check_step)
+        self._programs = _steps.Programs(self._spec, check_step)
         self._geometry = Geometry.of(self._spec, pool.contiguous, flat_tail)
         self._memory_kind = pool.memory_kind
         self._devices = pool.arrays[0].devices()
@@ -330,29 +318,7 @@ class BlockManager(Unpicklable):
     def pool(self, new: KVPool) -> None:
         with self._lock:
             old = self._open_pool("pool")
-            if not isinstance(new, KVPool):
-                raise TypeError(
-                    f"BlockManager.pool: must be a KVPool, got {type(new).__name__}; "
-                    "return the pool from your jitted step"
-                )
-            if any(isinstance(x, jax.core.Tracer) for x in new.arrays):
-                raise TypeError(
-                    "BlockManager.pool: must be a pool of arrays, got one that is "
-                    "being traced; return the pool from the jitted function and set it "
-                    "outside"
-                )
-            if any(x.is_deleted() for x in new.arrays):
-                raise RuntimeError(
-                    "BlockManager.pool: must be a living pool, got one that was "
-                    "donated or deleted; put back the pool that the donating call "
-                    "returned"
-                )
-            _check_like("BlockManager.pool", old, new)
-            if any(x.devices() != self._devices for x in new.arrays):
-                raise ValueError(
-                    "BlockManager.pool: must stay on its device; move it back with "
-                    "jax.device_put"
-                )
+            check_next_pool("BlockManager.pool", old, new, self._devices)
             if self._free_list.num_exports and not _same_memory(old, new):
                 self._warn_doubled()
             self._pool, self._lost = new, None
@@ -410,7 +376,7 @@ class BlockManager(Unpicklable):
     ) -> Any:
         with self._lock:
             pool = self._check_usable("update")
-            args, kwargs = program.map(_without_handles, args, kwargs)
+            args, kwargs = program.map(without_handles, args, kwargs)
             if self._guarded:
                 (device,) = self._devices
                 put = functools.partial(_steps.put, device=device)
@@ -461,7 +427,7 @@ class BlockManager(Unpicklable):
             f"free, {self._spec})"
         )
 
-    # ---- the state of the pool; block.py uses it, too ----
+    # ---- the state of the pool; _view.py uses it, too ----
 
     def _open_pool(self, where: str) -> KVPool:
         with self._lock:
@@ -583,7 +549,7 @@ class BlockManager(Unpicklable):
     def _check_donation(self, pool: KVPool) -> None:
         if not self._free_list.num_exports:
             return
-        if _platform(pool) == "cpu":
+        if next(iter(self._devices)).platform == "cpu":
             self._warn_doubled()
             return
         raise BufferError(
@@ -603,67 +569,17 @@ class BlockManager(Unpicklable):
         )
 
     def _read(self, place: np.ndarray) -> jax.Array:
-        """A copy of a block or a part of it; see `_write_part` for `place`."""
+        """A copy of a block or a part of it; see `write_part` for `place`."""
         with self._lock:
             pool = self._open_pool("pool")
-            return _read_part(pool, self._on_device(place), flat=self._flat_tail)
+            return read_part(pool, self._on_device(place), flat=self._flat_tail)
 
     def _write(self, place: np.ndarray, part: jax.Array) -> Any:
         """Replaces a block or a part of it; returns what is ready when it is done."""
         with self._lock:
             self._check_usable("copy_from")
-            writer = self._programs.find(_write_part, name="copy_from")
+            writer = self._programs.find(write_part, name="copy_from")
             return self._run(writer, (place, part), {})
-
-
-@functools.partial(jax.jit, static_argnames="flat")
-def _read_part(pool: KVPool, place: jax.Array, *, flat: bool) -> jax.Array:
-    inner = pool.spec.inner
-    (part,) = gather_blocks(pool, place[:1], inner)
-    for index in place[1:]:
-        part = jax.lax.dynamic_index_in_dim(part, index, 0, keepdims=False)
-    return jnp.squeeze(part, -3 if inner == "HND" else -2) if flat else part
-
-
-def _write_part(
-    pool: KVPool, place: jax.Array, part: jax.Array
-) -> tuple[KVPool, jax.Array]:
-    """Writes a block, or a part of one: `place` is its id, the layer, the outer.
-
-    A part is written with its block, whose rest is read and written back. `part` may
-    lack the axis of the heads.
-    """
-    inner, depth = pool.spec.inner, place.shape[0] - 1
-    shape = find_layout("copy_from", "layout", inner, inner).shape(pool.spec)
-    block = part = part.reshape(*[1] * (1 + depth), *shape[depth:])
-    if depth:
-        block = gather_blocks(pool, place[:1], inner)
-        start = [0, *place[1:], *[0] * (len(shape) - depth)]
-        block = jax.lax.dynamic_update_slice(block, part, start)
-    # Not an argument as it came: JAX would hand that back before the program has run.
-    done = place + 1
-    return scatter_blocks(pool, place[:1], block, inner), done
-
-
-def _check_step(old: KVPool, new: KVPool) -> None:
-    _check_like("update: the step's pool", old, new)
-
-
-def _without_handles(tree: Any) -> Any:
-    """An argument of a step, with the ids of each `BlockList` in it."""
-    handles = (BlockList, Block, Layer, Piece)
-    if not any(isinstance(x, handles) for x in jax.tree.leaves(tree)):
-        return tree
-
-    def ids_of(x: Any) -> Any:
-        if isinstance(x, handles[1:]):
-            raise TypeError(
-                f"update: the step's arguments must be arrays or a BlockList, got {x}; "
-                "pass jnp.asarray of it for its contents, or block.id"
-            )
-        return x.ids if isinstance(x, BlockList) else x
-
-    return jax.tree.map(ids_of, tree)
 
 
 def _in_words(exports: Iterable[tuple[int, Sequence[int]]]) -> list[str]:
@@ -677,89 +593,6 @@ def _levels_up() -> int:
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(package):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _check_like(where: str, old: KVPool, new: KVPool) -> None:
-    shapes = [[_checks.show(x) for x in pool.arrays] for pool in (old, new)]
-    if new.spec != old.spec or shapes[0] != shapes[1]:
-        raise ValueError(
-            f"{where}: must be like the pool it replaces, {old!r}, got {new!r}"
-        )
-    if new.memory_kind != old.memory_kind:
-        raise ValueError(
-            f"{where}: must stay in {old.memory_kind} memory, got a pool in "
-            f"{new.memory_kind}"
-        )
-
-
-def _check_device(where: str, device: Any) -> None:
-    if not isinstance(device, jax.sharding.Sharding):
-        find_device(where, device)
-    elif len(device.device_set) != 1:
-        raise ValueError(
-            f"{where}: device must be one device, got {device}; for a pool over "
-            "several devices use KVPool.zeros with the sharding"
-        )
-
-
-def _one_name(block_size: int | None, page_size: int | None) -> int:
-    """The tokens to a block, by its name or by the old one."""
-    if block_size is not None and page_size is not None:
-        raise TypeError(
-            f"BlockManager: block_size must be given once, got {block_size} and "
-            f"page_size={page_size}, which is its old name; leave page_size out"
-        )
-    tokens = page_size if block_size is None else block_size
-    if tokens is None:
-        raise TypeError(
-            "BlockManager: block_size must be given, the tokens to a block; for "
-            "example BlockManager(32, 16, num_kv_heads=8, head_dim=128)"
-        )
-    return tokens
-
-
-def _head_extents(
-    inner_dim: int | None, num_kv_heads: int | None, head_dim: int | None
-) -> tuple[int, int]:
-    where = "BlockManager"
-    given = {"inner_dim": inner_dim, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    _checks.check_positive(where, **{k: v for k, v in given.items() if v is not None})
-    if num_kv_heads is None and head_dim is None:
-        if inner_dim is None:
-            raise ValueError(f"{where}: give inner_dim, or num_kv_heads and head_dim")
-        return 1, inner_dim
-    if inner_dim is not None:
-        if num_kv_heads is None:
-            num_kv_heads = _other_extent(inner_dim, head_dim=head_dim)
-        elif head_dim is None:
-            head_dim = _other_extent(inner_dim, num_kv_heads=num_kv_heads)
-    if num_kv_heads is None or head_dim is None:
-        raise ValueError(
-            f"{where}: num_kv_heads and head_dim belong together, got "
-            f"num_kv_heads={num_kv_heads}, head_dim={head_dim}"
-        )
-    if inner_dim is not None and inner_dim != num_kv_heads * head_dim:
-        raise ValueError(
-            f"{where}: inner_dim must be num_kv_heads * head_dim = "
-            f"{num_kv_heads} * {head_dim}, got {inner_dim}"
-        )
-    return num_kv_heads, head_dim
-
-
-def _other_extent(inner_dim: int, **given: Any) -> int:
-    """What inner_dim leaves for the head extent that is not given."""
-    ((name, extent),) = given.items()
-    if inner_dim % extent:
-        raise ValueError(
-            f"BlockManager: inner_dim must be a multiple of {name}={extent}, got "
-            f"{inner_dim}; leave inner_dim out and give num_kv_heads and head_dim, or "
-            "give it alone"
-        )
-    return inner_dim // extent
-
-
-def _platform(pool: KVPool) -> str:
-    return next(iter(pool.arrays[0].devices())).platform
 
 
 def _same_memory(old: KVPool, new: KVPool) -> bool:
