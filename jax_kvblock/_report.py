@@ -9,7 +9,7 @@ from importlib import metadata
 import jax
 
 from jax_kvblock import _ffi
-from jax_kvblock.attention import cuda, tiled
+from jax_kvblock.attention import cuda, tile_sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +84,7 @@ def _attention() -> list[Served]:
         Served(
             "flash_attention_forward, tiles (Bc, Br)",
             "xla",
-            f"each one of {', '.join(map(str, tiled.XLA_BLOCKS))}",
+            f"each one of {', '.join(map(str, tile_sizes.XLA_BLOCKS))}",
         ),
     ]
 

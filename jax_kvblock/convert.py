@@ -11,10 +11,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, overload
 
 import jax
-import numpy as np
 
 from jax_kvblock import _checks
 from jax_kvblock._copy import block_copy
+from jax_kvblock._match import (
+    check_same,
+    flatten_list,
+    match_array,
+    match_pieces,
+    spec_of_operational,
+)
 from jax_kvblock._plan import Copy, Form, Side
 from jax_kvblock._types import ArrayIn, Blocks, Pieces
 from jax_kvblock.layout import (
@@ -249,7 +255,7 @@ def operational_to_block(
     source = find_layout(where, "layout", "operational", inner.name)
     chosen = _operational_backend(where, backend)
     if spec is None:
-        spec = _spec_of_operational(where, operational, layout, num_kv_heads, head_dim)
+        spec = spec_of_operational(where, operational, layout, num_kv_heads, head_dim)
     return _convert(where, "operational", operational, source, inner, spec, 2, chosen)
 
 
@@ -338,7 +344,7 @@ def _convert(
         return _convert_list(where, name, x, source, target, spec, num_outer, backend)
     x = _checks.check_array(where, name, x)
     dtype = _checks.check_dtype(where, name, x.dtype)
-    spec = _match(where, name, x, source, spec, dtype)
+    spec = match_array(where, name, x, source, spec, dtype)
     # Each leading axis stays an axis, so that any of them may be cut over devices.
     batch = x.shape[: x.ndim - len(source.groups)]
     leading = {f"N{i}": extent for i, extent in enumerate(batch)}
@@ -367,14 +373,14 @@ def _convert_list(
     if len(blocks) == 0:
         return []
     pieces_in = source in (NHD, HND) and isinstance(blocks[0], (list, tuple))
-    arrays, per_block = _flatten_list(where, name, blocks, pieces_in)
-    dtype = _check_same(where, name, arrays, per_block if pieces_in else None)
+    arrays, per_block = flatten_list(where, name, blocks, pieces_in)
+    dtype = check_same(where, name, arrays, per_block if pieces_in else None)
     if pieces_in:
-        spec = _match_pieces(
+        spec = match_pieces(
             where, name, arrays[0], per_block, source, spec, num_outer, dtype
         )
     else:
-        spec = _match(where, name, arrays[0], source, spec, dtype, batched=False)
+        spec = match_array(where, name, arrays[0], source, spec, dtype, batched=False)
     pieces_out = target in (NHD, HND)
     sizes = (("N", len(blocks)), *spec.sizes.items())
     copy = Copy(
@@ -414,216 +420,3 @@ def _inner_layout(where: str, layout: Any) -> Layout:
 def _operational_backend(where: str, backend: Any) -> str:
     _checks.check_choice(where, "backend", backend, BACKENDS)
     return "kernel" if backend == "auto" else backend
-
-
-def _describe(layout: Layout) -> str:
-    names = {"L": "nl", "O": "no", "T": "nt", "H": "nh", "D": "hd"}
-    return ", ".join("·".join(names[a] for a in group) for group in layout.groups)
-
-
-def _match(
-    where: str,
-    name: str,
-    x: Any,
-    layout: Layout,
-    spec: BlockSpec | None,
-    dtype: np.dtype,
-    batched: bool = True,
-) -> BlockSpec:
-    """The spec that x's shape means, checked against the given one."""
-    rank = len(layout.groups)
-    dots = "..., " if batched else ""
-    if x.ndim < rank or (not batched and x.ndim != rank):
-        raise ValueError(
-            f"{where}: {name} must have shape [{dots}{_describe(layout)}] "
-            f"({layout.name}), got {_checks.show(x)}"
-        )
-    tail = tuple(x.shape[x.ndim - rank :])
-    if spec is None:
-        sizes = {g[0]: n for g, n in zip(layout.groups, tail, strict=True)}
-        if min(tail) < 1:
-            raise ValueError(
-                f"{where}: {name} must have block extents of at least 1, got "
-                f"{_checks.show(x)}; only leading axes may be 0"
-            )
-        if sizes["O"] > 2:
-            raise ValueError(
-                f"{where}: {name} must have shape [{dots}{_describe(layout)}] with no "
-                f"1 or 2, got {_checks.show(x)} where no = {sizes['O']}"
-            )
-        return BlockSpec(
-            sizes["L"], sizes["O"], sizes["T"], sizes["H"], sizes["D"], dtype
-        )
-    if tail != layout.shape(spec):
-        shape = ", ".join(map(str, layout.shape(spec)))
-        raise ValueError(
-            f"{where}: {name} must have shape [{dots}{_describe(layout)}] = "
-            f"[{dots}{shape}] ({layout.name} of the spec), got {_checks.show(x)}"
-        )
-    _match_dtype(where, name, x, spec, _checks.show(x))
-    return spec
-
-
-def _match_dtype(where: str, name: str, x: Any, spec: BlockSpec, got: str) -> None:
-    if x.dtype != spec.dtype:
-        raise TypeError(
-            f"{where}: {name} must have the spec's dtype {spec.dtype}, got {got}; cast "
-            "it or change the spec"
-        )
-    if not isinstance(x, jax.Array):
-        _checks.check_held(where, name, spec.dtype)
-
-
-def _check_outer(where: str, name: str, value: int) -> None:
-    if value not in (1, 2):
-        raise ValueError(
-            f"{where}: {name} must be 2 (K and V) or 1 (combined or latent), got "
-            f"{value}"
-        )
-
-
-def _match_pieces(
-    where: str,
-    name: str,
-    piece: Any,
-    per_block: int,
-    layout: Layout,
-    spec: BlockSpec | None,
-    num_outer: int,
-    dtype: np.dtype,
-) -> BlockSpec:
-    groups = layout.groups[2:]
-    inner = _describe(layout).split(", ", 2)[2]
-    if piece.ndim != 3 or min(piece.shape) < 1:
-        raise ValueError(
-            f"{where}: each array in {name} must have shape [{inner}] ({layout.name}), "
-            f"got {_checks.show(piece)}"
-        )
-    if spec is None:
-        _check_outer(where, "num_outer", num_outer)
-        if per_block % num_outer or per_block == 0:
-            raise ValueError(
-                f"{where}: each block in {name} must hold nl·no arrays; {per_block} is "
-                f"not a multiple of num_outer={num_outer}"
-            )
-        sizes = {g[0]: n for g, n in zip(groups, piece.shape, strict=True)}
-        return BlockSpec(
-            per_block // num_outer, num_outer, sizes["T"], sizes["H"], sizes["D"], dtype
-        )
-    if per_block != spec.num_layers * spec.num_outer:
-        raise ValueError(
-            f"{where}: each block in {name} must hold nl·no = "
-            f"{spec.num_layers * spec.num_outer} arrays (the spec's), got {per_block}"
-        )
-    if tuple(piece.shape) != layout.shape(spec)[2:]:
-        raise ValueError(
-            f"{where}: each array in {name} must have shape [{inner}] = "
-            f"{list(layout.shape(spec)[2:])} (the spec's), got {_checks.show(piece)}"
-        )
-    _match_dtype(where, name, piece, spec, str(dtype))
-    return spec
-
-
-def _flatten_list(
-    where: str, name: str, blocks: Sequence[Any], pieces: bool
-) -> tuple[list[Any], int]:
-    """All arrays of a list input, block by block, and how many a block has."""
-    arrays = []
-    if not pieces:
-        for i, block in enumerate(blocks):
-            if isinstance(block, (list, tuple)):
-                raise ValueError(
-                    f"{where}: {name} must be a list of arrays, but {name}[{i}] is a "
-                    f"{type(block).__name__}"
-                )
-            arrays.append(_checks.check_array(where, f"{name}[{i}]", block))
-        return arrays, 1
-    per_block = len(blocks[0])
-    for i, block in enumerate(blocks):
-        if not isinstance(block, (list, tuple)) or len(block) != per_block:
-            got = f"{len(block)}" if isinstance(block, (list, tuple)) else type(block)
-            raise ValueError(
-                f"{where}: every block in {name} must be a list of the same nl·no "
-                f"arrays; {name}[0] has {per_block}, {name}[{i}] has {got}"
-            )
-        for j, piece in enumerate(block):
-            arrays.append(_checks.check_array(where, f"{name}[{i}][{j}]", piece))
-    if not arrays:
-        raise ValueError(f"{where}: the blocks in {name} hold no arrays")
-    return arrays, per_block
-
-
-def _check_same(
-    where: str, name: str, arrays: Sequence[Any], per_block: int | None
-) -> np.dtype:
-    """Every array of a list must be alike in shape, dtype and device."""
-
-    def label(i: int) -> str:
-        if per_block is None:
-            return f"{name}[{i}]"
-        return f"{name}[{i // per_block}][{i % per_block}]"
-
-    first = arrays[0]
-    dtype = _checks.check_dtype(where, label(0), first.dtype)
-    devices = _devices(first)
-    for i, x in enumerate(arrays):
-        if np.dtype(x.dtype) != dtype:
-            raise TypeError(
-                f"{where}: all arrays in {name} must have one dtype; {label(0)} is "
-                f"{_checks.show(first)}, {label(i)} is {_checks.show(x)}; cast them"
-            )
-        if tuple(x.shape) != tuple(first.shape):
-            raise ValueError(
-                f"{where}: all arrays in {name} must have one shape; {label(0)} is "
-                f"{_checks.show(first)}, {label(i)} is {_checks.show(x)}"
-            )
-        if devices is not None and _devices(x) not in (None, devices):
-            raise ValueError(
-                f"{where}: all arrays in {name} must be on the same devices; "
-                f"{label(0)} is on {_names(devices)}, {label(i)} on "
-                f"{_names(_devices(x))}; move them with jax.device_put"
-            )
-    return dtype
-
-
-def _devices(x: Any) -> set[Any] | None:
-    """The devices of a concrete jax array; None for tracers and NumPy arrays."""
-    if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
-        return None
-    return set(x.devices())
-
-
-def _names(devices: set[Any] | None) -> str:
-    return ", ".join(sorted(str(d) for d in devices or ()))
-
-
-def _spec_of_operational(
-    where: str, x: Any, layout: str, num_kv_heads: int | None, head_dim: int | None
-) -> BlockSpec:
-    if num_kv_heads is None or head_dim is None:
-        raise ValueError(
-            f"{where}: an operational block does not tell nt, nh and hd apart; pass "
-            "spec=, or num_kv_heads= and head_dim="
-        )
-    num_kv_heads, head_dim = _checks.check_positive(
-        where, num_kv_heads=num_kv_heads, head_dim=head_dim
-    )
-    first = x[0] if isinstance(x, (list, tuple)) and len(x) else x
-    if isinstance(x, (list, tuple)) and not x:
-        return BlockSpec(1, 1, 1, num_kv_heads, head_dim, np.dtype(np.float32), layout)
-    first = _checks.check_array(where, "operational", first)
-    dtype = _checks.check_dtype(where, "operational", first.dtype)
-    if first.ndim < 3:
-        raise ValueError(
-            f"{where}: operational must have shape [..., nl, no, inner], got "
-            f"{_checks.show(first)}"
-        )
-    layers, outer, inner = first.shape[-3:]
-    if inner == 0 or inner % (num_kv_heads * head_dim):
-        raise ValueError(
-            f"{where}: operational has inner = {inner}, which is not a multiple of "
-            f"num_kv_heads·head_dim = {num_kv_heads}·{head_dim}"
-        )
-    _check_outer(where, "operational's outer extent (no)", outer)
-    tokens = inner // (num_kv_heads * head_dim)
-    return BlockSpec(layers, outer, tokens, num_kv_heads, head_dim, dtype, layout)

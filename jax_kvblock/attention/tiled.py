@@ -4,14 +4,7 @@ Forward, backward and their bookkeeping as separate calls, for code that keeps a
 sum l and maximum m instead of its log-sum-exp: `m + log(l) = lse`, and every pair with
 the same lse means the same.
 
-A tile is Br queries by Bc keys, and belongs to an implementation:
-
-- Both powers of two from 16 to 512: the blocks of "xla", on every device.
-- The one that "cuda" is compiled for at this head dim (`cuda.FORWARD_TILES`): these
-  kernels where they serve the call (16 bits on a GPU), and "xla" in blocks of that size
-  elsewhere, on every device. Where "cuda_sm90" serves, the one of its kernels, too.
-
-Any other is an error that lists them.
+Which tiles there are, and what they take, is in `tile_sizes`.
 """
 
 from __future__ import annotations
@@ -23,25 +16,12 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock._checks import (
-    check_array,
-    check_integer,
-    check_positive,
-    show,
-    to_jax,
-)
+from jax_kvblock._checks import check_array, check_integer, show, to_jax
 from jax_kvblock._types import ArrayIn
-from jax_kvblock.attention import arguments, blocked, cuda, flash, primitive
-from jax_kvblock.attention.config import (
-    AttentionConfig,
-    Operands,
-    Sizes,
-    accumulator,
-)
+from jax_kvblock.attention import arguments, flash, primitive
+from jax_kvblock.attention.config import AttentionConfig, Operands, accumulator
 from jax_kvblock.attention.ops import LogSumExp
-
-XLA_BLOCKS = (16, 32, 64, 128, 256, 512)
-_TILE_FIX = "tiles are compiled in; get_optimal_block_sizes picks one"
+from jax_kvblock.attention.tile_sizes import TILE_FIX, find_tile
 
 
 @overload
@@ -219,7 +199,7 @@ class FlashAttention:
     def __post_init__(self) -> None:
         where = type(self).__name__
         for name in ("bc", "br"):
-            size = check_integer(where, name, getattr(self, name), _TILE_FIX)
+            size = check_integer(where, name, getattr(self, name), TILE_FIX)
             object.__setattr__(self, name, size)
         arguments.check_flags(where, use_half=self.use_half)
 
@@ -399,81 +379,7 @@ def _in_blocks(a: jax.Array, size: int) -> jax.Array:
     return jnp.moveaxis(a.reshape(b, h, (n + missing) // size, size, d), 2, 0)
 
 
-# ---- tiles ---------------------------------------------------------------------------
-
-
-def available_tiles(head_dim: int) -> dict[str, list[tuple[int, int]]]:
-    """The tiles `(Bc, Br)` of each implementation at a head dim, the fastest first.
-
-    Those of "cuda_sm90" are there on a GPU that it serves.
-    """
-    fix = "pass the last dim of Q"
-    head_dim = check_integer("available_tiles", "head_dim", head_dim, fix)
-    tiles = {}
-    for kernels in dict.fromkeys((*cuda.best_kernels(), "cuda")):
-        tile = cuda.forward_tile(kernels, head_dim)
-        tiles[kernels] = [] if tile is None else [(tile[1], tile[0])]
-    return {**tiles, "xla": [(bc, br) for bc in XLA_BLOCKS for br in XLA_BLOCKS]}
-
-
-def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
-    """The fastest tile `(Bc, Br)` on the default device.
-
-    On a GPU it is the tile that the CUDA kernels are compiled for at this head dim;
-    these fit into shared memory. Elsewhere it is that of "xla", no longer than the
-    sequence rounded up.
-
-    Raises:
-      ValueError: head_dim is no multiple of 8 up to 256, so that no tile serves it.
-
-    Example:
-      >>> Bc, Br = get_optimal_block_sizes(1024, 128)
-    """
-    where = "get_optimal_block_sizes"
-    sequence_length, head_dim = check_positive(
-        where, sequence_length=sequence_length, head_dim=head_dim
-    )
-    _check_head_dim(where, head_dim)
-    if jax.default_backend() == "gpu":
-        return next(iter(available_tiles(head_dim).values()))[0]
-    br, bc = blocked.default_blocks(jax.default_backend())
-    fits = next((b for b in XLA_BLOCKS if b >= sequence_length), XLA_BLOCKS[-1])
-    return min(bc, fits), min(br, fits)
-
-
-def _tile(where: str, bc: Any, br: Any, head_dim: int) -> tuple[int, int, str]:
-    """Bc, Br, and the implementation that this tile stands for.
-
-    Kernels compute where they serve the call, else "xla" in such blocks.
-    """
-    _check_head_dim(where, head_dim)
-    bc = check_integer(where, "Bc", bc, _TILE_FIX)
-    br = check_integer(where, "Br", br, _TILE_FIX)
-    tiles = available_tiles(head_dim)
-    for implementation, those in tiles.items():
-        if (bc, br) in those:
-            return bc, br, implementation
-    kernels = dict.fromkeys(tile for k in cuda.KERNELS for tile in tiles.get(k, ()))
-    compiled = ", ".join(f"({c}, {r})" for c, r in kernels)
-    raise ValueError(
-        f"{where}: no tile (Bc, Br) = ({bc}, {br}) for head dim {head_dim}; compiled "
-        f"for CUDA: {compiled}; 'xla': each of Bc and Br one of {list(XLA_BLOCKS)}; "
-        "get_optimal_block_sizes picks one"
-    )
-
-
-def _check_head_dim(where: str, head_dim: int) -> None:
-    if head_dim % 8 or not 8 <= head_dim <= cuda.MAX_HEAD_DIM:
-        fix = (
-            "jax.nn.dot_product_attention has no such limit"
-            if head_dim > cuda.MAX_HEAD_DIM
-            else "dot_product_attention takes any, or pad Q, K and V with zeros to P "
-            "dims and multiply Q by sqrt(P / D)"
-        )
-        raise ValueError(
-            f"{where}: the head dim D must be a multiple of 8 up to "
-            f"{cuda.MAX_HEAD_DIM}, got {head_dim}; {fix}"
-        )
+# ---- arguments -----------------------------------------------------------------------
 
 
 def _check_qkv(
@@ -521,7 +427,7 @@ def _call(
 ) -> tuple[AttentionConfig, Operands]:
     """The call on `[B, N, H, D]`."""
     arguments.check_flags(where, use_half=use_half)
-    bc, br, implementation = _tile(where, Bc, Br, Q.shape[-1])
+    bc, br, implementation = find_tile(where, Bc, Br, Q.shape[-1])
     dtype = jnp.float16 if use_half else Q.dtype
     q, k, v = (jnp.swapaxes(a, 1, 2).astype(dtype) for a in (Q, K, V))
     config, x = arguments.normalize(where, q, k, v)
@@ -539,129 +445,3 @@ def _check_shape(where: str, name: str, a: Any, like: str, shape: Any) -> Any:
             "pass what flash_attention_forward(return_residuals=True) returned"
         )
     return a
-
-
-# ---- memory --------------------------------------------------------------------------
-
-
-def estimate_memory_usage(
-    batch_size: int,
-    num_heads: int,
-    seq_len: int,
-    head_dim: int,
-    use_half: bool = False,
-    *,
-    Bc: int = 32,
-    Br: int = 32,
-) -> dict[str, float]:
-    """Bytes that `flash_attention_forward` takes on the default device.
-
-    Computed from the sizes of the blocks, without compiling anything. On a CPU,
-    `internal_memory` is within 5 % of what `compiled.memory_analysis()` gives for its
-    temporaries, where there is more than one block of queries and of keys and more
-    than one head; `backward_memory` is within a third there. On a GPU with a tile of
-    its kernels and `use_half`, `internal_memory` is within 5 %, and `backward_memory`
-    too where "cuda_sm90" serves. Others are rougher. (XLA decides which buffers share
-    memory: the tests compare with what it decides.)
-
-    Args:
-      batch_size, num_heads, seq_len, head_dim: B, H, N and D.
-      use_half: for float16 inputs; float32 otherwise.
-      Bc, Br: the tile.
-
-    Returns:
-      `input_memory` of Q, K and V, `internal_memory` of the forward pass's temporaries,
-      `output_memory` of O, `total_memory` of these three, `total_memory_mb`, the same
-      in MiB, and `backward_memory`, the temporaries of `flash_attention_backward`.
-
-    Raises:
-      ValueError: a size below 1, or a head dim or a tile that is not served.
-      TypeError: Bc or Br is no integer, or use_half no bool.
-
-    Example:
-      >>> used = estimate_memory_usage(8, 16, 1024, 64, use_half=True)
-      >>> print(f"{used['total_memory_mb']:.1f} MB")
-    """
-    where = "estimate_memory_usage"
-    batch_size, num_heads, seq_len, head_dim = check_positive(
-        where,
-        batch_size=batch_size,
-        num_heads=num_heads,
-        seq_len=seq_len,
-        head_dim=head_dim,
-    )
-    arguments.check_flags(where, use_half=use_half)
-    Bc, Br, implementation = _tile(where, Bc, Br, head_dim)
-    rows = batch_size * num_heads
-    one = rows * seq_len * head_dim * (2 if use_half else 4)
-    if implementation != "xla" and use_half and jax.default_backend() == "gpu":
-        # The kernels read [B, N, H, D]: Q, K and V, and dO, are transposed where there
-        # are several heads. Beside them there are, on the way back, lse, delta and dQ,
-        # in float32 and whole tiles.
-        row = rows * seq_len * 4
-        whole = -(-seq_len // cuda.DQ_ROWS) * cuda.DQ_ROWS
-        transposed = one if num_heads > 1 else 0
-        internal = 3 * transposed
-        backward = 4 * transposed + rows * whole * head_dim * 4 + 2 * row
-    else:
-        config = AttentionConfig(1.0, xla_block_q=Br, xla_block_kv=Bc)
-        size = Sizes(
-            batch_size, seq_len, seq_len, num_heads, num_heads, head_dim, head_dim
-        )
-        internal, backward = _blocked_memory(config, size, use_half)
-    total = 3 * one + internal + one
-    return {
-        "input_memory": 3 * one,
-        "internal_memory": internal,
-        "output_memory": one,
-        "total_memory": total,
-        "total_memory_mb": total / 2**20,
-        "backward_memory": backward,
-    }
-
-
-def _blocked_memory(
-    config: AttentionConfig, size: Sizes, use_half: bool
-) -> tuple[int, int]:
-    """Temporaries of "xla" on `[B, H, N, D]`, forward and backward.
-
-    Operands are copied where they are widened to float32 (use_half) or filled up to
-    whole blocks. Beside them live the blocks of one step, and the list of visited
-    blocks. How many blocks are alive at once was read from XLA's buffer assignments
-    (jax 0.10.2 and 0.12.0 agree).
-    """
-    block_q, block_kv = blocked.block_sizes(config, size, None)
-    rows = size.batch * size.num_heads
-    t = -(-size.q_len // block_q) * block_q
-    s = -(-size.kv_len // block_kv) * block_kv
-    queries, keys = (rows * length * size.head_dim * 4 for length in (t, s))
-    scores = rows * block_q * block_kv * 4
-    q_block, kv_block = (
-        rows * length * size.head_dim * 4 for length in (block_q, block_kv)
-    )
-    visits = (t // block_q) * (s // block_kv)
-
-    copied_q = queries if use_half or t != size.q_len else 0
-    copied_k = keys if use_half or s != size.kv_len else 0
-    filled = max(queries * (t != size.q_len), keys * (s != size.kv_len))
-    width = 2 if use_half else 4
-    out = 0 if t == size.q_len else queries * width // 4
-    if s > block_kv:
-        step = max(
-            2 * scores + 2 * q_block + kv_block, scores + 2 * q_block + 2 * kv_block
-        )
-        if kv_block <= q_block and q_block >= 2**20:
-            step = 2 * (scores + q_block + kv_block)
-    elif t > block_q:
-        step = 2 * scores + 2 * q_block
-    else:
-        step, out = 2 * scores + q_block, 0
-    listed = max(step + 4 * visits, 9 * visits) + 2 * size.batch * t  # sorted once
-    forward = copied_q + 2 * copied_k + out + max(listed, filled)
-
-    step = 3 * scores + 3 * q_block + 4 * kv_block + 3 * rows * t * 4 + 4 * visits
-    # q, dO and dQ; K and V; dK and dV where they have to be cut.
-    backward = 3 * copied_q + 2 * copied_k
-    backward += 0 if s == size.kv_len else 2 * keys * width // 4
-    backward += max(step, filled, queries * use_half)
-    return forward, backward
