@@ -71,7 +71,7 @@ stress: $(GPU_LIBRARY)
 # Small mistakes, each put into a copy of the sources: what has to notice them does. The kernels' own
 # on a GPU, with the objects of the build there.
 mutants: $(VENV)/.installed
-	$(BIN)/python -P tests/mutants.py $(MUTANT_ARGS)
+	$(BIN)/python tests/mutants.py $(MUTANT_ARGS)
 
 gpu-mutants: $(GPU_LIBRARY)
 	$(PYTHON) tests/mutants.py $(MUTANT_ARGS) \

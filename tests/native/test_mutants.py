@@ -8,7 +8,8 @@ from pathlib import Path
 import mutants
 import pytest
 from attention_sweep import draw_cases
-from mutants import CPU, GPU, ROOT, Mutant, Outcome
+from mutant_list import CPU, GPU, ROOT, Mutant
+from mutants import Outcome
 
 ALL = [pytest.param(m, id=m.name) for m in (*CPU, *GPU)]
 

@@ -41,6 +41,7 @@ from fuzz_copies import (
 )
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
+from managers import Holder
 
 import jax_kvblock
 from jax_kvblock import _ffi, _native
@@ -303,19 +304,6 @@ def fuzz_attention(seen: Counts) -> None:
 
 class Lease:
     """Something to keep alive: a plain object takes no weak reference."""
-
-
-class Holder:
-    """Gives its capsule to NumPy, which takes no bare one."""
-
-    def __init__(self, capsule: Any) -> None:
-        self.capsule = capsule
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return self.capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0
 
 
 EXTENTS = st.lists(st.one_of(st.integers(0, 4), HOSTILE), max_size=4)

@@ -12,22 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from managers import BLOCKS, HD, NH, NL, NO, NT, donate, make_manager
 
 import jax_kvblock as kv
-
-NL, NO, NT, NH, HD = 3, 2, 4, 2, 5
-BLOCKS = 6
-
-
-def make_manager(**changes: Any) -> kv.BlockManager:
-    arguments = {
-        "num_kv_heads": NH,
-        "head_dim": HD,
-        "dtype": jnp.float32,
-        "num_blocks": BLOCKS,
-        **changes,
-    }
-    return kv.BlockManager(NL, NT, **arguments)
 
 
 @pytest.fixture
@@ -38,13 +25,6 @@ def manager() -> kv.BlockManager:
 @jax.jit
 def read_only(pool: kv.KVPool) -> jax.Array:
     return pool.data.sum()
-
-
-def add_one(pool: kv.KVPool) -> kv.KVPool:
-    return kv.KVPool(pool.data + 1, pool.spec)
-
-
-donate = jax.jit(add_one, donate_argnums=0)
 
 
 # ---- sequences -----------------------------------------------------------------------

@@ -15,26 +15,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import managers
 import numpy as np
 import pytest
+from managers import HD, NH, NL, NO, NT, Holder
 
 import jax_kvblock as kv
 
-NL, NO, NT, NH, HD = 3, 2, 4, 2, 5
 BLOCKS = 5
 
 
 def make_manager(**changes: Any) -> kv.BlockManager:
     """A manager in CPU memory, where NumPy can look at it, also on a GPU machine."""
-    arguments = {
-        "num_kv_heads": NH,
-        "head_dim": HD,
-        "dtype": jnp.float32,
-        "num_blocks": BLOCKS,
-        "device": jax.devices("cpu")[0],
-        **changes,
-    }
-    return kv.BlockManager(NL, NT, **arguments)
+    cpu = jax.devices("cpu")[0]
+    return managers.make_manager(**{"num_blocks": BLOCKS, "device": cpu, **changes})
 
 
 def fill(manager: kv.BlockManager, rng: np.random.Generator) -> np.ndarray:
@@ -54,19 +48,6 @@ def add_one(pool: kv.KVPool) -> kv.KVPool:
 
 
 donate = jax.jit(add_one, donate_argnums=0)
-
-
-class Holder:
-    """Gives its capsule to NumPy, which takes no bare one."""
-
-    def __init__(self, capsule: Any) -> None:
-        self.capsule = capsule
-
-    def __dlpack__(self, **_: Any) -> Any:
-        return self.capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0
 
 
 def address(array: np.ndarray) -> int:

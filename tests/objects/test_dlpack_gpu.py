@@ -6,32 +6,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import managers
 import numpy as np
 import pytest
+from managers import add
 
 import jax_kvblock as kv
 
 pytestmark = pytest.mark.gpu
 
-NL, NO, NT, NH, HD = 3, 2, 4, 2, 5
 BLOCKS = 5
 CUDA, CUDA_HOST = 2, 3
 
 
 def make_manager(**changes: Any) -> kv.BlockManager:
-    arguments = {
-        "num_kv_heads": NH,
-        "head_dim": HD,
-        "dtype": jnp.float32,
-        "num_blocks": BLOCKS,
-        "device": jax.devices("gpu")[0],
-        **changes,
-    }
-    return kv.BlockManager(NL, NT, **arguments)
-
-
-def add(pool: kv.KVPool, number: Any = 1) -> kv.KVPool:
-    return jax.tree.map(lambda x: x + number, pool)
+    gpu = jax.devices("gpu")[0]
+    return managers.make_manager(**{"num_blocks": BLOCKS, "device": gpu, **changes})
 
 
 def fill(manager: kv.BlockManager, rng: np.random.Generator) -> np.ndarray:

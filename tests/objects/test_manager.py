@@ -10,34 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from managers import BLOCKS, HD, NH, NL, NT, add, donate, make_manager
 
 import jax_kvblock as kv
-
-NL, NO, NT, NH, HD = 3, 2, 4, 2, 5
-BLOCKS = 6
-
-
-def make_manager(**changes: Any) -> kv.BlockManager:
-    arguments = {
-        "num_kv_heads": NH,
-        "head_dim": HD,
-        "dtype": jnp.float32,
-        "num_blocks": BLOCKS,
-        **changes,
-    }
-    return kv.BlockManager(NL, NT, **arguments)
 
 
 @pytest.fixture
 def manager() -> kv.BlockManager:
     return make_manager()
-
-
-def add(pool: kv.KVPool, number: Any = 1) -> kv.KVPool:
-    return kv.KVPool(pool.data + number, pool.spec)
-
-
-donate = jax.jit(add, donate_argnums=0)
 
 
 # ---- extents -------------------------------------------------------------------------

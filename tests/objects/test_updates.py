@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from managers import add
 
 import jax_kvblock as kv
 
@@ -27,10 +28,6 @@ def make_manager(**changes: Any) -> kv.BlockManager:
 @pytest.fixture
 def manager() -> kv.BlockManager:
     return make_manager()
-
-
-def add(pool: kv.KVPool, number: Any = 1) -> kv.KVPool:
-    return jax.tree.map(lambda x: x + number, pool)
 
 
 def all_are(manager: kv.BlockManager, number: float) -> bool:

@@ -1,0 +1,531 @@
+"""The small mistakes that mutants.py makes, and what has to notice each."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """`old` in `file` becomes `new`; `killer` is what has to fail then.
+
+    killer: a file of tests and which of them (pytest's -k). Of a kernel it is arguments
+    of attention_sweep.py, and `objects` begin the names of the files that are compiled
+    anew: those that CMake makes of an instance's two element types, or a source file.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    killer: tuple[str, ...]
+    objects: tuple[str, ...] = ()
+
+    @property
+    def builds(self) -> bool:
+        """Whether the library for the CPU is to be compiled anew."""
+        return self.file.startswith("cpp/") and not self.objects
+
+    def apply(self, root: Path) -> None:
+        path = root / self.file
+        text = path.read_text()
+        assert text.count(self.old) == 1, f"{self.name}: {self.file} has changed"
+        path.write_text(text.replace(self.old, self.new))
+
+
+# ---- on the CPU ----------------------------------------------------------------------
+
+BLOCKED, CUDA = "jax_kvblock/attention/blocked.py", "jax_kvblock/attention/cuda.py"
+DENSE, PLAN = "jax_kvblock/attention/dense.py", "jax_kvblock/_plan.py"
+TRANSFER, MANAGER = "jax_kvblock/transfer.py", "jax_kvblock/manager.py"
+CHECK, COPY_CHECK = "cpp/host/attention_check.cc", "cpp/host/block_copy_check.cc"
+COPY = "cpp/ops/block_copy/block_copy_cpu.cc"
+
+
+def test(file: str, names: str = "test") -> tuple[str, ...]:
+    (path,) = (ROOT / "tests").glob(f"*/{file}.py")
+    return str(path.relative_to(ROOT)), names
+
+
+LAUNCH = test("test_attention_launch")
+LENGTHS = test("test_attention", "test_lengths and float32 and T127")
+WINDOWS = test("test_attention_masks", "test_windows and float32")
+TILES = test("test_attention_masks", "test_tile_lists and float32")
+CPU = (
+    Mutant(
+        "the scale is left out",
+        BLOCKED,
+        "scores = config.scale * jnp.einsum(",
+        "scores = jnp.einsum(",
+        LENGTHS,
+    ),
+    Mutant(
+        "a window ends a key early",
+        BLOCKED,
+        "allowed &= keys.first <= rows.last",
+        "allowed &= keys.first < rows.last",
+        WINDOWS,
+    ),
+    Mutant(
+        "the last block of keys is passed over",
+        BLOCKED,
+        "return order, seen.sum(1, dtype=jnp.int32)",
+        "return order, jnp.maximum(seen.sum(1, dtype=jnp.int32) - 1, 1)",
+        TILES,
+    ),
+    Mutant(
+        "query heads of a group change places",
+        BLOCKED,
+        "o = jnp.moveaxis(o.reshape(b, k * g, t, e), 1, 2)[:, : size.q_len]",
+        "o = jnp.moveaxis(o.swapaxes(1, 2).reshape(b, k * g, t, e), 1, 2)"
+        "[:, : size.q_len]",
+        test("test_attention", "test_lengths and T64"),
+    ),
+    Mutant(
+        "lse lacks the maximum",
+        BLOCKED,
+        "LogSumExp(jnp.where(seen, rest + top, -jnp.inf))",
+        "LogSumExp(jnp.where(seen, rest, -jnp.inf))",
+        LENGTHS,
+    ),
+    Mutant(
+        "the sink is not in the sum",
+        BLOCKED,
+        "total = total * shrink + jnp.exp(sinks - base)",
+        "total = total * shrink",
+        test("test_attention_masks", "test_minus_inf_bias and sinks and float32"),
+    ),
+    Mutant(
+        "scores are not taken relative to their row's base",
+        BLOCKED,
+        "scores = scores - _block(base, i, p.block_q, 3)[..., None]",
+        "pass",
+        test("test_attention_large_bias", "two_large_biases and float32"),
+    ),
+    Mutant(
+        "the base is not kept",
+        BLOCKED,
+        "base_all = put(base_all, lse.base, at, 3)",
+        "pass",
+        test("test_attention_large_bias", "two_large_biases and float32"),
+    ),
+    Mutant(
+        "the sums are not scaled to a new maximum",
+        BLOCKED,
+        "return o, new_top, total * shrink + weights.sum(-1)",
+        "return o, new_top, total + weights.sum(-1)",
+        TILES,
+    ),
+    Mutant(
+        "gradients without delta",
+        BLOCKED,
+        "ds = weights * (dw - _block(delta, i, p.block_q, 3)[..., None])",
+        "ds = weights * dw",
+        LENGTHS,
+    ),
+    Mutant(
+        "gradients without the softcap's slope",
+        BLOCKED,
+        "ds = jnp.where(allowed, ds * slope, 0)",
+        "ds = jnp.where(allowed, ds, 0)",
+        test("test_attention_options", "pairs and float32 and softcap and tiles"),
+    ),
+    Mutant(
+        "dbias of one head alone, where heads share it",
+        BLOCKED,
+        "ds = ds.sum(1, keepdims=True)",
+        "ds = ds[:, :1]",
+        test("test_attention_options", "pairs and float32 and shared and sinks"),
+    ),
+    Mutant(
+        "segments are not looked at",
+        BLOCKED,
+        "allowed &= rows.segment == keys.segment",
+        "allowed &= rows.valid",
+        test("test_attention_masks", "test_any_segment_ids and float32"),
+    ),
+    Mutant(
+        "a shift to the other side",
+        DENSE,
+        "last = saturating_add(shift, jnp.int32(config.window_right))",
+        "last = saturating_add(-shift, jnp.int32(config.window_right))",
+        WINDOWS,
+    ),
+    Mutant(
+        "the sides of a window change places for the launcher",
+        CUDA,
+        "window_right=np.int64(min(config.window_right, 2**31 - 1)),",
+        "window_right=np.int64(min(config.window_left, 2**31 - 1)),",
+        LAUNCH,
+    ),
+    Mutant(
+        "the launcher is told another scale",
+        CUDA,
+        "scale=np.float32(config.scale),",
+        "scale=np.float32(1.0),",
+        LAUNCH,
+    ),
+    Mutant(
+        "one counter less for dq",
+        CUDA,
+        "DQ_ROWS, DQ_COUNTERS = 64, 2",
+        "DQ_ROWS, DQ_COUNTERS = 64, 1",
+        LAUNCH,
+    ),
+    Mutant(
+        "the wrong kernels",
+        CUDA,
+        'KERNELS = {"cuda": 0, "cuda_sm90": 1}',
+        'KERNELS = {"cuda": 1, "cuda_sm90": 0}',
+        LAUNCH,
+    ),
+    Mutant(
+        "the lists of tiles are not transposed",
+        CUDA,
+        "listed = jnp.swapaxes(listed_tiles(config, x, size.kv_len), 2, 3)",
+        "listed = listed_tiles(config, x, size.kv_len)",
+        LAUNCH,
+    ),
+    Mutant(
+        "any dtype is served",
+        CUDA,
+        "if x.q.dtype not in (jnp.bfloat16, jnp.float16):",
+        "if x.q.dtype == jnp.float64:",
+        LAUNCH,
+    ),
+    Mutant(
+        "a side begins at its first head, whatever it was told",
+        PLAN,
+        "offset = sum(first * strides[axis] for axis, first in side.first)",
+        "offset = 0",
+        test("test_pool", "test_gather"),
+    ),
+    Mutant(
+        "token slots as if a block had one token less",
+        PLAN,
+        "id_inner = sizes[side.index[1]]",
+        "id_inner = sizes[side.index[1]] - 1",
+        test("test_append", "test_append_to_a_static_layer"),
+    ),
+    Mutant(
+        "a traced layer may be one past the last",
+        PLAN,
+        "return dict(side.sizes)[side.start] - extent + 1",
+        "return dict(side.sizes)[side.start] - extent + 2",
+        test("test_append"),
+    ),
+    Mutant(
+        "a head range on the wrong side of a transfer",
+        TRANSFER,
+        "start if src == full else None,",
+        "start if dst == full else None,",
+        test("test_pool", "test_transfer_of_a_head_range"),
+    ),
+    Mutant(
+        "an export does not hold up a donation",
+        MANAGER,
+        "if not self._free_list.num_exports:\n            return\n        if",
+        "if True:\n            return\n        if",
+        test("test_dlpack", "update or donat"),
+    ),
+    Mutant(
+        "an id one past the last is in range",
+        COPY,
+        "if (id < 0 || id >= side.id_limit) return {0, 0, false};",
+        "if (id < 0 || id > side.id_limit) return {0, 0, false};",
+        test("test_pool", "test_gather"),
+    ),
+    Mutant(
+        "what a bad id reads is not zeroed",
+        COPY,
+        "if (to != nullptr && from == nullptr) ZeroBox(box, to);",
+        "",
+        test("test_pool", "test_gather"),
+    ),
+    Mutant(
+        "the last box is as long as the others",
+        COPY,
+        "if (cut != nullptr) *cut = std::min(cut_each_, "
+        "cut_count_ - coord[outer_ - 1] * cut_each_);",
+        "",
+        test("test_header", "test_runs_of_every_length or test_lent_threads"),
+    ),
+    Mutant(
+        "dims are merged that the source does not walk in one stride",
+        COPY_CHECK,
+        "if (!WalksWith(copy.src, k, k + 1, inner) || "
+        "!WalksWith(copy.dst, k, k + 1, inner)) continue;",
+        "if (!WalksWith(copy.dst, k, k + 1, inner)) continue;",
+        test("test_convert", "test_between_any_two_layouts"),
+    ),
+    Mutant(
+        "a copy may end a unit behind its buffer",
+        COPY_CHECK,
+        "last_byte.AddProduct(copy.unit, 1);",
+        "",
+        test("test_copy_check"),
+    ),
+    Mutant(
+        "turns beside segments",
+        CHECK,
+        "if (a.dq_turns && (a.q_segments || a.tile_indices)) {",
+        "if (a.dq_turns && a.tile_indices) {",
+        test("test_attention_check"),
+    ),
+    Mutant(
+        "a softcap that is served is refused",
+        CHECK,
+        '(factor >= 1e-6f && factor <= 1e5f)) return "";',
+        '(factor >= 1e-5f && factor <= 1e5f)) return "";',
+        test("test_attention_check"),
+    ),
+)
+
+# ---- the kernels ---------------------------------------------------------------------
+
+COMMON, GENERIC = "cpp/ops/attention/common", "cpp/ops/attention/generic"
+HOPPER = "cpp/ops/attention/hopper"
+# All at head dim 64 but where a line is another one's.
+QUICK = ("--rounds", "2", "--limit", "120", "--most", "1", "--seed", "5")
+
+
+def swept(kernels: str, only: str = "D64 ") -> tuple[str, ...]:
+    return ("--kernels", kernels, "--only", only, *QUICK)
+
+
+GENERIC_SWEEP, SM90 = swept("generic"), swept("sm90")
+GENERIC_FORWARD = ("generic/forward_64_",)
+GENERIC_BACKWARD = ("generic/backward_64_",)
+FORWARD, BACKWARD = ("hopper/forward_64x64_",), ("hopper/backward_64x64_",)
+GPU = (
+    Mutant(
+        "generic forward: a window ends a key early",
+        f"{COMMON}/mask.cuh",
+        "s.right = right < 0 ? kFar : Clamp(shift + right + 1, -kFar, kFar);",
+        "s.right = right < 0 ? kFar : Clamp(shift + right, -kFar, kFar);",
+        GENERIC_SWEEP,
+        GENERIC_FORWARD,
+    ),
+    Mutant(
+        "generic forward: another group's keys",
+        f"{GENERIC}/forward.cuh",
+        "parked.k = RowsOfHead<T>(p.k, found.kv_row, p.num_kv_heads, head / p.group, "
+        "p.head_dim);",
+        "parked.k = RowsOfHead<T>(p.k, found.kv_row, p.num_kv_heads, "
+        "head % p.num_kv_heads, p.head_dim);",
+        GENERIC_SWEEP,
+        GENERIC_FORWARD,
+    ),
+    Mutant(
+        "generic forward: the sink is not in the sum",
+        f"{GENERIC}/forward.cuh",
+        "sum = sum * factor + (sink == joint ? 1.0f : "
+        "Exp2((sink - reference) * unit));",
+        "sum = sum * factor;",
+        GENERIC_SWEEP,
+        GENERIC_FORWARD,
+    ),
+    Mutant(
+        "generic forward: lse lacks the sum",
+        f"{GENERIC}/forward.cuh",
+        "nothing, max * (unit * kLn2), logf(sum));",
+        "nothing, max * (unit * kLn2), 0.0f);",
+        GENERIC_SWEEP,
+        GENERIC_FORWARD,
+    ),
+    Mutant(
+        "generic forward: the last four rows are not written",
+        f"{GENERIC}/forward.cuh",
+        "if (query < s.q_rows && column < p.value_dim) {",
+        "if (query < s.q_rows - 4 && column < p.value_dim) {",
+        GENERIC_SWEEP,
+        GENERIC_FORWARD,
+    ),
+    Mutant(
+        "generic forward: O is not scaled to a new maximum",
+        f"{GENERIC}/forward.cuh",
+        "rows.o[rb][n][half * 2 + 1] *= correction[rb][half];",
+        "",
+        GENERIC_SWEEP,
+        GENERIC_FORWARD,
+    ),
+    Mutant(
+        "generic forward: the last tile of keys is passed over",
+        f"{COMMON}/mask.cuh",
+        "bool visit = first < at_.stretch_end;",
+        "bool visit = first < at_.stretch_end - 8;",
+        GENERIC_SWEEP,
+        GENERIC_FORWARD,
+    ),
+    Mutant(
+        "generic backward: dK and dV without delta",
+        f"{GENERIC}/backward_kv.cuh",
+        "for (int n = 0; n < kN; ++n) ds[m][n][2 * h] = ds[m][n][2 * h + 1] = -delta;",
+        "for (int n = 0; n < kN; ++n) ds[m][n][2 * h] = ds[m][n][2 * h + 1] = 0;",
+        GENERIC_SWEEP,
+        GENERIC_BACKWARD,
+    ),
+    Mutant(
+        "generic backward: half of dq without the scale",
+        f"{GENERIC}/backward_q.cuh",
+        "Pack<T>(dq[0][n][2 * h] * p.scale, dq[0][n][2 * h + 1] * p.scale);",
+        "Pack<T>(dq[0][n][2 * h] * p.scale, dq[0][n][2 * h + 1]);",
+        GENERIC_SWEEP,
+        GENERIC_BACKWARD,
+    ),
+    Mutant(
+        "generic backward: another head's bias",
+        f"{COMMON}/scores.cuh",
+        "bn = p.bias_heads > 1 ? head : 0;",
+        "bn = 0;",
+        GENERIC_SWEEP,
+        GENERIC_BACKWARD,
+    ),
+    Mutant(
+        "generic backward: no slope of a softcap",
+        f"{COMMON}/scores.cuh",
+        "slope[e] = fmaf(-c[e] * inverse, c[e] * inverse, 1.0f);",
+        "slope[e] = 1.0f;",
+        GENERIC_SWEEP,
+        GENERIC_BACKWARD,
+    ),
+    Mutant(
+        "generic backward: segments are not looked at",
+        f"{COMMON}/scores.cuh",
+        "attends[e] = attends[e] && of_row[Row(e)] == of_column[Column(e)];",
+        "attends[e] = attends[e] || of_row[Row(e)] > of_column[Column(e)];",
+        GENERIC_SWEEP,
+        GENERIC_BACKWARD,
+    ),
+    Mutant(
+        "dbias of one head alone, where heads share it",
+        f"{GENERIC}/backward_bias.cuh",
+        "const int head = p.bias_heads > 1 ? bias_head : member % heads;",
+        "const int head = p.bias_heads > 1 ? bias_head : 0;",
+        GENERIC_SWEEP,
+        GENERIC_BACKWARD,
+    ),
+    Mutant(
+        "Hopper forward: a key more before the edge of the mask",
+        f"{COMMON}/forward_scores.cuh",
+        "high[half] = i < s.q_len ? s.EndKey(i) - key : 0;",
+        "high[half] = i < s.q_len ? s.EndKey(i) - key + 1 : 0;",
+        SM90,
+        FORWARD,
+    ),
+    Mutant(
+        "Hopper forward: the sink is not in the sum",
+        f"{HOPPER}/forward_rows.cuh",
+        "(sink == joint ? 1.0f : Exp2((sink - reference) * unit));",
+        "0.0f;",
+        SM90,
+        FORWARD,
+    ),
+    Mutant(
+        "Hopper forward: lse of the neighbouring row",
+        f"{HOPPER}/forward_rows.cuh",
+        "const float top = second ? max[1] : max[0], ",
+        "const float top = second ? max[0] : max[1], ",
+        SM90,
+        FORWARD,
+    ),
+    Mutant(
+        "Hopper forward: another group's keys",
+        f"{HOPPER}/forward_planner.cuh",
+        "item.kv_head = head / Opaque(p_.group);",
+        "item.kv_head = head % (p_.num_heads / p_.group);",
+        SM90,
+        FORWARD,
+    ),
+    Mutant(
+        "Hopper forward: O is not scaled to a new maximum",
+        f"{HOPPER}/forward_consumer.cuh",
+        "if (!ends) Rescale<Traits>(rows, factor);",
+        "",
+        SM90,
+        FORWARD,
+    ),
+    Mutant(
+        "Hopper forward: lse of the last row is not written",
+        f"{HOPPER}/forward_rows.cuh",
+        "if (p.lse != nullptr && lane % 4 < 2 && query < item.sequence.q_rows) {",
+        "if (p.lse != nullptr && lane % 4 < 2 && query < item.sequence.q_rows - 1) {",
+        SM90,
+        FORWARD,
+    ),
+    Mutant(
+        "Hopper forward: both CTAs of a cluster have the same head",
+        f"{HOPPER}/forward_planner.cuh",
+        "heads ? at.pair * Traits::kCluster + ClusterRank() : at.pair;",
+        "heads ? at.pair * Traits::kCluster : at.pair;",
+        swept("sm90", "D96 "),
+        ("hopper/forward_96x96_",),
+    ),
+    Mutant(
+        "Hopper backward: a window ends a key early",
+        f"{COMMON}/mask.cuh",
+        "s.right = right < 0 ? kFar : Clamp(shift + right + 1, -kFar, kFar);",
+        "s.right = right < 0 ? kFar : Clamp(shift + right, -kFar, kFar);",
+        SM90,
+        BACKWARD,
+    ),
+    Mutant(
+        "Hopper backward: dK without the scale",
+        f"{HOPPER}/backward_narrow.cuh",
+        "store(maps.dk, base + Shape::kK, dk, p.scale);",
+        "store(maps.dk, base + Shape::kK, dk, 1.0f);",
+        SM90,
+        BACKWARD,
+    ),
+    Mutant(
+        "Hopper backward: the first to come adds to what lies there",
+        f"{HOPPER}/backward_adder.cuh",
+        "StoreBytes(to, from, values * 4);",
+        "AddBytes(to, from, values * 4);",
+        SM90,
+        BACKWARD,
+    ),
+    Mutant(
+        "Hopper backward: turns that nobody waits for",
+        f"{HOPPER}/backward_adder.cuh",
+        "AwaitDqTurn(DqTurn(p, s, at.head, first), mine);",
+        "",
+        SM90,
+        BACKWARD,
+    ),
+    Mutant(
+        "Hopper backward: half of dq without the scale",
+        f"{HOPPER}/backward_dq.cuh",
+        "(h == 0 ? y.y : y.w) * p.scale);",
+        "(h == 0 ? y.y : y.w));",
+        SM90,
+        ("hopper/backward.cu",),
+    ),
+    Mutant(
+        "Hopper backward: no slope of a softcap",
+        "cpp/device/fast_math.cuh",
+        "float Slope(float x) const { return fmaf(x * x, s2, 1.0f); }",
+        "float Slope(float x) const { return 1.0f; }",
+        swept("sm90", "softcap float16 D64 "),
+        BACKWARD,
+    ),
+    Mutant(
+        "Hopper backward: passes over queries that see its last keys",
+        f"{HOPPER}/backward_narrow.cuh",
+        "return key + 64 <= low || key >= high;",
+        "return key + 64 <= low + 8 || key >= high - 8;",
+        swept("sm90", "D96 "),
+        ("hopper/backward_96x96_",),
+    ),
+    Mutant(
+        "Hopper backward: the last queries of a tall tile have no dq",
+        f"{HOPPER}/backward_adder.cuh",
+        "const int tall_blocks = (at.end - first + 7) / 8;",
+        "const int tall_blocks = (at.end - first) / 8;",
+        swept("sm90", "D128 B1 H2/1 T2"),
+        ("hopper/backward_128x128_",),
+    ),
+)
