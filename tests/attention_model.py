@@ -577,19 +577,6 @@ def assert_exact(
     return got
 
 
-def assert_rows_alike(name: str, got: Any, want: Any, share: float = 0.06) -> None:
-    """Each row of a 16-bit result is another implementation's, to 6 % of its size.
-
-    For calls too large for the truth; that of an ordinary row counts, too, since rows
-    are differences. All rows together are off by 1 % at the most.
-    """
-    off = np.linalg.norm(f64(got) - f64(want))
-    assert off <= 1e-2 * np.linalg.norm(f64(want)), f"{name}: off by {off:.3g}"
-    size = judge.row_maximum(np.abs(f64(want)))
-    typical = np.median(size[size > 0])
-    judge.assert_rows(name, f64(got), f64(want), share * (size + typical)[..., None])
-
-
 def assert_close(got: Any, want: Any, dtype: Any = None) -> None:
     """For transforms: what comes out is the truth, at the dtype's resolution."""
     dtype = dtype or jnp.asarray(got).dtype

@@ -179,5 +179,18 @@ def assert_lse_near(got: Any, want: Any, products: Any = 0.0) -> float:
     return assert_rows("lse", f64(got)[..., None], want, bar_of_lse(want, products))
 
 
+def assert_rows_alike(name: str, got: Any, want: Any, share: float = 0.06) -> None:
+    """Each row of a 16-bit result is another implementation's, to 6 % of its size.
+
+    For calls too large for the truth; that of an ordinary row counts, too, since rows
+    are differences. All rows together are off by 1 % at the most.
+    """
+    off = np.linalg.norm(f64(got) - f64(want))
+    assert off <= 1e-2 * np.linalg.norm(f64(want)), f"{name}: off by {off:.3g}"
+    size = row_maximum(np.abs(f64(want)))
+    typical = np.median(size[size > 0])
+    assert_rows(name, f64(got), f64(want), share * (size + typical)[..., None])
+
+
 def on_host(x: Any) -> np.ndarray:
     return np.asarray(x) if library(x) is np else x.cpu().numpy()
