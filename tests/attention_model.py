@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -531,7 +531,8 @@ def assert_near(
     """At the worst 1.5 times plain's error, row by row three times plain's there.
 
     Above what rounding the result costs. lse is float32 in every dtype, and held to
-    that.
+    that. Where scores are large a tie may go either way in float32: as good as plain is
+    the truth of inputs that are off by a unit in their last place.
     """
     bar, dtype = plain(call), call.arrays["q"].dtype
     for name in names or got:
@@ -543,9 +544,23 @@ def assert_near(
         eps = float(jnp.finfo(got[name].dtype).eps)
         floor = 0.5 * eps * size(want[name]) + 2e-6 * max(1.0, size(want[name]))
         found, allowed = error(got[name], want[name]), error(bar[name], want[name])
+        if found > 1.5 * allowed + floor:  # plain's error is one draw of several
+            allowed = max(allowed, *(error(t[name], want[name]) for t in jogged(call)))
         assert found <= 1.5 * allowed + floor, (
             f"{name}: error {found:.3g}, plain jnp's {allowed:.3g}, floor {floor:.3g}"
         )
+
+
+def jogged(call: Call, draws: int = 4) -> Iterator[Results]:
+    """The truth of calls whose q and k are a unit of float32's last place away."""
+    rng = np.random.default_rng(0)
+    for _ in range(draws):
+        moved = {
+            name: f64(x) * (1 + 2.0**-23 * rng.choice([-1, 1], np.shape(x)))
+            for name, x in call.arrays.items()
+            if name in "qk"
+        }
+        yield truth(dataclasses.replace(call, arrays=call.arrays | moved))
 
 
 @np.errstate(invalid="ignore", over="ignore")
