@@ -31,6 +31,7 @@
 #include "device/fast_math.cuh"
 #include "device/mma.cuh"
 #include "device/opaque.cuh"
+#include "device/shared.cuh"
 #include "ops/attention/common/forward_scores.cuh"
 #include "ops/attention/common/mask.cuh"
 #include "ops/attention/common/params.cuh"
@@ -292,7 +293,7 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
   using QTile = typename Traits::QTile;
   using KvTile = typename Traits::KvTile;
   constexpr int kThreads = Traits::kThreads;
-  extern __shared__ __align__(128) char shared[];
+  char* const shared = DynamicShared();
   // What is needed once a tile lives in shared memory: registers are for O and S.
   __shared__ struct {
     Sequence sequence;

@@ -1,0 +1,38 @@
+// Asynchronous copies for the emulator. They arrive when they are waited for, not earlier: until
+// then the place holds NaN.
+#pragma once
+
+#include "cuda_runtime.h"
+
+namespace kvblock {
+
+inline void StartCopy(char* to, const void* from, int size, bool valid) {
+  if (reinterpret_cast<uintptr_t>(to) % size || (valid && reinterpret_cast<uintptr_t>(from) % size))
+    emulator::Die("a copy is not aligned");
+  std::memset(to, 0xff, size);
+  emulator::cta->groups[threadIdx.x].back().push_back(
+      {to, static_cast<const char*>(from), valid ? size : 0, valid ? 0 : size});
+}
+
+template <int kBytes>
+inline void CopyAsync(void* to_shared, const void* from) {
+  StartCopy(static_cast<char*>(to_shared), from, kBytes, from != nullptr);
+}
+inline void CopyAsync16(uint32_t to_shared, const void* from, bool valid) {
+  StartCopy(emulator::SharedPointer(to_shared), from, 16, valid);
+}
+inline void CopyAsyncCommit() { emulator::cta->groups[threadIdx.x].emplace_back(); }
+
+template <int kPending>
+inline void CopyAsyncWait() {
+  auto& groups = emulator::cta->groups[threadIdx.x];
+  while (groups.size() > kPending + 1) {
+    for (const emulator::Copy& copy : groups.front()) {
+      if (copy.bytes) std::memcpy(copy.to, copy.from, copy.bytes);
+      if (copy.zeros) std::memset(copy.to, 0, copy.zeros);
+    }
+    groups.erase(groups.begin());
+  }
+}
+
+}  // namespace kvblock

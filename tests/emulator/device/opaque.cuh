@@ -1,0 +1,11 @@
+// Nothing is opaque to the emulator.
+#pragma once
+
+namespace kvblock {
+
+template <typename T>
+inline T Opaque(T x) {
+  return x;
+}
+
+}  // namespace kvblock
