@@ -596,7 +596,7 @@ def _in_words(exports: Iterable[tuple[int, Sequence[int]]]) -> list[str]:
 def _levels_up() -> int:
     """The stack level of the first caller outside of this package."""
     level, frame = 0, sys._getframe()
-    package = __name__.rpartition(".")[0] + "."
+    package = __name__.partition(".")[0] + "."
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(package):
         level, frame = level + 1, frame.f_back
     return level
