@@ -26,7 +26,7 @@ import jaxlib
 import numpy as np
 
 import jax_kvblock
-from jax_kvblock import _ffi
+from jax_kvblock.core import ffi
 
 ROOT = Path(__file__).resolve().parent.parent
 OURS = "jax_kvblock"
@@ -87,7 +87,7 @@ def versions() -> dict[str, str]:
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
         "numpy": np.__version__,
-        "build": ", ".join(f"{k} {v}" for k, v in _ffi.BUILD.items()),
+        "build": ", ".join(f"{k} {v}" for k, v in ffi.BUILD.items()),
         "python": host_platform.python_version(),
         "system": f"{host_platform.system()} {host_platform.release()}",
         "cpus": str(num_cpus()),

@@ -14,29 +14,31 @@ from jax_kvblock.attention import (
     lm_to_lse,
     lse_to_lm,
 )
-from jax_kvblock.block import Block, BlockList, Layer, Piece
-from jax_kvblock.convert import (
+from jax_kvblock.blocks import (
+    BlockSpec,
+    KVPool,
+    Layout,
+    append_kv,
     block_to_operational,
     block_to_universal,
     convert_blocks,
-    operational_to_block,
-    universal_to_block,
-)
-from jax_kvblock.layout import BlockSpec, Layout
-from jax_kvblock.manager import (
-    BlockManager,
-    PoolDoubledWarning,
-    PoolExhaustedError,
-    PoolLostError,
-)
-from jax_kvblock.pool import KVPool
-from jax_kvblock.transfer import (
-    append_kv,
     copy_blocks,
     gather_blocks,
     gather_kv,
+    operational_to_block,
     scatter_blocks,
     transfer_blocks,
+    universal_to_block,
+)
+from jax_kvblock.objects import (
+    Block,
+    BlockList,
+    BlockManager,
+    Layer,
+    Piece,
+    PoolDoubledWarning,
+    PoolExhaustedError,
+    PoolLostError,
 )
 
 __version__ = "0.1.0"

@@ -8,8 +8,8 @@ from importlib import metadata
 
 import jax
 
-from jax_kvblock import _ffi
 from jax_kvblock.attention import cuda, tile_sizes
+from jax_kvblock.core import ffi
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ def capabilities() -> list[Served]:
     implementation, why = _copy_implementation()
     rows = [Served(op, implementation, why) for op in COPY_OPS]
     rows.insert(1, Served(OPERATIONAL_OPS, implementation, why))
-    backends = jax.default_backend() == "gpu" and bool(_ffi.BUILD["cuda"])
+    backends = jax.default_backend() == "gpu" and bool(ffi.BUILD["cuda"])
     for backend, call in (
         ("batch", "cudaMemcpyBatchAsync"),
         ("async", "cudaMemcpyAsync"),
@@ -126,16 +126,16 @@ def _copy_implementation() -> tuple[str, str]:
     if backend == "cpu":
         return "kernel (CPU, threaded)", "the default device is the CPU"
     if backend == "gpu" and jax.devices()[0].platform in ("gpu", "cuda"):
-        if _ffi.BUILD["cuda"]:
+        if ffi.BUILD["cuda"]:
             capability = getattr(jax.devices()[0], "compute_capability", "unknown")
             return "kernel (CUDA)", f"the default device is a GPU of sm {capability}"
-        return "error", f"the default device is a GPU, but {_ffi.REBUILD}"
+        return "error", f"the default device is a GPU, but {ffi.REBUILD}"
     return "xla", f"there is no kernel for {backend}: plain jax.numpy serves"
 
 
 def report() -> str:
     """The whole report as text."""
-    build = _ffi.BUILD
+    build = ffi.BUILD
     cuda = (
         f"CUDA {build['cuda_version']} for {build['cuda_architectures']}"
         if build["cuda"]

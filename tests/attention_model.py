@@ -19,14 +19,15 @@ import judge
 import numpy as np
 import pytest
 
-from jax_kvblock import AttentionTiles, _ffi, flash_attention
+from jax_kvblock import AttentionTiles, flash_attention
 from jax_kvblock.attention import cuda
+from jax_kvblock.core import ffi
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
 HALVES = (BF16, F16)
 ON_GPU = jax.default_backend() == "gpu"
 # What serves half precision: more kernels are added here.
-KERNELS = (*(cuda.best_kernels() if ON_GPU and _ffi.BUILD["cuda"] else ()), "xla")
+KERNELS = (*(cuda.best_kernels() if ON_GPU and ffi.BUILD["cuda"] else ()), "xla")
 # XLA compiles for the CPU in half the time: what is compiled here runs only once.
 FAST_ON_CPU = {
     "xla_backend_optimization_level": 0,

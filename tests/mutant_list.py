@@ -39,8 +39,8 @@ class Mutant:
 # ---- on the CPU ----------------------------------------------------------------------
 
 BLOCKED, CUDA = "jax_kvblock/attention/blocked.py", "jax_kvblock/attention/cuda.py"
-DENSE, PLAN = "jax_kvblock/attention/dense.py", "jax_kvblock/_plan.py"
-TRANSFER, MANAGER = "jax_kvblock/transfer.py", "jax_kvblock/manager.py"
+DENSE, PLAN = "jax_kvblock/attention/dense.py", "jax_kvblock/blocks/plan.py"
+TRANSFER, MANAGER = "jax_kvblock/blocks/transfer.py", "jax_kvblock/objects/manager.py"
 CHECK, COPY_CHECK = "cpp/host/attention_check.cc", "cpp/host/block_copy_check.cc"
 COPY = "cpp/ops/block_copy/block_copy_cpu.cc"
 

@@ -1,4 +1,7 @@
-"""Softmax attention in tiles: one contract, forward and backward."""
+"""Softmax attention in tiles: one contract, forward and backward.
+
+It imports `core` alone.
+"""
 
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.attention.dot_product import dot_product_attention

@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock._checks import (
+from jax_kvblock.attention.config import (
+    OPEN,
+    AttentionConfig,
+    AttentionTiles,
+    Operands,
+    default_scale,
+)
+from jax_kvblock.attention.cuda import IMPLEMENTATIONS, MAX_HEAD_DIM
+from jax_kvblock.attention.dense import saturating_add
+from jax_kvblock.core.checks import (
     as_int,
     check_array,
     check_choice,
@@ -21,15 +30,6 @@ from jax_kvblock._checks import (
     shown,
     to_jax,
 )
-from jax_kvblock.attention.config import (
-    OPEN,
-    AttentionConfig,
-    AttentionTiles,
-    Operands,
-    default_scale,
-)
-from jax_kvblock.attention.cuda import IMPLEMENTATIONS, MAX_HEAD_DIM
-from jax_kvblock.attention.dense import saturating_add
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)

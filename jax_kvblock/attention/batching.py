@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_kvblock._batching import batch_one_by_one
 from jax_kvblock.attention.config import members_of_a_row, row_of_each
 from jax_kvblock.attention.ops import BACKWARD_BIAS, Call, Op, letters
+from jax_kvblock.core.batching import batch_one_by_one
 
 
 def batch(

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock import _ffi
 from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes, sizes_of
 from jax_kvblock.attention.dense import listed_tiles
 from jax_kvblock.attention.ops import BACKWARD_BIAS, Call, Op
+from jax_kvblock.core import ffi
 
 CHUNK = 64  # positions that one segment range covers; attention.h has the same number
 MAX_HEAD_DIM = 256
@@ -81,7 +81,7 @@ def unserved_by_gpu(implementation: str, backward: bool) -> list[str]:
 
     Empty where there is no GPU: a program for another machine may be exported.
     """
-    capabilities = sorted(_ffi.gpu_capabilities())
+    capabilities = sorted(ffi.gpu_capabilities())
     for capability in capabilities:
         name = f"compute capability {'.'.join(map(str, capability))}"
         if implementation == "cuda_sm90" and capability != (9, 0):
@@ -99,7 +99,7 @@ def unserved_by_gpu(implementation: str, backward: bool) -> list[str]:
 
 
 def _built_for_hopper() -> bool:
-    return "90a" in _ffi.BUILD["cuda_architectures"]
+    return "90a" in ffi.BUILD["cuda_architectures"]
 
 
 def choose(
@@ -134,7 +134,7 @@ def choose(
     else:
         chosen = wanted
     if chosen != "xla":
-        _ffi.require_cuda_build()
+        ffi.require_cuda_build()
     return chosen
 
 
@@ -143,7 +143,7 @@ def best_kernels() -> tuple[str, ...]:
 
     What is exported where there is no GPU should run on any: the generic ones.
     """
-    if _ffi.gpu_capabilities() and not unserved_by_gpu("cuda_sm90", False):
+    if ffi.gpu_capabilities() and not unserved_by_gpu("cuda_sm90", False):
         return ("cuda_sm90", "cuda")
     return ("cuda",)
 

@@ -8,11 +8,12 @@ from typing import Any, Literal, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock._checks import as_array, check_choice, show, shown
-from jax_kvblock._types import ArrayIn, DotProductOptions
 from jax_kvblock.attention import arguments, cudnn
 from jax_kvblock.attention.cuda import IMPLEMENTATIONS, MAX_HEAD_DIM
 from jax_kvblock.attention.flash import flash_attention
+from jax_kvblock.attention.options import DotProductOptions
+from jax_kvblock.core.checks import as_array, check_choice, show, shown
+from jax_kvblock.core.types import ArrayIn
 
 _WHERE = "dot_product_attention"
 

@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_kvblock._spmd import vary_alike
-from jax_kvblock._types import ArrayIn, FlashOptions, IdRows, Integers
 from jax_kvblock.attention import arguments, cudnn, primitive
 from jax_kvblock.attention.config import (
     AttentionConfig,
@@ -20,6 +18,9 @@ from jax_kvblock.attention.config import (
     row_of_each,
 )
 from jax_kvblock.attention.ops import LogSumExp
+from jax_kvblock.attention.options import FlashOptions
+from jax_kvblock.core.spmd import vary_alike
+from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 
 # What the forward pass keeps for the backward pass, for jax.checkpoint policies:
 # jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES) saves all of it.

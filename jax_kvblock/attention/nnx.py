@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock._checks import as_array, check_dtype, show
-from jax_kvblock._types import ArrayIn
 from jax_kvblock.attention import arguments
 from jax_kvblock.attention.dot_product import dot_product_attention
+from jax_kvblock.core.checks import as_array, check_dtype, show
+from jax_kvblock.core.types import ArrayIn
 
 _WHERE = "attention_fn"
 

@@ -21,8 +21,6 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-from jax_kvblock._primitive import make_primitives
-from jax_kvblock._spmd import lower_local, vary_alike
 from jax_kvblock.attention import blocked, cuda
 from jax_kvblock.attention.batching import batch
 from jax_kvblock.attention.config import (
@@ -42,6 +40,8 @@ from jax_kvblock.attention.ops import (
     letters,
 )
 from jax_kvblock.attention.partition import array_spec, axis_shards, partitioned
+from jax_kvblock.core.primitive import make_primitives
+from jax_kvblock.core.spmd import lower_local, vary_alike
 
 
 def forward(config: AttentionConfig, x: Operands) -> tuple[jax.Array, LogSumExp]:

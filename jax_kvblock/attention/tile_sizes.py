@@ -16,9 +16,9 @@ from typing import Any
 
 import jax
 
-from jax_kvblock._checks import check_integer, check_positive
 from jax_kvblock.attention import arguments, blocked, cuda
 from jax_kvblock.attention.config import AttentionConfig, Sizes
+from jax_kvblock.core.checks import check_integer, check_positive
 
 XLA_BLOCKS = (16, 32, 64, 128, 256, 512)
 TILE_FIX = "tiles are compiled in; get_optimal_block_sizes picks one"

@@ -16,12 +16,12 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock._checks import check_array, check_integer, show, to_jax
-from jax_kvblock._types import ArrayIn
 from jax_kvblock.attention import arguments, flash, primitive
 from jax_kvblock.attention.config import AttentionConfig, Operands, accumulator
 from jax_kvblock.attention.ops import LogSumExp
 from jax_kvblock.attention.tile_sizes import TILE_FIX, find_tile
+from jax_kvblock.core.checks import check_array, check_integer, show, to_jax
+from jax_kvblock.core.types import ArrayIn
 
 
 @overload

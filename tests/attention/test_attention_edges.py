@@ -23,7 +23,6 @@ from meshes import by_axis_type, mesh_of, put
 from jax_kvblock import (
     AttentionTiles,
     FlashAttention,
-    _ffi,
     dot_product_attention,
     estimate_memory_usage,
     flash_attention,
@@ -31,6 +30,7 @@ from jax_kvblock import (
     flash_attention_forward,
     get_optimal_block_sizes,
 )
+from jax_kvblock.core import ffi
 
 B, S, N, D = 4, 24, 4, 8
 
@@ -241,7 +241,7 @@ def lowered_for_cuda(implementation: str | None, gradient: bool, **options: Any)
 
 def on_gpus(monkeypatch, *capabilities: tuple[int, int]) -> None:
     """As if this process had these GPUs."""
-    monkeypatch.setattr(_ffi, "gpu_capabilities", lambda: frozenset(capabilities))
+    monkeypatch.setattr(ffi, "gpu_capabilities", lambda: frozenset(capabilities))
     jax.clear_caches()
 
 
@@ -296,7 +296,7 @@ def test_hopper_kernels_are_for_hopper(
     monkeypatch, capabilities, architectures, served
 ) -> None:
     on_gpus(monkeypatch, *capabilities)
-    monkeypatch.setitem(_ffi.BUILD, "cuda_architectures", architectures)
+    monkeypatch.setitem(ffi.BUILD, "cuda_architectures", architectures)
     text = lowered_for_cuda(None, gradient=True)
     assert KERNELS[1] in text
     assert (HOPPER in text) == served

@@ -26,7 +26,7 @@ from model import (
 )
 
 import jax_kvblock as kv
-from jax_kvblock import pool as pool_module
+from jax_kvblock.blocks import pool as pool_module
 
 TARGET_KINDS = [k for k in KINDS if k.layout in ("HND", "universal")]
 BLOCK_LAYOUTS = ("NHD", "HND", "operational", "universal", "merged")

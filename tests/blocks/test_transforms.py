@@ -29,7 +29,7 @@ from ops import (
 )
 
 import jax_kvblock as kv
-from jax_kvblock import _copy
+from jax_kvblock.blocks import copy
 
 by_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 by_pool_op = pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_vmap_over_more_blocks_than_ids_can_count(rng, op, monkeypatch):
     """Then the members go one by one."""
     args = op.draw(rng, [(3,)] * len(op.args))
     want = [op.plain(*(x[i] for x in args)) for i in range(3)]
-    monkeypatch.setattr(_copy, "_ID_LIMIT", 3 * BLOCKS)
+    monkeypatch.setattr(copy, "_ID_LIMIT", 3 * BLOCKS)
     assert_same(jax.vmap(op.run)(*args), np.stack(want))
     assert "scan" in str(jax.make_jaxpr(jax.vmap(op.run))(*args))
 

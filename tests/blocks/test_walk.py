@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from cases import HEAD_DIM_64, LLAMA_8B_16, SHORT_RUNS, Case
 
-from jax_kvblock._plan import Copy, Form, Side, cuda_leader
+from jax_kvblock.blocks.plan import Copy, Form, Side, cuda_leader
 
 FORMS = {
     "NHD pool": "| B L O T H D",

@@ -18,8 +18,8 @@ from c_interface import (
     load_library,
 )
 
-from jax_kvblock._ffi import BUILD
 from jax_kvblock.attention.cuda import unserved_by_gpu
+from jax_kvblock.core.ffi import BUILD
 
 # Nothing lies there: a check that looked at an array would crash.
 ARRAY = 4096

@@ -14,7 +14,7 @@ from attention_launches import Attention
 from c_interface import SCHEDULE, TASK, CCopy, CSide, load_library
 
 import jax_kvblock
-from jax_kvblock._ffi import BUILD
+from jax_kvblock.core.ffi import BUILD
 
 PACKAGE = Path(jax_kvblock.__file__).parent
 INCLUDE, LIB = PACKAGE / "include", PACKAGE / "lib"

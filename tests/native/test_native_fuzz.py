@@ -44,7 +44,8 @@ from hypothesis import strategies as st
 from managers import Holder
 
 import jax_kvblock
-from jax_kvblock import _ffi, _native
+from jax_kvblock import _native
+from jax_kvblock.core import ffi
 
 # ---- the FFI target ------------------------------------------------------------------
 
@@ -171,7 +172,7 @@ def check_ffi(call: Call, seen: Counts) -> None:
 
 
 def fuzz_ffi(seen: Counts) -> None:
-    _ffi.register_targets()
+    ffi.register_targets()
     run = given(CALLS)(lambda call: check_ffi(call, seen))
     for case in KNOWN:
         run = example(Call(case, in_place=False))(run)

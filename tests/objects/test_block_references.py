@@ -124,8 +124,8 @@ def test_running_out_again_and_again_does_not_collect_all_the_time(
         now[0] += 0.2
         collections.append(now[0])
 
-    monkeypatch.setattr("jax_kvblock.manager.gc.collect", collect)
-    monkeypatch.setattr("jax_kvblock.manager.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("jax_kvblock.objects.manager.gc.collect", collect)
+    monkeypatch.setattr("jax_kvblock.objects.manager.time.monotonic", lambda: now[0])
     manager = make_manager()
     held = manager.allocate_blocks(BLOCKS)
     for _ in range(1000):

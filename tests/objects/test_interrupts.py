@@ -19,7 +19,7 @@ import pytest
 from interrupts import Alarm, interrupt_everywhere
 
 import jax_kvblock as kv
-from jax_kvblock import _steps
+from jax_kvblock.objects import steps
 
 BLOCKS = 8
 
@@ -287,7 +287,7 @@ def test_a_handler_that_raises_leaves_no_other_behind(
 ) -> None:
     first, second = raising
     manager.update(add_one)
-    monkeypatch.setattr(_steps, "_signal", SignalAsPutBack({first: raising[first]}))
+    monkeypatch.setattr(steps, "_signal", SignalAsPutBack({first: raising[first]}))
     with pytest.raises(InterruptedError, match=f"^{int(first)}$"):
         manager.update(add_one)
     for number in raising:
@@ -327,14 +327,14 @@ def test_what_outlives_an_update_hands_signals_on_and_goes_with_the_next(
     manager.update(add_one)
     nothing_is_put_back = SignalAsPutBack({})
     nothing_is_put_back.getsignal = lambda number: None  # type: ignore[assignment]
-    begin = _steps._Waiting.begin
+    begin = steps._Waiting.begin
 
     def begin_then_break(waiting: Any) -> None:
         begin(waiting)
-        monkeypatch.setattr(_steps, "_signal", nothing_is_put_back)
+        monkeypatch.setattr(steps, "_signal", nothing_is_put_back)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_steps._Waiting, "begin", begin_then_break)
+        patch.setattr(steps._Waiting, "begin", begin_then_break)
         manager.update(add_one)
     monkeypatch.undo()
     assert signal.getsignal(signal.SIGUSR1) is not handler

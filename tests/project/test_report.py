@@ -15,7 +15,8 @@ import jax
 import pytest
 
 import jax_kvblock
-from jax_kvblock import _ffi, _report
+from jax_kvblock import _report
+from jax_kvblock.core import ffi
 
 
 def test_report_names_versions_build_devices_and_every_op() -> None:
@@ -65,9 +66,9 @@ def test_in_the_clone_the_error_says_what_to_run_and_that_works(clone: Path) -> 
 
 
 def test_a_clone_that_nobody_installed_says_how_to_install_it(clone: Path) -> None:
-    said = _ffi._missing(clone / "jax_kvblock", [str(clone)])
+    said = ffi._missing(clone / "jax_kvblock", [str(clone)])
     assert said and said.endswith(f"`pip install -v {clone}`")
-    assert _ffi._missing(PACKAGE, []) is None
+    assert ffi._missing(PACKAGE, []) is None
 
 
 def test_a_broken_installation_says_so_and_is_not_the_source_folder(
@@ -138,10 +139,10 @@ def test_the_report_lists_the_tiles_and_cudnn() -> None:
 def test_a_gpu_without_a_cuda_build_says_how_to_rebuild(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(_ffi.BUILD, "cuda", False)
-    monkeypatch.setattr(_ffi, "gpu_present", lambda: True)
+    monkeypatch.setitem(ffi.BUILD, "cuda", False)
+    monkeypatch.setattr(ffi, "gpu_present", lambda: True)
     with pytest.raises(RuntimeError, match=r"(?s)GPU is present.*nvcc.*pip install"):
-        _ffi.require_cuda_build()
+        ffi.require_cuda_build()
 
 
 def test_exporting_for_cuda_from_a_machine_without_a_gpu_works(
@@ -151,8 +152,8 @@ def test_exporting_for_cuda_from_a_machine_without_a_gpu_works(
 
     from jax_kvblock import block_to_universal
 
-    monkeypatch.setitem(_ffi.BUILD, "cuda", False)
-    monkeypatch.setattr(_ffi, "gpu_present", lambda: False)
+    monkeypatch.setitem(ffi.BUILD, "cuda", False)
+    monkeypatch.setattr(ffi, "gpu_present", lambda: False)
     check = jax.export.DisabledSafetyCheck.custom_call("kvblock_copy")
     exported = jax.export.export(
         jax.jit(block_to_universal), platforms=("cuda",), disabled_checks=[check]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import jax_kvblock
-from jax_kvblock import _types
+from jax_kvblock.attention import options as by_name
 
 HERE = Path(__file__).parents[1]
 PACKAGE_ROOT = Path(jax_kvblock.__file__).parent.parent
@@ -77,8 +77,8 @@ def test_the_native_module_has_strict_types(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        (jax_kvblock.flash_attention, _types.FlashOptions),
-        (jax_kvblock.dot_product_attention, _types.DotProductOptions),
+        (jax_kvblock.flash_attention, by_name.FlashOptions),
+        (jax_kvblock.dot_product_attention, by_name.DotProductOptions),
     ],
 )
 def test_options_are_those_of_the_function(

@@ -31,7 +31,7 @@ ffi::Error Invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("kvblock_copy: " + what);
 }
 
-// Mirrors `Side.numbers` in jax_kvblock/_plan.py.
+// Mirrors `Side.numbers` in jax_kvblock/blocks/plan.py.
 ffi::Error DecodeSide(Numbers numbers, int64_t rank, kvblock_side* side) {
   if (static_cast<int64_t>(numbers.size()) != kSideNumbers + 2 * rank) {
     return Invalid("a side has 8 numbers and two strides a dim");

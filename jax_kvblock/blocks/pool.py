@@ -16,9 +16,9 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock import _checks
-from jax_kvblock._types import ArrayIn, Blocks, Place
-from jax_kvblock.layout import BlockSpec, Layout, check_spec
+from jax_kvblock.blocks.layout import BlockSpec, Layout, check_spec
+from jax_kvblock.core import checks
+from jax_kvblock.core.types import ArrayIn, Blocks, Place
 
 MEMORY_KINDS = ("device", "pinned_host")
 
@@ -90,9 +90,9 @@ class KVPool:
         """
         where = "KVPool.zeros"
         check_spec(where, spec)
-        _checks.check_held(where, "the spec's dtype", spec.dtype)
-        (num_blocks,) = _checks.check_positive(where, num_blocks=num_blocks)
-        _checks.check_choice(where, "memory_kind", memory_kind, MEMORY_KINDS)
+        checks.check_held(where, "the spec's dtype", spec.dtype)
+        (num_blocks,) = checks.check_positive(where, num_blocks=num_blocks)
+        checks.check_choice(where, "memory_kind", memory_kind, MEMORY_KINDS)
         _check_size(where, spec, num_blocks)
         sharding = _sharding(where, device, memory_kind)
         shape = (num_blocks, *spec.block_shape)
@@ -185,7 +185,7 @@ class KVPool:
 
     def __repr__(self) -> str:
         held = "one array" if self.contiguous else f"{len(self.arrays)} layer arrays"
-        return f"KVPool({held} of {_checks.show(self.arrays[0])}, {self.spec})"
+        return f"KVPool({held} of {checks.show(self.arrays[0])}, {self.spec})"
 
 
 # ---- export --------------------------------------------------------------------------
@@ -315,7 +315,7 @@ def _checked_data(
         if x.shape != arrays[0].shape:
             raise ValueError(
                 f"{where}: all layers must hold the same blocks; {name}[0] is "
-                f"{_checks.show(arrays[0])}, {name}[{i}] is {_checks.show(x)}"
+                f"{checks.show(arrays[0])}, {name}[{i}] is {checks.show(x)}"
             )
     return arrays
 
@@ -330,25 +330,25 @@ def _pool_array(
 ) -> Any:
     struct = open_to_jax and isinstance(x, jax.ShapeDtypeStruct)
     if not struct:
-        x = _checks.check_array(where, name, x)
+        x = checks.check_array(where, name, x)
     leading, tail = x.shape[: x.ndim - len(block)], x.shape[x.ndim - len(block) :]
     if not leading or (len(leading) > 1 and not open_to_jax) or tuple(tail) != block:
         shape = ", ".join(map(str, block))
         raise ValueError(
             f"{where}: {name} must have shape [num_blocks, {shape}] "
-            f"({spec.block_layout.name} of the spec), got {_checks.show(x)}"
+            f"({spec.block_layout.name} of the spec), got {checks.show(x)}"
         )
     if x.dtype != spec.dtype:
         raise TypeError(
             f"{where}: {name} must have the spec's dtype {spec.dtype}, got "
-            f"{_checks.show(x)}"
+            f"{checks.show(x)}"
         )
     _check_size(where, spec, leading[-1])
     if struct:
         return x
     if not isinstance(x, jax.Array):
-        _checks.check_held(where, name, spec.dtype)
-    return _checks.to_jax(x)
+        checks.check_held(where, name, spec.dtype)
+    return checks.to_jax(x)
 
 
 def _place(x: Any) -> str | None:
@@ -377,13 +377,13 @@ def check_pool(where: str, name: str, pool: Any) -> None:
         if x.ndim != 1 + len(shape) or tuple(x.shape[1:]) != shape:
             raise ValueError(
                 f"{where}: {name} must hold arrays of shape [num_blocks, "
-                f"{', '.join(map(str, shape))}] (its spec's), got {_checks.show(x)}; "
+                f"{', '.join(map(str, shape))}] (its spec's), got {checks.show(x)}; "
                 "wrap a shard or a slice with the spec of its own extents"
             )
         if x.dtype != spec.dtype:
             raise TypeError(
                 f"{where}: {name} must hold arrays of its spec's dtype {spec.dtype}, "
-                f"got {_checks.show(x)}"
+                f"got {checks.show(x)}"
             )
         traced = isinstance(x, jax.core.Tracer)
         if isinstance(x, jax.Array) and not traced and x.is_deleted():

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
-from jax_kvblock import _checks
-from jax_kvblock.block import Block, BlockList, Layer, Piece
-from jax_kvblock.pool import KVPool, check_pool, find_device
+from jax_kvblock.blocks.pool import KVPool, check_pool, find_device
+from jax_kvblock.core import checks
+from jax_kvblock.objects.block import Block, BlockList, Layer, Piece
 
 # ---- of the constructors ----
 
@@ -49,7 +49,7 @@ def head_extents(
     """The KV heads and their size, by whichever of the extents are given."""
     where = "BlockManager"
     given = {"inner_dim": inner_dim, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    _checks.check_positive(where, **{k: v for k, v in given.items() if v is not None})
+    checks.check_positive(where, **{k: v for k, v in given.items() if v is not None})
     if num_kv_heads is None and head_dim is None:
         if inner_dim is None:
             raise ValueError(f"{where}: give inner_dim, or num_kv_heads and head_dim")
@@ -91,7 +91,7 @@ def check_first_pool(where: str, pool: KVPool) -> None:
         if isinstance(x, jax.core.Tracer) or not isinstance(x, jax.Array):
             raise TypeError(
                 f"{where}: pool must be a pool of jax arrays, got "
-                f"{_checks.shown(x)}; call it outside of jit, with arrays that "
+                f"{checks.shown(x)}; call it outside of jit, with arrays that "
                 "jax.device_put has placed"
             )
         if len(x.devices()) != 1:
@@ -137,7 +137,7 @@ def check_step(old: KVPool, new: KVPool) -> None:
 
 def _check_like(where: str, old: KVPool, new: KVPool) -> None:
     """Checks that one pool can be replaced by the other."""
-    shapes = [[_checks.show(x) for x in pool.arrays] for pool in (old, new)]
+    shapes = [[checks.show(x) for x in pool.arrays] for pool in (old, new)]
     if new.spec != old.spec or shapes[0] != shapes[1]:
         raise ValueError(
             f"{where}: must be like the pool it replaces, {old!r}, got {new!r}"

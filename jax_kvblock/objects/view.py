@@ -16,13 +16,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock import _checks, _dlpack, _native
-from jax_kvblock.layout import BlockSpec, find_layout
-from jax_kvblock.pool import KVPool
-from jax_kvblock.transfer import gather_blocks, scatter_blocks
+from jax_kvblock import _native
+from jax_kvblock.blocks.layout import BlockSpec, find_layout
+from jax_kvblock.blocks.pool import KVPool
+from jax_kvblock.blocks.transfer import gather_blocks, scatter_blocks
+from jax_kvblock.core import checks
+from jax_kvblock.objects import dlpack
 
 if TYPE_CHECKING:
-    from jax_kvblock.manager import BlockManager
+    from jax_kvblock.objects.manager import BlockManager
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,10 +212,10 @@ class View(Unpicklable):
             device = self.manager._dl_device
             if dl_device is not None and tuple(dl_device) != device:
                 # Pinned host memory is CPU memory, too: shown as such on request.
-                pinned = device[0] == _dlpack.CUDA_HOST
-                if not pinned or tuple(dl_device) != _dlpack.CPU_DEVICE:
+                pinned = device[0] == dlpack.CUDA_HOST
+                if not pinned or tuple(dl_device) != dlpack.CPU_DEVICE:
                     return self._export_copy(stream, max_version, dl_device, copy)
-                device = _dlpack.CPU_DEVICE
+                device = dlpack.CPU_DEVICE
             if copy:
                 return self._export_copy(stream, max_version, dl_device, copy)
             return self._export(stream, max_version, device)
@@ -227,7 +229,7 @@ class View(Unpicklable):
         if lease is None:  # by another thread, since we looked
             raise BufferError(self._freed("__dlpack__"))
         try:
-            return _dlpack.export(
+            return dlpack.export(
                 array,
                 offset,
                 geometry.shape[depth:],
@@ -265,7 +267,7 @@ class View(Unpicklable):
     ) -> Any:
         device = self.manager._dl_device
         target = device if dl_device is None else (int(dl_device[0]), int(dl_device[1]))
-        if target not in (device, _dlpack.CPU_DEVICE):
+        if target not in (device, dlpack.CPU_DEVICE):
             raise BufferError(
                 f"__dlpack__: {self._name} is on DLPack device {device}, not {target}; "
                 "only its own device and the CPU (1, 0) are served. Move it with "
@@ -281,14 +283,14 @@ class View(Unpicklable):
         if target != device:
             fresh = jax.device_put(fresh, jax.devices("cpu")[0])
             stream = None
-        elif device[0] == _dlpack.CUDA_HOST:
+        elif device[0] == dlpack.CUDA_HOST:
             fresh = jax.device_put(fresh, self.manager.pool.arrays[0].sharding)
-        return _dlpack.export(
+        return dlpack.export(
             fresh,
             0,
             fresh.shape,
             _row_major(fresh.shape),
-            _dlpack.device_of(fresh),
+            dlpack.device_of(fresh),
             lease=None,
             stream=stream,
             max_version=max_version,
@@ -316,11 +318,11 @@ class View(Unpicklable):
         shape, dtype = tuple(x.shape), np.dtype(x.dtype)
         if shape != self.shape:
             raise ValueError(
-                f"{where}: x must have shape {list(self.shape)}, got {_checks.show(x)}"
+                f"{where}: x must have shape {list(self.shape)}, got {checks.show(x)}"
             )
         if dtype != self.dtype:
             raise TypeError(
-                f"{where}: x must have dtype {self.dtype}, got {_checks.show(x)}; cast "
+                f"{where}: x must have dtype {self.dtype}, got {checks.show(x)}; cast "
                 "it"
             )
         array = x.__jax_array__() if isinstance(x, View) else x

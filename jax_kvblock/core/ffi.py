@@ -41,7 +41,7 @@ def _missing(package: Path, path: list[str]) -> str | None:
 try:
     from jax_kvblock import _native
 except ImportError as error:
-    if message := _missing(Path(__file__).parent, sys.path):
+    if message := _missing(Path(__file__).parents[1], sys.path):
         raise ImportError(message) from None
     raise ImportError(
         f"jax_kvblock's native module does not load: {error}. It was built for another "

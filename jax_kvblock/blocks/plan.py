@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jax_kvblock.layout import parse_axes
+from jax_kvblock.blocks.layout import parse_axes
 
 Sizes = tuple[tuple[str, int], ...]
 Dim = tuple[str, ...]  # axes that are walked as one, outermost first

@@ -26,11 +26,13 @@ from jax.experimental.custom_partitioning import (
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_kvblock import _ffi, _reference
-from jax_kvblock._batching import batch_one_by_one
-from jax_kvblock._plan import Copy, Side, cuda_leader, make_plan, plan_attributes
-from jax_kvblock._primitive import make_primitives
-from jax_kvblock._spmd import lower_local, vary_alike
+from jax_kvblock.blocks.plan import Copy, Side, cuda_leader, make_plan, plan_attributes
+from jax_kvblock.blocks.reference import block_copy as reference_copy
+from jax_kvblock.blocks.reference import block_copy_bits
+from jax_kvblock.core import ffi
+from jax_kvblock.core.batching import batch_one_by_one
+from jax_kvblock.core.primitive import make_primitives
+from jax_kvblock.core.spmd import lower_local, vary_alike
 
 
 def block_copy(
@@ -70,7 +72,7 @@ block_copy_p, _local_copy_p = make_primitives("kvblock_copy", _abstract_eval)
 
 
 def _lower_reference(ctx: Any, *operands: Any, copy: Copy) -> Any:
-    reference = functools.partial(_reference.block_copy_bits, copy)
+    reference = functools.partial(block_copy_bits, copy)
     return lower_local(ctx, reference, *operands)
 
 
@@ -86,7 +88,7 @@ def _lower_call(ctx: Any, *operands: Any, copy: Copy, platform: str) -> Any:
             )
         target, extra = "kvblock_copy_runs", {"backend": _BACKENDS[copy.backend]}
     if platform == "cuda":
-        _ffi.require_cuda_build()
+        ffi.require_cuda_build()
     itemsize, leader = ctx.avals_in[0].dtype.itemsize, copy.dst
     if platform == "cuda":
         ends = ctx.avals_in[0], ctx.avals_out[0]
@@ -434,7 +436,7 @@ def _transpose(cts: Sequence[Any], *operands: Any, copy: Copy) -> list[Any]:
     ]
 
     def linear(*parts: Any) -> list[Any]:
-        return _reference.block_copy(copy, *parts, *scalars)
+        return reference_copy(copy, *parts, *scalars)
 
     wanted = jax.linear_transpose(linear, *inputs)(list(cts))
     return [

@@ -27,8 +27,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_kvblock.layout import BlockSpec
-from jax_kvblock.pool import KVPool
+from jax_kvblock.blocks.layout import BlockSpec
+from jax_kvblock.blocks.pool import KVPool
 
 _SIGNALS = tuple(sorted(int(number) for number in signal.valid_signals()))
 _ONCE = ((),)  # one call without arguments, for starmap

@@ -15,8 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock import _dlpack, _native, _steps
-from jax_kvblock._manager_arguments import (
+from jax_kvblock import _native
+from jax_kvblock.blocks.layout import BlockSpec, Layout
+from jax_kvblock.blocks.pool import KVPool
+from jax_kvblock.core.types import Place
+from jax_kvblock.objects import dlpack, steps
+from jax_kvblock.objects.arguments import (
     check_device,
     check_first_pool,
     check_next_pool,
@@ -25,11 +29,14 @@ from jax_kvblock._manager_arguments import (
     one_name,
     without_handles,
 )
-from jax_kvblock._types import Place
-from jax_kvblock._view import Geometry, Unpicklable, part_name, read_part, write_part
-from jax_kvblock.block import Block, BlockList
-from jax_kvblock.layout import BlockSpec, Layout
-from jax_kvblock.pool import KVPool
+from jax_kvblock.objects.block import Block, BlockList
+from jax_kvblock.objects.view import (
+    Geometry,
+    Unpicklable,
+    part_name,
+    read_part,
+    write_part,
+)
 
 
 class PoolExhaustedError(MemoryError):
@@ -200,11 +207,11 @@ class BlockManager(Unpicklable):
         self._num_blocks = pool.num_blocks
         self._free_list = _native.FreeList(self._num_blocks)
         self._garbage = _Garbage()
-        self._programs = _steps.Programs(self._spec, check_step)
+        self._programs = steps.Programs(self._spec, check_step)
         self._geometry = Geometry.of(self._spec, pool.contiguous, flat_tail)
         self._memory_kind = pool.memory_kind
         self._devices = pool.arrays[0].devices()
-        self._dl_device = _dlpack.device_of(pool.arrays[0])
+        self._dl_device = dlpack.device_of(pool.arrays[0])
 
     # ---- blocks ----
 
@@ -372,19 +379,19 @@ class BlockManager(Unpicklable):
             return self._run(program, args, kwargs)
 
     def _run(
-        self, program: _steps.Program, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, program: steps.Program, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         with self._lock:
             pool = self._check_usable("update")
             args, kwargs = program.map(without_handles, args, kwargs)
             if self._guarded:
                 (device,) = self._devices
-                put = functools.partial(_steps.put, device=device)
+                put = functools.partial(steps.put, device=device)
                 args, kwargs = program.map(put, args, kwargs)
             self._check_donation(pool)
             try:
                 call = functools.partial(program.call, pool.data, *args, **kwargs)
-                _steps.run(call, self._made, pool)
+                steps.run(call, self._made, pool)
                 packed = self._take_over()
             except BaseException as error:
                 self._take_over()
@@ -398,7 +405,7 @@ class BlockManager(Unpicklable):
                     "call update and copy_from outside of jit, or take the pool as an "
                     "argument there and return the new one"
                 )
-        return _steps.unpack(packed)
+        return steps.unpack(packed)
 
     @property
     def live_exports(self) -> list[str]:
@@ -427,7 +434,7 @@ class BlockManager(Unpicklable):
             f"free, {self._spec})"
         )
 
-    # ---- the state of the pool; _view.py uses it, too ----
+    # ---- the state of the pool; view.py uses it, too ----
 
     def _open_pool(self, where: str) -> KVPool:
         with self._lock:
@@ -589,7 +596,7 @@ def _in_words(exports: Iterable[tuple[int, Sequence[int]]]) -> list[str]:
 def _levels_up() -> int:
     """The stack level of the first caller outside of this package."""
     level, frame = 0, sys._getframe()
-    package = __name__.rpartition(".")[0] + "."
+    package = __name__.partition(".")[0] + "."
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(package):
         level, frame = level + 1, frame.f_back
     return level

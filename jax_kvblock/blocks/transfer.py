@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jax_kvblock import _checks
-from jax_kvblock._copy import block_copy
-from jax_kvblock._plan import Copy, Form, Side
-from jax_kvblock._types import ArrayIn, Heads, Integers, LayerIndex
-from jax_kvblock.convert import backend_of
-from jax_kvblock.layout import BlockSpec, Layout, find_layout
-from jax_kvblock.pool import KVPool, check_pool
+from jax_kvblock.blocks.convert import backend_of
+from jax_kvblock.blocks.copy import block_copy
+from jax_kvblock.blocks.layout import BlockSpec, Layout, find_layout
+from jax_kvblock.blocks.plan import Copy, Form, Side
+from jax_kvblock.blocks.pool import KVPool, check_pool
+from jax_kvblock.core import checks
+from jax_kvblock.core.types import ArrayIn, Heads, Integers, LayerIndex
 
 
 def gather_blocks(
@@ -53,9 +53,9 @@ def gather_blocks(
     """
     where = "gather_blocks"
     check_pool(where, "pool", pool)
-    ids = _checks.check_int32(where, "ids", ids, "[n]", 1)
+    ids = checks.check_int32(where, "ids", ids, "[n]", 1)
     target = find_layout(where, "layout", layout, pool.spec.inner)
-    start, stop = _checks.check_heads(where, heads, pool.spec.num_kv_heads)
+    start, stop = checks.check_heads(where, heads, pool.spec.num_kv_heads)
     part = pool.spec.replace(num_kv_heads=stop - start)
     extents = (("N", ids.shape[0]), *part.sizes.items())
     copy = Copy(
@@ -103,9 +103,9 @@ def scatter_blocks(
     """
     where = "scatter_blocks"
     check_pool(where, "pool", pool)
-    ids = _checks.check_int32(where, "ids", ids, "[n]", 1)
+    ids = checks.check_int32(where, "ids", ids, "[n]", 1)
     source = find_layout(where, "layout", layout, pool.spec.inner)
-    start, stop = _checks.check_heads(where, heads, pool.spec.num_kv_heads)
+    start, stop = checks.check_heads(where, heads, pool.spec.num_kv_heads)
     part = pool.spec.replace(num_kv_heads=stop - start)
     blocks = _operand(
         where, "blocks", blocks, (ids.shape[0], *source.shape(part)), pool.spec
@@ -254,7 +254,7 @@ def append_kv(
     where = "append_kv"
     check_pool(where, "pool", pool)
     spec = pool.spec
-    slots = _checks.check_int32(where, "slots", slots, "[tokens]", 1)
+    slots = checks.check_int32(where, "slots", slots, "[tokens]", 1)
     tokens = slots.shape[0]
     layers = (spec.num_layers,) if layer is None else ()
     shape = (*layers, tokens, spec.num_kv_heads, spec.head_dim)
@@ -264,7 +264,7 @@ def append_kv(
     elif v is not None:
         raise ValueError(
             f"{where}: v must be None for a pool with num_outer 1, got "
-            f"{_checks.show(v)}; pass the combined cache as k"
+            f"{checks.show(v)}; pass the combined cache as k"
         )
     part = _layer_part(where, pool, layer, ("B", "T"))
     axes = "LOHD" if layer is None else "OHD"
@@ -316,7 +316,7 @@ def gather_kv(
     """
     where = "gather_kv"
     check_pool(where, "pool", pool)
-    ids = _checks.check_int32(where, "ids", ids, "[n]", 1)
+    ids = checks.check_int32(where, "ids", ids, "[n]", 1)
     if layer is None:
         raise _no_layer(where, layer)
     part = _layer_part(where, pool, layer, ("B",))
@@ -375,9 +375,9 @@ def _layer_part(
     if layer is None:
         return _LayerPart(side, pool.arrays)
     if isinstance(layer, jax.Array):
-        start = _checks.check_int32(where, "layer", layer, "[]", 0)
+        start = checks.check_int32(where, "layer", layer, "[]", 0)
         return _LayerPart(dataclasses.replace(side, start="L"), pool.arrays, start)
-    number = _checks.as_int(layer)
+    number = checks.as_int(layer)
     if number is None:
         raise _no_layer(where, layer)
     if not 0 <= number < pool.spec.num_layers:
@@ -395,7 +395,7 @@ def _layer_part(
 def _no_layer(where: str, layer: Any) -> TypeError:
     return TypeError(
         f"{where}: layer must be an integer or an int32 scalar, got "
-        f"{_checks.show(layer)}; pass an int, or jnp.int32(layer) not to recompile"
+        f"{checks.show(layer)}; pass an int, or jnp.int32(layer) not to recompile"
     )
 
 
@@ -415,7 +415,7 @@ def _slice_of_pools(
             )
         return (None, None), src
     full = max(src, dst)
-    start, stop = _checks.check_heads(where, heads, full)
+    start, stop = checks.check_heads(where, heads, full)
     for name, count in (("src_pool", src), ("dst_pool", dst)):
         if count not in (full, stop - start):
             raise ValueError(
@@ -446,22 +446,22 @@ def _operand(
     where: str, name: str, x: Any, shape: tuple[int, ...], spec: BlockSpec
 ) -> jax.Array:
     """The array, of this shape and of the pool's dtype."""
-    x = _checks.check_array(where, name, x)
+    x = checks.check_array(where, name, x)
     if tuple(x.shape) != shape:
         raise ValueError(
-            f"{where}: {name} must have shape {list(shape)}, got {_checks.show(x)}"
+            f"{where}: {name} must have shape {list(shape)}, got {checks.show(x)}"
         )
     if x.dtype != spec.dtype:
         raise TypeError(
             f"{where}: {name} must have the pool's dtype {spec.dtype}, got "
-            f"{_checks.show(x)}; cast it with .astype({str(spec.dtype)!r})"
+            f"{checks.show(x)}; cast it with .astype({str(spec.dtype)!r})"
         )
-    return _checks.to_jax(x)
+    return checks.to_jax(x)
 
 
 def _check_id_pair(where: str, src: Any, dst: Any) -> tuple[jax.Array, jax.Array]:
-    src = _checks.check_int32(where, "src_ids", src, "[n]", 1)
-    dst = _checks.check_int32(where, "dst_ids", dst, "[n]", 1)
+    src = checks.check_int32(where, "src_ids", src, "[n]", 1)
+    dst = checks.check_int32(where, "dst_ids", dst, "[n]", 1)
     if src.shape != dst.shape:
         raise ValueError(
             f"{where}: src_ids and dst_ids must have one length, got {src.shape[0]} "

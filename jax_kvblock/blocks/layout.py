@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 import numpy as np
 from jax.typing import DTypeLike
 
-from jax_kvblock import _checks
+from jax_kvblock.core import checks
 
 AXES = "LOTHD"
 _SIZES = ("num_layers", "num_outer", "block_size", "num_kv_heads", "head_dim")
@@ -197,7 +197,7 @@ class BlockSpec:
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in _SIZES}
-        numbers = _checks.check_positive("BlockSpec", **sizes)
+        numbers = checks.check_positive("BlockSpec", **sizes)
         for name, number in zip(_SIZES, numbers, strict=True):
             object.__setattr__(self, name, number)
         if self.num_outer > 2:
@@ -206,7 +206,7 @@ class BlockSpec:
                 f"got {self.num_outer}"
             )
         object.__setattr__(
-            self, "dtype", _checks.check_dtype("BlockSpec", "dtype", self.dtype)
+            self, "dtype", checks.check_dtype("BlockSpec", "dtype", self.dtype)
         )
         layout = find_layout("BlockSpec", "layout", self.layout, "NHD")
         if layout in (NHD, HND, UNIVERSAL, OPERATIONAL):

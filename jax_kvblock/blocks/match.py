@@ -12,8 +12,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_kvblock import _checks
-from jax_kvblock.layout import BlockSpec, Layout
+from jax_kvblock.blocks.layout import BlockSpec, Layout
+from jax_kvblock.core import checks
 
 
 def _describe(layout: Layout) -> str:
@@ -36,7 +36,7 @@ def match_array(
     if x.ndim < rank or (not batched and x.ndim != rank):
         raise ValueError(
             f"{where}: {name} must have shape [{dots}{_describe(layout)}] "
-            f"({layout.name}), got {_checks.show(x)}"
+            f"({layout.name}), got {checks.show(x)}"
         )
     tail = tuple(x.shape[x.ndim - rank :])
     if spec is None:
@@ -44,12 +44,12 @@ def match_array(
         if min(tail) < 1:
             raise ValueError(
                 f"{where}: {name} must have block extents of at least 1, got "
-                f"{_checks.show(x)}; only leading axes may be 0"
+                f"{checks.show(x)}; only leading axes may be 0"
             )
         if sizes["O"] > 2:
             raise ValueError(
                 f"{where}: {name} must have shape [{dots}{_describe(layout)}] with no "
-                f"1 or 2, got {_checks.show(x)} where no = {sizes['O']}"
+                f"1 or 2, got {checks.show(x)} where no = {sizes['O']}"
             )
         return BlockSpec(
             sizes["L"], sizes["O"], sizes["T"], sizes["H"], sizes["D"], dtype
@@ -58,9 +58,9 @@ def match_array(
         shape = ", ".join(map(str, layout.shape(spec)))
         raise ValueError(
             f"{where}: {name} must have shape [{dots}{_describe(layout)}] = "
-            f"[{dots}{shape}] ({layout.name} of the spec), got {_checks.show(x)}"
+            f"[{dots}{shape}] ({layout.name} of the spec), got {checks.show(x)}"
         )
-    _match_dtype(where, name, x, spec, _checks.show(x))
+    _match_dtype(where, name, x, spec, checks.show(x))
     return spec
 
 
@@ -71,7 +71,7 @@ def _match_dtype(where: str, name: str, x: Any, spec: BlockSpec, got: str) -> No
             "it or change the spec"
         )
     if not isinstance(x, jax.Array):
-        _checks.check_held(where, name, spec.dtype)
+        checks.check_held(where, name, spec.dtype)
 
 
 def _check_outer(where: str, name: str, value: int) -> None:
@@ -98,7 +98,7 @@ def match_pieces(
     if piece.ndim != 3 or min(piece.shape) < 1:
         raise ValueError(
             f"{where}: each array in {name} must have shape [{inner}] ({layout.name}), "
-            f"got {_checks.show(piece)}"
+            f"got {checks.show(piece)}"
         )
     if spec is None:
         _check_outer(where, "num_outer", num_outer)
@@ -119,7 +119,7 @@ def match_pieces(
     if tuple(piece.shape) != layout.shape(spec)[2:]:
         raise ValueError(
             f"{where}: each array in {name} must have shape [{inner}] = "
-            f"{list(layout.shape(spec)[2:])} (the spec's), got {_checks.show(piece)}"
+            f"{list(layout.shape(spec)[2:])} (the spec's), got {checks.show(piece)}"
         )
     _match_dtype(where, name, piece, spec, str(dtype))
     return spec
@@ -137,7 +137,7 @@ def flatten_list(
                     f"{where}: {name} must be a list of arrays, but {name}[{i}] is a "
                     f"{type(block).__name__}"
                 )
-            arrays.append(_checks.check_array(where, f"{name}[{i}]", block))
+            arrays.append(checks.check_array(where, f"{name}[{i}]", block))
         return arrays, 1
     per_block = len(blocks[0])
     for i, block in enumerate(blocks):
@@ -148,7 +148,7 @@ def flatten_list(
                 f"arrays; {name}[0] has {per_block}, {name}[{i}] has {got}"
             )
         for j, piece in enumerate(block):
-            arrays.append(_checks.check_array(where, f"{name}[{i}][{j}]", piece))
+            arrays.append(checks.check_array(where, f"{name}[{i}][{j}]", piece))
     if not arrays:
         raise ValueError(f"{where}: the blocks in {name} hold no arrays")
     return arrays, per_block
@@ -165,18 +165,18 @@ def check_same(
         return f"{name}[{i // per_block}][{i % per_block}]"
 
     first = arrays[0]
-    dtype = _checks.check_dtype(where, label(0), first.dtype)
+    dtype = checks.check_dtype(where, label(0), first.dtype)
     devices = _devices(first)
     for i, x in enumerate(arrays):
         if np.dtype(x.dtype) != dtype:
             raise TypeError(
                 f"{where}: all arrays in {name} must have one dtype; {label(0)} is "
-                f"{_checks.show(first)}, {label(i)} is {_checks.show(x)}; cast them"
+                f"{checks.show(first)}, {label(i)} is {checks.show(x)}; cast them"
             )
         if tuple(x.shape) != tuple(first.shape):
             raise ValueError(
                 f"{where}: all arrays in {name} must have one shape; {label(0)} is "
-                f"{_checks.show(first)}, {label(i)} is {_checks.show(x)}"
+                f"{checks.show(first)}, {label(i)} is {checks.show(x)}"
             )
         if devices is not None and _devices(x) not in (None, devices):
             raise ValueError(
@@ -207,18 +207,18 @@ def spec_of_operational(
             f"{where}: an operational block does not tell nt, nh and hd apart; pass "
             "spec=, or num_kv_heads= and head_dim="
         )
-    num_kv_heads, head_dim = _checks.check_positive(
+    num_kv_heads, head_dim = checks.check_positive(
         where, num_kv_heads=num_kv_heads, head_dim=head_dim
     )
     first = x[0] if isinstance(x, (list, tuple)) and len(x) else x
     if isinstance(x, (list, tuple)) and not x:
         return BlockSpec(1, 1, 1, num_kv_heads, head_dim, np.dtype(np.float32), layout)
-    first = _checks.check_array(where, "operational", first)
-    dtype = _checks.check_dtype(where, "operational", first.dtype)
+    first = checks.check_array(where, "operational", first)
+    dtype = checks.check_dtype(where, "operational", first.dtype)
     if first.ndim < 3:
         raise ValueError(
             f"{where}: operational must have shape [..., nl, no, inner], got "
-            f"{_checks.show(first)}"
+            f"{checks.show(first)}"
         )
     layers, outer, inner = first.shape[-3:]
     if inner == 0 or inner % (num_kv_heads * head_dim):

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
-from jax_kvblock import _checks, _native
-from jax_kvblock._view import Unpicklable, View
+from jax_kvblock import _native
+from jax_kvblock.core import checks
+from jax_kvblock.objects.view import Unpicklable, View
 
 if TYPE_CHECKING:
-    from jax_kvblock.manager import BlockManager
+    from jax_kvblock.objects.manager import BlockManager
 
 
 class BlockList(Unpicklable, Sequence["Block"]):
@@ -88,7 +89,7 @@ class BlockList(Unpicklable, Sequence["Block"]):
         """
         where = "BlockList.slots"
         for name, value in (("start", start), ("count", count)):
-            if _checks.check_integer(where, name, value, "pass an int") < 0:
+            if checks.check_integer(where, name, value, "pass an int") < 0:
                 raise ValueError(f"{where}: {name} must be at least 0, got {value}")
         start, count = int(start), int(count)
         size = self._manager.spec.block_size
@@ -98,7 +99,7 @@ class BlockList(Unpicklable, Sequence["Block"]):
                 what = f"token {start} does" if count else f"start={start} does"
             raise IndexError(
                 f"{where}: {what} not fit "
-                f"{_checks.plural(len(self), 'block')} of {size} tokens; append blocks "
+                f"{checks.plural(len(self), 'block')} of {size} tokens; append blocks "
                 "first"
             )
         first = start // size
@@ -372,6 +373,6 @@ def _index(kind: str, index: Any, length: int, noun: str) -> int:
         ) from None
     if not -length <= i < length:
         raise IndexError(
-            f"{kind} index {i} is out of range: it has {_checks.plural(length, noun)}"
+            f"{kind} index {i} is out of range: it has {checks.plural(length, noun)}"
         )
     return i % length

@@ -12,18 +12,8 @@ from typing import Any, Literal, overload
 
 import jax
 
-from jax_kvblock import _checks
-from jax_kvblock._copy import block_copy
-from jax_kvblock._match import (
-    check_same,
-    flatten_list,
-    match_array,
-    match_pieces,
-    spec_of_operational,
-)
-from jax_kvblock._plan import Copy, Form, Side
-from jax_kvblock._types import ArrayIn, Blocks, Pieces
-from jax_kvblock.layout import (
+from jax_kvblock.blocks.copy import block_copy
+from jax_kvblock.blocks.layout import (
     HND,
     NHD,
     UNIVERSAL,
@@ -32,6 +22,16 @@ from jax_kvblock.layout import (
     check_spec,
     find_layout,
 )
+from jax_kvblock.blocks.match import (
+    check_same,
+    flatten_list,
+    match_array,
+    match_pieces,
+    spec_of_operational,
+)
+from jax_kvblock.blocks.plan import Copy, Form, Side
+from jax_kvblock.core import checks
+from jax_kvblock.core.types import ArrayIn, Blocks, Pieces
 
 BACKENDS = ("auto", "kernel", "batch", "async")
 IMPLEMENTATIONS = (None, "kernel", "xla")
@@ -39,7 +39,7 @@ IMPLEMENTATIONS = (None, "kernel", "xla")
 
 def backend_of(where: str, implementation: str | None) -> str:
     """The engine's backend for a public `implementation=`."""
-    _checks.check_choice(where, "implementation", implementation, IMPLEMENTATIONS)
+    checks.check_choice(where, "implementation", implementation, IMPLEMENTATIONS)
     return implementation or "kernel"
 
 
@@ -342,8 +342,8 @@ def _convert(
         check_spec(where, spec)
     if isinstance(x, (list, tuple)):
         return _convert_list(where, name, x, source, target, spec, num_outer, backend)
-    x = _checks.check_array(where, name, x)
-    dtype = _checks.check_dtype(where, name, x.dtype)
+    x = checks.check_array(where, name, x)
+    dtype = checks.check_dtype(where, name, x.dtype)
     spec = match_array(where, name, x, source, spec, dtype)
     # Each leading axis stays an axis, so that any of them may be cut over devices.
     batch = x.shape[: x.ndim - len(source.groups)]
@@ -356,7 +356,7 @@ def _convert(
         in_place=False,
         backend=backend,
     )
-    (result,) = block_copy(copy, [_checks.to_jax(x)])
+    (result,) = block_copy(copy, [checks.to_jax(x)])
     return result
 
 
@@ -390,7 +390,7 @@ def _convert_list(
         in_place=False,
         backend=backend,
     )
-    results = block_copy(copy, [_checks.to_jax(a) for a in arrays])
+    results = block_copy(copy, [checks.to_jax(a) for a in arrays])
     if not pieces_out:
         return list(results)
     step = spec.num_layers * spec.num_outer
@@ -413,10 +413,10 @@ def _pieces(layout: Layout) -> Form:
 
 
 def _inner_layout(where: str, layout: Any) -> Layout:
-    _checks.check_choice(where, "layout", layout, ("NHD", "HND"))
+    checks.check_choice(where, "layout", layout, ("NHD", "HND"))
     return NHD if layout == "NHD" else HND
 
 
 def _operational_backend(where: str, backend: Any) -> str:
-    _checks.check_choice(where, "backend", backend, BACKENDS)
+    checks.check_choice(where, "backend", backend, BACKENDS)
     return "kernel" if backend == "auto" else backend

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock._plan import Copy, Side
+from jax_kvblock.blocks.plan import Copy, Side
 
 
 def block_copy(copy: Copy, *operands: jax.Array) -> list[jax.Array]:

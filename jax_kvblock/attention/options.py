@@ -1,0 +1,39 @@
+"""The types of what the functions of attention take by name."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from jax_kvblock.attention.config import AttentionTiles
+from jax_kvblock.core.types import ArrayIn, IdRows, Integers
+
+
+class FlashOptions(TypedDict, total=False):
+    """What `flash_attention` takes by name, but for `return_lse`."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    segment_ids: IdRows | tuple[IdRows, IdRows] | None
+    q_lens: Integers | None
+    kv_lens: Integers | None
+    cu_seqlens: tuple[Integers, Integers] | None
+    bias: ArrayIn | None
+    softcap: float | None
+    sinks: ArrayIn | None
+    scale: float | None
+    q_offset: Integers | int | None
+    kv_offset: Integers | int | None
+    tiles: AttentionTiles | None
+    deterministic: bool
+    implementation: str | None
+
+
+class DotProductOptions(TypedDict, total=False):
+    """What `dot_product_attention` takes by name, but for `return_residual`."""
+
+    scale: float | None
+    is_causal: bool
+    query_seq_lengths: Integers | None
+    key_value_seq_lengths: Integers | None
+    local_window_size: int | tuple[int, int] | None
+    implementation: str | None
