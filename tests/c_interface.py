@@ -42,8 +42,8 @@ class CCopy(ctypes.Structure):
 
 
 # kvblock_attention_pass, and each one's launcher. attention_launches.py has the struct.
-FORWARD, BACKWARD_KV, BACKWARD_Q, BACKWARD_BIAS = range(4)
-LAUNCHERS = ("forward", "backward_kv", "backward_q", "backward_bias")
+FORWARD, BACKWARD_KV, BACKWARD_Q, BACKWARD_BIAS, FORWARD_SPLIT = range(5)
+LAUNCHERS = ("forward", "backward_kv", "backward_q", "backward_bias", "forward_split")
 
 GUARD = 64  # bytes before and after each buffer
 TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)

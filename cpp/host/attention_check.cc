@@ -74,10 +74,14 @@ std::string CheckShared(const kvblock_attention& a, const std::string& name, int
   return "";
 }
 
+bool IsForward(kvblock_attention_pass pass) {
+  return pass == KVBLOCK_FORWARD || pass == KVBLOCK_FORWARD_SPLIT;
+}
+
 // The forward kernels compute tanh by powers of scale / softcap, which have to fit into float32.
 // From a softcap of 1024 on they take another way (device/fast_math.cuh).
 std::string CheckSoftcap(const kvblock_attention& a, kvblock_attention_pass pass) {
-  if (pass != KVBLOCK_FORWARD || a.softcap >= 1024.0f) return "";
+  if (!IsForward(pass) || a.softcap >= 1024.0f) return "";
   const float factor = std::abs(a.scale) / a.softcap;
   if (a.softcap == 0.0f || a.scale == 0.0f || (factor >= 1e-6f && factor <= 1e5f)) return "";
   return "scale / softcap must lie between 1e-6 and 1e5 in size, got " + std::to_string(a.scale) +
@@ -102,6 +106,10 @@ std::string CheckOptions(const kvblock_attention& a, kvblock_attention_pass pass
   }
   if (packed && (a.bias || segments || a.q_lens || a.kv_lens || tiles)) {
     return "packed inputs (cu_q, cu_kv) take neither bias, segments, lengths nor tiles";
+  }
+  if (pass == KVBLOCK_FORWARD_SPLIT && (a.bias || tiles || packed)) {
+    return "kvblock_attention_forward_split takes neither bias, tiles nor packed inputs; "
+           "kvblock_attention_forward does";
   }
   if (a.base != nullptr && a.bias == nullptr) {
     return "base is for calls with a bias: without one lse is kept whole, base must be NULL";
@@ -145,7 +153,7 @@ std::string CheckOperands(const kvblock_attention& a, kvblock_attention_pass pas
   if (missing(queries, a.q)) return "q is NULL";
   if (missing(keys, a.k)) return "k is NULL";
   if (missing(keys, a.v)) return "v is NULL";
-  if (pass == KVBLOCK_FORWARD) return missing(queries, a.o) ? "o is NULL" : "";
+  if (IsForward(pass)) return missing(queries, a.o) ? "o is NULL" : "";
   if (missing(queries, a.lse)) return "lse is NULL";
   if (missing(queries, a.d_o)) return "d_o is NULL";
   if (missing(queries, a.delta)) return "delta is NULL";
@@ -213,7 +221,7 @@ extern "C" const char* kvblock_attention_check(const kvblock_attention* a,
   using namespace kvblock;
   if (a == nullptr) return Message("attention: the struct is NULL");
   const auto number = static_cast<int32_t>(pass);  // an enum may be unsigned
-  if (number < KVBLOCK_FORWARD || number > KVBLOCK_BACKWARD_BIAS) {
+  if (number < KVBLOCK_FORWARD || number > KVBLOCK_FORWARD_SPLIT) {
     return Message(Got("attention: pass must be a kvblock_attention_pass", number));
   }
   std::string error = CheckSizes(*a);

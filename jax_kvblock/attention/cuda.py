@@ -181,10 +181,32 @@ def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
     if op.is_forward:
         made = _forward_results(config, size, x)
         results = [made[name] for name in op.result_names(call)]
+        if splits_keys(config, x):
+            workspace = jax.ShapeDtypeStruct((_workspace(size),), jnp.uint8)
+            return tuple(launch("forward_split", [*results, workspace])[:-1])
         return tuple(launch("forward", results))
     if op is BACKWARD_BIAS:
         return tuple(launch("backward_bias", [_like(x.bias)]))
     return _backward(launch, kernels, config, x, size)
+
+
+# Queries of a sequence up to which the keys are shared out over the GPU, instead of the
+# queries: there are not enough of these to keep it busy.
+MOST_FEW = 16
+
+
+def splits_keys(config: AttentionConfig, x: Operands) -> bool:
+    """Whether a forward call goes to the kernels for few queries."""
+    options = (x.bias, x.tile_indices, x.cu_q)
+    queries = sizes_of(config, x).q_len
+    return queries <= MOST_FEW and all(a is None for a in options)
+
+
+def _workspace(size: Sizes) -> int:
+    """Bytes that the kernels for few queries work in."""
+    return ffi.attention_workspace(
+        size.q_len, size.num_heads, size.num_kv_heads, size.value_dim
+    )
 
 
 def _backward(

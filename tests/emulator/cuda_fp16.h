@@ -17,7 +17,7 @@ struct __half {
       bits = sign | static_cast<uint16_t>(std::nearbyint(size * 0x1p24f));
     } else {
       int exponent;
-      const float fraction = std::frexp(size, &exponent);  // 0.5 to 1
+      const float fraction = std::frexp(size, &exponent);                        // 0.5 to 1
       const auto digits = static_cast<int>(std::nearbyint(fraction * 2048.0f));  // 1024 to 2048
       bits = static_cast<uint16_t>(sign | ((exponent + 14) * 1024 + digits - 1024));
     }

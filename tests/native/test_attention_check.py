@@ -14,6 +14,7 @@ from c_interface import (
     BACKWARD_KV,
     BACKWARD_Q,
     FORWARD,
+    FORWARD_SPLIT,
     LAUNCHERS,
     load_library,
 )
@@ -113,7 +114,13 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
         (which, {**BIAS, **GRADIENTS, "base": ARRAY + 2}, "aligned to their elements")
         for which in range(4)
     ),
-    (4, {}, "pass must be a kvblock_attention_pass, got 4"),
+    (FORWARD_SPLIT, SEGMENTS, "ok"),
+    (FORWARD_SPLIT, BIAS, "takes neither bias, tiles nor packed inputs"),
+    (FORWARD_SPLIT, TILES, "takes neither bias, tiles nor packed inputs"),
+    (FORWARD_SPLIT, {"cu_q": ARRAY, "cu_kv": ARRAY}, "takes neither bias, tiles nor"),
+    (FORWARD_SPLIT, {"o": None}, "o is NULL"),
+    (FORWARD_SPLIT, {"scale": 1e-5, "softcap": 50.0}, "scale / softcap must lie"),
+    (5, {}, "pass must be a kvblock_attention_pass, got 5"),
     (-1, {}, "pass must be a kvblock_attention_pass, got -1"),
 ]
 
@@ -122,7 +129,7 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
 def test_the_check_tells_what_does_not_belong(
     which: int, change: dict[str, Any], said: str
 ) -> None:
-    given = change if which == FORWARD else {**BACKWARD, **change}
+    given = change if which in (FORWARD, FORWARD_SPLIT) else {**BACKWARD, **change}
     error = load_library().kvblock_attention_check(ctypes.byref(valid(**given)), which)
     message = "ok" if error is None else error.decode()
     assert (message == "ok") == (said == "ok"), message

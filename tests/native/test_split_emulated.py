@@ -26,6 +26,8 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from attention_launches import BF16, F16, Attention  # noqa: E402
 
+POINTERS = ("q", "k", "v", "o", "lse", "q_lens", "kv_lens", "shift", "sinks",
+            "q_segments", "kv_segments")  # fmt: skip
 DTYPES = {BF16: ml_dtypes.bfloat16, F16: np.float16}
 
 
@@ -129,8 +131,7 @@ class Arrays:
         a.scale, a.softcap = self.scale, p.softcap
         a.window_left, a.window_right = p.window
         a.sink_batch = 1
-        for name in ("q k v o lse q_lens kv_lens shift sinks q_segments kv_segments"
-                     ).split():  # fmt: skip
+        for name in POINTERS:
             if (array := getattr(self, name)) is not None:
                 setattr(a, name, array.ctypes.data)
         return a
@@ -164,7 +165,9 @@ class Arrays:
             there = np.ones((p.batch, p.q_len), bool)
             if self.q_lens is not None:
                 there = np.arange(p.q_len) < self.q_lens[:, None]
-            sink = np.where(there[:, None, :, None], self.sinks[0][:, None, None], -np.inf)
+            sink = np.where(
+                there[:, None, :, None], self.sinks[0][:, None, None], -np.inf
+            )
             all_scores = np.concatenate([score, sink], -1)
         with np.errstate(divide="ignore"):
             top = np.maximum(all_scores.max(-1, initial=-np.inf), -1e30)[..., None]

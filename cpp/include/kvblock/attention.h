@@ -68,6 +68,7 @@ typedef enum kvblock_attention_pass {
   KVBLOCK_BACKWARD_KV = 1,
   KVBLOCK_BACKWARD_Q = 2,
   KVBLOCK_BACKWARD_BIAS = 3,
+  KVBLOCK_FORWARD_SPLIT = 4,
 } kvblock_attention_pass;
 
 typedef struct kvblock_attention {
@@ -141,6 +142,15 @@ KVBLOCK_EXPORT const char* kvblock_attention_check(const kvblock_attention* a,
 
 /* Writes o and, if it is asked for, lse. */
 KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_attention* a, void* stream);
+
+/* The same, for few queries: the keys of a row are shared out over the whole GPU, and K and V are
+ * read once for all queries and heads that share them. Serves what kvblock_attention_forward serves
+ * but bias, tiles and packed sequences. `workspace` is memory on the GPU, aligned to 16 bytes, of
+ * kvblock_attention_workspace bytes; what it holds does not matter. */
+KVBLOCK_EXPORT const char* kvblock_attention_forward_split(const kvblock_attention* a,
+                                                           void* workspace, void* stream);
+KVBLOCK_EXPORT int64_t kvblock_attention_workspace(int64_t q_len, int32_t num_heads,
+                                                   int32_t num_kv_heads, int32_t value_dim);
 
 /* Writes dk and dv. Where dq_accum is given, sums up dq / scale there, in an order that differs
  * from run to run; where it is NULL, computes no dq. The sm_90a kernels then write dq. */

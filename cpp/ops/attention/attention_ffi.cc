@@ -4,8 +4,8 @@
 //
 // Operands: q, k, v, then the optional ones that `present` names (bit i: the i-th of Optional),
 // then, backward, lse, with a bias base, delta and d_o. Results: o and perhaps lse, and with a bias
-// base; or dk, dv and perhaps dq_accum (the sm_90a kernels: dq, dq_accum, dq_state and perhaps
-// dq_turns); or dq; or dbias. Mirrors jax_kvblock/attention/cuda.py.
+// base, for few queries a workspace; or dk, dv and perhaps dq_accum (the sm_90a kernels: dq,
+// dq_accum, dq_state and perhaps dq_turns); or dq; or dbias. Mirrors jax_kvblock/attention/cuda.py.
 #include "ops/attention/attention_ffi.h"
 
 #include <cstdint>
@@ -333,6 +333,23 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   return Launch(&in, d, kvblock_attention_forward, stream);
 }
 
+// As Forward, for few queries: the last result is the kernels' workspace.
+ffi::Error Split(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                 const Attributes& attributes) {
+  Reader in(args, rets);
+  Decoded d = Decode(&in, attributes);
+  void* workspace = nullptr;
+  if (!in.failed()) {
+    d.a.o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, true, d.type);
+    if (in.results_left() > 1) d.a.lse = Rows(&in, d, "lse", true);
+    const int64_t bytes =
+        kvblock_attention_workspace(d.a.q_len, d.a.num_heads, d.a.num_kv_heads, d.a.value_dim);
+    workspace = in.Result("workspace", ffi::DataType::U8, {bytes});
+  }
+  if (ffi::Error error = in.Finish(); error.failure()) return error;
+  return ToError(kvblock_attention_forward_split(&d.a, workspace, stream));
+}
+
 // dq_accum of the generic kernels.
 float* BlockedDq(Reader* in, const Decoded& d) {
   const int64_t rows = d.packed ? d.a.q_len : d.a.batch * d.a.q_len;
@@ -428,6 +445,8 @@ constexpr auto Binding = [] {
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionForward, Run<Forward>, Binding(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionForwardSplit, Run<Split>, Binding(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionBackwardKv, Run<BackwardKv>, Binding(),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -6,6 +6,7 @@
 
 extern "C" {
 XLA_FFI_Error* KvblockAttentionForward(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* KvblockAttentionForwardSplit(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* KvblockAttentionBackwardKv(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* KvblockAttentionBackwardQ(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* KvblockAttentionBackwardBias(XLA_FFI_CallFrame* frame);

@@ -13,6 +13,9 @@ const char* Refuse(const kvblock_attention* a, kvblock_attention_pass pass) {
 extern "C" const char* kvblock_attention_forward(const kvblock_attention* a, void*) {
   return Refuse(a, KVBLOCK_FORWARD);
 }
+extern "C" const char* kvblock_attention_forward_split(const kvblock_attention* a, void*, void*) {
+  return Refuse(a, KVBLOCK_FORWARD_SPLIT);
+}
 extern "C" const char* kvblock_attention_backward_kv(const kvblock_attention* a, void*) {
   return Refuse(a, KVBLOCK_BACKWARD_KV);
 }

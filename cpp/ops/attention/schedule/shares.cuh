@@ -33,7 +33,7 @@ struct ShareParams : AttentionParams {
 // The tiles of rows of one member, all of whose key heads see the same.
 struct Group {
   Sequence sequence;
-  int first_row;        // of the packed rows
+  int first_row;         // of the packed rows
   int first_key, tiles;  // the KV tiles begin at first_key
 };
 

@@ -17,7 +17,8 @@
 namespace kvblock {
 
 template <typename T, int kKeys, int kThreads>
-__global__ void __launch_bounds__(kThreads) AttentionCombine(const __grid_constant__ ShareParams p) {
+__global__ void __launch_bounds__(kThreads, 16)
+    AttentionCombine(const __grid_constant__ ShareParams p) {
   const Line<kKeys, kThreads> line(p);
   const int cta = blockIdx.x + 1, border = line.Begin(cta);
   if (border >= line.total() || border == line.Begin(cta + 1)) return;

@@ -42,7 +42,7 @@ constexpr SplitShape SplitShapeOf(int dim) {
   return dim == 64    ? SplitShape{128, 3, 2}
          : dim == 128 ? SplitShape{64, 3, 2}
          : dim == 192 ? SplitShape{64, 2, 2}
-                      : SplitShape{64, 3, 1};
+                      : SplitShape{64, 2, 1};
 }
 
 // kRowBlocks: of 16 packed rows in a tile; 1, 2 or 4.
@@ -121,9 +121,9 @@ class SplitForward {
   }
   __device__ __forceinline__ void Load(const Place& at, int stage) const {
     const DenseKeys<T> keys(p_, at.group.sequence, at.kv_head);
-    keys.template Load<KvTile, Traits::kThreads>(
-        Stage(stage), Stage(stage) + KvTile::kBytes, at.group.first_key + at.tile * Traits::kTileKeys,
-        at.group.sequence.kv_len, threadIdx.x);
+    keys.template Load<KvTile, Traits::kThreads>(Stage(stage), Stage(stage) + KvTile::kBytes,
+                                                 at.group.first_key + at.tile * Traits::kTileKeys,
+                                                 at.group.sequence.kv_len, threadIdx.x);
   }
 
   // The A operand of this warp's rows of Q, straight from memory: a load of 4 bytes fills a
@@ -224,8 +224,8 @@ class SplitForward {
       float* const row = o + (Part() * Traits::kRows + Row(half)) * kDim;
 #pragma unroll
       for (int n = 0; n < kDim / 8; ++n) {
-        *reinterpret_cast<float2*>(row + Swapped(n, Row(half)) * 8 + Lane() % 4 * 2) = make_float2(
-            rows_.o[0][n][half * 2] * factor, rows_.o[0][n][half * 2 + 1] * factor);
+        *reinterpret_cast<float2*>(row + Swapped(n, Row(half)) * 8 + Lane() % 4 * 2) =
+            make_float2(rows_.o[0][n][half * 2] * factor, rows_.o[0][n][half * 2 + 1] * factor);
       }
     }
     __syncthreads();
@@ -253,8 +253,8 @@ class SplitForward {
     }
   }
   __device__ __forceinline__ static int Swapped(int n, int row) { return n ^ (row % 8); }
-  __device__ __forceinline__ static float Top(const PartialSum (&sums)[Traits::kParts][Traits::kRows],
-                                              int row) {
+  __device__ __forceinline__ static float Top(
+      const PartialSum (&sums)[Traits::kParts][Traits::kRows], int row) {
     float top = sums[0][row].max;
 #pragma unroll
     for (int part = 1; part < Traits::kParts; ++part) top = fmaxf(top, sums[part][row].max);

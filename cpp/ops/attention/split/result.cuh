@@ -67,7 +67,8 @@ __device__ __forceinline__ void WriteRow(const ShareParams& p, const Sequence& s
   factor *= Share(sums.sum);
   T* const o = static_cast<T*>(p.o) + packed.Index(p, s, row) * p.value_dim + column;
   const auto value = [&](int i) { return nothing ? 0.0f : result.o[i] * factor; };
-  *reinterpret_cast<uint2*>(o) = make_uint2(Pack<T>(value(0), value(1)), Pack<T>(value(2), value(3)));
+  *reinterpret_cast<uint2*>(o) =
+      make_uint2(Pack<T>(value(0), value(1)), Pack<T>(value(2), value(3)));
   if (p.lse != nullptr && column == 0) {
     StoreLse(p, s.LseRow(p, head) + query, nothing, sums.max * kLn2, logf(sums.sum));
   }
