@@ -5,7 +5,7 @@
 #include <initializer_list>
 #include <string>
 
-#include "host/block_copy_check.h"
+#include "host/message.h"
 #include "kvblock/attention.h"
 
 namespace kvblock {

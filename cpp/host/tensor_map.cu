@@ -3,7 +3,7 @@
 #include <atomic>
 #include <string>
 
-#include "host/block_copy_check.h"
+#include "host/message.h"
 #include "host/tensor_map.h"
 #include "kvblock/attention.h"
 

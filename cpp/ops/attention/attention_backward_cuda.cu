@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "host/block_copy_check.h"
+#include "host/message.h"
 #include "kvblock/attention.h"
 #include "ops/attention/common/params.cuh"
 #include "ops/attention/generic/backward.h"

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "host/block_copy_check.h"
+#include "host/message.h"
 #include "ops/attention/common/params.cuh"
 
 namespace kvblock {

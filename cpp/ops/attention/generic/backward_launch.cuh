@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <string>
 
-#include "host/block_copy_check.h"
+#include "host/message.h"
 #include "ops/attention/common/launch.h"
 #include "ops/attention/generic/backward.h"
 #include "ops/attention/generic/backward_bias.cuh"

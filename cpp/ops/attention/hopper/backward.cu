@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <string>
 
-#include "host/block_copy_check.h"
+#include "host/message.h"
 #include "ops/attention/common/launch.h"
 #include "ops/attention/hopper/backward.h"
 #include "ops/attention/hopper/backward_dq.cuh"
