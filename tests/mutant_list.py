@@ -286,7 +286,7 @@ CPU = (
 
 # ---- the kernels ---------------------------------------------------------------------
 
-COMMON, GENERIC = "cpp/ops/attention/common", "cpp/ops/attention/generic"
+MASK, GENERIC = "cpp/ops/attention/mask", "cpp/ops/attention/generic"
 HOPPER = "cpp/ops/attention/hopper"
 # All at head dim 64 but where a line is another one's.
 QUICK = ("--rounds", "2", "--limit", "120", "--most", "1", "--seed", "5")
@@ -303,7 +303,7 @@ FORWARD, BACKWARD = ("hopper/forward_64x64_",), ("hopper/backward_64x64_",)
 GPU = (
     Mutant(
         "generic forward: a window ends a key early",
-        f"{COMMON}/mask.cuh",
+        f"{MASK}/sequence.cuh",
         "s.right = right < 0 ? kFar : Clamp(shift + right + 1, -kFar, kFar);",
         "s.right = right < 0 ? kFar : Clamp(shift + right, -kFar, kFar);",
         GENERIC_SWEEP,
@@ -311,7 +311,7 @@ GPU = (
     ),
     Mutant(
         "generic forward: another group's keys",
-        f"{GENERIC}/forward.cuh",
+        f"{GENERIC}/forward/kernel.cuh",
         "parked.k = RowsOfHead<T>(p.k, found.kv_row, p.num_kv_heads, head / p.group, "
         "p.head_dim);",
         "parked.k = RowsOfHead<T>(p.k, found.kv_row, p.num_kv_heads, "
@@ -321,7 +321,7 @@ GPU = (
     ),
     Mutant(
         "generic forward: the sink is not in the sum",
-        f"{GENERIC}/forward.cuh",
+        f"{GENERIC}/forward/kernel.cuh",
         "sum = sum * factor + (sink == joint ? 1.0f : "
         "Exp2((sink - reference) * unit));",
         "sum = sum * factor;",
@@ -330,7 +330,7 @@ GPU = (
     ),
     Mutant(
         "generic forward: lse lacks the sum",
-        f"{GENERIC}/forward.cuh",
+        f"{GENERIC}/forward/kernel.cuh",
         "nothing, max * (unit * kLn2), logf(sum));",
         "nothing, max * (unit * kLn2), 0.0f);",
         GENERIC_SWEEP,
@@ -338,7 +338,7 @@ GPU = (
     ),
     Mutant(
         "generic forward: the last four rows are not written",
-        f"{GENERIC}/forward.cuh",
+        f"{GENERIC}/forward/kernel.cuh",
         "if (query < s.q_rows && column < p.value_dim) {",
         "if (query < s.q_rows - 4 && column < p.value_dim) {",
         GENERIC_SWEEP,
@@ -346,7 +346,7 @@ GPU = (
     ),
     Mutant(
         "generic forward: O is not scaled to a new maximum",
-        f"{GENERIC}/forward.cuh",
+        f"{GENERIC}/forward/kernel.cuh",
         "rows.o[rb][n][half * 2 + 1] *= correction[rb][half];",
         "",
         GENERIC_SWEEP,
@@ -354,7 +354,7 @@ GPU = (
     ),
     Mutant(
         "generic forward: the last tile of keys is passed over",
-        f"{COMMON}/mask.cuh",
+        f"{MASK}/tile_walk.cuh",
         "bool visit = first < at_.stretch_end;",
         "bool visit = first < at_.stretch_end - 8;",
         GENERIC_SWEEP,
@@ -362,7 +362,7 @@ GPU = (
     ),
     Mutant(
         "generic backward: dK and dV without delta",
-        f"{GENERIC}/backward_kv.cuh",
+        f"{GENERIC}/backward/kv.cuh",
         "for (int n = 0; n < kN; ++n) ds[m][n][2 * h] = ds[m][n][2 * h + 1] = -delta;",
         "for (int n = 0; n < kN; ++n) ds[m][n][2 * h] = ds[m][n][2 * h + 1] = 0;",
         GENERIC_SWEEP,
@@ -370,7 +370,7 @@ GPU = (
     ),
     Mutant(
         "generic backward: half of dq without the scale",
-        f"{GENERIC}/backward_q.cuh",
+        f"{GENERIC}/backward/q.cuh",
         "Pack<T>(dq[0][n][2 * h] * p.scale, dq[0][n][2 * h + 1] * p.scale);",
         "Pack<T>(dq[0][n][2 * h] * p.scale, dq[0][n][2 * h + 1]);",
         GENERIC_SWEEP,
@@ -378,7 +378,7 @@ GPU = (
     ),
     Mutant(
         "generic backward: another head's bias",
-        f"{COMMON}/scores.cuh",
+        f"{MASK}/backward_scores.cuh",
         "bn = p.bias_heads > 1 ? head : 0;",
         "bn = 0;",
         GENERIC_SWEEP,
@@ -386,7 +386,7 @@ GPU = (
     ),
     Mutant(
         "generic backward: no slope of a softcap",
-        f"{COMMON}/scores.cuh",
+        f"{MASK}/backward_scores.cuh",
         "slope[e] = fmaf(-c[e] * inverse, c[e] * inverse, 1.0f);",
         "slope[e] = 1.0f;",
         GENERIC_SWEEP,
@@ -394,7 +394,7 @@ GPU = (
     ),
     Mutant(
         "generic backward: segments are not looked at",
-        f"{COMMON}/scores.cuh",
+        f"{MASK}/backward_scores.cuh",
         "attends[e] = attends[e] && of_row[Row(e)] == of_column[Column(e)];",
         "attends[e] = attends[e] || of_row[Row(e)] > of_column[Column(e)];",
         GENERIC_SWEEP,
@@ -402,7 +402,7 @@ GPU = (
     ),
     Mutant(
         "dbias of one head alone, where heads share it",
-        f"{GENERIC}/backward_bias.cuh",
+        f"{GENERIC}/backward/bias.cuh",
         "const int head = p.bias_heads > 1 ? bias_head : member % heads;",
         "const int head = p.bias_heads > 1 ? bias_head : 0;",
         GENERIC_SWEEP,
@@ -410,7 +410,7 @@ GPU = (
     ),
     Mutant(
         "Hopper forward: a key more before the edge of the mask",
-        f"{COMMON}/forward_scores.cuh",
+        f"{MASK}/forward_scores.cuh",
         "high[half] = i < s.q_len ? s.EndKey(i) - key : 0;",
         "high[half] = i < s.q_len ? s.EndKey(i) - key + 1 : 0;",
         SM90,
@@ -418,7 +418,7 @@ GPU = (
     ),
     Mutant(
         "Hopper forward: the sink is not in the sum",
-        f"{HOPPER}/forward_rows.cuh",
+        f"{HOPPER}/forward/rows.cuh",
         "(sink == joint ? 1.0f : Exp2((sink - reference) * unit));",
         "0.0f;",
         SM90,
@@ -426,7 +426,7 @@ GPU = (
     ),
     Mutant(
         "Hopper forward: lse of the neighbouring row",
-        f"{HOPPER}/forward_rows.cuh",
+        f"{HOPPER}/forward/rows.cuh",
         "const float top = second ? max[1] : max[0], ",
         "const float top = second ? max[0] : max[1], ",
         SM90,
@@ -434,7 +434,7 @@ GPU = (
     ),
     Mutant(
         "Hopper forward: another group's keys",
-        f"{HOPPER}/forward_planner.cuh",
+        f"{HOPPER}/forward/planner.cuh",
         "item.kv_head = head / Opaque(p_.group);",
         "item.kv_head = head % (p_.num_heads / p_.group);",
         SM90,
@@ -442,7 +442,7 @@ GPU = (
     ),
     Mutant(
         "Hopper forward: O is not scaled to a new maximum",
-        f"{HOPPER}/forward_consumer.cuh",
+        f"{HOPPER}/forward/consumer.cuh",
         "if (!ends) Rescale<Traits>(rows, factor);",
         "",
         SM90,
@@ -450,7 +450,7 @@ GPU = (
     ),
     Mutant(
         "Hopper forward: lse of the last row is not written",
-        f"{HOPPER}/forward_rows.cuh",
+        f"{HOPPER}/forward/rows.cuh",
         "if (p.lse != nullptr && lane % 4 < 2 && query < item.sequence.q_rows) {",
         "if (p.lse != nullptr && lane % 4 < 2 && query < item.sequence.q_rows - 1) {",
         SM90,
@@ -458,7 +458,7 @@ GPU = (
     ),
     Mutant(
         "Hopper forward: both CTAs of a cluster have the same head",
-        f"{HOPPER}/forward_planner.cuh",
+        f"{HOPPER}/forward/planner.cuh",
         "heads ? at.pair * Traits::kCluster + ClusterRank() : at.pair;",
         "heads ? at.pair * Traits::kCluster : at.pair;",
         swept("sm90", "D96 "),
@@ -466,7 +466,7 @@ GPU = (
     ),
     Mutant(
         "Hopper backward: a window ends a key early",
-        f"{COMMON}/mask.cuh",
+        f"{MASK}/sequence.cuh",
         "s.right = right < 0 ? kFar : Clamp(shift + right + 1, -kFar, kFar);",
         "s.right = right < 0 ? kFar : Clamp(shift + right, -kFar, kFar);",
         SM90,
@@ -474,7 +474,7 @@ GPU = (
     ),
     Mutant(
         "Hopper backward: dK without the scale",
-        f"{HOPPER}/backward_narrow.cuh",
+        f"{HOPPER}/backward/narrow.cuh",
         "store(maps.dk, base + Shape::kK, dk, p.scale);",
         "store(maps.dk, base + Shape::kK, dk, 1.0f);",
         SM90,
@@ -482,7 +482,7 @@ GPU = (
     ),
     Mutant(
         "Hopper backward: the first to come adds to what lies there",
-        f"{HOPPER}/backward_adder.cuh",
+        f"{HOPPER}/backward/adder.cuh",
         "StoreBytes(to, from, values * 4);",
         "AddBytes(to, from, values * 4);",
         SM90,
@@ -490,7 +490,7 @@ GPU = (
     ),
     Mutant(
         "Hopper backward: turns that nobody waits for",
-        f"{HOPPER}/backward_adder.cuh",
+        f"{HOPPER}/backward/adder.cuh",
         "AwaitDqTurn(DqTurn(p, s, at.head, first), mine);",
         "",
         SM90,
@@ -498,11 +498,11 @@ GPU = (
     ),
     Mutant(
         "Hopper backward: half of dq without the scale",
-        f"{HOPPER}/backward_dq.cuh",
+        f"{HOPPER}/backward/dq_finish.cuh",
         "(h == 0 ? y.y : y.w) * p.scale);",
         "(h == 0 ? y.y : y.w));",
         SM90,
-        ("hopper/backward.cu",),
+        ("hopper/backward/backward.cu",),
     ),
     Mutant(
         "Hopper backward: no slope of a softcap",
@@ -514,7 +514,7 @@ GPU = (
     ),
     Mutant(
         "Hopper backward: passes over queries that see its last keys",
-        f"{HOPPER}/backward_narrow.cuh",
+        f"{HOPPER}/backward/narrow.cuh",
         "return key + 64 <= low || key >= high;",
         "return key + 64 <= low + 8 || key >= high - 8;",
         swept("sm90", "D96 "),
@@ -522,7 +522,7 @@ GPU = (
     ),
     Mutant(
         "Hopper backward: the last queries of a tall tile have no dq",
-        f"{HOPPER}/backward_adder.cuh",
+        f"{HOPPER}/backward/adder.cuh",
         "const int tall_blocks = (at.end - first + 7) / 8;",
         "const int tall_blocks = (at.end - first) / 8;",
         swept("sm90", "D128 B1 H2/1 T2"),

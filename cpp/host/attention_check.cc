@@ -5,13 +5,14 @@
 #include <initializer_list>
 #include <string>
 
-#include "host/block_copy_check.h"
+#include "host/message.h"
 #include "kvblock/attention.h"
 
 namespace kvblock {
 namespace {
 
-// Sums of a position, a shift and a tile must stay inside int32 (ops/attention/common/params.cuh).
+// Sums of a position, a shift and a tile must stay inside int32
+// (ops/attention/contract/params.cuh).
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - 256;
 
 std::string Got(const std::string& what, int64_t value) {

@@ -2,7 +2,8 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
+
+#include "host/message.h"
 
 namespace kvblock {
 namespace {
@@ -140,12 +141,6 @@ int64_t LargestUnit(uint64_t bits, int64_t limit) {
 }
 
 }  // namespace
-
-const char* Message(std::string text) {
-  thread_local std::string kept;
-  kept = std::move(text);
-  return kept.c_str();
-}
 
 int64_t CommonUnit(const kvblock_side& side, int64_t rank, int64_t run_bytes) {
   return LargestUnit(AddressBits(side, rank) | static_cast<uint64_t>(run_bytes), 16);

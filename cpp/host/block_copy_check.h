@@ -3,14 +3,9 @@
 #ifndef KVBLOCK_HOST_BLOCK_COPY_CHECK_H_
 #define KVBLOCK_HOST_BLOCK_COPY_CHECK_H_
 
-#include <string>
-
 #include "kvblock/block_copy.h"
 
 namespace kvblock {
-
-// Keeps a message alive until this thread's next call, as the C interface promises.
-const char* Message(std::string text);
 
 // The product of dims: 0 for an empty copy.
 int64_t NumCoordinates(const kvblock_copy& copy);

@@ -28,7 +28,8 @@ KERNELS = {"cuda": 0, "cuda_sm90": 1}
 
 # The tile (queries, keys) of the forward kernels by padded head dim, for a call whose
 # value dim is the head dim and that has no options. Mirrors ForwardShapeOf in
-# cpp/ops/attention/generic/forward.cuh and ForwardTilesOf in .../hopper/tiles.h.
+# cpp/ops/attention/generic/forward/kernel.cuh, and ForwardTilesOf in
+# cpp/ops/attention/hopper/forward/tiles.h.
 FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
     "cuda_sm90": {
         64: (192, 128),

@@ -196,7 +196,7 @@ def test_the_optimal_tile_is_a_tile(length: int, head_dim: int) -> None:
 
 
 def test_compiled_tiles_are_those_of_the_kernels_and_fit() -> None:
-    source = Path(__file__).parents[2] / "cpp/ops/attention/generic/forward.cuh"
+    source = Path(__file__).parents[2] / "cpp/ops/attention/generic/forward/kernel.cuh"
     shapes = re.findall(
         r"ForwardShape\{(\d+), (\d+), \d+, \d+, (true|false)\}", source.read_text()
     )
@@ -219,7 +219,7 @@ def test_hopper_s_tiles_are_those_of_the_kernels(tmp_path: Path) -> None:
     said = run_cpp(
         tmp_path,
         f"""#include <cstdio>
-#include "ops/attention/hopper/tiles.h"
+#include "ops/attention/hopper/forward/tiles.h"
 using namespace kvblock::hopper;
 void print(int dim, ForwardTiles t) {{
   std::printf("%d %d %d\\n", dim, 64 * t.consumers, t.keys);

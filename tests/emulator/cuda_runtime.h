@@ -40,6 +40,9 @@ struct uint3 {
 struct int2 {
   int x, y;
 };
+struct alignas(16) int4 {
+  int x, y, z, w;
+};
 struct float2 {
   float x, y;
 };

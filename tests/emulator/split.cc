@@ -3,12 +3,14 @@
 #include <vector>
 
 #include "cuda_runtime.h"
-#include "ops/attention/split/combine.cuh"
-#include "ops/attention/split/forward.cuh"
-#include "ops/attention/split/plan.h"
+#include "ops/attention/combine/combine.cuh"
+#include "ops/attention/generic/split/kernel.cuh"
+#include "ops/attention/generic/split/plan.h"
 
-namespace kvblock {
 namespace {
+
+using namespace kvblock;
+using namespace kvblock::generic;
 
 template <typename T, int kDim, int kTileBlocks>
 void Run(const ShareParams& p) {
@@ -38,11 +40,9 @@ void RunType(const ShareParams& p) {
 }
 
 }  // namespace
-}  // namespace kvblock
 
 // Computes o and lse with so many CTAs.
 extern "C" void emulate_split(const kvblock_attention* a, int32_t ctas) {
-  using namespace kvblock;
   const ShareParams sizes = MakeShareParams(*a, ctas, nullptr);
   std::vector<float> pieces(PieceFloats(ctas, sizes.rows, a->value_dim), NAN);
   const ShareParams p = MakeShareParams(*a, ctas, pieces.data());

@@ -97,7 +97,7 @@ def compile_with(compiler: str | None, *arguments: object) -> None:
 
 
 @needs_cc
-@pytest.mark.parametrize("header", ["block_copy", "attention"])
+@pytest.mark.parametrize("header", ["attention", "block_copy", "export"])
 @pytest.mark.parametrize("standard", ["c99", "c11"])
 def test_header_is_c(standard: str, header: str, tmp_path: Path) -> None:
     source = tmp_path / "only_header.c"
@@ -111,6 +111,7 @@ def test_header_is_cpp(standard: str, tmp_path: Path) -> None:
     source = tmp_path / "only_header.cc"
     source.write_text(
         "#include <kvblock/attention.h>\n"
+        "#include <kvblock/block_copy.h>\n"
         "const char* (*check)(const kvblock_copy*) = &kvblock_copy_check;\n"
         "const char* (*run)(const kvblock_attention*, void*) = "
         "&kvblock_attention_forward;\n"
@@ -134,7 +135,9 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
             same.append(f"sizeof((({name}*)0)->{field}) == {place.size}")
     checks = "".join(f'_Static_assert({c}, "{c}");\n' for c in same)
     source = tmp_path / "structs.c"
-    source.write_text(f"#include <kvblock/attention.h>\n#include <stddef.h>\n{checks}")
+    headers = ("kvblock/attention.h", "kvblock/block_copy.h", "stddef.h")
+    included = "".join(f"#include <{header}>\n" for header in headers)
+    source.write_text(included + checks)
     compile_with(CC, "-std=c11", "-fsyntax-only", source)
 
 

@@ -24,7 +24,7 @@ def test_a_mutant_changes_one_place(mutant: Mutant) -> None:
             assert made in built
             continue
         pass_of, dims = made.removesuffix("_").rsplit("_", 1)
-        assert (ROOT / f"cpp/ops/attention/{pass_of}_instance.cu.in").exists()
+        assert (ROOT / f"cpp/ops/attention/{pass_of}/instance.cu.in").exists()
         assert re.search(rf"kvblock_add_instances\([^)]* {dims}[ )]", built)
 
 

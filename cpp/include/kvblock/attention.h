@@ -39,7 +39,7 @@
 
 #include <stdint.h>
 
-#include "kvblock/block_copy.h" /* KVBLOCK_EXPORT */
+#include "kvblock/export.h"
 
 #ifdef __cplusplus
 extern "C" {

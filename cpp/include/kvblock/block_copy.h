@@ -29,11 +29,7 @@
 
 #include <stdint.h>
 
-#if defined(__GNUC__)
-#define KVBLOCK_EXPORT __attribute__((visibility("default")))
-#else
-#define KVBLOCK_EXPORT
-#endif
+#include "kvblock/export.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "host/block_copy_check.h"
+#include "host/message.h"
 #include "kvblock/block_copy.h"
 #include "ops/block_copy/block_copy_kernel.cuh"
 #include "ops/block_copy/block_copy_launch.h"

@@ -8,7 +8,7 @@
 #include "device/opaque.cuh"
 #include "ops/attention/generic/tile.cuh"
 
-namespace kvblock {
+namespace kvblock::generic {
 
 // How an operand lies in its tile: with the summed dimension along the rows' bytes, or down them.
 enum class Lies { kAcross, kDown };
@@ -75,23 +75,6 @@ __device__ __forceinline__ void Product(float (&c)[kM][kN][4], const A& a, const
   Product<T, kSteps>(c, a, b, lane, [](int) {});
 }
 
-// Writes kRows x kDim of a tile in shared memory to global memory, as far as rows and columns
-// exist.
-template <typename Tile, int kThreads>
-__device__ __forceinline__ void StoreTile(const char* tile, const HeadRows& to, int first, int end,
-                                          int thread) {
-  constexpr int kChunks = Tile::kDim / 8;
-#pragma unroll 4
-  for (int i = thread; i < Tile::kRows * kChunks; i += kThreads) {
-    const int row = i / kChunks, column = i % kChunks * 8;
-    if (first + row < end && column < to.dim) {
-      const int4 value = *reinterpret_cast<const int4*>(tile + Tile::Offset(row, column));
-      char* row_start = const_cast<char*>(to.first) + (first + row) * to.stride;
-      *reinterpret_cast<int4*>(row_start + column * 2) = value;
-    }
-  }
-}
-
 template <int kM, int kN>
 __device__ __forceinline__ void Clear(float (&c)[kM][kN][4]) {
 #pragma unroll
@@ -101,4 +84,4 @@ __device__ __forceinline__ void Clear(float (&c)[kM][kN][4]) {
   }
 }
 
-}  // namespace kvblock
+}  // namespace kvblock::generic

@@ -10,23 +10,9 @@
 
 #include "device/cp_async.cuh"
 #include "device/ldmatrix.cuh"
+#include "ops/attention/contract/head_rows.cuh"
 
-namespace kvblock {
-
-// Rows of one head in an array [rows, heads, dim].
-struct HeadRows {
-  const char* first;  // row 0 of the sequence, this head
-  int64_t stride;     // bytes from row to row
-  int dim;            // elements; a multiple of 8
-};
-
-template <typename T>
-__device__ __forceinline__ HeadRows RowsOfHead(const void* array, int64_t first_row, int heads,
-                                               int head, int dim) {
-  const int64_t offset = (first_row * heads + head) * dim;
-  return {static_cast<const char*>(array) + offset * sizeof(T),
-          static_cast<int64_t>(heads) * dim * static_cast<int64_t>(sizeof(T)), dim};
-}
+namespace kvblock::generic {
 
 // Where one lane points ldmatrix.x4, relative to a 16 x 16 block of a tile. The four 8 x 8
 // matrices come in one of two orders:
@@ -98,4 +84,4 @@ __device__ __forceinline__ void LoadTileAsync(uint32_t base, HeadRows from, int 
   }
 }
 
-}  // namespace kvblock
+}  // namespace kvblock::generic

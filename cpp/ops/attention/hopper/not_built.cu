@@ -1,6 +1,6 @@
 // Stands in for the Hopper kernels in a build without 90a among its architectures.
-#include "ops/attention/hopper/backward.h"
-#include "ops/attention/hopper/forward.h"
+#include "ops/attention/hopper/backward/launcher.h"
+#include "ops/attention/hopper/forward/launcher.h"
 
 namespace kvblock::hopper {
 namespace {
@@ -10,6 +10,5 @@ constexpr char kMissing[] =
 
 const char* LaunchForward(const kvblock_attention&, cudaStream_t) { return kMissing; }
 const char* LaunchBackwardKv(const kvblock_attention&, cudaStream_t) { return kMissing; }
-const char* LaunchFinishDq(const kvblock_attention&, cudaStream_t) { return kMissing; }
 
 }  // namespace kvblock::hopper

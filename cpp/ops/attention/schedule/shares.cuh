@@ -16,8 +16,8 @@
 
 #include <cstdint>
 
-#include "ops/attention/common/mask.cuh"
-#include "ops/attention/common/params.cuh"
+#include "ops/attention/contract/params.cuh"
+#include "ops/attention/mask/sequence.cuh"
 
 namespace kvblock {
 
@@ -31,16 +31,16 @@ struct ShareParams : AttentionParams {
 };
 
 // The tiles of rows of one member, all of whose key heads see the same.
-struct Group {
+struct RowTile {
   Sequence sequence;
   int first_row;         // of the packed rows
   int first_key, tiles;  // the KV tiles begin at first_key
 };
 
 template <int kKeys>
-__device__ __forceinline__ Group FindGroup(const ShareParams& p, int index) {
+__device__ __forceinline__ RowTile FindRowTile(const ShareParams& p, int index) {
   const int member = index / p.row_tiles, tile = index - member * p.row_tiles;
-  Group found;
+  RowTile found;
   found.sequence = MakeSequence(p, member);
   found.first_row = tile * p.rows;
   const int last_row = min(found.first_row + p.rows, static_cast<int>(p.q_len) * p.group) - 1;
@@ -53,10 +53,10 @@ __device__ __forceinline__ Group FindGroup(const ShareParams& p, int index) {
   return found;
 }
 
-// A place in the line: tile `tile` of key head `kv_head` of a group.
+// A place in the line: KV tile `tile` of key head `kv_head` of a tile of rows.
 struct Place {
   int index, kv_head, tile;
-  Group group;
+  RowTile rows;
 };
 
 // The line, as the threads of one CTA count it. All of them call its functions together.
@@ -65,17 +65,17 @@ class Line {
  public:
   __device__ __forceinline__ explicit Line(const ShareParams& p) : p_(p) {
     static_assert(kThreads % 32 == 0 && kThreads <= 1024);
-    groups_ = p.batch * p.row_tiles;
-    each_ = (groups_ + kThreads - 1) / kThreads;
+    row_tiles_ = p.batch * p.row_tiles;
+    each_ = (row_tiles_ + kThreads - 1) / kThreads;
     alike_ = p.row_tiles == 1 && !p.kv_lens && !p.q_lens && !p.shift;
     if (alike_) {
-      total_ = groups_ > 0 ? FindGroup<kKeys>(p, 0).tiles * p.num_kv_heads * groups_ : 0;
+      total_ = row_tiles_ > 0 ? FindRowTile<kKeys>(p, 0).tiles * p.num_kv_heads * row_tiles_ : 0;
       return;
     }
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const int from = min(thread * each_, groups_), to = min(from + each_, groups_);
+    const int from = min(thread * each_, row_tiles_), to = min(from + each_, row_tiles_);
     int own = 0;
-    for (int i = from; i < to; ++i) own += FindGroup<kKeys>(p, i).tiles * p.num_kv_heads;
+    for (int i = from; i < to; ++i) own += FindRowTile<kKeys>(p, i).tiles * p.num_kv_heads;
     int sum = own;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -109,18 +109,18 @@ class Line {
     Place at;
     int rest;
     if (alike_) {
-      at.group = FindGroup<kKeys>(p_, 0);
-      const int of_group = at.group.tiles * p_.num_kv_heads;
-      at.index = tile / of_group;
-      rest = tile - at.index * of_group;
-      if (at.index > 0) at.group = FindGroup<kKeys>(p_, at.index);
+      at.rows = FindRowTile<kKeys>(p_, 0);
+      const int of_tile = at.rows.tiles * p_.num_kv_heads;
+      at.index = tile / of_tile;
+      rest = tile - at.index * of_tile;
+      if (at.index > 0) at.rows = FindRowTile<kKeys>(p_, at.index);
     } else {
       __shared__ int found[2];
       __syncthreads();  // of an earlier search, all have read it
       if (tile >= before_ && tile < before_ + own_) {
         int i = threadIdx.x * each_, left = tile - before_;
         for (;; ++i) {
-          const int tiles = FindGroup<kKeys>(p_, i).tiles * p_.num_kv_heads;
+          const int tiles = FindRowTile<kKeys>(p_, i).tiles * p_.num_kv_heads;
           if (left < tiles) break;
           left -= tiles;
         }
@@ -130,27 +130,27 @@ class Line {
       __syncthreads();
       at.index = found[0];
       rest = found[1];
-      at.group = FindGroup<kKeys>(p_, at.index);
+      at.rows = FindRowTile<kKeys>(p_, at.index);
     }
-    at.kv_head = rest / at.group.tiles;
-    at.tile = rest - at.kv_head * at.group.tiles;
+    at.kv_head = rest / at.rows.tiles;
+    at.tile = rest - at.kv_head * at.rows.tiles;
     return at;
   }
 
   // Moves on by a tile, of which there is one.
   __device__ __forceinline__ void Next(Place* at) const {
-    if (++at->tile < at->group.tiles) return;
+    if (++at->tile < at->rows.tiles) return;
     at->tile = 0;
     if (++at->kv_head < p_.num_kv_heads) return;
     at->kv_head = 0;
-    at->group = FindGroup<kKeys>(p_, ++at->index);
+    at->rows = FindRowTile<kKeys>(p_, ++at->index);
   }
 
  private:
   const ShareParams& p_;
-  int groups_, each_, total_;
-  int before_ = 0, own_ = 0;  // tiles before this thread's groups, and of them
-  bool alike_;                // all groups have the same number of tiles
+  int row_tiles_, each_, total_;
+  int before_ = 0, own_ = 0;  // KV tiles before this thread's tiles of rows, and of them
+  bool alike_;                // all tiles of rows have the same number of tiles
 };
 
 // Where a CTA puts a piece that is not whole: its first piece goes first.

@@ -1,0 +1,77 @@
+// What a part of the keys comes to for a row of queries, and where that goes: to the result, or
+// to memory until the other parts are there (combine.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "device/fast_math.cuh"
+#include "device/mma.cuh"
+#include "ops/attention/mask/packed_rows.cuh"
+#include "ops/attention/mask/forward_scores.cuh"
+#include "ops/attention/schedule/shares.cuh"
+
+namespace kvblock {
+
+// Of a row: the largest exponent of 2 (-inf: nothing was seen), and the sum of 2^(exponent - max).
+struct PartialSum {
+  float max, sum;
+};
+
+// Four columns of sum_j 2^(exponent - max) v, beside the sum.
+struct PartialRow {
+  PartialSum sums;
+  float o[4];
+
+  __device__ __forceinline__ void Add(float4 x, float factor) {
+    o[0] = fmaf(x.x, factor, o[0]);
+    o[1] = fmaf(x.y, factor, o[1]);
+    o[2] = fmaf(x.z, factor, o[2]);
+    o[3] = fmaf(x.w, factor, o[3]);
+  }
+};
+
+// 1 / sum, 0 for 0.
+__device__ __forceinline__ float Share(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+
+__device__ __forceinline__ void StorePiece(const ShareParams& p, int slot, int row, int column,
+                                           const PartialRow& result) {
+  const int64_t at = static_cast<int64_t>(slot) * p.rows + row;
+  const float share = Share(result.sums.sum);
+  *reinterpret_cast<float4*>(p.piece_o + at * p.value_dim + column) = make_float4(
+      result.o[0] * share, result.o[1] * share, result.o[2] * share, result.o[3] * share);
+  if (column == 0) {
+    const bool nothing = result.sums.sum == 0.0f;
+    p.piece_lse[at] = nothing ? -INFINITY : result.sums.max + Log2(result.sums.sum);
+  }
+}
+
+// Joins the sink, and writes four columns of O, and with the first of them lse.
+template <typename T>
+__device__ __forceinline__ void WriteRow(const ShareParams& p, const Sequence& s,
+                                         const PackedRows& packed, int row, int column,
+                                         PartialRow result) {
+  const int query = packed.Query(row), head = packed.Head(row);
+  float factor = 1.0f;
+  PartialSum& sums = result.sums;
+  if (p.sinks != nullptr) {  // one more score, with no value
+    const int64_t of = static_cast<int64_t>(BatchRow(p, p.sink_batch, s.batch)) * p.num_heads;
+    const float sink = __ldg(p.sinks + of + head) * kLog2E;
+    const float joint = fmaxf(sums.max, sink), reference = Reference(joint, 1.0f);
+    factor = Exp2(sums.max - reference);
+    sums.sum = sums.sum * factor + (sink == joint ? 1.0f : Exp2(sink - reference));
+    if (joint == -INFINITY) sums.sum = 0.0f;
+    sums.max = joint;
+  }
+  if (query >= s.q_len) sums.sum = 0.0f;
+  const bool nothing = sums.sum == 0.0f;
+  factor *= Share(sums.sum);
+  T* const o = static_cast<T*>(p.o) + packed.Index(p, s, row) * p.value_dim + column;
+  const auto value = [&](int i) { return nothing ? 0.0f : result.o[i] * factor; };
+  *reinterpret_cast<uint2*>(o) =
+      make_uint2(Pack<T>(value(0), value(1)), Pack<T>(value(2), value(3)));
+  if (p.lse != nullptr && column == 0) {
+    StoreLse(p, s.LseRow(p, head) + query, nothing, sums.max * kLn2, logf(sums.sum));
+  }
+}
+
+}  // namespace kvblock

@@ -1,0 +1,34 @@
+// What every attention launcher needs on the host.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+#include <string>
+
+#include "host/message.h"
+
+namespace kvblock {
+
+// NULL on success, else a message: what CUDA says, and what was being done if that is not a launch.
+inline const char* CudaResult(cudaError_t status, const char* doing = nullptr) {
+  if (status == cudaSuccess) return nullptr;
+  return Message(std::string("attention: ") + (doing != nullptr ? doing + std::string(": ") : "") +
+                 cudaGetErrorString(status));
+}
+
+constexpr int kMaxDevices = 64;
+
+// How many multiprocessors a device has; asked once.
+inline int Multiprocessors(int device) {
+  static std::atomic<int> known[kMaxDevices];
+  int count = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
+  if (count == 0) {
+    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+    if (device < kMaxDevices) known[device].store(count, std::memory_order_relaxed);
+  }
+  return std::max(count, 1);
+}
+
+}  // namespace kvblock

@@ -1,0 +1,14 @@
+// Picks the instance of the generic forward kernel.
+#include "ops/attention/generic/forward/launcher.h"
+#include "ops/attention/generic/instances.h"
+
+namespace kvblock::generic {
+
+const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream) {
+  return ForInstance(a, [&](auto instance) {
+    using In = decltype(instance);
+    return LaunchForwardOf<typename In::Type, In::kDim>(a, stream);
+  });
+}
+
+}  // namespace kvblock::generic

@@ -1,0 +1,60 @@
+// Launching the attention forward kernels for few queries.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "ops/attention/combine/combine.cuh"
+#include "ops/attention/contract/launch.h"
+#include "ops/attention/generic/split/kernel.cuh"
+#include "ops/attention/generic/split/launcher.h"
+#include "ops/attention/generic/split/plan.h"
+
+namespace kvblock::generic {
+
+template <typename T, int kDim, int kTileBlocks>
+const char* LaunchSplitAs(const kvblock_attention& a, float* pieces, cudaStream_t stream) {
+  using Traits = SplitTraits<T, kDim, kTileBlocks>;
+  constexpr int kCombineThreads = 64;
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return CudaResult(status);
+
+  // A CTA for every place on the GPU, if there is a tile for each.
+  ShareParams p = MakeShareParams(a, 1, pieces);
+  const int64_t units = int64_t{a.batch} * p.row_tiles * a.num_kv_heads;
+  const int64_t tiles_of_unit =
+      std::max<int64_t>((a.kv_len + Traits::kTileKeys - 1) / Traits::kTileKeys, 1);
+  if (units > INT32_MAX / tiles_of_unit) {
+    return Message("attention: " + std::to_string(tiles_of_unit) + " KV tiles for each of " +
+                   std::to_string(units) +
+                   " heads are more than one launch can have; split the batch");
+  }
+  const int64_t places =
+      std::min<int64_t>(Multiprocessors(device) * Traits::kSplit.ctas, kMostCtas);
+  p = MakeShareParams(a, static_cast<int32_t>(std::min(units * tiles_of_unit, places)), pieces);
+
+  status = cudaFuncSetAttribute(AttentionSplit<T, kDim, kTileBlocks>,
+                                cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
+  if (status != cudaSuccess) return CudaResult(status);
+  AttentionSplit<T, kDim, kTileBlocks>
+      <<<p.ctas, Traits::kThreads, Traits::kSharedBytes, stream>>>(p);
+  if (p.ctas > 1) {
+    const auto rows = static_cast<unsigned>(std::min<int64_t>(p.rows, a.q_len * p.group));
+    AttentionCombine<T, Traits::kTileKeys, kCombineThreads>
+        <<<dim3(p.ctas - 1, rows), kCombineThreads, 0, stream>>>(p);
+  }
+  return CudaResult(cudaGetLastError());
+}
+
+template <typename T, int kDim>
+const char* LaunchSplitOf(const kvblock_attention& a, float* pieces, cudaStream_t stream) {
+  switch (TileRows(a.q_len * (a.num_heads / a.num_kv_heads))) {
+    case 16: return LaunchSplitAs<T, kDim, 1>(a, pieces, stream);
+    case 32: return LaunchSplitAs<T, kDim, 2>(a, pieces, stream);
+    default: return LaunchSplitAs<T, kDim, 4>(a, pieces, stream);
+  }
+}
+
+}  // namespace kvblock::generic

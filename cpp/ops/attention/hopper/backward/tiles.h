@@ -1,0 +1,35 @@
+// The tile sizes of Hopper's backward kernel. docs/attention_performance.md has what else was
+// measured.
+#pragma once
+
+namespace kvblock::hopper {
+
+// A CTA owns `keys` keys and works on `queries` queries at a time; `stages` tiles of Q and of dO
+// and `dq_stages` of dQ are in shared memory. The two warpgroups that compute share the keys, 64
+// each, or, where dK and dV of 64 keys would not fit into the registers of one, the products
+// (wide.cuh, pair.cuh). Tall tiles have a quarter more queries, and serve what
+// LaunchIsTall tells.
+struct BackwardTiles {
+  int queries, keys, stages, dq_stages;
+};
+constexpr int kTallQueries = 80;
+constexpr BackwardTiles BackwardTilesOf(int dim, int value_dim, bool tall) {
+  return dim == 64                        ? BackwardTiles{128, 128, 2, 1}
+         : tall                           ? BackwardTiles{kTallQueries, 128, 2, 1}
+         : dim <= 128                     ? BackwardTiles{64, 128, 2, 2}
+         : dim == 192 && value_dim == 128 ? BackwardTiles{64, 128, 2, 1}
+                                          : BackwardTiles{64, 64, 2, 0};
+}
+
+// Registers of a thread, by role: 128 + 256 threads share the 65536 of a multiprocessor. Where the
+// loops of the workers fit into fewer, the loader, whose walk needs about 40, spills less.
+struct BackwardRegisters {
+  int loader, worker;
+};
+constexpr BackwardRegisters BackwardRegistersOf(int dim, int value_dim, bool tall, bool plain) {
+  return dim == 96 || (dim == 192 && value_dim > 128) ? BackwardRegisters{56, 224}
+         : dim == 128 && !tall && plain               ? BackwardRegisters{40, 232}
+                                                      : BackwardRegisters{24, 240};
+}
+
+}  // namespace kvblock::hopper

@@ -1,0 +1,342 @@
+// A consumer of Hopper's forward kernel (kernel.cuh), a warpgroup: the order of products, softmax
+// and barriers.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device/cluster.cuh"
+#include "device/mbarrier.cuh"
+#include "device/tensor_copy.cuh"
+#include "device/warpgroup.cuh"
+#include "device/wgmma.cuh"
+#include "ops/attention/hopper/forward/rows.cuh"
+#include "ops/attention/hopper/forward/shared.cuh"
+
+namespace kvblock::hopper {
+
+template <typename Traits>
+class Consumer {
+ public:
+  __device__ __forceinline__ Consumer(const AttentionParams& p, ForwardShared<Traits>& shared,
+                                      int group)
+      : p_(p), shared_(shared), group_(group) {
+    const bool finish = Traits::kKind == ForwardKind::kGeneral &&
+                        (p.softcap > 0.0f || p.bias != nullptr || !(p.scale > 0.0f));
+    rules_ = {finish, finish ? kLog2E : p.scale * kLog2E};
+    if constexpr (!Traits::kCapped) exponent_.to_log2 = rules_.to_log2;
+  }
+
+  __device__ __forceinline__ void Run() {
+    if (Traits::kTiles.turns && group_ == Traits::kConsumers - 1) PassTurn();
+    const Item* item = NextItem();
+    while (item->is != Item::kEnd) {
+      Rows<Traits> rows;
+      ClearOutput(rows);  // where there are tiles, their first product does not read it
+      if (item->is == Item::kEmpty) {
+        LeaveStep();
+        Leave(&shared_.q_empty[queries_.stage]);
+        WriteItem(*item, rows.sums, rows);
+        item = NextItem();
+      } else {
+        item = Compute(item, rows);
+      }
+    }
+    if (Traits::kStagesOutput) {
+      TakeOutput();
+      LeaveOutput();
+    }
+  }
+
+ private:
+  using Stage = StageCount<Traits::kStages>;
+  using Exponent = std::conditional_t<Traits::kCapped, SmallSoftCap, Scaled>;
+
+  // Waits for the next item. Its Q is in queries_.stage.
+  __device__ __forceinline__ const Item* NextItem() {
+    if (items_ > 0) queries_.Advance();
+    BarrierWait(SharedAddress(&shared_.q_full[queries_.stage]), queries_.phase);
+    return &shared_.items[items_++ % kItems];
+  }
+
+  // Computes and writes an item, and those after it while each has KV tiles: with two places for Q,
+  // the first product of an item is issued with the last of the one before. Returns the first item
+  // that is not computed.
+  __device__ __forceinline__ const Item* Compute(const Item* item, Rows<Traits>& rows) {
+    constexpr int kColumns = Traits::kKeys / 8, kHalf = kColumns / 2;
+    float factor[2], sum[2][2] = {};
+    BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+    WgmmaFence();
+    IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
+    WgmmaCommit();
+    int flags = shared_.steps[steps_.stage].flags;
+    WgmmaWait<0>();
+    KeepAfter(rows.s());
+    Finish(*item, flags, rows);
+    LeaveScores(flags);
+    if constexpr (Traits::kCapped) {  // there is no O to scale yet
+      Follow(flags, rows, factor);
+    } else if (Traits::kHasBases && HasBases(p_)) {
+      MoveBases(rows, factor);
+    } else {
+      float max[2];
+      RowMaxima(rows, max);
+      MoveReferences(rows.sums, max, exponent_, factor);
+    }
+    WithExponent([&](const auto& exponent) { Exponentials<0, kColumns>(rows, exponent, sum); });
+    AddSums(rows, factor, sum);
+    PackProbabilities<Traits>(rows);
+
+    const Item* next = item;
+#pragma unroll 1
+    for (;;) {
+      // Whether the pending product begins its item, and ends it.
+      const bool begins = flags & Step::kStarts, ends = flags & Step::kLast;
+      if (ends) {
+        if (Traits::kQueryStages == 1) break;
+        next = NextItem();
+        // By a vote, since the compiler keeps in uniform registers what depends on it then.
+        if (!__any_sync(~0u, next->is == Item::kTiles)) break;
+      }
+      const Stage values = keys_.Before();
+      BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+      flags = shared_.steps[steps_.stage].flags;  // before the products: it takes a while
+      if (Traits::kTiles.turns) WaitTurn();
+      Pin(rows);
+      WgmmaFence();
+      IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
+      WgmmaCommit();
+      TakeValues(values);
+      WgmmaFence();
+      IssueValues<Traits>(rows, ValuesOperand(values), begins);
+      WgmmaCommit();
+      if (Traits::kTiles.turns) PassTurn();
+      WgmmaWait<1>();
+      KeepAfter(rows.s());
+      Finish(*next, flags, rows);
+      const RowSums before = rows.sums;
+      if (Traits::kQueryStages > 1 && ends) rows.sums = RowSums();
+      // The first half of the exponentials runs under P V; the second hides the way from S to P and
+      // the scaling of O. The wait is in both branches because the assembler moves it up as far as
+      // it can, but not above a branch.
+      const bool moved = Follow(flags, rows, factor);
+      LeaveScores(flags);
+      float sum[2][2] = {};
+      WithExponent([&](const auto& exponent) { Exponentials<0, kHalf>(rows, exponent, sum); });
+      KeepAfter(sum[0]);
+      KeepAfter(sum[1]);
+      if (moved) {
+        WgmmaWait<0>();
+        KeepAfter(rows.o());
+        if (!ends) Rescale<Traits>(rows, factor);
+      } else {
+        asm volatile("wgmma.wait_group.sync.aligned 0; // no row has moved" ::: "memory");
+        KeepAfter(rows.o());
+      }
+      LeaveKeys(&shared_.v_empty[values.stage]);
+      WithExponent(
+          [&](const auto& exponent) { Exponentials<kHalf, kColumns>(rows, exponent, sum); });
+      AddSums(rows, factor, sum);
+      PackProbabilities<Traits>(rows);
+      if (Traits::kQueryStages > 1 && ends) {
+        WriteItem(*item, before, rows);
+        item = next;
+      }
+    }
+    const Stage values = keys_.Before();
+    TakeValues(values);
+    Pin(rows);
+    WgmmaFence();
+    IssueValues<Traits>(rows, ValuesOperand(values), flags & Step::kStarts);
+    WgmmaCommit();
+    WgmmaWait<0>();
+    KeepAfter(rows.o());
+    LeaveKeys(&shared_.v_empty[values.stage]);
+    WriteItem(*item, rows.sums, rows);
+    return Traits::kQueryStages == 1 ? NextItem() : next;
+  }
+
+  // Moves the references of a tile's rows; true: some row of this warp may have a new one.
+  __device__ __forceinline__ bool Follow(int flags, Rows<Traits>& rows, float (&factor)[2]) {
+    if constexpr (Traits::kCapped) {
+      const float size = fmaxf(sizes_[0], sizes_[1]);
+      if (!(flags & Step::kMasked)) {  // nearly always nothing is to be done
+        bool usual = size <= p_.tiny_bound;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          usual &= sizes_[half] * p_.tiny_cap.c1 <= rows.sums.reference[half] + kOutgrown;
+          factor[half] = 1.0f;
+        }
+        tiny_ = __all_sync(~0u, usual);
+        if (tiny_) return false;
+      }
+      Cap(!(flags & Step::kMasked), size, rows);
+    }
+    if (Traits::kHasBases && HasBases(p_)) return MoveBases(rows, factor);
+    return FollowMaxima(rows, exponent_, factor);
+  }
+
+  // With a softcap, before the exponentials: what turns this tile's scores into exponents is a
+  // polynomial, of the lowest degree that serves `size`, the largest of this thread's; if none
+  // does, the scores are capped here.
+  __device__ __forceinline__ void Cap(bool may_be_tiny, float size, Rows<Traits>& rows) {
+    const float factor = p_.scale * Reciprocal(p_.softcap);
+    tiny_ = may_be_tiny && __all_sync(~0u, size <= p_.tiny_bound);
+    exponent_ = SmallSoftCap(p_.softcap * kLog2E, factor).KeepsInfinity();
+    if (!tiny_ && __any_sync(~0u, !(size * factor <= kSmallTanh))) {  // also with a NaN
+      CapScores(p_, rows);
+      exponent_ = SmallSoftCap::None().KeepsInfinity();
+    }
+  }
+  template <typename Use>
+  __device__ __forceinline__ void WithExponent(const Use& use) const {
+    if (Traits::kCapped && tiny_) {
+      use(p_.tiny_cap);
+    } else {
+      use(exponent_);
+    }
+  }
+
+  // The scores have arrived; here they are finished.
+  __device__ __forceinline__ void Finish(const Item& item, int flags, Rows<Traits>& rows) {
+    const bool masked = flags & Step::kMasked;
+    clear_from_ = Traits::kKeys;
+    if constexpr (Traits::kCapped) LargestSizes(rows, sizes_);
+    if (rules_.finish || masked) {
+      const Step& step = shared_.steps[steps_.stage];
+      const int first = step.first, end = step.end;
+      if (flags & Step::kDirty) clear_from_ = end - first;
+      Sequence s = item.sequence;
+      s.kv_len = min(s.kv_len, end);
+      const int query = item.first + FirstRow();
+      if (Traits::kKind == ForwardKind::kGeneral) {
+        FinishScores<Traits>(p_, s, rules_, masked, flags & Step::kSegments, item.head, rows.state,
+                             query, first, Lane());
+      } else {
+        const int row = query + Lane() / 4, key = first + Lane() % 4 * 2;
+        MaskPositions<Traits>(s, rows.state, row, key);
+        if (!Traits::kDense && (flags & Step::kSegments) != 0) {
+          MaskSegments<Traits>(p_, s, rows.state, row, key);
+        }
+      }
+    }
+  }
+
+  // Their step and K are free, and Q after the last. This stands behind the maxima, since the way
+  // from products to probabilities is what a step waits for.
+  __device__ __forceinline__ void LeaveScores(int flags) {
+    LeaveStep();
+    LeaveKeys(&shared_.k_empty[keys_.stage]);
+    if (flags & Step::kLast) Leave(&shared_.q_empty[queries_.stage]);
+    keys_.Advance();
+  }
+
+  __device__ __forceinline__ void ClearOutput(Rows<Traits>& rows) {
+#pragma unroll
+    for (int i = 0; i < Traits::kValueDim / 2; ++i) rows.o()[i] = 0.0f;
+  }
+  __device__ __forceinline__ void WriteItem(const Item& item, const RowSums& sums,
+                                            Rows<Traits>& rows) {
+    float factor[2];
+    const RowLse lse = FinishRows<Traits>(p_, item, sums, rows, factor, FirstRow(), Lane());
+    if constexpr (Traits::kStagesOutput) {
+      TakeOutput();
+      StageOutput<Traits>(factor, rows, SharedAddress(shared_.o[group_]), Thread() / 32, Lane());
+      FenceAsync();
+      // Here, since the fence would wait for it.
+      StoreLse<Traits>(p_, item, lse, FirstRow(), Lane());
+      LeaveOutput();
+    } else {
+      StoreLse<Traits>(p_, item, lse, FirstRow(), Lane());
+      StoreOutput<Traits>(p_, item, factor, rows, FirstRow(), Lane());
+    }
+  }
+
+  // The place for O is this consumer's; then, with O or at the end, the writer's.
+  __device__ __forceinline__ void TakeOutput() {
+    BarrierWait(SharedAddress(&shared_.o_empty[group_]), outputs_.phase ^ 1);
+  }
+  __device__ __forceinline__ void LeaveOutput() {
+    BarrierArrive(SharedAddress(&shared_.o_full[group_]));
+    outputs_.Advance();
+  }
+
+  // V of the tile before has arrived, with all its rows in order.
+  __device__ __forceinline__ void TakeValues(Stage values) {
+    BarrierWait(SharedAddress(&shared_.v_full[values.stage]), values.phase);
+    if (clear_from_ < Traits::kKeys) {
+      ClearRows<Traits>(shared_.v[values.stage], clear_from_, Thread(),
+                        1 + Traits::kConsumers + group_);
+    }
+  }
+  __device__ __forceinline__ void LeaveStep() {
+    BarrierArrive(SharedAddress(&shared_.step_empty[steps_.stage]));
+    steps_.Advance();
+  }
+
+  // This warp is done with a place.
+  __device__ __forceinline__ void Leave(uint64_t* empty) {
+    if (Lane() == 0) BarrierArrive(SharedAddress(empty));
+  }
+
+  // The same for a tile of K or V, which every CTA of the cluster writes a part of.
+  __device__ __forceinline__ void LeaveKeys(uint64_t* empty) {
+    if (Traits::kCluster == 1) {
+      Leave(empty);
+    } else if (Lane() < Traits::kCluster) {
+      ClusterBarrierArrive(SharedAddress(empty), Lane());
+    }
+  }
+
+  // Turns at the tensor cores: hardware barrier 1 + g lets consumer g in; the one before it in the
+  // ring arrives there when its products are issued.
+  __device__ __forceinline__ void WaitTurn() { BarrierMeet(1 + group_, 2 * kWarpgroup); }
+  __device__ __forceinline__ void PassTurn() {
+    BarrierPass(group_ == Traits::kConsumers - 1 ? 1 : 2 + group_, 2 * kWarpgroup);
+  }
+
+  // This warp's first row in the query tile.
+  __device__ __forceinline__ int FirstRow() const {
+    return group_ * kConsumerRows + Thread() / 32 * 16;
+  }
+
+  // What the products read and add to is computed before this point.
+  __device__ __forceinline__ void Pin(Rows<Traits>& rows) {
+    KeepAfter(rows.o());
+#pragma unroll
+    for (int step = 0; step < Traits::kKeys / 16; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(rows.p[step][i])::"memory");
+    }
+  }
+
+  __device__ __forceinline__ uint64_t QueriesOperand() const {
+    return SharedOperand(SharedAddress(shared_.q[queries_.stage]) +
+                         group_ * kConsumerRows * kChunkRowBytes);
+  }
+  __device__ __forceinline__ uint64_t KeysOperand() const {
+    return SharedOperand(SharedAddress(shared_.k[keys_.stage]));
+  }
+  __device__ __forceinline__ uint64_t ValuesOperand(Stage values) const {
+    return SharedOperand(SharedAddress(shared_.v[values.stage]), Traits::kKeys * kChunkRowBytes);
+  }
+  __device__ __forceinline__ static int Thread() { return threadIdx.x % kWarpgroup; }
+  __device__ __forceinline__ static int Lane() { return threadIdx.x % 32; }
+
+  const AttentionParams& p_;
+  ForwardShared<Traits>& shared_;
+  const int group_;
+  ScoreRules rules_;
+  Exponent exponent_;
+  // With a softcap: of the tile before it was masked; whether tiny_cap serves it.
+  float sizes_[2];
+  bool tiny_ = false;
+  int clear_from_ = Traits::kKeys;  // rows of V from here on are not to be seen
+  int items_ = 0;
+  StageCount<kSteps> steps_;
+  StageCount<Traits::kQueryStages> queries_;
+  StageCount<1> outputs_;
+  Stage keys_;  // of the next K; V of the tile before follows it
+};
+
+}  // namespace kvblock::hopper

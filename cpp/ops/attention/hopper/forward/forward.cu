@@ -1,0 +1,38 @@
+// Picks the instance of Hopper's forward kernel.
+#include <mutex>
+#include <unordered_map>
+
+#include "ops/attention/contract/instances.h"
+#include "ops/attention/hopper/forward/launcher.h"
+
+namespace kvblock::hopper {
+
+const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream) {
+  const int dim = a.head_dim, value_dim = a.value_dim;
+  const auto launch = [&](auto instance) {
+    using In = decltype(instance);
+    return LaunchForwardOf<typename In::Type, In::kDim, In::kValue>(a, stream);
+  };
+  const auto fits = [&](int d, int v) { return dim <= d && value_dim <= v; };
+  if (fits(64, 64)) return ForType<64, 64>(a, launch);
+  if (fits(96, 96)) return ForType<96, 96>(a, launch);
+  if (fits(128, 128)) return ForType<128, 128>(a, launch);
+  if (fits(192, 128)) return ForType<192, 128>(a, launch);
+  if (fits(192, 192)) return ForType<192, 192>(a, launch);
+  return ForType<256, 256>(a, launch);
+}
+
+int ForwardCounter(int device, const void* o) {
+  static std::mutex mutex;
+  static auto* const of_devices = new std::unordered_map<int, std::unordered_map<const void*, int>>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  auto& counters = (*of_devices)[device];
+  const auto found = counters.find(o);
+  if (found != counters.end()) return found->second;
+  if (counters.size() == kForwardCounters) return -1;
+  const int counter = static_cast<int>(counters.size());
+  counters.emplace(o, counter);
+  return counter;
+}
+
+}  // namespace kvblock::hopper

@@ -1,0 +1,120 @@
+// Launching Hopper's forward kernel: tensor maps, the grid and its order.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <type_traits>
+
+#include "ops/attention/contract/head_array.h"
+#include "ops/attention/contract/launch.h"
+#include "ops/attention/hopper/clusters.h"
+#include "ops/attention/hopper/forward/kernel.cuh"
+#include "ops/attention/hopper/forward/launcher.h"
+#include "ops/attention/hopper/tensor_map.h"
+#include "ops/attention/schedule/grid.h"
+#include "ops/attention/schedule/rounds.h"
+
+namespace kvblock::hopper {
+
+// Maps for q, k, v and o. Without keys nothing is ever loaded, but a map must have rows.
+template <typename Traits>
+const char* MakeForwardMaps(const kvblock_attention& a, ForwardMaps* maps) {
+  const HeadArray q = QueryHeads(a, a.q, a.head_dim);
+  const HeadArray k = a.kv_len > 0 ? KeyHeads(a, a.k, a.head_dim) : q;
+  const HeadArray v = a.kv_len > 0 ? KeyHeads(a, a.v, a.value_dim) : q;
+  const char* error = MakeTensorMap(q, Traits::kQueries, &maps->q);
+  if (!error) error = MakeTensorMap(k, Traits::kLoadedKeys, &maps->k);
+  if (!error) error = MakeTensorMap(v, Traits::kLoadedKeys, &maps->v);
+  if (!error) error = MakeTensorMap(QueryHeads(a, a.o, a.value_dim), kConsumerRows, &maps->o);
+  return error;
+}
+
+// Whether the CTAs of a cluster can have heads that share K and V: then they see the same of them.
+inline bool ClusterHeads(const kvblock_attention& a, int cluster) {
+  return cluster > 1 && a.num_heads / a.num_kv_heads % cluster == 0;
+}
+
+template <typename Traits>
+const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
+  ForwardParams p{MakeAttentionParams(a), -1, 0, ClusterHeads(a, Traits::kCluster)};
+  const int heads_at_once = p.cluster_heads ? Traits::kCluster : 1;
+  const int64_t tiles = NumTiles(a, a.q_len, Traits::kClusterQueries / heads_at_once);
+  if (const char* error = PlanGrid(&p, tiles, p.num_pairs / heads_at_once)) return error;
+  const int64_t items = tiles * p.num_pairs * Traits::kCluster;
+  ForwardMaps maps;
+  if (const char* error = MakeForwardMaps<Traits>(a, &maps)) return error;
+
+  // A CTA for each multiprocessor; to share out work, a cluster counts as one, whose tile is that
+  // of all its CTAs' queries, or of all its heads.
+  // Without masks one head follows the other, so that the CTAs read the same K and V at about the
+  // same time. Where the work of every tile is known beforehand they take fixed shares,
+  // elsewhere the next tile when they are done. Without a free counter the
+  // hardware hands out tiles as CTAs end, and no tile is loaded under the one before.
+  const bool uneven = a.cu_q || a.q_lens || a.kv_lens || a.q_segments || a.tile_indices;
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  const int clusters_at_once = std::max(Multiprocessors(device) / Traits::kCluster, 1);
+  int64_t ctas = std::min<int64_t>(items, clusters_at_once * Traits::kCluster);
+  if (uneven) {
+    p.section_pairs = SectionPairs(p, kForwardSectionBytes);
+    if (ctas < items) p.counter = ForwardCounter(device, a.o);
+    if (p.counter < 0) ctas = items;
+  } else if (ctas < items && a.window_right >= 0) {
+    const int64_t clusters = ctas / Traits::kCluster;
+    p.section_pairs = SectionHeads(p, clusters, heads_at_once);
+    p.section_rounds = static_cast<int32_t>((p.section_pairs * tiles + clusters - 1) / clusters);
+  }
+
+  const auto kernel = AttentionForward<Traits>;
+  constexpr int kSharedBytes = sizeof(ForwardShared<Traits>);
+  static_assert(kSharedBytes <= kMostSharedBytes);
+  static std::atomic<uint64_t> prepared;
+  const uint64_t bit = device < kMaxDevices ? uint64_t{1} << device : 0;
+  if (status == cudaSuccess && (prepared.load(std::memory_order_relaxed) & bit) == 0) {
+    status = AllowSharedBytes(kernel, kSharedBytes);
+    if (status == cudaSuccess) prepared.fetch_or(bit, std::memory_order_relaxed);
+  }
+  if (status == cudaSuccess) {
+    status = LaunchClusters<Traits::kCluster>(kernel, ctas, Traits::kThreads, kSharedBytes, stream,
+                                              p, maps);
+  }
+  return CudaResult(status);
+}
+
+inline ForwardKind KindOf(const kvblock_attention& a) {
+  if (!(a.scale > 0.0f) || a.softcap >= kLargeSoftcap || a.bias || a.tile_indices) {
+    return ForwardKind::kGeneral;
+  }
+  if (a.softcap > 0.0f) return ForwardKind::kCapped;
+  if (a.cu_q || a.q_lens || a.kv_lens || a.q_segments) return ForwardKind::kPlain;
+  const bool masked = a.window_left >= 0 || a.window_right >= 0;
+  if (masked && ClusterHeads(a, 2)) return ForwardKind::kBand;
+  // Clusters of neighbouring query tiles: not where there are few, of which one is half empty, and
+  // not where a tile sees much that its neighbour does not.
+  const bool pairs = a.q_len > 2048 || (a.q_len + 127) / 128 % 2 == 0;
+  if (!pairs) return ForwardKind::kPlain;
+  if (!masked) return ForwardKind::kWide;
+  return a.window_left < 0 && a.q_len >= 8192 ? ForwardKind::kBand : ForwardKind::kPlain;
+}
+
+template <typename T, int kDim, int kValueDim>
+const char* LaunchForwardOf(const kvblock_attention& a, cudaStream_t stream) {
+  const auto launch_as = [&](auto kind) {
+    constexpr ForwardKind kInstance = InstanceOf(kDim, decltype(kind)::value);
+    return LaunchForwardAs<ForwardTraits<T, kDim, kValueDim, kInstance>>(a, stream);
+  };
+  switch (KindOf(a)) {
+    case ForwardKind::kWide:
+      return launch_as(std::integral_constant<ForwardKind, ForwardKind::kWide>());
+    case ForwardKind::kBand:
+      return launch_as(std::integral_constant<ForwardKind, ForwardKind::kBand>());
+    case ForwardKind::kPlain:
+      return launch_as(std::integral_constant<ForwardKind, ForwardKind::kPlain>());
+    case ForwardKind::kCapped:
+      return launch_as(std::integral_constant<ForwardKind, ForwardKind::kCapped>());
+    default: return launch_as(std::integral_constant<ForwardKind, ForwardKind::kGeneral>());
+  }
+}
+
+}  // namespace kvblock::hopper

@@ -1,0 +1,163 @@
+// The planner of Hopper's forward kernel (kernel.cuh), a warp: which query tiles are this CTA's,
+// and which KV tiles they see.
+#pragma once
+
+#include <cstdint>
+
+#include "device/cluster.cuh"
+#include "device/mbarrier.cuh"
+#include "device/opaque.cuh"
+#include "ops/attention/hopper/forward/shared.cuh"
+
+namespace kvblock::hopper {
+
+// gridDim.x, read where it is needed.
+__device__ __forceinline__ int GridSize() {
+  int size;
+  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(size));
+  return size;
+}
+
+template <typename Traits>
+class Planner {
+ public:
+  __device__ __forceinline__ Planner(const ForwardParams& p, ForwardShared<Traits>& shared)
+      : p_(p), shared_(shared), lane_(threadIdx.x % 32) {}
+
+  __device__ __forceinline__ void Run() {
+    const bool counted = Traits::kCluster == 1 && p_.counter >= 0;
+    unsigned index = blockIdx.x;
+    for (int round = 0;; ++round) {
+      const int grid = GridSize() / Traits::kCluster;
+      const int cta = Opaque(static_cast<int>(blockIdx.x)) / Traits::kCluster;
+      const Assignment at =
+          counted ? AssignInOrder(p_, index) : AssignInRounds(p_, round, cta, grid);
+      if (at.is == Assignment::kEnd) break;
+      const unsigned count = at.is == Assignment::kTile ? PlanTile(at, counted) : 0;
+      if (Traits::kCluster == 1) {
+        index = GridSize() + __shfl_sync(~0u, count, 0);
+      }
+    }
+    if (lane_ == 0) shared_.items[item_].is = Item::kEnd;
+    Prepare({0, 0, 0, item_});
+    Publish(0);
+  }
+
+ private:
+  using Walk = typename Traits::Walk;
+  static constexpr bool kDense = Traits::kDense;
+
+  // How many tiles were counted before this one; in lane 0.
+  __device__ __forceinline__ unsigned Count() {
+    if (lane_ != 0) return 0;
+    unsigned* const counter = forward_counters + p_.counter;
+    const unsigned count = atomicAdd(counter, 1);
+    if (count + 1 == static_cast<unsigned>(p_.tiles) * p_.num_pairs) *counter = 0;
+    return count;
+  }
+
+  // Returns how many tiles were counted before, in lane 0. It asks as late as possible, or the next
+  // tile would be this CTA's long before it is done with this one; then others that are done
+  // earlier would not have it, and the CTAs would end apart.
+  __device__ __forceinline__ unsigned PlanTile(const Assignment& at, bool counted) {
+    Item& item = shared_.items[item_];
+    const bool heads = Traits::kCluster > 1 && Opaque(static_cast<int>(p_.cluster_heads));
+    const int pair = heads ? at.pair * Traits::kCluster + ClusterRank() : at.pair;
+    const int batch = pair / Opaque(p_.num_heads), head = pair - batch * p_.num_heads;
+    if (lane_ == 0) {
+      item.head = head;
+      item.kv_head = head / Opaque(p_.group);
+    }
+    Sequence found;
+    int first;
+    if (!FindTile<Along::kQueries, Traits::kClusterQueries, kDense>(p_, batch, at.tile, &found,
+                                                                    &first)) {
+      return counted ? Count() : 0;
+    }
+    if (heads) first = at.tile * Traits::kQueries;
+    if (lane_ == 0) {
+      const bool packed = !kDense && p_.cu_q != nullptr;  // the maps have one batch member
+      const int own =
+          Traits::kCluster > 1 && !heads ? first + ClusterRank() * Traits::kQueries : first;
+      item.sequence = found;
+      item.first = own;
+      item.q_row = own + (packed ? static_cast<int>(found.q_row) : 0);
+      item.kv_row = packed ? static_cast<int>(found.kv_row) : 0;
+      item.batch = packed ? 0 : found.batch;
+    }
+    __syncwarp();
+    const int end = first + (heads ? Traits::kQueries : Traits::kClusterQueries);
+    const Sequence& s = item.sequence;
+    {
+      const Walk walk(p_, s, item.head, first, min(end, s.q_len));
+      if (lane_ == 0) shared_.walk = walk.state();
+      __syncwarp();
+    }
+    bool starts = true;
+    for (Step step; Next(s, &step); starts = false) {
+      if (starts) {
+        if (lane_ == 0) item.is = Item::kTiles;
+        step.flags |= Step::kStarts;
+      } else {
+        Publish(0);
+      }
+      Prepare(step);
+    }
+    if (starts) {
+      if (lane_ == 0) item.is = Item::kEmpty;
+      Prepare({0, 0, 0, item_});
+    }
+    const unsigned count = counted ? Count() : 0;  // under way while the last step is published
+    Publish(starts ? 0 : Step::kLast);
+    item_ = (item_ + 1) % kItems;
+    return count;
+  }
+
+  // Moves the walk, which is parked in shared memory, to the next tile.
+  __device__ __forceinline__ bool Next(const Sequence& s, Step* step) {
+    Walk walk(p_, s, shared_.walk);
+    const bool found = walk.Next();
+    if (found) {
+      const int flags =
+          (AllVisible(walk) ? 0 : Step::kMasked) | (walk.one_segment() ? 0 : Step::kSegments);
+      *step = {walk.first(), walk.limit(), flags, item_};
+      const int rows = static_cast<int>(p_.kv_len) - shared_.items[item_].kv_row;  // then zeros
+      if (!kDense && step->end < min(step->first + Traits::kKeys, rows)) {
+        step->flags |= Step::kDirty;
+      }
+    }
+    __syncwarp();  // all lanes have read it
+    if (lane_ == 0) walk.ParkNext(&shared_.walk);
+    __syncwarp();
+    return found;
+  }
+  // Whether the walk's tile needs no mask; the walk of a cluster is that of all its query tiles.
+  __device__ __forceinline__ bool AllVisible(const Walk& walk) const {
+    if (Traits::kCluster == 1) return walk.all_visible();
+    const Item& item = shared_.items[item_];
+    const int end = min(item.first + Traits::kQueries, item.sequence.q_len);
+    return item.sequence.AllVisible(item.first, end, walk.first(), walk.first() + Traits::kKeys);
+  }
+  // A step is prepared when it is found, and published when it is known whether it is the last.
+  __device__ __forceinline__ void Prepare(const Step& step) {
+    BarrierWait(SharedAddress(&shared_.step_empty[published_ % kSteps]),
+                published_ / kSteps % 2 ^ 1);
+    if (lane_ == 0) shared_.steps[published_ % kSteps] = step;
+  }
+  __device__ __forceinline__ void Publish(int flags) {
+    if (lane_ == 0) {
+      shared_.steps[published_ % kSteps].flags |= flags;
+      BarrierArrive(SharedAddress(&shared_.step_full[published_ % kSteps]));
+    }
+    __syncwarp();
+    ++published_;
+  }
+
+  const ForwardParams& p_;
+  ForwardShared<Traits>& shared_;
+  const int lane_;
+  int item_ = 0;
+  unsigned published_ = 0;  // steps
+};
+
+}  // namespace kvblock::hopper

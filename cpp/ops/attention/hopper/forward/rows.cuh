@@ -1,0 +1,401 @@
+// What a warpgroup does with its rows in Hopper's forward kernel (kernel.cuh): products, softmax,
+// and the way out.
+#pragma once
+
+#include <cfloat>
+#include <cstdint>
+
+#include "device/fast_math.cuh"
+#include "device/mbarrier.cuh"
+#include "device/mma.cuh"
+#include "device/stmatrix.cuh"
+#include "device/tensor_copy.cuh"
+#include "device/wgmma.cuh"
+#include "ops/attention/hopper/forward/shared.cuh"
+#include "ops/attention/mask/forward_scores.cuh"
+
+namespace kvblock::hopper {
+
+// Of a thread's two rows, g and g + 8 of its warp's 16 (device/mma.cuh).
+struct RowSums {
+  float reference[2] = {-FLT_MAX, -FLT_MAX};  // log2 of what they are relative to
+  float sum[2] = {0.0f, 0.0f};                // this thread's columns only
+  float base[2] = {-FLT_MAX, -FLT_MAX};       // with a bias, of the scores; reference is 0 then
+};
+
+// A thread's part of its warp's rows.
+template <typename Traits>
+struct Rows {
+  // kvblock::ForwardRows gives FinishScores its view: rows.s[0][column / 8][4].
+  kvblock::ForwardRows<Traits> state;
+  uint32_t p[Traits::kKeys / 16][4];  // probabilities in 16 bits: the A operand
+  RowSums sums;
+
+  using ScoreArray = float[Traits::kKeys / 2];
+  using OutputArray = float[Traits::kValueDim / 2];
+  __device__ __forceinline__ ScoreArray& s() { return reinterpret_cast<ScoreArray&>(state.s); }
+  __device__ __forceinline__ OutputArray& o() { return reinterpret_cast<OutputArray&>(state.o); }
+};
+
+// S = Q K^T for this warpgroup's rows.
+template <typename Traits>
+__device__ __forceinline__ void IssueScores(Rows<Traits>& rows, uint64_t q, uint64_t k) {
+#pragma unroll
+  for (int step = 0; step < Traits::kQueryDim / 16; ++step) {
+    const int chunk = step / 4, in_row = step % 4 * 32;
+    Wgmma<Traits::kKeys>::template Shared<typename Traits::T>(
+        rows.s(), Advance(q, chunk * Traits::kQueries * kChunkRowBytes + in_row),
+        Advance(k, chunk * Traits::kKeys * kChunkRowBytes + in_row), step > 0);
+  }
+}
+
+// O += P V, or O = P V for an item's first tile.
+template <typename Traits>
+__device__ __forceinline__ void IssueValues(Rows<Traits>& rows, uint64_t v, bool first) {
+#pragma unroll
+  for (int step = 0; step < Traits::kKeys / 16; ++step) {
+    Wgmma<Traits::kValueDim>::template Registers<typename Traits::T, OperandLies::kDown>(
+        rows.o(), rows.p[step], Advance(v, step * 16 * kChunkRowBytes), step > 0 || !first);
+  }
+}
+
+// From scores to exponents of 2, or these plus y. With a softcap SmallSoftCap does the same.
+struct Scaled {
+  float to_log2;
+  __device__ __forceinline__ float operator()(float x) const { return x * to_log2; }
+  __device__ __forceinline__ float operator()(float x, float y) const {
+    return fmaf(x, to_log2, y);
+  }
+  // Whether that of a score, given by its bits and not negative, is larger than `limit`.
+  __device__ __forceinline__ bool Exceeds(int score, float limit) const {
+    return score > __float_as_int(limit * Reciprocal(to_log2));
+  }
+};
+
+// A tile's scores may be larger than their row's reference by this many powers of 2.
+constexpr float kOutgrown = 8.0f;
+
+// Of a thread's two rows the largest score, or 0, as bits.
+template <typename Traits>
+__device__ __forceinline__ void LargestScores(const Rows<Traits>& rows, int (&largest)[2]) {
+  const auto& s = rows.state.s[0];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int max[2] = {0, 0};
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; ++n) {
+      max[n % 2] = MaxOfBits(max[n % 2], s[n][half * 2], s[n][half * 2 + 1]);
+    }
+    largest[half] = ::max(max[0], max[1]);
+  }
+}
+
+// The largest of the scores' sizes.
+template <typename Traits>
+__device__ __forceinline__ void LargestSizes(const Rows<Traits>& rows, float (&largest)[2]) {
+  const auto& s = rows.state.s[0];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    int max[2] = {0, 0};
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; n += 2) {
+      const auto size = [&](int n) {
+        return fmaxf(fabsf(s[n][half * 2]), fabsf(s[n][half * 2 + 1]));
+      };
+      max[n / 2 % 2] = MaxOfBits(max[n / 2 % 2], size(n), size(n + 1));
+    }
+    largest[half] = __int_as_float(::max(max[0], max[1]));
+  }
+}
+
+// Scores of any size become their exponents.
+template <typename Traits>
+__device__ __forceinline__ void CapScores(const AttentionParams& p, Rows<Traits>& rows) {
+  const float factor = p.scale * Reciprocal(p.softcap) * kTwoLog2E, cap = p.softcap * kLog2E;
+#pragma unroll
+  for (float& x : rows.s()) x = x == -INFINITY ? x : SoftCap(x * factor, cap);  // not masked ones
+}
+
+// The largest scores of both rows.
+template <typename Traits>
+__device__ __forceinline__ void RowMaxima(const Rows<Traits>& rows, float (&max)[2]) {
+  const auto& s = rows.state.s[0];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float of[2] = {s[0][half * 2], s[0][half * 2 + 1]};
+#pragma unroll
+    for (int n = 1; n < Traits::kKeys / 8; ++n) {
+      of[0] = fmaxf(of[0], s[n][half * 2]);
+      of[1] = fmaxf(of[1], s[n][half * 2 + 1]);
+    }
+    max[half] = RowMax(fmaxf(of[0], of[1]));
+  }
+}
+
+// New references for rows that have outgrown theirs. What came before is to be scaled by `factor`.
+template <typename Exponent>
+__device__ __forceinline__ void MoveReferences(RowSums& sums, const float (&max)[2],
+                                               const Exponent& exponent, float (&factor)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float& reference = sums.reference[half];
+    const float tile = exponent(max[half]), before = reference;
+    const bool outgrown = tile > before + kOutgrown;
+    if (outgrown) reference = tile;
+    factor[half] = outgrown ? Exp2(before - tile) : 1.0f;
+  }
+}
+
+// With a bias: scores become relative to their row's base, and rows that have outgrown theirs get a
+// new one. What came before is to be scaled by `factor`. True: some row of this warp has a new one.
+template <typename Traits>
+__device__ __forceinline__ bool MoveBases(Rows<Traits>& rows, float (&factor)[2]) {
+  constexpr float kMost = 5.0f;  // that a score may be above its base: less than kOutgrown as log2
+  auto& s = rows.state.s[0];
+  float max[2] = {-INFINITY, -INFINITY};  // of this thread's columns
+  bool outgrown = false;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; ++n) {
+      max[half] = fmaxf(max[half], fmaxf(s[n][half * 2], s[n][half * 2 + 1]));
+    }
+    outgrown |= max[half] > rows.sums.base[half] + kMost;
+    factor[half] = 1.0f;
+    rows.sums.reference[half] = 0.0f;
+  }
+  const bool moved = __any_sync(~0u, outgrown);
+  if (moved) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float& base = rows.sums.base[half];
+      const float before = base, now = RowMax(max[half]);
+      if (now > before + kMost) base = now;
+      factor[half] = Exp2((before - base) * kLog2E);
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < Traits::kKeys / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n][e] -= rows.sums.base[e / 2];
+  }
+  return moved;
+}
+
+// The same, where it hardly ever happens: while no thread's largest score, or 0, has outgrown the
+// reference, no lane asks another for its maximum. True: some row of this warp may have a new one.
+template <typename Traits, typename Exponent>
+__device__ __forceinline__ bool FollowMaxima(Rows<Traits>& rows, const Exponent& exponent,
+                                             float (&factor)[2]) {
+  int largest[2];
+  LargestScores(rows, largest);
+  bool outgrown = false;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    outgrown |= exponent.Exceeds(largest[half], rows.sums.reference[half] + kOutgrown);
+    factor[half] = 1.0f;
+  }
+  if (!__any_sync(~0u, outgrown)) return false;
+  float max[2] = {RowMax(__int_as_float(largest[0])), RowMax(__int_as_float(largest[1]))};
+  // A largest of 0 may stand for anything below.
+  if (__any_sync(~0u, max[0] == 0.0f || max[1] == 0.0f)) RowMaxima(rows, max);
+  MoveReferences(rows.sums, max, exponent, factor);
+  return __any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f);
+}
+
+// The scores of columns 8 kFrom to 8 kTo become probabilities, and join the sums.
+template <int kFrom, int kTo, typename Traits, typename Exponent>
+__device__ __forceinline__ void Exponentials(Rows<Traits>& rows, const Exponent& exponent,
+                                             float (&sum)[2][2]) {
+  auto& s = rows.state.s[0];
+#pragma unroll
+  for (int n = kFrom; n < kTo; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      s[n][e] = Exp2(exponent(s[n][e], -rows.sums.reference[e / 2]));
+      sum[e / 2][e % 2] += s[n][e];
+    }
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void AddSums(Rows<Traits>& rows, const float (&factor)[2],
+                                        const float (&sum)[2][2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float& total = rows.sums.sum[half];
+    total = fmaf(total, factor[half], sum[half][0] + sum[half][1]);
+  }
+  KeepAfter(rows.sums.sum);  // summed here, not where the sums are needed
+}
+
+template <typename Traits>
+__device__ __forceinline__ void PackProbabilities(Rows<Traits>& rows) {
+  auto& s = rows.state.s[0];
+#pragma unroll
+  for (int n = 0; n < Traits::kKeys / 8; ++n) {
+    rows.p[n / 2][n % 2 * 2] = Pack<typename Traits::T>(s[n][0], s[n][1]);
+    rows.p[n / 2][n % 2 * 2 + 1] = Pack<typename Traits::T>(s[n][2], s[n][3]);
+  }
+}
+
+template <typename Traits>
+__device__ __forceinline__ void Rescale(Rows<Traits>& rows, const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < Traits::kValueDim / 8; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) rows.state.o[0][n][e] *= factor[e / 2];
+  }
+}
+
+// Clears the rows of a V tile from `from` on, for this warpgroup's products. The other consumers do
+// the same for theirs; all write zeros.
+template <typename Traits>
+__device__ __forceinline__ void ClearRows(char* v, int from, int thread, int barrier) {
+  constexpr int kPieces = kChunkRowBytes / 16;  // of 16 bytes in a row
+#pragma unroll 1
+  for (int c = 0; c < Traits::kValueChunks; ++c) {
+    uint4* chunk = reinterpret_cast<uint4*>(v + c * Traits::kKeys * kChunkRowBytes);
+#pragma unroll 1
+    for (int i = from * kPieces + thread; i < Traits::kKeys * kPieces; i += kWarpgroup) {
+      chunk[i] = uint4{};
+    }
+  }
+  FenceAsync();
+  BarrierMeet(barrier, kWarpgroup);
+}
+
+// O / sum of a warp's rows in 16 bits, to its consumer's place in shared memory.
+template <typename Traits>
+__device__ __forceinline__ void StageOutput(const float (&factor)[2], Rows<Traits>& rows,
+                                            uint32_t place, int warp, int lane) {
+  using T = typename Traits::T;
+  const auto& o = rows.state.o[0];
+#pragma unroll
+  for (int n = 0; n < Traits::kValueDim / 8; n += 2) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int half = i % 2;
+      words[i] =
+          Pack<T>(o[n + i / 2][half * 2] * factor[half], o[n + i / 2][half * 2 + 1] * factor[half]);
+    }
+    const int row = warp * 16 + lane % 16, column = n * 8 + lane / 16 * 8;
+    StoreMatrices(place + SwizzledOffset(kConsumerRows, row, column), words);
+  }
+}
+
+// The same from the registers to global memory.
+template <typename Traits>
+__device__ __forceinline__ void StoreOutput(const AttentionParams& p, const Item& item,
+                                            const float (&factor)[2], Rows<Traits>& rows, int row,
+                                            int lane) {
+  using T = typename Traits::T;
+  const Sequence& s = item.sequence;
+  // Lanes change half of their columns with their neighbour, so that each has 4 columns side by
+  // side, and four lanes write 32 bytes of a row.
+  const bool odd = lane % 2 != 0;
+  const int column = lane % 2 * 8 + lane % 4 / 2 * 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int query = item.first + row + half * 8 + lane / 4;
+    T* const o = static_cast<T*>(p.o) +
+                 ((s.q_row + query) * p.num_heads + item.head) * static_cast<int64_t>(p.value_dim) +
+                 column;
+    const int columns = query < s.q_rows ? p.value_dim - column : 0;
+#pragma unroll
+    for (int n = 0; n < Traits::kValueDim / 8; n += 2) {
+      uint32_t words[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        words[i] = Pack<T>(rows.state.o[0][n + i][half * 2] * factor[half],
+                           rows.state.o[0][n + i][half * 2 + 1] * factor[half]);
+      }
+      const uint32_t got = __shfl_xor_sync(~0u, odd ? words[0] : words[1], 1);
+      if (n * 8 < columns) {
+        *reinterpret_cast<uint2*>(o + n * 8) =
+            odd ? make_uint2(got, words[1]) : make_uint2(words[0], got);
+      }
+    }
+  }
+}
+
+// The lse of one of a thread's rows, of the second in odd lanes: the sum of the two, and
+// exponents of 2, but the top is a score where there is a bias. A top of -inf: nothing was seen.
+struct RowLse {
+  float top, log_sum;
+};
+
+// Joins the sink. O is to be multiplied by `factor`; it becomes 0 here where a row attends to
+// nothing.
+template <typename Traits>
+__device__ __forceinline__ RowLse FinishRows(const AttentionParams& p, const Item& item,
+                                             const RowSums& sums, Rows<Traits>& rows,
+                                             float (&factor)[2], int row, int lane) {
+  const Sequence& s = item.sequence;
+  const bool based = Traits::kHasBases && HasBases(p);
+  const float unit = based ? kLog2E : 1.0f;  // of the maxima and of the sink, as exponents of 2
+  const float sink =
+      p.sinks != nullptr
+          ? __ldg(p.sinks + int64_t{BatchRow(p, p.sink_batch, s.batch)} * p.num_heads + item.head) *
+                (based ? 1.0f : kLog2E)
+          : -INFINITY;
+  float sum[2], max[2];
+  bool nothing[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    sum[half] = RowSum(sums.sum[half]);
+    max[half] = based ? sums.base[half] : sums.reference[half];
+    factor[half] = 1.0f;
+  }
+  if (p.sinks != nullptr) {  // one more score, with no value
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float joint = fmaxf(max[half], sink), reference = Reference(joint, 1.0f);
+      factor[half] = Exp2((max[half] - reference) * unit);
+      sum[half] =
+          sum[half] * factor[half] + (sink == joint ? 1.0f : Exp2((sink - reference) * unit));
+      if (joint == -INFINITY) sum[half] = 0.0f;
+      max[half] = joint;
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int query = item.first + row + half * 8 + lane / 4;
+    nothing[half] = sum[half] == 0.0f || query >= s.q_len;
+    factor[half] = nothing[half] ? 0.0f : factor[half] * Reciprocal(sum[half]);
+  }
+  // A branch, since it is seldom; O may be NaN there.
+  if (__any_sync(~0u, nothing[0] || nothing[1])) {
+#pragma unroll
+    for (int n = 0; n < Traits::kValueDim / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& x = rows.state.o[0][n][e];
+        x = nothing[e / 2] ? 0.0f : x;
+      }
+    }
+  }
+  const bool second = lane % 2 != 0, none = second ? nothing[1] : nothing[0];
+  const float top = second ? max[1] : max[0], log_sum = Log2(second ? sum[1] : sum[0]);
+  if constexpr (Traits::kHasBases) return {none ? -INFINITY : top, log_sum};
+  return {none ? -INFINITY : top + log_sum, 0.0f};
+}
+
+// Writes lse, and the base, for the rows that exist.
+template <typename Traits>
+__device__ __forceinline__ void StoreLse(const AttentionParams& p, const Item& item,
+                                         const RowLse& lse, int row, int lane) {
+  const int query = item.first + row + lane % 2 * 8 + lane / 4;
+  if (p.lse != nullptr && lane % 4 < 2 && query < item.sequence.q_rows) {
+    const int64_t at = item.sequence.LseRow(p, item.head) + query;
+    if constexpr (Traits::kHasBases) {
+      const float top = HasBases(p) ? lse.top : lse.top * kLn2;
+      StoreLse(p, at, lse.top == -INFINITY, top, lse.log_sum * kLn2);
+    } else {
+      p.lse[at] = lse.top * kLn2;
+    }
+  }
+}
+
+}  // namespace kvblock::hopper

@@ -1,0 +1,124 @@
+// What the parts of Hopper's forward kernel (kernel.cuh) share: sizes, parameters, and the plan
+// and the tiles in shared memory.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "device/warpgroup.cuh"
+#include "device/wgmma.cuh"
+#include "ops/attention/contract/params.cuh"
+#include "ops/attention/hopper/forward/launcher.h"
+#include "ops/attention/hopper/forward/tiles.h"
+#include "ops/attention/mask/tile_walk.cuh"
+#include "ops/attention/schedule/rounds.cuh"
+
+namespace kvblock::hopper {
+
+constexpr int kConsumerRows = 64;  // query rows of a consumer
+
+template <typename T_, int kDim_, int kValueDim_, ForwardKind kKind_>
+struct ForwardTraits {
+  using T = T_;
+  static constexpr int kQueryDim = kDim_, kValueDim = kValueDim_;
+  static constexpr ForwardKind kKind = kKind_;
+  static constexpr ForwardTiles kTiles = ForwardTilesOf(kDim_, kValueDim_, kKind_);
+  static constexpr int kConsumers = kTiles.consumers, kStages = kKvStages;
+  static constexpr int kQueryStages = kTiles.query_stages;
+  static constexpr int kQueries = kConsumers * kConsumerRows, kKeys = kTiles.keys;
+  static constexpr int kCluster = kTiles.cluster;
+  static constexpr int kClusterQueries = kQueries * kCluster, kLoadedKeys = kKeys / kCluster;
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+  static constexpr int kQueryChunks = (kQueryDim + 63) / 64, kValueChunks = (kValueDim + 63) / 64;
+  static constexpr int kQBytes = kQueries * kQueryChunks * kChunkRowBytes;
+  static constexpr int kKBytes = kKeys * kQueryChunks * kChunkRowBytes;
+  static constexpr int kVBytes = kKeys * kValueChunks * kChunkRowBytes;
+  // O leaves through shared memory where there is room for it, which is beside two places for Q.
+  static constexpr bool kStagesOutput = kQueryStages > 1;
+  static constexpr int kOBytes = kStagesOutput ? kConsumerRows * kValueChunks * kChunkRowBytes : 16;
+  static constexpr bool kCapped = kKind == ForwardKind::kCapped;
+  static constexpr bool kHasBases = kKind == ForwardKind::kGeneral;  // with a bias
+  // A batch of which every row takes part, and only the band masks.
+  static constexpr bool kDense = kKind == ForwardKind::kBand || kKind == ForwardKind::kWide;
+  using Walk = TileWalk<Along::kKeys, kKeys,
+                        kDense                           ? Walks::kBand
+                        : kKind == ForwardKind::kGeneral ? Walks::kAll
+                                                         : Walks::kSegments>;
+  // As mask/forward_scores.cuh names them, for a warp's 16 rows.
+  static constexpr int kRowBlocks = 1, kDim = kValueDim;
+  static_assert(kLoadedKeys % 8 == 0);
+};
+
+namespace {
+__device__ unsigned forward_counters[kForwardCounters];
+}
+
+// A query tile. The CTAs of a cluster have the same one of several heads, or neighbouring ones, of
+// which the last may lie past the end; they visit the KV tiles that any of them sees.
+struct Item {
+  Sequence sequence;
+  int head, first;
+  int q_row, kv_row, kv_head, batch;       // where its rows begin in the tensor maps
+  enum : int { kEnd, kEmpty, kTiles } is;  // no more items; without KV tiles; with some
+};
+
+// A step of the plan: a KV tile, or an item that has none, or the end.
+struct alignas(16) Step {
+  int first;
+  int end;  // keys from here on are not to be seen
+  int flags;
+  int item;  // a place in `items`
+  enum : int {
+    kMasked = 1,     // a KV tile with hidden keys
+    kLast = 2,       // the last of its item
+    kDirty = 4,      // rows of V from `end` on hold what must not be seen
+    kStarts = 8,     // the first of its item
+    kSegments = 16,  // masked, and of several segments
+  };
+};
+
+// Steps that the planner is ahead of the consumers, and items, of which four more may be in use:
+// consumers write an item after they have left the steps of the next, and the writer follows.
+constexpr int kSteps = 8, kItems = 16;
+
+template <typename Traits>
+struct ForwardShared {
+  alignas(1024) char q[Traits::kQueryStages][Traits::kQBytes];
+  alignas(1024) char k[Traits::kStages][Traits::kKBytes];
+  alignas(1024) char v[Traits::kStages][Traits::kVBytes];
+  alignas(1024) char o[Traits::kConsumers][Traits::kOBytes];
+  Step steps[kSteps];
+  Item items[kItems];
+  typename Traits::Walk::State walk;
+  uint64_t step_full[kSteps], step_empty[kSteps];
+  uint64_t q_full[Traits::kQueryStages], q_empty[Traits::kQueryStages];
+  uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
+  uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
+  uint64_t o_full[Traits::kConsumers], o_empty[Traits::kConsumers];
+};
+
+struct ForwardMaps {
+  CUtensorMap q, k, v, o;
+};
+
+__device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// A count of tiles that have gone through the stages: which stage is next, and in which phase.
+template <int kStages>
+struct StageCount {
+  int stage = 0, phase = 0;
+  __device__ __forceinline__ void Advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+  __device__ __forceinline__ StageCount Before() const {
+    return stage == 0 ? StageCount{kStages - 1, phase ^ 1} : StageCount{stage - 1, phase};
+  }
+};
+
+}  // namespace kvblock::hopper

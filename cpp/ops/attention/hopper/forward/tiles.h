@@ -1,0 +1,48 @@
+// The tile sizes of Hopper's forward kernel. docs/attention_performance.md has what else was
+// measured.
+#pragma once
+
+namespace kvblock::hopper {
+
+struct ForwardTiles {
+  int consumers;     // warpgroups that multiply, 64 query rows each
+  int keys;          // in a KV tile
+  int query_stages;  // query tiles in shared memory: with two, one runs into the next
+  // Registers a thread, multiples of 8. A multiprocessor has 512 for the threads of all warpgroups.
+  int producer_registers, consumer_registers;
+  bool turns;   // the consumers take turns at the tensor cores
+  int cluster;  // CTAs that go through the same K and V at the same time and load them once for all
+};
+constexpr int kKvStages = 2;  // KV tiles in shared memory
+
+// What a launch asks for.
+enum class ForwardKind {
+  kGeneral,  // every option
+  kPlain,    // only masks, by position and segment; no tile lists
+  kBand,     // only a causal mask, over many tiles, or any band over heads that share K and V
+  kWide,     // only the end of the keys
+  kCapped,   // as kPlain, with a softcap
+};
+
+// For a padded head dim and value dim. General tiles have 128 queries, which divide listed ones.
+constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) {
+  const bool general = kind == ForwardKind::kGeneral || kind == ForwardKind::kCapped;
+  return dim == 64    ? general ? ForwardTiles{2, 128, 2, 72, 216, true, 1}
+                                : ForwardTiles{3, 128, 2, 32, 160, true, 1}
+         : dim == 96  ? ForwardTiles{2, 128, 2, 72, 216, true, general ? 1 : 2}
+         : dim == 128 ? kind == ForwardKind::kWide   ? ForwardTiles{2, 176, 1, 56, 224, true, 2}
+                        : kind == ForwardKind::kBand ? ForwardTiles{2, 128, 2, 72, 216, true, 2}
+                                                     : ForwardTiles{2, 128, 2, 72, 216, true, 1}
+         : dim == 192
+             ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 72, 216, true, general ? 1 : 2}
+             : ForwardTiles{2, 80, 1, 24, 240, true, general ? 1 : 2};
+}
+
+// The kind of the instance that serves a kind.
+constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
+  if (dim == 128 || kind == ForwardKind::kGeneral || kind == ForwardKind::kCapped) return kind;
+  if (dim == 64) return kind == ForwardKind::kPlain ? kind : ForwardKind::kBand;
+  return kind == ForwardKind::kPlain ? ForwardKind::kGeneral : ForwardKind::kBand;
+}
+
+}  // namespace kvblock::hopper
