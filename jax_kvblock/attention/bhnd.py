@@ -4,7 +4,7 @@ Forward, backward and their bookkeeping as separate calls, for code that keeps a
 sum l and maximum m instead of its log-sum-exp: `m + log(l) = lse`, and every pair with
 the same lse means the same.
 
-Which tiles there are, and what they take, is in `tile_sizes`.
+Which tiles there are is in `tile_sizes`, what they take of memory in `memory_estimate`.
 """
 
 from __future__ import annotations
