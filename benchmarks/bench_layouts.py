@@ -31,8 +31,8 @@ def bench(options: argparse.Namespace, results: Results) -> None:
         data = Data(case, 2 * MIB if quick else 2 * GIB)
         groups = work.conversions(data)
         first = case is cases.LLAMA_8B_16
-        backends = ("kernel", "batch", "async") if first and common.on_gpu() else ()
-        groups += work.operational(data, backends or ("kernel",))
+        names = ("kernel", "batch", "async") if first and common.on_gpu() else ()
+        groups += work.operational(data, names or ("kernel",))
         for group in groups if common.on_gpu() else ():
             group.jobs.append(work.plain_copy(data))
         measure(groups, results, options)

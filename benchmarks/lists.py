@@ -1,4 +1,4 @@
-"""Operational blocks to and from lists of pieces, by each backend.
+"""Operational blocks to and from lists of pieces, by each implementation.
 
 Pieces are separate arrays, as engines hold them. A call with hundreds of arrays costs
 the host more than the copy takes: one call makes a loop of round trips on the device.
@@ -37,10 +37,12 @@ def bench(options: argparse.Namespace, results: Results) -> None:
     moved = 2 * n * spec.block_bytes
     size = len(pieces[0])
     case = f"{data.name} / lists of pieces to operational and back"
-    for backend in ("kernel", "batch", "async") if common.on_gpu() else ("kernel",):
-        name = OURS if backend == "kernel" else f"{OURS}, {backend}"
+    for implementation in (
+        ("kernel", "batch", "async") if common.on_gpu() else ("kernel",)
+    ):
+        name = OURS if implementation == "kernel" else f"{OURS}, {implementation}"
         try:
-            seconds = _seconds(pieces, spec, backend)
+            seconds = _seconds(pieces, spec, implementation)
         except Exception as error:
             results.fail(case, name, error)
             continue
@@ -59,19 +61,19 @@ def _piece(blocks: jax.Array, b: int, i: int, o: int) -> jax.Array:
     return blocks[b, i, o]
 
 
-def _round_trips(trips: int, spec: BlockSpec, backend: str, pieces: Any) -> Any:
+def _round_trips(trips: int, spec: BlockSpec, implementation: str, pieces: Any) -> Any:
     def trip(_: Any, pieces: Any) -> Any:
-        blocks = block_to_operational(pieces, spec=spec, backend=backend)
-        return operational_to_block(blocks, spec=spec, backend=backend)
+        blocks = block_to_operational(pieces, spec=spec, implementation=implementation)
+        return operational_to_block(blocks, spec=spec, implementation=implementation)
 
     return jax.lax.fori_loop(0, trips, trip, pieces)
 
 
-def _seconds(pieces: Any, spec: BlockSpec, backend: str) -> float:
+def _seconds(pieces: Any, spec: BlockSpec, implementation: str) -> float:
     """Seconds of one conversion, there or back."""
     medians = []
     for trips in (SHORT, LONG):
-        loop = jax.jit(functools.partial(_round_trips, trips, spec, backend))
+        loop = jax.jit(functools.partial(_round_trips, trips, spec, implementation))
         call = loop.lower(pieces).compile()
         out = jax.block_until_ready(call(pieces))
         last = np.asarray(out[-1][-1]).tobytes()

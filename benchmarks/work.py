@@ -36,7 +36,9 @@ def plain_copy(data: Data) -> Job:
     """
     block = data.blocks["NHD"]
     flat = block.reshape(data.n, data.spec.num_layers, data.spec.num_outer, -1)
-    call = functools.partial(block_to_operational, spec=data.spec, backend="async")
+    call = functools.partial(
+        block_to_operational, spec=data.spec, implementation="async"
+    )
     return Job("copy, cudaMemcpyAsync", call, (block,), flat)
 
 
@@ -75,7 +77,9 @@ def conversions(data: Data) -> list[Group]:
     return groups
 
 
-def operational(data: Data, backends: tuple[str, ...] = ("kernel",)) -> list[Group]:
+def operational(
+    data: Data, implementations: tuple[str, ...] = ("kernel",)
+) -> list[Group]:
     """NHD and HND to and from operational: for stacked blocks, one long copy."""
     spec, groups = data.spec, []
     for layout in ("NHD", "HND"):
@@ -84,11 +88,13 @@ def operational(data: Data, backends: tuple[str, ...] = ("kernel",)) -> list[Gro
         for there in (True, False):
             source, expected = (block, flat) if there else (flat, block)
             jobs = []
-            for backend in backends:
+            for implementation in implementations:
                 ours: Any = block_to_operational if there else operational_to_block
-                name = OURS if backend == "kernel" else f"{OURS}, {backend}"
+                name = (
+                    OURS if implementation == "kernel" else f"{OURS}, {implementation}"
+                )
                 call = functools.partial(
-                    ours, layout=layout, spec=spec, backend=backend
+                    ours, layout=layout, spec=spec, implementation=implementation
                 )
                 jobs.append(Job(name, call, (source,), expected))
             plain = functools.partial(jnp.reshape, shape=expected.shape)

@@ -9,6 +9,7 @@ from importlib import metadata
 import jax
 
 from jax_kvblock.attention import cuda, tile_sizes
+from jax_kvblock.blocks import implementations
 from jax_kvblock.core import ffi
 
 
@@ -38,23 +39,13 @@ def capabilities() -> list[Served]:
     """For each op: the implementation that None or "auto" means here, and the
     reason.
     """
-    implementation, why = _copy_implementation()
+    implementation, why = _copies()
     rows = [Served(op, implementation, why) for op in COPY_OPS]
     rows.insert(1, Served(OPERATIONAL_OPS, implementation, why))
-    backends = jax.default_backend() == "gpu" and bool(ffi.BUILD["cuda"])
-    for backend, call in (
-        ("batch", "cudaMemcpyBatchAsync"),
-        ("async", "cudaMemcpyAsync"),
-    ):
-        rows.append(
-            Served(
-                f"the same with backend={backend!r}",
-                call if backends else "none",
-                "CUDA build on a GPU"
-                if backends
-                else f"{call} needs a CUDA build and a GPU; use backend='auto'",
-            )
-        )
+    for name in implementations.CUDA_CALLS:
+        implementation, why = _copies(name)
+        op = f"the operational pair with implementation={name!r}"
+        rows.append(Served(op, implementation, why))
     return rows + _attention()
 
 
@@ -65,7 +56,7 @@ def _attention() -> list[Served]:
     narrow, why = blocks, f"the kernels are for NVIDIA GPUs; this is a {backend}"
     cudnn, why_cudnn = "none", "cuDNN runs on NVIDIA GPUs; leave implementation away"
     if backend == "gpu":
-        narrow, why = _copy_implementation()
+        narrow, why = _copies()
         if narrow.startswith("kernel"):
             narrow, why = _kernels(blocks)
         cudnn, why_cudnn = _cudnn()
@@ -104,7 +95,7 @@ def _kernels(otherwise: str) -> tuple[str, str]:
     lacks = {name: cuda.unserved_by_gpu(name, True) for name in cuda.best_kernels()}
     for name, missing in lacks.items():
         if not missing:
-            _, why = _copy_implementation()
+            _, why = _copies()
             return f"{name} (kernels)", why
     why = f"no kernels for {lacks['cuda'][0]}"
     if cuda.unserved_by_gpu("cuda", False):
@@ -121,16 +112,27 @@ def _cudnn() -> tuple[str, str]:
     return "unknown", "no cuDNN package is installed; the system may have one"
 
 
-def _copy_implementation() -> tuple[str, str]:
-    backend = jax.default_backend()
-    if backend == "cpu":
+def _copies(implementation: str | None = None) -> tuple[str, str]:
+    """Who computes block copies on the default device, and why."""
+    platform = ffi.default_platform()
+    try:
+        chosen = implementations.choose(implementation, platform)
+    except ValueError as error:
+        return "none", _reason(error)
+    except RuntimeError as error:
+        return "error", _reason(error)
+    if chosen == "xla":
+        return "xla", f"there is no kernel for {platform}: plain jax.numpy serves"
+    if platform == "cpu":
         return "kernel (CPU, threaded)", "the default device is the CPU"
-    if backend == "gpu" and jax.devices()[0].platform in ("gpu", "cuda"):
-        if ffi.BUILD["cuda"]:
-            capability = getattr(jax.devices()[0], "compute_capability", "unknown")
-            return "kernel (CUDA)", f"the default device is a GPU of sm {capability}"
-        return "error", f"the default device is a GPU, but {ffi.REBUILD}"
-    return "xla", f"there is no kernel for {backend}: plain jax.numpy serves"
+    capability = getattr(jax.devices()[0], "compute_capability", "unknown")
+    where = f"the default device is a GPU of sm {capability}"
+    return implementations.CUDA_CALLS.get(chosen, "kernel (CUDA)"), where
+
+
+def _reason(error: Exception) -> str:
+    """What a call would say, without the name of the function."""
+    return str(error).partition(": ")[2].rstrip(".")
 
 
 def report() -> str:

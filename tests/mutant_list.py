@@ -40,7 +40,7 @@ class Mutant:
 
 BLOCKED, CUDA = "jax_kvblock/attention/blocked.py", "jax_kvblock/attention/cuda.py"
 DENSE, PLAN = "jax_kvblock/attention/dense.py", "jax_kvblock/blocks/plan.py"
-TRANSFER, MANAGER = "jax_kvblock/blocks/transfer.py", "jax_kvblock/objects/manager.py"
+TRANSFER, MEMORY = "jax_kvblock/blocks/transfer.py", "jax_kvblock/objects/memory.py"
 CHECK, COPY_CHECK = "cpp/host/attention_check.cc", "cpp/host/block_copy_check.cc"
 COPY = "cpp/ops/block_copy/block_copy_cpu.cc"
 
@@ -226,8 +226,8 @@ CPU = (
     ),
     Mutant(
         "an export does not hold up a donation",
-        MANAGER,
-        "if not self._free_list.num_exports:\n            return\n        if",
+        MEMORY,
+        "if not self.free_list.num_exports:\n            return\n        if",
         "if True:\n            return\n        if",
         test("test_dlpack", "update or donat"),
     ),

@@ -3,22 +3,19 @@
 It imports `core` alone.
 """
 
-from jax_kvblock.attention.config import AttentionTiles
-from jax_kvblock.attention.dot_product import dot_product_attention
-from jax_kvblock.attention.flash import RESIDUAL_NAMES, flash_attention
-from jax_kvblock.attention.nnx import attention_fn
-from jax_kvblock.attention.tile_sizes import (
-    available_tiles,
-    estimate_memory_usage,
-    get_optimal_block_sizes,
-)
-from jax_kvblock.attention.tiled import (
+from jax_kvblock.attention.bhnd import (
     FlashAttention,
     flash_attention_backward,
     flash_attention_forward,
     lm_to_lse,
     lse_to_lm,
 )
+from jax_kvblock.attention.config import AttentionTiles
+from jax_kvblock.attention.dot_product import dot_product_attention
+from jax_kvblock.attention.flash import RESIDUAL_NAMES, flash_attention
+from jax_kvblock.attention.memory_estimate import estimate_memory_usage
+from jax_kvblock.attention.nnx import attention_fn
+from jax_kvblock.attention.tile_sizes import available_tiles, get_optimal_block_sizes
 
 __all__ = [
     "RESIDUAL_NAMES",

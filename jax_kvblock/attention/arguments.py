@@ -17,8 +17,9 @@ from jax_kvblock.attention.config import (
     Operands,
     default_scale,
 )
-from jax_kvblock.attention.cuda import IMPLEMENTATIONS, MAX_HEAD_DIM
+from jax_kvblock.attention.cuda import IMPLEMENTATIONS
 from jax_kvblock.attention.dense import saturating_add
+from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
 from jax_kvblock.core.checks import (
     as_int,
     check_array,
@@ -32,7 +33,6 @@ from jax_kvblock.core.checks import (
 )
 
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
-FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
 def normalize(
@@ -61,7 +61,7 @@ def normalize(
     packed = cu_seqlens is not None
     cu_q: Any = None
     cu_kv: Any = None
-    q, k, v = _check_qkv(where, q, k, v, packed)
+    q, k, v = check_qkv(where, PACKED if packed else BATCHED, q, k, v)
     check_flags(where, causal=causal, deterministic=deterministic)
     check_choice(where, "implementation", implementation, (None, *IMPLEMENTATIONS))
     if packed:
@@ -109,74 +109,6 @@ def normalize(
         tile_indices=indices,
         tile_counts=counts,
     )
-
-
-def _check_qkv(
-    where: str, q: Any, k: Any, v: Any, packed: bool
-) -> tuple[Any, Any, Any]:
-    forms = (
-        {"q": "[total, N, D]", "k": "[total, K, D]", "v": "[total, K, Dv]"}
-        if packed
-        else {"q": "[B, T, N, D]", "k": "[B, S, K, D]", "v": "[B, S, K, Dv]"}
-    )
-    rank = 3 if packed else 4
-    given = {"q": q, "k": k, "v": v}
-    q, k, v = (check_array(where, name, x) for name, x in given.items())
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != rank:
-            if packed:
-                fix = "flatten batch and sequence, x.reshape(-1, *x.shape[2:])"
-            elif x.ndim == 3:
-                fix = "add a batch axis, x[None], or pass cu_seqlens for packed inputs"
-            else:
-                fix = "under vmap, an axis of the batch is gone already"
-            raise ValueError(
-                f"{where}: {name} must be {forms[name]}, got {show(x)}; {fix}"
-            )
-        if x.dtype not in FLOATS:
-            raise TypeError(
-                f"{where}: {name} must be bfloat16, float16 or float32, got {show(x)}; "
-                "cast it with .astype(jnp.bfloat16)"
-            )
-        if x.dtype != q.dtype:
-            raise TypeError(
-                f"{where}: {name} must have q's dtype, {q.dtype}, got {show(x)}; cast "
-                f"it with .astype(q.dtype)"
-            )
-    heads, kv_heads, d, dv = q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1]
-    if k.shape[-1] != d:
-        raise ValueError(
-            f"{where}: k must have q's head dim, {d}, got {show(k)}; only v's may "
-            "differ"
-        )
-    if v.shape[:-1] != k.shape[:-1]:
-        raise ValueError(
-            f"{where}: v must be {[*k.shape[:-1], 'Dv']} like k, {show(k)}, got "
-            f"{show(v)}".replace("'", "")
-        )
-    if not packed and k.shape[0] != q.shape[0]:
-        raise ValueError(
-            f"{where}: k and v must have q's batch, {q.shape[0]}, got {show(k)}; "
-            "repeat them, or vmap with in_axes=None for what is shared"
-        )
-    if kv_heads == 0 or heads % kv_heads or heads == 0:
-        raise ValueError(
-            f"{where}: q's heads must be a positive multiple of k's, got {heads} and "
-            f"{kv_heads}; every key head serves N // K query heads"
-        )
-    for name, dim in (("q and k", d), ("v", dv)):
-        if dim % 8 or not 8 <= dim <= MAX_HEAD_DIM:
-            fix = (
-                "jax.nn.dot_product_attention has no such limit"
-                if dim > MAX_HEAD_DIM
-                else "pad it with zeros (and pass scale=, which is taken from the "
-                "padded one otherwise)"
-            )
-            raise ValueError(
-                f"{where}: the head dim of {name} must be a multiple of 8 from 8 to "
-                f"{MAX_HEAD_DIM}, got {dim}; {fix}"
-            )
-    return q, k, v
 
 
 def check_flags(where: str, **flags: Any) -> None:

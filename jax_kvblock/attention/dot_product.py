@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvblock.attention import arguments, cudnn
-from jax_kvblock.attention.cuda import IMPLEMENTATIONS, MAX_HEAD_DIM
+from jax_kvblock.attention.cuda import IMPLEMENTATIONS
 from jax_kvblock.attention.flash import flash_attention
 from jax_kvblock.attention.options import DotProductOptions
+from jax_kvblock.attention.qkv import DROP_IN, check_qkv
 from jax_kvblock.core.checks import as_array, check_choice, show, shown
 from jax_kvblock.core.types import ArrayIn
 
@@ -117,7 +118,7 @@ def dot_product_attention(
     arguments.check_flags(_WHERE, is_causal=is_causal, return_residual=return_residual)
     given = {"query": query, "key": key, "value": value}
     query, key, value = (as_array(_WHERE, name, x) for name, x in given.items())
-    _check(query, key, value)
+    check_qkv(_WHERE, DROP_IN, query, key, value)
     batch = query.shape[0] if query.ndim == 4 else 1
     t, n, h = query.shape[-3:]
     full = (batch, n, t, key.shape[-3])
@@ -194,53 +195,6 @@ def _attend(
         return result[..., :dv]
     out, lse = result
     return out[..., :dv], jax.lax.stop_gradient(lse.astype(key.dtype))
-
-
-def _check(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    """What flash_attention would say of q, k and v, with the names that were passed."""
-    if query.ndim not in (3, 4):
-        raise ValueError(
-            f"{_WHERE}: query must be [B, T, N, H] or [T, N, H], got {show(query)}; "
-            "fold further batch dims into B, or vmap"
-        )
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if x.dtype not in arguments.FLOATS:
-            raise TypeError(
-                f"{_WHERE}: {name} must be bfloat16, float16 or float32, got "
-                f"{show(x)}; cast it with .astype(jnp.bfloat16)"
-            )
-        if x.dtype != query.dtype:
-            raise TypeError(
-                f"{_WHERE}: {name} must have query's dtype, {query.dtype}, got "
-                f"{show(x)}; cast it with .astype(query.dtype)"
-            )
-        if x.ndim != query.ndim:
-            raise ValueError(
-                f"{_WHERE}: {name} must have query's rank, got {show(x)} beside "
-                f"{show(query)}; add or remove the batch axis of all three"
-            )
-        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
-            raise ValueError(
-                f"{_WHERE}: the last dim of {name} must be from 1 to {MAX_HEAD_DIM}, "
-                f"got {show(x)}; jax.nn.dot_product_attention has no such limit"
-            )
-    batch, (n, h) = query.shape[:-3], query.shape[-2:]
-    k = key.shape[-2]
-    if key.shape != (*batch, key.shape[-3], k, h):
-        raise ValueError(
-            f"{_WHERE}: key must have query's batch and last dim, got {show(key)} "
-            f"beside {show(query)}; [B, S, K, H] belongs to [B, T, N, H]"
-        )
-    if value.shape[:-1] != key.shape[:-1]:
-        raise ValueError(
-            f"{_WHERE}: value must have key's shape but for its last dim, got "
-            f"{show(value)} beside {show(key)}"
-        )
-    if not k or not n or n % k:
-        raise ValueError(
-            f"{_WHERE}: query's heads must be a positive multiple of key's, got {n} "
-            f"and {k}; every key head serves N // K query heads"
-        )
 
 
 def _bias(x: Any, full: tuple[int, ...]) -> jax.Array | None:

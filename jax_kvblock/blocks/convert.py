@@ -13,6 +13,7 @@ from typing import Any, Literal, overload
 import jax
 
 from jax_kvblock.blocks.copy import block_copy
+from jax_kvblock.blocks.implementations import check_implementation, check_operational
 from jax_kvblock.blocks.layout import (
     HND,
     NHD,
@@ -32,15 +33,6 @@ from jax_kvblock.blocks.match import (
 from jax_kvblock.blocks.plan import Copy, Form, Side
 from jax_kvblock.core import checks
 from jax_kvblock.core.types import ArrayIn, Blocks, Pieces
-
-BACKENDS = ("auto", "kernel", "batch", "async")
-IMPLEMENTATIONS = (None, "kernel", "xla")
-
-
-def backend_of(where: str, implementation: str | None) -> str:
-    """The engine's backend for a public `implementation=`."""
-    checks.check_choice(where, "implementation", implementation, IMPLEMENTATIONS)
-    return implementation or "kernel"
 
 
 @overload
@@ -95,7 +87,7 @@ def block_to_universal(
     source = _inner_layout(where, layout)
     return _convert(
         where, "blocks", blocks, source, UNIVERSAL, spec, num_outer,
-        backend_of(where, implementation),
+        check_implementation(where, implementation),
     )  # fmt: skip
 
 
@@ -143,7 +135,7 @@ def universal_to_block(
     target = _inner_layout(where, layout)
     return _convert(
         where, "universal", universal, UNIVERSAL, target, spec, 2,
-        backend_of(where, implementation),
+        check_implementation(where, implementation),
     )  # fmt: skip
 
 
@@ -154,7 +146,8 @@ def block_to_operational(
     *,
     spec: BlockSpec | None = ...,
     num_outer: int = ...,
-    backend: str = ...,
+    implementation: str | None = ...,
+    backend: str | None = ...,
 ) -> list[jax.Array]: ...
 @overload
 def block_to_operational(
@@ -163,7 +156,8 @@ def block_to_operational(
     *,
     spec: BlockSpec | None = ...,
     num_outer: int = ...,
-    backend: str = ...,
+    implementation: str | None = ...,
+    backend: str | None = ...,
 ) -> jax.Array: ...
 def block_to_operational(
     blocks: Any,
@@ -171,7 +165,8 @@ def block_to_operational(
     *,
     spec: BlockSpec | None = None,
     num_outer: int = 2,
-    backend: str = "auto",
+    implementation: str | None = None,
+    backend: str | None = None,
 ) -> Any:
     """Packs the pieces of each block into one operational block.
 
@@ -180,25 +175,27 @@ def block_to_operational(
       layout: the order inside a piece, "NHD" or "HND"; it is kept.
       spec: what a block is, when the input should be checked against it.
       num_outer: outer pieces to a layer, for list input without a spec.
-      backend: "kernel" (one launch for all blocks), "batch" (one
-        `cudaMemcpyBatchAsync`) or "async" (one `cudaMemcpyAsync` a run); "auto" takes
-        the first that serves the case, and the kernel serves all. "batch" and "async"
+      implementation: "kernel" (one launch for all blocks), "batch" (one
+        `cudaMemcpyBatchAsync`), "async" (one `cudaMemcpyAsync` a run), "xla", or None
+        for the first that serves the case; the kernel serves all. "batch" and "async"
         need CUDA and keep the surrounding jit out of CUDA graphs.
+      backend: the name that others have for `implementation`, where "auto" is None.
 
     Returns:
       An array `[..., nl, no, nt·nh·hd]`; a list of nb such arrays for list input. For a
       stacked array inside a jit, `blocks.reshape` says the same and moves nothing.
 
     Raises:
-      ValueError: for a wrong rank, shape, layout or backend name.
-      TypeError: for a dtype smaller than a byte, or dtypes that differ in a list.
+      ValueError: for a wrong rank, shape, layout or implementation.
+      TypeError: for a dtype smaller than a byte, dtypes that differ in a list, or both
+        `implementation` and `backend`.
     """
     where = "block_to_operational"
     inner = _inner_layout(where, layout)
     target = find_layout(where, "layout", "operational", inner.name)
     return _convert(
         where, "blocks", blocks, inner, target, spec, num_outer,
-        _operational_backend(where, backend),
+        check_operational(where, implementation, backend),
     )  # fmt: skip
 
 
@@ -210,7 +207,8 @@ def operational_to_block(
     spec: BlockSpec | None = ...,
     num_kv_heads: int | None = ...,
     head_dim: int | None = ...,
-    backend: str = ...,
+    implementation: str | None = ...,
+    backend: str | None = ...,
 ) -> list[list[jax.Array]]: ...
 @overload
 def operational_to_block(
@@ -220,7 +218,8 @@ def operational_to_block(
     spec: BlockSpec | None = ...,
     num_kv_heads: int | None = ...,
     head_dim: int | None = ...,
-    backend: str = ...,
+    implementation: str | None = ...,
+    backend: str | None = ...,
 ) -> jax.Array: ...
 def operational_to_block(
     operational: Any,
@@ -229,7 +228,8 @@ def operational_to_block(
     spec: BlockSpec | None = None,
     num_kv_heads: int | None = None,
     head_dim: int | None = None,
-    backend: str = "auto",
+    implementation: str | None = None,
+    backend: str | None = None,
 ) -> Any:
     """Unpacks operational blocks into pieces: the inverse of `block_to_operational`.
 
@@ -239,21 +239,22 @@ def operational_to_block(
       layout: the order inside a piece, "NHD" or "HND".
       spec: what a block is; or give `num_kv_heads` and `head_dim` instead.
       num_kv_heads, head_dim: with them, nt = inner / (nh · hd).
-      backend: as for `block_to_operational`.
+      implementation, backend: as for `block_to_operational`.
 
     Returns:
       An array `[..., nl, no, nt, nh, hd]` (HND: `nh, nt`); for list input a list of nb
       lists of nl·no arrays.
 
     Raises:
-      ValueError: for a wrong rank, shape, layout or backend name, or when the inner
+      ValueError: for a wrong rank, shape, layout or implementation, or when the inner
         extent cannot be split.
-      TypeError: for a dtype smaller than a byte, or dtypes that differ in a list.
+      TypeError: for a dtype smaller than a byte, dtypes that differ in a list, or both
+        `implementation` and `backend`.
     """
     where = "operational_to_block"
     inner = _inner_layout(where, layout)
     source = find_layout(where, "layout", "operational", inner.name)
-    chosen = _operational_backend(where, backend)
+    chosen = check_operational(where, implementation, backend)
     if spec is None:
         spec = spec_of_operational(where, operational, layout, num_kv_heads, head_dim)
     return _convert(where, "operational", operational, source, inner, spec, 2, chosen)
@@ -321,7 +322,7 @@ def convert_blocks(
     target = find_layout(where, "dst", dst, spec.inner)
     return _convert(
         where, "x", x, source, target, spec, spec.num_outer,
-        backend_of(where, implementation),
+        check_implementation(where, implementation),
     )  # fmt: skip
 
 
@@ -336,12 +337,14 @@ def _convert(
     target: Layout,
     spec: BlockSpec | None,
     num_outer: int,
-    backend: str,
+    implementation: str | None,
 ) -> Any:
     if spec is not None:
         check_spec(where, spec)
     if isinstance(x, (list, tuple)):
-        return _convert_list(where, name, x, source, target, spec, num_outer, backend)
+        return _convert_list(
+            where, name, x, source, target, spec, num_outer, implementation
+        )
     x = checks.check_array(where, name, x)
     dtype = checks.check_dtype(where, name, x.dtype)
     spec = match_array(where, name, x, source, spec, dtype)
@@ -354,7 +357,7 @@ def _convert(
         src=Side(_stacked(leading, source), sizes),
         dst=Side(_stacked(leading, target), sizes),
         in_place=False,
-        backend=backend,
+        implementation=implementation,
     )
     (result,) = block_copy(copy, [checks.to_jax(x)])
     return result
@@ -368,7 +371,7 @@ def _convert_list(
     target: Layout,
     spec: BlockSpec | None,
     num_outer: int,
-    backend: str,
+    implementation: str | None,
 ) -> list[Any]:
     if len(blocks) == 0:
         return []
@@ -388,7 +391,7 @@ def _convert_list(
         src=Side(_pieces(source) if pieces_in else _listed(source), sizes),
         dst=Side(_pieces(target) if pieces_out else _listed(target), sizes),
         in_place=False,
-        backend=backend,
+        implementation=implementation,
     )
     results = block_copy(copy, [checks.to_jax(a) for a in arrays])
     if not pieces_out:
@@ -415,8 +418,3 @@ def _pieces(layout: Layout) -> Form:
 def _inner_layout(where: str, layout: Any) -> Layout:
     checks.check_choice(where, "layout", layout, ("NHD", "HND"))
     return NHD if layout == "NHD" else HND
-
-
-def _operational_backend(where: str, backend: Any) -> str:
-    checks.check_choice(where, "backend", backend, BACKENDS)
-    return "kernel" if backend == "auto" else backend

@@ -26,10 +26,10 @@ from jax.experimental.custom_partitioning import (
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_kvblock.blocks.implementations import CUDA_CALLS, choose
 from jax_kvblock.blocks.plan import Copy, Side, cuda_leader, make_plan, plan_attributes
 from jax_kvblock.blocks.reference import block_copy as reference_copy
 from jax_kvblock.blocks.reference import block_copy_bits
-from jax_kvblock.core import ffi
 from jax_kvblock.core.batching import batch_one_by_one
 from jax_kvblock.core.primitive import make_primitives
 from jax_kvblock.core.spmd import lower_local, vary_alike
@@ -76,19 +76,15 @@ def _lower_reference(ctx: Any, *operands: Any, copy: Copy) -> Any:
     return lower_local(ctx, reference, *operands)
 
 
-def _lower_call(ctx: Any, *operands: Any, copy: Copy, platform: str) -> Any:
-    if copy.backend == "xla" or not math.prod(n for _, n in copy.extents):
+def _lower_call(ctx: Any, *operands: Any, copy: Copy, platform: str | None) -> Any:
+    if not math.prod(n for _, n in copy.extents):
+        return _lower_reference(ctx, *operands, copy=copy)
+    chosen = choose(copy.implementation, platform)
+    if chosen == "xla":
         return _lower_reference(ctx, *operands, copy=copy)
     target, extra = "kvblock_copy", {}
-    if copy.backend in ("batch", "async"):
-        if platform == "cpu":
-            raise ValueError(
-                f"backend={copy.backend!r} is a copy call of CUDA and does not run on "
-                "cpu; use backend='auto' or 'kernel'"
-            )
-        target, extra = "kvblock_copy_runs", {"backend": _BACKENDS[copy.backend]}
-    if platform == "cuda":
-        ffi.require_cuda_build()
+    if chosen in CUDA_CALLS:
+        target, extra = "kvblock_copy_runs", {"backend": _CALL_NUMBERS[chosen]}
     itemsize, leader = ctx.avals_in[0].dtype.itemsize, copy.dst
     if platform == "cuda":
         ends = ctx.avals_in[0], ctx.avals_out[0]
@@ -101,10 +97,10 @@ def _lower_call(ctx: Any, *operands: Any, copy: Copy, platform: str) -> Any:
     return rule(ctx, *operands, **plan_attributes(plan, copy), **extra)
 
 
-_BACKENDS = {"batch": np.int64(1), "async": np.int64(2)}
+# As block_copy.h numbers them (kvblock_backend).
+_CALL_NUMBERS = {"batch": np.int64(1), "async": np.int64(2)}
 
-mlir.register_lowering(_local_copy_p, _lower_reference)
-for _platform in ("cpu", "cuda"):
+for _platform in (None, "cpu", "cuda"):
     mlir.register_lowering(
         _local_copy_p,
         functools.partial(_lower_call, platform=_platform),
@@ -427,7 +423,7 @@ def _transpose(cts: Sequence[Any], *operands: Any, copy: Copy) -> list[Any]:
         ]
     cts = [ad.instantiate_zeros(ct) for ct in cts]
     if copy.covers_source and not copy.in_place:
-        back = Copy(copy.extents, copy.dst, copy.src, False, copy.backend)
+        back = Copy(copy.extents, copy.dst, copy.src, False, copy.implementation)
         return [*block_copy_p.bind(*cts, copy=back), *none]
     # Gathers may read a block twice, so their transpose adds: the reference knows how.
     inputs = [

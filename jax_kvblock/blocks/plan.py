@@ -109,14 +109,14 @@ class Copy:
       extents: the box of axes that is copied: leading axes, items (N), the block's.
       src, dst: the two sides.
       in_place: whether the destination's arrays are operands that are updated.
-      backend: "kernel", "batch", "async" (CUDA's copy calls) or "xla".
+      implementation: who is asked to compute it; see `implementations`.
     """
 
     extents: Sizes
     src: Side
     dst: Side
     in_place: bool
-    backend: str = "kernel"
+    implementation: str | None = None
 
     @property
     def num_operands(self) -> tuple[int, int]:

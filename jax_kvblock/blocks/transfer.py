@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jax_kvblock.blocks.convert import backend_of
 from jax_kvblock.blocks.copy import block_copy
+from jax_kvblock.blocks.implementations import check_implementation
 from jax_kvblock.blocks.layout import BlockSpec, Layout, find_layout
 from jax_kvblock.blocks.plan import Copy, Form, Side
 from jax_kvblock.blocks.pool import KVPool, check_pool
@@ -63,7 +63,7 @@ def gather_blocks(
         src=_pool_side(pool, ("B",), None if heads is None else start),
         dst=Side(Form((), (("N",), *target.groups)), extents),
         in_place=False,
-        backend=_backend(where, implementation, pool),
+        implementation=_implementation(where, implementation, pool),
     )
     (result,) = block_copy(copy, pool.arrays, (), (ids,))
     return result
@@ -116,7 +116,7 @@ def scatter_blocks(
         src=Side(Form((), (("N",), *source.groups)), extents),
         dst=_pool_side(pool, ("B",), None if heads is None else start),
         in_place=True,
-        backend=_backend(where, implementation, pool),
+        implementation=_implementation(where, implementation, pool),
     )
     results = block_copy(copy, [blocks], pool.arrays, (None, ids))
     return _with_arrays(pool, results)
@@ -149,7 +149,7 @@ def copy_blocks(
     where = "copy_blocks"
     check_pool(where, "pool", pool)
     src_ids, dst_ids = _check_id_pair(where, src_ids, dst_ids)
-    _backend(where, implementation, pool)
+    _implementation(where, implementation, pool)
     layout = pool.spec.block_layout
     blocks = gather_blocks(pool, src_ids, layout, implementation=implementation)
     return scatter_blocks(pool, dst_ids, blocks, layout, implementation=implementation)
@@ -208,13 +208,13 @@ def transfer_blocks(
         ("N", src_ids.shape[0]),
         *src.replace(num_kv_heads=width).sizes.items(),
     )
-    backend = _backend(where, implementation, src_pool, dst_pool)
+    implementation = _implementation(where, implementation, src_pool, dst_pool)
     copy = Copy(
         extents=extents,
         src=_pool_side(src_pool, ("B",), starts[0]),
         dst=_pool_side(dst_pool, ("B",), starts[1]),
         in_place=True,
-        backend=backend,
+        implementation=implementation,
     )
     results = block_copy(copy, src_pool.arrays, dst_pool.arrays, (src_ids, dst_ids))
     return _with_arrays(dst_pool, results)
@@ -275,7 +275,7 @@ def append_kv(
         src=Side(Form(("O",), (*stored, ("N",), ("H",), ("D",))), extents),
         dst=part.side,
         in_place=True,
-        backend=_backend(where, implementation, pool),
+        implementation=_implementation(where, implementation, pool),
     )
     results = block_copy(copy, values, part.arrays, (None, slots, None, part.start))
     if part.number is None or pool.contiguous:
@@ -327,7 +327,7 @@ def gather_kv(
         src=part.side,
         dst=Side(Form(("O",), (("N", "T"), ("H",), ("D",))), extents),
         in_place=False,
-        backend=_backend(where, implementation, pool),
+        implementation=_implementation(where, implementation, pool),
     )
     k, *v = block_copy(copy, part.arrays, (), (ids, None, part.start))
     return k, (v[0] if v else None)
@@ -429,14 +429,17 @@ def _slice_of_pools(
     ), stop - start
 
 
-def _backend(where: str, implementation: str | None, *pools: KVPool) -> str:
-    backend = backend_of(where, implementation)
-    if backend == "xla" and any(p.memory_kind == "pinned_host" for p in pools):
+def _implementation(
+    where: str, implementation: str | None, *pools: KVPool
+) -> str | None:
+    """What was asked for, which has to reach the pools' memory."""
+    check_implementation(where, implementation)
+    if implementation == "xla" and any(p.memory_kind == "pinned_host" for p in pools):
         raise ValueError(
             f"{where}: implementation='xla' does not read or write pinned_host pools; "
             "use implementation='kernel' (or None)"
         )
-    return backend
+    return implementation
 
 
 # ---- checks -----------------------------------------------------------------------

@@ -71,6 +71,13 @@ def register_targets() -> None:
 register_targets()
 
 
+def default_platform() -> str:
+    """What programs for the default device are lowered for: "cpu", "cuda", …"""
+    backend = jax.default_backend()
+    nvidia = backend == "gpu" and jax.devices()[0].platform in ("gpu", "cuda")
+    return "cuda" if nvidia else backend
+
+
 def gpu_present() -> bool:
     """Whether this process has an NVIDIA GPU that jax can use."""
     try:

@@ -5,12 +5,8 @@ It imports `blocks` and `core`.
 """
 
 from jax_kvblock.objects.block import Block, BlockList, Layer, Piece
-from jax_kvblock.objects.manager import (
-    BlockManager,
-    PoolDoubledWarning,
-    PoolExhaustedError,
-    PoolLostError,
-)
+from jax_kvblock.objects.manager import BlockManager, PoolExhaustedError
+from jax_kvblock.objects.memory import PoolDoubledWarning, PoolLostError
 
 __all__ = [
     "Block",

@@ -1,4 +1,4 @@
-"""What a `BlockManager` is given: the extents of its blocks, pools, arguments of steps.
+"""What a `BlockManager` is given: the extents of its blocks, and pools.
 
 Each is checked before the manager changes anything.
 """
@@ -11,7 +11,6 @@ import jax
 
 from jax_kvblock.blocks.pool import KVPool, check_pool, find_device
 from jax_kvblock.core import checks
-from jax_kvblock.objects.block import Block, BlockList, Layer, Piece
 
 # ---- of the constructors ----
 
@@ -147,20 +146,3 @@ def _check_like(where: str, old: KVPool, new: KVPool) -> None:
             f"{where}: must stay in {old.memory_kind} memory, got a pool in "
             f"{new.memory_kind}"
         )
-
-
-def without_handles(tree: Any) -> Any:
-    """An argument of a step, with the ids of each `BlockList` in it."""
-    handles = (BlockList, Block, Layer, Piece)
-    if not any(isinstance(x, handles) for x in jax.tree.leaves(tree)):
-        return tree
-
-    def ids_of(x: Any) -> Any:
-        if isinstance(x, handles[1:]):
-            raise TypeError(
-                f"update: the step's arguments must be arrays or a BlockList, got {x}; "
-                "pass jnp.asarray of it for its contents, or block.id"
-            )
-        return x.ids if isinstance(x, BlockList) else x
-
-    return jax.tree.map(ids_of, tree)

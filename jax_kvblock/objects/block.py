@@ -7,17 +7,55 @@ DLPack export of it is alive, it returns to the manager's free list.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from threading import RLock
+from typing import Any, Protocol, overload
 
+import jax
 import numpy as np
 
 from jax_kvblock import _native
+from jax_kvblock.blocks.layout import BlockSpec
+from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core import checks
+from jax_kvblock.objects.memory import Memory
 from jax_kvblock.objects.view import Unpicklable, View
 
-if TYPE_CHECKING:
-    from jax_kvblock.objects.manager import BlockManager
+
+class Manager(Protocol):
+    """What blocks know of a `BlockManager`, and their users find in `block.manager`.
+
+    Blocks themselves need its memory alone.
+    """
+
+    _memory: Memory
+
+    def allocate_blocks(self, count: int) -> BlockList: ...
+    def free(self, blocks: BlockList | Block | Iterable[Block]) -> None: ...
+    def update(
+        self,
+        step: Callable[..., Any],
+        /,
+        *args: Any,
+        static_argnames: str | Iterable[str] = (),
+        **kwargs: Any,
+    ) -> Any: ...
+    def close(self) -> None: ...
+
+    @property
+    def pool(self) -> KVPool: ...
+    @pool.setter
+    def pool(self, new: KVPool) -> None: ...
+    @property
+    def spec(self) -> BlockSpec: ...
+    @property
+    def lock(self) -> RLock: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_free_blocks(self) -> int: ...
+    @property
+    def live_exports(self) -> list[str]: ...
 
 
 class BlockList(Unpicklable, Sequence["Block"]):
@@ -33,7 +71,7 @@ class BlockList(Unpicklable, Sequence["Block"]):
       >>> slots = blocks.slots(start=40, count=3)   # of its tokens 40, 41 and 42
     """
 
-    def __init__(self, manager: BlockManager, blocks: list[Block]) -> None:
+    def __init__(self, manager: Manager, blocks: list[Block]) -> None:
         self._manager = manager
         self._blocks = blocks
 
@@ -92,7 +130,7 @@ class BlockList(Unpicklable, Sequence["Block"]):
             if checks.check_integer(where, name, value, "pass an int") < 0:
                 raise ValueError(f"{where}: {name} must be at least 0, got {value}")
         start, count = int(start), int(count)
-        size = self._manager.spec.block_size
+        size = self._manager._memory.spec.block_size
         if start + count > len(self) * size:
             what = f"tokens {start} to {start + count - 1} do"
             if count < 2:
@@ -134,7 +172,7 @@ class BlockList(Unpicklable, Sequence["Block"]):
         here = {id(block) for block in self._blocks}
         for i, block in enumerate(added):
             fix = "a list holds blocks of one"
-            self._manager._check_own(where, f"blocks[{i}]", block, fix)
+            check_own(self._manager, where, f"blocks[{i}]", block, fix)
             if id(block) in here:
                 raise ValueError(
                     f"{where}: blocks[{i}] (block {block.id}) is in the list already; "
@@ -151,7 +189,7 @@ class BlockList(Unpicklable, Sequence["Block"]):
 
     def free(self) -> None:
         """Frees the blocks; see `BlockManager.free`."""
-        self._manager.free(self)
+        free(self._manager, self)
 
     def to_list(self) -> list[Block]:
         """The blocks as a Python list."""
@@ -185,7 +223,7 @@ class BlockList(Unpicklable, Sequence["Block"]):
 
     def __exit__(self, *exc: object) -> None:
         leases = [block._lease for block in self._blocks]
-        self._manager._free_list.release(leases, skip_released=True)
+        self._manager._memory.free_list.release(leases, skip_released=True)
 
     def __repr__(self) -> str:
         return f"BlockList({[block.id for block in self._blocks]})"
@@ -200,8 +238,9 @@ class Block(View, Sequence["Layer"]):
 
     _part = ()
 
-    def __init__(self, manager: BlockManager, lease: _native.Lease) -> None:
+    def __init__(self, manager: Manager, lease: _native.Lease) -> None:
         self.manager = manager
+        self._memory = manager._memory
         self._lease = lease
 
     @property
@@ -212,7 +251,7 @@ class Block(View, Sequence["Layer"]):
     @property
     def ref_count(self) -> int:
         """How many handles and DLPack exports hold the block."""
-        return self.manager._free_list.references(self.id)
+        return self._memory.free_list.references(self.id)
 
     def share(self) -> Block:
         """Another handle to the same block; it is free when all handles are."""
@@ -239,7 +278,7 @@ class Block(View, Sequence["Layer"]):
         self._replace("Block.copy_from", x)
 
     def __len__(self) -> int:
-        return self.manager.spec.num_layers
+        return self._memory.spec.num_layers
 
     @overload
     def __getitem__(self, index: int) -> Layer: ...
@@ -264,6 +303,7 @@ class _Part(View):
     def __init__(self, block: Block, *part: int) -> None:
         self.block = block
         self.manager = block.manager
+        self._memory = block._memory
         self._lease = block._lease
         self._part = part
 
@@ -320,7 +360,7 @@ class Layer(_Part):
         self._replace("Layer.copy_from", x)
 
     def __len__(self) -> int:
-        return self.manager.spec.num_outer
+        return self._memory.spec.num_outer
 
     @overload
     def __getitem__(self, index: int) -> Piece: ...
@@ -355,6 +395,58 @@ class Piece(_Part):
 
     def __len__(self) -> int:
         return self.shape[0]
+
+
+# ---- blocks as arguments ----
+
+
+def free(manager: Manager, blocks: Any) -> None:
+    """Gives blocks back; see `BlockManager.free`."""
+    if not isinstance(blocks, Iterable):
+        raise TypeError(
+            "free: blocks must be a BlockList, a Block or an iterable of blocks, "
+            f"got {type(blocks).__name__}"
+        )
+    chosen = list(blocks)
+    for i, block in enumerate(chosen):
+        check_own(manager, "free", f"blocks[{i}]", block, "free it there")
+    # In one step: of two threads that free one block, one fails.
+    wrong = manager._memory.free_list.release([block._lease for block in chosen])
+    if wrong >= 0:
+        raise ValueError(
+            f"free: blocks[{wrong}] (block {chosen[wrong].id}) is freed already; "
+            "free each block once"
+        )
+
+
+def check_own(manager: Manager, where: str, name: str, block: Any, fix: str) -> None:
+    """Checks that a block is one of this manager."""
+    if not isinstance(block, Block):
+        raise TypeError(f"{where}: {name} must be a Block, got {type(block).__name__}")
+    if block.manager is not manager:
+        raise ValueError(
+            f"{where}: {name} (block {block.id}) belongs to another manager; {fix}"
+        )
+
+
+def without_handles(tree: Any) -> Any:
+    """An argument of a step, with the ids of each `BlockList` in it."""
+    handles = (BlockList, Block, Layer, Piece)
+    if not any(isinstance(x, handles) for x in jax.tree.leaves(tree)):
+        return tree
+
+    def ids_of(x: Any) -> Any:
+        if isinstance(x, handles[1:]):
+            raise TypeError(
+                f"update: the step's arguments must be arrays or a BlockList, got {x}; "
+                "pass jnp.asarray of it for its contents, or block.id"
+            )
+        return x.ids if isinstance(x, BlockList) else x
+
+    return jax.tree.map(ids_of, tree)
+
+
+# ---- indices ----
 
 
 def _indices(kind: str, index: Any, length: int, noun: str) -> int | range:

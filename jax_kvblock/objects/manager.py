@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import gc
-import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,39 +15,19 @@ from jax_kvblock import _native
 from jax_kvblock.blocks.layout import BlockSpec, Layout
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core.types import Place
-from jax_kvblock.objects import dlpack, steps
 from jax_kvblock.objects.arguments import (
     check_device,
     check_first_pool,
-    check_next_pool,
-    check_step,
     head_extents,
     one_name,
-    without_handles,
 )
-from jax_kvblock.objects.block import Block, BlockList
-from jax_kvblock.objects.view import (
-    Geometry,
-    Unpicklable,
-    part_name,
-    read_part,
-    write_part,
-)
+from jax_kvblock.objects.block import Block, BlockList, free, without_handles
+from jax_kvblock.objects.memory import Memory, in_words
+from jax_kvblock.objects.view import Unpicklable
 
 
 class PoolExhaustedError(MemoryError):
     """The manager has fewer free blocks than were asked for. Nothing was allocated."""
-
-
-class PoolDoubledWarning(UserWarning):
-    """A pool was replaced while DLPack exports still hold the memory of the old one."""
-
-
-class PoolLostError(RuntimeError):
-    """A step failed after the pool was donated to it: what the blocks held is lost.
-
-    The blocks themselves stay allocated. Put in a fresh pool and fill them again.
-    """
 
 
 class _Garbage:
@@ -198,20 +174,8 @@ class BlockManager(Unpicklable):
         return self
 
     def _start(self, pool: KVPool, flat_tail: bool) -> None:
-        self._lock = threading.RLock()
-        self._pool: KVPool | None = pool
-        self._made: list[Any] = []  # by an update, and not taken over yet
-        self._lost: str | None = None  # why the contents are gone
-        self._spec = pool.spec
-        self._flat_tail = flat_tail
-        self._num_blocks = pool.num_blocks
-        self._free_list = _native.FreeList(self._num_blocks)
+        self._memory = Memory(pool, flat_tail=flat_tail)
         self._garbage = _Garbage()
-        self._programs = steps.Programs(self._spec, check_step)
-        self._geometry = Geometry.of(self._spec, pool.contiguous, flat_tail)
-        self._memory_kind = pool.memory_kind
-        self._devices = pool.arrays[0].devices()
-        self._dl_device = dlpack.device_of(pool.arrays[0])
 
     # ---- blocks ----
 
@@ -225,7 +189,8 @@ class BlockManager(Unpicklable):
           PoolExhaustedError: when fewer blocks are free; then none is taken.
           TypeError, ValueError: when count is not an integer of at least 0.
         """
-        self._check_open("allocate_blocks")  # takes no lock: another thread may compile
+        # It takes no lock: another thread may compile.
+        self._memory.check_open("allocate_blocks")
         if isinstance(count, bool) or not isinstance(count, (int, np.integer)):
             raise TypeError(f"allocate_blocks: count must be an integer, got {count!r}")
         if count < 0:
@@ -234,13 +199,13 @@ class BlockManager(Unpicklable):
 
     def _take(self, count: int) -> list[_native.Lease]:
         if count <= self.num_blocks:
-            leases = self._free_list.take(count)
+            leases = self._memory.free_list.take(count)
             if leases is None:
-                self._garbage.collect(self._free_list)
-                leases = self._free_list.take(count)
+                self._garbage.collect(self._memory.free_list)
+                leases = self._memory.free_list.take(count)
             if leases is not None:
                 return leases
-        kept = _in_words(self._free_list.exports(freed_alone=True))
+        kept = in_words(self._memory.free_list.exports(freed_alone=True))
         kept_by = f" DLPack exports keep freed blocks: {'; '.join(kept)}." * bool(kept)
         raise PoolExhaustedError(
             f"allocate_blocks: {count} blocks asked for, {self.num_free_blocks} of "
@@ -257,50 +222,24 @@ class BlockManager(Unpicklable):
             nothing is freed.
           TypeError: for anything that is not a block.
         """
-        if isinstance(blocks, Block):
-            blocks = [blocks]
-        if not isinstance(blocks, Iterable):
-            raise TypeError(
-                "free: blocks must be a BlockList, a Block or an iterable of blocks, "
-                f"got {type(blocks).__name__}"
-            )
-        chosen = list(blocks)
-        for i, block in enumerate(chosen):
-            self._check_own("free", f"blocks[{i}]", block, "free it there")
-        # In one step: of two threads that free one block, one fails.
-        wrong = self._free_list.release([block._lease for block in chosen])
-        if wrong >= 0:
-            raise ValueError(
-                f"free: blocks[{wrong}] (block {chosen[wrong].id}) is freed already; "
-                "free each block once"
-            )
-
-    def _check_own(self, where: str, name: str, block: Any, fix: str) -> None:
-        if not isinstance(block, Block):
-            raise TypeError(
-                f"{where}: {name} must be a Block, got {type(block).__name__}"
-            )
-        if block.manager is not self:
-            raise ValueError(
-                f"{where}: {name} (block {block.id}) belongs to another manager; {fix}"
-            )
+        free(self, [blocks] if isinstance(blocks, Block) else blocks)
 
     @property
     def num_free_blocks(self) -> int:
         """How many blocks can be allocated now."""
-        return len(self._free_list)
+        return len(self._memory.free_list)
 
     @property
     def num_blocks(self) -> int:
         """How many blocks the pool has."""
-        return self._num_blocks
+        return self._memory.num_blocks
 
     # ---- the pool ----
 
     @property
     def spec(self) -> BlockSpec:
         """What a block is."""
-        return self._spec
+        return self._memory.spec
 
     @property
     def lock(self) -> threading.RLock:
@@ -314,21 +253,16 @@ class BlockManager(Unpicklable):
           >>> with manager.lock:                 # no update comes in between
           ...     cache = gather_blocks(manager.pool, blocks.ids)
         """
-        return self._lock
+        return self._memory.lock
 
     @property
     def pool(self) -> KVPool:
         """The pool. Take it into a jit, donate it there, and put the new one back."""
-        return self._open_pool("pool")
+        return self._memory.open_pool("pool")
 
     @pool.setter
     def pool(self, new: KVPool) -> None:
-        with self._lock:
-            old = self._open_pool("pool")
-            check_next_pool("BlockManager.pool", old, new, self._devices)
-            if self._free_list.num_exports and not _same_memory(old, new):
-                self._warn_doubled()
-            self._pool, self._lost = new, None
+        self._memory.replace(new)
 
     def update(
         self,
@@ -373,53 +307,22 @@ class BlockManager(Unpicklable):
                 f"update: step must be a function of the pool, got {step!r}; its "
                 "arguments come after it"
             )
-        with self._lock:
-            self._check_usable("update")
-            program = self._programs.find(step, static_argnames)
-            return self._run(program, args, kwargs)
-
-    def _run(
-        self, program: steps.Program, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        with self._lock:
-            pool = self._check_usable("update")
+        with self._memory.lock:
+            self._memory.check_usable("update")
+            program = self._memory.programs.find(step, static_argnames)
             args, kwargs = program.map(without_handles, args, kwargs)
-            if self._guarded:
-                (device,) = self._devices
-                put = functools.partial(steps.put, device=device)
-                args, kwargs = program.map(put, args, kwargs)
-            self._check_donation(pool)
-            try:
-                call = functools.partial(program.call, pool.data, *args, **kwargs)
-                steps.run(call, self._made, pool)
-                packed = self._take_over()
-            except BaseException as error:
-                self._take_over()
-                if not self._alive:
-                    self._lose(program.name, error)
-                    self._say_lost("update", error)
-                raise
-            if packed is None:
-                raise TypeError(
-                    "update: the pool must be an array, got one that is being traced; "
-                    "call update and copy_from outside of jit, or take the pool as an "
-                    "argument there and return the new one"
-                )
-        return steps.unpack(packed)
+            return self._memory.run(program, args, kwargs)
 
     @property
     def live_exports(self) -> list[str]:
         """The DLPack exports that are alive, in words."""
-        return _in_words(self._free_list.exports())
+        return self._memory.live_exports
 
     def close(self) -> None:
         """Drops the pool, and what updates have compiled. Blocks become invalid;
         exports stay valid until they die.
         """
-        with self._lock:
-            self._made.clear()
-            self._pool = None
-            self._programs.clear()
+        self._memory.close()
 
     def __enter__(self) -> BlockManager:
         return self
@@ -428,180 +331,8 @@ class BlockManager(Unpicklable):
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed, " if self._pool is None else ""
+        state = "closed, " if self._memory.closed else ""
         return (
             f"BlockManager({state}{self.num_free_blocks} of {self.num_blocks} blocks "
-            f"free, {self._spec})"
+            f"free, {self._memory.spec})"
         )
-
-    # ---- the state of the pool; view.py uses it, too ----
-
-    def _open_pool(self, where: str) -> KVPool:
-        with self._lock:
-            self._take_over()
-            return self._check_open(where)
-
-    def _check_open(self, where: str) -> KVPool:
-        pool = self._pool
-        if pool is None:
-            raise RuntimeError(
-                f"BlockManager.{where}: the manager is closed; build a new one"
-            )
-        return pool
-
-    def _check_usable(self, where: str) -> KVPool:
-        pool = self._open_pool(where)
-        trouble = self._trouble()
-        if trouble:
-            raise RuntimeError(f"{where}: {trouble}")
-        return pool
-
-    def _take_over(self) -> dict[Any, Any] | None:
-        """Makes what an update has made the pool, also when it was interrupted then.
-
-        It may be interrupted anywhere and called again.
-
-        Returns:
-          The packed result; None when nothing was made, or only traced.
-        """
-        if not self._made:
-            return None
-        data, packed = self._made[-1]
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(data))
-        if not traced:
-            self._pool = KVPool(data, self._spec)
-        self._made.clear()
-        return None if traced else packed
-
-    @property
-    def _alive(self) -> bool:
-        pool = self._pool
-        if pool is None or self._lost:
-            return False
-        if pool.contiguous:  # the common case, on the path of every export
-            return not pool.data.is_deleted()
-        return not any(x.is_deleted() for x in pool.data)
-
-    def _trouble(self) -> str | None:
-        """Why the pool cannot be used, and what to do; None when it can."""
-        if self._alive:
-            return None
-        if self._pool is None:
-            return "its manager is closed; build a new manager and allocate there"
-        fresh = self._fresh_pool(self._pool)
-        if self._lost:
-            return (
-                f"what its pool held is lost, {self._lost}; put in a fresh pool with "
-                f"manager.pool = {fresh} and fill the blocks again"
-            )
-        return (
-            "its pool was donated; put the new pool back with manager.pool = ..., or, "
-            f"if the donating call failed, {fresh}"
-        )
-
-    def _fresh_pool(self, pool: KVPool) -> str:
-        """How to build a pool of zeros like the old one."""
-        (device,) = self._devices
-        arguments = ["manager.spec", "manager.num_blocks"]
-        if not pool.contiguous:
-            arguments.append("contiguous=False")
-        if self._memory_kind != "device":
-            arguments.append(f"memory_kind={self._memory_kind!r}")
-        if device != jax.local_devices()[0]:
-            index = jax.local_devices(backend=device.platform).index(device)
-            arguments.append(f"device=jax.local_devices(backend={device.platform!r})")
-            arguments[-1] += f"[{index}]"
-        return f"KVPool.zeros({', '.join(arguments)})"
-
-    def _lose(self, step: str, error: BaseException) -> None:
-        first_line = (str(error).splitlines() or [""])[0]
-        self._lost = (
-            f"since {step!r} failed after the pool was donated to it "
-            f"({type(error).__name__}: {first_line})"
-        )
-
-    def _say_lost(self, where: str, error: BaseException) -> None:
-        message = f"{where}: {self._trouble()}"
-        if isinstance(error, Exception):
-            raise PoolLostError(message) from error
-        error.add_note(message)  # an interrupt stays what it is
-
-    def _look_after(self, where: str, error: Exception) -> None:
-        """Raises PoolLostError if the pool is what has failed with `error`.
-
-        A program may fail after its call has returned. Its results then raise when they
-        are waited for, and the pool among them is lost.
-        """
-        with self._lock:
-            self._take_over()
-            if self._pool is None or not self._alive:
-                return
-            try:
-                jax.block_until_ready(self._pool.data)
-            except Exception:
-                self._lose("an update", error)
-                self._say_lost(where, error)
-
-    @property
-    def _guarded(self) -> bool:
-        """Whether a transfer guard forbids what a jit does with host arrays."""
-        config: Any = jax.config  # mypy does not know its options
-        guard = config.jax_transfer_guard_host_to_device
-        return guard not in (None, "allow", "log")
-
-    def _on_device(self, x: np.ndarray) -> np.ndarray | jax.Array:
-        (device,) = self._devices
-        return jax.device_put(x, device) if self._guarded else x
-
-    def _check_donation(self, pool: KVPool) -> None:
-        if not self._free_list.num_exports:
-            return
-        if next(iter(self._devices)).platform == "cpu":
-            self._warn_doubled()
-            return
-        raise BufferError(
-            "update: the pool cannot be donated while DLPack exports of it are "
-            f"alive: {'; '.join(self.live_exports)}. Delete those tensors (and "
-            "everything that views them) first, or export a copy with copy=True"
-        )
-
-    def _warn_doubled(self) -> None:
-        warnings.warn(
-            "the pool was updated while DLPack exports of it are alive: "
-            f"{'; '.join(self.live_exports)}. They keep the old memory, so the pool "
-            "takes twice its size and they do not see the update; delete them before "
-            "updating",
-            PoolDoubledWarning,
-            stacklevel=_levels_up(),
-        )
-
-    def _read(self, place: np.ndarray) -> jax.Array:
-        """A copy of a block or a part of it; see `write_part` for `place`."""
-        with self._lock:
-            pool = self._open_pool("pool")
-            return read_part(pool, self._on_device(place), flat=self._flat_tail)
-
-    def _write(self, place: np.ndarray, part: jax.Array) -> Any:
-        """Replaces a block or a part of it; returns what is ready when it is done."""
-        with self._lock:
-            self._check_usable("copy_from")
-            writer = self._programs.find(write_part, name="copy_from")
-            return self._run(writer, (place, part), {})
-
-
-def _in_words(exports: Iterable[tuple[int, Sequence[int]]]) -> list[str]:
-    return [part_name(block, part) for block, part in sorted(exports)]
-
-
-def _levels_up() -> int:
-    """The stack level of the first caller outside of this package."""
-    level, frame = 0, sys._getframe()
-    package = __name__.partition(".")[0] + "."
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith(package):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _same_memory(old: KVPool, new: KVPool) -> bool:
-    """Whether the new pool's arrays are the old ones (an old one may be donated)."""
-    return all(a is b for a, b in zip(old.arrays, new.arrays, strict=True))

@@ -6,60 +6,19 @@ new contents in.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock import _native
-from jax_kvblock.blocks.layout import BlockSpec, find_layout
-from jax_kvblock.blocks.pool import KVPool
-from jax_kvblock.blocks.transfer import gather_blocks, scatter_blocks
 from jax_kvblock.core import checks
 from jax_kvblock.objects import dlpack
-
-if TYPE_CHECKING:
-    from jax_kvblock.objects.manager import BlockManager
-
-
-@dataclasses.dataclass(frozen=True)
-class Geometry:
-    """How blocks and layers lie in the pool's arrays, in elements; computed once."""
-
-    shape: tuple[int, ...]  # of a block
-    strides: tuple[int, ...]  # that of the layers is 0 when each is its own array
-    block_stride: int
-
-    @classmethod
-    def of(cls, spec: BlockSpec, contiguous: bool, flat_tail: bool) -> Geometry:
-        stored = "".join(axis for group in spec.block_layout.groups for axis in group)
-        if not contiguous:
-            stored = stored.replace("L", "")
-        strides, stride = {"L": 0}, 1
-        for axis in reversed(stored):
-            strides[axis] = stride
-            stride *= spec.sizes[axis]
-        # What a user sees: HND blocks show heads before tokens, whatever the pool's
-        # layout; a flat tail shows no heads.
-        order = "LOHTD" if spec.inner == "HND" else "LOTHD"
-        if flat_tail:
-            order = order.replace("H", "")
-        return cls(
-            tuple(spec.sizes[axis] for axis in order),
-            tuple(strides[axis] for axis in order),
-            stride,
-        )
-
-
-def part_name(block: int, part: Sequence[int]) -> str:
-    """ "block 3, layer 1, outer 0" for `(3, [1, 0])`."""
-    named = zip(("layer", "outer"), part, strict=False)
-    return ", ".join([f"block {block}", *(f"{axis} {i}" for axis, i in named)])
+from jax_kvblock.objects.memory import Memory
+from jax_kvblock.objects.parts import part_name
 
 
 class Unpicklable:
@@ -77,7 +36,7 @@ class Unpicklable:
 class View(Unpicklable):
     """A block or a part of one: a strided part of the pool, in any layout."""
 
-    manager: BlockManager
+    _memory: Memory
     _lease: _native.Lease
     _part: tuple[int, ...]  # (), (layer,) or (layer, outer)
 
@@ -86,7 +45,7 @@ class View(Unpicklable):
     @property
     def shape(self) -> tuple[int, ...]:
         """The logical shape, whatever the pool's layout."""
-        return self.manager._geometry.shape[len(self._part) :]
+        return self._memory.geometry.shape[len(self._part) :]
 
     @property
     def ndim(self) -> int:
@@ -106,28 +65,28 @@ class View(Unpicklable):
     @property
     def dtype(self) -> np.dtype:
         """The element type, as NumPy (with ml_dtypes) names it."""
-        return self.manager.spec.dtype
+        return self._memory.spec.dtype
 
     @property
     def device_id(self) -> int:
         """The index of the device: 0 on the CPU."""
-        return self.manager._dl_device[1]
+        return self._memory.dl_device[1]
 
     @property
     def _name(self) -> str:
         return part_name(self._lease.block_id, self._part)
 
     def __bool__(self) -> bool:
-        with self.manager.lock:  # in the middle of another thread's update it is none
-            self.manager._take_over()
-            return not self._lease.released and self.manager._alive
+        with self._memory.lock:  # in the middle of another thread's update it is none
+            self._memory.take_over()
+            return not self._lease.released and self._memory.alive
 
     def _check_held(self, where: str, error: type[Exception]) -> None:
         if self._lease.released:
             raise error(self._freed(where))
-        with self.manager.lock:
-            self.manager._take_over()
-            trouble = self.manager._trouble()
+        with self._memory.lock:
+            self._memory.take_over()
+            trouble = self._memory.trouble()
         if trouble:
             raise error(f"{where} ({self._name}): {trouble}")
 
@@ -145,17 +104,17 @@ class View(Unpicklable):
         """What is wrong, for `repr`, which waits for nobody."""
         if self._lease.released:
             return ", freed"
-        if self.manager._pool is None:
+        if self._memory.closed:
             return ", closed"
-        return "" if self.manager._alive else ", no pool"
+        return "" if self._memory.alive else ", no pool"
 
     # ---- out ----
 
     def __jax_array__(self) -> jax.Array:
         where = type(self).__name__
-        with self._hold(where, RuntimeError), self.manager.lock:
+        with self._hold(where, RuntimeError), self._memory.lock:
             self._check_held(where, RuntimeError)
-            return self.manager._read(self._indices)
+            return self._memory.read(self._indices)
 
     @property
     def _indices(self) -> np.ndarray:
@@ -173,14 +132,14 @@ class View(Unpicklable):
         try:  # `device_get` is what a transfer guard lets pass
             array = np.array(jax.device_get(fresh))
         except Exception as error:
-            self.manager._look_after(f"np.asarray ({self._name})", error)
+            self._memory.look_after(f"np.asarray ({self._name})", error)
             raise
         return array if dtype is None else array.astype(dtype)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """(device type, device id), as DLPack numbers them."""
         self._check_held("__dlpack_device__", BufferError)
-        return self.manager._dl_device
+        return self._memory.dl_device
 
     def __dlpack__(
         self,
@@ -207,9 +166,9 @@ class View(Unpicklable):
           BufferError: for a freed block, a pool that is gone, another device, or a copy
             that is needed while copy is False.
         """
-        with self.manager.lock:  # no update may take the memory before it is held
+        with self._memory.lock:  # no update may take the memory before it is held
             self._check_held("__dlpack__", BufferError)
-            device = self.manager._dl_device
+            device = self._memory.dl_device
             if dl_device is not None and tuple(dl_device) != device:
                 # Pinned host memory is CPU memory, too: shown as such on request.
                 pinned = device[0] == dlpack.CUDA_HOST
@@ -224,7 +183,7 @@ class View(Unpicklable):
         self, stream: Any, max_version: tuple[int, int] | None, device: tuple[int, int]
     ) -> Any:
         array, offset = self._place()
-        geometry, depth = self.manager._geometry, len(self._part)
+        geometry, depth = self._memory.geometry, len(self._part)
         lease = self._lease.export(self._part)
         if lease is None:  # by another thread, since we looked
             raise BufferError(self._freed("__dlpack__"))
@@ -240,12 +199,12 @@ class View(Unpicklable):
                 max_version=max_version,
             )
         except Exception as error:
-            self.manager._look_after(f"__dlpack__ ({self._name})", error)
+            self._memory.look_after(f"__dlpack__ ({self._name})", error)
             raise
 
     def _place(self) -> tuple[jax.Array, int]:
         """The array that holds the view, and the view's offset in it, in elements."""
-        pool, geometry = self.manager.pool, self.manager._geometry
+        pool, geometry = self._memory.open_pool("pool"), self._memory.geometry
         offset = self._lease.block_id * geometry.block_stride
         for i, stride in zip(self._part, geometry.strides, strict=False):
             offset += i * stride
@@ -265,7 +224,7 @@ class View(Unpicklable):
         dl_device: tuple[int, int] | None,
         copy: bool | None,
     ) -> Any:
-        device = self.manager._dl_device
+        device = self._memory.dl_device
         target = device if dl_device is None else (int(dl_device[0]), int(dl_device[1]))
         if target not in (device, dlpack.CPU_DEVICE):
             raise BufferError(
@@ -284,7 +243,8 @@ class View(Unpicklable):
             fresh = jax.device_put(fresh, jax.devices("cpu")[0])
             stream = None
         elif device[0] == dlpack.CUDA_HOST:
-            fresh = jax.device_put(fresh, self.manager.pool.arrays[0].sharding)
+            pinned = self._memory.open_pool("pool").arrays[0].sharding
+            fresh = jax.device_put(fresh, pinned)
         return dlpack.export(
             fresh,
             0,
@@ -303,11 +263,11 @@ class View(Unpicklable):
         """What `copy_from` does."""
         with self._hold(where, ValueError):
             array = self._incoming(where, x)
-            done = self.manager._write(self._indices, array)
+            done = self._memory.write(self._indices, array)
         try:  # the source was read: its owner may write to it as soon as we return
             jax.block_until_ready(done)
         except Exception as error:
-            self.manager._look_after(where, error)
+            self._memory.look_after(where, error)
             raise
 
     def _incoming(self, where: str, x: Any) -> jax.Array:
@@ -326,7 +286,7 @@ class View(Unpicklable):
                 "it"
             )
         array = x.__jax_array__() if isinstance(x, View) else x
-        (device,) = self.manager._devices
+        (device,) = self._memory.devices
         return jax.device_put(array, device)
 
 
@@ -354,36 +314,3 @@ def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
         strides.append(stride)
         stride *= extent
     return tuple(reversed(strides))
-
-
-# ---- the programs that read and write the pool ----
-
-
-@functools.partial(jax.jit, static_argnames="flat")
-def read_part(pool: KVPool, place: jax.Array, *, flat: bool) -> jax.Array:
-    """A copy of a block, or a part of one; see `write_part` for `place`."""
-    inner = pool.spec.inner
-    (part,) = gather_blocks(pool, place[:1], inner)
-    for index in place[1:]:
-        part = jax.lax.dynamic_index_in_dim(part, index, 0, keepdims=False)
-    return jnp.squeeze(part, -3 if inner == "HND" else -2) if flat else part
-
-
-def write_part(
-    pool: KVPool, place: jax.Array, part: jax.Array
-) -> tuple[KVPool, jax.Array]:
-    """Writes a block, or a part of one: `place` is its id, the layer, the outer.
-
-    A part is written with its block, whose rest is read and written back. `part` may
-    lack the axis of the heads.
-    """
-    inner, depth = pool.spec.inner, place.shape[0] - 1
-    shape = find_layout("copy_from", "layout", inner, inner).shape(pool.spec)
-    block = part = part.reshape(*[1] * (1 + depth), *shape[depth:])
-    if depth:
-        block = gather_blocks(pool, place[:1], inner)
-        start = [0, *place[1:], *[0] * (len(shape) - depth)]
-        block = jax.lax.dynamic_update_slice(block, part, start)
-    # Not an argument as it came: JAX would hand that back before the program has run.
-    done = place + 1
-    return scatter_blocks(pool, place[:1], block, inner), done

@@ -5,6 +5,8 @@ The rows list words that a message must hold, as in test_attention_messages.py.
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +20,7 @@ from jax_kvblock import (
     available_tiles,
     dot_product_attention,
     estimate_memory_usage,
+    flash_attention,
     flash_attention_backward,
     flash_attention_forward,
     get_optimal_block_sizes,
@@ -202,7 +205,7 @@ for name in "QKV":
     )
     words = f"{name} must be [B, H, N, D]|got float32[2, 32, 16]|x[None]"
     ROWS.value(W, f"{name} rank", bad(np.zeros((2, 32, 16), np.float32)), [X, X], words)
-    words = f"{name} must be float32, float16 or bfloat16|got int32|cast it"
+    words = f"{name} must be bfloat16, float16 or float32|got int32|cast it"
     ROWS.kind(W, f"{name} of integers", bad(np.zeros(X.shape, np.int32)), [X, X], words)
 ROWS.kind(W, "mixed", forward, [f32(*X.shape, dtype=F16), X, X], "K|Q's dtype|cast it")
 ROWS.value(W, "heads", forward, [X, f32(1, 1, 32, 16), f32(1, 1, 32, 16)],
@@ -300,6 +303,29 @@ ROWS.value(
 @pytest.mark.parametrize("bad", ROWS, ids=str)
 def test_bad_calls_are_refused_while_tracing(bad):
     check_row(bad)
+
+
+MISTAKES = {
+    "integers": [i32(*x.shape) for x in QKV],
+    "mixed dtypes": [Q, f32(*K.shape, dtype=BF16), K],
+    "head dim of k": [Q, f32(2, 7, 2, 16), K],
+    "keys of v": [Q, K, f32(2, 6, 2, 8)],
+    "batch": [Q, f32(3, 7, 2, 8), f32(3, 7, 2, 8)],
+    "heads": [Q, f32(2, 7, 3, 8), f32(2, 7, 3, 8)],
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_same_mistake_is_told_in_the_same_words(mistake):
+    def said(f):
+        with pytest.raises((TypeError, ValueError)) as caught:
+            jax.eval_shape(f, *MISTAKES[mistake])
+        return str(caught.value)
+
+    said_of_q = said(flash_attention).replace("flash_attention", "", 1)
+    names = {"q": "query", "k": "key", "v": "value"}
+    in_words = re.sub(r"\b[qkv]\b", lambda name: names[name[0]], said_of_q)
+    assert said(dots) == f"dot_product_attention{in_words}"
 
 
 def test_keys_of_random_numbers_are_no_arrays():

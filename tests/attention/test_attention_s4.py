@@ -24,7 +24,7 @@ from jax_kvblock import (
     lm_to_lse,
     lse_to_lm,
 )
-from jax_kvblock.attention import cuda, tiled
+from jax_kvblock.attention import bhnd, cuda
 
 SHAPE = (2, 3, 150, 16)
 
@@ -261,7 +261,7 @@ def test_a_tile_stands_for_the_kernels_that_have_it(
         ((128, 128), None, "cuda"),
         ((32, 32), "xla", ""),
     ):
-        config, _ = tiled._call("here", x, x, x, *tile, False)
+        config, _ = bhnd._call("here", x, x, x, *tile, False)
         assert (config.implementation, config.kernels) == (implementation, kernels)
         assert (config.xla_block_kv, config.xla_block_q) == tile
 

@@ -322,65 +322,98 @@ def test_empty_lists_give_empty_lists():
     assert kv.convert_blocks([], "NHD", "universal", spec) == []
 
 
-# ---- backends of the operational pair ------------------------------------------------
+# ---- who computes the operational pair -----------------------------------------------
 
 
-def check_backend(rng: np.random.Generator, backend: str, case: Case) -> None:
+def check_implementation(
+    rng: np.random.Generator, implementation: str | None, case: Case
+) -> None:
     for layout in ("NHD", "HND"):
         blocks = random_bits(rng, (3, *case.dims), case.dtype)
         packed = kv.block_to_operational(
-            jnp.asarray(lay(blocks, layout)), layout, backend=backend
+            jnp.asarray(lay(blocks, layout)), layout, implementation=implementation
         )
         assert_same_bits(packed, lay(blocks, "operational", layout))
         back = kv.operational_to_block(
-            packed, layout, spec=spec_of(case), backend=backend
+            packed, layout, spec=spec_of(case), implementation=implementation
         )
         assert_same_bits(back, lay(blocks, layout))
         listed = kv.block_to_operational(
-            pieces_of(blocks, layout), layout, spec=spec_of(case), backend=backend
+            pieces_of(blocks, layout),
+            layout,
+            spec=spec_of(case),
+            implementation=implementation,
         )
         assert_listed(listed, blocks, "operational", layout)
         unpacked = kv.operational_to_block(
-            listed, layout, spec=spec_of(case), backend=backend
+            listed, layout, spec=spec_of(case), implementation=implementation
         )
         assert_pieces(unpacked, blocks, layout)
 
 
 @by_case
-@pytest.mark.parametrize("backend", ["auto", "kernel"])
-def test_backends_that_run_everywhere(rng, backend, case):
-    check_backend(rng, backend, case)
+@pytest.mark.parametrize("implementation", [None, "kernel", "xla"])
+def test_implementations_that_run_everywhere(rng, implementation, case):
+    check_implementation(rng, implementation, case)
 
 
 @pytest.mark.gpu
 @by_case
-@pytest.mark.parametrize("backend", ["batch", "async"])
-def test_backends_of_cuda(rng, backend, case):
-    check_backend(rng, backend, case)
+@pytest.mark.parametrize("implementation", ["batch", "async"])
+def test_copy_calls_of_cuda(rng, implementation, case):
+    check_implementation(rng, implementation, case)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["batch", "async"])
-def test_backends_of_cuda_inside_a_jit(rng, backend):
+@pytest.mark.parametrize("implementation", ["batch", "async"])
+def test_copy_calls_of_cuda_inside_a_jit(rng, implementation):
     blocks = random_bits(rng, (4, *SMOLLM2.dims), SMOLLM2.dtype)
 
     @jax.jit
     def negate_bits_then_pack(x):
-        return kv.block_to_operational(~x, backend=backend) ^ 1
+        return kv.block_to_operational(~x, implementation=implementation) ^ 1
 
     got = negate_bits_then_pack(jnp.asarray(blocks.view(np.int32)))
     assert_same_bits(got, lay(~blocks.view(np.int32) ^ 1, "operational"))
 
 
-@pytest.mark.parametrize("backend", ["batch", "async"])
-def test_cuda_backends_refuse_the_cpu(backend):
+@pytest.mark.parametrize("implementation", ["batch", "async"])
+def test_copy_calls_of_cuda_refuse_the_cpu(implementation):
     cpu = jax.devices("cpu")[0]
     x = jax.device_put(np.zeros((2, *SOURCE_TEST.dims), np.float32), cpu)
-    with pytest.raises(ValueError, match=rf"(?s)backend='{backend}'.*cpu.*'kernel'"):
-        kv.block_to_operational(x, backend=backend)
+    said = rf"(?s)implementation='{implementation}'.*cpu.*'kernel'"
+    with pytest.raises(ValueError, match=said):
+        kv.block_to_operational(x, implementation=implementation)
     packed = jax.device_put(np.zeros((2, 3, 2, 40), np.float32), cpu)
-    with pytest.raises(ValueError, match=rf"(?s)backend='{backend}'.*cpu.*'kernel'"):
-        kv.operational_to_block(packed, num_kv_heads=4, head_dim=5, backend=backend)
+    with pytest.raises(ValueError, match=said):
+        kv.operational_to_block(
+            packed, num_kv_heads=4, head_dim=5, implementation=implementation
+        )
+
+
+def test_the_pair_takes_backend_for_implementation():
+    x = jnp.zeros((2, *SOURCE_TEST.dims), np.float32)
+
+    def program(**named):
+        return str(jax.make_jaxpr(lambda x: kv.block_to_operational(x, **named))(x))
+
+    assert program(backend="auto") == program()
+    for name in ("kernel", "batch", "async"):
+        assert program(backend=name) == program(implementation=name) != program()
+
+
+@pytest.mark.parametrize("implementation", ["kernel", "batch"])
+def test_what_is_asked_for_and_not_here_is_an_error(implementation):
+    """Elsewhere than on a CPU or an NVIDIA GPU nothing but XLA serves."""
+    x = jnp.zeros((2, *SOURCE_TEST.dims), np.float32)
+
+    def lowered(implementation):
+        f = functools.partial(kv.block_to_operational, implementation=implementation)
+        return jax.jit(f).trace(x).lower(lowering_platforms=("tpu",)).as_text()
+
+    with pytest.raises(ValueError, match=rf"'{implementation}'.*platform.*'xla' or N"):
+        lowered(implementation)
+    assert "kvblock" not in lowered(None) + lowered("xla")
 
 
 # ---- any shape, any dtype ------------------------------------------------------------

@@ -75,11 +75,22 @@ for W, f, good in (
     ("block_to_operational", b2o, BLOCK),
     ("operational_to_block", FOUR[3][1], PACKED),
 ):
-    for value in ("cuda", None, "Kernel"):
+    for value in ("cuda", "xla", "Kernel"):
         ROWS.value(
             W, f"backend {value}", lambda x, f=f, b=value: f(x, backend=b), [good],
             f"backend|'auto', 'kernel', 'batch', 'async'|got {value!r}",
         )  # fmt: skip
+    for value in ("cuda", "auto"):
+        ROWS.value(
+            W, f"implementation {value}",
+            lambda x, f=f, name=value: f(x, implementation=name), [good],
+            f"implementation|None, 'kernel', 'batch', 'async', 'xla'|got {value!r}",
+        )  # fmt: skip
+    ROWS.kind(
+        W, "both names",
+        lambda x, f=f: f(x, implementation="kernel", backend="batch"), [good],
+        "implementation|once|'kernel'|backend='batch'|first name|leave backend out",
+    )  # fmt: skip
 
 W = "operational_to_block"
 ROWS.value(W, "no spec", o2b, [PACKED], "spec=|num_kv_heads=|head_dim=")

@@ -254,7 +254,7 @@ def test_the_owner_of_a_method_is_let_go(manager: kv.BlockManager) -> None:
     del engine
     gc.collect()
     assert gone() is None, "a manager that lives keeps it"
-    assert len(manager._programs) == 0, "its program is of no use any more"
+    assert len(manager._memory.programs) == 0, "its program is of no use any more"
     manager.update(Engine().step)
     assert all_are(manager, 2)
 
@@ -297,7 +297,7 @@ def test_compiled_steps_go_with_their_manager(how: str) -> None:
     (block,) = manager.allocate_blocks(1)
     for _ in range(2):
         block.copy_from(np.ones(block.shape, np.float32))
-    programs = manager._programs._programs.values()
+    programs = manager._memory.programs._programs.values()
     gone = [weakref.ref(program.call) for program in programs]
     assert len(gone) == 2, "the step's and that of copy_from"
     del programs
@@ -313,7 +313,7 @@ def test_lambdas_do_not_pile_up(manager: kv.BlockManager) -> None:
     for number in range(3):
         manager.update(lambda pool, number=number: add(pool, number))
     gc.collect()
-    assert len(manager._programs) == 0 and all_are(manager, 3)
+    assert len(manager._memory.programs) == 0 and all_are(manager, 3)
 
 
 # ---- pools that are lost -------------------------------------------------------------

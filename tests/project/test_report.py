@@ -16,6 +16,7 @@ import pytest
 
 import jax_kvblock
 from jax_kvblock import _report
+from jax_kvblock.blocks import implementations
 from jax_kvblock.core import ffi
 
 
@@ -143,6 +144,34 @@ def test_a_gpu_without_a_cuda_build_says_how_to_rebuild(
     monkeypatch.setattr(ffi, "gpu_present", lambda: True)
     with pytest.raises(RuntimeError, match=r"(?s)GPU is present.*nvcc.*pip install"):
         ffi.require_cuda_build()
+
+
+def test_the_report_says_of_copies_what_a_call_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def served() -> dict[str, tuple[str, str]]:
+        rows = _report.capabilities()
+        return {row.op: (row.implementation, row.why) for row in rows}
+
+    monkeypatch.setattr(ffi, "default_platform", lambda: "cuda")
+    monkeypatch.setattr(ffi, "gpu_present", lambda: True)
+    monkeypatch.setattr(ffi, "gpu_capabilities", frozenset)
+    monkeypatch.setitem(ffi.BUILD, "cuda", True)
+    rows = served()
+    assert rows["convert_blocks"][0] == "kernel (CUDA)"
+    batch = "the operational pair with implementation='batch'"
+    assert rows[batch][0] == "cudaMemcpyBatchAsync"
+
+    monkeypatch.setitem(ffi.BUILD, "cuda", False)
+    name, why = served()["convert_blocks"]
+    with pytest.raises(RuntimeError) as raised:
+        implementations.choose(None, "cuda")
+    assert name == "error" and why in str(raised.value)
+
+    monkeypatch.setattr(ffi, "default_platform", lambda: "tpu")
+    name, why = served()[batch]
+    assert name == "none" and "needs a CPU or an NVIDIA GPU" in why and "tpu" in why
+    assert served()["convert_blocks"][0] == "xla"
 
 
 def test_exporting_for_cuda_from_a_machine_without_a_gpu_works(

@@ -7,6 +7,7 @@ other; `objects` stands on `blocks`. The files beside the rooms see all of them.
 from __future__ import annotations
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,3 +78,9 @@ def test_a_room_imports_what_lies_below_it_alone(room: str) -> None:
         if room_of(name) not in {room, *BELOW[room]}
     }
     assert not wrong
+
+
+def test_no_modules_import_each_other() -> None:
+    """Not by way of others either, and not for types alone."""
+    rooms = {name: {*names} & {*MODULES} for name, names in IMPORTS.items()}
+    graphlib.TopologicalSorter(rooms).prepare()  # a circle raises, and is shown

@@ -4,7 +4,7 @@ Forward, backward and their bookkeeping as separate calls, for code that keeps a
 sum l and maximum m instead of its log-sum-exp: `m + log(l) = lse`, and every pair with
 the same lse means the same.
 
-Which tiles there are, and what they take, is in `tile_sizes`.
+Which tiles there are is in `tile_sizes`, what they take of memory in `memory_estimate`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax_kvblock.attention import arguments, flash, primitive
 from jax_kvblock.attention.config import AttentionConfig, Operands, accumulator
 from jax_kvblock.attention.ops import LogSumExp
+from jax_kvblock.attention.qkv import BHND, FLOATS, check_qkv
 from jax_kvblock.attention.tile_sizes import TILE_FIX, find_tile
 from jax_kvblock.core.checks import check_array, check_integer, show, to_jax
 from jax_kvblock.core.types import ArrayIn
@@ -96,7 +97,7 @@ def flash_attention_forward(
     """
     where = "flash_attention_forward"
     arguments.check_flags(where, return_residuals=return_residuals)
-    Q, K, V = _check_qkv(where, Q, K, V)
+    Q, K, V = map(to_jax, check_qkv(where, BHND, Q, K, V))
     config, x = _call(where, Q, K, V, Bc, Br, use_half)
     if not return_residuals:
         return jnp.swapaxes(flash.output(config, x), 1, 2).astype(Q.dtype)
@@ -139,7 +140,7 @@ def flash_attention_backward(
       >>> dQ, dK, dV = flash_attention_backward(Q, K, V, O, jnp.ones_like(O), l, m)
     """
     where = "flash_attention_backward"
-    Q, K, V = _check_qkv(where, Q, K, V)
+    Q, K, V = map(to_jax, check_qkv(where, BHND, Q, K, V))
     config, x = _call(where, Q, K, V, Bc, Br, use_half)
     dtype = Q.dtype
     outputs = {
@@ -147,7 +148,7 @@ def flash_attention_backward(
         for name, a in {"O": O, "dO": dO}.items()
     }
     for name, a in outputs.items():
-        if a.dtype not in arguments.FLOATS:
+        if a.dtype not in FLOATS:
             raise TypeError(
                 f"{where}: {name} must be floats like Q, got {show(a)}; cast it with "
                 ".astype(Q.dtype)"
@@ -330,7 +331,7 @@ def _check_rows(
     where: str, name: str, a: Any, other: str = "", like: Any = None
 ) -> jax.Array:
     a = check_array(where, name, a)
-    if a.dtype not in arguments.FLOATS:
+    if a.dtype not in FLOATS:
         raise TypeError(
             f"{where}: {name} must be floats, got {show(a)}; cast it with "
             ".astype(jnp.float32)"
@@ -380,40 +381,6 @@ def _in_blocks(a: jax.Array, size: int) -> jax.Array:
 
 
 # ---- arguments -----------------------------------------------------------------------
-
-
-def _check_qkv(
-    where: str, Q: Any, K: Any, V: Any
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    given = {"Q": Q, "K": K, "V": V}
-    Q, K, V = (check_array(where, name, x) for name, x in given.items())
-    for name, x in (("Q", Q), ("K", K), ("V", V)):
-        if x.ndim != 4:
-            raise ValueError(
-                f"{where}: {name} must be [B, H, N, D], got {show(x)}; add axes with "
-                "x[None], or fold them into B"
-            )
-        if x.dtype not in arguments.FLOATS:
-            raise TypeError(
-                f"{where}: {name} must be float32, float16 or bfloat16, got {show(x)}; "
-                "cast it with .astype(jnp.float32)"
-            )
-        if x.dtype != Q.dtype:
-            raise TypeError(
-                f"{where}: {name} must have Q's dtype, {Q.dtype}, got {show(x)}; cast "
-                "it with .astype(Q.dtype)"
-            )
-    if K.shape != (*Q.shape[:2], K.shape[2], Q.shape[3]) or V.shape != K.shape:
-        raise ValueError(
-            f"{where}: K and V must be [B, H, N, D] with Q's B, H and D, got {show(K)} "
-            f"and {show(V)} beside {show(Q)}; flash_attention serves fewer KV heads "
-            "and a value dim of its own"
-        )
-    if not Q.shape[1]:
-        raise ValueError(
-            f"{where}: H must be at least 1, got {show(Q)}; leave the call out"
-        )
-    return to_jax(Q), to_jax(K), to_jax(V)
 
 
 def _call(
