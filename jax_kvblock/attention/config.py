@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -119,17 +120,20 @@ class AttentionTiles:
             max_tiles=max_tiles,
             max_masks=max_masks,
         )
-        indices, counts, partial, masks = (
-            None if a is None else to_jax(a) for a in made
+        return cls(
+            indices=to_jax(made.indices),
+            counts=to_jax(made.counts),
+            block_q=operator.index(block_q),
+            block_kv=operator.index(block_kv),
+            partial=None if made.partial is None else to_jax(made.partial),
+            masks=None if made.masks is None else to_jax(made.masks),
         )
-        sizes = operator.index(block_q), operator.index(block_kv)
-        return cls(indices, counts, *sizes, partial, masks)
 
 
-def _tiles_of_children(sizes: Any, children: Any) -> AttentionTiles:
-    """Tiles from what an export kept; that of version 0.1 has no masks."""
+def _tiles_of_children(aux_data: Any, children: Sequence[Any]) -> AttentionTiles:
+    """Tiles from what an export kept; one of version 0.1 has no masks."""
     indices, counts, *bits = children
-    return AttentionTiles(indices, counts, *sizes, *bits)
+    return AttentionTiles(indices, counts, *aux_data, *bits)
 
 
 # Exported functions that take or return tile lists name the class so.
@@ -182,9 +186,9 @@ class Operands(NamedTuple):
 
 
 # One letter an axis. B batch, T queries, S keys, N query heads, K key heads, D and E
-# the head dims of keys and values, i and m the rows and entries of tile lists, p, r and w
-# the partial tiles, their rows and words. A dim of an array may be 1 where a bias, sinks
-# or tiles are shared by the batch (b) or the heads (n).
+# the head dims of keys and values, i and m the rows and entries of tile lists, p, r and
+# w the partial tiles, their rows and words. A dim of an array may be 1 where a bias,
+# sinks or tiles are shared by the batch (b) or the heads (n).
 AXES: dict[str, str] = {
     "q": "BTND",
     "k": "BSKD",

@@ -185,5 +185,5 @@ def tile_bits(masks: jax.Array, tiles: jax.Array, block_kv: int) -> jax.Array:
         words = jnp.zeros((*tiles.shape, *masks.shape[1:]), jnp.uint32)
     shifts = jnp.arange(WORD_BITS, dtype=jnp.uint32)
     bits = (words[..., None] >> shifts & jnp.uint32(1)).astype(bool)
-    bits = bits.reshape(*words.shape[:-1], -1)[..., :block_kv]
+    bits = bits.reshape(*words.shape[:-1], words.shape[-1] * WORD_BITS)[..., :block_kv]
     return listed[..., None, None] & (full[..., None, None] | bits)

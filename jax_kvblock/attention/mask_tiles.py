@@ -18,12 +18,11 @@ import numpy as np
 from jax_kvblock._checks import (
     check_array,
     check_integer,
-    known_values,
     show,
     shown,
 )
 
-# What the sides of tiles are multiples of: the rows of a tensor core's smallest product.
+# What the sides of tiles are multiples of: the rows of a tensor core's product.
 TILE_UNIT = 16
 WORD_BITS = 32
 FULL = -1  # in place of a row of the masks: everything in the tile attends
@@ -61,8 +60,8 @@ def check_tile_side(where: str, name: str, value: Any) -> int:
     side = check_integer(where, name, value, fix)
     if side < TILE_UNIT or side % TILE_UNIT:
         raise ValueError(
-            f"{where}: {name} must be a multiple of {TILE_UNIT}, got {side}; the CUDA "
-            "kernels serve multiples of 128"
+            f"{where}: {name} must be a multiple of {TILE_UNIT}, got {side}; pass 128 "
+            "(the CUDA kernels serve multiples of 128 alone)"
         )
     return side
 
@@ -91,32 +90,34 @@ def tiles_of_mask(
         source = _of_array(where, mask, given)
     b, n, t, _ = source.sizes
 
-    # A row of tiles is a list of tiles and, for each, its row in the masks.
+    # Of each row of tiles the tiles that it visits, and for each its row in the masks.
     stored: dict[bytes, int] = {}
-    starts = range(0, t, block_q)
-    lists = [
-        _visit(source, member, head, slice(q0, min(q0 + block_q, t)), block_q, block_kv,
-               stored)
-        for member, head, q0 in itertools.product(range(b), range(n), starts)
-    ]  # fmt: skip
-    counts = np.array([len(tiles) for tiles, _ in lists], np.int32)
-    width = _room(
-        where, "max_tiles", max_tiles, int(counts.max(initial=0)),
-        "tiles that a query tile visits", 1,
-    )  # fmt: skip
-    count = _room(where, "max_masks", max_masks, len(stored), "partial tiles", 0)
-    rows = (b, n, len(starts))
+    lists = []
+    for member, head, q0 in itertools.product(range(b), range(n), range(0, t, block_q)):
+        rows = slice(q0, min(q0 + block_q, t))
+        lists.append(_visit(source, member, head, rows, block_q, block_kv, stored))
+    lengths = [len(tiles) for tiles, _ in lists]
+    visited = "tiles that a query tile visits"
+    width = _room(where, "max_tiles", max_tiles, max(lengths, default=0), visited) or 1
+    count = _room(where, "max_masks", max_masks, len(stored), "partial tiles")
+
     indices = np.full((len(lists), width), -1, np.int32)
     partial = np.full((len(lists), width), FULL, np.int32)
     for i, (tiles, kinds) in enumerate(lists):
         indices[i, : len(tiles)], partial[i, : len(tiles)] = tiles, kinds
-    indices, counts = indices.reshape(*rows, width), counts.reshape(rows)
+    shape = (b, n, -(-t // block_q))
+    full = TileArrays(
+        indices.reshape(*shape, width),
+        np.array(lengths, np.int32).reshape(shape),
+        None,
+        None,
+    )
     if count == 0:
-        return TileArrays(indices, counts, None, None)
+        return full
     masks = np.zeros((count, block_q, words_of(block_kv)), np.uint32)
     bits = np.frombuffer(b"".join(stored), np.uint32)
     masks[: len(stored)] = bits.reshape(len(stored), *masks.shape[1:])
-    return TileArrays(indices, counts, partial.reshape(*rows, width), masks)
+    return full._replace(partial=partial.reshape(*shape, width), masks=masks)
 
 
 def _extent(where: str, name: str, value: Any) -> int:
@@ -126,19 +127,15 @@ def _extent(where: str, name: str, value: Any) -> int:
     return extent
 
 
-def _room(
-    where: str, name: str, given: Any, needed: int, what: str, default: int
-) -> int:
+def _room(where: str, name: str, given: Any, needed: int, what: str) -> int:
     """How many entries there are, `needed` of them in use."""
-    if given is None:
-        return max(needed, default)
-    room = _extent(where, name, given)
+    room = needed if given is None else _extent(where, name, given)
     if room < needed:
         raise ValueError(
             f"{where}: {name} must be at least {needed}, the {what}, got {room}; pass "
             "more, or None for as many as there are"
         )
-    return max(room, default)
+    return room
 
 
 # ---- where a mask comes from ---------------------------------------------------------
@@ -221,8 +218,7 @@ def _of_array(where: str, mask: Any, given: dict[str, int]) -> _Mask:
             f"{where}: mask must be {form}, got {show(mask)}; of what the heads share "
             "make [B, 1, T, S], of what the batch shares [1, N, T, S]"
         )
-    values = known_values(mask)
-    values = jax.device_get(mask) if values is None else values
+    values = np.asarray(jax.device_get(mask))
     values = values if values.ndim == 4 else values[None, None]
     sizes = dict(zip(("batch", "heads", "q_len", "kv_len"), values.shape, strict=True))
     for name, extent in given.items():
@@ -291,11 +287,9 @@ def pack(piece: np.ndarray, block_q: int, block_kv: int) -> np.ndarray:
     rows, keys = piece.shape
     tiles, words = -(-keys // block_kv), words_of(block_kv)
     if piece.shape != (block_q, tiles * block_kv):
-        missing = (0, block_q - rows), (0, tiles * block_kv - keys)
-        piece = np.pad(piece, missing)
+        piece = np.pad(piece, ((0, block_q - rows), (0, tiles * block_kv - keys)))
     piece = piece.reshape(block_q, tiles, block_kv)
-    if block_kv % WORD_BITS:
-        missing = (0, words * WORD_BITS - block_kv)
-        piece = np.pad(piece, ((0, 0), (0, 0), missing))
+    if unused := words * WORD_BITS - block_kv:
+        piece = np.pad(piece, ((0, 0), (0, 0), (0, unused)))
     octets = np.packbits(piece, axis=-1, bitorder="little")
     return octets.view("<u4").astype(np.uint32, copy=False)
