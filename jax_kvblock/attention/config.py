@@ -131,7 +131,7 @@ class AttentionTiles:
 
 
 def _tiles_of_children(aux_data: Any, children: Sequence[Any]) -> AttentionTiles:
-    """Tiles from what an export kept; one of version 0.1 has no masks."""
+    """Tiles from what an export kept; an older one has no masks."""
     indices, counts, *bits = children
     return AttentionTiles(indices, counts, *aux_data, *bits)
 
