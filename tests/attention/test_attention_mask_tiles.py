@@ -151,10 +151,12 @@ def test_a_function_is_asked_for_what_exists_in_pieces_that_are_small():
         assert q.shape[1] == kv.shape[0] == 1
         assert q.size * kv.size <= 2**20
         asked[q, kv] += 1
-        return q >= kv
+        return kv >= 8000 + q
 
-    AttentionTiles.from_mask(mask, q_len=T, kv_len=9000)
+    tiles = AttentionTiles.from_mask(mask, q_len=T, kv_len=9000)
     assert (asked == 1).all()
+    want = np.arange(9000) >= 8000 + np.arange(T)[:, None]
+    np.testing.assert_array_equal(tile_mask(tiles, T, 9000)[0, 0], want)
 
 
 def test_a_long_mask_is_never_whole_in_memory():
@@ -323,8 +325,9 @@ def test_no_partial_tiles_at_all(rng):
 
 
 def draw_masks(rng, members=()):
-    """Tiles of 16 by 16 of masks by chance, per member of the batch and by head."""
+    """Tiles of 16 by 16 by chance, some full, per member of the batch and by head."""
     mask = rng.random((*members, 2, 2, 20, 40)) < 0.4
+    mask[..., 1, :16, :16] = True
     make = functools.partial(
         AttentionTiles.from_mask, block_q=16, block_kv=16, max_tiles=3, max_masks=24
     )
