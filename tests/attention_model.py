@@ -243,15 +243,22 @@ def f64(x: Any) -> np.ndarray:
 
 
 def tile_mask(tiles: AttentionTiles, t: int, s: int) -> np.ndarray:
-    """bool [B|1, N|1, T, S]: the pairs in a listed tile."""
+    """bool [B|1, N|1, T, S]: the pairs in a listed tile, and those of its bits."""
     indices, counts = np.asarray(tiles.indices), np.asarray(tiles.counts)
+    partial = np.full(indices.shape, -1)
+    bits = np.zeros((0, tiles.block_q, tiles.block_kv), bool)
+    if tiles.masks is not None:
+        partial, keys = np.asarray(tiles.partial), np.arange(tiles.block_kv)
+        bits = np.asarray(tiles.masks)[:, :, keys // 32] >> (keys % 32) & 1 == 1
     mask = np.zeros((*counts.shape[:2], t, s), bool)
     for b, n, i in np.ndindex(counts.shape):
-        for j in indices[b, n, i, : counts[b, n, i]]:
-            if 0 <= j < -(-s // tiles.block_kv):
+        used = slice(0, counts[b, n, i])
+        for j, p in zip(indices[b, n, i, used], partial[b, n, i, used], strict=True):
+            if 0 <= j < -(-s // tiles.block_kv) and p < max(len(bits), 1):
                 rows = slice(i * tiles.block_q, (i + 1) * tiles.block_q)
                 columns = slice(j * tiles.block_kv, (j + 1) * tiles.block_kv)
-                mask[b, n, rows, columns] = True
+                here = mask[b, n, rows, columns]
+                here[:] = p < 0 or bits[p, : here.shape[0], : here.shape[1]]
     return mask
 
 

@@ -185,8 +185,8 @@ CPU = (
     Mutant(
         "the lists of tiles are not transposed",
         CUDA,
-        "listed = jnp.swapaxes(listed_tiles(config, x, size.kv_len), 2, 3)",
-        "listed = listed_tiles(config, x, size.kv_len)",
+        "tiles = jnp.swapaxes(tile_map(config, x, size.kv_len), 2, 3)",
+        "tiles = tile_map(config, x, size.kv_len)",
         LAUNCH,
     ),
     Mutant(

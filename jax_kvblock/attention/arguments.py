@@ -19,6 +19,7 @@ from jax_kvblock.attention.config import (
 )
 from jax_kvblock.attention.cuda import IMPLEMENTATIONS
 from jax_kvblock.attention.dense import saturating_add
+from jax_kvblock.attention.mask_tiles import FULL, check_tile_side, words_of
 from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
 from jax_kvblock.core.checks import (
     as_int,
@@ -92,7 +93,7 @@ def normalize(
         deterministic=bool(deterministic),
         implementation=implementation,
     )
-    indices, counts = _tiles(where, tiles, config, (batch, n, t, s))
+    indices, counts, partial, masks = _tiles(where, tiles, config, (batch, n, t, s))
     return config, Operands(
         q=to_jax(q),
         k=to_jax(k),
@@ -108,6 +109,8 @@ def normalize(
         cu_kv=cu_kv,
         tile_indices=indices,
         tile_counts=counts,
+        tile_partial=partial,
+        tile_masks=masks,
     )
 
 
@@ -456,24 +459,19 @@ def _tile_sizes(where: str, tiles: Any) -> tuple[int, int]:
             f"{where}: tiles must be an AttentionTiles, got {type(tiles).__name__}; "
             "pass AttentionTiles(indices, counts)"
         )
-    sizes = []
-    for name in ("block_q", "block_kv"):
-        fix = "tile sizes are compiled in, multiples of 128"
-        size = check_integer(where, f"tiles.{name}", getattr(tiles, name), fix)
-        if size < 128 or size % 128:
-            raise ValueError(
-                f"{where}: tiles.{name} must be a multiple of 128, got {size}; list "
-                "tiles of 128 and more"
-            )
-        sizes.append(size)
-    return sizes[0], sizes[1]
+    block_q, block_kv = (
+        check_tile_side(where, f"tiles.{name}", getattr(tiles, name))
+        for name in ("block_q", "block_kv")
+    )
+    return block_q, block_kv
 
 
 def _tiles(
     where: str, tiles: Any, config: AttentionConfig, sizes: tuple[int, int, int, int]
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Any, Any]:
+    """The lists, and the bits of partial tiles."""
     if tiles is None:
-        return None, None
+        return None, None, None, None
     batch, n, t, s = sizes
     form = "[B|1, N|1, query tiles, entries]"
     indices = check_int32(where, "tiles.indices", tiles.indices, form, 4)
@@ -497,19 +495,64 @@ def _tiles(
             f"{where}: tiles.counts must be int32{list(indices.shape[:3])} like "
             f"tiles.indices without its last dim, got {show(counts)}"
         )
-    _check_once(where, tiles, -(-s // config.block_kv))
-    return indices, counts
+    partial, masks = _partial_tiles(where, tiles, config, indices)
+    _check_entries(where, tiles, -(-s // config.block_kv))
+    return indices, counts, partial, masks
 
 
-def _check_once(where: str, tiles: AttentionTiles, num_kv: int) -> None:
-    """No tile twice in a list, where the lists' values are known."""
+def _partial_tiles(
+    where: str, tiles: AttentionTiles, config: AttentionConfig, indices: jax.Array
+) -> tuple[Any, Any]:
+    """`partial` and `masks`, or neither."""
+    pair = {"partial": tiles.partial, "masks": tiles.masks}
+    absent = [name for name, x in pair.items() if x is None]
+    if len(absent) == 2:
+        return None, None
+    if absent:
+        (name,) = absent
+        raise ValueError(
+            f"{where}: tiles.partial and tiles.masks must come together, got no "
+            f"{name}; AttentionTiles.from_mask makes both"
+        )
+    form = "[B|1, N|1, query tiles, entries]"
+    partial = check_int32(where, "tiles.partial", tiles.partial, form, 4)
+    if partial.shape != indices.shape:
+        raise ValueError(
+            f"{where}: tiles.partial must be int32{list(indices.shape)} like "
+            f"tiles.indices, got {show(partial)}; a row of masks for each entry, or −1"
+        )
+    masks = check_array(where, "tiles.masks", tiles.masks)
+    rows, words = config.block_q, words_of(config.block_kv)
+    must = (
+        f"{where}: tiles.masks must be uint32[P, {rows}, {words}] for tiles of {rows} "
+        f"x {config.block_kv}, got {show(masks)}"
+    )
+    if masks.dtype != np.uint32:
+        raise TypeError(f"{must}; a bit for each key, as from_mask packs them")
+    if masks.ndim != 3 or masks.shape[1:] != (rows, words):
+        raise ValueError(f"{must}; a row of bits for each query of a partial tile")
+    return partial, to_jax(masks)
+
+
+def _check_entries(where: str, tiles: AttentionTiles, num_kv: int) -> None:
+    """What the lists say, where their values are known."""
     indices = _known(where, "tiles.indices", tiles.indices)
     counts = _known(where, "tiles.counts", tiles.counts)
     if indices is None or counts is None:
         return
     entry = np.arange(indices.shape[-1])
     used = (entry < counts[..., None]) & (indices >= 0) & (indices < num_kv)
+    _check_once(where, indices, used)
+    if tiles.partial is not None and tiles.masks is not None:
+        partial = _known(where, "tiles.partial", tiles.partial)
+        if partial is not None:
+            _check_rows_of_masks(where, partial, used, tiles.masks.shape[0])
+
+
+def _check_once(where: str, indices: np.ndarray, used: np.ndarray) -> None:
+    """No tile twice in a list."""
     # What does not count becomes a number that comes once.
+    entry = np.arange(indices.shape[-1])
     listed = np.sort(np.where(used, indices, -1 - entry), axis=-1)
     twice = np.argwhere(listed[..., 1:] == listed[..., :-1])
     if len(twice):
@@ -518,4 +561,18 @@ def _check_once(where: str, tiles: AttentionTiles, num_kv: int) -> None:
             f"{where}: tiles.indices must list a tile once for a query tile, got tile "
             f"{listed[at]} twice in indices[{b}, {n}, {i}]; its keys would count "
             "twice: put -1 there, or leave it out"
+        )
+
+
+def _check_rows_of_masks(
+    where: str, partial: np.ndarray, used: np.ndarray, count: int
+) -> None:
+    """A row of the masks for each entry that counts, or −1."""
+    wrong = np.argwhere(used & ((partial < FULL) | (partial >= count)))
+    if len(wrong):
+        at = tuple(map(int, wrong[0]))
+        raise ValueError(
+            f"{where}: tiles.partial must be rows of tiles.masks, less than {count}, "
+            f"or -1 for full tiles, got {partial[at]} in partial{list(at)}; leave a "
+            "tile where nobody attends out of tiles.indices"
         )

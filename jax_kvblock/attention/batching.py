@@ -23,6 +23,8 @@ from jax_kvblock.attention.config import members_of_a_row, row_of_each
 from jax_kvblock.attention.ops import BACKWARD_BIAS, Call, Op, letters
 from jax_kvblock.core.batching import batch_one_by_one
 
+LISTS = ("tile_indices", "tile_counts", "tile_partial")
+
 
 def batch(
     outer: core.Primitive,
@@ -37,6 +39,7 @@ def batch(
         # They have no batch to fold into.
         return batch_one_by_one(functools.partial(outer.bind, call=call), arrays, dims)
     names = op.operand_names(call)
+    arrays, dims = _fold_masks(names, arrays, dims)
     batched = {n: d is not None for n, d in zip(names, dims, strict=True)}
     count = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)
     # q comes first, and always has a batch.
@@ -46,10 +49,12 @@ def batch(
     folded = []
     rows = 1
     for name, a, d in zip(names, arrays, dims, strict=True):
-        # A list of tiles and its counts are shared alike. The gradient of a bias that
-        # the members share is asked for each of them.
-        pair = {"tile_indices", "tile_counts"}
-        own = (name in pair and any(batched.get(n) for n in pair)) or (
+        if name == "tile_masks":  # all members' are in it
+            folded.append(a)
+            continue
+        # Lists of tiles and what belongs to them are shared alike. The gradient of a
+        # bias that the members share is asked for each of them.
+        own = (name in LISTS and any(batched.get(n) for n in LISTS)) or (
             name == "bias" and op is BACKWARD_BIAS
         )
         if name == "bias":
@@ -60,6 +65,32 @@ def batch(
     return [_unfold(r, count, size, members, cut) for r in results], [
         int(cut) for _ in results
     ]
+
+
+def _fold_masks(
+    names: Sequence[str], arrays: Sequence[Any], dims: Sequence[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Masks of tiles that members have for themselves, as one array for all of them.
+
+    Member i's are P rows from i P on. Entries beyond its own stay beyond all.
+    """
+    given = dict(zip(names, zip(arrays, dims, strict=True), strict=True))
+    masks, axis = given.get("tile_masks", (None, None))
+    if axis is not None:
+        masks = jnp.moveaxis(masks, axis, 0)
+        count, rows = masks.shape[:2]
+        partial, axis = given["tile_partial"]
+        if axis is None:
+            partial = jnp.broadcast_to(partial, (count, *partial.shape))
+        else:
+            partial = jnp.moveaxis(partial, axis, 0)
+        first = jnp.arange(count, dtype=jnp.int32) * rows
+        moved = partial + first.reshape(count, 1, 1, 1, 1)
+        moved = jnp.where(partial < rows, moved, 2**31 - 1)
+        partial = jnp.where(partial < 0, partial, moved)
+        given |= {"tile_partial": (partial, 0), "tile_masks": (_merge(masks), None)}
+    arrays, dims = zip(*given.values(), strict=True)
+    return list(arrays), list(dims)
 
 
 def _is_cut(a: Any, axis: int) -> bool:

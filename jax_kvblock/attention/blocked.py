@@ -27,7 +27,7 @@ from jax_kvblock.attention.config import (
     row_of_each,
     sizes_of,
 )
-from jax_kvblock.attention.dense import listed_tiles, window_of
+from jax_kvblock.attention.dense import NOT_LISTED, tile_bits, tile_map, window_of
 from jax_kvblock.attention.ops import MOST_ABOVE_BASE, LogSumExp
 
 
@@ -54,6 +54,8 @@ class _Problem(NamedTuple):
     q_labels: _Labels
     kv_labels: _Labels
     listed: Any  # bool [b, n, T / block_q, S / block_kv], or None
+    tiles: Any = None  # the map of tiles, shaped alike, where some are partial
+    masks: Any = None  # and their bits
 
     @property
     def groups(self) -> tuple[int, int, int]:
@@ -344,7 +346,10 @@ def _scores(
     if config.window_right != OPEN:
         allowed &= keys.first <= rows.last
     allowed = allowed[:, None, None]
-    if p.listed is not None:
+    if p.masks is not None:
+        bits = tile_bits(p.masks, p.tiles[:, :, i, j], p.block_kv)
+        allowed &= _to_heads(p, bits)
+    elif p.listed is not None:
         allowed &= _to_heads(p, p.listed[:, :, i, j])[..., None, None]
     return scores, allowed, slope
 
@@ -437,11 +442,13 @@ def _problem(
     some_keys = packed or x.kv_lens is not None
     k_all = _filled(x.k, s, kv_labels, some_keys).astype(compute)
     v_all = _filled(x.v, s, kv_labels, some_keys).astype(compute)
-    listed = None
+    listed = tiles = None
     if x.tile_indices is not None:
-        listed = listed_tiles(config, x, size.kv_len)
+        tiles = tile_map(config, x, size.kv_len)
         # An empty array still has one block, of padding.
-        listed = _pad(_pad(listed, 2, t // block_q), 3, s // block_kv)
+        tiles = _pad(tiles, 2, t // block_q, NOT_LISTED)
+        tiles = _pad(tiles, 3, s // block_kv, NOT_LISTED)
+        listed = tiles != NOT_LISTED
     bias = None
     if x.bias is not None:
         bias = _pad(_pad(x.bias, 2, t), 3, s)
@@ -456,6 +463,8 @@ def _problem(
         q_labels,
         kv_labels,
         listed,
+        tiles,
+        x.tile_masks,
     )
 
 

@@ -10,12 +10,17 @@ import dataclasses
 import json
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
+
+from jax_kvblock.attention.mask_tiles import MaskFunction, tiles_of_mask
+from jax_kvblock.core.checks import to_jax
+from jax_kvblock.core.types import ArrayIn
 
 OPEN = -1  # a window side without a bound
 
@@ -24,6 +29,9 @@ OPEN = -1  # a window side without a bound
 @dataclasses.dataclass(frozen=True)
 class AttentionTiles:
     """The KV tiles that each query tile visits; no other tile is loaded.
+
+    A tile that is visited is full, or partial: then bits say which of its queries
+    attend to which of its keys. `from_mask` makes all of this of a mask.
 
     Attributes:
       indices: int32 `[B|1, N|1, ceil(T / block_q), max_tiles]`. Row `i` lists the KV
@@ -34,13 +42,98 @@ class AttentionTiles:
         once and the CUDA kernels may count its keys twice.
       counts: int32 `[B|1, N|1, ceil(T / block_q)]`. How many entries of each row
         count, all of them where it is larger; the rest is not looked at.
-      block_q, block_kv: the tiles' sizes, integers that are multiples of 128.
+      block_q, block_kv: the tiles' sizes, integers that are multiples of 16 (of 128 for
+        the CUDA kernels).
+      partial: int32, shaped like `indices`, or None where all tiles are full. The row
+        of each entry's bits in `masks`, or −1 for a full tile. Entries from P on are
+        skipped, as tiles are that do not exist.
+      masks: uint32 `[P, block_q, ceil(block_kv / 32)]`, or None: the bits of P partial
+        tiles, which any number of entries may share. Query `r` of a tile attends to
+        its key `32 * w + c` where bit `c` (of value `2 ** c`) of `masks[p, r, w]` is 1.
     """
 
     indices: jax.Array
     counts: jax.Array
     block_q: int = dataclasses.field(default=128, metadata={"static": True})
     block_kv: int = dataclasses.field(default=128, metadata={"static": True})
+    partial: jax.Array | None = None
+    masks: jax.Array | None = None
+
+    @classmethod
+    def from_mask(
+        cls,
+        mask: ArrayIn | MaskFunction,
+        *,
+        q_len: int | None = None,
+        kv_len: int | None = None,
+        batch: int | None = None,
+        heads: int | None = None,
+        block_q: int = 128,
+        block_kv: int = 128,
+        max_tiles: int | None = None,
+        max_masks: int | None = None,
+    ) -> AttentionTiles:
+        """The tiles of any mask: none where nobody attends, bits where some do.
+
+        They are made on the host, once, and used under jit as an argument. Tiles that
+        are alike share their bits: a causal diagonal is one entry of `masks`.
+
+        Args:
+          mask: bool `[T, S]` or `[B|1, N|1, T, S]`, True where a query attends; or a
+            function of positions `mask(b, h, q, kv)` that gives such bools, for `b` and
+            `h` integers (a batch member, a query head) and `q` int32 `[rows, 1]` and
+            `kv` int32 `[1, keys]` NumPy arrays. It is called for a piece at a time, and
+            for positions that exist alone: no array of T × S is ever made.
+          q_len, kv_len: T and S, for a function.
+          batch, heads: B and N, where a function's answer depends on `b` and `h`;
+            without them it is called with 0, and the tiles serve all members and heads.
+          block_q, block_kv: the tiles' sizes, multiples of 16 (of 128 for the CUDA
+            kernels).
+          max_tiles, max_masks: room for so many tiles in a list, and for so many
+            partial tiles, so that masks of several batches have one shape, and do not
+            recompile a program. None is what this mask needs.
+
+        Returns:
+          An `AttentionTiles` of JAX arrays. Its `partial` and `masks` are None where no
+          tile is partial and no `max_masks` is given.
+
+        Raises:
+          TypeError, ValueError: the mask is traced, or no bools; a size does not fit.
+
+        Example:
+          >>> document = np.array([0, 0, 0, 1, 1])
+          >>> tiles = AttentionTiles.from_mask(
+          ...     lambda b, h, q, kv: (q >= kv) & (document[q] == document[kv]),
+          ...     q_len=5, kv_len=5)
+          >>> tiles.counts.shape, tiles.masks.shape
+          ((1, 1, 1), (1, 128, 4))
+        """
+        made = tiles_of_mask(
+            "AttentionTiles.from_mask",
+            mask,
+            q_len=q_len,
+            kv_len=kv_len,
+            batch=batch,
+            heads=heads,
+            block_q=block_q,
+            block_kv=block_kv,
+            max_tiles=max_tiles,
+            max_masks=max_masks,
+        )
+        return cls(
+            indices=to_jax(made.indices),
+            counts=to_jax(made.counts),
+            block_q=operator.index(block_q),
+            block_kv=operator.index(block_kv),
+            partial=None if made.partial is None else to_jax(made.partial),
+            masks=None if made.masks is None else to_jax(made.masks),
+        )
+
+
+def _tiles_of_children(aux_data: Any, children: Sequence[Any]) -> AttentionTiles:
+    """Tiles from what an export kept; an older one has no masks."""
+    indices, counts, *bits = children
+    return AttentionTiles(indices, counts, *aux_data, *bits)
 
 
 # Exported functions that take or return tile lists name the class so.
@@ -49,7 +142,7 @@ jax.export.register_pytree_node_serialization(
     serialized_name="jax_kvblock.AttentionTiles",
     serialize_auxdata=lambda sizes: json.dumps(sizes, default=operator.index).encode(),
     deserialize_auxdata=lambda data: tuple(json.loads(data)),
-    from_children=lambda sizes, lists: AttentionTiles(*lists, *sizes),
+    from_children=_tiles_of_children,
 )
 
 
@@ -88,12 +181,14 @@ class Operands(NamedTuple):
     cu_kv: Any = None
     tile_indices: Any = None
     tile_counts: Any = None
+    tile_partial: Any = None
+    tile_masks: Any = None
 
 
 # One letter an axis. B batch, T queries, S keys, N query heads, K key heads, D and E
-# the head dims of keys and values, i and m the rows and entries of tile lists. A dim of
-# an array may be 1 where a bias, sinks or tiles are shared by the batch (b) or the
-# heads (n).
+# the head dims of keys and values, i and m the rows and entries of tile lists, p, r and
+# w the partial tiles, their rows and words. A dim of an array may be 1 where a bias,
+# sinks or tiles are shared by the batch (b) or the heads (n).
 AXES: dict[str, str] = {
     "q": "BTND",
     "k": "BSKD",
@@ -107,6 +202,8 @@ AXES: dict[str, str] = {
     "shift": "B",
     "tile_indices": "bnim",
     "tile_counts": "bni",
+    "tile_partial": "bnim",
+    "tile_masks": "prw",
     "o": "BTNE",
     "lse": "BNT",
 }

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes, sizes_of
-from jax_kvblock.attention.dense import listed_tiles
+from jax_kvblock.attention.dense import NOT_LISTED, tile_map
 from jax_kvblock.attention.ops import BACKWARD_BIAS, Call, Op
 from jax_kvblock.core import ffi
 
@@ -63,6 +63,8 @@ def unserved(config: AttentionConfig, x: Operands) -> list[str]:
         missing.append(
             f"tiles of {config.block_q} x {config.block_kv} (multiples of 128)"
         )
+    if x.tile_masks is not None:
+        missing.append("partial tiles (lists of whole tiles are served)")
     # The forward kernels need powers of it (CheckSoftcap in attention_check.cc).
     with np.errstate(over="ignore"):
         scale, softcap = np.float32(config.scale), np.float32(config.softcap)
@@ -312,7 +314,7 @@ def _optional(
         found["kv_segment_ranges"] = _ranges(x.kv_segments)
     if x.tile_indices is not None and op == "backward_kv":
         lists = _transposed(config, x, size)
-        found["tile_indices_t"], found["tile_counts_t"] = lists
+        found["tile_indices_t"], found["tile_counts_t"], _ = lists
     if op.startswith("backward"):
         found["sinks"] = None  # lse holds them
     return found
@@ -330,8 +332,12 @@ def _ranges(segments: jax.Array) -> jax.Array:
 
 def _transposed(
     config: AttentionConfig, x: Operands, size: Sizes
-) -> tuple[jax.Array, jax.Array]:
-    """For each KV tile the query tiles that list it."""
-    listed = jnp.swapaxes(listed_tiles(config, x, size.kv_len), 2, 3)
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """For each KV tile the query tiles that list it: indices, counts, and `partial`."""
+    tiles = jnp.swapaxes(tile_map(config, x, size.kv_len), 2, 3)
+    listed = tiles != NOT_LISTED
     order = jnp.argsort(~listed, axis=-1, stable=True).astype(jnp.int32)
-    return order, listed.sum(-1, dtype=jnp.int32)
+    partial = None
+    if x.tile_masks is not None:
+        partial = jnp.take_along_axis(tiles, order, axis=-1)
+    return order, listed.sum(-1, dtype=jnp.int32), partial

@@ -18,6 +18,7 @@ from jax_kvblock.attention.config import (
     row_of_each,
     sizes_of,
 )
+from jax_kvblock.attention.mask_tiles import FULL, WORD_BITS
 
 
 def dense_attention(
@@ -105,11 +106,20 @@ def attends(config: AttentionConfig, x: Operands) -> jax.Array:
     if x.kv_lens is not None:
         visible &= (j < x.kv_lens[:, None, None])[:, None]
     if x.tile_indices is not None:
-        listed = listed_tiles(config, x, size.kv_len)
-        listed = jnp.repeat(listed, config.block_q, axis=2)[:, :, : size.q_len]
-        listed = jnp.repeat(listed, config.block_kv, axis=3)[..., : size.kv_len]
-        visible = visible & row_of_each(listed, size.batch)
+        tiles = tile_map(config, x, size.kv_len)
+        in_tiles = _in_tiles(config, x, tiles)[:, :, : size.q_len, : size.kv_len]
+        visible = visible & row_of_each(in_tiles, size.batch)
     return visible
+
+
+def _in_tiles(config: AttentionConfig, x: Operands, tiles: jax.Array) -> jax.Array:
+    """The pairs that a map of tiles lets attend, bool `[b, n, T, S]` in whole tiles."""
+    if x.tile_masks is None:
+        listed = jnp.repeat(tiles != NOT_LISTED, config.block_q, axis=2)
+        return jnp.repeat(listed, config.block_kv, axis=3)
+    bits = jnp.swapaxes(tile_bits(x.tile_masks, tiles, config.block_kv), 3, 4)
+    b, n, i, rows, j, keys = bits.shape
+    return bits.reshape(b, n, i * rows, j * keys)
 
 
 def window_of(
@@ -138,14 +148,42 @@ def saturating_add(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.where(wrapped, end, total)
 
 
-def listed_tiles(config: AttentionConfig, x: Operands, kv_len: int) -> jax.Array:
-    """The tile lists as bool `[b, n, ceil(T / block_q), ceil(S / block_kv)]`."""
+NOT_LISTED = -2  # beside FULL and rows of the masks, in a tile map
+
+
+def tile_map(config: AttentionConfig, x: Operands, kv_len: int) -> jax.Array:
+    """What each tile is, int32 `[b, n, ceil(T / block_q), ceil(S / block_kv)]`.
+
+    NOT_LISTED, FULL, or the row of its bits in the masks. Of a tile that is listed
+    twice, which the caller promised not to do, the largest counts.
+    """
     num_kv = -(-kv_len // config.block_kv)
-    counts = x.tile_counts[..., None]
     entries = x.tile_indices
-    used = jnp.arange(entries.shape[-1], dtype=jnp.int32) < counts
+    used = jnp.arange(entries.shape[-1], dtype=jnp.int32) < x.tile_counts[..., None]
     used &= (entries >= 0) & (entries < num_kv)
+    kinds = jnp.full_like(entries, FULL)
+    if x.tile_masks is not None:
+        used &= x.tile_partial < x.tile_masks.shape[0]
+        kinds = jnp.maximum(x.tile_partial, FULL)
     hits = jnp.where(used, entries, num_kv)
-    rows = jnp.zeros((*entries.shape[:-1], num_kv + 1), bool)
-    rows = jnp.put_along_axis(rows, hits, True, axis=-1, inplace=False)
-    return rows[..., :num_kv]
+    tiles = jnp.full((*entries.shape[:-1], num_kv + 1), NOT_LISTED, jnp.int32)
+    at = jnp.ogrid[tuple(slice(n) for n in entries.shape[:-1])]
+    tiles = tiles.at[(*(a[..., None] for a in at), hits)].max(kinds)
+    return tiles[..., :num_kv]
+
+
+def tile_bits(masks: jax.Array, tiles: jax.Array, block_kv: int) -> jax.Array:
+    """Which pairs of these tiles attend, as far as a map of tiles says it.
+
+    `tiles` is a map, or a part of one: bool `[*tiles.shape, block_q, block_kv]`.
+    """
+    listed, full = tiles != NOT_LISTED, tiles == FULL
+    rows = jnp.clip(tiles, 0, max(masks.shape[0] - 1, 0))
+    if masks.shape[0]:
+        words = masks[rows]
+    else:
+        words = jnp.zeros((*tiles.shape, *masks.shape[1:]), jnp.uint32)
+    shifts = jnp.arange(WORD_BITS, dtype=jnp.uint32)
+    bits = (words[..., None] >> shifts & jnp.uint32(1)).astype(bool)
+    bits = bits.reshape(*words.shape[:-1], words.shape[-1] * WORD_BITS)[..., :block_kv]
+    return listed[..., None, None] & (full[..., None, None] | bits)

@@ -123,7 +123,8 @@ def flash_attention(
       scale: a float, `1 / sqrt(D)` unless given.
       q_offset, kv_offset: int32 scalars or `[B]`: the positions of the first query and
         of the first key. They may be traced.
-      tiles: `AttentionTiles`, the KV tiles that each query tile visits.
+      tiles: `AttentionTiles`, the KV tiles that each query tile visits, and who attends
+        in those that are partial. `AttentionTiles.from_mask` makes them of any mask.
       return_lse: also return the log-sum-exp of the scores, float32 `[B, T, N]` (packed
         `[total, N]`). It is differentiable.
       deterministic: the gradients' bits are the same every time.

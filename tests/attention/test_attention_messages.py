@@ -347,12 +347,11 @@ tiles(
 )
 tiles("counts dtype", I1, f32(1, 1, 1), "counts|int32|got float32|astype", TypeError)
 for name in ("block_q", "block_kv"):
-    for value in (0, 64, 100, -128):
-        tiles(
-            f"{name}={value}", I1, C1, f"{name}|multiple|128|{value}", **{name: value}
-        )
+    for value in (0, 8, 100, -128):
+        words = f"{name}|multiple of 16|got {value}|pass 128"
+        tiles(f"{name}={value}", I1, C1, words, **{name: value})
     for value in (128.0, True, "128", None):
-        words = f"{name}|an integer|got {value!r}|multiples of 128"
+        words = f"{name}|an integer|got {value!r}|multiples of 16"
         tiles(f"{name}={value!r}", I1, C1, words, TypeError, **{name: value})
 for label, indices, counts, words in [
     ("twice", [[[[0, 0, -1]]]], [[[2]]], "tile 0 twice in indices[0, 0, 0]"),

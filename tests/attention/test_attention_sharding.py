@@ -24,7 +24,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import by_axis_type, mesh_of
 
-from jax_kvblock import flash_attention
+from jax_kvblock import AttentionTiles, flash_attention
 
 GATHERS = re.compile(
     r"all-gather|all-to-all|collective-permute|reduce-scatter|"
@@ -57,7 +57,14 @@ def specs(call):
         if name == "tiles":
             shape = x.counts.shape
             spec = P(cut("b", shape[0]), cut("h", shape[1]))
-            return jax.tree.map(lambda _: spec, x)
+            return AttentionTiles(
+                spec,
+                spec,
+                x.block_q,
+                x.block_kv,
+                partial=None if x.partial is None else spec,
+                masks=None if x.masks is None else P(),  # whole everywhere
+            )
         return jax.tree.map(lambda x: B if x.ndim else P(), x)
 
     operands = {n: of_operand(n, x) for n, x in call.operands.items()}
@@ -81,6 +88,8 @@ OPTIONS = {
     "segments": {"segments": True},
     "tiles": {"tiles": (False, False)},
     "shared tiles": {"tiles": (True, True)},
+    "masks": {"masks": (4, 4)},
+    "shared masks": {"masks": (1, 1)},
 }
 # All of them in GQA; for the others those that could differ.
 TABLE = [("GQA", name) for name in OPTIONS]
@@ -106,6 +115,9 @@ def make(rng, heads, options):
         call = call.replace(segment_ids=draw_segments(rng, 4, 6))
     if "tiles" in options:
         call = call.replace(tiles=draw_tiles(rng, call, options["tiles"]))
+    if "masks" in options:
+        mask = rng.random((*options["masks"], 6, 6)) < 0.7
+        call = call.replace(tiles=AttentionTiles.from_mask(mask))
     return call
 
 
