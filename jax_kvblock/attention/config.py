@@ -94,7 +94,7 @@ class AttentionTiles:
             recompile a program. None is what this mask needs.
 
         Returns:
-          An `AttentionTiles` of JAX arrays, for calls of this T and S. Its `partial` and
+          An `AttentionTiles` of JAX arrays, for calls of this T and S. `partial` and
           `masks` are None where no tile is partial and no `max_masks` is given.
 
         Raises:
