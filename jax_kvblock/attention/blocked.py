@@ -54,8 +54,8 @@ class _Problem(NamedTuple):
     q_labels: _Labels
     kv_labels: _Labels
     listed: Any  # bool [b, n, T / block_q, S / block_kv], or None
-    tiles: Any = None  # the map of tiles, shaped alike, where some are partial
-    masks: Any = None  # and their bits
+    tiles: Any = None  # dense.tile_map, shaped alike
+    masks: Any = None  # the bits of partial tiles, or None where all are full
 
     @property
     def groups(self) -> tuple[int, int, int]:

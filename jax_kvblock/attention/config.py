@@ -94,8 +94,8 @@ class AttentionTiles:
             recompile a program. None is what this mask needs.
 
         Returns:
-          An `AttentionTiles` of JAX arrays. Its `partial` and `masks` are None where no
-          tile is partial and no `max_masks` is given.
+          An `AttentionTiles` of JAX arrays, for calls of this T and S. `partial` and
+          `masks` are None where no tile is partial and no `max_masks` is given.
 
         Raises:
           TypeError, ValueError: the mask is traced, or no bools; a size does not fit.
