@@ -108,6 +108,8 @@ class Gpu:
         import torch
 
         self.xp, self.device = torch, device
+        if device == "cpu":  # small arrays: threads would wait for each other
+            torch.set_num_threads(1)
         self.generator = torch.Generator(device)
 
     def seed(self, seed: int) -> None:
@@ -119,7 +121,7 @@ class Gpu:
         return x.to(getattr(torch, dtype))
 
     def put(self, x: np.ndarray) -> Any:
-        return self.xp.from_numpy(np.ascontiguousarray(x)).to(self.device)
+        return self.xp.from_numpy(np.array(x)).to(self.device)  # contiguous, its own
 
 
 # ---- a problem -----------------------------------------------------------------------

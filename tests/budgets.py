@@ -18,7 +18,7 @@ TESTS = Path(__file__).resolve().parent
 BUDGETS = {
     "attention": 400,
     "blocks": 240,
-    "native": 90,
+    "native": 150,
     "objects": 60,
     "project": 230,
 }

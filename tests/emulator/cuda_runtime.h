@@ -11,6 +11,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <climits>
 #include <cmath>
 #include <cstdint>
@@ -19,7 +20,9 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -72,13 +75,64 @@ alignas(1024) inline char shared[kSharedBytes];
 
 [[noreturn]] inline void Die(const char* what) {
   std::fprintf(stderr, "emulator: block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, what);
-  std::exit(3);
+  std::_Exit(3);  // this may be a fiber's stack
 }
 
-struct Fiber {
+// What a fiber has of the processor while another runs. Where the architecture is known, a switch
+// is a few instructions; swapcontext makes two calls of the system.
+#if defined(__x86_64__)
+struct Context {
+  void* stack_pointer = nullptr;
+};
+asm(R"(
+.pushsection .text
+.local kvblock_emulator_switch
+.type kvblock_emulator_switch, @function
+kvblock_emulator_switch:
+  push %rbp
+  push %rbx
+  push %r12
+  push %r13
+  push %r14
+  push %r15
+  mov %rsp, (%rdi)
+  mov (%rsi), %rsp
+  pop %r15
+  pop %r14
+  pop %r13
+  pop %r12
+  pop %rbx
+  pop %rbp
+  ret
+.popsection
+)");
+extern "C" void kvblock_emulator_switch(Context* from, Context* to);
+inline void Switch(Context* from, Context* to) { kvblock_emulator_switch(from, to); }
+inline void Prepare(Context* context, char* stack, size_t bytes, void (*entry)()) {
+  const auto top = (reinterpret_cast<uintptr_t>(stack) + bytes) / 16 * 16;
+  void** place = reinterpret_cast<void**>(top) - 1;  // as if `entry` had been called
+  *--place = reinterpret_cast<void*>(entry);
+  context->stack_pointer = place - 6;
+}
+#else
+struct Context {
   ucontext_t context;
-  std::unique_ptr<char[]> stack;
-  int thread;
+};
+inline void Switch(Context* from, Context* to) { swapcontext(&from->context, &to->context); }
+inline void Prepare(Context* context, char* stack, size_t bytes, void (*entry)()) {
+  getcontext(&context->context);
+  context->context.uc_stack.ss_sp = stack;
+  context->context.uc_stack.ss_size = bytes;
+  context->context.uc_link = nullptr;
+  makecontext(&context->context, entry, 0);
+}
+#endif
+
+constexpr size_t kStackBytes = 256 * 1024;
+
+struct Fiber {
+  Context context;
+  int thread = 0;
   bool done = false;
 };
 
@@ -86,6 +140,15 @@ struct Fiber {
 struct Barrier {
   int arrived = 0;
   std::vector<Fiber*> waiting;
+};
+
+// A barrier in shared memory.
+struct SharedBarrier {
+  int expected = 0, arrived = 0;
+  unsigned phase = 0;
+  std::vector<Fiber*> waiting;
+  // Arrivals that follow copies under way. They happen when somebody waits.
+  std::vector<std::function<void()>> late;
 };
 
 struct Copy {
@@ -96,18 +159,21 @@ struct Copy {
 
 // The words that the lanes of a warp show each other. Two places in turn: nobody is two meetings
 // ahead.
+constexpr int kWords = 12;
 struct Warp {
   Barrier barrier;
-  uint32_t words[2][kWarp][8];
+  uint32_t words[2][kWarp][kWords];
 };
 
 struct Cta {
-  ucontext_t scheduler;
+  Context scheduler;
   std::vector<Fiber> fibers;
   std::deque<Fiber*> ready;
   Fiber* running = nullptr;
   int alive = 0;
   Barrier all;
+  std::map<int, Barrier> named;
+  std::map<uint32_t, SharedBarrier> in_shared;
   std::vector<Warp> warps;
   std::vector<int> meetings;                           // of each thread with its warp
   std::vector<std::vector<std::vector<Copy>>> groups;  // of each thread, the last still open
@@ -118,19 +184,28 @@ inline Cta* cta = nullptr;
 inline void Run(Fiber* fiber) {
   threadIdx = {static_cast<unsigned>(fiber->thread), 0, 0};
   cta->running = fiber;
-  swapcontext(&cta->scheduler, &fiber->context);
+  Switch(&cta->scheduler, &fiber->context);
+}
+
+inline void Sleep(std::vector<Fiber*>& waiting) {
+  Fiber* const self = cta->running;
+  waiting.push_back(self);
+  Switch(&self->context, &cta->scheduler);
+}
+inline void Wake(std::vector<Fiber*>& waiting) {
+  for (Fiber* fiber : waiting) cta->ready.push_back(fiber);
+  waiting.clear();
 }
 
 inline void Wait(Barrier& barrier, int count) {
-  if (++barrier.arrived == count) {
-    barrier.arrived = 0;
-    for (Fiber* fiber : barrier.waiting) cta->ready.push_back(fiber);
-    barrier.waiting.clear();
-    return;
-  }
-  Fiber* const self = cta->running;
-  barrier.waiting.push_back(self);
-  swapcontext(&self->context, &cta->scheduler);
+  if (++barrier.arrived < count) return Sleep(barrier.waiting);
+  barrier.arrived = 0;
+  Wake(barrier.waiting);
+}
+
+inline void Finish(const Copy& copy) {
+  if (copy.bytes) std::memcpy(copy.to, copy.from, copy.bytes);
+  if (copy.zeros) std::memset(copy.to, 0, copy.zeros);
 }
 
 inline void Entry() {
@@ -138,11 +213,14 @@ inline void Entry() {
   Fiber* const self = cta->running;
   self->done = true;
   --cta->alive;
-  swapcontext(&self->context, &cta->scheduler);
+  Switch(&self->context, &cta->scheduler);
 }
 
 inline void RunCta(int threads, const std::function<void()>& kernel) {
-  constexpr int kStack = 256 * 1024;
+  static std::vector<std::unique_ptr<char[]>> stacks;  // of all CTAs, one after the other
+  while (stacks.size() < static_cast<size_t>(threads)) {
+    stacks.emplace_back(new char[kStackBytes]);
+  }
   Cta here;
   cta = &here;
   std::memset(shared, 0xff, sizeof(shared));
@@ -155,12 +233,7 @@ inline void RunCta(int threads, const std::function<void()>& kernel) {
   for (int i = 0; i < threads; ++i) {
     Fiber& fiber = here.fibers[i];
     fiber.thread = i;
-    fiber.stack.reset(new char[kStack]);
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.get();
-    fiber.context.uc_stack.ss_size = kStack;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, Entry, 0);
+    Prepare(&fiber.context, stacks[i].get(), kStackBytes, Entry);
     here.ready.push_back(&fiber);
   }
   while (!here.ready.empty()) {
@@ -177,28 +250,17 @@ inline void RunCta(int threads, const std::function<void()>& kernel) {
   cta = nullptr;
 }
 
-// kernel() for every thread of grid x CTAs.
-inline void Launch(unsigned grid_x, unsigned grid_y, int threads,
-                   const std::function<void()>& kernel) {
-  gridDim = {grid_x, grid_y, 1};
-  blockDim = {static_cast<unsigned>(threads), 1, 1};
-  for (unsigned y = 0; y < grid_y; ++y) {
-    for (unsigned x = 0; x < grid_x; ++x) {
-      blockIdx = {x, y, 0};
-      RunCta(threads, kernel);
-    }
-  }
-}
-
 // What every lane of this warp shows, once all have.
-inline uint32_t (*Show(std::initializer_list<uint32_t> words))[8] {
+template <size_t kCount>
+uint32_t (*Show(const std::array<uint32_t, kCount>& words)) [kWords] {
+  static_assert(kCount <= kWords);
   const int thread = threadIdx.x;
   Warp& warp = cta->warps[thread / kWarp];
   auto& place = warp.words[cta->meetings[thread]++ % 2];
   std::copy(words.begin(), words.end(), place[thread % kWarp]);
   Wait(warp.barrier, kWarp);
   return place;
-}
+} inline uint32_t (*Show(uint32_t word)) [kWords] { return Show(std::array<uint32_t, 1>{word}); }
 
 inline uint32_t Bits(float x) {
   uint32_t bits;
@@ -234,24 +296,24 @@ inline size_t __cvta_generic_to_shared(const void* p) {
 }
 
 inline void __syncthreads() { emulator::Wait(emulator::cta->all, emulator::cta->fibers.size()); }
-inline void __syncwarp(unsigned = ~0u) { emulator::Show({}); }
+inline void __syncwarp(unsigned = ~0u) { emulator::Show(0); }
 
 template <typename T>
 T __shfl_sync(unsigned, T x, int lane) {
-  return emulator::FromWord<T>(emulator::Show({emulator::Word(x)})[lane % 32][0]);
+  return emulator::FromWord<T>(emulator::Show(emulator::Word(x))[lane % 32][0]);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
-  return emulator::FromWord<T>(emulator::Show({emulator::Word(x)})[threadIdx.x % 32 ^ mask][0]);
+  return emulator::FromWord<T>(emulator::Show(emulator::Word(x))[threadIdx.x % 32 ^ mask][0]);
 }
 template <typename T>
 T __shfl_up_sync(unsigned, T x, int delta) {
   const int lane = threadIdx.x % 32;
   return emulator::FromWord<T>(
-      emulator::Show({emulator::Word(x)})[lane >= delta ? lane - delta : lane][0]);
+      emulator::Show(emulator::Word(x))[lane >= delta ? lane - delta : lane][0]);
 }
 inline unsigned __ballot_sync(unsigned, bool x) {
-  const auto shown = emulator::Show({x});
+  const auto shown = emulator::Show(static_cast<uint32_t>(x));
   unsigned ballot = 0;
   for (int lane = 0; lane < 32; ++lane) ballot |= shown[lane][0] << lane;
   return ballot;
@@ -266,3 +328,60 @@ T __ldg(const T* p) {
 }
 inline int __float_as_int(float x) { return static_cast<int>(emulator::Bits(x)); }
 inline float __int_as_float(int x) { return emulator::Float(static_cast<uint32_t>(x)); }
+
+// ---- the runtime -----------------------------------------------------------------------
+
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}  // NOLINT: as in CUDA
+};
+enum cudaError_t { cudaSuccess = 0 };
+enum cudaDeviceAttr {
+  cudaDevAttrMultiProcessorCount,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin,
+};
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+};
+
+inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+// Device n has n multiprocessors.
+namespace emulator {
+inline int device = 3;
+}
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = emulator::device;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  *value = attribute == cudaDevAttrMultiProcessorCount ? device : emulator::kSharedBytes;
+  return cudaSuccess;
+}
+template <typename Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
+  if (bytes > emulator::kSharedBytes) emulator::Die("more shared memory than a CTA can have");
+  return cudaSuccess;
+}
+inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+
+template <typename... Parameters, typename... Args>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               const Args&... args) {
+  const auto& [grid, block] = std::pair(config->gridDim, config->blockDim);
+  gridDim = {grid.x, grid.y, grid.z};
+  blockDim = {block.x, 1, 1};
+  for (unsigned y = 0; y < grid.y; ++y) {
+    for (unsigned x = 0; x < grid.x; ++x) {
+      blockIdx = {x, y, 0};
+      emulator::RunCta(static_cast<int>(block.x), [&] { kernel(args...); });
+    }
+  }
+  return cudaSuccess;
+}

@@ -27,10 +27,7 @@ template <int kPending>
 inline void CopyAsyncWait() {
   auto& groups = emulator::cta->groups[threadIdx.x];
   while (groups.size() > kPending + 1) {
-    for (const emulator::Copy& copy : groups.front()) {
-      if (copy.bytes) std::memcpy(copy.to, copy.from, copy.bytes);
-      if (copy.zeros) std::memset(copy.to, 0, copy.zeros);
-    }
+    for (const emulator::Copy& copy : groups.front()) emulator::Finish(copy);
     groups.erase(groups.begin());
   }
 }

@@ -6,7 +6,7 @@
 namespace kvblock {
 
 inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
-  const auto addresses = emulator::Show({address});
+  const auto addresses = emulator::Show(address);
   const int lane = threadIdx.x % 32;
   for (int m = 0; m < 4; ++m) {
     const uint32_t row = addresses[m * 8 + lane / 4][0];
@@ -16,7 +16,7 @@ inline void LoadMatrices(uint32_t (&r)[4], uint32_t address) {
 }
 
 inline void LoadMatricesTransposed(uint32_t (&r)[4], uint32_t address) {
-  const auto addresses = emulator::Show({address});
+  const auto addresses = emulator::Show(address);
   const int lane = threadIdx.x % 32;
   for (int m = 0; m < 4; ++m) {
     uint16_t element[2];
@@ -30,7 +30,7 @@ inline void LoadMatricesTransposed(uint32_t (&r)[4], uint32_t address) {
 }
 
 inline uint32_t TransposeMatrix(uint32_t r) {
-  const auto shown = emulator::Show({r});
+  const auto shown = emulator::Show(r);
   const int lane = threadIdx.x % 32;
   const auto element = [&](int row, int column) {
     return shown[row * 4 + column / 2][0] >> column % 2 * 16 & 0xffff;

@@ -1,6 +1,7 @@
 // Matrix products for the emulator, with the fragments that cpp/device/mma.cuh describes.
 #pragma once
 
+#include <array>
 #include <type_traits>
 
 #include "cuda_bf16.h"
@@ -9,6 +10,7 @@
 
 namespace kvblock {
 
+// The two halves of a word as float32.
 template <typename T>
 inline float Half(uint32_t word, int which) {
   T x;
@@ -18,15 +20,27 @@ inline float Half(uint32_t word, int which) {
 
 template <typename T>
 inline void Mma16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  const auto shown = emulator::Show({a[0], a[1], a[2], a[3], b0, b1});
+  // A lane shows its four pairs of A and its two of B.
+  std::array<uint32_t, 12> own;
+  for (int i = 0; i < 4; ++i) {
+    for (int half = 0; half < 2; ++half) own[i * 2 + half] = emulator::Bits(Half<T>(a[i], half));
+  }
+  for (int half = 0; half < 2; ++half) {
+    own[8 + half] = emulator::Bits(Half<T>(b0, half));
+    own[10 + half] = emulator::Bits(Half<T>(b1, half));
+  }
+  const auto shown = emulator::Show(own);
   const int lane = threadIdx.x % 32;
   for (int e = 0; e < 4; ++e) {
-    const int row = lane / 4 + e / 2 * 8, column = lane % 4 * 2 + e % 2;
+    const int row = lane / 4, below = e / 2, column = lane % 4 * 2 + e % 2;
     float sum = 0.0f;
-    for (int k = 0; k < 16; ++k) {
-      const auto& of_a = shown[row % 8 * 4 + k % 8 / 2];
-      const auto& of_b = shown[column * 4 + k % 8 / 2];
-      sum += Half<T>(of_a[row / 8 + k / 8 * 2], k % 2) * Half<T>(of_b[4 + k / 8], k % 2);
+    for (int right = 0; right < 2; ++right) {  // of A's columns, and B's rows
+      for (int pair = 0; pair < 4; ++pair) {
+        const uint32_t* of_a = shown[row * 4 + pair] + (below + right * 2) * 2;
+        const uint32_t* of_b = shown[column * 4 + pair] + 8 + right * 2;
+        sum += emulator::Float(of_a[0]) * emulator::Float(of_b[0]);
+        sum += emulator::Float(of_a[1]) * emulator::Float(of_b[1]);
+      }
     }
     c[e] += sum;
   }

@@ -18,6 +18,18 @@ inline const char* CudaResult(cudaError_t status, const char* doing = nullptr) {
                  cudaGetErrorString(status));
 }
 
+// kernel(args...) on so many CTAs.
+template <typename... Parameters, typename... Args>
+cudaError_t LaunchGrid(void (*kernel)(Parameters...), dim3 ctas, int threads, int shared_bytes,
+                       cudaStream_t stream, const Args&... args) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = ctas;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
 constexpr int kMaxDevices = 64;
 
 // How many multiprocessors a device has; asked once.

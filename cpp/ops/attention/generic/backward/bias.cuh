@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "device/shared.cuh"
 #include "ops/attention/generic/product.cuh"
 #include "ops/attention/generic/tile.cuh"
 #include "ops/attention/mask/backward_scores.cuh"
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(128, 1)
   using Tile = typename Shape::Tile;
   constexpr int kTile = Shape::kTile, kThreads = Shape::kThreads, kN = kTile / 8;
 
-  extern __shared__ __align__(1024) char shared[];
+  char* const shared = DynamicShared();
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const int thread = threadIdx.x, lane = thread % 32;
   const int warp_row = thread / 32 * 16;

@@ -39,6 +39,7 @@
 #include "device/mbarrier.cuh"
 #include "device/opaque.cuh"
 #include "device/reduce_add.cuh"
+#include "device/shared.cuh"
 #include "ops/attention/generic/backward/dq_rows.h"
 #include "ops/attention/generic/product.cuh"
 #include "ops/attention/generic/tile.cuh"
@@ -140,7 +141,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
   constexpr int kThreads = Shape::kThreads;
   constexpr int kM = Shape::kScoreM, kN = Shape::kScoreN;
 
-  extern __shared__ __align__(1024) char shared[];
+  char* const shared = DynamicShared();
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const uint32_t landed = base + Shape::kLanded, ds_ready = base + Shape::kDsReady;
   const uint32_t done = base + Shape::kDone;

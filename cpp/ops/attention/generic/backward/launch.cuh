@@ -40,10 +40,8 @@ const char* Launch(Kernel kernel, int bytes, int available, const AttentionParam
   cudaError_t status =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (status != cudaSuccess) return CudaResult(status);
-  kernel<<<static_cast<unsigned>(int64_t{p.tiles} * p.num_pairs), kThreads, bytes, stream>>>(
-      args...);
-  status = cudaGetLastError();
-  return CudaResult(status);
+  const dim3 ctas(static_cast<unsigned>(int64_t{p.tiles} * p.num_pairs));
+  return CudaResult(LaunchGrid(kernel, ctas, kThreads, bytes, stream, args...));
 }
 
 template <typename T, int kDim>

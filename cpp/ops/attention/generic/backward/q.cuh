@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "device/shared.cuh"
 #include "ops/attention/generic/product.cuh"
 #include "ops/attention/generic/tile.cuh"
 #include "ops/attention/mask/backward_scores.cuh"
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(BackwardQShape<kDim>::kThreads, 1)
   constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys, kThreads = Shape::kThreads;
   constexpr int kN = kKeys / 8;
 
-  extern __shared__ __align__(1024) char shared[];
+  char* const shared = DynamicShared();
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   const int thread = threadIdx.x, lane = thread % 32;
   const int warp_row = thread / 32 * 16;

@@ -22,9 +22,8 @@ const char* LaunchForwardOf(const kvblock_attention& a, cudaStream_t stream) {
   cudaError_t status = cudaFuncSetAttribute(
       AttentionForward<T, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
   if (status == cudaSuccess) {
-    AttentionForward<T, kDim>
-        <<<static_cast<unsigned>(ctas), Traits::kThreads, Traits::kSharedBytes, stream>>>(p);
-    status = cudaGetLastError();
+    status = LaunchGrid(AttentionForward<T, kDim>, dim3(static_cast<unsigned>(ctas)),
+                        Traits::kThreads, Traits::kSharedBytes, stream, p);
   }
   return CudaResult(status);
 }

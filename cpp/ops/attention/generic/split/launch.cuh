@@ -38,14 +38,14 @@ const char* LaunchSplitAs(const kvblock_attention& a, float* pieces, cudaStream_
   status = cudaFuncSetAttribute(AttentionSplit<T, kDim, kTileBlocks>,
                                 cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
   if (status != cudaSuccess) return CudaResult(status);
-  AttentionSplit<T, kDim, kTileBlocks>
-      <<<p.ctas, Traits::kThreads, Traits::kSharedBytes, stream>>>(p);
-  if (p.ctas > 1) {
+  status = LaunchGrid(AttentionSplit<T, kDim, kTileBlocks>, dim3(static_cast<unsigned>(p.ctas)),
+                      Traits::kThreads, Traits::kSharedBytes, stream, p);
+  if (status == cudaSuccess && p.ctas > 1) {
     const auto rows = static_cast<unsigned>(std::min<int64_t>(p.rows, a.q_len * p.group));
-    AttentionCombine<T, Traits::kTileKeys, kCombineThreads>
-        <<<dim3(p.ctas - 1, rows), kCombineThreads, 0, stream>>>(p);
+    status = LaunchGrid(AttentionCombine<T, Traits::kTileKeys, kCombineThreads>,
+                        dim3(static_cast<unsigned>(p.ctas - 1), rows), kCombineThreads, 0, stream, p);
   }
-  return CudaResult(cudaGetLastError());
+  return CudaResult(status);
 }
 
 template <typename T, int kDim>

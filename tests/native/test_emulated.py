@@ -1,0 +1,226 @@
+"""The generic attention kernels on a CPU, thread by thread, against float64.
+
+The emulator (tests/emulator/) runs the very sources that a GPU runs, launchers and all,
+with an instruction's meaning in place of the instruction: who computes which part of
+which row, barriers, asynchronous copies (NaN until they are waited for), fragments,
+shared memory. It cannot say how long anything takes, and knows no races between CTAs.
+The cases are drawn and judged as in the sweep on a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attention_sweep
+import pytest
+from attention_problems import Case, Gpu
+from attention_sweep import CAUSAL, OPTIONS, Launcher, judged
+
+ROOT = Path(__file__).parents[2]
+SOURCES = (
+    "tests/emulator/attention.cc",
+    *(
+        f"cpp/host/{name}.cc"
+        for name in ("attention_check", "attention_split", "message")
+    ),
+)
+
+
+def build(library: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    assert compiler, "the emulator needs a C++ compiler; set CXX to one"
+    folders = ("tests/emulator", "cpp", "cpp/include")
+    made = library.with_suffix(".made")
+    subprocess.run(
+        [compiler, "-std=c++17", "-O2", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
+        + [f"-I{ROOT / folder}" for folder in folders]
+        + [str(ROOT / source) for source in SOURCES]
+        + ["-o", str(made)],
+        check=True,
+    )
+    made.rename(library)
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled once, whoever of the workers comes first."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    made = folder / "libkvblock_emulated.so"
+    with (folder / "emulator.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            build(made)
+    return made
+
+
+@pytest.fixture
+def launcher(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    """Everything once: nothing here differs from time to time."""
+    monkeypatch.setattr(attention_sweep, "TIMES", 1)
+    yield Launcher(str(library), "generic", Gpu("cpu"))
+    ctypes.CDLL(str(library)).emulator_set_multiprocessors(3)
+
+
+def hold(launcher: Launcher, case: Case, backward: bool = True) -> None:
+    found = judged(launcher, case, backward)
+    assert case.bias or case.tiles or case.packed or "out, split" in found
+    assert [v.wrong for v in found.values() if v.wrong] == [], str(case)
+
+
+def small(name: str, number: int, **changes: Any) -> Case:
+    """A call with this option, a tile or two along each side."""
+    dtype = ("bfloat16", "float16")[number % 2]
+    heads, kv_heads = ((2, 1), (2, 2), (6, 2))[number % 3]
+    sizes: dict[str, Any] = {"batch": 2, "heads": heads, "kv_heads": kv_heads}
+    sizes |= {"q_len": 70 + number, "kv_len": 140 + number} | OPTIONS[name]
+    if "bias" in sizes:
+        of, rows, own = sizes["bias"]
+        sizes["bias"] = (of or dtype, rows or 2, own)
+    if "tiles" in sizes:
+        rows, own = sizes["tiles"]
+        sizes["tiles"] = (rows or 2, own)
+    dims = {"head_dim": (64, 40, 56)[number % 3], "value_dim": (64, 56, 24)[number % 3]}
+    return Case(dtype, **(dims | sizes | changes), seed=number, name=name)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_is_right(name, launcher):
+    hold(launcher, small(name, list(OPTIONS).index(name)))
+
+
+LONGER = {
+    "d128": Case("bfloat16", 128, 128, 1, 2, 1, 150, 200, 1, window=CAUSAL),
+    "d104, lengths": Case("bfloat16", 104, 72, 2, 2, 1, 90, 150, 2, lengths=True),
+    "d256": Case("float16", 256, 256, 1, 1, 1, 70, 90, 3, window=(30, 10)),
+    "packed": Case("bfloat16", 128, 128, 4, 2, 2, 200, 210, 4, packed=True),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", LONGER)
+def test_other_head_dims_are_right(name, launcher):
+    hold(launcher, LONGER[name])
+
+
+# Few queries, whose keys are shared out.
+FEW = Case("bfloat16", 64, 64, 1, 4, 1, 1, 300, 0, name="few queries")
+SHARED = {
+    "one query": FEW,
+    "no keys": dataclasses.replace(FEW, kv_len=1, lengths=True, batch=3),
+    "units whole and cut": dataclasses.replace(
+        FEW, batch=3, heads=6, kv_heads=2, kv_len=520
+    ),
+    "d128": dataclasses.replace(
+        FEW, head_dim=128, value_dim=96, heads=8, kv_heads=2, batch=2
+    ),
+    "d256": dataclasses.replace(FEW, dtype="float16", head_dim=200, value_dim=256),
+    "groups of 7": dataclasses.replace(FEW, heads=7, dtype="float16", sinks=1),
+    "two blocks of rows": dataclasses.replace(
+        FEW, q_len=5, heads=10, kv_heads=2, window=CAUSAL, shift=True
+    ),
+    "four blocks of rows": dataclasses.replace(
+        FEW, q_len=13, window=CAUSAL, shift=True, batch=2, segments="scattered"
+    ),
+    "many tiles of rows": dataclasses.replace(
+        FEW, q_len=50, heads=4, kv_heads=2, window=(100, 0), shift=True, batch=2
+    ),
+    "lengths": dataclasses.replace(
+        FEW, q_len=2, batch=6, lengths=True, sinks=6, kv_len=500
+    ),
+    "many members": dataclasses.replace(
+        FEW, batch=150, heads=2, kv_len=150, lengths=True
+    ),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", SHARED)
+def test_few_queries_are_right(name, launcher):
+    hold(launcher, SHARED[name], backward=False)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("multiprocessors", [1, 2, 5, 11, 60])
+@pytest.mark.parametrize("name", ["units whole and cut", "lengths"])
+def test_keys_are_shared_out_over_any_number(name, multiprocessors, launcher):
+    launcher.library.emulator_set_multiprocessors(multiprocessors)
+    hold(launcher, SHARED[name], backward=False)
+
+
+STRICT = """
+#include "cuda_runtime.h"
+#include "device/cp_async.cuh"
+#include "device/mbarrier.cuh"
+#include "device/mma.cuh"
+
+float from[4] = {1.0f, 2.0f, 3.0f, 4.0f}, seen[3];
+
+void Kernel(int what) {
+  float* const shared = reinterpret_cast<float*>(emulator::shared);
+  if (what == 0) {
+    seen[0] = shared[1];  // nobody wrote it
+    kvblock::CopyAsync<16>(shared, from);
+    kvblock::CopyAsyncCommit();
+    seen[1] = shared[1];  // it has not arrived
+    kvblock::CopyAsyncWait<0>();
+    seen[2] = shared[1];
+  } else if (what == 1) {
+    if (threadIdx.x < 32) __syncthreads();  // the others never come
+  } else {
+    kvblock::CopyAsync<16>(shared, from + 1);  // not aligned
+  }
+}
+
+int main(int count, char**) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(count == 2 ? 64 : 1);
+  cudaLaunchKernelEx(&config, Kernel, count - 1);
+  const bool nan = seen[0] != seen[0] && seen[1] != seen[1];
+  return nan && seen[2] == 2.0f ? 0 : 1;
+}
+"""
+
+
+def test_the_emulator_is_strict(tmp_path):
+    """It tells what a GPU would hide, or hang at."""
+    source, program = tmp_path / "strict.cc", tmp_path / "strict"
+    source.write_text(STRICT)
+    compiler = os.environ.get("CXX") or shutil.which("g++") or "clang++"
+    folder = ROOT / "tests/emulator"
+    subprocess.run(
+        [compiler, "-std=c++17", f"-I{folder}", str(source), "-o", str(program)],
+        check=True,
+    )
+
+    def outcome(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run([program, *arguments], capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    assert outcome() == (0, "")
+    status, said = outcome("x")
+    assert status == 3 and "a barrier that some threads never reach" in said
+    status, said = outcome("x", "x")
+    assert status == 3 and "a copy is not aligned" in said
+
+
+@pytest.mark.torch
+def test_the_sweep_runs_on_the_emulator(library):
+    script = str(ROOT / "tests/attention_sweep.py")
+    options = ["--emulated", "--only", "D8 B", "--limit", "1", "--seed", "1"]
+    command = [sys.executable, script, str(library), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "generic: 1 of 1 cases" in done.stdout
