@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvblock.attention import arguments, cudnn
-from jax_kvblock.attention.cuda import IMPLEMENTATIONS
+from jax_kvblock.attention.dispatch import IMPLEMENTATIONS, goes_to_cudnn
 from jax_kvblock.attention.flash import flash_attention
 from jax_kvblock.attention.options import DotProductOptions
 from jax_kvblock.attention.qkv import DROP_IN, check_qkv
@@ -185,7 +185,8 @@ def _attend(
     )
     if implementation == "cudnn":
         config, x = arguments.normalize(_WHERE, *arrays, **options)
-        result = cudnn.attention(_WHERE, config, x, return_residual)
+        goes_to_cudnn(_WHERE, config, x)
+        result = cudnn.attention(config, x, return_residual)
     else:
         result = flash_attention(*arrays, return_lse=return_residual, **options)
     if single:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_kvblock.attention import arguments, cudnn, primitive
+from jax_kvblock.attention import arguments, cudnn, dispatch, primitive
 from jax_kvblock.attention.config import (
     AttentionConfig,
     AttentionTiles,
@@ -180,13 +180,8 @@ def flash_attention(
         deterministic=deterministic,
         implementation=implementation,
     )
-    if implementation == "cudnn":
-        if return_lse:
-            raise ValueError(
-                f"{where}: implementation='cudnn' does not serve return_lse: "
-                "its log-sum-exp has q's dtype and no gradient. 'cuda' and 'xla' do"
-            )
-        return cudnn.attention(where, config, x, False)
+    if dispatch.goes_to_cudnn(where, config, x, return_lse):
+        return cudnn.attention(config, x, return_residual=False)
     if not return_lse:
         return output(config, x)
     out, lse = attention(config, x)
