@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class FlashOptions(TypedDict, total=False):
@@ -17,9 +20,9 @@ class FlashOptions(TypedDict, total=False):
     q_lens: Integers | None
     kv_lens: Integers | None
     cu_seqlens: tuple[Integers, Integers] | None
-    bias: ArrayIn | None
+    bias: Float[ArrayIn, "B_or_1 N_or_1 T S"] | None
     softcap: float | None
-    sinks: ArrayIn | None
+    sinks: Float[ArrayIn, " N"] | None
     scale: float | None
     q_offset: Integers | int | None
     kv_offset: Integers | int | None
