@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_kvblock.attention import arguments, cudnn
 from jax_kvblock.attention.dispatch import IMPLEMENTATIONS, goes_to_cudnn
 from jax_kvblock.attention.flash import flash_attention
-from jax_kvblock.attention.options import DotProductOptions
+from jax_kvblock.attention.options import DotProductOptions, Output, Rows
 from jax_kvblock.attention.qkv import DROP_IN, check_qkv
 from jax_kvblock.core.checks import as_array, check_choice, show, shown
 from jax_kvblock.core.types import ArrayIn, Integers
@@ -19,8 +19,6 @@ from jax_kvblock.core.types import ArrayIn, Integers
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
 
-Output: TypeAlias = 'Float[jax.Array, "*B T N Hv"]'
-Residual: TypeAlias = 'Float[jax.Array, "*B T N"]'
 
 _WHERE = "dot_product_attention"
 
@@ -46,7 +44,7 @@ def dot_product_attention(
     *,
     return_residual: Literal[True],
     **options: Unpack[DotProductOptions],
-) -> tuple[Output, Residual]: ...
+) -> tuple[Output, Rows]: ...
 @overload
 def dot_product_attention(
     query: Float[ArrayIn, "*B T N H"],
@@ -57,7 +55,7 @@ def dot_product_attention(
     *,
     return_residual: bool,
     **options: Unpack[DotProductOptions],
-) -> Output | tuple[Output, Residual]: ...
+) -> Output | tuple[Output, Rows]: ...
 def dot_product_attention(
     query: Float[ArrayIn, "*B T N H"],
     key: Float[ArrayIn, "*B S K H"],
@@ -72,7 +70,7 @@ def dot_product_attention(
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
-) -> Output | tuple[Output, Residual]:
+) -> Output | tuple[Output, Rows]:
     """`jax.nn.dot_product_attention` in O((T + S) N H) memory.
 
     The same signature and meaning; where results differ:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,12 @@ from jax_kvblock.attention.config import (
     row_of_each,
 )
 from jax_kvblock.attention.ops import LogSumExp
-from jax_kvblock.attention.options import FlashOptions
+from jax_kvblock.attention.options import FlashOptions, Output, Rows
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 # What the forward pass keeps for the backward pass, for jax.checkpoint policies:
 # jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES) saves all of it.
@@ -36,35 +39,35 @@ RESIDUAL_NAMES = (
 
 @overload
 def flash_attention(
-    q: ArrayIn,
-    k: ArrayIn,
-    v: ArrayIn,
+    q: Float[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"],
+    v: Float[ArrayIn, "*B S K Dv"],
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[FlashOptions],
-) -> jax.Array: ...
+) -> Output: ...
 @overload
 def flash_attention(
-    q: ArrayIn,
-    k: ArrayIn,
-    v: ArrayIn,
+    q: Float[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"],
+    v: Float[ArrayIn, "*B S K Dv"],
     *,
     return_lse: Literal[True],
     **options: Unpack[FlashOptions],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Output, Rows]: ...
 @overload
 def flash_attention(
-    q: ArrayIn,
-    k: ArrayIn,
-    v: ArrayIn,
+    q: Float[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"],
+    v: Float[ArrayIn, "*B S K Dv"],
     *,
     return_lse: bool,
     **options: Unpack[FlashOptions],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+) -> Output | tuple[Output, Rows]: ...
 def flash_attention(
-    q: ArrayIn,
-    k: ArrayIn,
-    v: ArrayIn,
+    q: Float[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"],
+    v: Float[ArrayIn, "*B S K Dv"],
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -72,9 +75,9 @@ def flash_attention(
     q_lens: Integers | None = None,
     kv_lens: Integers | None = None,
     cu_seqlens: tuple[Integers, Integers] | None = None,
-    bias: ArrayIn | None = None,
+    bias: Float[ArrayIn, "B_or_1 N_or_1 T S"] | None = None,
     softcap: float | None = None,
-    sinks: ArrayIn | None = None,
+    sinks: Float[ArrayIn, " N"] | None = None,
     scale: float | None = None,
     q_offset: Integers | int | None = None,
     kv_offset: Integers | int | None = None,
@@ -82,7 +85,7 @@ def flash_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     implementation: str | None = None,
-) -> Any:
+) -> Output | tuple[Output, Rows]:
     """Softmax attention in O((T + S) N D) memory.
 
     For query `i` and key `j` of one batch member and head, with query head `n` reading

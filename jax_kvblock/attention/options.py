@@ -1,14 +1,20 @@
-"""The types of what the functions of attention take by name."""
+"""The types of what the functions of attention take by name, and give."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
+
+import jax
 
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 
 if TYPE_CHECKING:
     from jaxtyping import Float
+
+# What comes back; packed calls and single sequences have no B.
+Output: TypeAlias = 'Float[jax.Array, "*B T N Dv"]'
+Rows: TypeAlias = 'Float[jax.Array, "*B T N"]'
 
 
 class FlashOptions(TypedDict, total=False):
