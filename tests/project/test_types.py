@@ -109,6 +109,13 @@ def test_public_signatures_say_what_they_take_and_give(name: str) -> None:
             assert not re.search(r"(?<!\[)\bArrayIn\b", told), "without its dims"
 
 
+def test_who_computes_has_one_name() -> None:
+    takes = {name: inspect.signature(f).parameters for name, f in PUBLIC.items()}
+    by_backend = {name for name, parameters in takes.items() if "backend" in parameters}
+    by_name = {name for name, these in takes.items() if "implementation" in these}
+    assert by_backend == {"block_to_operational", "operational_to_block"} < by_name
+
+
 @pytest.mark.parametrize(
     ("function", "options"),
     [
