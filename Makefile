@@ -63,18 +63,18 @@ gpu-test: $(GPU_LIBRARY)
 # Standalone on a GPU, by the C interface: thousands of calls against float64 (about a minute each),
 # and what may go wrong between CTAs. SWEEP_ARGS='--only D128', for example.
 sweep: $(GPU_LIBRARY)
-	$(PYTHON) tests/attention_sweep.py $(GPU_LIBRARY) --out build/sweep.json $(SWEEP_ARGS)
+	$(PYTHON) tests/support/attention_sweep.py $(GPU_LIBRARY) --out build/sweep.json $(SWEEP_ARGS)
 
 stress: $(GPU_LIBRARY)
-	$(PYTHON) tests/attention_stress.py $(GPU_LIBRARY) --out build/stress.json $(SWEEP_ARGS)
+	$(PYTHON) tests/support/attention_stress.py $(GPU_LIBRARY) --out build/stress.json $(SWEEP_ARGS)
 
 # Small mistakes, each put into a copy of the sources: what has to notice them does. The kernels' own
 # on a GPU, with the objects of the build there.
 mutants: $(VENV)/.installed
-	$(BIN)/python tests/mutants.py $(MUTANT_ARGS)
+	$(BIN)/python tests/support/mutants.py $(MUTANT_ARGS)
 
 gpu-mutants: $(GPU_LIBRARY)
-	$(PYTHON) tests/mutants.py $(MUTANT_ARGS) \
+	$(PYTHON) tests/support/mutants.py $(MUTANT_ARGS) \
 	  --gpu "$$(dirname "$$(ls -t build/*/compile_commands.json | head -n 1)")"
 
 bench: $(VENV)/.installed

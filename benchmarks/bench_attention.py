@@ -23,13 +23,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import attention_peers
-import attention_truth
-import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import OURS, Results, cases
+from support import attention_peers, attention_truth, common
+from support.common import OURS, Results, cases
 
 from jax_kvblock import AttentionTiles, _report, flash_attention
 from jax_kvblock.attention import flash

@@ -13,11 +13,10 @@ import statistics
 import time
 from typing import Any
 
-import attention_truth
-import common
 import jax
 import numpy as np
-from common import OURS, Results, cases
+from support import attention_truth, common
+from support.common import OURS, Results, cases
 
 from jax_kvblock import flash_attention
 

@@ -11,11 +11,10 @@ import gc
 import time
 
 import ceilings
-import common
-import work
-from blocks import Data
-from common import MIB, Results, cases
-from timing import measure
+from support import common, work
+from support.blocks import Data
+from support.common import MIB, Results, cases
+from support.timing import measure
 
 SHAPES = (
     cases.LLAMA_8B_16,

@@ -12,14 +12,13 @@ import functools
 from typing import Any
 
 import ceilings
-import common
 import jax
 import numpy as np
-import xla
-from blocks import Data
-from common import MIB, OURS, Results, cases
-from jobs import Group, HostJob, Job
-from timing import Effort, measure
+from support import common, xla
+from support.blocks import Data
+from support.common import MIB, OURS, Results, cases
+from support.jobs import Group, HostJob, Job
+from support.timing import Effort, measure
 
 from jax_kvblock import BlockSpec, KVPool, gather_blocks, scatter_blocks
 from jax_kvblock import transfer_blocks as transfer

@@ -1,8 +1,8 @@
 """Conversions, gathers and scatters in device memory, beside XLA and the copy rate.
 
-Blocks of real models (tests/cases.py), some GB at a time, so that caches do not count.
-TB/s are bytes read plus bytes written. "xla" is what jit makes of plain jax.numpy for
-the same work; for pools both as one array and as one array per layer.
+Blocks of real models (tests/support/cases.py), some GB at a time, so that caches do not
+count. TB/s are bytes read plus bytes written. "xla" is what jit makes of plain
+jax.numpy for the same work; for pools both as one array and as one array per layer.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import gc
 import time
 
 import ceilings
-import common
 import lists
-import work
-from blocks import Data
-from common import GIB, MIB, RUNS_OF_8, Results, cases
-from timing import measure
+from support import common, work
+from support.blocks import Data
+from support.common import GIB, MIB, RUNS_OF_8, Results, cases
+from support.timing import measure
 
 SHAPES = (*cases.SPEED, cases.SHORT_RUNS, RUNS_OF_8)
 

@@ -19,11 +19,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import OURS, Results, cases
+from support import common
+from support.common import OURS, Results, cases
 
 from jax_kvblock import BlockManager
 
@@ -132,7 +132,7 @@ def _first_calls(results: Results) -> None:
     """In a process of its own, since here everything is loaded already."""
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     done = subprocess.run(
-        [sys.executable, str(common.ROOT / "benchmarks" / "first_calls.py")],
+        [sys.executable, str(common.ROOT / "benchmarks/support/first_calls.py")],
         capture_output=True, text=True, env=environment,
     )  # fmt: skip
     if done.returncode:

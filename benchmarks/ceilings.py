@@ -13,11 +13,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import common
-import cuda_runtime
 import jax
 import numpy as np
-from common import GIB, MIB, Results
+from support import common, cuda_runtime
+from support.common import GIB, MIB, Results
 
 DEVICE_COPY = "ceiling / device copy"
 TO_HOST = "ceiling / device to pinned host"

@@ -14,11 +14,11 @@ import time
 from typing import Any
 
 import ceilings
-import common
 import jax
 import numpy as np
-from blocks import Data
-from common import MIB, OURS, Results, cases
+from support import common
+from support.blocks import Data
+from support.common import MIB, OURS, Results, cases
 
 from jax_kvblock import BlockSpec, block_to_operational, operational_to_block
 

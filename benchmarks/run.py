@@ -25,7 +25,7 @@ import bench_host
 import bench_layouts
 import bench_objects
 import ceilings
-import common
+from support import common
 
 BENCHES: dict[str, common.Bench] = {
     "ceilings": ceilings.bench,

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import platform
 from importlib import metadata
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jax_kvblock.attention import cuda, tile_sizes
+from jax_kvblock.attention import cuda, dispatch, tile_sizes
+from jax_kvblock.attention.config import AttentionConfig, Operands
 from jax_kvblock.blocks import implementations
 from jax_kvblock.core import ffi
 
@@ -50,24 +53,11 @@ def capabilities() -> list[Served]:
 
 
 def _attention() -> list[Served]:
-    """What implementation=None means for flash_attention; cuDNN; the tiles."""
-    backend = jax.default_backend()
-    blocks = "xla (blocks of plain jax)"
-    narrow, why = blocks, f"the kernels are for NVIDIA GPUs; this is a {backend}"
-    cudnn, why_cudnn = "none", "cuDNN runs on NVIDIA GPUs; leave implementation away"
-    if backend == "gpu":
-        narrow, why = _copies()
-        if narrow.startswith("kernel"):
-            narrow, why = _kernels(blocks)
-        cudnn, why_cudnn = _cudnn()
+    """Who computes flash_attention; the tiles."""
     return [
-        Served(ATTENTION_16_BITS, narrow, why),
-        Served(
-            ATTENTION_32_BITS,
-            blocks,
-            "the kernels are for 16 bits; products at the highest precision",
-        ),
-        Served(ATTENTION_CUDNN, cudnn, why_cudnn),
+        Served(ATTENTION_16_BITS, *_attends(jnp.bfloat16)),
+        Served(ATTENTION_32_BITS, *_attends(jnp.float32)),
+        Served(ATTENTION_CUDNN, *_attends(jnp.bfloat16, "cudnn")),
         *(
             Served("flash_attention_forward, tiles (Bc, Br)", kernels, _tiles(kernels))
             for kernels in dict.fromkeys((*cuda.best_kernels(), "cuda"))
@@ -90,17 +80,34 @@ def _tiles(kernels: str) -> str:
     )
 
 
-def _kernels(otherwise: str) -> tuple[str, str]:
-    """Whose kernels serve attention on this GPU; `otherwise` where none do."""
-    lacks = {name: cuda.unserved_by_gpu(name, True) for name in cuda.best_kernels()}
-    for name, missing in lacks.items():
-        if not missing:
-            _, why = _copies()
-            return f"{name} (kernels)", why
-    why = f"no kernels for {lacks['cuda'][0]}"
-    if cuda.unserved_by_gpu("cuda", False):
-        return otherwise, why
-    return "cuda (kernels), gradients by xla", why
+def _attends(dtype: Any, implementation: str | None = None) -> tuple[str, str]:
+    """Who computes attention in this dtype on the default device, and why."""
+    a = jax.ShapeDtypeStruct((1, 128, 1, 64), dtype)
+    config, x = AttentionConfig(1.0, implementation=implementation), Operands(a, a, a)
+    platform = ffi.default_platform()
+    try:
+        chosen, in_gradients = (
+            dispatch.choose(config, x, platform, backward=backward)
+            for backward in (False, True)
+        )
+    except ValueError as error:
+        return "none", _reason(error)
+    except RuntimeError as error:
+        return "error", _reason(error)
+    if chosen == "cudnn":
+        return _cudnn()
+    if dtype == jnp.float32:
+        why = "the kernels are for 16 bits; products at the highest precision"
+    elif platform != "cuda":
+        why = f"the kernels are for NVIDIA GPUs; this is a {platform}"
+    elif in_gradients == "xla":
+        why = f"no kernels for {cuda.unserved_by_gpu('cuda', True)[0]}"
+    else:
+        _, why = _copies()
+    if chosen == "xla":
+        return "xla (blocks of plain jax)", why
+    others = "" if in_gradients == chosen else f", gradients by {in_gradients}"
+    return f"{chosen} (kernels){others}", why
 
 
 def _cudnn() -> tuple[str, str]:

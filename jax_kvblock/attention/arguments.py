@@ -17,8 +17,8 @@ from jax_kvblock.attention.config import (
     Operands,
     default_scale,
 )
-from jax_kvblock.attention.cuda import IMPLEMENTATIONS
 from jax_kvblock.attention.dense import saturating_add
+from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
 from jax_kvblock.attention.mask_tiles import FULL, check_tile_side, words_of
 from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
 from jax_kvblock.core.checks import (

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,50 +24,59 @@ from jax_kvblock.attention.tile_sizes import TILE_FIX, find_tile
 from jax_kvblock.core.checks import check_array, check_integer, show, to_jax
 from jax_kvblock.core.types import ArrayIn
 
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+Output: TypeAlias = 'Float[jax.Array, "B H N D"]'
+Rows: TypeAlias = 'Float[jax.Array, "B H N"]'
+Residuals: TypeAlias = "tuple[Output, Rows, Rows]"
+Keys: TypeAlias = 'Float[jax.Array, "B H S D"]'
+Gradients: TypeAlias = "tuple[Output, Keys, Keys]"
+
 
 @overload
 def flash_attention_forward(
-    Q: ArrayIn,
-    K: ArrayIn,
-    V: ArrayIn,
+    Q: Float[ArrayIn, "B H N D"],
+    K: Float[ArrayIn, "B H S D"],
+    V: Float[ArrayIn, "B H S D"],
     Bc: int = ...,
     Br: int = ...,
     use_half: bool = ...,
     *,
     return_residuals: Literal[False] = ...,
-) -> jax.Array: ...
+) -> Output: ...
 @overload
 def flash_attention_forward(
-    Q: ArrayIn,
-    K: ArrayIn,
-    V: ArrayIn,
+    Q: Float[ArrayIn, "B H N D"],
+    K: Float[ArrayIn, "B H S D"],
+    V: Float[ArrayIn, "B H S D"],
     Bc: int = ...,
     Br: int = ...,
     use_half: bool = ...,
     *,
     return_residuals: Literal[True],
-) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+) -> Residuals: ...
 @overload
 def flash_attention_forward(
-    Q: ArrayIn,
-    K: ArrayIn,
-    V: ArrayIn,
+    Q: Float[ArrayIn, "B H N D"],
+    K: Float[ArrayIn, "B H S D"],
+    V: Float[ArrayIn, "B H S D"],
     Bc: int = ...,
     Br: int = ...,
     use_half: bool = ...,
     *,
     return_residuals: bool,
-) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]: ...
+) -> Output | Residuals: ...
 def flash_attention_forward(
-    Q: ArrayIn,
-    K: ArrayIn,
-    V: ArrayIn,
+    Q: Float[ArrayIn, "B H N D"],
+    K: Float[ArrayIn, "B H S D"],
+    V: Float[ArrayIn, "B H S D"],
     Bc: int = 32,
     Br: int = 32,
     use_half: bool = False,
     *,
     return_residuals: bool = False,
-) -> Any:
+) -> Output | Residuals:
     """Attention of every query to every key, scaled by `1 / sqrt(D)`.
 
     Args:
@@ -109,17 +118,17 @@ def flash_attention_forward(
 
 
 def flash_attention_backward(
-    Q: ArrayIn,
-    K: ArrayIn,
-    V: ArrayIn,
-    O: ArrayIn,
-    dO: ArrayIn,
-    l: ArrayIn,
-    m: ArrayIn,
+    Q: Float[ArrayIn, "B H N D"],
+    K: Float[ArrayIn, "B H S D"],
+    V: Float[ArrayIn, "B H S D"],
+    O: Float[ArrayIn, "B H N D"],
+    dO: Float[ArrayIn, "B H N D"],
+    l: Float[ArrayIn, "B H N"],
+    m: Float[ArrayIn, "B H N"],
     Bc: int = 32,
     Br: int = 32,
     use_half: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> Gradients:
     """The gradients of `flash_attention_forward`.
 
     Args:
@@ -204,45 +213,50 @@ class FlashAttention:
             object.__setattr__(self, name, size)
         arguments.check_flags(where, use_half=self.use_half)
 
-    def __call__(self, Q: ArrayIn, K: ArrayIn, V: ArrayIn) -> jax.Array:
+    def __call__(
+        self,
+        Q: Float[ArrayIn, "B H N D"],
+        K: Float[ArrayIn, "B H S D"],
+        V: Float[ArrayIn, "B H S D"],
+    ) -> Output:
         """The output: `forward`."""
         return self.forward(Q, K, V)
 
     @overload
     def forward(
         self,
-        Q: ArrayIn,
-        K: ArrayIn,
-        V: ArrayIn,
+        Q: Float[ArrayIn, "B H N D"],
+        K: Float[ArrayIn, "B H S D"],
+        V: Float[ArrayIn, "B H S D"],
         *,
         return_residuals: Literal[False] = ...,
-    ) -> jax.Array: ...
+    ) -> Output: ...
     @overload
     def forward(
         self,
-        Q: ArrayIn,
-        K: ArrayIn,
-        V: ArrayIn,
+        Q: Float[ArrayIn, "B H N D"],
+        K: Float[ArrayIn, "B H S D"],
+        V: Float[ArrayIn, "B H S D"],
         *,
         return_residuals: Literal[True],
-    ) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+    ) -> Residuals: ...
     @overload
     def forward(
         self,
-        Q: ArrayIn,
-        K: ArrayIn,
-        V: ArrayIn,
+        Q: Float[ArrayIn, "B H N D"],
+        K: Float[ArrayIn, "B H S D"],
+        V: Float[ArrayIn, "B H S D"],
         *,
         return_residuals: bool,
-    ) -> jax.Array | tuple[jax.Array, jax.Array, jax.Array]: ...
+    ) -> Output | Residuals: ...
     def forward(
         self,
-        Q: ArrayIn,
-        K: ArrayIn,
-        V: ArrayIn,
+        Q: Float[ArrayIn, "B H N D"],
+        K: Float[ArrayIn, "B H S D"],
+        V: Float[ArrayIn, "B H S D"],
         *,
         return_residuals: bool = False,
-    ) -> Any:
+    ) -> Output | Residuals:
         """`flash_attention_forward` with this tile."""
         return flash_attention_forward(
             Q,
@@ -256,14 +270,14 @@ class FlashAttention:
 
     def backward(
         self,
-        Q: ArrayIn,
-        K: ArrayIn,
-        V: ArrayIn,
-        O: ArrayIn,
-        dO: ArrayIn,
-        l: ArrayIn,
-        m: ArrayIn,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        Q: Float[ArrayIn, "B H N D"],
+        K: Float[ArrayIn, "B H S D"],
+        V: Float[ArrayIn, "B H S D"],
+        O: Float[ArrayIn, "B H N D"],
+        dO: Float[ArrayIn, "B H N D"],
+        l: Float[ArrayIn, "B H N"],
+        m: Float[ArrayIn, "B H N"],
+    ) -> Gradients:
         """`flash_attention_backward` with this tile."""
         return flash_attention_backward(
             Q, K, V, O, dO, l, m, self.bc, self.br, self.use_half
@@ -273,7 +287,9 @@ class FlashAttention:
 # ---- l, m and lse --------------------------------------------------------------------
 
 
-def lm_to_lse(l: ArrayIn, m: ArrayIn) -> jax.Array:
+def lm_to_lse(
+    l: Float[ArrayIn, "*rows"], m: Float[ArrayIn, "*rows"]
+) -> Float[jax.Array, "*rows"]:
     """`m + log(l)`, the log-sum-exp of rows with sums l and maxima m.
 
     −inf where l is 0: a row without keys.
@@ -298,7 +314,9 @@ def _lm_to_lse(l: jax.Array, m: jax.Array) -> jax.Array:
     return jnp.where(empty, -jnp.inf, m + jnp.log(jnp.where(empty, 1, l)))
 
 
-def lse_to_lm(lse: ArrayIn, m: ArrayIn | None = None) -> tuple[jax.Array, jax.Array]:
+def lse_to_lm(
+    lse: Float[ArrayIn, "*rows"], m: Float[ArrayIn, "*rows"] | None = None
+) -> tuple[Float[jax.Array, "*rows"], Float[jax.Array, "*rows"]]:
     """(l, m) with `m + log(l)` = lse.
 
     Args:

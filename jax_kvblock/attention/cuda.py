@@ -1,8 +1,6 @@
-"""Who computes a call, and the call of the CUDA launchers.
+"""The CUDA kernels: what they serve, and the call of their launchers.
 
-`choose` is the one place that decides; what a kernel does not serve is an error that
-says who does. `run` describes the call to the FFI handlers in
-`cpp/ops/attention/attention_ffi.cc`.
+`run` describes the call to the FFI handlers in `cpp/ops/attention/attention_ffi.cc`.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from jax_kvblock.core import ffi
 
 CHUNK = 64  # positions that one segment range covers; attention.h has the same number
 MAX_HEAD_DIM = 256
-IMPLEMENTATIONS = ("cuda_sm90", "cuda", "xla", "cudnn")
 # The kernels of each implementation, as attention.h numbers them (kvblock_kernels).
 KERNELS = {"cuda": 0, "cuda_sm90": 1}
 
@@ -103,42 +100,6 @@ def unserved_by_gpu(implementation: str, backward: bool) -> list[str]:
 
 def _built_for_hopper() -> bool:
     return "90a" in ffi.BUILD["cuda_architectures"]
-
-
-def choose(
-    config: AttentionConfig, x: Operands, platform: str | None, backward: bool = False
-) -> str:
-    """Who computes a call that is lowered for `platform`: of KERNELS, or "xla"."""
-    wanted = config.implementation
-    if wanted == "xla" or (wanted is None and platform != "cuda"):
-        return "xla"
-    if platform != "cuda":
-        raise ValueError(
-            f"flash_attention: implementation={wanted!r} needs an NVIDIA GPU, and this "
-            f"is lowered for {platform or 'another platform'}; use "
-            "implementation='xla' or None"
-        )
-
-    def missing(implementation: str) -> list[str]:
-        return unserved(config, x) + unserved_by_gpu(implementation, backward)
-
-    if wanted is None:
-        best = (config.kernels,) if config.kernels else best_kernels()
-        chosen = next((name for name in best if not missing(name)), "xla")
-    elif lacks := missing(wanted):
-        others = ["'xla'"]
-        if wanted != "cuda" and not missing("cuda"):
-            others.insert(0, "'cuda'")
-        raise ValueError(
-            f"flash_attention: implementation={wanted!r} does not serve "
-            f"{'; '.join(lacks)}. implementation={' and '.join(others)} "
-            f"{'do' if others[1:] else 'does'}"
-        )
-    else:
-        chosen = wanted
-    if chosen != "xla":
-        ffi.require_cuda_build()
-    return chosen
 
 
 def best_kernels() -> tuple[str, ...]:

@@ -9,28 +9,9 @@ import jax.numpy as jnp
 
 from jax_kvblock.attention.config import OPEN, AttentionConfig, Operands
 
-_OTHERS = "implementation='cuda' and 'xla' do"
 
-
-def attention(
-    where: str, config: AttentionConfig, x: Operands, return_lse: bool
-) -> Any:
-    """The call by `jax.nn.dot_product_attention(implementation="cudnn")`.
-
-    What cuDNN does not serve there is a ValueError that names it.
-    """
-    missing = unserved(config, x)
-    if missing:
-        raise ValueError(
-            f"{where}: implementation='cudnn' does not serve "
-            f"{'; '.join(missing)}. {_OTHERS}"
-        )
-    if jax.default_backend() != "gpu":
-        raise ValueError(
-            f"{where}: implementation='cudnn' needs an NVIDIA GPU, and the default "
-            f"device is a {jax.default_backend()}; use implementation='xla' "
-            "or None"
-        )
+def attention(config: AttentionConfig, x: Operands, return_residual: bool) -> Any:
+    """The call by `jax.nn.dot_product_attention(implementation="cudnn")`."""
     window = None
     if config.window_left != OPEN:
         window = (config.window_left, 0)
@@ -46,13 +27,15 @@ def attention(
         key_value_seq_lengths=x.kv_lens,
         local_window_size=window,
         implementation="cudnn",
-        return_residual=return_lse,
+        return_residual=return_residual,
     )
 
 
-def unserved(config: AttentionConfig, x: Operands) -> list[str]:
+def unserved(config: AttentionConfig, x: Operands, return_lse: bool) -> list[str]:
     """What of a call cuDNN does not serve through jax.nn."""
     missing = []
+    if return_lse:
+        missing.append("return_lse: its log-sum-exp has q's dtype and no gradient")
     if x.q.dtype not in (jnp.bfloat16, jnp.float16):
         missing.append(f"dtype {x.q.dtype} (bfloat16 and float16 are served)")
     if config.window_right not in (OPEN, 0):

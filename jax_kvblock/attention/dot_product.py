@@ -3,70 +3,74 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
 from jax_kvblock.attention import arguments, cudnn
-from jax_kvblock.attention.cuda import IMPLEMENTATIONS
+from jax_kvblock.attention.dispatch import IMPLEMENTATIONS, goes_to_cudnn
 from jax_kvblock.attention.flash import flash_attention
-from jax_kvblock.attention.options import DotProductOptions
+from jax_kvblock.attention.options import DotProductOptions, Output, Rows
 from jax_kvblock.attention.qkv import DROP_IN, check_qkv
 from jax_kvblock.core.checks import as_array, check_choice, show, shown
-from jax_kvblock.core.types import ArrayIn
+from jax_kvblock.core.types import ArrayIn, Integers
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool, Float
+
 
 _WHERE = "dot_product_attention"
 
 
 @overload
 def dot_product_attention(
-    query: ArrayIn,
-    key: ArrayIn,
-    value: ArrayIn,
-    bias: ArrayIn | None = ...,
-    mask: ArrayIn | None = ...,
+    query: Float[ArrayIn, "*B T N H"],
+    key: Float[ArrayIn, "*B S K H"],
+    value: Float[ArrayIn, "*B S K Hv"],
+    bias: Float[ArrayIn, "..."] | None = ...,
+    mask: Bool[ArrayIn, "..."] | None = ...,
     *,
     return_residual: Literal[False] = ...,
     **options: Unpack[DotProductOptions],
-) -> jax.Array: ...
+) -> Output: ...
 @overload
 def dot_product_attention(
-    query: ArrayIn,
-    key: ArrayIn,
-    value: ArrayIn,
-    bias: ArrayIn | None = ...,
-    mask: ArrayIn | None = ...,
+    query: Float[ArrayIn, "*B T N H"],
+    key: Float[ArrayIn, "*B S K H"],
+    value: Float[ArrayIn, "*B S K Hv"],
+    bias: Float[ArrayIn, "..."] | None = ...,
+    mask: Bool[ArrayIn, "..."] | None = ...,
     *,
     return_residual: Literal[True],
     **options: Unpack[DotProductOptions],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Output, Rows]: ...
 @overload
 def dot_product_attention(
-    query: ArrayIn,
-    key: ArrayIn,
-    value: ArrayIn,
-    bias: ArrayIn | None = ...,
-    mask: ArrayIn | None = ...,
+    query: Float[ArrayIn, "*B T N H"],
+    key: Float[ArrayIn, "*B S K H"],
+    value: Float[ArrayIn, "*B S K Hv"],
+    bias: Float[ArrayIn, "..."] | None = ...,
+    mask: Bool[ArrayIn, "..."] | None = ...,
     *,
     return_residual: bool,
     **options: Unpack[DotProductOptions],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+) -> Output | tuple[Output, Rows]: ...
 def dot_product_attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    bias: Any = None,
-    mask: Any = None,
+    query: Float[ArrayIn, "*B T N H"],
+    key: Float[ArrayIn, "*B S K H"],
+    value: Float[ArrayIn, "*B S K Hv"],
+    bias: Float[ArrayIn, "..."] | None = None,
+    mask: Bool[ArrayIn, "..."] | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    query_seq_lengths: Any = None,
-    key_value_seq_lengths: Any = None,
+    query_seq_lengths: Integers | None = None,
+    key_value_seq_lengths: Integers | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
-) -> Any:
+) -> Output | tuple[Output, Rows]:
     """`jax.nn.dot_product_attention` in O((T + S) N H) memory.
 
     The same signature and meaning; where results differ:
@@ -185,7 +189,8 @@ def _attend(
     )
     if implementation == "cudnn":
         config, x = arguments.normalize(_WHERE, *arrays, **options)
-        result = cudnn.attention(_WHERE, config, x, return_residual)
+        goes_to_cudnn(_WHERE, config, x)
+        result = cudnn.attention(config, x, return_residual)
     else:
         result = flash_attention(*arrays, return_lse=return_residual, **options)
     if single:

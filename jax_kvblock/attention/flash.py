@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_kvblock.attention import arguments, cudnn, primitive
+from jax_kvblock.attention import arguments, cudnn, dispatch, primitive
 from jax_kvblock.attention.config import (
     AttentionConfig,
     AttentionTiles,
@@ -18,9 +18,12 @@ from jax_kvblock.attention.config import (
     row_of_each,
 )
 from jax_kvblock.attention.ops import LogSumExp
-from jax_kvblock.attention.options import FlashOptions
+from jax_kvblock.attention.options import FlashOptions, Output, Rows
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 # What the forward pass keeps for the backward pass, for jax.checkpoint policies:
 # jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES) saves all of it.
@@ -36,35 +39,35 @@ RESIDUAL_NAMES = (
 
 @overload
 def flash_attention(
-    q: ArrayIn,
-    k: ArrayIn,
-    v: ArrayIn,
+    q: Float[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"],
+    v: Float[ArrayIn, "*B S K Dv"],
     *,
     return_lse: Literal[False] = ...,
     **options: Unpack[FlashOptions],
-) -> jax.Array: ...
+) -> Output: ...
 @overload
 def flash_attention(
-    q: ArrayIn,
-    k: ArrayIn,
-    v: ArrayIn,
+    q: Float[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"],
+    v: Float[ArrayIn, "*B S K Dv"],
     *,
     return_lse: Literal[True],
     **options: Unpack[FlashOptions],
-) -> tuple[jax.Array, jax.Array]: ...
+) -> tuple[Output, Rows]: ...
 @overload
 def flash_attention(
-    q: ArrayIn,
-    k: ArrayIn,
-    v: ArrayIn,
+    q: Float[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"],
+    v: Float[ArrayIn, "*B S K Dv"],
     *,
     return_lse: bool,
     **options: Unpack[FlashOptions],
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+) -> Output | tuple[Output, Rows]: ...
 def flash_attention(
-    q: ArrayIn,
-    k: ArrayIn,
-    v: ArrayIn,
+    q: Float[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"],
+    v: Float[ArrayIn, "*B S K Dv"],
     *,
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -72,9 +75,9 @@ def flash_attention(
     q_lens: Integers | None = None,
     kv_lens: Integers | None = None,
     cu_seqlens: tuple[Integers, Integers] | None = None,
-    bias: ArrayIn | None = None,
+    bias: Float[ArrayIn, "B_or_1 N_or_1 T S"] | None = None,
     softcap: float | None = None,
-    sinks: ArrayIn | None = None,
+    sinks: Float[ArrayIn, " N"] | None = None,
     scale: float | None = None,
     q_offset: Integers | int | None = None,
     kv_offset: Integers | int | None = None,
@@ -82,7 +85,7 @@ def flash_attention(
     return_lse: bool = False,
     deterministic: bool = False,
     implementation: str | None = None,
-) -> Any:
+) -> Output | tuple[Output, Rows]:
     """Softmax attention in O((T + S) N D) memory.
 
     For query `i` and key `j` of one batch member and head, with query head `n` reading
@@ -181,13 +184,8 @@ def flash_attention(
         deterministic=deterministic,
         implementation=implementation,
     )
-    if implementation == "cudnn":
-        if return_lse:
-            raise ValueError(
-                f"{where}: implementation='cudnn' does not serve return_lse: "
-                "its log-sum-exp has q's dtype and no gradient. 'cuda' and 'xla' do"
-            )
-        return cudnn.attention(where, config, x, False)
+    if dispatch.goes_to_cudnn(where, config, x, return_lse):
+        return cudnn.attention(config, x, return_residual=False)
     if not return_lse:
         return output(config, x)
     out, lse = attention(config, x)

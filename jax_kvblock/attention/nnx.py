@@ -6,35 +6,40 @@ Nothing of flax is imported.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_kvblock.attention import arguments
 from jax_kvblock.attention.dot_product import dot_product_attention
 from jax_kvblock.core.checks import as_array, check_dtype, show
 from jax_kvblock.core.types import ArrayIn
 
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped
+
 _WHERE = "attention_fn"
 
 
 def attention_fn(
-    query: ArrayIn,
-    key: ArrayIn,
-    value: ArrayIn,
-    bias: ArrayIn | None = None,
-    mask: ArrayIn | None = None,
+    query: Float[ArrayIn, "*batch T N H"],
+    key: Float[ArrayIn, "*batch S K H"],
+    value: Float[ArrayIn, "*batch S K Hv"],
+    bias: Float[ArrayIn, "..."] | None = None,
+    mask: Shaped[ArrayIn, "..."] | None = None,
     broadcast_dropout: bool = True,
-    dropout_rng: Any = None,
+    dropout_rng: object = None,
     dropout_rate: float = 0.0,
     deterministic: bool = False,
-    dtype: Any = None,
-    precision: Any = None,
-    module: Any = None,
-    promote_dtype: Any = None,
+    dtype: DTypeLike | None = None,
+    precision: object = None,
+    module: object = None,
+    promote_dtype: Callable[..., Any] | None = None,
     is_causal: bool = False,
-) -> jax.Array:
+) -> Float[jax.Array, "*batch T N Hv"]:
     """The `attention_fn` of `flax.nnx.MultiHeadAttention`, with flash attention.
 
     Its parameters are those of `flax.nnx.dot_product_attention`, its results those of

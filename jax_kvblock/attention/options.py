@@ -1,11 +1,20 @@
-"""The types of what the functions of attention take by name."""
+"""The types of what the functions of attention take by name, and give."""
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypeAlias, TypedDict
+
+import jax
 
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+# What comes back; packed calls and single sequences have no B.
+Output: TypeAlias = 'Float[jax.Array, "*B T N Dv"]'
+Rows: TypeAlias = 'Float[jax.Array, "*B T N"]'
 
 
 class FlashOptions(TypedDict, total=False):
@@ -17,9 +26,9 @@ class FlashOptions(TypedDict, total=False):
     q_lens: Integers | None
     kv_lens: Integers | None
     cu_seqlens: tuple[Integers, Integers] | None
-    bias: ArrayIn | None
+    bias: Float[ArrayIn, "B_or_1 N_or_1 T S"] | None
     softcap: float | None
-    sinks: ArrayIn | None
+    sinks: Float[ArrayIn, " N"] | None
     scale: float | None
     q_offset: Integers | int | None
     kv_offset: Integers | int | None

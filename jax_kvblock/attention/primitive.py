@@ -21,7 +21,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-from jax_kvblock.attention import blocked, cuda
+from jax_kvblock.attention import blocked, cuda, dispatch
 from jax_kvblock.attention.batching import batch
 from jax_kvblock.attention.config import (
     AttentionConfig,
@@ -173,7 +173,7 @@ def _lower(
 ) -> Any:
     """`sums`: for each result, the mesh axes over which it is added up."""
     x = call.unpack(ctx.avals_in[: len(call.present)])
-    choice = cuda.choose(call.config, x, platform, backward=not op.is_forward)
+    choice = dispatch.choose(call.config, x, platform, backward=not op.is_forward)
     empty = 0 in (*x.q.shape, *x.k.shape)  # nothing to launch a kernel for
     if choice != "xla" and not empty:
         local = functools.partial(cuda.run, op, call, choice)

@@ -8,7 +8,7 @@ XLA computes them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 
@@ -34,6 +34,9 @@ from jax_kvblock.blocks.plan import Copy, Form, Side
 from jax_kvblock.core import checks
 from jax_kvblock.core.types import ArrayIn, Blocks, Pieces
 
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
+
 
 @overload
 def block_to_universal(
@@ -46,21 +49,21 @@ def block_to_universal(
 ) -> list[jax.Array]: ...
 @overload
 def block_to_universal(
-    blocks: ArrayIn,
+    blocks: Shaped[ArrayIn, "*batch nl no nt nh hd"],
     layout: str = ...,
     *,
     spec: BlockSpec | None = ...,
     num_outer: int = ...,
     implementation: str | None = ...,
-) -> jax.Array: ...
+) -> Shaped[jax.Array, "*batch nh nl no nt hd"]: ...
 def block_to_universal(
-    blocks: Any,
+    blocks: Shaped[ArrayIn, "*batch nl no nt nh hd"] | Pieces,
     layout: str = "NHD",
     *,
     spec: BlockSpec | None = None,
     num_outer: int = 2,
     implementation: str | None = None,
-) -> Any:
+) -> Shaped[jax.Array, "*batch nh nl no nt hd"] | list[jax.Array]:
     """Moves blocks to the universal layout, heads first.
 
     Args:
@@ -101,19 +104,19 @@ def universal_to_block(
 ) -> list[list[jax.Array]]: ...
 @overload
 def universal_to_block(
-    universal: ArrayIn,
+    universal: Shaped[ArrayIn, "*batch nh nl no nt hd"],
     layout: str = ...,
     *,
     spec: BlockSpec | None = ...,
     implementation: str | None = ...,
-) -> jax.Array: ...
+) -> Shaped[jax.Array, "*batch nl no nt nh hd"]: ...
 def universal_to_block(
-    universal: Any,
+    universal: Shaped[ArrayIn, "*batch nh nl no nt hd"] | Blocks,
     layout: str = "NHD",
     *,
     spec: BlockSpec | None = None,
     implementation: str | None = None,
-) -> Any:
+) -> Shaped[jax.Array, "*batch nl no nt nh hd"] | list[list[jax.Array]]:
     """Moves universal blocks back to NHD or HND: the inverse of `block_to_universal`.
 
     Args:
@@ -151,23 +154,23 @@ def block_to_operational(
 ) -> list[jax.Array]: ...
 @overload
 def block_to_operational(
-    blocks: ArrayIn,
+    blocks: Shaped[ArrayIn, "*batch nl no nt nh hd"],
     layout: str = ...,
     *,
     spec: BlockSpec | None = ...,
     num_outer: int = ...,
     implementation: str | None = ...,
     backend: str | None = ...,
-) -> jax.Array: ...
+) -> Shaped[jax.Array, "*batch nl no inner"]: ...
 def block_to_operational(
-    blocks: Any,
+    blocks: Shaped[ArrayIn, "*batch nl no nt nh hd"] | Pieces,
     layout: str = "NHD",
     *,
     spec: BlockSpec | None = None,
     num_outer: int = 2,
     implementation: str | None = None,
     backend: str | None = None,
-) -> Any:
+) -> Shaped[jax.Array, "*batch nl no inner"] | list[jax.Array]:
     """Packs the pieces of each block into one operational block.
 
     Args:
@@ -212,7 +215,7 @@ def operational_to_block(
 ) -> list[list[jax.Array]]: ...
 @overload
 def operational_to_block(
-    operational: ArrayIn,
+    operational: Shaped[ArrayIn, "*batch nl no inner"],
     layout: str = ...,
     *,
     spec: BlockSpec | None = ...,
@@ -220,9 +223,9 @@ def operational_to_block(
     head_dim: int | None = ...,
     implementation: str | None = ...,
     backend: str | None = ...,
-) -> jax.Array: ...
+) -> Shaped[jax.Array, "*batch nl no nt nh hd"]: ...
 def operational_to_block(
-    operational: Any,
+    operational: Shaped[ArrayIn, "*batch nl no inner"] | Blocks,
     layout: str = "NHD",
     *,
     spec: BlockSpec | None = None,
@@ -230,7 +233,7 @@ def operational_to_block(
     head_dim: int | None = None,
     implementation: str | None = None,
     backend: str | None = None,
-) -> Any:
+) -> Shaped[jax.Array, "*batch nl no nt nh hd"] | list[list[jax.Array]]:
     """Unpacks operational blocks into pieces: the inverse of `block_to_operational`.
 
     Args:
@@ -262,13 +265,13 @@ def operational_to_block(
 
 @overload
 def convert_blocks(
-    x: ArrayIn,
+    x: Shaped[ArrayIn, "..."],
     src: str | Layout,
     dst: str | Layout,
     spec: BlockSpec,
     *,
     implementation: str | None = ...,
-) -> jax.Array: ...
+) -> Shaped[jax.Array, "..."]: ...
 @overload
 def convert_blocks(
     x: Blocks | Pieces,
@@ -288,13 +291,13 @@ def convert_blocks(
     implementation: str | None = ...,
 ) -> list[jax.Array]: ...
 def convert_blocks(
-    x: Any,
+    x: Shaped[ArrayIn, "..."] | Blocks | Pieces,
     src: str | Layout,
     dst: str | Layout,
     spec: BlockSpec,
     *,
     implementation: str | None = None,
-) -> Any:
+) -> Shaped[jax.Array, "..."] | list[jax.Array] | list[list[jax.Array]]:
     """Moves blocks from any layout to any other.
 
     Args:

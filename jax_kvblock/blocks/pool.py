@@ -9,7 +9,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.export
@@ -19,6 +19,12 @@ import numpy as np
 from jax_kvblock.blocks.layout import BlockSpec, Layout, check_spec
 from jax_kvblock.core import checks
 from jax_kvblock.core.types import ArrayIn, Blocks, Place
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
+
+# An array of a pool, or what stands for one.
+PoolArray: TypeAlias = 'Shaped[ArrayIn, "..."] | jax.ShapeDtypeStruct'
 
 MEMORY_KINDS = ("device", "pinned_host")
 
@@ -48,7 +54,11 @@ class KVPool:
     data: Any
     spec: BlockSpec
 
-    def __init__(self, data: Any, spec: BlockSpec) -> None:
+    def __init__(
+        self,
+        data: PoolArray | Sequence[PoolArray],
+        spec: BlockSpec,
+    ) -> None:
         self.data = _checked_data("KVPool", "data", data, spec, open_to_jax=True)
         self.spec = spec
 
@@ -104,7 +114,9 @@ class KVPool:
         return cls._holding(tuple(_zeros(shape, spec, sharding) for _ in layers), spec)
 
     @classmethod
-    def wrap(cls, arrays: ArrayIn | Blocks, spec: BlockSpec) -> KVPool:
+    def wrap(
+        cls, arrays: Shaped[ArrayIn, "num_blocks ..."] | Blocks, spec: BlockSpec
+    ) -> KVPool:
         """A pool over arrays that exist already; nothing on the device is copied.
 
         Args:

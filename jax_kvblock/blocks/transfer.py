@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -21,6 +21,9 @@ from jax_kvblock.blocks.pool import KVPool, check_pool
 from jax_kvblock.core import checks
 from jax_kvblock.core.types import ArrayIn, Heads, Integers, LayerIndex
 
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
+
 
 def gather_blocks(
     pool: KVPool,
@@ -29,7 +32,7 @@ def gather_blocks(
     heads: Heads = None,
     *,
     implementation: str | None = None,
-) -> jax.Array:
+) -> Shaped[jax.Array, "n ..."]:
     """Reads blocks of a pool into one array, in any layout.
 
     Args:
@@ -72,7 +75,7 @@ def gather_blocks(
 def scatter_blocks(
     pool: KVPool,
     ids: Integers,
-    blocks: ArrayIn,
+    blocks: Shaped[ArrayIn, "n ..."],
     layout: str | Layout = "universal",
     heads: Heads = None,
     *,
@@ -223,8 +226,8 @@ def transfer_blocks(
 def append_kv(
     pool: KVPool,
     layer: LayerIndex | None,
-    k: ArrayIn,
-    v: ArrayIn | None,
+    k: Shaped[ArrayIn, "*nl tokens nh hd"],
+    v: Shaped[ArrayIn, "*nl tokens nh hd"] | None,
     slots: Integers,
     *,
     implementation: str | None = None,

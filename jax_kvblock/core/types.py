@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import jax
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Int, Shaped
 
 
 class SupportsDLPack(Protocol):
@@ -25,10 +28,10 @@ class HasIds(Protocol):
 
 # Quoted: a protocol and a class cannot be joined by | at run time.
 ArrayIn: TypeAlias = "jax.Array | np.ndarray | SupportsDLPack"
-Integers: TypeAlias = "ArrayIn | Sequence[int] | HasIds"
-Blocks: TypeAlias = Sequence[ArrayIn]
-Pieces: TypeAlias = Sequence[Sequence[ArrayIn]]
-IdRows: TypeAlias = "ArrayIn | list[list[int]]"
+Integers: TypeAlias = 'Int[ArrayIn, "..."] | Sequence[int] | HasIds'
+Blocks: TypeAlias = 'Sequence[Shaped[ArrayIn, "..."]]'
+Pieces: TypeAlias = 'Sequence[Sequence[Shaped[ArrayIn, "tokens heads dim"]]]'
+IdRows: TypeAlias = 'Int[ArrayIn, "B length"] | list[list[int]]'
 LayerIndex: TypeAlias = "int | np.integer | jax.Array | np.ndarray"
 Heads: TypeAlias = "tuple[int, int] | range | slice | None"
 Place: TypeAlias = "jax.Device | jax.sharding.Sharding | str | None"

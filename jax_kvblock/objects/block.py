@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from threading import RLock
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 import jax
 import numpy as np
@@ -18,8 +18,14 @@ from jax_kvblock import _native
 from jax_kvblock.blocks.layout import BlockSpec
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core import checks
+from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.objects.memory import Memory
 from jax_kvblock.objects.view import Unpicklable, View
+
+if TYPE_CHECKING:
+    from jaxtyping import Int, Shaped
+
+Result = TypeVar("Result")  # of a step
 
 
 class Manager(Protocol):
@@ -32,14 +38,24 @@ class Manager(Protocol):
 
     def allocate_blocks(self, count: int) -> BlockList: ...
     def free(self, blocks: BlockList | Block | Iterable[Block]) -> None: ...
+    @overload
     def update(
         self,
-        step: Callable[..., Any],
+        step: Callable[..., KVPool],
         /,
-        *args: Any,
-        static_argnames: str | Iterable[str] = (),
-        **kwargs: Any,
-    ) -> Any: ...
+        *args: object,
+        static_argnames: str | Iterable[str] = ...,
+        **kwargs: object,
+    ) -> None: ...
+    @overload
+    def update(
+        self,
+        step: Callable[..., tuple[KVPool, Result]],
+        /,
+        *args: object,
+        static_argnames: str | Iterable[str] = ...,
+        **kwargs: object,
+    ) -> Result: ...
     def close(self) -> None: ...
 
     @property
@@ -76,7 +92,7 @@ class BlockList(Unpicklable, Sequence["Block"]):
         self._blocks = blocks
 
     @property
-    def ids(self) -> np.ndarray:
+    def ids(self) -> Int[np.ndarray, " n"]:
         """The blocks' ids in the pool, int32 `[n]`: a page table of one sequence.
 
         Raises:
@@ -91,7 +107,7 @@ class BlockList(Unpicklable, Sequence["Block"]):
                 block._check_held(f"{where}: block [{i}]", ValueError)
         return np.array([block.id for block in blocks], np.int32)
 
-    def page_table(self, max_blocks: int) -> np.ndarray:
+    def page_table(self, max_blocks: int) -> Int[np.ndarray, " max_blocks"]:
         """The ids, padded with −1 to int32 `[max_blocks]`.
 
         Raises:
@@ -105,7 +121,7 @@ class BlockList(Unpicklable, Sequence["Block"]):
         table[: len(self)] = self.ids
         return table
 
-    def slots(self, start: int, count: int) -> np.ndarray:
+    def slots(self, start: int, count: int) -> Int[np.ndarray, " count"]:
         """Where the tokens start, start + 1, … of the sequence lie in the pool.
 
         Args:
@@ -262,7 +278,7 @@ class Block(View, Sequence["Layer"]):
         """The layers as a Python list."""
         return list(self)
 
-    def copy_from(self, x: Any) -> None:
+    def copy_from(self, x: Shaped[ArrayIn, "..."]) -> None:
         """Replaces the block's contents, in place.
 
         Args:
@@ -355,7 +371,7 @@ class Layer(_Part):
         """How many of the pieces are `value`: 1 or 0."""
         return list(self).count(value)  # type: ignore[arg-type]
 
-    def copy_from(self, x: Any) -> None:
+    def copy_from(self, x: Shaped[ArrayIn, "..."]) -> None:
         """Replaces the layer's contents, in place; see `Block.copy_from`."""
         self._replace("Layer.copy_from", x)
 
@@ -389,7 +405,7 @@ class Piece(_Part):
     It is exported and written like a layer.
     """
 
-    def copy_from(self, x: Any) -> None:
+    def copy_from(self, x: Shaped[ArrayIn, "..."]) -> None:
         """Replaces the piece's contents, in place; see `Block.copy_from`."""
         self._replace("Piece.copy_from", x)
 

@@ -6,10 +6,11 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import overload
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_kvblock import _native
 from jax_kvblock.blocks.layout import BlockSpec, Layout
@@ -21,7 +22,7 @@ from jax_kvblock.objects.arguments import (
     head_extents,
     one_name,
 )
-from jax_kvblock.objects.block import Block, BlockList, free, without_handles
+from jax_kvblock.objects.block import Block, BlockList, Result, free, without_handles
 from jax_kvblock.objects.memory import Memory, in_words
 from jax_kvblock.objects.view import Unpicklable
 
@@ -93,7 +94,7 @@ class BlockManager(Unpicklable):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         num_outer: int = 2,
-        dtype: Any = jnp.bfloat16,
+        dtype: DTypeLike = jnp.bfloat16,
         num_blocks: int = 64,
         layout: str | Layout = "NHD",
         memory_kind: str = "device",
@@ -264,14 +265,32 @@ class BlockManager(Unpicklable):
     def pool(self, new: KVPool) -> None:
         self._memory.replace(new)
 
+    @overload
     def update(
         self,
-        step: Callable[..., Any],
+        step: Callable[..., KVPool],
         /,
-        *args: Any,
+        *args: object,
+        static_argnames: str | Iterable[str] = ...,
+        **kwargs: object,
+    ) -> None: ...
+    @overload
+    def update(
+        self,
+        step: Callable[..., tuple[KVPool, Result]],
+        /,
+        *args: object,
+        static_argnames: str | Iterable[str] = ...,
+        **kwargs: object,
+    ) -> Result: ...
+    def update(
+        self,
+        step: Callable[..., KVPool | tuple[KVPool, Result]],
+        /,
+        *args: object,
         static_argnames: str | Iterable[str] = (),
-        **kwargs: Any,
-    ) -> Any:
+        **kwargs: object,
+    ) -> Result | None:
         """Runs `step(pool, *args, **kwargs)` jitted with the pool donated, and keeps
         the new pool.
 

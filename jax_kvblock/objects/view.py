@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jax_kvblock import _native
 from jax_kvblock.core import checks
 from jax_kvblock.objects import dlpack
 from jax_kvblock.objects.memory import Memory
 from jax_kvblock.objects.parts import part_name
+
+if TYPE_CHECKING:
+    from jaxtyping import Shaped
 
 
 class Unpicklable:
@@ -121,7 +125,9 @@ class View(Unpicklable):
         """The block's id and the indices of the part, for a program."""
         return np.array([self._lease.block_id, *self._part], np.int32)
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(
+        self, dtype: DTypeLike | None = None, copy: bool | None = None
+    ) -> Shaped[np.ndarray, "..."]:
         """A NumPy copy (NumPy cannot share a buffer of every dtype and device)."""
         if copy is False:
             raise ValueError(

@@ -455,6 +455,7 @@ def test_cudnn_says_what_it_lacks(lack):
     """Refused before it is looked for, so on machines without it too."""
     q, k, options = LACKS[lack]
     q, k, v = zeros(q, k, k, dtype=F32 if lack == "float32" else BF16)
-    words = f"implementation='cudnn'|{lack}|'xla'"
+    serve = "'xla' does" if lack == "float32" else "'cuda' and 'xla' do"
+    words = f"implementation='cudnn'|{lack}|{serve}"
     attend = call(implementation="cudnn", **options)
     check(W, ValueError, words, lambda: jax.eval_shape(attend, q, k, v))

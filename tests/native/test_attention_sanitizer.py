@@ -22,7 +22,7 @@ from jax_kvblock.attention.cuda import unserved_by_gpu
 
 SANITIZER = shutil.which("compute-sanitizer")
 LIBRARY = Path(jax_kvblock.__file__).parent / "lib" / "libkvblock.so"
-LAUNCHES = Path(__file__).parents[1] / "attention_launches.py"
+LAUNCHES = Path(__file__).parents[1] / "support" / "attention_launches.py"
 
 pytestmark = [
     pytest.mark.gpu,

@@ -346,10 +346,11 @@ def test_the_stress_sees_one_launch_that_is_wrong():
 # ---- on a GPU ------------------------------------------------------------------------
 
 LIBRARY = Path(jax_kvblock.__file__).parent / "lib" / "libkvblock.so"
+SCRIPTS = Path(__file__).parents[1] / "support"
 
 
 def run_on_gpu(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(Path(__file__).parents[1] / script), str(LIBRARY)]
+    command = [sys.executable, str(SCRIPTS / script), str(LIBRARY)]
     return subprocess.run([*command, *arguments], capture_output=True, text=True)
 
 

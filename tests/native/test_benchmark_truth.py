@@ -13,7 +13,7 @@ from cases import AttentionCase
 from jax_kvblock import flash_attention
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import attention_truth
+from support import attention_truth
 
 
 def test_a_few_wrong_rows_are_seen():

@@ -1,6 +1,6 @@
 """The generic attention kernels on a CPU, thread by thread, against float64.
 
-The emulator (tests/emulator/) runs the very sources that a GPU runs, launchers and all,
+The emulator (tests/support/emulator/) runs the very sources that a GPU runs, launchers and all,
 with an instruction's meaning in place of the instruction: who computes which part of
 which row, barriers, asynchronous copies (NaN until they are waited for), fragments,
 shared memory. It cannot say how long anything takes, and knows no races between CTAs.
@@ -27,7 +27,7 @@ from attention_sweep import CAUSAL, OPTIONS, Launcher, judged
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
-    "tests/emulator/attention.cc",
+    "tests/support/emulator/attention.cc",
     *(
         f"cpp/host/{name}.cc"
         for name in ("attention_check", "attention_split", "message")
@@ -38,7 +38,7 @@ SOURCES = (
 def build(library: Path) -> None:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     assert compiler, "the emulator needs a C++ compiler; set CXX to one"
-    folders = ("tests/emulator", "cpp", "cpp/include")
+    folders = ("tests/support/emulator", "cpp", "cpp/include")
     made = library.with_suffix(".made")
     subprocess.run(
         [compiler, "-std=c++17", "-O2", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
@@ -199,7 +199,7 @@ def test_the_emulator_is_strict(tmp_path):
     source, program = tmp_path / "strict.cc", tmp_path / "strict"
     source.write_text(STRICT)
     compiler = os.environ.get("CXX") or shutil.which("g++") or "clang++"
-    folder = ROOT / "tests/emulator"
+    folder = ROOT / "tests/support/emulator"
     subprocess.run(
         [compiler, "-std=c++17", f"-I{folder}", str(source), "-o", str(program)],
         check=True,
@@ -218,7 +218,7 @@ def test_the_emulator_is_strict(tmp_path):
 
 @pytest.mark.torch
 def test_the_sweep_runs_on_the_emulator(library):
-    script = str(ROOT / "tests/attention_sweep.py")
+    script = str(ROOT / "tests/support/attention_sweep.py")
     options = ["--emulated", "--only", "D8 B", "--limit", "1", "--seed", "1"]
     command = [sys.executable, script, str(library), *options]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -426,7 +426,7 @@ FUZZES: dict[str, Callable[[Counts], None]] = {
 
 def run_child(fuzz: str, note: Path, platform: str) -> subprocess.CompletedProcess[str]:
     package = str(Path(jax_kvblock.__file__).parent.parent)
-    helpers = str(Path(__file__).parents[1])  # fuzz_copies.py and others
+    helpers = str(Path(__file__).parents[1] / "support")  # fuzz_copies.py and others
     given = filter(None, [os.environ.get("PYTHONPATH")])
     path = os.pathsep.join([package, helpers, *given])
     return subprocess.run(

@@ -194,7 +194,7 @@ def check_command(words: list[str]) -> None:
         assert importlib.util.find_spec(module), f"no module {module}"
     elif program == "python":
         script = next(word for word in rest if not word.startswith("-"))
-        text = "".join(p.read_text() for p in (ROOT / script).parent.glob("*.py"))
+        text = "".join(p.read_text() for p in (ROOT / script).parent.rglob("*.py"))
         for option in rest[rest.index(script) + 1 :]:
             if option.startswith("--"):
                 assert f'"{option}"' in text, f"{script} has no option {option}"

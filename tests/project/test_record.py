@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-HERE = Path(__file__).parents[1]
+PLUGINS = Path(__file__).parents[1] / "support"
 OF_BLOCKS = """
 import pytest
 
@@ -61,9 +61,10 @@ def write(document, name, out):
     path.write_text(json.dumps(document))
     return path
 
-sys.modules["common"] = types.SimpleNamespace(
+common = types.SimpleNamespace(
     device_name=str, today=lambda: "today", versions=dict, write=write
 )
+sys.modules["support"] = types.SimpleNamespace(common=common)
 """
 BUDGET = "import budgets\nbudgets.BUDGETS = {'native': 0.02}\n"
 
@@ -103,7 +104,7 @@ def run(suite: Path, *options: str) -> Run:
     """pytest with both plugins, and what it recorded."""
     left_out = {"PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"}
     env = {k: v for k, v in os.environ.items() if k not in left_out}
-    env["PYTHONPATH"] = os.pathsep.join([str(HERE), env.get("PYTHONPATH", "")])
+    env["PYTHONPATH"] = os.pathsep.join([str(PLUGINS), env.get("PYTHONPATH", "")])
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take a second
     env["JAX_PLATFORMS"] = "cpu"  # a GPU's machine would not change what is recorded
     plugins = ("-p", "record", "-p", "budgets", "-p", "no:cacheprovider")

@@ -146,7 +146,7 @@ def test_a_gpu_without_a_cuda_build_says_how_to_rebuild(
         ffi.require_cuda_build()
 
 
-def test_the_report_says_of_copies_what_a_call_says(
+def test_the_report_says_what_a_call_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def served() -> dict[str, tuple[str, str]]:
@@ -161,17 +161,24 @@ def test_the_report_says_of_copies_what_a_call_says(
     assert rows["convert_blocks"][0] == "kernel (CUDA)"
     batch = "the operational pair with implementation='batch'"
     assert rows[batch][0] == "cudaMemcpyBatchAsync"
+    assert rows[_report.ATTENTION_16_BITS][0] == "cuda (kernels)"
+    monkeypatch.setattr(ffi, "gpu_capabilities", lambda: frozenset({(8, 6)}))
+    name, why = served()[_report.ATTENTION_16_BITS]
+    assert name == "cuda (kernels), gradients by xla" and "163 KiB" in why
 
     monkeypatch.setitem(ffi.BUILD, "cuda", False)
     name, why = served()["convert_blocks"]
     with pytest.raises(RuntimeError) as raised:
         implementations.choose(None, "cuda")
     assert name == "error" and why in str(raised.value)
+    assert served()[_report.ATTENTION_16_BITS] == (name, why)
 
     monkeypatch.setattr(ffi, "default_platform", lambda: "tpu")
     name, why = served()[batch]
     assert name == "none" and "needs a CPU or an NVIDIA GPU" in why and "tpu" in why
     assert served()["convert_blocks"][0] == "xla"
+    name, why = served()[_report.ATTENTION_CUDNN]
+    assert name == "none" and "needs an NVIDIA GPU" in why and "tpu" in why
 
 
 def test_exporting_for_cuda_from_a_machine_without_a_gpu_works(

@@ -1,4 +1,4 @@
-"""The rooms of the package import each other one way only.
+"""Where things lie, and that the rooms of the package import each other one way only.
 
 `core` stands below all; `blocks` and `attention` stand on it and do not know of each
 other; `objects` stands on `blocks`. The files beside the rooms see all of them.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "jax_kvblock"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "jax_kvblock"
 # What each room may import, besides itself and the native module.
 BELOW: dict[str, set[str]] = {
     "core": set(),
@@ -84,3 +86,16 @@ def test_no_modules_import_each_other() -> None:
     """Not by way of others either, and not for types alone."""
     rooms = {name: {*names} & {*MODULES} for name, names in IMPORTS.items()}
     graphlib.TopologicalSorter(rooms).prepare()  # a circle raises, and is shown
+
+
+def test_helpers_of_tests_and_benchmarks_lie_in_support() -> None:
+    tests, benchmarks = ROOT / "tests", ROOT / "benchmarks"
+    assert {file.name for file in tests.glob("*.py")} == {"conftest.py"}
+    others = {file.parent.name for file in tests.glob("*/*.py") if not is_test(file)}
+    assert others == {"support", "typing"}
+    for file in benchmarks.glob("*.py"):
+        assert re.search(r"__main__|^def bench\(", file.read_text(), re.MULTILINE), file
+
+
+def is_test(file: Path) -> bool:
+    return file.name.startswith("test_")

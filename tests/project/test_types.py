@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import typing
 from collections.abc import Callable
 from pathlib import Path
 
@@ -72,6 +73,47 @@ def test_the_native_module_has_strict_types(tmp_path: Path) -> None:
     """Its stub comes of the build; who checks the package strictly sees it."""
     stub = (PACKAGE_ROOT / "jax_kvblock" / "_native.pyi").read_text()
     assert not check(tmp_path, "mypy", text=stub, name="native.pyi")
+
+
+CALLED = ("__init__", "__call__", "__array__")
+
+
+def public_functions() -> dict[str, Callable[..., object]]:
+    """The functions, and the methods and properties that users see."""
+    found = {}
+    for name in jax_kvblock.__all__:
+        value = getattr(jax_kvblock, name)
+        if not inspect.isclass(value):
+            found[name] = value
+            continue
+        for key, member in inspect.getmembers_static(value):
+            member = getattr(member, "fget", getattr(member, "__func__", member))
+            ours = inspect.isfunction(member) and "jax_kvblock" in str(
+                member.__module__
+            )
+            if ours and (not key.startswith("_") or key in CALLED):
+                found[f"{name}.{key}"] = member
+    # What JAX makes a tree of has leaves of any kind.
+    return {name: f for name, f in found.items() if ".tree_" not in name}
+
+
+PUBLIC = public_functions()
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_signatures_say_what_they_take_and_give(name: str) -> None:
+    """Nothing is `Any`, but what a function that is passed in gives; dims are told."""
+    for function in (*typing.get_overloads(PUBLIC[name]), PUBLIC[name]):
+        for told in map(str, function.__annotations__.values()):
+            assert not re.search(r"\bAny\b", re.sub(r"Callable\[[^]]*\]", "", told))
+            assert not re.search(r"(?<!\[)\bArrayIn\b", told), "without its dims"
+
+
+def test_who_computes_has_one_name() -> None:
+    takes = {name: inspect.signature(f).parameters for name, f in PUBLIC.items()}
+    by_backend = {name for name, parameters in takes.items() if "backend" in parameters}
+    by_name = {name for name, these in takes.items() if "implementation" in these}
+    assert by_backend == {"block_to_operational", "operational_to_block"} < by_name
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ assert_type(kv.block_to_universal(pieces, num_outer=1), list[jax.Array])
 assert_type(kv.universal_to_block(there), jax.Array)
 assert_type(kv.universal_to_block([here]), list[list[jax.Array]])
 assert_type(kv.block_to_operational(there, backend="kernel"), jax.Array)
+assert_type(kv.block_to_operational(here, implementation="batch"), jax.Array)
 assert_type(kv.block_to_operational(pieces), list[jax.Array])
 assert_type(kv.operational_to_block(there, num_kv_heads=8, head_dim=64), jax.Array)
 assert_type(kv.convert_blocks(here, "NHD", "HND", spec), jax.Array)
@@ -62,7 +63,13 @@ kv.append_kv(pool, "0", here, here, ids)  # wrong
 kv.gather_blocks(pool, "ids")  # wrong
 kv.gather_blocks(spec, ids)  # wrong
 
+
+def step(pool: kv.KVPool, count: int) -> tuple[kv.KVPool, int]:
+    return pool, count
+
+
 # Objects.
+kv.BlockManager(4, 16, 8, dtype=3)  # wrong
 with kv.BlockManager(
     4, 16, num_kv_heads=8, head_dim=64, num_blocks=8, dtype="float32"
 ) as manager:
@@ -87,7 +94,14 @@ with kv.BlockManager(
     blocks.append(more)  # wrong
     blocks.extend([0])  # wrong
     blocks.slots("0", 1)  # wrong
+    assert_type(manager.update(step, 3), int)
+    assert_type(blocks[0].manager.update(step, 3), int)
+    assert_type(blocks[0].manager.allocate_blocks(1), kv.BlockList)
+    assert_type(blocks.ids, np.ndarray)
+    blocks[0].copy_from(layer)
+    blocks[0].copy_from("block")  # wrong
     manager.update("step")  # wrong
+    manager.update(len)  # wrong
 
 assert_type(kv.BlockManager.from_spec(spec, 8, device="cpu"), kv.BlockManager)
 assert_type(kv.BlockManager.from_pool(pool), kv.BlockManager)

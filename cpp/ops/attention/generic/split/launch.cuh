@@ -7,6 +7,7 @@
 
 #include "ops/attention/combine/combine.cuh"
 #include "ops/attention/contract/launch.h"
+#include "ops/attention/generic/forward/launcher.h"
 #include "ops/attention/generic/split/kernel.cuh"
 #include "ops/attention/generic/split/launcher.h"
 #include "ops/attention/generic/split/plan.h"
@@ -19,7 +20,13 @@ const char* LaunchSplitAs(const kvblock_attention& a, float* pieces, cudaStream_
   constexpr int kCombineThreads = 64;
   int device = 0;
   cudaError_t status = cudaGetDevice(&device);
+  int available = 0;
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
   if (status != cudaSuccess) return CudaResult(status);
+  // Of consumer GPUs a CTA can have 99 KiB, too little for head dims beyond 192.
+  if (Traits::kSharedBytes > available) return LaunchForwardOf<T, kDim>(a, stream);
 
   // A CTA for every place on the GPU, if there is a tile for each.
   ShareParams p = MakeShareParams(a, 1, pieces);
@@ -42,8 +49,9 @@ const char* LaunchSplitAs(const kvblock_attention& a, float* pieces, cudaStream_
                       Traits::kThreads, Traits::kSharedBytes, stream, p);
   if (status == cudaSuccess && p.ctas > 1) {
     const auto rows = static_cast<unsigned>(std::min<int64_t>(p.rows, a.q_len * p.group));
-    status = LaunchGrid(AttentionCombine<T, Traits::kTileKeys, kCombineThreads>,
-                        dim3(static_cast<unsigned>(p.ctas - 1), rows), kCombineThreads, 0, stream, p);
+    status =
+        LaunchGrid(AttentionCombine<T, Traits::kTileKeys, kCombineThreads>,
+                   dim3(static_cast<unsigned>(p.ctas - 1), rows), kCombineThreads, 0, stream, p);
   }
   return CudaResult(status);
 }

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent / "cpp"
+ROOT = Path(__file__).parents[2] / "cpp"
 
 
 def run_cpp(folder: Path, program: str, *sources: str) -> str:

@@ -13,10 +13,11 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import common
 import jax
 import numpy as np
-from common import cases
+
+from support import common
+from support.common import cases
 
 
 def in_jax(case: Any) -> Iterator[tuple[str, Callable[..., Any]]]:

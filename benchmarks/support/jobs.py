@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import common
-import cuda_runtime
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from support import common, cuda_runtime
 
 
 @dataclasses.dataclass

@@ -1,6 +1,7 @@
 """Holds the attention kernels of this GPU to float64, thousands of calls in a row.
 
-    python tests/attention_sweep.py LIBRARY [--kernels sm90] [--only D128] [--out FILE]
+    python tests/support/attention_sweep.py LIBRARY [--kernels sm90] [--only D128]
+                                                    [--out FILE]
 
 It calls the C interface of libkvblock.so, without jax and so without compiling
 anything: every launcher, on fresh random numbers, over what attention_problems.py can

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import xla
 
 from jax_kvblock import BlockSpec
+from support import xla
 
 AXES = {"NHD": "LOTHD", "HND": "LOHTD", "universal": "HLOTD"}
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 # Options that leave tests out without deselecting them.
 NARROWING = ("ignore", "ignore_glob", "lf", "stepwise", "collectonly")
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
@@ -134,7 +134,7 @@ def write(
     rows: list[dict[str, Any]], config: pytest.Config, status: int, whole: bool
 ) -> Path:
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    import common
+    from support import common
 
     document = {
         "device": common.device_name(),

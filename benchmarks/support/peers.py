@@ -5,8 +5,8 @@ The file has one function, which is asked for every piece of work with a source:
     def peers(shape: str, work: str, arrays: dict) -> dict[str, Callable[[], Any]]: ...
 
 It returns implementations of this work, by the name that results shall give them.
-`shape` is a name of tests/cases.py; `work` is "NHD to universal", "gather, HND pool"
-and so on. `arrays` holds
+`shape` is a name of tests/support/cases.py; `work` is "NHD to universal", "gather, HND
+pool" and so on. `arrays` holds
 
     spec     the BlockSpec: extents, dtype and the pool's layout
     source   what is read, a jax array: blocks, or a contiguous pool
@@ -29,10 +29,11 @@ import functools
 from pathlib import Path
 from types import ModuleType
 
-import common
 import jax
-from common import Results
-from jobs import Group, HostJob, zeros_like
+
+from support import common
+from support.common import Results
+from support.jobs import Group, HostJob, zeros_like
 
 
 @functools.cache

@@ -20,12 +20,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import ceilings
-import common
 import jax
 import jax.numpy as jnp
-import peers
-from common import MIB, Results
-from jobs import Group, Job
+
+from support import common, peers
+from support.common import MIB, Results
+from support.jobs import Group, Job
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Many backward passes of the Hopper kernels under load: is every dq finite and right?
 
-    python tests/attention_stress.py LIBRARY [--seconds 1] [--out FILE]
+    python tests/support/attention_stress.py LIBRARY [--seconds 1] [--out FILE]
 
 CTAs add to one dq in an order that differs from run to run, and the first of them
 stores what the others add to. So each shape, of every head dim that has a kernel of its

@@ -1,7 +1,7 @@
 """Small mistakes, each put into a copy of the sources, and what has to notice it.
 
-    python tests/mutants.py                    # on the CPU
-    python tests/mutants.py --gpu BUILD_FOLDER # of the kernels, on a GPU
+    python tests/support/mutants.py            # on the CPU
+    python tests/support/mutants.py --gpu BUILD_FOLDER # of the kernels, on a GPU
 
 A mutant is one line of the sources with another text. On the CPU each has its own copy,
 for C++ compiled anew, and a named part of the suite runs on it. Of a kernel the object
@@ -183,7 +183,7 @@ class Gpu:
         return library
 
     def sweep(self, library: Path, killer: tuple[str, ...]) -> tuple[int, str]:
-        script = str(ROOT / "tests" / "attention_sweep.py")
+        script = str(ROOT / "tests" / "support" / "attention_sweep.py")
         command = [sys.executable, script, str(library), *killer]
         return run(command, self.scratch, 120)
 

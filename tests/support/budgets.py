@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-TESTS = Path(__file__).resolve().parent
+TESTS = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "attention": 400,
     "blocks": 240,
@@ -67,7 +67,7 @@ class Budgets:
         if self.config.getoption("--budgets") and self.over():
             terminalreporter.write_line(
                 f"OVER BUDGET: {', '.join(self.over())}; make these tests cheaper, or "
-                "change tests/budgets.py and what it takes the time from"
+                "change tests/support/budgets.py and what it takes the time from"
             )
 
 

@@ -20,15 +20,15 @@ from types import ModuleType
 from typing import Any
 
 import bars
-import cuda_runtime
 import jax
 import jaxlib
 import numpy as np
 
 import jax_kvblock
 from jax_kvblock.core import ffi
+from support import cuda_runtime
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 OURS = "jax_kvblock"
 MIB = 1 << 20
 GIB = 1 << 30
@@ -46,7 +46,7 @@ def load_module(name: str, path: str | Path) -> ModuleType:
 
 
 # The shapes live with the tests, so that what is timed is what is tested.
-cases = load_module("kvblock_cases", ROOT / "tests" / "cases.py")
+cases = load_module("kvblock_cases", ROOT / "tests" / "support" / "cases.py")
 RUNS_OF_8 = cases.Case("runs of 8 bytes", 24, 2, 16, 8, 4)
 
 

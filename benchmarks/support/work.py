@@ -8,10 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import xla
-from blocks import AXES, Data, axis_order, place, random_blocks, run_bytes
-from common import OURS
-from jobs import Group, Job
 
 from jax_kvblock import (
     BlockSpec,
@@ -25,6 +21,10 @@ from jax_kvblock import (
     scatter_blocks,
     universal_to_block,
 )
+from support import xla
+from support.blocks import AXES, Data, axis_order, place, random_blocks, run_bytes
+from support.common import OURS
+from support.jobs import Group, Job
 
 # ---- the copy that everything is measured against ------------------------------------
 

@@ -1,0 +1,1 @@
+"""What the benchmarks share: the work, its peers, the clock, results files."""
