@@ -28,7 +28,7 @@ from meshes import mesh_of
 from messages import check
 
 from jax_kvblock import AttentionTiles, flash_attention
-from jax_kvblock.attention import arguments, cuda, dense
+from jax_kvblock.attention import arguments, cuda, dense, dispatch
 from jax_kvblock.attention.config import _tiles_of_children, sizes_of
 
 W = "AttentionTiles.from_mask"
@@ -482,7 +482,7 @@ def test_what_the_kernels_do_not_serve_goes_to_xla(tiles, words):
 
     def chosen(tiles, implementation):
         options = {"tiles": tiles, "implementation": implementation}
-        return cuda.choose(*arguments.normalize("f", q, q, q, **options), "cuda")
+        return dispatch.choose(*arguments.normalize("f", q, q, q, **options), "cuda")
 
     assert chosen(tiles, None) == "xla"
     for name in ("cuda", "cuda_sm90"):

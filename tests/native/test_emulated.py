@@ -1,7 +1,7 @@
 """The generic attention kernels on a CPU, thread by thread, against float64.
 
-The emulator (tests/support/emulator/) runs the very sources that a GPU runs, launchers and all,
-with an instruction's meaning in place of the instruction: who computes which part of
+The emulator (tests/support/emulator/) runs the very sources that a GPU runs,
+launchers too, with an instruction's meaning in its place: who computes which part of
 which row, barriers, asynchronous copies (NaN until they are waited for), fragments,
 shared memory. It cannot say how long anything takes, and knows no races between CTAs.
 The cases are drawn and judged as in the sweep on a GPU.
