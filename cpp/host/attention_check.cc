@@ -105,6 +105,13 @@ std::string CheckOptions(const kvblock_attention& a, kvblock_attention_pass pass
     return transposed ? "tile_indices_t and tile_counts_t go together, and with tile_indices"
                       : "tile_indices and tile_counts go together";
   }
+  if ((a.tile_map != nullptr) != (a.tile_masks != nullptr)) {
+    return "tile_map and tile_masks go together";
+  }
+  if (a.tile_masks != nullptr && (tiles == nullptr || a.num_tile_masks < 1)) {
+    return Got("tile_masks go with tile lists, and num_tile_masks must be positive",
+               a.num_tile_masks);
+  }
   if (packed && (a.bias || segments || a.q_lens || a.kv_lens || tiles)) {
     return "packed inputs (cu_q, cu_kv) take neither bias, segments, lengths nor tiles";
   }
@@ -141,6 +148,10 @@ std::string CheckOptions(const kvblock_attention& a, kvblock_attention_pass pass
     if (error.empty() && !Addressable({a.tile_batch, a.tile_heads, lists, most})) {
       return Got("tile lists are too large to address, max_tiles and max_tiles_t must be smaller",
                  most);
+    }
+    if (error.empty() && a.tile_masks &&
+        !Addressable({a.num_tile_masks, a.tile_q, a.tile_kv / 32})) {
+      return Got("num_tile_masks * tile_q * tile_kv is too large to address", a.num_tile_masks);
     }
   }
   return error;
@@ -208,6 +219,7 @@ std::string CheckAlignment(const kvblock_attention& a) {
   if (Misaligned({a.bias, a.dbias}, a.bias_dtype == KVBLOCK_F32 ? 4 : 2) ||
       Misaligned({a.cu_q, a.cu_kv, a.q_lens, a.kv_lens, a.shift, a.q_segments, a.kv_segments}, 4) ||
       Misaligned({a.tile_indices, a.tile_counts, a.tile_indices_t, a.tile_counts_t}, 4) ||
+      Misaligned({a.tile_map, a.tile_masks}, 4) ||
       Misaligned({a.sinks, a.lse, a.base, a.delta, a.dq_turns, a.dq_state}, 4)) {
     return "arrays of int32 and float32, bias and dbias must be aligned to their elements";
   }

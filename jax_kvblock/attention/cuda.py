@@ -60,8 +60,6 @@ def unserved(config: AttentionConfig, x: Operands) -> list[str]:
         missing.append(
             f"tiles of {config.block_q} x {config.block_kv} (multiples of 128)"
         )
-    if x.tile_masks is not None:
-        missing.append("partial tiles (lists of whole tiles are served)")
     # The forward kernels need powers of it (CheckSoftcap in attention_check.cc).
     with np.errstate(over="ignore"):
         scale, softcap = np.float32(config.scale), np.float32(config.softcap)
@@ -132,6 +130,8 @@ OPTIONAL = (
     "tile_counts",
     "tile_indices_t",
     "tile_counts_t",
+    "tile_map",
+    "tile_masks",
 )
 
 
@@ -275,7 +275,11 @@ def _optional(
         found["kv_segment_ranges"] = _ranges(x.kv_segments)
     if x.tile_indices is not None and op == "backward_kv":
         lists = _transposed(config, x, size)
-        found["tile_indices_t"], found["tile_counts_t"], _ = lists
+        found["tile_indices_t"], found["tile_counts_t"] = lists
+    if x.tile_masks is not None:
+        found["tile_map"] = tile_map(config, x, size.kv_len)
+        there = x.tile_partial < x.tile_masks.shape[0]
+        found["tile_indices"] = jnp.where(there, x.tile_indices, -1)
     if op.startswith("backward"):
         found["sinks"] = None  # lse holds them
     return found
@@ -293,12 +297,9 @@ def _ranges(segments: jax.Array) -> jax.Array:
 
 def _transposed(
     config: AttentionConfig, x: Operands, size: Sizes
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """For each KV tile the query tiles that list it: indices, counts, and `partial`."""
+) -> tuple[jax.Array, jax.Array]:
+    """For each KV tile the query tiles that list it."""
     tiles = jnp.swapaxes(tile_map(config, x, size.kv_len), 2, 3)
     listed = tiles != NOT_LISTED
     order = jnp.argsort(~listed, axis=-1, stable=True).astype(jnp.int32)
-    partial = None
-    if x.tile_masks is not None:
-        partial = jnp.take_along_axis(tiles, order, axis=-1)
-    return order, listed.sum(-1, dtype=jnp.int32), partial
+    return order, listed.sum(-1, dtype=jnp.int32)

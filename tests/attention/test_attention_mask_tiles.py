@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import tracemalloc
 
@@ -465,49 +466,54 @@ def test_masks_in_every_mode(rng, mode):
 
 # ---- who computes --------------------------------------------------------------------
 
-MASKED = AttentionTiles(
-    np.int32([[[[0]]]]), np.int32([[[1]]]), 128, 128, np.int32([[[[0]]]]),
-    np.ones((1, 128, 4), np.uint32),
-)  # fmt: skip
 SMALL = AttentionTiles(np.int32([[[[0]]]]), np.int32([[[1]]]), 128, 64)
 
 
-@pytest.mark.parametrize(
-    "tiles, words",
-    [(MASKED, "partial tiles (lists of whole tiles"), (SMALL, "tiles of 128 x 64")],
-    ids=["partial", "small"],
-)
-def test_what_the_kernels_do_not_serve_goes_to_xla(tiles, words):
+def test_small_tiles_go_to_xla():
     q = jnp.zeros((1, 5, 1, 64), BF16)
 
-    def chosen(tiles, implementation):
-        options = {"tiles": tiles, "implementation": implementation}
+    def chosen(implementation):
+        options = {"tiles": SMALL, "implementation": implementation}
         return dispatch.choose(*arguments.normalize("f", q, q, q, **options), "cuda")
 
-    assert chosen(tiles, None) == "xla"
+    assert chosen(None) == "xla"
     for name in ("cuda", "cuda_sm90"):
-        message = f"implementation='{name}' does not serve|{words}|implementation='xla'"
-        check("flash_attention", ValueError, message, lambda: chosen(tiles, name))  # noqa: B023
+        message = f"implementation='{name}' does not serve|tiles of 128 x 64|'xla'"
+        check("flash_attention", ValueError, message, lambda: chosen(name))  # noqa: B023
 
 
-def test_the_lists_that_go_backwards_have_the_rows_of_the_masks(rng):
+def test_what_the_kernels_get_says_the_mask(rng):
+    """Lists both ways, and a map; an entry whose bits do not exist is none."""
     mask = rng.random((2, 1, 70, 50)) < 0.02
     mask[0, 0, 16:32] = True
     tiles = AttentionTiles.from_mask(mask, block_q=16, block_kv=16)
+    bad = jnp.where(tiles.partial == 3, 1000, tiles.partial)
+    tiles = dataclasses.replace(tiles, partial=bad)
     call = draw(rng, q_len=70, kv_len=50, dim=8).replace(tiles=tiles)
-    config, x = arguments.normalize("f", **call.arrays, **call.operands)
-    sizes = sizes_of(config, x)
-    indices, counts, partial = map(np.asarray, cuda._transposed(config, x, sizes))
-    found, want = set(), set()
-    for b, i in np.ndindex(2, 5):
-        for c in range(int(tiles.counts[b, 0, i])):
-            want.add(
-                (b, i, *(int(a[b, 0, i, c]) for a in (tiles.indices, tiles.partial)))
-            )
-    for b, j in np.ndindex(2, 4):
-        for c in range(counts[b, 0, j]):
-            found.add((b, int(indices[b, 0, j, c]), j, int(partial[b, 0, j, c])))
-    assert found == want
+    # Traced: where such an entry can be seen it is an error.
+    config, x = arguments.normalize("f", **call.arrays)
+    config = dataclasses.replace(config, block_q=16, block_kv=16)
+    x = x._replace(tile_indices=tiles.indices, tile_counts=tiles.counts,
+                   tile_partial=tiles.partial, tile_masks=tiles.masks)  # fmt: skip
+    got = cuda._optional("backward_kv", config, x, sizes_of(config, x))
+    got = {name: np.asarray(a) for name, a in got.items() if name.startswith("tile")}
+    assert set(got) == {name for name in cuda.OPTIONAL if name.startswith("tile")}
+    want = {
+        (b, i, int(tiles.indices[b, 0, i, c]), int(row))
+        for b, i in np.ndindex(2, 5)
+        for c in range(int(tiles.counts[b, 0, i]))
+        if (row := tiles.partial[b, 0, i, c]) < 1000
+    }
+
+    def listed(way, swap):
+        indices, counts = got[f"tile_indices{way}"], got[f"tile_counts{way}"]
+        for b, _, i in np.ndindex(counts.shape):
+            for j in indices[b, 0, i, : counts[b, 0, i]]:
+                if j >= 0:
+                    at = (j, i) if swap else (i, j)
+                    yield (b, *map(int, at), int(got["tile_map"][b, 0, *at]))
+
+    assert set(listed("", False)) == want == set(listed("_t", True))
     assert {-1} < {row[-1] for row in want}
 
 

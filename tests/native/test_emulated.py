@@ -104,6 +104,12 @@ LONGER = {
     "d128": Case("bfloat16", 128, 128, 1, 2, 1, 150, 200, 1, window=CAUSAL),
     "d104, lengths": Case("bfloat16", 104, 72, 2, 2, 1, 90, 150, 2, lengths=True),
     "d256": Case("float16", 256, 256, 1, 1, 1, 70, 90, 3, window=(30, 10)),
+    "d128, partial tiles": Case(
+        "bfloat16", 128, 128, 2, 2, 1, 150, 300, 5, tiles=(2, True), masks=4
+    ),
+    "d256, partial tiles": Case(
+        "float16", 256, 200, 1, 1, 1, 150, 200, 6, tiles=(1, False), masks=2
+    ),
     "packed": Case("bfloat16", 128, 128, 4, 2, 2, 200, 210, 4, packed=True),
 }
 

@@ -45,6 +45,8 @@ class Attention(ctypes.Structure):
         *fields(ctypes.c_void_p, "tile_indices_t tile_counts_t"),
         *fields(ctypes.c_int32, "tile_batch tile_heads tile_q tile_kv"),
         *fields(ctypes.c_int32, "max_tiles max_tiles_t"),
+        *fields(ctypes.c_void_p, "tile_map tile_masks"),
+        *fields(ctypes.c_int32, "num_tile_masks"),
         *fields(ctypes.c_void_p, "o lse base d_o delta"),
         *fields(ctypes.c_void_p, "dq_accum dq dk dv dbias dq_turns dq_state"),
     ]

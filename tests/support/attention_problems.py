@@ -51,6 +51,7 @@ class Case:
     bias: tuple[str, int, bool] | None = None
     sinks: int = 0
     tiles: tuple[int, bool] | None = None
+    masks: int = 0  # bits of so many partial tiles, which half of the tiles have
     name: str = ""  # its options, for people
 
     def __str__(self) -> str:
@@ -161,6 +162,8 @@ class Tiles:
     counts: np.ndarray
     indices_t: np.ndarray
     counts_t: np.ndarray
+    map: np.ndarray | None = None  # of each tile its row of bits; below 0: all attend
+    bits: np.ndarray | None = None  # bool [masks, TILE_Q, TILE_KV]
 
 
 def draw_tiles(rng: np.random.Generator, case: Case) -> Tiles:
@@ -180,7 +183,17 @@ def draw_tiles(rng: np.random.Generator, case: Case) -> Tiles:
         return indices, counts
 
     forward, backward = lists(listed, -1), lists(listed.swapaxes(2, 3), rows + 3)
-    return Tiles(listed, *forward, *backward)
+    if not case.masks:
+        return Tiles(listed, *forward, *backward)
+    partial = rng.integers(-case.masks, case.masks, lead, np.int32)
+    bits = rng.random((case.masks, TILE_Q, TILE_KV)) < rng.random((case.masks, 1, 1))
+    return Tiles(listed, *forward, *backward, np.maximum(partial, -1), bits)
+
+
+def words(bits: np.ndarray) -> np.ndarray:
+    """Bits `[.., n]` as uint32 `[.., n / 32]`, the first one lowest (in an int32)."""
+    packed = np.packbits(bits, axis=-1, bitorder="little")
+    return np.ascontiguousarray(packed).view("<u4").astype(np.uint32).view(np.int32)
 
 
 class Problem:
@@ -225,6 +238,9 @@ class Problem:
         if self.tiles is not None:
             for name in ("indices", "counts", "indices_t", "counts_t"):
                 self.given[f"tile_{name}"] = put(getattr(self.tiles, name))
+            if self.tiles.bits is not None:
+                self.given["tile_map"] = put(self.tiles.map)
+                self.given["tile_masks"] = put(words(self.tiles.bits))
 
         self.rows, self.keys, alive, exists = self._positions()
         self.alive, self.exists = put(alive), put(exists)
@@ -269,6 +285,15 @@ class Problem:
         alive = np.arange(c.q_len) < q_lens[:, None]
         return rows, keys, alive, np.arange(c.kv_len) < kv_lens[:, None]
 
+    def _bits(self) -> np.ndarray:
+        """Those of every tile side by side, as `listed` lies."""
+        tiles = np.where(
+            self.tiles.map[..., None, None] < 0, True, self.tiles.bits[self.tiles.map]
+        )
+        lead, (rows, columns) = tiles.shape[:2], tiles.shape[2:4]
+        flat = tiles.swapaxes(3, 4)
+        return flat.reshape(*lead, rows * TILE_Q, columns * TILE_KV)
+
     def mask(self) -> Any:
         """Who attends to whom: bool `[members, 1 or heads, T, S]`."""
         c, put = self.case, self.place.put
@@ -289,6 +314,8 @@ class Problem:
         mask = mask[:, None]
         if self.tiles is not None:
             listed = self.tiles.listed.repeat(TILE_Q, 2).repeat(TILE_KV, 3)
+            if self.tiles.bits is not None:
+                listed = listed & self._bits()
             listed = listed.repeat(c.batch // len(listed), 0)
             mask = mask & put(listed[:, :, : c.q_len, : c.kv_len])
         return mask

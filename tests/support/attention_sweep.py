@@ -99,10 +99,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "own bias": {"bias": ("float32", 0, True), "lengths": True},
     "tiles": {"tiles": (1, True)},
     "own tiles, causal": {"tiles": (0, False), "window": CAUSAL},
+    "partial tiles": {"tiles": (1, True), "masks": 3},
+    "own partial tiles, causal": {"tiles": (0, False), "masks": 5, "window": CAUSAL},
     "everything": {
         **{"window": (90, 40), "shift": True, "lengths": True, "segments": "sorted"},
         **{"softcap": 30.0, "scale": -0.2, "bias": ("float32", 1, False), "sinks": 1},
-        "tiles": (1, True),
+        **{"tiles": (1, True), "masks": 2},
     },
 }
 LONG = (2048, 4096, 8192)
@@ -229,6 +231,7 @@ class Launcher:
             a.tile_q, a.tile_kv = TILE_Q, TILE_KV
             a.max_tiles = x.tiles.indices.shape[-1]
             a.max_tiles_t = x.tiles.indices_t.shape[-1]
+            a.num_tile_masks = c.masks
         return a
 
     def forward(self, x: Problem, a: Attention) -> dict[str, Any]:

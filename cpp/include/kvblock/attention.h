@@ -17,6 +17,7 @@
  *                                                                  is window_right = 0)
  *   q_segments[b, i] == kv_segments[b, j]                         (where given)
  *   the tile (i / tile_q, j / tile_kv) is listed                  (where tiles are given)
+ *   the tile's bit for i and j is 1                               (where tile_masks are given)
  *
  * Keys from kv_lens[b] on and queries from q_lens[b] on, and keys in tiles that are not listed, are
  * never read. Outputs are written for every query, also for those from q_lens[b] on (0 and -inf).
@@ -103,6 +104,13 @@ typedef struct kvblock_attention {
   const int32_t *tile_indices_t, *tile_counts_t; /* [.., ceil(S / tile_kv), max_tiles_t] */
   int32_t tile_batch, tile_heads;                /* a divisor of B; 1 or N */
   int32_t tile_q, tile_kv, max_tiles, max_tiles_t;
+  /* Both may be NULL, and go with tile lists. tile_map [tile_batch, tile_heads, ceil(T / tile_q),
+   * ceil(S / tile_kv)] has of a listed tile its row of tile_masks, or a number below 0 where all of
+   * the tile attends. tile_masks [num_tile_masks, tile_q, tile_kv / 32]: query r of a tile attends
+   * to its key 32 w + c where bit c (of value 2^c) of word [row, r, w] is 1. */
+  const int32_t* tile_map;
+  const uint32_t* tile_masks;
+  int32_t num_tile_masks;
 
   void* o;    /* forward: written; not read by the backward launchers */
   float* lse; /* forward: written unless NULL; backward: read */

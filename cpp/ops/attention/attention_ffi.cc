@@ -36,6 +36,8 @@ enum Optional {
   kTileCounts,
   kTileIndicesT,
   kTileCountsT,
+  kTileMap,
+  kTileMasks,
   kNumOptional,
 };
 
@@ -256,6 +258,22 @@ void DecodeOptional(Reader* in, const Attributes& attributes, Decoded* out) {
                 &a.tile_counts_t, &a.max_tiles_t);
     if (a.tile_batch != batch || a.tile_heads != heads)
       in->Fail("both tile lists are shared alike");
+  }
+  if (has(kTileMap) != has(kTileMasks) || (has(kTileMap) && !has(kTileIndices))) {
+    return in->Fail("tile_map and tile_masks go with tile lists");
+  }
+  if (has(kTileMap) && !in->failed()) {
+    a.tile_map = Ints(
+        in, "tile_map",
+        {a.tile_batch, a.tile_heads, CeilDiv(a.q_len, a.tile_q), CeilDiv(a.kv_len, a.tile_kv)});
+    const ffi::AnyBuffer masks = in->Operand("tile_masks");
+    const auto dims = masks.dimensions();
+    if (dims.size() != 3 || dims[0] < 1 || dims[0] > INT32_MAX || dims[1] != a.tile_q ||
+        dims[2] != CeilDiv(a.tile_kv, 32) || masks.element_type() != ffi::DataType::U32) {
+      return in->Fail("tile_masks are uint32 [masks, tile_q, tile_kv / 32]");
+    }
+    a.tile_masks = static_cast<const uint32_t*>(masks.untyped_data());
+    a.num_tile_masks = static_cast<int32_t>(dims[0]);
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "device/fast_math.cuh"
 #include "ops/attention/mask/sequence.cuh"
+#include "ops/attention/mask/tile_bits.cuh"
 
 namespace kvblock {
 
@@ -34,8 +35,10 @@ __device__ __forceinline__ float RowDelta(float lse, float delta) {
 template <typename T, bool kTransposed = false>
 class Scores {
  public:
-  __device__ __forceinline__ Scores(const AttentionParams& p, const Sequence& s, int head)
-      : p_(p), s_(s), bias_row_(0), base_row_(0) {
+  // query and key: of the tile that is computed.
+  __device__ __forceinline__ Scores(const AttentionParams& p, const Sequence& s, int head,
+                                    int query, int key)
+      : p_(p), s_(s), bits_(p, s.batch, head, query, key), bias_row_(0), base_row_(0) {
     if (p.bias != nullptr) {
       const int64_t bb = BatchRow(p, p.bias_batch, s.batch), bn = p.bias_heads > 1 ? head : 0;
       bias_row_ = (bb * p.bias_heads + bn) * p.q_len;
@@ -71,6 +74,13 @@ class Scores {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         attends[e] = attends[e] && of_row[Row(e)] == of_column[Column(e)];
+      }
+    }
+    if (bits_.some()) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int i = query + Row(e) * kRowStep, j = key + Column(e) * kColumnStep;
+        attends[e] = attends[e] && (bits_.From(i, j) & 1) != 0;
       }
     }
     if constexpr (kSoftcap) {
@@ -126,6 +136,7 @@ class Scores {
 
   const AttentionParams& p_;
   const Sequence& s_;
+  const TileBits bits_;
   int64_t bias_row_, base_row_;
 };
 

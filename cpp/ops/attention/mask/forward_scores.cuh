@@ -9,6 +9,7 @@
 #include "device/fast_math.cuh"
 #include "ops/attention/contract/params.cuh"
 #include "ops/attention/mask/sequence.cuh"
+#include "ops/attention/mask/tile_bits.cuh"
 
 namespace kvblock {
 
@@ -143,6 +144,29 @@ __device__ __forceinline__ void MaskSegments(const AttentionParams& p, const Seq
   }
 }
 
+// -inf where the bits of a partial tile are 0. Queries and keys past the ends have bits, too. Eight
+// columns lie in one word: a tile begins at a multiple of 16.
+template <typename Traits>
+__device__ __forceinline__ void MaskTileBits(const AttentionParams& p, const Sequence& s, int head,
+                                             ForwardRows<Traits>& rows, int query, int key) {
+  const TileBits bits(p, s.batch, head, query, key);
+  if (!bits.some()) return;
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int n = 0; n < Traits::kKeys / 8; ++n) {
+        const uint32_t pair = bits.From(query + rb * 16 + half * 8, key + n * 8);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if ((pair >> e & 1) == 0) rows.s[rb][n][half * 2 + e] = -INFINITY;
+        }
+      }
+    }
+  }
+}
+
 // Scores from products: scale, softcap and bias where the rules say so, then -inf where a query
 // does not attend (`mask`), also by its segment (`segments`). Each rule is one pass over the
 // registers behind a uniform branch.
@@ -202,6 +226,7 @@ __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Seq
   if (!mask) return;
   MaskPositions<Traits>(s, rows, query, key);
   if (segments) MaskSegments<Traits>(p, s, rows, query, key);
+  if (p.tile_masks != nullptr) MaskTileBits<Traits>(p, s, head, rows, query, key);
 }
 
 // A value of each of the four lanes that share a row.

@@ -151,6 +151,17 @@ class TileWalk {
                         end);
   }
 
+  // Whether the listed tile of the window is a partial one.
+  __device__ __forceinline__ bool Partial() const {
+    const int64_t rows = (p_.q_len + p_.tile_q - 1) / p_.tile_q;
+    const int64_t columns = (p_.kv_len + p_.tile_kv - 1) / p_.tile_kv;
+    const int64_t place =
+        kOverKeys
+            ? at_.list * columns + at_.window / p_.tile_kv
+            : (at_.list / columns * rows + at_.window / p_.tile_q) * columns + at_.list % columns;
+    return __ldg(p_.tile_map + place) >= 0;
+  }
+
   __device__ __forceinline__ bool NextStretch() {
     if (!HasLists()) {  // there is one, whose end is not 0
       if (at_.stretch_end != 0 || at_.begin >= at_.end) return false;
@@ -186,6 +197,7 @@ class TileWalk {
     bool whole = visit && (kOverKeys ? s_.AllVisible(at_.fixed_first, at_.fixed_end, first, end)
                                      : s_.AllVisible(first, end, at_.fixed_first, at_.fixed_end));
     if (!kDivides && HasLists()) whole = whole && end <= at_.stretch_end;
+    if (HasLists() && p_.tile_masks != nullptr) whole = whole && !Partial();
     bool same = true;
     if (HasSegments() && visit) {
       const int2 range = Range(kOverKeys, kFromTheEnd ? max(first, 0) : first, end);

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(128, 1)
                           OperandB<Tile, Lies::kAcross>{base + Shape::kK, 0}, lane);
     Product<T, kDim / 16>(dp, OperandA<Tile, Lies::kAcross>{base + Shape::kDo, warp_row},
                           OperandB<Tile, Lies::kAcross>{base + Shape::kV, 0}, lane);
-    const Scores<T> scores(p, s, head);
+    const Scores<T> scores(p, s, head, q0, k0);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const int at_lane = Opaque(lane);

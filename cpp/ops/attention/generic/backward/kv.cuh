@@ -307,8 +307,8 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
     for (int m = 0; m < kM; ++m) {
       blind = blind || lse_of(m, 0) == -INFINITY || lse_of(m, 1) == -INFINITY;
     }
-    const bool plain = (at.visible || p.q_segments == nullptr) && p.softcap == 0.0f &&
-                       p.bias == nullptr && !__any_sync(~0u, blind);
+    const bool plain = (at.visible || (p.q_segments == nullptr && p.tile_masks == nullptr)) &&
+                       p.softcap == 0.0f && p.bias == nullptr && !__any_sync(~0u, blind);
     const auto start_with_delta = [&] {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
         }
       }
     } else {
-      const Scores<T> scores(p, s, at.head);
+      const Scores<T> scores(p, s, at.head, at.first, keys.first);
       previous_done();
       const auto finish = [&](auto softcap) {
 #pragma unroll

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(BackwardQShape<kDim>::kThreads, 1)
         for (int e = 0; e < 4; ++e) ds[0][n][e] *= Probability(prob[0][n][e], p.scale, lse[e / 2]);
       }
     } else {
-      const Scores<T> scores(p, s, head);
+      const Scores<T> scores(p, s, head, q0, k0);
       const auto finish = [&](auto softcap) {
 #pragma unroll
         for (int n = 0; n < kN; ++n) {

@@ -1,0 +1,49 @@
+// Partial tiles: bits that say which queries of a listed tile attend to which of its keys.
+#pragma once
+
+#include <cstdint>
+
+#include "ops/attention/mask/sequence.cuh"
+
+namespace kvblock {
+
+// What one tile of tile_masks says of the queries and keys around (query, key): a kernel's tile,
+// which lies in one listed tile. Positions count from where the listed tile begins.
+class TileBits {
+ public:
+  __device__ __forceinline__ TileBits(const AttentionParams& p, int batch, int head, int query,
+                                      int key)
+      : bits_(nullptr) {
+    if (p.tile_masks == nullptr) return;
+    const int row = query / p.tile_q, column = key / p.tile_kv;
+    const int rows = static_cast<int>((p.q_len + p.tile_q - 1) / p.tile_q);
+    const int columns = static_cast<int>((p.kv_len + p.tile_kv - 1) / p.tile_kv);
+    const int64_t list = Lists(p, batch, head);
+    const int mask = __ldg(p.tile_map + (list * rows + row) * columns + column);
+    if (mask < 0) return;
+    words_ = p.tile_kv / 32;
+    first_query_ = row * p.tile_q;
+    first_key_ = column * p.tile_kv;
+    bits_ =
+        p.tile_masks + static_cast<int64_t>(min(mask, p.num_tile_masks - 1)) * p.tile_q * words_;
+  }
+
+  // The lists of a batch member and head, in the order in which they lie.
+  __device__ __forceinline__ static int64_t Lists(const AttentionParams& p, int batch, int head) {
+    const int64_t row = BatchRow(p, p.tile_batch, batch);
+    return row * p.tile_heads + (p.tile_heads > 1 ? head : 0);
+  }
+
+  __device__ __forceinline__ bool some() const { return bits_ != nullptr; }
+  // The bits of a query from a key on, as far as the word goes; both lie in the tile.
+  __device__ __forceinline__ uint32_t From(int query, int key) const {
+    const int column = key - first_key_;
+    return __ldg(bits_ + (query - first_query_) * words_ + column / 32) >> (column % 32);
+  }
+
+ private:
+  const uint32_t* bits_;
+  int words_ = 0, first_query_ = 0, first_key_ = 0;
+};
+
+}  // namespace kvblock
