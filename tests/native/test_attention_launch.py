@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -78,6 +79,21 @@ def test_the_options_of_a_call_are_told():
     assert {name: attributes[name] for name in told} == told
     assert given == ["2x70x4x64xbf16", "2x130x2x64xbf16", "2x130x2x32xbf16", "2xi32"]
     assert made == ["2x70x4x32xbf16"]  # gradients have lse, too
+
+
+def test_the_attributes_of_a_call_are_those_that_the_handlers_decode():
+    source = Path(__file__).parents[2] / "cpp/ops/attention/attention_ffi.cc"
+    text = source.read_text()
+    (body,) = re.findall(r"struct AttentionAttributes \{(.*?)\};", text, re.DOTALL)
+    fields = [
+        (kind, name.strip())
+        for kind, names in re.findall(r"(int64_t|float) ([^;]*);", body)
+        for name in names.split(",")
+    ]
+    # The struct is made of the decoded members in their order, whatever their names.
+    assert re.findall(r'StructMember<(\w+)>\("(\w+)"\)', text) == fields
+    for attributes, _, _ in launches({}, gradients=True).values():
+        assert set(attributes) == {name for _, name in fields}
 
 
 def test_a_causal_call_is_a_window_without_an_end_behind():

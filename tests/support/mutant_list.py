@@ -474,9 +474,9 @@ GPU = (
     ),
     Mutant(
         "Hopper backward: dK without the scale",
-        f"{HOPPER}/backward/narrow.cuh",
-        "store(maps.dk, base + Shape::kK, dk, p.scale);",
-        "store(maps.dk, base + Shape::kK, dk, 1.0f);",
+        f"{HOPPER}/backward/own_keys.cuh",
+        "w.cta.maps.dk, w.cta.K(), dk, w.p().scale);",
+        "w.cta.maps.dk, w.cta.K(), dk, 1.0f);",
         SM90,
         BACKWARD,
     ),
@@ -514,7 +514,7 @@ GPU = (
     ),
     Mutant(
         "Hopper backward: passes over queries that see its last keys",
-        f"{HOPPER}/backward/narrow.cuh",
+        f"{HOPPER}/backward/split_keys.cuh",
         "return key + 64 <= low || key >= high;",
         "return key + 64 <= low + 8 || key >= high - 8;",
         swept("sm90", "D96 "),

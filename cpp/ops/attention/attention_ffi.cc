@@ -18,7 +18,27 @@
 
 namespace ffi = xla::ffi;
 
+namespace kvblock {
+
+// The attributes of a call.
+struct AttentionAttributes {
+  int64_t kernels, present, packed, window_left, window_right, tile_q, tile_kv;
+  float scale, softcap;
+};
+
+}  // namespace kvblock
+
+// Their names, in the order of the struct.
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
+    kvblock::AttentionAttributes, StructMember<int64_t>("kernels"),
+    StructMember<int64_t>("present"), StructMember<int64_t>("packed"),
+    StructMember<int64_t>("window_left"), StructMember<int64_t>("window_right"),
+    StructMember<int64_t>("tile_q"), StructMember<int64_t>("tile_kv"), StructMember<float>("scale"),
+    StructMember<float>("softcap"));
+
 namespace {
+
+using Attributes = kvblock::AttentionAttributes;
 
 enum Optional {
   kBias,
@@ -39,11 +59,6 @@ enum Optional {
   kTileMap,
   kTileMasks,
   kNumOptional,
-};
-
-struct Attributes {
-  int64_t kernels, present, packed, window_left, window_right, tile_q, tile_kv;
-  float scale, softcap;
 };
 
 ffi::Error Invalid(const std::string& what) {
@@ -352,8 +367,8 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
 }
 
 // As Forward, for few queries: the last result is the kernels' workspace.
-ffi::Error Split(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                 const Attributes& attributes) {
+ffi::Error ForwardSplit(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                        const Attributes& attributes) {
   Reader in(args, rets);
   Decoded d = Decode(&in, attributes);
   void* workspace = nullptr;
@@ -434,41 +449,23 @@ ffi::Error BackwardBias(void* stream, ffi::RemainingArgs args, ffi::RemainingRet
   return Launch(&in, d, kvblock_attention_backward_bias, stream);
 }
 
-// One signature for all: the attributes travel as a struct.
-template <ffi::Error (*function)(void*, ffi::RemainingArgs, ffi::RemainingRets, const Attributes&)>
-ffi::Error Run(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t kernels,
-               int64_t present, int64_t packed, int64_t window_left, int64_t window_right,
-               float scale, float softcap, int64_t tile_q, int64_t tile_kv) {
-  return function(
-      stream, args, rets,
-      {kernels, present, packed, window_left, window_right, tile_q, tile_kv, scale, softcap});
-}
-
 constexpr auto Binding = [] {
   return ffi::Ffi::Bind()
       .Ctx<ffi::PlatformStream<void*>>()
       .RemainingArgs()
       .RemainingRets()
-      .Attr<int64_t>("kernels")
-      .Attr<int64_t>("present")
-      .Attr<int64_t>("packed")
-      .Attr<int64_t>("window_left")
-      .Attr<int64_t>("window_right")
-      .Attr<float>("scale")
-      .Attr<float>("softcap")
-      .Attr<int64_t>("tile_q")
-      .Attr<int64_t>("tile_kv");
+      .Attrs<Attributes>();
 };
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionForward, Run<Forward>, Binding(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionForward, Forward, Binding(),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionForwardSplit, Run<Split>, Binding(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionForwardSplit, ForwardSplit, Binding(),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionBackwardKv, Run<BackwardKv>, Binding(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionBackwardKv, BackwardKv, Binding(),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionBackwardQ, Run<BackwardQ>, Binding(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionBackwardQ, BackwardQ, Binding(),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionBackwardBias, Run<BackwardBias>, Binding(),
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionBackwardBias, BackwardBias, Binding(),
                               {ffi::Traits::kCmdBufferCompatible});

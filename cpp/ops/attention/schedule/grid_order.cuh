@@ -12,15 +12,18 @@ namespace kvblock {
 
 struct GridPlace {
   int pair, tile;
+  int nth;  // so many tiles of the pair come before it
 };
 
 // The place of CTA (or cluster) `index`, the first tiles first: of keys they are the longest under
-// a causal mask.
-__device__ __forceinline__ GridPlace FirstTilesFirst(const AttentionParams& p, unsigned index) {
+// a causal mask. `backwards`: the last tiles first.
+__device__ __forceinline__ GridPlace FirstTilesFirst(const AttentionParams& p, unsigned index,
+                                                     bool backwards = false) {
   const int section = p.tiles * p.section_pairs, first = index / section * p.section_pairs;
   const int pairs = min(p.section_pairs, p.num_pairs - first);
-  return {static_cast<int>(first + index % section % pairs),
-          static_cast<int>(index % section / pairs)};
+  const int nth = index % section / pairs, tile = backwards ? p.tiles - 1 - nth : nth;
+  const int pair = first + index % section % pairs;
+  return {pair, tile, nth};
 }
 
 // The last tiles first: of queries they are the longest under a causal mask.
@@ -28,7 +31,8 @@ __device__ __forceinline__ GridPlace LastTilesFirst(const AttentionParams& p, un
   const int section = index / (p.section_pairs * p.tiles);
   const int rest = index - section * p.section_pairs * p.tiles;
   const int pairs = min(p.section_pairs, p.num_pairs - section * p.section_pairs);
-  return {section * p.section_pairs + rest % pairs, p.tiles - 1 - rest / pairs};
+  const int nth = rest / pairs, tile = p.tiles - 1 - nth;
+  return {section * p.section_pairs + rest % pairs, tile, nth};
 }
 
 }  // namespace kvblock

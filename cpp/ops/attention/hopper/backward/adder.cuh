@@ -1,7 +1,7 @@
 // A warp of the Hopper backward kernel that adds one warpgroup's dQ to dq_accum.
 //
-// The warpgroup leaves its part, 64 queries by at most 64 columns (uneven 96), in shared memory in
-// the order of dq_accum (dq_tile.cuh), where it is one piece: one bulk addition of 16 KB (24).
+// The warpgroup leaves its part, 64 queries by at most 64 columns (sequential 96), in shared memory
+// in the order of dq_accum (dq_tile.cuh), where it is one piece: one bulk addition of 16 KB (24).
 // Additions from registers keep the load/store unit busy, for which the rest of the kernel then
 // waits. Of a tall tile it is up to 20 KB: blocks of queries past its end are left out. Who
 // comes first to a tile stores it instead (dq_state.cuh).
@@ -14,35 +14,32 @@
 #include "ops/attention/hopper/backward/dq_state.cuh"
 #include "ops/attention/hopper/backward/dq_tile.cuh"
 #include "ops/attention/hopper/backward/dq_turns.cuh"
-#include "ops/attention/hopper/backward/shape.cuh"
+#include "ops/attention/hopper/backward/shared.cuh"
 
 namespace kvblock::hopper {
 
 template <typename Shape>
 struct BackwardAdder {
-  const AttentionParams& p;
-  char* const shared;
-  const uint32_t base;
+  const BackwardCta<Shape> cta;
   const int group;            // the warpgroup's
   const int launched_before;  // CTAs (or clusters) of these heads
 
   // One thread.
   __device__ __forceinline__ void Run() const {
-    constexpr int kStages = Shape::kStages, kDqStages = Shape::kDqStages;
+    constexpr int kDqStages = Shape::kDqStages;
     // Where a tile has 128 queries, each warpgroup has 64 of them; else 64 or 96 of the columns.
     constexpr bool kHalfTheQueries = Shape::kQueries == 128;
-    const auto& owned = *reinterpret_cast<const BackwardOwned*>(shared + Shape::kOwned);
-    const Sequence& s = owned.sequence;
+    const AttentionParams& p = cta.p;
+    const Sequence& s = cta.owned().sequence;
     constexpr int kDqBlocks = Shape::kDqColumns / 8;
     const int first_block = kHalfTheQueries ? 0 : group * kDqBlocks;
     const int blocks = min(p.head_dim / 8 - first_block, kDqBlocks);
     constexpr int kBlock = kDqRows * 8;  // values
     for (int step = 0;; ++step) {
-      BarrierWait(base + Shape::kQFull + step % kStages * 8, step / kStages % 2);
-      const BackwardStep at =
-          reinterpret_cast<const BackwardStep*>(shared + Shape::kSteps)[step % Shape::kHeldSteps];
+      cta.AwaitStep(step);
+      const BackwardStep at = cta.StepAt(step);
       if (at.flags & BackwardStep::kEnd) break;
-      BarrierArrive(base + Shape::kQFree + step % kStages * 8);  // it is read
+      cta.LeaveStep(step % Shape::kStages);
       const int first = at.first + (kHalfTheQueries ? group * kDqRows : 0);
       const bool exists = first < s.q_len, in_turn = exists && p.dq_turns != nullptr;
       const bool adds = exists && blocks > 0;
@@ -50,7 +47,7 @@ struct BackwardAdder {
       int32_t* const state = DqState(p, s, at.head, counted) + first_block / 8;
       bool stores = false;
       if (in_turn) {
-        const int mine = MyTurn<Shape>(owned, at, launched_before);
+        const int mine = MyTurn<Shape>(cta.owned(), at, launched_before);
         AwaitDqTurn(DqTurn(p, s, at.head, first), mine);
         FenceAsyncGlobal();  // what was added before is done (dq_state.cuh)
         stores = mine == 0;
@@ -58,9 +55,9 @@ struct BackwardAdder {
         stores = ComesFirst(state);
       }
       const int place = step % kDqStages * 2 + group;
-      BarrierWait(base + Shape::kDqFull + place * 8, step / kDqStages % 2);
+      BarrierWait(cta.DqFull(place), step / kDqStages % 2);
       const auto add = [&](float* to, int values) {
-        const uint32_t from = base + Shape::kDq + place * Shape::kDqBytes;
+        const uint32_t from = cta.Dq(place);
         if (stores) {
           StoreBytes(to, from, values * 4);
         } else {
@@ -75,7 +72,7 @@ struct BackwardAdder {
       } else if (adds) {
         add(DqTile(p, s, at.head, first) + first_block * kBlock, blocks * kBlock);
       }
-      BarrierArrive(base + Shape::kDqFree + place * 8);
+      BarrierArrive(cta.DqFree(place));
       if (in_turn || stores) WaitStores<0>();
       if (stores) AddRelease(state, 1);
       if (in_turn) PassDqTurn(DqTurn(p, s, at.head, first));

@@ -16,7 +16,7 @@
 #include "device/mbarrier.cuh"
 #include "device/reduce_add.cuh"
 #include "ops/attention/hopper/backward/dq_tile.cuh"
-#include "ops/attention/hopper/backward/shape.cuh"
+#include "ops/attention/hopper/backward/shared.cuh"
 
 namespace kvblock::hopper {
 
@@ -45,27 +45,21 @@ __device__ __forceinline__ void PassDqTurn(int32_t* turns) {
 
 template <typename Shape>
 struct BackwardTurns {
-  const AttentionParams& p;
-  char* const shared;
-  const uint32_t base;
+  const BackwardCta<Shape> cta;
   const int group, lane;
   const int launched_before;  // CTAs of these heads
 
   __device__ __forceinline__ void Run() const {
-    constexpr int kStages = Shape::kStages;
     static_assert(Shape::kQueries == kDqRows);
-    const auto& owned = *reinterpret_cast<const BackwardOwned*>(shared + Shape::kOwned);
     for (int step = 0;; ++step) {
-      BarrierWait(base + Shape::kQFull + step % kStages * 8, step / kStages % 2);
-      const BackwardStep at =
-          reinterpret_cast<const BackwardStep*>(shared + Shape::kSteps)[step % Shape::kHeldSteps];
+      cta.AwaitStep(step);
+      const BackwardStep at = cta.StepAt(step);
       if (at.flags & BackwardStep::kEnd) return;
-      BarrierArrive(base + Shape::kQFree + step % kStages * 8);  // it is read
-      const Sequence& s = owned.sequence;
-      int32_t* const turns = DqTurn(p, s, at.head, at.first);
+      cta.LeaveStep(step % Shape::kStages);
+      int32_t* const turns = DqTurn(cta.p, cta.owned().sequence, at.head, at.first);
       if (lane == 0) {
-        AwaitDqTurn(turns, MyTurn<Shape>(owned, at, launched_before));
-        BarrierArrive(base + Shape::kMayAdd + group * 8);
+        AwaitDqTurn(turns, MyTurn<Shape>(cta.owned(), at, launched_before));
+        BarrierArrive(cta.MayAdd(group));
       }
       __syncwarp();
       BarrierMeet(kTurnTakersMeet + group, kWarpgroup + 32);

@@ -11,32 +11,29 @@
 // Three warpgroups have roles and registers of their own:
 //
 //   loader    one warp walks over the tiles, starts the copies of Q and dO, and prepares lse and
-//             delta (loader.cuh); two add dQ to dq_accum (adder.cuh), or, where
-//             the workers do that, take turns for a dQ that is the same every time
-//             (dq_turns.cuh). The copies of K and V and, but in clusters, the first step
-//             are started during the set-up, by the first two warps; the fourth does nothing
-//   workers   two warpgroups compute. They own 64 keys each (narrow.cuh): S^T and dP^T in
-//             the registers of one become the A operands of its dV and dK, and only dQ, which sums
-//             over all keys, needs the dS of both. With head dim 192 and value dim 128 there are
-//             fewer registers to spare (uneven.cuh). Above, the sums of 64 keys do not
-//             fit; one then computes S, P and dV, the other dP, dS and dK (wide.cuh), for
-//             head dim 256 in clusters of two CTAs that share dQ (pair.cuh).
+//             delta (loader.cuh); two add dQ to dq_accum (adder.cuh), or, where the workers do
+//             that, take turns for a dQ that is the same every time (dq_turns.cuh). The copies of K
+//             and V and, but in clusters, the first step are started during the set-up, by the
+//             first two warps; the fourth does nothing
+//   workers   two warpgroups compute (worker.cuh). Up to head dim 128 and for 192 by 128 they split
+//             the keys, 64 each (own_keys.cuh): S^T and dP^T in the registers of one become the A
+//             operands of its dV and dK, and only dQ, which sums over all keys, needs the dS of
+//             both. S and dP are computed at the same time (split_keys.cuh), or, for 192 by 128,
+//             one after the other, since there are fewer registers to spare
+//             (split_keys_sequential.cuh). Above, the sums of 64 keys do not fit into the registers
+//             of one, and they split the products (own_products.cuh): one computes S, P and dV, the
+//             other dP, dS and dK, and both dQ (split_products.cuh); for head dim 256 clusters of
+//             two CTAs share dQ, too (split_products_cluster.cuh)
 //
 // Products of a warpgroup run one after the other while it goes on, so each step issues them early
 // and waits late. Those of head dims up to 128, and what runs under them:
 //
-//   S, dP   P, or, interleaved (narrow.cuh), its first part
+//   S, dP   P, or, interleaved (split_keys.cuh), its first part
 //   dV      dS, in shared memory, becomes visible to the other warpgroup
 //   dQ
 //   dK      dQ goes to shared memory
 //
-// Barriers in shared memory (BackwardShape): "full" tells that a stage of Q, lse and delta or of dO
-// has landed, "free" that whoever looks at it has read it; kScoresReady, wide, that dS of a
-// step is written, or, uneven, that dQ has read it; kDqFull and kDqFree that dQ is handed to the
-// warp that adds it, and read; wide, kPReady and kPFree that P is handed over and that its place is
-// free. In a cluster, kPeerKFull tells that the other CTA's K has landed, kPeerQFree and
-// kPeerDoFree that a stage is free there, kPeerDsFull that its dS has come, kPeerDsSent that this
-// one's dS has come there, and kPeerDsFree that it has been multiplied.
+// shared.cuh has the tiles and the barriers in shared memory.
 //
 // TMA fills rows and columns outside of an array with zeros. Rows inside of it that take no part
 // (past q_len or kv_len, or of another packed sequence) may hold anything: their scores are masked,
@@ -50,20 +47,57 @@
 #include "ops/attention/hopper/backward/adder.cuh"
 #include "ops/attention/hopper/backward/dq_turns.cuh"
 #include "ops/attention/hopper/backward/loader.cuh"
-#include "ops/attention/hopper/backward/narrow.cuh"
-#include "ops/attention/hopper/backward/pair.cuh"
-#include "ops/attention/hopper/backward/uneven.cuh"
-#include "ops/attention/hopper/backward/wide.cuh"
+#include "ops/attention/hopper/backward/split_keys.cuh"
+#include "ops/attention/hopper/backward/split_keys_sequential.cuh"
+#include "ops/attention/hopper/backward/split_products.cuh"
+#include "ops/attention/hopper/backward/split_products_cluster.cuh"
 #include "ops/attention/schedule/grid_order.cuh"
 
 namespace kvblock::hopper {
+
+// One thread. `readers`: of the loader's warpgroup, threads that look at each step.
+template <typename Shape>
+__device__ __forceinline__ void InitBarriers(const BackwardCta<Shape>& cta, int readers) {
+  constexpr int kWarps = Shape::kWorkers / 32;
+  BarrierInit(cta.KFull(), 1);
+  BarrierInit(cta.VFull(), 1);
+  BarrierInit(cta.DsFull(0), Shape::kSplitsProducts ? kWarps / 2 : kWarps);
+  BarrierInit(cta.DsFull(1), kWarps / 2);
+  BarrierInit(cta.PFull(), kWarpgroup);
+  BarrierInit(cta.PFree(), kWarpgroup);
+  BarrierInit(cta.MayAdd(0), 1);
+  BarrierInit(cta.MayAdd(1), 1);
+  for (int i = 0; i < Shape::kStages; ++i) {
+    BarrierInit(cta.QFull(i), 1 + 32);  // the copy, and lse and delta
+    BarrierInit(cta.QFree(i), Shape::kWorkers + readers);
+    BarrierInit(cta.GradsFull(i), 1);
+    BarrierInit(cta.GradsFree(i), kWarps);
+  }
+  if constexpr (!Shape::kSplitsProducts) {
+    for (int i = 0; i < Shape::kDqParts; ++i) {
+      BarrierInit(cta.DqFull(i), kWarpgroup);
+      BarrierInit(cta.DqFree(i), 1);
+    }
+  }
+  if constexpr (Shape::kClustered) {
+    BarrierInit(cta.PeerKFull(), 1);
+    BarrierInit(cta.PeerDsFull(), 1);
+    BarrierInit(cta.PeerDsFree(), kWarps);
+    BarrierInit(cta.PeerDsSent(), 1);
+    for (int i = 0; i < Shape::kStages; ++i) {
+      BarrierInit(cta.PeerQFree(i), 1);
+      BarrierInit(cta.PeerGradsFree(i), 1);
+    }
+  }
+}
 
 template <typename T, typename Shape, bool kPlain>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     AttentionBackwardKv(const __grid_constant__ AttentionParams p,
                         const __grid_constant__ BackwardMaps maps) {
-  extern __shared__ __align__(1024) char shared[];
-  const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  extern __shared__ __align__(1024) char memory[];
+  const BackwardCta<Shape> cta{p, maps, memory,
+                               static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
 
   constexpr BackwardRegisters kRegisters =
@@ -72,58 +106,29 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
 
   // Whose keys these are. For a dq that is the same every time the last tiles come first
   // (dq_turns.cuh).
-  const GridPlace place = FirstTilesFirst(p, blockIdx.x / Shape::kCluster);
-  const int nth = place.tile, tile = turns ? p.tiles - 1 - nth : nth;
+  const GridPlace place = FirstTilesFirst(p, blockIdx.x / Shape::kCluster, turns);
   const int kv_head = place.pair % p.num_kv_heads;
   Sequence found;
   int first_key;
-  if (!FindTile<Along::kKeys, Shape::kClusterKeys>(p, place.pair / p.num_kv_heads, tile, &found,
-                                                   &first_key)) {
+  if (!FindTile<Along::kKeys, Shape::kClusterKeys>(p, place.pair / p.num_kv_heads, place.tile,
+                                                   &found, &first_key)) {
     return;
   }
-  if (Shape::kPaired) first_key += ClusterRank() * Shape::kKeys;
-  BackwardOwned& owned = *reinterpret_cast<BackwardOwned*>(shared + Shape::kOwned);
-  const BackwardLoader<Shape, kPlain> loader{p, maps, shared, base, thread % 32};
+  if (Shape::kClustered) first_key += ClusterRank() * Shape::kKeys;
+  const BackwardLoader<Shape, kPlain> loader{cta, thread % 32};
   if (thread == 0) {
+    BackwardOwned& owned = cta.owned();
     owned.sequence = found;
     owned.first_key = first_key;
     owned.kv_head = kv_head;
-    constexpr int kWarps = Shape::kWorkers / 32;
-    BarrierInit(base + Shape::kKFull, 1);
-    BarrierInit(base + Shape::kVFull, 1);
-    BarrierInit(base + Shape::kScoresReady, Shape::kWide ? kWarps / 2 : kWarps);
-    BarrierInit(base + Shape::kScoresReady + 8, kWarps / 2);
-    BarrierInit(base + Shape::kPReady, kWarpgroup);
-    BarrierInit(base + Shape::kPFree, kWarpgroup);
-    BarrierInit(base + Shape::kMayAdd, 1);
-    BarrierInit(base + Shape::kMayAdd + 8, 1);
-    // Threads of two more warps that look at each step.
-    const int lookers = Shape::kWide ? (turns ? 2 * 32 : 0) : (has_dq ? 2 : 0);
-    for (int i = 0; i < Shape::kStages; ++i) {
-      BarrierInit(base + Shape::kQFull + i * 8, 1 + 32);  // the copy, and lse and delta
-      BarrierInit(base + Shape::kQFree + i * 8, Shape::kWorkers + lookers);
-      BarrierInit(base + Shape::kDoFull + i * 8, 1);
-      BarrierInit(base + Shape::kDoFree + i * 8, kWarps);
-    }
-    for (int i = 0; i < Shape::kDqStages * 2; ++i) {
-      BarrierInit(base + Shape::kDqFull + i * 8, kWarpgroup);
-      BarrierInit(base + Shape::kDqFree + i * 8, 1);
-    }
-    if constexpr (Shape::kPaired) {
-      BarrierInit(base + Shape::kPeerKFull, 1);
-      BarrierInit(base + Shape::kPeerDsFull, 1);
-      BarrierInit(base + Shape::kPeerDsFree, kWarps);
-      BarrierInit(base + Shape::kPeerDsSent, 1);
-      for (int i = 0; i < Shape::kStages; ++i) {
-        BarrierInit(base + Shape::kPeerQFree + i * 8, 1);
-        BarrierInit(base + Shape::kPeerDoFree + i * 8, 1);
-      }
-    }
+    // With dQ, threads of two more warps look at each step.
+    const int readers = Shape::kSplitsProducts ? (turns ? 2 * 32 : 0) : (has_dq ? 2 : 0);
+    InitBarriers(cta, readers);
     FenceBarrierInit();
     loader.LoadKeys();
   }
   const auto meet = [] {
-    if constexpr (Shape::kPaired) {
+    if constexpr (Shape::kClustered) {
       ClusterMeet();
     } else {
       __syncthreads();
@@ -140,26 +145,28 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (warp == 0) {
       loader.Run();
     } else if (warp < 3) {
-      if constexpr (!Shape::kWide) {
-        if (has_dq && ElectLane()) BackwardAdder<Shape>{p, shared, base, warp - 1, nth}.Run();
+      if constexpr (!Shape::kSplitsProducts) {
+        if (has_dq && ElectLane()) BackwardAdder<Shape>{cta, warp - 1, place.nth}.Run();
       } else if (turns) {
-        BackwardTurns<Shape>{p, shared, base, warp - 1, thread % 32, nth}.Run();
+        BackwardTurns<Shape>{cta, warp - 1, thread % 32, place.nth}.Run();
       }
     }
   } else {
     TakeRegisters<kRegisters.worker>();
     meet();
     const int group = warp / (kWarpgroup / 32) - 1, worker = thread % kWarpgroup;
-    if constexpr (!Shape::kWide) {
-      using Worker = std::conditional_t<Shape::kUneven, UnevenWorker<T, Shape, kPlain>,
-                                        NarrowWorker<T, Shape, kPlain>>;
-      Worker{{p, maps, shared, base, group, worker}}.Run();
+    if constexpr (!Shape::kSplitsProducts) {
+      using Worker =
+          std::conditional_t<Shape::kSequential, SplitKeysSequentialWorker<T, Shape, kPlain>,
+                             SplitKeysWorker<T, Shape, kPlain>>;
+      Worker{{cta, group, worker}}.Run();
     } else {
       const auto run = [&](auto number) {
         constexpr int kGroup = decltype(number)::value;
-        using Worker = std::conditional_t<Shape::kPaired, PairWorker<T, Shape, kPlain, kGroup>,
-                                          WideWorker<T, Shape, kPlain, kGroup>>;
-        RunGroup<kGroup>(Worker{p, maps, shared, base, kGroup, worker});
+        using Worker = std::conditional_t<Shape::kClustered,
+                                          SplitProductsClusterWorker<T, Shape, kPlain, kGroup>,
+                                          SplitProductsWorker<T, Shape, kPlain, kGroup>>;
+        RunGroup<kGroup>(Worker{{cta, kGroup, worker}});
       };
       if (group == 0) {
         run(std::integral_constant<int, 0>{});
@@ -168,7 +175,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       }
     }
   }
-  if constexpr (Shape::kPaired) ClusterMeet();  // the other CTA still writes here, and arrives
+  if constexpr (Shape::kClustered) ClusterMeet();  // the other CTA still writes here, and arrives
 }
 
 }  // namespace kvblock::hopper

@@ -36,7 +36,8 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kClusterKeys);
   const int64_t owners = Members(a) * a.num_kv_heads;
-  if (Shape::kWide && a.dq_state != nullptr) {  // its workers add, and do not look at who is first
+  if (Shape::kSplitsProducts &&
+      a.dq_state != nullptr) {  // its workers add, and do not look at who is first
     return Message("attention: these tiles need a dq_accum that was cleared");
   }
   if (tiles == 0 || owners == 0) return nullptr;
@@ -56,10 +57,11 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
   BackwardMaps maps;
   if (const char* error = MakeBackwardMaps<Shape>(a, &maps)) return error;
   const auto kernel = AttentionBackwardKv<T, Shape, kPlain>;
-  cudaError_t status = AllowSharedBytes(kernel, Shape::kBytes);
+  cudaError_t status = AllowSharedBytes(kernel, sizeof(BackwardShared<Shape>));
   if (status == cudaSuccess) {
-    status = LaunchClusters<Shape::kCluster>(kernel, tiles * owners * Shape::kCluster,
-                                             Shape::kThreads, Shape::kBytes, stream, p, maps);
+    status =
+        LaunchClusters<Shape::kCluster>(kernel, tiles * owners * Shape::kCluster, Shape::kThreads,
+                                        sizeof(BackwardShared<Shape>), stream, p, maps);
   }
   return CudaResult(status);
 }

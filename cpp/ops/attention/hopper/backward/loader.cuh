@@ -7,7 +7,7 @@
 #include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
 #include "device/tensor_copy.cuh"
-#include "ops/attention/hopper/backward/shape.cuh"
+#include "ops/attention/hopper/backward/shared.cuh"
 #include "ops/attention/mask/backward_scores.cuh"
 #include "ops/attention/mask/tile_walk.cuh"
 
@@ -27,21 +27,17 @@ struct BackwardLoader {
   using Walk = TileWalk<Along::kQueries, Shape::kQueries,
                         Shape::kTall ? Walks::kSegments : Walks::kAll, Shape::kTall>;
 
-  const AttentionParams& p;
-  const BackwardMaps& maps;
-  char* const shared;
-  const uint32_t base;
+  const BackwardCta<Shape> cta;
   const int lane;
 
-  __device__ __forceinline__ Owned& owned() const {
-    return *reinterpret_cast<Owned*>(shared + Shape::kOwned);
-  }
+  __device__ __forceinline__ const AttentionParams& p() const { return cta.p; }
+  __device__ __forceinline__ Owned& owned() const { return cta.owned(); }
 
   // Rows `first` on of a sequence that begins at sequence_row of the packed array.
   template <typename Tile, bool kKeys = false>
   __device__ __forceinline__ void LoadTile(uint32_t to, const CUtensorMap& map, uint32_t barrier,
                                            int head, int64_t sequence_row, int first) const {
-    const bool packed = p.cu_q != nullptr;
+    const bool packed = p().cu_q != nullptr;
     const int row = packed ? static_cast<int>(sequence_row) + first : first;
     BarrierExpect(barrier, Tile::kBytes);
 #pragma unroll
@@ -58,7 +54,7 @@ struct BackwardLoader {
       LoadTile<Tile>(to, map, barrier, head, sequence_row, first);
     } else {
       constexpr int kOwn = Tile::kChunks / Shape::kCluster;
-      const bool packed = p.cu_q != nullptr;
+      const bool packed = p().cu_q != nullptr;
       const int row = packed ? static_cast<int>(sequence_row) + first : first;
       BarrierExpect(barrier, Tile::kBytes);
 #pragma unroll
@@ -69,10 +65,18 @@ struct BackwardLoader {
       }
     }
   }
+  __device__ __forceinline__ uint32_t PeerQFree(int stage) const {
+    if constexpr (Shape::kClustered) return cta.PeerQFree(stage);
+    return 0;  // there is no other CTA
+  }
+  __device__ __forceinline__ uint32_t PeerGradsFree(int stage) const {
+    if constexpr (Shape::kClustered) return cta.PeerGradsFree(stage);
+    return 0;
+  }
   // Waits until a stage is free, in a cluster that of the other CTA, too.
   __device__ __forceinline__ void AwaitFree(uint32_t free, uint32_t peer_free, int phase) const {
     BarrierWait(free, phase ^ 1);
-    if constexpr (Shape::kCluster > 1) {
+    if constexpr (Shape::kClustered) {
       if (lane == 0) ClusterBarrierArrive(peer_free, ClusterRank() ^ 1);
       BarrierWait(peer_free, phase);
     }
@@ -80,18 +84,18 @@ struct BackwardLoader {
   // One thread.
   __device__ __forceinline__ void LoadKeys() const {
     const Owned& o = owned();
-    LoadTile<KeyTile, true>(base + Shape::kK, maps.k, base + Shape::kKFull, o.kv_head,
-                            o.sequence.kv_row, o.first_key);
-    LoadTile<ValueTile>(base + Shape::kV, maps.v, base + Shape::kVFull, o.kv_head,
-                        o.sequence.kv_row, o.first_key);
-    if constexpr (Shape::kPaired) {
+    LoadTile<KeyTile, true>(cta.K(), cta.maps.k, cta.KFull(), o.kv_head, o.sequence.kv_row,
+                            o.first_key);
+    LoadTile<ValueTile>(cta.V(), cta.maps.v, cta.VFull(), o.kv_head, o.sequence.kv_row,
+                        o.first_key);
+    if constexpr (Shape::kClustered) {
       // Of the other CTA's keys those columns of which this one adds dQ.
       using Tile = typename Shape::PeerKeyTile;
-      const bool packed = p.cu_q != nullptr;
+      const bool packed = p().cu_q != nullptr;
       const int first = o.first_key ^ Shape::kKeys;
-      BarrierExpect(base + Shape::kPeerKFull, Tile::kBytes);
+      BarrierExpect(cta.PeerKFull(), Tile::kBytes);
       for (int c = 0; c < Tile::kChunks; ++c) {
-        LoadBox(base + Shape::kPeerK + c * Tile::kChunkBytes, maps.k, base + Shape::kPeerKFull,
+        LoadBox(cta.PeerK() + c * Tile::kChunkBytes, cta.maps.k, cta.PeerKFull(),
                 (ClusterRank() * Tile::kChunks + c) * kChunkColumns, o.kv_head,
                 packed ? static_cast<int>(o.sequence.kv_row) + first : first,
                 packed ? 0 : o.sequence.batch);
@@ -103,9 +107,9 @@ struct BackwardLoader {
   // walk: it starts the first step. In a cluster the other CTA's barriers may not be there yet, and
   // the first tile stays to be taken.
   __device__ __forceinline__ void Begin(const Sequence& s, int first_key, int kv_head) const {
-    const int head = kv_head * p.group, first = Shape::FirstOfCluster(first_key);
-    Walk walk(p, s, head, first, first + Shape::kClusterKeys);
-    if (lane == 0 && p.group > 1) owned().fresh_walk = walk.state();
+    const int head = kv_head * p().group, first = Shape::FirstOfCluster(first_key);
+    Walk walk(p(), s, head, first, first + Shape::kClusterKeys);
+    if (lane == 0 && p().group > 1) owned().fresh_walk = walk.state();
     const bool more = walk.Next();
     BarrierMeet(kLoaderBegins, 2 * 32);
     WalkState at = walk.state();
@@ -132,7 +136,7 @@ struct BackwardLoader {
       return true;
     }
     if (fresh) BeginHead(head);
-    Walk walk(p, owned().sequence, parked);
+    Walk walk(p(), owned().sequence, parked);
     const bool more = walk.Next();
     __syncwarp();
     if (lane == 0) walk.ParkNext(&parked);
@@ -149,8 +153,8 @@ struct BackwardLoader {
     __syncwarp();  // all lanes have looked at what was parked
     if (lane < kWords) reinterpret_cast<int*>(&owned().walk)[lane] = from[lane];
     __syncwarp();
-    if (!Shape::kTall && p.tile_indices != nullptr && lane == 0) {
-      Walk::TakeLists(p, owned().sequence, head, &owned().walk);
+    if (!Shape::kTall && p().tile_indices != nullptr && lane == 0) {
+      Walk::TakeLists(p(), owned().sequence, head, &owned().walk);
     }
     __syncwarp();
   }
@@ -167,9 +171,9 @@ struct BackwardLoader {
 
   __device__ __forceinline__ void Publish(int step, const Step& what) const {
     if (lane == 0) {
-      reinterpret_cast<Step*>(shared + Shape::kSteps)[step % Shape::kHeldSteps] = what;
+      cta.StepAt(step) = what;
     }
-    BarrierArrive(base + Shape::kQFull + step % Shape::kStages * 8);
+    BarrierArrive(cta.QFull(step % Shape::kStages));
   }
 
   // The copies of a step's tile, its lse and delta, and what workers must know of it. A first tile
@@ -184,41 +188,40 @@ struct BackwardLoader {
     const int first = max(walked, 0), end = min(walked + kQueries, q_len);
     float lse[kRows], delta[kRows];
     {
-      const int64_t from = s.LseRow(p, head) + first + lane;
+      const int64_t from = s.LseRow(p(), head) + first + lane;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const bool valid = InTile(i * 32 + lane) && first + i * 32 + lane < end;
-        lse[i] = valid ? __ldg(p.lse + from + i * 32) : -INFINITY;
-        delta[i] = valid ? __ldg(p.delta + from + i * 32) : 0.0f;
+        lse[i] = valid ? __ldg(p().lse + from + i * 32) : -INFINITY;
+        delta[i] = valid ? __ldg(p().delta + from + i * 32) : 0.0f;
       }
     }
-    AwaitFree(base + Shape::kQFree + stage * 8, base + Shape::kPeerQFree + stage * 8, phase);
+    AwaitFree(cta.QFree(stage), PeerQFree(stage), phase);
     if (lane == 0) {
-      LoadQueries<QueryTile>(base + Shape::kQ + stage * QueryTile::kBytes, maps.q,
-                             base + Shape::kQFull + stage * 8, head, s.q_row, first);
+      LoadQueries<QueryTile>(cta.Q(stage), cta.maps.q, cta.QFull(stage), head, s.q_row, first);
     }
-    AwaitFree(base + Shape::kDoFree + stage * 8, base + Shape::kPeerDoFree + stage * 8, phase);
+    AwaitFree(cta.GradsFree(stage), PeerGradsFree(stage), phase);
     if (lane == 0) {
-      LoadQueries<GradTile>(base + Shape::kDo + stage * GradTile::kBytes, maps.d_o,
-                            base + Shape::kDoFull + stage * 8, head, s.q_row, first);
+      LoadQueries<GradTile>(cta.Grads(stage), cta.maps.d_o, cta.GradsFull(stage), head, s.q_row,
+                            first);
     }
-    float* const rows = reinterpret_cast<float*>(shared + Shape::kLse) + stage * kQueries + lane;
+    float* const rows = cta.Lse(0) + stage * kQueries + lane;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (!InTile(i * 32 + lane)) continue;
       rows[i * 32] = RowLse(lse[i]) * kLog2E;
-      rows[i * 32 + (Shape::kDelta - Shape::kLse) / 4] = RowDelta(lse[i], delta[i]);
+      rows[i * 32 + kStages * kQueries] = RowDelta(lse[i], delta[i]);
     }
-    const bool strangers = p.cu_q != nullptr || q_len < s.q_rows;
-    const bool partial = strangers && first + kQueries > q_len;
+    const bool may_be_partial = p().cu_q != nullptr || q_len < s.q_rows;
+    const bool partial = may_be_partial && first + kQueries > q_len;
     const int flags = mask | (partial ? Step::kPartial : 0);
     Publish(step, {first, head, flags, end});
   }
 
   __device__ __forceinline__ void Run() const {
     constexpr int kStages = Shape::kStages;
-    int step = owned().begun, head = owned().kv_head * p.group;
-    const int end_head = head + p.group;
+    int step = owned().begun, head = owned().kv_head * p().group;
+    const int end_head = head + p().group;
     bool fresh = false;
     while (head < end_head) {
       int first;
@@ -234,12 +237,12 @@ struct BackwardLoader {
     }
     const int stage = step % kStages, phase = step / kStages % 2;
     if (step == 0) {  // dK and dV, zeros, are written to where the keys land
-      BarrierWait(base + Shape::kKFull, 0);
-      BarrierWait(base + Shape::kVFull, 0);
-      if constexpr (Shape::kPaired) BarrierWait(base + Shape::kPeerKFull, 0);
+      BarrierWait(cta.KFull(), 0);
+      BarrierWait(cta.VFull(), 0);
+      if constexpr (Shape::kClustered) BarrierWait(cta.PeerKFull(), 0);
     }
-    BarrierWait(base + Shape::kQFree + stage * 8, phase ^ 1);
-    if (lane == 0) BarrierArrive(base + Shape::kQFull + stage * 8);
+    BarrierWait(cta.QFree(stage), phase ^ 1);
+    if (lane == 0) BarrierArrive(cta.QFull(stage));
     Publish(step, {0, 0, Step::kEnd});
   }
 };

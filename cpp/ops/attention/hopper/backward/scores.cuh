@@ -17,7 +17,7 @@
 #include "device/opaque.cuh"
 #include "device/stmatrix.cuh"
 #include "device/tensor_copy.cuh"
-#include "ops/attention/hopper/backward/shape.cuh"
+#include "ops/attention/hopper/backward/shared.cuh"
 #include "ops/attention/mask/backward_scores.cuh"
 
 namespace kvblock::hopper {
@@ -54,6 +54,30 @@ __device__ __forceinline__ uint32_t PackSlopes(uint32_t prob, float low, float h
     if (x.y == 0.0f) high = 0.0f;
   }
   return Pack<T>(x.x * low, x.y * high);
+}
+
+// lse or delta of the 2 kCount queries of a thread, from shared memory: of its two in block n.
+__device__ __forceinline__ float2 RowPair(const float* rows, int n, int thread) {
+  return reinterpret_cast<const float2*>(rows)[n * 4 + thread % 4];
+}
+// dS = P (dP - delta), all but dP packed; with a softcap P times its slope stands for P. `ds` may
+// be `prob`. kLate: P is not unpacked before it is needed, since there are no registers for that.
+template <typename T, bool kLate, int kBlocks, int kCount>
+__device__ __forceinline__ void PackedSlopes(uint32_t (&ds)[kBlocks][4],
+                                             uint32_t (&prob)[kBlocks][4],
+                                             const float (&dp)[kCount], const float* delta,
+                                             int thread, bool masked) {
+#pragma unroll
+  for (int n = 0; n < kCount / 4; ++n) {
+    const float2 d = RowPair(delta, n, thread);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int i = n * 4 + h * 2;
+      uint32_t& packed = prob[n / 2][n % 2 * 2 + h];
+      if constexpr (kLate) asm volatile("" : "+r"(packed));
+      ds[n / 2][n % 2 * 2 + h] = PackSlopes<T>(packed, dp[i] - d.x, dp[i + 1] - d.y, masked);
+    }
+  }
 }
 
 // Writes packed rows to a swizzled tile, its first at (row, column).
@@ -119,11 +143,7 @@ __device__ __forceinline__ void ZeroRows(char* tile, int from, int thread, int t
   }
 }
 
-// lse or delta of the 2 kCount queries of a thread, from shared memory: of its two in block n.
-__device__ __forceinline__ float2 RowPair(const float* rows, int n, int thread) {
-  return reinterpret_cast<const float2*>(rows)[n * 4 + thread % 4];
-}
-// The same, held in registers.
+// RowPair's values of a warpgroup, held in registers.
 template <int kCount>
 struct HeldRows {
   const float* rows;
@@ -207,7 +227,7 @@ struct BackwardScores {
       dp[i] = attends ? dp[i] : 0.0f;
     }
     if (flags & BackwardStep::kSegments) {
-      EachStranger([&](int i) {
+      EachOfOtherSegments([&](int i) {
         c[i] = hidden(i);
         dp[i] = 0.0f;
       });
@@ -236,7 +256,7 @@ struct BackwardScores {
       prob[i / 8][i % 8 / 2] &= keep;
     }
     if (flags & BackwardStep::kSegments) {
-      EachStranger([&](int i) { prob[i / 8][i % 8 / 2] &= i % 2 ? 0xffffu : 0xffff0000u; });
+      EachOfOtherSegments([&](int i) { prob[i / 8][i % 8 / 2] &= i % 2 ? 0xffffu : 0xffff0000u; });
     }
   }
 
@@ -277,15 +297,15 @@ struct BackwardScores {
     int low, high[2], queries;
 
     __device__ __forceinline__ bool Attends(int i) const {
-      const int column = i / 4 * 8 + i % 2, apart = i / 2 % 2 * 8 - column;
-      return apart >= low && apart < high[i / 2 % 2] && column < queries;
+      const int column = i / 4 * 8 + i % 2, distance = i / 2 % 2 * 8 - column;
+      return distance >= low && distance < high[i / 2 % 2] && column < queries;
     }
   };
   __device__ __forceinline__ Band MakeBand() const {
     const int key = first_key + thread / 32 * 16 + thread % 32 / 4;
-    const int query = first_query + thread % 4 * 2, apart = key - query;
-    const int right = s.right - apart;
-    return {s.left - apart,
+    const int query = first_query + thread % 4 * 2, distance = key - query;
+    const int right = s.right - distance;
+    return {s.left - distance,
             {key < s.kv_len ? right : INT32_MIN, key + 8 < s.kv_len ? right : INT32_MIN},
             s.q_len - query};
   }
@@ -293,12 +313,12 @@ struct BackwardScores {
     const Band band = MakeBand();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) c[i] = band.Attends(i) ? c[i] : 0.0f;
-    if (flags & BackwardStep::kSegments) EachStranger([&](int i) { c[i] = 0.0f; });
+    if (flags & BackwardStep::kSegments) EachOfOtherSegments([&](int i) { c[i] = 0.0f; });
   }
 
   // Calls `hide` for each of this thread's pairs of two segments.
   template <typename Hide>
-  __device__ __forceinline__ void EachStranger(const Hide& hide) const {
+  __device__ __forceinline__ void EachOfOtherSegments(const Hide& hide) const {
     const int32_t* const of_queries = p.q_segments + s.q_row;
     const int32_t* const of_keys = p.kv_segments + s.kv_row;
     const int key = first_key + thread / 32 * 16 + thread % 32 / 4;

@@ -7,8 +7,8 @@ namespace kvblock::hopper {
 // A CTA owns `keys` keys and works on `queries` queries at a time; `stages` tiles of Q and of dO
 // and `dq_stages` of dQ are in shared memory. The two warpgroups that compute share the keys, 64
 // each, or, where dK and dV of 64 keys would not fit into the registers of one, the products
-// (wide.cuh, pair.cuh). Tall tiles have a quarter more queries, and serve what
-// LaunchIsTall tells.
+// (split_products.cuh, split_products_cluster.cuh). Tall tiles have a quarter more queries, and
+// serve what LaunchIsTall tells.
 struct BackwardTiles {
   int queries, keys, stages, dq_stages;
 };

@@ -1,4 +1,4 @@
-// What all kinds of warpgroups that compute ({narrow,uneven,wide,pair}.cuh) do alike.
+// What all warpgroups that compute (split_*.cuh) have and do alike.
 #pragma once
 
 #include <cstdint>
@@ -12,93 +12,145 @@
 #include "ops/attention/contract/head_rows.cuh"
 #include "ops/attention/hopper/backward/dq_tile.cuh"
 #include "ops/attention/hopper/backward/scores.cuh"
-#include "ops/attention/hopper/backward/shape.cuh"
+#include "ops/attention/hopper/backward/shared.cuh"
 
 namespace kvblock::hopper {
 
-template <typename T, typename Shape, bool kPlain>
+// An operand in shared memory, in steps of 16 of the dimension that is summed over.
+template <typename Tile, OperandLies kLies_>
+struct TileOperand {
+  static constexpr OperandLies kLies = kLies_;
+  uint64_t first;  // SharedOperand
+
+  __device__ __forceinline__ uint64_t operator[](int k) const {
+    return Advance(first, kLies == OperandLies::kAcross ? k / 4 * Tile::kChunkBytes + k % 4 * 32
+                                                        : k * 16 * kChunkRowBytes);
+  }
+};
+template <typename Tile>
+using Across = TileOperand<Tile, OperandLies::kAcross>;
+template <typename Tile>
+using Down = TileOperand<Tile, OperandLies::kDown>;
+
+// D = A B over kSteps steps, or D += A B.
+template <typename T, int kSteps, typename A, typename B, int kCount>
+__device__ __forceinline__ void Multiply(float (&d)[kCount], const A& a, const B& b,
+                                         bool accumulate = false) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    Wgmma<kCount * 2>::template Shared<T, A::kLies, B::kLies>(d, a[k], b[k], accumulate || k > 0);
+  }
+}
+// The same, A in registers.
+template <typename T, typename B, int kCount, int kSteps>
+__device__ __forceinline__ void MultiplyHeld(float (&d)[kCount], const uint32_t (&a)[kSteps][4],
+                                             const B& b, bool accumulate = false) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    Wgmma<kCount * 2>::template Registers<T, B::kLies>(d, a[k], b[k], accumulate || k > 0);
+  }
+}
+
+template <int kCount>
+__device__ __forceinline__ void ClearSums(float (&d)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) d[i] = 0.0f;
+}
+
+template <typename T_, typename Shape_, bool kPlain_>
 struct BackwardWorker {
+  using T = T_;
+  using Shape = Shape_;
+  using Step = BackwardStep;
   using KeyTile = typename Shape::KeyTile;
   using ValueTile = typename Shape::ValueTile;
+  using PeerKeyTile = typename Shape::PeerKeyTile;
   using QueryTile = typename Shape::QueryTile;
   using GradTile = typename Shape::GradTile;
   using ScoreTile = typename Shape::ScoreTile;
-  using Step = BackwardStep;
+  static constexpr bool kPlain = kPlain_;
   static constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys, kWorkers = Shape::kWorkers;
+  static constexpr int kStages = Shape::kStages;
 
-  const AttentionParams& p;
-  const BackwardMaps& maps;
-  char* const shared;
-  const uint32_t base;
+  const BackwardCta<Shape> cta;
   const int group, thread;  // which warpgroup of the two, and its thread
 
-  __device__ __forceinline__ const BackwardOwned& owned() const {
-    return *reinterpret_cast<const BackwardOwned*>(shared + Shape::kOwned);
-  }
-  __device__ __forceinline__ const Step& StepAt(int step) const {
-    return reinterpret_cast<const Step*>(shared + Shape::kSteps)[step % Shape::kHeldSteps];
-  }
-  __device__ __forceinline__ const float* LseOf(int stage) const {
-    return reinterpret_cast<const float*>(shared + Shape::kLse) + stage * kQueries;
-  }
-  __device__ __forceinline__ const float* DeltaOf(int stage) const {
-    return reinterpret_cast<const float*>(shared + Shape::kDelta) + stage * kQueries;
-  }
+  __device__ __forceinline__ const AttentionParams& p() const { return cta.p; }
+  __device__ __forceinline__ const Sequence& sequence() const { return cta.owned().sequence; }
+  __device__ __forceinline__ const float* LseOf(int stage) const { return cta.Lse(stage); }
+  __device__ __forceinline__ const float* DeltaOf(int stage) const { return cta.Delta(stage); }
+  __device__ __forceinline__ uint32_t QueriesOf(int stage) const { return cta.Q(stage); }
+  __device__ __forceinline__ uint32_t GradsOf(int stage) const { return cta.Grads(stage); }
   // For the warp, where copies and products alone follow (BarrierArrive).
   __device__ __forceinline__ void Arrive(uint32_t barrier) const {
     __syncwarp();
     if (thread % 32 == 0) BarrierArrive(barrier);
   }
+  __device__ __forceinline__ void LeaveGrads(int stage) const { Arrive(cta.GradsFree(stage)); }
 
-  // Waits for K and V. Rows of K that take no part become zeros, because dQ sums over them.
+  // Among both warpgroups.
+  __device__ __forceinline__ int Number() const { return group * kWarpgroup + thread; }
+
+  // Waits for a step. Its flags.
+  __device__ __forceinline__ int AwaitFlags(int step) const {
+    cta.AwaitStep(step);
+    return cta.StepAt(step).flags;
+  }
+  // Those of the step after it.
+  __device__ __forceinline__ int AwaitNextFlags(int step) const {
+    BarrierWait(cta.QFull((step + 1) % kStages), (step + 1) / kStages % 2);
+    return cta.StepAt(step + 1).flags;
+  }
+  // The same, with the first one for K and V, too. False: there is none.
+  __device__ __forceinline__ bool TakeStep(int step) const {
+    if (AwaitFlags(step) & BackwardStep::kEnd) return false;
+    if (step == 0) TakeKeys();
+    return true;
+  }
+  // Waits for K and V, and in a cluster for what this CTA has of the other's K. Rows of K that take
+  // no part become zeros, because dQ sums over them.
   __device__ __forceinline__ void TakeKeys() const {
-    BarrierWait(base + Shape::kKFull, 0);
-    BarrierWait(base + Shape::kVFull, 0);
-    const Sequence& s = owned().sequence;
-    const int rows = s.kv_len - owned().first_key;
-    if (rows < kKeys && (p.cu_q != nullptr || s.kv_len < s.kv_rows)) {
-      ZeroRows<KeyTile>(shared + Shape::kK, rows, group * kWarpgroup + thread, Shape::kWorkers);
-      FenceAsync();
-      BarrierMeet(kWorkersMeet, Shape::kWorkers);
+    BarrierWait(cta.KFull(), 0);
+    BarrierWait(cta.VFull(), 0);
+    if constexpr (Shape::kClustered) BarrierWait(cta.PeerKFull(), 0);
+    const Sequence& s = sequence();
+    if constexpr (Shape::kClustered) {
+      const int first = cta.owned().first_key, worker = Number();
+      if (s.kv_len < (first | kKeys) + kKeys && (p().cu_q != nullptr || s.kv_len < s.kv_rows)) {
+        ZeroRows<KeyTile>(cta.KBytes(), max(s.kv_len - first, 0), worker, kWorkers);
+        ZeroRows<PeerKeyTile>(cta.PeerKBytes(), max(s.kv_len - (first ^ kKeys), 0), worker,
+                              kWorkers);
+        FenceAsync();
+        BarrierMeet(kWorkersMeet, kWorkers);
+      }
+    } else {
+      const int rows = s.kv_len - cta.owned().first_key;
+      if (rows < kKeys && (p().cu_q != nullptr || s.kv_len < s.kv_rows)) {
+        ZeroRows<KeyTile>(cta.KBytes(), rows, Number(), kWorkers);
+        FenceAsync();
+        BarrierMeet(kWorkersMeet, kWorkers);
+      }
     }
   }
-  // The same for Q and dO, over whose rows dK and dV sum, in a tile that is partial.
-  __device__ __forceinline__ void ClearStrangers(int first, int stage, int phase) const {
-    BarrierWait(base + Shape::kDoFull + stage * 8, phase);
-    const int rows = owned().sequence.q_len - first, worker = group * kWarpgroup + thread;
-    ZeroRows<QueryTile>(shared + Shape::kQ + stage * QueryTile::kBytes, rows, worker,
-                        Shape::kWorkers);
-    ZeroRows<GradTile>(shared + Shape::kDo + stage * GradTile::kBytes, rows, worker,
-                       Shape::kWorkers);
-    FenceAsync();
-    BarrierMeet(kWorkersMeet, Shape::kWorkers);
+
+  // The scores of kCount * 2 queries from first_query on, and of 64 keys from first_key on.
+  template <int kCount>
+  __device__ __forceinline__ BackwardScores<T, kCount, kPlain, Shape::kCapped> Scores(
+      int first_key, int first_query, int head, int flags) const {
+    return {p(), sequence(), first_key, first_query, head, thread, flags};
   }
 
-  // Where this warpgroup has 64 keys of its own: its rows of K or V.
-  __device__ __forceinline__ uint32_t OwnRows(int tile) const {
-    return base + tile + group * 64 * kChunkRowBytes;
-  }
   // D = K Q^T or V dO^T: 64 keys, of which `keys` has the first row, by queries.
   template <typename A, typename B, int kCount>
   __device__ __forceinline__ void KeysByQueries(float (&d)[kCount], uint32_t keys,
                                                 uint32_t queries) const {
-    const uint64_t a = SharedOperand(keys), b = SharedOperand(queries);
+    const uint64_t a = SharedOperand(keys);
+    const Across<B> b{SharedOperand(queries)};
 #pragma unroll
     for (int k = 0; k < A::kDim / 16; ++k) {
       const int chunk = std::is_same_v<A, KeyTile> ? Shape::KeyChunk(k / 4) : k / 4;
       Wgmma<kCount * 2>::template Shared<T>(d, Advance(a, chunk * A::kChunkBytes + k % 4 * 32),
-                                            Advance(b, k / 4 * B::kChunkBytes + k % 4 * 32), k > 0);
-    }
-  }
-  // The same, the keys in registers.
-  template <typename B, int kCount>
-  __device__ __forceinline__ void KeysByQueries(float (&d)[kCount], const Packed<B::kDim / 2>& keys,
-                                                uint32_t queries) const {
-    const uint64_t b = SharedOperand(queries);
-#pragma unroll
-    for (int k = 0; k < B::kDim / 16; ++k) {
-      Wgmma<kCount * 2>::template Registers<T>(
-          d, keys[k], Advance(b, k / 4 * B::kChunkBytes + k % 4 * 32), k > 0);
+                                            b[k], k > 0);
     }
   }
   // D += A B: A is P or dS of 64 keys, in registers, B dO or Q.
@@ -106,61 +158,20 @@ struct BackwardWorker {
   __device__ __forceinline__ void SumOverQueries(float (&d)[B::kDim / 2],
                                                  const Packed<kQueries / 2>& a,
                                                  uint32_t queries) const {
-    const uint64_t b = SharedOperand(queries, B::kChunkBytes);
-#pragma unroll
-    for (int k = 0; k < kQueries / 16; ++k) {
-      Wgmma<B::kDim>::template Registers<T, OperandLies::kDown>(
-          d, a[k], Advance(b, k * 16 * kChunkRowBytes));
-    }
+    MultiplyHeld<T>(d, a, Down<B>{SharedOperand(queries, B::kChunkBytes)}, true);
   }
 
-  // Adds this warpgroup's blocks of 8 columns of dQ, from first_block on, for the 64 queries from
-  // `first` on.
-  template <int kCount>
-  __device__ __forceinline__ void AddDq(const float (&dq)[kCount], int head, int first,
-                                        int first_block) const {
-    float* const to =
-        DqTile(p, owned().sequence, head, first) + first_block * (kDqRows * 8) + thread * 4;
-#pragma unroll
-    for (int n = 0; n < kCount / 4; ++n) {
-      if ((first_block + n) * 8 < p.head_dim) {
-        ReduceAdd(to + n * (kDqRows * 8), dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]);
-      }
-    }
-  }
-  // With turns (dq_turns.cuh): waits for this warpgroup's, and hands it on.
-  __device__ __forceinline__ void AwaitTurn(int step) const {
-    if (p.dq_turns != nullptr) BarrierWait(base + Shape::kMayAdd + group * 8, step % 2);
-  }
-  __device__ __forceinline__ void PassTurn() const {
-    if (p.dq_turns != nullptr) BarrierPass(kTurnTakersMeet + group, kWarpgroup + 32);
-  }
-
-  // One thread: this warpgroup's rows of dK or dV, which lie where those of K or V were, go out.
-  template <typename Tile>
-  __device__ __forceinline__ void StoreRows(const CUtensorMap& map, uint32_t tile) const {
-    const Sequence& s = owned().sequence;
-    const bool packed = p.cu_q != nullptr;
-    const int mine = group * kStoredRows, first = owned().first_key + mine;
-    const int row = packed ? static_cast<int>(s.kv_row) + first : first;
-#pragma unroll
-    for (int c = 0; c < Tile::kChunks; ++c) {
-      StoreBox(map, tile + c * Tile::kChunkBytes + mine * kChunkRowBytes, c * kChunkColumns,
-               owned().kv_head, row, packed ? 0 : s.batch);
-    }
-    CommitStores();
-  }
-
-  // All rows of both, by all threads.
+  // All rows of dK and dV that exist, which lie where those of K and V were, go out; by all
+  // threads.
   __device__ __forceinline__ void StoreKeys() const {
-    const int worker = group * kWarpgroup + thread;
-    const Sequence& s = owned().sequence;
-    const int first_key = owned().first_key, kv_head = owned().kv_head;
-    StoreTile<KeyTile, Shape::kWorkers>(
-        shared + Shape::kK, RowsOfHead<T>(p.dk, s.kv_row, p.num_kv_heads, kv_head, p.head_dim),
+    const int worker = Number();
+    const Sequence& s = sequence();
+    const int first_key = cta.owned().first_key, kv_head = cta.owned().kv_head;
+    StoreTile<KeyTile, kWorkers>(
+        cta.KBytes(), RowsOfHead<T>(p().dk, s.kv_row, p().num_kv_heads, kv_head, p().head_dim),
         first_key, s.kv_rows, worker);
-    StoreTile<ValueTile, Shape::kWorkers>(
-        shared + Shape::kV, RowsOfHead<T>(p.dv, s.kv_row, p.num_kv_heads, kv_head, p.value_dim),
+    StoreTile<ValueTile, kWorkers>(
+        cta.VBytes(), RowsOfHead<T>(p().dv, s.kv_row, p().num_kv_heads, kv_head, p().value_dim),
         first_key, s.kv_rows, worker);
   }
 };

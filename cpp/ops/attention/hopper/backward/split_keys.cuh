@@ -8,17 +8,19 @@
 #include <cstdint>
 
 #include "device/opaque.cuh"
-#include "ops/attention/hopper/backward/worker.cuh"
+#include "ops/attention/hopper/backward/own_keys.cuh"
 
 namespace kvblock::hopper {
 
 template <typename T, typename Shape, bool kPlain>
-struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
-  using Base = BackwardWorker<T, Shape, kPlain>;
-  using Base::Arrive, Base::owned, Base::StepAt;
-  using Base::kQueries, Base::kKeys, Base::p, Base::maps, Base::base, Base::group, Base::thread;
-  using typename Base::GradTile, typename Base::KeyTile, typename Base::QueryTile;
-  using typename Base::ScoreTile, typename Base::Step, typename Base::ValueTile;
+struct SplitKeysWorker {
+  using KeyTile = typename Shape::KeyTile;
+  using ValueTile = typename Shape::ValueTile;
+  using QueryTile = typename Shape::QueryTile;
+  using GradTile = typename Shape::GradTile;
+  using ScoreTile = typename Shape::ScoreTile;
+  using Step = BackwardStep;
+  static constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys;
   static constexpr int kDim = Shape::kDim, kScores = kQueries / 2, kSums = kDim / 2;
   using Scores = BackwardScores<T, kScores, kPlain, Shape::kCapped>;
   static_assert(Shape::kValueDim == kDim);
@@ -40,37 +42,28 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
   // Whether there are registers for V, too, which products then need not read with every step.
   static constexpr bool kHoldsValues = kInterleaves && kDim == 64;
 
+  const BackwardWorker<T, Shape, kPlain> w;
+
   // This warpgroup's part of dQ = dS K, or of dQ^T = K^T dS^T.
   __device__ __forceinline__ void SumOverKeys(float (&d)[kDqSums], uint32_t ds) const {
+    const uint32_t k = w.cta.K();
     if constexpr (kTall) {
-      const uint64_t a = SharedOperand(base + Shape::kK + group * KeyTile::kChunkBytes);
-      const uint64_t b = SharedOperand(ds);
-#pragma unroll
-      for (int k = 0; k < kKeys / 16; ++k) {
-        Wgmma<kQueries>::template Shared<T, OperandLies::kDown, OperandLies::kAcross>(
-            d, Advance(a, k * 16 * kChunkRowBytes),
-            Advance(b, k / 4 * ScoreTile::kChunkBytes + k % 4 * 32), k > 0);
-      }
-      return;
-    }
-    const uint64_t a = SharedOperand(ds + (kHalfTheQueries ? group * 64 * kChunkRowBytes : 0));
-    const uint64_t b =
-        SharedOperand(base + Shape::kK + (kHalfTheQueries ? 0 : group * KeyTile::kChunkBytes),
-                      KeyTile::kChunkBytes);
-#pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) {
-      Wgmma<kDqColumns>::template Shared<T, OperandLies::kAcross, OperandLies::kDown>(
-          d, Advance(a, k / 4 * ScoreTile::kChunkBytes + k % 4 * 32),
-          Advance(b, k * 16 * kChunkRowBytes), k > 0);
+      Multiply<T, kKeys / 16>(d, Down<KeyTile>{SharedOperand(k + w.group * KeyTile::kChunkBytes)},
+                              Across<ScoreTile>{SharedOperand(ds)});
+    } else {
+      Multiply<T, kKeys / 16>(
+          d,
+          Across<ScoreTile>{
+              SharedOperand(ds + (kHalfTheQueries ? w.group * 64 * kChunkRowBytes : 0))},
+          Down<KeyTile>{SharedOperand(k + (kHalfTheQueries ? 0 : w.group * KeyTile::kChunkBytes),
+                                      KeyTile::kChunkBytes)});
     }
   }
 
-  __device__ __forceinline__ uint32_t DsOf(int step) const {
-    return base + Shape::kDs + step % 2 * ScoreTile::kBytes;
-  }
+  __device__ __forceinline__ uint32_t DsOf(int step) const { return w.cta.Ds(step % 2); }
   __device__ __forceinline__ auto Rows(const float* rows) const {
     if constexpr (kHoldsRows) {
-      return HeldRows<kScores>(rows, thread);
+      return HeldRows<kScores>(rows, w.thread);
     } else {
       return rows;
     }
@@ -100,15 +93,15 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       KeepAfter(dp);
       KeepAfter(c);
     }
-    const uint32_t at = TransposedAt<ScoreTile>(to, 0, group * 64, thread);
+    const uint32_t at = TransposedAt<ScoreTile>(to, 0, w.group * 64, w.thread);
     float2 d[kBlocks];  // loaded ahead: a load never moves up over a store
 #pragma unroll
-    for (int n = 0; n < kAhead; ++n) d[n] = RowPair(delta, n, thread);
+    for (int n = 0; n < kAhead; ++n) d[n] = RowPair(delta, n, w.thread);
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       if (n + kExponents < kBlocks) scores.Exponents(c, lse, n + kExponents, 1);
       if (n + kRaised < kBlocks) scores.Raise(c, n + kRaised, 1);
-      if (n + kAhead < kBlocks) d[n + kAhead] = RowPair(delta, n + kAhead, thread);
+      if (n + kAhead < kBlocks) d[n + kAhead] = RowPair(delta, n + kAhead, w.thread);
       scores.PackBlock(prob, ds, c, dp, d[n], n);
       if (n % 2 == 1) StoreTransposes(at + n / 2 * 16 * kChunkRowBytes, ds[n / 2]);
     }
@@ -116,34 +109,31 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
 
   // Leaves the dQ of a step to the warp that adds it (adder.cuh).
   __device__ __forceinline__ void HandOver(const float (&dq)[kDqSums], int step) const {
-    const int place = step % Shape::kDqStages * 2 + group;
-    BarrierWait(base + Shape::kDqFree + place * 8, step / Shape::kDqStages % 2 ^ 1);
-    char* const to = Base::shared + Shape::kDq + place * Shape::kDqBytes + thread * 16;
+    const int part = step % Shape::kDqStages * 2 + w.group;
+    BarrierWait(w.cta.DqFree(part), step / Shape::kDqStages % 2 ^ 1);
+    char* const to = w.cta.DqBytes(part) + w.thread * 16;
 #pragma unroll
-    for (int n = 0; n < kDqSums / 4; ++n) {
-      *reinterpret_cast<float4*>(to + n * (kWarpgroup * 16)) =
-          make_float4(dq[n * 4], dq[n * 4 + 1], dq[n * 4 + 2], dq[n * 4 + 3]);
-    }
+    for (int n = 0; n < kDqSums / 4; ++n) WriteBlock(to + n * kDqBlockBytes, dq, n);
     FenceAsync();
-    BarrierArrive(base + Shape::kDqFull + place * 8);
+    BarrierArrive(w.cta.DqFull(part));
   }
 
   // Whether no query of a step sees a key of this warpgroup.
   __device__ __forceinline__ bool IsUnseen(const Step& at) const {
-    const int key = owned().first_key + group * 64;
+    const int key = w.cta.owned().first_key + w.group * 64;
     int low, high;
-    owned().sequence.VisibleKeys(at.first, at.first + kQueries, &low, &high);
+    w.sequence().VisibleKeys(at.first, at.first + kQueries, &low, &high);
     return key + 64 <= low || key >= high;
   }
   // A step of whose queries none sees this warpgroup's keys: of its products only dQ is left, whose
   // other keys are the other warpgroup's. Returns the next flags.
   __device__ __forceinline__ int RunUnseen(int step) const {
-    constexpr int kStages = Shape::kStages;
-    const int stage = step % kStages;
-    const bool has_dq = p.dq_accum != nullptr;
+    const BackwardCta<Shape>& cta = w.cta;
+    const int stage = step % Shape::kStages;
+    const bool has_dq = cta.p.dq_accum != nullptr;
     if (has_dq) {
       const Packed<kScores> ds = {};
-      StoreTransposed<ScoreTile>(DsOf(step), 0, group * 64, thread, ds);
+      StoreTransposed<ScoreTile>(DsOf(step), 0, w.group * 64, w.thread, ds);
       FenceAsync();
     }
     BarrierMeet(kWorkersMeet, Shape::kWorkers);
@@ -151,38 +141,36 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
     WgmmaFence();
     SumOverKeys(dq, DsOf(step));
     WgmmaCommit();
-    BarrierWait(base + Shape::kDoFull + stage * 8, step / kStages % 2);
-    Arrive(base + Shape::kDoFree + stage * 8);
+    cta.AwaitGrads(stage, step / Shape::kStages % 2);
+    w.LeaveGrads(stage);
     WgmmaWait<0>();
     KeepAfter(dq);
-    if (has_dq) HandOver(dq, Opaque(step));  // or both share addresses, and others spill
-    BarrierArrive(base + Shape::kQFree + stage * 8);
-    BarrierWait(base + Shape::kQFull + (step + 1) % kStages * 8, (step + 1) / kStages % 2);
-    return StepAt(step + 1).flags;
+    // Opaque, or both calls share addresses, and others spill.
+    if (has_dq) HandOver(dq, Opaque(step));
+    cta.LeaveStep(stage);
+    return w.AwaitNextFlags(step);
   }
 
   __device__ __forceinline__ void Run() const {
-    constexpr int kStages = Shape::kStages;
+    const BackwardCta<Shape>& cta = w.cta;
+    const AttentionParams& p = cta.p;
     const bool has_dq = p.dq_accum != nullptr;
     float dk[kSums], dv[kSums], dq[kDqSums];
 #pragma unroll
     for (int i = 0; i < kSums; ++i) dk[i] = dv[i] = 0.0f;
 
-    int step = 0;
-    BarrierWait(base + Shape::kQFull, 0);
-    int flags = StepAt(0).flags;
-    if (!(flags & Step::kEnd)) Base::TakeKeys();
+    int step = 0, flags = w.AwaitFlags(0);
+    if (!(flags & Step::kEnd)) w.TakeKeys();
     Packed<kDim / 2> values;  // this warpgroup's rows of V
     if constexpr (kHoldsValues) {
-      LoadPacked<ValueTile>(base + Shape::kV, group * 64, 0, thread, values);
+      LoadPacked<ValueTile>(cta.V(), w.group * 64, 0, w.thread, values);
     }
     for (; !(flags & Step::kEnd); ++step) {
-      const int stage = step % kStages, phase = step / kStages % 2;
-      const uint32_t q = base + Shape::kQ + stage * QueryTile::kBytes;
-      const uint32_t d_o = base + Shape::kDo + stage * QueryTile::kBytes;
-      const Step& at = StepAt(step);
+      const int stage = step % Shape::kStages, phase = step / Shape::kStages % 2;
+      const uint32_t q = w.QueriesOf(stage), d_o = w.GradsOf(stage);
+      const Step& at = cta.StepAt(step);
       const bool masked = flags & Step::kMasked;
-      if (flags & Step::kPartial) Base::ClearStrangers(at.first, stage, phase);
+      if (flags & Step::kPartial) ClearQueries(w, at.first, stage, phase);
       if constexpr (kSkipsUnseen) {
         if (masked && IsUnseen(at)) {
           flags = RunUnseen(step);
@@ -191,34 +179,34 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       }
 
       // S and dP.
-      const auto lse = Rows(Base::LseOf(stage));
+      const auto lse = Rows(w.LseOf(stage));
       float c[kScores], dp[kScores];
       WgmmaFence();
-      Base::template KeysByQueries<KeyTile, QueryTile>(c, Base::OwnRows(Shape::kK), q);
+      w.template KeysByQueries<KeyTile, QueryTile>(c, OwnRows(w, w.cta.K()), q);
       WgmmaCommit();
-      BarrierWait(base + Shape::kDoFull + stage * 8, phase);
+      cta.AwaitGrads(stage, phase);
       if constexpr (kHoldsValues) {
-        Base::template KeysByQueries<GradTile>(dp, values, d_o);
+        MultiplyHeld<T>(dp, values, Across<GradTile>{SharedOperand(d_o)});
       } else {
-        Base::template KeysByQueries<ValueTile, GradTile>(dp, Base::OwnRows(Shape::kV), d_o);
+        w.template KeysByQueries<ValueTile, GradTile>(dp, OwnRows(w, w.cta.V()), d_o);
       }
       WgmmaCommit();
 
       // P, under dP; dS.
       WgmmaWait<1>();
       KeepAfter(c);
-      const Scores scores{
-          p, owned().sequence, owned().first_key + group * 64, at.first, at.head, thread, flags};
+      const Scores scores = w.template Scores<kScores>(cta.owned().first_key + w.group * 64,
+                                                       at.first, at.head, flags);
       Packed<kScores> prob, ds;
       if constexpr (kInterleaves) {
-        Slopes(scores, prob, ds, c, dp, lse, Base::DeltaOf(stage), DsOf(step), masked);
+        Slopes(scores, prob, ds, c, dp, lse, w.DeltaOf(stage), DsOf(step), masked);
       } else {
         if constexpr (kTall) {
           scores.PlainProbabilities(c, lse, masked);
         } else {
           scores.Probabilities(prob, c, lse, masked);
         }
-        const auto delta = Rows(Base::DeltaOf(stage));
+        const auto delta = Rows(w.DeltaOf(stage));
         WgmmaWait<0>();
         KeepAfter(dp);
         if constexpr (kTall) {  // P is packed last: there are no registers for it beside P and dP
@@ -228,7 +216,7 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
           scores.Slopes(c, dp, delta, masked);
           PackAll<T>(ds, c);
         }
-        if (has_dq) StoreTransposed<ScoreTile>(DsOf(step), 0, group * 64, thread, ds);
+        if (has_dq) StoreTransposed<ScoreTile>(DsOf(step), 0, w.group * 64, w.thread, ds);
       }
 
       if constexpr (kTall) {
@@ -238,7 +226,7 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
 
       // dV, under which dS becomes visible; dQ; dK, under which dQ goes out.
       WgmmaFence();
-      Base::template SumOverQueries<GradTile>(dv, prob, d_o);
+      w.template SumOverQueries<GradTile>(dv, prob, d_o);
       WgmmaCommit();
       if (has_dq) FenceAsync();
       BarrierMeet(kWorkersMeet, Shape::kWorkers);
@@ -246,44 +234,23 @@ struct NarrowWorker : BackwardWorker<T, Shape, kPlain> {
       SumOverKeys(dq, DsOf(step));
       WgmmaCommit();
       WgmmaWait<1>();
-      Arrive(base + Shape::kDoFree + stage * 8);
+      w.LeaveGrads(stage);
       WgmmaFence();
-      Base::template SumOverQueries<QueryTile>(dk, ds, q);
+      w.template SumOverQueries<QueryTile>(dk, ds, q);
       WgmmaCommit();
 
-      // What comes next is looked at while the products run.
-      BarrierWait(base + Shape::kQFull + (step + 1) % kStages * 8, (step + 1) / kStages % 2);
-      flags = StepAt(step + 1).flags;
+      flags = w.AwaitNextFlags(step);  // while the products run
 
       WgmmaWait<1>();
       KeepAfter(dq);
       if (has_dq) HandOver(dq, step);
       WgmmaWait<0>();
-      BarrierArrive(base + Shape::kQFree + stage * 8);
+      cta.LeaveStep(stage);
     }
 
     KeepAfter(dk);
     KeepAfter(dv);
-
-    // dV and dK go out by way of this warpgroup's rows of V and K. Packed, the rows after the last
-    // of a sequence are another's, which boxes would overwrite.
-    const bool boxes = p.cu_q == nullptr || owned().first_key + kKeys <= owned().sequence.kv_rows;
-    const auto store = [&](const CUtensorMap& map, uint32_t tile, const float (&sums)[kSums],
-                           float scale) {
-      StoreAccumulators<T, KeyTile>(tile, group * 64, 0, thread, sums, scale);
-      FenceAsync();
-      BarrierMeet(kWarpgroupMeets + group, kWarpgroup);
-      if (boxes && thread == 0) Base::template StoreRows<KeyTile>(map, tile);
-    };
-    store(maps.dv, base + Shape::kV, dv, 1.0f);
-    BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K any more
-    store(maps.dk, base + Shape::kK, dk, p.scale);
-    if (boxes) {
-      if (thread == 0) WaitStoresRead<0>();
-    } else {
-      BarrierMeet(kWorkersMeet, Shape::kWorkers);
-      Base::StoreKeys();
-    }
+    StoreSums(w, dk, dv);
   }
 };
 
