@@ -149,6 +149,10 @@ std::string CheckOptions(const kvblock_attention& a, kvblock_attention_pass pass
       return Got("tile lists are too large to address, max_tiles and max_tiles_t must be smaller",
                  most);
     }
+    if (error.empty() && a.tile_masks && std::max(a.tile_q, a.tile_kv) > 1024) {
+      return Got("tile_masks are for tiles of at most 1024, tile_q or tile_kv is too large",
+                 std::max(a.tile_q, a.tile_kv));
+    }
     if (error.empty() && a.tile_masks &&
         !Addressable({a.num_tile_masks, a.tile_q, a.tile_kv / 32})) {
       return Got("num_tile_masks * tile_q * tile_kv is too large to address", a.num_tile_masks);

@@ -20,6 +20,7 @@ from jax_kvblock.core import ffi
 
 CHUNK = 64  # positions that one segment range covers; attention.h has the same number
 MAX_HEAD_DIM = 256
+MOST_PARTIAL = 1024  # queries and keys of a tile that has bits
 # The kernels of each implementation, as attention.h numbers them (kvblock_kernels).
 KERNELS = {"cuda": 0, "cuda_sm90": 1}
 
@@ -59,6 +60,11 @@ def unserved(config: AttentionConfig, x: Operands) -> list[str]:
     if config.block_q and (config.block_q % 128 or config.block_kv % 128):
         missing.append(
             f"tiles of {config.block_q} x {config.block_kv} (multiples of 128)"
+        )
+    if x.tile_masks is not None and max(config.block_q, config.block_kv) > MOST_PARTIAL:
+        missing.append(
+            f"partial tiles of {config.block_q} x {config.block_kv} (up to "
+            f"{MOST_PARTIAL} on a side)"
         )
     # The forward kernels need powers of it (CheckSoftcap in attention_check.cc).
     with np.errstate(over="ignore"):
@@ -278,8 +284,7 @@ def _optional(
         found["tile_indices_t"], found["tile_counts_t"] = lists
     if x.tile_masks is not None:
         found["tile_map"] = tile_map(config, x, size.kv_len)
-        there = x.tile_partial < x.tile_masks.shape[0]
-        found["tile_indices"] = jnp.where(there, x.tile_indices, -1)
+        found["tile_indices"] = _flagged(x)
     if op.startswith("backward"):
         found["sinks"] = None  # lse holds them
     return found
@@ -295,6 +300,17 @@ def _ranges(segments: jax.Array) -> jax.Array:
     return jnp.stack([padded.min(-1), padded.max(-1)], -1)
 
 
+PARTIAL = 1 << 30  # in an entry of a list, of a tile that has bits; as in attention.h
+
+
+def _flagged(x: Operands) -> jax.Array:
+    """The lists as the kernels get them: entries say whether their tile is partial."""
+    entries, partial = x.tile_indices, x.tile_partial
+    there = (entries >= 0) & (entries < PARTIAL) & (partial < x.tile_masks.shape[0])
+    flag = jnp.where(partial >= 0, PARTIAL, 0).astype(jnp.int32)
+    return jnp.where(there, entries + flag, -1)
+
+
 def _transposed(
     config: AttentionConfig, x: Operands, size: Sizes
 ) -> tuple[jax.Array, jax.Array]:
@@ -302,4 +318,7 @@ def _transposed(
     tiles = jnp.swapaxes(tile_map(config, x, size.kv_len), 2, 3)
     listed = tiles != NOT_LISTED
     order = jnp.argsort(~listed, axis=-1, stable=True).astype(jnp.int32)
+    if x.tile_masks is not None:
+        kinds = jnp.take_along_axis(tiles, order, axis=-1)
+        order += jnp.where(kinds >= 0, PARTIAL, 0).astype(jnp.int32)
     return order, listed.sum(-1, dtype=jnp.int32)

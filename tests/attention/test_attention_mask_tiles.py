@@ -508,10 +508,14 @@ def test_what_the_kernels_get_says_the_mask(rng):
     def listed(way, swap):
         indices, counts = got[f"tile_indices{way}"], got[f"tile_counts{way}"]
         for b, _, i in np.ndindex(counts.shape):
-            for j in indices[b, 0, i, : counts[b, 0, i]]:
-                if j >= 0:
-                    at = (j, i) if swap else (i, j)
-                    yield (b, *map(int, at), int(got["tile_map"][b, 0, *at]))
+            for entry in indices[b, 0, i, : counts[b, 0, i]]:
+                if entry < 0:
+                    continue
+                flag, j = divmod(int(entry), cuda.PARTIAL)
+                at = (j, i) if swap else (i, j)
+                row = int(got["tile_map"][b, 0, *at])
+                assert flag == (row >= 0)
+                yield (b, *map(int, at), row)
 
     assert set(listed("", False)) == want == set(listed("_t", True))
     assert {-1} < {row[-1] for row in want}

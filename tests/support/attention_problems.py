@@ -151,6 +151,7 @@ def ranges(ids: np.ndarray) -> np.ndarray:
 
 
 TILE_Q, TILE_KV = 128, 128
+PARTIAL = 1 << 30  # KVBLOCK_ATTENTION_PARTIAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +187,8 @@ def draw_tiles(rng: np.random.Generator, case: Case) -> Tiles:
     if not case.masks:
         return Tiles(listed, *forward, *backward)
     partial = rng.integers(-case.masks, case.masks, lead, np.int32)
+    flag_partial(forward[0], partial)
+    flag_partial(backward[0], partial.swapaxes(2, 3))
     bits = rng.random((case.masks, TILE_Q, TILE_KV)) < rng.random((case.masks, 1, 1))
     return Tiles(listed, *forward, *backward, np.maximum(partial, -1), bits)
 
@@ -194,6 +197,14 @@ def words(bits: np.ndarray) -> np.ndarray:
     """Bits `[.., n]` as uint32 `[.., n / 32]`, the first one lowest (in an int32)."""
     packed = np.packbits(bits, axis=-1, bitorder="little")
     return np.ascontiguousarray(packed).view("<u4").astype(np.uint32).view(np.int32)
+
+
+def flag_partial(indices: np.ndarray, partial: np.ndarray) -> None:
+    """Entries of tiles that have bits say so."""
+    for at in np.ndindex(indices.shape[:-1]):
+        row, entries = partial[at], indices[at]
+        known = (entries >= 0) & (entries < len(row))
+        entries[known] += np.where(row[entries[known]] >= 0, PARTIAL, 0)
 
 
 class Problem:

@@ -47,6 +47,7 @@ extern "C" {
 #endif
 
 enum { KVBLOCK_ATTENTION_CHUNK = 64 };      /* positions that one segment range covers */
+enum { KVBLOCK_ATTENTION_PARTIAL = 1 << 30 }; /* added to a list's entry: the tile has bits */
 enum { KVBLOCK_ATTENTION_DQ_ROWS = 64 };    /* queries of a tile of the sm_90a kernels' dq_accum */
 enum { KVBLOCK_ATTENTION_DQ_COUNTERS = 2 }; /* of dq_state, for such a tile */
 
@@ -104,7 +105,8 @@ typedef struct kvblock_attention {
   const int32_t *tile_indices_t, *tile_counts_t; /* [.., ceil(S / tile_kv), max_tiles_t] */
   int32_t tile_batch, tile_heads;                /* a divisor of B; 1 or N */
   int32_t tile_q, tile_kv, max_tiles, max_tiles_t;
-  /* Both may be NULL, and go with tile lists. tile_map [tile_batch, tile_heads, ceil(T / tile_q),
+  /* Both may be NULL, and go with tile lists whose tile_q and tile_kv are at most 1024. Entries of
+   * tiles that have bits are KVBLOCK_ATTENTION_PARTIAL more, in all lists. tile_map [tile_batch, tile_heads, ceil(T / tile_q),
    * ceil(S / tile_kv)] has of a listed tile its row of tile_masks, or a number below 0 where all of
    * the tile attends. tile_masks [num_tile_masks, tile_q, tile_kv / 32]: query r of a tile attends
    * to its key 32 w + c where bit c (of value 2^c) of word [row, r, w] is 1. */

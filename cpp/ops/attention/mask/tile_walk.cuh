@@ -108,8 +108,9 @@ class TileWalk {
   __device__ __forceinline__ bool Next() {
     while (at_.pending == 0) {
       at_.window += 32 * kTile;
-      if (at_.window >= at_.stretch_end && !NextStretch()) return false;
-      FillWindow();
+      bool partial = false;  // a partial tile is no longer than a window
+      if (at_.window >= at_.stretch_end && !NextStretch(&partial)) return false;
+      FillWindow(partial);
     }
     const int bit = __ffs(at_.pending) - 1;
     at_.pending &= at_.pending - 1;
@@ -151,18 +152,8 @@ class TileWalk {
                         end);
   }
 
-  // Whether the listed tile of the window is a partial one.
-  __device__ __forceinline__ bool Partial() const {
-    const int64_t rows = (p_.q_len + p_.tile_q - 1) / p_.tile_q;
-    const int64_t columns = (p_.kv_len + p_.tile_kv - 1) / p_.tile_kv;
-    const int64_t place =
-        kOverKeys
-            ? at_.list * columns + at_.window / p_.tile_kv
-            : (at_.list / columns * rows + at_.window / p_.tile_q) * columns + at_.list % columns;
-    return __ldg(p_.tile_map + place) >= 0;
-  }
-
-  __device__ __forceinline__ bool NextStretch() {
+  // partial: whether its listed tile has bits.
+  __device__ __forceinline__ bool NextStretch(bool* partial) {
     if (!HasLists()) {  // there is one, whose end is not 0
       if (at_.stretch_end != 0 || at_.begin >= at_.end) return false;
       BeginStretch(at_.begin, at_.end, kFromTheEnd ? -FirstLacks<kTile>(s_.q_len) : 0);
@@ -172,9 +163,10 @@ class TileWalk {
     const int length = static_cast<int>(kOverKeys ? p_.kv_len : p_.q_len);
     while (at_.stretch < at_.stretches) {
       const int64_t list = at_.list * (kOverKeys ? p_.max_tiles : p_.max_tiles_t);
-      const int index =
-          __ldg((kOverKeys ? p_.tile_indices : p_.tile_indices_t) + list + at_.stretch);
+      int index = __ldg((kOverKeys ? p_.tile_indices : p_.tile_indices_t) + list + at_.stretch);
       ++at_.stretch;
+      *partial = index >= 0 && (index & KVBLOCK_ATTENTION_PARTIAL) != 0;
+      if (*partial) index -= KVBLOCK_ATTENTION_PARTIAL;
       if (index < 0 || index > (length - 1) / tile) continue;
       const int from = max(at_.begin, index * tile), to = min(at_.end, index * tile + tile);
       if (from < to) {
@@ -190,14 +182,14 @@ class TileWalk {
     at_.stretch_end = to;
   }
 
-  __device__ __forceinline__ void FillWindow() {
+  __device__ __forceinline__ void FillWindow(bool partial) {
     const int first = at_.window + static_cast<int>(threadIdx.x % 32) * kTile;
     const int end = first + kTile;
     bool visit = first < at_.stretch_end;
     bool whole = visit && (kOverKeys ? s_.AllVisible(at_.fixed_first, at_.fixed_end, first, end)
                                      : s_.AllVisible(first, end, at_.fixed_first, at_.fixed_end));
     if (!kDivides && HasLists()) whole = whole && end <= at_.stretch_end;
-    if (HasLists() && p_.tile_masks != nullptr) whole = whole && !Partial();
+    if (HasLists()) whole = whole && !partial;
     bool same = true;
     if (HasSegments() && visit) {
       const int2 range = Range(kOverKeys, kFromTheEnd ? max(first, 0) : first, end);

@@ -39,7 +39,9 @@ __device__ __forceinline__ bool TileIsListed(const AttentionParams& p, int batch
   const int count = min(p.tile_counts[list], p.max_tiles);
   bool listed = false;
   for (int i = threadIdx.x % 32; i < count; i += 32) {
-    listed = listed || p.tile_indices[list * p.max_tiles + i] == key / p.tile_kv;
+    const int entry = p.tile_indices[list * p.max_tiles + i];
+    const int tile = entry < 0 ? entry : entry & ~KVBLOCK_ATTENTION_PARTIAL;
+    listed = listed || tile == key / p.tile_kv;
   }
   return __any_sync(~0u, listed);
 }

@@ -226,8 +226,8 @@ struct BackwardScores {
       c[i] = attends ? c[i] : hidden(i);
       dp[i] = attends ? dp[i] : 0.0f;
     }
-    if (flags & BackwardStep::kSegments) {
-      EachOfOtherSegments([&](int i) {
+    if (HidesPairs()) {
+      EachHidden([&](int i) {
         c[i] = hidden(i);
         dp[i] = 0.0f;
       });
@@ -255,8 +255,8 @@ struct BackwardScores {
           (band.Attends(i) ? 0xffffu : 0u) | (band.Attends(i + 1) ? 0xffff0000u : 0u);
       prob[i / 8][i % 8 / 2] &= keep;
     }
-    if (flags & BackwardStep::kSegments) {
-      EachOfOtherSegments([&](int i) { prob[i / 8][i % 8 / 2] &= i % 2 ? 0xffffu : 0xffff0000u; });
+    if (HidesPairs()) {
+      EachHidden([&](int i) { prob[i / 8][i % 8 / 2] &= i % 2 ? 0xffffu : 0xffff0000u; });
     }
   }
 
@@ -313,25 +313,42 @@ struct BackwardScores {
     const Band band = MakeBand();
 #pragma unroll
     for (int i = 0; i < kCount; ++i) c[i] = band.Attends(i) ? c[i] : 0.0f;
-    if (flags & BackwardStep::kSegments) EachOfOtherSegments([&](int i) { c[i] = 0.0f; });
+    if (HidesPairs()) EachHidden([&](int i) { c[i] = 0.0f; });
   }
 
-  // Calls `hide` for each of this thread's pairs of two segments.
+  // Whether a masked tile may have hidden pairs inside of the band.
+  __device__ __forceinline__ bool HidesPairs() const {
+    return (flags & BackwardStep::kSegments) != 0 || p.tile_masks != nullptr;
+  }
+  // Calls `hide` for each of this thread's pairs of two segments, and of a bit of 0.
   template <typename Hide>
-  __device__ __forceinline__ void EachOfOtherSegments(const Hide& hide) const {
-    const int32_t* const of_queries = p.q_segments + s.q_row;
-    const int32_t* const of_keys = p.kv_segments + s.kv_row;
+  __device__ __forceinline__ void EachHidden(const Hide& hide) const {
     const int key = first_key + thread / 32 * 16 + thread % 32 / 4;
-    const int of_key[2] = {__ldg(of_keys + min(key, s.kv_rows - 1)),
-                           __ldg(of_keys + min(key + 8, s.kv_rows - 1))};
     const int query = first_query + thread % 4 * 2;
+    if (flags & BackwardStep::kSegments) {
+      const int32_t* const of_queries = p.q_segments + s.q_row;
+      const int32_t* const of_keys = p.kv_segments + s.kv_row;
+      const int of_key[2] = {__ldg(of_keys + min(key, s.kv_rows - 1)),
+                             __ldg(of_keys + min(key + 8, s.kv_rows - 1))};
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int of_query = __ldg(of_queries + min(query + i * 2 + e, s.q_rows - 1));
+          if (of_query != of_key[0]) hide(i + e);
+          if (of_query != of_key[1]) hide(i + 2 + e);
+        }
+      }
+    }
+    const TileBits bits(p, s.batch, head, first_query, first_key);
+    if (!bits.some()) return;
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        const int of_query = __ldg(of_queries + min(query + i * 2 + e, s.q_rows - 1));
-        if (of_query != of_key[0]) hide(i + e);
-        if (of_query != of_key[1]) hide(i + 2 + e);
+        const int of_query = query + i * 2 + e;
+        if ((bits.From(of_query, key) & 1) == 0) hide(i + e);
+        if ((bits.From(of_query, key + 8) & 1) == 0) hide(i + 2 + e);
       }
     }
   }
@@ -409,7 +426,7 @@ struct BackwardScores {
 
   __device__ __forceinline__ void AnyProbabilities(Packed<kCount>& prob, float (&c)[kCount],
                                                    const float* lse) const {
-    const Scores<T, true> scores(p, s, head);
+    const Scores<T, true> scores(p, s, head, first_query, first_key);
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
       const int worker = Opaque(thread), column = n * 8 + worker % 4 * 2;
