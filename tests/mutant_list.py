@@ -101,7 +101,7 @@ CPU = (
     Mutant(
         "scores are not taken relative to their row's base",
         BLOCKED,
-        "scores = scores - _block(base, i, p.block_q, 3)[..., None]",
+        "scores = scores - _block(rows.base, i, p.block_q, 3)[..., None]",
         "pass",
         test("test_attention_large_bias", "two_large_biases and float32"),
     ),
@@ -122,7 +122,7 @@ CPU = (
     Mutant(
         "gradients without delta",
         BLOCKED,
-        "ds = weights * (dw - _block(delta, i, p.block_q, 3)[..., None])",
+        "ds = weights * (dw - _block(rows.delta, i, p.block_q, 3)[..., None])",
         "ds = weights * dw",
         LENGTHS,
     ),
