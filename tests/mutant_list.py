@@ -39,6 +39,8 @@ class Mutant:
 # ---- on the CPU ----------------------------------------------------------------------
 
 BLOCKED, CUDA = "jax_kvblock/attention/blocked.py", "jax_kvblock/attention/cuda.py"
+DERIVATIVES = "jax_kvblock/attention/derivatives.py"
+TANGENT = "jax_kvblock/attention/tangent.py"
 DENSE, PLAN = "jax_kvblock/attention/dense.py", "jax_kvblock/_plan.py"
 TRANSFER, MANAGER = "jax_kvblock/transfer.py", "jax_kvblock/manager.py"
 CHECK, COPY_CHECK = "cpp/host/attention_check.cc", "cpp/host/block_copy_check.cc"
@@ -146,6 +148,34 @@ CPU = (
         "allowed &= rows.segment == keys.segment",
         "allowed &= rows.valid",
         test("test_attention_masks", "test_any_segment_ids and float32"),
+    ),
+    Mutant(
+        "a large score stands still",
+        BLOCKED,
+        "most = MOST_ABOVE_BASE + (scores - jax.lax.stop_gradient(scores))",
+        "most = MOST_ABOVE_BASE",
+        test("test_attention_derivatives", "wherever_the_base_is"),
+    ),
+    Mutant(
+        "out moves as if lse stood still",
+        TANGENT,
+        'o_moves = made["o"] - beside_o(lse_moves) * o.astype(lse_moves.dtype)',
+        'o_moves = made["o"]',
+        test("test_attention_derivatives", "float64"),
+    ),
+    Mutant(
+        "a sink's share stands still",
+        DERIVATIVES,
+        "moves = per_row(config, sinks_move, share) - lse_moves",
+        "moves = per_row(config, sinks_move, share)",
+        test("test_attention_derivatives", "float64"),
+    ),
+    Mutant(
+        "a second derivative without out's own",
+        DERIVATIVES,
+        'beside += beside_o(lse_moves) * at.moves["o"].astype(acc)',
+        "pass",
+        test("test_attention_derivatives", "float64"),
     ),
     Mutant(
         "a shift to the other side",

@@ -83,15 +83,7 @@ def gradients(
         found["bias"] = primitive.backward_bias(config, x, lse, delta, d_o)
     if x.sinks is not None and "sinks" in wanted:
         found["sinks"] = _sink_gradient(config, x.sinks, lse, delta)
-    return {n: _sharded_like(g, getattr(x, n)) for n, g in found.items()}
-
-
-def _sharded_like(gradient: Any, a: Any) -> Any:
-    """On an explicit mesh a gradient is sharded as its array is."""
-    sharding = jax.typeof(a).sharding
-    if sharding.mesh.empty or jax.typeof(gradient).sharding == sharding:
-        return gradient
-    return jax.sharding.reshard(gradient, sharding)
+    return found
 
 
 # One program each, also when called outside of jit.
@@ -196,11 +188,21 @@ def _transposed(
         moving = {name: ct for name, ct in results if not _is_zero(ct)}
         found = rule(at, moving, asked) if moving else {}
         return [
-            found.get(n, ad.Zero(a.aval)) if n in asked else None
+            _cotangent(found.get(n), a.aval) if n in asked else None
             for n, a in at.given.items()
         ]
 
     return transpose
+
+
+def _cotangent(found: Any, aval: Any) -> Any:
+    """On an explicit mesh it is sharded as its array is."""
+    if found is None:
+        return ad.Zero(aval)
+    sharding = aval.sharding
+    if sharding.mesh.empty or jax.typeof(found).sharding == sharding:
+        return found
+    return jax.sharding.reshard(found, sharding)
 
 
 # ---- forward, output -----------------------------------------------------------------
@@ -264,25 +266,22 @@ def _tangent_jvp(
 
 
 def _bend(at: _Bound, along: dict[str, Any], lse_moves: jax.Array) -> list[jax.Array]:
-    """How o' = (sum over p) - lse' o and lse' move with x, o and lse."""
-    o, lse = at.given["o"], at.lse
+    """How o' = (a sum over keys) - lse' o and lse' move with x, o and lse."""
+    o, lse, config = at.given["o"], at.lse, at.config
     acc = lse.rest.dtype
+    o_bends, lse_bends = None, jnp.zeros_like(lse.rest)
     first, second = _of(VALUES, along), _of((*VALUES, "lse"), at.moves)
-    o_bends, lse_bends = jnp.zeros(o.shape, acc), jnp.zeros_like(lse.rest)
     if first and second:
-        o_bends, lse_bends = primitive.second_tangent(
-            at.config, at.x, lse, first, second
-        )
+        o_bends, lse_bends = primitive.second_tangent(config, at.x, lse, first, second)
     if "sinks" in along and {"sinks", "lse"} & set(at.moves):
         sinks = at.given["sinks"]
-        moves = (
-            _dense(at.moves.get("sinks"), sinks),
-            _dense(at.moves.get("lse"), lse.rest),
-        )
-        lse_bends += _share_bends(at.config, sinks, lse, *moves, along["sinks"])
-    o_bends = o_bends.astype(acc) - beside_o(lse_bends) * o.astype(acc)
+        sinks_move = _dense(at.moves.get("sinks"), sinks)
+        more = _dense(at.moves.get("lse"), lse.rest)
+        lse_bends += _share_bends(config, sinks, lse, sinks_move, more, along["sinks"])
+    beside = beside_o(lse_bends) * o.astype(acc)
     if "o" in at.moves:
-        o_bends -= beside_o(lse_moves) * at.moves["o"].astype(acc)
+        beside += beside_o(lse_moves) * at.moves["o"].astype(acc)
+    o_bends = -beside if o_bends is None else o_bends.astype(acc) - beside
     return [o_bends.astype(o.dtype), lse_bends]
 
 

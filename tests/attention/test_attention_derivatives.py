@@ -34,7 +34,7 @@ from judge import assert_rows_near
 
 import jax_kvblock as kv
 from jax_kvblock import AttentionTiles, flash_attention
-from jax_kvblock.attention import RESIDUAL_NAMES
+from jax_kvblock.attention import RESIDUAL_NAMES, arguments, ops, primitive
 
 # ---- what is asked for ---------------------------------------------------------------
 
@@ -442,6 +442,22 @@ def test_rows_of_a_large_bias(rng):
     want = jit(functools.partial(first_and_second, alone))(flat.arrays, one, one)
     for name, x in got.items():
         assert_close(x, f64(want[name]))
+
+
+def test_the_largest_score_moves_wherever_the_base_is(rng):
+    """A kernel's base may lie MOST_ABOVE_BASE below it, and rounding adds to that."""
+    call = draw(rng, q_len=4, kv_len=6, heads=2, kv_heads=2, dim=8)
+    call = call.replace(bias=draw_bias(rng, call, (False, False), F32))
+    one = direction(rng, call)
+    config, x = arguments.normalize("a test", **call.arrays)
+    o, lse = primitive.forward(config, x)
+    excess = ops.MOST_ABOVE_BASE + 1e-4
+    below = ops.LogSumExp(lse.rest + excess, lse.base - excess)
+    (o_moves, lse_moves), (o_near, lse_near) = (
+        primitive.tangent(config, x, o, parts, one) for parts in (lse, below)
+    )
+    np.testing.assert_allclose(o_near, o_moves, atol=1e-3)
+    np.testing.assert_allclose(lse_near, lse_moves, atol=1e-3)
 
 
 def test_parts_merge_under_derivatives(rng):
