@@ -1,4 +1,4 @@
-"""`flash_attention`: the contract, its gradients."""
+"""`flash_attention`: the contract."""
 
 from __future__ import annotations
 
@@ -126,10 +126,16 @@ def flash_attention(
     value must be finite (and for gradients, or under a bias of −inf alone, the key as
     well).
 
+    q, k, v, bias and sinks have first and second derivatives in forward and reverse
+    mode (`jax.jvp`, `jax.grad`, `jax.hessian`). The kernels compute out, lse and first
+    derivatives in reverse mode; forward mode and second derivatives are plain JAX in
+    blocks on every platform.
+
     Raises:
       TypeError, ValueError: an argument's dtype, shape or value does not fit, or two
         options exclude each other. The message says what would. The values of operands
         are looked at where they lie on the host: packed boundaries and tile lists.
+      NotImplementedError: a third derivative is asked for.
 
     Example:
       >>> q = jnp.ones((2, 128, 8, 64), jnp.bfloat16)
