@@ -559,9 +559,3 @@ def test_each_mode_runs_what_it_needs(rng):
     assert primitives(jax.grad(only), arrays["bias"]) == ["forward", "backward_bias"]
     product = primitives(along(jax.grad(loss), few), few)
     assert sorted(product) == sorted([*forward, "backward", "hessian"])
-
-
-def test_linear_transpose_says_what_to_use(rng):
-    v = tiny(rng).arrays["v"]
-    with pytest.raises(NotImplementedError, match=r"flash_attention: .* jax\.vjp"):
-        jax.linear_transpose(lambda v: flash_attention(v, v, v), v)(v)
