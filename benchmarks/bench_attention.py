@@ -30,7 +30,8 @@ from support import attention_peers, attention_truth, common
 from support.common import OURS, Results, cases
 
 from jax_kvblock import AttentionTiles, _report, flash_attention
-from jax_kvblock.attention import flash
+from jax_kvblock.attention import derivatives, flash
+from jax_kvblock.attention.ops import LogSumExp
 
 ROUND = 0.04  # seconds
 TURNS, WARM_UP, ROUNDS = 2, 2, 3  # rounds of a turn: first those that do not count
@@ -262,8 +263,8 @@ def _memory(case: Any, results: Results) -> None:
     temp = forward.memory_analysis().temp_size_in_bytes
     results.add(f"{case.name} / forward", OURS, "temporaries", temp, "B")
 
-    def backward(residuals: Any, d_o: Any, d_lse: Any) -> Any:
-        return flash._attention_bwd(config, residuals, (d_o, d_lse))
+    def backward(o: Any, lse: Any, d_o: Any, d_lse: Any) -> Any:
+        return derivatives.gradients(config, x, o, LogSumExp(lse), d_o, d_lse)
 
     config, x = flash.arguments.normalize("bench", q, k, v, causal=case.causal)
     o, lse = flash.attention(config, x)

@@ -20,7 +20,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_kvblock.attention.config import members_of_a_row, row_of_each
-from jax_kvblock.attention.ops import BACKWARD_BIAS, Call, Op, letters
+from jax_kvblock.attention.ops import Call, Op, letters
 from jax_kvblock.core.batching import batch_one_by_one
 
 LISTS = ("tile_indices", "tile_counts", "tile_partial")
@@ -46,6 +46,7 @@ def batch(
     batch_axis = int(dims[0] == 0)
     size, cut = arrays[0].shape[batch_axis], _is_cut(arrays[0], batch_axis)
     fold = functools.partial(_fold, count=count, size=size, behind=cut)
+    made = op.result_names(call)
     folded = []
     rows = 1
     for name, a, d in zip(names, arrays, dims, strict=True):
@@ -55,16 +56,17 @@ def batch(
         # Lists of tiles and what belongs to them are shared alike. The gradient of a
         # bias that the members share is asked for each of them.
         own = (name in LISTS and any(batched.get(n) for n in LISTS)) or (
-            name == "bias" and op is BACKWARD_BIAS
+            name == "bias" and name in made
         )
         if name == "bias":
             rows = a.shape[int(d == 0)]
         folded.append(fold(a, d, shared=letters(name)[0] == "b", own=own))
     results = outer.bind(*folded, call=call)
-    members = rows if op is BACKWARD_BIAS else size
-    return [_unfold(r, count, size, members, cut) for r in results], [
-        int(cut) for _ in results
+    unfolded = [
+        _unfold(r, count, size, rows if name == "bias" else size, cut)
+        for name, r in zip(made, results, strict=True)
     ]
+    return unfolded, [int(cut)] * len(unfolded)
 
 
 def _fold_masks(

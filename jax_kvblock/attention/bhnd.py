@@ -139,7 +139,8 @@ def flash_attention_backward(
         returned, or `lse_to_lm(lse)`.
 
     Returns:
-      (dQ, dK, dV) in the dtypes of Q, K, V.
+      (dQ, dK, dV) in the dtypes of Q, K, V. They have derivatives once, with respect to
+      O, dO, l and m as well.
 
     Raises:
       TypeError, ValueError: as in the forward pass.

@@ -12,6 +12,7 @@ their labels (sequence, segment) are equal and the key's position is in its wind
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -188,18 +189,8 @@ def backward(
     t, d = p.q.shape[2:]
     s, e = p.v.shape[2:]
     acc = accumulator(x.q.dtype)
-    rest, base = lse
-    rest, delta, d_o = (a[None] if config.packed else a for a in (rest, delta, d_o))
-
-    real = p.q_labels.valid[:, None, None]
-    rest = _pad(rest, 2, t, -jnp.inf).reshape(b, k, g, t)
-    # exp(score - inf) is 0: what rows without keys contribute.
-    rest = jnp.where(real & ~jnp.isneginf(rest), rest, jnp.inf)
-    if base is not None:
-        base = _pad(base, 2, t).reshape(b, k, g, t)
-    delta = jnp.where(jnp.isposinf(rest), 0, _pad(delta, 2, t).reshape(b, k, g, t))
-    d_o = _filled(d_o, t, p.q_labels, config.packed or x.q_lens is not None)
-    d_o = jnp.moveaxis(d_o, 1, 2).astype(p.q.dtype)
+    rows = rows_of(config, p, x, lse, delta, d_o)
+    names = ("q", "k", "v", "bias") if with_bias else ("q", "k", "v")
 
     order, counts = _visits(config, p, transposed=True)
     bias_groups = None
@@ -208,38 +199,18 @@ def backward(
 
     def one_block(j: Any, carry: Any) -> Any:
         dq_all, dk_all, dv_all, dbias_all = carry
-        k_j = _block(p.k, j, p.block_kv, 2)
-        v_j = _block(p.v, j, p.block_kv, 2)
 
         def step(c: Any, state: Any) -> Any:
             dq_all, dk, dv, dbias_all = state
             i = order[j, c]
-            scores, allowed, slope = _scores(config, p, i, j)
-            if base is not None:
-                scores = scores - _block(base, i, p.block_q, 3)[..., None]
-                # Where large scores lie far apart, one may round up here that rounded
-                # down in the forward pass.
-                scores = jnp.minimum(scores, MOST_ABOVE_BASE)
-            rest_i = _block(rest, i, p.block_q, 3)[..., None]
-            d_o_i = p.query_block(d_o, i)
-            q_i = p.query_block(p.q, i)
-            weights = jnp.where(allowed, jnp.exp(scores - rest_i), 0)
-            dv_i = _dot("bkgts,bkgte->bkgse", weights, d_o_i, x)
-            dw = _dot("bkgte,bkse->bkgts", d_o_i, v_j, x)
-            ds = weights * (dw - _block(delta, i, p.block_q, 3)[..., None])
-            ds = jnp.where(allowed, ds, 0)
+            found = gradients_of_block(config, p, x, rows, names, i, j)
+            dq_i, dk_i, dv_i = found["q"], found["k"], found["v"]
             if with_bias:
-                dbias_all = _add_bias(p, dbias_all, bias_groups, ds, i, j)
-            if slope is not None:
-                ds = jnp.where(allowed, ds * slope, 0)
-            ds = ds * config.scale
-            dq_i = _dot("bkgts,bksd->bkgtd", ds, k_j, x)
-            dk_i = _dot("bkgts,bkgtd->bkgsd", ds, q_i, x)
-            dq_i, dk_i, dv_i = (_select(p, i, j, a) for a in (dq_i, dk_i, dv_i))
+                dbias_all = _add_bias(p, dbias_all, bias_groups, found["bias"], i, j)
             at = i * p.block_q
             dq_i = dq_i + jax.lax.dynamic_slice_in_dim(dq_all, at, p.block_q, 3)
             dq_all = jax.lax.dynamic_update_slice_in_dim(dq_all, dq_i, at, 3)
-            return dq_all, dk + dk_i.sum(2), dv + dv_i.sum(2), dbias_all
+            return dq_all, dk + dk_i, dv + dv_i, dbias_all
 
         state = (
             dq_all,
@@ -277,6 +248,117 @@ def backward(
 
 
 # ---- one block -----------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """What the backward pass knows of rows, padded: `[B, K, G, T]`."""
+
+    rest: jax.Array  # the log-sum-exp in two parts; inf where a row sees nothing
+    base: Any
+    delta: Any = None
+    d_o: Any = None  # [B, N, T, E]
+
+
+def rows_of(
+    config: AttentionConfig,
+    p: _Problem,
+    x: Operands,
+    lse: LogSumExp,
+    delta: Any = None,
+    d_o: Any = None,
+) -> Rows:
+    """From lse and delta `[B, N, T]` and d_o `[B, T, N, E]` (packed without B)."""
+    rest = padded_rows(config, p, lse.rest)
+    base = None if lse.base is None else padded_rows(config, p, lse.base)
+    outside = ~p.q_labels.valid[:, None, None] | jnp.isneginf(rest)
+    # exp(score - inf) is 0: what rows without keys contribute.
+    rest = jnp.where(outside, jnp.inf, rest)
+    if d_o is None:
+        return Rows(rest, base)
+    delta = jnp.where(outside, 0, padded_rows(config, p, delta))
+    return Rows(rest, base, delta, padded_queries(config, p, x, d_o))
+
+
+def padded_rows(config: AttentionConfig, p: _Problem, a: Any) -> Any:
+    """`[B, N, T]` (packed `[N, T]`) as `[B, K, G, T]` in whole blocks."""
+    a = _pad(a[None] if config.packed else a, 2, p.q.shape[2])
+    return a.reshape(*p.groups, p.q.shape[2])
+
+
+def padded_queries(config: AttentionConfig, p: _Problem, x: Operands, a: Any) -> Any:
+    """`[B, T, N, E]` (packed `[T, N, E]`) as `[B, N, T, E]` in whole blocks."""
+    a = a[None] if config.packed else a
+    some = config.packed or x.q_lens is not None
+    a = _filled(a, p.q.shape[2], p.q_labels, some)
+    return jnp.moveaxis(a, 1, 2).astype(p.q.dtype)
+
+
+def padded_keys(config: AttentionConfig, p: _Problem, x: Operands, a: Any) -> Any:
+    """`[B, S, K, D]` (packed `[S, K, D]`) as `[B, K, S, D]` in whole blocks."""
+    a = a[None] if config.packed else a
+    some = config.packed or x.kv_lens is not None
+    a = _filled(a, p.k.shape[2], p.kv_labels, some)
+    return jnp.moveaxis(a, 1, 2).astype(p.k.dtype)
+
+
+def gradients_of_block(
+    config: AttentionConfig,
+    p: _Problem,
+    x: Operands,
+    rows: Rows,
+    wanted: Sequence[str],
+    i: Any,
+    j: Any,
+    shift: Any = None,
+) -> dict[str, Any]:
+    """What block (i, j) adds to the gradient of the sum over queries and keys of
+
+        p (d_o v - delta),    p = exp(score - lse)
+
+    with respect to q, k, v, bias, lse, delta and o (this is d_o), as far as they are
+    wanted. For o and delta neither d_o nor delta is needed. `shift` is added to scores.
+    """
+    q_i = p.query_block(p.q, i)
+    k_j, v_j = (_block(a, j, p.block_kv, 2) for a in (p.k, p.v))
+    scores, allowed, slope = _scores(config, p, i, j)
+    if shift is not None:
+        scores = scores + shift
+    if rows.base is not None:
+        scores = scores - _block(rows.base, i, p.block_q, 3)[..., None]
+        # Where large scores lie far apart, one may round up here that rounded down in
+        # the forward pass. It moves as any other.
+        most = MOST_ABOVE_BASE + (scores - jax.lax.stop_gradient(scores))
+        scores = jnp.where(scores > MOST_ABOVE_BASE, most, scores)
+    rest_i = _block(rows.rest, i, p.block_q, 3)[..., None]
+    weights = jnp.where(allowed, jnp.exp(scores - rest_i), 0)
+    made = {}
+    if "o" in wanted:
+        made["o"] = _select(p, i, j, _dot("bkgts,bkse->bkgte", weights, v_j, x))
+    if "delta" in wanted:
+        made["delta"] = -weights.sum(-1)
+    if {"o", "delta"}.issuperset(wanted):
+        return made
+
+    d_o_i = p.query_block(rows.d_o, i)
+    if "v" in wanted:
+        dv = _select(p, i, j, _dot("bkgts,bkgte->bkgse", weights, d_o_i, x))
+        made["v"] = dv.sum(2)
+    dw = _dot("bkgte,bkse->bkgts", d_o_i, v_j, x)
+    ds = weights * (dw - _block(rows.delta, i, p.block_q, 3)[..., None])
+    ds = jnp.where(allowed, ds, 0)
+    if "bias" in wanted:
+        made["bias"] = ds
+    if "lse" in wanted:
+        made["lse"] = -ds.sum(-1)
+    if slope is not None:
+        ds = jnp.where(allowed, ds * slope, 0)
+    ds = ds * config.scale
+    if "q" in wanted:
+        made["q"] = _select(p, i, j, _dot("bkgts,bksd->bkgtd", ds, k_j, x))
+    if "k" in wanted:
+        dk = _select(p, i, j, _dot("bkgts,bkgtd->bkgsd", ds, q_i, x))
+        made["k"] = dk.sum(2)
+    return made
 
 
 def _loop(count: Any, body: Any, state: Any) -> Any:

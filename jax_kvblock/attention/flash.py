@@ -1,23 +1,15 @@
-"""`flash_attention`: the contract, its gradients."""
+"""`flash_attention`: the contract."""
 
 from __future__ import annotations
 
-import functools
-from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
 from jax_kvblock.attention import arguments, cudnn, dispatch, primitive
-from jax_kvblock.attention.config import (
-    AttentionConfig,
-    AttentionTiles,
-    Operands,
-    members_of_a_row,
-    row_of_each,
-)
-from jax_kvblock.attention.ops import LogSumExp
+from jax_kvblock.attention.config import AttentionConfig, AttentionTiles, Operands
+from jax_kvblock.attention.derivatives import RESIDUAL_NAMES
 from jax_kvblock.attention.options import FlashOptions, Output, Rows
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
@@ -25,16 +17,7 @@ from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-# What the forward pass keeps for the backward pass, for jax.checkpoint policies:
-# jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES) saves all of it.
-RESIDUAL_NAMES = (
-    "flash_attention_q",
-    "flash_attention_k",
-    "flash_attention_v",
-    "flash_attention_out",
-    "flash_attention_lse",
-    "flash_attention_lse_base",  # of calls with a bias
-)
+__all__ = ["RESIDUAL_NAMES", "attention", "flash_attention", "output"]
 
 
 @overload
@@ -148,10 +131,16 @@ def flash_attention(
     value must be finite (and for gradients, or under a bias of −inf alone, the key as
     well).
 
+    q, k, v, bias and sinks have first and second derivatives in forward and reverse
+    mode (`jax.jvp`, `jax.grad`, `jax.hessian`). The kernels compute out, lse and first
+    derivatives in reverse mode; forward mode and second derivatives are plain JAX in
+    blocks on every platform.
+
     Raises:
       TypeError, ValueError: an argument's dtype, shape or value does not fit, or two
         options exclude each other. The message says what would. The values of operands
         are looked at where they lie on the host: packed boundaries and tile lists.
+      NotImplementedError: a third derivative is asked for.
 
     Example:
       >>> q = jnp.ones((2, 128, 8, 64), jnp.bfloat16)
@@ -194,98 +183,10 @@ def flash_attention(
 
 def attention(config: AttentionConfig, x: Operands) -> tuple[jax.Array, jax.Array]:
     """(out, lse) of a checked call; lse is `[B, N, T]` (packed `[N, T]`)."""
-    x = Operands(*vary_alike(x))
-    return _attention(config, x)
+    o, lse = primitive.forward(config, Operands(*vary_alike(x)))
+    return o, lse.value
 
 
 def output(config: AttentionConfig, x: Operands) -> jax.Array:
     """out alone of a checked call."""
-    x = Operands(*vary_alike(x))
-    return _output(config, x)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(config: AttentionConfig, x: Operands) -> tuple[jax.Array, jax.Array]:
-    o, lse = primitive.forward(config, x)
-    return o, lse.value
-
-
-def _attention_fwd(config: AttentionConfig, x: Operands) -> Any:
-    names = dict(zip(("q", "k", "v"), RESIDUAL_NAMES, strict=False))
-    x = x._replace(
-        **{n: checkpoint_name(getattr(x, n), name) for n, name in names.items()}
-    )
-    o, lse = primitive.forward(config, x)
-    o = checkpoint_name(o, RESIDUAL_NAMES[3])
-    parts = zip(lse.parts, RESIDUAL_NAMES[4:], strict=False)
-    lse = LogSumExp(*(checkpoint_name(part, name) for part, name in parts))
-    return (o, lse.value), (x, o, lse)
-
-
-def _attention_bwd(config: AttentionConfig, residuals: Any, cotangents: Any) -> Any:
-    x, o, lse = residuals
-    d_o, d_lse = cotangents
-    # The log-sum-exp's gradient rides along: d(score) = p (dp - rowsum(d_o o) + d_lse).
-    acc = lse.rest.dtype
-    rowsum = jnp.sum(d_o.astype(acc) * o.astype(acc), axis=-1)
-    delta = jnp.swapaxes(rowsum, -1, -2)
-    if d_lse is not None:
-        delta = delta - d_lse
-    dq, dk, dv = primitive.backward(config, x, lse, delta, d_o)
-    grads = Operands(dq, dk, dv)
-    if x.bias is not None:
-        dbias = primitive.backward_bias(config, x, lse, delta, d_o)
-        grads = grads._replace(bias=dbias)
-    if x.sinks is not None:
-        grads = grads._replace(sinks=_sink_gradient(config, x, lse, delta))
-    return (Operands(*(_sharded_like(g, a) for g, a in zip(grads, x, strict=True))),)
-
-
-def _sharded_like(gradient: Any, a: Any) -> Any:
-    """On an explicit mesh a gradient is sharded as its array is."""
-    if gradient is None:
-        return None
-    sharding = jax.typeof(a).sharding
-    if sharding.mesh.empty or jax.typeof(gradient).sharding == sharding:
-        return gradient
-    return jax.sharding.reshard(gradient, sharding)
-
-
-# One program, also when called outside of jit.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _sink_gradient(
-    config: AttentionConfig, x: Operands, lse: LogSumExp, delta: jax.Array
-) -> jax.Array:
-    """A sink is a key without a value: d(sink) = -p delta, with p = exp(sink - lse)."""
-    sinks, (rest, base) = x.sinks, lse
-    if config.packed:
-        rest, delta = rest[None], delta[None]
-    rows = row_of_each(sinks, rest.shape[0])[..., None].astype(rest.dtype)
-    rows = rows if base is None else rows - base
-    empty = jnp.isneginf(rest)
-    p = jnp.exp(rows - jnp.where(empty, jnp.inf, rest))
-    d = -jnp.where(empty, 0, p * delta).sum(-1)
-    shared = members_of_a_row(rest.shape[0], sinks.shape[0])
-    d = d.reshape(sinks.shape[0], shared, sinks.shape[1])
-    return d.sum(1).astype(sinks.dtype)
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd)
-
-
-# A function of its own, so that a call that is not differentiated never has an lse.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _output(config: AttentionConfig, x: Operands) -> jax.Array:
-    return primitive.output(config, x)
-
-
-def _output_fwd(config: AttentionConfig, x: Operands) -> Any:
-    (o, _), residuals = _attention_fwd(config, x)
-    return o, residuals
-
-
-def _output_bwd(config: AttentionConfig, residuals: Any, d_o: Any) -> Any:
-    return _attention_bwd(config, residuals, (d_o, None))
-
-
-_output.defvjp(_output_fwd, _output_bwd)
+    return primitive.output(config, Operands(*vary_alike(x)))

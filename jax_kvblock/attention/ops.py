@@ -1,11 +1,17 @@
 """The operations of attention and the static parameter of their primitives.
 
-forward        operands                         -> o, lse, base
-output         operands                         -> o
-backward       operands, lse, base, delta, d_o  -> dq, dk, dv
-backward_bias  operands, lse, base, delta, d_o  -> dbias
+forward         operands                                -> o, lse, base
+output          operands                                -> o
+backward        operands, lse, base, delta, d_o         -> dq, dk, dv
+backward_bias   operands, lse, base, delta, d_o         -> dbias
+tangent         operands, lse, base, o, along           -> o', lse'
+second_tangent  operands, lse, base, along              -> o'', lse''
+hessian         operands, lse, base, delta, d_o, along  -> what is asked for
 
-`base` is there with a bias alone; see `LogSumExp`.
+`base` is there with a bias alone; see `LogSumExp`. `along` are the directions of
+derivatives, as many as there are: `q'` is how q moves, `q''` how it moves the second
+time. What the last four compute is in `tangent.py`, how they follow from one another in
+`derivatives.py`.
 """
 
 from __future__ import annotations
@@ -23,6 +29,8 @@ class Call:
 
     config: AttentionConfig
     present: tuple[str, ...]  # names of Operands, in order
+    along: tuple[str, ...] = ()  # names of directions, in order
+    wanted: tuple[str, ...] = ()  # the results of a hessian
 
     def unpack(self, arrays: Sequence[Any]) -> Operands:
         return Operands(**dict(zip(self.present, arrays, strict=True)))
@@ -75,10 +83,10 @@ class Op:
         return not self.extra
 
     def operand_names(self, call: Call) -> tuple[str, ...]:
-        return (*call.present, *_there(self.extra, call))
+        return (*call.present, *_there(self.extra, call), *call.along)
 
     def result_names(self, call: Call) -> tuple[str, ...]:
-        return _there(self.results, call)
+        return _there(self.results, call) or call.wanted
 
 
 def _there(names: tuple[str, ...], call: Call) -> tuple[str, ...]:
@@ -89,12 +97,18 @@ FORWARD = Op("forward", (), ("o", "lse", "base"))
 OUTPUT = Op("output", (), ("o",))
 BACKWARD = Op("backward", ("lse", "base", "delta", "o"), ("q", "k", "v"))
 BACKWARD_BIAS = Op("backward_bias", ("lse", "base", "delta", "o"), ("bias",))
+TANGENT = Op("tangent", ("lse", "base", "o"), ("o", "lse"))
+SECOND_TANGENT = Op("second_tangent", ("lse", "base"), ("o", "lse"))
+HESSIAN = Op("hessian", ("lse", "base", "delta", "o"), ())
+# What the implementations compute; the others are blocks of plain JAX everywhere.
+BY_KERNELS = (FORWARD, OUTPUT, BACKWARD, BACKWARD_BIAS)
 
 _LETTERS = {**AXES, "base": "BNT", "delta": "BNT", "cu_q": "c", "cu_kv": "c"}
 
 
 def letters(name: str, packed: bool = False) -> str:
     """The axes of an operand or result; packed arrays have no batch."""
+    name = name.rstrip("'")  # a direction is like what it moves
     found = _LETTERS[name]
     if packed and name in ("q", "k", "v", "o", "lse", "base", "delta"):
         return found[1:]

@@ -4,14 +4,16 @@ Each operation (`ops.py`) is a pair of primitives. The outer one carries the
 transformation rules and lowers to a partitioned call; the inner one is what each device
 runs, and lowers to the FFI handler of its platform or to plain JAX in blocks. Every
 rule reads the letters of the operands' axes: batching (`batching.py`) folds into B,
-partitioning (`partition.py`) cuts B and the heads.
+partitioning (`partition.py`) cuts B and the heads. How they are differentiated is in
+`derivatives.py`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from jax_kvblock.attention import blocked, cuda, dispatch
+from jax_kvblock.attention import tangent as directions
 from jax_kvblock.attention.batching import batch
 from jax_kvblock.attention.config import (
     AttentionConfig,
@@ -32,8 +35,12 @@ from jax_kvblock.attention.config import (
 from jax_kvblock.attention.ops import (
     BACKWARD,
     BACKWARD_BIAS,
+    BY_KERNELS,
     FORWARD,
+    HESSIAN,
     OUTPUT,
+    SECOND_TANGENT,
+    TANGENT,
     Call,
     LogSumExp,
     Op,
@@ -43,18 +50,20 @@ from jax_kvblock.attention.partition import array_spec, axis_shards, partitioned
 from jax_kvblock.core.primitive import make_primitives
 from jax_kvblock.core.spmd import lower_local, vary_alike
 
+Along = Mapping[str, jax.Array]  # how operands move, by their names
+
 
 def forward(config: AttentionConfig, x: Operands) -> tuple[jax.Array, LogSumExp]:
     """o `[B, T, N, Dv]`, lse float32 `[B, N, T]`; packed `[T, N, Dv]`, `[N, T]`."""
     call, arrays = Call.pack(config, x)
-    o, *lse = _bind(FORWARD, arrays, call)
+    o, *lse = bind(FORWARD, arrays, call)
     return o, LogSumExp(*lse)
 
 
 def output(config: AttentionConfig, x: Operands) -> jax.Array:
     """o alone; lse takes no memory then."""
     call, arrays = Call.pack(config, x)
-    return _bind(OUTPUT, arrays, call)[0]
+    return bind(OUTPUT, arrays, call)[0]
 
 
 def backward(
@@ -66,7 +75,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """dq, dk, dv; `delta` is rowsum(d_o * o) - d_lse, shaped like lse."""
     call, arrays = Call.pack(config, x)
-    dq, dk, dv = _bind(BACKWARD, [*arrays, *lse.parts, delta, d_o], call)
+    dq, dk, dv = bind(BACKWARD, [*arrays, *lse.parts, delta, d_o], call)
     return dq, dk, dv
 
 
@@ -79,7 +88,60 @@ def backward_bias(
 ) -> jax.Array:
     """The bias's gradient in its shape and dtype. Unused, it is never computed."""
     call, arrays = Call.pack(config, x)
-    return _bind(BACKWARD_BIAS, [*arrays, *lse.parts, delta, d_o], call)[0]
+    return bind(BACKWARD_BIAS, [*arrays, *lse.parts, delta, d_o], call)[0]
+
+
+def tangent(
+    config: AttentionConfig, x: Operands, o: jax.Array, lse: LogSumExp, along: Along
+) -> tuple[jax.Array, jax.Array]:
+    """What o and lse change by as operands move; along: q, k, v, bias, sinks."""
+    call, arrays = Call.pack(config, x)
+    call, moves = _with_directions(call, along, "'")
+    o_moves, lse_moves = bind(TANGENT, [*arrays, *lse.parts, o, *moves], call)
+    return o_moves, lse_moves
+
+
+def second_tangent(
+    config: AttentionConfig, x: Operands, lse: LogSumExp, first: Along, second: Along
+) -> tuple[jax.Array, jax.Array]:
+    """What the sums of `tangent` change by as q, k, v, bias and lse move by `second`.
+
+    These are rowsum(p s' v + p v') and rowsum(p s'), p = exp(s - lse), s' the change of
+    the scores along `first`: q, k, v, bias.
+    """
+    call, arrays = Call.pack(config, x)
+    call, moves = _with_directions(call, first, "'")
+    call, more = _with_directions(call, second, "''")
+    operands = [*arrays, *lse.parts, *moves, *more]
+    o_moves, lse_moves = bind(SECOND_TANGENT, operands, call)
+    return o_moves, lse_moves
+
+
+def hessian(
+    config: AttentionConfig,
+    x: Operands,
+    lse: LogSumExp,
+    delta: jax.Array,
+    d_o: jax.Array,
+    along: Along,
+    wanted: Sequence[str],
+) -> dict[str, jax.Array]:
+    """A product with the Hessian whose gradient `backward` is (see `tangent.py`).
+
+    along, and of it `wanted`: q, k, v, bias, lse, delta, and o for d_o.
+    """
+    call, arrays = Call.pack(config, x)
+    call, moves = _with_directions(call, along, "'")
+    call = dataclasses.replace(call, wanted=tuple(wanted))
+    made = bind(HESSIAN, [*arrays, *lse.parts, delta, d_o, *moves], call)
+    return dict(zip(wanted, made, strict=True))
+
+
+def _with_directions(
+    call: Call, along: Along, primes: str
+) -> tuple[Call, list[jax.Array]]:
+    names = tuple(name + primes for name in along)
+    return dataclasses.replace(call, along=call.along + names), list(along.values())
 
 
 # ---- evaluation ----------------------------------------------------------------------
@@ -100,6 +162,7 @@ def _result_structs(op: Op, call: Call, avals: Sequence[Any]) -> list[tuple]:
         "o": (o, x.q.dtype),
         "lse": (rows, lse),
         "base": (rows, lse),
+        "delta": (rows, lse),
         "q": (x.q.shape, x.q.dtype),
         "k": (x.k.shape, x.k.dtype),
         "v": (x.v.shape, x.v.dtype),
@@ -132,14 +195,21 @@ def _abstract_eval(
 
 _OUTER: dict[Op, core.Primitive] = {}
 _LOCAL: dict[Op, core.Primitive] = {}
-for _op in (FORWARD, OUTPUT, BACKWARD, BACKWARD_BIAS):
+for _op in (*BY_KERNELS, TANGENT, SECOND_TANGENT, HESSIAN):
     _OUTER[_op], _LOCAL[_op] = make_primitives(
         f"kvblock_attention_{_op.name}", functools.partial(_abstract_eval, op=_op)
     )
 
 
-def _bind(op: Op, arrays: Sequence[Any], call: Call) -> list[Any]:
+def bind(op: Op, arrays: Sequence[Any], call: Call) -> list[Any]:
     return _OUTER[op].bind(*vary_alike(arrays), call=call)
+
+
+def set_derivatives(
+    op: Op, jvp: Callable[..., Any], transpose: Callable[..., Any]
+) -> None:
+    ad.primitive_jvps[_OUTER[op]] = jvp
+    ad.primitive_transposes[_OUTER[op]] = transpose
 
 
 # ---- lowering: one device ------------------------------------------------------------
@@ -150,6 +220,8 @@ def _blocked(op: Op, call: Call, platform: str | None, *arrays: Any) -> tuple:
     x = call.unpack(arrays[: len(call.present)])
     narrow = x.q.dtype.itemsize == 2
     compute = jnp.float32 if platform == "cpu" and narrow else None
+    if op not in BY_KERNELS:
+        return directions.run(op, call, compute, platform, *arrays)
     if op.is_forward:
         o, lse = blocked.forward(call.config, x, compute, platform)
         return (o, *lse.parts) if op is FORWARD else (o,)
@@ -173,7 +245,9 @@ def _lower(
 ) -> Any:
     """`sums`: for each result, the mesh axes over which it is added up."""
     x = call.unpack(ctx.avals_in[: len(call.present)])
-    choice = dispatch.choose(call.config, x, platform, backward=not op.is_forward)
+    choice = "xla"
+    if op in BY_KERNELS:
+        choice = dispatch.choose(call.config, x, platform, backward=not op.is_forward)
     empty = 0 in (*x.q.shape, *x.k.shape)  # nothing to launch a kernel for
     if choice != "xla" and not empty:
         local = functools.partial(cuda.run, op, call, choice)
@@ -219,20 +293,7 @@ for _op, _primitive in _OUTER.items():
     )
 
 
-# ---- batching, differentiation -------------------------------------------------------
+# ---- batching ------------------------------------------------------------------------
 
 for _op, _primitive in _OUTER.items():
     batching.primitive_batchers[_primitive] = functools.partial(batch, _primitive, _op)
-
-
-def _no_derivative(*_: Any, **__: Any) -> Any:
-    raise NotImplementedError(
-        "flash_attention: its gradients have no gradients (grad of grad, hessian, jvp "
-        "of grad); for those, write the attention in jax.numpy or use "
-        "jax.nn.dot_product_attention(implementation='xla')"
-    )
-
-
-for _primitive in _OUTER.values():
-    ad.primitive_jvps[_primitive] = _no_derivative
-    ad.primitive_transposes[_primitive] = _no_derivative

@@ -1,4 +1,4 @@
-"""Memory is O((T + S) N D): a compiled program holds no scores, forward or backward."""
+"""Memory is O((T + S) N D): a compiled program holds no scores, in any mode."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ OPTIONS = {
 }
 
 
-def temporaries(name, length, gradients, implementation, dtype):
+MODES = ("forward", "gradients", "forward mode", "Hessian's products")
+
+
+def temporaries(name, length, mode, implementation, dtype):
     """Bytes beside inputs and results, by XLA's own account."""
     static, operands = OPTIONS[name](length)
     rows = (length,) if name == "packed" else (1, length)
@@ -52,10 +55,17 @@ def temporaries(name, length, gradients, implementation, dtype):
         out, pull = jax.vjp(lambda *x: forward(*x, operands), q, k, v)
         return out, pull(cotangent)
 
-    if gradients:
-        lowered = jit(both).lower(x, x, x, operands, x)
-    else:
-        lowered = jit(forward).lower(x, x, x, operands)
+    def pushed(q, k, v, operands, *along):
+        return jax.jvp(lambda *x: forward(*x, operands), (q, k, v), along)
+
+    def product(q, k, v, operands, *along):
+        loss = lambda *x: jnp.sum(jnp.square(forward(*x, operands)))  # noqa: E731
+        return jax.jvp(jax.grad(loss, (0, 1, 2)), (q, k, v), along)[1]
+
+    functions = {"forward": forward, "gradients": both}
+    functions |= {"forward mode": pushed, "Hessian's products": product}
+    more = {"forward": (), "gradients": (x,)}.get(mode, (x, x, x))
+    lowered = jit(functions[mode]).lower(x, x, x, operands, *more)
     return lowered.compile(AS_USERS_DO).memory_analysis().temp_size_in_bytes
 
 
@@ -65,22 +75,28 @@ def array_bytes(length):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, mode) for name in OPTIONS for mode in MODES[:2]),
+        *((name, mode) for name in ("packed", "bias") for mode in MODES[2:]),
+    ],
+)
 @by_kernel(BF16)
-def test_no_scores_in_memory(implementation, dtype, name, gradients):
+def test_no_scores_in_memory(implementation, dtype, name, mode):
     """A few arrays like q in float32; one head's scores alone would be 32 of them."""
-    found = temporaries(name, LONG, gradients, implementation, dtype)
+    found = temporaries(name, LONG, mode, implementation, dtype)
     scores = LONG * LONG * 4  # of one head, in float32
-    bound = (10 if gradients else 5) * array_bytes(LONG)
-    assert bound < scores / 3
+    few = {"forward": 5, "gradients": 10, "forward mode": 10, "Hessian's products": 18}
+    bound = few[mode] * array_bytes(LONG)
+    assert bound < 0.6 * scores
     assert found <= bound, f"{found / array_bytes(LONG):.1f} arrays of q's size"
 
 
-@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("mode", MODES)
 @by_kernel(F32)
-def test_memory_grows_as_the_length(implementation, dtype, gradients):
-    how = (gradients, implementation, dtype)
+def test_memory_grows_as_the_length(implementation, dtype, mode):
+    how = (mode, implementation, dtype)
     short, long = (temporaries("causal", n, *how) for n in (LONG // 2, LONG))
     assert long <= 2.2 * short + 2**16, (short, long)
 

@@ -432,11 +432,18 @@ ONE = jnp.zeros((1, 1, 1), jnp.int32)
 SEGMENTS = jnp.zeros((2, 5), jnp.int32), jnp.zeros((2, 7), jnp.int32)
 
 
-def test_gradients_have_no_gradients():
+def test_there_are_no_third_derivatives():
     q, k, v = zeros(Q, K, K)
-    once = jax.grad(lambda q: plain(q, k, v).sum())
-    twice = lambda: jax.grad(lambda q: once(q).sum())(q)  # noqa: E731
-    check(W, NotImplementedError, "grad of grad|jax.nn.dot_product_attention", twice)
+    slope = lambda f: jax.grad(lambda q: f(q).sum())  # noqa: E731
+    thrice = lambda: slope(slope(slope(lambda q: plain(q, k, v))))(q)  # noqa: E731
+    words = "first and second derivatives|third|jax.nn.dot_product_attention"
+    check(W, NotImplementedError, words, thrice)
+
+
+def test_attention_is_not_linear():
+    (q,) = zeros(Q)
+    transpose = lambda: jax.linear_transpose(lambda q: plain(q, q, q), q)(q)  # noqa: E731
+    check(W, NotImplementedError, "not linear|jax.vjp", transpose)
 
 
 LACKS = {

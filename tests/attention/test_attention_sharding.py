@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 
@@ -17,6 +18,7 @@ from attention_model import (
     draw,
     draw_segments,
     draw_tiles,
+    f64,
     jit,
     truth,
 )
@@ -209,6 +211,87 @@ def test_gradients(rng, heads, options, axis_type):
     for name, x in got.items():
         assert_sharded(name, x, mesh, specs(call)[0][name.removeprefix("d_")])
         assert_close(x, want[name])
+
+
+MOVED = [("GQA", "bias shared by the batch"), ("MQA", "sinks"), ("MQA", "bias")]
+
+
+@by_axis_type
+@pytest.mark.parametrize(("heads", "options"), MOVED)
+def test_forward_mode_and_products_with_the_hessian(rng, heads, options, axis_type):
+    """As on one device; nothing is gathered, and results lie as their arrays do."""
+    mesh, call = mesh_of(axis_type), make(rng, heads, options)
+    way = {n: cast(rng.standard_normal(x.shape), F32) for n, x in call.arrays.items()}
+
+    def derivatives(arrays, way):
+        attend = lambda x: Call(x, call.operands, call.static, None).run()  # noqa: E731
+        loss = lambda x: jnp.sum(jnp.square(attend(x)))  # noqa: E731
+        moved = lambda f: jax.jvp(f, (arrays,), (way,))[1]  # noqa: E731
+        return {"out": moved(attend)} | moved(jax.grad(loss))
+
+    want = jit(derivatives)(call.arrays, way)
+    placed = place(dataclasses.replace(call, operands={}), mesh)[0]
+    way = {n: jax.device_put(x, placed[n].sharding) for n, x in way.items()}
+    with jax.set_mesh(mesh):
+        compiled = jit(derivatives).lower(placed, way).compile()
+        got = compiled(placed, way)
+    text = compiled.as_text()
+    assert not GATHERS.search(text), GATHERS.findall(text)
+    assert SUMS.search(text)
+    lie = specs(call)[0] | {"out": P("b", None, "h")}
+    for name, x in got.items():
+        assert_sharded(name, x, mesh, lie[name])
+        assert_close(x, f64(want[name]), F32)
+
+
+def test_products_where_one_array_is_cut(rng):
+    """On an explicit mesh, by every order: cotangents lie as their arrays do."""
+    mesh, call = mesh_of(AxisType.Explicit), make(rng, "GQA", "sinks")
+    way = {n: cast(rng.standard_normal(x.shape), F32) for n, x in call.arrays.items()}
+
+    def products(arrays, way):
+        loss = lambda x: jnp.sum(jnp.square(flash_attention(**x, causal=True)))  # noqa: E731
+        moved = lambda f: lambda x: jax.jvp(f, (x,), (way,))[1]  # noqa: E731
+        _, again = jax.vjp(jax.grad(loss), arrays)
+        return jax.grad(moved(loss))(arrays), again(way)[0]
+
+    want = jit(products)(call.arrays, way)
+    spec = {n: P() for n in way} | {"q": P("b", None, "h")}
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    placed, way = (
+        {n: put(x, spec[n]) for n, x in a.items()} for a in (call.arrays, way)
+    )
+    with jax.set_mesh(mesh):
+        got = jit(products)(placed, way)
+    for found, right in zip(got, want, strict=True):
+        for name, x in found.items():
+            assert_sharded(name, x, mesh, spec[name])
+            assert_close(x, f64(right[name]), F32)
+
+
+@pytest.mark.parametrize("heads", ["GQA", "MQA"])
+def test_forward_mode_and_products_inside_shard_map(rng, heads):
+    """Of varying and of replicated arrays, in varying and in replicated directions."""
+    mesh, call = mesh_of(), make(rng, heads, "sinks")
+    way = {n: cast(rng.standard_normal(x.shape), F32) for n, x in call.arrays.items()}
+    args, (arrays, _, _) = place(call, mesh), specs(call)
+
+    def derivatives(attend, x, way):
+        loss = lambda x: jnp.sum(jnp.square(attend(x)))  # noqa: E731
+        moved = lambda f: jax.jvp(f, (x,), (way,))[1]  # noqa: E731
+        return moved(attend), moved(jax.grad(loss))
+
+    attend = lambda x: flash_attention(**x, causal=True)  # noqa: E731
+    mapped = jax.shard_map(
+        functools.partial(derivatives, attend),
+        mesh=mesh,
+        in_specs=(arrays, arrays),
+        out_specs=(P("b", None, "h"), arrays),
+    )
+    got = jit(mapped)(args[0], way)
+    want = jit(functools.partial(derivatives, attend))(call.arrays, way)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert_close(x, f64(y), F32)
 
 
 ONE_AXIS = [(h, c) for c in ("batch", "heads", "both on one") for h in HEADS]

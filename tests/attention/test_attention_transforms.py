@@ -156,11 +156,3 @@ def test_an_exported_function_takes_and_returns_tile_lists(rng):
     out, returned = jax.export.deserialize(data).call(call.arrays, tiles)
     assert_close(out, truth(call)["out"], F32)
     assert jax.tree.structure(returned) == jax.tree.structure({"again": [tiles]})
-
-
-def test_forward_mode_raises(rng):
-    """As docs/attention.md says: reverse mode only."""
-    call = draw(rng, **SIZES)
-    with pytest.raises(TypeError, match="custom_vjp"):
-        q = call.arrays["q"]
-        jax.jvp(lambda q: call.replace(q=q).run(), (q,), (q,))

@@ -329,6 +329,14 @@ def linearize(f, args):
     return y, push(*map(weights, floats))
 
 
+@same_of_plain(Column.draw)
+def hvp(f, args):
+    """Hessian-vector products: forward mode of the gradient."""
+    only, floats = of_floats(f, args)
+    slopes = jax.grad(lambda floats: weigh(only(*floats)))
+    return jax.jvp(slopes, (floats,), ([weights(x) for x in floats],))
+
+
 @row(gradients)
 def linear_transpose(f, column):
     """Copies are linear in all their arrays."""

@@ -289,17 +289,10 @@ def plain_backward(Q: Any, K: Any, V: Any, O: Any, dO: Any, l: Any, m: Any) -> A
     return tuple(x.astype(DTYPE) for x in (dQ, dK, dV))
 
 
-# Attention has a reverse mode, once.
-FORWARD_MODE = (TypeError, "can't apply forward-mode")
-REVERSE_ALONE = {
-    "jvp": FORWARD_MODE,
-    "linearize": FORWARD_MODE,
-    "linear_transpose": (NotImplementedError, "custom_vjp_call"),
-}
-TWICE = (NotImplementedError, "flash_attention: its gradients have no gradients")
-DERIVATIVES = (
-    "grad", "value_and_grad", "jacrev", "jvp", "linearize", "linear_transpose", "remat",
-)  # fmt: skip
+# Attention has first and second derivatives, and is not linear.
+NOT_LINEAR = (NotImplementedError, "flash_attention: it is not linear in its arrays")
+THIRD = (NotImplementedError, "first and second derivatives, and this is a third")
+LINEAR_NOWHERE = {"linear_transpose": NOT_LINEAR}
 
 ATTENTION = [
     Column(
@@ -310,7 +303,7 @@ ATTENTION = [
         heads=[2, 2, 2, None, None],
         out_heads=2,
         exact=False,
-        missing=REVERSE_ALONE,
+        missing=LINEAR_NOWHERE,
     ),
     Column(
         "flash_attention with lse",
@@ -320,7 +313,7 @@ ATTENTION = [
         heads=[2, 2, 2, 1, 0],
         out_heads=(2, 2),
         exact=False,
-        missing=REVERSE_ALONE,
+        missing=LINEAR_NOWHERE,
     ),
     Column(
         "flash_attention of packed sequences",
@@ -330,7 +323,7 @@ ATTENTION = [
         heads=[1, 1, 1, None],
         out_heads=1,
         exact=False,
-        missing=REVERSE_ALONE,
+        missing=LINEAR_NOWHERE,
     ),
     Column(
         "dot_product_attention",
@@ -340,7 +333,7 @@ ATTENTION = [
         heads=[2, 2, 2, 0, None],
         out_heads=2,
         exact=False,
-        missing=REVERSE_ALONE,
+        missing=LINEAR_NOWHERE,
     ),
     Column(
         "flash_attention_forward",
@@ -350,7 +343,7 @@ ATTENTION = [
         heads=[1, 1, 1],
         out_heads=1,
         exact=False,
-        missing=REVERSE_ALONE,
+        missing=LINEAR_NOWHERE,
     ),
     Column(
         "flash_attention_backward",
@@ -360,7 +353,7 @@ ATTENTION = [
         heads=[1] * 7,
         out_heads=(1, 1, 1),
         exact=False,
-        missing=dict.fromkeys(DERIVATIVES, TWICE),
+        missing=LINEAR_NOWHERE | {"hvp": THIRD},
     ),
 ]
 COLUMNS = {column.name: column for column in (*COPIES, *ATTENTION)}

@@ -39,6 +39,8 @@ class Mutant:
 # ---- on the CPU ----------------------------------------------------------------------
 
 BLOCKED, CUDA = "jax_kvblock/attention/blocked.py", "jax_kvblock/attention/cuda.py"
+DERIVATIVES = "jax_kvblock/attention/derivatives.py"
+TANGENT = "jax_kvblock/attention/tangent.py"
 DENSE, PLAN = "jax_kvblock/attention/dense.py", "jax_kvblock/blocks/plan.py"
 TRANSFER, MEMORY = "jax_kvblock/blocks/transfer.py", "jax_kvblock/objects/memory.py"
 CHECK, COPY_CHECK = "cpp/host/attention_check.cc", "cpp/host/block_copy_check.cc"
@@ -101,7 +103,7 @@ CPU = (
     Mutant(
         "scores are not taken relative to their row's base",
         BLOCKED,
-        "scores = scores - _block(base, i, p.block_q, 3)[..., None]",
+        "scores = scores - _block(rows.base, i, p.block_q, 3)[..., None]",
         "pass",
         test("test_attention_large_bias", "two_large_biases and float32"),
     ),
@@ -122,7 +124,7 @@ CPU = (
     Mutant(
         "gradients without delta",
         BLOCKED,
-        "ds = weights * (dw - _block(delta, i, p.block_q, 3)[..., None])",
+        "ds = weights * (dw - _block(rows.delta, i, p.block_q, 3)[..., None])",
         "ds = weights * dw",
         LENGTHS,
     ),
@@ -146,6 +148,34 @@ CPU = (
         "allowed &= rows.segment == keys.segment",
         "allowed &= rows.valid",
         test("test_attention_masks", "test_any_segment_ids and float32"),
+    ),
+    Mutant(
+        "a large score stands still",
+        BLOCKED,
+        "most = MOST_ABOVE_BASE + (scores - jax.lax.stop_gradient(scores))",
+        "most = MOST_ABOVE_BASE",
+        test("test_attention_derivatives", "wherever_the_base_is"),
+    ),
+    Mutant(
+        "out moves as if lse stood still",
+        TANGENT,
+        'o_moves = made["o"] - beside_o(lse_moves) * o.astype(lse_moves.dtype)',
+        'o_moves = made["o"]',
+        test("test_attention_derivatives", "float64"),
+    ),
+    Mutant(
+        "a sink's share stands still",
+        DERIVATIVES,
+        "moves = per_row(config, sinks_move, share) - lse_moves",
+        "moves = per_row(config, sinks_move, share)",
+        test("test_attention_derivatives", "float64"),
+    ),
+    Mutant(
+        "a second derivative without out's own",
+        DERIVATIVES,
+        'beside += beside_o(lse_moves) * at.moves["o"].astype(acc)',
+        "pass",
+        test("test_attention_derivatives", "float64"),
     ),
     Mutant(
         "a shift to the other side",
