@@ -101,6 +101,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "own tiles, causal": {"tiles": (0, False), "window": CAUSAL},
     "partial tiles": {"tiles": (1, True), "masks": 3},
     "own partial tiles, causal": {"tiles": (0, False), "masks": 5, "window": CAUSAL},
+    "partial tiles, bias": {
+        **{"tiles": (1, True), "masks": 3},
+        "bias": ("float32", 1, True),
+    },
     "everything": {
         **{"window": (90, 40), "shift": True, "lengths": True, "segments": "sorted"},
         **{"softcap": 30.0, "scale": -0.2, "bias": ("float32", 1, False), "sinks": 1},

@@ -27,7 +27,8 @@ class Mutant:
     @property
     def builds(self) -> bool:
         """Whether the library for the CPU is to be compiled anew."""
-        return self.file.startswith("cpp/") and not self.objects
+        emulated = "test_emulated" in self.killer[0]  # compiles what it runs
+        return self.file.startswith("cpp/") and not self.objects and not emulated
 
     def apply(self, root: Path) -> None:
         path = root / self.file
@@ -45,6 +46,9 @@ DENSE, PLAN = "jax_kvblock/attention/dense.py", "jax_kvblock/blocks/plan.py"
 TRANSFER, MEMORY = "jax_kvblock/blocks/transfer.py", "jax_kvblock/objects/memory.py"
 CHECK, COPY_CHECK = "cpp/host/attention_check.cc", "cpp/host/block_copy_check.cc"
 COPY = "cpp/ops/block_copy/block_copy_cpu.cc"
+ATTENTION = "cpp/ops/attention"
+MASK, GENERIC = f"{ATTENTION}/mask", f"{ATTENTION}/generic"
+HOPPER = f"{ATTENTION}/hopper"
 
 
 def test(file: str, names: str = "test") -> tuple[str, ...]:
@@ -314,10 +318,103 @@ CPU = (
     ),
 )
 
+# ---- the generic kernels, by the emulator --------------------------------------------
+
+FEW = test("test_emulated", "few_queries")
+OPTIONS = test("test_emulated", "option")
+SPLIT = f"{GENERIC}/split/kernel.cuh"
+EMULATED = (
+    Mutant(
+        "few queries: nobody waits for the others' copies",
+        SPLIT,
+        "__syncthreads();  // this tile has arrived for all, and all are done with the "
+        "one before",
+        "",
+        FEW,
+    ),
+    Mutant(
+        "few queries: a tile is waited for too late",
+        SPLIT,
+        "CopyAsyncWait<kStages - 2>();",
+        "CopyAsyncWait<kStages - 1>();",
+        FEW,
+    ),
+    Mutant(
+        "few queries: a key more than there is",
+        SPLIT,
+        "j >= end_[e / 2]",
+        "j > end_[e / 2]",
+        FEW,
+    ),
+    Mutant(
+        "few queries: O is written over K that others read",
+        SPLIT,
+        "__syncthreads();  // all are done with the tile, too",
+        "",
+        FEW,
+    ),
+    Mutant(
+        "few queries: a tile has another owner",
+        f"{ATTENTION}/schedule/shares.cuh",
+        "* p_.ctas - 1) / total_);",
+        "* p_.ctas) / total_);",
+        FEW,
+    ),
+    Mutant(
+        "few queries: the wrong piece of the first owner",
+        f"{ATTENTION}/combine/combine.cuh",
+        "c == owner && line.Begin(owner) < first;",
+        "c == owner && line.Begin(owner) <= first;",
+        FEW,
+    ),
+    Mutant(
+        "few queries: rows past q_lens have results",
+        f"{ATTENTION}/combine/result.cuh",
+        "if (query >= s.q_len) sums.sum = 0.0f;",
+        "",
+        FEW,
+    ),
+    Mutant(
+        "a partial tile is taken for a full one",
+        f"{MASK}/tile_walk.cuh",
+        "if (HasLists()) whole = whole && !partial;",
+        "",
+        OPTIONS,
+    ),
+    Mutant(
+        "forward: another key's bit",
+        f"{MASK}/forward_scores.cuh",
+        "if ((pair >> e & 1) == 0)",
+        "if ((pair & 1) == 0)",
+        OPTIONS,
+    ),
+    Mutant(
+        "backward: another query's bits",
+        f"{MASK}/backward_scores.cuh",
+        "(bits_.From(i, j) & 1) != 0;",
+        "(bits_.From(query, j) & 1) != 0;",
+        OPTIONS,
+    ),
+    Mutant(
+        "dbias of tiles whose entries have a flag",
+        f"{GENERIC}/backward/bias.cuh",
+        "entry & ~KVBLOCK_ATTENTION_PARTIAL;",
+        "entry;",
+        OPTIONS,
+    ),
+    Mutant(
+        "dK and dV: nobody waits for the others' dS",
+        f"{GENERIC}/backward/kv.cuh",
+        "BarrierWait(ds_ready, step % 2);",
+        "",
+        OPTIONS,
+    ),
+)
+CPU = (*CPU, *EMULATED)
+
+
 # ---- the kernels ---------------------------------------------------------------------
 
-MASK, GENERIC = "cpp/ops/attention/mask", "cpp/ops/attention/generic"
-HOPPER = "cpp/ops/attention/hopper"
 # All at head dim 64 but where a line is another one's.
 QUICK = ("--rounds", "2", "--limit", "120", "--most", "1", "--seed", "5")
 
