@@ -200,7 +200,7 @@ class Launcher:
         launch = self.library[f"kvblock_attention_{name}"]
         launch.restype = ctypes.c_char_p
         stream = self.torch.cuda.current_stream().cuda_stream
-        error = launch(ctypes.byref(a), ctypes.c_void_p(stream))
+        error = launch(ctypes.byref(a.of(name)), ctypes.c_void_p(stream))
         assert error is None, f"{name}: {error}"
 
     def describe(self, x: Problem) -> Attention:

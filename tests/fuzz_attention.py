@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import numpy as np
-from attention_launches import Attention
+from attention_launches import Attention, Backward, Call, Forward
 from c_interface import BACKWARD_BIAS, BACKWARD_KV, FORWARD
 from hypothesis import strategies as st
 
@@ -118,7 +118,7 @@ def is_right(a: Fields, which: int) -> bool:
         and _scores(a, which)
         and _options(a, which)
         and _arrays(a, which)
-        and _aligned(a)
+        and _aligned(a, which)
     )
 
 
@@ -215,8 +215,10 @@ def _arrays(a: Fields, which: int) -> bool:
     return all(name in has for name, needed in needs.items() if needed)
 
 
-def _aligned(a: Fields) -> bool:
+def _aligned(a: Fields, which: int) -> bool:
+    struct = Forward if which == FORWARD else Backward
+    has = {name for name, _ in (*Call._fields_, *struct._fields_)}
     steps = dict.fromkeys(WIDE, 16) | dict.fromkeys(NARROW, 4)
     steps |= dict.fromkeys(("q_segment_ranges", "kv_segment_ranges"), 8)
     steps |= dict.fromkeys(("bias", "dbias"), 4 if a["bias_dtype"] == 2 else 2)
-    return all((a[name] or 0) % step == 0 for name, step in steps.items())
+    return all((a[n] or 0) % step == 0 for n, step in steps.items() if n in has)

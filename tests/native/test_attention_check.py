@@ -15,6 +15,7 @@ from c_interface import (
     BACKWARD_Q,
     FORWARD,
     LAUNCHERS,
+    check_attention,
     load_library,
 )
 
@@ -113,8 +114,8 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
         (which, {**BIAS, **GRADIENTS, "base": ARRAY + 2}, "aligned to their elements")
         for which in range(4)
     ),
-    (4, {}, "pass must be a kvblock_attention_pass, got 4"),
-    (-1, {}, "pass must be a kvblock_attention_pass, got -1"),
+    (4, {}, "pass must be a kvblock_backward_pass, got 4"),
+    (-1, {}, "pass must be a kvblock_backward_pass, got -1"),
 ]
 
 
@@ -123,7 +124,7 @@ def test_the_check_tells_what_does_not_belong(
     which: int, change: dict[str, Any], said: str
 ) -> None:
     given = change if which == FORWARD else {**BACKWARD, **change}
-    error = load_library().kvblock_attention_check(ctypes.byref(valid(**given)), which)
+    error = check_attention(load_library(), valid(**given), which)
     message = "ok" if error is None else error.decode()
     assert (message == "ok") == (said == "ok"), message
     assert said in message
@@ -134,15 +135,17 @@ def test_launchers_refuse_what_the_check_refuses() -> None:
     for which, launcher in enumerate(LAUNCHERS):
         launch = getattr(library, f"kvblock_attention_{launcher}")
         assert launch(None, None) == b"attention: the struct is NULL"
-        assert launch(ctypes.byref(valid(batch=-1)), None).startswith(
+        wrong = valid(batch=-1).of(launcher)
+        assert launch(ctypes.byref(wrong), None).startswith(
             b"attention: batch must not be negative"
         )
-        assert library.kvblock_attention_check(None, which)
+        assert check_attention(library, None, which)
 
 
 @pytest.mark.skipif(BUILD["cuda"], reason="this build has the CUDA launchers")
 def test_without_cuda_a_right_struct_is_told_how_to_rebuild() -> None:
-    error = load_library().kvblock_attention_forward(ctypes.byref(valid()), None)
+    a = valid().of("forward")
+    error = load_library().kvblock_attention_forward(ctypes.byref(a), None)
     assert b"this build of jax_kvblock has no CUDA kernels; rebuild" in error
 
 
@@ -156,7 +159,8 @@ def test_keys_without_queries_get_gradients_of_zero(kernels: str) -> None:
     a = valid(kernels=int(kernels == "cuda_sm90"), q_len=0, q=None, o=None)
     a.k, a.dk, a.dv = places
     a.v = a.k
-    error = load_library().kvblock_attention_backward_kv(ctypes.byref(a), None)
+    struct = a.of("backward_kv")
+    error = load_library().kvblock_attention_backward_kv(ctypes.byref(struct), None)
     assert error is None, error
     driver("cuCtxSynchronize")
     assert not np.asarray(dk).any() and not np.asarray(dv).any()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from attention_launches import Attention
+from attention_launches import Backward, Call, Forward
 from c_interface import SCHEDULE, TASK, CCopy, CSide, load_library
 
 import jax_kvblock
@@ -113,7 +113,7 @@ def test_header_is_cpp(standard: str, tmp_path: Path) -> None:
         "#include <kvblock/attention.h>\n"
         "#include <kvblock/block_copy.h>\n"
         "const char* (*check)(const kvblock_copy*) = &kvblock_copy_check;\n"
-        "const char* (*run)(const kvblock_attention*, void*) = "
+        "const char* (*run)(const kvblock_forward*, void*) = "
         "&kvblock_attention_forward;\n"
     )
     compile_with(CXX, f"-std={standard}", "-fsyntax-only", source)
@@ -124,7 +124,9 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
     structs = {
         "kvblock_side": CSide,
         "kvblock_copy": CCopy,
-        "kvblock_attention": Attention,
+        "kvblock_attention": Call,
+        "kvblock_forward": Forward,
+        "kvblock_backward": Backward,
     }
     same = []
     for name, struct in structs.items():

@@ -62,14 +62,7 @@ typedef enum kvblock_kernels {
   KVBLOCK_KERNELS_SM90 = 1,
 } kvblock_kernels;
 
-/* What a launcher computes, for kvblock_attention_check. */
-typedef enum kvblock_attention_pass {
-  KVBLOCK_FORWARD = 0,
-  KVBLOCK_BACKWARD_KV = 1,
-  KVBLOCK_BACKWARD_Q = 2,
-  KVBLOCK_BACKWARD_BIAS = 3,
-} kvblock_attention_pass;
-
+/* What both passes have. A cleared field is an option that is not used, but for the window's. */
 typedef struct kvblock_attention {
   int32_t kernels; /* kvblock_kernels */
   int32_t dtype;   /* of q, k, v, o, d_o, dq, dk, dv */
@@ -80,7 +73,7 @@ typedef struct kvblock_attention {
   int32_t window_left, window_right;
 
   const void *q, *k, *v;
-  /* Every operand from here to sinks may be NULL. */
+  /* Every operand from here on may be NULL. */
   const int32_t *cu_q, *cu_kv;             /* [B + 1], both or none */
   const int32_t *q_lens, *kv_lens;         /* [B] */
   const int32_t* shift;                    /* [B]: q_offset - kv_offset */
@@ -91,7 +84,7 @@ typedef struct kvblock_attention {
   const void* bias;
   int32_t bias_dtype;             /* dtype or KVBLOCK_F32 */
   int32_t bias_batch, bias_heads; /* a divisor of B; 1 or N */
-  const float* sinks;
+  const float* sinks; /* forward alone: lse holds them */
   int32_t sink_batch; /* a divisor of B */
   /* tile_indices [tile_batch, tile_heads, ceil(T / tile_q), max_tiles], tile_counts the same
    * without the last dim. The first `count` entries are visited; an entry outside 0 .. ceil(S /
@@ -102,16 +95,22 @@ typedef struct kvblock_attention {
   const int32_t *tile_indices_t, *tile_counts_t; /* [.., ceil(S / tile_kv), max_tiles_t] */
   int32_t tile_batch, tile_heads;                /* a divisor of B; 1 or N */
   int32_t tile_q, tile_kv, max_tiles, max_tiles_t;
+} kvblock_attention;
 
-  void* o;    /* forward: written; not read by the backward launchers */
-  float* lse; /* forward: written unless NULL; backward: read */
+typedef struct kvblock_forward {
+  kvblock_attention call;
+  void* o;
+  float* lse; /* may be NULL */
   /* [B, N, T], with a bias; may be NULL. lse is then relative to it. Beside a bias of -1e9 over a
-   * whole row float32 has no digits left for the sum of the exponentials; this keeps it. Forward:
-   * written, finite and near the row's largest score, which is at most 8 above it; backward: the
-   * same, read. */
+   * whole row float32 has no digits left for the sum of the exponentials; this keeps it. Finite
+   * and near the row's largest score, which is at most 8 above it. */
   float* base;
+} kvblock_forward;
 
-  /* Backward only. */
+typedef struct kvblock_backward {
+  kvblock_attention call;
+  const float* lse;  /* as the forward pass wrote it */
+  const float* base; /* the same; NULL where it wrote none */
   const void* d_o;
   const float* delta; /* [B, N, T]: rowsum(d_o * o) - d_lse */
   /* float32, dq / scale, added atomically, 8 rows of q by 8 columns together: [N, ceil(R / 8),
@@ -129,28 +128,36 @@ typedef struct kvblock_attention {
    * which tell who adds first. Cleared, in place of dq_accum where the first can store: tiles of
    * dq_accum that no key sees then stay as they are. */
   int32_t* dq_state;
-} kvblock_attention;
+} kvblock_backward;
+
+/* What a launcher computes, for kvblock_attention_check_backward. */
+typedef enum kvblock_backward_pass {
+  KVBLOCK_BACKWARD_KV = 1,
+  KVBLOCK_BACKWARD_Q = 2,
+  KVBLOCK_BACKWARD_BIAS = 3,
+} kvblock_backward_pass;
 
 /* Each function returns NULL on success, else a message that lives until this thread's next call.
  */
 
-/* Checks sizes, options that do not go together, alignment, and that the operands and outputs of
- * this pass are there. Looks at no array. The launchers call it first. */
-KVBLOCK_EXPORT const char* kvblock_attention_check(const kvblock_attention* a,
-                                                   kvblock_attention_pass pass);
+/* Check sizes, options that do not go together, alignment, and that the operands and outputs of the
+ * pass are there. They look at no array. The launchers call them first. */
+KVBLOCK_EXPORT const char* kvblock_attention_check_forward(const kvblock_forward* a);
+KVBLOCK_EXPORT const char* kvblock_attention_check_backward(const kvblock_backward* a,
+                                                            kvblock_backward_pass pass);
 
 /* Writes o and, if it is asked for, lse. */
-KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_attention* a, void* stream);
+KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_forward* a, void* stream);
 
 /* Writes dk and dv. Where dq_accum is given, sums up dq / scale there, in an order that differs
  * from run to run; where it is NULL, computes no dq. The sm_90a kernels then write dq. */
-KVBLOCK_EXPORT const char* kvblock_attention_backward_kv(const kvblock_attention* a, void* stream);
+KVBLOCK_EXPORT const char* kvblock_attention_backward_kv(const kvblock_backward* a, void* stream);
 
 /* Writes dq, the same bits every time. */
-KVBLOCK_EXPORT const char* kvblock_attention_backward_q(const kvblock_attention* a, void* stream);
+KVBLOCK_EXPORT const char* kvblock_attention_backward_q(const kvblock_backward* a, void* stream);
 
 /* Writes dbias, summed over the batch and the heads that share it; the same bits every time. */
-KVBLOCK_EXPORT const char* kvblock_attention_backward_bias(const kvblock_attention* a,
+KVBLOCK_EXPORT const char* kvblock_attention_backward_bias(const kvblock_backward* a,
                                                            void* stream);
 
 #ifdef __cplusplus
