@@ -84,8 +84,8 @@ typedef struct kvblock_attention {
   const void* bias;
   int32_t bias_dtype;             /* dtype or KVBLOCK_F32 */
   int32_t bias_batch, bias_heads; /* a divisor of B; 1 or N */
-  const float* sinks; /* forward alone: lse holds them */
-  int32_t sink_batch; /* a divisor of B */
+  const float* sinks;             /* forward alone: lse holds them */
+  int32_t sink_batch;             /* a divisor of B */
   /* tile_indices [tile_batch, tile_heads, ceil(T / tile_q), max_tiles], tile_counts the same
    * without the last dim. The first `count` entries are visited; an entry outside 0 .. ceil(S /
    * tile_kv) - 1 is skipped; an entry comes once. tile_q and tile_kv are multiples of 128. In the
@@ -157,8 +157,7 @@ KVBLOCK_EXPORT const char* kvblock_attention_backward_kv(const kvblock_backward*
 KVBLOCK_EXPORT const char* kvblock_attention_backward_q(const kvblock_backward* a, void* stream);
 
 /* Writes dbias, summed over the batch and the heads that share it; the same bits every time. */
-KVBLOCK_EXPORT const char* kvblock_attention_backward_bias(const kvblock_backward* a,
-                                                           void* stream);
+KVBLOCK_EXPORT const char* kvblock_attention_backward_bias(const kvblock_backward* a, void* stream);
 
 #ifdef __cplusplus
 }
