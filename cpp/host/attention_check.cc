@@ -5,11 +5,19 @@
 #include <initializer_list>
 #include <string>
 
+#include "host/attention_call.h"
 #include "host/message.h"
 #include "kvblock/attention.h"
 
 namespace kvblock {
 namespace {
+
+enum class Pass {
+  kForward,
+  kKv = KVBLOCK_BACKWARD_KV,
+  kQ = KVBLOCK_BACKWARD_Q,
+  kBias = KVBLOCK_BACKWARD_BIAS
+};
 
 // Sums of a position, a shift and a tile must stay inside int32
 // (ops/attention/contract/params.cuh).
@@ -29,7 +37,7 @@ bool Addressable(std::initializer_list<int64_t> shape) {
   return true;
 }
 
-std::string CheckSizes(const kvblock_attention& a) {
+std::string CheckSizes(const AttentionCall& a) {
   if (a.kernels != KVBLOCK_KERNELS_GENERIC && a.kernels != KVBLOCK_KERNELS_SM90) {
     return Got("kernels must be KVBLOCK_KERNELS_GENERIC or KVBLOCK_KERNELS_SM90", a.kernels);
   }
@@ -64,7 +72,7 @@ std::string CheckSizes(const kvblock_attention& a) {
 }
 
 // A count of rows that batch members share, and a count of heads that is 1 or all.
-std::string CheckShared(const kvblock_attention& a, const std::string& name, int32_t batch,
+std::string CheckShared(const AttentionCall& a, const std::string& name, int32_t batch,
                         int32_t heads) {
   if (batch < 1 || a.batch % batch != 0) {
     return Got(name + "_batch must divide batch = " + std::to_string(a.batch), batch);
@@ -75,21 +83,17 @@ std::string CheckShared(const kvblock_attention& a, const std::string& name, int
   return "";
 }
 
-bool IsForward(kvblock_attention_pass pass) {
-  return pass == KVBLOCK_FORWARD || pass == KVBLOCK_FORWARD_SPLIT;
-}
-
 // The forward kernels compute tanh by powers of scale / softcap, which have to fit into float32.
 // From a softcap of 1024 on they take another way (device/fast_math.cuh).
-std::string CheckSoftcap(const kvblock_attention& a, kvblock_attention_pass pass) {
-  if (!IsForward(pass) || a.softcap >= 1024.0f) return "";
+std::string CheckSoftcap(const AttentionCall& a, Pass pass) {
+  if (pass != Pass::kForward || a.softcap >= 1024.0f) return "";
   const float factor = std::abs(a.scale) / a.softcap;
   if (a.softcap == 0.0f || a.scale == 0.0f || (factor >= 1e-6f && factor <= 1e5f)) return "";
   return "scale / softcap must lie between 1e-6 and 1e5 in size, got " + std::to_string(a.scale) +
          " / " + std::to_string(a.softcap);
 }
 
-std::string CheckOptions(const kvblock_attention& a, kvblock_attention_pass pass) {
+std::string CheckOptions(const AttentionCall& a, Pass pass) {
   const bool packed = a.cu_q != nullptr;
   if (packed != (a.cu_kv != nullptr)) return "cu_q and cu_kv go together";
   const bool segments = a.q_segments != nullptr;
@@ -97,7 +101,7 @@ std::string CheckOptions(const kvblock_attention& a, kvblock_attention_pass pass
       segments != (a.kv_segment_ranges != nullptr)) {
     return "q_segments, kv_segments, q_segment_ranges and kv_segment_ranges go together";
   }
-  const bool transposed = pass == KVBLOCK_BACKWARD_KV;
+  const bool transposed = pass == Pass::kKv;
   const int32_t* tiles = transposed ? a.tile_indices_t : a.tile_indices;
   const int32_t* counts = transposed ? a.tile_counts_t : a.tile_counts;
   if ((tiles != nullptr) != (counts != nullptr) ||
@@ -115,9 +119,8 @@ std::string CheckOptions(const kvblock_attention& a, kvblock_attention_pass pass
   if (packed && (a.bias || segments || a.q_lens || a.kv_lens || tiles)) {
     return "packed inputs (cu_q, cu_kv) take neither bias, segments, lengths nor tiles";
   }
-  if (pass == KVBLOCK_FORWARD_SPLIT && (a.bias || tiles || packed)) {
-    return "kvblock_attention_forward_split takes neither bias, tiles nor packed inputs; "
-           "kvblock_attention_forward does";
+  if (a.workspace != nullptr && (a.bias || tiles || packed)) {
+    return "a workspace is for calls without bias, tiles and packed inputs; it must be NULL";
   }
   if (a.base != nullptr && a.bias == nullptr) {
     return "base is for calls with a bias: without one lse is kept whole, base must be NULL";
@@ -162,19 +165,19 @@ std::string CheckOptions(const kvblock_attention& a, kvblock_attention_pass pass
 }
 
 // Arrays without elements may have no address.
-std::string CheckOperands(const kvblock_attention& a, kvblock_attention_pass pass) {
+std::string CheckOperands(const AttentionCall& a, Pass pass) {
   const bool members = a.batch > 0 || a.cu_q != nullptr;
   const bool queries = members && a.q_len > 0, keys = members && a.kv_len > 0;
   const auto missing = [](bool needed, const void* operand) { return needed && !operand; };
   if (missing(queries, a.q)) return "q is NULL";
   if (missing(keys, a.k)) return "k is NULL";
   if (missing(keys, a.v)) return "v is NULL";
-  if (IsForward(pass)) return missing(queries, a.o) ? "o is NULL" : "";
+  if (pass == Pass::kForward) return missing(queries, a.o) ? "o is NULL" : "";
   if (missing(queries, a.lse)) return "lse is NULL";
   if (missing(queries, a.d_o)) return "d_o is NULL";
   if (missing(queries, a.delta)) return "delta is NULL";
   switch (pass) {
-    case KVBLOCK_BACKWARD_KV:
+    case Pass::kKv:
       if (missing(keys, a.dk)) return "dk is NULL";
       if (missing(keys, a.dv)) return "dv is NULL";
       if (a.kernels == KVBLOCK_KERNELS_SM90) {
@@ -195,7 +198,7 @@ std::string CheckOperands(const kvblock_attention& a, kvblock_attention_pass pas
         return "dq_state is for the sm_90a kernels";
       }
       break;
-    case KVBLOCK_BACKWARD_Q:
+    case Pass::kQ:
       if (missing(queries, a.dq)) return "dq is NULL";
       break;
     default:
@@ -212,7 +215,8 @@ bool Misaligned(std::initializer_list<const void*> arrays, uintptr_t bytes) {
   return std::any_of(arrays.begin(), arrays.end(), misaligned);
 }
 
-std::string CheckAlignment(const kvblock_attention& a) {
+std::string CheckAlignment(const AttentionCall& a) {
+  if (Misaligned({a.workspace}, 16)) return "workspace must be aligned to 16 bytes";
   // Rows are copied 16 bytes at a time.
   if (Misaligned({a.q, a.k, a.v, a.o, a.d_o, a.dq, a.dk, a.dv, a.dq_accum}, 16)) {
     return "q, k, v, o and their gradients must be aligned to 16 bytes";
@@ -230,21 +234,31 @@ std::string CheckAlignment(const kvblock_attention& a) {
   return "";
 }
 
+const char* Check(const AttentionCall& a, Pass pass) {
+  std::string error = CheckSizes(a);
+  if (error.empty()) error = CheckSoftcap(a, pass);
+  if (error.empty()) error = CheckOptions(a, pass);
+  if (error.empty()) error = CheckOperands(a, pass);
+  if (error.empty()) error = CheckAlignment(a);
+  return error.empty() ? nullptr : Message("attention: " + error);
+}
+
 }  // namespace
 }  // namespace kvblock
 
-extern "C" const char* kvblock_attention_check(const kvblock_attention* a,
-                                               kvblock_attention_pass pass) {
+extern "C" const char* kvblock_attention_check_forward(const kvblock_forward* a) {
+  using namespace kvblock;
+  if (a == nullptr) return Message("attention: the struct is NULL");
+  return Check(CallOf(*a), Pass::kForward);
+}
+
+extern "C" const char* kvblock_attention_check_backward(const kvblock_backward* a,
+                                                        kvblock_backward_pass pass) {
   using namespace kvblock;
   if (a == nullptr) return Message("attention: the struct is NULL");
   const auto number = static_cast<int32_t>(pass);  // an enum may be unsigned
-  if (number < KVBLOCK_FORWARD || number > KVBLOCK_FORWARD_SPLIT) {
-    return Message(Got("attention: pass must be a kvblock_attention_pass", number));
+  if (number < KVBLOCK_BACKWARD_KV || number > KVBLOCK_BACKWARD_BIAS) {
+    return Message(Got("attention: pass must be a kvblock_backward_pass", number));
   }
-  std::string error = CheckSizes(*a);
-  if (error.empty()) error = CheckSoftcap(*a, pass);
-  if (error.empty()) error = CheckOptions(*a, pass);
-  if (error.empty()) error = CheckOperands(*a, pass);
-  if (error.empty()) error = CheckAlignment(*a);
-  return error.empty() ? nullptr : Message("attention: " + error);
+  return Check(CallOf(*a), static_cast<Pass>(number));
 }

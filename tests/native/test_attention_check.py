@@ -14,8 +14,8 @@ from c_interface import (
     BACKWARD_KV,
     BACKWARD_Q,
     FORWARD,
-    FORWARD_SPLIT,
     LAUNCHERS,
+    check_attention,
     load_library,
 )
 
@@ -38,6 +38,7 @@ TILES = {
     **dict.fromkeys(("tile_batch", "tile_heads", "max_tiles"), 1),
     **dict.fromkeys(("tile_q", "tile_kv"), 128),
 }
+MASKS = {"tile_map": ARRAY, "tile_masks": ARRAY, "num_tile_masks": 1}
 GRADIENTS = {"dbias": ARRAY, "dq": ARRAY}
 NO_BIAS = "base is for calls with a bias: without one lse is kept whole"
 LONG = {"q_len": 2**30 - 256, "kv_len": 2**30 - 256}
@@ -114,14 +115,23 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
         (which, {**BIAS, **GRADIENTS, "base": ARRAY + 2}, "aligned to their elements")
         for which in range(4)
     ),
-    (FORWARD_SPLIT, SEGMENTS, "ok"),
-    (FORWARD_SPLIT, BIAS, "takes neither bias, tiles nor packed inputs"),
-    (FORWARD_SPLIT, TILES, "takes neither bias, tiles nor packed inputs"),
-    (FORWARD_SPLIT, {"cu_q": ARRAY, "cu_kv": ARRAY}, "takes neither bias, tiles nor"),
-    (FORWARD_SPLIT, {"o": None}, "o is NULL"),
-    (FORWARD_SPLIT, {"scale": 1e-5, "softcap": 50.0}, "scale / softcap must lie"),
-    (5, {}, "pass must be a kvblock_attention_pass, got 5"),
-    (-1, {}, "pass must be a kvblock_attention_pass, got -1"),
+    (FORWARD, {**SEGMENTS, "workspace": ARRAY}, "ok"),
+    (FORWARD, {**BIAS, "workspace": ARRAY}, "a workspace is for calls without bias"),
+    (FORWARD, {**TILES, "workspace": ARRAY}, "a workspace is for calls without bias"),
+    (
+        FORWARD,
+        {"cu_q": ARRAY, "cu_kv": ARRAY, "workspace": ARRAY},
+        "a workspace is for calls without bias, tiles and packed inputs",
+    ),
+    (FORWARD, {"workspace": ARRAY + 8}, "workspace must be aligned to 16 bytes"),
+    (FORWARD, {**TILES, **MASKS}, "ok"),
+    (FORWARD, MASKS, "tile_masks go with tile lists"),
+    (FORWARD, {**TILES, **MASKS, "tile_map": None}, "tile_map and tile_masks go"),
+    (FORWARD, {**TILES, **MASKS, "num_tile_masks": 0}, "num_tile_masks must be posi"),
+    (FORWARD, {**TILES, **MASKS, "tile_q": 2048}, "tiles of at most 1024"),
+    (FORWARD, {**TILES, **MASKS, "tile_masks": ARRAY + 2}, "aligned to their elements"),
+    (4, {}, "pass must be a kvblock_backward_pass, got 4"),
+    (-1, {}, "pass must be a kvblock_backward_pass, got -1"),
 ]
 
 
@@ -129,8 +139,8 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
 def test_the_check_tells_what_does_not_belong(
     which: int, change: dict[str, Any], said: str
 ) -> None:
-    given = change if which in (FORWARD, FORWARD_SPLIT) else {**BACKWARD, **change}
-    error = load_library().kvblock_attention_check(ctypes.byref(valid(**given)), which)
+    given = change if which == FORWARD else {**BACKWARD, **change}
+    error = check_attention(load_library(), valid(**given), which)
     message = "ok" if error is None else error.decode()
     assert (message == "ok") == (said == "ok"), message
     assert said in message
@@ -141,15 +151,17 @@ def test_launchers_refuse_what_the_check_refuses() -> None:
     for which, launcher in enumerate(LAUNCHERS):
         launch = getattr(library, f"kvblock_attention_{launcher}")
         assert launch(None, None) == b"attention: the struct is NULL"
-        assert launch(ctypes.byref(valid(batch=-1)), None).startswith(
+        wrong = valid(batch=-1).of(launcher)
+        assert launch(ctypes.byref(wrong), None).startswith(
             b"attention: batch must not be negative"
         )
-        assert library.kvblock_attention_check(None, which)
+        assert check_attention(library, None, which)
 
 
 @pytest.mark.skipif(BUILD["cuda"], reason="this build has the CUDA launchers")
 def test_without_cuda_a_right_struct_is_told_how_to_rebuild() -> None:
-    error = load_library().kvblock_attention_forward(ctypes.byref(valid()), None)
+    a = valid().of("forward")
+    error = load_library().kvblock_attention_forward(ctypes.byref(a), None)
     assert b"this build of jax_kvblock has no CUDA kernels; rebuild" in error
 
 
@@ -163,7 +175,8 @@ def test_keys_without_queries_get_gradients_of_zero(kernels: str) -> None:
     a = valid(kernels=int(kernels == "cuda_sm90"), q_len=0, q=None, o=None)
     a.k, a.dk, a.dv = places
     a.v = a.k
-    error = load_library().kvblock_attention_backward_kv(ctypes.byref(a), None)
+    struct = a.of("backward_kv")
+    error = load_library().kvblock_attention_backward_kv(ctypes.byref(struct), None)
     assert error is None, error
     driver("cuCtxSynchronize")
     assert not np.asarray(dk).any() and not np.asarray(dv).any()

@@ -32,13 +32,14 @@ def launches(
     operands: dict[str, Any],
     gradients: bool = False,
     implementation: str = "cuda_sm90",
+    q_len: int = T,
     **static: Any,
 ) -> dict[str, Launch]:
     """By name: what a call is, lowered for CUDA."""
     packed = "cu_seqlens" in operands
     lead = (lambda n: (n,)) if packed else (lambda n: (B, n))
     arrays = {
-        "q": array(*lead(T), N, D),
+        "q": array(*lead(q_len), N, D),
         "k": array(*lead(S), K, D),
         "v": array(*lead(S), K, E),
     }
@@ -137,6 +138,41 @@ def test_the_lists_of_tiles_go_backwards_transposed():
     assert backward[0]["present"] == bits(*transposed)
     # Two tiles of keys, each with at most the one tile of queries.
     assert backward[1][5:7] == ["1x4x2x1xi32", "1x4x2xi32"]
+
+
+def test_partial_tiles_are_told():
+    masks = ints(1, N, 1, 3), array(5, 128, 4, dtype=jnp.uint32)
+    lists = AttentionTiles(ints(1, N, 1, 3), ints(1, N, 1), 128, 128, *masks)
+    told = launches({"tiles": lists}, gradients=True)
+    forward, backward = told["forward"], told["backward_kv"]
+    extra = ("tile_map", "tile_masks")
+    assert forward[0]["present"] == bits(*TILES, *extra)
+    assert forward[1][5:] == ["1x4x1x2xi32", "5x128x4xui32"]
+    transposed = ("tile_indices_t", "tile_counts_t")
+    assert backward[0]["present"] == bits(*TILES, *transposed, *extra)
+    assert backward[1][7:9] == ["1x4x1x2xi32", "5x128x4xui32"]
+
+
+@pytest.mark.parametrize("implementation", ["cuda", "cuda_sm90"])
+@pytest.mark.parametrize("q_len", [1, cuda.MOST_FEW])
+def test_few_queries_have_a_workspace(q_len, implementation):
+    """For the pieces of any GPU's CTAs: o and lse in float32, of 64 rows at most."""
+    few = functools.partial(launches, q_len=q_len, implementation=implementation)
+    (told,) = few({"kv_lens": ints(B)}).items()
+    assert told[0] == "forward_split"
+    rows = 16 if q_len == 1 else 32  # of two heads to a key head, in whole blocks
+    workspace = 2 * 320 * rows * (E + 1) * 4
+    out = f"{B}x{q_len}x{N}x{E}xbf16"
+    assert told[1][2] == [out, f"{workspace}xui8"]
+    assert few({}, gradients=True)["forward_split"][2][1] == f"{B}x{N}x{q_len}xf32"
+
+
+def test_who_has_no_workspace():
+    tiles = AttentionTiles(ints(1, 1, 1, 1), ints(1, 1, 1), 128, 256)
+    assert set(launches({}, q_len=cuda.MOST_FEW + 1)) == {"forward"}
+    for operands in ({"bias": array(1, N, 4, S)}, {"tiles": tiles},
+                     {"cu_seqlens": (ints(4), ints(4))}):  # fmt: skip
+        assert set(launches(operands, q_len=4)) == {"forward"}
 
 
 def test_the_ranges_of_segments_are_of_64_positions():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from attention_launches import Attention
+from attention_launches import Attention, Backward, Call, Forward
 from c_interface import SCHEDULE, TASK, CCopy, CSide, load_library
 
 import jax_kvblock
@@ -113,7 +113,7 @@ def test_header_is_cpp(standard: str, tmp_path: Path) -> None:
         "#include <kvblock/attention.h>\n"
         "#include <kvblock/block_copy.h>\n"
         "const char* (*check)(const kvblock_copy*) = &kvblock_copy_check;\n"
-        "const char* (*run)(const kvblock_attention*, void*) = "
+        "const char* (*run)(const kvblock_forward*, void*) = "
         "&kvblock_attention_forward;\n"
     )
     compile_with(CXX, f"-std={standard}", "-fsyntax-only", source)
@@ -124,7 +124,9 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
     structs = {
         "kvblock_side": CSide,
         "kvblock_copy": CCopy,
-        "kvblock_attention": Attention,
+        "kvblock_attention": Call,
+        "kvblock_forward": Forward,
+        "kvblock_backward": Backward,
     }
     same = []
     for name, struct in structs.items():
@@ -139,6 +141,24 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
     included = "".join(f"#include <{header}>\n" for header in headers)
     source.write_text(included + checks)
     compile_with(CC, "-std=c11", "-fsyntax-only", source)
+
+
+@needs_cxx
+def test_kernels_take_the_members_of_the_header_in_their_order(tmp_path: Path) -> None:
+    """AttentionCall lists them again, and takes the first part of each struct whole."""
+    checks = "".join(
+        f"static_assert(offsetof(AttentionCall, {name}) == {place.offset} &&\n"
+        f'  sizeof(AttentionCall::{name}) == {place.size}, "{name}");\n'
+        for name, _ in Attention._fields_
+        for place in [getattr(Attention, name)]
+    )
+    source = tmp_path / "call.cc"
+    source.write_text(
+        f'#include "host/attention_call.h"\nusing kvblock::AttentionCall;\n{checks}'
+        f"static_assert(sizeof(AttentionCall) == {ctypes.sizeof(Attention)});\n"
+    )
+    sources = Path(__file__).parents[2] / "cpp"
+    compile_with(CXX, "-std=c++17", "-fsyntax-only", "-I", sources, source)
 
 
 @needs_cc

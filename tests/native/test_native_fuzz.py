@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import c_interface
 import jax
 import numpy as np
 import pytest
@@ -285,7 +286,7 @@ def check_attention(
 ) -> None:
     fields, which = call
     seen.note(call)
-    error = library.kvblock_attention_check(ctypes.byref(struct(fields)), which)
+    error = c_interface.check_attention(library, struct(fields), which)
     assert (error is None) == is_right(fields, which), error
     if error is None:
         seen.accepted += 1

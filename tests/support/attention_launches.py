@@ -28,7 +28,9 @@ def fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
-class Attention(ctypes.Structure):
+class Call(ctypes.Structure):
+    """kvblock_attention: what both passes have."""
+
     _fields_ = [
         *fields(ctypes.c_int32, "kernels dtype batch num_heads num_kv_heads"),
         *fields(ctypes.c_int64, "q_len kv_len"),
@@ -47,9 +49,43 @@ class Attention(ctypes.Structure):
         *fields(ctypes.c_int32, "max_tiles max_tiles_t"),
         *fields(ctypes.c_void_p, "tile_map tile_masks"),
         *fields(ctypes.c_int32, "num_tile_masks"),
-        *fields(ctypes.c_void_p, "o lse base d_o delta"),
+    ]
+
+
+class Forward(ctypes.Structure):
+    """kvblock_forward."""
+
+    _fields_ = [("call", Call), *fields(ctypes.c_void_p, "o lse base workspace")]
+
+
+class Backward(ctypes.Structure):
+    """kvblock_backward."""
+
+    _fields_ = [
+        ("call", Call),
+        *fields(ctypes.c_void_p, "lse base d_o delta"),
         *fields(ctypes.c_void_p, "dq_accum dq dk dv dbias dq_turns dq_state"),
     ]
+
+
+class Attention(ctypes.Structure):
+    """Everything that a call of either pass may have; `of` makes the pass's struct."""
+
+    _fields_ = [
+        *Call._fields_,
+        ("o", ctypes.c_void_p),
+        *Backward._fields_[1:],
+        ("workspace", ctypes.c_void_p),
+    ]
+
+    def of(self, launcher: str) -> Forward | Backward:
+        """The struct that kvblock_attention_{launcher} takes."""
+        made = Forward() if launcher == "forward" else Backward()
+        for name, _ in Call._fields_:
+            setattr(made.call, name, getattr(self, name))
+        for name, _ in made._fields_[1:]:
+            setattr(made, name, getattr(self, name))
+        return made
 
 
 @functools.cache
@@ -229,7 +265,7 @@ def run(library: Any, kernels: str, option: Any, dims: str, dtype: int) -> int:
     for name in passes:
         launch = library[f"kvblock_attention_{name}"]
         launch.restype = ctypes.c_char_p
-        error = launch(ctypes.byref(a), None)
+        error = launch(ctypes.byref(a.of(name)), None)
         assert error is None, error
         driver("cuCtxSynchronize")
     arrays.free()

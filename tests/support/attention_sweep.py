@@ -207,11 +207,10 @@ class Launcher:
         # The emulator has no streams.
         self.stream = self.torch.cuda.current_stream().cuda_stream if on_gpu else 0
 
-    def run(self, name: str, a: Attention, *further: int) -> None:
+    def run(self, name: str, a: Attention) -> None:
         launch = self.library[f"kvblock_attention_{name}"]
         launch.restype = ctypes.c_char_p
-        places = map(ctypes.c_void_p, (*further, self.stream))
-        error = launch(ctypes.byref(a), *places)
+        error = launch(ctypes.byref(a.of(name)), ctypes.c_void_p(self.stream))
         assert error is None, f"{name}: {error}"
 
     def describe(self, x: Problem) -> Attention:
@@ -270,7 +269,9 @@ class Launcher:
             out = self.arena.empty(dtype, c.members, c.q_len, c.heads, c.value_dim)
             lse = self.arena.empty(torch.float32, c.members, c.heads, c.q_len)
             a.o, a.lse = out.data_ptr(), lse.data_ptr()
-            self.run("forward_split", a, workspace.data_ptr())
+            a.workspace = workspace.data_ptr()
+            self.run("forward", a)
+            a.workspace = None
             for name, y in ("out, split", out), ("lse, split", lse[..., None]):
                 before = first.setdefault(name, y)
                 same = torch.equal(before.view(torch.uint8), y.view(torch.uint8))

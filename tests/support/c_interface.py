@@ -6,6 +6,7 @@ import ctypes
 from pathlib import Path
 
 import numpy as np
+from attention_launches import Attention
 from fuzz_copies import Side, contents
 
 import jax_kvblock
@@ -41,9 +42,10 @@ class CCopy(ctypes.Structure):
     ]
 
 
-# kvblock_attention_pass, and each one's launcher. attention_launches.py has the struct.
-FORWARD, BACKWARD_KV, BACKWARD_Q, BACKWARD_BIAS, FORWARD_SPLIT = range(5)
-LAUNCHERS = ("forward", "backward_kv", "backward_q", "backward_bias", "forward_split")
+# The passes of attention, the last three as kvblock_backward_pass numbers them, and the
+# launcher of each. attention_launches.py has the structs.
+FORWARD, BACKWARD_KV, BACKWARD_Q, BACKWARD_BIAS = range(4)
+LAUNCHERS = ("forward", "backward_kv", "backward_q", "backward_bias")
 
 GUARD = 64  # bytes before and after each buffer
 TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -58,13 +60,27 @@ def load_library() -> ctypes.CDLL:
     library.kvblock_copy_cpu.restype = ctypes.c_char_p
     pointers = [ctypes.c_void_p, ctypes.c_int64, SCHEDULE, ctypes.c_void_p]
     library.kvblock_copy_cpu.argtypes = pointers
-    library.kvblock_attention_check.restype = ctypes.c_char_p
-    library.kvblock_attention_check.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    library.kvblock_attention_check_forward.restype = ctypes.c_char_p
+    library.kvblock_attention_check_forward.argtypes = [ctypes.c_void_p]
+    library.kvblock_attention_check_backward.restype = ctypes.c_char_p
+    backward = [ctypes.c_void_p, ctypes.c_int]
+    library.kvblock_attention_check_backward.argtypes = backward
     for launcher in LAUNCHERS:
         launch = getattr(library, f"kvblock_attention_{launcher}")
         launch.restype = ctypes.c_char_p
         launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     return library
+
+
+def check_attention(
+    library: ctypes.CDLL, a: Attention | None, which: int
+) -> bytes | None:
+    """What kvblock_attention_check_* says of a struct before a pass."""
+    if which == FORWARD:
+        struct = None if a is None else ctypes.byref(a.of("forward"))
+        return library.kvblock_attention_check_forward(struct)
+    struct = None if a is None else ctypes.byref(a.of("backward"))
+    return library.kvblock_attention_check_backward(struct, which)
 
 
 class Memory:

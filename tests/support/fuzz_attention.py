@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import numpy as np
-from attention_launches import Attention
+from attention_launches import Attention, Backward, Call, Forward
 from c_interface import BACKWARD_BIAS, BACKWARD_KV, FORWARD
 from hypothesis import strategies as st
 
@@ -19,10 +19,11 @@ PAIRS = ("cu_q", "cu_kv"), ("q_lens", "kv_lens")
 SEGMENTS = ("q_segments", "kv_segments", "q_segment_ranges", "kv_segment_ranges")
 TILES = ("tile_indices", "tile_counts")
 TRANSPOSED = ("tile_indices_t", "tile_counts_t")
-WIDE = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dq_accum")
+MASKS = ("tile_map", "tile_masks")
+WIDE = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dq_accum", "workspace")
 NARROW = (
     *("cu_q", "cu_kv", "q_lens", "kv_lens", "shift", "q_segments", "kv_segments"),
-    *(*TILES, *TRANSPOSED, "sinks", "lse", "base", "delta"),
+    *(*TILES, *TRANSPOSED, *MASKS, "sinks", "lse", "base", "delta"),
     *("dq_turns", "dq_state"),
 )
 NUMBERS = (-(2**31), -1, 0, 1, 2, 3, 8, 63, 128, 256, 2**16, 2**30, 2**31 - 1)
@@ -104,6 +105,11 @@ def right(draw: Any, which: int) -> Fields:
         given += (*TILES, *TRANSPOSED)
         a["tile_batch"], a["tile_heads"] = map(draw, shared)
         a |= {"tile_q": 128, "tile_kv": 256, "max_tiles": 3, "max_tiles_t": 4}
+        if draw(st.booleans()):
+            given += MASKS
+            a["num_tile_masks"] = 2
+    elif which == FORWARD and not packed and a["bias"] is None:
+        a["workspace"] = draw(st.sampled_from((None, ARRAY)))
     return a | dict.fromkeys(given, ARRAY)
 
 
@@ -118,7 +124,7 @@ def is_right(a: Fields, which: int) -> bool:
         and _scores(a, which)
         and _options(a, which)
         and _arrays(a, which)
-        and _aligned(a)
+        and _aligned(a, which)
     )
 
 
@@ -153,7 +159,7 @@ def _scores(a: Fields, which: int) -> bool:
 
 def _options(a: Fields, which: int) -> bool:
     lists = TRANSPOSED if which == BACKWARD_KV else TILES
-    groups = [PAIRS[0], SEGMENTS, lists]
+    groups = [PAIRS[0], SEGMENTS, lists, MASKS]
     groups += [(TILES[0], TRANSPOSED[0])] if which == BACKWARD_KV else []
     if any(len({a[name] is None for name in group}) > 1 for group in groups):
         return False
@@ -162,6 +168,12 @@ def _options(a: Fields, which: int) -> bool:
     if packed and any(a[name] is not None for name in apart):
         return False
     if a["base"] is not None and a["bias"] is None:
+        return False
+    masks = a["tile_masks"] is not None
+    if masks and (not tiles or a["num_tile_masks"] < 1):
+        return False
+    split = which == FORWARD and a["workspace"] is not None
+    if split and (packed or tiles or a["bias"] is not None):
         return False
     if a["batch"] == 0:
         return True
@@ -178,6 +190,9 @@ def _options(a: Fields, which: int) -> bool:
         by_keys = which == BACKWARD_KV
         length, size = (a["kv_len"], sizes[1]) if by_keys else (a["q_len"], sizes[0])
         wrong |= not _shared(a, "tile", "tile_heads", (length // size + 1) * most)
+        if masks:
+            count = a["num_tile_masks"] * sizes[0] * (sizes[1] // 32)
+            wrong |= max(sizes) > 1024 or count * 4 >= INT64
     return not wrong
 
 
@@ -215,8 +230,10 @@ def _arrays(a: Fields, which: int) -> bool:
     return all(name in has for name, needed in needs.items() if needed)
 
 
-def _aligned(a: Fields) -> bool:
+def _aligned(a: Fields, which: int) -> bool:
+    struct = Forward if which == FORWARD else Backward
+    has = {name for name, _ in (*Call._fields_, *struct._fields_)}
     steps = dict.fromkeys(WIDE, 16) | dict.fromkeys(NARROW, 4)
     steps |= dict.fromkeys(("q_segment_ranges", "kv_segment_ranges"), 8)
     steps |= dict.fromkeys(("bias", "dbias"), 4 if a["bias_dtype"] == 2 else 2)
-    return all((a[name] or 0) % step == 0 for name, step in steps.items())
+    return all((a[n] or 0) % step == 0 for n, step in steps.items() if n in has)

@@ -64,15 +64,7 @@ typedef enum kvblock_kernels {
   KVBLOCK_KERNELS_SM90 = 1,
 } kvblock_kernels;
 
-/* What a launcher computes, for kvblock_attention_check. */
-typedef enum kvblock_attention_pass {
-  KVBLOCK_FORWARD = 0,
-  KVBLOCK_BACKWARD_KV = 1,
-  KVBLOCK_BACKWARD_Q = 2,
-  KVBLOCK_BACKWARD_BIAS = 3,
-  KVBLOCK_FORWARD_SPLIT = 4,
-} kvblock_attention_pass;
-
+/* What both passes have. A cleared field is an option that is not used, but for the window's. */
 typedef struct kvblock_attention {
   int32_t kernels; /* kvblock_kernels */
   int32_t dtype;   /* of q, k, v, o, d_o, dq, dk, dv */
@@ -83,7 +75,7 @@ typedef struct kvblock_attention {
   int32_t window_left, window_right;
 
   const void *q, *k, *v;
-  /* Every operand from here to sinks may be NULL. */
+  /* Every operand from here on may be NULL. */
   const int32_t *cu_q, *cu_kv;             /* [B + 1], both or none */
   const int32_t *q_lens, *kv_lens;         /* [B] */
   const int32_t* shift;                    /* [B]: q_offset - kv_offset */
@@ -94,8 +86,8 @@ typedef struct kvblock_attention {
   const void* bias;
   int32_t bias_dtype;             /* dtype or KVBLOCK_F32 */
   int32_t bias_batch, bias_heads; /* a divisor of B; 1 or N */
-  const float* sinks;
-  int32_t sink_batch; /* a divisor of B */
+  const float* sinks;             /* forward alone: lse holds them */
+  int32_t sink_batch;             /* a divisor of B */
   /* tile_indices [tile_batch, tile_heads, ceil(T / tile_q), max_tiles], tile_counts the same
    * without the last dim. The first `count` entries are visited; an entry outside 0 .. ceil(S /
    * tile_kv) - 1 is skipped; an entry comes once. tile_q and tile_kv are multiples of 128. In the
@@ -106,23 +98,35 @@ typedef struct kvblock_attention {
   int32_t tile_batch, tile_heads;                /* a divisor of B; 1 or N */
   int32_t tile_q, tile_kv, max_tiles, max_tiles_t;
   /* Both may be NULL, and go with tile lists whose tile_q and tile_kv are at most 1024. Entries of
-   * tiles that have bits are KVBLOCK_ATTENTION_PARTIAL more, in all lists. tile_map [tile_batch, tile_heads, ceil(T / tile_q),
-   * ceil(S / tile_kv)] has of a listed tile its row of tile_masks, or a number below 0 where all of
-   * the tile attends. tile_masks [num_tile_masks, tile_q, tile_kv / 32]: query r of a tile attends
-   * to its key 32 w + c where bit c (of value 2^c) of word [row, r, w] is 1. */
+   * tiles that have bits are KVBLOCK_ATTENTION_PARTIAL more, in all lists. tile_map [tile_batch,
+   * tile_heads, ceil(T / tile_q), ceil(S / tile_kv)] has of a listed tile its row of tile_masks, or
+   * a number below 0 where all of the tile attends. tile_masks [num_tile_masks, tile_q, tile_kv /
+   * 32]: query r of a tile attends to its key 32 w + c where bit c (of value 2^c) of word
+   * [row, r, w] is 1. */
   const int32_t* tile_map;
   const uint32_t* tile_masks;
   int32_t num_tile_masks;
+} kvblock_attention;
 
-  void* o;    /* forward: written; not read by the backward launchers */
-  float* lse; /* forward: written unless NULL; backward: read */
+typedef struct kvblock_forward {
+  kvblock_attention call;
+  void* o;
+  float* lse; /* may be NULL */
   /* [B, N, T], with a bias; may be NULL. lse is then relative to it. Beside a bias of -1e9 over a
-   * whole row float32 has no digits left for the sum of the exponentials; this keeps it. Forward:
-   * written, finite and near the row's largest score, which is at most 8 above it; backward: the
-   * same, read. */
+   * whole row float32 has no digits left for the sum of the exponentials; this keeps it. Finite
+   * and near the row's largest score, which is at most 8 above it. */
   float* base;
+  /* For few queries; may be NULL, and is without a bias, tiles and packed inputs. Then the keys of
+   * a row are shared out over the whole GPU, and K and V are read once for all queries and heads
+   * that share them. Memory on the GPU of kvblock_attention_workspace bytes, aligned to 16; what it
+   * holds does not matter. */
+  void* workspace;
+} kvblock_forward;
 
-  /* Backward only. */
+typedef struct kvblock_backward {
+  kvblock_attention call;
+  const float* lse;  /* as the forward pass wrote it */
+  const float* base; /* the same; NULL where it wrote none */
   const void* d_o;
   const float* delta; /* [B, N, T]: rowsum(d_o * o) - d_lse */
   /* float32, dq / scale, added atomically, 8 rows of q by 8 columns together: [N, ceil(R / 8),
@@ -140,38 +144,40 @@ typedef struct kvblock_attention {
    * which tell who adds first. Cleared, in place of dq_accum where the first can store: tiles of
    * dq_accum that no key sees then stay as they are. */
   int32_t* dq_state;
-} kvblock_attention;
+} kvblock_backward;
+
+/* What a launcher computes, for kvblock_attention_check_backward. */
+typedef enum kvblock_backward_pass {
+  KVBLOCK_BACKWARD_KV = 1,
+  KVBLOCK_BACKWARD_Q = 2,
+  KVBLOCK_BACKWARD_BIAS = 3,
+} kvblock_backward_pass;
 
 /* Each function returns NULL on success, else a message that lives until this thread's next call.
  */
 
-/* Checks sizes, options that do not go together, alignment, and that the operands and outputs of
- * this pass are there. Looks at no array. The launchers call it first. */
-KVBLOCK_EXPORT const char* kvblock_attention_check(const kvblock_attention* a,
-                                                   kvblock_attention_pass pass);
+/* Check sizes, options that do not go together, alignment, and that the operands and outputs of the
+ * pass are there. They look at no array. The launchers call them first. */
+KVBLOCK_EXPORT const char* kvblock_attention_check_forward(const kvblock_forward* a);
+KVBLOCK_EXPORT const char* kvblock_attention_check_backward(const kvblock_backward* a,
+                                                            kvblock_backward_pass pass);
 
 /* Writes o and, if it is asked for, lse. */
-KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_attention* a, void* stream);
+KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_forward* a, void* stream);
 
-/* The same, for few queries: the keys of a row are shared out over the whole GPU, and K and V are
- * read once for all queries and heads that share them. Serves what kvblock_attention_forward serves
- * but bias, tiles and packed sequences. `workspace` is memory on the GPU, aligned to 16 bytes, of
- * kvblock_attention_workspace bytes; what it holds does not matter. */
-KVBLOCK_EXPORT const char* kvblock_attention_forward_split(const kvblock_attention* a,
-                                                           void* workspace, void* stream);
+/* Bytes of a workspace of kvblock_forward. */
 KVBLOCK_EXPORT int64_t kvblock_attention_workspace(int64_t q_len, int32_t num_heads,
                                                    int32_t num_kv_heads, int32_t value_dim);
 
 /* Writes dk and dv. Where dq_accum is given, sums up dq / scale there, in an order that differs
  * from run to run; where it is NULL, computes no dq. The sm_90a kernels then write dq. */
-KVBLOCK_EXPORT const char* kvblock_attention_backward_kv(const kvblock_attention* a, void* stream);
+KVBLOCK_EXPORT const char* kvblock_attention_backward_kv(const kvblock_backward* a, void* stream);
 
 /* Writes dq, the same bits every time. */
-KVBLOCK_EXPORT const char* kvblock_attention_backward_q(const kvblock_attention* a, void* stream);
+KVBLOCK_EXPORT const char* kvblock_attention_backward_q(const kvblock_backward* a, void* stream);
 
 /* Writes dbias, summed over the batch and the heads that share it; the same bits every time. */
-KVBLOCK_EXPORT const char* kvblock_attention_backward_bias(const kvblock_attention* a,
-                                                           void* stream);
+KVBLOCK_EXPORT const char* kvblock_attention_backward_bias(const kvblock_backward* a, void* stream);
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,6 @@
 // attention, the middle floor: decode the buffers and attributes of one XLA call into a
-// kvblock_attention, check that every buffer has the size that the call implies, and hand it to a
-// launcher.
+// kvblock_forward or kvblock_backward, check that every buffer has the size that the call implies,
+// and hand it to a launcher.
 //
 // Operands: q, k, v, then the optional ones that `present` names (bit i: the i-th of Optional),
 // then, backward, lse, with a bias base, delta and d_o. Results: o and perhaps lse, and with a bias
@@ -333,55 +333,49 @@ void* Heads(Reader* in, const Decoded& d, const char* name, Length length, int64
   return d.packed ? take({rows, heads, dim}) : take({d.a.batch, rows, heads, dim});
 }
 
-void DecodeCotangents(Reader* in, Decoded* d) {
-  if (in->failed()) return;
-  d->a.lse = Rows(in, *d, "lse", false);
-  if (d->a.bias != nullptr) d->a.base = Rows(in, *d, "base", false);
-  d->a.delta = Rows(in, *d, "delta", false);
-  d->a.d_o = Heads(in, *d, "d_o", kQueries, d->a.num_heads, d->a.value_dim, false, d->type);
+// The operands of all backward passes.
+kvblock_backward DecodeBackward(Reader* in, const Decoded& d) {
+  kvblock_backward b{};
+  b.call = d.a;
+  if (in->failed()) return b;
+  b.lse = Rows(in, d, "lse", false);
+  if (d.a.bias != nullptr) b.base = Rows(in, d, "base", false);
+  b.delta = Rows(in, d, "delta", false);
+  b.d_o = Heads(in, d, "d_o", kQueries, d.a.num_heads, d.a.value_dim, false, d.type);
+  return b;
 }
 
-ffi::Error ToError(const char* message) {
+template <typename Call>
+ffi::Error Launch(Reader* in, const Call& call, const char* (*launch)(const Call*, void*),
+                  void* stream) {
+  if (ffi::Error error = in->Finish(); error.failure()) return error;
+  const char* const message = launch(&call, stream);
   return message == nullptr ? ffi::Error::Success() : Invalid(message);
 }
 
-using Launcher = const char* (*)(const kvblock_attention*, void*);
-
-ffi::Error Launch(Reader* in, const Decoded& d, Launcher launch, void* stream) {
-  if (ffi::Error error = in->Finish(); error.failure()) return error;
-  return ToError(launch(&d.a, stream));
-}
-
-ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                   const Attributes& attributes) {
+// With a workspace, for few queries, that is the last result.
+template <bool kWorkspace>
+ffi::Error ForwardWith(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                       const Attributes& attributes) {
   Reader in(args, rets);
-  Decoded d = Decode(&in, attributes);
+  const Decoded d = Decode(&in, attributes);
+  kvblock_forward f{};
+  f.call = d.a;
   if (!in.failed()) {
-    d.a.o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, true, d.type);
-    if (in.results_left() > 0) {
-      d.a.lse = Rows(&in, d, "lse", true);
-      if (d.a.bias != nullptr) d.a.base = Rows(&in, d, "base", true);
+    f.o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, true, d.type);
+    if (in.results_left() > kWorkspace) {
+      f.lse = Rows(&in, d, "lse", true);
+      if (d.a.bias != nullptr) f.base = Rows(&in, d, "base", true);
+    }
+    if (kWorkspace) {
+      const int64_t bytes =
+          kvblock_attention_workspace(d.a.q_len, d.a.num_heads, d.a.num_kv_heads, d.a.value_dim);
+      f.workspace = in.Result("workspace", ffi::DataType::U8, {bytes});
     }
   }
-  return Launch(&in, d, kvblock_attention_forward, stream);
+  return Launch(&in, f, kvblock_attention_forward, stream);
 }
-
-// As Forward, for few queries: the last result is the kernels' workspace.
-ffi::Error ForwardSplit(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                        const Attributes& attributes) {
-  Reader in(args, rets);
-  Decoded d = Decode(&in, attributes);
-  void* workspace = nullptr;
-  if (!in.failed()) {
-    d.a.o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, true, d.type);
-    if (in.results_left() > 1) d.a.lse = Rows(&in, d, "lse", true);
-    const int64_t bytes =
-        kvblock_attention_workspace(d.a.q_len, d.a.num_heads, d.a.num_kv_heads, d.a.value_dim);
-    workspace = in.Result("workspace", ffi::DataType::U8, {bytes});
-  }
-  if (ffi::Error error = in.Finish(); error.failure()) return error;
-  return ToError(kvblock_attention_forward_split(&d.a, workspace, stream));
-}
+constexpr auto Forward = ForwardWith<false>, ForwardSplit = ForwardWith<true>;
 
 // dq_accum of the generic kernels.
 float* BlockedDq(Reader* in, const Decoded& d) {
@@ -391,62 +385,62 @@ float* BlockedDq(Reader* in, const Decoded& d) {
 }
 
 // dq, and what the sm_90a kernels need to compute it.
-void DecodeTiledDq(Reader* in, Decoded* d) {
-  kvblock_attention& a = d->a;
+void DecodeTiledDq(Reader* in, const Decoded& d, kvblock_backward* b) {
+  const kvblock_attention& a = d.a;
   constexpr int64_t kRows = KVBLOCK_ATTENTION_DQ_ROWS;
-  a.dq = Heads(in, *d, "dq", kQueries, a.num_heads, a.head_dim, true, d->type);
+  b->dq = Heads(in, d, "dq", kQueries, a.num_heads, a.head_dim, true, d.type);
   const auto tiled = [&](const char* name, ffi::DataType type, int64_t size) {
-    if (!d->packed) {
+    if (!d.packed) {
       return in->Result(name, type, {a.batch, a.num_heads, CeilDiv(a.q_len, kRows), size});
     }
     return in->Result(name, type, {a.num_heads, (a.q_len + kRows * a.batch) / kRows, size});
   };
-  a.dq_accum = static_cast<float*>(tiled("dq_accum", ffi::DataType::F32, kRows * a.head_dim));
-  a.dq_state =
+  b->dq_accum = static_cast<float*>(tiled("dq_accum", ffi::DataType::F32, kRows * a.head_dim));
+  b->dq_state =
       static_cast<int32_t*>(tiled("dq_state", ffi::DataType::S32, KVBLOCK_ATTENTION_DQ_COUNTERS));
   if (in->results_left() > 0) {
-    a.dq_turns = static_cast<int32_t*>(tiled("dq_turns", ffi::DataType::S32, 1));
+    b->dq_turns = static_cast<int32_t*>(tiled("dq_turns", ffi::DataType::S32, 1));
   }
 }
 
 ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                       const Attributes& attributes) {
   Reader in(args, rets);
-  Decoded d = Decode(&in, attributes);
-  DecodeCotangents(&in, &d);
+  const Decoded d = Decode(&in, attributes);
+  kvblock_backward b = DecodeBackward(&in, d);
   if (!in.failed()) {
-    d.a.dk = Heads(&in, d, "dk", kKeys, d.a.num_kv_heads, d.a.head_dim, true, d.type);
-    d.a.dv = Heads(&in, d, "dv", kKeys, d.a.num_kv_heads, d.a.value_dim, true, d.type);
+    b.dk = Heads(&in, d, "dk", kKeys, d.a.num_kv_heads, d.a.head_dim, true, d.type);
+    b.dv = Heads(&in, d, "dv", kKeys, d.a.num_kv_heads, d.a.value_dim, true, d.type);
     if (in.results_left() > 0 && d.a.kernels == KVBLOCK_KERNELS_SM90) {
-      DecodeTiledDq(&in, &d);
+      DecodeTiledDq(&in, d, &b);
     } else if (in.results_left() > 0) {
-      d.a.dq_accum = BlockedDq(&in, d);
+      b.dq_accum = BlockedDq(&in, d);
     }
   }
-  return Launch(&in, d, kvblock_attention_backward_kv, stream);
+  return Launch(&in, b, kvblock_attention_backward_kv, stream);
 }
 
 ffi::Error BackwardQ(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                      const Attributes& attributes) {
   Reader in(args, rets);
-  Decoded d = Decode(&in, attributes);
-  DecodeCotangents(&in, &d);
+  const Decoded d = Decode(&in, attributes);
+  kvblock_backward b = DecodeBackward(&in, d);
   if (!in.failed()) {
-    d.a.dq = Heads(&in, d, "dq", kQueries, d.a.num_heads, d.a.head_dim, true, d.type);
+    b.dq = Heads(&in, d, "dq", kQueries, d.a.num_heads, d.a.head_dim, true, d.type);
   }
-  return Launch(&in, d, kvblock_attention_backward_q, stream);
+  return Launch(&in, b, kvblock_attention_backward_q, stream);
 }
 
 ffi::Error BackwardBias(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                         const Attributes& attributes) {
   Reader in(args, rets);
-  Decoded d = Decode(&in, attributes);
-  DecodeCotangents(&in, &d);
+  const Decoded d = Decode(&in, attributes);
+  kvblock_backward b = DecodeBackward(&in, d);
   if (!in.failed()) {
     const auto type = d.a.bias_dtype == KVBLOCK_F32 ? ffi::DataType::F32 : d.type;
-    d.a.dbias = in.Result("dbias", type, {d.a.bias_batch, d.a.bias_heads, d.a.q_len, d.a.kv_len});
+    b.dbias = in.Result("dbias", type, {d.a.bias_batch, d.a.bias_heads, d.a.q_len, d.a.kv_len});
   }
-  return Launch(&in, d, kvblock_attention_backward_bias, stream);
+  return Launch(&in, b, kvblock_attention_backward_bias, stream);
 }
 
 constexpr auto Binding = [] {

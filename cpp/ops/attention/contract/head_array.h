@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "kvblock/attention.h"
+#include "host/attention_call.h"
 #include "ops/attention/contract/params.cuh"
 
 namespace kvblock {
@@ -24,10 +24,10 @@ inline HeadArray DenseHeads(const void* data, int32_t dtype, int64_t batch, int6
 }
 
 // An array with the rows and heads of q, or with those of k. `dim` is head_dim or value_dim.
-inline HeadArray QueryHeads(const kvblock_attention& a, const void* data, int32_t dim) {
+inline HeadArray QueryHeads(const AttentionCall& a, const void* data, int32_t dim) {
   return DenseHeads(data, a.dtype, Members(a), a.q_len, a.num_heads, dim);
 }
-inline HeadArray KeyHeads(const kvblock_attention& a, const void* data, int32_t dim) {
+inline HeadArray KeyHeads(const AttentionCall& a, const void* data, int32_t dim) {
   return DenseHeads(data, a.dtype, Members(a), a.kv_len, a.num_kv_heads, dim);
 }
 

@@ -5,7 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "kvblock/attention.h"
+#include "host/attention_call.h"
 
 namespace kvblock {
 
@@ -18,7 +18,7 @@ struct Instance {
 
 // Calls launch with the instance of these head dims that has the call's dtype.
 template <int kDim, int kValueDim = kDim, typename Launch>
-const char* ForType(const kvblock_attention& a, const Launch& launch) {
+const char* ForType(const AttentionCall& a, const Launch& launch) {
   if (a.dtype == KVBLOCK_BF16) return launch(Instance<__nv_bfloat16, kDim, kValueDim>());
   return launch(Instance<__half, kDim, kValueDim>());
 }

@@ -1,10 +1,10 @@
-// What travels to the attention kernels: the caller's struct and a few derived numbers.
+// What travels to the attention kernels: the call and a few derived numbers.
 #pragma once
 
 #include <cstdint>
 
 #include "device/fast_math.cuh"
-#include "kvblock/attention.h"
+#include "host/attention_call.h"
 
 namespace kvblock {
 
@@ -13,11 +13,11 @@ namespace kvblock {
 constexpr int32_t kFar = 1 << 30, kMaxLength = kFar - 256;
 
 // Batch members of the arrays; packed ones have none.
-__host__ __device__ inline int64_t Members(const kvblock_attention& a) {
+__host__ __device__ inline int64_t Members(const AttentionCall& a) {
   return a.cu_q != nullptr ? 1 : a.batch;
 }
 
-struct AttentionParams : kvblock_attention {
+struct AttentionParams : AttentionCall {
   int32_t group;  // query heads to a KV head
   int32_t tiles;  // tiles along the queries (or keys) that the launch walks, of all sequences
   int32_t section_pairs;  // whose tiles lie side by side in the grid (schedule/grid_order.cuh)
@@ -27,9 +27,9 @@ struct AttentionParams : kvblock_attention {
   float tiny_bound;
 };
 
-inline AttentionParams MakeAttentionParams(const kvblock_attention& a) {
+inline AttentionParams MakeAttentionParams(const AttentionCall& a) {
   AttentionParams p{};
-  static_cast<kvblock_attention&>(p) = a;
+  static_cast<AttentionCall&>(p) = a;
   p.group = a.num_heads / a.num_kv_heads;
   p.num_pairs = a.cu_q != nullptr ? a.num_heads : a.batch * a.num_heads;
   p.section_pairs = 1;

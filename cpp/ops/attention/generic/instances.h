@@ -9,7 +9,7 @@ namespace kvblock::generic {
 
 // Calls launch with the smallest instance that holds head_dim and value_dim.
 template <typename Launch>
-const char* ForInstance(const kvblock_attention& a, const Launch& launch) {
+const char* ForInstance(const AttentionCall& a, const Launch& launch) {
   const int dim = std::max(a.head_dim, a.value_dim);
   if (dim <= 64) return ForType<64>(a, launch);
   if (dim <= 128) return ForType<128>(a, launch);

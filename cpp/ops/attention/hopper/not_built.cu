@@ -8,7 +8,7 @@ constexpr char kMissing[] =
     "this build of jax_kvblock has no sm_90a kernels; rebuild it with 90a among CUDA_ARCHS";
 }  // namespace
 
-const char* LaunchForward(const kvblock_attention&, cudaStream_t) { return kMissing; }
-const char* LaunchBackwardKv(const kvblock_attention&, cudaStream_t) { return kMissing; }
+const char* LaunchForward(const AttentionCall&, cudaStream_t) { return kMissing; }
+const char* LaunchBackwardKv(const AttentionCall&, cudaStream_t) { return kMissing; }
 
 }  // namespace kvblock::hopper

@@ -15,7 +15,7 @@ namespace kvblock {
 
 // Tiles of `rows` positions over all sequences along one side. Packed, every sequence may end in a
 // partial tile, and so may the rows before the first sequence and after the last.
-inline int64_t NumTiles(const kvblock_attention& a, int64_t length, int64_t rows) {
+inline int64_t NumTiles(const AttentionCall& a, int64_t length, int64_t rows) {
   const int64_t tiles = (length + rows - 1) / rows;
   return a.cu_q == nullptr ? tiles : tiles + a.batch + 1;
 }

@@ -6,7 +6,7 @@
 
 namespace kvblock::generic {
 
-const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchBackwardKv(const AttentionCall& a, cudaStream_t stream) {
   if (a.dq_accum != nullptr) {
     const size_t bytes = sizeof(float) * a.num_heads * DqRows(a) * a.head_dim;
     const cudaError_t status = cudaMemsetAsync(a.dq_accum, 0, bytes, stream);
@@ -18,14 +18,14 @@ const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream) {
   });
 }
 
-const char* LaunchBackwardQ(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchBackwardQ(const AttentionCall& a, cudaStream_t stream) {
   return ForInstance(a, [&](auto instance) {
     using In = decltype(instance);
     return LaunchBackwardQOf<typename In::Type, In::kDim>(a, stream);
   });
 }
 
-const char* LaunchBackwardBias(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchBackwardBias(const AttentionCall& a, cudaStream_t stream) {
   return ForInstance(a, [&](auto instance) {
     using In = decltype(instance);
     return LaunchBackwardBiasOf<typename In::Type, In::kDim>(a, stream);

@@ -45,7 +45,7 @@ const char* Launch(Kernel kernel, int bytes, int available, const AttentionParam
 }
 
 template <typename T, int kDim>
-const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchBackwardKvOf(const AttentionCall& a, cudaStream_t stream) {
   using Shape = BackwardKvShape<kDim>;
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kKeys);
@@ -62,7 +62,7 @@ const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream) 
 }
 
 template <typename T, int kDim>
-const char* LaunchBackwardQOf(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchBackwardQOf(const AttentionCall& a, cudaStream_t stream) {
   using Shape = BackwardQShape<kDim>;
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = a.q_len == 0 ? 0 : NumTiles(a, a.q_len, Shape::kQueries);
@@ -74,7 +74,7 @@ const char* LaunchBackwardQOf(const kvblock_attention& a, cudaStream_t stream) {
 }
 
 template <typename T, int kDim>
-const char* LaunchBackwardBiasOf(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchBackwardBiasOf(const AttentionCall& a, cudaStream_t stream) {
   using Shape = BackwardBiasShape<kDim>;
   constexpr int64_t kTile = Shape::kTile;
   AttentionParams p = MakeAttentionParams(a);

@@ -3,26 +3,26 @@
 
 #include <cuda_runtime.h>
 
-#include "kvblock/attention.h"
+#include "host/attention_call.h"
 
 namespace kvblock::generic {
 
 // Each serves every option of the contract; `a` has been checked. NULL, or what is wrong.
 
 // Writes dk and dv. Where dq_accum is given, clears it and sums up dq / scale there.
-const char* LaunchBackwardKv(const kvblock_attention& a, cudaStream_t stream);
+const char* LaunchBackwardKv(const AttentionCall& a, cudaStream_t stream);
 // Writes dq.
-const char* LaunchBackwardQ(const kvblock_attention& a, cudaStream_t stream);
+const char* LaunchBackwardQ(const AttentionCall& a, cudaStream_t stream);
 // Writes dbias.
-const char* LaunchBackwardBias(const kvblock_attention& a, cudaStream_t stream);
+const char* LaunchBackwardBias(const AttentionCall& a, cudaStream_t stream);
 
 // The same for one element type and padded head dim: an instance each. T is a.dtype's type; the
 // larger of head_dim and value_dim is at most kDim: 64, 128, 192 or 256.
 template <typename T, int kDim>
-const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream);
+const char* LaunchBackwardKvOf(const AttentionCall& a, cudaStream_t stream);
 template <typename T, int kDim>
-const char* LaunchBackwardQOf(const kvblock_attention& a, cudaStream_t stream);
+const char* LaunchBackwardQOf(const AttentionCall& a, cudaStream_t stream);
 template <typename T, int kDim>
-const char* LaunchBackwardBiasOf(const kvblock_attention& a, cudaStream_t stream);
+const char* LaunchBackwardBiasOf(const AttentionCall& a, cudaStream_t stream);
 
 }  // namespace kvblock::generic

@@ -4,7 +4,7 @@
 
 namespace kvblock::generic {
 
-const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchForward(const AttentionCall& a, cudaStream_t stream) {
   return ForInstance(a, [&](auto instance) {
     using In = decltype(instance);
     return LaunchForwardOf<typename In::Type, In::kDim>(a, stream);

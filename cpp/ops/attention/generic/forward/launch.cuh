@@ -12,7 +12,7 @@
 namespace kvblock::generic {
 
 template <typename T, int kDim>
-const char* LaunchForwardOf(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchForwardOf(const AttentionCall& a, cudaStream_t stream) {
   using Traits = ForwardTraits<T, kDim>;
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = NumTiles(a, a.q_len, Traits::kQueries);

@@ -3,17 +3,17 @@
 
 #include <cuda_runtime.h>
 
-#include "kvblock/attention.h"
+#include "host/attention_call.h"
 
 namespace kvblock::generic {
 
 // Serves every option of the contract; `a` has been checked, and it has queries. NULL, or what is
 // wrong.
-const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream);
+const char* LaunchForward(const AttentionCall& a, cudaStream_t stream);
 
 // The same for one element type and padded head dim: an instance each. T is a.dtype's type; the
 // larger of head_dim and value_dim is at most kDim: 64, 128, 192 or 256.
 template <typename T, int kDim>
-const char* LaunchForwardOf(const kvblock_attention& a, cudaStream_t stream);
+const char* LaunchForwardOf(const AttentionCall& a, cudaStream_t stream);
 
 }  // namespace kvblock::generic

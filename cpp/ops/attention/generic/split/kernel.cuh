@@ -25,11 +25,11 @@
 #include "device/mma.cuh"
 #include "device/shared.cuh"
 #include "ops/attention/combine/result.cuh"
-#include "ops/attention/mask/packed_rows.cuh"
 #include "ops/attention/generic/forward/kernel.cuh"
 #include "ops/attention/generic/keys.cuh"
 #include "ops/attention/generic/tile.cuh"
 #include "ops/attention/mask/forward_scores.cuh"
+#include "ops/attention/mask/packed_rows.cuh"
 #include "ops/attention/schedule/shares.cuh"
 
 namespace kvblock::generic {

@@ -15,7 +15,7 @@
 namespace kvblock::generic {
 
 template <typename T, int kDim, int kTileBlocks>
-const char* LaunchSplitAs(const kvblock_attention& a, float* pieces, cudaStream_t stream) {
+const char* LaunchSplitAs(const AttentionCall& a, cudaStream_t stream) {
   using Traits = SplitTraits<T, kDim, kTileBlocks>;
   constexpr int kCombineThreads = 64;
   int device = 0;
@@ -29,7 +29,7 @@ const char* LaunchSplitAs(const kvblock_attention& a, float* pieces, cudaStream_
   if (Traits::kSharedBytes > available) return LaunchForwardOf<T, kDim>(a, stream);
 
   // A CTA for every place on the GPU, if there is a tile for each.
-  ShareParams p = MakeShareParams(a, 1, pieces);
+  ShareParams p = MakeShareParams(a, 1);
   const int64_t units = int64_t{a.batch} * p.row_tiles * a.num_kv_heads;
   const int64_t tiles_of_unit =
       std::max<int64_t>((a.kv_len + Traits::kTileKeys - 1) / Traits::kTileKeys, 1);
@@ -40,7 +40,7 @@ const char* LaunchSplitAs(const kvblock_attention& a, float* pieces, cudaStream_
   }
   const int64_t places =
       std::min<int64_t>(Multiprocessors(device) * Traits::kSplit.ctas, kMostCtas);
-  p = MakeShareParams(a, static_cast<int32_t>(std::min(units * tiles_of_unit, places)), pieces);
+  p = MakeShareParams(a, static_cast<int32_t>(std::min(units * tiles_of_unit, places)));
 
   status = cudaFuncSetAttribute(AttentionSplit<T, kDim, kTileBlocks>,
                                 cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
@@ -57,11 +57,11 @@ const char* LaunchSplitAs(const kvblock_attention& a, float* pieces, cudaStream_
 }
 
 template <typename T, int kDim>
-const char* LaunchSplitOf(const kvblock_attention& a, float* pieces, cudaStream_t stream) {
+const char* LaunchSplitOf(const AttentionCall& a, cudaStream_t stream) {
   switch (TileRows(a.q_len * (a.num_heads / a.num_kv_heads))) {
-    case 16: return LaunchSplitAs<T, kDim, 1>(a, pieces, stream);
-    case 32: return LaunchSplitAs<T, kDim, 2>(a, pieces, stream);
-    default: return LaunchSplitAs<T, kDim, 4>(a, pieces, stream);
+    case 16: return LaunchSplitAs<T, kDim, 1>(a, stream);
+    case 32: return LaunchSplitAs<T, kDim, 2>(a, stream);
+    default: return LaunchSplitAs<T, kDim, 4>(a, stream);
   }
 }
 

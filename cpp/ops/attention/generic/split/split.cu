@@ -4,10 +4,10 @@
 
 namespace kvblock::generic {
 
-const char* LaunchSplit(const kvblock_attention& a, float* pieces, cudaStream_t stream) {
+const char* LaunchSplit(const AttentionCall& a, cudaStream_t stream) {
   return ForInstance(a, [&](auto instance) {
     using In = decltype(instance);
-    return LaunchSplitOf<typename In::Type, In::kDim>(a, pieces, stream);
+    return LaunchSplitOf<typename In::Type, In::kDim>(a, stream);
   });
 }
 

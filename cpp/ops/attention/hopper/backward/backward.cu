@@ -14,12 +14,12 @@ namespace kvblock::hopper {
 namespace {
 
 // Whether the first to add stores; else dq_accum is cleared (dq_state.cuh).
-bool StoresFirst(const kvblock_attention& a) {
+bool StoresFirst(const AttentionCall& a) {
   return a.head_dim <= 192 && a.value_dim <= 128 && a.tile_indices == nullptr;
 }
 
 // Writes dq from dq_accum.
-const char* LaunchFinishDq(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchFinishDq(const AttentionCall& a, cudaStream_t stream) {
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = a.q_len == 0 ? 0 : NumTiles(a, a.q_len, kDqRows);
   const int64_t ctas = tiles * Members(a) * a.num_heads;
@@ -38,8 +38,8 @@ const char* LaunchFinishDq(const kvblock_attention& a, cudaStream_t stream) {
 
 }  // namespace
 
-const char* LaunchBackwardKv(const kvblock_attention& caller, cudaStream_t stream) {
-  kvblock_attention a = caller;
+const char* LaunchBackwardKv(const AttentionCall& caller, cudaStream_t stream) {
+  AttentionCall a = caller;
   if (!StoresFirst(a)) a.dq_state = nullptr;
   const int dim = std::max(a.head_dim, a.value_dim);
   if (a.dq_accum != nullptr && a.q_len > 0) {

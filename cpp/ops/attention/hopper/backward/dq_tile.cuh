@@ -29,10 +29,10 @@ namespace kvblock::hopper {
 constexpr int kDqRows = KVBLOCK_ATTENTION_DQ_ROWS;
 
 // Whether the score of every pair that attends is scale q k.
-inline bool IsPlain(const kvblock_attention& a) { return a.softcap == 0.0f && a.bias == nullptr; }
+inline bool IsPlain(const AttentionCall& a) { return a.softcap == 0.0f && a.bias == nullptr; }
 // Whether LaunchBackwardKv takes 80 queries at a time and lays out dq_accum for that: where the
 // empty rows of first tiles, and what tiles on the diagonal compute in vain, are little.
-inline bool LaunchIsTall(const kvblock_attention& a) {
+inline bool LaunchIsTall(const AttentionCall& a) {
   constexpr int64_t kEnough = 2048, kEnoughMasked = 4096;
   const int64_t queries = a.cu_q != nullptr ? a.q_len / std::max(a.batch, 1) : a.q_len;
   return a.head_dim == 128 && a.value_dim <= 128 && IsPlain(a) && a.tile_indices == nullptr &&
@@ -41,7 +41,7 @@ inline bool LaunchIsTall(const kvblock_attention& a) {
 }
 
 // Tiles of one head.
-__host__ __device__ inline int64_t DqTiles(const kvblock_attention& a) {
+__host__ __device__ inline int64_t DqTiles(const AttentionCall& a) {
   return a.cu_q != nullptr ? (a.q_len + int64_t{kDqRows} * a.batch) / kDqRows
                            : (a.q_len + kDqRows - 1) / kDqRows;
 }

@@ -95,9 +95,9 @@ template <typename T, typename Shape, bool kPlain>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     AttentionBackwardKv(const __grid_constant__ AttentionParams p,
                         const __grid_constant__ BackwardMaps maps) {
-  extern __shared__ __align__(1024) char memory[];
-  const BackwardCta<Shape> cta{p, maps, memory,
-                               static_cast<uint32_t>(__cvta_generic_to_shared(memory))};
+  extern __shared__ __align__(1024) char shared[];
+  const BackwardCta<Shape> cta{p, maps, shared,
+                               static_cast<uint32_t>(__cvta_generic_to_shared(shared))};
   const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
 
   constexpr BackwardRegisters kRegisters =
@@ -115,9 +115,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     return;
   }
   if (Shape::kClustered) first_key += ClusterRank() * Shape::kKeys;
+  BackwardOwned& owned = cta.owned();
   const BackwardLoader<Shape, kPlain> loader{cta, thread % 32};
   if (thread == 0) {
-    BackwardOwned& owned = cta.owned();
     owned.sequence = found;
     owned.first_key = first_key;
     owned.kv_head = kv_head;

@@ -17,7 +17,7 @@ namespace kvblock::hopper {
 // Maps of a launch that has keys. Without queries nothing of theirs is loaded, but a map must have
 // rows and an address.
 template <typename Shape>
-const char* MakeBackwardMaps(const kvblock_attention& a, BackwardMaps* maps) {
+const char* MakeBackwardMaps(const AttentionCall& a, BackwardMaps* maps) {
   const HeadArray k = KeyHeads(a, a.k, a.head_dim), v = KeyHeads(a, a.v, a.value_dim);
   const bool queries = a.q_len > 0;
   const HeadArray q = queries ? QueryHeads(a, a.q, a.head_dim) : k;
@@ -32,7 +32,7 @@ const char* MakeBackwardMaps(const kvblock_attention& a, BackwardMaps* maps) {
 }
 
 template <typename T, typename Shape, bool kPlain>
-const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchBackwardKvAs(const AttentionCall& a, cudaStream_t stream) {
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kClusterKeys);
   const int64_t owners = Members(a) * a.num_kv_heads;
@@ -67,7 +67,7 @@ const char* LaunchBackwardKvAs(const kvblock_attention& a, cudaStream_t stream) 
 }
 
 template <typename T, int kDim, int kValueDim>
-const char* LaunchBackwardKvOf(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchBackwardKvOf(const AttentionCall& a, cudaStream_t stream) {
   using Shape = BackwardShape<kDim, kValueDim>;
   using Capped = BackwardShape<kDim, kValueDim, false, true>;
   const bool plain = IsPlain(a), capped = !plain && a.bias == nullptr;

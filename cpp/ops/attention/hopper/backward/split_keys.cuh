@@ -167,7 +167,7 @@ struct SplitKeysWorker {
     }
     for (; !(flags & Step::kEnd); ++step) {
       const int stage = step % Shape::kStages, phase = step / Shape::kStages % 2;
-      const uint32_t q = w.QueriesOf(stage), d_o = w.GradsOf(stage);
+      const uint32_t q = w.cta.Q(stage), d_o = w.cta.Grads(stage);
       const Step& at = cta.StepAt(step);
       const bool masked = flags & Step::kMasked;
       if (flags & Step::kPartial) ClearQueries(w, at.first, stage, phase);
@@ -179,7 +179,7 @@ struct SplitKeysWorker {
       }
 
       // S and dP.
-      const auto lse = Rows(w.LseOf(stage));
+      const auto lse = Rows(w.cta.Lse(stage));
       float c[kScores], dp[kScores];
       WgmmaFence();
       w.template KeysByQueries<KeyTile, QueryTile>(c, OwnRows(w, w.cta.K()), q);
@@ -199,14 +199,14 @@ struct SplitKeysWorker {
                                                        at.first, at.head, flags);
       Packed<kScores> prob, ds;
       if constexpr (kInterleaves) {
-        Slopes(scores, prob, ds, c, dp, lse, w.DeltaOf(stage), DsOf(step), masked);
+        Slopes(scores, prob, ds, c, dp, lse, w.cta.Delta(stage), DsOf(step), masked);
       } else {
         if constexpr (kTall) {
           scores.PlainProbabilities(c, lse, masked);
         } else {
           scores.Probabilities(prob, c, lse, masked);
         }
-        const auto delta = Rows(w.DeltaOf(stage));
+        const auto delta = Rows(w.cta.Delta(stage));
         WgmmaWait<0>();
         KeepAfter(dp);
         if constexpr (kTall) {  // P is packed last: there are no registers for it beside P and dP

@@ -111,14 +111,14 @@ struct SplitKeysSequentialWorker {
     if (!(flags & Step::kEnd)) w.TakeKeys();
     for (; !(flags & Step::kEnd); ++step) {
       const int stage = step % Shape::kStages, phase = step / Shape::kStages % 2;
-      const uint32_t q = w.QueriesOf(stage), d_o = w.GradsOf(stage);
+      const uint32_t q = w.cta.Q(stage), d_o = w.cta.Grads(stage);
       const Step& at = cta.StepAt(step);
       const bool masked = flags & Step::kMasked;
       if (flags & Step::kPartial) ClearQueries(w, at.first, stage, phase);
 
       // S and P; with options dV, or P and what dS is made of would both have to wait.
       Packed<kScores> prob, weights;
-      Probabilities(prob, weights, at, q, w.LseOf(stage));
+      Probabilities(prob, weights, at, q, w.cta.Lse(stage));
       cta.AwaitGrads(stage, phase);
       if constexpr (!kPlain) {
         WgmmaFence();
@@ -136,7 +136,7 @@ struct SplitKeysSequentialWorker {
       WgmmaWait<0>();
       KeepAfter(dp);
       Packed<kScores> ds;
-      PackedSlopes<T, true>(ds, weights, dp, w.DeltaOf(stage), w.thread, masked);
+      PackedSlopes<T, true>(ds, weights, dp, w.cta.Delta(stage), w.thread, masked);
       // Both have read the dS before.
       if (step > 0) BarrierWait(cta.DsFull(0), (step - 1) % 2);
       StoreTransposed<ScoreTile>(cta.Ds(0), 0, w.group * 64, w.thread, ds);

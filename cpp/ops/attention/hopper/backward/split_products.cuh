@@ -95,7 +95,7 @@ struct SplitProductsWorker {
     for (; w.TakeStep(step); ++step) {
       const Step& at = w.cta.StepAt(step);
       const int stage = step % kStages;
-      ClearQueries<QueryTile>(w, w.QueriesOf(step % kStages), at);
+      ClearQueries<QueryTile>(w, w.cta.Q(step % kStages), at);
       // (The first two dQ are of nothing, and dropped.)
       if (step > 1) AwaitDs(step - 2);
       float c[kScores], dq[kDqSums];
@@ -106,7 +106,7 @@ struct SplitProductsWorker {
       if (step > 0) w.LeaveGrads((step - 1) % kStages);
 
       WgmmaFence();
-      w.template KeysByQueries<KeyTile, QueryTile>(c, w.cta.K(), w.QueriesOf(step % kStages));
+      w.template KeysByQueries<KeyTile, QueryTile>(c, w.cta.K(), w.cta.Q(step % kStages));
       WgmmaCommit();
       WgmmaWait<1>();
       KeepAfter(dq);
@@ -114,7 +114,7 @@ struct SplitProductsWorker {
       WgmmaWait<0>();
       KeepAfter(c);
       Packed<kScores> prob;
-      ScoresOf(w, at).Probabilities(prob, c, w.LseOf(stage), at.flags & Step::kMasked);
+      ScoresOf(w, at).Probabilities(prob, c, w.cta.Lse(stage), at.flags & Step::kMasked);
       w.cta.LeaveStep(stage);
       if (step > 0) BarrierWait(w.cta.PFree(), (step - 1) % 2);
 #pragma unroll
@@ -124,9 +124,9 @@ struct SplitProductsWorker {
       BarrierArrive(w.cta.PFull());
 
       w.cta.AwaitGrads(step % kStages, step / kStages % 2);
-      ClearQueries<GradTile>(w, w.GradsOf(step % kStages), at);
+      ClearQueries<GradTile>(w, w.cta.Grads(step % kStages), at);
       WgmmaFence();
-      w.template SumOverQueries<GradTile>(dv, prob, w.GradsOf(step % kStages));
+      w.template SumOverQueries<GradTile>(dv, prob, w.cta.Grads(step % kStages));
       WgmmaCommit();
     }
     WgmmaWait<0>();
@@ -155,7 +155,7 @@ struct SplitProductsWorker {
 
       w.cta.AwaitGrads(step % kStages, step / kStages % 2);
       WgmmaFence();
-      w.template KeysByQueries<ValueTile, GradTile>(dp, w.cta.V(), w.GradsOf(step % kStages));
+      w.template KeysByQueries<ValueTile, GradTile>(dp, w.cta.V(), w.cta.Grads(step % kStages));
       WgmmaCommit();
       WgmmaWait<1>();
       KeepAfter(dq);
@@ -173,7 +173,7 @@ struct SplitProductsWorker {
         const float4 x = Handed()[i / 4 * kWarpgroup];
         c[i] = x.x, c[i + 1] = x.y, c[i + 2] = x.z, c[i + 3] = x.w;
       }
-      ScoresOf(w, at).Slopes(c, dp, w.DeltaOf(step % kStages), at.flags & Step::kMasked);
+      ScoresOf(w, at).Slopes(c, dp, w.cta.Delta(step % kStages), at.flags & Step::kMasked);
       Packed<kScores> ds;
       PackAll<T>(ds, c);
       BarrierArrive(w.cta.PFree());
@@ -186,7 +186,7 @@ struct SplitProductsWorker {
       w.Arrive(w.cta.DsFull(step % 2));
 
       WgmmaFence();
-      w.template SumOverQueries<QueryTile>(dk, ds, w.QueriesOf(step % kStages));
+      w.template SumOverQueries<QueryTile>(dk, ds, w.cta.Q(step % kStages));
       WgmmaCommit();
       if (step > 0) Add<1>(dq, step - 1);
     }

@@ -108,10 +108,10 @@ struct SplitProductsClusterWorker {
     for (; w.TakeStep(step); ++step) {
       const Step& at = w.cta.StepAt(step);
       const int stage = step % kStages;
-      ClearQueries<QueryTile>(w, w.QueriesOf(step % kStages), at);
+      ClearQueries<QueryTile>(w, w.cta.Q(step % kStages), at);
       float c[kScores], dq[kDqSums];
       WgmmaFence();
-      w.template KeysByQueries<KeyTile, QueryTile>(c, w.cta.K(), w.QueriesOf(step % kStages));
+      w.template KeysByQueries<KeyTile, QueryTile>(c, w.cta.K(), w.cta.Q(step % kStages));
       WgmmaCommit();
       if (step > 0) AwaitDs(step - 1);
       WgmmaFence();
@@ -122,7 +122,7 @@ struct SplitProductsClusterWorker {
       KeepAfter(c);
       if (step > 0) w.LeaveGrads((step - 1) % kStages);
       Packed<kScores> prob, weights;
-      ScoresOf(w, at).Probabilities(prob, c, w.LseOf(stage), at.flags & Step::kMasked);
+      ScoresOf(w, at).Probabilities(prob, c, w.cta.Lse(stage), at.flags & Step::kMasked);
       PackAll<T>(weights, c);
       w.cta.LeaveStep(stage);
       WgmmaWait<0>();
@@ -135,9 +135,9 @@ struct SplitProductsClusterWorker {
       BarrierArrive(w.cta.PFull());
 
       w.cta.AwaitGrads(step % kStages, step / kStages % 2);
-      ClearQueries<GradTile>(w, w.GradsOf(step % kStages), at);
+      ClearQueries<GradTile>(w, w.cta.Grads(step % kStages), at);
       WgmmaFence();
-      w.template SumOverQueries<GradTile>(dv, prob, w.GradsOf(step % kStages));
+      w.template SumOverQueries<GradTile>(dv, prob, w.cta.Grads(step % kStages));
       WgmmaCommit();
       if (step > 0) Add(dq, step - 1);
     }
@@ -169,7 +169,7 @@ struct SplitProductsClusterWorker {
       w.cta.AwaitGrads(step % kStages, step / kStages % 2);
       float dp[kScores], dq[kDqSums];
       WgmmaFence();
-      w.template KeysByQueries<ValueTile, GradTile>(dp, w.cta.V(), w.GradsOf(step % kStages));
+      w.template KeysByQueries<ValueTile, GradTile>(dp, w.cta.V(), w.cta.Grads(step % kStages));
       WgmmaCommit();
       if (step > 0) {
         AwaitDs(step - 1);
@@ -193,13 +193,13 @@ struct SplitProductsClusterWorker {
       }
       BarrierWait(w.cta.PFull(), step % 2);
       Packed<kScores> ds;
-      Slopes(ds, dp, w.DeltaOf(step % kStages), at.flags & Step::kMasked);
+      Slopes(ds, dp, w.cta.Delta(step % kStages), at.flags & Step::kMasked);
       StorePacked<ScoreTile>(Ds(), 0, 0, w.thread, ds);
       FenceAsync();
       w.Arrive(w.cta.DsFull(0));
       BarrierMeet(kWarpgroupMeets + kGroup, kWarpgroup);
       WgmmaFence();
-      w.template SumOverQueries<QueryTile>(dk, ds, w.QueriesOf(step % kStages));
+      w.template SumOverQueries<QueryTile>(dk, ds, w.cta.Q(step % kStages));
       WgmmaCommit();
       if (w.thread == 0) {
         BarrierExpect(w.cta.PeerDsFull(), ScoreTile::kBytes);

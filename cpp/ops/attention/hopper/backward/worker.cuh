@@ -77,10 +77,6 @@ struct BackwardWorker {
 
   __device__ __forceinline__ const AttentionParams& p() const { return cta.p; }
   __device__ __forceinline__ const Sequence& sequence() const { return cta.owned().sequence; }
-  __device__ __forceinline__ const float* LseOf(int stage) const { return cta.Lse(stage); }
-  __device__ __forceinline__ const float* DeltaOf(int stage) const { return cta.Delta(stage); }
-  __device__ __forceinline__ uint32_t QueriesOf(int stage) const { return cta.Q(stage); }
-  __device__ __forceinline__ uint32_t GradsOf(int stage) const { return cta.Grads(stage); }
   // For the warp, where copies and products alone follow (BarrierArrive).
   __device__ __forceinline__ void Arrive(uint32_t barrier) const {
     __syncwarp();

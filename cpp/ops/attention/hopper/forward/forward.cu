@@ -7,7 +7,7 @@
 
 namespace kvblock::hopper {
 
-const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchForward(const AttentionCall& a, cudaStream_t stream) {
   const int dim = a.head_dim, value_dim = a.value_dim;
   const auto launch = [&](auto instance) {
     using In = decltype(instance);

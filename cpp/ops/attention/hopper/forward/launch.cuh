@@ -19,7 +19,7 @@ namespace kvblock::hopper {
 
 // Maps for q, k, v and o. Without keys nothing is ever loaded, but a map must have rows.
 template <typename Traits>
-const char* MakeForwardMaps(const kvblock_attention& a, ForwardMaps* maps) {
+const char* MakeForwardMaps(const AttentionCall& a, ForwardMaps* maps) {
   const HeadArray q = QueryHeads(a, a.q, a.head_dim);
   const HeadArray k = a.kv_len > 0 ? KeyHeads(a, a.k, a.head_dim) : q;
   const HeadArray v = a.kv_len > 0 ? KeyHeads(a, a.v, a.value_dim) : q;
@@ -31,12 +31,12 @@ const char* MakeForwardMaps(const kvblock_attention& a, ForwardMaps* maps) {
 }
 
 // Whether the CTAs of a cluster can have heads that share K and V: then they see the same of them.
-inline bool ClusterHeads(const kvblock_attention& a, int cluster) {
+inline bool ClusterHeads(const AttentionCall& a, int cluster) {
   return cluster > 1 && a.num_heads / a.num_kv_heads % cluster == 0;
 }
 
 template <typename Traits>
-const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchForwardAs(const AttentionCall& a, cudaStream_t stream) {
   ForwardParams p{MakeAttentionParams(a), -1, 0, ClusterHeads(a, Traits::kCluster)};
   const int heads_at_once = p.cluster_heads ? Traits::kCluster : 1;
   const int64_t tiles = NumTiles(a, a.q_len, Traits::kClusterQueries / heads_at_once);
@@ -82,7 +82,7 @@ const char* LaunchForwardAs(const kvblock_attention& a, cudaStream_t stream) {
   return CudaResult(status);
 }
 
-inline ForwardKind KindOf(const kvblock_attention& a) {
+inline ForwardKind KindOf(const AttentionCall& a) {
   if (!(a.scale > 0.0f) || a.softcap >= kLargeSoftcap || a.bias || a.tile_indices) {
     return ForwardKind::kGeneral;
   }
@@ -99,7 +99,7 @@ inline ForwardKind KindOf(const kvblock_attention& a) {
 }
 
 template <typename T, int kDim, int kValueDim>
-const char* LaunchForwardOf(const kvblock_attention& a, cudaStream_t stream) {
+const char* LaunchForwardOf(const AttentionCall& a, cudaStream_t stream) {
   const auto launch_as = [&](auto kind) {
     constexpr ForwardKind kInstance = InstanceOf(kDim, decltype(kind)::value);
     return LaunchForwardAs<ForwardTraits<T, kDim, kValueDim, kInstance>>(a, stream);

@@ -3,17 +3,17 @@
 
 #include <cuda_runtime.h>
 
-#include "kvblock/attention.h"
+#include "host/attention_call.h"
 
 namespace kvblock::hopper {
 
 // Serves every option of the contract; `a` has been checked, and it has queries. NULL, or what is
 // wrong.
-const char* LaunchForward(const kvblock_attention& a, cudaStream_t stream);
+const char* LaunchForward(const AttentionCall& a, cudaStream_t stream);
 
 // The same for one element type and padded pair of head dim and value dim: an instance each.
 template <typename T, int kDim, int kValueDim>
-const char* LaunchForwardOf(const kvblock_attention& a, cudaStream_t stream);
+const char* LaunchForwardOf(const AttentionCall& a, cudaStream_t stream);
 
 constexpr int kForwardCounters = 4096;
 

@@ -9,7 +9,7 @@
 namespace kvblock::generic {
 
 template <typename Launch>
-const char* ForInstance(const kvblock_attention& a, const Launch& launch) {
+const char* ForInstance(const AttentionCall& a, const Launch& launch) {
   const int dim = std::max(a.head_dim, a.value_dim);
   if (dim <= 64) return ForType<64>(a, launch);
   if (dim <= 128 && a.dtype == KVBLOCK_BF16) return launch(Instance<__nv_bfloat16, 128>());
