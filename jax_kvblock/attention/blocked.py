@@ -88,27 +88,10 @@ def forward(
         o_all, rest_all, base_all = carry
 
         def step(c: Any, state: Any) -> Any:
-            o, top, total = state
-            j = order[i, c]
-            scores, allowed, _ = _scores(config, p, i, j)
-            scores = jnp.where(allowed, scores, -jnp.inf)
-            new_top = jnp.maximum(top, scores.max(-1))
-            base = jnp.where(jnp.isneginf(new_top), 0, new_top)
-            weights = jnp.exp(scores - base[..., None])
-            shrink = jnp.exp(top - base)
-            added = _dot("bkgts,bkse->bkgte", weights, _block(p.v, j, p.block_kv, 2), x)
-            added = _select(p, i, j, added)
-            o = o * shrink[..., None] + added
-            return o, new_top, total * shrink + weights.sum(-1)
+            return add_block(config, x, p, i, order[i, c], state)
 
-        rows = (b, k, g, p.block_q)
-        state = (
-            jnp.zeros((*rows, e), acc),
-            jnp.full(rows, -jnp.inf, acc),
-            jnp.zeros(rows, acc),
-        )
-        o, top, total = _loop(counts[i], step, state)
-        o, lse = _finish(x, p, i, o, top, total)
+        state = _loop(counts[i], step, no_keys(x, p, e))
+        o, lse = _finish(x, p, i, *state)
         at = i * p.block_q
         put = jax.lax.dynamic_update_slice_in_dim
         o_all, rest_all = put(o_all, o, at, 3), put(rest_all, lse.rest, at, 3)
@@ -133,6 +116,41 @@ def forward(
     if config.packed:  # these have no bias
         return o[0], LogSumExp(lse.rest[0])
     return o, lse
+
+
+def no_keys(x: Operands, p: _Problem, value_dim: int) -> tuple[Any, Any, Any]:
+    """What a block of queries has before it has seen keys: `add_block`'s state."""
+    rows, acc = (*p.groups, p.block_q), accumulator(x.q.dtype)
+    return (
+        jnp.zeros((*rows, value_dim), acc),
+        jnp.full(rows, -jnp.inf, acc),
+        jnp.zeros(rows, acc),
+    )
+
+
+def add_block(
+    config: AttentionConfig,
+    x: Operands,
+    p: _Problem,
+    i: Any,
+    j: Any,
+    state: tuple[Any, Any, Any],
+) -> tuple[Any, Any, Any]:
+    """Adds key block j to query block i: (sums, maximum, total) of the online softmax.
+
+    The sums `[B, K, G, block_q, E]` and totals are those of exp(score - maximum).
+    """
+    o, top, total = state
+    scores, allowed, _ = _scores(config, p, i, j)
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    new_top = jnp.maximum(top, scores.max(-1))
+    base = jnp.where(jnp.isneginf(new_top), 0, new_top)
+    weights = jnp.exp(scores - base[..., None])
+    shrink = jnp.exp(top - base)
+    added = _dot("bkgts,bkse->bkgte", weights, _block(p.v, j, p.block_kv, 2), x)
+    added = _select(p, i, j, added)
+    o = o * shrink[..., None] + added
+    return o, new_top, total * shrink + weights.sum(-1)
 
 
 def _finish(

@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 
 from jax_kvblock._primitive import make_primitives
 from jax_kvblock._spmd import lower_local, vary_alike
-from jax_kvblock.attention import blocked, cuda
+from jax_kvblock.attention import blocked, cuda, few_queries
 from jax_kvblock.attention.batching import batch
 from jax_kvblock.attention.config import (
     AttentionConfig,
@@ -151,7 +151,10 @@ def _blocked(op: Op, call: Call, platform: str | None, *arrays: Any) -> tuple:
     narrow = x.q.dtype.itemsize == 2
     compute = jnp.float32 if platform == "cpu" and narrow else None
     if op.is_forward:
-        o, lse = blocked.forward(call.config, x, compute, platform)
+        if few_queries.serves(call.config, x, platform):
+            o, lse = few_queries.forward(call.config, x, compute)
+        else:
+            o, lse = blocked.forward(call.config, x, compute, platform)
         return (o, *lse.parts) if op is FORWARD else (o,)
     *parts, delta, d_o = arrays[len(call.present) :]
     lse, with_bias = LogSumExp(*parts), op is BACKWARD_BIAS
