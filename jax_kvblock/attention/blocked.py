@@ -338,15 +338,7 @@ def _scores(
     one): `[B, K, G, block_q, block_kv]`.
     """
     slope = None
-    q = p.query_block(p.q, i)
-    k = _block(p.k, j, p.block_kv, 2)
-    scores = config.scale * jnp.einsum(
-        "bkgtd,bksd->bkgts",
-        q,
-        k,
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=accumulator(p.q.dtype),
-    )
+    scores = config.scale * _products(p, i, j)
     if config.softcap:
         capped = jnp.tanh(scores / config.softcap)
         scores, slope = config.softcap * capped, 1 - jnp.square(capped)
@@ -365,6 +357,19 @@ def _scores(
     if p.listed is not None:
         allowed &= _to_heads(p, p.listed[:, :, i, j])[..., None, None]
     return scores, allowed, slope
+
+
+def _products(p: _Problem, i: Any, j: Any) -> Any:
+    """Q Kᵀ of a block. XLA lays the right operand out anew, or else the result."""
+    q = p.query_block(p.q, i)
+    k = _block(p.k, j, p.block_kv, 2)
+    how: dict[str, Any] = {
+        "precision": jax.lax.Precision.HIGHEST,
+        "preferred_element_type": accumulator(p.q.dtype),
+    }
+    if p.size.group * p.block_q < p.size.head_dim:  # then the result is the smaller one
+        return jnp.moveaxis(jnp.einsum("bksd,bkgtd->bksgt", k, q, **how), 2, 4)
+    return jnp.einsum("bkgtd,bksd->bkgts", q, k, **how)
 
 
 def _select(p: _Problem, i: Any, j: Any, a: Any) -> Any:
