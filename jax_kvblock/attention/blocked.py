@@ -54,6 +54,7 @@ class _Problem(NamedTuple):
     q_labels: _Labels
     kv_labels: _Labels
     listed: Any  # bool [b, n, T / block_q, S / block_kv], or None
+    keys_on_left: bool = False  # of the product of queries and keys
 
     @property
     def groups(self) -> tuple[int, int, int]:
@@ -360,14 +361,14 @@ def _scores(
 
 
 def _products(p: _Problem, i: Any, j: Any) -> Any:
-    """Q Kᵀ of a block. XLA lays the right operand out anew, or else the result."""
+    """Q Kᵀ of a block. XLA's CPU backend lays its right operand out anew."""
     q = p.query_block(p.q, i)
     k = _block(p.k, j, p.block_kv, 2)
     how: dict[str, Any] = {
         "precision": jax.lax.Precision.HIGHEST,
         "preferred_element_type": accumulator(p.q.dtype),
     }
-    if p.size.group * p.block_q < p.size.head_dim:  # then the result is the smaller one
+    if p.keys_on_left:
         return jnp.moveaxis(jnp.einsum("bksd,bkgtd->bksgt", k, q, **how), 2, 4)
     return jnp.einsum("bkgtd,bksd->bkgts", q, k, **how)
 

@@ -65,6 +65,9 @@ def forward(
         whole = blocked._Problem(
             size, size.q_len, block_kv, mine[0], None, None, x.bias, *mine[1], None
         )
+        # Then there is less to lay out anew in the result than in the keys.
+        fewer = size.group * size.q_len < size.head_dim
+        whole = whole._replace(keys_on_left=fewer)
         x_mine = x._replace(sinks=mine[2])
 
         def add(j: Any, state: Any) -> Any:
