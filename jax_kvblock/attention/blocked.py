@@ -361,16 +361,24 @@ def _scores(
 
 
 def _products(p: _Problem, i: Any, j: Any) -> Any:
-    """Q Kᵀ of a block. XLA's CPU backend lays its right operand out anew."""
+    """Q Kᵀ of a block, float32 or float64 `[B, K, G, block_q, block_kv]`.
+
+    A group's queries are one dim of the product: XLA's CPU backend lays the keys of a
+    product with two dims beside them out anew.
+    """
     q = p.query_block(p.q, i)
     k = _block(p.k, j, p.block_kv, 2)
+    rows = q.shape[:4]
+    q = q.reshape(*rows[:2], -1, q.shape[-1])
     how: dict[str, Any] = {
         "precision": jax.lax.Precision.HIGHEST,
         "preferred_element_type": accumulator(p.q.dtype),
     }
     if p.keys_on_left:
-        return jnp.moveaxis(jnp.einsum("bksd,bkgtd->bksgt", k, q, **how), 2, 4)
-    return jnp.einsum("bkgtd,bksd->bkgts", q, k, **how)
+        products = jnp.swapaxes(jnp.einsum("bksd,bkrd->bksr", k, q, **how), 2, 3)
+    else:
+        products = jnp.einsum("bkrd,bksd->bkrs", q, k, **how)
+    return products.reshape(*rows, k.shape[2])
 
 
 def _select(p: _Problem, i: Any, j: Any, a: Any) -> Any:

@@ -65,8 +65,8 @@ def forward(
         whole = blocked._Problem(
             size, size.q_len, block_kv, mine[0], None, None, x.bias, *mine[1], None
         )
-        # Then there is less to lay out anew in the result than in the keys.
-        fewer = size.group * size.q_len < size.head_dim
+        # Then it takes less to lay out the result anew than the keys.
+        fewer = 4 * size.group * size.q_len <= size.head_dim
         whole = whole._replace(keys_on_left=fewer)
         x_mine = x._replace(sinks=mine[2])
 
@@ -77,6 +77,8 @@ def forward(
         state = blocked.no_keys(x_mine, whole, size.value_dim)
         if blocks == 1:
             state = add(0, state)
+        elif blocks == 2:  # to find out whom to visit takes as long as to visit
+            state = blocked._loop(blocks, add, state)
         else:
             order, counts = blocked._visits(config, whole)
             visit = lambda c, state: add(order[0, c], state)  # noqa: E731
@@ -115,7 +117,7 @@ def _steps(config: AttentionConfig, x: Operands, size: Sizes) -> tuple[int, int]
     of_a_key = width * size.num_kv_heads * max(size.head_dim, size.value_dim)
     most = min(max(_STEP_BYTES // of_a_key, 256), 1024)
     block_kv = config.xla_block_kv or 1 << (most.bit_length() - 1)
-    if size.kv_len > (block_kv if config.xla_block_kv else 2 * block_kv):
+    if size.kv_len > block_kv:
         return 1, block_kv
     some_share_a_bias = x.bias is not None and 1 < x.bias.shape[0] < x.q.shape[0]
     batch = 1 if some_share_a_bias else x.q.shape[0]
