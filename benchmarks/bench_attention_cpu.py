@@ -65,8 +65,8 @@ FEW = tuple(
     for keys in (512, 4096, 32768)
     for queries in (1, 4, 16)
     for mask in ("full", "causal", "ragged")
-    # Half a GiB of keys in float32; "ragged" is of several.
-    if batch * keys * heads[1] * head_dim <= 2**27 and (batch > 1 or mask != "ragged")
+    # 128 MiB of keys in float32; "ragged" is of several.
+    if batch * keys * heads[1] * head_dim <= 2**25 and (batch > 1 or mask != "ragged")
 )
 
 

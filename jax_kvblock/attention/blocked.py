@@ -48,13 +48,13 @@ class _Problem(NamedTuple):
     block_q: int
     block_kv: int
     q: jax.Array  # [B, N, T, D]; grouped, XLA would copy it before a loop
-    k: jax.Array  # [B, K, S, D]
-    v: jax.Array  # [B, K, S, E]
+    k: Any  # [B, K, S, D]; not of few queries, nor v
+    v: Any  # [B, K, S, E]
     bias: Any  # [b, n, T, S], or None
     q_labels: _Labels
     kv_labels: _Labels
     listed: Any  # bool [b, n, T / block_q, S / block_kv], or None
-    keys_on_left: bool = False  # of the product of queries and keys
+    few: bool = False  # queries, and keys that were laid out for this block alone
 
     @property
     def groups(self) -> tuple[int, int, int]:
@@ -361,20 +361,21 @@ def _scores(
 
 
 def _products(p: _Problem, i: Any, j: Any) -> Any:
-    """Q Kᵀ of a block, float32 or float64 `[B, K, G, block_q, block_kv]`.
-
-    A group's queries are one dim of the product: XLA's CPU backend lays the keys of a
-    product with two dims beside them out anew.
-    """
+    """Q Kᵀ of a block, float32 or float64 `[B, K, G, block_q, block_kv]`."""
     q = p.query_block(p.q, i)
     k = _block(p.k, j, p.block_kv, 2)
-    rows = q.shape[:4]
-    q = q.reshape(*rows[:2], -1, q.shape[-1])
     how: dict[str, Any] = {
         "precision": jax.lax.Precision.HIGHEST,
         "preferred_element_type": accumulator(p.q.dtype),
     }
-    if p.keys_on_left:
+    if not p.few:
+        return jnp.einsum("bkgtd,bksd->bkgts", q, k, **how)
+    # XLA's CPU backend lays out anew what stands on the right, unless there is one dim
+    # of rows beside it: then it takes keys as they are. For very few rows the keys are
+    # better on the left, and the result is laid out anew.
+    rows = q.shape[:4]
+    q = q.reshape(*rows[:2], -1, q.shape[-1])
+    if 4 * q.shape[2] <= q.shape[3]:
         products = jnp.swapaxes(jnp.einsum("bksd,bkrd->bksr", k, q, **how), 2, 3)
     else:
         products = jnp.einsum("bkrd,bksd->bkrs", q, k, **how)

@@ -31,13 +31,18 @@ _STEP_BYTES = 2**19
 
 
 def serves(config: AttentionConfig, x: Operands, platform: str | None) -> bool:
-    """Whether all queries are one block, on a CPU, without tile lists."""
+    """Whether all queries are one block, and keys are many more, on a CPU.
+
+    Tile lists speak of whole blocks of queries. With about as many queries as keys in a
+    block, what is copied does not matter, and `blocked.forward` is a little faster.
+    """
     size = sizes_of(config, x)
+    if platform != "cpu" or x.tile_indices is not None or 0 in (*x.q.shape, *x.v.shape):
+        return False
     most, _ = blocked.default_blocks(platform)
-    few = 0 < size.q_len <= (config.xla_block_q or most)
-    batch = 1 if config.packed else size.batch
-    some = batch and size.kv_len and size.head_dim and size.value_dim
-    return platform == "cpu" and few and bool(some) and x.tile_indices is None
+    few = size.q_len <= (config.xla_block_q or most)
+    keys = _keys_of_a_step(config, x, size)
+    return few and (size.kv_len > keys or size.kv_len >= 32 * size.q_len)
 
 
 def forward(
@@ -47,44 +52,14 @@ def forward(
     size = sizes_of(config, x)
     if config.packed:
         x = x._replace(q=x.q[None], k=x.k[None], v=x.v[None])
+    batch = x.q.shape[0]
+    if x.sinks is not None:
+        x = x._replace(sinks=row_of_each(x.sinks, batch))
     members, block_kv = _steps(config, x, size)
-    batch, blocks = x.q.shape[0], -(-size.kv_len // block_kv)
-
-    labels = blocked._labels(config, x, size, batch, size.q_len, blocks * block_kv)
-    some_queries = config.packed or x.q_lens is not None
-    q = blocked._filled(x.q, size.q_len, labels[0], some_queries)
-    q = jnp.moveaxis(q, 1, 2).astype(compute or x.q.dtype)
-    sinks = None if x.sinks is None else row_of_each(x.sinks, batch)
+    p = _whole_problem(config, x, size, block_kv, compute)
 
     def attend(first: Any) -> tuple[Any, ...]:
-        """o and the parts of lse of the members from `first` on."""
-        mine = jax.tree.map(
-            lambda a: jax.lax.dynamic_slice_in_dim(a, first, members, 0),
-            (q, labels, sinks),
-        )
-        whole = blocked._Problem(
-            size, size.q_len, block_kv, mine[0], None, None, x.bias, *mine[1], None
-        )
-        # Then it takes less to lay out the result anew than the keys.
-        fewer = 4 * size.group * size.q_len <= size.head_dim
-        whole = whole._replace(keys_on_left=fewer)
-        x_mine = x._replace(sinks=mine[2])
-
-        def add(j: Any, state: Any) -> Any:
-            block = _block_of_keys(config, x, whole, first, j)
-            return blocked.add_block(config, x_mine, block, 0, 0, state)
-
-        state = blocked.no_keys(x_mine, whole, size.value_dim)
-        if blocks == 1:
-            state = add(0, state)
-        elif blocks == 2:  # to find out whom to visit takes as long as to visit
-            state = blocked._loop(blocks, add, state)
-        else:
-            order, counts = blocked._visits(config, whole)
-            visit = lambda c, state: add(order[0, c], state)  # noqa: E731
-            state = blocked._loop(counts[0], visit, state)
-        o, lse = blocked._finish(x_mine, whole, 0, *state)
-        return (o, *lse.parts)
+        return _attend(config, *_members_from(first, members, x, p), first)
 
     if members == batch:
         made = attend(0)
@@ -98,32 +73,90 @@ def forward(
                 attend(at),
             )
 
-        zero = jnp.zeros((), jnp.int32)
-        carry = tuple(
-            jnp.zeros((batch, *a.shape[1:]), a.dtype)
-            for a in jax.eval_shape(attend, zero)
-        )
+        parts = jax.eval_shape(attend, jnp.zeros((), jnp.int32))
+        carry = tuple(jnp.zeros((batch, *a.shape[1:]), a.dtype) for a in parts)
         made = blocked._loop(batch // members, put, carry)
-    o, *parts = (a.reshape(batch, size.num_heads, *a.shape[3:]) for a in made)
+    o, *lse = (a.reshape(batch, size.num_heads, *a.shape[3:]) for a in made)
     o = jnp.moveaxis(o, 1, 2)
     if config.packed:
-        o, parts = o[0], [a[0] for a in parts]
-    return o, LogSumExp(*parts)
+        o, lse = o[0], [a[0] for a in lse]
+    return o, LogSumExp(*lse)
 
 
-def _steps(config: AttentionConfig, x: Operands, size: Sizes) -> tuple[int, int]:
-    """(members, keys) of a step: about as many as `_STEP_BYTES` hold."""
+def _whole_problem(
+    config: AttentionConfig, x: Operands, size: Sizes, block_kv: int, compute: Any
+) -> blocked._Problem:
+    """All of the call but its keys and values, which stay where they lie."""
+    batch, padded = x.q.shape[0], -(-size.kv_len // block_kv) * block_kv
+    labels = blocked._labels(config, x, size, batch, size.q_len, padded)
+    some = config.packed or x.q_lens is not None
+    q = blocked._filled(x.q, size.q_len, labels[0], some)
+    return blocked._Problem(
+        size=size,
+        block_q=size.q_len,
+        block_kv=block_kv,
+        q=jnp.moveaxis(q, 1, 2).astype(compute or x.q.dtype),
+        k=None,
+        v=None,
+        bias=x.bias,
+        q_labels=labels[0],
+        kv_labels=labels[1],
+        listed=None,
+        few=True,
+    )
+
+
+def _members_from(
+    first: Any, members: int, x: Operands, p: blocked._Problem
+) -> tuple[Operands, blocked._Problem]:
+    """Their queries, labels and sinks; keys, values and bias stay whole."""
+    mine = jax.tree.map(
+        lambda a: jax.lax.dynamic_slice_in_dim(a, first, members, 0),
+        {"q": p.q, "q_labels": p.q_labels, "kv_labels": p.kv_labels, "sinks": x.sinks},
+    )
+    return x._replace(sinks=mine.pop("sinks")), p._replace(**mine)
+
+
+def _attend(
+    config: AttentionConfig, x: Operands, p: blocked._Problem, first: Any
+) -> tuple[Any, ...]:
+    """o `[members, K, G, T, Dv]`, and the parts of lse, of the members from `first`."""
+
+    def add(j: Any, state: Any) -> Any:
+        block = _block_of_keys(config, x, p, first, j)
+        return blocked.add_block(config, x, block, 0, 0, state)
+
+    state = blocked.no_keys(x, p, p.size.value_dim)
+    blocks = p.kv_labels.valid.shape[1] // p.block_kv
+    if blocks == 1:
+        state = add(0, state)
+    elif blocks == 2:  # to find out which to visit takes as long as to visit both
+        state = blocked._loop(blocks, add, state)
+    else:
+        order, counts = blocked._visits(config, p)
+        visit = lambda c, state: add(order[0, c], state)  # noqa: E731
+        state = blocked._loop(counts[0], visit, state)
+    o, lse = blocked._finish(x, p, 0, *state)
+    return (o, *lse.parts)
+
+
+def _keys_of_a_step(config: AttentionConfig, x: Operands, size: Sizes) -> int:
+    """Of one batch member: a power of two from 256 to 1024, unless the caller says."""
     width = accumulator(x.q.dtype).itemsize
     of_a_key = width * size.num_kv_heads * max(size.head_dim, size.value_dim)
     most = min(max(_STEP_BYTES // of_a_key, 256), 1024)
-    block_kv = config.xla_block_kv or 1 << (most.bit_length() - 1)
-    if size.kv_len > block_kv:
-        return 1, block_kv
+    return config.xla_block_kv or 1 << (most.bit_length() - 1)
+
+
+def _steps(config: AttentionConfig, x: Operands, size: Sizes) -> tuple[int, int]:
+    """(members, keys) of a step: one member, or several short ones whole."""
+    keys = _keys_of_a_step(config, x, size)
+    if size.kv_len > keys:
+        return 1, keys
     some_share_a_bias = x.bias is not None and 1 < x.bias.shape[0] < x.q.shape[0]
     batch = 1 if some_share_a_bias else x.q.shape[0]
-    fit = max(most // size.kv_len, 1)
-    members = next(n for n in range(min(fit, batch), 0, -1) if batch % n == 0)
-    return members, size.kv_len
+    members = min(keys // size.kv_len, batch)
+    return next(n for n in range(members, 0, -1) if batch % n == 0), size.kv_len
 
 
 def _block_of_keys(
