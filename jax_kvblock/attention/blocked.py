@@ -30,6 +30,11 @@ from jax_kvblock.attention.config import (
 from jax_kvblock.attention.dense import listed_tiles, window_of
 from jax_kvblock.attention.ops import MOST_ABOVE_BASE, LogSumExp
 
+# Of keys, and again of values, a step with few queries holds about this much. On two
+# Xeon cores with 2 MiB of second-level cache each 256 keys of 8 heads of 64 in float32
+# were the best.
+_STEP_BYTES = 2**19
+
 
 class _Labels(NamedTuple):
     """Where queries or keys stand: int32 `[B, length]` each."""
@@ -54,7 +59,7 @@ class _Problem(NamedTuple):
     q_labels: _Labels
     kv_labels: _Labels
     listed: Any  # bool [b, n, T / block_q, S / block_kv], or None
-    few: bool = False  # queries, and keys that were laid out for this block alone
+    keys_on_left: bool = False  # of the product of queries and keys
 
     @property
     def groups(self) -> tuple[int, int, int]:
@@ -361,25 +366,21 @@ def _scores(
 
 
 def _products(p: _Problem, i: Any, j: Any) -> Any:
-    """Q Kᵀ of a block, float32 or float64 `[B, K, G, block_q, block_kv]`."""
+    """Q Kᵀ of a block, float32 or float64 `[B, K, G, block_q, block_kv]`.
+
+    XLA's CPU backend lays out anew what stands on the right. Of few queries that is the
+    queries, and then the result. Forward and backward do alike: else they would round
+    alike no more, and what cancels in gradients would not.
+    """
     q = p.query_block(p.q, i)
     k = _block(p.k, j, p.block_kv, 2)
     how: dict[str, Any] = {
         "precision": jax.lax.Precision.HIGHEST,
         "preferred_element_type": accumulator(p.q.dtype),
     }
-    if not p.few:
-        return jnp.einsum("bkgtd,bksd->bkgts", q, k, **how)
-    # XLA's CPU backend lays out anew what stands on the right, unless there is one dim
-    # of rows beside it: then it takes keys as they are. For very few rows the keys are
-    # better on the left, and the result is laid out anew.
-    rows = q.shape[:4]
-    q = q.reshape(*rows[:2], -1, q.shape[-1])
-    if 4 * q.shape[2] <= q.shape[3]:
-        products = jnp.swapaxes(jnp.einsum("bksd,bkrd->bksr", k, q, **how), 2, 3)
-    else:
-        products = jnp.einsum("bkrd,bksd->bkrs", q, k, **how)
-    return products.reshape(*rows, k.shape[2])
+    if p.keys_on_left:
+        return jnp.moveaxis(jnp.einsum("bksd,bkgtd->bksgt", k, q, **how), 2, 4)
+    return jnp.einsum("bkgtd,bksd->bkgts", q, k, **how)
 
 
 def _select(p: _Problem, i: Any, j: Any, a: Any) -> Any:
@@ -441,6 +442,34 @@ def block_sizes(
     )
 
 
+def has_few_queries(config: AttentionConfig, x: Operands, platform: str | None) -> bool:
+    """Whether all queries are one block, and keys are many more, on a CPU.
+
+    Tile lists speak of whole blocks of queries. With about as many queries as keys in a
+    block, what is copied does not matter, and `forward` is a little faster.
+    """
+    size = sizes_of(config, x)
+    if platform != "cpu" or x.tile_indices is not None or 0 in (*x.q.shape, *x.v.shape):
+        return False
+    most, _ = default_blocks(platform)
+    few = size.q_len <= (config.xla_block_q or most)
+    many_keys = size.kv_len > keys_of_a_step(config, x.q.dtype, size)
+    return few and (many_keys or size.kv_len >= 32 * size.q_len)
+
+
+def keys_on_left(size: Sizes) -> bool:
+    """Of few queries: whether the scores take less to lay out anew than the keys."""
+    return 4 * size.group * size.q_len <= size.head_dim
+
+
+def keys_of_a_step(config: AttentionConfig, dtype: Any, size: Sizes) -> int:
+    """With few queries: a power of two from 256 to 1024, unless the caller says."""
+    width = accumulator(dtype).itemsize
+    of_a_key = width * size.num_kv_heads * max(size.head_dim, size.value_dim)
+    most = min(max(_STEP_BYTES // of_a_key, 256), 1024)
+    return config.xla_block_kv or 1 << (most.bit_length() - 1)
+
+
 def _filled(a: Any, length: int, labels: _Labels, some: bool) -> Any:
     """`[B, length, heads, D]` in whole blocks; `some` of the rows may not be read.
 
@@ -456,6 +485,7 @@ def _problem(
     config: AttentionConfig, x: Operands, compute: Any, platform: str | None
 ) -> _Problem:
     size = sizes_of(config, x)
+    on_left = has_few_queries(config, x, platform) and keys_on_left(size)
     if config.packed:
         x = x._replace(q=x.q[None], k=x.k[None], v=x.v[None])
     batch = x.q.shape[0]
@@ -489,6 +519,7 @@ def _problem(
         q_labels,
         kv_labels,
         listed,
+        keys_on_left=on_left,
     )
 
 

@@ -19,30 +19,10 @@ from jax_kvblock.attention.config import (
     AttentionConfig,
     Operands,
     Sizes,
-    accumulator,
     row_of_each,
     sizes_of,
 )
 from jax_kvblock.attention.ops import LogSumExp
-
-# Of keys, and again of values, a step holds about this much. On two Xeon cores with
-# 2 MiB of second-level cache each 256 keys of 8 heads of 64 in float32 were the best.
-_STEP_BYTES = 2**19
-
-
-def serves(config: AttentionConfig, x: Operands, platform: str | None) -> bool:
-    """Whether all queries are one block, and keys are many more, on a CPU.
-
-    Tile lists speak of whole blocks of queries. With about as many queries as keys in a
-    block, what is copied does not matter, and `blocked.forward` is a little faster.
-    """
-    size = sizes_of(config, x)
-    if platform != "cpu" or x.tile_indices is not None or 0 in (*x.q.shape, *x.v.shape):
-        return False
-    most, _ = blocked.default_blocks(platform)
-    few = size.q_len <= (config.xla_block_q or most)
-    keys = _keys_of_a_step(config, x, size)
-    return few and (size.kv_len > keys or size.kv_len >= 32 * size.q_len)
 
 
 def forward(
@@ -102,7 +82,7 @@ def _whole_problem(
         q_labels=labels[0],
         kv_labels=labels[1],
         listed=None,
-        few=True,
+        keys_on_left=blocked.keys_on_left(size),
     )
 
 
@@ -140,17 +120,9 @@ def _attend(
     return (o, *lse.parts)
 
 
-def _keys_of_a_step(config: AttentionConfig, x: Operands, size: Sizes) -> int:
-    """Of one batch member: a power of two from 256 to 1024, unless the caller says."""
-    width = accumulator(x.q.dtype).itemsize
-    of_a_key = width * size.num_kv_heads * max(size.head_dim, size.value_dim)
-    most = min(max(_STEP_BYTES // of_a_key, 256), 1024)
-    return config.xla_block_kv or 1 << (most.bit_length() - 1)
-
-
 def _steps(config: AttentionConfig, x: Operands, size: Sizes) -> tuple[int, int]:
     """(members, keys) of a step: one member, or several short ones whole."""
-    keys = _keys_of_a_step(config, x, size)
+    keys = blocked.keys_of_a_step(config, x.q.dtype, size)
     if size.kv_len > keys:
         return 1, keys
     some_share_a_bias = x.bias is not None and 1 < x.bias.shape[0] < x.q.shape[0]

@@ -151,7 +151,7 @@ def _blocked(op: Op, call: Call, platform: str | None, *arrays: Any) -> tuple:
     narrow = x.q.dtype.itemsize == 2
     compute = jnp.float32 if platform == "cpu" and narrow else None
     if op.is_forward:
-        if few_queries.serves(call.config, x, platform):
+        if blocked.has_few_queries(call.config, x, platform):
             o, lse = few_queries.forward(call.config, x, compute)
         else:
             o, lse = blocked.forward(call.config, x, compute, platform)
