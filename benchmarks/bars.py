@@ -139,6 +139,8 @@ BARS = (
         "temporaries over limit", None, 1, at_most=True),
     Bar("CPU attention / jax.nn", "^forward", "rate", "peer jax.nn", 1.0,
         platform="cpu"),
+    Bar("CPU attention of few queries / jax.nn", "^few queries$", "rate",
+        "peer jax.nn", 1.0, platform="cpu"),
     Bar("CPU attention temporaries / jax.nn", "^forward", "temporaries over jax.nn",
         None, 0.25, at_most=True, platform="cpu"),
     Bar("Layer to torch by DLPack, us", "^layer to torch$", "host time", None, 15,

@@ -1,8 +1,9 @@
 """Attention on the CPU, beside `jax.nn.dot_product_attention(implementation="xla")`.
 
 GFLOP/s as papers count: 4 B N S² D forward, half of it when causal, 2.5 times as much
-for the gradients. Both take turns, call by call; the median counts, and so does the
-temporary memory that XLA reports for each.
+for the gradients. A few queries over many keys, as in a step of decoding, count bytes:
+GB/s of the keys and values that the lengths leave. Both take turns, call by call; the
+median counts, and so does the temporary memory that XLA reports for each.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from support import attention_truth, common
 from support.common import OURS, Results, cases
@@ -27,6 +29,44 @@ CASES = tuple(
     for causal in (False, True)
 )
 DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True)
+class FewQueries:
+    """The last queries of each batch member, causal over its own keys, or full."""
+
+    batch: int
+    queries: int
+    num_heads: int
+    num_kv_heads: int
+    keys: int
+    head_dim: int
+    mask: str = "full"  # or "causal", with offsets and lengths; "ragged", of own length
+
+    @property
+    def name(self) -> str:
+        heads = f"H{self.num_heads}/{self.num_kv_heads}"
+        sizes = f"T{self.queries} S{self.keys} D{self.head_dim}"
+        return f"B{self.batch} {heads} {sizes} {self.mask}"
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """How many keys each member has."""
+        if self.mask != "ragged":
+            return np.full(self.batch, self.keys, np.int32)
+        return np.linspace(self.keys // 8, self.keys, self.batch).astype(np.int32)
+
+
+FEW = tuple(
+    FewQueries(batch, queries, *heads, keys, head_dim, mask)
+    for heads, head_dim in (((8, 8), 64), ((32, 8), 128))
+    for batch in (1, 4, 8)
+    for keys in (512, 4096, 32768)
+    for queries in (1, 4, 16)
+    for mask in ("full", "causal", "ragged")
+    # 128 MiB of keys in float32; "ragged" is of several.
+    if batch * keys * heads[1] * head_dim <= 2**25 and (batch > 1 or mask != "ragged")
+)
 
 
 def bench(options: argparse.Namespace, results: Results) -> None:
@@ -43,6 +83,64 @@ def bench(options: argparse.Namespace, results: Results) -> None:
                 2 if options.quick else 9 if case.length < 4096 else 5,
             )
         results.save()
+    for few in common.wanted(options, FEW):
+        if options.quick:
+            few = dataclasses.replace(few, keys=min(few.keys, 256), batch=1)
+        for dtype in DTYPES:
+            _compare_few(few, dtype, results, 2 if options.quick else 9)
+        results.save()
+
+
+def _compare_few(case: FewQueries, dtype: str, results: Results, rounds: int) -> None:
+    shape = (case.batch, case.keys, case.num_kv_heads, case.head_dim)
+    k, v = jax.random.normal(jax.random.key(0), (2, *shape), dtype)
+    shape = (case.batch, case.queries, case.num_heads, case.head_dim)
+    q = jax.random.normal(jax.random.key(1), shape, dtype)
+    lengths = jnp.asarray(case.lengths)
+    masked = case.mask != "full"
+    back = jnp.arange(case.queries - 1, -1, -1)
+
+    def ours(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        if not masked:
+            return flash_attention(q, k, v)
+        offset = lengths - case.queries
+        return flash_attention(q, k, v, causal=True, q_offset=offset, kv_lens=lengths)
+
+    def theirs(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        mask = None
+        if masked:
+            last = lengths[:, None] - 1 - back
+            mask = (jnp.arange(case.keys) <= last[..., None])[:, None]
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, implementation="xla")
+
+    compiled = {
+        who: jax.jit(attend).lower(q, k, v, lengths).compile()
+        for who, attend in ((OURS, ours), (THEIRS, theirs))
+    }
+    known = attention_truth.truth_of_few(case.lengths, masked, (q, k, v))
+    args = (q, k, v, lengths)
+    read = 2 * int(case.lengths.sum()) * case.num_kv_heads * case.head_dim
+    for run in compiled.values():
+        attention_truth.check([np.asarray(run(*args), np.float32)], known)
+    seconds = _take_turns(compiled, args, rounds)
+    name = f"{case.name} {dtype} / few queries"
+    for who, run in compiled.items():
+        rate = read * k.dtype.itemsize / seconds[who] / 1e9
+        temporaries = run.memory_analysis().temp_size_in_bytes
+        results.add(name, who, "rate", rate, "GB/s")
+        results.add(name, who, "time", seconds[who] * 1e3, "ms", show=False)
+        results.add(name, who, "temporaries", temporaries, "B", show=False)
+
+
+def _take_turns(compiled: dict[str, Any], args: Any, rounds: int) -> dict[str, float]:
+    """The median of each one's seconds."""
+    times: dict[str, list[float]] = {who: [] for who in compiled}
+    for _ in range(rounds):
+        for who, run in compiled.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run(*args))
+            times[who].append(time.perf_counter() - start)
+    return {who: statistics.median(found) for who, found in times.items()}
 
 
 def _compare(case: Any, dtype: str, results: Results, rounds: int) -> None:
@@ -70,20 +168,15 @@ def _compare(case: Any, dtype: str, results: Results, rounds: int) -> None:
         for run in compiled.values():
             found = jax.tree.leaves(run(q, k, v))
             attention_truth.check([np.asarray(x, np.float32) for x in found], known)
-        times: dict[str, list[float]] = {who: [] for who in compiled}
-        for _ in range(rounds):
-            for who, run in compiled.items():
-                start = time.perf_counter()
-                jax.block_until_ready(run(q, k, v))
-                times[who].append(time.perf_counter() - start)
+        seconds = _take_turns(compiled, (q, k, v), rounds)
         temporaries = {
             who: run.memory_analysis().temp_size_in_bytes
             for who, run in compiled.items()
         }
         for who in compiled:
-            seconds = statistics.median(times[who])
-            results.add(name, who, "rate", flops / seconds / 1e9, "GFLOP/s")
-            results.add(name, who, "time", seconds * 1e3, "ms", show=False)
+            rate = flops / seconds[who] / 1e9
+            results.add(name, who, "rate", rate, "GFLOP/s")
+            results.add(name, who, "time", seconds[who] * 1e3, "ms", show=False)
             results.add(name, who, "temporaries", temporaries[who], "B", show=False)
         over = temporaries[OURS] / temporaries[THEIRS]
         results.add(name, OURS, "temporaries over jax.nn", over, "")

@@ -45,6 +45,36 @@ def truth(case: Any, inputs: Sequence[jax.Array]) -> dict[tuple[int, int], Any]:
     return found
 
 
+def truth_of_few(
+    lengths: np.ndarray, causal: bool, inputs: Sequence[jax.Array]
+) -> dict[tuple[int, int], Any]:
+    """As `truth`, "out" alone, where the queries are the last ones of their keys.
+
+    inputs: q `[B, T, N, D]`, k and v `[B, S, K, D]`; batch member b has `lengths[b]`
+    keys.
+    """
+    q, k, v = inputs
+    heads = k.shape[2]
+    group, queries = q.shape[2] // heads, q.shape[1]
+    found = {}
+    for b, h in {(0, 0), (q.shape[0] - 1, heads - 1)}:
+        n = int(lengths[b])
+        rows = np.asarray(q[b, :, h * group : (h + 1) * group], np.float64)
+        keys, values = (np.asarray(x[b, :n, h], np.float64) for x in (k, v))
+        scores = np.einsum("tgd,sd->tgs", rows, keys) * q.shape[-1] ** -0.5
+        if causal:
+            last = n - queries + np.arange(queries)
+            scores = np.where(np.arange(n) > last[:, None, None], -np.inf, scores)
+        p = np.exp(scores - scores.max(-1, keepdims=True))
+        p /= p.sum(-1, keepdims=True)
+        squares = np.einsum("tgs,s->tg", p * p, (values * values).sum(-1))
+        found[b, h] = {
+            "out": np.einsum("tgs,se->tge", p, values),
+            "out terms": np.sqrt(squares),
+        }
+    return found
+
+
 @jax.jit
 def _one_head(
     q: jax.Array,

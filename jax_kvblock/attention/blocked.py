@@ -31,6 +31,11 @@ from jax_kvblock.attention.config import (
 from jax_kvblock.attention.dense import NOT_LISTED, tile_bits, tile_map, window_of
 from jax_kvblock.attention.ops import MOST_ABOVE_BASE, LogSumExp
 
+# Of keys, and again of values, a step with few queries holds about this much. On two
+# Xeon cores with 2 MiB of second-level cache each 256 keys of 8 heads of 64 in float32
+# were the best.
+_STEP_BYTES = 2**19
+
 
 class _Labels(NamedTuple):
     """Where queries or keys stand: int32 `[B, length]` each."""
@@ -49,14 +54,15 @@ class _Problem(NamedTuple):
     block_q: int
     block_kv: int
     q: jax.Array  # [B, N, T, D]; grouped, XLA would copy it before a loop
-    k: jax.Array  # [B, K, S, D]
-    v: jax.Array  # [B, K, S, E]
+    k: Any  # [B, K, S, D]; not of few queries, nor v
+    v: Any  # [B, K, S, E]
     bias: Any  # [b, n, T, S], or None
     q_labels: _Labels
     kv_labels: _Labels
     listed: Any  # bool [b, n, T / block_q, S / block_kv], or None
     tiles: Any = None  # dense.tile_map, shaped alike
     masks: Any = None  # the bits of partial tiles, or None where all are full
+    keys_on_left: bool = False  # of the product of queries and keys
 
     @property
     def groups(self) -> tuple[int, int, int]:
@@ -91,27 +97,10 @@ def forward(
         o_all, rest_all, base_all = carry
 
         def step(c: Any, state: Any) -> Any:
-            o, top, total = state
-            j = order[i, c]
-            scores, allowed, _ = _scores(config, p, i, j)
-            scores = jnp.where(allowed, scores, -jnp.inf)
-            new_top = jnp.maximum(top, scores.max(-1))
-            base = jnp.where(jnp.isneginf(new_top), 0, new_top)
-            weights = jnp.exp(scores - base[..., None])
-            shrink = jnp.exp(top - base)
-            added = _dot("bkgts,bkse->bkgte", weights, _block(p.v, j, p.block_kv, 2), x)
-            added = _select(p, i, j, added)
-            o = o * shrink[..., None] + added
-            return o, new_top, total * shrink + weights.sum(-1)
+            return add_block(config, x, p, i, order[i, c], state)
 
-        rows = (b, k, g, p.block_q)
-        state = (
-            jnp.zeros((*rows, e), acc),
-            jnp.full(rows, -jnp.inf, acc),
-            jnp.zeros(rows, acc),
-        )
-        o, top, total = _loop(counts[i], step, state)
-        o, lse = _finish(x, p, i, o, top, total)
+        state = _loop(counts[i], step, no_keys(x, p, e))
+        o, lse = _finish(x, p, i, *state)
         at = i * p.block_q
         put = jax.lax.dynamic_update_slice_in_dim
         o_all, rest_all = put(o_all, o, at, 3), put(rest_all, lse.rest, at, 3)
@@ -136,6 +125,41 @@ def forward(
     if config.packed:  # these have no bias
         return o[0], LogSumExp(lse.rest[0])
     return o, lse
+
+
+def no_keys(x: Operands, p: _Problem, value_dim: int) -> tuple[Any, Any, Any]:
+    """What a block of queries has before it has seen keys: `add_block`'s state."""
+    rows, acc = (*p.groups, p.block_q), accumulator(x.q.dtype)
+    return (
+        jnp.zeros((*rows, value_dim), acc),
+        jnp.full(rows, -jnp.inf, acc),
+        jnp.zeros(rows, acc),
+    )
+
+
+def add_block(
+    config: AttentionConfig,
+    x: Operands,
+    p: _Problem,
+    i: Any,
+    j: Any,
+    state: tuple[Any, Any, Any],
+) -> tuple[Any, Any, Any]:
+    """Adds key block j to query block i: (sums, maximum, total) of the online softmax.
+
+    The sums `[B, K, G, block_q, E]` and totals are those of exp(score - maximum).
+    """
+    o, top, total = state
+    scores, allowed, _ = _scores(config, p, i, j)
+    scores = jnp.where(allowed, scores, -jnp.inf)
+    new_top = jnp.maximum(top, scores.max(-1))
+    base = jnp.where(jnp.isneginf(new_top), 0, new_top)
+    weights = jnp.exp(scores - base[..., None])
+    shrink = jnp.exp(top - base)
+    added = _dot("bkgts,bkse->bkgte", weights, _block(p.v, j, p.block_kv, 2), x)
+    added = _select(p, i, j, added)
+    o = o * shrink[..., None] + added
+    return o, new_top, total * shrink + weights.sum(-1)
 
 
 def _finish(
@@ -404,15 +428,7 @@ def _scores(
     one): `[B, K, G, block_q, block_kv]`.
     """
     slope = None
-    q = p.query_block(p.q, i)
-    k = _block(p.k, j, p.block_kv, 2)
-    scores = config.scale * jnp.einsum(
-        "bkgtd,bksd->bkgts",
-        q,
-        k,
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=accumulator(p.q.dtype),
-    )
+    scores = config.scale * _products(p, i, j)
     if config.softcap:
         capped = jnp.tanh(scores / config.softcap)
         scores, slope = config.softcap * capped, 1 - jnp.square(capped)
@@ -434,6 +450,24 @@ def _scores(
     elif p.listed is not None:
         allowed &= _to_heads(p, p.listed[:, :, i, j])[..., None, None]
     return scores, allowed, slope
+
+
+def _products(p: _Problem, i: Any, j: Any) -> Any:
+    """Q Kᵀ of a block, float32 or float64 `[B, K, G, block_q, block_kv]`.
+
+    XLA's CPU backend lays out anew what stands on the right. Of few queries that is the
+    queries, and then the result. Forward and backward do alike: else they would round
+    alike no more, and what cancels in gradients would not.
+    """
+    q = p.query_block(p.q, i)
+    k = _block(p.k, j, p.block_kv, 2)
+    how: dict[str, Any] = {
+        "precision": jax.lax.Precision.HIGHEST,
+        "preferred_element_type": accumulator(p.q.dtype),
+    }
+    if p.keys_on_left:
+        return jnp.moveaxis(jnp.einsum("bksd,bkgtd->bksgt", k, q, **how), 2, 4)
+    return jnp.einsum("bkgtd,bksd->bkgts", q, k, **how)
 
 
 def _select(p: _Problem, i: Any, j: Any, a: Any) -> Any:
@@ -495,6 +529,34 @@ def block_sizes(
     )
 
 
+def has_few_queries(config: AttentionConfig, x: Operands, platform: str | None) -> bool:
+    """Whether all queries are one block, and keys are many more, on a CPU.
+
+    Tile lists speak of whole blocks of queries. With about as many queries as keys in a
+    block, what is copied does not matter, and `forward` is a little faster.
+    """
+    size = sizes_of(config, x)
+    if platform != "cpu" or x.tile_indices is not None or 0 in (*x.q.shape, *x.v.shape):
+        return False
+    most, _ = default_blocks(platform)
+    few = size.q_len <= (config.xla_block_q or most)
+    many_keys = size.kv_len > keys_of_a_step(config, x.q.dtype, size)
+    return few and (many_keys or size.kv_len >= 32 * size.q_len)
+
+
+def keys_on_left(size: Sizes) -> bool:
+    """Of few queries: whether the scores take less to lay out anew than the keys."""
+    return 4 * size.group * size.q_len <= size.head_dim
+
+
+def keys_of_a_step(config: AttentionConfig, dtype: Any, size: Sizes) -> int:
+    """With few queries: a power of two from 256 to 1024, unless the caller says."""
+    width = accumulator(dtype).itemsize
+    of_a_key = width * size.num_kv_heads * max(size.head_dim, size.value_dim)
+    most = min(max(_STEP_BYTES // of_a_key, 256), 1024)
+    return config.xla_block_kv or 1 << (most.bit_length() - 1)
+
+
 def _filled(a: Any, length: int, labels: _Labels, some: bool) -> Any:
     """`[B, length, heads, D]` in whole blocks; `some` of the rows may not be read.
 
@@ -510,6 +572,7 @@ def _problem(
     config: AttentionConfig, x: Operands, compute: Any, platform: str | None
 ) -> _Problem:
     size = sizes_of(config, x)
+    on_left = has_few_queries(config, x, platform) and keys_on_left(size)
     if config.packed:
         x = x._replace(q=x.q[None], k=x.k[None], v=x.v[None])
     batch = x.q.shape[0]
@@ -547,6 +610,7 @@ def _problem(
         listed,
         tiles,
         x.tile_masks,
+        keys_on_left=on_left,
     )
 
 

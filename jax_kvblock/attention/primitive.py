@@ -23,7 +23,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-from jax_kvblock.attention import blocked, cuda, dispatch
+from jax_kvblock.attention import blocked, cuda, dispatch, few_queries
 from jax_kvblock.attention import tangent as directions
 from jax_kvblock.attention.batching import batch
 from jax_kvblock.attention.config import (
@@ -223,7 +223,10 @@ def _blocked(op: Op, call: Call, platform: str | None, *arrays: Any) -> tuple:
     if op not in BY_KERNELS:
         return directions.run(op, call, compute, platform, *arrays)
     if op.is_forward:
-        o, lse = blocked.forward(call.config, x, compute, platform)
+        if blocked.has_few_queries(call.config, x, platform):
+            o, lse = few_queries.forward(call.config, x, compute)
+        else:
+            o, lse = blocked.forward(call.config, x, compute, platform)
         return (o, *lse.parts) if op is FORWARD else (o,)
     *parts, delta, d_o = arrays[len(call.present) :]
     lse, with_bias = LogSumExp(*parts), op is BACKWARD_BIAS
