@@ -3,7 +3,6 @@
 #include <nanobind/stl/string.h>
 
 #include "dlpack/export.h"
-#include "kvblock/attention.h"
 #include "kvblock/block_copy.h"
 #include "objects/free_list.h"
 #include "ops/attention/attention_ffi.h"
@@ -25,7 +24,6 @@ nb::dict Handlers() {
     cuda["kvblock_copy"] = Handler(KvblockCopyCuda);
     cuda["kvblock_copy_runs"] = Handler(KvblockCopyCudaRuns);
     cuda["kvblock_attention_forward"] = Handler(KvblockAttentionForward);
-    cuda["kvblock_attention_forward_split"] = Handler(KvblockAttentionForwardSplit);
     cuda["kvblock_attention_backward_kv"] = Handler(KvblockAttentionBackwardKv);
     cuda["kvblock_attention_backward_q"] = Handler(KvblockAttentionBackwardQ);
     cuda["kvblock_attention_backward_bias"] = Handler(KvblockAttentionBackwardBias);
@@ -53,9 +51,9 @@ NB_MODULE(_native, m) {
         "The FFI handlers as capsules: {platform: {target: capsule}}.");
   m.def("build_info", &BuildInfo, nb::sig("def build_info() -> dict[str, str | bool]"),
         "How this module was built.");
-  m.def("attention_workspace", &kvblock_attention_workspace, nb::arg("q_len"), nb::arg("num_heads"),
-        nb::arg("num_kv_heads"), nb::arg("value_dim"),
-        "Bytes of workspace of a call of the attention kernels for few queries.");
+  m.def("attention_workspace", &AttentionWorkspace, nb::arg("kernels"), nb::arg("q_len"),
+        nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("value_dim"), nb::arg("present"),
+        "Bytes of workspace of a forward call of the attention kernels.");
   RegisterDLPack(m);
   RegisterFreeList(m);
 }

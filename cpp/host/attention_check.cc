@@ -119,9 +119,6 @@ std::string CheckOptions(const AttentionCall& a, Pass pass) {
   if (packed && (a.bias || segments || a.q_lens || a.kv_lens || tiles)) {
     return "packed inputs (cu_q, cu_kv) take neither bias, segments, lengths nor tiles";
   }
-  if (a.workspace != nullptr && (a.bias || tiles || packed)) {
-    return "a workspace is for calls without bias, tiles and packed inputs; it must be NULL";
-  }
   if (a.base != nullptr && a.bias == nullptr) {
     return "base is for calls with a bias: without one lse is kept whole, base must be NULL";
   }

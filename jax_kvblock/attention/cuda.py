@@ -151,31 +151,31 @@ def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
     if op.is_forward:
         made = _forward_results(config, size, x)
         results = [made[name] for name in op.result_names(call)]
-        if splits_keys(config, x):
-            workspace = jax.ShapeDtypeStruct((_workspace(size),), jnp.uint8)
-            return tuple(launch("forward_split", [*results, workspace])[:-1])
-        return tuple(launch("forward", results))
+        scratch = []
+        if room := _workspace(kernels, x, size):
+            scratch.append(jax.ShapeDtypeStruct((room,), jnp.uint8))
+        return tuple(launch("forward", results + scratch)[: len(results)])
     if op is BACKWARD_BIAS:
         return tuple(launch("backward_bias", [_like(x.bias)]))
     return _backward(launch, kernels, config, x, size)
 
 
-# Queries of a sequence up to which the keys are shared out over the GPU, instead of the
-# queries: there are not enough of these to keep it busy.
-MOST_FEW = 16
-
-
-def splits_keys(config: AttentionConfig, x: Operands) -> bool:
-    """Whether a forward call goes to the kernels for few queries."""
-    options = (x.bias, x.tile_indices, x.cu_q)
-    queries = sizes_of(config, x).q_len
-    return queries <= MOST_FEW and all(a is None for a in options)
-
-
-def _workspace(size: Sizes) -> int:
-    """Bytes that the kernels for few queries work in."""
+def _workspace(kernels: str, x: Operands, size: Sizes) -> int:
+    """Bytes that a forward call works in, by the function that the handler asks too."""
     return ffi.attention_workspace(
-        size.q_len, size.num_heads, size.num_kv_heads, size.value_dim
+        KERNELS[kernels],
+        size.q_len,
+        size.num_heads,
+        size.num_kv_heads,
+        size.value_dim,
+        _present(x._asdict()),
+    )
+
+
+def _present(optional: dict[str, Any]) -> int:
+    """A bit for each of OPTIONAL that is there."""
+    return sum(
+        1 << i for i, name in enumerate(OPTIONAL) if optional.get(name) is not None
     )
 
 
@@ -249,9 +249,7 @@ def _call(
     results: list[Any],
 ) -> Sequence[Any]:
     optional = _optional(op, config, x, size)
-    present = sum(
-        1 << i for i, name in enumerate(OPTIONAL) if optional.get(name) is not None
-    )
+    present = _present(optional)
     given = [optional[name] for name in OPTIONAL if optional.get(name) is not None]
     call = jax.ffi.ffi_call(f"kvblock_attention_{op}", results)
     return call(

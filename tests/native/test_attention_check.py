@@ -115,14 +115,7 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
         (which, {**BIAS, **GRADIENTS, "base": ARRAY + 2}, "aligned to their elements")
         for which in range(4)
     ),
-    (FORWARD, {**SEGMENTS, "workspace": ARRAY}, "ok"),
-    (FORWARD, {**BIAS, "workspace": ARRAY}, "a workspace is for calls without bias"),
-    (FORWARD, {**TILES, "workspace": ARRAY}, "a workspace is for calls without bias"),
-    (
-        FORWARD,
-        {"cu_q": ARRAY, "cu_kv": ARRAY, "workspace": ARRAY},
-        "a workspace is for calls without bias, tiles and packed inputs",
-    ),
+    (FORWARD, {**BIAS, "workspace": ARRAY}, "ok"),
     (FORWARD, {"workspace": ARRAY + 8}, "workspace must be aligned to 16 bytes"),
     (FORWARD, {**TILES, **MASKS}, "ok"),
     (FORWARD, MASKS, "tile_masks go with tile lists"),

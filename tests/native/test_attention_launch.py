@@ -153,26 +153,42 @@ def test_partial_tiles_are_told():
     assert backward[1][7:9] == ["1x4x1x2xi32", "5x128x4xui32"]
 
 
+FEW = 16  # queries; KVBLOCK_MOST_FEW_QUERIES
+
+
 @pytest.mark.parametrize("implementation", ["cuda", "cuda_sm90"])
-@pytest.mark.parametrize("q_len", [1, cuda.MOST_FEW])
+@pytest.mark.parametrize("q_len", [1, FEW])
 def test_few_queries_have_a_workspace(q_len, implementation):
     """For the pieces of any GPU's CTAs: o and lse in float32, of 64 rows at most."""
     few = functools.partial(launches, q_len=q_len, implementation=implementation)
-    (told,) = few({"kv_lens": ints(B)}).items()
-    assert told[0] == "forward_split"
     rows = 16 if q_len == 1 else 32  # of two heads to a key head, in whole blocks
-    workspace = 2 * 320 * rows * (E + 1) * 4
+    workspace = f"{2 * 320 * rows * (E + 1) * 4}xui8"
     out = f"{B}x{q_len}x{N}x{E}xbf16"
-    assert told[1][2] == [out, f"{workspace}xui8"]
-    assert few({}, gradients=True)["forward_split"][2][1] == f"{B}x{N}x{q_len}xf32"
+    assert few({"kv_lens": ints(B)})["forward"][2] == [out, workspace]
+    with_lse = [out, f"{B}x{N}x{q_len}xf32", workspace]
+    assert few({}, gradients=True)["forward"][2] == with_lse
+
+
+UNEVEN = {
+    "kv_lens": {"kv_lens": ints(B)},
+    "q_lens": {"q_lens": ints(B)},
+    "segments": {"segment_ids": (ints(B, T), ints(B, S))},
+    "packed": {"cu_seqlens": (ints(4), ints(4))},
+    "tiles": {"tiles": AttentionTiles(ints(1, 1, 1, 1), ints(1, 1, 1), 128, 256)},
+}
+
+
+@pytest.mark.parametrize("operands", UNEVEN.values(), ids=UNEVEN)
+def test_where_tiles_are_uneven_hopper_has_a_counter(operands):
+    assert launches(operands)["forward"][2][1:] == ["16xui8"]
+    assert launches(operands, implementation="cuda")["forward"][2][1:] == []
 
 
 def test_who_has_no_workspace():
-    tiles = AttentionTiles(ints(1, 1, 1, 1), ints(1, 1, 1), 128, 256)
-    assert set(launches({}, q_len=cuda.MOST_FEW + 1)) == {"forward"}
-    for operands in ({"bias": array(1, N, 4, S)}, {"tiles": tiles},
-                     {"cu_seqlens": (ints(4), ints(4))}):  # fmt: skip
-        assert set(launches(operands, q_len=4)) == {"forward"}
+    assert len(launches({}, q_len=FEW + 1)["forward"][2]) == 1
+    for operands in {"bias": array(1, N, 4, S)}, {"tiles": UNEVEN["tiles"]["tiles"]}:
+        told = launches(operands, q_len=4, implementation="cuda")
+        assert len(told["forward"][2]) == 1
 
 
 def test_the_ranges_of_segments_are_of_64_positions():

@@ -286,6 +286,9 @@ class Memory(Launcher):
         y = self.torch.from_numpy(np.ascontiguousarray(x)).to(dtype).contiguous()
         ctypes.memmove(to, y.data_ptr(), y.numel() * y.element_size())
 
+    def workspace(self, a: Attention) -> int:
+        return 8
+
     def run(self, name: str, a: Attention) -> None:
         c, got, f32 = self.now.case, self.results, self.torch.float32
         dtype = getattr(self.torch, c.dtype)
@@ -320,7 +323,18 @@ def test_results_are_read_as_the_header_says(kernels):
     found = sweep(Memory(kernels, place), cases, 1, 9)
     assert found.failed == []
     dq = {"dq", "dq, same"}
-    want = {"out", "lse", "dk", "dv", "dk, same", "dv, same", "dbias", *dq}
+    want = {
+        "out",
+        "lse",
+        "out, workspace",
+        "lse, workspace",
+        "dk",
+        "dv",
+        "dk, same",
+        "dv, same",
+        "dbias",
+        *dq,
+    }
     assert {group.split(" ", 2)[2] for group in found.worst} == want
     assert all(0 < worst < 1 for worst in found.worst.values())
 

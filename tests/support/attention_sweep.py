@@ -111,6 +111,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **{"tiles": (1, True), "masks": 2},
     },
 }
+FEW = ("full", "causal, shift", "lengths", "lengths, window", "scattered segments",
+       "softcap, lengths", "sinks, causal")  # fmt: skip
 LONG = (2048, 4096, 8192)
 PAIRS = 6_000_000  # scores of a call, at most
 TIMES = 3  # a result that is the same every time is computed so often
@@ -157,6 +159,10 @@ def draw_cases(seed: int, rounds: int) -> Iterator[Case]:
     for _, name, q_len in itertools.product(range(rounds * 2), names, LONG):
         lengths = {"q_len": q_len + int(rng.integers(90)), "kv_len": length() // 3 + 60}
         yield case(name, (128, 128), **lengths, **few)
+    # Few queries, whose keys are shared out.
+    for _, name, dims in itertools.product(range(rounds), FEW, DIMS):
+        lengths = {"q_len": int(rng.integers(1, 17)), "kv_len": int(rng.integers(5000))}
+        yield case(name, dims, **lengths, batch=int(rng.integers(1, 9)))
     for name, dims, q_len in itertools.product(("full", "causal"), DIMS, LONG[::2]):
         lengths = {"q_len": q_len + int(rng.integers(90)), "kv_len": length() // 4 + 60}
         yield case(name, dims, **lengths, **few)
@@ -238,6 +244,26 @@ class Launcher:
         return a
 
     def forward(self, x: Problem, a: Attention) -> dict[str, Any]:
+        """Without a workspace, and with one; the bits are the same every time."""
+        got: dict[str, Any] = {}
+        size = self.workspace(a)
+        for name, times in ("", 1), (", workspace", TIMES if size else 0):
+            for _ in range(times):
+                if name:
+                    a.workspace = self.arena.empty(self.torch.uint8, size).data_ptr()
+                for key, y in self.once(x, a).items():
+                    before = got.setdefault(f"{key}{name}", y)
+                    same = before.view(self.torch.uint8), y.view(self.torch.uint8)
+                    assert self.torch.equal(*same), f"{key}: other bits at another time"
+        a.workspace = None
+        return got
+
+    def workspace(self, a: Attention) -> int:
+        """Bytes of it."""
+        call = a.of("forward").call
+        return self.library.kvblock_attention_workspace(ctypes.byref(call))
+
+    def once(self, x: Problem, a: Attention) -> dict[str, Any]:
         c = x.case
         dtype = getattr(self.torch, c.dtype)
         out = self.arena.empty(dtype, c.members, c.q_len, c.heads, c.value_dim)
@@ -251,32 +277,7 @@ class Launcher:
         if c.has_base:
             assert bool(self.torch.isfinite(base).all()), "a base is not finite"
             got["lse"] = (lse.double() + base)[..., None]
-        if self.kernels == "generic" and not (c.bias or c.tiles or c.packed):
-            got |= self.split(x, a)
         return got
-
-    def split(self, x: Problem, a: Attention) -> dict[str, Any]:
-        """The forward pass by the kernels for few queries; the same each time."""
-        c, torch = x.case, self.torch
-        sizes = c.q_len, c.heads, c.kv_heads, c.value_dim
-        size = self.library.kvblock_attention_workspace(
-            ctypes.c_int64(sizes[0]), *sizes[1:]
-        )
-        first: dict[str, Any] = {}
-        for _ in range(TIMES):
-            workspace = self.arena.empty(torch.uint8, size)
-            dtype = getattr(torch, c.dtype)
-            out = self.arena.empty(dtype, c.members, c.q_len, c.heads, c.value_dim)
-            lse = self.arena.empty(torch.float32, c.members, c.heads, c.q_len)
-            a.o, a.lse = out.data_ptr(), lse.data_ptr()
-            a.workspace = workspace.data_ptr()
-            self.run("forward", a)
-            a.workspace = None
-            for name, y in ("out, split", out), ("lse, split", lse[..., None]):
-                before = first.setdefault(name, y)
-                same = torch.equal(before.view(torch.uint8), y.view(torch.uint8))
-                assert same, f"{name}: other bits at another time"
-        return first
 
     def give(self, a: Attention, c: Case, known: Truth) -> tuple[Any, ...]:
         """lse, its base and delta of the truth, which have to outlive the launches."""

@@ -108,8 +108,7 @@ def right(draw: Any, which: int) -> Fields:
         if draw(st.booleans()):
             given += MASKS
             a["num_tile_masks"] = 2
-    elif which == FORWARD and not packed and a["bias"] is None:
-        a["workspace"] = draw(st.sampled_from((None, ARRAY)))
+    a["workspace"] = draw(st.sampled_from((None, ARRAY)))
     return a | dict.fromkeys(given, ARRAY)
 
 
@@ -171,9 +170,6 @@ def _options(a: Fields, which: int) -> bool:
         return False
     masks = a["tile_masks"] is not None
     if masks and (not tiles or a["num_tile_masks"] < 1):
-        return False
-    split = which == FORWARD and a["workspace"] is not None
-    if split and (packed or tiles or a["bias"] is not None):
         return False
     if a["batch"] == 0:
         return True

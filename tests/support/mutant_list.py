@@ -64,8 +64,8 @@ CPU = (
     Mutant(
         "the scale is left out",
         BLOCKED,
-        "scores = config.scale * jnp.einsum(",
-        "scores = jnp.einsum(",
+        "scores = config.scale * _products(p, i, j)",
+        "scores = _products(p, i, j)",
         LENGTHS,
     ),
     Mutant(
@@ -384,8 +384,8 @@ EMULATED = (
     Mutant(
         "forward: another key's bit",
         f"{MASK}/forward_scores.cuh",
-        "if ((pair >> e & 1) == 0)",
-        "if ((pair & 1) == 0)",
+        "if ((pair & 2) == 0) c",
+        "if ((pair & 1) == 0) c",
         OPTIONS,
     ),
     Mutant(

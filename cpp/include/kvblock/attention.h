@@ -46,7 +46,7 @@
 extern "C" {
 #endif
 
-enum { KVBLOCK_ATTENTION_CHUNK = 64 };      /* positions that one segment range covers */
+enum { KVBLOCK_ATTENTION_CHUNK = 64 };        /* positions that one segment range covers */
 enum { KVBLOCK_ATTENTION_PARTIAL = 1 << 30 }; /* added to a list's entry: the tile has bits */
 enum { KVBLOCK_ATTENTION_DQ_ROWS = 64 };    /* queries of a tile of the sm_90a kernels' dq_accum */
 enum { KVBLOCK_ATTENTION_DQ_COUNTERS = 2 }; /* of dq_state, for such a tile */
@@ -116,10 +116,9 @@ typedef struct kvblock_forward {
    * whole row float32 has no digits left for the sum of the exponentials; this keeps it. Finite
    * and near the row's largest score, which is at most 8 above it. */
   float* base;
-  /* For few queries; may be NULL, and is without a bias, tiles and packed inputs. Then the keys of
-   * a row are shared out over the whole GPU, and K and V are read once for all queries and heads
-   * that share them. Memory on the GPU of kvblock_attention_workspace bytes, aligned to 16; what it
-   * holds does not matter. */
+  /* May be NULL: memory on the GPU of kvblock_attention_workspace bytes, aligned to 16; what it
+   * holds does not matter. With it the keys of a few queries are shared out over the whole GPU, and
+   * where lengths, segments or lists make tiles uneven, who is done takes the next one. */
   void* workspace;
 } kvblock_forward;
 
@@ -165,9 +164,9 @@ KVBLOCK_EXPORT const char* kvblock_attention_check_backward(const kvblock_backwa
 /* Writes o and, if it is asked for, lse. */
 KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_forward* a, void* stream);
 
-/* Bytes of a workspace of kvblock_forward. */
-KVBLOCK_EXPORT int64_t kvblock_attention_workspace(int64_t q_len, int32_t num_heads,
-                                                   int32_t num_kv_heads, int32_t value_dim);
+/* Bytes of the workspace of a forward call; 0 where it has no use for one. Of arrays only whether
+ * they are there counts. */
+KVBLOCK_EXPORT int64_t kvblock_attention_workspace(const kvblock_attention* a);
 
 /* Writes dk and dv. Where dq_accum is given, sums up dq / scale there, in an order that differs
  * from run to run; where it is NULL, computes no dq. The sm_90a kernels then write dq. */

@@ -2,6 +2,7 @@
 #include <cuda_runtime.h>
 
 #include "host/attention_call.h"
+#include "host/attention_workspace.h"
 #include "kvblock/attention.h"
 #include "ops/attention/generic/backward/launcher.h"
 #include "ops/attention/generic/forward/launcher.h"
@@ -16,7 +17,8 @@ extern "C" const char* kvblock_attention_forward(const kvblock_forward* a, void*
   const AttentionCall call = CallOf(*a);
   if (call.q_len == 0 || (call.batch == 0 && call.cu_q == nullptr)) return nullptr;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (call.workspace != nullptr) return generic::LaunchSplit(call, cuda_stream);
+  if (call.workspace != nullptr && SharesKeys(a->call))
+    return generic::LaunchSplit(call, cuda_stream);
   return call.kernels == KVBLOCK_KERNELS_SM90 ? hopper::LaunchForward(call, cuda_stream)
                                               : generic::LaunchForward(call, cuda_stream);
 }

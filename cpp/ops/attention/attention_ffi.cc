@@ -4,7 +4,7 @@
 //
 // Operands: q, k, v, then the optional ones that `present` names (bit i: the i-th of Optional),
 // then, backward, lse, with a bias base, delta and d_o. Results: o and perhaps lse, and with a bias
-// base, for few queries a workspace; or dk, dv and perhaps dq_accum (the sm_90a kernels: dq,
+// base, and perhaps a workspace; or dk, dv and perhaps dq_accum (the sm_90a kernels: dq,
 // dq_accum, dq_state and perhaps dq_turns); or dq; or dbias. Mirrors jax_kvblock/attention/cuda.py.
 #include "ops/attention/attention_ffi.h"
 
@@ -353,29 +353,24 @@ ffi::Error Launch(Reader* in, const Call& call, const char* (*launch)(const Call
   return message == nullptr ? ffi::Error::Success() : Invalid(message);
 }
 
-// With a workspace, for few queries, that is the last result.
-template <bool kWorkspace>
-ffi::Error ForwardWith(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
-                       const Attributes& attributes) {
+// The last result is a workspace, where the call has a use for one.
+ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
+                   const Attributes& attributes) {
   Reader in(args, rets);
   const Decoded d = Decode(&in, attributes);
   kvblock_forward f{};
   f.call = d.a;
   if (!in.failed()) {
+    const int64_t bytes = kvblock_attention_workspace(&d.a);
     f.o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, true, d.type);
-    if (in.results_left() > kWorkspace) {
+    if (in.results_left() > (bytes > 0)) {
       f.lse = Rows(&in, d, "lse", true);
       if (d.a.bias != nullptr) f.base = Rows(&in, d, "base", true);
     }
-    if (kWorkspace) {
-      const int64_t bytes =
-          kvblock_attention_workspace(d.a.q_len, d.a.num_heads, d.a.num_kv_heads, d.a.value_dim);
-      f.workspace = in.Result("workspace", ffi::DataType::U8, {bytes});
-    }
+    if (bytes > 0) f.workspace = in.Result("workspace", ffi::DataType::U8, {bytes});
   }
   return Launch(&in, f, kvblock_attention_forward, stream);
 }
-constexpr auto Forward = ForwardWith<false>, ForwardSplit = ForwardWith<true>;
 
 // dq_accum of the generic kernels.
 float* BlockedDq(Reader* in, const Decoded& d) {
@@ -453,9 +448,26 @@ constexpr auto Binding = [] {
 
 }  // namespace
 
+int64_t AttentionWorkspace(int32_t kernels, int64_t q_len, int32_t num_heads, int32_t num_kv_heads,
+                           int32_t value_dim, int64_t present) {
+  static const int32_t array[1] = {};
+  const auto there = [&](Optional which) { return (present >> which) & 1 ? array : nullptr; };
+  kvblock_attention a{};
+  a.kernels = kernels;
+  a.q_len = q_len;
+  a.num_heads = num_heads;
+  a.num_kv_heads = num_kv_heads;
+  a.value_dim = value_dim;
+  a.bias = there(kBias);
+  a.q_segments = there(kQSegments);
+  a.q_lens = there(kQLens);
+  a.kv_lens = there(kKvLens);
+  a.cu_q = there(kCuQ);
+  a.tile_indices = there(kTileIndices);
+  return kvblock_attention_workspace(&a);
+}
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionForward, Forward, Binding(),
-                              {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionForwardSplit, ForwardSplit, Binding(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionBackwardKv, BackwardKv, Binding(),
                               {ffi::Traits::kCmdBufferCompatible});

@@ -2,14 +2,20 @@
 #ifndef KVBLOCK_OPS_ATTENTION_FFI_H_
 #define KVBLOCK_OPS_ATTENTION_FFI_H_
 
+#include <cstdint>
+
 #include "xla/ffi/api/c_api.h"
 
 extern "C" {
 XLA_FFI_Error* KvblockAttentionForward(XLA_FFI_CallFrame* frame);
-XLA_FFI_Error* KvblockAttentionForwardSplit(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* KvblockAttentionBackwardKv(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* KvblockAttentionBackwardQ(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* KvblockAttentionBackwardBias(XLA_FFI_CallFrame* frame);
 }
+
+// Bytes of workspace of a forward call. `present` tells of the optional operands, as the attribute
+// does.
+int64_t AttentionWorkspace(int32_t kernels, int64_t q_len, int32_t num_heads, int32_t num_kv_heads,
+                           int32_t value_dim, int64_t present);
 
 #endif  // KVBLOCK_OPS_ATTENTION_FFI_H_

@@ -6,8 +6,8 @@
 
 #include "device/fast_math.cuh"
 #include "device/mma.cuh"
-#include "ops/attention/mask/packed_rows.cuh"
 #include "ops/attention/mask/forward_scores.cuh"
+#include "ops/attention/mask/packed_rows.cuh"
 #include "ops/attention/schedule/shares.cuh"
 
 namespace kvblock {

@@ -145,25 +145,27 @@ __device__ __forceinline__ void MaskSegments(const AttentionParams& p, const Seq
 }
 
 // -inf where the bits of a partial tile are 0. Queries and keys past the ends have bits, too. Eight
-// columns lie in one word: a tile begins at a multiple of 16.
+// columns lie in one word, since a tile begins at a multiple of 16.
 template <typename Traits>
 __device__ __forceinline__ void MaskTileBits(const AttentionParams& p, const Sequence& s, int head,
                                              ForwardRows<Traits>& rows, int query, int key) {
   const TileBits bits(p, s.batch, head, query, key);
   if (!bits.some()) return;
+  const uint32_t* words = bits.Word(query, key);
+  const int shift = bits.Shift(key), rows_apart = 8 * bits.words();
 #pragma unroll
-  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+  for (int row = 0; row < 2 * Traits::kRowBlocks; ++row) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int n = 0; n < Traits::kKeys / 8; ++n) {
-        const uint32_t pair = bits.From(query + rb * 16 + half * 8, key + n * 8);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if ((pair >> e & 1) == 0) rows.s[rb][n][half * 2 + e] = -INFINITY;
-        }
-      }
+    for (int n = 0; n < Traits::kKeys / 8; ++n) {
+      // Where whole words are a tile, the first column lies in the first 8 bits of one.
+      const int column = (Traits::kKeys % 32 == 0 ? shift % 8 : shift) + n * 8;
+      const int word = Traits::kKeys % 32 == 0 ? n / 4 : column / 32;
+      const uint32_t pair = __ldg(words + word) >> (column % 32);
+      float (&c)[4] = rows.s[row / 2][n];
+      if ((pair & 1) == 0) c[row % 2 * 2] = -INFINITY;
+      if ((pair & 2) == 0) c[row % 2 * 2 + 1] = -INFINITY;
     }
+    words = Opaque(words + rows_apart);
   }
 }
 

@@ -35,10 +35,15 @@ class TileBits {
   }
 
   __device__ __forceinline__ bool some() const { return bits_ != nullptr; }
-  // The bits of a query from a key on, as far as the word goes; both lie in the tile.
+  // The word of a query and a key, which lie in the tile, and where its bit is in it.
+  __device__ __forceinline__ const uint32_t* Word(int query, int key) const {
+    return bits_ + (query - first_query_) * words_ + (key - first_key_) / 32;
+  }
+  __device__ __forceinline__ int Shift(int key) const { return (key - first_key_) % 32; }
+  __device__ __forceinline__ int words() const { return words_; }  // of a query
+  // The bits of a query from a key on, as far as the word goes.
   __device__ __forceinline__ uint32_t From(int query, int key) const {
-    const int column = key - first_key_;
-    return __ldg(bits_ + (query - first_query_) * words_ + column / 32) >> (column % 32);
+    return __ldg(Word(query, key)) >> Shift(key);
   }
 
  private:

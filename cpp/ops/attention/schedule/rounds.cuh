@@ -15,13 +15,12 @@ namespace kvblock {
 // L2 together; within a section the pairs take turns, the last tiles first: under a causal mask
 // they are the longest.
 //
-// With a counter, a CTA that is done takes the next tile of this order. Each tile is counted once,
-// also the CTAs' first ones, and who counts the last clears the counter for the next launch.
-// Without, a round gives each CTA the next tile. With `section_rounds`, for causal masks, sections
-// begin with a round, and rounds go back and forth over the CTAs, which shares the work out to a
-// few per mille.
+// With a counter, which begins with 0, a CTA that is done takes the next tile of this order. Each
+// tile is counted once, also the CTAs' first ones. Without, a round gives each CTA the next tile.
+// With `section_rounds`, for causal masks, sections begin with a round, and rounds go back and
+// forth over the CTAs, which shares the work out to a few per mille.
 struct ForwardParams : AttentionParams {
-  int32_t counter;         // index in forward_counters; -1: none
+  unsigned* counter;       // in global memory, or NULL
   int32_t section_rounds;  // rounds that a section takes; 0: sections follow each other
   // CTAs of a cluster have the same tile of neighbouring heads, which share K and V, instead of
   // neighbouring tiles of a head. Then `num_pairs` and `section_pairs` count clusters' heads.

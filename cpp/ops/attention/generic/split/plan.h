@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "host/attention_split.h"
+#include "host/attention_workspace.h"
 #include "ops/attention/schedule/shares.cuh"
 
 namespace kvblock::generic {

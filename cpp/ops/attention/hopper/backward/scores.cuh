@@ -342,14 +342,17 @@ struct BackwardScores {
     }
     const TileBits bits(p, s.batch, head, first_query, first_key);
     if (!bits.some()) return;
+    const uint32_t* word = bits.Word(query, key);
+    const int shift = bits.Shift(key), words = bits.words();
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int of_query = query + i * 2 + e;
-        if ((bits.From(of_query, key) & 1) == 0) hide(i + e);
-        if ((bits.From(of_query, key + 8) & 1) == 0) hide(i + 2 + e);
+      for (int e = 0; e < 2; ++e) {  // both keys lie in one word
+        const uint32_t pair = __ldg(word + e * words) >> shift;
+        if ((pair & 1) == 0) hide(i + e);
+        if ((pair & 1 << 8) == 0) hide(i + 2 + e);
       }
+      word = Opaque(word + 8 * words);
     }
   }
 

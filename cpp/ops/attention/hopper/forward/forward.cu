@@ -1,7 +1,4 @@
 // Picks the instance of Hopper's forward kernel.
-#include <mutex>
-#include <unordered_map>
-
 #include "ops/attention/contract/instances.h"
 #include "ops/attention/hopper/forward/launcher.h"
 
@@ -20,19 +17,6 @@ const char* LaunchForward(const AttentionCall& a, cudaStream_t stream) {
   if (fits(192, 128)) return ForType<192, 128>(a, launch);
   if (fits(192, 192)) return ForType<192, 192>(a, launch);
   return ForType<256, 256>(a, launch);
-}
-
-int ForwardCounter(int device, const void* o) {
-  static std::mutex mutex;
-  static auto* const of_devices = new std::unordered_map<int, std::unordered_map<const void*, int>>;
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto& counters = (*of_devices)[device];
-  const auto found = counters.find(o);
-  if (found != counters.end()) return found->second;
-  if (counters.size() == kForwardCounters) return -1;
-  const int counter = static_cast<int>(counters.size());
-  counters.emplace(o, counter);
-  return counter;
 }
 
 }  // namespace kvblock::hopper

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "host/attention_workspace.h"
 #include "ops/attention/contract/head_array.h"
 #include "ops/attention/contract/launch.h"
 #include "ops/attention/hopper/clusters.h"
@@ -37,7 +38,7 @@ inline bool ClusterHeads(const AttentionCall& a, int cluster) {
 
 template <typename Traits>
 const char* LaunchForwardAs(const AttentionCall& a, cudaStream_t stream) {
-  ForwardParams p{MakeAttentionParams(a), -1, 0, ClusterHeads(a, Traits::kCluster)};
+  ForwardParams p{MakeAttentionParams(a), nullptr, 0, ClusterHeads(a, Traits::kCluster)};
   const int heads_at_once = p.cluster_heads ? Traits::kCluster : 1;
   const int64_t tiles = NumTiles(a, a.q_len, Traits::kClusterQueries / heads_at_once);
   if (const char* error = PlanGrid(&p, tiles, p.num_pairs / heads_at_once)) return error;
@@ -49,17 +50,20 @@ const char* LaunchForwardAs(const AttentionCall& a, cudaStream_t stream) {
   // of all its CTAs' queries, or of all its heads.
   // Without masks one head follows the other, so that the CTAs read the same K and V at about the
   // same time. Where the work of every tile is known beforehand they take fixed shares,
-  // elsewhere the next tile when they are done. Without a free counter the
+  // elsewhere the next tile when they are done. Without a workspace for the counter the
   // hardware hands out tiles as CTAs end, and no tile is loaded under the one before.
-  const bool uneven = a.cu_q || a.q_lens || a.kv_lens || a.q_segments || a.tile_indices;
   int device = 0;
   cudaError_t status = cudaGetDevice(&device);
   const int clusters_at_once = std::max(Multiprocessors(device) / Traits::kCluster, 1);
   int64_t ctas = std::min<int64_t>(items, clusters_at_once * Traits::kCluster);
-  if (uneven) {
+  if (IsUneven(a)) {
     p.section_pairs = SectionPairs(p, kForwardSectionBytes);
-    if (ctas < items) p.counter = ForwardCounter(device, a.o);
-    if (p.counter < 0) ctas = items;
+    if (ctas < items && a.workspace != nullptr) {
+      p.counter = static_cast<unsigned*>(a.workspace);
+      if (status == cudaSuccess) status = cudaMemsetAsync(p.counter, 0, sizeof(unsigned), stream);
+    } else {
+      ctas = items;
+    }
   } else if (ctas < items && a.window_right >= 0) {
     const int64_t clusters = ctas / Traits::kCluster;
     p.section_pairs = SectionHeads(p, clusters, heads_at_once);

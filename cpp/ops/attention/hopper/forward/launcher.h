@@ -15,10 +15,4 @@ const char* LaunchForward(const AttentionCall& a, cudaStream_t stream);
 template <typename T, int kDim, int kValueDim>
 const char* LaunchForwardOf(const AttentionCall& a, cudaStream_t stream);
 
-constexpr int kForwardCounters = 4096;
-
-// The device's counter that launches which write to `o` use, since no two of them run at the same
-// time; -1: all are taken.
-int ForwardCounter(int device, const void* o);
-
 }  // namespace kvblock::hopper

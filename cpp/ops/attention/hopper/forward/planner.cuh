@@ -25,7 +25,7 @@ class Planner {
       : p_(p), shared_(shared), lane_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void Run() {
-    const bool counted = Traits::kCluster == 1 && p_.counter >= 0;
+    const bool counted = Traits::kCluster == 1 && p_.counter != nullptr;
     unsigned index = blockIdx.x;
     for (int round = 0;; ++round) {
       const int grid = GridSize() / Traits::kCluster;
@@ -50,10 +50,7 @@ class Planner {
   // How many tiles were counted before this one; in lane 0.
   __device__ __forceinline__ unsigned Count() {
     if (lane_ != 0) return 0;
-    unsigned* const counter = forward_counters + p_.counter;
-    const unsigned count = atomicAdd(counter, 1);
-    if (count + 1 == static_cast<unsigned>(p_.tiles) * p_.num_pairs) *counter = 0;
-    return count;
+    return atomicAdd(p_.counter, 1);
   }
 
   // Returns how many tiles were counted before, in lane 0. It asks as late as possible, or the next

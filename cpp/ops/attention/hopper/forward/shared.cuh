@@ -50,10 +50,6 @@ struct ForwardTraits {
   static_assert(kLoadedKeys % 8 == 0);
 };
 
-namespace {
-__device__ unsigned forward_counters[kForwardCounters];
-}
-
 // A query tile. The CTAs of a cluster have the same one of several heads, or neighbouring ones, of
 // which the last may lie past the end; they visit the KV tiles that any of them sees.
 struct Item {

@@ -1,0 +1,44 @@
+// What a forward call does with a workspace, and how large that is.
+#ifndef KVBLOCK_HOST_ATTENTION_WORKSPACE_H_
+#define KVBLOCK_HOST_ATTENTION_WORKSPACE_H_
+
+#include <cstdint>
+
+#include "kvblock/attention.h"
+
+namespace kvblock {
+
+// Queries of a sequence up to which the keys are shared out over the GPU, instead of the queries.
+#ifndef KVBLOCK_MOST_FEW_QUERIES
+#define KVBLOCK_MOST_FEW_QUERIES 16
+#endif
+
+// Whether a call goes to the kernels for few queries, if it has a workspace. Call has the members
+// of kvblock_attention.
+template <typename Call>
+bool SharesKeys(const Call& a) {
+  return a.q_len <= KVBLOCK_MOST_FEW_QUERIES && !a.bias && !a.tile_indices && !a.cu_q;
+}
+
+// Whether only the device knows how much work each tile of queries is. Then Hopper's kernel hands
+// out tiles by a counter, if it has a workspace.
+template <typename Call>
+bool IsUneven(const Call& a) {
+  return a.cu_q || a.q_lens || a.kv_lens || a.q_segments || a.tile_indices;
+}
+
+// CTAs that a launch for few queries has at the most. The workspace is for so many, whatever the
+// GPU: a program may be compiled where there is none.
+constexpr int32_t kMostCtas = 320;
+
+// Packed rows (queries of all heads that share a key head) in a tile, for so many.
+inline int32_t TileRows(int64_t rows) { return rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
+
+// Floats of what the pieces of so many CTAs come to.
+inline int64_t PieceFloats(int32_t ctas, int32_t rows, int32_t value_dim) {
+  return 2 * static_cast<int64_t>(ctas) * rows * (value_dim + 1);
+}
+
+}  // namespace kvblock
+
+#endif  // KVBLOCK_HOST_ATTENTION_WORKSPACE_H_
