@@ -39,6 +39,7 @@ class Mutant:
 # ---- on the CPU ----------------------------------------------------------------------
 
 BLOCKED, CUDA = "jax_kvblock/attention/blocked.py", "jax_kvblock/attention/cuda.py"
+FEW = "jax_kvblock/attention/few_queries.py"
 DENSE, PLAN = "jax_kvblock/attention/dense.py", "jax_kvblock/_plan.py"
 TRANSFER, MANAGER = "jax_kvblock/transfer.py", "jax_kvblock/manager.py"
 CHECK, COPY_CHECK = "cpp/host/attention_check.cc", "cpp/host/block_copy_check.cc"
@@ -52,14 +53,15 @@ def test(file: str, names: str = "test") -> tuple[str, ...]:
 
 LAUNCH = test("test_attention_launch")
 LENGTHS = test("test_attention", "test_lengths and float32 and T127")
+FEW_QUERIES = test("test_attention_few_queries", "test_every_option")
 WINDOWS = test("test_attention_masks", "test_windows and float32")
 TILES = test("test_attention_masks", "test_tile_lists and float32")
 CPU = (
     Mutant(
         "the scale is left out",
         BLOCKED,
-        "scores = config.scale * jnp.einsum(",
-        "scores = jnp.einsum(",
+        "scores = config.scale * _products(p, i, j)",
+        "scores = _products(p, i, j)",
         LENGTHS,
     ),
     Mutant(
@@ -118,6 +120,41 @@ CPU = (
         "return o, new_top, total * shrink + weights.sum(-1)",
         "return o, new_top, total + weights.sum(-1)",
         TILES,
+    ),
+    Mutant(
+        "keys that the last block shares with the one before count twice",
+        FEW,
+        "labels._replace(valid=labels.valid & (index >= j * length))",
+        "labels._replace(valid=labels.valid & (index >= 0))",
+        FEW_QUERIES,
+    ),
+    Mutant(
+        "of few queries, junk beyond the lengths is let in",
+        FEW,
+        "a = jnp.where(labels.valid[..., None, None], a, 0)",
+        "pass",
+        FEW_QUERIES,
+    ),
+    Mutant(
+        "of few queries, every member has the first one's keys",
+        FEW,
+        "a = _slice(a, (first, start, 0, 0), shape)",
+        "a = _slice(a, (0, start, 0, 0), shape)",
+        FEW_QUERIES,
+    ),
+    Mutant(
+        "of few queries, every member has the first one's bias",
+        FEW,
+        "row = first * bias.shape[0] // x.q.shape[0]",
+        "row = 0",
+        FEW_QUERIES,
+    ),
+    Mutant(
+        "of few queries, 16 bits are widened before they are cut",
+        FEW,
+        "if a.dtype.itemsize != 2:",
+        "if True:",
+        test("test_attention_few_queries", "nothing_of_the_size"),
     ),
     Mutant(
         "gradients without delta",
