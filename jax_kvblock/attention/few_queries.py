@@ -35,7 +35,7 @@ def forward(
     batch = x.q.shape[0]
     if x.sinks is not None:
         x = x._replace(sinks=row_of_each(x.sinks, batch))
-    members, block_kv = _steps(config, x, size)
+    members, block_kv = steps(config, x, size)
     p = _whole_problem(config, x, size, block_kv, compute)
 
     def attend(first: Any) -> tuple[Any, ...]:
@@ -120,7 +120,7 @@ def _attend(
     return (o, *lse.parts)
 
 
-def _steps(config: AttentionConfig, x: Operands, size: Sizes) -> tuple[int, int]:
+def steps(config: AttentionConfig, x: Operands, size: Sizes) -> tuple[int, int]:
     """(members, keys) of a step: one member, or several short ones whole."""
     keys = blocked.keys_of_a_step(config, x.q.dtype, size)
     if size.kv_len > keys:

@@ -41,6 +41,7 @@ class Mutant:
 
 BLOCKED, CUDA = "jax_kvblock/attention/blocked.py", "jax_kvblock/attention/cuda.py"
 DERIVATIVES = "jax_kvblock/attention/derivatives.py"
+FEW = "jax_kvblock/attention/few_queries.py"
 TANGENT = "jax_kvblock/attention/tangent.py"
 DENSE, PLAN = "jax_kvblock/attention/dense.py", "jax_kvblock/blocks/plan.py"
 TRANSFER, MEMORY = "jax_kvblock/blocks/transfer.py", "jax_kvblock/objects/memory.py"
@@ -58,6 +59,7 @@ def test(file: str, names: str = "test") -> tuple[str, ...]:
 
 LAUNCH = test("test_attention_launch")
 LENGTHS = test("test_attention", "test_lengths and float32 and T127")
+FEW_QUERIES = test("test_attention_few_queries", "test_every_option")
 WINDOWS = test("test_attention_masks", "test_windows and float32")
 TILES = test("test_attention_masks", "test_tile_lists and float32")
 CPU = (
@@ -124,6 +126,41 @@ CPU = (
         "return o, new_top, total * shrink + weights.sum(-1)",
         "return o, new_top, total + weights.sum(-1)",
         TILES,
+    ),
+    Mutant(
+        "keys that the last block shares with the one before count twice",
+        FEW,
+        "labels._replace(valid=labels.valid & (index >= j * length))",
+        "labels._replace(valid=labels.valid & (index >= 0))",
+        FEW_QUERIES,
+    ),
+    Mutant(
+        "of few queries, junk beyond the lengths is let in",
+        FEW,
+        "a = jnp.where(labels.valid[..., None, None], a, 0)",
+        "pass",
+        FEW_QUERIES,
+    ),
+    Mutant(
+        "of few queries, every member has the first one's keys",
+        FEW,
+        "a = _slice(a, (first, start, 0, 0), shape)",
+        "a = _slice(a, (0, start, 0, 0), shape)",
+        FEW_QUERIES,
+    ),
+    Mutant(
+        "of few queries, every member has the first one's bias",
+        FEW,
+        "row = first * bias.shape[0] // x.q.shape[0]",
+        "row = 0",
+        FEW_QUERIES,
+    ),
+    Mutant(
+        "of few queries, 16 bits are widened before they are cut",
+        FEW,
+        "if a.dtype.itemsize != 2:",
+        "if True:",
+        test("test_attention_few_queries", "nothing_of_the_size"),
     ),
     Mutant(
         "gradients without delta",
@@ -320,7 +357,7 @@ CPU = (
 
 # ---- the generic kernels, by the emulator --------------------------------------------
 
-FEW = test("test_emulated", "few_queries")
+FEW_QUERIES = test("test_emulated", "few_queries")
 OPTIONS = test("test_emulated", "option")
 SPLIT = f"{GENERIC}/split/kernel.cuh"
 EMULATED = (
@@ -330,49 +367,49 @@ EMULATED = (
         "__syncthreads();  // this tile has arrived for all, and all are done with the "
         "one before",
         "",
-        FEW,
+        FEW_QUERIES,
     ),
     Mutant(
         "few queries: a tile is waited for too late",
         SPLIT,
         "CopyAsyncWait<kStages - 2>();",
         "CopyAsyncWait<kStages - 1>();",
-        FEW,
+        FEW_QUERIES,
     ),
     Mutant(
         "few queries: a key more than there is",
         SPLIT,
         "j >= end_[e / 2]",
         "j > end_[e / 2]",
-        FEW,
+        FEW_QUERIES,
     ),
     Mutant(
         "few queries: O is written over K that others read",
         SPLIT,
         "__syncthreads();  // all are done with the tile, too",
         "",
-        FEW,
+        FEW_QUERIES,
     ),
     Mutant(
         "few queries: a tile has another owner",
         f"{ATTENTION}/schedule/shares.cuh",
         "* p_.ctas - 1) / total_);",
         "* p_.ctas) / total_);",
-        FEW,
+        FEW_QUERIES,
     ),
     Mutant(
         "few queries: the wrong piece of the first owner",
         f"{ATTENTION}/combine/combine.cuh",
         "c == owner && line.Begin(owner) < first;",
         "c == owner && line.Begin(owner) <= first;",
-        FEW,
+        FEW_QUERIES,
     ),
     Mutant(
         "few queries: rows past q_lens have results",
         f"{ATTENTION}/combine/result.cuh",
         "if (query >= s.q_len) sums.sum = 0.0f;",
         "",
-        FEW,
+        FEW_QUERIES,
     ),
     Mutant(
         "a partial tile is taken for a full one",

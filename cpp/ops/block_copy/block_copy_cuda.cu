@@ -14,7 +14,7 @@ namespace kvblock {
 namespace {
 
 // Two vectors a thread in blocks of 128 were the fastest of 12 shapes on an H200, for every layout
-// and both directions (docs/block_copy_performance.md).
+// and both directions (docs/block_copy_log.md).
 constexpr int kThreads = 128;
 constexpr int kUnroll = 2;
 

@@ -41,7 +41,7 @@
 namespace kvblock::generic {
 
 // The tile sizes of each padded head dim. At most 96 KiB of shared memory, so that consumer GPUs
-// (99 KiB) run the same instances. docs/attention_performance.md has what else was measured.
+// (99 KiB) run the same instances. docs/attention_log.md has what else was measured.
 struct ForwardShape {
   int queries, keys, warps;
   int ctas;           // on one multiprocessor; fixes the registers a thread may have

@@ -13,7 +13,7 @@
 //   for each tile:
 //     wait for it; all meet; start loading another
 //     a piece begins: its rows of Q to registers, no maxima and sums
-//     S = Q K^T; scale, softcap; mask; new maxima; O += P V      as in generic/forward.cuh
+//     S = Q K^T; scale, softcap; mask; new maxima; O += P V      as in forward/kernel.cuh
 //     a piece ends: join the warps' results, and write O and lse, or leave them to be combined
 #pragma once
 
@@ -57,7 +57,7 @@ struct SplitTraits {
   using KvTile = SharedTile<kTileKeys, kDim>;
   static constexpr int kStageBytes = 2 * KvTile::kBytes;
   static constexpr int kSharedBytes = kStages * kStageBytes;
-  // As generic/forward.cuh names them, for a warp: 16 rows and a part of the keys.
+  // As forward/kernel.cuh names them, for a warp: 16 rows and a part of the keys.
   static constexpr int kRowBlocks = 1, kKeys = kTileKeys / kParts;
   static constexpr ForwardShape kShape = {16, kKeys, 1, kSplit.ctas, true};
   using QTile = SharedTile<16, kDim>;

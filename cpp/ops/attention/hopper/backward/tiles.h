@@ -1,4 +1,4 @@
-// The tile sizes of Hopper's backward kernel. docs/attention_performance.md has what else was
+// The tile sizes of Hopper's backward kernel. docs/attention_log.md has what else was
 // measured.
 #pragma once
 

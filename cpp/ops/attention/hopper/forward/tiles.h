@@ -1,5 +1,4 @@
-// The tile sizes of Hopper's forward kernel. docs/attention_performance.md has what else was
-// measured.
+// The tile sizes of Hopper's forward kernel. docs/attention_log.md has what else was measured.
 #pragma once
 
 namespace kvblock::hopper {
