@@ -4,7 +4,7 @@ Serves wherever there is no kernel, and float64. The method is FlashAttention-2'
 online softmax over the blocks of keys that a block of queries can see (forward), and
 the probabilities recomputed from the log-sum-exp (backward).
 
-Every mask comes down to one list: `_visits` says for each block of queries which blocks
+Every mask comes down to one list: `visits` says for each block of queries which blocks
 of keys it can see, and the loops walk that list, so blocks that are masked whole cost
 nothing. Within a block, positions and labels decide: a query attends to a key when
 their labels (sequence, segment) are equal and the key's position is in its window.
@@ -37,7 +37,7 @@ from jax_kvblock.attention.ops import MOST_ABOVE_BASE, LogSumExp
 _STEP_BYTES = 2**19
 
 
-class _Labels(NamedTuple):
+class Labels(NamedTuple):
     """Where queries or keys stand: int32 `[B, length]` each."""
 
     first: jax.Array  # the keys that a query's window begins and ends with; a key's
@@ -47,7 +47,7 @@ class _Labels(NamedTuple):
     valid: jax.Array  # bool: a real row, not padding
 
 
-class _Problem(NamedTuple):
+class Problem(NamedTuple):
     """A call as the loops see it: padded to whole blocks, heads grouped."""
 
     size: Sizes  # of one padded batch member
@@ -57,8 +57,8 @@ class _Problem(NamedTuple):
     k: Any  # [B, K, S, D]; not of few queries, nor v
     v: Any  # [B, K, S, E]
     bias: Any  # [b, n, T, S], or None
-    q_labels: _Labels
-    kv_labels: _Labels
+    q_labels: Labels
+    kv_labels: Labels
     listed: Any  # bool [b, n, T / block_q, S / block_kv], or None
     tiles: Any = None  # dense.tile_map, shaped alike
     masks: Any = None  # the bits of partial tiles, or None where all are full
@@ -87,11 +87,11 @@ def forward(
     float32 or float64. `platform` picks the size of the blocks.
     """
     size = sizes_of(config, x)
-    p = _problem(config, x, compute, platform)
+    p = problem_of(config, x, compute, platform)
     b, k, g = p.groups
     e = p.v.shape[-1]
     acc = accumulator(x.q.dtype)
-    order, counts = _visits(config, p)
+    order, counts = visits(config, p)
 
     def one_block(i: Any, carry: Any) -> Any:
         o_all, rest_all, base_all = carry
@@ -99,8 +99,8 @@ def forward(
         def step(c: Any, state: Any) -> Any:
             return add_block(config, x, p, i, order[i, c], state)
 
-        state = _loop(counts[i], step, no_keys(x, p, e))
-        o, lse = _finish(x, p, i, *state)
+        state = loop(counts[i], step, no_keys(x, p, e))
+        o, lse = finish(x, p, i, *state)
         at = i * p.block_q
         put = jax.lax.dynamic_update_slice_in_dim
         o_all, rest_all = put(o_all, o, at, 3), put(rest_all, lse.rest, at, 3)
@@ -114,7 +114,7 @@ def forward(
         jnp.full((b, k, g, t), -jnp.inf, acc),
         None if x.bias is None else jnp.zeros((b, k, g, t), acc),
     )
-    o, *parts = _loop(t // p.block_q, one_block, carry)
+    o, *parts = loop(t // p.block_q, one_block, carry)
     o = jnp.moveaxis(o.reshape(b, k * g, t, e), 1, 2)[:, : size.q_len]
     lse = LogSumExp(
         *(
@@ -127,7 +127,7 @@ def forward(
     return o, lse
 
 
-def no_keys(x: Operands, p: _Problem, value_dim: int) -> tuple[Any, Any, Any]:
+def no_keys(x: Operands, p: Problem, value_dim: int) -> tuple[Any, Any, Any]:
     """What a block of queries has before it has seen keys: `add_block`'s state."""
     rows, acc = (*p.groups, p.block_q), accumulator(x.q.dtype)
     return (
@@ -140,7 +140,7 @@ def no_keys(x: Operands, p: _Problem, value_dim: int) -> tuple[Any, Any, Any]:
 def add_block(
     config: AttentionConfig,
     x: Operands,
-    p: _Problem,
+    p: Problem,
     i: Any,
     j: Any,
     state: tuple[Any, Any, Any],
@@ -162,8 +162,8 @@ def add_block(
     return o, new_top, total * shrink + weights.sum(-1)
 
 
-def _finish(
-    x: Operands, p: _Problem, i: Any, o: Any, top: Any, total: Any
+def finish(
+    x: Operands, p: Problem, i: Any, o: Any, top: Any, total: Any
 ) -> tuple[Any, LogSumExp]:
     """Lets the sinks in, and divides by the sum."""
     if x.sinks is not None:
@@ -208,7 +208,7 @@ def backward(
 
     `lse` and `delta` = rowsum(d_o * o) - d_lse are `[B, N, T]` (packed `[N, T]`).
     """
-    p = _problem(config, x, compute, platform)
+    p = problem_of(config, x, compute, platform)
     b, k, g = p.groups
     t, d = p.q.shape[2:]
     s, e = p.v.shape[2:]
@@ -216,7 +216,7 @@ def backward(
     rows = rows_of(config, p, x, lse, delta, d_o)
     names = ("q", "k", "v", "bias") if with_bias else ("q", "k", "v")
 
-    order, counts = _visits(config, p, transposed=True)
+    order, counts = visits(config, p, transposed=True)
     bias_groups = None
     if with_bias:
         bias_groups = x.bias.shape[:2]
@@ -230,7 +230,7 @@ def backward(
             found = gradients_of_block(config, p, x, rows, names, i, j)
             dq_i, dk_i, dv_i = found["q"], found["k"], found["v"]
             if with_bias:
-                dbias_all = _add_bias(p, dbias_all, bias_groups, found["bias"], i, j)
+                dbias_all = add_bias(p, dbias_all, bias_groups, found["bias"], i, j)
             at = i * p.block_q
             dq_i = dq_i + jax.lax.dynamic_slice_in_dim(dq_all, at, p.block_q, 3)
             dq_all = jax.lax.dynamic_update_slice_in_dim(dq_all, dq_i, at, 3)
@@ -242,7 +242,7 @@ def backward(
             jnp.zeros((b, k, p.block_kv, e), acc),
             dbias_all,
         )
-        dq_all, dk, dv, dbias_all = _loop(counts[j], step, state)
+        dq_all, dk, dv, dbias_all = loop(counts[j], step, state)
         at = j * p.block_kv
         dk_all = jax.lax.dynamic_update_slice_in_dim(
             dk_all, dk.astype(dk_all.dtype), at, 2
@@ -259,7 +259,7 @@ def backward(
         jnp.zeros((b, k, s, e), x.v.dtype),
         dbias,
     )
-    dq, dk, dv, dbias = _loop(s // p.block_kv, one_block, carry)
+    dq, dk, dv, dbias = loop(s // p.block_kv, one_block, carry)
     size = sizes_of(config, x)
     dq = jnp.moveaxis(dq.reshape(b, k * g, t, d), 1, 2)[:, : size.q_len]
     dq = dq.astype(x.q.dtype)
@@ -285,7 +285,7 @@ class Rows(NamedTuple):
 
 def rows_of(
     config: AttentionConfig,
-    p: _Problem,
+    p: Problem,
     x: Operands,
     lse: LogSumExp,
     delta: Any = None,
@@ -303,31 +303,31 @@ def rows_of(
     return Rows(rest, base, delta, padded_queries(config, p, x, d_o))
 
 
-def padded_rows(config: AttentionConfig, p: _Problem, a: Any) -> Any:
+def padded_rows(config: AttentionConfig, p: Problem, a: Any) -> Any:
     """`[B, N, T]` (packed `[N, T]`) as `[B, K, G, T]` in whole blocks."""
-    a = _pad(a[None] if config.packed else a, 2, p.q.shape[2])
+    a = pad(a[None] if config.packed else a, 2, p.q.shape[2])
     return a.reshape(*p.groups, p.q.shape[2])
 
 
-def padded_queries(config: AttentionConfig, p: _Problem, x: Operands, a: Any) -> Any:
+def padded_queries(config: AttentionConfig, p: Problem, x: Operands, a: Any) -> Any:
     """`[B, T, N, E]` (packed `[T, N, E]`) as `[B, N, T, E]` in whole blocks."""
     a = a[None] if config.packed else a
     some = config.packed or x.q_lens is not None
-    a = _filled(a, p.q.shape[2], p.q_labels, some)
+    a = filled(a, p.q.shape[2], p.q_labels, some)
     return jnp.moveaxis(a, 1, 2).astype(p.q.dtype)
 
 
-def padded_keys(config: AttentionConfig, p: _Problem, x: Operands, a: Any) -> Any:
+def padded_keys(config: AttentionConfig, p: Problem, x: Operands, a: Any) -> Any:
     """`[B, S, K, D]` (packed `[S, K, D]`) as `[B, K, S, D]` in whole blocks."""
     a = a[None] if config.packed else a
     some = config.packed or x.kv_lens is not None
-    a = _filled(a, p.k.shape[2], p.kv_labels, some)
+    a = filled(a, p.k.shape[2], p.kv_labels, some)
     return jnp.moveaxis(a, 1, 2).astype(p.k.dtype)
 
 
 def gradients_of_block(
     config: AttentionConfig,
-    p: _Problem,
+    p: Problem,
     x: Operands,
     rows: Rows,
     wanted: Sequence[str],
@@ -385,7 +385,7 @@ def gradients_of_block(
     return made
 
 
-def _loop(count: Any, body: Any, state: Any) -> Any:
+def loop(count: Any, body: Any, state: Any) -> Any:
     """`fori_loop` with int32 indices, whatever jax's default integer is."""
     zero = jnp.zeros((), jnp.int32)
     return jax.lax.fori_loop(zero, jnp.asarray(count, jnp.int32), body, state)
@@ -406,13 +406,13 @@ def _block(a: Any, index: Any, size: int, axis: int) -> Any:
     return jax.lax.dynamic_slice_in_dim(a, index * size, size, axis)
 
 
-def _bias_block(p: _Problem, i: Any, j: Any) -> Any:
+def bias_block(p: Problem, i: Any, j: Any) -> Any:
     """The bias of a block as `[B, K, G, block_q, block_kv]` (or 1 for K and G)."""
     bias = _block(_block(p.bias, i, p.block_q, 2), j, p.block_kv, 3)
     return _to_heads(p, bias).astype(accumulator(p.q.dtype))
 
 
-def _to_heads(p: _Problem, a: Any) -> Any:
+def _to_heads(p: Problem, a: Any) -> Any:
     """`[b, n, ...]` shared by batch or heads as `[B, K, G, ...]`, K G 1 if shared."""
     batch, k, g = p.groups
     if 1 < a.shape[0] < batch:
@@ -422,7 +422,7 @@ def _to_heads(p: _Problem, a: Any) -> Any:
 
 
 def _scores(
-    config: AttentionConfig, p: _Problem, i: Any, j: Any
+    config: AttentionConfig, p: Problem, i: Any, j: Any
 ) -> tuple[Any, Any, Any]:
     """Scores of a block, who may attend, and the slope of the softcap (None without
     one): `[B, K, G, block_q, block_kv]`.
@@ -433,10 +433,10 @@ def _scores(
         capped = jnp.tanh(scores / config.softcap)
         scores, slope = config.softcap * capped, 1 - jnp.square(capped)
     if p.bias is not None:
-        scores = scores + _bias_block(p, i, j)
+        scores = scores + bias_block(p, i, j)
 
-    rows = _Labels(*(_block(a, i, p.block_q, 1)[:, :, None] for a in p.q_labels))
-    keys = _Labels(*(_block(a, j, p.block_kv, 1)[:, None, :] for a in p.kv_labels))
+    rows = Labels(*(_block(a, i, p.block_q, 1)[:, :, None] for a in p.q_labels))
+    keys = Labels(*(_block(a, j, p.block_kv, 1)[:, None, :] for a in p.kv_labels))
     allowed = rows.valid & keys.valid & (rows.owner == keys.owner)
     allowed &= rows.segment == keys.segment
     if config.window_left != OPEN:
@@ -452,7 +452,7 @@ def _scores(
     return scores, allowed, slope
 
 
-def _products(p: _Problem, i: Any, j: Any) -> Any:
+def _products(p: Problem, i: Any, j: Any) -> Any:
     """Q Kᵀ of a block, float32 or float64 `[B, K, G, block_q, block_kv]`.
 
     XLA's CPU backend lays out anew what stands on the right. Of few queries that is the
@@ -470,14 +470,14 @@ def _products(p: _Problem, i: Any, j: Any) -> Any:
     return jnp.einsum("bkgtd,bksd->bkgts", q, k, **how)
 
 
-def _select(p: _Problem, i: Any, j: Any, a: Any) -> Any:
+def _select(p: Problem, i: Any, j: Any, a: Any) -> Any:
     """Nothing of a tile that is not listed, not even a NaN."""
     if p.listed is None:
         return a
     return jnp.where(_to_heads(p, p.listed[:, :, i, j])[..., None, None], a, 0)
 
 
-def _add_bias(p: _Problem, total: Any, groups: Any, ds: Any, i: Any, j: Any) -> Any:
+def add_bias(p: Problem, total: Any, groups: Any, ds: Any, i: Any, j: Any) -> Any:
     """Adds a block of d_scores, summed over the batch and heads that share the bias."""
     batch, k, g = p.groups
     shared = members_of_a_row(batch, groups[0])
@@ -498,7 +498,7 @@ def _block_size(length: int, most: int) -> int:
     return most if length >= most else max(8, -(-length // 8) * 8)
 
 
-def _pad(a: Any, axis: int, length: int, value: Any = 0) -> Any:
+def pad(a: Any, axis: int, length: int, value: Any = 0) -> Any:
     missing = length - a.shape[axis]
     if not missing:
         return a
@@ -557,7 +557,7 @@ def keys_of_a_step(config: AttentionConfig, dtype: Any, size: Sizes) -> int:
     return config.xla_block_kv or 1 << (most.bit_length() - 1)
 
 
-def _filled(a: Any, length: int, labels: _Labels, some: bool) -> Any:
+def filled(a: Any, length: int, labels: Labels, some: bool) -> Any:
     """`[B, length, heads, D]` in whole blocks; `some` of the rows may not be read.
 
     What nobody may read may hold NaN: it is zeroed on the way. Without such rows this
@@ -565,12 +565,12 @@ def _filled(a: Any, length: int, labels: _Labels, some: bool) -> Any:
     """
     if length == a.shape[1] and not some:
         return a
-    return jnp.where(labels.valid[..., None, None], _pad(a, 1, length), 0)
+    return jnp.where(labels.valid[..., None, None], pad(a, 1, length), 0)
 
 
-def _problem(
+def problem_of(
     config: AttentionConfig, x: Operands, compute: Any, platform: str | None
-) -> _Problem:
+) -> Problem:
     size = sizes_of(config, x)
     on_left = has_few_queries(config, x, platform) and keys_on_left(size)
     if config.packed:
@@ -580,24 +580,24 @@ def _problem(
     t = max(1, -(-size.q_len // block_q)) * block_q
     s = max(1, -(-size.kv_len // block_kv)) * block_kv
 
-    q_labels, kv_labels = _labels(config, x, size, batch, t, s)
+    q_labels, kv_labels = labels_of(config, x, size, batch, t, s)
     compute = compute or x.q.dtype
     packed = config.packed
-    q = _filled(x.q, t, q_labels, packed or x.q_lens is not None).astype(compute)
+    q = filled(x.q, t, q_labels, packed or x.q_lens is not None).astype(compute)
     some_keys = packed or x.kv_lens is not None
-    k_all = _filled(x.k, s, kv_labels, some_keys).astype(compute)
-    v_all = _filled(x.v, s, kv_labels, some_keys).astype(compute)
+    k_all = filled(x.k, s, kv_labels, some_keys).astype(compute)
+    v_all = filled(x.v, s, kv_labels, some_keys).astype(compute)
     listed = tiles = None
     if x.tile_indices is not None:
         tiles = tile_map(config, x, size.kv_len)
         # An empty array still has one block, of padding.
-        tiles = _pad(tiles, 2, t // block_q, NOT_LISTED)
-        tiles = _pad(tiles, 3, s // block_kv, NOT_LISTED)
+        tiles = pad(tiles, 2, t // block_q, NOT_LISTED)
+        tiles = pad(tiles, 3, s // block_kv, NOT_LISTED)
         listed = tiles != NOT_LISTED
     bias = None
     if x.bias is not None:
-        bias = _pad(_pad(x.bias, 2, t), 3, s)
-    return _Problem(
+        bias = pad(pad(x.bias, 2, t), 3, s)
+    return Problem(
         size,
         block_q,
         block_kv,
@@ -614,10 +614,10 @@ def _problem(
     )
 
 
-def _labels(
+def labels_of(
     config: AttentionConfig, x: Operands, size: Sizes, batch: int, t: int, s: int
-) -> tuple[_Labels, _Labels]:
-    def side(length: int, padded: int, cu: Any, lens: Any, segments: Any) -> _Labels:
+) -> tuple[Labels, Labels]:
+    def side(length: int, padded: int, cu: Any, lens: Any, segments: Any) -> Labels:
         index = jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32), (batch, padded))
         valid = index < length
         owner = jnp.zeros_like(index)
@@ -630,9 +630,9 @@ def _labels(
         if lens is not None:
             valid &= index < lens[:, None]
         segment = (
-            jnp.zeros_like(index) if segments is None else _pad(segments, 1, padded)
+            jnp.zeros_like(index) if segments is None else pad(segments, 1, padded)
         )
-        return _Labels(position, position, owner, segment, valid)
+        return Labels(position, position, owner, segment, valid)
 
     q = side(size.q_len, t, x.cu_q, x.q_lens, x.q_segments)
     kv = side(size.kv_len, s, x.cu_kv, x.kv_lens, x.kv_segments)
@@ -643,8 +643,8 @@ def _labels(
     return q._replace(first=first, last=last), kv
 
 
-def _visits(
-    config: AttentionConfig, p: _Problem, transposed: bool = False
+def visits(
+    config: AttentionConfig, p: Problem, transposed: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """Which blocks each block visits: indices `[rows, blocks]` and counts `[rows]`.
 
@@ -673,7 +673,7 @@ def _visits(
     return order, seen.sum(1, dtype=jnp.int32)
 
 
-def _ranges(labels: _Labels, block: int) -> dict[str, tuple[Any, Any]]:
+def _ranges(labels: Labels, block: int) -> dict[str, tuple[Any, Any]]:
     """Smallest and largest of each label over the valid rows of each block."""
 
     def range_of(values: Any) -> tuple[Any, Any]:

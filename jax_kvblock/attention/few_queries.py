@@ -55,7 +55,7 @@ def forward(
 
         parts = jax.eval_shape(attend, jnp.zeros((), jnp.int32))
         carry = tuple(jnp.zeros((batch, *a.shape[1:]), a.dtype) for a in parts)
-        made = blocked._loop(batch // members, put, carry)
+        made = blocked.loop(batch // members, put, carry)
     o, *lse = (a.reshape(batch, size.num_heads, *a.shape[3:]) for a in made)
     o = jnp.moveaxis(o, 1, 2)
     if config.packed:
@@ -65,13 +65,13 @@ def forward(
 
 def _whole_problem(
     config: AttentionConfig, x: Operands, size: Sizes, block_kv: int, compute: Any
-) -> blocked._Problem:
+) -> blocked.Problem:
     """All of the call but its keys and values, which stay where they lie."""
     batch, padded = x.q.shape[0], -(-size.kv_len // block_kv) * block_kv
-    labels = blocked._labels(config, x, size, batch, size.q_len, padded)
+    labels = blocked.labels_of(config, x, size, batch, size.q_len, padded)
     some = config.packed or x.q_lens is not None
-    q = blocked._filled(x.q, size.q_len, labels[0], some)
-    return blocked._Problem(
+    q = blocked.filled(x.q, size.q_len, labels[0], some)
+    return blocked.Problem(
         size=size,
         block_q=size.q_len,
         block_kv=block_kv,
@@ -87,8 +87,8 @@ def _whole_problem(
 
 
 def _members_from(
-    first: Any, members: int, x: Operands, p: blocked._Problem
-) -> tuple[Operands, blocked._Problem]:
+    first: Any, members: int, x: Operands, p: blocked.Problem
+) -> tuple[Operands, blocked.Problem]:
     """Their queries, labels and sinks; keys, values and bias stay whole."""
     mine = jax.tree.map(
         lambda a: jax.lax.dynamic_slice_in_dim(a, first, members, 0),
@@ -98,7 +98,7 @@ def _members_from(
 
 
 def _attend(
-    config: AttentionConfig, x: Operands, p: blocked._Problem, first: Any
+    config: AttentionConfig, x: Operands, p: blocked.Problem, first: Any
 ) -> tuple[Any, ...]:
     """o `[members, K, G, T, Dv]`, and the parts of lse, of the members from `first`."""
 
@@ -111,12 +111,12 @@ def _attend(
     if blocks == 1:
         state = add(0, state)
     elif blocks == 2:  # to find out which to visit takes as long as to visit both
-        state = blocked._loop(blocks, add, state)
+        state = blocked.loop(blocks, add, state)
     else:
-        order, counts = blocked._visits(config, p)
+        order, counts = blocked.visits(config, p)
         visit = lambda c, state: add(order[0, c], state)  # noqa: E731
-        state = blocked._loop(counts[0], visit, state)
-    o, lse = blocked._finish(x, p, 0, *state)
+        state = blocked.loop(counts[0], visit, state)
+    o, lse = blocked.finish(x, p, 0, *state)
     return (o, *lse.parts)
 
 
@@ -132,8 +132,8 @@ def steps(config: AttentionConfig, x: Operands, size: Sizes) -> tuple[int, int]:
 
 
 def _block_of_keys(
-    config: AttentionConfig, x: Operands, p: blocked._Problem, first: Any, j: Any
-) -> blocked._Problem:
+    config: AttentionConfig, x: Operands, p: blocked.Problem, first: Any, j: Any
+) -> blocked.Problem:
     """Block j as a problem of its own.
 
     The last block ends with the keys; those that it shares with the one before do not
@@ -143,7 +143,7 @@ def _block_of_keys(
     start = j * length
     if s % length:
         start = jnp.minimum(start, s - length)
-    labels = blocked._Labels(
+    labels = blocked.Labels(
         *(jax.lax.dynamic_slice_in_dim(a, start, length, 1) for a in p.kv_labels)
     )
 

@@ -132,7 +132,7 @@ def _change(
 
     Shaped like what is wanted, in float32 or float64. o and delta need no d_o.
     """
-    p = blocked._problem(config, x, compute, platform)
+    p = blocked.problem_of(config, x, compute, platform)
     rows = blocked.rows_of(config, p, x, lse, delta, d_o)
     at = {"q": p.q, "k": p.k, "v": p.v, "lse": rows.rest}
     at |= {"delta": rows.delta, "o": rows.d_o}
@@ -156,7 +156,7 @@ def _change(
         here = dict(at)
         for along in moves:
             if "bias" in along:  # what scores change by, whoever shares the bias
-                shift = blocked._bias_block(p._replace(bias=along["bias"]), i, j)
+                shift = blocked.bias_block(p._replace(bias=along["bias"]), i, j)
                 along = along | {"bias": shift}
                 here["bias"] = jnp.zeros_like(shift)
             change = _along(change, along)
@@ -178,7 +178,7 @@ def _along(f: Callable[[Arrays], Any], direction: Arrays) -> Callable[[Arrays], 
 
 def _padded(
     config: AttentionConfig,
-    p: blocked._Problem,
+    p: blocked.Problem,
     x: Operands,
     rows: blocked.Rows,
     name: str,
@@ -189,7 +189,7 @@ def _padded(
         outside = jnp.isposinf(rows.rest)
         return jnp.where(outside, 0, blocked.padded_rows(config, p, a))
     if name == "bias":
-        return blocked._pad(blocked._pad(a, 2, p.q.shape[2]), 3, p.k.shape[2])
+        return blocked.pad(blocked.pad(a, 2, p.q.shape[2]), 3, p.k.shape[2])
     if name in KEYS:
         return blocked.padded_keys(config, p, x, a)
     return blocked.padded_queries(config, p, x, a)
@@ -197,7 +197,7 @@ def _padded(
 
 def _add_up(
     config: AttentionConfig,
-    p: blocked._Problem,
+    p: blocked.Problem,
     x: Operands,
     wanted: Sequence[str],
     of_block: Callable[[Any, Any], Arrays],
@@ -215,13 +215,13 @@ def _add_up(
 
     def add(name: str, total: Any, a: Any, i: Any, j: Any) -> Any:
         if name == "bias":
-            return blocked._add_bias(p, total, shared, a, i, j)
+            return blocked.add_bias(p, total, shared, a, i, j)
         axis, index, block = (2, j, p.block_kv) if name in KEYS else (3, i, p.block_q)
         at = index * block
         a = a + jax.lax.dynamic_slice_in_dim(total, at, block, axis)
         return jax.lax.dynamic_update_slice_in_dim(total, a, at, axis)
 
-    order, counts = blocked._visits(config, p)
+    order, counts = blocked.visits(config, p)
 
     def one_block(i: Any, totals: dict[str, Any]) -> dict[str, Any]:
         def step(c: Any, totals: dict[str, Any]) -> dict[str, Any]:
@@ -229,7 +229,7 @@ def _add_up(
             made = of_block(i, j)
             return {n: add(n, total, made[n], i, j) for n, total in totals.items()}
 
-        return blocked._loop(counts[i], step, totals)
+        return blocked.loop(counts[i], step, totals)
 
     def cropped(name: str, a: Any) -> Any:
         if name == "bias":
@@ -242,5 +242,5 @@ def _add_up(
         return a[0] if config.packed else a
 
     zeros = {n: jnp.zeros(shapes[n], accumulator(x.q.dtype)) for n in wanted}
-    totals = blocked._loop(t // p.block_q, one_block, zeros)
+    totals = blocked.loop(t // p.block_q, one_block, zeros)
     return {name: cropped(name, totals[name]) for name in wanted}
