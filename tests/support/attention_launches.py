@@ -190,6 +190,27 @@ def tiles(a: Attention, arrays: Arrays) -> None:
     a.tile_counts, a.tile_counts_t = arrays.ints(3, 1), arrays.ints(1, 2)
 
 
+def partial(a: Attention, arrays: Arrays) -> None:
+    tiles(a, arrays)
+    flag = 1 << 30  # KVBLOCK_ATTENTION_PARTIAL, of tiles 0, 0 and 1, 1
+    lists, lists_t = [[1, -1, flag], [1 + flag, 9, 9]], [[flag, 9, 9], [0, 1 + flag, 9]]
+    a.tile_indices = arrays.of(np.array(lists, np.int32))
+    a.tile_indices_t = arrays.of(np.array(lists_t, np.int32))
+    a.tile_map, a.num_tile_masks = arrays.ints(1, -1, -1, 0), 2
+    a.tile_masks = arrays.of(RNG.integers(0, 2**32, (2, 128, 4), np.uint32))
+
+
+# Few queries, whose keys are shared out.
+def few(a: Attention, arrays: Arrays) -> None:
+    a.q_len, a.kv_len, a.batch = 3, 1700, 2
+
+
+def few_lengths(a: Attention, arrays: Arrays) -> None:
+    a.q_len, a.kv_len, a.batch, a.num_heads, a.window_right = 16, 700, 70, 6, 0
+    a.kv_lens = arrays.of(np.arange(a.batch, dtype=np.int32) * 10)
+    a.shift = arrays.of(np.arange(a.batch, dtype=np.int32) * 10 - 16)
+
+
 # What only the Hopper kernels have: rings of up to eight steps, which come round, ...
 def long_q(a: Attention, arrays: Arrays) -> None:
     a.q_len, a.num_heads = 1160, 1
@@ -216,11 +237,14 @@ def counted(a: Attention, arrays: Arrays) -> None:
     a.kv_lens = arrays.of(np.arange(a.batch, dtype=np.int32) * 6)
 
 
-OPTIONS = (plain, causal, lengths, packed, segments, softcap, bias, everything, tiles)
+OPTIONS = (
+    *(plain, causal, lengths, packed, segments, softcap, bias, everything, tiles),
+    *(partial, few, few_lengths),
+)
 HOPPER_OPTIONS = (long_q, long_kv, rounds, rounds_alone, counted)
-FORWARD_ONLY = (rounds, rounds_alone, counted)
+FORWARD_ONLY = (rounds, rounds_alone, counted, few, few_lengths)
 TURNS = (causal, lengths, packed)  # dq is added in turns
-NO_DQ = (tiles,)
+NO_DQ = (tiles, partial)
 
 
 def run(library: Any, kernels: str, option: Any, dims: str, dtype: int) -> int:
@@ -257,6 +281,10 @@ def run(library: Any, kernels: str, option: Any, dims: str, dtype: int) -> int:
         if a.kernels == SM90 and option in TURNS:
             a.dq_turns = arrays.empty(dq_tiles * a.num_heads * 4)
 
+    library.kvblock_attention_workspace.restype = ctypes.c_int64
+    call = a.of("forward").call
+    if size := library.kvblock_attention_workspace(ctypes.byref(call)):
+        a.workspace = arrays.empty(size)
     passes = ["forward"]
     if option not in FORWARD_ONLY:
         passes.append("backward_kv")
