@@ -21,6 +21,7 @@ import bars
 import bench_attention
 import bench_attention_cpu
 import bench_cpu
+import bench_decode
 import bench_host
 import bench_layouts
 import bench_objects
@@ -34,10 +35,11 @@ BENCHES: dict[str, common.Bench] = {
     "layouts": bench_layouts.bench,
     "cpu": bench_cpu.bench,
     "attention": bench_attention.bench,
+    "decode": bench_decode.bench,
     "attention-cpu": bench_attention_cpu.bench,
 }
 # Each benchmark measures the ceilings it needs itself, in its own run.
-ON_GPU = ("objects", "host", "layouts", "attention")
+ON_GPU = ("objects", "host", "layouts", "attention", "decode")
 ON_CPU = ("objects", "host", "cpu", "attention-cpu")
 
 

@@ -5,8 +5,8 @@
 Calls the attention launchers by the C interface, without jax. In each of nine rounds
 both libraries compute the same call for about 12 ms, and the order changes; a row is
 the median of the rounds' ratios, old time / new time. Needs torch on a Hopper GPU.
-A library whose struct is not this source tree's needs --old-without FIELD for each
-member that it lacks.
+A library of before attention's struct was split by pass needs --old-flat, and
+--old-without FIELD for each member that its struct lacks besides (base).
 """
 
 from __future__ import annotations
@@ -47,24 +47,45 @@ CASES: tuple[tuple[str, int, int, int, int, int, int, dict[str, Any]], ...] = (
 )
 
 
-class Library:
-    """A build, and the struct that it was compiled with."""
+# What the flat struct did not have.
+LATER = ("tile_map", "tile_masks", "num_tile_masks", "workspace")
 
-    def __init__(self, path: str, lacks: list[str]) -> None:
+
+class Library:
+    """A build, and the struct that it was compiled with.
+
+    flat: one struct for all passes, without the members that it lacks.
+    """
+
+    def __init__(self, path: str, flat: bool = False, lacks: Any = ()) -> None:
+        lacks = {*lacks, *(LATER if flat else ())}
         left = [field for field in Attention._fields_ if field[0] not in lacks]
-        self.struct = type("Struct", (ctypes.Structure,), {"_fields_": left})
-        self.members = {field[0] for field in left}
-        library = ctypes.CDLL(path)
+        made = {"_fields_": left}
+        self.struct = type("Struct", (ctypes.Structure,), made) if flat else Attention
+        self.flat, self.members = flat, {field[0] for field in left}
+        self.library = ctypes.CDLL(path)
         self.launchers = {}
         for name in ("forward", "backward_kv"):
-            launcher = getattr(library, f"kvblock_attention_{name}")
+            launcher = getattr(self.library, f"kvblock_attention_{name}")
             launcher.restype = ctypes.c_char_p
-            launcher.argtypes = [ctypes.POINTER(self.struct), ctypes.c_void_p]
+            launcher.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
             self.launchers[name] = launcher
+
+    def workspace(self, call: Any) -> Any:
+        """What a forward call works in, or None."""
+        if self.flat:
+            return None
+        sized = self.library.kvblock_attention_workspace
+        sized.restype = ctypes.c_int64
+        size = sized(ctypes.byref(call.of("forward").call))
+        return torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
 
     def time(self, name: str, members: dict[str, Any], times: int) -> float:
         """Milliseconds of a call, by events around some of them."""
         call = self.struct(**{k: v for k, v in members.items() if k in self.members})
+        if (workspace := self.workspace(call)) is not None:
+            call.workspace = workspace.data_ptr()
+        call = call if self.flat else call.of(name)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         stream = torch.cuda.current_stream().cuda_stream
         start.record()
@@ -147,10 +168,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("old")
     parser.add_argument("new")
+    parser.add_argument("--old-flat", action="store_true")
     parser.add_argument("--old-without", action="append", default=[], metavar="FIELD")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    old, new = Library(options.old, options.old_without), Library(options.new, [])
+    old = Library(options.old, options.old_flat, options.old_without)
+    new = Library(options.new)
     warm = torch.randn(8192, 8192, device="cuda").bfloat16()
     for _ in range(60):
         warm @ warm
