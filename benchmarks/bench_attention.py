@@ -49,6 +49,7 @@ def bench(options: argparse.Namespace, results: Results) -> None:
         _options(case, results, options.quick)
         _memory(case, results)
         _tiles(case, results, options.quick)
+        _masks(case, results, options.quick)
 
 
 def _small(case: Any) -> Any:
@@ -268,7 +269,7 @@ def _memory(case: Any, results: Results) -> None:
 
     config, x = flash.arguments.normalize("bench", q, k, v, causal=case.causal)
     o, lse = flash.attention(config, x)
-    compiled = jax.jit(backward).lower((x, o, lse), d_o, lse).compile()
+    compiled = jax.jit(backward).lower(o, lse, d_o, lse).compile()
     temp = compiled.memory_analysis().temp_size_in_bytes
     results.add(f"{case.name} / backward", OURS, "temporaries", temp, "B")
     limit = 4 * q.size + 2 * _lse_bytes(case) + (1 << 20)
@@ -301,6 +302,39 @@ def _tiles(case: Any, results: Results, quick: bool) -> None:
         backward = seconds["both"] - seconds["forward"]
         case_name = f"{case.name.replace('causal', 'tiles')} / backward"
         results.add(case_name, name, "time", backward * 1e3, "ms")
+
+
+def _masks(case: Any, results: Results, quick: bool) -> None:
+    """Eight documents, causal, as segments and as a mask of tiles with bits."""
+    inputs = _inputs(case)
+    ends = np.sort(np.random.default_rng(0).integers(0, case.length, 7))
+    document = np.searchsorted(ends, np.arange(case.length), side="right")
+    ids = jnp.broadcast_to(jnp.asarray(document, jnp.int32), (case.batch, case.length))
+    tiles = AttentionTiles.from_mask(
+        lambda b, h, i, j: (i >= j) & (document[i] == document[j]),
+        q_len=case.length,
+        kv_len=case.length,
+    )
+    by_name = {
+        f"{OURS}, segments": {"causal": True, "segment_ids": ids},
+        f"{OURS}, mask": {"tiles": tiles},
+    }
+    running = {
+        name: _jax_calls(
+            lambda q, k, v, how=how: flash_attention(q, k, v, **how), inputs
+        )
+        for name, how in by_name.items()
+    }
+    out = {name: np.asarray(calls["forward"]()) for name, calls in running.items()}
+    apart = np.abs(np.subtract(*(x.astype(np.float32) for x in out.values()))).max()
+    assert apart < 0.05, f"the mask is not the segments: {apart}"
+    for name, seconds in _times(running, quick).items():
+        for what, value in (
+            ("forward", seconds["forward"]),
+            ("backward", seconds["both"] - seconds["forward"]),
+        ):
+            work = f"{case.name.replace('causal', 'documents')} / {what}"
+            results.add(work, name, "time", value * 1e3, "ms")
 
 
 if __name__ == "__main__":

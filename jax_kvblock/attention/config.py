@@ -11,7 +11,7 @@ import json
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.export
@@ -21,6 +21,9 @@ import numpy as np
 from jax_kvblock.attention.mask_tiles import MaskFunction, tiles_of_mask
 from jax_kvblock.core.checks import to_jax
 from jax_kvblock.core.types import ArrayIn
+
+if TYPE_CHECKING:
+    from jaxtyping import Bool
 
 OPEN = -1  # a window side without a bound
 
@@ -62,7 +65,7 @@ class AttentionTiles:
     @classmethod
     def from_mask(
         cls,
-        mask: ArrayIn | MaskFunction,
+        mask: Bool[ArrayIn, "*heads T S"] | MaskFunction,
         *,
         q_len: int | None = None,
         kv_len: int | None = None,
