@@ -176,6 +176,7 @@ def _slice(a: jax.Array, starts: tuple, shape: tuple[int, ...]) -> jax.Array:
     """
     if a.shape == shape:
         return a
+    starts = tuple(jnp.asarray(start, jnp.int32) for start in starts)
     if a.dtype.itemsize != 2:
         return jax.lax.dynamic_slice(a, starts, shape)
     a, starts = jax.lax.optimization_barrier((a, starts))

@@ -20,6 +20,7 @@ from attention_model import (
     draw,
     draw_bias,
     jit,
+    truth,
 )
 
 from jax_kvblock import flash_attention
@@ -110,6 +111,18 @@ def test_packed_sequences(rng, implementation, dtype, causal):
     q = call.arrays["q"].at[0].set(jnp.nan).at[5].set(jnp.nan)
     call = call.replace(cu_seqlens=(cu_q, cu_kv), q=q, q_offset=i32(999, 0, 87, 959))
     assert_exact(call.replace(**junk), implementation, gradients=False)
+
+
+def test_float64(rng):
+    """In 64-bit mode, where the default integer is int64, and promotion is strict."""
+    call = draw(rng, q_len=2, **SIZES)
+    how = {"causal": True, "q_offset": i32(2098, 900, 3), "kv_lens": i32(*LENS)}
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        arrays = {n: x.astype(jnp.float64) for n, x in call.arrays.items()}
+        bias = jnp.zeros((3, 1, 2, KEYS), jnp.float64)
+        got = jit(functools.partial(flash_attention, **how))(**arrays, bias=bias)
+        assert got.dtype == jnp.float64
+    assert_close(got, truth(call.replace(**how))["out"])
 
 
 # ---- how it comes about --------------------------------------------------------------
