@@ -126,6 +126,7 @@ FEW = Case("bfloat16", 64, 64, 1, 4, 1, 1, 300, 0, name="few queries")
 SHARED = {
     "one query": FEW,
     "no keys": dataclasses.replace(FEW, kv_len=1, lengths=True, batch=3),
+    "no keys at all": dataclasses.replace(FEW, kv_len=0, sinks=1),
     "units whole and cut": dataclasses.replace(
         FEW, batch=3, heads=6, kv_heads=2, kv_len=520
     ),

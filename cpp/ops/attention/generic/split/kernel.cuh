@@ -127,7 +127,8 @@ class SplitForward {
   }
 
   // The A operand of this warp's rows of Q, straight from memory: a load of 4 bytes fills a
-  // register. Rows that do not exist are zeros, and see every key there is; nobody reads theirs.
+  // register. Rows past q_lens are zeros, too. Those that do not exist see every key there is;
+  // nobody reads theirs.
   __device__ __forceinline__ void Begin(const Place& at) {
     const PackedRows packed(p_, at.kv_head);
     const Sequence& s = at.rows.sequence;
@@ -136,17 +137,18 @@ class SplitForward {
       const int row = at.rows.first_row + Row(half);
       const bool there = row < packed.count;
       const int query = packed.Query(row);
+      const bool read = there && query < s.q_len;
       first_[half] = there ? s.FirstKey(query) : 0;
       end_[half] = !there ? INT32_MAX : query < s.q_len ? s.EndKey(query) : 0;
       const T* const q =
-          static_cast<const T*>(p_.q) + (there ? packed.Index(p_, s, row) : 0) * p_.head_dim;
+          static_cast<const T*>(p_.q) + (read ? packed.Index(p_, s, row) : 0) * p_.head_dim;
 #pragma unroll
       for (int step = 0; step < kDim / 16; ++step) {
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
           const int column = step * 16 + side * 8 + Lane() % 4 * 2;
           queries_.held[step][0][side * 2 + half] =
-              there && column < p_.head_dim ? *reinterpret_cast<const uint32_t*>(q + column) : 0;
+              read && column < p_.head_dim ? *reinterpret_cast<const uint32_t*>(q + column) : 0;
         }
       }
     }
@@ -170,7 +172,7 @@ class SplitForward {
     const bool whole =
         max(first_[0], first_[1]) <= key && min(end_[0], end_[1]) >= key + Traits::kKeys;
     if (!__all_sync(~0u, whole)) MaskKeys(key);
-    if (p_.q_segments != nullptr) MaskSegmentsOf(at, key);
+    if (p_.q_segments != nullptr && p_.kv_len > 0) MaskSegmentsOf(at, key);
     Rescale<Traits>(p_, rows_, rules_.to_log2);
     Accumulate<Traits>(p_, rows_, rules_.to_log2, v_tile, Lane());
   }
