@@ -4,10 +4,7 @@ Serves wherever there is no kernel, and float64. The method is FlashAttention-2'
 online softmax over the blocks of keys that a block of queries can see (forward), and
 the probabilities recomputed from the log-sum-exp (backward).
 
-Every mask comes down to one list: `visits` says for each block of queries which blocks
-of keys it can see, and the loops walk that list, so blocks that are masked whole cost
-nothing. Within a block, positions and labels decide: a query attends to a key when
-their labels (sequence, segment) are equal and the key's position is in its window.
+The loops walk the blocks that can see each other (block_problem.py).
 """
 
 from __future__ import annotations
@@ -18,61 +15,26 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_kvblock.attention.block_problem import (
+    Labels,
+    Problem,
+    block_of,
+    filled,
+    pad,
+    problem_of,
+    visits,
+)
 from jax_kvblock.attention.config import (
     OPEN,
     AttentionConfig,
     Operands,
-    Sizes,
     accumulator,
     members_of_a_row,
     row_of_each,
     sizes_of,
 )
-from jax_kvblock.attention.dense import NOT_LISTED, tile_bits, tile_map, window_of
+from jax_kvblock.attention.dense import tile_bits
 from jax_kvblock.attention.ops import MOST_ABOVE_BASE, LogSumExp
-
-# Of keys, and again of values, a step with few queries holds about this much. On two
-# Xeon cores with 2 MiB of second-level cache each 256 keys of 8 heads of 64 in float32
-# were the best.
-_STEP_BYTES = 2**19
-
-
-class Labels(NamedTuple):
-    """Where queries or keys stand: int32 `[B, length]` each."""
-
-    first: jax.Array  # the keys that a query's window begins and ends with; a key's
-    last: jax.Array  # own position, twice
-    owner: jax.Array  # the sequence of a packed row; 0 elsewhere
-    segment: jax.Array
-    valid: jax.Array  # bool: a real row, not padding
-
-
-class Problem(NamedTuple):
-    """A call as the loops see it: padded to whole blocks, heads grouped."""
-
-    size: Sizes  # of one padded batch member
-    block_q: int
-    block_kv: int
-    q: jax.Array  # [B, N, T, D]; grouped, XLA would copy it before a loop
-    k: Any  # [B, K, S, D]; not of few queries, nor v
-    v: Any  # [B, K, S, E]
-    bias: Any  # [b, n, T, S], or None
-    q_labels: Labels
-    kv_labels: Labels
-    listed: Any  # bool [b, n, T / block_q, S / block_kv], or None
-    tiles: Any = None  # dense.tile_map, shaped alike
-    masks: Any = None  # the bits of partial tiles, or None where all are full
-    keys_on_left: bool = False  # of the product of queries and keys
-
-    @property
-    def groups(self) -> tuple[int, int, int]:
-        """B, K and G."""
-        return self.q.shape[0], self.size.num_kv_heads, self.size.group
-
-    def query_block(self, a: Any, i: Any) -> Any:
-        """Block i of `[B, N, T, ...]` as `[B, K, G, block_q, ...]`."""
-        a = _block(a, i, self.block_q, 2)
-        return a.reshape(*self.groups, *a.shape[2:])
 
 
 def forward(
@@ -156,7 +118,7 @@ def add_block(
     base = jnp.where(jnp.isneginf(new_top), 0, new_top)
     weights = jnp.exp(scores - base[..., None])
     shrink = jnp.exp(top - base)
-    added = _dot("bkgts,bkse->bkgte", weights, _block(p.v, j, p.block_kv, 2), x)
+    added = _dot("bkgts,bkse->bkgte", weights, block_of(p.v, j, p.block_kv, 2), x)
     added = _select(p, i, j, added)
     o = o * shrink[..., None] + added
     return o, new_top, total * shrink + weights.sum(-1)
@@ -177,7 +139,7 @@ def finish(
         top = new_top
     empty = total == 0
     safe = jnp.where(empty, 1, total)
-    real = _block(p.q_labels.valid, i, p.block_q, 1)[:, None, None]
+    real = block_of(p.q_labels.valid, i, p.block_q, 1)[:, None, None]
     o = jnp.where(real[..., None], o / safe[..., None], 0).astype(x.q.dtype)
     seen, rest = real & ~empty, jnp.log(safe)
     if p.bias is None:
@@ -343,17 +305,17 @@ def gradients_of_block(
     wanted. For o and delta neither d_o nor delta is needed. `shift` is added to scores.
     """
     q_i = p.query_block(p.q, i)
-    k_j, v_j = (_block(a, j, p.block_kv, 2) for a in (p.k, p.v))
+    k_j, v_j = (block_of(a, j, p.block_kv, 2) for a in (p.k, p.v))
     scores, allowed, slope = _scores(config, p, i, j)
     if shift is not None:
         scores = scores + shift
     if rows.base is not None:
-        scores = scores - _block(rows.base, i, p.block_q, 3)[..., None]
+        scores = scores - block_of(rows.base, i, p.block_q, 3)[..., None]
         # Where large scores lie far apart, one may round up here that rounded down in
         # the forward pass. It moves as any other.
         most = MOST_ABOVE_BASE + (scores - jax.lax.stop_gradient(scores))
         scores = jnp.where(scores > MOST_ABOVE_BASE, most, scores)
-    rest_i = _block(rows.rest, i, p.block_q, 3)[..., None]
+    rest_i = block_of(rows.rest, i, p.block_q, 3)[..., None]
     weights = jnp.where(allowed, jnp.exp(scores - rest_i), 0)
     made = {}
     if "o" in wanted:
@@ -368,7 +330,7 @@ def gradients_of_block(
         dv = _select(p, i, j, _dot("bkgts,bkgte->bkgse", weights, d_o_i, x))
         made["v"] = dv.sum(2)
     dw = _dot("bkgte,bkse->bkgts", d_o_i, v_j, x)
-    ds = weights * (dw - _block(rows.delta, i, p.block_q, 3)[..., None])
+    ds = weights * (dw - block_of(rows.delta, i, p.block_q, 3)[..., None])
     ds = jnp.where(allowed, ds, 0)
     if "bias" in wanted:
         made["bias"] = ds
@@ -402,13 +364,9 @@ def _dot(equation: str, a: Any, b: Any, x: Operands) -> Any:
     )
 
 
-def _block(a: Any, index: Any, size: int, axis: int) -> Any:
-    return jax.lax.dynamic_slice_in_dim(a, index * size, size, axis)
-
-
 def bias_block(p: Problem, i: Any, j: Any) -> Any:
     """The bias of a block as `[B, K, G, block_q, block_kv]` (or 1 for K and G)."""
-    bias = _block(_block(p.bias, i, p.block_q, 2), j, p.block_kv, 3)
+    bias = block_of(block_of(p.bias, i, p.block_q, 2), j, p.block_kv, 3)
     return _to_heads(p, bias).astype(accumulator(p.q.dtype))
 
 
@@ -435,8 +393,8 @@ def _scores(
     if p.bias is not None:
         scores = scores + bias_block(p, i, j)
 
-    rows = Labels(*(_block(a, i, p.block_q, 1)[:, :, None] for a in p.q_labels))
-    keys = Labels(*(_block(a, j, p.block_kv, 1)[:, None, :] for a in p.kv_labels))
+    rows = Labels(*(block_of(a, i, p.block_q, 1)[:, :, None] for a in p.q_labels))
+    keys = Labels(*(block_of(a, j, p.block_kv, 1)[:, None, :] for a in p.kv_labels))
     allowed = rows.valid & keys.valid & (rows.owner == keys.owner)
     allowed &= rows.segment == keys.segment
     if config.window_left != OPEN:
@@ -460,7 +418,7 @@ def _products(p: Problem, i: Any, j: Any) -> Any:
     alike no more, and what cancels in gradients would not.
     """
     q = p.query_block(p.q, i)
-    k = _block(p.k, j, p.block_kv, 2)
+    k = block_of(p.k, j, p.block_kv, 2)
     how: dict[str, Any] = {
         "precision": jax.lax.Precision.HIGHEST,
         "preferred_element_type": accumulator(p.q.dtype),
@@ -488,200 +446,3 @@ def add_bias(p: Problem, total: Any, groups: Any, ds: Any, i: Any, j: Any) -> An
     at = (zero, zero, i * p.block_q, j * p.block_kv)
     ds = ds + jax.lax.dynamic_slice(total, at, ds.shape)
     return jax.lax.dynamic_update_slice(total, ds, at)
-
-
-# ---- the problem ---------------------------------------------------------------------
-
-
-def _block_size(length: int, most: int) -> int:
-    """At most `most`, and little padding for short arrays."""
-    return most if length >= most else max(8, -(-length // 8) * 8)
-
-
-def pad(a: Any, axis: int, length: int, value: Any = 0) -> Any:
-    missing = length - a.shape[axis]
-    if not missing:
-        return a
-    widths = [(0, 0)] * a.ndim
-    widths[axis] = (0, missing)
-    return jnp.pad(a, widths, constant_values=value)
-
-
-def default_blocks(platform: str | None) -> tuple[int, int]:
-    """(block_q, block_kv) for long sequences.
-
-    A CPU likes scores that stay in its
-    second-level cache: 128 x 256 took 0.4 to 0.9 of the time of 256 x 512 (two EPYC
-    cores, T = S = 512 and 2048, head dim 64). Elsewhere each block is a handful of
-    kernel launches, so there are fewer of them.
-    """
-    return (128, 256) if platform == "cpu" else (256, 512)
-
-
-def block_sizes(
-    config: AttentionConfig, size: Sizes, platform: str | None
-) -> tuple[int, int]:
-    """(block_q, block_kv) of a call: those of its tile lists, its own, or defaults."""
-    block_q, block_kv = default_blocks(platform)
-    return (
-        config.block_q or _block_size(size.q_len, config.xla_block_q or block_q),
-        config.block_kv or _block_size(size.kv_len, config.xla_block_kv or block_kv),
-    )
-
-
-def has_few_queries(config: AttentionConfig, x: Operands, platform: str | None) -> bool:
-    """Whether all queries are one block, and keys are many more, on a CPU.
-
-    Tile lists speak of whole blocks of queries. With about as many queries as keys in a
-    block, what is copied does not matter, and `forward` is a little faster.
-    """
-    size = sizes_of(config, x)
-    if platform != "cpu" or x.tile_indices is not None or 0 in (*x.q.shape, *x.v.shape):
-        return False
-    most, _ = default_blocks(platform)
-    few = size.q_len <= (config.xla_block_q or most)
-    many_keys = size.kv_len > keys_of_a_step(config, x.q.dtype, size)
-    return few and (many_keys or size.kv_len >= 32 * size.q_len)
-
-
-def keys_on_left(size: Sizes) -> bool:
-    """Of few queries: whether the scores take less to lay out anew than the keys."""
-    return 4 * size.group * size.q_len <= size.head_dim
-
-
-def keys_of_a_step(config: AttentionConfig, dtype: Any, size: Sizes) -> int:
-    """With few queries: a power of two from 256 to 1024, unless the caller says."""
-    width = accumulator(dtype).itemsize
-    of_a_key = width * size.num_kv_heads * max(size.head_dim, size.value_dim)
-    most = min(max(_STEP_BYTES // of_a_key, 256), 1024)
-    return config.xla_block_kv or 1 << (most.bit_length() - 1)
-
-
-def filled(a: Any, length: int, labels: Labels, some: bool) -> Any:
-    """`[B, length, heads, D]` in whole blocks; `some` of the rows may not be read.
-
-    What nobody may read may hold NaN: it is zeroed on the way. Without such rows this
-    is the array itself, not a copy.
-    """
-    if length == a.shape[1] and not some:
-        return a
-    return jnp.where(labels.valid[..., None, None], pad(a, 1, length), 0)
-
-
-def problem_of(
-    config: AttentionConfig, x: Operands, compute: Any, platform: str | None
-) -> Problem:
-    size = sizes_of(config, x)
-    on_left = has_few_queries(config, x, platform) and keys_on_left(size)
-    if config.packed:
-        x = x._replace(q=x.q[None], k=x.k[None], v=x.v[None])
-    batch = x.q.shape[0]
-    block_q, block_kv = block_sizes(config, size, platform)
-    t = max(1, -(-size.q_len // block_q)) * block_q
-    s = max(1, -(-size.kv_len // block_kv)) * block_kv
-
-    q_labels, kv_labels = labels_of(config, x, size, batch, t, s)
-    compute = compute or x.q.dtype
-    packed = config.packed
-    q = filled(x.q, t, q_labels, packed or x.q_lens is not None).astype(compute)
-    some_keys = packed or x.kv_lens is not None
-    k_all = filled(x.k, s, kv_labels, some_keys).astype(compute)
-    v_all = filled(x.v, s, kv_labels, some_keys).astype(compute)
-    listed = tiles = None
-    if x.tile_indices is not None:
-        tiles = tile_map(config, x, size.kv_len)
-        # An empty array still has one block, of padding.
-        tiles = pad(tiles, 2, t // block_q, NOT_LISTED)
-        tiles = pad(tiles, 3, s // block_kv, NOT_LISTED)
-        listed = tiles != NOT_LISTED
-    bias = None
-    if x.bias is not None:
-        bias = pad(pad(x.bias, 2, t), 3, s)
-    return Problem(
-        size,
-        block_q,
-        block_kv,
-        jnp.moveaxis(q, 1, 2),
-        jnp.moveaxis(k_all, 1, 2),
-        jnp.moveaxis(v_all, 1, 2),
-        bias,
-        q_labels,
-        kv_labels,
-        listed,
-        tiles,
-        x.tile_masks,
-        keys_on_left=on_left,
-    )
-
-
-def labels_of(
-    config: AttentionConfig, x: Operands, size: Sizes, batch: int, t: int, s: int
-) -> tuple[Labels, Labels]:
-    def side(length: int, padded: int, cu: Any, lens: Any, segments: Any) -> Labels:
-        index = jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32), (batch, padded))
-        valid = index < length
-        owner = jnp.zeros_like(index)
-        position = index
-        if cu is not None:
-            owner = jnp.searchsorted(cu, index, side="right").astype(jnp.int32) - 1
-            valid &= (owner >= 0) & (owner < size.batch)
-            owner = jnp.clip(owner, 0, size.batch - 1)
-            position = index - cu[owner]
-        if lens is not None:
-            valid &= index < lens[:, None]
-        segment = (
-            jnp.zeros_like(index) if segments is None else pad(segments, 1, padded)
-        )
-        return Labels(position, position, owner, segment, valid)
-
-    q = side(size.q_len, t, x.cu_q, x.q_lens, x.q_segments)
-    kv = side(size.kv_len, s, x.cu_kv, x.kv_lens, x.kv_segments)
-    shift = jnp.zeros((), jnp.int32)
-    if x.shift is not None:
-        shift = x.shift[q.owner] if config.packed else x.shift[:, None]
-    first, last = window_of(config, q.first, shift)
-    return q._replace(first=first, last=last), kv
-
-
-def visits(
-    config: AttentionConfig, p: Problem, transposed: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Which blocks each block visits: indices `[rows, blocks]` and counts `[rows]`.
-
-    Rows are blocks of queries and visit blocks of keys, or, transposed, the reverse. A
-    block is visited when some batch member's ranges of positions, sequences and
-    segments meet. Exact for one segment a block, and never too little.
-    """
-    q = _ranges(p.q_labels, p.block_q)
-    kv = _ranges(p.kv_labels, p.block_kv)
-
-    def meet(first: str, last: str) -> Any:
-        """Where the ranges [first, last] of queries and keys meet."""
-        low, high = q[first][0], q[last][1]
-        return (kv[last][1][:, None, :] >= low[:, :, None]) & (
-            kv[first][0][:, None, :] <= high[:, :, None]
-        )
-
-    seen = meet("owner", "owner") & meet("segment", "segment") & meet("first", "last")
-    if p.listed is not None:
-        seen &= row_of_each(p.listed.any(1), p.q.shape[0])
-    seen = seen.any(0)
-    if transposed:
-        seen = seen.T
-    # A stable sort puts the visited ones first, in order.
-    order = jnp.argsort(~seen, axis=1, stable=True).astype(jnp.int32)
-    return order, seen.sum(1, dtype=jnp.int32)
-
-
-def _ranges(labels: Labels, block: int) -> dict[str, tuple[Any, Any]]:
-    """Smallest and largest of each label over the valid rows of each block."""
-
-    def range_of(values: Any) -> tuple[Any, Any]:
-        shape = (values.shape[0], values.shape[1] // block, block)
-        valid = labels.valid.reshape(shape)
-        low = jnp.where(valid, values.reshape(shape), 2**31 - 1).min(-1)
-        high = jnp.where(valid, values.reshape(shape), -(2**31)).max(-1)
-        return low, high
-
-    names = ("first", "last", "owner", "segment")
-    return {name: range_of(getattr(labels, name)) for name in names}

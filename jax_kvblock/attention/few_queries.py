@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock.attention import blocked
+from jax_kvblock.attention import block_problem, blocked
 from jax_kvblock.attention.config import (
     AttentionConfig,
     Operands,
@@ -65,13 +65,13 @@ def forward(
 
 def _whole_problem(
     config: AttentionConfig, x: Operands, size: Sizes, block_kv: int, compute: Any
-) -> blocked.Problem:
+) -> block_problem.Problem:
     """All of the call but its keys and values, which stay where they lie."""
     batch, padded = x.q.shape[0], -(-size.kv_len // block_kv) * block_kv
-    labels = blocked.labels_of(config, x, size, batch, size.q_len, padded)
+    labels = block_problem.labels_of(config, x, size, batch, size.q_len, padded)
     some = config.packed or x.q_lens is not None
-    q = blocked.filled(x.q, size.q_len, labels[0], some)
-    return blocked.Problem(
+    q = block_problem.filled(x.q, size.q_len, labels[0], some)
+    return block_problem.Problem(
         size=size,
         block_q=size.q_len,
         block_kv=block_kv,
@@ -82,13 +82,13 @@ def _whole_problem(
         q_labels=labels[0],
         kv_labels=labels[1],
         listed=None,
-        keys_on_left=blocked.keys_on_left(size),
+        keys_on_left=block_problem.keys_on_left(size),
     )
 
 
 def _members_from(
-    first: Any, members: int, x: Operands, p: blocked.Problem
-) -> tuple[Operands, blocked.Problem]:
+    first: Any, members: int, x: Operands, p: block_problem.Problem
+) -> tuple[Operands, block_problem.Problem]:
     """Their queries, labels and sinks; keys, values and bias stay whole."""
     mine = jax.tree.map(
         lambda a: jax.lax.dynamic_slice_in_dim(a, first, members, 0),
@@ -98,7 +98,7 @@ def _members_from(
 
 
 def _attend(
-    config: AttentionConfig, x: Operands, p: blocked.Problem, first: Any
+    config: AttentionConfig, x: Operands, p: block_problem.Problem, first: Any
 ) -> tuple[Any, ...]:
     """o `[members, K, G, T, Dv]`, and the parts of lse, of the members from `first`."""
 
@@ -113,7 +113,7 @@ def _attend(
     elif blocks == 2:  # to find out which to visit takes as long as to visit both
         state = blocked.loop(blocks, add, state)
     else:
-        order, counts = blocked.visits(config, p)
+        order, counts = block_problem.visits(config, p)
         visit = lambda c, state: add(order[0, c], state)  # noqa: E731
         state = blocked.loop(counts[0], visit, state)
     o, lse = blocked.finish(x, p, 0, *state)
@@ -122,7 +122,7 @@ def _attend(
 
 def steps(config: AttentionConfig, x: Operands, size: Sizes) -> tuple[int, int]:
     """(members, keys) of a step: one member, or several short ones whole."""
-    keys = blocked.keys_of_a_step(config, x.q.dtype, size)
+    keys = block_problem.keys_of_a_step(config, x.q.dtype, size)
     if size.kv_len > keys:
         return 1, keys
     some_share_a_bias = x.bias is not None and 1 < x.bias.shape[0] < x.q.shape[0]
@@ -132,8 +132,8 @@ def steps(config: AttentionConfig, x: Operands, size: Sizes) -> tuple[int, int]:
 
 
 def _block_of_keys(
-    config: AttentionConfig, x: Operands, p: blocked.Problem, first: Any, j: Any
-) -> blocked.Problem:
+    config: AttentionConfig, x: Operands, p: block_problem.Problem, first: Any, j: Any
+) -> block_problem.Problem:
     """Block j as a problem of its own.
 
     The last block ends with the keys; those that it shares with the one before do not
@@ -143,7 +143,7 @@ def _block_of_keys(
     start = j * length
     if s % length:
         start = jnp.minimum(start, s - length)
-    labels = blocked.Labels(
+    labels = block_problem.Labels(
         *(jax.lax.dynamic_slice_in_dim(a, start, length, 1) for a in p.kv_labels)
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 
-from jax_kvblock.attention import arguments, blocked, cuda
+from jax_kvblock.attention import arguments, block_problem, cuda
 from jax_kvblock.attention.config import AttentionConfig, Sizes
 from jax_kvblock.attention.tile_sizes import find_tile
 from jax_kvblock.core.checks import check_positive
@@ -96,7 +96,7 @@ def _blocked_memory(
     blocks. How many blocks are alive at once was read from XLA's buffer assignments
     (jax 0.10.2 and 0.12.0 agree).
     """
-    block_q, block_kv = blocked.block_sizes(config, size, None)
+    block_q, block_kv = block_problem.block_sizes(config, size, None)
     rows = size.batch * size.num_heads
     t = -(-size.q_len // block_q) * block_q
     s = -(-size.kv_len // block_kv) * block_kv

@@ -23,7 +23,7 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-from jax_kvblock.attention import blocked, cuda, dispatch, few_queries
+from jax_kvblock.attention import block_problem, blocked, cuda, dispatch, few_queries
 from jax_kvblock.attention import tangent as directions
 from jax_kvblock.attention.batching import batch
 from jax_kvblock.attention.config import (
@@ -223,7 +223,7 @@ def _blocked(op: Op, call: Call, platform: str | None, *arrays: Any) -> tuple:
     if op not in BY_KERNELS:
         return directions.run(op, call, compute, platform, *arrays)
     if op.is_forward:
-        if blocked.has_few_queries(call.config, x, platform):
+        if block_problem.has_few_queries(call.config, x, platform):
             o, lse = few_queries.forward(call.config, x, compute)
         else:
             o, lse = blocked.forward(call.config, x, compute, platform)

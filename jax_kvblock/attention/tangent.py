@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock.attention import blocked
+from jax_kvblock.attention import block_problem, blocked
 from jax_kvblock.attention.config import (
     AttentionConfig,
     Operands,
@@ -132,7 +132,7 @@ def _change(
 
     Shaped like what is wanted, in float32 or float64. o and delta need no d_o.
     """
-    p = blocked.problem_of(config, x, compute, platform)
+    p = block_problem.problem_of(config, x, compute, platform)
     rows = blocked.rows_of(config, p, x, lse, delta, d_o)
     at = {"q": p.q, "k": p.k, "v": p.v, "lse": rows.rest}
     at |= {"delta": rows.delta, "o": rows.d_o}
@@ -178,7 +178,7 @@ def _along(f: Callable[[Arrays], Any], direction: Arrays) -> Callable[[Arrays], 
 
 def _padded(
     config: AttentionConfig,
-    p: blocked.Problem,
+    p: block_problem.Problem,
     x: Operands,
     rows: blocked.Rows,
     name: str,
@@ -189,7 +189,7 @@ def _padded(
         outside = jnp.isposinf(rows.rest)
         return jnp.where(outside, 0, blocked.padded_rows(config, p, a))
     if name == "bias":
-        return blocked.pad(blocked.pad(a, 2, p.q.shape[2]), 3, p.k.shape[2])
+        return block_problem.pad(block_problem.pad(a, 2, p.q.shape[2]), 3, p.k.shape[2])
     if name in KEYS:
         return blocked.padded_keys(config, p, x, a)
     return blocked.padded_queries(config, p, x, a)
@@ -197,7 +197,7 @@ def _padded(
 
 def _add_up(
     config: AttentionConfig,
-    p: blocked.Problem,
+    p: block_problem.Problem,
     x: Operands,
     wanted: Sequence[str],
     of_block: Callable[[Any, Any], Arrays],
@@ -221,7 +221,7 @@ def _add_up(
         a = a + jax.lax.dynamic_slice_in_dim(total, at, block, axis)
         return jax.lax.dynamic_update_slice_in_dim(total, a, at, axis)
 
-    order, counts = blocked.visits(config, p)
+    order, counts = block_problem.visits(config, p)
 
     def one_block(i: Any, totals: dict[str, Any]) -> dict[str, Any]:
         def step(c: Any, totals: dict[str, Any]) -> dict[str, Any]:

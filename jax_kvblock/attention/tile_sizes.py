@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jax_kvblock.attention import blocked, cuda
+from jax_kvblock.attention import block_problem, cuda
 from jax_kvblock.core.checks import check_integer, check_positive
 
 XLA_BLOCKS = (16, 32, 64, 128, 256, 512)
@@ -57,7 +57,7 @@ def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, i
     _check_head_dim(where, head_dim)
     if jax.default_backend() == "gpu":
         return next(iter(available_tiles(head_dim).values()))[0]
-    br, bc = blocked.default_blocks(jax.default_backend())
+    br, bc = block_problem.default_blocks(jax.default_backend())
     fits = next((b for b in XLA_BLOCKS if b >= sequence_length), XLA_BLOCKS[-1])
     return min(bc, fits), min(br, fits)
 

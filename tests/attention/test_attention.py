@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_bar import assert_close, assert_exact
 from attention_model import (
     BF16,
     F16,
@@ -14,8 +15,6 @@ from attention_model import (
     HALVES,
     KERNELS,
     ON_GPU,
-    assert_close,
-    assert_exact,
     by_kernel,
     cast,
     compute,

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_bar import assert_close
 from attention_model import (
     BF16,
     F16,
-    assert_close,
     cast,
     draw,
     draw_bias,

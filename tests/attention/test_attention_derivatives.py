@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_bar import assert_close, plain_attention
 from attention_columns import assert_all_close as all_close
 from attention_columns import full
 from attention_model import (
@@ -17,7 +18,6 @@ from attention_model import (
     F16,
     F32,
     Call,
-    assert_close,
     by_main_kernel,
     by_turns,
     cast,
@@ -27,7 +27,6 @@ from attention_model import (
     draw_tiles,
     f64,
     jit,
-    plain_attention,
     who_attends,
 )
 from judge import assert_rows_near

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import judge
 import numpy as np
 import pytest
+from attention_bar import assert_close
 from attention_model import (
     BF16,
     F32,
-    assert_close,
     by_main_kernel,
     cast,
     f64,

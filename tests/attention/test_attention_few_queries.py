@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_bar import assert_close, assert_exact
 from attention_model import (
     BF16,
     F16,
     F32,
     ON_GPU,
-    assert_close,
-    assert_exact,
     by_turns,
     cast,
     draw,
@@ -24,7 +23,7 @@ from attention_model import (
 )
 
 from jax_kvblock import flash_attention
-from jax_kvblock.attention import blocked, few_queries
+from jax_kvblock.attention import block_problem, blocked, few_queries
 from jax_kvblock.attention.config import AttentionConfig, Operands, sizes_of
 
 on_cpu = pytest.mark.skipif(ON_GPU, reason="the CPU's own way")
@@ -207,7 +206,7 @@ def test_as_many_queries_as_keys_are_not_few():
 
     def few(queries, keys, platform="cpu", **options):
         x = Operands(*(jnp.zeros((1, n, 8, 64)) for n in (queries, keys, keys)))
-        return blocked.has_few_queries(config, x._replace(**options), platform)
+        return block_problem.has_few_queries(config, x._replace(**options), platform)
 
     assert few(1, 32) and few(8, 256) and few(128, 300) and few(16, 4096)
     assert not few(1, 31)

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_bar import assert_exact
 from attention_model import (
     BF16,
     F16,
     F32,
-    assert_exact,
     by_kernel,
     by_main_kernel,
     cast,

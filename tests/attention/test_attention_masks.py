@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_bar import assert_close, assert_exact, assert_near
 from attention_model import (
     BF16,
     F32,
-    assert_close,
-    assert_exact,
-    assert_near,
     by_kernel,
     by_turns,
     cast,

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attention_model import draw, draw_bias, draw_segments, draw_tiles, plain, truth
+from attention_bar import plain
+from attention_model import (
+    draw,
+    draw_bias,
+    draw_segments,
+    draw_tiles,
+    truth,
+)
 
 OPTIONS = {
     "plain": {},

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_bar import assert_exact
 from attention_model import (
     BF16,
     F16,
     F32,
     ON_GPU,
-    assert_exact,
     cast,
     draw,
     draw_bias,

@@ -7,15 +7,14 @@ import collections
 import jax
 import jax.numpy as jnp
 import pytest
+from attention_bar import assert_close, plain_attention
 from attention_columns import BATCH, HEADS, KV_LEN, Q_LEN, SIZES, ask, full
 from attention_model import (
     BF16,
     F32,
-    assert_close,
     cast,
     draw,
     jit,
-    plain_attention,
     truth,
 )
 

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_bar import assert_close
 from attention_model import (
     F32,
     Call,
-    assert_close,
     cast,
     draw,
     draw_segments,

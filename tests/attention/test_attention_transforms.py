@@ -11,6 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_bar import assert_close
 from attention_columns import (
     SIZES,
     answer,
@@ -21,7 +22,14 @@ from attention_columns import (
     full,
     inputs,
 )
-from attention_model import F32, assert_close, by_main_kernel, cast, draw, jit, truth
+from attention_model import (
+    F32,
+    by_main_kernel,
+    cast,
+    draw,
+    jit,
+    truth,
+)
 
 from jax_kvblock import AttentionTiles
 

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_bar import assert_close
 from attention_columns import BATCH, HEADS, Q_LEN, answer, ask, assert_all_close, inputs
 from attention_model import (
     F32,
     Call,
-    assert_close,
     by_main_kernel,
     cast,
     draw,

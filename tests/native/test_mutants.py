@@ -8,8 +8,9 @@ from pathlib import Path
 import mutants
 import pytest
 from attention_sweep import draw_cases
-from mutant_list import CPU, GPU, ROOT, Mutant
-from mutants import Outcome
+from kernel_mutants import GPU
+from mutant_list import ROOT, Mutant
+from mutants import CPU, Outcome
 
 ALL = [pytest.param(m, id=m.name) for m in (*CPU, *GPU)]
 

@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_model import F32, Call, assert_close, cast, draw, truth
+from attention_bar import assert_close
+from attention_model import (
+    F32,
+    Call,
+    cast,
+    draw,
+    truth,
+)
 
 from jax_kvblock import flash_attention
 

@@ -39,6 +39,7 @@ class Mutant:
 
 # ---- on the CPU ----------------------------------------------------------------------
 
+PROBLEM = "jax_kvblock/attention/block_problem.py"
 BLOCKED, CUDA = "jax_kvblock/attention/blocked.py", "jax_kvblock/attention/cuda.py"
 DERIVATIVES = "jax_kvblock/attention/derivatives.py"
 FEW = "jax_kvblock/attention/few_queries.py"
@@ -79,7 +80,7 @@ CPU = (
     ),
     Mutant(
         "the last block of keys is passed over",
-        BLOCKED,
+        PROBLEM,
         "return order, seen.sum(1, dtype=jnp.int32)",
         "return order, jnp.maximum(seen.sum(1, dtype=jnp.int32) - 1, 1)",
         TILES,
@@ -109,7 +110,7 @@ CPU = (
     Mutant(
         "scores are not taken relative to their row's base",
         BLOCKED,
-        "scores = scores - _block(rows.base, i, p.block_q, 3)[..., None]",
+        "scores = scores - block_of(rows.base, i, p.block_q, 3)[..., None]",
         "pass",
         test("test_attention_large_bias", "two_large_biases and float32"),
     ),
@@ -165,7 +166,7 @@ CPU = (
     Mutant(
         "gradients without delta",
         BLOCKED,
-        "ds = weights * (dw - _block(rows.delta, i, p.block_q, 3)[..., None])",
+        "ds = weights * (dw - block_of(rows.delta, i, p.block_q, 3)[..., None])",
         "ds = weights * dw",
         LENGTHS,
     ),
@@ -352,344 +353,5 @@ CPU = (
         '(factor >= 1e-6f && factor <= 1e5f)) return "";',
         '(factor >= 1e-5f && factor <= 1e5f)) return "";',
         test("test_attention_check"),
-    ),
-)
-
-# ---- the generic kernels, by the emulator --------------------------------------------
-
-FEW_QUERIES = test("test_emulated", "few_queries")
-OPTIONS = test("test_emulated", "option")
-SPLIT = f"{GENERIC}/split/kernel.cuh"
-EMULATED = (
-    Mutant(
-        "few queries: nobody waits for the others' copies",
-        SPLIT,
-        "__syncthreads();  // this tile has arrived for all, and all are done with the "
-        "one before",
-        "",
-        FEW_QUERIES,
-    ),
-    Mutant(
-        "few queries: a tile is waited for too late",
-        SPLIT,
-        "CopyAsyncWait<kStages - 2>();",
-        "CopyAsyncWait<kStages - 1>();",
-        FEW_QUERIES,
-    ),
-    Mutant(
-        "few queries: a key more than there is",
-        SPLIT,
-        "j >= end_[e / 2]",
-        "j > end_[e / 2]",
-        FEW_QUERIES,
-    ),
-    Mutant(
-        "few queries: O is written over K that others read",
-        SPLIT,
-        "__syncthreads();  // all are done with the tile, too",
-        "",
-        FEW_QUERIES,
-    ),
-    Mutant(
-        "few queries: a tile has another owner",
-        f"{ATTENTION}/schedule/shares.cuh",
-        "* p_.ctas - 1) / total_);",
-        "* p_.ctas) / total_);",
-        FEW_QUERIES,
-    ),
-    Mutant(
-        "few queries: the wrong piece of the first owner",
-        f"{ATTENTION}/combine/combine.cuh",
-        "c == owner && line.Begin(owner) < first;",
-        "c == owner && line.Begin(owner) <= first;",
-        FEW_QUERIES,
-    ),
-    Mutant(
-        "few queries: rows past q_lens have results",
-        f"{ATTENTION}/combine/result.cuh",
-        "if (query >= s.q_len) sums.sum = 0.0f;",
-        "",
-        FEW_QUERIES,
-    ),
-    Mutant(
-        "a partial tile is taken for a full one",
-        f"{MASK}/tile_walk.cuh",
-        "if (HasLists()) whole = whole && !partial;",
-        "",
-        OPTIONS,
-    ),
-    Mutant(
-        "forward: another key's bit",
-        f"{MASK}/forward_scores.cuh",
-        "if ((pair & 2) == 0) c",
-        "if ((pair & 1) == 0) c",
-        OPTIONS,
-    ),
-    Mutant(
-        "backward: another query's bits",
-        f"{MASK}/backward_scores.cuh",
-        "(bits_.From(i, j) & 1) != 0;",
-        "(bits_.From(query, j) & 1) != 0;",
-        OPTIONS,
-    ),
-    Mutant(
-        "dbias of tiles whose entries have a flag",
-        f"{GENERIC}/backward/bias.cuh",
-        "entry & ~KVBLOCK_ATTENTION_PARTIAL;",
-        "entry;",
-        OPTIONS,
-    ),
-    Mutant(
-        "dK and dV: nobody waits for the others' dS",
-        f"{GENERIC}/backward/kv.cuh",
-        "BarrierWait(ds_ready, step % 2);",
-        "",
-        OPTIONS,
-    ),
-)
-CPU = (*CPU, *EMULATED)
-
-
-# ---- the kernels ---------------------------------------------------------------------
-
-# All at head dim 64 but where a line is another one's.
-QUICK = ("--rounds", "2", "--limit", "120", "--most", "1", "--seed", "5")
-
-
-def swept(kernels: str, only: str = "D64 ") -> tuple[str, ...]:
-    return ("--kernels", kernels, "--only", only, *QUICK)
-
-
-GENERIC_SWEEP, SM90 = swept("generic"), swept("sm90")
-GENERIC_FORWARD = ("generic/forward_64_",)
-GENERIC_BACKWARD = ("generic/backward_64_",)
-FORWARD, BACKWARD = ("hopper/forward_64x64_",), ("hopper/backward_64x64_",)
-GPU = (
-    Mutant(
-        "generic forward: a window ends a key early",
-        f"{MASK}/sequence.cuh",
-        "s.right = right < 0 ? kFar : Clamp(shift + right + 1, -kFar, kFar);",
-        "s.right = right < 0 ? kFar : Clamp(shift + right, -kFar, kFar);",
-        GENERIC_SWEEP,
-        GENERIC_FORWARD,
-    ),
-    Mutant(
-        "generic forward: another group's keys",
-        f"{GENERIC}/forward/kernel.cuh",
-        "parked.k = RowsOfHead<T>(p.k, found.kv_row, p.num_kv_heads, head / p.group, "
-        "p.head_dim);",
-        "parked.k = RowsOfHead<T>(p.k, found.kv_row, p.num_kv_heads, "
-        "head % p.num_kv_heads, p.head_dim);",
-        GENERIC_SWEEP,
-        GENERIC_FORWARD,
-    ),
-    Mutant(
-        "generic forward: the sink is not in the sum",
-        f"{GENERIC}/forward/kernel.cuh",
-        "sum = sum * factor + (sink == joint ? 1.0f : "
-        "Exp2((sink - reference) * unit));",
-        "sum = sum * factor;",
-        GENERIC_SWEEP,
-        GENERIC_FORWARD,
-    ),
-    Mutant(
-        "generic forward: lse lacks the sum",
-        f"{GENERIC}/forward/kernel.cuh",
-        "nothing, max * (unit * kLn2), logf(sum));",
-        "nothing, max * (unit * kLn2), 0.0f);",
-        GENERIC_SWEEP,
-        GENERIC_FORWARD,
-    ),
-    Mutant(
-        "generic forward: the last four rows are not written",
-        f"{GENERIC}/forward/kernel.cuh",
-        "if (query < s.q_rows && column < p.value_dim) {",
-        "if (query < s.q_rows - 4 && column < p.value_dim) {",
-        GENERIC_SWEEP,
-        GENERIC_FORWARD,
-    ),
-    Mutant(
-        "generic forward: O is not scaled to a new maximum",
-        f"{GENERIC}/forward/kernel.cuh",
-        "rows.o[rb][n][half * 2 + 1] *= correction[rb][half];",
-        "",
-        GENERIC_SWEEP,
-        GENERIC_FORWARD,
-    ),
-    Mutant(
-        "generic forward: the last tile of keys is passed over",
-        f"{MASK}/tile_walk.cuh",
-        "bool visit = first < at_.stretch_end;",
-        "bool visit = first < at_.stretch_end - 8;",
-        GENERIC_SWEEP,
-        GENERIC_FORWARD,
-    ),
-    Mutant(
-        "generic backward: dK and dV without delta",
-        f"{GENERIC}/backward/kv.cuh",
-        "for (int n = 0; n < kN; ++n) ds[m][n][2 * h] = ds[m][n][2 * h + 1] = -delta;",
-        "for (int n = 0; n < kN; ++n) ds[m][n][2 * h] = ds[m][n][2 * h + 1] = 0;",
-        GENERIC_SWEEP,
-        GENERIC_BACKWARD,
-    ),
-    Mutant(
-        "generic backward: half of dq without the scale",
-        f"{GENERIC}/backward/q.cuh",
-        "Pack<T>(dq[0][n][2 * h] * p.scale, dq[0][n][2 * h + 1] * p.scale);",
-        "Pack<T>(dq[0][n][2 * h] * p.scale, dq[0][n][2 * h + 1]);",
-        GENERIC_SWEEP,
-        GENERIC_BACKWARD,
-    ),
-    Mutant(
-        "generic backward: another head's bias",
-        f"{MASK}/backward_scores.cuh",
-        "bn = p.bias_heads > 1 ? head : 0;",
-        "bn = 0;",
-        GENERIC_SWEEP,
-        GENERIC_BACKWARD,
-    ),
-    Mutant(
-        "generic backward: no slope of a softcap",
-        f"{MASK}/backward_scores.cuh",
-        "slope[e] = fmaf(-c[e] * inverse, c[e] * inverse, 1.0f);",
-        "slope[e] = 1.0f;",
-        GENERIC_SWEEP,
-        GENERIC_BACKWARD,
-    ),
-    Mutant(
-        "generic backward: segments are not looked at",
-        f"{MASK}/backward_scores.cuh",
-        "attends[e] = attends[e] && of_row[Row(e)] == of_column[Column(e)];",
-        "attends[e] = attends[e] || of_row[Row(e)] > of_column[Column(e)];",
-        GENERIC_SWEEP,
-        GENERIC_BACKWARD,
-    ),
-    Mutant(
-        "dbias of one head alone, where heads share it",
-        f"{GENERIC}/backward/bias.cuh",
-        "const int head = p.bias_heads > 1 ? bias_head : member % heads;",
-        "const int head = p.bias_heads > 1 ? bias_head : 0;",
-        GENERIC_SWEEP,
-        GENERIC_BACKWARD,
-    ),
-    Mutant(
-        "Hopper forward: a key more before the edge of the mask",
-        f"{MASK}/forward_scores.cuh",
-        "high[half] = i < s.q_len ? s.EndKey(i) - key : 0;",
-        "high[half] = i < s.q_len ? s.EndKey(i) - key + 1 : 0;",
-        SM90,
-        FORWARD,
-    ),
-    Mutant(
-        "Hopper forward: the sink is not in the sum",
-        f"{HOPPER}/forward/rows.cuh",
-        "(sink == joint ? 1.0f : Exp2((sink - reference) * unit));",
-        "0.0f;",
-        SM90,
-        FORWARD,
-    ),
-    Mutant(
-        "Hopper forward: lse of the neighbouring row",
-        f"{HOPPER}/forward/rows.cuh",
-        "const float top = second ? max[1] : max[0], ",
-        "const float top = second ? max[0] : max[1], ",
-        SM90,
-        FORWARD,
-    ),
-    Mutant(
-        "Hopper forward: another group's keys",
-        f"{HOPPER}/forward/planner.cuh",
-        "item.kv_head = head / Opaque(p_.group);",
-        "item.kv_head = head % (p_.num_heads / p_.group);",
-        SM90,
-        FORWARD,
-    ),
-    Mutant(
-        "Hopper forward: O is not scaled to a new maximum",
-        f"{HOPPER}/forward/consumer.cuh",
-        "if (!ends) Rescale<Traits>(rows, factor);",
-        "",
-        SM90,
-        FORWARD,
-    ),
-    Mutant(
-        "Hopper forward: lse of the last row is not written",
-        f"{HOPPER}/forward/rows.cuh",
-        "if (p.lse != nullptr && lane % 4 < 2 && query < item.sequence.q_rows) {",
-        "if (p.lse != nullptr && lane % 4 < 2 && query < item.sequence.q_rows - 1) {",
-        SM90,
-        FORWARD,
-    ),
-    Mutant(
-        "Hopper forward: both CTAs of a cluster have the same head",
-        f"{HOPPER}/forward/planner.cuh",
-        "heads ? at.pair * Traits::kCluster + ClusterRank() : at.pair;",
-        "heads ? at.pair * Traits::kCluster : at.pair;",
-        swept("sm90", "D96 "),
-        ("hopper/forward_96x96_",),
-    ),
-    Mutant(
-        "Hopper backward: a window ends a key early",
-        f"{MASK}/sequence.cuh",
-        "s.right = right < 0 ? kFar : Clamp(shift + right + 1, -kFar, kFar);",
-        "s.right = right < 0 ? kFar : Clamp(shift + right, -kFar, kFar);",
-        SM90,
-        BACKWARD,
-    ),
-    Mutant(
-        "Hopper backward: dK without the scale",
-        f"{HOPPER}/backward/own_keys.cuh",
-        "w.cta.maps.dk, w.cta.K(), dk, w.p().scale);",
-        "w.cta.maps.dk, w.cta.K(), dk, 1.0f);",
-        SM90,
-        BACKWARD,
-    ),
-    Mutant(
-        "Hopper backward: the first to come adds to what lies there",
-        f"{HOPPER}/backward/adder.cuh",
-        "StoreBytes(to, from, values * 4);",
-        "AddBytes(to, from, values * 4);",
-        SM90,
-        BACKWARD,
-    ),
-    Mutant(
-        "Hopper backward: turns that nobody waits for",
-        f"{HOPPER}/backward/adder.cuh",
-        "AwaitDqTurn(DqTurn(p, s, at.head, first), mine);",
-        "",
-        SM90,
-        BACKWARD,
-    ),
-    Mutant(
-        "Hopper backward: half of dq without the scale",
-        f"{HOPPER}/backward/dq_finish.cuh",
-        "(h == 0 ? y.y : y.w) * p.scale);",
-        "(h == 0 ? y.y : y.w));",
-        SM90,
-        ("hopper/backward/backward.cu",),
-    ),
-    Mutant(
-        "Hopper backward: no slope of a softcap",
-        "cpp/device/fast_math.cuh",
-        "float Slope(float x) const { return fmaf(x * x, s2, 1.0f); }",
-        "float Slope(float x) const { return 1.0f; }",
-        swept("sm90", "softcap float16 D64 "),
-        BACKWARD,
-    ),
-    Mutant(
-        "Hopper backward: passes over queries that see its last keys",
-        f"{HOPPER}/backward/split_keys.cuh",
-        "return key + 64 <= low || key >= high;",
-        "return key + 64 <= low + 8 || key >= high - 8;",
-        swept("sm90", "D96 "),
-        ("hopper/backward_96x96_",),
-    ),
-    Mutant(
-        "Hopper backward: the last queries of a tall tile have no dq",
-        f"{HOPPER}/backward/adder.cuh",
-        "const int tall_blocks = (at.end - first + 7) / 8;",
-        "const int tall_blocks = (at.end - first) / 8;",
-        swept("sm90", "D128 B1 H2/1 T2"),
-        ("hopper/backward_128x128_",),
     ),
 )

@@ -29,7 +29,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mutant_list import CPU, GPU, ROOT, Mutant
+import mutant_list
+from kernel_mutants import EMULATED, GPU
+from mutant_list import ROOT, Mutant
+
+CPU = (*mutant_list.CPU, *EMULATED)
 
 COPIED = ("jax_kvblock", "cpp", "tests", "pyproject.toml", "CMakeLists.txt")
 
