@@ -53,10 +53,9 @@ def batch(
         if name == "tile_masks":  # all members' are in it
             folded.append(a)
             continue
-        # Lists of tiles and what belongs to them are shared alike. The gradient of a
-        # bias that the members share is asked for each of them.
-        own = (name in LISTS and any(batched.get(n) for n in LISTS)) or (
-            name == "bias" and name in made
+        own = any(batched[n] for n in _alike(name, names)) or (
+            # The gradient of a bias that the members share is asked for each of them.
+            name.rstrip("'") == "bias" and "bias" in made
         )
         if name == "bias":
             rows = a.shape[int(d == 0)]
@@ -67,6 +66,17 @@ def batch(
         for name, r in zip(made, results, strict=True)
     ]
     return unfolded, [int(cut)] * len(unfolded)
+
+
+def _alike(name: str, names: Sequence[str]) -> list[str]:
+    """The other operands that have as many rows as this one, shared or not.
+
+    Lists of tiles and what belongs to them; what moves and how it moves.
+    """
+    if name in LISTS:
+        return [n for n in names if n in LISTS and n != name]
+    of = name.rstrip("'")
+    return [n for n in names if n.rstrip("'") == of and n != name]
 
 
 def _fold_masks(

@@ -19,6 +19,7 @@ from jax_kvblock.attention.config import (
     AttentionConfig,
     Operands,
     Sizes,
+    members_of_a_row,
     row_of_each,
     sizes_of,
 )
@@ -158,7 +159,7 @@ def _block_of_keys(
     bias = x.bias
     if bias is not None:
         rows = min(bias.shape[0], members)
-        row = first * bias.shape[0] // x.q.shape[0]
+        row = first // members_of_a_row(x.q.shape[0], bias.shape[0])
         shape = (rows, *bias.shape[1:3], length)
         bias = _slice(bias, (row, 0, 0, start), shape)
     if s % length:

@@ -214,3 +214,17 @@ def test_as_many_queries_as_keys_are_not_few():
     assert not few(129, 4096)
     assert not few(1, 4096, platform="cuda")
     assert not few(1, 4096, tile_indices=i32(0))
+
+
+def test_the_row_of_a_bias_of_very_many_members():
+    """Its number times that of the members is more than an int32 holds."""
+    batch, keys = 50_000, 32
+    q = jnp.zeros((batch, 1, 1, 8), jnp.float32)
+    k = jnp.zeros((batch, keys, 1, 8), jnp.float32)
+    v = k.at[:, 0].set(keys)
+    bias = jnp.zeros((batch, 1, 1, keys)).at[-1, 0, 0, 1:].set(-1e9)
+    o = jit(lambda *x, bias: flash_attention(*x, bias=bias, implementation="xla"))(
+        q, k, v, bias=bias
+    )
+    np.testing.assert_array_equal(o[:-1], 1.0)
+    np.testing.assert_array_equal(o[-1], keys)

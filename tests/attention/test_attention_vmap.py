@@ -249,3 +249,40 @@ def test_vmap_of_an_empty_axis_over_what_members_share(rng, batched):
     (slopes,) = pull((out, lse))
     for name, slope in slopes.items():
         np.testing.assert_array_equal(slope, np.zeros(arrays[name].shape))
+
+
+@pytest.mark.parametrize("batched", ["moves", "operand", "both"])
+@pytest.mark.parametrize("name", ["bias", "sinks"])
+@pytest.mark.parametrize("wanted", ["jvp", "hvp"])
+def test_grad_of_vmap_over_an_operand_or_its_direction(rng, name, batched, wanted):
+    """An operand that members share has as many rows as the way it moves."""
+    x = {n: leaves(rng)[n] for n in (*ARRAYS[:3], name)}
+    draw_one = lambda *lead: jnp.asarray(  # noqa: E731
+        rng.standard_normal((*lead, *x[name].shape)), x[name].dtype
+    )
+    one = x[name] if batched == "moves" else draw_one(3)
+    move = draw_one() if batched == "operand" else draw_one(3)
+    axes = (None if batched == "moves" else 0, None if batched == "operand" else 0)
+
+    def loss(one):
+        arrays = {n: x[n] for n in "qkv"} | {name: one}
+        return jnp.square(call_of(arrays, None).run()).sum()
+
+    def turn(one, move):
+        f = loss if wanted == "jvp" else jax.grad(loss)
+        return jnp.sin(jax.jvp(f, (one,), (move,))[1]).sum()
+
+    def by_vmap(one, move):
+        return jax.vmap(turn, axes)(one, move).sum()
+
+    def by_loop(one, move):
+        pick = lambda a, axis, i: a if axis is None else a[i]  # noqa: E731
+        return sum(
+            turn(pick(one, axes[0], i), pick(move, axes[1], i)) for i in range(3)
+        )
+
+    by = (0, 1) if wanted == "jvp" else (1,)  # by both it is a third derivative
+    found = jit(jax.value_and_grad(by_vmap, by))(one, move)
+    asked = jit(jax.value_and_grad(by_loop, by))(one, move)
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(asked), strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)

@@ -152,7 +152,7 @@ CPU = (
     Mutant(
         "of few queries, every member has the first one's bias",
         FEW,
-        "row = first * bias.shape[0] // x.q.shape[0]",
+        "row = first // members_of_a_row(x.q.shape[0], bias.shape[0])",
         "row = 0",
         FEW_QUERIES,
     ),
