@@ -175,10 +175,13 @@ def draw_tiles(rng: np.random.Generator, case: Case) -> Tiles:
     listed = rng.random(lead) < 0.6
 
     def lists(listed: np.ndarray, none: int) -> tuple[np.ndarray, np.ndarray]:
-        indices = np.full((*listed.shape[:-1], listed.shape[-1] + 1), 0, np.int32)
+        # Without bits an entry from PARTIAL on is one that is none, too.
+        skipped = [none] if case.masks else [none, PARTIAL]
+        length = listed.shape[-1] + len(skipped)
+        indices = np.full((*listed.shape[:-1], length), 0, np.int32)
         counts = np.zeros(listed.shape[:-1], np.int32)
         for at in np.ndindex(counts.shape):
-            found = rng.permutation([*np.flatnonzero(listed[at]), none])
+            found = rng.permutation([*np.flatnonzero(listed[at]), *skipped])
             indices[at][: len(found)] = found
             counts[at] = len(found)
         return indices, counts

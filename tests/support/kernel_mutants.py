@@ -84,8 +84,22 @@ EMULATED = (
     Mutant(
         "dbias of tiles whose entries have a flag",
         f"{GENERIC}/backward/bias.cuh",
-        "entry & ~KVBLOCK_ATTENTION_PARTIAL;",
+        "partial ? entry - KVBLOCK_ATTENTION_PARTIAL : entry;",
         "entry;",
+        OPTIONS,
+    ),
+    Mutant(
+        "dbias: an entry that is none has a flag",
+        f"{GENERIC}/backward/bias.cuh",
+        "p.tile_masks != nullptr && entry >= KVBLOCK",
+        "entry >= KVBLOCK",
+        OPTIONS,
+    ),
+    Mutant(
+        "an entry that is none has a flag",
+        f"{MASK}/tile_walk.cuh",
+        "p_.tile_masks != nullptr && index >= KVBLOCK",
+        "index >= KVBLOCK",
         OPTIONS,
     ),
     Mutant(

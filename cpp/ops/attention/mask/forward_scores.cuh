@@ -30,6 +30,11 @@ struct ScoreRules {
   float to_log2;  // score * to_log2 is the exponent of 2; positive
 };
 
+__device__ __forceinline__ ScoreRules MakeScoreRules(const AttentionParams& p) {
+  const bool finish = p.softcap > 0.0f || p.bias != nullptr || !(p.scale > 0.0f);
+  return {finish, finish ? kLog2E : p.scale * kLog2E};
+}
+
 // With a bias scores may be so large that float32 has no digits for what is beside them. Then a
 // row's base is subtracted from its scores before anything else happens to them.
 __device__ __forceinline__ bool HasBases(const AttentionParams& p) { return p.bias != nullptr; }
@@ -144,22 +149,25 @@ __device__ __forceinline__ void MaskSegments(const AttentionParams& p, const Seq
   }
 }
 
-// -inf where the bits of a partial tile are 0. Queries and keys past the ends have bits, too. Eight
-// columns lie in one word, since a tile begins at a multiple of 16.
+// -inf where the bits of a partial tile are 0. Queries past the end have bits, too. Eight columns
+// lie in one word, since a tile begins at a multiple of 16. Keys that are not whole words may reach
+// past the listed tile: those are hidden by their positions.
 template <typename Traits>
 __device__ __forceinline__ void MaskTileBits(const AttentionParams& p, const Sequence& s, int head,
                                              ForwardRows<Traits>& rows, int query, int key) {
+  constexpr bool kWholeWords = Traits::kKeys % 32 == 0;
   const TileBits bits(p, s.batch, head, query, key);
   if (!bits.some()) return;
   const uint32_t* words = bits.Word(query, key);
-  const int shift = bits.Shift(key), rows_apart = 8 * bits.words();
+  const int shift = bits.Shift(key), rows_apart = 8 * bits.words(), end = 32 * bits.WordsFrom(key);
 #pragma unroll
   for (int row = 0; row < 2 * Traits::kRowBlocks; ++row) {
 #pragma unroll
     for (int n = 0; n < Traits::kKeys / 8; ++n) {
       // Where whole words are a tile, the first column lies in the first 8 bits of one.
-      const int column = (Traits::kKeys % 32 == 0 ? shift % 8 : shift) + n * 8;
-      const int word = Traits::kKeys % 32 == 0 ? n / 4 : column / 32;
+      const int column = (kWholeWords ? shift % 8 : shift) + n * 8;
+      if (!kWholeWords && column >= end) break;
+      const int word = kWholeWords ? n / 4 : column / 32;
       const uint32_t pair = __ldg(words + word) >> (column % 32);
       float (&c)[4] = rows.s[row / 2][n];
       if ((pair & 1) == 0) c[row % 2 * 2] = -INFINITY;

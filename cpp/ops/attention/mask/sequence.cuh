@@ -60,6 +60,12 @@ __device__ __forceinline__ int BatchRow(const AttentionParams& p, int count, int
   return count == 1 ? 0 : b / (p.batch / count);
 }
 
+// The lists of tiles of a batch member and head, in the order in which they lie.
+__device__ __forceinline__ int64_t ListsOf(const AttentionParams& p, int batch, int head) {
+  const int64_t row = BatchRow(p, p.tile_batch, batch);
+  return row * p.tile_heads + (p.tile_heads > 1 ? head : 0);
+}
+
 // Lengths and offsets come from device memory: nothing is trusted beyond the arrays' sizes.
 // kDense: every row takes part.
 template <bool kDense = false>

@@ -18,7 +18,7 @@ class TileBits {
     const int row = query / p.tile_q, column = key / p.tile_kv;
     const int rows = static_cast<int>((p.q_len + p.tile_q - 1) / p.tile_q);
     const int columns = static_cast<int>((p.kv_len + p.tile_kv - 1) / p.tile_kv);
-    const int64_t list = Lists(p, batch, head);
+    const int64_t list = ListsOf(p, batch, head);
     const int mask = __ldg(p.tile_map + (list * rows + row) * columns + column);
     if (mask < 0) return;
     words_ = p.tile_kv / 32;
@@ -28,12 +28,6 @@ class TileBits {
         p.tile_masks + static_cast<int64_t>(min(mask, p.num_tile_masks - 1)) * p.tile_q * words_;
   }
 
-  // The lists of a batch member and head, in the order in which they lie.
-  __device__ __forceinline__ static int64_t Lists(const AttentionParams& p, int batch, int head) {
-    const int64_t row = BatchRow(p, p.tile_batch, batch);
-    return row * p.tile_heads + (p.tile_heads > 1 ? head : 0);
-  }
-
   __device__ __forceinline__ bool some() const { return bits_ != nullptr; }
   // The word of a query and a key, which lie in the tile, and where its bit is in it.
   __device__ __forceinline__ const uint32_t* Word(int query, int key) const {
@@ -41,6 +35,10 @@ class TileBits {
   }
   __device__ __forceinline__ int Shift(int key) const { return (key - first_key_) % 32; }
   __device__ __forceinline__ int words() const { return words_; }  // of a query
+  // Those of a query from a key's word on.
+  __device__ __forceinline__ int WordsFrom(int key) const {
+    return words_ - (key - first_key_) / 32;
+  }
   // The bits of a query from a key on, as far as the word goes.
   __device__ __forceinline__ uint32_t From(int query, int key) const {
     return __ldg(Word(query, key)) >> Shift(key);

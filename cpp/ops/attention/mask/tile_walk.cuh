@@ -84,8 +84,7 @@ class TileWalk {
                                                    int head, WalkState* at) {
     const int64_t rows = kOverKeys ? p.q_len : p.kv_len;
     const int64_t tile = kOverKeys ? p.tile_q : p.tile_kv;
-    const int64_t tb = BatchRow(p, p.tile_batch, s.batch), tn = p.tile_heads > 1 ? head : 0;
-    at->list = (tb * p.tile_heads + tn) * ((rows + tile - 1) / tile) + at->fixed_first / tile;
+    at->list = ListsOf(p, s.batch, head) * ((rows + tile - 1) / tile) + at->fixed_first / tile;
     const int count = (kOverKeys ? p.tile_counts : p.tile_counts_t)[at->list];
     at->stretches = min(count, kOverKeys ? p.max_tiles : p.max_tiles_t);
   }
@@ -165,7 +164,7 @@ class TileWalk {
       const int64_t list = at_.list * (kOverKeys ? p_.max_tiles : p_.max_tiles_t);
       int index = __ldg((kOverKeys ? p_.tile_indices : p_.tile_indices_t) + list + at_.stretch);
       ++at_.stretch;
-      *partial = index >= 0 && (index & KVBLOCK_ATTENTION_PARTIAL) != 0;
+      *partial = p_.tile_masks != nullptr && index >= KVBLOCK_ATTENTION_PARTIAL;
       if (*partial) index -= KVBLOCK_ATTENTION_PARTIAL;
       if (index < 0 || index > (length - 1) / tile) continue;
       const int from = max(at_.begin, index * tile), to = min(at_.end, index * tile + tile);

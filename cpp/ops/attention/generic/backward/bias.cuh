@@ -33,14 +33,14 @@ struct BackwardBiasShape {
 __device__ __forceinline__ bool TileIsListed(const AttentionParams& p, int batch, int head,
                                              int query, int key) {
   if (p.tile_indices == nullptr) return true;
-  const int64_t tb = BatchRow(p, p.tile_batch, batch), tn = p.tile_heads > 1 ? head : 0;
-  const int64_t list =
-      (tb * p.tile_heads + tn) * ((p.q_len + p.tile_q - 1) / p.tile_q) + query / p.tile_q;
+  const int64_t rows = (p.q_len + p.tile_q - 1) / p.tile_q;
+  const int64_t list = ListsOf(p, batch, head) * rows + query / p.tile_q;
   const int count = min(p.tile_counts[list], p.max_tiles);
   bool listed = false;
   for (int i = threadIdx.x % 32; i < count; i += 32) {
     const int entry = p.tile_indices[list * p.max_tiles + i];
-    const int tile = entry < 0 ? entry : entry & ~KVBLOCK_ATTENTION_PARTIAL;
+    const bool partial = p.tile_masks != nullptr && entry >= KVBLOCK_ATTENTION_PARTIAL;
+    const int tile = partial ? entry - KVBLOCK_ATTENTION_PARTIAL : entry;
     listed = listed || tile == key / p.tile_kv;
   }
   return __any_sync(~0u, listed);

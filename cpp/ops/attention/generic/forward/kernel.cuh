@@ -319,8 +319,7 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
     __syncthreads();
   }
   const Sequence& s = parked.sequence;
-  const bool finish = p.softcap > 0.0f || p.bias != nullptr || !(p.scale > 0.0f);
-  const ScoreRules rules = {finish, finish ? kLog2E : p.scale * kLog2E};
+  const ScoreRules rules = MakeScoreRules(p);
 
   ForwardRows<Traits> rows;
 #pragma unroll

@@ -75,8 +75,7 @@ class SplitForward {
       : p_(p),
         line_(p),
         shared_(static_cast<uint32_t>(__cvta_generic_to_shared(DynamicShared()))),
-        rules_{p.softcap > 0.0f || !(p.scale > 0.0f),
-               p.softcap > 0.0f || !(p.scale > 0.0f) ? kLog2E : p.scale * kLog2E} {}
+        rules_(MakeScoreRules(p)) {}
 
   __device__ __forceinline__ void Run() {
     constexpr int kStages = Traits::kStages;

@@ -21,9 +21,8 @@ class Consumer {
   __device__ __forceinline__ Consumer(const AttentionParams& p, ForwardShared<Traits>& shared,
                                       int group)
       : p_(p), shared_(shared), group_(group) {
-    const bool finish = Traits::kKind == ForwardKind::kGeneral &&
-                        (p.softcap > 0.0f || p.bias != nullptr || !(p.scale > 0.0f));
-    rules_ = {finish, finish ? kLog2E : p.scale * kLog2E};
+    rules_ = Traits::kKind == ForwardKind::kGeneral ? MakeScoreRules(p)
+                                                    : ScoreRules{false, p.scale * kLog2E};
     if constexpr (!Traits::kCapped) exponent_.to_log2 = rules_.to_log2;
   }
 
