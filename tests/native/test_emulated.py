@@ -71,6 +71,7 @@ def launcher(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launche
     monkeypatch.setattr(attention_sweep, "TIMES", 1)
     yield Launcher(str(library), "generic", Gpu("cpu"))
     ctypes.CDLL(str(library)).emulator_set_multiprocessors(3)
+    ctypes.CDLL(str(library)).emulator_set_multiprocessor_bytes(228 << 10)
 
 
 def hold(launcher: Launcher, case: Case, backward: bool = True) -> None:
@@ -165,6 +166,19 @@ def test_few_queries_are_right(name, launcher):
 def test_keys_are_shared_out_over_any_number(name, multiprocessors, launcher):
     launcher.library.emulator_set_multiprocessors(multiprocessors)
     hold(launcher, SHARED[name], backward=False)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("kib", "ctas"), [(228, 2), (164, 1), (100, 1)])
+def test_no_cta_waits_for_another_to_end(kib, ctas, launcher):
+    """As many as fit a multiprocessor, of 96 KiB and 2 beside them."""
+    launcher.library.emulator_set_multiprocessors(2)
+    launcher.library.emulator_set_multiprocessor_bytes(kib << 10)
+    launcher.library.emulator_grids()
+    hold(launcher, SHARED["units whole and cut"], backward=False)
+    # That of the pieces, and of those who put them together.
+    few = launcher.library.emulator_grids() & 0b11111
+    assert few == 1 << 2 * ctas | 1 << (2 * ctas - 1)
 
 
 STRICT = """

@@ -12,3 +12,8 @@
 
 // Launches from now on are for a GPU of so many multiprocessors, at most 63.
 extern "C" void emulator_set_multiprocessors(int count) { emulator::device = count; }
+extern "C" void emulator_set_multiprocessor_bytes(int bytes) {
+  emulator::multiprocessor_bytes = bytes;
+}
+// Bit n: a launch since this was asked before had n CTAs in x, n up to 30.
+extern "C" int emulator_grids() { return std::exchange(emulator::grids, 0); }

@@ -339,6 +339,7 @@ enum cudaError_t { cudaSuccess = 0 };
 enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
+  cudaDevAttrMaxSharedMemoryPerMultiprocessor,
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 struct cudaLaunchConfig_t {
@@ -352,13 +353,17 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 // Device n has n multiprocessors.
 namespace emulator {
 inline int device = 3;
+inline int multiprocessor_bytes = kSharedBytes + 1024;
+inline int grids = 0;  // bit n: a launch had n CTAs in x
 }
 inline cudaError_t cudaGetDevice(int* device) {
   *device = emulator::device;
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? device : emulator::kSharedBytes;
+  *value = attribute == cudaDevAttrMultiProcessorCount            ? device
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulator::kSharedBytes
+                                                                  : emulator::multiprocessor_bytes;
   return cudaSuccess;
 }
 template <typename Kernel>
@@ -375,6 +380,7 @@ template <typename... Parameters, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Args&... args) {
   const auto& [grid, block] = std::pair(config->gridDim, config->blockDim);
+  if (grid.x <= 30) emulator::grids |= 1 << grid.x;
   gridDim = {grid.x, grid.y, grid.z};
   blockDim = {block.x, 1, 1};
   for (unsigned y = 0; y < grid.y; ++y) {

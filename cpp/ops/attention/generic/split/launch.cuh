@@ -18,15 +18,24 @@ template <typename T, int kDim, int kTileBlocks>
 const char* LaunchSplitAs(const AttentionCall& a, cudaStream_t stream) {
   using Traits = SplitTraits<T, kDim, kTileBlocks>;
   constexpr int kCombineThreads = 64;
+  constexpr int kBesides = 2048;  // bytes of a CTA: its own variables, and what the driver keeps
   int device = 0;
   cudaError_t status = cudaGetDevice(&device);
-  int available = 0;
+  int available = 0, of_multiprocessor = 0;
   if (status == cudaSuccess) {
     status = cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (status == cudaSuccess) {
+    status = cudaDeviceGetAttribute(&of_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+                                    device);
   }
   if (status != cudaSuccess) return CudaResult(status);
   // Of consumer GPUs a CTA can have 99 KiB, too little for head dims beyond 192.
   if (Traits::kSharedBytes > available) return LaunchForwardOf<T, kDim>(a, stream);
+
+  if (a.q_len * (a.num_heads / a.num_kv_heads) > INT32_MAX) {
+    return "attention: q_len * num_heads / num_kv_heads must be an int32";
+  }
 
   // A CTA for every place on the GPU, if there is a tile for each.
   ShareParams p = MakeShareParams(a, 1);
@@ -38,8 +47,10 @@ const char* LaunchSplitAs(const AttentionCall& a, cudaStream_t stream) {
                    std::to_string(units) +
                    " heads are more than one launch can have; split the batch");
   }
+  const int fit = of_multiprocessor / (Traits::kSharedBytes + kBesides);
   const int64_t places =
-      std::min<int64_t>(Multiprocessors(device) * Traits::kSplit.ctas, kMostCtas);
+      std::min(int64_t{Multiprocessors(device)} * std::clamp(fit, 1, Traits::kSplit.ctas),
+               int64_t{kMostCtas});
   p = MakeShareParams(a, static_cast<int32_t>(std::min(units * tiles_of_unit, places)));
 
   status = cudaFuncSetAttribute(AttentionSplit<T, kDim, kTileBlocks>,
