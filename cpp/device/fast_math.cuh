@@ -16,7 +16,7 @@ __device__ __forceinline__ float SoftCap(float y, float cap) {
 
 // cap * tanh(f x) where |f x| <= kSmallTanh: an odd polynomial, with an absolute error of cap *
 // 8e-7 and no special functions. Its coefficients, powers of f, lie within float32 for the f that
-// CheckAttention lets pass.
+// CheckSoftcap lets pass.
 constexpr float kSmallTanh = 0.375f;
 struct SmallSoftCap {
   float c1, c3, c5;

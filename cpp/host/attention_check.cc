@@ -154,6 +154,11 @@ std::string CheckOptions(const AttentionCall& a, Pass pass) {
                  std::max(a.tile_q, a.tile_kv));
     }
     if (error.empty() && a.tile_masks &&
+        !Addressable(
+            {a.tile_batch, a.tile_heads, a.q_len / a.tile_q + 1, a.kv_len / a.tile_kv + 1})) {
+      return "tile_batch * tile_heads * tiles of tile_map are too large to address";
+    }
+    if (error.empty() && a.tile_masks &&
         !Addressable({a.num_tile_masks, a.tile_q, a.tile_kv / 32})) {
       return Got("num_tile_masks * tile_q * tile_kv is too large to address", a.num_tile_masks);
     }

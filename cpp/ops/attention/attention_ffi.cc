@@ -61,6 +61,11 @@ enum Optional {
   kNumOptional,
 };
 
+// What a call has is told by this alone: an array without elements may have no address.
+bool Has(const Attributes& attributes, Optional which) {
+  return ((attributes.present >> which) & 1) != 0;
+}
+
 ffi::Error Invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("kvblock_attention: " + what);
 }
@@ -209,7 +214,7 @@ void DecodeTiles(Reader* in, Decoded* out, const char* name, int64_t rows, const
 
 void DecodeOptional(Reader* in, const Attributes& attributes, Decoded* out) {
   kvblock_attention& a = out->a;
-  const auto has = [&](Optional which) { return ((attributes.present >> which) & 1) != 0; };
+  const auto has = [&](Optional which) { return Has(attributes, which); };
   const auto chunks = [](int64_t length) { return CeilDiv(length, KVBLOCK_ATTENTION_CHUNK); };
   if (out->packed != has(kCuQ) || has(kCuQ) != has(kCuKv)) {
     return in->Fail("packed calls have cu_q and cu_kv");
@@ -334,12 +339,12 @@ void* Heads(Reader* in, const Decoded& d, const char* name, Length length, int64
 }
 
 // The operands of all backward passes.
-kvblock_backward DecodeBackward(Reader* in, const Decoded& d) {
+kvblock_backward DecodeBackward(Reader* in, const Decoded& d, const Attributes& attributes) {
   kvblock_backward b{};
   b.call = d.a;
   if (in->failed()) return b;
   b.lse = Rows(in, d, "lse", false);
-  if (d.a.bias != nullptr) b.base = Rows(in, d, "base", false);
+  if (Has(attributes, kBias)) b.base = Rows(in, d, "base", false);
   b.delta = Rows(in, d, "delta", false);
   b.d_o = Heads(in, d, "d_o", kQueries, d.a.num_heads, d.a.value_dim, false, d.type);
   return b;
@@ -361,11 +366,12 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   kvblock_forward f{};
   f.call = d.a;
   if (!in.failed()) {
-    const int64_t bytes = kvblock_attention_workspace(&d.a);
+    const int64_t bytes = AttentionWorkspace(d.a.kernels, d.a.q_len, d.a.num_heads,
+                                             d.a.num_kv_heads, d.a.value_dim, attributes.present);
     f.o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, true, d.type);
     if (in.results_left() > (bytes > 0)) {
       f.lse = Rows(&in, d, "lse", true);
-      if (d.a.bias != nullptr) f.base = Rows(&in, d, "base", true);
+      if (Has(attributes, kBias)) f.base = Rows(&in, d, "base", true);
     }
     if (bytes > 0) f.workspace = in.Result("workspace", ffi::DataType::U8, {bytes});
   }
@@ -402,7 +408,7 @@ ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets 
                       const Attributes& attributes) {
   Reader in(args, rets);
   const Decoded d = Decode(&in, attributes);
-  kvblock_backward b = DecodeBackward(&in, d);
+  kvblock_backward b = DecodeBackward(&in, d, attributes);
   if (!in.failed()) {
     b.dk = Heads(&in, d, "dk", kKeys, d.a.num_kv_heads, d.a.head_dim, true, d.type);
     b.dv = Heads(&in, d, "dv", kKeys, d.a.num_kv_heads, d.a.value_dim, true, d.type);
@@ -419,7 +425,7 @@ ffi::Error BackwardQ(void* stream, ffi::RemainingArgs args, ffi::RemainingRets r
                      const Attributes& attributes) {
   Reader in(args, rets);
   const Decoded d = Decode(&in, attributes);
-  kvblock_backward b = DecodeBackward(&in, d);
+  kvblock_backward b = DecodeBackward(&in, d, attributes);
   if (!in.failed()) {
     b.dq = Heads(&in, d, "dq", kQueries, d.a.num_heads, d.a.head_dim, true, d.type);
   }
@@ -430,7 +436,7 @@ ffi::Error BackwardBias(void* stream, ffi::RemainingArgs args, ffi::RemainingRet
                         const Attributes& attributes) {
   Reader in(args, rets);
   const Decoded d = Decode(&in, attributes);
-  kvblock_backward b = DecodeBackward(&in, d);
+  kvblock_backward b = DecodeBackward(&in, d, attributes);
   if (!in.failed()) {
     const auto type = d.a.bias_dtype == KVBLOCK_F32 ? ffi::DataType::F32 : d.type;
     b.dbias = in.Result("dbias", type, {d.a.bias_batch, d.a.bias_heads, d.a.q_len, d.a.kv_len});

@@ -10,8 +10,8 @@
 // is the whole unit is a result; of the others, which are the first or the last of their CTA, a
 // CTA has two places for what they come to, and combine.cuh puts those of a unit together.
 //
-// Lengths lie on the device. Every CTA counts the tiles of all members for itself: that is a load
-// or two a thread, and takes neither a launch nor memory.
+// Lengths lie on the device. Every CTA counts the tiles of all members for itself: that takes
+// neither a launch nor memory, and for a batch up to its threads a load or two each.
 #pragma once
 
 #include <cstdint>
