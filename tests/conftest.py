@@ -7,6 +7,7 @@ import shutil
 import sys
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 # Before jax starts: sharding tests need several devices, and a GPU run should not take
 # all of its memory at once. What a GPU compiles here runs once: to time candidates for
@@ -31,6 +32,7 @@ import numpy as np
 import pytest
 
 import jax_kvblock
+from jax_kvblock.core import checks
 
 pytest_plugins = ["budgets", "record"]
 
@@ -94,6 +96,28 @@ def four_cpus() -> Iterator[None]:
         pytest.fail("XLA_FLAGS must force four CPU devices")
     with jax.default_device(devices[0]):
         yield
+
+
+@pytest.fixture
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[jax.Array]:
+    """As on a GPU's machine: what goes to the default device is unknown to the host.
+
+    Gives what has gone there.
+    """
+    put, known = jax.device_put, checks.known_values
+    gone: list[jax.Array] = []
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        gone.append(put(*args, **kwargs))
+        return gone[-1]
+
+    def unless_gone(x: Any) -> np.ndarray | None:
+        return None if any(x is array for array in gone) else known(x)
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_put", recorded)
+    monkeypatch.setattr(checks, "known_values", unless_gone)
+    return gone
 
 
 @pytest.fixture

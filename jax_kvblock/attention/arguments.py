@@ -27,7 +27,7 @@ from jax_kvblock.core.checks import (
     check_choice,
     check_int32,
     check_integer,
-    known_values,
+    known_integers,
     show,
     shown,
     to_jax,
@@ -164,7 +164,7 @@ def _cu_seqlens(
 def _known(where: str, name: str, x: Any) -> np.ndarray | None:
     """The values of integers in any form, where they lie on the host; else None."""
     if not isinstance(x, (list, tuple, range)):
-        return known_values(check_array(where, name, x))
+        return known_integers(where, name, x)
     if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)):
         return None
     return np.asarray(x)

@@ -207,7 +207,7 @@ def _of_array(where: str, mask: Any, given: dict[str, int]) -> _Mask:
             f"{where}: mask must have values, got {shown(mask)}; tiles are made on the "
             "host: make them outside of jit, and pass them as an argument"
         )
-    mask = check_array(where, "mask", mask)
+    mask = check_array(where, "mask", mask, in_place=True)
     if mask.dtype != np.bool_:
         raise TypeError(
             f"{where}: mask must be {form}, got {show(mask)}; cast it with "

@@ -122,7 +122,9 @@ class KVPool:
         Args:
           arrays: one array `[num_blocks, *spec.block_shape]`, or a sequence of
             num_layers arrays `[num_blocks, *spec.block_shape[1:]]`. NumPy arrays go to
-            the device; tensors of other libraries come by DLPack.
+            the device. Tensors of other libraries come by DLPack and stay where they
+            lie, on the CPU also where the default device is a GPU; memory that XLA
+            cannot take as it is, with gaps or unaligned, is copied there.
           spec: what a block is.
 
         Raises:
@@ -342,7 +344,7 @@ def _pool_array(
 ) -> Any:
     struct = open_to_jax and isinstance(x, jax.ShapeDtypeStruct)
     if not struct:
-        x = checks.check_array(where, name, x)
+        x = checks.check_array(where, name, x, in_place=True)
     leading, tail = x.shape[: x.ndim - len(block)], x.shape[x.ndim - len(block) :]
     if not leading or (len(leading) > 1 and not open_to_jax) or tuple(tail) != block:
         shape = ", ".join(map(str, block))

@@ -37,19 +37,26 @@ def plural(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
-def check_array(where: str, name: str, x: Any) -> Any:
+def check_array(where: str, name: str, x: Any, *, in_place: bool = False) -> Any:
     """The array: `x` itself, or what lies in a tensor of another library.
 
     JAX and NumPy arrays stay as they are, so that checks see what was passed; `to_jax`
-    makes a JAX array of them when all is checked. Tensors come by DLPack.
+    makes a JAX array of them when all is checked. Tensors come by DLPack. What these
+    hold on the host is taken as NumPy's arrays are: where the default device is
+    another, it goes there. in_place: it stays where it lies.
     """
     array = _array_in(where, name, x)
-    if isinstance(array, jax.Array) and array is not x:
-        check_held(where, name, array.dtype)
-    return array
+    if not isinstance(array, jax.Array) or array is x:
+        return array
+    check_held(where, name, array.dtype)
+    if in_place or hasattr(x, "__jax_array__") or jax.default_backend() == "cpu":
+        return array
+    (device,) = array.devices()
+    return jax.device_put(np.asarray(array)) if device.platform == "cpu" else array
 
 
 def _array_in(where: str, name: str, x: Any) -> Any:
+    """An array of JAX or NumPy as it is, a tensor's values where they lie."""
     if isinstance(x, (jax.Array, np.ndarray)):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -70,11 +77,7 @@ def _array_in(where: str, name: str, x: Any) -> Any:
 
 
 def _from_dlpack(where: str, name: str, x: Any) -> jax.Array:
-    """A tensor's values where they lie, or copied once if its strides have gaps.
-
-    What lies on the host is taken as NumPy's arrays are: where the default device is
-    another, it goes there.
-    """
+    """A tensor's values where they lie, or copied once if its strides have gaps."""
     given = [x]
     if hasattr(x, "is_contiguous") and not x.is_contiguous():  # as torch calls it
         given.append(x.contiguous())
@@ -82,11 +85,7 @@ def _from_dlpack(where: str, name: str, x: Any) -> jax.Array:
         try:
             # Without x64, JAX would cut elements of 8 bytes in half.
             with jax.enable_x64(True):
-                array = jax.dlpack.from_dlpack(tensor)
-                (device,) = array.devices()
-                if device.platform == "cpu" and jax.default_backend() != "cpu":
-                    array = jax.device_put(np.asarray(array))
-                return array
+                return jax.dlpack.from_dlpack(tensor)
         except (BufferError, TypeError, ValueError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
     raise BufferError(
@@ -139,6 +138,15 @@ def known_values(x: Any) -> np.ndarray | None:
     if any(device.platform != "cpu" for device in x.devices()):
         return None
     return jax.device_get(x)  # explicit, so that a transfer guard lets it pass
+
+
+def known_integers(where: str, name: str, x: Any) -> np.ndarray | None:
+    """`known_values` of what `check_int32` takes as an array, of integers of any width.
+
+    A tensor of another library is looked at where it lies: on the host its values are
+    known wherever programs run.
+    """
+    return known_values(_array_in(where, name, x))
 
 
 def check_dtype(where: str, name: str, dtype: Any) -> np.dtype:

@@ -210,10 +210,29 @@ def test_torch_tensors(rng, kind):
     loose = jax.tree.map(tensor, call.arrays | call.operands)
     if kind == "batch":
         loose["q_lens"] = loose["q_lens"].long()
+        loose["tiles"] = jax.tree.map(torch.Tensor.long, loose["tiles"])
         loose["bias"] = torch.zeros((1, 1, T, S))
+    else:
+        loose["cu_seqlens"] = tuple(x.long() for x in loose["cu_seqlens"])
     sinks = torch.full((N,), -1e30)
     got = kv.flash_attention(**loose, **call.static, sinks=sinks)
     np.testing.assert_allclose(got, truth(call)["out"], 2e-5, 2e-5)
+
+
+@pytest.mark.torch
+def test_integers_of_torch_are_checked_where_they_lie(rng, elsewhere):
+    import torch
+
+    q = torch.zeros((1, T, N, D))
+    attend = functools.partial(kv.flash_attention, q, q, q)
+    with pytest.raises(ValueError, match=r"q_lens must fit in int32, got values from"):
+        attend(q_lens=torch.tensor([2**32]))
+    twice = kv.AttentionTiles(torch.tensor([[[[0, 0]]]]), torch.tensor([[[2]]]))
+    with pytest.raises(ValueError, match=r"tiles.indices must list a tile once"):
+        attend(tiles=twice)
+    cu = torch.tensor([0, 4, 3])
+    with pytest.raises(ValueError, match=r"cu_seqlens\[0\] must rise from at least 0"):
+        kv.flash_attention(q[0], q[0], q[0], cu_seqlens=(cu, cu))
 
 
 @pytest.mark.torch

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import has_gpu
 from model import DIMS, Kind, assert_pool, assert_same_bits, lay, random_bits, start
 
 import jax_kvblock as kv
@@ -224,15 +225,67 @@ def test_torch_tokens_are_appended_and_their_slots_checked(rng):
         kv.append_kv(pool, 1, k, v, slots + 2**32)
 
 
+TOO_WIDE = {
+    "ids": lambda pool, x: kv.gather_blocks(pool, x),
+    "src_ids": lambda pool, x: kv.copy_blocks(pool, x, [0, 1, 2]),
+    "dst_ids": lambda pool, x: kv.transfer_blocks(pool, [0, 1, 2], pool, x),
+    "slots": lambda pool, x: kv.append_kv(pool, 1, None, None, x),
+}
+
+
 @pytest.mark.torch
-def test_a_pool_of_torch_memory_lies_where_that_lies():
+@pytest.mark.parametrize("name", TOO_WIDE)
+def test_integers_of_torch_are_checked_where_they_lie(rng, elsewhere, name):
     import torch
 
-    layers = [torch.zeros(7, *DIMS[1:]) for _ in range(DIMS[0])]
+    pool, _ = start(rng, KIND)
+    with pytest.raises(ValueError, match=rf"{name} must fit in int32, got values from"):
+        TOO_WIDE[name](pool, torch.tensor([5, -1, 7]) + 2**32)
+
+
+def assert_shared(layers: list[Any], platform: str) -> None:
     pool = kv.KVPool.wrap(layers, SPEC)
     assert [x.unsafe_buffer_pointer() for x in pool.data] == [
         x.data_ptr() for x in layers
     ]
+    assert {d.platform for x in pool.data for d in x.devices()} == {platform}
+
+
+@pytest.mark.torch
+def test_a_pool_of_torch_memory_lies_where_that_lies():
+    """On the CPU, too, where there is a GPU."""
+    import torch
+
+    platforms = {"cpu": "cpu"}
+    if has_gpu() and torch.cuda.is_available():
+        platforms["cuda"] = "gpu"
+    for device, platform in platforms.items():
+        shape = (7, *DIMS[1:])
+        layers = [torch.zeros(shape, device=device) for _ in range(DIMS[0])]
+        assert_shared(layers, platform)
+
+
+@pytest.mark.torch
+def test_a_pool_of_torch_memory_on_the_host_stays_there(elsewhere):
+    import torch
+
+    assert_shared([torch.zeros(7, *DIMS[1:]) for _ in range(DIMS[0])], "cpu")
+    assert not elsewhere
+
+
+@pytest.mark.torch
+@pytest.mark.gpu
+def test_a_pool_on_the_cpu_is_used_beside_a_gpu(rng):
+    """Of torch's memory; blocks come from the host and stay with the pool."""
+    import torch
+
+    values = torch.from_numpy(rng.normal(size=(7, *DIMS)).astype(np.float32))
+    pool = kv.KVPool.wrap(values, SPEC)
+    blocks = torch.ones(2, *DIMS)
+    new = kv.scatter_blocks(pool, torch.tensor([4, 2]), blocks, "NHD")
+    got = kv.gather_blocks(new, [4, 0], "NHD")
+    assert {d.platform for x in (new.data, got) for d in x.devices()} == {"cpu"}
+    assert_same_bits(got, np.stack([blocks[0], values[0]]))
 
 
 @pytest.mark.torch
