@@ -104,7 +104,9 @@ def run(suite: Path, *options: str) -> Run:
     """pytest with both plugins, and what it recorded."""
     left_out = {"PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_CURRENT_TEST"}
     env = {k: v for k, v in os.environ.items() if k not in left_out}
-    env["PYTHONPATH"] = os.pathsep.join([str(PLUGINS), env.get("PYTHONPATH", "")])
+    given = filter(None, env.get("PYTHONPATH", "").split(os.pathsep))
+    paths = [str(PLUGINS), *map(os.path.abspath, given)]  # pytest runs elsewhere
+    env["PYTHONPATH"] = os.pathsep.join(paths)
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take a second
     env["JAX_PLATFORMS"] = "cpu"  # a GPU's machine would not change what is recorded
     plugins = ("-p", "record", "-p", "budgets", "-p", "no:cacheprovider")
