@@ -57,7 +57,7 @@ $(GPU_LIBRARY): $(SOURCES)
 	touch $@
 
 gpu-test: $(GPU_LIBRARY)
-	PYTHONPATH=$(abspath $(GPU_TARGET)) KVBLOCK_REQUIRE_GPU=1 $(PYTHON) -P -m pytest -q \
+	PYTHONPATH="$(abspath $(GPU_TARGET))" KVBLOCK_REQUIRE_GPU=1 $(PYTHON) -P -m pytest -q \
 	  -n $$(nproc) --dist worksteal --record=$(GPU_RECORD) $(PYTEST_ARGS) tests
 
 # Standalone on a GPU, by the C interface: thousands of calls against float64 (about a minute each),
