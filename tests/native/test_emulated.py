@@ -168,6 +168,34 @@ def test_keys_are_shared_out_over_any_number(name, multiprocessors, launcher):
     hold(launcher, SHARED[name], backward=False)
 
 
+# By multiprocessors, of which each has two CTAs at once.
+MANY_PIECES = {
+    "two warps join a row": (4, dataclasses.replace(FEW, kv_len=1100)),
+    "four": (7, dataclasses.replace(FEW, kv_len=1700, value_dim=56)),
+    "eight": (20, dataclasses.replace(FEW, kv_len=5200, head_dim=40)),
+    "eight, of 256 columns": (
+        13,
+        dataclasses.replace(
+            FEW, dtype="float16", head_dim=256, value_dim=200, kv_len=1700
+        ),
+    ),
+    "two rounds of a warp": (
+        63,
+        dataclasses.replace(
+            FEW, batch=40, heads=1, q_len=2, kv_len=16000, lengths="one long"
+        ),
+    ),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", MANY_PIECES)
+def test_many_pieces_of_few_queries_are_right(name, launcher):
+    multiprocessors, case = MANY_PIECES[name]
+    launcher.library.emulator_set_multiprocessors(multiprocessors)
+    hold(launcher, case, backward=False)
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize(("kib", "ctas"), [(228, 2), (164, 1), (100, 1)])
 def test_no_cta_waits_for_another_to_end(kib, ctas, launcher):

@@ -49,8 +49,22 @@ EMULATED = (
     Mutant(
         "few queries: the wrong piece of the first owner",
         f"{ATTENTION}/combine/combine.cuh",
-        "c == owner && line.Begin(owner) < first;",
-        "c == owner && line.Begin(owner) <= first;",
+        "line_.Begin(owner_) < first ? 1 : 0;",
+        "line_.Begin(owner_) <= first ? 1 : 0;",
+        SHARED_KEYS,
+    ),
+    Mutant(
+        "few queries: a round of pieces forgets those before",
+        f"{ATTENTION}/combine/combine.cuh",
+        "for (int i = 0; i < 4; ++i) result.o[i] *= factor;",
+        "for (int i = 0; i < 4; ++i) result.o[i] = 0.0f;",
+        SHARED_KEYS,
+    ),
+    Mutant(
+        "few queries: the warps of a row leave one out",
+        f"{ATTENTION}/combine/combine.cuh",
+        "for (int i = 0; i < p_.joining; ++i) {",
+        "for (int i = 0; i < p_.joining - 1; ++i) {",
         SHARED_KEYS,
     ),
     Mutant(

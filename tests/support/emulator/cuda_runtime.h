@@ -342,10 +342,22 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerMultiprocessor,
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+struct cudaFuncAttributes {
+  int ptxVersion, binaryVersion;
+};
+enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    int programmaticStreamSerializationAllowed;
+  } val;
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
   cudaStream_t stream;
+  const cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
 };
 
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
@@ -355,7 +367,7 @@ namespace emulator {
 inline int device = 3;
 inline int multiprocessor_bytes = kSharedBytes + 1024;
 inline int grids = 0;  // bit n: a launch had n CTAs in x
-}
+}  // namespace emulator
 inline cudaError_t cudaGetDevice(int* device) {
   *device = emulator::device;
   return cudaSuccess;
@@ -369,6 +381,12 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
   if (bytes > emulator::kSharedBytes) emulator::Die("more shared memory than a CTA can have");
+  return cudaSuccess;
+}
+// Compiled for sm_80: no launch begins early.
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel*) {
+  *attributes = {80, 80};
   return cudaSuccess;
 }
 inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {

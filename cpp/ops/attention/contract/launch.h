@@ -18,15 +18,41 @@ inline const char* CudaResult(cudaError_t status, const char* doing = nullptr) {
                  cudaGetErrorString(status));
 }
 
-// kernel(args...) on so many CTAs.
-template <typename... Parameters, typename... Args>
-cudaError_t LaunchGrid(void (*kernel)(Parameters...), dim3 ctas, int threads, int shared_bytes,
-                       cudaStream_t stream, const Args&... args) {
+inline cudaLaunchConfig_t LaunchConfig(dim3 ctas, int threads, int shared_bytes,
+                                       cudaStream_t stream) {
   cudaLaunchConfig_t config{};
   config.gridDim = ctas;
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
   config.stream = stream;
+  return config;
+}
+
+// kernel(args...) on so many CTAs.
+template <typename... Parameters, typename... Args>
+cudaError_t LaunchGrid(void (*kernel)(Parameters...), dim3 ctas, int threads, int shared_bytes,
+                       cudaStream_t stream, const Args&... args) {
+  const cudaLaunchConfig_t config = LaunchConfig(ctas, threads, shared_bytes, stream);
+  return cudaLaunchKernelEx(&config, kernel, args...);
+}
+
+// The same for a kernel that calls AwaitPriorLaunch (device/dependent.cuh) before it looks at what
+// the launch in front of it wrote. It may begin early where it was compiled to wait: a GPU may run
+// code that was compiled for an older one.
+template <typename... Parameters, typename... Args>
+cudaError_t LaunchDependentGrid(void (*kernel)(Parameters...), dim3 ctas, int threads,
+                                cudaStream_t stream, const Args&... args) {
+  cudaFuncAttributes compiled{};
+  const cudaError_t status = cudaFuncGetAttributes(&compiled, kernel);
+  if (status != cudaSuccess) return status;
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = LaunchConfig(ctas, threads, 0, stream);
+  if (std::min(compiled.ptxVersion, compiled.binaryVersion) >= 90) {
+    config.attrs = &early;
+    config.numAttrs = 1;
+  }
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 

@@ -21,6 +21,7 @@
 
 #include <cstdint>
 
+#include "device/dependent.cuh"
 #include "device/fast_math.cuh"
 #include "device/mma.cuh"
 #include "device/shared.cuh"
@@ -79,6 +80,7 @@ class SplitForward {
 
   __device__ __forceinline__ void Run() {
     constexpr int kStages = Traits::kStages;
+    LetNextLaunchBegin();
     const int cta = blockIdx.x;
     const int begin = line_.Begin(cta), end = line_.Begin(cta + 1);
     if (begin >= end) return;

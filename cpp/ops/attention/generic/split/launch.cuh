@@ -17,7 +17,7 @@ namespace kvblock::generic {
 template <typename T, int kDim, int kTileBlocks>
 const char* LaunchSplitAs(const AttentionCall& a, cudaStream_t stream) {
   using Traits = SplitTraits<T, kDim, kTileBlocks>;
-  constexpr int kCombineThreads = 64;
+  using Combined = Combine<T, Traits::kTileKeys>;
   constexpr int kBesides = 2048;  // bytes of a CTA: its own variables, and what the driver keeps
   int device = 0;
   cudaError_t status = cudaGetDevice(&device);
@@ -59,10 +59,12 @@ const char* LaunchSplitAs(const AttentionCall& a, cudaStream_t stream) {
   status = LaunchGrid(AttentionSplit<T, kDim, kTileBlocks>, dim3(static_cast<unsigned>(p.ctas)),
                       Traits::kThreads, Traits::kSharedBytes, stream, p);
   if (status == cudaSuccess && p.ctas > 1) {
-    const auto rows = static_cast<unsigned>(std::min<int64_t>(p.rows, a.q_len * p.group));
-    status =
-        LaunchGrid(AttentionCombine<T, Traits::kTileKeys, kCombineThreads>,
-                   dim3(static_cast<unsigned>(p.ctas - 1), rows), kCombineThreads, 0, stream, p);
+    const int64_t rows = std::min<int64_t>(p.rows, a.q_len * p.group);
+    const int at_once = Combined::kWarps / p.joining;
+    status = LaunchDependentGrid(AttentionCombine<T, Traits::kTileKeys>,
+                                 dim3(static_cast<unsigned>(p.ctas - 1),
+                                      static_cast<unsigned>((rows + at_once - 1) / at_once)),
+                                 Combined::kThreads, stream, p);
   }
   return CudaResult(status);
 }
