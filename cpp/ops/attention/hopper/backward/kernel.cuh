@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   };
   if (warp == 0) {
     __syncwarp();
-    BarrierPass(kLoaderBegins, 2 * 32);
+    BarrierMeet(kLoaderBegins, 2 * 32);
   }
   if (warp == 1) loader.Begin(found, first_key, kv_head);
   if (warp < kWarpgroup / 32) {
