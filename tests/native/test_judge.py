@@ -51,6 +51,26 @@ def test_a_row_is_held_to_its_own_size_not_to_the_largest(rows):
         judge.assert_rows_near("out", got, want, plain, np.float16)
 
 
+def test_what_cancels_is_held_to_what_was_taken_away(rows):
+    """A row of 0 is off by half a unit of the 8 that its sum and its product were."""
+    want, plain, got = rows
+    (row, other), off = ((0, 5, 1), (0, 6, 1)), 4 * 2.0**-10
+    for x in (want, plain, got):
+        x[row] = x[other] = 0
+    got[row] = off
+    with pytest.raises(AssertionError, match=r"1 rows of 768 are wrong, \[0, 5, 1\]"):
+        judge.assert_rows_near("out", got, want, plain, np.float16)
+    taken = np.zeros(ROWS[:-1])
+    taken[row] = 8
+    judge.assert_rows_near("out", got, want, plain, np.float16, taken)
+    got[other] = off  # nothing was taken away there
+    with pytest.raises(AssertionError, match=r"1 rows of 768 are wrong, \[0, 6, 1\]"):
+        judge.assert_rows_near("out", got, want, plain, np.float16, taken)
+    got[other], got[row] = 0, 3 * off
+    with pytest.raises(AssertionError, match=r"1 rows of 768 are wrong, \[0, 5, 1\]"):
+        judge.assert_rows_near("out", got, want, plain, np.float16, taken)
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_has_its_places(rows, bad):
     want, plain, got = rows

@@ -48,14 +48,23 @@ def bar_of_terms(
     return tolerance * eps * terms + 0.75 * eps * abs(want) + noise
 
 
-def bar_of_plain(want: Any, plain: Any, dtype: str, cancels: bool = True) -> np.ndarray:
+def bar_of_plain(
+    want: Any,
+    plain: Any,
+    dtype: str,
+    cancels: bool = True,
+    subtracted: Any = 0.0,
+) -> np.ndarray:
     """What a row may be off by, from how far plain code at `dtype` is: `[..., 1]`.
 
     Three times plain's error in this row, or what plain's error usually is (nine rows
     of ten) for a row of this size, whichever is more; above that a unit in the last
     place and float32 sums. (Half of all that is what a row of many has by chance, once
     in thousands.) cancels: rows are differences, so that a small one may have the error
-    of an ordinary one.
+    of an ordinary one. subtracted: `[...]`, the largest number in a row of what the
+    method takes away from a sum that it rounds to `dtype`, where plain code takes away
+    nothing: a unit in that number's last place on top, half of it for the sum's terms
+    and half for the sum.
     """
     want, plain = f64(want), f64(plain)
     finite = np.isfinite(want)
@@ -69,7 +78,7 @@ def bar_of_plain(want: Any, plain: Any, dtype: str, cancels: bool = True) -> np.
     if cancels and want.size:
         floor += 5 * eps * np.sqrt(np.mean(want**2))
     bar = 1.5 * np.maximum(off, share * size) + 0.5 * eps * size + floor
-    return 2.0 * bar[..., None]
+    return (2.0 * bar + eps * f64(subtracted))[..., None]
 
 
 def bar_of_lse(want: Any, products: Any = 0.0) -> Any:
@@ -160,14 +169,18 @@ def assert_rows(name: str, got: Any, want: Any, bar: Any) -> float:
 STRAIGHT = ("out", "d_v")  # sums of values, of which none cancels another
 
 
-def assert_rows_near(name: str, got: Any, want: Any, plain: Any, dtype: Any) -> float:
+def assert_rows_near(
+    name: str, got: Any, want: Any, plain: Any, dtype: Any, subtracted: Any = 0.0
+) -> float:
     """Every row of `got` is about as near to the truth as plain code's is.
 
     dtype: the call's, that of q. Rows of one dimension have an element each.
+    subtracted: what a row may be off by for besides, as for `bar_of_plain`.
     """
     if np.ndim(want) == 1:
         got, want, plain = (f64(x)[:, None] for x in (got, want, plain))
-    bar = bar_of_plain(want, plain, np.dtype(dtype).name, name not in STRAIGHT)
+    cancels, dtype = name not in STRAIGHT, np.dtype(dtype).name
+    bar = bar_of_plain(want, plain, dtype, cancels, subtracted)
     return assert_rows(name, got, want, bar)
 
 
