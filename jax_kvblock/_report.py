@@ -39,9 +39,7 @@ ATTENTION_CUDNN = "the same with implementation='cudnn'"
 
 
 def capabilities() -> list[Served]:
-    """For each op: the implementation that None or "auto" means here, and the
-    reason.
-    """
+    """For each op: the implementation that None means here, and the reason."""
     implementation, why = _copies()
     rows = [Served(op, implementation, why) for op in COPY_OPS]
     rows.insert(1, Served(OPERATIONAL_OPS, implementation, why))

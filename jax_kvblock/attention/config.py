@@ -46,10 +46,11 @@ class AttentionTiles:
       counts: int32 `[B|1, N|1, ceil(T / block_q)]`. How many entries of each row
         count, all of them where it is larger; the rest is not looked at.
       block_q, block_kv: the tiles' sizes, integers that are multiples of 16 (of 128 for
-        the CUDA kernels).
+        the CUDA kernels, and with `masks` at most 1024).
       partial: int32, shaped like `indices`, or None where all tiles are full. The row
-        of each entry's bits in `masks`, or −1 for a full tile. Entries from P on are
-        skipped, as tiles are that do not exist.
+        of each entry's bits in `masks`, or −1 for a full tile. A row from P on, or
+        below −1, of an entry that counts is a ValueError where the values lie on the
+        host; elsewhere from P on the tile is skipped, and below −1 it is full.
       masks: uint32 `[P, block_q, ceil(block_kv / 32)]`, or None: the bits of P partial
         tiles, which any number of entries may share. Query `r` of a tile attends to
         its key `32 * w + c` where bit `c` (of value `2 ** c`) of `masks[p, r, w]` is 1.
@@ -91,7 +92,7 @@ class AttentionTiles:
           batch, heads: B and N, where a function's answer depends on `b` and `h`;
             without them it is called with 0, and the tiles serve all members and heads.
           block_q, block_kv: the tiles' sizes, multiples of 16 (of 128 for the CUDA
-            kernels).
+            kernels, and at most 1024 where some tiles are partial).
           max_tiles, max_masks: room for so many tiles in a list, and for so many
             partial tiles, so that masks of several batches have one shape, and do not
             recompile a program. None is what this mask needs.

@@ -90,9 +90,9 @@ typedef struct kvblock_attention {
   int32_t sink_batch;             /* a divisor of B */
   /* tile_indices [tile_batch, tile_heads, ceil(T / tile_q), max_tiles], tile_counts the same
    * without the last dim. The first `count` entries are visited; an entry outside 0 .. ceil(S /
-   * tile_kv) - 1 is skipped; an entry comes once. tile_q and tile_kv are multiples of 128. In the
-   * backward pass over keys the lists are transposed: for each KV tile the query tiles that list
-   * it. */
+   * tile_kv) - 1 is skipped, and without tile_masks so is one from KVBLOCK_ATTENTION_PARTIAL on; an
+   * entry comes once. tile_q and tile_kv are multiples of 128. In the backward pass over keys the
+   * lists are transposed: for each KV tile the query tiles that list it. */
   const int32_t *tile_indices, *tile_counts;
   const int32_t *tile_indices_t, *tile_counts_t; /* [.., ceil(S / tile_kv), max_tiles_t] */
   int32_t tile_batch, tile_heads;                /* a divisor of B; 1 or N */
