@@ -203,10 +203,45 @@ def test_no_cta_waits_for_another_to_end(kib, ctas, launcher):
     launcher.library.emulator_set_multiprocessors(2)
     launcher.library.emulator_set_multiprocessor_bytes(kib << 10)
     launcher.library.emulator_grids()
-    hold(launcher, SHARED["units whole and cut"], backward=False)
+    hold(launcher, SHARED["lengths"], backward=False)
     # That of the pieces, and of those who put them together.
     few = launcher.library.emulator_grids() & 0b11111
     assert few == 1 << 2 * ctas | 1 << (2 * ctas - 1)
+
+
+# Multiprocessors, as many as a batch of 3 has units, or a third: a wide CTA each.
+WIDE = {
+    "16 rows": (3, FEW),
+    "32 rows": (6, dataclasses.replace(FEW, q_len=6, heads=8, kv_heads=2)),
+    "64 rows": (3, dataclasses.replace(FEW, q_len=15, dtype="float16")),
+    "several units each": (3, dataclasses.replace(FEW, heads=6, kv_heads=3)),
+    "d128": (3, dataclasses.replace(FEW, head_dim=128, value_dim=96, kv_len=400)),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", WIDE)
+def test_wide_ctas_have_whole_units(name, launcher):
+    """Where narrow ones would cut some: there is nothing to put together."""
+    multiprocessors, case = WIDE[name]
+    launcher.library.emulator_set_multiprocessors(multiprocessors)
+    launcher.library.emulator_grids()
+    hold(launcher, dataclasses.replace(case, batch=3), backward=False)
+    grids = launcher.library.emulator_grids()
+    assert grids >> multiprocessors & 1
+    # Neither narrow ones nor those who put pieces together.
+    assert not grids >> (2 * multiprocessors - 1) & 0b11
+
+
+@pytest.mark.torch
+def test_lengths_are_shared_out_over_all_ctas(launcher):
+    """17 of 18 would be as good if the 17 members had as many keys."""
+    launcher.library.emulator_set_multiprocessors(9)
+    for lengths, ctas in ((False, 17), (True, 18)):
+        launcher.library.emulator_grids()
+        case = dataclasses.replace(FEW, batch=17, lengths=lengths)
+        hold(launcher, case, backward=False)
+        assert launcher.library.emulator_grids() >> ctas & 1
 
 
 STRICT = """

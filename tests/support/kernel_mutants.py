@@ -68,6 +68,13 @@ EMULATED = (
         SHARED_KEYS,
     ),
     Mutant(
+        "few queries: pieces of units that are cut are left as they are",
+        f"{GENERIC}/split/plan.h",
+        "(work.alike && work.units % ctas == 0)",
+        "work.alike",
+        SHARED_KEYS,
+    ),
+    Mutant(
         "few queries: rows past q_lens have results",
         f"{ATTENTION}/combine/result.cuh",
         "if (query >= s.q_len) sums.sum = 0.0f;",

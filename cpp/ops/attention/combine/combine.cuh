@@ -30,6 +30,8 @@ class Combine {
   __device__ __forceinline__ explicit Combine(const ShareParams& p) : p_(p), line_(p) {}
 
   __device__ __forceinline__ void Run() {
+    // This launch must not end before the one in front of it, whoever else has nothing to wait for.
+    if (blockIdx.x + blockIdx.y == 0) AwaitPriorLaunch();
     const int cta = blockIdx.x + 1, border = line_.Begin(cta);
     if (border >= line_.total() || border == line_.Begin(cta + 1)) return;
     const Place at = line_.Find(border);
@@ -69,13 +71,24 @@ class Combine {
     return piece < pieces_ && (line_.total() >= p_.ctas || line_.Begin(c) < line_.Begin(c + 1));
   }
 
+  // Four columns of a piece, from where they lie; zeros where there is no piece.
+  __device__ __forceinline__ float4 Load(int piece, int column) const {
+    if (column >= p_.value_dim || !Exists(piece)) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    return *reinterpret_cast<const float4*>(p_.piece_o + RowOf(piece) * p_.value_dim + column);
+  }
+
   // This warp's pieces of the row, every p.joining-th, as the forward kernels add up tiles: each of
-  // 32 lanes weighs a piece, then all add four columns of each.
+  // 32 lanes weighs a piece, then all add four columns of each. What the first ones have is on its
+  // way while they are weighed.
   __device__ __forceinline__ PartialRow AddPieces(int column) const {
+    constexpr int kAhead = 4;
     PartialRow result = {{-INFINITY, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
     for (int begin = Warp() % p_.joining; begin < pieces_; begin += 32 * p_.joining) {
       const int own = begin + Lane() * p_.joining;
       const float lse = Exists(own) ? p_.piece_lse[RowOf(own)] : -INFINITY;
+      float4 loaded[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) loaded[i] = Load(begin + i * p_.joining, column);
       const float top =
           fmaxf(result.sums.max, OfWarp(lse, [](float a, float b) { return fmaxf(a, b); }));
       const float reference = Reference(top, 1.0f), factor = Exp2(result.sums.max - reference);
@@ -85,13 +98,12 @@ class Combine {
 #pragma unroll
       for (int i = 0; i < 4; ++i) result.o[i] *= factor;
       const int count = min((pieces_ - begin + p_.joining - 1) / p_.joining, 32);
-#pragma unroll 4
-      for (int i = 0; i < count; ++i) {
-        const int piece = begin + i * p_.joining;
-        const float of_piece = __shfl_sync(~0u, weight, i);
-        if (column >= p_.value_dim || !Exists(piece)) continue;
-        const float* const from = p_.piece_o + RowOf(piece) * p_.value_dim + column;
-        result.Add(*reinterpret_cast<const float4*>(from), of_piece);
+      for (int at = 0; at < count; at += kAhead) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          const float4 x = at == 0 ? loaded[i] : Load(begin + (at + i) * p_.joining, column);
+          result.Add(x, __shfl_sync(~0u, weight, at + i));
+        }
       }
     }
     if (result.sums.max == -INFINITY) result.sums.sum = 0.0f;
@@ -132,7 +144,7 @@ class Combine {
 };
 
 template <typename T, int kKeys>
-__global__ void __launch_bounds__(Combine<T, kKeys>::kThreads, 4)
+__global__ void __launch_bounds__(Combine<T, kKeys>::kThreads, 3)
     AttentionCombine(const __grid_constant__ ShareParams p) {
   Combine<T, kKeys>(p).Run();
 }

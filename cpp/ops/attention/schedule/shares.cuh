@@ -25,6 +25,7 @@ struct ShareParams : AttentionParams {
   int32_t ctas;
   int32_t row_tiles;  // of a member and key head
   int32_t rows;       // of such a tile
+  bool alike;         // all units have as many KV tiles
   int32_t joining;    // warps that combine a row together: 1, 2, 4 or 8
   // What pieces come to: [2 * ctas, rows, value_dim], and the log2 of their sums, [2 * ctas, rows].
   float* piece_o;
@@ -68,10 +69,8 @@ class Line {
     static_assert(kThreads % 32 == 0 && kThreads <= 1024);
     row_tiles_ = p.batch * p.row_tiles;
     each_ = (row_tiles_ + kThreads - 1) / kThreads;
-    alike_ = p.row_tiles == 1 && !p.kv_lens && !p.q_lens && !p.shift;
-    if (alike_) {
+    if (p.alike) {
       total_ = row_tiles_ > 0 ? FindRowTile<kKeys>(p, 0).tiles * p.num_kv_heads * row_tiles_ : 0;
-      share_ = total_ / p.ctas;
       return;
     }
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -95,14 +94,11 @@ class Line {
       total_ += of_warps[i];
     }
     own_ = own;
-    share_ = total_ / p.ctas;
   }
 
   __device__ __forceinline__ int total() const { return total_; }
   __device__ __forceinline__ int Begin(int cta) const {
-    // total * cta / ctas, in 32 bits.
-    const unsigned ctas = p_.ctas, left = total_ - share_ * ctas;
-    return share_ * cta + static_cast<int>(left * cta / ctas);
+    return static_cast<int>(static_cast<int64_t>(total_) * cta / p_.ctas);
   }
   // The CTA that has a tile: the last one that begins at it or before.
   __device__ __forceinline__ int Owner(int tile) const {
@@ -113,7 +109,7 @@ class Line {
   __device__ __forceinline__ Place Find(int tile) const {
     Place at;
     int rest;
-    if (alike_) {
+    if (p_.alike) {
       at.rows = FindRowTile<kKeys>(p_, 0);
       const int of_tile = at.rows.tiles * p_.num_kv_heads;
       at.index = tile / of_tile;
@@ -153,9 +149,8 @@ class Line {
 
  private:
   const ShareParams& p_;
-  int row_tiles_, each_, total_, share_;  // share: total / ctas
+  int row_tiles_, each_, total_;
   int before_ = 0, own_ = 0;  // KV tiles before this thread's tiles of rows, and of them
-  bool alike_;                // all tiles of rows have the same number of tiles
 };
 
 // Where a CTA puts a piece that is not whole: its first piece goes first.

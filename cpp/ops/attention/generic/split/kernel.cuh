@@ -3,9 +3,13 @@
 // all the queries and heads that share it.
 //
 // A CTA computes the pieces that are its share (schedule/shares.cuh): a tile of packed rows
-// (mask/packed_rows.cuh) against some of the KV tiles that they see. Its four warps share out
-// a tile's rows, 16 each, and where there are fewer rows its keys; those who have the same rows put
-// their results together when the piece ends.
+// (mask/packed_rows.cuh) against some of the KV tiles that they see. Its warps share out a tile's
+// rows, 16 each, and where there are fewer rows its keys; those who have the same rows put their
+// results together when the piece ends.
+//
+// CTAs come in two widths. Two narrow ones on a multiprocessor hide each other's ends of pieces;
+// wide ones, of which it has one, are half as many, so that there may be one for each unit, and no
+// pieces to put together (plan.h).
 //
 // K and V arrive by asynchronous copies, kStages - 1 tiles ahead, also across pieces.
 //
@@ -35,24 +39,31 @@
 
 namespace kvblock::generic {
 
+// At most 227 KiB for the CTAs of a multiprocessor.
 struct SplitShape {
   int keys, stages, ctas;  // of a tile; tiles in shared memory; CTAs on a multiprocessor
+  int warps;
 };
-// At most 227 KiB for the CTAs of a multiprocessor. Two of them hide each other's ends of pieces.
-constexpr SplitShape SplitShapeOf(int dim) {
-  return dim == 64    ? SplitShape{128, 3, 2}
-         : dim == 128 ? SplitShape{64, 3, 2}
-         : dim == 192 ? SplitShape{64, 2, 2}
-                      : SplitShape{64, 2, 1};
+constexpr SplitShape NarrowShapeOf(int dim) {
+  return dim == 64    ? SplitShape{128, 3, 2, 4}
+         : dim == 128 ? SplitShape{64, 3, 2, 4}
+         : dim == 192 ? SplitShape{64, 2, 2, 4}
+                      : SplitShape{64, 2, 1, 4};
+}
+// Above 192 a tile for eight warps would leave no room for a second one.
+constexpr bool HasWide(int dim) { return dim <= 192; }
+constexpr SplitShape WideShapeOf(int dim) {
+  return dim == 64 ? SplitShape{256, 3, 1, 8} : SplitShape{128, dim == 128 ? 3 : 2, 1, 8};
 }
 
 // kRowBlocks: of 16 packed rows in a tile; 1, 2 or 4.
-template <typename T_, int kDim_, int kRowBlocks_>
+template <typename T_, int kDim_, int kRowBlocks_, bool kWide_ = false>
 struct SplitTraits {
   using T = T_;
+  static constexpr bool kWide = kWide_;
   static constexpr int kDim = kDim_, kTileBlocks = kRowBlocks_, kRows = kTileBlocks * 16;
-  static constexpr SplitShape kSplit = SplitShapeOf(kDim);
-  static constexpr int kWarps = 4, kThreads = kWarps * 32;
+  static constexpr SplitShape kSplit = kWide ? WideShapeOf(kDim) : NarrowShapeOf(kDim);
+  static constexpr int kWarps = kSplit.warps, kThreads = kWarps * 32;
   static constexpr int kParts = kWarps / kTileBlocks;  // of a tile's keys
   static constexpr int kTileKeys = kSplit.keys, kStages = kSplit.stages;
   using KvTile = SharedTile<kTileKeys, kDim>;
@@ -66,10 +77,12 @@ struct SplitTraits {
   static_assert(kWarps * 16 * kDim * 4 <= kStageBytes);  // all warps' O
 };
 
-template <typename T, int kDim, int kTileBlocks>
+template <typename Traits_>
 class SplitForward {
  public:
-  using Traits = SplitTraits<T, kDim, kTileBlocks>;
+  using Traits = Traits_;
+  using T = typename Traits::T;
+  static constexpr int kDim = Traits::kDim, kTileBlocks = Traits::kTileBlocks;
   using KvTile = typename Traits::KvTile;
 
   __device__ __forceinline__ explicit SplitForward(const ShareParams& p)
@@ -281,11 +294,10 @@ class SplitForward {
   int first_[2], end_[2];  // the keys that this thread's rows see
 };
 
-template <typename T, int kDim, int kTileBlocks>
-__global__ void __launch_bounds__(SplitTraits<T, kDim, kTileBlocks>::kThreads,
-                                  SplitShapeOf(kDim).ctas)
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, Traits::kSplit.ctas)
     AttentionSplit(const __grid_constant__ ShareParams p) {
-  SplitForward<T, kDim, kTileBlocks>(p).Run();
+  SplitForward<Traits>(p).Run();
 }
 
 }  // namespace kvblock::generic

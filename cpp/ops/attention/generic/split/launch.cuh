@@ -14,59 +14,81 @@
 
 namespace kvblock::generic {
 
-template <typename T, int kDim, int kTileBlocks>
-const char* LaunchSplitAs(const AttentionCall& a, cudaStream_t stream) {
-  using Traits = SplitTraits<T, kDim, kTileBlocks>;
-  using Combined = Combine<T, Traits::kTileKeys>;
-  constexpr int kBesides = 2048;  // bytes of a CTA: its own variables, and what the driver keeps
+// What CTAs can have, in bytes of shared memory.
+struct GpuShared {
+  int multiprocessors, of_cta, of_multiprocessor;
+};
+
+inline cudaError_t AskGpuShared(GpuShared* gpu) {
   int device = 0;
   cudaError_t status = cudaGetDevice(&device);
-  int available = 0, of_multiprocessor = 0;
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&available, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(&of_multiprocessor, cudaDevAttrMaxSharedMemoryPerMultiprocessor,
-                                    device);
-  }
-  if (status != cudaSuccess) return CudaResult(status);
-  // Of consumer GPUs a CTA can have 99 KiB, too little for head dims beyond 192.
-  if (Traits::kSharedBytes > available) return LaunchForwardOf<T, kDim>(a, stream);
+  if (status != cudaSuccess) return status;
+  gpu->multiprocessors = Multiprocessors(device);
+  status = cudaDeviceGetAttribute(&gpu->of_cta, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (status != cudaSuccess) return status;
+  return cudaDeviceGetAttribute(&gpu->of_multiprocessor,
+                                cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+}
 
-  if (a.q_len * (a.num_heads / a.num_kv_heads) > INT32_MAX) {
-    return "attention: q_len * num_heads / num_kv_heads must be an int32";
-  }
-
-  // A CTA for every place on the GPU, if there is a tile for each.
-  ShareParams p = MakeShareParams(a, 1);
-  const int64_t units = int64_t{a.batch} * p.row_tiles * a.num_kv_heads;
-  const int64_t tiles_of_unit =
-      std::max<int64_t>((a.kv_len + Traits::kTileKeys - 1) / Traits::kTileKeys, 1);
-  if (units > INT32_MAX / tiles_of_unit) {
-    return Message("attention: " + std::to_string(tiles_of_unit) + " KV tiles for each of " +
-                   std::to_string(units) +
-                   " heads are more than one launch can have; split the batch");
-  }
-  const int fit = of_multiprocessor / (Traits::kSharedBytes + kBesides);
-  const int64_t places =
-      std::min(int64_t{Multiprocessors(device)} * std::clamp(fit, 1, Traits::kSplit.ctas),
-               int64_t{kMostCtas});
-  p = MakeShareParams(a, static_cast<int32_t>(std::min(units * tiles_of_unit, places)));
-
-  status = cudaFuncSetAttribute(AttentionSplit<T, kDim, kTileBlocks>,
-                                cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
-  if (status != cudaSuccess) return CudaResult(status);
-  status = LaunchGrid(AttentionSplit<T, kDim, kTileBlocks>, dim3(static_cast<unsigned>(p.ctas)),
-                      Traits::kThreads, Traits::kSharedBytes, stream, p);
-  if (status == cudaSuccess && p.ctas > 1) {
+// So many CTAs, and those that put pieces together if there may be any.
+template <typename Traits>
+cudaError_t LaunchPieces(const AttentionCall& a, const SplitWork& work, int32_t ctas,
+                         cudaStream_t stream) {
+  const ShareParams p = MakeShareParams(a, work, ctas);
+  cudaError_t status = cudaFuncSetAttribute(
+      AttentionSplit<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
+  if (status != cudaSuccess) return status;
+  status = LaunchGrid(AttentionSplit<Traits>, dim3(static_cast<unsigned>(ctas)), Traits::kThreads,
+                      Traits::kSharedBytes, stream, p);
+  if constexpr (!Traits::kWide) {
+    using Combined = Combine<typename Traits::T, Traits::kTileKeys>;
+    if (status != cudaSuccess || NoneIsCut(work, ctas)) return status;
     const int64_t rows = std::min<int64_t>(p.rows, a.q_len * p.group);
     const int at_once = Combined::kWarps / p.joining;
-    status = LaunchDependentGrid(AttentionCombine<T, Traits::kTileKeys>,
-                                 dim3(static_cast<unsigned>(p.ctas - 1),
+    status = LaunchDependentGrid(AttentionCombine<typename Traits::T, Traits::kTileKeys>,
+                                 dim3(static_cast<unsigned>(ctas - 1),
                                       static_cast<unsigned>((rows + at_once - 1) / at_once)),
                                  Combined::kThreads, stream, p);
   }
-  return CudaResult(status);
+  return status;
+}
+
+template <typename T, int kDim, int kTileBlocks>
+const char* LaunchSplitAs(const AttentionCall& a, cudaStream_t stream) {
+  using Narrow = SplitTraits<T, kDim, kTileBlocks>;
+  constexpr int kBesides = 2048;  // bytes of a CTA: its own variables, and what the driver keeps
+  GpuShared gpu;
+  if (const cudaError_t status = AskGpuShared(&gpu); status != cudaSuccess) {
+    return CudaResult(status);
+  }
+  // Of consumer GPUs a CTA can have 99 KiB, too little for head dims beyond 192.
+  if (Narrow::kSharedBytes > gpu.of_cta) return LaunchForwardOf<T, kDim>(a, stream);
+  if (a.q_len * (a.num_heads / a.num_kv_heads) > INT32_MAX) {
+    return "attention: q_len * num_heads / num_kv_heads must be an int32";
+  }
+  const SplitWork work = WorkOf(a);
+  const auto tiles_of_unit = [&](int64_t keys) {
+    return std::max<int64_t>((a.kv_len + keys - 1) / keys, 1);
+  };
+  const int64_t tiles = tiles_of_unit(Narrow::kTileKeys);
+  if (work.units > INT32_MAX / tiles) {
+    return Message("attention: " + std::to_string(tiles) + " KV tiles for each of " +
+                   std::to_string(work.units) +
+                   " heads are more than one launch can have; split the batch");
+  }
+  // A CTA for every place on the GPU, if there is a tile for each.
+  const int fit = gpu.of_multiprocessor / (Narrow::kSharedBytes + kBesides);
+  const int64_t places = std::min(
+      int64_t{gpu.multiprocessors} * std::clamp(fit, 1, Narrow::kSplit.ctas), int64_t{kMostCtas});
+  const int32_t ctas = CtasFor(work, tiles, places);
+  if constexpr (HasWide(kDim)) {
+    using Wide = SplitTraits<T, kDim, kTileBlocks, true>;
+    const int32_t wide = CtasFor(work, tiles_of_unit(Wide::kTileKeys), gpu.multiprocessors);
+    if (!NoneIsCut(work, ctas) && NoneIsCut(work, wide) && Wide::kSharedBytes <= gpu.of_cta) {
+      return CudaResult(LaunchPieces<Wide>(a, work, wide, stream));
+    }
+  }
+  return CudaResult(LaunchPieces<Narrow>(a, work, ctas, stream));
 }
 
 template <typename T, int kDim>
