@@ -31,14 +31,15 @@ __device__ __forceinline__ float RowDelta(float lse, float delta) {
 }
 
 // The scores of one sequence and head, with all their options. Accumulators hold queries by keys,
-// or, transposed, keys by queries.
-template <typename T, bool kTransposed = false>
+// or, transposed, keys by queries. kPartial: there may be partial tiles.
+template <typename T, bool kTransposed = false, bool kPartial = true>
 class Scores {
  public:
   // query and key: of the tile that is computed.
   __device__ __forceinline__ Scores(const AttentionParams& p, const Sequence& s, int head,
                                     int query, int key)
-      : p_(p), s_(s), bits_(p, s.batch, head, query, key), bias_row_(0), base_row_(0) {
+      : p_(p), s_(s), bias_row_(0), base_row_(0) {
+    if constexpr (kPartial) bits_ = TileBits(p, s.batch, head, query, key);
     if (p.bias != nullptr) {
       const int64_t bb = BatchRow(p, p.bias_batch, s.batch), bn = p.bias_heads > 1 ? head : 0;
       bias_row_ = (bb * p.bias_heads + bn) * p.q_len;
@@ -76,7 +77,7 @@ class Scores {
         attends[e] = attends[e] && of_row[Row(e)] == of_column[Column(e)];
       }
     }
-    if (bits_.some()) {
+    if (kPartial && bits_.some()) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int i = query + Row(e) * kRowStep, j = key + Column(e) * kColumnStep;
@@ -136,7 +137,7 @@ class Scores {
 
   const AttentionParams& p_;
   const Sequence& s_;
-  const TileBits bits_;
+  TileBits bits_;
   int64_t bias_row_, base_row_;
 };
 

@@ -11,6 +11,7 @@ namespace kvblock {
 // which lies in one listed tile. Positions count from where the listed tile begins.
 class TileBits {
  public:
+  __device__ __forceinline__ TileBits() : bits_(nullptr) {}  // nothing
   __device__ __forceinline__ TileBits(const AttentionParams& p, int batch, int head, int query,
                                       int key)
       : bits_(nullptr) {

@@ -70,11 +70,16 @@ template <typename T, int kDim, int kValueDim>
 const char* LaunchBackwardKvOf(const AttentionCall& a, cudaStream_t stream) {
   using Shape = BackwardShape<kDim, kValueDim>;
   using Capped = BackwardShape<kDim, kValueDim, false, true>;
+  using Partial = BackwardShape<kDim, kValueDim, false, false, true>;
   const bool plain = IsPlain(a), capped = !plain && a.bias == nullptr;
   if constexpr (kDim == 128 && kValueDim == 128) {
     if (LaunchIsTall(a)) {
       return LaunchBackwardKvAs<T, BackwardShape<128, 128, true>, true>(a, stream);
     }
+  }
+  if (a.tile_masks != nullptr) {
+    return plain ? LaunchBackwardKvAs<T, Partial, true>(a, stream)
+                 : LaunchBackwardKvAs<T, Partial, false>(a, stream);
   }
   return plain    ? LaunchBackwardKvAs<T, Shape, true>(a, stream)
          : capped ? LaunchBackwardKvAs<T, Capped, false>(a, stream)

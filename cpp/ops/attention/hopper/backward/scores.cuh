@@ -164,9 +164,11 @@ __device__ __forceinline__ float2 RowPair(const HeldRows<kCount>& held, int n, i
 }
 
 // One warpgroup's part of a tile of scores. lse and delta, held or where they lie, are those of its
-// queries, lse in units of log 2. kPlain: there is no softcap and no bias; kCapped: only a softcap.
-template <typename T, int kCount, bool kPlain, bool kCapped>
+// queries, lse in units of log 2. kPlain: there is no softcap and no bias; Shape::kCapped: only a
+// softcap.
+template <typename T, int kCount, bool kPlain, typename Shape>
 struct BackwardScores {
+  static constexpr bool kCapped = Shape::kCapped;
   const AttentionParams& p;
   const Sequence& s;
   int first_key, first_query, head, thread, flags;  // of BackwardStep
@@ -318,7 +320,7 @@ struct BackwardScores {
 
   // Whether a masked tile may have hidden pairs inside of the band.
   __device__ __forceinline__ bool HidesPairs() const {
-    return (flags & BackwardStep::kSegments) != 0 || p.tile_masks != nullptr;
+    return Shape::kPartial || (flags & BackwardStep::kSegments) != 0;
   }
   // Calls `hide` for each of this thread's pairs of two segments, and of a bit of 0.
   template <typename Hide>
@@ -340,6 +342,10 @@ struct BackwardScores {
         }
       }
     }
+    if constexpr (Shape::kPartial) EachHiddenByBits(hide, query, key);
+  }
+  template <typename Hide>
+  __device__ __forceinline__ void EachHiddenByBits(const Hide& hide, int query, int key) const {
     const TileBits bits(p, s.batch, head, first_query, first_key);
     if (!bits.some()) return;
     const uint32_t* word = bits.Word(query, key);
@@ -429,7 +435,7 @@ struct BackwardScores {
 
   __device__ __forceinline__ void AnyProbabilities(Packed<kCount>& prob, float (&c)[kCount],
                                                    const float* lse) const {
-    const Scores<T, true> scores(p, s, head, first_query, first_key);
+    const Scores<T, true, Shape::kPartial> scores(p, s, head, first_query, first_key);
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
       const int worker = Opaque(thread), column = n * 8 + worker % 4 * 2;

@@ -27,10 +27,12 @@ struct SwizzledTile {
   }
 };
 
-// kTall: 80 queries a step (tiles.h). kCapped: for a softcap, without bias.
-template <int kDim_, int kValueDim_, bool kTall_ = false, bool kCapped_ = false>
+// kTall: 80 queries a step (tiles.h). kCapped: for a softcap, without bias. kPartial: for tile
+// lists with partial tiles, whose bits would cost the others registers.
+template <int kDim_, int kValueDim_, bool kTall_ = false, bool kCapped_ = false,
+          bool kPartial_ = false>
 struct BackwardShape {
-  static constexpr bool kTall = kTall_, kCapped = kCapped_;
+  static constexpr bool kTall = kTall_, kCapped = kCapped_, kPartial = kPartial_;
   static constexpr BackwardTiles kTiles = BackwardTilesOf(kDim_, kValueDim_, kTall);
   static constexpr int kQueries = kTiles.queries, kKeys = kTiles.keys, kStages = kTiles.stages;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_;

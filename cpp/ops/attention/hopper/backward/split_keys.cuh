@@ -22,7 +22,7 @@ struct SplitKeysWorker {
   using Step = BackwardStep;
   static constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys;
   static constexpr int kDim = Shape::kDim, kScores = kQueries / 2, kSums = kDim / 2;
-  using Scores = BackwardScores<T, kScores, kPlain, Shape::kCapped>;
+  using Scores = BackwardScores<T, kScores, kPlain, Shape>;
   static_assert(Shape::kValueDim == kDim);
 
   // Of dQ it computes all columns of its half of the queries, or 64 columns; of a tall tile, whose

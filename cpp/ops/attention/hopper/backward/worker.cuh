@@ -131,8 +131,10 @@ struct BackwardWorker {
 
   // The scores of kCount * 2 queries from first_query on, and of 64 keys from first_key on.
   template <int kCount>
-  __device__ __forceinline__ BackwardScores<T, kCount, kPlain, Shape::kCapped> Scores(
-      int first_key, int first_query, int head, int flags) const {
+  __device__ __forceinline__ BackwardScores<T, kCount, kPlain, Shape> Scores(int first_key,
+                                                                             int first_query,
+                                                                             int head,
+                                                                             int flags) const {
     return {p(), sequence(), first_key, first_query, head, thread, flags};
   }
 

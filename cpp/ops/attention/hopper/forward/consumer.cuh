@@ -217,6 +217,9 @@ class Consumer {
         if (!Traits::kDense && (flags & Step::kSegments) != 0) {
           MaskSegments<Traits>(p_, s, rows.state, row, key);
         }
+        if (Traits::kHasLists && p_.tile_masks != nullptr) {
+          MaskTileBits<Traits>(p_, s, item.head, rows.state, row, key);
+        }
       }
     }
   }

@@ -87,9 +87,11 @@ const char* LaunchForwardAs(const AttentionCall& a, cudaStream_t stream) {
 }
 
 inline ForwardKind KindOf(const AttentionCall& a) {
-  if (!(a.scale > 0.0f) || a.softcap >= kLargeSoftcap || a.bias || a.tile_indices) {
+  if (!(a.scale > 0.0f) || a.softcap >= kLargeSoftcap || a.bias ||
+      (a.tile_indices && a.softcap > 0.0f)) {
     return ForwardKind::kGeneral;
   }
+  if (a.tile_indices) return ForwardKind::kLists;
   if (a.softcap > 0.0f) return ForwardKind::kCapped;
   if (a.cu_q || a.q_lens || a.kv_lens || a.q_segments) return ForwardKind::kPlain;
   const bool masked = a.window_left >= 0 || a.window_right >= 0;
@@ -115,6 +117,8 @@ const char* LaunchForwardOf(const AttentionCall& a, cudaStream_t stream) {
       return launch_as(std::integral_constant<ForwardKind, ForwardKind::kBand>());
     case ForwardKind::kPlain:
       return launch_as(std::integral_constant<ForwardKind, ForwardKind::kPlain>());
+    case ForwardKind::kLists:
+      return launch_as(std::integral_constant<ForwardKind, ForwardKind::kLists>());
     case ForwardKind::kCapped:
       return launch_as(std::integral_constant<ForwardKind, ForwardKind::kCapped>());
     default: return launch_as(std::integral_constant<ForwardKind, ForwardKind::kGeneral>());

@@ -41,10 +41,11 @@ struct ForwardTraits {
   static constexpr bool kHasBases = kKind == ForwardKind::kGeneral;  // with a bias
   // A batch of which every row takes part, and only the band masks.
   static constexpr bool kDense = kKind == ForwardKind::kBand || kKind == ForwardKind::kWide;
+  static constexpr bool kHasLists = kKind == ForwardKind::kGeneral || kKind == ForwardKind::kLists;
   using Walk = TileWalk<Along::kKeys, kKeys,
-                        kDense                           ? Walks::kBand
-                        : kKind == ForwardKind::kGeneral ? Walks::kAll
-                                                         : Walks::kSegments>;
+                        kDense      ? Walks::kBand
+                        : kHasLists ? Walks::kAll
+                                    : Walks::kSegments>;
   // As mask/forward_scores.cuh names them, for a warp's 16 rows.
   static constexpr int kRowBlocks = 1, kDim = kValueDim;
   static_assert(kLoadedKeys % 8 == 0);

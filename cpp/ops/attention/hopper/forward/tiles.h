@@ -21,11 +21,13 @@ enum class ForwardKind {
   kBand,     // only a causal mask, over many tiles, or any band over heads that share K and V
   kWide,     // only the end of the keys
   kCapped,   // as kPlain, with a softcap
+  kLists,    // only masks, of every kind
 };
 
 // For a padded head dim and value dim. General tiles have 128 queries, which divide listed ones.
 constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) {
-  const bool general = kind == ForwardKind::kGeneral || kind == ForwardKind::kCapped;
+  const bool general =
+      kind == ForwardKind::kGeneral || kind == ForwardKind::kLists || kind == ForwardKind::kCapped;
   return dim == 64    ? general ? ForwardTiles{2, 128, 2, 72, 216, true, 1}
                                 : ForwardTiles{3, 128, 2, 32, 160, true, 1}
          : dim == 96  ? ForwardTiles{2, 128, 2, 72, 216, true, general ? 1 : 2}
@@ -39,7 +41,9 @@ constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) 
 
 // The kind of the instance that serves a kind.
 constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
-  if (dim == 128 || kind == ForwardKind::kGeneral || kind == ForwardKind::kCapped) return kind;
+  const bool own =
+      kind == ForwardKind::kGeneral || kind == ForwardKind::kLists || kind == ForwardKind::kCapped;
+  if (dim == 128 || own) return kind;
   if (dim == 64) return kind == ForwardKind::kPlain ? kind : ForwardKind::kBand;
   return kind == ForwardKind::kPlain ? ForwardKind::kGeneral : ForwardKind::kBand;
 }
