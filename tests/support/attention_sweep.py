@@ -101,6 +101,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "own tiles, causal": {"tiles": (0, False), "window": CAUSAL},
     "partial tiles": {"tiles": (1, True), "masks": 3},
     "own partial tiles, causal": {"tiles": (0, False), "masks": 5, "window": CAUSAL},
+    "tiles, softcap": {"tiles": (1, True), "softcap": 5.0},
+    "partial tiles, softcap": {"tiles": (1, True), "masks": 3, "softcap": 5.0},
+    "partial tiles, segments": {
+        **{"tiles": (1, False), "masks": 3},
+        **{"segments": "sorted", "lengths": True},
+    },
     "partial tiles, bias": {
         **{"tiles": (1, True), "masks": 3},
         "bias": ("float32", 1, True),
