@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -370,19 +371,24 @@ def run_on_gpu(script: str, *arguments: str) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.gpu
 @pytest.mark.torch
-def test_a_sweep_of_the_kernels_finds_nothing():
+def test_a_sweep_of_the_kernels_finds_nothing(tmp_path):
     """A few hundred cases; `make sweep` has thousands."""
     if missing := unserved_by_gpu("cuda", backward=True):
         pytest.skip(f"cuda does not serve {missing[0]}")
-    done = run_on_gpu("attention_sweep.py", "--limit", "250")
+    out = tmp_path / "sweep.json"
+    done = run_on_gpu("attention_sweep.py", "--limit", "250", "--out", str(out))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "generic" in json.loads(out.read_text())["sweeps"]
 
 
 @pytest.mark.gpu
 @pytest.mark.torch
-def test_dq_is_right_under_load():
+def test_dq_is_right_under_load(tmp_path):
     """A few hundred launches of each shape; `make stress` has thousands."""
     if missing := unserved_by_gpu("cuda_sm90", backward=True):
         pytest.skip(f"cuda_sm90 does not serve {missing[0]}")
-    done = run_on_gpu("attention_stress.py", "--seconds", "0.2", "--dtype", "float16")
+    out = tmp_path / "stress.json"
+    how = ("--seconds", "0.2", "--dtype", "float16", "--out", str(out))
+    done = run_on_gpu("attention_stress.py", *how)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert json.loads(out.read_text())["launches"] > 0

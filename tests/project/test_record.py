@@ -69,6 +69,9 @@ sys.modules["support"] = types.SimpleNamespace(common=common)
 BUDGET = "import budgets\nbudgets.BUDGETS = {'native': 0.02}\n"
 
 
+PLUGIN_OPTIONS = ("-p", "record", "-p", "budgets", "-p", "no:cacheprovider")
+
+
 class Run(NamedTuple):
     status: int
     said: str
@@ -109,7 +112,7 @@ def run(suite: Path, *options: str) -> Run:
     env["PYTHONPATH"] = os.pathsep.join(paths)
     env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # they take a second
     env["JAX_PLATFORMS"] = "cpu"  # a GPU's machine would not change what is recorded
-    plugins = ("-p", "record", "-p", "budgets", "-p", "no:cacheprovider")
+    plugins = PLUGIN_OPTIONS
     plugins += ("-p", "xdist") if "-n" in options else ()
     done = subprocess.run(
         [sys.executable, "-P", "-m", "pytest", *plugins, *options],
@@ -145,6 +148,9 @@ def test_a_whole_run_is_recorded_as_it_was(suite: Path, processes: int) -> None:
     assert (got.status, got.name) == (1, "tests"), got.said
     assert got.document["whole"] is True
     assert got.document["exit status"] == 1
+    plugins = PLUGIN_OPTIONS + (("-p", "xdist") if processes == 2 else ())
+    command = " ".join(["pytest", *plugins, *several])
+    assert got.document["command"] == command
     assert got.document["commit"] == "abc"
     assert {"jax", "python"} <= got.document["versions"].keys()
     assert got.value("all", "processes") == processes

@@ -108,8 +108,12 @@ def row(case: str, metric: str, value: float, unit: str) -> dict[str, Any]:
 
 def asked_for(config: pytest.Config) -> list[str]:
     """The arguments of the run, but for where its record goes."""
-    own = ("--record", "--commit")
-    return [x for x in config.invocation_params.args if not str(x).startswith(own)]
+    own, kept, skip = ("--record", "--commit"), [], False
+    for given in map(str, config.invocation_params.args):
+        if not skip and not given.startswith(own):
+            kept.append(given)
+        skip = given in own  # its value comes next
+    return kept
 
 
 def file_of(report: Any) -> str:
