@@ -167,3 +167,16 @@ def test_command_buffers(rng):
         got = captured(call.arrays)
         for name, x in got.items():
             assert_close(x, want[name], BF16)
+
+
+@pytest.mark.gpu
+def test_command_buffers_of_few_queries(rng):
+    """Two launches, of which the second begins while the first one runs."""
+    call = draw(rng, BF16, q_len=1, kv_len=4096, dim=128)
+    options = {"xla_gpu_graph_min_graph_size": 1}
+    options["xla_gpu_enable_command_buffer"] = "FUSION,CUBLAS,CUSTOM_CALL"
+    q, k, v = (call.arrays[name] for name in "qkv")
+    captured = jax.jit(flash_attention).lower(q, k, v).compile(options)
+    want = truth(call)["out"]
+    for _ in range(3):
+        assert_close(captured(q, k, v), want, BF16)

@@ -168,13 +168,13 @@ def test_keys_are_shared_out_over_any_number(name, multiprocessors, launcher):
     hold(launcher, SHARED[name], backward=False)
 
 
-# By multiprocessors, of which each has two CTAs at once.
+# By multiprocessors, of which each has two CTAs at once, of 256 columns one.
 MANY_PIECES = {
     "two warps join a row": (4, dataclasses.replace(FEW, kv_len=1100)),
     "four": (7, dataclasses.replace(FEW, kv_len=1700, value_dim=56)),
     "eight": (20, dataclasses.replace(FEW, kv_len=5200, head_dim=40)),
     "eight, of 256 columns": (
-        13,
+        24,
         dataclasses.replace(
             FEW, dtype="float16", head_dim=256, value_dim=200, kv_len=1700
         ),

@@ -215,6 +215,11 @@ def few(a: Attention, arrays: Arrays) -> None:
     a.q_len, a.kv_len, a.batch = 3, 1700, 2
 
 
+def few_wide(a: Attention, arrays: Arrays) -> None:
+    """About as many as an H200 has multiprocessors: a CTA each, several tiles."""
+    a.q_len, a.kv_len, a.batch, a.num_heads, a.num_kv_heads = 1, 700, 128, 4, 1
+
+
 def few_lengths(a: Attention, arrays: Arrays) -> None:
     a.q_len, a.kv_len, a.batch, a.num_heads, a.window_right = 16, 700, 70, 6, 0
     a.kv_lens = arrays.of(np.arange(a.batch, dtype=np.int32) * 10)
@@ -249,10 +254,10 @@ def counted(a: Attention, arrays: Arrays) -> None:
 
 OPTIONS = (
     *(plain, causal, lengths, packed, segments, softcap, bias, everything, tiles),
-    *(partial, few, few_lengths),
+    *(partial, few, few_wide, few_lengths),
 )
 HOPPER_OPTIONS = (long_q, long_kv, rounds, rounds_alone, counted)
-FORWARD_ONLY = (rounds, rounds_alone, counted, few, few_lengths)
+FORWARD_ONLY = (rounds, rounds_alone, counted, few, few_wide, few_lengths)
 TURNS = (causal, lengths, packed)  # dq is added in turns
 NO_DQ = (tiles, partial)
 

@@ -127,6 +127,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 FEW = ("full", "causal, shift", "lengths", "lengths, window", "scattered segments",
        "softcap, lengths", "sinks, causal")  # fmt: skip
+WHOLE = ("full", "causal", "scattered segments", "softcap", "sinks", "negative scale")
 LONG = (2048, 4096, 8192)
 PAIRS = 6_000_000  # scores of a call, at most
 TIMES = 3  # a result that is the same every time is computed so often
@@ -138,6 +139,10 @@ def draw_cases(seed: int, rounds: int) -> Iterator[Case]:
 
     def length() -> int:
         return int(rng.choice(EDGES) if rng.random() < 0.5 else rng.integers(1, 701))
+
+    def few_queries(most: int) -> dict[str, int]:
+        kv_len = int(rng.integers(1, most))
+        return {"q_len": int(rng.integers(1, 17)), "kv_len": kv_len}
 
     def case(name: str, dims: tuple[int, int], **sizes: Any) -> Case:
         options = dict(OPTIONS[name])
@@ -175,8 +180,10 @@ def draw_cases(seed: int, rounds: int) -> Iterator[Case]:
         yield case(name, (128, 128), **lengths, **few)
     # Few queries, whose keys are shared out.
     for _, name, dims in itertools.product(range(rounds), FEW, DIMS):
-        lengths = {"q_len": int(rng.integers(1, 17)), "kv_len": int(rng.integers(5000))}
-        yield case(name, dims, **lengths, batch=int(rng.integers(1, 9)))
+        yield case(name, dims, **few_queries(5000), batch=int(rng.integers(1, 9)))
+    # The same for about as many as a GPU has multiprocessors: each has whole ones.
+    for name, dims in itertools.product(WHOLE, DIMS):
+        yield case(name, dims, **few_queries(900), batch=128, heads=2, kv_heads=1)
     for name, dims, q_len in itertools.product(("full", "causal"), DIMS, LONG[::2]):
         lengths = {"q_len": q_len + int(rng.integers(90)), "kv_len": length() // 4 + 60}
         yield case(name, dims, **lengths, **few)

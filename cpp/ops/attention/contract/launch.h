@@ -37,8 +37,9 @@ cudaError_t LaunchGrid(void (*kernel)(Parameters...), dim3 ctas, int threads, in
 }
 
 // The same for a kernel that calls AwaitPriorLaunch (device/dependent.cuh) before it looks at what
-// the launch in front of it wrote. It may begin early where it was compiled to wait: a GPU may run
-// code that was compiled for an older one.
+// the launch in front of it wrote, and of which some CTA calls it whatever there is to do: else it
+// may end first, and what comes next finds that launch unfinished. It may begin early where it was
+// compiled to wait: a GPU may run code that was compiled for an older one.
 template <typename... Parameters, typename... Args>
 cudaError_t LaunchDependentGrid(void (*kernel)(Parameters...), dim3 ctas, int threads,
                                 cudaStream_t stream, const Args&... args) {

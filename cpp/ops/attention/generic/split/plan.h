@@ -41,8 +41,8 @@ inline bool NoneIsCut(const SplitWork& work, int32_t ctas) {
   return ctas <= 1 || (work.alike && work.units % ctas == 0);
 }
 
-// How many warps put a row together: each has about three pieces. A unit has most where all are
-// alike.
+// How many warps put a row together: each has about three pieces, if units are alike. Where lengths
+// differ, a unit may have more, and its warps more rounds.
 inline int32_t WarpsThatJoin(int64_t units, int32_t ctas) {
   const int64_t pieces = ctas / std::max<int64_t>(units, 1) + 2;
   return pieces < 6 ? 1 : pieces < 12 ? 2 : pieces < 24 ? 4 : 8;
