@@ -40,8 +40,9 @@ class Bar:
       work, shape, implementation: regular expressions of the rows it judges.
       metric: of those rows.
       against: the case of a ceiling, "peer NAME" for the best of that peer's rows on
-        the same case, or "ours SHAPE" for the same implementation's row of the same
-        work on another shape; None judges the value itself.
+        the same case, "row IMPLEMENTATION" for that row of it, or "ours SHAPE" for the
+        same implementation's row of the same work on another shape; None judges the
+        value itself.
       limit: the least ratio or value; the greatest one when `at_most`.
       runs: for which run lengths, in bytes.
       platform: "gpu", "cpu" or None for both.
@@ -131,6 +132,9 @@ BARS = (
     Bar("ragged packed documents / dense", "^(forward|backward)$", "rate",
         "ours B2 H16 S8192 D128 causal", 0.85, shape=r"packed \d+ to \d+$",
         implementation=f"^{OURS}$"),
+    Bar("documents as a mask of tiles / as segments", "^(forward|backward)$", "time",
+        f"row {OURS}, segments", 1 / 0.9, at_most=True, shape="documents$",
+        implementation=f"^{OURS}, mask$"),
     Bar("a small call / cuDNN's", "^forward$", "time", CUDNN, 1.0, at_most=True,
         shape="^B1 H8 S128 D128 causal$", implementation=f"^{OURS}$"),
     Bar("temporaries of attention forward, B", "^forward$", "temporaries", None, 0,
@@ -203,6 +207,9 @@ def _bound(
     kind, _, name = (bar.against or "").partition(" ")
     if kind == "peer":
         return best(rows, row["case"], name, row["metric"])
+    if kind == "row":
+        named = [r for r in rows if r["implementation"] == name]
+        return best(named, row["case"], metric=row["metric"])
     if kind == "ours":
         mine = [r for r in rows if r["implementation"] == row["implementation"]]
         return best(mine, f"{name} / {work}", metric=row["metric"])

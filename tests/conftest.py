@@ -90,7 +90,7 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 @pytest.fixture
 def four_cpus() -> Iterator[None]:
-    """Tests about several devices run on CPUs everywhere."""
+    """Tests of several devices, and of the CPU's own ways, run on CPUs everywhere."""
     devices = jax.devices("cpu")
     if len(devices) < 4:
         pytest.fail("XLA_FLAGS must force four CPU devices")

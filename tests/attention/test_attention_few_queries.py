@@ -13,7 +13,6 @@ from attention_model import (
     BF16,
     F16,
     F32,
-    ON_GPU,
     by_turns,
     cast,
     draw,
@@ -26,7 +25,8 @@ from jax_kvblock import flash_attention
 from jax_kvblock.attention import block_problem, blocked, few_queries
 from jax_kvblock.attention.config import AttentionConfig, Operands, sizes_of
 
-on_cpu = pytest.mark.skipif(ON_GPU, reason="the CPU's own way")
+# The CPU's own way, also on a machine with a GPU.
+on_cpu = pytest.mark.usefixtures("four_cpus")
 
 # Three blocks of 1024 keys, the last of which shares most of its keys with the second.
 KEYS, BLOCK = 2100, 1024

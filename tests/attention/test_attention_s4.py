@@ -296,7 +296,7 @@ MEMORY = [
 
 
 @pytest.mark.wide
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="checked on the CPU")
+@pytest.mark.usefixtures("four_cpus")  # the blocks that it counts are the CPU's
 @pytest.mark.parametrize(("b", "h", "n", "d", "tile"), MEMORY)
 @pytest.mark.parametrize("use_half", [False, True])
 def test_the_memory_estimate_agrees_with_the_compiler(
