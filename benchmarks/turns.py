@@ -22,7 +22,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests" / "support"))
 
 import torch
-from attention_launches import Attention
+from attention_launches import Attention, Call, fields, workspace_bytes
 
 ROUNDS, TURN_MS = 9, 12
 RATIO = "old / new"
@@ -47,8 +47,9 @@ CASES: tuple[tuple[str, int, int, int, int, int, int, dict[str, Any]], ...] = (
 )
 
 
-# What the flat struct did not have.
-LATER = ("tile_map", "tile_masks", "num_tile_masks", "workspace")
+# What the flat struct did not have, and what it had behind the members of Call.
+LATER = ("tile_map", "tile_masks", "num_tile_masks")
+FLAT = "o lse base d_o delta dq_accum dq dk dv dbias dq_turns dq_state"
 
 
 class Library:
@@ -58,11 +59,13 @@ class Library:
     """
 
     def __init__(self, path: str, flat: bool = False, lacks: Any = ()) -> None:
-        lacks = {*lacks, *(LATER if flat else ())}
-        left = [field for field in Attention._fields_ if field[0] not in lacks]
-        made = {"_fields_": left}
+        lacks = {*lacks, *LATER}
+        had = [*Call._fields_, *fields(ctypes.c_void_p, FLAT)]
+        made = {"_fields_": [field for field in had if field[0] not in lacks]}
         self.struct = type("Struct", (ctypes.Structure,), made) if flat else Attention
-        self.flat, self.members = flat, {field[0] for field in left}
+        self.flat, self.members = flat, {field[0] for field in self.struct._fields_}
+        if not flat:
+            self.members -= {"dq_accum"}  # of the generic kernels
         self.library = ctypes.CDLL(path)
         self.launchers = {}
         for name in ("forward", "backward_kv"):
@@ -71,19 +74,15 @@ class Library:
             launcher.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
             self.launchers[name] = launcher
 
-    def workspace(self, call: Any) -> Any:
-        """What a forward call works in, or None."""
-        if self.flat:
-            return None
-        sized = self.library.kvblock_attention_workspace
-        sized.restype = ctypes.c_int64
-        size = sized(ctypes.byref(call.of("forward").call))
+    def workspace(self, call: Any, name: str) -> Any:
+        """What a call works in, or None."""
+        size = 0 if self.flat else workspace_bytes(self.library, call, name)
         return torch.empty(size, dtype=torch.uint8, device="cuda") if size else None
 
     def time(self, name: str, members: dict[str, Any], times: int) -> float:
         """Milliseconds of a call, by events around some of them."""
         call = self.struct(**{k: v for k, v in members.items() if k in self.members})
-        if (workspace := self.workspace(call)) is not None:
+        if (workspace := self.workspace(call, name)) is not None:
             call.workspace = workspace.data_ptr()
         call = call if self.flat else call.of(name)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -118,6 +117,7 @@ def draw(
     if how.get("turns"):
         kept["dq_turns"] = torch.zeros(tiles, dtype=torch.int32, device="cuda")
     members: dict[str, Any] = {
+        "deterministic": bool(how.get("turns")),
         "kernels": 1, "batch": batch, "num_heads": heads, "num_kv_heads": kv_heads,
         "q_len": length, "kv_len": length, "head_dim": dim, "value_dim": value_dim,
         "scale": dim**-0.5, "window_left": -1, "window_right": right,

@@ -51,9 +51,10 @@ NB_MODULE(_native, m) {
         "The FFI handlers as capsules: {platform: {target: capsule}}.");
   m.def("build_info", &BuildInfo, nb::sig("def build_info() -> dict[str, str | bool]"),
         "How this module was built.");
-  m.def("attention_workspace", &AttentionWorkspace, nb::arg("kernels"), nb::arg("q_len"),
-        nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("value_dim"), nb::arg("present"),
-        "Bytes of workspace of a forward call of the attention kernels.");
+  m.def("attention_workspace", &AttentionWorkspace, nb::arg("kernels"), nb::arg("batch"),
+        nb::arg("q_len"), nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
+        nb::arg("value_dim"), nb::arg("present"), nb::arg("backward"),
+        "Bytes of workspace of a call of the attention kernels, forward or backward_kv.");
   RegisterDLPack(m);
   RegisterFreeList(m);
 }

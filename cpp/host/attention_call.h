@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "host/attention_workspace.h"
 #include "kvblock/attention.h"
 
 namespace kvblock {
@@ -36,7 +37,7 @@ struct AttentionCall {
   float *lse, *base;  // forward written, backward read
   const void* d_o;
   const float* delta;
-  float* dq_accum;
+  float* dq_accum;  // this, dq_turns and dq_state of the sm_90a kernels: places in the workspace
   void *dq, *dk, *dv, *dbias;
   int32_t *dq_turns, *dq_state;
   void* workspace;
@@ -69,8 +70,21 @@ inline AttentionCall CallOf(const kvblock_backward& a) {
   call.dk = a.dk;
   call.dv = a.dv;
   call.dbias = a.dbias;
-  call.dq_turns = a.dq_turns;
-  call.dq_state = a.dq_state;
+  call.workspace = a.workspace;
+  return call;
+}
+
+// The same for backward_kv of the sm_90a kernels: with its places in the workspace, if there is a
+// dq to compute. The sizes have been checked.
+inline AttentionCall CallWithDqOf(const kvblock_backward& a) {
+  AttentionCall call = CallOf(a);
+  call.dq_accum = nullptr;
+  if (a.dq == nullptr || a.workspace == nullptr) return call;
+  const DqPlaces places(a.call);
+  char* const bytes = static_cast<char*>(a.workspace);
+  call.dq_accum = reinterpret_cast<float*>(bytes);
+  call.dq_state = reinterpret_cast<int32_t*>(bytes + places.state);
+  if (a.deterministic) call.dq_turns = reinterpret_cast<int32_t*>(bytes + places.turns);
   return call;
 }
 

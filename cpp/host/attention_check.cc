@@ -182,22 +182,9 @@ std::string CheckOperands(const AttentionCall& a, Pass pass) {
     case Pass::kKv:
       if (missing(keys, a.dk)) return "dk is NULL";
       if (missing(keys, a.dv)) return "dv is NULL";
-      if (a.kernels == KVBLOCK_KERNELS_SM90) {
-        if (missing(queries && a.dq_accum, a.dq)) return "dq is NULL, and dq_accum is not";
-        if (missing(queries && a.dq && a.batch > 0, a.dq_accum)) {
-          return "dq_accum is NULL, and dq is not";
-        }
-        if (missing(queries && a.dq_accum, a.dq_state)) {
-          return "dq_state is NULL, and dq_accum is not";
-        }
-        // Whose turn it is follows from the band and the lengths alone.
-        if (a.dq_turns && (a.q_segments || a.tile_indices)) {
-          return "dq_turns is for calls without segments and tiles";
-        }
-      } else if (a.dq_turns) {
-        return "dq_turns is for the sm_90a kernels";
-      } else if (a.dq_state) {
-        return "dq_state is for the sm_90a kernels";
+      if (a.kernels == KVBLOCK_KERNELS_SM90 &&
+          missing(queries && a.dq && a.batch > 0, a.workspace)) {
+        return "workspace is NULL, and dq is not";
       }
       break;
     case Pass::kQ:
@@ -230,7 +217,7 @@ std::string CheckAlignment(const AttentionCall& a) {
       Misaligned({a.cu_q, a.cu_kv, a.q_lens, a.kv_lens, a.shift, a.q_segments, a.kv_segments}, 4) ||
       Misaligned({a.tile_indices, a.tile_counts, a.tile_indices_t, a.tile_counts_t}, 4) ||
       Misaligned({a.tile_map, a.tile_masks}, 4) ||
-      Misaligned({a.sinks, a.lse, a.base, a.delta, a.dq_turns, a.dq_state}, 4)) {
+      Misaligned({a.sinks, a.lse, a.base, a.delta}, 4)) {
     return "arrays of int32 and float32, bias and dbias must be aligned to their elements";
   }
   return "";
@@ -243,6 +230,23 @@ const char* Check(const AttentionCall& a, Pass pass) {
   if (error.empty()) error = CheckOperands(a, pass);
   if (error.empty()) error = CheckAlignment(a);
   return error.empty() ? nullptr : Message("attention: " + error);
+}
+
+// How backward_kv is to compute dq.
+const char* CheckDq(const kvblock_backward& a) {
+  const bool sm90 = a.call.kernels == KVBLOCK_KERNELS_SM90;
+  if (sm90 && a.dq_accum) return Message("attention: dq_accum is for the generic kernels");
+  if (!a.deterministic) return nullptr;
+  if (!sm90) {
+    return Message(
+        "attention: deterministic is for the sm_90a kernels; backward_q computes the same dq every "
+        "time");
+  }
+  // Whose turn it is follows from the band and the lengths alone.
+  if (a.call.q_segments || a.call.tile_indices) {
+    return Message("attention: deterministic is for calls without segments and tiles");
+  }
+  return nullptr;
 }
 
 }  // namespace
@@ -262,5 +266,6 @@ extern "C" const char* kvblock_attention_check_backward(const kvblock_backward* 
   if (number < KVBLOCK_BACKWARD_KV || number > KVBLOCK_BACKWARD_BIAS) {
     return Message(Got("attention: pass must be a kvblock_backward_pass", number));
   }
-  return Check(CallOf(*a), static_cast<Pass>(number));
+  if (const char* error = Check(CallOf(*a), static_cast<Pass>(number))) return error;
+  return number == KVBLOCK_BACKWARD_KV ? CheckDq(*a) : nullptr;
 }

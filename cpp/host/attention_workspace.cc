@@ -2,10 +2,11 @@
 
 #include <algorithm>
 
-extern "C" int64_t kvblock_attention_workspace(const kvblock_attention* a) {
+extern "C" int64_t kvblock_attention_workspace(const kvblock_attention* a, int32_t backward) {
   using namespace kvblock;
   constexpr int64_t kCounterBytes = 16;
   if (a == nullptr) return 0;
+  if (backward != 0) return a->kernels == KVBLOCK_KERNELS_SM90 ? DqPlaces(*a).bytes : 0;
   if (SharesKeys(*a)) {
     const int64_t rows =
         std::max(a->q_len, int64_t{0}) * a->num_heads / std::max(a->num_kv_heads, 1);

@@ -1,4 +1,4 @@
-// What a forward call does with a workspace, and how large that is.
+// What a call does with a workspace, how large that is, and what lies where in it.
 #ifndef KVBLOCK_HOST_ATTENTION_WORKSPACE_H_
 #define KVBLOCK_HOST_ATTENTION_WORKSPACE_H_
 
@@ -38,6 +38,36 @@ inline int32_t TileRows(int64_t rows) { return rows <= 16 ? 16 : rows <= 32 ? 32
 inline int64_t PieceFloats(int32_t ctas, int32_t rows, int32_t value_dim) {
   return 2 * static_cast<int64_t>(ctas) * rows * (value_dim + 1);
 }
+
+// What the sm_90a kernels sum up dq in: tiles of 64 queries of a head (hopper/backward/dq_tile.cuh
+// says what is in one).
+constexpr int kDqRows = 64;
+constexpr int kDqCounters = 2;  // of a tile: who adds first (hopper/backward/dq_state.cuh)
+
+// Tiles of one head.
+template <typename Call>
+#if defined(__CUDACC__)
+__host__ __device__
+#endif
+    inline int64_t DqTiles(const Call& a) {
+  return a.cu_q != nullptr ? (a.q_len + int64_t{kDqRows} * a.batch) / kDqRows
+                           : (a.q_len + kDqRows - 1) / kDqRows;
+}
+
+// Where the parts lie, in bytes: the sums from 0 on, then each tile's counters, then whose turn it
+// is.
+struct DqPlaces {
+  int64_t state, turns, bytes;
+
+  template <typename Call>
+  explicit DqPlaces(const Call& a) {
+    const int64_t members = a.cu_q != nullptr ? 1 : a.batch;
+    const int64_t tiles = members * a.num_heads * DqTiles(a);
+    state = tiles * kDqRows * a.head_dim * int64_t{sizeof(float)};
+    turns = state + tiles * kDqCounters * int64_t{sizeof(int32_t)};
+    bytes = turns + tiles * int64_t{sizeof(int32_t)};
+  }
+};
 
 }  // namespace kvblock
 

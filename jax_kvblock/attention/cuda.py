@@ -152,7 +152,7 @@ def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
         made = _forward_results(config, size, x)
         results = [made[name] for name in op.result_names(call)]
         scratch = []
-        if room := _workspace(kernels, x, size):
+        if room := _workspace(kernels, x, size, backward=False):
             scratch.append(jax.ShapeDtypeStruct((room,), jnp.uint8))
         return tuple(launch("forward", results + scratch)[: len(results)])
     if op is BACKWARD_BIAS:
@@ -160,15 +160,18 @@ def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
     return _backward(launch, kernels, config, x, size)
 
 
-def _workspace(kernels: str, x: Operands, size: Sizes) -> int:
-    """Bytes that a forward call works in, by the function that the handler asks too."""
+def _workspace(kernels: str, x: Operands, size: Sizes, *, backward: bool) -> int:
+    """Bytes that a call works in, by the function that the handler asks too."""
     return ffi.attention_workspace(
         KERNELS[kernels],
+        size.batch,
         size.q_len,
         size.num_heads,
         size.num_kv_heads,
+        size.head_dim,
         size.value_dim,
         _present(x._asdict()),
+        backward,
     )
 
 
@@ -180,7 +183,7 @@ def _present(optional: dict[str, Any]) -> int:
 
 
 def _backward(
-    launch: Callable[[str, list[Any]], Sequence[Any]],
+    launch: Callable[..., Sequence[Any]],
     kernels: str,
     config: AttentionConfig,
     x: Operands,
@@ -195,13 +198,11 @@ def _backward(
         (dq,) = launch("backward_q", [_like(x.q)])
         return dq, dk, dv
     if tiled:
-        lead = _dq_tiles(config, size)
-        sums = jax.ShapeDtypeStruct((*lead, DQ_ROWS * size.head_dim), jnp.float32)
-        state = jax.ShapeDtypeStruct((*lead, DQ_COUNTERS), jnp.int32)
-        turns = [jax.ShapeDtypeStruct((*lead, 1), jnp.int32)] * config.deterministic
-        dk, dv, dq, *_ = launch(
-            "backward_kv", [*dk_dv, _like(x.q), sums, state, *turns]
-        )
+        results = [*dk_dv, _like(x.q)]
+        if room := _workspace(kernels, x, size, backward=True):
+            results.append(jax.ShapeDtypeStruct((room,), jnp.uint8))
+        made = launch("backward_kv", results, deterministic=config.deterministic)
+        dk, dv, dq = made[:3]
         return dq, dk, dv
     # The sums lie in blocks of 8 rows by 8 columns: an addition of a warp falls on few
     # lines of memory. XLA puts them in order while it casts.
@@ -212,17 +213,6 @@ def _backward(
     added = added.transpose(1, 3, 0, 2, 4)
     dq = added.reshape(blocks[1] * 8, *x.q.shape[-2:])[:rows].reshape(x.q.shape)
     return (dq * np.float32(config.scale)).astype(x.q.dtype), dk, dv
-
-
-# Queries of a tile of dq_accum, and its counters; attention.h has the same numbers.
-DQ_ROWS, DQ_COUNTERS = 64, 2
-
-
-def _dq_tiles(config: AttentionConfig, size: Sizes) -> tuple[int, ...]:
-    """How many tiles the sums of dq have in the sm_90a kernels."""
-    if config.packed:
-        return (size.num_heads, (size.q_len + DQ_ROWS * size.batch) // DQ_ROWS)
-    return (size.batch, size.num_heads, -(-size.q_len // DQ_ROWS))
 
 
 def _like(a: Any) -> jax.ShapeDtypeStruct:
@@ -247,6 +237,7 @@ def _call(
     extra: Sequence[Any],
     op: str,
     results: list[Any],
+    deterministic: bool = False,
 ) -> Sequence[Any]:
     optional = _optional(op, config, x, size)
     present = _present(optional)
@@ -261,6 +252,7 @@ def _call(
         kernels=np.int64(KERNELS[kernels]),
         present=np.int64(present),
         packed=np.int64(config.packed),
+        deterministic=np.int64(deterministic),
         window_left=np.int64(min(config.window_left, 2**31 - 1)),
         window_right=np.int64(min(config.window_right, 2**31 - 1)),
         scale=np.float32(config.scale),

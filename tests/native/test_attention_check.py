@@ -26,8 +26,8 @@ from jax_kvblock.core.ffi import BUILD
 ARRAY = 4096
 SM90 = {"kernels": 1}
 SUMS = {"dq_accum": ARRAY}
-STATE = {"dq_state": ARRAY}
-TURNS = {"dq_turns": ARRAY}
+SPACE = {"workspace": ARRAY}
+TURNS = {"deterministic": 1}
 DQ = {"dq": ARRAY}
 SEGMENTS = dict.fromkeys(
     ("q_segments", "kv_segments", "q_segment_ranges", "kv_segment_ranges"), ARRAY
@@ -58,18 +58,19 @@ def valid(**changes: Any) -> Attention:
 CASES: list[tuple[int, dict[str, Any], str]] = [
     (BACKWARD_KV, {}, "ok"),
     (BACKWARD_KV, SUMS, "ok"),
-    (BACKWARD_KV, {**SM90, **SUMS, **STATE, **DQ}, "ok"),
-    (BACKWARD_KV, {**SM90, **SUMS, **STATE, **DQ, **TURNS}, "ok"),
+    (BACKWARD_KV, {**SM90, **SPACE, **DQ}, "ok"),
+    (BACKWARD_KV, {**SM90, **SPACE, **DQ, **TURNS}, "ok"),
+    (BACKWARD_KV, {**SM90, **SPACE}, "ok"),
+    (BACKWARD_KV, {**SUMS, **SPACE}, "ok"),
     (BACKWARD_KV, {"kernels": 7}, "kernels must be KVBLOCK_KERNELS_GENERIC or"),
-    (BACKWARD_KV, {**SM90, **SUMS, **STATE}, "dq is NULL, and dq_accum is not"),
-    (BACKWARD_KV, {**SM90, **SUMS, **DQ}, "dq_state is NULL, and dq_accum is not"),
-    (BACKWARD_KV, {**SUMS, **STATE}, "dq_state is for the sm_90a kernels"),
-    (BACKWARD_KV, {**SM90, **DQ}, "dq_accum is NULL, and dq is not"),
-    (BACKWARD_KV, {**SUMS, **TURNS}, "dq_turns is for the sm_90a kernels"),
+    (BACKWARD_KV, {**SM90, **DQ}, "workspace is NULL, and dq is not"),
+    (BACKWARD_KV, {**SM90, **SUMS, **SPACE, **DQ}, "dq_accum is for the generic"),
+    (BACKWARD_KV, {**SUMS, **TURNS}, "deterministic is for the sm_90a kernels"),
+    (BACKWARD_KV, {"workspace": ARRAY + 8}, "workspace must be aligned to 16 bytes"),
     (
         BACKWARD_KV,
-        {**SM90, **SUMS, **STATE, **DQ, **TURNS, **SEGMENTS},
-        "dq_turns is for calls without segments and tiles",
+        {**SM90, **SPACE, **DQ, **TURNS, **SEGMENTS},
+        "deterministic is for calls without segments and tiles",
     ),
     (BACKWARD_KV, {"lse": None}, "lse is NULL"),
     (BACKWARD_Q, DQ, "ok"),

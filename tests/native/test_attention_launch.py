@@ -198,14 +198,15 @@ def test_the_ranges_of_segments_are_of_64_positions():
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_sums_of_dq_have_the_size_that_the_header_says(deterministic):
+    tile = 64 * 64 * 4 + 3 * 4  # of sums, and three counters
     tiled = launches({}, gradients=True, deterministic=deterministic)["backward_kv"]
-    sums = ["2x4x2x4096xf32", "2x4x2x2xi32"]  # two tiles of 64 queries a head
-    turns = ["2x4x2x1xi32"] * deterministic
     keys = ["2x130x2x64xbf16", "2x130x2x32xbf16"]
-    assert tiled[2] == [*keys, "2x70x4x64xbf16", *sums, *turns]
+    workspace = f"{2 * 4 * 2 * tile}xui8"  # two tiles of 64 queries a head
+    assert tiled[2] == [*keys, "2x70x4x64xbf16", workspace]
+    assert tiled[0]["deterministic"] == deterministic
     packed = {"cu_seqlens": (ints(4), ints(4))}
     tiled = launches(packed, gradients=True, deterministic=deterministic)["backward_kv"]
-    assert tiled[2][3:5] == ["4x4x4096xf32", "4x4x2xi32"]  # (70 + 64 * 3) / 64
+    assert tiled[2][3:] == [f"{4 * 4 * tile}xui8"]  # (70 + 64 * 3) / 64
     plain = launches(
         {}, gradients=True, deterministic=deterministic, implementation="cuda"
     )

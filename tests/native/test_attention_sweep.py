@@ -287,7 +287,7 @@ class Memory(Launcher):
         y = self.torch.from_numpy(np.ascontiguousarray(x)).to(dtype).contiguous()
         ctypes.memmove(to, y.data_ptr(), y.numel() * y.element_size())
 
-    def workspace(self, a: Attention) -> int:
+    def workspace(self, a: Attention, name: str) -> int:
         return 8
 
     def run(self, name: str, a: Attention) -> None:
@@ -307,7 +307,7 @@ class Memory(Launcher):
             self.write(a.dk, got["dk"], dtype)
             self.write(a.dv, got["dv"], dtype)
             if a.dq:
-                assert a.dq_accum and a.dq_state
+                assert a.workspace and not a.dq_accum
                 self.write(a.dq, got["dq"], dtype)
             elif a.dq_accum:
                 rows = got["dq"].reshape(-1, c.heads, c.head_dim) / self.now.scale

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from attention_launches import Attention, Backward, Call, Forward
+from attention_launches import Attention, Backward, Call, Forward, fields
 from c_interface import SCHEDULE, TASK, CCopy, CSide, load_library
 
 import jax_kvblock
@@ -145,17 +145,25 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
 
 @needs_cxx
 def test_kernels_take_the_members_of_the_header_in_their_order(tmp_path: Path) -> None:
-    """AttentionCall lists them again, and takes the first part of each struct whole."""
+    """AttentionCall lists them again, and takes the first part of each struct whole.
+
+    In place of `deterministic` it has where the parts of a workspace lie.
+    """
+    members = [field for field in Attention._fields_ if field[0] != "deterministic"]
+    last = members.pop()
+    assert last[0] == "workspace"
+    members += [*fields(ctypes.c_void_p, "dq_turns dq_state"), last]
+    flat = type("Flat", (ctypes.Structure,), {"_fields_": members})
     checks = "".join(
         f"static_assert(offsetof(AttentionCall, {name}) == {place.offset} &&\n"
         f'  sizeof(AttentionCall::{name}) == {place.size}, "{name}");\n'
-        for name, _ in Attention._fields_
-        for place in [getattr(Attention, name)]
+        for name, _ in members
+        for place in [getattr(flat, name)]
     )
     source = tmp_path / "call.cc"
     source.write_text(
         f'#include "host/attention_call.h"\nusing kvblock::AttentionCall;\n{checks}'
-        f"static_assert(sizeof(AttentionCall) == {ctypes.sizeof(Attention)});\n"
+        f"static_assert(sizeof(AttentionCall) == {ctypes.sizeof(flat)});\n"
     )
     sources = Path(__file__).parents[2] / "cpp"
     compile_with(CXX, "-std=c++17", "-fsyntax-only", "-I", sources, source)

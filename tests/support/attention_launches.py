@@ -64,7 +64,8 @@ class Backward(ctypes.Structure):
     _fields_ = [
         ("call", Call),
         *fields(ctypes.c_void_p, "lse base d_o delta"),
-        *fields(ctypes.c_void_p, "dq_accum dq dk dv dbias dq_turns dq_state"),
+        *fields(ctypes.c_void_p, "dq_accum dq dk dv dbias workspace"),
+        ("deterministic", ctypes.c_int32),
     ]
 
 
@@ -75,7 +76,6 @@ class Attention(ctypes.Structure):
         *Call._fields_,
         ("o", ctypes.c_void_p),
         *Backward._fields_[1:],
-        ("workspace", ctypes.c_void_p),
     ]
 
     def of(self, launcher: str) -> Forward | Backward:
@@ -86,6 +86,16 @@ class Attention(ctypes.Structure):
         for name, _ in made._fields_[1:]:
             setattr(made, name, getattr(self, name))
         return made
+
+
+def workspace_bytes(library: ctypes.CDLL, a: Attention, launcher: str) -> int:
+    """What kvblock_attention_{launcher} works in."""
+    if launcher not in ("forward", "backward_kv"):
+        return 0
+    sized = library.kvblock_attention_workspace
+    sized.restype = ctypes.c_int64
+    call = a.of("forward").call
+    return sized(ctypes.byref(call), ctypes.c_int32(launcher != "forward"))
 
 
 @functools.cache
@@ -275,27 +285,18 @@ def run(library: Any, kernels: str, option: Any, dims: str, dtype: int) -> int:
     a.dv = arrays.empty(keys * a.num_kv_heads * a.value_dim * 2)
     if a.kernels == GENERIC or option not in NO_DQ:
         a.dq = arrays.empty(rows * a.num_heads * a.head_dim * 2)
-    if option not in NO_DQ:
-        dq_tiles = members * -(-a.q_len // 64)
-        if a.cu_q:
-            dq_tiles = (a.q_len + 64 * a.batch) // 64
-        sums = -(-rows // 8) * 8 if a.kernels == GENERIC else dq_tiles * 64
-        a.dq_accum = arrays.empty(sums * a.num_heads * a.head_dim * 4)
-        if a.kernels == SM90:
-            a.dq_state = arrays.empty(dq_tiles * a.num_heads * 8)
-        if a.kernels == SM90 and option in TURNS:
-            a.dq_turns = arrays.empty(dq_tiles * a.num_heads * 4)
-
-    library.kvblock_attention_workspace.restype = ctypes.c_int64
-    call = a.of("forward").call
-    if size := library.kvblock_attention_workspace(ctypes.byref(call)):
-        a.workspace = arrays.empty(size)
+    if option not in NO_DQ and a.kernels == GENERIC:
+        a.dq_accum = arrays.empty(-(-rows // 8) * 8 * a.num_heads * a.head_dim * 4)
+    a.deterministic = a.kernels == SM90 and option in TURNS
     passes = ["forward"]
     if option not in FORWARD_ONLY:
         passes.append("backward_kv")
         if a.kernels == GENERIC:  # these serve both kinds
             passes += ["backward_q"] + ["backward_bias"] * bool(a.dbias)
     for name in passes:
+        a.workspace = None
+        if size := workspace_bytes(library, a, name):
+            a.workspace = arrays.empty(size)
         launch = library[f"kvblock_attention_{name}"]
         launch.restype = ctypes.c_char_p
         error = launch(ctypes.byref(a.of(name)), None)

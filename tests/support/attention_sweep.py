@@ -31,7 +31,15 @@ from typing import Any
 
 import judge
 import numpy as np
-from attention_launches import BF16, F16, F32, GENERIC, SM90, Attention
+from attention_launches import (
+    BF16,
+    F16,
+    F32,
+    GENERIC,
+    SM90,
+    Attention,
+    workspace_bytes,
+)
 from attention_problems import TILE_KV, TILE_Q, Case, Gpu, Problem, Truth, truth
 
 KERNELS = {"generic": GENERIC, "sm90": SM90}
@@ -219,7 +227,6 @@ class Launcher:
 
     def __init__(self, path: str, kernels: str, place: Any) -> None:
         self.library = ctypes.CDLL(path)
-        self.library.kvblock_attention_workspace.restype = ctypes.c_int64
         self.kernels, self.place, self.torch = kernels, place, place.xp
         on_gpu = place.device == "cuda"
         self.arena = Arena(self.torch, place.device, 1 << (30 if on_gpu else 27))
@@ -259,7 +266,7 @@ class Launcher:
     def forward(self, x: Problem, a: Attention) -> dict[str, Any]:
         """Without a workspace, and with one; the bits are the same every time."""
         got: dict[str, Any] = {}
-        size = self.workspace(a)
+        size = self.workspace(a, "forward")
         for name, times in ("", 1), (", workspace", TIMES if size else 0):
             for _ in range(times):
                 if name:
@@ -271,10 +278,9 @@ class Launcher:
         a.workspace = None
         return got
 
-    def workspace(self, a: Attention) -> int:
+    def workspace(self, a: Attention, name: str) -> int:
         """Bytes of it."""
-        call = a.of("forward").call
-        return self.library.kvblock_attention_workspace(ctypes.byref(call))
+        return workspace_bytes(self.library, a, name)
 
     def once(self, x: Problem, a: Attention) -> dict[str, Any]:
         c = x.case
@@ -343,8 +349,9 @@ class Launcher:
     def kept(self, a: Attention) -> Iterator[None]:
         """Results of one launch, which the next one does not have."""
         yield
-        for name in ("dk", "dv", "dq", "dq_accum", "dq_state", "dq_turns", "dbias"):
+        for name in ("dk", "dv", "dq", "dq_accum", "dbias", "workspace"):
             setattr(a, name, None)
+        a.deterministic = 0
 
     def keys(self, x: Problem, a: Attention) -> dict[str, Any]:
         c, dtype = x.case, getattr(self.torch, x.case.dtype)
@@ -372,19 +379,10 @@ class Launcher:
     def hopper_sums(
         self, x: Problem, a: Attention, name: str, turns: bool = False
     ) -> dict[str, Any]:
-        """dq by additions in tiles of 64 queries, which the launcher finishes."""
-        c, torch = x.case, self.torch
-        tiles = c.members * -(-c.q_len // 64)
-        if c.packed:
-            tiles = (c.q_len + 64 * c.batch) // 64
-        dq = self._like_q(x)
-        added = self.arena.empty(torch.float32, c.heads * tiles, 64 * c.head_dim)
-        state = self.arena.empty(torch.int32, c.heads * tiles, 2)
-        a.dq, a.dq_accum = dq.data_ptr(), added.data_ptr()
-        a.dq_state = state.data_ptr()
-        if turns:
-            turn = self.arena.empty(torch.int32, c.heads * tiles, 1)
-            a.dq_turns = turn.data_ptr()
+        """dq by additions in a workspace, which the launcher finishes."""
+        dq, size = self._like_q(x), self.workspace(a, "backward_kv")
+        a.dq, a.deterministic = dq.data_ptr(), turns
+        a.workspace = self.arena.empty(self.torch.uint8, size).data_ptr()
         self.run("backward_kv", a)
         return {name: dq}
 

@@ -24,7 +24,6 @@ WIDE = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dq_accum", "workspace")
 NARROW = (
     *("cu_q", "cu_kv", "q_lens", "kv_lens", "shift", "q_segments", "kv_segments"),
     *(*TILES, *TRANSPOSED, *MASKS, "sinks", "lse", "base", "delta"),
-    *("dq_turns", "dq_state"),
 )
 NUMBERS = (-(2**31), -1, 0, 1, 2, 3, 8, 63, 128, 256, 2**16, 2**30, 2**31 - 1)
 LONGS = (*NUMBERS, 2**30 - 256, 2**30 - 255, 2**31, 2**62, 2**63 - 1, -(2**63))
@@ -80,10 +79,10 @@ def right(draw: Any, which: int) -> Fields:
     a["softcap"] = draw(st.sampled_from((0.0, 30.0, 2000.0)))
     given = ["q", "k", "v", "o", "lse", "d_o", "delta", "dk", "dv", "dbias", "dq"]
     if which == BACKWARD_KV:  # with or without dq
-        if draw(st.booleans()):
-            given += ["dq_accum", *(["dq_state"] if a["kernels"] else [])]
-        elif a["kernels"]:
+        if a["kernels"] and draw(st.booleans()):
             given.remove("dq")
+        elif not a["kernels"] and draw(st.booleans()):
+            given.append("dq_accum")
     options = draw(st.sets(st.sampled_from(("segments", "lens", "tiles", "sinks"))))
     packed = which != BACKWARD_BIAS and draw(st.integers(0, 3)) == 0
     if packed:
@@ -108,7 +107,8 @@ def right(draw: Any, which: int) -> Fields:
         if draw(st.booleans()):
             given += MASKS
             a["num_tile_masks"] = 2
-    a["workspace"] = draw(st.sampled_from((None, ARRAY)))
+    needed = which == BACKWARD_KV and a["kernels"] and "dq" in given
+    a["workspace"] = ARRAY if needed else draw(st.sampled_from((None, ARRAY)))
     return a | dict.fromkeys(given, ARRAY)
 
 
@@ -213,11 +213,11 @@ def _arrays(a: Fields, which: int) -> bool:
     if which == BACKWARD_KV:
         needs |= {"dk": keys, "dv": keys}
         if a["kernels"] == 1:
-            needs["dq"] = needs["dq_state"] = queries and "dq_accum" in has
-            needs["dq_accum"] = queries and "dq" in has and a["batch"] > 0
-            if "dq_turns" in has and has & {"q_segments", "tile_indices"}:
+            needs["workspace"] = queries and "dq" in has and a["batch"] > 0
+            uneven = has & {"q_segments", "tile_indices"}
+            if "dq_accum" in has or (a["deterministic"] and uneven):
                 return False
-        elif has & {"dq_turns", "dq_state"}:
+        elif a["deterministic"]:
             return False
     elif which == BACKWARD_BIAS:
         needs |= {"bias": True, "dbias": queries and keys}

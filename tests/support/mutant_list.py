@@ -242,9 +242,9 @@ CPU = (
     ),
     Mutant(
         "one counter less for dq",
-        CUDA,
-        "DQ_ROWS, DQ_COUNTERS = 64, 2",
-        "DQ_ROWS, DQ_COUNTERS = 64, 1",
+        "cpp/host/attention_workspace.h",
+        "kDqCounters = 2;",
+        "kDqCounters = 1;",
         LAUNCH,
     ),
     Mutant(
@@ -343,8 +343,8 @@ CPU = (
     Mutant(
         "turns beside segments",
         CHECK,
-        "if (a.dq_turns && (a.q_segments || a.tile_indices)) {",
-        "if (a.dq_turns && a.tile_indices) {",
+        "if (a.call.q_segments || a.call.tile_indices) {",
+        "if (a.call.tile_indices) {",
         test("test_attention_check"),
     ),
     Mutant(

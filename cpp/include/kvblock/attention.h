@@ -48,8 +48,6 @@ extern "C" {
 
 enum { KVBLOCK_ATTENTION_CHUNK = 64 };        /* positions that one segment range covers */
 enum { KVBLOCK_ATTENTION_PARTIAL = 1 << 30 }; /* added to a list's entry: the tile has bits */
-enum { KVBLOCK_ATTENTION_DQ_ROWS = 64 };    /* queries of a tile of the sm_90a kernels' dq_accum */
-enum { KVBLOCK_ATTENTION_DQ_COUNTERS = 2 }; /* of dq_state, for such a tile */
 
 typedef enum kvblock_dtype {
   KVBLOCK_BF16 = 0,
@@ -128,21 +126,18 @@ typedef struct kvblock_backward {
   const float* base; /* the same; NULL where it wrote none */
   const void* d_o;
   const float* delta; /* [B, N, T]: rowsum(d_o * o) - d_lse */
-  /* float32, dq / scale, added atomically, 8 rows of q by 8 columns together: [N, ceil(R / 8),
-   * D / 8, 8, 8], where R = B T, packed T, and batch member b's query i is row b T + i. What pads
-   * the rows is 0. The sm_90a kernels have an order of their own, of as many values as [B, N,
-   * ceil(T / 64)] tiles of 64 queries by D, packed [N, (T + 64 B) / 64] rounded down. */
+  /* The generic kernels' sums: float32, dq / scale, added atomically, 8 rows of q by 8 columns
+   * together: [N, ceil(R / 8), D / 8, 8, 8], where R = B T, packed T, and batch member b's query i
+   * is row b T + i. What pads the rows is 0. */
   float* dq_accum;
   void *dq, *dk, *dv;
   void* dbias; /* [bias_batch, bias_heads, T, S] in bias_dtype */
-  /* May be NULL; for the sm_90a kernels and calls without segments and tiles: one for each tile of
-   * dq_accum. Cleared; then keys add to dq_accum in turns, and dq comes out with the same bits
-   * every time. */
-  int32_t* dq_turns;
-  /* With the dq_accum of the sm_90a kernels: KVBLOCK_ATTENTION_DQ_COUNTERS for each of its tiles,
-   * which tell who adds first. Cleared, in place of dq_accum where the first can store: tiles of
-   * dq_accum that no key sees then stay as they are. */
-  int32_t* dq_state;
+  /* For backward_kv of the sm_90a kernels with dq: memory on the GPU of
+   * kvblock_attention_workspace bytes, aligned to 16; what it holds does not matter. */
+  void* workspace;
+  /* Not 0, for the same and calls without segments and tiles: keys add to dq in turns, so that it
+   * comes out with the same bits every time. */
+  int32_t deterministic;
 } kvblock_backward;
 
 /* What a launcher computes, for kvblock_attention_check_backward. */
@@ -164,12 +159,12 @@ KVBLOCK_EXPORT const char* kvblock_attention_check_backward(const kvblock_backwa
 /* Writes o and, if it is asked for, lse. */
 KVBLOCK_EXPORT const char* kvblock_attention_forward(const kvblock_forward* a, void* stream);
 
-/* Bytes of the workspace of a forward call; 0 where it has no use for one. Of arrays only whether
- * they are there counts. */
-KVBLOCK_EXPORT int64_t kvblock_attention_workspace(const kvblock_attention* a);
+/* Bytes of the workspace of a forward call, or, if `backward` is not 0, of a call of backward_kv
+ * that computes dq; 0 where it has no use for one. Of arrays only whether they are there counts. */
+KVBLOCK_EXPORT int64_t kvblock_attention_workspace(const kvblock_attention* a, int32_t backward);
 
-/* Writes dk and dv. Where dq_accum is given, sums up dq / scale there, in an order that differs
- * from run to run; where it is NULL, computes no dq. The sm_90a kernels then write dq. */
+/* Writes dk and dv. The generic kernels sum up dq / scale in dq_accum, if it is given, in an order
+ * that differs from run to run; the sm_90a kernels write dq, if that is given, and a workspace. */
 KVBLOCK_EXPORT const char* kvblock_attention_backward_kv(const kvblock_backward* a, void* stream);
 
 /* Writes dq, the same bits every time. */

@@ -25,10 +25,10 @@ extern "C" const char* kvblock_attention_forward(const kvblock_forward* a, void*
 
 extern "C" const char* kvblock_attention_backward_kv(const kvblock_backward* a, void* stream) {
   if (const char* error = kvblock_attention_check_backward(a, KVBLOCK_BACKWARD_KV)) return error;
-  const AttentionCall call = CallOf(*a);
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  return call.kernels == KVBLOCK_KERNELS_SM90 ? hopper::LaunchBackwardKv(call, cuda_stream)
-                                              : generic::LaunchBackwardKv(call, cuda_stream);
+  return a->call.kernels == KVBLOCK_KERNELS_SM90
+             ? hopper::LaunchBackwardKv(CallWithDqOf(*a), cuda_stream)
+             : generic::LaunchBackwardKv(CallOf(*a), cuda_stream);
 }
 
 extern "C" const char* kvblock_attention_backward_q(const kvblock_backward* a, void* stream) {

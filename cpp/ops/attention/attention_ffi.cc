@@ -4,8 +4,8 @@
 //
 // Operands: q, k, v, then the optional ones that `present` names (bit i: the i-th of Optional),
 // then, backward, lse, with a bias base, delta and d_o. Results: o and perhaps lse, and with a bias
-// base, and perhaps a workspace; or dk, dv and perhaps dq_accum (the sm_90a kernels: dq,
-// dq_accum, dq_state and perhaps dq_turns); or dq; or dbias. Mirrors jax_kvblock/attention/cuda.py.
+// base, and perhaps a workspace; or dk, dv and perhaps dq_accum (the sm_90a kernels: dq and a
+// workspace); or dq; or dbias. Mirrors jax_kvblock/attention/cuda.py.
 #include "ops/attention/attention_ffi.h"
 
 #include <cstdint>
@@ -22,7 +22,7 @@ namespace kvblock {
 
 // The attributes of a call.
 struct AttentionAttributes {
-  int64_t kernels, present, packed, window_left, window_right, tile_q, tile_kv;
+  int64_t kernels, present, packed, deterministic, window_left, window_right, tile_q, tile_kv;
   float scale, softcap;
 };
 
@@ -32,9 +32,9 @@ struct AttentionAttributes {
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     kvblock::AttentionAttributes, StructMember<int64_t>("kernels"),
     StructMember<int64_t>("present"), StructMember<int64_t>("packed"),
-    StructMember<int64_t>("window_left"), StructMember<int64_t>("window_right"),
-    StructMember<int64_t>("tile_q"), StructMember<int64_t>("tile_kv"), StructMember<float>("scale"),
-    StructMember<float>("softcap"));
+    StructMember<int64_t>("deterministic"), StructMember<int64_t>("window_left"),
+    StructMember<int64_t>("window_right"), StructMember<int64_t>("tile_q"),
+    StructMember<int64_t>("tile_kv"), StructMember<float>("scale"), StructMember<float>("softcap"));
 
 namespace {
 
@@ -366,8 +366,9 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   kvblock_forward f{};
   f.call = d.a;
   if (!in.failed()) {
-    const int64_t bytes = AttentionWorkspace(d.a.kernels, d.a.q_len, d.a.num_heads,
-                                             d.a.num_kv_heads, d.a.value_dim, attributes.present);
+    const int64_t bytes =
+        AttentionWorkspace(d.a.kernels, d.a.batch, d.a.q_len, d.a.num_heads, d.a.num_kv_heads,
+                           d.a.head_dim, d.a.value_dim, attributes.present, false);
     f.o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, true, d.type);
     if (in.results_left() > (bytes > 0)) {
       f.lse = Rows(&in, d, "lse", true);
@@ -385,25 +386,6 @@ float* BlockedDq(Reader* in, const Decoded& d) {
                                         {d.a.num_heads, CeilDiv(rows, 8), d.a.head_dim / 8, 8, 8}));
 }
 
-// dq, and what the sm_90a kernels need to compute it.
-void DecodeTiledDq(Reader* in, const Decoded& d, kvblock_backward* b) {
-  const kvblock_attention& a = d.a;
-  constexpr int64_t kRows = KVBLOCK_ATTENTION_DQ_ROWS;
-  b->dq = Heads(in, d, "dq", kQueries, a.num_heads, a.head_dim, true, d.type);
-  const auto tiled = [&](const char* name, ffi::DataType type, int64_t size) {
-    if (!d.packed) {
-      return in->Result(name, type, {a.batch, a.num_heads, CeilDiv(a.q_len, kRows), size});
-    }
-    return in->Result(name, type, {a.num_heads, (a.q_len + kRows * a.batch) / kRows, size});
-  };
-  b->dq_accum = static_cast<float*>(tiled("dq_accum", ffi::DataType::F32, kRows * a.head_dim));
-  b->dq_state =
-      static_cast<int32_t*>(tiled("dq_state", ffi::DataType::S32, KVBLOCK_ATTENTION_DQ_COUNTERS));
-  if (in->results_left() > 0) {
-    b->dq_turns = static_cast<int32_t*>(tiled("dq_turns", ffi::DataType::S32, 1));
-  }
-}
-
 ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                       const Attributes& attributes) {
   Reader in(args, rets);
@@ -413,7 +395,12 @@ ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets 
     b.dk = Heads(&in, d, "dk", kKeys, d.a.num_kv_heads, d.a.head_dim, true, d.type);
     b.dv = Heads(&in, d, "dv", kKeys, d.a.num_kv_heads, d.a.value_dim, true, d.type);
     if (in.results_left() > 0 && d.a.kernels == KVBLOCK_KERNELS_SM90) {
-      DecodeTiledDq(&in, d, &b);
+      b.dq = Heads(&in, d, "dq", kQueries, d.a.num_heads, d.a.head_dim, true, d.type);
+      const int64_t bytes =
+          AttentionWorkspace(d.a.kernels, d.a.batch, d.a.q_len, d.a.num_heads, d.a.num_kv_heads,
+                             d.a.head_dim, d.a.value_dim, attributes.present, true);
+      if (bytes > 0) b.workspace = in.Result("workspace", ffi::DataType::U8, {bytes});
+      b.deterministic = static_cast<int32_t>(attributes.deterministic);
     } else if (in.results_left() > 0) {
       b.dq_accum = BlockedDq(&in, d);
     }
@@ -454,15 +441,18 @@ constexpr auto Binding = [] {
 
 }  // namespace
 
-int64_t AttentionWorkspace(int32_t kernels, int64_t q_len, int32_t num_heads, int32_t num_kv_heads,
-                           int32_t value_dim, int64_t present) {
+int64_t AttentionWorkspace(int32_t kernels, int64_t batch, int64_t q_len, int32_t num_heads,
+                           int32_t num_kv_heads, int32_t head_dim, int32_t value_dim,
+                           int64_t present, bool backward) {
   static const int32_t array[1] = {};
   const auto there = [&](Optional which) { return (present >> which) & 1 ? array : nullptr; };
   kvblock_attention a{};
   a.kernels = kernels;
+  a.batch = static_cast<int32_t>(batch);
   a.q_len = q_len;
   a.num_heads = num_heads;
   a.num_kv_heads = num_kv_heads;
+  a.head_dim = head_dim;
   a.value_dim = value_dim;
   a.bias = there(kBias);
   a.q_segments = there(kQSegments);
@@ -470,7 +460,7 @@ int64_t AttentionWorkspace(int32_t kernels, int64_t q_len, int32_t num_heads, in
   a.kv_lens = there(kKvLens);
   a.cu_q = there(kCuQ);
   a.tile_indices = there(kTileIndices);
-  return kvblock_attention_workspace(&a);
+  return kvblock_attention_workspace(&a, backward);
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAttentionForward, Forward, Binding(),

@@ -13,9 +13,9 @@ XLA_FFI_Error* KvblockAttentionBackwardQ(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* KvblockAttentionBackwardBias(XLA_FFI_CallFrame* frame);
 }
 
-// Bytes of workspace of a forward call. `present` tells of the optional operands, as the attribute
-// does.
-int64_t AttentionWorkspace(int32_t kernels, int64_t q_len, int32_t num_heads, int32_t num_kv_heads,
-                           int32_t value_dim, int64_t present);
+// As kvblock_attention_workspace. `present` tells of the optional operands, as the attribute does.
+int64_t AttentionWorkspace(int32_t kernels, int64_t batch, int64_t q_len, int32_t num_heads,
+                           int32_t num_kv_heads, int32_t head_dim, int32_t value_dim,
+                           int64_t present, bool backward);
 
 #endif  // KVBLOCK_OPS_ATTENTION_FFI_H_

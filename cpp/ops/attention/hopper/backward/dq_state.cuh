@@ -38,8 +38,6 @@
 
 namespace kvblock::hopper {
 
-constexpr int kDqCounters = KVBLOCK_ATTENTION_DQ_COUNTERS;
-
 __device__ __forceinline__ int32_t* DqState(const AttentionParams& p, const Sequence& s, int head,
                                             int query) {
   return p.dq_state + DqTileNumber(p, s, head, query) * kDqCounters;

@@ -21,12 +21,11 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "host/attention_workspace.h"
 #include "ops/attention/hopper/backward/tiles.h"
 #include "ops/attention/mask/sequence.cuh"
 
 namespace kvblock::hopper {
-
-constexpr int kDqRows = KVBLOCK_ATTENTION_DQ_ROWS;
 
 // Whether the score of every pair that attends is scale q k.
 inline bool IsPlain(const AttentionCall& a) { return a.softcap == 0.0f && a.bias == nullptr; }
@@ -38,12 +37,6 @@ inline bool LaunchIsTall(const AttentionCall& a) {
   return a.head_dim == 128 && a.value_dim <= 128 && IsPlain(a) && a.tile_indices == nullptr &&
          a.dq_turns == nullptr && a.window_left < 0 &&
          queries >= (a.window_right < 0 ? kEnough : kEnoughMasked);
-}
-
-// Tiles of one head.
-__host__ __device__ inline int64_t DqTiles(const AttentionCall& a) {
-  return a.cu_q != nullptr ? (a.q_len + int64_t{kDqRows} * a.batch) / kDqRows
-                           : (a.q_len + kDqRows - 1) / kDqRows;
 }
 
 // The number of the tile of a query.
