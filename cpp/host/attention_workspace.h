@@ -34,9 +34,9 @@ constexpr int32_t kMostCtas = 320;
 // Packed rows (queries of all heads that share a key head) in a tile, for so many.
 inline int32_t TileRows(int64_t rows) { return rows <= 16 ? 16 : rows <= 32 ? 32 : 64; }
 
-// Floats of what the pieces of so many CTAs come to.
+// Floats of what the pieces of so many CTAs come to, and a word for each that tells it is there.
 inline int64_t PieceFloats(int32_t ctas, int32_t rows, int32_t value_dim) {
-  return 2 * static_cast<int64_t>(ctas) * rows * (value_dim + 1);
+  return 2 * static_cast<int64_t>(ctas) * (rows * (value_dim + int64_t{1}) + 1);
 }
 
 // What the sm_90a kernels sum up dq in: tiles of 64 queries of a head (hopper/backward/dq_tile.cuh

@@ -168,9 +168,10 @@ def test_keys_are_shared_out_over_any_number(name, multiprocessors, launcher):
     hold(launcher, SHARED[name], backward=False)
 
 
-# By multiprocessors, of which each has two CTAs at once, of 256 columns one.
+# By multiprocessors, of which each has two CTAs at once, of 256 columns one. Where there are fewer
+# units than CTAs, those who combine have a unit each, else a border.
 MANY_PIECES = {
-    "two warps join a row": (4, dataclasses.replace(FEW, kv_len=1100)),
+    "two threads share a row's pieces": (4, dataclasses.replace(FEW, kv_len=1100)),
     "four": (7, dataclasses.replace(FEW, kv_len=1700, value_dim=56)),
     "eight": (20, dataclasses.replace(FEW, kv_len=5200, head_dim=40)),
     "eight, of 256 columns": (
@@ -179,7 +180,7 @@ MANY_PIECES = {
             FEW, dtype="float16", head_dim=256, value_dim=200, kv_len=1700
         ),
     ),
-    "two rounds of a warp": (
+    "many rounds of a thread": (
         63,
         dataclasses.replace(
             FEW, batch=40, heads=1, q_len=2, kv_len=16000, lengths="one long"
@@ -204,7 +205,7 @@ def test_no_cta_waits_for_another_to_end(kib, ctas, launcher):
     launcher.library.emulator_set_multiprocessor_bytes(kib << 10)
     launcher.library.emulator_grids()
     hold(launcher, SHARED["lengths"], backward=False)
-    # That of the pieces, and of those who put them together.
+    # That of the pieces, and of those who put them together: one for each border of two.
     few = launcher.library.emulator_grids() & 0b11111
     assert few == 1 << 2 * ctas | 1 << (2 * ctas - 1)
 

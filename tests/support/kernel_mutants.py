@@ -42,8 +42,8 @@ EMULATED = (
     Mutant(
         "few queries: a tile has another owner",
         f"{ATTENTION}/schedule/shares.cuh",
-        "* p_.ctas - 1) / total_);",
-        "* p_.ctas) / total_);",
+        "Begin(cta + 1) <= tile) ++cta;",
+        "Begin(cta + 1) < tile) ++cta;",
         SHARED_KEYS,
     ),
     Mutant(
@@ -56,15 +56,29 @@ EMULATED = (
     Mutant(
         "few queries: a round of pieces forgets those before",
         f"{ATTENTION}/combine/combine.cuh",
-        "for (int i = 0; i < 4; ++i) result.o[i] *= factor;",
-        "for (int i = 0; i < 4; ++i) result.o[i] = 0.0f;",
+        "for (int i = 0; i < 4; ++i) result->o[i] *= factor;",
+        "for (int i = 0; i < 4; ++i) result->o[i] = 0.0f;",
         SHARED_KEYS,
     ),
     Mutant(
-        "few queries: the warps of a row leave one out",
+        "few queries: the threads of a row leave one out",
         f"{ATTENTION}/combine/combine.cuh",
-        "for (int i = 0; i < p_.joining; ++i) {",
-        "for (int i = 0; i < p_.joining - 1; ++i) {",
+        "for (int i = thread; i < kThreads; i += across) {",
+        "for (int i = thread; i < kThreads - across; i += across) {",
+        SHARED_KEYS,
+    ),
+    Mutant(
+        "few queries: a piece is not published",
+        SPLIT,
+        "Publish(p_.piece_there + slot);",
+        "Publish(p_.piece_there + (slot | 1));",
+        SHARED_KEYS,
+    ),
+    Mutant(
+        "few queries: a unit's first tile is another head's",
+        f"{ATTENTION}/schedule/shares.cuh",
+        "found = before + tiles / p_.num_kv_heads * head;",
+        "found = before + tiles / p_.num_kv_heads * index;",
         SHARED_KEYS,
     ),
     Mutant(
@@ -77,7 +91,7 @@ EMULATED = (
     Mutant(
         "few queries: rows past q_lens have results",
         f"{ATTENTION}/combine/result.cuh",
-        "if (query >= s.q_len) sums.sum = 0.0f;",
+        "if (!attends_) sums.sum = 0.0f;",
         "",
         SHARED_KEYS,
     ),

@@ -11,7 +11,9 @@
 #include "ops/attention/hopper/not_built.cu"
 
 // Launches from now on are for a GPU of so many multiprocessors, at most 63.
-extern "C" void emulator_set_multiprocessors(int count) { emulator::device = count; }
+extern "C" void emulator_set_multiprocessors(int count) {
+  emulator::device = emulator::kFirst + count;
+}
 extern "C" void emulator_set_multiprocessor_bytes(int bytes) {
   emulator::multiprocessor_bytes = bytes;
 }

@@ -326,6 +326,15 @@ template <typename T>
 T __ldg(const T* p) {
   return *p;
 }
+template <typename T>
+T __ldcg(const T* p) {
+  return *p;
+}
+inline void __threadfence() {}
+inline unsigned __umulhi(unsigned a, unsigned b) {
+  return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32);
+}
+inline float __fdividef(float a, float b) { return a / b; }
 inline int __float_as_int(float x) { return static_cast<int>(emulator::Bits(x)); }
 inline float __int_as_float(int x) { return emulator::Float(static_cast<uint32_t>(x)); }
 
@@ -341,7 +350,11 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
   cudaDevAttrMaxSharedMemoryPerMultiprocessor,
 };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize,
+  cudaFuncAttributePreferredSharedMemoryCarveout,
+};
+enum { cudaSharedmemCarveoutMaxShared = 100 };
 struct cudaFuncAttributes {
   int ptxVersion, binaryVersion;
 };
@@ -362,9 +375,11 @@ struct cudaLaunchConfig_t {
 
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-// Device n has n multiprocessors.
+// Device kFirst + n has n multiprocessors. What is remembered of a device is of lower numbers: a
+// test may change what this one has.
 namespace emulator {
-inline int device = 3;
+constexpr int kFirst = 1000;
+inline int device = kFirst + 3;
 inline int multiprocessor_bytes = kSharedBytes + 1024;
 inline int grids = 0;  // bit n: a launch had n CTAs in x
 }  // namespace emulator
@@ -373,7 +388,7 @@ inline cudaError_t cudaGetDevice(int* device) {
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  *value = attribute == cudaDevAttrMultiProcessorCount            ? device
+  *value = attribute == cudaDevAttrMultiProcessorCount            ? device - emulator::kFirst
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulator::kSharedBytes
                                                                   : emulator::multiprocessor_bytes;
   return cudaSuccess;

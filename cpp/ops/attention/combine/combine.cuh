@@ -2,13 +2,13 @@
 //
 //   lse = log2(sum_i 2^lse_i),   O = sum_i 2^(lse_i - lse) O_i,   then the sink
 //
-// CTA (c, r) looks at the border between the shares of CTAs c and c + 1: where it cuts a unit, and
-// no border before it does, it combines rows of the unit, from the r-th of its groups of rows on. A
-// row has one of its warps, or, where units have many pieces, some that share them out: always the
-// same ones in the same order.
+// CTAs (x, 0), (x, 1), ... have one unit: the x-th one, or, where there are more units than CTAs
+// that made pieces, the one that is cut where the share of the x-th such CTA ends, if no border
+// before it cuts the same unit. A thread has four columns of a row; where units have many pieces,
+// some threads share them out: always the same ones in the same order.
 //
-// The launch may begin before the pieces are there, while the CTAs that make them still run; only
-// what comes before AwaitPriorLaunch happens then.
+// The launch begins while the one that makes the pieces still runs, and waits for its own pieces,
+// not for the whole launch: its CTAs are small enough to be on a multiprocessor beside the others.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,54 +16,53 @@
 #include <cstdint>
 
 #include "device/dependent.cuh"
+#include "device/publish.cuh"
 #include "ops/attention/combine/result.cuh"
 #include "ops/attention/mask/packed_rows.cuh"
 #include "ops/attention/schedule/shares.cuh"
 
 namespace kvblock {
 
+constexpr int kCombineThreads = 64;
+
 template <typename T, int kKeys>
 class Combine {
  public:
-  static constexpr int kWarps = 8, kThreads = kWarps * 32, kColumns = 32 * 4;
+  static constexpr int kThreads = kCombineThreads;
 
   __device__ __forceinline__ explicit Combine(const ShareParams& p) : p_(p), line_(p) {}
 
   __device__ __forceinline__ void Run() {
-    // This launch must not end before the one in front of it, whoever else has nothing to wait for.
-    if (blockIdx.x + blockIdx.y == 0) AwaitPriorLaunch();
-    const int cta = blockIdx.x + 1, border = line_.Begin(cta);
-    if (border >= line_.total() || border == line_.Begin(cta + 1)) return;
-    const Place at = line_.Find(border);
-    const int first = border - at.tile;  // the unit's first tile
-    owner_ = first < border ? line_.Owner(first) : cta;
-    // Of the borders that cut the unit, the first one counts: that of the CTA after its first
-    // owner.
-    if (first == border || line_.Begin(owner_ + 1) != border) return;
-    begins_ = line_.Begin(owner_) < first ? 1 : 0;
+    const int cta = blockIdx.x + 1;
+    const int tile = p_.combine_units ? line_.FirstOf(blockIdx.x) : line_.Begin(cta);
+    if (tile >= line_.total()) return;
+    const Place at = line_.Find(tile);
+    const int first = tile - at.tile;  // the unit's first tile
+    owner_ = line_.Owner(first);
     pieces_ = line_.Owner(first + at.rows.tiles - 1) - owner_ + 1;
-    row_ = blockIdx.y * (kWarps / p_.joining) + Warp() / p_.joining;
+    if (pieces_ == 1) return;
+    if (!p_.combine_units && line_.Begin(owner_ + 1) != tile) return;
+    begins_ = line_.Begin(owner_) < first ? 1 : 0;
+    // Four columns of a row, for each of the p_.joining threads that have some of its pieces.
+    const int across = kThreads / p_.joining, rank = static_cast<int>(threadIdx.x) / across;
+    const int item = blockIdx.y * across + static_cast<int>(threadIdx.x) % across;
+    const int row = item / (p_.value_dim / 4), column = (item - row * (p_.value_dim / 4)) * 4;
     const PackedRows packed(p_, at.kv_head);
-    const bool there = row_ < p_.rows && at.rows.first_row + row_ < packed.count;
-    AwaitPriorLaunch();
-    for (int column = Lane() * 4; column - Lane() * 4 < p_.value_dim; column += kColumns) {
-      PartialRow result = {{-INFINITY, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-      if (there) result = AddPieces(column);
-      if (p_.joining > 1) Join(&result);
-      if (there && Warp() % p_.joining == 0 && column < p_.value_dim) {
-        WriteRow<T>(p_, at.rows.sequence, packed, at.rows.first_row + row_, column, result);
-      }
-    }
+    const bool there = row < p_.rows && at.rows.first_row + row < packed.count;
+    const int last = packed.count - 1;
+    const ResultRow<T> to(p_, at.rows.sequence, packed, min(at.rows.first_row + row, last), column);
+    AwaitPieces();
+    PartialRow result = {{-INFINITY, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
+    if (there) AddPieces(rank, row, column, &result);
+    if (p_.joining > 1) Join(across, &result);
+    if (there && rank == 0) to.Write(result);
   }
 
  private:
-  __device__ __forceinline__ static int Lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ static int Warp() { return threadIdx.x / 32; }
-  // Where row `row_` of a piece lies: in its CTA's first place, but for a unit that begins there
-  // after another one has ended.
-  __device__ __forceinline__ int64_t RowOf(int piece) const {
-    return static_cast<int64_t>(PieceSlot(owner_ + piece, piece > 0 || begins_ == 0)) * p_.rows +
-           row_;
+  // Where a piece lies: in its CTA's first place, but for a unit that begins there after another
+  // one has ended.
+  __device__ __forceinline__ int SlotOf(int piece) const {
+    return PieceSlot(owner_ + piece, piece > 0 || begins_ == 0);
   }
   // Where there are fewer tiles than CTAs, some CTAs have none.
   __device__ __forceinline__ bool Exists(int piece) const {
@@ -71,82 +70,80 @@ class Combine {
     return piece < pieces_ && (line_.total() >= p_.ctas || line_.Begin(c) < line_.Begin(c + 1));
   }
 
-  // Four columns of a piece, from where they lie; zeros where there is no piece.
-  __device__ __forceinline__ float4 Load(int piece, int column) const {
-    if (column >= p_.value_dim || !Exists(piece)) return make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    return *reinterpret_cast<const float4*>(p_.piece_o + RowOf(piece) * p_.value_dim + column);
+  __device__ __forceinline__ void AwaitPieces() const {
+    for (int piece = threadIdx.x; piece < pieces_; piece += kThreads) {
+      if (Exists(piece)) AwaitPublished(p_.piece_there + SlotOf(piece));
+    }
+    __syncthreads();
   }
 
-  // This warp's pieces of the row, every p.joining-th, as the forward kernels add up tiles: each of
-  // 32 lanes weighs a piece, then all add four columns of each. What the first ones have is on its
-  // way while they are weighed.
-  __device__ __forceinline__ PartialRow AddPieces(int column) const {
-    constexpr int kAhead = 4;
-    PartialRow result = {{-INFINITY, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-    for (int begin = Warp() % p_.joining; begin < pieces_; begin += 32 * p_.joining) {
-      const int own = begin + Lane() * p_.joining;
-      const float lse = Exists(own) ? p_.piece_lse[RowOf(own)] : -INFINITY;
-      float4 loaded[kAhead];
+  // Every p_.joining-th piece, from `begin` on, as the forward kernels add up tiles; some at a time
+  // are on their way.
+  __device__ __forceinline__ void AddPieces(int begin, int row, int column,
+                                            PartialRow* result) const {
+    constexpr int kAhead = 5;
+#pragma unroll 1
+    for (; begin < pieces_; begin += kAhead * p_.joining) {
+      float lse[kAhead];
+      float4 o[kAhead];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) loaded[i] = Load(begin + i * p_.joining, column);
-      const float top =
-          fmaxf(result.sums.max, OfWarp(lse, [](float a, float b) { return fmaxf(a, b); }));
-      const float reference = Reference(top, 1.0f), factor = Exp2(result.sums.max - reference);
-      const float weight = Exp2(lse - reference);
-      const float sum = OfWarp(weight, [](float a, float b) { return a + b; });
-      result.sums = {top, result.sums.sum * factor + sum};
+      for (int i = 0; i < kAhead; ++i) {
+        const int piece = begin + i * p_.joining;
+        lse[i] = -INFINITY;
+        o[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (!Exists(piece)) continue;
+        const unsigned at = SlotOf(piece) * p_.rows + row;  // the workspace is small
+        lse[i] = __ldcg(p_.piece_lse + at);
+        o[i] = __ldcg(reinterpret_cast<const float4*>(p_.piece_o + at * p_.value_dim + column));
+      }
+      float top = result->sums.max;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) result.o[i] *= factor;
-      const int count = min((pieces_ - begin + p_.joining - 1) / p_.joining, 32);
-      for (int at = 0; at < count; at += kAhead) {
+      for (int i = 0; i < kAhead; ++i) top = fmaxf(top, lse[i]);
+      const float reference = Reference(top, 1.0f), factor = Exp2(result->sums.max - reference);
+      result->sums = {top, result->sums.sum * factor};
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          const float4 x = at == 0 ? loaded[i] : Load(begin + (at + i) * p_.joining, column);
-          result.Add(x, __shfl_sync(~0u, weight, at + i));
-        }
+      for (int i = 0; i < 4; ++i) result->o[i] *= factor;
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const float weight = Exp2(lse[i] - reference);
+        result->sums.sum += weight;
+        result->Add(o[i], weight);
       }
     }
-    if (result.sums.max == -INFINITY) result.sums.sum = 0.0f;
-    return result;
+    if (result->sums.max == -INFINITY) result->sums.sum = 0.0f;
   }
 
-  // What the warps of a row have, at the first of them. All threads of the CTA.
-  __device__ __forceinline__ void Join(PartialRow* result) const {
-    __shared__ PartialSum sums[kWarps];
-    __shared__ float4 columns[kWarps][32];
-    __syncthreads();  // what the columns before had is read
-    sums[Warp()] = result->sums;
-    columns[Warp()][Lane()] = make_float4(result->o[0], result->o[1], result->o[2], result->o[3]);
+  // What the threads of the same columns have, at the first of them. All threads of the CTA.
+  __device__ __forceinline__ void Join(int across, PartialRow* result) const {
+    __shared__ PartialSum sums[kThreads];
+    __shared__ float4 columns[kThreads];
+    const int thread = threadIdx.x;
+    sums[thread] = result->sums;
+    columns[thread] = make_float4(result->o[0], result->o[1], result->o[2], result->o[3]);
     __syncthreads();
-    const int first = Warp() / p_.joining * p_.joining;
-    float top = -INFINITY;
-    for (int i = 0; i < p_.joining; ++i) top = fmaxf(top, sums[first + i].max);
+    if (thread >= across) return;
+    float top = result->sums.max;
+    for (int i = thread + across; i < kThreads; i += across) top = fmaxf(top, sums[i].max);
     const float reference = Reference(top, 1.0f);
     *result = {{top, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-    for (int i = 0; i < p_.joining; ++i) {
-      const float factor = Exp2(sums[first + i].max - reference);
-      result->sums.sum += sums[first + i].sum * factor;
-      result->Add(columns[first + i][Lane()], factor);
+    for (int i = thread; i < kThreads; i += across) {
+      const float factor = Exp2(sums[i].max - reference);
+      result->sums.sum += sums[i].sum * factor;
+      result->Add(columns[i], factor);
     }
-  }
-
-  // One value from all lanes' values; all get it.
-  template <typename Together>
-  __device__ __forceinline__ static float OfWarp(float x, Together together) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x = together(x, __shfl_xor_sync(~0u, x, step));
-    return x;
   }
 
   const ShareParams& p_;
   const Line<kKeys, kThreads> line_;
-  int row_, owner_, begins_, pieces_;
+  int owner_, begins_, pieces_;
 };
 
 template <typename T, int kKeys>
-__global__ void __launch_bounds__(Combine<T, kKeys>::kThreads, 3)
+__global__ void __launch_bounds__(kCombineThreads, 16)
     AttentionCombine(const __grid_constant__ ShareParams p) {
   Combine<T, kKeys>(p).Run();
+  // This launch must not end before the one in front of it, whoever has nothing to wait for.
+  if (blockIdx.x + blockIdx.y == 0) AwaitPriorLaunch();
 }
 
 }  // namespace kvblock

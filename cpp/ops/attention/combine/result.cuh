@@ -45,33 +45,49 @@ __device__ __forceinline__ void StorePiece(const ShareParams& p, int slot, int r
   }
 }
 
-// Joins the sink, and writes four columns of O, and with the first of them lse.
+// Where four columns of a row of O go, and with the first of them lse.
 template <typename T>
-__device__ __forceinline__ void WriteRow(const ShareParams& p, const Sequence& s,
-                                         const PackedRows& packed, int row, int column,
-                                         PartialRow result) {
-  const int query = packed.Query(row), head = packed.Head(row);
-  float factor = 1.0f;
-  PartialSum& sums = result.sums;
-  if (p.sinks != nullptr) {  // one more score, with no value
-    const int64_t of = static_cast<int64_t>(BatchRow(p, p.sink_batch, s.batch)) * p.num_heads;
-    const float sink = __ldg(p.sinks + of + head) * kLog2E;
-    const float joint = fmaxf(sums.max, sink), reference = Reference(joint, 1.0f);
-    factor = Exp2(sums.max - reference);
-    sums.sum = sums.sum * factor + (sink == joint ? 1.0f : Exp2(sink - reference));
-    if (joint == -INFINITY) sums.sum = 0.0f;
-    sums.max = joint;
+class ResultRow {
+ public:
+  __device__ __forceinline__ ResultRow(const ShareParams& p, const Sequence& s,
+                                       const PackedRows& packed, int row, int column)
+      : params_(p), sink_(0.0f) {
+    const int query = packed.Query(row), head = packed.Head(row);
+    attends_ = query < s.q_len;
+    if (p.sinks != nullptr) {
+      const int64_t of = static_cast<int64_t>(BatchRow(p, p.sink_batch, s.batch)) * p.num_heads;
+      sink_ = __ldg(p.sinks + of + head) * kLog2E;
+    }
+    o_ = static_cast<T*>(p.o) + packed.Index(p, s, row) * p.value_dim + column;
+    lse_row_ = p.lse != nullptr && column == 0 ? s.LseRow(p, head) + query : -1;
   }
-  if (query >= s.q_len) sums.sum = 0.0f;
-  const bool nothing = sums.sum == 0.0f;
-  factor *= Share(sums.sum);
-  T* const o = static_cast<T*>(p.o) + packed.Index(p, s, row) * p.value_dim + column;
-  const auto value = [&](int i) { return nothing ? 0.0f : result.o[i] * factor; };
-  *reinterpret_cast<uint2*>(o) =
-      make_uint2(Pack<T>(value(0), value(1)), Pack<T>(value(2), value(3)));
-  if (p.lse != nullptr && column == 0) {
-    StoreLse(p, s.LseRow(p, head) + query, nothing, sums.max * kLn2, logf(sums.sum));
+
+  // Joins the sink first.
+  __device__ __forceinline__ void Write(PartialRow result) const {
+    float factor = 1.0f;
+    PartialSum& sums = result.sums;
+    if (params_.sinks != nullptr) {  // one more score, with no value
+      const float joint = fmaxf(sums.max, sink_), reference = Reference(joint, 1.0f);
+      factor = Exp2(sums.max - reference);
+      sums.sum = sums.sum * factor + (sink_ == joint ? 1.0f : Exp2(sink_ - reference));
+      if (joint == -INFINITY) sums.sum = 0.0f;
+      sums.max = joint;
+    }
+    if (!attends_) sums.sum = 0.0f;
+    const bool nothing = sums.sum == 0.0f;
+    factor *= Share(sums.sum);
+    const auto value = [&](int i) { return nothing ? 0.0f : result.o[i] * factor; };
+    *reinterpret_cast<uint2*>(o_) =
+        make_uint2(Pack<T>(value(0), value(1)), Pack<T>(value(2), value(3)));
+    if (lse_row_ >= 0) StoreLse(params_, lse_row_, nothing, sums.max * kLn2, logf(sums.sum));
   }
-}
+
+ private:
+  const ShareParams& params_;
+  T* o_;
+  int64_t lse_row_;  // -1: not this one
+  float sink_;       // as an exponent of 2
+  bool attends_;
+};
 
 }  // namespace kvblock

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <mutex>
 #include <string>
 
 #include "host/message.h"
@@ -36,38 +37,77 @@ cudaError_t LaunchGrid(void (*kernel)(Parameters...), dim3 ctas, int threads, in
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-// The same for a kernel that calls AwaitPriorLaunch (device/dependent.cuh) before it looks at what
-// the launch in front of it wrote, and of which some CTA calls it whatever there is to do: else it
-// may end first, and what comes next finds that launch unfinished. It may begin early where it was
-// compiled to wait: a GPU may run code that was compiled for an older one.
-template <typename... Parameters, typename... Args>
-cudaError_t LaunchDependentGrid(void (*kernel)(Parameters...), dim3 ctas, int threads,
-                                cudaStream_t stream, const Args&... args) {
+// Whether a kernel may call AwaitPriorLaunch (device/dependent.cuh) and mean it: a GPU may run code
+// that was compiled for an older one.
+template <typename Kernel>
+cudaError_t BeginsEarly(Kernel kernel, bool* early) {
   cudaFuncAttributes compiled{};
   const cudaError_t status = cudaFuncGetAttributes(&compiled, kernel);
-  if (status != cudaSuccess) return status;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  *early = std::min(compiled.ptxVersion, compiled.binaryVersion) >= 90;
+  return status;
+}
+
+// The same as LaunchGrid for a kernel that looks at what the launch in front of it wrote only when
+// it is there, and of which some CTA calls AwaitPriorLaunch whatever there is to do: else it may
+// end first, and what comes next finds that launch unfinished.
+template <typename... Parameters, typename... Args>
+cudaError_t LaunchDependentGrid(void (*kernel)(Parameters...), bool early, dim3 ctas, int threads,
+                                cudaStream_t stream, const Args&... args) {
+  cudaLaunchAttribute programmatic{};
+  programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  programmatic.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = LaunchConfig(ctas, threads, 0, stream);
-  if (std::min(compiled.ptxVersion, compiled.binaryVersion) >= 90) {
-    config.attrs = &early;
-    config.numAttrs = 1;
-  }
+  config.attrs = &programmatic;
+  config.numAttrs = early ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);
 }
 
-constexpr int kMaxDevices = 64;
-
-// How many multiprocessors a device has; asked once.
-inline int Multiprocessors(int device) {
-  static std::atomic<int> known[kMaxDevices];
-  int count = device < kMaxDevices ? known[device].load(std::memory_order_relaxed) : 0;
-  if (count == 0) {
-    cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-    if (device < kMaxDevices) known[device].store(count, std::memory_order_relaxed);
+// What is the same at every launch on a device, and is asked once.
+template <typename T>
+class PerDevice {
+ public:
+  // ask(&value) tells a value, and returns a cudaError_t.
+  template <typename Ask>
+  cudaError_t Get(int device, T* value, Ask ask) {
+    if (device < 0 || device >= kMostDevices) return ask(value);
+    if (!known_[device].load(std::memory_order_acquire)) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      const cudaError_t status = ask(&values_[device]);
+      if (status != cudaSuccess) return status;
+      known_[device].store(true, std::memory_order_release);
+    }
+    *value = values_[device];
+    return cudaSuccess;
   }
-  return std::max(count, 1);
+
+ private:
+  static constexpr int kMostDevices = 64;
+  std::mutex mutex_;
+  std::atomic<bool> known_[kMostDevices] = {};
+  T values_[kMostDevices];
+};
+
+struct Gpu {
+  int device, multiprocessors;
+  int cta_shared, multiprocessor_shared;  // bytes that one can have
+};
+
+// The current one; NULL, or what is wrong.
+inline const char* AskGpu(Gpu* gpu) {
+  static PerDevice<Gpu> known;
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return CudaResult(status);
+  return CudaResult(known.Get(device, gpu, [&](Gpu* to) {
+    to->device = device;
+    const auto ask = [&](int* value, cudaDeviceAttr attribute) {
+      if (status == cudaSuccess) status = cudaDeviceGetAttribute(value, attribute, device);
+    };
+    ask(&to->multiprocessors, cudaDevAttrMultiProcessorCount);
+    ask(&to->cta_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    ask(&to->multiprocessor_shared, cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    return status;
+  }));
 }
 
 }  // namespace kvblock

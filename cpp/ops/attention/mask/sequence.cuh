@@ -67,13 +67,13 @@ __device__ __forceinline__ int64_t ListsOf(const AttentionParams& p, int batch, 
 }
 
 // Lengths and offsets come from device memory: nothing is trusted beyond the arrays' sizes.
-// kDense: every row takes part.
-template <bool kDense = false>
+// kDense: every row takes part. kPacked: sequences may be packed.
+template <bool kDense = false, bool kPacked = !kDense>
 __device__ __forceinline__ Sequence MakeSequence(const AttentionParams& p, int b) {
   const int T = static_cast<int>(p.q_len), S = static_cast<int>(p.kv_len);
   Sequence s;
   s.batch = b;
-  if (!kDense && p.cu_q != nullptr) {
+  if (kPacked && p.cu_q != nullptr) {
     const int q0 = Clamp(p.cu_q[b], 0, T), k0 = Clamp(p.cu_kv[b], 0, S);
     s.q_row = q0;
     s.kv_row = k0;

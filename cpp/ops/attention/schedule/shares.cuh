@@ -23,13 +23,18 @@ namespace kvblock {
 
 struct ShareParams : AttentionParams {
   int32_t ctas;
-  int32_t row_tiles;  // of a member and key head
-  int32_t rows;       // of such a tile
-  bool alike;         // all units have as many KV tiles
-  int32_t joining;    // warps that combine a row together: 1, 2, 4 or 8
+  uint32_t ctas_inverse;  // 2^32 / ctas, rounded up
+  int32_t row_tiles;      // of a member and key head
+  int32_t rows;           // of such a tile
+  bool alike;             // all units have as many KV tiles
+  // Of the launch that combines: whether its CTAs are numbered by units, and how many threads
+  // share out the pieces of a row: 1, 2, 4 or 8.
+  bool combine_units;
+  int32_t joining;
   // What pieces come to: [2 * ctas, rows, value_dim], and the log2 of their sums, [2 * ctas, rows].
   float* piece_o;
   float* piece_lse;
+  int32_t* piece_there;  // not 0: it is there, of 2 * ctas
 };
 
 // The tiles of rows of one member, all of whose key heads see the same.
@@ -40,10 +45,9 @@ struct RowTile {
 };
 
 template <int kKeys>
-__device__ __forceinline__ RowTile FindRowTile(const ShareParams& p, int index) {
-  const int member = index / p.row_tiles, tile = index - member * p.row_tiles;
+__device__ __forceinline__ RowTile FindRowTile(const ShareParams& p, int member, int tile) {
   RowTile found;
-  found.sequence = MakeSequence(p, member);
+  found.sequence = MakeSequence<false, false>(p, member);
   found.first_row = tile * p.rows;
   const int last_row = min(found.first_row + p.rows, static_cast<int>(p.q_len) * p.group) - 1;
   int begin, end;
@@ -55,9 +59,9 @@ __device__ __forceinline__ RowTile FindRowTile(const ShareParams& p, int index) 
   return found;
 }
 
-// A place in the line: KV tile `tile` of key head `kv_head` of a tile of rows.
+// A place in the line: KV tile `tile` of key head `kv_head` of tile of rows `row_tile` of `member`.
 struct Place {
-  int index, kv_head, tile;
+  int member, row_tile, kv_head, tile;
   RowTile rows;
 };
 
@@ -67,42 +71,49 @@ class Line {
  public:
   __device__ __forceinline__ explicit Line(const ShareParams& p) : p_(p) {
     static_assert(kThreads % 32 == 0 && kThreads <= 1024);
-    row_tiles_ = p.batch * p.row_tiles;
-    each_ = (row_tiles_ + kThreads - 1) / kThreads;
-    if (p.alike) {
-      total_ = row_tiles_ > 0 ? FindRowTile<kKeys>(p, 0).tiles * p.num_kv_heads * row_tiles_ : 0;
-      return;
-    }
-    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const int from = min(thread * each_, row_tiles_), to = min(from + each_, row_tiles_);
-    int own = 0;
-    for (int i = from; i < to; ++i) own += FindRowTile<kKeys>(p, i).tiles * p.num_kv_heads;
-    int sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += other;
-    }
-    __shared__ int of_warps[kThreads / 32];
-    if (lane == 31) of_warps[warp] = sum;
-    __syncthreads();
-    before_ = sum - own;
-    total_ = 0;
-#pragma unroll
-    for (int i = 0; i < kThreads / 32; ++i) {
-      if (i < warp) before_ += of_warps[i];
-      total_ += of_warps[i];
-    }
-    own_ = own;
+    own_ = 0;
+    VisitOwn([&](int, int, int tiles) {
+      own_ += tiles;
+      return true;
+    });
+    before_ = 0;
+    total_ = p.alike ? own_ * p.batch : SumUp(own_, &before_);
+    share_ = static_cast<unsigned>(total_) / static_cast<unsigned>(p.ctas);
+    left_ = total_ - share_ * p.ctas;
   }
 
   __device__ __forceinline__ int total() const { return total_; }
+  // total = share ctas + left, so it is share c + left c / ctas. kMostCtas squared times kMostCtas
+  // is less than 2^32: then a product with the inverse is the quotient.
   __device__ __forceinline__ int Begin(int cta) const {
-    return static_cast<int>(static_cast<int64_t>(total_) * cta / p_.ctas);
+    return share_ * cta + static_cast<int>(__umulhi(left_ * cta, p_.ctas_inverse));
   }
   // The CTA that has a tile: the last one that begins at it or before.
   __device__ __forceinline__ int Owner(int tile) const {
-    return static_cast<int>(((static_cast<int64_t>(tile) + 1) * p_.ctas - 1) / total_);
+    const float per_tile = __fdividef(static_cast<float>(p_.ctas), static_cast<float>(total_));
+    int cta = min(static_cast<int>(static_cast<float>(tile) * per_tile), p_.ctas - 1);
+    while (Begin(cta) > tile) --cta;
+    while (cta + 1 < p_.ctas && Begin(cta + 1) <= tile) ++cta;
+    return cta;
+  }
+
+  // The first tile of a unit; of one that does not exist, the total or more.
+  __device__ __forceinline__ int FirstOf(int unit) const {
+    if (p_.alike) return own_ / p_.num_kv_heads * unit;
+    const int index = unit / p_.num_kv_heads, head = unit - index * p_.num_kv_heads;
+    __shared__ int found;
+    __syncthreads();
+    if (threadIdx.x == 0) found = total_;
+    __syncthreads();
+    int before = before_;
+    VisitOwn([&](int member, int row_tile, int tiles) {
+      const bool here = member * p_.row_tiles + row_tile == index;
+      if (here) found = before + tiles / p_.num_kv_heads * head;
+      before += tiles;
+      return !here;
+    });
+    __syncthreads();
+    return found;
   }
 
   // Finds a tile that exists.
@@ -110,29 +121,31 @@ class Line {
     Place at;
     int rest;
     if (p_.alike) {
-      at.rows = FindRowTile<kKeys>(p_, 0);
-      const int of_tile = at.rows.tiles * p_.num_kv_heads;
-      at.index = tile / of_tile;
-      rest = tile - at.index * of_tile;
-      if (at.index > 0) at.rows = FindRowTile<kKeys>(p_, at.index);
+      at.member = tile / own_;
+      at.row_tile = 0;
+      rest = tile - at.member * own_;
     } else {
-      __shared__ int found[2];
+      __shared__ int found[3];
       __syncthreads();  // of an earlier search, all have read it
       if (tile >= before_ && tile < before_ + own_) {
-        int i = threadIdx.x * each_, left = tile - before_;
-        for (;; ++i) {
-          const int tiles = FindRowTile<kKeys>(p_, i).tiles * p_.num_kv_heads;
-          if (left < tiles) break;
-          left -= tiles;
-        }
-        found[0] = i;
-        found[1] = left;
+        int left = tile - before_;
+        VisitOwn([&](int member, int row_tile, int tiles) {
+          if (left >= tiles) {
+            left -= tiles;
+            return true;
+          }
+          found[0] = member;
+          found[1] = row_tile;
+          found[2] = left;
+          return false;
+        });
       }
       __syncthreads();
-      at.index = found[0];
-      rest = found[1];
-      at.rows = FindRowTile<kKeys>(p_, at.index);
+      at.member = found[0];
+      at.row_tile = found[1];
+      rest = found[2];
     }
+    at.rows = FindRowTile<kKeys>(p_, at.member, at.row_tile);
     at.kv_head = rest / at.rows.tiles;
     at.tile = rest - at.kv_head * at.rows.tiles;
     return at;
@@ -144,13 +157,66 @@ class Line {
     at->tile = 0;
     if (++at->kv_head < p_.num_kv_heads) return;
     at->kv_head = 0;
-    at->rows = FindRowTile<kKeys>(p_, ++at->index);
+    if (++at->row_tile == p_.row_tiles) {
+      at->row_tile = 0;
+      ++at->member;
+    }
+    at->rows = FindRowTile<kKeys>(p_, at->member, at->row_tile);
   }
 
  private:
+  // Calls visit(member, row_tile, KV tiles of all its key heads) for this thread's tiles of rows,
+  // until it returns false. Where all are alike, the first one is every thread's.
+  template <typename Visit>
+  __device__ __forceinline__ void VisitOwn(Visit visit) const {
+    int member = 0, row_tile = 0, count = 1;
+    if (!p_.alike) {
+      const int row_tiles = p_.batch * p_.row_tiles;
+      const int each = (row_tiles + kThreads - 1) / kThreads;
+      const int first = static_cast<int>(threadIdx.x) * each;
+      count = min(each, row_tiles - first);
+      member = first / p_.row_tiles;
+      row_tile = first - member * p_.row_tiles;
+    }
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      if (!visit(member, row_tile,
+                 FindRowTile<kKeys>(p_, member, row_tile).tiles * p_.num_kv_heads)) {
+        return;
+      }
+      if (++row_tile == p_.row_tiles) {
+        row_tile = 0;
+        ++member;
+      }
+    }
+  }
+
+  // The sum over all threads, and over those before this one.
+  __device__ __forceinline__ static int SumUp(int own, int* before) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    int sum = own;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += other;
+    }
+    __shared__ int of_warps[kThreads / 32];
+    if (lane == 31) of_warps[warp] = sum;
+    __syncthreads();
+    int total = 0;
+    *before = sum - own;
+#pragma unroll
+    for (int i = 0; i < kThreads / 32; ++i) {
+      if (i < warp) *before += of_warps[i];
+      total += of_warps[i];
+    }
+    return total;
+  }
+
   const ShareParams& p_;
-  int row_tiles_, each_, total_;
-  int before_ = 0, own_ = 0;  // KV tiles before this thread's tiles of rows, and of them
+  int total_, share_, left_;  // KV tiles; of each CTA; how many CTAs have one more
+  // KV tiles of this thread's tiles of rows, and before them; where all are alike, of one member.
+  int own_, before_;
 };
 
 // Where a CTA puts a piece that is not whole: its first piece goes first.

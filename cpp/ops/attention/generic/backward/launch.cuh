@@ -15,17 +15,6 @@
 
 namespace kvblock::generic {
 
-// The bytes of shared memory that a thread block may have on the current device; NULL or what is
-// wrong.
-inline const char* SharedMemory(int* bytes) {
-  int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) {
-    status = cudaDeviceGetAttribute(bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  return CudaResult(status);
-}
-
 // Launches kernel(args...) on p's grid with `bytes` of the `available` shared memory.
 template <int kThreads, typename Kernel, typename... Args>
 const char* Launch(Kernel kernel, int bytes, int available, const AttentionParams& p,
@@ -54,11 +43,11 @@ const char* LaunchBackwardKvOf(const AttentionCall& a, cudaStream_t stream) {
   const int64_t bytes = a.q_len * (int64_t{6} * a.head_dim + int64_t{2} * a.value_dim);
   p.section_pairs = SectionOwners(p, bytes);
 
-  int available = 0;
-  if (const char* error = SharedMemory(&available)) return error;
-  const BackwardKvPlan plan = Shape::Plan(available);
-  return Launch<Shape::kThreads>(AttentionBackwardKv<T, kDim>, plan.bytes, available, p, stream, p,
-                                 plan);
+  Gpu gpu{};
+  if (const char* error = AskGpu(&gpu)) return error;
+  const BackwardKvPlan plan = Shape::Plan(gpu.cta_shared);
+  return Launch<Shape::kThreads>(AttentionBackwardKv<T, kDim>, plan.bytes, gpu.cta_shared, p,
+                                 stream, p, plan);
 }
 
 template <typename T, int kDim>
@@ -67,10 +56,10 @@ const char* LaunchBackwardQOf(const AttentionCall& a, cudaStream_t stream) {
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = a.q_len == 0 ? 0 : NumTiles(a, a.q_len, Shape::kQueries);
   if (const char* error = PlanGrid(&p, tiles, Members(a) * a.num_heads)) return error;
-  int available = 0;
-  if (const char* error = SharedMemory(&available)) return error;
-  return Launch<Shape::kThreads>(AttentionBackwardQ<T, kDim>, Shape::kBytes, available, p, stream,
-                                 p);
+  Gpu gpu{};
+  if (const char* error = AskGpu(&gpu)) return error;
+  return Launch<Shape::kThreads>(AttentionBackwardQ<T, kDim>, Shape::kBytes, gpu.cta_shared, p,
+                                 stream, p);
 }
 
 template <typename T, int kDim>
@@ -80,9 +69,9 @@ const char* LaunchBackwardBiasOf(const AttentionCall& a, cudaStream_t stream) {
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = (a.q_len + kTile - 1) / kTile * ((a.kv_len + kTile - 1) / kTile);
   if (const char* error = PlanGrid(&p, tiles, int64_t{a.bias_batch} * a.bias_heads)) return error;
-  int available = 0;
-  if (const char* error = SharedMemory(&available)) return error;
-  return Launch<Shape::kThreads>(AttentionBackwardBias<T, kDim>, Shape::kBytes, available, p,
+  Gpu gpu{};
+  if (const char* error = AskGpu(&gpu)) return error;
+  return Launch<Shape::kThreads>(AttentionBackwardBias<T, kDim>, Shape::kBytes, gpu.cta_shared, p,
                                  stream, p);
 }
 

@@ -15,7 +15,7 @@
 //
 //   find the share's first tile, start loading kStages - 1 tiles
 //   for each tile:
-//     wait for it; all meet; start loading another
+//     wait for it; all meet; start loading another; near the end, let combine.cuh's launch begin
 //     a piece begins: its rows of Q to registers, no maxima and sums
 //     S = Q K^T; scale, softcap; mask; new maxima; O += P V      as in forward/kernel.cuh
 //     a piece ends: join the warps' results, and write O and lse, or leave them to be combined
@@ -28,6 +28,7 @@
 #include "device/dependent.cuh"
 #include "device/fast_math.cuh"
 #include "device/mma.cuh"
+#include "device/publish.cuh"
 #include "device/shared.cuh"
 #include "ops/attention/combine/result.cuh"
 #include "ops/attention/generic/forward/kernel.cuh"
@@ -93,7 +94,6 @@ class SplitForward {
 
   __device__ __forceinline__ void Run() {
     constexpr int kStages = Traits::kStages;
-    LetNextLaunchBegin();
     const int cta = blockIdx.x;
     const int begin = line_.Begin(cta), end = line_.Begin(cta + 1);
     if (begin >= end) return;
@@ -108,6 +108,7 @@ class SplitForward {
     };
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) load();
+    if (threadIdx.x == 0) WithdrawPieces(cta);
 
     int piece = begin;  // where the piece begins
 #pragma unroll 1
@@ -115,6 +116,7 @@ class SplitForward {
       CopyAsyncWait<kStages - 2>();
       __syncthreads();  // this tile has arrived for all, and all are done with the one before
       load();
+      if (threadIdx.x == 0 && tile == max(begin, end - kTilesToBegin)) LetNextLaunchBegin();
       if (tile == piece) Begin(at);
       const uint32_t stage = Stage((tile - begin) % kStages);
       Compute(at, stage);
@@ -130,6 +132,17 @@ class SplitForward {
   }
 
  private:
+  // The launch that combines begins so many tiles before the end: it takes some microseconds to be
+  // there, and looks for its pieces from then on.
+  static constexpr int kTilesToBegin = 6;
+
+  // The next launch sees this before it can begin.
+  __device__ __forceinline__ void WithdrawPieces(int cta) const {
+    Withdraw(p_.piece_there + PieceSlot(cta, true));
+    Withdraw(p_.piece_there + PieceSlot(cta, false));
+    __threadfence();
+  }
+
   __device__ __forceinline__ uint32_t Stage(int stage) const {
     return shared_ + stage * Traits::kStageBytes;
   }
@@ -262,11 +275,15 @@ class SplitForward {
         result.Add(x, 1.0f);
       }
       if (whole) {
-        WriteRow<T>(p_, at.rows.sequence, packed, at.rows.first_row + row, column, result);
+        const int of_all = at.rows.first_row + row;
+        ResultRow<T>(p_, at.rows.sequence, packed, of_all, column).Write(result);
       } else {
         StorePiece(p_, slot, row, column, result);
       }
     }
+    if (whole) return;
+    __syncthreads();
+    if (threadIdx.x == 0) Publish(p_.piece_there + slot);
   }
   __device__ __forceinline__ static int Swapped(int n, int row) { return n ^ (row % 8); }
   __device__ __forceinline__ static float Top(

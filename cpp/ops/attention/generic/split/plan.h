@@ -41,9 +41,9 @@ inline bool NoneIsCut(const SplitWork& work, int32_t ctas) {
   return ctas <= 1 || (work.alike && work.units % ctas == 0);
 }
 
-// How many warps put a row together: each has about three pieces, if units are alike. Where lengths
-// differ, a unit may have more, and its warps more rounds.
-inline int32_t WarpsThatJoin(int64_t units, int32_t ctas) {
+// How many threads share out the pieces of a row: each has five at most, if units are alike. Where
+// lengths differ, a unit may have more, and its threads more rounds.
+inline int32_t ThreadsThatJoin(int64_t units, int32_t ctas) {
   const int64_t pieces = ctas / std::max<int64_t>(units, 1) + 2;
   return pieces < 6 ? 1 : pieces < 12 ? 2 : pieces < 24 ? 4 : 8;
 }
@@ -55,10 +55,13 @@ inline ShareParams MakeShareParams(const AttentionCall& a, const SplitWork& work
   p.row_tiles = static_cast<int32_t>(work.row_tiles);
   p.alike = work.alike;
   p.ctas = ctas;
-  p.joining = WarpsThatJoin(work.units, ctas);
+  p.ctas_inverse = static_cast<uint32_t>(((int64_t{1} << 32) + ctas - 1) / ctas);
+  p.combine_units = work.units < ctas;
+  p.joining = ThreadsThatJoin(work.units, ctas);
   float* const pieces = static_cast<float*>(a.workspace);
   p.piece_o = pieces;
   p.piece_lse = pieces + 2 * static_cast<int64_t>(ctas) * p.rows * a.value_dim;
+  p.piece_there = reinterpret_cast<int32_t*>(p.piece_lse + 2 * static_cast<int64_t>(ctas) * p.rows);
   return p;
 }
 

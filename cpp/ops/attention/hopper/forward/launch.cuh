@@ -52,9 +52,10 @@ const char* LaunchForwardAs(const AttentionCall& a, cudaStream_t stream) {
   // same time. Where the work of every tile is known beforehand they take fixed shares,
   // elsewhere the next tile when they are done. Without a workspace for the counter the
   // hardware hands out tiles as CTAs end, and no tile is loaded under the one before.
-  int device = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  const int clusters_at_once = std::max(Multiprocessors(device) / Traits::kCluster, 1);
+  Gpu gpu{};
+  if (const char* error = AskGpu(&gpu)) return error;
+  cudaError_t status = cudaSuccess;
+  const int clusters_at_once = std::max(gpu.multiprocessors / Traits::kCluster, 1);
   int64_t ctas = std::min<int64_t>(items, clusters_at_once * Traits::kCluster);
   if (IsUneven(a)) {
     p.section_pairs = SectionPairs(p, kForwardSectionBytes);
