@@ -159,10 +159,10 @@ FEW = 16  # queries; KVBLOCK_MOST_FEW_QUERIES
 @pytest.mark.parametrize("implementation", ["cuda", "cuda_sm90"])
 @pytest.mark.parametrize("q_len", [1, FEW])
 def test_few_queries_have_a_workspace(q_len, implementation):
-    """For the pieces of any GPU's CTAs: o and lse in float32, of 64 rows at most."""
+    """The pieces of any GPU's CTAs: o and lse in float32, of up to 64 rows, a word."""
     few = functools.partial(launches, q_len=q_len, implementation=implementation)
     rows = 16 if q_len == 1 else 32  # of two heads to a key head, in whole blocks
-    workspace = f"{2 * 320 * rows * (E + 1) * 4}xui8"
+    workspace = f"{2 * 320 * (rows * (E + 1) + 1) * 4}xui8"
     out = f"{B}x{q_len}x{N}x{E}xbf16"
     assert few({"kv_lens": ints(B)})["forward"][2] == [out, workspace]
     with_lse = [out, f"{B}x{N}x{q_len}xf32", workspace]

@@ -43,7 +43,7 @@ class Case:
     scale: float | None = None  # None: 1 / sqrt(head_dim)
     softcap: float = 0.0
     shift: bool = False
-    lengths: bool | str = False  # "one long": the others are a hundredth at most
+    lengths: bool | str = False  # "one long": other keys are a hundredth
     packed: bool = False
     segments: str = ""  # "sorted" or "scattered"
     # Of a bias the dtype, the rows that members share, whether heads have their own;
@@ -232,8 +232,12 @@ class Problem:
                 self.integers[name] = boundaries(rng, c.batch, length)
         if c.lengths:
             for name, length in (("q_lens", c.q_len), ("kv_lens", c.kv_len)):
-                most = length // 100 if c.lengths == "one long" else length
-                drawn = rng.integers(0, most + 1, c.batch, np.int32)
+                least, most = 0, length
+                if c.lengths == "one long":  # and it has all its queries
+                    least, most = (
+                        (length, length) if name == "q_lens" else (0, length // 100)
+                    )
+                drawn = rng.integers(least, most + 1, c.batch, np.int32)
                 drawn[0] = length
                 self.integers[name] = rng.permutation(drawn)
         if c.shift:

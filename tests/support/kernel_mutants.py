@@ -68,6 +68,20 @@ EMULATED = (
         SHARED_KEYS,
     ),
     Mutant(
+        "few queries: a tile is computed as if it were the next one",
+        SPLIT,
+        "if (threadIdx.x == 0) places[tile % kPlaces] = ahead;",
+        "if (threadIdx.x == 0) places[(tile + 1) % kPlaces] = ahead;",
+        SHARED_KEYS,
+    ),
+    Mutant(
+        "few queries: the next place is that of the tile itself",
+        SPLIT,
+        "places[(tile + 1) % kPlaces] = next;",
+        "places[tile % kPlaces] = next;",
+        SHARED_KEYS,
+    ),
+    Mutant(
         "few queries: a piece is not published",
         SPLIT,
         "Publish(p_.piece_there + slot);",

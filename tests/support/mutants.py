@@ -35,6 +35,8 @@ from mutant_list import ROOT, Mutant
 
 CPU = (*mutant_list.CPU, *EMULATED)
 
+EMULATOR_DIED = 70  # the exit status; emulator/cuda_runtime.h
+
 COPIED = ("jax_kvblock", "cpp", "tests", "pyproject.toml", "CMakeLists.txt")
 
 
@@ -126,6 +128,8 @@ class Cpu:
         failed = [line for line in said.splitlines() if line.startswith("FAILED ")]
         if status == 1 and failed:
             return Outcome(mutant, True, failed[0].split(" - ")[0].split("/")[-1])
+        if status == EMULATOR_DIED:
+            return Outcome(mutant, True, "the emulator stops")
         if status < 0:
             name = mutant.killer[0].split("/")[-1]
             return Outcome(mutant, True, f"{name} dies of signal {-status}")

@@ -73,9 +73,10 @@ namespace emulator {
 constexpr int kSharedBytes = 232448, kWarp = 32;
 alignas(1024) inline char shared[kSharedBytes];
 
+constexpr int kDead = 70;  // the exit status; tests know it
 [[noreturn]] inline void Die(const char* what) {
   std::fprintf(stderr, "emulator: block %u, thread %u: %s\n", blockIdx.x, threadIdx.x, what);
-  std::_Exit(3);  // this may be a fiber's stack
+  std::_Exit(kDead);  // this may be a fiber's stack
 }
 
 // What a fiber has of the processor while another runs. Where the architecture is known, a switch

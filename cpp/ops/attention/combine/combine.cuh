@@ -50,7 +50,8 @@ class Combine {
     const PackedRows packed(p_, at.kv_head);
     const bool there = row < p_.rows && at.rows.first_row + row < packed.count;
     const int last = packed.count - 1;
-    const ResultRow<T> to(p_, at.rows.sequence, packed, min(at.rows.first_row + row, last), column);
+    const ResultRow<T> to(p_, MemberSequence(p_, at.rows.member), packed,
+                          min(at.rows.first_row + row, last), column);
     AwaitPieces();
     PartialRow result = {{-INFINITY, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
     if (there) AddPieces(rank, row, column, &result);

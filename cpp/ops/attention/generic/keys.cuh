@@ -12,9 +12,9 @@ namespace kvblock::generic {
 template <typename T>
 class DenseKeys {
  public:
-  __device__ __forceinline__ DenseKeys(const AttentionParams& p, const Sequence& s, int kv_head)
-      : k_(RowsOfHead<T>(p.k, s.kv_row, p.num_kv_heads, kv_head, p.head_dim)),
-        v_(RowsOfHead<T>(p.v, s.kv_row, p.num_kv_heads, kv_head, p.value_dim)) {}
+  __device__ __forceinline__ DenseKeys(const AttentionParams& p, int member, int kv_head)
+      : k_(RowsOfHead<T>(p.k, member * p.kv_len, p.num_kv_heads, kv_head, p.head_dim)),
+        v_(RowsOfHead<T>(p.v, member * p.kv_len, p.num_kv_heads, kv_head, p.value_dim)) {}
 
   // Starts copying the keys [first, first + Tile::kRows) and their values; keys from `end` on are
   // zeros, and are not read.

@@ -177,17 +177,10 @@ __device__ __forceinline__ void MaskTileBits(const AttentionParams& p, const Seq
   }
 }
 
-// Scores from products: scale, softcap and bias where the rules say so, then -inf where a query
-// does not attend (`mask`), also by its segment (`segments`). Each rule is one pass over the
-// registers behind a uniform branch.
+// Scale and softcap, each a pass over the registers behind a uniform branch.
 template <typename Traits>
-__device__ __forceinline__ void FinishScores(const AttentionParams& p, const Sequence& s,
-                                             const ScoreRules& rules, bool mask, bool segments,
-                                             int head, ForwardRows<Traits>& rows, int query,
-                                             int key, int lane) {
+__device__ __forceinline__ void ScaleScores(const AttentionParams& p, ForwardRows<Traits>& rows) {
   constexpr int kColumns = Traits::kKeys / 8;
-  key += lane % 4 * 2;
-  query += lane / 4;
   const auto each = [&](auto f) {
 #pragma unroll
     for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
@@ -198,33 +191,46 @@ __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Seq
       }
     }
   };
-  if (rules.finish) {
-    if (p.softcap > 0.0f) {
-      const float cap = p.softcap, inverse = Reciprocal(cap);
-      if (cap < kLargeSoftcap) {
-        const float factor = p.scale * inverse;
-        float largest[4] = {};
+  if (!(p.softcap > 0.0f)) {
+    each([&](float& x) { x *= p.scale; });
+    return;
+  }
+  const float cap = p.softcap, inverse = Reciprocal(cap);
+  if (cap < kLargeSoftcap) {
+    const float factor = p.scale * inverse;
+    float largest[4] = {};
 #pragma unroll
-        for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+    for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
 #pragma unroll
-          for (int n = 0; n < kColumns; ++n) {
+      for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) largest[e] = fmaxf(largest[e], fabsf(rows.s[rb][n][e]));
-          }
-        }
-        const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-        if (__any_sync(~0u, most * fabsf(factor) > kSmallTanh)) {
-          each([&](float& x) { x = SoftCap(x * (factor * kTwoLog2E), cap); });
-        } else {
-          const SmallSoftCap small(cap, factor);
-          each([&](float& x) { x = small(x); });
-        }
-      } else {
-        each([&](float& x) { x = SoftCapExact(x * p.scale, cap, inverse); });
+        for (int e = 0; e < 4; ++e) largest[e] = fmaxf(largest[e], fabsf(rows.s[rb][n][e]));
       }
-    } else {
-      each([&](float& x) { x *= p.scale; });
     }
+    const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+    if (__any_sync(~0u, most * fabsf(factor) > kSmallTanh)) {
+      each([&](float& x) { x = SoftCap(x * (factor * kTwoLog2E), cap); });
+    } else {
+      const SmallSoftCap small(cap, factor);
+      each([&](float& x) { x = small(x); });
+    }
+  } else {
+    each([&](float& x) { x = SoftCapExact(x * p.scale, cap, inverse); });
+  }
+}
+
+// Scores from products: scale, softcap and bias where the rules say so, then -inf where a query
+// does not attend (`mask`), also by its segment (`segments`). Each rule is one pass over the
+// registers behind a uniform branch.
+template <typename Traits>
+__device__ __forceinline__ void FinishScores(const AttentionParams& p, const Sequence& s,
+                                             const ScoreRules& rules, bool mask, bool segments,
+                                             int head, ForwardRows<Traits>& rows, int query,
+                                             int key, int lane) {
+  key += lane % 4 * 2;
+  query += lane / 4;
+  if (rules.finish) {
+    ScaleScores<Traits>(p, rows);
     if (p.bias != nullptr) {
       if (p.bias_dtype == KVBLOCK_F32) {
         AddBias<Traits, float>(p, s, head, rows, query, key);

@@ -37,31 +37,33 @@ struct ShareParams : AttentionParams {
   int32_t* piece_there;  // not 0: it is there, of 2 * ctas
 };
 
-// The tiles of rows of one member, all of whose key heads see the same.
+// The sequence of a batch member. Few queries are never packed.
+__device__ __forceinline__ Sequence MemberSequence(const ShareParams& p, int member) {
+  return MakeSequence<false, false>(p, member);
+}
+
+// A tile of rows of one member, all of whose key heads see the same. What else there is to know of
+// the sequence is found again where it is needed, once a piece.
 struct RowTile {
-  Sequence sequence;
-  int first_row;         // of the packed rows
-  int first_key, tiles;  // the KV tiles begin at first_key
+  int member, first_row;         // of the packed rows
+  int first_key, tiles, kv_len;  // the KV tiles begin at first_key
 };
 
 template <int kKeys>
-__device__ __forceinline__ RowTile FindRowTile(const ShareParams& p, int member, int tile) {
-  RowTile found;
-  found.sequence = MakeSequence<false, false>(p, member);
-  found.first_row = tile * p.rows;
-  const int last_row = min(found.first_row + p.rows, static_cast<int>(p.q_len) * p.group) - 1;
+__device__ __forceinline__ RowTile FindRowTile(const ShareParams& p, int member, int first_row) {
+  const Sequence s = MemberSequence(p, member);
+  const int last_row = min(first_row + p.rows, static_cast<int>(p.q_len) * p.group) - 1;
   int begin, end;
-  found.sequence.VisibleKeys(found.first_row / p.group, last_row / p.group + 1, &begin, &end);
-  found.first_key = begin / kKeys * kKeys;
+  s.VisibleKeys(first_row / p.group, last_row / p.group + 1, &begin, &end);
   // A unit that sees nothing has a tile, too, or nobody would write its rows.
-  found.tiles = begin < end ? (end - found.first_key + kKeys - 1) / kKeys : 1;
-  if (begin >= end) found.first_key = 0;
-  return found;
+  const bool some = begin < end;
+  const int first_key = some ? begin / kKeys * kKeys : 0;
+  return {member, first_row, first_key, some ? (end - first_key + kKeys - 1) / kKeys : 1, s.kv_len};
 }
 
-// A place in the line: KV tile `tile` of key head `kv_head` of tile of rows `row_tile` of `member`.
+// A place in the line: KV tile `tile` of key head `kv_head` of a tile of rows.
 struct Place {
-  int member, row_tile, kv_head, tile;
+  int kv_head, tile;
   RowTile rows;
 };
 
@@ -106,8 +108,8 @@ class Line {
     if (threadIdx.x == 0) found = total_;
     __syncthreads();
     int before = before_;
-    VisitOwn([&](int member, int row_tile, int tiles) {
-      const bool here = member * p_.row_tiles + row_tile == index;
+    VisitOwn([&](int member, int first_row, int tiles) {
+      const bool here = member * p_.row_tiles * p_.rows + first_row == index * p_.rows;
       if (here) found = before + tiles / p_.num_kv_heads * head;
       before += tiles;
       return !here;
@@ -119,33 +121,33 @@ class Line {
   // Finds a tile that exists.
   __device__ __forceinline__ Place Find(int tile) const {
     Place at;
-    int rest;
+    int member, first_row, rest;
     if (p_.alike) {
-      at.member = tile / own_;
-      at.row_tile = 0;
-      rest = tile - at.member * own_;
+      member = tile / own_;
+      first_row = 0;
+      rest = tile - member * own_;
     } else {
       __shared__ int found[3];
       __syncthreads();  // of an earlier search, all have read it
       if (tile >= before_ && tile < before_ + own_) {
         int left = tile - before_;
-        VisitOwn([&](int member, int row_tile, int tiles) {
+        VisitOwn([&](int own_member, int own_row, int tiles) {
           if (left >= tiles) {
             left -= tiles;
             return true;
           }
-          found[0] = member;
-          found[1] = row_tile;
+          found[0] = own_member;
+          found[1] = own_row;
           found[2] = left;
           return false;
         });
       }
       __syncthreads();
-      at.member = found[0];
-      at.row_tile = found[1];
+      member = found[0];
+      first_row = found[1];
       rest = found[2];
     }
-    at.rows = FindRowTile<kKeys>(p_, at.member, at.row_tile);
+    at.rows = FindRowTile<kKeys>(p_, member, first_row);
     at.kv_head = rest / at.rows.tiles;
     at.tile = rest - at.kv_head * at.rows.tiles;
     return at;
@@ -157,37 +159,38 @@ class Line {
     at->tile = 0;
     if (++at->kv_head < p_.num_kv_heads) return;
     at->kv_head = 0;
-    if (++at->row_tile == p_.row_tiles) {
-      at->row_tile = 0;
-      ++at->member;
-    }
-    at->rows = FindRowTile<kKeys>(p_, at->member, at->row_tile);
+    int member = at->rows.member, row = at->rows.first_row;
+    NextRowTile(&member, &row);
+    at->rows = FindRowTile<kKeys>(p_, member, row);
   }
 
  private:
-  // Calls visit(member, row_tile, KV tiles of all its key heads) for this thread's tiles of rows,
+  // Moves on to the next tile of rows.
+  __device__ __forceinline__ void NextRowTile(int* member, int* first_row) const {
+    *first_row += p_.rows;
+    if (*first_row < p_.row_tiles * p_.rows) return;
+    *first_row = 0;
+    ++*member;
+  }
+
+  // Calls visit(member, first row, KV tiles of all its key heads) for this thread's tiles of rows,
   // until it returns false. Where all are alike, the first one is every thread's.
   template <typename Visit>
   __device__ __forceinline__ void VisitOwn(Visit visit) const {
-    int member = 0, row_tile = 0, count = 1;
+    int member = 0, first_row = 0, count = 1;
     if (!p_.alike) {
       const int row_tiles = p_.batch * p_.row_tiles;
       const int each = (row_tiles + kThreads - 1) / kThreads;
       const int first = static_cast<int>(threadIdx.x) * each;
       count = min(each, row_tiles - first);
       member = first / p_.row_tiles;
-      row_tile = first - member * p_.row_tiles;
+      first_row = (first - member * p_.row_tiles) * p_.rows;
     }
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      if (!visit(member, row_tile,
-                 FindRowTile<kKeys>(p_, member, row_tile).tiles * p_.num_kv_heads)) {
-        return;
-      }
-      if (++row_tile == p_.row_tiles) {
-        row_tile = 0;
-        ++member;
-      }
+      const int tiles = FindRowTile<kKeys>(p_, member, first_row).tiles * p_.num_kv_heads;
+      if (!visit(member, first_row, tiles)) return;
+      NextRowTile(&member, &first_row);
     }
   }
 

@@ -94,39 +94,57 @@ class SplitForward {
 
   __device__ __forceinline__ void Run() {
     constexpr int kStages = Traits::kStages;
-    const int cta = blockIdx.x;
-    const int begin = line_.Begin(cta), end = line_.Begin(cta + 1);
-    if (begin >= end) return;
-    Place at = line_.Find(begin), ahead = at;
-    int loaded = begin;  // the next tile to load
-    const auto load = [&] {
-      if (loaded < end) {
-        Load(ahead, (loaded - begin) % kStages);
-        if (++loaded < end) line_.Next(&ahead);
+    const int cta = blockIdx.x, begin = line_.Begin(cta);
+    const int tiles = line_.Begin(cta + 1) - begin;  // of the share, counted from 0 from here on
+    if (tiles <= 0) return;
+    // The next tile to load; and at i % kPlaces, where tile i is that is to be computed. Where
+    // registers are scarce the next tile is found there, too, by thread 0 for all.
+    Place ahead = line_.Find(begin);
+    constexpr int kPlaces = 4;
+    static_assert(kPlaces > kStages);
+    __shared__ Place places[kPlaces];
+    if (kScarce && threadIdx.x == 0) places[0] = ahead;
+    const auto load = [&](int tile) {
+      if (tile < tiles) {
+        Load(kScarce ? places[tile % kPlaces] : ahead, tile % kStages);
+        const bool more = tile + 1 < tiles;
+        if (kScarce) {
+          if (threadIdx.x == 0 && more) {
+            Place next = places[tile % kPlaces];
+            line_.Next(&next);
+            places[(tile + 1) % kPlaces] = next;
+          }
+        } else {
+          if (threadIdx.x == 0) places[tile % kPlaces] = ahead;
+          if (more) line_.Next(&ahead);
+        }
       }
       CopyAsyncCommit();
     };
 #pragma unroll 1
-    for (int i = 0; i < kStages - 1; ++i) load();
+    for (int i = 0; i < kStages - 1; ++i) {
+      if (kScarce) __syncthreads();
+      load(i);
+    }
     if (threadIdx.x == 0) WithdrawPieces(cta);
 
-    int piece = begin;  // where the piece begins
+    int piece = 0;  // where the piece begins
 #pragma unroll 1
-    for (int tile = begin; tile < end; ++tile) {
+    for (int tile = 0; tile < tiles; ++tile) {
       CopyAsyncWait<kStages - 2>();
       __syncthreads();  // this tile has arrived for all, and all are done with the one before
-      load();
-      if (threadIdx.x == 0 && tile == max(begin, end - kTilesToBegin)) LetNextLaunchBegin();
+      load(tile + kStages - 1);
+      if (threadIdx.x == 0 && tile == max(tiles - kTilesToBegin, 0)) LetNextLaunchBegin();
+      const Place& at = places[tile % kPlaces];
       if (tile == piece) Begin(at);
-      const uint32_t stage = Stage((tile - begin) % kStages);
+      const uint32_t stage = Stage(tile % kStages);
       Compute(at, stage);
       const bool last = at.tile + 1 == at.rows.tiles;
-      if (last || tile + 1 == end) {
+      if (last || tile + 1 == tiles) {
         const bool whole = last && tile - piece == at.tile;
-        End(at, whole, PieceSlot(cta, piece == begin), DynamicShared() + (stage - shared_));
+        End(at, whole, PieceSlot(cta, piece == 0), DynamicShared() + (stage - shared_));
         piece = tile + 1;
       }
-      if (tile + 1 < end) line_.Next(&at);
     }
     CopyAsyncWait<0>();
   }
@@ -135,6 +153,7 @@ class SplitForward {
   // The launch that combines begins so many tiles before the end: it takes some microseconds to be
   // there, and looks for its pieces from then on.
   static constexpr int kTilesToBegin = 6;
+  static constexpr bool kScarce = kDim > 192;
 
   // The next launch sees this before it can begin.
   __device__ __forceinline__ void WithdrawPieces(int cta) const {
@@ -147,10 +166,10 @@ class SplitForward {
     return shared_ + stage * Traits::kStageBytes;
   }
   __device__ __forceinline__ void Load(const Place& at, int stage) const {
-    const DenseKeys<T> keys(p_, at.rows.sequence, at.kv_head);
+    const DenseKeys<T> keys(p_, at.rows.member, at.kv_head);
     keys.template Load<KvTile, Traits::kThreads>(Stage(stage), Stage(stage) + KvTile::kBytes,
                                                  at.rows.first_key + at.tile * Traits::kTileKeys,
-                                                 at.rows.sequence.kv_len, threadIdx.x);
+                                                 at.rows.kv_len, threadIdx.x);
   }
 
   // The A operand of this warp's rows of Q, straight from memory: a load of 4 bytes fills a
@@ -158,7 +177,7 @@ class SplitForward {
   // nobody reads theirs.
   __device__ __forceinline__ void Begin(const Place& at) {
     const PackedRows packed(p_, at.kv_head);
-    const Sequence& s = at.rows.sequence;
+    const Sequence s = MemberSequence(p_, at.rows.member);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = at.rows.first_row + Row(half);
@@ -193,9 +212,7 @@ class SplitForward {
     const uint32_t k_tile = stage + own * KvTile::kRowBytes, v_tile = k_tile + KvTile::kBytes;
     const int key = at.rows.first_key + at.tile * Traits::kTileKeys + own;
     Multiply<Traits>(rows_, queries_, 0, k_tile, 0, Lane());
-    if (rules_.finish) {
-      FinishScores<Traits>(p_, at.rows.sequence, rules_, false, false, 0, rows_, 0, key, Lane());
-    }
+    if (rules_.finish) ScaleScores<Traits>(p_, rows_);
     const bool whole =
         max(first_[0], first_[1]) <= key && min(end_[0], end_[1]) >= key + Traits::kKeys;
     if (!__all_sync(~0u, whole)) MaskKeys(key);
@@ -215,20 +232,22 @@ class SplitForward {
     }
   }
   __device__ __forceinline__ void MaskSegmentsOf(const Place& at, int key) {
-    const Sequence& s = at.rows.sequence;
+    const int member = at.rows.member;
+    const int32_t* const of_queries = p_.q_segments + member * p_.q_len;
+    const int32_t* const of_keys = p_.kv_segments + member * p_.kv_len;
     const PackedRows packed(p_, at.kv_head);
     int segment[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = min(at.rows.first_row + Row(half), packed.count - 1);
-      segment[half] = __ldg(p_.q_segments + s.q_row + packed.Query(row));
+      segment[half] = __ldg(of_queries + packed.Query(row));
     }
 #pragma unroll
     for (int n = 0; n < Traits::kKeys / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int j = min(key + n * 8 + Lane() % 4 * 2 + e % 2, s.kv_rows - 1);
-        if (__ldg(p_.kv_segments + s.kv_row + j) != segment[e / 2]) rows_.s[0][n][e] = -INFINITY;
+        const int j = min(key + n * 8 + Lane() % 4 * 2 + e % 2, static_cast<int>(p_.kv_len) - 1);
+        if (__ldg(of_keys + j) != segment[e / 2]) rows_.s[0][n][e] = -INFINITY;
       }
     }
   }
@@ -261,6 +280,7 @@ class SplitForward {
     // Four columns a thread, kDim / 4 threads a row.
     constexpr int kAcross = kDim / 4;
     const PackedRows packed(p_, at.kv_head);
+    const Sequence s = MemberSequence(p_, at.rows.member);
     const int rows = min(Traits::kRows, packed.count - at.rows.first_row);
     for (int i = threadIdx.x; i < rows * kAcross; i += Traits::kThreads) {
       const int row = i / kAcross, column = i % kAcross * 4;
@@ -276,7 +296,7 @@ class SplitForward {
       }
       if (whole) {
         const int of_all = at.rows.first_row + row;
-        ResultRow<T>(p_, at.rows.sequence, packed, of_all, column).Write(result);
+        ResultRow<T>(p_, s, packed, of_all, column).Write(result);
       } else {
         StorePiece(p_, slot, row, column, result);
       }

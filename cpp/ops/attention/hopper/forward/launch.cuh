@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <type_traits>
 
@@ -74,11 +73,13 @@ const char* LaunchForwardAs(const AttentionCall& a, cudaStream_t stream) {
   const auto kernel = AttentionForward<Traits>;
   constexpr int kSharedBytes = sizeof(ForwardShared<Traits>);
   static_assert(kSharedBytes <= kMostSharedBytes);
-  static std::atomic<uint64_t> prepared;
-  const uint64_t bit = device < kMaxDevices ? uint64_t{1} << device : 0;
-  if (status == cudaSuccess && (prepared.load(std::memory_order_relaxed) & bit) == 0) {
-    status = AllowSharedBytes(kernel, kSharedBytes);
-    if (status == cudaSuccess) prepared.fetch_or(bit, std::memory_order_relaxed);
+  static PerDevice<bool> prepared;
+  bool done = false;
+  if (status == cudaSuccess) {
+    status = prepared.Get(gpu.device, &done, [&](bool* to) {
+      *to = true;
+      return AllowSharedBytes(kernel, kSharedBytes);
+    });
   }
   if (status == cudaSuccess) {
     status = LaunchClusters<Traits::kCluster>(kernel, ctas, Traits::kThreads, kSharedBytes, stream,
