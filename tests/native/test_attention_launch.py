@@ -159,7 +159,7 @@ FEW = 16  # queries; KVBLOCK_MOST_FEW_QUERIES
 @pytest.mark.parametrize("implementation", ["cuda", "cuda_sm90"])
 @pytest.mark.parametrize("q_len", [1, FEW])
 def test_few_queries_have_a_workspace(q_len, implementation):
-    """The pieces of any GPU's CTAs: o and lse in float32, of up to 64 rows, a word."""
+    """O and lse in float32 of the pieces of any GPU, of up to 64 rows, a word each."""
     few = functools.partial(launches, q_len=q_len, implementation=implementation)
     rows = 16 if q_len == 1 else 32  # of two heads to a key head, in whole blocks
     workspace = f"{2 * 320 * (rows * (E + 1) + 1) * 4}xui8"
