@@ -152,7 +152,7 @@ def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
         made = _forward_results(config, size, x)
         results = [made[name] for name in op.result_names(call)]
         scratch = []
-        if room := _workspace(kernels, x, size, backward=False):
+        if room := workspace_bytes(kernels, size, _present(x._asdict()), False):
             scratch.append(jax.ShapeDtypeStruct((room,), jnp.uint8))
         return tuple(launch("forward", results + scratch)[: len(results)])
     if op is BACKWARD_BIAS:
@@ -160,8 +160,11 @@ def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
     return _backward(launch, kernels, config, x, size)
 
 
-def _workspace(kernels: str, x: Operands, size: Sizes, *, backward: bool) -> int:
-    """Bytes that a call works in, by the function that the handler asks too."""
+def workspace_bytes(kernels: str, size: Sizes, present: int, backward: bool) -> int:
+    """Bytes that a call works in, by the function that the handler asks too.
+
+    Bit i of `present` tells whether the i-th of OPTIONAL is there.
+    """
     return ffi.attention_workspace(
         KERNELS[kernels],
         size.batch,
@@ -170,7 +173,7 @@ def _workspace(kernels: str, x: Operands, size: Sizes, *, backward: bool) -> int
         size.num_kv_heads,
         size.head_dim,
         size.value_dim,
-        _present(x._asdict()),
+        present,
         backward,
     )
 
@@ -199,7 +202,7 @@ def _backward(
         return dq, dk, dv
     if tiled:
         results = [*dk_dv, _like(x.q)]
-        if room := _workspace(kernels, x, size, backward=True):
+        if room := workspace_bytes(kernels, size, _present(x._asdict()), True):
             results.append(jax.ShapeDtypeStruct((room,), jnp.uint8))
         made = launch("backward_kv", results, deterministic=config.deterministic)
         dk, dv, dq = made[:3]

@@ -58,22 +58,20 @@ def estimate_memory_usage(
     )
     arguments.check_flags(where, use_half=use_half)
     Bc, Br, implementation = find_tile(where, Bc, Br, head_dim)
+    size = Sizes(batch_size, seq_len, seq_len, num_heads, num_heads, head_dim, head_dim)
     rows = batch_size * num_heads
     one = rows * seq_len * head_dim * (2 if use_half else 4)
     if implementation != "xla" and use_half and jax.default_backend() == "gpu":
         # The kernels read [B, N, H, D]: Q, K and V, and dO, are transposed where there
-        # are several heads. Beside them there are, on the way back, lse, delta and dQ,
-        # in float32 and whole tiles.
+        # are several heads. Beside them there are, on the way back, lse, delta and what
+        # dQ is summed up in.
         row = rows * seq_len * 4
-        whole = -(-seq_len // cuda.DQ_ROWS) * cuda.DQ_ROWS
         transposed = one if num_heads > 1 else 0
         internal = 3 * transposed
-        backward = 4 * transposed + rows * whole * head_dim * 4 + 2 * row
+        sums = cuda.workspace_bytes("cuda_sm90", size, 0, True)
+        backward = 4 * transposed + sums + 2 * row
     else:
         config = AttentionConfig(1.0, xla_block_q=Br, xla_block_kv=Bc)
-        size = Sizes(
-            batch_size, seq_len, seq_len, num_heads, num_heads, head_dim, head_dim
-        )
         internal, backward = _blocked_memory(config, size, use_half)
     total = 3 * one + internal + one
     return {

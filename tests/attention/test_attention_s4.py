@@ -324,6 +324,19 @@ def test_the_memory_estimate_agrees_with_the_compiler(
     assert used["backward_memory"] == pytest.approx(stats.temp_size_in_bytes, rel=0.33)
 
 
+def test_the_estimate_of_the_kernels_counts_what_they_work_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    ((bc, br), *_) = kv.available_tiles(64)["cuda_sm90"]
+    used = estimate_memory_usage(2, 4, 1000, 64, True, Bc=bc, Br=br)
+    one, row = 2 * 4 * 1000 * 64 * 2, 2 * 4 * 1000 * 4
+    # dq in float32 and whole tiles of 64 rows, which have three words each.
+    sums = 2 * 4 * 16 * (64 * 64 * 4 + 3 * 4)
+    assert used["internal_memory"] == 3 * one
+    assert used["backward_memory"] == 4 * one + sums + 2 * row
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("b", "h", "n", "d"),

@@ -168,8 +168,8 @@ def test_keys_are_shared_out_over_any_number(name, multiprocessors, launcher):
     hold(launcher, SHARED[name], backward=False)
 
 
-# By multiprocessors. Each has two CTAs at once, of 256 columns one. Where these are more
-# than the units, those who combine have a unit each, else a border.
+# By multiprocessors. Each has two CTAs, of 256 columns one. Where there are more
+# CTAs than units, those who combine have a unit each, else a border.
 MANY_PIECES = {
     "two threads share a row's pieces": (4, dataclasses.replace(FEW, kv_len=1100)),
     "four": (7, dataclasses.replace(FEW, kv_len=1700, value_dim=56)),

@@ -229,7 +229,7 @@ class Launcher:
         self.library = ctypes.CDLL(path)
         self.kernels, self.place, self.torch = kernels, place, place.xp
         on_gpu = place.device == "cuda"
-        self.arena = Arena(self.torch, place.device, 1 << (30 if on_gpu else 27))
+        self.arena = Arena(self.torch, place.device, 1 << (31 if on_gpu else 27))
         # The emulator has no streams.
         self.stream = self.torch.cuda.current_stream().cuda_stream if on_gpu else 0
 

@@ -191,31 +191,31 @@ __device__ __forceinline__ void ScaleScores(const AttentionParams& p, ForwardRow
       }
     }
   };
-  if (!(p.softcap > 0.0f)) {
-    each([&](float& x) { x *= p.scale; });
-    return;
-  }
-  const float cap = p.softcap, inverse = Reciprocal(cap);
-  if (cap < kLargeSoftcap) {
-    const float factor = p.scale * inverse;
-    float largest[4] = {};
+  if (p.softcap > 0.0f) {
+    const float cap = p.softcap, inverse = Reciprocal(cap);
+    if (cap < kLargeSoftcap) {
+      const float factor = p.scale * inverse;
+      float largest[4] = {};
 #pragma unroll
-    for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+      for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
 #pragma unroll
-      for (int n = 0; n < kColumns; ++n) {
+        for (int n = 0; n < kColumns; ++n) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) largest[e] = fmaxf(largest[e], fabsf(rows.s[rb][n][e]));
+          for (int e = 0; e < 4; ++e) largest[e] = fmaxf(largest[e], fabsf(rows.s[rb][n][e]));
+        }
       }
-    }
-    const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
-    if (__any_sync(~0u, most * fabsf(factor) > kSmallTanh)) {
-      each([&](float& x) { x = SoftCap(x * (factor * kTwoLog2E), cap); });
+      const float most = fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]));
+      if (__any_sync(~0u, most * fabsf(factor) > kSmallTanh)) {
+        each([&](float& x) { x = SoftCap(x * (factor * kTwoLog2E), cap); });
+      } else {
+        const SmallSoftCap small(cap, factor);
+        each([&](float& x) { x = small(x); });
+      }
     } else {
-      const SmallSoftCap small(cap, factor);
-      each([&](float& x) { x = small(x); });
+      each([&](float& x) { x = SoftCapExact(x * p.scale, cap, inverse); });
     }
   } else {
-    each([&](float& x) { x = SoftCapExact(x * p.scale, cap, inverse); });
+    each([&](float& x) { x *= p.scale; });
   }
 }
 
