@@ -24,7 +24,7 @@ from jax_kvblock import (
     lm_to_lse,
     lse_to_lm,
 )
-from jax_kvblock.attention import bhnd, cuda
+from jax_kvblock.attention import bhnd, cuda, memory_estimate
 
 SHAPE = (2, 3, 150, 16)
 
@@ -328,8 +328,10 @@ def test_the_estimate_of_the_kernels_counts_what_they_work_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    ((bc, br), *_) = kv.available_tiles(64)["cuda_sm90"]
-    used = estimate_memory_usage(2, 4, 1000, 64, True, Bc=bc, Br=br)
+    monkeypatch.setattr(
+        memory_estimate, "find_tile", lambda where, bc, br, dim: (bc, br, "cuda_sm90")
+    )
+    used = estimate_memory_usage(2, 4, 1000, 64, True)
     one, row = 2 * 4 * 1000 * 64 * 2, 2 * 4 * 1000 * 4
     # dq in float32 and whole tiles of 64 rows, which have three words each.
     sums = 2 * 4 * 16 * (64 * 64 * 4 + 3 * 4)
