@@ -13,6 +13,7 @@ from jax_kvblock.attention import (
     get_optimal_block_sizes,
     lm_to_lse,
     lse_to_lm,
+    merge_attention,
 )
 from jax_kvblock.blocks import (
     BlockSpec,
@@ -74,6 +75,7 @@ __all__ = [
     "get_optimal_block_sizes",
     "lm_to_lse",
     "lse_to_lm",
+    "merge_attention",
     "operational_to_block",
     "scatter_blocks",
     "transfer_blocks",

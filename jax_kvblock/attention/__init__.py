@@ -14,6 +14,7 @@ from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.attention.dot_product import dot_product_attention
 from jax_kvblock.attention.flash import RESIDUAL_NAMES, flash_attention
 from jax_kvblock.attention.memory_estimate import estimate_memory_usage
+from jax_kvblock.attention.merge import merge_attention
 from jax_kvblock.attention.nnx import attention_fn
 from jax_kvblock.attention.tile_sizes import available_tiles, get_optimal_block_sizes
 
@@ -31,4 +32,5 @@ __all__ = [
     "get_optimal_block_sizes",
     "lm_to_lse",
     "lse_to_lm",
+    "merge_attention",
 ]

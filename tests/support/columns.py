@@ -361,6 +361,7 @@ NOT_COLUMNS = {
     "attention_fn": "dot_product_attention by the name that flax wants",
     "lm_to_lse": "plain jnp",
     "lse_to_lm": "plain jnp",
+    "merge_attention": "plain jnp, of parts",
     "available_tiles": "no arrays",
     "estimate_memory_usage": "no arrays",
     "get_optimal_block_sizes": "no arrays",
