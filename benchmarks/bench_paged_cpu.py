@@ -1,9 +1,8 @@
 """Paged attention on the CPU, beside a gather of all pages and jax.nn's attention.
 
-The gather is what XLA makes of `pages[block_tables]`, and what it has to read after it;
-both read lengths that lie on the device. GB/s count the keys and values that the lengths
-leave. Both take turns, call by call; the median counts, and so does the temporary memory
-that XLA reports for each.
+Both read lengths that lie on the device. GB/s count the keys and values that the
+lengths leave. Both take turns, call by call; the median counts, and so does the
+temporary memory that XLA reports for each.
 """
 
 from __future__ import annotations

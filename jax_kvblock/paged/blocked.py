@@ -21,7 +21,7 @@ from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.paged.call import Paged, PagedConfig, page_shapes
 
 # Queries of a tile, and keys of a step, at most (of a page that is larger, all).
-TILE_ROWS, STEP_KEYS = 64, 512
+TILE_ROWS, STEP_KEYS = 64, 256
 
 
 class _Tile(NamedTuple):
