@@ -78,7 +78,7 @@ def normalize(
         pages=pages,
         layer=layer,
         tables=tables,
-        kv_lens=jnp.clip(lengths, 0, width * k_shape[1]),
+        kv_lens=jnp.clip(lengths, 0, min(width * k_shape[1], 2**31 - 1)),
         q_first=first,
         q_lens=lens,
         sinks=check_sinks(where, sinks, q, q.shape[-2]),

@@ -74,11 +74,11 @@ def _find(
     position = x.kv_lens[b] - x.q_lens[b] + query
     left, right = config.scores.window_left, config.scores.window_right
     begin, end = jnp.zeros_like(position), jnp.full_like(position, x.kv_lens[b])
+    # No sum passes the ends of int32, whatever the window is.
     if left >= 0:
-        begin = jnp.maximum(position - left, 0)
+        begin = jnp.maximum(jnp.maximum(position, 0) - left, 0)
     if right >= 0:
-        # A right side near 2**31 would pass the end of int32.
-        end = jnp.minimum(end, position + min(right, 2**30) + 1)
+        end = position + jnp.minimum(min(right, 2**31 - 2) + 1, end - position)
     return _Tile(b, row, valid, begin, jnp.where(valid, end, 0))
 
 

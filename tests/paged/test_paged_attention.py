@@ -100,7 +100,7 @@ class Drawn:
             )
             at = np.arange(len(k))
             for row in range(first, end):
-                position = len(k) - end + row
+                position = int(len(k) - end + row)
                 seen = np.ones(len(k), bool)
                 if c.causal:
                     seen &= at <= position
@@ -141,6 +141,8 @@ CASES = {
     "not causal": Case(causal=False),
     "a window": Case(window=(5, None), sequences=((1, 700), (70, 90))),
     "both sides": Case(causal=False, window=(3, 4), sequences=((9, 40), (20, 20))),
+    "endless windows": Case(causal=False, window=(2**31 - 1, 2**31 - 1)),
+    "beyond int32": Case(window=(2**40, None), sequences=((1, 70), (9, 4))),
     "softcap": Case(softcap=2.5),
     "sinks": Case(sinks=True, sequences=((1, 0), (3, 30))),
     "scale": Case(scale=-0.3),
@@ -241,6 +243,16 @@ def test_lengths_end_with_the_table(rng):
     out, lse = drawn.run(kv_lens=np.array([-1, -(2**31), 0], np.int32))
     np.testing.assert_array_equal(out, 0)
     np.testing.assert_array_equal(lse, -np.inf)
+
+
+def test_a_table_of_more_keys_than_an_int32(rng):
+    """2**31 of them: lengths end with int32 then."""
+    drawn = Drawn(
+        Case(block_size=2**14, sequences=((1, 30),), heads=1, kv_heads=1), rng
+    )
+    tables = np.full((1, 2**17), -1, np.int32)
+    tables[0, 0] = drawn.tables[0, 0]
+    drawn.hold(*drawn.run(block_tables=tables))
 
 
 def test_rows_of_no_sequence_are_zeros(rng):
