@@ -97,7 +97,7 @@ def _compare_few(case: FewQueries, dtype: str, results: Results, rounds: int) ->
     read = 2 * int(case.lengths.sum()) * case.num_kv_heads * case.head_dim
     for run in compiled.values():
         attention_truth.check([np.asarray(run(*args), np.float32)], known)
-    seconds = _take_turns(compiled, args, rounds)
+    seconds = take_turns(compiled, args, rounds)
     name = f"{case.name} {dtype} / few queries"
     for who, run in compiled.items():
         rate = read * k.dtype.itemsize / seconds[who] / 1e9
@@ -107,7 +107,7 @@ def _compare_few(case: FewQueries, dtype: str, results: Results, rounds: int) ->
         results.add(name, who, "temporaries", temporaries, "B", show=False)
 
 
-def _take_turns(compiled: dict[str, Any], args: Any, rounds: int) -> dict[str, float]:
+def take_turns(compiled: dict[str, Any], args: Any, rounds: int) -> dict[str, float]:
     """The median of each one's seconds."""
     times: dict[str, list[float]] = {who: [] for who in compiled}
     for _ in range(rounds):
@@ -143,7 +143,7 @@ def _compare(case: Any, dtype: str, results: Results, rounds: int) -> None:
         for run in compiled.values():
             found = jax.tree.leaves(run(q, k, v))
             attention_truth.check([np.asarray(x, np.float32) for x in found], known)
-        seconds = _take_turns(compiled, (q, k, v), rounds)
+        seconds = take_turns(compiled, (q, k, v), rounds)
         temporaries = {
             who: run.memory_analysis().temp_size_in_bytes
             for who, run in compiled.items()

@@ -25,6 +25,7 @@ import bench_decode
 import bench_host
 import bench_layouts
 import bench_objects
+import bench_paged_cpu
 import ceilings
 from support import common
 
@@ -37,10 +38,11 @@ BENCHES: dict[str, common.Bench] = {
     "attention": bench_attention.bench,
     "decode": bench_decode.bench,
     "attention-cpu": bench_attention_cpu.bench,
+    "paged-cpu": bench_paged_cpu.bench,
 }
 # Each benchmark measures the ceilings it needs itself, in its own run.
 ON_GPU = ("objects", "host", "layouts", "attention", "decode")
-ON_CPU = ("objects", "host", "cpu", "attention-cpu")
+ON_CPU = ("objects", "host", "cpu", "attention-cpu", "paged-cpu")
 
 
 def main() -> int:

@@ -41,6 +41,7 @@ from jax_kvblock.objects import (
     PoolExhaustedError,
     PoolLostError,
 )
+from jax_kvblock.paged import paged_attention
 
 __version__ = "0.1.0"
 
@@ -77,6 +78,7 @@ __all__ = [
     "lse_to_lm",
     "merge_attention",
     "operational_to_block",
+    "paged_attention",
     "scatter_blocks",
     "transfer_blocks",
     "universal_to_block",

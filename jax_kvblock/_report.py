@@ -35,6 +35,7 @@ COPY_OPS = (
 OPERATIONAL_OPS = "block_to_operational / operational_to_block"
 ATTENTION_16_BITS = "flash_attention, bfloat16 and float16"
 ATTENTION_32_BITS = "flash_attention, float32 and float64"
+PAGED = "paged_attention"
 ATTENTION_CUDNN = "the same with implementation='cudnn'"
 
 
@@ -47,7 +48,15 @@ def capabilities() -> list[Served]:
         implementation, why = _copies(name)
         op = f"the operational pair with implementation={name!r}"
         rows.append(Served(op, implementation, why))
-    return rows + _attention()
+    return [*rows, *_attention(), _paged()]
+
+
+def _paged() -> Served:
+    """Who computes paged_attention."""
+    why = "no kernels read block tables yet; it runs everywhere"
+    if ffi.default_platform() == "cuda":
+        why += ", here far from the speed of memory"
+    return Served(PAGED, "xla (blocks of plain jax)", why)
 
 
 def _attention() -> list[Served]:

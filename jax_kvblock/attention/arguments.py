@@ -79,14 +79,14 @@ def normalize(
     else:
         (batch, t, n, d), s = q.shape, k.shape[1]
 
-    left, right = _window(where, causal, window)
+    left, right = check_window(where, causal, window)
     block_q, block_kv = _tile_sizes(where, tiles)
     q_segments, kv_segments = _segments(where, segment_ids, batch, t, s)
     config = AttentionConfig(
         scale=check_scale(where, scale, d),
         window_left=left,
         window_right=right,
-        softcap=_softcap(where, softcap),
+        softcap=check_softcap(where, softcap),
         packed=packed,
         block_q=block_q,
         block_kv=block_kv,
@@ -99,7 +99,7 @@ def normalize(
         k=to_jax(k),
         v=to_jax(v),
         bias=_bias(where, bias, q, (batch, n, t, s)),
-        sinks=_sinks(where, sinks, q, n),
+        sinks=check_sinks(where, sinks, q, n),
         q_segments=q_segments,
         kv_segments=kv_segments,
         q_lens=check_lengths(where, "q_lens", q_lens, batch),
@@ -189,7 +189,7 @@ def _check_boundaries(where: str, name: str, cu: Any, rows: str, total: int) -> 
     )
 
 
-def _window(where: str, causal: bool, window: Any) -> tuple[int, int]:
+def check_window(where: str, causal: bool, window: Any) -> tuple[int, int]:
     left, right = OPEN, 0 if causal else OPEN
     if window is None:
         return left, right
@@ -261,7 +261,7 @@ def check_scale(where: str, scale: Any, head_dim: int) -> float:
     return finite(where, "scale", scale, default_scale(head_dim), fix)
 
 
-def _softcap(where: str, softcap: Any) -> float:
+def check_softcap(where: str, softcap: Any) -> float:
     if softcap is None:
         return 0.0
     fix = "close over a Python float, or make it a static argument of the jit"
@@ -431,7 +431,7 @@ def _bias(where: str, bias: Any, q: Any, full: tuple[int, ...]) -> Any:
     return to_jax(bias)
 
 
-def _sinks(where: str, sinks: Any, q: Any, n: int) -> Any:
+def check_sinks(where: str, sinks: Any, q: Any, n: int) -> Any:
     if sinks is None:
         return None
     sinks = check_array(where, "sinks", sinks)

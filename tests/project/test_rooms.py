@@ -1,7 +1,8 @@
 """Where things lie, and that the rooms of the package import each other one way only.
 
 `core` stands below all; `blocks` and `attention` stand on it and do not know of each
-other; `objects` stands on `blocks`. The files beside the rooms see all of them.
+other; `objects` stands on `blocks`, `paged` on both. The files beside the rooms see all
+of them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ BELOW: dict[str, set[str]] = {
     "blocks": {"core"},
     "attention": {"core"},
     "objects": {"blocks", "core"},
+    "paged": {"attention", "blocks", "core"},
 }
 NATIVE = "jax_kvblock._native"
 

@@ -1,0 +1,160 @@
+"""`paged_attention`: the contract."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+
+import jax
+
+from jax_kvblock.attention.options import Output, Rows
+from jax_kvblock.blocks.pool import KVPool
+from jax_kvblock.core.types import ArrayIn, Integers, LayerIndex
+from jax_kvblock.paged import arguments, blocked
+from jax_kvblock.paged.call import Paged, PagedConfig
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+
+    Pages: TypeAlias = (
+        KVPool | tuple[Float[ArrayIn, "P T K D"], Float[ArrayIn, "P T K Dv"]]
+    )
+    Tables: TypeAlias = Int[ArrayIn, "B W"] | list[list[int]]
+
+
+@overload
+def paged_attention(
+    q: Float[ArrayIn, "*tokens N D"],
+    pages: Pages,
+    layer: LayerIndex | None,
+    block_tables: Tables,
+    kv_lens: Integers,
+    *,
+    query_start: Integers | None = ...,
+    q_lens: Integers | None = ...,
+    causal: bool = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ...,
+    sinks: Float[ArrayIn, " N"] | None = ...,
+    scale: float | None = ...,
+    return_lse: Literal[False] = ...,
+    implementation: str | None = ...,
+) -> Output: ...
+@overload
+def paged_attention(
+    q: Float[ArrayIn, "*tokens N D"],
+    pages: Pages,
+    layer: LayerIndex | None,
+    block_tables: Tables,
+    kv_lens: Integers,
+    *,
+    query_start: Integers | None = ...,
+    q_lens: Integers | None = ...,
+    causal: bool = ...,
+    window: tuple[int | None, int | None] | None = ...,
+    softcap: float | None = ...,
+    sinks: Float[ArrayIn, " N"] | None = ...,
+    scale: float | None = ...,
+    return_lse: bool,
+    implementation: str | None = ...,
+) -> Output | tuple[Output, Rows]: ...
+def paged_attention(
+    q: Float[ArrayIn, "*tokens N D"],
+    pages: Pages,
+    layer: LayerIndex | None,
+    block_tables: Tables,
+    kv_lens: Integers,
+    *,
+    query_start: Integers | None = None,
+    q_lens: Integers | None = None,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    softcap: float | None = None,
+    sinks: Float[ArrayIn, " N"] | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+) -> Output | tuple[Output, Rows]:
+    """Attention of sequences whose keys and values lie in the blocks of a cache.
+
+    Key position p of sequence b lies in slot `p % T` of block
+    `block_tables[b, p // T]`, T the block size. A sequence's queries are its last
+    positions: query i of q_len is at position `kv_lens[b] - q_len + i`. So a decode
+    step, a chunk of a prefill and a draft are the same call. Scores, softcap, sinks and
+    lse are those of `flash_attention`; the blocks are where vLLM's PagedAttention has
+    them (Kwon et al., 2023).
+
+    Args:
+      q: `[tokens, N, D]` with query_start, else `[B, T, N, D]`; in the blocks' dtype.
+      pages: a `KVPool` with keys and values, or a pair of one layer's k_pages
+        `[P, T, K, D]` and v_pages `[P, T, K, Dv]`; N is a multiple of K.
+      layer: of the pool, an integer or a traced int32 scalar; None with a pair. A
+        traced layer outside the pool reads zeros.
+      block_tables: int32 `[B, W]`. The keys of an id that is no block, like −1, are
+        seen by nobody.
+      kv_lens: int32 `[B]`, the keys of each sequence, its new ones among them. Lengths
+        beyond `W T` are `W T`, those below 0 are 0.
+      query_start: int32 `[B + 1]`, the first row of each sequence in q and the end of
+        the last. Rows of no sequence give zeros and −inf; where it falls, the sequence
+        has no queries.
+      q_lens: int32 `[B]`, how many of the T queries of each sequence count; all unless
+        given.
+      causal: a query sees keys up to its own position.
+      window: `(left, right)`, integers that are compiled in: it sees keys at most
+        `left` before and `right` after its position; None is no bound.
+      softcap, sinks, scale: as in `flash_attention`.
+      return_lse: also return the log-sum-exp of the scores, float32, shaped like q
+        without D.
+      implementation: "xla" (plain JAX in blocks), or None, which takes it; it runs
+        everywhere, and on a GPU far from the speed of memory.
+
+    Returns:
+      out, shaped like q but for its last dim, Dv, in q's dtype; with `return_lse` the
+      pair `(out, lse)`. A row that sees no key gives zeros, and −inf (its sink).
+
+    Values in slots beyond the lengths, and in blocks that no table names, may be
+    anything, also NaN. Tables and lengths are operands: new ones never recompile. It
+    has no derivative; `flash_attention` has.
+
+    Raises:
+      TypeError, ValueError, IndexError: an argument's dtype, shape or value does not
+        fit.
+
+    Example:
+      >>> pool = append_kv(pool, layer, k, v, slots)
+      >>> out = paged_attention(q, pool, layer, tables, lens, query_start=starts)
+    """
+    where = "paged_attention"
+    config, x, lead = arguments.normalize(
+        where,
+        q,
+        pages,
+        layer,
+        block_tables,
+        kv_lens,
+        query_start=query_start,
+        q_lens=q_lens,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        return_lse=return_lse,
+        implementation=implementation,
+    )
+    out, lse = (a.reshape(*lead, *a.shape[1:]) for a in _attend(config, x))
+    return (out, lse) if return_lse else out
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _attend(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
+    return blocked.forward(config, x)
+
+
+@_attend.defjvp
+def _no_derivative(config: PagedConfig, primals: Any, tangents: Any) -> Any:
+    raise NotImplementedError(
+        "paged_attention has no derivative; gather_kv and flash_attention have, and "
+        "jax.lax.stop_gradient keeps others from asking for it"
+    )

@@ -1,0 +1,554 @@
+"""`paged_attention` against float64, row by row, whatever tables and lengths are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_kvblock import BlockSpec, KVPool, merge_attention, paged_attention
+
+BARS = {"float64": 1e-13, "float32": 4e-6, "float16": 4e-3, "bfloat16": 3e-2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A ragged call: for each sequence (queries, keys)."""
+
+    sequences: tuple[tuple[int, int], ...] = ((1, 37), (6, 20), (3, 3), (1, 64))
+    block_size: int = 16
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 16
+    value_dim: int = 16
+    dtype: str = "float32"
+    causal: bool = True
+    window: tuple[int | None, int | None] | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    scale: float | None = None
+
+
+class Drawn:
+    """Its arrays. Slots and blocks that nobody may read are NaN."""
+
+    def __init__(self, case: Case, rng: np.random.Generator) -> None:
+        self.case = c = case
+        dtype = jnp.dtype(c.dtype)
+        self.kv_lens = np.array([n for _, n in c.sequences], np.int32)
+        lens = [n for n, _ in c.sequences]
+        self.starts = np.cumsum([0, *lens]).astype(np.int32)
+        pages = -(-self.kv_lens // c.block_size)
+        blocks = int(pages.sum()) + 3
+        order = iter(rng.permutation(blocks))
+        self.tables = np.full((len(lens), max(int(pages.max()), 1)), -1, np.int32)
+        self.k = np.full((blocks, c.block_size, c.kv_heads, c.dim), np.nan, dtype)
+        self.v = np.full((*self.k.shape[:3], c.value_dim), np.nan, dtype)
+        self.keys, self.values = [], []
+        for b, length in enumerate(self.kv_lens):
+            k, v = (
+                rng.standard_normal((length, c.kv_heads, d)).astype(dtype)
+                for d in (c.dim, c.value_dim)
+            )
+            self.keys.append(k)
+            self.values.append(v)
+            for p in range(int(pages[b])):
+                self.tables[b, p] = block = next(order)
+                part = slice(p * c.block_size, (p + 1) * c.block_size)
+                self.k[block, : len(k[part])] = k[part]
+                self.v[block, : len(v[part])] = v[part]
+        shape = (int(self.starts[-1]), c.heads, c.dim)
+        self.q = rng.standard_normal(shape).astype(dtype)
+        self.sinks = rng.standard_normal(c.heads).astype(np.float32)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        c = self.case
+        given = {"causal": c.causal, "window": c.window, "softcap": c.softcap}
+        sinks = jnp.asarray(self.sinks) if c.sinks else None
+        return given | {"scale": c.scale, "sinks": sinks}
+
+    def run(self, **changes: Any) -> tuple[jax.Array, jax.Array]:
+        given = {
+            "q": self.q,
+            "pages": (self.k, self.v),
+            "layer": None,
+            "block_tables": self.tables,
+            "kv_lens": self.kv_lens,
+            "query_start": self.starts,
+            **self.options,
+        }
+        return paged_attention(**given | changes, return_lse=True)
+
+    def truth(self) -> tuple[np.ndarray, np.ndarray]:
+        """out and lse in float64, a row at a time."""
+        c = self.case
+        out = np.zeros((*self.q.shape[:2], c.value_dim))
+        lse = np.full(self.q.shape[:2], -np.inf)
+        scale = c.scale if c.scale is not None else c.dim**-0.5
+        left, right = c.window or (None, None)
+        for b, (first, end) in enumerate(
+            zip(self.starts, self.starts[1:], strict=False)
+        ):
+            k, v = (
+                np.repeat(a[b].astype(np.float64), c.heads // c.kv_heads, 1)
+                for a in (self.keys, self.values)
+            )
+            at = np.arange(len(k))
+            for row in range(first, end):
+                position = int(len(k) - end + row)
+                seen = np.ones(len(k), bool)
+                if c.causal:
+                    seen &= at <= position
+                if left is not None:
+                    seen &= at >= position - left
+                if right is not None:
+                    seen &= at <= position + right
+                scores = np.einsum("nd,snd->ns", self.q[row].astype(np.float64), k)
+                scores = scores[:, seen] * scale
+                if c.softcap:
+                    scores = c.softcap * np.tanh(scores / c.softcap)
+                if c.sinks:
+                    scores = np.c_[scores, self.sinks]
+                if not scores.shape[1]:
+                    continue
+                top = scores.max(1, keepdims=True)
+                lse[row] = top[:, 0] + np.log(np.exp(scores - top).sum(1))
+                weights = np.exp(scores - lse[row][:, None])[:, : seen.sum()]
+                out[row] = np.einsum("ns,snd->nd", weights, v[seen])
+        return out, lse
+
+    def hold(self, out: Any, lse: Any) -> None:
+        want, want_lse = self.truth()
+        bar = BARS[self.case.dtype]
+        assert out.dtype == self.case.dtype
+        np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=0, atol=bar)
+        bar = 1e-13 if self.case.dtype == "float64" else 1e-5
+        np.testing.assert_allclose(lse, want_lse, rtol=0, atol=bar)
+
+
+CASES = {
+    "mixed": Case(),
+    "decode": Case(sequences=((1, 9), (1, 130), (1, 1), (1, 16), (1, 17))),
+    "more than a step of keys": Case(sequences=((1, 1500), (2, 513), (1, 512))),
+    "more than a tile of queries": Case(sequences=((150, 300), (1, 70), (65, 65))),
+    "no keys, no queries": Case(sequences=((1, 0), (0, 40), (2, 2), (0, 0))),
+    "fewer keys than queries": Case(sequences=((9, 4), (1, 5))),
+    "not causal": Case(causal=False),
+    "a window": Case(window=(5, None), sequences=((1, 700), (70, 90))),
+    "both sides": Case(causal=False, window=(3, 4), sequences=((9, 40), (20, 20))),
+    "endless windows": Case(causal=False, window=(2**31 - 1, 2**31 - 1)),
+    "beyond int32": Case(window=(2**40, None), sequences=((1, 70), (9, 4))),
+    "softcap": Case(softcap=2.5),
+    "sinks": Case(sinks=True, sequences=((1, 0), (3, 30))),
+    "scale": Case(scale=-0.3),
+    "one key head": Case(heads=16, kv_heads=1),
+    "groups of 7": Case(heads=14, kv_heads=2, dim=24, value_dim=24),
+    "no groups": Case(heads=3, kv_heads=3),
+    "another value dim": Case(value_dim=40),
+    "blocks of 1": Case(block_size=1),
+    "blocks of 5": Case(block_size=5, sequences=((1, 523), (4, 12))),
+    "blocks of 48": Case(block_size=48, sequences=((1, 523), (4, 12))),
+    "blocks of 256": Case(block_size=256, sequences=((1, 600), (4, 12))),
+    "blocks longer than a step": Case(block_size=600, sequences=((1, 700), (4, 12))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_row_is_right(name, rng):
+    drawn = Drawn(CASES[name], rng)
+    drawn.hold(*drawn.run())
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+def test_dtypes(dtype, rng):
+    with jax.enable_x64(dtype == "float64"):
+        drawn = Drawn(Case(dtype=dtype, sinks=True), rng)
+        drawn.hold(*drawn.run())
+
+
+# One array, or one for each layer, which a universal layout cannot be.
+LAYOUTS = [("NHD", True), ("NHD", False), ("HND", True), ("HND", False)]
+LAYOUTS += [("universal", True)]
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(("layout", "contiguous"), LAYOUTS)
+def test_pools(layout, contiguous, traced, rng):
+    drawn = Drawn(Case(), rng)
+    spec = BlockSpec(3, 2, 16, 2, 16, "float32", layout=layout)
+    pool = pool_of(drawn, spec, contiguous)
+    layer = jnp.int32(1) if traced else 1
+    drawn.hold(*drawn.run(pages=pool, layer=layer))
+
+
+def pool_of(drawn: Drawn, spec: BlockSpec, contiguous: bool = True) -> KVPool:
+    """Its keys and values in layer 1; the others hold NaN."""
+    blocks = np.full((len(drawn.k), 3, 2, *drawn.k.shape[1:]), np.nan, np.float32)
+    blocks[:, 1, 0], blocks[:, 1, 1] = drawn.k, drawn.v
+    order = "".join(axis for group in spec.block_layout.groups for axis in group)
+    axes = [0, *(1 + "LOTHD".index(axis) for axis in order)]
+    data = jnp.asarray(blocks.transpose(axes))
+    if contiguous:
+        return KVPool(data, spec)
+    return KVPool(tuple(data[:, i] for i in range(3)), spec)
+
+
+def test_a_padded_batch(rng):
+    """q [B, T, N, D]: the rows beyond q_lens are zeros and −inf."""
+    drawn = Drawn(Case(), rng)
+    lens = np.diff(drawn.starts)
+    padded = np.full((len(lens), 7, *drawn.q.shape[1:]), np.nan, np.float32)
+    for b, n in enumerate(lens):
+        padded[b, :n] = drawn.q[drawn.starts[b] : drawn.starts[b + 1]]
+    out, lse = drawn.run(q=padded, query_start=None, q_lens=lens)
+    assert out.shape == padded.shape and lse.shape == padded.shape[:3]
+    inside = np.arange(7) < lens[:, None]
+    drawn.hold(np.asarray(out)[inside], np.asarray(lse)[inside])
+    np.testing.assert_array_equal(np.asarray(out)[~inside], 0)
+    np.testing.assert_array_equal(np.asarray(lse)[~inside], -np.inf)
+
+
+def test_all_queries_of_a_batch_count_unless_told(rng):
+    drawn = Drawn(Case(sequences=((2, 9), (2, 33), (2, 2))), rng)
+    out, lse = drawn.run(q=drawn.q.reshape(3, 2, 4, 16), query_start=None)
+    drawn.hold(out.reshape(-1, 4, 16), lse.reshape(-1, 4))
+
+
+# ---- data that is wrong --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [-1, -(2**31), 10**6, 2**31 - 1])
+def test_an_id_that_is_no_block_is_not_seen(bad, rng):
+    """As if the sequence had no keys there; nothing is read in its place."""
+    drawn = Drawn(Case(sequences=((1, 48), (3, 20))), rng)
+    drawn.tables[0, 1] = bad
+    out, lse = drawn.run()
+    without = [np.r_[0:16, 32:48], np.arange(20)]
+    drawn.keys = [k[i] for k, i in zip(drawn.keys, without, strict=True)]
+    drawn.values = [v[i] for v, i in zip(drawn.values, without, strict=True)]
+    drawn.hold(out, lse)
+
+
+def test_lengths_end_with_the_table(rng):
+    drawn = Drawn(Case(sequences=((1, 64), (2, 64), (1, 64))), rng)
+    exact = drawn.run()
+    huge = drawn.run(kv_lens=np.array([65, 2**31 - 1, 64], np.int32))
+    for got, want in zip(huge, exact, strict=True):
+        np.testing.assert_array_equal(got, want)
+    out, lse = drawn.run(kv_lens=np.array([-1, -(2**31), 0], np.int32))
+    np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
+
+
+def test_a_table_of_more_keys_than_an_int32(rng):
+    """2**31 of them: lengths end with int32 then."""
+    drawn = Drawn(
+        Case(block_size=2**14, sequences=((1, 30),), heads=1, kv_heads=1), rng
+    )
+    tables = np.full((1, 2**17), -1, np.int32)
+    tables[0, 0] = drawn.tables[0, 0]
+    drawn.hold(*drawn.run(block_tables=tables))
+
+
+def test_rows_of_no_sequence_are_zeros(rng):
+    """Before the first, after the last, and where query_start falls."""
+    drawn = Drawn(Case(sequences=((4, 20), (4, 30), (4, 9))), rng)
+    q = np.concatenate([drawn.q, np.full_like(drawn.q[:3], np.nan)])
+    out, lse = drawn.run(q=q)
+    drawn.hold(out[:12], lse[:12])
+    np.testing.assert_array_equal(out[12:], 0)
+    # The first sequence has rows 1 to 4, the second none, the third 3 to the end.
+    out, lse = drawn.run(q=q[:12], query_start=np.array([1, 4, 3, 10**9], np.int32))
+    assert np.isneginf(lse[0]).all() and (np.asarray(out[0]) == 0).all()
+    again = drawn.run(q=q[:12], query_start=np.array([1, 4, 4, 12], np.int32))[1]
+    np.testing.assert_array_equal(lse[1:3], again[1:3])
+    np.testing.assert_array_equal(lse[4:], again[4:])
+
+
+def test_two_sequences_may_share_blocks(rng):
+    drawn = Drawn(Case(sequences=((1, 40), (1, 40))), rng)
+    drawn.tables[1] = drawn.tables[0]
+    drawn.keys[1], drawn.values[1] = drawn.keys[0], drawn.values[0]
+    drawn.hold(*drawn.run())
+
+
+def test_a_layer_outside_the_pool_reads_zeros(rng):
+    drawn = Drawn(Case(), rng)
+    spec = BlockSpec(3, 2, 16, 2, 16, "float32")
+    out, _ = drawn.run(pages=pool_of(drawn, spec), layer=jnp.int32(3))
+    np.testing.assert_array_equal(out, 0)
+
+
+def test_nothing_at_all(rng):
+    """No sequences, no tokens, or tables without columns."""
+    drawn = Drawn(Case(), rng)
+    none = np.zeros(0, np.int32)
+    out, lse = drawn.run(block_tables=drawn.tables[:0], kv_lens=none, query_start=[0])
+    assert (np.asarray(out) == 0).all() and np.isneginf(lse).all()
+    out, _ = drawn.run(q=drawn.q[:0])
+    assert out.shape == (0, 4, 16)
+    out, lse = drawn.run(block_tables=drawn.tables[:, :0])
+    assert (np.asarray(out) == 0).all() and np.isneginf(lse).all()
+
+
+# ---- inside JAX ----------------------------------------------------------------------
+
+
+def test_new_tables_and_lengths_do_not_compile_again(rng):
+    drawn = Drawn(Case(), rng)
+    traced = []
+
+    @jax.jit
+    def step(tables: Any, lens: Any, starts: Any) -> Any:
+        traced.append(1)
+        given = {"block_tables": tables, "kv_lens": lens, "query_start": starts}
+        return drawn.run(**given)
+
+    drawn.hold(*step(drawn.tables, drawn.kv_lens, drawn.starts))
+    step(drawn.tables[::-1].copy(), drawn.kv_lens[::-1].copy(), drawn.starts)
+    assert len(traced) == 1
+
+
+def test_scan_over_layers(rng):
+    drawn = Drawn(Case(), rng)
+    pool = pool_of(drawn, BlockSpec(3, 2, 16, 2, 16, "float32"))
+
+    @jax.jit
+    def layers(pool: KVPool) -> Any:
+        def one(carry: None, layer: Any) -> Any:
+            return carry, drawn.run(pages=pool, layer=layer)
+
+        return jax.lax.scan(one, None, jnp.arange(3))[1]
+
+    out, lse = layers(pool)
+    drawn.hold(out[1], lse[1])
+
+
+@pytest.mark.parametrize("over", ["q", "tables", "pages", "everything"])
+def test_vmap(over, rng):
+    """Members differ in what is mapped."""
+    drawn = [Drawn(Case(sequences=((2, 30), (1, 9))), rng) for _ in range(3)]
+    names = {"q": ["q"], "tables": ["tables"], "pages": ["k", "v"]}
+    mapped = names.get(over, ["q", "tables", "k", "v"])
+    for one in drawn[1:]:
+        for name in {"q", "tables", "k", "v"} - set(mapped):
+            setattr(one, name, getattr(drawn[0], name))
+    if over == "tables":  # the second sequence has another block of the pool
+        drawn[1].tables = drawn[0].tables[:, ::-1].copy()
+        drawn[2].tables = np.roll(drawn[0].tables, 1, 0)
+    want = [one.run(block_tables=one.tables) for one in drawn]
+    arrays = {n: np.stack([getattr(one, n) for one in drawn]) for n in mapped}
+
+    def run(given: dict[str, Any]) -> Any:
+        x = {n: given.get(n, getattr(drawn[0], n)) for n in ("q", "tables", "k", "v")}
+        pages = (x["k"], x["v"])
+        return drawn[0].run(q=x["q"], block_tables=x["tables"], pages=pages)
+
+    got = jax.jit(jax.vmap(run))(arrays)
+    for i, one in enumerate(want):
+        for x, y in zip(got, one, strict=True):
+            np.testing.assert_allclose(x[i], y, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("setting", ["disable_jit", "debug_nans", "x64", "strict"])
+def test_settings(setting, rng):
+    drawn = Drawn(Case(sequences=((1, 37), (5, 20), (1, 0))), rng)
+    with {
+        "disable_jit": jax.disable_jit(),
+        "debug_nans": jax.debug_nans(True),
+        "x64": jax.enable_x64(True),
+        "strict": jax.numpy_dtype_promotion("strict"),
+    }[setting]:
+        drawn.hold(*drawn.run())
+
+
+def test_wide_and_traced_integers(rng):
+    drawn = Drawn(Case(), rng)
+    with jax.enable_x64(True):
+        wide = {
+            "block_tables": jnp.asarray(drawn.tables, jnp.int64),
+            "kv_lens": list(map(int, drawn.kv_lens)),
+            "query_start": jnp.asarray(drawn.starts, jnp.uint16),
+        }
+        drawn.hold(*drawn.run(**wide))
+
+
+@pytest.mark.torch
+def test_tensors_of_torch(rng):
+    import torch
+
+    drawn = Drawn(Case(), rng)
+    k, v, q, tables, lens, starts = (
+        torch.from_numpy(a)
+        for a in (drawn.k, drawn.v, drawn.q, drawn.tables, drawn.kv_lens, drawn.starts)
+    )
+    given = {"block_tables": tables, "kv_lens": lens, "query_start": starts}
+    drawn.hold(*drawn.run(q=q, pages=(k, v), **given))
+
+
+def test_heads_over_devices(rng, four_cpus):
+    """Each device has its own key heads: nothing travels."""
+    drawn = Drawn(Case(heads=8, kv_heads=4), rng)
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:4]), ("heads",))
+    q_cut, kv_cut = (jax.sharding.PartitionSpec(*[None] * n, "heads") for n in (1, 2))
+
+    def local(q: Any, k: Any, v: Any) -> Any:
+        return drawn.run(q=q, pages=(k, v))
+
+    run = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(q_cut, kv_cut, kv_cut), out_specs=(q_cut, q_cut)
+        )
+    )
+    drawn.hold(*run(drawn.q, drawn.k, drawn.v))
+    text = run.lower(drawn.q, drawn.k, drawn.v).compile().as_text()
+    assert "all-" not in text and "collective" not in text
+
+
+def test_it_has_no_derivative(rng):
+    drawn = Drawn(Case(), rng)
+    with pytest.raises(NotImplementedError, match="paged_attention has no derivative"):
+        jax.grad(lambda q: drawn.run(q=q)[0].sum())(drawn.q)
+
+
+def test_a_shared_prefix_is_a_part_of_its_own(rng):
+    """Its keys, seen by all as a block without a mask, and each one's own, merged."""
+    drawn = Drawn(Case(sequences=((1, 50), (1, 61))), rng)
+    for of in (drawn.keys, drawn.values):
+        of[1][:32] = of[0][:32]
+    shared = drawn.tables[:1, :2]
+    tables = [shared.repeat(2, 0), drawn.tables[:, 2:]]
+    lens = [np.full(2, 32, np.int32), drawn.kv_lens - 32]
+    parts = [
+        drawn.run(block_tables=t, kv_lens=n, causal=False)
+        for t, n in zip(tables, lens, strict=True)
+    ]
+    drawn.hold(*merge_attention(parts))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("held", ["pool", "pair"])
+def test_nothing_of_the_cache_is_copied(held, dtype):
+    """A step's pages are all the memory that it takes, whatever the lengths are."""
+    if held == "pool":
+        pages: Any = KVPool.zeros(BlockSpec(2, 2, 16, 8, 64, dtype), 2048)
+    else:
+        pages = (jnp.zeros((2048, 16, 8, 64), dtype),) * 2
+    args = [
+        jnp.zeros((16, 32, 64), dtype),
+        jnp.zeros((16, 128), jnp.int32),
+        jnp.zeros(16, jnp.int32),
+        jnp.arange(17, dtype=jnp.int32),
+    ]
+
+    def step(pages: Any, layer: Any, q: Any, tables: Any, lens: Any, starts: Any):
+        layer = layer if held == "pool" else None
+        return paged_attention(q, pages, layer, tables, lens, query_start=starts)
+
+    compiled = jax.jit(step).lower(pages, jnp.int32(1), *args).compile()
+    gathered = 2 * 16 * 128 * 16 * 8 * 64 * jnp.dtype(dtype).itemsize
+    assert compiled.memory_analysis().temp_size_in_bytes < gathered / 10
+
+
+# ---- messages ------------------------------------------------------------------------
+
+Q, PAGES = np.zeros((5, 4, 16), np.float32), np.zeros((9, 16, 2, 16), np.float32)
+GIVEN = {
+    "q": Q,
+    "pages": (PAGES, PAGES),
+    "layer": None,
+    "block_tables": np.zeros((2, 3), np.int32),
+    "kv_lens": np.zeros(2, np.int32),
+    "query_start": np.zeros(3, np.int32),
+}
+SPEC = BlockSpec(3, 2, 16, 2, 16, "float32")
+STANDIN = KVPool(jax.ShapeDtypeStruct((9, *SPEC.block_shape), jnp.float32), SPEC)
+WRONG = {
+    "q of rank 4": ({"q": Q[None]}, ValueError, r"q must be \[tokens, N, D\], got"),
+    "q of rank 3": (
+        {"query_start": None},
+        ValueError,
+        r"q must be \[B, T, N, D\].*pass query_start",
+    ),
+    "integers": ({"q": Q.astype(int)}, TypeError, "q must be floats"),
+    "another dtype": (
+        {"q": Q.astype(np.float16)},
+        TypeError,
+        r"one dtype, got float16 and float32; cast q with .astype\('float32'\)",
+    ),
+    "pages": ({"pages": PAGES}, TypeError, r"a KVPool or a pair \(k_pages, v_pages\)"),
+    "pages of rank 5": (
+        {"pages": (PAGES[None], PAGES)},
+        ValueError,
+        r"pages\[0\], k_pages, must be \[P, T, K, D\]",
+    ),
+    "pages that differ": (
+        {"pages": (PAGES, PAGES[:1])},
+        ValueError,
+        "must be alike but for their last dim",
+    ),
+    "no blocks": (
+        {"pages": (PAGES[:0], PAGES[:0])},
+        ValueError,
+        "blocks of at least one token, got",
+    ),
+    "heads": (
+        {"q": Q[:, :3]},
+        ValueError,
+        "a multiple of the blocks' 2 KV heads, got 3",
+    ),
+    "head dim": ({"q": Q[..., :8]}, ValueError, "must have one head dim"),
+    "a layer of a pair": ({"layer": 0}, ValueError, "layer must be None with a pair"),
+    "no layer": ({"pages": STANDIN}, TypeError, "layer must be an integer or an int32"),
+    "layer 3": ({"pages": STANDIN, "layer": 3}, IndexError, "must be 0 to 2, got 3"),
+    "no tables": (
+        {"block_tables": np.zeros(3, np.int32)},
+        ValueError,
+        r"block_tables must be int32\[B, W\]",
+    ),
+    "float tables": (
+        {"block_tables": np.zeros((2, 3))},
+        TypeError,
+        r"block_tables must be int32\[B, W\].*cast",
+    ),
+    "no lengths": ({"kv_lens": None}, TypeError, "kv_lens is missing; pass int32"),
+    "three lengths": (
+        {"kv_lens": np.zeros(3, np.int32)},
+        ValueError,
+        r"kv_lens must be int32\[2\]",
+    ),
+    "two starts": (
+        {"query_start": np.zeros(2, np.int32)},
+        ValueError,
+        r"query_start must be int32\[3\], the first row of each",
+    ),
+    "both": (
+        {"q_lens": np.zeros(2, np.int32)},
+        ValueError,
+        "query_start and q_lens say the same",
+    ),
+    "another batch": (
+        {"q": Q[:, None], "query_start": None},
+        ValueError,
+        "one batch, got .* and 2 rows of block_tables",
+    ),
+    "a window": ({"window": 4}, ValueError, r"window must be a pair \(left, right\)"),
+    "an implementation": (
+        {"implementation": "cuda"},
+        ValueError,
+        "implementation must be one of None, 'xla'",
+    ),
+    "a flag": ({"causal": 1}, TypeError, "causal must be"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_messages(name):
+    changes, error, message = WRONG[name]
+    with pytest.raises(error, match="^paged_attention: .*" + message):
+        jax.eval_shape(lambda: paged_attention(**GIVEN | changes))
