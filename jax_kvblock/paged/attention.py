@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypeAlias,
+    TypedDict,
+    Unpack,
+    overload,
+)
 
 import jax
 
@@ -22,6 +30,19 @@ if TYPE_CHECKING:
     Tables: TypeAlias = Int[ArrayIn, "B W"] | list[list[int]]
 
 
+class PagedOptions(TypedDict, total=False):
+    """What `paged_attention` takes by name, but for `return_lse`."""
+
+    query_start: Integers | None
+    q_lens: Integers | None
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    softcap: float | None
+    sinks: Float[ArrayIn, " N"] | None
+    scale: float | None
+    implementation: str | None
+
+
 @overload
 def paged_attention(
     q: Float[ArrayIn, "*tokens N D"],
@@ -30,15 +51,8 @@ def paged_attention(
     block_tables: Tables,
     kv_lens: Integers,
     *,
-    query_start: Integers | None = ...,
-    q_lens: Integers | None = ...,
-    causal: bool = ...,
-    window: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ...,
-    sinks: Float[ArrayIn, " N"] | None = ...,
-    scale: float | None = ...,
     return_lse: Literal[False] = ...,
-    implementation: str | None = ...,
+    **options: Unpack[PagedOptions],
 ) -> Output: ...
 @overload
 def paged_attention(
@@ -48,15 +62,19 @@ def paged_attention(
     block_tables: Tables,
     kv_lens: Integers,
     *,
-    query_start: Integers | None = ...,
-    q_lens: Integers | None = ...,
-    causal: bool = ...,
-    window: tuple[int | None, int | None] | None = ...,
-    softcap: float | None = ...,
-    sinks: Float[ArrayIn, " N"] | None = ...,
-    scale: float | None = ...,
+    return_lse: Literal[True],
+    **options: Unpack[PagedOptions],
+) -> tuple[Output, Rows]: ...
+@overload
+def paged_attention(
+    q: Float[ArrayIn, "*tokens N D"],
+    pages: Pages,
+    layer: LayerIndex | None,
+    block_tables: Tables,
+    kv_lens: Integers,
+    *,
     return_lse: bool,
-    implementation: str | None = ...,
+    **options: Unpack[PagedOptions],
 ) -> Output | tuple[Output, Rows]: ...
 def paged_attention(
     q: Float[ArrayIn, "*tokens N D"],

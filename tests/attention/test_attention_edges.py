@@ -430,7 +430,10 @@ def test_which_softcaps_the_kernels_serve(monkeypatch, scale, softcap, served) -
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("cuda_sm90" not in MODEL_KERNELS, reason="no Hopper GPU here")
+@pytest.mark.skipif(
+    "cuda_sm90" not in MODEL_KERNELS,
+    reason="no cuda_sm90 here: a Hopper GPU, and a build for it",
+)
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
     ("dim", "value_dim"), [(96, 96), (128, 128), (192, 128), (256, 256)]
@@ -460,7 +463,10 @@ def test_pairs_of_query_tiles(dim, value_dim, causal) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif("cuda_sm90" not in MODEL_KERNELS, reason="no Hopper GPU here")
+@pytest.mark.skipif(
+    "cuda_sm90" not in MODEL_KERNELS,
+    reason="no cuda_sm90 here: a Hopper GPU, and a build for it",
+)
 @pytest.mark.parametrize(
     "kind", ["full", "causal", "lengths", "packed", "segments", "grouped"]
 )
