@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jax_kvblock.attention.config import accumulator
 from jax_kvblock.attention.options import Output, Rows
 from jax_kvblock.attention.qkv import FLOATS
 from jax_kvblock.core.checks import check_array, plural, show, to_jax
@@ -124,7 +125,7 @@ def _hashable(axis_name: Any) -> Any:
 def _merge(
     outs: tuple[jax.Array, ...], lses: tuple[jax.Array, ...], axis_name: Any
 ) -> tuple[jax.Array, jax.Array]:
-    dtype = jnp.promote_types(outs[0].dtype, jnp.float32)
+    dtype = accumulator(outs[0].dtype)
     lses = tuple(lse.astype(dtype) for lse in lses)
     # Any finite number serves in place of the largest lse: it has no derivative.
     top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))

@@ -2,7 +2,7 @@
 
     for each tile: the next queries of a sequence
       for each block of the keys that some of them see:
-        gather the pages that hold it; an online softmax takes it in
+        gather the pages that hold it; flash_attention's blocks take it in
 
 Lengths lie on the device, so both loops end where the data says. Beside the result
 there is nothing larger than a step's pages.
@@ -15,6 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_kvblock.attention import blocked
+from jax_kvblock.attention.block_problem import Labels, Problem, keys_on_left
+from jax_kvblock.attention.config import Operands, Sizes, accumulator
+from jax_kvblock.attention.dense import window_of
 from jax_kvblock.blocks import gather_kv
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core.spmd import vary_alike
@@ -25,13 +29,11 @@ TILE_ROWS, STEP_KEYS = 64, 256
 
 
 class _Tile(NamedTuple):
-    """Rows of one sequence: which, where they are, and the keys that each sees."""
+    """Rows of one sequence: which, and where they are in q."""
 
     sequence: Any
     row: Any
-    valid: Any  # [rows]
-    begin: Any  # [rows]
-    end: Any
+    labels: Labels  # [1, length]
 
 
 def forward(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
@@ -40,9 +42,8 @@ def forward(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
     x = jax.tree.unflatten(structure, vary_alike(leaves))
     rows, heads, _ = x.q.shape
     dim = page_shapes(x.pages)[1][3]
-    compute = jnp.promote_types(x.q.dtype, jnp.float32)
-    out = _full(x, (rows, heads, dim), 0, x.q.dtype)
-    lse = _full(x, (rows, heads), -jnp.inf, compute)
+    out = jnp.zeros((rows, heads, dim), x.q.dtype)
+    lse = jnp.full((rows, heads), -jnp.inf, accumulator(x.q.dtype))
     if 0 in (rows, x.tables.shape[0]):
         return out, lse
     length = min(TILE_ROWS, 1 << (config.mean_rows - 1).bit_length(), rows)
@@ -51,14 +52,14 @@ def forward(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
 
     def step(i: Any, made: Any) -> Any:
         tile = _find(config, x, ends, counts, length, i)
-        return _write(made, tile, _attend(config, x, tile, length, compute))
+        return _write(made, tile, _attend(config, x, tile, length))
 
-    return jax.lax.fori_loop(jnp.int32(0), ends[-1], step, (out, lse))
+    return blocked.loop(ends[-1], step, _varying(x, out, lse))
 
 
-def _full(x: Paged, shape: tuple[int, ...], value: float, dtype: Any) -> jax.Array:
+def _varying(x: Paged, *state: jax.Array) -> tuple[jax.Array, ...]:
     """What a loop begins with: inside shard_map it varies as the operands do."""
-    return vary_alike([jnp.full(shape, value, dtype), x.q])[0]
+    return tuple(vary_alike([*state, x.q])[:-1])
 
 
 def _find(
@@ -67,79 +68,67 @@ def _find(
     """Tile i. It is moved back where it would pass the end of q."""
     b = jnp.searchsorted(ends, i, side="right").astype(jnp.int32)
     first = (i - (ends[b] - counts[b])) * length
-    wanted = x.q_first[b] + first
-    row = jnp.minimum(wanted, x.q.shape[0] - length)
+    row = jnp.minimum(x.q_first[b] + first, x.q.shape[0] - length)
     query = row - x.q_first[b] + jnp.arange(length, dtype=jnp.int32)
     valid = (query >= first) & (query < x.q_lens[b])
-    position = x.kv_lens[b] - x.q_lens[b] + query
-    left, right = config.scores.window_left, config.scores.window_right
-    begin, end = jnp.zeros_like(position), jnp.full_like(position, x.kv_lens[b])
-    # No sum passes the ends of int32, whatever the window is.
-    if left >= 0:
-        begin = jnp.maximum(jnp.maximum(position, 0) - left, 0)
-    if right >= 0:
-        end = position + jnp.minimum(min(right, 2**31 - 2) + 1, end - position)
-    return _Tile(b, row, valid, begin, jnp.where(valid, end, 0))
+    window = window_of(config.scores, query, x.kv_lens[b] - x.q_lens[b])
+    none = jnp.zeros_like(query)
+    return _Tile(b, row, Labels(*(a[None] for a in (*window, none, none, valid))))
 
 
 def _attend(
-    config: PagedConfig, x: Paged, tile: _Tile, length: int, compute: Any
+    config: PagedConfig, x: Paged, tile: _Tile, length: int
 ) -> tuple[jax.Array, jax.Array]:
     """out `[length, N, Dv]` and lse `[length, N]` of a tile."""
-    (blocks, size, heads, _), (*_, dim) = page_shapes(x.pages)
-    width = x.tables.shape[1]
+    (blocks, size, heads, dim), (*_, value_dim) = page_shapes(x.pages)
+    width, kv_len = x.tables.shape[1], x.kv_lens[tile.sequence]
     pages = max(1, min(STEP_KEYS // size, width))
     keys = pages * size
     more = max(-width % pages, pages - width)
     table = jnp.pad(x.tables[tile.sequence], (0, more), constant_values=-1)
-    q = jax.lax.dynamic_slice_in_dim(x.q, tile.row, length, 0).astype(compute)
-    q = q.reshape(length, heads, -1, q.shape[-1]) * config.scores.scale
-    group = q.shape[2]
+    q = jax.lax.dynamic_slice_in_dim(x.q, tile.row, length, 0)
+    compute = accumulator(q.dtype)
+    sizes = Sizes(1, length, keys, q.shape[1], heads, dim, value_dim)
+    problem = Problem(
+        size=sizes,
+        block_q=length,
+        block_kv=keys,
+        q=jnp.moveaxis(q, 0, 1)[None].astype(compute),
+        k=None,
+        v=None,
+        bias=None,
+        q_labels=tile.labels,
+        kv_labels=tile.labels,
+        listed=None,
+        keys_on_left=keys_on_left(sizes),
+    )
+    operands = Operands(q, q, q, sinks=x.sinks)
 
     def add(s: Any, state: Any) -> Any:
-        top, total, o = state
         ids = jax.lax.dynamic_slice_in_dim(table, s * pages, pages)
-        there = jnp.repeat((ids >= 0) & (ids < blocks), size)
         key = s * keys + jnp.arange(keys, dtype=jnp.int32)
-        there &= key < x.kv_lens[tile.sequence]
+        there = jnp.repeat((ids >= 0) & (ids < blocks), size) & (key < kv_len)
         k, v = (
-            jnp.where(there[:, None, None], a, 0).astype(compute)
+            jnp.moveaxis(jnp.where(there[:, None, None], a, 0), 0, 1)[None]
             for a in _gather(config, x, ids)
         )
-        scores = jnp.einsum("tkgd,skd->tkgs", q, k, precision="highest")
-        if cap := config.scores.softcap:
-            scores = cap * jnp.tanh(scores / cap)
-        seen = there & (key >= tile.begin[:, None]) & (key < tile.end[:, None])
-        scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
-        new = jnp.maximum(top, scores.max(-1))
-        reference = jnp.where(jnp.isneginf(new), 0, new)
-        p = jnp.exp(scores - reference[..., None])
-        factor = jnp.exp(top - reference)
-        added = jnp.einsum("tkgs,skd->tkgd", p, v, precision="highest")
-        return new, total * factor + p.sum(-1), o * factor[..., None] + added
+        none = jnp.zeros_like(key)
+        labels = Labels(*(a[None] for a in (key, key, none, none, there)))
+        block = problem._replace(
+            k=k.astype(compute), v=v.astype(compute), kv_labels=labels
+        )
+        return blocked.add_block(config.scores, operands, block, 0, 0, state)
 
-    per_head = (length, heads, group)
-    state = (
-        _full(x, per_head, -jnp.inf, compute),
-        _full(x, per_head, 0, compute),
-        _full(x, (*per_head, dim), 0, compute),
+    begin = jnp.maximum(
+        jnp.where(tile.labels.valid, tile.labels.first, kv_len).min(), 0
     )
-    first = jnp.where(tile.valid, tile.begin, jnp.iinfo(jnp.int32).max).min()
-    top, total, o = jax.lax.fori_loop(
-        first // keys, -(-tile.end.max() // keys), add, state
-    )
-    if x.sinks is not None:
-        sink = x.sinks.reshape(1, heads, group).astype(compute)
-        joint = jnp.maximum(top, sink)
-        reference = jnp.where(jnp.isneginf(joint), 0, joint)
-        factor = jnp.exp(top - reference)
-        total = total * factor + jnp.exp(sink - reference)
-        top, o = joint, o * factor[..., None]
-    nothing = total == 0
-    some = jnp.where(nothing, 1, total)
-    out = (o / some[..., None]).reshape(length, heads * group, dim)
-    lse = jnp.where(nothing, -jnp.inf, top + jnp.log(some))
-    return out.astype(x.q.dtype), lse.reshape(length, heads * group)
+    last = jnp.where(tile.labels.valid, tile.labels.last, -1).max()
+    end = jnp.minimum(last, kv_len - 1) + 1
+    state = _varying(x, *blocked.no_keys(operands, problem, value_dim))
+    state = jax.lax.fori_loop(begin // keys, -(-end // keys), add, state)
+    o, lse = blocked.finish(operands, problem, 0, *state)
+    o, rows = (a.reshape(-1, *a.shape[3:]) for a in (o, lse.value))
+    return jnp.moveaxis(o, 0, 1), rows.T
 
 
 def _gather(config: PagedConfig, x: Paged, ids: Any) -> tuple[jax.Array, jax.Array]:
@@ -171,7 +160,7 @@ def _write(made: Any, tile: _Tile, results: Any) -> Any:
 
     def put(all_: jax.Array, own: jax.Array) -> jax.Array:
         old = jax.lax.dynamic_slice_in_dim(all_, tile.row, own.shape[0], 0)
-        valid = tile.valid.reshape(-1, *[1] * (own.ndim - 1))
+        valid = tile.labels.valid[0].reshape(-1, *[1] * (own.ndim - 1))
         new = jnp.where(valid, own, old)
         return jax.lax.dynamic_update_slice_in_dim(all_, new, tile.row, 0)
 

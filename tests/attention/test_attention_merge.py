@@ -193,6 +193,15 @@ def test_over_an_axis_of_vmap(rng):
         np.testing.assert_allclose(lse[i], want_lse, rtol=0, atol=4e-6)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_under_strict_promotion(dtype, rng):
+    parts = parts_of(*draw(rng, dtype), (4,))
+    want = merge_attention(parts)
+    with jax.numpy_dtype_promotion("strict"):
+        got = merge_attention(parts)
+    np.testing.assert_array_equal(got[1], want[1])
+
+
 def test_numpy_arrays_and_lists_of_pairs(rng):
     q, k, v = draw(rng)
     parts = parts_of(q, k, v, (4,))

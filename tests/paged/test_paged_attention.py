@@ -356,8 +356,9 @@ def test_vmap(over, rng):
 
 
 @pytest.mark.parametrize("setting", ["disable_jit", "debug_nans", "x64", "strict"])
-def test_settings(setting, rng):
-    drawn = Drawn(Case(sequences=((1, 37), (5, 20), (1, 0))), rng)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_settings(dtype, setting, rng):
+    drawn = Drawn(Case(sequences=((1, 37), (5, 20), (1, 0)), dtype=dtype), rng)
     with {
         "disable_jit": jax.disable_jit(),
         "debug_nans": jax.debug_nans(True),
