@@ -14,7 +14,6 @@ from jax_kvblock.blocks.convert import (
 from jax_kvblock.blocks.layout import BlockSpec, Layout
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.blocks.transfer import (
-    append_kv,
     copy_blocks,
     gather_blocks,
     gather_kv,
@@ -26,7 +25,6 @@ __all__ = [
     "BlockSpec",
     "KVPool",
     "Layout",
-    "append_kv",
     "block_to_operational",
     "block_to_universal",
     "convert_blocks",

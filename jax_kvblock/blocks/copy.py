@@ -46,6 +46,17 @@ def block_copy(
     return block_copy_p.bind(*vary_alike(operands), copy=copy)
 
 
+def local_block_copy(
+    copy: Copy,
+    sources: Sequence[jax.Array],
+    destinations: Sequence[jax.Array] = (),
+    scalars: Sequence[jax.Array | None] = (),
+) -> list[jax.Array]:
+    """`block_copy` of one device's arrays, in the lowering of another primitive."""
+    operands = [*sources, *destinations, *(s for s in scalars if s is not None)]
+    return _local_copy_p.bind(*operands, copy=copy)
+
+
 # ---- evaluation ----------------------------------------------------------------------
 
 

@@ -223,7 +223,8 @@ def transfer_blocks(
     return _with_arrays(dst_pool, results)
 
 
-def append_kv(
+def append_copies(
+    where: str,
     pool: KVPool,
     layer: LayerIndex | None,
     k: Shaped[ArrayIn, "*nl tokens nh hd"],
@@ -232,29 +233,7 @@ def append_kv(
     *,
     implementation: str | None = None,
 ) -> KVPool:
-    """Writes the keys and values of new tokens into their slots; in place when donated.
-
-    Args:
-      pool: on the device or in pinned host memory.
-      layer: an integer, or a traced integer scalar (as inside `lax.scan` over layers);
-        None for all layers in one copy, as after a prefill.
-      k, v: `[tokens, nh, hd]` of the pool's dtype, `[nl, tokens, nh, hd]` for all
-        layers. v is None when num_outer is 1.
-      slots: integers `[tokens]`, block · block_size + offset; −1 is dropped. Slots must
-        not repeat.
-      implementation: "kernel", "xla" or None, which takes the kernel.
-
-    Returns:
-      The new pool. A traced layer outside the pool writes nothing.
-
-    Raises:
-      IndexError: for a layer outside the pool that is not traced.
-      TypeError, ValueError: for a wrong pool, layer, k, v or slots.
-
-    Example:
-      >>> pool = append_kv(pool, None, k, v, range(48, 48 + k.shape[1]))  # from block 3
-    """
-    where = "append_kv"
+    """The pool with tokens of its dtype copied into their slots; see `append_kv`."""
     check_pool(where, "pool", pool)
     spec = pool.spec
     slots = checks.check_int32(where, "slots", slots, "[tokens]", 1)
@@ -269,7 +248,7 @@ def append_kv(
             f"{where}: v must be None for a pool with num_outer 1, got "
             f"{checks.show(v)}; pass the combined cache as k"
         )
-    part = _layer_part(where, pool, layer, ("B", "T"))
+    part = layer_part(where, pool, layer, ("B", "T"))
     axes = "LOHD" if layer is None else "OHD"
     extents = (("N", tokens), *((axis, spec.sizes[axis]) for axis in axes))
     stored = (("L",),) if layer is None else ()
@@ -281,11 +260,7 @@ def append_kv(
         implementation=_implementation(where, implementation, pool),
     )
     results = block_copy(copy, values, part.arrays, (None, slots, None, part.start))
-    if part.number is None or pool.contiguous:
-        return _with_arrays(pool, results)
-    arrays = list(pool.arrays)
-    (arrays[part.number],) = results
-    return _with_arrays(pool, arrays)
+    return part.updated(pool, results)
 
 
 def gather_kv(
@@ -322,7 +297,7 @@ def gather_kv(
     ids = checks.check_int32(where, "ids", ids, "[n]", 1)
     if layer is None:
         raise _no_layer(where, layer)
-    part = _layer_part(where, pool, layer, ("B",))
+    part = layer_part(where, pool, layer, ("B",))
     sizes = {axis: n for axis, n in pool.spec.sizes.items() if axis != "L"}
     extents = (("N", ids.shape[0]), *sizes.items())
     copy = Copy(
@@ -355,7 +330,7 @@ def _pool_side(pool: KVPool, index: tuple[str, ...], head: int | None) -> Side:
     return Side(_pool_form(pool), tuple(_pool_sizes(pool).items()), index, first)
 
 
-class _LayerPart(NamedTuple):
+class LayerPart(NamedTuple):
     """One layer of a pool, or all of them, as a side of a copy.
 
     Attributes:
@@ -370,16 +345,24 @@ class _LayerPart(NamedTuple):
     start: jax.Array | None = None
     number: int | None = None
 
+    def updated(self, pool: KVPool, results: Sequence[jax.Array]) -> KVPool:
+        """The pool with `results` in place of this part's arrays."""
+        if self.number is None or pool.contiguous:
+            return _with_arrays(pool, results)
+        arrays = list(pool.arrays)
+        (arrays[self.number],) = results
+        return _with_arrays(pool, arrays)
 
-def _layer_part(
+
+def layer_part(
     where: str, pool: KVPool, layer: Any, index: tuple[str, ...]
-) -> _LayerPart:
+) -> LayerPart:
     side = _pool_side(pool, index, None)
     if layer is None:
-        return _LayerPart(side, pool.arrays)
+        return LayerPart(side, pool.arrays)
     if isinstance(layer, jax.Array):
         start = checks.check_int32(where, "layer", layer, "[]", 0)
-        return _LayerPart(dataclasses.replace(side, start="L"), pool.arrays, start)
+        return LayerPart(dataclasses.replace(side, start="L"), pool.arrays, start)
     number = checks.as_int(layer)
     if number is None:
         raise _no_layer(where, layer)
@@ -389,10 +372,10 @@ def _layer_part(
         )
     if pool.contiguous:
         side = dataclasses.replace(side, first=(("L", number),))
-        return _LayerPart(side, pool.arrays, number=number)
+        return LayerPart(side, pool.arrays, number=number)
     sizes = tuple((axis, n) for axis, n in side.sizes if axis != "L")
     side = Side(Form((), side.form.array), sizes, index)
-    return _LayerPart(side, [pool.arrays[number]], number=number)
+    return LayerPart(side, [pool.arrays[number]], number=number)
 
 
 def _no_layer(where: str, layer: Any) -> TypeError:

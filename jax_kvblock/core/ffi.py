@@ -51,6 +51,7 @@ except ImportError as error:
 
 BUILD: dict[str, Any] = _native.build_info()
 attention_workspace = _native.attention_workspace
+paged_attention_workspace = _native.paged_attention_workspace
 
 REBUILD = (
     "this build of jax_kvblock has no CUDA kernels. Rebuild it where nvcc (CUDA 12.1 "

@@ -392,3 +392,35 @@ def test_eager_calls_do_not_recompile_either(rng, compiles, name, contiguous):
     for ids, layer in calls:
         jax.block_until_ready(call(pool, k, ids, layer))
     assert compiles == []
+
+
+# ---- where a loop stacks results ----------------------------------------------------
+
+
+@pytest.mark.parametrize("loop", ["scan", "map"])
+def test_pools_of_layers_that_go_through_a_loop(loop, rng):
+    """Sliced from one array and stacked in another: XLA may give neither to the other.
+
+    What is not written must be there all the same.
+    """
+    spec = kv.BlockSpec(1, 2, 4, 3, 8, "float32")
+    before = rng.standard_normal((5, 6, *spec.block_shape)).astype(np.float32)
+    k, v = (rng.standard_normal((5, 4, 3, 8)).astype(np.float32) for _ in range(2))
+
+    def step(data, k, v):
+        pool = kv.append_kv(kv.KVPool(data, spec), 0, k, v, SLOTS)
+        return pool.data
+
+    @jax.jit
+    def run(data, k, v):
+        if loop == "map":
+            return jax.lax.map(lambda x: step(*x), (data, k, v))
+        return jax.lax.scan(lambda c, x: (c, step(*x)), None, (data, k, v))[1]
+
+    want = before.copy()
+    for token, slot in enumerate(SLOTS):
+        if slot >= 0:
+            block, offset = divmod(int(slot), 4)
+            want[:, block, 0, 0, offset] = k[:, token]
+            want[:, block, 0, 1, offset] = v[:, token]
+    np.testing.assert_array_equal(run(jnp.asarray(before), k, v), want)

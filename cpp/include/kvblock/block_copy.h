@@ -83,6 +83,12 @@ KVBLOCK_EXPORT const char* kvblock_copy_check(const kvblock_copy* copy);
 KVBLOCK_EXPORT const char* kvblock_copy_cuda(const kvblock_copy* copy, kvblock_backend backend,
                                              void* stream);
 
+/* Enqueues a copy of bytes between places of the GPU; none where both are one place. Handlers that
+ * write into operands call it first: XLA may give a result other memory than the operand's that it
+ * is to update, as where a loop stacks results. */
+KVBLOCK_EXPORT const char* kvblock_copy_bytes_cuda(void* to, const void* from, int64_t bytes,
+                                                   void* stream);
+
 /* Copies on the CPU, in this thread and in those that `schedule(context, task, data)` lends. It may
  * be NULL; then this thread copies alone. A task that is run after the copy has ended does nothing.
  */

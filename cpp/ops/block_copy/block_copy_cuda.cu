@@ -83,6 +83,14 @@ const char* Launch(const kvblock_copy& copy, cudaStream_t stream) {
 
 extern "C" int kvblock_has_cuda(void) { return 1; }
 
+extern "C" const char* kvblock_copy_bytes_cuda(void* to, const void* from, int64_t bytes,
+                                               void* stream) {
+  if (to == from || bytes <= 0) return nullptr;
+  const cudaError_t status = cudaMemcpyAsync(to, from, static_cast<size_t>(bytes),
+                                             cudaMemcpyDefault, static_cast<cudaStream_t>(stream));
+  return status == cudaSuccess ? nullptr : kvblock::Message(cudaGetErrorString(status));
+}
+
 extern "C" const char* kvblock_copy_cuda(const kvblock_copy* copy, kvblock_backend backend,
                                          void* stream) {
   using namespace kvblock;

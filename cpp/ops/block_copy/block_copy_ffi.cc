@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <utility>
 #include <vector>
@@ -121,11 +122,41 @@ ffi::Error ToError(const char* message) {
   return message == nullptr ? ffi::Error::Success() : Invalid(message);
 }
 
+// In place, results are the operands that they update. Where XLA gives one other memory all the
+// same, as where a loop stacks results, it begins as a copy: copy(to, from, bytes) tells what is
+// wrong, or NULL.
+template <typename Copy>
+ffi::Error BeginInPlace(const ffi::RemainingArgs& args, const Decoded& d, bool in_place,
+                        const Copy& copy) {
+  if (!in_place) return ffi::Error::Success();
+  for (size_t i = 0; i < d.dst.size(); ++i) {
+    auto operand = args.get<ffi::AnyBuffer>(d.src.size() + i);
+    if (operand.has_error()) return operand.error();
+    const void* const from = operand->untyped_data();
+    if (from == d.dst[i]) continue;
+    const auto bytes = static_cast<int64_t>(operand->size_bytes());
+    if (const char* message = copy(d.dst[i], from, bytes)) return Invalid(message);
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error BeginInPlaceCuda(const ffi::RemainingArgs& args, const Decoded& d, bool in_place,
+                            void* stream) {
+  return BeginInPlace(args, d, in_place, [stream](void* to, const void* from, int64_t bytes) {
+    return kvblock_copy_bytes_cuda(to, from, bytes, stream);
+  });
+}
+
 ffi::Error CopyCpu(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    int64_t num_src, bool in_place, int64_t scalars, int64_t unit, Numbers dims,
                    Numbers src, Numbers dst) {
   Decoded d;
   ffi::Error error = Decode(args, rets, num_src, in_place, scalars, unit, dims, src, dst, &d);
+  if (error.failure()) return error;
+  error = BeginInPlace(args, d, in_place, [](void* to, const void* from, int64_t bytes) {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+    return static_cast<const char*>(nullptr);
+  });
   if (error.failure()) return error;
   const kvblock_schedule schedule = [](void* context, kvblock_task task, void* data) {
     static_cast<ffi::ThreadPool*>(context)->Schedule([task, data] { task(data); });
@@ -139,6 +170,8 @@ ffi::Error CopyCuda(void* stream, ffi::RemainingArgs args, ffi::RemainingRets re
   Decoded d;
   ffi::Error error = Decode(args, rets, num_src, in_place, scalars, unit, dims, src, dst, &d);
   if (error.failure()) return error;
+  error = BeginInPlaceCuda(args, d, in_place, stream);
+  if (error.failure()) return error;
   return ToError(kvblock_copy_cuda(&d.copy, KVBLOCK_KERNEL, stream));
 }
 
@@ -149,6 +182,8 @@ ffi::Error CopyCudaRuns(void* stream, ffi::RemainingArgs args, ffi::RemainingRet
   ffi::Error error = Decode(args, rets, num_src, in_place, scalars, unit, dims, src, dst, &d);
   if (error.failure()) return error;
   if (backend != KVBLOCK_BATCH && backend != KVBLOCK_ASYNC) return Invalid("unknown backend");
+  error = BeginInPlaceCuda(args, d, in_place, stream);
+  if (error.failure()) return error;
   return ToError(kvblock_copy_cuda(&d.copy, static_cast<kvblock_backend>(backend), stream));
 }
 

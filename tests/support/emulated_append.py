@@ -1,0 +1,95 @@
+"""The append kernel on the emulator: compiled, and called by the C interface or by XLA.
+
+`as_cuda` lowers calls for a CPU as they are lowered for a GPU: the FFI handler decodes
+them, and what it launches runs on the emulator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+
+from jax_kvblock.append import cuda
+
+ROOT = Path(__file__).parents[2]
+SOURCES = (
+    "tests/support/emulator/append.cc",
+    "tests/support/emulator/append_ffi.cc",
+    "cpp/host/append_check.cc",
+    "cpp/host/message.cc",
+)
+
+
+def build(library: Path) -> None:
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    assert compiler, "the emulator needs a C++ compiler; set CXX to one"
+    folders = ("tests/support/emulator", "cpp", "cpp/include")
+    made = library.with_suffix(".made")
+    subprocess.run(
+        [compiler, "-std=c++17", "-O2", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
+        + ["-ffp-contract=off"]  # a product and a sum are two roundings
+        + [f"-I{ROOT / folder}" for folder in folders]
+        + ["-isystem", jax.ffi.include_dir()]
+        + [str(ROOT / source) for source in SOURCES]
+        + ["-o", str(made)],
+        check=True,
+    )
+    made.rename(library)
+
+
+@pytest.fixture(scope="session")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Compiled once, whoever of the workers comes first."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    made = folder / "libkvblock_append_emulated.so"
+    with (folder / "append.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            build(made)
+    loaded = ctypes.CDLL(str(made))
+    loaded.kvblock_append_cuda.restype = ctypes.c_char_p
+    loaded.kvblock_append_cuda.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    loaded.emulator_pair_of.restype = ctypes.c_uint16
+    loaded.emulator_pair_of.argtypes = [ctypes.c_int, ctypes.c_float, ctypes.c_float]
+    handler = jax.ffi.pycapsule(loaded.EmulatedAppend)
+    jax.ffi.register_ffi_target("kvblock_append", handler, platform="cpu")
+    return loaded
+
+
+@pytest.fixture
+def as_cuda(emulated: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls that are lowered from now on take the kernel, on CPUs too."""
+    choose = cuda.choose
+    monkeypatch.setattr(cuda, "choose", lambda *call: choose(*call[:3], "cuda"))
+    jax.clear_caches()
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+    jax.clear_caches()
+
+
+@pytest.fixture(params=["plain", "kernel"])
+def by_cpus(request: pytest.FixtureRequest) -> str:
+    """The test twice: in plain JAX, and by the kernel on the emulator."""
+    request.getfixturevalue("as_cuda" if request.param == "kernel" else "four_cpus")
+    return request.param
+
+
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["plain", "kernel", GPU])
+def by(request: pytest.FixtureRequest) -> str:
+    """The same, and a third time where there is a GPU, by the kernel as it is."""
+    if request.param != "gpu":
+        request.getfixturevalue("as_cuda" if request.param == "kernel" else "four_cpus")
+    return request.param
