@@ -36,6 +36,7 @@ $(VENV)/.installed: $(SOURCES)
 demo: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -r examples/requirements.txt
 	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/paged_decode.py
 
 # The suite without its widest sweeps, a process for each core; all of it is CI's.
 test: WIDE = -m 'not wide'

@@ -5,7 +5,9 @@
 #include "dlpack/export.h"
 #include "kvblock/block_copy.h"
 #include "objects/free_list.h"
+#include "ops/append/append_ffi.h"
 #include "ops/attention/attention_ffi.h"
+#include "ops/attention/paged_ffi.h"
 #include "ops/block_copy/block_copy_ffi.h"
 
 namespace nb = nanobind;
@@ -23,10 +25,12 @@ nb::dict Handlers() {
   if (kvblock_has_cuda()) {
     cuda["kvblock_copy"] = Handler(KvblockCopyCuda);
     cuda["kvblock_copy_runs"] = Handler(KvblockCopyCudaRuns);
+    cuda["kvblock_append"] = Handler(KvblockAppend);
     cuda["kvblock_attention_forward"] = Handler(KvblockAttentionForward);
     cuda["kvblock_attention_backward_kv"] = Handler(KvblockAttentionBackwardKv);
     cuda["kvblock_attention_backward_q"] = Handler(KvblockAttentionBackwardQ);
     cuda["kvblock_attention_backward_bias"] = Handler(KvblockAttentionBackwardBias);
+    cuda["kvblock_paged_attention"] = Handler(KvblockPagedAttention);
   }
   all["cpu"] = cpu;
   all["CUDA"] = cuda;
@@ -55,6 +59,10 @@ NB_MODULE(_native, m) {
         nb::arg("q_len"), nb::arg("num_heads"), nb::arg("num_kv_heads"), nb::arg("head_dim"),
         nb::arg("value_dim"), nb::arg("present"), nb::arg("backward"),
         "Bytes of workspace of a call of the attention kernels, forward or backward_kv.");
+  m.def("paged_attention_workspace", &PagedAttentionWorkspace, nb::arg("calls"),
+        nb::arg("sequences"), nb::arg("rows"), nb::arg("num_heads"), nb::arg("num_kv_heads"),
+        nb::arg("value_dim"), nb::arg("narrow"),
+        "Bytes of workspace of a call of paged attention's kernels.");
   RegisterDLPack(m);
   RegisterFreeList(m);
 }

@@ -27,6 +27,23 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to_shared, const void* from
                : "memory");
 }
 
+// For L2: what is read once leaves it first, so that what is read by all stays.
+__device__ __forceinline__ uint64_t ReadOnce() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void CopyAsync16(uint32_t to_shared, const void* from, bool valid,
+                                            uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(to_shared),
+               "l"(from), "r"(valid ? 16 : 0), "l"(policy)
+               : "memory");
+}
+
+__device__ __forceinline__ void PrefetchToL2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 __device__ __forceinline__ void CopyAsyncCommit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

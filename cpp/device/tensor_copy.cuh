@@ -56,6 +56,17 @@ __device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap& map, uin
       : "memory");
 }
 
+// The same of a tensor of five dimensions.
+__device__ __forceinline__ void LoadBox(uint32_t to, const CUtensorMap& map, uint32_t barrier,
+                                        const int (&x)[5]) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(to),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(barrier), "r"(x[0]), "r"(x[1]), "r"(x[2]),
+      "r"(x[3]), "r"(x[4])
+      : "memory");
+}
+
 // The same for the CTAs of the cluster in `mask`: the box and the bytes it reports go to the same
 // addresses in each of them.
 __device__ __forceinline__ void LoadBoxToCtas(uint32_t to, const CUtensorMap& map, uint32_t barrier,

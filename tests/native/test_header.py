@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from append_launches import CAppend
 from attention_launches import Attention, Backward, Call, Forward, fields
 from c_interface import SCHEDULE, TASK, CCopy, CSide, load_library
 
@@ -97,7 +98,7 @@ def compile_with(compiler: str | None, *arguments: object) -> None:
 
 
 @needs_cc
-@pytest.mark.parametrize("header", ["attention", "block_copy", "export"])
+@pytest.mark.parametrize("header", ["append", "attention", "block_copy", "export"])
 @pytest.mark.parametrize("standard", ["c99", "c11"])
 def test_header_is_c(standard: str, header: str, tmp_path: Path) -> None:
     source = tmp_path / "only_header.c"
@@ -110,9 +111,11 @@ def test_header_is_c(standard: str, header: str, tmp_path: Path) -> None:
 def test_header_is_cpp(standard: str, tmp_path: Path) -> None:
     source = tmp_path / "only_header.cc"
     source.write_text(
+        "#include <kvblock/append.h>\n"
         "#include <kvblock/attention.h>\n"
         "#include <kvblock/block_copy.h>\n"
         "const char* (*check)(const kvblock_copy*) = &kvblock_copy_check;\n"
+        "const char* (*append)(const kvblock_append*, void*) = &kvblock_append_cuda;\n"
         "const char* (*run)(const kvblock_forward*, void*) = "
         "&kvblock_attention_forward;\n"
     )
@@ -122,6 +125,7 @@ def test_header_is_cpp(standard: str, tmp_path: Path) -> None:
 @needs_cc
 def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> None:
     structs = {
+        "kvblock_append": CAppend,
         "kvblock_side": CSide,
         "kvblock_copy": CCopy,
         "kvblock_attention": Call,
@@ -137,7 +141,8 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
             same.append(f"sizeof((({name}*)0)->{field}) == {place.size}")
     checks = "".join(f'_Static_assert({c}, "{c}");\n' for c in same)
     source = tmp_path / "structs.c"
-    headers = ("kvblock/attention.h", "kvblock/block_copy.h", "stddef.h")
+    names = ("append", "attention", "block_copy")
+    headers = (*(f"kvblock/{name}.h" for name in names), "stddef.h")
     included = "".join(f"#include <{header}>\n" for header in headers)
     source.write_text(included + checks)
     compile_with(CC, "-std=c11", "-fsyntax-only", source)

@@ -23,6 +23,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dlpack/": (),
     "objects/": (),
     "host/": ("kvblock/",),
+    "ops/append/": SHARED,
     "ops/block_copy/": SHARED,
     f"{ATTENTION}contract/": SHARED,
     f"{ATTENTION}mask/": CONTRACT,
@@ -37,11 +38,19 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         f"{ATTENTION}generic/forward/",
         f"{ATTENTION}combine/",
     ),
+    f"{ATTENTION}generic/paged/": (
+        *KERNELS,
+        f"{ATTENTION}generic/",
+        f"{ATTENTION}generic/split/",
+    ),
     HOPPER: KERNELS,
     f"{HOPPER}forward/": (*KERNELS, HOPPER),
     f"{HOPPER}backward/": (*KERNELS, HOPPER),
-    # Only stands in for both launchers, and the entries choose between all of them.
-    f"{HOPPER}not_built.cu": (f"{HOPPER}forward/", f"{HOPPER}backward/"),
+    f"{HOPPER}paged/": (*KERNELS, HOPPER, f"{HOPPER}forward/"),
+    # Only stands in for the launchers, and the entries choose between all of them.
+    f"{HOPPER}not_built.cu": tuple(
+        f"{HOPPER}{part}/" for part in ("forward", "backward", "paged")
+    ),
     ATTENTION: (
         *SHARED,
         *(
@@ -50,11 +59,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
             for half in ("forward", "backward")
         ),
         f"{ATTENTION}generic/split/",
+        f"{ATTENTION}generic/paged/",
+        f"{HOPPER}paged/",
     ),
-    "module.cc": ("kvblock/", "dlpack/", "objects/", "ops/block_copy/", ATTENTION),
+    "module.cc": (
+        *("kvblock/", "dlpack/", "objects/"),
+        *("ops/append/", "ops/block_copy/", ATTENTION),
+    ),
 }
 # Of a subject that other rooms know nothing of; host/ has checks of both.
 STRANGE = {
+    "host/append_check": "attention",
     "host/attention_check": "block_copy",
     "host/block_copy_check": "attention",
     ATTENTION: "block_copy",
@@ -114,6 +129,8 @@ def test_no_include_runs_against_the_order_of_rooms() -> None:
         ("kvblock/attention.h", "kvblock/block_copy.h"),
         ("device/mma.cuh", "ops/attention/contract/params.cuh"),
         ("host/attention_check.cc", "host/block_copy_check.h"),
+        ("host/append_check.cc", "kvblock/attention.h"),
+        ("ops/append/append_cuda.cu", "ops/attention/contract/params.cuh"),
         ("ops/new_room/file.h", "device/mma.cuh"),
     ],
 )  # fmt: skip

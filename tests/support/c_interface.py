@@ -65,6 +65,10 @@ def load_library() -> ctypes.CDLL:
     library.kvblock_attention_check_backward.restype = ctypes.c_char_p
     backward = [ctypes.c_void_p, ctypes.c_int]
     library.kvblock_attention_check_backward.argtypes = backward
+    library.kvblock_append_check.restype = ctypes.c_char_p
+    library.kvblock_append_check.argtypes = [ctypes.c_void_p]
+    library.kvblock_append_cuda.restype = ctypes.c_char_p
+    library.kvblock_append_cuda.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     for launcher in LAUNCHERS:
         launch = getattr(library, f"kvblock_attention_{launcher}")
         launch.restype = ctypes.c_char_p

@@ -8,6 +8,8 @@ from mutant_list import ATTENTION, GENERIC, HOPPER, MASK, Mutant, test
 
 SHARED_KEYS = test("test_emulated", "few_queries")
 OPTIONS = test("test_emulated", "option")
+PAGED = test("test_emulated_paged", "every_row")
+PAGED_BAD = test("test_emulated_paged", "bad_data")
 SPLIT = f"{GENERIC}/split/kernel.cuh"
 EMULATED = (
     Mutant(
@@ -70,15 +72,15 @@ EMULATED = (
     Mutant(
         "few queries: a tile is computed as if it were the next one",
         SPLIT,
-        "if (threadIdx.x == 0) places[tile % kPlaces] = ahead;",
-        "if (threadIdx.x == 0) places[(tile + 1) % kPlaces] = ahead;",
+        "if (threadIdx.x == 0) places[(next + 1) % kPlaces] = ahead;",
+        "if (threadIdx.x == 0) places[(next + 2) % kPlaces] = ahead;",
         SHARED_KEYS,
     ),
     Mutant(
         "few queries: the next place is that of the tile itself",
         SPLIT,
-        "places[(tile + 1) % kPlaces] = next;",
-        "places[tile % kPlaces] = next;",
+        "places[(next + 1) % kPlaces] = after_it;",
+        "places[next % kPlaces] = after_it;",
         SHARED_KEYS,
     ),
     Mutant(
@@ -91,14 +93,14 @@ EMULATED = (
     Mutant(
         "few queries: a unit's first tile is another head's",
         f"{ATTENTION}/schedule/shares.cuh",
-        "found = before + tiles / p_.num_kv_heads * head;",
-        "found = before + tiles / p_.num_kv_heads * index;",
+        "found = before + tiles * head;",
+        "found = before + tiles * index;",
         SHARED_KEYS,
     ),
     Mutant(
         "few queries: pieces of units that are cut are left as they are",
         f"{GENERIC}/split/plan.h",
-        "(work.alike && work.units % ctas == 0)",
+        "(work.alike && cut.units % cut.ctas == 0)",
         "work.alike",
         SHARED_KEYS,
     ),
@@ -108,6 +110,34 @@ EMULATED = (
         "if (!attends_) sums.sum = 0.0f;",
         "",
         SHARED_KEYS,
+    ),
+    Mutant(
+        "paged: a key in no block is seen",
+        f"{GENERIC}/paged_keys.cuh",
+        "return (bits()[tile % kBitRing][key / 32] >> (key % 32) & 1) != 0;",
+        "return true;",
+        PAGED_BAD,
+    ),
+    Mutant(
+        "paged: a line goes on with another line's head",
+        f"{ATTENTION}/schedule/shares.cuh",
+        "at->kv_head = number_;",
+        "at->kv_head = 0;",
+        PAGED,
+    ),
+    Mutant(
+        "paged: values of 8 bits have the scales of keys",
+        f"{GENERIC}/paged_keys.cuh",
+        "CopyScale(p_.v_scale, there, found, scales()[tile % kBitRing].v);",
+        "CopyScale(p_.k_scale, there, found, scales()[tile % kBitRing].v);",
+        PAGED,
+    ),
+    Mutant(
+        "paged: columns of O are those of 16 bits",
+        f"{GENERIC}/narrow_tile.cuh",
+        "Cache::template Widen<TwoOf::kOdd>(upper)",
+        "Cache::template Widen<TwoOf::kEven>(upper)",
+        PAGED,
     ),
     Mutant(
         "a partial tile is taken for a full one",
@@ -294,7 +324,7 @@ GPU = (
     Mutant(
         "Hopper forward: the sink is not in the sum",
         f"{HOPPER}/forward/rows.cuh",
-        "(sink == joint ? 1.0f : Exp2((sink - reference) * unit));",
+        "(own == joint ? 1.0f : Exp2((own - reference) * unit));",
         "0.0f;",
         SM90,
         FORWARD,
@@ -326,8 +356,8 @@ GPU = (
     Mutant(
         "Hopper forward: lse of the last row is not written",
         f"{HOPPER}/forward/rows.cuh",
-        "if (p.lse != nullptr && lane % 4 < 2 && query < item.sequence.q_rows) {",
-        "if (p.lse != nullptr && lane % 4 < 2 && query < item.sequence.q_rows - 1) {",
+        "place.query, item.sequence.q_rows)) {",
+        "place.query, item.sequence.q_rows - 1)) {",
         SM90,
         FORWARD,
     ),

@@ -27,7 +27,7 @@ class Mutant:
     @property
     def builds(self) -> bool:
         """Whether the library for the CPU is to be compiled anew."""
-        emulated = "test_emulated" in self.killer[0]  # compiles what it runs
+        emulated = "emulated" in self.killer[0]  # compiles what it runs
         return self.file.startswith("cpp/") and not self.objects and not emulated
 
     def apply(self, root: Path) -> None:
@@ -58,6 +58,7 @@ def test(file: str, names: str = "test") -> tuple[str, ...]:
     return str(path.relative_to(ROOT)), names
 
 
+APPEND, KERNEL = "jax_kvblock/append", "cpp/ops/append/append_kernel.cuh"
 LAUNCH = test("test_attention_launch")
 LENGTHS = test("test_attention", "test_lengths and float32 and T127")
 FEW_QUERIES = test("test_attention_few_queries", "test_every_option")
@@ -353,5 +354,77 @@ CPU = (
         '(factor >= 1e-6f && factor <= 1e5f)) return "";',
         '(factor >= 1e-5f && factor <= 1e5f)) return "";',
         test("test_attention_check"),
+    ),
+    Mutant(
+        "a row of zeros has a scale of zero",
+        f"{APPEND}/plain.py",
+        "return jnp.maximum(size.max(-1) / largest, SMALLEST_SCALE)",
+        "return size.max(-1) / largest",
+        test("test_append_truth", "test_append_kv and combined"),
+    ),
+    Mutant(
+        "a layer that is not there has scales",
+        f"{APPEND}/plain.py",
+        "slots = jnp.where((start >= 0) & (start < call.num_layers), slots, -1)",
+        "pass",
+        test("test_append_truth", "test_rope_append and beyond"),
+    ),
+    Mutant(
+        "scales of given layers are those of the first",
+        f"{APPEND}/plain.py",
+        'side = dataclasses.replace(side, first=(("L", call.layer),))',
+        'side = dataclasses.replace(side, first=(("L", 0),))',
+        test("test_append_truth", "test_rope_append and computed"),
+    ),
+    Mutant(
+        "the last byte of a cache lies behind its buffer",
+        "cpp/host/append_check.cc",
+        "if (end > a.buffer_bytes) {",
+        "if (end > a.buffer_bytes + 1) {",
+        test("test_append_check", "test_every_number"),
+    ),
+    Mutant(
+        "the second half of a unit turns as the first",
+        KERNEL,
+        "angles[u.angle + W / 2 + i]",
+        "angles[u.angle + i]",
+        test("test_append_emulated", "test_rope_append and pairs"),
+    ),
+    Mutant(
+        "zeros fall on what others write",
+        KERNEL,
+        "if (written[n / 32] >> n % 32 & 1) continue;",
+        "if (n == 0) continue;",
+        test("test_append_emulated", "test_rope_append and behind"),
+    ),
+    Mutant(
+        "values have the scale of keys",
+        KERNEL,
+        "p.v_scale[head * p.v_scale_stride]",
+        "p.k_scale[head * p.k_scale_stride]",
+        test("test_append_emulated", "test_append_kv and heads"),
+    ),
+    Mutant(
+        "the sum of a norm lacks a lane",
+        KERNEL,
+        "for (int step = lanes / 2; step > 0; step /= 2) "
+        "x += __shfl_xor_sync(0xffffffff, x, step);",
+        "for (int step = lanes / 2; step > 1; step /= 2) "
+        "x += __shfl_xor_sync(0xffffffff, x, step);",
+        test("test_append_emulated", "test_rope_append and norms"),
+    ),
+    Mutant(
+        "a tie rounds up",
+        "cpp/device/narrow.cuh",
+        "(1u << (kDropped - 1)) - 1 + (size >> kDropped & 1)",
+        "(1u << (kDropped - 1))",
+        test("test_append_emulated", "test_conversions"),
+    ),
+    Mutant(
+        "an angle lacks its small part",
+        "cpp/device/angle.cuh",
+        "return __fadd_rn(__fsub_rn(whole, rintf(whole)), part);",
+        "return __fsub_rn(whole, rintf(whole));",
+        test("test_append_emulated", "test_angles"),
     ),
 )

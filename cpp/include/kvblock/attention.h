@@ -53,6 +53,10 @@ typedef enum kvblock_dtype {
   KVBLOCK_BF16 = 0,
   KVBLOCK_F16 = 1,
   KVBLOCK_F32 = 2, /* bias only */
+  /* Of caches only (paged_attention.h). */
+  KVBLOCK_E4M3 = 3,
+  KVBLOCK_E5M2 = 4,
+  KVBLOCK_I8 = 5,
 } kvblock_dtype;
 
 /* Which kernels compute. The sm_90a kernels run on GPUs of compute capability 9.0 alone; what they

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "kvblock/attention.h"
+#include "ops/attention/ffi_reader.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -39,6 +40,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
 namespace {
 
 using Attributes = kvblock::AttentionAttributes;
+using kvblock::Reader;
+constexpr char kCall[] = "kvblock_attention";
 
 enum Optional {
   kBias,
@@ -66,74 +69,7 @@ bool Has(const Attributes& attributes, Optional which) {
   return ((attributes.present >> which) & 1) != 0;
 }
 
-ffi::Error Invalid(const std::string& what) {
-  return ffi::Error::InvalidArgument("kvblock_attention: " + what);
-}
-
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// Takes operands one after the other; remembers the first error.
-class Reader {
- public:
-  Reader(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets)
-      : args_(args), rets_(rets) {}
-
-  ffi::AnyBuffer Operand(const char* name) {
-    auto buffer = args_.get<ffi::AnyBuffer>(next_operand_++);
-    if (buffer.has_error()) {
-      Fail(std::string(name) + " is missing");
-      return ffi::AnyBuffer(&empty_);
-    }
-    return *buffer;
-  }
-
-  // The operand's data; its dtype and shape have to be as said.
-  const void* Operand(const char* name, ffi::DataType type, std::initializer_list<int64_t> shape) {
-    const ffi::AnyBuffer buffer = Operand(name);
-    Check(name, buffer, type, shape);
-    return buffer.untyped_data();
-  }
-
-  void* Result(const char* name, ffi::DataType type, std::initializer_list<int64_t> shape) {
-    auto buffer = rets_.get<ffi::AnyBuffer>(next_result_++);
-    if (buffer.has_error()) {
-      Fail(std::string("result ") + name + " is missing");
-      return nullptr;
-    }
-    Check(name, **buffer, type, shape);
-    return (*buffer)->untyped_data();
-  }
-
-  void Fail(const std::string& what) {
-    if (error_.empty()) error_ = what;
-  }
-
-  bool HasOperands(size_t count) const { return next_operand_ + count <= args_.size(); }
-  size_t results_left() const { return rets_.size() - next_result_; }
-  bool failed() const { return !error_.empty(); }
-
-  ffi::Error Finish() {
-    if (error_.empty() && next_operand_ != args_.size()) Fail("too many operands");
-    if (error_.empty() && next_result_ != rets_.size()) Fail("too many results");
-    return error_.empty() ? ffi::Error::Success() : Invalid(error_);
-  }
-
- private:
-  void Check(const char* name, const ffi::AnyBuffer& buffer, ffi::DataType type,
-             std::initializer_list<int64_t> shape) {
-    const auto dims = buffer.dimensions();
-    bool same = dims.size() == shape.size() && buffer.element_type() == type;
-    size_t i = 0;
-    for (int64_t size : shape) same = same && dims[i++] == size;
-    if (!same) Fail(std::string(name) + " has another shape or dtype than the call implies");
-  }
-
-  const ffi::RemainingArgs& args_;
-  const ffi::RemainingRets& rets_;
-  size_t next_operand_ = 0, next_result_ = 0;
-  std::string error_;
-  XLA_FFI_Buffer empty_{};
-};
 
 // What every operation has: q, k, v and the optional operands.
 struct Decoded {
@@ -355,13 +291,14 @@ ffi::Error Launch(Reader* in, const Call& call, const char* (*launch)(const Call
                   void* stream) {
   if (ffi::Error error = in->Finish(); error.failure()) return error;
   const char* const message = launch(&call, stream);
-  return message == nullptr ? ffi::Error::Success() : Invalid(message);
+  return message == nullptr ? ffi::Error::Success()
+                            : ffi::Error::InvalidArgument(std::string(kCall) + ": " + message);
 }
 
 // The last result is a workspace, where the call has a use for one.
 ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    const Attributes& attributes) {
-  Reader in(args, rets);
+  Reader in(args, rets, kCall);
   const Decoded d = Decode(&in, attributes);
   kvblock_forward f{};
   f.call = d.a;
@@ -388,7 +325,7 @@ float* BlockedDq(Reader* in, const Decoded& d) {
 
 ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                       const Attributes& attributes) {
-  Reader in(args, rets);
+  Reader in(args, rets, kCall);
   const Decoded d = Decode(&in, attributes);
   kvblock_backward b = DecodeBackward(&in, d, attributes);
   if (!in.failed()) {
@@ -410,7 +347,7 @@ ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets 
 
 ffi::Error BackwardQ(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                      const Attributes& attributes) {
-  Reader in(args, rets);
+  Reader in(args, rets, kCall);
   const Decoded d = Decode(&in, attributes);
   kvblock_backward b = DecodeBackward(&in, d, attributes);
   if (!in.failed()) {
@@ -421,7 +358,7 @@ ffi::Error BackwardQ(void* stream, ffi::RemainingArgs args, ffi::RemainingRets r
 
 ffi::Error BackwardBias(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                         const Attributes& attributes) {
-  Reader in(args, rets);
+  Reader in(args, rets, kCall);
   const Decoded d = Decode(&in, attributes);
   kvblock_backward b = DecodeBackward(&in, d, attributes);
   if (!in.failed()) {

@@ -1,14 +1,71 @@
 // libkvblock's attention for the emulator: the functions of kvblock/attention.h with the generic
-// kernels behind them, from the sources that nvcc compiles.
+// kernels behind them, from the sources that nvcc compiles. Of Hopper's kernels there are those of
+// paged attention, where they are asked for.
 #include "ops/attention/generic/backward/launch.cuh"
 #include "ops/attention/generic/forward/launch.cuh"
+#include "ops/attention/generic/paged/launch.cuh"
 #include "ops/attention/generic/split/launch.cuh"
+#include "ops/attention/hopper/backward/launcher.h"
+#include "ops/attention/hopper/forward/launcher.h"
+#include "ops/attention/hopper/paged/launch.cuh"
 // The instances follow from their use.
 #include "ops/attention/attention_cuda.cu"
 #include "ops/attention/generic/backward/backward.cu"
 #include "ops/attention/generic/forward/forward.cu"
+#include "ops/attention/generic/paged/paged.cu"
 #include "ops/attention/generic/split/split.cu"
-#include "ops/attention/hopper/not_built.cu"
+#include "ops/attention/paged_cuda.cu"
+
+namespace kvblock::hopper {
+namespace {
+bool serves_paged = false, takes_blocks = true;
+}
+
+const char* LaunchForward(const AttentionCall&, cudaStream_t) { return "not emulated"; }
+const char* LaunchBackwardKv(const AttentionCall&, cudaStream_t) { return "not emulated"; }
+
+const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map, int heads) {
+  *map = {static_cast<const char*>(a.data),
+          {a.dim, a.heads, a.rows, a.batch, 1},
+          {2, a.head_stride, a.row_stride, a.batch_stride, 0},
+          {64, heads, rows, 1, 1}};
+  return nullptr;
+}
+bool MakeTensorMap(const BlockArray& a, int rows, CUtensorMap* map) {
+  *map = {static_cast<const char*>(a.data),
+          {a.sizes[0], a.sizes[1], a.sizes[2], a.sizes[3], a.sizes[4]},
+          {2, a.strides[0], a.strides[1], a.strides[2], a.strides[3]},
+          {64, 1, rows, 1, 1}};
+  return takes_blocks;
+}
+
+bool ServesPaged(const kvblock_paged_attention& a) {
+  return serves_paged && a.cache_dtype == a.dtype && a.scale > 0.0f && a.softcap < kLargeSoftcap;
+}
+const char* LaunchPaged(const kvblock_paged_attention& a, bool follows, cudaStream_t stream) {
+  const auto fits = [&](int d, int v) { return a.head_dim <= d && a.value_dim <= v; };
+  if (a.dtype == KVBLOCK_F16) {
+    return fits(64, 64) ? LaunchPagedOf<__half, 64, 64>(a, follows, stream)
+                        : LaunchPagedOf<__half, 256, 256>(a, follows, stream);
+  }
+  if (fits(64, 64)) return LaunchPagedOf<__nv_bfloat16, 64, 64>(a, follows, stream);
+  return LaunchPagedOf<__nv_bfloat16, 128, 128>(a, follows, stream);
+}
+
+}  // namespace kvblock::hopper
+
+// Whether Hopper's kernels serve paged attention from now on.
+extern "C" void emulator_set_hopper(int serves) { kvblock::hopper::serves_paged = serves != 0; }
+
+// Whether its tensor maps can be of blocks.
+extern "C" void emulator_set_block_maps(int can) { kvblock::hopper::takes_blocks = can != 0; }
+
+// Paged attention without the sequences that have more packed rows.
+extern "C" const char* emulator_paged_attention_of_few(const kvblock_paged_attention* a,
+                                                       int most_rows) {
+  if (const char* error = kvblock_paged_attention_check(a)) return error;
+  return kvblock::generic::LaunchPaged(*a, most_rows, nullptr);
+}
 
 // Launches from now on are for a GPU of so many multiprocessors, at most 63.
 extern "C" void emulator_set_multiprocessors(int count) {

@@ -1,7 +1,7 @@
 // CUDA on a CPU, for tests: enough of it to run the kernels that are written with mma.sync and
-// cp.async, thread by thread. It is slow and in order, and it is strict: what a kernel reads before
-// it has arrived, or before anyone wrote it, is NaN, and threads that wait for a barrier that the
-// others never reach are an error.
+// cp.async, and Hopper's forward kernel without clusters, thread by thread. It is slow and in
+// order, and it is strict: what a kernel reads before it has arrived, or before anyone wrote it, is
+// NaN, and threads that wait for a barrier that the others never reach are an error.
 //
 // A kernel is compiled by the host's compiler as the function that it is, with this folder before
 // cpp/ on the include path: the headers of device/ that hold PTX are replaced by those here. CTAs
@@ -33,6 +33,7 @@
 #define __grid_constant__
 #define __shared__ static
 #define __align__(n) alignas(n)
+#define __CUDA_ARCH_FEAT_SM90_ALL 1
 
 using std::max;
 using std::min;
@@ -146,6 +147,7 @@ struct Barrier {
 // A barrier in shared memory.
 struct SharedBarrier {
   int expected = 0, arrived = 0;
+  int64_t bytes = 0;  // of bulk copies, still to come
   unsigned phase = 0;
   std::vector<Fiber*> waiting;
   // Arrivals that follow copies under way. They happen when somebody waits.
@@ -331,10 +333,38 @@ template <typename T>
 T __ldcg(const T* p) {
   return *p;
 }
+template <typename T>
+T __reduce_add_sync(unsigned, T x) {
+  const auto shown = emulator::Show(emulator::Word(x));
+  T sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += emulator::FromWord<T>(shown[lane][0]);
+  return sum;
+}
+template <typename T, typename U>
+T atomicAdd(T* to, U x) {
+  return std::exchange(*to, *to + x);
+}
+template <typename T, typename U>
+T atomicOr(T* to, U x) {
+  return std::exchange(*to, *to | x);
+}
 inline void __threadfence() {}
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32);
 }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline int __float2int_rn(float x) {
+  if (x != x) return 0;
+  if (std::fabs(x) >= 0x1p31f) return x < 0 ? INT_MIN : INT_MAX;
+  return static_cast<int>(std::nearbyint(x));
+}
+inline void sincospif(float x, float* sine, float* cosine) {
+  *sine = static_cast<float>(std::sin(x * M_PI));
+  *cosine = static_cast<float>(std::cos(x * M_PI));
+}
+inline unsigned atomicOr(unsigned* at, unsigned bits) { return std::exchange(*at, *at | bits); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int __float_as_int(float x) { return static_cast<int>(emulator::Bits(x)); }
 inline float __int_as_float(int x) { return emulator::Float(static_cast<uint32_t>(x)); }
@@ -359,11 +389,15 @@ enum { cudaSharedmemCarveoutMaxShared = 100 };
 struct cudaFuncAttributes {
   int ptxVersion, binaryVersion;
 };
-enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization };
+enum cudaLaunchAttributeID {
+  cudaLaunchAttributeProgrammaticStreamSerialization,
+  cudaLaunchAttributeClusterDimension,
+};
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
   struct {
     int programmaticStreamSerializationAllowed;
+    uint3 clusterDim;
   } val;
 };
 struct cudaLaunchConfig_t {

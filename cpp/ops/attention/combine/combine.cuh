@@ -2,10 +2,10 @@
 //
 //   lse = log2(sum_i 2^lse_i),   O = sum_i 2^(lse_i - lse) O_i,   then the sink
 //
-// CTAs (x, 0), (x, 1), ... have one unit: the x-th one, or, where there are more units than CTAs
-// that made pieces, the one that is cut where the share of the x-th such CTA ends, if no border
-// before it cuts the same unit. A thread has four columns of a row; where units have many pieces,
-// some threads share them out: always the same ones in the same order.
+// CTAs (x, 0), (x, 1), ... have one unit of line x % lines: number x / lines, or, where there are
+// more units than CTAs that made pieces, the one that is cut where the share of the CTA of that
+// number ends, if no border before it cuts the same unit. A thread has four columns of a row; where
+// units have many pieces, some threads share them out: always the same ones in the same order.
 //
 // The launch begins while the one that makes the pieces still runs, and waits for its own pieces,
 // not for the whole launch: its CTAs are small enough to be on a multiprocessor beside the others.
@@ -18,23 +18,24 @@
 #include "device/dependent.cuh"
 #include "device/publish.cuh"
 #include "ops/attention/combine/result.cuh"
-#include "ops/attention/mask/packed_rows.cuh"
+#include "ops/attention/schedule/packed_rows.cuh"
 #include "ops/attention/schedule/shares.cuh"
 
 namespace kvblock {
 
 constexpr int kCombineThreads = 64;
 
-template <typename T, int kKeys>
+template <typename T, int kKeys, typename Params>
 class Combine {
  public:
   static constexpr int kThreads = kCombineThreads;
 
-  __device__ __forceinline__ explicit Combine(const ShareParams& p) : p_(p), line_(p) {}
+  __device__ __forceinline__ explicit Combine(const Params& p)
+      : p_(p), number_(blockIdx.x - p.by_lines(blockIdx.x) * p.lines), line_(p, number_) {}
 
   __device__ __forceinline__ void Run() {
-    const int cta = blockIdx.x + 1;
-    const int tile = p_.combine_units ? line_.FirstOf(blockIdx.x) : line_.Begin(cta);
+    const int own_number = static_cast<int>(p_.by_lines(blockIdx.x));
+    const int tile = p_.combine_units ? line_.FirstOf(own_number) : line_.Begin(own_number + 1);
     if (tile >= line_.total()) return;
     const Place at = line_.Find(tile);
     const int first = tile - at.tile;  // the unit's first tile
@@ -43,27 +44,32 @@ class Combine {
     if (pieces_ == 1) return;
     if (!p_.combine_units && line_.Begin(owner_ + 1) != tile) return;
     begins_ = line_.Begin(owner_) < first ? 1 : 0;
+    const Sequence s = MemberSequence(p_, at.rows.member);
+    const PackedRows packed(p_, at.kv_head, s.q_rows);
+    const int rows = min(p_.rows, packed.count() - at.rows.first_row);
     // Four columns of a row, for each of the p_.joining threads that have some of its pieces.
     const int across = kThreads / p_.joining, rank = static_cast<int>(threadIdx.x) / across;
-    const int item = blockIdx.y * across + static_cast<int>(threadIdx.x) % across;
-    const int row = item / (p_.value_dim / 4), column = (item - row * (p_.value_dim / 4)) * 4;
-    const PackedRows packed(p_, at.kv_head);
-    const bool there = row < p_.rows && at.rows.first_row + row < packed.count;
-    const int last = packed.count - 1;
-    const ResultRow<T> to(p_, MemberSequence(p_, at.rows.member), packed,
-                          min(at.rows.first_row + row, last), column);
-    AwaitPieces();
-    PartialRow result = {{-INFINITY, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
-    if (there) AddPieces(rank, row, column, &result);
-    if (p_.joining > 1) Join(across, &result);
-    if (there && rank == 0) to.Write(result);
+    const int own = static_cast<int>(threadIdx.x) % across, groups = p_.value_dim / 4;
+    const int begin = blockIdx.y * across;
+#pragma unroll 1
+    for (int first = begin; first < rows * groups; first += gridDim.y * across) {
+      const int row = (first + own) / groups, column = (first + own - row * groups) * 4;
+      const bool there = row < rows;
+      const ResultRow<T> to(p_, s, packed, at.rows.first_row + min(row, rows - 1), column);
+      if (first == begin) AwaitPieces();
+      PartialRow result = {{-INFINITY, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
+      if (there) AddPieces(rank, row, column, &result);
+      if (p_.joining > 1) Join(across, &result);
+      if (there && rank == 0) to.Write(result);
+      if (Params::kSameRows) return;  // there are CTAs for all of them
+    }
   }
 
  private:
   // Where a piece lies: in its CTA's first place, but for a unit that begins there after another
   // one has ended.
   __device__ __forceinline__ int SlotOf(int piece) const {
-    return PieceSlot(owner_ + piece, piece > 0 || begins_ == 0);
+    return PieceSlot((owner_ + piece) * p_.lines + number_, piece > 0 || begins_ == 0);
   }
   // Where there are fewer tiles than CTAs, some CTAs have none.
   __device__ __forceinline__ bool Exists(int piece) const {
@@ -82,7 +88,7 @@ class Combine {
   // are on their way.
   __device__ __forceinline__ void AddPieces(int begin, int row, int column,
                                             PartialRow* result) const {
-    constexpr int kAhead = 5;
+    constexpr int kAhead = Params::kSameRows ? 5 : 4;
 #pragma unroll 1
     for (; begin < pieces_; begin += kAhead * p_.joining) {
       float lse[kAhead];
@@ -119,6 +125,7 @@ class Combine {
     __shared__ PartialSum sums[kThreads];
     __shared__ float4 columns[kThreads];
     const int thread = threadIdx.x;
+    __syncthreads();  // of an earlier round, all have read them
     sums[thread] = result->sums;
     columns[thread] = make_float4(result->o[0], result->o[1], result->o[2], result->o[3]);
     __syncthreads();
@@ -134,15 +141,16 @@ class Combine {
     }
   }
 
-  const ShareParams& p_;
-  const Line<kKeys, kThreads> line_;
+  const Params& p_;
+  const int number_;
+  const Line<kKeys, kThreads, Params> line_;
   int owner_, begins_, pieces_;
 };
 
-template <typename T, int kKeys>
+template <typename T, int kKeys, typename Params>
 __global__ void __launch_bounds__(kCombineThreads, 16)
-    AttentionCombine(const __grid_constant__ ShareParams p) {
-  Combine<T, kKeys>(p).Run();
+    AttentionCombine(const __grid_constant__ Params p) {
+  Combine<T, kKeys, Params>(p).Run();
   // This launch must not end before the one in front of it, whoever has nothing to wait for.
   if (blockIdx.x + blockIdx.y == 0) AwaitPriorLaunch();
 }

@@ -7,7 +7,7 @@
 #include "device/fast_math.cuh"
 #include "device/mma.cuh"
 #include "ops/attention/mask/forward_scores.cuh"
-#include "ops/attention/mask/packed_rows.cuh"
+#include "ops/attention/schedule/packed_rows.cuh"
 #include "ops/attention/schedule/shares.cuh"
 
 namespace kvblock {
@@ -49,8 +49,9 @@ __device__ __forceinline__ void StorePiece(const ShareParams& p, int slot, int r
 template <typename T>
 class ResultRow {
  public:
-  __device__ __forceinline__ ResultRow(const ShareParams& p, const Sequence& s,
-                                       const PackedRows& packed, int row, int column)
+  template <typename Params>
+  __device__ __forceinline__ ResultRow(const Params& p, const Sequence& s, const PackedRows& packed,
+                                       int row, int column)
       : params_(p), sink_(0.0f) {
     const int query = packed.Query(row), head = packed.Head(row);
     attends_ = query < s.q_len;
@@ -58,8 +59,8 @@ class ResultRow {
       const int64_t of = static_cast<int64_t>(BatchRow(p, p.sink_batch, s.batch)) * p.num_heads;
       sink_ = __ldg(p.sinks + of + head) * kLog2E;
     }
-    o_ = static_cast<T*>(p.o) + packed.Index(p, s, row) * p.value_dim + column;
-    lse_row_ = p.lse != nullptr && column == 0 ? s.LseRow(p, head) + query : -1;
+    o_ = static_cast<T*>(p.o) + packed.Index(s, row) * p.value_dim + column;
+    lse_row_ = p.lse != nullptr && column == 0 ? LseIndex(p, s, query, head) : -1;
   }
 
   // Joins the sink first.

@@ -30,7 +30,13 @@ struct SharedTile {
   static constexpr int kRows = kRows_, kDim = kDim_;
   static constexpr int kRowBytes = kDim * 2;
   static constexpr int kBytes = kRows * kRowBytes;
+  // Of the threads that copy a row together, each takes a chunk at a time.
+  static constexpr int kLanes = 8, kColumnsOfChunk = 8;
   static_assert(kDim % 64 == 0 && kRows % 16 == 0);
+
+  __device__ static __forceinline__ uint32_t ChunkOffset(int row, int chunk) {
+    return Offset(row, chunk * 8);
+  }
 
   // The offset of an element; columns in one chunk follow each other.
   __device__ static __forceinline__ uint32_t Offset(int row, int column) {
@@ -62,10 +68,11 @@ struct LaneBlock {
 };
 
 // Starts copying rows [first, first + kRows) to the tile at `base`; all kThreads threads take part.
-// Rows from `end` on and columns from from.dim on become zeros and are not read.
-template <typename Tile, int kThreads>
+// Rows from `end` on and columns from from.dim on become zeros and are not read. policy: for L2
+// (device/cp_async.cuh), or nothing.
+template <typename Tile, int kThreads, typename... Policy>
 __device__ __forceinline__ void LoadTileAsync(uint32_t base, HeadRows from, int first, int end,
-                                              int thread) {
+                                              int thread, Policy... policy) {
   // Eight lanes copy 128 contiguous bytes; a thread's rows are alike modulo 8, so is its swizzle.
   constexpr int kStep = kThreads / 8;
   static_assert(kStep % 8 == 0 && Tile::kRows % kStep == 0);
@@ -78,7 +85,7 @@ __device__ __forceinline__ void LoadTileAsync(uint32_t base, HeadRows from, int 
 #pragma unroll
     for (int c = 0; c < Tile::kDim; c += 64) {
       CopyAsync16(to + r * Tile::kRowBytes + c * 2, source + c * 2,
-                  valid && c + chunk * 8 < from.dim);
+                  valid && c + chunk * 8 < from.dim, policy...);
     }
     source += kStep * from.stride;
   }

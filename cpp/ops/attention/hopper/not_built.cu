@@ -1,6 +1,7 @@
 // Stands in for the Hopper kernels in a build without 90a among its architectures.
 #include "ops/attention/hopper/backward/launcher.h"
 #include "ops/attention/hopper/forward/launcher.h"
+#include "ops/attention/hopper/paged/launcher.h"
 
 namespace kvblock::hopper {
 namespace {
@@ -10,5 +11,8 @@ constexpr char kMissing[] =
 
 const char* LaunchForward(const AttentionCall&, cudaStream_t) { return kMissing; }
 const char* LaunchBackwardKv(const AttentionCall&, cudaStream_t) { return kMissing; }
+
+bool ServesPaged(const kvblock_paged_attention&) { return false; }
+const char* LaunchPaged(const kvblock_paged_attention&, bool, cudaStream_t) { return kMissing; }
 
 }  // namespace kvblock::hopper

@@ -31,7 +31,7 @@ Encode FindEncode() {
 
 }  // namespace
 
-const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map) {
+const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map, int heads) {
   const Encode encode = FindEncode();
   if (encode == nullptr) {
     return Message("attention: this driver has no tensor maps (CUDA 12.0 or newer is needed)");
@@ -40,7 +40,8 @@ const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map) {
                                cuuint64_t(a.batch)};
   const cuuint64_t strides[3] = {cuuint64_t(a.head_stride), cuuint64_t(a.row_stride),
                                  cuuint64_t(a.batch_stride)};
-  const cuuint32_t box[4] = {64, 1, cuuint32_t(rows), 1}, steps[4] = {1, 1, 1, 1};
+  const cuuint32_t box[4] = {64, cuuint32_t(heads), cuuint32_t(rows), 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
   const CUresult result = encode(
       map,
       a.dtype == KVBLOCK_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -52,6 +53,28 @@ const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map) {
                  std::to_string(static_cast<int>(result)) + ", for [" + std::to_string(a.batch) +
                  ", " + std::to_string(a.rows) + ", " + std::to_string(a.heads) + ", " +
                  std::to_string(a.dim) + "]");
+}
+
+bool MakeTensorMap(const BlockArray& a, int rows, CUtensorMap* map) {
+  const Encode encode = FindEncode();
+  if (encode == nullptr) return false;
+  constexpr int64_t kMostStride = int64_t{1} << 40;
+  cuuint64_t sizes[5], strides[4];
+  for (int i = 0; i < 5; ++i) sizes[i] = cuuint64_t(a.sizes[i]);
+  for (int i = 0; i < 4; ++i) {
+    // Of one there is no next.
+    const int64_t stride = a.sizes[i + 1] == 1 ? 16 : a.strides[i];
+    if (stride <= 0 || stride >= kMostStride) return false;
+    strides[i] = cuuint64_t(stride);
+  }
+  const cuuint32_t box[5] = {64, 1, cuuint32_t(rows), 1, 1}, steps[5] = {1, 1, 1, 1, 1};
+  return encode(map,
+                a.dtype == KVBLOCK_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                5, const_cast<void*>(a.data), sizes, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
 }  // namespace kvblock::hopper

@@ -91,17 +91,18 @@ __device__ __forceinline__ void AddBias(const AttentionParams& p, const Sequence
   }
 }
 
-// -inf where a query does not attend by its position. `query` and `key` are this lane's first.
-// Hardly a tile lies on both edges of the band: each is a pass behind a uniform branch.
-template <typename Traits>
-__device__ __forceinline__ void MaskPositions(const Sequence& s, ForwardRows<Traits>& rows,
-                                              int query, int key) {
+// -inf where a query does not attend by its position. `query(n)` is that of this lane's row n, and
+// `key` its first. Hardly a tile lies on both edges of the band: each is a pass behind a uniform
+// branch.
+template <typename Traits, typename Query>
+__device__ __forceinline__ void MaskBand(const Sequence& s, ForwardRows<Traits>& rows, Query query,
+                                         int key) {
 #pragma unroll
   for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
     int low[2], high[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = query + rb * 16 + half * 8;
+      const int i = query(rb * 16 + half * 8);
       low[half] = s.FirstKey(i) - key;
       high[half] = i < s.q_len ? s.EndKey(i) - key : 0;
     }
@@ -121,6 +122,13 @@ __device__ __forceinline__ void MaskPositions(const Sequence& s, ForwardRows<Tra
       mask([&](int j, int half) { return j < low[half]; });
     }
   }
+}
+
+// The same where rows are queries, one after the other. `query` is that of this lane's first row.
+template <typename Traits>
+__device__ __forceinline__ void MaskPositions(const Sequence& s, ForwardRows<Traits>& rows,
+                                              int query, int key) {
+  MaskBand<Traits>(s, rows, [query](int row) { return query + row; }, key);
 }
 
 // -inf where a query's segment is not the key's. No load has a condition, so that many are under

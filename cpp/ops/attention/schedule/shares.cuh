@@ -1,10 +1,14 @@
 // How the KV tiles of a launch are shared out among CTAs, evenly, whatever the lengths are.
 //
 // A unit is a tile of query rows of one batch member and key head; its work is the KV tiles that
-// some of its rows can see. All tiles of all units lie in one line: members in order, for each its
-// tiles of rows, for each of these its key heads. CTA c of `ctas` takes the tiles
+// some of its rows can see. Tiles of units lie in lines: members in order, for each its tiles of
+// rows, for each of these some key heads. There are `lines` of them, all alike: line l has the key
+// heads l, l + lines, ... CTA c of a line's `ctas` takes the tiles
 //
 //   [Begin(c), Begin(c + 1)),   Begin(c) = total * c / ctas
+//
+// Lines run side by side, so that the heads of a token, which are neighbours in memory, are read at
+// about the same time: memory is faster then.
 //
 // so a unit may be cut between CTAs, anywhere. What a CTA has of one unit is a piece. A piece that
 // is the whole unit is a result; of the others, which are the first or the last of their CTA, a
@@ -16,49 +20,69 @@
 
 #include <cstdint>
 
+#include "device/fast_div.cuh"
 #include "ops/attention/contract/params.cuh"
 #include "ops/attention/mask/sequence.cuh"
 
 namespace kvblock {
 
 struct ShareParams : AttentionParams {
-  int32_t ctas;
+  static constexpr bool kSameRows = true;  // all members have q_len rows
+  int32_t lines, heads;                    // of a line, its key heads
+  FastDiv by_lines;
+  int32_t ctas;           // of a line
   uint32_t ctas_inverse;  // 2^32 / ctas, rounded up
-  int32_t row_tiles;      // of a member and key head
-  int32_t rows;           // of such a tile
-  bool alike;             // all units have as many KV tiles
+  int32_t rows;           // of a tile
+  FastDiv by_group;
+  bool alike;  // all units have as many KV tiles
   // Of the launch that combines: whether its CTAs are numbered by units, and how many threads
   // share out the pieces of a row: 1, 2, 4 or 8.
   bool combine_units;
   int32_t joining;
-  // What pieces come to: [2 * ctas, rows, value_dim], and the log2 of their sums, [2 * ctas, rows].
+  // What pieces come to, with two places for each CTA of the launch: [.., rows, value_dim], and the
+  // log2 of their sums, [.., rows].
   float* piece_o;
   float* piece_lse;
-  int32_t* piece_there;  // not 0: it is there, of 2 * ctas
+  int32_t* piece_there;  // [..], not 0: it is there
 };
+
+// A packed row's query (packed_rows.cuh).
+__device__ __forceinline__ int QueryOf(const ShareParams& p, int row) {
+  return static_cast<int>(p.by_group(static_cast<uint32_t>(row)));
+}
 
 // The sequence of a batch member. Few queries are never packed.
 __device__ __forceinline__ Sequence MemberSequence(const ShareParams& p, int member) {
   return MakeSequence<false, false>(p, member);
 }
+__device__ __forceinline__ int64_t LseIndex(const ShareParams& p, const Sequence& s, int query,
+                                            int head) {
+  return s.LseRow(p, head) + query;
+}
 
-// A tile of rows of one member, all of whose key heads see the same. What else there is to know of
-// the sequence is found again where it is needed, once a piece.
+// How many packed rows of a member are in the line.
+__device__ __forceinline__ int LineRows(const ShareParams& p, const Sequence& s) {
+  return s.q_rows * p.group;
+}
+
+// A tile of rows of one member, all of whose key heads see the same.
 struct RowTile {
   int member, first_row;         // of the packed rows
   int first_key, tiles, kv_len;  // the KV tiles begin at first_key
+  int sequence;                  // Line::SequenceOf has it
 };
 
 template <int kKeys>
-__device__ __forceinline__ RowTile FindRowTile(const ShareParams& p, int member, int first_row) {
-  const Sequence s = MemberSequence(p, member);
-  const int last_row = min(first_row + p.rows, static_cast<int>(p.q_len) * p.group) - 1;
+__device__ __forceinline__ RowTile FindRowTile(const ShareParams& p, const Sequence& s,
+                                               int first_row) {
+  const int last_row = min(first_row + p.rows, s.q_rows * p.group) - 1;
   int begin, end;
-  s.VisibleKeys(first_row / p.group, last_row / p.group + 1, &begin, &end);
+  s.VisibleKeys(QueryOf(p, first_row), QueryOf(p, last_row) + 1, &begin, &end);
   // A unit that sees nothing has a tile, too, or nobody would write its rows.
   const bool some = begin < end;
-  const int first_key = some ? begin / kKeys * kKeys : 0;
-  return {member, first_row, first_key, some ? (end - first_key + kKeys - 1) / kKeys : 1, s.kv_len};
+  const unsigned first_key = some ? static_cast<unsigned>(begin) / kKeys * kKeys : 0;
+  const unsigned tiles = some ? (static_cast<unsigned>(end) - first_key + kKeys - 1) / kKeys : 1;
+  return {s.batch, first_row, static_cast<int>(first_key), static_cast<int>(tiles), s.kv_len, 0};
 }
 
 // A place in the line: KV tile `tile` of key head `kv_head` of a tile of rows.
@@ -67,24 +91,26 @@ struct Place {
   RowTile rows;
 };
 
-// The line, as the threads of one CTA count it. All of them call its functions together.
-template <int kKeys, int kThreads>
+// A line, as the threads of one CTA count it. All of them call its functions together. Params are
+// ShareParams, or what has a MemberSequence of its own (ragged.cuh).
+template <int kKeys, int kThreads, typename Params = ShareParams>
 class Line {
  public:
-  __device__ __forceinline__ explicit Line(const ShareParams& p) : p_(p) {
+  // `number`: which of the lines.
+  __device__ __forceinline__ Line(const Params& p, int number) : p_(p), number_(number) {
     static_assert(kThreads % 32 == 0 && kThreads <= 1024);
-    own_ = 0;
-    VisitOwn([&](int, int, int tiles) {
-      own_ += tiles;
-      return true;
-    });
+    own_ = Scan(INT32_MAX, nullptr);
     before_ = 0;
     total_ = p.alike ? own_ * p.batch : SumUp(own_, &before_);
-    share_ = static_cast<unsigned>(total_) / static_cast<unsigned>(p.ctas);
-    left_ = total_ - share_ * p.ctas;
+    share_ = static_cast<unsigned>(total()) / static_cast<unsigned>(p.ctas);
+    left_ = total() - share_ * p.ctas;
   }
 
-  __device__ __forceinline__ int total() const { return total_; }
+  __device__ __forceinline__ int total() const {
+    return Params::kSameRows ? total_ : max(total_, 0);
+  }
+  // A member has less than no rows, and so nobody has any.
+  __device__ __forceinline__ bool fallen() const { return !Params::kSameRows && total_ < 0; }
   // total = share ctas + left, so it is share c + left c / ctas. kMostCtas squared times kMostCtas
   // is less than 2^32: then a product with the inverse is the quotient.
   __device__ __forceinline__ int Begin(int cta) const {
@@ -92,7 +118,7 @@ class Line {
   }
   // The CTA that has a tile: the last one that begins at it or before.
   __device__ __forceinline__ int Owner(int tile) const {
-    const float per_tile = __fdividef(static_cast<float>(p_.ctas), static_cast<float>(total_));
+    const float per_tile = __fdividef(static_cast<float>(p_.ctas), static_cast<float>(total()));
     int cta = min(static_cast<int>(static_cast<float>(tile) * per_tile), p_.ctas - 1);
     while (Begin(cta) > tile) --cta;
     while (cta + 1 < p_.ctas && Begin(cta + 1) <= tile) ++cta;
@@ -101,100 +127,134 @@ class Line {
 
   // The first tile of a unit; of one that does not exist, the total or more.
   __device__ __forceinline__ int FirstOf(int unit) const {
-    if (p_.alike) return own_ / p_.num_kv_heads * unit;
-    const int index = unit / p_.num_kv_heads, head = unit - index * p_.num_kv_heads;
+    if (p_.alike) return own_ / p_.heads * unit;
+    const int index = unit / p_.heads, head = unit - index * p_.heads;
+    int tile_of_rows = FirstOwnTileOfRows(), before = before_;
     __shared__ int found;
     __syncthreads();
-    if (threadIdx.x == 0) found = total_;
+    if (threadIdx.x == 0) found = total();
     __syncthreads();
-    int before = before_;
-    VisitOwn([&](int member, int first_row, int tiles) {
-      const bool here = member * p_.row_tiles * p_.rows + first_row == index * p_.rows;
-      if (here) found = before + tiles / p_.num_kv_heads * head;
-      before += tiles;
-      return !here;
-    });
+    for (int member = FirstMember(); member < EndMember(); ++member) {
+      const Sequence s = MemberSequence(p_, member);
+      for (int row = 0; row < LineRows(p_, s); row += p_.rows) {
+        const int tiles = FindRowTile<kKeys>(p_, s, row).tiles;
+        if (tile_of_rows++ == index) found = before + tiles * head;
+        before += tiles * p_.heads;
+      }
+    }
     __syncthreads();
     return found;
   }
 
+  // The sequence of a place that all threads moved to by Find or Next, once they have met since. As
+  // many places as kSequences are known.
+  static constexpr int kSequences = 16;
+  __device__ __forceinline__ const Sequence& SequenceOf(const Place& at) const {
+    return sequences()[at.rows.sequence];
+  }
+
   // Finds a tile that exists.
   __device__ __forceinline__ Place Find(int tile) const {
-    Place at;
-    int member, first_row, rest;
+    __shared__ Place found;
     if (p_.alike) {
-      member = tile / own_;
-      first_row = 0;
-      rest = tile - member * own_;
-    } else {
-      __shared__ int found[3];
-      __syncthreads();  // of an earlier search, all have read it
-      if (tile >= before_ && tile < before_ + own_) {
-        int left = tile - before_;
-        VisitOwn([&](int own_member, int own_row, int tiles) {
-          if (left >= tiles) {
-            left -= tiles;
-            return true;
-          }
-          found[0] = own_member;
-          found[1] = own_row;
-          found[2] = left;
-          return false;
-        });
-      }
-      __syncthreads();
-      member = found[0];
-      first_row = found[1];
-      rest = found[2];
+      Place at;
+      const int member = tile / own_;
+      const Sequence s = MemberSequence(p_, member);
+      if (threadIdx.x == 0) sequences()[0] = s;
+      at.rows = FindRowTile<kKeys>(p_, s, 0);
+      SetTile(tile - member * own_, &at);
+      return at;
     }
-    at.rows = FindRowTile<kKeys>(p_, member, first_row);
-    at.kv_head = rest / at.rows.tiles;
-    at.tile = rest - at.kv_head * at.rows.tiles;
-    return at;
+    __syncthreads();  // of an earlier search, all have read it
+    if (tile >= before_ && tile < before_ + own_) Scan(tile - before_, &found);
+    __syncthreads();
+    return found;
   }
 
   // Moves on by a tile, of which there is one.
   __device__ __forceinline__ void Next(Place* at) const {
     if (++at->tile < at->rows.tiles) return;
     at->tile = 0;
-    if (++at->kv_head < p_.num_kv_heads) return;
-    at->kv_head = 0;
-    int member = at->rows.member, row = at->rows.first_row;
-    NextRowTile(&member, &row);
-    at->rows = FindRowTile<kKeys>(p_, member, row);
+    at->kv_head += p_.lines;
+    if (at->kv_head < p_.num_kv_heads) return;
+    at->kv_head = number_;
+    int member = at->rows.member, row = at->rows.first_row + p_.rows;
+#pragma unroll 1
+    for (;; ++member, row = 0) {
+      const Sequence s = MemberSequence(p_, member);
+      if (row >= LineRows(p_, s)) continue;
+      const int place = (at->rows.sequence + 1) % kSequences;
+      if (threadIdx.x == 0) sequences()[place] = s;
+      at->rows = FindRowTile<kKeys>(p_, s, row);
+      at->rows.sequence = place;
+      return;
+    }
   }
 
  private:
-  // Moves on to the next tile of rows.
-  __device__ __forceinline__ void NextRowTile(int* member, int* first_row) const {
-    *first_row += p_.rows;
-    if (*first_row < p_.row_tiles * p_.rows) return;
-    *first_row = 0;
-    ++*member;
+  __device__ __forceinline__ int MembersOfThread() const {
+    return (p_.batch + kThreads - 1) / kThreads;
+  }
+  __device__ __forceinline__ int FirstMember() const {
+    return static_cast<int>(threadIdx.x) * MembersOfThread();
+  }
+  __device__ __forceinline__ int EndMember() const {
+    return min(FirstMember() + MembersOfThread(), p_.batch);
   }
 
-  // Calls visit(member, first row, KV tiles of all its key heads) for this thread's tiles of rows,
-  // until it returns false. Where all are alike, the first one is every thread's.
-  template <typename Visit>
-  __device__ __forceinline__ void VisitOwn(Visit visit) const {
-    int member = 0, first_row = 0, count = 1;
-    if (!p_.alike) {
-      const int row_tiles = p_.batch * p_.row_tiles;
-      const int each = (row_tiles + kThreads - 1) / kThreads;
-      const int first = static_cast<int>(threadIdx.x) * each;
-      count = min(each, row_tiles - first);
-      member = first / p_.row_tiles;
-      first_row = (first - member * p_.row_tiles) * p_.rows;
-    }
+  __device__ __forceinline__ void SetTile(int tile, Place* at) const {
+    const int head = p_.heads == 1 ? 0 : tile / at->rows.tiles;
+    at->kv_head = head * p_.lines + number_;
+    at->tile = tile - head * at->rows.tiles;
+  }
+
+  // Counts the KV tiles of all of this thread's tiles of rows and key heads, or looks for tile
+  // number `wanted` of them. Where all are alike, the first member's are every thread's. kNoLine: a
+  // member has less than no rows, and so the line has no tiles.
+  __device__ __forceinline__ int Scan(int wanted, Place* found) const {
+    int count = 0, member = p_.alike ? 0 : FirstMember();
+    const int end = p_.alike ? 1 : EndMember();
 #pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      const int tiles = FindRowTile<kKeys>(p_, member, first_row).tiles * p_.num_kv_heads;
-      if (!visit(member, first_row, tiles)) return;
-      NextRowTile(&member, &first_row);
+    for (; member < end; ++member) {
+      const Sequence s = MemberSequence(p_, member);
+      if (!Params::kSameRows && s.q_rows < 0) return kNoLine;
+#pragma unroll 1
+      for (int row = 0; row < LineRows(p_, s); row += p_.rows) {
+        const RowTile rows = FindRowTile<kKeys>(p_, s, row);
+        count += rows.tiles * p_.heads;
+        if (count <= wanted) continue;
+        found->rows = rows;
+        sequences()[0] = s;
+        SetTile(wanted - (count - rows.tiles * p_.heads), found);
+        return count;
+      }
     }
+    return count;
   }
 
-  // The sum over all threads, and over those before this one.
+  __device__ __forceinline__ static auto& sequences() {
+    __shared__ Sequence sequences[kSequences];
+    return sequences;
+  }
+
+  __device__ __forceinline__ int TilesOfRows(const Sequence& s) const {
+    return (LineRows(p_, s) + p_.rows - 1) / p_.rows;
+  }
+  // How many tiles of rows the members before this thread's have.
+  __device__ __forceinline__ int FirstOwnTileOfRows() const {
+    if (Params::kSameRows) return FirstMember() * TilesOfRows(MemberSequence(p_, 0));
+    int own = 0, before = 0;
+    __syncthreads();  // of an earlier sum, all have read it
+    for (int member = FirstMember(); member < EndMember(); ++member) {
+      own += TilesOfRows(MemberSequence(p_, member));
+    }
+    SumUp(own, &before);
+    return before;
+  }
+
+  static constexpr int kNoLine = INT32_MIN;
+
+  // The sum over all threads, and over those before this one; kNoLine if one has it.
   __device__ __forceinline__ static int SumUp(int own, int* before) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int sum = own;
@@ -204,25 +264,29 @@ class Line {
       if (lane >= step) sum += other;
     }
     __shared__ int of_warps[kThreads / 32];
+    if (!Params::kSameRows && __any_sync(~0u, own == kNoLine)) sum = kNoLine;
     if (lane == 31) of_warps[warp] = sum;
     __syncthreads();
     int total = 0;
+    bool none = false;
     *before = sum - own;
 #pragma unroll
     for (int i = 0; i < kThreads / 32; ++i) {
       if (i < warp) *before += of_warps[i];
       total += of_warps[i];
+      none = none || of_warps[i] == kNoLine;
     }
-    return total;
+    return !Params::kSameRows && none ? kNoLine : total;
   }
 
-  const ShareParams& p_;
+  const Params& p_;
+  int number_;
   int total_, share_, left_;  // KV tiles; of each CTA; how many CTAs have one more
   // KV tiles of this thread's tiles of rows, and before them; where all are alike, of one member.
   int own_, before_;
 };
 
-// Where a CTA puts a piece that is not whole: its first piece goes first.
+// Where a CTA of the launch puts a piece that is not whole: its first piece goes first.
 __device__ __forceinline__ int PieceSlot(int cta, bool first) { return 2 * cta + (first ? 0 : 1); }
 
 }  // namespace kvblock

@@ -21,6 +21,11 @@ inline void CopyAsync(void* to_shared, const void* from) {
 inline void CopyAsync16(uint32_t to_shared, const void* from, bool valid) {
   StartCopy(emulator::SharedPointer(to_shared), from, 16, valid);
 }
+inline uint64_t ReadOnce() { return 0; }
+inline void CopyAsync16(uint32_t to_shared, const void* from, bool valid, uint64_t) {
+  CopyAsync16(to_shared, from, valid);
+}
+inline void PrefetchToL2(const void*) {}
 inline void CopyAsyncCommit() { emulator::cta->groups[threadIdx.x].emplace_back(); }
 
 template <int kPending>

@@ -15,15 +15,30 @@ inline emulator::SharedBarrier& FindBarrier(uint32_t barrier) {
   return found->second;
 }
 
-inline void BarrierArrive(uint32_t barrier) {
-  emulator::SharedBarrier& b = FindBarrier(barrier);
-  if (++b.arrived < b.expected) return;
+inline void EndPhase(emulator::SharedBarrier& b) {
+  if (b.arrived < b.expected || b.bytes > 0) return;
   b.arrived = 0;
   ++b.phase;
   emulator::Wake(b.waiting);
 }
+inline void BarrierArrive(uint32_t barrier) {
+  emulator::SharedBarrier& b = FindBarrier(barrier);
+  if (++b.arrived > b.expected) emulator::Die("more arrivals at a barrier than it expects");
+  EndPhase(b);
+}
+inline void ArriveBytes(uint32_t barrier, int bytes) {
+  emulator::SharedBarrier& b = FindBarrier(barrier);
+  b.bytes -= bytes;
+  EndPhase(b);
+}
 
-// The copies arrive when somebody waits for them.
+// What arrives when somebody waits for it.
+inline void ArriveLate(uint32_t barrier, std::function<void()> arrive) {
+  emulator::SharedBarrier& b = FindBarrier(barrier);
+  b.late.push_back(std::move(arrive));
+  emulator::Wake(b.waiting);
+}
+
 inline void BarrierArriveAfterCopies(uint32_t barrier) {
   std::vector<emulator::Copy> copies;
   auto& groups = emulator::cta->groups[threadIdx.x];
@@ -31,7 +46,7 @@ inline void BarrierArriveAfterCopies(uint32_t barrier) {
     copies.insert(copies.end(), group.begin(), group.end());
     group.clear();
   }
-  FindBarrier(barrier).late.push_back([=] {
+  ArriveLate(barrier, [=] {
     for (const emulator::Copy& copy : copies) emulator::Finish(copy);
     BarrierArrive(barrier);
   });

@@ -7,4 +7,9 @@ namespace kvblock {
 
 inline char* DynamicShared() { return emulator::shared; }
 
+template <typename T>
+T& DynamicSharedAs() {
+  return *reinterpret_cast<T*>(emulator::shared);
+}
+
 }  // namespace kvblock

@@ -3,9 +3,9 @@
 // all the queries and heads that share it.
 //
 // A CTA computes the pieces that are its share (schedule/shares.cuh): a tile of packed rows
-// (mask/packed_rows.cuh) against some of the KV tiles that they see. Its warps share out a tile's
-// rows, 16 each, and where there are fewer rows its keys; those who have the same rows put their
-// results together when the piece ends.
+// (schedule/packed_rows.cuh) against some of the KV tiles that they see. Its warps share out a
+// tile's rows, 16 each, and where there are fewer rows its keys; those who have the same rows put
+// their results together when the piece ends.
 //
 // CTAs come in two widths. Two narrow ones on a multiprocessor hide each other's ends of pieces;
 // wide ones, of which it has one, are half as many, so that there may be one for each unit, and no
@@ -33,9 +33,11 @@
 #include "ops/attention/combine/result.cuh"
 #include "ops/attention/generic/forward/kernel.cuh"
 #include "ops/attention/generic/keys.cuh"
+#include "ops/attention/generic/narrow_tile.cuh"
+#include "ops/attention/generic/paged_keys.cuh"
 #include "ops/attention/generic/tile.cuh"
 #include "ops/attention/mask/forward_scores.cuh"
-#include "ops/attention/mask/packed_rows.cuh"
+#include "ops/attention/schedule/packed_rows.cuh"
 #include "ops/attention/schedule/shares.cuh"
 
 namespace kvblock::generic {
@@ -57,8 +59,10 @@ constexpr SplitShape WideShapeOf(int dim) {
   return dim == 64 ? SplitShape{256, 3, 1, 8} : SplitShape{128, dim == 128 ? 3 : 2, 1, 8};
 }
 
-// kRowBlocks: of 16 packed rows in a tile; 1, 2 or 4.
-template <typename T_, int kDim_, int kRowBlocks_, bool kWide_ = false>
+// kRowBlocks: of 16 packed rows in a tile; 1, 2 or 4. Keys: where keys come from, keys.cuh has what
+// one is asked.
+template <typename T_, int kDim_, int kRowBlocks_, template <typename> class Keys_,
+          bool kWide_ = false>
 struct SplitTraits {
   using T = T_;
   static constexpr bool kWide = kWide_;
@@ -68,9 +72,43 @@ struct SplitTraits {
   static constexpr int kParts = kWarps / kTileBlocks;  // of a tile's keys
   static constexpr int kTileKeys = kSplit.keys, kStages = kSplit.stages;
   using KvTile = SharedTile<kTileKeys, kDim>;
+  using Keys = Keys_<SplitTraits>;
+  using Params = typename Keys::Params;
+  // Whether units may be cut: wide ones over dense keys have whole ones alone.
+  static constexpr bool kCombines = !kWide || Keys::kLooksUp, kNarrow = false;
   static constexpr int kStageBytes = 2 * KvTile::kBytes;
   static constexpr int kSharedBytes = kStages * kStageBytes;
   // As forward/kernel.cuh names them, for a warp: 16 rows and a part of the keys.
+  static constexpr int kRowBlocks = 1, kKeys = kTileKeys / kParts;
+  static constexpr ForwardShape kShape = {16, kKeys, 1, kSplit.ctas, true};
+  using QTile = SharedTile<16, kDim>;
+  static_assert(kKeys % 16 == 0);
+  static_assert(kWarps * 16 * kDim * 4 <= kStageBytes);  // all warps' O
+};
+
+// The same for a cache of elements of 8 bits, Cache, which travel through shared memory as they
+// are: narrow_tile.cuh. Products are made in float16. Twice the keys of a tile are as many bytes.
+constexpr SplitShape NarrowCacheShapeOf(int dim) {
+  return dim == 64    ? SplitShape{128, 6, 2, 4}
+         : dim == 128 ? SplitShape{128, 3, 2, 4}
+         : dim == 192 ? SplitShape{128, 2, 2, 4}
+                      : SplitShape{128, 2, 1, 4};
+}
+template <typename T_, int kDim_, int kRowBlocks_, typename Cache_>
+struct NarrowTraits {
+  using T = T_;
+  using Cache = Cache_;
+  static constexpr bool kWide = false, kCombines = true, kNarrow = true;
+  static constexpr int kDim = kDim_, kTileBlocks = kRowBlocks_, kRows = kTileBlocks * 16;
+  static constexpr SplitShape kSplit = NarrowCacheShapeOf(kDim);
+  static constexpr int kWarps = kSplit.warps, kThreads = kWarps * 32;
+  static constexpr int kParts = kWarps / kTileBlocks;  // of a tile's keys
+  static constexpr int kTileKeys = kSplit.keys, kStages = kSplit.stages;
+  using KvTile = NarrowTile<kTileKeys, kDim>;
+  using Keys = PagedKeys<NarrowTraits>;
+  using Params = typename Keys::Params;
+  static constexpr int kStageBytes = 2 * KvTile::kBytes;
+  static constexpr int kSharedBytes = kStages * kStageBytes;
   static constexpr int kRowBlocks = 1, kKeys = kTileKeys / kParts;
   static constexpr ForwardShape kShape = {16, kKeys, 1, kSplit.ctas, true};
   using QTile = SharedTile<16, kDim>;
@@ -85,65 +123,84 @@ class SplitForward {
   using T = typename Traits::T;
   static constexpr int kDim = Traits::kDim, kTileBlocks = Traits::kTileBlocks;
   using KvTile = typename Traits::KvTile;
+  using Params = typename Traits::Params;
+  using Keys = typename Traits::Keys;
+  using OwnLine = Line<Traits::kTileKeys, Traits::kThreads, Params>;
 
-  __device__ __forceinline__ explicit SplitForward(const ShareParams& p)
+  __device__ __forceinline__ explicit SplitForward(const Params& p)
       : p_(p),
-        line_(p),
+        cta_(static_cast<int>(p.by_lines(blockIdx.x))),
+        line_(p, static_cast<int>(blockIdx.x) - cta_ * p.lines),
+        keys_(p),
         shared_(static_cast<uint32_t>(__cvta_generic_to_shared(DynamicShared()))),
         rules_(MakeScoreRules(p)) {}
 
   __device__ __forceinline__ void Run() {
-    constexpr int kStages = Traits::kStages;
-    const int cta = blockIdx.x, begin = line_.Begin(cta);
-    const int tiles = line_.Begin(cta + 1) - begin;  // of the share, counted from 0 from here on
-    if (tiles <= 0) return;
-    // The next tile to load; and at i % kPlaces, where tile i is that is to be computed. Where
-    // registers are scarce the next tile is found there, too, by thread 0 for all.
-    Place ahead = line_.Find(begin);
-    constexpr int kPlaces = 4;
-    static_assert(kPlaces > kStages);
+    const int begin = line_.Begin(cta_);
+    const int tiles = line_.Begin(cta_ + 1) - begin;  // of the share, counted from 0 from here on
+    if (Params::kSameRows && tiles <= 0) return;
+    // The next tile to load, or to look up; and at i % kPlaces, where tile i is that is to be
+    // computed. Where registers are scarce the next tile is found there, too, by thread 0 for all.
+    Place ahead;
+    if (tiles > 0) ahead = line_.Find(begin);
     __shared__ Place places[kPlaces];
-    if (kScarce && threadIdx.x == 0) places[0] = ahead;
-    const auto load = [&](int tile) {
-      if (tile < tiles) {
-        Load(kScarce ? places[tile % kPlaces] : ahead, tile % kStages);
-        const bool more = tile + 1 < tiles;
-        if (kScarce) {
-          if (threadIdx.x == 0 && more) {
-            Place next = places[tile % kPlaces];
-            line_.Next(&next);
-            places[(tile + 1) % kPlaces] = next;
-          }
-        } else {
-          if (threadIdx.x == 0) places[tile % kPlaces] = ahead;
-          if (more) line_.Next(&ahead);
-        }
+    if (!Keys::kLooksUp && threadIdx.x == 0) places[0] = ahead;
+    typename Keys::Found found{};
+    int piece = 0, begins = -1;  // where the piece begins; the first one's Q comes beside its keys
+    // Code is as far away as keys when a launch begins: there is one copy of all that a tile takes,
+    // and the first rounds only look up and load.
+#pragma unroll 1
+    for (int tile = (Keys::kLooksUp ? 0 : 1) - kStages; tile < max(tiles, 0); ++tile) {
+      const int next = tile + kStages - 1;
+      const bool loads = next < tiles && (!Keys::kLooksUp || next >= 0), more = next + 1 < tiles;
+      typename Keys::Found after{};
+      if constexpr (Keys::kLooksUp) {
+        // Before the wait: behind the loads of a tile it would take as long as they do.
+        if (more) after = keys_.LookUp(ahead);
+      }
+      CopyAsyncWait<kStages - 2>();
+      if constexpr (Keys::kLooksUp) {
+        if (loads) keys_.Settle(found, next);
+        found = after;
+      }
+      __syncthreads();  // this tile has arrived for all, and all are done with the one before
+      if (loads) {
+        const Place& to_load = Keys::kLooksUp || kScarce ? places[next % kPlaces] : ahead;
+        const uint32_t k_tile = Stage(next % kStages);
+        keys_.Load(to_load, next, k_tile, k_tile + KvTile::kBytes);
       }
       CopyAsyncCommit();
-    };
-#pragma unroll 1
-    for (int i = 0; i < kStages - 1; ++i) {
-      if (kScarce) __syncthreads();
-      load(i);
-    }
-    if (threadIdx.x == 0) WithdrawPieces(cta);
-
-    int piece = 0;  // where the piece begins
-#pragma unroll 1
-    for (int tile = 0; tile < tiles; ++tile) {
-      CopyAsyncWait<kStages - 2>();
-      __syncthreads();  // this tile has arrived for all, and all are done with the one before
-      load(tile + kStages - 1);
+      if constexpr (Keys::kLooksUp) {
+        if (more && threadIdx.x == 0) places[(next + 1) % kPlaces] = ahead;
+        if (next + 2 < tiles) line_.Next(&ahead);
+      } else if (more) {
+        if (!kScarce) {
+          line_.Next(&ahead);
+          if (threadIdx.x == 0) places[(next + 1) % kPlaces] = ahead;
+        } else if (threadIdx.x == 0) {
+          Place after_it = places[next % kPlaces];
+          line_.Next(&after_it);
+          places[(next + 1) % kPlaces] = after_it;
+        }
+      }
+      const Place& at = places[max(tile, 0) % kPlaces];
+      if (tile == begins && tiles > 0) Begin(at);
+      if (tile == -1) {
+        if (threadIdx.x == 0) {
+          WithdrawPieces(blockIdx.x);
+          ResetCounter(blockIdx.x);
+        }
+        WriteRowsOfNobody();
+      }
+      if (tile < 0) continue;
       if (threadIdx.x == 0 && tile == max(tiles - kTilesToBegin, 0)) LetNextLaunchBegin();
-      const Place& at = places[tile % kPlaces];
-      if (tile == piece) Begin(at);
       const uint32_t stage = Stage(tile % kStages);
-      Compute(at, stage);
+      Compute(at, tile, stage);
       const bool last = at.tile + 1 == at.rows.tiles;
       if (last || tile + 1 == tiles) {
         const bool whole = last && tile - piece == at.tile;
-        End(at, whole, PieceSlot(cta, piece == 0), DynamicShared() + (stage - shared_));
-        piece = tile + 1;
+        End(at, whole, PieceSlot(blockIdx.x, piece == 0), DynamicShared() + (stage - shared_));
+        piece = begins = tile + 1;
       }
     }
     CopyAsyncWait<0>();
@@ -153,7 +210,9 @@ class SplitForward {
   // The launch that combines begins so many tiles before the end: it takes some microseconds to be
   // there, and looks for its pieces from then on.
   static constexpr int kTilesToBegin = 6;
-  static constexpr bool kScarce = kDim > 192;
+  static constexpr int kStages = Traits::kStages, kPlaces = kStages < 4 ? 4 : 8;
+  static_assert(kPlaces > kStages && OwnLine::kSequences > kStages + 2);
+  static constexpr bool kScarce = kDim > 192 && !Keys::kLooksUp;
 
   // The next launch sees this before it can begin.
   __device__ __forceinline__ void WithdrawPieces(int cta) const {
@@ -162,42 +221,59 @@ class SplitForward {
     __threadfence();
   }
 
+  // Of the launch that takes the sequences that this one leaves.
+  __device__ __forceinline__ void ResetCounter(int cta) const {
+    if constexpr (!Params::kSameRows) {
+      if (cta == 0 && p_.counter != nullptr) *p_.counter = 0;
+    }
+  }
+
   __device__ __forceinline__ uint32_t Stage(int stage) const {
     return shared_ + stage * Traits::kStageBytes;
   }
-  __device__ __forceinline__ void Load(const Place& at, int stage) const {
-    const DenseKeys<T> keys(p_, at.rows.member, at.kv_head);
-    keys.template Load<KvTile, Traits::kThreads>(Stage(stage), Stage(stage) + KvTile::kBytes,
-                                                 at.rows.first_key + at.tile * Traits::kTileKeys,
-                                                 at.rows.kv_len, threadIdx.x);
+
+  // Zeros and -inf.
+  __device__ __forceinline__ void WriteRowsOfNobody() const {
+    if constexpr (!Params::kSameRows) {
+      ForRowsOfNobody(p_, line_.fallen(), [&](int64_t row) {
+        uint4* const o = static_cast<uint4*>(p_.o) + row * p_.num_heads * (p_.value_dim / 8);
+        for (int i = Lane(); i < p_.num_heads * (p_.value_dim / 8); i += 32) {
+          o[i] = uint4{0, 0, 0, 0};
+        }
+        if (p_.lse == nullptr) return;
+        for (int h = Lane(); h < p_.num_heads; h += 32) p_.lse[row * p_.num_heads + h] = -INFINITY;
+      });
+    }
   }
 
   // The A operand of this warp's rows of Q, straight from memory: a load of 4 bytes fills a
   // register. Rows past q_lens are zeros, too. Those that do not exist see every key there is;
   // nobody reads theirs.
   __device__ __forceinline__ void Begin(const Place& at) {
-    const PackedRows packed(p_, at.kv_head);
-    const Sequence s = MemberSequence(p_, at.rows.member);
+    const Sequence& s = line_.SequenceOf(at);
+    const PackedRows packed(p_, at.kv_head, s.q_rows);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = at.rows.first_row + Row(half);
-      const bool there = row < packed.count;
+      const bool there = row < packed.count();
       const int query = packed.Query(row);
       const bool read = there && query < s.q_len;
       first_[half] = there ? s.FirstKey(query) : 0;
       end_[half] = !there ? INT32_MAX : query < s.q_len ? s.EndKey(query) : 0;
       const T* const q =
-          static_cast<const T*>(p_.q) + (read ? packed.Index(p_, s, row) : 0) * p_.head_dim;
+          static_cast<const T*>(p_.q) + (read ? packed.Index(s, row) : 0) * p_.head_dim;
 #pragma unroll
       for (int step = 0; step < kDim / 16; ++step) {
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-          const int column = step * 16 + side * 8 + Lane() % 4 * 2;
+          const int column =
+              step * 16 + (Traits::kNarrow ? Lane() % 4 * 4 + side * 2 : side * 8 + Lane() % 4 * 2);
           queries_.held[step][0][side * 2 + half] =
               read && column < p_.head_dim ? *reinterpret_cast<const uint32_t*>(q + column) : 0;
         }
       }
     }
+    if constexpr (Traits::kNarrow) HoldAsHalf(at.kv_head);
     rows_.max[0][0] = rows_.max[0][1] = -INFINITY;
     rows_.sum[0][0] = rows_.sum[0][1] = 0.0f;
 #pragma unroll
@@ -207,27 +283,108 @@ class SplitForward {
     }
   }
 
-  __device__ __forceinline__ void Compute(const Place& at, uint32_t stage) {
+  __device__ __forceinline__ void Compute(const Place& at, int tile, uint32_t stage) {
     const int own = Part() * Traits::kKeys;  // this warp's first key in the tile
     const uint32_t k_tile = stage + own * KvTile::kRowBytes, v_tile = k_tile + KvTile::kBytes;
     const int key = at.rows.first_key + at.tile * Traits::kTileKeys + own;
-    Multiply<Traits>(rows_, queries_, 0, k_tile, 0, Lane());
+    if constexpr (Traits::kNarrow) {
+      MultiplyNarrow<Traits>(rows_, queries_.held, k_tile, Lane());
+      ScaleProducts(tile, own);
+    } else {
+      Multiply<Traits>(rows_, queries_, 0, k_tile, 0, Lane());
+    }
     if (rules_.finish) ScaleScores<Traits>(p_, rows_);
     const bool whole =
         max(first_[0], first_[1]) <= key && min(end_[0], end_[1]) >= key + Traits::kKeys;
-    if (!__all_sync(~0u, whole)) MaskKeys(key);
-    if (p_.q_segments != nullptr && p_.kv_len > 0) MaskSegmentsOf(at, key);
-    Rescale<Traits>(p_, rows_, rules_.to_log2);
-    Accumulate<Traits>(p_, rows_, rules_.to_log2, v_tile, Lane());
+    if (!__all_sync(~0u, whole) || !keys_.AllThere(tile, own)) MaskKeys(key, tile, own);
+    if (Params::kSameRows && p_.q_segments != nullptr && p_.kv_len > 0) MaskSegmentsOf(at, key);
+    if constexpr (Traits::kNarrow) {
+      const bool scaled = p_.v_scale.each;
+      if (scaled) ScaleValues(tile, own);
+      Rescale<Traits>(p_, rows_, rules_.to_log2);
+      const float* const scales = keys_.ScalesOf(tile).v + own;
+      AccumulateNarrow<Traits>(rows_, rules_.to_log2, v_tile, Lane(), [&](int key, float x) {
+        return scaled ? x * Reciprocal(SomeScale(scales[key])) : x;
+      });
+    } else {
+      Rescale<Traits>(p_, rows_, rules_.to_log2);
+      Accumulate<Traits>(p_, rows_, rules_.to_log2, v_tile, Lane());
+    }
   }
 
-  __device__ __forceinline__ void MaskKeys(int key) {
+  // Q as float16. A row of bfloat16 may be larger than that: then it is smaller by a power of 2,
+  // and its scores larger.
+  __device__ __forceinline__ void HoldAsHalf(int kv_head) {
+    const float k_scale = Keys::ScaleOfHead(p_.k_scale, kv_head);
+    v_scale_ = Keys::ScaleOfHead(p_.v_scale, kv_head);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      score_scale_[half] = k_scale;
+      if constexpr (std::is_same_v<T, __half>) continue;
+      float largest = 0.0f;
+      const auto each = [&](auto visit) {
+#pragma unroll
+        for (int step = 0; step < kDim / 16; ++step) {
+#pragma unroll
+          for (int side = 0; side < 2; ++side) {
+            uint32_t& pair = queries_.held[step][0][side * 2 + half];
+            // bfloat16 is the upper half of a float32.
+            visit(pair, __int_as_float(static_cast<int>(pair << 16)),
+                  __int_as_float(static_cast<int>(pair & 0xffff0000)));
+          }
+        }
+      };
+      each([&](uint32_t&, float low, float high) {
+        largest = fmaxf(largest, fmaxf(fabsf(low), fabsf(high)));
+      });
+      const int exponent = __float_as_int(RowMax(largest)) >> 23;  // 127 more
+      const int less = max(exponent - 127 - 14, 0);
+      const float factor = __int_as_float((127 - less) << 23);
+      score_scale_[half] *= __int_as_float((127 + less) << 23);
+      each([&](uint32_t& pair, float low, float high) {
+        pair = Pack<__half>(low * factor, high * factor);
+      });
+    }
+  }
+
+  // What quantized keys' scales make of products.
+  __device__ __forceinline__ void ScaleProducts(int tile, int own) {
+    const float* const scales = keys_.ScalesOf(tile).k + own;
 #pragma unroll
     for (int n = 0; n < Traits::kKeys / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int j = key + n * 8 + Lane() % 4 * 2 + e % 2;
-        if (j < first_[e / 2] || j >= end_[e / 2]) rows_.s[0][n][e] = -INFINITY;
+        rows_.s[0][n][e] *= score_scale_[e / 2];
+        if (p_.k_scale.each) rows_.s[0][n][e] *= scales[n * 8 + Lane() % 4 * 2 + e % 2];
+      }
+    }
+  }
+  // Where values have scales of their own, a probability is larger by its key's from here on: none
+  // of these products is larger than 1 then. The sum takes it back.
+  __device__ __forceinline__ void ScaleValues(int tile, int own) {
+    const float* const scales = keys_.ScalesOf(tile).v + own;
+    const float from_log2 = Reciprocal(rules_.to_log2);
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float scale = SomeScale(scales[n * 8 + Lane() % 4 * 2 + e % 2]);
+        rows_.s[0][n][e] = fmaf(Log2(scale), from_log2, rows_.s[0][n][e]);
+      }
+    }
+  }
+  // One that has a logarithm: a key whose values are all 0 counts in the sum all the same.
+  __device__ __forceinline__ static float SomeScale(float scale) { return fmaxf(scale, 1e-30f); }
+
+  __device__ __forceinline__ void MaskKeys(int key, int tile, int own) {
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int in_part = n * 8 + Lane() % 4 * 2 + e % 2, j = key + in_part;
+        if (j < first_[e / 2] || j >= end_[e / 2] || !keys_.There(tile, own + in_part)) {
+          rows_.s[0][n][e] = -INFINITY;
+        }
       }
     }
   }
@@ -235,11 +392,11 @@ class SplitForward {
     const int member = at.rows.member;
     const int32_t* const of_queries = p_.q_segments + member * p_.q_len;
     const int32_t* const of_keys = p_.kv_segments + member * p_.kv_len;
-    const PackedRows packed(p_, at.kv_head);
+    const PackedRows packed(p_, at.kv_head, static_cast<int>(p_.q_len));
     int segment[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = min(at.rows.first_row + Row(half), packed.count - 1);
+      const int row = min(at.rows.first_row + Row(half), packed.count() - 1);
       segment[half] = __ldg(of_queries + packed.Query(row));
     }
 #pragma unroll
@@ -268,20 +425,33 @@ class SplitForward {
     float* const o = reinterpret_cast<float*>(place);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float factor = Exp2(own_max[half] - Reference(Top(sums, Row(half)), 1.0f));
+      float factor = Exp2(own_max[half] - Reference(Top(sums, Row(half)), 1.0f));
       float* const row = o + (Part() * Traits::kRows + Row(half)) * kDim;
+      if constexpr (Traits::kNarrow) {
+        factor *= v_scale_;
 #pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) {
-        *reinterpret_cast<float2*>(row + Swapped(n, Row(half)) * 8 + Lane() % 4 * 2) =
-            make_float2(rows_.o[0][n][half * 2] * factor, rows_.o[0][n][half * 2 + 1] * factor);
+        for (int n = 0; n < kDim / 8; n += 2) {  // even columns, odd columns
+          const float (&even)[4] = rows_.o[0][n], (&odd)[4] = rows_.o[0][n + 1];
+          const int at_chunk = Swapped(n + Lane() % 4 / 2, Row(half)) * 8 + Lane() % 2 * 4;
+          *reinterpret_cast<float4*>(row + at_chunk) =
+              make_float4(even[half * 2] * factor, odd[half * 2] * factor,
+                          even[half * 2 + 1] * factor, odd[half * 2 + 1] * factor);
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < kDim / 8; ++n) {
+          *reinterpret_cast<float2*>(row + Swapped(n, Row(half)) * 8 + Lane() % 4 * 2) =
+              make_float2(rows_.o[0][n][half * 2] * factor, rows_.o[0][n][half * 2 + 1] * factor);
+        }
       }
     }
     __syncthreads();
     // Four columns a thread, kDim / 4 threads a row.
     constexpr int kAcross = kDim / 4;
-    const PackedRows packed(p_, at.kv_head);
-    const Sequence s = MemberSequence(p_, at.rows.member);
-    const int rows = min(Traits::kRows, packed.count - at.rows.first_row);
+    const Sequence& s = line_.SequenceOf(at);
+    const PackedRows packed(p_, at.kv_head, s.q_rows);
+    const int rows = min(Traits::kRows, packed.count() - at.rows.first_row);
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * kAcross; i += Traits::kThreads) {
       const int row = i / kAcross, column = i % kAcross * 4;
       if (column >= p_.value_dim) continue;
@@ -322,18 +492,22 @@ class SplitForward {
     return Warp() % kTileBlocks * 16 + half * 8 + Lane() / 4;
   }
 
-  const ShareParams& p_;
-  const Line<Traits::kTileKeys, Traits::kThreads> line_;
+  const Params& p_;
+  const int cta_;  // of its line
+  const OwnLine line_;
+  Keys keys_;
   const uint32_t shared_;
   const ScoreRules rules_;
   QueryFragments<Traits> queries_;
   ForwardRows<Traits> rows_;
-  int first_[2], end_[2];  // the keys that this thread's rows see
+  int first_[2], end_[2];           // the keys that this thread's rows see
+  float score_scale_[2], v_scale_;  // of a cache of 8 bits
 };
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kSplit.ctas)
-    AttentionSplit(const __grid_constant__ ShareParams p) {
+    AttentionSplit(const __grid_constant__ typename Traits::Params p) {
+  Traits::Keys::Prefetch(p);
   SplitForward<Traits>(p).Run();
 }
 

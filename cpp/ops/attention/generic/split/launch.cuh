@@ -23,47 +23,69 @@ cudaError_t PreferShared(Kernel kernel) {
                               cudaSharedmemCarveoutMaxShared);
 }
 
+// The kernel that puts together what another one leaves.
+template <typename Traits>
+constexpr auto CombineOf() {
+  return AttentionCombine<typename Traits::T, Traits::kTileKeys, typename Traits::Keys::Members>;
+}
+
 // What is the same for all launches of a kernel; whether combine's may begin before its CTAs end.
 template <typename Traits>
 cudaError_t Prepare(bool* early) {
   cudaError_t status = cudaFuncSetAttribute(
       AttentionSplit<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
   if (status == cudaSuccess) status = PreferShared(AttentionSplit<Traits>);
-  if constexpr (!Traits::kWide) {
-    const auto combine = AttentionCombine<typename Traits::T, Traits::kTileKeys>;
-    if (status == cudaSuccess) status = PreferShared(combine);
-    if (status == cudaSuccess) status = BeginsEarly(combine, early);
+  if constexpr (Traits::kCombines) {
+    if (status == cudaSuccess) status = PreferShared(CombineOf<Traits>());
+    if (status == cudaSuccess) status = BeginsEarly(CombineOf<Traits>(), early);
   }
   return status;
 }
 
-// So many CTAs, and those that put pieces together if there may be any.
+// The CTAs of all lines, and those that put pieces together if there may be any.
 template <typename Traits>
-cudaError_t LaunchPieces(const AttentionCall& a, const SplitWork& work, const Gpu& gpu,
-                         int32_t ctas, cudaStream_t stream) {
+cudaError_t LaunchPieces(const typename Traits::Params& p, const SplitWork& work, const Cut& cut,
+                         const Gpu& gpu, cudaStream_t stream) {
   static PerDevice<bool> prepared;
   bool early = false;
   cudaError_t status = prepared.Get(gpu.device, &early, Prepare<Traits>);
   if (status != cudaSuccess) return status;
-  const ShareParams p = MakeShareParams(a, work, ctas);
-  status = LaunchGrid(AttentionSplit<Traits>, dim3(static_cast<unsigned>(ctas)), Traits::kThreads,
-                      Traits::kSharedBytes, stream, p);
-  if constexpr (!Traits::kWide) {
-    if (status != cudaSuccess || NoneIsCut(work, ctas)) return status;
-    const int64_t rows = std::min<int64_t>(p.rows, a.q_len * p.group);
-    const int64_t threads = rows * (a.value_dim / 4) * p.joining;
-    const dim3 grid(static_cast<unsigned>(p.combine_units ? work.units : ctas - 1),
+  const auto ctas = static_cast<unsigned>(cut.lines * cut.ctas);
+  status = LaunchGrid(AttentionSplit<Traits>, dim3(ctas), Traits::kThreads, Traits::kSharedBytes,
+                      stream, p);
+  if constexpr (Traits::kCombines) {
+    if (status != cudaSuccess || NoneIsCut(work, cut)) return status;
+    const int64_t threads = work.filled * (p.value_dim / 4) * p.joining;
+    const int64_t of_line = p.combine_units ? cut.units : cut.ctas - 1;
+    const dim3 grid(static_cast<unsigned>(cut.lines * of_line),
                     static_cast<unsigned>((threads + kCombineThreads - 1) / kCombineThreads));
-    status = LaunchDependentGrid(AttentionCombine<typename Traits::T, Traits::kTileKeys>, early,
-                                 grid, kCombineThreads, stream, p);
+    const typename Traits::Keys::Members& members = p;
+    status =
+        LaunchDependentGrid(CombineOf<Traits>(), early, grid, kCombineThreads, stream, members);
   }
   return status;
 }
 
+// CTAs that the GPU has places for at a time.
+template <typename Traits>
+int64_t PlacesFor(const Gpu& gpu) {
+  constexpr int kBesides = 4096;  // bytes of a CTA: its own variables, and what the driver keeps
+  const int fit = gpu.multiprocessor_shared / (Traits::kSharedBytes + kBesides);
+  return std::min(int64_t{gpu.multiprocessors} * std::clamp(fit, 1, Traits::kSplit.ctas),
+                  int64_t{kMostCtas});
+}
+
+// NULL, or that a launch cannot count so many tiles.
+inline const char* CheckTiles(const SplitWork& work, int64_t tiles_of_unit) {
+  if (work.units <= INT32_MAX / tiles_of_unit) return nullptr;
+  return Message("attention: " + std::to_string(tiles_of_unit) + " KV tiles for each of " +
+                 std::to_string(work.units) +
+                 " heads are more than one launch can have; split the batch");
+}
+
 template <typename T, int kDim, int kTileBlocks>
 const char* LaunchSplitAs(const AttentionCall& a, cudaStream_t stream) {
-  using Narrow = SplitTraits<T, kDim, kTileBlocks>;
-  constexpr int kBesides = 2048;  // bytes of a CTA: its own variables, and what the driver keeps
+  using Narrow = SplitTraits<T, kDim, kTileBlocks, DenseKeys>;
   Gpu gpu{};
   if (const char* error = AskGpu(&gpu)) return error;
   // Of consumer GPUs a CTA can have 99 KiB, too little for head dims beyond 192.
@@ -72,28 +94,20 @@ const char* LaunchSplitAs(const AttentionCall& a, cudaStream_t stream) {
     return "attention: q_len * num_heads / num_kv_heads must be an int32";
   }
   const SplitWork work = WorkOf(a);
-  const auto tiles_of_unit = [&](int64_t keys) {
-    return std::max<int64_t>((a.kv_len + keys - 1) / keys, 1);
-  };
-  const int64_t tiles = tiles_of_unit(Narrow::kTileKeys);
-  if (work.units > INT32_MAX / tiles) {
-    return Message("attention: " + std::to_string(tiles) + " KV tiles for each of " +
-                   std::to_string(work.units) +
-                   " heads are more than one launch can have; split the batch");
-  }
+  const int64_t tiles = TilesOfUnit(a.kv_len, Narrow::kTileKeys);
+  if (const char* error = CheckTiles(work, tiles)) return error;
   // A CTA for every place on the GPU, if there is a tile for each.
-  const int fit = gpu.multiprocessor_shared / (Narrow::kSharedBytes + kBesides);
-  const int64_t places = std::min(
-      int64_t{gpu.multiprocessors} * std::clamp(fit, 1, Narrow::kSplit.ctas), int64_t{kMostCtas});
-  const int32_t ctas = CtasFor(work, tiles, places);
+  const Cut cut = CutFor(work, a.num_kv_heads, tiles, PlacesFor<Narrow>(gpu));
   if constexpr (HasWide(kDim)) {
-    using Wide = SplitTraits<T, kDim, kTileBlocks, true>;
-    const int32_t wide = CtasFor(work, tiles_of_unit(Wide::kTileKeys), gpu.multiprocessors);
-    if (!NoneIsCut(work, ctas) && NoneIsCut(work, wide) && Wide::kSharedBytes <= gpu.cta_shared) {
-      return CudaResult(LaunchPieces<Wide>(a, work, gpu, wide, stream));
+    using Wide = SplitTraits<T, kDim, kTileBlocks, DenseKeys, true>;
+    const int64_t wide_tiles = TilesOfUnit(a.kv_len, Wide::kTileKeys);
+    const Cut wide = CutFor(work, a.num_kv_heads, wide_tiles, gpu.multiprocessors);
+    if (!NoneIsCut(work, cut) && NoneIsCut(work, wide) && Wide::kSharedBytes <= gpu.cta_shared) {
+      return CudaResult(
+          LaunchPieces<Wide>(MakeShareParams(a, work, wide), work, wide, gpu, stream));
     }
   }
-  return CudaResult(LaunchPieces<Narrow>(a, work, gpu, ctas, stream));
+  return CudaResult(LaunchPieces<Narrow>(MakeShareParams(a, work, cut), work, cut, gpu, stream));
 }
 
 template <typename T, int kDim>

@@ -11,34 +11,56 @@ namespace kvblock::generic {
 
 // The work of a call, as the host knows it. Lengths lie on the device: there may be less.
 struct SplitWork {
-  int64_t row_tiles;  // of a member and key head
-  int64_t units;      // tiles of rows of all members and key heads
-  bool same_keys;     // all members have as many keys
-  bool alike;         // all units have as many KV tiles
+  int32_t rows;    // of a tile of packed rows
+  int64_t filled;  // of these, those that there are, about
+  int64_t units;   // tiles of rows of all members and key heads, at the most
+  bool same_keys;  // all members have as many keys, as far as the host knows
+  bool alike;      // all units have as many KV tiles
 };
 
 inline SplitWork WorkOf(const AttentionCall& a) {
-  const int64_t rows = a.q_len * (a.num_heads / a.num_kv_heads), tile = TileRows(rows);
+  const int64_t rows = a.q_len * (a.num_heads / a.num_kv_heads);
+  const int32_t tile = TileRows(rows);
   const int64_t row_tiles = (rows + tile - 1) / tile;
   const bool alike = row_tiles == 1 && !a.kv_lens && !a.q_lens && !a.shift;
-  return {row_tiles, a.batch * row_tiles * a.num_kv_heads, !a.kv_lens, alike};
+  return {tile, std::min<int64_t>(tile, rows), a.batch * row_tiles * a.num_kv_heads, !a.kv_lens,
+          alike};
 }
 
-// CTAs for units of so many KV tiles, at most `places`. All places, but if a few fewer give each
-// unit the same number of CTAs, or each CTA the same number of units: then fewer are cut.
-inline int32_t CtasFor(const SplitWork& work, int64_t tiles_of_unit, int64_t places) {
-  const int64_t units = work.units;
-  if (units * tiles_of_unit <= places) return static_cast<int32_t>(units * tiles_of_unit);
-  if (!work.same_keys) return static_cast<int32_t>(places);
-  const int64_t each = (units + places - 1) / places;  // units of a CTA
-  const int64_t even = units <= places ? places / units * units : units / each;
-  const bool fits = units <= places || units % each == 0;
-  return static_cast<int32_t>(fits && even * 100 >= places * 94 ? even : places);
+// One that sees nothing has a tile, too.
+inline int64_t TilesOfUnit(int64_t keys, int64_t tile) {
+  return std::max<int64_t>((keys + tile - 1) / tile, 1);
+}
+
+// How a launch is cut: lines, and the CTAs of each (schedule/shares.cuh).
+struct Cut {
+  int32_t lines, ctas;
+  int64_t units;  // of a line
+};
+
+// For units of so many KV tiles, at most `places` CTAs. As many heads side by side as there can be
+// without leaving many places empty. Then all places, but if a few fewer give each unit the same
+// number of CTAs, or each CTA the same number of units: then fewer are cut.
+inline Cut CutFor(const SplitWork& work, int32_t heads, int64_t tiles_of_unit, int64_t places) {
+  int64_t lines = 1;
+  for (int64_t some = 2; some <= std::min<int64_t>(heads, places); ++some) {
+    if (heads % some == 0 && places / some * some * 100 >= places * 96) lines = some;
+  }
+  const int64_t units = work.units / lines, most = places / lines;
+  const auto cut = [&](int64_t ctas) {
+    return Cut{static_cast<int32_t>(lines), static_cast<int32_t>(ctas), units};
+  };
+  if (units * tiles_of_unit <= most) return cut(units * tiles_of_unit);
+  if (!work.same_keys) return cut(most);
+  const int64_t each = (units + most - 1) / most;  // units of a CTA
+  const int64_t even = units <= most ? most / units * units : units / each;
+  const bool fits = units <= most || units % each == 0;
+  return cut(fits && even * 100 >= most * 94 ? even : most);
 }
 
 // Whether no unit is cut between CTAs, for certain.
-inline bool NoneIsCut(const SplitWork& work, int32_t ctas) {
-  return ctas <= 1 || (work.alike && work.units % ctas == 0);
+inline bool NoneIsCut(const SplitWork& work, const Cut& cut) {
+  return cut.ctas <= 1 || (work.alike && cut.units % cut.ctas == 0);
 }
 
 // How many threads share out the pieces of a row: each has five at most, if units are alike. Where
@@ -48,20 +70,24 @@ inline int32_t ThreadsThatJoin(int64_t units, int32_t ctas) {
   return pieces < 6 ? 1 : pieces < 12 ? 2 : pieces < 24 ? 4 : 8;
 }
 
-inline ShareParams MakeShareParams(const AttentionCall& a, const SplitWork& work, int32_t ctas) {
+inline ShareParams MakeShareParams(const AttentionCall& a, const SplitWork& work, const Cut& cut) {
   ShareParams p{};
   static_cast<AttentionParams&>(p) = MakeAttentionParams(a);
-  p.rows = TileRows(a.q_len * p.group);
-  p.row_tiles = static_cast<int32_t>(work.row_tiles);
+  p.rows = work.rows;
+  p.by_group = FastDiv(static_cast<uint32_t>(p.group));
   p.alike = work.alike;
-  p.ctas = ctas;
-  p.ctas_inverse = static_cast<uint32_t>(((int64_t{1} << 32) + ctas - 1) / ctas);
-  p.combine_units = work.units < ctas;
-  p.joining = ThreadsThatJoin(work.units, ctas);
+  p.lines = cut.lines;
+  p.heads = p.num_kv_heads / cut.lines;
+  p.by_lines = FastDiv(static_cast<uint32_t>(cut.lines));
+  p.ctas = cut.ctas;
+  p.ctas_inverse = static_cast<uint32_t>(((int64_t{1} << 32) + cut.ctas - 1) / cut.ctas);
+  p.combine_units = cut.units < cut.ctas;
+  p.joining = ThreadsThatJoin(cut.units, cut.ctas);
   float* const pieces = static_cast<float*>(a.workspace);
   p.piece_o = pieces;
-  p.piece_lse = pieces + 2 * static_cast<int64_t>(ctas) * p.rows * a.value_dim;
-  p.piece_there = reinterpret_cast<int32_t*>(p.piece_lse + 2 * static_cast<int64_t>(ctas) * p.rows);
+  const int64_t places = 2 * int64_t{cut.lines} * cut.ctas * p.rows;
+  p.piece_lse = pieces + places * a.value_dim;
+  p.piece_there = reinterpret_cast<int32_t*>(p.piece_lse + places);
   return p;
 }
 

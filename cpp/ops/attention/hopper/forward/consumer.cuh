@@ -18,8 +18,10 @@ namespace kvblock::hopper {
 template <typename Traits>
 class Consumer {
  public:
-  __device__ __forceinline__ Consumer(const AttentionParams& p, ForwardShared<Traits>& shared,
-                                      int group)
+  using Params = typename Traits::Params;
+  using Item = typename Traits::Item;
+
+  __device__ __forceinline__ Consumer(const Params& p, ForwardShared<Traits>& shared, int group)
       : p_(p), shared_(shared), group_(group) {
     rules_ = Traits::kKind == ForwardKind::kGeneral ? MakeScoreRules(p)
                                                     : ScoreRules{false, p.scale * kLog2E};
@@ -65,6 +67,7 @@ class Consumer {
     constexpr int kColumns = Traits::kKeys / 8, kHalf = kColumns / 2;
     float factor[2], sum[2][2] = {};
     BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+    FenceRows();
     WgmmaFence();
     IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
     WgmmaCommit();
@@ -99,13 +102,14 @@ class Consumer {
       }
       const Stage values = keys_.Before();
       BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+      if (Traits::kPaged) TakeValues(values);     // here, and so with one fence
       flags = shared_.steps[steps_.stage].flags;  // before the products: it takes a while
       if (Traits::kTiles.turns) WaitTurn();
       Pin(rows);
       WgmmaFence();
       IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
       WgmmaCommit();
-      TakeValues(values);
+      if (!Traits::kPaged) TakeValues(values);
       WgmmaFence();
       IssueValues<Traits>(rows, ValuesOperand(values), begins);
       WgmmaCommit();
@@ -129,7 +133,7 @@ class Consumer {
         KeepAfter(rows.o());
         if (!ends) Rescale<Traits>(rows, factor);
       } else {
-        asm volatile("wgmma.wait_group.sync.aligned 0; // no row has moved" ::: "memory");
+        WgmmaWaitApart();
         KeepAfter(rows.o());
       }
       LeaveKeys(&shared_.v_empty[values.stage]);
@@ -200,15 +204,31 @@ class Consumer {
   __device__ __forceinline__ void Finish(const Item& item, int flags, Rows<Traits>& rows) {
     const bool masked = flags & Step::kMasked;
     clear_from_ = Traits::kKeys;
+    clear_to_ = 0;
     if constexpr (Traits::kCapped) LargestSizes(rows, sizes_);
     if (rules_.finish || masked) {
       const Step& step = shared_.steps[steps_.stage];
       const int first = step.first, end = step.end;
-      if (flags & Step::kDirty) clear_from_ = end - first;
+      if (flags & Step::kDirty) {
+        clear_from_ = end - first;
+        if constexpr (Traits::kPaged) {
+          const Sequence& all = item.sequence;
+          clear_from_ = max(min(all.EndKey(all.q_len - 1) - first, Traits::kKeys), 0);
+          clear_to_ = all.FirstKey(0) - first;
+        }
+      }
       Sequence s = item.sequence;
       s.kv_len = min(s.kv_len, end);
       const int query = item.first + FirstRow();
-      if (Traits::kKind == ForwardKind::kGeneral) {
+      if constexpr (Traits::kPaged) {
+        const int row = FirstRow() + Lane() / 4;
+        MaskBand<Traits>(
+            s, rows.state, [&](int n) { return PlaceOf<Traits>(p_, item, row + n).query; },
+            first + Lane() % 4 * 2);
+        if (flags & Step::kHoles) {
+          MaskHoles<Traits>(shared_.paged.holes[keys_.stage], rows, Lane());
+        }
+      } else if (Traits::kKind == ForwardKind::kGeneral) {
         FinishScores<Traits>(p_, s, rules_, masked, flags & Step::kSegments, item.head, rows.state,
                              query, first, Lane());
       } else {
@@ -266,10 +286,21 @@ class Consumer {
   // V of the tile before has arrived, with all its rows in order.
   __device__ __forceinline__ void TakeValues(Stage values) {
     BarrierWait(SharedAddress(&shared_.v_full[values.stage]), values.phase);
+    FenceRows();
     if (clear_from_ < Traits::kKeys) {
-      ClearRows<Traits>(shared_.v[values.stage], clear_from_, Thread(),
+      ClearRows<Traits>(shared_.v[values.stage], clear_from_, Traits::kKeys, Thread(),
                         1 + Traits::kConsumers + group_);
     }
+    if constexpr (Traits::kPaged) {
+      if (clear_to_ > 0) {
+        ClearRows<Traits>(shared_.v[values.stage], 0, clear_to_, Thread(),
+                          1 + Traits::kConsumers + group_);
+      }
+    }
+  }
+  // Behind the arrival of rows that other threads have copied, in front of products.
+  __device__ __forceinline__ void FenceRows() const {
+    if (!LoadsBoxes<Traits>(p_)) FenceAsync();
   }
   __device__ __forceinline__ void LeaveStep() {
     BarrierArrive(SharedAddress(&shared_.step_empty[steps_.stage]));
@@ -325,7 +356,7 @@ class Consumer {
   __device__ __forceinline__ static int Thread() { return threadIdx.x % kWarpgroup; }
   __device__ __forceinline__ static int Lane() { return threadIdx.x % 32; }
 
-  const AttentionParams& p_;
+  const Params& p_;
   ForwardShared<Traits>& shared_;
   const int group_;
   ScoreRules rules_;
@@ -334,6 +365,7 @@ class Consumer {
   float sizes_[2];
   bool tiny_ = false;
   int clear_from_ = Traits::kKeys;  // rows of V from here on are not to be seen
+  int clear_to_ = 0;                // nor those before this one
   int items_ = 0;
   StageCount<kSteps> steps_;
   StageCount<Traits::kQueryStages> queries_;

@@ -51,6 +51,9 @@
 // Keys of a tile that are none of this sequence's (past kv_lens, in the next packed sequence, in an
 // unlisted tile) come along with the copy. Their scores are masked, and their rows of V are cleared
 // (ClearRows), since a probability of 0 does not cancel a NaN.
+//
+// Keys in the blocks of a cache come to the same places, by bulk copies of parts of blocks
+// (block_loader.cuh) or, where blocks are too small, row by row by two warps (row_loader.cuh).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -59,11 +62,14 @@
 
 #include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
+#include "device/shared.cuh"
 #include "device/tensor_copy.cuh"
 #include "device/warpgroup.cuh"
+#include "ops/attention/hopper/forward/block_loader.cuh"
 #include "ops/attention/hopper/forward/consumer.cuh"
 #include "ops/attention/hopper/forward/loader.cuh"
 #include "ops/attention/hopper/forward/planner.cuh"
+#include "ops/attention/hopper/forward/row_loader.cuh"
 #include "ops/attention/hopper/forward/shared.cuh"
 #include "ops/attention/hopper/forward/writer.cuh"
 
@@ -71,27 +77,28 @@ namespace kvblock::hopper {
 
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
-    AttentionForward(const __grid_constant__ ForwardParams p,
+    AttentionForward(const __grid_constant__ typename Traits::Params p,
                      const __grid_constant__ ForwardMaps maps) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) char raw[];
-  auto& shared = *reinterpret_cast<ForwardShared<Traits>*>(raw);
+  auto& shared = DynamicSharedAs<ForwardShared<Traits>>();
   constexpr int kWarps = Traits::kConsumers * 4;
   if (threadIdx.x == 0) {
     PrefetchTensorMap(maps.q);
-    PrefetchTensorMap(maps.k);
-    PrefetchTensorMap(maps.v);
+    if (LoadsBoxes<Traits>(p)) {
+      PrefetchTensorMap(maps.k);
+      PrefetchTensorMap(maps.v);
+    }
     PrefetchTensorMap(maps.o);
 #pragma unroll
     for (int stage = 0; stage < Traits::kQueryStages; ++stage) {
-      BarrierInit(SharedAddress(&shared.q_full[stage]), 1);
+      BarrierInit(SharedAddress(&shared.q_full[stage]), QueryArrivals<Traits>(p));
       BarrierInit(SharedAddress(&shared.q_empty[stage]), kWarps);
     }
 #pragma unroll
     for (int stage = 0; stage < Traits::kStages; ++stage) {
-      BarrierInit(SharedAddress(&shared.k_full[stage]), 1);
+      BarrierInit(SharedAddress(&shared.k_full[stage]), LoadArrivals<Traits>(p));
       BarrierInit(SharedAddress(&shared.k_empty[stage]), kWarps * Traits::kCluster);
-      BarrierInit(SharedAddress(&shared.v_full[stage]), 1);
+      BarrierInit(SharedAddress(&shared.v_full[stage]), LoadArrivals<Traits>(p));
       BarrierInit(SharedAddress(&shared.v_empty[stage]), kWarps * Traits::kCluster);
     }
 #pragma unroll
@@ -106,6 +113,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     FenceBarrierInit();
   }
+  if constexpr (Traits::kPaged) ClearSpareQueries(p, shared);
   if (Traits::kCluster > 1) {
     ClusterMeet();
   } else {
@@ -117,8 +125,16 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     GiveRegisters<Traits::kTiles.producer_registers>();
     if (threadIdx.x < 32) {
       Planner<Traits>(p, shared).Run();
-    } else if (threadIdx.x == 32) {
-      Loader<Traits>(maps, shared).Run();
+    } else if (Traits::kPaged && threadIdx.x / 32 % 2 == 1) {
+      if constexpr (Traits::kPaged) {
+        if (p.box_rows == 0) {
+          RowLoader<Traits>(p, maps.q, shared, threadIdx.x / 64).Run();
+        } else if (threadIdx.x < 64) {
+          BlockLoader<Traits>(p, maps, shared).Run();
+        }
+      }
+    } else if (!Traits::kPaged && threadIdx.x == 32) {
+      if constexpr (!Traits::kPaged) Loader<Traits>(maps, shared).Run();
     } else if (Traits::kStagesOutput && threadIdx.x >= 64 && threadIdx.x < 96) {
       Writer<Traits>(p, maps.o, shared).Run();
     }

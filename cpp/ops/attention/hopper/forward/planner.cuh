@@ -5,26 +5,38 @@
 #include <cstdint>
 
 #include "device/cluster.cuh"
+#include "device/grid_size.cuh"
 #include "device/mbarrier.cuh"
 #include "device/opaque.cuh"
 #include "ops/attention/hopper/forward/shared.cuh"
+#include "ops/attention/schedule/long_tiles.cuh"
 
 namespace kvblock::hopper {
-
-// gridDim.x, read where it is needed.
-__device__ __forceinline__ int GridSize() {
-  int size;
-  asm volatile("mov.u32 %0, %%nctaid.x;" : "=r"(size));
-  return size;
-}
 
 template <typename Traits>
 class Planner {
  public:
-  __device__ __forceinline__ Planner(const ForwardParams& p, ForwardShared<Traits>& shared)
+  __device__ __forceinline__ Planner(const typename Traits::Params& p,
+                                     ForwardShared<Traits>& shared)
       : p_(p), shared_(shared), lane_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void Run() {
+    if constexpr (Traits::kPaged) {
+      PlanLongTiles();
+    } else {
+      PlanTiles();
+    }
+    if (lane_ == 0) shared_.items[item_].is = Item::kEnd;
+    Prepare({0, 0, 0, item_});
+    Publish(0);
+  }
+
+ private:
+  using Walk = typename Traits::Walk;
+  using Item = typename Traits::Item;
+  static constexpr bool kDense = Traits::kDense;
+
+  __device__ __forceinline__ void PlanTiles() {
     const bool counted = Traits::kCluster == 1 && p_.counter != nullptr;
     unsigned index = blockIdx.x;
     for (int round = 0;; ++round) {
@@ -38,14 +50,43 @@ class Planner {
         index = GridSize() + __shfl_sync(~0u, count, 0);
       }
     }
-    if (lane_ == 0) shared_.items[item_].is = Item::kEnd;
-    Prepare({0, 0, 0, item_});
-    Publish(0);
   }
 
- private:
-  using Walk = typename Traits::Walk;
-  static constexpr bool kDense = Traits::kDense;
+  // In the order of rounds.cuh, of tiles that only the device can count.
+  __device__ __forceinline__ void PlanLongTiles() {
+    LongTiles long_tiles(p_, p_.queries);
+    const unsigned tiles = long_tiles.Count(), units = p_.num_pairs;
+    const bool counted = p_.counter != nullptr;
+    for (unsigned index = blockIdx.x; index < tiles * units;) {
+      const unsigned section = index / (p_.section_pairs * tiles) * p_.section_pairs;
+      const unsigned in_section = index - section * tiles;
+      const unsigned side = min(static_cast<unsigned>(p_.section_pairs), units - section);
+      const unsigned nth = in_section / side;
+      int member, tile;
+      long_tiles.Find(static_cast<int>(nth), &member, &tile);
+      const unsigned count =
+          PlanLongTile(static_cast<int>(section + in_section - nth * side), member, tile, counted);
+      index = counted ? GridSize() + __shfl_sync(~0u, count, 0) : index + GridSize();
+    }
+  }
+  __device__ __forceinline__ unsigned PlanLongTile(int unit, int member, int tile, bool counted) {
+    Item& item = shared_.items[item_];
+    const Sequence found = MemberSequence(p_, member);
+    const int first = tile * p_.queries, end = min(first + p_.queries, found.q_len);
+    if (lane_ == 0) {
+      const int pack = static_cast<int>(p_.by_pack.d);
+      item.sequence = found;
+      item.first = first;
+      item.head = unit * pack;
+      item.kv_head = unit / p_.kv_units;
+      item.q_row = static_cast<int>(found.q_row) + first;
+      item.kv_row = item.batch = 0;
+      item.rows = (end - first) * pack;
+      found.VisibleKeys(first, end, &item.key_begin, &item.key_end);
+    }
+    __syncwarp();
+    return PlanSteps(first, end, counted);
+  }
 
   // How many tiles were counted before this one; in lane 0.
   __device__ __forceinline__ unsigned Count() {
@@ -84,9 +125,15 @@ class Planner {
     }
     __syncwarp();
     const int end = first + (heads ? Traits::kQueries : Traits::kClusterQueries);
+    return PlanSteps(first, min(end, item.sequence.q_len), counted);
+  }
+
+  // The KV tiles of the item, whose queries (with those of its cluster) are [first, end).
+  __device__ __forceinline__ unsigned PlanSteps(int first, int end, bool counted) {
+    Item& item = shared_.items[item_];
     const Sequence& s = item.sequence;
     {
-      const Walk walk(p_, s, item.head, first, min(end, s.q_len));
+      const Walk walk(p_, s, item.head, first, end);
       if (lane_ == 0) shared_.walk = walk.state();
       __syncwarp();
     }
@@ -119,7 +166,12 @@ class Planner {
           (AllVisible(walk) ? 0 : Step::kMasked) | (walk.one_segment() ? 0 : Step::kSegments);
       *step = {walk.first(), walk.limit(), flags, item_};
       const int rows = static_cast<int>(p_.kv_len) - shared_.items[item_].kv_row;  // then zeros
-      if (!kDense && step->end < min(step->first + Traits::kKeys, rows)) {
+      if constexpr (Traits::kPaged) {
+        // No query of the sequence sees what lies beside these.
+        const bool beside =
+            step->first < s.FirstKey(0) || step->first + Traits::kKeys > s.EndKey(s.q_len - 1);
+        if (beside && p_.box_rows > 0) step->flags |= Step::kDirty;
+      } else if (!kDense && step->end < min(step->first + Traits::kKeys, rows)) {
         step->flags |= Step::kDirty;
       }
     }
@@ -150,7 +202,7 @@ class Planner {
     ++published_;
   }
 
-  const ForwardParams& p_;
+  const typename Traits::Params& p_;
   ForwardShared<Traits>& shared_;
   const int lane_;
   int item_ = 0;

@@ -248,16 +248,32 @@ __device__ __forceinline__ void Rescale(Rows<Traits>& rows, const float (&factor
   }
 }
 
-// Clears the rows of a V tile from `from` on, for this warpgroup's products. The other consumers do
+// -inf for keys that are in no block.
+template <typename Traits>
+__device__ __forceinline__ void MaskHoles(
+    const uint32_t (&holes)[Traits::kLoadWarps][Traits::kWarpWords], Rows<Traits>& rows, int lane) {
+  auto& s = rows.state.s[0];
+#pragma unroll
+  for (int n = 0; n < Traits::kKeys / 8; ++n) {
+    const int warp = n * 8 / Traits::kWarpKeys, key = n * 8 % Traits::kWarpKeys;
+    const uint32_t pair = holes[warp][key / 32] >> (key % 32 + lane % 4 * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (pair >> (e % 2) & 1) s[n][e] = -INFINITY;
+    }
+  }
+}
+
+// Clears rows of a V tile, for this warpgroup's products. The other consumers do
 // the same for theirs; all write zeros.
 template <typename Traits>
-__device__ __forceinline__ void ClearRows(char* v, int from, int thread, int barrier) {
+__device__ __forceinline__ void ClearRows(char* v, int from, int end, int thread, int barrier) {
   constexpr int kPieces = kChunkRowBytes / 16;  // of 16 bytes in a row
 #pragma unroll 1
   for (int c = 0; c < Traits::kValueChunks; ++c) {
     uint4* chunk = reinterpret_cast<uint4*>(v + c * Traits::kKeys * kChunkRowBytes);
 #pragma unroll 1
-    for (int i = from * kPieces + thread; i < Traits::kKeys * kPieces; i += kWarpgroup) {
+    for (int i = from * kPieces + thread; i < end * kPieces; i += kWarpgroup) {
       chunk[i] = uint4{};
     }
   }
@@ -285,9 +301,32 @@ __device__ __forceinline__ void StageOutput(const float (&factor)[2], Rows<Trait
   }
 }
 
+// The query and the head of a row of the tile.
+struct RowPlace {
+  int query, head;
+};
+template <typename Traits>
+__device__ __forceinline__ RowPlace PlaceOf(const typename Traits::Params& p,
+                                            const typename Traits::Item& item, int row) {
+  if constexpr (Traits::kPaged) {
+    const int query = static_cast<int>(p.by_pack(static_cast<uint32_t>(row)));
+    return {item.first + query, item.head + row - query * static_cast<int>(p.by_pack.d)};
+  } else {
+    return {item.first + row, item.head};
+  }
+}
+// Whether that row of the tile is one of so many queries.
+template <typename Traits>
+__device__ __forceinline__ bool IsAmong(const typename Traits::Item& item, int row, int query,
+                                        int queries) {
+  if constexpr (Traits::kPaged) return row < item.rows;
+  return query < queries;
+}
+
 // The same from the registers to global memory.
 template <typename Traits>
-__device__ __forceinline__ void StoreOutput(const AttentionParams& p, const Item& item,
+__device__ __forceinline__ void StoreOutput(const typename Traits::Params& p,
+                                            const typename Traits::Item& item,
                                             const float (&factor)[2], Rows<Traits>& rows, int row,
                                             int lane) {
   using T = typename Traits::T;
@@ -298,11 +337,13 @@ __device__ __forceinline__ void StoreOutput(const AttentionParams& p, const Item
   const int column = lane % 2 * 8 + lane % 4 / 2 * 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int query = item.first + row + half * 8 + lane / 4;
-    T* const o = static_cast<T*>(p.o) +
-                 ((s.q_row + query) * p.num_heads + item.head) * static_cast<int64_t>(p.value_dim) +
-                 column;
-    const int columns = query < s.q_rows ? p.value_dim - column : 0;
+    const int of_tile = row + half * 8 + lane / 4;
+    const RowPlace at = PlaceOf<Traits>(p, item, of_tile);
+    T* const o =
+        static_cast<T*>(p.o) +
+        ((s.q_row + at.query) * p.num_heads + at.head) * static_cast<int64_t>(p.value_dim) + column;
+    const bool there = IsAmong<Traits>(item, of_tile, at.query, s.q_rows);
+    const int columns = there ? p.value_dim - column : 0;
 #pragma unroll
     for (int n = 0; n < Traits::kValueDim / 8; n += 2) {
       uint32_t words[2];
@@ -329,17 +370,20 @@ struct RowLse {
 // Joins the sink. O is to be multiplied by `factor`; it becomes 0 here where a row attends to
 // nothing.
 template <typename Traits>
-__device__ __forceinline__ RowLse FinishRows(const AttentionParams& p, const Item& item,
-                                             const RowSums& sums, Rows<Traits>& rows,
-                                             float (&factor)[2], int row, int lane) {
+__device__ __forceinline__ RowLse FinishRows(const typename Traits::Params& p,
+                                             const typename Traits::Item& item, const RowSums& sums,
+                                             Rows<Traits>& rows, float (&factor)[2], int row,
+                                             int lane) {
   const Sequence& s = item.sequence;
   const bool based = Traits::kHasBases && HasBases(p);
   const float unit = based ? kLog2E : 1.0f;  // of the maxima and of the sink, as exponents of 2
-  const float sink =
-      p.sinks != nullptr
-          ? __ldg(p.sinks + int64_t{BatchRow(p, p.sink_batch, s.batch)} * p.num_heads + item.head) *
-                (based ? 1.0f : kLog2E)
-          : -INFINITY;
+  const auto sink_of = [&](int head) {
+    return p.sinks != nullptr
+               ? __ldg(p.sinks + int64_t{BatchRow(p, p.sink_batch, s.batch)} * p.num_heads + head) *
+                     (based ? 1.0f : kLog2E)
+               : -INFINITY;
+  };
+  const float sink = sink_of(PlaceOf<Traits>(p, item, row + lane / 4).head);
   float sum[2], max[2];
   bool nothing[2];
 #pragma unroll
@@ -351,18 +395,22 @@ __device__ __forceinline__ RowLse FinishRows(const AttentionParams& p, const Ite
   if (p.sinks != nullptr) {  // one more score, with no value
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float joint = fmaxf(max[half], sink), reference = Reference(joint, 1.0f);
+      // Where rows are of several heads, the second one's may be another.
+      const float own = Traits::kPaged && half == 1
+                            ? sink_of(PlaceOf<Traits>(p, item, row + 8 + lane / 4).head)
+                            : sink;
+      const float joint = fmaxf(max[half], own);
+      const float reference = Reference(joint, 1.0f);
       factor[half] = Exp2((max[half] - reference) * unit);
-      sum[half] =
-          sum[half] * factor[half] + (sink == joint ? 1.0f : Exp2((sink - reference) * unit));
+      sum[half] = sum[half] * factor[half] + (own == joint ? 1.0f : Exp2((own - reference) * unit));
       if (joint == -INFINITY) sum[half] = 0.0f;
       max[half] = joint;
     }
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int query = item.first + row + half * 8 + lane / 4;
-    nothing[half] = sum[half] == 0.0f || query >= s.q_len;
+    const int of_tile = row + half * 8 + lane / 4, query = item.first + of_tile;
+    nothing[half] = sum[half] == 0.0f || !IsAmong<Traits>(item, of_tile, query, s.q_len);
     factor[half] = nothing[half] ? 0.0f : factor[half] * Reciprocal(sum[half]);
   }
   // A branch, since it is seldom; O may be NaN there.
@@ -384,11 +432,19 @@ __device__ __forceinline__ RowLse FinishRows(const AttentionParams& p, const Ite
 
 // Writes lse, and the base, for the rows that exist.
 template <typename Traits>
-__device__ __forceinline__ void StoreLse(const AttentionParams& p, const Item& item,
-                                         const RowLse& lse, int row, int lane) {
-  const int query = item.first + row + lane % 2 * 8 + lane / 4;
-  if (p.lse != nullptr && lane % 4 < 2 && query < item.sequence.q_rows) {
-    const int64_t at = item.sequence.LseRow(p, item.head) + query;
+__device__ __forceinline__ void StoreLse(const typename Traits::Params& p,
+                                         const typename Traits::Item& item, const RowLse& lse,
+                                         int row, int lane) {
+  const int of_tile = row + lane % 2 * 8 + lane / 4;
+  const RowPlace place = PlaceOf<Traits>(p, item, of_tile);
+  if (p.lse != nullptr && lane % 4 < 2 &&
+      IsAmong<Traits>(item, of_tile, place.query, item.sequence.q_rows)) {
+    int64_t at;
+    if constexpr (Traits::kPaged) {
+      at = LseIndex(p, item.sequence, place.query, place.head);
+    } else {
+      at = item.sequence.LseRow(p, item.head) + place.query;
+    }
     if constexpr (Traits::kHasBases) {
       const float top = HasBases(p) ? lse.top : lse.top * kLn2;
       StoreLse(p, at, lse.top == -INFINITY, top, lse.log_sum * kLn2);

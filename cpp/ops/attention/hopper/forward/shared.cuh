@@ -5,11 +5,13 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/warpgroup.cuh"
 #include "device/wgmma.cuh"
 #include "ops/attention/contract/params.cuh"
 #include "ops/attention/hopper/forward/launcher.h"
+#include "ops/attention/hopper/forward/paged_params.cuh"
 #include "ops/attention/hopper/forward/tiles.h"
 #include "ops/attention/mask/tile_walk.cuh"
 #include "ops/attention/schedule/rounds.cuh"
@@ -17,6 +19,22 @@
 namespace kvblock::hopper {
 
 constexpr int kConsumerRows = 64;  // query rows of a consumer
+
+// A query tile. The CTAs of a cluster have the same one of several heads, or neighbouring ones, of
+// which the last may lie past the end; they visit the KV tiles that any of them sees.
+struct Item {
+  Sequence sequence;
+  int head, first;
+  int q_row, kv_row, kv_head, batch;       // where its rows begin in the tensor maps
+  enum : int { kEnd, kEmpty, kTiles } is;  // no more items; without KV tiles; with some
+};
+
+// The same where the rows of a tile are those of several heads that share a key head: row r is
+// query first + r / pack of head `head` + r % pack.
+struct PagedItem : Item {
+  int rows;                // of the tile, that there are
+  int key_begin, key_end;  // what some of them see lies between these
+};
 
 template <typename T_, int kDim_, int kValueDim_, ForwardKind kKind_>
 struct ForwardTraits {
@@ -37,27 +55,27 @@ struct ForwardTraits {
   // O leaves through shared memory where there is room for it, which is beside two places for Q.
   static constexpr bool kStagesOutput = kQueryStages > 1;
   static constexpr int kOBytes = kStagesOutput ? kConsumerRows * kValueChunks * kChunkRowBytes : 16;
-  static constexpr bool kCapped = kKind == ForwardKind::kCapped;
+  static constexpr bool kCapped =
+      kKind == ForwardKind::kCapped || kKind == ForwardKind::kPagedCapped;
   static constexpr bool kHasBases = kKind == ForwardKind::kGeneral;  // with a bias
+  static constexpr bool kPaged = IsPaged(kKind);
   // A batch of which every row takes part, and only the band masks.
   static constexpr bool kDense = kKind == ForwardKind::kBand || kKind == ForwardKind::kWide;
   static constexpr bool kHasLists = kKind == ForwardKind::kGeneral || kKind == ForwardKind::kLists;
   using Walk = TileWalk<Along::kKeys, kKeys,
-                        kDense      ? Walks::kBand
-                        : kHasLists ? Walks::kAll
-                                    : Walks::kSegments>;
+                        kDense || kPaged ? Walks::kBand
+                        : kHasLists      ? Walks::kAll
+                                         : Walks::kSegments>;
+  // Whole warps of the producer copy rows of K and V, where blocks are small.
+  static constexpr int kLoadWarps = 2, kLoadThreads = kLoadWarps * 32;
+  static constexpr int kWarpKeys = kKeys / kLoadWarps;  // that a warp loads
+  static constexpr int kWarpWords = (kWarpKeys + 31) / 32;
+  static_assert(!kPaged || (kCluster == 1 && kKeys % kLoadWarps == 0 && kWarpKeys % 8 == 0));
+  using Params = std::conditional_t<kPaged, PagedForwardParams, ForwardParams>;
+  using Item = std::conditional_t<kPaged, PagedItem, hopper::Item>;
   // As mask/forward_scores.cuh names them, for a warp's 16 rows.
   static constexpr int kRowBlocks = 1, kDim = kValueDim;
   static_assert(kLoadedKeys % 8 == 0);
-};
-
-// A query tile. The CTAs of a cluster have the same one of several heads, or neighbouring ones, of
-// which the last may lie past the end; they visit the KV tiles that any of them sees.
-struct Item {
-  Sequence sequence;
-  int head, first;
-  int q_row, kv_row, kv_head, batch;       // where its rows begin in the tensor maps
-  enum : int { kEnd, kEmpty, kTiles } is;  // no more items; without KV tiles; with some
 };
 
 // A step of the plan: a KV tile, or an item that has none, or the end.
@@ -72,12 +90,22 @@ struct alignas(16) Step {
     kDirty = 4,      // rows of V from `end` on hold what must not be seen
     kStarts = 8,     // the first of its item
     kSegments = 16,  // masked, and of several segments
+    kHoles = 32,     // masked, and some of the keys that rows see are in no block
   };
 };
 
 // Steps that the planner is ahead of the consumers, and items, of which four more may be in use:
 // consumers write an item after they have left the steps of the next, and the writer follows.
 constexpr int kSteps = 8, kItems = 16;
+
+// What only paged kernels have. Of the keys of each stage a bit, by the warps that load them: 1
+// where one that rows see is in no block.
+template <typename Traits, bool kPaged>
+struct PagedState {};
+template <typename Traits>
+struct PagedState<Traits, true> {
+  uint32_t holes[Traits::kStages][Traits::kLoadWarps][Traits::kWarpWords];
+};
 
 template <typename Traits>
 struct ForwardShared {
@@ -86,18 +114,34 @@ struct ForwardShared {
   alignas(1024) char v[Traits::kStages][Traits::kVBytes];
   alignas(1024) char o[Traits::kConsumers][Traits::kOBytes];
   Step steps[kSteps];
-  Item items[kItems];
+  typename Traits::Item items[kItems];
   typename Traits::Walk::State walk;
   uint64_t step_full[kSteps], step_empty[kSteps];
   uint64_t q_full[Traits::kQueryStages], q_empty[Traits::kQueryStages];
   uint64_t k_full[Traits::kStages], k_empty[Traits::kStages];
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
   uint64_t o_full[Traits::kConsumers], o_empty[Traits::kConsumers];
+  PagedState<Traits, Traits::kPaged> paged;
 };
 
 struct ForwardMaps {
   CUtensorMap q, k, v, o;
 };
+
+// Whether K and V come by bulk copies, and who arrives when a tile, and when Q, is there.
+template <typename Traits>
+__device__ __forceinline__ bool LoadsBoxes(const typename Traits::Params& p) {
+  if constexpr (Traits::kPaged) return p.box_rows > 0;
+  return true;
+}
+template <typename Traits>
+__device__ __forceinline__ int LoadArrivals(const typename Traits::Params& p) {
+  return LoadsBoxes<Traits>(p) ? 1 : Traits::kLoadThreads + Traits::kLoadWarps;
+}
+template <typename Traits>
+__device__ __forceinline__ int QueryArrivals(const typename Traits::Params& p) {
+  return LoadsBoxes<Traits>(p) ? 1 : Traits::kLoadWarps;
+}
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));

@@ -22,12 +22,16 @@ enum class ForwardKind {
   kWide,     // only the end of the keys
   kCapped,   // as kPlain, with a softcap
   kLists,    // only masks, of every kind
+  // Keys in the blocks of a cache, and ragged rows (paged_params.cuh); with a softcap.
+  kPaged,
+  kPagedCapped,
 };
+constexpr bool IsPaged(ForwardKind kind) { return kind >= ForwardKind::kPaged; }
 
 // For a padded head dim and value dim. General tiles have 128 queries, which divide listed ones.
 constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) {
-  const bool general =
-      kind == ForwardKind::kGeneral || kind == ForwardKind::kLists || kind == ForwardKind::kCapped;
+  const bool general = kind == ForwardKind::kGeneral || kind == ForwardKind::kLists ||
+                       kind == ForwardKind::kCapped || IsPaged(kind);
   return dim == 64    ? general ? ForwardTiles{2, 128, 2, 72, 216, true, 1}
                                 : ForwardTiles{3, 128, 2, 32, 160, true, 1}
          : dim == 96  ? ForwardTiles{2, 128, 2, 72, 216, true, general ? 1 : 2}
@@ -36,7 +40,8 @@ constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) 
                                                      : ForwardTiles{2, 128, 2, 72, 216, true, 1}
          : dim == 192
              ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 72, 216, true, general ? 1 : 2}
-             : ForwardTiles{2, 80, 1, 24, 240, true, general ? 1 : 2};
+         : IsPaged(kind) ? ForwardTiles{2, 80, 1, 72, 216, true, 1}  // the loader is whole warps
+                         : ForwardTiles{2, 80, 1, 24, 240, true, general ? 1 : 2};
 }
 
 // The kind of the instance that serves a kind.

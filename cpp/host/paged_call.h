@@ -1,0 +1,82 @@
+// A call of paged attention: what the workspace and the launcher both say of it.
+#ifndef KVBLOCK_HOST_PAGED_CALL_H_
+#define KVBLOCK_HOST_PAGED_CALL_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+
+#include "host/attention_workspace.h"
+#include "kvblock/paged_attention.h"
+
+namespace kvblock {
+
+// Packed rows (queries of all heads that share a key head) up to which a sequence has few queries.
+// One with more is computed, where it can be, by a kernel that shares out queries instead of keys.
+inline int32_t PagedFewRows(const kvblock_paged_attention& a) {
+  constexpr int64_t kRows = 64, kQueries = 16;
+  const int64_t group = a.num_heads / std::max(a.num_kv_heads, 1);
+  return static_cast<int32_t>(std::min<int64_t>(std::max(kRows, kQueries * group), INT32_MAX));
+}
+
+// Packed rows that a sequence has on average: lengths lie on the device. Where that is more than
+// `most_rows`, it is because of sequences that do not count, and the others are taken for short.
+inline int64_t PagedMeanRows(const kvblock_paged_attention& a, int32_t most_rows = INT32_MAX) {
+  const int64_t sequences = std::max(a.sequences, 1);
+  const int64_t queries = (a.rows + sequences - 1) / sequences;
+  const int64_t group = a.num_heads / std::max(a.num_kv_heads, 1), rows = queries * group;
+  return rows > most_rows ? group : rows;
+}
+
+// Packed rows of a tile: as many as the sequences have on average.
+inline int32_t PagedTileRows(const kvblock_paged_attention& a, int32_t most_rows = INT32_MAX) {
+  const int32_t rows = TileRows(PagedMeanRows(a, most_rows));
+  return rows > 16 && a.cache_dtype >= KVBLOCK_E4M3 ? 64 : rows;  // fewer instances
+}
+
+// Tiles of packed rows, at the most: each sequence that has queries has one that is not full, and
+// no query needs more than what its own rows do.
+inline int64_t PagedTilesOfRows(const kvblock_paged_attention& a, int32_t most_rows = INT32_MAX) {
+  const int64_t group = a.num_heads / a.num_kv_heads, tile = PagedTileRows(a, most_rows);
+  const int64_t some = std::min<int64_t>(a.sequences, a.rows);
+  const int64_t together = (a.rows * group + some * (tile - 1)) / tile;
+  const int64_t each = some * ((int64_t{most_rows} + tile - 1) / tile);
+  return a.calls * std::min({together, each, a.rows * ((group + tile - 1) / tile)});
+}
+
+// Tiles of so many queries of the sequences with more than few rows, at the most.
+inline int64_t PagedLongTiles(const kvblock_paged_attention& a, int64_t queries) {
+  const int64_t group = a.num_heads / a.num_kv_heads;
+  const int64_t some = std::min<int64_t>(a.sequences, a.rows * group / (PagedFewRows(a) + 1));
+  return some > 0 ? a.calls * ((a.rows + some * (queries - 1)) / queries) : 0;
+}
+
+// What the host knows: some sequence may have more than few rows; all have.
+inline bool SomeMayBeLong(const kvblock_paged_attention& a) {
+  return a.rows * (a.num_heads / a.num_kv_heads) > PagedFewRows(a);
+}
+inline bool AllAreLong(const kvblock_paged_attention& a) {
+  return a.query_start == nullptr && a.q_lens == nullptr && SomeMayBeLong(a);
+}
+
+// The workspace: results of pieces, then a counter.
+inline int64_t PagedPieceBytes(const kvblock_paged_attention& a) {
+  const int64_t floats = PieceFloats(kMostCtas, PagedTileRows(a), a.value_dim);
+  return (floats * static_cast<int64_t>(sizeof(float)) + 15) / 16 * 16;
+}
+inline unsigned* PagedCounter(const kvblock_paged_attention& a) {
+  return reinterpret_cast<unsigned*>(static_cast<char*>(a.workspace) + PagedPieceBytes(a));
+}
+
+// The largest number of bytes that all strides are multiples of.
+inline int64_t PageUnit(const kvblock_paged_attention& a) {
+  int64_t unit = 0;
+  for (const kvblock_page_strides& s : {a.k_strides, a.v_strides}) {
+    for (const int64_t stride : {s.block, s.token, s.head}) unit = std::gcd(unit, stride);
+  }
+  return std::clamp<int64_t>(unit, 1, INT32_MAX);
+}
+
+}  // namespace kvblock
+
+#endif  // KVBLOCK_HOST_PAGED_CALL_H_

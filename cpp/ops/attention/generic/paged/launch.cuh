@@ -1,0 +1,85 @@
+// Launching paged attention: the kernel for few queries, over keys in blocks. Sequences with many
+// queries have many tiles of rows.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "host/paged_call.h"
+#include "ops/attention/generic/paged/launcher.h"
+#include "ops/attention/generic/paged_keys.cuh"
+#include "ops/attention/generic/split/launch.cuh"
+#include "ops/attention/schedule/paged_members.h"
+
+namespace kvblock::generic {
+
+inline PagedParams MakePagedParams(const kvblock_paged_attention& a, const SplitWork& work,
+                                   const Cut& cut, int32_t most_rows) {
+  PagedParams p{};
+  static_cast<ShareParams&>(p) = MakeShareParams(MembersOf(a), work, cut);
+  SetPages(a, &p);
+  p.most_rows = most_rows;
+  if (most_rows < INT32_MAX) p.counter = PagedCounter(a);
+  return p;
+}
+
+// Wide: one with wide CTAs, or the same.
+template <typename Traits, typename Wide>
+const char* LaunchPagedAs(const kvblock_paged_attention& a, int32_t most_rows,
+                          cudaStream_t stream) {
+  Gpu gpu{};
+  if (const char* error = AskGpu(&gpu)) return error;
+  if (Traits::kSharedBytes > gpu.cta_shared) {
+    return "paged_attention: head dims beyond 192 need 130 KiB of shared memory for a thread "
+           "block, as compute capability 8.0, 9.0 and 10.0 have";
+  }
+  const int64_t keys = std::min<int64_t>(int64_t{a.table_width} * a.block_size, kMaxLength);
+  const int64_t tiles = TilesOfUnit(keys, Traits::kTileKeys);
+  // How long sequences are is known to the GPU alone. It costs little to cut as if all were alike,
+  // and often they are.
+  const SplitWork work = {Traits::kRows,
+                          std::min<int64_t>(PagedMeanRows(a, most_rows), Traits::kRows),
+                          PagedTilesOfRows(a, most_rows) * a.num_kv_heads, true, false};
+  if (const char* error = CheckTiles(work, tiles)) return error;
+  const auto launch = [&](auto traits, Cut cut) {
+    using Own = decltype(traits);
+    cut.ctas = std::max(cut.ctas, 1);
+    const PagedParams p = MakePagedParams(a, work, cut, most_rows);
+    return CudaResult(LaunchPieces<Own>(p, work, cut, gpu, stream));
+  };
+  // A wide CTA each, for about as many units as there are multiprocessors.
+  if constexpr (Wide::kWide) {
+    const int64_t units = work.units, most = gpu.multiprocessors;
+    if (units <= most && units * 100 >= most * 90 && Wide::kSharedBytes <= gpu.cta_shared) {
+      const int64_t wide_tiles = TilesOfUnit(keys, Wide::kTileKeys);
+      return launch(Wide(), CutFor(work, a.num_kv_heads, wide_tiles, most));
+    }
+  }
+  return launch(Traits(), CutFor(work, a.num_kv_heads, tiles, PlacesFor<Traits>(gpu)));
+}
+
+template <typename T, int kDim, typename Cache>
+const char* LaunchPagedOf(const kvblock_paged_attention& a, int32_t most_rows,
+                          cudaStream_t stream) {
+  const int32_t rows = PagedTileRows(a, most_rows);
+  if constexpr (std::is_same_v<Cache, T>) {
+    using One = SplitTraits<T, kDim, 1, PagedKeys>;
+    using Two = SplitTraits<T, kDim, 2, PagedKeys>;
+    using Four = SplitTraits<T, kDim, 4, PagedKeys>;
+    // Decode rows alone are worth more instances.
+    using Wide = SplitTraits<T, kDim, 1, PagedKeys, HasWide(kDim)>;
+    switch (rows) {
+      case 16: return LaunchPagedAs<One, Wide>(a, most_rows, stream);
+      case 32: return LaunchPagedAs<Two, Two>(a, most_rows, stream);
+      default: return LaunchPagedAs<Four, Four>(a, most_rows, stream);
+    }
+  } else {
+    using One = NarrowTraits<T, kDim, 1, Cache>;
+    using Four = NarrowTraits<T, kDim, 4, Cache>;
+    return rows == 16 ? LaunchPagedAs<One, One>(a, most_rows, stream)
+                      : LaunchPagedAs<Four, Four>(a, most_rows, stream);
+  }
+}
+
+}  // namespace kvblock::generic

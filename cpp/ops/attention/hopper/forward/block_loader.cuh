@@ -1,0 +1,171 @@
+// The loader of Hopper's forward kernel (kernel.cuh) where keys lie in blocks of a cache that are
+// multiples of 8 keys: a warp starts bulk copies of parts of blocks, `box_rows` rows each.
+//
+// A lane looks up the block of one box of a tile, a tile ahead, and starts its copies. A box that
+// no query of the tile sees, or whose block there is not, comes as zeros from beyond the last
+// block; the keys of one that would be seen are written down as holes. Rows of others that come
+// along in a box are masked, and their V is cleared, by the consumers.
+#pragma once
+
+#include <cstdint>
+
+#include "device/mbarrier.cuh"
+#include "device/tensor_copy.cuh"
+#include "device/wgmma.cuh"
+#include "ops/attention/hopper/forward/packed_queries.cuh"
+#include "ops/attention/hopper/forward/shared.cuh"
+
+namespace kvblock::hopper {
+
+template <typename Traits>
+class BlockLoader {
+ public:
+  using Params = typename Traits::Params;
+  using Item = typename Traits::Item;
+
+  __device__ __forceinline__ BlockLoader(const Params& p, const ForwardMaps& maps,
+                                         ForwardShared<Traits>& shared)
+      : p_(p),
+        maps_(maps),
+        shared_(shared),
+        lane_(threadIdx.x % 32),
+        boxes_(Traits::kKeys / p.box_rows),
+        layer_(LayerNumber(p, 0)) {}
+
+  __device__ __forceinline__ void Run() {
+    StageCount<kSteps> ahead, now;
+    Box box = LookUpStep(ahead);
+    for (;; now.Advance()) {
+      const Step& step = shared_.steps[now.stage];
+      const Item& item = shared_.items[step.item];
+      if (item.is == Item::kEnd) {
+        LoadValues();
+        LoadQueries(item);
+        return;
+      }
+      ahead.Advance();
+      const Box after = LookUpStep(ahead);
+      if (item.is != Item::kTiles) {
+        LoadValues();
+        LoadQueries(item);
+      } else {
+        const bool starts = step.flags & Step::kStarts;
+        LoadKeys(item, box, now.stage);
+        // With one place for Q, the consumers need the last V to be done with it.
+        if (starts && Traits::kQueryStages > 1) LoadQueries(item);
+        LoadValues();
+        if (starts && Traits::kQueryStages == 1) LoadQueries(item);
+        pending_ = {Settled(box), item.kv_head, LayerOf(item.sequence.batch), true};
+      }
+      box = after;
+    }
+  }
+
+ private:
+  // This lane's box of a tile: its block and its first row there; whether some query sees it.
+  struct Box {
+    PagedKey at;
+    bool seen;
+  };
+
+  __device__ __forceinline__ int LayerOf(int member) const {
+    return p_.layer_batch > 1 ? LayerNumber(p_, static_cast<int>(p_.by_sequences(member))) : layer_;
+  }
+
+  // Waits for a step, and asks for the ids of its blocks.
+  __device__ __forceinline__ Box LookUpStep(const StageCount<kSteps>& at) const {
+    BarrierWait(SharedAddress(&shared_.step_full[at.stage]), at.phase);
+    const Step& step = shared_.steps[at.stage];
+    const Item& item = shared_.items[step.item];
+    Box box = {{-1, 0}, false};
+    if (item.is != Item::kTiles || lane_ >= boxes_) return box;
+    const int key = step.first + lane_ * p_.box_rows;
+    box.seen = key < item.key_end && key + p_.box_rows > item.key_begin;
+    if (box.seen) box.at = FindKey(p_, item.sequence.batch, key);
+    return box;
+  }
+  // Its coordinates; those of a block that there is not lie beyond the last one.
+  __device__ __forceinline__ PagedKey Settled(const Box& box) const {
+    return HasBlock(p_, box.at) ? box.at : PagedKey{static_cast<int>(p_.num_blocks), 0};
+  }
+
+  __device__ __forceinline__ void LoadKeys(const Item& item, const Box& box, int step) {
+    const int layer = LayerOf(item.sequence.batch);
+    const bool there = layer >= 0 && layer < p_.num_layers;
+    BarrierWait(SharedAddress(&shared_.k_empty[keys_.stage]), keys_.phase ^ 1);
+    const unsigned holes = __ballot_sync(~0u, box.seen && !(there && HasBlock(p_, box.at)));
+    if (holes != 0) WriteHoles(holes, step);
+    Copy<Traits::kQueryChunks>(maps_.k, shared_.k[keys_.stage], &shared_.k_full[keys_.stage],
+                               Settled(box), item.kv_head, layer);
+    keys_.Advance();
+  }
+  __device__ __forceinline__ void LoadValues() {
+    if (!pending_.any) return;
+    BarrierWait(SharedAddress(&shared_.v_empty[values_.stage]), values_.phase ^ 1);
+    Copy<Traits::kValueChunks>(maps_.v, shared_.v[values_.stage], &shared_.v_full[values_.stage],
+                               pending_.at, pending_.head, pending_.layer);
+    values_.Advance();
+    pending_.any = false;
+  }
+
+  // A bit for each key of the boxes in `holes`.
+  __device__ __forceinline__ void WriteHoles(unsigned holes, int step) {
+    if (lane_ < Traits::kLoadWarps * Traits::kWarpWords) {
+      const int warp = lane_ / Traits::kWarpWords, word = lane_ % Traits::kWarpWords;
+      uint32_t bits = 0;
+#pragma unroll 1
+      for (int i = 0; i < 32; ++i) {
+        const int key = warp * Traits::kWarpKeys + min(word * 32 + i, Traits::kWarpKeys - 1);
+        bits |= (holes >> (key / p_.box_rows) & 1) << i;
+      }
+      shared_.paged.holes[keys_.stage][warp][word] = bits;
+    }
+    __syncwarp();
+    if (lane_ == 0) atomicOr(&shared_.steps[step].flags, Step::kHoles | Step::kMasked);
+  }
+
+  // A tile of K or V: each lane its box.
+  template <int kChunks>
+  __device__ __forceinline__ void Copy(const CUtensorMap& map, char* to, uint64_t* full,
+                                       const PagedKey& at, int head, int layer) {
+    const uint32_t barrier = SharedAddress(full);
+    if (lane_ == 0) BarrierExpect(barrier, kChunks * Traits::kKeys * kChunkRowBytes);
+    __syncwarp();
+    if (lane_ < boxes_) {
+      const uint32_t place = SharedAddress(to) + lane_ * p_.box_rows * kChunkRowBytes;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        LoadBox(place + c * Traits::kKeys * kChunkRowBytes, map, barrier,
+                {c * kChunkColumns, head, at.slot, at.block, layer});
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void LoadQueries(const Item& item) {
+    if (lane_ == 0) {
+      BarrierWait(SharedAddress(&shared_.q_empty[queries_.stage]), queries_.phase ^ 1);
+      if (item.is == Item::kTiles) {
+        LoadPackedQueries<Traits>(p_, maps_.q, shared_, queries_.stage, item);
+      } else {
+        BarrierArrive(SharedAddress(&shared_.q_full[queries_.stage]));
+      }
+    }
+    __syncwarp();
+    queries_.Advance();
+  }
+
+  const Params& p_;
+  const ForwardMaps& maps_;
+  ForwardShared<Traits>& shared_;
+  const int lane_, boxes_, layer_;  // the layer of the first call
+  struct {
+    PagedKey at;
+    int head, layer;
+    bool any;
+  } pending_ = {};  // the tile whose V is to be loaded
+  StageCount<Traits::kQueryStages> queries_;
+  StageCount<Traits::kStages> keys_, values_;
+};
+
+}  // namespace kvblock::hopper

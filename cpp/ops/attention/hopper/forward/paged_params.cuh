@@ -1,0 +1,23 @@
+// What Hopper's forward kernel is told when keys lie in the blocks of a cache.
+//
+// It computes the sequences with more than `most_rows` packed rows. The query heads that share a
+// key head, or `pack` of them, are rows of one tile: as many of its 128 rows as possible have a
+// query, also where there are fewer queries than rows. `tiles` of AttentionParams counts nothing
+// here, and pairs are units: `pack` heads each.
+#pragma once
+
+#include <cstdint>
+
+#include "device/fast_div.cuh"
+#include "ops/attention/schedule/pages.cuh"
+
+namespace kvblock::hopper {
+
+struct PagedForwardParams : PagedParams {
+  FastDiv by_pack;
+  int32_t queries;   // of a tile
+  int32_t kv_units;  // that share a key head
+  int32_t box_rows;  // K and V come as boxes of so many rows; 0: row by row
+};
+
+}  // namespace kvblock::hopper

@@ -1,0 +1,44 @@
+// Picks the instance of Hopper's paged attention kernels.
+#include "host/attention_call.h"
+#include "ops/attention/contract/instances.h"
+#include "ops/attention/contract/launch.h"
+#include "ops/attention/contract/params.cuh"
+#include "ops/attention/hopper/paged/launcher.h"
+
+namespace kvblock::hopper {
+
+bool ServesPaged(const kvblock_paged_attention& a) {
+  if (a.cache_dtype != a.dtype) return false;
+  static PerDevice<bool> known;
+  int device = 0;
+  bool hopper = false;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  const cudaError_t status = known.Get(device, &hopper, [&](bool* to) {
+    int major = 0, minor = 0;
+    cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (status == cudaSuccess) {
+      status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    }
+    *to = major == 9 && minor == 0;
+    return status;
+  });
+  return status == cudaSuccess && hopper && a.scale > 0.0f && a.softcap < kLargeSoftcap;
+}
+
+const char* LaunchPaged(const kvblock_paged_attention& a, bool follows, cudaStream_t stream) {
+  AttentionCall call{};
+  call.dtype = a.dtype;
+  const auto launch = [&](auto instance) {
+    using In = decltype(instance);
+    return LaunchPagedOf<typename In::Type, In::kDim, In::kValue>(a, follows, stream);
+  };
+  const auto fits = [&](int d, int v) { return a.head_dim <= d && a.value_dim <= v; };
+  if (fits(64, 64)) return ForType<64, 64>(call, launch);
+  if (fits(96, 96)) return ForType<96, 96>(call, launch);
+  if (fits(128, 128)) return ForType<128, 128>(call, launch);
+  if (fits(192, 128)) return ForType<192, 128>(call, launch);
+  if (fits(192, 192)) return ForType<192, 192>(call, launch);
+  return ForType<256, 256>(call, launch);
+}
+
+}  // namespace kvblock::hopper

@@ -1,0 +1,96 @@
+// Sequences that have different numbers of queries, one after the other in q, and keys that lie in
+// blocks (kvblock/paged_attention.h has the rules). They are few queries' members (shares.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "device/fast_div.cuh"
+#include "ops/attention/mask/sequence.cuh"
+#include "ops/attention/schedule/shares.cuh"
+
+namespace kvblock {
+
+// Of AttentionCall: batch is all sequences of all calls, q_len the rows of a call, and kv_len as
+// many keys as a row of the tables has. A window's sides are at most kFar.
+struct RaggedParams : ShareParams {
+  static constexpr bool kSameRows = false;
+  int32_t calls;
+  FastDiv by_sequences, by_rows;  // sequences and rows of a call
+  const int32_t* query_start;
+  // Sequences with more packed rows are not in the line: another launch computes them. It takes
+  // their tiles by the counter, which begins with 0. NULL: there is no such launch.
+  int32_t most_rows;
+  unsigned* counter;
+};
+
+__device__ __forceinline__ int Between(int x, int low, int high) { return min(max(x, low), high); }
+
+// The rows [first, end) of a sequence of a call; end < first where query_start falls. Then the line
+// has no tiles at all, and all rows are nobody's.
+__device__ __forceinline__ void FindRows(const RaggedParams& p, int call, int sequence, int* first,
+                                         int* end) {
+  const int rows = static_cast<int>(p.q_len);
+  *first = 0;
+  *end = rows;
+  if (p.query_start != nullptr) {
+    const int32_t* const start =
+        p.query_start + (static_cast<int64_t>(call) * (p.by_sequences.d + 1) + sequence);
+    *first = Between(__ldg(start), 0, rows);
+    *end = Between(__ldg(start + 1), 0, rows);
+  } else if (p.q_lens != nullptr) {
+    *end = Between(__ldg(p.q_lens + call), 0, rows);
+  }
+}
+
+__device__ __forceinline__ Sequence MemberSequence(const RaggedParams& p, int member) {
+  const int call = static_cast<int>(p.by_sequences(static_cast<uint32_t>(member)));
+  int first, end;
+  FindRows(p, call, member - call * static_cast<int>(p.by_sequences.d), &first, &end);
+  Sequence s;
+  s.batch = member;
+  s.q_row = call * p.q_len + first;
+  s.kv_row = 0;
+  s.q_rows = s.q_len = end - first;
+  s.kv_rows = s.kv_len = Between(__ldg(p.kv_lens + member), 0, static_cast<int>(p.kv_len));
+  // Lengths and windows are so small that no sum overflows.
+  const int shift = s.kv_len - s.q_len, left = Opaque(p.window_left);
+  const int right = Opaque(p.window_right);
+  s.left = left < 0 ? -kFar : Between(shift - left, -kFar, kFar);
+  s.right = right < 0 ? kFar : Between(shift + right + 1, -kFar, kFar);
+  return s;
+}
+
+// Whether a sequence of so many rows is the other launch's.
+__device__ __forceinline__ bool IsLong(const RaggedParams& p, int rows) {
+  return rows * p.group > p.most_rows;
+}
+__device__ __forceinline__ int LineRows(const RaggedParams& p, const Sequence& s) {
+  return IsLong(p, s.q_rows) ? 0 : s.q_rows * p.group;
+}
+
+__device__ __forceinline__ int64_t LseIndex(const RaggedParams& p, const Sequence& s, int query,
+                                            int head) {
+  return (s.q_row + query) * p.num_heads + head;
+}
+
+// Calls write(row of q) with each row of no sequence that is this warp's, of all warps of the grid.
+// `all`: they all are nobody's.
+template <typename Write>
+__device__ __forceinline__ void ForRowsOfNobody(const RaggedParams& p, bool all, Write write) {
+  if (p.query_start == nullptr && p.q_lens == nullptr && !all) return;
+  const int warps = static_cast<int>(blockDim.x) / 32, rows = p.calls * static_cast<int>(p.q_len);
+#pragma unroll 1
+  for (int i = blockIdx.x * warps + static_cast<int>(threadIdx.x) / 32; i < rows;
+       i += gridDim.x * warps) {
+    const int call = static_cast<int>(p.by_rows(static_cast<uint32_t>(i)));
+    const int row = i - call * static_cast<int>(p.q_len);
+    int first = 0, end = 0, other;
+    if (!all) {
+      FindRows(p, call, 0, &first, &other);
+      FindRows(p, call, static_cast<int>(p.by_sequences.d) - 1, &other, &end);
+    }
+    if (row < first || row >= end) write(static_cast<int64_t>(i));
+  }
+}
+
+}  // namespace kvblock

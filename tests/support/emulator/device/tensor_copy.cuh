@@ -1,0 +1,65 @@
+// Bulk tensor copies for the emulator: see cpp/device/tensor_copy.cuh. Loads arrive when somebody
+// waits for them.
+#pragma once
+
+#include <cuda.h>
+
+#include "device/mbarrier.cuh"
+#include "device/swizzle.cuh"
+
+namespace kvblock {
+
+inline void BarrierExpect(uint32_t barrier, int bytes) {
+  FindBarrier(barrier).bytes += bytes;
+  BarrierArrive(barrier);
+}
+inline void FenceBarrierInit() {}
+inline void FenceAsync() {}
+inline void PrefetchTensorMap(const CUtensorMap&) {}
+
+// Calls each(address in shared memory, its place in the array or NULL) for each element of a box.
+template <typename Each>
+void ForBox(const CUtensorMap& map, uint32_t shared, const int (&at)[5], Each each) {
+  if (shared % 128 != 0) emulator::Die("a box is not aligned");
+  int count = 1;
+  for (int size : map.box) count *= size;
+  for (int n = 0; n < count; ++n) {
+    const char* from = map.data;
+    for (int i = 0, rest = n; i < 5; rest /= map.box[i++]) {
+      const int64_t index = at[i] + rest % map.box[i];
+      const bool inside = index >= 0 && index < map.sizes[i];
+      from = from != nullptr && inside ? from + index * map.strides[i] : nullptr;
+    }
+    const uint32_t place = shared + n * 2;  // 64 columns are a row of 128 bytes
+    each(place ^ (place >> 7 & 7) << 4, const_cast<char*>(from));
+  }
+}
+
+inline void LoadBox(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&x)[5]) {
+  ArriveLate(barrier, [=, &map, x0 = x[0], x1 = x[1], x2 = x[2], x3 = x[3], x4 = x[4]] {
+    int bytes = 0;
+    ForBox(map, to, {x0, x1, x2, x3, x4}, [&](uint32_t place, char* from) {
+      const uint16_t zero = 0;
+      std::memcpy(emulator::SharedPointer(place), from ? from : (const char*)&zero, 2);
+      bytes += 2;
+    });
+    ArriveBytes(barrier, bytes);
+  });
+}
+inline void LoadBox(uint32_t to, const CUtensorMap& map, uint32_t barrier, int x0, int x1, int x2,
+                    int x3) {
+  LoadBox(to, map, barrier, {x0, x1, x2, x3, 0});
+}
+inline void LoadBoxToCtas(uint32_t, const CUtensorMap&, uint32_t, int, int, int, int, uint16_t) {
+  emulator::Die("a cluster");
+}
+inline void StoreBox(const CUtensorMap& map, uint32_t from, int x0, int x1, int x2, int x3) {
+  ForBox(map, from, {x0, x1, x2, x3, 0}, [&](uint32_t place, char* to) {
+    if (to) std::memcpy(to, emulator::SharedPointer(place), 2);
+  });
+}
+inline void CommitStores() {}
+template <int kPending>
+inline void WaitStoresRead() {}
+
+}  // namespace kvblock

@@ -1,0 +1,22 @@
+// Warpgroups for the emulator, where registers are not counted.
+#pragma once
+
+#include "cuda_runtime.h"
+
+namespace kvblock {
+
+constexpr int kWarpgroup = 128;
+
+template <int kCount>
+inline void GiveRegisters() {}
+template <int kCount>
+inline void TakeRegisters() {}
+
+inline void BarrierPass(int id, int threads) {
+  emulator::Barrier& barrier = emulator::cta->named[id];
+  if (++barrier.arrived < threads) return;
+  barrier.arrived = 0;
+  emulator::Wake(barrier.waiting);
+}
+
+}  // namespace kvblock

@@ -1,0 +1,88 @@
+// Warpgroup products for the emulator, done when they are issued: see cpp/device/wgmma.cuh.
+#pragma once
+
+#include "cuda_runtime.h"
+#include "device/swizzle.cuh"
+
+namespace kvblock {
+
+inline void WgmmaFence() {}
+inline void WgmmaCommit() {}
+template <int kPending>
+inline void WgmmaWait() {}
+inline void WgmmaWaitApart() {}
+template <int kCount>
+inline void KeepAfter(float (&)[kCount]) {}
+
+// Element (row, column) of an operand that begins at `operand`; rows are 128 bytes apart, chunks of
+// 64 columns as far as it says.
+template <typename T>
+float OperandElement(uint64_t operand, int row, int column) {
+  const uint32_t start = static_cast<uint32_t>(operand & 0x3fff) << 4;
+  const uint32_t chunk = static_cast<uint32_t>(operand >> 16 & 0x3fff) << 4;
+  const uint32_t place =
+      start + column / kChunkColumns * chunk + row * kChunkRowBytes + column % kChunkColumns * 2;
+  T x;
+  std::memcpy(&x, emulator::SharedPointer(place ^ (place >> 7 & 7) << 4), 2);
+  return static_cast<float>(x);
+}
+
+template <int kN>
+struct Wgmma {
+  template <typename T, OperandLies kLies>
+  static float B(uint64_t b, int k, int n) {
+    return kLies == OperandLies::kAcross ? OperandElement<T>(b, n, k) : OperandElement<T>(b, k, n);
+  }
+
+  // rows[half][k]: A of this lane's two rows.
+  template <typename T, OperandLies kB>
+  static void Multiply(float (&d)[kN / 2], const float (&rows)[2][16], uint64_t b,
+                       bool accumulate) {
+    const int lane = threadIdx.x % 32;
+    for (int n = 0; n < kN / 8; ++n) {
+      for (int e = 0; e < 2; ++e) {
+        float sum[2] = {};
+        for (int k = 0; k < 16; ++k) {
+          const float x = B<T, kB>(b, k, n * 8 + lane % 4 * 2 + e);
+          for (int half = 0; half < 2; ++half) sum[half] += rows[half][k] * x;
+        }
+        for (int half = 0; half < 2; ++half) {
+          float& to = d[n * 4 + half * 2 + e];
+          to = accumulate ? to + sum[half] : sum[half];
+        }
+      }
+    }
+  }
+
+  template <typename T, OperandLies kA = OperandLies::kAcross,
+            OperandLies kB = OperandLies::kAcross>
+  static void Shared(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate = true) {
+    static_assert(kA == OperandLies::kAcross);
+    emulator::Show(0);
+    float rows[2][16];
+    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
+    for (int half = 0; half < 2; ++half) {
+      for (int k = 0; k < 16; ++k) rows[half][k] = OperandElement<T>(a, row + half * 8, k);
+    }
+    Multiply<T, kB>(d, rows, b, accumulate);
+  }
+
+  template <typename T, OperandLies kB = OperandLies::kAcross>
+  static void Registers(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b,
+                        bool accumulate = true) {
+    const auto shown = emulator::Show(std::array<uint32_t, 4>{a[0], a[1], a[2], a[3]});
+    float rows[2][16];
+    for (int k = 0; k < 16; ++k) {
+      const auto& of = shown[threadIdx.x % 32 / 4 * 4 + k % 8 / 2];
+      for (int half = 0; half < 2; ++half) {
+        const uint16_t bits = static_cast<uint16_t>(of[k / 8 * 2 + half] >> (k % 2 * 16));
+        T x;
+        std::memcpy(&x, &bits, 2);
+        rows[half][k] = static_cast<float>(x);
+      }
+    }
+    Multiply<T, kB>(d, rows, b, accumulate);
+  }
+};
+
+}  // namespace kvblock

@@ -1,0 +1,215 @@
+"""Calls of paged attention that are held to float64, on the emulator and on a GPU.
+
+CASES and BAD (data) have few queries a sequence, for the most part; LEAVING and LONG
+have many.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from paged_problems import Case
+
+PREFILL = ((150, 300), (1, 70), (65, 65))
+LONG = ((1, 523), (4, 12))
+CASES = {
+    "decode rows, a chunk, a prefill": Case(),
+    "decode": Case(sequences=((1, 9), (1, 130), (1, 1), (1, 16), (1, 700))),
+    "one long sequence": Case(sequences=((1, 3000),)),
+    "many sequences": Case(
+        sequences=tuple((1, 5 + i % 90) for i in range(300)), heads=2, kv_heads=1
+    ),
+    "chunks of many tiles": Case(sequences=PREFILL),
+    "no keys, no queries": Case(sequences=((1, 0), (0, 40), (2, 2), (0, 0)), sinks=1),
+    "fewer keys than queries": Case(sequences=((9, 4), (1, 5))),
+    "d128": Case(head_dim=128, value_dim=96, sequences=((1, 300), (5, 20))),
+    "d256": Case(
+        head_dim=256, value_dim=200, dtype="float16", sequences=((1, 300), (5, 20))
+    ),
+    "d24, groups of 7": Case(heads=14, kv_heads=2, head_dim=24, value_dim=24),
+    "one key head": Case(heads=16, kv_heads=1, sequences=((1, 90), (2, 33))),
+    "no groups": Case(heads=3, kv_heads=3, dtype="float16"),
+    "blocks of 1": Case(block_size=1, sequences=((1, 300), (3, 20))),
+    "blocks of 5": Case(block_size=5, sequences=LONG),
+    "blocks of 48": Case(block_size=48, sequences=LONG),
+    "blocks of 256": Case(block_size=256, sequences=((1, 600), (4, 12))),
+    "heads first": Case(layout="B L O H T D", layers=3, layer=1),
+    "universal": Case(layout="B H L O T D", layers=3, layer=2),
+    "an array for each layer": Case(layout="L B O T H D", layers=3, layer=1),
+    "the first layer": Case(layout="B L O T H D", layers=2),
+    "a batch with padding": Case(padded=7, calls=4),
+    "several calls": Case(calls=2, sinks=2, more_rows=2),
+    "rows of nobody": Case(more_rows=5),
+    "a window": Case(window=(5, 0), sequences=((1, 700), (70, 90))),
+    "both sides": Case(window=(3, 4), sequences=((9, 40), (20, 20))),
+    "no band": Case(window=(-1, -1)),
+    "a softcap": Case(softcap=2.5),
+    "a scale below 0": Case(scale=-0.3, sinks=1),
+}
+
+NARROW_MIXED = ((1, 300), (5, 20), (40, 90), (1, 64))
+NARROW = {
+    f"{cache}, scales of {scales}": Case(
+        cache=cache, scales=scales, sequences=NARROW_MIXED, layers=2, layer=1
+    )
+    for cache in ("e4m3", "e5m2", "int8")
+    for scales in ("all", "heads", "tokens")
+} | {
+    "no scales": Case(cache="e4m3", scales="none"),
+    "d128": Case(
+        cache="e4m3",
+        head_dim=128,
+        value_dim=96,
+        sequences=NARROW_MIXED,
+        scales="tokens",
+    ),
+    "d32": Case(cache="int8", head_dim=32, value_dim=48, dtype="float16", sinks=1),
+    "decode": Case(cache="e4m3", sequences=((1, 9), (1, 130), (1, 1), (1, 700))),
+    "q beyond float16": Case(cache="e4m3", large=1e6, scale=1e-7),
+    "a window, a softcap": Case(cache="int8", window=(40, 0), softcap=2.0),
+}
+CASES |= NARROW
+
+FULL = Case(sequences=((1, 64), (2, 64), (1, 48)))
+BAD = {
+    "no such layer": Case(layout="L B O T H D", layers=3, layer=3),
+    "a layer below 0": Case(layers=3, layer=-1),
+    "ids of no block": Case(
+        sequences=((1, 48), (3, 20), (1, 300)),
+        bad_ids=((0, 1, -1), (1, 0, 10**6), (2, 3, -(2**31)), (2, 18, 2**31 - 1)),
+    ),
+    "a start that falls": Case(
+        starts=(1, 4, 3, 10**9), sequences=((3, 20), (0, 30), (8, 29))
+    ),
+    "starts that all fall": Case(
+        starts=(9, 4, 3, -5), sequences=((3, 20), (0, 30), (8, 29))
+    ),
+    "lengths beyond the table": dataclasses.replace(FULL, kv_lens=(65, 2**31 - 1, 3)),
+    "lengths below 0": dataclasses.replace(FULL, kv_lens=(-1, -(2**31), 48)),
+}
+
+LEAVING = {
+    "left: a prefill between decode rows": Case(
+        sequences=((1, 40), (70, 90), (1, 300), (40, 40)), more_rows=3
+    ),
+    "left: all": Case(sequences=((70, 90), (40, 41)), more_rows=3),
+    "left: none": Case(),
+    "left: several calls": Case(
+        calls=2, sequences=((1, 40), (40, 90), (50, 60), (2, 30)), sinks=2
+    ),
+    "left: a batch with padding": Case(
+        padded=50, calls=4, sequences=((1, 40), (50, 90), (0, 9), (33, 70))
+    ),
+    "left: a start that falls": Case(
+        starts=(1, 60, 59, 10**9), sequences=((3, 20), (0, 30), (80, 90))
+    ),
+    "left: no queries": Case(sequences=((0, 40), (0, 0)), more_rows=4),
+    "left: many sequences": Case(
+        sequences=tuple((40 if i % 50 == 7 else 1, 50) for i in range(150))
+    ),
+}
+
+MIXED = ((1, 300), (150, 600), (3, 40), (90, 90), (1, 7))
+D128 = {"head_dim": 128, "value_dim": 128}
+WIDE = {"heads": 8, "kv_heads": 2, **D128}
+LONG = {
+    "long: a prefill": Case(sequences=((300, 700),), **WIDE),
+    "long: one tile": Case(sequences=((40, 100),), **WIDE),
+    "long: mixed": Case(sequences=MIXED, **WIDE),
+    "long: mixed, float16": Case(sequences=MIXED, dtype="float16", **WIDE),
+    "long: mixed, rows of nobody": Case(sequences=MIXED, more_rows=9, **WIDE),
+    **{
+        f"long: blocks of {n}": Case(block_size=n, sequences=MIXED, **WIDE)
+        for n in (1, 5, 8, 48, 64, 256)
+    },
+    **{
+        f"long: groups of {n}": Case(
+            heads=n * k, kv_heads=k, sequences=((140, 300), (80, 200), (2, 9)), **D128
+        )
+        for n, k in ((1, 3), (2, 2), (3, 2), (5, 1), (7, 2), (12, 1), (16, 2), (71, 1))
+    },
+    **{
+        f"long: {d} and {v}, {dtype}": Case(
+            head_dim=d, value_dim=v, dtype=dtype, sequences=MIXED, sinks=1
+        )
+        for dtype in ("bfloat16", "float16")
+        for d, v in (
+            *((24, 24), (64, 64), (80, 96), (96, 40), (120, 72), (192, 128)),
+            *((192, 192), (256, 200), (256, 256)),
+        )
+    },
+    "long: heads first": Case(
+        layout="B L O H T D", layers=3, layer=1, sequences=MIXED, **WIDE
+    ),
+    "long: universal": Case(
+        layout="B H L O T D", layers=3, layer=2, sequences=MIXED, **WIDE
+    ),
+    "long: an array for each layer": Case(
+        layout="L B O T H D", layers=3, layer=1, sequences=MIXED, **WIDE
+    ),
+    "long: no such layer": Case(
+        layout="L B O T H D", layers=3, layer=3, sequences=MIXED, **WIDE
+    ),
+    "long: a window": Case(window=(70, 0), sequences=MIXED, **WIDE),
+    "long: a narrow window": Case(window=(5, 0), sequences=MIXED, **WIDE),
+    "long: both sides": Case(window=(100, 40), sequences=MIXED, **WIDE),
+    "long: no band": Case(window=(-1, -1), sequences=MIXED, **WIDE),
+    "long: a softcap": Case(softcap=2.5, sequences=MIXED, sinks=1, **WIDE),
+    "long: a softcap, window and ids of no block": Case(
+        softcap=20.0,
+        window=(300, 0),
+        sequences=MIXED,
+        bad_ids=((1, 20, -1), (1, 37, 10**6), (3, 2, -5)),
+        **WIDE,
+    ),
+    "long: sinks": Case(sinks=2, calls=2, sequences=(*MIXED[:3], *MIXED[2:]), **WIDE),
+    "long: a scale below 0": Case(scale=-0.3, sequences=MIXED, **WIDE),
+    "long: ids of no block": Case(
+        sequences=((200, 400), (1, 64), (100, 300)),
+        bad_ids=(
+            *((0, p, -1) for p in (0, 3, 4, 11, 24)),
+            *((1, 2, -7), (2, 0, 2**31 - 1), (2, 18, -(2**31))),
+        ),
+        **WIDE,
+    ),
+    "long: nothing but ids of no block": Case(
+        sequences=((100, 160), (70, 90)),
+        bad_ids=tuple((0, p, -1) for p in range(10)),
+        sinks=1,
+        **WIDE,
+    ),
+    "long: fewer keys than queries": Case(
+        sequences=((200, 30), (80, 0), (1, 5), (130, 129)), sinks=1, **WIDE
+    ),
+    "long: many without keys": Case(sequences=((70, 0),) * 60, **WIDE),
+    "long: many": Case(
+        sequences=tuple((66 + i % 5, 66 + 11 * i % 300) for i in range(70)),
+        **{**D128, "heads": 2, "kv_heads": 1},
+    ),
+    "long: few among many": Case(
+        sequences=tuple((70 if i % 100 == 7 else 1, 75) for i in range(300)),
+        **{**D128, "heads": 2, "kv_heads": 1},
+    ),
+    "long: a batch with padding": Case(
+        padded=150, calls=4, sequences=((150, 300), (1, 70), (0, 9), (97, 97)), **WIDE
+    ),
+    "long: a full batch": Case(
+        padded=70, full=True, calls=3, sequences=((70, 300), (70, 70), (70, 20)), **WIDE
+    ),
+    "long: several calls": Case(
+        calls=2, more_rows=3, sequences=((100, 200), (1, 9), (2, 30), (90, 95)), **WIDE
+    ),
+    "long: a start that falls": Case(
+        starts=(1, 150, 149, 10**9), sequences=((150, 160), (0, 30), (8, 29)), **WIDE
+    ),
+    "long: starts beyond the rows": Case(
+        starts=(-4, 100, 10**9, 10**9),
+        sequences=((150, 160), (70, 90), (0, 29)),
+        **WIDE,
+    ),
+    "long: lengths beyond the table": Case(
+        kv_lens=(10**6, -5, 2**31 - 1),
+        sequences=((100, 160), (70, 96), (80, 160)),
+        **WIDE,
+    ),
+}
