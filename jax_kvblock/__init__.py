@@ -1,5 +1,7 @@
 """KV-cache blocks for JAX: layouts, pools, copies at the speed of memory, attention."""
 
+from jax_kvblock import dropins as dropins
+from jax_kvblock.append import KVScales, append_kv, rope_append
 from jax_kvblock.attention import (
     AttentionTiles,
     FlashAttention,
@@ -19,7 +21,6 @@ from jax_kvblock.blocks import (
     BlockSpec,
     KVPool,
     Layout,
-    append_kv,
     block_to_operational,
     block_to_universal,
     convert_blocks,
@@ -53,6 +54,7 @@ __all__ = [
     "BlockSpec",
     "FlashAttention",
     "KVPool",
+    "KVScales",
     "Layer",
     "Layout",
     "Piece",
@@ -79,6 +81,7 @@ __all__ = [
     "merge_attention",
     "operational_to_block",
     "paged_attention",
+    "rope_append",
     "scatter_blocks",
     "transfer_blocks",
     "universal_to_block",

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_kvblock.append import cuda as append_cuda
 from jax_kvblock.attention import cuda, dispatch, tile_sizes
 from jax_kvblock.attention.config import AttentionConfig, Operands
 from jax_kvblock.blocks import implementations
@@ -36,6 +37,7 @@ OPERATIONAL_OPS = "block_to_operational / operational_to_block"
 ATTENTION_16_BITS = "flash_attention, bfloat16 and float16"
 ATTENTION_32_BITS = "flash_attention, float32 and float64"
 PAGED = "paged_attention"
+APPEND = "rope_append; append_kv that quantizes or clears"
 ATTENTION_CUDNN = "the same with implementation='cudnn'"
 
 
@@ -48,7 +50,25 @@ def capabilities() -> list[Served]:
         implementation, why = _copies(name)
         op = f"the operational pair with implementation={name!r}"
         rows.append(Served(op, implementation, why))
-    return [*rows, *_attention(), _paged()]
+    return [*rows, _append(), *_attention(), _paged()]
+
+
+def _append() -> Served:
+    """Who computes the append where it does more than copy."""
+    platform = ffi.default_platform()
+    k = jax.ShapeDtypeStruct((1, 1, 128), jnp.bfloat16)
+    try:
+        chosen = append_cuda.choose(
+            None, "rope_append", {"k": k, "pool": [k]}, platform
+        )
+    except RuntimeError as error:
+        return Served(APPEND, "error", _reason(error))
+    if chosen == "cuda":
+        return Served(APPEND, "cuda (kernel)", _copies()[1])
+    why = f"the kernel is for NVIDIA GPUs; this is a {platform}"
+    if platform == "cuda":
+        why = "no kernel for this GPU (8.0 and newer are served)"
+    return Served(APPEND, "xla (plain jax, then block copies)", why)
 
 
 def _paged() -> Served:

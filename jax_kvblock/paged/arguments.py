@@ -27,9 +27,13 @@ from jax_kvblock.core.checks import (
     show,
     to_jax,
 )
-from jax_kvblock.paged.call import Paged, PagedConfig, page_shapes
+from jax_kvblock.paged.call import Paged, PagedConfig, dtype_of, page_shapes
+from jax_kvblock.paged.dispatch import IMPLEMENTATIONS
+from jax_kvblock.paged.pages import PAIR, Pages
 
-IMPLEMENTATIONS = ("xla",)
+# What blocks may hold, whatever q is.
+NARROW = tuple(map(jnp.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)))
+STORED = (*FLOATS, *NARROW)
 
 
 def normalize(
@@ -49,6 +53,10 @@ def normalize(
     scale: Any,
     return_lse: bool,
     implementation: str | None,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    table_first: Any = None,
+    scales: Pages | None = None,
 ) -> tuple[PagedConfig, Paged, tuple[int, ...]]:
     """Checks every argument; says which is wrong and what fits.
 
@@ -57,14 +65,22 @@ def normalize(
     check_flags(where, causal=causal, return_lse=return_lse)
     check_choice(where, "implementation", implementation, (None, *IMPLEMENTATIONS))
     q = _queries(where, q, query_start)
-    pages = _pages(where, pages)
-    number, layer = _layer(where, pages, layer)
-    k_shape, v_shape = page_shapes(pages)
-    _check_heads(where, q, pages, k_shape, v_shape)
-    tables = check_int32(where, "block_tables", block_tables, "[B, W]", 2)
-    batch, width = tables.shape
+    stored = _pages(where, pages)
+    number, layer = _layer(where, stored, layer)
+    k_shape = page_shapes(stored)[0]
+    _check_heads(where, q, k_shape)
+    if not isinstance(pages, Pages):
+        _check_dtype(where, q, stored)
+    given = {"k_scale": k_scale, "v_scale": v_scale}
+    read = {name: _scale(where, name, a, stored) for name, a in given.items()}
+    if table_first is None:
+        tables = check_int32(where, "block_tables", block_tables, "[B, W]", 2)
+        batch = tables.shape[0]
+    else:
+        tables = check_int32(where, "block_tables", block_tables, "[W]", 1)
+        batch = table_first.shape[0]
     lengths = check_lengths(where, "kv_lens", _given(where, kv_lens), batch)
-    first, lens = _sequences(where, q, query_start, q_lens, batch)
+    starts, lens = _sequences(where, q, query_start, q_lens, batch)
     left, right = check_window(where, causal, window)
     scores = AttentionConfig(
         scale=check_scale(where, scale, q.shape[-1]),
@@ -72,19 +88,21 @@ def normalize(
         window_right=right,
         softcap=check_softcap(where, softcap),
     )
-    rows = to_jax(q).reshape(-1, *q.shape[-2:])
+    ragged = starts is not None
     x = Paged(
-        q=rows,
-        pages=pages,
-        layer=layer,
+        q=to_jax(q)[None] if ragged else to_jax(q),
+        pages=stored,
+        layer=None if layer is None else layer[None],
         tables=tables,
-        kv_lens=jnp.clip(lengths, 0, min(width * k_shape[1], 2**31 - 1)),
-        q_first=first,
+        kv_lens=lengths,
+        query_start=starts,
         q_lens=lens,
         sinks=check_sinks(where, sinks, q, q.shape[-2]),
+        table_first=table_first,
+        scales=scales,
+        **read,
     )
-    mean_rows = -(-rows.shape[0] // max(batch, 1))
-    return PagedConfig(scores, number, mean_rows), x, q.shape[:-2]
+    return PagedConfig(scores, number, implementation), x, q.shape[:-2]
 
 
 def _given(where: str, kv_lens: Any) -> Any:
@@ -114,7 +132,9 @@ def _queries(where: str, q: Any, query_start: Any) -> Any:
     return q
 
 
-def _pages(where: str, pages: Any) -> Any:
+def _pages(where: str, pages: Any) -> KVPool | Pages:
+    if isinstance(pages, Pages):
+        return _laid_out(where, pages)
     if isinstance(pages, KVPool):
         check_pool(where, "pages", pages)
         if pages.spec.num_outer != 2:
@@ -145,7 +165,17 @@ def _pages(where: str, pages: Any) -> Any:
             f"{where}: k_pages must have blocks of at least one token, got {show(k)}; "
             "a table of -1 names none"
         )
-    return to_jax(k), to_jax(v)
+    return Pages((to_jax(k), to_jax(v)), PAIR)
+
+
+def _laid_out(where: str, pages: Pages) -> Pages:
+    arrays = pages.layout.check(where, pages.arrays)
+    if arrays[0].dtype not in STORED:
+        raise TypeError(
+            f"{where}: pages must hold floats of 8 bits or more, or int8, got "
+            f"{show(arrays[0])}; cast them with .astype"
+        )
+    return Pages(arrays, pages.layout)
 
 
 def _layer(where: str, pages: Any, layer: Any) -> tuple[int | None, jax.Array | None]:
@@ -172,11 +202,8 @@ def _layer(where: str, pages: Any, layer: Any) -> tuple[int | None, jax.Array | 
     return number, None
 
 
-def _check_heads(
-    where: str, q: Any, pages: Any, k_shape: tuple[int, ...], v_shape: tuple[int, ...]
-) -> None:
+def _check_heads(where: str, q: Any, k_shape: tuple[int, ...]) -> None:
     heads, dim = q.shape[-2:]
-    of = pages.spec.dtype if isinstance(pages, KVPool) else pages[0].dtype
     if k_shape[3] != dim:
         raise ValueError(
             f"{where}: q and the keys must have one head dim, got {show(q)} and blocks "
@@ -187,29 +214,54 @@ def _check_heads(
             f"{where}: q must have a multiple of the blocks' {k_shape[2]} KV heads, "
             f"got {heads} query heads"
         )
-    if jnp.dtype(of) != q.dtype:
+
+
+def _check_dtype(where: str, q: Any, pages: KVPool | Pages) -> None:
+    of = dtype_of(pages)
+    if of != q.dtype and of not in NARROW:
         raise TypeError(
             f"{where}: q and the blocks must have one dtype, got {q.dtype} and {of}; "
-            f"cast q with .astype({str(jnp.dtype(of))!r})"
+            f"cast q with .astype({of.name!r}). Blocks of "
+            f"{', '.join(d.name for d in NARROW)} go with any q"
         )
+
+
+def _scale(where: str, name: str, scale: Any, pages: KVPool | Pages) -> Any:
+    """float32 `[1]`, `[K]`, `[P, T, K]` or `[L, P, T, K]`."""
+    if scale is None:
+        return None
+    if dtype_of(pages) not in NARROW:
+        raise ValueError(
+            f"{where}: {name} is for blocks of {', '.join(d.name for d in NARROW)}, "
+            f"got blocks of {dtype_of(pages)}; leave {name} out"
+        )
+    blocks, size, heads, _ = page_shapes(pages)[0]
+    forms = {"[]": (), "[K]": (heads,), "[P, T, K]": (blocks, size, heads)}
+    if isinstance(pages, KVPool):
+        forms["[L, P, T, K]"] = (pages.spec.num_layers, blocks, size, heads)
+    made = scale if hasattr(scale, "dtype") else np.float32(scale)
+    made = check_array(where, name, made)
+    if made.shape not in forms.values() or made.dtype != jnp.float32:
+        shapes = ", ".join(f"{form} = {list(n)}" for form, n in forms.items())
+        raise ValueError(
+            f"{where}: {name} must be a number or float32 {shapes}, got {show(made)}"
+        )
+    return to_jax(made).reshape(made.shape or (1,))
 
 
 def _sequences(
     where: str, q: Any, query_start: Any, q_lens: Any, batch: int
-) -> tuple[jax.Array, jax.Array]:
-    """Each sequence's first row of q, and how many it has, inside of q."""
+) -> tuple[jax.Array | None, jax.Array | None]:
+    """query_start `[1, S + 1]`, or q_lens, or neither."""
     if query_start is None:
         if q.shape[0] != batch:
             raise ValueError(
                 f"{where}: q and block_tables must have one batch, got {show(q)} and "
                 f"{batch} rows of block_tables"
             )
-        length = q.shape[1]
-        first = np.arange(batch, dtype=np.int32) * length
         if q_lens is None:
-            return to_jax(first), jnp.full(batch, length, jnp.int32)
-        lens = check_lengths(where, "q_lens", q_lens, batch)
-        return to_jax(first), jnp.clip(lens, 0, length)
+            return None, None
+        return None, check_lengths(where, "q_lens", q_lens, batch)
     if q_lens is not None:
         raise ValueError(
             f"{where}: query_start and q_lens say the same; pass query_start alone "
@@ -221,5 +273,4 @@ def _sequences(
             f"{where}: query_start must be int32[{batch + 1}], the first row of each "
             f"sequence of block_tables and the end of the last, got {show(starts)}"
         )
-    starts = jnp.clip(starts, 0, q.shape[0])
-    return starts[:-1], jnp.maximum(starts[1:] - starts[:-1], 0)
+    return starts[None], None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -18,8 +17,9 @@ import jax
 from jax_kvblock.attention.options import Output, Rows
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core.types import ArrayIn, Integers, LayerIndex
-from jax_kvblock.paged import arguments, blocked
-from jax_kvblock.paged.call import Paged, PagedConfig
+from jax_kvblock.paged import arguments
+from jax_kvblock.paged.pages import Pages as LaidOut
+from jax_kvblock.paged.primitive import attend
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         KVPool | tuple[Float[ArrayIn, "P T K D"], Float[ArrayIn, "P T K Dv"]]
     )
     Tables: TypeAlias = Int[ArrayIn, "B W"] | list[list[int]]
+    Scale: TypeAlias = float | Float[ArrayIn, "*scales"]
 
 
 class PagedOptions(TypedDict, total=False):
@@ -40,6 +41,8 @@ class PagedOptions(TypedDict, total=False):
     softcap: float | None
     sinks: Float[ArrayIn, " N"] | None
     scale: float | None
+    k_scale: Scale | None
+    v_scale: Scale | None
     implementation: str | None
 
 
@@ -90,6 +93,8 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Float[ArrayIn, " N"] | None = None,
     scale: float | None = None,
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Output | tuple[Output, Rows]:
@@ -103,28 +108,34 @@ def paged_attention(
     them (Kwon et al., 2023).
 
     Args:
-      q: `[tokens, N, D]` with query_start, else `[B, T, N, D]`; in the blocks' dtype.
+      q: `[tokens, N, D]` with query_start, else `[B, T, N, D]`; in the blocks' dtype,
+        or any float beside blocks of float8_e4m3fn, float8_e5m2 and int8.
       pages: a `KVPool` with keys and values, or a pair of one layer's k_pages
         `[P, T, K, D]` and v_pages `[P, T, K, Dv]`; N is a multiple of K.
       layer: of the pool, an integer or a traced int32 scalar; None with a pair. A
-        traced layer outside the pool reads zeros.
+        traced layer outside the pool has no keys.
       block_tables: int32 `[B, W]`. The keys of an id that is no block, like −1, are
         seen by nobody.
       kv_lens: int32 `[B]`, the keys of each sequence, its new ones among them. Lengths
         beyond `W T` are `W T`, those below 0 are 0.
       query_start: int32 `[B + 1]`, the first row of each sequence in q and the end of
-        the last. Rows of no sequence give zeros and −inf; where it falls, the sequence
-        has no queries.
+        the last. Rows of no sequence give zeros and −inf; where it falls anywhere, all
+        rows are such.
       q_lens: int32 `[B]`, how many of the T queries of each sequence count; all unless
         given.
       causal: a query sees keys up to its own position.
       window: `(left, right)`, integers that are compiled in: it sees keys at most
         `left` before and `right` after its position; None is no bound.
       softcap, sinks, scale: as in `flash_attention`.
+      k_scale, v_scale: of blocks of 8 bits, what their keys and values are multiplied
+        by: a number, or float32 `[K]` for each head, `[P, T, K]` for each token and
+        head, `[num_layers, P, T, K]` for all layers of a pool (`KVScales` holds those).
+        Those of tokens are not below 0. 1 unless given.
       return_lse: also return the log-sum-exp of the scores, float32, shaped like q
         without D.
-      implementation: "xla" (plain JAX in blocks), or None, which takes it; it runs
-        everywhere, and on a GPU far from the speed of memory.
+      implementation: "cuda" (kernels for sm_80 and newer GPUs, of bfloat16 and
+        float16), "xla" (plain JAX in blocks, everywhere; on a GPU far from the speed of
+        memory), or None, which takes the kernels where they serve the call.
 
     Returns:
       out, shaped like q but for its last dim, Dv, in q's dtype; with `return_lse` the
@@ -157,22 +168,63 @@ def paged_attention(
         softcap=softcap,
         sinks=sinks,
         scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
         return_lse=return_lse,
         implementation=implementation,
     )
-    out, lse = (a.reshape(*lead, *a.shape[1:]) for a in _attend(config, x))
+    out, lse = attend(config, x)
+    if len(lead) == 1:  # one call, of ragged sequences
+        out, lse = out[0], lse[0]
     return (out, lse) if return_lse else out
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _attend(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
-    return blocked.forward(config, x)
+def attend_pages(
+    where: str,
+    q: Any,
+    pages: LaidOut,
+    block_tables: Any,
+    kv_lens: Any,
+    *,
+    query_start: Any = None,
+    q_lens: Any = None,
+    causal: bool = True,
+    window: Any = None,
+    softcap: Any = None,
+    sinks: Any = None,
+    scale: Any = None,
+    implementation: str | None = None,
+    table_first: jax.Array | None = None,
+    scales: LaidOut | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`paged_attention` over pages that lie as a `PageLayout` says: (out, lse).
 
-
-@_attend.defjvp
-def _no_derivative(config: PagedConfig, primals: Any, tangents: Any) -> Any:
-    raise NotImplementedError(
-        "paged_attention has no derivative; gather_kv and flash_attention have, and "
-        "jax.lax.stop_gradient keeps others from asking for it"
+    The pages may also hold floats of other widths than q's, and int8: they are read as
+    numbers, and one factor of all is the caller's (of keys in `scale`, of values on
+    the result). `scales` are factors of their own for each key and value, in a layout
+    without D. With table_first, int32 `[B]`, block_tables is `[W]`: there begins each
+    sequence's table, from 0 to W. `where` names the caller in messages.
+    """
+    config, x, lead = arguments.normalize(
+        where,
+        q,
+        pages,
+        None,
+        block_tables,
+        kv_lens,
+        query_start=query_start,
+        q_lens=q_lens,
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        return_lse=True,
+        implementation=implementation,
+        table_first=table_first,
+        scales=scales,
     )
+    out, lse = attend(config, x)
+    if len(lead) == 1:  # one call, of ragged sequences
+        out, lse = out[0], lse[0]
+    return out, lse

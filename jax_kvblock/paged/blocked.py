@@ -10,6 +10,7 @@ there is nothing larger than a step's pages.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 
 from jax_kvblock.attention import blocked
 from jax_kvblock.attention.block_problem import Labels, Problem, keys_on_left
-from jax_kvblock.attention.config import Operands, Sizes, accumulator
+from jax_kvblock.attention.config import Operands, Sizes, accumulator, row_of_each
 from jax_kvblock.attention.dense import window_of
 from jax_kvblock.blocks import gather_kv
 from jax_kvblock.blocks.pool import KVPool
@@ -26,6 +27,21 @@ from jax_kvblock.paged.call import Paged, PagedConfig, page_shapes
 
 # Queries of a tile, and keys of a step, at most (of a page that is larger, all).
 TILE_ROWS, STEP_KEYS = 64, 256
+
+
+class _Rows(NamedTuple):
+    """The rows of all calls, one after the other, and which are whose.
+
+    Attributes:
+      q: `[C R, N, D]`.
+      first, lens: int32 `[B]`, a sequence's first row and how many it has.
+      kv_lens: int32 `[B]`, from 0 to W T.
+    """
+
+    q: jax.Array
+    first: jax.Array
+    lens: jax.Array
+    kv_lens: jax.Array
 
 
 class _Tile(NamedTuple):
@@ -37,24 +53,52 @@ class _Tile(NamedTuple):
 
 
 def forward(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
-    """out `[rows, N, Dv]` and lse `[rows, N]`; zeros and −inf where nothing is seen."""
-    leaves, structure = jax.tree.flatten(x)
-    x = jax.tree.unflatten(structure, vary_alike(leaves))
-    rows, heads, _ = x.q.shape
+    """out `[C, R, N, Dv]`, lse `[C, R, N]`; zeros and −inf where nothing is seen."""
+    lead, heads = x.q.shape[:2], x.q.shape[2]
+    rows, batch = lead[0] * lead[1], x.kv_lens.shape[0]
     dim = page_shapes(x.pages)[1][3]
     out = jnp.zeros((rows, heads, dim), x.q.dtype)
     lse = jnp.full((rows, heads), -jnp.inf, accumulator(x.q.dtype))
-    if 0 in (rows, x.tables.shape[0]):
-        return out, lse
-    length = min(TILE_ROWS, 1 << (config.mean_rows - 1).bit_length(), rows)
-    counts = -(-x.q_lens // length)
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
+    if rows and batch:
+        of = _rows_of(x)
+        mean = -(-rows // batch)
+        length = min(TILE_ROWS, 1 << (mean - 1).bit_length(), rows)
+        counts = -(-of.lens // length)
+        ends = jnp.cumsum(counts, dtype=jnp.int32)
 
-    def step(i: Any, made: Any) -> Any:
-        tile = _find(config, x, ends, counts, length, i)
-        return _write(made, tile, _attend(config, x, tile, length))
+        def step(i: Any, made: Any) -> Any:
+            tile = _find(config, of, ends, counts, length, i)
+            return _write(made, tile, _attend(config, x, of, tile, length))
 
-    return blocked.loop(ends[-1], step, _varying(x, out, lse))
+        out, lse = blocked.loop(ends[-1], step, _varying(x, out, lse))
+    return out.reshape(*lead, heads, dim), lse.reshape(*lead, heads)
+
+
+def _rows_of(x: Paged) -> _Rows:
+    """Nothing of what the operands say is trusted."""
+    calls, length = x.q.shape[:2]
+    (_, size, *_), _ = page_shapes(x.pages)
+    width, most = x.tables.shape[-1], 2**31 - 1
+    longest: Any = min(width * size, most)
+    if x.table_first is not None:
+        longest = jnp.minimum(width - x.table_first, most // size) * size
+    if x.query_start is not None:
+        starts = jnp.clip(x.query_start, 0, length)
+        falls = (starts[:, 1:] < starts[:, :-1]).any()
+        starts = jnp.where(falls, 0, starts)
+        first, end = starts[:, :-1], starts[:, 1:]
+    else:
+        lens = jnp.full(calls, length, jnp.int32) if x.q_lens is None else x.q_lens
+        end = jnp.clip(lens, 0, length)[:, None]
+        first = jnp.zeros_like(end)
+    call = jnp.arange(calls, dtype=jnp.int32)[:, None] * length
+    first, lens = (call + first).reshape(-1), (end - first).reshape(-1)
+    kv_lens = jnp.clip(x.kv_lens, 0, longest)
+    # Where they are constants, XLA's GPU backend would put them into the loops' bodies,
+    # and then fails to count the loops' steps.
+    first, lens, kv_lens = jax.lax.optimization_barrier((first, lens, kv_lens))
+    q = x.q.reshape(calls * length, *x.q.shape[2:])
+    return _Rows(q, first, lens, kv_lens)
 
 
 def _varying(x: Paged, *state: jax.Array) -> tuple[jax.Array, ...]:
@@ -63,30 +107,31 @@ def _varying(x: Paged, *state: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _find(
-    config: PagedConfig, x: Paged, ends: Any, counts: Any, length: int, i: Any
+    config: PagedConfig, of: _Rows, ends: Any, counts: Any, length: int, i: Any
 ) -> _Tile:
     """Tile i. It is moved back where it would pass the end of q."""
     b = jnp.searchsorted(ends, i, side="right").astype(jnp.int32)
     first = (i - (ends[b] - counts[b])) * length
-    row = jnp.minimum(x.q_first[b] + first, x.q.shape[0] - length)
-    query = row - x.q_first[b] + jnp.arange(length, dtype=jnp.int32)
-    valid = (query >= first) & (query < x.q_lens[b])
-    window = window_of(config.scores, query, x.kv_lens[b] - x.q_lens[b])
+    row = jnp.minimum(of.first[b] + first, of.q.shape[0] - length)
+    query = row - of.first[b] + jnp.arange(length, dtype=jnp.int32)
+    valid = (query >= first) & (query < of.lens[b])
+    window = window_of(config.scores, query, of.kv_lens[b] - of.lens[b])
     none = jnp.zeros_like(query)
     return _Tile(b, row, Labels(*(a[None] for a in (*window, none, none, valid))))
 
 
 def _attend(
-    config: PagedConfig, x: Paged, tile: _Tile, length: int
+    config: PagedConfig, x: Paged, of: _Rows, tile: _Tile, length: int
 ) -> tuple[jax.Array, jax.Array]:
     """out `[length, N, Dv]` and lse `[length, N]` of a tile."""
     (blocks, size, heads, dim), (*_, value_dim) = page_shapes(x.pages)
-    width, kv_len = x.tables.shape[1], x.kv_lens[tile.sequence]
+    width, kv_len = x.tables.shape[-1], of.kv_lens[tile.sequence]
+    call = tile.sequence // x.sequences
+    layer = _layer_of(config, x, call)
     pages = max(1, min(STEP_KEYS // size, width))
     keys = pages * size
-    more = max(-width % pages, pages - width)
-    table = jnp.pad(x.tables[tile.sequence], (0, more), constant_values=-1)
-    q = jax.lax.dynamic_slice_in_dim(x.q, tile.row, length, 0)
+    find = _finder(x, tile, pages)
+    q = jax.lax.dynamic_slice_in_dim(of.q, tile.row, length, 0)
     compute = accumulator(q.dtype)
     sizes = Sizes(1, length, keys, q.shape[1], heads, dim, value_dim)
     problem = Problem(
@@ -102,15 +147,20 @@ def _attend(
         listed=None,
         keys_on_left=keys_on_left(sizes),
     )
-    operands = Operands(q, q, q, sinks=x.sinks)
+    sinks = x.sinks
+    if sinks is not None:
+        sinks = row_of_each(sinks, x.calls)[call][None]
+    operands = Operands(q, q, q, sinks=sinks)
 
     def add(s: Any, state: Any) -> Any:
-        ids = jax.lax.dynamic_slice_in_dim(table, s * pages, pages)
+        ids = find(s)
         key = s * keys + jnp.arange(keys, dtype=jnp.int32)
         there = jnp.repeat((ids >= 0) & (ids < blocks), size) & (key < kv_len)
+        if isinstance(x.pages, KVPool) and isinstance(layer, jax.Array):
+            there &= (layer >= 0) & (layer < x.pages.spec.num_layers)
         k, v = (
             jnp.moveaxis(jnp.where(there[:, None, None], a, 0), 0, 1)[None]
-            for a in _gather(config, x, ids)
+            for a in _gather(x, layer, ids)
         )
         none = jnp.zeros_like(key)
         labels = Labels(*(a[None] for a in (key, key, none, none, there)))
@@ -131,28 +181,53 @@ def _attend(
     return jnp.moveaxis(o, 0, 1), rows.T
 
 
-def _gather(config: PagedConfig, x: Paged, ids: Any) -> tuple[jax.Array, jax.Array]:
+def _layer_of(config: PagedConfig, x: Paged, call: Any) -> Any:
+    if x.layer is None:
+        return config.layer
+    return x.layer[call] if x.layer.shape[0] > 1 else x.layer[0]
+
+
+def _finder(x: Paged, tile: _Tile, pages: int) -> Callable[[Any], jax.Array]:
+    """A function of a step: the ids `[pages]` of its blocks, −1 beyond the table."""
+    if x.table_first is None:
+        width = x.tables.shape[1]
+        more = max(-width % pages, pages - width)
+        table = jnp.pad(x.tables[tile.sequence], (0, more), constant_values=-1)
+        return lambda s: jax.lax.dynamic_slice_in_dim(table, s * pages, pages)
+    first = x.table_first[tile.sequence]
+    at = first + jnp.arange(pages, dtype=jnp.int32)
+    return lambda s: x.tables.at[at + s * pages].get(mode="fill", fill_value=-1)
+
+
+def _gather(x: Paged, layer: Any, ids: Any) -> tuple[jax.Array, jax.Array]:
     """Keys `[n T, K, D]` and values of these blocks; of a bad id, anything."""
     if isinstance(x.pages, KVPool):
-        layer: Any = x.layer if config.layer is None else config.layer
         k, v = gather_kv(x.pages, layer, ids)
         assert v is not None  # num_outer is 2
-        return k, v
-    k, v = (_rows(a, ids) for a in x.pages)
-    return k, v
+        return _times(x, k, x.k_scale, layer, ids), _times(x, v, x.v_scale, layer, ids)
+    k, v = x.pages.layout.take(x.pages.arrays, ids)
+    if x.scales is not None:
+        wide = accumulator(x.q.dtype)
+        k, v = (
+            a.astype(wide) * scale.astype(wide)
+            for a, scale in zip(
+                (k, v), x.scales.layout.take(x.scales.arrays, ids), strict=True
+            )
+        )
+    k, v = (a.reshape(-1, *a.shape[2:]) for a in (k, v))
+    return _times(x, k, x.k_scale, None, ids), _times(x, v, x.v_scale, None, ids)
 
 
-def _rows(pages: jax.Array, ids: jax.Array) -> jax.Array:
-    """`[n T, K, D]` of these blocks.
-
-    XLA's CPU backend has no gather of 16-bit floats: it would widen all pages ahead of
-    the loop. It gathers integers as they are.
-    """
-    dtype = pages.dtype
-    bits = jnp.uint16 if dtype.itemsize == 2 else dtype
-    pages, ids = jax.lax.optimization_barrier((pages, ids))
-    made = jax.lax.bitcast_convert_type(pages, bits).at[ids].get(mode="clip")
-    return jax.lax.bitcast_convert_type(made, dtype).reshape(-1, *pages.shape[2:])
+def _times(x: Paged, a: jax.Array, scale: Any, layer: Any, ids: Any) -> jax.Array:
+    """Keys or values `[n T, K, D]` of these blocks: what they stand for."""
+    if scale is None:
+        return a
+    if scale.ndim == 4:
+        scale = scale.at[layer, ids].get(mode="clip")
+    elif scale.ndim == 3:
+        scale = scale.at[ids].get(mode="clip")
+    wide = accumulator(x.q.dtype)
+    return a.astype(wide) * scale.reshape(-1, scale.shape[-1], 1).astype(wide)
 
 
 def _write(made: Any, tile: _Tile, results: Any) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from jax_kvblock.attention.config import AttentionConfig
 from jax_kvblock.blocks.pool import KVPool
+from jax_kvblock.paged.pages import Pages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,43 +19,85 @@ class PagedConfig:
 
     Attributes:
       scores: scale, softcap and window, as in `flash_attention`.
-      layer: of the pool, where it is static; None for a traced one, or for a pair.
-      mean_rows: queries of a sequence, on average, were there no padding.
+      layer: of the pool, where it is static; None for a traced one, or for `Pages`.
+      implementation: who is asked to compute it.
     """
 
     scores: AttentionConfig
     layer: int | None
-    mean_rows: int
+    implementation: str | None = None
 
 
 class Paged(NamedTuple):
-    """The operands: queries that lie one after the other, and where keys are.
+    """The operands: C calls that are computed together, of S sequences each.
+
+    A batch `[B, T, N, D]` is B calls of one sequence; `jax.vmap` makes more calls. What
+    is in them is checked by those who compute: lengths, starts and ids may be anything.
 
     Attributes:
-      q: `[rows, N, D]`.
-      pages: a `KVPool`, or the pair of `[P, T, K, D]` and `[P, T, K, Dv]`.
-      layer: int32 `[]`, where it is traced.
-      tables: int32 `[B, W]`.
-      kv_lens: int32 `[B]`, from 0 to W T.
-      q_first, q_lens: int32 `[B]`: a sequence's first row of q and how many it has;
-        they lie inside of q.
-      sinks: float32 `[1, N]`.
+      q: `[C, R, N, D]`, the rows of a call's sequences.
+      pages: a `KVPool`, or one layer's arrays and how they lie; of all calls.
+      layer: int32 `[1]`, or `[C]` with one for each call, where it is traced.
+      tables: int32 `[C S, W]`; with table_first `[W]`, the tables one after the other.
+      kv_lens: int32 `[C S]`.
+      query_start: int32 `[C, S + 1]`, or None where S is 1.
+      q_lens: int32 `[C]`, or None. With neither all rows count.
+      sinks: float32 `[rows, N]`; call c has row c // (C / rows).
+      table_first: int32 `[C S]`, where in `tables` that of each sequence begins, from 0
+        to W; or None.
+      scales: a factor of each key and value, in a layout without D, or None.
+      k_scale, v_scale: what numbers of a cache of 8 bits are multiplied by, float32:
+        `[1]` of all, `[K]` of each head, `[P, T, K]` of each token and head, `[L, P, T,
+        K]` of all layers of a pool; or None.
     """
 
     q: jax.Array
-    pages: KVPool | tuple[jax.Array, jax.Array]
+    pages: KVPool | Pages
     layer: jax.Array | None
     tables: jax.Array
     kv_lens: jax.Array
-    q_first: jax.Array
-    q_lens: jax.Array
+    query_start: jax.Array | None
+    q_lens: jax.Array | None
     sinks: jax.Array | None
+    table_first: jax.Array | None = None
+    scales: Pages | None = None
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+
+    @property
+    def calls(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def sequences(self) -> int:
+        """Of a call."""
+        return self.kv_lens.shape[0] // max(self.calls, 1)
 
 
-def page_shapes(pages: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def dtype_of(pages: KVPool | Pages) -> np.dtype:
+    """Of keys and values."""
+    if isinstance(pages, KVPool):
+        return np.dtype(pages.spec.dtype)
+    return np.dtype(pages.arrays[0].dtype)
+
+
+def cut_heads(pages: KVPool | Pages, shards: int) -> KVPool | Pages:
+    """The same leaves as a cache that has one part of so many of the key heads."""
+    if isinstance(pages, KVPool):
+        spec = pages.spec.replace(num_kv_heads=pages.spec.num_kv_heads // shards)
+        return KVPool.tree_unflatten(spec, [pages.data])
+    heads = pages.layout.heads
+    if heads is None:  # the arrays tell
+        return pages
+    layout = dataclasses.replace(pages.layout, heads=heads // shards)
+    return Pages(pages.arrays, layout)
+
+
+def page_shapes(pages: KVPool | Pages) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """`(P, T, K, D)` of keys and of values."""
     if isinstance(pages, KVPool):
         spec = pages.spec
         shape = (pages.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         return shape, shape
-    return pages[0].shape, pages[1].shape
+    sizes = pages.layout.sizes("paged_attention", [a.shape for a in pages.arrays])
+    return sizes[:4], (*sizes[:3], sizes.value_dim)

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_kvblock import BlockSpec, KVPool, merge_attention, paged_attention
+from jax_kvblock import (
+    BlockSpec,
+    KVPool,
+    KVScales,
+    append_kv,
+    flash_attention,
+    merge_attention,
+    paged_attention,
+)
 
 BARS = {"float64": 1e-13, "float32": 4e-6, "float16": 4e-3, "bfloat16": 3e-2}
 
@@ -36,8 +44,11 @@ class Case:
 class Drawn:
     """Its arrays. Slots and blocks that nobody may read are NaN."""
 
-    def __init__(self, case: Case, rng: np.random.Generator) -> None:
+    def __init__(
+        self, case: Case, rng: np.random.Generator, implementation: str = "xla"
+    ) -> None:
         self.case = c = case
+        self.implementation = implementation
         dtype = jnp.dtype(c.dtype)
         self.kv_lens = np.array([n for _, n in c.sequences], np.int32)
         lens = [n for n, _ in c.sequences]
@@ -80,6 +91,7 @@ class Drawn:
             "block_tables": self.tables,
             "kv_lens": self.kv_lens,
             "query_start": self.starts,
+            "implementation": self.implementation,
             **self.options,
         }
         return paged_attention(**given | changes, return_lse=True)
@@ -131,6 +143,18 @@ class Drawn:
         np.testing.assert_allclose(lse, want_lse, rtol=0, atol=bar)
 
 
+@pytest.fixture(params=["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
+def draw(request: Any, rng: np.random.Generator) -> Any:
+    """Draws a case for plain JAX, or for the kernels, which have 16-bit floats."""
+
+    def drawn(case: Case) -> Drawn:
+        if request.param == "cuda" and case.dtype == "float32":
+            case = dataclasses.replace(case, dtype="bfloat16")
+        return Drawn(case, rng, request.param)
+
+    return drawn
+
+
 CASES = {
     "mixed": Case(),
     "decode": Case(sequences=((1, 9), (1, 130), (1, 1), (1, 16), (1, 17))),
@@ -159,8 +183,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_row_is_right(name, rng):
-    drawn = Drawn(CASES[name], rng)
+def test_every_row_is_right(name, draw):
+    drawn = draw(CASES[name])
     drawn.hold(*drawn.run())
 
 
@@ -178,31 +202,34 @@ LAYOUTS += [("universal", True)]
 
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize(("layout", "contiguous"), LAYOUTS)
-def test_pools(layout, contiguous, traced, rng):
-    drawn = Drawn(Case(), rng)
-    spec = BlockSpec(3, 2, 16, 2, 16, "float32", layout=layout)
-    pool = pool_of(drawn, spec, contiguous)
+def test_pools(layout, contiguous, traced, draw):
+    drawn = draw(Case())
+    pool = pool_of(drawn, contiguous, layout)
     layer = jnp.int32(1) if traced else 1
     drawn.hold(*drawn.run(pages=pool, layer=layer))
 
 
-def pool_of(drawn: Drawn, spec: BlockSpec, contiguous: bool = True) -> KVPool:
+def pool_of(
+    drawn: Drawn, contiguous: bool = True, layout: str = "NHD", layers: int = 3
+) -> KVPool:
     """Its keys and values in layer 1; the others hold NaN."""
-    blocks = np.full((len(drawn.k), 3, 2, *drawn.k.shape[1:]), np.nan, np.float32)
+    dtype = drawn.k.dtype
+    spec = BlockSpec(layers, 2, 16, 2, 16, dtype, layout=layout)
+    blocks = np.full((len(drawn.k), layers, 2, *drawn.k.shape[1:]), np.nan, dtype)
     blocks[:, 1, 0], blocks[:, 1, 1] = drawn.k, drawn.v
     order = "".join(axis for group in spec.block_layout.groups for axis in group)
     axes = [0, *(1 + "LOTHD".index(axis) for axis in order)]
     data = jnp.asarray(blocks.transpose(axes))
     if contiguous:
         return KVPool(data, spec)
-    return KVPool(tuple(data[:, i] for i in range(3)), spec)
+    return KVPool(tuple(data[:, i] for i in range(layers)), spec)
 
 
-def test_a_padded_batch(rng):
+def test_a_padded_batch(draw):
     """q [B, T, N, D]: the rows beyond q_lens are zeros and −inf."""
-    drawn = Drawn(Case(), rng)
+    drawn = draw(Case())
     lens = np.diff(drawn.starts)
-    padded = np.full((len(lens), 7, *drawn.q.shape[1:]), np.nan, np.float32)
+    padded = np.full((len(lens), 7, *drawn.q.shape[1:]), np.nan, drawn.q.dtype)
     for b, n in enumerate(lens):
         padded[b, :n] = drawn.q[drawn.starts[b] : drawn.starts[b + 1]]
     out, lse = drawn.run(q=padded, query_start=None, q_lens=lens)
@@ -213,19 +240,81 @@ def test_a_padded_batch(rng):
     np.testing.assert_array_equal(np.asarray(lse)[~inside], -np.inf)
 
 
-def test_all_queries_of_a_batch_count_unless_told(rng):
-    drawn = Drawn(Case(sequences=((2, 9), (2, 33), (2, 2))), rng)
+def test_all_queries_of_a_batch_count_unless_told(draw):
+    drawn = draw(Case(sequences=((2, 9), (2, 33), (2, 2))))
     out, lse = drawn.run(q=drawn.q.reshape(3, 2, 4, 16), query_start=None)
     drawn.hold(out.reshape(-1, 4, 16), lse.reshape(-1, 4))
+
+
+# ---- caches of 8 bits ----------------------------------------------------------------
+
+NARROW = ["float8_e4m3fn", "float8_e5m2", "int8"]
+SCALES = ["a number", "heads", "tokens", "all layers"]
+
+
+@pytest.mark.parametrize("scales", SCALES)
+@pytest.mark.parametrize("stored", NARROW)
+def test_caches_of_8_bits(stored, scales, draw, rng):
+    """What they hold, times its scale, is what float64 attends to."""
+    drawn = draw(Case(sequences=((1, 37), (6, 20), (1, 0), (40, 90)), sinks=True))
+    blocks, size, heads, _ = drawn.k.shape
+    form = {"a number": (), "heads": (heads,), "tokens": (blocks, size, heads)}
+    shape = form.get(scales, (3, blocks, size, heads))
+    of_int = 30.0 if stored == "int8" else 1.0
+    made = [
+        (rng.uniform(0.5, 2.0, shape) / of_int).astype(np.float32) for _ in range(2)
+    ]
+    pools = []
+    for array, parts, scale in (
+        (drawn.k, drawn.keys, made[0]),
+        (drawn.v, drawn.values, made[1]),
+    ):
+        own = scale[1] if scales == "all layers" else scale
+        whole = np.broadcast_to(own, (blocks, size, heads))[..., None]
+        numbers = np.nan_to_num(array.astype(np.float32)) / whole
+        if stored == "int8":
+            numbers = np.rint(numbers).clip(-127, 127)
+        small = numbers.astype(jnp.dtype(stored))
+        pools.append(small)
+        real = small.astype(np.float64) * whole
+        for b, length in enumerate(drawn.kv_lens):
+            ids = drawn.tables[b, np.arange(length) // size]
+            parts[b] = real[ids, np.arange(length) % size]
+    given: dict[str, Any] = {"pages": tuple(pools)}
+    if scales == "all layers":
+        spec = BlockSpec(3, 2, size, heads, 16, stored)
+        data = np.zeros((blocks, 3, 2, size, heads, 16), jnp.dtype(stored))
+        data[:, 1, 0], data[:, 1, 1] = pools
+        pool = KVPool(jnp.asarray(data), spec)
+        given = {"pages": pool, "layer": jnp.int32(1)}
+        static = drawn.run(pages=pool, layer=1, k_scale=made[0], v_scale=made[1])
+        drawn.hold(*static)
+    k_scale, v_scale = (float(a) if a.ndim == 0 else a for a in made)
+    drawn.hold(*drawn.run(**given, k_scale=k_scale, v_scale=v_scale))
+
+
+def test_keys_that_were_quantized_on_their_way_into_a_pool(rng):
+    """`append_kv` and `paged_attention` mean the same by scales."""
+    spec = BlockSpec(2, 2, 16, 2, 32, "int8")
+    pool, scales = KVPool.zeros(spec, 6), KVScales.zeros(spec, 6)
+    k, v = (rng.standard_normal((40, 2, 32)).astype(np.float32) for _ in range(2))
+    pool, scales = append_kv(pool, 1, k, v, np.arange(40), scales=scales)
+    q = rng.standard_normal((3, 4, 32)).astype(np.float32)
+    out = paged_attention(
+        q, pool, 1, [[0, 1, 2]], [40], query_start=[0, 3], k_scale=scales.k,
+        v_scale=scales.v,
+    )  # fmt: skip
+    want = flash_attention(q[None], k[None], v[None], causal=True, q_offset=37)[0]
+    np.testing.assert_allclose(out, want, rtol=0, atol=0.02)
 
 
 # ---- data that is wrong --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [-1, -(2**31), 10**6, 2**31 - 1])
-def test_an_id_that_is_no_block_is_not_seen(bad, rng):
+def test_an_id_that_is_no_block_is_not_seen(bad, draw):
     """As if the sequence had no keys there; nothing is read in its place."""
-    drawn = Drawn(Case(sequences=((1, 48), (3, 20))), rng)
+    drawn = draw(Case(sequences=((1, 48), (3, 20))))
     drawn.tables[0, 1] = bad
     out, lse = drawn.run()
     without = [np.r_[0:16, 32:48], np.arange(20)]
@@ -234,8 +323,8 @@ def test_an_id_that_is_no_block_is_not_seen(bad, rng):
     drawn.hold(out, lse)
 
 
-def test_lengths_end_with_the_table(rng):
-    drawn = Drawn(Case(sequences=((1, 64), (2, 64), (1, 64))), rng)
+def test_lengths_end_with_the_table(draw):
+    drawn = draw(Case(sequences=((1, 64), (2, 64), (1, 64))))
     exact = drawn.run()
     huge = drawn.run(kv_lens=np.array([65, 2**31 - 1, 64], np.int32))
     for got, want in zip(huge, exact, strict=True):
@@ -245,48 +334,63 @@ def test_lengths_end_with_the_table(rng):
     np.testing.assert_array_equal(lse, -np.inf)
 
 
-def test_a_table_of_more_keys_than_an_int32(rng):
+def test_a_table_of_more_keys_than_an_int32(draw):
     """2**31 of them: lengths end with int32 then."""
-    drawn = Drawn(
-        Case(block_size=2**14, sequences=((1, 30),), heads=1, kv_heads=1), rng
-    )
+    drawn = draw(Case(block_size=2**14, sequences=((1, 30),), heads=1, kv_heads=1))
     tables = np.full((1, 2**17), -1, np.int32)
     tables[0, 0] = drawn.tables[0, 0]
     drawn.hold(*drawn.run(block_tables=tables))
 
 
-def test_rows_of_no_sequence_are_zeros(rng):
+def test_rows_of_no_sequence_are_zeros(draw):
     """Before the first, after the last, and where query_start falls."""
-    drawn = Drawn(Case(sequences=((4, 20), (4, 30), (4, 9))), rng)
+    drawn = draw(Case(sequences=((4, 20), (4, 30), (4, 9))))
     q = np.concatenate([drawn.q, np.full_like(drawn.q[:3], np.nan)])
     out, lse = drawn.run(q=q)
     drawn.hold(out[:12], lse[:12])
     np.testing.assert_array_equal(out[12:], 0)
-    # The first sequence has rows 1 to 4, the second none, the third 3 to the end.
-    out, lse = drawn.run(q=q[:12], query_start=np.array([1, 4, 3, 10**9], np.int32))
-    assert np.isneginf(lse[0]).all() and (np.asarray(out[0]) == 0).all()
-    again = drawn.run(q=q[:12], query_start=np.array([1, 4, 4, 12], np.int32))[1]
-    np.testing.assert_array_equal(lse[1:3], again[1:3])
-    np.testing.assert_array_equal(lse[4:], again[4:])
+    # No sequence has rows where a start falls.
+    for starts in ([1, 4, 3, 12], [0, 4, 9, 8], [5, -1, 8, 12]):
+        out, lse = drawn.run(q=q[:12], query_start=np.array(starts, np.int32))
+        assert np.isneginf(lse).all() and (np.asarray(out) == 0).all()
+    # Beyond the tokens it is their end, and below 0 the first of them.
+    wild = np.array([-(2**31), 4, 2**31 - 1, 10**9], np.int32)
+    out, lse = drawn.run(q=q[:12], query_start=wild)
+    want = drawn.run(q=q[:12], query_start=np.array([0, 4, 12, 12], np.int32))
+    for got, exact in zip((out, lse), want, strict=True):
+        np.testing.assert_array_equal(got, exact)
 
 
-def test_two_sequences_may_share_blocks(rng):
-    drawn = Drawn(Case(sequences=((1, 40), (1, 40))), rng)
+def test_starts_of_one_member_of_a_vmap_that_fall(draw):
+    """The others have their rows."""
+    drawn = draw(Case(sequences=((4, 20), (4, 30))))
+    starts = jnp.array([[0, 4, 8], [0, 9, 3], [0, 4, 8]])
+    out, lse = jax.vmap(lambda s: drawn.run(query_start=s))(starts)
+    drawn.hold(out[0], lse[0])
+    drawn.hold(out[2], lse[2])
+    assert np.isneginf(lse[1]).all() and (np.asarray(out[1]) == 0).all()
+
+
+def test_two_sequences_may_share_blocks(draw):
+    drawn = draw(Case(sequences=((1, 40), (1, 40))))
     drawn.tables[1] = drawn.tables[0]
     drawn.keys[1], drawn.values[1] = drawn.keys[0], drawn.values[0]
     drawn.hold(*drawn.run())
 
 
-def test_a_layer_outside_the_pool_reads_zeros(rng):
-    drawn = Drawn(Case(), rng)
-    spec = BlockSpec(3, 2, 16, 2, 16, "float32")
-    out, _ = drawn.run(pages=pool_of(drawn, spec), layer=jnp.int32(3))
+@pytest.mark.parametrize("layer", [3, -1, 2**31 - 1])
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_of_a_layer_outside_the_pool_nobody_sees_a_key(contiguous, layer, draw):
+    drawn = draw(Case())
+    pool = pool_of(drawn, contiguous)
+    out, lse = drawn.run(pages=pool, layer=jnp.int32(layer))
     np.testing.assert_array_equal(out, 0)
+    np.testing.assert_array_equal(lse, -np.inf)
 
 
-def test_nothing_at_all(rng):
+def test_nothing_at_all(draw):
     """No sequences, no tokens, or tables without columns."""
-    drawn = Drawn(Case(), rng)
+    drawn = draw(Case())
     none = np.zeros(0, np.int32)
     out, lse = drawn.run(block_tables=drawn.tables[:0], kv_lens=none, query_start=[0])
     assert (np.asarray(out) == 0).all() and np.isneginf(lse).all()
@@ -299,8 +403,8 @@ def test_nothing_at_all(rng):
 # ---- inside JAX ----------------------------------------------------------------------
 
 
-def test_new_tables_and_lengths_do_not_compile_again(rng):
-    drawn = Drawn(Case(), rng)
+def test_new_tables_and_lengths_do_not_compile_again(draw):
+    drawn = draw(Case())
     traced = []
 
     @jax.jit
@@ -314,9 +418,9 @@ def test_new_tables_and_lengths_do_not_compile_again(rng):
     assert len(traced) == 1
 
 
-def test_scan_over_layers(rng):
-    drawn = Drawn(Case(), rng)
-    pool = pool_of(drawn, BlockSpec(3, 2, 16, 2, 16, "float32"))
+def test_scan_over_layers(draw):
+    drawn = draw(Case())
+    pool = pool_of(drawn)
 
     @jax.jit
     def layers(pool: KVPool) -> Any:
@@ -330,9 +434,9 @@ def test_scan_over_layers(rng):
 
 
 @pytest.mark.parametrize("over", ["q", "tables", "pages", "everything"])
-def test_vmap(over, rng):
+def test_vmap(over, draw):
     """Members differ in what is mapped."""
-    drawn = [Drawn(Case(sequences=((2, 30), (1, 9))), rng) for _ in range(3)]
+    drawn = [draw(Case(sequences=((2, 30), (1, 9)))) for _ in range(3)]
     names = {"q": ["q"], "tables": ["tables"], "pages": ["k", "v"]}
     mapped = names.get(over, ["q", "tables", "k", "v"])
     for one in drawn[1:]:
@@ -352,7 +456,8 @@ def test_vmap(over, rng):
     got = jax.jit(jax.vmap(run))(arrays)
     for i, one in enumerate(want):
         for x, y in zip(got, one, strict=True):
-            np.testing.assert_allclose(x[i], y, rtol=0, atol=2e-6)
+            x, y = (np.asarray(a, np.float32) for a in (x[i], y))
+            np.testing.assert_allclose(x, y, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("setting", ["disable_jit", "debug_nans", "x64", "strict"])
@@ -432,7 +537,9 @@ def test_a_shared_prefix_is_a_part_of_its_own(rng):
     drawn.hold(*merge_attention(parts))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=pytest.mark.cpu), "bfloat16"]
+)
 @pytest.mark.parametrize("held", ["pool", "pair"])
 def test_nothing_of_the_cache_is_copied(held, dtype):
     """A step's pages are all the memory that it takes, whatever the lengths are."""
@@ -540,9 +647,9 @@ WRONG = {
     ),
     "a window": ({"window": 4}, ValueError, r"window must be a pair \(left, right\)"),
     "an implementation": (
-        {"implementation": "cuda"},
+        {"implementation": "cudnn"},
         ValueError,
-        "implementation must be one of None, 'xla'",
+        "implementation must be one of None, 'cuda', 'xla'",
     ),
     "a flag": ({"causal": 1}, TypeError, "causal must be"),
 }

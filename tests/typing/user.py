@@ -55,6 +55,18 @@ assert_type(kv.copy_blocks(pool, [0], jnp.int32([1])), kv.KVPool)
 assert_type(kv.transfer_blocks(pool, ids, pool, ids, heads=range(4)), kv.KVPool)
 assert_type(kv.append_kv(pool, 0, here[0, 0, 0], None, [3]), kv.KVPool)
 assert_type(kv.append_kv(pool, None, here[0], there[0], range(16)), kv.KVPool)
+scales = kv.KVScales.zeros(spec, 8)
+assert_type(kv.append_kv(pool, 0, here, here, ids, k_scale=0.5, v_scale=2), kv.KVPool)
+WithScales = tuple[kv.KVPool, kv.KVScales]
+assert_type(kv.append_kv(pool, 0, here, here, ids, scales=scales), WithScales)
+Rotated = tuple[jax.Array, kv.KVPool]
+assert_type(kv.rope_append(here, here, here, pool, 0, ids, ids, theta=1e4), Rotated)
+assert_type(
+    kv.rope_append(here, here, here, pool, 0, ids, None, cos_sin=there, scales=scales),
+    tuple[jax.Array, kv.KVPool, kv.KVScales],
+)
+kv.rope_append(here, here, here, pool, 0, ids, ids, tetha=1e4)  # wrong
+kv.append_kv(pool, 0, here, here, ids, scales=spec)  # wrong
 assert_type(kv.gather_kv(pool, 0, [2, 5]), tuple[jax.Array, jax.Array | None])
 assert_type(kv.gather_kv(pool, jnp.int32(1), ids)[0], jax.Array)
 kv.gather_kv(pool, None, ids)  # wrong
@@ -130,3 +142,14 @@ assert_type(
 kv.flash_attention(q, q, q, casual=True)  # wrong
 kv.flash_attention(q, q, q, window=3)  # wrong
 kv.flash_attention(q, q, "v")  # wrong
+
+# Drop-ins have their owners' types.
+rows, new, three = q[0], there, np.zeros(3, np.int32)
+v3 = kv.dropins.rpa_v3.ragged_paged_attention
+assert_type(v3(rows, new, new, here, three, three, three, three), Pair)
+assert_type(v3(rows, new, new, here, three, three, three, three, sm_scale=0.1), Pair)
+v3(rows, new, new, here, three, three, three)  # wrong
+v3(rows, new, new, here, three, three, three, three, sliding_window="8")  # wrong
+unified = kv.dropins.ejkernel.unified_attention
+assert_type(unified(rows, new, new, three, three, three, causal=True), jax.Array)
+unified(queries=rows)  # wrong

@@ -1,0 +1,177 @@
+"""The CUDA kernels of `paged_attention`: what they serve, and the launcher's call.
+
+`run` describes the call to the FFI handler in `cpp/ops/attention/paged_ffi.cc`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kvblock.attention.config import AttentionConfig, Operands
+from jax_kvblock.attention.cuda import unserved as unserved_scores
+from jax_kvblock.attention.cuda import unserved_by_gpu
+from jax_kvblock.blocks.pool import KVPool
+from jax_kvblock.core import ffi
+from jax_kvblock.paged.call import Paged, PagedConfig, dtype_of, page_shapes
+from jax_kvblock.paged.pages import Pages
+
+MOST_ARRAYS = 128  # KVBLOCK_PAGED_MAX_ARRAYS
+MOST_STRIDE = 16 * (2**32 - 1)
+ALIGNED = 16  # bytes that keys and values are read by
+CACHES = tuple(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)))
+# Head dims beyond it need more shared memory than consumer GPUs have.
+LARGE_SHARED = 192
+
+
+class _Rows(NamedTuple):
+    """Where keys, or values, lie in their array, in bytes."""
+
+    offset: int
+    block: int
+    token: int
+    head: int
+
+
+class _Cache(NamedTuple):
+    """A cache as the kernels read it.
+
+    Attributes:
+      arrays: one, one for each layer, or, with `pair`, keys and values.
+      layers, layer_stride: of an array with several layers, of which an operand
+        chooses.
+    """
+
+    arrays: tuple[Any, ...]
+    pair: bool
+    layers: int
+    layer_stride: int
+    k: _Rows
+    v: _Rows
+    dense: bool  # a head's elements are neighbours
+
+
+def unserved(config: PagedConfig, x: Paged) -> list[str]:
+    """What of a call the kernels do not serve; empty when they serve it."""
+    _, (*_, value_dim) = page_shapes(x.pages)
+    # Scores, dims and dtypes as those of dense attention of a query.
+    q = x.q[:1, :1] if isinstance(x.q, jax.Array) else x.q
+    v = jax.ShapeDtypeStruct((*q.shape[:-1], value_dim), q.dtype)
+    missing = unserved_scores(config.scores, Operands(q, q, v))
+    missing += unserved_by_gpu("cuda", False)
+    cache = _cache(config, x.pages)
+    if len(cache.arrays) - cache.pair > MOST_ARRAYS:
+        missing.append(
+            f"a traced layer of a pool of {len(cache.arrays)} arrays (up to "
+            f"{MOST_ARRAYS} are served)"
+        )
+    if not cache.dense:
+        missing.append("a layout whose last axis is not D")
+    strides = (*cache.k, *cache.v, cache.layer_stride)
+    if any(stride % ALIGNED for stride in strides):
+        missing.append(f"rows that do not begin at multiples of {ALIGNED} bytes")
+    if max(strides[1:4] + strides[5:8]) > MOST_STRIDE:
+        missing.append("strides of more than 64 GiB")
+    if x.table_first is not None:
+        missing.append("tables that lie one after the other")
+    if x.scales is not None:
+        missing.append("a scale of each key")
+    if (stored := dtype_of(x.pages)) != x.q.dtype:
+        if stored not in CACHES:
+            missing.append(f"a cache of {stored} with q {x.q.dtype}")
+        elif x.q.shape[-1] % ALIGNED or value_dim % ALIGNED:
+            missing.append(
+                f"head dims of a cache of {stored} that no {ALIGNED} divides"
+            )
+    dim = max(x.q.shape[-1], value_dim)
+    small = [c for c in ffi.gpu_capabilities() if c in ((8, 6), (8, 9)) or c[0] == 12]
+    if dim > LARGE_SHARED and small:
+        missing.append(f"head dims beyond {LARGE_SHARED} on this GPU")
+    return missing
+
+
+def run(config: PagedConfig, x: Paged) -> tuple[Any, Any]:
+    """out `[C, R, N, Dv]` and lse `[C, R, N]`, by the CUDA launcher."""
+    (blocks, size, kv_heads, _), (*_, value_dim) = page_shapes(x.pages)
+    cache = _cache(config, x.pages)
+    optional = [x.query_start, x.q_lens, x.layer, x.sinks, x.k_scale, x.v_scale]
+    present = sum(1 << i for i, a in enumerate(optional) if a is not None)
+    calls, rows, heads, _ = x.q.shape
+    narrow = dtype_of(x.pages) != x.q.dtype
+    room = ffi.paged_attention_workspace(
+        calls, x.sequences, rows, heads, kv_heads, value_dim, narrow
+    )
+    call = jax.ffi.ffi_call(
+        "kvblock_paged_attention",
+        [
+            jax.ShapeDtypeStruct((calls, rows, heads, value_dim), x.q.dtype),
+            jax.ShapeDtypeStruct((calls, rows, heads), jnp.float32),
+            jax.ShapeDtypeStruct((room,), jnp.uint8),
+        ],
+    )
+    scores: AttentionConfig = config.scores
+    numbers = {
+        "present": present,
+        "pair": cache.pair,
+        "num_kv_heads": kv_heads,
+        "value_dim": value_dim,
+        "num_blocks": blocks,
+        "block_size": size,
+        "num_layers": cache.layers,
+        "window_left": min(scores.window_left, 2**31 - 1),
+        "window_right": min(scores.window_right, 2**31 - 1),
+        "layer_stride": cache.layer_stride,
+        "scale_layer": config.layer or 0,
+        **{f"k_{name}": n for name, n in cache.k._asdict().items()},
+        **{f"v_{name}": n for name, n in cache.v._asdict().items()},
+    }
+    given = [a for a in optional if a is not None]
+    out, lse, _ = call(
+        x.q,
+        x.tables,
+        x.kv_lens,
+        *given,
+        *cache.arrays,
+        **{name: np.int64(n) for name, n in numbers.items()},
+        scale=np.float32(scores.scale),
+        softcap=np.float32(scores.softcap),
+    )
+    return out, lse
+
+
+def _cache(config: PagedConfig, pages: KVPool | Pages) -> _Cache:
+    if isinstance(pages, Pages):
+        size = pages.arrays[0].dtype.itemsize
+        shapes = [a.shape for a in pages.arrays]
+        k, v = (
+            _Rows(s.offset, s.page, s.token, s.head)
+            for s in pages.layout.strides("paged_attention", shapes, size)
+        )
+        return _Cache(pages.arrays, len(shapes) == 2, 1, 0, k, v, True)
+    return _pool(config, pages)
+
+
+def _pool(config: PagedConfig, pool: KVPool) -> _Cache:
+    spec, arrays = pool.spec, pool.arrays
+    axes = [axis for group in spec.block_layout.groups for axis in group]
+    sizes = dict(spec.sizes)
+    if not pool.contiguous:  # layers come first
+        axes.remove("L")
+    step, stride = spec.dtype.itemsize, {"L": 0}
+    for axis in reversed(axes):
+        stride[axis] = step
+        step *= sizes[axis]
+    layers, first = spec.num_layers, 0
+    if config.layer is not None:
+        layers, first = 1, config.layer * stride["L"]
+        if not pool.contiguous:
+            arrays = (arrays[config.layer],)
+    k, v = (
+        _Rows(first + outer * stride["O"], step, stride["T"], stride["H"])
+        for outer in (0, 1)
+    )
+    dense = axes[-1] == "D"
+    return _Cache(tuple(arrays), False, layers, stride["L"], k, v, dense)
