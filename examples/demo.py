@@ -18,18 +18,16 @@ import jax.numpy as jnp
 import moves
 import numpy as np
 import speed
-from smollm2 import (
+from smollm2.model import (
     Config,
-    Tokenizer,
+    Params,
     decode_step,
-    fetch,
     generate,
-    load_params,
-    open_model,
     prefill,
     store_prompt,
 )
-from smollm2.model import Params
+from smollm2.tokenizer import Tokenizer
+from smollm2.weights import fetch, load_params, open_model
 
 from jax_kvblock import BlockList, BlockManager
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import moves
 import plain_jnp
-from smollm2 import store_prompt
+from smollm2.model import store_prompt
 
 from jax_kvblock import KVPool
 

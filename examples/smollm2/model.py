@@ -5,7 +5,8 @@
     token  [ ] --decode_step--> logits, the pool with one more token in its blocks
 
 Activations are float32; the pool keeps K and V in its own dtype. The model has no batch
-axis: it exists to show one cache moving about, and one sequence is enough for that.
+axis: these functions show one cache moving about, and one sequence is enough for that.
+Rows of several sequences go through its parts in `paged_decode.py`.
 """
 
 from collections.abc import Callable, Iterator
@@ -82,9 +83,9 @@ def finish_layer(
 
 
 def read_logits(config: Config, params: Params, x: jax.Array) -> jax.Array:
-    """Logits [vocabulary] of the last row of x; the embedding is also the output."""
-    h = rms_norm(x[-1:], params["final_norm"], config.norm_eps)
-    return matmul(h, params["embedding"])[0]
+    """Logits [T, vocabulary] of x [T, width]; the embedding is also the output."""
+    h = rms_norm(x, params["final_norm"], config.norm_eps)
+    return matmul(h, params["embedding"])
 
 
 @partial(jax.jit, static_argnums=0)
@@ -108,7 +109,7 @@ def prefill(
         return finish_layer(config, weights, x, attended), (k, v)
 
     x, (k, v) = jax.lax.scan(layer, params["embedding"][tokens], params["layers"])
-    return read_logits(config, params, x), k, v
+    return read_logits(config, params, x[-1:])[0], k, v
 
 
 def slots_of(block_ids: jax.Array, positions: jax.Array, block_size: int) -> jax.Array:
@@ -164,7 +165,7 @@ def decode_step(
     start = (params["embedding"][token][None], pool)
     layers = (jnp.arange(config.num_layers), params["layers"])
     (x, pool), _ = jax.lax.scan(layer, start, layers)
-    return read_logits(config, params, x), pool
+    return read_logits(config, params, x)[0], pool
 
 
 def generate(
