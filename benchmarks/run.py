@@ -18,6 +18,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import bars
+import bench_append
 import bench_attention
 import bench_attention_cpu
 import bench_cpu
@@ -35,13 +36,14 @@ BENCHES: dict[str, common.Bench] = {
     "host": bench_host.bench,
     "layouts": bench_layouts.bench,
     "cpu": bench_cpu.bench,
+    "append": bench_append.bench,
     "attention": bench_attention.bench,
     "decode": bench_decode.bench,
     "attention-cpu": bench_attention_cpu.bench,
     "paged-cpu": bench_paged_cpu.bench,
 }
 # Each benchmark measures the ceilings it needs itself, in its own run.
-ON_GPU = ("objects", "host", "layouts", "attention", "decode")
+ON_GPU = ("objects", "host", "layouts", "append", "attention", "decode")
 ON_CPU = ("objects", "host", "cpu", "attention-cpu", "paged-cpu")
 
 

@@ -34,7 +34,7 @@ import pytest
 import jax_kvblock
 from jax_kvblock.core import checks
 
-pytest_plugins = ["budgets", "record"]
+pytest_plugins = ["budgets", "emulated_append", "emulated_attention", "record"]
 
 
 def has_gpu() -> bool:
@@ -52,6 +52,7 @@ def has_torch() -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needs = {
         "gpu": (has_gpu(), "no NVIDIA GPU here"),
+        "cpu": (not has_gpu(), "of plain JAX on a CPU, and this is a GPU"),
         "torch": (has_torch(), "PyTorch is not installed"),
     }
     for item in items:

@@ -1,8 +1,8 @@
 """Where things lie, and that the rooms of the package import each other one way only.
 
 `core` stands below all; `blocks` and `attention` stand on it and do not know of each
-other; `objects` stands on `blocks`, `paged` on both. The files beside the rooms see all
-of them.
+other; `objects` and `append` stand on `blocks`, `paged` on both, `dropins` on `paged`.
+The files beside the rooms see all of them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ PACKAGE = ROOT / "jax_kvblock"
 BELOW: dict[str, set[str]] = {
     "core": set(),
     "blocks": {"core"},
+    "append": {"blocks", "core"},
     "attention": {"core"},
     "objects": {"blocks", "core"},
     "paged": {"attention", "blocks", "core"},
+    "dropins": {"paged", "attention", "blocks", "core"},
 }
 NATIVE = "jax_kvblock._native"
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import jax_kvblock
+from jax_kvblock.append import append
 from jax_kvblock.attention import options as by_name
 
 HERE = Path(__file__).parents[1]
@@ -93,6 +94,12 @@ def public_functions() -> dict[str, Callable[..., object]]:
             )
             if ours and (not key.startswith("_") or key in CALLED):
                 found[f"{name}.{key}"] = member
+    for module in jax_kvblock.dropins.__all__:
+        members = vars(getattr(jax_kvblock.dropins, module)).items()
+        for name, value in members:
+            ours = getattr(value, "__module__", "").endswith(f"dropins.{module}")
+            if ours and not name.startswith("_") and inspect.isfunction(value):
+                found[f"dropins.{module}.{name}"] = value
     # What JAX makes a tree of has leaves of any kind.
     return {name: f for name, f in found.items() if ".tree_" not in name}
 
@@ -121,6 +128,8 @@ def test_who_computes_has_one_name() -> None:
     [
         (jax_kvblock.flash_attention, by_name.FlashOptions),
         (jax_kvblock.dot_product_attention, by_name.DotProductOptions),
+        (jax_kvblock.append_kv, append.AppendOptions),
+        (jax_kvblock.rope_append, append.RopeOptions),
     ],
 )
 def test_options_are_those_of_the_function(
@@ -129,5 +138,5 @@ def test_options_are_those_of_the_function(
     """The overloads take their options from a TypedDict."""
     taken = inspect.signature(function).parameters.values()
     by_name = [p.name for p in taken if p.kind is p.KEYWORD_ONLY]
-    switches = {"return_lse", "return_residual"}
+    switches = {"return_lse", "return_residual", "scales"}
     assert [n for n in by_name if n not in switches] == list(options.__annotations__)

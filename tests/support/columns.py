@@ -362,6 +362,7 @@ NOT_COLUMNS = {
     "lm_to_lse": "plain jnp",
     "lse_to_lm": "plain jnp",
     "merge_attention": "plain jnp, of parts",
+    "rope_append": "has no derivative; tests/append/ has its transforms",
     "paged_attention": "has no derivative; tests/paged/ has its transforms",
     "available_tiles": "no arrays",
     "estimate_memory_usage": "no arrays",
