@@ -36,7 +36,7 @@ void ForBox(const CUtensorMap& map, uint32_t shared, const int (&at)[5], Each ea
 }
 
 inline void LoadBox(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&x)[5]) {
-  ArriveLate(barrier, [=, &map, x0 = x[0], x1 = x[1], x2 = x[2], x3 = x[3], x4 = x[4]] {
+  ArriveLate(barrier, [=, x0 = x[0], x1 = x[1], x2 = x[2], x3 = x[3], x4 = x[4]] {
     int bytes = 0;
     ForBox(map, to, {x0, x1, x2, x3, x4}, [&](uint32_t place, char* from) {
       const uint16_t zero = 0;
