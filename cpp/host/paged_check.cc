@@ -73,6 +73,16 @@ std::string CheckSequences(const kvblock_paged_attention& a) {
   return "";
 }
 
+// A place of a piece is numbered by 32 bits.
+std::string CheckSplit(const kvblock_paged_attention& a) {
+  if (a.split_size < 0) return Got("split_size must not be negative", a.split_size);
+  if (a.split_size == 0) return "";
+  const int64_t numbers = PagedSplitPlaces(a) * PagedTileRows(a);
+  if (numbers * std::max(a.value_dim, 1) <= int64_t{UINT32_MAX}) return "";
+  return Got("with pieces of split_size keys the workspace is too large; split_size must be larger",
+             a.split_size);
+}
+
 std::string CheckStrides(const std::string& name, const kvblock_page_strides& strides) {
   for (const int64_t stride : {strides.block, strides.token, strides.head}) {
     if (stride < 0 || stride % 16 != 0) {
@@ -158,6 +168,7 @@ extern "C" const char* kvblock_paged_attention_check(const kvblock_paged_attenti
   std::string error = CheckSequences(*a);
   if (error.empty()) error = CheckCache(*a);
   if (error.empty()) error = CheckPages(*a);
+  if (error.empty()) error = CheckSplit(*a);
   return error.empty() ? nullptr : Message("paged_attention: " + error);
 }
 

@@ -102,7 +102,16 @@ def run(config: PagedConfig, x: Paged) -> tuple[Any, Any]:
     calls, rows, heads, _ = x.q.shape
     narrow = dtype_of(x.pages) != x.q.dtype
     room = ffi.paged_attention_workspace(
-        calls, x.sequences, rows, heads, kv_heads, value_dim, narrow
+        calls,
+        x.sequences,
+        rows,
+        heads,
+        kv_heads,
+        value_dim,
+        narrow,
+        config.split_size,
+        x.tables.shape[-1],
+        size,
     )
     call = jax.ffi.ffi_call(
         "kvblock_paged_attention",
@@ -125,6 +134,7 @@ def run(config: PagedConfig, x: Paged) -> tuple[Any, Any]:
         "window_right": min(scores.window_right, 2**31 - 1),
         "layer_stride": cache.layer_stride,
         "scale_layer": config.layer or 0,
+        "split_size": config.split_size,
         **{f"k_{name}": n for name, n in cache.k._asdict().items()},
         **{f"v_{name}": n for name, n in cache.v._asdict().items()},
     }

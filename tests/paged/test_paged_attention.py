@@ -460,6 +460,27 @@ def test_vmap(over, draw):
             np.testing.assert_allclose(x, y, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("over", ["layers", "pools", "queries"])
+def test_vmap_over_a_pool(over, contiguous, draw):
+    """Of some layers and of some pools one holds what is sought; the others NaN."""
+    drawn = draw(Case())
+    pool = pool_of(drawn, contiguous)
+    layer: Any = jnp.int32(1)
+    if over == "layers":
+        out, lse = jax.vmap(lambda i: drawn.run(pages=pool, layer=i))(jnp.arange(3))
+        drawn.hold(out[1], lse[1])
+    elif over == "pools":
+        empty = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), pool)
+        pools = jax.tree.map(lambda *a: jnp.stack(a), empty, pool)
+        out, lse = jax.vmap(lambda p: drawn.run(pages=p, layer=layer))(pools)
+        drawn.hold(out[1], lse[1])
+    else:
+        q = jnp.stack([jnp.asarray(drawn.q), -jnp.asarray(drawn.q)])
+        out, lse = jax.vmap(lambda q: drawn.run(q=q, pages=pool, layer=layer))(q)
+        drawn.hold(out[0], lse[0])
+
+
 @pytest.mark.parametrize("setting", ["disable_jit", "debug_nans", "x64", "strict"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_settings(dtype, setting, rng):

@@ -1,7 +1,7 @@
 """Calls of paged attention that are held to float64, on the emulator and on a GPU.
 
 CASES and BAD (data) have few queries a sequence, for the most part; LEAVING and LONG
-have many.
+have many. The rows of SPLIT have the same bits as those of each sequence alone.
 """
 
 from __future__ import annotations
@@ -211,5 +211,28 @@ LONG = {
         kv_lens=(10**6, -5, 2**31 - 1),
         sequences=((100, 160), (70, 96), (80, 160)),
         **WIDE,
+    ),
+}
+
+# Lengths around multiples of the split; rows of one tile, of several, of many.
+PARTS = ((1, 1700), (3, 20), (1, 256), (9, 600), (1, 257), (1, 0), (5, 1029), (1, 512))
+SPLIT = {
+    "split: mixed": Case(split_size=256, sequences=PARTS),
+    "split: d128": Case(split_size=512, sequences=PARTS[:5], sinks=1, **D128),
+    "split: one key head, rounded up": Case(
+        split_size=300, sequences=PARTS, heads=16, kv_heads=1
+    ),
+    "split: groups of 20": Case(split_size=256, sequences=PARTS, heads=20, kv_heads=1),
+    "split: windows": Case(split_size=256, sequences=PARTS, window=(700, 0)),
+    "split: a batch with padding": Case(
+        split_size=256, padded=9, calls=8, sequences=PARTS
+    ),
+    "split: several calls": Case(
+        split_size=256, calls=2, sequences=PARTS, more_rows=3, sinks=2
+    ),
+    "split: int8": Case(split_size=256, sequences=PARTS, cache="int8", scales="tokens"),
+    "split: larger than all": Case(split_size=2**31 - 1, sequences=PARTS),
+    "split: long among them": Case(
+        split_size=256, sequences=((150, 600), *PARTS[:4]), **WIDE
     ),
 }

@@ -6,6 +6,7 @@ array lies in the middle of a larger one.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 from collections.abc import Callable
@@ -66,6 +67,7 @@ class Paged(ctypes.Structure):
         ("v_strides", Strides),
         ("k_scale", Scales),
         ("v_scale", Scales),
+        *fields(ctypes.c_int32, "split_size"),
         *fields(ctypes.c_void_p, "o lse workspace"),
     ]
 
@@ -105,6 +107,7 @@ class Case:
     cache: str = ""  # one of NARROW
     scales: str = "all"  # of a narrow cache: "all", "heads", "tokens" or "none"
     large: float = 1.0  # times larger is q
+    split_size: int = 0
 
 
 class Problem:
@@ -130,6 +133,7 @@ class Problem:
         q = rng.standard_normal((c.calls, self.rows, c.heads, c.head_dim))
         self.q = (q * c.large).astype(self.dtype)
         self.sinks = rng.standard_normal((max(c.sinks, 1), c.heads)).astype(np.float32)
+        self.got: tuple[np.ndarray, np.ndarray] | None = None  # the last results
         self.layers = (
             None if c.layer is None else [c.layer]
         )  # one, or one for each call
@@ -210,6 +214,7 @@ class Problem:
         a.num_heads, a.num_kv_heads = c.heads, c.kv_heads
         a.head_dim, a.value_dim = c.head_dim, c.value_dim
         a.scale, a.softcap = self.scale, c.softcap
+        a.split_size = c.split_size
         a.window_left, a.window_right = c.window
         a.q = give(self.q)
         if c.padded and not c.full:
@@ -244,6 +249,29 @@ class Problem:
                 to.layer, to.block, to.token, to.head = strides
                 to.head = 0 if c.scales == "all" else to.head
         return a
+
+    def alone(self, b: int) -> Problem:
+        """Sequence b of the same cache in a call of its own, with a table that fits."""
+        c, other = self.case, copy.copy(self)
+        call, first, end = self.sequence_rows(b)
+        other.case = dataclasses.replace(
+            c,
+            sequences=(c.sequences[b],),
+            calls=1,
+            padded=0,
+            more_rows=0,
+            sinks=min(c.sinks, 1),
+        )
+        other.q, other.rows = self.q[call : call + 1, first:end], end - first
+        other.starts = np.array([[0, end - first]], np.int32)
+        other.kv_lens = self.kv_lens[b : b + 1]
+        width = max(-(-int(self.kv_lens[b]) // c.block_size), 1)
+        other.tables = self.tables[b : b + 1, :width]
+        other.keys, other.values = [self.keys[b]], [self.values[b]]
+        if c.sinks:
+            row = call * c.sinks // c.calls
+            other.sinks = self.sinks[row : row + 1]
+        return other
 
     def sequence_rows(self, b: int) -> tuple[int, int, int]:
         """(call, first row, end) of sequence b; none where a start falls."""
@@ -401,8 +429,8 @@ def run_on_host(
         by_row = written.reshape(c.calls, x.rows, -1)
         assert left is None or (by_row[left] == 0xFF).all(), "a row of others"
     out, lse = results[0]
-    return x.hold(
+    x.got = (
         out.view(x.dtype).reshape(*shape, c.value_dim),
         lse.view(np.float32).reshape(shape),
-        left,
     )
+    return x.hold(*x.got, left)

@@ -44,7 +44,10 @@
 extern "C" {
 #endif
 
-enum { KVBLOCK_PAGED_MAX_ARRAYS = 128 }; /* of a cache that has one for each layer */
+enum {
+  KVBLOCK_PAGED_MAX_ARRAYS = 128, /* of a cache that has one for each layer */
+  KVBLOCK_PAGED_SPLIT = 256       /* keys */
+};
 
 /* Where the keys, or the values, of a layer lie: bytes between neighbours, multiples of 16. In a
  * block a row is contiguous. */
@@ -91,6 +94,11 @@ typedef struct kvblock_paged_attention {
   int64_t num_blocks;
   kvblock_page_strides k_strides, v_strides;
   kvblock_scales k_scale, v_scale; /* cleared, unless cache_dtype is one of 8 bits */
+
+  /* 0, or keys of a piece, rounded up to KVBLOCK_PAGED_SPLIT: what a sequence's queries see is cut
+   * after so many keys and nowhere else, so that the bits of its rows are the same in any call of
+   * the same sizes of heads. The workspace grows with table_width / split_size. */
+  int32_t split_size;
 
   void* o;
   float* lse; /* may be NULL */

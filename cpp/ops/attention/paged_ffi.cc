@@ -22,7 +22,7 @@ namespace kvblock {
 // The attributes of a call; offsets and strides in bytes.
 struct PagedAttributes {
   int64_t present, pair, num_kv_heads, value_dim, num_blocks, block_size, num_layers;
-  int64_t window_left, window_right, layer_stride, scale_layer;
+  int64_t window_left, window_right, layer_stride, scale_layer, split_size;
   int64_t k_offset, k_block, k_token, k_head, v_offset, v_block, v_token, v_head;
   float scale, softcap;
 };
@@ -36,11 +36,12 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("num_blocks"), StructMember<int64_t>("block_size"),
     StructMember<int64_t>("num_layers"), StructMember<int64_t>("window_left"),
     StructMember<int64_t>("window_right"), StructMember<int64_t>("layer_stride"),
-    StructMember<int64_t>("scale_layer"), StructMember<int64_t>("k_offset"),
-    StructMember<int64_t>("k_block"), StructMember<int64_t>("k_token"),
-    StructMember<int64_t>("k_head"), StructMember<int64_t>("v_offset"),
-    StructMember<int64_t>("v_block"), StructMember<int64_t>("v_token"),
-    StructMember<int64_t>("v_head"), StructMember<float>("scale"), StructMember<float>("softcap"));
+    StructMember<int64_t>("scale_layer"), StructMember<int64_t>("split_size"),
+    StructMember<int64_t>("k_offset"), StructMember<int64_t>("k_block"),
+    StructMember<int64_t>("k_token"), StructMember<int64_t>("k_head"),
+    StructMember<int64_t>("v_offset"), StructMember<int64_t>("v_block"),
+    StructMember<int64_t>("v_token"), StructMember<int64_t>("v_head"), StructMember<float>("scale"),
+    StructMember<float>("softcap"));
 
 namespace {
 
@@ -221,6 +222,10 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   }
   a.window_left = static_cast<int32_t>(attributes.window_left);
   a.window_right = static_cast<int32_t>(attributes.window_right);
+  if (attributes.split_size < 0 || attributes.split_size > INT32_MAX) {
+    in.Fail("split_size is an int32 that is not negative");
+  }
+  a.split_size = static_cast<int32_t>(attributes.split_size);
   if (attributes.present >> kNumOptional) in.Fail("unknown operands");
   DecodeSequences(&in, attributes, &a);
   if (!in.failed() && Has(attributes, kKScale))
@@ -245,7 +250,8 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
 }  // namespace
 
 int64_t PagedAttentionWorkspace(int32_t calls, int32_t sequences, int64_t rows, int32_t num_heads,
-                                int32_t num_kv_heads, int32_t value_dim, bool narrow) {
+                                int32_t num_kv_heads, int32_t value_dim, bool narrow,
+                                int32_t split_size, int32_t table_width, int32_t block_size) {
   kvblock_paged_attention a{};
   a.calls = calls;
   a.sequences = sequences;
@@ -254,6 +260,9 @@ int64_t PagedAttentionWorkspace(int32_t calls, int32_t sequences, int64_t rows, 
   a.num_kv_heads = num_kv_heads;
   a.value_dim = value_dim;
   a.cache_dtype = narrow ? KVBLOCK_E4M3 : KVBLOCK_BF16;
+  a.split_size = split_size;
+  a.table_width = table_width;
+  a.block_size = block_size;
   return kvblock_paged_attention_workspace(&a);
 }
 
