@@ -10,6 +10,7 @@ SHARED_KEYS = test("test_emulated", "few_queries")
 OPTIONS = test("test_emulated", "option")
 PAGED = test("test_emulated_paged", "every_row")
 PAGED_BAD = test("test_emulated_paged", "bad_data")
+PAGED_BITS = test("test_emulated_paged", "with_split_size")
 SPLIT = f"{GENERIC}/split/kernel.cuh"
 EMULATED = (
     Mutant(
@@ -54,6 +55,20 @@ EMULATED = (
         "line_.Begin(owner_) < first ? 1 : 0;",
         "line_.Begin(owner_) <= first ? 1 : 0;",
         SHARED_KEYS,
+    ),
+    Mutant(
+        "split_size: a share begins within a piece",
+        SPLIT,
+        "      begin = line_.PieceFrom(begin);\n",
+        "",
+        PAGED_BITS,
+    ),
+    Mutant(
+        "split_size: pieces of two units in one place",
+        f"{ATTENTION}/schedule/shares.cuh",
+        "(static_cast<unsigned>(begin / p_.split) * 2 + (first ? 1 : 0))",
+        "(static_cast<unsigned>(begin / p_.split) * 2)",
+        PAGED_BITS,
     ),
     Mutant(
         "few queries: a round of pieces forgets those before",
