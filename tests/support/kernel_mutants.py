@@ -115,7 +115,7 @@ EMULATED = (
     Mutant(
         "few queries: pieces of units that are cut are left as they are",
         f"{GENERIC}/split/plan.h",
-        "(work.alike && cut.units % cut.ctas == 0)",
+        "(work.alike && units % ctas == 0)",
         "work.alike",
         SHARED_KEYS,
     ),

@@ -40,6 +40,8 @@ CASES = {
     "a batch with padding": Case(padded=7, calls=4),
     "several calls": Case(calls=2, sinks=2, more_rows=2),
     "rows of nobody": Case(more_rows=5),
+    "tables one after the other": Case(flat=True),
+    "tables one after the other, several calls": Case(flat=True, calls=2, sinks=2),
     "a window": Case(window=(5, 0), sequences=((1, 700), (70, 90))),
     "both sides": Case(window=(3, 4), sequences=((9, 40), (20, 20))),
     "no band": Case(window=(-1, -1)),
@@ -85,6 +87,9 @@ BAD = {
         starts=(9, 4, 3, -5), sequences=((3, 20), (0, 30), (8, 29))
     ),
     "lengths beyond the table": dataclasses.replace(FULL, kv_lens=(65, 2**31 - 1, 3)),
+    "lengths beyond the last of all tables": dataclasses.replace(
+        FULL, flat=True, kv_lens=(10**9, 64, 48)
+    ),
     "lengths below 0": dataclasses.replace(FULL, kv_lens=(-1, -(2**31), 48)),
 }
 
@@ -116,6 +121,7 @@ LONG = {
     "long: a prefill": Case(sequences=((300, 700),), **WIDE),
     "long: one tile": Case(sequences=((40, 100),), **WIDE),
     "long: mixed": Case(sequences=MIXED, **WIDE),
+    "long: mixed, tables one after the other": Case(flat=True, sequences=MIXED, **WIDE),
     "long: mixed, float16": Case(sequences=MIXED, dtype="float16", **WIDE),
     "long: mixed, rows of nobody": Case(sequences=MIXED, more_rows=9, **WIDE),
     **{

@@ -55,6 +55,7 @@ class Paged(ctypes.Structure):
         *fields(ctypes.c_float, "scale softcap"),
         *fields(ctypes.c_int32, "window_left window_right"),
         *fields(ctypes.c_void_p, "q query_start q_lens kv_lens block_tables"),
+        *fields(ctypes.c_void_p, "table_first"),
         *fields(ctypes.c_int32, "table_width block_size"),
         *fields(ctypes.c_void_p, "sinks"),
         *fields(ctypes.c_int32, "sink_batch"),
@@ -108,6 +109,7 @@ class Case:
     scales: str = "all"  # of a narrow cache: "all", "heads", "tokens" or "none"
     large: float = 1.0  # times larger is q
     split_size: int = 0
+    flat: bool = False  # tables one after the other
 
 
 class Problem:
@@ -221,8 +223,13 @@ class Problem:
             a.q_lens = give(self.starts[:, 1])
         elif not c.padded:
             a.query_start = give(self.starts)
-        a.kv_lens, a.block_tables = give(self.kv_lens), give(self.tables)
-        a.table_width, a.block_size = self.tables.shape[1], c.block_size
+        a.kv_lens, a.block_size = give(self.kv_lens), c.block_size
+        if c.flat:
+            tables, first = self._flat_tables()
+            a.block_tables, a.table_width = give(tables), len(tables)
+            a.table_first = give(first)
+        else:
+            a.block_tables, a.table_width = give(self.tables), self.tables.shape[1]
         if c.sinks:
             a.sinks, a.sink_batch = give(self.sinks), c.sinks
         axes = c.layout.split()
@@ -249,6 +256,17 @@ class Problem:
                 to.layer, to.block, to.token, to.head = strides
                 to.head = 0 if c.scales == "all" else to.head
         return a
+
+    def _flat_tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """Those of all sequences in a row, the last one first."""
+        tables, first = [np.zeros(0, np.int32)], []
+        at = 0
+        for b in reversed(range(len(self.tables))):
+            pages = -(-len(self.keys[b]) // self.case.block_size)
+            first.append(at)
+            tables.append(self.tables[b, :pages])
+            at += pages
+        return np.concatenate(tables), np.array(first[::-1], np.int32)
 
     def alone(self, b: int) -> Problem:
         """Sequence b of the same cache in a call of its own, with a table that fits."""

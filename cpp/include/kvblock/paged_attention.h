@@ -78,6 +78,9 @@ typedef struct kvblock_paged_attention {
   const void* q;
   const int32_t *query_start, *q_lens; /* one of them or none */
   const int32_t *kv_lens, *block_tables;
+  /* NULL, or int32 [C S]: then block_tables is [table_width], the tables of all sequences one after
+   * the other, and that of a sequence begins there, from 0 to table_width. */
+  const int32_t* table_first;
   int32_t table_width, block_size;
   const float* sinks; /* may be NULL */
   int32_t sink_batch; /* a divisor of C */

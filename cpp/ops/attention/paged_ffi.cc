@@ -49,7 +49,7 @@ using Attributes = kvblock::PagedAttributes;
 using kvblock::Reader;
 constexpr char kCall[] = "kvblock_paged_attention";
 
-enum Optional { kQueryStart, kQLens, kLayer, kSinks, kKScale, kVScale, kNumOptional };
+enum Optional { kQueryStart, kQLens, kLayer, kSinks, kKScale, kVScale, kTableFirst, kNumOptional };
 
 bool Has(const Attributes& attributes, Optional which) {
   return ((attributes.present >> which) & 1) != 0;
@@ -57,32 +57,36 @@ bool Has(const Attributes& attributes, Optional which) {
 
 void DecodeSequences(Reader* in, const Attributes& attributes, kvblock_paged_attention* a) {
   const ffi::AnyBuffer q = in->Operand("q"), tables = in->Operand("block_tables");
-  const auto dims = q.dimensions(), table_dims = tables.dimensions();
-  if (dims.size() != 4 || table_dims.size() != 2 || tables.element_type() != ffi::DataType::S32) {
-    return in->Fail("q has rank 4, and block_tables is int32 [B, W]");
+  const ffi::AnyBuffer lens = in->Operand("kv_lens");
+  const auto dims = q.dimensions(), table_dims = tables.dimensions(), len_dims = lens.dimensions();
+  const bool flat = Has(attributes, kTableFirst);
+  if (dims.size() != 4 || table_dims.size() != (flat ? 1 : 2) || len_dims.size() != 1 ||
+      tables.element_type() != ffi::DataType::S32 || lens.element_type() != ffi::DataType::S32 ||
+      (!flat && table_dims[0] != len_dims[0])) {
+    return in->Fail("q has rank 4, kv_lens is int32 [B], and block_tables is int32 [B, W], or [W]");
   }
   const ffi::DataType type = q.element_type();
   if (type != ffi::DataType::BF16 && type != ffi::DataType::F16) {
     return in->Fail("q is bfloat16 or float16");
   }
   a->dtype = type == ffi::DataType::BF16 ? KVBLOCK_BF16 : KVBLOCK_F16;
-  const int64_t calls = dims[0], members = table_dims[0];
+  const int64_t calls = dims[0], members = len_dims[0], width = table_dims.back();
   if (calls < 1 || calls > INT32_MAX || members > INT32_MAX || members % calls != 0 ||
-      table_dims[1] > INT32_MAX || dims[2] > INT32_MAX || dims[3] > INT32_MAX) {
-    return in->Fail("block_tables has rows for each call of q, and sizes are int32");
+      width > INT32_MAX || dims[2] > INT32_MAX || dims[3] > INT32_MAX) {
+    return in->Fail("kv_lens has entries for each call of q, and sizes are int32");
   }
   a->calls = static_cast<int32_t>(calls);
   a->sequences = static_cast<int32_t>(members / calls);
   a->rows = dims[1];
   a->num_heads = static_cast<int32_t>(dims[2]);
   a->head_dim = static_cast<int32_t>(dims[3]);
-  a->table_width = static_cast<int32_t>(table_dims[1]);
+  a->table_width = static_cast<int32_t>(width);
   a->q = q.untyped_data();
   a->block_tables = static_cast<const int32_t*>(tables.untyped_data());
   const auto ints = [&](const char* name, std::initializer_list<int64_t> shape) {
     return static_cast<const int32_t*>(in->Operand(name, ffi::DataType::S32, shape));
   };
-  a->kv_lens = ints("kv_lens", {members});
+  a->kv_lens = static_cast<const int32_t*>(lens.untyped_data());
   if (Has(attributes, kQueryStart)) {
     a->query_start = ints("query_start", {calls, a->sequences + int64_t{1}});
   }
@@ -232,6 +236,10 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
     a.k_scale = DecodeScales(&in, attributes, "k_scale");
   if (!in.failed() && Has(attributes, kVScale))
     a.v_scale = DecodeScales(&in, attributes, "v_scale");
+  if (!in.failed() && Has(attributes, kTableFirst)) {
+    a.table_first = static_cast<const int32_t*>(
+        in.Operand("table_first", ffi::DataType::S32, {int64_t{a.calls} * a.sequences}));
+  }
   if (!in.failed()) DecodePages(&in, attributes, in.operands_left(), &a, &k, &v);
   if (!in.failed()) {
     const auto type = a.dtype == KVBLOCK_BF16 ? ffi::DataType::BF16 : ffi::DataType::F16;

@@ -58,6 +58,7 @@ inline void SetPages(const kvblock_paged_attention& a, PagedParams* p) {
   p->counter = nullptr;
   p->block_tables = a.block_tables;
   p->table_width = a.table_width;
+  p->table_first = a.table_first;
   p->num_blocks = static_cast<uint32_t>(a.num_blocks);
   p->block_size = FastDiv(static_cast<uint32_t>(a.block_size));
   const int64_t unit = PageUnit(a);
