@@ -143,14 +143,27 @@ class Drawn:
         np.testing.assert_allclose(lse, want_lse, rtol=0, atol=bar)
 
 
-@pytest.fixture(params=["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
+WHO = [
+    "xla",
+    pytest.param("emulator", marks=pytest.mark.wide),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=WHO)
 def draw(request: Any, rng: np.random.Generator) -> Any:
-    """Draws a case for plain JAX, or for the kernels, which have 16-bit floats."""
+    """Draws a case for plain JAX, or for the kernels, which have 16-bit floats.
+
+    A CPU has the kernels, too: from the FFI handler on, thread by thread.
+    """
+    who = "xla" if request.param == "xla" else "cuda"
+    if request.param == "emulator":
+        request.getfixturevalue("paged_as_cuda")
 
     def drawn(case: Case) -> Drawn:
-        if request.param == "cuda" and case.dtype == "float32":
+        if who == "cuda" and case.dtype == "float32":
             case = dataclasses.replace(case, dtype="bfloat16")
-        return Drawn(case, rng, request.param)
+        return Drawn(case, rng, who)
 
     return drawn
 
