@@ -66,11 +66,22 @@ std::string CheckSequences(const kvblock_paged_attention& a) {
   if (some && a.kv_lens == nullptr) return "kv_lens is NULL";
   if (a.table_width < 0) return Got("table_width must not be negative", a.table_width);
   if (some && a.table_width > 0 && a.block_tables == nullptr) return "block_tables is NULL";
-  for (const void* array : {a.query_start, a.q_lens, a.kv_lens, a.block_tables, a.layer}) {
+  for (const void* array :
+       {a.query_start, a.q_lens, a.kv_lens, a.block_tables, a.table_first, a.layer}) {
     if (Misaligned(array, 4)) return "arrays of int32 must be aligned to their elements";
   }
   if (a.calls > 0 && a.rows > 0 && a.workspace == nullptr) return "workspace is NULL";
   return "";
+}
+
+// A place of a piece is numbered by 32 bits.
+std::string CheckSplit(const kvblock_paged_attention& a) {
+  if (a.split_size < 0) return Got("split_size must not be negative", a.split_size);
+  if (a.split_size == 0) return "";
+  const int64_t numbers = PagedSplitPlaces(a) * PagedTileRows(a);
+  if (numbers * std::max(a.value_dim, 1) <= int64_t{UINT32_MAX}) return "";
+  return Got("with pieces of split_size keys the workspace is too large; split_size must be larger",
+             a.split_size);
 }
 
 std::string CheckStrides(const std::string& name, const kvblock_page_strides& strides) {
@@ -158,6 +169,7 @@ extern "C" const char* kvblock_paged_attention_check(const kvblock_paged_attenti
   std::string error = CheckSequences(*a);
   if (error.empty()) error = CheckCache(*a);
   if (error.empty()) error = CheckPages(*a);
+  if (error.empty()) error = CheckSplit(*a);
   return error.empty() ? nullptr : Message("paged_attention: " + error);
 }
 

@@ -53,6 +53,7 @@ def normalize(
     scale: Any,
     return_lse: bool,
     implementation: str | None,
+    split_size: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     table_first: Any = None,
@@ -102,7 +103,8 @@ def normalize(
         scales=scales,
         **read,
     )
-    return PagedConfig(scores, number, implementation), x, q.shape[:-2]
+    split = _split_size(where, split_size)
+    return PagedConfig(scores, number, implementation, split), x, q.shape[:-2]
 
 
 def _given(where: str, kv_lens: Any) -> Any:
@@ -224,6 +226,19 @@ def _check_dtype(where: str, q: Any, pages: KVPool | Pages) -> None:
             f"cast q with .astype({of.name!r}). Blocks of "
             f"{', '.join(d.name for d in NARROW)} go with any q"
         )
+
+
+def _split_size(where: str, split_size: Any) -> int:
+    """0 for none."""
+    if split_size is None:
+        return 0
+    number = as_int(split_size)
+    if number is None or not 1 <= number < 2**31:
+        raise ValueError(
+            f"{where}: split_size must be a positive integer, keys of a part, got "
+            f"{show(split_size)}; it is compiled in, and 2048 is a good one"
+        )
+    return number
 
 
 def _scale(where: str, name: str, scale: Any, pages: KVPool | Pages) -> Any:

@@ -43,6 +43,7 @@ class PagedOptions(TypedDict, total=False):
     scale: float | None
     k_scale: Scale | None
     v_scale: Scale | None
+    split_size: int | None
     implementation: str | None
 
 
@@ -95,6 +96,7 @@ def paged_attention(
     scale: float | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
+    split_size: int | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Output | tuple[Output, Rows]:
@@ -131,6 +133,13 @@ def paged_attention(
         by: a number, or float32 `[K]` for each head, `[P, T, K]` for each token and
         head, `[num_layers, P, T, K]` for all layers of a pool (`KVScales` holds those).
         Those of tokens are not below 0. 1 unless given.
+      split_size: an integer, and a row has the same bits in every call: they depend on
+        its own sequence, not on what else is in the batch, on its order or padding, or
+        on the width of the tables. What a sequence's queries see is then cut after
+        so many keys (rounded up to a multiple of 256) and nowhere else, and
+        the parts are put together in order. Small ones share long sequences out
+        better, and need a larger workspace. Unless given, keys are cut where it is
+        fastest.
       return_lse: also return the log-sum-exp of the scores, float32, shaped like q
         without D.
       implementation: "cuda" (kernels for sm_80 and newer GPUs, of bfloat16 and
@@ -170,6 +179,7 @@ def paged_attention(
         scale=scale,
         k_scale=k_scale,
         v_scale=v_scale,
+        split_size=split_size,
         return_lse=return_lse,
         implementation=implementation,
     )

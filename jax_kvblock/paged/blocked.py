@@ -6,6 +6,9 @@
 
 Lengths lie on the device, so both loops end where the data says. Beside the result
 there is nothing larger than a step's pages.
+
+With `split_size` all tiles have one shape, and begin with a sequence's first query:
+then what is computed for a row is the same program on the same numbers in every call.
 """
 
 from __future__ import annotations
@@ -27,13 +30,15 @@ from jax_kvblock.paged.call import Paged, PagedConfig, page_shapes
 
 # Queries of a tile, and keys of a step, at most (of a page that is larger, all).
 TILE_ROWS, STEP_KEYS = 64, 256
+# Queries of a tile where its shape must not depend on the call (`split_size`).
+SPLIT_ROWS = 8
 
 
 class _Rows(NamedTuple):
     """The rows of all calls, one after the other, and which are whose.
 
     Attributes:
-      q: `[C R, N, D]`.
+      q: `[C R, N, D]`, and a tile beyond them where they all begin with a sequence.
       first, lens: int32 `[B]`, a sequence's first row and how many it has.
       kv_lens: int32 `[B]`, from 0 to W T.
     """
@@ -57,12 +62,15 @@ def forward(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
     lead, heads = x.q.shape[:2], x.q.shape[2]
     rows, batch = lead[0] * lead[1], x.kv_lens.shape[0]
     dim = page_shapes(x.pages)[1][3]
-    out = jnp.zeros((rows, heads, dim), x.q.dtype)
-    lse = jnp.full((rows, heads), -jnp.inf, accumulator(x.q.dtype))
+    mean = -(-rows // max(batch, 1))
+    length = min(TILE_ROWS, 1 << (mean - 1).bit_length(), rows)
+    if config.split_size:
+        length = SPLIT_ROWS
+    beyond = length if config.split_size else 0  # no tile needs to be moved back
+    out = jnp.zeros((rows + beyond, heads, dim), x.q.dtype)
+    lse = jnp.full((rows + beyond, heads), -jnp.inf, accumulator(x.q.dtype))
     if rows and batch:
-        of = _rows_of(x)
-        mean = -(-rows // batch)
-        length = min(TILE_ROWS, 1 << (mean - 1).bit_length(), rows)
+        of = _rows_of(x, beyond)
         counts = -(-of.lens // length)
         ends = jnp.cumsum(counts, dtype=jnp.int32)
 
@@ -71,10 +79,10 @@ def forward(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
             return _write(made, tile, _attend(config, x, of, tile, length))
 
         out, lse = blocked.loop(ends[-1], step, _varying(x, out, lse))
-    return out.reshape(*lead, heads, dim), lse.reshape(*lead, heads)
+    return out[:rows].reshape(*lead, heads, dim), lse[:rows].reshape(*lead, heads)
 
 
-def _rows_of(x: Paged) -> _Rows:
+def _rows_of(x: Paged, beyond: int) -> _Rows:
     """Nothing of what the operands say is trusted."""
     calls, length = x.q.shape[:2]
     (_, size, *_), _ = page_shapes(x.pages)
@@ -98,6 +106,7 @@ def _rows_of(x: Paged) -> _Rows:
     # and then fails to count the loops' steps.
     first, lens, kv_lens = jax.lax.optimization_barrier((first, lens, kv_lens))
     q = x.q.reshape(calls * length, *x.q.shape[2:])
+    q = jnp.pad(q, ((0, beyond), (0, 0), (0, 0)))
     return _Rows(q, first, lens, kv_lens)
 
 
@@ -128,7 +137,9 @@ def _attend(
     width, kv_len = x.tables.shape[-1], of.kv_lens[tile.sequence]
     call = tile.sequence // x.sequences
     layer = _layer_of(config, x, call)
-    pages = max(1, min(STEP_KEYS // size, width))
+    pages = max(1, STEP_KEYS // size)
+    if not config.split_size:
+        pages = max(1, min(pages, width))
     keys = pages * size
     find = _finder(x, tile, pages)
     q = jax.lax.dynamic_slice_in_dim(of.q, tile.row, length, 0)

@@ -20,12 +20,14 @@ class PagedConfig:
     Attributes:
       scores: scale, softcap and window, as in `flash_attention`.
       layer: of the pool, where it is static; None for a traced one, or for `Pages`.
+      split_size: keys of a piece; 0 where they may be any.
       implementation: who is asked to compute it.
     """
 
     scores: AttentionConfig
     layer: int | None
     implementation: str | None = None
+    split_size: int = 0
 
 
 class Paged(NamedTuple):

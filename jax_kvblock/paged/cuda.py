@@ -75,8 +75,6 @@ def unserved(config: PagedConfig, x: Paged) -> list[str]:
         missing.append(f"rows that do not begin at multiples of {ALIGNED} bytes")
     if max(strides[1:4] + strides[5:8]) > MOST_STRIDE:
         missing.append("strides of more than 64 GiB")
-    if x.table_first is not None:
-        missing.append("tables that lie one after the other")
     if x.scales is not None:
         missing.append("a scale of each key")
     if (stored := dtype_of(x.pages)) != x.q.dtype:
@@ -98,11 +96,21 @@ def run(config: PagedConfig, x: Paged) -> tuple[Any, Any]:
     (blocks, size, kv_heads, _), (*_, value_dim) = page_shapes(x.pages)
     cache = _cache(config, x.pages)
     optional = [x.query_start, x.q_lens, x.layer, x.sinks, x.k_scale, x.v_scale]
+    optional.append(x.table_first)
     present = sum(1 << i for i, a in enumerate(optional) if a is not None)
     calls, rows, heads, _ = x.q.shape
     narrow = dtype_of(x.pages) != x.q.dtype
     room = ffi.paged_attention_workspace(
-        calls, x.sequences, rows, heads, kv_heads, value_dim, narrow
+        calls,
+        x.sequences,
+        rows,
+        heads,
+        kv_heads,
+        value_dim,
+        narrow,
+        config.split_size,
+        x.tables.shape[-1],
+        size,
     )
     call = jax.ffi.ffi_call(
         "kvblock_paged_attention",
@@ -125,6 +133,7 @@ def run(config: PagedConfig, x: Paged) -> tuple[Any, Any]:
         "window_right": min(scores.window_right, 2**31 - 1),
         "layer_stride": cache.layer_stride,
         "scale_layer": config.layer or 0,
+        "split_size": config.split_size,
         **{f"k_{name}": n for name, n in cache.k._asdict().items()},
         **{f"v_{name}": n for name, n in cache.v._asdict().items()},
     }

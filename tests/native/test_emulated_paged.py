@@ -7,10 +7,11 @@ arrays, and what nobody may read, is NaN.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from pathlib import Path
 
 import pytest
-from paged_cases import BAD, CASES, LEAVING, LONG
+from paged_cases import BAD, CASES, LEAVING, LONG, SPLIT
 from paged_problems import Case, Problem, run_on_host
 
 
@@ -69,6 +70,36 @@ def hopper(request, library: Path):
     loaded.emulator_set_block_maps(request.param == "boxes")
     yield loaded
     loaded.emulator_set_hopper(0)
+
+
+def hold_alone(library: ctypes.CDLL, whole: Problem) -> None:
+    """The call, and each sequence in one of its own: rows have the same bits."""
+    run_on_host(library, whole, times=1)
+    assert whole.got
+    for b in range(len(whole.tables)):
+        call, first, end = whole.sequence_rows(b)
+        if first == end:
+            continue
+        alone = whole.alone(b)
+        run_on_host(library, alone, times=1)
+        assert alone.got
+        for a, part in zip(whole.got, alone.got, strict=True):
+            assert a[call, first:end].tobytes() == part[0].tobytes(), b
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_with_split_size_other_sequences_change_no_bit(name, emulated):
+    hold_alone(emulated, Problem(SPLIT[name]))
+
+
+def test_without_split_size_they_do(emulated):
+    case = dataclasses.replace(SPLIT["split: mixed"], split_size=0)
+    with pytest.raises(AssertionError):
+        hold_alone(emulated, Problem(case))
+
+
+def test_with_split_size_they_change_none_where_two_kernels_share_a_call(hopper):
+    hold_alone(hopper, Problem(SPLIT["split: long among them"]))
 
 
 def is_emulated(case: Case) -> bool:

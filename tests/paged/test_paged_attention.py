@@ -143,14 +143,27 @@ class Drawn:
         np.testing.assert_allclose(lse, want_lse, rtol=0, atol=bar)
 
 
-@pytest.fixture(params=["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
+WHO = [
+    "xla",
+    pytest.param("emulator", marks=pytest.mark.wide),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=WHO)
 def draw(request: Any, rng: np.random.Generator) -> Any:
-    """Draws a case for plain JAX, or for the kernels, which have 16-bit floats."""
+    """Draws a case for plain JAX, or for the kernels, which have 16-bit floats.
+
+    A CPU has the kernels, too: from the FFI handler on, thread by thread.
+    """
+    who = "xla" if request.param == "xla" else "cuda"
+    if request.param == "emulator":
+        request.getfixturevalue("paged_as_cuda")
 
     def drawn(case: Case) -> Drawn:
-        if request.param == "cuda" and case.dtype == "float32":
+        if who == "cuda" and case.dtype == "float32":
             case = dataclasses.replace(case, dtype="bfloat16")
-        return Drawn(case, rng, request.param)
+        return Drawn(case, rng, who)
 
     return drawn
 
@@ -458,6 +471,27 @@ def test_vmap(over, draw):
         for x, y in zip(got, one, strict=True):
             x, y = (np.asarray(a, np.float32) for a in (x[i], y))
             np.testing.assert_allclose(x, y, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("over", ["layers", "pools", "queries"])
+def test_vmap_over_a_pool(over, contiguous, draw):
+    """Of some layers and of some pools one holds what is sought; the others NaN."""
+    drawn = draw(Case())
+    pool = pool_of(drawn, contiguous)
+    layer: Any = jnp.int32(1)
+    if over == "layers":
+        out, lse = jax.vmap(lambda i: drawn.run(pages=pool, layer=i))(jnp.arange(3))
+        drawn.hold(out[1], lse[1])
+    elif over == "pools":
+        empty = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), pool)
+        pools = jax.tree.map(lambda *a: jnp.stack(a), empty, pool)
+        out, lse = jax.vmap(lambda p: drawn.run(pages=p, layer=layer))(pools)
+        drawn.hold(out[1], lse[1])
+    else:
+        q = jnp.stack([jnp.asarray(drawn.q), -jnp.asarray(drawn.q)])
+        out, lse = jax.vmap(lambda q: drawn.run(q=q, pages=pool, layer=layer))(q)
+        drawn.hold(out[0], lse[0])
 
 
 @pytest.mark.parametrize("setting", ["disable_jit", "debug_nans", "x64", "strict"])

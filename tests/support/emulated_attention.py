@@ -1,18 +1,29 @@
-"""The library of the generic attention kernels for a CPU, which several tests run."""
+"""The library of the generic attention kernels for a CPU, which several tests run.
+
+`paged_as_cuda` lowers calls of `paged_attention` for a CPU as they are lowered for a GPU:
+the FFI handler decodes them, and what it launches runs on the emulator.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import os
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 import pytest
+
+from jax_kvblock.core import ffi
+from jax_kvblock.paged import cuda, dispatch
 
 ROOT = Path(__file__).parents[2]
 SOURCES = (
     "tests/support/emulator/attention.cc",
+    "tests/support/emulator/paged_ffi.cc",
     *(
         f"cpp/host/{name}.cc"
         for name in (
@@ -34,6 +45,7 @@ def build(library: Path) -> None:
         [compiler, "-std=c++17", "-O2", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
         + ["-DKVBLOCK_MOST_FEW_QUERIES=1000"]  # all calls, for the kernels' sake
         + [f"-I{ROOT / folder}" for folder in folders]
+        + ["-isystem", jax.ffi.include_dir()]
         + [str(ROOT / source) for source in SOURCES]
         + ["-o", str(made)],
         check=True,
@@ -53,3 +65,18 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not made.exists():
             build(made)
     return made
+
+
+@pytest.fixture
+def paged_as_cuda(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Calls that are lowered from now on take the kernels, on CPUs too."""
+    handler = jax.ffi.pycapsule(ctypes.CDLL(str(library)).EmulatedPagedAttention)
+    jax.ffi.register_ffi_target("kvblock_paged_attention", handler, platform="cpu")
+    choose = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda *call: choose(*call[:2], "cuda"))
+    monkeypatch.setattr(cuda, "unserved_by_gpu", lambda *_: [])
+    monkeypatch.setattr(ffi, "require_cuda_build", lambda: None)
+    jax.clear_caches()
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+    jax.clear_caches()

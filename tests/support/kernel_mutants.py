@@ -10,6 +10,7 @@ SHARED_KEYS = test("test_emulated", "few_queries")
 OPTIONS = test("test_emulated", "option")
 PAGED = test("test_emulated_paged", "every_row")
 PAGED_BAD = test("test_emulated_paged", "bad_data")
+PAGED_BITS = test("test_emulated_paged", "with_split_size")
 SPLIT = f"{GENERIC}/split/kernel.cuh"
 EMULATED = (
     Mutant(
@@ -56,6 +57,20 @@ EMULATED = (
         SHARED_KEYS,
     ),
     Mutant(
+        "split_size: a share begins within a piece",
+        SPLIT,
+        "      begin = line_.PieceFrom(begin);\n",
+        "",
+        PAGED_BITS,
+    ),
+    Mutant(
+        "split_size: pieces of two units in one place",
+        f"{ATTENTION}/schedule/shares.cuh",
+        "(static_cast<unsigned>(begin / p_.split) * 2 + (first ? 1 : 0))",
+        "(static_cast<unsigned>(begin / p_.split) * 2)",
+        PAGED_BITS,
+    ),
+    Mutant(
         "few queries: a round of pieces forgets those before",
         f"{ATTENTION}/combine/combine.cuh",
         "for (int i = 0; i < 4; ++i) result->o[i] *= factor;",
@@ -100,7 +115,7 @@ EMULATED = (
     Mutant(
         "few queries: pieces of units that are cut are left as they are",
         f"{GENERIC}/split/plan.h",
-        "(work.alike && cut.units % cut.ctas == 0)",
+        "(work.alike && units % ctas == 0)",
         "work.alike",
         SHARED_KEYS,
     ),

@@ -1,7 +1,7 @@
 """Calls of paged attention that are held to float64, on the emulator and on a GPU.
 
 CASES and BAD (data) have few queries a sequence, for the most part; LEAVING and LONG
-have many.
+have many. The rows of SPLIT have the same bits as those of each sequence alone.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ CASES = {
     "a batch with padding": Case(padded=7, calls=4),
     "several calls": Case(calls=2, sinks=2, more_rows=2),
     "rows of nobody": Case(more_rows=5),
+    "tables one after the other": Case(flat=True),
+    "tables one after the other, several calls": Case(flat=True, calls=2, sinks=2),
     "a window": Case(window=(5, 0), sequences=((1, 700), (70, 90))),
     "both sides": Case(window=(3, 4), sequences=((9, 40), (20, 20))),
     "no band": Case(window=(-1, -1)),
@@ -85,6 +87,9 @@ BAD = {
         starts=(9, 4, 3, -5), sequences=((3, 20), (0, 30), (8, 29))
     ),
     "lengths beyond the table": dataclasses.replace(FULL, kv_lens=(65, 2**31 - 1, 3)),
+    "lengths beyond the last of all tables": dataclasses.replace(
+        FULL, flat=True, kv_lens=(10**9, 64, 48)
+    ),
     "lengths below 0": dataclasses.replace(FULL, kv_lens=(-1, -(2**31), 48)),
 }
 
@@ -116,6 +121,7 @@ LONG = {
     "long: a prefill": Case(sequences=((300, 700),), **WIDE),
     "long: one tile": Case(sequences=((40, 100),), **WIDE),
     "long: mixed": Case(sequences=MIXED, **WIDE),
+    "long: mixed, tables one after the other": Case(flat=True, sequences=MIXED, **WIDE),
     "long: mixed, float16": Case(sequences=MIXED, dtype="float16", **WIDE),
     "long: mixed, rows of nobody": Case(sequences=MIXED, more_rows=9, **WIDE),
     **{
@@ -211,5 +217,28 @@ LONG = {
         kv_lens=(10**6, -5, 2**31 - 1),
         sequences=((100, 160), (70, 96), (80, 160)),
         **WIDE,
+    ),
+}
+
+# Lengths around multiples of the split; rows of one tile, of several, of many.
+PARTS = ((1, 1700), (3, 20), (1, 256), (9, 600), (1, 257), (1, 0), (5, 1029), (1, 512))
+SPLIT = {
+    "split: mixed": Case(split_size=256, sequences=PARTS),
+    "split: d128": Case(split_size=512, sequences=PARTS[:5], sinks=1, **D128),
+    "split: one key head, rounded up": Case(
+        split_size=300, sequences=PARTS, heads=16, kv_heads=1
+    ),
+    "split: groups of 20": Case(split_size=256, sequences=PARTS, heads=20, kv_heads=1),
+    "split: windows": Case(split_size=256, sequences=PARTS, window=(700, 0)),
+    "split: a batch with padding": Case(
+        split_size=256, padded=9, calls=8, sequences=PARTS
+    ),
+    "split: several calls": Case(
+        split_size=256, calls=2, sequences=PARTS, more_rows=3, sinks=2
+    ),
+    "split: int8": Case(split_size=256, sequences=PARTS, cache="int8", scales="tokens"),
+    "split: larger than all": Case(split_size=2**31 - 1, sequences=PARTS),
+    "split: long among them": Case(
+        split_size=256, sequences=((150, 600), *PARTS[:4]), **WIDE
     ),
 }

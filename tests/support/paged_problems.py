@@ -6,6 +6,7 @@ array lies in the middle of a larger one.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 from collections.abc import Callable
@@ -54,6 +55,7 @@ class Paged(ctypes.Structure):
         *fields(ctypes.c_float, "scale softcap"),
         *fields(ctypes.c_int32, "window_left window_right"),
         *fields(ctypes.c_void_p, "q query_start q_lens kv_lens block_tables"),
+        *fields(ctypes.c_void_p, "table_first"),
         *fields(ctypes.c_int32, "table_width block_size"),
         *fields(ctypes.c_void_p, "sinks"),
         *fields(ctypes.c_int32, "sink_batch"),
@@ -66,6 +68,7 @@ class Paged(ctypes.Structure):
         ("v_strides", Strides),
         ("k_scale", Scales),
         ("v_scale", Scales),
+        *fields(ctypes.c_int32, "split_size"),
         *fields(ctypes.c_void_p, "o lse workspace"),
     ]
 
@@ -105,6 +108,8 @@ class Case:
     cache: str = ""  # one of NARROW
     scales: str = "all"  # of a narrow cache: "all", "heads", "tokens" or "none"
     large: float = 1.0  # times larger is q
+    split_size: int = 0
+    flat: bool = False  # tables one after the other
 
 
 class Problem:
@@ -130,6 +135,7 @@ class Problem:
         q = rng.standard_normal((c.calls, self.rows, c.heads, c.head_dim))
         self.q = (q * c.large).astype(self.dtype)
         self.sinks = rng.standard_normal((max(c.sinks, 1), c.heads)).astype(np.float32)
+        self.got: tuple[np.ndarray, np.ndarray] | None = None  # the last results
         self.layers = (
             None if c.layer is None else [c.layer]
         )  # one, or one for each call
@@ -210,14 +216,20 @@ class Problem:
         a.num_heads, a.num_kv_heads = c.heads, c.kv_heads
         a.head_dim, a.value_dim = c.head_dim, c.value_dim
         a.scale, a.softcap = self.scale, c.softcap
+        a.split_size = c.split_size
         a.window_left, a.window_right = c.window
         a.q = give(self.q)
         if c.padded and not c.full:
             a.q_lens = give(self.starts[:, 1])
         elif not c.padded:
             a.query_start = give(self.starts)
-        a.kv_lens, a.block_tables = give(self.kv_lens), give(self.tables)
-        a.table_width, a.block_size = self.tables.shape[1], c.block_size
+        a.kv_lens, a.block_size = give(self.kv_lens), c.block_size
+        if c.flat:
+            tables, first = self._flat_tables()
+            a.block_tables, a.table_width = give(tables), len(tables)
+            a.table_first = give(first)
+        else:
+            a.block_tables, a.table_width = give(self.tables), self.tables.shape[1]
         if c.sinks:
             a.sinks, a.sink_batch = give(self.sinks), c.sinks
         axes = c.layout.split()
@@ -244,6 +256,40 @@ class Problem:
                 to.layer, to.block, to.token, to.head = strides
                 to.head = 0 if c.scales == "all" else to.head
         return a
+
+    def _flat_tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """Those of all sequences in a row, the last one first."""
+        tables, first = [np.zeros(0, np.int32)], []
+        at = 0
+        for b in reversed(range(len(self.tables))):
+            pages = -(-len(self.keys[b]) // self.case.block_size)
+            first.append(at)
+            tables.append(self.tables[b, :pages])
+            at += pages
+        return np.concatenate(tables), np.array(first[::-1], np.int32)
+
+    def alone(self, b: int) -> Problem:
+        """Sequence b of the same cache in a call of its own, with a table that fits."""
+        c, other = self.case, copy.copy(self)
+        call, first, end = self.sequence_rows(b)
+        other.case = dataclasses.replace(
+            c,
+            sequences=(c.sequences[b],),
+            calls=1,
+            padded=0,
+            more_rows=0,
+            sinks=min(c.sinks, 1),
+        )
+        other.q, other.rows = self.q[call : call + 1, first:end], end - first
+        other.starts = np.array([[0, end - first]], np.int32)
+        other.kv_lens = self.kv_lens[b : b + 1]
+        width = max(-(-int(self.kv_lens[b]) // c.block_size), 1)
+        other.tables = self.tables[b : b + 1, :width]
+        other.keys, other.values = [self.keys[b]], [self.values[b]]
+        if c.sinks:
+            row = call * c.sinks // c.calls
+            other.sinks = self.sinks[row : row + 1]
+        return other
 
     def sequence_rows(self, b: int) -> tuple[int, int, int]:
         """(call, first row, end) of sequence b; none where a start falls."""
@@ -401,8 +447,8 @@ def run_on_host(
         by_row = written.reshape(c.calls, x.rows, -1)
         assert left is None or (by_row[left] == 0xFF).all(), "a row of others"
     out, lse = results[0]
-    return x.hold(
+    x.got = (
         out.view(x.dtype).reshape(*shape, c.value_dim),
         lse.view(np.float32).reshape(shape),
-        left,
     )
+    return x.hold(*x.got, left)

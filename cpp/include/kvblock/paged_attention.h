@@ -44,7 +44,10 @@
 extern "C" {
 #endif
 
-enum { KVBLOCK_PAGED_MAX_ARRAYS = 128 }; /* of a cache that has one for each layer */
+enum {
+  KVBLOCK_PAGED_MAX_ARRAYS = 128, /* of a cache that has one for each layer */
+  KVBLOCK_PAGED_SPLIT = 256       /* keys */
+};
 
 /* Where the keys, or the values, of a layer lie: bytes between neighbours, multiples of 16. In a
  * block a row is contiguous. */
@@ -75,6 +78,9 @@ typedef struct kvblock_paged_attention {
   const void* q;
   const int32_t *query_start, *q_lens; /* one of them or none */
   const int32_t *kv_lens, *block_tables;
+  /* NULL, or int32 [C S]: then block_tables is [table_width], the tables of all sequences one after
+   * the other, and that of a sequence begins there, from 0 to table_width. */
+  const int32_t* table_first;
   int32_t table_width, block_size;
   const float* sinks; /* may be NULL */
   int32_t sink_batch; /* a divisor of C */
@@ -91,6 +97,11 @@ typedef struct kvblock_paged_attention {
   int64_t num_blocks;
   kvblock_page_strides k_strides, v_strides;
   kvblock_scales k_scale, v_scale; /* cleared, unless cache_dtype is one of 8 bits */
+
+  /* 0, or keys of a piece, rounded up to KVBLOCK_PAGED_SPLIT: what a sequence's queries see is cut
+   * after so many keys and nowhere else, so that the bits of its rows are the same in any call of
+   * the same sizes of heads. The workspace grows with table_width / split_size. */
+  int32_t split_size;
 
   void* o;
   float* lse; /* may be NULL */

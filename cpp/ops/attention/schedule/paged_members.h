@@ -21,7 +21,7 @@ inline AttentionCall MembersOf(const kvblock_paged_attention& a) {
   call.num_heads = a.num_heads;
   call.num_kv_heads = a.num_kv_heads;
   call.q_len = a.rows;
-  call.kv_len = std::min<int64_t>(int64_t{a.table_width} * a.block_size, kMaxLength);
+  call.kv_len = PagedKeysOfTable(a);
   call.head_dim = a.head_dim;
   call.value_dim = a.value_dim;
   call.scale = a.scale;
@@ -58,6 +58,7 @@ inline void SetPages(const kvblock_paged_attention& a, PagedParams* p) {
   p->counter = nullptr;
   p->block_tables = a.block_tables;
   p->table_width = a.table_width;
+  p->table_first = a.table_first;
   p->num_blocks = static_cast<uint32_t>(a.num_blocks);
   p->block_size = FastDiv(static_cast<uint32_t>(a.block_size));
   const int64_t unit = PageUnit(a);

@@ -17,6 +17,11 @@ struct RaggedParams : ShareParams {
   int32_t calls;
   FastDiv by_sequences, by_rows;  // sequences and rows of a call
   const int32_t* query_start;
+  // Of the block tables: entries of a row, keys of a block; or where each sequence's begins, if
+  // they lie one after the other.
+  int32_t table_width;
+  FastDiv block_size;
+  const int32_t* table_first;
   // Sequences with more packed rows are not in the line: another launch computes them. It takes
   // their tiles by the counter, which begins with 0. NULL: there is no such launch.
   int32_t most_rows;
@@ -42,6 +47,18 @@ __device__ __forceinline__ void FindRows(const RaggedParams& p, int call, int se
   }
 }
 
+// Where a member's table begins, if tables lie one after the other.
+__device__ __forceinline__ int TableFirst(const RaggedParams& p, int member) {
+  return Between(__ldg(p.table_first + member), 0, p.table_width);
+}
+// Keys that a member's table has room for.
+__device__ __forceinline__ int MostKeys(const RaggedParams& p, int member) {
+  const int most = static_cast<int>(p.kv_len);
+  if (p.table_first == nullptr) return most;
+  const int64_t own = int64_t{p.table_width - TableFirst(p, member)} * p.block_size.d;
+  return static_cast<int>(min(own, int64_t{most}));
+}
+
 __device__ __forceinline__ Sequence MemberSequence(const RaggedParams& p, int member) {
   const int call = static_cast<int>(p.by_sequences(static_cast<uint32_t>(member)));
   int first, end;
@@ -51,7 +68,7 @@ __device__ __forceinline__ Sequence MemberSequence(const RaggedParams& p, int me
   s.q_row = call * p.q_len + first;
   s.kv_row = 0;
   s.q_rows = s.q_len = end - first;
-  s.kv_rows = s.kv_len = Between(__ldg(p.kv_lens + member), 0, static_cast<int>(p.kv_len));
+  s.kv_rows = s.kv_len = Between(__ldg(p.kv_lens + member), 0, MostKeys(p, member));
   // Lengths and windows are so small that no sum overflows.
   const int shift = s.kv_len - s.q_len, left = Opaque(p.window_left);
   const int right = Opaque(p.window_right);

@@ -136,8 +136,12 @@ class SplitForward {
         rules_(MakeScoreRules(p)) {}
 
   __device__ __forceinline__ void Run() {
-    const int begin = line_.Begin(cta_);
-    const int tiles = line_.Begin(cta_ + 1) - begin;  // of the share, counted from 0 from here on
+    int begin = line_.Begin(cta_), end = line_.Begin(cta_ + 1);
+    if (HasSplit()) {
+      begin = line_.PieceFrom(begin);
+      end = line_.PieceFrom(end);
+    }
+    const int tiles = end - begin;  // of the share, counted from 0 from here on
     if (Params::kSameRows && tiles <= 0) return;
     // The next tile to load, or to look up; and at i % kPlaces, where tile i is that is to be
     // computed. Where registers are scarce the next tile is found there, too, by thread 0 for all.
@@ -197,9 +201,12 @@ class SplitForward {
       const uint32_t stage = Stage(tile % kStages);
       Compute(at, tile, stage);
       const bool last = at.tile + 1 == at.rows.tiles;
-      if (last || tile + 1 == tiles) {
-        const bool whole = last && tile - piece == at.tile;
-        End(at, whole, PieceSlot(blockIdx.x, piece == 0), DynamicShared() + (stage - shared_));
+      const bool full = !Params::kSameRows && tile + 1 - piece == p_.split;
+      if (last || tile + 1 == tiles || full) {
+        const bool first = tile - piece == at.tile;  // of its unit
+        const unsigned slot =
+            HasSplit() ? line_.SplitSlot(begin + piece, first) : PieceSlot(blockIdx.x, piece == 0);
+        End(at, last && first, slot, DynamicShared() + (stage - shared_));
         piece = begins = tile + 1;
       }
     }
@@ -214,8 +221,14 @@ class SplitForward {
   static_assert(kPlaces > kStages && OwnLine::kSequences > kStages + 2);
   static constexpr bool kScarce = kDim > 192 && !Keys::kLooksUp;
 
+  // Whether units are cut at multiples of p_.split.
+  __device__ __forceinline__ bool HasSplit() const {
+    return !Params::kSameRows && p_.split != kNoSplit;
+  }
+
   // The next launch sees this before it can begin.
   __device__ __forceinline__ void WithdrawPieces(int cta) const {
+    if (HasSplit()) return;  // it waits for all of this one
     Withdraw(p_.piece_there + PieceSlot(cta, true));
     Withdraw(p_.piece_there + PieceSlot(cta, false));
     __threadfence();
@@ -412,7 +425,7 @@ class SplitForward {
   // Joins what the warps have of the same rows, and writes it. `place` is the stage of the piece's
   // last tile: each warp has its O there, columns of a row swapped in pieces of 8 against bank
   // conflicts.
-  __device__ __forceinline__ void End(const Place& at, bool whole, int slot, char* place) {
+  __device__ __forceinline__ void End(const Place& at, bool whole, unsigned slot, char* place) {
     __shared__ PartialSum sums[Traits::kParts][Traits::kRows];
     float own_max[2];
 #pragma unroll
@@ -471,7 +484,7 @@ class SplitForward {
         StorePiece(p_, slot, row, column, result);
       }
     }
-    if (whole) return;
+    if (whole || HasSplit()) return;
     __syncthreads();
     if (threadIdx.x == 0) Publish(p_.piece_there + slot);
   }
