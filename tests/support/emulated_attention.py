@@ -1,7 +1,7 @@
 """The library of the generic attention kernels for a CPU, which several tests run.
 
-`paged_as_cuda` lowers calls of `paged_attention` for a CPU as they are lowered for a GPU:
-the FFI handler decodes them, and what it launches runs on the emulator.
+`paged_as_cuda` lowers calls of `paged_attention` for a CPU as they are lowered for a
+GPU: the FFI handler decodes them, and what it launches runs on the emulator.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-// An FFI handler for a GPU as XLA's CPU calls it: it asks for a stream, and a CPU has none. Included
-// ahead of the handler's source.
+// An FFI handler for a GPU as the CPU of XLA calls it: it asks for a stream, and a CPU has none.
+// Included ahead of the source of the handler.
 #ifndef KVBLOCK_EMULATOR_NO_STREAM_H_
 #define KVBLOCK_EMULATOR_NO_STREAM_H_
 
