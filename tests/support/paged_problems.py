@@ -57,6 +57,8 @@ class Paged(ctypes.Structure):
         *fields(ctypes.c_int32, "table_width block_size"),
         *fields(ctypes.c_void_p, "sinks"),
         *fields(ctypes.c_int32, "sink_batch"),
+        *fields(ctypes.c_void_p, "ranges tree_mask"),
+        *fields(ctypes.c_int32, "tree_words"),
         *fields(ctypes.c_void_p, "k v"),
         *fields(ctypes.c_int32, "num_arrays num_layers"),
         *fields(ctypes.c_void_p, "layer"),
@@ -77,7 +79,8 @@ class Case:
     layout: an order of axes, B blocks, L layers, O keys and values, T tokens, H heads,
     D. padded: q [B, T, N, D] with q_lens, instead of query_start; full: without them,
     too, so that all of T count. starts: query_start itself, where it is not the sum of
-    the queries. bad_ids: (sequence, page, id).
+    the queries. bad_ids: (sequence, page, id). ranges: those of rows, one after the
+    other and again; tree: words of bits that each row has, of which about `seen` are 1.
     """
 
     sequences: tuple[tuple[int, int], ...] = ((1, 37), (6, 20), (3, 3), (1, 64))
@@ -105,6 +108,9 @@ class Case:
     cache: str = ""  # one of NARROW
     scales: str = "all"  # of a narrow cache: "all", "heads", "tokens" or "none"
     large: float = 1.0  # times larger is q
+    ranges: tuple[tuple[int, int], ...] = ()
+    tree: int = 0
+    seen: float = 0.5
 
 
 class Problem:
@@ -134,6 +140,10 @@ class Problem:
             None if c.layer is None else [c.layer]
         )  # one, or one for each call
         self._draw_pages(rng, keys)
+        self.ranges = np.resize(
+            np.array(c.ranges or [[0, 0]], np.int32), (c.calls, self.rows, 2)
+        )
+        self.bits = rng.random((c.calls, self.rows, 32 * c.tree)) < c.seen
 
     def _draw_pages(self, rng: np.random.Generator, keys: np.ndarray) -> None:
         c = self.case
@@ -220,6 +230,11 @@ class Problem:
         a.table_width, a.block_size = self.tables.shape[1], c.block_size
         if c.sinks:
             a.sinks, a.sink_batch = give(self.sinks), c.sinks
+        if c.ranges:
+            a.ranges = give(self.ranges)
+        if c.tree:
+            words = np.packbits(self.bits, axis=-1, bitorder="little").view(np.uint32)
+            a.tree_mask, a.tree_words = give(words), c.tree
         axes = c.layout.split()
         separate = axes[0] == "L"  # an array for each layer
         arrays = list(self.pages) if separate else [self.pages]
@@ -281,6 +296,12 @@ class Problem:
                     seen &= at >= position - left
                 if right >= 0:
                     seen &= at <= position + right
+                if c.ranges:
+                    low, high = self.ranges[call, row]
+                    seen &= (at >= low) & (at < high)
+                new = at - (length - end + first)  # of the sequence's queries
+                tree = (new >= 0) & (new < 32 * c.tree)
+                seen[tree] &= self.bits[call, row, new[tree]]
                 self._row(call, row, b, k[seen], v[seen], out, lse, bars, lse_bars)
         return {"out": (out, bars), "lse": (lse[..., None], lse_bars[..., None])}
 
