@@ -125,7 +125,11 @@ ROWS = {
         ranges=((299, 300), (5, 6), (63, 64)), sequences=((1, 300),) * 3, block_size=1
     ),
     "ranges, 8 bits": Case(
-        ranges=WILD, cache="e5m2", scales="tokens", sequences=NARROW_MIXED, window=(9, 0)
+        ranges=WILD,
+        cache="e5m2",
+        scales="tokens",
+        sequences=NARROW_MIXED,
+        window=(9, 0),
     ),
     "no ranges at all": Case(ranges=((9, 9),), sequences=((1, 300), (20, 90)), sinks=1),
     "ranges and drafts": Case(
