@@ -211,7 +211,7 @@ def _seen(tile: _Tile, key: jax.Array, new: jax.Array) -> jax.Array:
         return seen
     words = tile.bits.shape[-1]
     word = new >> 5
-    bits = jnp.take(tile.bits, jnp.clip(word, 0, words - 1), axis=1) >> (new & 31)
+    bits = jnp.take(tile.bits, word, axis=1, mode="clip") >> (new & 31)
     return seen & ((word < 0) | (word >= words) | (bits & 1 == 1))
 
 

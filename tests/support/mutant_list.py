@@ -70,8 +70,8 @@ CPU = (
     Mutant(
         "paged: bits are counted from the first key of a step",
         PAGED_BLOCKED,
-        "axis=1) >> (new & 31)",
-        "axis=1) >> (key & 31)",
+        'mode="clip") >> (new & 31)',
+        'mode="clip") >> (key & 31)',
         DRAFTS,
     ),
     Mutant(

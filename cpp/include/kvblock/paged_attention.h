@@ -21,17 +21,17 @@
  *   position - window_left <= j <= position + window_right   (a side of -1 is open; causal is
  *                                                             window_right = 0)
  *
- * Of these, a row with ranges sees the keys ranges[0] <= j < ranges[1] alone. With tree_mask, bit b %
- * 32 of its word b / 32 says whether it sees key kv_lens[b] - n + b, that of the sequence's query b; other keys it
- * sees as without.
+ * Of these, a row with ranges sees the keys of its own alone, ranges[.., 0] <= j < ranges[.., 1].
+ * With tree_mask, bit m % 32 of its word m / 32 says whether it sees the key of its sequence's query
+ * m, j = kv_lens[b] - n + m; those beyond its words, and earlier keys, it sees as without.
  *
  * Rows of no sequence get 0 and -inf. Nothing of q, lengths and tables is trusted: what is beyond an
  * array is never read. Keys and values that nobody sees may be anything, also NaN.
  *
  * Arrays are dense and row-major: q, o [C, R, N, D or Dv]; lse [C, R, N]; query_start [C, S + 1];
- * q_lens [C]; kv_lens [C S]; block_tables [C S, table_width]; ranges [C, R, 2]; tree_mask [C, R, tree_words]; sinks [sink_batch, N], of which call c
- * reads row c / (C / sink_batch). Keys and values have strides, so that every layout of a cache is
- * read where it lies.
+ * q_lens [C]; kv_lens [C S]; block_tables [C S, table_width]; ranges [C, R, 2]; tree_mask [C, R,
+ * tree_words]; sinks [sink_batch, N], of which call c reads row c / (C / sink_batch). Keys and values
+ * have strides, so that every layout of a cache is read where it lies.
  *
  * Nothing is allocated and nothing is synchronized; every launch can be captured in a CUDA graph.
  */
