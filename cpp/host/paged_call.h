@@ -53,6 +53,11 @@ inline int64_t PagedLongTiles(const kvblock_paged_attention& a, int64_t queries)
   return some > 0 ? a.calls * ((a.rows + some * (queries - 1)) / queries) : 0;
 }
 
+// Whether rows see keys of their own. Then the kernel for few queries computes all of them.
+inline bool RowsDiffer(const kvblock_paged_attention& a) {
+  return a.ranges != nullptr || a.tree_mask != nullptr;
+}
+
 // What the host knows: some sequence may have more than few rows; all have.
 inline bool SomeMayBeLong(const kvblock_paged_attention& a) {
   return a.rows * (a.num_heads / a.num_kv_heads) > PagedFewRows(a);

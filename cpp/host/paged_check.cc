@@ -67,8 +67,15 @@ std::string CheckSequences(const kvblock_paged_attention& a) {
   if (a.table_width < 0) return Got("table_width must not be negative", a.table_width);
   if (some && a.table_width > 0 && a.block_tables == nullptr) return "block_tables is NULL";
   for (const void* array :
-       {a.query_start, a.q_lens, a.kv_lens, a.block_tables, a.table_first, a.layer}) {
+       {a.query_start, a.q_lens, a.kv_lens, a.block_tables, a.table_first, a.layer, a.ranges}) {
     if (Misaligned(array, 4)) return "arrays of int32 must be aligned to their elements";
+  }
+  if (Misaligned(a.tree_mask, 4)) return "tree_mask must be aligned to its elements";
+  if (a.tree_mask != nullptr && a.tree_words < 1) {
+    return Got("tree_words must be positive with tree_mask", a.tree_words);
+  }
+  if (a.tree_mask == nullptr && a.tree_words != 0) {
+    return Got("tree_words must be 0 without tree_mask", a.tree_words);
   }
   if (a.calls > 0 && a.rows > 0 && a.workspace == nullptr) return "workspace is NULL";
   return "";

@@ -54,6 +54,8 @@ def normalize(
     return_lse: bool,
     implementation: str | None,
     split_size: Any = None,
+    ranges: Any = None,
+    tree_mask: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     table_first: Any = None,
@@ -101,6 +103,8 @@ def normalize(
         sinks=check_sinks(where, sinks, q, q.shape[-2]),
         table_first=table_first,
         scales=scales,
+        ranges=_ranges(where, ranges, q),
+        tree_mask=_tree_mask(where, tree_mask, q),
         **read,
     )
     split = _split_size(where, split_size)
@@ -262,6 +266,47 @@ def _scale(where: str, name: str, scale: Any, pages: KVPool | Pages) -> Any:
             f"{where}: {name} must be a number or float32 {shapes}, got {show(made)}"
         )
     return to_jax(made).reshape(made.shape or (1,))
+
+
+def _ranges(where: str, ranges: Any, q: Any) -> jax.Array | None:
+    """int32 `[C, R, 2]`."""
+    if ranges is None:
+        return None
+    form = "[tokens, 2]" if q.ndim == 3 else "[B, T, 2]"
+    ranges = check_int32(where, "ranges", ranges, form, q.ndim - 1)
+    if ranges.shape != (*q.shape[:-2], 2):
+        raise ValueError(
+            f"{where}: ranges must be int32{form} = {[*q.shape[:-2], 2]}, of each row "
+            f"of q the first key and the end, got {show(ranges)}; stack them along the "
+            "last axis"
+        )
+    return ranges[None] if q.ndim == 3 else ranges
+
+
+def _tree_mask(where: str, tree_mask: Any, q: Any) -> jax.Array | None:
+    """int32 `[C, R, words]`; None where there are no words."""
+    if tree_mask is None:
+        return None
+    form = "[tokens, words]" if q.ndim == 3 else "[B, T, words]"
+    if hasattr(tree_mask, "dtype"):
+        tree_mask = check_array(where, "tree_mask", tree_mask)
+        if tree_mask.dtype == jnp.uint32:  # its bits, not its numbers
+            tree_mask = jax.lax.bitcast_convert_type(to_jax(tree_mask), jnp.int32)
+        elif tree_mask.dtype != jnp.int32:
+            raise TypeError(
+                f"{where}: tree_mask must be bits in int32 or uint32{form}, got "
+                f"{show(tree_mask)}; np.packbits(mask, axis=-1, bitorder='little')"
+                ".view(np.uint32) packs a mask of 32 keys a word"
+            )
+    tree_mask = check_int32(where, "tree_mask", tree_mask, form, q.ndim - 1)
+    if tree_mask.shape[:-1] != q.shape[:-2]:
+        raise ValueError(
+            f"{where}: tree_mask must be int32{form} with a row for each of q's "
+            f"{list(q.shape[:-2])}, got {show(tree_mask)}; rows without a mask are -1"
+        )
+    if not tree_mask.shape[-1]:
+        return None
+    return tree_mask[None] if q.ndim == 3 else tree_mask
 
 
 def _sequences(

@@ -22,12 +22,18 @@ from jax_kvblock.paged.pages import Pages as LaidOut
 from jax_kvblock.paged.primitive import attend
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float, Int, Integer
 
     Pages: TypeAlias = (
         KVPool | tuple[Float[ArrayIn, "P T K D"], Float[ArrayIn, "P T K Dv"]]
     )
     Tables: TypeAlias = Int[ArrayIn, "B W"] | list[list[int]]
+    Ranges: TypeAlias = (
+        Int[ArrayIn, "*tokens 2"] | list[list[int]] | list[list[list[int]]]
+    )
+    Bits: TypeAlias = (
+        Integer[ArrayIn, "*tokens words"] | list[list[int]] | list[list[list[int]]]
+    )
     Scale: TypeAlias = float | Float[ArrayIn, "*scales"]
 
 
@@ -41,6 +47,8 @@ class PagedOptions(TypedDict, total=False):
     softcap: float | None
     sinks: Float[ArrayIn, " N"] | None
     scale: float | None
+    ranges: Ranges | None
+    tree_mask: Bits | None
     k_scale: Scale | None
     v_scale: Scale | None
     split_size: int | None
@@ -94,6 +102,8 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Float[ArrayIn, " N"] | None = None,
     scale: float | None = None,
+    ranges: Ranges | None = None,
+    tree_mask: Bits | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
     split_size: int | None = None,
@@ -129,6 +139,13 @@ def paged_attention(
       window: `(left, right)`, integers that are compiled in: it sees keys at most
         `left` before and `right` after its position; None is no bound.
       softcap, sinks, scale: as in `flash_attention`.
+      ranges: int32 `[tokens, 2]` (else `[B, T, 2]`), the keys that each row sees: the
+        positions from the first to before the second, as far as causal and window let
+        it. Where none are between them it sees nothing; any values are safe.
+      tree_mask: int32 or uint32 `[tokens, words]` (else `[B, T, words]`), which of its
+        sequence's queries, the draft, each query sees, as far as causal and window let
+        it: bit `j % 32` of word `j // 32` is that of query j's key, position
+        `kv_lens[b] - q_len + j`. Other keys it sees as without; -1 is all of them.
       k_scale, v_scale: of blocks of 8 bits, what their keys and values are multiplied
         by: a number, or float32 `[K]` for each head, `[P, T, K]` for each token and
         head, `[num_layers, P, T, K]` for all layers of a pool (`KVScales` holds those).
@@ -177,6 +194,8 @@ def paged_attention(
         softcap=softcap,
         sinks=sinks,
         scale=scale,
+        ranges=ranges,
+        tree_mask=tree_mask,
         k_scale=k_scale,
         v_scale=v_scale,
         split_size=split_size,

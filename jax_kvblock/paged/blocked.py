@@ -55,6 +55,7 @@ class _Tile(NamedTuple):
     sequence: Any
     row: Any
     labels: Labels  # [1, length]
+    bits: Any  # of tree_mask, [length, words], or None
 
 
 def forward(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
@@ -75,7 +76,7 @@ def forward(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
         ends = jnp.cumsum(counts, dtype=jnp.int32)
 
         def step(i: Any, made: Any) -> Any:
-            tile = _find(config, of, ends, counts, length, i)
+            tile = _find(config, x, of, ends, counts, length, i)
             return _write(made, tile, _attend(config, x, of, tile, length))
 
         out, lse = blocked.loop(ends[-1], step, _varying(x, out, lse))
@@ -116,7 +117,13 @@ def _varying(x: Paged, *state: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _find(
-    config: PagedConfig, of: _Rows, ends: Any, counts: Any, length: int, i: Any
+    config: PagedConfig,
+    x: Paged,
+    of: _Rows,
+    ends: Any,
+    counts: Any,
+    length: int,
+    i: Any,
 ) -> _Tile:
     """Tile i. It is moved back where it would pass the end of q."""
     b = jnp.searchsorted(ends, i, side="right").astype(jnp.int32)
@@ -124,9 +131,20 @@ def _find(
     row = jnp.minimum(of.first[b] + first, of.q.shape[0] - length)
     query = row - of.first[b] + jnp.arange(length, dtype=jnp.int32)
     valid = (query >= first) & (query < of.lens[b])
-    window = window_of(config.scores, query, of.kv_lens[b] - of.lens[b])
+    first_key, last_key = window_of(config.scores, query, of.kv_lens[b] - of.lens[b])
+
+    def own(a: jax.Array) -> jax.Array:
+        a = a.reshape(-1, a.shape[-1])
+        return jax.lax.dynamic_slice_in_dim(a, row, length, 0)
+
+    if x.ranges is not None:
+        begin, end = own(x.ranges).T
+        first_key = jnp.maximum(first_key, begin)
+        last_key = jnp.minimum(last_key, jnp.maximum(end, -(2**31) + 1) - 1)
     none = jnp.zeros_like(query)
-    return _Tile(b, row, Labels(*(a[None] for a in (*window, none, none, valid))))
+    labels = (first_key, last_key, none, none, valid)
+    bits = None if x.tree_mask is None else own(x.tree_mask)
+    return _Tile(b, row, Labels(*(a[None] for a in labels)), bits)
 
 
 def _attend(
@@ -169,6 +187,11 @@ def _attend(
         there = jnp.repeat((ids >= 0) & (ids < blocks), size) & (key < kv_len)
         if isinstance(x.pages, KVPool) and isinstance(layer, jax.Array):
             there &= (layer >= 0) & (layer < x.pages.spec.num_layers)
+        seen = None
+        if x.ranges is not None or x.tree_mask is not None:
+            seen = _seen(tile, key, key - (kv_len - of.lens[tile.sequence]))
+            there &= seen.any(0)  # nobody reads the others, not even a NaN
+            seen = seen[None]
         k, v = (
             jnp.moveaxis(jnp.where(there[:, None, None], a, 0), 0, 1)[None]
             for a in _gather(x, layer, ids)
@@ -176,20 +199,31 @@ def _attend(
         none = jnp.zeros_like(key)
         labels = Labels(*(a[None] for a in (key, key, none, none, there)))
         block = problem._replace(
-            k=k.astype(compute), v=v.astype(compute), kv_labels=labels
+            k=k.astype(compute), v=v.astype(compute), kv_labels=labels, seen=seen
         )
         return blocked.add_block(config.scores, operands, block, 0, 0, state)
 
-    begin = jnp.maximum(
-        jnp.where(tile.labels.valid, tile.labels.first, kv_len).min(), 0
-    )
-    last = jnp.where(tile.labels.valid, tile.labels.last, -1).max()
+    some = tile.labels.valid & (tile.labels.first <= tile.labels.last)
+    begin = jnp.maximum(jnp.where(some, tile.labels.first, kv_len).min(), 0)
+    last = jnp.where(some, tile.labels.last, -1).max()
     end = jnp.minimum(last, kv_len - 1) + 1
     state = _varying(x, *blocked.no_keys(operands, problem, value_dim))
     state = jax.lax.fori_loop(begin // keys, -(-end // keys), add, state)
     o, lse = blocked.finish(operands, problem, 0, *state)
     o, rows = (a.reshape(-1, *a.shape[3:]) for a in (o, lse.value))
     return jnp.moveaxis(o, 0, 1), rows.T
+
+
+def _seen(tile: _Tile, key: jax.Array, new: jax.Array) -> jax.Array:
+    """bool `[length, keys]`: who sees which. `new`: of the sequence's own queries."""
+    first, last, _, _, valid = (a[0][:, None] for a in tile.labels)
+    seen = valid & (key >= first) & (key <= last)
+    if tile.bits is None:
+        return seen
+    words = tile.bits.shape[-1]
+    word = new >> 5
+    bits = jnp.take(tile.bits, word, axis=1, mode="clip") >> (new & 31)
+    return seen & ((word < 0) | (word >= words) | (bits & 1 == 1))
 
 
 def _layer_of(config: PagedConfig, x: Paged, call: Any) -> Any:

@@ -48,6 +48,8 @@ class Paged(NamedTuple):
       table_first: int32 `[C S]`, where in `tables` that of each sequence begins, from 0
         to W; or None.
       scales: a factor of each key and value, in a layout without D, or None.
+      ranges: int32 `[C, R, 2]`, the keys that a row sees, first and end; or None.
+      tree_mask: int32 `[C, R, words]`, bits of the new keys that it sees; or None.
       k_scale, v_scale: what numbers of a cache of 8 bits are multiplied by, float32:
         `[1]` of all, `[K]` of each head, `[P, T, K]` of each token and head, `[L, P, T,
         K]` of all layers of a pool; or None.
@@ -63,6 +65,8 @@ class Paged(NamedTuple):
     sinks: jax.Array | None
     table_first: jax.Array | None = None
     scales: Pages | None = None
+    ranges: jax.Array | None = None
+    tree_mask: jax.Array | None = None
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
 

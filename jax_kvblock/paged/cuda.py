@@ -95,8 +95,8 @@ def run(config: PagedConfig, x: Paged) -> tuple[Any, Any]:
     """out `[C, R, N, Dv]` and lse `[C, R, N]`, by the CUDA launcher."""
     (blocks, size, kv_heads, _), (*_, value_dim) = page_shapes(x.pages)
     cache = _cache(config, x.pages)
-    optional = [x.query_start, x.q_lens, x.layer, x.sinks, x.k_scale, x.v_scale]
-    optional.append(x.table_first)
+    optional = [x.query_start, x.q_lens, x.layer, x.sinks, x.ranges, x.tree_mask]
+    optional += [x.k_scale, x.v_scale, x.table_first]
     present = sum(1 << i for i, a in enumerate(optional) if a is not None)
     calls, rows, heads, _ = x.q.shape
     narrow = dtype_of(x.pages) != x.q.dtype

@@ -45,7 +45,7 @@ def head_axes(x: Paged) -> list[int | None]:
     for name in ("k_scale", "v_scale"):
         scale = getattr(x, name)
         if scale is not None and scale.shape[-1] == kv_heads and own is not None:
-            axes = axes._replace(**{name: scale.ndim - 1})
+            axes = axes._replace(**{name: len(scale.shape) - 1})
     return [None if axis < 0 else axis for axis in jax.tree.leaves(axes)]
 
 
@@ -113,7 +113,7 @@ def _names(part: Any) -> tuple[str, ...]:
 
 
 def _sharding_rule(call: Any, mesh: Any, operands: Any, results: Any) -> Any:
-    """Says to Shardy which dimensions are cut together."""
+    """Says to Shardy which dimensions are cut together. Operands are types of MLIR."""
     x = call.unpack(operands)
     uncut = _uncut(x)
     heads, kv_heads = x.q.shape[2], page_shapes(x.pages)[0][2]
@@ -137,10 +137,10 @@ def _sharding_rule(call: Any, mesh: Any, operands: Any, results: Any) -> Any:
     scales = len(jax.tree.leaves((x.k_scale, x.v_scale)))  # the last ones
     of_keys = {*range(1, 1 + count), *range(len(operands) - scales, len(operands))}
     operand_maps = tuple(
-        mapping(a.ndim, axis, "K" if i in of_keys else of_query)
+        mapping(len(a.shape), axis, "K" if i in of_keys else of_query)
         for i, (a, axis) in enumerate(zip(operands, head_axes(x), strict=True))
     )
-    result_maps = tuple(mapping(r.ndim, 2, of_query) for r in results)
+    result_maps = tuple(mapping(len(r.shape), 2, of_query) for r in results)
     return SdyShardingRule(
         operand_maps, result_maps, need_replication_factors=tuple(whole)
     )

@@ -172,6 +172,8 @@ def _batch(
         sinks=sinks,
         table_first=table_first,
         scales=_arrays(x.scales),
+        ranges=None if x.ranges is None else x.ranges.fold(count),
+        tree_mask=None if x.tree_mask is None else x.tree_mask.fold(count),
         k_scale=_arrays(x.k_scale),
         v_scale=_arrays(x.v_scale),
     )

@@ -72,6 +72,92 @@ NARROW = {
 }
 CASES |= NARROW
 
+# Rows that see keys of their own.
+TREE = ((8, 300), (8, 61), (1, 70), (8, 8))
+WILD = ((-5, 40), (30, 10), (17, 2**31 - 1), (-(2**31), 2**31 - 1), (0, 0), (64, 250))
+FAR = ((400, 460), (610, 640), (-1, 2))  # whole tiles lie between them
+ROWS = {
+    "8 drafts": Case(tree=1, sequences=TREE),
+    "8 drafts, d128": Case(
+        tree=1, sequences=TREE, head_dim=128, value_dim=128, heads=8, kv_heads=2
+    ),
+    "40 drafts of two words": Case(tree=2, sequences=((40, 150), (1, 9), (33, 64))),
+    "drafts beyond the words": Case(tree=1, sequences=((45, 150), (40, 41))),
+    "drafts, not causal": Case(tree=1, window=(-1, -1), sequences=TREE),
+    "drafts and a window": Case(tree=1, window=(70, 0), softcap=2.0, sequences=TREE),
+    "drafts that see nothing new": Case(tree=1, seen=0.0, sequences=TREE, sinks=1),
+    "drafts longer than keys": Case(tree=1, sequences=((9, 4), (40, 20), (3, 0))),
+    "drafts, blocks of 5": Case(tree=1, block_size=5, sequences=TREE),
+    "drafts, blocks of 1, 8 bits": Case(
+        tree=1, block_size=1, sequences=TREE, cache="e4m3", scales="tokens"
+    ),
+    "drafts, 8 bits, d128": Case(
+        tree=1,
+        sequences=TREE,
+        cache="int8",
+        scales="heads",
+        head_dim=128,
+        value_dim=128,
+        heads=12,
+    ),
+    "a batch of drafts": Case(
+        tree=1, padded=9, calls=4, sequences=((8, 90), (1, 33), (0, 9), (9, 9))
+    ),
+    "drafts beside a prefill": Case(
+        tree=3, seen=0.9, sequences=((8, 300), (90, 200), (1, 40)), more_rows=3
+    ),
+    "ranges": Case(ranges=WILD, sequences=((6, 300), (6, 20), (1, 64), (3, 3))),
+    "ranges, not causal": Case(
+        ranges=WILD, window=(-1, -1), sequences=((6, 300), (7, 90)), sinks=1
+    ),
+    "ranges far apart": Case(
+        ranges=FAR, sequences=((1, 700), (1, 700), (1, 700), (3, 700)), block_size=5
+    ),
+    "ranges far apart, d128": Case(
+        ranges=FAR,
+        sequences=((1, 700), (1, 700), (2, 500), (3, 700)),
+        head_dim=128,
+        value_dim=128,
+        heads=8,
+    ),
+    "ranges of many queries": Case(
+        ranges=((0, 40), (90, 95), (64, 128)), sequences=((150, 300), (1, 70)), heads=8
+    ),
+    "ranges of one key": Case(
+        ranges=((299, 300), (5, 6), (63, 64)), sequences=((1, 300),) * 3, block_size=1
+    ),
+    "ranges, 8 bits": Case(
+        ranges=WILD,
+        cache="e5m2",
+        scales="tokens",
+        sequences=NARROW_MIXED,
+        window=(9, 0),
+    ),
+    "no ranges at all": Case(ranges=((9, 9),), sequences=((1, 300), (20, 90)), sinks=1),
+    "ranges and drafts": Case(
+        ranges=WILD,
+        tree=1,
+        calls=2,
+        sinks=2,
+        more_rows=2,
+        sequences=((8, 300), (1, 40), (8, 90), (2, 64)),
+    ),
+    "ranges and drafts, wrong data": Case(
+        ranges=WILD,
+        tree=2,
+        sequences=((40, 64), (3, 32), (8, 300)),
+        kv_lens=(10**6, -5, 300),
+        bad_ids=((2, 3, -(2**31)), (2, 18, 2**31 - 1)),
+    ),
+    "ranges and drafts, a start that falls": Case(
+        ranges=WILD,
+        tree=1,
+        starts=(1, 4, 3, 10**9),
+        sequences=((3, 20), (0, 30), (8, 29)),
+    ),
+}
+CASES |= ROWS
+
 FULL = Case(sequences=((1, 64), (2, 64), (1, 48)))
 BAD = {
     "no such layer": Case(layout="L B O T H D", layers=3, layer=3),
@@ -237,6 +323,9 @@ SPLIT = {
         split_size=256, calls=2, sequences=PARTS, more_rows=3, sinks=2
     ),
     "split: int8": Case(split_size=256, sequences=PARTS, cache="int8", scales="tokens"),
+    "split: ranges and drafts": Case(
+        split_size=256, sequences=PARTS, ranges=((0, 900), (100, 2000)), tree=1
+    ),
     "split: larger than all": Case(split_size=2**31 - 1, sequences=PARTS),
     "split: long among them": Case(
         split_size=256, sequences=((150, 600), *PARTS[:4]), **WIDE

@@ -59,6 +59,8 @@ class Paged(ctypes.Structure):
         *fields(ctypes.c_int32, "table_width block_size"),
         *fields(ctypes.c_void_p, "sinks"),
         *fields(ctypes.c_int32, "sink_batch"),
+        *fields(ctypes.c_void_p, "ranges tree_mask"),
+        *fields(ctypes.c_int32, "tree_words"),
         *fields(ctypes.c_void_p, "k v"),
         *fields(ctypes.c_int32, "num_arrays num_layers"),
         *fields(ctypes.c_void_p, "layer"),
@@ -80,7 +82,8 @@ class Case:
     layout: an order of axes, B blocks, L layers, O keys and values, T tokens, H heads,
     D. padded: q [B, T, N, D] with q_lens, instead of query_start; full: without them,
     too, so that all of T count. starts: query_start itself, where it is not the sum of
-    the queries. bad_ids: (sequence, page, id).
+    the queries. bad_ids: (sequence, page, id). ranges: those of rows, one after the
+    other and again; tree: words of bits that each row has, of which about `seen` are 1.
     """
 
     sequences: tuple[tuple[int, int], ...] = ((1, 37), (6, 20), (3, 3), (1, 64))
@@ -110,6 +113,9 @@ class Case:
     large: float = 1.0  # times larger is q
     split_size: int = 0
     flat: bool = False  # tables one after the other
+    ranges: tuple[tuple[int, int], ...] = ()
+    tree: int = 0
+    seen: float = 0.5
 
 
 class Problem:
@@ -140,6 +146,10 @@ class Problem:
             None if c.layer is None else [c.layer]
         )  # one, or one for each call
         self._draw_pages(rng, keys)
+        self.ranges = np.resize(
+            np.array(c.ranges or [[0, 0]], np.int32), (c.calls, self.rows, 2)
+        )
+        self.bits = rng.random((c.calls, self.rows, 32 * c.tree)) < c.seen
 
     def _draw_pages(self, rng: np.random.Generator, keys: np.ndarray) -> None:
         c = self.case
@@ -232,6 +242,11 @@ class Problem:
             a.block_tables, a.table_width = give(self.tables), self.tables.shape[1]
         if c.sinks:
             a.sinks, a.sink_batch = give(self.sinks), c.sinks
+        if c.ranges:
+            a.ranges = give(self.ranges)
+        if c.tree:
+            words = np.packbits(self.bits, axis=-1, bitorder="little").view(np.uint32)
+            a.tree_mask, a.tree_words = give(words), c.tree
         axes = c.layout.split()
         separate = axes[0] == "L"  # an array for each layer
         arrays = list(self.pages) if separate else [self.pages]
@@ -282,6 +297,8 @@ class Problem:
         )
         other.q, other.rows = self.q[call : call + 1, first:end], end - first
         other.starts = np.array([[0, end - first]], np.int32)
+        other.ranges = self.ranges[call : call + 1, first:end]
+        other.bits = self.bits[call : call + 1, first:end]
         other.kv_lens = self.kv_lens[b : b + 1]
         width = max(-(-int(self.kv_lens[b]) // c.block_size), 1)
         other.tables = self.tables[b : b + 1, :width]
@@ -327,6 +344,12 @@ class Problem:
                     seen &= at >= position - left
                 if right >= 0:
                     seen &= at <= position + right
+                if c.ranges:
+                    low, high = self.ranges[call, row]
+                    seen &= (at >= low) & (at < high)
+                new = at - (length - end + first)  # of the sequence's queries
+                tree = (new >= 0) & (new < 32 * c.tree)
+                seen[tree] &= self.bits[call, row, new[tree]]
                 self._row(call, row, b, k[seen], v[seen], out, lse, bars, lse_bars)
         return {"out": (out, bars), "lse": (lse[..., None], lse_bars[..., None])}
 

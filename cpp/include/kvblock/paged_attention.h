@@ -21,13 +21,17 @@
  *   position - window_left <= j <= position + window_right   (a side of -1 is open; causal is
  *                                                             window_right = 0)
  *
+ * Of these, a row with ranges sees the keys of its own alone, ranges[.., 0] <= j < ranges[.., 1].
+ * With tree_mask, bit m % 32 of its word m / 32 says whether it sees the key of its sequence's query
+ * m, j = kv_lens[b] - n + m; those beyond its words, and earlier keys, it sees as without.
+ *
  * Rows of no sequence get 0 and -inf. Nothing of q, lengths and tables is trusted: what is beyond an
  * array is never read. Keys and values that nobody sees may be anything, also NaN.
  *
  * Arrays are dense and row-major: q, o [C, R, N, D or Dv]; lse [C, R, N]; query_start [C, S + 1];
- * q_lens [C]; kv_lens [C S]; block_tables [C S, table_width]; sinks [sink_batch, N], of which call c
- * reads row c / (C / sink_batch). Keys and values have strides, so that every layout of a cache is
- * read where it lies.
+ * q_lens [C]; kv_lens [C S]; block_tables [C S, table_width]; ranges [C, R, 2]; tree_mask [C, R,
+ * tree_words]; sinks [sink_batch, N], of which call c reads row c / (C / sink_batch). Keys and values
+ * have strides, so that every layout of a cache is read where it lies.
  *
  * Nothing is allocated and nothing is synchronized; every launch can be captured in a CUDA graph.
  */
@@ -84,6 +88,10 @@ typedef struct kvblock_paged_attention {
   int32_t table_width, block_size;
   const float* sinks; /* may be NULL */
   int32_t sink_batch; /* a divisor of C */
+
+  const int32_t* ranges;     /* may be NULL; any values are safe */
+  const uint32_t* tree_mask; /* may be NULL */
+  int32_t tree_words;        /* of a row; not 0 with tree_mask */
 
   /* k and v are arrays of num_arrays addresses, of where layer 0, or the one that an array holds,
    * has its first key and value. `layer` chooses: the array, if there are several, and layer_stride

@@ -16,7 +16,8 @@ extern "C" const char* kvblock_paged_attention_forward(const kvblock_paged_atten
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   // Only the device knows the lengths: where some sequences may be long and others not, both
   // launch.
-  const bool some = SomeMayBeLong(*a) && hopper::ServesPaged(*a), all = some && AllAreLong(*a);
+  const bool some = SomeMayBeLong(*a) && !RowsDiffer(*a) && hopper::ServesPaged(*a);
+  const bool all = some && AllAreLong(*a);
   if (!all) {
     const int32_t most_rows = some ? PagedFewRows(*a) : INT32_MAX;
     if (const char* error = generic::LaunchPaged(*a, most_rows, cuda_stream)) return error;

@@ -49,7 +49,18 @@ using Attributes = kvblock::PagedAttributes;
 using kvblock::Reader;
 constexpr char kCall[] = "kvblock_paged_attention";
 
-enum Optional { kQueryStart, kQLens, kLayer, kSinks, kKScale, kVScale, kTableFirst, kNumOptional };
+enum Optional {
+  kQueryStart,
+  kQLens,
+  kLayer,
+  kSinks,
+  kRanges,
+  kTreeMask,
+  kKScale,
+  kVScale,
+  kTableFirst,
+  kNumOptional
+};
 
 bool Has(const Attributes& attributes, Optional which) {
   return ((attributes.present >> which) & 1) != 0;
@@ -108,6 +119,17 @@ void DecodeSequences(Reader* in, const Attributes& attributes, kvblock_paged_att
     }
     a->sinks = static_cast<const float*>(sinks.untyped_data());
     a->sink_batch = static_cast<int32_t>(sink_dims[0]);
+  }
+  if (Has(attributes, kRanges)) a->ranges = ints("ranges", {calls, a->rows, 2});
+  if (Has(attributes, kTreeMask)) {
+    const ffi::AnyBuffer bits = in->Operand("tree_mask");
+    const auto bit_dims = bits.dimensions();
+    if (bit_dims.size() != 3 || bit_dims[0] != calls || bit_dims[1] != a->rows || bit_dims[2] < 1 ||
+        bit_dims[2] > INT32_MAX || bits.element_type() != ffi::DataType::S32) {
+      return in->Fail("tree_mask is int32 [C, R, W]");
+    }
+    a->tree_mask = static_cast<const uint32_t*>(bits.untyped_data());
+    a->tree_words = static_cast<int32_t>(bit_dims[2]);
   }
 }
 

@@ -56,6 +56,9 @@ inline void SetPages(const kvblock_paged_attention& a, PagedParams* p) {
   p->query_start = a.query_start;
   p->most_rows = INT32_MAX;
   p->counter = nullptr;
+  p->ranges = a.ranges;
+  p->tree_mask = a.tree_mask;
+  p->tree_words = a.tree_words;
   p->block_tables = a.block_tables;
   p->table_width = a.table_width;
   p->table_first = a.table_first;

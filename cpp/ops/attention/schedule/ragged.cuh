@@ -26,6 +26,11 @@ struct RaggedParams : ShareParams {
   // their tiles by the counter, which begins with 0. NULL: there is no such launch.
   int32_t most_rows;
   unsigned* counter;
+  // For each row of q: the keys that it sees, first and end; and bits, tree_words words of them, of
+  // those of its sequence's queries that it sees. NULL: all.
+  const int32_t* ranges;
+  const uint32_t* tree_mask;
+  int32_t tree_words;
 };
 
 __device__ __forceinline__ int Between(int x, int low, int high) { return min(max(x, low), high); }
@@ -75,6 +80,44 @@ __device__ __forceinline__ Sequence MemberSequence(const RaggedParams& p, int me
   s.left = left < 0 ? -kFar : Between(shift - left, -kFar, kFar);
   s.right = right < 0 ? kFar : Between(shift + right + 1, -kFar, kFar);
   return s;
+}
+
+// The keys of a query's range; there are ranges.
+struct KeyRange {
+  int first, end;
+};
+__device__ __forceinline__ KeyRange RangeOf(const RaggedParams& p, const Sequence& s, int query) {
+  const int32_t* const range = p.ranges + (s.q_row + query) * 2;
+  return {__ldg(range), __ldg(range + 1)};
+}
+
+// As Sequence::VisibleKeys. Of a sequence with few queries their ranges are looked at, so that no
+// tile is read that they leave out; of others that would take longer than it saves.
+__device__ __forceinline__ void VisibleKeys(const RaggedParams& p, const Sequence& s, int q0,
+                                            int q1, int* first, int* end) {
+  constexpr int kFewQueries = 16;
+  s.VisibleKeys(q0, q1, first, end);
+  if (p.ranges == nullptr || s.q_rows > kFewQueries) return;
+  int low = INT32_MAX, high = 0;
+#pragma unroll 1
+  for (int query = q0; query < min(q1, s.q_rows); ++query) {
+    const KeyRange range = RangeOf(p, s, query);
+    if (range.first >= range.end) continue;
+    low = min(low, range.first);
+    high = max(high, range.end);
+  }
+  *first = max(*first, low);
+  *end = min(*end, high);
+}
+
+// Whether a query sees the keys that are its sequence's queries number `first` to `first` + 31, a
+// bit each; there is a tree_mask. Below 0 they are earlier keys.
+__device__ __forceinline__ uint32_t TreeBits(const RaggedParams& p, const Sequence& s, int query,
+                                             int first) {
+  const uint32_t* const row = p.tree_mask + (s.q_row + query) * p.tree_words;
+  const int word = first >> 5;
+  const auto load = [&](int i) { return i < 0 || i >= p.tree_words ? ~0u : __ldg(row + i); };
+  return __funnelshift_r(load(word), load(word + 1), first & 31);
 }
 
 // Whether a sequence of so many rows is the other launch's.

@@ -79,12 +79,17 @@ struct RowTile {
   int sequence;                  // Line::SequenceOf has it
 };
 
-template <int kKeys>
-__device__ __forceinline__ RowTile FindRowTile(const ShareParams& p, const Sequence& s,
-                                               int first_row) {
+// The keys that some query of [q0, q1) may attend to.
+__device__ __forceinline__ void VisibleKeys(const ShareParams&, const Sequence& s, int q0, int q1,
+                                            int* first, int* end) {
+  s.VisibleKeys(q0, q1, first, end);
+}
+
+template <int kKeys, typename Params>
+__device__ __forceinline__ RowTile FindRowTile(const Params& p, const Sequence& s, int first_row) {
   const int last_row = min(first_row + p.rows, s.q_rows * p.group) - 1;
   int begin, end;
-  s.VisibleKeys(QueryOf(p, first_row), QueryOf(p, last_row) + 1, &begin, &end);
+  VisibleKeys(p, s, QueryOf(p, first_row), QueryOf(p, last_row) + 1, &begin, &end);
   // A unit that sees nothing has a tile, too, or nobody would write its rows.
   const bool some = begin < end;
   const unsigned first_key = some ? static_cast<unsigned>(begin) / kKeys * kKeys : 0;

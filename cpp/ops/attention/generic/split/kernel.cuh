@@ -273,6 +273,13 @@ class SplitForward {
       const bool read = there && query < s.q_len;
       first_[half] = there ? s.FirstKey(query) : 0;
       end_[half] = !there ? INT32_MAX : query < s.q_len ? s.EndKey(query) : 0;
+      if constexpr (!Params::kSameRows) {
+        if (p_.ranges != nullptr && there) {
+          const KeyRange range = RangeOf(p_, s, query);
+          first_[half] = max(first_[half], range.first);
+          end_[half] = min(end_[half], range.end);
+        }
+      }
       const T* const q =
           static_cast<const T*>(p_.q) + (read ? packed.Index(s, row) : 0) * p_.head_dim;
 #pragma unroll
@@ -310,6 +317,9 @@ class SplitForward {
     const bool whole =
         max(first_[0], first_[1]) <= key && min(end_[0], end_[1]) >= key + Traits::kKeys;
     if (!__all_sync(~0u, whole) || !keys_.AllThere(tile, own)) MaskKeys(key, tile, own);
+    if constexpr (!Params::kSameRows) {
+      if (p_.tree_mask != nullptr) MaskDraft(at, key);
+    }
     if (Params::kSameRows && p_.q_segments != nullptr && p_.kv_len > 0) MaskSegmentsOf(at, key);
     if constexpr (Traits::kNarrow) {
       const bool scaled = p_.v_scale.each;
@@ -397,6 +407,26 @@ class SplitForward {
         const int in_part = n * 8 + Lane() % 4 * 2 + e % 2, j = key + in_part;
         if (j < first_[e / 2] || j >= end_[e / 2] || !keys_.There(tile, own + in_part)) {
           rows_.s[0][n][e] = -INFINITY;
+        }
+      }
+    }
+  }
+  // What the bits of a row leave out, of the keys that are its sequence's queries.
+  __device__ __forceinline__ void MaskDraft(const Place& at, int key) {
+    const Sequence& s = line_.SequenceOf(at);
+    const int draft = key - (s.kv_len - s.q_len);  // of the first key, its query
+    if (draft + Traits::kKeys <= 0) return;
+    const PackedRows packed(p_, at.kv_head, s.q_rows);
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; n += 4) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = min(at.rows.first_row + Row(half), packed.count() - 1);
+        const uint32_t bits = TreeBits(p_, s, packed.Query(row), draft + n * 8);
+#pragma unroll
+        for (int i = 0; i < 8 && n + i / 2 < Traits::kKeys / 8; ++i) {
+          const int in_part = i / 2 * 8 + Lane() % 4 * 2 + i % 2;
+          if ((bits >> in_part & 1) == 0) rows_.s[0][n + i / 2][half * 2 + i % 2] = -INFINITY;
         }
       }
     }
