@@ -43,6 +43,7 @@ class PagedOptions(TypedDict, total=False):
     scale: float | None
     k_scale: Scale | None
     v_scale: Scale | None
+    q_heads: tuple[int | jax.Array, int] | None
     implementation: str | None
 
 
@@ -95,6 +96,7 @@ def paged_attention(
     scale: float | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
+    q_heads: tuple[int | jax.Array, int] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Output | tuple[Output, Rows]:
@@ -131,6 +133,9 @@ def paged_attention(
         by: a number, or float32 `[K]` for each head, `[P, T, K]` for each token and
         head, `[num_layers, P, T, K]` for all layers of a pool (`KVScales` holds those).
         Those of tokens are not below 0. 1 unless given.
+      q_heads: `(first, total)`, where q has only N of `total` query heads, which the
+        pages serve: those from `first` on, a multiple of N that may be traced. It is
+        for `shard_map`; automatic partitioning does it by itself.
       return_lse: also return the log-sum-exp of the scores, float32, shaped like q
         without D.
       implementation: "cuda" (kernels for sm_80 and newer GPUs, of bfloat16 and
@@ -170,6 +175,7 @@ def paged_attention(
         scale=scale,
         k_scale=k_scale,
         v_scale=v_scale,
+        q_heads=q_heads,
         return_lse=return_lse,
         implementation=implementation,
     )
