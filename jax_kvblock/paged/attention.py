@@ -18,6 +18,7 @@ from jax_kvblock.attention.options import Output, Rows
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core.types import ArrayIn, Integers, LayerIndex
 from jax_kvblock.paged import arguments
+from jax_kvblock.paged.data import check_data
 from jax_kvblock.paged.pages import Pages as LaidOut
 from jax_kvblock.paged.primitive import attend
 
@@ -179,6 +180,7 @@ def paged_attention(
         return_lse=return_lse,
         implementation=implementation,
     )
+    check_data(where, config, x)
     out, lse = attend(config, x)
     if len(lead) == 1:  # one call, of ragged sequences
         out, lse = out[0], lse[0]

@@ -97,11 +97,13 @@ def _cut(x: Paged) -> Cut:
     heads, kv_heads = x.q.shape[2], page_shapes(x.pages)[0][2]
     of_query: tuple[str, ...] = ()
     of_keys: tuple[str, ...] = ()
+    mesh: dict[str, int] = {}
     for a, dim in zip(jax.tree.leaves(x), _dims(x), strict=True):
         spec = getattr(a.sharding, "spec", None)
         if dim.axis is None or spec is None or dim.axis >= len(spec):
             continue
-        names, mesh = _names(spec[dim.axis]), dict(a.sharding.mesh.shape)
+        names = _names(spec[dim.axis])
+        mesh |= a.sharding.mesh.shape  # what is cut nowhere may know no mesh
         parts = math.prod(mesh[name] for name in names)
         # A part that does not divide the heads cuts nothing.
         if dim.of_keys and not of_keys and kv_heads % parts == 0:

@@ -216,6 +216,10 @@ class _Member:
         return tuple(n for axis, n in enumerate(self.array.shape) if axis != self.dim)
 
     @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
     def dtype(self) -> Any:
         return self.array.dtype
 

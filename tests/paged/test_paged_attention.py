@@ -460,6 +460,21 @@ def test_vmap(over, draw):
             np.testing.assert_allclose(x, y, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_vmap_over_pools(contiguous, draw):
+    drawn = [draw(Case(sequences=((2, 30), (1, 9)))) for _ in range(2)]
+    pools = [pool_of(one, contiguous) for one in drawn]
+    many = jax.tree.map(lambda *a: jnp.stack(a), *pools)
+    arrays = [np.stack([getattr(one, n) for one in drawn]) for n in ("q", "tables")]
+
+    def run(pool: KVPool, q: Any, tables: Any) -> Any:
+        return drawn[0].run(pages=pool, layer=jnp.int32(1), q=q, block_tables=tables)
+
+    out, lse = jax.jit(jax.vmap(run))(many, *arrays)
+    for i, one in enumerate(drawn):
+        one.hold(out[i], lse[i])
+
+
 @pytest.mark.parametrize("setting", ["disable_jit", "debug_nans", "x64", "strict"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_settings(dtype, setting, rng):
