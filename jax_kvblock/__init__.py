@@ -32,7 +32,7 @@ from jax_kvblock.blocks import (
     transfer_blocks,
     universal_to_block,
 )
-from jax_kvblock.core.debug import debug_checks
+from jax_kvblock.core import debug_checks
 from jax_kvblock.objects import (
     Block,
     BlockList,
