@@ -146,6 +146,8 @@ BARS = (
         shape="S32768 "),
     Bar("decode of 131072 keys / cuDNN", "^decode$", "bandwidth", CUDNN, 1.08,
         shape="S131072 "),
+    Bar("a decode step / reading its weights and keys once", "^decode step$",
+        "over reading", None, 1.25, at_most=True),
     Bar("CPU attention / jax.nn", "^forward", "rate", "peer jax.nn", 1.0,
         platform="cpu"),
     Bar("CPU attention of few queries / jax.nn", "^few queries$", "rate",

@@ -23,6 +23,7 @@ import bench_attention
 import bench_attention_cpu
 import bench_cpu
 import bench_decode
+import bench_decode_step
 import bench_host
 import bench_layouts
 import bench_objects
@@ -39,11 +40,12 @@ BENCHES: dict[str, common.Bench] = {
     "append": bench_append.bench,
     "attention": bench_attention.bench,
     "decode": bench_decode.bench,
+    "decode-step": bench_decode_step.bench,
     "attention-cpu": bench_attention_cpu.bench,
     "paged-cpu": bench_paged_cpu.bench,
 }
 # Each benchmark measures the ceilings it needs itself, in its own run.
-ON_GPU = ("objects", "host", "layouts", "append", "attention", "decode")
+ON_GPU = ("objects", "host", "layouts", "append", "attention", "decode", "decode-step")
 ON_CPU = ("objects", "host", "cpu", "attention-cpu", "paged-cpu")
 
 

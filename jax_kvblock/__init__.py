@@ -32,6 +32,7 @@ from jax_kvblock.blocks import (
     transfer_blocks,
     universal_to_block,
 )
+from jax_kvblock.core import debug_checks
 from jax_kvblock.objects import (
     Block,
     BlockList,
@@ -68,6 +69,7 @@ __all__ = [
     "block_to_universal",
     "convert_blocks",
     "copy_blocks",
+    "debug_checks",
     "dot_product_attention",
     "estimate_memory_usage",
     "flash_attention",

@@ -122,6 +122,20 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[jax.Array]:
 
 
 @pytest.fixture
+def compiles() -> Iterator[list[str]]:
+    """A list that grows by one whenever jax compiles."""
+    seen: list[str] = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event.endswith("backend_compile_duration"):
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield seen
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.fixture
 def eager_switching() -> Iterator[None]:
     """Python changes threads as often as it can."""
     interval = sys.getswitchinterval()

@@ -186,7 +186,10 @@ def write(document: dict[str, Any], name: str, out: Path) -> Path:
 def parser(description: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument(
-        "--quick", action="store_true", help="tiny sizes: checks the script, not speed"
+        "--quick",
+        "--small",
+        action="store_true",
+        help="tiny sizes: checks the script, not speed",
     )
     made.add_argument(
         "--out", type=Path, default=None, help="where results go; benchmarks/results"

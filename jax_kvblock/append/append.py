@@ -10,7 +10,12 @@ from jax_kvblock.append import arguments, primitive
 from jax_kvblock.append.scales import KVScales
 from jax_kvblock.blocks.implementations import check_implementation
 from jax_kvblock.blocks.pool import KVPool
-from jax_kvblock.blocks.transfer import LayerPart, append_copies, layer_part
+from jax_kvblock.blocks.transfer import (
+    LayerPart,
+    append_copies,
+    layer_part,
+    look_at_slots,
+)
 from jax_kvblock.core import checks
 from jax_kvblock.core.types import ArrayIn, Integers, LayerIndex
 
@@ -293,6 +298,7 @@ def _append(
             f"{where}: scales must be those of all layers where all are written, got "
             f"{checks.show(scales)}"
         )
+    look_at_slots(where, pool, operands["slots"], part.start)
     made = primitive.append(
         operands | {"pool": list(part.arrays), "layer": part.start},
         name=where,

@@ -18,7 +18,7 @@ from jax_kvblock.blocks.implementations import check_implementation
 from jax_kvblock.blocks.layout import BlockSpec, Layout, find_layout
 from jax_kvblock.blocks.plan import Copy, Form, Side
 from jax_kvblock.blocks.pool import KVPool, check_pool
-from jax_kvblock.core import checks
+from jax_kvblock.core import checks, debug
 from jax_kvblock.core.types import ArrayIn, Heads, Integers, LayerIndex
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def gather_blocks(
         in_place=False,
         implementation=_implementation(where, implementation, pool),
     )
+    _look(where, pool, ids=ids)
     (result,) = block_copy(copy, pool.arrays, (), (ids,))
     return result
 
@@ -121,6 +122,7 @@ def scatter_blocks(
         in_place=True,
         implementation=_implementation(where, implementation, pool),
     )
+    _look(where, pool, written=True, ids=ids)
     results = block_copy(copy, [blocks], pool.arrays, (None, ids))
     return _with_arrays(pool, results)
 
@@ -154,8 +156,13 @@ def copy_blocks(
     src_ids, dst_ids = _check_id_pair(where, src_ids, dst_ids)
     _implementation(where, implementation, pool)
     layout = pool.spec.block_layout
-    blocks = gather_blocks(pool, src_ids, layout, implementation=implementation)
-    return scatter_blocks(pool, dst_ids, blocks, layout, implementation=implementation)
+    _look(where, pool, src_ids=src_ids)
+    _look(where, pool, written=True, dst_ids=dst_ids)
+    with debug.debug_checks(False):
+        blocks = gather_blocks(pool, src_ids, layout, implementation=implementation)
+        return scatter_blocks(
+            pool, dst_ids, blocks, layout, implementation=implementation
+        )
 
 
 def transfer_blocks(
@@ -219,6 +226,8 @@ def transfer_blocks(
         in_place=True,
         implementation=implementation,
     )
+    _look(where, src_pool, src_ids=src_ids)
+    _look(where, dst_pool, written=True, dst_ids=dst_ids)
     results = block_copy(copy, src_pool.arrays, dst_pool.arrays, (src_ids, dst_ids))
     return _with_arrays(dst_pool, results)
 
@@ -259,6 +268,7 @@ def append_copies(
         in_place=True,
         implementation=_implementation(where, implementation, pool),
     )
+    look_at_slots(where, pool, slots, part.start)
     results = block_copy(copy, values, part.arrays, (None, slots, None, part.start))
     return part.updated(pool, results)
 
@@ -307,6 +317,7 @@ def gather_kv(
         in_place=False,
         implementation=_implementation(where, implementation, pool),
     )
+    _look(where, pool, layer=part.start, ids=ids)
     k, *v = block_copy(copy, part.arrays, (), (ids, None, part.start))
     return k, (v[0] if v else None)
 
@@ -429,6 +440,23 @@ def _implementation(
 
 
 # ---- checks -----------------------------------------------------------------------
+
+
+def _look(
+    where: str, pool: KVPool, *, written: bool = False, layer: Any = None, **ids: Any
+) -> None:
+    """What `debug_checks` looks at: block ids by their name, and a traced layer."""
+    ((name, of),) = ids.items()
+    function = debug.check_written if written else debug.check_read
+    static = (where, name, pool.num_blocks, "the pool's blocks", pool.spec.num_layers)
+    debug.check(function, *static, ids=of, layer=layer)
+
+
+def look_at_slots(where: str, pool: KVPool, slots: Any, layer: Any) -> None:
+    """The same of slots that are written."""
+    count = pool.num_blocks * pool.spec.block_size
+    static = (where, "slots", count, "the pool's slots", pool.spec.num_layers)
+    debug.check(debug.check_written, *static, ids=slots, layer=layer)
 
 
 def _operand(

@@ -58,6 +58,7 @@ def normalize(
     tree_mask: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
+    q_heads: Any = None,
     table_first: Any = None,
     scales: Pages | None = None,
 ) -> tuple[PagedConfig, Paged, tuple[int, ...]]:
@@ -71,7 +72,8 @@ def normalize(
     stored = _pages(where, pages)
     number, layer = _layer(where, stored, layer)
     k_shape = page_shapes(stored)[0]
-    _check_heads(where, q, k_shape)
+    q_first, query_heads = _query_heads(where, q, q_heads)
+    _check_heads(where, q, k_shape, query_heads)
     if not isinstance(pages, Pages):
         _check_dtype(where, q, stored)
     given = {"k_scale": k_scale, "v_scale": v_scale}
@@ -105,10 +107,12 @@ def normalize(
         scales=scales,
         ranges=_ranges(where, ranges, q),
         tree_mask=_tree_mask(where, tree_mask, q),
+        q_first=q_first,
         **read,
     )
     split = _split_size(where, split_size)
-    return PagedConfig(scores, number, implementation, split), x, q.shape[:-2]
+    config = PagedConfig(scores, number, implementation, split, query_heads)
+    return config, x, q.shape[:-2]
 
 
 def _given(where: str, kv_lens: Any) -> Any:
@@ -208,8 +212,37 @@ def _layer(where: str, pages: Any, layer: Any) -> tuple[int | None, jax.Array | 
     return number, None
 
 
-def _check_heads(where: str, q: Any, k_shape: tuple[int, ...]) -> None:
+def _query_heads(
+    where: str, q: Any, q_heads: Any
+) -> tuple[jax.Array | None, int | None]:
+    """The first of q's heads, int32 `[1]`, and how many there are with the others."""
+    if q_heads is None:
+        return None, None
+    heads = q.shape[-2]
+    if not isinstance(q_heads, (tuple, list)) or len(q_heads) != 2:
+        raise TypeError(
+            f"{where}: q_heads must be a pair (first, total), got {show(q_heads)}"
+        )
+    first, total = q_heads[0], as_int(q_heads[1])
+    if total is None or total < 1 or not heads or total % heads:
+        raise ValueError(
+            f"{where}: q_heads[1], of all query heads, must be a multiple of q's "
+            f"{heads}, got {show(q_heads[1])}"
+        )
+    number = None if isinstance(first, jax.Array) else as_int(first)
+    if number is not None and number not in range(0, total, heads):
+        raise ValueError(
+            f"{where}: q_heads[0], the first of q's heads, must be a multiple of their "
+            f"number, {heads}, below {total}, got {number}"
+        )
+    return check_int32(where, "q_heads[0]", first, "[]", 0)[None], total
+
+
+def _check_heads(
+    where: str, q: Any, k_shape: tuple[int, ...], query_heads: int | None
+) -> None:
     heads, dim = q.shape[-2:]
+    heads = query_heads or heads
     if k_shape[3] != dim:
         raise ValueError(
             f"{where}: q and the keys must have one head dim, got {show(q)} and blocks "

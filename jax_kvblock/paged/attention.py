@@ -18,6 +18,7 @@ from jax_kvblock.attention.options import Output, Rows
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core.types import ArrayIn, Integers, LayerIndex
 from jax_kvblock.paged import arguments
+from jax_kvblock.paged.data import check_data
 from jax_kvblock.paged.pages import Pages as LaidOut
 from jax_kvblock.paged.primitive import attend
 
@@ -52,6 +53,7 @@ class PagedOptions(TypedDict, total=False):
     k_scale: Scale | None
     v_scale: Scale | None
     split_size: int | None
+    q_heads: tuple[int | jax.Array, int] | None
     implementation: str | None
 
 
@@ -107,6 +109,7 @@ def paged_attention(
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
     split_size: int | None = None,
+    q_heads: tuple[int | jax.Array, int] | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Output | tuple[Output, Rows]:
@@ -157,6 +160,9 @@ def paged_attention(
         the parts are put together in order. Small ones share long sequences out
         better, and need a larger workspace. Unless given, keys are cut where it is
         fastest.
+      q_heads: `(first, total)`, where q has only N of `total` query heads, which the
+        pages serve: those from `first` on, a multiple of N that may be traced. It is
+        for `shard_map`; automatic partitioning does it by itself.
       return_lse: also return the log-sum-exp of the scores, float32, shaped like q
         without D.
       implementation: "cuda" (kernels for sm_80 and newer GPUs, of bfloat16 and
@@ -199,9 +205,11 @@ def paged_attention(
         k_scale=k_scale,
         v_scale=v_scale,
         split_size=split_size,
+        q_heads=q_heads,
         return_lse=return_lse,
         implementation=implementation,
     )
+    check_data(where, config, x)
     out, lse = attend(config, x)
     if len(lead) == 1:  # one call, of ragged sequences
         out, lse = out[0], lse[0]

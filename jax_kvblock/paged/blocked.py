@@ -27,6 +27,7 @@ from jax_kvblock.blocks import gather_kv
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.paged.call import Paged, PagedConfig, page_shapes
+from jax_kvblock.paged.heads import HeadPart
 
 # Queries of a tile, and keys of a step, at most (of a page that is larger, all).
 TILE_ROWS, STEP_KEYS = 64, 256
@@ -58,7 +59,9 @@ class _Tile(NamedTuple):
     bits: Any  # of tree_mask, [length, words], or None
 
 
-def forward(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
+def forward(
+    config: PagedConfig, x: Paged, part: HeadPart | None = None
+) -> tuple[jax.Array, jax.Array]:
     """out `[C, R, N, Dv]`, lse `[C, R, N]`; zeros and −inf where nothing is seen."""
     lead, heads = x.q.shape[:2], x.q.shape[2]
     rows, batch = lead[0] * lead[1], x.kv_lens.shape[0]
@@ -77,7 +80,7 @@ def forward(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
 
         def step(i: Any, made: Any) -> Any:
             tile = _find(config, x, of, ends, counts, length, i)
-            return _write(made, tile, _attend(config, x, of, tile, length))
+            return _write(made, tile, _attend(config, x, of, tile, length, part))
 
         out, lse = blocked.loop(ends[-1], step, _varying(x, out, lse))
     return out[:rows].reshape(*lead, heads, dim), lse[:rows].reshape(*lead, heads)
@@ -148,10 +151,17 @@ def _find(
 
 
 def _attend(
-    config: PagedConfig, x: Paged, of: _Rows, tile: _Tile, length: int
+    config: PagedConfig,
+    x: Paged,
+    of: _Rows,
+    tile: _Tile,
+    length: int,
+    part: HeadPart | None,
 ) -> tuple[jax.Array, jax.Array]:
     """out `[length, N, Dv]` and lse `[length, N]` of a tile."""
     (blocks, size, heads, dim), (*_, value_dim) = page_shapes(x.pages)
+    if part is not None:
+        heads = part.heads
     width, kv_len = x.tables.shape[-1], of.kv_lens[tile.sequence]
     call = tile.sequence // x.sequences
     layer = _layer_of(config, x, call)
@@ -194,7 +204,7 @@ def _attend(
             seen = seen[None]
         k, v = (
             jnp.moveaxis(jnp.where(there[:, None, None], a, 0), 0, 1)[None]
-            for a in _gather(x, layer, ids)
+            for a in _gather(x, layer, ids, part)
         )
         none = jnp.zeros_like(key)
         labels = Labels(*(a[None] for a in (key, key, none, none, there)))
@@ -244,8 +254,15 @@ def _finder(x: Paged, tile: _Tile, pages: int) -> Callable[[Any], jax.Array]:
     return lambda s: x.tables.at[at + s * pages].get(mode="fill", fill_value=-1)
 
 
-def _gather(x: Paged, layer: Any, ids: Any) -> tuple[jax.Array, jax.Array]:
+def _gather(
+    x: Paged, layer: Any, ids: Any, part: HeadPart | None
+) -> tuple[jax.Array, jax.Array]:
     """Keys `[n T, K, D]` and values of these blocks; of a bad id, anything."""
+    k, v = _gather_all(x, layer, ids)
+    return (k, v) if part is None else (part.of(k, 1), part.of(v, 1))
+
+
+def _gather_all(x: Paged, layer: Any, ids: Any) -> tuple[jax.Array, jax.Array]:
     if isinstance(x.pages, KVPool):
         k, v = gather_kv(x.pages, layer, ids)
         assert v is not None  # num_outer is 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -22,12 +22,14 @@ class PagedConfig:
       layer: of the pool, where it is static; None for a traced one, or for `Pages`.
       split_size: keys of a piece; 0 where they may be any.
       implementation: who is asked to compute it.
+      query_heads: how many the cache's key heads serve, with q_first.
     """
 
     scores: AttentionConfig
     layer: int | None
     implementation: str | None = None
     split_size: int = 0
+    query_heads: int | None = None
 
 
 class Paged(NamedTuple):
@@ -53,6 +55,8 @@ class Paged(NamedTuple):
       k_scale, v_scale: what numbers of a cache of 8 bits are multiplied by, float32:
         `[1]` of all, `[K]` of each head, `[P, T, K]` of each token and head, `[L, P, T,
         K]` of all layers of a pool; or None.
+      q_first: int32 `[1]`, where q has some of the query heads that the cache's key
+        heads serve: the first of them, a multiple of their number; or None.
     """
 
     q: jax.Array
@@ -69,6 +73,7 @@ class Paged(NamedTuple):
     tree_mask: jax.Array | None = None
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
+    q_first: jax.Array | None = None
 
     @property
     def calls(self) -> int:
@@ -87,7 +92,10 @@ def dtype_of(pages: KVPool | Pages) -> np.dtype:
     return np.dtype(pages.arrays[0].dtype)
 
 
-def cut_heads(pages: KVPool | Pages, shards: int) -> KVPool | Pages:
+Cache = TypeVar("Cache", KVPool, Pages)
+
+
+def cut_heads(pages: Cache, shards: int) -> Cache:
     """The same leaves as a cache that has one part of so many of the key heads."""
     if isinstance(pages, KVPool):
         spec = pages.spec.replace(num_kv_heads=pages.spec.num_kv_heads // shards)

@@ -17,6 +17,7 @@ from jax_kvblock.attention.cuda import unserved_by_gpu
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core import ffi
 from jax_kvblock.paged.call import Paged, PagedConfig, dtype_of, page_shapes
+from jax_kvblock.paged.heads import HeadPart, attend_all_heads
 from jax_kvblock.paged.pages import Pages
 
 MOST_ARRAYS = 128  # KVBLOCK_PAGED_MAX_ARRAYS
@@ -91,10 +92,15 @@ def unserved(config: PagedConfig, x: Paged) -> list[str]:
     return missing
 
 
-def run(config: PagedConfig, x: Paged) -> tuple[Any, Any]:
+def run(config: PagedConfig, x: Paged, part: HeadPart | None = None) -> tuple[Any, Any]:
     """out `[C, R, N, Dv]` and lse `[C, R, N]`, by the CUDA launcher."""
     (blocks, size, kv_heads, _), (*_, value_dim) = page_shapes(x.pages)
     cache = _cache(config, x.pages)
+    if part is not None:
+        made = _of_heads(config, x, cache, part)
+        if made is None:
+            return attend_all_heads(run, config, x, part)
+        (x, cache), kv_heads = made, part.heads
     optional = [x.query_start, x.q_lens, x.layer, x.sinks, x.ranges, x.tree_mask]
     optional += [x.k_scale, x.v_scale, x.table_first]
     present = sum(1 << i for i, a in enumerate(optional) if a is not None)
@@ -184,3 +190,56 @@ def _pool(config: PagedConfig, pool: KVPool) -> _Cache:
     )
     dense = axes[-1] == "D"
     return _Cache(tuple(arrays), False, layers, stride["L"], k, v, dense)
+
+
+# ---- some of the heads ---------------------------------------------------------------
+
+
+def _of_heads(
+    config: PagedConfig, x: Paged, cache: _Cache, part: HeadPart
+) -> tuple[Paged, _Cache] | None:
+    """The call and the cache as if it had these key heads alone; None if it cannot be.
+
+    The kernels begin `layer` strides behind an address, and the layer is an operand.
+    Where it counts in heads it moves the first head, too: key head h of layer l is at
+    l · layer_stride + h · head_stride, which is a multiple of the lesser of both where
+    that divides the other.
+    """
+    kv_heads, head = page_shapes(x.pages)[0][2], cache.k.head
+    if cache.v.head != head or len(cache.arrays) - cache.pair > 1:
+        return None
+    if x.layer is not None and x.layer.shape[0] > 1 and _by_layer(x):
+        return None
+    more = kv_heads - part.heads  # where the first of them may be, at most
+    step = {"layer": 0, "head": 1}  # in units of the lesser stride
+    unit = head
+    if cache.layers > 1:
+        unit = min(head, cache.layer_stride)
+        if head % unit or cache.layer_stride % unit:
+            return None
+        step = {"layer": cache.layer_stride // unit, "head": head // unit}
+    places = (cache.layers - 1) * step["layer"] + more * step["head"] + 1
+    if places > 2**31 - 1:
+        return None
+    at = (part.first * step["head"])[None]
+    if x.layer is not None:
+        there = (x.layer >= 0) & (x.layer < cache.layers)
+        at = jnp.where(there, x.layer * step["layer"] + at, -1)
+    k_scale, v_scale = (_scale(config, x, a, part) for a in (x.k_scale, x.v_scale))
+    x = x._replace(layer=at, k_scale=k_scale, v_scale=v_scale)
+    return x, cache._replace(layers=places, layer_stride=unit)
+
+
+def _by_layer(x: Paged) -> bool:
+    """Whether there are factors of all layers."""
+    return any(a is not None and a.ndim == 4 for a in (x.k_scale, x.v_scale))
+
+
+def _scale(config: PagedConfig, x: Paged, scale: Any, part: HeadPart) -> Any:
+    """Of these heads, and of one layer: `[1]`, or their number instead of K."""
+    if scale is None or scale.shape == (1,):
+        return scale
+    if scale.ndim == 4:
+        layer = config.layer if x.layer is None else x.layer[0]
+        scale = jax.lax.dynamic_index_in_dim(scale, layer, 0, keepdims=False)
+    return part.of(scale, scale.ndim - 1)

@@ -25,6 +25,7 @@ from jax_kvblock.core.primitive import make_primitives
 from jax_kvblock.core.spmd import lower_local, vary_alike
 from jax_kvblock.paged import blocked, cuda, dispatch, partition
 from jax_kvblock.paged.call import Paged, PagedConfig, cut_heads, page_shapes
+from jax_kvblock.paged.heads import attend_heads
 from jax_kvblock.paged.pages import Pages
 
 
@@ -38,13 +39,20 @@ class Call:
     def unpack(self, arrays: Sequence[Any]) -> Paged:
         return jax.tree.unflatten(self.structure, arrays)
 
-    def cut(self, shards: int) -> Call:
-        """The call of a device that has one part of so many of the key heads."""
-        if shards == 1:
-            return self
-        x = self.unpack(range(self.structure.num_leaves))
-        x = x._replace(pages=cut_heads(x.pages, shards))
-        return dataclasses.replace(self, structure=jax.tree.structure(x))
+    def cut(self, shards: int, query_heads: int | None = None) -> Call:
+        """The call of a device that has one part of so many of the key heads.
+
+        With query_heads, which the part serves, the call has q_first as one more leaf.
+        """
+        x: Any = self.unpack(range(self.structure.num_leaves))
+        config = self.config
+        if shards > 1:
+            scales = None if x.scales is None else cut_heads(x.scales, shards)
+            x = x._replace(pages=cut_heads(x.pages, shards), scales=scales)
+        if query_heads is not None:
+            x = x._replace(q_first=0)
+            config = dataclasses.replace(config, query_heads=query_heads)
+        return Call(config, jax.tree.structure(x))
 
 
 def attend(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
@@ -87,7 +95,7 @@ def _lower(ctx: Any, *operands: Any, call: Call, platform: str | None) -> Any:
         run = cuda.run
 
     def function(*arrays: Any) -> Any:
-        return run(call.config, call.unpack(arrays))
+        return attend_heads(run, call.config, call.unpack(arrays))
 
     return lower_local(ctx, function, *operands)
 
@@ -135,7 +143,8 @@ def _batch(
     of_tokens = any(
         len(a.shape) > 1 for a in jax.tree.leaves(scales, is_leaf=_is_member)
     )
-    apart = _is_batched(scales) or (of_tokens and pages is not x.pages)
+    apart = _is_batched((scales, x.q_first))
+    apart |= of_tokens and pages is not x.pages
     if apart or blocks > 2**31 - 1:
         bind = functools.partial(_outer.bind, call=call)
         return batch_one_by_one(bind, arrays, dims)
@@ -176,6 +185,7 @@ def _batch(
         tree_mask=None if x.tree_mask is None else x.tree_mask.fold(count),
         k_scale=_arrays(x.k_scale),
         v_scale=_arrays(x.v_scale),
+        q_first=_arrays(x.q_first),
     )
     leaves, structure = jax.tree.flatten(folded)
     results = _outer.bind(*leaves, call=Call(call.config, structure))

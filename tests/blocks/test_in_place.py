@@ -327,20 +327,6 @@ def test_copies_within_a_pool_hold_only_the_blocks_that_move():
 # ---- what does not recompile ---------------------------------------------------------
 
 
-@pytest.fixture
-def compiles():
-    """A list that grows by one whenever jax compiles."""
-    seen: list[str] = []
-
-    def listen(event: str, duration: float, **_: object) -> None:
-        if event.endswith("backend_compile_duration"):
-            seen.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield seen
-    jax.monitoring.unregister_event_duration_listener(listen)
-
-
 def test_the_counter_counts(compiles):
     jax.jit(lambda x: x * 3 + 1)(np.float32(1))
     assert len(compiles) >= 1

@@ -361,6 +361,7 @@ NOT_COLUMNS = {
     "attention_fn": "dot_product_attention by the name that flax wants",
     "lm_to_lse": "plain jnp",
     "lse_to_lm": "plain jnp",
+    "debug_checks": "no arrays",
     "merge_attention": "plain jnp, of parts",
     "rope_append": "has no derivative; tests/append/ has its transforms",
     "paged_attention": "has no derivative; tests/paged/ has its transforms",

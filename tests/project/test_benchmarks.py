@@ -1,0 +1,88 @@
+"""The benchmark of a decode step runs, counts its bytes, and notices what is wrong."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import pytest
+
+import jax_kvblock
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def decode_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("bench_decode_step")
+    for name in set(sys.modules) - before:
+        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+            del sys.modules[name]
+
+
+def test_a_small_decode_step(tmp_path: Path) -> None:
+    paths = [str(Path(jax_kvblock.__file__).parents[1])]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    command = [sys.executable, str(FOLDER / "bench_decode_step.py"), "--small"]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path), "--commit", "abc"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = tmp_path.glob("*/decode-step-*.json")
+    document = json.loads(file.read_text())
+    assert document["commit"] == "abc" and document["versions"]["jax"]
+    rows = {
+        (row["implementation"], row["metric"]): row["value"]
+        for row in document["rows"]
+        if row["case"].endswith("/ decode step")
+    }
+    read = rows["model", "weights"] + rows["model", "keys and values"]
+    unit = {"gpu": 1e12, "cpu": 1e9}[document["versions"]["platform"]]
+    copies = [r["value"] for r in document["rows"] if r["case"].startswith("ceiling")]
+    for who in ("jax_kvblock", "jax_kvblock, pages gathered first"):
+        seconds = rows[who, "time"] / 1e3
+        assert rows[who, "bandwidth"] * unit == pytest.approx(read / seconds, 1e-4)
+        least = read / (max(copies) * unit)
+        assert rows[who, "over reading"] == pytest.approx(seconds / least, 1e-4)
+
+
+def test_the_bytes_are_those_of_the_arrays(decode_step: ModuleType) -> None:
+    (llama,) = decode_step.CASES
+    whole = llama.weight_bytes + (llama.vocab - llama.batch) * llama.width * 2
+    assert whole == 2 * 8_030_261_248  # the model's parameters, of 2 bytes
+    case = dataclasses.replace(llama, **decode_step.TINY)
+    weights, pool = decode_step._weights(case), decode_step._pool(case)
+    rest = case.vocab - case.batch  # rows of the embedding that no token has
+    held = sum(a.nbytes for a in jax.tree.leaves(weights))
+    assert held - rest * case.width * 2 == case.weight_bytes
+    assert pool.nbytes == case.cache_bytes
+
+
+def test_wrong_logits_are_not_timed(
+    decode_step: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = decode_step._paged
+
+    def wrong(q: Any, pool: Any, layer: Any, at: Any) -> Any:
+        return right(q, pool, layer, at._replace(lens=at.lens - 20))
+
+    monkeypatch.setattr(decode_step, "_paged", wrong)
+    options = argparse.Namespace(quick=True, cases="")
+    results = sys.modules["support.common"].Results()
+    with pytest.raises(AssertionError, match="logits differ"):
+        decode_step.bench(options, results)
