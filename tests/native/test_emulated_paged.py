@@ -14,6 +14,8 @@ import pytest
 from paged_cases import BAD, CASES, LEAVING, LONG, SPLIT
 from paged_problems import Case, Problem, run_on_host
 
+pytestmark = pytest.mark.wide
+
 
 @pytest.fixture(params=[3, 20])
 def emulated(request, library: Path):
@@ -73,8 +75,10 @@ def hopper(request, library: Path):
 
 
 def hold_alone(library: ctypes.CDLL, whole: Problem) -> None:
-    """The call, and each sequence in one of its own: rows have the same bits."""
+    """The call, and each sequence in one of its own, on a smaller GPU: the same bits."""
+    library.emulator_set_multiprocessors(20)
     run_on_host(library, whole, times=1)
+    library.emulator_set_multiprocessors(3)
     assert whole.got
     for b in range(len(whole.tables)):
         call, first, end = whole.sequence_rows(b)
@@ -88,14 +92,14 @@ def hold_alone(library: ctypes.CDLL, whole: Problem) -> None:
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_with_split_size_other_sequences_change_no_bit(name, emulated):
-    hold_alone(emulated, Problem(SPLIT[name]))
+def test_with_split_size_other_sequences_change_no_bit(name, library):
+    hold_alone(ctypes.CDLL(str(library)), Problem(SPLIT[name]))
 
 
-def test_without_split_size_they_do(emulated):
+def test_without_split_size_they_do(library):
     case = dataclasses.replace(SPLIT["split: mixed"], split_size=0)
     with pytest.raises(AssertionError):
-        hold_alone(emulated, Problem(case))
+        hold_alone(ctypes.CDLL(str(library)), Problem(case))
 
 
 def test_with_split_size_they_change_none_where_two_kernels_share_a_call(hopper):

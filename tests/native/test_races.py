@@ -21,9 +21,12 @@ import pytest
 from emulated_races import EMULATOR, ROOT
 from mutant_list import GENERIC, HOPPER, Mutant
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="the race checker needs g++"
-)
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="the race checker needs g++"
+    ),
+]
 
 
 @pytest.fixture(scope="session")
