@@ -75,7 +75,7 @@ def hopper(request, library: Path):
 
 
 def hold_alone(library: ctypes.CDLL, whole: Problem) -> None:
-    """The call, and each sequence in one of its own, on a smaller GPU: the same bits."""
+    """The call, and each sequence alone on a smaller GPU: rows have the same bits."""
     library.emulator_set_multiprocessors(20)
     run_on_host(library, whole, times=1)
     library.emulator_set_multiprocessors(3)
