@@ -26,7 +26,7 @@ from jax_kvblock.attention.dense import window_of
 from jax_kvblock.blocks import gather_kv
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core.spmd import vary_alike
-from jax_kvblock.paged.call import Paged, PagedConfig, page_shapes
+from jax_kvblock.paged.call import Paged, PagedConfig, page_shapes, value_dim_of
 
 # Queries of a tile, and keys of a step, at most (of a page that is larger, all).
 TILE_ROWS, STEP_KEYS = 64, 256
@@ -62,7 +62,7 @@ def forward(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
     """out `[C, R, N, Dv]`, lse `[C, R, N]`; zeros and −inf where nothing is seen."""
     lead, heads = x.q.shape[:2], x.q.shape[2]
     rows, batch = lead[0] * lead[1], x.kv_lens.shape[0]
-    dim = page_shapes(x.pages)[1][3]
+    dim = value_dim_of(config, x)
     mean = -(-rows // max(batch, 1))
     length = min(TILE_ROWS, 1 << (mean - 1).bit_length(), rows)
     if config.split_size:
@@ -151,7 +151,8 @@ def _attend(
     config: PagedConfig, x: Paged, of: _Rows, tile: _Tile, length: int
 ) -> tuple[jax.Array, jax.Array]:
     """out `[length, N, Dv]` and lse `[length, N]` of a tile."""
-    (blocks, size, heads, dim), (*_, value_dim) = page_shapes(x.pages)
+    blocks, size, heads, dim = page_shapes(x.pages)[0]
+    value_dim = value_dim_of(config, x)
     width, kv_len = x.tables.shape[-1], of.kv_lens[tile.sequence]
     call = tile.sequence // x.sequences
     layer = _layer_of(config, x, call)
@@ -192,15 +193,15 @@ def _attend(
             seen = _seen(tile, key, key - (kv_len - of.lens[tile.sequence]))
             there &= seen.any(0)  # nobody reads the others, not even a NaN
             seen = seen[None]
-        k, v = (
+        k, *v = (
             jnp.moveaxis(jnp.where(there[:, None, None], a, 0), 0, 1)[None]
             for a in _gather(x, layer, ids)
         )
+        k, *v = (a.astype(compute) for a in (k, *v))
+        values = v[0] if v else k[..., :value_dim]
         none = jnp.zeros_like(key)
         labels = Labels(*(a[None] for a in (key, key, none, none, there)))
-        block = problem._replace(
-            k=k.astype(compute), v=v.astype(compute), kv_labels=labels, seen=seen
-        )
+        block = problem._replace(k=k, v=values, kv_labels=labels, seen=seen)
         return blocked.add_block(config.scores, operands, block, 0, 0, state)
 
     some = tile.labels.valid & (tile.labels.first <= tile.labels.last)
@@ -244,12 +245,15 @@ def _finder(x: Paged, tile: _Tile, pages: int) -> Callable[[Any], jax.Array]:
     return lambda s: x.tables.at[at + s * pages].get(mode="fill", fill_value=-1)
 
 
-def _gather(x: Paged, layer: Any, ids: Any) -> tuple[jax.Array, jax.Array]:
-    """Keys `[n T, K, D]` and values of these blocks; of a bad id, anything."""
+def _gather(x: Paged, layer: Any, ids: Any) -> tuple[jax.Array, ...]:
+    """Keys `[n T, K, D]` and values of these blocks; of a bad id, anything.
+
+    Of a latent cache there are keys alone: they are read once.
+    """
     if isinstance(x.pages, KVPool):
         k, v = gather_kv(x.pages, layer, ids)
-        assert v is not None  # num_outer is 2
-        return _times(x, k, x.k_scale, layer, ids), _times(x, v, x.v_scale, layer, ids)
+        k = _times(x, k, x.k_scale, layer, ids)
+        return (k,) if v is None else (k, _times(x, v, x.v_scale, layer, ids))
     k, v = x.pages.layout.take(x.pages.arrays, ids)
     if x.scales is not None:
         wide = accumulator(x.q.dtype)

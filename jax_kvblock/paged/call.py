@@ -22,12 +22,15 @@ class PagedConfig:
       layer: of the pool, where it is static; None for a traced one, or for `Pages`.
       split_size: keys of a piece; 0 where they may be any.
       implementation: who is asked to compute it.
+      value_dim: of a latent cache, a `KVPool` with num_outer 1 and one key head: values
+        are so many of the first columns of its keys. None: keys and values lie apart.
     """
 
     scores: AttentionConfig
     layer: int | None
     implementation: str | None = None
     split_size: int = 0
+    value_dim: int | None = None
 
 
 class Paged(NamedTuple):
@@ -52,7 +55,7 @@ class Paged(NamedTuple):
       tree_mask: int32 `[C, R, words]`, bits of the new keys that it sees; or None.
       k_scale, v_scale: what numbers of a cache of 8 bits are multiplied by, float32:
         `[1]` of all, `[K]` of each head, `[P, T, K]` of each token and head, `[L, P, T,
-        K]` of all layers of a pool; or None.
+        K]` of all layers of a pool; or None. A latent cache has k_scale alone.
     """
 
     q: jax.Array
@@ -99,11 +102,16 @@ def cut_heads(pages: KVPool | Pages, shards: int) -> KVPool | Pages:
     return Pages(pages.arrays, layout)
 
 
+def value_dim_of(config: PagedConfig, x: Paged) -> int:
+    """Dv."""
+    return config.value_dim or page_shapes(x.pages)[1][3]
+
+
 def page_shapes(pages: KVPool | Pages) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`(P, T, K, D)` of keys and of values."""
+    """`(P, T, K, D)` of keys and of values; of a latent cache, twice that of keys."""
     if isinstance(pages, KVPool):
-        spec = pages.spec
-        shape = (pages.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        spec, blocks = pages.spec, pages.arrays[0].shape[0]
+        shape = (blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         return shape, shape
     sizes = pages.layout.sizes("paged_attention", [a.shape for a in pages.arrays])
     return sizes[:4], (*sizes[:3], sizes.value_dim)

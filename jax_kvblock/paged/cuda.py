@@ -56,6 +56,8 @@ class _Cache(NamedTuple):
 
 def unserved(config: PagedConfig, x: Paged) -> list[str]:
     """What of a call the kernels do not serve; empty when they serve it."""
+    if config.value_dim is not None:
+        return ["a latent cache (value_dim)"]
     _, (*_, value_dim) = page_shapes(x.pages)
     # Scores, dims and dtypes as those of dense attention of a query.
     q = x.q[:1, :1] if isinstance(x.q, jax.Array) else x.q

@@ -1,6 +1,8 @@
 """How `paged_attention` is cut over a mesh: by key heads, with the query heads of each.
 
-Everything else is whole on every device: tables name blocks of the whole cache.
+Everything else is whole on every device: tables name blocks of the whole cache. A
+latent cache, whose one key head all query heads share, is whole, too; query heads are
+cut.
 """
 
 from __future__ import annotations
@@ -22,6 +24,11 @@ from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.paged.call import Paged, page_shapes
 
 
+def shares_keys(x: Paged) -> bool:
+    """Whether the cache is latent: it goes whole to every device."""
+    return isinstance(x.pages, KVPool) and x.pages.spec.num_outer == 1
+
+
 def head_axes(x: Paged) -> list[int | None]:
     """For each operand, in order, its axis of heads; None without one of its own."""
 
@@ -36,7 +43,9 @@ def head_axes(x: Paged) -> list[int | None]:
     own = next((i for i, group in enumerate(groups) if group[0] == "H"), None)
     kv_heads = page_shapes(x.pages)[0][2]
     arrays = jax.tree.leaves(x.pages)
-    if own is not None and any(a.shape[own] % kv_heads for a in arrays):
+    if shares_keys(x):
+        own = None
+    elif own is not None and any(a.shape[own] % kv_heads for a in arrays):
         own = None  # padded
     axes: Any = Paged(*(same(a, None) for a in x))  # axes in the place of arrays
     axes = axes._replace(q=2, pages=same(x.pages, own))
@@ -51,7 +60,7 @@ def head_axes(x: Paged) -> list[int | None]:
 
 def _shards(x: Paged) -> Any:
     """The mesh axes over which heads are cut, read off the operands."""
-    kv_heads = page_shapes(x.pages)[0][2]
+    heads = x.q.shape[2] if shares_keys(x) else page_shapes(x.pages)[0][2]
     axes = head_axes(x)
     if _uncut(x):
         return None
@@ -61,13 +70,15 @@ def _shards(x: Paged) -> Any:
             continue
         names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
         sizes = dict(a.sharding.mesh.shape)
-        if kv_heads % math.prod(sizes[name] for name in names) == 0:
+        if heads % math.prod(sizes[name] for name in names) == 0:
             return spec[axis]
     return None
 
 
 def _uncut(x: Paged) -> bool:
-    """Whether the cache has no axis of heads that could be cut."""
+    """Whether the cache has no axis of heads that could be cut, but should have one."""
+    if shares_keys(x):
+        return False
     count = len(jax.tree.leaves(x.pages))
     return None in head_axes(x)[1 : 1 + count]
 

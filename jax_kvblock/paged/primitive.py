@@ -2,8 +2,8 @@
 
 As those of attention it is a pair: the outer one carries the transformation rules and
 lowers to a partitioned call, the inner one is what each device runs. A batch of
-`jax.vmap` folds into calls. Key heads may be cut over a mesh; nothing else of a cache
-can be, since any sequence may have any block.
+`jax.vmap` folds into calls. Key heads may be cut over a mesh, or of a latent cache the
+query heads; nothing else of a cache can be, since any sequence may have any block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from jax_kvblock.core.batching import batch_one_by_one
 from jax_kvblock.core.primitive import make_primitives
 from jax_kvblock.core.spmd import lower_local, vary_alike
 from jax_kvblock.paged import blocked, cuda, dispatch, partition
-from jax_kvblock.paged.call import Paged, PagedConfig, cut_heads, page_shapes
+from jax_kvblock.paged.call import (
+    Paged,
+    PagedConfig,
+    cut_heads,
+    page_shapes,
+    value_dim_of,
+)
 from jax_kvblock.paged.pages import Pages
 
 
@@ -40,9 +46,9 @@ class Call:
 
     def cut(self, shards: int) -> Call:
         """The call of a device that has one part of so many of the key heads."""
-        if shards == 1:
-            return self
         x = self.unpack(range(self.structure.num_leaves))
+        if shards == 1 or partition.shares_keys(x):
+            return self
         x = x._replace(pages=cut_heads(x.pages, shards))
         return dataclasses.replace(self, structure=jax.tree.structure(x))
 
@@ -56,7 +62,7 @@ def attend(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
 
 def _abstract_eval(*avals: Any, call: Call) -> list[Any]:
     x: Any = call.unpack(avals)
-    _, (*_, dim) = page_shapes(x.pages)
+    dim = value_dim_of(call.config, x)
     shapes = (*x.q.shape[:-1], dim), x.q.shape[:-1]
     dtypes = x.q.dtype, accumulator(x.q.dtype)
     mesh = x.q.sharding.mesh
