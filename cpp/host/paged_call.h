@@ -97,10 +97,18 @@ inline unsigned* PagedCounter(const kvblock_paged_attention& a) {
   return reinterpret_cast<unsigned*>(static_cast<char*>(a.workspace) + PagedPieceBytes(a));
 }
 
+// Of a latent cache: what there are kernels for (generic/latent/instances.h).
+inline bool IsLatentDims(int32_t head_dim, int32_t value_dim) {
+  return (head_dim == 576 && value_dim == 512) || (head_dim == 192 && value_dim == 128);
+}
+inline kvblock_page_strides ValueStrides(const kvblock_paged_attention& a) {
+  return a.values_in_keys ? a.k_strides : a.v_strides;
+}
+
 // The largest number of bytes that all strides are multiples of.
 inline int64_t PageUnit(const kvblock_paged_attention& a) {
   int64_t unit = 0;
-  for (const kvblock_page_strides& s : {a.k_strides, a.v_strides}) {
+  for (const kvblock_page_strides& s : {a.k_strides, ValueStrides(a)}) {
     for (const int64_t stride : {s.block, s.token, s.head}) unit = std::gcd(unit, stride);
   }
   return std::clamp<int64_t>(unit, 1, INT32_MAX);

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int, Integer
 
     Pages: TypeAlias = (
-        KVPool | tuple[Float[ArrayIn, "P T K D"], Float[ArrayIn, "P T K Dv"]]
+        KVPool
+        | tuple[Float[ArrayIn, "P T K D"], Float[ArrayIn, "P T K Dv"]]
+        | Float[ArrayIn, "P T D"]
     )
     Tables: TypeAlias = Int[ArrayIn, "B W"] | list[list[int]]
     Ranges: TypeAlias = (
@@ -54,6 +56,7 @@ class PagedOptions(TypedDict, total=False):
     v_scale: Scale | None
     split_size: int | None
     q_heads: tuple[int | jax.Array, int] | None
+    value_dim: int | None
     implementation: str | None
 
 
@@ -110,6 +113,7 @@ def paged_attention(
     v_scale: Scale | None = None,
     split_size: int | None = None,
     q_heads: tuple[int | jax.Array, int] | None = None,
+    value_dim: int | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Output | tuple[Output, Rows]:
@@ -126,8 +130,10 @@ def paged_attention(
       q: `[tokens, N, D]` with query_start, else `[B, T, N, D]`; in the blocks' dtype,
         or any float beside blocks of float8_e4m3fn, float8_e5m2 and int8.
       pages: a `KVPool` with keys and values, or a pair of one layer's k_pages
-        `[P, T, K, D]` and v_pages `[P, T, K, Dv]`; N is a multiple of K.
-      layer: of the pool, an integer or a traced int32 scalar; None with a pair. A
+        `[P, T, K, D]` and v_pages `[P, T, K, Dv]`; N is a multiple of K. With
+        value_dim, a latent cache: a `KVPool` with num_outer and num_kv_heads 1, or one
+        layer's pages `[P, T, D]`.
+      layer: of the pool, an integer or a traced int32 scalar; None without a pool. A
         traced layer outside the pool has no keys.
       block_tables: int32 `[B, W]`. The keys of an id that is no block, like −1, are
         seen by nobody.
@@ -141,7 +147,9 @@ def paged_attention(
       causal: a query sees keys up to its own position.
       window: `(left, right)`, integers that are compiled in: it sees keys at most
         `left` before and `right` after its position; None is no bound.
-      softcap, sinks, scale: as in `flash_attention`.
+      softcap, sinks, scale: as in `flash_attention`. The scale is 1 / sqrt(D) unless
+        given; models with a latent cache pass their own, since their D is not that of
+        the heads that they were trained with.
       ranges: int32 `[tokens, 2]` (else `[B, T, 2]`), the keys that each row sees: the
         positions from the first to before the second, as far as causal and window let
         it. Where none are between them it sees nothing; any values are safe.
@@ -152,7 +160,8 @@ def paged_attention(
       k_scale, v_scale: of blocks of 8 bits, what their keys and values are multiplied
         by: a number, or float32 `[K]` for each head, `[P, T, K]` for each token and
         head, `[num_layers, P, T, K]` for all layers of a pool (`KVScales` holds those).
-        Those of tokens are not below 0. 1 unless given.
+        Those of tokens are not below 0. 1 unless given. A latent cache has k_scale
+        alone.
       split_size: an integer, and a row has the same bits in every call: they depend on
         its own sequence, not on what else is in the batch, on its order or padding, or
         on the width of the tables. What a sequence's queries see is then cut after
@@ -163,6 +172,9 @@ def paged_attention(
       q_heads: `(first, total)`, where q has only N of `total` query heads, which the
         pages serve: those from `first` on, a multiple of N that may be traced. It is
         for `shard_map`; automatic partitioning does it by itself.
+      value_dim: of a latent cache (multi-head latent attention, DeepSeek-V2), from 1 to
+        D: a value is the first so many columns of its key. Heads' own projections of
+        keys and values are the caller's, on q and on the result (the absorbed form).
       return_lse: also return the log-sum-exp of the scores, float32, shaped like q
         without D.
       implementation: "cuda" (kernels for sm_80 and newer GPUs, of bfloat16 and
@@ -206,6 +218,7 @@ def paged_attention(
         v_scale=v_scale,
         split_size=split_size,
         q_heads=q_heads,
+        value_dim=value_dim,
         return_lse=return_lse,
         implementation=implementation,
     )

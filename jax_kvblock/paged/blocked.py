@@ -26,7 +26,7 @@ from jax_kvblock.attention.dense import window_of
 from jax_kvblock.blocks import gather_kv
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core.spmd import vary_alike
-from jax_kvblock.paged.call import Paged, PagedConfig, page_shapes
+from jax_kvblock.paged.call import Paged, PagedConfig, page_shapes, value_dim_of
 from jax_kvblock.paged.heads import HeadPart
 
 # Queries of a tile, and keys of a step, at most (of a page that is larger, all).
@@ -65,7 +65,7 @@ def forward(
     """out `[C, R, N, Dv]`, lse `[C, R, N]`; zeros and −inf where nothing is seen."""
     lead, heads = x.q.shape[:2], x.q.shape[2]
     rows, batch = lead[0] * lead[1], x.kv_lens.shape[0]
-    dim = page_shapes(x.pages)[1][3]
+    dim = value_dim_of(config, x)
     mean = -(-rows // max(batch, 1))
     length = min(TILE_ROWS, 1 << (mean - 1).bit_length(), rows)
     if config.split_size:
@@ -159,7 +159,8 @@ def _attend(
     part: HeadPart | None,
 ) -> tuple[jax.Array, jax.Array]:
     """out `[length, N, Dv]` and lse `[length, N]` of a tile."""
-    (blocks, size, heads, dim), (*_, value_dim) = page_shapes(x.pages)
+    blocks, size, heads, dim = page_shapes(x.pages)[0]
+    value_dim = value_dim_of(config, x)
     if part is not None:
         heads = part.heads
     width, kv_len = x.tables.shape[-1], of.kv_lens[tile.sequence]
@@ -202,15 +203,15 @@ def _attend(
             seen = _seen(tile, key, key - (kv_len - of.lens[tile.sequence]))
             there &= seen.any(0)  # nobody reads the others, not even a NaN
             seen = seen[None]
-        k, v = (
+        k, *v = (
             jnp.moveaxis(jnp.where(there[:, None, None], a, 0), 0, 1)[None]
             for a in _gather(x, layer, ids, part)
         )
+        k, *v = (a.astype(compute) for a in (k, *v))
+        values = v[0] if v else k[..., :value_dim]
         none = jnp.zeros_like(key)
         labels = Labels(*(a[None] for a in (key, key, none, none, there)))
-        block = problem._replace(
-            k=k.astype(compute), v=v.astype(compute), kv_labels=labels, seen=seen
-        )
+        block = problem._replace(k=k, v=values, kv_labels=labels, seen=seen)
         return blocked.add_block(config.scores, operands, block, 0, 0, state)
 
     some = tile.labels.valid & (tile.labels.first <= tile.labels.last)
@@ -256,17 +257,20 @@ def _finder(x: Paged, tile: _Tile, pages: int) -> Callable[[Any], jax.Array]:
 
 def _gather(
     x: Paged, layer: Any, ids: Any, part: HeadPart | None
-) -> tuple[jax.Array, jax.Array]:
-    """Keys `[n T, K, D]` and values of these blocks; of a bad id, anything."""
-    k, v = _gather_all(x, layer, ids)
-    return (k, v) if part is None else (part.of(k, 1), part.of(v, 1))
+) -> tuple[jax.Array, ...]:
+    """Keys `[n T, K, D]` and values of these blocks; of a bad id, anything.
+
+    Of a latent cache there are keys alone: they are read once.
+    """
+    rows = _gather_all(x, layer, ids)
+    return rows if part is None else tuple(part.of(a, 1) for a in rows)
 
 
-def _gather_all(x: Paged, layer: Any, ids: Any) -> tuple[jax.Array, jax.Array]:
+def _gather_all(x: Paged, layer: Any, ids: Any) -> tuple[jax.Array, ...]:
     if isinstance(x.pages, KVPool):
         k, v = gather_kv(x.pages, layer, ids)
-        assert v is not None  # num_outer is 2
-        return _times(x, k, x.k_scale, layer, ids), _times(x, v, x.v_scale, layer, ids)
+        k = _times(x, k, x.k_scale, layer, ids)
+        return (k,) if v is None else (k, _times(x, v, x.v_scale, layer, ids))
     k, v = x.pages.layout.take(x.pages.arrays, ids)
     if x.scales is not None:
         wide = accumulator(x.q.dtype)

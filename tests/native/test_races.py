@@ -41,8 +41,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         with (folder / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not made.exists():
-                root = ROOT if name == "checked" else mutated(folder / name)
-                emulated_races.build(root, made)
+                root = mutated(folder / name) if "mutated" in name else ROOT
+                kernels = "latent" if "latent" in name else "attention"
+                emulated_races.build(root, made, kernels)
         return made
 
     return library
@@ -60,9 +61,14 @@ def races(library: Path, cases: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("cases", ["dense", "paged", "Hopper"])
+@pytest.mark.parametrize("cases", ["dense", "paged", "Hopper", "latent"])
 def test_every_access_is_ordered(cases, compiled):
-    assert races(compiled("checked"), cases) == []
+    assert races(compiled(f"checked{of_latents(cases)}"), cases) == []
+
+
+def of_latents(cases: str) -> str:
+    """Which library: latent caches have one of their own."""
+    return "_latent" * cases.startswith("latent")
 
 
 FORWARD = f"{HOPPER}/forward"
@@ -81,6 +87,13 @@ MISSING = (
         "BarrierWait(ds_ready, step % 2);",
         "",
         ("dense, lengths", "LoadMatrices", "AttentionBackwardKv kv.cuh"),
+    ),
+    Mutant(
+        "latent: nobody waits for the others' probabilities",
+        f"{GENERIC}/latent/kernel.cuh",
+        "__syncthreads();  // P is there",
+        "",
+        ("latent, 16 rows, 227", "LoadMatrices", "LatentForward::AddValues"),
     ),
     Mutant(
         "Hopper: barriers are used before they are made",
@@ -140,7 +153,7 @@ def mutated(root: Path) -> Path:
 @pytest.mark.parametrize("mutant", MISSING, ids=lambda mutant: mutant.name)
 def test_a_missing_barrier_is_reported(mutant, compiled):
     cases, *parts = mutant.killer
-    found = races(compiled("mutated"), cases)
+    found = races(compiled(f"mutated{of_latents(cases)}"), cases)
     assert any(all(part in line for part in parts) for line in found), "\n".join(found)
 
 

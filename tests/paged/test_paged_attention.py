@@ -772,6 +772,29 @@ def test_ranges_and_drafts_of_a_program_that_is_partitioned(cut, rng, four_cpus)
     assert out.sharding.spec[1] == "x"
 
 
+@pytest.mark.parametrize("held", ["pool", "pair"])
+def test_jit_cuts_heads(held, rng, four_cpus):
+    """As q and the cache are cut, results are, and nothing travels."""
+    drawn = Drawn(Case(heads=4, kv_heads=2), rng)
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("heads",))
+
+    def cut(a: Any, *axes: str | None) -> Any:
+        spec = jax.sharding.PartitionSpec(*axes)
+        return jax.device_put(a, jax.sharding.NamedSharding(mesh, spec))
+
+    if held == "pool":
+        pages: Any = cut(pool_of(drawn), *[None] * 4, "heads")
+    else:
+        pages = cut((drawn.k, drawn.v), None, None, "heads")
+    layer = 1 if held == "pool" else None
+    step = jax.jit(lambda q, pages: drawn.run(q=q, pages=pages, layer=layer))
+    q = cut(drawn.q, None, "heads")
+    out, lse = step(q, pages)
+    drawn.hold(out, lse)
+    assert out.sharding.shard_shape(out.shape)[1] == 2
+    assert "all-gather" not in step.lower(q, pages).compile().as_text()
+
+
 def test_it_has_no_derivative(rng):
     drawn = Drawn(Case(), rng)
     with pytest.raises(NotImplementedError, match="paged_attention has no derivative"):

@@ -24,13 +24,12 @@ from paged_problems import Case, HostMemory, Problem, run_on_host
 EMULATOR = ROOT / "tests/support/emulator"
 
 
-def build(root: Path, library: Path) -> None:
-    """The library with the kernels below `root`."""
-    kernels, *others = SOURCES
+def build(root: Path, library: Path, kernels: str = "attention") -> None:
+    """The library with the kernels below `root`; kernels: a source of the emulator."""
     folders = [EMULATOR, root / "cpp", root / "cpp/include"]
-    sources = [root / source for source in others]
+    sources = [root / source for source in SOURCES]
     made = library.with_suffix(".made")
-    compile_checked(ROOT / kernels, made, folders, [*sources, "-shared"])
+    compile_checked(EMULATOR / f"{kernels}.cc", made, folders, [*sources, "-shared"])
     made.rename(library)
 
 
@@ -78,6 +77,11 @@ def dense(option: Callable, library: ctypes.CDLL) -> None:
     attention_launches.run(library, "generic", option, "64x64", bf16)
 
 
+def latent(case: Case, cta_bytes: int, library: ctypes.CDLL) -> None:
+    library.emulator_set_cta_bytes(cta_bytes)
+    run_on_host(library, Problem(case), times=1)
+
+
 def paged(case: Case, library: ctypes.CDLL, hopper: str = "") -> None:
     library.emulator_set_hopper(bool(hopper))
     library.emulator_set_block_maps(hopper == "boxes")
@@ -109,6 +113,12 @@ MANY = {
         **GROUP,
     ),
 }
+WIDE = {"latent": True, "kv_heads": 1, "head_dim": 576, "value_dim": 512}
+LATENT = {
+    "16 rows": Case(sequences=((1, 9), (1, 300)), heads=16, **WIDE),
+    "32 rows": Case(sequences=((1, 9), (1, 200)), heads=20, **WIDE),
+    "64 rows": Case(sequences=((2, 200), (1, 70)), heads=40, **WIDE),
+}
 DENSE = ("few", "lengths", "bias", "partial")
 CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
     **{
@@ -116,6 +126,11 @@ CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
         for name in DENSE
     },
     **{f"paged, {name}": functools.partial(paged, case) for name, case in FEW.items()},
+    **{
+        f"latent, {name}, {kib} KiB": functools.partial(latent, case, kib << 10)
+        for name, case in LATENT.items()
+        for kib in (227, 163)
+    },
     **{
         f"Hopper, {name}, {by}": functools.partial(paged, case, hopper=by)
         for name, case in MANY.items()

@@ -12,6 +12,8 @@ PAGED = test("test_emulated_paged", "every_row")
 PAGED_BAD = test("test_emulated_paged", "bad_data")
 PAGED_BITS = test("test_emulated_paged", "with_split_size")
 SPLIT = f"{GENERIC}/split/kernel.cuh"
+LATENT = test("test_emulated_latent", "every_row")
+LATENT_KERNEL = f"{GENERIC}/latent/kernel.cuh"
 EMULATED = (
     Mutant(
         "few queries: nobody waits for the others' copies",
@@ -181,6 +183,42 @@ EMULATED = (
         "Cache::template Widen<TwoOf::kOdd>(upper)",
         "Cache::template Widen<TwoOf::kEven>(upper)",
         PAGED,
+    ),
+    Mutant(
+        "latent: nobody waits for the others' maxima",
+        LATENT_KERNEL,
+        "__syncthreads();  // all have shown their maxima, and are done with columns "
+        "from kValue on",
+        "",
+        LATENT,
+    ),
+    Mutant(
+        "latent: O of the second row of a lane keeps its old maximum",
+        LATENT_KERNEL,
+        "o_[rb][n][e] *= correction[rb][e / 2];",
+        "o_[rb][n][e] *= correction[rb][0];",
+        LATENT,
+    ),
+    Mutant(
+        "latent: sums of another group's rows follow",
+        LATENT_KERNEL,
+        "own = all[i * kOwnBlocks + m][half];",
+        "own = all[m][half];",
+        LATENT,
+    ),
+    Mutant(
+        "latent: a row's sum lacks the last keys of a tile",
+        LATENT_KERNEL,
+        "for (int i = 0; i < kKeyGroups; ++i) result.sums.sum += sums[row][i];",
+        "for (int i = 0; i + 1 < kKeyGroups; ++i) result.sums.sum += sums[row][i];",
+        LATENT,
+    ),
+    Mutant(
+        "latent: a key in no block is seen",
+        LATENT_KERNEL,
+        "if (!__all_sync(~0u, whole) || !keys_.AllThere(tile, own))",
+        "if (!__all_sync(~0u, whole))",
+        LATENT,
     ),
     Mutant(
         "a partial tile is taken for a full one",

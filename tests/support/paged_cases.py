@@ -2,6 +2,7 @@
 
 CASES and BAD (data) have few queries a sequence, for the most part; LEAVING and LONG
 have many. The rows of SPLIT have the same bits as those of each sequence alone.
+have many. LATENT are of latent caches; LATENT_TYPES, which a GPU alone computes, too.
 """
 
 from __future__ import annotations
@@ -330,4 +331,128 @@ SPLIT = {
     "split: long among them": Case(
         split_size=256, sequences=((150, 600), *PARTS[:4]), **WIDE
     ),
+}
+
+# Latent caches: one key head, and values are columns of the keys.
+WIDE_LATENT = {
+    "latent": True,
+    "kv_heads": 1,
+    "head_dim": 576,
+    "value_dim": 512,
+    "heads": 16,
+    "scale": 192**-0.5,
+}
+NARROW_LATENT = {
+    **WIDE_LATENT,
+    "head_dim": 192,
+    "value_dim": 128,
+    "dtype": "float16",
+    "scale": None,
+}
+FEW_ROWS = ((1, 70), (1, 5), (1, 130), (1, 64), (1, 1))
+LATENT = {
+    "latent: decode": Case(sequences=FEW_ROWS, **WIDE_LATENT),
+    "latent: shares that cut units": Case(sequences=((1, 900), (1, 40)), **WIDE_LATENT),
+    "latent: one head": Case(sequences=FEW_ROWS, **{**WIDE_LATENT, "heads": 1}),
+    "latent: 20 heads, blocks of 5": Case(
+        sequences=((1, 150), (2, 9)), block_size=5, **{**WIDE_LATENT, "heads": 20}
+    ),
+    "latent: 32 heads, blocks of 64": Case(
+        sequences=((1, 200), (1, 63)), block_size=64, **{**WIDE_LATENT, "heads": 32}
+    ),
+    "latent: 128 heads, blocks of 1": Case(
+        sequences=((1, 200), (1, 33)), block_size=1, **{**WIDE_LATENT, "heads": 128}
+    ),
+    "latent: chunks beside decode rows": Case(
+        sequences=((1, 100), (7, 40), (0, 30), (3, 0), (9, 4)),
+        more_rows=2,
+        **WIDE_LATENT,
+    ),
+    "latent: no keys, sinks": Case(
+        sequences=((1, 0), (1, 40), (2, 2), (0, 0)), sinks=1, **WIDE_LATENT
+    ),
+    "latent: ids of no block": Case(
+        sequences=((1, 48), (3, 20), (1, 150)),
+        bad_ids=((0, 1, -1), (1, 0, 10**6), (2, 3, -(2**31)), (2, 9, 2**31 - 1)),
+        **WIDE_LATENT,
+    ),
+    "latent: a window, a softcap, sinks": Case(
+        sequences=((1, 150), (6, 90)),
+        window=(40, 0),
+        softcap=2.5,
+        sinks=1,
+        **{**WIDE_LATENT, "heads": 20},
+    ),
+    "latent: both sides of a window": Case(
+        sequences=((5, 100), (20, 20)), window=(3, 4), **{**WIDE_LATENT, "heads": 4}
+    ),
+    "latent: a scale below 0": Case(
+        sequences=((1, 70), (2, 9)), **{**WIDE_LATENT, "scale": -0.05}
+    ),
+    "latent: heads first, the second layer": Case(
+        sequences=FEW_ROWS[:2], layout="B L O H T D", layers=3, layer=1, **WIDE_LATENT
+    ),
+    "latent: an array for each layer": Case(
+        sequences=FEW_ROWS[:2], layout="L B O T H D", layers=3, layer=2, **WIDE_LATENT
+    ),
+    "latent: no such layer": Case(
+        sequences=FEW_ROWS[:2], layout="L B O T H D", layers=3, layer=3, **WIDE_LATENT
+    ),
+    "latent: a batch with padding": Case(
+        padded=3, calls=3, sequences=((3, 30), (1, 70), (0, 9)), **WIDE_LATENT
+    ),
+    "latent: several calls": Case(
+        calls=2,
+        layers=2,
+        layer=1,
+        sequences=((1, 30), (2, 20), (1, 9), (1, 40)),
+        sinks=2,
+        more_rows=1,
+        **WIDE_LATENT,
+    ),
+    "latent: a start that falls": Case(
+        starts=(1, 4, 3, 10**9), sequences=((3, 20), (0, 30), (8, 29)), **WIDE_LATENT
+    ),
+    "latent: lengths beyond the table": Case(
+        sequences=((1, 64), (2, 64), (1, 48)),
+        kv_lens=(65, 2**31 - 1, -3),
+        **WIDE_LATENT,
+    ),
+    "latent: ranges and drafts": Case(
+        sequences=((1, 70), (6, 90), (4, 4)),
+        ranges=((0, 60), (3, 200), (50, 40)),
+        tree=1,
+        **{**WIDE_LATENT, "heads": 20},
+    ),
+    "latent: a split": Case(
+        split_size=256, sequences=((1, 600), (2, 20), (1, 256)), sinks=1, **WIDE_LATENT
+    ),
+    "latent: tables one after the other": Case(
+        sequences=((1, 70), (2, 20)), flat=True, **WIDE_LATENT
+    ),
+    "latent: d192, drafts, a split": Case(
+        split_size=256,
+        sequences=((9, 900), (40, 41)),
+        tree=2,
+        **{**NARROW_LATENT, "heads": 16},
+    ),
+    "latent: d192": Case(sequences=FEW_ROWS, **NARROW_LATENT),
+    "latent: d192, 20 heads": Case(
+        sequences=((1, 150), (2, 9)), block_size=5, **{**NARROW_LATENT, "heads": 20}
+    ),
+    "latent: d192, a prefill": Case(
+        sequences=((40, 150), (1, 500), (70, 70)), sinks=1, **NARROW_LATENT
+    ),
+    "latent: d192, many sequences": Case(
+        sequences=tuple((1, 5 + i % 90) for i in range(300)),
+        **{**NARROW_LATENT, "heads": 3},
+    ),
+}
+LATENT_TYPES = {
+    f"{name}, {dtype}": dataclasses.replace(LATENT[f"latent: {name}"], dtype=dtype)
+    for dtype, names in (
+        ("float16", ("decode", "20 heads, blocks of 5", "128 heads, blocks of 1")),
+        ("bfloat16", ("d192", "d192, 20 heads", "d192, a prefill")),
+    )
+    for name in names
 }

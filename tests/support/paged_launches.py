@@ -18,7 +18,7 @@ import time
 
 import numpy as np
 from attention_launches import driver
-from paged_cases import BAD, CASES, LEAVING, LONG, SPLIT
+from paged_cases import BAD, CASES, LATENT, LATENT_TYPES, LEAVING, LONG, SPLIT
 from paged_problems import GAP, Case, Problem
 
 
@@ -125,7 +125,7 @@ def main() -> int:
     parser.add_argument("library")
     parser.add_argument("--only", default="")
     parser.add_argument("--dtype")
-    parser.add_argument("--most-dim", type=int, default=256)
+    parser.add_argument("--most-dim", type=int, default=576)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument(
         "--part", default="0/1", help="I/N: of N parts the one of number I"
@@ -139,7 +139,7 @@ def main() -> int:
     library = ctypes.CDLL(given.library)
     count, wrong = 0, []
     part, parts = map(int, given.part.split("/"))
-    cases = {**CASES, **BAD, **LEAVING, **LONG, **SPLIT}
+    cases = {**CASES, **BAD, **LEAVING, **LONG, **SPLIT, **LATENT, **LATENT_TYPES}
     for name, case in list(cases.items())[part::parts]:
         served = given.dtype in (None, case.dtype)
         served &= max(case.head_dim, case.value_dim) <= given.most_dim

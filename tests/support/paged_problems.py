@@ -70,7 +70,7 @@ class Paged(ctypes.Structure):
         ("v_strides", Strides),
         ("k_scale", Scales),
         ("v_scale", Scales),
-        *fields(ctypes.c_int32, "split_size"),
+        *fields(ctypes.c_int32, "split_size values_in_keys"),
         *fields(ctypes.c_void_p, "o lse workspace"),
     ]
 
@@ -84,6 +84,7 @@ class Case:
     too, so that all of T count. starts: query_start itself, where it is not the sum of
     the queries. bad_ids: (sequence, page, id). ranges: those of rows, one after the
     other and again; tree: words of bits that each row has, of which about `seen` are 1.
+    latent: values are columns of the keys, and there is one key head.
     """
 
     sequences: tuple[tuple[int, int], ...] = ((1, 37), (6, 20), (3, 3), (1, 64))
@@ -116,6 +117,7 @@ class Case:
     ranges: tuple[tuple[int, int], ...] = ()
     tree: int = 0
     seen: float = 0.5
+    latent: bool = False
 
 
 class Problem:
@@ -158,7 +160,8 @@ class Problem:
         order = iter(rng.permutation(self.blocks))
         width = max(int(pages.max(initial=0)), 1)
         self.tables = np.full((len(keys), width), -1, np.int32)
-        sizes = {"B": self.blocks, "L": c.layers, "O": 2, "T": c.block_size}
+        outer = 1 if c.latent else 2
+        sizes = {"B": self.blocks, "L": c.layers, "O": outer, "T": c.block_size}
         sizes |= {"H": c.kv_heads, "D": max(c.head_dim, c.value_dim)}
         axes = c.layout.split()
         stored, most = NARROW.get(c.cache, (self.dtype, 0.0))
@@ -185,6 +188,8 @@ class Problem:
                 )
                 for d in (c.head_dim, c.value_dim)
             )
+            if c.latent:
+                v = k[..., : c.value_dim]
             self.keys.append(k)
             self.values.append(v)
             for p in range(int(pages[b])):
@@ -192,7 +197,7 @@ class Problem:
                 part = slice(p * c.block_size, (p + 1) * c.block_size)
                 if 0 <= layer < c.layers:
                     rows = view[block, layer]
-                    for i, x in enumerate((k, v)):
+                    for i, x in enumerate((k, v)[:outer]):
                         self._store(rows[i], x[part], (i, layer, block))
         for b, p, block in c.bad_ids:
             self.tables[b, p] = block
@@ -255,6 +260,8 @@ class Problem:
         self.k = (ctypes.c_void_p * len(arrays))(*addresses)
         self.v = (ctypes.c_void_p * len(arrays))(*(x + stride["O"] for x in addresses))
         a.k, a.v = ctypes.addressof(self.k), ctypes.addressof(self.v)
+        if c.latent:
+            a.v, a.values_in_keys = None, 1
         a.num_arrays, a.num_layers = len(arrays), c.layers
         a.layer_stride = 0 if separate else stride["L"]
         if self.layers is not None:

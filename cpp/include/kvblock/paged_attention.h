@@ -75,7 +75,8 @@ typedef struct kvblock_paged_attention {
   int32_t calls, sequences; /* C and S */
   int64_t rows;             /* R */
   int32_t num_heads, num_kv_heads;
-  int32_t head_dim, value_dim; /* multiples of 8, of a cache of 8 bits of 16; at most 256 */
+  int32_t head_dim, value_dim; /* multiples of 8, of a cache of 8 bits of 16; at most 256 (of
+                                * values_in_keys it says below) */
   float scale, softcap;        /* as in attention.h */
   int32_t window_left, window_right;
 
@@ -110,6 +111,12 @@ typedef struct kvblock_paged_attention {
    * after so many keys and nowhere else, so that the bits of its rows are the same in any call of
    * the same sizes of heads. The workspace grows with table_width / split_size. */
   int32_t split_size;
+
+  /* 0 or 1. A latent cache: a value is the first value_dim elements of its key; v and v_strides are
+   * not looked at. num_kv_heads is 1, cache_dtype is dtype, and head_dim and value_dim are 576 and
+   * 512, or 192 and 128. 576 needs 152 KiB of shared memory for a thread block, as compute
+   * capability 8.0, 9.0 and 10.0 have. */
+  int32_t values_in_keys;
 
   void* o;
   float* lse; /* may be NULL */

@@ -22,7 +22,7 @@ namespace kvblock {
 // The attributes of a call; offsets and strides in bytes.
 struct PagedAttributes {
   int64_t present, pair, num_kv_heads, value_dim, num_blocks, block_size, num_layers;
-  int64_t window_left, window_right, layer_stride, scale_layer, split_size;
+  int64_t window_left, window_right, layer_stride, scale_layer, split_size, values_in_keys;
   int64_t k_offset, k_block, k_token, k_head, v_offset, v_block, v_token, v_head;
   float scale, softcap;
 };
@@ -37,6 +37,7 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("num_layers"), StructMember<int64_t>("window_left"),
     StructMember<int64_t>("window_right"), StructMember<int64_t>("layer_stride"),
     StructMember<int64_t>("scale_layer"), StructMember<int64_t>("split_size"),
+    StructMember<int64_t>("values_in_keys"),
     StructMember<int64_t>("k_offset"), StructMember<int64_t>("k_block"),
     StructMember<int64_t>("k_token"), StructMember<int64_t>("k_head"),
     StructMember<int64_t>("v_offset"), StructMember<int64_t>("v_block"),
@@ -196,6 +197,7 @@ void DecodePages(Reader* in, const Attributes& attributes, size_t arrays,
   a->block_size = static_cast<int32_t>(attributes.block_size);
   a->num_layers = static_cast<int32_t>(attributes.num_layers);
   a->layer_stride = attributes.layer_stride;
+  a->values_in_keys = attributes.values_in_keys != 0;
   a->k_strides = {attributes.k_block, attributes.k_token, attributes.k_head};
   a->v_strides = {attributes.v_block, attributes.v_token, attributes.v_head};
   for (const int64_t size : {attributes.num_kv_heads, attributes.num_blocks, attributes.block_size,
@@ -229,6 +231,7 @@ void DecodePages(Reader* in, const Attributes& attributes, size_t arrays,
       to->push_back(base + offset);
     };
     if (!pair || i == 0) take(k, a->k_strides, attributes.k_offset, a->head_dim);
+    if (a->values_in_keys) continue;
     if (!pair || i == 1) take(v, a->v_strides, attributes.v_offset, a->value_dim);
   }
   a->num_arrays = static_cast<int32_t>(k->size());

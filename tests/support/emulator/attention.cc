@@ -16,6 +16,12 @@
 #include "ops/attention/generic/split/split.cu"
 #include "ops/attention/paged_cuda.cu"
 
+namespace kvblock::generic {
+const char* LaunchLatent(const kvblock_paged_attention&, cudaStream_t) {
+  return "not emulated here, but by latent.cc";
+}
+}  // namespace kvblock::generic
+
 namespace kvblock::hopper {
 namespace {
 bool serves_paged = false, takes_blocks = true;

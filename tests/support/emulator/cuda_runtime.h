@@ -438,7 +438,7 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 namespace emulator {
 constexpr int kFirst = 1000;
 inline int device = kFirst + 3;
-inline int multiprocessor_bytes = kSharedBytes + 1024;
+inline int multiprocessor_bytes = kSharedBytes + 1024, cta_bytes = kSharedBytes;
 inline int grids = 0;  // bit n: a launch had n CTAs in x
 }  // namespace emulator
 inline cudaError_t cudaGetDevice(int* device) {
@@ -447,13 +447,13 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   *value = attribute == cudaDevAttrMultiProcessorCount            ? device - emulator::kFirst
-           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulator::kSharedBytes
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulator::cta_bytes
                                                                   : emulator::multiprocessor_bytes;
   return cudaSuccess;
 }
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
-  if (bytes > emulator::kSharedBytes) emulator::Die("more shared memory than a CTA can have");
+  if (bytes > emulator::cta_bytes) emulator::Die("more shared memory than a CTA can have");
   return cudaSuccess;
 }
 // Compiled for sm_80: no launch begins early.

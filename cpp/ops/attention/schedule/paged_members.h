@@ -66,7 +66,7 @@ inline void SetPages(const kvblock_paged_attention& a, PagedParams* p) {
   p->block_size = FastDiv(static_cast<uint32_t>(a.block_size));
   const int64_t unit = PageUnit(a);
   p->k_strides = StridesOf(a.k_strides, unit);
-  p->v_strides = StridesOf(a.v_strides, unit);
+  p->v_strides = StridesOf(ValueStrides(a), unit);
   p->unit = static_cast<uint32_t>(unit);
   p->k_scale = ScalesOf(a.k_scale);
   p->v_scale = ScalesOf(a.v_scale);
@@ -77,7 +77,7 @@ inline void SetPages(const kvblock_paged_attention& a, PagedParams* p) {
   p->layer_stride = a.layer_stride;
   for (int32_t i = 0; i < a.num_arrays; ++i) {
     p->k_arrays[i] = static_cast<const char*>(a.k[i]);
-    p->v_arrays[i] = static_cast<const char*>(a.v[i]);
+    p->v_arrays[i] = static_cast<const char*>(a.values_in_keys ? a.k[i] : a.v[i]);
   }
 }
 

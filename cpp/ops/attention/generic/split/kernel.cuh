@@ -547,11 +547,17 @@ class SplitForward {
   float score_scale_[2], v_scale_;  // of a cache of 8 bits
 };
 
+// The class that computes a CTA's share; latent/kernel.cuh has another one for its own Traits.
+template <typename Traits>
+struct ComputesShare {
+  using Type = SplitForward<Traits>;
+};
+
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kSplit.ctas)
     AttentionSplit(const __grid_constant__ typename Traits::Params p) {
   Traits::Keys::Prefetch(p);
-  SplitForward<Traits>(p).Run();
+  typename ComputesShare<Traits>::Type(p).Run();
 }
 
 }  // namespace kvblock::generic
