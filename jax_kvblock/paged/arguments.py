@@ -118,9 +118,7 @@ def normalize(
         **read,
     )
     split = _split_size(where, split_size)
-    config = PagedConfig(
-        scores, number, implementation, split, query_heads, value_dim
-    )
+    config = PagedConfig(scores, number, implementation, split, query_heads, value_dim)
     return config, x, q.shape[:-2]
 
 

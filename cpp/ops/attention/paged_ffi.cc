@@ -37,12 +37,11 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("num_layers"), StructMember<int64_t>("window_left"),
     StructMember<int64_t>("window_right"), StructMember<int64_t>("layer_stride"),
     StructMember<int64_t>("scale_layer"), StructMember<int64_t>("split_size"),
-    StructMember<int64_t>("values_in_keys"),
-    StructMember<int64_t>("k_offset"), StructMember<int64_t>("k_block"),
-    StructMember<int64_t>("k_token"), StructMember<int64_t>("k_head"),
-    StructMember<int64_t>("v_offset"), StructMember<int64_t>("v_block"),
-    StructMember<int64_t>("v_token"), StructMember<int64_t>("v_head"), StructMember<float>("scale"),
-    StructMember<float>("softcap"));
+    StructMember<int64_t>("values_in_keys"), StructMember<int64_t>("k_offset"),
+    StructMember<int64_t>("k_block"), StructMember<int64_t>("k_token"),
+    StructMember<int64_t>("k_head"), StructMember<int64_t>("v_offset"),
+    StructMember<int64_t>("v_block"), StructMember<int64_t>("v_token"),
+    StructMember<int64_t>("v_head"), StructMember<float>("scale"), StructMember<float>("softcap"));
 
 namespace {
 

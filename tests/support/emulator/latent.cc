@@ -1,5 +1,5 @@
-// Paged attention over latent caches for the emulator: a library of its own, beside attention.cc, so
-// that who changes one compiles one.
+// Paged attention over latent caches for the emulator: a library of its own, beside attention.cc,
+// so that who changes one compiles one.
 #include "ops/attention/generic/latent/launch.cuh"
 #include "ops/attention/hopper/paged/launcher.h"
 // The instances follow from their use.
