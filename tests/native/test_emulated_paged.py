@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from paged_cases import BAD, CASES, LEAVING, LONG, SPLIT
-from paged_problems import Case, Problem, run_on_host
+from paged_problems import Case, Problem, hold_alone, run_on_host
 
 pytestmark = pytest.mark.wide
 
@@ -72,23 +72,6 @@ def hopper(request, library: Path):
     loaded.emulator_set_block_maps(request.param == "boxes")
     yield loaded
     loaded.emulator_set_hopper(0)
-
-
-def hold_alone(library: ctypes.CDLL, whole: Problem) -> None:
-    """The call, and each sequence alone on a smaller GPU: rows have the same bits."""
-    library.emulator_set_multiprocessors(20)
-    run_on_host(library, whole, times=1)
-    library.emulator_set_multiprocessors(3)
-    assert whole.got
-    for b in range(len(whole.tables)):
-        call, first, end = whole.sequence_rows(b)
-        if first == end:
-            continue
-        alone = whole.alone(b)
-        run_on_host(library, alone, times=1)
-        assert alone.got
-        for a, part in zip(whole.got, alone.got, strict=True):
-            assert a[call, first:end].tobytes() == part[0].tobytes(), b
 
 
 @pytest.mark.parametrize("name", SPLIT)

@@ -482,3 +482,20 @@ def run_on_host(
         lse.view(np.float32).reshape(shape),
     )
     return x.hold(*x.got, left)
+
+
+def hold_alone(library: ctypes.CDLL, whole: Problem) -> None:
+    """The call, and each sequence alone on a smaller GPU: rows have the same bits."""
+    library.emulator_set_multiprocessors(20)
+    run_on_host(library, whole, times=1)
+    library.emulator_set_multiprocessors(3)
+    assert whole.got
+    for b in range(len(whole.tables)):
+        call, first, end = whole.sequence_rows(b)
+        if first == end:
+            continue
+        alone = whole.alone(b)
+        run_on_host(library, alone, times=1)
+        assert alone.got
+        for a, part in zip(whole.got, alone.got, strict=True):
+            assert a[call, first:end].tobytes() == part[0].tobytes(), b
