@@ -192,16 +192,22 @@ def _attend(
         sinks = row_of_each(sinks, x.calls)[call][None]
     operands = Operands(q, q, q, sinks=sinks)
 
+    some = tile.labels.valid & (tile.labels.first <= tile.labels.last)
+    begin = jnp.maximum(jnp.where(some, tile.labels.first, kv_len).min(), 0)
+    last = jnp.where(some, tile.labels.last, -1).max()
+    end = jnp.minimum(last, kv_len - 1) + 1
+
     def add(s: Any, state: Any) -> Any:
         ids = find(s)
         key = s * keys + jnp.arange(keys, dtype=jnp.int32)
-        there = jnp.repeat((ids >= 0) & (ids < blocks), size) & (key < kv_len)
+        there = jnp.repeat((ids >= 0) & (ids < blocks), size)
+        there &= (key >= begin) & (key < end)  # nobody reads the others, not even a NaN
         if isinstance(x.pages, KVPool) and isinstance(layer, jax.Array):
             there &= (layer >= 0) & (layer < x.pages.spec.num_layers)
         seen = None
         if x.ranges is not None or x.tree_mask is not None:
             seen = _seen(tile, key, key - (kv_len - of.lens[tile.sequence]))
-            there &= seen.any(0)  # nobody reads the others, not even a NaN
+            there &= seen.any(0)
             seen = seen[None]
         k, *v = (
             jnp.moveaxis(jnp.where(there[:, None, None], a, 0), 0, 1)[None]
@@ -214,10 +220,6 @@ def _attend(
         block = problem._replace(k=k, v=values, kv_labels=labels, seen=seen)
         return blocked.add_block(config.scores, operands, block, 0, 0, state)
 
-    some = tile.labels.valid & (tile.labels.first <= tile.labels.last)
-    begin = jnp.maximum(jnp.where(some, tile.labels.first, kv_len).min(), 0)
-    last = jnp.where(some, tile.labels.last, -1).max()
-    end = jnp.minimum(last, kv_len - 1) + 1
     state = _varying(x, *blocked.no_keys(operands, problem, value_dim))
     state = jax.lax.fori_loop(begin // keys, -(-end // keys), add, state)
     o, lse = blocked.finish(operands, problem, 0, *state)

@@ -109,12 +109,23 @@ def test_two_kernels_share_a_call(name, hopper):
     run_on_host(hopper, Problem(MANY_QUERIES[name]), times=1)
 
 
-def test_keys_in_front_of_all_windows_may_be_nan(hopper):
-    """Some of them lie in a tile, and in a block, with keys that are seen."""
-    x = Problem(Case(window=(70, 0), sequences=((150, 600), (1, 9)), heads=8))
-    axes = x.case.layout.split()
+def with_nan_in_front_of_windows(case: Case) -> Problem:
+    """Some of the keys lie in a tile, and in a block, with keys that are seen."""
+    x = Problem(case)
+    axes = case.layout.split()
     view = x.pages.transpose([axes.index(a) for a in "BLOTHD"])
-    for key in range(600 - 150 - 70):
-        block, slot = x.tables[0, key // 16], key % 16
-        view[block, 0, :, slot] = float("nan")
-    run_on_host(hopper, x, times=1)
+    for b, (queries, keys) in enumerate(case.sequences):
+        for key in range(keys - queries - case.window[0]):
+            block, slot = x.tables[b, key // 16], key % 16
+            view[block, 0, :, slot] = float("nan")
+    return x
+
+
+def test_keys_in_front_of_all_windows_may_be_nan(hopper):
+    case = Case(window=(70, 0), sequences=((150, 600), (1, 9), (1, 300)), heads=8)
+    run_on_host(hopper, with_nan_in_front_of_windows(case), times=1)
+
+
+def test_for_few_queries_they_may_be_nan_too(emulated):
+    case = Case(window=(70, 0), sequences=((1, 600), (5, 333), (1, 9)), heads=8)
+    run_on_host(emulated, with_nan_in_front_of_windows(case), times=1)

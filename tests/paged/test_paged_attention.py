@@ -518,6 +518,16 @@ def test_an_id_that_is_no_block_is_not_seen(bad, draw):
     drawn.hold(out, lse)
 
 
+def test_keys_in_front_of_all_windows_may_be_nan(draw):
+    """They share a block, and a step, with keys that are seen."""
+    drawn = draw(Case(window=(9, None), sequences=((1, 700), (3, 50))))
+    for b, (queries, keys) in enumerate(drawn.case.sequences):
+        for key in range(keys - queries - 9):
+            block, slot = drawn.tables[b, key // 16], key % 16
+            drawn.k[block, slot] = drawn.v[block, slot] = np.nan
+    drawn.hold(*drawn.run())
+
+
 def test_lengths_end_with_the_table(draw):
     drawn = draw(Case(sequences=((1, 64), (2, 64), (1, 64))))
     exact = drawn.run()

@@ -46,8 +46,8 @@ class DenseKeys {
     const HeadRows v =
         RowsOfHead<T>(p_.v, member * p_.kv_len, p_.num_kv_heads, at.kv_head, p_.value_dim);
     using Tile = typename Traits::KvTile;
-    LoadTileAsync<Tile, Traits::kThreads>(k_tile, k, first, at.rows.kv_len, threadIdx.x, policy_);
-    LoadTileAsync<Tile, Traits::kThreads>(v_tile, v, first, at.rows.kv_len, threadIdx.x, policy_);
+    LoadTileAsync<Tile, Traits::kThreads>(k_tile, k, first, at.rows.end_key, threadIdx.x, policy_);
+    LoadTileAsync<Tile, Traits::kThreads>(v_tile, v, first, at.rows.end_key, threadIdx.x, policy_);
   }
 
   __device__ __forceinline__ bool AllThere(int, int) const { return true; }

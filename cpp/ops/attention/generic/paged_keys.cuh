@@ -40,8 +40,8 @@ class PagedKeys {
 
   // All threads; those beyond the keys of a tile have nothing to do.
   __device__ __forceinline__ Found LookUp(const Place& at) const {
-    const int key = at.rows.first_key + at.tile * kKeys + static_cast<int>(threadIdx.x);
-    const bool wanted = threadIdx.x < kKeys && key < at.rows.kv_len;
+    const int key = FirstKeyOf<kKeys, Params>(at) + static_cast<int>(threadIdx.x);
+    const bool wanted = threadIdx.x < kKeys && key >= at.rows.first_key && key < at.rows.end_key;
     const PagedLayer layer = LayerOf(at.rows.member);
     const PagedKey none = {-1, 0};
     return {wanted && layer.there ? FindKey(p_, at.rows.member, key) : none, at.kv_head,

@@ -74,9 +74,11 @@ __device__ __forceinline__ int LineRows(const ShareParams& p, const Sequence& s)
 
 // A tile of rows of one member, all of whose key heads see the same.
 struct RowTile {
-  int member, first_row;         // of the packed rows
-  int first_key, tiles, kv_len;  // the KV tiles begin at first_key
-  int sequence;                  // Line::SequenceOf has it
+  int member, first_row;  // of the packed rows
+  // Its KV tiles are whole: the first one has first_key, which ragged sequences' rows see as the
+  // first, and where they see no more there is the end; of others first_key is where it begins.
+  int first_key, tiles, end_key;
+  int sequence;  // Line::SequenceOf has it
 };
 
 // The keys that some query of [q0, q1) may attend to.
@@ -94,7 +96,11 @@ __device__ __forceinline__ RowTile FindRowTile(const Params& p, const Sequence& 
   const bool some = begin < end;
   const unsigned first_key = some ? static_cast<unsigned>(begin) / kKeys * kKeys : 0;
   const unsigned tiles = some ? (static_cast<unsigned>(end) - first_key + kKeys - 1) / kKeys : 1;
-  return {s.batch, first_row, static_cast<int>(first_key), static_cast<int>(tiles), s.kv_len, 0};
+  if constexpr (Params::kSameRows) {
+    return {s.batch, first_row, static_cast<int>(first_key), static_cast<int>(tiles), s.kv_len, 0};
+  } else {
+    return {s.batch, first_row, some ? begin : 0, static_cast<int>(tiles), some ? end : 0, 0};
+  }
 }
 
 // A place in the line: KV tile `tile` of key head `kv_head` of a tile of rows.
@@ -102,6 +108,14 @@ struct Place {
   int kv_head, tile;
   RowTile rows;
 };
+
+// The first key of a place's tile.
+template <int kKeys, typename Params>
+__device__ __forceinline__ int FirstKeyOf(const Place& at) {
+  unsigned first = at.rows.first_key;
+  if (!Params::kSameRows) first = first / kKeys * kKeys;
+  return static_cast<int>(first) + at.tile * kKeys;
+}
 
 // A line, as the threads of one CTA count it. All of them call its functions together. Params are
 // ShareParams, or what has a MemberSequence of its own (ragged.cuh).

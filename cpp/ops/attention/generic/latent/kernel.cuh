@@ -274,7 +274,7 @@ class LatentForward {
   __device__ __forceinline__ void Compute(const Place& at, int tile, uint32_t stage) {
     __shared__ OfRows maxima;
     const int own = KeyGroup() * Traits::kKeys;  // this warp's first key in the tile
-    const int key = at.rows.first_key + at.tile * Traits::kTileKeys + own;
+    const int key = FirstKeyOf<Traits::kTileKeys, Params>(at) + own;
     if (HasScores()) {
       MultiplyKeys(stage, own);
       if (rules_.finish) ScaleScores<Scores>(p_, scores_);

@@ -306,7 +306,7 @@ class SplitForward {
   __device__ __forceinline__ void Compute(const Place& at, int tile, uint32_t stage) {
     const int own = Part() * Traits::kKeys;  // this warp's first key in the tile
     const uint32_t k_tile = stage + own * KvTile::kRowBytes, v_tile = k_tile + KvTile::kBytes;
-    const int key = at.rows.first_key + at.tile * Traits::kTileKeys + own;
+    const int key = FirstKeyOf<Traits::kTileKeys, Params>(at) + own;
     if constexpr (Traits::kNarrow) {
       MultiplyNarrow<Traits>(rows_, queries_.held, k_tile, Lane());
       ScaleProducts(tile, own);
