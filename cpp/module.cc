@@ -61,8 +61,8 @@ NB_MODULE(_native, m) {
         "Bytes of workspace of a call of the attention kernels, forward or backward_kv.");
   m.def("paged_attention_workspace", &PagedAttentionWorkspace, nb::arg("calls"),
         nb::arg("sequences"), nb::arg("rows"), nb::arg("num_heads"), nb::arg("num_kv_heads"),
-        nb::arg("value_dim"), nb::arg("narrow"),
-        "Bytes of workspace of a call of paged attention's kernels.");
+        nb::arg("value_dim"), nb::arg("narrow"), nb::arg("split_size"), nb::arg("table_width"),
+        nb::arg("block_size"), "Bytes of workspace of a call of paged attention's kernels.");
   RegisterDLPack(m);
   RegisterFreeList(m);
 }

@@ -28,9 +28,11 @@ inline int64_t PagedMeanRows(const kvblock_paged_attention& a, int32_t most_rows
   return rows > most_rows ? group : rows;
 }
 
-// Packed rows of a tile: as many as the sequences have on average.
+// Packed rows of a tile: as many as the sequences have on average, or where nothing may depend on
+// other sequences, as a query has.
 inline int32_t PagedTileRows(const kvblock_paged_attention& a, int32_t most_rows = INT32_MAX) {
-  const int32_t rows = TileRows(PagedMeanRows(a, most_rows));
+  const int64_t group = a.num_heads / std::max(a.num_kv_heads, 1);
+  const int32_t rows = TileRows(a.split_size > 0 ? group : PagedMeanRows(a, most_rows));
   return rows > 16 && a.cache_dtype >= KVBLOCK_E4M3 ? 64 : rows;  // fewer instances
 }
 
@@ -51,6 +53,11 @@ inline int64_t PagedLongTiles(const kvblock_paged_attention& a, int64_t queries)
   return some > 0 ? a.calls * ((a.rows + some * (queries - 1)) / queries) : 0;
 }
 
+// Whether rows see keys of their own. Then the kernel for few queries computes all of them.
+inline bool RowsDiffer(const kvblock_paged_attention& a) {
+  return a.ranges != nullptr || a.tree_mask != nullptr;
+}
+
 // What the host knows: some sequence may have more than few rows; all have.
 inline bool SomeMayBeLong(const kvblock_paged_attention& a) {
   return a.rows * (a.num_heads / a.num_kv_heads) > PagedFewRows(a);
@@ -59,19 +66,49 @@ inline bool AllAreLong(const kvblock_paged_attention& a) {
   return a.query_start == nullptr && a.q_lens == nullptr && SomeMayBeLong(a);
 }
 
+// Keys that the table has room for, and keys of a piece, where units are cut at multiples of these.
+inline int64_t PagedKeysOfTable(const kvblock_paged_attention& a) {
+  constexpr int64_t kMost = (int64_t{1} << 30) - 256;
+  return std::min(int64_t{a.table_width} * a.block_size, kMost);
+}
+inline int64_t PagedSplitKeys(const kvblock_paged_attention& a) {
+  constexpr int64_t kUnit = KVBLOCK_PAGED_SPLIT;
+  return (a.split_size + kUnit - 1) / kUnit * kUnit;
+}
+
+// Places for the pieces of a call that is cut so: of all lines as schedule/shares.cuh has them,
+// whatever the tiles are that its split counts.
+inline int64_t PagedSplitPlaces(const kvblock_paged_attention& a) {
+  constexpr int64_t kUnit = KVBLOCK_PAGED_SPLIT;
+  const int64_t heads = std::max(a.num_kv_heads, 1);
+  const int64_t keys = (PagedKeysOfTable(a) + kUnit - 1) / kUnit * kUnit + kUnit;
+  const int64_t most = PagedTilesOfRows(a) * heads;
+  return 2 * (most * keys / PagedSplitKeys(a) + heads);
+}
+
 // The workspace: results of pieces, then a counter.
 inline int64_t PagedPieceBytes(const kvblock_paged_attention& a) {
-  const int64_t floats = PieceFloats(kMostCtas, PagedTileRows(a), a.value_dim);
+  const int32_t rows = PagedTileRows(a);
+  const int64_t floats = a.split_size > 0 ? PagedSplitPlaces(a) * rows * (a.value_dim + int64_t{1})
+                                          : PieceFloats(kMostCtas, rows, a.value_dim);
   return (floats * static_cast<int64_t>(sizeof(float)) + 15) / 16 * 16;
 }
 inline unsigned* PagedCounter(const kvblock_paged_attention& a) {
   return reinterpret_cast<unsigned*>(static_cast<char*>(a.workspace) + PagedPieceBytes(a));
 }
 
+// Of a latent cache: what there are kernels for (generic/latent/instances.h).
+inline bool IsLatentDims(int32_t head_dim, int32_t value_dim) {
+  return (head_dim == 576 && value_dim == 512) || (head_dim == 192 && value_dim == 128);
+}
+inline kvblock_page_strides ValueStrides(const kvblock_paged_attention& a) {
+  return a.values_in_keys ? a.k_strides : a.v_strides;
+}
+
 // The largest number of bytes that all strides are multiples of.
 inline int64_t PageUnit(const kvblock_paged_attention& a) {
   int64_t unit = 0;
-  for (const kvblock_page_strides& s : {a.k_strides, a.v_strides}) {
+  for (const kvblock_page_strides& s : {a.k_strides, ValueStrides(a)}) {
     for (const int64_t stride : {s.block, s.token, s.head}) unit = std::gcd(unit, stride);
   }
   return std::clamp<int64_t>(unit, 1, INT32_MAX);

@@ -21,6 +21,22 @@ bool Misaligned(const void* array, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(array) % bytes != 0;
 }
 
+std::string CheckLatent(const kvblock_paged_attention& a) {
+  if (a.values_in_keys != 0 && a.values_in_keys != 1) {
+    return Got("values_in_keys must be 0 or 1", a.values_in_keys);
+  }
+  if (a.values_in_keys == 0) return "";
+  if (!IsLatentDims(a.head_dim, a.value_dim)) {
+    return "with values_in_keys head_dim and value_dim must be 576 and 512, or 192 and 128, got " +
+           std::to_string(a.head_dim) + " and " + std::to_string(a.value_dim);
+  }
+  if (a.num_kv_heads != 1) return Got("with values_in_keys num_kv_heads must be 1", a.num_kv_heads);
+  if (a.cache_dtype != a.dtype) {
+    return Got("with values_in_keys cache_dtype must be dtype", a.cache_dtype);
+  }
+  return "";
+}
+
 // What any attention over as many rows and keys checks, but for k and v.
 const char* CheckShared(const kvblock_paged_attention& a) {
   kvblock_forward f{};
@@ -29,8 +45,8 @@ const char* CheckShared(const kvblock_paged_attention& a) {
   f.call.num_heads = a.num_heads;
   f.call.num_kv_heads = a.num_kv_heads;
   f.call.q_len = a.rows;
-  f.call.head_dim = a.head_dim;
-  f.call.value_dim = a.value_dim;
+  f.call.head_dim = a.values_in_keys ? a.value_dim / 8 : a.head_dim;  // CheckLatent knows them
+  f.call.value_dim = a.values_in_keys ? a.value_dim / 8 : a.value_dim;
   f.call.scale = a.scale;
   f.call.softcap = a.softcap;
   f.call.window_left = a.window_left;
@@ -66,11 +82,29 @@ std::string CheckSequences(const kvblock_paged_attention& a) {
   if (some && a.kv_lens == nullptr) return "kv_lens is NULL";
   if (a.table_width < 0) return Got("table_width must not be negative", a.table_width);
   if (some && a.table_width > 0 && a.block_tables == nullptr) return "block_tables is NULL";
-  for (const void* array : {a.query_start, a.q_lens, a.kv_lens, a.block_tables, a.layer}) {
+  for (const void* array :
+       {a.query_start, a.q_lens, a.kv_lens, a.block_tables, a.table_first, a.layer, a.ranges}) {
     if (Misaligned(array, 4)) return "arrays of int32 must be aligned to their elements";
+  }
+  if (Misaligned(a.tree_mask, 4)) return "tree_mask must be aligned to its elements";
+  if (a.tree_mask != nullptr && a.tree_words < 1) {
+    return Got("tree_words must be positive with tree_mask", a.tree_words);
+  }
+  if (a.tree_mask == nullptr && a.tree_words != 0) {
+    return Got("tree_words must be 0 without tree_mask", a.tree_words);
   }
   if (a.calls > 0 && a.rows > 0 && a.workspace == nullptr) return "workspace is NULL";
   return "";
+}
+
+// A place of a piece is numbered by 32 bits.
+std::string CheckSplit(const kvblock_paged_attention& a) {
+  if (a.split_size < 0) return Got("split_size must not be negative", a.split_size);
+  if (a.split_size == 0) return "";
+  const int64_t numbers = PagedSplitPlaces(a) * PagedTileRows(a);
+  if (numbers * std::max(a.value_dim, 1) <= int64_t{UINT32_MAX}) return "";
+  return Got("with pieces of split_size keys the workspace is too large; split_size must be larger",
+             a.split_size);
 }
 
 std::string CheckStrides(const std::string& name, const kvblock_page_strides& strides) {
@@ -123,9 +157,9 @@ std::string CheckPages(const kvblock_paged_attention& a) {
     return Got("layer_stride must be a multiple of 16 that is not negative", a.layer_stride);
   }
   std::string error = CheckStrides("k_strides", a.k_strides);
-  if (error.empty()) error = CheckStrides("v_strides", a.v_strides);
+  if (error.empty()) error = CheckStrides("v_strides", ValueStrides(a));
   if (!error.empty()) return error;
-  for (const kvblock_page_strides& s : {a.k_strides, a.v_strides}) {
+  for (const kvblock_page_strides& s : {a.k_strides, ValueStrides(a)}) {
     int64_t last = 0, part;  // of the units of a layer
     const bool far = __builtin_mul_overflow(s.block, std::max<int64_t>(a.num_blocks, 1), &last) ||
                      __builtin_mul_overflow(s.token, int64_t{a.block_size}, &part) ||
@@ -136,12 +170,13 @@ std::string CheckPages(const kvblock_paged_attention& a) {
       return "the strides of k or v reach further than 2^32 of what they are multiples of";
     }
   }
-  if (a.k == nullptr || a.v == nullptr) return "k or v is NULL";
+  const void* const* const v = a.values_in_keys ? a.k : a.v;
+  if (a.k == nullptr || v == nullptr) return "k or v is NULL";
   for (int32_t i = 0; i < a.num_arrays; ++i) {
-    if (a.num_blocks > 0 && (a.k[i] == nullptr || a.v[i] == nullptr)) {
+    if (a.num_blocks > 0 && (a.k[i] == nullptr || v[i] == nullptr)) {
       return Got("an array of k or v is NULL, of number", i);
     }
-    if (Misaligned(a.k[i], 16) || Misaligned(a.v[i], 16)) {
+    if (Misaligned(a.k[i], 16) || Misaligned(v[i], 16)) {
       return Got("keys and values must be aligned to 16 bytes, array", i);
     }
   }
@@ -154,10 +189,13 @@ std::string CheckPages(const kvblock_paged_attention& a) {
 extern "C" const char* kvblock_paged_attention_check(const kvblock_paged_attention* a) {
   using namespace kvblock;
   if (a == nullptr) return Message("paged_attention: the struct is NULL");
-  if (const char* error = CheckShared(*a)) return error;
-  std::string error = CheckSequences(*a);
+  std::string error = CheckLatent(*a);
+  if (!error.empty()) return Message("paged_attention: " + error);
+  if (const char* shared = CheckShared(*a)) return shared;
+  error = CheckSequences(*a);
   if (error.empty()) error = CheckCache(*a);
   if (error.empty()) error = CheckPages(*a);
+  if (error.empty()) error = CheckSplit(*a);
   return error.empty() ? nullptr : Message("paged_attention: " + error);
 }
 

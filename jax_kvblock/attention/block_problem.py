@@ -55,6 +55,7 @@ class Problem(NamedTuple):
     tiles: Any = None  # dense.tile_map, shaped alike
     masks: Any = None  # the bits of partial tiles, or None where all are full
     keys_on_left: bool = False  # of the product of queries and keys
+    seen: Any = None  # bool [B, T, S], of the only block, beside what labels say
 
     @property
     def groups(self) -> tuple[int, int, int]:

@@ -401,6 +401,8 @@ def _scores(
         allowed &= keys.first >= rows.first
     if config.window_right != OPEN:
         allowed &= keys.first <= rows.last
+    if p.seen is not None:
+        allowed &= p.seen
     allowed = allowed[:, None, None]
     if p.masks is not None:
         bits = tile_bits(p.masks, p.tiles[:, :, i, j], p.block_kv)

@@ -18,6 +18,7 @@ from jax_kvblock.attention.arguments import (
 )
 from jax_kvblock.attention.config import AttentionConfig
 from jax_kvblock.attention.qkv import FLOATS
+from jax_kvblock.blocks.layout import BlockSpec, Layout
 from jax_kvblock.blocks.pool import KVPool, check_pool
 from jax_kvblock.core.checks import (
     as_int,
@@ -25,6 +26,7 @@ from jax_kvblock.core.checks import (
     check_choice,
     check_int32,
     show,
+    shown,
     to_jax,
 )
 from jax_kvblock.paged.call import Paged, PagedConfig, dtype_of, page_shapes
@@ -34,6 +36,7 @@ from jax_kvblock.paged.pages import PAIR, Pages
 # What blocks may hold, whatever q is.
 NARROW = tuple(map(jnp.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)))
 STORED = (*FLOATS, *NARROW)
+LATENT = Layout("latent", "L (O T H) D")  # one layer is an array [P, T, D]
 
 
 def normalize(
@@ -53,9 +56,13 @@ def normalize(
     scale: Any,
     return_lse: bool,
     implementation: str | None,
+    split_size: Any = None,
+    ranges: Any = None,
+    tree_mask: Any = None,
     k_scale: Any = None,
     v_scale: Any = None,
     q_heads: Any = None,
+    value_dim: Any = None,
     table_first: Any = None,
     scales: Pages | None = None,
 ) -> tuple[PagedConfig, Paged, tuple[int, ...]]:
@@ -66,11 +73,14 @@ def normalize(
     check_flags(where, causal=causal, return_lse=return_lse)
     check_choice(where, "implementation", implementation, (None, *IMPLEMENTATIONS))
     q = _queries(where, q, query_start)
-    stored = _pages(where, pages)
-    number, layer = _layer(where, stored, layer)
+    stored = (_pages if value_dim is None else _latent)(where, pages)
+    number, layer = _layer(where, pages, layer)
+    if isinstance(stored, KVPool) and layer is None:
+        number = number or 0  # of pages that became a pool
     k_shape = page_shapes(stored)[0]
     q_first, query_heads = _query_heads(where, q, q_heads)
     _check_heads(where, q, k_shape, query_heads)
+    value_dim = _value_dim(where, value_dim, k_shape[3], v_scale)
     if not isinstance(pages, Pages):
         _check_dtype(where, q, stored)
     given = {"k_scale": k_scale, "v_scale": v_scale}
@@ -102,10 +112,13 @@ def normalize(
         sinks=check_sinks(where, sinks, q, q.shape[-2]),
         table_first=table_first,
         scales=scales,
+        ranges=_ranges(where, ranges, q),
+        tree_mask=_tree_mask(where, tree_mask, q),
         q_first=q_first,
         **read,
     )
-    config = PagedConfig(scores, number, implementation, query_heads)
+    split = _split_size(where, split_size)
+    config = PagedConfig(scores, number, implementation, split, query_heads, value_dim)
     return config, x, q.shape[:-2]
 
 
@@ -144,13 +157,14 @@ def _pages(where: str, pages: Any) -> KVPool | Pages:
         if pages.spec.num_outer != 2:
             raise ValueError(
                 f"{where}: the pool must hold keys and values, num_outer=2, got "
-                f"num_outer={pages.spec.num_outer}"
+                f"num_outer={pages.spec.num_outer}; pass value_dim where values are "
+                "columns of the keys"
             )
         return pages
     if not isinstance(pages, (tuple, list)) or len(pages) != 2:
         raise TypeError(
             f"{where}: pages must be a KVPool or a pair (k_pages, v_pages), got "
-            f"{show(pages)}"
+            f"{show(pages)}; with value_dim it may be one array [P, T, D]"
         )
     k, v = (check_array(where, f"pages[{i}]", a) for i, a in enumerate(pages))
     for i, (name, a) in enumerate((("k_pages", k), ("v_pages", v))):
@@ -172,6 +186,57 @@ def _pages(where: str, pages: Any) -> KVPool | Pages:
     return Pages((to_jax(k), to_jax(v)), PAIR)
 
 
+def _latent(where: str, pages: Any) -> KVPool:
+    """A pool of one key head without values; pages `[P, T, D]` as one of one layer."""
+    if isinstance(pages, KVPool):
+        check_pool(where, "pages", pages)
+        spec = pages.spec
+        if spec.num_outer != 1 or spec.num_kv_heads != 1:
+            raise ValueError(
+                f"{where}: with value_dim the pool must have num_outer=1 and "
+                f"num_kv_heads=1, got num_outer={spec.num_outer} and num_kv_heads="
+                f"{spec.num_kv_heads}; leave value_dim out where values lie beside keys"
+            )
+        return pages
+    if isinstance(pages, (tuple, list)):
+        raise TypeError(
+            f"{where}: with value_dim pages must be a KVPool or one array [P, T, D], "
+            f"got {show(pages)}; leave value_dim out with a pair (k_pages, v_pages)"
+        )
+    array = check_array(where, "pages", pages)
+    if array.ndim != 3 or 0 in array.shape:
+        raise ValueError(
+            f"{where}: with value_dim pages must be [P, T, D] (blocks, tokens, dim), "
+            f"none of them 0, got {show(array)}; pages[:, :, 0] drops an axis of one "
+            "head"
+        )
+    if array.dtype not in STORED:
+        raise TypeError(
+            f"{where}: pages must hold floats of 8 bits or more, or int8, got "
+            f"{show(array)}; cast them with .astype"
+        )
+    _, size, dim = array.shape
+    spec = BlockSpec(1, 1, size, 1, dim, array.dtype, layout=LATENT)
+    return KVPool((to_jax(array),), spec)
+
+
+def _value_dim(where: str, value_dim: Any, dim: int, v_scale: Any) -> int | None:
+    if value_dim is None:
+        return None
+    number = as_int(value_dim)
+    if number is None or not 0 < number <= dim:
+        raise (TypeError if number is None else ValueError)(
+            f"{where}: value_dim must be an integer from 1 to the head dim {dim}, got "
+            f"{shown(value_dim)}; values are the first value_dim columns of the keys"
+        )
+    if v_scale is not None:
+        raise ValueError(
+            f"{where}: v_scale must be None with value_dim, got {show(v_scale)}; "
+            "values are columns of the keys, and k_scale is theirs, too"
+        )
+    return number
+
+
 def _laid_out(where: str, pages: Pages) -> Pages:
     arrays = pages.layout.check(where, pages.arrays)
     if arrays[0].dtype not in STORED:
@@ -183,12 +248,12 @@ def _laid_out(where: str, pages: Pages) -> Pages:
 
 
 def _layer(where: str, pages: Any, layer: Any) -> tuple[int | None, jax.Array | None]:
-    """The layer, static or traced; a pair has none."""
+    """The layer, static or traced; of arrays of pages there is one."""
     if not isinstance(pages, KVPool):
         if layer is not None:
             raise ValueError(
-                f"{where}: layer must be None with a pair of pages, which are one "
-                f"layer's, got {show(layer)}"
+                f"{where}: layer must be None with a pair of pages or one array, "
+                f"which are one layer's, got {show(layer)}; a KVPool has layers"
             )
         return None, None
     if isinstance(layer, jax.Array):
@@ -259,6 +324,19 @@ def _check_dtype(where: str, q: Any, pages: KVPool | Pages) -> None:
         )
 
 
+def _split_size(where: str, split_size: Any) -> int:
+    """0 for none."""
+    if split_size is None:
+        return 0
+    number = as_int(split_size)
+    if number is None or not 1 <= number < 2**31:
+        raise ValueError(
+            f"{where}: split_size must be a positive integer, keys of a part, got "
+            f"{show(split_size)}; it is compiled in, and 2048 is a good one"
+        )
+    return number
+
+
 def _scale(where: str, name: str, scale: Any, pages: KVPool | Pages) -> Any:
     """float32 `[1]`, `[K]`, `[P, T, K]` or `[L, P, T, K]`."""
     if scale is None:
@@ -280,6 +358,47 @@ def _scale(where: str, name: str, scale: Any, pages: KVPool | Pages) -> Any:
             f"{where}: {name} must be a number or float32 {shapes}, got {show(made)}"
         )
     return to_jax(made).reshape(made.shape or (1,))
+
+
+def _ranges(where: str, ranges: Any, q: Any) -> jax.Array | None:
+    """int32 `[C, R, 2]`."""
+    if ranges is None:
+        return None
+    form = "[tokens, 2]" if q.ndim == 3 else "[B, T, 2]"
+    ranges = check_int32(where, "ranges", ranges, form, q.ndim - 1)
+    if ranges.shape != (*q.shape[:-2], 2):
+        raise ValueError(
+            f"{where}: ranges must be int32{form} = {[*q.shape[:-2], 2]}, of each row "
+            f"of q the first key and the end, got {show(ranges)}; stack them along the "
+            "last axis"
+        )
+    return ranges[None] if q.ndim == 3 else ranges
+
+
+def _tree_mask(where: str, tree_mask: Any, q: Any) -> jax.Array | None:
+    """int32 `[C, R, words]`; None where there are no words."""
+    if tree_mask is None:
+        return None
+    form = "[tokens, words]" if q.ndim == 3 else "[B, T, words]"
+    if hasattr(tree_mask, "dtype"):
+        tree_mask = check_array(where, "tree_mask", tree_mask)
+        if tree_mask.dtype == jnp.uint32:  # its bits, not its numbers
+            tree_mask = jax.lax.bitcast_convert_type(to_jax(tree_mask), jnp.int32)
+        elif tree_mask.dtype != jnp.int32:
+            raise TypeError(
+                f"{where}: tree_mask must be bits in int32 or uint32{form}, got "
+                f"{show(tree_mask)}; np.packbits(mask, axis=-1, bitorder='little')"
+                ".view(np.uint32) packs a mask of 32 keys a word"
+            )
+    tree_mask = check_int32(where, "tree_mask", tree_mask, form, q.ndim - 1)
+    if tree_mask.shape[:-1] != q.shape[:-2]:
+        raise ValueError(
+            f"{where}: tree_mask must be int32{form} with a row for each of q's "
+            f"{list(q.shape[:-2])}, got {show(tree_mask)}; rows without a mask are -1"
+        )
+    if not tree_mask.shape[-1]:
+        return None
+    return tree_mask[None] if q.ndim == 3 else tree_mask
 
 
 def _sequences(

@@ -23,12 +23,20 @@ from jax_kvblock.paged.pages import Pages as LaidOut
 from jax_kvblock.paged.primitive import attend
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Float, Int, Integer
 
     Pages: TypeAlias = (
-        KVPool | tuple[Float[ArrayIn, "P T K D"], Float[ArrayIn, "P T K Dv"]]
+        KVPool
+        | tuple[Float[ArrayIn, "P T K D"], Float[ArrayIn, "P T K Dv"]]
+        | Float[ArrayIn, "P T D"]
     )
     Tables: TypeAlias = Int[ArrayIn, "B W"] | list[list[int]]
+    Ranges: TypeAlias = (
+        Int[ArrayIn, "*tokens 2"] | list[list[int]] | list[list[list[int]]]
+    )
+    Bits: TypeAlias = (
+        Integer[ArrayIn, "*tokens words"] | list[list[int]] | list[list[list[int]]]
+    )
     Scale: TypeAlias = float | Float[ArrayIn, "*scales"]
 
 
@@ -42,9 +50,13 @@ class PagedOptions(TypedDict, total=False):
     softcap: float | None
     sinks: Float[ArrayIn, " N"] | None
     scale: float | None
+    ranges: Ranges | None
+    tree_mask: Bits | None
     k_scale: Scale | None
     v_scale: Scale | None
+    split_size: int | None
     q_heads: tuple[int | jax.Array, int] | None
+    value_dim: int | None
     implementation: str | None
 
 
@@ -95,9 +107,13 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Float[ArrayIn, " N"] | None = None,
     scale: float | None = None,
+    ranges: Ranges | None = None,
+    tree_mask: Bits | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
+    split_size: int | None = None,
     q_heads: tuple[int | jax.Array, int] | None = None,
+    value_dim: int | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Output | tuple[Output, Rows]:
@@ -114,8 +130,10 @@ def paged_attention(
       q: `[tokens, N, D]` with query_start, else `[B, T, N, D]`; in the blocks' dtype,
         or any float beside blocks of float8_e4m3fn, float8_e5m2 and int8.
       pages: a `KVPool` with keys and values, or a pair of one layer's k_pages
-        `[P, T, K, D]` and v_pages `[P, T, K, Dv]`; N is a multiple of K.
-      layer: of the pool, an integer or a traced int32 scalar; None with a pair. A
+        `[P, T, K, D]` and v_pages `[P, T, K, Dv]`; N is a multiple of K. With
+        value_dim, a latent cache: a `KVPool` with num_outer and num_kv_heads 1, or one
+        layer's pages `[P, T, D]`.
+      layer: of the pool, an integer or a traced int32 scalar; None without a pool. A
         traced layer outside the pool has no keys.
       block_tables: int32 `[B, W]`. The keys of an id that is no block, like −1, are
         seen by nobody.
@@ -129,14 +147,34 @@ def paged_attention(
       causal: a query sees keys up to its own position.
       window: `(left, right)`, integers that are compiled in: it sees keys at most
         `left` before and `right` after its position; None is no bound.
-      softcap, sinks, scale: as in `flash_attention`.
+      softcap, sinks, scale: as in `flash_attention`. The scale is 1 / sqrt(D) unless
+        given; models with a latent cache pass their own, since their D is not that of
+        the heads that they were trained with.
+      ranges: int32 `[tokens, 2]` (else `[B, T, 2]`), the keys that each row sees: the
+        positions from the first to before the second, as far as causal and window let
+        it. Where none are between them it sees nothing; any values are safe.
+      tree_mask: int32 or uint32 `[tokens, words]` (else `[B, T, words]`), which of its
+        sequence's queries, the draft, each query sees, as far as causal and window let
+        it: bit `j % 32` of word `j // 32` is that of query j's key, position
+        `kv_lens[b] - q_len + j`. Other keys it sees as without; -1 is all of them.
       k_scale, v_scale: of blocks of 8 bits, what their keys and values are multiplied
         by: a number, or float32 `[K]` for each head, `[P, T, K]` for each token and
         head, `[num_layers, P, T, K]` for all layers of a pool (`KVScales` holds those).
-        Those of tokens are not below 0. 1 unless given.
+        Those of tokens are not below 0. 1 unless given. A latent cache has k_scale
+        alone.
+      split_size: an integer, and a row has the same bits in every call: they depend on
+        its own sequence, not on what else is in the batch, on its order or padding, or
+        on the width of the tables. What a sequence's queries see is then cut after
+        so many keys (rounded up to a multiple of 256) and nowhere else, and
+        the parts are put together in order. Small ones share long sequences out
+        better, and need a larger workspace. Unless given, keys are cut where it is
+        fastest.
       q_heads: `(first, total)`, where q has only N of `total` query heads, which the
         pages serve: those from `first` on, a multiple of N that may be traced. It is
         for `shard_map`; automatic partitioning does it by itself.
+      value_dim: of a latent cache (multi-head latent attention, DeepSeek-V2), from 1 to
+        D: a value is the first so many columns of its key. Heads' own projections of
+        keys and values are the caller's, on q and on the result (the absorbed form).
       return_lse: also return the log-sum-exp of the scores, float32, shaped like q
         without D.
       implementation: "cuda" (kernels for sm_80 and newer GPUs, of bfloat16 and
@@ -174,9 +212,13 @@ def paged_attention(
         softcap=softcap,
         sinks=sinks,
         scale=scale,
+        ranges=ranges,
+        tree_mask=tree_mask,
         k_scale=k_scale,
         v_scale=v_scale,
+        split_size=split_size,
         q_heads=q_heads,
+        value_dim=value_dim,
         return_lse=return_lse,
         implementation=implementation,
     )

@@ -6,6 +6,9 @@
 
 Lengths lie on the device, so both loops end where the data says. Beside the result
 there is nothing larger than a step's pages.
+
+With `split_size` all tiles have one shape, and begin with a sequence's first query:
+then what is computed for a row is the same program on the same numbers in every call.
 """
 
 from __future__ import annotations
@@ -23,18 +26,20 @@ from jax_kvblock.attention.dense import window_of
 from jax_kvblock.blocks import gather_kv
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core.spmd import vary_alike
-from jax_kvblock.paged.call import Paged, PagedConfig, page_shapes
+from jax_kvblock.paged.call import Paged, PagedConfig, page_shapes, value_dim_of
 from jax_kvblock.paged.heads import HeadPart
 
 # Queries of a tile, and keys of a step, at most (of a page that is larger, all).
 TILE_ROWS, STEP_KEYS = 64, 256
+# Queries of a tile where its shape must not depend on the call (`split_size`).
+SPLIT_ROWS = 8
 
 
 class _Rows(NamedTuple):
     """The rows of all calls, one after the other, and which are whose.
 
     Attributes:
-      q: `[C R, N, D]`.
+      q: `[C R, N, D]`, and a tile beyond them where they all begin with a sequence.
       first, lens: int32 `[B]`, a sequence's first row and how many it has.
       kv_lens: int32 `[B]`, from 0 to W T.
     """
@@ -51,6 +56,7 @@ class _Tile(NamedTuple):
     sequence: Any
     row: Any
     labels: Labels  # [1, length]
+    bits: Any  # of tree_mask, [length, words], or None
 
 
 def forward(
@@ -59,25 +65,28 @@ def forward(
     """out `[C, R, N, Dv]`, lse `[C, R, N]`; zeros and −inf where nothing is seen."""
     lead, heads = x.q.shape[:2], x.q.shape[2]
     rows, batch = lead[0] * lead[1], x.kv_lens.shape[0]
-    dim = page_shapes(x.pages)[1][3]
-    out = jnp.zeros((rows, heads, dim), x.q.dtype)
-    lse = jnp.full((rows, heads), -jnp.inf, accumulator(x.q.dtype))
+    dim = value_dim_of(config, x)
+    mean = -(-rows // max(batch, 1))
+    length = min(TILE_ROWS, 1 << (mean - 1).bit_length(), rows)
+    if config.split_size:
+        length = SPLIT_ROWS
+    beyond = length if config.split_size else 0  # no tile needs to be moved back
+    out = jnp.zeros((rows + beyond, heads, dim), x.q.dtype)
+    lse = jnp.full((rows + beyond, heads), -jnp.inf, accumulator(x.q.dtype))
     if rows and batch:
-        of = _rows_of(x)
-        mean = -(-rows // batch)
-        length = min(TILE_ROWS, 1 << (mean - 1).bit_length(), rows)
+        of = _rows_of(x, beyond)
         counts = -(-of.lens // length)
         ends = jnp.cumsum(counts, dtype=jnp.int32)
 
         def step(i: Any, made: Any) -> Any:
-            tile = _find(config, of, ends, counts, length, i)
+            tile = _find(config, x, of, ends, counts, length, i)
             return _write(made, tile, _attend(config, x, of, tile, length, part))
 
         out, lse = blocked.loop(ends[-1], step, _varying(x, out, lse))
-    return out.reshape(*lead, heads, dim), lse.reshape(*lead, heads)
+    return out[:rows].reshape(*lead, heads, dim), lse[:rows].reshape(*lead, heads)
 
 
-def _rows_of(x: Paged) -> _Rows:
+def _rows_of(x: Paged, beyond: int) -> _Rows:
     """Nothing of what the operands say is trusted."""
     calls, length = x.q.shape[:2]
     (_, size, *_), _ = page_shapes(x.pages)
@@ -101,6 +110,7 @@ def _rows_of(x: Paged) -> _Rows:
     # and then fails to count the loops' steps.
     first, lens, kv_lens = jax.lax.optimization_barrier((first, lens, kv_lens))
     q = x.q.reshape(calls * length, *x.q.shape[2:])
+    q = jnp.pad(q, ((0, beyond), (0, 0), (0, 0)))
     return _Rows(q, first, lens, kv_lens)
 
 
@@ -110,7 +120,13 @@ def _varying(x: Paged, *state: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _find(
-    config: PagedConfig, of: _Rows, ends: Any, counts: Any, length: int, i: Any
+    config: PagedConfig,
+    x: Paged,
+    of: _Rows,
+    ends: Any,
+    counts: Any,
+    length: int,
+    i: Any,
 ) -> _Tile:
     """Tile i. It is moved back where it would pass the end of q."""
     b = jnp.searchsorted(ends, i, side="right").astype(jnp.int32)
@@ -118,9 +134,20 @@ def _find(
     row = jnp.minimum(of.first[b] + first, of.q.shape[0] - length)
     query = row - of.first[b] + jnp.arange(length, dtype=jnp.int32)
     valid = (query >= first) & (query < of.lens[b])
-    window = window_of(config.scores, query, of.kv_lens[b] - of.lens[b])
+    first_key, last_key = window_of(config.scores, query, of.kv_lens[b] - of.lens[b])
+
+    def own(a: jax.Array) -> jax.Array:
+        a = a.reshape(-1, a.shape[-1])
+        return jax.lax.dynamic_slice_in_dim(a, row, length, 0)
+
+    if x.ranges is not None:
+        begin, end = own(x.ranges).T
+        first_key = jnp.maximum(first_key, begin)
+        last_key = jnp.minimum(last_key, jnp.maximum(end, -(2**31) + 1) - 1)
     none = jnp.zeros_like(query)
-    return _Tile(b, row, Labels(*(a[None] for a in (*window, none, none, valid))))
+    labels = (first_key, last_key, none, none, valid)
+    bits = None if x.tree_mask is None else own(x.tree_mask)
+    return _Tile(b, row, Labels(*(a[None] for a in labels)), bits)
 
 
 def _attend(
@@ -132,13 +159,16 @@ def _attend(
     part: HeadPart | None,
 ) -> tuple[jax.Array, jax.Array]:
     """out `[length, N, Dv]` and lse `[length, N]` of a tile."""
-    (blocks, size, heads, dim), (*_, value_dim) = page_shapes(x.pages)
+    blocks, size, heads, dim = page_shapes(x.pages)[0]
+    value_dim = value_dim_of(config, x)
     if part is not None:
         heads = part.heads
     width, kv_len = x.tables.shape[-1], of.kv_lens[tile.sequence]
     call = tile.sequence // x.sequences
     layer = _layer_of(config, x, call)
-    pages = max(1, min(STEP_KEYS // size, width))
+    pages = max(1, STEP_KEYS // size)
+    if not config.split_size:
+        pages = max(1, min(pages, width))
     keys = pages * size
     find = _finder(x, tile, pages)
     q = jax.lax.dynamic_slice_in_dim(of.q, tile.row, length, 0)
@@ -168,27 +198,43 @@ def _attend(
         there = jnp.repeat((ids >= 0) & (ids < blocks), size) & (key < kv_len)
         if isinstance(x.pages, KVPool) and isinstance(layer, jax.Array):
             there &= (layer >= 0) & (layer < x.pages.spec.num_layers)
-        k, v = (
+        seen = None
+        if x.ranges is not None or x.tree_mask is not None:
+            seen = _seen(tile, key, key - (kv_len - of.lens[tile.sequence]))
+            there &= seen.any(0)  # nobody reads the others, not even a NaN
+            seen = seen[None]
+        k, *v = (
             jnp.moveaxis(jnp.where(there[:, None, None], a, 0), 0, 1)[None]
             for a in _gather(x, layer, ids, part)
         )
+        k, *v = (a.astype(compute) for a in (k, *v))
+        values = v[0] if v else k[..., :value_dim]
         none = jnp.zeros_like(key)
         labels = Labels(*(a[None] for a in (key, key, none, none, there)))
-        block = problem._replace(
-            k=k.astype(compute), v=v.astype(compute), kv_labels=labels
-        )
+        block = problem._replace(k=k, v=values, kv_labels=labels, seen=seen)
         return blocked.add_block(config.scores, operands, block, 0, 0, state)
 
-    begin = jnp.maximum(
-        jnp.where(tile.labels.valid, tile.labels.first, kv_len).min(), 0
-    )
-    last = jnp.where(tile.labels.valid, tile.labels.last, -1).max()
+    some = tile.labels.valid & (tile.labels.first <= tile.labels.last)
+    begin = jnp.maximum(jnp.where(some, tile.labels.first, kv_len).min(), 0)
+    last = jnp.where(some, tile.labels.last, -1).max()
     end = jnp.minimum(last, kv_len - 1) + 1
     state = _varying(x, *blocked.no_keys(operands, problem, value_dim))
     state = jax.lax.fori_loop(begin // keys, -(-end // keys), add, state)
     o, lse = blocked.finish(operands, problem, 0, *state)
     o, rows = (a.reshape(-1, *a.shape[3:]) for a in (o, lse.value))
     return jnp.moveaxis(o, 0, 1), rows.T
+
+
+def _seen(tile: _Tile, key: jax.Array, new: jax.Array) -> jax.Array:
+    """bool `[length, keys]`: who sees which. `new`: of the sequence's own queries."""
+    first, last, _, _, valid = (a[0][:, None] for a in tile.labels)
+    seen = valid & (key >= first) & (key <= last)
+    if tile.bits is None:
+        return seen
+    words = tile.bits.shape[-1]
+    word = new >> 5
+    bits = jnp.take(tile.bits, word, axis=1, mode="clip") >> (new & 31)
+    return seen & ((word < 0) | (word >= words) | (bits & 1 == 1))
 
 
 def _layer_of(config: PagedConfig, x: Paged, call: Any) -> Any:
@@ -211,17 +257,20 @@ def _finder(x: Paged, tile: _Tile, pages: int) -> Callable[[Any], jax.Array]:
 
 def _gather(
     x: Paged, layer: Any, ids: Any, part: HeadPart | None
-) -> tuple[jax.Array, jax.Array]:
-    """Keys `[n T, K, D]` and values of these blocks; of a bad id, anything."""
-    k, v = _gather_all(x, layer, ids)
-    return (k, v) if part is None else (part.of(k, 1), part.of(v, 1))
+) -> tuple[jax.Array, ...]:
+    """Keys `[n T, K, D]` and values of these blocks; of a bad id, anything.
+
+    Of a latent cache there are keys alone: they are read once.
+    """
+    rows = _gather_all(x, layer, ids)
+    return rows if part is None else tuple(part.of(a, 1) for a in rows)
 
 
-def _gather_all(x: Paged, layer: Any, ids: Any) -> tuple[jax.Array, jax.Array]:
+def _gather_all(x: Paged, layer: Any, ids: Any) -> tuple[jax.Array, ...]:
     if isinstance(x.pages, KVPool):
         k, v = gather_kv(x.pages, layer, ids)
-        assert v is not None  # num_outer is 2
-        return _times(x, k, x.k_scale, layer, ids), _times(x, v, x.v_scale, layer, ids)
+        k = _times(x, k, x.k_scale, layer, ids)
+        return (k,) if v is None else (k, _times(x, v, x.v_scale, layer, ids))
     k, v = x.pages.layout.take(x.pages.arrays, ids)
     if x.scales is not None:
         wide = accumulator(x.q.dtype)

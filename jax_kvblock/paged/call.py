@@ -20,14 +20,19 @@ class PagedConfig:
     Attributes:
       scores: scale, softcap and window, as in `flash_attention`.
       layer: of the pool, where it is static; None for a traced one, or for `Pages`.
+      split_size: keys of a piece; 0 where they may be any.
       implementation: who is asked to compute it.
       query_heads: how many the cache's key heads serve, with q_first.
+      value_dim: of a latent cache, a `KVPool` with num_outer 1 and one key head: values
+        are so many of the first columns of its keys. None: keys and values lie apart.
     """
 
     scores: AttentionConfig
     layer: int | None
     implementation: str | None = None
+    split_size: int = 0
     query_heads: int | None = None
+    value_dim: int | None = None
 
 
 class Paged(NamedTuple):
@@ -48,9 +53,11 @@ class Paged(NamedTuple):
       table_first: int32 `[C S]`, where in `tables` that of each sequence begins, from 0
         to W; or None.
       scales: a factor of each key and value, in a layout without D, or None.
+      ranges: int32 `[C, R, 2]`, the keys that a row sees, first and end; or None.
+      tree_mask: int32 `[C, R, words]`, bits of the new keys that it sees; or None.
       k_scale, v_scale: what numbers of a cache of 8 bits are multiplied by, float32:
         `[1]` of all, `[K]` of each head, `[P, T, K]` of each token and head, `[L, P, T,
-        K]` of all layers of a pool; or None.
+        K]` of all layers of a pool; or None. A latent cache has k_scale alone.
       q_first: int32 `[1]`, where q has some of the query heads that the cache's key
         heads serve: the first of them, a multiple of their number; or None.
     """
@@ -65,6 +72,8 @@ class Paged(NamedTuple):
     sinks: jax.Array | None
     table_first: jax.Array | None = None
     scales: Pages | None = None
+    ranges: jax.Array | None = None
+    tree_mask: jax.Array | None = None
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
     q_first: jax.Array | None = None
@@ -101,11 +110,16 @@ def cut_heads(pages: Cache, shards: int) -> Cache:
     return Pages(pages.arrays, layout)
 
 
+def value_dim_of(config: PagedConfig, x: Paged) -> int:
+    """Dv."""
+    return config.value_dim or page_shapes(x.pages)[1][3]
+
+
 def page_shapes(pages: KVPool | Pages) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """`(P, T, K, D)` of keys and of values."""
+    """`(P, T, K, D)` of keys and of values; of a latent cache, twice that of keys."""
     if isinstance(pages, KVPool):
-        spec = pages.spec
-        shape = (pages.num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+        spec, blocks = pages.spec, pages.arrays[0].shape[0]
+        shape = (blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
         return shape, shape
     sizes = pages.layout.sizes("paged_attention", [a.shape for a in pages.arrays])
     return sizes[:4], (*sizes[:3], sizes.value_dim)

@@ -16,7 +16,13 @@ from jax_kvblock.attention.cuda import unserved as unserved_scores
 from jax_kvblock.attention.cuda import unserved_by_gpu
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core import ffi
-from jax_kvblock.paged.call import Paged, PagedConfig, dtype_of, page_shapes
+from jax_kvblock.paged.call import (
+    Paged,
+    PagedConfig,
+    dtype_of,
+    page_shapes,
+    value_dim_of,
+)
 from jax_kvblock.paged.heads import HeadPart, attend_all_heads
 from jax_kvblock.paged.pages import Pages
 
@@ -26,6 +32,8 @@ ALIGNED = 16  # bytes that keys and values are read by
 CACHES = tuple(map(np.dtype, (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)))
 # Head dims beyond it need more shared memory than consumer GPUs have.
 LARGE_SHARED = 192
+# Of latent caches: head dim and value dim (generic/latent/instances.h).
+LATENT_DIMS = ((576, 512), (192, 128))
 
 
 class _Rows(NamedTuple):
@@ -57,11 +65,18 @@ class _Cache(NamedTuple):
 
 def unserved(config: PagedConfig, x: Paged) -> list[str]:
     """What of a call the kernels do not serve; empty when they serve it."""
-    _, (*_, value_dim) = page_shapes(x.pages)
+    value_dim, latent = value_dim_of(config, x), config.value_dim is not None
+    dims, missing = (x.q.shape[-1], value_dim), []
+    if latent:
+        if dims not in LATENT_DIMS:
+            missing.append(
+                f"a latent cache of head dim {dims[0]} with value_dim {dims[1]} "
+                f"({', '.join(f'{d} with {v}' for d, v in LATENT_DIMS)} are served)"
+            )
+        dims = (64, 64)  # the rest is as with any
     # Scores, dims and dtypes as those of dense attention of a query.
-    q = x.q[:1, :1] if isinstance(x.q, jax.Array) else x.q
-    v = jax.ShapeDtypeStruct((*q.shape[:-1], value_dim), q.dtype)
-    missing = unserved_scores(config.scores, Operands(q, q, v))
+    q, v = (jax.ShapeDtypeStruct((1, 1, x.q.shape[2], d), x.q.dtype) for d in dims)
+    missing += unserved_scores(config.scores, Operands(q, q, v))
     missing += unserved_by_gpu("cuda", False)
     cache = _cache(config, x.pages)
     if len(cache.arrays) - cache.pair > MOST_ARRAYS:
@@ -76,12 +91,12 @@ def unserved(config: PagedConfig, x: Paged) -> list[str]:
         missing.append(f"rows that do not begin at multiples of {ALIGNED} bytes")
     if max(strides[1:4] + strides[5:8]) > MOST_STRIDE:
         missing.append("strides of more than 64 GiB")
-    if x.table_first is not None:
-        missing.append("tables that lie one after the other")
     if x.scales is not None:
         missing.append("a scale of each key")
     if (stored := dtype_of(x.pages)) != x.q.dtype:
-        if stored not in CACHES:
+        if latent:
+            missing.append(f"a latent cache of {stored} with q {x.q.dtype}")
+        elif stored not in CACHES:
             missing.append(f"a cache of {stored} with q {x.q.dtype}")
         elif x.q.shape[-1] % ALIGNED or value_dim % ALIGNED:
             missing.append(
@@ -96,19 +111,30 @@ def unserved(config: PagedConfig, x: Paged) -> list[str]:
 
 def run(config: PagedConfig, x: Paged, part: HeadPart | None = None) -> tuple[Any, Any]:
     """out `[C, R, N, Dv]` and lse `[C, R, N]`, by the CUDA launcher."""
-    (blocks, size, kv_heads, _), (*_, value_dim) = page_shapes(x.pages)
+    blocks, size, kv_heads, _ = page_shapes(x.pages)[0]
+    value_dim = value_dim_of(config, x)
     cache = _cache(config, x.pages)
     if part is not None:
         made = _of_heads(config, x, cache, part)
         if made is None:
             return attend_all_heads(run, config, x, part)
         (x, cache), kv_heads = made, part.heads
-    optional = [x.query_start, x.q_lens, x.layer, x.sinks, x.k_scale, x.v_scale]
+    optional = [x.query_start, x.q_lens, x.layer, x.sinks, x.ranges, x.tree_mask]
+    optional += [x.k_scale, x.v_scale, x.table_first]
     present = sum(1 << i for i, a in enumerate(optional) if a is not None)
     calls, rows, heads, _ = x.q.shape
     narrow = dtype_of(x.pages) != x.q.dtype
     room = ffi.paged_attention_workspace(
-        calls, x.sequences, rows, heads, kv_heads, value_dim, narrow
+        calls,
+        x.sequences,
+        rows,
+        heads,
+        kv_heads,
+        value_dim,
+        narrow,
+        config.split_size,
+        x.tables.shape[-1],
+        size,
     )
     call = jax.ffi.ffi_call(
         "kvblock_paged_attention",
@@ -131,6 +157,8 @@ def run(config: PagedConfig, x: Paged, part: HeadPart | None = None) -> tuple[An
         "window_right": min(scores.window_right, 2**31 - 1),
         "layer_stride": cache.layer_stride,
         "scale_layer": config.layer or 0,
+        "split_size": config.split_size,
+        "values_in_keys": config.value_dim is not None,
         **{f"k_{name}": n for name, n in cache.k._asdict().items()},
         **{f"v_{name}": n for name, n in cache.v._asdict().items()},
     }
@@ -177,7 +205,7 @@ def _pool(config: PagedConfig, pool: KVPool) -> _Cache:
             arrays = (arrays[config.layer],)
     k, v = (
         _Rows(first + outer * stride["O"], step, stride["T"], stride["H"])
-        for outer in (0, 1)
+        for outer in (0, spec.num_outer - 1)  # of a latent cache, keys twice
     )
     dense = axes[-1] == "D"
     return _Cache(tuple(arrays), False, layers, stride["L"], k, v, dense)

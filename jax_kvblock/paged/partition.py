@@ -1,7 +1,9 @@
 """How `paged_attention` is cut over a mesh: by query heads, and by key heads as far as
 the cache is.
 
-Everything else is whole on every device: tables name blocks of the whole cache.
+Everything else is whole on every device: tables name blocks of the whole cache. A
+latent cache, whose one key head all query heads share, is whole, too; query heads are
+cut.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 As those of attention it is a pair: the outer one carries the transformation rules and
 lowers to a partitioned call, the inner one is what each device runs. A batch of
-`jax.vmap` folds into calls. Key heads may be cut over a mesh; nothing else of a cache
-can be, since any sequence may have any block.
+`jax.vmap` folds into calls. Key heads may be cut over a mesh, or of a latent cache the
+query heads; nothing else of a cache can be, since any sequence may have any block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from jax_kvblock.core.batching import batch_one_by_one
 from jax_kvblock.core.primitive import make_primitives
 from jax_kvblock.core.spmd import lower_local, vary_alike
 from jax_kvblock.paged import blocked, cuda, dispatch, partition
-from jax_kvblock.paged.call import Paged, PagedConfig, cut_heads, page_shapes
+from jax_kvblock.paged.call import (
+    Paged,
+    PagedConfig,
+    cut_heads,
+    page_shapes,
+    value_dim_of,
+)
 from jax_kvblock.paged.heads import attend_heads
 from jax_kvblock.paged.pages import Pages
 
@@ -64,7 +70,7 @@ def attend(config: PagedConfig, x: Paged) -> tuple[jax.Array, jax.Array]:
 
 def _abstract_eval(*avals: Any, call: Call) -> list[Any]:
     x: Any = call.unpack(avals)
-    _, (*_, dim) = page_shapes(x.pages)
+    dim = value_dim_of(call.config, x)
     shapes = (*x.q.shape[:-1], dim), x.q.shape[:-1]
     dtypes = x.q.dtype, accumulator(x.q.dtype)
     mesh = x.q.sharding.mesh
@@ -181,6 +187,8 @@ def _batch(
         sinks=sinks,
         table_first=table_first,
         scales=_arrays(x.scales),
+        ranges=None if x.ranges is None else x.ranges.fold(count),
+        tree_mask=None if x.tree_mask is None else x.tree_mask.fold(count),
         k_scale=_arrays(x.k_scale),
         v_scale=_arrays(x.v_scale),
         q_first=_arrays(x.q_first),

@@ -26,6 +26,8 @@ from attention_sweep import CAUSAL, OPTIONS, Launcher, judged
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.wide
+
 
 @pytest.fixture
 def launcher(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:

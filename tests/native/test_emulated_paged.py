@@ -7,11 +7,14 @@ arrays, and what nobody may read, is NaN.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from pathlib import Path
 
 import pytest
-from paged_cases import BAD, CASES, LEAVING, LONG
+from paged_cases import BAD, CASES, LEAVING, LONG, SPLIT
 from paged_problems import Case, Problem, run_on_host
+
+pytestmark = pytest.mark.wide
 
 
 @pytest.fixture(params=[3, 20])
@@ -69,6 +72,38 @@ def hopper(request, library: Path):
     loaded.emulator_set_block_maps(request.param == "boxes")
     yield loaded
     loaded.emulator_set_hopper(0)
+
+
+def hold_alone(library: ctypes.CDLL, whole: Problem) -> None:
+    """The call, and each sequence alone on a smaller GPU: rows have the same bits."""
+    library.emulator_set_multiprocessors(20)
+    run_on_host(library, whole, times=1)
+    library.emulator_set_multiprocessors(3)
+    assert whole.got
+    for b in range(len(whole.tables)):
+        call, first, end = whole.sequence_rows(b)
+        if first == end:
+            continue
+        alone = whole.alone(b)
+        run_on_host(library, alone, times=1)
+        assert alone.got
+        for a, part in zip(whole.got, alone.got, strict=True):
+            assert a[call, first:end].tobytes() == part[0].tobytes(), b
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_with_split_size_other_sequences_change_no_bit(name, library):
+    hold_alone(ctypes.CDLL(str(library)), Problem(SPLIT[name]))
+
+
+def test_without_split_size_they_do(library):
+    case = dataclasses.replace(SPLIT["split: mixed"], split_size=0)
+    with pytest.raises(AssertionError):
+        hold_alone(ctypes.CDLL(str(library)), Problem(case))
+
+
+def test_with_split_size_they_change_none_where_two_kernels_share_a_call(hopper):
+    hold_alone(hopper, Problem(SPLIT["split: long among them"]))
 
 
 def is_emulated(case: Case) -> bool:

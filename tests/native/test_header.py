@@ -13,6 +13,7 @@ import pytest
 from append_launches import CAppend
 from attention_launches import Attention, Backward, Call, Forward, fields
 from c_interface import SCHEDULE, TASK, CCopy, CSide, load_library
+from paged_problems import Paged, Scales, Strides
 
 import jax_kvblock
 from jax_kvblock.core.ffi import BUILD
@@ -131,6 +132,9 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
         "kvblock_attention": Call,
         "kvblock_forward": Forward,
         "kvblock_backward": Backward,
+        "kvblock_page_strides": Strides,
+        "kvblock_scales": Scales,
+        "kvblock_paged_attention": Paged,
     }
     same = []
     for name, struct in structs.items():
@@ -141,7 +145,7 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
             same.append(f"sizeof((({name}*)0)->{field}) == {place.size}")
     checks = "".join(f'_Static_assert({c}, "{c}");\n' for c in same)
     source = tmp_path / "structs.c"
-    names = ("append", "attention", "block_copy")
+    names = ("append", "attention", "block_copy", "paged_attention")
     headers = (*(f"kvblock/{name}.h" for name in names), "stddef.h")
     included = "".join(f"#include <{header}>\n" for header in headers)
     source.write_text(included + checks)

@@ -43,6 +43,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         f"{ATTENTION}generic/",
         f"{ATTENTION}generic/split/",
     ),
+    f"{ATTENTION}generic/latent/": (
+        *KERNELS,
+        f"{ATTENTION}generic/",
+        f"{ATTENTION}generic/split/",
+        f"{ATTENTION}generic/paged/",
+        f"{ATTENTION}combine/",
+    ),
     HOPPER: KERNELS,
     f"{HOPPER}forward/": (*KERNELS, HOPPER),
     f"{HOPPER}backward/": (*KERNELS, HOPPER),
@@ -60,6 +67,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         ),
         f"{ATTENTION}generic/split/",
         f"{ATTENTION}generic/paged/",
+        f"{ATTENTION}generic/latent/",
         f"{HOPPER}paged/",
     ),
     "module.cc": (

@@ -395,27 +395,25 @@ def test_exceptions_set_by_other_threads_lose_nothing(manager: kv.BlockManager) 
 
     check = update_and_count(manager)
     manager.update(add_one)
-    stopped, done = [0], threading.Event()
-    worker_ident = []
+    stopped: list[int] = []
 
-    def work() -> None:
-        worker_ident.append(threading.get_ident())
-        while not done.is_set():
-            try:
-                while not done.is_set():
-                    manager.update(add_one)
-            except Stop:
-                stopped[0] += 1
+    def work(begun: threading.Event) -> None:
+        try:
+            begun.set()
+            while True:
+                manager.update(add_one)
+        except Stop:
+            stopped.append(threading.get_ident())
 
-    worker = threading.Thread(target=work)
-    worker.start()
+    # One for each thread: a second might reach it while it takes the first.
     set_exception = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    try:
-        for _ in range(100):
-            time.sleep(0.003)
-            set_exception(ctypes.c_ulong(worker_ident[0]), ctypes.py_object(Stop))
-    finally:
-        done.set()
+    for i in range(50):
+        begun = threading.Event()
+        worker = threading.Thread(target=work, args=(begun,))
+        worker.start()
+        begun.wait()
+        time.sleep(0.003 + 0.0001 * i)
+        set_exception(ctypes.c_ulong(worker.ident or 0), ctypes.py_object(Stop))
         worker.join()
     check()
-    assert stopped[0] > 10
+    assert len(stopped) == 50

@@ -16,7 +16,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
     ref_ragged_paged_attention,
 )
-from support.ragged import Ragged
+from ragged import Ragged
 
 from jax_kvblock import dropins
 

@@ -39,6 +39,8 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     scale: float | None = None
+    ranges: bool = False
+    tree: int = 0  # words of bits
 
 
 class Drawn:
@@ -75,12 +77,24 @@ class Drawn:
         shape = (int(self.starts[-1]), c.heads, c.dim)
         self.q = rng.standard_normal(shape).astype(dtype)
         self.sinks = rng.standard_normal(c.heads).astype(np.float32)
+        rows = shape[0]
+        ends = self.kv_lens.max() * rng.uniform(-0.2, 1.2, (rows, 2))
+        self.ranges = np.sort(ends.astype(np.int32), 1)
+        for i, wild in enumerate(
+            [(9, 5), (-(2**31), 2**31 - 1), (2**31 - 1, -(2**31))]
+        ):
+            self.ranges[3 + i :: 9] = wild
+        self.seen = rng.random((rows, 32 * c.tree)) < 0.7  # of the sequence's queries
 
     @property
     def options(self) -> dict[str, Any]:
         c = self.case
         given = {"causal": c.causal, "window": c.window, "softcap": c.softcap}
         sinks = jnp.asarray(self.sinks) if c.sinks else None
+        if c.ranges:
+            given["ranges"] = self.ranges
+        if c.tree:
+            given["tree_mask"] = packed(self.seen)
         return given | {"scale": c.scale, "sinks": sinks}
 
     def run(self, **changes: Any) -> tuple[jax.Array, jax.Array]:
@@ -120,6 +134,11 @@ class Drawn:
                     seen &= at >= position - left
                 if right is not None:
                     seen &= at <= position + right
+                if c.ranges:
+                    seen &= (at >= self.ranges[row, 0]) & (at < self.ranges[row, 1])
+                new = at - (len(k) - end + first)
+                tree = (new >= 0) & (new < 32 * c.tree)
+                seen[tree] &= self.seen[row, new[tree]]
                 scores = np.einsum("nd,snd->ns", self.q[row].astype(np.float64), k)
                 scores = scores[:, seen] * scale
                 if c.softcap:
@@ -143,14 +162,31 @@ class Drawn:
         np.testing.assert_allclose(lse, want_lse, rtol=0, atol=bar)
 
 
-@pytest.fixture(params=["xla", pytest.param("cuda", marks=pytest.mark.gpu)])
+def packed(mask: np.ndarray) -> np.ndarray:
+    return np.packbits(mask, axis=-1, bitorder="little").view(np.uint32)
+
+
+WHO = [
+    "xla",
+    pytest.param("emulator", marks=pytest.mark.wide),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+@pytest.fixture(params=WHO)
 def draw(request: Any, rng: np.random.Generator) -> Any:
-    """Draws a case for plain JAX, or for the kernels, which have 16-bit floats."""
+    """Draws a case for plain JAX, or for the kernels, which have 16-bit floats.
+
+    A CPU has the kernels, too: from the FFI handler on, thread by thread.
+    """
+    who = "xla" if request.param == "xla" else "cuda"
+    if request.param == "emulator":
+        request.getfixturevalue("paged_as_cuda")
 
     def drawn(case: Case) -> Drawn:
-        if request.param == "cuda" and case.dtype == "float32":
+        if who == "cuda" and case.dtype == "float32":
             case = dataclasses.replace(case, dtype="bfloat16")
-        return Drawn(case, rng, request.param)
+        return Drawn(case, rng, who)
 
     return drawn
 
@@ -179,6 +215,22 @@ CASES = {
     "blocks of 48": Case(block_size=48, sequences=((1, 523), (4, 12))),
     "blocks of 256": Case(block_size=256, sequences=((1, 600), (4, 12))),
     "blocks longer than a step": Case(block_size=600, sequences=((1, 700), (4, 12))),
+    "ranges": Case(ranges=True, sequences=((6, 300), (1, 37), (9, 20), (1, 64))),
+    "ranges, not causal": Case(
+        ranges=True, causal=False, sinks=True, sequences=((70, 600), (9, 20))
+    ),
+    "8 drafts": Case(tree=1, sequences=((8, 300), (8, 8), (1, 64), (8, 41))),
+    "70 drafts of two words": Case(tree=2, sequences=((70, 90), (33, 40), (1, 9))),
+    "drafts, not causal": Case(tree=1, causal=False, sequences=((8, 300), (40, 41))),
+    "drafts longer than keys": Case(tree=1, sequences=((9, 4), (40, 20), (3, 0))),
+    "ranges, drafts, a window": Case(
+        ranges=True,
+        tree=1,
+        block_size=5,
+        window=(30, None),
+        softcap=2.0,
+        sequences=((8, 300), (20, 70)),
+    ),
 }
 
 
@@ -244,6 +296,149 @@ def test_all_queries_of_a_batch_count_unless_told(draw):
     drawn = draw(Case(sequences=((2, 9), (2, 33), (2, 2))))
     out, lse = drawn.run(q=drawn.q.reshape(3, 2, 4, 16), query_start=None)
     drawn.hold(out.reshape(-1, 4, 16), lse.reshape(-1, 4))
+
+
+# ---- ranges and drafts ---------------------------------------------------------------
+
+BOTH = Case(ranges=True, tree=1, sequences=((4, 40), (4, 61), (4, 9)))
+
+
+def test_a_batch_with_ranges_and_drafts(draw):
+    drawn = draw(BOTH)
+    given = {"q": drawn.q, "ranges": drawn.ranges, "tree_mask": packed(drawn.seen)}
+    given = {name: a.reshape(3, 4, *a.shape[1:]) for name, a in given.items()}
+    out, lse = drawn.run(**given, query_start=None)
+    drawn.hold(out.reshape(-1, 4, 16), lse.reshape(-1, 4))
+
+
+def test_bits_are_bits_whatever_their_dtype_is(draw):
+    """int32 and uint32, of NumPy and JAX; and lists of integers."""
+    drawn = draw(BOTH)
+    drawn.seen[:, 31] = True  # below 0 as int32
+    drawn.seen[:, 8:] = True
+    words = packed(drawn.seen)
+    assert words.max() > 2**31
+    made = [words.view(np.int32), jnp.asarray(words), words.view(np.int32).tolist()]
+    for tree_mask in [words, *made]:
+        drawn.hold(*drawn.run(tree_mask=tree_mask))
+    drawn.hold(*jax.jit(lambda bits: drawn.run(tree_mask=bits))(words))
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("strict"):
+        drawn.hold(*drawn.run(ranges=drawn.ranges.astype(np.int64)))
+
+
+def test_without_bits_and_with_all_of_them_is_the_same(draw):
+    drawn = draw(Case(sequences=((40, 90), (1, 37), (8, 20))))
+    rows = len(drawn.q)
+    _, lse = drawn.run()
+    everything = np.tile(np.array([-(2**31), 2**31 - 1], np.int32), (rows, 1))
+    for words in (0, 1, 2):
+        again = drawn.run(
+            tree_mask=np.full((rows, words), -1, np.int32), ranges=everything
+        )
+        drawn.hold(*again)
+        np.testing.assert_allclose(again[1], lse, rtol=0, atol=1e-6)
+
+
+def test_a_tree_of_drafts_is_its_branches(draw):
+    """Each node sees what the sequence of its ancestors would see."""
+    parents = [-1, 0, 0, 1, 1, 2, 5, 3]  # node 0 is the last token
+    drawn = draw(Case(tree=1, sequences=((8, 50),)))
+    drawn.seen[:] = False
+    branches = []
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            drawn.seen[node] = drawn.seen[parent]
+        drawn.seen[node, node] = True
+        branches.append(np.flatnonzero(drawn.seen[node]))
+    out, lse = drawn.run()
+    drawn.hold(out, lse)
+    keys, values = drawn.keys[0], drawn.values[0]
+    for node, branch in enumerate(branches):
+        at = np.r_[0:42, 42 + branch]
+        alone, _ = flash_attention(
+            drawn.q[None, node : node + 1], keys[None, at], values[None, at],
+            return_lse=True, implementation="xla",
+        )  # fmt: skip
+        bar = BARS[drawn.case.dtype]
+        got = np.asarray(out[node], np.float32)
+        np.testing.assert_allclose(
+            got, np.asarray(alone[0, 0], np.float32), rtol=0, atol=bar
+        )
+
+
+def test_what_no_range_has_may_be_nan(rng):
+    drawn = Drawn(Case(ranges=True, sequences=((2, 700), (1, 90))), rng)
+    drawn.ranges = np.array([[300, 310], [290, 305], [20, 30]], np.int32)
+    seen = [np.arange(290, 310), np.arange(20, 30)]
+    for b, keys in enumerate(seen):
+        gone = np.delete(np.arange(drawn.kv_lens[b]), keys)
+        ids = drawn.tables[b, gone // 16]
+        drawn.k[ids, gone % 16] = drawn.v[ids, gone % 16] = np.nan
+    drawn.hold(*drawn.run())
+
+
+@pytest.mark.parametrize("over", ["ranges", "tree_mask", "both", "everything"])
+def test_vmap_over_ranges_and_drafts(over, draw):
+    drawn = [draw(BOTH) for _ in range(3)]
+    names = {
+        "both": ["ranges", "tree_mask"],
+        "everything": ["q", "ranges", "tree_mask"],
+    }
+    mapped = names.get(over, [over])
+    for one in drawn[1:]:
+        one.k, one.v, one.keys = drawn[0].k, drawn[0].v, drawn[0].keys
+        one.values, one.tables = drawn[0].values, drawn[0].tables
+        for name, held in {"q": "q", "ranges": "ranges", "tree_mask": "seen"}.items():
+            if name not in mapped:
+                setattr(one, held, getattr(drawn[0], held))
+
+    def run(given: dict[str, Any]) -> Any:
+        return drawn[0].run(**given)
+
+    arrays = [{"q": x.q, **x.options} for x in drawn]
+    stacked = {n: np.stack([a[n] for a in arrays]) for n in mapped}
+    out, lse = jax.jit(jax.vmap(run))(stacked)
+    for i, one in enumerate(drawn):
+        one.hold(out[i], lse[i])
+
+
+def test_new_ranges_and_drafts_do_not_compile_again(draw):
+    drawn, other = draw(BOTH), draw(BOTH)
+    traced = []
+
+    @jax.jit
+    def step(ranges: Any, bits: Any) -> Any:
+        traced.append(1)
+        return drawn.run(ranges=ranges, tree_mask=bits)
+
+    for x in (drawn, other):
+        drawn.ranges, drawn.seen = x.ranges, x.seen
+        drawn.hold(*step(x.ranges, packed(x.seen)))
+    assert len(traced) == 1
+
+
+def test_ranges_and_drafts_in_a_scan_and_exported(rng):
+    drawn = Drawn(BOTH, rng)
+
+    @jax.jit
+    def steps(ranges: Any, bits: Any) -> Any:
+        def one(carry: None, given: Any) -> Any:
+            return carry, drawn.run(ranges=given[0], tree_mask=given[1])
+
+        return jax.lax.scan(one, None, (ranges, bits))[1]
+
+    given = drawn.ranges[None].repeat(2, 0), packed(drawn.seen)[None].repeat(2, 0)
+    out, lse = jax.export.export(steps)(*given).call(*given)
+    drawn.hold(out[1], lse[1])
+
+
+def test_no_array_of_queries_and_keys_is_made(rng):
+    drawn = Drawn(Case(ranges=True, tree=1, sequences=((64, 4096),)), rng)
+    run = jax.jit(lambda q: drawn.run(q=q))
+    memory = run.lower(drawn.q).compile().memory_analysis()
+    plain = jax.jit(lambda q: drawn.run(q=q, ranges=None, tree_mask=None))
+    without = plain.lower(drawn.q).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < without.temp_size_in_bytes + 64 * 4096
 
 
 # ---- caches of 8 bits ----------------------------------------------------------------
@@ -461,6 +656,22 @@ def test_vmap(over, draw):
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("over", ["layers", "queries"])
+def test_vmap_over_a_pool(over, contiguous, draw):
+    """Of some layers one holds what is sought; the others NaN."""
+    drawn = draw(Case())
+    pool = pool_of(drawn, contiguous)
+    layer: Any = jnp.int32(1)
+    if over == "layers":
+        out, lse = jax.vmap(lambda i: drawn.run(pages=pool, layer=i))(jnp.arange(3))
+        drawn.hold(out[1], lse[1])
+    else:
+        q = jnp.stack([jnp.asarray(drawn.q), -jnp.asarray(drawn.q)])
+        out, lse = jax.vmap(lambda q: drawn.run(q=q, pages=pool, layer=layer))(q)
+        drawn.hold(out[0], lse[0])
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
 def test_vmap_over_pools(contiguous, draw):
     drawn = [draw(Case(sequences=((2, 30), (1, 9)))) for _ in range(2)]
     pools = [pool_of(one, contiguous) for one in drawn]
@@ -512,9 +723,11 @@ def test_tensors_of_torch(rng):
     drawn.hold(*drawn.run(q=q, pages=(k, v), **given))
 
 
-def test_heads_over_devices(rng, four_cpus):
+@pytest.mark.parametrize("rows", ["alike", "ranges and drafts"])
+def test_heads_over_devices(rows, rng, four_cpus):
     """Each device has its own key heads: nothing travels."""
-    drawn = Drawn(Case(heads=8, kv_heads=4), rng)
+    of_rows = {"ranges": True, "tree": 1} if rows != "alike" else {}
+    drawn = Drawn(Case(heads=8, kv_heads=4, **of_rows), rng)
     mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:4]), ("heads",))
     q_cut, kv_cut = (jax.sharding.PartitionSpec(*[None] * n, "heads") for n in (1, 2))
 
@@ -529,6 +742,57 @@ def test_heads_over_devices(rng, four_cpus):
     drawn.hold(*run(drawn.q, drawn.k, drawn.v))
     text = run.lower(drawn.q, drawn.k, drawn.v).compile().as_text()
     assert "all-" not in text and "collective" not in text
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_ranges_and_drafts_of_a_program_that_is_partitioned(cut, rng, four_cpus):
+    """They are whole on every device, however they came."""
+    drawn = Drawn(Case(heads=8, kv_heads=4, ranges=True, tree=1), rng)
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:4]), ("x",))
+
+    def lay(a: Any, axis: int | None) -> jax.Array:
+        names = ["x" if i == axis else None for i in range(a.ndim)]
+        spec = jax.sharding.PartitionSpec(*names)
+        return jax.device_put(a, jax.sharding.NamedSharding(mesh, spec))
+
+    q, k, v = lay(drawn.q, 1), lay(drawn.k, 2), lay(drawn.v, 2)
+    more = -len(drawn.q) % 4  # rows of no sequence, so that devices can share them out
+    q = jnp.pad(q, ((0, more), (0, 0), (0, 0)))
+    at = 0 if cut else None
+    ranges = lay(np.pad(drawn.ranges, ((0, more), (0, 0))), at)
+    bits = lay(np.pad(packed(drawn.seen), ((0, more), (0, 0))), at)
+
+    @jax.jit
+    def run(q: Any, k: Any, v: Any, ranges: Any, bits: Any) -> Any:
+        return drawn.run(q=q, pages=(k, v), ranges=ranges, tree_mask=bits)
+
+    out, lse = run(q, k, v, ranges, bits)
+    rows = len(drawn.q)
+    drawn.hold(np.asarray(out)[:rows], np.asarray(lse)[:rows])
+    assert out.sharding.spec[1] == "x"
+
+
+@pytest.mark.parametrize("held", ["pool", "pair"])
+def test_jit_cuts_heads(held, rng, four_cpus):
+    """As q and the cache are cut, results are, and nothing travels."""
+    drawn = Drawn(Case(heads=4, kv_heads=2), rng)
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:2]), ("heads",))
+
+    def cut(a: Any, *axes: str | None) -> Any:
+        spec = jax.sharding.PartitionSpec(*axes)
+        return jax.device_put(a, jax.sharding.NamedSharding(mesh, spec))
+
+    if held == "pool":
+        pages: Any = cut(pool_of(drawn), *[None] * 4, "heads")
+    else:
+        pages = cut((drawn.k, drawn.v), None, None, "heads")
+    layer = 1 if held == "pool" else None
+    step = jax.jit(lambda q, pages: drawn.run(q=q, pages=pages, layer=layer))
+    q = cut(drawn.q, None, "heads")
+    out, lse = step(q, pages)
+    drawn.hold(out, lse)
+    assert out.sharding.shard_shape(out.shape)[1] == 2
+    assert "all-gather" not in step.lower(q, pages).compile().as_text()
 
 
 def test_it_has_no_derivative(rng):
@@ -665,6 +929,60 @@ WRONG = {
         {"implementation": "cudnn"},
         ValueError,
         "implementation must be one of None, 'cuda', 'xla'",
+    ),
+    "ranges of rank 3": (
+        {"ranges": np.zeros((1, 5, 2), np.int32)},
+        ValueError,
+        r"ranges must be int32\[tokens, 2\], got",
+    ),
+    "ranges of other rows": (
+        {"ranges": np.zeros((4, 2), np.int32)},
+        ValueError,
+        r"ranges must be int32\[tokens, 2\] = \[5, 2\], of each row .*got .*; stack",
+    ),
+    "ranges of one number": (
+        {"ranges": np.zeros((5, 1), np.int32)},
+        ValueError,
+        r"ranges must be int32\[tokens, 2\] = \[5, 2\]",
+    ),
+    "ranges of a batch": (
+        {
+            "q": np.zeros((2, 3, 4, 16), np.float32),
+            "query_start": None,
+            "ranges": np.zeros((2, 2), np.int32),
+        },
+        ValueError,
+        r"ranges must be int32\[B, T, 2\]",
+    ),
+    "float ranges": (
+        {"ranges": np.zeros((5, 2))},
+        TypeError,
+        r"ranges must be int32\[tokens, 2\].*cast",
+    ),
+    "a mask of booleans": (
+        {"tree_mask": np.zeros((5, 32), bool)},
+        TypeError,
+        r"tree_mask must be bits in int32 or uint32\[tokens, words\], got .*packbits",
+    ),
+    "bits in int64": (
+        {"tree_mask": np.zeros((5, 1), np.int64)},
+        TypeError,
+        "tree_mask must be bits in int32 or uint32",
+    ),
+    "bits of other rows": (
+        {"tree_mask": np.zeros((4, 1), np.uint32)},
+        ValueError,
+        r"tree_mask must be .* with a row for each of q's \[5\], got .*; rows without",
+    ),
+    "bits of rank 1": (
+        {"tree_mask": np.zeros(5, np.uint32)},
+        ValueError,
+        r"tree_mask must be int32\[tokens, words\]",
+    ),
+    "bits beyond int32 in a list": (
+        {"tree_mask": [[2**32 - 1]] * 5},
+        ValueError,
+        "tree_mask must fit in int32",
     ),
     "a flag": ({"causal": 1}, TypeError, "causal must be"),
 }

@@ -19,7 +19,7 @@ BUDGETS = {
     "append": 60,
     "attention": 400,
     "blocks": 240,
-    "native": 180,
+    "native": 240,
     "objects": 60,
     "paged": 110,
     "project": 250,

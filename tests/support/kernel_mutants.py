@@ -10,7 +10,10 @@ SHARED_KEYS = test("test_emulated", "few_queries")
 OPTIONS = test("test_emulated", "option")
 PAGED = test("test_emulated_paged", "every_row")
 PAGED_BAD = test("test_emulated_paged", "bad_data")
+PAGED_BITS = test("test_emulated_paged", "with_split_size")
 SPLIT = f"{GENERIC}/split/kernel.cuh"
+LATENT = test("test_emulated_latent", "every_row")
+LATENT_KERNEL = f"{GENERIC}/latent/kernel.cuh"
 EMULATED = (
     Mutant(
         "few queries: nobody waits for the others' copies",
@@ -54,6 +57,20 @@ EMULATED = (
         "line_.Begin(owner_) < first ? 1 : 0;",
         "line_.Begin(owner_) <= first ? 1 : 0;",
         SHARED_KEYS,
+    ),
+    Mutant(
+        "split_size: a share begins within a piece",
+        SPLIT,
+        "      begin = line_.PieceFrom(begin);\n",
+        "",
+        PAGED_BITS,
+    ),
+    Mutant(
+        "split_size: pieces of two units in one place",
+        f"{ATTENTION}/schedule/shares.cuh",
+        "(static_cast<unsigned>(begin / p_.split) * 2 + (first ? 1 : 0))",
+        "(static_cast<unsigned>(begin / p_.split) * 2)",
+        PAGED_BITS,
     ),
     Mutant(
         "few queries: a round of pieces forgets those before",
@@ -100,7 +117,7 @@ EMULATED = (
     Mutant(
         "few queries: pieces of units that are cut are left as they are",
         f"{GENERIC}/split/plan.h",
-        "(work.alike && cut.units % cut.ctas == 0)",
+        "(work.alike && units % ctas == 0)",
         "work.alike",
         SHARED_KEYS,
     ),
@@ -133,11 +150,75 @@ EMULATED = (
         PAGED,
     ),
     Mutant(
+        "paged: drafts see another one's bit",
+        f"{ATTENTION}/schedule/ragged.cuh",
+        "return __funnelshift_r(load(word), load(word + 1), first & 31);",
+        "return __funnelshift_r(load(word), load(word), first & 31);",
+        PAGED,
+    ),
+    Mutant(
+        "paged: a row has its neighbour's bits",
+        f"{ATTENTION}/schedule/ragged.cuh",
+        "p.tree_mask + (s.q_row + query) * p.tree_words",
+        "p.tree_mask + s.q_row * p.tree_words",
+        PAGED,
+    ),
+    Mutant(
+        "paged: tiles that another query's range has are left out",
+        f"{ATTENTION}/schedule/ragged.cuh",
+        "high = max(high, range.end);",
+        "high = range.end;",
+        PAGED,
+    ),
+    Mutant(
+        "paged: Hopper's kernel computes rows that have ranges",
+        f"{ATTENTION}/paged_cuda.cu",
+        "!RowsDiffer(*a) && ",
+        "",
+        test("test_emulated_paged", "two_kernels"),
+    ),
+    Mutant(
         "paged: columns of O are those of 16 bits",
         f"{GENERIC}/narrow_tile.cuh",
         "Cache::template Widen<TwoOf::kOdd>(upper)",
         "Cache::template Widen<TwoOf::kEven>(upper)",
         PAGED,
+    ),
+    Mutant(
+        "latent: nobody waits for the others' maxima",
+        LATENT_KERNEL,
+        "__syncthreads();  // all have shown their maxima, and are done with columns "
+        "from kValue on",
+        "",
+        LATENT,
+    ),
+    Mutant(
+        "latent: O of the second row of a lane keeps its old maximum",
+        LATENT_KERNEL,
+        "o_[rb][n][e] *= correction[rb][e / 2];",
+        "o_[rb][n][e] *= correction[rb][0];",
+        LATENT,
+    ),
+    Mutant(
+        "latent: sums of another group's rows follow",
+        LATENT_KERNEL,
+        "own = all[i * kOwnBlocks + m][half];",
+        "own = all[m][half];",
+        LATENT,
+    ),
+    Mutant(
+        "latent: a row's sum lacks the last keys of a tile",
+        LATENT_KERNEL,
+        "for (int i = 0; i < kKeyGroups; ++i) result.sums.sum += sums[row][i];",
+        "for (int i = 0; i + 1 < kKeyGroups; ++i) result.sums.sum += sums[row][i];",
+        LATENT,
+    ),
+    Mutant(
+        "latent: a key in no block is seen",
+        LATENT_KERNEL,
+        "if (!__all_sync(~0u, whole) || !keys_.AllThere(tile, own))",
+        "if (!__all_sync(~0u, whole))",
+        LATENT,
     ),
     Mutant(
         "a partial tile is taken for a full one",

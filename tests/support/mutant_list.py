@@ -64,7 +64,30 @@ LENGTHS = test("test_attention", "test_lengths and float32 and T127")
 FEW_QUERIES = test("test_attention_few_queries", "test_every_option")
 WINDOWS = test("test_attention_masks", "test_windows and float32")
 TILES = test("test_attention_masks", "test_tile_lists and float32")
+PAGED_BLOCKED = "jax_kvblock/paged/blocked.py"
+DRAFTS = test("test_paged_attention", "every_row and drafts")
 CPU = (
+    Mutant(
+        "paged: bits are counted from the first key of a step",
+        PAGED_BLOCKED,
+        'mode="clip") >> (new & 31)',
+        'mode="clip") >> (key & 31)',
+        DRAFTS,
+    ),
+    Mutant(
+        "paged: new tokens beyond the bits are not seen",
+        PAGED_BLOCKED,
+        "(word < 0) | (word >= words) | (bits & 1 == 1)",
+        "(word < 0) | ((word < words) & (bits & 1 == 1))",
+        DRAFTS,
+    ),
+    Mutant(
+        "paged: vmap gives all members the ranges of the first",
+        "jax_kvblock/paged/primitive.py",
+        "else x.ranges.fold(count),",
+        "else jnp.tile(x.ranges.fold(count)[:calls], (count, 1, 1)),",
+        test("test_paged_attention", "vmap_over_ranges"),
+    ),
     Mutant(
         "the scale is left out",
         BLOCKED,

@@ -1,7 +1,8 @@
 """Calls of paged attention that are held to float64, on the emulator and on a GPU.
 
 CASES and BAD (data) have few queries a sequence, for the most part; LEAVING and LONG
-have many.
+have many. The rows of SPLIT have the same bits as those of each sequence alone.
+have many. LATENT are of latent caches; LATENT_TYPES, which a GPU alone computes, too.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ CASES = {
     "a batch with padding": Case(padded=7, calls=4),
     "several calls": Case(calls=2, sinks=2, more_rows=2),
     "rows of nobody": Case(more_rows=5),
+    "tables one after the other": Case(flat=True),
+    "tables one after the other, several calls": Case(flat=True, calls=2, sinks=2),
     "a window": Case(window=(5, 0), sequences=((1, 700), (70, 90))),
     "both sides": Case(window=(3, 4), sequences=((9, 40), (20, 20))),
     "no band": Case(window=(-1, -1)),
@@ -70,6 +73,92 @@ NARROW = {
 }
 CASES |= NARROW
 
+# Rows that see keys of their own.
+TREE = ((8, 300), (8, 61), (1, 70), (8, 8))
+WILD = ((-5, 40), (30, 10), (17, 2**31 - 1), (-(2**31), 2**31 - 1), (0, 0), (64, 250))
+FAR = ((400, 460), (610, 640), (-1, 2))  # whole tiles lie between them
+ROWS = {
+    "8 drafts": Case(tree=1, sequences=TREE),
+    "8 drafts, d128": Case(
+        tree=1, sequences=TREE, head_dim=128, value_dim=128, heads=8, kv_heads=2
+    ),
+    "40 drafts of two words": Case(tree=2, sequences=((40, 150), (1, 9), (33, 64))),
+    "drafts beyond the words": Case(tree=1, sequences=((45, 150), (40, 41))),
+    "drafts, not causal": Case(tree=1, window=(-1, -1), sequences=TREE),
+    "drafts and a window": Case(tree=1, window=(70, 0), softcap=2.0, sequences=TREE),
+    "drafts that see nothing new": Case(tree=1, seen=0.0, sequences=TREE, sinks=1),
+    "drafts longer than keys": Case(tree=1, sequences=((9, 4), (40, 20), (3, 0))),
+    "drafts, blocks of 5": Case(tree=1, block_size=5, sequences=TREE),
+    "drafts, blocks of 1, 8 bits": Case(
+        tree=1, block_size=1, sequences=TREE, cache="e4m3", scales="tokens"
+    ),
+    "drafts, 8 bits, d128": Case(
+        tree=1,
+        sequences=TREE,
+        cache="int8",
+        scales="heads",
+        head_dim=128,
+        value_dim=128,
+        heads=12,
+    ),
+    "a batch of drafts": Case(
+        tree=1, padded=9, calls=4, sequences=((8, 90), (1, 33), (0, 9), (9, 9))
+    ),
+    "drafts beside a prefill": Case(
+        tree=3, seen=0.9, sequences=((8, 300), (90, 200), (1, 40)), more_rows=3
+    ),
+    "ranges": Case(ranges=WILD, sequences=((6, 300), (6, 20), (1, 64), (3, 3))),
+    "ranges, not causal": Case(
+        ranges=WILD, window=(-1, -1), sequences=((6, 300), (7, 90)), sinks=1
+    ),
+    "ranges far apart": Case(
+        ranges=FAR, sequences=((1, 700), (1, 700), (1, 700), (3, 700)), block_size=5
+    ),
+    "ranges far apart, d128": Case(
+        ranges=FAR,
+        sequences=((1, 700), (1, 700), (2, 500), (3, 700)),
+        head_dim=128,
+        value_dim=128,
+        heads=8,
+    ),
+    "ranges of many queries": Case(
+        ranges=((0, 40), (90, 95), (64, 128)), sequences=((150, 300), (1, 70)), heads=8
+    ),
+    "ranges of one key": Case(
+        ranges=((299, 300), (5, 6), (63, 64)), sequences=((1, 300),) * 3, block_size=1
+    ),
+    "ranges, 8 bits": Case(
+        ranges=WILD,
+        cache="e5m2",
+        scales="tokens",
+        sequences=NARROW_MIXED,
+        window=(9, 0),
+    ),
+    "no ranges at all": Case(ranges=((9, 9),), sequences=((1, 300), (20, 90)), sinks=1),
+    "ranges and drafts": Case(
+        ranges=WILD,
+        tree=1,
+        calls=2,
+        sinks=2,
+        more_rows=2,
+        sequences=((8, 300), (1, 40), (8, 90), (2, 64)),
+    ),
+    "ranges and drafts, wrong data": Case(
+        ranges=WILD,
+        tree=2,
+        sequences=((40, 64), (3, 32), (8, 300)),
+        kv_lens=(10**6, -5, 300),
+        bad_ids=((2, 3, -(2**31)), (2, 18, 2**31 - 1)),
+    ),
+    "ranges and drafts, a start that falls": Case(
+        ranges=WILD,
+        tree=1,
+        starts=(1, 4, 3, 10**9),
+        sequences=((3, 20), (0, 30), (8, 29)),
+    ),
+}
+CASES |= ROWS
+
 FULL = Case(sequences=((1, 64), (2, 64), (1, 48)))
 BAD = {
     "no such layer": Case(layout="L B O T H D", layers=3, layer=3),
@@ -85,6 +174,9 @@ BAD = {
         starts=(9, 4, 3, -5), sequences=((3, 20), (0, 30), (8, 29))
     ),
     "lengths beyond the table": dataclasses.replace(FULL, kv_lens=(65, 2**31 - 1, 3)),
+    "lengths beyond the last of all tables": dataclasses.replace(
+        FULL, flat=True, kv_lens=(10**9, 64, 48)
+    ),
     "lengths below 0": dataclasses.replace(FULL, kv_lens=(-1, -(2**31), 48)),
 }
 
@@ -116,6 +208,7 @@ LONG = {
     "long: a prefill": Case(sequences=((300, 700),), **WIDE),
     "long: one tile": Case(sequences=((40, 100),), **WIDE),
     "long: mixed": Case(sequences=MIXED, **WIDE),
+    "long: mixed, tables one after the other": Case(flat=True, sequences=MIXED, **WIDE),
     "long: mixed, float16": Case(sequences=MIXED, dtype="float16", **WIDE),
     "long: mixed, rows of nobody": Case(sequences=MIXED, more_rows=9, **WIDE),
     **{
@@ -212,4 +305,154 @@ LONG = {
         sequences=((100, 160), (70, 96), (80, 160)),
         **WIDE,
     ),
+}
+
+# Lengths around multiples of the split; rows of one tile, of several, of many.
+PARTS = ((1, 1700), (3, 20), (1, 256), (9, 600), (1, 257), (1, 0), (5, 1029), (1, 512))
+SPLIT = {
+    "split: mixed": Case(split_size=256, sequences=PARTS),
+    "split: d128": Case(split_size=512, sequences=PARTS[:5], sinks=1, **D128),
+    "split: one key head, rounded up": Case(
+        split_size=300, sequences=PARTS, heads=16, kv_heads=1
+    ),
+    "split: groups of 20": Case(split_size=256, sequences=PARTS, heads=20, kv_heads=1),
+    "split: windows": Case(split_size=256, sequences=PARTS, window=(700, 0)),
+    "split: a batch with padding": Case(
+        split_size=256, padded=9, calls=8, sequences=PARTS
+    ),
+    "split: several calls": Case(
+        split_size=256, calls=2, sequences=PARTS, more_rows=3, sinks=2
+    ),
+    "split: int8": Case(split_size=256, sequences=PARTS, cache="int8", scales="tokens"),
+    "split: ranges and drafts": Case(
+        split_size=256, sequences=PARTS, ranges=((0, 900), (100, 2000)), tree=1
+    ),
+    "split: larger than all": Case(split_size=2**31 - 1, sequences=PARTS),
+    "split: long among them": Case(
+        split_size=256, sequences=((150, 600), *PARTS[:4]), **WIDE
+    ),
+}
+
+# Latent caches: one key head, and values are columns of the keys.
+WIDE_LATENT = {
+    "latent": True,
+    "kv_heads": 1,
+    "head_dim": 576,
+    "value_dim": 512,
+    "heads": 16,
+    "scale": 192**-0.5,
+}
+NARROW_LATENT = {
+    **WIDE_LATENT,
+    "head_dim": 192,
+    "value_dim": 128,
+    "dtype": "float16",
+    "scale": None,
+}
+FEW_ROWS = ((1, 70), (1, 5), (1, 130), (1, 64), (1, 1))
+LATENT = {
+    "latent: decode": Case(sequences=FEW_ROWS, **WIDE_LATENT),
+    "latent: shares that cut units": Case(sequences=((1, 900), (1, 40)), **WIDE_LATENT),
+    "latent: one head": Case(sequences=FEW_ROWS, **{**WIDE_LATENT, "heads": 1}),
+    "latent: 20 heads, blocks of 5": Case(
+        sequences=((1, 150), (2, 9)), block_size=5, **{**WIDE_LATENT, "heads": 20}
+    ),
+    "latent: 32 heads, blocks of 64": Case(
+        sequences=((1, 200), (1, 63)), block_size=64, **{**WIDE_LATENT, "heads": 32}
+    ),
+    "latent: 128 heads, blocks of 1": Case(
+        sequences=((1, 200), (1, 33)), block_size=1, **{**WIDE_LATENT, "heads": 128}
+    ),
+    "latent: chunks beside decode rows": Case(
+        sequences=((1, 100), (7, 40), (0, 30), (3, 0), (9, 4)),
+        more_rows=2,
+        **WIDE_LATENT,
+    ),
+    "latent: no keys, sinks": Case(
+        sequences=((1, 0), (1, 40), (2, 2), (0, 0)), sinks=1, **WIDE_LATENT
+    ),
+    "latent: ids of no block": Case(
+        sequences=((1, 48), (3, 20), (1, 150)),
+        bad_ids=((0, 1, -1), (1, 0, 10**6), (2, 3, -(2**31)), (2, 9, 2**31 - 1)),
+        **WIDE_LATENT,
+    ),
+    "latent: a window, a softcap, sinks": Case(
+        sequences=((1, 150), (6, 90)),
+        window=(40, 0),
+        softcap=2.5,
+        sinks=1,
+        **{**WIDE_LATENT, "heads": 20},
+    ),
+    "latent: both sides of a window": Case(
+        sequences=((5, 100), (20, 20)), window=(3, 4), **{**WIDE_LATENT, "heads": 4}
+    ),
+    "latent: a scale below 0": Case(
+        sequences=((1, 70), (2, 9)), **{**WIDE_LATENT, "scale": -0.05}
+    ),
+    "latent: heads first, the second layer": Case(
+        sequences=FEW_ROWS[:2], layout="B L O H T D", layers=3, layer=1, **WIDE_LATENT
+    ),
+    "latent: an array for each layer": Case(
+        sequences=FEW_ROWS[:2], layout="L B O T H D", layers=3, layer=2, **WIDE_LATENT
+    ),
+    "latent: no such layer": Case(
+        sequences=FEW_ROWS[:2], layout="L B O T H D", layers=3, layer=3, **WIDE_LATENT
+    ),
+    "latent: a batch with padding": Case(
+        padded=3, calls=3, sequences=((3, 30), (1, 70), (0, 9)), **WIDE_LATENT
+    ),
+    "latent: several calls": Case(
+        calls=2,
+        layers=2,
+        layer=1,
+        sequences=((1, 30), (2, 20), (1, 9), (1, 40)),
+        sinks=2,
+        more_rows=1,
+        **WIDE_LATENT,
+    ),
+    "latent: a start that falls": Case(
+        starts=(1, 4, 3, 10**9), sequences=((3, 20), (0, 30), (8, 29)), **WIDE_LATENT
+    ),
+    "latent: lengths beyond the table": Case(
+        sequences=((1, 64), (2, 64), (1, 48)),
+        kv_lens=(65, 2**31 - 1, -3),
+        **WIDE_LATENT,
+    ),
+    "latent: ranges and drafts": Case(
+        sequences=((1, 70), (6, 90), (4, 4)),
+        ranges=((0, 60), (3, 200), (50, 40)),
+        tree=1,
+        **{**WIDE_LATENT, "heads": 20},
+    ),
+    "latent: a split": Case(
+        split_size=256, sequences=((1, 600), (2, 20), (1, 256)), sinks=1, **WIDE_LATENT
+    ),
+    "latent: tables one after the other": Case(
+        sequences=((1, 70), (2, 20)), flat=True, **WIDE_LATENT
+    ),
+    "latent: d192, drafts, a split": Case(
+        split_size=256,
+        sequences=((9, 900), (40, 41)),
+        tree=2,
+        **{**NARROW_LATENT, "heads": 16},
+    ),
+    "latent: d192": Case(sequences=FEW_ROWS, **NARROW_LATENT),
+    "latent: d192, 20 heads": Case(
+        sequences=((1, 150), (2, 9)), block_size=5, **{**NARROW_LATENT, "heads": 20}
+    ),
+    "latent: d192, a prefill": Case(
+        sequences=((40, 150), (1, 500), (70, 70)), sinks=1, **NARROW_LATENT
+    ),
+    "latent: d192, many sequences": Case(
+        sequences=tuple((1, 5 + i % 90) for i in range(300)),
+        **{**NARROW_LATENT, "heads": 3},
+    ),
+}
+LATENT_TYPES = {
+    f"{name}, {dtype}": dataclasses.replace(LATENT[f"latent: {name}"], dtype=dtype)
+    for dtype, names in (
+        ("float16", ("decode", "20 heads, blocks of 5", "128 heads, blocks of 1")),
+        ("bfloat16", ("d192", "d192, 20 heads", "d192, a prefill")),
+    )
+    for name in names
 }

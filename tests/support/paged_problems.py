@@ -6,6 +6,7 @@ array lies in the middle of a larger one.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import dataclasses
 from collections.abc import Callable
@@ -54,9 +55,12 @@ class Paged(ctypes.Structure):
         *fields(ctypes.c_float, "scale softcap"),
         *fields(ctypes.c_int32, "window_left window_right"),
         *fields(ctypes.c_void_p, "q query_start q_lens kv_lens block_tables"),
+        *fields(ctypes.c_void_p, "table_first"),
         *fields(ctypes.c_int32, "table_width block_size"),
         *fields(ctypes.c_void_p, "sinks"),
         *fields(ctypes.c_int32, "sink_batch"),
+        *fields(ctypes.c_void_p, "ranges tree_mask"),
+        *fields(ctypes.c_int32, "tree_words"),
         *fields(ctypes.c_void_p, "k v"),
         *fields(ctypes.c_int32, "num_arrays num_layers"),
         *fields(ctypes.c_void_p, "layer"),
@@ -66,6 +70,7 @@ class Paged(ctypes.Structure):
         ("v_strides", Strides),
         ("k_scale", Scales),
         ("v_scale", Scales),
+        *fields(ctypes.c_int32, "split_size values_in_keys"),
         *fields(ctypes.c_void_p, "o lse workspace"),
     ]
 
@@ -77,7 +82,9 @@ class Case:
     layout: an order of axes, B blocks, L layers, O keys and values, T tokens, H heads,
     D. padded: q [B, T, N, D] with q_lens, instead of query_start; full: without them,
     too, so that all of T count. starts: query_start itself, where it is not the sum of
-    the queries. bad_ids: (sequence, page, id).
+    the queries. bad_ids: (sequence, page, id). ranges: those of rows, one after the
+    other and again; tree: words of bits that each row has, of which about `seen` are 1.
+    latent: values are columns of the keys, and there is one key head.
     """
 
     sequences: tuple[tuple[int, int], ...] = ((1, 37), (6, 20), (3, 3), (1, 64))
@@ -105,6 +112,12 @@ class Case:
     cache: str = ""  # one of NARROW
     scales: str = "all"  # of a narrow cache: "all", "heads", "tokens" or "none"
     large: float = 1.0  # times larger is q
+    split_size: int = 0
+    flat: bool = False  # tables one after the other
+    ranges: tuple[tuple[int, int], ...] = ()
+    tree: int = 0
+    seen: float = 0.5
+    latent: bool = False
 
 
 class Problem:
@@ -130,10 +143,15 @@ class Problem:
         q = rng.standard_normal((c.calls, self.rows, c.heads, c.head_dim))
         self.q = (q * c.large).astype(self.dtype)
         self.sinks = rng.standard_normal((max(c.sinks, 1), c.heads)).astype(np.float32)
+        self.got: tuple[np.ndarray, np.ndarray] | None = None  # the last results
         self.layers = (
             None if c.layer is None else [c.layer]
         )  # one, or one for each call
         self._draw_pages(rng, keys)
+        self.ranges = np.resize(
+            np.array(c.ranges or [[0, 0]], np.int32), (c.calls, self.rows, 2)
+        )
+        self.bits = rng.random((c.calls, self.rows, 32 * c.tree)) < c.seen
 
     def _draw_pages(self, rng: np.random.Generator, keys: np.ndarray) -> None:
         c = self.case
@@ -142,7 +160,8 @@ class Problem:
         order = iter(rng.permutation(self.blocks))
         width = max(int(pages.max(initial=0)), 1)
         self.tables = np.full((len(keys), width), -1, np.int32)
-        sizes = {"B": self.blocks, "L": c.layers, "O": 2, "T": c.block_size}
+        outer = 1 if c.latent else 2
+        sizes = {"B": self.blocks, "L": c.layers, "O": outer, "T": c.block_size}
         sizes |= {"H": c.kv_heads, "D": max(c.head_dim, c.value_dim)}
         axes = c.layout.split()
         stored, most = NARROW.get(c.cache, (self.dtype, 0.0))
@@ -169,6 +188,8 @@ class Problem:
                 )
                 for d in (c.head_dim, c.value_dim)
             )
+            if c.latent:
+                v = k[..., : c.value_dim]
             self.keys.append(k)
             self.values.append(v)
             for p in range(int(pages[b])):
@@ -176,7 +197,7 @@ class Problem:
                 part = slice(p * c.block_size, (p + 1) * c.block_size)
                 if 0 <= layer < c.layers:
                     rows = view[block, layer]
-                    for i, x in enumerate((k, v)):
+                    for i, x in enumerate((k, v)[:outer]):
                         self._store(rows[i], x[part], (i, layer, block))
         for b, p, block in c.bad_ids:
             self.tables[b, p] = block
@@ -210,16 +231,27 @@ class Problem:
         a.num_heads, a.num_kv_heads = c.heads, c.kv_heads
         a.head_dim, a.value_dim = c.head_dim, c.value_dim
         a.scale, a.softcap = self.scale, c.softcap
+        a.split_size = c.split_size
         a.window_left, a.window_right = c.window
         a.q = give(self.q)
         if c.padded and not c.full:
             a.q_lens = give(self.starts[:, 1])
         elif not c.padded:
             a.query_start = give(self.starts)
-        a.kv_lens, a.block_tables = give(self.kv_lens), give(self.tables)
-        a.table_width, a.block_size = self.tables.shape[1], c.block_size
+        a.kv_lens, a.block_size = give(self.kv_lens), c.block_size
+        if c.flat:
+            tables, first = self._flat_tables()
+            a.block_tables, a.table_width = give(tables), len(tables)
+            a.table_first = give(first)
+        else:
+            a.block_tables, a.table_width = give(self.tables), self.tables.shape[1]
         if c.sinks:
             a.sinks, a.sink_batch = give(self.sinks), c.sinks
+        if c.ranges:
+            a.ranges = give(self.ranges)
+        if c.tree:
+            words = np.packbits(self.bits, axis=-1, bitorder="little").view(np.uint32)
+            a.tree_mask, a.tree_words = give(words), c.tree
         axes = c.layout.split()
         separate = axes[0] == "L"  # an array for each layer
         arrays = list(self.pages) if separate else [self.pages]
@@ -228,6 +260,8 @@ class Problem:
         self.k = (ctypes.c_void_p * len(arrays))(*addresses)
         self.v = (ctypes.c_void_p * len(arrays))(*(x + stride["O"] for x in addresses))
         a.k, a.v = ctypes.addressof(self.k), ctypes.addressof(self.v)
+        if c.latent:
+            a.v, a.values_in_keys = None, 1
         a.num_arrays, a.num_layers = len(arrays), c.layers
         a.layer_stride = 0 if separate else stride["L"]
         if self.layers is not None:
@@ -244,6 +278,42 @@ class Problem:
                 to.layer, to.block, to.token, to.head = strides
                 to.head = 0 if c.scales == "all" else to.head
         return a
+
+    def _flat_tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """Those of all sequences in a row, the last one first."""
+        tables, first = [np.zeros(0, np.int32)], []
+        at = 0
+        for b in reversed(range(len(self.tables))):
+            pages = -(-len(self.keys[b]) // self.case.block_size)
+            first.append(at)
+            tables.append(self.tables[b, :pages])
+            at += pages
+        return np.concatenate(tables), np.array(first[::-1], np.int32)
+
+    def alone(self, b: int) -> Problem:
+        """Sequence b of the same cache in a call of its own, with a table that fits."""
+        c, other = self.case, copy.copy(self)
+        call, first, end = self.sequence_rows(b)
+        other.case = dataclasses.replace(
+            c,
+            sequences=(c.sequences[b],),
+            calls=1,
+            padded=0,
+            more_rows=0,
+            sinks=min(c.sinks, 1),
+        )
+        other.q, other.rows = self.q[call : call + 1, first:end], end - first
+        other.starts = np.array([[0, end - first]], np.int32)
+        other.ranges = self.ranges[call : call + 1, first:end]
+        other.bits = self.bits[call : call + 1, first:end]
+        other.kv_lens = self.kv_lens[b : b + 1]
+        width = max(-(-int(self.kv_lens[b]) // c.block_size), 1)
+        other.tables = self.tables[b : b + 1, :width]
+        other.keys, other.values = [self.keys[b]], [self.values[b]]
+        if c.sinks:
+            row = call * c.sinks // c.calls
+            other.sinks = self.sinks[row : row + 1]
+        return other
 
     def sequence_rows(self, b: int) -> tuple[int, int, int]:
         """(call, first row, end) of sequence b; none where a start falls."""
@@ -281,6 +351,12 @@ class Problem:
                     seen &= at >= position - left
                 if right >= 0:
                     seen &= at <= position + right
+                if c.ranges:
+                    low, high = self.ranges[call, row]
+                    seen &= (at >= low) & (at < high)
+                new = at - (length - end + first)  # of the sequence's queries
+                tree = (new >= 0) & (new < 32 * c.tree)
+                seen[tree] &= self.bits[call, row, new[tree]]
                 self._row(call, row, b, k[seen], v[seen], out, lse, bars, lse_bars)
         return {"out": (out, bars), "lse": (lse[..., None], lse_bars[..., None])}
 
@@ -401,8 +477,8 @@ def run_on_host(
         by_row = written.reshape(c.calls, x.rows, -1)
         assert left is None or (by_row[left] == 0xFF).all(), "a row of others"
     out, lse = results[0]
-    return x.hold(
+    x.got = (
         out.view(x.dtype).reshape(*shape, c.value_dim),
         lse.view(np.float32).reshape(shape),
-        left,
     )
+    return x.hold(*x.got, left)

@@ -143,6 +143,17 @@ kv.flash_attention(q, q, q, casual=True)  # wrong
 kv.flash_attention(q, q, q, window=3)  # wrong
 kv.flash_attention(q, q, "v")  # wrong
 
+# Paged attention: what rows see are arrays or lists.
+pages = there[0, 0, 0], there[0, 0, 1]
+paged = kv.paged_attention
+assert_type(paged(q, pages, None, [[0]], [8], ranges=[[[0, 8]] * 8]), jax.Array)
+assert_type(
+    paged(q, pages, None, [[0]], [8], tree_mask=ids.astype(np.uint32), return_lse=True),
+    Pair,
+)
+paged(q, pages, None, [[0]], [8], tree_mask="1")  # wrong
+paged(q, pages, None, [[0]], [8], ranges=8)  # wrong
+
 # Drop-ins have their owners' types.
 rows, new, three = q[0], there, np.zeros(3, np.int32)
 v3 = kv.dropins.rpa_v3.ragged_paged_attention

@@ -21,13 +21,17 @@
  *   position - window_left <= j <= position + window_right   (a side of -1 is open; causal is
  *                                                             window_right = 0)
  *
+ * Of these, a row with ranges sees the keys of its own alone, ranges[.., 0] <= j < ranges[.., 1].
+ * With tree_mask, bit m % 32 of its word m / 32 says whether it sees the key of its sequence's query
+ * m, j = kv_lens[b] - n + m; those beyond its words, and earlier keys, it sees as without.
+ *
  * Rows of no sequence get 0 and -inf. Nothing of q, lengths and tables is trusted: what is beyond an
  * array is never read. Keys and values that nobody sees may be anything, also NaN.
  *
  * Arrays are dense and row-major: q, o [C, R, N, D or Dv]; lse [C, R, N]; query_start [C, S + 1];
- * q_lens [C]; kv_lens [C S]; block_tables [C S, table_width]; sinks [sink_batch, N], of which call c
- * reads row c / (C / sink_batch). Keys and values have strides, so that every layout of a cache is
- * read where it lies.
+ * q_lens [C]; kv_lens [C S]; block_tables [C S, table_width]; ranges [C, R, 2]; tree_mask [C, R,
+ * tree_words]; sinks [sink_batch, N], of which call c reads row c / (C / sink_batch). Keys and values
+ * have strides, so that every layout of a cache is read where it lies.
  *
  * Nothing is allocated and nothing is synchronized; every launch can be captured in a CUDA graph.
  */
@@ -44,7 +48,10 @@
 extern "C" {
 #endif
 
-enum { KVBLOCK_PAGED_MAX_ARRAYS = 128 }; /* of a cache that has one for each layer */
+enum {
+  KVBLOCK_PAGED_MAX_ARRAYS = 128, /* of a cache that has one for each layer */
+  KVBLOCK_PAGED_SPLIT = 256       /* keys */
+};
 
 /* Where the keys, or the values, of a layer lie: bytes between neighbours, multiples of 16. In a
  * block a row is contiguous. */
@@ -68,16 +75,24 @@ typedef struct kvblock_paged_attention {
   int32_t calls, sequences; /* C and S */
   int64_t rows;             /* R */
   int32_t num_heads, num_kv_heads;
-  int32_t head_dim, value_dim; /* multiples of 8, of a cache of 8 bits of 16; at most 256 */
+  int32_t head_dim, value_dim; /* multiples of 8, of a cache of 8 bits of 16; at most 256 (of
+                                * values_in_keys it says below) */
   float scale, softcap;        /* as in attention.h */
   int32_t window_left, window_right;
 
   const void* q;
   const int32_t *query_start, *q_lens; /* one of them or none */
   const int32_t *kv_lens, *block_tables;
+  /* NULL, or int32 [C S]: then block_tables is [table_width], the tables of all sequences one after
+   * the other, and that of a sequence begins there, from 0 to table_width. */
+  const int32_t* table_first;
   int32_t table_width, block_size;
   const float* sinks; /* may be NULL */
   int32_t sink_batch; /* a divisor of C */
+
+  const int32_t* ranges;     /* may be NULL; any values are safe */
+  const uint32_t* tree_mask; /* may be NULL */
+  int32_t tree_words;        /* of a row; not 0 with tree_mask */
 
   /* k and v are arrays of num_arrays addresses, of where layer 0, or the one that an array holds,
    * has its first key and value. `layer` chooses: the array, if there are several, and layer_stride
@@ -91,6 +106,17 @@ typedef struct kvblock_paged_attention {
   int64_t num_blocks;
   kvblock_page_strides k_strides, v_strides;
   kvblock_scales k_scale, v_scale; /* cleared, unless cache_dtype is one of 8 bits */
+
+  /* 0, or keys of a piece, rounded up to KVBLOCK_PAGED_SPLIT: what a sequence's queries see is cut
+   * after so many keys and nowhere else, so that the bits of its rows are the same in any call of
+   * the same sizes of heads. The workspace grows with table_width / split_size. */
+  int32_t split_size;
+
+  /* 0 or 1. A latent cache: a value is the first value_dim elements of its key; v and v_strides are
+   * not looked at. num_kv_heads is 1, cache_dtype is dtype, and head_dim and value_dim are 576 and
+   * 512, or 192 and 128. 576 needs 152 KiB of shared memory for a thread block, as compute
+   * capability 8.0, 9.0 and 10.0 have. */
+  int32_t values_in_keys;
 
   void* o;
   float* lse; /* may be NULL */

@@ -22,7 +22,7 @@ namespace kvblock {
 // The attributes of a call; offsets and strides in bytes.
 struct PagedAttributes {
   int64_t present, pair, num_kv_heads, value_dim, num_blocks, block_size, num_layers;
-  int64_t window_left, window_right, layer_stride, scale_layer;
+  int64_t window_left, window_right, layer_stride, scale_layer, split_size, values_in_keys;
   int64_t k_offset, k_block, k_token, k_head, v_offset, v_block, v_token, v_head;
   float scale, softcap;
 };
@@ -36,7 +36,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("num_blocks"), StructMember<int64_t>("block_size"),
     StructMember<int64_t>("num_layers"), StructMember<int64_t>("window_left"),
     StructMember<int64_t>("window_right"), StructMember<int64_t>("layer_stride"),
-    StructMember<int64_t>("scale_layer"), StructMember<int64_t>("k_offset"),
+    StructMember<int64_t>("scale_layer"), StructMember<int64_t>("split_size"),
+    StructMember<int64_t>("values_in_keys"), StructMember<int64_t>("k_offset"),
     StructMember<int64_t>("k_block"), StructMember<int64_t>("k_token"),
     StructMember<int64_t>("k_head"), StructMember<int64_t>("v_offset"),
     StructMember<int64_t>("v_block"), StructMember<int64_t>("v_token"),
@@ -48,7 +49,18 @@ using Attributes = kvblock::PagedAttributes;
 using kvblock::Reader;
 constexpr char kCall[] = "kvblock_paged_attention";
 
-enum Optional { kQueryStart, kQLens, kLayer, kSinks, kKScale, kVScale, kNumOptional };
+enum Optional {
+  kQueryStart,
+  kQLens,
+  kLayer,
+  kSinks,
+  kRanges,
+  kTreeMask,
+  kKScale,
+  kVScale,
+  kTableFirst,
+  kNumOptional
+};
 
 bool Has(const Attributes& attributes, Optional which) {
   return ((attributes.present >> which) & 1) != 0;
@@ -56,32 +68,36 @@ bool Has(const Attributes& attributes, Optional which) {
 
 void DecodeSequences(Reader* in, const Attributes& attributes, kvblock_paged_attention* a) {
   const ffi::AnyBuffer q = in->Operand("q"), tables = in->Operand("block_tables");
-  const auto dims = q.dimensions(), table_dims = tables.dimensions();
-  if (dims.size() != 4 || table_dims.size() != 2 || tables.element_type() != ffi::DataType::S32) {
-    return in->Fail("q has rank 4, and block_tables is int32 [B, W]");
+  const ffi::AnyBuffer lens = in->Operand("kv_lens");
+  const auto dims = q.dimensions(), table_dims = tables.dimensions(), len_dims = lens.dimensions();
+  const bool flat = Has(attributes, kTableFirst);
+  if (dims.size() != 4 || table_dims.size() != (flat ? 1 : 2) || len_dims.size() != 1 ||
+      tables.element_type() != ffi::DataType::S32 || lens.element_type() != ffi::DataType::S32 ||
+      (!flat && table_dims[0] != len_dims[0])) {
+    return in->Fail("q has rank 4, kv_lens is int32 [B], and block_tables is int32 [B, W], or [W]");
   }
   const ffi::DataType type = q.element_type();
   if (type != ffi::DataType::BF16 && type != ffi::DataType::F16) {
     return in->Fail("q is bfloat16 or float16");
   }
   a->dtype = type == ffi::DataType::BF16 ? KVBLOCK_BF16 : KVBLOCK_F16;
-  const int64_t calls = dims[0], members = table_dims[0];
+  const int64_t calls = dims[0], members = len_dims[0], width = table_dims.back();
   if (calls < 1 || calls > INT32_MAX || members > INT32_MAX || members % calls != 0 ||
-      table_dims[1] > INT32_MAX || dims[2] > INT32_MAX || dims[3] > INT32_MAX) {
-    return in->Fail("block_tables has rows for each call of q, and sizes are int32");
+      width > INT32_MAX || dims[2] > INT32_MAX || dims[3] > INT32_MAX) {
+    return in->Fail("kv_lens has entries for each call of q, and sizes are int32");
   }
   a->calls = static_cast<int32_t>(calls);
   a->sequences = static_cast<int32_t>(members / calls);
   a->rows = dims[1];
   a->num_heads = static_cast<int32_t>(dims[2]);
   a->head_dim = static_cast<int32_t>(dims[3]);
-  a->table_width = static_cast<int32_t>(table_dims[1]);
+  a->table_width = static_cast<int32_t>(width);
   a->q = q.untyped_data();
   a->block_tables = static_cast<const int32_t*>(tables.untyped_data());
   const auto ints = [&](const char* name, std::initializer_list<int64_t> shape) {
     return static_cast<const int32_t*>(in->Operand(name, ffi::DataType::S32, shape));
   };
-  a->kv_lens = ints("kv_lens", {members});
+  a->kv_lens = static_cast<const int32_t*>(lens.untyped_data());
   if (Has(attributes, kQueryStart)) {
     a->query_start = ints("query_start", {calls, a->sequences + int64_t{1}});
   }
@@ -103,6 +119,17 @@ void DecodeSequences(Reader* in, const Attributes& attributes, kvblock_paged_att
     }
     a->sinks = static_cast<const float*>(sinks.untyped_data());
     a->sink_batch = static_cast<int32_t>(sink_dims[0]);
+  }
+  if (Has(attributes, kRanges)) a->ranges = ints("ranges", {calls, a->rows, 2});
+  if (Has(attributes, kTreeMask)) {
+    const ffi::AnyBuffer bits = in->Operand("tree_mask");
+    const auto bit_dims = bits.dimensions();
+    if (bit_dims.size() != 3 || bit_dims[0] != calls || bit_dims[1] != a->rows || bit_dims[2] < 1 ||
+        bit_dims[2] > INT32_MAX || bits.element_type() != ffi::DataType::S32) {
+      return in->Fail("tree_mask is int32 [C, R, W]");
+    }
+    a->tree_mask = static_cast<const uint32_t*>(bits.untyped_data());
+    a->tree_words = static_cast<int32_t>(bit_dims[2]);
   }
 }
 
@@ -169,6 +196,7 @@ void DecodePages(Reader* in, const Attributes& attributes, size_t arrays,
   a->block_size = static_cast<int32_t>(attributes.block_size);
   a->num_layers = static_cast<int32_t>(attributes.num_layers);
   a->layer_stride = attributes.layer_stride;
+  a->values_in_keys = attributes.values_in_keys != 0;
   a->k_strides = {attributes.k_block, attributes.k_token, attributes.k_head};
   a->v_strides = {attributes.v_block, attributes.v_token, attributes.v_head};
   for (const int64_t size : {attributes.num_kv_heads, attributes.num_blocks, attributes.block_size,
@@ -202,6 +230,7 @@ void DecodePages(Reader* in, const Attributes& attributes, size_t arrays,
       to->push_back(base + offset);
     };
     if (!pair || i == 0) take(k, a->k_strides, attributes.k_offset, a->head_dim);
+    if (a->values_in_keys) continue;
     if (!pair || i == 1) take(v, a->v_strides, attributes.v_offset, a->value_dim);
   }
   a->num_arrays = static_cast<int32_t>(k->size());
@@ -221,12 +250,20 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   }
   a.window_left = static_cast<int32_t>(attributes.window_left);
   a.window_right = static_cast<int32_t>(attributes.window_right);
+  if (attributes.split_size < 0 || attributes.split_size > INT32_MAX) {
+    in.Fail("split_size is an int32 that is not negative");
+  }
+  a.split_size = static_cast<int32_t>(attributes.split_size);
   if (attributes.present >> kNumOptional) in.Fail("unknown operands");
   DecodeSequences(&in, attributes, &a);
   if (!in.failed() && Has(attributes, kKScale))
     a.k_scale = DecodeScales(&in, attributes, "k_scale");
   if (!in.failed() && Has(attributes, kVScale))
     a.v_scale = DecodeScales(&in, attributes, "v_scale");
+  if (!in.failed() && Has(attributes, kTableFirst)) {
+    a.table_first = static_cast<const int32_t*>(
+        in.Operand("table_first", ffi::DataType::S32, {int64_t{a.calls} * a.sequences}));
+  }
   if (!in.failed()) DecodePages(&in, attributes, in.operands_left(), &a, &k, &v);
   if (!in.failed()) {
     const auto type = a.dtype == KVBLOCK_BF16 ? ffi::DataType::BF16 : ffi::DataType::F16;
@@ -245,7 +282,8 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
 }  // namespace
 
 int64_t PagedAttentionWorkspace(int32_t calls, int32_t sequences, int64_t rows, int32_t num_heads,
-                                int32_t num_kv_heads, int32_t value_dim, bool narrow) {
+                                int32_t num_kv_heads, int32_t value_dim, bool narrow,
+                                int32_t split_size, int32_t table_width, int32_t block_size) {
   kvblock_paged_attention a{};
   a.calls = calls;
   a.sequences = sequences;
@@ -254,6 +292,9 @@ int64_t PagedAttentionWorkspace(int32_t calls, int32_t sequences, int64_t rows, 
   a.num_kv_heads = num_kv_heads;
   a.value_dim = value_dim;
   a.cache_dtype = narrow ? KVBLOCK_E4M3 : KVBLOCK_BF16;
+  a.split_size = split_size;
+  a.table_width = table_width;
+  a.block_size = block_size;
   return kvblock_paged_attention_workspace(&a);
 }
 

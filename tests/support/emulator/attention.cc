@@ -16,6 +16,12 @@
 #include "ops/attention/generic/split/split.cu"
 #include "ops/attention/paged_cuda.cu"
 
+namespace kvblock::generic {
+const char* LaunchLatent(const kvblock_paged_attention&, cudaStream_t) {
+  return "not emulated here, but by latent.cc";
+}
+}  // namespace kvblock::generic
+
 namespace kvblock::hopper {
 namespace {
 bool serves_paged = false, takes_blocks = true;
@@ -44,12 +50,20 @@ bool ServesPaged(const kvblock_paged_attention& a) {
 }
 const char* LaunchPaged(const kvblock_paged_attention& a, bool follows, cudaStream_t stream) {
   const auto fits = [&](int d, int v) { return a.head_dim <= d && a.value_dim <= v; };
+#if KVBLOCK_CHECK_RACES  // with two places for Q, and with one
+  if (a.softcap > 0.0f) return "the race checker has no softcap";
+  using Narrow = ForwardTraits<__nv_bfloat16, 64, 64, ForwardKind::kPaged>;
+  using Wide = ForwardTraits<__half, 256, 256, ForwardKind::kPaged>;
+  return fits(64, 64) && a.dtype == KVBLOCK_BF16 ? LaunchPagedAs<Narrow>(a, follows, stream)
+                                                 : LaunchPagedAs<Wide>(a, follows, stream);
+#else
   if (a.dtype == KVBLOCK_F16) {
     return fits(64, 64) ? LaunchPagedOf<__half, 64, 64>(a, follows, stream)
                         : LaunchPagedOf<__half, 256, 256>(a, follows, stream);
   }
   if (fits(64, 64)) return LaunchPagedOf<__nv_bfloat16, 64, 64>(a, follows, stream);
   return LaunchPagedOf<__nv_bfloat16, 128, 128>(a, follows, stream);
+#endif
 }
 
 }  // namespace kvblock::hopper

@@ -22,24 +22,22 @@ struct __half {
       bits = static_cast<uint16_t>(sign | ((exponent + 14) * 1024 + digits - 1024));
     }
   }
-  operator float() const { return Table()[bits]; }
-
- private:
-  static const float* Table() {
-    static const std::vector<float> table = [] {
-      std::vector<float> all(1 << 16);
-      for (int bits = 0; bits < 1 << 16; ++bits) {
-        const int exponent = bits >> 10 & 31, digits = bits & 1023;
-        const float size = exponent == 31  ? digits ? NAN : INFINITY
-                           : exponent == 0 ? std::ldexp(static_cast<float>(digits), -24)
-                                           : std::ldexp(1024.0f + digits, exponent - 25);
-        all[bits] = bits & 0x8000 ? -size : size;
-      }
-      return all;
-    }();
-    return table.data();
-  }
+  EMULATOR_UNSEEN operator float() const;
 };
+namespace emulator {
+inline const float* const halves = [] {
+  static std::vector<float> all(1 << 16);
+  for (int bits = 0; bits < 1 << 16; ++bits) {
+    const int exponent = bits >> 10 & 31, digits = bits & 1023;
+    const float size = exponent == 31  ? digits ? NAN : INFINITY
+                       : exponent == 0 ? std::ldexp(static_cast<float>(digits), -24)
+                                       : std::ldexp(1024.0f + digits, exponent - 25);
+    all[bits] = bits & 0x8000 ? -size : size;
+  }
+  return all.data();
+}();
+}  // namespace emulator
+inline __half::operator float() const { return emulator::halves[bits]; }
 struct __half2 {
   __half x, y;
 };

@@ -1,7 +1,8 @@
 // CUDA on a CPU, for tests: enough of it to run the kernels that are written with mma.sync and
 // cp.async, and Hopper's forward kernel without clusters, thread by thread. It is slow and in
 // order, and it is strict: what a kernel reads before it has arrived, or before anyone wrote it, is
-// NaN, and threads that wait for a barrier that the others never reach are an error.
+// NaN, and threads that wait for a barrier that the others never reach are an error. In a library
+// of its own, races.cc asks what orders the accesses of a CTA's threads to shared memory.
 //
 // A kernel is compiled by the host's compiler as the function that it is, with this folder before
 // cpp/ on the include path: the headers of device/ that hold PTX are replaced by those here. CTAs
@@ -24,6 +25,8 @@
 #include <memory>
 #include <utility>
 #include <vector>
+
+#include "races.h"
 
 #define __global__
 #define __device__
@@ -142,6 +145,7 @@ struct Fiber {
 struct Barrier {
   int arrived = 0;
   std::vector<Fiber*> waiting;
+  races::Handover handover;
 };
 
 // A barrier in shared memory.
@@ -152,6 +156,7 @@ struct SharedBarrier {
   std::vector<Fiber*> waiting;
   // Arrivals that follow copies under way. They happen when somebody waits.
   std::vector<std::function<void()>> late;
+  races::Handover handover;
 };
 
 struct Copy {
@@ -187,7 +192,9 @@ inline Cta* cta = nullptr;
 inline void Run(Fiber* fiber) {
   threadIdx = {static_cast<unsigned>(fiber->thread), 0, 0};
   cta->running = fiber;
+  races::running = fiber->thread;
   Switch(&cta->scheduler, &fiber->context);
+  races::running = -1;
 }
 
 inline void Sleep(std::vector<Fiber*>& waiting) {
@@ -200,10 +207,17 @@ inline void Wake(std::vector<Fiber*>& waiting) {
   waiting.clear();
 }
 
-inline void Wait(Barrier& barrier, int count) {
+// Waits until so many threads are here; by Wait they also learn what the others have done.
+inline void Meet(Barrier& barrier, int count) {
   if (++barrier.arrived < count) return Sleep(barrier.waiting);
   barrier.arrived = 0;
   Wake(barrier.waiting);
+}
+inline void Wait(Barrier& barrier, int count) {
+  races::Release(barrier.handover);
+  if (barrier.arrived + 1 == count) races::Complete(barrier.handover);
+  Meet(barrier, count);
+  races::Acquire(barrier.handover);
 }
 
 inline void Finish(const Copy& copy) {
@@ -227,6 +241,7 @@ inline void RunCta(int threads, const std::function<void()>& kernel) {
   Cta here;
   cta = &here;
   std::memset(shared, 0xff, sizeof(shared));
+  races::BeginCta(threads);
   here.kernel = &kernel;
   here.fibers.resize(threads);
   here.warps.resize((threads + kWarp - 1) / kWarp);
@@ -261,7 +276,7 @@ uint32_t (*Show(const std::array<uint32_t, kCount>& words)) [kWords] {
   Warp& warp = cta->warps[thread / kWarp];
   auto& place = warp.words[cta->meetings[thread]++ % 2];
   std::copy(words.begin(), words.end(), place[thread % kWarp]);
-  Wait(warp.barrier, kWarp);
+  Meet(warp.barrier, kWarp);
   return place;
 } inline uint32_t (*Show(uint32_t word)) [kWords] { return Show(std::array<uint32_t, 1>{word}); }
 
@@ -299,7 +314,9 @@ inline size_t __cvta_generic_to_shared(const void* p) {
 }
 
 inline void __syncthreads() { emulator::Wait(emulator::cta->all, emulator::cta->fibers.size()); }
-inline void __syncwarp(unsigned = ~0u) { emulator::Show(0); }
+inline void __syncwarp(unsigned = ~0u) {
+  emulator::Wait(emulator::cta->warps[threadIdx.x / emulator::kWarp].barrier, emulator::kWarp);
+}
 
 template <typename T>
 T __shfl_sync(unsigned, T x, int lane) {
@@ -342,15 +359,22 @@ T __reduce_add_sync(unsigned, T x) {
 }
 template <typename T, typename U>
 T atomicAdd(T* to, U x) {
+  emulator::races::Touch(emulator::races::Access::kAtomic, to, sizeof(T));
+  const emulator::races::Unseen unseen;
   return std::exchange(*to, *to + x);
 }
 template <typename T, typename U>
 T atomicOr(T* to, U x) {
+  emulator::races::Touch(emulator::races::Access::kAtomic, to, sizeof(T));
+  const emulator::races::Unseen unseen;
   return std::exchange(*to, *to | x);
 }
 inline void __threadfence() {}
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32);
+}
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return static_cast<unsigned>((uint64_t{high} << 32 | low) >> (shift & 31));
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
@@ -364,7 +388,6 @@ inline void sincospif(float x, float* sine, float* cosine) {
   *sine = static_cast<float>(std::sin(x * M_PI));
   *cosine = static_cast<float>(std::cos(x * M_PI));
 }
-inline unsigned atomicOr(unsigned* at, unsigned bits) { return std::exchange(*at, *at | bits); }
 inline float __fdividef(float a, float b) { return a / b; }
 inline int __float_as_int(float x) { return static_cast<int>(emulator::Bits(x)); }
 inline float __int_as_float(int x) { return emulator::Float(static_cast<uint32_t>(x)); }
@@ -415,7 +438,7 @@ inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 namespace emulator {
 constexpr int kFirst = 1000;
 inline int device = kFirst + 3;
-inline int multiprocessor_bytes = kSharedBytes + 1024;
+inline int multiprocessor_bytes = kSharedBytes + 1024, cta_bytes = kSharedBytes;
 inline int grids = 0;  // bit n: a launch had n CTAs in x
 }  // namespace emulator
 inline cudaError_t cudaGetDevice(int* device) {
@@ -424,13 +447,13 @@ inline cudaError_t cudaGetDevice(int* device) {
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   *value = attribute == cudaDevAttrMultiProcessorCount            ? device - emulator::kFirst
-           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulator::kSharedBytes
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulator::cta_bytes
                                                                   : emulator::multiprocessor_bytes;
   return cudaSuccess;
 }
 template <typename Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
-  if (bytes > emulator::kSharedBytes) emulator::Die("more shared memory than a CTA can have");
+  if (bytes > emulator::cta_bytes) emulator::Die("more shared memory than a CTA can have");
   return cudaSuccess;
 }
 // Compiled for sm_80: no launch begins early.

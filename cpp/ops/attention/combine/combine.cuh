@@ -39,11 +39,16 @@ class Combine {
     if (tile >= line_.total()) return;
     const Place at = line_.Find(tile);
     const int first = tile - at.tile;  // the unit's first tile
-    owner_ = line_.Owner(first);
-    pieces_ = line_.Owner(first + at.rows.tiles - 1) - owner_ + 1;
+    if (HasSplit()) {
+      begins_ = first;
+      pieces_ = (at.rows.tiles + p_.split - 1) / p_.split;
+    } else {
+      owner_ = line_.Owner(first);
+      pieces_ = line_.Owner(first + at.rows.tiles - 1) - owner_ + 1;
+      begins_ = line_.Begin(owner_) < first ? 1 : 0;
+    }
     if (pieces_ == 1) return;
     if (!p_.combine_units && line_.Begin(owner_ + 1) != tile) return;
-    begins_ = line_.Begin(owner_) < first ? 1 : 0;
     const Sequence s = MemberSequence(p_, at.rows.member);
     const PackedRows packed(p_, at.kv_head, s.q_rows);
     const int rows = min(p_.rows, packed.count() - at.rows.first_row);
@@ -66,18 +71,24 @@ class Combine {
   }
 
  private:
+  __device__ __forceinline__ bool HasSplit() const {
+    return !Params::kSameRows && p_.split != kNoSplit;
+  }
   // Where a piece lies: in its CTA's first place, but for a unit that begins there after another
   // one has ended.
-  __device__ __forceinline__ int SlotOf(int piece) const {
+  __device__ __forceinline__ unsigned SlotOf(int piece) const {
+    if (HasSplit()) return line_.SplitSlot(begins_ + piece * p_.split, piece == 0);
     return PieceSlot((owner_ + piece) * p_.lines + number_, piece > 0 || begins_ == 0);
   }
   // Where there are fewer tiles than CTAs, some CTAs have none.
   __device__ __forceinline__ bool Exists(int piece) const {
+    if (HasSplit()) return piece < pieces_;
     const int c = owner_ + piece;
     return piece < pieces_ && (line_.total() >= p_.ctas || line_.Begin(c) < line_.Begin(c + 1));
   }
 
   __device__ __forceinline__ void AwaitPieces() const {
+    if (HasSplit()) return AwaitPriorLaunch();
     for (int piece = threadIdx.x; piece < pieces_; piece += kThreads) {
       if (Exists(piece)) AwaitPublished(p_.piece_there + SlotOf(piece));
     }
@@ -144,7 +155,8 @@ class Combine {
   const Params& p_;
   const int number_;
   const Line<kKeys, kThreads, Params> line_;
-  int owner_, begins_, pieces_;
+  int owner_, pieces_;
+  int begins_;  // with a split, where the unit does; else whether it does so after another one
 };
 
 template <typename T, int kKeys, typename Params>

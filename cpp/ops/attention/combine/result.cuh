@@ -33,7 +33,7 @@ struct PartialRow {
 // 1 / sum, 0 for 0.
 __device__ __forceinline__ float Share(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 
-__device__ __forceinline__ void StorePiece(const ShareParams& p, int slot, int row, int column,
+__device__ __forceinline__ void StorePiece(const ShareParams& p, unsigned slot, int row, int column,
                                            const PartialRow& result) {
   const int64_t at = static_cast<int64_t>(slot) * p.rows + row;
   const float share = Share(result.sums.sum);

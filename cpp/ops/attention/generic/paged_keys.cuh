@@ -63,7 +63,8 @@ class PagedKeys {
     if (threadIdx.x % 32 == 0) bits()[tile % kBitRing][threadIdx.x / 32] = word;
   }
 
-  // The tile of this number, settled, of a place.
+  // The tile of this number, settled, of a place; of keys alone without kValues.
+  template <bool kValues = true>
   __device__ __forceinline__ void Load(const Place& at, int tile, uint32_t k_tile,
                                        uint32_t v_tile) const {
     const PagedLayer layer = LayerOf(at.rows.member);
@@ -86,7 +87,9 @@ class PagedKeys {
         const uint32_t place = to + r * KvTile::kRowBytes + c * 16;
         const int column = (c + chunk) * KvTile::kColumnsOfChunk;
         CopyAsync16(k_tile + place, k_row + c * 16, there && column < p_.head_dim, policy_);
-        CopyAsync16(v_tile + place, v_row + c * 16, there && column < p_.value_dim, policy_);
+        if constexpr (kValues) {
+          CopyAsync16(v_tile + place, v_row + c * 16, there && column < p_.value_dim, policy_);
+        }
       }
     }
   }

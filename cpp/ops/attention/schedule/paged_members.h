@@ -21,7 +21,7 @@ inline AttentionCall MembersOf(const kvblock_paged_attention& a) {
   call.num_heads = a.num_heads;
   call.num_kv_heads = a.num_kv_heads;
   call.q_len = a.rows;
-  call.kv_len = std::min<int64_t>(int64_t{a.table_width} * a.block_size, kMaxLength);
+  call.kv_len = PagedKeysOfTable(a);
   call.head_dim = a.head_dim;
   call.value_dim = a.value_dim;
   call.scale = a.scale;
@@ -56,13 +56,17 @@ inline void SetPages(const kvblock_paged_attention& a, PagedParams* p) {
   p->query_start = a.query_start;
   p->most_rows = INT32_MAX;
   p->counter = nullptr;
+  p->ranges = a.ranges;
+  p->tree_mask = a.tree_mask;
+  p->tree_words = a.tree_words;
   p->block_tables = a.block_tables;
   p->table_width = a.table_width;
+  p->table_first = a.table_first;
   p->num_blocks = static_cast<uint32_t>(a.num_blocks);
   p->block_size = FastDiv(static_cast<uint32_t>(a.block_size));
   const int64_t unit = PageUnit(a);
   p->k_strides = StridesOf(a.k_strides, unit);
-  p->v_strides = StridesOf(a.v_strides, unit);
+  p->v_strides = StridesOf(ValueStrides(a), unit);
   p->unit = static_cast<uint32_t>(unit);
   p->k_scale = ScalesOf(a.k_scale);
   p->v_scale = ScalesOf(a.v_scale);
@@ -73,7 +77,7 @@ inline void SetPages(const kvblock_paged_attention& a, PagedParams* p) {
   p->layer_stride = a.layer_stride;
   for (int32_t i = 0; i < a.num_arrays; ++i) {
     p->k_arrays[i] = static_cast<const char*>(a.k[i]);
-    p->v_arrays[i] = static_cast<const char*>(a.v[i]);
+    p->v_arrays[i] = static_cast<const char*>(a.values_in_keys ? a.k[i] : a.v[i]);
   }
 }
 

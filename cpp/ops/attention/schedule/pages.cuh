@@ -27,9 +27,7 @@ struct PageStrides {
 
 struct PagedParams : RaggedParams {
   const int32_t* block_tables;
-  int32_t table_width;
   uint32_t num_blocks;
-  FastDiv block_size;
   PageStrides k_strides, v_strides;
   uint32_t unit;  // bytes, so many that no place of a layer is 2^32 units away from its first
   ScaleStrides k_scale, v_scale;
@@ -66,7 +64,8 @@ struct PagedKey {
 // Of a key that the table has room for.
 __device__ __forceinline__ PagedKey FindKey(const PagedParams& p, int member, int key) {
   const int page = static_cast<int>(p.block_size(static_cast<uint32_t>(key)));
-  const int64_t row = static_cast<int64_t>(member) * p.table_width;
+  const int64_t row = p.table_first != nullptr ? TableFirst(p, member)
+                                               : static_cast<int64_t>(member) * p.table_width;
   return {__ldg(p.block_tables + row + page), key - page * static_cast<int>(p.block_size.d)};
 }
 __device__ __forceinline__ bool HasBlock(const PagedParams& p, const PagedKey& at) {

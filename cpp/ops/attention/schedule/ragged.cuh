@@ -17,10 +17,20 @@ struct RaggedParams : ShareParams {
   int32_t calls;
   FastDiv by_sequences, by_rows;  // sequences and rows of a call
   const int32_t* query_start;
+  // Of the block tables: entries of a row, keys of a block; or where each sequence's begins, if
+  // they lie one after the other.
+  int32_t table_width;
+  FastDiv block_size;
+  const int32_t* table_first;
   // Sequences with more packed rows are not in the line: another launch computes them. It takes
   // their tiles by the counter, which begins with 0. NULL: there is no such launch.
   int32_t most_rows;
   unsigned* counter;
+  // For each row of q: the keys that it sees, first and end; and bits, tree_words words of them, of
+  // those of its sequence's queries that it sees. NULL: all.
+  const int32_t* ranges;
+  const uint32_t* tree_mask;
+  int32_t tree_words;
 };
 
 __device__ __forceinline__ int Between(int x, int low, int high) { return min(max(x, low), high); }
@@ -42,6 +52,18 @@ __device__ __forceinline__ void FindRows(const RaggedParams& p, int call, int se
   }
 }
 
+// Where a member's table begins, if tables lie one after the other.
+__device__ __forceinline__ int TableFirst(const RaggedParams& p, int member) {
+  return Between(__ldg(p.table_first + member), 0, p.table_width);
+}
+// Keys that a member's table has room for.
+__device__ __forceinline__ int MostKeys(const RaggedParams& p, int member) {
+  const int most = static_cast<int>(p.kv_len);
+  if (p.table_first == nullptr) return most;
+  const int64_t own = int64_t{p.table_width - TableFirst(p, member)} * p.block_size.d;
+  return static_cast<int>(min(own, int64_t{most}));
+}
+
 __device__ __forceinline__ Sequence MemberSequence(const RaggedParams& p, int member) {
   const int call = static_cast<int>(p.by_sequences(static_cast<uint32_t>(member)));
   int first, end;
@@ -51,13 +73,51 @@ __device__ __forceinline__ Sequence MemberSequence(const RaggedParams& p, int me
   s.q_row = call * p.q_len + first;
   s.kv_row = 0;
   s.q_rows = s.q_len = end - first;
-  s.kv_rows = s.kv_len = Between(__ldg(p.kv_lens + member), 0, static_cast<int>(p.kv_len));
+  s.kv_rows = s.kv_len = Between(__ldg(p.kv_lens + member), 0, MostKeys(p, member));
   // Lengths and windows are so small that no sum overflows.
   const int shift = s.kv_len - s.q_len, left = Opaque(p.window_left);
   const int right = Opaque(p.window_right);
   s.left = left < 0 ? -kFar : Between(shift - left, -kFar, kFar);
   s.right = right < 0 ? kFar : Between(shift + right + 1, -kFar, kFar);
   return s;
+}
+
+// The keys of a query's range; there are ranges.
+struct KeyRange {
+  int first, end;
+};
+__device__ __forceinline__ KeyRange RangeOf(const RaggedParams& p, const Sequence& s, int query) {
+  const int32_t* const range = p.ranges + (s.q_row + query) * 2;
+  return {__ldg(range), __ldg(range + 1)};
+}
+
+// As Sequence::VisibleKeys. Of a sequence with few queries their ranges are looked at, so that no
+// tile is read that they leave out; of others that would take longer than it saves.
+__device__ __forceinline__ void VisibleKeys(const RaggedParams& p, const Sequence& s, int q0,
+                                            int q1, int* first, int* end) {
+  constexpr int kFewQueries = 16;
+  s.VisibleKeys(q0, q1, first, end);
+  if (p.ranges == nullptr || s.q_rows > kFewQueries) return;
+  int low = INT32_MAX, high = 0;
+#pragma unroll 1
+  for (int query = q0; query < min(q1, s.q_rows); ++query) {
+    const KeyRange range = RangeOf(p, s, query);
+    if (range.first >= range.end) continue;
+    low = min(low, range.first);
+    high = max(high, range.end);
+  }
+  *first = max(*first, low);
+  *end = min(*end, high);
+}
+
+// Whether a query sees the keys that are its sequence's queries number `first` to `first` + 31, a
+// bit each; there is a tree_mask. Below 0 they are earlier keys.
+__device__ __forceinline__ uint32_t TreeBits(const RaggedParams& p, const Sequence& s, int query,
+                                             int first) {
+  const uint32_t* const row = p.tree_mask + (s.q_row + query) * p.tree_words;
+  const int word = first >> 5;
+  const auto load = [&](int i) { return i < 0 || i >= p.tree_words ? ~0u : __ldg(row + i); };
+  return __funnelshift_r(load(word), load(word + 1), first & 31);
 }
 
 // Whether a sequence of so many rows is the other launch's.

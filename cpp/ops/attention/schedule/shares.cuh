@@ -14,6 +14,10 @@
 // is the whole unit is a result; of the others, which are the first or the last of their CTA, a
 // CTA has two places for what they come to, and combine.cuh puts those of a unit together.
 //
+// With a `split` units are cut at multiples of so many of their tiles, and nowhere else: a piece is
+// the CTA's in whose share its first tile is. Then what is added up in which order depends on the
+// unit alone. Each piece that is not the whole unit has a place of its own, by where it begins.
+//
 // Lengths lie on the device. Every CTA counts the tiles of all members for itself: that takes
 // neither a launch nor memory, and for a batch up to its threads a load or two each.
 #pragma once
@@ -26,6 +30,8 @@
 
 namespace kvblock {
 
+constexpr int32_t kNoSplit = INT32_MAX;
+
 struct ShareParams : AttentionParams {
   static constexpr bool kSameRows = true;  // all members have q_len rows
   int32_t lines, heads;                    // of a line, its key heads
@@ -34,7 +40,8 @@ struct ShareParams : AttentionParams {
   uint32_t ctas_inverse;  // 2^32 / ctas, rounded up
   int32_t rows;           // of a tile
   FastDiv by_group;
-  bool alike;  // all units have as many KV tiles
+  bool alike;     // all units have as many KV tiles
+  int32_t split;  // tiles of a piece, where units are cut at multiples of these; else kNoSplit
   // Of the launch that combines: whether its CTAs are numbered by units, and how many threads
   // share out the pieces of a row: 1, 2, 4 or 8.
   bool combine_units;
@@ -72,12 +79,17 @@ struct RowTile {
   int sequence;                  // Line::SequenceOf has it
 };
 
-template <int kKeys>
-__device__ __forceinline__ RowTile FindRowTile(const ShareParams& p, const Sequence& s,
-                                               int first_row) {
+// The keys that some query of [q0, q1) may attend to.
+__device__ __forceinline__ void VisibleKeys(const ShareParams&, const Sequence& s, int q0, int q1,
+                                            int* first, int* end) {
+  s.VisibleKeys(q0, q1, first, end);
+}
+
+template <int kKeys, typename Params>
+__device__ __forceinline__ RowTile FindRowTile(const Params& p, const Sequence& s, int first_row) {
   const int last_row = min(first_row + p.rows, s.q_rows * p.group) - 1;
   int begin, end;
-  s.VisibleKeys(QueryOf(p, first_row), QueryOf(p, last_row) + 1, &begin, &end);
+  VisibleKeys(p, s, QueryOf(p, first_row), QueryOf(p, last_row) + 1, &begin, &end);
   // A unit that sees nothing has a tile, too, or nobody would write its rows.
   const bool some = begin < end;
   const unsigned first_key = some ? static_cast<unsigned>(begin) / kKeys * kKeys : 0;
@@ -123,6 +135,20 @@ class Line {
     while (Begin(cta) > tile) --cta;
     while (cta + 1 < p_.ctas && Begin(cta + 1) <= tile) ++cta;
     return cta;
+  }
+
+  // With a split: where the first piece begins that does so at a tile or after it. All threads.
+  __device__ __forceinline__ int PieceFrom(int tile) const {
+    if (tile >= total()) return total();
+    const Place at = Find(tile);
+    const int past = at.tile % p_.split;
+    return past == 0 ? tile : tile + min(p_.split - past, at.rows.tiles - at.tile);
+  }
+  // The place of a piece that is not a whole unit: where in the line it begins, and whether the
+  // unit begins with it. Of those that begin within `split` tiles one does at the most, and one
+  // does not, since their units are longer.
+  __device__ __forceinline__ unsigned SplitSlot(int begin, bool first) const {
+    return (static_cast<unsigned>(begin / p_.split) * 2 + (first ? 1 : 0)) * p_.lines + number_;
   }
 
   // The first tile of a unit; of one that does not exist, the total or more.

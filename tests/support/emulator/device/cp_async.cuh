@@ -9,6 +9,9 @@ namespace kvblock {
 inline void StartCopy(char* to, const void* from, int size, bool valid) {
   if (reinterpret_cast<uintptr_t>(to) % size || (valid && reinterpret_cast<uintptr_t>(from) % size))
     emulator::Die("a copy is not aligned");
+  using namespace emulator::races;
+  Start(Engine::kCopies, Access::kWrite, to, size);
+  const Unseen unseen;
   std::memset(to, 0xff, size);
   emulator::cta->groups[threadIdx.x].back().push_back(
       {to, static_cast<const char*>(from), valid ? size : 0, valid ? 0 : size});
@@ -26,10 +29,15 @@ inline void CopyAsync16(uint32_t to_shared, const void* from, bool valid, uint64
   CopyAsync16(to_shared, from, valid);
 }
 inline void PrefetchToL2(const void*) {}
-inline void CopyAsyncCommit() { emulator::cta->groups[threadIdx.x].emplace_back(); }
+inline void CopyAsyncCommit() {
+  emulator::cta->groups[threadIdx.x].emplace_back();
+  emulator::races::Commit(emulator::races::Engine::kCopies);
+}
 
 template <int kPending>
 inline void CopyAsyncWait() {
+  emulator::races::Await(emulator::races::Engine::kCopies, kPending);
+  const emulator::races::Unseen unseen;
   auto& groups = emulator::cta->groups[threadIdx.x];
   while (groups.size() > kPending + 1) {
     for (const emulator::Copy& copy : groups.front()) emulator::Finish(copy);

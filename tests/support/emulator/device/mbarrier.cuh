@@ -6,12 +6,14 @@
 namespace kvblock {
 
 inline void BarrierInit(uint32_t barrier, int arrivals) {
+  emulator::races::Touch(emulator::races::Access::kWrite, emulator::SharedPointer(barrier), 8);
   emulator::cta->in_shared[barrier].expected = arrivals;
 }
 
 inline emulator::SharedBarrier& FindBarrier(uint32_t barrier) {
   const auto found = emulator::cta->in_shared.find(barrier);
   if (found == emulator::cta->in_shared.end()) emulator::Die("a barrier that nobody has made");
+  emulator::races::Touch(emulator::races::Access::kBarrier, emulator::SharedPointer(barrier), 8);
   return found->second;
 }
 
@@ -19,15 +21,18 @@ inline void EndPhase(emulator::SharedBarrier& b) {
   if (b.arrived < b.expected || b.bytes > 0) return;
   b.arrived = 0;
   ++b.phase;
+  emulator::races::Complete(b.handover);
   emulator::Wake(b.waiting);
 }
 inline void BarrierArrive(uint32_t barrier) {
   emulator::SharedBarrier& b = FindBarrier(barrier);
+  emulator::races::Release(b.handover);
   if (++b.arrived > b.expected) emulator::Die("more arrivals at a barrier than it expects");
   EndPhase(b);
 }
-inline void ArriveBytes(uint32_t barrier, int bytes) {
+inline void ArriveBytes(uint32_t barrier, int bytes, emulator::races::Event copy) {
   emulator::SharedBarrier& b = FindBarrier(barrier);
+  emulator::races::Release(b.handover, copy);
   b.bytes -= bytes;
   EndPhase(b);
 }
@@ -46,7 +51,9 @@ inline void BarrierArriveAfterCopies(uint32_t barrier) {
     copies.insert(copies.end(), group.begin(), group.end());
     group.clear();
   }
+  const auto last = emulator::races::Latest(emulator::races::Engine::kCopies);
   ArriveLate(barrier, [=] {
+    emulator::races::Release(FindBarrier(barrier).handover, last);
     for (const emulator::Copy& copy : copies) emulator::Finish(copy);
     BarrierArrive(barrier);
   });
@@ -60,9 +67,11 @@ inline void BarrierWait(uint32_t barrier, int parity) {
     } else {
       const auto late = std::move(b.late);
       b.late.clear();
+      const emulator::races::Unseen unseen;
       for (const auto& arrive : late) arrive();
     }
   }
+  emulator::races::Acquire(b.handover);
 }
 
 inline void BarrierMeet(int id, int threads) { emulator::Wait(emulator::cta->named[id], threads); }

@@ -17,12 +17,18 @@ inline void FenceBarrierInit() {}
 inline void FenceAsync() {}
 inline void PrefetchTensorMap(const CUtensorMap&) {}
 
+// What a box takes in shared memory; swizzles leave rows of 128 bytes where they are.
+inline int Bytes(const CUtensorMap& map) {
+  int bytes = 2;
+  for (int size : map.box) bytes *= size;
+  return bytes;
+}
+
 // Calls each(address in shared memory, its place in the array or NULL) for each element of a box.
 template <typename Each>
 void ForBox(const CUtensorMap& map, uint32_t shared, const int (&at)[5], Each each) {
   if (shared % 128 != 0) emulator::Die("a box is not aligned");
-  int count = 1;
-  for (int size : map.box) count *= size;
+  const int count = Bytes(map) / 2;
   for (int n = 0; n < count; ++n) {
     const char* from = map.data;
     for (int i = 0, rest = n; i < 5; rest /= map.box[i++]) {
@@ -36,14 +42,16 @@ void ForBox(const CUtensorMap& map, uint32_t shared, const int (&at)[5], Each ea
 }
 
 inline void LoadBox(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&x)[5]) {
-  ArriveLate(barrier, [=, &map, x0 = x[0], x1 = x[1], x2 = x[2], x3 = x[3], x4 = x[4]] {
+  const auto copy =
+      emulator::races::StartBulkLoad(barrier, emulator::SharedPointer(to), Bytes(map));
+  ArriveLate(barrier, [=, x0 = x[0], x1 = x[1], x2 = x[2], x3 = x[3], x4 = x[4]] {
     int bytes = 0;
     ForBox(map, to, {x0, x1, x2, x3, x4}, [&](uint32_t place, char* from) {
       const uint16_t zero = 0;
       std::memcpy(emulator::SharedPointer(place), from ? from : (const char*)&zero, 2);
       bytes += 2;
     });
-    ArriveBytes(barrier, bytes);
+    ArriveBytes(barrier, bytes, copy);
   });
 }
 inline void LoadBox(uint32_t to, const CUtensorMap& map, uint32_t barrier, int x0, int x1, int x2,
@@ -54,12 +62,17 @@ inline void LoadBoxToCtas(uint32_t, const CUtensorMap&, uint32_t, int, int, int,
   emulator::Die("a cluster");
 }
 inline void StoreBox(const CUtensorMap& map, uint32_t from, int x0, int x1, int x2, int x3) {
+  using namespace emulator::races;
+  Start(Engine::kStores, Access::kRead, emulator::SharedPointer(from), Bytes(map));
+  const Unseen unseen;
   ForBox(map, from, {x0, x1, x2, x3, 0}, [&](uint32_t place, char* to) {
     if (to) std::memcpy(to, emulator::SharedPointer(place), 2);
   });
 }
-inline void CommitStores() {}
+inline void CommitStores() { emulator::races::Commit(emulator::races::Engine::kStores); }
 template <int kPending>
-inline void WaitStoresRead() {}
+inline void WaitStoresRead() {
+  emulator::races::Await(emulator::races::Engine::kStores, kPending);
+}
 
 }  // namespace kvblock

@@ -14,7 +14,9 @@ inline void TakeRegisters() {}
 
 inline void BarrierPass(int id, int threads) {
   emulator::Barrier& barrier = emulator::cta->named[id];
+  emulator::races::Release(barrier.handover);
   if (++barrier.arrived < threads) return;
+  emulator::races::Complete(barrier.handover);
   barrier.arrived = 0;
   emulator::Wake(barrier.waiting);
 }

@@ -7,37 +7,58 @@
 namespace kvblock {
 
 inline void WgmmaFence() {}
-inline void WgmmaCommit() {}
+inline void WgmmaCommit() { emulator::races::Commit(emulator::races::Engine::kProducts); }
 template <int kPending>
-inline void WgmmaWait() {}
-inline void WgmmaWaitApart() {}
+inline void WgmmaWait() {
+  emulator::races::Await(emulator::races::Engine::kProducts, kPending);
+}
+inline void WgmmaWaitApart() { WgmmaWait<0>(); }
 template <int kCount>
 inline void KeepAfter(float (&)[kCount]) {}
 
 // Element (row, column) of an operand that begins at `operand`; rows are 128 bytes apart, chunks of
 // 64 columns as far as it says.
-template <typename T>
-float OperandElement(uint64_t operand, int row, int column) {
+EMULATOR_UNSEEN inline char* OperandPlace(uint64_t operand, int row, int column) {
   const uint32_t start = static_cast<uint32_t>(operand & 0x3fff) << 4;
   const uint32_t chunk = static_cast<uint32_t>(operand >> 16 & 0x3fff) << 4;
   const uint32_t place =
       start + column / kChunkColumns * chunk + row * kChunkRowBytes + column % kChunkColumns * 2;
+  return emulator::SharedPointer(place ^ (place >> 7 & 7) << 4);
+}
+template <typename T>
+EMULATOR_UNSEEN float OperandElement(uint64_t operand, int row, int column) {
   T x;
-  std::memcpy(&x, emulator::SharedPointer(place ^ (place >> 7 & 7) << 4), 2);
+  std::memcpy(&x, OperandPlace(operand, row, column), 2);
   return static_cast<float>(x);
+}
+
+// A product of this warp reads a part of an operand.
+inline void ReadOperand(uint64_t operand, int row, int rows, int columns) {
+  using namespace emulator::races;
+  for (int i = 0; i < rows; ++i) {
+    for (int column = 0; column < columns; column += 8) {
+      Start(Engine::kProducts, Access::kRead, OperandPlace(operand, row + i, column), 16);
+    }
+  }
 }
 
 template <int kN>
 struct Wgmma {
   template <typename T, OperandLies kLies>
-  static float B(uint64_t b, int k, int n) {
+  EMULATOR_UNSEEN static float B(uint64_t b, int k, int n) {
     return kLies == OperandLies::kAcross ? OperandElement<T>(b, n, k) : OperandElement<T>(b, k, n);
+  }
+
+  template <OperandLies kLies>
+  static void ReadB(uint64_t b) {
+    constexpr bool kAcross = kLies == OperandLies::kAcross;
+    ReadOperand(b, 0, kAcross ? kN : 16, kAcross ? 16 : kN);
   }
 
   // rows[half][k]: A of this lane's two rows.
   template <typename T, OperandLies kB>
-  static void Multiply(float (&d)[kN / 2], const float (&rows)[2][16], uint64_t b,
-                       bool accumulate) {
+  EMULATOR_UNSEEN static void Multiply(float (&d)[kN / 2], const float (&rows)[2][16], uint64_t b,
+                                       bool accumulate) {
     const int lane = threadIdx.x % 32;
     for (int n = 0; n < kN / 8; ++n) {
       for (int e = 0; e < 2; ++e) {
@@ -59,8 +80,12 @@ struct Wgmma {
   static void Shared(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate = true) {
     static_assert(kA == OperandLies::kAcross);
     emulator::Show(0);
+    const int first = threadIdx.x % 128 / 32 * 16, row = first + threadIdx.x % 32 / 4;
+    if (emulator::races::StartProduct()) {
+      ReadOperand(a, first, 16, 16);
+      ReadB<kB>(b);
+    }
     float rows[2][16];
-    const int row = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
     for (int half = 0; half < 2; ++half) {
       for (int k = 0; k < 16; ++k) rows[half][k] = OperandElement<T>(a, row + half * 8, k);
     }
@@ -71,6 +96,7 @@ struct Wgmma {
   static void Registers(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b,
                         bool accumulate = true) {
     const auto shown = emulator::Show(std::array<uint32_t, 4>{a[0], a[1], a[2], a[3]});
+    if (emulator::races::StartProduct()) ReadB<kB>(b);
     float rows[2][16];
     for (int k = 0; k < 16; ++k) {
       const auto& of = shown[threadIdx.x % 32 / 4 * 4 + k % 8 / 2];

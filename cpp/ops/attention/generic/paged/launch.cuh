@@ -24,6 +24,16 @@ inline PagedParams MakePagedParams(const kvblock_paged_attention& a, const Split
   return p;
 }
 
+// Units are cut at multiples of so many tiles, and their pieces put together in one order, whatever
+// else the call has.
+inline void SetSplit(const kvblock_paged_attention& a, int32_t tiles, PagedParams* p) {
+  p->split = tiles;
+  p->combine_units = true;
+  p->joining = 4;
+  p->piece_lse = p->piece_o + PagedSplitPlaces(a) * p->rows * a.value_dim;
+  p->piece_there = nullptr;
+}
+
 // Wide: one with wide CTAs, or the same.
 template <typename Traits, typename Wide>
 const char* LaunchPagedAs(const kvblock_paged_attention& a, int32_t most_rows,
@@ -34,7 +44,7 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, int32_t most_rows,
     return "paged_attention: head dims beyond 192 need 130 KiB of shared memory for a thread "
            "block, as compute capability 8.0, 9.0 and 10.0 have";
   }
-  const int64_t keys = std::min<int64_t>(int64_t{a.table_width} * a.block_size, kMaxLength);
+  const int64_t keys = PagedKeysOfTable(a);
   const int64_t tiles = TilesOfUnit(keys, Traits::kTileKeys);
   // How long sequences are is known to the GPU alone. It costs little to cut as if all were alike,
   // and often they are.
@@ -45,13 +55,20 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, int32_t most_rows,
   const auto launch = [&](auto traits, Cut cut) {
     using Own = decltype(traits);
     cut.ctas = std::max(cut.ctas, 1);
-    const PagedParams p = MakePagedParams(a, work, cut, most_rows);
+    PagedParams p = MakePagedParams(a, work, cut, most_rows);
+    if (a.split_size > 0) {
+      static_assert(KVBLOCK_PAGED_SPLIT % Own::kTileKeys == 0);
+      const int64_t split = PagedSplitKeys(a) / Own::kTileKeys;
+      cut.combines = tiles > split;
+      SetSplit(a, static_cast<int32_t>(std::min<int64_t>(split, kNoSplit - 1)), &p);
+    }
     return CudaResult(LaunchPieces<Own>(p, work, cut, gpu, stream));
   };
   // A wide CTA each, for about as many units as there are multiprocessors.
   if constexpr (Wide::kWide) {
     const int64_t units = work.units, most = gpu.multiprocessors;
-    if (units <= most && units * 100 >= most * 90 && Wide::kSharedBytes <= gpu.cta_shared) {
+    if (a.split_size == 0 && units <= most && units * 100 >= most * 90 &&
+        Wide::kSharedBytes <= gpu.cta_shared) {
       const int64_t wide_tiles = TilesOfUnit(keys, Wide::kTileKeys);
       return launch(Wide(), CutFor(work, a.num_kv_heads, wide_tiles, most));
     }

@@ -136,8 +136,12 @@ class SplitForward {
         rules_(MakeScoreRules(p)) {}
 
   __device__ __forceinline__ void Run() {
-    const int begin = line_.Begin(cta_);
-    const int tiles = line_.Begin(cta_ + 1) - begin;  // of the share, counted from 0 from here on
+    int begin = line_.Begin(cta_), end = line_.Begin(cta_ + 1);
+    if (HasSplit()) {
+      begin = line_.PieceFrom(begin);
+      end = line_.PieceFrom(end);
+    }
+    const int tiles = end - begin;  // of the share, counted from 0 from here on
     if (Params::kSameRows && tiles <= 0) return;
     // The next tile to load, or to look up; and at i % kPlaces, where tile i is that is to be
     // computed. Where registers are scarce the next tile is found there, too, by thread 0 for all.
@@ -197,9 +201,12 @@ class SplitForward {
       const uint32_t stage = Stage(tile % kStages);
       Compute(at, tile, stage);
       const bool last = at.tile + 1 == at.rows.tiles;
-      if (last || tile + 1 == tiles) {
-        const bool whole = last && tile - piece == at.tile;
-        End(at, whole, PieceSlot(blockIdx.x, piece == 0), DynamicShared() + (stage - shared_));
+      const bool full = !Params::kSameRows && tile + 1 - piece == p_.split;
+      if (last || tile + 1 == tiles || full) {
+        const bool first = tile - piece == at.tile;  // of its unit
+        const unsigned slot =
+            HasSplit() ? line_.SplitSlot(begin + piece, first) : PieceSlot(blockIdx.x, piece == 0);
+        End(at, last && first, slot, DynamicShared() + (stage - shared_));
         piece = begins = tile + 1;
       }
     }
@@ -214,8 +221,14 @@ class SplitForward {
   static_assert(kPlaces > kStages && OwnLine::kSequences > kStages + 2);
   static constexpr bool kScarce = kDim > 192 && !Keys::kLooksUp;
 
+  // Whether units are cut at multiples of p_.split.
+  __device__ __forceinline__ bool HasSplit() const {
+    return !Params::kSameRows && p_.split != kNoSplit;
+  }
+
   // The next launch sees this before it can begin.
   __device__ __forceinline__ void WithdrawPieces(int cta) const {
+    if (HasSplit()) return;  // it waits for all of this one
     Withdraw(p_.piece_there + PieceSlot(cta, true));
     Withdraw(p_.piece_there + PieceSlot(cta, false));
     __threadfence();
@@ -260,6 +273,13 @@ class SplitForward {
       const bool read = there && query < s.q_len;
       first_[half] = there ? s.FirstKey(query) : 0;
       end_[half] = !there ? INT32_MAX : query < s.q_len ? s.EndKey(query) : 0;
+      if constexpr (!Params::kSameRows) {
+        if (p_.ranges != nullptr && there) {
+          const KeyRange range = RangeOf(p_, s, query);
+          first_[half] = max(first_[half], range.first);
+          end_[half] = min(end_[half], range.end);
+        }
+      }
       const T* const q =
           static_cast<const T*>(p_.q) + (read ? packed.Index(s, row) : 0) * p_.head_dim;
 #pragma unroll
@@ -297,6 +317,9 @@ class SplitForward {
     const bool whole =
         max(first_[0], first_[1]) <= key && min(end_[0], end_[1]) >= key + Traits::kKeys;
     if (!__all_sync(~0u, whole) || !keys_.AllThere(tile, own)) MaskKeys(key, tile, own);
+    if constexpr (!Params::kSameRows) {
+      if (p_.tree_mask != nullptr) MaskDraft(at, key);
+    }
     if (Params::kSameRows && p_.q_segments != nullptr && p_.kv_len > 0) MaskSegmentsOf(at, key);
     if constexpr (Traits::kNarrow) {
       const bool scaled = p_.v_scale.each;
@@ -388,6 +411,26 @@ class SplitForward {
       }
     }
   }
+  // What the bits of a row leave out, of the keys that are its sequence's queries.
+  __device__ __forceinline__ void MaskDraft(const Place& at, int key) {
+    const Sequence& s = line_.SequenceOf(at);
+    const int draft = key - (s.kv_len - s.q_len);  // of the first key, its query
+    if (draft + Traits::kKeys <= 0) return;
+    const PackedRows packed(p_, at.kv_head, s.q_rows);
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; n += 4) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = min(at.rows.first_row + Row(half), packed.count() - 1);
+        const uint32_t bits = TreeBits(p_, s, packed.Query(row), draft + n * 8);
+#pragma unroll
+        for (int i = 0; i < 8 && n + i / 2 < Traits::kKeys / 8; ++i) {
+          const int in_part = i / 2 * 8 + Lane() % 4 * 2 + i % 2;
+          if ((bits >> in_part & 1) == 0) rows_.s[0][n + i / 2][half * 2 + i % 2] = -INFINITY;
+        }
+      }
+    }
+  }
   __device__ __forceinline__ void MaskSegmentsOf(const Place& at, int key) {
     const int member = at.rows.member;
     const int32_t* const of_queries = p_.q_segments + member * p_.q_len;
@@ -412,7 +455,7 @@ class SplitForward {
   // Joins what the warps have of the same rows, and writes it. `place` is the stage of the piece's
   // last tile: each warp has its O there, columns of a row swapped in pieces of 8 against bank
   // conflicts.
-  __device__ __forceinline__ void End(const Place& at, bool whole, int slot, char* place) {
+  __device__ __forceinline__ void End(const Place& at, bool whole, unsigned slot, char* place) {
     __shared__ PartialSum sums[Traits::kParts][Traits::kRows];
     float own_max[2];
 #pragma unroll
@@ -471,7 +514,7 @@ class SplitForward {
         StorePiece(p_, slot, row, column, result);
       }
     }
-    if (whole) return;
+    if (whole || HasSplit()) return;
     __syncthreads();
     if (threadIdx.x == 0) Publish(p_.piece_there + slot);
   }
@@ -504,11 +547,17 @@ class SplitForward {
   float score_scale_[2], v_scale_;  // of a cache of 8 bits
 };
 
+// The class that computes a CTA's share; latent/kernel.cuh has another one for its own Traits.
+template <typename Traits>
+struct ComputesShare {
+  using Type = SplitForward<Traits>;
+};
+
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kSplit.ctas)
     AttentionSplit(const __grid_constant__ typename Traits::Params p) {
   Traits::Keys::Prefetch(p);
-  SplitForward<Traits>(p).Run();
+  typename ComputesShare<Traits>::Type(p).Run();
 }
 
 }  // namespace kvblock::generic

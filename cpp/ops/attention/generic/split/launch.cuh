@@ -54,7 +54,7 @@ cudaError_t LaunchPieces(const typename Traits::Params& p, const SplitWork& work
   status = LaunchGrid(AttentionSplit<Traits>, dim3(ctas), Traits::kThreads, Traits::kSharedBytes,
                       stream, p);
   if constexpr (Traits::kCombines) {
-    if (status != cudaSuccess || NoneIsCut(work, cut)) return status;
+    if (status != cudaSuccess || !cut.combines) return status;
     const int64_t threads = work.filled * (p.value_dim / 4) * p.joining;
     const int64_t of_line = p.combine_units ? cut.units : cut.ctas - 1;
     const dim3 grid(static_cast<unsigned>(cut.lines * of_line),
@@ -102,7 +102,7 @@ const char* LaunchSplitAs(const AttentionCall& a, cudaStream_t stream) {
     using Wide = SplitTraits<T, kDim, kTileBlocks, DenseKeys, true>;
     const int64_t wide_tiles = TilesOfUnit(a.kv_len, Wide::kTileKeys);
     const Cut wide = CutFor(work, a.num_kv_heads, wide_tiles, gpu.multiprocessors);
-    if (!NoneIsCut(work, cut) && NoneIsCut(work, wide) && Wide::kSharedBytes <= gpu.cta_shared) {
+    if (cut.combines && !wide.combines && Wide::kSharedBytes <= gpu.cta_shared) {
       return CudaResult(
           LaunchPieces<Wide>(MakeShareParams(a, work, wide), work, wide, gpu, stream));
     }

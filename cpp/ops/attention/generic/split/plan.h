@@ -36,6 +36,7 @@ inline int64_t TilesOfUnit(int64_t keys, int64_t tile) {
 struct Cut {
   int32_t lines, ctas;
   int64_t units;  // of a line
+  bool combines;  // some unit may be cut between CTAs
 };
 
 // For units of so many KV tiles, at most `places` CTAs. As many heads side by side as there can be
@@ -48,7 +49,8 @@ inline Cut CutFor(const SplitWork& work, int32_t heads, int64_t tiles_of_unit, i
   }
   const int64_t units = work.units / lines, most = places / lines;
   const auto cut = [&](int64_t ctas) {
-    return Cut{static_cast<int32_t>(lines), static_cast<int32_t>(ctas), units};
+    const bool whole = ctas <= 1 || (work.alike && units % ctas == 0);
+    return Cut{static_cast<int32_t>(lines), static_cast<int32_t>(ctas), units, !whole};
   };
   if (units * tiles_of_unit <= most) return cut(units * tiles_of_unit);
   if (!work.same_keys) return cut(most);
@@ -56,11 +58,6 @@ inline Cut CutFor(const SplitWork& work, int32_t heads, int64_t tiles_of_unit, i
   const int64_t even = units <= most ? most / units * units : units / each;
   const bool fits = units <= most || units % each == 0;
   return cut(fits && even * 100 >= most * 94 ? even : most);
-}
-
-// Whether no unit is cut between CTAs, for certain.
-inline bool NoneIsCut(const SplitWork& work, const Cut& cut) {
-  return cut.ctas <= 1 || (work.alike && cut.units % cut.ctas == 0);
 }
 
 // How many threads share out the pieces of a row: each has five at most, if units are alike. Where
@@ -76,6 +73,7 @@ inline ShareParams MakeShareParams(const AttentionCall& a, const SplitWork& work
   p.rows = work.rows;
   p.by_group = FastDiv(static_cast<uint32_t>(p.group));
   p.alike = work.alike;
+  p.split = kNoSplit;
   p.lines = cut.lines;
   p.heads = p.num_kv_heads / cut.lines;
   p.by_lines = FastDiv(static_cast<uint32_t>(cut.lines));

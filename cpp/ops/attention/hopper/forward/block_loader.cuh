@@ -47,6 +47,7 @@ class BlockLoader {
       const Box after = LookUpStep(ahead);
       if (item.is != Item::kTiles) {
         LoadValues();
+        __syncwarp();  // all have read the step, which is free once the consumers know of the item
         LoadQueries(item);
       } else {
         const bool starts = step.flags & Step::kStarts;

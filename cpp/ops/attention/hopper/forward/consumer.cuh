@@ -227,6 +227,7 @@ class Consumer {
             first + Lane() % 4 * 2);
         if (flags & Step::kHoles) {
           MaskHoles<Traits>(shared_.paged.holes[keys_.stage], rows, Lane());
+          __syncwarp();  // all have read them before one lane leaves K's place, and theirs
         }
       } else if (Traits::kKind == ForwardKind::kGeneral) {
         FinishScores<Traits>(p_, s, rules_, masked, flags & Step::kSegments, item.head, rows.state,

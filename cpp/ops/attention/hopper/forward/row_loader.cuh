@@ -42,6 +42,7 @@ class RowLoader {
   __device__ __forceinline__ void Run() {
     StageCount<kSteps> ahead, now;
     Found found = LookUpStep(ahead);
+    int item_before = -1;
     for (;; now.Advance()) {
       const Step& step = shared_.steps[now.stage];
       const Item& item = shared_.items[step.item];
@@ -54,9 +55,11 @@ class RowLoader {
       const Found after = LookUpStep(ahead);
       if (item.is != Item::kTiles) {
         LoadValues();
+        __syncwarp();  // all have read the step, which is free once the consumers know of the item
         LoadQueries(item);
       } else {
-        const bool starts = step.flags & Step::kStarts;
+        const bool starts = step.item != item_before;  // the other warp may be adding to the flags
+        item_before = step.item;
         LoadKeys(item, step.first, found, now.stage);
         // With one place for Q, the consumers need the last V to be done with it.
         if (starts && Traits::kQueryStages > 1) LoadQueries(item);

@@ -1,0 +1,17 @@
+// The launcher of attention over latent caches (sm_80 and newer).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "kvblock/paged_attention.h"
+
+namespace kvblock::generic {
+
+// `a` has been checked, it has rows, and its values lie in its keys. NULL, or what is wrong.
+const char* LaunchLatent(const kvblock_paged_attention& a, cudaStream_t stream);
+
+// The same for one element type, head dim and value dim: an instance each.
+template <typename T, int kDim, int kValue>
+const char* LaunchLatentOf(const kvblock_paged_attention& a, cudaStream_t stream);
+
+}  // namespace kvblock::generic

@@ -1,0 +1,179 @@
+"""Attention over latent caches on a CPU, thread by thread, against float64.
+
+As test_emulated_paged.py. A value is the first columns of its key, so that a tile in
+shared memory is both; each shape of the kernel has a GPU here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from paged_cases import LATENT
+from paged_problems import Case, HostMemory, Problem, hold_alone, run_on_host
+
+from jax_kvblock import BlockSpec, KVPool, paged_attention
+
+# Multiprocessors, and bytes of shared memory that a CTA can have: those of an H200, of
+# an A100, of a consumer GPU.
+H200, A100, CONSUMER = 232448, 166912, 101376
+
+
+@pytest.fixture
+def emulated(latent_library: Path):
+    loaded = ctypes.CDLL(str(latent_library))
+    yield loaded
+    on(loaded, 3, H200)
+
+
+def on(library: ctypes.CDLL, multiprocessors: int, shared: int) -> None:
+    library.emulator_set_multiprocessors(multiprocessors)
+    library.emulator_set_cta_bytes(shared)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_every_row_is_right(name, emulated):
+    """By one CTA each, and by more CTAs than units, which are cut then."""
+    case = LATENT[name]
+    gpus = [(3, CONSUMER)] if case.head_dim == 192 else [(3, H200), (7, A100)]
+    x = Problem(case)
+    for multiprocessors, shared in gpus:
+        on(emulated, multiprocessors, shared)
+        run_on_host(emulated, x, times=1)
+
+
+def test_the_same_bits_every_time(emulated):
+    on(emulated, 20, H200)
+    run_on_host(emulated, Problem(LATENT["latent: shares that cut units"]), times=2)
+
+
+@pytest.mark.parametrize("name", ["latent: a split", "latent: d192, drafts, a split"])
+def test_with_split_size_other_sequences_change_no_bit(name, emulated):
+    hold_alone(emulated, Problem(LATENT[name]))
+
+
+def test_each_call_may_have_a_layer_of_its_own(emulated):
+    """A layer for each call, as vmap makes them."""
+    case = LATENT["latent: several calls"]
+    x = Problem(case)
+    x.layers = [1, 7]
+    x.kv_lens[len(x.kv_lens) // 2 :] = 0
+    run_on_host(emulated, x, times=1)
+
+
+def test_a_gpu_with_too_little_shared_memory_says_so(emulated):
+    on(emulated, 3, CONSUMER)
+    memory = HostMemory()
+    a = Problem(LATENT["latent: decode"]).describe(memory.give)
+    a.o = a.lse = a.workspace = memory.give(Problem(Case()).q)
+    launch = emulated.kvblock_paged_attention_forward
+    launch.restype = ctypes.c_char_p
+    assert b"a latent cache of head dim 576 needs 152 KiB" in launch(
+        ctypes.byref(a), None
+    )
+
+
+# ---- from JAX ------------------------------------------------------------------------
+
+
+def both(**given: Any) -> None:
+    """The kernel's result is plain JAX's."""
+    kernel, plain = (
+        jax.jit(
+            lambda name: paged_attention(**given, implementation=name, return_lse=True),
+            static_argnums=0,
+        )(name)
+        for name in ("cuda", "xla")
+    )
+    for got, want in zip(kernel, plain, strict=True):
+        got, want = (np.asarray(a, np.float64) for a in (got, want))
+        np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
+
+
+def drawn(rng: np.random.Generator, **changes: Any) -> dict[str, Any]:
+    """Three sequences over five blocks of 16."""
+    given = {
+        "q": rng.standard_normal((6, 4, 192)).astype(np.float16),
+        "pages": rng.standard_normal((5, 16, 192)).astype(np.float16),
+        "layer": None,
+        "block_tables": np.array([[4, 0], [2, -1], [3, 1]], np.int32),
+        "kv_lens": np.array([20, 5, 31], np.int32),
+        "query_start": np.array([0, 1, 4, 5], np.int32),
+        "value_dim": 128,
+    }
+    return given | changes
+
+
+def pool_of(pages: np.ndarray, layout: str, contiguous: bool) -> KVPool:
+    """The pages as the second of three layers."""
+    spec = BlockSpec(3, 1, 16, 1, 192, "float16", layout=layout)
+    blocks = np.full((5, 3, 1, 16, 1, 192), np.nan, np.float16)
+    blocks[:, 1, 0, :, 0] = pages
+    order = "".join(axis for group in spec.block_layout.groups for axis in group)
+    data = jnp.asarray(blocks.transpose(0, *(1 + "LOTHD".index(a) for a in order)))
+    return KVPool(data if contiguous else tuple(data[:, i] for i in range(3)), spec)
+
+
+def test_jax_calls_the_kernel_with_pages(latent_as_cuda, rng):
+    sinks = jnp.asarray(rng.standard_normal(4), jnp.float32)
+    both(**drawn(rng, sinks=sinks, softcap=3.0, window=(20, None), scale=0.1))
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "contiguous"), [("NHD", True), ("HND", False), ("universal", True)]
+)
+def test_jax_calls_the_kernel_with_pools(
+    layout, contiguous, traced, latent_as_cuda, rng
+):
+    given = drawn(rng)
+    pool = pool_of(given["pages"], layout, contiguous)
+    both(**given | {"pages": pool, "layer": jnp.int32(1) if traced else 1})
+
+
+def test_jax_calls_the_kernel_under_vmap(latent_as_cuda, rng):
+    given = drawn(rng)
+    of = {n: np.stack([given[n], given[n][::-1]]) for n in ("q", "pages")}
+
+    def run(name: str) -> Any:
+        return jax.vmap(lambda x: paged_attention(**given | x, implementation=name), 0)(
+            of
+        )
+
+    got, want = (np.asarray(run(name), np.float64) for name in ("cuda", "xla"))
+    np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
+
+
+UNSERVED = {
+    "another head dim": (
+        {"value_dim": 64},
+        r"a latent cache of head dim 192 with value_dim 64 \(576 with 512, 192 with",
+    ),
+    "8 bits": (
+        {"pages": np.zeros((5, 16, 192), np.int8)},
+        "a latent cache of int8 with q float16",
+    ),
+    "float32": (
+        {
+            "q": np.zeros((6, 4, 192), np.float32),
+            "pages": np.zeros((5, 16, 192), np.float32),
+        },
+        "dtype float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_what_the_kernel_does_not_serve(name, latent_as_cuda, rng):
+    """It is told where the kernel is asked for, and plain JAX takes it otherwise."""
+    changes, message = UNSERVED[name]
+    given = drawn(rng, **changes)
+    with pytest.raises(ValueError, match=f"'cuda' does not serve {message}"):
+        jax.jit(lambda: paged_attention(**given, implementation="cuda")).lower()
+    text = jax.jit(lambda: paged_attention(**given)).lower().as_text()
+    assert "kvblock_paged_attention" not in text

@@ -1,0 +1,273 @@
+"""Accesses to shared memory in attention's kernels are ordered, whoever comes first.
+
+The emulator runs a thread until it has to wait, always in the same order, so that a
+barrier may be missing and all results right. Its race checker (emulator/races.cc) asks
+of every access what orders it after the accesses before.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import emulated_races
+import pytest
+from emulated_races import EMULATOR, ROOT
+from mutant_list import GENERIC, HOPPER, Mutant
+
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(
+        shutil.which("g++") is None, reason="the race checker needs g++"
+    ),
+]
+
+
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A library by its name, compiled once, whoever of the workers comes first."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+
+    def library(name: str) -> Path:
+        made = folder / f"libkvblock_{name}.so"
+        with (folder / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not made.exists():
+                root = mutated(folder / name) if "mutated" in name else ROOT
+                kernels = "latent" if "latent" in name else "attention"
+                emulated_races.build(root, made, kernels)
+        return made
+
+    return library
+
+
+@functools.cache
+def races(library: Path, cases: str) -> list[str]:
+    """What the checker says of some cases: in another process, which may die."""
+    script = str(ROOT / "tests/support/emulated_races.py")
+    command = [sys.executable, script, str(library), cases]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    *found, count = done.stdout.splitlines()
+    assert int(count.split()[0]) > 0
+    return found
+
+
+@pytest.mark.parametrize("cases", ["dense", "paged", "Hopper", "latent"])
+def test_every_access_is_ordered(cases, compiled):
+    assert races(compiled(f"checked{of_latents(cases)}"), cases) == []
+
+
+def of_latents(cases: str) -> str:
+    """Which library: latent caches have one of their own."""
+    return "_latent" * cases.startswith("latent")
+
+
+FORWARD = f"{HOPPER}/forward"
+# What has to be reported: a case, and what stands in one line.
+MISSING = (
+    Mutant(
+        "few queries: a tile is waited for too late",
+        f"{GENERIC}/split/kernel.cuh",
+        "CopyAsyncWait<kStages - 2>();",
+        "CopyAsyncWait<kStages - 1>();",
+        ("dense, few", "a copy of thread", "LoadMatrices"),
+    ),
+    Mutant(
+        "dK and dV: nobody waits for the others' dS",
+        f"{GENERIC}/backward/kv.cuh",
+        "BarrierWait(ds_ready, step % 2);",
+        "",
+        ("dense, lengths", "LoadMatrices", "AttentionBackwardKv kv.cuh"),
+    ),
+    Mutant(
+        "latent: nobody waits for the others' probabilities",
+        f"{GENERIC}/latent/kernel.cuh",
+        "__syncthreads();  // P is there",
+        "",
+        ("latent, 16 rows, 227", "LoadMatrices", "LatentForward::AddValues"),
+    ),
+    Mutant(
+        "Hopper: barriers are used before they are made",
+        f"{FORWARD}/kernel.cuh",
+        "    __syncthreads();\n",
+        "",
+        ("Hopper, a window, boxes", "comes to", "BarrierInit"),
+    ),
+    Mutant(
+        "Hopper: K's place is left while products read it",
+        f"{FORWARD}/consumer.cuh",
+        "WgmmaWait<1>();",
+        "",
+        ("Hopper, many steps, holes, boxes", "a load of", "a product of warp"),
+    ),
+    Mutant(
+        "Hopper: O's place is left while it is stored",
+        f"{FORWARD}/writer.cuh",
+        "WaitStoresRead<0>();",
+        "",
+        ("Hopper, many items, boxes", "StoreMatrices", "a bulk store of"),
+    ),
+    Mutant(
+        "Hopper: a lane leaves holes that others read",
+        f"{FORWARD}/consumer.cuh",
+        "__syncwarp();  // all have read them before one lane leaves K's place, and "
+        "theirs",
+        "",
+        ("Hopper, many steps, holes, boxes", "WriteHoles", "MaskHoles"),
+    ),
+    Mutant(
+        "Hopper: flags are read while the other warp changes them",
+        f"{FORWARD}/row_loader.cuh",
+        "starts = step.item != item_before;",
+        "starts = step.flags & Step::kStarts;",
+        ("Hopper, many steps, holes, rows", "atomicOr", "RowLoader"),
+    ),
+    Mutant(
+        "Hopper: a lane leaves a step that others read",
+        f"{FORWARD}/block_loader.cuh",
+        "__syncwarp();  // all have read the step, which is free once the consumers "
+        "know of the item",
+        "",
+        ("Hopper, many items, boxes", "Prepare", "BlockLoader"),
+    ),
+)
+
+
+def mutated(root: Path) -> Path:
+    """The kernels with all of the mistakes: they do not meet."""
+    shutil.copytree(ROOT / "cpp", root / "cpp")
+    for mutant in MISSING:
+        mutant.apply(root)
+    return root
+
+
+@pytest.mark.parametrize("mutant", MISSING, ids=lambda mutant: mutant.name)
+def test_a_missing_barrier_is_reported(mutant, compiled):
+    cases, *parts = mutant.killer
+    found = races(compiled(f"mutated{of_latents(cases)}"), cases)
+    assert any(all(part in line for part in parts) for line in found), "\n".join(found)
+
+
+# ---- the checker itself, in kernels of two warps -------------------------------------
+
+# Ordered, and not.
+PAIRS = {
+    "all meet": (
+        "if (t == 0) x = 1; __syncthreads(); Use(x);",
+        "if (t == 0) x = 1; Use(x);",
+    ),
+    "a write after reads": (
+        "Use(x); __syncthreads(); if (t == 40) x = 1;",
+        "Use(x); if (t == 40) x = 1;",
+    ),
+    "a shuffle orders nothing": (
+        "if (t == 3) x = 1; __syncwarp(); if (t < 32) Use(x);",
+        "if (t == 3) x = 1; __shfl_sync(~0u, t, 3); if (t < 32) Use(x);",
+    ),
+    "a warp is not the other": (
+        "if (t == 0) x = 1; BarrierMeet(1, 64); if (t > 31) Use(x);",
+        "if (t == 0) x = 1; __syncwarp(); if (t > 31) Use(x);",
+    ),
+    "who passes a barrier learns nothing": (
+        "if (t == 0) x = 1; t < 32 ? BarrierPass(1, 64) : BarrierMeet(1, 64);"
+        "if (t > 31) Use(x);",
+        "if (t == 40) x = 1; t < 32 ? BarrierPass(1, 64) : BarrierMeet(1, 64);"
+        "if (t < 32) Use(x);",
+    ),
+    "atomics": (
+        "atomicOr(&n, 1 << t % 32); __syncthreads(); Use(n);",
+        "Use(n); atomicOr(&n, 1 << t % 32);",
+    ),
+    "copies are waited for": (
+        "Copy(t, y); CopyAsyncWait<0>(); __syncthreads(); Use(y[0]);",
+        "Copy(t, y); CopyAsyncWait<1>(); __syncthreads(); Use(y[0]);"
+        "CopyAsyncWait<0>();",
+    ),
+    "copies are their thread's": (
+        "Copy(t, y); CopyAsyncWait<0>(); if (t == 0) Use(y[0]);",
+        "Copy(t, y); CopyAsyncWait<0>(); if (t == 1) Use(y[0]);",
+    ),
+    "an arrival is that of one thread": (
+        "if (t < 2) y[t] = 1; __syncwarp(); Arrive(t, bar);"
+        "if (t > 31) { BarrierWait(bar, 0); Use(y[1]); }",
+        "if (t < 2) y[t] = 1; Arrive(t, bar);"
+        "if (t > 31) { BarrierWait(bar, 0); Use(y[1]); }",
+    ),
+    "an arrival after copies is one of these alone": (
+        "if (t == 0) { CopyAsync<16>(y, from); BarrierArriveAfterCopies(bar); }"
+        "if (t > 31) { BarrierWait(bar, 0); Use(y[0]); }",
+        "if (t == 0) { x = 1; BarrierArriveAfterCopies(bar); }"
+        "if (t > 31) { BarrierWait(bar, 0); Use(x); }",
+    ),
+    "zeros over zeros": (
+        "*wide = uint4{}; Use(wide->x);",
+        "*wide = uint4{1}; Use(wide->x);",
+    ),
+}
+PROGRAM = """
+#include "cuda_runtime.h"
+#include "device/cp_async.cuh"
+#include "device/mbarrier.cuh"
+#include "device/warpgroup.cuh"
+
+using namespace kvblock;
+extern "C" const char* emulator_races();
+alignas(16) float from[4];
+
+void Use(double x) { static volatile double used = x; }
+void Copy(int t, float* to) {
+  if (t == 0) CopyAsync<16>(to, from);
+  CopyAsyncCommit();
+}
+void Arrive(int t, uint32_t barrier) {
+  if (t == 0) BarrierArrive(barrier);
+}
+
+void Kernel(int what) {
+  __shared__ float x;
+  __shared__ int n;
+  float* const y = reinterpret_cast<float*>(emulator::shared);
+  uint4* const wide = reinterpret_cast<uint4*>(emulator::shared + 1024);
+  constexpr uint32_t bar = 2048;
+  const int t = threadIdx.x;
+  if (t == 0) BarrierInit(bar, 1);
+  __syncthreads();
+  switch (what) {
+CASES
+  }
+}
+
+int main() {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(64);
+  for (int what = 0; what < COUNT; ++what) {
+    cudaLaunchKernelEx(&config, Kernel, what);
+    std::printf("%d %d\\n", what, *emulator_races() != 0);
+  }
+}
+"""
+
+
+def test_the_checker_knows_what_orders(tmp_path):
+    parts = [part for pair in PAIRS.values() for part in pair]
+    cases = "\n".join(f"case {i}: {{ {x} }} break;" for i, x in enumerate(parts))
+    program = PROGRAM.replace("CASES", cases).replace("COUNT", str(len(parts)))
+    (tmp_path / "program.cc").write_text(program)
+    emulated_races.compile_checked(
+        tmp_path / "program.cc", tmp_path / "program", [EMULATOR], []
+    )
+    done = subprocess.run([tmp_path / "program"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    raced = [line.split()[1] == "1" for line in done.stdout.splitlines()]
+    found = dict(zip(PAIRS, zip(raced[::2], raced[1::2], strict=True), strict=True))
+    assert found == dict.fromkeys(PAIRS, (False, True))

@@ -1,0 +1,180 @@
+"""Attention's kernels on the emulator with its race checker, emulator/races.cc.
+
+    python emulated_races.py LIBRARY CASES
+
+Runs those of CASES whose names begin so, with a library that `build` has made. Says
+which accesses to shared memory nothing orders, and where results are wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import attention_launches
+import numpy as np
+from emulated_attention import ROOT, SOURCES
+from paged_problems import Case, HostMemory, Problem, run_on_host
+
+EMULATOR = ROOT / "tests/support/emulator"
+
+
+def build(root: Path, library: Path, kernels: str = "attention") -> None:
+    """The library with the kernels below `root`; kernels: a source of the emulator."""
+    folders = [EMULATOR, root / "cpp", root / "cpp/include"]
+    sources = [root / source for source in SOURCES]
+    made = library.with_suffix(".made")
+    compile_checked(EMULATOR / f"{kernels}.cc", made, folders, [*sources, "-shared"])
+    made.rename(library)
+
+
+def compile_checked(
+    kernels: Path, made: Path, folders: list[Path], others: list[Path | str]
+) -> None:
+    """The kernels' file is instrumented, the checker and other sources are not."""
+    command = ["g++", "-std=c++17", "-O1", "-g1", "-fPIC", "-Wno-unknown-pragmas"]
+    # Shared memory is this library's, whatever others are loaded beside it.
+    command += ["-fno-gnu-unique", "-DKVBLOCK_CHECK_RACES=1"]
+    command += ["-DKVBLOCK_MOST_FEW_QUERIES=1000", *(f"-I{f}" for f in folders)]
+    instrumented = made.with_suffix(".o")
+    accesses = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0"]
+    subprocess.run([*command, *accesses, "-c", kernels, "-o", instrumented], check=True)
+    subprocess.run(
+        [*command, instrumented, EMULATOR / "races.cc", *others, "-ldl", "-o", made],
+        check=True,
+    )
+
+
+# ---- cases: each takes a library --------------------------------------------------
+
+
+class HostArrays(attention_launches.Arrays):
+    """As those on a GPU."""
+
+    def __init__(self) -> None:
+        self.memory = HostMemory()
+
+    def empty(self, size: int) -> int:
+        return self.memory.empty(size).ctypes.data
+
+    def of(self, values: np.ndarray) -> int:
+        return self.memory.give(values)
+
+    def free(self) -> None:
+        assert self.memory.untouched(), "a write beside an array"
+
+
+def dense(option: Callable, library: ctypes.CDLL) -> None:
+    """Both passes of the generic kernels; a sanitizer on a GPU runs the same."""
+    attention_launches.Arrays = HostArrays  # type: ignore[misc]
+    attention_launches.driver = lambda *_: None
+    bf16 = attention_launches.BF16
+    attention_launches.run(library, "generic", option, "64x64", bf16)
+
+
+def latent(case: Case, cta_bytes: int, library: ctypes.CDLL) -> None:
+    library.emulator_set_cta_bytes(cta_bytes)
+    run_on_host(library, Problem(case), times=1)
+
+
+def paged(case: Case, library: ctypes.CDLL, hopper: str = "") -> None:
+    library.emulator_set_hopper(bool(hopper))
+    library.emulator_set_block_maps(hopper == "boxes")
+    run_on_host(library, Problem(case), times=1)
+
+
+GROUP = {"heads": 2, "kv_heads": 1}
+HOLES = tuple((0, page, -1) for page in (0, 3, 4, 11, 24, 60, 61, 90))
+FEW = {
+    "few": Case(sequences=((1, 9), (1, 300), (1, 37), (1, 700))),
+    "few, in 8 bits": Case(
+        sequences=((1, 9), (1, 300), (1, 37)), cache="e4m3", scales="tokens"
+    ),
+    "few, 64 rows": Case(sequences=((9, 60), (9, 300)), heads=8, bad_ids=((1, 2, -1),)),
+}
+MANY = {
+    "many steps, holes": Case(sequences=((100, 1700), (80, 90)), bad_ids=HOLES),
+    "many items": Case(sequences=((65, 40),) * 9 + ((65, 0),) * 4, **GROUP),
+    "a window": Case(sequences=((150, 400), (100, 100)), window=(70, 0), **GROUP),
+    "one place for Q": Case(
+        sequences=((70, 300), (70, 100)),
+        padded=70,
+        full=True,
+        calls=2,
+        dtype="float16",
+        head_dim=256,
+        value_dim=256,
+        bad_ids=HOLES[:4],
+        **GROUP,
+    ),
+}
+WIDE = {"latent": True, "kv_heads": 1, "head_dim": 576, "value_dim": 512}
+LATENT = {
+    "16 rows": Case(sequences=((1, 9), (1, 300)), heads=16, **WIDE),
+    "32 rows": Case(sequences=((1, 9), (1, 200)), heads=20, **WIDE),
+    "64 rows": Case(sequences=((2, 200), (1, 70)), heads=40, **WIDE),
+}
+DENSE = ("few", "lengths", "bias", "partial")
+CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
+    **{
+        f"dense, {name}": functools.partial(dense, getattr(attention_launches, name))
+        for name in DENSE
+    },
+    **{f"paged, {name}": functools.partial(paged, case) for name, case in FEW.items()},
+    **{
+        f"latent, {name}, {kib} KiB": functools.partial(latent, case, kib << 10)
+        for name, case in LATENT.items()
+        for kib in (227, 163)
+    },
+    **{
+        f"Hopper, {name}, {by}": functools.partial(paged, case, hopper=by)
+        for name, case in MANY.items()
+        for by in ("boxes", "rows")
+    },
+}
+
+
+def named(library: Path, report: str) -> Iterator[str]:
+    """The lines of a report, with functions and lines in place of addresses."""
+
+    @functools.cache
+    def place(address: str) -> str:
+        command = ["addr2line", "-Cfisp", "-e", str(library), address]
+        said = subprocess.run(command, capture_output=True, text=True, check=True)
+        places = []
+        for inlined in said.stdout.splitlines():
+            function, at = inlined.removeprefix(" (inlined by) ").rsplit(" at ", 1)
+            while function != (
+                function := re.sub(r"<[^<>]*>|\([^()]*\)", "", function)
+            ):
+                pass
+            function = function.removesuffix(" const").split(" ")[-1]
+            places.append(f"{'::'.join(function.split('::')[-2:])} {at.split(' ')[0]}")
+        return " < ".join(places[:5])
+
+    for line in report.splitlines():
+        yield re.sub(r"\[(0x\w+)\]", lambda found: f"[{place(found[1])}]", line)
+
+
+def main(path: str, begins: str) -> None:
+    library = ctypes.CDLL(path)
+    library.emulator_races.restype = ctypes.c_char_p
+    library.emulator_set_multiprocessors(2)
+    names = [name for name in CASES if name.startswith(begins)]
+    for name in names:
+        try:
+            CASES[name](library)
+        except AssertionError as wrong:
+            print(f"{name}: wrong: {wrong}")
+        for line in named(Path(path), library.emulator_races().decode()):
+            print(f"{name}: {line}", flush=True)
+    print(len(names), "cases")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

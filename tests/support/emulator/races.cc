@@ -1,0 +1,361 @@
+// A race checker for the shared memory of emulated CTAs: two accesses to a word, one of them a
+// write, must be ordered by something that the kernel has waited for, not by luck.
+//
+// Kernels are compiled with -fsanitize=thread, which calls what is here before every access; this
+// file is compiled without, and nothing is linked to the sanitizer's own library. Who accesses
+// memory is an agent: a thread, or what works while threads go on: asynchronous copies and bulk
+// stores of a thread, products of a warp, bulk loads that a barrier counts. An agent's time goes on
+// when others can learn what it has done so far. A thread's clock says up to which time of every
+// agent it knows what was done; barriers hand that on. What was done at a time that the clock of a
+// thread has is ordered before what the thread does now, and before what it starts now. What it has
+// started is known when it was waited for, not earlier.
+//
+// One thing is no race: 16 bytes of zeros over zeros. Several threads may clear the same memory for
+// themselves, and each sees zeros from then on, whoever was first.
+//
+// As CUDA has it, votes, shuffles and products of a warp order nothing in memory; __syncwarp does.
+// Nothing is said of proxies (FenceAsync), nor of other CTAs.
+#include "races.h"
+
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "cuda_runtime.h"
+
+// Shared memory and what kernels have as __shared__ are among this library's variables.
+extern "C" __attribute__((visibility("hidden"))) char __bss_start[], _end[];
+
+namespace emulator::races {
+namespace {
+
+struct Moment {
+  int agent;
+  uint32_t time;
+  const void* code;
+};
+
+// The last write, of time 0 if there is none, and since then those who wrote the same zeros, reads
+// and atomics.
+struct Word {
+  Moment write{};
+  std::vector<Moment> zeros, reads, atomics;
+  bool used = false;
+};
+constexpr int kWordBytes = 4;
+
+struct Agent {
+  std::string name;
+  uint32_t time = 0;
+};
+constexpr int kMostAgents = 3072;
+using Clock = std::array<uint32_t, kMostAgents>;
+
+struct Thread {
+  Clock clock{};
+  int engines[3] = {-1, -1, -1};  // agents
+  std::deque<uint32_t> groups[3];
+  int products = 0;
+};
+
+size_t Offset(const volatile void* at) {
+  return reinterpret_cast<uintptr_t>(at) - reinterpret_cast<uintptr_t>(__bss_start);
+}
+
+class Checker {
+ public:
+  void BeginCta(int threads) {
+    Settle();
+    agents_.clear();
+    threads_.assign(threads, {});
+    warps_.assign((threads + kWarp - 1) / kWarp, {});
+    loads_.clear();
+    for (int i = 0; i < threads; ++i) {
+      threads_[i].clock[i] = agents_[NewAgent("thread", i)].time = 1;
+    }
+    words_.resize((_end - __bss_start) / kWordBytes + 1);
+    for (Word* word : used_) *word = {};
+    used_.clear();
+  }
+
+  Thread& Own() { return threads_[running]; }
+  size_t Agents() const { return agents_.size(); }
+  void Tick() {
+    Settle();
+    Own().clock[running] = ++agents_[running].time;
+  }
+
+  void Touch(Access access, const volatile void* at, int bytes, const void* code) {
+    if (running < 0 || Offset(at) >= static_cast<size_t>(_end - __bss_start)) return;
+    Settle();
+    const Moment now{running, agents_[running].time, code};
+    if (access == Access::kWrite && AreZeros(at, bytes)) {
+      clearing_ = {at, now};
+    } else {
+      Record(access, at, bytes, Own().clock, now);
+    }
+  }
+  // What is about to be written is known when something else happens.
+  void Settle() {
+    const auto [at, now] = std::exchange(clearing_, {});
+    if (at == nullptr) return;
+    if (!AreZeros(at, kZeroBytes)) {
+      Record(Access::kWrite, at, kZeroBytes, threads_[now.agent].clock, now);
+      return;
+    }
+    for (int i = 0; i < kZeroBytes / kWordBytes; ++i) {
+      Remember(words_[Offset(at) / kWordBytes + i].zeros, now);
+    }
+  }
+  void Start(Engine engine, Access access, const void* at, int bytes, const void* code) {
+    Settle();
+    const int agent = AgentOf(engine);
+    const bool product = engine == Engine::kProducts;
+    if (!product) ++agents_[agent].time;
+    Record(access, at, bytes, product ? lanes_ : Own().clock, {agent, agents_[agent].time, code});
+  }
+  Event StartBulkLoad(uint32_t barrier, const void* to, int bytes, const void* code) {
+    Settle();
+    const auto found = loads_.find(barrier);
+    const int agent =
+        found != loads_.end() ? found->second : loads_[barrier] = NewAgent("a load of", barrier);
+    ++agents_[agent].time;
+    Record(Access::kWrite, to, bytes, Own().clock, {agent, agents_[agent].time, code});
+    return {agent, agents_[agent].time};
+  }
+
+  // The first lane to come says it for all: the others are where they were when they met.
+  bool StartProduct() {
+    const int warp = running / kWarp;
+    if (++Own().products == warps_[warp].products) return false;
+    warps_[warp].products = Own().products;
+    ++agents_[AgentOf(Engine::kProducts)].time;
+    lanes_ = threads_[warp * kWarp].clock;
+    for (int lane = 1; lane < kWarp; ++lane) {
+      const Clock& other = threads_[warp * kWarp + lane].clock;
+      for (size_t i = 0; i < Agents(); ++i) lanes_[i] = std::min(lanes_[i], other[i]);
+    }
+    return true;
+  }
+
+  Event Latest(Engine engine) {
+    const int agent = AgentOf(engine);
+    return {agent, agents_[agent].time};
+  }
+  void Commit(Engine engine) {
+    Own().groups[static_cast<int>(engine)].push_back(Latest(engine).time);
+  }
+  void Await(Engine engine, int pending) {
+    auto& groups = Own().groups[static_cast<int>(engine)];
+    uint32_t& known = Own().clock[AgentOf(engine)];
+    for (; groups.size() > static_cast<size_t>(pending); groups.pop_front()) {
+      known = std::max(known, groups.front());
+    }
+  }
+
+  std::string TakeReport() {
+    known_.clear();
+    return std::exchange(report_, "");
+  }
+
+ private:
+  struct Warp {
+    int engine = -1, products = 0;
+  };
+
+  int NewAgent(const char* what, int number) {
+    if (agents_.size() == kMostAgents) Die("the race checker has too few agents");
+    agents_.push_back({std::string(what) + " " + std::to_string(number)});
+    return static_cast<int>(agents_.size()) - 1;
+  }
+  int AgentOf(Engine engine) {
+    constexpr const char* kNames[] = {"a copy of thread", "a bulk store of thread",
+                                      "a product of warp"};
+    const int which = static_cast<int>(engine), warp = running / kWarp;
+    const bool product = engine == Engine::kProducts;
+    int& agent = product ? warps_[warp].engine : Own().engines[which];
+    if (agent < 0) agent = NewAgent(kNames[which], product ? warp : running);
+    return agent;
+  }
+
+  static constexpr int kZeroBytes = 16;
+  static bool AreZeros(const volatile void* at, int bytes) {
+    constexpr char kZeros[kZeroBytes] = {};
+    return bytes == kZeroBytes && std::memcmp(const_cast<const void*>(at), kZeros, bytes) == 0;
+  }
+
+  static void Remember(std::vector<Moment>& moments, const Moment& now) {
+    for (Moment& m : moments) {
+      if (m.agent == now.agent) return void(m = now);
+    }
+    moments.push_back(now);
+  }
+
+  void Record(Access access, const volatile void* at, int bytes, const Clock& clock,
+              const Moment& now) {
+    const size_t end = (Offset(at) + bytes - 1) / kWordBytes + 1;
+    for (size_t i = Offset(at) / kWordBytes; i < end; ++i) {
+      Word& word = words_[i];
+      const auto knows = [&](const Moment& before) { return clock[before.agent] >= before.time; };
+      const auto check = [&](const Moment& before, const char* what) {
+        if (!knows(before)) Report(i, access, now, before, what);
+      };
+      if (access != Access::kRead || std::none_of(word.zeros.begin(), word.zeros.end(), knows)) {
+        check(word.write, "wrote");
+      }
+      if (access == Access::kBarrier) continue;
+      if (!word.used) used_.push_back(&word);
+      word.used = true;
+      if (access != Access::kAtomic) {
+        for (const Moment& m : word.atomics) check(m, "changed");
+      }
+      if (access == Access::kRead) {
+        Remember(word.reads, now);
+        continue;
+      }
+      for (const Moment& m : word.zeros) check(m, "cleared");
+      for (const Moment& m : word.reads) check(m, "read");
+      if (access == Access::kAtomic) {
+        Remember(word.atomics, now);
+      } else {
+        word.write = now;
+        word.zeros.clear();
+        word.reads.clear();
+        word.atomics.clear();
+      }
+    }
+  }
+
+  void Report(size_t word, Access access, const Moment& now, const Moment& before,
+              const char* what) {
+    if (!known_.insert({now.code, before.code}).second) return;
+    constexpr const char* kNames[] = {" reads ", " writes ", " changes ", " comes to "};
+    const int64_t place = __bss_start + word * kWordBytes - shared;
+    report_ += "block " + std::to_string(blockIdx.x) + ": " + agents_[now.agent].name +
+               kNames[static_cast<int>(access)] +
+               (place >= 0 && place < kSharedBytes ? "byte " + std::to_string(place)
+                                                   : std::string("a variable")) +
+               " at " + CodeOf(now) + ", which " + agents_[before.agent].name + " " + what +
+               " at " + CodeOf(before) + "\n";
+  }
+  // For addr2line.
+  static std::string CodeOf(const Moment& m) {
+    Dl_info info{};
+    dladdr(m.code, &info);
+    char text[32];
+    std::snprintf(text, sizeof(text), "[%#tx]",
+                  static_cast<const char*>(m.code) - static_cast<char*>(info.dli_fbase) - 1);
+    return text;
+  }
+
+  std::vector<Agent> agents_;  // the threads come first
+  std::vector<Thread> threads_;
+  std::vector<Warp> warps_;
+  std::map<uint32_t, int> loads_;  // agents, by their barriers
+  Clock lanes_{};                  // what all lanes know that start a product
+  std::vector<Word> words_;
+  std::vector<Word*> used_;
+  std::pair<const volatile void*, Moment> clearing_{};  // a write of a thread over zeros
+  std::set<std::pair<const void*, const void*>> known_;
+  std::string report_;
+};
+
+// Not among the library's variables: functions of its members may be instrumented, too.
+Checker& checker = *new Checker;
+
+}  // namespace
+
+void BeginCta(int threads) { checker.BeginCta(threads); }
+
+void Release(Handover& handover) {
+  if (running < 0) return;
+  handover.told.resize(checker.Agents());
+  const Clock& clock = checker.Own().clock;
+  for (size_t i = 0; i < handover.told.size(); ++i) {
+    handover.told[i] = std::max(handover.told[i], clock[i]);
+  }
+  checker.Tick();
+}
+void Release(Handover& handover, Event event) {
+  handover.told.resize(checker.Agents());
+  handover.told[event.agent] = std::max(handover.told[event.agent], event.time);
+}
+void Acquire(const Handover& handover) {
+  if (running < 0) return;
+  checker.Settle();
+  Clock& clock = checker.Own().clock;
+  for (size_t i = 0; i < handover.known.size(); ++i) {
+    clock[i] = std::max(clock[i], handover.known[i]);
+  }
+}
+void Complete(Handover& handover) {
+  handover.known.swap(handover.told);
+  handover.told.clear();
+}
+
+void Touch(Access access, const volatile void* at, int bytes) {
+  checker.Touch(access, at, bytes, __builtin_return_address(0));
+}
+void Start(Engine engine, Access access, const void* at, int bytes) {
+  checker.Start(engine, access, at, bytes, __builtin_return_address(0));
+}
+void Commit(Engine engine) { checker.Commit(engine); }
+void Await(Engine engine, int pending) { checker.Await(engine, pending); }
+Event Latest(Engine engine) { return checker.Latest(engine); }
+bool StartProduct() { return checker.StartProduct(); }
+Event StartBulkLoad(uint32_t barrier, const void* to, int bytes) {
+  return checker.StartBulkLoad(barrier, to, bytes, __builtin_return_address(0));
+}
+
+}  // namespace emulator::races
+
+// The races since this was asked before, a line each.
+extern "C" const char* emulator_races() {
+  static std::string report;
+  report = emulator::races::checker.TakeReport();
+  return report.c_str();
+}
+
+// ---- what -fsanitize=thread calls ----------------------------------------------------------
+
+using emulator::races::Access;
+using emulator::races::checker;
+#define KVBLOCK_SEEN(name, bytes)                                          \
+  extern "C" void __tsan_##name##read##bytes(void* at) {                   \
+    checker.Touch(Access::kRead, at, bytes, __builtin_return_address(0));  \
+  }                                                                        \
+  extern "C" void __tsan_##name##write##bytes(void* at) {                  \
+    checker.Touch(Access::kWrite, at, bytes, __builtin_return_address(0)); \
+  }
+KVBLOCK_SEEN(, 1)
+KVBLOCK_SEEN(, 2)
+KVBLOCK_SEEN(, 4)
+KVBLOCK_SEEN(, 8)
+KVBLOCK_SEEN(, 16)
+KVBLOCK_SEEN(unaligned_, 2)
+KVBLOCK_SEEN(unaligned_, 4)
+KVBLOCK_SEEN(unaligned_, 8)
+KVBLOCK_SEEN(unaligned_, 16)
+extern "C" void __tsan_read_range(void* at, size_t bytes) {
+  checker.Touch(Access::kRead, at, static_cast<int>(bytes), __builtin_return_address(0));
+}
+extern "C" void __tsan_write_range(void* at, size_t bytes) {
+  checker.Touch(Access::kWrite, at, static_cast<int>(bytes), __builtin_return_address(0));
+}
+extern "C" void __tsan_init() {}
+extern "C" void __tsan_func_entry(void*) {}
+extern "C" void __tsan_func_exit() {}
+extern "C" void __tsan_vptr_update(void**, void*) {}
+extern "C" void __tsan_vptr_read(void**) {}
+// What launchers remember, of 8 bits.
+extern "C" char __tsan_atomic8_load(const volatile char* at, int) {
+  return __atomic_load_n(at, __ATOMIC_SEQ_CST);
+}
+extern "C" void __tsan_atomic8_store(volatile char* at, char value, int) {
+  __atomic_store_n(at, value, __ATOMIC_SEQ_CST);
+}
