@@ -37,9 +37,13 @@ def lower_local(ctx: Any, function: Callable[..., Any], *operands: Any) -> Any:
         avals_in=[_without_mesh(a) for a in ctx.avals_in],
         avals_out=[_without_mesh(a) for a in ctx.avals_out],
     )
-    no_mesh = jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
-    with no_mesh, debug_checks(False):  # checks have seen the call itself
+    with no_mesh(), debug_checks(False):  # checks have seen the call itself
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+
+
+def no_mesh() -> Any:
+    """A context for what one device computes."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
 
 
 def _without_mesh(aval: Any) -> Any:

@@ -24,6 +24,7 @@ from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_kvblock.blocks.pool import KVPool
+from jax_kvblock.core.spmd import no_mesh
 from jax_kvblock.paged.call import Paged, page_shapes
 from jax_kvblock.paged.pages import Pages
 
@@ -142,8 +143,9 @@ def _partition(
 
     def run(*arrays: Any) -> Any:
         if some:
-            first = jax.lax.axis_index(among) * arrays[0].shape[2]
-            arrays = (*arrays, first.astype(jnp.int32)[None])
+            with no_mesh():
+                first = jax.lax.axis_index(among) * arrays[0].shape[2]
+                arrays = (*arrays, first.astype(jnp.int32)[None])
         return tuple(local.bind(*arrays, call=here))
 
     def sharding(rank: int, dim: _Dim) -> NamedSharding:

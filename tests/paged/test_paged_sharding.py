@@ -116,7 +116,8 @@ def test_shard_map_says_which_heads_a_device_has(name, four_cpus, rng):
 STORED = ["float", "int8", "int8 tokens", "int8 all layers"]
 PARTS = [("xla", "NHD", True, True, stored) for stored in STORED]
 PARTS += [
-    pytest.param("cuda", *case, marks=pytest.mark.gpu)
+    pytest.param(by, *case, marks=mark)
+    for by, mark in (("cuda", pytest.mark.gpu), ("emulator", pytest.mark.wide))
     for case in (
         *(("NHD", c, t, s) for c in (True, False) for t in (0, 1) for s in STORED),
         *(
@@ -129,8 +130,13 @@ PARTS += [
 
 
 @pytest.mark.parametrize(("by", "layout", "contiguous", "traced", "stored"), PARTS)
-def test_parts_are_parts_of_the_whole(by, layout, contiguous, traced, stored, rng):
+def test_parts_are_parts_of_the_whole(
+    by, layout, contiguous, traced, stored, rng, request
+):
     """Four parts of 12 heads with 3 key heads, two of which lie in two groups each."""
+    if by == "emulator":
+        request.getfixturevalue("paged_as_cuda")
+        by = "cuda"
     dtype = "bfloat16" if by == "cuda" else "float32"
     of_pool = dtype if stored == "float" else "int8"
     spec = kv.BlockSpec(3, 2, 8, 3, 16, of_pool, layout=layout)
