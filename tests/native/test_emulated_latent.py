@@ -36,6 +36,7 @@ def on(library: ctypes.CDLL, multiprocessors: int, shared: int) -> None:
     library.emulator_set_cta_bytes(shared)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", LATENT)
 def test_every_row_is_right(name, emulated):
     """By one CTA each, and by more CTAs than units, which are cut then."""
@@ -47,16 +48,19 @@ def test_every_row_is_right(name, emulated):
         run_on_host(emulated, x, times=1)
 
 
+@pytest.mark.wide
 def test_the_same_bits_every_time(emulated):
     on(emulated, 20, H200)
     run_on_host(emulated, Problem(LATENT["latent: shares that cut units"]), times=2)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ["latent: a split", "latent: d192, drafts, a split"])
 def test_with_split_size_other_sequences_change_no_bit(name, emulated):
     hold_alone(emulated, Problem(LATENT[name]))
 
 
+@pytest.mark.wide
 def test_each_call_may_have_a_layer_of_its_own(emulated):
     """A layer for each call, as vmap makes them."""
     case = LATENT["latent: several calls"]
