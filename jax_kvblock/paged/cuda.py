@@ -26,6 +26,7 @@ from jax_kvblock.paged.call import (
 from jax_kvblock.paged.heads import HeadPart, attend_all_heads
 from jax_kvblock.paged.pages import Pages
 
+TARGET = "kvblock_paged_attention"  # of XLA's FFI
 MOST_ARRAYS = 128  # KVBLOCK_PAGED_MAX_ARRAYS
 MOST_STRIDE = 16 * (2**32 - 1)
 ALIGNED = 16  # bytes that keys and values are read by
@@ -137,7 +138,7 @@ def run(config: PagedConfig, x: Paged, part: HeadPart | None = None) -> tuple[An
         size,
     )
     call = jax.ffi.ffi_call(
-        "kvblock_paged_attention",
+        TARGET,
         [
             jax.ShapeDtypeStruct((calls, rows, heads, value_dim), x.q.dtype),
             jax.ShapeDtypeStruct((calls, rows, heads), jnp.float32),

@@ -93,7 +93,9 @@ def latent_as_cuda(
 
 def _as_cuda(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     handler = jax.ffi.pycapsule(ctypes.CDLL(str(library)).EmulatedPagedAttention)
-    jax.ffi.register_ffi_target("kvblock_paged_attention", handler, platform="cpu")
+    target = library.stem  # each library has one of its own
+    jax.ffi.register_ffi_target(target, handler, platform="cpu")
+    monkeypatch.setattr(cuda, "TARGET", target)
     choose = dispatch.choose
     monkeypatch.setattr(dispatch, "choose", lambda *call: choose(*call[:2], "cuda"))
     monkeypatch.setattr(cuda, "unserved_by_gpu", lambda *_: [])
