@@ -244,8 +244,15 @@ def test_what_was_appended_is_attended_to(contiguous, rng):
 # ---- caches of 8 bits ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scales", ["a number", "the head's", "tokens", "all layers"])
-@pytest.mark.parametrize("stored", ["float8_e4m3fn", "float8_e5m2", "int8"])
+@pytest.mark.parametrize(
+    ("stored", "scales"),
+    [
+        ("float8_e4m3fn", "a number"),
+        ("float8_e5m2", "the head's"),
+        ("int8", "tokens"),
+        ("float8_e4m3fn", "all layers"),
+    ],
+)
 def test_caches_of_8_bits(stored, scales, rng):
     """Values have their keys' scale."""
     drawn = Drawn(Case(sequences=((1, 37), (6, 20), (1, 0), (40, 90))), rng)
