@@ -4,11 +4,12 @@
 
 Each call is recorded into a CUDA graph many times over and replayed, everybody in
 turns, so that neither launches from a host nor the clock tells them apart. Rows of
-decoding are TB/s of the keys and values that are read; rows of prefill TFLOP/s of the
-products under the causal mask. FlashInfer plans on the host, ahead of its kernel: its
-kernel alone is timed, and its plan apart ("plan", ms of the host). Pages are drawn at
-random from all of the cache. Every result is held to plain PyTorch first. Needs torch;
-what FlashInfer is not installed for, or fails at, is said.
+decoding are TB/s of the keys and values that are read; rows of prefill, and of latent
+caches beside that, TFLOP/s of the products under the causal mask. FlashInfer plans on
+the host, ahead of its kernel: its kernel alone is timed, and its plan apart ("plan", ms
+of the host). Pages are drawn at random from all of the cache. Every result is held to
+plain PyTorch first. Needs torch; what FlashInfer is not installed for, or fails at, is
+said.
 """
 
 from __future__ import annotations
@@ -52,6 +53,9 @@ class Case:
     layout: str = "NHD"
     dense: bool = False  # beside our kernel over dense arrays
     scales: str = ""  # of a cache of e4m3: "all" or "tokens"
+    latent: int = 0  # values are so many of the first columns of the keys
+    tree: bool = False  # a word of bits for each query
+    split: int = 0  # keys after which sequences are cut
 
     @property
     def prefills(self) -> bool:
@@ -65,6 +69,9 @@ def decode(batch: int, keys: int, **options: Any) -> Case:
     name += f" {options.get('layout', 'NHD')}"
     if queries > 1:
         name += f" {queries} queries"
+        options["tree"] = True
+    if split := options.get("split"):
+        name += f" split {split}"
     if scales := options.get("scales"):
         name += f" e4m3, {scales}"
     return Case(name, (queries,) * batch, (keys,) * batch, **options)
@@ -88,6 +95,21 @@ CASES = (
     decode(16, 1024, dense=True),
     decode(64, 8192, queries=4),
     decode(64, 8192, queries=8),
+    decode(64, 8192, split=2048),
+    decode(1, 131072, split=2048),
+    *(
+        Case(
+            f"latent B64 H{heads} S8192 page 64",
+            (1,) * 64,
+            (8192,) * 64,
+            heads=heads,
+            kv_heads=1,
+            dim=576,
+            latent=512,
+            page=64,
+        )
+        for heads in (16, 128)
+    ),
     decode(64, 8192, scales="all"),
     decode(64, 8192, scales="tokens"),
     *(
@@ -114,7 +136,7 @@ class Problem:
             self.tables[b, :n] = order[self.first[b] : self.first[b + 1]]
         self.indices = torch.cat([row[:n] for row, n in zip(self.tables, pages)])  # noqa: B905
         shape = (c.page, c.kv_heads) if c.layout == "NHD" else (c.kv_heads, c.page)
-        size = (self.pages, 2, *shape, c.dim)
+        size = (self.pages, 1 if c.latent else 2, *shape, c.dim)
         self.cache = torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_()
         if c.scales:
             self.cache = (self.cache * 16).to(torch.float8_e4m3fn)
@@ -126,6 +148,7 @@ class Problem:
         self.kv_lens = torch.tensor(c.keys, dtype=torch.int32).cuda()
         rows = sum(c.queries)
         self.q = torch.randn(rows, c.heads, c.dim, device="cuda").bfloat16()
+        self.bits = torch.full((rows, 1), -1, dtype=torch.int32, device="cuda")
 
     def truth(self, b: int) -> Any:
         """The result of sequence b in float32, at most its last 64 rows."""
@@ -141,8 +164,9 @@ class Problem:
             cache = cache.transpose(2, 3)
         k, v = (
             cache[:, i].reshape(-1, c.kv_heads, c.dim)[: c.keys[b]].float()
-            for i in (0, 1)
+            for i in (0, cache.shape[1] - 1)
         )
+        v = v[..., : c.latent or c.dim]
         first, end = int(self.starts[b]), int(self.starts[b + 1])
         q = self.q[max(first, end - 64) : end].float()
         group = c.heads // c.kv_heads
@@ -152,7 +176,7 @@ class Problem:
         own = torch.arange(len(k) - len(q), len(k), device="cuda")
         s = s.masked_fill(at[None] > own[:, None], -torch.inf)
         out = torch.einsum("kgts,skd->tkgd", s.softmax(-1), v)
-        return out.reshape(len(q), c.heads, c.dim)
+        return out.reshape(len(q), c.heads, -1)
 
     def check(self, out: Any) -> None:
         for b in {0, len(self.case.keys) // 2, len(self.case.keys) - 1}:
@@ -171,7 +195,10 @@ def ours(library: ctypes.CDLL, x: Problem) -> Callable[[], Any]:
     axes = (2, 3) if c.layout == "NHD" else (3, 2)
     a = Paged(calls=1, sequences=len(c.keys), rows=len(x.q))
     a.num_heads, a.num_kv_heads = c.heads, c.kv_heads
-    a.head_dim = a.value_dim = c.dim
+    a.head_dim, a.value_dim = c.dim, c.latent or c.dim
+    a.values_in_keys, a.split_size = c.latent > 0, c.split
+    if c.tree:
+        a.tree_mask, a.tree_words = x.bits.data_ptr(), 1
     a.scale, a.window_left, a.window_right = c.dim**-0.5, -1, 0
     a.q, a.query_start, a.kv_lens = (y.data_ptr() for y in (x.q, x.starts, x.kv_lens))
     a.block_tables = x.tables.data_ptr()
@@ -193,7 +220,7 @@ def ours(library: ctypes.CDLL, x: Problem) -> Callable[[], Any]:
     sized.restype = ctypes.c_int64
     room = sized(ctypes.byref(a))
     workspace = torch.empty(room, dtype=torch.uint8, device="cuda").random_(0, 255)
-    out = torch.full_like(x.q, float("nan"))
+    out = torch.full_like(x.q[..., : a.value_dim], float("nan"))
     a.o, a.workspace = out.data_ptr(), workspace.data_ptr()
     launch = library.kvblock_paged_attention_forward
     launch.restype = ctypes.c_char_p
@@ -330,7 +357,7 @@ def bench(
     """libraries: ours first, then other builds of it, by name."""
     x, plans = Problem(case), dict[str, float]()
     runs = {name: ours(library, x) for name, library in libraries.items()}
-    if peers and case.scales != "tokens":
+    if peers and case.scales != "tokens" and not case.latent:
         runs |= flashinfer_paths(x, plans)
     for name, run in list(runs.items()):
         try:
@@ -350,8 +377,14 @@ def bench(
             rate, unit = 4 * pairs * case.heads * case.dim / seconds / 1e12, "TFLOP/s"
         else:
             size = 1 if case.scales else 2
-            read = 2 * size * sum(case.keys) * case.kv_heads * case.dim
+            each = 1 if case.latent else 2
+            read = each * size * sum(case.keys) * case.kv_heads * case.dim
             rate, unit = read / seconds / 1e12, "TB/s"
+        if case.latent:
+            products = 2 * sum(case.keys) * case.heads * (case.dim + case.latent)
+            rows.append(
+                row(case, name, "products", products / seconds / 1e12, "TFLOP/s")
+            )
         rows.append(row(case, name, "rate", rate, unit))
         rows.append(row(case, name, "time", seconds * 1e6, "us", show=True, rate=rate))
     rows += [row(case, n, "plan", t * 1e3, "ms") for n, t in plans.items()]
