@@ -14,8 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged_cases import LATENT
-from paged_problems import Case, HostMemory, Problem, hold_alone, run_on_host
+from paged_cases import LATENT, WIDE_LATENT
+from paged_problems import (
+    Case,
+    HostMemory,
+    Problem,
+    hold_alone,
+    run_on_host,
+    with_nan_in_front_of_windows,
+)
 
 from jax_kvblock import BlockSpec, KVPool, paged_attention
 
@@ -58,6 +65,14 @@ def test_the_same_bits_every_time(emulated):
 @pytest.mark.parametrize("name", ["latent: a split", "latent: d192, drafts, a split"])
 def test_with_split_size_other_sequences_change_no_bit(name, emulated):
     hold_alone(emulated, Problem(LATENT[name]))
+
+
+@pytest.mark.wide
+def test_keys_in_front_of_all_windows_may_be_nan(emulated):
+    case = Case(window=(70, 0), sequences=((1, 300), (5, 133), (1, 9)), **WIDE_LATENT)
+    for multiprocessors, shared in ((3, H200), (7, A100)):
+        on(emulated, multiprocessors, shared)
+        run_on_host(emulated, with_nan_in_front_of_windows(case), times=1)
 
 
 @pytest.mark.wide

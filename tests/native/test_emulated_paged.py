@@ -12,7 +12,13 @@ from pathlib import Path
 
 import pytest
 from paged_cases import BAD, CASES, LEAVING, LONG, SPLIT
-from paged_problems import Case, Problem, hold_alone, run_on_host
+from paged_problems import (
+    Case,
+    Problem,
+    hold_alone,
+    run_on_host,
+    with_nan_in_front_of_windows,
+)
 
 pytestmark = pytest.mark.wide
 
@@ -107,18 +113,6 @@ MANY_QUERIES = {
 def test_two_kernels_share_a_call(name, hopper):
     """Hopper's, with its roles, barriers and swizzled tiles, and the one for few."""
     run_on_host(hopper, Problem(MANY_QUERIES[name]), times=1)
-
-
-def with_nan_in_front_of_windows(case: Case) -> Problem:
-    """Some of the keys lie in a tile, and in a block, with keys that are seen."""
-    x = Problem(case)
-    axes = case.layout.split()
-    view = x.pages.transpose([axes.index(a) for a in "BLOTHD"])
-    for b, (queries, keys) in enumerate(case.sequences):
-        for key in range(keys - queries - case.window[0]):
-            block, slot = x.tables[b, key // 16], key % 16
-            view[block, 0, :, slot] = float("nan")
-    return x
 
 
 def test_keys_in_front_of_all_windows_may_be_nan(hopper):

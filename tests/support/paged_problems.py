@@ -499,3 +499,15 @@ def hold_alone(library: ctypes.CDLL, whole: Problem) -> None:
         assert alone.got
         for a, part in zip(whole.got, alone.got, strict=True):
             assert a[call, first:end].tobytes() == part[0].tobytes(), b
+
+
+def with_nan_in_front_of_windows(case: Case) -> Problem:
+    """Some of the keys lie in a tile, and in a block, with keys that are seen."""
+    x = Problem(case)
+    axes = case.layout.split()
+    view = x.pages.transpose([axes.index(a) for a in "BLOTHD"])
+    for b, (queries, keys) in enumerate(case.sequences):
+        for key in range(keys - queries - case.window[0]):
+            block, slot = x.tables[b, key // 16], key % 16
+            view[block, 0, :, slot] = float("nan")
+    return x
