@@ -54,7 +54,7 @@ GPU_RECORD ?= benchmarks/results
 GPU_LIBRARY = $(GPU_TARGET)/jax_kvblock/lib/libkvblock.so
 $(GPU_LIBRARY): $(SOURCES)
 	KVBLOCK_CUDA=ON $(PYTHON) -m pip install $(BUILD_OUTPUT) --no-build-isolation --no-deps --upgrade \
-	  --target $(GPU_TARGET) .
+	  -C cmake.define.KVBLOCK_LINEINFO=ON --target $(GPU_TARGET) .
 	touch $@
 
 gpu-test: $(GPU_LIBRARY)

@@ -16,13 +16,13 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 BUDGETS = {
-    "append": 60,
+    "append": 40,
     "attention": 400,
-    "blocks": 240,
-    "native": 240,
-    "objects": 60,
-    "paged": 110,
-    "project": 250,
+    "blocks": 200,
+    "native": 320,
+    "objects": 50,
+    "paged": 170,
+    "project": 280,
 }
 LEEWAY = 1.5  # machines differ from day to day
 
