@@ -76,7 +76,7 @@ def test_a_build_without_hopper_compiles_what_stands_in(
 @pytest.mark.parametrize(
     ("options", "environment", "expected"),
     [
-        ((), {}, ["sm_80", "sm_90a", "compute_90,"]),
+        ((), {}, ["sm_80", "sm_90a", "compute_80,"]),
         ((), {"CUDA_ARCHS": "80,90"}, ["sm_80", "sm_90"]),
         (("-DCMAKE_CUDA_ARCHITECTURES=89",), {}, ["sm_89"]),
     ],
