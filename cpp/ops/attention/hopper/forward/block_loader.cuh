@@ -1,7 +1,9 @@
 // The loader of Hopper's forward kernel (kernel.cuh) where keys lie in blocks of a cache that are
-// multiples of 8 keys: a warp starts bulk copies of parts of blocks, `box_rows` rows each.
+// multiples of 8 keys: two warps start bulk copies of parts of blocks, `box_rows` rows each.
 //
-// A lane looks up the block of one box of a tile, a tile ahead, and starts its copies. A box that
+// A lane looks up the block of one box of a tile, a tile ahead. The lanes of a warp start their
+// copies one after the other, which takes a while where blocks are small, so both warps look all
+// boxes up, and one starts the copies of the even ones, the other those of the odd ones. A box that
 // no query of the tile sees, or whose block there is not, comes as zeros from beyond the last
 // block; the keys of one that would be seen are written down as holes. Rows of others that come
 // along in a box are masked, and their V is cleared, by the consumers.
@@ -24,10 +26,11 @@ class BlockLoader {
   using Item = typename Traits::Item;
 
   __device__ __forceinline__ BlockLoader(const Params& p, const ForwardMaps& maps,
-                                         ForwardShared<Traits>& shared)
+                                         ForwardShared<Traits>& shared, int warp)
       : p_(p),
         maps_(maps),
         shared_(shared),
+        warp_(warp),
         lane_(threadIdx.x % 32),
         boxes_(Traits::kKeys / p.box_rows),
         layer_(LayerNumber(p, 0)) {}
@@ -35,6 +38,7 @@ class BlockLoader {
   __device__ __forceinline__ void Run() {
     StageCount<kSteps> ahead, now;
     Box box = LookUpStep(ahead);
+    int item_before = -1;
     for (;; now.Advance()) {
       const Step& step = shared_.steps[now.stage];
       const Item& item = shared_.items[step.item];
@@ -50,7 +54,8 @@ class BlockLoader {
         __syncwarp();  // all have read the step, which is free once the consumers know of the item
         LoadQueries(item);
       } else {
-        const bool starts = step.flags & Step::kStarts;
+        const bool starts = step.item != item_before;  // the other warp may be adding to the flags
+        item_before = step.item;
         LoadKeys(item, box, now.stage);
         // With one place for Q, the consumers need the last V to be done with it.
         if (starts && Traits::kQueryStages > 1) LoadQueries(item);
@@ -95,7 +100,7 @@ class BlockLoader {
     const bool there = layer >= 0 && layer < p_.num_layers;
     BarrierWait(SharedAddress(&shared_.k_empty[keys_.stage]), keys_.phase ^ 1);
     const unsigned holes = __ballot_sync(~0u, box.seen && !(there && HasBlock(p_, box.at)));
-    if (holes != 0) WriteHoles(holes, step);
+    if (holes != 0 && warp_ == 0) WriteHoles(holes, step);
     Copy<Traits::kQueryChunks>(maps_.k, shared_.k[keys_.stage], &shared_.k_full[keys_.stage],
                                Settled(box), item.kv_head, layer);
     keys_.Advance();
@@ -125,14 +130,15 @@ class BlockLoader {
     if (lane_ == 0) atomicOr(&shared_.steps[step].flags, Step::kHoles | Step::kMasked);
   }
 
-  // A tile of K or V: each lane its box.
+  // This warp's boxes of a tile of K or V: each lane its own.
   template <int kChunks>
   __device__ __forceinline__ void Copy(const CUtensorMap& map, char* to, uint64_t* full,
                                        const PagedKey& at, int head, int layer) {
     const uint32_t barrier = SharedAddress(full);
-    if (lane_ == 0) BarrierExpect(barrier, kChunks * Traits::kKeys * kChunkRowBytes);
+    const int rows = (boxes_ + 1 - warp_) / 2 * p_.box_rows;
+    if (lane_ == 0) BarrierExpect(barrier, kChunks * rows * kChunkRowBytes);
     __syncwarp();
-    if (lane_ < boxes_) {
+    if (lane_ < boxes_ && lane_ % 2 == warp_) {
       const uint32_t place = SharedAddress(to) + lane_ * p_.box_rows * kChunkRowBytes;
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
@@ -143,10 +149,11 @@ class BlockLoader {
     __syncwarp();
   }
 
+  // Tells the consumers of the item, as both warps do, and loads its Q.
   __device__ __forceinline__ void LoadQueries(const Item& item) {
     if (lane_ == 0) {
       BarrierWait(SharedAddress(&shared_.q_empty[queries_.stage]), queries_.phase ^ 1);
-      if (item.is == Item::kTiles) {
+      if (warp_ == 0 && item.is == Item::kTiles) {
         LoadPackedQueries<Traits>(p_, maps_.q, shared_, queries_.stage, item);
       } else {
         BarrierArrive(SharedAddress(&shared_.q_full[queries_.stage]));
@@ -159,7 +166,7 @@ class BlockLoader {
   const Params& p_;
   const ForwardMaps& maps_;
   ForwardShared<Traits>& shared_;
-  const int lane_, boxes_, layer_;  // the layer of the first call
+  const int warp_, lane_, boxes_, layer_;  // the layer of the first call
   struct {
     PagedKey at;
     int head, layer;

@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     PrefetchTensorMap(maps.o);
 #pragma unroll
     for (int stage = 0; stage < Traits::kQueryStages; ++stage) {
-      BarrierInit(SharedAddress(&shared.q_full[stage]), QueryArrivals<Traits>(p));
+      BarrierInit(SharedAddress(&shared.q_full[stage]), kQueryArrivals<Traits>);
       BarrierInit(SharedAddress(&shared.q_empty[stage]), kWarps);
     }
 #pragma unroll
@@ -129,8 +129,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       if constexpr (Traits::kPaged) {
         if (p.box_rows == 0) {
           RowLoader<Traits>(p, maps.q, shared, threadIdx.x / 64).Run();
-        } else if (threadIdx.x < 64) {
-          BlockLoader<Traits>(p, maps, shared).Run();
+        } else {
+          BlockLoader<Traits>(p, maps, shared, threadIdx.x / 64).Run();
         }
       }
     } else if (!Traits::kPaged && threadIdx.x == 32) {

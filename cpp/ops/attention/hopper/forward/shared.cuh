@@ -66,7 +66,7 @@ struct ForwardTraits {
                         kDense || kPaged ? Walks::kBand
                         : kHasLists      ? Walks::kAll
                                          : Walks::kSegments>;
-  // Whole warps of the producer copy rows of K and V, where blocks are small.
+  // Whole warps of the producer load K and V from blocks.
   static constexpr int kLoadWarps = 2, kLoadThreads = kLoadWarps * 32;
   static constexpr int kWarpKeys = kKeys / kLoadWarps;  // that a warp loads
   static constexpr int kWarpWords = (kWarpKeys + 31) / 32;
@@ -136,12 +136,11 @@ __device__ __forceinline__ bool LoadsBoxes(const typename Traits::Params& p) {
 }
 template <typename Traits>
 __device__ __forceinline__ int LoadArrivals(const typename Traits::Params& p) {
-  return LoadsBoxes<Traits>(p) ? 1 : Traits::kLoadThreads + Traits::kLoadWarps;
+  constexpr int kWarps = Traits::kPaged ? Traits::kLoadWarps : 1;
+  return LoadsBoxes<Traits>(p) ? kWarps : Traits::kLoadThreads + kWarps;
 }
 template <typename Traits>
-__device__ __forceinline__ int QueryArrivals(const typename Traits::Params& p) {
-  return LoadsBoxes<Traits>(p) ? 1 : Traits::kLoadWarps;
-}
+constexpr int kQueryArrivals = Traits::kPaged ? Traits::kLoadWarps : 1;
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
