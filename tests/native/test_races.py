@@ -126,18 +126,18 @@ MISSING = (
     ),
     Mutant(
         "Hopper: flags are read while the other warp changes them",
-        f"{FORWARD}/row_loader.cuh",
+        f"{FORWARD}/page_loader.cuh",
         "starts = step.item != item_before;",
         "starts = step.flags & Step::kStarts;",
-        ("Hopper, many steps, holes, rows", "atomicOr", "RowLoader"),
+        ("Hopper, many steps, holes, rows", "atomicOr", "PageLoader"),
     ),
     Mutant(
         "Hopper: a lane leaves a step that others read",
-        f"{FORWARD}/block_loader.cuh",
+        f"{FORWARD}/page_loader.cuh",
         "__syncwarp();  // all have read the step, which is free once the consumers "
         "know of the item",
         "",
-        ("Hopper, many items, boxes", "Prepare", "BlockLoader"),
+        ("Hopper, many items, boxes", "Prepare", "PageLoader"),
     ),
 )
 

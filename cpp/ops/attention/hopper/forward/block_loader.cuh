@@ -14,60 +14,29 @@
 #include "device/mbarrier.cuh"
 #include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
-#include "ops/attention/hopper/forward/packed_queries.cuh"
+#include "ops/attention/hopper/forward/page_loader.cuh"
 #include "ops/attention/hopper/forward/shared.cuh"
 
 namespace kvblock::hopper {
 
 template <typename Traits>
-class BlockLoader {
+class BlockLoader : public PageLoader<Traits, BlockLoader<Traits>> {
  public:
-  using Params = typename Traits::Params;
-  using Item = typename Traits::Item;
+  using Base = PageLoader<Traits, BlockLoader>;
+  using typename Base::Item;
+  using typename Base::Params;
 
   __device__ __forceinline__ BlockLoader(const Params& p, const ForwardMaps& maps,
                                          ForwardShared<Traits>& shared, int warp)
-      : p_(p),
+      : Base(p, maps.q, shared, warp),
         maps_(maps),
-        shared_(shared),
-        warp_(warp),
-        lane_(threadIdx.x % 32),
         boxes_(Traits::kKeys / p.box_rows),
         layer_(LayerNumber(p, 0)) {}
 
-  __device__ __forceinline__ void Run() {
-    StageCount<kSteps> ahead, now;
-    Box box = LookUpStep(ahead);
-    int item_before = -1;
-    for (;; now.Advance()) {
-      const Step& step = shared_.steps[now.stage];
-      const Item& item = shared_.items[step.item];
-      if (item.is == Item::kEnd) {
-        LoadValues();
-        LoadQueries(item);
-        return;
-      }
-      ahead.Advance();
-      const Box after = LookUpStep(ahead);
-      if (item.is != Item::kTiles) {
-        LoadValues();
-        __syncwarp();  // all have read the step, which is free once the consumers know of the item
-        LoadQueries(item);
-      } else {
-        const bool starts = step.item != item_before;  // the other warp may be adding to the flags
-        item_before = step.item;
-        LoadKeys(item, box, now.stage);
-        // With one place for Q, the consumers need the last V to be done with it.
-        if (starts && Traits::kQueryStages > 1) LoadQueries(item);
-        LoadValues();
-        if (starts && Traits::kQueryStages == 1) LoadQueries(item);
-        pending_ = {Settled(box), item.kv_head, LayerOf(item.sequence.batch), true};
-      }
-      box = after;
-    }
-  }
-
  private:
+  friend Base;
+  using Base::keys_, Base::lane_, Base::p_, Base::shared_, Base::values_, Base::warp_;
+
   // This lane's box of a tile: its block and its first row there; whether some query sees it.
   struct Box {
     PagedKey at;
@@ -95,7 +64,7 @@ class BlockLoader {
     return HasBlock(p_, box.at) ? box.at : PagedKey{static_cast<int>(p_.num_blocks), 0};
   }
 
-  __device__ __forceinline__ void LoadKeys(const Item& item, const Box& box, int step) {
+  __device__ __forceinline__ void LoadKeys(const Item& item, int, const Box& box, int step) {
     const int layer = LayerOf(item.sequence.batch);
     const bool there = layer >= 0 && layer < p_.num_layers;
     BarrierWait(SharedAddress(&shared_.k_empty[keys_.stage]), keys_.phase ^ 1);
@@ -104,6 +73,9 @@ class BlockLoader {
     Copy<Traits::kQueryChunks>(maps_.k, shared_.k[keys_.stage], &shared_.k_full[keys_.stage],
                                Settled(box), item.kv_head, layer);
     keys_.Advance();
+  }
+  __device__ __forceinline__ void Settle(const Item& item, const Box& box) {
+    pending_ = {Settled(box), item.kv_head, LayerOf(item.sequence.batch), true};
   }
   __device__ __forceinline__ void LoadValues() {
     if (!pending_.any) return;
@@ -149,31 +121,13 @@ class BlockLoader {
     __syncwarp();
   }
 
-  // Tells the consumers of the item, as both warps do, and loads its Q.
-  __device__ __forceinline__ void LoadQueries(const Item& item) {
-    if (lane_ == 0) {
-      BarrierWait(SharedAddress(&shared_.q_empty[queries_.stage]), queries_.phase ^ 1);
-      if (warp_ == 0 && item.is == Item::kTiles) {
-        LoadPackedQueries<Traits>(p_, maps_.q, shared_, queries_.stage, item);
-      } else {
-        BarrierArrive(SharedAddress(&shared_.q_full[queries_.stage]));
-      }
-    }
-    __syncwarp();
-    queries_.Advance();
-  }
-
-  const Params& p_;
   const ForwardMaps& maps_;
-  ForwardShared<Traits>& shared_;
-  const int warp_, lane_, boxes_, layer_;  // the layer of the first call
+  const int boxes_, layer_;  // the layer of the first call
   struct {
     PagedKey at;
     int head, layer;
     bool any;
   } pending_ = {};  // the tile whose V is to be loaded
-  StageCount<Traits::kQueryStages> queries_;
-  StageCount<Traits::kStages> keys_, values_;
 };
 
 }  // namespace kvblock::hopper

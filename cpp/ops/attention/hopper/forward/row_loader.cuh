@@ -7,8 +7,6 @@
 // tile sees, or that is in no block, becomes zeros; those that would be seen are written down as
 // holes. Of a row a thread keeps how far it is from where layer and head begin: 32 bits.
 //
-//   look up tile 0 | look up 1, K0 Q | look up 2, K1 V0 | ...
-//
 // `full` counts every thread's copies, by themselves when they are done, and each warp, which has
 // written its holes.
 #pragma once
@@ -19,59 +17,26 @@
 #include "device/mbarrier.cuh"
 #include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
-#include "ops/attention/hopper/forward/packed_queries.cuh"
+#include "ops/attention/hopper/forward/page_loader.cuh"
 #include "ops/attention/hopper/forward/shared.cuh"
 
 namespace kvblock::hopper {
 
 template <typename Traits>
-class RowLoader {
+class RowLoader : public PageLoader<Traits, RowLoader<Traits>> {
  public:
-  using Params = typename Traits::Params;
-  using Item = typename Traits::Item;
+  using Base = PageLoader<Traits, RowLoader>;
+  using typename Base::Item;
+  using typename Base::Params;
 
   __device__ __forceinline__ RowLoader(const Params& p, const CUtensorMap& queries,
                                        ForwardShared<Traits>& shared, int warp)
-      : p_(p),
-        queries_map_(queries),
-        shared_(shared),
-        warp_(warp),
-        lane_(threadIdx.x % 32),
-        layer_(FindLayer(p, 0)) {}
-
-  __device__ __forceinline__ void Run() {
-    StageCount<kSteps> ahead, now;
-    Found found = LookUpStep(ahead);
-    int item_before = -1;
-    for (;; now.Advance()) {
-      const Step& step = shared_.steps[now.stage];
-      const Item& item = shared_.items[step.item];
-      if (item.is == Item::kEnd) {
-        LoadValues();
-        LoadQueries(item);
-        return;
-      }
-      ahead.Advance();
-      const Found after = LookUpStep(ahead);
-      if (item.is != Item::kTiles) {
-        LoadValues();
-        __syncwarp();  // all have read the step, which is free once the consumers know of the item
-        LoadQueries(item);
-      } else {
-        const bool starts = step.item != item_before;  // the other warp may be adding to the flags
-        item_before = step.item;
-        LoadKeys(item, step.first, found, now.stage);
-        // With one place for Q, the consumers need the last V to be done with it.
-        if (starts && Traits::kQueryStages > 1) LoadQueries(item);
-        LoadValues();
-        if (starts && Traits::kQueryStages == 1) LoadQueries(item);
-        Settle(item, found);
-      }
-      found = after;
-    }
-  }
+      : Base(p, queries, shared, warp), layer_(FindLayer(p, 0)) {}
 
  private:
+  friend Base;
+  using Base::keys_, Base::lane_, Base::p_, Base::shared_, Base::values_, Base::warp_;
+
   static constexpr int kOwn = Traits::kWarpKeys, kWords = Traits::kWarpWords;
   static constexpr uint32_t kNowhere = UINT32_MAX;
 
@@ -191,31 +156,10 @@ class RowLoader {
     }
   }
 
-  // Tells the consumers of the item, and loads its Q where there is anything to compute. All warps
-  // tell them, or one that is late would miss items that have no keys.
-  __device__ __forceinline__ void LoadQueries(const Item& item) {
-    if (lane_ == 0) {
-      BarrierWait(SharedAddress(&shared_.q_empty[queries_.stage]), queries_.phase ^ 1);
-      if (warp_ == 0 && item.is == Item::kTiles) {
-        LoadPackedQueries<Traits>(p_, queries_map_, shared_, queries_.stage, item);
-      } else {
-        BarrierArrive(SharedAddress(&shared_.q_full[queries_.stage]));
-      }
-    }
-    __syncwarp();
-    queries_.Advance();
-  }
-
-  const Params& p_;
-  const CUtensorMap& queries_map_;
-  ForwardShared<Traits>& shared_;
-  const int warp_, lane_;
   const PagedLayer layer_;  // of the first call
   uint32_t value_rows_[kWords];
   const char* values_from_;
   bool pending_ = false;
-  StageCount<Traits::kQueryStages> queries_;
-  StageCount<Traits::kStages> keys_, values_;
 };
 
 }  // namespace kvblock::hopper
