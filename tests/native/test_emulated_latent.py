@@ -88,7 +88,8 @@ def test_each_call_may_have_a_layer_of_its_own(emulated):
 def test_a_gpu_with_too_little_shared_memory_says_so(emulated):
     on(emulated, 3, CONSUMER)
     memory = HostMemory()
-    a = Problem(LATENT["latent: decode"]).describe(memory.give)
+    x = Problem(LATENT["latent: decode"])  # it holds the addresses of the arrays
+    a = x.describe(memory.give)
     a.o = a.lse = a.workspace = memory.give(Problem(Case()).q)
     launch = emulated.kvblock_paged_attention_forward
     launch.restype = ctypes.c_char_p
