@@ -9,6 +9,7 @@
 #include "ops/attention/attention_ffi.h"
 #include "ops/attention/paged_ffi.h"
 #include "ops/block_copy/block_copy_ffi.h"
+#include "ops/kernel_call/kernel_call_ffi.h"
 
 namespace nb = nanobind;
 
@@ -18,7 +19,16 @@ nb::capsule Handler(XLA_FFI_Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-// {platform: {target name: handler}}
+// A call of a kernel has stages: execute is either of two.
+nb::dict KernelCall(XLA_FFI_Handler* execute) {
+  nb::dict stages;
+  stages["instantiate"] = Handler(KvblockKernelInstantiate);
+  stages["prepare"] = Handler(KvblockKernelPrepare);
+  stages["execute"] = Handler(execute);
+  return stages;
+}
+
+// {platform: {target name: handler, or {stage: handler}}}
 nb::dict Handlers() {
   nb::dict cpu, cuda, all;
   cpu["kvblock_copy"] = Handler(KvblockCopyCpu);
@@ -32,8 +42,20 @@ nb::dict Handlers() {
     cuda["kvblock_attention_backward_bias"] = Handler(KvblockAttentionBackwardBias);
     cuda["kvblock_paged_attention"] = Handler(KvblockPagedAttention);
   }
+  // The driver alone is needed.
+  cuda["kvblock_kernel_call"] = KernelCall(KvblockKernelExecute);
+  cuda["kvblock_kernel_call_debug"] = KernelCall(KvblockKernelExecuteAndWait);
   all["cpu"] = cpu;
   all["CUDA"] = cuda;
+  return all;
+}
+
+// {name: {"type_id": …, "type_info": …}}, of what is kept between stages.
+nb::dict StateTypes() {
+  nb::dict kernel, all;
+  kernel["type_id"] = nb::capsule(kvblock::KernelStateId());
+  kernel["type_info"] = nb::capsule(kvblock::KernelStateInfo());
+  all["kvblock_kernel_call"] = kernel;
   return all;
 }
 
@@ -52,7 +74,9 @@ nb::dict BuildInfo() {
 NB_MODULE(_native, m) {
   m.doc() = "XLA FFI handlers, DLPack views and free lists of jax_kvblock.";
   m.def("handlers", &Handlers, nb::sig("def handlers() -> dict[str, dict[str, object]]"),
-        "The FFI handlers as capsules: {platform: {target: capsule}}.");
+        "The FFI handlers as capsules: {platform: {target: capsule, or {stage: capsule}}}.");
+  m.def("state_types", &StateTypes, nb::sig("def state_types() -> dict[str, dict[str, object]]"),
+        "What handlers keep between stages, as XLA knows types: {name: {part: capsule}}.");
   m.def("build_info", &BuildInfo, nb::sig("def build_info() -> dict[str, str | bool]"),
         "How this module was built.");
   m.def("attention_workspace", &AttentionWorkspace, nb::arg("kernels"), nb::arg("batch"),

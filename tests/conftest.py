@@ -34,7 +34,14 @@ import pytest
 import jax_kvblock
 from jax_kvblock.core import checks
 
-pytest_plugins = ["budgets", "emulated_append", "emulated_attention", "record"]
+pytest_plugins = [
+    "budgets",
+    "emulated_append",
+    "emulated_attention",
+    "emulated_kernels",
+    "paged_model",
+    "record",
+]
 
 
 def has_gpu() -> bool:

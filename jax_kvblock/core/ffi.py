@@ -62,6 +62,8 @@ REBUILD = (
 
 def register_targets() -> None:
     """Registers every handler with XLA. Importing the package does."""
+    for name, registration in _native.state_types().items():
+        jax.ffi.register_ffi_type(name, registration, platform="CUDA")  # type: ignore[arg-type]
     for platform, handlers in _native.handlers().items():
         for name, handler in handlers.items():
             jax.ffi.register_ffi_target(name, handler, platform=platform, api_version=1)

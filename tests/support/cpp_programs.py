@@ -1,22 +1,50 @@
-"""Small C++ programs over the sources, for what Python cannot reach."""
+"""C++ that tests compile: small programs, and libraries for all workers."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2] / "cpp"
 
 
+def compiler() -> str:
+    found = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    assert found, "the emulator needs a C++ compiler; set CXX to one"
+    return found
+
+
+def built_once(
+    factory: pytest.TempPathFactory, name: str, build: Callable[[Path], None]
+) -> Path:
+    """A file that `build` makes where it is told, by whichever worker comes first."""
+    folder = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    made = folder / name
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            part = folder / f"{name}.part"
+            build(part)
+            part.rename(made)
+    return made
+
+
 def run_cpp(folder: Path, program: str, *sources: str) -> str:
     """What a program says that is compiled with these sources of the library."""
-    compiler = shutil.which("c++") or shutil.which("g++")
-    assert compiler, "a C++ compiler built this package"
     file, binary = folder / "program.cc", folder / "program"
     file.write_text(program)
     paths = [str(file), *(str(ROOT / source) for source in sources)]
     include = [f"-I{ROOT}", f"-I{ROOT / 'include'}"]
-    subprocess.run([compiler, "-std=c++17", *include, *paths, "-o", binary], check=True)
+    subprocess.run(
+        [compiler(), "-std=c++17", *include, *paths, "-o", binary], check=True
+    )
     done = subprocess.run([binary], check=True, capture_output=True, text=True)
     return done.stdout

@@ -1,0 +1,214 @@
+"""PTX text: the entries it has, their parameters, and scalars that are loaded.
+
+A kernel's by-value parameter is part of its launch, so a new value is a new launch.
+`load_scalars` makes such a parameter the address of the value instead, wherever the
+kernel loads it plainly. The kernel's code stays as it is, but for that load.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
+
+_COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+_ENTRY = re.compile(r"\.entry\s+([\w$%]+)\s*(\(|\{|\.)")
+_PARAMETER = re.compile(
+    r"""\.param \s+ (?:\.align\s+\d+\s+)? \. (?P<type>[bsuf]\d+) \s+
+        (?P<pointer> \.ptr (?:\s*\.(?:const|global|local|shared))?
+            (?:\s*\.align\s+\d+)? \s+ )?
+        (?P<name>[\w$%]+) \s* (?: \[ \s* (?P<count>\d+) \s* \] )?""",
+    re.VERBOSE,
+)
+_LOAD = (
+    r"(?P<guard>@!?[%\w$]+\s+)?ld\.param(?:::entry)?\.(?P<type>[bsuf]\d+)\s+"
+    r"(?P<to>[%\w$]+)\s*,\s*\[\s*{name}\s*(?:\+\s*0\s*)?\]\s*;"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter of a kernel: as PTX has it, "u64", "f32", …; "b8" where it is bytes.
+
+    name: as the source has it, if that is known. size: in bytes. pointer: whether the
+    PTX says that it is one; `None` where a 64-bit number may be one.
+    """
+
+    type: str
+    size: int
+    name: str | None = None
+    pointer: bool | None = None
+
+    @property
+    def is_bytes(self) -> bool:
+        """A struct, an array, or a 16-bit float, whose type PTX does not tell."""
+        return self.type == "b8"
+
+    def takes_pointer(self) -> bool:
+        return self.size == 8 and self.pointer is not False and self.type[0] in "ub"
+
+
+class Loaded(NamedTuple):
+    """A scalar in memory.
+
+    type: as PTX has it: "f32", "s32", "u32", "b16", … axis: "x", "y" or "z" where the
+    blocks of a grid have a value each, one after the other.
+    """
+
+    type: str
+    axis: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    name: str
+    parameters: tuple[Parameter, ...]
+    max_threads: int | None  # of a block, where .maxntid says it
+    symbols: tuple[str, ...]  # of the parameters
+    start: int  # of its parameters, in the text without comments
+    end: int
+
+
+def version(text: str) -> str | None:
+    """Of the PTX ISA: "9.0"."""
+    found = re.search(r"^\s*\.version\s+(\d+\.\d+)", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def target(text: str) -> str | None:
+    """What the PTX is for: "sm_90a"."""
+    found = re.search(r"^\s*\.target\s+(\w+)", text, re.MULTILINE)
+    return found[1] if found else None
+
+
+def entries(text: str) -> dict[str, Entry]:
+    """The kernels of a PTX module, by name."""
+    text = _blank_comments(text)
+    found = {}
+    for match in _ENTRY.finditer(text):
+        name, after = match[1], match.start(2)
+        begin = text.index("(", after) + 1 if match[2] == "(" else after
+        close = _closing(text, begin) if match[2] == "(" else after
+        brace = text.find("{", close)
+        if brace < 0 or ";" in text[close:brace]:
+            continue  # declared, not defined
+        parameters, symbols = _parameters(text[begin:close])
+        limit = re.search(r"\.maxntid\s+([\d\s,]+)", text[close:brace])
+        threads = None
+        if limit:
+            threads = 1
+            for size in limit[1].split(","):
+                threads *= int(size)
+        end = _closing(text, brace + 1, "{}")
+        found[name] = Entry(name, parameters, threads, symbols, begin, end)
+    return found
+
+
+def load_scalars(
+    text: str,
+    entry: str,
+    loaded: Mapping[int, Loaded],
+    parameters: Sequence[Parameter] | None = None,
+) -> str:
+    """The module with some of an entry's scalar parameters given by their addresses.
+
+    loaded: for the number of each such parameter what lies there. A 64-bit integer may
+    lie there with 32 bits, a 64-bit float as a 32-bit one. parameters: the entry's,
+    where they have names.
+
+    Raises ValueError, with the parameter's name, where it is no scalar or where the
+    kernel does anything else with it than load it whole.
+    """
+    blank = _blank_comments(text)
+    found = entries(text)[entry]
+    body = blank[found.start : found.end]
+    edits: list[tuple[int, int, str]] = []
+    for number, lies in loaded.items():
+        symbol = found.symbols[number]
+        parameter = (parameters or found.parameters)[number]
+        shown = f"parameter {number} of kernel {entry!r}"
+        if parameter.name:
+            shown += f", {parameter.name!r},"
+        if parameter.size > 8 or (parameter.is_bytes and parameter.size > 2):
+            raise ValueError(f"{shown} is a struct of {parameter.size} bytes")
+        declared = _declaration(symbol).search(body)
+        assert declared is not None
+        edits.append((*declared.span(), f".param .u64 {symbol}"))
+        loads = list(re.finditer(_LOAD.replace("{name}", re.escape(symbol)), body))
+        uses = re.findall(rf"(?<![\w$%]){re.escape(symbol)}(?![\w$%])", body)
+        if len(uses) != len(loads) + 1:
+            raise ValueError(
+                f"{shown} is used otherwise than by loading it: its address is taken, "
+                "or parts of it are loaded"
+            )
+        for load in loads:
+            if SIZES[load["type"][1:]] != parameter.size:
+                raise ValueError(f"{shown} is loaded as {load['type']}")
+            edits.append((*load.span(), _load_through(load, symbol, lies, number)))
+    pieces, at = [], 0
+    for begin, end, new in sorted(edits):
+        pieces += [text[found.start + at : found.start + begin], new]
+        at = end
+    rest = text[found.start + at :]
+    return text[: found.start] + "".join(pieces) + rest
+
+
+def _load_through(load: re.Match[str], symbol: str, loaded: Loaded, number: int) -> str:
+    """The value from where the parameter points to. One line, in a scope of its own."""
+    guard, to, wanted = load["guard"] or "", load["to"], load["type"]
+    lies, axis = loaded
+    at = f"%kvblock_at{number}"
+    lines = [
+        f"{{ .reg .b64 {at}",
+        f"ld.param.u64 {at}, [{symbol}]",
+        f"cvta.to.global.u64 {at}, {at}",
+    ]
+    if axis is not None:
+        block = f"%kvblock_block{number}"
+        lines.append(f".reg .b32 {block}")
+        lines.append(f"mov.u32 {block}, %ctaid.{axis}")
+        lines.append(f"mad.wide.u32 {at}, {block}, {SIZES[lies[1:]]}, {at}")
+    if lies[1:] == wanted[1:]:
+        lines.append(f"{guard}ld.global.nc.{wanted} {to}, [{at}]")
+    else:  # 64 bits wanted, 32 there
+        part, kind = f"%kvblock_of{number}", "f64" if lies == "f32" else f"{lies[0]}64"
+        lines.append(f".reg .b32 {part}")
+        lines.append(f"ld.global.nc.b32 {part}, [{at}]")
+        lines.append(f"{guard}cvt.{kind}.{lies} {to}, {part}")
+    return "; ".join(lines) + "; }"
+
+
+def _declaration(symbol: str) -> re.Pattern[str]:
+    return re.compile(
+        rf"\.param\s[^,()]*?(?<![\w$%]){re.escape(symbol)}(?![\w$%])(\s*\[\s*\d+\s*\])?"
+    )
+
+
+def _parameters(text: str) -> tuple[tuple[Parameter, ...], tuple[str, ...]]:
+    parameters, symbols = [], []
+    for match in _PARAMETER.finditer(text):
+        size = SIZES[match["type"][1:]] * int(match["count"] or 1)
+        kind = "b8" if match["count"] else match["type"]
+        pointer = True if match["pointer"] else None
+        if kind[0] in "fs" or size != 8:
+            pointer = False
+        parameters.append(Parameter(kind, size, None, pointer))
+        symbols.append(match["name"])
+    return tuple(parameters), tuple(symbols)
+
+
+def _blank_comments(text: str) -> str:
+    """Of the same length: every character stays at its place."""
+    return _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), text)
+
+
+def _closing(text: str, begin: int, pair: str = "()") -> int:
+    depth = 1
+    for match in re.compile(f"[{re.escape(pair)}]").finditer(text, begin):
+        depth += 1 if match[0] == pair[0] else -1
+        if depth == 0:
+            return match.start()
+    raise ValueError("PTX ends within a kernel")

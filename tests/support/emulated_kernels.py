@@ -1,0 +1,129 @@
+"""Kernels of one's own where there is no GPU: a driver that runs twins of them.
+
+`driver` lowers kernel calls for a CPU as they are lowered for a GPU: the FFI handlers
+decode them, and the launcher loads and launches through a driver that is the
+emulator's. The code that is loaded is what NVRTC made; what runs in its place is a twin
+of the kernel in C++, of the same name (`emulator/driver.cc`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from cpp_programs import built_once, compiler
+
+from jax_kvblock.kernels import cuda
+
+ROOT = Path(__file__).parents[2]
+SOURCE = """
+#include <kvblock/append_buffer.cuh>
+
+extern "C" __global__ void scale(const float* x, float* y, float a, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) y[i] = a * x[i];
+}
+
+extern "C" __global__ void scale_members(const float* x, float* y, float a, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x, at = blockIdx.z * n + i;
+  if (i < n) y[at] = a * x[at];
+}
+
+extern "C" __global__ void shift(float* x, double a, long long n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) x[i] += static_cast<float>(a);
+}
+
+extern "C" __global__ void keep_positive(const float* x, float* kept, unsigned* count,
+                                         int n, unsigned capacity) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n && x[i] > 0.0f) kvblock::append(kept, count, capacity, x[i]);
+}
+
+struct alignas(64) Map {
+  unsigned long long words[16];
+};
+extern "C" __global__ void show_map(const __grid_constant__ Map map,
+                                    unsigned long long* words) {
+  if (threadIdx.x < 16) words[threadIdx.x] = map.words[threadIdx.x];
+}
+
+extern "C" __global__ void nothing(float* x) {}
+"""
+
+
+def _build_driver(library: Path) -> None:
+    _compile("tests/support/emulator/driver.cc", to=library)
+
+
+def _build_handlers(driver: Path, library: Path) -> None:
+    _compile(
+        "tests/support/emulator/kernel_call_ffi.cc",
+        "cpp/host/message.cc",
+        "cpp/ops/kernel_call/kernel_call.cc",
+        "cpp/ops/kernel_call/driver.cc",
+        f'-DKVBLOCK_DRIVER_LIBRARY="{driver}"',
+        to=library,
+    )
+
+
+def _compile(*given: str, to: Path) -> None:
+    folders = ("tests/support/emulator", "cpp", "cpp/include")
+    command = [compiler(), "-std=c++17", "-O1", "-fPIC", "-shared"]
+    command += [f"-I{ROOT / folder}" for folder in folders]
+    command += ["-isystem", jax.ffi.include_dir()]
+    command += [x if x.startswith("-") else str(ROOT / x) for x in given]
+    subprocess.run([*command, "-ldl", "-o", str(to)], check=True)
+
+
+@pytest.fixture(scope="session")
+def kernel_handlers(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The driver, for questions; the handlers are registered."""
+    # Found by its path: where there is a GPU, its own driver is loaded, too.
+    own_driver = built_once(tmp_path_factory, "libdriver.so", _build_driver)
+    build = functools.partial(_build_handlers, own_driver)
+    made = built_once(tmp_path_factory, "libkernel_call.so", build)
+    driver, handlers = ctypes.CDLL(str(own_driver)), ctypes.CDLL(str(made))
+    for ask in ("emulator_kernel_state_id", "emulator_kernel_state_info"):
+        getattr(handlers, ask).restype = ctypes.c_void_p
+    capsule = jax.ffi.pycapsule
+    registration = {
+        "type_id": _pointer(handlers.emulator_kernel_state_id()),
+        "type_info": _pointer(handlers.emulator_kernel_state_info()),
+    }
+    jax.ffi.register_ffi_type("kvblock_kernel_call", registration, platform="cpu")
+    for name, execute in (
+        (cuda.TARGET, handlers.KvblockKernelExecute),
+        (cuda.TARGET_THAT_WAITS, handlers.KvblockKernelExecuteAndWait),
+    ):
+        stages = {
+            "instantiate": capsule(handlers.KvblockKernelInstantiate),
+            "prepare": capsule(handlers.KvblockKernelPrepare),
+            "execute": capsule(execute),
+        }
+        jax.ffi.register_ffi_target(name, stages, platform="cpu")
+    return driver
+
+
+def _pointer(address: int) -> object:
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype = ctypes.py_object
+    new.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return new(address, None, None)
+
+
+@pytest.fixture
+def driver(
+    kernel_handlers: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[ctypes.CDLL]:
+    """Calls that are lowered from now on take the kernels, on CPUs too."""
+    monkeypatch.setattr(cuda, "runs_on", lambda platform: True)
+    jax.clear_caches()
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield kernel_handlers
+    jax.clear_caches()
