@@ -27,6 +27,13 @@ __device__ __forceinline__ void CopyAsync16(uint32_t to_shared, const void* from
                : "memory");
 }
 
+// The address `index` steps of so many bytes behind one, by one instruction.
+__device__ __forceinline__ const char* StepFrom(const char* from, uint32_t index, uint32_t bytes) {
+  uint64_t to;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(to) : "r"(index), "r"(bytes), "l"(from));
+  return reinterpret_cast<const char*>(to);
+}
+
 // For L2: what is read once leaves it first, so that what is read by all stays.
 __device__ __forceinline__ uint64_t ReadOnce() {
   uint64_t policy;

@@ -58,9 +58,12 @@ inline bool RowsDiffer(const kvblock_paged_attention& a) {
   return a.ranges != nullptr || a.tree_mask != nullptr;
 }
 
-// What the host knows: some sequence may have more than few rows; all have.
+// What the host knows: some sequence may have more than few rows; all have. With no more queries
+// than sequences all are taken for short: if some are not, others have none, and it takes no longer
+// than a query for each. But where nothing may depend on other sequences, who computes must not.
 inline bool SomeMayBeLong(const kvblock_paged_attention& a) {
-  return a.rows * (a.num_heads / a.num_kv_heads) > PagedFewRows(a);
+  const bool more = a.rows > a.sequences || a.split_size > 0;
+  return more && a.rows * (a.num_heads / a.num_kv_heads) > PagedFewRows(a);
 }
 inline bool AllAreLong(const kvblock_paged_attention& a) {
   return a.query_start == nullptr && a.q_lens == nullptr && SomeMayBeLong(a);
@@ -86,15 +89,21 @@ inline int64_t PagedSplitPlaces(const kvblock_paged_attention& a) {
   return 2 * (most * keys / PagedSplitKeys(a) + heads);
 }
 
-// The workspace: results of pieces, then a counter.
+// The workspace: results of pieces, then what begins with 0 where two launches run side by side: a
+// counter, a word each of Sharing (schedule/beside.cuh), and which pieces are there.
+struct PagedCounters {
+  unsigned next_tile;
+  int32_t sharing[3];
+  int32_t piece_there[2 * kMostCtas];
+};
 inline int64_t PagedPieceBytes(const kvblock_paged_attention& a) {
   const int32_t rows = PagedTileRows(a);
   const int64_t floats = a.split_size > 0 ? PagedSplitPlaces(a) * rows * (a.value_dim + int64_t{1})
                                           : PieceFloats(kMostCtas, rows, a.value_dim);
   return (floats * static_cast<int64_t>(sizeof(float)) + 15) / 16 * 16;
 }
-inline unsigned* PagedCounter(const kvblock_paged_attention& a) {
-  return reinterpret_cast<unsigned*>(static_cast<char*>(a.workspace) + PagedPieceBytes(a));
+inline PagedCounters* CountersOf(const kvblock_paged_attention& a) {
+  return reinterpret_cast<PagedCounters*>(static_cast<char*>(a.workspace) + PagedPieceBytes(a));
 }
 
 // Of a latent cache: what there are kernels for (generic/latent/instances.h).

@@ -202,6 +202,5 @@ extern "C" const char* kvblock_paged_attention_check(const kvblock_paged_attenti
 extern "C" int64_t kvblock_paged_attention_workspace(const kvblock_paged_attention* a) {
   using namespace kvblock;
   if (a == nullptr || a->num_kv_heads < 1) return 0;
-  constexpr int64_t kCounterBytes = 16;
-  return PagedPieceBytes(*a) + kCounterBytes;
+  return PagedPieceBytes(*a) + static_cast<int64_t>(sizeof(PagedCounters));
 }

@@ -7,6 +7,7 @@
 #include "kvblock/paged_attention.h"
 #include "ops/attention/generic/latent/launcher.h"
 #include "ops/attention/generic/paged/launcher.h"
+#include "ops/attention/hopper/latent/launcher.h"
 #include "ops/attention/hopper/paged/launcher.h"
 
 extern "C" const char* kvblock_paged_attention_forward(const kvblock_paged_attention* a,
@@ -15,14 +16,22 @@ extern "C" const char* kvblock_paged_attention_forward(const kvblock_paged_atten
   if (a->calls == 0 || a->rows == 0) return nullptr;
   using namespace kvblock;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (a->values_in_keys) return generic::LaunchLatent(*a, cuda_stream);
+  if (a->values_in_keys) {
+    hopper::LatentMaps maps;
+    if (!hopper::ServesLatent(*a, PagedTileRows(*a), &maps)) {
+      return generic::LaunchLatent(*a, cuda_stream);
+    }
+    const auto compute = [&](const PagedParams& p, unsigned ctas, cudaStream_t stream) {
+      return hopper::LaunchLatentShares(p, maps, ctas, stream);
+    };
+    return generic::LaunchOtherLatent(*a, compute, cuda_stream);
+  }
   // Only the device knows the lengths: where some sequences may be long and others not, both
   // launch.
   const bool some = SomeMayBeLong(*a) && !RowsDiffer(*a) && hopper::ServesPaged(*a);
-  const bool all = some && AllAreLong(*a);
-  if (!all) {
-    const int32_t most_rows = some ? PagedFewRows(*a) : INT32_MAX;
-    if (const char* error = generic::LaunchPaged(*a, most_rows, cuda_stream)) return error;
-  }
-  return some ? hopper::LaunchPaged(*a, !all, cuda_stream) : nullptr;
+  if (some && AllAreLong(*a)) return hopper::LaunchPaged(*a, false, cuda_stream);
+  const generic::Follower follower = [](const kvblock_paged_attention& a, cudaStream_t stream) {
+    return hopper::LaunchPaged(a, true, stream);
+  };
+  return generic::LaunchPaged(*a, some ? follower : nullptr, cuda_stream);
 }

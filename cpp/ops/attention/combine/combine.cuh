@@ -18,6 +18,7 @@
 #include "device/dependent.cuh"
 #include "device/publish.cuh"
 #include "ops/attention/combine/result.cuh"
+#include "ops/attention/schedule/beside.cuh"
 #include "ops/attention/schedule/packed_rows.cuh"
 #include "ops/attention/schedule/shares.cuh"
 
@@ -31,7 +32,11 @@ class Combine {
   static constexpr int kThreads = kCombineThreads;
 
   __device__ __forceinline__ explicit Combine(const Params& p)
-      : p_(p), number_(blockIdx.x - p.by_lines(blockIdx.x) * p.lines), line_(p, number_) {}
+      : p_(p), number_(blockIdx.x - p.by_lines(blockIdx.x) * p.lines), line_(p, number_) {
+    if constexpr (!Params::kSameRows) {
+      if (p.sharing != nullptr) line_.SetCtas(__ldcg(p.sharing + kCtas));
+    }
+  }
 
   __device__ __forceinline__ void Run() {
     const int own_number = static_cast<int>(p_.by_lines(blockIdx.x));
@@ -84,7 +89,8 @@ class Combine {
   __device__ __forceinline__ bool Exists(int piece) const {
     if (HasSplit()) return piece < pieces_;
     const int c = owner_ + piece;
-    return piece < pieces_ && (line_.total() >= p_.ctas || line_.Begin(c) < line_.Begin(c + 1));
+    return piece < pieces_ &&
+           (line_.total() >= line_.ctas() || line_.Begin(c) < line_.Begin(c + 1));
   }
 
   __device__ __forceinline__ void AwaitPieces() const {
@@ -154,7 +160,7 @@ class Combine {
 
   const Params& p_;
   const int number_;
-  const Line<kKeys, kThreads, Params> line_;
+  Line<kKeys, kThreads, Params> line_;
   int owner_, pieces_;
   int begins_;  // with a split, where the unit does; else whether it does so after another one
 };

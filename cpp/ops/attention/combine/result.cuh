@@ -33,16 +33,19 @@ struct PartialRow {
 // 1 / sum, 0 for 0.
 __device__ __forceinline__ float Share(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
 
+// `at`: the piece's row among those of all pieces.
+__device__ __forceinline__ void StorePieceLse(const ShareParams& p, int64_t at,
+                                              const PartialSum& sums) {
+  p.piece_lse[at] = sums.sum == 0.0f ? -INFINITY : sums.max + Log2(sums.sum);
+}
+
 __device__ __forceinline__ void StorePiece(const ShareParams& p, unsigned slot, int row, int column,
                                            const PartialRow& result) {
   const int64_t at = static_cast<int64_t>(slot) * p.rows + row;
   const float share = Share(result.sums.sum);
   *reinterpret_cast<float4*>(p.piece_o + at * p.value_dim + column) = make_float4(
       result.o[0] * share, result.o[1] * share, result.o[2] * share, result.o[3] * share);
-  if (column == 0) {
-    const bool nothing = result.sums.sum == 0.0f;
-    p.piece_lse[at] = nothing ? -INFINITY : result.sums.max + Log2(result.sums.sum);
-  }
+  if (column == 0) StorePieceLse(p, at, result.sums);
 }
 
 // Where four columns of a row of O go, and with the first of them lse.
@@ -63,10 +66,19 @@ class ResultRow {
     lse_row_ = p.lse != nullptr && column == 0 ? LseIndex(p, s, query, head) : -1;
   }
 
-  // Joins the sink first.
   __device__ __forceinline__ void Write(PartialRow result) const {
+    const float factor = Finish(&result.sums);
+    const bool nothing = result.sums.sum == 0.0f;
+    const auto value = [&](int i) { return nothing ? 0.0f : result.o[i] * factor; };
+    Store(0, make_uint2(Pack<T>(value(0), value(1)), Pack<T>(value(2), value(3))));
+    WriteLse(result.sums);
+  }
+
+  // Joins the sink. O is to be multiplied by what comes back; where the sum has become 0 it is 0,
+  // whatever there is of it.
+  __device__ __forceinline__ float Finish(PartialSum* of_row) const {
     float factor = 1.0f;
-    PartialSum& sums = result.sums;
+    PartialSum& sums = *of_row;
     if (params_.sinks != nullptr) {  // one more score, with no value
       const float joint = fmaxf(sums.max, sink_), reference = Reference(joint, 1.0f);
       factor = Exp2(sums.max - reference);
@@ -75,12 +87,15 @@ class ResultRow {
       sums.max = joint;
     }
     if (!attends_) sums.sum = 0.0f;
-    const bool nothing = sums.sum == 0.0f;
-    factor *= Share(sums.sum);
-    const auto value = [&](int i) { return nothing ? 0.0f : result.o[i] * factor; };
-    *reinterpret_cast<uint2*>(o_) =
-        make_uint2(Pack<T>(value(0), value(1)), Pack<T>(value(2), value(3)));
-    if (lse_row_ >= 0) StoreLse(params_, lse_row_, nothing, sums.max * kLn2, logf(sums.sum));
+    return factor * Share(sums.sum);
+  }
+  // Four columns, so many further on.
+  __device__ __forceinline__ void Store(int further, uint2 columns) const {
+    *reinterpret_cast<uint2*>(o_ + further) = columns;
+  }
+  __device__ __forceinline__ void WriteLse(const PartialSum& sums) const {
+    if (lse_row_ < 0) return;
+    StoreLse(params_, lse_row_, sums.sum == 0.0f, sums.max * kLn2, logf(sums.sum));
   }
 
  private:

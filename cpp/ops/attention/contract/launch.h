@@ -52,11 +52,11 @@ cudaError_t BeginsEarly(Kernel kernel, bool* early) {
 // end first, and what comes next finds that launch unfinished.
 template <typename... Parameters, typename... Args>
 cudaError_t LaunchDependentGrid(void (*kernel)(Parameters...), bool early, dim3 ctas, int threads,
-                                cudaStream_t stream, const Args&... args) {
+                                int shared_bytes, cudaStream_t stream, const Args&... args) {
   cudaLaunchAttribute programmatic{};
   programmatic.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   programmatic.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = LaunchConfig(ctas, threads, 0, stream);
+  cudaLaunchConfig_t config = LaunchConfig(ctas, threads, shared_bytes, stream);
   config.attrs = &programmatic;
   config.numAttrs = early ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);

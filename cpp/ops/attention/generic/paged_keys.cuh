@@ -77,18 +77,26 @@ class PagedKeys {
     const uint32_t kv_head = static_cast<uint32_t>(at.kv_head);
     const char* const k = layer.k + bytes(p_.k_strides.head * kv_head) + chunk * 16;
     const char* const v = layer.v + bytes(p_.v_strides.head * kv_head) + chunk * 16;
+    constexpr int kSteps = kKeys / kStep, kAhead = kSteps < 4 ? kSteps : 4;  // rows at a time
 #pragma unroll
-    for (int r = 0; r < kKeys; r += kStep) {
-      const Row from = rows()[tile % kRowRing][row + r];
-      const bool there = from.k != kNowhere;
-      const char *const k_row = k + bytes(from.k), *const v_row = v + bytes(from.v);
+    for (int first = 0; first < kSteps; first += kAhead) {
+      Row from[kAhead];
 #pragma unroll
-      for (int c = 0; c < KvTile::kRowBytes / 16; c += kLanes) {
-        const uint32_t place = to + r * KvTile::kRowBytes + c * 16;
-        const int column = (c + chunk) * KvTile::kColumnsOfChunk;
-        CopyAsync16(k_tile + place, k_row + c * 16, there && column < p_.head_dim, policy_);
-        if constexpr (kValues) {
-          CopyAsync16(v_tile + place, v_row + c * 16, there && column < p_.value_dim, policy_);
+      for (int i = 0; i < kAhead; ++i) {
+        from[i] = rows()[tile % kRowRing][row + (first + i) * kStep];
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const bool there = from[i].k != kNowhere;
+        const char *const k_row = k + bytes(from[i].k), *const v_row = v + bytes(from[i].v);
+#pragma unroll
+        for (int c = 0; c < KvTile::kRowBytes / 16; c += kLanes) {
+          const uint32_t place = to + (first + i) * kStep * KvTile::kRowBytes + c * 16;
+          const int column = (c + chunk) * KvTile::kColumnsOfChunk;
+          CopyAsync16(k_tile + place, k_row + c * 16, there && column < p_.head_dim, policy_);
+          if constexpr (kValues) {
+            CopyAsync16(v_tile + place, v_row + c * 16, there && column < p_.value_dim, policy_);
+          }
         }
       }
     }

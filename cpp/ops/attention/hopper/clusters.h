@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "ops/attention/contract/launch.h"
+
 namespace kvblock::hopper {
 
 constexpr int kMostSharedBytes = 227 * 1024;
@@ -22,11 +24,8 @@ cudaError_t LaunchClusters(Kernel kernel, int64_t ctas, int threads, int shared_
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {kCluster, 1, 1};
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(ctas));
-  config.blockDim = dim3(threads);
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = stream;
+  cudaLaunchConfig_t config =
+      LaunchConfig(dim3(static_cast<unsigned>(ctas)), threads, shared_bytes, stream);
   config.attrs = &cluster;
   config.numAttrs = kCluster > 1 ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, args...);

@@ -1,6 +1,7 @@
 // Stands in for the Hopper kernels in a build without 90a among its architectures.
 #include "ops/attention/hopper/backward/launcher.h"
 #include "ops/attention/hopper/forward/launcher.h"
+#include "ops/attention/hopper/latent/launcher.h"
 #include "ops/attention/hopper/paged/launcher.h"
 
 namespace kvblock::hopper {
@@ -14,5 +15,10 @@ const char* LaunchBackwardKv(const AttentionCall&, cudaStream_t) { return kMissi
 
 bool ServesPaged(const kvblock_paged_attention&) { return false; }
 const char* LaunchPaged(const kvblock_paged_attention&, bool, cudaStream_t) { return kMissing; }
+
+bool ServesLatent(const kvblock_paged_attention&, int32_t, LatentMaps*) { return false; }
+cudaError_t LaunchLatentShares(const PagedParams&, const LatentMaps&, unsigned, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
 
 }  // namespace kvblock::hopper

@@ -56,6 +56,8 @@ inline void SetPages(const kvblock_paged_attention& a, PagedParams* p) {
   p->query_start = a.query_start;
   p->most_rows = INT32_MAX;
   p->counter = nullptr;
+  p->sharing = nullptr;
+  p->multiprocessors = 1;
   p->ranges = a.ranges;
   p->tree_mask = a.tree_mask;
   p->tree_words = a.tree_words;

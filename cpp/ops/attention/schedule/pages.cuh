@@ -61,12 +61,18 @@ __device__ __forceinline__ PagedLayer FindLayer(const PagedParams& p, int index)
 struct PagedKey {
   int block, slot;
 };
+// The ids of a member's blocks.
+__device__ __forceinline__ const int32_t* FindTable(const PagedParams& p, int member) {
+  return p.block_tables + (p.table_first != nullptr ? TableFirst(p, member)
+                                                    : static_cast<int64_t>(member) * p.table_width);
+}
 // Of a key that the table has room for.
-__device__ __forceinline__ PagedKey FindKey(const PagedParams& p, int member, int key) {
+__device__ __forceinline__ PagedKey FindKey(const PagedParams& p, const int32_t* table, int key) {
   const int page = static_cast<int>(p.block_size(static_cast<uint32_t>(key)));
-  const int64_t row = p.table_first != nullptr ? TableFirst(p, member)
-                                               : static_cast<int64_t>(member) * p.table_width;
-  return {__ldg(p.block_tables + row + page), key - page * static_cast<int>(p.block_size.d)};
+  return {__ldg(table + page), key - page * static_cast<int>(p.block_size.d)};
+}
+__device__ __forceinline__ PagedKey FindKey(const PagedParams& p, int member, int key) {
+  return FindKey(p, FindTable(p, member), key);
 }
 __device__ __forceinline__ bool HasBlock(const PagedParams& p, const PagedKey& at) {
   return static_cast<uint32_t>(at.block) < p.num_blocks;

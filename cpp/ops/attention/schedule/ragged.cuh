@@ -22,10 +22,13 @@ struct RaggedParams : ShareParams {
   int32_t table_width;
   FastDiv block_size;
   const int32_t* table_first;
-  // Sequences with more packed rows are not in the line: another launch computes them. It takes
-  // their tiles by the counter, which begins with 0. NULL: there is no such launch.
+  // Sequences with more packed rows are not in the line: another launch computes them, beside this
+  // one (beside.cuh). It takes their tiles by the counter, which begins with 0, as the words of
+  // `sharing` do. NULL: there is no such launch.
   int32_t most_rows;
   unsigned* counter;
+  int32_t* sharing;
+  int32_t multiprocessors;
   // For each row of q: the keys that it sees, first and end; and bits, tree_words words of them, of
   // those of its sequence's queries that it sees. NULL: all.
   const int32_t* ranges;

@@ -128,9 +128,20 @@ class Line {
     own_ = Scan(INT32_MAX, nullptr);
     before_ = 0;
     total_ = p.alike ? own_ * p.batch : SumUp(own_, &before_);
-    share_ = static_cast<unsigned>(total()) / static_cast<unsigned>(p.ctas);
-    left_ = total() - share_ * p.ctas;
+    ctas_ = p.ctas;
+    inverse_ = p.ctas_inverse;
+    ShareOut();
   }
+
+  // Shares for fewer CTAs than there are: those of higher numbers have none.
+  __device__ __forceinline__ void SetCtas(int ctas) {
+    ctas_ = ctas;
+    inverse_ = static_cast<uint32_t>(((uint64_t{1} << 32) + ctas - 1) / ctas);
+    ShareOut();
+  }
+  // Which of the lines, all of which have the same tiles.
+  __device__ __forceinline__ void SetNumber(int number) { number_ = number; }
+  __device__ __forceinline__ int ctas() const { return Params::kSameRows ? p_.ctas : ctas_; }
 
   __device__ __forceinline__ int total() const {
     return Params::kSameRows ? total_ : max(total_, 0);
@@ -140,23 +151,38 @@ class Line {
   // total = share ctas + left, so it is share c + left c / ctas. kMostCtas squared times kMostCtas
   // is less than 2^32: then a product with the inverse is the quotient.
   __device__ __forceinline__ int Begin(int cta) const {
-    return share_ * cta + static_cast<int>(__umulhi(left_ * cta, p_.ctas_inverse));
+    if (!Params::kSameRows && cta >= ctas_) return total();
+    const uint32_t inverse = Params::kSameRows ? p_.ctas_inverse : inverse_;
+    return share_ * cta + static_cast<int>(__umulhi(left_ * cta, inverse));
   }
   // The CTA that has a tile: the last one that begins at it or before.
   __device__ __forceinline__ int Owner(int tile) const {
-    const float per_tile = __fdividef(static_cast<float>(p_.ctas), static_cast<float>(total()));
-    int cta = min(static_cast<int>(static_cast<float>(tile) * per_tile), p_.ctas - 1);
+    const float per_tile = __fdividef(static_cast<float>(ctas()), static_cast<float>(total()));
+    int cta = min(static_cast<int>(static_cast<float>(tile) * per_tile), ctas() - 1);
     while (Begin(cta) > tile) --cta;
-    while (cta + 1 < p_.ctas && Begin(cta + 1) <= tile) ++cta;
+    while (cta + 1 < ctas() && Begin(cta + 1) <= tile) ++cta;
     return cta;
   }
 
-  // With a split: where the first piece begins that does so at a tile or after it. All threads.
-  __device__ __forceinline__ int PieceFrom(int tile) const {
-    if (tile >= total()) return total();
-    const Place at = Find(tile);
-    const int past = at.tile % p_.split;
-    return past == 0 ? tile : tile + min(p_.split - past, at.rows.tiles - at.tile);
+  // The tiles of a CTA, *begin .. *end, and where the first one is, if there are any. With a split
+  // both ends are those of pieces: the first that begins there or after. All threads.
+  __device__ __forceinline__ void FindShare(int cta, int* begin, int* end, Place* at) const {
+    const bool splits = !Params::kSameRows && p_.split != kNoSplit;
+    *begin = Begin(cta);
+    *end = Begin(cta + 1);
+    // Code for a search is far away when a launch begins: there is one copy of it.
+    enum : int { kEnd, kBegin, kPlace };
+#pragma unroll 1
+    for (int step = splits ? kEnd : kPlace; step <= kPlace; ++step) {
+      const int tile = step == kEnd ? *end : *begin;
+      if (tile >= (step == kPlace ? *end : total())) continue;
+      *at = Find(tile);
+      if (step == kPlace) break;
+      const int past = at->tile % p_.split;
+      const int more = past > 0 ? min(p_.split - past, at->rows.tiles - at->tile) : 0;
+      *end += step == kEnd ? more : 0;
+      *begin += step == kBegin ? more : 0;
+    }
   }
   // The place of a piece that is not a whole unit: where in the line it begins, and whether the
   // unit begins with it. Of those that begin within `split` tiles one does at the most, and one
@@ -292,6 +318,11 @@ class Line {
     return before;
   }
 
+  __device__ __forceinline__ void ShareOut() {
+    share_ = static_cast<unsigned>(total()) / static_cast<unsigned>(ctas());
+    left_ = total() - share_ * ctas();
+  }
+
   static constexpr int kNoLine = INT32_MIN;
 
   // The sum over all threads, and over those before this one; kNoLine if one has it.
@@ -322,6 +353,8 @@ class Line {
   const Params& p_;
   int number_;
   int total_, share_, left_;  // KV tiles; of each CTA; how many CTAs have one more
+  int ctas_;                  // that have shares
+  uint32_t inverse_;          // 2^32 / ctas_, rounded up
   // KV tiles of this thread's tiles of rows, and before them; where all are alike, of one member.
   int own_, before_;
 };

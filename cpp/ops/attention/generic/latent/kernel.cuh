@@ -33,8 +33,8 @@
 // 4100. 16 rows: shared memory gives and takes 1700, by 128 bytes, and tensor cores compute 900, so
 // the cache is read at the speed of memory. 64 rows: shared memory 5100, most of it fragments of Q
 // and K for S, and tensor cores 3500. 128 heads are two tiles of rows, which read the cache one
-// after the other: they are bound by computing. One kernel for them, with the warpgroups of Hopper,
-// would have its own room beside this one, over the same lines.
+// after the other: they are bound by computing. Of Hopper's warpgroups there is a kernel for them
+// over the same lines (hopper/latent/), which leaves to this one what its launcher says.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -44,6 +44,7 @@
 #include "device/dependent.cuh"
 #include "device/fast_math.cuh"
 #include "device/mma.cuh"
+#include "device/opaque.cuh"
 #include "device/publish.cuh"
 #include "device/shared.cuh"
 #include "ops/attention/combine/result.cuh"
@@ -116,14 +117,10 @@ class LatentForward {
 
   // There is one line: CTA blockIdx.x has its share of that number. As SplitForward::Run.
   __device__ __forceinline__ void Run() {
-    int begin = line_.Begin(blockIdx.x), end = line_.Begin(blockIdx.x + 1);
-    if (HasSplit()) {
-      begin = line_.PieceFrom(begin);
-      end = line_.PieceFrom(end);
-    }
-    const int tiles = end - begin;  // counted from 0 from here on
+    int begin, end;
     Place ahead;
-    if (tiles > 0) ahead = line_.Find(begin);
+    line_.FindShare(blockIdx.x, &begin, &end, &ahead);
+    const int tiles = end - begin;  // counted from 0 from here on
     __shared__ Place places[kPlaces];
     typename Keys::Found found{};
     int piece = 0;  // where it begins; the first one's Q comes beside its keys
@@ -137,7 +134,11 @@ class LatentForward {
       if (loads) keys_.Settle(found, next);
       found = after;
       __syncthreads();  // this tile has arrived for all, and all are done with the one before
-      if (loads) keys_.template Load<false>(places[next % kPlaces], next, Stage(next % kStages), 0);
+      if (loads) {
+        // ptxas 13.0 adds a uniform register to a copy's place by no instruction that there is.
+        const int stage = Opaque(static_cast<int>(Stage(next % kStages)));
+        keys_.template Load<false>(places[next % kPlaces], next, stage, 0);
+      }
       CopyAsyncCommit();
       if (more && threadIdx.x == 0) places[(next + 1) % kPlaces] = ahead;
       if (next + 2 < tiles) line_.Next(&ahead);

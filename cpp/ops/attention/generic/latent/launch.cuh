@@ -18,11 +18,11 @@ const char* LaunchLatentAs(const kvblock_paged_attention& a, cudaStream_t stream
   Gpu gpu{};
   if (const char* error = AskGpu(&gpu)) return error;
   if (Large::kSharedBytes + kBesides <= gpu.cta_shared) {
-    return LaunchPagedAs<Large, Large>(a, INT32_MAX, stream);
+    return LaunchPagedAs<Large, Large>(a, nullptr, stream);
   }
   if constexpr (Compact::kSharedBytes < Large::kSharedBytes) {
     if (Compact::kSharedBytes + kBesides <= gpu.cta_shared) {
-      return LaunchPagedAs<Compact, Compact>(a, INT32_MAX, stream);
+      return LaunchPagedAs<Compact, Compact>(a, nullptr, stream);
     }
   }
   return "paged_attention: a latent cache of head dim 576 needs 152 KiB of shared memory for a "

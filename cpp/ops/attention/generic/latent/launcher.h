@@ -3,12 +3,21 @@
 
 #include <cuda_runtime.h>
 
+#include <functional>
+
 #include "kvblock/paged_attention.h"
+#include "ops/attention/schedule/pages.cuh"
 
 namespace kvblock::generic {
 
 // `a` has been checked, it has rows, and its values lie in its keys. NULL, or what is wrong.
 const char* LaunchLatent(const kvblock_paged_attention& a, cudaStream_t stream);
+
+// The same where another kernel computes the shares, of tiles of PagedTileRows rows, 32 or 64, and
+// of 64 keys: it is launched on so many CTAs.
+using ComputeShares = std::function<cudaError_t(const PagedParams&, unsigned ctas, cudaStream_t)>;
+const char* LaunchOtherLatent(const kvblock_paged_attention& a, const ComputeShares& compute,
+                              cudaStream_t stream);
 
 // The same for one element type, head dim and value dim: an instance each.
 template <typename T, int kDim, int kValue>

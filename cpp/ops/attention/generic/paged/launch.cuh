@@ -20,7 +20,6 @@ inline PagedParams MakePagedParams(const kvblock_paged_attention& a, const Split
   static_cast<ShareParams&>(p) = MakeShareParams(MembersOf(a), work, cut);
   SetPages(a, &p);
   p.most_rows = most_rows;
-  if (most_rows < INT32_MAX) p.counter = PagedCounter(a);
   return p;
 }
 
@@ -34,16 +33,30 @@ inline void SetSplit(const kvblock_paged_attention& a, int32_t tiles, PagedParam
   p->piece_there = nullptr;
 }
 
-// Wide: one with wide CTAs, or the same.
-template <typename Traits, typename Wide>
-const char* LaunchPagedAs(const kvblock_paged_attention& a, int32_t most_rows,
-                          cudaStream_t stream) {
+// Shares beside the launch that takes the other sequences, if there is one.
+template <typename Shares>
+struct FollowedShares {
+  const Shares& shares;
+  const kvblock_paged_attention& a;
+  Follower follower;
+  static cudaError_t Prepare() { return Shares::Prepare(); }
+  const char* Launch(const PagedParams& p, unsigned ctas, cudaStream_t stream) const {
+    if (const char* error = shares.Launch(p, ctas, stream)) return error;
+    return follower ? follower(a, stream) : nullptr;
+  }
+};
+
+// Wide: one with wide CTAs, or the same. Shares: another kernel for those of Traits.
+template <typename Traits, typename Wide, typename Shares = SplitShares<Traits>>
+const char* LaunchPagedAs(const kvblock_paged_attention& a, Follower follower, cudaStream_t stream,
+                          const Shares& shares = {}) {
   Gpu gpu{};
   if (const char* error = AskGpu(&gpu)) return error;
   if (Traits::kSharedBytes > gpu.cta_shared) {
     return "paged_attention: head dims beyond 192 need 130 KiB of shared memory for a thread "
            "block, as compute capability 8.0, 9.0 and 10.0 have";
   }
+  const int32_t most_rows = follower ? PagedFewRows(a) : INT32_MAX;
   const int64_t keys = PagedKeysOfTable(a);
   const int64_t tiles = TilesOfUnit(keys, Traits::kTileKeys);
   // How long sequences are is known to the GPU alone. It costs little to cut as if all were alike,
@@ -62,7 +75,24 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, int32_t most_rows,
       cut.combines = tiles > split;
       SetSplit(a, static_cast<int32_t>(std::min<int64_t>(split, kNoSplit - 1)), &p);
     }
-    return CudaResult(LaunchPieces<Own>(p, work, cut, gpu, stream));
+    if (follower) {
+      PagedCounters* const counters = CountersOf(a);
+      p.sharing = counters->sharing;
+      p.multiprocessors = gpu.multiprocessors;
+      if (a.split_size == 0) p.piece_there = counters->piece_there;
+      cut.combines = cut.combines || a.split_size == 0;
+      const cudaError_t status = cudaMemsetAsync(counters, 0, sizeof(PagedCounters), stream);
+      if (status != cudaSuccess) return CudaResult(status);
+    }
+    const auto launch_with = [&](const auto& own) {
+      using Own_ = std::decay_t<decltype(own)>;
+      return LaunchPieces<Own>(p, work, cut, gpu, stream, FollowedShares<Own_>{own, a, follower});
+    };
+    if constexpr (std::is_same_v<Own, Traits>) {
+      return launch_with(shares);
+    } else {
+      return launch_with(SplitShares<Own>());
+    }
   };
   // A wide CTA each, for about as many units as there are multiprocessors.
   if constexpr (Wide::kWide) {
@@ -77,8 +107,9 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, int32_t most_rows,
 }
 
 template <typename T, int kDim, typename Cache>
-const char* LaunchPagedOf(const kvblock_paged_attention& a, int32_t most_rows,
+const char* LaunchPagedOf(const kvblock_paged_attention& a, Follower follower,
                           cudaStream_t stream) {
+  const int32_t most_rows = follower ? PagedFewRows(a) : INT32_MAX;
   const int32_t rows = PagedTileRows(a, most_rows);
   if constexpr (std::is_same_v<Cache, T>) {
     using One = SplitTraits<T, kDim, 1, PagedKeys>;
@@ -87,15 +118,15 @@ const char* LaunchPagedOf(const kvblock_paged_attention& a, int32_t most_rows,
     // Decode rows alone are worth more instances.
     using Wide = SplitTraits<T, kDim, 1, PagedKeys, HasWide(kDim)>;
     switch (rows) {
-      case 16: return LaunchPagedAs<One, Wide>(a, most_rows, stream);
-      case 32: return LaunchPagedAs<Two, Two>(a, most_rows, stream);
-      default: return LaunchPagedAs<Four, Four>(a, most_rows, stream);
+      case 16: return LaunchPagedAs<One, Wide>(a, follower, stream);
+      case 32: return LaunchPagedAs<Two, Two>(a, follower, stream);
+      default: return LaunchPagedAs<Four, Four>(a, follower, stream);
     }
   } else {
     using One = NarrowTraits<T, kDim, 1, Cache>;
     using Four = NarrowTraits<T, kDim, 4, Cache>;
-    return rows == 16 ? LaunchPagedAs<One, One>(a, most_rows, stream)
-                      : LaunchPagedAs<Four, Four>(a, most_rows, stream);
+    return rows == 16 ? LaunchPagedAs<One, One>(a, follower, stream)
+                      : LaunchPagedAs<Four, Four>(a, follower, stream);
   }
 }
 

@@ -9,14 +9,17 @@
 
 namespace kvblock::generic {
 
-// `a` has been checked, and it has rows. Sequences with more than most_rows packed rows are left to
-// a launch that follows; INT32_MAX: there is none. NULL, or what is wrong.
-const char* LaunchPaged(const kvblock_paged_attention& a, int32_t most_rows, cudaStream_t stream);
+// Launches what computes the sequences with more than PagedFewRows packed rows, on the same stream:
+// it may begin when the launch in front of it lets it. NULL, or what is wrong.
+using Follower = const char* (*)(const kvblock_paged_attention& a, cudaStream_t stream);
+
+// `a` has been checked, and it has rows. Without a follower, all sequences. NULL, or what is wrong.
+const char* LaunchPaged(const kvblock_paged_attention& a, Follower follower, cudaStream_t stream);
 
 // The same for one element type, padded head dim and element type of the cache: an instance each. T
 // is a.dtype's type; the larger of head_dim and value_dim is at most kDim: 64, 128, 192 or 256.
 // Cache is T, E4m3, E5m2 or Int8 (device/widen.cuh).
 template <typename T, int kDim, typename Cache>
-const char* LaunchPagedOf(const kvblock_paged_attention& a, int32_t most_rows, cudaStream_t stream);
+const char* LaunchPagedOf(const kvblock_paged_attention& a, Follower follower, cudaStream_t stream);
 
 }  // namespace kvblock::generic

@@ -5,7 +5,7 @@
 
 namespace kvblock::generic {
 
-const char* LaunchPaged(const kvblock_paged_attention& a, int32_t most_rows, cudaStream_t stream) {
+const char* LaunchPaged(const kvblock_paged_attention& a, Follower follower, cudaStream_t stream) {
   AttentionCall call{};
   call.dtype = a.dtype;
   call.head_dim = a.head_dim;
@@ -14,10 +14,10 @@ const char* LaunchPaged(const kvblock_paged_attention& a, int32_t most_rows, cud
     using In = decltype(instance);
     using T = typename In::Type;
     switch (a.cache_dtype) {
-      case KVBLOCK_E4M3: return LaunchPagedOf<T, In::kDim, E4m3>(a, most_rows, stream);
-      case KVBLOCK_E5M2: return LaunchPagedOf<T, In::kDim, E5m2>(a, most_rows, stream);
-      case KVBLOCK_I8: return LaunchPagedOf<T, In::kDim, Int8>(a, most_rows, stream);
-      default: return LaunchPagedOf<T, In::kDim, T>(a, most_rows, stream);
+      case KVBLOCK_E4M3: return LaunchPagedOf<T, In::kDim, E4m3>(a, follower, stream);
+      case KVBLOCK_E5M2: return LaunchPagedOf<T, In::kDim, E5m2>(a, follower, stream);
+      case KVBLOCK_I8: return LaunchPagedOf<T, In::kDim, Int8>(a, follower, stream);
+      default: return LaunchPagedOf<T, In::kDim, T>(a, follower, stream);
     }
   });
 }

@@ -37,6 +37,7 @@
 #include "ops/attention/generic/paged_keys.cuh"
 #include "ops/attention/generic/tile.cuh"
 #include "ops/attention/mask/forward_scores.cuh"
+#include "ops/attention/schedule/beside.cuh"
 #include "ops/attention/schedule/packed_rows.cuh"
 #include "ops/attention/schedule/shares.cuh"
 
@@ -129,24 +130,66 @@ class SplitForward {
 
   __device__ __forceinline__ explicit SplitForward(const Params& p)
       : p_(p),
-        cta_(static_cast<int>(p.by_lines(blockIdx.x))),
-        line_(p, static_cast<int>(blockIdx.x) - cta_ * p.lines),
+        line_(p, static_cast<int>(blockIdx.x - p.by_lines(blockIdx.x) * p.lines)),
         keys_(p),
         shared_(static_cast<uint32_t>(__cvta_generic_to_shared(DynamicShared()))),
-        rules_(MakeScoreRules(p)) {}
+        rules_(MakeScoreRules(p)) {
+    if constexpr (!Params::kSameRows) {
+      if (p.sharing != nullptr) {
+        line_.SetCtas(CtasBeside<Traits::kTileKeys, Traits::kThreads>(p, line_.total()));
+      }
+    }
+  }
 
   __device__ __forceinline__ void Run() {
-    int begin = line_.Begin(cta_), end = line_.Begin(cta_ + 1);
-    if (HasSplit()) {
-      begin = line_.PieceFrom(begin);
-      end = line_.PieceFrom(end);
+    if constexpr (Params::kSameRows) {
+      RunShare(static_cast<int>(blockIdx.x), true);
+    } else {
+      RunShares();
     }
-    const int tiles = end - begin;  // of the share, counted from 0 from here on
-    if (Params::kSameRows && tiles <= 0) return;
+  }
+
+ private:
+  // The launch that combines begins so many tiles before the end: it takes some microseconds to be
+  // there, and looks for its pieces from then on.
+  static constexpr int kTilesToBegin = 6;
+  static constexpr int kStages = Traits::kStages, kPlaces = kStages < 4 ? 4 : 8;
+  static_assert(kPlaces > kStages && OwnLine::kSequences > kStages + 2);
+  static constexpr bool kScarce = kDim > 192 && !Keys::kLooksUp;
+
+  // Those that this CTA takes. Who has none still does what every CTA does.
+  __device__ __forceinline__ void RunShares() {
+    int share = static_cast<int>(blockIdx.x);
+    const bool leaves_room = LeavesRoom();
+    if (leaves_room) {
+      bool stays = true;
+      if (threadIdx.x == 0) {
+        PrepareLaunches();
+        LetNextLaunchBegin();
+        stays = Stays(p_, (Shares() + Traits::kSplit.ctas - 1) / Traits::kSplit.ctas);
+      }
+      share = TakeShare(p_, stays);
+    }
+    bool first = true;
+#pragma unroll 1
+    do {
+      if (leaves_room) line_.SetNumber(share - static_cast<int>(p_.by_lines(share)) * p_.lines);
+      RunShare(share, first);
+      if (!leaves_room || share >= Shares()) break;
+      share = TakeShare(p_, true);
+      first = false;
+    } while (share < Shares());
+  }
+
+  // `first`: of this CTA.
+  __device__ __forceinline__ void RunShare(int share, bool first) {
+    int begin, end;
     // The next tile to load, or to look up; and at i % kPlaces, where tile i is that is to be
     // computed. Where registers are scarce the next tile is found there, too, by thread 0 for all.
     Place ahead;
-    if (tiles > 0) ahead = line_.Find(begin);
+    line_.FindShare(static_cast<int>(p_.by_lines(share)), &begin, &end, &ahead);
+    const int tiles = end - begin;  // of the share, counted from 0 from here on
+    if (Params::kSameRows && tiles <= 0) return;
     __shared__ Place places[kPlaces];
     if (!Keys::kLooksUp && threadIdx.x == 0) places[0] = ahead;
     typename Keys::Found found{};
@@ -157,16 +200,12 @@ class SplitForward {
     for (int tile = (Keys::kLooksUp ? 0 : 1) - kStages; tile < max(tiles, 0); ++tile) {
       const int next = tile + kStages - 1;
       const bool loads = next < tiles && (!Keys::kLooksUp || next >= 0), more = next + 1 < tiles;
-      typename Keys::Found after{};
-      if constexpr (Keys::kLooksUp) {
-        // Before the wait: behind the loads of a tile it would take as long as they do.
-        if (more) after = keys_.LookUp(ahead);
-      }
-      CopyAsyncWait<kStages - 2>();
       if constexpr (Keys::kLooksUp) {
         if (loads) keys_.Settle(found, next);
-        found = after;
+        // Before the wait: behind the loads of a tile it would take as long as they do.
+        if (more) found = keys_.LookUp(ahead);
       }
+      CopyAsyncWait<kStages - 2>();
       __syncthreads();  // this tile has arrived for all, and all are done with the one before
       if (loads) {
         const Place& to_load = Keys::kLooksUp || kScarce ? places[next % kPlaces] : ahead;
@@ -189,11 +228,8 @@ class SplitForward {
       }
       const Place& at = places[max(tile, 0) % kPlaces];
       if (tile == begins && tiles > 0) Begin(at);
-      if (tile == -1) {
-        if (threadIdx.x == 0) {
-          WithdrawPieces(blockIdx.x);
-          ResetCounter(blockIdx.x);
-        }
+      if (tile == -1 && first) {
+        if (threadIdx.x == 0 && !LeavesRoom()) PrepareLaunches();
         WriteRowsOfNobody();
       }
       if (tile < 0) continue;
@@ -203,42 +239,44 @@ class SplitForward {
       const bool last = at.tile + 1 == at.rows.tiles;
       const bool full = !Params::kSameRows && tile + 1 - piece == p_.split;
       if (last || tile + 1 == tiles || full) {
-        const bool first = tile - piece == at.tile;  // of its unit
+        const bool whole = tile - piece == at.tile;  // so far
         const unsigned slot =
-            HasSplit() ? line_.SplitSlot(begin + piece, first) : PieceSlot(blockIdx.x, piece == 0);
-        End(at, last && first, slot, DynamicShared() + (stage - shared_));
+            HasSplit() ? line_.SplitSlot(begin + piece, whole) : PieceSlot(share, piece == 0);
+        End(at, last && whole, slot, DynamicShared() + (stage - shared_));
         piece = begins = tile + 1;
       }
     }
     CopyAsyncWait<0>();
   }
 
- private:
-  // The launch that combines begins so many tiles before the end: it takes some microseconds to be
-  // there, and looks for its pieces from then on.
-  static constexpr int kTilesToBegin = 6;
-  static constexpr int kStages = Traits::kStages, kPlaces = kStages < 4 ? 4 : 8;
-  static_assert(kPlaces > kStages && OwnLine::kSequences > kStages + 2);
-  static constexpr bool kScarce = kDim > 192 && !Keys::kLooksUp;
-
   // Whether units are cut at multiples of p_.split.
   __device__ __forceinline__ bool HasSplit() const {
     return !Params::kSameRows && p_.split != kNoSplit;
   }
 
-  // The next launch sees this before it can begin.
-  __device__ __forceinline__ void WithdrawPieces(int cta) const {
-    if (HasSplit()) return;  // it waits for all of this one
-    Withdraw(p_.piece_there + PieceSlot(cta, true));
-    Withdraw(p_.piece_there + PieceSlot(cta, false));
-    __threadfence();
+  // Whether some multiprocessors are left to the launch beside this one.
+  __device__ __forceinline__ bool LeavesRoom() const {
+    if constexpr (!Params::kSameRows) return line_.ctas() < p_.ctas;
+    return false;
   }
+  __device__ __forceinline__ int Shares() const { return line_.ctas() * p_.lines; }
 
-  // Of the launch that takes the sequences that this one leaves.
-  __device__ __forceinline__ void ResetCounter(int cta) const {
+  // What the next launches see before they can begin: that there are no pieces yet, unless they
+  // wait for all of this one, or it is known already; and how many CTAs of a line have shares.
+  __device__ __forceinline__ void PrepareLaunches() const {
     if constexpr (!Params::kSameRows) {
-      if (cta == 0 && p_.counter != nullptr) *p_.counter = 0;
+      if (p_.sharing != nullptr) {
+        if (blockIdx.x == 0) {
+          p_.sharing[kCtas] = line_.ctas();
+          __threadfence();
+        }
+        return;
+      }
     }
+    if (HasSplit()) return;
+    Withdraw(p_.piece_there + PieceSlot(blockIdx.x, true));
+    Withdraw(p_.piece_there + PieceSlot(blockIdx.x, false));
+    __threadfence();
   }
 
   __device__ __forceinline__ uint32_t Stage(int stage) const {
@@ -536,8 +574,7 @@ class SplitForward {
   }
 
   const Params& p_;
-  const int cta_;  // of its line
-  const OwnLine line_;
+  OwnLine line_;
   Keys keys_;
   const uint32_t shared_;
   const ScoreRules rules_;

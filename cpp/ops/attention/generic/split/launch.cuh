@@ -29,12 +29,25 @@ constexpr auto CombineOf() {
   return AttentionCombine<typename Traits::T, Traits::kTileKeys, typename Traits::Keys::Members>;
 }
 
-// What is the same for all launches of a kernel; whether combine's may begin before its CTAs end.
+// The kernel that computes shares.
 template <typename Traits>
+struct SplitShares {
+  static cudaError_t Prepare() {
+    cudaError_t status = cudaFuncSetAttribute(
+        AttentionSplit<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
+    if (status == cudaSuccess) status = PreferShared(AttentionSplit<Traits>);
+    return status;
+  }
+  const char* Launch(const typename Traits::Params& p, unsigned ctas, cudaStream_t stream) const {
+    return CudaResult(LaunchGrid(AttentionSplit<Traits>, dim3(ctas), Traits::kThreads,
+                                 Traits::kSharedBytes, stream, p));
+  }
+};
+
+// What is the same for all launches of a kernel; whether combine's may begin before its CTAs end.
+template <typename Traits, typename Shares>
 cudaError_t Prepare(bool* early) {
-  cudaError_t status = cudaFuncSetAttribute(
-      AttentionSplit<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
-  if (status == cudaSuccess) status = PreferShared(AttentionSplit<Traits>);
+  cudaError_t status = Shares::Prepare();
   if constexpr (Traits::kCombines) {
     if (status == cudaSuccess) status = PreferShared(CombineOf<Traits>());
     if (status == cudaSuccess) status = BeginsEarly(CombineOf<Traits>(), early);
@@ -43,27 +56,26 @@ cudaError_t Prepare(bool* early) {
 }
 
 // The CTAs of all lines, and those that put pieces together if there may be any.
-template <typename Traits>
-cudaError_t LaunchPieces(const typename Traits::Params& p, const SplitWork& work, const Cut& cut,
-                         const Gpu& gpu, cudaStream_t stream) {
+template <typename Traits, typename Shares = SplitShares<Traits>>
+const char* LaunchPieces(const typename Traits::Params& p, const SplitWork& work, const Cut& cut,
+                         const Gpu& gpu, cudaStream_t stream, const Shares& shares = {}) {
   static PerDevice<bool> prepared;
   bool early = false;
-  cudaError_t status = prepared.Get(gpu.device, &early, Prepare<Traits>);
-  if (status != cudaSuccess) return status;
+  cudaError_t status = prepared.Get(gpu.device, &early, Prepare<Traits, Shares>);
+  if (status != cudaSuccess) return CudaResult(status);
   const auto ctas = static_cast<unsigned>(cut.lines * cut.ctas);
-  status = LaunchGrid(AttentionSplit<Traits>, dim3(ctas), Traits::kThreads, Traits::kSharedBytes,
-                      stream, p);
+  if (const char* error = shares.Launch(p, ctas, stream)) return error;
   if constexpr (Traits::kCombines) {
-    if (status != cudaSuccess || !cut.combines) return status;
+    if (!cut.combines) return nullptr;
     const int64_t threads = work.filled * (p.value_dim / 4) * p.joining;
     const int64_t of_line = p.combine_units ? cut.units : cut.ctas - 1;
     const dim3 grid(static_cast<unsigned>(cut.lines * of_line),
                     static_cast<unsigned>((threads + kCombineThreads - 1) / kCombineThreads));
     const typename Traits::Keys::Members& members = p;
     status =
-        LaunchDependentGrid(CombineOf<Traits>(), early, grid, kCombineThreads, stream, members);
+        LaunchDependentGrid(CombineOf<Traits>(), early, grid, kCombineThreads, 0, stream, members);
   }
-  return status;
+  return CudaResult(status);
 }
 
 // CTAs that the GPU has places for at a time.
@@ -103,11 +115,10 @@ const char* LaunchSplitAs(const AttentionCall& a, cudaStream_t stream) {
     const int64_t wide_tiles = TilesOfUnit(a.kv_len, Wide::kTileKeys);
     const Cut wide = CutFor(work, a.num_kv_heads, wide_tiles, gpu.multiprocessors);
     if (cut.combines && !wide.combines && Wide::kSharedBytes <= gpu.cta_shared) {
-      return CudaResult(
-          LaunchPieces<Wide>(MakeShareParams(a, work, wide), work, wide, gpu, stream));
+      return LaunchPieces<Wide>(MakeShareParams(a, work, wide), work, wide, gpu, stream);
     }
   }
-  return CudaResult(LaunchPieces<Narrow>(MakeShareParams(a, work, cut), work, cut, gpu, stream));
+  return LaunchPieces<Narrow>(MakeShareParams(a, work, cut), work, cut, gpu, stream);
 }
 
 template <typename T, int kDim>

@@ -4,8 +4,8 @@
 //
 // A CTA has two or three warpgroups that compute (the consumers), each with 64 query rows of the
 // CTA's query tile, and one that does everything else, with few registers: a warp that plans, a
-// thread that loads and a warp that writes. CTAs stay for the whole launch and compute one query
-// tile (Item) after the other.
+// thread that loads and a warp that writes. Keys in blocks have a warpgroup that loads. CTAs stay
+// for the whole launch and compute one query tile (Item) after the other.
 //
 // The planner decides which query tiles are this CTA's (ForwardParams) and walks through the KV
 // tiles that each can see (TileWalk). It writes down the items and, for each KV tile, a Step: where
@@ -52,8 +52,9 @@
 // unlisted tile) come along with the copy. Their scores are masked, and their rows of V are cleared
 // (ClearRows), since a probability of 0 does not cancel a NaN.
 //
-// Keys in the blocks of a cache come to the same places, by bulk copies of parts of blocks
-// (block_loader.cuh) or, where blocks are too small, row by row by two warps (row_loader.cuh).
+// Keys in the blocks of a cache come to the same places, by whole warps, which are a warpgroup
+// where registers allow it: by bulk copies of parts of blocks (block_loader.cuh) or, where blocks
+// are too small, row by row (row_loader.cuh).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -61,6 +62,7 @@
 #include <cstdint>
 
 #include "device/cluster.cuh"
+#include "device/dependent.cuh"
 #include "device/mbarrier.cuh"
 #include "device/shared.cuh"
 #include "device/tensor_copy.cuh"
@@ -75,6 +77,19 @@
 
 namespace kvblock::hopper {
 
+// One of the warps that load keys from blocks.
+template <typename Traits>
+__device__ __forceinline__ void LoadPages(const typename Traits::Params& p, const ForwardMaps& maps,
+                                          ForwardShared<Traits>& shared, int warp) {
+  warp = __shfl_sync(~0u, warp, 0);  // the same for all lanes, which the compiler must see
+  if (p.box_rows == 0) {
+    RowLoader<Traits>(p, maps.q, shared, warp).Run();
+  } else {
+    BlockLoader<Traits>(p, maps, shared, warp).Run();
+  }
+  __syncwarp();
+}
+
 template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     AttentionForward(const __grid_constant__ typename Traits::Params p,
@@ -82,6 +97,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #if __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = DynamicSharedAs<ForwardShared<Traits>>();
   constexpr int kWarps = Traits::kConsumers * 4;
+  if (Traits::kPaged) LetNextLaunchBegin();  // it waits for pieces of the one in front
   if (threadIdx.x == 0) {
     PrefetchTensorMap(maps.q);
     if (LoadsBoxes<Traits>(p)) {
@@ -125,25 +141,26 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     GiveRegisters<Traits::kTiles.producer_registers>();
     if (threadIdx.x < 32) {
       Planner<Traits>(p, shared).Run();
-    } else if (Traits::kPaged && threadIdx.x / 32 % 2 == 1) {
-      if constexpr (Traits::kPaged) {
-        if (p.box_rows == 0) {
-          RowLoader<Traits>(p, maps.q, shared, threadIdx.x / 64).Run();
-        } else {
-          BlockLoader<Traits>(p, maps, shared, threadIdx.x / 64).Run();
-        }
-      }
+    } else if (Traits::kLoadWarps == 2 && threadIdx.x / 32 % 2 == 1) {
+      if constexpr (Traits::kPaged) LoadPages<Traits>(p, maps, shared, threadIdx.x / 64);
     } else if (!Traits::kPaged && threadIdx.x == 32) {
       if constexpr (!Traits::kPaged) Loader<Traits>(maps, shared).Run();
     } else if (Traits::kStagesOutput && threadIdx.x >= 64 && threadIdx.x < 96) {
       Writer<Traits>(p, maps.o, shared).Run();
     }
     __syncwarp();
+  } else if (Traits::kLoadGroups > 0 && group == Traits::kConsumers + 1) {
+    if constexpr (Traits::kLoadGroups > 0) {
+      GiveRegisters<Traits::kTiles.loader_registers>();
+      LoadPages<Traits>(p, maps, shared, threadIdx.x % kWarpgroup / 32);
+    }
   } else {
     TakeRegisters<Traits::kTiles.consumer_registers>();
     Consumer<Traits>(p, shared, group - 1).Run();
   }
   if (Traits::kCluster > 1) ClusterMeet();  // the others still arrive at this CTA's barriers
+  // This launch must not end before the one in front of it.
+  if (Traits::kPaged && blockIdx.x == 0) AwaitPriorLaunch();
 #endif
 }
 

@@ -1,13 +1,18 @@
 // How both loaders of keys in blocks (block_loader.cuh, row_loader.cuh) follow the planner's steps:
-// two warps, each its part of every tile.
+// a few warps, each its part of every tile.
 //
 //   look up tile 0 | look up 1, K0 Q | look up 2, K1 V0 | ...
 //
-// A loader has LookUpStep, which asks for the ids of a tile's blocks; LoadKeys; Settle, which keeps
-// where V of the tile lies until K of the next one is on its way; and LoadValues.
+// A lane looks up a few keys of a tile, a tile ahead: the ids of their blocks are on the way while
+// the tile before is loaded. What is the same for all tiles of an item is found once.
+//
+// A loader has kLookups, the number of keys; RowOf(i), which row of a tile key i is, or kNoRow, and
+// Rows(), how many rows from there on are in its block; Begin, for a new item; LoadKeys; Settle,
+// which keeps where V of the tile lies until K of the next one is on its way; and LoadValues.
 #pragma once
 
 #include "device/mbarrier.cuh"
+#include "device/opaque.cuh"
 #include "ops/attention/hopper/forward/packed_queries.cuh"
 #include "ops/attention/hopper/forward/shared.cuh"
 
@@ -22,40 +27,63 @@ class PageLoader {
   __device__ __forceinline__ void Run() {
     Loader& loader = static_cast<Loader&>(*this);
     StageCount<kSteps> ahead, now;
-    auto found = loader.LookUpStep(ahead);
+    Found found = LookUpStep(ahead);
     int item_before = -1;
+    // There is one copy of all that a tile takes: less code is nearer.
     for (;; now.Advance()) {
       const Step& step = shared_.steps[now.stage];
-      const Item& item = shared_.items[step.item];
-      if (item.is == Item::kEnd) {
-        loader.LoadValues();
-        LoadQueries(item);
-        return;
+      const int place = step.item;
+      const Item& item = shared_.items[place];
+      const bool ends = item.is == Item::kEnd, tiles = item.is == Item::kTiles;
+      Found after;
+      if (!ends) {
+        ahead.Advance();
+        after = LookUpStep(ahead);
       }
-      ahead.Advance();
-      const auto after = loader.LookUpStep(ahead);
-      if (item.is != Item::kTiles) {
-        loader.LoadValues();
-        __syncwarp();  // all have read the step, which is free once the consumers know of the item
-        LoadQueries(item);
-      } else {
-        const bool starts = step.item != item_before;  // the other warp may be adding to the flags
-        item_before = step.item;
-        loader.LoadKeys(item, step.first, found, now.stage);
-        // With one place for Q, the consumers need the last V to be done with it.
-        if (starts && Traits::kQueryStages > 1) LoadQueries(item);
-        loader.LoadValues();
-        if (starts && Traits::kQueryStages == 1) LoadQueries(item);
-        loader.Settle(item, found);
+      const bool starts = place != item_before;  // another warp may be adding to the flags
+      item_before = place;
+      __syncwarp();  // all have read the step, before one of them lets consumers be done with it
+      if (tiles) {
+        if (starts) loader.Begin(item);
+        loader.LoadKeys(found, now.stage);
       }
+      // With one place for Q, the consumers need the last V to be done with it.
+      const bool early = tiles && Traits::kQueryStages > 1;
+      if (starts && early) LoadQueries(item);
+      loader.LoadValues();
+      __syncwarp();  // all have read the step, which is free once the consumers know of the item
+      if (starts && !early) LoadQueries(item);
+      if (ends) return;
+      if (tiles) loader.Settle(found);
       found = after;
     }
   }
 
  protected:
+  static constexpr int kNoRow = 1 << 20;
+
+  // What a lane has looked up for a tile; whether some query sees it.
+  struct Found {
+    PagedKey at[Loader::kLookups];
+    bool seen[Loader::kLookups];
+  };
+
   __device__ __forceinline__ PageLoader(const Params& p, const CUtensorMap& queries,
                                         ForwardShared<Traits>& shared, int warp)
-      : p_(p), queries_map_(queries), shared_(shared), warp_(warp), lane_(threadIdx.x % 32) {}
+      : p_(p),
+        queries_map_(queries),
+        shared_(shared),
+        warp_(warp),
+        lane_(Opaque(static_cast<int>(threadIdx.x % 32))) {}
+
+  // The lanes of which number i is seen, and in no block.
+  __device__ __forceinline__ uint32_t Holes(const Found& found, int i) const {
+    return __ballot_sync(~0u, found.seen[i] && !HasBlock(p_, found.at[i]));
+  }
+  // The call of an item whose layer counts.
+  __device__ __forceinline__ int LayerIndex(const Item& item) const {
+    return p_.layer_batch > 1 ? static_cast<int>(p_.by_sequences(item.sequence.batch)) : 0;
+  }
 
   const Params& p_;
   const CUtensorMap& queries_map_;
@@ -64,7 +92,35 @@ class PageLoader {
   StageCount<Traits::kStages> keys_, values_;
 
  private:
-  // Tells the consumers of the item, and loads its Q where there is anything to compute. Both warps
+  // Waits for a step, and asks for the ids of its blocks.
+  __device__ __forceinline__ Found LookUpStep(const StageCount<kSteps>& at) {
+    const Loader& loader = static_cast<const Loader&>(*this);
+    BarrierWait(SharedAddress(&shared_.step_full[at.stage]), at.phase);
+    const Step& step = shared_.steps[at.stage];
+    const int place = step.item, first = step.first;
+    if (place != item_) {
+      item_ = place;
+      const Item& item = shared_.items[place];
+      begin_ = end_ = 0;
+      if (item.is == Item::kTiles) {
+        begin_ = item.key_begin;
+        end_ = item.key_end;
+        const int layer = LayerNumber(p_, LayerIndex(item));
+        table_ = layer >= 0 && layer < p_.num_layers ? FindTable(p_, item.sequence.batch) : nullptr;
+      }
+    }
+    Found found;
+#pragma unroll
+    for (int i = 0; i < Loader::kLookups; ++i) {
+      const int row = loader.RowOf(i), key = first + row;
+      found.at[i] = {-1, 0};
+      found.seen[i] = row != kNoRow && key < end_ && key + loader.Rows() > begin_;
+      if (found.seen[i] && table_ != nullptr) found.at[i] = FindKey(p_, table_, key);
+    }
+    return found;
+  }
+
+  // Tells the consumers of the item, and loads its Q where there is anything to compute. All warps
   // tell them, or one that is late would miss items that have no keys.
   __device__ __forceinline__ void LoadQueries(const Item& item) {
     if (lane_ == 0) {
@@ -80,6 +136,10 @@ class PageLoader {
   }
 
   StageCount<Traits::kQueryStages> queries_;
+  // Of the item that is looked up: its place; the keys that some query sees; its blocks, if there
+  // is its layer.
+  int item_ = -1, begin_ = 0, end_ = 0;
+  const int32_t* table_ = nullptr;
 };
 
 }  // namespace kvblock::hopper

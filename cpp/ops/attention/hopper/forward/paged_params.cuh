@@ -17,6 +17,7 @@ struct PagedForwardParams : PagedParams {
   FastDiv by_pack;
   int32_t queries;   // of a tile
   int32_t kv_units;  // that share a key head
+  bool follows;      // begins while the launch for the other sequences runs
   int32_t box_rows;  // K and V come as boxes of so many rows; 0: row by row
 };
 

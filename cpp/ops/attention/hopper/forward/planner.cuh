@@ -57,7 +57,10 @@ class Planner {
     LongTiles long_tiles(p_, p_.queries);
     const unsigned tiles = long_tiles.Count(), units = p_.num_pairs;
     const bool counted = p_.counter != nullptr;
-    for (unsigned index = blockIdx.x; index < tiles * units;) {
+    // A CTA that begins late must not find the first tiles waiting for it.
+    const unsigned before = p_.follows ? 0 : GridSize();
+    unsigned index = p_.follows ? __shfl_sync(~0u, Count(), 0) : blockIdx.x;
+    while (index < tiles * units) {
       const unsigned section = index / (p_.section_pairs * tiles) * p_.section_pairs;
       const unsigned in_section = index - section * tiles;
       const unsigned side = min(static_cast<unsigned>(p_.section_pairs), units - section);
@@ -66,7 +69,7 @@ class Planner {
       long_tiles.Find(static_cast<int>(nth), &member, &tile);
       const unsigned count =
           PlanLongTile(static_cast<int>(section + in_section - nth * side), member, tile, counted);
-      index = counted ? GridSize() + __shfl_sync(~0u, count, 0) : index + GridSize();
+      index = counted ? before + __shfl_sync(~0u, count, 0) : index + GridSize();
     }
   }
   __device__ __forceinline__ unsigned PlanLongTile(int unit, int member, int tile, bool counted) {

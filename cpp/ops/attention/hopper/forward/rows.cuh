@@ -251,15 +251,18 @@ __device__ __forceinline__ void Rescale(Rows<Traits>& rows, const float (&factor
 // -inf for keys that are in no block.
 template <typename Traits>
 __device__ __forceinline__ void MaskHoles(
-    const uint32_t (&holes)[Traits::kLoadWarps][Traits::kWarpWords], Rows<Traits>& rows, int lane) {
+    const uint32_t (&holes)[Traits::kLoadWarps][Traits::kLaneRows], Rows<Traits>& rows, int lane) {
   auto& s = rows.state.s[0];
+  const int four = lane % 4 / 2, pair = lane % 2;  // where this lane's two of eight keys are
 #pragma unroll
   for (int n = 0; n < Traits::kKeys / 8; ++n) {
-    const int warp = n * 8 / Traits::kWarpKeys, key = n * 8 % Traits::kWarpKeys;
-    const uint32_t pair = holes[warp][key / 32] >> (key % 32 + lane % 4 * 2);
+    // LoadedRow, the other way.
+    constexpr int kWarps = Traits::kLoadWarps;
+    const int turn = n * 2 / kWarps;
+    const uint32_t bits = holes[n * 2 % kWarps + four][turn / 8] >> (pair * 16);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (pair >> (e % 2) & 1) s[n][e] = -INFINITY;
+      if (bits >> (e % 2 * 8 + turn % 8) & 1) s[n][e] = -INFINITY;
     }
   }
 }

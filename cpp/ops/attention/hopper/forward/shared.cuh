@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -47,7 +48,9 @@ struct ForwardTraits {
   static constexpr int kQueries = kConsumers * kConsumerRows, kKeys = kTiles.keys;
   static constexpr int kCluster = kTiles.cluster;
   static constexpr int kClusterQueries = kQueries * kCluster, kLoadedKeys = kKeys / kCluster;
-  static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+  // Whole warps load K and V from blocks; four are one more warpgroup.
+  static constexpr int kLoadWarps = kTiles.load_warps, kLoadGroups = kLoadWarps / 4;
+  static constexpr int kThreads = (kConsumers + 1 + kLoadGroups) * kWarpgroup;
   static constexpr int kQueryChunks = (kQueryDim + 63) / 64, kValueChunks = (kValueDim + 63) / 64;
   static constexpr int kQBytes = kQueries * kQueryChunks * kChunkRowBytes;
   static constexpr int kKBytes = kKeys * kQueryChunks * kChunkRowBytes;
@@ -66,11 +69,15 @@ struct ForwardTraits {
                         kDense || kPaged ? Walks::kBand
                         : kHasLists      ? Walks::kAll
                                          : Walks::kSegments>;
-  // Whole warps of the producer load K and V from blocks.
-  static constexpr int kLoadWarps = 2, kLoadThreads = kLoadWarps * 32;
-  static constexpr int kWarpKeys = kKeys / kLoadWarps;  // that a warp loads
-  static constexpr int kWarpWords = (kWarpKeys + 31) / 32;
-  static_assert(!kPaged || (kCluster == 1 && kKeys % kLoadWarps == 0 && kWarpKeys % 8 == 0));
+  // Row by row, the warps take turns at four rows each. A lane looks up one of a turn's, of eight
+  // turns, and one of the next eight.
+  static constexpr int kTurnKeys = std::max(kLoadWarps, 1) * 4, kTurns = kKeys / kTurnKeys;
+  static constexpr int kLaneRows = (kTurns + 7) / 8;
+  // Where boxes of blocks have fewer rows, these are copied one by one; a multiple of 8, which
+  // swizzled boxes are.
+  static constexpr int kLeastBoxRows = 8;
+  static_assert(!kPaged || (kCluster == 1 && kLeastBoxRows % 8 == 0 &&
+                            kTurns * kTurnKeys == kKeys && kTurnKeys % 8 == 0));
   using Params = std::conditional_t<kPaged, PagedForwardParams, ForwardParams>;
   using Item = std::conditional_t<kPaged, PagedItem, hopper::Item>;
   // As mask/forward_scores.cuh names them, for a warp's 16 rows.
@@ -98,13 +105,20 @@ struct alignas(16) Step {
 // consumers write an item after they have left the steps of the next, and the writer follows.
 constexpr int kSteps = 8, kItems = 16;
 
-// What only paged kernels have. Of the keys of each stage a bit, by the warps that load them: 1
-// where one that rows see is in no block.
+// The rows of a tile that one of the loading warps looks up: number i of a lane. Eight lanes have
+// the same place in a turn, one for each turn. It may lie beyond the tile.
+template <typename Traits>
+__device__ __forceinline__ int LoadedRow(int warp, int lane, int i) {
+  return (i * 8 + lane % 8) * Traits::kTurnKeys + warp * 4 + lane / 8;
+}
+
+// What only paged kernels have. Of the keys of each stage a bit, for the lanes of LoadedRow: 1
+// where one that rows see is in no block. Nobody reads those of a tile without kHoles.
 template <typename Traits, bool kPaged>
 struct PagedState {};
 template <typename Traits>
 struct PagedState<Traits, true> {
-  uint32_t holes[Traits::kStages][Traits::kLoadWarps][Traits::kWarpWords];
+  uint32_t holes[Traits::kStages][Traits::kLoadWarps][Traits::kLaneRows];
 };
 
 template <typename Traits>
@@ -137,7 +151,7 @@ __device__ __forceinline__ bool LoadsBoxes(const typename Traits::Params& p) {
 template <typename Traits>
 __device__ __forceinline__ int LoadArrivals(const typename Traits::Params& p) {
   constexpr int kWarps = Traits::kPaged ? Traits::kLoadWarps : 1;
-  return LoadsBoxes<Traits>(p) ? kWarps : Traits::kLoadThreads + kWarps;
+  return LoadsBoxes<Traits>(p) ? kWarps : kWarps * 32 + kWarps;
 }
 template <typename Traits>
 constexpr int kQueryArrivals = Traits::kPaged ? Traits::kLoadWarps : 1;

@@ -11,6 +11,9 @@ struct ForwardTiles {
   int producer_registers, consumer_registers;
   bool turns;   // the consumers take turns at the tensor cores
   int cluster;  // CTAs that go through the same K and V at the same time and load them once for all
+  // Of keys in blocks: the warps that load. Four are a warpgroup, with registers of their own; two
+  // are among those that plan and write.
+  int load_warps = 0, loader_registers = 0;
 };
 constexpr int kKvStages = 2;  // KV tiles in shared memory
 
@@ -28,10 +31,20 @@ enum class ForwardKind {
 };
 constexpr bool IsPaged(ForwardKind kind) { return kind >= ForwardKind::kPaged; }
 
+// Where keys lie in blocks. A product of 256 columns takes more registers than a thread of four
+// warpgroups begins with.
+constexpr ForwardTiles PagedTilesOf(int dim, int value_dim) {
+  const int keys = value_dim <= 128 ? 128 : dim == 192 ? 112 : 80;
+  const int query_stages = dim <= 128 ? 2 : 1;
+  return dim > 192 ? ForwardTiles{2, keys, query_stages, 72, 216, true, 1, 2}
+                   : ForwardTiles{2, keys, query_stages, 32, 208, true, 1, 4, 64};
+}
+
 // For a padded head dim and value dim. General tiles have 128 queries, which divide listed ones.
 constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) {
-  const bool general = kind == ForwardKind::kGeneral || kind == ForwardKind::kLists ||
-                       kind == ForwardKind::kCapped || IsPaged(kind);
+  if (IsPaged(kind)) return PagedTilesOf(dim, value_dim);
+  const bool general =
+      kind == ForwardKind::kGeneral || kind == ForwardKind::kLists || kind == ForwardKind::kCapped;
   return dim == 64    ? general ? ForwardTiles{2, 128, 2, 72, 216, true, 1}
                                 : ForwardTiles{3, 128, 2, 32, 160, true, 1}
          : dim == 96  ? ForwardTiles{2, 128, 2, 72, 216, true, general ? 1 : 2}
@@ -40,8 +53,7 @@ constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) 
                                                      : ForwardTiles{2, 128, 2, 72, 216, true, 1}
          : dim == 192
              ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 72, 216, true, general ? 1 : 2}
-         : IsPaged(kind) ? ForwardTiles{2, 80, 1, 72, 216, true, 1}  // the loader is whole warps
-                         : ForwardTiles{2, 80, 1, 24, 240, true, general ? 1 : 2};
+             : ForwardTiles{2, 80, 1, 24, 240, true, general ? 1 : 2};
 }
 
 // The kind of the instance that serves a kind.

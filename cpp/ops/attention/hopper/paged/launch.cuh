@@ -36,9 +36,9 @@ inline HeadArray PackedHeads(const kvblock_paged_attention& a, const void* data,
 // Returns how many rows; 0: rows are to be copied one by one.
 template <typename Traits>
 int32_t MakeBlockMaps(const kvblock_paged_attention& a, ForwardMaps* maps) {
-  constexpr int kRows = 8;  // that swizzled boxes are multiples of
   const int32_t rows = std::gcd(a.block_size, Traits::kKeys);
-  if (rows % kRows != 0 || a.num_arrays != 1 || a.num_blocks == 0) return 0;
+  if (rows % 8 != 0 || rows < Traits::kLeastBoxRows || a.num_arrays != 1 || a.num_blocks == 0)
+    return 0;
   const auto blocks = [&](const void* data, const kvblock_page_strides& s, int32_t dim) {
     return BlockArray{data,
                       a.dtype,
@@ -51,22 +51,23 @@ int32_t MakeBlockMaps(const kvblock_paged_attention& a, ForwardMaps* maps) {
 }
 
 template <typename Traits>
-PagedForwardParams MakePagedForwardParams(const kvblock_paged_attention& a) {
+PagedForwardParams MakePagedForwardParams(const kvblock_paged_attention& a, bool follows) {
   PagedForwardParams p{};
   static_cast<AttentionParams&>(p) = MakeAttentionParams(MembersOf(a));
   SetPages(a, &p);
   p.most_rows = PagedFewRows(a);
-  p.counter = PagedCounter(a);
+  p.counter = &CountersOf(a)->next_tile;
   const int32_t pack = HeadsOfTile(p.group, Traits::kQueries);
   p.by_pack = FastDiv(static_cast<uint32_t>(pack));
   p.queries = Traits::kQueries / pack;
   p.kv_units = p.group / pack;
+  p.follows = follows;
   return p;
 }
 
 template <typename Traits>
 const char* LaunchPagedAs(const kvblock_paged_attention& a, bool follows, cudaStream_t stream) {
-  PagedForwardParams p = MakePagedForwardParams<Traits>(a);
+  PagedForwardParams p = MakePagedForwardParams<Traits>(a, follows);
   const int64_t tiles = PagedLongTiles(a, p.queries), units = a.num_kv_heads * int64_t{p.kv_units};
   if (tiles * units == 0) return nullptr;
   if (const char* error = PlanGrid(&p, tiles, units)) return error;
@@ -101,7 +102,8 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, bool follows, cudaSt
   }
   if (status == cudaSuccess) {
     const int64_t ctas = std::min<int64_t>(tiles * units, gpu.multiprocessors);
-    status = LaunchClusters<1>(kernel, ctas, Traits::kThreads, kSharedBytes, stream, p, maps);
+    status = LaunchDependentGrid(kernel, follows, dim3(static_cast<unsigned>(ctas)),
+                                 Traits::kThreads, kSharedBytes, stream, p, maps);
   }
   return CudaResult(status);
 }

@@ -1,28 +1,15 @@
 // Picks the instance of Hopper's paged attention kernels.
 #include "host/attention_call.h"
 #include "ops/attention/contract/instances.h"
-#include "ops/attention/contract/launch.h"
 #include "ops/attention/contract/params.cuh"
+#include "ops/attention/hopper/current_gpu.h"
 #include "ops/attention/hopper/paged/launcher.h"
 
 namespace kvblock::hopper {
 
 bool ServesPaged(const kvblock_paged_attention& a) {
   if (a.cache_dtype != a.dtype) return false;
-  static PerDevice<bool> known;
-  int device = 0;
-  bool hopper = false;
-  if (cudaGetDevice(&device) != cudaSuccess) return false;
-  const cudaError_t status = known.Get(device, &hopper, [&](bool* to) {
-    int major = 0, minor = 0;
-    cudaError_t status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (status == cudaSuccess) {
-      status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    }
-    *to = major == 9 && minor == 0;
-    return status;
-  });
-  return status == cudaSuccess && hopper && a.scale > 0.0f && a.softcap < kLargeSoftcap;
+  return OnHopper() && a.scale > 0.0f && a.softcap < kLargeSoftcap;
 }
 
 const char* LaunchPaged(const kvblock_paged_attention& a, bool follows, cudaStream_t stream) {

@@ -1,0 +1,43 @@
+// Launching attention over latent caches where another kernel computes the shares: all else is as
+// for the kernel here, also who puts pieces together.
+#pragma once
+
+#include <cstdint>
+
+#include "ops/attention/generic/latent/launcher.h"
+#include "ops/attention/generic/paged/launch.cuh"
+
+namespace kvblock::generic {
+
+// Of tiles of so many rows and of 64 keys, and one CTA to a multiprocessor.
+template <typename T_, int kRows_>
+struct OtherLatentTraits {
+  using T = T_;
+  using Params = PagedParams;
+  struct Keys {
+    using Members = RaggedParams;
+  };
+  static constexpr SplitShape kSplit = {64, 2, 1, 12};
+  static constexpr int kRows = kRows_, kTileKeys = kSplit.keys;
+  static constexpr int kSharedBytes = 0;  // that kernel's own affair
+  static constexpr bool kWide = false, kCombines = true;
+};
+struct OtherShares {
+  const ComputeShares& compute;
+  static cudaError_t Prepare() { return cudaSuccess; }
+  const char* Launch(const PagedParams& p, unsigned ctas, cudaStream_t stream) const {
+    return CudaResult(compute(p, ctas, stream));
+  }
+};
+
+template <typename T>
+const char* LaunchOtherLatentOf(const kvblock_paged_attention& a, const ComputeShares& compute,
+                                cudaStream_t stream) {
+  const OtherShares shares = {compute};
+  using Half = OtherLatentTraits<T, 32>;
+  using Whole = OtherLatentTraits<T, 64>;
+  return PagedTileRows(a) == 32 ? LaunchPagedAs<Half, Half>(a, nullptr, stream, shares)
+                                : LaunchPagedAs<Whole, Whole>(a, nullptr, stream, shares);
+}
+
+}  // namespace kvblock::generic

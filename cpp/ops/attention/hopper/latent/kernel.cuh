@@ -1,0 +1,128 @@
+// Attention over a latent cache on Hopper's warpgroup products (wgmma, sm_90a), for tiles of up to
+// 64 packed rows: a value is the first 512 columns of its key, which has 576. What generic/latent
+// does with mma.sync; lines, shares, pieces and who combines them are the same.
+//
+// A CTA is all that a multiprocessor has. It computes one tile of rows at a time, of which Q lies
+// in shared memory beside two tiles of 64 keys, 72 KiB each, and has three warpgroups: one whose
+// first warp loads, and two consumers with half of O's columns each, 128 registers a thread.
+//
+//   tile        0    1    2    3    ...      of a piece
+//   owner       0    1    0    1             who computes S and P of it
+//   O += P V    both, by columns, tile after tile
+//
+// P goes to the other consumer through shared memory, where the tile has its last 64 columns, which
+// are not values; so do the numbers that the rows' exponents are relative to. They move when a
+// maximum has outgrown them by 2^8 (forward/rows.cuh), in the order of tiles, so that O and sums of
+// both follow one after the other, and hardly ever.
+//
+//   consumer 0                        consumer 1
+//   S(2)                              P(1)
+//   O += P(1) V(1)                    O += P(1) V(1)
+//   P(2), under that product          wait for P(2)
+//   O += P(2) V(2)                    O += P(2) V(2)
+//   wait for tile 4                   S(3)
+//   S(4)                              P(3), under the other's S(4)
+//
+// So the tensor cores have something to do while one of them computes exponentials, and a tile has
+// time to come: what lies in shared memory is left in groups of 64 to 128 columns as soon as both
+// its owner and who multiplies it are done, and loaded anew by bulk copies in the same order.
+//
+// Keys that no row of a unit sees but that come along in a box are cleared (ClearUnseen).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "device/mbarrier.cuh"
+#include "device/publish.cuh"
+#include "device/shared.cuh"
+#include "device/tensor_copy.cuh"
+#include "device/warpgroup.cuh"
+#include "ops/attention/hopper/latent/consumer.cuh"
+#include "ops/attention/hopper/latent/loader.cuh"
+#include "ops/attention/hopper/latent/shared.cuh"
+#include "ops/attention/schedule/ragged.cuh"
+#include "ops/attention/schedule/shares.cuh"
+
+namespace kvblock::hopper {
+
+template <typename Traits>
+__device__ __forceinline__ void MakeBarriers(LatentShared<Traits>& shared) {
+  const auto make = [](uint64_t& barrier, int arrivals) {
+    BarrierInit(SharedAddress(&barrier), arrivals);
+  };
+#pragma unroll 1
+  for (int stage = 0; stage < Traits::kStages; ++stage) {
+#pragma unroll 1
+    for (int group = 0; group < kChunkGroups; ++group) {
+      make(shared.full[stage][group], 1);
+      // By the warps of a consumer, or, where threads read P, by all of them.
+      make(shared.empty[stage][group], group == kLastGroup ? kWarpgroup : kWarpgroup / 32);
+    }
+  }
+#pragma unroll 1
+  for (int piece = 0; piece < kPieces; ++piece) {
+    make(shared.piece_full[piece], 1);
+    make(shared.piece_empty[piece], Traits::kConsumerThreads);
+  }
+  make(shared.q_full, 1);
+  make(shared.q_empty, Traits::kConsumerThreads / 32);
+  FenceBarrierInit();
+}
+
+// Zeros and -inf.
+template <typename Traits>
+__device__ __forceinline__ void WriteRowsOfNobody(const typename Traits::Params& p, bool all) {
+  ForRowsOfNobody(p, all, [&](int64_t row) {
+    const int lane = threadIdx.x % 32, vectors = p.num_heads * p.value_dim / 8;
+    uint4* const o = static_cast<uint4*>(p.o) + row * vectors;
+    for (int i = lane; i < vectors; i += 32) o[i] = uint4{0, 0, 0, 0};
+    if (p.lse == nullptr) return;
+    for (int h = lane; h < p.num_heads; h += 32) p.lse[row * p.num_heads + h] = -INFINITY;
+  });
+}
+
+template <typename Traits>
+__global__ void __launch_bounds__(Traits::kThreads, 1)
+    AttentionLatent(const __grid_constant__ typename Traits::Params p,
+                    const __grid_constant__ LatentMaps maps) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  auto& shared = DynamicSharedAs<LatentShared<Traits>>();
+  if (threadIdx.x == 0) {
+    PrefetchTensorMap(maps.q);
+    PrefetchTensorMap(maps.k);
+    MakeBarriers<Traits>(shared);
+    if (p.split == kNoSplit) {  // the next launch sees this before it can begin
+      Withdraw(p.piece_there + PieceSlot(blockIdx.x, true));
+      Withdraw(p.piece_there + PieceSlot(blockIdx.x, false));
+      __threadfence();
+    }
+  }
+  const typename Traits::OwnLine line(p, 0);
+  int begin, end;
+  Place first{};
+  line.FindShare(blockIdx.x, &begin, &end, &first);
+  const bool fallen = line.fallen();
+  __syncthreads();
+  // The same for all lanes of a warp, which the compiler must see.
+  const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  if (group == 0) {
+    GiveRegisters<Traits::kLoaderRegisters>();
+    if (threadIdx.x < 32) {
+      LatentLoader<Traits>(p, maps, shared, line).Run(begin, end - begin, first);
+    }
+    WriteRowsOfNobody<Traits>(p, fallen);
+  } else {
+    TakeRegisters<Traits::kConsumerRegisters>();
+    WriteRowsOfNobody<Traits>(p, fallen);
+    if (group == 1) {
+      LatentConsumer<Traits, 0>(p, shared).Run();
+    } else {
+      LatentConsumer<Traits, 1>(p, shared).Run();
+    }
+  }
+#endif
+}
+
+}  // namespace kvblock::hopper

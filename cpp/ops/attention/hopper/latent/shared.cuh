@@ -1,0 +1,80 @@
+// What the parts of Hopper's kernel for latent caches (kernel.cuh) share: sizes, and what lies in
+// shared memory.
+#pragma once
+
+#include <cstdint>
+
+#include "device/swizzle.cuh"
+#include "device/warpgroup.cuh"
+#include "ops/attention/hopper/forward/shared.cuh"
+#include "ops/attention/hopper/latent/launcher.h"
+#include "ops/attention/mask/sequence.cuh"
+#include "ops/attention/schedule/pages.cuh"
+#include "ops/attention/schedule/shares.cuh"
+
+namespace kvblock::hopper {
+
+template <typename T_, int kKeyDim, int kAllValueDim>
+struct LatentTraits {
+  using T = T_;
+  using Params = PagedParams;
+  static constexpr int kRows = 64, kKeys = 64, kStages = 2;
+  static constexpr int kKeyChunks = kKeyDim / 64, kValueChunks = kAllValueDim / 64;  // of columns
+  static constexpr int kConsumers = 2, kConsumerThreads = kConsumers * kWarpgroup;
+  static constexpr int kThreads = kConsumerThreads + kWarpgroup;
+  static constexpr int kLoaderRegisters = 56, kConsumerRegisters = 224;
+  static constexpr int kChunkBytes = kKeys * kChunkRowBytes, kTileBytes = kKeyChunks * kChunkBytes;
+  // As forward/rows.cuh names them, for a consumer's rows and its half of O's columns.
+  static constexpr int kRowBlocks = 1, kValueDim = kAllValueDim / kConsumers, kDim = kValueDim;
+  using OwnLine = Line<kKeys, kThreads, Params>;
+  static_assert(kRows * kChunkRowBytes == kChunkBytes);        // Q's chunks are as large
+  static_assert(kKeyDim == 9 * 64 && kAllValueDim == 8 * 64);  // groups of chunks are of these
+};
+
+// Chunks of a tile that are loaded, waited for and left together: two of columns that are values,
+// and the last one, which is none.
+constexpr int kChunkGroups = 5, kLastGroup = 4;
+__host__ __device__ constexpr int ChunksOf(int group) { return group == kLastGroup ? 1 : 2; }
+// The order in which those of a tile are loaded and multiplied, which is that in which those of the
+// tile before in the same place are left: both consumers work on tiles of consumer 0 at the same
+// time; consumer 1 has multiplied its half of its own when the other begins. The last columns are
+// left when the other takes P, for which it has waited for a whole tile of its own: in front of the
+// others they would hold these up.
+__host__ __device__ constexpr int GroupAt(int owner, int i) {
+  constexpr int kOrder[2][kChunkGroups] = {{0, 2, 1, 3, 4}, {2, 3, 0, 1, 4}};
+  return kOrder[owner][i];
+}
+
+// What a share has of a unit.
+struct LatentPiece {
+  Sequence sequence;
+  int first_row;           // of the sequence's packed rows
+  int first_key, tiles;    // where its first tile begins; 0 tiles: there are no more pieces
+  int key_begin, key_end;  // what some row of the unit sees lies between these
+  unsigned slot;
+  bool whole;  // the unit
+};
+constexpr int kPieces = 4;
+
+template <typename Traits>
+struct LatentShared {
+  alignas(1024) char q[Traits::kTileBytes];
+  alignas(1024) char tiles[Traits::kStages][Traits::kTileBytes];
+  LatentPiece pieces[kPieces];
+  float references[Traits::kConsumers][Traits::kRows];  // of the owner's tile
+  float sums[2][Traits::kConsumers][Traits::kRows];     // by pieces in turn
+  // A bit for each key of a tile: 1 where one that rows see is in no block.
+  uint32_t holes[Traits::kStages][Traits::kKeys / 32];
+  uint64_t full[Traits::kStages][kChunkGroups], empty[Traits::kStages][kChunkGroups];
+  uint64_t q_full, q_empty, piece_full[kPieces], piece_empty[kPieces];
+};
+
+// Hardware barriers of the consumers; the first three come in twos, one for each owner.
+enum LatentBarrier {
+  kProbabilitiesThere = 1,  // one passes, the other waits
+  kScoresDone = 3,          // of a consumer alone
+  kRowsCleared = 5,
+  kBothMeet = 7,
+};
+
+}  // namespace kvblock::hopper
