@@ -15,6 +15,7 @@ from append_cases import BASE, FP8, Case, Drawn
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import by_axis_type, mesh_of
+from settings import SETTINGS
 
 import jax_kvblock as kv
 
@@ -65,18 +66,13 @@ def test_jit(case, by, rng):
     hold(drawn, jax.jit(call)(given))
 
 
-@pytest.mark.parametrize("setting", ["disable_jit", "debug_nans", "x64", "strict"])
+@pytest.mark.parametrize("setting", SETTINGS)
 @by_case
 def test_settings(case, setting, by, rng):
     drawn = Drawn(case, rng)
     drawn.before = np.zeros_like(drawn.before)  # NaN is an error of debug_nans
     call, given = call_of(drawn)
-    with {
-        "disable_jit": jax.disable_jit(),
-        "debug_nans": jax.debug_nans(True),
-        "x64": jax.enable_x64(True),
-        "strict": jax.numpy_dtype_promotion("strict"),
-    }[setting]:
+    with SETTINGS[setting]():
         hold(drawn, call(given))
         hold(drawn, jax.jit(call)(given))
 

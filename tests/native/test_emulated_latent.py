@@ -1,12 +1,13 @@
 """Attention over latent caches on a CPU, thread by thread, against float64.
 
 As test_emulated_paged.py. A value is the first columns of its key, so that a tile in
-shared memory is both; each shape of the kernel has a GPU here.
+shared memory is both; each shape of the kernel has a GPU here, and so has Hopper's.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged_cases import LATENT, WIDE_LATENT
+from paged_cases import LATENT, LATENT_MANY, MANY_ROWS, WIDE_LATENT
 from paged_problems import (
     Case,
     HostMemory,
@@ -38,9 +39,14 @@ def emulated(latent_library: Path):
     on(loaded, 3, H200)
 
 
-def on(library: ctypes.CDLL, multiprocessors: int, shared: int) -> None:
+def on(
+    library: ctypes.CDLL, multiprocessors: int, shared: int, hopper: bool = False
+) -> None:
+    """hopper: with its own kernel, where that serves; else the generic one alone."""
     library.emulator_set_multiprocessors(multiprocessors)
     library.emulator_set_cta_bytes(shared)
+    library.emulator_set_hopper(hopper)
+    library.emulator_hopper_ctas()
 
 
 @pytest.mark.wide
@@ -83,6 +89,88 @@ def test_each_call_may_have_a_layer_of_its_own(emulated):
     x.layers = [1, 7]
     x.kv_lens[len(x.kv_lens) // 2 :] = 0
     run_on_host(emulated, x, times=1)
+
+
+# ---- Hopper's kernel -----------------------------------------------------------------
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", LATENT_MANY)
+def test_many_rows_on_hopper(name, emulated):
+    """By CTAs with several pieces each, and by more CTAs than units."""
+    x = Problem(LATENT_MANY[name])
+    for multiprocessors in (1, 3, 11):
+        on(emulated, multiprocessors, H200, hopper=True)
+        run_on_host(emulated, x, times=1)
+        assert emulated.emulator_hopper_ctas() > 0
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("length", [1, 64, 65, 128, 129, 192, 193, 256, 320])
+def test_pieces_of_any_number_of_tiles(length, emulated):
+    """Two sequences by one CTA: the second begins with either place for a tile."""
+    on(emulated, 1, H200, hopper=True)
+    case = Case(sequences=((1, length), (1, 130)), **{**MANY_ROWS, "heads": 64})
+    run_on_host(emulated, Problem(case), times=1)
+    assert emulated.emulator_hopper_ctas() == 1
+
+
+@pytest.mark.wide
+def test_the_same_bits_every_time_on_hopper(emulated):
+    on(emulated, 11, H200, hopper=True)
+    x = Problem(LATENT_MANY["latent, many rows: 40 heads, several queries"])
+    run_on_host(emulated, x, times=2)
+
+
+@pytest.mark.wide
+def test_with_split_size_other_sequences_change_no_bit_on_hopper(emulated):
+    on(emulated, 3, H200, hopper=True)
+    hold_alone(emulated, Problem(LATENT_MANY["latent, many rows: a split"]))
+    assert emulated.emulator_hopper_ctas() > 0
+
+
+@pytest.mark.wide
+def test_keys_in_front_of_all_windows_may_be_nan_on_hopper(emulated):
+    sequences = ((1, 300), (5, 133), (1, 9), (1, 135))
+    case = Case(window=(70, 0), sequences=sequences, **{**WIDE_LATENT, "heads": 32})
+    for multiprocessors in (1, 7):
+        on(emulated, multiprocessors, H200, hopper=True)
+        run_on_host(emulated, with_nan_in_front_of_windows(case), times=1)
+        assert emulated.emulator_hopper_ctas() > 0
+
+
+@pytest.mark.wide
+def test_each_call_may_have_a_layer_of_its_own_on_hopper(emulated):
+    on(emulated, 3, H200, hopper=True)
+    x = Problem(LATENT_MANY["latent, many rows: several calls"])
+    x.layers = [1, 7]
+    x.kv_lens[len(x.kv_lens) // 2 :] = 0
+    run_on_host(emulated, x, times=1)
+    assert emulated.emulator_hopper_ctas() > 0
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decode",  # 16 rows
+        "20 heads, blocks of 5",
+        "a window, a softcap, sinks",
+        "a scale below 0",
+        "an array for each layer",
+        "ranges and drafts",
+        "d192, 20 heads",
+    ],
+)
+def test_what_the_generic_kernel_has_on_hopper(name, emulated):
+    case = LATENT[f"latent: {name}"]
+    if name == "an array for each layer":
+        case = dataclasses.replace(case, heads=32)
+    if name == "a scale below 0":
+        case = dataclasses.replace(case, heads=64)
+    on(emulated, 3, H200, hopper=True)
+    run_on_host(emulated, Problem(case), times=1)
+    assert emulated.emulator_hopper_ctas() == 0
 
 
 def test_a_gpu_with_too_little_shared_memory_says_so(emulated):

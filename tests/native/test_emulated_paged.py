@@ -45,9 +45,13 @@ def test_bad_data_is_safe(name, emulated):
 
 def test_more_calls_than_one_have_their_own_layers(emulated):
     """A layer for each call, as vmap makes them."""
-    x = Problem(Case(calls=4, layers=3, layer=1))
-    apart = Problem(Case(calls=4, layers=3, layer=2))
-    layers = [1, 2, 1, 7]
+    run_on_host(emulated, with_layers(Case(calls=4, layers=3), [1, 2, 1, 7]))
+
+
+def with_layers(case: Case, layers: list[int]) -> Problem:
+    """A sequence for each layer: 1, 2, or 7, which there is not."""
+    x = Problem(dataclasses.replace(case, layer=1))
+    apart = Problem(dataclasses.replace(case, layer=2))
     pages = apart.pages.copy()
     pages[:, 1] = x.pages[:, 1]
     x.pages = pages
@@ -58,13 +62,13 @@ def test_more_calls_than_one_have_their_own_layers(emulated):
         elif layer == 7:
             x.kv_lens[b] = 0
     x.layers = layers
-    run_on_host(emulated, x)
+    return x
 
 
 @pytest.mark.parametrize("name", LEAVING)
 def test_sequences_with_many_rows_are_left_to_another_launch(name, emulated):
     """Nothing of theirs is written, and all other rows are right."""
-    run_on_host(emulated, Problem(LEAVING[name]), most_rows=64)
+    run_on_host(emulated, Problem(LEAVING[name]), few_rows=64)
 
 
 @pytest.fixture(params=["boxes", "rows"])
@@ -113,6 +117,74 @@ MANY_QUERIES = {
 def test_two_kernels_share_a_call(name, hopper):
     """Hopper's, with its roles, barriers and swizzled tiles, and the one for few."""
     run_on_host(hopper, Problem(MANY_QUERIES[name]), times=1)
+
+
+def test_calls_with_layers_of_their_own_where_chunks_are_long(hopper):
+    """What a loader keeps of an item ends with it."""
+    case = Case(calls=4, layers=3, sequences=((70, 160), (66, 66), (90, 200), (80, 80)))
+    run_on_host(hopper, with_layers(case, [1, 2, 7, 1]), times=1)
+
+
+DECODES = ((1, 900),) * 12
+BESIDE = Case(sequences=(*DECODES, (150, 300)), heads=8, kv_heads=2, block_size=16)
+
+
+@pytest.fixture
+def twenty(hopper):
+    """On a GPU of 20 multiprocessors, which 40 narrow CTAs have room on."""
+    hopper.emulator_set_multiprocessors(20)
+    hopper.emulator_hopper_ctas()
+    yield hopper
+    hopper.emulator_set_multiprocessors(3)
+
+
+def test_what_reads_leaves_multiprocessors_to_what_computes(twenty):
+    x = Problem(BESIDE)
+    run_on_host(twenty, x, times=1)
+    shares = 2 * x.counters["ctas"]  # of two lines
+    assert 10 < shares < 40
+    gone = x.counters["gone"]
+    assert 0 < gone < 40 - shares // 2
+    assert x.counters["taken"] == shares + 40 - gone  # each once; who finds none stops
+    assert twenty.emulator_hopper_ctas() > 0
+
+
+def test_more_work_for_what_computes_leaves_it_more(twenty):
+    few, many = (
+        Problem(BESIDE),
+        Problem(dataclasses.replace(BESIDE, sequences=(*DECODES, (450, 700)))),
+    )
+    for x in (few, many):
+        run_on_host(twenty, x, times=1)
+    assert 1 <= many.counters["ctas"] < few.counters["ctas"]
+
+
+def test_it_leaves_none_where_there_is_nothing_to_compute(twenty):
+    x = Problem(dataclasses.replace(BESIDE, sequences=(*DECODES, (9, 90))))
+    run_on_host(twenty, x, times=1)
+    assert x.counters["ctas"] == 20
+    assert x.counters["taken"] == x.counters["gone"] == 0
+
+
+def test_the_last_cta_reads_where_none_is_on_a_multiprocessor_for_it(twenty):
+    """As where other programs leave room on one multiprocessor alone."""
+    x = Problem(BESIDE)
+    twenty.emulator_set_on_one(1)
+    run_on_host(twenty, x, times=1)
+    twenty.emulator_set_on_one(0)
+    assert x.counters["gone"] == 40
+    assert x.counters["taken"] == 2 * x.counters["ctas"] + 1
+
+
+def test_as_many_queries_as_sequences_are_one_launch(twenty):
+    """Whoever has them: one of these sequences has more than few."""
+    for queries in ((1,) * 80, (80,) + (0,) * 79):
+        x = Problem(Case(sequences=tuple((n, 100) for n in queries), head_dim=64))
+        run_on_host(twenty, x, times=1)
+        assert twenty.emulator_hopper_ctas() == 0
+    x = Problem(Case(sequences=((80, 100), (1, 9)), head_dim=64))
+    run_on_host(twenty, x, times=1)
+    assert twenty.emulator_hopper_ctas() > 0
 
 
 def test_keys_in_front_of_all_windows_may_be_nan(hopper):

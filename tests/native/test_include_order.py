@@ -25,6 +25,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "host/": ("kvblock/",),
     "ops/append/": SHARED,
     "ops/block_copy/": SHARED,
+    "ops/kernel_call/": SHARED,
     f"{ATTENTION}contract/": SHARED,
     f"{ATTENTION}mask/": CONTRACT,
     f"{ATTENTION}schedule/": MASK,
@@ -54,9 +55,15 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     f"{HOPPER}forward/": (*KERNELS, HOPPER),
     f"{HOPPER}backward/": (*KERNELS, HOPPER),
     f"{HOPPER}paged/": (*KERNELS, HOPPER, f"{HOPPER}forward/"),
+    f"{HOPPER}latent/": (
+        *KERNELS,
+        HOPPER,
+        f"{HOPPER}forward/",
+        f"{ATTENTION}combine/",
+    ),
     # Only stands in for the launchers, and the entries choose between all of them.
     f"{HOPPER}not_built.cu": tuple(
-        f"{HOPPER}{part}/" for part in ("forward", "backward", "paged")
+        f"{HOPPER}{part}/" for part in ("forward", "backward", "paged", "latent")
     ),
     ATTENTION: (
         *SHARED,
@@ -69,10 +76,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         f"{ATTENTION}generic/paged/",
         f"{ATTENTION}generic/latent/",
         f"{HOPPER}paged/",
+        f"{HOPPER}latent/",
     ),
     "module.cc": (
         *("kvblock/", "dlpack/", "objects/"),
-        *("ops/append/", "ops/block_copy/", ATTENTION),
+        *("ops/append/", "ops/block_copy/", "ops/kernel_call/", ATTENTION),
     ),
 }
 # Of a subject that other rooms know nothing of; host/ has checks of both.

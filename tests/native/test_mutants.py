@@ -8,7 +8,7 @@ from pathlib import Path
 import mutants
 import pytest
 from attention_sweep import draw_cases
-from kernel_mutants import GPU
+from gpu_mutants import GPU
 from mutant_list import ROOT, Mutant
 from mutants import CPU, Outcome
 

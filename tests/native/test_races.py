@@ -7,9 +7,7 @@ of every access what orders it after the accesses before.
 
 from __future__ import annotations
 
-import fcntl
 import functools
-import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +16,7 @@ from pathlib import Path
 
 import emulated_races
 import pytest
+from cpp_programs import built_once
 from emulated_races import EMULATOR, ROOT
 from mutant_list import GENERIC, HOPPER, Mutant
 
@@ -32,19 +31,14 @@ pytestmark = [
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A library by its name, compiled once, whoever of the workers comes first."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
 
     def library(name: str) -> Path:
-        made = folder / f"libkvblock_{name}.so"
-        with (folder / f"{name}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not made.exists():
-                root = mutated(folder / name) if "mutated" in name else ROOT
-                kernels = "latent" if "latent" in name else "attention"
-                emulated_races.build(root, made, kernels)
-        return made
+        def build(made: Path) -> None:
+            root = mutated(made.parent / name) if "mutated" in name else ROOT
+            kernels = "latent" if "latent" in name else "attention"
+            emulated_races.build(root, made, kernels)
+
+        return built_once(tmp_path_factory, f"libkvblock_{name}.so", build)
 
     return library
 
@@ -71,7 +65,22 @@ def of_latents(cases: str) -> str:
     return "_latent" * cases.startswith("latent")
 
 
-FORWARD = f"{HOPPER}/forward"
+FORWARD, LATENT = f"{HOPPER}/forward", f"{HOPPER}/latent"
+PAGE_LOADER = f"{FORWARD}/page_loader.cuh"
+
+
+def step_is_read() -> str:
+    """From one place where the lanes of a loader have read a step to the other."""
+    code = (ROOT / PAGE_LOADER).read_text()
+    begin = code.index("      __syncwarp();  // all have read the step, before")
+    return code[begin : code.index("\n", code.index("read the step, which", begin)) + 1]
+
+
+def without_meetings(code: str) -> str:
+    lines = code.splitlines(keepends=True)
+    return "".join(line for line in lines if "__syncwarp" not in line)
+
+
 # What has to be reported: a case, and what stands in one line.
 MISSING = (
     Mutant(
@@ -94,6 +103,28 @@ MISSING = (
         "__syncthreads();  // P is there",
         "",
         ("latent, 16 rows, 227", "LoadMatrices", "LatentForward::AddValues"),
+    ),
+    Mutant(
+        "latent, Hopper: probabilities over columns that products still read",
+        f"{LATENT}/consumer.cuh",
+        "BarrierMeet(kScoresDone + kOwn, kWarpgroup);  // all of this consumer have "
+        "read those columns",
+        "",
+        ("latent, Hopper, even", "StoreMatrices", "a product of warp"),
+    ),
+    Mutant(
+        "latent, Hopper: values are left while products read them",
+        f"{LATENT}/consumer.cuh",
+        "WgmmaWait<kBehind + 1>();",
+        "",
+        ("latent, Hopper, even", "a load of", "a product of warp"),
+    ),
+    Mutant(
+        "latent, Hopper: sums of a piece over those of the one before",
+        f"{LATENT}/result.cuh",
+        "shared.sums[number % 2]",
+        "shared.sums[0]",
+        ("latent, Hopper, many pieces", "WriteResult", "WriteResult"),
     ),
     Mutant(
         "Hopper: barriers are used before they are made",
@@ -125,18 +156,24 @@ MISSING = (
         ("Hopper, many steps, holes, boxes", "WriteHoles", "MaskHoles"),
     ),
     Mutant(
-        "Hopper: flags are read while the other warp changes them",
+        "Hopper: flags are read while another warp changes them",
         f"{FORWARD}/page_loader.cuh",
-        "starts = step.item != item_before;",
-        "starts = step.flags & Step::kStarts;",
+        "starts = place != item_before;",
+        "starts = !tiles || step.flags & Step::kStarts;",
         ("Hopper, many steps, holes, rows", "atomicOr", "PageLoader"),
+    ),
+    Mutant(
+        "Hopper: one of the warps that copy rows does not wait for V's place",
+        f"{FORWARD}/row_loader.cuh",
+        "BarrierWait(SharedAddress(&shared_.v_empty[",
+        "if (warp_ != 3) BarrierWait(SharedAddress(&shared_.v_empty[",
+        ("Hopper, many steps, holes, rows", "a copy of thread", "a product of warp"),
     ),
     Mutant(
         "Hopper: a lane leaves a step that others read",
         f"{FORWARD}/page_loader.cuh",
-        "__syncwarp();  // all have read the step, which is free once the consumers "
-        "know of the item",
-        "",
+        step_is_read(),
+        without_meetings(step_is_read()),
         ("Hopper, many items, boxes", "Prepare", "PageLoader"),
     ),
 )

@@ -17,6 +17,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import (
     ref_ragged_paged_attention,
 )
 from ragged import Ragged
+from settings import SETTINGS
 
 from jax_kvblock import dropins
 
@@ -298,14 +299,15 @@ def test_a_table_that_begins_outside_of_all_tables(begin, rng):
 
 
 # On a GPU those that append tell the device what layer it is.
-SETTINGS = [
+GUARDED = [
     pytest.param(owner, "guard", marks=[pytest.mark.cpu] * (owner in APPENDING))
     for owner in RUNS
 ]
-SETTINGS += [("sglang", setting) for setting in ("x64", "strict")]
 
 
-@pytest.mark.parametrize(("owner", "setting"), SETTINGS)
+@pytest.mark.parametrize(
+    ("owner", "setting"), [*GUARDED, ("sglang", "x64"), ("sglang", "strict")]
+)
 def test_settings(owner, setting, rng):
     d = Ragged(rng, ((1, 20), (3, 30)))
     options: dict[str, Any] = {"sm_scale": 0.3}
@@ -315,11 +317,8 @@ def test_settings(owner, setting, rng):
         options["xai_temperature_len"] = 8.0
     d.by_turns, d.in_rows, d.pair = map(kept, (d.by_turns, d.in_rows, d.pair))
     RUNS[owner](d, **options)  # makes the cache
-    with {
-        "x64": jax.enable_x64(True),
-        "strict": jax.numpy_dtype_promotion("strict"),
-        "guard": jax.transfer_guard("disallow"),
-    }[setting]:
+    guard = {"guard": lambda: jax.transfer_guard("disallow")}
+    with (SETTINGS | guard)[setting]():
         made = RUNS[owner](d, **options)
     sinks, length = "sinks" in options, options.get("xai_temperature_len")
     hold(d, made, scale=0.3, sinks=sinks, temperature=length)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from paged_model import Case, Drawn
 
 from jax_kvblock import (
     BlockSpec,
@@ -23,53 +24,26 @@ from jax_kvblock import (
     paged_attention,
 )
 
-BARS = {"float64": 1e-13, "float32": 4e-6, "float16": 4e-3, "bfloat16": 3e-2}
+WIDTHS = {"kv_heads": 1, "dim": 24, "value_dim": 16}
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A ragged call: for each sequence (queries, keys)."""
-
-    sequences: tuple[tuple[int, int], ...] = ((1, 37), (6, 20), (3, 3), (1, 64))
-    block_size: int = 16
-    heads: int = 4
-    dim: int = 24
-    value_dim: int = 16
-    dtype: str = "float32"
-    causal: bool = True
-    window: tuple[int | None, int | None] | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    scale: float | None = None
+def latent(**given: Any) -> Case:
+    return Case(**WIDTHS | given)
 
 
-class Drawn:
-    """Its arrays."""
+class Latent(Drawn):
+    """Its keys `[length, D]` and pages `[P, T, D]`: there is one array of both."""
 
     def __init__(
         self, case: Case, rng: np.random.Generator, implementation: str = "xla"
     ) -> None:
-        self.case = c = case
-        self.implementation = implementation
-        dtype = jnp.dtype(c.dtype)
-        self.kv_lens = np.array([n for _, n in c.sequences], np.int32)
-        self.starts = np.cumsum([0, *(n for n, _ in c.sequences)]).astype(np.int32)
-        pages = -(-self.kv_lens // c.block_size)
-        blocks = int(pages.sum()) + 3
-        order = iter(rng.permutation(blocks))
-        self.tables = np.full((len(pages), max(int(pages.max()), 1)), -1, np.int32)
-        self.pages = np.full((blocks, c.block_size, c.dim), np.nan, dtype)
-        self.keys = []
-        for b, length in enumerate(self.kv_lens):
-            keys = rng.standard_normal((length, c.dim)).astype(dtype)
-            self.keys.append(keys)
-            for p in range(int(pages[b])):
-                self.tables[b, p] = block = next(order)
-                part = keys[p * c.block_size : (p + 1) * c.block_size]
-                self.pages[block, : len(part)] = part
-        shape = (int(self.starts[-1]), c.heads, c.dim)
-        self.q = rng.standard_normal(shape).astype(dtype)
-        self.sinks = rng.standard_normal(c.heads).astype(np.float32)
+        super().__init__(case, rng, implementation)
+        self.keys = [k[:, 0] for k in self.keys]
+        self.pages = self.k[:, :, 0]
+
+    def rows_of(self, b: int) -> tuple[np.ndarray, np.ndarray]:
+        k = self.keys[b][:, None]
+        return k, k[..., : self.case.value_dim]
 
     def pool(self, contiguous: bool = True, layout: str = "NHD") -> KVPool:
         """The pages as layer 1 of three."""
@@ -88,63 +62,8 @@ class Drawn:
         return KVPool(data if contiguous else tuple(data[:, i] for i in range(3)), spec)
 
     def run(self, **changes: Any) -> tuple[jax.Array, jax.Array]:
-        c = self.case
-        given = {
-            "q": self.q,
-            "pages": self.pages,
-            "layer": None,
-            "block_tables": self.tables,
-            "kv_lens": self.kv_lens,
-            "query_start": self.starts,
-            "value_dim": c.value_dim,
-            "causal": c.causal,
-            "window": c.window,
-            "softcap": c.softcap,
-            "scale": c.scale,
-            "sinks": jnp.asarray(self.sinks) if c.sinks else None,
-            "implementation": self.implementation,
-        }
-        return paged_attention(**given | changes, return_lse=True)
-
-    def truth(self) -> tuple[np.ndarray, np.ndarray]:
-        """out and lse in float64, a row at a time."""
-        c = self.case
-        out = np.zeros((*self.q.shape[:2], c.value_dim))
-        lse = np.full(self.q.shape[:2], -np.inf)
-        scale = c.scale if c.scale is not None else c.dim**-0.5
-        left, right = c.window or (None, None)
-        for b, k in enumerate(self.keys):
-            first, end = self.starts[b : b + 2]
-            k, at = k.astype(np.float64), np.arange(len(k))
-            for row in range(first, end):
-                position = int(len(k) - end + row)
-                seen = np.ones(len(k), bool)
-                if c.causal:
-                    seen &= at <= position
-                if left is not None:
-                    seen &= at >= position - left
-                if right is not None:
-                    seen &= at <= position + right
-                scores = self.q[row].astype(np.float64) @ k[seen].T * scale
-                if c.softcap:
-                    scores = c.softcap * np.tanh(scores / c.softcap)
-                if c.sinks:
-                    scores = np.c_[scores, self.sinks]
-                if not scores.shape[1]:
-                    continue
-                top = scores.max(1, keepdims=True)
-                lse[row] = top[:, 0] + np.log(np.exp(scores - top).sum(1))
-                weights = np.exp(scores - lse[row][:, None])[:, : seen.sum()]
-                out[row] = weights @ k[seen, : c.value_dim]
-        return out, lse
-
-    def hold(self, out: Any, lse: Any) -> None:
-        want, want_lse = self.truth()
-        bar = BARS[self.case.dtype]
-        assert out.dtype == self.case.dtype and out.shape == want.shape
-        np.testing.assert_allclose(np.asarray(out, np.float64), want, rtol=0, atol=bar)
-        bar = 1e-13 if self.case.dtype == "float64" else 1e-5
-        np.testing.assert_allclose(lse, want_lse, rtol=0, atol=bar)
+        given = {"pages": self.pages, "value_dim": self.case.value_dim}
+        return super().run(**given | changes)
 
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
@@ -154,44 +73,44 @@ CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 def draw(request: Any, rng: np.random.Generator) -> Any:
     """Draws a case for plain JAX, or for the kernel, which has dims and dtypes."""
 
-    def drawn(case: Case) -> Drawn:
+    def drawn(case: Case) -> Latent:
         if request.param == "cuda":
             dtype = "bfloat16" if case.dtype == "float32" else case.dtype
             dims = {} if case.dim == 576 else {"dim": 192, "value_dim": 128}
             case = dataclasses.replace(case, dtype=dtype, **dims)
-        return Drawn(case, rng, request.param)
+        return Latent(case, rng, request.param)
 
     return drawn
 
 
 CASES = {
-    "mixed": Case(),
-    "DeepSeek's, decode": Case(
+    "mixed": latent(),
+    "DeepSeek's, decode": latent(
         sequences=((1, 70), (1, 300), (1, 0), (2, 5)),
         heads=16,
         dim=576,
         value_dim=512,
         scale=192**-0.5,
     ),
-    "128 heads": Case(
+    "128 heads": latent(
         sequences=((1, 70), (2, 33)), heads=128, dim=576, value_dim=512, dtype="float16"
     ),
-    "more than a step of keys": Case(sequences=((1, 1500), (2, 513), (1, 512))),
-    "more than a tile of queries": Case(sequences=((150, 300), (1, 70), (65, 65))),
-    "no keys, no queries": Case(
+    "more than a step of keys": latent(sequences=((1, 1500), (2, 513), (1, 512))),
+    "more than a tile of queries": latent(sequences=((150, 300), (1, 70), (65, 65))),
+    "no keys, no queries": latent(
         sequences=((1, 0), (0, 40), (2, 2), (0, 0)), sinks=True
     ),
-    "fewer keys than queries": Case(sequences=((9, 4), (1, 5))),
-    "not causal": Case(causal=False),
-    "both sides": Case(causal=False, window=(3, 4), sequences=((9, 40), (20, 20))),
-    "a window, a softcap, sinks": Case(
+    "fewer keys than queries": latent(sequences=((9, 4), (1, 5))),
+    "not causal": latent(causal=False),
+    "both sides": latent(causal=False, window=(3, 4), sequences=((9, 40), (20, 20))),
+    "a window, a softcap, sinks": latent(
         window=(5, None), softcap=2.5, sinks=True, sequences=((1, 700), (70, 90))
     ),
-    "all columns": Case(value_dim=24),
-    "one column": Case(value_dim=1, heads=1),
-    "20 heads, blocks of 1": Case(heads=20, block_size=1, dtype="bfloat16"),
-    "blocks of 5": Case(block_size=5, sequences=((1, 523), (4, 12))),
-    "blocks longer than a step": Case(block_size=600, sequences=((1, 700), (4, 12))),
+    "all columns": latent(value_dim=24),
+    "one column": latent(value_dim=1, heads=1),
+    "20 heads, blocks of 1": latent(heads=20, block_size=1, dtype="bfloat16"),
+    "blocks of 5": latent(block_size=5, sequences=((1, 523), (4, 12))),
+    "blocks longer than a step": latent(block_size=600, sequences=((1, 700), (4, 12))),
 }
 
 
@@ -203,7 +122,7 @@ def test_every_row_is_right(name, draw):
 
 def test_float64(rng):
     with jax.enable_x64(True):
-        drawn = Drawn(Case(dtype="float64", sinks=True), rng)
+        drawn = Latent(latent(dtype="float64", sinks=True), rng)
         drawn.hold(*drawn.run())
 
 
@@ -213,13 +132,13 @@ LAYOUTS = [("NHD", True), ("NHD", False), ("HND", True), ("universal", True)]
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize(("layout", "contiguous"), LAYOUTS)
 def test_pools(layout, contiguous, traced, draw):
-    drawn = draw(Case())
+    drawn = draw(latent())
     layer = jnp.int32(1) if traced else 1
     drawn.hold(*drawn.run(pages=drawn.pool(contiguous, layout), layer=layer))
 
 
 def test_a_padded_batch(draw):
-    drawn = draw(Case(sequences=((2, 9), (2, 33), (2, 2))))
+    drawn = draw(latent(sequences=((2, 9), (2, 33), (2, 2))))
     q = drawn.q.reshape(3, 2, *drawn.q.shape[1:])
     out, lse = drawn.run(q=q, query_start=None)
     drawn.hold(out.reshape(6, *out.shape[2:]), lse.reshape(6, -1))
@@ -230,7 +149,7 @@ def test_what_was_appended_is_attended_to(contiguous, rng):
     """`append_kv` takes the latents as k, and no v."""
     spec = BlockSpec(2, 1, 16, 1, 24, "float32")
     pool = KVPool.zeros(spec, 4, contiguous=contiguous)
-    drawn = Drawn(Case(sequences=((3, 40),)), rng)
+    drawn = Latent(latent(sequences=((3, 40),)), rng)
 
     @jax.jit
     def step(pool: KVPool, layer: Any, k: Any, slots: Any) -> Any:
@@ -255,7 +174,7 @@ def test_what_was_appended_is_attended_to(contiguous, rng):
 )
 def test_caches_of_8_bits(stored, scales, rng):
     """Values have their keys' scale."""
-    drawn = Drawn(Case(sequences=((1, 37), (6, 20), (1, 0), (40, 90))), rng)
+    drawn = Latent(latent(sequences=((1, 37), (6, 20), (1, 0), (40, 90))), rng)
     blocks, size, _ = drawn.pages.shape
     form = {"a number": (), "the head's": (1,), "tokens": (blocks, size, 1)}
     shape = form.get(scales, (3, blocks, size, 1))
@@ -284,7 +203,7 @@ def test_caches_of_8_bits(stored, scales, rng):
 def test_latents_that_were_quantized_on_their_way_into_a_pool(rng):
     spec = BlockSpec(2, 1, 16, 1, 24, "int8")
     pool, scales = KVPool.zeros(spec, 6), KVScales.zeros(spec, 6)
-    drawn = Drawn(Case(sequences=((3, 40),)), rng)
+    drawn = Latent(latent(sequences=((3, 40),)), rng)
     k = drawn.keys[0][:, None]
     pool, scales = append_kv(pool, 1, k, None, np.arange(40), scales=scales)
     given = {"pages": pool, "layer": 1, "block_tables": [[0, 1, 2]]}
@@ -297,7 +216,7 @@ def test_latents_that_were_quantized_on_their_way_into_a_pool(rng):
 
 @pytest.mark.parametrize("bad", [-1, 10**6])
 def test_an_id_that_is_no_block_is_not_seen(bad, draw):
-    drawn = draw(Case(sequences=((1, 48), (3, 20))))
+    drawn = draw(latent(sequences=((1, 48), (3, 20))))
     drawn.tables[0, 1] = bad
     drawn.pages[-1], drawn.pages[0] = (
         np.where(np.isin(i, drawn.tables), drawn.pages[i], np.nan)
@@ -309,7 +228,7 @@ def test_an_id_that_is_no_block_is_not_seen(bad, draw):
 
 
 def test_lengths_end_with_the_table(draw):
-    drawn = draw(Case(sequences=((1, 64), (2, 64), (1, 64))))
+    drawn = draw(latent(sequences=((1, 64), (2, 64), (1, 64))))
     exact = drawn.run()
     huge = drawn.run(kv_lens=np.array([65, 2**31 - 1, 64], np.int32))
     for got, want in zip(huge, exact, strict=True):
@@ -318,14 +237,14 @@ def test_lengths_end_with_the_table(draw):
 
 @pytest.mark.parametrize("layer", [3, -1])
 def test_of_a_layer_outside_the_pool_nobody_sees_a_key(layer, draw):
-    drawn = draw(Case())
+    drawn = draw(latent())
     out, lse = drawn.run(pages=drawn.pool(), layer=jnp.int32(layer))
     np.testing.assert_array_equal(out, 0)
     np.testing.assert_array_equal(lse, -np.inf)
 
 
 def test_rows_of_no_sequence_are_zeros(draw):
-    drawn = draw(Case(sequences=((4, 20), (4, 30))))
+    drawn = draw(latent(sequences=((4, 20), (4, 30))))
     q = np.concatenate([drawn.q, np.full_like(drawn.q[:3], np.nan)])
     out, lse = drawn.run(q=q)
     drawn.hold(out[:8], lse[:8])
@@ -339,7 +258,7 @@ def test_rows_of_no_sequence_are_zeros(draw):
 
 @pytest.mark.parametrize("over", ["q", "pages", "everything"])
 def test_vmap(over, draw):
-    drawn = [draw(Case(sequences=((2, 30), (1, 9)))) for _ in range(3)]
+    drawn = [draw(latent(sequences=((2, 30), (1, 9)))) for _ in range(3)]
     names = {"q": ["q"], "pages": ["pages"]}.get(over, ["q", "pages", "tables"])
     for one in drawn[1:]:
         for name in {"q", "tables", "pages"} - set(names):
@@ -364,7 +283,7 @@ def of_devices() -> Mesh:
 
 def test_query_heads_over_devices(rng, four_cpus):
     """Each device has some of them and all of the cache: nothing travels."""
-    drawn = Drawn(Case(heads=8, sinks=True), rng)
+    drawn = Latent(latent(heads=8, sinks=True), rng)
     cut, whole = PartitionSpec(None, "heads"), PartitionSpec()
 
     def local(q: Any, sinks: Any, pages: Any) -> Any:
@@ -387,7 +306,7 @@ def test_query_heads_over_devices(rng, four_cpus):
 @pytest.mark.parametrize("held", ["pool", "array"])
 def test_jit_cuts_query_heads(held, heads, rng, four_cpus):
     """As q is cut, results are; where heads do not divide, they are whole."""
-    drawn = Drawn(Case(heads=heads, sinks=True), rng)
+    drawn = Latent(latent(heads=heads, sinks=True), rng)
     mesh = of_devices()
     cut = heads % 4 == 0
     names = PartitionSpec(None, "heads" if cut else None)
@@ -407,7 +326,7 @@ def test_jit_cuts_query_heads(held, heads, rng, four_cpus):
 
 
 def test_explicit_sharding_says_how_results_are_cut(rng, four_cpus):
-    drawn = Drawn(Case(heads=8), rng)
+    drawn = Latent(latent(heads=8), rng)
     kind = (jax.sharding.AxisType.Explicit,)
     mesh = jax.make_mesh((4,), ("heads",), kind, devices=jax.devices("cpu")[:4])
     with jax.set_mesh(mesh):
@@ -419,6 +338,7 @@ def test_explicit_sharding_says_how_results_are_cut(rng, four_cpus):
     drawn.hold(out, lse)
 
 
+@pytest.mark.cpu
 def test_the_cache_is_read_once():
     """A step takes its latents once: half of what keys and values of their own take."""
     q = jnp.zeros((16, 16, 576), jnp.float32)

@@ -110,10 +110,9 @@ def test_it_changes_rounding_alone(cache):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["bfloat16"], indirect=True)
 def test_the_kernels_keep_bits(cache):
     """By name, so that plain JAX does not stand in."""
-    if cache["q"][0].dtype != jnp.bfloat16:
-        pytest.skip("the kernels serve 16 bits")
     options = {"split_size": 256, "implementation": "cuda"}
     whole = attend(cache, range(len(SEQUENCES)), **options)
     for b in range(len(SEQUENCES)):

@@ -1,8 +1,8 @@
 """Where things lie, and that the rooms of the package import each other one way only.
 
-`core` stands below all; `blocks` and `attention` stand on it and do not know of each
-other; `objects` and `append` stand on `blocks`, `paged` on both, `dropins` on `paged`.
-The files beside the rooms see all of them.
+`core` stands below all; `blocks`, `attention` and `kernels` stand on it and do not know
+of each other; `objects` and `append` stand on `blocks`, `paged` on both, `dropins` on
+`paged`. The files beside the rooms see all of them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ BELOW: dict[str, set[str]] = {
     "blocks": {"core"},
     "append": {"blocks", "core"},
     "attention": {"core"},
+    "kernels": {"core"},
     "objects": {"blocks", "core"},
     "paged": {"attention", "blocks", "core"},
     "dropins": {"paged", "attention", "blocks", "core"},

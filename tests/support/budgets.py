@@ -1,9 +1,10 @@
-"""What each folder of tests may cost, so that CI stays under 25 minutes.
+"""What each folder of tests may cost, so that CI does not grow unseen.
 
 Seconds of one process on CI's two cores, for the whole suite on the oldest jax. Every
 run prints what its folders took; with --budgets, as in CI, it fails where one took half
 as much again. Who adds tests looks here first, and takes from a folder what another
-one needs.
+one needs. CI is to take 25 minutes and takes about 55: the CUDA sources 19, this suite
+18, the newest jax the rest.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ import pytest
 TESTS = Path(__file__).resolve().parents[1]
 BUDGETS = {
     "append": 40,
-    "attention": 400,
+    "attention": 560,
     "blocks": 200,
-    "native": 320,
+    "kernels": 40,
+    "native": 620,
     "objects": 50,
-    "paged": 170,
-    "project": 280,
+    "paged": 180,
+    "project": 340,
 }
 LEEWAY = 1.5  # machines differ from day to day
 

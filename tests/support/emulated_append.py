@@ -7,15 +7,13 @@ them, and what it launches runs on the emulator.
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
+from cpp_programs import built_once, compiler
 
 from jax_kvblock.append import cuda
 
@@ -29,33 +27,21 @@ SOURCES = (
 
 
 def build(library: Path) -> None:
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    assert compiler, "the emulator needs a C++ compiler; set CXX to one"
     folders = ("tests/support/emulator", "cpp", "cpp/include")
-    made = library.with_suffix(".made")
     subprocess.run(
-        [compiler, "-std=c++17", "-O2", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
+        [compiler(), "-std=c++17", "-O2", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
         + ["-ffp-contract=off"]  # a product and a sum are two roundings
         + [f"-I{ROOT / folder}" for folder in folders]
         + ["-isystem", jax.ffi.include_dir()]
         + [str(ROOT / source) for source in SOURCES]
-        + ["-o", str(made)],
+        + ["-o", str(library)],
         check=True,
     )
-    made.rename(library)
 
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """Compiled once, whoever of the workers comes first."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    made = folder / "libkvblock_append_emulated.so"
-    with (folder / "append.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            build(made)
+    made = built_once(tmp_path_factory, "libkvblock_append_emulated.so", build)
     loaded = ctypes.CDLL(str(made))
     loaded.kvblock_append_cuda.restype = ctypes.c_char_p
     loaded.kvblock_append_cuda.argtypes = [ctypes.c_void_p, ctypes.c_void_p]

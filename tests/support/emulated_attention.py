@@ -8,15 +8,14 @@ GPU: the FFI handler decodes them, and what it launches runs on the emulator;
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import os
-import shutil
+import functools
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
+from cpp_programs import built_once, compiler
 
 from jax_kvblock.core import ffi
 from jax_kvblock.paged import cuda, dispatch
@@ -35,34 +34,22 @@ SOURCES = tuple(  # beside the kernels
 
 def build(kernels: str, library: Path) -> None:
     """kernels: a source file of the emulator."""
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
-    assert compiler, "the emulator needs a C++ compiler; set CXX to one"
     folders = ("tests/support/emulator", "cpp", "cpp/include")
-    made = library.with_suffix(".made")
     subprocess.run(
-        [compiler, "-std=c++17", "-O2", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
+        [compiler(), "-std=c++17", "-O2", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
         + ["-DKVBLOCK_MOST_FEW_QUERIES=1000"]  # all calls, for the kernels' sake
         + [f"-I{ROOT / folder}" for folder in folders]
         + ["-isystem", jax.ffi.include_dir()]
         + [str(ROOT / f"tests/support/emulator/{x}.cc") for x in (kernels, "paged_ffi")]
         + [str(ROOT / source) for source in SOURCES]
-        + ["-o", str(made)],
+        + ["-o", str(library)],
         check=True,
     )
-    made.rename(library)
 
 
 def built(kernels: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Compiled once, whoever of the workers comes first."""
-    folder = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
-    made = folder / f"libkvblock_emulated_{kernels}.so"
-    with (folder / f"emulator_{kernels}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            build(kernels, made)
-    return made
+    name = f"libkvblock_emulated_{kernels}.so"
+    return built_once(tmp_path_factory, name, functools.partial(build, kernels))
 
 
 @pytest.fixture(scope="session")

@@ -28,9 +28,7 @@ def build(root: Path, library: Path, kernels: str = "attention") -> None:
     """The library with the kernels below `root`; kernels: a source of the emulator."""
     folders = [EMULATOR, root / "cpp", root / "cpp/include"]
     sources = [root / source for source in SOURCES]
-    made = library.with_suffix(".made")
-    compile_checked(EMULATOR / f"{kernels}.cc", made, folders, [*sources, "-shared"])
-    made.rename(library)
+    compile_checked(EMULATOR / f"{kernels}.cc", library, folders, [*sources, "-shared"])
 
 
 def compile_checked(
@@ -78,8 +76,16 @@ def dense(option: Callable, library: ctypes.CDLL) -> None:
 
 
 def latent(case: Case, cta_bytes: int, library: ctypes.CDLL) -> None:
+    library.emulator_set_hopper(False)
     library.emulator_set_cta_bytes(cta_bytes)
     run_on_host(library, Problem(case), times=1)
+
+
+def hopper_latent(case: Case, library: ctypes.CDLL) -> None:
+    library.emulator_set_hopper(True)
+    library.emulator_set_cta_bytes(227 << 10)
+    run_on_host(library, Problem(case), times=1)
+    assert library.emulator_hopper_ctas() > 0
 
 
 def paged(case: Case, library: ctypes.CDLL, hopper: str = "") -> None:
@@ -119,6 +125,23 @@ LATENT = {
     "32 rows": Case(sequences=((1, 9), (1, 200)), heads=20, **WIDE),
     "64 rows": Case(sequences=((2, 200), (1, 70)), heads=40, **WIDE),
 }
+LATENT_HOPPER = {
+    "even and odd": Case(
+        sequences=((1, 250), (1, 128), (1, 9), (1, 70), (1, 330)), heads=20, **WIDE
+    ),
+    "many pieces": Case(sequences=((1, 40),) * 14, heads=24, **WIDE),
+    "holes, a window": Case(
+        sequences=((4, 400), (1, 200)),
+        heads=20,
+        block_size=8,
+        window=(130, 0),
+        bad_ids=((0, 40, -1), (0, 49, -1), (1, 20, -1)),
+        **WIDE,
+    ),
+    "a split": Case(
+        sequences=((1, 600), (1, 70)), heads=64, split_size=256, large=40.0, **WIDE
+    ),
+}
 DENSE = ("few", "lengths", "bias", "partial")
 CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
     **{
@@ -130,6 +153,10 @@ CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
         f"latent, {name}, {kib} KiB": functools.partial(latent, case, kib << 10)
         for name, case in LATENT.items()
         for kib in (227, 163)
+    },
+    **{
+        f"latent, Hopper, {name}": functools.partial(hopper_latent, case)
+        for name, case in LATENT_HOPPER.items()
     },
     **{
         f"Hopper, {name}, {by}": functools.partial(paged, case, hopper=by)

@@ -65,7 +65,7 @@ FEW_QUERIES = test("test_attention_few_queries", "test_every_option")
 WINDOWS = test("test_attention_masks", "test_windows and float32")
 TILES = test("test_attention_masks", "test_tile_lists and float32")
 PAGED_BLOCKED = "jax_kvblock/paged/blocked.py"
-DRAFTS = test("test_paged_attention", "every_row and drafts")
+DRAFTS = test("test_paged_rows", "every_row and drafts")
 CPU = (
     Mutant(
         "paged: bits are counted from the first key of a step",
@@ -86,7 +86,7 @@ CPU = (
         "jax_kvblock/paged/primitive.py",
         "else x.ranges.fold(count),",
         "else jnp.tile(x.ranges.fold(count)[:calls], (count, 1, 1)),",
-        test("test_paged_attention", "vmap_over_ranges"),
+        test("test_paged_rows", "vmap_over_ranges"),
     ),
     Mutant(
         "the scale is left out",

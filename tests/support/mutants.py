@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mutant_list
-from kernel_mutants import EMULATED, GPU
+from emulated_mutants import EMULATED
+from gpu_mutants import GPU
 from mutant_list import ROOT, Mutant
 
 CPU = (*mutant_list.CPU, *EMULATED)

@@ -2,7 +2,8 @@
 
 CASES and BAD (data) have few queries a sequence, for the most part; LEAVING and LONG
 have many. The rows of SPLIT have the same bits as those of each sequence alone.
-have many. LATENT are of latent caches; LATENT_TYPES, which a GPU alone computes, too.
+have many. LATENT are of latent caches, LATENT_MANY with many rows; LATENT_TYPES,
+which a GPU alone computes, too.
 """
 
 from __future__ import annotations
@@ -213,7 +214,21 @@ LONG = {
     "long: mixed, rows of nobody": Case(sequences=MIXED, more_rows=9, **WIDE),
     **{
         f"long: blocks of {n}": Case(block_size=n, sequences=MIXED, **WIDE)
-        for n in (1, 5, 8, 48, 64, 256)
+        for n in (1, 2, 4, 5, 8, 48, 64, 256)
+    },
+    # In every place of the rows that a warp has, and where one warp alone has some.
+    **{
+        f"long: blocks of {n}, ids of no block, {d} columns": Case(
+            block_size=n,
+            sequences=((150, 400), (70, 290)),
+            bad_ids=(
+                *((0, 37 * i % (400 // n), -1) for i in range(20)),
+                (1, 200 // n, -9),
+            ),
+            **{**D128, "head_dim": d, "value_dim": d, "dtype": dtype},
+        )
+        for n in (1, 8)
+        for d, dtype in ((128, "bfloat16"), (192, "bfloat16"), (256, "float16"))
     },
     **{
         f"long: groups of {n}": Case(
@@ -446,6 +461,110 @@ LATENT = {
     "latent: d192, many sequences": Case(
         sequences=tuple((1, 5 + i % 90) for i in range(300)),
         **{**NARROW_LATENT, "heads": 3},
+    ),
+}
+# Of more than 16 packed rows in a tile: Hopper's kernel has these.
+MANY_ROWS = {**WIDE_LATENT, "heads": 128, "block_size": 64}
+LATENT_MANY = {
+    "latent, many rows: 17 heads, blocks of 8": Case(
+        sequences=(*FEW_ROWS, (1, 0), (1, 63), (1, 65)),
+        **{**MANY_ROWS, "heads": 17, "block_size": 8},
+    ),
+    "latent, many rows: 32 heads, blocks of 16": Case(
+        sequences=((1, 127), (1, 128), (1, 129), (1, 192), (1, 257)),
+        **{**MANY_ROWS, "heads": 32, "block_size": 16},
+    ),
+    "latent, many rows: 40 heads, several queries": Case(
+        sequences=((3, 200), (1, 65), (2, 2), (5, 130), (0, 9)),
+        more_rows=2,
+        sinks=1,
+        **{**MANY_ROWS, "heads": 40, "block_size": 16},
+    ),
+    "latent, many rows: 64 heads, blocks of 24": Case(
+        sequences=((1, 100), (1, 383)), **{**MANY_ROWS, "heads": 64, "block_size": 24}
+    ),
+    "latent, many rows: 128 heads": Case(
+        sequences=((1, 0), (1, 1), (1, 63), (1, 64), (1, 65), (1, 330)), **MANY_ROWS
+    ),
+    "latent, many rows: 128 heads, float16": Case(
+        sequences=((1, 300), (1, 65)), dtype="float16", **MANY_ROWS
+    ),
+    "latent, many rows: many pieces, blocks of 128": Case(
+        sequences=tuple((1, 1 + 29 * i % 140) for i in range(14)),
+        **{**MANY_ROWS, "heads": 40, "block_size": 128},
+    ),
+    "latent, many rows: maxima that move": Case(
+        sequences=((1, 500), (2, 150)),
+        large=40.0,
+        **{**MANY_ROWS, "heads": 64, "dtype": "float16"},
+    ),
+    "latent, many rows: a prefill": Case(
+        sequences=((20, 150), (1, 70), (9, 9)), **{**WIDE_LATENT, "heads": 16}
+    ),
+    "latent, many rows: ids of no block": Case(
+        sequences=((1, 48), (3, 120), (1, 250)),
+        bad_ids=((0, 1, -1), (1, 0, 10**6), (2, 3, -(2**31)), (2, 29, 2**31 - 1)),
+        **{**MANY_ROWS, "heads": 24, "block_size": 8},
+    ),
+    "latent, many rows: no block at all": Case(
+        sequences=((1, 60), (1, 130)),
+        bad_ids=((0, 0, -1), (1, 1, 10**6)),
+        **{**MANY_ROWS, "heads": 64},
+    ),
+    "latent, many rows: a window, sinks": Case(
+        sequences=((1, 350), (6, 90), (1, 130)),
+        window=(40, 0),
+        sinks=1,
+        **{**MANY_ROWS, "heads": 20, "block_size": 16},
+    ),
+    "latent, many rows: both sides of a window": Case(
+        sequences=((5, 200), (20, 20)),
+        window=(70, 4),
+        **{**MANY_ROWS, "heads": 18, "block_size": 16},
+    ),
+    "latent, many rows: heads first, the second layer": Case(
+        sequences=FEW_ROWS[:3],
+        layout="B L O H T D",
+        layers=3,
+        layer=1,
+        **{**MANY_ROWS, "heads": 48, "block_size": 16},
+    ),
+    "latent, many rows: no such layer": Case(
+        sequences=FEW_ROWS[:2], layers=3, layer=3, **{**MANY_ROWS, "heads": 64}
+    ),
+    "latent, many rows: a batch with padding": Case(
+        padded=3,
+        calls=3,
+        sequences=((3, 30), (1, 70), (0, 9)),
+        **{**WIDE_LATENT, "heads": 20},
+    ),
+    "latent, many rows: several calls": Case(
+        calls=2,
+        layers=2,
+        layer=1,
+        sequences=((1, 30), (2, 20), (1, 9), (1, 140)),
+        sinks=2,
+        more_rows=1,
+        **{**WIDE_LATENT, "heads": 33},
+    ),
+    "latent, many rows: a start that falls": Case(
+        starts=(1, 4, 3, 10**9),
+        sequences=((3, 20), (0, 30), (8, 29)),
+        **{**WIDE_LATENT, "heads": 20},
+    ),
+    "latent, many rows: lengths beyond the table": Case(
+        sequences=((1, 64), (2, 64), (1, 48)),
+        kv_lens=(65, 2**31 - 1, -3),
+        **{**WIDE_LATENT, "heads": 64},
+    ),
+    "latent, many rows: a split": Case(
+        split_size=256,
+        sequences=((1, 700), (2, 20), (1, 256), (1, 513)),
+        sinks=1,
+        **{**MANY_ROWS, "heads": 80},
+    ),
+    "latent, many rows: tables one after the other": Case(
+        sequences=((1, 70), (2, 20)), flat=True, **{**WIDE_LATENT, "heads": 64}
     ),
 }
 LATENT_TYPES = {

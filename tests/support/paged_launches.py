@@ -18,7 +18,16 @@ import time
 
 import numpy as np
 from attention_launches import driver
-from paged_cases import BAD, CASES, LATENT, LATENT_TYPES, LEAVING, LONG, SPLIT
+from paged_cases import (
+    BAD,
+    CASES,
+    LATENT,
+    LATENT_MANY,
+    LATENT_TYPES,
+    LEAVING,
+    LONG,
+    SPLIT,
+)
 from paged_problems import GAP, Case, Problem
 
 
@@ -139,7 +148,8 @@ def main() -> int:
     library = ctypes.CDLL(given.library)
     count, wrong = 0, []
     part, parts = map(int, given.part.split("/"))
-    cases = {**CASES, **BAD, **LEAVING, **LONG, **SPLIT, **LATENT, **LATENT_TYPES}
+    cases = {**CASES, **BAD, **LEAVING, **LONG, **SPLIT}
+    cases |= {**LATENT, **LATENT_MANY, **LATENT_TYPES}
     for name, case in list(cases.items())[part::parts]:
         served = given.dtype in (None, case.dtype)
         served &= max(case.head_dim, case.value_dim) <= given.most_dim

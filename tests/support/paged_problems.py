@@ -24,6 +24,16 @@ NARROW = {
     "e5m2": (ml_dtypes.float8_e5m2, 57344.0),
     "int8": (np.int8, 127.0),
 }
+# The end of the workspace (host/paged_call.h) of launches that run side by side.
+COUNTERS = np.dtype(
+    [
+        ("next_tile", np.uint32),
+        ("ctas", np.int32),
+        ("taken", np.int32),
+        ("gone", np.int32),
+        ("piece_there", np.int32, 640),
+    ]
+)
 CAUSAL = (-1, 0)
 GAP = 256  # bytes of NaN on either side of an array
 ACCURACY = 3e-6  # of a probability, relative: float32 and a fast exponential
@@ -144,6 +154,7 @@ class Problem:
         self.q = (q * c.large).astype(self.dtype)
         self.sinks = rng.standard_normal((max(c.sinks, 1), c.heads)).astype(np.float32)
         self.got: tuple[np.ndarray, np.ndarray] | None = None  # the last results
+        self.counters: np.void | None = None  # of the last call, COUNTERS
         self.layers = (
             None if c.layer is None else [c.layer]
         )  # one, or one for each call
@@ -440,12 +451,12 @@ class HostMemory:
 
 
 def run_on_host(
-    library: ctypes.CDLL, x: Problem, times: int = 2, most_rows: int | None = None
+    library: ctypes.CDLL, x: Problem, times: int = 2, few_rows: int | None = None
 ) -> float:
     """The call by a library of a CPU, held to the truth; the same bits every time.
 
-    most_rows: the launch that leaves sequences with more packed rows; nothing of theirs
-    is written.
+    few_rows: the launch alone that leaves the sequences with more packed rows than
+    these; nothing of theirs is written.
     """
     c, memory = x.case, HostMemory()
     a = x.describe(memory.give)
@@ -460,22 +471,23 @@ def run_on_host(
         workspace = memory.empty(sized(ctypes.byref(a)))
         a.o, a.lse = out.ctypes.data, lse.ctypes.data
         a.workspace = workspace.ctypes.data
-        if most_rows is None:
+        if few_rows is None:
             error = launch(ctypes.byref(a), None)
         else:
             of_few = library.emulator_paged_attention_of_few
             of_few.restype = ctypes.c_char_p
-            error = of_few(ctypes.byref(a), most_rows)
+            error = of_few(ctypes.byref(a))
         assert error is None, error
         results.append((out, lse))
     assert memory.untouched(), "a write beside an array"
     for out, lse in results[1:]:
         assert (out == results[0][0]).all() and (lse == results[0][1]).all()
     shape = (c.calls, x.rows, c.heads)
-    left = None if most_rows is None else x.rows_of_long(most_rows)
+    left = None if few_rows is None else x.rows_of_long(few_rows)
     for written in results[0]:
         by_row = written.reshape(c.calls, x.rows, -1)
         assert left is None or (by_row[left] == 0xFF).all(), "a row of others"
+    x.counters = workspace[-COUNTERS.itemsize :].view(COUNTERS)[0]
     out, lse = results[0]
     x.got = (
         out.view(x.dtype).reshape(*shape, c.value_dim),

@@ -15,35 +15,31 @@
 #include "ops/attention/generic/paged/paged.cu"
 #include "ops/attention/generic/split/split.cu"
 #include "ops/attention/paged_cuda.cu"
+#include "tensor_maps.h"
 
 namespace kvblock::generic {
 const char* LaunchLatent(const kvblock_paged_attention&, cudaStream_t) {
   return "not emulated here, but by latent.cc";
 }
+const char* LaunchOtherLatent(const kvblock_paged_attention& a, const ComputeShares&,
+                              cudaStream_t stream) {
+  return LaunchLatent(a, stream);
+}
 }  // namespace kvblock::generic
 
 namespace kvblock::hopper {
+
+bool ServesLatent(const kvblock_paged_attention&, int32_t, LatentMaps*) { return false; }
+cudaError_t LaunchLatentShares(const PagedParams&, const LatentMaps&, unsigned, cudaStream_t) {
+  return cudaSuccess;
+}
+
 namespace {
-bool serves_paged = false, takes_blocks = true;
+bool serves_paged = false;
 }
 
 const char* LaunchForward(const AttentionCall&, cudaStream_t) { return "not emulated"; }
 const char* LaunchBackwardKv(const AttentionCall&, cudaStream_t) { return "not emulated"; }
-
-const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map, int heads) {
-  *map = {static_cast<const char*>(a.data),
-          {a.dim, a.heads, a.rows, a.batch, 1},
-          {2, a.head_stride, a.row_stride, a.batch_stride, 0},
-          {64, heads, rows, 1, 1}};
-  return nullptr;
-}
-bool MakeTensorMap(const BlockArray& a, int rows, CUtensorMap* map) {
-  *map = {static_cast<const char*>(a.data),
-          {a.sizes[0], a.sizes[1], a.sizes[2], a.sizes[3], a.sizes[4]},
-          {2, a.strides[0], a.strides[1], a.strides[2], a.strides[3]},
-          {64, 1, rows, 1, 1}};
-  return takes_blocks;
-}
 
 bool ServesPaged(const kvblock_paged_attention& a) {
   return serves_paged && a.cache_dtype == a.dtype && a.scale > 0.0f && a.softcap < kLargeSoftcap;
@@ -74,12 +70,19 @@ extern "C" void emulator_set_hopper(int serves) { kvblock::hopper::serves_paged 
 // Whether its tensor maps can be of blocks.
 extern "C" void emulator_set_block_maps(int can) { kvblock::hopper::takes_blocks = can != 0; }
 
-// Paged attention without the sequences that have more packed rows.
-extern "C" const char* emulator_paged_attention_of_few(const kvblock_paged_attention* a,
-                                                       int most_rows) {
+// Paged attention without the sequences that have more than few packed rows.
+extern "C" const char* emulator_paged_attention_of_few(const kvblock_paged_attention* a) {
   if (const char* error = kvblock_paged_attention_check(a)) return error;
-  return kvblock::generic::LaunchPaged(*a, most_rows, nullptr);
+  const kvblock::generic::Follower nobody = [](const kvblock_paged_attention&,
+                                               cudaStream_t) -> const char* { return nullptr; };
+  return kvblock::generic::LaunchPaged(*a, nobody, nullptr);
 }
+
+// How many CTAs of Hopper's kernel there have been since this was asked before.
+extern "C" int emulator_hopper_ctas() { return std::exchange(emulator::hopper_ctas, 0); }
+
+// Whether all CTAs run on the first multiprocessor, one after the other.
+extern "C" void emulator_set_on_one(int one) { emulator::on_one_multiprocessor = one != 0; }
 
 // Launches from now on are for a GPU of so many multiprocessors, at most 63.
 extern "C" void emulator_set_multiprocessors(int count) {

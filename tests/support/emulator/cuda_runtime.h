@@ -319,8 +319,9 @@ inline void __syncwarp(unsigned = ~0u) {
 }
 
 template <typename T>
-T __shfl_sync(unsigned, T x, int lane) {
-  return emulator::FromWord<T>(emulator::Show(emulator::Word(x))[lane % 32][0]);
+T __shfl_sync(unsigned, T x, int lane, int width = 32) {
+  const int first = threadIdx.x % 32 / width * width;
+  return emulator::FromWord<T>(emulator::Show(emulator::Word(x))[first + lane % width][0]);
 }
 template <typename T>
 T __shfl_xor_sync(unsigned, T x, int mask) {
@@ -403,6 +404,8 @@ enum cudaDeviceAttr {
   cudaDevAttrMultiProcessorCount,
   cudaDevAttrMaxSharedMemoryPerBlockOptin,
   cudaDevAttrMaxSharedMemoryPerMultiprocessor,
+  cudaDevAttrComputeCapabilityMajor,
+  cudaDevAttrComputeCapabilityMinor,
 };
 enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize,
@@ -439,7 +442,10 @@ namespace emulator {
 constexpr int kFirst = 1000;
 inline int device = kFirst + 3;
 inline int multiprocessor_bytes = kSharedBytes + 1024, cta_bytes = kSharedBytes;
-inline int grids = 0;  // bit n: a launch had n CTAs in x
+inline int major = 8;                       // of the compute capability
+inline bool on_one_multiprocessor = false;  // all CTAs
+inline int grids = 0;                       // bit n: a launch had n CTAs in x
+inline int hopper_ctas = 0;                 // that are warpgroups which play different roles
 }  // namespace emulator
 inline cudaError_t cudaGetDevice(int* device) {
   *device = emulator::device;
@@ -448,6 +454,8 @@ inline cudaError_t cudaGetDevice(int* device) {
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   *value = attribute == cudaDevAttrMultiProcessorCount            ? device - emulator::kFirst
            : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? emulator::cta_bytes
+           : attribute == cudaDevAttrComputeCapabilityMajor       ? emulator::major
+           : attribute == cudaDevAttrComputeCapabilityMinor       ? 0
                                                                   : emulator::multiprocessor_bytes;
   return cudaSuccess;
 }

@@ -1,13 +1,16 @@
 // Paged attention over latent caches for the emulator: a library of its own, beside attention.cc,
 // so that who changes one compiles one.
 #include "ops/attention/generic/latent/launch.cuh"
+#include "ops/attention/hopper/latent/launch.cuh"
 #include "ops/attention/hopper/paged/launcher.h"
 // The instances follow from their use.
 #include "ops/attention/generic/latent/latent.cu"
+#include "ops/attention/hopper/latent/latent.cu"
 #include "ops/attention/paged_cuda.cu"
+#include "tensor_maps.h"
 
 namespace kvblock::generic {
-const char* LaunchPaged(const kvblock_paged_attention&, int32_t, cudaStream_t) {
+const char* LaunchPaged(const kvblock_paged_attention&, Follower, cudaStream_t) {
   return "not emulated here, but by attention.cc";
 }
 }  // namespace kvblock::generic
@@ -24,4 +27,8 @@ const char* LaunchPaged(const kvblock_paged_attention&, bool, cudaStream_t) {
 extern "C" void emulator_set_multiprocessors(int count) {
   emulator::device = emulator::kFirst + count;
 }
+// Whether it is Hopper.
+extern "C" void emulator_set_hopper(int hopper) { emulator::major = hopper != 0 ? 9 : 8; }
+// CTAs of its own kernels since this was asked before.
+extern "C" int emulator_hopper_ctas() { return std::exchange(emulator::hopper_ctas, 0); }
 extern "C" void emulator_set_cta_bytes(int bytes) { emulator::cta_bytes = bytes; }

@@ -24,6 +24,9 @@ inline void CopyAsync(void* to_shared, const void* from) {
 inline void CopyAsync16(uint32_t to_shared, const void* from, bool valid) {
   StartCopy(emulator::SharedPointer(to_shared), from, 16, valid);
 }
+inline const char* StepFrom(const char* from, uint32_t index, uint32_t bytes) {
+  return from + static_cast<uint64_t>(index) * bytes;
+}
 inline uint64_t ReadOnce() { return 0; }
 inline void CopyAsync16(uint32_t to_shared, const void* from, bool valid, uint64_t) {
   CopyAsync16(to_shared, from, valid);

@@ -1,4 +1,4 @@
-// The number of CTAs, for the emulator.
+// Where a CTA is, for the emulator.
 #pragma once
 
 #include "cuda_runtime.h"
@@ -6,5 +6,8 @@
 namespace kvblock {
 
 inline int GridSize() { return static_cast<int>(gridDim.x); }
+inline int MultiprocessorNumber() {
+  return emulator::on_one_multiprocessor ? 0 : static_cast<int>(blockIdx.x);
+}
 
 }  // namespace kvblock

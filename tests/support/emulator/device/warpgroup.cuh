@@ -8,7 +8,9 @@ namespace kvblock {
 constexpr int kWarpgroup = 128;
 
 template <int kCount>
-inline void GiveRegisters() {}
+inline void GiveRegisters() {
+  if (threadIdx.x == 0) ++emulator::hopper_ctas;
+}
 template <int kCount>
 inline void TakeRegisters() {}
 
