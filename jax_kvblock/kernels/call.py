@@ -94,6 +94,7 @@ class Call:
       maps: (item, map) pairs of arrays and results that travel as tensor maps.
       batch: what a batch is: an axis of the grid, launches in a row, or an error.
       sharding: how arrays and results are cut over a mesh, or `None`.
+      after: the ranks of operands behind the scalars that are only waited for.
       fallback: a function of arrays and scalars for where there is no GPU.
       debug: wait for the kernel.
       members: of a batch. batched: the operands that have an axis for it, their first.
@@ -114,6 +115,7 @@ class Call:
     maps: tuple[tuple[int, TensorMap], ...]
     batch: str | None
     sharding: str | None
+    after: tuple[int, ...]
     fallback: Callable[..., Any] | None
     debug: bool
     members: int | None = None
@@ -130,7 +132,10 @@ class Call:
     def launch(self, avals: Sequence[Any]) -> Launch:
         """What runs for operands of these shapes. Raises what is wrong with it."""
         operands = self.member(avals)
-        arrays, hot = operands[: self.arrays], operands[self.arrays :]
+        arrays, hot = (
+            operands[: self.arrays],
+            operands[self.arrays : self.waits_from(len(avals))],
+        )
         results = results_of(self.out, arrays)
         check_append(results, self.append)
         for array, result in self.aliases:
@@ -139,7 +144,7 @@ class Call:
         if self.batch is not None and self.batch in AXES and self.members is not None:
             grid = self._with_members(grid)
         self._check_cluster(grid)
-        items = self._items(arrays, results, hot)
+        items = self._items(arrays, results, hot, len(operands))
         numbers = self._numbers(len(items))
         parameters: list[Any] = [None] * len(items)
         loaded = []
@@ -155,6 +160,10 @@ class Call:
                 loaded.append((number, Loaded(kind, self._axis_of(item.buffer))))
         return Launch(results, grid, tuple(parameters), tuple(loaded))
 
+    def waits_from(self, operands: int) -> int:
+        """The number of the first operand that is only waited for."""
+        return operands - len(self.after)
+
     def _axis_of(self, operand: int) -> str | None:
         """The axis of the grid whose blocks have a value each of a traced scalar."""
         if self.batch is None or self.batch not in AXES or not self.batched:
@@ -164,11 +173,17 @@ class Call:
     # ---- the parts -------------------------------------------------------------------
 
     def _items(
-        self, arrays: Sequence[Any], results: Sequence[Shape], hot: Sequence[Any]
+        self,
+        arrays: Sequence[Any],
+        results: Sequence[Shape],
+        hot: Sequence[Any],
+        base: int,
     ) -> list[tuple[Any, Any]]:
-        """(parameter, the traced scalar that it is loaded from), in order."""
+        """(parameter, the traced scalar that it is loaded from), in order.
+
+        base: the number of the first result's buffer.
+        """
         maps = dict(self.maps)
-        base = len(arrays) + len(hot)
         becomes = dict(self.aliases)
 
         def given(item: int, buffer: int, like: Any) -> Pointer | Map:

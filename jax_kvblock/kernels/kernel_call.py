@@ -22,6 +22,7 @@ from jax_kvblock.kernels.call import (
     results_of,
     sizes_of,
 )
+from jax_kvblock.kernels.functions import by_code
 from jax_kvblock.kernels.kernel import Kernel
 from jax_kvblock.kernels.primitive import bind
 from jax_kvblock.kernels.tensor_map import TensorMap
@@ -62,6 +63,7 @@ def kernel_call(
     vjp: Callable[..., Any] | None = None,
     sharding: str | None = None,
     batch: str | None = None,
+    after: Sequence[Any] = (),
     fallback: Callable[..., Any] | None = None,
     debug: bool = False,
 ) -> Any:
@@ -116,6 +118,8 @@ def kernel_call(
             the member as this index; the kernel finds its member of every array and
             result one after the other. `"sequential"`: a launch for each member.
             `None`: an error.
+        after: arrays that are waited for, and nothing else: what computes them runs
+            before this kernel does, also in a captured graph.
         fallback: a function of arrays and scalars that computes the same with JAX,
             where there is no NVIDIA GPU; a result that is appended to is
             `(data, count)` there.
@@ -145,7 +149,7 @@ def kernel_call(
             f"{WHERE}: kernel must be a Kernel, got {type(kernel).__name__}; "
             "from_cuda, from_ptx and from_cubin make one"
         )
-    ready = [_array(i, a) for i, a in enumerate(arrays)]
+    ready = [_array(f"array {i}", a) for i, a in enumerate(arrays)]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ready]
     appended = (append,) if isinstance(append, int) else tuple(append)
     threads = _block(kernel, block)
@@ -160,6 +164,9 @@ def kernel_call(
     for array, result in (aliases or {}).items():
         check_alias(shapes, results, array, result)
     before = len(ready) + len(results) - len(aliases or {}) + len(appended)
+    waits = [
+        jax.lax.stop_gradient(_array(f"after[{i}]", x)) for i, x in enumerate(after)
+    ]
     values, hot, numbers = _scalars(kernel, scalars, before, order)
     fixed = not callable(grid) and math.prod(sizes_of("grid", grid)) > 1
     if sharding is not None and fixed:
@@ -171,11 +178,11 @@ def kernel_call(
         kernel=kernel,
         arrays=len(ready),
         scalars=values,
-        out=out if callable(out) else results,
+        out=by_code(out) if callable(out) else results,
         append=appended,
         aliases=tuple(sorted((aliases or {}).items())),
         order=numbers,
-        grid=grid if callable(grid) else sizes_of("grid", grid),
+        grid=by_code(grid) if callable(grid) else sizes_of("grid", grid),
         block=threads,
         cluster=_cluster(cluster),
         shared_memory=_shared_memory(kernel, shared_memory),
@@ -183,11 +190,12 @@ def kernel_call(
         maps=tuple(sorted((tensor_maps or {}).items(), key=lambda item: item[0])),
         batch=_batch(batch),
         sharding=_sharding(sharding, len(ready), len(results)),
-        fallback=fallback,
+        after=tuple(x.ndim for x in waits),
+        fallback=by_code(fallback),
         debug=bool(debug),
     )
     run = _run(call) if vjp is None else _with_vjp(call, vjp)
-    made = run(*ready, *hot)
+    made = run(*ready, *hot, *waits)
     several = isinstance(out, (tuple, list)) or (callable(out) and len(made) != 1)
     return made if several else made[0]
 
@@ -242,13 +250,13 @@ def _with_vjp(call: Call, vjp: Callable[..., Any]) -> Callable[..., tuple[Any, .
 # ---- arguments -----------------------------------------------------------------------
 
 
-def _array(number: int, given: Any) -> Any:
+def _array(name: str, given: Any) -> Any:
     if isinstance(given, (bool, int, float)):
         raise TypeError(
-            f"{WHERE}: array {number} is {given!r}; numbers go into scalars=, or as "
+            f"{WHERE}: {name} is {given!r}; numbers go into scalars=, or as "
             "jnp.asarray(…) if the kernel reads it through a pointer"
         )
-    return jnp.asarray(check_array(WHERE, f"array {number}", given))
+    return jnp.asarray(check_array(WHERE, name, given))
 
 
 def _is_traced(value: Any) -> bool:
@@ -261,7 +269,7 @@ def _scalars(
     """The values compiled in, those that are operands, and the order of all items."""
     numbers = None if order is None else tuple(int(n) for n in order)
     if callable(scalars):
-        return scalars, [], numbers
+        return by_code(scalars), [], numbers
     if isinstance(scalars, Mapping):
         if numbers is not None:
             raise ValueError(f"{WHERE}: scalars by name or number need no order=")

@@ -121,6 +121,8 @@ def _fall_back(call: Call, *operands: Any) -> list[Any]:
 
 def _fall_back_of_one(call: Call, *operands: Any) -> list[Any]:
     assert call.fallback is not None
+    if call.after:  # XLA keeps what comes out of a barrier behind what goes in
+        operands = jax.lax.optimization_barrier(operands)
     arrays, hot = operands[: call.arrays], iter(operands[call.arrays :])
     one = dataclasses.replace(call, members=None, batched=())
     launch = one.launch([jax.typeof(x) for x in operands])
@@ -210,6 +212,10 @@ def sharding_rule(call: Call) -> str:
     left, right = (side.split(",") for side in call.sharding.split("->"))
     hot = 0 if callable(call.scalars) else sum(v is None for v in call.scalars)
     operands = [s.strip() for s in left] + [""] * hot
+    operands += [
+        " ".join(f"kvblock_after_{i}_{n}" for n in range(rank))
+        for i, rank in enumerate(call.after)
+    ]
     results: list[str] = []
     for number, s in enumerate(right):
         results.append(s.strip())

@@ -25,8 +25,10 @@ def pack(where: str, kernel: Kernel, number: int, value: Any) -> bytes:
         return _typed(where, kernel, number, value)
     parameter = kernel.parameters[number]
     shown = f"{where}: {kernel.say(number)} of {kernel}"
-    if parameter.pointer:
-        raise TypeError(f"{shown} is a pointer, got {value!r}; pass an array")
+    if parameter.pointer and not (type(value) is int and value == 0):
+        raise TypeError(
+            f"{shown} is a pointer, got {value!r}; pass an array, or 0 for none"
+        )
     array = np.asarray(value)
     floats = jnp.issubdtype(array.dtype, jnp.floating)
     if array.ndim or not (floats or array.dtype.kind in "biu"):

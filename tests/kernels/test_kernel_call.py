@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_kvblock import kernels
+from jax_kvblock.kernels import cuda
 
 BLOCK = 64
 
@@ -516,3 +517,50 @@ def test_without_one_the_error_says_so(x):
         scale(x, 3.0)
     with pytest.raises(ValueError, match=r"must be float32\[1000\], got float32\[1\]"):
         scale(x, 3.0, fallback=lambda x, a, n: x[:1])
+
+
+# ---- order, and calls made again -----------------------------------------------------
+
+
+def test_after(where, x):
+    """What is waited for is an operand, so nothing runs them side by side."""
+
+    def run(x, a):
+        first = scale(x, a)
+        return first, scale(x, 3.0, after=(first,))
+
+    first, second = jax.jit(run)(x, 2.0)
+    np.testing.assert_array_equal(first, 2 * x)
+    np.testing.assert_array_equal(second, 3 * x)
+    text = jax.jit(run).lower(x, 2.0).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @kvblock" in line]
+    name = calls[0].split("=")[0].strip()
+    assert len(calls) == 2 and name in calls[1].split("=", 1)[1]
+
+
+def test_after_under_transformations(where, x):
+    def run(x, before):
+        return scale(
+            x,
+            2.0,
+            after=(before,),
+            batch="sequential",
+            vjp=lambda arrays, results, cotangent: 2 * cotangent,
+        )
+
+    both = jnp.stack([x, 3 * x])
+    np.testing.assert_array_equal(jax.vmap(run, (0, None))(both, x), 2 * both)
+    np.testing.assert_array_equal(jax.vmap(run)(both, both), 2 * both)
+    gradients = jax.grad(lambda x, b: jnp.sum(run(x, b)), (0, 1))(x, x)
+    np.testing.assert_array_equal(gradients[0], np.full(1000, 2, np.float32))
+    np.testing.assert_array_equal(gradients[1], np.zeros(1000, np.float32))
+
+
+def test_a_call_with_functions_is_compiled_once(where, x, monkeypatch):
+    """Although each call defines them anew."""
+    lowered = []
+    lower = cuda.lower
+    monkeypatch.setattr(cuda, "lower", lambda *a: lowered.append(1) or lower(*a))
+    for _ in range(3):
+        np.testing.assert_array_equal(scale(x, 7.5, grid=lambda x: 20), 7.5 * x)
+    assert len(lowered) == 1
