@@ -1,6 +1,7 @@
 """KV-cache blocks for JAX: layouts, pools, copies at the speed of memory, attention."""
 
 from jax_kvblock import dropins as dropins
+from jax_kvblock import graphs as graphs
 from jax_kvblock import kernels as kernels
 from jax_kvblock.append import KVScales, append_kv, rope_append
 from jax_kvblock.attention import (

@@ -432,10 +432,12 @@ def sharded(x, a, **options):
     )
 
 
-def test_each_device_runs_its_part(mesh, x):
+@pytest.mark.parametrize("waits", [False, True])
+def test_each_device_runs_its_part(mesh, x, waits):
     lies = NamedSharding(mesh, P("d"))
     x = jax.device_put(x, lies)
-    run = jax.jit(lambda x, a: sharded(x, a, sharding="i -> i"))
+    after = (x.reshape(500, 2),) if waits else ()
+    run = jax.jit(lambda x, a: sharded(x, a, sharding="i -> i", after=after))
     text = run.lower(x, 2.0).compile().as_text()
     assert "all-gather" not in text and "f32[250]" in text
     got = run(x, 2.0)

@@ -2,7 +2,7 @@
 
 `core` stands below all; `blocks`, `attention` and `kernels` stand on it and do not know
 of each other; `objects` and `append` stand on `blocks`, `paged` on both, `dropins` on
-`paged`. The files beside the rooms see all of them.
+`paged`, `graphs` on `kernels`. The files beside the rooms see all of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ BELOW: dict[str, set[str]] = {
     "append": {"blocks", "core"},
     "attention": {"core"},
     "kernels": {"core"},
+    "graphs": {"kernels", "core"},
     "objects": {"blocks", "core"},
     "paged": {"attention", "blocks", "core"},
     "dropins": {"paged", "attention", "blocks", "core"},

@@ -1,0 +1,143 @@
+"""Types of ports: a dtype and a shape whose sizes may be words.
+
+`"float32[n, 3]"` is a float32 array of any number of rows of 3. The same word is the
+same size everywhere in a graph, and `?` is any; `"float32[...]"` has any shape,
+`"float32[]"` has no dimensions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Size = int | str | None
+TypeLike = Any  # "float32[n, 3]", an array, a jax.ShapeDtypeStruct, or an ArrayType
+
+
+class Sizes:
+    """What the words of a graph stand for in a call, and who said so."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, tuple[int, str]] = {}
+
+    def __getitem__(self, word: str) -> int:
+        if word not in self.known:
+            has = ", ".join(map(repr, self.known)) or "none"
+            raise ValueError(
+                f"the size {word!r} is not known: no input has it; known are {has}"
+            )
+        return self.known[word][0]
+
+    def says(self, words: Sequence[Size]) -> str:
+        """ "n is 5 by input 'A'", for messages."""
+        told = [
+            f"{w} is {self.known[w][0]} by {self.known[w][1]}"
+            for w in dict.fromkeys(words)
+            if isinstance(w, str) and w in self.known
+        ]
+        return ", ".join(told)
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayType:
+    """A dtype, and a shape of sizes and words; `None`: of any shape, of any size."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[Size, ...] | None
+
+    def __str__(self) -> str:
+        if self.shape is None:
+            return f"{self.dtype}[...]"
+        sizes = ("?" if size is None else str(size) for size in self.shape)
+        return f"{self.dtype}[{', '.join(sizes)}]"
+
+    def differs(self, other: ArrayType) -> bool:
+        """Whether nothing is of both types, whatever the words stand for."""
+        if self.dtype != other.dtype:
+            return True
+        if self.shape is None or other.shape is None:
+            return False
+        if len(self.shape) != len(other.shape):
+            return True
+        return any(
+            isinstance(a, int) and isinstance(b, int) and a != b
+            for a, b in zip(self.shape, other.shape, strict=True)
+        )
+
+    def take(self, value: Any, sizes: Sizes, said_by: str) -> bool:
+        """Whether a value is of this type; its sizes are what the words stand for."""
+        if value.dtype != self.dtype:
+            return False
+        if self.shape is None:
+            return True
+        if len(value.shape) != len(self.shape):
+            return False
+        for size, word in zip(value.shape, self.shape, strict=True):
+            wanted = word
+            if isinstance(word, str):
+                wanted = sizes.known.setdefault(word, (int(size), said_by))[0]
+            if wanted is not None and size != wanted:
+                return False
+        return True
+
+    @property
+    def words(self) -> set[str]:
+        return {size for size in self.shape or () if isinstance(size, str)}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is one shape as soon as the words are known."""
+        return self.shape is not None and None not in self.shape
+
+    def with_sizes(self, sizes: Sizes) -> jax.ShapeDtypeStruct:
+        """The type when all words are known."""
+        assert self.shape is not None and self.is_known
+        shape = tuple(sizes[s] if isinstance(s, str) else s for s in self.shape)
+        return jax.ShapeDtypeStruct(shape, self.dtype)
+
+    def without_words(self) -> ArrayType:
+        """As seen from another graph, where words stand for other sizes."""
+        if self.shape is None:
+            return self
+        shape = tuple(s if isinstance(s, int) else None for s in self.shape)
+        return ArrayType(self.dtype, shape)
+
+
+def array_type(where: str, given: TypeLike) -> ArrayType:
+    """The type that is given as text, as a struct, or as an array like it."""
+    if isinstance(given, ArrayType):
+        return given
+    if hasattr(given, "shape") and hasattr(given, "dtype"):
+        return ArrayType(jnp.dtype(given.dtype), tuple(int(n) for n in given.shape))
+    wrong = TypeError(
+        f"{where}: a type is text like 'float32[n, 3]', or a jax.ShapeDtypeStruct, got "
+        f"{given!r}"
+    )
+    if not isinstance(given, str):
+        try:
+            return ArrayType(jnp.dtype(given), None)
+        except TypeError:
+            raise wrong from None
+    match = re.fullmatch(r"\s*(\w+)\s*(\[([^\[\]]*)\])?\s*", given)
+    if match is None:
+        raise wrong
+    try:
+        dtype = jnp.dtype(match[1])
+    except TypeError:
+        raise wrong from None
+    if match[2] is None or match[3].strip() in ("...", "…"):
+        return ArrayType(dtype, None)
+    sizes: list[Size] = []
+    for part in match[3].split(",") if match[3].strip() else []:
+        size = part.strip()
+        if not (size.isidentifier() or size.isdigit() or size == "?"):
+            raise wrong
+        word = None if size == "?" else size
+        sizes.append(int(size) if size.isdigit() else word)
+    return ArrayType(dtype, tuple(sizes))
