@@ -155,9 +155,13 @@ def _fall_back_of_one(call: Call, *operands: Any) -> list[Any]:
                 f"{WHERE}: result {number} of the fallback of {call.kernel} must be "
                 f"{shape.dtype}{list(shape.shape)}, got {x.dtype}{list(x.shape)}"
             )
-        flat.append(x)
-        if count is not None:
-            flat.append(jnp.asarray(count).astype(COUNT.dtype).reshape(()))
+        if count is None:
+            flat.append(x)
+            continue
+        count = jnp.asarray(count).astype(COUNT.dtype).reshape(())
+        there = jnp.arange(x.shape[0], dtype=COUNT.dtype) < count
+        there = there.reshape(-1, *(1,) * (x.ndim - 1))
+        flat += [jnp.where(there, x, jnp.zeros((), x.dtype)), count]
     return flat
 
 

@@ -1,0 +1,412 @@
+"""What does not fit in a graph is said at once, with the names of both ends."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_kernels import SOURCE
+
+from jax_kvblock import kernels
+from jax_kvblock.graphs import BlockBuilder
+
+
+@functools.cache
+def kernel(name: str = "scale") -> kernels.Kernel:
+    """scale: (const float* x, float* y, float a, int n)"""
+    return kernels.from_cuda(SOURCE, name)
+
+
+@pytest.fixture
+def builder():
+    return BlockBuilder("G")
+
+
+def add(builder, name=None, **options):
+    options = {"scalars": {"n": "n", "a": 2.0}, "block": 64} | options
+    return builder.add_kernel(
+        kernel(), name=name, fallback=lambda x, a, n: a * x, **options
+    )
+
+
+def function(builder, inputs=("x",), outputs=("y",), **options):
+    return builder.add_captured(
+        lambda *x: x[0], inputs=inputs, outputs=outputs, **({"name": "f"} | options)
+    )
+
+
+def says(text):
+    return pytest.raises((ValueError, TypeError), match=f"^BlockBuilder 'G': {text}")
+
+
+def one_kernel():
+    builder = BlockBuilder("G")
+    node = builder.add_kernel(
+        kernel(), block=64, scalars={"n": "n"}, fallback=lambda x, a, n: a * x
+    )
+    builder.input("X", node.in_("x"), "float32[n]")
+    builder.input_scalar("A", node.in_("a"), 2.0)
+    builder.output("Y", node.out("y"), "float32[n]")
+    return builder.commit()
+
+
+# ---- wires ---------------------------------------------------------------------------
+
+
+def test_a_cycle_names_its_nodes(builder):
+    a, b, c = (add(builder, name) for name in "abc")
+    builder.connect(a.out("y"), b.in_("x"), "float32[n]")
+    builder.connect(b.out("y"), c.in_("x"), "float32[n]")
+    with says(
+        r"connect: parameter 1, 'y' \(u64\) of 'c' to parameter 0, 'x' \(u64\) of 'a' "
+        "would close a cycle: 'a' → 'b' → 'c' → 'a'"
+    ):
+        builder.connect(c.out("y"), a.in_("x"), "float32[n]")
+    with says("connect: .* would close a cycle; what a kernel updates in place"):
+        builder.connect(a.out("y"), a.in_("x"))
+
+
+def test_a_cycle_by_order_alone(builder):
+    first = add(builder, "first")
+    second = add(builder, "second", after=first)
+    with says("connect: .* would close a cycle: 'first' → 'second' → 'first'"):
+        builder.connect(second.out("y"), first.in_("x"), "float32[n]")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "differ"),
+    [
+        ("float32[n]", "int32[n]", True),
+        ("float32[n]", "float32[n, 2]", True),
+        ("float32[3]", "float32[4]", True),
+        ("float32[n]", "float32[m]", False),
+        ("float32[n]", "float32[4]", False),
+        ("float32[n]", "float32[...]", False),
+        ("float32[n, ?]", "float32[3, 4]", False),
+    ],
+)
+def test_types_of_both_ends(builder, ours, theirs, differ):
+    a = function(builder, outputs={"y": ours}, name="a")
+    b = function(builder, inputs={"x": theirs}, name="b")
+    if not differ:
+        builder.connect(a.out("y"), b.in_("x"))
+        return
+    with says("connect: output 'y' of 'a' is .*, and input 'x' of 'b' takes"):
+        builder.connect(a.out("y"), b.in_("x"))
+
+
+def test_a_scalar_takes_what_has_no_dimensions(builder):
+    node = add(builder, scalars={"n": "n"})
+    many = function(builder, outputs={"y": "float32[n]"})
+    with says(r"connect: output 'y' of 'f' is float32\[n\], and parameter 2, 'a' "):
+        builder.connect(many.out("y"), node.scalar("a"))
+
+
+def test_directions(builder):
+    a, b = add(builder, "a"), add(builder, "b")
+    with says("connect: .* of 'a' was taken as an input, and this takes an output"):
+        builder.connect(a.in_("x"), b.in_("x"))
+    with says("connect: .* of 'b' was taken as an output, and this takes an input"):
+        builder.connect(a.out("y"), b.out("y"))
+    with says("input 'X': .* was taken as an output"):
+        builder.input("X", a.out("y"), "float32[n]")
+    with says("output 'Y': .* was taken as an input"):
+        builder.output("Y", a.in_("x"))
+    with pytest.raises(ValueError, match=r"'n' \(u32\) of 'a' is no pointer, so no"):
+        a.out("n")
+
+
+def test_one_value_for_a_pin(builder):
+    a, b = add(builder, "a"), add(builder, "b")
+    builder.input("X", b.in_("x"), "float32[n]")
+    with says("connect: .* of 'b' has its value from input 'X' already, and .* of 'a'"):
+        builder.connect(a.out("y"), b.in_("x"), "float32[n]")
+    with says("input_scalar 'A': parameter 2, 'a' .* is fixed by scalars= already"):
+        builder.input_scalar("A", b.in_("a"), 2.0)
+
+
+def test_pins_that_are_not_there(builder):
+    node, f = add(builder, "a"), function(builder)
+    with pytest.raises(
+        ValueError, match=r"node 'a': .* has no parameter 'z'; its names"
+    ):
+        node.in_("z")
+    with pytest.raises(ValueError, match="none with the number 9"):
+        node.out(9)
+    with pytest.raises(ValueError, match="'f' has no output 'z'; it has 'y'"):
+        f.out("z")
+    with pytest.raises(ValueError, match="'f' has no scalar 0; it has none"):
+        f.scalar(0)
+
+
+def test_nodes_of_another_graph(builder):
+    stranger = add(BlockBuilder("H"), "theirs")
+    mine = add(builder)
+    with says("connect: 'theirs' is no node of this graph"):
+        builder.connect(stranger.out("y"), mine.in_("x"), "float32[n]")
+    with says("add_kernel: 'theirs' is no node of this graph"):
+        add(builder, after=stranger)
+    with says(r"input 'X': takes a pin of a node, such as node.in_\(0\), got"):
+        builder.input("X", mine, "float32[n]")
+
+
+# ---- names ---------------------------------------------------------------------------
+
+
+def test_names_are_given_once(builder):
+    a, b = add(builder, "a", scalars={"n": "n"}), add(builder, "b", scalars={"n": "n"})
+    builder.input("X", a.in_("x"), "float32[n]")
+    builder.output("Y", a.out("y"), "float32[n]")
+    with says("output 'Y': there is an output 'Y' already"):
+        builder.output("Y", b.out("y"), "float32[n]")
+    with says("input_scalar 'X': there is an input or a parameter 'X' already"):
+        builder.input_scalar("X", a.in_("a"))
+    builder.input_scalar("A", a.in_("a"))
+    with says("input 'A': there is an input or a parameter 'A' already"):
+        builder.input("A", b.in_("x"), "float32[n]")
+    with says("add_captured: 'x' is the name of two"):
+        function(builder, inputs=("x", "x"))
+
+
+def test_one_name_for_two_pins_of_one_type(builder):
+    a, b = add(builder, "a", scalars={"n": "n"}), add(builder, "b", scalars={"n": "n"})
+    builder.input("X", a.in_("x"), "float32[n]")
+    builder.input("X", b.in_("x"), "float32[n]")
+    f = function(builder, inputs={"x": "int32[n]"}, scalars={"k": 3})
+    with says(r"input 'X': it is float32\[n\], and input 'x' of 'f' takes int32\[n\]"):
+        builder.input("X", f.in_("x"))
+    builder.input_scalar("A", a.in_("a"))
+    with says("input_scalar 'A': it is float32, and scalar 'k' of 'f' takes int32"):
+        builder.input_scalar("A", f.scalar("k"))
+
+
+# ---- commit --------------------------------------------------------------------------
+
+
+def test_a_parameter_without_a_role(builder):
+    node = builder.add_kernel(kernel(), block=64)
+    builder.input("X", node.in_("x"), "float32[n]")
+    builder.output("Y", node.out("y"), "float32[n]")
+    builder.input_scalar("A", node.in_("a"))
+    with says(r"commit: parameter 3, 'n' \(u32\) of 'scale' has no value"):
+        builder.commit()
+
+
+def test_an_input_without_a_value(builder):
+    f = function(builder, inputs=("x", "z"))
+    builder.input("X", f.in_("x"))
+    builder.output("Y", f.out("y"))
+    with says("commit: input 'z' of 'f' has no value; connect it or expose it"):
+        builder.commit()
+
+
+def test_an_output_without_a_shape(builder):
+    a, b = add(builder, "a"), add(builder, "b")
+    builder.input("X", a.in_("x"), "float32[n]")
+    builder.connect(a.out("y"), b.in_("x"))
+    builder.output("Y", b.out("y"), "float32[n]")
+    with says("commit: parameter 1, 'y' .* of 'a' has no shape; say it where"):
+        builder.commit()
+
+
+@pytest.mark.parametrize("part", ["result", "constant", "default"])
+def test_a_word_that_nothing_tells(builder, part):
+    node = add(builder, scalars={"n": "m" if part == "constant" else "n"})
+    builder.input("X", node.in_("x"), "float32[n]")
+    kind = "float32[m]" if part == "result" else "float32[n]"
+    builder.input_scalar("A", node.in_("a"), "m" if part == "default" else 2.0)
+    builder.output("Y", node.out("y"), kind)
+    with says("commit: .* has the size 'm', which no input tells; known are 'n'"):
+        builder.commit()
+
+
+def test_nothing_comes_out(builder):
+    node = add(builder)
+    builder.input("X", node.in_("x"), "float32[n]")
+    with says("commit: the graph has no output, so nothing would run"):
+        builder.commit()
+    f = function(builder)
+    builder.input("Z", f.in_("x"))
+    builder.output("Y", f.out("y"))
+    with says("commit: .* 'y' .* of 'scale' has no value"):
+        builder.commit()
+
+
+def test_a_committed_graph_is_done(builder):
+    f = function(builder)
+    builder.input("X", f.in_("x"))
+    builder.output("Y", f.out("y"))
+    builder.commit()
+    for call in (
+        lambda: builder.output("Z", f.out("y")),
+        lambda: function(builder),
+        builder.commit,
+    ):
+        with says(".*the graph is committed; another BlockBuilder makes another"):
+            call()
+
+
+def test_append_outputs(builder):
+    node = builder.add_kernel(kernel("keep_positive"), block=64)
+    with says("append_output 'K': max_capacity must be 1 or more, got 0"):
+        builder.append_output("K", node.out("kept"), node.out("count"), 0, "float32[]")
+    with says("append_output 'K': data and counter are two parameters of one kernel"):
+        builder.append_output("K", node.out("kept"), node.out("kept"), 5, "float32[]")
+    with says(r"append_output 'K': type must have a shape, got float32\[\.\.\.\]"):
+        builder.append_output("K", node.out("kept"), node.out("count"), 5, "float32")
+
+
+# ---- nodes ---------------------------------------------------------------------------
+
+
+def test_what_is_no_node(builder, tmp_path):
+    with says("add_kernel: 'threads' is none of batch, block, cluster"):
+        builder.add_kernel(kernel(), threads=64)
+    with says("add_captured: 3 cannot be called"):
+        builder.add_captured(3, inputs=(), outputs=())
+    with says(r"add_child: a child is a Graph, which commit\(\) returns, got Block"):
+        builder.add_child(builder)
+    with says("add_captured: 'f' has no input, so nothing keeps it behind another"):
+        function(builder, inputs=(), after=add(builder))
+    with says("add_captured: names come as a sequence, got 'xy'"):
+        function(builder, inputs="xy")
+    with says(r"input 'X': a type is text like 'float32\[n, 3\]'"):
+        builder.input("X", function(builder, name="g").in_(0), "float33[n]")
+
+
+def test_kernels_by_the_path_of_their_ptx(builder, tmp_path):
+    path = tmp_path / "scale.ptx"
+    path.write_bytes(kernel().image)
+    beside = '{"entryPoint": "scale", "blockSize": 64, "parameters": ["x","y","a","n"]}'
+    (tmp_path / "scale.json").write_text(beside)
+    node = builder.add_kernel(path, scalars={"n": "n"}, fallback=lambda x, a, n: a * x)
+    builder.input("X", node.in_("x"), "float32[n]")
+    builder.input_scalar("A", node.in_(2), 2.0)
+    builder.output("Y", node.out(1), "float32[n]")
+    with jax.default_device(jax.devices("cpu")[0]):
+        got = builder.commit()(jnp.ones(100))
+    np.testing.assert_array_equal(got["Y"], np.full(100, 2, np.float32))
+
+
+# ---- calls ---------------------------------------------------------------------------
+
+
+def calls(**given):
+    return jax.eval_shape(lambda: one_kernel()(**given))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({}, "input 'X' is missing; it takes X"),
+        ({"Z": 1}, "has no input or parameter 'Z'; it has 'X', 'A'"),
+        (
+            {"X": jnp.ones(5, jnp.int32)},
+            r"input 'X' must be float32\[n\], got int32\[5\]",
+        ),
+        (
+            {"X": jnp.ones((5, 2))},
+            r"input 'X' must be float32\[n\], got float32\[5, 2\]",
+        ),
+        (
+            {"X": jnp.ones(5), "A": jnp.ones(2)},
+            r"parameter 'A' must be a number or float32\[\], got float32\[2\]",
+        ),
+        (
+            {"X": jnp.ones(5), "A": jnp.int32(2)},
+            r"parameter 'A' must be a number or float32\[\], got int32\[\]",
+        ),
+    ],
+)
+def test_bad_calls(given, text):
+    with pytest.raises((ValueError, TypeError), match=f"^graph 'G': {text}"):
+        calls(**given)
+
+
+def test_too_many_inputs():
+    with pytest.raises(TypeError, match=r"takes 1 input .X., got 2; parameters go by"):
+        one_kernel()(jnp.ones(5), jnp.ones(5))
+    with pytest.raises(TypeError, match="input 'X' came twice"):
+        one_kernel()(jnp.ones(5), X=jnp.ones(5))
+
+
+def test_words_are_one_size(builder):
+    f = function(builder, inputs=("x", "z"))
+    builder.input("X", f.in_("x"), "float32[n]")
+    builder.input("Z", f.in_("z"), "float32[2, n]")
+    builder.output("Y", f.out("y"))
+    with pytest.raises(
+        ValueError,
+        match=r"input 'Z' must be float32\[2, n\] with n is 5 by input 'X', got "
+        r"float32\[2, 6\]",
+    ):
+        builder.commit()(jnp.ones(5), jnp.ones((2, 6)))
+
+
+def test_what_a_function_returns_is_checked(builder):
+    f = function(builder, outputs={"y": "float32[2]"})
+    builder.input("X", f.in_("x"))
+    builder.output("Y", f.out("y"))
+    graph = builder.commit()
+    assert graph(jnp.ones(2))["Y"].shape == (2,)
+    with pytest.raises(
+        ValueError, match=r"output 'y' of 'f' must be float32\[2\], got"
+    ):
+        graph(jnp.ones(3))
+    with pytest.raises(TypeError, match=r"output 'y' of 'f' must be float32\[2\], got"):
+        graph(jnp.ones(2, jnp.int32))
+
+
+def test_a_function_returns_each_output(builder):
+    f = function(builder, outputs=("y", "z"))
+    builder.input("X", f.in_("x"))
+    builder.output("Y", f.out("y"))
+    with pytest.raises(
+        ValueError, match="'f': the captured function must return 'y', 'z'"
+    ):
+        builder.commit()(jnp.ones(3))
+
+
+def test_a_parameter_without_a_default(builder):
+    f = function(builder, scalars={"k": None})
+    builder.input("X", f.in_("x"))
+    builder.output("Y", f.out("y"))
+    with pytest.raises(
+        TypeError, match="parameter 'k' has no default, so it needs a val"
+    ):
+        builder.commit()(jnp.ones(3))
+
+
+def test_errors_tell_the_node():
+    """By notes, which tracebacks show, from the inner graph to the outer one."""
+    inner = BlockBuilder("Inner")
+    broken = inner.add_captured(
+        lambda x: x @ jnp.ones((7, 7)), inputs=("x",), outputs=("y",), name="product"
+    )
+    inner.input("X", broken.in_(0))
+    inner.output("Y", broken.out(0))
+    outer = BlockBuilder("Outer")
+    child = outer.add_child(inner.commit(), name="part")
+    outer.expose_input("X", child, "X")
+    outer.expose_output("Y", child, "Y")
+    with pytest.raises(TypeError) as raised:
+        outer.commit()(jnp.ones(3))
+    notes = [note for note in raised.value.__notes__ if note.startswith("in node")]
+    assert notes == [
+        "in node 'product' of graph 'Inner'",
+        "in node 'part' of graph 'Outer'",
+    ]
+
+
+def test_a_kernel_without_a_fallback_says_so(builder):
+    node = builder.add_kernel(kernel(), block=64, scalars={"n": "n", "a": 2.0})
+    builder.input("X", node.in_("x"), "float32[n]")
+    builder.output("Y", node.out("y"), "float32[n]")
+    with (
+        jax.default_device(jax.devices("cpu")[0]),
+        pytest.raises(NotImplementedError, match="pass fallback=, a function of"),
+    ):
+        builder.commit()(jnp.ones(5))

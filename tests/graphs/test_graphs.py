@@ -1,0 +1,417 @@
+"""Graphs as functions: what they compute, under JAX's transformations, and as values.
+
+The kernels run as JAX functions, as twins on a driver that stands in, and on a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_kernels import SOURCE
+
+import jax_kvblock
+from jax_kvblock import graphs, kernels
+from jax_kvblock.graphs import BlockBuilder
+
+
+@pytest.fixture(params=["fallback", "twin", pytest.param("gpu", marks=pytest.mark.gpu)])
+def where(request):
+    if request.param == "twin":
+        request.getfixturevalue("driver")
+    if request.param == "fallback":
+        request.getfixturevalue("on_cpu")
+    return request.param
+
+
+@pytest.fixture
+def on_cpu():
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@functools.cache
+def kernel(name: str) -> kernels.Kernel:
+    return kernels.from_cuda(SOURCE, name)
+
+
+@pytest.fixture
+def x(rng):
+    return jnp.asarray(rng.standard_normal(300, np.float32))
+
+
+def add_scale(builder, **options):
+    """y = a x. (const float* x, float* y, float a, int n)"""
+    return builder.add_kernel(
+        kernel("scale"),
+        block=64,
+        scalars={"n": "n"},
+        fallback=lambda x, a, n: a * x,
+        **options,
+    )
+
+
+def add_shift(builder, **options):
+    """x += a, in place. (float* x, double a, long long n)"""
+    return builder.add_kernel(
+        kernel("shift"),
+        block=64,
+        scalars={"n": "n"},
+        fallback=lambda x, a, n: x + jnp.float32(a),
+        **options,
+    )
+
+
+def line():
+    """2 x + 1: one kernel behind another, the second in place."""
+    builder = BlockBuilder("Line")
+    scale, shift = add_scale(builder), add_shift(builder)
+    builder.input("X", scale.in_("x"), "float32[n]")
+    builder.connect(scale.out("y"), shift.in_("x"), "float32[n]")
+    builder.input_scalar("Slope", scale.in_("a"), 2.0)
+    builder.input_scalar("Offset", shift.in_("a"), 1.0)
+    builder.output("Y", shift.out("x"))
+    return builder.commit()
+
+
+# ---- what is computed ----------------------------------------------------------------
+
+
+def test_a_line(where, x):
+    np.testing.assert_array_equal(line()(x)["Y"], 2 * x + 1)
+    np.testing.assert_array_equal(line()(X=x, Slope=3.0, Offset=0.5)["Y"], 3 * x + 0.5)
+
+
+def test_parameters_are_hot(where, x):
+    graph, traced = line(), 0
+
+    @jax.jit
+    def run(x, a, b):
+        nonlocal traced
+        traced += 1
+        return graph(x, Slope=a, Offset=b)["Y"]
+
+    for i in range(100):
+        a, b = np.float32(i / 8), np.float32(2 - i / 4)
+        # A GPU and a CPU round one product and one sum alike.
+        np.testing.assert_array_equal(run(x, a, b), a * np.asarray(x) + b)
+    assert traced == 1
+
+
+def fan():
+    """(2 x) + (2 x · 3) · mean: out to two nodes, and in to one."""
+    builder = BlockBuilder("Fan")
+    split = add_scale(builder, name="split")
+    builder.input("X", split.in_("x"), "float32[n]")
+    builder.input_scalar("Slope", split.in_("a"), 2.0)
+    mean = builder.add_captured(
+        jnp.mean, inputs={"x": "float32[n]"}, outputs={"m": "float32[]"}
+    )
+    times = add_scale(builder, name="times")
+    merge = builder.add_captured(
+        lambda a, b, weight: a + weight * b,
+        inputs=("a", "b"),
+        outputs=("sum",),
+        scalars={"weight": 3.0},
+        name="merge",
+    )
+    builder.connect(split.out("y"), mean.in_("x"), "float32[n]")
+    builder.connect(split.out("y"), times.in_("x"))
+    builder.connect(mean.out("m"), times.scalar("a"))
+    builder.connect(split.out("y"), merge.in_("a"))
+    builder.connect(times.out("y"), merge.in_("b"), "float32[n]")
+    builder.input_scalar("Weight", merge.scalar("weight"), 3.0)
+    builder.output("Sum", merge.out("sum"))
+    builder.output("Mean", mean.out("m"))
+    return builder.commit()
+
+
+def test_fan_out_and_fan_in(where, x):
+    got = jax.jit(fan())(x)
+    want = 2 * np.asarray(x, np.float64)
+    mean = want.mean()
+    np.testing.assert_allclose(got["Mean"], mean, rtol=1e-5)
+    np.testing.assert_allclose(got["Sum"], want + 3 * want * mean, rtol=1e-4)
+    weightless = jax.jit(lambda x, w: fan()(x, Weight=w)["Sum"])(x, 0.0)
+    np.testing.assert_allclose(weightless, want, rtol=1e-6)
+
+
+def test_what_is_updated_in_place_elsewhere_stays(where, x):
+    """A kernel updates its input in memory of its own where others need it, too."""
+    builder = BlockBuilder("Both")
+    scale, shift = add_scale(builder), add_shift(builder)
+    builder.input("X", scale.in_("x"), "float32[n]")
+    builder.connect(scale.out("y"), shift.in_("x"), "float32[n]")
+    builder.input_scalar("A", scale.in_("a"), 2.0)
+    builder.input_scalar("B", shift.in_("a"), 1.0)
+    builder.output("Before", scale.out("y"))
+    builder.output("After", shift.out("x"))
+    got = jax.jit(builder.commit())(x)
+    np.testing.assert_array_equal(got["Before"], 2 * x)
+    np.testing.assert_array_equal(got["After"], 2 * x + 1)
+
+
+def keep(capacity=40):
+    builder = BlockBuilder("Keep")
+    node = builder.add_kernel(
+        kernel("keep_positive"),
+        block=64,
+        scalars={"n": "n", "capacity": capacity},
+        fallback=lambda x, n, capacity: (
+            x[jnp.nonzero(x > 0, size=capacity, fill_value=0)[0]],
+            jnp.sum(x > 0),
+        ),
+    )
+    builder.input("X", node.in_("x"), "float32[n]")
+    builder.append_output(
+        "Kept", node.out("kept"), node.out("count"), capacity, "float32[]"
+    )
+    return builder.commit()
+
+
+@pytest.mark.parametrize("capacity", [40, 300])
+def test_append_outputs(where, x, capacity):
+    graph = keep(capacity)
+    assert [port.name for port in graph.outputs] == [
+        *("Kept", "Kept Count", "Kept Overflowed"),
+    ]
+    got = jax.jit(graph)(x)
+    positive = np.asarray(x)[np.asarray(x) > 0]
+    count = int(got["Kept Count"])
+    assert count == min(capacity, positive.size)
+    assert bool(got["Kept Overflowed"]) == (positive.size > capacity)
+    data = np.asarray(got["Kept"])
+    assert data.shape == (capacity,) and not data[count:].any()
+    assert set(data[:count]) <= set(positive) and len(set(data[:count])) == count
+
+
+def test_a_count_goes_to_another_kernel(where, x):
+    builder = BlockBuilder("Counted")
+    child = builder.add_child(keep(200))
+    scale = builder.add_kernel(
+        kernel("scale"),
+        block=64,
+        fallback=lambda x, a, n: jnp.where(jnp.arange(x.size) < n, a * x, 0),
+    )
+    builder.expose_input("X", child, "X")
+    builder.connect(child.out("Kept"), scale.in_("x"), "float32[200]")
+    builder.connect(child.out("Kept Count"), scale.scalar("n"))
+    builder.input_scalar("A", scale.in_("a"), 2.0)
+    builder.output("Y", scale.out("y"), "float32[200]")
+    builder.expose_output("Mine", child, "Kept")
+    graph = builder.commit()
+    got = jax.jit(graph)(x)
+    count = int(got["Mine Count"])
+    assert 0 < count < 200 and not bool(got["Mine Overflowed"])
+    np.testing.assert_array_equal(got["Y"][:count], 2 * got["Mine"][:count])
+
+
+def twice():
+    """Lines in a line, in a line: nested, with names of their own outside."""
+    builder = BlockBuilder("Twice")
+    first, second = builder.add_child(line()), builder.add_child(line())
+    assert (first.name, second.name) == ("Line", "Line 2")
+    builder.connect_children(first, "Y", second, "X")
+    builder.expose_input("In", first, "X")
+    builder.expose_output("Out", second, "Y")
+    builder.expose_parameter("Slope", first, "Slope")
+    builder.expose_parameter("Slope", second, "Slope")
+    builder.expose_parameter("Last", second, "Offset", 7.0)
+    return builder.commit()
+
+
+def test_nested_graphs(where, x):
+    builder = BlockBuilder("Outer")
+    child = builder.add_child(twice())
+    builder.expose_input("In", child, "In")
+    builder.expose_output("Out", child, "Out")
+    builder.expose_parameter("S", child, "Slope")
+    outer = builder.commit()
+    np.testing.assert_array_equal(outer(x)["Out"], 2 * (2 * x + 1) + 7)
+    np.testing.assert_array_equal(outer(x, S=1.0)["Out"], x + 1 + 7)
+    hot = jax.jit(lambda x, s: outer(x, S=s)["Out"])
+    np.testing.assert_array_equal(hot(x, 0.5), 0.5 * (0.5 * x + 1) + 7)
+
+
+def test_words_of_a_child_are_its_own(where, x):
+    """Both graphs say n, of different sizes."""
+    builder = BlockBuilder("Parts")
+    half = builder.add_captured(
+        lambda x: x[:100], inputs={"x": "float32[n]"}, outputs={"y": "float32[m]"}
+    )
+    child = builder.add_child(line())
+    builder.input("X", half.in_("x"))
+    builder.connect(half.out("y"), child.in_("X"))
+    builder.output("Y", child.out("Y"))
+    np.testing.assert_array_equal(builder.commit()(x)["Y"], 2 * x[:100] + 1)
+
+
+def test_a_library_call_by_ffi_is_a_node(on_cpu, rng):
+    """This library's own, whose conversions are custom calls."""
+    convert = jax_kvblock.block_to_universal
+    builder = BlockBuilder("Convert")
+    node = builder.add_captured(
+        convert, inputs={"blocks": "float32[b, 2, 2, 4, 3, 8]"}, outputs=("universal",)
+    )
+    builder.input("Blocks", node.in_(0))
+    builder.output("Universal", node.out(0))
+    blocks = jnp.asarray(rng.standard_normal((5, 2, 2, 4, 3, 8), np.float32))
+    graph = builder.commit()
+    np.testing.assert_array_equal(graph(blocks)["Universal"], convert(blocks))
+    assert "kvblock" in jax.jit(graph).lower(blocks).as_text()
+
+
+# ---- order ---------------------------------------------------------------------------
+
+
+def ordered(after):
+    builder = BlockBuilder("Ordered")
+    one = add_scale(builder, name="one")
+    two = add_scale(builder, name="two", after=[one] if after else ())
+    for node, name in ((one, "X"), (two, "Z")):
+        builder.input(name, node.in_("x"), "float32[n]")
+        builder.output(f"{name}2", node.out("y"), "float32[n]")
+        builder.input_scalar("A", node.in_("a"), 2.0)
+    return builder.commit()
+
+
+@pytest.mark.parametrize("after", [True, False])
+def test_after_is_an_operand(where, x, after):
+    """Of a kernel that takes nothing else from the first, so none overtakes it."""
+    graph = ordered(after)
+    got = jax.jit(graph)(x, 3 * x)
+    np.testing.assert_array_equal(got["X2"], 2 * x)
+    np.testing.assert_array_equal(got["Z2"], 6 * x)
+    calls = [
+        equation
+        for equation in jax.make_jaxpr(graph)(x, x).jaxpr.eqns
+        if equation.primitive.name == "kvblock_kernel_call"
+    ]
+    assert len(calls) == 2
+    assert [len(call.invars) for call in calls] == [1, 1 + after]
+
+
+def test_functions_and_graphs_wait_as_well(where, x):
+    """In the program that XLA gets; what it cannot move is its matter from there on."""
+    builder = BlockBuilder("Wait")
+    first = add_scale(builder, name="first")
+    second = builder.add_captured(
+        jnp.sin, inputs=("x",), outputs=("y",), name="sin", after=first
+    )
+    third = builder.add_child(line(), after=(first, second))
+    builder.input_scalar("A", first.in_("a"), 2.0)
+    for node, port in ((first, "x"), (second, "x"), (third, "X")):
+        builder.input(f"In {node.name}", node.in_(port), "float32[n]")
+    builder.output("One", first.out("y"), "float32[n]")
+    builder.output("Two", second.out("y"))
+    builder.output("Three", third.out("Y"))
+    graph = builder.commit()
+    got = jax.jit(graph)(x, x, x)
+    np.testing.assert_array_equal(got["Three"], 2 * x + 1)
+    np.testing.assert_allclose(got["Two"], jnp.sin(x), rtol=1e-6)
+    text = jax.jit(graph).lower(x, x, x).as_text()
+    assert text.count("optimization_barrier") >= 2
+
+
+# ---- transformations -----------------------------------------------------------------
+
+
+def with_rules():
+    builder = BlockBuilder("Rules")
+    node = add_scale(
+        builder,
+        batch="sequential",
+        vjp=lambda arrays, y, g: 2 * g,
+        grid=lambda x: -(-x.size // 64),
+    )
+    builder.input("X", node.in_("x"), "float32[n]")
+    builder.input_scalar("A", node.in_("a"), 2.0)
+    builder.output("Y", node.out("y"), "float32[n]")
+    return builder.commit()
+
+
+def test_vmap_and_grad(where, x):
+    graph = with_rules()
+    both = jnp.stack([x, x + 1, x * x])
+    np.testing.assert_array_equal(jax.vmap(graph)(both)["Y"], 2 * both)
+    loss = jax.grad(lambda x: jnp.sum(graph(x)["Y"] ** 2))
+    np.testing.assert_allclose(loss(x), 8 * x, rtol=1e-6)
+    batched = jax.vmap(jax.grad(lambda x: jnp.sum(graph(x)["Y"])))(both)
+    np.testing.assert_array_equal(batched, np.full((3, 300), 2, np.float32))
+
+
+def test_scan(where, x):
+    graph = line()
+
+    def step(x, offset):
+        return graph(x, Slope=0.5, Offset=offset)["Y"], None
+
+    offsets = jnp.arange(4.0)
+    got, _ = jax.jit(lambda x: jax.lax.scan(step, x, offsets))(x)
+    want = x
+    for offset in offsets:
+        want = 0.5 * want + offset
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+# ---- graphs as values ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [line, fan, keep, twice, with_rules])
+def test_a_graph_built_again_is_the_same(make):
+    assert make() == make() and hash(make()) == hash(make())
+
+
+def test_a_graph_built_otherwise_is_another(x):
+    def build(name="G", block=64, default=2.0, type="float32[n]", factor=2, port="X"):
+        builder = BlockBuilder(name)
+        node = builder.add_kernel(
+            kernel("scale"),
+            block=block,
+            scalars={"n": "n"},
+            fallback=lambda x, a, n: factor * a * x,
+        )
+        builder.input(port, node.in_("x"), type)
+        builder.input_scalar("A", node.in_("a"), default)
+        builder.output("Y", node.out("y"), type)
+        return builder.commit()
+
+    changes = [
+        {"name": "H"},
+        {"block": 32},
+        {"default": 3.0},
+        {"type": "float32[n, 2]"} | {},
+        {"factor": 3},
+        {"port": "Z"},
+    ]
+    changes[3] = {"type": "float32[n]", "block": 128}
+    assert build() == build()
+    for change in changes:
+        assert build(**change) != build(), change
+
+
+def test_jit_traces_equal_graphs_once(on_cpu, x):
+    """As a static argument, which is how an engine has them."""
+    traced = 0
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(graph, x):
+        nonlocal traced
+        traced += 1
+        return graph(x)
+
+    for _ in range(3):
+        run(line(), x)
+    assert traced == 1
+    run(fan(), x)
+    assert traced == 2
+
+
+def test_shown():
+    assert repr(line()) == (
+        "Graph 'Line'(X: float32[n], Slope: float32 = 2.0, Offset: float32 = 1.0) -> Y"
+    )
+    assert isinstance(line(), graphs.Graph)
