@@ -23,7 +23,7 @@ NEEDS = $(BIN)/python -c "import sys, tomllib; \
   project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
   print(*project['dependencies'], *project['optional-dependencies'][sys.argv[1]])"
 
-.PHONY: demo test test-all lint format bench gpu-test sweep stress mutants gpu-mutants report clean
+.PHONY: demo test test-all lint style format bench gpu-test sweep stress mutants gpu-mutants report clean
 
 # The package, built from this folder. Tests and examples import what was installed.
 $(VENV)/.installed: $(SOURCES)
@@ -91,11 +91,14 @@ $(VENV)/.lint: pyproject.toml
 	touch $@
 
 CPP = $(shell git ls-files 'cpp/*.h' 'cpp/*.cc' 'cpp/*.cu' 'cpp/*.cuh')
-lint: $(VENV)/.lint $(VENV)/.installed
+# What needs no build comes first.
+lint: style $(VENV)/.installed
+	$(BIN)/mypy --python-executable $(BIN)/python
+
+style: $(VENV)/.lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
-	$(BIN)/mypy --python-executable $(BIN)/python
 
 format: $(VENV)/.lint
 	$(BIN)/ruff check --fix .
