@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_kernels import SOURCE
+from emulated_kernels import kernel
 
-from jax_kvblock import kernels
 from jax_kvblock.graphs import BlockBuilder
 
 
-@functools.cache
-def kernel(name: str = "scale") -> kernels.Kernel:
-    """scale: (const float* x, float* y, float a, int n)"""
-    return kernels.from_cuda(SOURCE, name)
-
-
+# scale: (const float* x, float* y, float a, int n)
 @pytest.fixture
 def builder():
     return BlockBuilder("G")
@@ -28,7 +20,7 @@ def builder():
 def add(builder, name=None, **options):
     options = {"scalars": {"n": "n", "a": 2.0}, "block": 64} | options
     return builder.add_kernel(
-        kernel(), name=name, fallback=lambda x, a, n: a * x, **options
+        kernel("scale"), name=name, fallback=lambda x, a, n: a * x, **options
     )
 
 
@@ -45,7 +37,7 @@ def says(text):
 def one_kernel():
     builder = BlockBuilder("G")
     node = builder.add_kernel(
-        kernel(), block=64, scalars={"n": "n"}, fallback=lambda x, a, n: a * x
+        kernel("scale"), block=64, scalars={"n": "n"}, fallback=lambda x, a, n: a * x
     )
     builder.input("X", node.in_("x"), "float32[n]")
     builder.input_scalar("A", node.in_("a"), 2.0)
@@ -187,7 +179,7 @@ def test_one_name_for_two_pins_of_one_type(builder):
 
 
 def test_a_parameter_without_a_role(builder):
-    node = builder.add_kernel(kernel(), block=64)
+    node = builder.add_kernel(kernel("scale"), block=64)
     builder.input("X", node.in_("x"), "float32[n]")
     builder.output("Y", node.out("y"), "float32[n]")
     builder.input_scalar("A", node.in_("a"))
@@ -264,7 +256,7 @@ def test_append_outputs(builder):
 
 def test_what_is_no_node(builder, tmp_path):
     with says("add_kernel: 'threads' is none of batch, block, cluster"):
-        builder.add_kernel(kernel(), threads=64)
+        builder.add_kernel(kernel("scale"), threads=64)
     with says("add_captured: 3 cannot be called"):
         builder.add_captured(3, inputs=(), outputs=())
     with says(r"add_child: a child is a Graph, which commit\(\) returns, got Block"):
@@ -279,7 +271,7 @@ def test_what_is_no_node(builder, tmp_path):
 
 def test_kernels_by_the_path_of_their_ptx(builder, tmp_path):
     path = tmp_path / "scale.ptx"
-    path.write_bytes(kernel().image)
+    path.write_bytes(kernel("scale").image)
     beside = '{"entryPoint": "scale", "blockSize": 64, "parameters": ["x","y","a","n"]}'
     (tmp_path / "scale.json").write_text(beside)
     node = builder.add_kernel(path, scalars={"n": "n"}, fallback=lambda x, a, n: a * x)
@@ -402,7 +394,7 @@ def test_errors_tell_the_node():
 
 
 def test_a_kernel_without_a_fallback_says_so(builder):
-    node = builder.add_kernel(kernel(), block=64, scalars={"n": "n", "a": 2.0})
+    node = builder.add_kernel(kernel("scale"), block=64, scalars={"n": "n", "a": 2.0})
     builder.input("X", node.in_("x"), "float32[n]")
     builder.output("Y", node.out("y"), "float32[n]")
     with (

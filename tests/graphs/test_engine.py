@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_kernels import SOURCE
+from emulated_kernels import kernel
 
-from jax_kvblock import kernels
 from jax_kvblock.graphs import BlockBuilder, Engine, State
 
 
@@ -152,7 +151,7 @@ def test_values_that_do_not_fit(name, value, text):
 def keep(capacity):
     builder = BlockBuilder("Keep")
     node = builder.add_kernel(
-        kernels.from_cuda(SOURCE, "keep_positive"),
+        kernel("keep_positive"),
         block=64,
         scalars={"n": "n", "capacity": capacity},
         fallback=lambda x, n, capacity: (jnp.ones(capacity), jnp.sum(x > 0)),

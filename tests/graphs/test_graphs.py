@@ -1,6 +1,6 @@
 """Graphs as functions: what they compute, under JAX's transformations, and as values.
 
-The kernels run as JAX functions, as twins on a driver that stands in, and on a GPU.
+The kernels run as JAX functions, as C++ behind a driver that stands in, on a GPU.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_kernels import SOURCE
+from emulated_kernels import kernel
 
 import jax_kvblock
-from jax_kvblock import graphs, kernels
+from jax_kvblock import graphs
 from jax_kvblock.graphs import BlockBuilder
 
 
-@pytest.fixture(params=["fallback", "twin", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["fallback", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def where(request):
-    if request.param == "twin":
+    if request.param == "emulator":
         request.getfixturevalue("driver")
     if request.param == "fallback":
         request.getfixturevalue("on_cpu")
@@ -31,11 +31,6 @@ def where(request):
 def on_cpu():
     with jax.default_device(jax.devices("cpu")[0]):
         yield
-
-
-@functools.cache
-def kernel(name: str) -> kernels.Kernel:
-    return kernels.from_cuda(SOURCE, name)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """`kernel_call`: what reaches the kernel, in a jit and under its transformations.
 
-On a CPU a driver stands in that runs twins of the kernels; on a GPU they run
+On a CPU a driver stands in that runs the kernels as C++; on a GPU they run
 themselves.
 """
 
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_kernels import SOURCE
+from emulated_kernels import kernel
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -30,17 +30,12 @@ def own_cache(tmp_path_factory, monkeypatch):
     )
 
 
-@pytest.fixture(params=["twin", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
 def where(request):
-    """On a driver that runs twins, and where there is a GPU, on it."""
-    if request.param == "twin":
+    """On a driver that stands in, and where there is a GPU, on it."""
+    if request.param == "emulator":
         request.getfixturevalue("driver")
     return request.param
-
-
-@functools.cache
-def kernel(name: str) -> kernels.Kernel:
-    return kernels.from_cuda(SOURCE, name)
 
 
 def blocks(n: int) -> int:
@@ -195,7 +190,7 @@ def test_sidecars_say_block_and_shared_memory(where, x):
 
 @pytest.mark.gpu
 def test_ptx_whose_constant_is_edited_computes_something_else():
-    """A twin is no PTX: a GPU alone runs what is loaded."""
+    """What stands in runs the source: a GPU alone runs what is loaded."""
     source = 'extern "C" __global__ void f(float* x) { x[threadIdx.x] = 2.0f; }'
     made = kernels.from_cuda(source, "f")
     edited = made.image.decode().replace("0f40000000", "0f40400000")
@@ -218,7 +213,7 @@ def test_tensor_maps(where, rng):
     )
     words = np.asarray(jax.jit(show)(x)).view(np.uint64)
     assert words.any()
-    if where == "twin":
+    if where == "emulator":
         assert words[0] % 16 == 0  # the array's address
         assert list(words[1:4]) == [9 | 2 << 8 | 3 << 24 | 2 << 32, 64, 96]
         assert words[7] == 128

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_kernels import SOURCE
+from emulated_kernels import SOURCE, kernel
 
 from jax_kvblock import kernels
 
 X = np.ones(1000, np.float32)
 F32 = jax.ShapeDtypeStruct((1000,), jnp.float32)
-
-
-@functools.cache
-def kernel(name: str) -> kernels.Kernel:
-    return kernels.from_cuda(SOURCE, name)
 
 
 def call(*arrays: Any, name: str = "scale", **options: Any) -> Any:

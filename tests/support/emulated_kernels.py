@@ -1,15 +1,16 @@
-"""Kernels of one's own where there is no GPU: a driver that runs twins of them.
+"""Kernels of one's own where there is no GPU: a driver that runs them as C++.
 
 `driver` lowers kernel calls for a CPU as they are lowered for a GPU: the FFI handlers
 decode them, and the launcher loads and launches through a driver that is the
-emulator's. The code that is loaded is what NVRTC made; what runs in its place is a twin
-of the kernel in C++, of the same name (`emulator/driver.cc`).
+emulator's. The code that is loaded is what NVRTC made; what runs in its place is the
+same source, compiled for the emulator (`emulator/own_kernels.h`).
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import jax
 import pytest
 from cpp_programs import built_once, compiler
 
-from jax_kvblock.kernels import cuda
+from jax_kvblock.kernels import Kernel, cuda, from_cuda
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """
@@ -57,6 +58,12 @@ extern "C" __global__ void nothing(float* x) {}
 """
 
 
+@functools.cache
+def kernel(name: str) -> Kernel:
+    """One of `SOURCE`."""
+    return from_cuda(SOURCE, name)
+
+
 def _build_driver(library: Path) -> None:
     _compile("tests/support/emulator/driver.cc", to=library)
 
@@ -79,6 +86,38 @@ def _compile(*given: str, to: Path) -> None:
     command += ["-isystem", jax.ffi.include_dir()]
     command += [x if x.startswith("-") else str(ROOT / x) for x in given]
     subprocess.run([*command, "-ldl", "-o", str(to)], check=True)
+
+
+def emulate(
+    driver: ctypes.CDLL,
+    factory: pytest.TempPathFactory,
+    name: str,
+    source: str,
+    *kernels: Kernel,
+    prelude: str = "",
+) -> None:
+    """Has the driver run these kernels of a CUDA source.
+
+    name: of the library that is made, once for all workers. prelude: C++ in front of
+    the source, for what the emulator has instead of instructions.
+    """
+
+    def build(library: Path) -> None:
+        text = f'#include "own_kernels.h"\n{prelude}\n{source}\n'
+        for i, kernel in enumerate(kernels):
+            expression = kernel.shown.split(" of ")[0]
+            text += (
+                f'extern "C" void run_{i}(const emulator::OwnLaunch* launch) '
+                f"{{ emulator::RunOwn({expression}, launch); }}\n"
+            )
+        file = library.with_suffix(".cc")
+        file.write_text(text)
+        _compile(str(file), "-Wno-unknown-pragmas", "-ffp-contract=off", to=library)
+
+    made = ctypes.CDLL(str(built_once(factory, f"lib{name}.so", build)))
+    for i, kernel in enumerate(kernels):
+        run = ctypes.cast(getattr(made, f"run_{i}"), ctypes.c_void_p)
+        driver.emulator_add_kernel(kernel.name.encode(), run)
 
 
 @pytest.fixture(scope="session")
@@ -107,6 +146,8 @@ def kernel_handlers(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
             "execute": capsule(execute),
         }
         jax.ffi.register_ffi_target(name, stages, platform="cpu")
+    names = [n for n in re.findall(r"__global__ void (\w+)", SOURCE) if n != "nothing"]
+    emulate(driver, tmp_path_factory, "sources", SOURCE, *map(kernel, names))
     return driver
 
 

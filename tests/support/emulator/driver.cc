@@ -1,15 +1,12 @@
-// A CUDA driver that runs kernels on the CPU: libcuda.so.1 as far as launching needs it, and twins
-// of the tests' kernels, by their names. What is loaded and launched is what Python and the
-// launcher made; only the kernels' own code is not run.
-//
-// A twin asks for its parameters by number. One that the PTX loads from memory is loaded here, too:
-// the text that was loaded tells.
+// A CUDA driver that runs kernels on the CPU: libcuda.so.1 as far as launching needs it. What is
+// loaded and launched is what Python and the launcher made; in place of the code that was loaded
+// runs the kernel's source, compiled as C++ (own_kernels.h), by its name. A parameter that the PTX
+// loads from memory is loaded here, too: the text that was loaded tells.
 #include "ops/kernel_call/driver.h"
 
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
@@ -25,90 +22,55 @@ struct Function {
   int shared_limit = 48 * 1024;
 };
 
-struct Index {
-  unsigned x, y, z;
+// A launch, as a kernel that the emulator compiled asks about it (own_kernels.h).
+struct OwnLaunch {
+  unsigned grid[3], block[3], at[3];
+  const void* launch;
+  void (*read)(const OwnLaunch*, int number, int bytes, char kind, void* to);
 };
+using RunOwn = void (*)(const OwnLaunch*);
 
 struct Launch {
   const Function& function;
-  const driver::LaunchConfig& config;
   void** parameters;
 
-  bool IsLoaded(int number) const {
-    return function.image.find("%kvblock_at" + std::to_string(number) + ",") != std::string::npos;
+  bool Has(const std::string& text) const {
+    return function.image.find(text) != std::string::npos;
   }
-  // By value, or from memory as the PTX has it.
-  template <typename T>
-  T Get(int number, Index block) const {
-    if (!IsLoaded(number)) return *static_cast<T*>(parameters[number]);
-    const char* at = *static_cast<const char**>(parameters[number]);
-    const std::string part = "%kvblock_of" + std::to_string(number) + ",";
-    const size_t narrow = function.image.find(part);
-    const size_t size = narrow != std::string::npos ? 4 : sizeof(T);
-    const std::string own = "%kvblock_block" + std::to_string(number) + ", %ctaid.";
+  // By value, or from memory as the PTX has it: of the grid's member, and of a narrower type.
+  void Read(const OwnLaunch& at, int number, int bytes, char kind, void* to) const {
+    const std::string n = std::to_string(number);
+    if (!Has("%kvblock_at" + n + ",")) return void(std::memcpy(to, parameters[number], bytes));
+    const char* from = *static_cast<const char**>(parameters[number]);
+    const bool widened = Has("%kvblock_of" + n + ",");
+    const std::string own = "%kvblock_block" + n + ", %ctaid.";
     if (const size_t axis = function.image.find(own); axis != std::string::npos) {
       const char name = function.image[axis + own.size()];
-      at += size * (name == 'x' ? block.x : name == 'y' ? block.y : block.z);
+      from += size_t{at.at[name - 'x']} * (widened ? 4 : bytes);
     }
-    if (size == sizeof(T)) return *reinterpret_cast<const T*>(at);
-    const size_t widened = function.image.find(", %kvblock_of" + std::to_string(number) + ";");
-    const std::string type = function.image.substr(function.image.rfind("cvt.", widened), 12);
-    if (type == "cvt.f64.f32 ") return static_cast<T>(*reinterpret_cast<const float*>(at));
-    if (type == "cvt.s64.s32 ") return static_cast<T>(*reinterpret_cast<const int32_t*>(at));
-    return static_cast<T>(*reinterpret_cast<const uint32_t*>(at));
-  }
-  template <typename T>
-  T* Pointer(int number) const {
-    return *static_cast<T**>(parameters[number]);
+    if (!widened) return void(std::memcpy(to, from, bytes));
+    const size_t use = function.image.find(", %kvblock_of" + n + ";");
+    const std::string type = function.image.substr(function.image.rfind("cvt.", use), 12);
+    if (kind == 'f') {
+      *static_cast<double*>(to) = *reinterpret_cast<const float*>(from);
+    } else if (type == "cvt.s64.s32 ") {
+      *static_cast<int64_t*>(to) = *reinterpret_cast<const int32_t*>(from);
+    } else {
+      *static_cast<uint64_t*>(to) = *reinterpret_cast<const uint32_t*>(from);
+    }
   }
 };
 
-// A thread of a grid: its block, and its number in it along x.
-using Twin = std::function<void(const Launch&, Index block, unsigned thread)>;
-
-std::map<std::string, Twin> Twins() {
-  std::map<std::string, Twin> twins;
-  // (const float* x, float* y, float a, int n): y = a x
-  twins["scale"] = [](const Launch& l, Index block, unsigned thread) {
-    const int64_t i = int64_t{block.x} * l.config.block[0] + thread;
-    if (i >= l.Get<int32_t>(3, block)) return;
-    l.Pointer<float>(1)[i] = l.Get<float>(2, block) * l.Pointer<float>(0)[i];
-  };
-  // The same for member blockIdx.z.
-  twins["scale_members"] = [](const Launch& l, Index block, unsigned thread) {
-    const int64_t n = l.Get<int32_t>(3, block), i = int64_t{block.x} * l.config.block[0] + thread;
-    if (i >= n) return;
-    l.Pointer<float>(1)[block.z * n + i] =
-        l.Get<float>(2, block) * l.Pointer<float>(0)[block.z * n + i];
-  };
-  // (float* x, double a, long long n): x += a
-  twins["shift"] = [](const Launch& l, Index block, unsigned thread) {
-    const int64_t i = int64_t{block.x} * l.config.block[0] + thread;
-    if (i >= l.Get<int64_t>(2, block)) return;
-    l.Pointer<float>(0)[i] += static_cast<float>(l.Get<double>(1, block));
-  };
-  // (const float* x, float* kept, unsigned* count, int n, unsigned capacity): x > 0 are kept
-  twins["keep_positive"] = [](const Launch& l, Index block, unsigned thread) {
-    const int64_t i = int64_t{block.x} * l.config.block[0] + thread;
-    if (i >= l.Get<int32_t>(3, block) || !(l.Pointer<float>(0)[i] > 0.0f)) return;
-    const uint32_t place = l.Pointer<uint32_t>(2)[0]++;
-    if (place < l.Get<uint32_t>(4, block)) l.Pointer<float>(1)[place] = l.Pointer<float>(0)[i];
-  };
-  // (const __grid_constant__ CUtensorMap map, unsigned long long* words): the map's words
-  twins["show_map"] = [](const Launch& l, Index, unsigned thread) {
-    if (thread < 16) {
-      std::memcpy(l.Pointer<uint64_t>(1) + thread, static_cast<char*>(l.parameters[0]) + thread * 8,
-                  8);
-    }
-  };
-  return twins;
+void Read(const OwnLaunch* at, int number, int bytes, char kind, void* to) {
+  static_cast<const Launch*>(at->launch)->Read(*at, number, bytes, kind, to);
 }
 
 struct State {
   std::mutex mutex;
   int context = 0;
   std::set<Function*> functions;
-  std::map<std::string, Twin> twins = Twins();
+  // In blocks of any shape there is nothing to run of one that does nothing.
+  std::map<std::string, RunOwn> kernels{{"nothing", [](const OwnLaunch*) {}}};
   int loads = 0, launches = 0, prepared = 0, fails_with = 0;
   driver::LaunchConfig last{};
   std::vector<driver::LaunchAttribute> attributes;
@@ -126,6 +88,7 @@ extern "C" {
 
 // ---- what tests ask and set ----------------------------------------------------------
 
+void emulator_add_kernel(const char* entry, RunOwn run) { Global().kernels[entry] = run; }
 int emulator_loads() { return Global().loads; }
 int emulator_launches() { return Global().launches; }
 void emulator_fail_with(int status) { Global().fails_with = status; }
@@ -220,14 +183,15 @@ int cuLaunchKernelEx(const driver::LaunchConfig* config, void* function, void** 
   state.last = *config;
   state.attributes.assign(config->attributes, config->attributes + config->count);
   ++state.launches;
-  const auto twin = state.twins.find(own.entry);
-  if (twin == state.twins.end()) return 0;
-  const Launch launch{own, *config, parameters};
-  for (unsigned z = 0; z < config->grid[2]; ++z) {
-    for (unsigned y = 0; y < config->grid[1]; ++y) {
-      for (unsigned x = 0; x < config->grid[0]; ++x) {
-        for (unsigned t = 0; t < threads; ++t) twin->second(launch, {x, y, z}, t);
-      }
+  const auto kernel = state.kernels.find(own.entry);
+  if (kernel == state.kernels.end()) return kNotFound;
+  const Launch launch{own, parameters};
+  OwnLaunch at{{}, {}, {}, &launch, Read};
+  std::memcpy(at.grid, config->grid, 12);
+  std::memcpy(at.block, config->block, 12);
+  for (at.at[2] = 0; at.at[2] < at.grid[2]; ++at.at[2]) {
+    for (at.at[1] = 0; at.at[1] < at.grid[1]; ++at.at[1]) {
+      for (at.at[0] = 0; at.at[0] < at.grid[0]; ++at.at[0]) kernel->second(&at);
     }
   }
   return 0;
