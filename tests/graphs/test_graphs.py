@@ -18,7 +18,9 @@ from jax_kvblock import graphs
 from jax_kvblock.graphs import BlockBuilder
 
 
-@pytest.fixture(params=["fallback", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=["fallback", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)]
+)
 def where(request):
     if request.param == "emulator":
         request.getfixturevalue("driver")
