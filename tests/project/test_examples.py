@@ -137,3 +137,21 @@ def run(example: str, *options: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+# ---- kernels of one's own ------------------------------------------------------------
+
+
+def test_blocks_are_quantized_by_a_kernel_of_ones_own() -> None:
+    printed = run("quantize_blocks.py")
+    found = re.search(r"4 blocks: ([\d,]+) bytes for ([\d,]+)", printed)
+    assert found is not None
+    ours, theirs = (int(number.replace(",", "")) for number in found.groups())
+    assert ours / theirs == (128 + 4) / 256
+
+
+def test_a_product_with_weights_in_four_bits() -> None:
+    printed = run("w4a16.py")
+    assert "in 4.25 bits a number" in printed
+    rows = re.findall(r"(\d+) rows: largest difference ([\d.e-]+)", printed)
+    assert [number for number, _ in rows] == ["1", "4", "16"]
