@@ -25,6 +25,7 @@ import bench_cpu
 import bench_decode
 import bench_decode_step
 import bench_host
+import bench_kernels
 import bench_layouts
 import bench_objects
 import bench_paged_cpu
@@ -41,11 +42,15 @@ BENCHES: dict[str, common.Bench] = {
     "attention": bench_attention.bench,
     "decode": bench_decode.bench,
     "decode-step": bench_decode_step.bench,
+    "kernels": bench_kernels.bench,
     "attention-cpu": bench_attention_cpu.bench,
     "paged-cpu": bench_paged_cpu.bench,
 }
 # Each benchmark measures the ceilings it needs itself, in its own run.
-ON_GPU = ("objects", "host", "layouts", "append", "attention", "decode", "decode-step")
+ON_GPU = (
+    *("objects", "host", "layouts", "append", "attention", "decode", "decode-step"),
+    "kernels",
+)
 ON_CPU = ("objects", "host", "cpu", "attention-cpu", "paged-cpu")
 
 
