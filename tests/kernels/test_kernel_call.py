@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import emulated_kernels
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cpp_programs import folder_of
 from emulated_kernels import kernel
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -405,6 +413,82 @@ def test_export(x):
     assert b"ld.global.nc.f32" in data and b".entry scale" in data
     again = jax.export.deserialize(bytearray(data))
     assert again.out_avals[0].shape == (1000,)
+
+
+# Loads a program and runs it on [0, 1, …]; on a CPU by the driver that stands in.
+AGAIN = """
+import hashlib, sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+import jax_kvblock  # registers the handlers
+
+if sys.argv[2]:
+    sys.path.insert(0, sys.argv[3])
+    import emulated_kernels as e
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.devices()  # types of FFI cannot wait for the client
+    driver = e.register(Path(sys.argv[2]))
+    e.add_kernels(driver, Path(sys.argv[2]) / "libsources.so", e.NAMES)
+program = jax.export.deserialize(bytearray(Path(sys.argv[1]).read_bytes()))
+got = program.call(jnp.arange(1000.0) / 7, jnp.float32(1.1))
+print(hashlib.sha256(got.tobytes()).hexdigest())
+"""
+
+
+def test_a_new_process_runs_what_was_exported(where, tmp_path, tmp_path_factory):
+    """The same bits, of a kernel that the new process has not seen."""
+    pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
+    x = jnp.arange(1000.0) / 7
+    allowed = jax.export.DisabledSafetyCheck.custom_call("kvblock_kernel_call")
+    exported = jax.export.export(jax.jit(scale), disabled_checks=[allowed])
+    (tmp_path / "program").write_bytes(exported(x, jnp.float32(1.1)).serialize())
+    libraries = "" if where == "gpu" else folder_of(tmp_path_factory)
+    support = Path(emulated_kernels.__file__).parent
+    package = Path(kernels.__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", AGAIN, tmp_path / "program", libraries, support],
+        env={**os.environ, "PYTHONPATH": str(package), "JAX_KVBLOCK_CACHE_DIR": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    want = hashlib.sha256(np.asarray(scale(x, jnp.float32(1.1))).tobytes())
+    assert done.stdout.strip() == want.hexdigest()
+
+
+def test_the_persistent_compilation_cache(where, x, tmp_path):
+    """A program that comes from the disk loads the kernel again."""
+    hits = []
+
+    def count(event: str, **_: object) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            hits.append(event)
+
+    jax.monitoring.register_event_listener(count)
+    options = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        for turn in range(2):
+            got = jax.jit(lambda x, a: scale(x, a) + 1)(x, jnp.float32(3))
+            np.testing.assert_array_equal(got, 3 * x + 1)
+            assert bool(hits) == bool(turn)
+            jax.clear_caches()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 # ---- several devices -----------------------------------------------------------------

@@ -20,13 +20,17 @@ def compiler() -> str:
     return found
 
 
+def folder_of(factory: pytest.TempPathFactory) -> Path:
+    """Where all workers find what one of them built."""
+    folder = factory.getbasetemp()
+    return folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+
+
 def built_once(
     factory: pytest.TempPathFactory, name: str, build: Callable[[Path], None]
 ) -> Path:
     """A file that `build` makes where it is told, by whichever worker comes first."""
-    folder = factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent
+    folder = folder_of(factory)
     made = folder / name
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -12,7 +12,7 @@ import ctypes
 import functools
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -56,6 +56,10 @@ extern "C" __global__ void show_map(const __grid_constant__ Map map,
 
 extern "C" __global__ void nothing(float* x) {}
 """
+
+
+NAMES = [n for n in re.findall(r"__global__ void (\w+)", SOURCE) if n != "nothing"]
+DRIVER, HANDLERS = "libdriver.so", "libkernel_call.so"
 
 
 @functools.cache
@@ -114,20 +118,34 @@ def emulate(
         file.write_text(text)
         _compile(str(file), "-Wno-unknown-pragmas", "-ffp-contract=off", to=library)
 
-    made = ctypes.CDLL(str(built_once(factory, f"lib{name}.so", build)))
-    for i, kernel in enumerate(kernels):
-        run = ctypes.cast(getattr(made, f"run_{i}"), ctypes.c_void_p)
-        driver.emulator_add_kernel(kernel.name.encode(), run)
+    made = built_once(factory, f"lib{name}.so", build)
+    add_kernels(driver, made, [kernel.name for kernel in kernels])
+
+
+def add_kernels(driver: ctypes.CDLL, library: Path, names: Sequence[str]) -> None:
+    """Tells the driver where the kernels are that `emulate` built."""
+    loaded = ctypes.CDLL(str(library))
+    for i, name in enumerate(names):
+        run = ctypes.cast(getattr(loaded, f"run_{i}"), ctypes.c_void_p)
+        driver.emulator_add_kernel(name.encode(), run)
 
 
 @pytest.fixture(scope="session")
 def kernel_handlers(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """The driver, for questions; the handlers are registered."""
     # Found by its path: where there is a GPU, its own driver is loaded, too.
-    own_driver = built_once(tmp_path_factory, "libdriver.so", _build_driver)
+    own_driver = built_once(tmp_path_factory, DRIVER, _build_driver)
     build = functools.partial(_build_handlers, own_driver)
-    made = built_once(tmp_path_factory, "libkernel_call.so", build)
-    driver, handlers = ctypes.CDLL(str(own_driver)), ctypes.CDLL(str(made))
+    built_once(tmp_path_factory, HANDLERS, build)
+    driver = register(own_driver.parent)
+    emulate(driver, tmp_path_factory, "sources", SOURCE, *map(kernel, NAMES))
+    return driver
+
+
+def register(folder: Path) -> ctypes.CDLL:
+    """Registers the handlers that were built there; the driver that stands in."""
+    driver = ctypes.CDLL(str(folder / DRIVER))
+    handlers = ctypes.CDLL(str(folder / HANDLERS))
     for ask in ("emulator_kernel_state_id", "emulator_kernel_state_info"):
         getattr(handlers, ask).restype = ctypes.c_void_p
     capsule = jax.ffi.pycapsule
@@ -146,8 +164,6 @@ def kernel_handlers(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
             "execute": capsule(execute),
         }
         jax.ffi.register_ffi_target(name, stages, platform="cpu")
-    names = [n for n in re.findall(r"__global__ void (\w+)", SOURCE) if n != "nothing"]
-    emulate(driver, tmp_path_factory, "sources", SOURCE, *map(kernel, names))
     return driver
 
 
