@@ -155,10 +155,18 @@ def _fall_back_of_one(call: Call, *operands: Any) -> list[Any]:
                 f"{WHERE}: result {number} of the fallback of {call.kernel} must be "
                 f"{shape.dtype}{list(shape.shape)}, got {x.dtype}{list(x.shape)}"
             )
-        flat.append(x)
-        if count is not None:
-            flat.append(jnp.asarray(count).astype(COUNT.dtype).reshape(()))
+        if count is None:
+            flat.append(x)
+        else:
+            count = jnp.asarray(count).astype(COUNT.dtype).reshape(())
+            flat += [_zeros_from(count, x), count]
     return flat
+
+
+def _zeros_from(count: Any, data: Any) -> Any:
+    """Memory that a kernel appends to is zeros before, so it is behind the last."""
+    row = jax.lax.broadcasted_iota(COUNT.dtype, data.shape, 0)
+    return jnp.where(row < count, data, jnp.zeros_like(data))
 
 
 def _run(*operands: Any, call: Call) -> Any:
