@@ -20,6 +20,7 @@ BUDGETS = {
     "append": 40,
     "attention": 560,
     "blocks": 200,
+    "graphs": 20,
     "kernels": 40,
     "native": 620,
     "objects": 50,
