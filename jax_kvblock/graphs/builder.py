@@ -246,7 +246,8 @@ class BlockBuilder:
         """
         where = self._where("output", name)
         self._check_pin(where, pin, "output")
-        return self._output(where, Port(name, self._type_of(where, pin, type)), pin)
+        port = Port(name, self._type_of(where, pin, type), _counted(name, pin))
+        return self._output(where, port, pin)
 
     def append_output(
         self, name: str, data: Pin, counter: Pin, max_capacity: int, type: TypeLike
@@ -465,6 +466,16 @@ class BlockBuilder:
             raise ValueError(
                 f"{where}: {pin} was taken as an {pin.kind}, and this takes an {kind}"
             )
+
+
+def _counted(name: str, pin: Pin) -> str | None:
+    """What a child's count is beside when it is an output by this name."""
+    if not isinstance(pin.handle, PortsHandle):
+        return None
+    inner: Port = pin.handle.ports("output")[pin.number]
+    if inner.companion_of is None:
+        return None
+    return name.removesuffix(inner.name.removeprefix(inner.companion_of))
 
 
 def _ports(where: str, given: Ports) -> tuple[Port, ...]:

@@ -157,12 +157,16 @@ def _fall_back_of_one(call: Call, *operands: Any) -> list[Any]:
             )
         if count is None:
             flat.append(x)
-            continue
-        count = jnp.asarray(count).astype(COUNT.dtype).reshape(())
-        there = jnp.arange(x.shape[0], dtype=COUNT.dtype) < count
-        there = there.reshape(-1, *(1,) * (x.ndim - 1))
-        flat += [jnp.where(there, x, jnp.zeros((), x.dtype)), count]
+        else:
+            count = jnp.asarray(count).astype(COUNT.dtype).reshape(())
+            flat += [_zeros_from(count, x), count]
     return flat
+
+
+def _zeros_from(count: Any, data: Any) -> Any:
+    """Memory that a kernel appends to is zeros before, so it is behind the last."""
+    row = jax.lax.broadcasted_iota(COUNT.dtype, data.shape, 0)
+    return jnp.where(row < count, data, jnp.zeros_like(data))
 
 
 def _run(*operands: Any, call: Call) -> Any:

@@ -584,12 +584,15 @@ def test_a_fallback_of_what_is_appended(x):
     def kept(x, n, capacity):
         count = jnp.sum(x > 0)
         (at,) = jnp.nonzero(x > 0, size=capacity, fill_value=0)
-        return jnp.where(jnp.arange(capacity) < count, x[at], 0), count
+        return x[at], count
 
     data, count, overflowed = keep(x, 100, fallback=kept)
     want = np.asarray(x[x > 0])
     assert int(count) == 100 and overflowed and len(want) > 100
     np.testing.assert_array_equal(data, want[:100])
+    # What it leaves behind the last is zeros, as it is where a kernel appends.
+    data, count, overflowed = keep(x.at[0].set(7), 5000, fallback=kept)
+    assert data[0] == 7 and not overflowed and not data[int(count) :].any()
 
 
 @pytest.mark.cpu

@@ -10,15 +10,20 @@ import pathlib
 import re
 import subprocess
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_kvblock
+from jax_kvblock.graphs import EngineBlock
 
+Load = Callable[[str], ModuleType]
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
@@ -74,11 +79,15 @@ def test_sequences_of_all_lengths_decode_as_with_dense_attention(
 
 
 @pytest.fixture
-def paged_decode(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The example as a fresh module, which has compiled nothing yet."""
+def load(monkeypatch: pytest.MonkeyPatch) -> Load:
+    """An example as a fresh module, which has compiled nothing yet."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.delitem(sys.modules, "paged_decode", raising=False)
-    return importlib.import_module("paged_decode")
+
+    def fresh(name: str) -> ModuleType:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return importlib.import_module(name)
+
+    return fresh
 
 
 # Each takes what `paged_attention` takes, and gives it something else.
@@ -101,8 +110,9 @@ MISTAKES: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("mistake", [None, *MISTAKES])
 def test_dense_attention_notices_a_mistake(
-    mistake: str | None, paged_decode: ModuleType, monkeypatch: pytest.MonkeyPatch
+    mistake: str | None, load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    paged_decode = load("paged_decode")
     if mistake is not None:
         attend = paged_decode.paged_attention
         wrong = functools.partial(MISTAKES[mistake], attend)
@@ -115,6 +125,164 @@ def test_dense_attention_notices_a_mistake(
             return
         with pytest.raises(SystemExit, match="dense attention chooses"):
             paged_decode.check_against_dense(model)
+
+
+# ---- graphs of kernels ---------------------------------------------------------------
+
+
+def test_a_kernel_adds_as_many_as_its_parameter_says() -> None:
+    printed = run("vector_add.py")
+    assert re.search(
+        r"^101 launches: 1 compiled, 100 with a new N, of \d+ to 1024; all sums are "
+        r"right$",
+        printed,
+        re.MULTILINE,
+    )
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda a, b, n: jnp.where(jnp.arange(a.size) < n - 1, a + b, jnp.nan),
+        lambda a, b, n: jnp.where(jnp.arange(a.size) < n, a, jnp.nan),
+    ],
+    ids=["one too few", "no sum"],
+)
+def test_vector_add_notices_a_mistake(
+    wrong: Callable[..., Any], load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = load("vector_add")
+    monkeypatch.setattr(example, "add_in_jax", wrong)
+    with pytest.raises(SystemExit, match="the sums of 1024 are wrong"):
+        example.main()
+
+
+@pytest.mark.cpu
+def test_vector_add_notices_a_new_number_that_is_lost(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = load("vector_add")
+    monkeypatch.setattr(EngineBlock, "set", lambda self, **values: None)
+    with pytest.raises(SystemExit, match="compiled again, or was lost"):
+        example.main()
+
+
+def test_particles_are_where_float64_has_them(tmp_path: pathlib.Path) -> None:
+    picture = tmp_path / "particles.svg"
+    printed = run("particles.py", "--picture", str(picture))
+    assert "SphereEmitter → GravityForce → DragForce → Integrate" in printed
+    assert "256 frames, 1,536 particles alive, 2,048 at most" in printed
+    assert "engine:  256 frames, 1 compilation, 765 new values" in printed
+    first, second = map(float, re.findall(r"([\d.]+) m\b", printed))
+    assert 0.02 < second < first < 0.1
+    assert "nothing compiled again" in printed
+    drawn = (EXAMPLES.parent / "docs/particles.svg").read_text(encoding="utf-8")
+    assert_same_picture(picture.read_text(encoding="utf-8"), drawn)
+
+
+# The function that is another, and what it is instead; and what is noticed.
+WRONG_PARTICLES: dict[str, tuple[str, Callable[..., Any], str]] = {
+    "rows behind the last are pulled, too": (
+        "gravity",
+        lambda right, rows, *of: right(rows, *of[:-1], len(rows)),
+        "behind the last particle",
+    ),
+    "half the drag": (
+        "drag",
+        lambda right, rows, coefficient, *of: right(rows, coefficient / 2, *of),
+        "from where float64 has it",
+    ),
+    "nobody grows older": (
+        "integrate",
+        lambda right, rows, *of: right(rows, *of).at[:, 6].set(rows[:, 6]),
+        "the counts are",
+    ),
+    "one too few is born": (
+        "emit",
+        lambda right, config, last, count, rate, *of: right(
+            config, last, count, rate - 1, *of
+        ),
+        "the counts are",
+    ),
+    "one particle twice": (
+        "emit",
+        lambda right, *of: (right(*of)[0].at[1].set(right(*of)[0][0]), right(*of)[1]),
+        "from where float64 has it",
+    ),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("mistake", WRONG_PARTICLES)
+def test_particles_notice_a_mistake(
+    mistake: str, load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = load("particles")
+    name, wrong, noticed = WRONG_PARTICLES[mistake]
+    right = getattr(example, name)
+    monkeypatch.setattr(example, name, functools.partial(wrong, right))
+    pulls = np.full(example.FRAMES, 9.81, np.float32)
+    with pytest.raises(SystemExit, match=noticed):
+        example.check_animation(example.particle_system(), pulls)
+
+
+@pytest.mark.cpu
+def test_particles_notice_a_wrong_step(
+    load: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine's frames are compared, and so is its DeltaTime with what is exact."""
+    example = load("particles")
+    for name, less in (("FRAMES", 100), ("LIFETIME", 10), ("LIFE_FRAMES", 640)):
+        monkeypatch.setattr(example, name, less)
+    graph, pulls = example.particle_system(), np.full(100, 3, np.float32)
+    last = example.check_animation(graph, pulls)
+    with pytest.raises(SystemExit, match="from the jit's"):
+        example.check_engine(graph, pulls + np.float32(1e-3), last)
+    closed_form = example.closed_form
+    wrong = functools.partial(closed_form, time=1 - 1 / 64)
+    monkeypatch.setattr(
+        example, "closed_form", lambda start, pull, _: wrong(start, pull)
+    )
+    with pytest.raises(SystemExit, match="errors of a second's path"):
+        example.check_engine(graph, pulls, last)
+
+
+def test_the_picture_of_the_particles_is_whole() -> None:
+    """Whole lives from the same place on, a new one in each frame; no script."""
+    file = EXAMPLES.parent / "docs/particles.svg"
+    assert file.stat().st_size < 400_000
+    root = ElementTree.parse(file).getroot()
+    names = {element.tag.rpartition("}")[2] for element in root.iter()}
+    assert "circle" in names and not names & {"script", "image", "foreignObject"}
+    space = {"": "http://www.w3.org/2000/svg"}
+    begins, starts = [], []
+    for group in root.findall("g", space):
+        (fill, _), circles = group.findall("animate", space), group.findall("*", space)
+        begins.append(float(fill.get("begin", "").rstrip("s")))
+        for circle in circles[2:]:
+            (motion,) = circle.findall("animateMotion", space)
+            assert motion.get("begin") == fill.get("begin")
+            assert motion.get("dur") == fill.get("dur") == "3s"
+            offset = motion.get("values", "").split(";")[0].split(",")
+            at = float(circle.get("cx", "")), float(circle.get("cy", ""))
+            starts.append(np.add(at, np.array(offset, float)))
+    np.testing.assert_allclose(
+        begins, np.linspace(-3, 0, 96, endpoint=False), atol=1e-3
+    )
+    panels = np.array(starts).reshape(96, 3, 3, 2)
+    middle = panels.mean(axis=(0, 2))
+    assert np.abs(panels - middle[:, None]).max() < 10  # a frame's way from the sphere
+    assert (np.diff(middle[:, 0]) > 200).all()
+
+
+def assert_same_picture(one: str, other: str) -> None:
+    """But for rounding: XLA computes a cosine another way on another machine."""
+    number = re.compile(r"-?\d+\.\d+")
+    texts = [number.sub("#", text) for text in (one, other)]
+    assert texts[0] == texts[1], "run python examples/particles.py --picture"
+    values = [np.array(number.findall(text), np.float64) for text in (one, other)]
+    np.testing.assert_allclose(*values, atol=0.11)
 
 
 def skip_without_model() -> None:
