@@ -74,6 +74,7 @@ class BlockBuilder:
         self._inputs: list[Port] = []
         self._parameters: list[Parameter] = []
         self._outputs: list[tuple[Port, Pin, int]] = []  # so many behind the pin's own
+        self._said: set[str] = set()  # parameters whose default was said
         self._types: dict[Pin, ArrayType] = {}
         self._counters: dict[Pin, Pin] = {}  # of what is appended to
         self._committed = False
@@ -97,8 +98,8 @@ class BlockBuilder:
             kernel: a `Kernel`, or the path of PTX with a sidecar beside it.
             name: of the node; `None` takes the kernel's.
             grid: blocks in x, y, z, or a function of the inputs' shapes; `None`: enough
-                for a thread to each element of the first output (of the first input
-                where that is appended to).
+                for a thread to each element of the first output that is not appended
+                to.
             scalars: parameters that never change, by number or name: numbers, or words
                 of the graph's types, which are these sizes.
             tensor_maps: parameters that are tensor maps, by number or name.
@@ -234,6 +235,9 @@ class BlockBuilder:
             raise ValueError(
                 f"{where}: it is {parameter.dtype}, and {pin} takes {found.dtype}"
             )
+        parameter = self._parameters[number] = self._with_default(
+            where, parameter, found, said=default is not None
+        )
         own = OwnPort(Source(PARAMETER, number), f"parameter {name!r}")
         self._wiring.add(where, own, pin)
         return parameter
@@ -250,7 +254,12 @@ class BlockBuilder:
         return self._output(where, port, pin)
 
     def append_output(
-        self, name: str, data: Pin, counter: Pin, max_capacity: int, type: TypeLike
+        self,
+        name: str,
+        data: Pin,
+        counter: Pin,
+        max_capacity: int | str,
+        type: TypeLike,
     ) -> tuple[Port, Port, Port]:
         """Makes two parameters of a kernel an output that the kernel appends to.
 
@@ -258,7 +267,8 @@ class BlockBuilder:
             name: of the data. Beside it come `"<name> Count"`, int32, how many there
                 are, and `"<name> Overflowed"`, whether there would have been more.
             data, counter: parameters of the kernel. The counter is 0 before a launch.
-            max_capacity: how many there may be; `kvblock::append` writes no more.
+            max_capacity: how many there may be, a number or a word of the graph's
+                types; `kvblock::append` writes no more.
             type: of one: `"float32[]"` of numbers, `"float32[8]"` of rows of 8.
         """
         where = self._where("append_output", name)
@@ -270,14 +280,14 @@ class BlockBuilder:
                 f"{where}: data and counter are two parameters of one kernel, got "
                 f"{data} and {counter}"
             )
-        if max_capacity < 1:
+        if not (isinstance(max_capacity, str) or max_capacity >= 1):
             raise ValueError(
                 f"{where}: max_capacity must be 1 or more, got {max_capacity}"
             )
         one = array_type(where, type)
         if one.shape is None:
             raise ValueError(f"{where}: type must have a shape, got {one}")
-        many = ArrayType(one.dtype, (int(max_capacity), *one.shape))
+        many = ArrayType(one.dtype, (max_capacity, *one.shape))
         self._type_of(where, data, many)
         self._type_of(where, counter, companions(name)[0].type)
         self._counters[data] = counter
@@ -304,11 +314,14 @@ class BlockBuilder:
             )
         given = self._type_of(where, source, type)
         if scalar:
-            found = self._scalar(where, target, None, given and given.dtype)
+            found = self._scalar(where, target, None, None)
             wanted: ArrayType | None = ArrayType(found.dtype, ())
         else:
             wanted = self._type_of(where, target, type)
-        if given and wanted and given.differs(wanted):
+        wrong = given and wanted and given.differs(wanted)
+        if scalar and given and wanted:
+            wrong = not wanted.loads(given)
+        if wrong:
             raise ValueError(
                 f"{where}: {source} is {given}, and {target} takes {wanted}"
             )
@@ -409,6 +422,8 @@ class BlockBuilder:
         known = self._types.get(pin)
         if known is None and isinstance(pin.handle, PortsHandle):
             known = pin.handle.type_of(pin)
+        elif known is None and pin.kind == "output":  # updated in place, perhaps
+            known = self._types.get(dataclasses.replace(pin, kind="input"))
         if given is None:
             return known
         said = array_type(where, given)
@@ -434,6 +449,22 @@ class BlockBuilder:
             dtype = handle.dtype_of(pin.number, default)
         self._types[pin] = ArrayType(np.dtype(dtype), ())
         return Parameter(str(pin), np.dtype(dtype), default)
+
+    def _with_default(
+        self, where: str, parameter: Parameter, found: Parameter, said: bool
+    ) -> Parameter:
+        """The parameter with the default that its pins agree on, or that is said."""
+        known = parameter.default
+        if said:
+            self._said.add(parameter.name)
+        elif parameter.name in self._said or found.default is None:
+            return parameter
+        if known is not None and known != found.default:
+            raise ValueError(
+                f"{where}: it is {known} by default, and {found.default} came; say one "
+                "of them where it is first named"
+            )
+        return dataclasses.replace(parameter, default=found.default)
 
     # ---- checks ----------------------------------------------------------------------
 

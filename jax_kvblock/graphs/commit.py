@@ -141,6 +141,11 @@ def _kernel(
             )
         known = None if in_place else type_of
         results.append(KernelPort(number, known, counter_of.get(number)))
+    if handle.grid is None and all(port.counter is not None for port in results):
+        raise ValueError(
+            f"{where}: {handle.name!r} appends to all its outputs, so nothing says how "
+            "many threads it takes; pass grid= to add_kernel"
+        )
     return KernelOperation(
         handle.name,
         handle.kernel,

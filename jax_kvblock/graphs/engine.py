@@ -20,6 +20,7 @@ import numpy as np
 
 from jax_kvblock.graphs.graph import Graph
 from jax_kvblock.graphs.operations import Parameter
+from jax_kvblock.graphs.types import ArrayType, array_type
 
 
 class State(enum.Enum):
@@ -81,12 +82,12 @@ class BlockParameter:
     def _made(self, given: Any) -> jax.Array:
         """The value as an array that a launch takes; raises what does not fit."""
         if isinstance(given, jax.Array):
-            if given.ndim or given.dtype != self.dtype:
+            if not ArrayType(self.dtype, ()).loads(array_type(self._where, given)):
                 raise TypeError(
                     f"{self._where} must be {self.dtype}[], got "
                     f"{given.dtype}{list(given.shape)}"
                 )
-            return given
+            return given.astype(self.dtype)
         number = np.asarray(given)
         if number.ndim or number.dtype.kind not in "biuf":
             raise TypeError(f"{self._where} must be a number, got {given!r}")

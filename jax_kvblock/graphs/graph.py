@@ -25,7 +25,7 @@ from jax_kvblock.graphs.description import (
 )
 from jax_kvblock.graphs.draw import dot_of, save
 from jax_kvblock.graphs.operations import Parameter, Port, behind
-from jax_kvblock.graphs.types import Sizes
+from jax_kvblock.graphs.types import ArrayType, Sizes, array_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,7 +191,9 @@ class Graph(Description):
         if given is None and parameter.default is None and optional:
             return None
         given = parameter.value(where, given, sizes)
-        if isinstance(given, jax.Array) and (given.ndim or not _fits(parameter, given)):
+        if isinstance(given, jax.Array) and not ArrayType(parameter.dtype, ()).loads(
+            array_type(where, given)
+        ):
             raise TypeError(
                 f"{where}: parameter {parameter.name!r} must be a number or "
                 f"{parameter.dtype}[], got {show(given)}"
@@ -216,10 +218,3 @@ class Graph(Description):
         if path is not None:
             save(text, Path(path))
         return text
-
-
-def _fits(parameter: Parameter, given: jax.Array) -> bool:
-    """Integers of a size are loaded alike, with a sign or without."""
-    kinds = {given.dtype.kind, parameter.dtype.kind}
-    same_size = given.dtype.itemsize == parameter.dtype.itemsize
-    return given.dtype == parameter.dtype or (kinds == {"i", "u"} and same_size)

@@ -208,7 +208,7 @@ class KernelOperation:
             *inputs,
             out=tuple(structs),
             scalars=[values[n] for n in numbers],
-            grid=self._blocks(inputs, structs) if self.grid is None else self.grid,
+            grid=self._blocks(structs) if self.grid is None else self.grid,
             order=order + numbers,
             aliases=aliases,
             append=[i for i, p in enumerate(self.results) if p.counter is not None],
@@ -221,13 +221,13 @@ class KernelOperation:
             flat += [x] if port.counter is None else list(x)
         return flat
 
-    def _blocks(self, inputs: Sequence[Any], structs: Sequence[Any]) -> int:
-        """A thread for each element: of the first result that is not appended to, else
-        of the first input."""
-        plain = [
-            x for x, p in zip(structs, self.results, strict=True) if p.counter is None
-        ]
-        elements = math.prod((plain or list(inputs) or structs)[0].shape)
+    def _blocks(self, structs: Sequence[Any]) -> int:
+        """A thread for each element of the first result that is not appended to."""
+        elements = next(
+            math.prod(x.shape)
+            for x, port in zip(structs, self.results, strict=True)
+            if port.counter is None
+        )
         block = dict(self.options).get("block") or self.kernel.block or 1
         threads = math.prod(block if isinstance(block, tuple) else (block,))
         return max(1, -(-elements // threads))

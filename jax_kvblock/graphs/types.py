@@ -70,6 +70,15 @@ class ArrayType:
             for a, b in zip(self.shape, other.shape, strict=True)
         )
 
+    def loads(self, other: ArrayType) -> bool:
+        """Whether a scalar of this type is loaded from one of the other.
+
+        Integers of a size are loaded alike, with a sign or without.
+        """
+        kinds = {self.dtype.kind, other.dtype.kind}
+        alike = kinds == {"i", "u"} and self.dtype.itemsize == other.dtype.itemsize
+        return (alike or self.dtype == other.dtype) and other.shape in ((), None)
+
     def take(self, value: Any, sizes: Sizes, said_by: str) -> bool:
         """Whether a value is of this type; its sizes are what the words stand for."""
         if value.dtype != self.dtype:

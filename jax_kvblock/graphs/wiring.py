@@ -140,7 +140,7 @@ class KernelHandle(Handle):
         kind, bits = known[number].type[0], 8 * min(known[number].size, 4)
         if kind == "f" or (kind == "b" and type(default) is float):
             return jnp.dtype(f"float{bits}")
-        return jnp.dtype(f"int{bits}")
+        return jnp.dtype(f"uint{bits}" if kind == "u" else f"int{bits}")
 
 
 @dataclasses.dataclass(frozen=True)

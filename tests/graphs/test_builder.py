@@ -175,6 +175,32 @@ def test_one_name_for_two_pins_of_one_type(builder):
         builder.input_scalar("A", f.scalar("k"))
 
 
+def test_defaults_of_one_name_agree(builder):
+    a, b, c = (add(builder, n, scalars={"n": "n"}) for n in "abc")
+    assert builder.input_scalar("A", a.in_("a")).default is None
+    assert builder.input_scalar("A", b.in_("a"), 2.0).default == 2.0
+    with says("input_scalar 'A': it is 2.0 by default, and 3.0 came"):
+        builder.input_scalar("A", c.in_("a"), 3.0)
+
+
+def test_defaults_of_children_agree_or_one_is_said(builder):
+    def child(default):
+        inner = BlockBuilder("Inner")
+        f = function(inner, scalars={"k": default})
+        inner.input("X", f.in_("x"))
+        inner.input_scalar("K", f.scalar("k"))
+        inner.output("Y", f.out("y"))
+        return builder.add_child(inner.commit())
+
+    two, three = child(2.0), child(3.0)
+    assert builder.expose_parameter("K", two, "K").default == 2.0
+    with says("input_scalar 'K': it is 2.0 by default, and 3.0 came"):
+        builder.expose_parameter("K", three, "K")
+    again, other = child(2.0), child(3.0)
+    assert builder.expose_parameter("L", again, "K", 5.0).default == 5.0
+    assert builder.expose_parameter("L", other, "K").default == 5.0
+
+
 # ---- commit --------------------------------------------------------------------------
 
 
@@ -247,6 +273,16 @@ def test_append_outputs(builder):
         builder.append_output("K", node.out("kept"), node.out("count"), 0, "float32[]")
     with says("append_output 'K': data and counter are two parameters of one kernel"):
         builder.append_output("K", node.out("kept"), node.out("kept"), 5, "float32[]")
+    builder.append_output("K", node.out("kept"), node.out("count"), "n", "float32[]")
+    builder.input("X", node.in_("x"), "float32[n]")
+    builder.input_scalar("N", node.in_("n"), "n")
+    builder.input_scalar("C", node.in_("capacity"), "n")
+    with says("commit: 'keep_positive' appends to all its outputs, so nothing says"):
+        builder.commit()
+
+
+def test_types_of_append_outputs(builder):
+    node = builder.add_kernel(kernel("keep_positive"), block=64)
     with says(r"append_output 'K': type must have a shape, got float32\[\.\.\.\]"):
         builder.append_output("K", node.out("kept"), node.out("count"), 5, "float32")
 

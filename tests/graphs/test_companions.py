@@ -30,6 +30,7 @@ def keep(capacity: int) -> Graph:
     node = builder.add_kernel(
         kernels.from_cuda(SOURCE, "keep"),
         block=256,
+        grid=1,
         scalars={"n": "n", "capacity": capacity},
         fallback=keep_in_jax,
     )

@@ -153,6 +153,7 @@ def keep(capacity):
     node = builder.add_kernel(
         kernel("keep_positive"),
         block=64,
+        grid=1,
         scalars={"n": "n", "capacity": capacity},
         fallback=lambda x, n, capacity: (jnp.ones(capacity), jnp.sum(x > 0)),
     )

@@ -18,15 +18,9 @@ from jax_kvblock import graphs
 from jax_kvblock.graphs import BlockBuilder
 
 
-@pytest.fixture(
-    params=["fallback", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)]
-)
-def where(request):
-    if request.param == "emulator":
-        request.getfixturevalue("driver")
-    if request.param == "fallback":
-        request.getfixturevalue("on_cpu")
-    return request.param
+@pytest.fixture
+def where(everywhere):
+    return everywhere
 
 
 @pytest.fixture
@@ -156,6 +150,7 @@ def keep(capacity=40):
     node = builder.add_kernel(
         kernel("keep_positive"),
         block=64,
+        grid=lambda x: -(-x.size // 64),
         scalars={"n": "n", "capacity": capacity},
         fallback=lambda x, n, capacity: (
             x[jnp.nonzero(x > 0, size=capacity, fill_value=0)[0]],
@@ -183,6 +178,25 @@ def test_append_outputs(where, x, capacity):
     data = np.asarray(got["Kept"])
     assert data.shape == (capacity,) and not data[count:].any()
     assert set(data[:count]) <= set(positive) and len(set(data[:count])) == count
+
+
+def test_a_capacity_that_is_a_size(where, x):
+    """No more are kept than came."""
+    builder = BlockBuilder("All")
+    node = builder.add_kernel(
+        kernel("keep_positive"),
+        block=64,
+        grid=5,
+        scalars={"n": "n", "capacity": "n"},
+        fallback=lambda x, n, _: (jnp.sort(x, descending=True), jnp.sum(x > 0)),
+    )
+    builder.input("X", node.in_("x"), "float32[n]")
+    builder.append_output("K", node.out("kept"), node.out("count"), "n", "float32[]")
+    got = builder.commit()(x)
+    count = int(got["K Count"])
+    assert got["K"].shape == (300,) and count == int((x > 0).sum())
+    kept = np.sort(np.asarray(got["K"])[:count])
+    np.testing.assert_array_equal(kept, np.sort(np.asarray(x)[np.asarray(x) > 0]))
 
 
 def test_a_count_goes_to_another_kernel(where, x):
@@ -409,6 +423,7 @@ def test_jit_traces_equal_graphs_once(on_cpu, x):
 
 def test_shown():
     assert repr(line()) == (
-        "Graph 'Line'(X: float32[n], Slope: float32 = 2.0, Offset: float32 = 1.0) -> Y"
+        "Graph 'Line'(X: float32[n], Slope: float32 = 2.0, Offset: float32 = 1.0) "
+        "-> Y: float32[n]"
     )
     assert isinstance(line(), graphs.Graph)

@@ -1,15 +1,12 @@
 """The particle system of the examples: its graphs, its kernels, and their fallbacks.
 
-Each graph is compared with NumPy in float64. The kernels are compiled by NVRTC, and run
-as C++ on the host, thread by thread in any order.
+Each graph is compared with NumPy in float64, by its fallbacks, by the kernels as C++
+behind a driver that stands in, and on a GPU.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import importlib
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cpp_programs import ROOT as CPP
-from cpp_programs import built_once, compiler
+from emulated_kernels import emulate
 
 from jax_kvblock import kernels
 from jax_kvblock.graphs import Engine, State
@@ -29,6 +25,17 @@ from jax_kvblock.kernels.ptx import Loaded
 EXAMPLES = Path(__file__).parents[2] / "examples"
 KERNELS = ("emit", "gravity", "drag", "integrate")
 CONFIG = np.array([1, 2, 3, 0.5, 0.25, 4, -1, 1.5], np.float32)
+
+
+@pytest.fixture
+def where(everywhere: str, request: pytest.FixtureRequest) -> str:
+    if everywhere == "emulator":
+        driver = request.getfixturevalue("kernel_handlers")
+        factory = request.getfixturevalue("tmp_path_factory")
+        source = EXAMPLES / "particles.cu"
+        made = [kernels.from_cuda(source, name) for name in KERNELS]
+        emulate(driver, factory, "particles", source.read_text(), *made)
+    return everywhere
 
 
 @pytest.fixture
@@ -103,7 +110,7 @@ def moved(rows: np.ndarray, delta_time: float) -> np.ndarray:
 @pytest.mark.parametrize("rate", [0, 5, 60])
 @pytest.mark.parametrize("count", [0, 1, 37, 50])
 def test_the_emitter_keeps_who_is_alive_and_adds_new_ones(
-    count: int, rate: int, particles: ModuleType, rng: np.random.Generator
+    where: str, count: int, rate: int, particles: ModuleType, rng: np.random.Generator
 ) -> None:
     last = random_rows(rng, 50)
     scalars = {"Rate": rate, "First": 1000, "Seed": 7, "Lifetime": 1.0}
@@ -119,7 +126,9 @@ def test_the_emitter_keeps_who_is_alive_and_adds_new_ones(
     np.testing.assert_allclose(by_number(rows[: len(want)]), want, atol=3e-6)
 
 
-def test_each_seed_and_number_is_another_particle(particles: ModuleType) -> None:
+def test_each_seed_and_number_is_another_particle(
+    where: str, particles: ModuleType
+) -> None:
     run = jax.jit(particles.sphere_emitter(300))
     last = np.zeros((1, 8), np.float32)
     scalars = {"Count": 0, "Rate": 150, "Lifetime": 1.0}
@@ -136,7 +145,9 @@ def test_each_seed_and_number_is_another_particle(particles: ModuleType) -> None
 
 
 @pytest.mark.parametrize("capacity", [24, 25, 100])
-def test_what_finds_no_room_is_told(capacity: int, particles: ModuleType) -> None:
+def test_what_finds_no_room_is_told(
+    where: str, capacity: int, particles: ModuleType
+) -> None:
     graph = particles.particle_system(capacity)
     last = np.zeros((20, 8), np.float32)
     last[:, 7] = np.arange(20)
@@ -167,7 +178,7 @@ UPDATES: dict[str, tuple[Callable[..., np.ndarray], dict[str, str]]] = {
 @pytest.mark.parametrize("count", [0, 299, 300])
 @pytest.mark.parametrize("entry", UPDATES)
 def test_updates_are_those_of_float64(
-    entry: str, count: int, particles: ModuleType, rng: np.random.Generator
+    where: str, entry: str, count: int, particles: ModuleType, rng: np.random.Generator
 ) -> None:
     truth, own = UPDATES[entry]
     names = {**own, "DeltaTime": "delta_time", "Count": "count"}
@@ -185,7 +196,7 @@ def test_updates_are_those_of_float64(
 # ---- all of them ---------------------------------------------------------------------
 
 
-def test_frames_are_those_of_float64(particles: ModuleType) -> None:
+def test_frames_are_those_of_float64(where: str, particles: ModuleType) -> None:
     """Every parameter changes from frame to frame."""
     graph = particles.particle_system(200)
     last, count, first = np.zeros((200, 8), np.float32), jnp.int32(0), 0
@@ -268,129 +279,13 @@ def test_an_animation_is_lowered_for_a_gpu(particles: ModuleType) -> None:
     assert aliased == [False, True, True, True]
 
 
-# CUDA's words for one thread of a grid, on the host.
-SHIM = """
-#include <cmath>
-#define __global__
-#define __device__ static
-#define __forceinline__ inline
-struct Dim {
-  unsigned x;
-};
-extern "C" {
-Dim gridDim, blockDim, blockIdx, threadIdx;
-}
-static unsigned atomicAdd(unsigned* at, unsigned more) { return (*at += more) - more; }
-"""
+# ---- the example's own checks --------------------------------------------------------
 
 
-def build_host(library: Path) -> None:
-    shim = library.with_suffix(".h")
-    shim.write_text(SHIM)
-    command = [compiler(), "-std=c++17", "-O1", "-Wall", "-Werror", "-fPIC", "-shared"]
-    command += [f"-I{CPP / 'include'}", "-include", str(shim), "-x", "c++"]
-    source = EXAMPLES / "particles.cu"
-    subprocess.run([*command, str(source), "-o", str(library)], check=True)
-
-
-class Host:
-    """Runs kernels thread by thread, in an order that is never the same."""
-
-    def __init__(self, library: Path, rng: np.random.Generator) -> None:
-        self.library, self.rng = ctypes.CDLL(str(library)), rng
-
-    def launch(self, entry: str, grid: int, block: int, *parameters: Any) -> None:
-        def dim(name: str) -> ctypes.c_uint:
-            return ctypes.c_uint.in_dll(self.library, name)
-
-        given = [c_value(x) for x in parameters]
-        run, in_block, in_grid = self.library[entry], dim("threadIdx"), dim("blockIdx")
-        dim("gridDim").value, dim("blockDim").value = grid, block
-        for thread in self.rng.permutation(grid * block).tolist():
-            in_grid.value, in_block.value = divmod(thread, block)
-            run(*given)
-
-    def emit(self, config: Any, last: Any, *scalars: Any) -> tuple[Any, Any]:
-        capacity = int(scalars[-1])
-        rows, counter = np.zeros((capacity + 9, 8), np.float32), np.zeros(1, np.uint32)
-        arrays = np.array(config), np.array(last), rows, counter
-        self.launch("emit", -(-len(last) // 64), 64, *arrays, *scalars)
-        assert not rows[capacity:].any()
-        return rows[:capacity], counter[0]
-
-    def update(self, entry: str, particles: Any, *scalars: Any) -> np.ndarray:
-        rows = np.array(particles)
-        self.launch(entry, -(-len(rows) // 64), 64, rows, *scalars)
-        return rows
-
-
-def c_value(given: Any) -> Any:
-    given = np.asarray(given)
-    if given.ndim:
-        return given.ctypes.data_as(ctypes.c_void_p)
-    is_float = given.dtype.kind == "f"
-    return (ctypes.c_float if is_float else ctypes.c_uint)(given.item())
-
-
-@pytest.fixture
-def host(tmp_path_factory: pytest.TempPathFactory, rng: np.random.Generator) -> Host:
-    return Host(built_once(tmp_path_factory, "libparticles.so", build_host), rng)
-
-
-@pytest.mark.parametrize("capacity", [40, 300])
-def test_the_emitters_kernel_is_its_fallback(
-    capacity: int, host: Host, particles: ModuleType, rng: np.random.Generator
+def test_the_examples_checks_hold(
+    where: str, particles: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    last, scalars = random_rows(rng, 100), (90, 70, 5000, 3, np.float32(1))
-    fallback = jax.jit(particles.emit, static_argnums=7)
-    everybody, wanted = fallback(CONFIG, last, *scalars, 300)
-    for _ in range(8):  # orders
-        rows, count = host.emit(CONFIG, last, *scalars, capacity)
-        assert count == wanted and 70 < count < 160
-        kept = min(int(count), capacity)
-        got, want = by_number(rows[:kept]), by_number(everybody[:count])
-        if kept < count:  # who is left out depends on the order
-            assert len({*got[:, 7]}) == kept
-            want = want[np.isin(want[:, 7], got[:, 7])]
-        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
-        assert not rows[kept:].any()
-
-
-@pytest.mark.parametrize("entry", UPDATES)
-def test_the_updates_kernels_are_their_fallbacks(
-    entry: str, host: Host, particles: ModuleType, rng: np.random.Generator
-) -> None:
-    rows, count = random_rows(rng, 100), 77
-    numbers = 1 if entry == "integrate" else 2
-    scalars = [*rng.uniform(0.5, 2, numbers).astype(np.float32), count]
-    made = host.update(entry, rows, *scalars)
-    want = getattr(particles, entry)(jnp.asarray(rows), *scalars)
-    assert np.abs(made - rows).max() > 0.1
-    np.testing.assert_allclose(made, want, rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.cpu
-def test_the_examples_checks_hold_in_any_order_of_threads(
-    host: Host, particles: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The whole example, with the kernels' code where the fallbacks were."""
-
-    def emit(config, last, *scalars):
-        *_, capacity = scalars
-        out = jax.ShapeDtypeStruct((capacity, 8), jnp.float32)
-        count = jax.ShapeDtypeStruct((), jnp.uint32)
-        return jax.pure_callback(host.emit, (out, count), config, last, *scalars)
-
-    def update(entry: str) -> Callable[..., Any]:
-        def run(rows, *scalars):
-            launch = functools.partial(host.update, entry)
-            return jax.pure_callback(launch, jax.typeof(rows), rows, *scalars)
-
-        return run
-
-    monkeypatch.setattr(particles, "emit", emit)
-    for entry in UPDATES:
-        monkeypatch.setattr(particles, entry, update(entry))
+    """Of the whole example, with fewer particles."""
     for name, less in (("CAPACITY", 512), ("RATE", 4), ("FRAMES", 110)):
         monkeypatch.setattr(particles, name, less)
     graph = particles.particle_system(512)

@@ -38,18 +38,11 @@ T __ldcs(const T* p) {
 """
 
 
-@pytest.fixture(
-    params=["fallback", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)]
-)
-def where(request):
-    if request.param == "fallback":
-        with jax.default_device(jax.devices("cpu")[0]):
-            yield request.param
-        return
-    if request.param == "emulator":
-        request.getfixturevalue("driver")
+@pytest.fixture
+def where(everywhere, request):
+    if everywhere == "emulator":
         request.getfixturevalue("examples_run")
-    yield request.param
+    return everywhere
 
 
 @pytest.fixture(scope="session")

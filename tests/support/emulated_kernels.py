@@ -184,3 +184,17 @@ def driver(
     with jax.default_device(jax.devices("cpu")[0]):
         yield kernel_handlers
     jax.clear_caches()
+
+
+@pytest.fixture(
+    params=["fallback", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)]
+)
+def everywhere(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test by fallbacks, by the driver that stands in, and by a GPU's."""
+    if request.param == "emulator":
+        request.getfixturevalue("driver")
+    if request.param == "fallback":
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield request.param
+    else:
+        yield request.param
