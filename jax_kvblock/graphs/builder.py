@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -15,31 +16,41 @@ from jax_kvblock.graphs.description import INPUT, PARAMETER, Source
 from jax_kvblock.graphs.graph import Graph
 from jax_kvblock.graphs.operations import (
     CapturedOperation,
-    Operation,
     Parameter,
     Port,
     companions,
 )
-from jax_kvblock.graphs.types import ArrayType, TypeLike, array_type
+from jax_kvblock.graphs.types import (
+    ArrayType,
+    TypeLike,
+    array_type,
+    is_word,
+    scalar_type,
+)
 from jax_kvblock.graphs.wiring import (
+    Draft,
     Handle,
     KernelHandle,
     Kind,
+    Output,
     OwnPort,
     Pin,
     PortsHandle,
-    Wiring,
 )
+from jax_kvblock.kernels.call import Packed
 from jax_kvblock.kernels.functions import Function, by_code
 from jax_kvblock.kernels.kernel import Kernel, from_ptx
 
 Ports = Sequence[str] | Mapping[str, TypeLike]
 After = Handle | Iterable[Handle]
-# Of `kernel_call`; the others follow from the wires.
+# Of `kernel_call`; the others follow from the wires. Over a mesh, a graph runs inside
+# of `jax.shard_map`, where the words are sizes of one device's part.
 OPTIONS = {
     *("block", "cluster", "shared_memory", "cooperative"),
-    *("vjp", "sharding", "batch", "fallback", "debug"),
+    *("vjp", "batch", "fallback", "debug"),
 }
+AnyHandle = TypeVar("AnyHandle", KernelHandle, PortsHandle)
+KINDS = {"input": "an input", "output": "an output", "scalar": "a scalar"}
 
 
 class BlockBuilder:
@@ -70,13 +81,9 @@ class BlockBuilder:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._wiring = Wiring()
-        self._inputs: list[Port] = []
-        self._parameters: list[Parameter] = []
-        self._outputs: list[tuple[Port, Pin, int]] = []  # so many behind the pin's own
-        self._said: set[str] = set()  # parameters whose default was said
-        self._types: dict[Pin, ArrayType] = {}
-        self._counters: dict[Pin, Pin] = {}  # of what is appended to
+        self._draft = Draft(name)
+        # Of each parameter: whether its default was said, and what it was taken from.
+        self._defaults: dict[str, tuple[bool, Any]] = {}
         self._committed = False
 
     # ---- nodes -----------------------------------------------------------------------
@@ -105,9 +112,8 @@ class BlockBuilder:
             tensor_maps: parameters that are tensor maps, by number or name.
             after: nodes that run before it, although it takes nothing from them.
             **options: of `kernel_call`: `block`, `cluster`, `shared_memory`,
-                `cooperative`, `vjp`, `sharding`, `batch`, `fallback`, `debug`.
-                `fallback` gets the inputs and then the scalars, each in the order of
-                the parameters.
+                `cooperative`, `vjp`, `batch`, `fallback`, `debug`. `fallback` gets the
+                inputs and then the scalars, each in the order of the parameters.
         """
         where = self._where("add_kernel")
         if not isinstance(kernel, Kernel):
@@ -122,16 +128,22 @@ class BlockBuilder:
             assert isinstance(kernel, Kernel)
             return {kernel.number_of(where, k): v for k, v in (given or {}).items()}
 
+        fixed = by_number(scalars)
+        for number, value in fixed.items():
+            if isinstance(value, str) and not is_word(value):
+                raise ValueError(f"{where}: {value!r} is no number and no word")
+            if not isinstance(value, str):
+                fixed[number] = _packed(where, kernel, number, value)
+        before = self._before(where, after)
         made = KernelHandle(
-            *self._new(where, name or kernel.shown or kernel.name, after),
+            *self._new(where, name, kernel.shown or kernel.name),
             kernel,
-            by_number(scalars),
+            fixed,
             by_number(tensor_maps),
-            by_code(grid),
+            _hashable(grid),
             {key: _hashable(value) for key, value in options.items()},
         )
-        self._wiring.nodes.append(made)
-        return made
+        return self._added(made, before)
 
     def add_captured(
         self,
@@ -157,19 +169,15 @@ class BlockBuilder:
         if not callable(function):
             raise TypeError(f"{where}: {function!r} cannot be called")
         code = Function(function)
-        new = self._new(where, name or code.name, after)
+        before = self._before(where, after)
+        new = self._new(where, name, code.name)
         ins, outs = _ports(where, inputs), _ports(where, outputs)
-        numbers = tuple(
-            Parameter(key, jnp.result_type(value), value)
-            for key, value in (scalars or {}).items()
-        )
-        _check_once(where, [*(p.name for p in ins), *(p.name for p in numbers)])
-        _check_once(where, [p.name for p in outs])
-        if self._wiring.after[-1] and not ins:
-            raise ValueError(
-                f"{where}: {new[0]!r} has no input, so nothing keeps it behind another"
-            )
-        return self._ported(new, CapturedOperation(new[0], code, ins, outs, numbers))
+        numbers = tuple(_parameter(where, *of) for of in (scalars or {}).items())
+        names = [p.name for p in ins] + [p.name for p in numbers]
+        _check_once(where, "inputs or scalars", names)
+        _check_once(where, "outputs", [p.name for p in outs])
+        made = CapturedOperation(new[0], code, ins, outs, numbers)
+        return self._added(PortsHandle(*new, made), before)
 
     def add_child(
         self, graph: Graph, *, name: str | None = None, after: After = ()
@@ -181,7 +189,9 @@ class BlockBuilder:
                 f"{where}: a child is a Graph, which commit() returns, got "
                 f"{type(graph).__name__}"
             )
-        return self._ported(self._new(where, name or graph.name, after), graph)
+        before = self._before(where, after)
+        made = PortsHandle(*self._new(where, name, graph.name), graph)
+        return self._added(made, before)
 
     # ---- the graph's own ports -------------------------------------------------------
 
@@ -192,18 +202,27 @@ class BlockBuilder:
         """
         where = self._where("input", name)
         self._check_pin(where, pin, "input")
-        given = self._type_of(where, pin, type)
-        known = [port.name for port in self._inputs]
-        if name not in known:
+        draft, said = self._draft, _said(where, type)
+        names = [port.name for port in draft.inputs]
+        if name not in names:
             self._check_new(where, name)
-            self._inputs.append(Port(name, given))
-            known.append(name)
-        number = known.index(name)
-        port = self._inputs[number]
-        if port.type and given and port.type.differs(given):
-            raise ValueError(f"{where}: it is {port.type}, and {pin} takes {given}")
+            draft.inputs.append(Port(name))
+        number = names.index(name) if name in names else len(names)
         own = OwnPort(Source(INPUT, number), f"input {name!r}")
-        self._wiring.add(where, own, pin)
+        known = draft.inputs[number].type
+        try:
+            draft.check_free(where, own, pin)
+            both = given = draft.merged(where, pin, said)
+            if known is not None and given is not None:
+                both = known.merged(given)
+                if both is None:
+                    raise ValueError(f"{where}: it is {known}, and {pin} takes {given}")
+        except Exception:
+            del draft.inputs[len(names) :]
+            raise
+        port = draft.inputs[number] = Port(name, both or known)
+        draft.set_type(pin, both or known)
+        draft.source_of[pin] = own
         return port
 
     def input_scalar(
@@ -220,26 +239,31 @@ class BlockBuilder:
                 the default's.
         """
         where = self._where("input_scalar", name)
-        if isinstance(pin, Pin) and isinstance(pin.handle, KernelHandle):
+        of_kernel = isinstance(pin, Pin) and isinstance(pin.handle, KernelHandle)
+        if of_kernel and pin.kind == "input":
             pin = dataclasses.replace(pin, kind="scalar")
         self._check_pin(where, pin, "scalar")
+        draft = self._draft
+        names = [p.name for p in draft.parameters]
+        number = names.index(name) if name in names else len(names)
+        own = OwnPort(Source(PARAMETER, number), f"parameter {name!r}")
+        draft.check_free(where, own, pin)
         found = dataclasses.replace(self._scalar(where, pin, default, dtype), name=name)
-        known = [p.name for p in self._parameters]
-        if name not in known:
+        taken = (default is not None, _inherited(pin, default, found.default))
+        if name not in names:
             self._check_new(where, name)
-            self._parameters.append(found)
-            known.append(name)
-        number = known.index(name)
-        parameter = self._parameters[number]
+            draft.parameters.append(found)
+            self._defaults[name] = taken
+        parameter = draft.parameters[number]
         if parameter.dtype != found.dtype:
             raise ValueError(
                 f"{where}: it is {parameter.dtype}, and {pin} takes {found.dtype}"
             )
-        parameter = self._parameters[number] = self._with_default(
-            where, parameter, found, said=default is not None
+        parameter = draft.parameters[number] = self._with_default(
+            where, parameter, found, taken
         )
-        own = OwnPort(Source(PARAMETER, number), f"parameter {name!r}")
-        self._wiring.add(where, own, pin)
+        draft.set_type(pin, scalar_type(found.dtype))
+        draft.source_of[pin] = own
         return parameter
 
     def output(self, name: str, pin: Pin, type: TypeLike | None = None) -> Port:
@@ -250,8 +274,10 @@ class BlockBuilder:
         """
         where = self._where("output", name)
         self._check_pin(where, pin, "output")
-        port = Port(name, self._type_of(where, pin, type), _counted(name, pin))
-        return self._output(where, port, pin)
+        merged = self._draft.merged(where, pin, _said(where, type))
+        port = self._output(where, Output(name, pin, companion_of=_counted(name, pin)))
+        self._draft.set_type(pin, merged)
+        return dataclasses.replace(port, type=merged)
 
     def append_output(
         self,
@@ -260,6 +286,8 @@ class BlockBuilder:
         counter: Pin,
         max_capacity: int | str,
         type: TypeLike,
+        *,
+        capacity: Pin | None = None,
     ) -> tuple[Port, Port, Port]:
         """Makes two parameters of a kernel an output that the kernel appends to.
 
@@ -270,6 +298,7 @@ class BlockBuilder:
             max_capacity: how many there may be, a number or a word of the graph's
                 types; `kvblock::append` writes no more.
             type: of one: `"float32[]"` of numbers, `"float32[8]"` of rows of 8.
+            capacity: a scalar of the kernel that gets max_capacity.
         """
         where = self._where("append_output", name)
         self._check_pin(where, data, "output")
@@ -280,20 +309,30 @@ class BlockBuilder:
                 f"{where}: data and counter are two parameters of one kernel, got "
                 f"{data} and {counter}"
             )
-        if not (isinstance(max_capacity, str) or max_capacity >= 1):
+        whole = isinstance(max_capacity, (int, np.integer)) and max_capacity >= 1
+        if not (whole or is_word(max_capacity)):
             raise ValueError(
-                f"{where}: max_capacity must be 1 or more, got {max_capacity}"
+                f"{where}: max_capacity must be 1 or more, or a word, got "
+                f"{max_capacity!r}"
             )
+        size = max_capacity if isinstance(max_capacity, str) else int(max_capacity)
         one = array_type(where, type)
         if one.shape is None:
             raise ValueError(f"{where}: type must have a shape, got {one}")
-        many = ArrayType(one.dtype, (max_capacity, *one.shape))
-        self._type_of(where, data, many)
-        self._type_of(where, counter, companions(name)[0].type)
-        self._counters[data] = counter
+        many = self._draft.merged(where, data, ArrayType(one.dtype, (size, *one.shape)))
         ports = (Port(name, many), *companions(name))
-        for more, port in enumerate(ports):
-            self._output(where, port, data, more)
+        outputs = [
+            Output(port.name, data, offset, port.type, port.companion_of)
+            for offset, port in enumerate(ports)
+        ]
+        for output in outputs:
+            self._check_output(where, output.name)
+        if capacity is not None:
+            assert isinstance(data.handle, KernelHandle)
+            self._fix(where, data.handle, capacity, size)
+        self._draft.set_type(data, many)
+        self._draft.counters[data] = counter
+        self._draft.outputs += outputs
         return ports
 
     # ---- wires -----------------------------------------------------------------------
@@ -312,25 +351,39 @@ class BlockBuilder:
                 f"{where}: {source} to {target} would close a cycle; what a kernel "
                 "updates in place is an input and an output by one pin"
             )
-        given = self._type_of(where, source, type)
+        draft, said = self._draft, _said(where, type)
+        draft.check_free(where, source, target)
+        given = draft.merged(where, source, said)
         if scalar:
-            found = self._scalar(where, target, None, None)
-            wanted: ArrayType | None = ArrayType(found.dtype, ())
+            by_value = scalar_type(self._scalar(where, target, None, None).dtype)
+            wanted: ArrayType | None = by_value
+            fits = given is None or by_value.loads(given)
         else:
-            wanted = self._type_of(where, target, type)
-        wrong = given and wanted and given.differs(wanted)
-        if scalar and given and wanted:
-            wrong = not wanted.loads(given)
-        if wrong:
+            merged = draft.merged(where, target, said)
+            both = given.merged(merged) if given and merged else given or merged
+            fits, wanted = both is not None or not (given or merged), merged
+        if not fits:
             raise ValueError(
                 f"{where}: {source} is {given}, and {target} takes {wanted}"
             )
-        self._wiring.add(where, source, target)
+        if scalar:
+            draft.set_type(target, wanted)
+        else:
+            draft.set_type(target, both)
+            draft.set_type(source, both)
+        draft.source_of[target] = source
 
     def connect_children(
         self, source: PortsHandle, source_port: str, target: PortsHandle, port: str
     ) -> None:
         """Takes an output of a child to an input or a parameter of another."""
+        where = self._where("connect_children")
+        for child in (source, target):
+            if not isinstance(child, PortsHandle):
+                raise TypeError(
+                    f"{where}: takes children and captured functions; connect() takes "
+                    f"pins of kernels, got {getattr(child, 'name', child)!r}"
+                )
         by_value = port in [p.name for p in target.operation.parameters]
         pin = target.scalar(port) if by_value else target.in_(port)
         self.connect(source.out(source_port), pin)
@@ -345,9 +398,7 @@ class BlockBuilder:
         for beside in child.operation.outputs:
             if beside.companion_of == port:
                 own = name + beside.name.removeprefix(port)
-                where = self._where("expose_output", own)
-                pin = child.out(beside.name)
-                self._output(where, Port(own, beside.type, name), pin)
+                self.output(own, child.out(beside.name))
         return made
 
     def expose_parameter(
@@ -367,16 +418,7 @@ class BlockBuilder:
         """
         where = self._where("commit")
         self._check_open(where)
-        made = graph_of(
-            where,
-            self.name,
-            self._wiring,
-            self._inputs,
-            self._parameters,
-            self._outputs,
-            self._types,
-            self._counters,
-        )
+        made = graph_of(where, self._draft)
         self._committed = True
         return made
 
@@ -387,83 +429,81 @@ class BlockBuilder:
         return f"BlockBuilder {self.name!r}: {method}{about}"
 
     def _new(
-        self, where: str, name: str, after: After
+        self, where: str, name: str | None, usual: str
     ) -> tuple[str, int, BlockBuilder]:
         """The name, number and builder of a new node."""
         self._check_open(where)
-        before = (after,) if isinstance(after, Handle) else tuple(after)
-        for handle in before:
-            self._check_own(where, handle)
-        taken = {node.name for node in self._wiring.nodes}
-        free, n = name, 1
+        taken = {node.name for node in self._draft.nodes}
+        if name is not None and name in taken:
+            raise ValueError(f"{where}: there is a node {name!r} already")
+        free, n = name or usual, 1
         while free in taken:
             n += 1
-            free = f"{name} {n}"
-        self._wiring.after.append(tuple(handle.number for handle in before))
-        return free, len(self._wiring.nodes), self
+            free = f"{usual} {n}"
+        return free, len(self._draft.nodes), self
 
-    def _ported(
-        self, new: tuple[str, int, BlockBuilder], operation: Operation
-    ) -> PortsHandle:
-        made = PortsHandle(*new, operation)
-        self._wiring.nodes.append(made)
-        return made
+    def _before(self, where: str, after: After) -> tuple[int, ...]:
+        before = (after,) if isinstance(after, (Handle, str)) else tuple(after)
+        for handle in before:
+            self._check_own(where, handle)
+        return tuple(handle.number for handle in before if isinstance(handle, Handle))
 
-    def _output(self, where: str, port: Port, pin: Pin, more: int = 0) -> Port:
-        if port.name in (known.name for known, _, _ in self._outputs):
-            raise ValueError(f"{where}: there is an output {port.name!r} already")
-        self._outputs.append((port, pin, more))
-        return port
+    def _added(self, handle: AnyHandle, before: tuple[int, ...]) -> AnyHandle:
+        waits = isinstance(handle, KernelHandle) or handle.operation.inputs
+        if before and not waits:
+            raise ValueError(
+                f"{self._where('after')}: {handle.name!r} has no input, so nothing "
+                "keeps it behind another"
+            )
+        self._draft.nodes.append(handle)
+        self._draft.after.append(before)
+        return handle
 
-    def _type_of(
-        self, where: str, pin: Pin, given: TypeLike | None
-    ) -> ArrayType | None:
-        """The type of a pin: what is known of it, and what is said now."""
-        known = self._types.get(pin)
-        if known is None and isinstance(pin.handle, PortsHandle):
-            known = pin.handle.type_of(pin)
-        elif known is None and pin.kind == "output":  # updated in place, perhaps
-            known = self._types.get(dataclasses.replace(pin, kind="input"))
-        if given is None:
-            return known
-        said = array_type(where, given)
-        if known is not None and known.differs(said):
-            raise ValueError(f"{where}: {pin} is {known}, and {said} is asked for")
-        self._types[pin] = said
-        return said
+    def _output(self, where: str, output: Output) -> Port:
+        self._check_output(where, output.name)
+        self._draft.outputs.append(output)
+        return Port(output.name, output.type, output.companion_of)
+
+    def _fix(self, where: str, handle: KernelHandle, pin: Pin, value: Any) -> None:
+        """Gives a scalar of a kernel a value that never changes."""
+        if pin.handle is not handle or pin.kind != "scalar":
+            raise ValueError(f"{where}: {pin} is no scalar of {handle.name!r}")
+        self._scalar(where, pin, None, None)
+        self._draft.check_free(where, pin, pin)
+        if not isinstance(value, str):
+            value = _packed(where, handle.kernel, pin.number, value)
+        handle.constants[pin.number] = value
 
     def _scalar(self, where: str, pin: Pin, default: Any, dtype: Any) -> Parameter:
         """What a scalar pin is as a parameter, which has the pin's name."""
         handle = pin.handle
         if isinstance(handle, PortsHandle):
             inner: Parameter = handle.ports("scalar")[pin.number]
-            word = isinstance(inner.default, str)  # one of the child's own types
-            kept = None if word else inner.default
-            return Parameter(
-                str(pin), inner.dtype, kept if default is None else default
+            # A child's word is one of its own types, and stays its default.
+            own = None if isinstance(inner.default, str) else inner.default
+            return _parameter(
+                where, str(pin), own if default is None else default, inner.dtype
             )
         assert isinstance(handle, KernelHandle)
         if pin.number in handle.constants:
             raise ValueError(f"{where}: {pin} is fixed by scalars= already")
         if dtype is None:
-            dtype = handle.dtype_of(pin.number, default)
-        self._types[pin] = ArrayType(np.dtype(dtype), ())
-        return Parameter(str(pin), np.dtype(dtype), default)
+            dtype = handle.dtype_of(where, pin.number, default)
+        return _parameter(where, str(pin), default, dtype)
 
     def _with_default(
-        self, where: str, parameter: Parameter, found: Parameter, said: bool
+        self, where: str, parameter: Parameter, found: Parameter, taken: Any
     ) -> Parameter:
-        """The parameter with the default that its pins agree on, or that is said."""
-        known = parameter.default
-        if said:
-            self._said.add(parameter.name)
-        elif parameter.name in self._said or found.default is None:
+        """The parameter with the default that its pins agree on, or that was said."""
+        known = self._defaults[parameter.name]
+        if taken[1] is None or taken == known or (known[0] and not taken[0]):
             return parameter
-        if known is not None and known != found.default:
+        if known[1] not in (None, taken[1]):
             raise ValueError(
-                f"{where}: it is {known} by default, and {found.default} came; say one "
+                f"{where}: it is {known[1]} by default, and {taken[1]} came; say one "
                 "of them where it is first named"
             )
+        self._defaults[parameter.name] = taken
         return dataclasses.replace(parameter, default=found.default)
 
     # ---- checks ----------------------------------------------------------------------
@@ -480,11 +520,15 @@ class BlockBuilder:
             raise ValueError(f"{where}: {shown} is no node of this graph")
 
     def _check_new(self, where: str, name: str) -> None:
-        inputs, parameters = self._inputs, self._parameters
-        if name in [p.name for p in inputs] + [p.name for p in parameters]:
+        draft = self._draft
+        if name in [p.name for p in draft.inputs] + [p.name for p in draft.parameters]:
             raise ValueError(
                 f"{where}: there is an input or a parameter {name!r} already"
             )
+
+    def _check_output(self, where: str, name: str) -> None:
+        if name in [output.name for output in self._draft.outputs]:
+            raise ValueError(f"{where}: there is an output {name!r} already")
 
     def _check_pin(self, where: str, pin: Any, kind: Kind) -> None:
         self._check_open(where)
@@ -495,7 +539,8 @@ class BlockBuilder:
         self._check_own(where, pin.handle)
         if pin.kind != kind:
             raise ValueError(
-                f"{where}: {pin} was taken as an {pin.kind}, and this takes an {kind}"
+                f"{where}: {pin} was taken as {KINDS[pin.kind]}, and this takes "
+                f"{KINDS[kind]}"
             )
 
 
@@ -517,10 +562,47 @@ def _ports(where: str, given: Ports) -> tuple[Port, ...]:
     return tuple(Port(name) for name in given)
 
 
-def _check_once(where: str, names: Sequence[str]) -> None:
+def _said(where: str, type: TypeLike | None) -> ArrayType | None:
+    return None if type is None else array_type(where, type)
+
+
+def _parameter(where: str, name: str, default: Any, dtype: Any = None) -> Parameter:
+    """A parameter whose default is checked. Without a dtype, that of the default."""
+    if dtype is None:
+        if default is None or isinstance(default, str):
+            raise TypeError(
+                f"{where}: scalar {name!r} has a number as its default, got {default!r}"
+            )
+        dtype = jnp.result_type(default)
+    bare = Parameter(name, np.dtype(dtype))
+    if isinstance(default, str) and not is_word(default):
+        raise ValueError(f"{where}: {default!r} is no number and no word")
+    if default is None or isinstance(default, str):
+        return dataclasses.replace(bare, default=default)
+    if isinstance(default, jax.Array):
+        default = np.asarray(default)
+    return dataclasses.replace(bare, default=bare.checked(where, default))
+
+
+def _inherited(pin: Pin, said: Any, default: Any) -> Any:
+    """What a parameter's default is taken from, so that two can be compared."""
+    if said is None and isinstance(pin.handle, PortsHandle):
+        inner = pin.handle.ports("scalar")[pin.number].default
+        if isinstance(inner, str):
+            return f"{inner!r} of {pin.handle.name!r}"
+    return default.item() if isinstance(default, np.generic) else default
+
+
+def _packed(where: str, kernel: Kernel, number: int, value: Any) -> Packed:
+    if isinstance(value, jax.Array):
+        value = np.asarray(value)[()]
+    return Packed.of(kernel, number, value, where)
+
+
+def _check_once(where: str, what: str, names: Sequence[str]) -> None:
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{where}: {name!r} is the name of two")
+            raise ValueError(f"{where}: two {what} are named {name!r}")
 
 
 def _hashable(value: Any) -> Any:

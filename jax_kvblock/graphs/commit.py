@@ -11,128 +11,112 @@ from jax_kvblock.graphs.operations import (
     KernelOperation,
     KernelPort,
     Operation,
-    Parameter,
     Port,
 )
-from jax_kvblock.graphs.types import ArrayType
 from jax_kvblock.graphs.wiring import (
+    Draft,
     Handle,
     KernelHandle,
+    Output,
     OwnPort,
     Pin,
     PortsHandle,
-    Wiring,
 )
 
 
-def graph_of(
-    where: str,
-    name: str,
-    wiring: Wiring,
-    inputs: Sequence[Port],
-    parameters: Sequence[Parameter],
-    outputs: Sequence[tuple[Port, Pin, int]],
-    types: Mapping[Pin, ArrayType],
-    counters: Mapping[Pin, Pin],
-) -> Graph:
-    """The graph of these nodes, wires and ports; outputs as `BlockBuilder` has them."""
-    if not outputs:
+def graph_of(where: str, draft: Draft) -> Graph:
+    """The graph that was described. Raises what is missing."""
+    if not draft.outputs:
         raise ValueError(f"{where}: the graph has no output, so nothing would run")
-    exposed = {pin for _, pin, _ in outputs}
     operations: list[Operation] = []
-    for handle in wiring.nodes:
+    for handle in draft.nodes:
         if isinstance(handle, KernelHandle):
-            made = _kernel(where, handle, wiring, exposed, types, counters)
-            operations.append(made)
+            operations.append(_kernel(where, handle, draft))
         else:
-            operations.append(_checked(where, handle, wiring))
-    _check_words(where, inputs, parameters, operations)
-    order = wiring.order()
+            operations.append(_checked(where, handle, draft))
+    _check_words(where, draft, operations)
+    order = draft.order()
     place = {number: i for i, number in enumerate(order)}
 
-    def source(start: Pin | OwnPort, more: int = 0) -> Source:
+    def source(start: Pin | OwnPort, offset: int = 0) -> Source:
         if isinstance(start, OwnPort):
             return start.source
         number = start.handle.number
         operation, port = operations[number], start.number
         if isinstance(operation, KernelOperation):
             port = operation.place_of(port)
-        return Source(place[number], port + more)
+        return Source(place[number], port + offset)
 
     def node(number: int) -> Node:
-        handle, operation = wiring.nodes[number], operations[number]
-        ins = wiring.pins_of(handle, "input")
-        numbers = [
-            Pin(handle, "scalar", i)
-            for i in (
-                [n for n, _ in operation.scalars]
-                if isinstance(operation, KernelOperation)
-                else range(len(operation.parameters))
-            )
-        ]
-        starts = [wiring.source_of.get(pin) for pin in numbers]
+        handle, operation = draft.nodes[number], operations[number]
+        numbers: Sequence[int] = range(len(operation.parameters))
+        if isinstance(operation, KernelOperation):
+            numbers = [n for n, _ in operation.scalars]
+        starts = [draft.source_of.get(Pin(handle, "scalar", n)) for n in numbers]
         return Node(
             handle.name,
             operation,
-            tuple(source(wiring.source_of[pin]) for pin in ins),
+            tuple(
+                source(draft.source_of[pin]) for pin in draft.pins_of(handle, "input")
+            ),
             tuple(None if start is None else source(start) for start in starts),
-            tuple(place[n] for n in wiring.after[number]),
+            tuple(place[n] for n in draft.after[number]),
         )
 
     return Graph(
-        name,
-        tuple(inputs),
-        tuple(port for port, _, _ in outputs),
-        tuple(parameters),
+        draft.name,
+        tuple(draft.inputs),
+        tuple(_port(output, draft) for output in draft.outputs),
+        tuple(draft.parameters),
         tuple(node(number) for number in order),
-        tuple(source(pin, more) for _, pin, more in outputs),
+        tuple(source(output.pin, output.offset) for output in draft.outputs),
     )
 
 
-def _checked(where: str, handle: Handle, wiring: Wiring) -> Operation:
+def _port(output: Output, draft: Draft) -> Port:
+    behind = output.offset > 0
+    type_of = output.type if behind else draft.type_of(output.pin)
+    return Port(output.name, type_of, output.companion_of)
+
+
+def _checked(where: str, handle: Handle, draft: Draft) -> Operation:
     """A function or a graph, all of whose inputs have values."""
     assert isinstance(handle, PortsHandle)
     for number in range(len(handle.operation.inputs)):
         pin = Pin(handle, "input", number)
-        if pin not in wiring.source_of:
+        if pin not in draft.source_of:
             raise ValueError(f"{where}: {pin} has no value; connect it or expose it")
     return handle.operation
 
 
-def _kernel(
-    where: str,
-    handle: KernelHandle,
-    wiring: Wiring,
-    exposed: set[Pin],
-    types: Mapping[Pin, ArrayType],
-    counters: Mapping[Pin, Pin],
-) -> KernelOperation:
+def _kernel(where: str, handle: KernelHandle, draft: Draft) -> KernelOperation:
     """A kernel, each of whose parameters is something."""
-    counter_of = {d.number: c.number for d, c in counters.items() if d.handle is handle}
-    arrays = [pin.number for pin in wiring.pins_of(handle, "input")]
-    scalars = wiring.pins_of(handle, "scalar")
-    outputs = wiring.outputs_of(handle)
-    outputs |= {pin.number for pin in exposed if pin.handle is handle}
-    outputs -= set(counter_of.values())
+    counters = draft.counters.items()
+    counter_of = {d.number: c.number for d, c in counters if d.handle is handle}
+    arrays = [pin.number for pin in draft.pins_of(handle, "input")]
+    scalars = draft.pins_of(handle, "scalar")
+    outputs = draft.outputs_of(handle) - set(counter_of.values())
     _check_every_parameter(
         where,
         handle,
         {
             "an input": set(arrays),
             "a scalar": {pin.number for pin in scalars},
-            "an output": outputs - set(arrays),
+            "an output": outputs - {*arrays, *counter_of},
+            "what it appends to": set(counter_of),
             "a counter": set(counter_of.values()),
             "fixed by scalars=": set(handle.constants),
         },
     )
     if not outputs:
         raise ValueError(
-            f"{where}: {handle.name!r} has no output, and what has none is never run"
+            f"{where}: {handle.name!r} has no output, and a kernel without one is "
+            "never run"
         )
     results = []
     for number in sorted(outputs):
         pin = Pin(handle, "output", number)
-        type_of = types.get(pin)
+        type_of = draft.type_of(pin)
         in_place = number in arrays
         if not in_place and (type_of is None or not type_of.is_known):
             raise ValueError(
@@ -146,12 +130,17 @@ def _kernel(
             f"{where}: {handle.name!r} appends to all its outputs, so nothing says how "
             "many threads it takes; pass grid= to add_kernel"
         )
+    dtypes = []
+    for pin in scalars:
+        type_of = draft.type_of(pin)
+        assert type_of is not None
+        dtypes.append((pin.number, type_of.dtype))
     return KernelOperation(
         handle.name,
         handle.kernel,
-        tuple(KernelPort(n, types.get(Pin(handle, "input", n))) for n in arrays),
+        tuple(KernelPort(n, draft.type_of(Pin(handle, "input", n))) for n in arrays),
         tuple(results),
-        tuple((pin.number, types[pin].dtype) for pin in scalars),
+        tuple(dtypes),
         tuple(sorted(handle.constants.items())),
         handle.grid,
         tuple(sorted(handle.tensor_maps.items())),
@@ -176,14 +165,9 @@ def _check_every_parameter(
             raise ValueError(f"{where}: {shown} is {' and '.join(has)}")
 
 
-def _check_words(
-    where: str,
-    inputs: Sequence[Port],
-    parameters: Sequence[Parameter],
-    operations: Sequence[Operation],
-) -> None:
+def _check_words(where: str, draft: Draft, operations: Sequence[Operation]) -> None:
     """Whether something tells each size that a kernel's results or numbers have."""
-    known = _words_of(inputs)
+    known = _words_of(draft.inputs)
     for operation in operations:
         if isinstance(operation, CapturedOperation):
             known |= _words_of((*operation.inputs, *operation.outputs))
@@ -207,7 +191,7 @@ def _check_words(
         for number, value in operation.constants:
             if isinstance(value, str):
                 check(value, f"scalar {number} of {operation.name!r}")
-    for parameter in parameters:
+    for parameter in draft.parameters:
         if isinstance(parameter.default, str):
             check(parameter.default, f"parameter {parameter.name!r}")
 

@@ -20,7 +20,6 @@ import numpy as np
 
 from jax_kvblock.graphs.graph import Graph
 from jax_kvblock.graphs.operations import Parameter
-from jax_kvblock.graphs.types import ArrayType, array_type
 
 
 class State(enum.Enum):
@@ -60,12 +59,11 @@ class BlockParameter:
     """
 
     def __init__(self, where: str, parameter: Parameter) -> None:
-        self._where = f"{where}: parameter {parameter.name!r}"
-        self.name = parameter.name
-        self.dtype = parameter.dtype
-        default = parameter.default
-        self._value = None if isinstance(default, str) else default
-        self._array = None if self._value is None else self._made(default)
+        self._where, self._parameter = where, parameter
+        self.name, self.dtype = parameter.name, parameter.dtype
+        default = None if isinstance(parameter.default, str) else parameter.default
+        self._value: Any = None if default is None else default.item()
+        self._array = None if default is None else jnp.asarray(default)
         self.is_dirty = False
 
     @property
@@ -74,30 +72,16 @@ class BlockParameter:
 
     @value.setter
     def value(self, given: Any) -> None:
-        array = self._made(given)
+        self._take(given, self.checked(given))
+
+    def checked(self, given: Any) -> jax.Array:
+        """The value as an array that a launch takes; raises what does not fit."""
+        return jnp.asarray(self._parameter.checked(self._where, given))
+
+    def _take(self, given: Any, array: jax.Array) -> None:
         same = isinstance(given, (bool, int, float)) and given == self._value
         if not same:
             self._value, self._array, self.is_dirty = given, array, True
-
-    def _made(self, given: Any) -> jax.Array:
-        """The value as an array that a launch takes; raises what does not fit."""
-        if isinstance(given, jax.Array):
-            if not ArrayType(self.dtype, ()).loads(array_type(self._where, given)):
-                raise TypeError(
-                    f"{self._where} must be {self.dtype}[], got "
-                    f"{given.dtype}{list(given.shape)}"
-                )
-            return given.astype(self.dtype)
-        number = np.asarray(given)
-        if number.ndim or number.dtype.kind not in "biuf":
-            raise TypeError(f"{self._where} must be a number, got {given!r}")
-        if jnp.issubdtype(self.dtype, jnp.integer):
-            if number.dtype.kind == "f":
-                raise TypeError(f"{self._where} must be an integer, got {given!r}")
-            info = jnp.iinfo(self.dtype)
-            if not info.min <= int(number) <= info.max:
-                raise ValueError(f"{self._where}: {given} does not fit {self.dtype}")
-        return jnp.asarray(number, self.dtype)
 
 
 class EngineBlock:
@@ -121,20 +105,22 @@ class EngineBlock:
         self._donate = donate
         self._state = State.NOT_COMPILED
         self._message: str | None = None
-        self._times: list[float] = []
+        self._time, self._timed, self._total = 0.0, 0, 0.0
         self._last: dict[str, Any] = {}  # counts and overflows of the last launch
 
     def set(self, **values: Any) -> None:
         """New values of parameters, by name."""
-        for name, value in values.items():
+        for name in values:
             if name not in self.parameters:
                 has = ", ".join(map(repr, self.parameters)) or "none"
                 raise ValueError(
                     f"block {self.name!r} has no parameter {name!r}; it has {has}"
                 )
-            self.parameters[name].value = value
+        arrays = {name: self.parameters[name].checked(v) for name, v in values.items()}
+        for name, value in values.items():
+            self.parameters[name]._take(value, arrays[name])
 
-    def __call__(self, *inputs: Any, **named: Any) -> dict[str, jax.Array]:
+    def __call__(self, /, *inputs: Any, **named: Any) -> dict[str, jax.Array]:
         if self._engine is None:
             raise RuntimeError(f"block {self.name!r} is disposed; register it again")
         for name in named:
@@ -161,7 +147,9 @@ class EngineBlock:
         for p in dirty:
             p.is_dirty = False
         self._state, self._message = State.OK, None
-        self._times += [] if seconds is None else [seconds]
+        if seconds is not None:
+            self._time, self._timed = seconds, self._timed + 1
+            self._total += seconds
         kept = [p.name for p in self.graph.outputs if p.companion_of]
         self._last = {name: outputs[name] for name in kept}
         return outputs
@@ -170,21 +158,24 @@ class EngineBlock:
     def debug_info(self) -> DebugInfo:
         """What became of the last launch. Waits for it where something is counted."""
         state, message, counts = self._state, self._message, {}
+        full: list[str] = []
         for port in self.graph.outputs:
             if port.companion_of is None or port.name not in self._last:
                 continue
             value = np.asarray(self._last[port.name])
             if value.dtype != np.bool_:
                 counts[port.companion_of] = int(value)
-            elif value and state is State.OK:
-                state = State.WARNING
-                message = f"{port.companion_of!r} is full: there would have been more"
-        times = self._times
+            elif value:
+                full.append(repr(port.companion_of))
+        if full and state is State.OK:
+            state = State.WARNING
+            message = f"full, and there would have been more: {', '.join(full)}"
+        timed = self._timed
         return DebugInfo(
             state,
             message,
-            times[-1] if times else None,
-            sum(times) / len(times) if times else None,
+            self._time if timed else None,
+            self._total / timed if timed else None,
             counts,
         )
 
@@ -296,8 +287,9 @@ class Engine:
     def _trace(
         self, graph: Graph, values: Any, kept: Any, donated: Any
     ) -> dict[str, jax.Array]:
+        outputs = graph(**kept, **donated, **values)
         self.cold_rebuilds += 1
-        return graph(**kept, **donated, **values)
+        return outputs
 
     def _launch(
         self, graph: Graph, values: Any, kept: Any, donated: Any, dirty: int

@@ -25,7 +25,7 @@ from jax_kvblock.graphs.description import (
 )
 from jax_kvblock.graphs.draw import dot_of, save
 from jax_kvblock.graphs.operations import Parameter, Port, behind
-from jax_kvblock.graphs.types import ArrayType, Sizes, array_type
+from jax_kvblock.graphs.types import Sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,17 +54,6 @@ class Graph(Description):
         values = (self.name, self.inputs, self.outputs, self.parameters, self.nodes)
         return hash((*values, self.results))
 
-    @functools.cached_property
-    def _needed(self) -> set[str]:
-        """The parameters that kernels and functions take."""
-        return {
-            self.parameters[source.port].name
-            for node in self.nodes
-            if not isinstance(node.operation, Graph)
-            for source in node.scalars
-            if source is not None and source.node == PARAMETER
-        }
-
     def __hash__(self) -> int:
         return self._hash
 
@@ -73,14 +62,14 @@ class Graph(Description):
         outs = ", ".join(map(str, self.outputs))
         return f"Graph {self.name!r}({ins}) -> {outs}"
 
-    def __call__(self, *inputs: Any, **named: Any) -> dict[str, jax.Array]:
+    def __call__(self, /, *inputs: Any, **named: Any) -> dict[str, jax.Array]:
         given = self.inputs_by_name(*inputs, **named)
         arrays = [given.pop(port.name) for port in self.inputs]
         scalars = [given.pop(p.name, None) for p in self.parameters]
         made = self.apply(arrays, scalars, Sizes(), ())
         return dict(zip((port.name for port in self.outputs), made, strict=True))
 
-    def inputs_by_name(self, *inputs: Any, **named: Any) -> dict[str, Any]:
+    def inputs_by_name(self, /, *inputs: Any, **named: Any) -> dict[str, Any]:
         """Inputs and parameters by name; raises what is missing or not known."""
         where = f"graph {self.name!r}"
         names = [port.name for port in self.inputs]
@@ -137,7 +126,7 @@ class Graph(Description):
         for node in self.nodes:
             operands = [value_of(source) for source in node.inputs]
             numbers_of = [None if s is None else value_of(s) for s in node.scalars]
-            before = [made[number][0] for number in node.after]
+            before = [x for number in node.after for x in made[number]]
             try:
                 made.append(self._run(node, operands, numbers_of, sizes, before))
             except Exception as error:
@@ -175,30 +164,18 @@ class Graph(Description):
         return x
 
     def _check(self, port: Port, x: Any, sizes: Sizes, called: str) -> None:
-        if port.type is None or port.type.take(x, sizes, called):
+        if port.type is None or port.type.bind(x, sizes, called):
             return
-        told = sizes.says(port.type.shape or ())
         raise (TypeError if x.dtype != port.type.dtype else ValueError)(
             f"graph {self.name!r}: {called} must be {port.type}"
-            + (f" with {told}" if told else "")
-            + f", got {show(x)}"
+            f"{sizes.says(port.type.shape or ())}, got {show(x)}"
         )
 
     def _scalar(self, parameter: Parameter, given: Any, sizes: Sizes) -> Any:
-        """A parameter's value; `None` where only graphs take it, with defaults."""
-        where = f"graph {self.name!r}"
-        optional = parameter.name not in self._needed
-        if given is None and parameter.default is None and optional:
+        """A parameter's value; `None` where only who takes it may have a default."""
+        if given is None and parameter.default is None:
             return None
-        given = parameter.value(where, given, sizes)
-        if isinstance(given, jax.Array) and not ArrayType(parameter.dtype, ()).loads(
-            array_type(where, given)
-        ):
-            raise TypeError(
-                f"{where}: parameter {parameter.name!r} must be a number or "
-                f"{parameter.dtype}[], got {show(given)}"
-            )
-        return given
+        return parameter.value(f"graph {self.name!r}", given, sizes)
 
     def draw(self, path: str | Path | None = None, *, depth: int = 1) -> str:
         """The graph as a picture, in Graphviz's language.

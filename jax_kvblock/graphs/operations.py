@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock.core.checks import plural
-from jax_kvblock.graphs.types import ArrayType, Sizes
-from jax_kvblock.kernels.functions import Function
+from jax_kvblock.core.checks import plural, show
+from jax_kvblock.graphs.types import ArrayType, Sizes, array_type, scalar_type
+from jax_kvblock.kernels.call import Packed
+from jax_kvblock.kernels.functions import Function, key_of
 from jax_kvblock.kernels.kernel import Kernel
 from jax_kvblock.kernels.kernel_call import kernel_call
 
@@ -42,12 +43,17 @@ class Port:
 class Parameter:
     """A scalar that may change from call to call without a compilation.
 
-    default: a number; a word of the graph's types, which is that size; `None`: none.
+    default: a number of the dtype; a word of the graph's types, which is that size;
+    `None`: none.
     """
 
     name: str
     dtype: np.dtype[Any]
-    default: Any = None
+    default: Any = dataclasses.field(default=None, compare=False)
+    key: Any = dataclasses.field(init=False, repr=False)  # 0.0 is not -0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", key_of(self.default))
 
     def __str__(self) -> str:
         shown = "" if self.default is None else f" = {self.default}"
@@ -60,7 +66,38 @@ class Parameter:
             raise TypeError(
                 f"{where}: parameter {self.name!r} has no default, so it needs a value"
             )
-        return sizes[given] if isinstance(given, str) else given
+        return self.checked(where, sizes[given] if isinstance(given, str) else given)
+
+    def checked(self, where: str, given: Any) -> Any:
+        """A number as NumPy's of the dtype; an array without dimensions, of it, too."""
+        where = f"{where}: parameter {self.name!r}"
+        if isinstance(given, jax.Array):
+            exact = scalar_type(self.dtype).loads(array_type(where, given))
+            weak = given.weak_type and given.ndim == 0 and self._holds(given.dtype)
+            if not (exact or weak):
+                raise TypeError(
+                    f"{where} must be a number or {self.dtype}[], got {show(given)}"
+                )
+            return given.astype(self.dtype)
+        number = np.asarray(given)
+        floats = jnp.issubdtype(number.dtype, jnp.floating)
+        if number.ndim or not (floats or number.dtype.kind in "biu"):
+            raise TypeError(
+                f"{where} must be a number or {self.dtype}[], got {given!r}"
+            )
+        if not self._holds(number.dtype):
+            raise TypeError(f"{where} must be an integer, got {given!r}")
+        if jnp.issubdtype(self.dtype, jnp.integer):
+            info = jnp.iinfo(self.dtype)
+            if not info.min <= int(number) <= info.max:
+                raise ValueError(f"{where}: {given} does not fit {self.dtype}")
+        return number.astype(self.dtype)[()]
+
+    def _holds(self, dtype: Any) -> bool:
+        """Whether numbers of this kind are numbers of the parameter's."""
+        if jnp.issubdtype(dtype, jnp.floating):
+            return jnp.issubdtype(self.dtype, jnp.floating)
+        return self.dtype.kind != "b" or dtype == np.bool_
 
 
 class Operation(Protocol):
@@ -91,8 +128,8 @@ class Operation(Protocol):
 def companions(name: str) -> tuple[Port, Port]:
     """The ports beside an output that is appended to: its count, and whether it fit."""
     return (
-        Port(f"{name} Count", ArrayType(jnp.dtype(jnp.int32), ()), name),
-        Port(f"{name} Overflowed", ArrayType(jnp.dtype(jnp.bool_), ()), name),
+        Port(f"{name} Count", scalar_type(jnp.int32), name),
+        Port(f"{name} Overflowed", scalar_type(jnp.bool_), name),
     )
 
 
@@ -128,8 +165,9 @@ class KernelPort:
 class KernelOperation:
     """A kernel whose parameters are inputs, outputs, scalars and constants.
 
-    A parameter that is an input and an output is updated in place. `tensor_maps` are of
-    parameters. All are in the parameters' order.
+    A parameter that is an input and an output is updated in place. `constants` are
+    numbers as the kernel takes them, or words; `tensor_maps` are of parameters. All are
+    in the parameters' order.
     """
 
     name: str
@@ -137,7 +175,7 @@ class KernelOperation:
     arrays: tuple[KernelPort, ...]
     results: tuple[KernelPort, ...]
     scalars: tuple[tuple[int, np.dtype[Any]], ...]
-    constants: tuple[tuple[int, Any], ...]
+    constants: tuple[tuple[int, Packed | str], ...]
     grid: Any
     tensor_maps: tuple[tuple[int, Any], ...]
     options: tuple[tuple[str, Any], ...]
@@ -195,13 +233,13 @@ class KernelOperation:
             order.append(port.parameter)
             order += [] if port.counter is None else [port.counter]
         values = {
-            number: parameter.value(repr(self.name), given, sizes)
+            number: self._number(number, parameter.value(repr(self.name), given, sizes))
             for (number, _), parameter, given in zip(
                 self.scalars, self.parameters, scalars, strict=True
             )
         }
         for number, value in self.constants:
-            values[number] = sizes[value] if isinstance(value, str) else value
+            values[number] = sizes[value] if isinstance(value, str) else value.value
         numbers = sorted(values)
         made = kernel_call(
             self.kernel,
@@ -220,6 +258,12 @@ class KernelOperation:
         for port, x in zip(self.results, made, strict=True):
             flat += [x] if port.counter is None else list(x)
         return flat
+
+    def _number(self, number: int, value: Any) -> Any:
+        """As `kernel_call` takes it: a double comes from a float32, traced or not."""
+        known = self.kernel.parameters
+        typed = known is None or known[number].is_bytes
+        return value if typed or isinstance(value, jax.Array) else value.item()
 
     def _blocks(self, structs: Sequence[Any]) -> int:
         """A thread for each element of the first result that is not appended to."""

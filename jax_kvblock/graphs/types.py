@@ -30,18 +30,19 @@ class Sizes:
         if word not in self.known:
             has = ", ".join(map(repr, self.known)) or "none"
             raise ValueError(
-                f"the size {word!r} is not known: no input has it; known are {has}"
+                f"the size {word!r} is not known: what runs before does not have it; "
+                f"known are {has}"
             )
         return self.known[word][0]
 
     def says(self, words: Sequence[Size]) -> str:
-        """ "n is 5 by input 'A'", for messages."""
+        """ "where n = 5 (input 'A')", for messages."""
         told = [
-            f"{w} is {self.known[w][0]} by {self.known[w][1]}"
+            f"{w} = {self.known[w][0]} ({self.known[w][1]})"
             for w in dict.fromkeys(words)
             if isinstance(w, str) and w in self.known
         ]
-        return ", ".join(told)
+        return f" where {', '.join(told)}" if told else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,18 +58,22 @@ class ArrayType:
         sizes = ("?" if size is None else str(size) for size in self.shape)
         return f"{self.dtype}[{', '.join(sizes)}]"
 
-    def differs(self, other: ArrayType) -> bool:
-        """Whether nothing is of both types, whatever the words stand for."""
+    def merged(self, other: ArrayType) -> ArrayType | None:
+        """What is of both types, by the words of either; `None` where nothing is."""
         if self.dtype != other.dtype:
-            return True
+            return None
         if self.shape is None or other.shape is None:
-            return False
+            return self if other.shape is None else other
         if len(self.shape) != len(other.shape):
-            return True
-        return any(
-            isinstance(a, int) and isinstance(b, int) and a != b
-            for a, b in zip(self.shape, other.shape, strict=True)
-        )
+            return None
+        sizes = []
+        for a, b in zip(self.shape, other.shape, strict=True):
+            if isinstance(a, int) and isinstance(b, int) and a != b:
+                return None
+            if isinstance(b, int) or a is None:
+                a = b
+            sizes.append(a)
+        return ArrayType(self.dtype, tuple(sizes))
 
     def loads(self, other: ArrayType) -> bool:
         """Whether a scalar of this type is loaded from one of the other.
@@ -79,8 +84,8 @@ class ArrayType:
         alike = kinds == {"i", "u"} and self.dtype.itemsize == other.dtype.itemsize
         return (alike or self.dtype == other.dtype) and other.shape in ((), None)
 
-    def take(self, value: Any, sizes: Sizes, said_by: str) -> bool:
-        """Whether a value is of this type; its sizes are what the words stand for."""
+    def bind(self, value: Any, sizes: Sizes, said_by: str) -> bool:
+        """Whether a value is of this type. Its sizes are what the words stand for."""
         if value.dtype != self.dtype:
             return False
         if self.shape is None:
@@ -118,6 +123,10 @@ class ArrayType:
         return ArrayType(self.dtype, shape)
 
 
+def scalar_type(dtype: Any) -> ArrayType:
+    return ArrayType(jnp.dtype(dtype), ())
+
+
 def array_type(where: str, given: TypeLike) -> ArrayType:
     """The type that is given as text, as a struct, or as an array like it."""
     if isinstance(given, ArrayType):
@@ -145,8 +154,13 @@ def array_type(where: str, given: TypeLike) -> ArrayType:
     sizes: list[Size] = []
     for part in match[3].split(",") if match[3].strip() else []:
         size = part.strip()
-        if not (size.isidentifier() or size.isdigit() or size == "?"):
+        if not (is_word(size) or size.isdigit() or size == "?"):
             raise wrong
         word = None if size == "?" else size
         sizes.append(int(size) if size.isdigit() else word)
     return ArrayType(dtype, tuple(sizes))
+
+
+def is_word(given: Any) -> bool:
+    """Whether this may stand for a size."""
+    return isinstance(given, str) and given.isidentifier()

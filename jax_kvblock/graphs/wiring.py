@@ -1,16 +1,22 @@
-"""Nodes of a graph that is being built, their pins, and the wires between them."""
+"""A graph that is being built: its nodes, their pins, the wires between them."""
 
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock.graphs.description import Source
-from jax_kvblock.graphs.operations import CapturedOperation, Operation, Port
+from jax_kvblock.graphs.operations import (
+    CapturedOperation,
+    Operation,
+    Parameter,
+    Port,
+)
 from jax_kvblock.graphs.types import ArrayType
 from jax_kvblock.kernels.kernel import Kernel
 
@@ -127,15 +133,16 @@ class KernelHandle(Handle):
             return True
         return known[number].takes_pointer()
 
-    def dtype_of(self, number: int, default: Any) -> np.dtype[Any]:
+    def dtype_of(self, where: str, number: int, default: Any) -> np.dtype[Any]:
         """The dtype of the arrays that a by-value parameter is loaded from."""
         if hasattr(default, "dtype"):
             return np.dtype(default.dtype)
         known = self.kernel.parameters
         if known is None or known[number].is_bytes:
             raise TypeError(
-                f"nothing tells the type of {self.say('scalar', number)}; give a "
-                "default of NumPy's, for example np.float32(2), or dtype="
+                f"{where}: nothing tells the type of {self.say('scalar', number)}; "
+                "input_scalar takes a default of NumPy's, such as np.float32(2), or "
+                "dtype="
             )
         kind, bits = known[number].type[0], 8 * min(known[number].size, 4)
         if kind == "f" or (kind == "b" and type(default) is float):
@@ -154,25 +161,67 @@ class OwnPort:
         return self.said
 
 
-class Wiring:
-    """Wires so far, from where each pin has its value, and the order that they ask."""
+class Output(NamedTuple):
+    """An output of the graph. offset: how many ports behind that of the pin."""
 
-    def __init__(self) -> None:
+    name: str
+    pin: Pin
+    offset: int = 0
+    type: ArrayType | None = None  # of a port behind
+    companion_of: str | None = None
+
+
+class Draft:
+    """What was said of a graph so far: its nodes, wires, types and ports."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.nodes: list[Handle] = []
         self.after: list[tuple[int, ...]] = []
+        self.inputs: list[Port] = []
+        self.parameters: list[Parameter] = []
+        self.outputs: list[Output] = []
+        self.counters: dict[Pin, Pin] = {}  # of what is appended to
         self.source_of: dict[Pin, Pin | OwnPort] = {}
+        self._types: dict[Pin, ArrayType] = {}
 
-    def add(self, where: str, source: Pin | OwnPort, target: Pin) -> None:
+    # ---- types -----------------------------------------------------------------------
+
+    def type_of(self, pin: Pin) -> ArrayType | None:
+        known = self._types.get(_place(pin))
+        if isinstance(pin.handle, PortsHandle) and pin.kind != "scalar":
+            own = pin.handle.type_of(pin)
+            if known is None or own is None:
+                return known or own
+            return own.merged(known)
+        return known
+
+    def merged(self, where: str, pin: Pin, said: ArrayType | None) -> ArrayType | None:
+        """The type of a pin, when this is said of it, too."""
+        known = self.type_of(pin)
+        if known is None or said is None:
+            return known or said
+        both = known.merged(said)
+        if both is None:
+            raise ValueError(f"{where}: {pin} is {known}, and {said} is asked for")
+        return both
+
+    def set_type(self, pin: Pin, type: ArrayType | None) -> None:
+        if type is not None:
+            self._types[_place(pin)] = type
+
+    # ---- wires -----------------------------------------------------------------------
+
+    def check_free(self, where: str, source: Pin | OwnPort, target: Pin) -> None:
         """Raises where the target has a value already, and where a cycle would be."""
         known = self.source_of.get(target)
         if known is not None:
             raise ValueError(
-                f"{where}: {target} has its value from {known} already, and {source} "
-                "came"
+                f"{where}: {target} has its value from {known} already, so {source} "
+                "cannot give it one"
             )
         if isinstance(source, Pin):
             self._check_cycle(where, source, target)
-        self.source_of[target] = source
 
     def pins_of(self, handle: Handle, kind: Kind) -> list[Pin]:
         """Those that have a value, in order."""
@@ -181,11 +230,9 @@ class Wiring:
 
     def outputs_of(self, handle: Handle) -> set[int]:
         """Those that are taken somewhere."""
-        return {
-            source.number
-            for source in self.source_of.values()
-            if isinstance(source, Pin) and source.handle is handle
-        }
+        taken = [s for s in self.source_of.values() if isinstance(s, Pin)]
+        taken += [output.pin for output in self.outputs]
+        return {pin.number for pin in taken if pin.handle is handle}
 
     def needs(self) -> list[set[int]]:
         """For each node, those that run before it."""
@@ -197,10 +244,19 @@ class Wiring:
 
     def order(self) -> list[int]:
         """Each node behind those that it needs, else as they were added."""
-        needs, order = self.needs(), list[int]()
-        while len(order) < len(needs):
-            left = (n for n in range(len(needs)) if n not in order)
-            order.append(next(n for n in left if needs[n] <= {*order}))
+        waits = [len(before) for before in self.needs()]
+        followers: list[list[int]] = [[] for _ in self.nodes]
+        for number, before in enumerate(self.needs()):
+            for other in before:
+                followers[other].append(number)
+        ready = [number for number, count in enumerate(waits) if count == 0]
+        order = []
+        while ready:
+            order.append(heapq.heappop(ready))
+            for later in followers[order[-1]]:
+                waits[later] -= 1
+                if waits[later] == 0:
+                    heapq.heappush(ready, later)
         return order
 
     def _check_cycle(self, where: str, source: Pin, target: Pin) -> None:
@@ -221,3 +277,9 @@ class Wiring:
         raise ValueError(
             f"{where}: {source} to {target} would close a cycle: {' → '.join(names)}"
         )
+
+
+def _place(pin: Pin) -> Pin:
+    """A kernel's parameter has one type, as an input and as an output."""
+    by_kernel = isinstance(pin.handle, KernelHandle) and pin.kind == "output"
+    return dataclasses.replace(pin, kind="input") if by_kernel else pin

@@ -42,9 +42,9 @@ class Packed(NamedTuple):
     value: Any
 
     @classmethod
-    def of(cls, kernel: Kernel, number: int, value: Any) -> Packed:
+    def of(cls, kernel: Kernel, number: int, value: Any, where: str = WHERE) -> Packed:
         """For a parameter of a kernel. Structs are their bytes, which have a hash."""
-        packed = pack(WHERE, kernel, number, value)
+        packed = pack(where, kernel, number, value)
         return cls(packed, packed if isinstance(value, np.void) else value)
 
 

@@ -114,7 +114,7 @@ def test_directions(builder):
 def test_one_value_for_a_pin(builder):
     a, b = add(builder, "a"), add(builder, "b")
     builder.input("X", b.in_("x"), "float32[n]")
-    with says("connect: .* of 'b' has its value from input 'X' already, and .* of 'a'"):
+    with says("connect: .* of 'b' has its value from input 'X' already, so .* of 'a'"):
         builder.connect(a.out("y"), b.in_("x"), "float32[n]")
     with says("input_scalar 'A': parameter 2, 'a' .* is fixed by scalars= already"):
         builder.input_scalar("A", b.in_("a"), 2.0)
@@ -141,6 +141,8 @@ def test_nodes_of_another_graph(builder):
         builder.connect(stranger.out("y"), mine.in_("x"), "float32[n]")
     with says("add_kernel: 'theirs' is no node of this graph"):
         add(builder, after=stranger)
+    with says("add_kernel: 'mine' is no node of this graph"):
+        add(builder, after="mine")
     with says(r"input 'X': takes a pin of a node, such as node.in_\(0\), got"):
         builder.input("X", mine, "float32[n]")
 
@@ -159,7 +161,7 @@ def test_names_are_given_once(builder):
     builder.input_scalar("A", a.in_("a"))
     with says("input 'A': there is an input or a parameter 'A' already"):
         builder.input("A", b.in_("x"), "float32[n]")
-    with says("add_captured: 'x' is the name of two"):
+    with says("add_captured: two inputs or scalars are named 'x'"):
         function(builder, inputs=("x", "x"))
 
 
@@ -268,8 +270,24 @@ def test_a_committed_graph_is_done(builder):
 
 
 def test_append_outputs(builder):
+    a = builder.add_kernel(kernel("keep_positive"), block=64, grid=1)
+    b = builder.add_kernel(kernel("keep_positive"), block=64, grid=1)
+    with says("append_output 'K': data and counter are two parameters of one kernel"):
+        builder.append_output("K", a.out("kept"), b.out("count"), 5, "float32[]")
+    for capacity in (2.5, "2*n"):
+        with says("append_output 'K': max_capacity must be 1 or more, or a word, got"):
+            builder.append_output(
+                "K", a.out("kept"), a.out("count"), capacity, "float32[]"
+            )
+    with says("append_output 'K': parameter 0, 'x' .* is no scalar of"):
+        builder.append_output(
+            *("K", a.out("kept"), a.out("count"), 5, "float32[]"), capacity=a.in_("x")
+        )
+
+
+def test_append_outputs_need_a_grid(builder):
     node = builder.add_kernel(kernel("keep_positive"), block=64)
-    with says("append_output 'K': max_capacity must be 1 or more, got 0"):
+    with says("append_output 'K': max_capacity must be 1 or more, or a word, got 0"):
         builder.append_output("K", node.out("kept"), node.out("count"), 0, "float32[]")
     with says("append_output 'K': data and counter are two parameters of one kernel"):
         builder.append_output("K", node.out("kept"), node.out("kept"), 5, "float32[]")
@@ -287,6 +305,123 @@ def test_types_of_append_outputs(builder):
         builder.append_output("K", node.out("kept"), node.out("count"), 5, "float32")
 
 
+def test_what_is_appended_to_is_no_input(builder):
+    node = builder.add_kernel(kernel("keep_positive"), block=64, grid=1)
+    builder.input("X", node.in_("x"), "float32[n]")
+    builder.input("K", node.in_("kept"), "float32[40]")
+    builder.append_output("K", node.out("kept"), node.out("count"), 40, "float32[]")
+    builder.input_scalar("N", node.in_("n"), "n")
+    builder.input_scalar("C", node.in_("capacity"), 40)
+    with says("commit: parameter 1, 'kept' .* is an input and what it appends to"):
+        builder.commit()
+
+
+# ---- a step that failed --------------------------------------------------------------
+
+
+def test_a_step_that_fails_changes_nothing(builder):
+    """So it may be taken again, rightly: in a notebook, for example."""
+    first = add(builder, "first", scalars={"n": "n"})
+    wrong = [
+        lambda: add(builder, "b", scalars={"zz": 1}),
+        lambda: add(builder, "b", scalars={"n": 2.5}),
+        lambda: add(builder, "first"),
+        lambda: add(builder, "b", after="first"),
+        lambda: function(builder, outputs="y", after=first),
+        lambda: function(builder, inputs=(), after=first),
+        lambda: builder.input_scalar("A", first.in_("a"), "?"),
+        lambda: builder.input_scalar("A", first.out("y"), 0),
+    ]
+    for step in wrong:
+        with pytest.raises((ValueError, TypeError)):
+            step()
+    builder.input("X", first.in_("x"), "float32[n]")
+    builder.input_scalar("A", first.in_("a"), 2.0)
+    second = function(builder, name="second")
+    for step in (
+        lambda: builder.input("Z", first.in_("x")),
+        lambda: builder.input("X", second.in_("x"), "int32[n]"),
+        lambda: builder.connect(first.out("y"), first.in_("x"), "float32[n]"),
+        lambda: builder.connect(second.out("y"), second.in_("x")),
+        lambda: builder.output("Y", first.out("y"), "float32[n"),
+    ):
+        with pytest.raises((ValueError, TypeError)):
+            step()
+    builder.connect(first.out("y"), second.in_("x"), "float32[n]")
+    builder.output("Y", second.out("y"))
+    graph = builder.commit()
+    assert [port.name for port in graph.inputs] == ["X"]
+    assert [node.after for node in graph.nodes] == [(), ()]
+    np.testing.assert_array_equal(graph(jnp.ones(3))["Y"], np.full(3, 2, np.float32))
+
+
+def test_an_append_output_that_fails_leaves_nothing(builder):
+    node = builder.add_kernel(kernel("keep_positive"), block=64, grid=1)
+    f = function(builder)
+    builder.output("K Count", f.out("y"))
+    with says("append_output 'K': there is an output 'K Count' already"):
+        builder.append_output("K", node.out("kept"), node.out("count"), 5, "float32[]")
+    builder.append_output("L", node.out("kept"), node.out("count"), 6, "float32[]")
+
+
+# ---- types come together -------------------------------------------------------------
+
+
+def test_the_tighter_type_holds(builder):
+    a, b = add(builder, "a"), add(builder, "b")
+    builder.input("X", a.in_("x"), "float32[n]")
+    builder.connect(a.out("y"), b.in_("x"), "float32[n]")
+    builder.output("Y", a.out("y"), "float32[...]")
+    builder.output("Z", b.out("y"), "float32[n]")
+    graph = builder.commit()
+    assert [str(port) for port in graph.outputs] == ["Y: float32[n]", "Z: float32[n]"]
+
+
+def test_types_travel_by_wires(builder):
+    """Nobody says what f returns, but those that take it."""
+    f = function(builder)
+    builder.input("X", f.in_("x"))
+    a = function(builder, inputs={"x": "float32[n]"}, name="a")
+    b = function(builder, inputs={"x": "int32[n]"}, name="b")
+    builder.connect(f.out("y"), a.in_("x"))
+    with says(
+        r"connect: output 'y' of 'f' is float32\[n\], and input 'x' of 'b' takes"
+    ):
+        builder.connect(f.out("y"), b.in_("x"))
+    c = function(builder, inputs=("x",), name="c")
+    d = function(builder, inputs={"x": "int32[n]"}, name="d")
+    builder.input("Z", c.in_("x"))
+    builder.input("Z", a_second := function(builder, name="e").in_("x"), "float32[n]")
+    assert a_second.handle.name == "e"
+    with says(r"input 'Z': it is float32\[n\], and input 'x' of 'd' takes int32"):
+        builder.input("Z", d.in_("x"))
+
+
+def test_what_is_updated_in_place_has_one_type(builder):
+    node = builder.add_kernel(
+        kernel("shift"), block=64, scalars={"a": 1.0, "n": "n"}, fallback=jnp.add
+    )
+    builder.output("Y", node.out("x"), "float32[n]")
+    with says(r"input 'X': .* is float32\[n\], and int32\[n\] is asked for"):
+        builder.input("X", node.in_("x"), "int32[n]")
+    assert str(builder.input("X", node.in_("x"))) == "X: float32[n]"
+
+
+def test_numbers_are_checked_where_they_are_said(builder):
+    with says(r"add_kernel: parameter 3, 'n' \(u32\) .* must be an integer, got 2.5"):
+        add(builder, scalars={"n": 2.5, "a": 1.0})
+    node = add(builder, scalars={"n": "n"})
+    with says("input_scalar 'A': parameter .*'a'.* must be a number or float32"):
+        builder.input_scalar("A", node.in_("a"), (1, 2))
+    f = function(builder, scalars={"k": 3})
+    with says("input_scalar 'K': parameter \"scalar 'k' of 'f'\" must be an integer"):
+        builder.input_scalar("K", f.scalar("k"), 0.5)
+    with pytest.raises(
+        TypeError, match="connect_children: takes children and captured"
+    ):
+        builder.connect_children(node, "y", f, "x")
+
+
 # ---- nodes ---------------------------------------------------------------------------
 
 
@@ -297,7 +432,7 @@ def test_what_is_no_node(builder, tmp_path):
         builder.add_captured(3, inputs=(), outputs=())
     with says(r"add_child: a child is a Graph, which commit\(\) returns, got Block"):
         builder.add_child(builder)
-    with says("add_captured: 'f' has no input, so nothing keeps it behind another"):
+    with says("after: 'f' has no input, so nothing keeps it behind another"):
         function(builder, inputs=(), after=add(builder))
     with says("add_captured: names come as a sequence, got 'xy'"):
         function(builder, inputs="xy")
@@ -368,7 +503,7 @@ def test_words_are_one_size(builder):
     builder.output("Y", f.out("y"))
     with pytest.raises(
         ValueError,
-        match=r"input 'Z' must be float32\[2, n\] with n is 5 by input 'X', got "
+        match=r"input 'Z' must be float32\[2, n\] where n = 5 \(input 'X'\), got "
         r"float32\[2, 6\]",
     ):
         builder.commit()(jnp.ones(5), jnp.ones((2, 6)))
@@ -399,11 +534,14 @@ def test_a_function_returns_each_output(builder):
 
 
 def test_a_parameter_without_a_default(builder):
-    f = function(builder, scalars={"k": None})
-    builder.input("X", f.in_("x"))
-    builder.output("Y", f.out("y"))
+    node = add(builder, scalars={"n": "n"})
+    builder.input("X", node.in_("x"), "float32[n]")
+    builder.input_scalar("k", node.in_("a"))
+    builder.output("Y", node.out("y"), "float32[n]")
+    with says("add_captured: scalar 'k' has a number as its default, got None"):
+        function(builder, scalars={"k": None})
     with pytest.raises(
-        TypeError, match="parameter 'k' has no default, so it needs a val"
+        TypeError, match="parameter 'a' has no default, so it needs a val"
     ):
         builder.commit()(jnp.ones(3))
 

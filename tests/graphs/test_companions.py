@@ -59,4 +59,4 @@ def test_the_engine_knows_counts_that_are_exposed_alone() -> None:
         block(np.ones(5, np.float32))
         info = block.debug_info
         assert info.append_counts == {"Y": 3} and info.state is State.WARNING
-        assert info.message == "'Y' is full: there would have been more"
+        assert info.message == "full, and there would have been more: 'Y'"

@@ -125,13 +125,13 @@ def test_values_on_the_device(x):
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("Slope", "2", "parameter 'Slope' must be a number, got '2'"),
+        ("Slope", "2", r"parameter 'Slope' must be a number or float32\[\], got '2'"),
         (
             "Slope",
             jnp.ones(2),
-            r"parameter 'Slope' must be float32\[\], got float32\[2\]",
+            r"'Slope' must be a number or float32\[\], got float32\[2\]",
         ),
-        ("Slope", jnp.int32(2), r"must be float32\[\], got int32\[\]"),
+        ("Slope", jnp.int32(2), r"or float32\[\], got int32\[\]"),
         ("N", 2.5, "parameter 'N' must be an integer, got 2.5"),
         ("N", 2**31, "parameter 'N': 2147483648 does not fit int32"),
         ("Missing", 1, "has no parameter 'Missing'; it has"),
@@ -176,7 +176,7 @@ def test_states(x):
         block(jnp.ones(6))
         info = block.debug_info
         assert info.state is State.WARNING and info.append_counts == {"K": 4}
-        assert info.message == "'K' is full: there would have been more"
+        assert info.message == "full, and there would have been more: 'K'"
         with pytest.raises(TypeError):
             block(jnp.ones(6, jnp.int32))
         info = block.debug_info
@@ -255,3 +255,66 @@ def test_a_closed_engine_keeps_nothing(x):
     engine.close()
     gc.collect()
     assert gone() is None
+
+
+def test_a_graph_and_a_block_compute_the_same():
+    """Also where a number of Python would be of another type than an array is."""
+    small = jnp.arange(4, dtype=jnp.bfloat16)
+    builder = BlockBuilder("Times")
+    node = builder.add_captured(
+        lambda x, a: a * x, inputs=("x",), outputs=("y",), scalars={"a": 2.0}, name="f"
+    )
+    builder.input("X", node.in_("x"))
+    builder.input_scalar("A", node.scalar("a"))
+    builder.output("Y", node.out("y"))
+    graph = builder.commit()
+    with Engine() as engine:
+        block = engine.register(graph)
+        for given in (small, jnp.arange(4)):
+            made, alone = block(given)["Y"], graph(given)["Y"]
+            assert made.dtype == alone.dtype == jnp.float32
+        rebuilds = engine.cold_rebuilds
+        block.set(A=jnp.asarray(3.0))  # weakly typed
+        np.testing.assert_array_equal(block(small)["Y"], 3 * small.astype("float32"))
+        assert engine.cold_rebuilds == rebuilds
+    np.testing.assert_array_equal(jax.jit(graph)(small, A=3)["Y"], [0, 3, 6, 9])
+    with pytest.raises(TypeError, match=r"'A' must be a number or float32\[\], got"):
+        graph(small, A=np.ones(4))
+
+
+def test_a_failed_trace_is_no_rebuild(x):
+    with Engine() as engine:
+        block = engine.register(line())
+        for _ in range(3):
+            with pytest.raises(TypeError):
+                block(jnp.ones(3, jnp.int32))
+        assert (engine.cold_rebuilds, engine.launches) == (0, 0)
+
+
+def test_values_are_set_together_or_not_at_all(x):
+    with Engine() as engine:
+        block = engine.register(line())
+        with pytest.raises(TypeError, match="'Offset' must be a number"):
+            block.set(Slope=9.0, Offset="bad")
+        assert block.parameters["Slope"].value == 2.0
+
+
+def test_a_port_may_have_any_name(x):
+    builder = BlockBuilder("Names")
+    node = builder.add_captured(jnp.sin, inputs=("x",), outputs=("y",))
+    builder.input("self", node.in_("x"))
+    builder.output("the output", node.out("y"))
+    with Engine() as engine:
+        made = engine.register(builder.commit())(self=x)
+    np.testing.assert_array_equal(made["the output"], jnp.sin(x))
+
+
+def test_the_average_of_times(x, monkeypatch):
+    ticks = iter([0, 9, 10, 11, 20, 23, 30, 35])
+    with Engine(timed=True) as engine:
+        block = engine.register(line())
+        monkeypatch.setattr("time.perf_counter", lambda: next(ticks))
+        for _ in range(4):
+            block(x)
+        monkeypatch.undo()
+    assert (block.debug_info.last_time, block.debug_info.average_time) == (5, 3)

@@ -5,6 +5,7 @@ The kernels run as JAX functions, as C++ behind a driver that stands in, on a GP
 
 from __future__ import annotations
 
+import ctypes
 import functools
 
 import jax
@@ -12,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from emulated_kernels import kernel
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jax_kvblock
-from jax_kvblock import graphs
+from jax_kvblock import graphs, kernels
 from jax_kvblock.graphs import BlockBuilder
 
 
@@ -323,8 +326,44 @@ def test_functions_and_graphs_wait_as_well(where, x):
     got = jax.jit(graph)(x, x, x)
     np.testing.assert_array_equal(got["Three"], 2 * x + 1)
     np.testing.assert_allclose(got["Two"], jnp.sin(x), rtol=1e-6)
-    text = jax.jit(graph).lower(x, x, x).as_text()
-    assert text.count("optimization_barrier") >= 2
+    barriers = [
+        equation
+        for equation in jax.make_jaxpr(graph)(x, x, x).jaxpr.eqns
+        if equation.primitive.name == "optimization_barrier"
+    ]
+    # The input of sin and what it waits for; the child's input and both that it waits
+    # for.
+    assert [len(barrier.invars) for barrier in barriers][:2] == [2, 3]
+
+
+def test_all_that_a_node_computes_is_waited_for(on_cpu, x):
+    builder = BlockBuilder("Many")
+    first = builder.add_captured(
+        lambda x, a: (x + a, jnp.sin(x)),
+        inputs=("x",),
+        outputs=("sum", "sine"),
+        scalars={"a": 1.0},
+        name="first",
+    )
+    second = builder.add_captured(
+        lambda x, b: x * b,
+        inputs=("x",),
+        outputs=("y",),
+        scalars={"b": 2.0},
+        name="second",
+        after=first,
+    )
+    builder.input("X", first.in_("x"))
+    builder.input("X", second.in_("x"))
+    builder.input_scalar("B", second.scalar("b"))
+    builder.output("Y", second.out("y"))
+    graph = builder.commit()
+    run = jax.make_jaxpr(lambda x, b: graph(x, B=b))(x, jnp.float32(3))
+    (barrier,) = (
+        e for e in run.jaxpr.eqns if e.primitive.name == "optimization_barrier"
+    )
+    assert len(barrier.invars) == 4  # x, b, the sum and the sine
+    np.testing.assert_array_equal(graph(x)["Y"], 2 * x)
 
 
 # ---- transformations -----------------------------------------------------------------
@@ -368,6 +407,89 @@ def test_scan(where, x):
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+def test_shard_map(driver, x):
+    """Each device runs the graph on its part; words are sizes of that."""
+    mesh = jax.make_mesh((4,), ("d",), devices=jax.devices("cpu")[:4])
+    lies = NamedSharding(mesh, P("d"))
+    x = jax.device_put(x, lies)
+    run = jax.jit(
+        jax.shard_map(
+            lambda x, a: line()(x, Slope=a)["Y"],
+            mesh=mesh,
+            in_specs=(P("d"), P()),
+            out_specs=P("d"),
+        )
+    )
+    got = run(x, jnp.float32(3))
+    np.testing.assert_array_equal(got, 3 * x + 1)
+    text = run.lower(x, jnp.float32(3)).compile().as_text()
+    assert "all-gather" not in text and "f32[75]" in text
+
+
+def test_a_mesh_needs_shard_map():
+    with pytest.raises(TypeError, match="'sharding' is none of"):
+        add_scale(BlockBuilder("G"), sharding="i -> i")
+
+
+# ---- how a kernel is launched --------------------------------------------------------
+
+
+def test_options_reach_the_launch(driver):
+    builder = BlockBuilder("Launch")
+    node = builder.add_kernel(
+        kernel("nothing"),
+        block=(8, 4, 2),
+        grid=[2, 4, 6],
+        cluster=(2, 1, 2),
+        shared_memory=100_000,
+        cooperative=True,
+    )
+    builder.output("X", node.out("x"), "float32[4]")
+    graph = builder.commit()
+    assert hash(graph) == hash(graph)
+    graph()["X"].block_until_ready()
+    numbers = (ctypes.c_uint * 11)()
+    driver.emulator_last_launch(numbers)
+    assert list(numbers) == [2, 4, 6, 8, 4, 2, 100_000, 2, 1, 2, 1]
+
+
+def test_tensor_maps(driver):
+    builder = BlockBuilder("Maps")
+    node = builder.add_kernel(
+        kernel("show_map"),
+        block=32,
+        grid=1,
+        tensor_maps={"map": kernels.TensorMap(box=(16, 8))},
+    )
+    builder.input("X", node.in_("map"), "float32[64, 32]")
+    builder.output("Words", node.out("words"), "uint32[32]")
+    words = builder.commit()(jnp.ones((64, 32)))["Words"]
+    sizes = np.asarray(words).view(np.uint64)[2:4]
+    assert list(sizes) == [32, 64]  # the innermost first
+
+
+def test_a_kernel_of_which_nothing_is_known():
+    """A cubin's parameters are counted, and numbers have NumPy's types."""
+    cubin = kernels.from_cubin(b"\x7fELF" + bytes(60), "f")
+
+    def build(a):
+        builder = BlockBuilder("Cubin")
+        node = builder.add_kernel(
+            cubin, block=64, scalars={2: a}, fallback=lambda x, a, n: a * x
+        )
+        builder.input("X", node.in_(0), "float32[n]")
+        builder.output("Y", node.out(1), "float32[n]")
+        builder.input_scalar("N", node.scalar(3), np.int32(7))
+        return builder.commit()
+
+    assert build(np.float32(2)) == build(np.float32(2))
+    assert build(np.float32(2)) != build(np.int32(2))
+    assert str(build(np.float32(2)).parameters[0]) == "N: int32 = 7"
+    with jax.default_device(jax.devices("cpu")[0]):
+        got = build(np.float32(2))(jnp.ones(7))["Y"]
+    np.testing.assert_array_equal(got, np.full(7, 2, np.float32))
+
+
 # ---- graphs as values ----------------------------------------------------------------
 
 
@@ -376,32 +498,78 @@ def test_a_graph_built_again_is_the_same(make):
     assert make() == make() and hash(make()) == hash(make())
 
 
-def test_a_graph_built_otherwise_is_another(x):
-    def build(name="G", block=64, default=2.0, type="float32[n]", factor=2, port="X"):
-        builder = BlockBuilder(name)
-        node = builder.add_kernel(
-            kernel("scale"),
-            block=block,
-            scalars={"n": "n"},
-            fallback=lambda x, a, n: factor * a * x,
-        )
-        builder.input(port, node.in_("x"), type)
-        builder.input_scalar("A", node.in_("a"), default)
-        builder.output("Y", node.out("y"), type)
+def another(
+    name="G",
+    block=64,
+    grid=None,
+    default=2.0,
+    type="float32[n]",
+    factor=2,
+    port="X",
+    n="n",
+    swap=False,
+    after=False,
+    show=0,
+):
+    """Two kernels side by side, described in one of many ways."""
+    builder = BlockBuilder(name)
+    one = add_scale(builder, name="one", grid=grid)
+    two = builder.add_kernel(
+        kernel("scale"),
+        name="two",
+        block=block,
+        scalars={"n": n},
+        after=one if after else (),
+        fallback=lambda x, a, n: factor * a * x,
+    )
+    builder.input(port, (two if swap else one).in_("x"), type)
+    builder.input("Z", (one if swap else two).in_("x"), "float32[n]")
+    builder.input_scalar("A", one.in_("a"), default)
+    builder.input_scalar("B", two.in_("a"), 2.0)
+    outputs = [("Y", one), ("W", two)]
+    builder.output("Y", outputs[show][1].out("y"), "float32[n]")
+    builder.output("W", outputs[1 - show][1].out("y"), "float32[n]")
+    return builder.commit()
+
+
+CHANGES = {
+    "name": "H",
+    "block": 32,
+    "grid": 7,
+    "default": 3.0,
+    "type": "float32[...]",
+    "factor": 3,
+    "port": "V",
+    "n": 100,
+    "swap": True,
+    "after": True,
+    "show": 1,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_graph_built_otherwise_is_another(change):
+    assert another() == another()
+    assert another(**{change: CHANGES[change]}) != another()
+
+
+@pytest.mark.parametrize(
+    ("one", "other"), [(0.0, -0.0), (1.0, 1.5), (float("nan"), 0.0), (2.0, None)]
+)
+def test_defaults_tell_graphs_apart(one, other):
+    assert another(default=one) == another(default=one)
+    assert another(default=one) != another(default=other)
+
+
+def test_what_a_child_is_tells_graphs_apart():
+    def around(graph):
+        builder = BlockBuilder("Around")
+        child = builder.add_child(graph, name="child")
+        builder.expose_input("X", child, "X")
+        builder.expose_output("Y", child, "Y")
         return builder.commit()
 
-    changes = [
-        {"name": "H"},
-        {"block": 32},
-        {"default": 3.0},
-        {"type": "float32[n, 2]"} | {},
-        {"factor": 3},
-        {"port": "Z"},
-    ]
-    changes[3] = {"type": "float32[n]", "block": 128}
-    assert build() == build()
-    for change in changes:
-        assert build(**change) != build(), change
+    assert around(line()) == around(line()) != around(with_rules())
 
 
 def test_jit_traces_equal_graphs_once(on_cpu, x):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import time
 import types
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jax_kvblock.kernels.functions import Function, by_code
 
@@ -35,7 +37,8 @@ def test_what_is_captured_tells_them_apart():
     assert make(3) != make(4)
     assert make(2) != make(2.0) and make(1) != make(True)
     assert make(jnp.ones(2)) != make(jnp.ones(2))
-    shared = np.ones(2)
+    shared = np.ones(10_000)
+    assert make(shared) != make(np.ones(10_000))
     assert make(shared) == make(shared)
     assert Function(lambda x, n=1: x) != Function(lambda x, n=2: x)
     assert Function(functools.partial(helper)) != Function(helper)
@@ -66,6 +69,88 @@ def test_functions_that_call_themselves():
 
     assert same(make)
     assert Function(make())(3) == 0
+
+
+def test_containers_and_small_arrays_count_by_what_they_hold(monkeypatch):
+    def make(held):
+        return Function(lambda x: x + held[0])
+
+    for one, other in (
+        ((1, 2), (1.0, 2.0)),
+        ([1, 2], [1, 3]),
+        ({0: 1}, {0: 2}),
+        ({1}, {True}),
+        (frozenset({1}), frozenset({True})),
+        (np.arange(3), np.arange(3.0)),
+        (np.arange(3), np.array([0, 1, 3])),
+        ((0.0,), (-0.0,)),
+        ((np.float32(2),), (np.float64(2),)),
+    ):
+        assert make(one) == make(type(one)(one)) or isinstance(one, np.ndarray)
+        assert make(one) != make(other)
+    assert make(np.arange(3)) == make(np.arange(3))
+    settings = {"scale": 2}
+    before = make(settings)
+    settings["scale"] = 10
+    assert before != make(settings)
+
+
+def test_keyword_defaults_and_inner_functions_count():
+    def keyword(n):
+        def f(x, *, n=n):
+            return x + n
+
+        return Function(f)
+
+    def inner(n):
+        return Function(lambda x: [WEIGHT * y for y in map(lambda z: z + n, x)])
+
+    assert keyword(1) == keyword(1) != keyword(2)
+    assert inner(1) == inner(1) != inner(2)
+
+
+def test_an_inner_functions_names_count(monkeypatch):
+    def make():
+        return Function(lambda x: (lambda y: y * WEIGHT)(x))
+
+    before = make()
+    monkeypatch.setitem(globals(), "WEIGHT", 9)
+    assert before != make()
+
+
+def test_a_variable_that_changes_later_is_noticed():
+    """As in a loop: every function of it would compute with the last value."""
+    made = []
+    for n in range(3):
+        made.append(Function(lambda x: x + n))  # noqa: B023
+    assert made[0] != made[2]
+    assert made[2](1) == 3
+    with pytest.raises(ValueError, match="uses a variable that has another value now"):
+        made[0](1)
+
+
+def test_what_a_function_notes_while_it_runs_is_its_own_matter():
+    seen = []
+    noting = Function(lambda x: seen.append(x))
+    noting(1), noting(2)
+    assert seen == [1, 2]
+
+
+def test_many_functions_of_each_other_take_no_time():
+    module = types.ModuleType("made")
+    names = [f"f{i}" for i in range(30)]
+    text = "".join(
+        f"def {name}(x):\n    return [{', '.join(names)}] and x\n" for name in names
+    )
+    exec(compile(text, "made.py", "exec"), module.__dict__)
+    start = time.process_time()
+    assert Function(module.f0) == Function(module.f0) != Function(module.f1)
+    assert time.process_time() - start < 1
+
+
+def test_a_function_of_a_function_is_itself():
+    once = Function(lambda x: x + 1)
+    assert Function(once) == once and Function(once).name == once.name
 
 
 def test_methods_count_by_their_object():
