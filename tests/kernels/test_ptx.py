@@ -115,6 +115,22 @@ def test_pointers_that_newer_compilers_mark():
     assert found["g"].parameters == ()
 
 
+@pytest.mark.parametrize(
+    ("said", "block", "most"),
+    [
+        (".reqntid 128", (128, 1, 1), None),
+        (".reqntid 64, 2", (64, 2, 1), None),
+        (".maxnreg 32\n.reqntid 8,4,2\n.minnctapersm 2", (8, 4, 2), None),
+        (".maxntid 64 , 2, 1\n.explicitcluster", None, 128),
+        (".maxntid 256", None, 256),
+        ("", None, None),
+    ],
+)
+def test_blocks(said, block, most):
+    found = ptx.entries(f".entry f(.param .u32 p)\n{said}\n{{ ret; }}")["f"]
+    assert (found.block, found.max_threads) == (block, most)
+
+
 LOADED = {
     0: "f32",
     3: "s32",
