@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
+from assembler import assemble
 
 from jax_kvblock import kernels
 from jax_kvblock.kernels import ptx
@@ -44,21 +41,6 @@ def every():
 
 def loaded(kinds: dict[int, str]) -> dict[int, ptx.Loaded]:
     return {number: ptx.Loaded(kind) for number, kind in kinds.items()}
-
-
-def assemble(image: bytes, folder: Path) -> str:
-    """The machine code's listing, if the assembler takes the PTX."""
-    tool = shutil.which("ptxas")
-    if tool is None:
-        pytest.skip("ptxas is not here")
-    (folder / "k.ptx").write_bytes(image)
-    made = subprocess.run(
-        [tool, "-arch=sm_90", str(folder / "k.ptx"), "-o", str(folder / "k.cubin")],
-        capture_output=True,
-        text=True,
-    )
-    assert made.returncode == 0, made.stderr
-    return made.stderr
 
 
 def test_signature(every):
