@@ -20,4 +20,6 @@ def assemble(image: bytes, folder: Path) -> None:
         capture_output=True,
         text=True,
     )
+    if "Unsupported .version" in made.stderr:
+        pytest.skip("ptxas is older than the compiler that wrote the PTX")
     assert made.returncode == 0, made.stderr
