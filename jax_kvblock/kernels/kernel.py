@@ -28,7 +28,10 @@ class Kernel:
         name: the entry, as the module has it.
         image: PTX text, or a cubin or fatbin.
         parameters: of the kernel, in order; `None` where nothing tells them.
-        block: threads of a block that the kernel is meant for, as its sidecar says.
+        block: threads of a block that the kernel is meant for, as its sidecar or its
+            PTX (`.reqntid`) says.
+        block_is_fixed: no launch may have another; compilers that know the block when
+            they compile, as Triton does, say so.
         shared_memory: bytes of dynamic shared memory, as its sidecar says.
         max_threads: the most threads of a block, where the PTX says that.
         shown: what messages call it.
@@ -41,6 +44,7 @@ class Kernel:
     shared_memory: int = 0
     max_threads: int | None = None
     shown: str = ""
+    block_is_fixed: bool = False
 
     @property
     def is_ptx(self) -> bool:
@@ -141,16 +145,22 @@ def from_ptx(
         raise ValueError(
             f"from_ptx: {path or 'the PTX'} {asked}: it has {has}; pass one as entry="
         )
-    signature = found[name].parameters
+    signature, block = found[name].parameters, found[name].block
     names = _names("from_ptx", parameters or notes.names, len(signature))
+    if None not in (block, notes.block) and block != notes.block:
+        raise ValueError(
+            f"from_ptx: the sidecar says that a block has {notes.block} threads, and "
+            f"the PTX demands {block} (.reqntid)"
+        )
     return Kernel(
         name,
         text.encode(),
         _with_names(signature, names),
-        notes.block,
+        block or notes.block,
         notes.shared_memory,
         found[name].max_threads,
         f"{name} of {path.name}" if path else name,
+        block_is_fixed=block is not None,
     )
 
 
@@ -250,8 +260,10 @@ def from_cuda(
         compiled.entry,
         compiled.text.encode(),
         _with_names(signature, names),
+        block=found.block,
         max_threads=found.max_threads,
         shown=shown,
+        block_is_fixed=found.block is not None,
     )
 
 

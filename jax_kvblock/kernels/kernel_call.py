@@ -90,7 +90,8 @@ def kernel_call(
             arrays and results taking the other ones in their order; or a function of
             the arrays' shapes that returns a sequence of numbers.
         grid: blocks in x, y, z; or a function of the arrays' shapes that returns them.
-        block: threads in x, y, z; `None` takes what the kernel's sidecar says.
+        block: threads in x, y, z; `None` takes what the kernel's sidecar or its PTX
+            (`.reqntid`) says.
         cluster: blocks of a cluster in x, y, z (compute capability 9.0 and newer).
         shared_memory: bytes of dynamic shared memory for a block, also beyond 48 KiB;
             `None` takes what the kernel's sidecar says, or 0.
@@ -306,6 +307,11 @@ def _block(kernel: Kernel, block: Any) -> tuple[int, int, int]:
             "sidecar does not"
         )
     sizes = sizes_of("block", block)
+    if kernel.block_is_fixed and sizes != kernel.block:
+        raise ValueError(
+            f"{WHERE}: a block of {kernel} has {kernel.block} threads, as its PTX "
+            f"demands (.reqntid), got {sizes}"
+        )
     threads, most = math.prod(sizes), kernel.max_threads or MAX_THREADS
     if threads > min(most, MAX_THREADS):
         why = "" if kernel.max_threads is None else ", as its launch bounds say"

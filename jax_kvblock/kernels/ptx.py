@@ -8,6 +8,7 @@ kernel loads it plainly. The kernel's code stays as it is, but for that load.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -67,6 +68,7 @@ class Entry:
     name: str
     parameters: tuple[Parameter, ...]
     max_threads: int | None  # of a block, where .maxntid says it
+    block: tuple[int, int, int] | None  # of every launch, where .reqntid says it
     symbols: tuple[str, ...]  # of the parameters
     start: int  # of its parameters, in the text without comments
     end: int
@@ -96,14 +98,11 @@ def entries(text: str) -> dict[str, Entry]:
         if brace < 0 or ";" in text[close:brace]:
             continue  # declared, not defined
         parameters, symbols = _parameters(text[begin:close])
-        limit = re.search(r"\.maxntid\s+([\d\s,]+)", text[close:brace])
-        threads = None
-        if limit:
-            threads = 1
-            for size in limit[1].split(","):
-                threads *= int(size)
+        most = _sizes("maxntid", text[close:brace])
+        threads = math.prod(most) if most else None
+        block = _sizes("reqntid", text[close:brace])
         end = _closing(text, brace + 1, "{}")
-        found[name] = Entry(name, parameters, threads, symbols, begin, end)
+        found[name] = Entry(name, parameters, threads, block, symbols, begin, end)
     return found
 
 
@@ -179,6 +178,15 @@ def _load_through(load: re.Match[str], symbol: str, loaded: Loaded, number: int)
         lines.append(f"ld.global.nc.b32 {part}, [{at}]")
         lines.append(f"{guard}cvt.{kind}.{lies} {to}, {part}")
     return "; ".join(lines) + "; }"
+
+
+def _sizes(directive: str, text: str) -> tuple[int, int, int] | None:
+    """What a directive says of x, y and z; those that it leaves out are 1."""
+    found = re.search(rf"\.{directive}\s+(\d+(?:\s*,\s*\d+)*)", text)
+    if found is None:
+        return None
+    x, y, z = (*map(int, found[1].split(",")), 1, 1)[:3]
+    return x, y, z
 
 
 def _declaration(symbol: str) -> re.Pattern[str]:

@@ -146,6 +146,16 @@ def test_launch_bounds():
         jax.eval_shape(lambda: kernels.kernel_call(bounded, block=256, **options))
 
 
+def test_a_block_that_the_ptx_demands():
+    source = "__global__ void __block_size__((64, 2, 1)) f(float* x) { *x = 1; }"
+    fixed = kernels.from_cuda(source, "f", arch="90")
+    options = {"out": F32, "grid": 1, "scalars": ()}
+    for block in (None, (64, 2)):
+        jax.eval_shape(lambda b=block: kernels.kernel_call(fixed, block=b, **options))
+    with pytest.raises(ValueError, match=r"has \(64, 2, 1\) threads, .*got \(128, 1"):
+        jax.eval_shape(lambda: kernels.kernel_call(fixed, block=128, **options))
+
+
 def test_machine_code_needs_types_and_takes_no_traced_scalars():
     cubin = kernels.from_cubin(b"\x7fELF" + bytes(60), "f")
     with pytest.raises(TypeError, match=r"pass one of NumPy's.*np.float32\(2.0\)"):

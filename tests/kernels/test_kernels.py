@@ -182,6 +182,28 @@ def test_a_module_with_one_kernel_needs_no_name():
     assert kernels.from_ptx(only.image).name == only.name
 
 
+FIXED = """
+.version 8.0
+.target sm_80
+.address_size 64
+.entry f(.param .u64 f_param_0)
+.reqntid 64, 2
+{ ret; }
+"""
+
+
+def test_a_block_that_the_ptx_demands():
+    made = kernels.from_ptx(FIXED)
+    assert made.block == (64, 2, 1) and made.block_is_fixed
+    assert kernels.from_ptx(FIXED, sidecar={"blockSize": [64, 2]}) == made
+    with pytest.raises(ValueError, match=r"\(128, 1, 1\).*demands \(64, 2, 1\)"):
+        kernels.from_ptx(FIXED, sidecar={"blockSize": 128})
+    source = "__global__ void __block_size__((64, 2, 1)) f(float* x) { *x = 1; }"
+    compiled = kernels.from_cuda(source, "f", arch="90")
+    assert compiled.block == (64, 2, 1) and compiled.block_is_fixed
+    assert not kernels.from_cuda(SOURCE, "scale").block_is_fixed
+
+
 def test_what_is_no_ptx(tmp_path):
     with pytest.raises(ValueError, match="source must be PTX text"):
         kernels.from_ptx("int main() {}\n")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-from pathlib import Path
-
 import pytest
+from assembler import assemble
 
 from jax_kvblock import kernels
 from jax_kvblock.kernels import ptx
@@ -44,21 +41,6 @@ def every():
 
 def loaded(kinds: dict[int, str]) -> dict[int, ptx.Loaded]:
     return {number: ptx.Loaded(kind) for number, kind in kinds.items()}
-
-
-def assemble(image: bytes, folder: Path) -> str:
-    """The machine code's listing, if the assembler takes the PTX."""
-    tool = shutil.which("ptxas")
-    if tool is None:
-        pytest.skip("ptxas is not here")
-    (folder / "k.ptx").write_bytes(image)
-    made = subprocess.run(
-        [tool, "-arch=sm_90", str(folder / "k.ptx"), "-o", str(folder / "k.cubin")],
-        capture_output=True,
-        text=True,
-    )
-    assert made.returncode == 0, made.stderr
-    return made.stderr
 
 
 def test_signature(every):
@@ -113,6 +95,22 @@ def test_pointers_that_newer_compilers_mark():
     assert (third.type, third.size, third.is_bytes) == ("b8", 128, True)
     assert found["f"].max_threads == 128
     assert found["g"].parameters == ()
+
+
+@pytest.mark.parametrize(
+    ("said", "block", "most"),
+    [
+        (".reqntid 128", (128, 1, 1), None),
+        (".reqntid 64, 2", (64, 2, 1), None),
+        (".maxnreg 32\n.reqntid 8,4,2\n.minnctapersm 2", (8, 4, 2), None),
+        (".maxntid 64 , 2, 1\n.explicitcluster", None, 128),
+        (".maxntid 256", None, 256),
+        ("", None, None),
+    ],
+)
+def test_blocks(said, block, most):
+    found = ptx.entries(f".entry f(.param .u32 p)\n{said}\n{{ ret; }}")["f"]
+    assert (found.block, found.max_threads) == (block, most)
 
 
 LOADED = {

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -86,3 +88,25 @@ def test_wrong_logits_are_not_timed(
     results = sys.modules["support.common"].Results()
     with pytest.raises(AssertionError, match="logits differ"):
         decode_step.bench(options, results)
+
+
+def test_what_kernel_call_answers_where_its_peers_are_asked() -> None:
+    paths = [str(Path(jax_kvblock.__file__).parents[1])]
+    paths += filter(None, [os.environ.get("PYTHONPATH")])
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / "kernel_peers.py"), "--only", "jax_kvblock"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = dict(re.findall(r"^  (.*?): (.*)$", done.stdout, re.MULTILINE))
+    assert lines["a traced scalar"] == "lowered"
+    assert lines["vmap, as it offers"] == lines["grad, as it offers"] == "traced"
+    assert lines["a result's type on a mesh"].endswith("the result by P('d',)")
+    assert lines["shard_map"] == "lowered"
+    assert lines["vmap"].startswith("NotImplementedError: kernel_call: ")
+    if importlib.util.find_spec("flatbuffers") is not None:
+        assert re.fullmatch(r"\d+ bytes", lines["export, its check off"])
+    if jax.default_backend() == "cpu":
+        assert lines["on a CPU"] == "[1. 3. 5. 7.]"

@@ -50,6 +50,17 @@ def test_a_gpt_learns_the_same_with_flash_and_with_plain_attention(
     assert plot.exists() == ("--plot" in options)
 
 
+def test_kernels_of_other_compilers() -> None:
+    printed = run("other_compilers.py")
+    for compiler in ("triton", "numba", "cutlass", "cutile"):  # or it is not installed
+        assert re.search(compiler, printed, re.IGNORECASE)
+    kept = EXAMPLES.parent / "tests/support/ptx"
+    printed = run("other_compilers.py", "--kept", str(kept))
+    assert len(re.findall("traced and lowered|as jnp", printed)) == 4
+    on_gpu = jax.default_backend() == "gpu"
+    assert ("not run: there is none here" in printed) != on_gpu
+
+
 # ---- paged_decode --------------------------------------------------------------------
 
 

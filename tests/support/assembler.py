@@ -1,0 +1,25 @@
+"""PTX, taken to machine code by the toolkit's assembler, where it is installed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+def assemble(image: bytes, folder: Path) -> None:
+    """Fails, with what the assembler says, where it does not take the PTX."""
+    tool = shutil.which("ptxas")
+    if tool is None:
+        pytest.skip("ptxas is not here")
+    (folder / "k.ptx").write_bytes(image)
+    made = subprocess.run(
+        [tool, "-arch=sm_90", str(folder / "k.ptx"), "-o", str(folder / "k.cubin")],
+        capture_output=True,
+        text=True,
+    )
+    if "Unsupported .version" in made.stderr:
+        pytest.skip("ptxas is older than the compiler that wrote the PTX")
+    assert made.returncode == 0, made.stderr
