@@ -21,7 +21,7 @@ def dot_of(graph: Description, depth: int) -> str:
         drawing.port(f"parameter_{i}", str(p), "diamond")
         for i, p in enumerate(graph.parameters)
     ]
-    made = drawing.inside(graph, own, numbers, "", depth)
+    made, _ = drawing.inside(graph, own, numbers, "", depth)
     for i, (port, end) in enumerate(zip(graph.outputs, made, strict=True)):
         drawing.edge(end, drawing.port(f"out_{i}", str(port)))
     body = "\n".join(f"  {line}" for line in drawing.lines)
@@ -64,10 +64,13 @@ class Drawing:
         parameters: Sequence[str],
         prefix: str,
         depth: int,
-    ) -> list[str]:
-        """Draws the nodes of a graph; the ends of its outputs."""
+    ) -> tuple[list[str], list[str]]:
+        """Draws the nodes of a graph.
+
+        Returns the ends of its outputs, and the nodes that take its inputs.
+        """
         made: list[list[str]] = []
-        first: list[str] = []
+        takers: list[str] = []
 
         def end_of(source: Source) -> str:
             if source.node == INPUT:
@@ -82,8 +85,7 @@ class Drawing:
             numbers = [s and end_of(s) for s in node.scalars]
             inner = node.operation
             if isinstance(inner, Description) and depth > 0:
-                ends = self._opened(inner, node.name, ins, numbers, here, depth)
-                starts = ends[:1]
+                ends, starts = self._opened(inner, node.name, ins, numbers, here, depth)
             else:
                 self.port(here, node.name, _shape(inner))
                 for port, end in zip(inner.inputs, ins, strict=True):
@@ -92,11 +94,14 @@ class Drawing:
                     if start is not None:
                         self.edge(start, here, label=parameter.name)
                 ends, starts = [here] * len(inner.outputs), [here]
-            for before in node.after:
-                self.edge(first[before], starts[0], style="dashed")
+            for end in dict.fromkeys(e for before in node.after for e in made[before]):
+                for start in starts:
+                    self.edge(end, start, style="dashed")
             made.append(ends)
-            first.append(starts[0])
-        return [end_of(source) for source in graph.results]
+            taken = [s for s in (*node.inputs, *node.scalars) if s is not None]
+            if any(source.node in (INPUT, PARAMETER) for source in taken):
+                takers += starts
+        return [end_of(source) for source in graph.results], takers
 
     def _opened(
         self,
@@ -106,7 +111,7 @@ class Drawing:
         parameters: Sequence[str | None],
         here: str,
         depth: int,
-    ) -> list[str]:
+    ) -> tuple[list[str], list[str]]:
         self.lines.append(f"subgraph cluster_{here} {{ label={_quoted(label)};")
         numbers = [
             self.port(f"{here}_parameter_{i}", str(p), "diamond")
@@ -114,9 +119,9 @@ class Drawing:
             else end
             for i, (p, end) in enumerate(zip(graph.parameters, parameters, strict=True))
         ]
-        ends = self.inside(graph, inputs, numbers, f"{here}_", depth - 1)
+        made = self.inside(graph, inputs, numbers, f"{here}_", depth - 1)
         self.lines.append("}")
-        return ends
+        return made
 
 
 def _shape(operation: object) -> str:

@@ -72,6 +72,39 @@ def test_graphs_in_graphs_are_opened():
         ("second", "mul", "dashed"),
         ("mul", "Y", "solid"),
     } <= edges(text)
+    assert 'label="a", fontsize=9' in text  # the port of mul
+    assert "cluster_node_2_node" not in text
+
+
+def test_as_deep_as_it_is_asked():
+    builder = BlockBuilder("Deep")
+    child = builder.add_child(outer(), name="middle")
+    builder.expose_input("X", child, "X")
+    builder.expose_output("Y", child, "Y")
+    graph = builder.commit()
+    opened = [graph.draw(depth=depth).count("subgraph") for depth in range(4)]
+    assert opened == [0, 1, 2, 2]
+
+
+def test_who_waits_in_an_opened_graph():
+    """What takes the child's inputs, not what comes last in it."""
+    builder = BlockBuilder("Two")
+    one = function(builder, "one")
+    two = function(builder, "two")
+    builder.input("X", one.in_("x"))
+    builder.connect(one.out("y"), two.in_("x"))
+    builder.output("Y", two.out("y"))
+    chain = builder.commit()
+    outer = BlockBuilder("Outer")
+    before = function(outer, "before")
+    child = outer.add_child(chain, after=before)
+    for node, port in ((before, "x"), (child, "X")):
+        outer.input("X", node.in_(port))
+    outer.output("Y", child.out("Y"))
+    outer.output("Z", before.out("y"))
+    graph = outer.commit()
+    dashed = {edge for edge in edges(graph.draw()) if edge[2] == "dashed"}
+    assert dashed == {("before", "one", "dashed")}
 
 
 def test_text_to_a_file(tmp_path):
