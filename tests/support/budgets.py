@@ -20,7 +20,7 @@ import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 BUDGETS = {
-    "append": 40,
+    "append": 50,
     "attention": 560,
     "blocks": 200,
     "graphs": 40,
