@@ -288,6 +288,25 @@ def questions(peer: Peer) -> Iterator[tuple[str, Callable[[], Any]]]:
         on_gpu(peer.call, x, a)
         return "lowered"
 
+    def programs() -> str:
+        """For 100 values of a, as an array where it may be one, else as a number."""
+        traced = 0
+
+        def counted(x: Any, a: Any) -> Any:
+            nonlocal traced
+            traced += 1
+            return peer.call(x, a)
+
+        try:
+            jax.eval_shape(peer.call, x, a)
+            on_gpu(peer.call, x, a)
+            program = jax.jit(counted)
+        except Exception:
+            program = jax.jit(counted, static_argnums=1)
+        for value in np.linspace(0, 1, 100).tolist():
+            program.trace(x, value)
+        return str(traced)
+
     def from_array() -> str:
         on_gpu(peer.from_array, x, a[None])
         return "lowered"
@@ -362,6 +381,7 @@ def questions(peer: Peer) -> Iterator[tuple[str, Callable[[], Any]]]:
         return jax.jit(either)(x)[:4]
 
     yield "a traced scalar", by_value
+    yield "programs for 100 values of it", programs
     if peer.from_array is not None:
         yield "an array of one element instead", from_array
     for name, ask in (("vmap", batched), ("grad", differentiated)):
