@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -222,6 +223,22 @@ def test_the_driver_refuses_the_code(driver):
         ).block_until_ready()
     said = str(raised.value)
     assert "CUDA_ERROR_INVALID_PTX" in said and "ptxas: line 1 is wrong" in said
+
+
+def test_the_driver_is_older_than_the_ptx(driver):
+    text = re.sub(r"\.version \S+", ".version 99.1", kernel("scale").image.decode())
+    with pytest.raises(Exception, match="does not load Kernel") as raised:
+        kernels.kernel_call(
+            kernels.from_ptx(text, "scale"),
+            X,
+            out=F32,
+            scalars=(2.0, 1000),
+            grid=16,
+            block=64,
+        ).block_until_ready()
+    assert "its PTX is of version 99.1, newer than the driver: compile" in str(
+        raised.value
+    )
 
 
 def test_the_driver_refuses_the_launch(driver):

@@ -27,6 +27,16 @@ std::string NameOf(const Driver& cuda, driver::Result status) {
   return said;
 }
 
+// What to do where the driver is older than the PTX.
+std::string VersionOf(const std::string& image) {
+  const std::string word = ".version ";
+  const size_t at = image.find(word);
+  if (at == std::string::npos) return "";
+  const size_t from = at + word.size();
+  return "; its PTX is of version " + image.substr(from, image.find_first_of(" \n", from) - from) +
+         ", newer than the driver: compile it for an older one, or take a newer driver";
+}
+
 // An image that the driver has, and one entry of it. It stays loaded as long as a kernel has it:
 // a CUDA graph that was captured may still launch it after that, so it is never unloaded.
 class Loaded {
@@ -72,6 +82,7 @@ class Loaded {
       if (status != driver::kSuccess) {
         std::string said = "kernel_call: the driver does not load " + shown + ": ";
         said += NameOf(cuda, status);
+        if (status == driver::kUnsupportedPtx) said += VersionOf(image_);
         if (log[0] != '\0') said += std::string("\n") + log.data();
         return Message(said);
       }

@@ -34,9 +34,7 @@ struct Launch {
   const Function& function;
   void** parameters;
 
-  bool Has(const std::string& text) const {
-    return function.image.find(text) != std::string::npos;
-  }
+  bool Has(const std::string& text) const { return function.image.find(text) != std::string::npos; }
   // By value, or from memory as the PTX has it: of the grid's member, and of a narrower type.
   void Read(const OwnLaunch& at, int number, int bytes, char kind, void* to) const {
     const std::string n = std::to_string(number);
@@ -132,6 +130,7 @@ int cuGetErrorString(int, const char** text) {
 int cuLibraryLoadData(void** library, const void* code, int* options, void** values, unsigned count,
                       int*, void**, unsigned) {
   const std::string image = static_cast<const char*>(code);
+  if (image.find(".version 99") != std::string::npos) return driver::kUnsupportedPtx;
   if (image.find(".version") == std::string::npos || image.find("broken") != std::string::npos) {
     for (unsigned i = 0; i < count; ++i) {
       if (options[i] == driver::kErrorLog) {

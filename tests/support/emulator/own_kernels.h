@@ -29,7 +29,8 @@ T Read(const OwnLaunch& launch, int number) {
   return value;
 }
 
-// Runs the CTA that the launch is at. One that takes long shows in a test's time: it is an emulator.
+// Runs the CTA that the launch is at. One that takes long shows in a test's time: it is an
+// emulator.
 template <typename... Parameters, size_t... kNumbers>
 void RunOwn(void (*kernel)(Parameters...), const OwnLaunch& launch,
             std::index_sequence<kNumbers...>) {
