@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
+from jax_kvblock.graphs.arguments import (
+    Ports,
+    check_once,
+    counted_by,
+    hashable,
+    inherited_default,
+    packed_number,
+    parameter_of,
+    ports_of,
+    said_type,
+)
 from jax_kvblock.graphs.commit import graph_of
 from jax_kvblock.graphs.description import INPUT, PARAMETER, Source
 from jax_kvblock.graphs.graph import Graph
@@ -37,11 +46,9 @@ from jax_kvblock.graphs.wiring import (
     Pin,
     PortsHandle,
 )
-from jax_kvblock.kernels.call import Packed
-from jax_kvblock.kernels.functions import Function, by_code
+from jax_kvblock.kernels.functions import Function
 from jax_kvblock.kernels.kernel import Kernel, from_ptx
 
-Ports = Sequence[str] | Mapping[str, TypeLike]
 After = Handle | Iterable[Handle]
 # Of `kernel_call`; the others follow from the wires. Over a mesh, a graph runs inside
 # of `jax.shard_map`, where the words are sizes of one device's part.
@@ -133,15 +140,15 @@ class BlockBuilder:
             if isinstance(value, str) and not is_word(value):
                 raise ValueError(f"{where}: {value!r} is no number and no word")
             if not isinstance(value, str):
-                fixed[number] = _packed(where, kernel, number, value)
+                fixed[number] = packed_number(where, kernel, number, value)
         before = self._before(where, after)
         made = KernelHandle(
             *self._new(where, name, kernel.shown or kernel.name),
             kernel,
             fixed,
             by_number(tensor_maps),
-            _hashable(grid),
-            {key: _hashable(value) for key, value in options.items()},
+            hashable(grid),
+            {key: hashable(value) for key, value in options.items()},
         )
         return self._added(made, before)
 
@@ -171,11 +178,11 @@ class BlockBuilder:
         code = Function(function)
         before = self._before(where, after)
         new = self._new(where, name, code.name)
-        ins, outs = _ports(where, inputs), _ports(where, outputs)
-        numbers = tuple(_parameter(where, *of) for of in (scalars or {}).items())
+        ins, outs = ports_of(where, inputs), ports_of(where, outputs)
+        numbers = tuple(parameter_of(where, *of) for of in (scalars or {}).items())
         names = [p.name for p in ins] + [p.name for p in numbers]
-        _check_once(where, "inputs or scalars", names)
-        _check_once(where, "outputs", [p.name for p in outs])
+        check_once(where, "inputs or scalars", names)
+        check_once(where, "outputs", [p.name for p in outs])
         made = CapturedOperation(new[0], code, ins, outs, numbers)
         return self._added(PortsHandle(*new, made), before)
 
@@ -202,7 +209,7 @@ class BlockBuilder:
         """
         where = self._where("input", name)
         self._check_pin(where, pin, "input")
-        draft, said = self._draft, _said(where, type)
+        draft, said = self._draft, said_type(where, type)
         names = [port.name for port in draft.inputs]
         if name not in names:
             self._check_new(where, name)
@@ -249,7 +256,7 @@ class BlockBuilder:
         own = OwnPort(Source(PARAMETER, number), f"parameter {name!r}")
         draft.check_free(where, own, pin)
         found = dataclasses.replace(self._scalar(where, pin, default, dtype), name=name)
-        taken = (default is not None, _inherited(pin, default, found.default))
+        taken = (default is not None, inherited_default(pin, default, found.default))
         if name not in names:
             self._check_new(where, name)
             draft.parameters.append(found)
@@ -274,8 +281,10 @@ class BlockBuilder:
         """
         where = self._where("output", name)
         self._check_pin(where, pin, "output")
-        merged = self._draft.merged(where, pin, _said(where, type))
-        port = self._output(where, Output(name, pin, companion_of=_counted(name, pin)))
+        merged = self._draft.merged(where, pin, said_type(where, type))
+        port = self._output(
+            where, Output(name, pin, companion_of=counted_by(name, pin))
+        )
         self._draft.set_type(pin, merged)
         return dataclasses.replace(port, type=merged)
 
@@ -351,7 +360,7 @@ class BlockBuilder:
                 f"{where}: {source} to {target} would close a cycle; what a kernel "
                 "updates in place is an input and an output by one pin"
             )
-        draft, said = self._draft, _said(where, type)
+        draft, said = self._draft, said_type(where, type)
         draft.check_free(where, source, target)
         given = draft.merged(where, source, said)
         if scalar:
@@ -471,7 +480,7 @@ class BlockBuilder:
         self._scalar(where, pin, None, None)
         self._draft.check_free(where, pin, pin)
         if not isinstance(value, str):
-            value = _packed(where, handle.kernel, pin.number, value)
+            value = packed_number(where, handle.kernel, pin.number, value)
         handle.constants[pin.number] = value
 
     def _scalar(self, where: str, pin: Pin, default: Any, dtype: Any) -> Parameter:
@@ -481,7 +490,7 @@ class BlockBuilder:
             inner: Parameter = handle.ports("scalar")[pin.number]
             # A child's word is one of its own types, and stays its default.
             own = None if isinstance(inner.default, str) else inner.default
-            return _parameter(
+            return parameter_of(
                 where, str(pin), own if default is None else default, inner.dtype
             )
         assert isinstance(handle, KernelHandle)
@@ -489,7 +498,7 @@ class BlockBuilder:
             raise ValueError(f"{where}: {pin} is fixed by scalars= already")
         if dtype is None:
             dtype = handle.dtype_of(where, pin.number, default)
-        return _parameter(where, str(pin), default, dtype)
+        return parameter_of(where, str(pin), default, dtype)
 
     def _with_default(
         self, where: str, parameter: Parameter, found: Parameter, taken: Any
@@ -542,68 +551,3 @@ class BlockBuilder:
                 f"{where}: {pin} was taken as {KINDS[pin.kind]}, and this takes "
                 f"{KINDS[kind]}"
             )
-
-
-def _counted(name: str, pin: Pin) -> str | None:
-    """What a child's count is beside when it is an output by this name."""
-    if not isinstance(pin.handle, PortsHandle):
-        return None
-    inner: Port = pin.handle.ports("output")[pin.number]
-    if inner.companion_of is None:
-        return None
-    return name.removesuffix(inner.name.removeprefix(inner.companion_of))
-
-
-def _ports(where: str, given: Ports) -> tuple[Port, ...]:
-    if isinstance(given, Mapping):
-        return tuple(Port(name, array_type(where, t)) for name, t in given.items())
-    if isinstance(given, str):
-        raise TypeError(f"{where}: names come as a sequence, got {given!r}")
-    return tuple(Port(name) for name in given)
-
-
-def _said(where: str, type: TypeLike | None) -> ArrayType | None:
-    return None if type is None else array_type(where, type)
-
-
-def _parameter(where: str, name: str, default: Any, dtype: Any = None) -> Parameter:
-    """A parameter whose default is checked. Without a dtype, that of the default."""
-    if dtype is None:
-        if default is None or isinstance(default, str):
-            raise TypeError(
-                f"{where}: scalar {name!r} has a number as its default, got {default!r}"
-            )
-        dtype = jnp.result_type(default)
-    bare = Parameter(name, np.dtype(dtype))
-    if isinstance(default, str) and not is_word(default):
-        raise ValueError(f"{where}: {default!r} is no number and no word")
-    if default is None or isinstance(default, str):
-        return dataclasses.replace(bare, default=default)
-    if isinstance(default, jax.Array):
-        default = np.asarray(default)
-    return dataclasses.replace(bare, default=bare.checked(where, default))
-
-
-def _inherited(pin: Pin, said: Any, default: Any) -> Any:
-    """What a parameter's default is taken from, so that two can be compared."""
-    if said is None and isinstance(pin.handle, PortsHandle):
-        inner = pin.handle.ports("scalar")[pin.number].default
-        if isinstance(inner, str):
-            return f"{inner!r} of {pin.handle.name!r}"
-    return default.item() if isinstance(default, np.generic) else default
-
-
-def _packed(where: str, kernel: Kernel, number: int, value: Any) -> Packed:
-    if isinstance(value, jax.Array):
-        value = np.asarray(value)[()]
-    return Packed.of(kernel, number, value, where)
-
-
-def _check_once(where: str, what: str, names: Sequence[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{where}: two {what} are named {name!r}")
-
-
-def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else by_code(value)
