@@ -95,6 +95,12 @@ CASES = {
     "128 heads": latent(
         sequences=((1, 70), (2, 33)), heads=128, dim=576, value_dim=512, dtype="float16"
     ),
+    "128 heads, more tiles than multiprocessors": latent(
+        sequences=tuple((1, 20 + 2 * n) for n in range(70)),
+        heads=128,
+        dim=576,
+        value_dim=512,
+    ),
     "more than a step of keys": latent(sequences=((1, 1500), (2, 513), (1, 512))),
     "more than a tile of queries": latent(sequences=((150, 300), (1, 70), (65, 65))),
     "no keys, no queries": latent(
