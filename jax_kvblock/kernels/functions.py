@@ -28,14 +28,17 @@ class Function:
     def __init__(self, function: Any) -> None:
         self.function = function.function if is_function(function) else function
         self.key = key_of(self.function)
-        self._names = key_of(self.function, contents=False)
+        self._given: Any = key_of(self.function, contents=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if key_of(self.function, contents=False) != self._names:
-            raise ValueError(
-                f"{self.name} uses a variable that has another value now than when it "
-                "was given; keep each value by a default, lambda x, n=n: …"
-            )
+        # Once: what the function itself changes, a counter for example, is its matter.
+        if self._given is not None:
+            if key_of(self.function, contents=False) != self._given:
+                raise ValueError(
+                    f"{self.name} uses a variable that has another value now than when "
+                    "it was given; keep each value by a default, lambda x, n=n: …"
+                )
+            self._given = None
         return self.function(*args, **kwargs)
 
     def __eq__(self, other: object) -> bool:
