@@ -32,7 +32,7 @@ def counted_by(name: str, pin: Pin) -> str | None:
 
 def ports_of(where: str, given: Ports) -> tuple[Port, ...]:
     if isinstance(given, Mapping):
-        return tuple(Port(name, array_type(where, t)) for name, t in given.items())
+        return tuple(Port(n, said_type(where, t)) for n, t in given.items())
     if isinstance(given, str):
         raise TypeError(f"{where}: names come as a sequence, got {given!r}")
     return tuple(Port(name) for name in given)
@@ -72,6 +72,13 @@ def inherited_default(pin: Pin, said: Any, default: Any) -> Any:
 def packed_number(where: str, kernel: Kernel, number: int, value: Any) -> Packed:
     if isinstance(value, jax.Array):
         value = np.asarray(value)[()]
+    known = kernel.parameters
+    if (
+        type(value) in (bool, int)
+        and known is not None
+        and known[number].type[0] == "f"
+    ):
+        value = float(value)  # as a fallback gets it
     return Packed.of(kernel, number, value, where)
 
 
@@ -82,4 +89,6 @@ def check_once(where: str, what: str, names: Sequence[str]) -> None:
 
 
 def hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else by_code(value)
+    if isinstance(value, (list, np.ndarray)):
+        return tuple(int(n) for n in value)
+    return by_code(value)

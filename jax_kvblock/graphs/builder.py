@@ -46,7 +46,7 @@ from jax_kvblock.graphs.wiring import (
     Pin,
     PortsHandle,
 )
-from jax_kvblock.kernels.functions import Function
+from jax_kvblock.kernels.functions import Function, key_of
 from jax_kvblock.kernels.kernel import Kernel, from_ptx
 
 After = Handle | Iterable[Handle]
@@ -133,7 +133,13 @@ class BlockBuilder:
 
         def by_number(given: Mapping[int | str, Any] | None) -> dict[int, Any]:
             assert isinstance(kernel, Kernel)
-            return {kernel.number_of(where, k): v for k, v in (given or {}).items()}
+            found: dict[int, Any] = {}
+            for key, value in (given or {}).items():
+                number = kernel.number_of(where, key)
+                if number in found:
+                    raise ValueError(f"{where}: {kernel.say(number)} came twice")
+                found[number] = value
+            return found
 
         fixed = by_number(scalars)
         for number, value in fixed.items():
@@ -228,7 +234,7 @@ class BlockBuilder:
             del draft.inputs[len(names) :]
             raise
         port = draft.inputs[number] = Port(name, both or known)
-        draft.set_type(pin, both or known)
+        draft.set_type(pin, both or known, said)
         draft.source_of[pin] = own
         return port
 
@@ -281,11 +287,12 @@ class BlockBuilder:
         """
         where = self._where("output", name)
         self._check_pin(where, pin, "output")
-        merged = self._draft.merged(where, pin, said_type(where, type))
+        said = said_type(where, type)
+        merged = self._draft.merged(where, pin, said)
         port = self._output(
             where, Output(name, pin, companion_of=counted_by(name, pin))
         )
-        self._draft.set_type(pin, merged)
+        self._draft.set_type(pin, merged, said)
         return dataclasses.replace(port, type=merged)
 
     def append_output(
@@ -313,6 +320,9 @@ class BlockBuilder:
         self._check_pin(where, data, "output")
         self._check_pin(where, counter, "output")
         of_one_kernel = isinstance(data.handle, KernelHandle)
+        taken = {*self._draft.counters, *self._draft.counters.values()}
+        for pin in {data, counter} & taken:
+            raise ValueError(f"{where}: {pin} is of another output already")
         if data.handle is not counter.handle or not of_one_kernel or data == counter:
             raise ValueError(
                 f"{where}: data and counter are two parameters of one kernel, got "
@@ -337,7 +347,6 @@ class BlockBuilder:
         for output in outputs:
             self._check_output(where, output.name)
         if capacity is not None:
-            assert isinstance(data.handle, KernelHandle)
             self._fix(where, data.handle, capacity, size)
         self._draft.set_type(data, many)
         self._draft.counters[data] = counter
@@ -378,8 +387,8 @@ class BlockBuilder:
         if scalar:
             draft.set_type(target, wanted)
         else:
-            draft.set_type(target, both)
-            draft.set_type(source, both)
+            draft.set_type(target, both, said)
+            draft.set_type(source, both, said)
         draft.source_of[target] = source
 
     def connect_children(
@@ -403,12 +412,17 @@ class BlockBuilder:
 
     def expose_output(self, name: str, child: PortsHandle, port: str) -> Port:
         """Makes an output of a child one of the graph, with its count beside it."""
-        made = self.output(name, child.out(port))
-        for beside in child.operation.outputs:
-            if beside.companion_of == port:
-                own = name + beside.name.removeprefix(port)
-                self.output(own, child.out(beside.name))
-        return made
+        where = self._where("expose_output", name)
+        if not isinstance(child, PortsHandle):
+            raise TypeError(f"{where}: takes a child; output() takes a kernel's pin")
+        beside = [p for p in child.operation.outputs if p.companion_of == port]
+        pins = {name: child.out(port)} | {
+            name + p.name.removeprefix(port): child.out(p.name) for p in beside
+        }
+        for own in pins:
+            self._check_output(where, own)
+        made = [self.output(own, pin) for own, pin in pins.items()]
+        return made[0]
 
     def expose_parameter(
         self, name: str, child: PortsHandle, parameter: str, default: Any = None
@@ -473,12 +487,14 @@ class BlockBuilder:
         self._draft.outputs.append(output)
         return Port(output.name, output.type, output.companion_of)
 
-    def _fix(self, where: str, handle: KernelHandle, pin: Pin, value: Any) -> None:
+    def _fix(self, where: str, handle: Handle, pin: Pin, value: Any) -> None:
         """Gives a scalar of a kernel a value that never changes."""
-        if pin.handle is not handle or pin.kind != "scalar":
+        self._check_pin(where, pin, "scalar")
+        if pin.handle is not handle or not isinstance(handle, KernelHandle):
             raise ValueError(f"{where}: {pin} is no scalar of {handle.name!r}")
         self._scalar(where, pin, None, None)
-        self._draft.check_free(where, pin, pin)
+        if pin in self._draft.source_of:
+            raise ValueError(f"{where}: {pin} has a value already")
         if not isinstance(value, str):
             value = packed_number(where, handle.kernel, pin.number, value)
         handle.constants[pin.number] = value
@@ -496,6 +512,9 @@ class BlockBuilder:
         assert isinstance(handle, KernelHandle)
         if pin.number in handle.constants:
             raise ValueError(f"{where}: {pin} is fixed by scalars= already")
+        known = handle.kernel.parameters
+        if known is not None and known[pin.number].pointer:
+            raise ValueError(f"{where}: {pin} is a pointer, so no scalar")
         if dtype is None:
             dtype = handle.dtype_of(where, pin.number, default)
         return parameter_of(where, str(pin), default, dtype)
@@ -505,9 +524,10 @@ class BlockBuilder:
     ) -> Parameter:
         """The parameter with the default that its pins agree on, or that was said."""
         known = self._defaults[parameter.name]
-        if taken[1] is None or taken == known or (known[0] and not taken[0]):
+        alike = key_of(taken[1]) == key_of(known[1])
+        if taken[1] is None or alike or (known[0] and not taken[0]):
             return parameter
-        if known[1] not in (None, taken[1]):
+        if known[1] is not None:
             raise ValueError(
                 f"{where}: it is {known[1]} by default, and {taken[1]} came; say one "
                 "of them where it is first named"

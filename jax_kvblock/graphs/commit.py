@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
-from jax_kvblock.graphs.description import Node, Source
+from jax_kvblock.graphs.description import INPUT, Node, Source
 from jax_kvblock.graphs.graph import Graph
 from jax_kvblock.graphs.operations import (
     CapturedOperation,
@@ -13,6 +14,7 @@ from jax_kvblock.graphs.operations import (
     Operation,
     Port,
 )
+from jax_kvblock.graphs.types import ArrayType
 from jax_kvblock.graphs.wiring import (
     Draft,
     Handle,
@@ -34,7 +36,8 @@ def graph_of(where: str, draft: Draft) -> Graph:
             operations.append(_kernel(where, handle, draft))
         else:
             operations.append(_checked(where, handle, draft))
-    _check_words(where, draft, operations)
+    inputs = tuple(_own_input(number, draft) for number in range(len(draft.inputs)))
+    _check_words(where, draft, inputs, operations)
     order = draft.order()
     place = {number: i for i, number in enumerate(order)}
 
@@ -61,16 +64,45 @@ def graph_of(where: str, draft: Draft) -> Graph:
             ),
             tuple(None if start is None else source(start) for start in starts),
             tuple(place[n] for n in draft.after[number]),
+            tuple(draft.said_of(pin) for pin in draft.pins_of(handle, "input")),
+            _said_of_outputs(handle, operation, draft),
         )
 
     return Graph(
         draft.name,
-        tuple(draft.inputs),
+        inputs,
         tuple(_port(output, draft) for output in draft.outputs),
         tuple(draft.parameters),
         tuple(node(number) for number in order),
         tuple(source(output.pin, output.offset) for output in draft.outputs),
     )
+
+
+def _own_input(number: int, draft: Draft) -> Port:
+    """With what is known of the pins that it goes to."""
+    port = draft.inputs[number]
+    known = port.type
+    for pin, start in draft.source_of.items():
+        if isinstance(start, OwnPort) and start.source == Source(INPUT, number):
+            of_pin = draft.type_of(pin)
+            if known is not None and of_pin is not None:
+                of_pin = known.merged(of_pin)
+            known = of_pin or known
+    return dataclasses.replace(port, type=known)
+
+
+def _said_of_outputs(
+    handle: Handle, operation: Operation, draft: Draft
+) -> tuple[tuple[ArrayType, ...], ...]:
+    """For each port of the operation."""
+    if not isinstance(operation, KernelOperation):
+        pins = [Pin(handle, "output", i) for i in range(len(operation.outputs))]
+        return tuple(draft.said_of(pin) for pin in pins)
+    said: list[tuple[ArrayType, ...]] = []
+    for port in operation.results:
+        said.append(draft.said_of(Pin(handle, "output", port.parameter)))
+        said += [] if port.counter is None else [(), ()]
+    return tuple(said)
 
 
 def _port(output: Output, draft: Draft) -> Port:
@@ -165,16 +197,23 @@ def _check_every_parameter(
             raise ValueError(f"{where}: {shown} is {' and '.join(has)}")
 
 
-def _check_words(where: str, draft: Draft, operations: Sequence[Operation]) -> None:
+def _check_words(
+    where: str,
+    draft: Draft,
+    inputs: Sequence[Port],
+    operations: Sequence[Operation],
+) -> None:
     """Whether something tells each size that a kernel's results or numbers have."""
-    known = _words_of(draft.inputs)
+    at_once = _words_of(inputs)
+    said = [t for pin in draft.source_of for t in draft.said_of(pin)]
+    known = at_once.union(*(type_of.words for type_of in said))
     for operation in operations:
         if isinstance(operation, CapturedOperation):
             known |= _words_of((*operation.inputs, *operation.outputs))
         elif isinstance(operation, KernelOperation):
             known |= _words_of(operation.inputs)
 
-    def check(word: str, who: str) -> None:
+    def check(word: str, who: str, known: set[str] = known) -> None:
         if word not in known:
             has = ", ".join(map(repr, sorted(known))) or "none"
             raise ValueError(
@@ -193,7 +232,7 @@ def _check_words(where: str, draft: Draft, operations: Sequence[Operation]) -> N
                 check(value, f"scalar {number} of {operation.name!r}")
     for parameter in draft.parameters:
         if isinstance(parameter.default, str):
-            check(parameter.default, f"parameter {parameter.name!r}")
+            check(parameter.default, f"parameter {parameter.name!r}", at_once)
 
 
 def _words_of(ports: Sequence[Port]) -> set[str]:

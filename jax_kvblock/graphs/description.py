@@ -6,6 +6,7 @@ import dataclasses
 from typing import NamedTuple
 
 from jax_kvblock.graphs.operations import Operation, Parameter, Port
+from jax_kvblock.graphs.types import ArrayType
 
 INPUT, PARAMETER = -1, -2  # in place of a node's number
 
@@ -22,14 +23,17 @@ class Node:
     """An operation, and where its operands come from.
 
     scalars: `None` where the operation's own default is meant. after: nodes that run
-    before it, although it takes nothing from them.
+    before it, although it takes nothing from them. input_types, output_types: what was
+    said of each port in the words of the graph around it.
     """
 
     name: str
     operation: Operation
     inputs: tuple[Source, ...]
     scalars: tuple[Source | None, ...]
-    after: tuple[int, ...] = ()
+    after: tuple[int, ...]
+    input_types: tuple[tuple[ArrayType, ...], ...]
+    output_types: tuple[tuple[ArrayType, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)

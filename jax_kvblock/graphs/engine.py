@@ -20,6 +20,7 @@ import numpy as np
 
 from jax_kvblock.graphs.graph import Graph
 from jax_kvblock.graphs.operations import Parameter
+from jax_kvblock.kernels.functions import key_of
 
 
 class State(enum.Enum):
@@ -63,6 +64,7 @@ class BlockParameter:
         self.name, self.dtype = parameter.name, parameter.dtype
         default = None if isinstance(parameter.default, str) else parameter.default
         self._value: Any = None if default is None else default.item()
+        self._number: Any = default  # as NumPy's, where it is a number
         self._array = None if default is None else jnp.asarray(default)
         self.is_dirty = False
 
@@ -74,14 +76,18 @@ class BlockParameter:
     def value(self, given: Any) -> None:
         self._take(given, self.checked(given))
 
-    def checked(self, given: Any) -> jax.Array:
-        """The value as an array that a launch takes; raises what does not fit."""
-        return jnp.asarray(self._parameter.checked(self._where, given))
+    def checked(self, given: Any) -> Any:
+        """A number of the dtype, or an array; raises what does not fit."""
+        return self._parameter.checked(self._where, given)
 
-    def _take(self, given: Any, array: jax.Array) -> None:
-        same = isinstance(given, (bool, int, float)) and given == self._value
-        if not same:
-            self._value, self._array, self.is_dirty = given, array, True
+    def _take(self, given: Any, number: Any) -> None:
+        if isinstance(number, jax.Array):
+            self._number = None
+        elif key_of(number) == key_of(self._number):
+            return
+        else:
+            self._number = number
+        self._value, self._array, self.is_dirty = given, jnp.asarray(number), True
 
 
 class EngineBlock:
@@ -116,9 +122,9 @@ class EngineBlock:
                 raise ValueError(
                     f"block {self.name!r} has no parameter {name!r}; it has {has}"
                 )
-        arrays = {name: self.parameters[name].checked(v) for name, v in values.items()}
+        numbers = {name: self.parameters[name].checked(v) for name, v in values.items()}
         for name, value in values.items():
-            self.parameters[name]._take(value, arrays[name])
+            self.parameters[name]._take(value, numbers[name])
 
     def __call__(self, /, *inputs: Any, **named: Any) -> dict[str, jax.Array]:
         if self._engine is None:

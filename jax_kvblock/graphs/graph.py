@@ -25,7 +25,7 @@ from jax_kvblock.graphs.description import (
 )
 from jax_kvblock.graphs.draw import dot_of, save
 from jax_kvblock.graphs.operations import Parameter, Port, behind
-from jax_kvblock.graphs.types import Sizes
+from jax_kvblock.graphs.types import ArrayType, Sizes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +127,8 @@ class Graph(Description):
             operands = [value_of(source) for source in node.inputs]
             numbers_of = [None if s is None else value_of(s) for s in node.scalars]
             before = [x for number in node.after for x in made[number]]
+            if not operands and not any(isinstance(x, jax.Array) for x in numbers_of):
+                before += after  # nothing else holds it back
             try:
                 made.append(self._run(node, operands, numbers_of, sizes, before))
             except Exception as error:
@@ -134,7 +136,7 @@ class Graph(Description):
                 raise
         results = [value_of(source) for source in self.results]
         for port, x in zip(self.outputs, results, strict=True):
-            self._check(port, x, sizes, f"output {port.name!r}")
+            self._check(port.type, x, sizes, f"output {port.name!r}")
         return results
 
     def _run(
@@ -148,27 +150,33 @@ class Graph(Description):
         """The outputs of a node. What words are in another graph, that one knows."""
         operation = node.operation
         own = not isinstance(operation, Graph)
-        for port, x in zip(operation.inputs, operands, strict=True):
-            if own:
-                self._check(port, x, sizes, f"input {port.name!r} of {node.name!r}")
+
+        def check(ports: Sequence[Port], said: Any, values: Any, called: str) -> None:
+            for port, types, x in zip(ports, said, values, strict=True):
+                where = f"{called} {port.name!r} of {node.name!r}"
+                known = (port.type,) if own and port.type else ()
+                for type_of in dict.fromkeys((*known, *types)):
+                    self._check(type_of, x, sizes, where)
+
+        check(operation.inputs, node.input_types, operands, "input")
         made = operation.apply(operands, scalars, sizes, before)
-        for port, x in zip(operation.outputs, made, strict=True):
-            if own:
-                self._check(port, x, sizes, f"output {port.name!r} of {node.name!r}")
+        check(operation.outputs, node.output_types, made, "output")
         return made
 
     def _input(self, port: Port, given: Any, sizes: Sizes) -> Any:
         where = f"graph {self.name!r}"
         x = jnp.asarray(check_array(where, f"input {port.name!r}", given))
-        self._check(port, x, sizes, f"input {port.name!r}")
+        self._check(port.type, x, sizes, f"input {port.name!r}")
         return x
 
-    def _check(self, port: Port, x: Any, sizes: Sizes, called: str) -> None:
-        if port.type is None or port.type.bind(x, sizes, called):
+    def _check(
+        self, wanted: ArrayType | None, x: Any, sizes: Sizes, called: str
+    ) -> None:
+        if wanted is None or wanted.bind(x, sizes, called):
             return
-        raise (TypeError if x.dtype != port.type.dtype else ValueError)(
-            f"graph {self.name!r}: {called} must be {port.type}"
-            f"{sizes.says(port.type.shape or ())}, got {show(x)}"
+        raise (TypeError if x.dtype != wanted.dtype else ValueError)(
+            f"graph {self.name!r}: {called} must be {wanted}"
+            f"{sizes.says(wanted.shape or ())}, got {show(x)}"
         )
 
     def _scalar(self, parameter: Parameter, given: Any, sizes: Sizes) -> Any:

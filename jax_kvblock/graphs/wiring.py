@@ -135,10 +135,10 @@ class KernelHandle(Handle):
 
     def dtype_of(self, where: str, number: int, default: Any) -> np.dtype[Any]:
         """The dtype of the arrays that a by-value parameter is loaded from."""
-        if hasattr(default, "dtype"):
-            return np.dtype(default.dtype)
         known = self.kernel.parameters
         if known is None or known[number].is_bytes:
+            if hasattr(default, "dtype"):
+                return np.dtype(default.dtype)
             raise TypeError(
                 f"{where}: nothing tells the type of {self.say('scalar', number)}; "
                 "input_scalar takes a default of NumPy's, such as np.float32(2), or "
@@ -184,6 +184,7 @@ class Draft:
         self.counters: dict[Pin, Pin] = {}  # of what is appended to
         self.source_of: dict[Pin, Pin | OwnPort] = {}
         self._types: dict[Pin, ArrayType] = {}
+        self._said: dict[Pin, list[ArrayType]] = {}
 
     # ---- types -----------------------------------------------------------------------
 
@@ -206,9 +207,18 @@ class Draft:
             raise ValueError(f"{where}: {pin} is {known}, and {said} is asked for")
         return both
 
-    def set_type(self, pin: Pin, type: ArrayType | None) -> None:
+    def set_type(
+        self, pin: Pin, type: ArrayType | None, said: ArrayType | None = None
+    ) -> None:
+        """type: what is known of the pin by now. said: a part of it, in its words."""
         if type is not None:
             self._types[_place(pin)] = type
+        if said is not None:
+            self._said.setdefault(_place(pin), []).append(said)
+
+    def said_of(self, pin: Pin) -> tuple[ArrayType, ...]:
+        """All that was said of a pin; a call is held to each of it."""
+        return tuple(dict.fromkeys(self._said.get(_place(pin), [])))
 
     # ---- wires -----------------------------------------------------------------------
 

@@ -279,10 +279,38 @@ def test_append_outputs(builder):
             builder.append_output(
                 "K", a.out("kept"), a.out("count"), capacity, "float32[]"
             )
-    with says("append_output 'K': parameter 0, 'x' .* is no scalar of"):
-        builder.append_output(
-            *("K", a.out("kept"), a.out("count"), 5, "float32[]"), capacity=a.in_("x")
-        )
+    for pin, text in (
+        (a.in_("x"), "parameter 0, 'x' .* was taken as an input, and this takes a sca"),
+        (
+            b.in_("capacity"),
+            "parameter 4, 'capacity' .* is no scalar of 'keep_pos",
+        ),
+        (16, "takes a pin of a node"),
+    ):
+        with says(f"append_output 'K': {text}"):
+            builder.append_output(
+                *("K", a.out("kept"), a.out("count"), 5, "float32[]"), capacity=pin
+            )
+    builder.append_output("K", a.out("kept"), a.out("count"), 5, "float32[]")
+    for data, counter in (("kept", "n"), ("x", "count")):
+        says_why = r"no pointer|is of another output already"
+        with pytest.raises(ValueError, match=says_why):
+            builder.append_output("L", a.out(data), a.out(counter), 5, "float32[]")
+
+
+def test_a_capacity_reaches_the_kernel(builder):
+    node = builder.add_kernel(kernel("keep_positive"), block=64, grid=1)
+    builder.input("X", node.in_("x"), "float32[n]")
+    builder.input_scalar("N", node.in_("n"), "n")
+    builder.append_output(
+        *("K", node.out("kept"), node.out("count"), 40, "float32[]"),
+        capacity=node.in_("capacity"),
+    )
+    with says("input_scalar 'C': parameter 4, 'capacity' .* is fixed by scalars= alre"):
+        builder.input_scalar("C", node.in_("capacity"), 80)
+    (only,) = builder.commit().nodes
+    ((number, packed),) = only.operation.constants
+    assert (number, packed.value) == (4, 40)
 
 
 def test_append_outputs_need_a_grid(builder):
@@ -405,6 +433,87 @@ def test_what_is_updated_in_place_has_one_type(builder):
     with says(r"input 'X': .* is float32\[n\], and int32\[n\] is asked for"):
         builder.input("X", node.in_("x"), "int32[n]")
     assert str(builder.input("X", node.in_("x"))) == "X: float32[n]"
+
+
+def test_all_that_was_said_of_a_wire_holds(builder):
+    """Words of both of its ends."""
+    a = add(builder, "a")
+    f = function(builder, inputs=("x", "z"))
+    builder.input("X", a.in_("x"), "float32[n]")
+    builder.output("Y", a.out("y"), "float32[n]")
+    builder.connect(a.out("y"), f.in_("x"), "float32[m]")
+    builder.input("Z", f.in_("z"), "float32[m]")
+    builder.output("F", f.out("y"))
+    graph = builder.commit()
+    assert graph(jnp.ones(5), jnp.ones(5))["Y"].shape == (5,)
+    with pytest.raises(ValueError, match=r"must be float32\[m\] where m = 8"):
+        graph(jnp.ones(5), jnp.ones(8))
+
+
+def test_what_is_said_of_functions_wires_holds(builder):
+    f, g = function(builder, name="f"), function(builder, name="g")
+    builder.input("X", f.in_("x"))
+    builder.connect(f.out("y"), g.in_("x"), "float32[3]")
+    builder.output("Y", g.out("y"))
+    graph = builder.commit()
+    assert graph(jnp.ones(3))["Y"].shape == (3,)
+    with pytest.raises(ValueError, match=r"must be float32\[3\], got float32\[5\]"):
+        graph(jnp.ones(5))
+
+
+def test_one_input_of_two_words(builder):
+    a, b = add(builder, "a"), add(builder, "b", scalars={"n": "m", "a": 1.0})
+    builder.input("X", a.in_("x"), "float32[n]")
+    builder.input("X", b.in_("x"), "float32[m]")
+    builder.output("Y", a.out("y"), "float32[n]")
+    builder.output("Z", b.out("y"), "float32[m]")
+    made = builder.commit()(jnp.ones(4))
+    assert made["Y"].shape == made["Z"].shape == (4,)
+
+
+def test_a_default_is_known_at_the_start(builder):
+    f = function(builder, outputs={"y": "float32[n]"})
+    node = builder.add_kernel(kernel("scale"), block=64, scalars={"a": 2.0})
+    builder.input("X", f.in_("x"))
+    builder.connect(f.out("y"), node.in_("x"))
+    builder.output("Y", node.out("y"), "float32[n]")
+    builder.input_scalar("N", node.in_("n"), "n")
+    with says("commit: parameter 'N' has the size 'n', which no input tells"):
+        builder.commit()
+
+
+def test_numpys_wide_defaults(builder):
+    node = builder.add_kernel(kernel("scale"), block=64, fallback=lambda x, a, n: a * x)
+    builder.input("X", node.in_("x"), "float32[n]")
+    wide = np.linspace(0, 1, 3)[1], np.int64(4)
+    assert str(builder.input_scalar("A", node.in_("a"), wide[0])) == "A: float32 = 0.5"
+    assert str(builder.input_scalar("N", node.in_("n"), wide[1])) == "N: uint32 = 4"
+    builder.output("Y", node.out("y"), "float32[n]")
+    with jax.default_device(jax.devices("cpu")[0]):
+        got = jax.jit(builder.commit())(jnp.ones(4), A=jnp.float32(3))["Y"]
+    np.testing.assert_array_equal(got, np.full(4, 3, np.float32))
+
+
+def test_outputs_of_a_child_are_exposed_together_or_not_at_all(builder):
+    inner = BlockBuilder("Inner")
+    node = inner.add_kernel(
+        kernel("keep_positive"), block=64, grid=1, scalars={"n": "n"}
+    )
+    inner.input("X", node.in_("x"), "float32[n]")
+    pins = node.out("kept"), node.out("count")
+    inner.append_output("K", *pins, 5, "float32[]", capacity=node.in_("capacity"))
+    child = builder.add_child(inner.commit())
+    f = function(builder)
+    builder.output("P Count", f.out("y"))
+    with says("expose_output 'P': there is an output 'P Count' already"):
+        builder.expose_output("P", child, "K")
+    builder.expose_output("Q", child, "K")
+    with says("expose_output 'R': takes a child; output"):
+        builder.expose_output("R", add(builder), "y")
+    with says("add_kernel: parameter 3, 'n' .* came twice"):
+        add(builder, scalars={"n": 1, 3: 2, "a": 1.0})
+    made = function(builder, inputs={"x": None}, name="any")
+    assert made.type_of(made.in_("x")) is None
 
 
 def test_numbers_are_checked_where_they_are_said(builder):

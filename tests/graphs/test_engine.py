@@ -318,3 +318,22 @@ def test_the_average_of_times(x, monkeypatch):
             block(x)
         monkeypatch.undo()
     assert (block.debug_info.last_time, block.debug_info.average_time) == (5, 3)
+
+
+def test_minus_zero_is_a_new_value():
+    builder = BlockBuilder("Sign")
+    node = builder.add_captured(
+        lambda x, a: jnp.copysign(x, a),
+        inputs=("x",),
+        outputs=("y",),
+        scalars={"a": 0.0},
+    )
+    builder.input("X", node.in_("x"))
+    builder.input_scalar("A", node.scalar("a"))
+    builder.output("Y", node.out("y"))
+    with Engine() as engine:
+        block = engine.register(builder.commit())
+        assert block(jnp.ones(1))["Y"] == 1
+        block.set(A=-0.0)
+        assert block(jnp.ones(1))["Y"] == -1
+        assert (engine.cold_rebuilds, engine.hot_updates) == (1, 1)

@@ -202,6 +202,26 @@ def test_a_capacity_that_is_a_size(where, x):
     np.testing.assert_array_equal(kept, np.sort(np.asarray(x)[np.asarray(x) > 0]))
 
 
+def test_a_counter_is_an_output_of_its_own(where, x):
+    """By its pin, too: the count, not whether there were more."""
+    builder = BlockBuilder("Counts")
+    node = builder.add_kernel(
+        kernel("keep_positive"),
+        block=64,
+        grid=5,
+        scalars={"n": "n"},
+        fallback=lambda x, n, capacity: (jnp.zeros(capacity), jnp.sum(x > 0)),
+    )
+    builder.input("X", node.in_("x"), "float32[n]")
+    pins = node.out("kept"), node.out("count")
+    builder.append_output("K", *pins, 200, "float32[]", capacity=node.in_("capacity"))
+    double = builder.add_captured(lambda n: 2 * n, inputs=("n",), outputs=("m",))
+    builder.connect(node.out("count"), double.in_("n"))
+    builder.output("Twice", double.out("m"))
+    got = builder.commit()(x)
+    assert int(got["Twice"]) == 2 * int(got["K Count"]) == 2 * int((x > 0).sum())
+
+
 def test_a_count_goes_to_another_kernel(where, x):
     builder = BlockBuilder("Counted")
     child = builder.add_child(keep(200))
@@ -334,6 +354,48 @@ def test_functions_and_graphs_wait_as_well(where, x):
     # The input of sin and what it waits for; the child's input and both that it waits
     # for.
     assert [len(barrier.invars) for barrier in barriers][:2] == [2, 3]
+
+
+@pytest.mark.parametrize("option", ["grid", "fallback"])
+def test_variables_of_a_loop(on_cpu, x, option):
+    """Each node's function would compute with the last value."""
+    made = []
+    for n in range(3):
+        builder = BlockBuilder("Late")
+        given = {"grid": 5, "fallback": lambda x, a, n: a * x}
+        given[option] = {
+            "grid": lambda x: 5 + n,  # noqa: B023
+            "fallback": lambda x, a, _: a * x + n,  # noqa: B023
+        }[option]
+        node = builder.add_kernel(
+            kernel("scale"), block=64, scalars={"n": "n"}, **given
+        )
+        builder.input("X", node.in_("x"), "float32[n]")
+        builder.input_scalar("A", node.in_("a"), 2.0)
+        builder.output("Y", node.out("y"), "float32[n]")
+        made.append(builder.commit())
+    np.testing.assert_array_equal(made[2](x)["Y"], 2 * x + (option == "fallback") * 2)
+    with pytest.raises(ValueError, match="uses a variable that has another value now"):
+        made[0](x)
+
+
+def test_after_a_child_whose_nodes_have_no_inputs(on_cpu, x):
+    inner = BlockBuilder("Inner")
+    fill = inner.add_kernel(kernel("nothing"), block=32, grid=1)
+    inner.output("Z", fill.out("x"), "float32[4]")
+    more = inner.add_captured(jnp.cos, inputs=("x",), outputs=("y",))
+    inner.input("X", more.in_("x"))
+    inner.output("Y", more.out("y"))
+    outer = BlockBuilder("Outer")
+    first = outer.add_captured(jnp.sin, inputs=("x",), outputs=("y",))
+    child = outer.add_child(inner.commit(), after=first)
+    outer.input("X", first.in_("x"))
+    outer.input("X", child.in_("X"))
+    for name in ("Y", "Z"):
+        outer.output(name, child.out(name))
+    equations = jax.make_jaxpr(outer.commit())(x).jaxpr.eqns
+    (call,) = (e for e in equations if e.primitive.name == "kvblock_kernel_call")
+    assert len(call.invars) == 1
 
 
 def test_all_that_a_node_computes_is_waited_for(on_cpu, x):
