@@ -285,7 +285,7 @@ def _nvrtc(results: Results, quick: bool) -> None:
 
         def once() -> float:
             done = subprocess.run(
-                [sys.executable, "-c", program],
+                [sys.executable, "-P", "-c", program],
                 env={**os.environ, **own},
                 capture_output=True,
                 text=True,

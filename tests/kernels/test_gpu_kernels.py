@@ -269,7 +269,7 @@ kernels.kernel_call(
 def test_a_kernel_that_faults_is_named():
     """In a process of its own, whose GPU context it takes along."""
     done = subprocess.run(
-        [sys.executable, "-c", FAULT.format(folder=str(Path(__file__).parent))],
+        [sys.executable, "-P", "-c", FAULT.format(folder=str(Path(__file__).parent))],
         capture_output=True,
         text=True,
         check=False,

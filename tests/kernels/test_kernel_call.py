@@ -450,7 +450,7 @@ def test_a_new_process_runs_what_was_exported(where, tmp_path, tmp_path_factory)
     support = Path(emulated_kernels.__file__).parent
     package = Path(kernels.__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", AGAIN, tmp_path / "program", libraries, support],
+        [sys.executable, "-P", "-c", AGAIN, tmp_path / "program", libraries, support],
         env={**os.environ, "PYTHONPATH": str(package), "JAX_KVBLOCK_CACHE_DIR": ""},
         capture_output=True,
         text=True,
