@@ -6,7 +6,6 @@ The kernels run as JAX functions, as C++ behind a driver that stands in, on a GP
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,10 @@ import pytest
 from emulated_kernels import kernel
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from small_graphs import add_scale, add_shift, fan, keep, line, twice, with_rules
 
 import jax_kvblock
-from jax_kvblock import graphs, kernels
+from jax_kvblock import kernels
 from jax_kvblock.graphs import BlockBuilder
 
 
@@ -27,48 +27,8 @@ def where(everywhere):
 
 
 @pytest.fixture
-def on_cpu():
-    with jax.default_device(jax.devices("cpu")[0]):
-        yield
-
-
-@pytest.fixture
 def x(rng):
     return jnp.asarray(rng.standard_normal(300, np.float32))
-
-
-def add_scale(builder, **options):
-    """y = a x. (const float* x, float* y, float a, int n)"""
-    return builder.add_kernel(
-        kernel("scale"),
-        block=64,
-        scalars={"n": "n"},
-        fallback=lambda x, a, n: a * x,
-        **options,
-    )
-
-
-def add_shift(builder, **options):
-    """x += a, in place. (float* x, double a, long long n)"""
-    return builder.add_kernel(
-        kernel("shift"),
-        block=64,
-        scalars={"n": "n"},
-        fallback=lambda x, a, n: x + jnp.float32(a),
-        **options,
-    )
-
-
-def line():
-    """2 x + 1: one kernel behind another, the second in place."""
-    builder = BlockBuilder("Line")
-    scale, shift = add_scale(builder), add_shift(builder)
-    builder.input("X", scale.in_("x"), "float32[n]")
-    builder.connect(scale.out("y"), shift.in_("x"), "float32[n]")
-    builder.input_scalar("Slope", scale.in_("a"), 2.0)
-    builder.input_scalar("Offset", shift.in_("a"), 1.0)
-    builder.output("Y", shift.out("x"))
-    return builder.commit()
 
 
 # ---- what is computed ----------------------------------------------------------------
@@ -95,34 +55,6 @@ def test_parameters_are_hot(where, x):
     assert traced == 1
 
 
-def fan():
-    """(2 x) + (2 x · 3) · mean: out to two nodes, and in to one."""
-    builder = BlockBuilder("Fan")
-    split = add_scale(builder, name="split")
-    builder.input("X", split.in_("x"), "float32[n]")
-    builder.input_scalar("Slope", split.in_("a"), 2.0)
-    mean = builder.add_captured(
-        jnp.mean, inputs={"x": "float32[n]"}, outputs={"m": "float32[]"}
-    )
-    times = add_scale(builder, name="times")
-    merge = builder.add_captured(
-        lambda a, b, weight: a + weight * b,
-        inputs=("a", "b"),
-        outputs=("sum",),
-        scalars={"weight": 3.0},
-        name="merge",
-    )
-    builder.connect(split.out("y"), mean.in_("x"), "float32[n]")
-    builder.connect(split.out("y"), times.in_("x"))
-    builder.connect(mean.out("m"), times.scalar("a"))
-    builder.connect(split.out("y"), merge.in_("a"))
-    builder.connect(times.out("y"), merge.in_("b"), "float32[n]")
-    builder.input_scalar("Weight", merge.scalar("weight"), 3.0)
-    builder.output("Sum", merge.out("sum"))
-    builder.output("Mean", mean.out("m"))
-    return builder.commit()
-
-
 def test_fan_out_and_fan_in(where, x):
     got = jax.jit(fan())(x)
     want = 2 * np.asarray(x, np.float64)
@@ -146,25 +78,6 @@ def test_what_is_updated_in_place_elsewhere_stays(where, x):
     got = jax.jit(builder.commit())(x)
     np.testing.assert_array_equal(got["Before"], 2 * x)
     np.testing.assert_array_equal(got["After"], 2 * x + 1)
-
-
-def keep(capacity=40):
-    builder = BlockBuilder("Keep")
-    node = builder.add_kernel(
-        kernel("keep_positive"),
-        block=64,
-        grid=lambda x: -(-x.size // 64),
-        scalars={"n": "n", "capacity": capacity},
-        fallback=lambda x, n, capacity: (
-            x[jnp.nonzero(x > 0, size=capacity, fill_value=0)[0]],
-            jnp.sum(x > 0),
-        ),
-    )
-    builder.input("X", node.in_("x"), "float32[n]")
-    builder.append_output(
-        "Kept", node.out("kept"), node.out("count"), capacity, "float32[]"
-    )
-    return builder.commit()
 
 
 @pytest.mark.parametrize("capacity", [40, 300])
@@ -241,20 +154,6 @@ def test_a_count_goes_to_another_kernel(where, x):
     count = int(got["Mine Count"])
     assert 0 < count < 200 and not bool(got["Mine Overflowed"])
     np.testing.assert_array_equal(got["Y"][:count], 2 * got["Mine"][:count])
-
-
-def twice():
-    """Lines in a line, in a line: nested, with names of their own outside."""
-    builder = BlockBuilder("Twice")
-    first, second = builder.add_child(line()), builder.add_child(line())
-    assert (first.name, second.name) == ("Line", "Line 2")
-    builder.connect_children(first, "Y", second, "X")
-    builder.expose_input("In", first, "X")
-    builder.expose_output("Out", second, "Y")
-    builder.expose_parameter("Slope", first, "Slope")
-    builder.expose_parameter("Slope", second, "Slope")
-    builder.expose_parameter("Last", second, "Offset", 7.0)
-    return builder.commit()
 
 
 def test_nested_graphs(where, x):
@@ -431,20 +330,6 @@ def test_all_that_a_node_computes_is_waited_for(on_cpu, x):
 # ---- transformations -----------------------------------------------------------------
 
 
-def with_rules():
-    builder = BlockBuilder("Rules")
-    node = add_scale(
-        builder,
-        batch="sequential",
-        vjp=lambda arrays, y, g: 2 * g,
-        grid=lambda x: -(-x.size // 64),
-    )
-    builder.input("X", node.in_("x"), "float32[n]")
-    builder.input_scalar("A", node.in_("a"), 2.0)
-    builder.output("Y", node.out("y"), "float32[n]")
-    return builder.commit()
-
-
 def test_vmap_and_grad(where, x):
     graph = with_rules()
     both = jnp.stack([x, x + 1, x * x])
@@ -550,110 +435,3 @@ def test_a_kernel_of_which_nothing_is_known():
     with jax.default_device(jax.devices("cpu")[0]):
         got = build(np.float32(2))(jnp.ones(7))["Y"]
     np.testing.assert_array_equal(got, np.full(7, 2, np.float32))
-
-
-# ---- graphs as values ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", [line, fan, keep, twice, with_rules])
-def test_a_graph_built_again_is_the_same(make):
-    assert make() == make() and hash(make()) == hash(make())
-
-
-def another(
-    name="G",
-    block=64,
-    grid=None,
-    default=2.0,
-    type="float32[n]",
-    factor=2,
-    port="X",
-    n="n",
-    swap=False,
-    after=False,
-    show=0,
-):
-    """Two kernels side by side, described in one of many ways."""
-    builder = BlockBuilder(name)
-    one = add_scale(builder, name="one", grid=grid)
-    two = builder.add_kernel(
-        kernel("scale"),
-        name="two",
-        block=block,
-        scalars={"n": n},
-        after=one if after else (),
-        fallback=lambda x, a, n: factor * a * x,
-    )
-    builder.input(port, (two if swap else one).in_("x"), type)
-    builder.input("Z", (one if swap else two).in_("x"), "float32[n]")
-    builder.input_scalar("A", one.in_("a"), default)
-    builder.input_scalar("B", two.in_("a"), 2.0)
-    outputs = [("Y", one), ("W", two)]
-    builder.output("Y", outputs[show][1].out("y"), "float32[n]")
-    builder.output("W", outputs[1 - show][1].out("y"), "float32[n]")
-    return builder.commit()
-
-
-CHANGES = {
-    "name": "H",
-    "block": 32,
-    "grid": 7,
-    "default": 3.0,
-    "type": "float32[...]",
-    "factor": 3,
-    "port": "V",
-    "n": 100,
-    "swap": True,
-    "after": True,
-    "show": 1,
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_graph_built_otherwise_is_another(change):
-    assert another() == another()
-    assert another(**{change: CHANGES[change]}) != another()
-
-
-@pytest.mark.parametrize(
-    ("one", "other"), [(0.0, -0.0), (1.0, 1.5), (float("nan"), 0.0), (2.0, None)]
-)
-def test_defaults_tell_graphs_apart(one, other):
-    assert another(default=one) == another(default=one)
-    assert another(default=one) != another(default=other)
-
-
-def test_what_a_child_is_tells_graphs_apart():
-    def around(graph):
-        builder = BlockBuilder("Around")
-        child = builder.add_child(graph, name="child")
-        builder.expose_input("X", child, "X")
-        builder.expose_output("Y", child, "Y")
-        return builder.commit()
-
-    assert around(line()) == around(line()) != around(with_rules())
-
-
-def test_jit_traces_equal_graphs_once(on_cpu, x):
-    """As a static argument, which is how an engine has them."""
-    traced = 0
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def run(graph, x):
-        nonlocal traced
-        traced += 1
-        return graph(x)
-
-    for _ in range(3):
-        run(line(), x)
-    assert traced == 1
-    run(fan(), x)
-    assert traced == 2
-
-
-def test_shown():
-    assert repr(line()) == (
-        "Graph 'Line'(X: float32[n], Slope: float32 = 2.0, Offset: float32 = 1.0) "
-        "-> Y: float32[n]"
-    )
-    assert isinstance(line(), graphs.Graph)

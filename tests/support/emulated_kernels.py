@@ -186,6 +186,13 @@ def driver(
     jax.clear_caches()
 
 
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """Kernels' fallbacks, also where a GPU is."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
 @pytest.fixture(
     params=["fallback", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)]
 )
