@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
+import jax.numpy as jnp
 import pytest
 from emulated_kernels import kernel
 from small_graphs import add_scale, fan, keep, line, twice, with_rules
