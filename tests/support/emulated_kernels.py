@@ -14,12 +14,13 @@ import re
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from cpp_programs import built_once, compiler
 
-from jax_kvblock.kernels import Kernel, cuda, from_cuda
+from jax_kvblock.kernels import Kernel, cuda, from_cuda, kernel_call
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """
@@ -59,6 +60,7 @@ extern "C" __global__ void nothing(float* x) {}
 
 
 NAMES = [n for n in re.findall(r"__global__ void (\w+)", SOURCE) if n != "nothing"]
+BLOCK = 64  # threads
 DRIVER, HANDLERS = "libdriver.so", "libkernel_call.so"
 
 
@@ -66,6 +68,16 @@ DRIVER, HANDLERS = "libdriver.so", "libkernel_call.so"
 def kernel(name: str) -> Kernel:
     """One of `SOURCE`."""
     return from_cuda(SOURCE, name)
+
+
+def blocks(n: int) -> int:
+    return -(-n // BLOCK)
+
+
+def scale(x: Any, a: Any, **options: Any) -> Any:
+    """a x, by the kernel of this name."""
+    options = {"block": BLOCK, "grid": lambda x: blocks(x.size)} | options
+    return kernel_call(kernel("scale"), x, out=x, scalars=(a, x.size), **options)
 
 
 def _build_driver(library: Path) -> None:
