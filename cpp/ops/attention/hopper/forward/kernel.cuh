@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       BarrierInit(SharedAddress(&shared.step_full[step]), 1);
-      BarrierInit(SharedAddress(&shared.step_empty[step]), Traits::kConsumers * kWarpgroup);
+      BarrierInit(SharedAddress(&shared.step_empty[step]), kStepReaders<Traits>);
     }
     FenceBarrierInit();
   }

@@ -42,7 +42,6 @@ class PageLoader {
       }
       const bool starts = place != item_before;  // another warp may be adding to the flags
       item_before = place;
-      __syncwarp();  // all have read the step, before one of them lets consumers be done with it
       if (tiles) {
         if (starts) loader.Begin(item);
         loader.LoadKeys(found, now.stage);
@@ -51,9 +50,9 @@ class PageLoader {
       const bool early = tiles && Traits::kQueryStages > 1;
       if (starts && early) LoadQueries(item);
       loader.LoadValues();
-      __syncwarp();  // all have read the step, which is free once the consumers know of the item
       if (starts && !early) LoadQueries(item);
       if (ends) return;
+      BarrierArrive(SharedAddress(&shared_.step_empty[now.stage]));
       if (tiles) loader.Settle(found);
       found = after;
     }

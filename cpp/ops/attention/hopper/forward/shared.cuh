@@ -155,6 +155,11 @@ __device__ __forceinline__ int LoadArrivals(const typename Traits::Params& p) {
 }
 template <typename Traits>
 constexpr int kQueryArrivals = Traits::kPaged ? Traits::kLoadWarps : 1;
+// The threads that say when they have left a step: those of consumers, who come last, and of warps
+// that load from pages, which all read it.
+template <typename Traits>
+constexpr int kStepReaders =
+    Traits::kConsumers * kWarpgroup + (Traits::kPaged ? Traits::kLoadWarps * 32 : 0);
 
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
