@@ -3,7 +3,8 @@
 empty        a call of an empty kernel with two arrays, in a chain of 500 in one
              program, beside a handler of XLA's FFI in C++ that launches the same
              (compiled by nvcc here); captured in command buffers, and without
-100 scalars  the same chain of a kernel with 100 numbers: compiled in, and traced
+100 scalars  a chain of a kernel with 100 numbers, compiled in and traced, from a clock
+             on the GPU before the chain to one behind it
 20 kernels   a graph of 20 tiny kernels, from the clock in its first kernel to that
              in its last, beside the same by CuPy in a CUDA graph of its own
 nvrtc        from_cuda the first time, and when it is on disk already, in a process
@@ -171,17 +172,33 @@ def _scalars(results: Results, quick: bool) -> None:
         )
 
     count = 20 if quick else CHAIN
-    static = compiled(_chain(lambda x: call(x, list(range(SCALARS))), count), x)
+    stamp = kernels.from_cuda(KERNELS, "stamp")
+    clock = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
-    def traced(x: Any, *scalars: Any) -> Any:
-        return _chain(lambda x: call(x, scalars), count)(x)
+    def stamped(x: Any) -> Any:
+        return kernels.kernel_call(
+            stamp, x, out=(x, clock), aliases={0: 0}, grid=1, block=32
+        )
 
-    runs = [static, compiled(traced, x, *values)]
-    assert np.array_equal(runs[0](), runs[1]())
-    for way, seconds in zip(
-        ("static", "traced"), seconds_of(runs, 3 if quick else 60), strict=True
-    ):
-        results.add(f"100 scalars / {way}", OURS, "time", seconds / count * 1e6, "us")
+    def chain(x: Any, scalars: Any) -> Any:
+        x, start = stamped(x)
+        x = _chain(lambda x: call(x, scalars), count)(x)
+        return (*stamped(x), start)
+
+    runs = [
+        compiled(lambda x: chain(x, list(range(SCALARS))), x),
+        compiled(lambda x, *scalars: chain(x, scalars), x, *values),
+    ]
+    assert np.array_equal(runs[0]()[0], runs[1]()[0])
+    found: list[list[int]] = [[], []]
+    for n in range(5 if quick else 60):
+        for run, times in zip(runs, found, strict=True):
+            _, end, start = run()
+            if n >= 3:
+                times.append(_nanoseconds(start, end))
+    for way, times in zip(("static", "traced"), found, strict=True):
+        microseconds = statistics.median(times) / count / 1e3
+        results.add(f"100 scalars / {way}", OURS, "time", microseconds, "us")
 
 
 # ---- a graph -------------------------------------------------------------------------

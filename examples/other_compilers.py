@@ -29,7 +29,7 @@ import numpy as np
 from jax_kvblock import kernels
 
 THREADS = 256
-ISA = 88  # PTX 8.8: drivers of CUDA 12.9 read it, and newer ones
+ISA = 87  # PTX 8.7: drivers of CUDA 12.8 read it, and newer ones
 
 
 class Compiled(NamedTuple):

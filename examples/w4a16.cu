@@ -7,11 +7,15 @@
 // 32 c + 8 tile + lane / 4. A product sums over rows, in whatever order: so a lane takes 8
 // neighbours of x by one load of 16 bytes, and what it has of w goes with them.
 //
-// A CTA has 32 kBands columns and 8 warps. Warp i takes groups of 128 rows i, i + 8, ...; at the
-// end the warps' sums meet in shared memory. While a group is computed the next one is loaded.
+// A CTA has 32 kBands columns and 8 warps. Warp i takes groups of 128 rows i, i + 8, ... Each warp
+// has stages of its own in shared memory: while it computes a group the next two are on their way,
+// x, w and scales, so that a multiprocessor always asks memory for some 70 KiB. At the end the
+// warps' sums meet in shared memory.
 #include <cuda_bf16.h>
 
-constexpr int kWarps = 8, kGroup = 128, kSteps = kGroup / 32, kTiles = 4;
+constexpr int kWarps = 8, kGroup = 128, kSteps = kGroup / 32, kTiles = 4, kStages = 3;
+// A row of x in shared memory: two rows that are read together lie in different banks.
+constexpr int kRowBytes = kGroup * 2 + 64;
 
 #ifndef KVBLOCK_EMULATOR
 // C [16, 8] += A [16, 16] B [16, 8] of a warp.
@@ -31,6 +35,18 @@ __device__ __forceinline__ unsigned Less136(unsigned pair) {
       : "r"(pair), "r"(0x3f803f80u), "r"(0xc308c308u));  // times 1, plus -136
   return less;
 }
+
+// 16 bytes to shared memory; this thread's copies form groups, of which it waits for all but kLast.
+__device__ __forceinline__ void Copy16(void* to, const void* from) {
+  const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
+}
+__device__ __forceinline__ void EndCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int kLast>
+__device__ __forceinline__ void WaitForCopies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLast) : "memory");
+}
+extern __shared__ uint4 shared[];
 #endif
 
 // Numbers 2 i and 2 i + 1 of a word, less 8, in bfloat16. Behind the bits of 128 they are 128 + n.
@@ -38,45 +54,67 @@ __device__ __forceinline__ unsigned PairOf(unsigned word, int i) {
   return Less136((word >> 4 * i & 0x000f000fu) | 0x43004300u);
 }
 
+// What a warp has of a group: x's rows, those of w that go with them, their scales.
 template <int kBands>
-__global__ void __launch_bounds__(kWarps * 32)
+struct Stage {
+  char x[16 * kRowBytes];
+  uint4 w[kSteps][kBands][32];
+  float scales[kBands * 32];
+};
+
+template <int kBands>
+__global__ void __launch_bounds__(kWarps * 32, 1)
     w4a16(const __nv_bfloat16* __restrict__ x, const uint4* __restrict__ w,
           const float* __restrict__ scales, __nv_bfloat16* __restrict__ y, int m, int k, int n) {
-  __shared__ float sums[kWarps][16][kBands * 32 + 1];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
   const int groups = k / kGroup, bands = n / 32, first = blockIdx.x * kBands;
-  const uint4 none = {0, 0, 0, 0};
-  const bool low = row < m, high = row + 8 < m;
+  Stage<kBands>* const stages = reinterpret_cast<Stage<kBands>*>(shared) + warp * kStages;
 
-  float total[kBands][kTiles][4] = {};
-  uint4 words[kSteps][kBands];
-  auto load = [&](int group, int step, int band) {
-    const long long block = (static_cast<long long>(group) * kSteps + step) * bands + first + band;
-    words[step][band] = __ldcs(w + block * 32 + lane);
+  auto load = [&](int group, Stage<kBands>& to) {
+    if (group < groups) {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const long long block = (static_cast<long long>(group) * kSteps + step) * bands + first;
+#pragma unroll
+        for (int band = 0; band < kBands; ++band) {
+          Copy16(&to.w[step][band][lane], w + (block + band) * 32 + lane);
+        }
+      }
+      // Half a warp takes a row of x, 256 bytes. Nobody looks at what rows from m on give.
+      for (int i = lane / 16; i < m; i += 2) {
+        const __nv_bfloat16* const from = x + static_cast<long long>(i) * k + group * kGroup;
+        Copy16(to.x + i * kRowBytes + lane % 16 * 16, from + lane % 16 * 8);
+      }
+      if (lane < kBands * 8) {
+        const float* const from = scales + static_cast<long long>(group) * n + first * 32;
+        Copy16(&to.scales[lane * 4], from + lane * 4);
+      }
+    }
+    EndCopies();  // also where there are none, so that the last ones are waited for
   };
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-    for (int band = 0; band < kBands; ++band) {
-      if (warp < groups) load(warp, step, band);
-    }
-  }
+  for (int i = 0; i + 1 < kStages; ++i) load(warp + i * kWarps, stages[i]);
+
+  float total[kBands][kTiles][4] = {};
+  int at = 0;
   for (int group = warp; group < groups; group += kWarps) {
+    WaitForCopies<kStages - 2>();
+    __syncwarp();  // for all lanes; and all are done with the group before
+    load(group + (kStages - 1) * kWarps, stages[(at + kStages - 1) % kStages]);
+    const Stage<kBands>& here = stages[at];
+    at = (at + 1) % kStages;
     float sum[kBands][kTiles][4] = {};
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const long long column = static_cast<long long>(group) * kGroup + step * 32 + quad * 8;
-      const __nv_bfloat16* here = x + row * static_cast<long long>(k) + column;
-      const __nv_bfloat16* below = here + 8 * static_cast<long long>(k);
-      const uint4 top = low ? *reinterpret_cast<const uint4*>(here) : none;
-      const uint4 bottom = high ? *reinterpret_cast<const uint4*>(below) : none;
+      const char* const from = here.x + row * kRowBytes + step * 64 + quad * 16;
+      const uint4 top = *reinterpret_cast<const uint4*>(from);
+      const uint4 bottom = *reinterpret_cast<const uint4*>(from + 8 * kRowBytes);
       const unsigned a0[4] = {top.x, bottom.x, top.y, bottom.y};
       const unsigned a1[4] = {top.z, bottom.z, top.w, bottom.w};
 #pragma unroll
       for (int band = 0; band < kBands; ++band) {
-        const uint4 now = words[step][band];
-        if (group + kWarps < groups) load(group + kWarps, step, band);
-        const unsigned of_tile[kTiles] = {now.x, now.y, now.z, now.w};
+        const uint4 words = here.w[step][band][lane];
+        const unsigned of_tile[kTiles] = {words.x, words.y, words.z, words.w};
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile) {
           Mma(sum[band][tile], a0, PairOf(of_tile[tile], 0), PairOf(of_tile[tile], 1));
@@ -88,13 +126,16 @@ __global__ void __launch_bounds__(kWarps * 32)
     for (int band = 0; band < kBands; ++band) {
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
-        const long long column = (first + band) * 32 + tile * 8 + quad * 2;
-        const float* scale = scales + static_cast<long long>(group) * n + column;
+        const float* const scale = &here.scales[band * 32 + tile * 8 + quad * 2];
 #pragma unroll
         for (int i = 0; i < 4; ++i) total[band][tile][i] += scale[i % 2] * sum[band][tile][i];
       }
     }
   }
+
+  __syncthreads();  // all are done with their stages
+  constexpr int kPitch = kBands * 32 + 1;
+  float* const sums = reinterpret_cast<float*>(shared);  // [warp, row, column]
 #pragma unroll
   for (int band = 0; band < kBands; ++band) {
 #pragma unroll
@@ -102,15 +143,15 @@ __global__ void __launch_bounds__(kWarps * 32)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int column = band * 32 + tile * 8 + quad * 2 + i % 2;
-        sums[warp][row + i / 2 * 8][column] = total[band][tile][i];
+        sums[(warp * 16 + row + i / 2 * 8) * kPitch + column] = total[band][tile][i];
       }
     }
   }
   __syncthreads();
   for (int i = threadIdx.x; i < m * kBands * 32; i += kWarps * 32) {
-    const int at = i / (kBands * 32), column = i % (kBands * 32);
+    const int of_row = i / (kBands * 32), column = i % (kBands * 32);
     float sum = 0.0f;
-    for (int part = 0; part < kWarps; ++part) sum += sums[part][at][column];
-    y[static_cast<long long>(at) * n + first * 32 + column] = __nv_bfloat16(sum);
+    for (int part = 0; part < kWarps; ++part) sum += sums[(part * 16 + of_row) * kPitch + column];
+    y[static_cast<long long>(of_row) * n + first * 32 + column] = __nv_bfloat16(sum);
   }
 }

@@ -14,6 +14,9 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
+# More scalars than these are loaded by a warp when a block begins, and kept in shared
+# memory: one after the other they would wait for memory a few times.
+MOST_APART = 32
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _ENTRY = re.compile(r"\.entry\s+([\w$%]+)\s*(\(|\{|\.)")
@@ -125,6 +128,10 @@ def load_scalars(
     found = entries(text)[entry]
     body = blank[found.start : found.end]
     edits: list[tuple[int, int, str]] = []
+    together = _places(loaded) if len(loaded) > MOST_APART else {}
+    if together:
+        begin = body.index("{", _closing(body, 0)) + 1
+        edits.append((begin, begin, _load_together(together, found.symbols, loaded)))
     for number, lies in loaded.items():
         symbol = found.symbols[number]
         parameter = (parameters or found.parameters)[number]
@@ -146,7 +153,10 @@ def load_scalars(
         for load in loads:
             if SIZES[load["type"][1:]] != parameter.size:
                 raise ValueError(f"{shown} is loaded as {load['type']}")
-            edits.append((*load.span(), _load_through(load, symbol, lies, number)))
+            place = together.get(number)
+            edits.append(
+                (*load.span(), _load_through(load, symbol, lies, number, place))
+            )
     pieces, at = [], 0
     for begin, end, new in sorted(edits):
         pieces += [text[found.start + at : found.start + begin], new]
@@ -155,29 +165,116 @@ def load_scalars(
     return text[: found.start] + "".join(pieces) + rest
 
 
-def _load_through(load: re.Match[str], symbol: str, loaded: Loaded, number: int) -> str:
-    """The value from where the parameter points to. One line, in a scope of its own."""
+def _load_through(
+    load: re.Match[str], symbol: str, loaded: Loaded, number: int, place: int | None
+) -> str:
+    """The value from where the parameter points to, or from its place in `_SHARED`.
+
+    One line, in a scope of its own.
+    """
     guard, to, wanted = load["guard"] or "", load["to"], load["type"]
+    lies = loaded.type
+    lines = []
+    if place is None:
+        source = f"ld.global.nc.{{}} {{}}, [%kvblock_at{number}]"
+        lines = [f".reg .b64 %kvblock_at{number}", *_find(symbol, loaded, number)]
+        lines.append(f"cvta.to.global.u64 %kvblock_at{number}, %kvblock_at{number}")
+    else:
+        source = f"ld.shared.{{}} {{}}, [{_SHARED}+{8 * place}]"
+    if lies[1:] == wanted[1:]:
+        lines.append(guard + source.format(wanted, to))
+    else:  # 64 bits wanted, 32 there
+        part, kind = f"%kvblock_of{number}", "f64" if lies == "f32" else f"{lies[0]}64"
+        lines.append(f".reg .b32 {part}")
+        lines.append(source.format("b32", part))
+        lines.append(f"{guard}cvt.{kind}.{lies} {to}, {part}")
+    return "{ " + "; ".join(lines) + "; }"
+
+
+def _find(symbol: str, loaded: Loaded, number: int, guard: str = "") -> list[str]:
+    """Where a scalar lies, in a register that is declared."""
     lies, axis = loaded
     at = f"%kvblock_at{number}"
-    lines = [
-        f"{{ .reg .b64 {at}",
-        f"ld.param.u64 {at}, [{symbol}]",
-        f"cvta.to.global.u64 {at}, {at}",
-    ]
+    lines = [f"{guard}ld.param.u64 {at}, [{symbol}]"]
     if axis is not None:
         block = f"%kvblock_block{number}"
         lines.append(f".reg .b32 {block}")
         lines.append(f"mov.u32 {block}, %ctaid.{axis}")
-        lines.append(f"mad.wide.u32 {at}, {block}, {SIZES[lies[1:]]}, {at}")
-    if lies[1:] == wanted[1:]:
-        lines.append(f"{guard}ld.global.nc.{wanted} {to}, [{at}]")
-    else:  # 64 bits wanted, 32 there
-        part, kind = f"%kvblock_of{number}", "f64" if lies == "f32" else f"{lies[0]}64"
-        lines.append(f".reg .b32 {part}")
-        lines.append(f"ld.global.nc.b32 {part}, [{at}]")
-        lines.append(f"{guard}cvt.{kind}.{lies} {to}, {part}")
-    return "; ".join(lines) + "; }"
+        lines.append(f"{guard}mad.wide.u32 {at}, {block}, {SIZES[lies[1:]]}, {at}")
+    return lines
+
+
+_SHARED, _LANES = "kvblock_scalars", 32
+
+
+def _places(loaded: Mapping[int, Loaded]) -> dict[int, int]:
+    """A place in `_SHARED` for each: sizes together, from multiples of 32."""
+    places: dict[int, int] = {}
+    place = 0
+    for size in (8, 4, 2, 1):
+        place += -place % _LANES
+        for number, lies in loaded.items():
+            if SIZES[lies.type[1:]] == size:
+                places[number] = place
+                place += 1
+    return places
+
+
+def _load_together(
+    places: Mapping[int, int], symbols: Sequence[str], loaded: Mapping[int, Loaded]
+) -> str:
+    """All at once, by the first 32 threads of a block: a lane for each of 32 places.
+
+    One line. A block of fewer threads goes round: each is several lanes, one by one.
+    """
+    lane, threads, there, own = (f"%kvblock_{x}" for x in ("lane", "n", "p", "own"))
+    lines = [
+        f".shared .align 8 .b8 {_SHARED}[{8 * (max(places.values()) + 1)}]",
+        "{ .reg .b32 %kvblock_id<3>",
+        f".reg .b32 {lane}, {threads}, {own}",
+        f".reg .pred {there}",
+        f"mov.u32 {lane}, %tid.z",
+        f"mov.u32 {threads}, %ntid.z",
+    ]
+    for axis in "yx":
+        lines += [
+            f"mov.u32 %kvblock_id1, %tid.{axis}",
+            f"mov.u32 %kvblock_id2, %ntid.{axis}",
+            f"mad.lo.u32 {lane}, {lane}, %kvblock_id2, %kvblock_id1",
+            f"mul.lo.u32 {threads}, {threads}, %kvblock_id2",
+        ]
+    lines += [
+        f"kvblock_again: setp.ge.u32 {there}, {lane}, {_LANES}",
+        f"@{there} bra kvblock_there",
+        f"mov.u32 {own}, {_SHARED}",
+        f"mad.lo.u32 {own}, {lane}, 8, {own}",
+    ]
+    groups: dict[int, list[int]] = {}
+    for number, place in places.items():
+        groups.setdefault(place // _LANES, []).append(number)
+    stores = []
+    for group, numbers in groups.items():
+        bits = 8 * SIZES[loaded[numbers[0]].type[1:]]
+        at, value = f"%kvblock_from{group}", f"%kvblock_value{group}"
+        lines += [f".reg .b64 {at}", f".reg .b{max(bits, 16)} {value}"]
+        for place, number in enumerate(numbers):
+            lines.append(f".reg .b64 %kvblock_at{number}")
+            lines.append(f"setp.eq.u32 {there}, {lane}, {place}")
+            lines += _find(symbols[number], loaded[number], number, f"@{there} ")
+            lines.append(f"@{there} cvta.to.global.u64 {at}, %kvblock_at{number}")
+        here = f"{there}{group}"
+        lines.append(f".reg .pred {here}")
+        lines.append(f"setp.lt.u32 {here}, {lane}, {len(numbers)}")
+        lines.append(f"@{here} ld.global.nc.b{bits} {value}, [{at}]")
+        place = 8 * _LANES * group
+        stores.append(f"@{here} st.shared.b{bits} [{own}+{place}], {value}")
+    lines += [
+        *stores,
+        f"add.u32 {lane}, {lane}, {threads}",
+        "bra kvblock_again",
+        "kvblock_there: bar.sync 0",
+    ]
+    return " " + "; ".join(lines) + "; }"
 
 
 def _sizes(directive: str, text: str) -> tuple[int, int, int] | None:

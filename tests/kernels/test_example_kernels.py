@@ -31,10 +31,15 @@ inline unsigned Less136(unsigned pair) {
   const float low = Half<__nv_bfloat16>(pair, 0), high = Half<__nv_bfloat16>(pair, 1);
   return kvblock::Pack<__nv_bfloat16>(low - 136, high - 136);
 }
-template <typename T>
-T __ldcs(const T* p) {
-  return *p;
+#include "device/cp_async.cuh"
+#include "device/shared.cuh"
+inline void Copy16(void* to, const void* from) { kvblock::CopyAsync<16>(to, from); }
+inline void EndCopies() { kvblock::CopyAsyncCommit(); }
+template <int kLast>
+void WaitForCopies() {
+  kvblock::CopyAsyncWait<kLast>();
 }
+#define shared kvblock::DynamicShared()
 """
 
 
@@ -106,11 +111,12 @@ def test_weights_in_four_bits(example, rng):
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 13, 16])
 @pytest.mark.parametrize("bands", [1, 2])
-def test_w4a16(where, example, rng, monkeypatch, rows, bands):
-    """Nine groups of 128 rows, which eight warps do not share evenly."""
+@pytest.mark.parametrize("groups", [1, 9, 37])
+def test_w4a16(where, example, rng, monkeypatch, rows, bands, groups):
+    """Groups of 128 rows, not as many for each of eight warps; 37 go round the ring."""
     w4a16 = example("w4a16")
     monkeypatch.setattr(w4a16, "MANY_COLUMNS", 64 if bands == 2 else 2**30)
-    k, n = 9 * 128, 128 if bands == 2 else 96
+    k, n = groups * 128, 128 if bands == 2 else 96
     words = rng.integers(0, 2**32, (k // 32, n // 32, 32, 4), np.uint32)
     scales = rng.uniform(0.5, 2, (k // 128, n)).astype(np.float32)
     x = jnp.asarray(rng.standard_normal((rows, k)), jnp.bfloat16)

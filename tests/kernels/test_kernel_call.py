@@ -429,7 +429,10 @@ def test_a_new_process_runs_what_was_exported(where, tmp_path, tmp_path_factory)
     pytest.importorskip("flatbuffers", reason="jax.export serializes with flatbuffers")
     x = jnp.arange(1000.0) / 7
     allowed = jax.export.DisabledSafetyCheck.custom_call("kvblock_kernel_call")
-    exported = jax.export.export(jax.jit(scale), disabled_checks=[allowed])
+    platforms = ["cuda" if where == "gpu" else "cpu"]
+    exported = jax.export.export(
+        jax.jit(scale), platforms=platforms, disabled_checks=[allowed]
+    )
     (tmp_path / "program").write_bytes(exported(x, jnp.float32(1.1)).serialize())
     libraries = "" if where == "gpu" else folder_of(tmp_path_factory)
     support = Path(emulated_kernels.__file__).parent

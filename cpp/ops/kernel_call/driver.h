@@ -13,7 +13,7 @@ using Result = int;
 using Handle = void*;  // of a library, a kernel, a function, a stream, a context
 using Address = unsigned long long;
 
-constexpr Result kSuccess = 0, kUnsupportedPtx = 222;
+constexpr Result kSuccess = 0, kUnsupportedPtx = 222, kNotFound = 500;
 
 // CUjit_option
 enum JitOption : int { kErrorLog = 5, kErrorLogBytes = 6 };

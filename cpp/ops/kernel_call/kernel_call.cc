@@ -74,22 +74,17 @@ class Loaded {
 
   const char* Load(const Driver& cuda, const std::string& shown, Handle* function) {
     if (kernel_ == nullptr) {
-      std::array<char, 4096> log{};
       int options[] = {driver::kErrorLog, driver::kErrorLogBytes};
-      void* values[] = {log.data(), reinterpret_cast<void*>(log.size())};
+      void* values[] = {log_.data(), reinterpret_cast<void*>(log_.size())};
       const driver::Result status =
           cuda.LibraryLoadData(&library_, image_.c_str(), options, values, 2, nullptr, nullptr, 0);
-      if (status != driver::kSuccess) {
-        std::string said = "kernel_call: the driver does not load " + shown + ": ";
-        said += NameOf(cuda, status);
-        if (status == driver::kUnsupportedPtx) said += VersionOf(image_);
-        if (log[0] != '\0') said += std::string("\n") + log.data();
-        return Message(said);
-      }
+      if (status != driver::kSuccess) return Refused(cuda, shown, status);
+      // A driver that loads lazily looks at the code here for the first time.
       if (const auto missing = cuda.LibraryGetKernel(&kernel_, library_, entry_.c_str());
           missing != driver::kSuccess) {
         kernel_ = nullptr;
         cuda.LibraryUnload(library_);
+        if (missing != driver::kNotFound) return Refused(cuda, shown, missing);
         return Message("kernel_call: " + shown + " has no entry '" + entry_ +
                        "': " + NameOf(cuda, missing));
       }
@@ -101,7 +96,16 @@ class Loaded {
                    " does not load for this GPU: " + NameOf(cuda, status));
   }
 
+  const char* Refused(const Driver& cuda, const std::string& shown, driver::Result status) const {
+    std::string said = "kernel_call: the driver does not load " + shown + ": ";
+    said += NameOf(cuda, status);
+    if (status == driver::kUnsupportedPtx) said += VersionOf(image_);
+    if (log_[0] != '\0') said += std::string("\n") + log_.data();
+    return Message(said);
+  }
+
   const std::string image_, entry_;
+  std::array<char, 4096> log_{};  // the driver may write to it later, when it loads lazily
   std::mutex mutex_;
   Handle library_ = nullptr, kernel_ = nullptr;
   std::map<Handle, Handle> functions_;  // by context

@@ -78,7 +78,7 @@ State& Global() {
   return state;
 }
 
-constexpr int kInvalidPtx = 218, kNotFound = 500, kInvalidValue = 1;
+constexpr int kInvalidPtx = 218, kNotFound = driver::kNotFound, kInvalidValue = 1;
 
 }  // namespace
 
@@ -130,7 +130,7 @@ int cuGetErrorString(int, const char** text) {
 int cuLibraryLoadData(void** library, const void* code, int* options, void** values, unsigned count,
                       int*, void**, unsigned) {
   const std::string image = static_cast<const char*>(code);
-  if (image.find(".version 99") != std::string::npos) return driver::kUnsupportedPtx;
+  if (image.find(".version 98") != std::string::npos) return driver::kUnsupportedPtx;
   if (image.find(".version") == std::string::npos || image.find("broken") != std::string::npos) {
     for (unsigned i = 0; i < count; ++i) {
       if (options[i] == driver::kErrorLog) {
@@ -149,6 +149,8 @@ int cuLibraryUnload(void* library) {
 }
 int cuLibraryGetKernel(void** kernel, void* library, const char* name) {
   const auto& image = *static_cast<std::string*>(library);
+  // Not before, as a driver that loads lazily.
+  if (image.find(".version 99") != std::string::npos) return driver::kUnsupportedPtx;
   if (image.find(std::string(".entry ") + name) == std::string::npos) return kNotFound;
   *kernel = new Function{image, name};
   return 0;

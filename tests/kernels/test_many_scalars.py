@@ -1,0 +1,147 @@
+"""More traced scalars than are loaded one by one: a warp loads all of them at once."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from assembler import assemble
+from emulated_kernels import emulate
+
+from jax_kvblock import kernels
+from jax_kvblock.kernels import ptx
+
+TYPES = ("float", "int", "short", "unsigned char", "long long", "double")
+COUNT = 75  # 26 of 8 bytes, 25 of 4, 12 of 2 and 12 of 1
+LIES = {
+    "float": "f32",
+    "int": "s32",
+    "short": "s16",
+    "unsigned char": "u8",
+    "long long": "s32",
+    "double": "f32",
+}
+OF = [TYPES[i % len(TYPES)] for i in range(COUNT)]
+SOURCE = (
+    'extern "C" __global__ void many(float* y, '
+    + ", ".join(f"{kind} a{i}" for i, kind in enumerate(OF))
+    + """) {
+  const int threads = blockDim.x * blockDim.y * blockDim.z;
+  const int row = threadIdx.z * blockDim.y + threadIdx.y;
+  const int thread = row * blockDim.x + threadIdx.x;
+  float* const own = y + (blockIdx.z * threads + thread) * """
+    + f"{COUNT};\n"
+    + "\n".join(f"  own[{i}] = static_cast<float>(a{i});" for i in range(COUNT))
+    + "\n}\n"
+)
+
+
+def many():
+    return kernels.from_cuda(SOURCE, "many")
+
+
+def values_of(draw: int) -> list[np.generic]:
+    """Each of its own, which a float holds exactly; others for every draw."""
+    numbers = [(37 * i + 11 * draw) % 251 + 1 for i in range(COUNT)]
+    signs = [1 if kind == "unsigned char" else (-1) ** i for i, kind in enumerate(OF)]
+    as_kept = {"f": np.float32, "s": np.int32, "u": np.uint8}
+    return [
+        (np.int16 if LIES[kind] == "s16" else as_kept[LIES[kind][0]])(n * sign)
+        for n, sign, kind in zip(numbers, signs, OF, strict=True)
+    ]
+
+
+def fallback(*scalars, block):
+    row = jnp.stack([jnp.asarray(x, jnp.float32) for x in scalars])
+    return jnp.tile(row, (int(np.prod(block)), 1))
+
+
+def call(scalars, block, **options):
+    out = jax.ShapeDtypeStruct((int(np.prod(block)), COUNT), jnp.float32)
+    return kernels.kernel_call(
+        many(),
+        out=out,
+        scalars=scalars,
+        grid=1,
+        block=block,
+        fallback=lambda *scalars: fallback(*scalars, block=block),
+        **options,
+    )
+
+
+@pytest.fixture
+def where(everywhere, request, tmp_path_factory):
+    if everywhere == "emulator":
+        driver = request.getfixturevalue("kernel_handlers")
+        emulate(driver, tmp_path_factory, "many", SOURCE, many())
+    return everywhere
+
+
+# Of fewer threads than a warp, of one that is not full, and of more.
+@pytest.mark.parametrize("block", [1, 7, 32, 33, 256, (5, 3, 2), (4, 4, 4)])
+def test_all_arrive(where, block):
+    if where == "emulator" and not isinstance(block, int):
+        pytest.skip("the emulator has blocks of one dimension")
+    run, compiles = jax.jit(lambda *scalars: call(scalars, block)), 0
+    for draw in range(3):
+        values = values_of(draw)
+        got = np.asarray(run(*values))
+        compiles = run._cache_size()
+        np.testing.assert_array_equal(got, np.tile(values, (len(got), 1)))
+    assert compiles == 1
+
+
+@pytest.mark.parametrize("threads", [7, 64])
+def test_members_have_their_own(where, threads):
+    """Under vmap over an axis of the grid, some of the scalars."""
+    draws = [values_of(draw) for draw in range(4)]
+    batched = [i % 3 != 0 for i in range(COUNT)]
+    operands = [
+        np.stack([d[i] for d in draws]) if batched[i] else draws[0][i]
+        for i in range(COUNT)
+    ]
+    axes = [0 if own else None for own in batched]
+    got = jax.vmap(lambda *scalars: call(scalars, threads, batch="z"), in_axes=axes)(
+        *operands
+    )
+    for member, draw in enumerate(draws):
+        want = [draw[i] if batched[i] else draws[0][i] for i in range(COUNT)]
+        np.testing.assert_array_equal(got[member], np.tile(want, (threads, 1)))
+
+
+def test_the_text(tmp_path):
+    """Each has a place of its own, by the lane of its address and by its use."""
+    kernel = kernels.from_cuda(SOURCE, "many", arch="80")
+    lies = {i + 1: ptx.Loaded(LIES[kind]) for i, kind in enumerate(OF)}
+    text = kernel.image_with(lies).decode()
+    assemble(text.encode(), tmp_path)
+    assert len(text.splitlines()) == len(kernel.image.decode().splitlines())
+    (begin,) = (line for line in text.splitlines() if ".shared .align" in line)
+    of_lane = re.findall(
+        r"setp\.eq\.u32 %kvblock_p, %kvblock_lane, (\d+);"
+        r" @%kvblock_p ld\.param\.u64 %kvblock_at(\d+), \[many_param_(\d+)\];"
+        r" @%kvblock_p cvta\.to\.global\.u64 %kvblock_from(\d+), %kvblock_at(\d+);",
+        begin,
+    )
+    places = {}
+    for lane, number, parameter, group, same in of_lane:
+        assert number == parameter == same and int(lane) < 32
+        places[int(number)] = 32 * int(group) + int(lane)
+    assert sorted(places) == sorted(lies) and len(set(places.values())) == COUNT
+    for group in {place // 32 for place in places.values()}:
+        (stored,) = re.findall(rf"\[%kvblock_own\+{256 * group}\]", begin)
+        assert stored
+    used = re.findall(r"ld\.shared\.\w+ (\S+), \[kvblock_scalars\+(\d+)\]", text)
+    assert sorted(int(at) for _, at in used) == sorted(8 * x for x in places.values())
+    assert text.count("ld.global.nc") == len({x // 32 for x in places.values()})
+
+
+def test_few_are_loaded_where_they_are_used():
+    lies = {i + 1: ptx.Loaded(LIES[OF[i]]) for i in range(ptx.MOST_APART)}
+    few = many().image_with(lies).decode()
+    assert ".shared" not in few and few.count("ld.global.nc") == ptx.MOST_APART
+    lies[COUNT] = ptx.Loaded(LIES[OF[-1]])
+    assert ".shared" in many().image_with(lies).decode()
