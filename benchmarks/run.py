@@ -28,6 +28,7 @@ import bench_host
 import bench_kernels
 import bench_layouts
 import bench_objects
+import bench_paged
 import bench_paged_cpu
 import ceilings
 from support import common
@@ -42,6 +43,7 @@ BENCHES: dict[str, common.Bench] = {
     "attention": bench_attention.bench,
     "decode": bench_decode.bench,
     "decode-step": bench_decode_step.bench,
+    "paged": bench_paged.bench,
     "kernels": bench_kernels.bench,
     "attention-cpu": bench_attention_cpu.bench,
     "paged-cpu": bench_paged_cpu.bench,
@@ -49,7 +51,7 @@ BENCHES: dict[str, common.Bench] = {
 # Each benchmark measures the ceilings it needs itself, in its own run.
 ON_GPU = (
     *("objects", "host", "layouts", "append", "attention", "decode", "decode-step"),
-    "kernels",
+    *("paged", "kernels"),
 )
 ON_CPU = ("objects", "host", "cpu", "attention-cpu", "paged-cpu")
 
