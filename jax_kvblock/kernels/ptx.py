@@ -191,16 +191,16 @@ def _load_through(
     return "{ " + "; ".join(lines) + "; }"
 
 
-def _find(symbol: str, loaded: Loaded, number: int, guard: str = "") -> list[str]:
+def _find(symbol: str, loaded: Loaded, number: int) -> list[str]:
     """Where a scalar lies, in a register that is declared."""
     lies, axis = loaded
     at = f"%kvblock_at{number}"
-    lines = [f"{guard}ld.param.u64 {at}, [{symbol}]"]
+    lines = [f"ld.param.u64 {at}, [{symbol}]"]
     if axis is not None:
         block = f"%kvblock_block{number}"
         lines.append(f".reg .b32 {block}")
         lines.append(f"mov.u32 {block}, %ctaid.{axis}")
-        lines.append(f"{guard}mad.wide.u32 {at}, {block}, {SIZES[lies[1:]]}, {at}")
+        lines.append(f"mad.wide.u32 {at}, {block}, {SIZES[lies[1:]]}, {at}")
     return lines
 
 
@@ -223,13 +223,15 @@ def _places(loaded: Mapping[int, Loaded]) -> dict[int, int]:
 def _load_together(
     places: Mapping[int, int], symbols: Sequence[str], loaded: Mapping[int, Loaded]
 ) -> str:
-    """All at once, by the first 32 threads of a block: a lane for each of 32 places.
+    """All at once, by a block's first warp: a lane for each of 32 places. One line.
 
-    One line. A block of fewer threads goes round: each is several lanes, one by one.
+    The warp leaves their addresses in their places; each lane takes what is in its own,
+    and leaves there what it finds. A block of fewer threads goes round: each is several
+    lanes, one by one.
     """
     lane, threads, there, own = (f"%kvblock_{x}" for x in ("lane", "n", "p", "own"))
     lines = [
-        f".shared .align 8 .b8 {_SHARED}[{8 * (max(places.values()) + 1)}]",
+        f".shared .align 16 .b8 {_SHARED}[{8 * (max(places.values()) + 1)}]",
         "{ .reg .b32 %kvblock_id<3>",
         f".reg .b32 {lane}, {threads}, {own}",
         f".reg .pred {there}",
@@ -244,34 +246,42 @@ def _load_together(
             f"mul.lo.u32 {threads}, {threads}, %kvblock_id2",
         ]
     lines += [
-        f"kvblock_again: setp.ge.u32 {there}, {lane}, {_LANES}",
+        f"setp.ge.u32 {there}, {lane}, {_LANES}",
         f"@{there} bra kvblock_there",
-        f"mov.u32 {own}, {_SHARED}",
-        f"mad.lo.u32 {own}, {lane}, 8, {own}",
     ]
     groups: dict[int, list[int]] = {}
     for number, place in places.items():
+        lines.append(f".reg .b64 %kvblock_at{number}")
+        lines += _find(symbols[number], loaded[number], number)
+        at = f"[{_SHARED}+{8 * place}], %kvblock_at{number}"
+        lines.append(f"st.shared.b64 {at}")
         groups.setdefault(place // _LANES, []).append(number)
-    stores = []
+    lines += [
+        "bar.warp.sync 0xffffffff",
+        f"kvblock_again: mov.u32 {own}, {_SHARED}",
+        f"mad.lo.u32 {own}, {lane}, 8, {own}",
+    ]
+    loads, stores = [], []
     for group, numbers in groups.items():
         bits = 8 * SIZES[loaded[numbers[0]].type[1:]]
         at, value = f"%kvblock_from{group}", f"%kvblock_value{group}"
-        lines += [f".reg .b64 {at}", f".reg .b{max(bits, 16)} {value}"]
-        for place, number in enumerate(numbers):
-            lines.append(f".reg .b64 %kvblock_at{number}")
-            lines.append(f"setp.eq.u32 {there}, {lane}, {place}")
-            lines += _find(symbols[number], loaded[number], number, f"@{there} ")
-            lines.append(f"@{there} cvta.to.global.u64 {at}, %kvblock_at{number}")
-        here = f"{there}{group}"
-        lines.append(f".reg .pred {here}")
-        lines.append(f"setp.lt.u32 {here}, {lane}, {len(numbers)}")
-        lines.append(f"@{here} ld.global.nc.b{bits} {value}, [{at}]")
-        place = 8 * _LANES * group
-        stores.append(f"@{here} st.shared.b{bits} [{own}+{place}], {value}")
+        here, place = f"@{there}{group}", f"[{own}+{8 * _LANES * group}]"
+        lines += [
+            f".reg .b64 {at}",
+            f".reg .b{max(bits, 16)} {value}",
+            f".reg .pred {there}{group}",
+            f"setp.lt.u32 {there}{group}, {lane}, {len(numbers)}",
+            f"{here} ld.shared.b64 {at}, {place}",
+        ]
+        loads.append(f"{here} cvta.to.global.u64 {at}, {at}")
+        loads.append(f"{here} ld.global.nc.b{bits} {value}, [{at}]")
+        stores.append(f"{here} st.shared.b{bits} {place}, {value}")
     lines += [
+        *loads,
         *stores,
         f"add.u32 {lane}, {lane}, {threads}",
-        "bra kvblock_again",
+        f"setp.lt.u32 {there}, {lane}, {_LANES}",
+        f"@{there} bra kvblock_again",
         "kvblock_there: bar.sync 0",
     ]
     return " " + "; ".join(lines) + "; }"

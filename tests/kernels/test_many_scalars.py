@@ -120,23 +120,31 @@ def test_the_text(tmp_path):
     assemble(text.encode(), tmp_path)
     assert len(text.splitlines()) == len(kernel.image.decode().splitlines())
     (begin,) = (line for line in text.splitlines() if ".shared .align" in line)
-    of_lane = re.findall(
-        r"setp\.eq\.u32 %kvblock_p, %kvblock_lane, (\d+);"
-        r" @%kvblock_p ld\.param\.u64 %kvblock_at(\d+), \[many_param_(\d+)\];"
-        r" @%kvblock_p cvta\.to\.global\.u64 %kvblock_from(\d+), %kvblock_at(\d+);",
+    kept = re.findall(
+        r"ld\.param\.u64 %kvblock_at(\d+), \[many_param_(\d+)\];"
+        r" st\.shared\.b64 \[kvblock_scalars\+(\d+)\], %kvblock_at(\d+);",
         begin,
     )
     places = {}
-    for lane, number, parameter, group, same in of_lane:
-        assert number == parameter == same and int(lane) < 32
-        places[int(number)] = 32 * int(group) + int(lane)
+    for number, parameter, at, same in kept:
+        assert number == parameter == same and int(at) % 8 == 0
+        places[int(number)] = int(at) // 8
     assert sorted(places) == sorted(lies) and len(set(places.values())) == COUNT
-    for group in {place // 32 for place in places.values()}:
-        (stored,) = re.findall(rf"\[%kvblock_own\+{256 * group}\]", begin)
-        assert stored
+    # Lanes load from the places of their group, and leave there what they find.
+    groups: dict[int, set[int]] = {}
+    for number, place in places.items():
+        groups.setdefault(place // 32, set()).add(ptx.SIZES[lies[number].type[1:]])
+    for group, (size,) in groups.items():
+        at, value = f"%kvblock_from{group}", f"%kvblock_value{group}"
+        own = rf"\[%kvblock_own\+{256 * group}\]"
+        assert len(re.findall(rf"ld\.shared\.b64 {at}, {own};", begin)) == 1
+        assert begin.count(f"ld.global.nc.b{8 * size} {value}, [{at}];") == 1
+        assert len(re.findall(rf"st\.shared\.b{8 * size} {own}, {value};", begin)) == 1
+        many = sum(place // 32 == group for place in places.values())
+        assert f"setp.lt.u32 %kvblock_p{group}, %kvblock_lane, {many};" in begin
     used = re.findall(r"ld\.shared\.\w+ (\S+), \[kvblock_scalars\+(\d+)\]", text)
     assert sorted(int(at) for _, at in used) == sorted(8 * x for x in places.values())
-    assert text.count("ld.global.nc") == len({x // 32 for x in places.values()})
+    assert text.count("ld.global.nc") == len(groups)
 
 
 def test_few_are_loaded_where_they_are_used():
