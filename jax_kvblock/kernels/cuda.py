@@ -9,11 +9,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_kvblock.kernels import ptx
 from jax_kvblock.kernels.call import SEQUENTIAL, WHERE, Call, Map, Packed, Pointer
 
 TARGET, TARGET_THAT_WAITS = "kvblock_kernel_call", "kvblock_kernel_call_debug"
 # Of a parameter: ParameterKind.
-_BUFFER, _VALUE, _MAP = range(3)
+_BUFFER, _VALUE, _MAP, _ADDRESSES = range(4)
 
 
 def runs_on(platform: str | None) -> bool:
@@ -37,7 +38,10 @@ def attributes_of(call: Call, avals: Sequence[Any], results: int) -> dict[str, A
     values = b""
     maps: list[int] = []
     parameters: list[int] = []
-    for parameter in launch.parameters:
+    table = ptx.order_of(dict(launch.loaded))
+    for number, parameter in enumerate(launch.parameters):
+        if number in table:
+            continue
         if isinstance(parameter, Pointer):
             parameters += (_BUFFER, parameter.buffer, 0)
         elif isinstance(parameter, Packed):
@@ -49,6 +53,8 @@ def attributes_of(call: Call, avals: Sequence[Any], results: int) -> dict[str, A
             numbers = parameter.map.numbers(WHERE, parameter.shape, parameter.dtype)
             parameters += (_MAP, len(maps) // len(numbers), parameter.buffer)
             maps += numbers
+    if table:
+        parameters += (_ADDRESSES, 0, len(table))
     # ShapeNumber.
     shape = (
         *launch.grid,
@@ -68,6 +74,7 @@ def attributes_of(call: Call, avals: Sequence[Any], results: int) -> dict[str, A
         "parameters": np.array(parameters, np.int64),
         "values": values,
         "maps": np.array(maps, np.int64),
+        "addresses": np.array([launch.parameters[n].buffer for n in table], np.int64),
         "strides": np.array(_strides(call, avals, launch.results, results), np.int64),
         "zeroed": np.array(appended, np.int64),
         "aliased": np.array(aliased, np.int64),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 SIZES = {"8": 1, "16": 2, "32": 4, "64": 8, "128": 16}
 # More scalars than these are loaded by a warp when a block begins, and kept in shared
-# memory: one after the other they would wait for memory a few times.
+# memory: where they are used they would wait for memory a few times.
 MOST_APART = 32
 
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
@@ -117,6 +117,9 @@ def load_scalars(
 ) -> str:
     """The module with some of an entry's scalar parameters given by their addresses.
 
+    Up to `MOST_APART` of them take the scalars' places among the parameters. More are a
+    table behind all other parameters, in the order of `order_of`.
+
     loaded: for the number of each such parameter what lies there. A 64-bit integer may
     lie there with 32 bits, a 64-bit float as a 32-bit one. parameters: the entry's,
     where they have names.
@@ -128,10 +131,16 @@ def load_scalars(
     found = entries(text)[entry]
     body = blank[found.start : found.end]
     edits: list[tuple[int, int, str]] = []
-    together = _places(loaded) if len(loaded) > MOST_APART else {}
-    if together:
+    groups = _groups(loaded)
+    places = {
+        number: _LANES * i + lane
+        for i, group in enumerate(groups)
+        for lane, number in enumerate(group)
+    }
+    if groups:
         begin = body.index("{", _closing(body, 0)) + 1
-        edits.append((begin, begin, _load_together(together, found.symbols, loaded)))
+        edits.append((begin, begin, _load_together(groups, loaded)))
+        edits += _with_table(body, found.symbols, places)
     for number, lies in loaded.items():
         symbol = found.symbols[number]
         parameter = (parameters or found.parameters)[number]
@@ -142,7 +151,8 @@ def load_scalars(
             raise ValueError(f"{shown} is a struct of {parameter.size} bytes")
         declared = _declaration(symbol).search(body)
         assert declared is not None
-        edits.append((*declared.span(), f".param .u64 {symbol}"))
+        if not groups:
+            edits.append((*declared.span(), f".param .u64 {symbol}"))
         loads = list(re.finditer(_LOAD.replace("{name}", re.escape(symbol)), body))
         uses = re.findall(rf"(?<![\w$%]){re.escape(symbol)}(?![\w$%])", body)
         if len(uses) != len(loads) + 1:
@@ -153,7 +163,7 @@ def load_scalars(
         for load in loads:
             if SIZES[load["type"][1:]] != parameter.size:
                 raise ValueError(f"{shown} is loaded as {load['type']}")
-            place = together.get(number)
+            place = places.get(number)
             edits.append(
                 (*load.span(), _load_through(load, symbol, lies, number, place))
             )
@@ -165,6 +175,11 @@ def load_scalars(
     return text[: found.start] + "".join(pieces) + rest
 
 
+def order_of(loaded: Mapping[int, Loaded]) -> tuple[int, ...]:
+    """The parameters whose addresses are one table, in its order. None: none are."""
+    return tuple(number for group in _groups(loaded) for number in group)
+
+
 def _load_through(
     load: re.Match[str], symbol: str, loaded: Loaded, number: int, place: int | None
 ) -> str:
@@ -173,12 +188,14 @@ def _load_through(
     One line, in a scope of its own.
     """
     guard, to, wanted = load["guard"] or "", load["to"], load["type"]
-    lies = loaded.type
+    lies, axis = loaded
     lines = []
     if place is None:
-        source = f"ld.global.nc.{{}} {{}}, [%kvblock_at{number}]"
-        lines = [f".reg .b64 %kvblock_at{number}", *_find(symbol, loaded, number)]
-        lines.append(f"cvta.to.global.u64 %kvblock_at{number}, %kvblock_at{number}")
+        at = f"%kvblock_at{number}"
+        lines = [f".reg .b64 {at}", f"ld.param.u64 {at}, [{symbol}]"]
+        lines.append(f"cvta.to.global.u64 {at}, {at}")
+        lines += _own_of_block(axis, SIZES[lies[1:]], at, f"%kvblock_block{number}")
+        source = f"ld.global.nc.{{}} {{}}, [{at}]"
     else:
         source = f"ld.shared.{{}} {{}}, [{_SHARED}+{8 * place}]"
     if lies[1:] == wanted[1:]:
@@ -191,50 +208,69 @@ def _load_through(
     return "{ " + "; ".join(lines) + "; }"
 
 
-def _find(symbol: str, loaded: Loaded, number: int) -> list[str]:
-    """Where a scalar lies, in a register that is declared."""
-    lies, axis = loaded
-    at = f"%kvblock_at{number}"
-    lines = [f"ld.param.u64 {at}, [{symbol}]"]
-    if axis is not None:
-        block = f"%kvblock_block{number}"
-        lines.append(f".reg .b32 {block}")
-        lines.append(f"mov.u32 {block}, %ctaid.{axis}")
-        lines.append(f"mad.wide.u32 {at}, {block}, {SIZES[lies[1:]]}, {at}")
-    return lines
+def _own_of_block(axis: str | None, size: int, at: str, block: str) -> list[str]:
+    if axis is None:
+        return []
+    return [
+        f".reg .b32 {block}",
+        f"mov.u32 {block}, %ctaid.{axis}",
+        f"mad.wide.u32 {at}, {block}, {size}, {at}",
+    ]
 
 
-_SHARED, _LANES = "kvblock_scalars", 32
+_TABLE, _SHARED, _LANES = "kvblock_addresses", "kvblock_scalars", 32
 
 
-def _places(loaded: Mapping[int, Loaded]) -> dict[int, int]:
-    """A place in `_SHARED` for each: sizes together, from multiples of 32."""
-    places: dict[int, int] = {}
-    place = 0
-    for size in (8, 4, 2, 1):
-        place += -place % _LANES
-        for number, lies in loaded.items():
-            if SIZES[lies.type[1:]] == size:
-                places[number] = place
-                place += 1
-    return places
+def _groups(loaded: Mapping[int, Loaded]) -> list[list[int]]:
+    """Those that 32 lanes load at a time, alike in size and axis."""
+    if len(loaded) <= MOST_APART:
+        return []
+    alike: dict[tuple[int, str], list[int]] = {}
+    for number, (lies, axis) in loaded.items():
+        alike.setdefault((SIZES[lies[1:]], axis or ""), []).append(number)
+    return [
+        numbers[first : first + _LANES]
+        for _, numbers in sorted(alike.items())
+        for first in range(0, len(numbers), _LANES)
+    ]
+
+
+def _with_table(
+    body: str, symbols: Sequence[str], places: Mapping[int, int]
+) -> list[tuple[int, int, str]]:
+    """Edits: the table behind the parameters that stay."""
+    table = f".param .align 8 .b8 {_TABLE}[{8 * len(places)}]"
+    edits = []
+    for number, symbol in enumerate(symbols):
+        declared = _declaration(symbol).search(body)
+        assert declared is not None
+        begin, end = declared.span()
+        if number + 1 == len(symbols):
+            stays = number not in places
+            edits.append((end if stays else begin, end, ", " * stays + table))
+        elif number in places:
+            edits.append((begin, body.index(",", end) + 1, ""))
+    return edits
 
 
 def _load_together(
-    places: Mapping[int, int], symbols: Sequence[str], loaded: Mapping[int, Loaded]
+    groups: Sequence[Sequence[int]], loaded: Mapping[int, Loaded]
 ) -> str:
-    """All at once, by a block's first warp: a lane for each of 32 places. One line.
+    """All at once, by a block's first 32 threads: a lane for each of a group. One line.
 
-    The warp leaves their addresses in their places; each lane takes what is in its own,
-    and leaves there what it finds. A block of fewer threads goes round: each is several
-    lanes, one by one.
+    A block of fewer threads goes round: each is several lanes, one by one.
     """
-    lane, threads, there, own = (f"%kvblock_{x}" for x in ("lane", "n", "p", "own"))
+    lane, threads, there, own, table = (
+        f"%kvblock_{x}" for x in ("lane", "n", "p", "own", "table")
+    )
+    order = " ".join(f"{n}{loaded[n].axis or ''}" for group in groups for n in group)
     lines = [
-        f".shared .align 16 .b8 {_SHARED}[{8 * (max(places.values()) + 1)}]",
+        f"/* {_TABLE}: {order} */ "
+        f".shared .align 8 .b8 {_SHARED}[{8 * _LANES * len(groups)}]",
         "{ .reg .b32 %kvblock_id<3>",
         f".reg .b32 {lane}, {threads}, {own}",
-        f".reg .pred {there}",
+        f".reg .b64 {table}, %kvblock_from<{len(groups)}>",
+        f".reg .pred {there}, %kvblock_p<{len(groups)}>",
         f"mov.u32 {lane}, %tid.z",
         f"mov.u32 {threads}, %ntid.z",
     ]
@@ -246,42 +282,33 @@ def _load_together(
             f"mul.lo.u32 {threads}, {threads}, %kvblock_id2",
         ]
     lines += [
-        f"setp.ge.u32 {there}, {lane}, {_LANES}",
+        f"kvblock_again: setp.ge.u32 {there}, {lane}, {_LANES}",
         f"@{there} bra kvblock_there",
-    ]
-    groups: dict[int, list[int]] = {}
-    for number, place in places.items():
-        lines.append(f".reg .b64 %kvblock_at{number}")
-        lines += _find(symbols[number], loaded[number], number)
-        at = f"[{_SHARED}+{8 * place}], %kvblock_at{number}"
-        lines.append(f"st.shared.b64 {at}")
-        groups.setdefault(place // _LANES, []).append(number)
-    lines += [
-        "bar.warp.sync 0xffffffff",
-        f"kvblock_again: mov.u32 {own}, {_SHARED}",
+        f"mov.u32 {own}, {_SHARED}",
         f"mad.lo.u32 {own}, {lane}, 8, {own}",
+        f"mov.b64 {table}, {_TABLE}",
+        f"mad.wide.u32 {table}, {lane}, 8, {table}",
     ]
-    loads, stores = [], []
-    for group, numbers in groups.items():
-        bits = 8 * SIZES[loaded[numbers[0]].type[1:]]
-        at, value = f"%kvblock_from{group}", f"%kvblock_value{group}"
-        here, place = f"@{there}{group}", f"[{own}+{8 * _LANES * group}]"
+    loads, stores, first = [], [], 0
+    for i, group in enumerate(groups):
+        lies, axis = loaded[group[0]]
+        size = SIZES[lies[1:]]
+        at, value, here = f"%kvblock_from{i}", f"%kvblock_value{i}", f"@%kvblock_p{i}"
         lines += [
-            f".reg .b64 {at}",
-            f".reg .b{max(bits, 16)} {value}",
-            f".reg .pred {there}{group}",
-            f"setp.lt.u32 {there}{group}, {lane}, {len(numbers)}",
-            f"{here} ld.shared.b64 {at}, {place}",
+            f"setp.lt.u32 %kvblock_p{i}, {lane}, {len(group)}",
+            f"{here} ld.param.u64 {at}, [{table}+{8 * first}]",
         ]
-        loads.append(f"{here} cvta.to.global.u64 {at}, {at}")
-        loads.append(f"{here} ld.global.nc.b{bits} {value}, [{at}]")
-        stores.append(f"{here} st.shared.b{bits} {place}, {value}")
+        loads.append(f"cvta.to.global.u64 {at}, {at}")
+        loads += _own_of_block(axis, size, at, f"%kvblock_block{i}")
+        loads.append(f".reg .b{max(8 * size, 16)} {value}")
+        loads.append(f"{here} ld.global.nc.b{8 * size} {value}, [{at}]")
+        stores.append(f"{here} st.shared.b{8 * size} [{own}+{8 * _LANES * i}], {value}")
+        first += len(group)
     lines += [
         *loads,
         *stores,
         f"add.u32 {lane}, {lane}, {threads}",
-        f"setp.lt.u32 {there}, {lane}, {_LANES}",
-        f"@{there} bra kvblock_again",
+        "bra kvblock_again",
         "kvblock_there: bar.sync 0",
     ]
     return " " + "; ".join(lines) + "; }"

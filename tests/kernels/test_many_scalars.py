@@ -113,43 +113,83 @@ def test_members_have_their_own(where, threads):
 
 
 def test_the_text(tmp_path):
-    """Each has a place of its own, by the lane of its address and by its use."""
+    """Each has a place of its own, by its address in the table and by its use."""
     kernel = kernels.from_cuda(SOURCE, "many", arch="80")
     lies = {i + 1: ptx.Loaded(LIES[kind]) for i, kind in enumerate(OF)}
+    lies |= {i: ptx.Loaded(lies[i].type, "y") for i in lies if i % 5 == 0}
     text = kernel.image_with(lies).decode()
     assemble(text.encode(), tmp_path)
     assert len(text.splitlines()) == len(kernel.image.decode().splitlines())
+    array, table = ptx.entries(text)["many"].parameters
+    assert array.takes_pointer() and (table.type, table.size) == ("b8", 8 * COUNT)
     (begin,) = (line for line in text.splitlines() if ".shared .align" in line)
-    kept = re.findall(
-        r"ld\.param\.u64 %kvblock_at(\d+), \[many_param_(\d+)\];"
-        r" st\.shared\.b64 \[kvblock_scalars\+(\d+)\], %kvblock_at(\d+);",
-        begin,
+    order = ptx.order_of(lies)
+    assert sorted(order) == sorted(lies)
+    shown = " ".join(f"{n}{lies[n].axis or ''}" for n in order)
+    assert f"/* kvblock_addresses: {shown} */" in begin
+    # Lanes load by their group's addresses, and leave what they find in its places.
+    first, place_of = 0, {}
+    for group in range(begin.count("ld.global.nc")):
+        (many,) = re.findall(
+            rf"setp.lt.u32 %kvblock_p{group}, %kvblock_lane, (\d+);", begin
+        )
+        own = order[first : first + int(many)]
+        (size,) = {ptx.SIZES[lies[n].type[1:]] for n in own}
+        (axis,) = {lies[n].axis for n in own}
+        at, value, here = (f"%kvblock_{x}{group}" for x in ("from", "value", "p"))
+        assert f"@{here} ld.param.u64 {at}, [%kvblock_table+{8 * first}];" in begin
+        assert f"@{here} ld.global.nc.b{8 * size} {value}, [{at}];" in begin
+        assert f"st.shared.b{8 * size} [%kvblock_own+{256 * group}], {value};" in begin
+        moved = f"mad.wide.u32 {at}, %kvblock_block{group}, {size}, {at};" in begin
+        assert moved == (axis is not None)
+        place_of |= {n: 32 * group + lane for lane, n in enumerate(own)}
+        first += int(many)
+    assert first == COUNT
+    assert f".b8 kvblock_scalars[{256 * (group + 1)}];" in begin
+    used = re.findall(r"ld\.shared\.\w+ \S+ \[kvblock_scalars\+(\d+)\]", text)
+    assert sorted(map(int, used)) == sorted(8 * x for x in place_of.values())
+
+
+@pytest.mark.parametrize("stays", ["first", "last", "both", "none"])
+def test_a_table_takes_the_place_of_its_parameters(stays, tmp_path):
+    """Behind those that stay, wherever they are."""
+    first = ".param .u64 .ptr .global f_first" if stays in ("first", "both") else None
+    last = ".param .align 4 .b8 f_last[12]" if stays in ("last", "both") else None
+    scalars = [f".param .f32 f_{i}" for i in range(40)]
+    given = ",\n".join(filter(None, [first, *scalars, last]))
+    sum_up = "\n".join(
+        f"ld.param.f32 %f1, [f_{i}];\nadd.f32 %f0, %f0, %f1;" for i in range(40)
     )
-    places = {}
-    for number, parameter, at, same in kept:
-        assert number == parameter == same and int(at) % 8 == 0
-        places[int(number)] = int(at) // 8
-    assert sorted(places) == sorted(lies) and len(set(places.values())) == COUNT
-    # Lanes load from the places of their group, and leave there what they find.
-    groups: dict[int, set[int]] = {}
-    for number, place in places.items():
-        groups.setdefault(place // 32, set()).add(ptx.SIZES[lies[number].type[1:]])
-    for group, (size,) in groups.items():
-        at, value = f"%kvblock_from{group}", f"%kvblock_value{group}"
-        own = rf"\[%kvblock_own\+{256 * group}\]"
-        assert len(re.findall(rf"ld\.shared\.b64 {at}, {own};", begin)) == 1
-        assert begin.count(f"ld.global.nc.b{8 * size} {value}, [{at}];") == 1
-        assert len(re.findall(rf"st\.shared\.b{8 * size} {own}, {value};", begin)) == 1
-        many = sum(place // 32 == group for place in places.values())
-        assert f"setp.lt.u32 %kvblock_p{group}, %kvblock_lane, {many};" in begin
-    used = re.findall(r"ld\.shared\.\w+ (\S+), \[kvblock_scalars\+(\d+)\]", text)
-    assert sorted(int(at) for _, at in used) == sorted(8 * x for x in places.values())
-    assert text.count("ld.global.nc") == len(groups)
+    text = f"""
+.version 8.0
+.target sm_80
+.address_size 64
+.visible .entry f(
+{given}
+)
+{{
+.reg .f32 %f<2>;
+.shared .align 4 .b8 sum[4];
+mov.f32 %f0, 0f00000000;
+{sum_up}
+st.shared.f32 [sum], %f0;
+ret;
+}}
+"""
+    begin = 1 if first else 0
+    lies = {begin + i: ptx.Loaded("f32") for i in range(40)}
+    changed = ptx.load_scalars(text, "f", lies)
+    assemble(changed.encode(), tmp_path)
+    found = ptx.entries(changed)["f"]
+    names = [*(["f_first"] if first else []), *(["f_last"] if last else [])]
+    assert list(found.symbols) == [*names, "kvblock_addresses"]
+    assert found.parameters[-1].size == 8 * 40
 
 
 def test_few_are_loaded_where_they_are_used():
     lies = {i + 1: ptx.Loaded(LIES[OF[i]]) for i in range(ptx.MOST_APART)}
     few = many().image_with(lies).decode()
     assert ".shared" not in few and few.count("ld.global.nc") == ptx.MOST_APART
+    assert ptx.order_of(lies) == ()
     lies[COUNT] = ptx.Loaded(LIES[OF[-1]])
     assert ".shared" in many().image_with(lies).decode()

@@ -38,9 +38,10 @@ enum ShapeNumber {
 
 // Of the attribute `parameters`, three numbers for each of the kernel's: which kind, and
 enum ParameterKind : int64_t {
-  kBuffer,  // an operand or result, counted through: its number
-  kValue,   // bytes of `values`: where, how many
-  kMap,     // a tensor map of a buffer: where it begins in `maps`, the buffer's number
+  kBuffer,     // an operand or result, counted through: its number
+  kValue,      // bytes of `values`: where, how many
+  kMap,        // a tensor map of a buffer: where it begins in `maps`, the buffer's number
+  kAddresses,  // of several buffers, one after the other: where in `addresses`, how many
 };
 constexpr int kParameterNumbers = 3;
 
@@ -64,9 +65,10 @@ struct KernelState {
   std::vector<Parameter> parameters;
   std::string values;
   std::vector<kvblock_kernel_map> maps;
-  std::vector<int64_t> strides;  // of each buffer, from a member to the next, in bytes
-  std::vector<int64_t> zeroed;   // results
-  std::vector<int64_t> aliased;  // operand, result, operand, …
+  std::vector<int64_t> addresses;  // numbers of buffers
+  std::vector<int64_t> strides;    // of each buffer, from a member to the next, in bytes
+  std::vector<int64_t> zeroed;     // results
+  std::vector<int64_t> aliased;    // operand, result, operand, …
 };
 
 ffi::TypeId KernelState::id = {};
@@ -117,18 +119,25 @@ bool Fits(const KernelState& state) {
           return false;
         }
         break;
+      case kAddresses:
+        if (p.first < 0 || p.second < 0 ||
+            p.first + p.second > static_cast<int64_t>(state.addresses.size())) {
+          return false;
+        }
+        break;
       default: return false;
     }
+  }
+  for (const int64_t buffer : state.addresses) {
+    if (!is_buffer(buffer)) return false;
   }
   return state.aliased.size() % 2 == 0 && state.members >= 1;
 }
 
-ffi::ErrorOr<std::unique_ptr<KernelState>> Instantiate(std::string_view image,
-                                                       std::string_view entry,
-                                                       std::string_view shown, Numbers shape,
-                                                       Numbers parameters, std::string_view values,
-                                                       Numbers maps, Numbers strides,
-                                                       Numbers zeroed, Numbers aliased) {
+ffi::ErrorOr<std::unique_ptr<KernelState>> Instantiate(
+    std::string_view image, std::string_view entry, std::string_view shown, Numbers shape,
+    Numbers parameters, std::string_view values, Numbers maps, Numbers addresses, Numbers strides,
+    Numbers zeroed, Numbers aliased) {
   auto state = std::make_unique<KernelState>();
   if (shape.size() != kNumShapeNumbers || parameters.size() % kParameterNumbers != 0 ||
       maps.size() % kMapNumbers != 0) {
@@ -150,6 +159,7 @@ ffi::ErrorOr<std::unique_ptr<KernelState>> Instantiate(std::string_view image,
   for (size_t i = 0; i < maps.size(); i += kMapNumbers) {
     state->maps.push_back(MapOf(maps.begin() + i));
   }
+  state->addresses.assign(addresses.begin(), addresses.end());
   state->strides.assign(strides.begin(), strides.end());
   state->zeroed.assign(zeroed.begin(), zeroed.end());
   state->aliased.assign(aliased.begin(), aliased.end());
@@ -216,14 +226,18 @@ ffi::Error Execute(void* stream, KernelState* state, ffi::RemainingArgs args,
     return ResultOf(error);
   }
   std::vector<TensorMap> maps(state->maps.size());
+  std::vector<char*> addresses(state->addresses.size());
   std::vector<void*> parameters(state->parameters.size());
   for (int64_t member = 0; member < state->members; ++member) {
+    for (size_t i = 0; i < addresses.size(); ++i) addresses[i] = buffers[state->addresses[i]];
     for (size_t i = 0; i < parameters.size(); ++i) {
       const Parameter& p = state->parameters[i];
       if (p.kind == kBuffer) {
         parameters[i] = &buffers[p.first];
       } else if (p.kind == kValue) {
         parameters[i] = state->values.data() + p.first;
+      } else if (p.kind == kAddresses) {
+        parameters[i] = addresses.data() + p.first;
       } else {
         TensorMap& map = maps[p.first];
         if (const char* error = kvblock_kernel_encode(state->kernel, &state->maps[p.first],
@@ -270,6 +284,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockKernelInstantiate, Instantiate,
                                   .Attr<Numbers>("parameters")
                                   .Attr<std::string_view>("values")
                                   .Attr<Numbers>("maps")
+                                  .Attr<Numbers>("addresses")
                                   .Attr<Numbers>("strides")
                                   .Attr<Numbers>("zeroed")
                                   .Attr<Numbers>("aliased"));

@@ -10,6 +10,7 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
@@ -38,14 +39,62 @@ struct Launch {
   // By value, or from memory as the PTX has it: of the grid's member, and of a narrower type.
   void Read(const OwnLaunch& at, int number, int bytes, char kind, void* to) const {
     const std::string n = std::to_string(number);
-    if (!Has("%kvblock_at" + n + ",")) return void(std::memcpy(to, parameters[number], bytes));
-    const char* from = *static_cast<const char**>(parameters[number]);
     const bool widened = Has("%kvblock_of" + n + ",");
+    const Table table = FindTable();
+    if (const auto found = table.find(number); found != table.end()) {
+      const auto [place, axis] = found->second;
+      const auto* const addresses = static_cast<const char**>(parameters[OthersBefore(table)]);
+      const size_t block = axis == 0 ? 0 : at.at[axis - 'x'];
+      return Take(addresses[place] + block * (widened ? 4 : bytes), widened, n, bytes, kind, to);
+    }
+    const int own_number = OthersBefore(table, number);
+    if (!Has("%kvblock_at" + n + ",")) return void(std::memcpy(to, parameters[own_number], bytes));
+    const char* from = *static_cast<const char**>(parameters[own_number]);
     const std::string own = "%kvblock_block" + n + ", %ctaid.";
     if (const size_t axis = function.image.find(own); axis != std::string::npos) {
       const char name = function.image[axis + own.size()];
       from += size_t{at.at[name - 'x']} * (widened ? 4 : bytes);
     }
+    Take(from, widened, n, bytes, kind, to);
+  }
+
+  // Of the scalars whose addresses are one parameter, the last: by number their place, and the axis
+  // whose blocks have a value each, or 0.
+  using Table = std::map<int, std::pair<int, char>>;
+  Table FindTable() const {
+    const std::string begin = "/* kvblock_addresses: ";
+    const size_t from = function.image.find(begin);
+    if (from == std::string::npos) return {};
+    const size_t to = function.image.find("*/", from);
+    std::istringstream words(function.image.substr(from + begin.size(), to - from - begin.size()));
+    Table table;
+    for (std::string word; words >> word;) {
+      const char last = word.back();
+      const int place = static_cast<int>(table.size());
+      table[std::stoi(word)] = {place, last >= 'x' ? last : '\0'};
+    }
+    return table;
+  }
+  // How many parameters there are in front of one that are not in the table; or of all that the
+  // kernel has, which are those in front of the table: it is the last.
+  static int OthersBefore(const Table& table, int number) {
+    int others = number;
+    for (const auto& entry : table) others -= entry.first < number;
+    return others;
+  }
+  int OthersBefore(const Table& table) const {
+    const size_t entry = function.image.find(".entry " + function.entry);
+    const size_t end = function.image.find("kvblock_addresses[", entry);
+    int others = 0;
+    for (size_t at = function.image.find(".param", entry); at < end;
+         at = function.image.find(".param", at + 1)) {
+      ++others;
+    }
+    return others - 1;  // the table itself
+  }
+
+  void Take(const char* from, bool widened, const std::string& n, int bytes, char kind,
+            void* to) const {
     if (!widened) return void(std::memcpy(to, from, bytes));
     const size_t use = function.image.find(", %kvblock_of" + n + ";");
     const std::string type = function.image.substr(function.image.rfind("cvt.", use), 12);
