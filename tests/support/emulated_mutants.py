@@ -41,7 +41,7 @@ EMULATED = (
     Mutant(
         "few queries: O is written over K that others read",
         SPLIT,
-        "__syncthreads();  // all are done with the tile, too",
+        "Meet();  // all are done with the tile, too",
         "",
         SHARED_KEYS,
     ),

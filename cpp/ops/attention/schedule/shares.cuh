@@ -40,7 +40,7 @@ struct ShareParams : AttentionParams {
   uint32_t ctas_inverse;  // 2^32 / ctas, rounded up
   int32_t rows;           // of a tile
   FastDiv by_group;
-  bool alike;     // all units have as many KV tiles
+  bool alike;     // all units have as many KV tiles; of members that have as many rows
   int32_t split;  // tiles of a piece, where units are cut at multiples of these; else kNoSplit
   // Of the launch that combines: whether its CTAs are numbered by units, and how many threads
   // share out the pieces of a row: 1, 2, 4 or 8.
@@ -127,7 +127,7 @@ class Line {
     static_assert(kThreads % 32 == 0 && kThreads <= 1024);
     own_ = Scan(INT32_MAX, nullptr);
     before_ = 0;
-    total_ = p.alike ? own_ * p.batch : SumUp(own_, &before_);
+    total_ = Alike() ? own_ * p.batch : SumUp(own_, &before_);
     ctas_ = p.ctas;
     inverse_ = p.ctas_inverse;
     ShareOut();
@@ -193,7 +193,7 @@ class Line {
 
   // The first tile of a unit; of one that does not exist, the total or more.
   __device__ __forceinline__ int FirstOf(int unit) const {
-    if (p_.alike) return own_ / p_.heads * unit;
+    if (Alike()) return own_ / p_.heads * unit;
     const int index = unit / p_.heads, head = unit - index * p_.heads;
     int tile_of_rows = FirstOwnTileOfRows(), before = before_;
     __shared__ int found;
@@ -222,7 +222,7 @@ class Line {
   // Finds a tile that exists.
   __device__ __forceinline__ Place Find(int tile) const {
     __shared__ Place found;
-    if (p_.alike) {
+    if (Alike()) {
       Place at;
       const int member = tile / own_;
       const Sequence s = MemberSequence(p_, member);
@@ -258,6 +258,7 @@ class Line {
   }
 
  private:
+  __device__ __forceinline__ bool Alike() const { return Params::kSameRows && p_.alike; }
   __device__ __forceinline__ int MembersOfThread() const {
     return (p_.batch + kThreads - 1) / kThreads;
   }
@@ -278,8 +279,8 @@ class Line {
   // number `wanted` of them. Where all are alike, the first member's are every thread's. kNoLine: a
   // member has less than no rows, and so the line has no tiles.
   __device__ __forceinline__ int Scan(int wanted, Place* found) const {
-    int count = 0, member = p_.alike ? 0 : FirstMember();
-    const int end = p_.alike ? 1 : EndMember();
+    int count = 0, member = Alike() ? 0 : FirstMember();
+    const int end = Alike() ? 1 : EndMember();
 #pragma unroll 1
     for (; member < end; ++member) {
       const Sequence s = MemberSequence(p_, member);

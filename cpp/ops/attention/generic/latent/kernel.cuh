@@ -75,6 +75,7 @@ struct LatentTraits {
   using T = T_;
   static constexpr int kDim = kDim_, kValue = kValue_, kRowBlocks = kRowBlocks_;
   static constexpr int kRows = kRowBlocks * 16, kWarps = 8, kThreads = kWarps * 32;
+  static constexpr int kLoaders = 0;
   static constexpr LatentShape kSplit = LatentShapeOf(kDim, kRowBlocks, kCompact_);
   static constexpr int kTileKeys = kSplit.keys, kStages = kSplit.stages;
   static constexpr bool kWide = false, kCombines = true, kNarrow = false;
@@ -137,7 +138,8 @@ class LatentForward {
       if (loads) {
         // ptxas 13.0 adds a uniform register to a copy's place by no instruction that there is.
         const int stage = Opaque(static_cast<int>(Stage(next % kStages)));
-        keys_.template Load<false>(places[next % kPlaces], next, stage, 0);
+        const Place& to_load = places[next % kPlaces];
+        keys_.template Load<false>(to_load.rows.member, to_load.kv_head, next, stage, 0);
       }
       CopyAsyncCommit();
       if (more && threadIdx.x == 0) places[(next + 1) % kPlaces] = ahead;
