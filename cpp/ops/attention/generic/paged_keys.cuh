@@ -34,7 +34,7 @@ class PagedKeys {
   // Where a thread's keys lie; block -1: there is none.
   struct Found {
     PagedKey at[kOwn];
-    int kv_head, layer;  // of their scales
+    int member, kv_head;
   };
 
   // Of this thread's first sequence. Until code for it has come, lengths have, too.
@@ -46,20 +46,23 @@ class PagedKeys {
     if (p.query_start != nullptr) PrefetchToL2(p.query_start + member);
   }
 
-  __device__ __forceinline__ explicit PagedKeys(const Params& p)
-      : p_(p), layer_(FindLayer(p, 0)), policy_(ReadOnce()) {}
+  __device__ __forceinline__ explicit PagedKeys(const Params& p) : p_(p), policy_(ReadOnce()) {
+    if constexpr (!kLoads) PrepareToLoad();
+  }
+
+  // Warps that load do so when the first ids are on their way.
+  __device__ __forceinline__ void PrepareToLoad() { layer_ = FindLayer(p_, 0); }
 
   // All threads that load; those beyond the keys of a tile have nothing to do.
   __device__ __forceinline__ Found LookUp(const Place& at) const {
-    const PagedLayer layer = LayerOf(at.rows.member);
     const int32_t* const table = FindTable(p_, at.rows.member);
-    Found found = {{}, at.kv_head, layer.number};
+    Found found = {{}, at.rows.member, at.kv_head};
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const int key = FirstKeyOf<kKeys, Params>(at) + OwnKey(i);
       const bool wanted = HasKeys() && key >= at.rows.first_key && key < at.rows.end_key;
       const PagedKey none = {-1, 0};
-      found.at[i] = wanted && layer.there ? FindKey(p_, table, key) : none;
+      found.at[i] = wanted ? FindKey(p_, table, key) : none;
     }
     return found;
   }
@@ -67,17 +70,19 @@ class PagedKeys {
   // For the tile of this number; between two barriers of those who load.
   __device__ __forceinline__ void Settle(const Found& found, int tile) const {
     if (!HasKeys()) return;
+    const PagedLayer layer = LayerOf(found.member);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
       const PagedKey& at = found.at[i];
       const int key = OwnKey(i);
-      const bool there = HasBlock(p_, at);
+      const bool there = layer.there && HasBlock(p_, at);
       const Row none = {kNowhere, kNowhere};
       rows()[tile % kRowRing][key] =
           there ? Row{PageRow(p_.k_strides, at), PageRow(p_.v_strides, at)} : none;
       if constexpr (Traits::kNarrow) {
-        CopyScale(p_.k_scale, there, found, i, scales()[tile % kBitRing].k);
-        CopyScale(p_.v_scale, there, found, i, scales()[tile % kBitRing].v);
+        float *const k = scales()[tile % kBitRing].k, *const v = scales()[tile % kBitRing].v;
+        CopyScale(p_.k_scale, layer, found.kv_head, at, there, k + key);
+        CopyScale(p_.v_scale, layer, found.kv_head, at, there, v + key);
       }
       const uint32_t word = __ballot_sync(~0u, there);
       if (threadIdx.x % 32 == 0) bits()[tile % kBitRing][LoadWarp() * kOwn + i] = word;
@@ -203,13 +208,13 @@ class PagedKeys {
     __shared__ Row rows[kRowRing][kKeys];
     return rows;
   }
-  __device__ __forceinline__ void CopyScale(const ScaleStrides& scale, bool there,
-                                            const Found& found, int i, float* to) const {
+  __device__ __forceinline__ void CopyScale(const ScaleStrides& scale, const PagedLayer& layer,
+                                            int kv_head, const PagedKey& at, bool there,
+                                            float* to) const {
     if (!scale.each) return;
-    const PagedKey& at = found.at[i];
-    const float* const from = scale.data + found.layer * scale.layer + at.block * scale.block +
-                              at.slot * scale.token + found.kv_head * scale.head;
-    CopyAsync<4>(to + OwnKey(i), there ? from : nullptr);
+    const float* const from = scale.data + layer.number * scale.layer + at.block * scale.block +
+                              at.slot * scale.token + kv_head * scale.head;
+    CopyAsync<4>(to, there ? from : nullptr);
   }
   __device__ __forceinline__ static auto& scales() {
     __shared__ Scales scales[kBitRing];
@@ -221,7 +226,7 @@ class PagedKeys {
   }
 
   const Params& p_;
-  const PagedLayer layer_;
+  PagedLayer layer_;  // of the first call
   const uint64_t policy_;
 };
 

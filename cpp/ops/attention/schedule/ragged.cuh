@@ -137,14 +137,12 @@ __device__ __forceinline__ int64_t LseIndex(const RaggedParams& p, const Sequenc
   return (s.q_row + query) * p.num_heads + head;
 }
 
-// Calls write(row of q) with each row of no sequence that is this warp's, of the warps of all CTAs
-// from number `first_warp` on. `all`: they all are nobody's.
+// Calls write(row of q) with each row of no sequence that is this warp's, which is number `warp` of
+// `warps` in its CTA. `all`: they all are nobody's.
 template <typename Write>
-__device__ __forceinline__ void ForRowsOfNobody(const RaggedParams& p, bool all, Write write,
-                                                int first_warp = 0) {
+__device__ __forceinline__ void ForRowsOfNobody(const RaggedParams& p, bool all, int warp,
+                                                int warps, Write write) {
   if (p.query_start == nullptr && p.q_lens == nullptr && !all) return;
-  const int warps = static_cast<int>(blockDim.x) / 32 - first_warp;
-  const int warp = static_cast<int>(threadIdx.x) / 32 - first_warp;
   const int rows = p.calls * static_cast<int>(p.q_len);
 #pragma unroll 1
   for (int i = blockIdx.x * warps + warp; i < rows; i += gridDim.x * warps) {

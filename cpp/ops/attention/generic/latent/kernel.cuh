@@ -192,7 +192,7 @@ class LatentForward {
 
   // Zeros and -inf.
   __device__ __forceinline__ void WriteRowsOfNobody() const {
-    ForRowsOfNobody(p_, line_.fallen(), [&](int64_t row) {
+    ForRowsOfNobody(p_, line_.fallen(), Warp(), Traits::kWarps, [&](int64_t row) {
       constexpr int kVectors = Traits::kValue / 8;
       uint4* const o = static_cast<uint4*>(p_.o) + row * p_.num_heads * kVectors;
       for (int i = Lane(); i < p_.num_heads * kVectors; i += 32) o[i] = uint4{0, 0, 0, 0};
@@ -543,7 +543,7 @@ class LatentForward {
   __device__ __forceinline__ static int FirstColumn() { return Warp() * Traits::kColumns; }
 
   const Params& p_;
-  const OwnLine line_;
+  OwnLine line_;
   Keys keys_;
   const uint32_t shared_;
   const ScoreRules rules_;

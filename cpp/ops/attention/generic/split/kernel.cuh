@@ -134,12 +134,12 @@ class SplitForward {
   using KvTile = typename Traits::KvTile;
   using Params = typename Traits::Params;
   using Keys = typename Traits::Keys;
-  using OwnLine = Line<Traits::kTileKeys, Traits::kThreads, Params>;
+  using OwnLine = Line<Traits::kTileKeys, Traits::kThreads, Params, Traits::kLoaders != 0>;
 
   __device__ __forceinline__ explicit SplitForward(const Params& p)
       : p_(p),
-        line_(p, static_cast<int>(blockIdx.x - p.by_lines(blockIdx.x) * p.lines)),
         keys_(p),
+        line_(p, static_cast<int>(blockIdx.x - p.by_lines(blockIdx.x) * p.lines)),
         shared_(static_cast<uint32_t>(__cvta_generic_to_shared(DynamicShared()))),
         rules_(MakeScoreRules(p)) {
     if constexpr (!Params::kSameRows) {
@@ -345,7 +345,7 @@ class SplitForward {
         if (p_.lse == nullptr) return;
         for (int h = Lane(); h < p_.num_heads; h += 32) p_.lse[row * p_.num_heads + h] = -INFINITY;
       };
-      ForRowsOfNobody(p_, line_.fallen(), write, kLoaders);
+      ForRowsOfNobody(p_, line_.fallen(), own_.Warp(), Traits::kWarps, write);
     }
   }
 
@@ -652,8 +652,8 @@ class SplitForward {
   }
 
   const Params& p_;
+  Keys keys_;  // first: what it reads comes beside what is counted
   OwnLine line_;
-  Keys keys_;
   const uint32_t shared_;
   const ScoreRules rules_;
   StageWalk<Traits> walk_;  // where some warps only load

@@ -67,7 +67,7 @@ class StageWalk {
 // The tiles of a share, from `ahead` on, to the stages at `shared`. All warps that load. Who
 // computes finds the place of tile i at i % kPlaces, but for the first, which it knows.
 template <typename Traits, typename Line, int kPlaces>
-__device__ __forceinline__ void LoadShare(const Line& line, const typename Traits::Keys& keys,
+__device__ __forceinline__ void LoadShare(const Line& line, typename Traits::Keys& keys,
                                           Place ahead, int tiles, uint32_t shared,
                                           Place (&places)[kPlaces], StageWalk<Traits>& walk) {
   typename Traits::Keys::Found found{};
@@ -77,6 +77,7 @@ __device__ __forceinline__ void LoadShare(const Line& line, const typename Trait
   for (int tile = -1; tile < tiles; ++tile) {
     if (tile >= 0) keys.Settle(found, tile);
     if (tile + 1 < tiles) found = keys.LookUp(ahead);
+    if (tile < 0) keys.PrepareToLoad();
     if (tile >= 0) {
       walk.AwaitEmpty();
       __syncwarp();  // all have settled their rows
