@@ -165,6 +165,27 @@ EMULATED = (
         PAGED_BAD,
     ),
     Mutant(
+        "paged: a warp that loads does not wait until its stage is empty",
+        f"{GENERIC}/split/loader.cuh",
+        "walk.AwaitEmpty();",
+        "",
+        PAGED,
+    ),
+    Mutant(
+        "paged: who computes finds the place of the tile before",
+        f"{GENERIC}/split/loader.cuh",
+        "places[(tile + 1) % kPlaces] = ahead;",
+        "places[(tile + 2) % kPlaces] = ahead;",
+        PAGED,
+    ),
+    Mutant(
+        "paged: a thread takes its first tile of rows for its only one",
+        f"{ATTENTION}/schedule/shares.cuh",
+        "known->count + 1};",
+        "1};",
+        PAGED,
+    ),
+    Mutant(
         "paged: a line goes on with another line's head",
         f"{ATTENTION}/schedule/shares.cuh",
         "at->kv_head = number_;",

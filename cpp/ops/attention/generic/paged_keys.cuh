@@ -108,9 +108,7 @@ class PagedKeys {
       to[i] =
           KvTile::ChunkOffset(row + i * kStep, chunk) + (own_rows - i * kStep) * KvTile::kRowBytes;
     }
-    const auto bytes = [&](int units) {
-      return static_cast<uint64_t>(static_cast<uint32_t>(units)) * p_.unit;
-    };
+    const auto bytes = [&](uint32_t units) { return static_cast<uint64_t>(units) * p_.unit; };
     const char* const k = layer.k + bytes(p_.k_strides.head * kv_head) + chunk * 16;
     const char* const v = layer.v + bytes(p_.v_strides.head * kv_head) + chunk * 16;
     // Rows at a time. A warp that only loads has many, and one copy of the code for them.

@@ -71,11 +71,11 @@ __device__ __forceinline__ void LoadShare(const Line& line, typename Traits::Key
                                           Place ahead, int tiles, uint32_t shared,
                                           Place (&places)[kPlaces], StageWalk<Traits>& walk) {
   typename Traits::Keys::Found found{};
-  int member = 0, kv_head = 0;  // of the tile to load
   // One copy of the code, as kernel.cuh has it: the first round only looks up.
 #pragma unroll 1
   for (int tile = -1; tile < tiles; ++tile) {
     if (tile >= 0) keys.Settle(found, tile);
+    const int member = found.member, kv_head = found.kv_head;
     if (tile + 1 < tiles) found = keys.LookUp(ahead);
     if (tile < 0) keys.PrepareToLoad();
     if (tile >= 0) {
@@ -87,8 +87,6 @@ __device__ __forceinline__ void LoadShare(const Line& line, typename Traits::Key
       // Tile + 1 - kPlaces has left its stage.
       if (tile + 1 < tiles && threadIdx.x == 0) places[(tile + 1) % kPlaces] = ahead;
     }
-    member = ahead.rows.member;
-    kv_head = ahead.kv_head;
     if (tile + 2 < tiles) line.Next(&ahead);
   }
   CopyAsyncCommit();
