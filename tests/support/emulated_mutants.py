@@ -195,8 +195,8 @@ EMULATED = (
     Mutant(
         "paged: values of 8 bits have the scales of keys",
         f"{GENERIC}/paged_keys.cuh",
-        "CopyScale(p_.v_scale, there, found, scales()[tile % kBitRing].v);",
-        "CopyScale(p_.k_scale, there, found, scales()[tile % kBitRing].v);",
+        "CopyScale(p_.v_scale, layer, found.kv_head, at, there, v + key);",
+        "CopyScale(p_.k_scale, layer, found.kv_head, at, there, v + key);",
         PAGED,
     ),
     Mutant(

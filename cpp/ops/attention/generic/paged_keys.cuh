@@ -19,6 +19,13 @@ namespace kvblock::generic {
 
 template <typename Traits>
 class PagedKeys {
+ public:
+  // Traits ask for these, so they come before what asks Traits.
+  using Params = PagedParams;
+  using Members = RaggedParams;
+  static constexpr bool kLooksUp = true;
+
+ private:
   // Who looks up and copies: some warps, which are a CTA's first, or all threads.
   static constexpr bool kLoads = Traits::kLoaders > 0;
   static constexpr int kLoadThreads = kLoads ? Traits::kLoaders * 32 : Traits::kThreads;
@@ -27,10 +34,6 @@ class PagedKeys {
   static_assert(kKeys % 32 == 0 && kKeys <= kLoadThreads * kOwn);
 
  public:
-  using Params = PagedParams;
-  using Members = RaggedParams;
-  static constexpr bool kLooksUp = true;
-
   // Where a thread's keys lie; block -1: there is none.
   struct Found {
     PagedKey at[kOwn];
