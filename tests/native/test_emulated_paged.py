@@ -125,6 +125,18 @@ def test_calls_with_layers_of_their_own_where_chunks_are_long(hopper):
     run_on_host(hopper, with_layers(case, [1, 2, 7, 1]), times=1)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_wide_cta_for_each_multiprocessor(head_dim, library):
+    """Where there are about as many units: no second CTA beside it, and more warps."""
+    loaded = ctypes.CDLL(str(library))
+    loaded.emulator_set_multiprocessors(10)
+    loaded.emulator_grids()
+    lengths = ((1, 700), (1, 9), (1, 300), (2, 513), (1, 0))
+    run_on_host(loaded, Problem(Case(sequences=lengths, heads=4, head_dim=head_dim)))
+    assert loaded.emulator_grids() >> 10 & 1
+    loaded.emulator_set_multiprocessors(3)
+
+
 DECODES = ((1, 900),) * 12
 BESIDE = Case(sequences=(*DECODES, (150, 300)), heads=8, kv_heads=2, block_size=16)
 

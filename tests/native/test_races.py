@@ -91,6 +91,21 @@ MISSING = (
         ("dense, few", "a copy of thread", "LoadMatrices"),
     ),
     Mutant(
+        "few queries: warps that load get a stage back that others still read",
+        f"{GENERIC}/split/kernel.cuh",
+        "EndTile(share, tile, at, Stage(walk_.stage()));\n        walk_.Leave();",
+        "const uint32_t stage = Stage(walk_.stage()); walk_.Leave(); "
+        "EndTile(share, tile, at, stage);",
+        ("paged, few", "a copy of thread", "LoadMatrices"),
+    ),
+    Mutant(
+        "few queries: sums of a piece over those of the one before",
+        f"{GENERIC}/split/kernel.cuh",
+        "if (kLoaders == 0 && !published) return;",
+        "if (!published) return;",
+        ("paged, few", "SplitForward::End", "SplitForward::End"),
+    ),
+    Mutant(
         "dK and dV: nobody waits for the others' dS",
         f"{GENERIC}/backward/kv.cuh",
         "BarrierWait(ds_ready, step % 2);",

@@ -41,7 +41,7 @@ EMULATED = (
     Mutant(
         "few queries: O is written over K that others read",
         SPLIT,
-        "__syncthreads();  // all are done with the tile, too",
+        "Meet();  // all are done with the tile, too",
         "",
         SHARED_KEYS,
     ),
@@ -165,6 +165,27 @@ EMULATED = (
         PAGED_BAD,
     ),
     Mutant(
+        "paged: a warp that loads does not wait until its stage is empty",
+        f"{GENERIC}/split/loader.cuh",
+        "walk.AwaitEmpty();",
+        "",
+        PAGED,
+    ),
+    Mutant(
+        "paged: who computes finds the place of the tile before",
+        f"{GENERIC}/split/loader.cuh",
+        "places[(tile + 1) % kPlaces] = ahead;",
+        "places[(tile + 2) % kPlaces] = ahead;",
+        PAGED,
+    ),
+    Mutant(
+        "paged: a thread takes its first tile of rows for its only one",
+        f"{ATTENTION}/schedule/shares.cuh",
+        "known->count + 1};",
+        "1};",
+        PAGED,
+    ),
+    Mutant(
         "paged: a line goes on with another line's head",
         f"{ATTENTION}/schedule/shares.cuh",
         "at->kv_head = number_;",
@@ -174,8 +195,8 @@ EMULATED = (
     Mutant(
         "paged: values of 8 bits have the scales of keys",
         f"{GENERIC}/paged_keys.cuh",
-        "CopyScale(p_.v_scale, there, found, scales()[tile % kBitRing].v);",
-        "CopyScale(p_.k_scale, there, found, scales()[tile % kBitRing].v);",
+        "CopyScale(p_.v_scale, layer, found.kv_head, at, there, v + key);",
+        "CopyScale(p_.k_scale, layer, found.kv_head, at, there, v + key);",
         PAGED,
     ),
     Mutant(

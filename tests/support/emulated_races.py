@@ -101,6 +101,9 @@ FEW = {
     "few, in 8 bits": Case(
         sequences=((1, 9), (1, 300), (1, 37)), cache="e4m3", scales="tokens"
     ),
+    "few, in 8 bits, 64 rows": Case(
+        sequences=((9, 60), (9, 300)), heads=8, cache="e4m3", scales="tokens"
+    ),
     "few, 64 rows": Case(sequences=((9, 60), (9, 300)), heads=8, bad_ids=((1, 2, -1),)),
 }
 MANY = {

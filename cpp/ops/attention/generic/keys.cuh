@@ -1,13 +1,14 @@
 // Where the keys and values of a tile come from. A kernel that is written over a source of keys
 // asks it for the rows of a tile, and knows nothing of how they lie.
 //
-// A source is a class over the kernel's Traits: T, KvTile, kTileKeys and kThreads. It has
+// A source is a class over the kernel's Traits: T, KvTile, kTileKeys, kThreads and kLoaders. It has
 //
 //   Params      what travels to the kernel
 //   Members     the part of it that says which sequences there are (shares.cuh)
 //   Prefetch    the first thing of a launch: what the device alone knows begins to come near
 //   kLooksUp    whether it looks up where a tile lies, one tile ahead of loading it. Then it has
-//               LookUp and Settle, and Load takes what they left in shared memory.
+//               LookUp and Settle, and Load takes what they left in shared memory; PrepareToLoad
+//               comes before, where some warps only load.
 //   Load        starts copying a tile
 //   AllThere    whether all of a warp's keys of a tile are there, apart from lengths
 //   There       whether one is

@@ -1,8 +1,11 @@
 // Keys and values in the blocks of a cache, found through block tables.
 //
-// A thread looks up one key of the tile that is to be loaded next: its block's id is on the way
-// while the tile before is computed. Then it leaves block and slot in shared memory for those who
-// copy the row, and a warp its keys' bits: 1 where there is one.
+// A thread looks up a key of the tile that is to be loaded next: its block's id is on the way while
+// the tile before is loaded or computed. Then it leaves where the row lies in shared memory for
+// those who copy it, and a warp its keys' bits: 1 where there is one.
+//
+// All threads of a CTA do so, or some warps that do nothing else (Traits::kLoaders,
+// split/loader.cuh). Of these each copies the rows that it has looked up itself.
 #pragma once
 
 #include <cstdint>
@@ -17,13 +20,24 @@ namespace kvblock::generic {
 template <typename Traits>
 class PagedKeys {
  public:
+  // Traits ask for these, so they come before what asks Traits.
   using Params = PagedParams;
   using Members = RaggedParams;
   static constexpr bool kLooksUp = true;
 
-  // Where a thread's key lies; block -1: there is none.
-  struct Found : PagedKey {
-    int kv_head, layer;  // of its scales
+ private:
+  // Who looks up and copies: some warps, which are a CTA's first, or all threads.
+  static constexpr bool kLoads = Traits::kLoaders > 0;
+  static constexpr int kLoadThreads = kLoads ? Traits::kLoaders * 32 : Traits::kThreads;
+  static constexpr int kLoadWarps = kLoadThreads / 32, kKeys = Traits::kTileKeys;
+  static constexpr int kOwn = kKeys > kLoadThreads ? kKeys / kLoadThreads : 1;
+  static_assert(kKeys % 32 == 0 && kKeys <= kLoadThreads * kOwn);
+
+ public:
+  // Where a thread's keys lie; block -1: there is none.
+  struct Found {
+    PagedKey at[kOwn];
+    int member, kv_head;
   };
 
   // Of this thread's first sequence. Until code for it has come, lengths have, too.
@@ -35,55 +49,86 @@ class PagedKeys {
     if (p.query_start != nullptr) PrefetchToL2(p.query_start + member);
   }
 
-  __device__ __forceinline__ explicit PagedKeys(const Params& p)
-      : p_(p), layer_(FindLayer(p, 0)), policy_(ReadOnce()) {}
+  __device__ __forceinline__ explicit PagedKeys(const Params& p) : p_(p), policy_(ReadOnce()) {
+    if constexpr (!kLoads) PrepareToLoad();
+  }
 
-  // All threads; those beyond the keys of a tile have nothing to do.
+  // Warps that load do so when the first ids are on their way.
+  __device__ __forceinline__ void PrepareToLoad() { layer_ = FindLayer(p_, 0); }
+
+  // All threads that load; those beyond the keys of a tile have nothing to do.
   __device__ __forceinline__ Found LookUp(const Place& at) const {
-    const int key = FirstKeyOf<kKeys, Params>(at) + static_cast<int>(threadIdx.x);
-    const bool wanted = threadIdx.x < kKeys && key >= at.rows.first_key && key < at.rows.end_key;
-    const PagedLayer layer = LayerOf(at.rows.member);
-    const PagedKey none = {-1, 0};
-    return {wanted && layer.there ? FindKey(p_, at.rows.member, key) : none, at.kv_head,
-            layer.number};
-  }
-
-  // For the tile of this number; between two barriers of all threads.
-  __device__ __forceinline__ void Settle(Found found, int tile) const {
-    if (threadIdx.x >= kKeys) return;
-    const bool there = HasBlock(p_, found);
-    const Row none = {kNowhere, kNowhere};
-    rows()[tile % kRowRing][threadIdx.x] =
-        there ? Row{PageRow(p_.k_strides, found), PageRow(p_.v_strides, found)} : none;
-    if constexpr (Traits::kNarrow) {
-      CopyScale(p_.k_scale, there, found, scales()[tile % kBitRing].k);
-      CopyScale(p_.v_scale, there, found, scales()[tile % kBitRing].v);
+    const int32_t* const table = FindTable(p_, at.rows.member);
+    Found found = {{}, at.rows.member, at.kv_head};
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const int key = FirstKeyOf<kKeys, Params>(at) + OwnKey(i);
+      const bool wanted = HasKeys() && key >= at.rows.first_key && key < at.rows.end_key;
+      const PagedKey none = {-1, 0};
+      found.at[i] = wanted ? FindKey(p_, table, key) : none;
     }
-    const uint32_t word = __ballot_sync(~0u, there);
-    if (threadIdx.x % 32 == 0) bits()[tile % kBitRing][threadIdx.x / 32] = word;
+    return found;
   }
 
-  // The tile of this number, settled, of a place; of keys alone without kValues.
+  // For the tile of this number; between two barriers of those who load.
+  __device__ __forceinline__ void Settle(const Found& found, int tile) const {
+    if (!HasKeys()) return;
+    const PagedLayer layer = LayerOf(found.member);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      const PagedKey& at = found.at[i];
+      const int key = OwnKey(i);
+      const bool there = layer.there && HasBlock(p_, at);
+      const Row none = {kNowhere, kNowhere};
+      rows()[tile % kRowRing][key] =
+          there ? Row{PageRow(p_.k_strides, at), PageRow(p_.v_strides, at)} : none;
+      if constexpr (Traits::kNarrow) {
+        float *const k = scales()[tile % kBitRing].k, *const v = scales()[tile % kBitRing].v;
+        CopyScale(p_.k_scale, layer, found.kv_head, at, there, k + key);
+        CopyScale(p_.v_scale, layer, found.kv_head, at, there, v + key);
+      }
+      const uint32_t word = __ballot_sync(~0u, there);
+      if (threadIdx.x % 32 == 0) bits()[tile % kBitRing][LoadWarp() * kOwn + i] = word;
+    }
+  }
+
+  // The tile of this number, settled, of a member's KV head; of keys alone without kValues.
   template <bool kValues = true>
-  __device__ __forceinline__ void Load(const Place& at, int tile, uint32_t k_tile,
+  __device__ __forceinline__ void Load(int member, int kv_head, int tile, uint32_t k_tile,
                                        uint32_t v_tile) const {
-    const PagedLayer layer = LayerOf(at.rows.member);
-    // As LoadTileAsync shares out a tile.
-    constexpr int kLanes = KvTile::kLanes, kStep = Traits::kThreads / kLanes;
-    static_assert(kStep % 8 == 0);
-    const int row = threadIdx.x / kLanes, chunk = threadIdx.x % kLanes;
-    const uint32_t to = KvTile::ChunkOffset(row, chunk);
+    const PagedLayer layer = LayerOf(member);
+    // As LoadTileAsync shares out a tile. Where rows of a thread differ in their swizzle, it has a
+    // place for each swizzle.
+    constexpr int kLanes = KvTile::kLanes, kTogether = kLoads ? 32 : kLoadThreads;
+    constexpr int kStep = kTogether / kLanes, kSwizzles = kStep < 8 ? 8 / kStep : 1;
+    constexpr int kRows = kLoads ? kKeys / kLoadWarps : kKeys, kSteps = kRows / kStep;
+    static_assert(kStep * kSwizzles % 8 == 0);
+    const unsigned thread = threadIdx.x % kTogether, chunk = thread % kLanes;
+    const unsigned own_rows = kLoads ? LoadWarp() * kRows : 0, row = thread / kLanes;
+    uint32_t to[kSwizzles];
+#pragma unroll
+    for (int i = 0; i < kSwizzles; ++i) {
+      to[i] =
+          KvTile::ChunkOffset(row + i * kStep, chunk) + (own_rows - i * kStep) * KvTile::kRowBytes;
+    }
     const auto bytes = [&](uint32_t units) { return static_cast<uint64_t>(units) * p_.unit; };
-    const uint32_t kv_head = static_cast<uint32_t>(at.kv_head);
     const char* const k = layer.k + bytes(p_.k_strides.head * kv_head) + chunk * 16;
     const char* const v = layer.v + bytes(p_.v_strides.head * kv_head) + chunk * 16;
-    constexpr int kSteps = kKeys / kStep, kAhead = kSteps < 4 ? kSteps : 4;  // rows at a time
-#pragma unroll
+    // Rows at a time. A warp that only loads has many, and one copy of the code for them.
+    constexpr int kBytes = KvTile::kRowBytes;
+    constexpr int kAtOnce = !kLoads        ? 4
+                            : kBytes > 256 ? 2
+                            : kBytes > 128 ? 4
+                            : kBytes > 64  ? 8
+                                           : 16;
+    constexpr int kAhead = kSteps < kAtOnce ? kSteps : kAtOnce, kUnroll = kLoads ? 1 : kSteps;
+    static_assert(kSteps % kAhead == 0 && kAhead % kSwizzles == 0);
+#pragma unroll kUnroll
     for (int first = 0; first < kSteps; first += kAhead) {
       Row from[kAhead];
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        from[i] = rows()[tile % kRowRing][row + (first + i) * kStep];
+        from[i] = rows()[tile % kRowRing][own_rows + row + (first + i) * kStep];
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
@@ -91,8 +136,9 @@ class PagedKeys {
         const char *const k_row = k + bytes(from[i].k), *const v_row = v + bytes(from[i].v);
 #pragma unroll
         for (int c = 0; c < KvTile::kRowBytes / 16; c += kLanes) {
-          const uint32_t place = to + (first + i) * kStep * KvTile::kRowBytes + c * 16;
-          const int column = (c + chunk) * KvTile::kColumnsOfChunk;
+          const uint32_t place =
+              to[i % kSwizzles] + (first + i) * kStep * KvTile::kRowBytes + c * 16;
+          const int column = static_cast<int>((c + chunk) * KvTile::kColumnsOfChunk);
           CopyAsync16(k_tile + place, k_row + c * 16, there && column < p_.head_dim, policy_);
           if constexpr (kValues) {
             CopyAsync16(v_tile + place, v_row + c * 16, there && column < p_.value_dim, policy_);
@@ -138,11 +184,21 @@ class PagedKeys {
   }
 
   using KvTile = typename Traits::KvTile;
-  static constexpr int kKeys = Traits::kTileKeys;
-  static_assert(kKeys % 32 == 0 && kKeys <= Traits::kThreads);
   // A tile is settled one step before it is loaded, and its bits are read until it is computed.
   static constexpr int kRowRing = 2, kBitRing = Traits::kStages < 4 ? 4 : 8;
   static_assert(kBitRing > Traits::kStages);
+
+  // A warp's keys follow each other.
+  __device__ __forceinline__ static int OwnKey(int i) {
+    const unsigned lane = threadIdx.x % 32;
+    return static_cast<int>(LoadWarp() * 32 * kOwn + i * 32 + lane);
+  }
+  __device__ __forceinline__ static unsigned LoadWarp() {
+    return kLoadWarps == 1 ? 0 : threadIdx.x / 32;
+  }
+  __device__ __forceinline__ static bool HasKeys() {
+    return kLoadThreads <= kKeys || threadIdx.x < kKeys;
+  }
 
   // Of a key and its value, in units, from where their layer and head begin.
   struct Row {
@@ -153,12 +209,13 @@ class PagedKeys {
     __shared__ Row rows[kRowRing][kKeys];
     return rows;
   }
-  __device__ __forceinline__ void CopyScale(const ScaleStrides& scale, bool there, Found found,
+  __device__ __forceinline__ void CopyScale(const ScaleStrides& scale, const PagedLayer& layer,
+                                            int kv_head, const PagedKey& at, bool there,
                                             float* to) const {
     if (!scale.each) return;
-    const float* const from = scale.data + found.layer * scale.layer + found.block * scale.block +
-                              found.slot * scale.token + found.kv_head * scale.head;
-    CopyAsync<4>(to + threadIdx.x, there ? from : nullptr);
+    const float* const from = scale.data + layer.number * scale.layer + at.block * scale.block +
+                              at.slot * scale.token + kv_head * scale.head;
+    CopyAsync<4>(to, there ? from : nullptr);
   }
   __device__ __forceinline__ static auto& scales() {
     __shared__ Scales scales[kBitRing];
@@ -170,7 +227,7 @@ class PagedKeys {
   }
 
   const Params& p_;
-  const PagedLayer layer_;
+  PagedLayer layer_;  // of the first call
   const uint64_t policy_;
 };
 

@@ -68,6 +68,7 @@ __device__ __forceinline__ int MostKeys(const RaggedParams& p, int member) {
 }
 
 __device__ __forceinline__ Sequence MemberSequence(const RaggedParams& p, int member) {
+  const int kv_len = __ldg(p.kv_lens + member);  // on its way beside the rows
   const int call = static_cast<int>(p.by_sequences(static_cast<uint32_t>(member)));
   int first, end;
   FindRows(p, call, member - call * static_cast<int>(p.by_sequences.d), &first, &end);
@@ -76,7 +77,7 @@ __device__ __forceinline__ Sequence MemberSequence(const RaggedParams& p, int me
   s.q_row = call * p.q_len + first;
   s.kv_row = 0;
   s.q_rows = s.q_len = end - first;
-  s.kv_rows = s.kv_len = Between(__ldg(p.kv_lens + member), 0, MostKeys(p, member));
+  s.kv_rows = s.kv_len = Between(kv_len, 0, MostKeys(p, member));
   // Lengths and windows are so small that no sum overflows.
   const int shift = s.kv_len - s.q_len, left = Opaque(p.window_left);
   const int right = Opaque(p.window_right);
@@ -136,15 +137,15 @@ __device__ __forceinline__ int64_t LseIndex(const RaggedParams& p, const Sequenc
   return (s.q_row + query) * p.num_heads + head;
 }
 
-// Calls write(row of q) with each row of no sequence that is this warp's, of all warps of the grid.
-// `all`: they all are nobody's.
+// Calls write(row of q) with each row of no sequence that is this warp's, which is number `warp` of
+// `warps` in its CTA. `all`: they all are nobody's.
 template <typename Write>
-__device__ __forceinline__ void ForRowsOfNobody(const RaggedParams& p, bool all, Write write) {
+__device__ __forceinline__ void ForRowsOfNobody(const RaggedParams& p, bool all, int warp,
+                                                int warps, Write write) {
   if (p.query_start == nullptr && p.q_lens == nullptr && !all) return;
-  const int warps = static_cast<int>(blockDim.x) / 32, rows = p.calls * static_cast<int>(p.q_len);
+  const int rows = p.calls * static_cast<int>(p.q_len);
 #pragma unroll 1
-  for (int i = blockIdx.x * warps + static_cast<int>(threadIdx.x) / 32; i < rows;
-       i += gridDim.x * warps) {
+  for (int i = blockIdx.x * warps + warp; i < rows; i += gridDim.x * warps) {
     const int call = static_cast<int>(p.by_rows(static_cast<uint32_t>(i)));
     const int row = i - call * static_cast<int>(p.q_len);
     int first = 0, end = 0, other;

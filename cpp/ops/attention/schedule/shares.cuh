@@ -40,7 +40,7 @@ struct ShareParams : AttentionParams {
   uint32_t ctas_inverse;  // 2^32 / ctas, rounded up
   int32_t rows;           // of a tile
   FastDiv by_group;
-  bool alike;     // all units have as many KV tiles
+  bool alike;     // all units have as many KV tiles; of members that have as many rows
   int32_t split;  // tiles of a piece, where units are cut at multiples of these; else kNoSplit
   // Of the launch that combines: whether its CTAs are numbered by units, and how many threads
   // share out the pieces of a row: 1, 2, 4 or 8.
@@ -118,16 +118,18 @@ __device__ __forceinline__ int FirstKeyOf(const Place& at) {
 }
 
 // A line, as the threads of one CTA count it. All of them call its functions together. Params are
-// ShareParams, or what has a MemberSequence of its own (ragged.cuh).
-template <int kKeys, int kThreads, typename Params = ShareParams>
+// ShareParams, or what has a MemberSequence of its own (ragged.cuh). kRemembers: where a thread
+// counts one tile of rows alone, it keeps what it knows of it until a share is found, and does not
+// look again.
+template <int kKeys, int kThreads, typename Params = ShareParams, bool kRemembers = false>
 class Line {
  public:
   // `number`: which of the lines.
   __device__ __forceinline__ Line(const Params& p, int number) : p_(p), number_(number) {
     static_assert(kThreads % 32 == 0 && kThreads <= 1024);
-    own_ = Scan(INT32_MAX, nullptr);
+    own_ = Scan(INT32_MAX, nullptr, kRemembers ? &known_ : nullptr);
     before_ = 0;
-    total_ = p.alike ? own_ * p.batch : SumUp(own_, &before_);
+    total_ = Alike() ? own_ * p.batch : SumUp(own_, &before_);
     ctas_ = p.ctas;
     inverse_ = p.ctas_inverse;
     ShareOut();
@@ -166,7 +168,7 @@ class Line {
 
   // The tiles of a CTA, *begin .. *end, and where the first one is, if there are any. With a split
   // both ends are those of pieces: the first that begins there or after. All threads.
-  __device__ __forceinline__ void FindShare(int cta, int* begin, int* end, Place* at) const {
+  __device__ __forceinline__ void FindShare(int cta, int* begin, int* end, Place* at) {
     const bool splits = !Params::kSameRows && p_.split != kNoSplit;
     *begin = Begin(cta);
     *end = Begin(cta + 1);
@@ -183,6 +185,7 @@ class Line {
       *end += step == kEnd ? more : 0;
       *begin += step == kBegin ? more : 0;
     }
+    known_ = {};  // registers are dear from here on
   }
   // The place of a piece that is not a whole unit: where in the line it begins, and whether the
   // unit begins with it. Of those that begin within `split` tiles one does at the most, and one
@@ -193,7 +196,7 @@ class Line {
 
   // The first tile of a unit; of one that does not exist, the total or more.
   __device__ __forceinline__ int FirstOf(int unit) const {
-    if (p_.alike) return own_ / p_.heads * unit;
+    if (Alike()) return own_ / p_.heads * unit;
     const int index = unit / p_.heads, head = unit - index * p_.heads;
     int tile_of_rows = FirstOwnTileOfRows(), before = before_;
     __shared__ int found;
@@ -222,7 +225,7 @@ class Line {
   // Finds a tile that exists.
   __device__ __forceinline__ Place Find(int tile) const {
     __shared__ Place found;
-    if (p_.alike) {
+    if (Alike()) {
       Place at;
       const int member = tile / own_;
       const Sequence s = MemberSequence(p_, member);
@@ -232,7 +235,15 @@ class Line {
       return at;
     }
     __syncthreads();  // of an earlier search, all have read it
-    if (tile >= before_ && tile < before_ + own_) Scan(tile - before_, &found);
+    if (tile >= before_ && tile < before_ + own_) {
+      if (kRemembers && known_.count == 1) {
+        found.rows = known_.rows;
+        sequences()[0] = known_.sequence;
+        SetTile(tile - before_, &found);
+      } else {
+        Scan(tile - before_, &found);
+      }
+    }
     __syncthreads();
     return found;
   }
@@ -258,6 +269,14 @@ class Line {
   }
 
  private:
+  // The last tile of rows that a thread has counted, and how many it has.
+  struct Known {
+    Sequence sequence{};
+    RowTile rows{};
+    int count = 0;
+  };
+
+  __device__ __forceinline__ bool Alike() const { return Params::kSameRows && p_.alike; }
   __device__ __forceinline__ int MembersOfThread() const {
     return (p_.batch + kThreads - 1) / kThreads;
   }
@@ -277,9 +296,9 @@ class Line {
   // Counts the KV tiles of all of this thread's tiles of rows and key heads, or looks for tile
   // number `wanted` of them. Where all are alike, the first member's are every thread's. kNoLine: a
   // member has less than no rows, and so the line has no tiles.
-  __device__ __forceinline__ int Scan(int wanted, Place* found) const {
-    int count = 0, member = p_.alike ? 0 : FirstMember();
-    const int end = p_.alike ? 1 : EndMember();
+  __device__ __forceinline__ int Scan(int wanted, Place* found, Known* known = nullptr) const {
+    int count = 0, member = Alike() ? 0 : FirstMember();
+    const int end = Alike() ? 1 : EndMember();
 #pragma unroll 1
     for (; member < end; ++member) {
       const Sequence s = MemberSequence(p_, member);
@@ -288,6 +307,7 @@ class Line {
       for (int row = 0; row < LineRows(p_, s); row += p_.rows) {
         const RowTile rows = FindRowTile<kKeys>(p_, s, row);
         count += rows.tiles * p_.heads;
+        if (known != nullptr) *known = {s, rows, known->count + 1};
         if (count <= wanted) continue;
         found->rows = rows;
         sequences()[0] = s;
@@ -357,6 +377,7 @@ class Line {
   uint32_t inverse_;          // 2^32 / ctas_, rounded up
   // KV tiles of this thread's tiles of rows, and before them; where all are alike, of one member.
   int own_, before_;
+  Known known_;
 };
 
 // Where a CTA of the launch puts a piece that is not whole: its first piece goes first.

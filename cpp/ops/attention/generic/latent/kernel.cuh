@@ -75,6 +75,7 @@ struct LatentTraits {
   using T = T_;
   static constexpr int kDim = kDim_, kValue = kValue_, kRowBlocks = kRowBlocks_;
   static constexpr int kRows = kRowBlocks * 16, kWarps = 8, kThreads = kWarps * 32;
+  static constexpr int kLoaders = 0;
   static constexpr LatentShape kSplit = LatentShapeOf(kDim, kRowBlocks, kCompact_);
   static constexpr int kTileKeys = kSplit.keys, kStages = kSplit.stages;
   static constexpr bool kWide = false, kCombines = true, kNarrow = false;
@@ -137,7 +138,8 @@ class LatentForward {
       if (loads) {
         // ptxas 13.0 adds a uniform register to a copy's place by no instruction that there is.
         const int stage = Opaque(static_cast<int>(Stage(next % kStages)));
-        keys_.template Load<false>(places[next % kPlaces], next, stage, 0);
+        const Place& to_load = places[next % kPlaces];
+        keys_.template Load<false>(to_load.rows.member, to_load.kv_head, next, stage, 0);
       }
       CopyAsyncCommit();
       if (more && threadIdx.x == 0) places[(next + 1) % kPlaces] = ahead;
@@ -190,7 +192,7 @@ class LatentForward {
 
   // Zeros and -inf.
   __device__ __forceinline__ void WriteRowsOfNobody() const {
-    ForRowsOfNobody(p_, line_.fallen(), [&](int64_t row) {
+    ForRowsOfNobody(p_, line_.fallen(), Warp(), Traits::kWarps, [&](int64_t row) {
       constexpr int kVectors = Traits::kValue / 8;
       uint4* const o = static_cast<uint4*>(p_.o) + row * p_.num_heads * kVectors;
       for (int i = Lane(); i < p_.num_heads * kVectors; i += 32) o[i] = uint4{0, 0, 0, 0};
@@ -541,7 +543,7 @@ class LatentForward {
   __device__ __forceinline__ static int FirstColumn() { return Warp() * Traits::kColumns; }
 
   const Params& p_;
-  const OwnLine line_;
+  OwnLine line_;
   Keys keys_;
   const uint32_t shared_;
   const ScoreRules rules_;

@@ -106,25 +106,37 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, Follower follower, c
   return launch(Traits(), CutFor(work, a.num_kv_heads, tiles, PlacesFor<Traits>(gpu)));
 }
 
+// Warps of a CTA that only load; two where a multiprocessor has one CTA. With them a thread has 168
+// registers, not 255: too few at D 192, and for many rows over caches of 8 bits. At D 256, where a
+// multiprocessor has six warps, it has 255 in any case.
+constexpr int LoadersOf(int dim, bool wide = false) {
+  return dim == 192 ? 0 : wide || dim == 256 ? 2 : 1;
+}
+constexpr int NarrowLoadersOf(int dim, int row_blocks) {
+  return dim == 256 ? 2 : dim == 192 || row_blocks > 1 ? 0 : 1;
+}
+
 template <typename T, int kDim, typename Cache>
 const char* LaunchPagedOf(const kvblock_paged_attention& a, Follower follower,
                           cudaStream_t stream) {
   const int32_t most_rows = follower ? PagedFewRows(a) : INT32_MAX;
   const int32_t rows = PagedTileRows(a, most_rows);
   if constexpr (std::is_same_v<Cache, T>) {
-    using One = SplitTraits<T, kDim, 1, PagedKeys>;
-    using Two = SplitTraits<T, kDim, 2, PagedKeys>;
-    using Four = SplitTraits<T, kDim, 4, PagedKeys>;
+    constexpr int kLoaders = LoadersOf(kDim);
+    using One = SplitTraits<T, kDim, 1, PagedKeys, false, kLoaders>;
+    using Two = SplitTraits<T, kDim, 2, PagedKeys, false, kLoaders>;
+    using Four = SplitTraits<T, kDim, 4, PagedKeys, false, kLoaders>;
     // Decode rows alone are worth more instances.
-    using Wide = SplitTraits<T, kDim, 1, PagedKeys, HasWide(kDim)>;
+    constexpr bool kWide = HasWide(kDim);
+    using Wide = SplitTraits<T, kDim, 1, PagedKeys, kWide, LoadersOf(kDim, kWide)>;
     switch (rows) {
       case 16: return LaunchPagedAs<One, Wide>(a, follower, stream);
       case 32: return LaunchPagedAs<Two, Two>(a, follower, stream);
       default: return LaunchPagedAs<Four, Four>(a, follower, stream);
     }
   } else {
-    using One = NarrowTraits<T, kDim, 1, Cache>;
-    using Four = NarrowTraits<T, kDim, 4, Cache>;
+    using One = NarrowTraits<T, kDim, 1, Cache, NarrowLoadersOf(kDim, 1)>;
+    using Four = NarrowTraits<T, kDim, 4, Cache, NarrowLoadersOf(kDim, 4)>;
     return rows == 16 ? LaunchPagedAs<One, One>(a, follower, stream)
                       : LaunchPagedAs<Four, Four>(a, follower, stream);
   }

@@ -19,6 +19,10 @@
 //     a piece begins: its rows of Q to registers, no maxima and sums
 //     S = Q K^T; scale, softcap; mask; new maxima; O += P V      as in forward/kernel.cuh
 //     a piece ends: join the warps' results, and write O and lse, or leave them to be combined
+//
+// Over pages some more warps of a CTA, its first ones, only load (loader.cuh): to look up where
+// rows lie takes as long as to compute. The others wait for a tile and leave it, and meet where a
+// piece ends. Where registers do not suffice for that, all do both.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,6 +32,7 @@
 #include "device/dependent.cuh"
 #include "device/fast_math.cuh"
 #include "device/mma.cuh"
+#include "device/opaque.cuh"
 #include "device/publish.cuh"
 #include "device/shared.cuh"
 #include "ops/attention/combine/result.cuh"
@@ -35,6 +40,7 @@
 #include "ops/attention/generic/keys.cuh"
 #include "ops/attention/generic/narrow_tile.cuh"
 #include "ops/attention/generic/paged_keys.cuh"
+#include "ops/attention/generic/split/loader.cuh"
 #include "ops/attention/generic/tile.cuh"
 #include "ops/attention/mask/forward_scores.cuh"
 #include "ops/attention/schedule/beside.cuh"
@@ -61,15 +67,16 @@ constexpr SplitShape WideShapeOf(int dim) {
 }
 
 // kRowBlocks: of 16 packed rows in a tile; 1, 2 or 4. Keys: where keys come from, keys.cuh has what
-// one is asked.
+// one is asked. kLoaders: warps that only load.
 template <typename T_, int kDim_, int kRowBlocks_, template <typename> class Keys_,
-          bool kWide_ = false>
+          bool kWide_ = false, int kLoaders_ = 0>
 struct SplitTraits {
   using T = T_;
   static constexpr bool kWide = kWide_;
   static constexpr int kDim = kDim_, kTileBlocks = kRowBlocks_, kRows = kTileBlocks * 16;
   static constexpr SplitShape kSplit = kWide ? WideShapeOf(kDim) : NarrowShapeOf(kDim);
-  static constexpr int kWarps = kSplit.warps, kThreads = kWarps * 32;
+  static constexpr int kWarps = kSplit.warps, kComputing = kWarps * 32;  // warps that compute
+  static constexpr int kLoaders = kLoaders_, kThreads = kComputing + kLoaders * 32;
   static constexpr int kParts = kWarps / kTileBlocks;  // of a tile's keys
   static constexpr int kTileKeys = kSplit.keys, kStages = kSplit.stages;
   using KvTile = SharedTile<kTileKeys, kDim>;
@@ -95,14 +102,15 @@ constexpr SplitShape NarrowCacheShapeOf(int dim) {
          : dim == 192 ? SplitShape{128, 2, 2, 4}
                       : SplitShape{128, 2, 1, 4};
 }
-template <typename T_, int kDim_, int kRowBlocks_, typename Cache_>
+template <typename T_, int kDim_, int kRowBlocks_, typename Cache_, int kLoaders_ = 0>
 struct NarrowTraits {
   using T = T_;
   using Cache = Cache_;
   static constexpr bool kWide = false, kCombines = true, kNarrow = true;
   static constexpr int kDim = kDim_, kTileBlocks = kRowBlocks_, kRows = kTileBlocks * 16;
   static constexpr SplitShape kSplit = NarrowCacheShapeOf(kDim);
-  static constexpr int kWarps = kSplit.warps, kThreads = kWarps * 32;
+  static constexpr int kWarps = kSplit.warps, kComputing = kWarps * 32;
+  static constexpr int kLoaders = kLoaders_, kThreads = kComputing + kLoaders * 32;
   static constexpr int kParts = kWarps / kTileBlocks;  // of a tile's keys
   static constexpr int kTileKeys = kSplit.keys, kStages = kSplit.stages;
   using KvTile = NarrowTile<kTileKeys, kDim>;
@@ -126,12 +134,12 @@ class SplitForward {
   using KvTile = typename Traits::KvTile;
   using Params = typename Traits::Params;
   using Keys = typename Traits::Keys;
-  using OwnLine = Line<Traits::kTileKeys, Traits::kThreads, Params>;
+  using OwnLine = Line<Traits::kTileKeys, Traits::kThreads, Params, Traits::kLoaders != 0>;
 
   __device__ __forceinline__ explicit SplitForward(const Params& p)
       : p_(p),
-        line_(p, static_cast<int>(blockIdx.x - p.by_lines(blockIdx.x) * p.lines)),
         keys_(p),
+        line_(p, static_cast<int>(blockIdx.x - p.by_lines(blockIdx.x) * p.lines)),
         shared_(static_cast<uint32_t>(__cvta_generic_to_shared(DynamicShared()))),
         rules_(MakeScoreRules(p)) {
     if constexpr (!Params::kSameRows) {
@@ -154,6 +162,7 @@ class SplitForward {
   // there, and looks for its pieces from then on.
   static constexpr int kTilesToBegin = 6;
   static constexpr int kStages = Traits::kStages, kPlaces = kStages < 4 ? 4 : 8;
+  static constexpr int kLoaders = Traits::kLoaders, kComputingMeet = 1;  // a hardware barrier
   static_assert(kPlaces > kStages && OwnLine::kSequences > kStages + 2);
   static constexpr bool kScarce = kDim > 192 && !Keys::kLooksUp;
 
@@ -181,19 +190,49 @@ class SplitForward {
     } while (share < Shares());
   }
 
-  // `first`: of this CTA.
-  __device__ __forceinline__ void RunShare(int share, bool first) {
+  // What this CTA has of its line: tiles, counted from 0. A piece begins at tile `piece`, and its Q
+  // comes with tile `fetches`: the first one's beside its keys.
+  struct Share {
+    int number, begin, tiles;
+    bool first;  // of this CTA
+    int piece, fetches;
+  };
+
+  __device__ __forceinline__ void RunShare(int number, bool first) {
     int begin, end;
-    // The next tile to load, or to look up; and at i % kPlaces, where tile i is that is to be
-    // computed. Where registers are scarce the next tile is found there, too, by thread 0 for all.
     Place ahead;
-    line_.FindShare(static_cast<int>(p_.by_lines(share)), &begin, &end, &ahead);
-    const int tiles = end - begin;  // of the share, counted from 0 from here on
-    if (Params::kSameRows && tiles <= 0) return;
+    line_.FindShare(static_cast<int>(p_.by_lines(number)), &begin, &end, &ahead);
+    Share share = {number, begin, end - begin, first, 0, -1};
+    if (Params::kSameRows && share.tiles <= 0) return;
+    // At i % kPlaces, where tile i is that is to be computed.
     __shared__ Place places[kPlaces];
+    own_ = FindOwn();
+    if constexpr (kLoaders == 0) {
+      LoadAndCompute(share, ahead, places);
+    } else if (threadIdx.x < kLoaders * 32) {
+      LoadShare<Traits>(line_, keys_, ahead, share.tiles, shared_, places, walk_);
+    } else {
+      if (IsFirst() && share.tiles > 0) places[0] = ahead;
+      Meet();
+#pragma unroll 1
+      for (int tile = -1; tile < max(share.tiles, 0); ++tile) {
+        if (tile >= 0) walk_.AwaitFull();
+        const Place& at = places[max(tile, 0) % kPlaces];
+        BeginTile(share, tile, at);
+        if (tile < 0) continue;
+        EndTile(share, tile, at, Stage(walk_.stage()));
+        walk_.Leave();
+      }
+    }
+  }
+
+  // `ahead`: the next tile to load, or to look up. Where registers are scarce it is found among
+  // `places`, too, by thread 0 for all.
+  __device__ __forceinline__ void LoadAndCompute(Share& share, Place& ahead,
+                                                 Place (&places)[kPlaces]) {
+    const int tiles = share.tiles;
     if (!Keys::kLooksUp && threadIdx.x == 0) places[0] = ahead;
     typename Keys::Found found{};
-    int piece = 0, begins = -1;  // where the piece begins; the first one's Q comes beside its keys
     // Code is as far away as keys when a launch begins: there is one copy of all that a tile takes,
     // and the first rounds only look up and load.
 #pragma unroll 1
@@ -209,8 +248,12 @@ class SplitForward {
       __syncthreads();  // this tile has arrived for all, and all are done with the one before
       if (loads) {
         const Place& to_load = Keys::kLooksUp || kScarce ? places[next % kPlaces] : ahead;
-        const uint32_t k_tile = Stage(next % kStages);
-        keys_.Load(to_load, next, k_tile, k_tile + KvTile::kBytes);
+        const uint32_t k_tile = Stage(next % kStages), v_tile = k_tile + KvTile::kBytes;
+        if constexpr (Keys::kLooksUp) {
+          keys_.Load(to_load.rows.member, to_load.kv_head, next, k_tile, v_tile);
+        } else {
+          keys_.Load(to_load, next, k_tile, v_tile);
+        }
       }
       CopyAsyncCommit();
       if constexpr (Keys::kLooksUp) {
@@ -227,26 +270,34 @@ class SplitForward {
         }
       }
       const Place& at = places[max(tile, 0) % kPlaces];
-      if (tile == begins && tiles > 0) Begin(at);
-      if (tile == -1 && first) {
-        if (threadIdx.x == 0 && !LeavesRoom()) PrepareLaunches();
-        WriteRowsOfNobody();
-      }
-      if (tile < 0) continue;
-      if (threadIdx.x == 0 && tile == max(tiles - kTilesToBegin, 0)) LetNextLaunchBegin();
-      const uint32_t stage = Stage(tile % kStages);
-      Compute(at, tile, stage);
-      const bool last = at.tile + 1 == at.rows.tiles;
-      const bool full = !Params::kSameRows && tile + 1 - piece == p_.split;
-      if (last || tile + 1 == tiles || full) {
-        const bool whole = tile - piece == at.tile;  // so far
-        const unsigned slot =
-            HasSplit() ? line_.SplitSlot(begin + piece, whole) : PieceSlot(share, piece == 0);
-        End(at, last && whole, slot, DynamicShared() + (stage - shared_));
-        piece = begins = tile + 1;
-      }
+      BeginTile(share, tile, at);
+      if (tile >= 0) EndTile(share, tile, at, Stage(tile % kStages));
     }
     CopyAsyncWait<0>();
+  }
+
+  // What comes before a tile is computed, also before the first one is there.
+  __device__ __forceinline__ void BeginTile(const Share& share, int tile, const Place& at) {
+    if (tile == share.fetches && share.tiles > 0) Begin(at);
+    if (tile == -1 && share.first) {
+      if (IsFirst() && !LeavesRoom()) PrepareLaunches();
+      WriteRowsOfNobody();
+    }
+  }
+
+  // A tile that has arrived, and the end of its piece.
+  __device__ __forceinline__ void EndTile(Share& share, int tile, const Place& at, uint32_t stage) {
+    if (IsFirst() && tile == max(share.tiles - kTilesToBegin, 0)) LetNextLaunchBegin();
+    Compute(at, tile, stage);
+    const bool last = at.tile + 1 == at.rows.tiles;
+    const bool full = !Params::kSameRows && tile + 1 - share.piece == p_.split;
+    if (last || tile + 1 == share.tiles || full) {
+      const bool whole = tile - share.piece == at.tile;  // so far
+      const unsigned slot = HasSplit() ? line_.SplitSlot(share.begin + share.piece, whole)
+                                       : PieceSlot(share.number, share.piece == 0);
+      End(at, last && whole, slot, DynamicShared() + (stage - shared_));
+      share.piece = share.fetches = tile + 1;
+    }
   }
 
   // Whether units are cut at multiples of p_.split.
@@ -286,14 +337,15 @@ class SplitForward {
   // Zeros and -inf.
   __device__ __forceinline__ void WriteRowsOfNobody() const {
     if constexpr (!Params::kSameRows) {
-      ForRowsOfNobody(p_, line_.fallen(), [&](int64_t row) {
+      const auto write = [&](int64_t row) {
         uint4* const o = static_cast<uint4*>(p_.o) + row * p_.num_heads * (p_.value_dim / 8);
         for (int i = Lane(); i < p_.num_heads * (p_.value_dim / 8); i += 32) {
           o[i] = uint4{0, 0, 0, 0};
         }
         if (p_.lse == nullptr) return;
         for (int h = Lane(); h < p_.num_heads; h += 32) p_.lse[row * p_.num_heads + h] = -INFINITY;
-      });
+      };
+      ForRowsOfNobody(p_, line_.fallen(), own_.Warp(), Traits::kWarps, write);
     }
   }
 
@@ -495,25 +547,27 @@ class SplitForward {
   // conflicts.
   __device__ __forceinline__ void End(const Place& at, bool whole, unsigned slot, char* place) {
     __shared__ PartialSum sums[Traits::kParts][Traits::kRows];
+    const Own own = FindOwn();
     float own_max[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = RowSum(rows_.sum[0][half]);
       own_max[half] = rows_.max[0][half] * rules_.to_log2;  // -inf stays
-      if (Lane() % 4 == 0) sums[Part()][Row(half)] = {own_max[half], sum};
+      if (own.Lane() % 4 == 0) sums[own.Part()][own.Row(half)] = {own_max[half], sum};
     }
-    __syncthreads();  // all are done with the tile, too
+    Meet();  // all are done with the tile, too
     float* const o = reinterpret_cast<float*>(place);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float factor = Exp2(own_max[half] - Reference(Top(sums, Row(half)), 1.0f));
-      float* const row = o + (Part() * Traits::kRows + Row(half)) * kDim;
+      float factor = Exp2(own_max[half] - Reference(Top(sums, own.Row(half)), 1.0f));
+      float* const row = o + (own.Part() * Traits::kRows + own.Row(half)) * kDim;
       if constexpr (Traits::kNarrow) {
         factor *= v_scale_;
 #pragma unroll
         for (int n = 0; n < kDim / 8; n += 2) {  // even columns, odd columns
           const float (&even)[4] = rows_.o[0][n], (&odd)[4] = rows_.o[0][n + 1];
-          const int at_chunk = Swapped(n + Lane() % 4 / 2, Row(half)) * 8 + Lane() % 2 * 4;
+          const int at_chunk =
+              Swapped(n + own.Lane() % 4 / 2, own.Row(half)) * 8 + own.Lane() % 2 * 4;
           *reinterpret_cast<float4*>(row + at_chunk) =
               make_float4(even[half * 2] * factor, odd[half * 2] * factor,
                           even[half * 2 + 1] * factor, odd[half * 2 + 1] * factor);
@@ -521,19 +575,19 @@ class SplitForward {
       } else {
 #pragma unroll
         for (int n = 0; n < kDim / 8; ++n) {
-          *reinterpret_cast<float2*>(row + Swapped(n, Row(half)) * 8 + Lane() % 4 * 2) =
+          *reinterpret_cast<float2*>(row + Swapped(n, own.Row(half)) * 8 + own.Lane() % 4 * 2) =
               make_float2(rows_.o[0][n][half * 2] * factor, rows_.o[0][n][half * 2 + 1] * factor);
         }
       }
     }
-    __syncthreads();
+    Meet();
     // Four columns a thread, kDim / 4 threads a row.
     constexpr int kAcross = kDim / 4;
     const Sequence& s = line_.SequenceOf(at);
     const PackedRows packed(p_, at.kv_head, s.q_rows);
     const int rows = min(Traits::kRows, packed.count() - at.rows.first_row);
 #pragma unroll 1
-    for (int i = threadIdx.x; i < rows * kAcross; i += Traits::kThreads) {
+    for (int i = own.thread; i < rows * kAcross; i += Traits::kComputing) {
       const int row = i / kAcross, column = i % kAcross * 4;
       if (column >= p_.value_dim) continue;
       const float top = Top(sums, row), reference = Reference(top, 1.0f);
@@ -552,9 +606,11 @@ class SplitForward {
         StorePiece(p_, slot, row, column, result);
       }
     }
-    if (whole || HasSplit()) return;
-    __syncthreads();
-    if (threadIdx.x == 0) Publish(p_.piece_there + slot);
+    const bool published = !whole && !HasSplit();
+    // Nobody begins to end the next piece before; where all load, they meet there in any case.
+    if (kLoaders == 0 && !published) return;
+    Meet();
+    if (IsFirst() && published) Publish(p_.piece_there + slot);
   }
   __device__ __forceinline__ static int Swapped(int n, int row) { return n ^ (row % 8); }
   __device__ __forceinline__ static float Top(
@@ -565,19 +621,43 @@ class SplitForward {
     return top;
   }
 
-  __device__ __forceinline__ static int Lane() { return threadIdx.x % 32; }
-  __device__ __forceinline__ static int Warp() { return threadIdx.x / 32; }
-  __device__ __forceinline__ static int Part() { return Warp() / kTileBlocks; }
-  // This thread's two rows in the tile of rows.
-  __device__ __forceinline__ static int Row(int half) {
-    return Warp() % kTileBlocks * 16 + half * 8 + Lane() / 4;
+  // A thread among those who compute, which are all or the last of a CTA.
+  struct Own {
+    unsigned thread;
+    __device__ __forceinline__ int Lane() const { return thread % 32; }
+    __device__ __forceinline__ int Warp() const { return thread / 32; }
+    __device__ __forceinline__ int Part() const { return Warp() / kTileBlocks; }
+    // Its two rows in the tile of rows.
+    __device__ __forceinline__ int Row(int half) const {
+      return Warp() % kTileBlocks * 16 + half * 8 + Lane() / 4;
+    }
+  };
+  // Beside warps that load it is asked for again and again: what follows from it would otherwise be
+  // computed before the first tile is loaded, and take registers.
+  __device__ __forceinline__ static Own FindOwn() {
+    const unsigned thread = threadIdx.x - kLoaders * 32;
+    return {kLoaders > 0 ? static_cast<unsigned>(Opaque(static_cast<int>(thread))) : thread};
+  }
+  __device__ __forceinline__ int Lane() const { return own_.Lane(); }
+  __device__ __forceinline__ int Part() const { return own_.Part(); }
+  __device__ __forceinline__ int Row(int half) const { return own_.Row(half); }
+  __device__ __forceinline__ bool IsFirst() const { return own_.thread == 0; }
+  // All who compute.
+  __device__ __forceinline__ static void Meet() {
+    if constexpr (kLoaders > 0) {
+      BarrierMeet(kComputingMeet, Traits::kComputing);
+    } else {
+      __syncthreads();
+    }
   }
 
   const Params& p_;
+  Keys keys_;  // first: what it reads comes beside what is counted
   OwnLine line_;
-  Keys keys_;
   const uint32_t shared_;
   const ScoreRules rules_;
+  StageWalk<Traits> walk_;  // where some warps only load
+  Own own_;
   QueryFragments<Traits> queries_;
   ForwardRows<Traits> rows_;
   int first_[2], end_[2];           // the keys that this thread's rows see
@@ -594,6 +674,10 @@ template <typename Traits>
 __global__ void __launch_bounds__(Traits::kThreads, Traits::kSplit.ctas)
     AttentionSplit(const __grid_constant__ typename Traits::Params p) {
   Traits::Keys::Prefetch(p);
+  if constexpr (Traits::kLoaders > 0) {
+    // All meet when they count tiles. The last thread has few members to count, or none.
+    if (threadIdx.x == Traits::kThreads - 1) StageWalk<Traits>::MakeBarriers();
+  }
   typename ComputesShare<Traits>::Type(p).Run();
 }
 

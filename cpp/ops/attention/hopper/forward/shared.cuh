@@ -16,6 +16,7 @@
 #include "ops/attention/hopper/forward/tiles.h"
 #include "ops/attention/mask/tile_walk.cuh"
 #include "ops/attention/schedule/rounds.cuh"
+#include "ops/attention/schedule/stage_count.cuh"
 
 namespace kvblock::hopper {
 
@@ -164,20 +165,5 @@ constexpr int kStepReaders =
 __device__ __forceinline__ uint32_t SharedAddress(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
-
-// A count of tiles that have gone through the stages: which stage is next, and in which phase.
-template <int kStages>
-struct StageCount {
-  int stage = 0, phase = 0;
-  __device__ __forceinline__ void Advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-  __device__ __forceinline__ StageCount Before() const {
-    return stage == 0 ? StageCount{kStages - 1, phase ^ 1} : StageCount{stage - 1, phase};
-  }
-};
 
 }  // namespace kvblock::hopper

@@ -74,7 +74,7 @@ __device__ __forceinline__ void MakeBarriers(LatentShared<Traits>& shared) {
 // Zeros and -inf.
 template <typename Traits>
 __device__ __forceinline__ void WriteRowsOfNobody(const typename Traits::Params& p, bool all) {
-  ForRowsOfNobody(p, all, [&](int64_t row) {
+  ForRowsOfNobody(p, all, threadIdx.x / 32, Traits::kThreads / 32, [&](int64_t row) {
     const int lane = threadIdx.x % 32, vectors = p.num_heads * p.value_dim / 8;
     uint4* const o = static_cast<uint4*>(p.o) + row * vectors;
     for (int i = lane; i < vectors; i += 32) o[i] = uint4{0, 0, 0, 0};
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       __threadfence();
     }
   }
-  const typename Traits::OwnLine line(p, 0);
+  typename Traits::OwnLine line(p, 0);
   int begin, end;
   Place first{};
   line.FindShare(blockIdx.x, &begin, &end, &first);
