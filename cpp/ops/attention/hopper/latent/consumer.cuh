@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/ldmatrix.cuh"
 #include "device/mbarrier.cuh"
 #include "device/stmatrix.cuh"
@@ -28,7 +29,7 @@ class LatentConsumer {
   using Params = typename Traits::Params;
 
   __device__ __forceinline__ LatentConsumer(const Params& p, LatentShared<Traits>& shared)
-      : p_(p), shared_(shared), exponent_{p.scale * kLog2E} {}
+      : p_(p), shared_(shared), exponent_{p.scale * kLog2E}, peer_(RankOf<Traits>() ^ 1) {}
 
   __device__ __forceinline__ void Run() {
 #pragma unroll 1
@@ -191,7 +192,19 @@ class LatentConsumer {
     Keep(rows.p);
   }
   __device__ __forceinline__ void Leave(const Where& at, int group) {
-    if (Lane() == 0) BarrierArrive(SharedAddress(&shared_.empty[at.stage][group]));
+    if (Lane() != 0) return;
+    const uint32_t empty = SharedAddress(&shared_.empty[at.stage][group]);
+    BarrierArrive(empty);
+    if constexpr (Traits::kCluster > 1) ClusterBarrierArrive(empty, peer_);
+  }
+  // The same of the columns that all lanes have read P from.
+  __device__ __forceinline__ void LeaveProbabilities(const Where& at) {
+    if constexpr (Traits::kCluster > 1) {
+      __syncwarp();
+      Leave(at, kLastGroup);
+    } else {
+      BarrierArrive(SharedAddress(&shared_.empty[at.stage][kLastGroup]));
+    }
   }
 
   // Rows of the tile that no row of the unit sees, where a box of them has come: a probability of 0
@@ -266,7 +279,7 @@ class LatentConsumer {
       moved |= before != reference;
       rows.sums.sum[half] *= factor[half];
     }
-    BarrierArrive(SharedAddress(&shared_.empty[at.stage][kLastGroup]));
+    LeaveProbabilities(at);
     if (__any_sync(~0u, moved)) Rescale<Traits>(rows, factor);
     // They came before the probabilities. This consumer's own products read them now.
     BarrierWait(SharedAddress(&shared_.full[at.stage][kValueGroup]), at.phase);
@@ -295,6 +308,7 @@ class LatentConsumer {
   const Params& p_;
   LatentShared<Traits>& shared_;
   const Scaled exponent_;
+  const int peer_;                          // the cluster's other CTA
   int before_ = 0;                          // tiles of the pieces before
   int seen_from_[2], seen_to_[2];           // the keys that this thread's rows see
   uint32_t others_[Traits::kKeys / 16][4];  // the other's probabilities

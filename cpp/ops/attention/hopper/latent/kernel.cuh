@@ -34,6 +34,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
 #include "device/publish.cuh"
 #include "device/shared.cuh"
@@ -57,8 +58,7 @@ __device__ __forceinline__ void MakeBarriers(LatentShared<Traits>& shared) {
 #pragma unroll 1
     for (int group = 0; group < kChunkGroups; ++group) {
       make(shared.full[stage][group], 1);
-      // By the warps of a consumer, or, where threads read P, by all of them.
-      make(shared.empty[stage][group], group == kLastGroup ? kWarpgroup : kWarpgroup / 32);
+      make(shared.empty[stage][group], LeavesOf<Traits>(group));
     }
   }
 #pragma unroll 1
@@ -94,17 +94,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     PrefetchTensorMap(maps.k);
     MakeBarriers<Traits>(shared);
     if (p.split == kNoSplit) {  // the next launch sees this before it can begin
-      Withdraw(p.piece_there + PieceSlot(blockIdx.x, true));
-      Withdraw(p.piece_there + PieceSlot(blockIdx.x, false));
+      Withdraw(PieceThere<Traits>(p, PieceSlot(NumberOf<Traits>(), true)));
+      Withdraw(PieceThere<Traits>(p, PieceSlot(NumberOf<Traits>(), false)));
       __threadfence();
     }
   }
   const typename Traits::OwnLine line(p, 0);
   int begin, end;
   Place first{};
-  line.FindShare(blockIdx.x, &begin, &end, &first);
+  line.FindShare(NumberOf<Traits>(), &begin, &end, &first);
   const bool fallen = line.fallen();
-  __syncthreads();
+  if constexpr (Traits::kCluster > 1) {
+    ClusterMeet();
+  } else {
+    __syncthreads();
+  }
   // The same for all lanes of a warp, which the compiler must see.
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (group == 0) {
@@ -122,6 +126,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       LatentConsumer<Traits, 1>(p, shared).Run();
     }
   }
+  // The other CTA still writes here, and arrives.
+  if constexpr (Traits::kCluster > 1) ClusterMeet();
 #endif
 }
 

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/swizzle.cuh"
 #include "device/warpgroup.cuh"
 #include "ops/attention/hopper/forward/shared.cuh"
@@ -14,10 +15,12 @@
 
 namespace kvblock::hopper {
 
-template <typename T_, int kKeyDim, int kAllValueDim>
+// kCluster: CTAs that compute a unit together, 64 of its rows each, and load its keys for each other.
+template <typename T_, int kKeyDim, int kAllValueDim, int kCluster_>
 struct LatentTraits {
   using T = T_;
   using Params = PagedParams;
+  static constexpr int kCluster = kCluster_;
   static constexpr int kRows = 64, kKeys = 64, kStages = 2;
   static constexpr int kKeyChunks = kKeyDim / 64, kValueChunks = kAllValueDim / 64;  // of columns
   static constexpr int kConsumers = 2, kConsumerThreads = kConsumers * kWarpgroup;
@@ -28,6 +31,7 @@ struct LatentTraits {
   static constexpr int kRowBlocks = 1, kValueDim = kAllValueDim / kConsumers, kDim = kValueDim;
   using OwnLine = Line<kKeys, kThreads, Params>;
   static_assert(kRows * kChunkRowBytes == kChunkBytes);        // Q's chunks are as large
+  static_assert(kCluster == 1 || kCluster == 2);
   static_assert(kKeyDim == 9 * 64 && kAllValueDim == 8 * 64);  // groups of chunks are of these
 };
 
@@ -45,10 +49,31 @@ __host__ __device__ constexpr int GroupAt(int owner, int i) {
   return kOrder[owner][i];
 }
 
+// This CTA's place in its cluster, and which of the line's shares is the cluster's.
+template <typename Traits>
+__device__ __forceinline__ int RankOf() {
+  return Traits::kCluster > 1 ? ClusterRank() : 0;
+}
+template <typename Traits>
+__device__ __forceinline__ int NumberOf() {
+  return static_cast<int>(blockIdx.x) / Traits::kCluster;
+}
+
+// Packed rows of a unit that a CTA computes.
+template <typename Traits>
+__device__ __forceinline__ int RowsOf(const typename Traits::Params& p) {
+  return Traits::kCluster > 1 ? Traits::kRows : p.rows;
+}
+// Where it is told that this CTA's rows of a piece are there.
+template <typename Traits>
+__device__ __forceinline__ int32_t* PieceThere(const typename Traits::Params& p, unsigned slot) {
+  return p.piece_there + slot * Traits::kCluster + RankOf<Traits>();
+}
+
 // What a share has of a unit.
 struct LatentPiece {
   Sequence sequence;
-  int first_row;           // of the sequence's packed rows
+  int first_row;           // this CTA's, of the sequence's packed rows; there may be none from it on
   int first_key, tiles;    // where its first tile begins; 0 tiles: there are no more pieces
   int key_begin, key_end;  // what some row of the unit sees lies between these
   unsigned slot;
@@ -68,6 +93,14 @@ struct LatentShared {
   uint64_t full[Traits::kStages][kChunkGroups], empty[Traits::kStages][kChunkGroups];
   uint64_t q_full, q_empty, piece_full[kPieces], piece_empty[kPieces];
 };
+
+// Arrivals that leave a group of a tile: of the warps of a consumer, in each CTA that the group's
+// copies write to. Where a CTA is alone, threads that have read P do so for themselves.
+template <typename Traits>
+__host__ __device__ constexpr int LeavesOf(int group) {
+  const bool threads = Traits::kCluster == 1 && group == kLastGroup;
+  return (threads ? kWarpgroup : kWarpgroup / 32) * Traits::kCluster;
+}
 
 // Hardware barriers of the consumers; the first three come in twos, one for each owner.
 enum LatentBarrier {
