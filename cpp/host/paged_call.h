@@ -37,17 +37,15 @@ inline int32_t PagedTileRows(const kvblock_paged_attention& a, int32_t most_rows
 }
 
 // Whether two tiles of a sequence's packed rows make a unit of a latent cache, where the GPU has
-// clusters of CTAs for it: such a unit's keys are loaded once (hopper/latent/). A second tile that
-// most units lack would cost more than it saves: of the tiles that a query has, or that sequences
-// have on average, few are without another one.
+// clusters of CTAs for it: such a unit's keys are loaded once (hopper/latent/). A query must have
+// more than one tile, or sequences on average two: those with one tile take two CTAs then.
 constexpr int32_t kPairedRows = 128;
 inline bool PagedPairsTiles(const kvblock_paged_attention& a) {
   constexpr int64_t kTile = kPairedRows / 2;
   const int64_t group = a.num_heads / std::max(a.num_kv_heads, 1);
-  const int64_t of_query = (group + kTile - 1) / kTile;
-  const int64_t mean = a.split_size > 0 ? 0 : a.rows * group / (std::max(a.sequences, 1) * kTile);
-  const int64_t tiles = std::max(of_query, mean);
-  return a.values_in_keys && a.head_dim == 576 && tiles > 1 && tiles != 3;
+  const bool on_average =
+      a.split_size == 0 && a.rows * group >= std::max(a.sequences, 1) * 2 * kTile;
+  return a.values_in_keys && a.head_dim == 576 && (group > kTile || on_average);
 }
 
 // Tiles of so many packed rows, at the most: each sequence that has queries has one that is not

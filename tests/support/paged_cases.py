@@ -590,7 +590,7 @@ LATENT_PAIRS = {
     ),
     "latent, pairs: many pieces, blocks of 128": Case(
         sequences=tuple((1, 1 + 29 * i % 140) for i in range(14)),
-        **{**MANY_ROWS, "heads": 100, "block_size": 128},
+        **{**MANY_ROWS, "heads": 130, "block_size": 128},
     ),
     "latent, pairs: maxima that move": Case(
         sequences=((1, 500), (2, 150)),

@@ -1,8 +1,9 @@
 // CUDA on a CPU, for tests: enough of it to run the kernels that are written with mma.sync and
 // cp.async, Hopper's forward kernel without clusters, and its kernel for latent caches with them,
-// thread by thread. It is slow and in order, and it is strict: what a kernel reads before it has arrived, or before anyone wrote it, is
-// NaN, and threads that wait for a barrier that the others never reach are an error. In a library
-// of its own, races.cc asks what orders the accesses of a CTA's threads to shared memory.
+// thread by thread. It is slow and in order, and it is strict: what a kernel reads before it has
+// arrived, or before anyone wrote it, is NaN, and threads that wait for a barrier that the others
+// never reach are an error. In a library of its own, races.cc asks what orders the accesses of a
+// CTA's threads to shared memory.
 //
 // A kernel is compiled by the host's compiler as the function that it is, with this folder before
 // cpp/ on the include path: the headers of device/ that hold PTX are replaced by those here. CTAs

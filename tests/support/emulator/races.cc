@@ -64,9 +64,7 @@ struct Thread {
 };
 
 // Of memory of a CTA: the variables, then those that have a place of their own.
-size_t Bytes() {
-  return _end - __bss_start + (__stop_kvblock_shared - __start_kvblock_shared);
-}
+size_t Bytes() { return _end - __bss_start + (__stop_kvblock_shared - __start_kvblock_shared); }
 size_t Offset(const volatile void* at) {
   const auto from = [&](const char* first) {
     return reinterpret_cast<uintptr_t>(at) - reinterpret_cast<uintptr_t>(first);
@@ -140,8 +138,9 @@ class Checker {
   Event StartBulkLoad(uint32_t barrier, const void* to, int bytes, const void* code) {
     Settle();
     const auto found = loads_.find({rank_, barrier});
-    const int agent =
-        found != loads_.end() ? found->second : loads_[{rank_, barrier}] = NewAgent("a load of", barrier);
+    const int agent = found != loads_.end()
+                          ? found->second
+                          : loads_[{rank_, barrier}] = NewAgent("a load of", barrier);
     ++agents_[agent].time;
     Record(Access::kWrite, to, bytes, Own().clock, {agent, agents_[agent].time, code});
     return {agent, agents_[agent].time};
@@ -277,7 +276,7 @@ class Checker {
   std::vector<Warp> warps_;
   std::map<std::pair<int, uint32_t>, int> loads_;  // agents, by their CTAs and barriers
   int rank_ = 0;                                   // the CTA whose memory is used
-  Clock lanes_{};                  // what all lanes know that start a product
+  Clock lanes_{};                                  // what all lanes know that start a product
   std::vector<Word> words_;
   std::vector<Word*> used_;
   std::pair<const volatile void*, Moment> clearing_{};  // a write of a thread over zeros

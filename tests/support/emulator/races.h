@@ -31,7 +31,7 @@ inline int running = -1;  // the thread whose accesses count
 #define EMULATOR_UNSEEN __attribute__((no_sanitize("thread")))
 
 void BeginCluster(int ctas, int threads);  // each
-int EnterCta(int rank);  // whose memory is used from now on; which it was
+int EnterCta(int rank);                    // whose memory is used from now on; which it was
 
 // The running thread, but with an event: arrives; has waited.
 void Release(Handover& handover);

@@ -62,9 +62,9 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, Follower follower, c
   const int64_t tiles = TilesOfUnit(keys, Traits::kTileKeys);
   // How long sequences are is known to the GPU alone. It costs little to cut as if all were alike,
   // and often they are.
-  const SplitWork work = {Traits::kRows,
-                          std::min<int64_t>(PagedMeanRows(a, most_rows), Traits::kRows),
-                          PagedTilesOfRows(a, Traits::kRows, most_rows) * a.num_kv_heads, true, false};
+  const SplitWork work = {
+      Traits::kRows, std::min<int64_t>(PagedMeanRows(a, most_rows), Traits::kRows),
+      PagedTilesOfRows(a, Traits::kRows, most_rows) * a.num_kv_heads, true, false};
   if (const char* error = CheckTiles(work, tiles)) return error;
   const auto launch = [&](auto traits, Cut cut) {
     using Own = decltype(traits);

@@ -15,7 +15,8 @@
 
 namespace kvblock::hopper {
 
-// kCluster: CTAs that compute a unit together, 64 of its rows each, and load its keys for each other.
+// kCluster: CTAs that compute a unit together, 64 of its rows each, and load its keys for each
+// other.
 template <typename T_, int kKeyDim, int kAllValueDim, int kCluster_>
 struct LatentTraits {
   using T = T_;
@@ -30,7 +31,7 @@ struct LatentTraits {
   // As forward/rows.cuh names them, for a consumer's rows and its half of O's columns.
   static constexpr int kRowBlocks = 1, kValueDim = kAllValueDim / kConsumers, kDim = kValueDim;
   using OwnLine = Line<kKeys, kThreads, Params>;
-  static_assert(kRows * kChunkRowBytes == kChunkBytes);        // Q's chunks are as large
+  static_assert(kRows * kChunkRowBytes == kChunkBytes);  // Q's chunks are as large
   static_assert(kCluster == 1 || kCluster == 2);
   static_assert(kKeyDim == 9 * 64 && kAllValueDim == 8 * 64);  // groups of chunks are of these
 };
@@ -73,8 +74,8 @@ __device__ __forceinline__ int32_t* PieceThere(const typename Traits::Params& p,
 // What a share has of a unit.
 struct LatentPiece {
   Sequence sequence;
-  int first_row;           // this CTA's, of the sequence's packed rows; there may be none from it on
-  int first_key, tiles;    // where its first tile begins; 0 tiles: there are no more pieces
+  int first_row;         // this CTA's, of the sequence's packed rows; there may be none from it on
+  int first_key, tiles;  // where its first tile begins; 0 tiles: there are no more pieces
   int key_begin, key_end;  // what some row of the unit sees lies between these
   unsigned slot;
   bool whole;  // the unit
