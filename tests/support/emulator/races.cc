@@ -89,9 +89,9 @@ class Checker {
     for (int i = 0; i < threads; ++i) {
       threads_[i].clock[i] = agents_[NewAgent("thread", i)].time = 1;
     }
-    words_.resize(std::max(words_.size(), ctas * WordsOfCta()));
     for (Word* word : used_) *word = {};
     used_.clear();
+    words_.resize(std::max(words_.size(), ctas * WordsOfCta()));
   }
 
   int EnterCta(int rank) {
@@ -198,6 +198,11 @@ class Checker {
     int& agent = product ? warps_[warp].engine : Own().engines[which];
     if (agent < 0) agent = NewAgent(kNames[which], product ? warp : running);
     return agent;
+  }
+
+  static size_t WordsOfCta() { return Bytes() / kWordBytes + 2; }
+  size_t FirstWord(const volatile void* at) const {
+    return rank_ * WordsOfCta() + Offset(at) / kWordBytes;
   }
 
   static constexpr int kZeroBytes = 16;
