@@ -47,6 +47,7 @@ class LatentConsumer {
 
  private:
   static constexpr int kOther = 1 - kOwn;
+  static constexpr bool kLeavesLate = Traits::kScoresAhead == kChunkGroups;
   static constexpr int kValueGroup =
       kOwn * 2;  // the first of the two that this consumer multiplies
 
@@ -98,22 +99,26 @@ class LatentConsumer {
 
   // An own tile, and the one before it, which is the other's, unless this one begins the piece.
   //
-  // Consumer 0 starts with its scores, since its tile has come when the one before is still without
-  // probabilities; consumer 1 starts with the values of the one before.
+  // Consumer 0 starts with its scores, since its tile comes when the one before is still without
+  // probabilities; consumer 1 starts with the values of the one before. Where consumer 0 has only
+  // some of its scores in front of these values, it leaves their place before softmax.
   template <bool kBegins>
   __device__ __forceinline__ void AddOwn(const LatentPiece& piece, int tile, Rows<Traits>& rows) {
     const Where own = Find(tile), before = Find(tile - 1);
     const int key = piece.first_key + tile * Traits::kKeys;
     if constexpr (kOwn == 0) {
+      constexpr int kAhead = kBegins ? kChunkGroups : Traits::kScoresAhead;
       ClearUnseen(piece, key, own);
-      IssueScores<0, kChunkGroups>(own, rows);
-      if constexpr (kBegins) {
-        WgmmaWait<0>();
-      } else {
+      IssueScores<0, kAhead>(own, rows);
+      if constexpr (!kBegins) {
         TakeOthers(before, rows);
         IssueValues(before, others_, rows);
-        WgmmaWait<2>();
       }
+      if constexpr (kAhead < kChunkGroups) {
+        LeaveValues<0>(before, rows);
+        IssueScores<kAhead, kChunkGroups>(own, rows);
+      }
+      WgmmaWait<kLeavesLate && !kBegins ? 2 : 0>();
     } else {
       TakeOthers(before, rows);
       IssueValues(before, others_, rows);
@@ -132,7 +137,7 @@ class LatentConsumer {
     AddSums<Traits>(rows, factor, sum);
     PackProbabilities<Traits>(rows);
     ShowProbabilities(own, rows);
-    if constexpr (kOwn == 0 && !kBegins) LeaveValues<0>(before, rows);
+    if constexpr (kOwn == 0 && kLeavesLate && !kBegins) LeaveValues<0>(before, rows);
     if (moved) Rescale<Traits>(rows, factor);
     IssueValues(own, rows.p, rows);
     LeaveValues<0>(own, rows);

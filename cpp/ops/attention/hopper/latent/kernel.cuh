@@ -27,6 +27,15 @@
 // time to come: what lies in shared memory is left in groups of 64 to 128 columns as soon as both
 // its owner and who multiplies it are done, and loaded anew by bulk copies in the same order.
 //
+// With kCluster 2 a unit is two such tiles of rows, and two CTAs of a cluster compute it, 64 rows
+// each: they take the same share of keys side by side. Each loads every other chunk of a tile into
+// both, at the same place, so that a key comes from L2 once. A chunk may come when the consumers of
+// both have left its group: these arrive in their own CTA and in the other one, each of which waits
+// for both before it loads its half, and expects the bytes of both halves. The second CTA of a unit
+// with no more than 64 rows computes nothing that is written, and loads and leaves as the other.
+// In a cluster a tile comes later after it was asked for, since two must have left its place: then
+// consumer 0 multiplies only some of its scores in front of P(1) V(1) (kScoresAhead).
+//
 // Keys that no row of a unit sees but that come along in a box are cleared (ClearUnseen).
 #pragma once
 

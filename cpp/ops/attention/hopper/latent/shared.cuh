@@ -15,6 +15,11 @@
 
 namespace kvblock::hopper {
 
+// Chunks of a tile that are loaded, waited for and left together: two of columns that are values,
+// and the last one, which is none.
+constexpr int kChunkGroups = 5, kLastGroup = 4;
+__host__ __device__ constexpr int ChunksOf(int group) { return group == kLastGroup ? 1 : 2; }
+
 // kCluster: CTAs that compute a unit together, 64 of its rows each, and load its keys for each
 // other.
 template <typename T_, int kKeyDim, int kAllValueDim, int kCluster_>
@@ -27,6 +32,9 @@ struct LatentTraits {
   static constexpr int kConsumers = 2, kConsumerThreads = kConsumers * kWarpgroup;
   static constexpr int kThreads = kConsumerThreads + kWarpgroup;
   static constexpr int kLoaderRegisters = 56, kConsumerRegisters = 224;
+  // Groups of chunks of consumer 0's scores that it multiplies in front of the other's values: all,
+  // if they are there early.
+  static constexpr int kScoresAhead = kCluster > 1 ? 3 : kChunkGroups;
   static constexpr int kChunkBytes = kKeys * kChunkRowBytes, kTileBytes = kKeyChunks * kChunkBytes;
   // As forward/rows.cuh names them, for a consumer's rows and its half of O's columns.
   static constexpr int kRowBlocks = 1, kValueDim = kAllValueDim / kConsumers, kDim = kValueDim;
@@ -36,15 +44,11 @@ struct LatentTraits {
   static_assert(kKeyDim == 9 * 64 && kAllValueDim == 8 * 64);  // groups of chunks are of these
 };
 
-// Chunks of a tile that are loaded, waited for and left together: two of columns that are values,
-// and the last one, which is none.
-constexpr int kChunkGroups = 5, kLastGroup = 4;
-__host__ __device__ constexpr int ChunksOf(int group) { return group == kLastGroup ? 1 : 2; }
-// The order in which those of a tile are loaded and multiplied, which is that in which those of the
-// tile before in the same place are left: both consumers work on tiles of consumer 0 at the same
-// time; consumer 1 has multiplied its half of its own when the other begins. The last columns are
-// left when the other takes P, for which it has waited for a whole tile of its own: in front of the
-// others they would hold these up.
+// The order in which groups of a tile are loaded and multiplied, which is that in which those of
+// the tile before in the same place are left: both consumers work on tiles of consumer 0 at the
+// same time; consumer 1 has multiplied its half of its own when the other begins. The last columns
+// are left when the other takes P, for which it has waited for a whole tile of its own: in front of
+// the others they would hold these up.
 __host__ __device__ constexpr int GroupAt(int owner, int i) {
   constexpr int kOrder[2][kChunkGroups] = {{0, 2, 1, 3, 4}, {2, 3, 0, 1, 4}};
   return kOrder[owner][i];
