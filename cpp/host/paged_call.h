@@ -36,10 +36,23 @@ inline int32_t PagedTileRows(const kvblock_paged_attention& a, int32_t most_rows
   return rows > 16 && a.cache_dtype >= KVBLOCK_E4M3 ? 64 : rows;  // fewer instances
 }
 
-// Tiles of packed rows, at the most: each sequence that has queries has one that is not full, and
-// no query needs more than what its own rows do.
-inline int64_t PagedTilesOfRows(const kvblock_paged_attention& a, int32_t most_rows = INT32_MAX) {
-  const int64_t group = a.num_heads / a.num_kv_heads, tile = PagedTileRows(a, most_rows);
+// Whether two tiles of a sequence's packed rows make a unit of a latent cache, where the GPU has
+// clusters of CTAs for it: such a unit's keys are loaded once (hopper/latent/). A query must have
+// more than one tile, or sequences on average two: those with one tile take two CTAs then.
+constexpr int32_t kPairedRows = 128;
+inline bool PagedPairsTiles(const kvblock_paged_attention& a) {
+  constexpr int64_t kTile = kPairedRows / 2;
+  const int64_t group = a.num_heads / std::max(a.num_kv_heads, 1);
+  const bool on_average =
+      a.split_size == 0 && a.rows * group >= std::max(a.sequences, 1) * 2 * kTile;
+  return a.values_in_keys && a.head_dim == 576 && (group > kTile || on_average);
+}
+
+// Tiles of so many packed rows, at the most: each sequence that has queries has one that is not
+// full, and no query needs more than what its own rows do.
+inline int64_t PagedTilesOfRows(const kvblock_paged_attention& a, int64_t tile,
+                                int32_t most_rows = INT32_MAX) {
+  const int64_t group = a.num_heads / a.num_kv_heads;
   const int64_t some = std::min<int64_t>(a.sequences, a.rows);
   const int64_t together = (a.rows * group + some * (tile - 1)) / tile;
   const int64_t each = some * ((int64_t{most_rows} + tile - 1) / tile);
@@ -79,14 +92,21 @@ inline int64_t PagedSplitKeys(const kvblock_paged_attention& a) {
   return (a.split_size + kUnit - 1) / kUnit * kUnit;
 }
 
-// Places for the pieces of a call that is cut so: of all lines as schedule/shares.cuh has them,
-// whatever the tiles are that its split counts.
-inline int64_t PagedSplitPlaces(const kvblock_paged_attention& a) {
+// Places for the pieces of a call that is cut so, of units of so many packed rows: of all lines as
+// schedule/shares.cuh has them, whatever the tiles are that its split counts.
+inline int64_t PagedSplitPlaces(const kvblock_paged_attention& a, int32_t rows) {
   constexpr int64_t kUnit = KVBLOCK_PAGED_SPLIT;
   const int64_t heads = std::max(a.num_kv_heads, 1);
   const int64_t keys = (PagedKeysOfTable(a) + kUnit - 1) / kUnit * kUnit + kUnit;
-  const int64_t most = PagedTilesOfRows(a) * heads;
+  const int64_t most = PagedTilesOfRows(a, rows) * heads;
   return 2 * (most * keys / PagedSplitKeys(a) + heads);
+}
+
+// Rows of these places, whichever units the GPU makes it.
+inline int64_t PagedSplitRows(const kvblock_paged_attention& a) {
+  const auto of_units = [&](int32_t rows) { return PagedSplitPlaces(a, rows) * rows; };
+  const int64_t rows = of_units(PagedTileRows(a));
+  return PagedPairsTiles(a) ? std::max(rows, of_units(kPairedRows)) : rows;
 }
 
 // The workspace: results of pieces, then what begins with 0 where two launches run side by side: a
@@ -98,7 +118,7 @@ struct PagedCounters {
 };
 inline int64_t PagedPieceBytes(const kvblock_paged_attention& a) {
   const int32_t rows = PagedTileRows(a);
-  const int64_t floats = a.split_size > 0 ? PagedSplitPlaces(a) * rows * (a.value_dim + int64_t{1})
+  const int64_t floats = a.split_size > 0 ? PagedSplitRows(a) * (a.value_dim + int64_t{1})
                                           : PieceFloats(kMostCtas, rows, a.value_dim);
   return (floats * static_cast<int64_t>(sizeof(float)) + 15) / 16 * 16;
 }

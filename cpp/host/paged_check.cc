@@ -101,8 +101,7 @@ std::string CheckSequences(const kvblock_paged_attention& a) {
 std::string CheckSplit(const kvblock_paged_attention& a) {
   if (a.split_size < 0) return Got("split_size must not be negative", a.split_size);
   if (a.split_size == 0) return "";
-  const int64_t numbers = PagedSplitPlaces(a) * PagedTileRows(a);
-  if (numbers * std::max(a.value_dim, 1) <= int64_t{UINT32_MAX}) return "";
+  if (PagedSplitRows(a) * std::max(a.value_dim, 1) <= int64_t{UINT32_MAX}) return "";
   return Got("with pieces of split_size keys the workspace is too large; split_size must be larger",
              a.split_size);
 }

@@ -15,7 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged_cases import LATENT, LATENT_MANY, MANY_ROWS, WIDE_LATENT
+from paged_cases import (
+    LATENT,
+    LATENT_MANY,
+    LATENT_PAIRS,
+    MANY_ROWS,
+    WIDE_LATENT,
+)
 from paged_problems import (
     Case,
     HostMemory,
@@ -47,6 +53,7 @@ def on(
     library.emulator_set_cta_bytes(shared)
     library.emulator_set_hopper(hopper)
     library.emulator_hopper_ctas()
+    library.emulator_clustered_ctas()
 
 
 @pytest.mark.wide
@@ -147,6 +154,76 @@ def test_each_call_may_have_a_layer_of_its_own_on_hopper(emulated):
     x.kv_lens[len(x.kv_lens) // 2 :] = 0
     run_on_host(emulated, x, times=1)
     assert emulated.emulator_hopper_ctas() > 0
+
+
+# ---- clusters of two, for two tiles of rows each -------------------------------------
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", LATENT_PAIRS)
+def test_pairs_of_tiles_by_clusters(name, emulated):
+    """By one cluster, by some with several pieces each, by more of them than units."""
+    x = Problem(LATENT_PAIRS[name])
+    for multiprocessors in (2, 7, 40):
+        on(emulated, multiprocessors, H200, hopper=True)
+        run_on_host(emulated, x, times=1)
+        clustered = emulated.emulator_clustered_ctas()
+        assert 0 < clustered <= multiprocessors
+        assert clustered == emulated.emulator_hopper_ctas()
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("length", [1, 64, 65, 128, 129, 192, 193, 256, 320])
+def test_pieces_of_any_number_of_tiles_by_clusters(length, emulated):
+    on(emulated, 2, H200, hopper=True)
+    case = Case(sequences=((1, length), (1, 130)), **MANY_ROWS)
+    run_on_host(emulated, Problem(case), times=1)
+    assert emulated.emulator_clustered_ctas() == 2
+
+
+@pytest.mark.wide
+def test_the_same_bits_every_time_by_clusters(emulated):
+    on(emulated, 22, H200, hopper=True)
+    run_on_host(emulated, Problem(LATENT_PAIRS["latent, pairs: 72 heads"]), times=2)
+    assert emulated.emulator_clustered_ctas() > 0
+
+
+@pytest.mark.wide
+def test_with_split_size_other_sequences_change_no_bit_by_clusters(emulated):
+    on(emulated, 3, H200, hopper=True)
+    hold_alone(emulated, Problem(LATENT_PAIRS["latent, pairs: a split"]))
+    assert emulated.emulator_clustered_ctas() > 0
+
+
+@pytest.mark.wide
+def test_keys_in_front_of_all_windows_may_be_nan_by_clusters(emulated):
+    sequences = ((1, 300), (5, 133), (1, 9), (1, 135))
+    case = Case(window=(70, 0), sequences=sequences, **{**WIDE_LATENT, "heads": 72})
+    for multiprocessors in (2, 14):
+        on(emulated, multiprocessors, H200, hopper=True)
+        run_on_host(emulated, with_nan_in_front_of_windows(case), times=1)
+        assert emulated.emulator_clustered_ctas() > 0
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("heads", "queries", "split_size"),
+    [(64, 1, 0), (60, 2, 0), (20, 6, 0), (64, 4, 256)],
+)
+def test_where_a_cta_is_alone(heads, queries, split_size, emulated):
+    """Sequences have less than two tiles; with a split, a query's heads tell."""
+    on(emulated, 4, H200, hopper=True)
+    case = Case(
+        sequences=((queries, 70), (queries, 20)),
+        split_size=split_size,
+        **{**MANY_ROWS, "heads": heads},
+    )
+    run_on_host(emulated, Problem(case), times=1)
+    assert emulated.emulator_clustered_ctas() == 0
+    assert emulated.emulator_hopper_ctas() > 0
+
+
+# ---- what Hopper's kernel does not serve ---------------------------------------------
 
 
 @pytest.mark.wide

@@ -142,6 +142,13 @@ MISSING = (
         ("latent, Hopper, many pieces", "WriteResult", "WriteResult"),
     ),
     Mutant(
+        "latent, Hopper: a place is loaded anew that the cluster's other CTA reads",
+        f"{LATENT}/consumer.cuh",
+        "ClusterBarrierArrive(empty, peer_);",
+        "ClusterBarrierArrive(empty, peer_ ^ 1);",
+        ("latent, Hopper, pairs", "a load of", "a product of warp"),
+    ),
+    Mutant(
         "Hopper: barriers are used before they are made",
         f"{FORWARD}/kernel.cuh",
         "    __syncthreads();\n",

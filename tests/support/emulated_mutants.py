@@ -14,6 +14,7 @@ PAGED_BESIDE = test("test_emulated_paged", "leaves")
 LATENT = test("test_emulated_latent", "every_row")
 LATENT_KERNEL = f"{GENERIC}/latent/kernel.cuh"
 LATENT_MANY = test("test_emulated_latent", "many_rows")
+LATENT_PAIRS = test("test_emulated_latent", "pairs_of_tiles")
 LATENT_CONSUMER = f"{HOPPER}/latent/consumer.cuh"
 EMULATED = (
     Mutant(
@@ -330,8 +331,8 @@ EMULATED = (
     Mutant(
         "latent, Hopper: all pieces of a share lie in the same place",
         f"{HOPPER}/latent/loader.cuh",
-        "PieceSlot(blockIdx.x, position_ == first_);",
-        "PieceSlot(blockIdx.x, true);",
+        "PieceSlot(NumberOf<Traits>(), position_ == first_);",
+        "PieceSlot(NumberOf<Traits>(), true);",
         LATENT_MANY,
     ),
     Mutant(
@@ -340,6 +341,35 @@ EMULATED = (
         "<< (box * maps_.box_rows);",
         "<< (box / 2 * maps_.box_rows);",
         LATENT_MANY,
+    ),
+    Mutant(
+        "latent, Hopper: both CTAs of a cluster take the same rows",
+        f"{HOPPER}/latent/loader.cuh",
+        "at_.rows.first_row + rank_ * Traits::kRows;",
+        "at_.rows.first_row;",
+        LATENT_PAIRS,
+    ),
+    Mutant(
+        "latent, Hopper: rows of a piece lie where those of the other CTA do",
+        f"{HOPPER}/latent/result.cuh",
+        "RankOf<Traits>() * Traits::kRows + row;",
+        "row;",
+        LATENT_PAIRS,
+    ),
+    Mutant(
+        "latent, Hopper: barriers of a cluster are used before they are made",
+        f"{HOPPER}/latent/kernel.cuh",
+        "    ClusterMeet();\n",
+        "    __syncthreads();\n",
+        LATENT_PAIRS,
+    ),
+    Mutant(
+        "latent, Hopper: a CTA ends while another one of its cluster arrives there",
+        f"{HOPPER}/latent/kernel.cuh",
+        "  // The other CTA still writes here, and arrives.\n"
+        "  if constexpr (Traits::kCluster > 1) ClusterMeet();\n",
+        "",
+        LATENT_PAIRS,
     ),
     Mutant(
         "latent, Hopper: it takes what rows see for themselves",

@@ -144,6 +144,15 @@ LATENT_HOPPER = {
     "a split": Case(
         sequences=((1, 600), (1, 70)), heads=64, split_size=256, large=40.0, **WIDE
     ),
+    "pairs": Case(sequences=((1, 250), (1, 9), (2, 70), (1, 330)), heads=72, **WIDE),
+    "pairs, holes, a window": Case(
+        sequences=((2, 400), (1, 200)),
+        heads=128,
+        block_size=8,
+        window=(130, 0),
+        bad_ids=((0, 40, -1), (0, 49, -1), (1, 20, -1)),
+        **WIDE,
+    ),
 }
 DENSE = ("few", "lengths", "bias", "partial")
 CASES: dict[str, Callable[[ctypes.CDLL], None]] = {

@@ -2,8 +2,8 @@
 
 CASES and BAD (data) have few queries a sequence, for the most part; LEAVING and LONG
 have many. The rows of SPLIT have the same bits as those of each sequence alone.
-have many. LATENT are of latent caches, LATENT_MANY with many rows; LATENT_TYPES,
-which a GPU alone computes, too.
+have many. LATENT are of latent caches, LATENT_MANY and
+LATENT_PAIRS with many rows; LATENT_TYPES, which a GPU alone computes, too.
 """
 
 from __future__ import annotations
@@ -565,6 +565,71 @@ LATENT_MANY = {
     ),
     "latent, many rows: tables one after the other": Case(
         sequences=((1, 70), (2, 20)), flat=True, **{**WIDE_LATENT, "heads": 64}
+    ),
+}
+# Of two tiles of rows and more: clusters have these.
+LATENT_PAIRS = {
+    "latent, pairs: 128 heads": Case(
+        sequences=((1, 0), (1, 1), (1, 63), (1, 64), (1, 65), (1, 330)), **MANY_ROWS
+    ),
+    "latent, pairs: 128 heads, two queries": Case(
+        sequences=((2, 200), (2, 2), (2, 129)), dtype="float16", **MANY_ROWS
+    ),
+    "latent, pairs: 72 heads": Case(
+        sequences=((1, 250), (3, 129), (0, 70), (2, 2), (1, 64)),
+        more_rows=2,
+        sinks=1,
+        **{**MANY_ROWS, "heads": 72, "block_size": 16},
+    ),
+    "latent, pairs: 65 heads, no queries": Case(
+        sequences=((0, 40), (1, 0), (1, 90), (0, 0), (1, 3)),
+        **{**MANY_ROWS, "heads": 65, "block_size": 8},
+    ),
+    "latent, pairs: no queries at all": Case(
+        sequences=((0, 40), (0, 0)), more_rows=3, **MANY_ROWS
+    ),
+    "latent, pairs: many pieces, blocks of 128": Case(
+        sequences=tuple((1, 1 + 29 * i % 140) for i in range(14)),
+        **{**MANY_ROWS, "heads": 130, "block_size": 128},
+    ),
+    "latent, pairs: maxima that move": Case(
+        sequences=((1, 500), (2, 150)),
+        large=40.0,
+        **{**MANY_ROWS, "heads": 96, "dtype": "float16"},
+    ),
+    "latent, pairs: 16 heads, a prefill": Case(
+        sequences=((20, 150), (1, 70), (9, 9)), **{**WIDE_LATENT, "heads": 16}
+    ),
+    "latent, pairs: ids of no block": Case(
+        sequences=((1, 48), (3, 120), (1, 250)),
+        bad_ids=((0, 1, -1), (1, 0, 10**6), (2, 3, -(2**31)), (2, 29, 2**31 - 1)),
+        **{**MANY_ROWS, "heads": 80, "block_size": 8},
+    ),
+    "latent, pairs: both sides of a window, sinks": Case(
+        sequences=((5, 200), (20, 20), (1, 350)),
+        window=(70, 4),
+        sinks=1,
+        **{**MANY_ROWS, "heads": 70, "block_size": 24},
+    ),
+    "latent, pairs: several calls": Case(
+        calls=2,
+        layers=2,
+        layer=1,
+        sequences=((1, 30), (2, 20), (1, 9), (1, 140)),
+        sinks=2,
+        more_rows=1,
+        **{**WIDE_LATENT, "heads": 66},
+    ),
+    "latent, pairs: a start that falls": Case(
+        starts=(1, 4, 3, 10**9),
+        sequences=((3, 20), (0, 30), (8, 29)),
+        **{**WIDE_LATENT, "heads": 90},
+    ),
+    "latent, pairs: a split": Case(
+        split_size=256,
+        sequences=((1, 700), (2, 20), (1, 256), (3, 513)),
+        sinks=1,
+        **{**MANY_ROWS, "heads": 80},
     ),
 }
 LATENT_TYPES = {

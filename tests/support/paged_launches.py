@@ -23,6 +23,7 @@ from paged_cases import (
     CASES,
     LATENT,
     LATENT_MANY,
+    LATENT_PAIRS,
     LATENT_TYPES,
     LEAVING,
     LONG,
@@ -149,7 +150,7 @@ def main() -> int:
     count, wrong = 0, []
     part, parts = map(int, given.part.split("/"))
     cases = {**CASES, **BAD, **LEAVING, **LONG, **SPLIT}
-    cases |= {**LATENT, **LATENT_MANY, **LATENT_TYPES}
+    cases |= {**LATENT, **LATENT_MANY, **LATENT_PAIRS, **LATENT_TYPES}
     for name, case in list(cases.items())[part::parts]:
         served = given.dtype in (None, case.dtype)
         served &= max(case.head_dim, case.value_dim) <= given.most_dim

@@ -21,8 +21,8 @@ extern "C" const char* kvblock_paged_attention_forward(const kvblock_paged_atten
     if (!hopper::ServesLatent(*a, PagedTileRows(*a), &maps)) {
       return generic::LaunchLatent(*a, cuda_stream);
     }
-    const auto compute = [&](const PagedParams& p, unsigned ctas, cudaStream_t stream) {
-      return hopper::LaunchLatentShares(p, maps, ctas, stream);
+    const auto compute = [&](const PagedParams& p, unsigned shares, cudaStream_t stream) {
+      return hopper::LaunchLatentShares(p, maps, shares, stream);
     };
     return generic::LaunchOtherLatent(*a, compute, cuda_stream);
   }

@@ -1,12 +1,15 @@
 // CUDA on a CPU, for tests: enough of it to run the kernels that are written with mma.sync and
-// cp.async, and Hopper's forward kernel without clusters, thread by thread. It is slow and in
-// order, and it is strict: what a kernel reads before it has arrived, or before anyone wrote it, is
-// NaN, and threads that wait for a barrier that the others never reach are an error. In a library
-// of its own, races.cc asks what orders the accesses of a CTA's threads to shared memory.
+// cp.async, Hopper's forward kernel without clusters, and its kernel for latent caches with them,
+// thread by thread. It is slow and in order, and it is strict: what a kernel reads before it has
+// arrived, or before anyone wrote it, is NaN, and threads that wait for a barrier that the others
+// never reach are an error. In a library of its own, races.cc asks what orders the accesses of a
+// CTA's threads to shared memory.
 //
 // A kernel is compiled by the host's compiler as the function that it is, with this folder before
 // cpp/ on the include path: the headers of device/ that hold PTX are replaced by those here. CTAs
-// run one after the other. The threads of a CTA are fibers; a fiber runs until it has to wait.
+// run one after the other; those of a cluster take turns, when one has no thread that can go on.
+// Then what lies in shared memory changes places with what the other has there. The threads of a
+// CTA are fibers; a fiber runs until it has to wait.
 #pragma once
 
 #include <ucontext.h>
@@ -34,7 +37,12 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
+#if KVBLOCK_EMULATES_CLUSTERS
+// Where CTAs that change places find it; all functions that have some are inline or templates.
+#define __shared__ static __attribute__((section("kvblock_shared")))
+#else
 #define __shared__ static
+#endif
 #define __align__(n) alignas(n)
 #define __CUDA_ARCH_FEAT_SM90_ALL 1
 
@@ -135,8 +143,10 @@ inline void Prepare(Context* context, char* stack, size_t bytes, void (*entry)()
 
 constexpr size_t kStackBytes = 256 * 1024;
 
+struct Cta;
 struct Fiber {
   Context context;
+  Cta* of = nullptr;
   int thread = 0;
   bool done = false;
 };
@@ -186,13 +196,44 @@ struct Cta {
   std::vector<int> meetings;                           // of each thread with its warp
   std::vector<std::vector<std::vector<Copy>>> groups;  // of each thread, the last still open
   const std::function<void()>* kernel = nullptr;
+  uint3 block{};
+  int rank = 0;               // in its cluster
+  std::vector<char> outside;  // while another one runs: what lies in shared memory
 };
 inline Cta* cta = nullptr;
+
+// The CTAs that run together, of which `cta` is one.
+struct Cluster {
+  std::vector<std::unique_ptr<Cta>> ctas;
+  Barrier all;
+};
+inline Cluster* cluster = nullptr;
+
+// What kernels have as __shared__, if it has a place of its own.
+extern "C" __attribute__((weak, visibility("hidden"))) char __start_kvblock_shared[];
+extern "C" __attribute__((weak, visibility("hidden"))) char __stop_kvblock_shared[];
+EMULATOR_UNSEEN inline void CopyShared(std::vector<char>& outside, bool in) {
+  const size_t variables = __stop_kvblock_shared - __start_kvblock_shared;
+  outside.resize(kSharedBytes + variables);
+  const auto copy = [&](char* place, char* at, size_t bytes) {
+    if (bytes > 0) std::memcpy(in ? place : at, in ? at : place, bytes);
+  };
+  copy(shared, outside.data(), kSharedBytes);
+  copy(__start_kvblock_shared, outside.data() + kSharedBytes, variables);
+}
+inline void ChangeTo(Cta* next) {
+  if (cta == next) return;
+  races::EnterCta(next->rank);
+  if (cta != nullptr && cluster->ctas.size() > 1) CopyShared(cta->outside, false);
+  if (!next->outside.empty()) CopyShared(next->outside, true);
+  cta = next;
+  blockIdx = cta->block;
+}
 
 inline void Run(Fiber* fiber) {
   threadIdx = {static_cast<unsigned>(fiber->thread), 0, 0};
   cta->running = fiber;
-  races::running = fiber->thread;
+  races::running = cta->rank * static_cast<int>(cta->fibers.size()) + fiber->thread;
   Switch(&cta->scheduler, &fiber->context);
   races::running = -1;
 }
@@ -203,7 +244,7 @@ inline void Sleep(std::vector<Fiber*>& waiting) {
   Switch(&self->context, &cta->scheduler);
 }
 inline void Wake(std::vector<Fiber*>& waiting) {
-  for (Fiber* fiber : waiting) cta->ready.push_back(fiber);
+  for (Fiber* fiber : waiting) fiber->of->ready.push_back(fiber);
   waiting.clear();
 }
 
@@ -233,39 +274,62 @@ inline void Entry() {
   Switch(&self->context, &cta->scheduler);
 }
 
-inline void RunCta(int threads, const std::function<void()>& kernel) {
-  static std::vector<std::unique_ptr<char[]>> stacks;  // of all CTAs, one after the other
-  while (stacks.size() < static_cast<size_t>(threads)) {
+// `ctas` of them, side by side from `first` on.
+inline void RunCluster(uint3 first, int ctas, int threads, const std::function<void()>& kernel) {
+  static std::vector<std::unique_ptr<char[]>> stacks;  // of all clusters, one after the other
+  while (stacks.size() < static_cast<size_t>(ctas * threads)) {
     stacks.emplace_back(new char[kStackBytes]);
   }
-  Cta here;
-  cta = &here;
+  Cluster here;
+  cluster = &here;
+  races::BeginCluster(ctas, threads);
+  for (int rank = 0; rank < ctas; ++rank) {
+    Cta& own = *here.ctas.emplace_back(std::make_unique<Cta>());
+    own.block = {first.x + rank, first.y, first.z};
+    own.rank = rank;
+    if (ctas > 1) own.outside.assign(kSharedBytes, static_cast<char>(0xff));
+    own.kernel = &kernel;
+    own.fibers.resize(threads);
+    own.warps.resize((threads + kWarp - 1) / kWarp);
+    own.meetings.resize(threads);
+    own.groups.assign(threads, {{}});
+    own.alive = threads;
+    for (int i = 0; i < threads; ++i) {
+      Fiber& fiber = own.fibers[i];
+      fiber.of = &own;
+      fiber.thread = i;
+      Prepare(&fiber.context, stacks[rank * threads + i].get(), kStackBytes, Entry);
+      own.ready.push_back(&fiber);
+    }
+  }
   std::memset(shared, 0xff, sizeof(shared));
-  races::BeginCta(threads);
-  here.kernel = &kernel;
-  here.fibers.resize(threads);
-  here.warps.resize((threads + kWarp - 1) / kWarp);
-  here.meetings.resize(threads);
-  here.groups.assign(threads, {{}});
-  here.alive = threads;
-  for (int i = 0; i < threads; ++i) {
-    Fiber& fiber = here.fibers[i];
-    fiber.thread = i;
-    Prepare(&fiber.context, stacks[i].get(), kStackBytes, Entry);
-    here.ready.push_back(&fiber);
+  for (bool some = true; some;) {
+    some = false;
+    for (const auto& own : here.ctas) {
+      if (own->ready.empty()) continue;
+      some = true;
+      ChangeTo(own.get());
+      while (!cta->ready.empty()) {
+        Fiber* const fiber = cta->ready.front();
+        cta->ready.pop_front();
+        Run(fiber);
+      }
+    }
   }
-  while (!here.ready.empty()) {
-    Fiber* const fiber = here.ready.front();
-    here.ready.pop_front();
-    Run(fiber);
-  }
-  if (here.alive != 0) Die("the others wait for a barrier that some threads never reach");
-  for (const auto& groups : here.groups) {
-    for (size_t i = 0; i + 1 < groups.size(); ++i) {
-      if (!groups[i].empty()) Die("asynchronous copies are under way at the end");
+  for (const auto& own : here.ctas) {
+    ChangeTo(own.get());
+    if (own->alive != 0) Die("the others wait for a barrier that some threads never reach");
+    for (const auto& groups : own->groups) {
+      for (size_t i = 0; i + 1 < groups.size(); ++i) {
+        if (!groups[i].empty()) Die("asynchronous copies are under way at the end");
+      }
+    }
+    for (const auto& [at, barrier] : own->in_shared) {
+      if (!barrier.late.empty()) Die("bulk copies are under way at the end");
     }
   }
   cta = nullptr;
+  cluster = nullptr;
 }
 
 // What every lane of this warp shows, once all have.
@@ -446,6 +510,7 @@ inline int major = 8;                       // of the compute capability
 inline bool on_one_multiprocessor = false;  // all CTAs
 inline int grids = 0;                       // bit n: a launch had n CTAs in x
 inline int hopper_ctas = 0;                 // that are warpgroups which play different roles
+inline int clustered_ctas = 0;              // that are not alone
 }  // namespace emulator
 inline cudaError_t cudaGetDevice(int* device) {
   *device = emulator::device;
@@ -480,12 +545,19 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                const Args&... args) {
   const auto& [grid, block] = std::pair(config->gridDim, config->blockDim);
   if (grid.x <= 30) emulator::grids |= 1 << grid.x;
+  unsigned together = 1;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    const cudaLaunchAttribute& attribute = config->attrs[i];
+    if (attribute.id == cudaLaunchAttributeClusterDimension) together = attribute.val.clusterDim.x;
+  }
+  if (grid.x % together != 0) emulator::Die("a cluster is not whole");
   gridDim = {grid.x, grid.y, grid.z};
   blockDim = {block.x, 1, 1};
   for (unsigned y = 0; y < grid.y; ++y) {
-    for (unsigned x = 0; x < grid.x; ++x) {
-      blockIdx = {x, y, 0};
-      emulator::RunCta(static_cast<int>(block.x), [&] { kernel(args...); });
+    for (unsigned x = 0; x < grid.x; x += together) {
+      if (together > 1) emulator::clustered_ctas += static_cast<int>(together);
+      emulator::RunCluster({x, y, 0}, static_cast<int>(together), static_cast<int>(block.x),
+                           [&] { kernel(args...); });
     }
   }
   return cudaSuccess;

@@ -1,5 +1,6 @@
 // Paged attention over latent caches for the emulator: a library of its own, beside attention.cc,
 // so that who changes one compiles one.
+#define KVBLOCK_EMULATES_CLUSTERS 1
 #include "ops/attention/generic/latent/launch.cuh"
 #include "ops/attention/hopper/latent/launch.cuh"
 #include "ops/attention/hopper/paged/launcher.h"
@@ -31,4 +32,6 @@ extern "C" void emulator_set_multiprocessors(int count) {
 extern "C" void emulator_set_hopper(int hopper) { emulator::major = hopper != 0 ? 9 : 8; }
 // CTAs of its own kernels since this was asked before.
 extern "C" int emulator_hopper_ctas() { return std::exchange(emulator::hopper_ctas, 0); }
+// Those of clusters.
+extern "C" int emulator_clustered_ctas() { return std::exchange(emulator::clustered_ctas, 0); }
 extern "C" void emulator_set_cta_bytes(int bytes) { emulator::cta_bytes = bytes; }

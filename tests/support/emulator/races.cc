@@ -63,14 +63,25 @@ struct Thread {
   int products = 0;
 };
 
+// Of memory of a CTA: the variables, then those that have a place of their own.
+size_t Bytes() { return _end - __bss_start + (__stop_kvblock_shared - __start_kvblock_shared); }
 size_t Offset(const volatile void* at) {
-  return reinterpret_cast<uintptr_t>(at) - reinterpret_cast<uintptr_t>(__bss_start);
+  const auto from = [&](const char* first) {
+    return reinterpret_cast<uintptr_t>(at) - reinterpret_cast<uintptr_t>(first);
+  };
+  const size_t own = from(__start_kvblock_shared), variables = _end - __bss_start;
+  if (own < static_cast<size_t>(__stop_kvblock_shared - __start_kvblock_shared)) {
+    return (variables + kWordBytes - 1) / kWordBytes * kWordBytes + own;
+  }
+  return from(__bss_start) < variables ? from(__bss_start) : SIZE_MAX;
 }
 
 class Checker {
  public:
-  void BeginCta(int threads) {
+  void BeginCluster(int ctas, int threads_of_cta) {
     Settle();
+    rank_ = 0;
+    const int threads = ctas * threads_of_cta;
     agents_.clear();
     threads_.assign(threads, {});
     warps_.assign((threads + kWarp - 1) / kWarp, {});
@@ -78,9 +89,14 @@ class Checker {
     for (int i = 0; i < threads; ++i) {
       threads_[i].clock[i] = agents_[NewAgent("thread", i)].time = 1;
     }
-    words_.resize((_end - __bss_start) / kWordBytes + 1);
     for (Word* word : used_) *word = {};
     used_.clear();
+    words_.resize(std::max(words_.size(), ctas * WordsOfCta()));
+  }
+
+  int EnterCta(int rank) {
+    Settle();
+    return std::exchange(rank_, rank);
   }
 
   Thread& Own() { return threads_[running]; }
@@ -91,7 +107,7 @@ class Checker {
   }
 
   void Touch(Access access, const volatile void* at, int bytes, const void* code) {
-    if (running < 0 || Offset(at) >= static_cast<size_t>(_end - __bss_start)) return;
+    if (running < 0 || Offset(at) >= Bytes()) return;
     Settle();
     const Moment now{running, agents_[running].time, code};
     if (access == Access::kWrite && AreZeros(at, bytes)) {
@@ -109,7 +125,7 @@ class Checker {
       return;
     }
     for (int i = 0; i < kZeroBytes / kWordBytes; ++i) {
-      Remember(words_[Offset(at) / kWordBytes + i].zeros, now);
+      Remember(words_[FirstWord(at) + i].zeros, now);
     }
   }
   void Start(Engine engine, Access access, const void* at, int bytes, const void* code) {
@@ -121,9 +137,10 @@ class Checker {
   }
   Event StartBulkLoad(uint32_t barrier, const void* to, int bytes, const void* code) {
     Settle();
-    const auto found = loads_.find(barrier);
-    const int agent =
-        found != loads_.end() ? found->second : loads_[barrier] = NewAgent("a load of", barrier);
+    const auto found = loads_.find({rank_, barrier});
+    const int agent = found != loads_.end()
+                          ? found->second
+                          : loads_[{rank_, barrier}] = NewAgent("a load of", barrier);
     ++agents_[agent].time;
     Record(Access::kWrite, to, bytes, Own().clock, {agent, agents_[agent].time, code});
     return {agent, agents_[agent].time};
@@ -183,6 +200,11 @@ class Checker {
     return agent;
   }
 
+  static size_t WordsOfCta() { return Bytes() / kWordBytes + 2; }
+  size_t FirstWord(const volatile void* at) const {
+    return rank_ * WordsOfCta() + Offset(at) / kWordBytes;
+  }
+
   static constexpr int kZeroBytes = 16;
   static bool AreZeros(const volatile void* at, int bytes) {
     constexpr char kZeros[kZeroBytes] = {};
@@ -198,8 +220,8 @@ class Checker {
 
   void Record(Access access, const volatile void* at, int bytes, const Clock& clock,
               const Moment& now) {
-    const size_t end = (Offset(at) + bytes - 1) / kWordBytes + 1;
-    for (size_t i = Offset(at) / kWordBytes; i < end; ++i) {
+    const size_t end = FirstWord(at) + (Offset(at) % kWordBytes + bytes - 1) / kWordBytes + 1;
+    for (size_t i = FirstWord(at); i < end; ++i) {
       Word& word = words_[i];
       const auto knows = [&](const Moment& before) { return clock[before.agent] >= before.time; };
       const auto check = [&](const Moment& before, const char* what) {
@@ -235,8 +257,9 @@ class Checker {
               const char* what) {
     if (!known_.insert({now.code, before.code}).second) return;
     constexpr const char* kNames[] = {" reads ", " writes ", " changes ", " comes to "};
-    const int64_t place = __bss_start + word * kWordBytes - shared;
-    report_ += "block " + std::to_string(blockIdx.x) + ": " + agents_[now.agent].name +
+    const int64_t place = __bss_start + word % WordsOfCta() * kWordBytes - shared;
+    const size_t block = blockIdx.x - cta->rank + word / WordsOfCta();
+    report_ += "block " + std::to_string(block) + ": " + agents_[now.agent].name +
                kNames[static_cast<int>(access)] +
                (place >= 0 && place < kSharedBytes ? "byte " + std::to_string(place)
                                                    : std::string("a variable")) +
@@ -256,8 +279,9 @@ class Checker {
   std::vector<Agent> agents_;  // the threads come first
   std::vector<Thread> threads_;
   std::vector<Warp> warps_;
-  std::map<uint32_t, int> loads_;  // agents, by their barriers
-  Clock lanes_{};                  // what all lanes know that start a product
+  std::map<std::pair<int, uint32_t>, int> loads_;  // agents, by their CTAs and barriers
+  int rank_ = 0;                                   // the CTA whose memory is used
+  Clock lanes_{};                                  // what all lanes know that start a product
   std::vector<Word> words_;
   std::vector<Word*> used_;
   std::pair<const volatile void*, Moment> clearing_{};  // a write of a thread over zeros
@@ -270,7 +294,8 @@ Checker& checker = *new Checker;
 
 }  // namespace
 
-void BeginCta(int threads) { checker.BeginCta(threads); }
+void BeginCluster(int ctas, int threads) { checker.BeginCluster(ctas, threads); }
+int EnterCta(int rank) { return checker.EnterCta(rank); }
 
 void Release(Handover& handover) {
   if (running < 0) return;

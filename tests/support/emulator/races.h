@@ -30,7 +30,8 @@ inline int running = -1;  // the thread whose accesses count
 #if KVBLOCK_CHECK_RACES
 #define EMULATOR_UNSEEN __attribute__((no_sanitize("thread")))
 
-void BeginCta(int threads);
+void BeginCluster(int ctas, int threads);  // each
+int EnterCta(int rank);                    // whose memory is used from now on; which it was
 
 // The running thread, but with an event: arrives; has waited.
 void Release(Handover& handover);
@@ -53,7 +54,8 @@ Event StartBulkLoad(uint32_t barrier, const void* to, int bytes);
 #else
 #define EMULATOR_UNSEEN
 
-inline void BeginCta(int) {}
+inline void BeginCluster(int, int) {}
+inline int EnterCta(int) { return 0; }
 inline void Release(Handover&) {}
 inline void Release(Handover&, Event) {}
 inline void Acquire(const Handover&) {}
@@ -81,6 +83,18 @@ class Unseen {
   }
   Unseen(const Unseen&) = delete;
   Unseen& operator=(const Unseen&) = delete;
+
+ private:
+  const int before_;
+};
+
+// While one lives, the memory is that of a CTA of the cluster.
+class InCta {
+ public:
+  explicit InCta(int rank) : before_(EnterCta(rank)) {}
+  ~InCta() { EnterCta(before_); }
+  InCta(const InCta&) = delete;
+  InCta& operator=(const InCta&) = delete;
 
  private:
   const int before_;

@@ -96,7 +96,14 @@ class Combine {
   __device__ __forceinline__ void AwaitPieces() const {
     if (HasSplit()) return AwaitPriorLaunch();
     for (int piece = threadIdx.x; piece < pieces_; piece += kThreads) {
-      if (Exists(piece)) AwaitPublished(p_.piece_there + SlotOf(piece));
+      if (!Exists(piece)) continue;
+      if constexpr (Params::kSameRows) {
+        AwaitPublished(p_.piece_there + SlotOf(piece));
+      } else {
+        for (int i = 0; i < p_.piece_ctas; ++i) {
+          AwaitPublished(p_.piece_there + SlotOf(piece) * p_.piece_ctas + i);
+        }
+      }
     }
     __syncthreads();
   }

@@ -14,6 +14,7 @@ namespace kvblock {
 // many keys as a row of the tables has. A window's sides are at most kFar.
 struct RaggedParams : ShareParams {
   static constexpr bool kSameRows = false;
+  int32_t piece_ctas;  // that compute a piece, some of its rows each: each of them tells of its own
   int32_t calls;
   FastDiv by_sequences, by_rows;  // sequences and rows of a call
   const int32_t* query_start;

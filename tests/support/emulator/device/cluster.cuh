@@ -1,12 +1,19 @@
-// The emulator has no clusters: a CTA is alone.
+// Thread block clusters for the emulator: see cpp/device/cluster.cuh.
 #pragma once
 
-#include "cuda_runtime.h"
+#include "device/mbarrier.cuh"
 
 namespace kvblock {
 
-inline int ClusterRank() { return 0; }
-inline void ClusterMeet() { emulator::Die("a cluster"); }
-inline void ClusterBarrierArrive(uint32_t, int) { emulator::Die("a cluster"); }
+inline int ClusterRank() { return emulator::cta->rank; }
+// All threads of all CTAs: none may have returned.
+inline void ClusterMeet() {
+  emulator::Cluster& cluster = *emulator::cluster;
+  const size_t threads = cluster.ctas.size() * emulator::cta->fibers.size();
+  emulator::Wait(cluster.all, static_cast<int>(threads));
+}
+inline void ClusterBarrierArrive(uint32_t barrier, int rank) {
+  BarrierArrive(barrier, *emulator::cluster->ctas[rank]);
+}
 
 }  // namespace kvblock

@@ -10,11 +10,17 @@ inline void BarrierInit(uint32_t barrier, int arrivals) {
   emulator::cta->in_shared[barrier].expected = arrivals;
 }
 
-inline emulator::SharedBarrier& FindBarrier(uint32_t barrier) {
-  const auto found = emulator::cta->in_shared.find(barrier);
-  if (found == emulator::cta->in_shared.end()) emulator::Die("a barrier that nobody has made");
+inline emulator::SharedBarrier& FindBarrier(uint32_t barrier, emulator::Cta& of) {
+  const auto found = of.in_shared.find(barrier);
+  if (found == of.in_shared.end()) emulator::Die("a barrier that nobody has made");
+  if (of.alive == 0) emulator::Die("a barrier of a CTA that has ended");
+  const emulator::races::InCta there(of.rank);
   emulator::races::Touch(emulator::races::Access::kBarrier, emulator::SharedPointer(barrier), 8);
   return found->second;
+}
+
+inline emulator::SharedBarrier& FindBarrier(uint32_t barrier) {
+  return FindBarrier(barrier, *emulator::cta);
 }
 
 inline void EndPhase(emulator::SharedBarrier& b) {
@@ -24,12 +30,13 @@ inline void EndPhase(emulator::SharedBarrier& b) {
   emulator::races::Complete(b.handover);
   emulator::Wake(b.waiting);
 }
-inline void BarrierArrive(uint32_t barrier) {
-  emulator::SharedBarrier& b = FindBarrier(barrier);
+inline void BarrierArrive(uint32_t barrier, emulator::Cta& of) {
+  emulator::SharedBarrier& b = FindBarrier(barrier, of);
   emulator::races::Release(b.handover);
   if (++b.arrived > b.expected) emulator::Die("more arrivals at a barrier than it expects");
   EndPhase(b);
 }
+inline void BarrierArrive(uint32_t barrier) { BarrierArrive(barrier, *emulator::cta); }
 inline void ArriveBytes(uint32_t barrier, int bytes, emulator::races::Event copy) {
   emulator::SharedBarrier& b = FindBarrier(barrier);
   emulator::races::Release(b.handover, copy);
@@ -38,8 +45,9 @@ inline void ArriveBytes(uint32_t barrier, int bytes, emulator::races::Event copy
 }
 
 // What arrives when somebody waits for it.
-inline void ArriveLate(uint32_t barrier, std::function<void()> arrive) {
-  emulator::SharedBarrier& b = FindBarrier(barrier);
+inline void ArriveLate(uint32_t barrier, std::function<void()> arrive,
+                       emulator::Cta& of = *emulator::cta) {
+  emulator::SharedBarrier& b = FindBarrier(barrier, of);
   b.late.push_back(std::move(arrive));
   emulator::Wake(b.waiting);
 }

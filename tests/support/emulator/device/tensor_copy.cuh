@@ -41,10 +41,12 @@ void ForBox(const CUtensorMap& map, uint32_t shared, const int (&at)[5], Each ea
   }
 }
 
-inline void LoadBox(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&x)[5]) {
+inline void LoadBox(uint32_t to, const CUtensorMap& map, uint32_t barrier, const int (&x)[5],
+                    emulator::Cta& of = *emulator::cta) {
+  const emulator::races::InCta there(of.rank);
   const auto copy =
       emulator::races::StartBulkLoad(barrier, emulator::SharedPointer(to), Bytes(map));
-  ArriveLate(barrier, [=, x0 = x[0], x1 = x[1], x2 = x[2], x3 = x[3], x4 = x[4]] {
+  const auto arrive = [=, x0 = x[0], x1 = x[1], x2 = x[2], x3 = x[3], x4 = x[4]] {
     int bytes = 0;
     ForBox(map, to, {x0, x1, x2, x3, x4}, [&](uint32_t place, char* from) {
       const uint16_t zero = 0;
@@ -52,14 +54,18 @@ inline void LoadBox(uint32_t to, const CUtensorMap& map, uint32_t barrier, const
       bytes += 2;
     });
     ArriveBytes(barrier, bytes, copy);
-  });
+  };
+  ArriveLate(barrier, arrive, of);
 }
 inline void LoadBox(uint32_t to, const CUtensorMap& map, uint32_t barrier, int x0, int x1, int x2,
                     int x3) {
   LoadBox(to, map, barrier, {x0, x1, x2, x3, 0});
 }
-inline void LoadBoxToCtas(uint32_t, const CUtensorMap&, uint32_t, int, int, int, int, uint16_t) {
-  emulator::Die("a cluster");
+inline void LoadBoxToCtas(uint32_t to, const CUtensorMap& map, uint32_t barrier, int x0, int x1,
+                          int x2, int x3, uint16_t mask) {
+  for (const auto& of : emulator::cluster->ctas) {
+    if (mask >> of->rank & 1) LoadBox(to, map, barrier, {x0, x1, x2, x3, 0}, *of);
+  }
 }
 inline void StoreBox(const CUtensorMap& map, uint32_t from, int x0, int x1, int x2, int x3) {
   using namespace emulator::races;

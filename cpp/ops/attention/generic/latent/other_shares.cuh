@@ -9,7 +9,7 @@
 
 namespace kvblock::generic {
 
-// Of tiles of so many rows and of 64 keys, and one CTA to a multiprocessor.
+// Of units of so many rows and tiles of 64 keys, and one CTA to a multiprocessor.
 template <typename T_, int kRows_>
 struct OtherLatentTraits {
   using T = T_;
@@ -22,22 +22,30 @@ struct OtherLatentTraits {
   static constexpr int kSharedBytes = 0;  // that kernel's own affair
   static constexpr bool kWide = false, kCombines = true;
 };
+template <int kPieceCtas_>
 struct OtherShares {
+  static constexpr int kPieceCtas = kPieceCtas_;
   const ComputeShares& compute;
   static cudaError_t Prepare() { return cudaSuccess; }
-  const char* Launch(const PagedParams& p, unsigned ctas, cudaStream_t stream) const {
-    return CudaResult(compute(p, ctas, stream));
+  const char* Launch(const PagedParams& p, unsigned shares, cudaStream_t stream) const {
+    return CudaResult(compute(p, shares, stream));
   }
 };
 
 template <typename T>
 const char* LaunchOtherLatentOf(const kvblock_paged_attention& a, const ComputeShares& compute,
                                 cudaStream_t stream) {
-  const OtherShares shares = {compute};
   using Half = OtherLatentTraits<T, 32>;
   using Whole = OtherLatentTraits<T, 64>;
-  return PagedTileRows(a) == 32 ? LaunchPagedAs<Half, Half>(a, nullptr, stream, shares)
-                                : LaunchPagedAs<Whole, Whole>(a, nullptr, stream, shares);
+  using Paired = OtherLatentTraits<T, kPairedRows>;
+  Gpu gpu{};
+  if (const char* error = AskGpu(&gpu)) return error;
+  const OtherShares<1> alone = {compute};
+  const OtherShares<2> by_two = {compute};
+  if (PagedTileRows(a) == 32) return LaunchPagedAs<Half, Half>(a, nullptr, stream, alone);
+  return PagedPairsTiles(a) && gpu.multiprocessors > 1
+             ? LaunchPagedAs<Paired, Paired>(a, nullptr, stream, by_two)
+             : LaunchPagedAs<Whole, Whole>(a, nullptr, stream, alone);
 }
 
 }  // namespace kvblock::generic

@@ -20,6 +20,7 @@ inline PagedParams MakePagedParams(const kvblock_paged_attention& a, const Split
   static_cast<ShareParams&>(p) = MakeShareParams(MembersOf(a), work, cut);
   SetPages(a, &p);
   p.most_rows = most_rows;
+  p.piece_ctas = 1;
   return p;
 }
 
@@ -29,7 +30,7 @@ inline void SetSplit(const kvblock_paged_attention& a, int32_t tiles, PagedParam
   p->split = tiles;
   p->combine_units = true;
   p->joining = 4;
-  p->piece_lse = p->piece_o + PagedSplitPlaces(a) * p->rows * a.value_dim;
+  p->piece_lse = p->piece_o + PagedSplitPlaces(a, p->rows) * p->rows * a.value_dim;
   p->piece_there = nullptr;
 }
 
@@ -61,14 +62,15 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, Follower follower, c
   const int64_t tiles = TilesOfUnit(keys, Traits::kTileKeys);
   // How long sequences are is known to the GPU alone. It costs little to cut as if all were alike,
   // and often they are.
-  const SplitWork work = {Traits::kRows,
-                          std::min<int64_t>(PagedMeanRows(a, most_rows), Traits::kRows),
-                          PagedTilesOfRows(a, most_rows) * a.num_kv_heads, true, false};
+  const SplitWork work = {
+      Traits::kRows, std::min<int64_t>(PagedMeanRows(a, most_rows), Traits::kRows),
+      PagedTilesOfRows(a, Traits::kRows, most_rows) * a.num_kv_heads, true, false};
   if (const char* error = CheckTiles(work, tiles)) return error;
   const auto launch = [&](auto traits, Cut cut) {
     using Own = decltype(traits);
     cut.ctas = std::max(cut.ctas, 1);
     PagedParams p = MakePagedParams(a, work, cut, most_rows);
+    if constexpr (std::is_same_v<Own, Traits>) p.piece_ctas = Shares::kPieceCtas;
     if (a.split_size > 0) {
       static_assert(KVBLOCK_PAGED_SPLIT % Own::kTileKeys == 0);
       const int64_t split = PagedSplitKeys(a) / Own::kTileKeys;
@@ -103,7 +105,8 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, Follower follower, c
       return launch(Wide(), CutFor(work, a.num_kv_heads, wide_tiles, most));
     }
   }
-  return launch(Traits(), CutFor(work, a.num_kv_heads, tiles, PlacesFor<Traits>(gpu)));
+  const int64_t places = PlacesFor<Traits>(gpu) / Shares::kPieceCtas;
+  return launch(Traits(), CutFor(work, a.num_kv_heads, tiles, places));
 }
 
 // Warps of a CTA that only load; two where a multiprocessor has one CTA. With them a thread has 168

@@ -32,6 +32,7 @@ constexpr auto CombineOf() {
 // The kernel that computes shares.
 template <typename Traits>
 struct SplitShares {
+  static constexpr int kPieceCtas = 1;  // that compute a share
   static cudaError_t Prepare() {
     cudaError_t status = cudaFuncSetAttribute(
         AttentionSplit<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);

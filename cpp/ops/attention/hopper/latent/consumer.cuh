@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/ldmatrix.cuh"
 #include "device/mbarrier.cuh"
 #include "device/stmatrix.cuh"
@@ -28,7 +29,7 @@ class LatentConsumer {
   using Params = typename Traits::Params;
 
   __device__ __forceinline__ LatentConsumer(const Params& p, LatentShared<Traits>& shared)
-      : p_(p), shared_(shared), exponent_{p.scale * kLog2E} {}
+      : p_(p), shared_(shared), exponent_{p.scale * kLog2E}, peer_(RankOf<Traits>() ^ 1) {}
 
   __device__ __forceinline__ void Run() {
 #pragma unroll 1
@@ -46,6 +47,7 @@ class LatentConsumer {
 
  private:
   static constexpr int kOther = 1 - kOwn;
+  static constexpr bool kLeavesLate = Traits::kScoresAhead == kChunkGroups;
   static constexpr int kValueGroup =
       kOwn * 2;  // the first of the two that this consumer multiplies
 
@@ -97,22 +99,26 @@ class LatentConsumer {
 
   // An own tile, and the one before it, which is the other's, unless this one begins the piece.
   //
-  // Consumer 0 starts with its scores, since its tile has come when the one before is still without
-  // probabilities; consumer 1 starts with the values of the one before.
+  // Consumer 0 starts with its scores, since its tile comes when the one before is still without
+  // probabilities; consumer 1 starts with the values of the one before. Where consumer 0 has only
+  // some of its scores in front of these values, it leaves their place before softmax.
   template <bool kBegins>
   __device__ __forceinline__ void AddOwn(const LatentPiece& piece, int tile, Rows<Traits>& rows) {
     const Where own = Find(tile), before = Find(tile - 1);
     const int key = piece.first_key + tile * Traits::kKeys;
     if constexpr (kOwn == 0) {
+      constexpr int kAhead = kBegins ? kChunkGroups : Traits::kScoresAhead;
       ClearUnseen(piece, key, own);
-      IssueScores<0, kChunkGroups>(own, rows);
-      if constexpr (kBegins) {
-        WgmmaWait<0>();
-      } else {
+      IssueScores<0, kAhead>(own, rows);
+      if constexpr (!kBegins) {
         TakeOthers(before, rows);
         IssueValues(before, others_, rows);
-        WgmmaWait<2>();
       }
+      if constexpr (kAhead < kChunkGroups) {
+        LeaveValues<0>(before, rows);
+        IssueScores<kAhead, kChunkGroups>(own, rows);
+      }
+      WgmmaWait<kLeavesLate && !kBegins ? 2 : 0>();
     } else {
       TakeOthers(before, rows);
       IssueValues(before, others_, rows);
@@ -131,7 +137,7 @@ class LatentConsumer {
     AddSums<Traits>(rows, factor, sum);
     PackProbabilities<Traits>(rows);
     ShowProbabilities(own, rows);
-    if constexpr (kOwn == 0 && !kBegins) LeaveValues<0>(before, rows);
+    if constexpr (kOwn == 0 && kLeavesLate && !kBegins) LeaveValues<0>(before, rows);
     if (moved) Rescale<Traits>(rows, factor);
     IssueValues(own, rows.p, rows);
     LeaveValues<0>(own, rows);
@@ -191,7 +197,19 @@ class LatentConsumer {
     Keep(rows.p);
   }
   __device__ __forceinline__ void Leave(const Where& at, int group) {
-    if (Lane() == 0) BarrierArrive(SharedAddress(&shared_.empty[at.stage][group]));
+    if (Lane() != 0) return;
+    const uint32_t empty = SharedAddress(&shared_.empty[at.stage][group]);
+    BarrierArrive(empty);
+    if constexpr (Traits::kCluster > 1) ClusterBarrierArrive(empty, peer_);
+  }
+  // The same of the columns that all lanes have read P from.
+  __device__ __forceinline__ void LeaveProbabilities(const Where& at) {
+    if constexpr (Traits::kCluster > 1) {
+      __syncwarp();
+      Leave(at, kLastGroup);
+    } else {
+      BarrierArrive(SharedAddress(&shared_.empty[at.stage][kLastGroup]));
+    }
   }
 
   // Rows of the tile that no row of the unit sees, where a box of them has come: a probability of 0
@@ -266,7 +284,7 @@ class LatentConsumer {
       moved |= before != reference;
       rows.sums.sum[half] *= factor[half];
     }
-    BarrierArrive(SharedAddress(&shared_.empty[at.stage][kLastGroup]));
+    LeaveProbabilities(at);
     if (__any_sync(~0u, moved)) Rescale<Traits>(rows, factor);
     // They came before the probabilities. This consumer's own products read them now.
     BarrierWait(SharedAddress(&shared_.full[at.stage][kValueGroup]), at.phase);
@@ -295,6 +313,7 @@ class LatentConsumer {
   const Params& p_;
   LatentShared<Traits>& shared_;
   const Scaled exponent_;
+  const int peer_;                          // the cluster's other CTA
   int before_ = 0;                          // tiles of the pieces before
   int seen_from_[2], seen_to_[2];           // the keys that this thread's rows see
   uint32_t others_[Traits::kKeys / 16][4];  // the other's probabilities

@@ -27,6 +27,15 @@
 // time to come: what lies in shared memory is left in groups of 64 to 128 columns as soon as both
 // its owner and who multiplies it are done, and loaded anew by bulk copies in the same order.
 //
+// With kCluster 2 a unit is two such tiles of rows, and two CTAs of a cluster compute it, 64 rows
+// each: they take the same share of keys side by side. Each loads every other chunk of a tile into
+// both, at the same place, so that a key comes from L2 once. A chunk may come when the consumers of
+// both have left its group: these arrive in their own CTA and in the other one, each of which waits
+// for both before it loads its half, and expects the bytes of both halves. The second CTA of a unit
+// with no more than 64 rows computes nothing that is written, and loads and leaves as the other.
+// In a cluster a tile comes later after it was asked for, since two must have left its place: then
+// consumer 0 multiplies only some of its scores in front of P(1) V(1) (kScoresAhead).
+//
 // Keys that no row of a unit sees but that come along in a box are cleared (ClearUnseen).
 #pragma once
 
@@ -34,6 +43,7 @@
 
 #include <cstdint>
 
+#include "device/cluster.cuh"
 #include "device/mbarrier.cuh"
 #include "device/publish.cuh"
 #include "device/shared.cuh"
@@ -57,8 +67,7 @@ __device__ __forceinline__ void MakeBarriers(LatentShared<Traits>& shared) {
 #pragma unroll 1
     for (int group = 0; group < kChunkGroups; ++group) {
       make(shared.full[stage][group], 1);
-      // By the warps of a consumer, or, where threads read P, by all of them.
-      make(shared.empty[stage][group], group == kLastGroup ? kWarpgroup : kWarpgroup / 32);
+      make(shared.empty[stage][group], LeavesOf<Traits>(group));
     }
   }
 #pragma unroll 1
@@ -94,17 +103,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     PrefetchTensorMap(maps.k);
     MakeBarriers<Traits>(shared);
     if (p.split == kNoSplit) {  // the next launch sees this before it can begin
-      Withdraw(p.piece_there + PieceSlot(blockIdx.x, true));
-      Withdraw(p.piece_there + PieceSlot(blockIdx.x, false));
+      Withdraw(PieceThere<Traits>(p, PieceSlot(NumberOf<Traits>(), true)));
+      Withdraw(PieceThere<Traits>(p, PieceSlot(NumberOf<Traits>(), false)));
       __threadfence();
     }
   }
   typename Traits::OwnLine line(p, 0);
   int begin, end;
   Place first{};
-  line.FindShare(blockIdx.x, &begin, &end, &first);
+  line.FindShare(NumberOf<Traits>(), &begin, &end, &first);
   const bool fallen = line.fallen();
-  __syncthreads();
+  if constexpr (Traits::kCluster > 1) {
+    ClusterMeet();
+  } else {
+    __syncthreads();
+  }
   // The same for all lanes of a warp, which the compiler must see.
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (group == 0) {
@@ -122,6 +135,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       LatentConsumer<Traits, 1>(p, shared).Run();
     }
   }
+  // The other CTA still writes here, and arrives.
+  if constexpr (Traits::kCluster > 1) ClusterMeet();
 #endif
 }
 

@@ -8,10 +8,9 @@
 
 namespace kvblock::hopper {
 
-template <typename T, int kDim, int kValueDim>
-cudaError_t LaunchLatentSharesOf(const PagedParams& p, const LatentMaps& maps, unsigned ctas,
-                                 cudaStream_t stream) {
-  using Traits = LatentTraits<T, kDim, kValueDim>;
+template <typename Traits>
+cudaError_t LaunchLatentAs(const PagedParams& p, const LatentMaps& maps, unsigned shares,
+                           cudaStream_t stream) {
   const auto kernel = AttentionLatent<Traits>;
   constexpr int kSharedBytes = sizeof(LatentShared<Traits>), kBesides = 3072;
   static_assert(kSharedBytes + kBesides <= kMostSharedBytes);  // a line has variables of its own
@@ -31,7 +30,16 @@ cudaError_t LaunchLatentSharesOf(const PagedParams& p, const LatentMaps& maps, u
     });
   }
   if (status != cudaSuccess) return status;
-  return LaunchGrid(kernel, dim3(ctas), Traits::kThreads, kSharedBytes, stream, p, maps);
+  return LaunchClusters<Traits::kCluster>(kernel, int64_t{shares} * Traits::kCluster,
+                                          Traits::kThreads, kSharedBytes, stream, p, maps);
+}
+
+template <typename T, int kDim, int kValueDim>
+cudaError_t LaunchLatentSharesOf(const PagedParams& p, const LatentMaps& maps, unsigned shares,
+                                 cudaStream_t stream) {
+  return p.piece_ctas == 2
+             ? LaunchLatentAs<LatentTraits<T, kDim, kValueDim, 2>>(p, maps, shares, stream)
+             : LaunchLatentAs<LatentTraits<T, kDim, kValueDim, 1>>(p, maps, shares, stream);
 }
 
 }  // namespace kvblock::hopper

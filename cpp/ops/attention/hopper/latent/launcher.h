@@ -21,13 +21,13 @@ constexpr int kLatentTileKeys = 64;
 // a tile are so many.
 bool ServesLatent(const kvblock_paged_attention& a, int32_t rows, LatentMaps* maps);
 
-// The CTAs that compute shares, so many; who combines follows.
-cudaError_t LaunchLatentShares(const PagedParams& p, const LatentMaps& maps, unsigned ctas,
+// The CTAs that compute so many shares, p.piece_ctas each; who combines follows.
+cudaError_t LaunchLatentShares(const PagedParams& p, const LatentMaps& maps, unsigned shares,
                                cudaStream_t stream);
 
 // The same for one element type, head dim and value dim: an instance each.
 template <typename T, int kDim, int kValueDim>
-cudaError_t LaunchLatentSharesOf(const PagedParams& p, const LatentMaps& maps, unsigned ctas,
+cudaError_t LaunchLatentSharesOf(const PagedParams& p, const LatentMaps& maps, unsigned shares,
                                  cudaStream_t stream);
 
 }  // namespace kvblock::hopper

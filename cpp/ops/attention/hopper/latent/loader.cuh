@@ -29,6 +29,7 @@ class LatentLoader {
         shared_(shared),
         line_(line),
         lane_(threadIdx.x % 32),
+        rank_(RankOf<Traits>()),
         boxes_(Traits::kKeys / maps.box_rows),
         layer_(LayerNumber(p, 0)) {}
 
@@ -85,7 +86,7 @@ class LatentLoader {
     int row = 0;
     WritePiece([&](LatentPiece& piece) {
       piece.sequence = line_.SequenceOf(at_);
-      piece.first_row = at_.rows.first_row;
+      piece.first_row = at_.rows.first_row + rank_ * Traits::kRows;
       piece.first_key = FirstKeyOf<Traits::kKeys, Params>(at_);
       piece.tiles = piece_tiles_;
       piece.key_begin = at_.rows.first_key;
@@ -93,7 +94,7 @@ class LatentLoader {
       const bool first = at_.tile == 0;
       piece.whole = first && piece_tiles_ == at_.rows.tiles;
       piece.slot = p_.split != kNoSplit ? line_.SplitSlot(position_, first)
-                                        : PieceSlot(blockIdx.x, position_ == first_);
+                                        : PieceSlot(NumberOf<Traits>(), position_ == first_);
       row = static_cast<int>(piece.sequence.q_row * p_.num_heads) + piece.first_row;
     });
     return __shfl_sync(~0u, row, 0);
@@ -130,15 +131,28 @@ class LatentLoader {
       if (lane_ == 0) BarrierExpect(full, ChunksOf(group) * Traits::kChunkBytes);
       __syncwarp();
       if (lane_ < boxes_) {
-        for (int c = group * 2; c < group * 2 + ChunksOf(group); ++c) {
-          LoadBox(SharedAddress(to + c * Traits::kChunkBytes), maps_.k, full,
-                  {c * kChunkColumns, 0, from.slot, from.block, tile.layer});
+        // In a cluster every other one, and each time the other one of the last.
+        const int first = Traits::kCluster == 1 ? 0 : (tiles_ ^ rank_) & 1;
+        for (int c = group * 2 + first; c < group * 2 + ChunksOf(group); c += Traits::kCluster) {
+          LoadKeys(SharedAddress(to + c * Traits::kChunkBytes), full, c * kChunkColumns, from,
+                   tile.layer);
         }
       }
       __syncwarp();
     }
     if (tile.q_row >= 0) LoadQueries(tile.q_row);
     ++tiles_;
+  }
+
+  // A box, for all CTAs of the cluster: it reports to the barrier of each.
+  __device__ __forceinline__ void LoadKeys(uint32_t to, uint32_t full, int column,
+                                           const PagedKey& from, int layer) const {
+    if constexpr (Traits::kCluster == 1) {
+      LoadBox(to, maps_.k, full, column, from.slot, from.block, layer);
+    } else {
+      LoadBoxToCtas(to, maps_.k, full, column, from.slot, from.block, layer,
+                    (1 << Traits::kCluster) - 1);
+    }
   }
 
   // Rows behind the tile's come along; nobody reads what becomes of them.
@@ -173,7 +187,8 @@ class LatentLoader {
   const LatentMaps& maps_;
   LatentShared<Traits>& shared_;
   const OwnLine& line_;
-  const int lane_, boxes_, layer_;      // boxes of a tile; the layer of the first call
+  const int lane_, rank_;
+  const int boxes_, layer_;             // boxes of a tile; the layer of the first call
   Place at_;                            // of the tile that is to be looked up next
   int position_, first_, left_;         // its place in the line, the share's, and tiles from it on
   int of_piece_ = 0, piece_tiles_ = 0;  // how many of these the piece has, and all of its tiles

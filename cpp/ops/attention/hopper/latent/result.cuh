@@ -35,7 +35,7 @@ __device__ __forceinline__ void WriteResult(const typename Traits::Params& p,
   BarrierMeet(kBothMeet, Traits::kConsumerThreads);
   const Sequence& s = piece.sequence;
   const PackedRows packed(p, 0, s.q_rows);
-  const int rows_there = min(p.rows, packed.count() - piece.first_row);
+  const int rows_there = min(RowsOf<Traits>(p), packed.count() - piece.first_row);
   const auto& o = rows.state.o[0];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -67,7 +67,8 @@ __device__ __forceinline__ void WriteResult(const typename Traits::Params& p,
     } else if (there) {
       const bool nothing = of_row[half].sum == 0.0f;
       const float share = Share(of_row[half].sum);
-      const int64_t at = static_cast<int64_t>(piece.slot) * p.rows + row;
+      const int in_unit = RankOf<Traits>() * Traits::kRows + row;
+      const int64_t at = static_cast<int64_t>(piece.slot) * p.rows + in_unit;
       float* const to = p.piece_o + at * p.value_dim + kOwn * Traits::kValueDim + lane % 4 * 2;
 #pragma unroll
       for (int n = 0; n < Traits::kValueDim / 8; ++n) {
@@ -81,7 +82,7 @@ __device__ __forceinline__ void WriteResult(const typename Traits::Params& p,
   }
   if (piece.whole || p.split != kNoSplit) return;
   BarrierMeet(kBothMeet, Traits::kConsumerThreads);
-  if (kOwn == 0 && threadIdx.x % kWarpgroup == 0) Publish(p.piece_there + piece.slot);
+  if (kOwn == 0 && threadIdx.x % kWarpgroup == 0) Publish(PieceThere<Traits>(p, piece.slot));
 }
 
 }  // namespace kvblock::hopper
