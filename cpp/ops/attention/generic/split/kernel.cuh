@@ -102,15 +102,15 @@ constexpr SplitShape NarrowCacheShapeOf(int dim) {
          : dim == 192 ? SplitShape{128, 2, 2, 4}
                       : SplitShape{128, 2, 1, 4};
 }
-template <typename T_, int kDim_, int kRowBlocks_, typename Cache_, int kLoaders_ = 0>
+template <typename T_, int kDim_, int kRowBlocks_, typename Cache_>
 struct NarrowTraits {
   using T = T_;
   using Cache = Cache_;
   static constexpr bool kWide = false, kCombines = true, kNarrow = true;
   static constexpr int kDim = kDim_, kTileBlocks = kRowBlocks_, kRows = kTileBlocks * 16;
   static constexpr SplitShape kSplit = NarrowCacheShapeOf(kDim);
-  static constexpr int kWarps = kSplit.warps, kComputing = kWarps * 32;
-  static constexpr int kLoaders = kLoaders_, kThreads = kComputing + kLoaders * 32;
+  static constexpr int kWarps = kSplit.warps, kThreads = kWarps * 32, kComputing = kThreads;
+  static constexpr int kLoaders = 0;
   static constexpr int kParts = kWarps / kTileBlocks;  // of a tile's keys
   static constexpr int kTileKeys = kSplit.keys, kStages = kSplit.stages;
   using KvTile = NarrowTile<kTileKeys, kDim>;
