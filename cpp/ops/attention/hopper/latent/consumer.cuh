@@ -264,11 +264,12 @@ class LatentConsumer {
       }
     }
     FenceAsync();  // the next tile is loaded over them
-    BarrierPass(kProbabilitiesThere + kOwn, Traits::kConsumerThreads);
+    BarrierArrive(SharedAddress(&shared_.p_full[kOwn]));
   }
   // Waits for the other's probabilities; what there is of the rows follows their references.
   __device__ __forceinline__ void TakeOthers(const Where& at, Rows<Traits>& rows) {
-    BarrierMeet(kProbabilitiesThere + kOther, Traits::kConsumerThreads);
+    BarrierWait(SharedAddress(&shared_.p_full[kOther]), others_phase_);
+    others_phase_ ^= 1;
 #pragma unroll
     for (int step = 0; step < Traits::kKeys / 16; ++step) {
       LoadMatrices(others_[step], PlaceOf(at, step));
@@ -315,6 +316,7 @@ class LatentConsumer {
   const Scaled exponent_;
   const int peer_;                          // the cluster's other CTA
   int before_ = 0;                          // tiles of the pieces before
+  int others_phase_ = 0;                    // of the other's next P
   int seen_from_[2], seen_to_[2];           // the keys that this thread's rows see
   uint32_t others_[Traits::kKeys / 16][4];  // the other's probabilities
 };

@@ -75,6 +75,8 @@ __device__ __forceinline__ void MakeBarriers(LatentShared<Traits>& shared) {
     make(shared.piece_full[piece], 1);
     make(shared.piece_empty[piece], Traits::kConsumerThreads);
   }
+#pragma unroll
+  for (uint64_t& barrier : shared.p_full) make(barrier, kWarpgroup);
   make(shared.q_full, 1);
   make(shared.q_empty, Traits::kConsumerThreads / 32);
   FenceBarrierInit();

@@ -97,6 +97,7 @@ struct LatentShared {
   uint32_t holes[Traits::kStages][Traits::kKeys / 32];
   uint64_t full[Traits::kStages][kChunkGroups], empty[Traits::kStages][kChunkGroups];
   uint64_t q_full, q_empty, piece_full[kPieces], piece_empty[kPieces];
+  uint64_t p_full[Traits::kConsumers];  // P of the owner's tile, and its references
 };
 
 // Arrivals that leave a group of a tile: of the warps of a consumer, in each CTA that the group's
@@ -107,12 +108,11 @@ __host__ __device__ constexpr int LeavesOf(int group) {
   return (threads ? kWarpgroup : kWarpgroup / 32) * Traits::kCluster;
 }
 
-// Hardware barriers of the consumers; the first three come in twos, one for each owner.
+// Hardware barriers of the consumers; the first two come in twos, one for each.
 enum LatentBarrier {
-  kProbabilitiesThere = 1,  // one passes, the other waits
-  kScoresDone = 3,          // of a consumer alone
-  kRowsCleared = 5,
-  kBothMeet = 7,
+  kScoresDone = 1,
+  kRowsCleared = 3,
+  kBothMeet = 5,
 };
 
 }  // namespace kvblock::hopper
