@@ -38,8 +38,8 @@ void RunOwn(void (*kernel)(Parameters...), const OwnLaunch& launch,
   if (launch.block[1] * launch.block[2] != 1) Die("blocks have one dimension here");
   gridDim = {launch.grid[0], launch.grid[1], launch.grid[2]};
   blockDim = {launch.block[0], 1, 1};
-  blockIdx = {launch.at[0], launch.at[1], launch.at[2]};
-  RunCta(static_cast<int>(launch.block[0]), [&] { std::apply(kernel, values); });
+  const uint3 at = {launch.at[0], launch.at[1], launch.at[2]};
+  RunCluster(at, 1, static_cast<int>(launch.block[0]), [&] { std::apply(kernel, values); });
 }
 template <typename... Parameters>
 void RunOwn(void (*kernel)(Parameters...), const OwnLaunch* launch) {

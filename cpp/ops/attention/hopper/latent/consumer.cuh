@@ -29,7 +29,11 @@ class LatentConsumer {
   using Params = typename Traits::Params;
 
   __device__ __forceinline__ LatentConsumer(const Params& p, LatentShared<Traits>& shared)
-      : p_(p), shared_(shared), exponent_{p.scale * kLog2E}, peer_(RankOf<Traits>() ^ 1) {}
+      : p_(p),
+        shared_(shared),
+        exponent_{p.scale * kLog2E},
+        peer_(RankOf<Traits>() ^ 1),
+        meet_(shared) {}
 
   __device__ __forceinline__ void Run() {
 #pragma unroll 1
@@ -81,7 +85,7 @@ class LatentConsumer {
       IssueValues(last, others_, rows);
       LeaveValues<0>(last, rows);
     }
-    WriteResult<Traits, kOwn>(p_, shared_, piece, number, rows);
+    WriteResult<Traits, kOwn>(p_, shared_, piece, number, meet_, rows);
   }
 
   // The keys that this thread's rows see. A row that does not exist sees what the last one does.
@@ -314,7 +318,8 @@ class LatentConsumer {
   const Params& p_;
   LatentShared<Traits>& shared_;
   const Scaled exponent_;
-  const int peer_;                          // the cluster's other CTA
+  const int peer_;  // the cluster's other CTA
+  BothMeet<Traits> meet_;
   int before_ = 0;                          // tiles of the pieces before
   int others_phase_ = 0;                    // of the other's next P
   int seen_from_[2], seen_to_[2];           // the keys that this thread's rows see

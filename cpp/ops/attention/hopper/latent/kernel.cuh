@@ -77,6 +77,7 @@ __device__ __forceinline__ void MakeBarriers(LatentShared<Traits>& shared) {
   }
 #pragma unroll
   for (uint64_t& barrier : shared.p_full) make(barrier, kWarpgroup);
+  make(shared.both_meet, Traits::kConsumerThreads);
   make(shared.q_full, 1);
   make(shared.q_empty, Traits::kConsumerThreads / 32);
   FenceBarrierInit();

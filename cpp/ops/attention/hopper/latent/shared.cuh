@@ -98,6 +98,7 @@ struct LatentShared {
   uint64_t full[Traits::kStages][kChunkGroups], empty[Traits::kStages][kChunkGroups];
   uint64_t q_full, q_empty, piece_full[kPieces], piece_empty[kPieces];
   uint64_t p_full[Traits::kConsumers];  // P of the owner's tile, and its references
+  uint64_t both_meet;
 };
 
 // Arrivals that leave a group of a tile: of the warps of a consumer, in each CTA that the group's
@@ -108,11 +109,10 @@ __host__ __device__ constexpr int LeavesOf(int group) {
   return (threads ? kWarpgroup : kWarpgroup / 32) * Traits::kCluster;
 }
 
-// Hardware barriers of the consumers; the first two come in twos, one for each.
+// Hardware barriers of the consumers, in twos, one for each.
 enum LatentBarrier {
   kScoresDone = 1,
   kRowsCleared = 3,
-  kBothMeet = 5,
 };
 
 }  // namespace kvblock::hopper
