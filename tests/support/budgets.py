@@ -24,7 +24,7 @@ BUDGETS = {
     "attention": 600,
     "blocks": 230,
     "graphs": 40,
-    "kernels": 40,
+    "kernels": 55,
     "native": 600,
     "objects": 40,
     "paged": 220,
