@@ -7,15 +7,14 @@
 // 32 c + 8 tile + lane / 4. A product sums over rows, in whatever order: so a lane takes 8
 // neighbours of x by one load of 16 bytes, and what it has of w goes with them.
 //
-// A CTA has 32 kBands columns and 8 warps. Warp i takes groups of 128 rows i, i + 8, ... Each warp
-// has stages of its own in shared memory: while it computes a group the next two are on their way,
-// x, w and scales, so that a multiprocessor always asks memory for some 70 KiB. At the end the
-// warps' sums meet in shared memory.
+// A CTA has 32 kBands columns and 16 warps. Warp i takes groups of 128 rows i, i + 16, ..., half a
+// group at a time. Each warp has stages of its own in shared memory: while it computes, the next
+// two halves are on their way, x, w and scales, so that a multiprocessor always asks memory for
+// some 70 KiB. At the end the warps' sums meet in shared memory.
 #include <cuda_bf16.h>
 
-constexpr int kWarps = 8, kGroup = 128, kSteps = kGroup / 32, kTiles = 4, kStages = 3;
-// A row of x in shared memory: two rows that are read together lie in different banks.
-constexpr int kRowBytes = kGroup * 2 + 64;
+constexpr int kWarps = 16, kGroup = 128, kHalf = kGroup / 2, kSteps = kHalf / 32, kTiles = 4;
+constexpr int kStages = 3;
 
 #ifndef KVBLOCK_EMULATOR
 // C [16, 8] += A [16, 16] B [16, 8] of a warp.
@@ -54,13 +53,18 @@ __device__ __forceinline__ unsigned PairOf(unsigned word, int i) {
   return Less136((word >> 4 * i & 0x000f000fu) | 0x43004300u);
 }
 
-// What a warp has of a group: x's rows, those of w that go with them, their scales.
+// What a warp has of half a group: x's rows, those of w that go with them; of the second half also
+// the group's scales.
 template <int kBands>
 struct Stage {
-  char x[16 * kRowBytes];
+  uint4 x[16 * kHalf / 8];
   uint4 w[kSteps][kBands][32];
   float scales[kBands * 32];
 };
+// Where 8 neighbours of a row of x lie: two rows that are read together have different banks.
+__device__ __forceinline__ int PlaceOf(int row, int eighth) {
+  return row * (kHalf / 8) + (eighth ^ row % 2 * 4);
+}
 
 template <int kBands>
 __global__ void __launch_bounds__(kWarps * 32, 1)
@@ -70,65 +74,70 @@ __global__ void __launch_bounds__(kWarps * 32, 1)
   const int groups = k / kGroup, bands = n / 32, first = blockIdx.x * kBands;
   Stage<kBands>* const stages = reinterpret_cast<Stage<kBands>*>(shared) + warp * kStages;
 
-  auto load = [&](int group, Stage<kBands>& to) {
+  // Half a group; also where there is none, so that the last ones are waited for.
+  auto load = [&](int group, int half, Stage<kBands>& to) {
     if (group < groups) {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        const long long block = (static_cast<long long>(group) * kSteps + step) * bands + first;
+        const long long block = (group * 2ll + half) * kSteps + step;
 #pragma unroll
         for (int band = 0; band < kBands; ++band) {
-          Copy16(&to.w[step][band][lane], w + (block + band) * 32 + lane);
+          Copy16(&to.w[step][band][lane], w + (block * bands + first + band) * 32 + lane);
         }
       }
-      // Half a warp takes a row of x, 256 bytes. Nobody looks at what rows from m on give.
-      for (int i = lane / 16; i < m; i += 2) {
-        const __nv_bfloat16* const from = x + static_cast<long long>(i) * k + group * kGroup;
-        Copy16(to.x + i * kRowBytes + lane % 16 * 16, from + lane % 16 * 8);
+      // Nobody looks at what rows from m on give.
+      for (int i = lane; i < m * (kHalf / 8); i += 32) {
+        const int of_row = i / (kHalf / 8), eighth = i % (kHalf / 8);
+        const int column = group * kGroup + half * kHalf + eighth * 8;
+        Copy16(&to.x[PlaceOf(of_row, eighth)], x + static_cast<long long>(of_row) * k + column);
       }
-      if (lane < kBands * 8) {
+      if (half == 1 && lane < kBands * 8) {
         const float* const from = scales + static_cast<long long>(group) * n + first * 32;
         Copy16(&to.scales[lane * 4], from + lane * 4);
       }
     }
-    EndCopies();  // also where there are none, so that the last ones are waited for
+    EndCopies();
   };
-#pragma unroll
-  for (int i = 0; i + 1 < kStages; ++i) load(warp + i * kWarps, stages[i]);
+  load(warp, 0, stages[0]);
+  load(warp, 1, stages[1]);
 
   float total[kBands][kTiles][4] = {};
   int at = 0;
   for (int group = warp; group < groups; group += kWarps) {
-    WaitForCopies<kStages - 2>();
-    __syncwarp();  // for all lanes; and all are done with the group before
-    load(group + (kStages - 1) * kWarps, stages[(at + kStages - 1) % kStages]);
-    const Stage<kBands>& here = stages[at];
-    at = (at + 1) % kStages;
     float sum[kBands][kTiles][4] = {};
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const char* const from = here.x + row * kRowBytes + step * 64 + quad * 16;
-      const uint4 top = *reinterpret_cast<const uint4*>(from);
-      const uint4 bottom = *reinterpret_cast<const uint4*>(from + 8 * kRowBytes);
-      const unsigned a0[4] = {top.x, bottom.x, top.y, bottom.y};
-      const unsigned a1[4] = {top.z, bottom.z, top.w, bottom.w};
+    for (int half = 0; half < 2; ++half) {
+      WaitForCopies<kStages - 2>();
+      __syncwarp();  // for all lanes; and all are done with the half before
+      load(group + kWarps, half, stages[(at + kStages - 1) % kStages]);
+      const Stage<kBands>& here = stages[at];
+      at = (at + 1) % kStages;
 #pragma unroll
-      for (int band = 0; band < kBands; ++band) {
-        const uint4 words = here.w[step][band][lane];
-        const unsigned of_tile[kTiles] = {words.x, words.y, words.z, words.w};
+      for (int step = 0; step < kSteps; ++step) {
+        const uint4 top = here.x[PlaceOf(row, step * 4 + quad)];
+        const uint4 bottom = here.x[PlaceOf(row + 8, step * 4 + quad)];
+        const unsigned a0[4] = {top.x, bottom.x, top.y, bottom.y};
+        const unsigned a1[4] = {top.z, bottom.z, top.w, bottom.w};
 #pragma unroll
-        for (int tile = 0; tile < kTiles; ++tile) {
-          Mma(sum[band][tile], a0, PairOf(of_tile[tile], 0), PairOf(of_tile[tile], 1));
-          Mma(sum[band][tile], a1, PairOf(of_tile[tile], 2), PairOf(of_tile[tile], 3));
+        for (int band = 0; band < kBands; ++band) {
+          const uint4 words = here.w[step][band][lane];
+          const unsigned of_tile[kTiles] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+          for (int tile = 0; tile < kTiles; ++tile) {
+            Mma(sum[band][tile], a0, PairOf(of_tile[tile], 0), PairOf(of_tile[tile], 1));
+            Mma(sum[band][tile], a1, PairOf(of_tile[tile], 2), PairOf(of_tile[tile], 3));
+          }
         }
       }
-    }
+      if (half == 0) continue;
 #pragma unroll
-    for (int band = 0; band < kBands; ++band) {
+      for (int band = 0; band < kBands; ++band) {
 #pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-        const float* const scale = &here.scales[band * 32 + tile * 8 + quad * 2];
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const float* const scale = &here.scales[band * 32 + tile * 8 + quad * 2];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) total[band][tile][i] += scale[i % 2] * sum[band][tile][i];
+          for (int i = 0; i < 4; ++i) total[band][tile][i] += scale[i % 2] * sum[band][tile][i];
+        }
       }
     }
   }

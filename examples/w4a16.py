@@ -23,8 +23,8 @@ GROUP = 128  # rows that share a scale
 MAX_ROWS = 16
 # Columns from which on CTAs of 64, which read x half as often, are enough for a GPU.
 MANY_COLUMNS = 96 * 64
-# What the kernel keeps of a group of 128 rows, of which each warp has three.
-WARPS, STAGES, ROW_BYTES = 8, 3, 2 * GROUP + 64
+# Of the kernel; what it keeps of half a group of 128 rows is a stage.
+WARPS, STAGES = 16, 3
 # Where a word has number 2 pair + half of its 8, by pair and half.
 BITS = 4 * np.arange(4, dtype=np.uint32)[:, None] + 16 * np.arange(2, dtype=np.uint32)
 
@@ -86,7 +86,7 @@ def product(x: jax.Array, weights: Weights) -> jax.Array:
             f"most {MAX_ROWS}, got {x.dtype}{list(x.shape)}"
         )
     bands = 2 if n % 64 == 0 and n >= MANY_COLUMNS else 1
-    stage = MAX_ROWS * ROW_BYTES + bands * 32 * (GROUP // 2 + 4)  # bytes: x, w, scales
+    stage = MAX_ROWS * GROUP + bands * 32 * (GROUP // 4 + 4)  # bytes: x, w, scales
     return kernels.kernel_call(
         kernels.from_cuda(SOURCE, f"w4a16<{bands}>"),
         x,

@@ -111,9 +111,9 @@ def test_weights_in_four_bits(example, rng):
 
 @pytest.mark.parametrize("rows", [1, 7, 8, 13, 16])
 @pytest.mark.parametrize("bands", [1, 2])
-@pytest.mark.parametrize("groups", [1, 9, 37])
+@pytest.mark.parametrize("groups", [1, 17, 37])
 def test_w4a16(where, example, rng, monkeypatch, rows, bands, groups):
-    """Groups of 128 rows, not as many for each of eight warps; 37 go round the ring."""
+    """Groups of 128 rows, not as many for each of 16 warps; 37 go round the ring."""
     w4a16 = example("w4a16")
     monkeypatch.setattr(w4a16, "MANY_COLUMNS", 64 if bands == 2 else 2**30)
     k, n = groups * 128, 128 if bands == 2 else 96
