@@ -156,7 +156,7 @@ class LatentConsumer {
 #pragma unroll
     for (int i = kFrom; i < kTo; ++i) {
       constexpr int kSteps = kChunkColumns / 16;
-      const int group = GroupAt(kOwn, i);
+      const int group = GroupAt<Traits>(kOwn, i);
       BarrierWait(SharedAddress(&shared_.full[at.stage][group]), at.phase);
       WgmmaFence();
 #pragma unroll

@@ -124,7 +124,7 @@ class LatentLoader {
     char* const to = shared_.tiles[stage] + lane_ * maps_.box_rows * kChunkRowBytes;
 #pragma unroll 1
     for (int i = 0; i < kChunkGroups; ++i) {
-      const int group = GroupAt(tile.owner, i);
+      const int group = GroupAt<Traits>(tile.owner, i);
       const uint32_t full = SharedAddress(&shared_.full[stage][group]);
       BarrierWait(SharedAddress(&shared_.empty[stage][group]), phase ^ 1);
       if (i + 1 == kChunkGroups) WriteHoles(holes, shared_.holes[stage]);

@@ -49,9 +49,16 @@ struct LatentTraits {
 // same time; consumer 1 has multiplied its half of its own when the other begins. The last columns
 // are left when the other takes P, for which it has waited for a whole tile of its own: in front of
 // the others they would hold these up.
+//
+// In a cluster they are in front of one of the others. They are one chunk, which one of the CTAs
+// loads, and so a CTA may have multiplied them while the other one still waits for their place. It
+// cannot have all of the group behind them, of which the other loads a half, and does not leave
+// them before: so nobody arrives at a barrier for a tile while it counts those of the one before.
+template <typename Traits>
 __host__ __device__ constexpr int GroupAt(int owner, int i) {
-  constexpr int kOrder[2][kChunkGroups] = {{0, 2, 1, 3, 4}, {2, 3, 0, 1, 4}};
-  return kOrder[owner][i];
+  constexpr int kAlone[2][kChunkGroups] = {{0, 2, 1, 3, 4}, {2, 3, 0, 1, 4}};
+  constexpr int kTogether[2][kChunkGroups] = {{0, 2, 1, 4, 3}, {2, 3, 0, 4, 1}};
+  return Traits::kCluster == 1 ? kAlone[owner][i] : kTogether[owner][i];
 }
 
 // This CTA's place in its cluster, and which of the line's shares is the cluster's.
