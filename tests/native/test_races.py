@@ -168,11 +168,10 @@ MISSING = (
         ("Hopper, many items, boxes", "StoreMatrices", "a bulk store of"),
     ),
     Mutant(
-        "Hopper: a lane leaves holes that others read",
+        "Hopper: holes of a step are read that is being loaded",
         f"{FORWARD}/consumer.cuh",
-        "__syncwarp();  // all have read them before one lane leaves K's place, and "
-        "theirs",
-        "",
+        "paged.holes[steps_.stage]",
+        "paged.holes[(steps_.stage + 1) % kSteps]",
         ("Hopper, many steps, holes, boxes", "WriteHoles", "MaskHoles"),
     ),
     Mutant(

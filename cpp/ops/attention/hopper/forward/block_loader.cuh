@@ -81,7 +81,7 @@ class BlockLoader : public PageLoader<Traits, BlockLoader<Traits>> {
         const int row = min(LoadedRow<Traits>(warp, i, word), Traits::kKeys - 1);
         bits |= (holes >> (row / p_.box_rows) & 1) << i;
       }
-      shared_.paged.holes[keys_.stage][warp][word] = bits;
+      shared_.paged.holes[step][warp][word] = bits;
     }
     __syncwarp();
     if (lane_ == 0) atomicOr(&shared_.steps[step].flags, Step::kHoles | Step::kMasked);

@@ -226,8 +226,7 @@ class Consumer {
             s, rows.state, [&](int n) { return PlaceOf<Traits>(p_, item, row + n).query; },
             first + Lane() % 4 * 2);
         if (flags & Step::kHoles) {
-          MaskHoles<Traits>(shared_.paged.holes[keys_.stage], rows, Lane());
-          __syncwarp();  // all have read them before one lane leaves K's place, and theirs
+          MaskHoles<Traits>(shared_.paged.holes[steps_.stage], rows, Lane());
         }
       } else if (Traits::kKind == ForwardKind::kGeneral) {
         FinishScores<Traits>(p_, s, rules_, masked, flags & Step::kSegments, item.head, rows.state,

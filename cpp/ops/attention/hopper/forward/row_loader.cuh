@@ -84,7 +84,7 @@ class RowLoader : public PageLoader<Traits, RowLoader<Traits>> {
       const uint32_t holes = this->Holes(found, i);
       some = some || holes != 0;
       // Also where there are none: another warp may have some.
-      if (lane_ == 0) shared_.paged.holes[keys_.stage][warp_][i] = holes;
+      if (lane_ == 0) shared_.paged.holes[step][warp_][i] = holes;
     }
     if (lane_ == 0) {
       if (some) atomicOr(&shared_.steps[step].flags, Step::kHoles | Step::kMasked);

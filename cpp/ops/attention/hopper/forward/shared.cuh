@@ -113,13 +113,13 @@ __device__ __forceinline__ int LoadedRow(int warp, int lane, int i) {
   return (i * 8 + lane % 8) * Traits::kTurnKeys + warp * 4 + lane / 8;
 }
 
-// What only paged kernels have. Of the keys of each stage a bit, for the lanes of LoadedRow: 1
+// What only paged kernels have. Of the keys of each step a bit, for the lanes of LoadedRow: 1
 // where one that rows see is in no block. Nobody reads those of a tile without kHoles.
 template <typename Traits, bool kPaged>
 struct PagedState {};
 template <typename Traits>
 struct PagedState<Traits, true> {
-  uint32_t holes[Traits::kStages][Traits::kLoadWarps][Traits::kLaneRows];
+  uint32_t holes[kSteps][Traits::kLoadWarps][Traits::kLaneRows];
 };
 
 template <typename Traits>
