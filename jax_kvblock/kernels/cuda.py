@@ -39,6 +39,11 @@ def attributes_of(call: Call, avals: Sequence[Any], results: int) -> dict[str, A
     maps: list[int] = []
     parameters: list[int] = []
     table = ptx.order_of(dict(launch.loaded))
+    addresses: list[int] = []
+    for number in table:
+        scalar = launch.parameters[number]
+        assert isinstance(scalar, Pointer)
+        addresses.append(scalar.buffer)
     for number, parameter in enumerate(launch.parameters):
         if number in table:
             continue
@@ -74,7 +79,7 @@ def attributes_of(call: Call, avals: Sequence[Any], results: int) -> dict[str, A
         "parameters": np.array(parameters, np.int64),
         "values": values,
         "maps": np.array(maps, np.int64),
-        "addresses": np.array([launch.parameters[n].buffer for n in table], np.int64),
+        "addresses": np.array(addresses, np.int64),
         "strides": np.array(_strides(call, avals, launch.results, results), np.int64),
         "zeroed": np.array(appended, np.int64),
         "aliased": np.array(aliased, np.int64),

@@ -291,7 +291,7 @@ def _load_together(
     ]
     loads, stores, first = [], [], 0
     for i, group in enumerate(groups):
-        lies, axis = loaded[group[0]]
+        lies, own_axis = loaded[group[0]]
         size = SIZES[lies[1:]]
         at, value, here = f"%kvblock_from{i}", f"%kvblock_value{i}", f"@%kvblock_p{i}"
         lines += [
@@ -299,7 +299,7 @@ def _load_together(
             f"{here} ld.param.u64 {at}, [{table}+{8 * first}]",
         ]
         loads.append(f"cvta.to.global.u64 {at}, {at}")
-        loads += _own_of_block(axis, size, at, f"%kvblock_block{i}")
+        loads += _own_of_block(own_axis, size, at, f"%kvblock_block{i}")
         loads.append(f".reg .b{max(8 * size, 16)} {value}")
         loads.append(f"{here} ld.global.nc.b{8 * size} {value}, [{at}]")
         stores.append(f"{here} st.shared.b{8 * size} [{own}+{8 * _LANES * i}], {value}")
