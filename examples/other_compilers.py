@@ -101,6 +101,10 @@ def of_triton(arch: int) -> Iterator[Compiled]:
 
 
 def of_numba(arch: int) -> Iterator[Compiled]:
+    try:
+        pass
+    except AttributeError as unknown:
+        raise ImportError(f"it does not know this NumPy: {unknown}") from unknown
     from numba import cuda, float32, int32, types, void
 
     def axpb(x, y, a, b, n):
@@ -344,7 +348,7 @@ def compiled(arch: int, folder: Path | None) -> Iterator[Compiled]:
                     keep(made, folder, name, arch)
                 yield made
         except (ImportError, FileNotFoundError) as missing:  # the latter: tileiras
-            print(f"{name}: not installed ({missing})")
+            print(f"{name}: not installed, or not for these packages ({missing})")
 
 
 def main() -> None:

@@ -70,20 +70,18 @@ class BlockLoader : public PageLoader<Traits, BlockLoader<Traits>> {
     pending_.any = false;
   }
 
-  // A bit for each key of the boxes in `holes`.
+  // A bit for each key of the boxes in `holes`. Lane 0 writes them, which tells that they are
+  // there.
   __device__ __forceinline__ void WriteHoles(uint32_t holes, int step) {
-    constexpr int kWords = Traits::kLoadWarps * Traits::kLaneRows;
-    if (lane_ < kWords) {
-      const int warp = lane_ / Traits::kLaneRows, word = lane_ % Traits::kLaneRows;
-      uint32_t bits = 0;
 #pragma unroll 1
-      for (int i = 0; i < 32; ++i) {
-        const int row = min(LoadedRow<Traits>(warp, i, word), Traits::kKeys - 1);
-        bits |= (holes >> (row / p_.box_rows) & 1) << i;
+    for (int warp = 0; warp < Traits::kLoadWarps; ++warp) {
+#pragma unroll 1
+      for (int word = 0; word < Traits::kLaneRows; ++word) {
+        const int row = min(LoadedRow<Traits>(warp, lane_, word), Traits::kKeys - 1);
+        const uint32_t bits = __ballot_sync(~0u, holes >> (row / p_.box_rows) & 1);
+        if (lane_ == 0) shared_.paged.holes[step][warp][word] = bits;
       }
-      shared_.paged.holes[step][warp][word] = bits;
     }
-    __syncwarp();
     if (lane_ == 0) atomicOr(&shared_.steps[step].flags, Step::kHoles | Step::kMasked);
   }
 
