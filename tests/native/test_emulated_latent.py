@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from paged_cases import (
+from latent_cases import (
     LATENT,
     LATENT_MANY,
     LATENT_PAIRS,

@@ -18,17 +18,8 @@ import time
 
 import numpy as np
 from attention_launches import driver
-from paged_cases import (
-    BAD,
-    CASES,
-    LATENT,
-    LATENT_MANY,
-    LATENT_PAIRS,
-    LATENT_TYPES,
-    LEAVING,
-    LONG,
-    SPLIT,
-)
+from latent_cases import LATENT, LATENT_MANY, LATENT_PAIRS, LATENT_TYPES
+from paged_cases import BAD, CASES, LEAVING, LONG, SPLIT
 from paged_problems import GAP, Case, Problem
 
 
