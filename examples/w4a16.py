@@ -86,9 +86,11 @@ def product(x: jax.Array, weights: Weights) -> jax.Array:
             f"most {MAX_ROWS}, got {x.dtype}{list(x.shape)}"
         )
     bands = 2 if n % 64 == 0 and n >= MANY_COLUMNS else 1
-    stage = MAX_ROWS * GROUP + bands * 32 * (GROUP // 4 + 4)  # bytes: x, w, scales
+    eights = 1 if m <= 8 else 2  # of rows of x, which the tensor cores take at a time
+    stage = eights * 8 * GROUP + bands * 32 * (GROUP // 4 + 4)  # bytes: x, w, scales
+    sums = eights * 8 * (bands * 32 + 4) * 4  # of a warp, at the end
     return kernels.kernel_call(
-        kernels.from_cuda(SOURCE, f"w4a16<{bands}>"),
+        kernels.from_cuda(SOURCE, f"w4a16<{bands}, {eights}>"),
         x,
         weights.words,
         weights.scales,
@@ -96,7 +98,7 @@ def product(x: jax.Array, weights: Weights) -> jax.Array:
         scalars=(m, k, n),
         grid=n // 32 // bands,
         block=32 * WARPS,
-        shared_memory=WARPS * STAGES * stage,
+        shared_memory=WARPS * max(STAGES * stage, sums),
         fallback=fallback,
     )
 

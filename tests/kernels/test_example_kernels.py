@@ -26,11 +26,7 @@ PRELUDE = """
 inline void Mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   kvblock::Mma16x8x16<__nv_bfloat16>(c, a, b0, b1);
 }
-inline unsigned Less136(unsigned pair) {
-  using kvblock::Half;
-  const float low = Half<__nv_bfloat16>(pair, 0), high = Half<__nv_bfloat16>(pair, 1);
-  return kvblock::Pack<__nv_bfloat16>(low - 136, high - 136);
-}
+inline unsigned AndOr(unsigned a, unsigned b, unsigned c) { return (a & b) | c; }
 #include "device/cp_async.cuh"
 #include "device/shared.cuh"
 inline void Copy16(void* to, const void* from) { kvblock::CopyAsync<16>(to, from); }
@@ -59,7 +55,9 @@ def examples_run(kernel_handlers, tmp_path_factory):
         emulate(kernel_handlers, tmp_path_factory, name, source, *made, prelude=prelude)
 
     of_w4a16 = [
-        kernels.from_cuda(EXAMPLES / "w4a16.cu", f"w4a16<{bands}>") for bands in (1, 2)
+        kernels.from_cuda(EXAMPLES / "w4a16.cu", f"w4a16<{bands}, {eights}>")
+        for bands in (1, 2)
+        for eights in (1, 2)
     ]
     run("w4a16", *of_w4a16, prelude=PRELUDE)
     run("quantize_blocks", quantizer(64), prelude="#define DIM 64\n#include <cmath>")
