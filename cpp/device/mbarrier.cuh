@@ -44,6 +44,17 @@ __device__ __forceinline__ void BarrierWait(uint32_t barrier, int parity) {
   } while (done == 0);
 }
 
+// Whether the phase of this parity is complete, without waiting.
+__device__ __forceinline__ bool BarrierTest(uint32_t barrier, int parity) {
+  uint32_t done;
+  asm volatile(
+      "{ .reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // Waits until `threads` threads, a multiple of 32, have come to hardware barrier `id`, 1 to 15.
 __device__ __forceinline__ void BarrierMeet(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -317,8 +317,8 @@ EMULATED = (
     Mutant(
         "latent, Hopper: half of O lacks the last tile",
         LATENT_CONSUMER,
-        "IssueValues(last, others_, rows);",
-        "",
+        "MultiplyOthers(last, rows);",
+        "TakeOthers(last, rows); LeaveProbabilities(last);",
         LATENT_MANY,
     ),
     Mutant(

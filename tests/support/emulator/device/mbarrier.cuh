@@ -82,6 +82,13 @@ inline void BarrierWait(uint32_t barrier, int parity) {
   emulator::races::Acquire(b.handover);
 }
 
+inline bool BarrierTest(uint32_t barrier, int parity) {
+  emulator::SharedBarrier& b = FindBarrier(barrier);
+  if (b.phase % 2 == static_cast<unsigned>(parity)) return false;
+  emulator::races::Acquire(b.handover);
+  return true;
+}
+
 inline void BarrierMeet(int id, int threads) { emulator::Wait(emulator::cta->named[id], threads); }
 
 }  // namespace kvblock

@@ -51,7 +51,6 @@ class LatentConsumer {
 
  private:
   static constexpr int kOther = 1 - kOwn;
-  static constexpr bool kLeavesLate = Traits::kScoresAhead == kChunkGroups;
   static constexpr int kValueGroup =
       kOwn * 2;  // the first of the two that this consumer multiplies
 
@@ -62,6 +61,10 @@ class LatentConsumer {
   __device__ __forceinline__ Where Find(int tile) const {
     const int number = before_ + tile;
     return {number % Traits::kStages, number / Traits::kStages & 1};
+  }
+
+  __device__ __forceinline__ uint32_t Full(const Where& at, int group) const {
+    return SharedAddress(&shared_.full[at.stage][group]);
   }
 
   __device__ __forceinline__ void Compute(const LatentPiece& piece, int tiles, int number) {
@@ -81,9 +84,8 @@ class LatentConsumer {
     if (Lane() == 0) BarrierArrive(SharedAddress(&shared_.q_empty));
     if (tiles % 2 == kOwn) {  // the last one is the other's
       const Where last = Find(tiles - 1);
-      TakeOthers(last, rows);
-      IssueValues(last, others_, rows);
-      LeaveValues<0>(last, rows);
+      MultiplyOthers(last, rows);
+      LeaveValues<0>(last, others_, rows);
     }
     WriteResult<Traits, kOwn>(p_, shared_, piece, number, meet_, rows);
   }
@@ -104,32 +106,25 @@ class LatentConsumer {
   // An own tile, and the one before it, which is the other's, unless this one begins the piece.
   //
   // Consumer 0 starts with its scores, since its tile comes when the one before is still without
-  // probabilities; consumer 1 starts with the values of the one before. Where consumer 0 has only
-  // some of its scores in front of these values, it leaves their place before softmax.
+  // probabilities; consumer 1 starts with the values of the one before. Of these consumer 0 leaves
+  // the place once it knows the maxima of its own tile: they are multiplied by then.
   template <bool kBegins>
   __device__ __forceinline__ void AddOwn(const LatentPiece& piece, int tile, Rows<Traits>& rows) {
     const Where own = Find(tile), before = Find(tile - 1);
     const int key = piece.first_key + tile * Traits::kKeys;
     if constexpr (kOwn == 0) {
-      constexpr int kAhead = kBegins ? kChunkGroups : Traits::kScoresAhead;
       ClearUnseen(piece, key, own);
-      IssueScores<0, kAhead>(own, rows);
+      IssueScores<0, kChunkGroups>(own, rows);
       if constexpr (!kBegins) {
-        TakeOthers(before, rows);
-        IssueValues(before, others_, rows);
+        MultiplyOthers(before, rows);
       }
-      if constexpr (kAhead < kChunkGroups) {
-        LeaveValues<0>(before, rows);
-        IssueScores<kAhead, kChunkGroups>(own, rows);
-      }
-      WgmmaWait<kLeavesLate && !kBegins ? 2 : 0>();
+      WgmmaWait<kBegins ? 0 : 2>();
     } else {
-      TakeOthers(before, rows);
-      IssueValues(before, others_, rows);
+      MultiplyOthers(before, rows);
       ClearUnseen(piece, key, own);
-      constexpr int kAhead = 2;  // its own half, which has come by now
+      constexpr int kAhead = 1;  // so that there is work while it leaves these values
       IssueScores<0, kAhead>(own, rows);
-      LeaveValues<kAhead>(before, rows);
+      LeaveValues<kAhead>(before, others_, rows);
       IssueScores<kAhead, kChunkGroups>(own, rows);
       WgmmaWait<0>();
     }
@@ -137,14 +132,21 @@ class LatentConsumer {
     Mask(key, own.stage, rows);
     float factor[2], sum[2][2] = {};
     const bool moved = FollowMaxima<Traits>(rows, exponent_, factor);
+    if constexpr (kOwn == 0 && !kBegins) LeaveValues<0>(before, others_, rows);
     Exponentials<0, Traits::kKeys / 8>(rows, exponent_, sum);
     AddSums<Traits>(rows, factor, sum);
     PackProbabilities<Traits>(rows);
     ShowProbabilities(own, rows);
-    if constexpr (kOwn == 0 && kLeavesLate && !kBegins) LeaveValues<0>(before, rows);
     if (moved) Rescale<Traits>(rows, factor);
     IssueValues(own, rows.p, rows);
-    LeaveValues<0>(own, rows);
+    LeaveValues<0>(own, rows.p, rows);
+  }
+
+  // O += P V of the other's tile.
+  __device__ __forceinline__ void MultiplyOthers(const Where& at, Rows<Traits>& rows) {
+    TakeOthers(at, rows);
+    IssueValues(at, others_, rows);
+    LeaveProbabilities(at);
   }
 
   // S (+)= Q K^T of some groups of chunks; the products of each are a group. (The assembler would
@@ -153,11 +155,14 @@ class LatentConsumer {
   __device__ __forceinline__ void IssueScores(const Where& at, Rows<Traits>& rows) {
     const uint64_t q = SharedOperand(SharedAddress(shared_.q));
     const uint64_t k = SharedOperand(SharedAddress(shared_.tiles[at.stage]));
+    bool there = false;
 #pragma unroll
     for (int i = kFrom; i < kTo; ++i) {
       constexpr int kSteps = kChunkColumns / 16;
       const int group = GroupAt<Traits>(kOwn, i);
-      BarrierWait(SharedAddress(&shared_.full[at.stage][group]), at.phase);
+      if (!there) BarrierWait(Full(at, group), at.phase);
+      // To ask takes as long as some of these products.
+      if (i + 1 < kTo) there = BarrierTest(Full(at, GroupAt<Traits>(kOwn, i + 1)), at.phase);
       WgmmaFence();
 #pragma unroll
       for (int step = 0; step < ChunksOf(group) * kSteps; ++step) {
@@ -191,14 +196,14 @@ class LatentConsumer {
   }
   // Waits for them, with kBehind groups of products behind them, and leaves each when it is done.
   template <int kBehind>
-  __device__ __forceinline__ void LeaveValues(const Where& at, Rows<Traits>& rows) {
+  __device__ __forceinline__ void LeaveValues(const Where& at, uint32_t (&p)[Traits::kKeys / 16][4],
+                                              Rows<Traits>& rows) {
     WgmmaWait<kBehind + 1>();
     Leave(at, kValueGroup);
     WgmmaWait<kBehind>();
     Leave(at, kValueGroup + 1);
     KeepAfter(rows.o());
-    Keep(others_);
-    Keep(rows.p);
+    Keep(p);
   }
   __device__ __forceinline__ void Leave(const Where& at, int group) {
     if (Lane() != 0) return;
@@ -223,7 +228,7 @@ class LatentConsumer {
     if (from <= 0 && to >= Traits::kKeys) return;
 #pragma unroll 1
     for (int group = 0; group < kChunkGroups; ++group) {
-      BarrierWait(SharedAddress(&shared_.full[at.stage][group]), at.phase);
+      BarrierWait(Full(at, group), at.phase);
     }
     char* const tile = shared_.tiles[at.stage];
     const int end = max(to, 0);
@@ -267,7 +272,6 @@ class LatentConsumer {
         shared_.references[kOwn][Row(half)] = rows.sums.reference[half];
       }
     }
-    FenceAsync();  // the next tile is loaded over them
     BarrierArrive(SharedAddress(&shared_.p_full[kOwn]));
   }
   // Waits for the other's probabilities; what there is of the rows follows their references.
@@ -289,11 +293,10 @@ class LatentConsumer {
       moved |= before != reference;
       rows.sums.sum[half] *= factor[half];
     }
-    LeaveProbabilities(at);
     if (__any_sync(~0u, moved)) Rescale<Traits>(rows, factor);
     // They came before the probabilities. This consumer's own products read them now.
-    BarrierWait(SharedAddress(&shared_.full[at.stage][kValueGroup]), at.phase);
-    BarrierWait(SharedAddress(&shared_.full[at.stage][kValueGroup + 1]), at.phase);
+    BarrierWait(Full(at, kValueGroup), at.phase);
+    BarrierWait(Full(at, kValueGroup + 1), at.phase);
   }
 
   // Half of this consumer's columns of O.

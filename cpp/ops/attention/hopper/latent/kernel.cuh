@@ -3,8 +3,8 @@
 // does with mma.sync; lines, shares, pieces and who combines them are the same.
 //
 // A CTA is all that a multiprocessor has. It computes one tile of rows at a time, of which Q lies
-// in shared memory beside two tiles of 64 keys, 72 KiB each, and has three warpgroups: one whose
-// first warp loads, and two consumers with half of O's columns each, 128 registers a thread.
+// in shared memory beside two tiles of 64 keys, 72 KiB each, and has three warpgroups: one that
+// loads, and two consumers with half of O's columns each, 128 registers a thread.
 //
 //   tile        0    1    2    3    ...      of a piece
 //   owner       0    1    0    1             who computes S and P of it
@@ -33,8 +33,6 @@
 // both have left its group: these arrive in their own CTA and in the other one, each of which waits
 // for both before it loads its half, and expects the bytes of both halves. The second CTA of a unit
 // with no more than 64 rows computes nothing that is written, and loads and leaves as the other.
-// In a cluster a tile comes later after it was asked for, since two must have left its place: then
-// consumer 0 multiplies only some of its scores in front of P(1) V(1) (kScoresAhead).
 //
 // Keys that no row of a unit sees but that come along in a box are cleared (ClearUnseen).
 #pragma once
@@ -125,9 +123,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   const int group = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (group == 0) {
     GiveRegisters<Traits::kLoaderRegisters>();
-    if (threadIdx.x < 32) {
-      LatentLoader<Traits>(p, maps, shared, line).Run(begin, end - begin, first);
-    }
+    const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);
+    LatentLoader<Traits>(p, maps, shared, line, warp).Run(begin, end - begin, first);
     WriteRowsOfNobody<Traits>(p, fallen);
   } else {
     TakeRegisters<Traits::kConsumerRegisters>();

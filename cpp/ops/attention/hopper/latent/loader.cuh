@@ -1,5 +1,9 @@
-// The loader of Hopper's kernel for latent caches (kernel.cuh): one warp that walks through the
-// share, writes its pieces down and starts bulk copies of Q and of keys.
+// The loader of Hopper's kernel for latent caches (kernel.cuh): warps that walk through the share
+// and start bulk copies of keys; the first one also writes the pieces down and loads Q.
+//
+// To wait for a place, start its copies and look up the next blocks takes a warp 600 to 1600
+// clocks, few as the instructions are, and a tile is to take 2500. So each warp has groups of
+// chunks of its own, of every tile: it sees each phase of their barriers. All walk alike.
 //
 // A lane looks up the block of one box of a tile, a tile ahead. A box that no row of the unit sees,
 // or whose block there is not, comes as zeros from beyond the last block; the keys of one that
@@ -23,11 +27,13 @@ class LatentLoader {
   using OwnLine = typename Traits::OwnLine;
 
   __device__ __forceinline__ LatentLoader(const Params& p, const LatentMaps& maps,
-                                          LatentShared<Traits>& shared, const OwnLine& line)
+                                          LatentShared<Traits>& shared, const OwnLine& line,
+                                          int warp)
       : p_(p),
         maps_(maps),
         shared_(shared),
         line_(line),
+        warp_(warp),
         lane_(threadIdx.x % 32),
         rank_(RankOf<Traits>()),
         boxes_(Traits::kKeys / maps.box_rows),
@@ -36,19 +42,21 @@ class LatentLoader {
   // The tiles from `begin` on, so many, of which `first` is the first.
   __device__ __forceinline__ void Run(int begin, int tiles, const Place& first) {
     at_ = first;
-    position_ = begin;
-    first_ = begin;
+    position_ = first_ = begin;
     left_ = tiles;
     for (Tile next = LookUp(); next.there;) {
       const Tile now = next;
-      if (lane_ == 0 && left_ == min(tiles - 1, kTilesToBegin)) LetNextLaunchBegin();
+      if (IsFirst() && left_ == min(tiles - 1, kTilesToBegin)) LetNextLaunchBegin();
       next = LookUp();
       Load(now);
     }
-    WritePiece([](LatentPiece& end) { end.tiles = 0; });
+    if (warp_ == 0) WritePiece([](LatentPiece& end) { end.tiles = 0; });
   }
 
  private:
+  __device__ __forceinline__ bool IsFirst() const { return warp_ == 0 && lane_ == 0; }
+
+  static constexpr int kWarps = kWarpgroup / 32;
   static constexpr int kTilesToBegin = 6;  // as generic::SplitForward
 
   // A tile to load: this lane's box, its block and its first row there.
@@ -63,26 +71,35 @@ class LatentLoader {
     return p_.layer_batch > 1 ? LayerNumber(p_, static_cast<int>(p_.by_sequences(member))) : layer_;
   }
 
-  // Asks for the ids of the next tile's blocks, and moves on.
+  // Asks for the ids of the next tile's blocks, and moves on. What is the same for all tiles of a
+  // piece is found once: a place waits for this, too.
   __device__ __forceinline__ Tile LookUp() {
     Tile tile = {{-1, 0}, 0, -1, left_ > 0, false, false};
     if (!tile.there) return tile;
     if (of_piece_ == 0) tile.q_row = BeginPiece();
     tile.owner = (piece_tiles_ - of_piece_) % 2 != 0;
-    tile.layer = LayerOf(at_.rows.member);
-    const int key = FirstKeyOf<Traits::kKeys, Params>(at_) + lane_ * maps_.box_rows;
+    tile.layer = piece_layer_;
     tile.seen =
-        lane_ < boxes_ && key < at_.rows.end_key && key + maps_.box_rows > at_.rows.first_key;
-    if (tile.seen) tile.at = FindKey(p_, at_.rows.member, key);
+        lane_ < boxes_ && key_ < at_.rows.end_key && key_ + maps_.box_rows > at_.rows.first_key;
+    if (tile.seen) tile.at = FindKey(p_, table_, key_);
+    key_ += Traits::kKeys;
     --of_piece_;
-    ++position_;
-    if (--left_ > 0) line_.Next(&at_);
+    --left_;
     return tile;
   }
 
-  // The piece that begins with the next tile. Returns the row of q that is its first.
+  // The piece that begins with the next tile. Who loads Q gets the row of q that is its first.
   __device__ __forceinline__ int BeginPiece() {
+    if (piece_tiles_ > 0) {  // behind the one before
+      position_ += piece_tiles_;
+      at_.tile += piece_tiles_ - 1;
+      line_.Next(&at_);
+    }
     piece_tiles_ = of_piece_ = min(min(at_.rows.tiles - at_.tile, left_), p_.split);
+    piece_layer_ = LayerOf(at_.rows.member);
+    table_ = FindTable(p_, at_.rows.member);
+    key_ = FirstKeyOf<Traits::kKeys, Params>(at_) + lane_ * maps_.box_rows;
+    if (warp_ != 0) return -1;
     int row = 0;
     WritePiece([&](LatentPiece& piece) {
       piece.sequence = line_.SequenceOf(at_);
@@ -121,25 +138,33 @@ class LatentLoader {
     const bool there = layer && HasBlock(p_, tile.at);
     const unsigned holes = __ballot_sync(~0u, tile.seen && !there);
     const PagedKey from = BoxOf(tile);
-    char* const to = shared_.tiles[stage] + lane_ * maps_.box_rows * kChunkRowBytes;
-#pragma unroll 1
-    for (int i = 0; i < kChunkGroups; ++i) {
-      const int group = GroupAt<Traits>(tile.owner, i);
+    const uint32_t to =
+        SharedAddress(shared_.tiles[stage]) + lane_ * maps_.box_rows * kChunkRowBytes;
+    // In a cluster this CTA's of the two chunks of a group, each time the other one of the last.
+    const int own = (tiles_ ^ rank_) & 1;
+    const auto load = [&](int group, bool is_last) {
       const uint32_t full = SharedAddress(&shared_.full[stage][group]);
       BarrierWait(SharedAddress(&shared_.empty[stage][group]), phase ^ 1);
-      if (i + 1 == kChunkGroups) WriteHoles(holes, shared_.holes[stage]);
-      if (lane_ == 0) BarrierExpect(full, ChunksOf(group) * Traits::kChunkBytes);
-      __syncwarp();
+      if (is_last) {
+        FenceAsync();  // consumers have written P here, by another proxy
+        WriteHoles(holes, shared_.holes[stage]);
+      }
+      if (lane_ == 0) BarrierExpect(full, ChunksOf(is_last ? kLastGroup : 0) * Traits::kChunkBytes);
       if (lane_ < boxes_) {
-        // In a cluster every other one, and each time the other one of the last.
-        const int first = Traits::kCluster == 1 ? 0 : (tiles_ ^ rank_) & 1;
-        for (int c = group * 2 + first; c < group * 2 + ChunksOf(group); c += Traits::kCluster) {
-          LoadKeys(SharedAddress(to + c * Traits::kChunkBytes), full, c * kChunkColumns, from,
-                   tile.layer);
+#pragma unroll
+        for (int c = 0; c < 2; c += Traits::kCluster) {
+          const int chunk = group * 2 + (Traits::kCluster == 1 ? c : own);
+          if (is_last && chunk >= Traits::kKeyChunks) break;
+          LoadKeys(to + chunk * Traits::kChunkBytes, full, chunk * kChunkColumns, from, tile.layer);
         }
       }
       __syncwarp();
-    }
+    };
+    // The last warp has the last group, too: before its own or after it, as GroupAt says.
+    const bool last = warp_ == kWarps - 1;
+    if (Traits::kCluster > 1 && last) load(kLastGroup, true);
+    load(warp_, false);
+    if (Traits::kCluster == 1 && last) load(kLastGroup, true);
     if (tile.q_row >= 0) LoadQueries(tile.q_row);
     ++tiles_;
   }
@@ -187,13 +212,18 @@ class LatentLoader {
   const LatentMaps& maps_;
   LatentShared<Traits>& shared_;
   const OwnLine& line_;
-  const int lane_, rank_;
-  const int boxes_, layer_;             // boxes of a tile; the layer of the first call
-  Place at_;                            // of the tile that is to be looked up next
-  int position_, first_, left_;         // its place in the line, the share's, and tiles from it on
-  int of_piece_ = 0, piece_tiles_ = 0;  // how many of these the piece has, and all of its tiles
-  int tiles_ = 0, pieces_ = 0;          // that were loaded, and written down
-  int queries_ = 0;                     // the phase of Q
+  const int warp_, lane_, rank_;
+  const int boxes_, layer_;  // boxes of a tile; the layer of the first call
+  // Of the piece that is looked up: where it begins in the line, and the share does; its layer, its
+  // sequence's blocks, and its tiles.
+  Place at_;
+  int position_, first_, piece_layer_ = 0;
+  const int32_t* table_ = nullptr;
+  int piece_tiles_ = 0;
+  int of_piece_ = 0, left_;     // tiles of it, and of the share, that are not looked up
+  int key_ = 0;                 // the first one of this lane's next box
+  int tiles_ = 0, pieces_ = 0;  // that were loaded, and written down
+  int queries_ = 0;             // the phase of Q
 };
 
 }  // namespace kvblock::hopper

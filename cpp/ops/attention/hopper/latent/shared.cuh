@@ -32,9 +32,6 @@ struct LatentTraits {
   static constexpr int kConsumers = 2, kConsumerThreads = kConsumers * kWarpgroup;
   static constexpr int kThreads = kConsumerThreads + kWarpgroup;
   static constexpr int kLoaderRegisters = 56, kConsumerRegisters = 224;
-  // Groups of chunks of consumer 0's scores that it multiplies in front of the other's values: all,
-  // if they are there early.
-  static constexpr int kScoresAhead = kCluster > 1 ? 3 : kChunkGroups;
   static constexpr int kChunkBytes = kKeys * kChunkRowBytes, kTileBytes = kKeyChunks * kChunkBytes;
   // As forward/rows.cuh names them, for a consumer's rows and its half of O's columns.
   static constexpr int kRowBlocks = 1, kValueDim = kAllValueDim / kConsumers, kDim = kValueDim;
@@ -44,20 +41,22 @@ struct LatentTraits {
   static_assert(kKeyDim == 9 * 64 && kAllValueDim == 8 * 64);  // groups of chunks are of these
 };
 
-// The order in which groups of a tile are loaded and multiplied, which is that in which those of
-// the tile before in the same place are left: both consumers work on tiles of consumer 0 at the
-// same time; consumer 1 has multiplied its half of its own when the other begins. The last columns
-// are left when the other takes P, for which it has waited for a whole tile of its own: in front of
-// the others they would hold these up.
+// The order in which groups of a tile are loaded and multiplied: about that in which those of the
+// tile before in the same place are left. Consumer 1 has multiplied its half of its own tile when
+// the other begins. Alone, both work on tiles of consumer 0 at the same time, and the last columns
+// are left when the other takes P, for which it has waited for a whole tile of its own.
 //
-// In a cluster they are in front of one of the others. They are one chunk, which one of the CTAs
-// loads, and so a CTA may have multiplied them while the other one still waits for their place. It
-// cannot have all of the group behind them, of which the other loads a half, and does not leave
-// them before: so nobody arrives at a barrier for a tile while it counts those of the one before.
+// In a cluster tiles come later, since two CTAs must have left their place. Of consumer 0's tile
+// its own half is first, then what is left with P, then the half of consumer 1, which multiplies
+// only once P is shown. The last columns are in front of group 3: they are one chunk, which one of
+// the CTAs loads, and so a CTA may have multiplied them while the other one still waits for their
+// place. It cannot have all of group 3, of which the other loads a half after that wait, by the
+// same warp, and does not leave the last columns before: so nobody arrives at a barrier for a tile
+// while it counts those of the one before.
 template <typename Traits>
 __host__ __device__ constexpr int GroupAt(int owner, int i) {
   constexpr int kAlone[2][kChunkGroups] = {{0, 2, 1, 3, 4}, {2, 3, 0, 1, 4}};
-  constexpr int kTogether[2][kChunkGroups] = {{0, 2, 1, 4, 3}, {2, 3, 0, 4, 1}};
+  constexpr int kTogether[2][kChunkGroups] = {{0, 1, 4, 2, 3}, {2, 0, 1, 4, 3}};
   return Traits::kCluster == 1 ? kAlone[owner][i] : kTogether[owner][i];
 }
 
