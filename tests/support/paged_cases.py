@@ -17,6 +17,13 @@ CASES = {
     "decode rows, a chunk, a prefill": Case(),
     "decode": Case(sequences=((1, 9), (1, 130), (1, 1), (1, 16), (1, 700))),
     "one long sequence": Case(sequences=((1, 3000),)),
+    "long tables": Case(sequences=((1, 4500), (1, 130), (1, 0), (1, 16))),
+    "long tables, d128": Case(
+        head_dim=128, value_dim=96, block_size=64, sequences=((1, 4500), (1, 4160))
+    ),
+    "long tables, all of d128": Case(
+        head_dim=128, value_dim=128, heads=8, kv_heads=1, sequences=((1, 4100), (1, 65))
+    ),
     "many sequences": Case(
         sequences=tuple((1, 5 + i % 90) for i in range(300)), heads=2, kv_heads=1
     ),

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/cp_async.cuh"
 #include "ops/attention/generic/tile.cuh"
@@ -70,9 +71,11 @@ class PagedKeys {
     return found;
   }
 
-  // For the tile of this number; between two barriers of those who load.
-  __device__ __forceinline__ void Settle(const Found& found, int tile) const {
-    if (!HasKeys()) return;
+  // For the tile of this number; between two barriers of those who load. Returns whether all keys
+  // of this warp are there.
+  __device__ __forceinline__ bool Settle(const Found& found, int tile) const {
+    if (!HasKeys()) return false;
+    bool whole = true;
     const PagedLayer layer = LayerOf(found.member);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i) {
@@ -89,13 +92,17 @@ class PagedKeys {
       }
       const uint32_t word = __ballot_sync(~0u, there);
       if (threadIdx.x % 32 == 0) bits()[tile % kBitRing][LoadWarp() * kOwn + i] = word;
+      whole = whole && word == ~0u;
     }
+    return whole;
   }
 
-  // The tile of this number, settled, of a member's KV head; of keys alone without kValues.
+  // The tile of this number, settled, of a member's KV head; of keys alone without kValues. Where
+  // some warps only load, they tell what Settle has returned: nearly all tiles are whole, and need
+  // few instructions, which is what one warp can do at the speed of memory.
   template <bool kValues = true>
   __device__ __forceinline__ void Load(int member, int kv_head, int tile, uint32_t k_tile,
-                                       uint32_t v_tile) const {
+                                       uint32_t v_tile, bool whole = false) const {
     const PagedLayer layer = LayerOf(member);
     // As LoadTileAsync shares out a tile. Where rows of a thread differ in their swizzle, it has a
     // place for each swizzle.
@@ -123,29 +130,41 @@ class PagedKeys {
                                            : 16;
     constexpr int kAhead = kSteps < kAtOnce ? kSteps : kAtOnce, kUnroll = kLoads ? 1 : kSteps;
     static_assert(kSteps % kAhead == 0 && kAhead % kSwizzles == 0);
+    const auto copy = [&](auto all) {
+      constexpr bool kAll = decltype(all)::value;
 #pragma unroll kUnroll
-    for (int first = 0; first < kSteps; first += kAhead) {
-      Row from[kAhead];
+      for (int first = 0; first < kSteps; first += kAhead) {
+        Row from[kAhead];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        from[i] = rows()[tile % kRowRing][own_rows + row + (first + i) * kStep];
-      }
+        for (int i = 0; i < kAhead; ++i) {
+          from[i] = rows()[tile % kRowRing][own_rows + row + (first + i) * kStep];
+        }
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const bool there = from[i].k != kNowhere;
-        const char *const k_row = k + bytes(from[i].k), *const v_row = v + bytes(from[i].v);
+        for (int i = 0; i < kAhead; ++i) {
+          const bool there = kAll || from[i].k != kNowhere;
+          const char* const k_row = StepFrom(k, from[i].k, p_.unit);
+          const char* const v_row = StepFrom(v, from[i].v, p_.unit);
 #pragma unroll
-        for (int c = 0; c < KvTile::kRowBytes / 16; c += kLanes) {
-          const uint32_t place =
-              to[i % kSwizzles] + (first + i) * kStep * KvTile::kRowBytes + c * 16;
-          const int column = static_cast<int>((c + chunk) * KvTile::kColumnsOfChunk);
-          CopyAsync16(k_tile + place, k_row + c * 16, there && column < p_.head_dim, policy_);
-          if constexpr (kValues) {
-            CopyAsync16(v_tile + place, v_row + c * 16, there && column < p_.value_dim, policy_);
+          for (int c = 0; c < KvTile::kRowBytes / 16; c += kLanes) {
+            const uint32_t place =
+                to[i % kSwizzles] + (first + i) * kStep * KvTile::kRowBytes + c * 16;
+            const int column = static_cast<int>((c + chunk) * KvTile::kColumnsOfChunk);
+            CopyAsync16(k_tile + place, k_row + c * 16, kAll || (there && column < p_.head_dim),
+                        policy_);
+            if constexpr (kValues) {
+              CopyAsync16(v_tile + place, v_row + c * 16, kAll || (there && column < p_.value_dim),
+                          policy_);
+            }
           }
         }
       }
+    };
+    if constexpr (kLoads) {
+      if (whole && p_.head_dim == Traits::kDim && p_.value_dim == Traits::kDim) {
+        return copy(std::true_type());
+      }
     }
+    copy(std::false_type());
   }
 
   // Of the tile of this number: its keys from `first` on, a multiple of 16, as many as a warp has.

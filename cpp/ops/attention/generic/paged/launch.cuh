@@ -109,13 +109,15 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, Follower follower, c
   return launch(Traits(), CutFor(work, a.num_kv_heads, tiles, places));
 }
 
-// Warps of a CTA that only load; two where a multiprocessor has one CTA. With them a thread has 168
-// registers, not 255: too few at D 192. At D 256, where a multiprocessor has six warps, it has 255
-// in any case. Over caches of 8 bits, whose tiles have twice the keys to look up, they take 10 to
-// 25 % longer.
-constexpr int LoadersOf(int dim, bool wide = false) {
-  return dim == 192 ? 0 : wide || dim == 256 ? 2 : 1;
+// Warps of a CTA that only load. Two where a multiprocessor has one CTA, and at D 128 where decode
+// rows may have kLongKeys: a tile comes sooner in two halves, which gains 1 % of a long step and
+// costs a short one as much; at D 64 it costs 1 %. With them a thread has 168 registers, not 255:
+// too few at D 192. At D 256, where a multiprocessor has six warps, it has 255 in any case. Over
+// caches of 8 bits, whose tiles have twice the keys to look up, they take 10 to 25 % longer.
+constexpr int LoadersOf(int dim, bool many = false) {
+  return dim == 192 ? 0 : many || dim == 256 ? 2 : 1;
 }
+constexpr int64_t kLongKeys = 4096;
 
 template <typename T, int kDim, typename Cache>
 const char* LaunchPagedOf(const kvblock_paged_attention& a, Follower follower,
@@ -130,8 +132,11 @@ const char* LaunchPagedOf(const kvblock_paged_attention& a, Follower follower,
     // Decode rows alone are worth more instances.
     constexpr bool kWide = HasWide(kDim);
     using Wide = SplitTraits<T, kDim, 1, PagedKeys, kWide, LoadersOf(kDim, kWide)>;
+    using Long = SplitTraits<T, kDim, 1, PagedKeys, false, LoadersOf(kDim, kDim == 128)>;
     switch (rows) {
-      case 16: return LaunchPagedAs<One, Wide>(a, follower, stream);
+      case 16:
+        return PagedKeysOfTable(a) < kLongKeys ? LaunchPagedAs<One, Wide>(a, follower, stream)
+                                               : LaunchPagedAs<Long, Wide>(a, follower, stream);
       case 32: return LaunchPagedAs<Two, Two>(a, follower, stream);
       default: return LaunchPagedAs<Four, Four>(a, follower, stream);
     }

@@ -74,7 +74,7 @@ __device__ __forceinline__ void LoadShare(const Line& line, typename Traits::Key
   // One copy of the code, as kernel.cuh has it: the first round only looks up.
 #pragma unroll 1
   for (int tile = -1; tile < tiles; ++tile) {
-    if (tile >= 0) keys.Settle(found, tile);
+    const bool whole = tile >= 0 && keys.Settle(found, tile);
     const int member = found.member, kv_head = found.kv_head;
     if (tile + 1 < tiles) found = keys.LookUp(ahead);
     if (tile < 0) keys.PrepareToLoad();
@@ -82,7 +82,7 @@ __device__ __forceinline__ void LoadShare(const Line& line, typename Traits::Key
       walk.AwaitEmpty();
       __syncwarp();  // all have settled their rows
       const uint32_t k_tile = shared + walk.stage() * Traits::kStageBytes;
-      keys.Load(member, kv_head, tile, k_tile, k_tile + Traits::KvTile::kBytes);
+      keys.Load(member, kv_head, tile, k_tile, k_tile + Traits::KvTile::kBytes, whole);
       walk.Loaded();
       // Tile + 1 - kPlaces has left its stage.
       if (tile + 1 < tiles && threadIdx.x == 0) places[(tile + 1) % kPlaces] = ahead;
