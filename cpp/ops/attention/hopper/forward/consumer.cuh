@@ -67,7 +67,6 @@ class Consumer {
     constexpr int kColumns = Traits::kKeys / 8, kHalf = kColumns / 2;
     float factor[2], sum[2][2] = {};
     BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
-    FenceRows();
     WgmmaFence();
     IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
     WgmmaCommit();
@@ -102,14 +101,13 @@ class Consumer {
       }
       const Stage values = keys_.Before();
       BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
-      if (Traits::kPaged) TakeValues(values);     // here, and so with one fence
       flags = shared_.steps[steps_.stage].flags;  // before the products: it takes a while
       if (Traits::kTiles.turns) WaitTurn();
       Pin(rows);
       WgmmaFence();
       IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
       WgmmaCommit();
-      if (!Traits::kPaged) TakeValues(values);
+      TakeValues(values);
       WgmmaFence();
       IssueValues<Traits>(rows, ValuesOperand(values), begins);
       WgmmaCommit();
@@ -286,7 +284,6 @@ class Consumer {
   // V of the tile before has arrived, with all its rows in order.
   __device__ __forceinline__ void TakeValues(Stage values) {
     BarrierWait(SharedAddress(&shared_.v_full[values.stage]), values.phase);
-    FenceRows();
     if (clear_from_ < Traits::kKeys) {
       ClearRows<Traits>(shared_.v[values.stage], clear_from_, Traits::kKeys, Thread(),
                         1 + Traits::kConsumers + group_);
@@ -297,10 +294,6 @@ class Consumer {
                           1 + Traits::kConsumers + group_);
       }
     }
-  }
-  // Behind the arrival of rows that other threads have copied, in front of products.
-  __device__ __forceinline__ void FenceRows() const {
-    if (!LoadsBoxes<Traits>(p_)) FenceAsync();
   }
   __device__ __forceinline__ void LeaveStep() {
     BarrierArrive(SharedAddress(&shared_.step_empty[steps_.stage]));
