@@ -3,13 +3,13 @@
     python benchmarks/paged_kernels.py LIBRARY [--commit C] [--out FOLDER] [--only RE]
 
 Each call is recorded into a CUDA graph many times over and replayed, everybody in
-turns, so that neither launches from a host nor the clock tells them apart. Rows of
-decoding are TB/s of the keys and values that are read; rows of prefill, and of latent
-caches beside that, TFLOP/s of the products under the causal mask. FlashInfer plans on
-the host, ahead of its kernel: its kernel alone is timed, and its plan apart ("plan", ms
-of the host). Pages are drawn at random from all of the cache. Every result is held to
-plain PyTorch first. Needs torch; what FlashInfer is not installed for, or fails at, is
-said.
+turns of random order, so that neither launches from a host nor the clock tells them
+apart. Rows of decoding are TB/s of the keys and values that are read; rows of prefill,
+and of latent caches beside that, TFLOP/s of the products under the causal mask.
+FlashInfer plans on the host, ahead of its kernel: its kernel alone is timed, and its
+plan apart ("plan", ms of the host). Pages are drawn at random from all of the cache.
+Every result is held to plain PyTorch first. Needs torch; what FlashInfer is not
+installed for, or fails at, is said.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from attention_launches import Attention, workspace_bytes
 from paged_problems import NUMBERS, Paged
 
-ROUNDS, LAUNCHES = 7, 10
+ROUNDS, LAUNCHES = 15, 10
 SECONDS = 4e-3  # of a turn, about
 
 
@@ -56,6 +56,13 @@ class Case:
     latent: int = 0  # values are so many of the first columns of the keys
     tree: bool = False  # a word of bits for each query
     split: int = 0  # keys after which sequences are cut
+
+    @property
+    def bytes_read(self) -> int:
+        """Keys and values, once."""
+        size = 1 if self.scales else 2
+        each = 1 if self.latent else 2
+        return each * size * sum(self.keys) * self.kv_heads * self.dim
 
     @property
     def prefills(self) -> bool:
@@ -258,6 +265,13 @@ def dense(library: ctypes.CDLL, x: Problem) -> Callable[[], Any]:
     return run
 
 
+def copying(total: int) -> Callable[[], Any]:
+    """Reads half of so many bytes and writes as many."""
+    x = torch.empty(total // 2, dtype=torch.uint8, device="cuda")
+    y = torch.zeros_like(x)
+    return lambda: x.copy_(y)
+
+
 def flashinfer_paths(x: Problem, plans: dict[str, float]) -> dict[str, Any]:
     """Its wrappers after their plan, by name; what each plan took goes to `plans`."""
     import flashinfer
@@ -345,8 +359,10 @@ def seconds_of(runs: dict[str, Callable[[], Any]]) -> dict[str, float]:
         n: max(1, int(SECONDS / LAUNCHES / turn(g, 1))) for n, g in graphs.items()
     }
     found: dict[str, list[float]] = {name: [] for name in graphs}
-    for i in range(ROUNDS):
-        for name in list(graphs)[:: 1 if i % 2 else -1]:
+    # Who comes after whom counts, by the heat that it leaves.
+    order = np.random.default_rng(0)
+    for _ in range(ROUNDS):
+        for name in order.permutation(list(graphs)).tolist():
             found[name].append(turn(graphs[name], replays[name]))
     return {name: statistics.median(times) for name, times in found.items()}
 
@@ -367,6 +383,8 @@ def bench(
             del runs[name]
     if case.dense:
         runs["jax_kvblock, dense"] = dense(libraries["jax_kvblock"], x)
+    if case.latent:
+        runs["copy, as many bytes"] = copying(case.bytes_read)
     rows = []
     for name, seconds in seconds_of(runs).items():
         if case.prefills:
@@ -376,11 +394,8 @@ def bench(
             )
             rate, unit = 4 * pairs * case.heads * case.dim / seconds / 1e12, "TFLOP/s"
         else:
-            size = 1 if case.scales else 2
-            each = 1 if case.latent else 2
-            read = each * size * sum(case.keys) * case.kv_heads * case.dim
-            rate, unit = read / seconds / 1e12, "TB/s"
-        if case.latent:
+            rate, unit = case.bytes_read / seconds / 1e12, "TB/s"
+        if case.latent and not name.startswith("copy"):
             products = 2 * sum(case.keys) * case.heads * (case.dim + case.latent)
             rows.append(
                 row(case, name, "products", products / seconds / 1e12, "TFLOP/s")

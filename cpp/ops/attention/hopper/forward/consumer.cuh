@@ -67,6 +67,7 @@ class Consumer {
     constexpr int kColumns = Traits::kKeys / 8, kHalf = kColumns / 2;
     float factor[2], sum[2][2] = {};
     BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+    FenceRows();
     WgmmaFence();
     IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
     WgmmaCommit();
@@ -89,6 +90,7 @@ class Consumer {
     PackProbabilities<Traits>(rows);
 
     const Item* next = item;
+    bool keys_there = false, values_there = false;  // of the next products
 #pragma unroll 1
     for (;;) {
       // Whether the pending product begins its item, and ends it.
@@ -100,14 +102,20 @@ class Consumer {
         if (!__any_sync(~0u, next->is == Item::kTiles)) break;
       }
       const Stage values = keys_.Before();
-      BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+      if (!keys_there) BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+      if (WaitsEarly() && !values_there) {
+        AwaitValues(values);
+        values_there = true;
+      }
+      FenceRows();
       flags = shared_.steps[steps_.stage].flags;  // before the products: it takes a while
       if (Traits::kTiles.turns) WaitTurn();
       Pin(rows);
       WgmmaFence();
       IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
       WgmmaCommit();
-      TakeValues(values);
+      if (!values_there) AwaitValues(values);
+      ClearUnseen(values);
       WgmmaFence();
       IssueValues<Traits>(rows, ValuesOperand(values), begins);
       WgmmaCommit();
@@ -135,6 +143,11 @@ class Consumer {
         KeepAfter(rows.o());
       }
       LeaveKeys(&shared_.v_empty[values.stage]);
+      // To ask takes as long as some exponentials; they hide it. Dense keys are 2 % slower with it.
+      if constexpr (Traits::kPaged) {
+        keys_there = IsThere(shared_.k_full, keys_);
+        values_there = IsThere(shared_.v_full, keys_.Before());
+      }
       WithExponent(
           [&](const auto& exponent) { Exponentials<kHalf, kColumns>(rows, exponent, sum); });
       AddSums(rows, factor, sum);
@@ -145,7 +158,9 @@ class Consumer {
       }
     }
     const Stage values = keys_.Before();
-    TakeValues(values);
+    AwaitValues(values);
+    FenceRows();
+    ClearUnseen(values);
     Pin(rows);
     WgmmaFence();
     IssueValues<Traits>(rows, ValuesOperand(values), flags & Step::kStarts);
@@ -281,9 +296,20 @@ class Consumer {
     outputs_.Advance();
   }
 
-  // V of the tile before has arrived, with all its rows in order.
-  __device__ __forceinline__ void TakeValues(Stage values) {
+  __device__ __forceinline__ static bool IsThere(uint64_t (&full)[Traits::kStages], Stage at) {
+    return BarrierTest(SharedAddress(&full[at.stage]), at.phase);
+  }
+  // V of the tile before.
+  __device__ __forceinline__ void AwaitValues(Stage values) {
     BarrierWait(SharedAddress(&shared_.v_full[values.stage]), values.phase);
+  }
+  // Where V is late, as in small blocks, nobody waits for it in a turn at the tensor cores.
+  __device__ __forceinline__ bool WaitsEarly() const {
+    if constexpr (Traits::kPaged) return p_.box_rows < 32;
+    return false;
+  }
+  // Rows of V that hold what nobody may see.
+  __device__ __forceinline__ void ClearUnseen(Stage values) {
     if (clear_from_ < Traits::kKeys) {
       ClearRows<Traits>(shared_.v[values.stage], clear_from_, Traits::kKeys, Thread(),
                         1 + Traits::kConsumers + group_);
@@ -294,6 +320,10 @@ class Consumer {
                           1 + Traits::kConsumers + group_);
       }
     }
+  }
+  // Behind the arrival of rows that other threads have copied, in front of products.
+  __device__ __forceinline__ void FenceRows() const {
+    if (!LoadsBoxes<Traits>(p_)) FenceAsync();
   }
   __device__ __forceinline__ void LeaveStep() {
     BarrierArrive(SharedAddress(&shared_.step_empty[steps_.stage]));

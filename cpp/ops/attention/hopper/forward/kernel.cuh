@@ -107,14 +107,14 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     PrefetchTensorMap(maps.o);
 #pragma unroll
     for (int stage = 0; stage < Traits::kQueryStages; ++stage) {
-      BarrierInit(SharedAddress(&shared.q_full[stage]), kLoadArrivals<Traits>);
+      BarrierInit(SharedAddress(&shared.q_full[stage]), kQueryArrivals<Traits>);
       BarrierInit(SharedAddress(&shared.q_empty[stage]), kWarps);
     }
 #pragma unroll
     for (int stage = 0; stage < Traits::kStages; ++stage) {
-      BarrierInit(SharedAddress(&shared.k_full[stage]), kLoadArrivals<Traits>);
+      BarrierInit(SharedAddress(&shared.k_full[stage]), LoadArrivals<Traits>(p));
       BarrierInit(SharedAddress(&shared.k_empty[stage]), kWarps * Traits::kCluster);
-      BarrierInit(SharedAddress(&shared.v_full[stage]), kLoadArrivals<Traits>);
+      BarrierInit(SharedAddress(&shared.v_full[stage]), LoadArrivals<Traits>(p));
       BarrierInit(SharedAddress(&shared.v_empty[stage]), kWarps * Traits::kCluster);
     }
 #pragma unroll

@@ -8,8 +8,7 @@
 //
 // A loader has kLookups, the number of keys; RowOf(i), which row of a tile key i is, or kNoRow, and
 // Rows(), how many rows from there on are in its block; Begin, for a new item; LoadKeys; Settle,
-// which keeps where V of the tile lies until K of the next one is on its way; and LoadValues, after
-// which K and V arrive, whatever the loader waits for.
+// which keeps where V of the tile lies until K of the next one is on its way; and LoadValues.
 #pragma once
 
 #include "device/mbarrier.cuh"

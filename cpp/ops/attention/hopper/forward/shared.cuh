@@ -143,15 +143,19 @@ struct ForwardMaps {
   CUtensorMap q, k, v, o;
 };
 
-// Whether K and V come by bulk copies.
+// Whether K and V come by bulk copies, and who arrives when a tile, and when Q, is there.
 template <typename Traits>
 __device__ __forceinline__ bool LoadsBoxes(const typename Traits::Params& p) {
   if constexpr (Traits::kPaged) return p.box_rows > 0;
   return true;
 }
-// Who arrives when a tile, and when Q, is there: each warp that loads.
 template <typename Traits>
-constexpr int kLoadArrivals = Traits::kPaged ? Traits::kLoadWarps : 1;
+__device__ __forceinline__ int LoadArrivals(const typename Traits::Params& p) {
+  constexpr int kWarps = Traits::kPaged ? Traits::kLoadWarps : 1;
+  return LoadsBoxes<Traits>(p) ? kWarps : kWarps * 32 + kWarps;
+}
+template <typename Traits>
+constexpr int kQueryArrivals = Traits::kPaged ? Traits::kLoadWarps : 1;
 // The threads that say when they have left a step: those of consumers, who come last, and of warps
 // that load from pages, which all read it.
 template <typename Traits>
