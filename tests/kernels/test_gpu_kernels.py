@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from jax_kvblock import kernels
+from jax_kvblock.core.ffi import gpu_capabilities
 from jax_kvblock.graphs import BlockBuilder
 
 SOURCES = {
@@ -116,7 +117,7 @@ def test_sources_compile(name):
 
 @pytest.fixture
 def needs_hopper():
-    if jax.devices()[0].compute_capability < "9.0":
+    if min(gpu_capabilities()) < (9, 0):
         pytest.skip("clusters and tensor maps need compute capability 9.0")
 
 
@@ -258,6 +259,7 @@ sys.path.insert(0, {folder!r})
 import jax, jax.numpy as jnp
 from test_gpu_kernels import kernel
 from jax_kvblock import kernels
+from jax_kvblock.core.ffi import gpu_capabilities
 x = jnp.ones(32)
 kernels.kernel_call(
     kernel("fault"), x, out=x, aliases={{0: 0}}, grid=1, block=32, debug=True
