@@ -81,7 +81,7 @@ def normalize(
 
     left, right = check_window(where, causal, window)
     block_q, block_kv = _tile_sizes(where, tiles)
-    q_segments, kv_segments = _segments(where, segment_ids, batch, t, s)
+    q_segments, kv_segments = check_segments(where, segment_ids, batch, t, s)
     config = AttentionConfig(
         scale=check_scale(where, scale, d),
         window_left=left,
@@ -273,7 +273,7 @@ def check_softcap(where: str, softcap: Any) -> float:
     return number
 
 
-def _segments(
+def check_segments(
     where: str, segment_ids: Any, batch: int, t: int, s: int
 ) -> tuple[Any, Any]:
     if segment_ids is None:

@@ -82,7 +82,7 @@ def gradients(
     if x.bias is not None and "bias" in wanted:
         found["bias"] = primitive.backward_bias(config, x, lse, delta, d_o)
     if x.sinks is not None and "sinks" in wanted:
-        found["sinks"] = _sink_gradient(config, x.sinks, lse, delta)
+        found["sinks"] = sink_gradient(config, x.sinks, lse, delta)
     return found
 
 
@@ -91,7 +91,7 @@ _one_program = functools.partial(jax.jit, static_argnums=0, inline=True)
 
 
 @_one_program
-def _sink_gradient(
+def sink_gradient(
     config: AttentionConfig, sinks: jax.Array, lse: LogSumExp, delta: jax.Array
 ) -> jax.Array:
     """A sink is a key without a value: d(sink) = -p delta, with p = exp(sink - lse)."""

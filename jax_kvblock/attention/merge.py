@@ -69,7 +69,7 @@ def merge_attention(
     for i, (out, lse) in enumerate(pairs):
         _check_alike(where, i, out, lse, pairs[0][0])
     arrays = [(to_jax(out), to_jax(lse)) for out, lse in pairs]
-    return _merge(*zip(*arrays, strict=True), axis_name=_hashable(axis_name))
+    return merge_arrays(*zip(*arrays, strict=True), axis_name=_hashable(axis_name))
 
 
 def _listed(where: str, parts: Any) -> list[Any]:
@@ -122,9 +122,10 @@ def _hashable(axis_name: Any) -> Any:
 # One program, also outside of jit: no −inf of a step between is a result that
 # jax_debug_infs looks at.
 @functools.partial(jax.jit, static_argnames="axis_name", inline=True)
-def _merge(
-    outs: tuple[jax.Array, ...], lses: tuple[jax.Array, ...], axis_name: Any
+def merge_arrays(
+    outs: tuple[jax.Array, ...], lses: tuple[jax.Array, ...], axis_name: Any = None
 ) -> tuple[jax.Array, jax.Array]:
+    """`merge_attention` of arrays that fit: outs `[..., Dv]`, lses without Dv."""
     dtype = accumulator(outs[0].dtype)
     lses = tuple(lse.astype(dtype) for lse in lses)
     # Any finite number serves in place of the largest lse: it has no derivative.

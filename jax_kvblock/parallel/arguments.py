@@ -1,0 +1,202 @@
+"""From what the caller passes to a plan and operands, or to an error that helps."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+from jax_kvblock.attention.arguments import (
+    check_flags,
+    check_lengths,
+    check_scale,
+    check_segments,
+    check_sinks,
+    check_softcap,
+    check_window,
+)
+from jax_kvblock.attention.config import AttentionConfig
+from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
+from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
+from jax_kvblock.core.checks import check_choice, known_integers, show, to_jax
+from jax_kvblock.parallel.axes import axis_size, hashable
+from jax_kvblock.parallel.local import Mask, Plan
+from jax_kvblock.parallel.pieces import NO_KEY, reach_of
+from jax_kvblock.parallel.sequence import LAYOUTS, check_boundaries, check_divides
+from jax_kvblock.parallel.strategy import (
+    STRATEGIES,
+    choose,
+    largest_group,
+    serves_heads,
+    work_of,
+)
+from jax_kvblock.parallel.ulysses import Exchange
+
+
+class Normalized(NamedTuple):
+    """A checked call. Without `exchange` heads stay where they are."""
+
+    plan: Plan
+    exchange: Exchange | None
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    sinks: Any
+    mask: Mask
+
+
+def normalize(
+    where: str,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    axis_name: Any,
+    strategy: str,
+    layout: str,
+    causal: bool,
+    window: Any,
+    segment_ids: Any,
+    cu_seqlens: Any,
+    softcap: Any,
+    sinks: Any,
+    scale: Any,
+    q_lens: Any,
+    kv_lens: Any,
+    return_lse: bool,
+    deterministic: bool,
+    implementation: str | None,
+) -> Normalized:
+    """Checks every argument of `context_parallel_attention`."""
+    packed = cu_seqlens is not None
+    axis_name = hashable(axis_name)
+    size = axis_size(where, axis_name)
+    q, k, v = check_qkv(where, PACKED if packed else BATCHED, q, k, v)
+    check_flags(
+        where, causal=causal, deterministic=deterministic, return_lse=return_lse
+    )
+    check_choice(where, "strategy", strategy, STRATEGIES)
+    check_choice(where, "layout", layout, LAYOUTS)
+    served = (None, *(name for name in IMPLEMENTATIONS if name != "cudnn"))
+    check_choice(where, "implementation", implementation, served)
+    heads, head_dim = q.shape[-2:]
+    left, right = check_window(where, causal, window)
+    config = AttentionConfig(
+        scale=check_scale(where, scale, head_dim),
+        window_left=left,
+        window_right=right,
+        softcap=check_softcap(where, softcap),
+        packed=packed,
+        deterministic=bool(deterministic),
+        implementation=implementation,
+    )
+    rows, keys = q.shape[-3], k.shape[-3]
+    zigzag = layout == "zigzag" and size > 1
+    if zigzag:
+        for name, length in (("T", rows), ("S", keys)):
+            check_divides(where, f"{name}, a device's rows in zigzag,", length, 2)
+    if packed:
+        mask = _packed_mask(where, cu_seqlens, segment_ids, (rows, keys), size, zigzag)
+        alike = mask.cu_q is mask.cu_kv
+        documents = (mask.cu_q.shape[0] - 1, mask.cu_kv.shape[0] - 1)
+    else:
+        mask = _batched_mask(where, segment_ids, q.shape[0], rows, keys)
+        alike, documents = rows == keys, (q.shape[0],) * 2
+    mask = mask._replace(
+        q_lens=check_lengths(where, "q_lens", q_lens, documents[0]),
+        kv_lens=check_lengths(where, "kv_lens", kv_lens, documents[1]),
+    )
+    sizes = (heads, k.shape[-2], head_dim, v.shape[-1])
+    reach = size if packed else reach_of(config, size, rows, keys, zigzag, alike)
+    batch = 1 if packed else q.shape[0]
+    work = work_of(
+        config, size, sizes, batch * rows, batch * keys, q.dtype.itemsize, reach
+    )
+    strategy, group = _resolve(where, strategy, work)
+    plan = Plan(
+        config=config,
+        axis_name=axis_name,
+        size=size // group,
+        group=group,
+        zigzag=zigzag,
+        gathered=strategy == "all_gather",
+        packed=packed,
+        alike=alike,
+    )
+    exchange = Exchange(axis_name, size, group, zigzag) if group > 1 else None
+    return Normalized(
+        plan, exchange, to_jax(q), to_jax(k), to_jax(v),
+        check_sinks(where, sinks, q, heads), mask,
+    )  # fmt: skip
+
+
+def _resolve(where: str, strategy: str, work: Any) -> tuple[str, int]:
+    """The strategy, and how many devices exchange heads."""
+    if strategy == "auto":
+        return choose(work)
+    if strategy == "ulysses":
+        if not serves_heads(work.heads, work.kv_heads, work.size):
+            raise ValueError(
+                f"{where}: strategy='ulysses' needs query heads that are a multiple of "
+                f"the {work.size} devices, and KV heads that are one or divide their "
+                f"number, got {work.heads} and {work.kv_heads}; 'ulysses_ring' "
+                "exchanges in smaller groups, and 'ring' exchanges none"
+            )
+        return strategy, work.size
+    if strategy == "ulysses_ring":
+        return strategy, largest_group(work)
+    return strategy, 1
+
+
+def _packed_mask(
+    where: str,
+    cu_seqlens: Any,
+    segment_ids: Any,
+    lengths: tuple[int, int],
+    size: int,
+    zigzag: bool,
+) -> Mask:
+    if segment_ids is not None:
+        raise ValueError(
+            f"{where}: segment_ids cannot be combined with cu_seqlens; a packed "
+            "document attends to itself alone already"
+        )
+    pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens,)
+    if len(pair) not in (1, 2):
+        raise ValueError(
+            f"{where}: cu_seqlens must be int32[documents + 1], or a pair for q and "
+            f"for k and v, got a tuple of {len(pair)}"
+        )
+    by = 2 * size if zigzag else 1
+    names = ("cu_seqlens",) if len(pair) == 1 else ("cu_seqlens[0]", "cu_seqlens[1]")
+    bounds = [
+        check_boundaries(where, cu, length * size, by, name)
+        for name, cu, length in zip(names, pair, lengths, strict=False)
+    ]
+    if len(pair) == 2 and pair[0] is not pair[1]:
+        if bounds[0].shape != bounds[1].shape:
+            raise ValueError(
+                f"{where}: cu_seqlens must have as many documents of queries as of "
+                f"keys, got {show(bounds[0])} and {show(bounds[1])}"
+            )
+        return Mask(cu_q=bounds[0], cu_kv=bounds[1])
+    if lengths[0] != lengths[1]:
+        raise ValueError(
+            f"{where}: one cu_seqlens serves as many rows of q as of k, got "
+            f"{lengths[0]} and {lengths[1]}; pass a pair (cu_q, cu_kv)"
+        )
+    return Mask(cu_q=bounds[0], cu_kv=bounds[0])
+
+
+def _batched_mask(
+    where: str, segment_ids: Any, batch: int, rows: int, keys: int
+) -> Mask:
+    ids = check_segments(where, segment_ids, batch, rows, keys)
+    for x in ids:
+        known = None if x is None else known_integers(where, "segment_ids", x)
+        if known is not None and known.size and known.min() <= NO_KEY:
+            raise ValueError(
+                f"{where}: segment_ids must be above {NO_KEY}, got {known.min()}; the "
+                "two smallest int32 mark rows that take no part"
+            )
+    return Mask(q_segments=ids[0], kv_segments=ids[1])

@@ -1,0 +1,205 @@
+"""`context_parallel_attention`: the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, Unpack, overload
+
+import jax
+import jax.numpy as jnp
+
+from jax_kvblock.attention.options import Output, Rows
+from jax_kvblock.core.spmd import vary_alike
+from jax_kvblock.core.types import ArrayIn, IdRows, Integers
+from jax_kvblock.parallel import arguments
+from jax_kvblock.parallel.arguments import Normalized
+from jax_kvblock.parallel.core import attend
+from jax_kvblock.parallel.local import Mask
+from jax_kvblock.parallel.sequence import SequenceLayout
+from jax_kvblock.parallel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+    AxisName: TypeAlias = Hashable | Sequence[Hashable]
+
+
+class ContextOptions(TypedDict, total=False):
+    """What `context_parallel_attention` takes by name, but for `return_lse`."""
+
+    strategy: Strategy
+    layout: SequenceLayout
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    segment_ids: IdRows | tuple[IdRows, IdRows] | None
+    cu_seqlens: Integers | tuple[Integers, Integers] | None
+    softcap: float | None
+    sinks: Float[ArrayIn, " N"] | None
+    scale: float | None
+    q_lens: Integers | None
+    kv_lens: Integers | None
+    deterministic: bool
+    implementation: str | None
+
+
+@overload
+def context_parallel_attention(
+    q: Float[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"],
+    v: Float[ArrayIn, "*B S K Dv"],
+    *,
+    axis_name: AxisName,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[ContextOptions],
+) -> Output: ...
+@overload
+def context_parallel_attention(
+    q: Float[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"],
+    v: Float[ArrayIn, "*B S K Dv"],
+    *,
+    axis_name: AxisName,
+    return_lse: Literal[True],
+    **options: Unpack[ContextOptions],
+) -> tuple[Output, Rows]: ...
+@overload
+def context_parallel_attention(
+    q: Float[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"],
+    v: Float[ArrayIn, "*B S K Dv"],
+    *,
+    axis_name: AxisName,
+    return_lse: bool,
+    **options: Unpack[ContextOptions],
+) -> Output | tuple[Output, Rows]: ...
+def context_parallel_attention(
+    q: Float[ArrayIn, "*B T N D"],
+    k: Float[ArrayIn, "*B S K D"],
+    v: Float[ArrayIn, "*B S K Dv"],
+    *,
+    axis_name: AxisName,
+    strategy: Strategy = "auto",
+    layout: SequenceLayout = "zigzag",
+    causal: bool = False,
+    window: tuple[int | None, int | None] | None = None,
+    segment_ids: IdRows | tuple[IdRows, IdRows] | None = None,
+    cu_seqlens: Integers | tuple[Integers, Integers] | None = None,
+    softcap: float | None = None,
+    sinks: Float[ArrayIn, " N"] | None = None,
+    scale: float | None = None,
+    q_lens: Integers | None = None,
+    kv_lens: Integers | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    implementation: str | None = None,
+) -> Output | tuple[Output, Rows]:
+    """Attention over a sequence that is cut over a mesh axis, inside `jax.shard_map`.
+
+    Each device passes its rows of q, k and v and gets those of the result. It is
+    `flash_attention` of the whole sequence; no device ever has it whole, but where it
+    is gathered or heads are exchanged. One `jax.custom_vjp`: reverse mode, once.
+
+    Args:
+      q: `[B, T, N, D]`, T of the sequence's `n T` rows; bfloat16, float16 or float32.
+        Packed (with `cu_seqlens`): `[rows, N, D]`.
+      k: `[B, S, K, D]`, N a multiple of K. Packed: `[rows, K, D]`.
+      v: `[B, S, K, Dv]`.
+      axis_name: the mesh axis, or axes, of n devices, that sequences are cut over.
+      strategy: how keys and queries meet.
+        "ring": keys and values go round, each shard under the work on the one before.
+        "all_gather": every device gets all keys and values, before it begins.
+        "ulysses": heads are exchanged for rows, so that each device has N / n heads of
+        the whole sequence. Fewer KV heads than devices are repeated.
+        "ulysses_ring": so in groups of as many devices as K divides among, and a
+        ring of the groups.
+        "auto": the one that takes the least time, by a model with measured rates.
+      layout: "zigzag", as `to_zigzag` lays sequences out, so that all devices have as
+        much to do under a causal mask; or "contiguous", device i has the rows from
+        `i T` on. Positions, lengths and boundaries count in the sequence in either.
+      causal, window, softcap, scale: as in `flash_attention`, by the positions in the
+        whole sequence. A ring leaves out the shards that a window does not reach.
+      segment_ids: int32 `[B, T]`, or a pair `[B, T]`, `[B, S]`, of this device's rows.
+        -2**31 and -2**31 + 1 are no ids.
+      cu_seqlens: int32 `[documents + 1]`, the same on every device: the first row of
+        each packed document in the rows of all devices together, and the end of the
+        last; a pair where queries and keys differ. In zigzag they are multiples of 2 n,
+        and each document is cut over all devices (`to_zigzag(..., cu_seqlens=...)`).
+      sinks: float32 `[N]`, as in `flash_attention`; on every device all of them.
+      q_lens, kv_lens: int32 `[B]`, lengths of the whole sequences (of documents, with
+        cu_seqlens). What lies beyond is never seen; outputs there are zeros.
+      return_lse: also return the log-sum-exp, float32 `[B, T, N]`; differentiable.
+      deterministic: the gradients' bits are the same every time.
+      implementation: as in `flash_attention`.
+
+    Returns:
+      `[B, T, N, Dv]` in q's dtype, this device's rows; with `return_lse` the pair
+      `(out, lse)`.
+
+    What each device sends in the forward pass, in elements of a row's keys and values,
+    `2 S K D`: ring and all_gather `n - 1` times those, all_gather with n times the
+    memory; ulysses `(n - 1) / n` of its own q, k, v and out. Backward, a ring sends
+    keys and values once more and their gradients in float32.
+
+    Raises:
+      TypeError, ValueError: an argument's dtype, shape or value does not fit; the axis
+        is not there; lengths or heads do not divide. The message says what would.
+
+    Example:
+      >>> attend = jax.shard_map(
+      ...     lambda q, k, v: context_parallel_attention(
+      ...         q, k, v, axis_name="context", causal=True),
+      ...     mesh=jax.make_mesh((4,), ("context",)),
+      ...     in_specs=P(None, "context"), out_specs=P(None, "context"))
+      >>> out = from_zigzag(attend(*(to_zigzag(x, 4) for x in (q, k, v))), 4)
+
+    Source: Liu et al., Ring Attention (arXiv:2310.01889); Jacobs et al.,
+    DeepSpeed-Ulysses (arXiv:2309.14509); Fang and Zhao, USP (arXiv:2405.07719); the
+    zigzag of Dubey et al., Llama 3 (arXiv:2407.21783).
+    """
+    where = "context_parallel_attention"
+    call = arguments.normalize(
+        where,
+        q,
+        k,
+        v,
+        axis_name=axis_name,
+        strategy=strategy,
+        layout=layout,
+        causal=causal,
+        window=window,
+        segment_ids=segment_ids,
+        cu_seqlens=cu_seqlens,
+        softcap=softcap,
+        sinks=sinks,
+        scale=scale,
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        return_lse=return_lse,
+        deterministic=deterministic,
+        implementation=implementation,
+    )
+    out, lse = _run(call)
+    return (out, lse) if return_lse else out
+
+
+def _run(call: Normalized) -> tuple[jax.Array, jax.Array]:
+    """out and lse `[B, T, N]`."""
+    plan, mask, exchange = call.plan, call.mask, call.exchange
+    # All vary alike, over the mesh axis too: so do their gradients.
+    place = jax.lax.axis_index(plan.axis_name)
+    q, k, v, sinks, *ints, _ = vary_alike(
+        [call.q, call.k, call.v, call.sinks, *mask, place]
+    )
+    mask = Mask(*ints)
+    if exchange is None:
+        out, lse = attend(plan, q, k, v, sinks, mask)
+        return out, jnp.swapaxes(lse, -1, -2)
+    q = exchange.heads(q, mask.cu_q)
+    k, v = (exchange.heads(a, mask.cu_kv) for a in (k, v))
+    mask = mask._replace(
+        q_segments=exchange.ids(mask.q_segments, mask.cu_q),
+        kv_segments=exchange.ids(mask.kv_segments, mask.cu_kv),
+    )
+    out, lse = attend(plan, q, k, v, exchange.sinks(sinks), mask)
+    rows = jnp.swapaxes(lse, -1, -2)[..., None]
+    return exchange.rows(out, mask.cu_q), exchange.rows(rows, mask.cu_q)[..., 0]

@@ -1,0 +1,145 @@
+"""Keys and values that are gathered: all of them on every device.
+
+What rows see of their own device's keys is computed while the others' arrive. Where
+the rest is one call without a mask (`others.py`), it is that; else a call or two on all
+keys, in the order of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_kvblock.attention.config import OPEN
+from jax_kvblock.parallel.axes import rings_of
+from jax_kvblock.parallel.local import Arrays, Here, Plan, backward_call, forward_call
+from jax_kvblock.parallel.others import others_of
+from jax_kvblock.parallel.pieces import Call
+from jax_kvblock.parallel.sequence import zigzag_rows
+from jax_kvblock.parallel.sums import Gradients, Merged
+
+
+class _Gathering(NamedTuple):
+    """Calls on own keys, before and after those on gathered ones, and their order.
+
+    order: which rows of all devices' keys the calls have; None for all as they are.
+    """
+
+    before: Sequence[Call]
+    calls: Sequence[Call]
+    after: Sequence[Call]
+    order: Any
+
+
+def _gathering(here: Here) -> _Gathering:
+    others = others_of(here)
+    if others is not None:
+        before, after = here.own_calls()
+        call = here.call(others.keys, others.found, None)
+        return _Gathering(before, [call], after, others.order)
+    order = _sequence_order(here)
+    ids = _gather(here.plan, here.mask.kv_segments, -1)
+    calls = here.calls(here.all_keys(), 0, _taken(ids, order, -1))
+    return _Gathering([], calls, [], order)
+
+
+def forward(here: Here, q: Any, k: Any, v: Any, merged: Merged) -> None:
+    """Adds what rows see of all keys."""
+    found = _gathering(here)
+    every = tuple(_gather(here.plan, a, -3) for a in (k, v))
+    # In the forward pass there is nothing to hide behind the end: own keys at once.
+    own = here.calls(here.keys(0), 0, None) if found.before else []
+    for call in own:
+        merged.add(*forward_call(call, q, k, v))
+    if own:
+        every, _ = jax.lax.optimization_barrier((every, merged.so_far()))
+    k_all, v_all = (_taken(a, found.order, -3) for a in every)
+    for call in found.calls:
+        merged.add(*forward_call(call, q, k_all, v_all))
+
+
+def backward(here: Here, x: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
+    """dq, dk, dv; those of keys and values are summed over the devices in float32.
+
+    Own keys come first and last: under the first part others' arrive, under the last
+    part gradients travel.
+    """
+    q, *own = x
+    found = _gathering(here)
+    sums = Gradients(x)
+
+    def run(calls: Sequence[Call], keys: Sequence[Any]) -> Arrays:
+        parts = [backward_call(c, (q, *keys), lse, delta, d_o) for c in calls]
+        return sums.add(parts, tuple(keys))
+
+    every = tuple(_gather(here.plan, a, -3) for a in own)
+    d_own: Any = None
+    if found.before:
+        d_own = run(found.before, own)
+        every, _ = jax.lax.optimization_barrier((every, d_own[0]))
+    rows = every[0].shape[-3]
+    d_every = run(found.calls, [_taken(a, found.order, -3) for a in every])
+    made = tuple(_scatter(here.plan, a, found.order, rows) for a in d_every)
+    if found.after:
+        d_own = _add(d_own, run(found.after, own))
+    return sums.result(made if d_own is None else _add(made, d_own))
+
+
+def _add(a: Arrays, b: Arrays) -> Arrays:
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _sequence_order(here: Here) -> Any:
+    """From the order of the devices to that of the sequence.
+
+    None where it is the same, or nobody asks.
+    """
+    plan, mask = here.plan, here.mask
+    config = plan.config
+    unmasked = config.window_left == OPEN and config.window_right == OPEN
+    nobody = unmasked and not plan.packed and mask.kv_lens is None
+    if not plan.zigzag or plan.size == 1 or nobody:
+        return None
+    back = zigzag_rows(here.all_keys().length, plan.size, mask.cu_kv)
+    rows = jnp.arange(back.shape[0], dtype=jnp.int32)
+    return jnp.zeros_like(back).at[back].set(rows, unique_indices=True)
+
+
+def _gather(plan: Plan, a: Any, axis: int) -> Any:
+    """`axis` of all devices of a ring, one behind the other."""
+    if a is None:
+        return None
+    rings = rings_of(plan.size, plan.group)
+    axis %= a.ndim
+    return jax.lax.all_gather(
+        a, plan.axis_name, axis=axis, tiled=True, axis_index_groups=rings
+    )
+
+
+def _taken(a: Any, order: Any, axis: int) -> Any:
+    if a is None or order is None:
+        return a
+    return jnp.take(a, order, axis=axis)
+
+
+def _scatter(plan: Plan, a: jax.Array, order: Any, rows: int) -> jax.Array:
+    """The sum over a ring's devices of the rows that were taken, each device its own.
+
+    A row that was taken twice has two parts.
+    """
+    axis = a.ndim - 3
+    if order is not None:
+        at = (slice(None),) * axis
+        everywhere = jnp.zeros((*a.shape[:axis], rows, *a.shape[axis + 1 :]), a.dtype)
+        a = everywhere.at[(*at, order)].add(a)
+    rings = rings_of(plan.size, plan.group)
+    return jax.lax.psum_scatter(
+        a,
+        plan.axis_name,
+        scatter_dimension=axis,
+        tiled=True,
+        axis_index_groups=rings,
+    )

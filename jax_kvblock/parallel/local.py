@@ -1,0 +1,194 @@
+"""One device's part: what its rows see of the keys that are here, as calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_kvblock.attention import primitive
+from jax_kvblock.attention.config import AttentionConfig
+from jax_kvblock.attention.ops import LogSumExp
+from jax_kvblock.parallel.axes import hop
+from jax_kvblock.parallel.pieces import (
+    Boxes,
+    Call,
+    Side,
+    boxes,
+    call_of,
+    contiguous_side,
+    split_keys,
+    zigzag_side,
+)
+
+Arrays = tuple[jax.Array, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is compiled in.
+
+    Attributes:
+      config: scale, windows, softcap and so on.
+      axis_name: the mesh axis, or axes.
+      size: devices of a ring.
+      group: how many rings lie side by side: device d is in ring `d % group`, at place
+        `d // group`.
+      zigzag: how sequences lie.
+      gathered: whether keys are gathered, instead of coming by.
+      packed: whether arrays hold packed documents.
+      alike: whether queries and keys have the same positions on every device.
+    """
+
+    config: AttentionConfig
+    axis_name: Any
+    size: int
+    group: int
+    zigzag: bool
+    gathered: bool
+    packed: bool
+    alike: bool
+
+
+class Mask(NamedTuple):
+    """The integers of a call; None where absent.
+
+    q_segments, kv_segments: `[B, T]`, `[B, S]`, of this device's rows. q_lens, kv_lens:
+    of whole sequences. cu_q, cu_kv: boundaries in the rows of all devices together.
+    """
+
+    q_segments: Any = None
+    kv_segments: Any = None
+    q_lens: Any = None
+    kv_lens: Any = None
+    cu_q: Any = None
+    cu_kv: Any = None
+
+
+class Here:
+    """A ring as one device sees it: the sides of its calls, and how arrays travel."""
+
+    def __init__(self, plan: Plan, mask: Mask, q: jax.Array, k: jax.Array) -> None:
+        self.plan, self.mask = plan, mask
+        self._batch = 1 if plan.packed else q.shape[0]
+        self.key_length = k.shape[-3]
+        self.place = jax.lax.axis_index(plan.axis_name) // plan.group
+        self.q = self._side(q.shape[-3], self.place, mask.cu_q, mask.q_lens)
+
+    def _side(self, length: int, place: Any, bounds: Any, lens: Any) -> Side:
+        plan = self.plan
+        side = zigzag_side if plan.zigzag and plan.size > 1 else contiguous_side
+        starts = self._starts(length, bounds)
+        return side(length, plan.size, place, starts, lens, packed=plan.packed)
+
+    def _starts(self, length: int, bounds: Any) -> Any:
+        """Packed, the boundaries of documents; else the first rows of a batch."""
+        if self.plan.packed:
+            return bounds
+        return jnp.arange(self._batch + 1, dtype=jnp.int32) * length
+
+    def keys(self, step: int) -> Side:
+        """Of the device `step` places before this one."""
+        place = (self.place - step) % self.plan.size
+        mask = self.mask
+        return self._side(self.key_length, place, mask.cu_kv, mask.kv_lens)
+
+    def all_keys(self) -> Side:
+        """Of all devices, in the order of the sequence."""
+        length = self.key_length * self.plan.size
+        starts = self._starts(length, self.mask.cu_kv)
+        lens, packed = self.mask.kv_lens, self.plan.packed
+        return contiguous_side(length, 1, jnp.int32(0), starts, lens, packed=packed)
+
+    def boxes(self, k: Side, step: int) -> list[Boxes]:
+        """What rows see of the keys of step `step`, call by call."""
+        plan = self.plan
+        found = boxes(
+            plan.config,
+            self.q,
+            k,
+            alike=plan.alike,
+            size=plan.size,
+            step=step,
+            late=self.place < step,
+            joined=self.mask.q_segments is None,
+        )
+        return list(found)
+
+    def call(self, k: Side, found: Boxes, key_ids: Any) -> Call:
+        ids = None if key_ids is None else (self.mask.q_segments, key_ids)
+        packed = self.plan.packed
+        return call_of(self.plan.config, self.q, k, found, ids, packed=packed)
+
+    def calls(self, k: Side, step: int, key_ids: Any) -> list[Call]:
+        return [self.call(k, found, key_ids) for found in self.boxes(k, step)]
+
+    def own_calls(self) -> tuple[list[Call], list[Call]]:
+        """Those on this device's own keys; in two parts where they can be cut so."""
+        own, ids = self.keys(0), self.mask.kv_segments
+        first, second = self.boxes(own, 0), []
+        if len(own.pieces) == 2 and len(first) == 1 and ids is None:
+            halves = split_keys(self.q, own, *first[0])
+            first, second = [halves[:1]], [halves[1:]]
+        in_calls = [[self.call(own, f, ids) for f in part] for part in (first, second)]
+        return in_calls[0], in_calls[1]
+
+    def visible(self) -> list[int]:
+        """The steps at which some device of the ring sees something."""
+        return [s for s in range(self.plan.size) if self.boxes(self.keys(s), s)]
+
+    def send(self, arrays: Any, by: int) -> Any:
+        """To the device `by` places on; what the one `by` places before has comes."""
+        pairs = hop(self.plan.size, self.plan.group, by)
+        move = functools.partial(
+            jax.lax.ppermute, axis_name=self.plan.axis_name, perm=pairs
+        )
+        return jax.tree.map(move, arrays)
+
+
+# ---- a call --------------------------------------------------------------------------
+
+
+def forward_call(call: Call, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
+    """out `[B, T, N, Dv]` and lse `[B, N, T]`; of packed arrays without B.
+
+    Rows outside of the call's box have zeros and −inf.
+    """
+    rows = q.shape[:-2]
+    arrays = dict(zip("qkv", (_flat(call, a) for a in (q, k, v)), strict=True))
+    o, lse = primitive.forward(call.config, call.mask._replace(**arrays))
+    o = o.reshape(*rows, *o.shape[-2:])
+    if call.packed and len(rows) == 2:
+        return o, jnp.swapaxes(lse.value.reshape(-1, *rows), 0, 1)
+    return o, lse.value
+
+
+def backward_call(
+    call: Call, x: Arrays, lse: jax.Array, delta: jax.Array, d_o: jax.Array
+) -> Arrays:
+    """The call's part of dq, dk and dv, in their arrays' shapes and dtypes."""
+    arrays = dict(zip("qkv", (_flat(call, a) for a in x), strict=True))
+    lse, delta = (_flat_rows(call, a) for a in (lse, delta))
+    made = primitive.backward(
+        call.config,
+        call.mask._replace(**arrays),
+        LogSumExp(lse),
+        delta,
+        _flat(call, d_o),
+    )
+    return tuple(g.reshape(a.shape) for g, a in zip(made, x, strict=True))
+
+
+def _flat(call: Call, a: jax.Array) -> jax.Array:
+    """`[B, T, N, D]` as `[B T, N, D]` where the call is packed."""
+    return a.reshape(-1, *a.shape[-2:]) if call.packed else a
+
+
+def _flat_rows(call: Call, a: jax.Array) -> jax.Array:
+    """`[B, N, T]` as `[N, B T]` where the call is packed."""
+    if not call.packed or a.ndim == 2:
+        return a
+    return jnp.swapaxes(a, 0, 1).reshape(a.shape[1], -1)

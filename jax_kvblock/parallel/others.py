@@ -1,0 +1,150 @@
+"""What rows see of all other devices' keys, gathered, in one call without a mask.
+
+Where positions do not mask, that is all of them. Under a causal mask it is what lies
+before a device's rows. In zigzag the first piece of the queries sees the first chunks
+of earlier devices, the second piece the first chunks of all others and the second
+chunks of later ones: always `2 n - 2` chunks together, wherever the device is. Laid one
+behind the other they are two runs of keys, one for each piece.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_kvblock.attention.config import OPEN
+from jax_kvblock.parallel.local import Here
+from jax_kvblock.parallel.pieces import Box, Boxes, Piece, Side
+
+
+class Others(NamedTuple):
+    """The call's boxes, and their keys.
+
+    order: int32 `[rows]`, which row of all devices' keys, one device behind the other,
+    each of them is; None for these as they are. Keys that both pieces see come twice.
+    """
+
+    order: Any
+    keys: Side
+    found: Boxes
+
+
+class _Chunks(NamedTuple):
+    """The chunks that are taken, of each document: their devices, and which chunks.
+
+    first: for each slot that a chunk may have, where in the document it lies.
+    """
+
+    device: jax.Array
+    late: jax.Array
+    first: jax.Array
+
+
+def others_of(here: Here) -> Others | None:
+    """None where the mask between devices is one of positions, or of segments."""
+    plan = here.plan
+    left, right = plan.config.window_left, plan.config.window_right
+    causal = right == 0
+    if plan.size == 1 or here.mask.kv_segments is not None:
+        return None
+    if left != OPEN or not (causal or right == OPEN):
+        return None
+    if not plan.zigzag:
+        return _before(here) if causal else None
+    return _chunks(here, causal) if plan.alike or not causal else None
+
+
+def _before(here: Here) -> Others:
+    """Of contiguous rows: the keys of earlier devices."""
+    every = here.all_keys()
+    end = here.place * here.key_length
+    first, last = every.starts[:-1], every.whole.last
+    if here.plan.packed:
+        first, last = jnp.minimum(first, end), jnp.minimum(last, end)
+    else:
+        last = jnp.minimum(last, first + end)
+    run = Piece(first, last, jnp.zeros_like(first))
+    return Others(None, every, (Box(here.q.whole, run, True, False, masked=False),))
+
+
+def _chunks(here: Here, causal: bool) -> Others:
+    n, place = here.plan.size, here.place
+    # The order is that of one document; that of a batch's members is the same.
+    own = here.keys(0).starts
+    bounds = own if here.plan.packed else own[:2]
+    slot = jnp.arange(2 * n - 2, dtype=jnp.int32)
+    taken = _seen(slot, n, place) if causal else _all(slot, n, place)
+    order = _rows(taken, bounds, n, here.key_length)
+    starts = own * (n - 1)
+    keys = Side(order.shape[0], starts, (), None, 0, here.mask.kv_lens is not None)
+    chunk = (own[1:] - own[:-1]) // 2
+    there = _lengths(here, taken, chunk)  # [documents, slots]
+    nowhere = jnp.zeros_like(chunk)
+    if not causal:
+        run = Piece(starts[:-1], starts[:-1] + there.sum(1), nowhere)
+        return Others(order, keys, (Box(here.q.whole, run, True, False, masked=False),))
+    low = jnp.where(slot < place, there, 0).sum(1)
+    middle = starts[:-1] + place * chunk
+    high = jnp.where(slot < place, 0, there).sum(1)
+    runs = (
+        Piece(starts[:-1], starts[:-1] + low, nowhere),
+        Piece(middle, middle + high, nowhere),
+    )
+    found = (
+        Box(rows, run, False, False, masked=False)
+        for rows, run in zip(here.q.pieces, runs, strict=True)
+    )
+    return Others(order, keys, tuple(found))
+
+
+def _seen(slot: jax.Array, n: int, place: Any) -> _Chunks:
+    """First those that the first piece sees, then those that the second one does."""
+    low = slot < place
+    again = slot - place  # all first chunks but one's own
+    late = slot >= place + n - 1
+    device = jnp.where(low, slot, again + (again >= place))
+    device = jnp.where(late, n - 1 - (again - (n - 1)), device)
+    return _Chunks(device, late, jnp.where(late, 2 * n - 1 - device, device))
+
+
+def _all(slot: jax.Array, n: int, place: Any) -> _Chunks:
+    """In the order of the sequence."""
+    late = slot >= n - 1
+    at = jnp.where(late, slot - (n - 1), slot)
+    skipped = jnp.where(late, n - 1 - place, place)
+    at = at + (at >= skipped)
+    device = jnp.where(late, n - 1 - at, at)
+    return _Chunks(device, late, jnp.where(late, 2 * n - 1 - device, device))
+
+
+def _rows(taken: _Chunks, own: jax.Array, n: int, length: int) -> jax.Array:
+    """Where the rows of these chunks lie, of documents with these local boundaries.
+
+    Rows of no document stand for themselves.
+    """
+    count = (n - 1) * length
+    row = jnp.arange(count, dtype=jnp.int32)
+    document = jnp.searchsorted(own[1:] * (n - 1), row, side="right")
+    inside = (row >= own[0] * (n - 1)) & (document < own.shape[0] - 1)
+    document = jnp.minimum(document, own.shape[0] - 2)
+    first = own[document]
+    chunk = (own[document + 1] - first) // 2
+    within = row - first * (n - 1)
+    run = jnp.maximum(chunk, 1)
+    slot = jnp.clip(within // run, 0, 2 * n - 3)
+    at = taken.device[slot] * length + first + within % run
+    return jnp.where(inside, at + jnp.where(taken.late[slot], chunk, 0), row)
+
+
+def _lengths(here: Here, taken: _Chunks, chunk: jax.Array) -> jax.Array:
+    """How many keys each slot's chunk has, of every document: `[documents, slots]`.
+
+    Only behind those that are cut short come some without keys.
+    """
+    chunk = chunk[:, None]
+    if here.mask.kv_lens is None:
+        return jnp.broadcast_to(chunk, (chunk.shape[0], taken.device.shape[0]))
+    lens = jnp.maximum(here.mask.kv_lens, 0)[:, None]
+    return jnp.clip(lens - taken.first * chunk, 0, chunk)

@@ -1,0 +1,334 @@
+"""Who sees whom, between the rows of one device and the keys of another.
+
+A device's rows are *pieces*: of every document (every batch member) one run of rows, or
+in zigzag two, each with a position. A *box* is a piece of the queries and a piece of
+the keys, and the mask between them is a mask of positions: causal and window, moved by
+how far the pieces are apart. So one kind of call, attention in boxes, computes any part
+of the whole, and a few boxes join where they are seen alike.
+
+Which device's keys are at hand is traced, so all devices run one program: boxes are
+boundaries and offsets, operands of the kernels. In a box that nobody sees, no tile is
+visited.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_kvblock.attention.config import OPEN, AttentionConfig, Operands
+
+# Ids of rows outside of a box; no segment of the caller's has them.
+NO_QUERY, NO_KEY = -(2**31), -(2**31) + 1
+
+
+class Piece(NamedTuple):
+    """Of every document a run of rows: int32 `[documents]`, or one for all of them."""
+
+    first: Any
+    last: Any  # behind the last row that is there: lengths cut it
+    position: Any  # of the first row, in its document
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """The rows of queries, or of keys, that one device has.
+
+    Attributes:
+      length: rows of a batch member; packed, of all documents.
+      starts: int32 `[documents + 1]`, where each document's rows begin and the last
+        one's end.
+      pieces: one, or in zigzag two.
+      places: for each piece and each device, which chunk it is of how many rows; None
+        where chunks have no one size. It is static, to leave boxes out.
+    """
+
+    length: int
+    starts: jax.Array
+    pieces: tuple[Piece, ...]
+    places: tuple[tuple[int, ...], ...] | None
+    chunk: int
+    cut: bool = False  # whether lengths cut pieces
+
+    @property
+    def documents(self) -> int:
+        return self.starts.shape[0] - 1
+
+    @property
+    def whole(self) -> Piece:
+        """All rows as one run: lengths leave the first ones, in zigzag too."""
+        last = sum(p.last - p.first for p in self.pieces) + self.starts[:-1]
+        return Piece(self.starts[:-1], last, self.pieces[0].position)
+
+
+def contiguous_side(
+    length: int, size: int, index: Any, starts: jax.Array, lens: Any, *, packed: bool
+) -> Side:
+    """Device `index` of `size` has the rows from `index * length` on.
+
+    starts: packed, the boundaries in the rows of all devices; else in this one's.
+    """
+    places = (tuple(range(size)),)
+    if not packed:
+        first, last = starts[:-1], starts[1:]
+        position = jnp.asarray(index * length, jnp.int32)
+        last = _cut(first, last, position, lens)
+        piece = Piece(first, last, position)
+        return Side(length, starts, (piece,), places, length, lens is not None)
+    own = jnp.clip(starts - index * length, 0, length)
+    position = jnp.clip(index * length - starts[:-1], 0)
+    last = _cut(own[:-1], own[1:], position, lens)
+    piece = Piece(own[:-1], last, position)
+    chunk = length if size > 1 else 0
+    return Side(length, own, (piece,), None, chunk, lens is not None)
+
+
+def zigzag_side(
+    length: int, size: int, index: Any, starts: jax.Array, lens: Any, *, packed: bool
+) -> Side:
+    """Device `index` has chunks `index` and `2 size - 1 - index` of each document.
+
+    starts: packed, the boundaries in the rows of all devices; else in this one's.
+    """
+    own = starts // size if packed else starts
+    chunk = (own[1:] - own[:-1]) // 2 if packed else jnp.int32(length // 2)
+    first, pieces = own[:-1], []
+    for place in (index, 2 * size - 1 - index):
+        position = jnp.asarray(place * chunk, jnp.int32)
+        last = _cut(first, first + chunk, position, lens)
+        pieces.append(Piece(first, last, position))
+        first = first + chunk
+    places = (tuple(range(size)), tuple(range(2 * size - 1, size - 1, -1)))
+    return Side(length, own, tuple(pieces), places, 0 if packed else length // 2,
+                lens is not None)  # fmt: skip
+
+
+def _cut(first: Any, last: Any, position: Any, lens: Any) -> Any:
+    """The end of a piece of documents of these lengths."""
+    if lens is None:
+        return last
+    return jnp.clip(first + jnp.maximum(lens, 0) - position, first, last)
+
+
+class Box(NamedTuple):
+    """A run of queries and a run of keys of every document, and the mask between."""
+
+    q: Piece
+    k: Piece
+    q_whole: bool  # all rows of the side, in one run
+    k_whole: bool
+    masked: bool  # by positions
+    by_rows: bool = False  # whose rows are in the order of positions: no offset
+
+
+Boxes = tuple[Box, ...]  # of one call: runs that follow each other on both sides
+
+
+def boxes(
+    config: AttentionConfig, q: Side, k: Side, *, alike: bool, size: int, step: int,
+    late: Any, joined: bool,
+) -> Iterator[Boxes]:  # fmt: skip
+    """What the queries of `q` see of the keys of `k`, of `step` devices before.
+
+    Devices stand in a circle.
+
+    alike: whether queries and keys have the same positions on every device.
+    late: whether the keys come later in the sequence, traced.
+    joined: whether a call may have several boxes.
+    """
+    left, right = config.window_left, config.window_right
+    if left == OPEN and right == OPEN:
+        yield (whole(q, k),)
+    elif alike and len(k.pieces) == 2 and left == OPEN and right == 0:
+        if step == 0:
+            yield (whole(q, k)._replace(masked=True, by_rows=True),)
+        else:
+            yield (_half(q, k, late),)
+    else:
+        pairs = [
+            (a, b)
+            for b in range(len(k.pieces))
+            for a in range(len(q.pieces))
+            if _is_seen(config, q, k, (a, b), size, step)
+        ]
+        one = (len(q.pieces) == 1, len(k.pieces) == 1)
+        found = {
+            (a, b): Box(q.pieces[a], k.pieces[b], *one, masked=True) for a, b in pairs
+        }
+        if joined and {(0, 0), (1, 1)} <= {*pairs}:
+            yield (found.pop((0, 0)), found.pop((1, 1)))
+        yield from ((box,) for box in found.values())
+
+
+def whole(q: Side, k: Side) -> Box:
+    """All rows and all keys, without a mask."""
+    return Box(q.whole, k.whole, True, True, masked=False)
+
+
+def reach_of(
+    config: AttentionConfig, size: int, rows: int, keys: int, zigzag: bool, alike: bool
+) -> int:
+    """Of how many devices in a circle some device sees a key, its own among them."""
+    side = zigzag_side if zigzag and size > 1 else contiguous_side
+    one = jnp.int32(0)
+    q, k = (
+        side(n, size, one, jnp.asarray([0, n], jnp.int32), None, packed=False)
+        for n in (rows, keys)
+    )
+    shared = {"alike": alike, "size": size, "late": one > 0, "joined": False}
+    return sum(
+        any(True for _ in boxes(config, q, k, step=s, **shared)) for s in range(size)
+    )
+
+
+def _half(q: Side, k: Side, late: Any) -> Box:
+    """In zigzag under a causal mask another device's keys are seen by halves, whole.
+
+    All rows see the first piece of an earlier device; of a later one, all keys are seen
+    by the second piece.
+    """
+    (q0, q1), (k0, k1) = q.pieces, k.pieces
+    rows = Piece(jnp.where(late, q1.first, q0.first), q.whole.last, q0.position)
+    rows = rows._replace(first=jnp.minimum(rows.first, rows.last))
+    end = jnp.where(late, k.whole.last, k0.last)
+    return Box(rows, Piece(k0.first, end, k1.position), False, False, masked=False)
+
+
+def _is_seen(
+    config: AttentionConfig, q: Side, k: Side, pair: tuple[int, int], size: int,
+    step: int,
+) -> bool:  # fmt: skip
+    """Whether some device sees anything in this box, as far as sizes are static."""
+    if q.places is None or k.places is None:
+        return True
+    apart = [
+        q.places[pair[0]][i] - k.places[pair[1]][(i - step) % len(k.places[pair[1]])]
+        for i in range(size)
+    ]
+    if not q.chunk or not k.chunk:  # each document has its own
+        return config.window_right != 0 or max(apart) >= 0
+    return any(_reach(config, q, k, pair, i, step) for i in range(size))
+
+
+def _reach(
+    config: AttentionConfig, q: Side, k: Side, pair: tuple[int, int], i: int, step: int
+) -> bool:
+    assert q.places is not None and k.places is not None
+    keys = k.places[pair[1]]
+    first = q.places[pair[0]][i] * q.chunk
+    to = keys[(i - step) % len(keys)] * k.chunk
+    nearest = first - (to + k.chunk - 1)
+    farthest = first + q.chunk - 1 - to
+    left, right = config.window_left, config.window_right
+    return (left == OPEN or nearest <= left) and (right == OPEN or farthest >= -right)
+
+
+def split_keys(q: Side, k: Side, box: Box) -> tuple[Box, Box]:
+    """This device's own keys by halves, of a zigzag: each is a call of its own."""
+    k0, k1 = k.pieces
+    rows = q.pieces[1] if box.masked else q.whole
+    second = Box(rows, k1, not box.masked, False, box.masked, by_rows=box.by_rows)
+    return box._replace(k=k0, k_whole=False), second
+
+
+class Call(NamedTuple):
+    """One call of attention: what is compiled in, the mask, and how arrays lie."""
+
+    config: AttentionConfig
+    mask: Operands
+    packed: bool  # batch members are documents of packed arrays
+
+
+def call_of(
+    config: AttentionConfig, q: Side, k: Side, found: Boxes, segments: Any, *,
+    packed: bool,
+) -> Call:  # fmt: skip
+    """Attention in boxes.
+
+    segments: the ids of queries and keys, of batches, or None.
+    packed: whether the arrays are, or else a batch.
+    """
+    box = found[0]
+    if not box.masked:
+        config = dataclasses.replace(config, window_left=OPEN, window_right=OPEN)
+    whole = box.q_whole and box.k_whole
+    if packed or (segments is None and not whole):
+        return _packed_call(config, q, k, found)
+    mask = Operands(None, None, None)
+    shift = _shift(box)
+    if segments is not None:
+        inside = [
+            _inside(segments[0], box.q, q, box.q_whole, NO_QUERY),
+            _inside(segments[1], box.k, k, box.k_whole, NO_KEY),
+        ]
+        mask = mask._replace(q_segments=inside[0], kv_segments=inside[1])
+        if shift is not None:  # rows count from the first of all, not of the piece
+            own = (box.q.first - q.starts[:-1]) - (box.k.first - k.starts[:-1])
+            shift = shift - own
+    if shift is not None:
+        mask = mask._replace(shift=jnp.broadcast_to(shift, (q.documents,)))
+    if q.cut:
+        mask = mask._replace(q_lens=q.whole.last - q.starts[:-1])
+    if k.cut:
+        mask = mask._replace(kv_lens=k.whole.last - k.starts[:-1])
+    return Call(config, mask, packed=False)
+
+
+def _shift(box: Box) -> Any:
+    """How far the queries' first position is behind the keys'."""
+    if not box.masked or box.by_rows:
+        return None
+    return jnp.asarray(box.q.position - box.k.position, jnp.int32)
+
+
+def _inside(ids: Any, run: Piece, side: Side, whole: bool, nobody: int) -> Any:
+    """The ids of the rows in a run, `nobody` for the others."""
+    if whole:
+        return ids
+    row = side.starts[:-1, None] + jnp.arange(side.length, dtype=jnp.int32)
+    first, last = run.first[:, None], run.last[:, None]
+    return jnp.where((row >= first) & (row < last), ids, nobody)
+
+
+def _packed_call(config: AttentionConfig, q: Side, k: Side, found: Boxes) -> Call:
+    config = dataclasses.replace(config, packed=True)
+    box = found[0]
+    shifts: list[Any] = [_shift(each) for each in found]
+    if box.q_whole and box.k_whole and not (q.cut or k.cut):
+        cu_q, cu_kv = q.starts, k.starts
+    else:
+        cu_q, cu_kv = _boundaries(q, k, found)
+        none = jnp.int32(0)
+        shifts = [shift for each in shifts for shift in (none, none, each)]
+        shifts += [none, none]
+    shift = None
+    if box.masked and not box.by_rows:
+        rows = [jnp.broadcast_to(each, (q.documents,)) for each in shifts]
+        shift = jnp.stack(rows, 1).reshape(-1)
+    mask = Operands(None, None, None, cu_q=cu_q, cu_kv=cu_kv, shift=shift)
+    return Call(config, mask, packed=True)
+
+
+def _boundaries(q: Side, k: Side, found: Boxes) -> tuple[jax.Array, jax.Array]:
+    """Packed sequences: of each document three for a box, the third its own, and two.
+
+    The others walk past what is outside of boxes, in keys alone or in queries alone: a
+    sequence without the other sees nothing.
+    """
+    row, key = q.starts[:-1], k.starts[:-1]
+    cu_q, cu_kv = [row], [key]
+    for box in found:
+        cu_q += [row, box.q.first, box.q.last]
+        cu_kv += [box.k.first, box.k.first, box.k.last]
+        row = box.q.last
+    cu_q += [row]
+    cu_kv += [k.starts[1:]]
+    flat = [
+        jnp.concatenate([jnp.stack(cu, 1).reshape(-1), side.starts[-1:]])
+        for cu, side in ((cu_q, q), (cu_kv, k))
+    ]
+    return flat[0].astype(jnp.int32), flat[1].astype(jnp.int32)

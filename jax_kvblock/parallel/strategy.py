@@ -1,0 +1,140 @@
+"""What a strategy costs, by measured rates; `strategy="auto"` takes the cheapest.
+
+The model knows what is computed, what travels, what of that hides under what is
+computed, and what merging costs. docs/context_parallel.md has the rule in words.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+from jax_kvblock.attention.config import OPEN, AttentionConfig
+
+Strategy: TypeAlias = Literal["auto", "all_gather", "ring", "ulysses", "ulysses_ring"]
+STRATEGIES = ("auto", "all_gather", "ring", "ulysses", "ulysses_ring")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Of one device among several, in units of a second."""
+
+    flops: float = 620e12  # dense causal attention forward, D128 bf16
+    permute: float = 286e9  # bytes that a device sends and receives at once
+    gather: float = 241e9  # bytes that come in
+    exchange: float = 241e9  # taken to be that of a gather
+    memory: float = 4.3e12  # bytes read and written
+    launch: float = 15e-6  # of a collective or a kernel that nothing hides
+
+
+H200 = Rates()
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A call over `size` devices: `rows` and `keys` are one device's, batch and all."""
+
+    size: int
+    rows: int
+    keys: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    itemsize: int
+    seen: float  # keys that a row sees, in the mean
+    reach: int  # devices of a ring whose keys are seen by somebody
+
+    @property
+    def shard(self) -> int:
+        """Bytes of a device's keys and values."""
+        width = self.head_dim + self.value_dim
+        return self.keys * self.kv_heads * width * self.itemsize
+
+    @property
+    def queries(self) -> int:
+        """Bytes of a device's queries and outputs."""
+        width = self.head_dim + self.value_dim
+        return self.rows * self.heads * width * self.itemsize
+
+    def compute(self, rates: Rates) -> float:
+        width = self.head_dim + self.value_dim
+        return 2 * self.rows * self.seen * self.heads * width / rates.flops
+
+
+def work_of(
+    config: AttentionConfig, size: int, sizes: tuple[int, ...], rows: int, keys: int,
+    itemsize: int, reach: int,
+) -> Work:  # fmt: skip
+    """sizes: heads, KV heads, head dim and value dim; keys: of one sequence's shard."""
+    heads, kv_heads, head_dim, value_dim = sizes
+    total = keys * size
+    left, right = config.window_left, config.window_right
+    sides = [
+        total / 2 if side == OPEN else min(side, total / 2) for side in (left, right)
+    ]
+    return Work(
+        size, rows, keys, heads, kv_heads, head_dim, value_dim, itemsize,
+        sum(sides), reach,
+    )  # fmt: skip
+
+
+def groups(work: Work) -> Iterator[int]:
+    """How many devices can exchange heads for rows: divisors of all of them."""
+    for group in range(1, work.size + 1):
+        if not work.size % group and serves_heads(work.heads, work.kv_heads, group):
+            yield group
+
+
+def serves_heads(heads: int, kv_heads: int, group: int) -> bool:
+    """Whether so many devices can have whole heads, KV heads perhaps repeated."""
+    return not heads % group and (not kv_heads % group or not group % kv_heads)
+
+
+def largest_group(work: Work) -> int:
+    """The most devices that get KV heads of their own; below all of them if it can."""
+    own = [g for g in groups(work) if not work.kv_heads % g]
+    return max((g for g in own if g < work.size), default=max(own))
+
+
+def seconds(work: Work, strategy: str, group: int = 1, rates: Rates = H200) -> float:
+    """An estimate of the forward pass of one device."""
+    if strategy == "all_gather":
+        return _gathered(work, rates)
+    return _exchanged(work, group, rates) + _ring(work, group, rates)
+
+
+def _gathered(work: Work, rates: Rates) -> float:
+    arrives = (work.size - 1) * work.shard
+    in_order = 2 * work.size * work.shard / rates.memory
+    return arrives / rates.gather + in_order + work.compute(rates) + 2 * rates.launch
+
+
+def _exchanged(work: Work, group: int, rates: Rates) -> float:
+    if group == 1:
+        return 0.0
+    repeated = max(1, group // work.kv_heads)
+    moved = work.queries + repeated * work.shard
+    away = moved * (group - 1) / group
+    return away / rates.exchange + 4 * moved / rates.memory + 2 * rates.launch
+
+
+def _ring(work: Work, group: int, rates: Rates) -> float:
+    """A device of a ring of `size / group`, each with `1 / group` of the heads."""
+    steps = max(1, math.ceil(work.reach / group))
+    compute = work.compute(rates) / steps
+    repeated = max(1, group // work.kv_heads)
+    arrives = repeated * work.shard / rates.permute + rates.launch
+    merge = 5 * work.queries / 2 / rates.memory if steps > 1 else 0.0
+    return rates.launch + compute + (steps - 1) * (max(compute, arrives) + merge)
+
+
+def choose(work: Work, rates: Rates = H200) -> tuple[str, int]:
+    """The strategy that takes the least time, and how many devices exchange heads."""
+    found = [("ring", 1), ("all_gather", 1)]
+    for group in groups(work):
+        if group > 1:
+            found.append(("ulysses" if group == work.size else "ulysses_ring", group))
+    return min(found, key=lambda each: seconds(work, each[0], each[1], rates))
