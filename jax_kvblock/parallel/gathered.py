@@ -15,7 +15,14 @@ import jax.numpy as jnp
 
 from jax_kvblock.attention.config import OPEN
 from jax_kvblock.parallel.axes import rings_of
-from jax_kvblock.parallel.local import Arrays, Here, Plan, backward_call, forward_call
+from jax_kvblock.parallel.local import (
+    Arrays,
+    Here,
+    Plan,
+    after,
+    backward_call,
+    forward_call,
+)
 from jax_kvblock.parallel.others import others_of
 from jax_kvblock.parallel.pieces import Call
 from jax_kvblock.parallel.sequence import zigzag_rows
@@ -23,39 +30,35 @@ from jax_kvblock.parallel.sums import Gradients, Merged
 
 
 class _Gathering(NamedTuple):
-    """Calls on own keys, before and after those on gathered ones, and their order.
+    """own: calls on own keys. calls: on gathered ones, in an order.
 
-    order: which rows of all devices' keys the calls have; None for all as they are.
+    order: which rows of all devices' keys these are; None for all as they are.
     """
 
-    before: Sequence[Call]
+    own: Sequence[Call]
     calls: Sequence[Call]
-    after: Sequence[Call]
     order: Any
 
 
 def _gathering(here: Here) -> _Gathering:
     others = others_of(here)
     if others is not None:
-        before, after = here.own_calls()
         call = here.call(others.keys, others.found, None)
-        return _Gathering(before, [call], after, others.order)
+        return _Gathering(here.own_calls(), [call], others.order)
     order = _sequence_order(here)
     ids = _gather(here.plan, here.mask.kv_segments, -1)
     calls = here.calls(here.all_keys(), 0, _taken(ids, order, -1))
-    return _Gathering([], calls, [], order)
+    return _Gathering([], calls, order)
 
 
 def forward(here: Here, q: Any, k: Any, v: Any, merged: Merged) -> None:
-    """Adds what rows see of all keys."""
+    """Adds what rows see of all keys; own ones first, others arrive under them."""
     found = _gathering(here)
     every = tuple(_gather(here.plan, a, -3) for a in (k, v))
-    # In the forward pass there is nothing to hide behind the end: own keys at once.
-    own = here.calls(here.keys(0), 0, None) if found.before else []
-    for call in own:
+    for call in found.own:
         merged.add(*forward_call(call, q, k, v))
-    if own:
-        every, _ = jax.lax.optimization_barrier((every, merged.so_far()))
+    if found.own:
+        every = after(every, merged.so_far())
     k_all, v_all = (_taken(a, found.order, -3) for a in every)
     for call in found.calls:
         merged.add(*forward_call(call, q, k_all, v_all))
@@ -64,8 +67,7 @@ def forward(here: Here, q: Any, k: Any, v: Any, merged: Merged) -> None:
 def backward(here: Here, x: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
     """dq, dk, dv; those of keys and values are summed over the devices in float32.
 
-    Own keys come first and last: under the first part others' arrive, under the last
-    part gradients travel.
+    Own keys come last: the gradients of others' travel under them.
     """
     q, *own = x
     found = _gathering(here)
@@ -76,16 +78,12 @@ def backward(here: Here, x: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
         return sums.add(parts, tuple(keys))
 
     every = tuple(_gather(here.plan, a, -3) for a in own)
-    d_own: Any = None
-    if found.before:
-        d_own = run(found.before, own)
-        every, _ = jax.lax.optimization_barrier((every, d_own[0]))
     rows = every[0].shape[-3]
     d_every = run(found.calls, [_taken(a, found.order, -3) for a in every])
     made = tuple(_scatter(here.plan, a, found.order, rows) for a in d_every)
-    if found.after:
-        d_own = _add(d_own, run(found.after, own))
-    return sums.result(made if d_own is None else _add(made, d_own))
+    if found.own:
+        made = _add(made, run(found.own, after(tuple(own), d_every)))
+    return sums.result(made)
 
 
 def _add(a: Arrays, b: Arrays) -> Arrays:

@@ -20,7 +20,6 @@ from jax_kvblock.parallel.pieces import (
     boxes,
     call_of,
     contiguous_side,
-    split_keys,
     zigzag_side,
 )
 
@@ -126,15 +125,9 @@ class Here:
     def calls(self, k: Side, step: int, key_ids: Any) -> list[Call]:
         return [self.call(k, found, key_ids) for found in self.boxes(k, step)]
 
-    def own_calls(self) -> tuple[list[Call], list[Call]]:
-        """Those on this device's own keys; in two parts where they can be cut so."""
-        own, ids = self.keys(0), self.mask.kv_segments
-        first, second = self.boxes(own, 0), []
-        if len(own.pieces) == 2 and len(first) == 1 and ids is None:
-            halves = split_keys(self.q, own, *first[0])
-            first, second = [halves[:1]], [halves[1:]]
-        in_calls = [[self.call(own, f, ids) for f in part] for part in (first, second)]
-        return in_calls[0], in_calls[1]
+    def own_calls(self) -> list[Call]:
+        """What rows see of this device's own keys."""
+        return self.calls(self.keys(0), 0, self.mask.kv_segments)
 
     def visible(self) -> list[int]:
         """The steps at which some device of the ring sees something."""
@@ -180,6 +173,11 @@ def backward_call(
         _flat(call, d_o),
     )
     return tuple(g.reshape(a.shape) for g, a in zip(made, x, strict=True))
+
+
+def after(arrays: Any, done: Any) -> Any:
+    """The same arrays, not before something is done."""
+    return jax.lax.optimization_barrier((arrays, done))[0]
 
 
 def _flat(call: Call, a: jax.Array) -> jax.Array:

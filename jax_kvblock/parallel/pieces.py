@@ -227,14 +227,6 @@ def _reach(
     return (left == OPEN or nearest <= left) and (right == OPEN or farthest >= -right)
 
 
-def split_keys(q: Side, k: Side, box: Box) -> tuple[Box, Box]:
-    """This device's own keys by halves, of a zigzag: each is a call of its own."""
-    k0, k1 = k.pieces
-    rows = q.pieces[1] if box.masked else q.whole
-    second = Box(rows, k1, not box.masked, False, box.masked, by_rows=box.by_rows)
-    return box._replace(k=k0, k_whole=False), second
-
-
 class Call(NamedTuple):
     """One call of attention: what is compiled in, the mask, and how arrays lie."""
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import jax
-
-from jax_kvblock.parallel.local import Arrays, Here, backward_call, forward_call
+from jax_kvblock.parallel.local import Arrays, Here, after, backward_call, forward_call
 from jax_kvblock.parallel.pieces import Call
 from jax_kvblock.parallel.sums import Gradients, Merged
 
@@ -32,8 +30,8 @@ def forward(here: Here, q: Any, k: Any, v: Any, merged: Merged) -> None:
 def backward(here: Here, x: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
     """dq, dk, dv.
 
-    A device's own keys come first and last: under the first part other keys arrive,
-    under the last part their gradients go home.
+    A device's own keys come last: the gradients of others' go home under them. The
+    first shard waits for nothing of the backward pass, and may come before it begins.
     """
     q, *own = x
     sums = Gradients(x)
@@ -42,30 +40,22 @@ def backward(here: Here, x: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
         found = [backward_call(c, (q, k, v), lse, delta, d_o) for c in calls]
         return sums.add(found, (k, v))
 
-    first, second = here.own_calls()
-    others = [s for s in here.visible() if s]
-    if not others:
-        return sums.result(run([*first, *second], *own))
-    at_home: Any = None
+    held = (*own, here.mask.kv_segments)
+    done: list[Arrays] = []
     travelling: Any = None
     before = 0
-    held = (*own, here.mask.kv_segments)
-    done: list[Any] = []
-    for step, (k, v, ids) in _walk(here, held, [0, *others], done):
-        if step == 0:
-            at_home = run(first, k, v)
-            done.append(at_home)
-            continue
+    for step, (k, v, ids) in _walk(here, held, [s for s in here.visible() if s], done):
         if travelling is not None:
             travelling = here.send(travelling, step - before)
         made = run(here.calls(here.keys(step), step, ids), k, v)
         done.append(made)
         travelling = made if travelling is None else _add(travelling, made)
         before = step
+    if travelling is None:
+        return sums.result(run(here.own_calls(), *own))
     travelling = here.send(travelling, -before % here.plan.size)
-    if second:
-        at_home = _add(at_home, run(second, *own))
-    return sums.result(_add(at_home, travelling))
+    d_own = run(here.own_calls(), *after(tuple(own), done[-1]))
+    return sums.result(_add(d_own, travelling))
 
 
 def _add(a: Arrays, b: Arrays) -> Arrays:
@@ -85,7 +75,7 @@ def _walk(
         held = here.send(held, steps[0])
     for i, step in enumerate(steps):
         if i:
-            held, _ = jax.lax.optimization_barrier((held, done[-1]))
+            held = after(held, done[-1])
         coming = None
         if step != steps[-1]:
             coming = here.send(held, steps[i + 1] - step)
