@@ -1,7 +1,8 @@
 """How the primitives of attention are batched.
 
-A batch folds into B. What the members share (a bias, sinks, tiles) keeps one row for
-all, or one for each member: row b // (B / rows) of it belongs to batch member b.
+A batch folds into B; that of packed calls into their rows (`packed_batching.py`). What
+the members share (a bias, sinks, tiles) keeps one row for all, or one for each member:
+row b // (B / rows) of it belongs to batch member b.
 
 The new axis V comes before B, so that an operand with one row for each member folds
 without a copy. On an explicit mesh that cuts B it comes behind it: a dimension whose
@@ -21,7 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_kvblock.attention.config import members_of_a_row, row_of_each
 from jax_kvblock.attention.ops import Call, Op, letters
-from jax_kvblock.core.batching import batch_one_by_one
+from jax_kvblock.attention.packed_batching import batch_packed
 
 LISTS = ("tile_indices", "tile_counts", "tile_partial")
 
@@ -35,10 +36,10 @@ def batch(
     call: Call,
 ) -> tuple[list[Any], list[int]]:
     """The batching rule of the primitive `outer`."""
-    if call.config.packed:
-        # They have no batch to fold into.
-        return batch_one_by_one(functools.partial(outer.bind, call=call), arrays, dims)
     names = op.operand_names(call)
+    if call.config.packed:
+        return batch_packed(functools.partial(outer.bind, call=call), names,
+                            op.result_names(call), arrays, dims)  # fmt: skip
     arrays, dims = _fold_masks(names, arrays, dims)
     batched = {n: d is not None for n, d in zip(names, dims, strict=True)}
     count = next(a.shape[d] for a, d in zip(arrays, dims, strict=True) if d is not None)

@@ -219,6 +219,44 @@ def test_vmap_of_packed_calls(rng, implementation, dtype, batched, gradients):
         assert_all_close({n: x[i] for n, x in got.items()}, want, dtype)
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+def test_vmap_of_packed_calls_is_one_call(rng, sinks):
+    """Members' offsets are their own, and boundaries that lie outside stay at home."""
+    cu = jnp.asarray([[2, 5, 9], [0, 0, 40], [4, 4, 6]], jnp.int32)
+    offsets = jnp.asarray([[0, 1], [3, -2], [5, 0]], jnp.int32)
+    calls = [
+        draw(rng, F32, packed=True, q_len=9, kv_len=9, dim=8, causal=True)
+        for _ in range(3)
+    ]
+    x = jax.tree.map(lambda *a: jnp.stack(a), *[c.arrays for c in calls])
+    if sinks:
+        x["sinks"] = cast(rng.standard_normal((3, 4)), F32)
+
+    def attend(x, cu, offset):
+        pair = {"cu_seqlens": (cu, cu), "q_offset": offset}
+        return flash_attention(**x, **pair, causal=True, return_lse=True)
+
+    loops = {"scan", "while"}
+    made = jax.make_jaxpr(jax.vmap(attend))(x, cu, offsets)
+    assert bool(loops & {e.primitive.name for e in made.eqns}) == sinks
+    got = jit(jax.vmap(attend))(x, cu, offsets)
+    for i, call in enumerate(calls):
+        pair = (jnp.minimum(cu[i], 9),) * 2
+        call = call.replace(cu_seqlens=pair, q_offset=offsets[i])
+        want = truth(call.replace(sinks=x["sinks"][i]) if sinks else call)
+        assert_close(got[0][i], want["out"])
+        assert_close(got[1][i], want["lse"])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_vmap_of_nobody(packed):
+    shape = (0, 5, 4, 8) if packed else (0, 2, 5, 4, 8)
+    cu = jnp.asarray([0, 5], jnp.int32)
+    options = {"cu_seqlens": (cu, cu)} if packed else {}
+    attend = jax.vmap(lambda q: flash_attention(q, q, q, **options))
+    assert attend(jnp.zeros(shape)).shape == shape
+
+
 def test_vmap_of_an_empty_axis():
     q, k = jnp.zeros((0, 2, 5, 4, 8)), jnp.zeros((0, 2, 7, 2, 8))
     assert jax.vmap(flash_attention)(q, k, k).shape == (0, 2, 5, 4, 8)
