@@ -1,0 +1,457 @@
+"""Attention layers by patterns, on one device or over a mesh.
+
+A layer is a pytree of weights that is called. Its attention runs inside a
+`jax.shard_map` of its own, so that it takes whole arrays, cut or not, under plain jit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jax_kvblock.attention.flash import flash_attention
+from jax_kvblock.core.checks import (
+    as_array,
+    check_choice,
+    check_dtype,
+    check_positive,
+    show,
+)
+from jax_kvblock.core.types import ArrayIn
+from jax_kvblock.parallel.context import context_parallel_attention
+from jax_kvblock.parallel.sequence import LAYOUTS, SequenceLayout, chunks_of
+from jax_kvblock.parallel.strategy import STRATEGIES, Strategy
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Shaped
+
+    Devices: TypeAlias = Mesh | Sequence[jax.Device]
+
+
+class AttentionPatterns(enum.Enum):
+    """Who attends to whom, and where the sequence lies."""
+
+    FULL = "full"
+    CAUSAL = "causal"
+    SLIDING_WINDOW = "sliding_window"
+    RING = "ring"
+    CONTEXT_PARALLEL = "context_parallel"
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """What an attention layer is.
+
+    Attributes:
+      d_model: the width of what goes in and comes out.
+      num_heads: query heads, which divide d_model.
+      num_kv_heads: key heads, which divide num_heads; as many unless given.
+      pattern: FULL, CAUSAL and SLIDING_WINDOW run on one device, or cut by batch and
+        heads as jit's shardings say. RING and CONTEXT_PARALLEL have the sequence cut
+        over a mesh axis.
+      causal: of RING and CONTEXT_PARALLEL. CAUSAL and SLIDING_WINDOW are.
+      window: how many keys before its own position a query sees; None for all.
+      softcap, scale, implementation: as in `flash_attention`.
+      strategy, layout: as in `context_parallel_attention`. In layout "zigzag" what goes
+        in is laid out by `to_zigzag`, and so is what comes out.
+      axis_name: the mesh axis that sequences are cut over.
+      batch_axis, head_axis: mesh axes that the batch and the heads are cut over, or
+        None.
+      max_sequence_length: longer sequences are an error.
+      dtype: of the weights and of the attention.
+
+    Raises:
+      TypeError, ValueError: sizes that do not fit, like heads that do not divide
+        d_model.
+    """
+
+    d_model: int
+    num_heads: int
+    num_kv_heads: int | None = None
+    pattern: AttentionPatterns = AttentionPatterns.FULL
+    causal: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    implementation: str | None = None
+    strategy: Strategy = "auto"
+    layout: SequenceLayout = "contiguous"
+    axis_name: str = "context"
+    batch_axis: str | None = None
+    head_axis: str | None = None
+    max_sequence_length: int | None = None
+    dtype: Any = jnp.float32
+
+    def __post_init__(self) -> None:
+        where = "AttentionConfig"
+        check_positive(where, d_model=self.d_model, num_heads=self.num_heads)
+        if self.d_model % self.num_heads:
+            raise ValueError(
+                f"{where}: d_model must be a multiple of num_heads, got {self.d_model} "
+                f"and {self.num_heads}; each head has d_model / num_heads of the width"
+            )
+        kv_heads = self.num_kv_heads
+        if kv_heads is not None:
+            check_positive(where, num_kv_heads=kv_heads)
+            if self.num_heads % kv_heads:
+                raise ValueError(
+                    f"{where}: num_kv_heads must divide num_heads, {self.num_heads}, "
+                    f"got {kv_heads}; every key head serves as many query heads"
+                )
+        if not isinstance(self.pattern, AttentionPatterns):
+            names = ", ".join(f"AttentionPatterns.{p.name}" for p in AttentionPatterns)
+            raise TypeError(
+                f"{where}: pattern must be one of {names}, got {self.pattern!r}"
+            )
+        check_choice(where, "strategy", self.strategy, STRATEGIES)
+        check_choice(where, "layout", self.layout, LAYOUTS)
+        for name in ("window", "max_sequence_length"):
+            if getattr(self, name) is not None:
+                check_positive(where, **{name: getattr(self, name)})
+        if self.pattern is AttentionPatterns.SLIDING_WINDOW and self.window is None:
+            raise ValueError(
+                f"{where}: pattern SLIDING_WINDOW needs a window, got None; say how "
+                "many keys before its own a query sees"
+            )
+        check_dtype(where, "dtype", self.dtype)
+
+    @property
+    def head_dim(self) -> int:
+        return self.d_model // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def is_parallel(self) -> bool:
+        """Whether the sequence is cut over a mesh axis."""
+        p = AttentionPatterns
+        return self.pattern in (p.RING, p.CONTEXT_PARALLEL)
+
+    @property
+    def is_causal(self) -> bool:
+        p = AttentionPatterns
+        return self.causal or self.pattern in (p.CAUSAL, p.SLIDING_WINDOW)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Self-attention: a projection to queries, keys and values, attention, and back.
+
+    A pytree of its two weights; `create_attention` makes one.
+
+    Attributes:
+      qkv: `[d_model, (N + 2 K) D]`: queries, keys and values side by side.
+      out: `[N D, d_model]`.
+      config: what it is.
+      mesh: the devices, or None for patterns that need none.
+    """
+
+    qkv: jax.Array
+    out: jax.Array
+    config: AttentionConfig = dataclasses.field(metadata={"static": True})
+    mesh: Mesh | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __call__(
+        self,
+        hidden_states: Float[ArrayIn, "B S d_model"],
+        attention_mask: Shaped[ArrayIn, "B S"] | None = None,
+    ) -> Float[jax.Array, "B S d_model"]:
+        """Attends.
+
+        Args:
+          hidden_states: `[B, S, d_model]`, floats; whole, or cut over the mesh.
+          attention_mask: bools or integers `[B, S]`; a key where it is False (0) is
+            seen by nobody. A row that sees no key gives zeros.
+
+        Returns:
+          `[B, S, d_model]` in the dtype of hidden_states.
+
+        Raises:
+          TypeError, ValueError: shapes or dtypes do not fit, S is too long, or is no
+            multiple of what the mesh cuts it into.
+        """
+        config, where = self.config, type(self).__name__
+        x = as_array(where, "hidden_states", hidden_states)
+        if x.ndim != 3 or x.shape[-1] != config.d_model:
+            raise ValueError(
+                f"{where}: hidden_states must be [B, S, {config.d_model}], got "
+                f"{show(x)}; add a batch axis with x[None], or make the layer with "
+                "another d_model"
+            )
+        most = config.max_sequence_length
+        if most is not None and x.shape[1] > most:
+            raise ValueError(
+                f"{where}: sequences must not be longer than max_sequence_length = "
+                f"{most}, got {x.shape[1]}; make the layer with a larger one"
+            )
+        if self.mesh is not None:
+            by = chunks_of(config.layout, self.mesh.shape[config.axis_name])
+            if x.shape[1] % by:
+                raise ValueError(
+                    f"{where}: sequences must be a multiple of {by} long, to be cut "
+                    f"evenly, got {x.shape[1]}; pad hidden_states by "
+                    "jax_kvblock.parallel.pad_sequence, and attention_mask with zeros"
+                )
+        mask = _checked_mask(where, attention_mask, x)
+        wide = jnp.matmul(x.astype(config.dtype), self.qkv)
+        n, k, d = config.num_heads, config.kv_heads, config.head_dim
+        wide = wide.reshape(*x.shape[:2], n + 2 * k, d)
+        q, keys, values = jnp.split(wide, (n, n + k), axis=2)
+        o = _attend(config, self.mesh, q, keys, values, mask)
+        o = o.reshape(*x.shape[:2], n * d)
+        return jnp.matmul(o, self.out).astype(x.dtype)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RingAttentionLayer(Attention):
+    """`Attention` whose keys and values go round a ring of devices.
+
+    Memory is O(S / n) on each of n devices.
+    """
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ContextParallelAttention(Attention):
+    """`Attention` over a sequence that is cut over a mesh axis, by any strategy."""
+
+
+_CLASSES: dict[AttentionPatterns, type[Attention]] = {
+    AttentionPatterns.RING: RingAttentionLayer,
+    AttentionPatterns.CONTEXT_PARALLEL: ContextParallelAttention,
+}
+
+
+def create_attention(
+    config: AttentionConfig,
+    mesh: Devices | None = None,
+    *,
+    key: jax.Array | None = None,
+) -> Attention:
+    """An attention layer with fresh weights.
+
+    Args:
+      config: what it is.
+      mesh: of RING and CONTEXT_PARALLEL, a `jax.sharding.Mesh` with config.axis_name,
+        or devices; all there are unless given.
+      key: for the weights, `jax.random.key(0)` unless given.
+
+    Returns:
+      A `RingAttentionLayer`, a `ContextParallelAttention` or an `Attention`.
+
+    Example:
+      >>> config = AttentionConfig(512, 8, pattern=AttentionPatterns.CAUSAL)
+      >>> create_attention(config)(jnp.ones((2, 128, 512))).shape
+      (2, 128, 512)
+    """
+    where = "create_attention"
+    if not isinstance(config, AttentionConfig):
+        raise TypeError(
+            f"{where}: config must be an AttentionConfig, got {type(config).__name__}"
+        )
+    found = _mesh_of(where, config, mesh)
+    n, k, d = config.num_heads, config.kv_heads, config.head_dim
+    keys = jax.random.split(jax.random.key(0) if key is None else key)
+    init = jax.nn.initializers.lecun_normal()
+    weights = [
+        init(keys[0], (config.d_model, (n + 2 * k) * d), config.dtype),
+        init(keys[1], (n * d, config.d_model), config.dtype),
+    ]
+    if found is not None:
+        whole = NamedSharding(found, PartitionSpec())
+        weights = [jax.device_put(w, whole) for w in weights]
+    layer = _CLASSES.get(config.pattern, Attention)
+    return layer(weights[0], weights[1], config, found)
+
+
+def create_ring_attention(
+    d_model: int,
+    num_heads: int,
+    max_sequence_length: int = 1_000_000,
+    device: Devices | jax.Device | None = None,
+    *,
+    key: jax.Array | None = None,
+    **options: Any,
+) -> RingAttentionLayer:
+    """A layer whose sequences are cut over devices, for a million tokens and more.
+
+    Args:
+      d_model, num_heads: the width, and the heads, which divide it.
+      max_sequence_length: longer sequences are an error.
+      device: a mesh, devices or one device; all there are unless given.
+      key: for the weights.
+      **options: the other fields of `AttentionConfig`.
+
+    Example:
+      >>> attention = create_ring_attention(d_model=512, num_heads=8)
+      >>> attention(jnp.ones((1, 1024, 512))).shape
+      (1, 1024, 512)
+    """
+    config = AttentionConfig(
+        d_model,
+        num_heads,
+        pattern=AttentionPatterns.RING,
+        max_sequence_length=max_sequence_length,
+        **options,
+    )
+    devices = [device] if isinstance(device, jax.Device) else device
+    layer = create_attention(config, devices, key=key)
+    assert isinstance(layer, RingAttentionLayer)
+    return layer
+
+
+@overload
+def create_context_parallel_attention(
+    d_model: AttentionConfig,
+    num_heads: int,
+    context_parallel_size: Devices | None = None,
+    *,
+    key: jax.Array | None = None,
+) -> ContextParallelAttention: ...
+@overload
+def create_context_parallel_attention(
+    d_model: int,
+    num_heads: int,
+    context_parallel_size: int,
+    device_mesh: Devices | None = None,
+    *,
+    key: jax.Array | None = None,
+    **options: Any,
+) -> ContextParallelAttention: ...
+def create_context_parallel_attention(
+    d_model: Any,
+    num_heads: int,
+    context_parallel_size: Any = None,
+    device_mesh: Any = None,
+    *,
+    key: jax.Array | None = None,
+    **options: Any,
+) -> ContextParallelAttention:
+    """A layer whose sequences are cut over `context_parallel_size` devices.
+
+    Called with `(d_model, num_heads, context_parallel_size, device_mesh)`, or with
+    `(config, context_parallel_size, device_mesh)`.
+
+    Args:
+      d_model, num_heads: the width, and the heads, which divide it; or one
+        `AttentionConfig` in place of both.
+      context_parallel_size: how many devices.
+      device_mesh: a mesh whose axis has that size, or at least as many devices; the
+        first of all devices unless given.
+      key: for the weights.
+      **options: the other fields of `AttentionConfig`.
+
+    Example:
+      >>> attention = create_context_parallel_attention(512, 8, 4, causal=True)
+      >>> attention(jnp.ones((1, 1024, 512))).shape
+      (1, 1024, 512)
+    """
+    where = "create_context_parallel_attention"
+    pattern = AttentionPatterns.CONTEXT_PARALLEL
+    if isinstance(d_model, AttentionConfig):
+        config = dataclasses.replace(d_model, pattern=pattern, **options)
+        size, mesh = num_heads, context_parallel_size
+    else:
+        config = AttentionConfig(d_model, num_heads, pattern=pattern, **options)
+        size, mesh = context_parallel_size, device_mesh
+    (size,) = check_positive(where, context_parallel_size=size)
+    if not isinstance(mesh, Mesh):
+        devices = list(jax.devices() if mesh is None else mesh)
+        if len(devices) < size:
+            raise ValueError(
+                f"{where}: context_parallel_size must be at most the devices that are "
+                f"there, {len(devices)}, got {size}; pass device_mesh, or start JAX "
+                "with more devices"
+            )
+        mesh = devices[:size]
+    layer = create_attention(config, mesh, key=key)
+    assert isinstance(layer, ContextParallelAttention)
+    assert layer.mesh is not None
+    if layer.mesh.shape[config.axis_name] != size:
+        raise ValueError(
+            f"{where}: context_parallel_size must be the size of the mesh axis "
+            f"{config.axis_name!r}, {layer.mesh.shape[config.axis_name]}, got {size}"
+        )
+    return layer
+
+
+def _mesh_of(where: str, config: AttentionConfig, mesh: Any) -> Mesh | None:
+    if not config.is_parallel:
+        return None
+    if isinstance(mesh, Mesh):
+        axes = (config.axis_name, config.batch_axis, config.head_axis)
+        missing = [a for a in axes if a is not None and a not in mesh.shape]
+        if missing:
+            raise ValueError(
+                f"{where}: mesh must have the axis {missing[0]!r}, got "
+                f"{tuple(mesh.shape)}; name its axis in AttentionConfig(axis_name=...)"
+            )
+        return mesh
+    devices = np.array(list(jax.devices() if mesh is None else mesh))
+    return Mesh(devices, (config.axis_name,))
+
+
+def _checked_mask(where: str, mask: Any, x: jax.Array) -> Any:
+    if mask is None:
+        return None
+    mask = as_array(where, "attention_mask", mask)
+    if mask.shape != x.shape[:2]:
+        raise ValueError(
+            f"{where}: attention_mask must be {list(x.shape[:2])}, one value for each "
+            f"key, got {show(mask)}; causal and window say what depends on the query"
+        )
+    if mask.dtype != jnp.bool_ and not jnp.issubdtype(mask.dtype, jnp.integer):
+        raise TypeError(
+            f"{where}: attention_mask must be bools or integers, got {show(mask)}; "
+            "pass mask > 0.5, say"
+        )
+    return (mask != 0).astype(jnp.int32)
+
+
+def _attend(
+    config: AttentionConfig, mesh: Mesh | None, q: Any, k: Any, v: Any, mask: Any
+) -> jax.Array:
+    window = None if config.window is None else (config.window, None)
+    options: dict[str, Any] = {
+        "causal": config.is_causal,
+        "window": window,
+        "softcap": config.softcap,
+        "scale": config.scale,
+        "implementation": config.implementation,
+    }
+
+    def segments(mask: Any) -> Any:
+        return None if mask is None else (jnp.ones_like(mask), mask)
+
+    if mesh is None:
+        return flash_attention(q, k, v, segment_ids=segments(mask), **options)
+    ring = config.pattern is AttentionPatterns.RING
+
+    def local(q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
+        return context_parallel_attention(
+            q,
+            k,
+            v,
+            axis_name=config.axis_name,
+            strategy="ring" if ring else config.strategy,
+            layout=config.layout,
+            segment_ids=segments(mask),
+            **options,
+        )
+
+    rows = PartitionSpec(config.batch_axis, config.axis_name)
+    heads = PartitionSpec(config.batch_axis, config.axis_name, config.head_axis)
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads
+    )(q, k, v, mask)
