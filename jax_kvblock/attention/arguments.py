@@ -161,7 +161,7 @@ def _cu_seqlens(
     return pair[0], pair[1]
 
 
-def _known(where: str, name: str, x: Any) -> np.ndarray | None:
+def known_on_host(where: str, name: str, x: Any) -> np.ndarray | None:
     """The values of integers in any form, where they lie on the host; else None."""
     if not isinstance(x, (list, tuple, range)):
         return known_integers(where, name, x)
@@ -172,7 +172,7 @@ def _known(where: str, name: str, x: Any) -> np.ndarray | None:
 
 def _check_boundaries(where: str, name: str, cu: Any, rows: str, total: int) -> None:
     """Where their values are known; traced ones cannot be looked at."""
-    values = _known(where, name, cu)
+    values = known_on_host(where, name, cu)
     if values is None:
         return
     (falls,) = np.nonzero(values[1:] < values[:-1])
@@ -536,15 +536,15 @@ def _partial_tiles(
 
 def _check_entries(where: str, tiles: AttentionTiles, num_kv: int) -> None:
     """What the lists say, where their values are known."""
-    indices = _known(where, "tiles.indices", tiles.indices)
-    counts = _known(where, "tiles.counts", tiles.counts)
+    indices = known_on_host(where, "tiles.indices", tiles.indices)
+    counts = known_on_host(where, "tiles.counts", tiles.counts)
     if indices is None or counts is None:
         return
     entry = np.arange(indices.shape[-1])
     used = (entry < counts[..., None]) & (indices >= 0) & (indices < num_kv)
     _check_once(where, indices, used)
     if tiles.partial is not None and tiles.masks is not None:
-        partial = _known(where, "tiles.partial", tiles.partial)
+        partial = known_on_host(where, "tiles.partial", tiles.partial)
         if partial is not None:
             _check_rows_of_masks(where, partial, used, tiles.masks.shape[0])
 

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kvblock.attention.arguments import known_on_host
 from jax_kvblock.core.checks import (
     as_array,
     check_choice,
     check_int32,
     check_integer,
     check_positive,
-    known_integers,
     show,
 )
 from jax_kvblock.core.types import ArrayIn, Integers
@@ -122,7 +122,7 @@ def check_boundaries(
     where: str, cu_seqlens: Any, total: int, by: int, name: str = "cu_seqlens"
 ) -> jax.Array:
     """Boundaries of documents; their values where they lie on the host."""
-    given = known_integers(where, name, cu_seqlens)
+    given = known_on_host(where, name, cu_seqlens)
     bounds = check_int32(where, name, cu_seqlens, "[documents + 1]", 1)
     if bounds.shape[0] < 2:
         raise ValueError(
@@ -274,7 +274,7 @@ def pad_documents(
     where = "pad_documents"
     x = as_array(where, "x", x)
     (size,) = check_positive(where, size=size)
-    given = known_integers(where, "cu_seqlens", np.asarray(cu_seqlens))
+    given = known_on_host(where, "cu_seqlens", cu_seqlens)
     if given is None:
         raise TypeError(
             f"{where}: cu_seqlens must be integers on the host, got a traced or a "

@@ -1,0 +1,33 @@
+"""One job of several processes: two with two devices each, and four with one."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import context_processes
+import pytest
+from processes import run_processes
+
+SCRIPT = Path(context_processes.__file__)
+
+
+@pytest.mark.parametrize(
+    ("count", "cases", "right"), [(2, "all", 6), (4, "ulysses_ring", 2)]
+)
+def test_attention_over_processes(count, cases, right):
+    for rank, (code, said) in enumerate(run_processes(SCRIPT, count, cases)):
+        assert code == 0, said
+        assert re.search(rf"^{rank} of {count}: {right} are right$", said, re.M), said
+
+
+def test_a_process_that_dies_ends_the_job():
+    """The other one stops, by an error of JAX's and not by waiting for ever."""
+    begun = time.monotonic()
+    (code, said), (dead, _) = run_processes(SCRIPT, 2, "dies", seconds=90)
+    assert dead == 7
+    assert code != 0, said
+    assert "it came through" not in said
+    assert re.search("rror", said), said
+    assert time.monotonic() - begun < 90

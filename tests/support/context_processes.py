@@ -1,0 +1,133 @@
+"""Attention over a sequence whose devices belong to several processes.
+
+Each process runs this as a script, `RANK COUNT PORT CASE`. It makes its devices' parts
+of the same arrays, and looks at what its devices have, beside one device's attention.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import Any
+
+if __name__ == "__main__":
+    RANK, COUNT = int(sys.argv[1]), int(sys.argv[2])
+    DEVICES = f"--xla_force_host_platform_device_count={4 // COUNT}"
+    os.environ["XLA_FLAGS"] = f"{DEVICES} --xla_backend_optimization_level=0"
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_kvblock as kv
+from jax_kvblock.parallel import (
+    context_parallel_attention,
+    create_ring_attention,
+    from_zigzag,
+    to_zigzag,
+)
+
+SHAPES = {"q": (1, 32, 4, 8), "k": (1, 32, 2, 8), "v": (1, 32, 2, 8)}
+CASES: dict[str, dict[str, Any]] = {
+    "ring": {"causal": True},
+    "all_gather": {"causal": True, "kv_lens": [27]},
+    "ulysses": {"window": (7, 3)},
+    "ulysses_ring": {"causal": True},
+    "ring of documents": {"causal": True, "cu_seqlens": [0, 8, 32]},
+}
+
+
+def placed(x: Any, sharding: NamedSharding) -> jax.Array:
+    """A global array of what every process has."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+
+
+def assert_same(got: jax.Array, want: Any) -> None:
+    """The parts that are here."""
+    assert got.addressable_shards
+    for part in got.addressable_shards:
+        np.testing.assert_allclose(part.data, want[part.index], rtol=2e-6, atol=3e-6)
+
+
+def hold(name: str, mesh: Mesh) -> None:
+    """out and gradients are one device's."""
+    options = dict(CASES[name])
+    packed = "cu_seqlens" in options
+    cu = options.pop("cu_seqlens", None)
+    rng = np.random.default_rng(0)
+    arrays = {n: rng.standard_normal(s).astype(np.float32) for n, s in SHAPES.items()}
+    if packed:
+        arrays = {n: a[0] for n, a in arrays.items()}
+    axis = 0 if packed else 1
+    spec = P("c") if packed else P(None, "c")
+    whole = {} if cu is None else {"cu_seqlens": (cu, cu)}
+    parts = {} if cu is None else {"cu_seqlens": np.int32(cu)}
+
+    def local(x: Any) -> jax.Array:
+        strategy = name.split()[0]
+        return context_parallel_attention(
+            **x, axis_name="c", strategy=strategy, **parts, **options
+        )
+
+    over = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+
+    def with_slopes(f: Any, x: Any) -> Any:
+        out, pull = jax.vjp(f, x)
+        return out, pull(2 * out)[0]
+
+    lay = lambda a: to_zigzag(a, 4, axis=axis, cu_seqlens=cu)  # noqa: E731
+    put = {n: placed(lay(a), NamedSharding(mesh, spec)) for n, a in arrays.items()}
+    out, slopes = jax.jit(lambda x: with_slopes(over, x))(put)
+    attend = lambda x: kv.flash_attention(**x, **whole, **options)  # noqa: E731
+    want, want_slopes = jax.jit(lambda x: with_slopes(attend, x))(arrays)
+    assert_same(out, lay(want))
+    for n, slope in slopes.items():
+        assert_same(slope, lay(want_slopes[n]))
+
+
+def hold_layer(mesh: Mesh) -> None:
+    """A layer on a global array, under plain jit."""
+    x = np.random.default_rng(1).standard_normal((1, 32, 16)).astype(np.float32)
+    layer = create_ring_attention(16, 2, device=mesh, axis_name="c", causal=True)
+    got = jax.jit(lambda layer, x: layer(x))(
+        layer, placed(x, NamedSharding(mesh, P(None, "c")))
+    )
+    weights = [np.asarray(w.addressable_data(0)) for w in (layer.qkv, layer.out)]
+    q, k, v = np.split((x @ weights[0]).reshape(1, 32, 6, 8), 3, axis=2)
+    want = kv.flash_attention(q, k, v, causal=True).reshape(1, 32, 16) @ weights[1]
+    assert_same(got, np.asarray(want))
+
+
+def main(rank: int, count: int, port: str, case: str) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"127.0.0.1:{port}", count, rank, heartbeat_timeout_seconds=10
+    )
+    mesh = Mesh(np.array(jax.devices("cpu")), ("c",))
+    assert mesh.size == 4
+    if case == "dies":
+        hold("ring", mesh)
+        if rank == count - 1:
+            os._exit(7)  # as a process that is killed does
+        hold("ring of documents", mesh)
+        print("it came through", flush=True)
+        return
+    names = [*CASES] if case == "all" else case.split(",")
+    for name in names:
+        hold(name, mesh)
+    hold_layer(mesh)
+    x = to_zigzag(np.arange(32), 4, axis=0)
+    np.testing.assert_array_equal(from_zigzag(x, 4, axis=0), np.arange(32))
+    print(f"{rank} of {count}: {len(names) + 1} are right", flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(RANK, COUNT, sys.argv[3], sys.argv[4])
+    except Exception:  # no waiting for the others at the end
+        traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(1)

@@ -1,0 +1,40 @@
+"""Scripts that run as several processes of one `jax.distributed` job, on a CPU."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+
+def free_port() -> str:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def run_processes(
+    script: Path, count: int, *more: str, seconds: float = 120
+) -> list[tuple[int, str]]:
+    """Of each process how it ended, and what it said.
+
+    The script is called with RANK COUNT PORT and more. Who takes longer is killed.
+    """
+    port = free_port()
+    command = [sys.executable, str(script)]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(count), port, *more],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+    try:
+        said = [process.communicate(timeout=seconds)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [(p.returncode, text) for p, text in zip(processes, said, strict=True)]
