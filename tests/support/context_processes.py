@@ -17,7 +17,6 @@ if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = f"{DEVICES} --xla_backend_optimization_level=0"
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
