@@ -62,10 +62,21 @@ def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def logits(
-    config: Config, params: Params, tokens: jax.Array, attend: Attention
+    config: Config,
+    params: Params,
+    tokens: jax.Array,
+    attend: Attention,
+    positions: jax.Array | None = None,
+    cut: Any = None,
 ) -> jax.Array:
-    """What follows each of `tokens` [B, T]: [B, T, 256]."""
+    """What follows each of `tokens` [B, T]: [B, T, 256].
+
+    positions: [T], where tokens lie in the text; in order unless given. `cut` is the
+    sharding of what has [B, T] in front.
+    """
     batch, length = tokens.shape
+    if positions is None:
+        positions = jnp.arange(length)
 
     def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
         h = normalize(x, weights["norm"][0])
@@ -76,17 +87,31 @@ def logits(
         h = normalize(x, weights["norm"][1])
         return x + jax.nn.gelu(h @ weights["up"]) @ weights["down"], None
 
-    x = params["embedding"][tokens] + params["position"][:length]
+    x = params["embedding"][tokens] + params["position"][positions]
+    if cut is not None:
+        x = jax.lax.with_sharding_constraint(x, cut)
     x, _ = jax.lax.scan(layer, x, params["layers"])
     return normalize(x, params["norm"]) @ params["embedding"].T
 
 
 def loss(
-    config: Config, params: Params, text: jax.Array, attend: Attention
+    config: Config,
+    params: Params,
+    text: jax.Array,
+    attend: Attention,
+    order: jax.Array | None = None,
+    cut: Any = None,
 ) -> jax.Array:
-    """Mean nats a byte of `text` [B, T + 1], each byte predicted from those before."""
-    scores = jax.nn.log_softmax(logits(config, params, text[:, :-1], attend))
-    picked = jnp.take_along_axis(scores, text[:, 1:, None].astype(jnp.int32), axis=-1)
+    """Mean nats a byte of `text` [B, T + 1], each byte predicted from those before.
+
+    order: [T], the order in which the model has the bytes, if it is another one.
+    """
+    tokens, targets = text[:, :-1], text[:, 1:].astype(jnp.int32)
+    if order is not None:
+        tokens, targets = tokens[:, order], targets[:, order]
+    made = logits(config, params, tokens, attend, order, cut)
+    scores = jax.nn.log_softmax(made)
+    picked = jnp.take_along_axis(scores, targets[:, :, None], axis=-1)
     return -picked.mean()
 
 

@@ -1,5 +1,8 @@
 """A small GPT learns a real text twice, with flash attention and with plain attention.
 
+Or on one device and on several: with --context-parallel the second run cuts every
+sequence over that many devices, in zigzag.
+
 Both runs start from the same weights and see the same batches, in turns, so that a slow
 second of the machine hits both. Their loss curves must agree; tokens a second and peak
 bytes are printed for both. The text is the language reference that Python itself
@@ -8,6 +11,7 @@ carries (pydoc_data.topics, half a megabyte), read byte by byte.
     python examples/train_gpt.py                              # minutes on a CPU
     python examples/train_gpt.py --quick                      # a minute at most
     python examples/train_gpt.py --plot docs/gpt_loss.svg
+    python examples/train_gpt.py --quick --context-parallel 4 --cpu-devices 4
 """
 
 import argparse
@@ -22,8 +26,11 @@ import gpt
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_kvblock import flash_attention
+from jax_kvblock.parallel import context_parallel_attention, to_zigzag
 
 RATE = 1e-3
 # Rounding differs, and training amplifies it: nats that the curves may lie apart.
@@ -35,10 +42,28 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="xla")
 
 
-ATTENTION: dict[str, gpt.Attention] = {
-    "flash": partial(flash_attention, causal=True),
-    "plain": plain_attention,
-}
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One of the two ways to attend, and how the model's arrays lie for it."""
+
+    name: str
+    attend: gpt.Attention
+    order: Any = None  # of the bytes, if it is not that of the text
+    cut: NamedSharding | None = None
+
+
+FLASH = Way("flash", partial(flash_attention, causal=True))
+PLAIN = Way("plain", plain_attention)
+
+
+def over_devices(count: int, context: int) -> Way:
+    """Every sequence cut over so many devices."""
+    mesh = Mesh(np.array(jax.devices()[:count]), ("context",))
+    rows = P(None, "context")
+    local = partial(context_parallel_attention, axis_name="context", causal=True)
+    attend = jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
+    order = to_zigzag(jnp.arange(context), count, axis=0)
+    return Way(f"{count} devices", attend, order, NamedSharding(mesh, rows))
 
 
 def read_text() -> np.ndarray:
@@ -55,34 +80,42 @@ class Run:
     state: Any
     step: Any  # compiled: (state, step, batch) -> state, loss
     peak_bytes: int
+    cut: NamedSharding | None = None
     losses: list[float] = dataclasses.field(default_factory=list)
     seconds: list[float] = dataclasses.field(default_factory=list)
 
     def train(self, step: int, batch: jax.Array) -> None:
+        count = jnp.int32(step)
+        if self.cut is not None:
+            count, batch = jax.device_put(
+                (count, batch), NamedSharding(self.cut.mesh, P())
+            )
         start = time.perf_counter()
-        self.state, loss = self.step(self.state, jnp.int32(step), batch)
+        self.state, loss = self.step(self.state, count, batch)
         self.losses.append(float(loss))  # waits
         self.seconds.append(time.perf_counter() - start)
 
 
-def start_run(name: str, config: gpt.Config, batch: jax.Array, seed: int) -> Run:
+def start_run(way: Way, config: gpt.Config, batch: jax.Array, seed: int) -> Run:
     """Draws the weights and compiles the training step."""
-    attend = ATTENTION[name]
 
     def step(state: Any, count: jax.Array, batch: jax.Array) -> Any:
         params, moments = state
         value, grads = jax.value_and_grad(gpt.loss, argnums=1)(
-            config, params, batch, attend
+            config, params, batch, way.attend, way.order, way.cut
         )
         return gpt.adam(params, grads, moments, count, RATE), value
 
     params = gpt.init(config, jax.random.key(seed))
     zeros = jax.tree.map(jnp.zeros_like, params)
     state = (params, (zeros, zeros))
+    if way.cut is not None:  # weights are whole on every device
+        everywhere = NamedSharding(way.cut.mesh, P())
+        state, batch = jax.device_put((state, batch), everywhere)
     compiled = jax.jit(step).lower(state, jnp.int32(0), batch).compile()
     stats = compiled.memory_analysis()
     peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
-    return Run(name, state, compiled, peak)
+    return Run(way.name, state, compiled, peak, way.cut)
 
 
 def batches(text: np.ndarray, config: gpt.Config, steps: int, seed: int) -> Any:
@@ -95,7 +128,7 @@ def batches(text: np.ndarray, config: gpt.Config, steps: int, seed: int) -> Any:
 
 
 def draw_plot(runs: list[Run], title: str, path: Path) -> None:
-    """Both curves; the flash one is dashed, so that what lies below shows."""
+    """Both curves; the first is dashed, so that what lies below shows."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -103,12 +136,10 @@ def draw_plot(runs: list[Run], title: str, path: Path) -> None:
 
     plt.rcParams |= {"svg.hashsalt": "gpt", "svg.fonttype": "none"}
     figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
-    styles = {"plain": ("-", 3.5, "#f0a35e"), "flash": ("--", 1.4, "#1f4e9c")}
-    for run in reversed(runs):
-        line, width, color = styles[run.name]
-        axes.plot(
-            run.losses, line, lw=width, color=color, label=f"{run.name} attention"
-        )
+    styles = (("--", 1.4, "#1f4e9c"), ("-", 3.5, "#f0a35e"))
+    for run, (line, width, color) in reversed(list(zip(runs, styles, strict=True))):
+        label = run.name if run.cut is not None else f"{run.name} attention"
+        axes.plot(run.losses, line, lw=width, color=color, label=label)
     axes.set(xlabel="step", ylabel="loss, nats a byte", title=title)
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -127,10 +158,19 @@ def main() -> None:
     parser.add_argument(
         "--dtype",
         choices=list(TOLERANCE),
-        default="bfloat16" if jax.default_backend() == "gpu" else "float32",
-        help="of q, k and v; the rest is float32",
+        default=None,
+        help="of q, k and v; the rest is float32 (so are these, but on a GPU)",
     )
+    parser.add_argument(
+        "--context-parallel", type=int, default=None, help="devices of the second run"
+    )
+    parser.add_argument("--cpu-devices", type=int, default=None)
     options = parser.parse_args()
+    if options.cpu_devices:
+        jax.config.update("jax_num_cpu_devices", options.cpu_devices)
+    if options.dtype is None:
+        on_gpu = jax.default_backend() == "gpu"
+        options.dtype = "bfloat16" if on_gpu else "float32"
     if options.quick:
         config, steps = gpt.Config(2, 2, 32, context=256, batch=4), 40
     else:
@@ -150,7 +190,10 @@ def main() -> None:
         f"{jax.devices()[0].device_kind}"
     )
     sample = next(iter(batches(text, config, 1, options.seed)))
-    runs = [start_run(name, config, sample, options.seed) for name in ATTENTION]
+    second = PLAIN
+    if options.context_parallel:
+        second = over_devices(options.context_parallel, config.context)
+    runs = [start_run(way, config, sample, options.seed) for way in (FLASH, second)]
     for step, batch in enumerate(batches(text, config, steps, options.seed)):
         for run in runs:
             run.train(step, batch)
@@ -158,13 +201,13 @@ def main() -> None:
             both = ", ".join(f"{run.name} {run.losses[-1]:.4f}" for run in runs)
             print(f"step {step:4}: {both}", flush=True)
 
-    flash, plain = runs
-    apart = float(np.abs(np.subtract(flash.losses, plain.losses)).max())
+    flash, other = runs
+    apart = float(np.abs(np.subtract(flash.losses, other.losses)).max())
     tokens = config.batch * config.context
     for run in runs:
         rate = tokens / float(np.median(run.seconds))
         print(
-            f"{run.name:5} attention: {rate:9,.0f} tokens a second, "
+            f"{run.name:9} attention: {rate:9,.0f} tokens a second, "
             f"{run.peak_bytes / 2**20:7.1f} MiB at the peak of a step"
         )
     print(f"the loss curves lie at most {apart:.2g} nats apart")

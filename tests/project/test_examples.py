@@ -50,6 +50,29 @@ def test_a_gpt_learns_the_same_with_flash_and_with_plain_attention(
     assert plot.exists() == ("--plot" in options)
 
 
+@pytest.mark.cpu
+def test_a_gpt_learns_the_same_on_four_devices() -> None:
+    options = ["--quick", "--context-parallel", "4", "--cpu-devices", "4"]
+    printed = run("train_gpt.py", *options)
+    assert "the same curve" in printed
+    apart = re.search(r"at most ([\de.+-]+) nats apart", printed)
+    assert apart is not None
+    assert 0 < float(apart[1]) < 0.002  # other sums, and so other roundings
+
+
+@pytest.mark.cpu
+def test_attention_over_four_devices_by_length(tmp_path: pathlib.Path) -> None:
+    options = ["--cpu-devices", "4", "--lengths", "256", "512"]
+    plot = tmp_path / "long.svg"
+    if importlib.util.find_spec("matplotlib") is not None:
+        options += ["--plot", str(plot)]
+    printed = run("long_context.py", *options)
+    assert "over 4 x cpu" in printed
+    assert len(re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ ", printed, re.M)) == 2
+    assert "rows that were looked at are right" in printed
+    assert plot.exists() == ("--plot" in options)
+
+
 def test_kernels_of_other_compilers() -> None:
     printed = run("other_compilers.py")
     for compiler in ("triton", "numba", "cutlass", "cutile"):  # or it is not installed
