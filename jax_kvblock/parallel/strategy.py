@@ -21,12 +21,13 @@ STRATEGIES = ("auto", "all_gather", "ring", "ulysses", "ulysses_ring")
 class Rates:
     """Of one device among several, in units of a second."""
 
-    flops: float = 620e12  # dense causal attention forward, D128 bf16
+    flops: float = 690e12  # long causal attention forward, D128 bf16
+    call: float = 45e-6  # of a call of attention: its tiles begin and end unevenly
     permute: float = 286e9  # bytes that a device sends and receives at once
     gather: float = 241e9  # bytes that come in
     exchange: float = 241e9  # taken to be that of a gather
     memory: float = 4.3e12  # bytes read and written
-    launch: float = 15e-6  # of a collective or a kernel that nothing hides
+    launch: float = 15e-6  # of a collective
 
 
 H200 = Rates()
@@ -107,33 +108,48 @@ def seconds(work: Work, strategy: str, group: int = 1, rates: Rates = H200) -> f
 
 
 def _gathered(work: Work, rates: Rates) -> float:
-    arrives = (work.size - 1) * work.shard
+    """Own keys are seen while the others' arrive."""
+    compute = work.compute(rates) / work.size
+    arrives = (work.size - 1) * work.shard / rates.gather + rates.launch
     in_order = 2 * work.size * work.shard / rates.memory
-    return arrives / rates.gather + in_order + work.compute(rates) + 2 * rates.launch
+    rest = (work.size - 1) * compute + rates.call + _merge(work, 2, rates)
+    return max(compute + rates.call, arrives) + in_order + rest
 
 
 def _exchanged(work: Work, group: int, rates: Rates) -> float:
+    """There and back, and what was exchanged laid in order."""
     if group == 1:
         return 0.0
     repeated = max(1, group // work.kv_heads)
     moved = work.queries + repeated * work.shard
     away = moved * (group - 1) / group
-    return away / rates.exchange + 4 * moved / rates.memory + 2 * rates.launch
+    return away / rates.exchange + 2 * moved / rates.memory + 2 * rates.launch
 
 
 def _ring(work: Work, group: int, rates: Rates) -> float:
     """A device of a ring of `size / group`, each with `1 / group` of the heads."""
     steps = max(1, math.ceil(work.reach / group))
-    compute = work.compute(rates) / steps
+    compute = work.compute(rates) / steps + rates.call
     repeated = max(1, group // work.kv_heads)
     arrives = repeated * work.shard / rates.permute + rates.launch
-    merge = 5 * work.queries / 2 / rates.memory if steps > 1 else 0.0
-    return rates.launch + compute + (steps - 1) * (max(compute, arrives) + merge)
+    return compute + (steps - 1) * max(compute, arrives) + _merge(work, steps, rates)
+
+
+def _merge(work: Work, parts: int, rates: Rates) -> float:
+    """Parts come in 16 bits; what there is so far is float32 between them."""
+    passes = {1: 0, 2: 3}.get(parts, 5 * (parts - 1) - 2)
+    return passes * work.queries / 2 / rates.memory
 
 
 def choose(work: Work, rates: Rates = H200) -> tuple[str, int]:
-    """The strategy that takes the least time, and how many devices exchange heads."""
-    found = [("ring", 1), ("all_gather", 1)]
+    """The strategy that takes the least time, and how many devices exchange heads.
+
+    Keys are gathered where that takes no more memory than a device's queries and
+    outputs do.
+    """
+    found = [("ring", 1)]
+    if work.size * work.shard <= work.queries:
+        found.append(("all_gather", 1))
     for group in groups(work):
         if group > 1:
             found.append(("ulysses" if group == work.size else "ulysses_ring", group))
