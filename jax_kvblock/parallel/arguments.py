@@ -19,7 +19,7 @@ from jax_kvblock.attention.config import AttentionConfig
 from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
 from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
 from jax_kvblock.core.checks import check_choice, known_integers, show, to_jax
-from jax_kvblock.parallel.axes import axis_size, hashable
+from jax_kvblock.parallel import axes
 from jax_kvblock.parallel.local import Mask, Plan
 from jax_kvblock.parallel.pieces import NO_KEY, reach_of
 from jax_kvblock.parallel.sequence import LAYOUTS, check_boundaries, check_divides
@@ -69,8 +69,8 @@ def normalize(
 ) -> Normalized:
     """Checks every argument of `context_parallel_attention`."""
     packed = cu_seqlens is not None
-    axis_name = hashable(axis_name)
-    size = axis_size(where, axis_name)
+    axis_name = axes.hashable(axis_name)
+    size = axes.axis_size(where, axis_name)
     q, k, v = check_qkv(where, PACKED if packed else BATCHED, q, k, v)
     check_flags(
         where, causal=causal, deterministic=deterministic, return_lse=return_lse

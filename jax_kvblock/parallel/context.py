@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_kvblock.attention.options import Output, Rows
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
-from jax_kvblock.parallel import arguments
+from jax_kvblock.parallel import arguments, axes
 from jax_kvblock.parallel.arguments import Normalized
 from jax_kvblock.parallel.core import attend
 from jax_kvblock.parallel.local import Mask
@@ -186,7 +186,7 @@ def _run(call: Normalized) -> tuple[jax.Array, jax.Array]:
     """out and lse `[B, T, N]`."""
     plan, mask, exchange = call.plan, call.mask, call.exchange
     # All vary alike, over the mesh axis too: so do their gradients.
-    place = jax.lax.axis_index(plan.axis_name)
+    place = axes.index(plan.axis_name)
     q, k, v, sinks, *ints, _ = vary_alike(
         [call.q, call.k, call.v, call.sinks, *mask, place]
     )

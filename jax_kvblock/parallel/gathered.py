@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvblock.attention.config import OPEN
-from jax_kvblock.parallel.axes import rings_of
+from jax_kvblock.parallel import axes
 from jax_kvblock.parallel.local import (
     Arrays,
     Here,
@@ -110,11 +110,9 @@ def _gather(plan: Plan, a: Any, axis: int) -> Any:
     """`axis` of all devices of a ring, one behind the other."""
     if a is None:
         return None
-    rings = rings_of(plan.size, plan.group)
+    rings = axes.rings_of(plan.size, plan.group)
     axis %= a.ndim
-    return jax.lax.all_gather(
-        a, plan.axis_name, axis=axis, tiled=True, axis_index_groups=rings
-    )
+    return axes.gather(a, plan.axis_name, rings, axis)
 
 
 def _taken(a: Any, order: Any, axis: int) -> Any:
@@ -133,11 +131,5 @@ def _scatter(plan: Plan, a: jax.Array, order: Any, rows: int) -> jax.Array:
         at = (slice(None),) * axis
         everywhere = jnp.zeros((*a.shape[:axis], rows, *a.shape[axis + 1 :]), a.dtype)
         a = everywhere.at[(*at, order)].add(a)
-    rings = rings_of(plan.size, plan.group)
-    return jax.lax.psum_scatter(
-        a,
-        plan.axis_name,
-        scatter_dimension=axis,
-        tiled=True,
-        axis_index_groups=rings,
-    )
+    rings = axes.rings_of(plan.size, plan.group)
+    return axes.scatter_sum(a, plan.axis_name, rings, axis)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ import jax.numpy as jnp
 from jax_kvblock.attention import primitive
 from jax_kvblock.attention.config import AttentionConfig
 from jax_kvblock.attention.ops import LogSumExp
-from jax_kvblock.parallel.axes import hop
+from jax_kvblock.parallel import axes
 from jax_kvblock.parallel.pieces import (
     Boxes,
     Call,
@@ -74,7 +73,7 @@ class Here:
         self.plan, self.mask = plan, mask
         self._batch = 1 if plan.packed else q.shape[0]
         self.key_length = k.shape[-3]
-        self.place = jax.lax.axis_index(plan.axis_name) // plan.group
+        self.place = axes.index(plan.axis_name) // plan.group
         self.q = self._side(q.shape[-3], self.place, mask.cu_q, mask.q_lens)
 
     def _side(self, length: int, place: Any, bounds: Any, lens: Any) -> Side:
@@ -135,11 +134,10 @@ class Here:
 
     def send(self, arrays: Any, by: int) -> Any:
         """To the device `by` places on; what the one `by` places before has comes."""
-        pairs = hop(self.plan.size, self.plan.group, by)
-        move = functools.partial(
-            jax.lax.ppermute, axis_name=self.plan.axis_name, perm=pairs
+        plan = self.plan
+        return jax.tree.map(
+            lambda a: axes.send(a, plan.axis_name, plan.size, plan.group, by), arrays
         )
-        return jax.tree.map(move, arrays)
 
 
 # ---- a call --------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from jax_kvblock.core.checks import (
     show,
 )
 from jax_kvblock.core.types import ArrayIn, Integers
-from jax_kvblock.parallel.axes import axis_size
+from jax_kvblock.parallel import axes
 
 if TYPE_CHECKING:
     from jaxtyping import Int, Shaped
@@ -203,7 +203,7 @@ def shard_positions(
     where = "shard_positions"
     check_choice(where, "layout", layout, LAYOUTS)
     (length,) = check_positive(where, length=length)
-    size = axis_size(where, axis_name)
+    size = axes.axis_size(where, axis_name)
     total = length * size
     by = chunks_of(layout, size) if layout == "zigzag" else 1
     check_divides(where, "the rows of all devices", total, by)
@@ -213,7 +213,7 @@ def shard_positions(
     rows = jnp.arange(total, dtype=jnp.int32)
     if layout == "zigzag":
         rows = zigzag_rows(total, size, bounds)
-    own = jax.lax.axis_index(axis_name) * length
+    own = axes.index(axis_name) * length
     rows = jax.lax.dynamic_slice_in_dim(rows, own, length)
     if bounds is None:
         return rows

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock.parallel.axes import groups_of
+from jax_kvblock.parallel import axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +57,8 @@ class Exchange:
         """`[B, T]`, the same for all heads, as `[B, T group]`."""
         if a is None:
             return None
-        groups = groups_of(self.size, self.group)
-        a = jax.lax.all_gather(
-            a, self.axis_name, axis=a.ndim - 1, tiled=True, axis_index_groups=groups
-        )
+        groups = axes.groups_of(self.size, self.group)
+        a = axes.gather(a, self.axis_name, groups, a.ndim - 1)
         return self._in_order(a, a.ndim - 1, bounds)
 
     def sinks(self, a: Any) -> Any:
@@ -68,14 +66,12 @@ class Exchange:
         if a is None:
             return None
         count = a.shape[-1] // self.group
-        first = jax.lax.axis_index(self.axis_name) % self.group * count
+        first = axes.index(self.axis_name) % self.group * count
         return jax.lax.dynamic_slice_in_dim(a, first, count, axis=1)
 
     def _exchange(self, a: jax.Array, split: int, join: int) -> jax.Array:
-        groups = groups_of(self.size, self.group)
-        return jax.lax.all_to_all(
-            a, self.axis_name, split, join, tiled=True, axis_index_groups=groups
-        )
+        groups = axes.groups_of(self.size, self.group)
+        return axes.exchange(a, self.axis_name, groups, split, join)
 
     def _in_order(self, a: jax.Array, axis: int, bounds: Any) -> jax.Array:
         order = self._order(a.shape[axis], bounds)
