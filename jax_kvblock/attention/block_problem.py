@@ -37,6 +37,7 @@ class Labels(NamedTuple):
     owner: jax.Array  # the sequence of a packed row; 0 elsewhere
     segment: jax.Array
     valid: jax.Array  # bool: a real row, not padding
+    used: jax.Array  # bool: valid, and its sequence has rows on the other side
 
 
 class Problem(NamedTuple):
@@ -144,7 +145,7 @@ def filled(a: Any, length: int, labels: Labels, some: bool) -> Any:
     """
     if length == a.shape[1] and not some:
         return a
-    return jnp.where(labels.valid[..., None, None], pad(a, 1, length), 0)
+    return jnp.where(labels.used[..., None, None], pad(a, 1, length), 0)
 
 
 def problem_of(
@@ -196,7 +197,9 @@ def problem_of(
 def labels_of(
     config: AttentionConfig, x: Operands, size: Sizes, batch: int, t: int, s: int
 ) -> tuple[Labels, Labels]:
-    def side(length: int, padded: int, cu: Any, lens: Any, segments: Any) -> Labels:
+    def side(
+        length: int, padded: int, cu: Any, other: Any, lens: Any, segments: Any
+    ) -> Labels:
         index = jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32), (batch, padded))
         valid = index < length
         owner = jnp.zeros_like(index)
@@ -208,13 +211,16 @@ def labels_of(
             position = index - cu[owner]
         if lens is not None:
             valid &= index < lens[:, None]
+        used = valid
+        if cu is not None:
+            used = valid & (other[owner + 1] > other[owner])
         segment = (
             jnp.zeros_like(index) if segments is None else pad(segments, 1, padded)
         )
-        return Labels(position, position, owner, segment, valid)
+        return Labels(position, position, owner, segment, valid, used)
 
-    q = side(size.q_len, t, x.cu_q, x.q_lens, x.q_segments)
-    kv = side(size.kv_len, s, x.cu_kv, x.kv_lens, x.kv_segments)
+    q = side(size.q_len, t, x.cu_q, x.cu_kv, x.q_lens, x.q_segments)
+    kv = side(size.kv_len, s, x.cu_kv, x.cu_q, x.kv_lens, x.kv_segments)
     shift = jnp.zeros((), jnp.int32)
     if x.shift is not None:
         shift = x.shift[q.owner] if config.packed else x.shift[:, None]

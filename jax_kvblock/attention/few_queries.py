@@ -153,7 +153,7 @@ def _block_of_keys(
         shape = (members, length, *a.shape[2:])
         a = _slice(a, (first, start, 0, 0), shape).astype(p.q.dtype)
         if config.packed or x.kv_lens is not None:
-            a = jnp.where(labels.valid[..., None, None], a, 0)
+            a = jnp.where(labels.used[..., None, None], a, 0)
         return jnp.moveaxis(a, 1, 2)
 
     bias = x.bias

@@ -145,7 +145,7 @@ def _find(
         first_key = jnp.maximum(first_key, begin)
         last_key = jnp.minimum(last_key, jnp.maximum(end, -(2**31) + 1) - 1)
     none = jnp.zeros_like(query)
-    labels = (first_key, last_key, none, none, valid)
+    labels = (first_key, last_key, none, none, valid, valid)
     bits = None if x.tree_mask is None else own(x.tree_mask)
     return _Tile(b, row, Labels(*(a[None] for a in labels)), bits)
 
@@ -216,7 +216,7 @@ def _attend(
         k, *v = (a.astype(compute) for a in (k, *v))
         values = v[0] if v else k[..., :value_dim]
         none = jnp.zeros_like(key)
-        labels = Labels(*(a[None] for a in (key, key, none, none, there)))
+        labels = Labels(*(a[None] for a in (key, key, none, none, there, there)))
         block = problem._replace(k=k, v=values, kv_labels=labels, seen=seen)
         return blocked.add_block(config.scores, operands, block, 0, 0, state)
 
@@ -229,8 +229,8 @@ def _attend(
 
 def _seen(tile: _Tile, key: jax.Array, new: jax.Array) -> jax.Array:
     """bool `[length, keys]`: who sees which. `new`: of the sequence's own queries."""
-    first, last, _, _, valid = (a[0][:, None] for a in tile.labels)
-    seen = valid & (key >= first) & (key <= last)
+    row = Labels(*(a[0][:, None] for a in tile.labels))
+    seen = row.valid & (key >= row.first) & (key <= row.last)
     if tile.bits is None:
         return seen
     words = tile.bits.shape[-1]

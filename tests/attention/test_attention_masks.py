@@ -92,6 +92,27 @@ def test_junk_in_rows_of_no_sequence(rng, implementation, dtype, junk):
     assert np.isneginf(np.asarray(got["lse"])[rows]).all()
 
 
+@by_both
+@by_junk
+def test_junk_in_sequences_without_the_other_side(rng, implementation, dtype, junk):
+    """Queries without keys, and keys without queries, between others."""
+    call = draw(rng, dtype, packed=True, causal=True, sinks=SINKS)
+    call = call.replace(cu_seqlens=(i32(0, 30, 40, 66, 66, 70),
+                                    i32(0, 50, 50, 90, 110, 130)))  # fmt: skip
+    rows, keys = (np.zeros(n, bool) for n in (70, 130))
+    rows[30:40], keys[90:110] = True, True
+    want = truth(call)
+    call = call.replace(
+        q=spoil(call.arrays["q"], rows, junk),
+        k=spoil(call.arrays["k"], keys, junk),
+        v=spoil(call.arrays["v"], keys, junk),
+    )
+    got = compute(call, implementation)
+    assert_near(call, got, want)
+    assert_untouched(got, {"out": rows, "d_q": rows, "d_k": keys, "d_v": keys})
+    np.testing.assert_array_equal(got["lse"][30:40], np.broadcast_to(SINKS, (10, 4)))
+
+
 def lists(rows, columns=4, **blocks):
     """Tile lists shared by batch and heads: a list a query tile."""
     indices = np.full((1, 1, len(rows), columns), -1, np.int32)
