@@ -23,7 +23,7 @@ from jax.experimental.custom_partitioning import (
 from jax.extend import core
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jax_kvblock.append.call import Append
+from jax_kvblock.append.call import UPDATED, Append
 
 Axes = tuple[tuple[str, ...], ...]
 
@@ -45,11 +45,15 @@ def _factor(group: tuple[str, ...], factors: set[str]) -> str | None:
 
 
 def shards_of(call: Append, operands: Sequence[Any]) -> dict[str, Any]:
-    """The mesh axes over which a factor is cut, read off the operands."""
+    """The mesh axes over which a factor is cut, read off the operands.
+
+    The pool comes first, and its scales: what is updated in place stays where it is.
+    """
     factors = _factors(call)
     size = {"H": call.extents["H"]}
     shards: dict[str, Any] = {}
-    for name, operand in zip(call.operand_names, operands, strict=True):
+    pairs = zip(call.operand_names, operands, strict=True)
+    for name, operand in sorted(pairs, key=lambda pair: pair[0] not in UPDATED):
         spec = getattr(operand.sharding, "spec", None)
         if spec is None:
             continue

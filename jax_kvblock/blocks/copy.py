@@ -158,10 +158,15 @@ def _operand_groups(copy: Copy) -> list[tuple[tuple[str, ...], ...]]:
 
 
 def _axis_shards(copy: Copy, operands: Sequence[Any]) -> dict[str, Any]:
-    """The mesh axes over which each shardable axis is cut, read off the operands."""
+    """The mesh axes over which each shardable axis is cut, read off the operands.
+
+    Destinations come first: what is updated in place stays where it is.
+    """
     shardable = _shardable(copy)
     shards: dict[str, Any] = {}
-    for groups, operand in zip(_operand_groups(copy), operands, strict=True):
+    num_src, _ = copy.num_operands
+    pairs = list(zip(_operand_groups(copy), operands, strict=True))
+    for groups, operand in (*pairs[num_src:], *pairs[:num_src]):
         spec = getattr(operand.sharding, "spec", None)
         if spec is None:
             continue
