@@ -166,6 +166,7 @@ class AttentionConfig:
     deterministic: bool = False
     implementation: str | None = None
     kernels: str = ""  # the only kernels that None tries; "" for the best
+    where: str = "flash_attention"  # who was called, for messages
 
 
 class Operands(NamedTuple):

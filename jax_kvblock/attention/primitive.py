@@ -250,7 +250,10 @@ def _lower(
     x = call.unpack(ctx.avals_in[: len(call.present)])
     choice = "xla"
     if op in BY_KERNELS:
-        choice = dispatch.choose(call.config, x, platform, backward=not op.is_forward)
+        config, backward = call.config, not op.is_forward
+        choice = dispatch.choose(
+            config, x, platform, backward=backward, where=config.where
+        )
     empty = 0 in (*x.q.shape, *x.k.shape)  # nothing to launch a kernel for
     if choice != "xla" and not empty:
         local = functools.partial(cuda.run, op, call, choice)

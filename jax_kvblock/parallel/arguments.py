@@ -14,11 +14,12 @@ from jax_kvblock.attention.arguments import (
     check_sinks,
     check_softcap,
     check_window,
+    known_on_host,
 )
 from jax_kvblock.attention.config import AttentionConfig
 from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
 from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
-from jax_kvblock.core.checks import check_choice, known_integers, show, to_jax
+from jax_kvblock.core.checks import check_choice, show, to_jax
 from jax_kvblock.parallel import axes
 from jax_kvblock.parallel.local import Mask, Plan
 from jax_kvblock.parallel.pieces import NO_KEY, reach_of
@@ -89,6 +90,7 @@ def normalize(
         packed=packed,
         deterministic=bool(deterministic),
         implementation=implementation,
+        where=where,
     )
     rows, keys = q.shape[-3], k.shape[-3]
     zigzag = layout == "zigzag" and size > 1
@@ -109,9 +111,7 @@ def normalize(
     sizes = (heads, k.shape[-2], head_dim, v.shape[-1])
     reach = size if packed else reach_of(config, size, rows, keys, zigzag, alike)
     batch = 1 if packed else q.shape[0]
-    work = work_of(
-        config, size, sizes, batch * rows, batch * keys, q.dtype.itemsize, reach
-    )
+    work = work_of(config, size, sizes, batch, rows, keys, q.dtype.itemsize, reach)
     strategy, group = _resolve(where, strategy, work)
     plan = Plan(
         config=config,
@@ -192,8 +192,9 @@ def _batched_mask(
     where: str, segment_ids: Any, batch: int, rows: int, keys: int
 ) -> Mask:
     ids = check_segments(where, segment_ids, batch, rows, keys)
-    for x in ids:
-        known = None if x is None else known_integers(where, "segment_ids", x)
+    given = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
+    for x in given:
+        known = None if x is None else known_on_host(where, "segment_ids", x)
         if known is not None and known.size and known.min() <= NO_KEY:
             raise ValueError(
                 f"{where}: segment_ids must be above {NO_KEY}, got {known.min()}; the "

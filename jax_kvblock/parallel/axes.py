@@ -15,6 +15,8 @@ import jax
 def axis_size(where: str, axis_name: Any) -> int:
     """How many devices a mesh axis has, or several axes together."""
     try:
+        if isinstance(axis_name, int):  # JAX takes it for a dim of what vmap maps
+            raise NameError
         return jax.lax.axis_size(axis_name)
     except NameError:
         raise ValueError(

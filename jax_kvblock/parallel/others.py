@@ -51,9 +51,11 @@ def others_of(here: Here) -> Others | None:
         return None
     if left != OPEN or not (causal or right == OPEN):
         return None
+    if causal and not plan.alike:  # rows of other positions than the device's keys
+        return None
     if not plan.zigzag:
         return _before(here) if causal else None
-    return _chunks(here, causal) if plan.alike or not causal else None
+    return _chunks(here, causal)
 
 
 def _before(here: Here) -> Others:

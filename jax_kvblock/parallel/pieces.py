@@ -153,7 +153,7 @@ def boxes(
             (a, b)
             for b in range(len(k.pieces))
             for a in range(len(q.pieces))
-            if _is_seen(config, q, k, (a, b), size, step)
+            if _is_seen(config, q, k, (a, b), size, step, alike)
         ]
         one = (len(q.pieces) == 1, len(k.pieces) == 1)
         found = {
@@ -200,7 +200,7 @@ def _half(q: Side, k: Side, late: Any) -> Box:
 
 def _is_seen(
     config: AttentionConfig, q: Side, k: Side, pair: tuple[int, int], size: int,
-    step: int,
+    step: int, alike: bool,
 ) -> bool:  # fmt: skip
     """Whether some device sees anything in this box, as far as sizes are static."""
     if q.places is None or k.places is None:
@@ -210,7 +210,7 @@ def _is_seen(
         for i in range(size)
     ]
     if not q.chunk or not k.chunk:  # each document has its own
-        return config.window_right != 0 or max(apart) >= 0
+        return not alike or config.window_right != 0 or max(apart) >= 0
     return any(_reach(config, q, k, pair, i, step) for i in range(size))
 
 

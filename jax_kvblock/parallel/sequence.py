@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType
 
 from jax_kvblock.attention.arguments import known_on_host
 from jax_kvblock.core.checks import (
@@ -70,7 +71,7 @@ def to_zigzag(
       Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
     """
     x, axis, order = _order_of("to_zigzag", x, size, axis, cu_seqlens)
-    return jnp.take(x, order, axis=axis, unique_indices=True)
+    return _taken(x, order, axis)
 
 
 def from_zigzag(
@@ -87,7 +88,16 @@ def from_zigzag(
         .at[order]
         .set(jnp.arange(order.shape[0], dtype=jnp.int32), unique_indices=True)
     )
-    return jnp.take(x, back, axis=axis, unique_indices=True)
+    return _taken(x, back, axis)
+
+
+def _taken(x: jax.Array, order: jax.Array, axis: int) -> jax.Array:
+    """Rows in another order, cut over devices as they were."""
+    sharding: Any = jax.typeof(x).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return jnp.take(x, order, axis=axis, unique_indices=True)
+    rows = x.at[(*[slice(None)] * axis, order)]
+    return rows.get(out_sharding=sharding, unique_indices=True)
 
 
 def _order_of(
@@ -95,18 +105,23 @@ def _order_of(
 ) -> tuple[jax.Array, int, jax.Array]:
     x = as_array(where, "x", x)
     (size,) = check_positive(where, size=size)
-    axis = check_integer(where, "axis", axis, "it is a dim of x")
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(
-            f"{where}: axis must be a dim of x, from {-x.ndim} to {x.ndim - 1}, got "
-            f"{axis}; x is {show(x)}"
-        )
+    axis = _check_axis(where, axis, x)
     length = x.shape[axis]
     check_divides(where, f"dim {axis} of x", length, chunks_of("zigzag", size))
     bounds = None
     if cu_seqlens is not None:
         bounds = check_boundaries(where, cu_seqlens, length, chunks_of("zigzag", size))
     return x, axis % x.ndim, zigzag_rows(length, size, bounds)
+
+
+def _check_axis(where: str, axis: Any, x: jax.Array) -> int:
+    axis = check_integer(where, "axis", axis, "it is a dim of x")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"{where}: axis must be a dim of x, from {-x.ndim} to {x.ndim - 1}, got "
+            f"{axis}; x is {show(x)}"
+        )
+    return axis
 
 
 def check_divides(where: str, name: str, length: int, by: int) -> None:
@@ -122,8 +137,8 @@ def check_boundaries(
     where: str, cu_seqlens: Any, total: int, by: int, name: str = "cu_seqlens"
 ) -> jax.Array:
     """Boundaries of documents; their values where they lie on the host."""
-    given = known_on_host(where, name, cu_seqlens)
     bounds = check_int32(where, name, cu_seqlens, "[documents + 1]", 1)
+    given = known_on_host(where, name, cu_seqlens)
     if bounds.shape[0] < 2:
         raise ValueError(
             f"{where}: {name} must be int32[documents + 1] with at least one document, "
@@ -206,7 +221,8 @@ def shard_positions(
     size = axes.axis_size(where, axis_name)
     total = length * size
     by = chunks_of(layout, size) if layout == "zigzag" else 1
-    check_divides(where, "the rows of all devices", total, by)
+    if layout == "zigzag":
+        check_divides(where, "length, a device's rows in zigzag,", length, 2)
     bounds = None
     if cu_seqlens is not None:
         bounds = check_boundaries(where, cu_seqlens, total, by)
@@ -244,6 +260,7 @@ def pad_sequence(
     x = as_array(where, "x", x)
     check_choice(where, "layout", layout, LAYOUTS)
     (size,) = check_positive(where, size=size)
+    axis = _check_axis(where, axis, x)
     by = chunks_of(layout, size)
     wide = [(0, 0)] * x.ndim
     wide[axis] = (0, -x.shape[axis] % by)
@@ -274,13 +291,14 @@ def pad_documents(
     where = "pad_documents"
     x = as_array(where, "x", x)
     (size,) = check_positive(where, size=size)
+    axis = _check_axis(where, axis, x)
+    check_boundaries(where, cu_seqlens, x.shape[axis], 1)
     given = known_on_host(where, "cu_seqlens", cu_seqlens)
     if given is None:
         raise TypeError(
             f"{where}: cu_seqlens must be integers on the host, got a traced or a "
             "device's array; they decide the size of the result"
         )
-    check_boundaries(where, given, x.shape[axis], 1)
     by = chunks_of("zigzag", size)
     lens = np.diff(given)
     starts = np.concatenate([[0], np.cumsum(-(-lens // by) * by)]).astype(np.int32)

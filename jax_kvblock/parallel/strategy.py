@@ -66,10 +66,13 @@ class Work:
 
 
 def work_of(
-    config: AttentionConfig, size: int, sizes: tuple[int, ...], rows: int, keys: int,
-    itemsize: int, reach: int,
+    config: AttentionConfig, size: int, sizes: tuple[int, ...], batch: int, rows: int,
+    keys: int, itemsize: int, reach: int,
 ) -> Work:  # fmt: skip
-    """sizes: heads, KV heads, head dim and value dim; keys: of one sequence's shard."""
+    """sizes: heads, KV heads, head dim and value dim; rows, keys: a sequence's shard.
+
+    Packed documents count as one sequence.
+    """
     heads, kv_heads, head_dim, value_dim = sizes
     total = keys * size
     left, right = config.window_left, config.window_right
@@ -77,8 +80,8 @@ def work_of(
         total / 2 if side == OPEN else min(side, total / 2) for side in (left, right)
     ]
     return Work(
-        size, rows, keys, heads, kv_heads, head_dim, value_dim, itemsize,
-        sum(sides), reach,
+        size, batch * rows, batch * keys, heads, kv_heads, head_dim, value_dim,
+        itemsize, sum(sides), reach,
     )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 `core` stands below all; `blocks`, `attention` and `kernels` stand on it and do not know
 of each other; `objects` and `append` stand on `blocks`, `paged` on both, `dropins` and
-`parallel` on `paged`, `graphs` on `kernels`. The files beside the rooms see all of them.
+`parallel` on `paged`, `graphs` on `kernels`. Files beside the rooms see all of them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,597 @@
+"""Attention over a sequence that is cut over devices: every result against float64.
+
+`compute` lays a call out over devices, runs it with all its gradients, and puts the
+results back in the order of the sequence; `expected` is the truth. Both orders are
+NumPy's, by their definition. The other files of these tests use them as well.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_bar import assert_close, assert_near
+from attention_model import BF16, F16, F32, Call, Results, cast, draw, jit, truth
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from jax_kvblock.parallel import context_parallel_attention
+
+pytestmark = pytest.mark.usefixtures("four_cpus")
+
+STRATEGIES = ("ring", "all_gather", "ulysses", "ulysses_ring")
+LAYOUTS = ("zigzag", "contiguous")
+
+
+# ---- a call over devices -------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a call is cut: over `size` devices."""
+
+    strategy: str = "ring"
+    layout: str = "zigzag"
+    size: int = 4
+
+    def __str__(self) -> str:
+        return f"{self.strategy} {self.layout}"
+
+
+CUTS = tuple(Cut(s, layout) for s in STRATEGIES for layout in LAYOUTS)
+
+
+def mesh_of(size: int = 4, kind: AxisType = AxisType.Auto) -> Mesh:
+    return jax.make_mesh((size,), ("c",), (kind,), devices=jax.devices("cpu")[:size])
+
+
+def zigzag_order(length: int, size: int, cu: Any = None) -> np.ndarray:
+    """Which row of the sequence is row r of its zigzag: the definition, by loops.
+
+    Rows before the first document and behind the last one are cut as documents are.
+    """
+    bounds = [0, length] if cu is None else [0, *map(int, cu), length]
+    order: list[int] = []
+    for device in range(size):
+        for start, end in itertools.pairwise(bounds):
+            chunk = (end - start) // (2 * size)
+            for place in (device, 2 * size - 1 - device):
+                first = start + place * chunk
+                order += range(first, first + chunk)
+    return np.asarray(order, np.int64)
+
+
+def boundaries(call: Call) -> tuple[Any, Any]:
+    """Those of the queries and of the keys; None where nothing is packed."""
+    cu = call.operands.get("cu_seqlens")
+    if isinstance(cu, tuple):
+        return tuple(np.asarray(x) for x in cu)  # type: ignore[return-value]
+    return (None, None) if cu is None else (np.asarray(cu),) * 2
+
+
+def orders(call: Call, cut: Cut) -> tuple[Any, Any]:
+    """From the sequence to its layout: of queries and of keys."""
+    axis = 0 if is_packed(call) else 1
+    lengths = (call.arrays[n].shape[axis] for n in "qk")
+    if cut.layout == "contiguous":
+        return tuple(map(np.arange, lengths))  # type: ignore[return-value]
+    found = zip(lengths, boundaries(call), strict=True)
+    return tuple(zigzag_order(n, cut.size, cu) for n, cu in found)  # type: ignore[return-value]
+
+
+def is_packed(call: Call) -> bool:
+    return "cu_seqlens" in call.operands
+
+
+def taken(x: Any, order: np.ndarray, axis: int) -> jax.Array:
+    return jnp.asarray(np.take(np.asarray(x), order, axis))
+
+
+def laid_out(call: Call, cut: Cut) -> Call:
+    """The call as its devices have it."""
+    axis, (rows, keys) = 0 if is_packed(call) else 1, orders(call, cut)
+    arrays = dict(call.arrays)
+    for name, order in (("q", rows), ("k", keys), ("v", keys)):
+        arrays[name] = taken(arrays[name], order, axis)
+    operands = dict(call.operands)
+    if (ids := operands.get("segment_ids")) is not None:
+        pair = isinstance(ids, tuple)
+        of_rows, of_keys = ids if pair else (ids, ids)
+        both = taken(of_rows, rows, 1), taken(of_keys, keys, 1)
+        operands["segment_ids"] = both if pair else both[0]
+    cotangents = tuple(taken(x, rows, axis) for x in call.cotangents)
+    return dataclasses.replace(
+        call, arrays=arrays, operands=operands, cotangents=cotangents
+    )
+
+
+def put_back(results: Results, call: Call, cut: Cut) -> Results:
+    """Results of `laid_out` calls in the order of the sequence."""
+    axis, (rows, keys) = 0 if is_packed(call) else 1, orders(call, cut)
+    order = {"out": rows, "lse": rows, "d_q": rows, "d_k": keys, "d_v": keys}
+    back = {n: np.argsort(order[n]) for n in results if n in order}
+    return {n: taken(x, back[n], axis) if n in back else x for n, x in results.items()}
+
+
+def specs_of(call: Call, axis_name: Any = "c") -> tuple[Any, Any, Any]:
+    """Of arrays, operands and rows: sequences are cut, all else is everywhere."""
+    rows = P(axis_name) if is_packed(call) else P(None, axis_name)
+    arrays = {n: rows if n in ("q", "k", "v") else P() for n in call.arrays}
+    operands = {
+        n: jax.tree.map(lambda _, n=n: rows if n == "segment_ids" else P(), x)
+        for n, x in call.operands.items()
+    }
+    return arrays, operands, rows
+
+
+def attend_over(
+    call: Call, cut: Cut, mesh: Mesh | None = None, check_vma: bool = True, **how: Any
+) -> Any:
+    """The shard_map'ed function of arrays and operands; gives (out, lse)."""
+    arrays, operands, rows = specs_of(call)
+
+    def attend(arrays: Any, operands: Any) -> Any:
+        return context_parallel_attention(
+            **arrays,
+            **operands,
+            **call.static,
+            axis_name="c",
+            strategy=cut.strategy,
+            layout=cut.layout,
+            return_lse=True,
+            **how,
+        )
+
+    return jax.shard_map(
+        attend,
+        mesh=mesh or mesh_of(cut.size),
+        in_specs=(arrays, operands),
+        out_specs=(rows, rows),
+        check_vma=check_vma,
+    )
+
+
+def with_gradients(attend: Any) -> Any:
+    """Of arrays, operands, cotangents: out, lse and the gradients of all arrays."""
+
+    def f(arrays: Any, operands: Any, cotangents: Any) -> Results:
+        (out, lse), pull = jax.vjp(lambda a: attend(a, operands), arrays)
+        (grads,) = pull(cotangents)
+        return {"out": out, "lse": lse} | {f"d_{n}": g for n, g in grads.items()}
+
+    return f
+
+
+def inputs(call: Call) -> tuple[Any, Any, Any]:
+    return call.arrays, call.operands, call.cotangents
+
+
+def compute(call: Call, cut: Cut, **how: Any) -> Results:
+    """out, lse and all gradients, in the order of the sequence."""
+    there = laid_out(call, cut)
+    got = jit(with_gradients(attend_over(there, cut, **how)))(*inputs(there))
+    return put_back(got, call, cut)
+
+
+# ---- the truth -----------------------------------------------------------------------
+
+
+def expected(call: Call) -> Results:
+    """The truth; of packed documents one by one."""
+    if not is_packed(call):
+        return truth(call)
+    arrays, (cu_q, cu_kv) = call.arrays, boundaries(call)
+    want: Results = {f"d_{n}": np.zeros(a.shape) for n, a in arrays.items()}
+    want["out"] = np.zeros((*arrays["q"].shape[:2], arrays["v"].shape[2]))
+    want["lse"] = np.full(arrays["q"].shape[:2], -np.inf)
+    for i in range(len(cu_q) - 1):
+        rows, keys = slice(*cu_q[i : i + 2]), slice(*cu_kv[i : i + 2])
+        lens = {n: x[i : i + 1] for n, x in call.operands.items() if n != "cu_seqlens"}
+        own = {
+            n: a[rows][None] if n == "q" else a[keys][None] if n in "kv" else a
+            for n, a in arrays.items()
+        }
+        cotangents = tuple(a[rows][None] for a in call.cotangents)
+        found = truth(Call(own, lens, call.static, cotangents))
+        for name, at in (("out", rows), ("lse", rows), ("d_q", rows)):
+            want[name][at] = found[name][0]
+        for name in ("d_k", "d_v"):
+            want[name][keys] = found[name][0]
+        if "sinks" in arrays:
+            want["d_sinks"] += found["d_sinks"]
+    return want
+
+
+def assert_right(call: Call, got: Results, want: Results | None = None) -> None:
+    """Everything is the truth, lse in float32; dtypes are those of the arrays."""
+    want, dtype = want or expected(call), call.arrays["q"].dtype
+    assert set(got) == set(want)
+    assert got["out"].dtype == dtype and got["lse"].dtype == F32
+    for name, x in got.items():
+        if name.startswith("d_"):
+            assert x.dtype == call.arrays[name[2:]].dtype
+        try:
+            assert_close(x, want[name], F32 if name == "lse" else dtype)
+        except AssertionError as e:
+            raise AssertionError(f"{name}: {e}\n{call}") from None
+
+
+# ---- the table: any two options meet -------------------------------------------------
+
+MASKS: dict[str, dict[str, Any]] = {  # a device has 8 rows, a chunk 4
+    "full": {},
+    "causal": {"causal": True},
+    "2 back": {"causal": True, "window": (2, None)},
+    "17 back": {"causal": True, "window": (17, 3)},
+    "any back, 9 ahead": {"window": (None, 9)},
+    "1 back, any ahead": {"window": (1, None)},
+    "5 back, 10 ahead": {"window": (5, 10)},
+}
+HEADS = {"MHA": 4, "GQA": 2, "MQA": 1}
+
+
+def covering(factors: dict[str, Any], fits: Any = lambda row: True) -> list[Any]:
+    """Rows of values in which any two of different factors meet, where they fit."""
+    rng, names = np.random.default_rng(0), list(factors)
+
+    def pairs(row: dict[str, Any]) -> set[Any]:
+        return set(itertools.combinations(row.items(), 2))
+
+    missing = {
+        pair
+        for a, b in itertools.combinations(names, 2)
+        for pair in itertools.product(
+            ((a, x) for x in factors[a]), ((b, y) for y in factors[b])
+        )
+        if fits(dict(pair))
+    }
+    rows = []
+    while missing:
+        seeds = sorted(missing, key=str)
+        drawn = []
+        for _ in range(40):
+            row = {n: factors[n][rng.integers(len(factors[n]))] for n in names}
+            row |= dict(seeds[rng.integers(len(seeds))])
+            if fits(row):
+                drawn.append(row)
+        if drawn:
+            rows.append(max(drawn, key=lambda row: len(pairs(row) & missing)))
+            missing -= pairs(rows[-1])
+    return rows
+
+
+def table(rows: list[Any]) -> pytest.MarkDecorator:
+    shown = lambda row: "-".join(str(x) for x in row.values() if str(x))  # noqa: E731
+    return pytest.mark.parametrize("row", rows, ids=shown)
+
+
+def options_of(rng: np.random.Generator, row: dict[str, Any]) -> dict[str, Any]:
+    """What rows of both tables say alike."""
+    options = dict(MASKS[row["mask"]])
+    if row["cap"]:
+        options["softcap"] = 1.5
+    if row["sinks"]:
+        options["sinks"] = cast(rng.standard_normal(4), F32)
+    return options
+
+
+def segments(rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
+    """Ids in runs, in any order: a segment may go on after another one."""
+    runs = rng.integers(-1, 3, (batch, length // 3 + 1)).astype(np.int32)
+    return np.repeat(runs, 3, axis=1)[:, :length]
+
+
+def poisoned(call: Call) -> Call:
+    """NaN in what lies beyond the lengths, of batches and of documents."""
+    arrays = {n: np.array(x) for n, x in call.arrays.items()}
+    cu_q, cu_kv = boundaries(call)
+    for name, lens, cu in (
+        ("q", "q_lens", cu_q),
+        ("k", "kv_lens", cu_kv),
+        ("v", "kv_lens", cu_kv),
+    ):
+        for i, n in enumerate(np.asarray(call.operands.get(lens, ()))):
+            member = arrays[name][i] if cu is None else arrays[name][cu[i] : cu[i + 1]]
+            member[max(n, 0) :] = np.nan
+    return dataclasses.replace(call, arrays=jax.tree.map(jnp.asarray, arrays))
+
+
+LENS = {  # in, at and behind the middle of a chunk; none, and more than there are
+    "q_lens": np.int32([11, 99, 0]),
+    "kv_lens": np.int32([21, 0, 40]),
+}
+SIZES = {"32 rows": (32, 32), "16 rows": (16, 32), "40 rows": (40, 24)}
+BATCHED = covering(
+    {
+        "cut": CUTS,
+        "mask": tuple(MASKS),
+        "lens": ("", "q_lens", "kv_lens", "q_lens kv_lens"),
+        "ids": ("", "ids", "pair of ids"),
+        "cap": ("", "softcap"),
+        "sinks": ("", "sinks"),
+        "heads": tuple(HEADS),
+        "dims": ("", "wide values", "narrow values"),
+        "size": tuple(SIZES),
+    },
+    lambda row: row.get("ids") != "ids" or row.get("size", "32 rows") == "32 rows",
+)
+
+
+def batched(rng: np.random.Generator, row: dict[str, Any], dtype: Any = F32) -> Call:
+    rows, keys = SIZES[row["size"]]
+    wide = {"": (8, 8), "wide values": (8, 24), "narrow values": (16, 8)}[row["dims"]]
+    call = draw(
+        rng, dtype, batch=3, q_len=rows, kv_len=keys, heads=4,
+        kv_heads=HEADS[row["heads"]], dim=wide[0], value_dim=wide[1],
+        **options_of(rng, row),
+    )  # fmt: skip
+    if row["ids"]:
+        of_rows, of_keys = segments(rng, 3, rows), segments(rng, 3, keys)
+        pair = row["ids"] == "pair of ids"
+        call = call.replace(segment_ids=(of_rows, of_keys) if pair else of_rows)
+    return call.replace(**{name: LENS[name] for name in row["lens"].split()})
+
+
+@table(BATCHED)
+def test_batches(rng, row):
+    call = batched(rng, row)
+    assert_right(call, compute(call, row["cut"]))
+
+
+# ---- packed documents ----------------------------------------------------------------
+
+# Boundaries of queries and keys. In zigzag over four devices they are multiples of 8;
+# contiguous ones are moved to where no device begins.
+DOCUMENTS: dict[str, Any] = {
+    "long and short": ([0, 8, 48, 56, 64], None),
+    "between other rows": ([8, 24, 56], None),
+    "empty ones": ([0, 0, 16, 16, 16, 56, 56], None),
+    "queries and keys": ([0, 8, 24, 24, 56, 64], [0, 24, 32, 40, 40, 48]),
+    "few queries": ([8, 16, 24], [8, 40, 56]),
+}
+MOVED = (0, 3, -2, 1, -3, 2)  # what a boundary within the rows is moved by
+OF_DOCUMENTS = {
+    "q_lens": np.int32([7, 0, 9, 99, 5]),
+    "kv_lens": np.int32([29, 3, 50, 6, 0]),
+}
+PACKED = covering(
+    {
+        "cut": CUTS,
+        "mask": ("full", "causal", "2 back", "17 back", "5 back, 10 ahead"),
+        "documents": tuple(DOCUMENTS),
+        "lens": ("", "q_lens", "kv_lens", "q_lens kv_lens"),
+        "cap": ("", "softcap"),
+        "sinks": ("", "sinks"),
+        "heads": tuple(HEADS),
+        "dims": ("", "wide values", "narrow values"),
+    }
+)
+
+
+def moved(cu: list[int], length: int) -> list[int]:
+    """Boundaries that are no multiples of anything; documents stay as many."""
+    off = [b + MOVED[i % 6] if 0 < b < length else b for i, b in enumerate(cu)]
+    return np.maximum.accumulate(off).tolist()
+
+
+def packed(rng: np.random.Generator, row: dict[str, Any], dtype: Any = F32) -> Call:
+    cu_q, cu_kv = DOCUMENTS[row["documents"]]
+    rows, keys = (32, 64) if row["documents"] == "few queries" else (64, 64)
+    if row["cut"].layout == "contiguous":
+        cu_q = moved(cu_q, rows)
+        cu_kv = cu_kv and moved(cu_kv, keys)
+    wide = {"": (8, 8), "wide values": (8, 24), "narrow values": (16, 8)}[row["dims"]]
+    cu = np.int32(cu_q) if cu_kv is None else (np.int32(cu_q), np.int32(cu_kv))
+    call = draw(
+        rng, dtype, packed=True, q_len=rows, kv_len=keys, heads=4,
+        kv_heads=HEADS[row["heads"]], dim=wide[0], value_dim=wide[1], cu_seqlens=cu,
+        **options_of(rng, row),
+    )  # fmt: skip
+    lens = {n: np.resize(OF_DOCUMENTS[n], len(cu_q) - 1) for n in row["lens"].split()}
+    return call.replace(**lens)
+
+
+@table(PACKED)
+def test_documents(rng, row):
+    call = packed(rng, row)
+    assert_right(call, compute(call, row["cut"]))
+
+
+# ---- what the tables leave out -------------------------------------------------------
+
+
+def everything(rng: np.random.Generator, dtype: Any = F32, **changes: Any) -> Call:
+    """A call with every option that batches take."""
+    sizes = {"batch": 2, "q_len": 32, "kv_len": 32, "heads": 4, "kv_heads": 2, "dim": 8}
+    options = {
+        "causal": True,
+        "window": (13, None),
+        "softcap": 2.0,
+        "sinks": cast(rng.standard_normal(4), F32),
+        "q_lens": np.int32([27, 32]),
+        "kv_lens": np.int32([32, 14]),
+        "segment_ids": segments(rng, 2, 32),
+    }
+    return draw(rng, dtype, **(sizes | options | changes))
+
+
+def simple(rng: np.random.Generator, dtype: Any = F32, **changes: Any) -> Call:
+    """A causal call with sinks."""
+    rest = {"window": None, "softcap": None, "segment_ids": None}
+    rest |= {"q_lens": None, "kv_lens": None}
+    return everything(rng, dtype, **(rest | changes))
+
+
+def documents(rng: np.random.Generator, dtype: Any = F32, **changes: Any) -> Call:
+    """Packed documents, with every option that they take."""
+    sizes = {"q_len": 64, "kv_len": 64, "heads": 4, "kv_heads": 2, "dim": 8}
+    options = {
+        "causal": True,
+        "cu_seqlens": np.int32([8, 16, 56]),
+        "q_lens": np.int32([8, 30]),
+        "kv_lens": np.int32([5, 39]),
+        "sinks": cast(rng.standard_normal(4), F32),
+    }
+    return draw(rng, dtype, packed=True, **(sizes | options | changes))
+
+
+by_cut = pytest.mark.parametrize("cut", CUTS, ids=str)
+by_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+by_kind = pytest.mark.parametrize("kind", [everything, documents])
+
+
+@by_cut
+@by_kind
+def test_what_lies_beyond_lengths_is_never_read(rng, cut, kind):
+    """NaN there, in queries, keys and values, changes nothing."""
+    call = kind(rng, window=None, segment_ids=None)
+    assert_right(call, compute(poisoned(call), cut), expected(call))
+
+
+def test_the_poison_lies_beyond_lengths(rng):
+    call = poisoned(documents(rng))
+    at = {n: np.isnan(x).any((1, 2)).nonzero()[0] for n, x in call.arrays.items()
+          if n in "qkv"}  # fmt: skip
+    keys = [13, 14, 15, 55]
+    assert {n: x.tolist() for n, x in at.items()} == {
+        "q": list(range(46, 56)), "k": keys, "v": keys,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, 1])
+@by_strategy
+@by_kind
+def test_fewer_devices(rng, kind, strategy, size):
+    """Two devices; and one, which is as good as none."""
+    call = kind(rng)
+    assert_right(call, compute(call, Cut(strategy, "zigzag", size)))
+
+
+HALVES = [
+    *((Cut(s, "zigzag"), BF16) for s in STRATEGIES),
+    (Cut("ring", "contiguous"), F16),
+    (Cut("ulysses_ring", "zigzag"), F16),
+]
+
+
+@pytest.mark.parametrize(("cut", "dtype"), HALVES, ids=str)
+def test_half_precision(rng, cut, dtype):
+    """Row by row about as good as plain code in this dtype; lse is float32's."""
+    call = everything(rng, dtype, kv_heads=4, dim=16)
+    got, want = compute(call, cut), expected(call)
+    assert_right(call, got, want)
+    assert_near(call, got, want)
+
+
+def test_documents_in_half_precision(rng):
+    call = documents(rng, BF16)
+    assert_right(call, compute(call, Cut("ring")))
+
+
+ODD_HEADS = [
+    ("ulysses", 8, 8),  # two key heads for each device
+    ("ulysses", 12, 4),
+    ("ulysses", 8, 1),
+    ("ulysses_ring", 6, 6),  # exchanged by two, in a ring of two
+    ("ulysses_ring", 4, 2),
+    ("ulysses_ring", 6, 3),  # nothing to exchange
+    ("ring", 3, 1),
+    ("all_gather", 5, 5),
+]
+
+
+@pytest.mark.parametrize(("strategy", "heads", "kv_heads"), ODD_HEADS)
+def test_numbers_of_heads(rng, strategy, heads, kv_heads):
+    sinks = cast(rng.standard_normal(heads), F32)
+    call = simple(rng, heads=heads, kv_heads=kv_heads, sinks=sinks)
+    assert_right(call, compute(call, Cut(strategy)))
+
+
+SHORT = [  # rows and keys of a device
+    ("zigzag", 2, 2, {"causal": True}),
+    ("zigzag", 2, 6, {"window": (3, 2)}),
+    ("contiguous", 1, 1, {"causal": True}),
+    ("contiguous", 3, 5, {"causal": True}),
+    ("contiguous", 3, 3, {"causal": True, "window": (3, None)}),
+]
+
+
+@pytest.mark.parametrize(("layout", "rows", "keys", "mask"), SHORT)
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses_ring"])
+def test_few_rows(rng, strategy, layout, rows, keys, mask):
+    """Chunks of one row, and shards of odd lengths."""
+    sizes = {"q_len": 4 * rows, "kv_len": 4 * keys, "heads": 2, "dim": 8}
+    call = draw(rng, batch=1, **sizes, **mask)
+    assert_right(call, compute(call, Cut(strategy, layout)))
+
+
+@by_strategy
+def test_lengths_of_nothing(rng, strategy):
+    """Without keys a row has its sink; without queries there is no row."""
+    call = simple(rng, q_lens=np.int32([0, 20]), kv_lens=np.int32([9, 0]))
+    got = compute(call, Cut(strategy))
+    assert_right(call, got)
+    assert not np.asarray(got["out"]).any()
+    sinks = np.asarray(call.arrays["sinks"])
+    np.testing.assert_allclose(got["lse"][1, :20], np.tile(sinks, (20, 1)), rtol=1e-6)
+    assert np.isneginf(got["lse"][1, 20:]).all() and np.isneginf(got["lse"][0]).all()
+
+
+def test_lengths_below_zero_are_zero(rng):
+    zero = simple(rng, q_lens=np.int32([0, 32]), kv_lens=np.int32([0, 14]))
+    below = np.int32([-(2**31), 32]), np.int32([-5, 14])
+    below = zero.replace(q_lens=below[0], kv_lens=below[1])
+    assert_right(zero, compute(below, Cut("ring")))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("window", [(3, 0), (4, 0), (7, 0), (8, 0), (0, 4), (0, 1)])
+def test_a_window_that_just_reaches_another_chunk(rng, layout, window):
+    """A chunk has 4 rows and a device 8; what is one row away is seen, or is not."""
+    call = draw(rng, batch=1, q_len=32, kv_len=32, heads=1, kv_heads=1, dim=8)
+    call, cut = call.replace(window=window), Cut("ring", layout)
+    there, want = laid_out(call, cut), truth(call)
+    out, lse = jit(attend_over(there, cut))(there.arrays, there.operands)
+    for name, x in put_back({"out": out, "lse": lse}, call, cut).items():
+        assert_close(x, want[name])
+
+
+def test_scale_and_extreme_ids(rng):
+    """A scale of one's own; ids at the ends of int32 are ids like others."""
+    ids = np.where(segments(rng, 2, 32) > 0, 2**31 - 1, -(2**31) + 2)
+    call = simple(rng, scale=-0.3, segment_ids=ids.astype(np.int32))
+    assert_right(call, compute(call, Cut("ring")))
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
+def test_deterministic(rng, strategy):
+    """As right, and the same bits every time."""
+    call = simple(rng, deterministic=True)
+    there = laid_out(call, cut := Cut(strategy))
+    f = jit(with_gradients(attend_over(there, cut)))
+    once, again = f(*inputs(there)), f(*inputs(there))
+    assert_right(call, put_back(once, call, cut))
+    for name, x in once.items():
+        assert np.array_equal(x, again[name]), name
+
+
+def test_out_alone_is_the_same(rng):
+    """Without return_lse, and its gradients."""
+    call = simple(rng)
+    there = laid_out(call, cut := Cut("ring"))
+    arrays, _, rows = specs_of(there)
+    attend = jax.shard_map(
+        lambda x: context_parallel_attention(**x, causal=True, axis_name="c",
+                                             strategy="ring"),
+        mesh=mesh_of(), in_specs=(arrays,), out_specs=rows,
+    )  # fmt: skip
+    out, pull = jax.vjp(jax.jit(attend), there.arrays)
+    got = {f"d_{n}": x for n, x in pull(there.cotangents[0])[0].items()}
+    want = truth(call, (call.cotangents[0], np.zeros_like(call.cotangents[1])))
+    for name, x in put_back(got | {"out": out}, call, cut).items():
+        assert_close(x, want[name])
