@@ -4,6 +4,18 @@ The engines are JAX's own: `shard_map`, XLA's collectives, `jax.distributed`.
 """
 
 from jax_kvblock.parallel.context import context_parallel_attention
+from jax_kvblock.parallel.decode import (
+    interleaved_lens,
+    interleaved_paged_attention,
+    interleaved_slots,
+    interleaved_tables,
+)
+from jax_kvblock.parallel.kv_heads import (
+    kv_heads_partition,
+    own_kv_heads,
+    repeat_kv_heads,
+    repeat_spec,
+)
 from jax_kvblock.parallel.layers import (
     Attention,
     AttentionConfig,
@@ -14,6 +26,7 @@ from jax_kvblock.parallel.layers import (
     create_context_parallel_attention,
     create_ring_attention,
 )
+from jax_kvblock.parallel.reshard import reshard_blocks
 from jax_kvblock.parallel.sequence import (
     from_zigzag,
     pad_documents,
@@ -33,8 +46,17 @@ __all__ = [
     "create_context_parallel_attention",
     "create_ring_attention",
     "from_zigzag",
+    "interleaved_lens",
+    "interleaved_paged_attention",
+    "interleaved_slots",
+    "interleaved_tables",
+    "kv_heads_partition",
+    "own_kv_heads",
     "pad_documents",
     "pad_sequence",
+    "repeat_kv_heads",
+    "repeat_spec",
+    "reshard_blocks",
     "shard_positions",
     "to_zigzag",
 ]

@@ -1,0 +1,432 @@
+"""The programs that bring heads of blocks from the devices of one pool to another's.
+
+A pool is seen as what each device has of it: one array that is cut over a flat mesh,
+made of the same buffers. So a program is the same on each device and knows no cuts:
+pools on other meshes, on one device, or whole on several, need no cases of their own.
+Which heads a device reads and writes it looks up by its number.
+
+Many blocks go in chunks, so that one is read, and another written, under the way of a
+third.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_kvblock.blocks.copy import block_copy
+from jax_kvblock.blocks.layout import UNIVERSAL, BlockSpec
+from jax_kvblock.blocks.plan import Copy, Form, Side
+from jax_kvblock.blocks.pool import KVPool
+from jax_kvblock.blocks.transfer import layer_part
+from jax_kvblock.parallel.reshard_routes import (
+    NOWHERE,
+    Cut,
+    Round,
+    Rounds,
+    find_routes,
+    grain,
+    in_rounds,
+)
+
+AXIS = "devices"
+# A chunk of a part of the heads. Over NVLink at about 300 GB/s it takes some 60 us, ten
+# times as long as a launch; with eight, what is read first and written last is little.
+CHUNK_BYTES, MOST_CHUNKS = 2**24, 8
+Devices = tuple[jax.Device, ...]
+Pieces = tuple[jax.Array, ...]
+Firsts = tuple[tuple[int, ...], ...]  # of each piece, for each device, its first head
+ByDevice = Mapping[jax.Device, jax.Array]
+
+
+class Part(NamedTuple):
+    """A pool, and which heads its devices have."""
+
+    pool: KVPool
+    cut: Cut
+
+    @property
+    def spec(self) -> BlockSpec:
+        """What a block is on one device."""
+        return self.pool.spec.replace(num_kv_heads=self.cut.width)
+
+    def on(self, mesh: Mesh) -> KVPool:
+        """The same buffers, as a pool of a flat mesh whose devices have its spec."""
+        arrays = [_flat(_shards(x), mesh) for x in self.pool.arrays]
+        data = arrays[0] if self.pool.contiguous else tuple(arrays)
+        return KVPool._holding(data, self.spec)
+
+    def updated(self, flat: KVPool) -> KVPool:
+        """The pool of these buffers, cut as it was."""
+        pairs = zip(self.pool.arrays, flat.arrays, strict=True)
+        arrays = [self._like(old, _shards(new)) for old, new in pairs]
+        data = arrays[0] if self.pool.contiguous else tuple(arrays)
+        return KVPool._holding(data, self.pool.spec)
+
+    def _like(self, old: jax.Array, parts: ByDevice) -> jax.Array:
+        arrays = [parts[d] for d in _here(self.cut.devices)]
+        where = old.shape, old.sharding
+        return jax.make_array_from_single_device_arrays(*where, arrays)
+
+
+def move(src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array) -> KVPool:
+    """The new destination pool; the old one is donated."""
+    devices = tuple(dict.fromkeys((*src.cut.devices, *dst.cut.devices)))
+    if not _here(devices):
+        return dst.pool  # others do it; this process has no part of either pool
+    with _no_mesh():
+        if {*src.cut.devices} == {*dst.cut.devices}:
+            return _in_one_program(src, src_ids, dst, dst_ids)
+        if _here(devices) == devices:
+            return _by_device_put(src, src_ids, dst, dst_ids)
+        return _by_a_collective(src, src_ids, dst, dst_ids, devices)
+
+
+def _num_chunks(src: Part, n: int, width: int) -> int:
+    """In how many chunks n blocks go, `width` heads at a time."""
+    head = src.pool.spec.block_bytes // max(src.pool.spec.num_kv_heads, 1)
+    return min(max(n * width * head // CHUNK_BYTES, 1), MOST_CHUNKS)
+
+
+def _chunked(ids: jax.Array, chunks: int) -> list[jax.Array]:
+    """As many of them, of one length but for the last."""
+    length = -(-len(ids) // chunks)
+    return [ids[first : first + length] for first in range(0, len(ids), length)]
+
+
+def _no_mesh() -> jax.set_mesh:
+    """A mesh that is set around the call has nothing to say to its programs."""
+    try:
+        return jax.set_mesh(None)
+    except ValueError:  # all arguments are constants of a function that is traced
+        raise ValueError(
+            "reshard_blocks: inside of jit a pool or the ids must be arguments of the "
+            "function, got arrays from outside for all of them; pass dst_pool as an "
+            "argument, and donate it"
+        ) from None
+
+
+# ---- three ways ----------------------------------------------------------------------
+
+
+def _in_one_program(
+    src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array
+) -> KVPool:
+    """Both pools on the same devices."""
+    mesh = _mesh(dst.cut.devices)
+    rounds = in_rounds(src.cut, dst.cut, dst.cut.devices)
+    ids = _on_each(src_ids, mesh), _on_each(dst_ids, mesh)
+    width = grain(src.cut, dst.cut)
+    chunks = _num_chunks(src, len(src_ids), width)
+    run = functools.partial(_step, mesh=mesh, rounds=rounds, width=width, chunks=chunks)
+    return dst.updated(run(dst.on(mesh), src.on(mesh), *ids))
+
+
+def _by_device_put(
+    src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array
+) -> KVPool:
+    """Other devices, all of this process: each piece straight from one to another."""
+    chunks = _num_chunks(src, len(src_ids), grain(src.cut, dst.cut))
+    both = (_chunked(ids, chunks) for ids in (src_ids, dst_ids))
+    for take, put in zip(*both, strict=True):  # nothing waits for a chunk to arrive
+        dst = Part(_put_chunk(src, take, dst, put), dst.cut)
+    return dst.pool
+
+
+def _put_chunk(src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array) -> KVPool:
+    routes, width = find_routes(src.cut, dst.cut), grain(src.cut, dst.cut)
+    # What each device sends, read once, also where it goes to several others.
+    takes = {r.sender: sorted({s.take for s in routes if s[0] == r[0]}) for r in routes}
+    firsts = tuple(itertools.zip_longest(*takes.values(), fillvalue=NOWHERE))
+    gathered = _gathered(src, src_ids, tuple(takes), firsts, width)
+    pieces = [_shards(x) for x in gathered]
+    sent = [pieces[takes[r.sender].index(r.take)][r.sender] for r in routes]
+    got = jax.device_put(sent, [r.receiver for r in routes])
+    slots: dict[int, dict[jax.Device, jax.Array]] = {}
+    for route, piece in zip(routes, got, strict=True):
+        slots.setdefault(route.put, {})[route.receiver] = piece
+    mesh = _mesh(dst.cut.devices)
+    flat = tuple(_flat(by_device, mesh) for by_device in slots.values())
+    puts = tuple((put,) * len(mesh.devices) for put in slots)
+    return _scattered(dst, dst_ids, flat, puts)
+
+
+def _by_a_collective(
+    src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array, devices: Devices
+) -> KVPool:
+    """Devices of several processes: one program over all of them, between two steps.
+
+    Each process gathers on its own devices and scatters on its own. So none runs a
+    program over devices of which it has none, and no pool is an operand of the program
+    in between: devices without blocks to send take part with an empty piece.
+    """
+    mesh, here = _mesh(devices), _here(devices)
+    rounds, width = in_rounds(src.cut, dst.cut, devices), grain(src.cut, dst.cut)
+    senders = _here(dict.fromkeys(r.sender for r in find_routes(src.cut, dst.cut)))
+    receivers = _here(dst.cut.devices)
+    firsts = _columns(rounds.pieces, devices, senders)
+    gathered = _gathered(src, src_ids, senders, firsts, width) if senders else ()
+    idle = {d: _empty(src, len(src_ids), width, d) for d in here if d not in senders}
+    parts = [{**idle, **_shards(x)} for x in gathered] or [idle] * len(rounds.pieces)
+    pieces = tuple(_flat(part, mesh) for part in parts)
+    got = _exchange(pieces, mesh=mesh, rounds=rounds.rounds)
+    if not receivers:
+        return dst.pool
+    mine = _mesh(receivers)
+    flat = tuple(_flat(_shards(x), mine) for x in got)
+    puts = _columns([r.puts for r in rounds.rounds], devices, receivers)
+    return _scattered(dst, dst_ids, flat, puts)
+
+
+def _gathered(
+    src: Part, ids: jax.Array, senders: Devices, firsts: Firsts, width: int
+) -> Pieces:
+    """Pieces of the source, of some of this process's devices."""
+    mesh = _mesh(senders)
+    ids = _on_each(ids, mesh)
+    return _gather(src.on(mesh), ids, mesh=mesh, firsts=firsts, width=width)
+
+
+def _scattered(dst: Part, ids: jax.Array, pieces: Pieces, puts: Firsts) -> KVPool:
+    """The destination, with pieces on this process's devices written into it."""
+    mesh = _mesh(_here(dst.cut.devices))
+    flat = _scatter(dst.on(mesh), _on_each(ids, mesh), pieces, mesh=mesh, puts=puts)
+    return dst.updated(flat)
+
+
+# ---- programs ------------------------------------------------------------------------
+
+
+@functools.partial(
+    jax.jit, static_argnames=("mesh", "rounds", "width", "chunks"),
+    donate_argnames="dst",
+)  # fmt: skip
+def _step(
+    dst: KVPool,
+    src: KVPool,
+    src_ids: jax.Array,
+    dst_ids: jax.Array,
+    *,
+    mesh: Mesh,
+    rounds: Rounds,
+    width: int,
+    chunks: int,
+) -> KVPool:
+    """What stays goes from pool to pool in one pass, the rest by permutations.
+
+    It goes while others are on their way.
+    """
+
+    def local(
+        dst: KVPool, src: KVPool, src_ids: jax.Array, dst_ids: jax.Array
+    ) -> KVPool:
+        stay = [r for r in rounds.rounds if not r.pairs]
+        moves = [r for r in rounds.rounds if r.pairs]
+        got = []
+        both = (_chunked(ids, chunks) for ids in (src_ids, dst_ids))
+        for takes, puts in zip(*both, strict=True):
+            sent = {
+                i: _read(src, takes, rounds.pieces[i], width) for i in _pieces(moves)
+            }
+            got += [(puts, r, _permuted(sent[r.piece], r)) for r in moves]
+        for r in stay:
+            dst = _copy(
+                src, src_ids, rounds.pieces[r.piece], dst, dst_ids, r.puts, width
+            )
+        for ids, r, piece in got:
+            dst = _write(dst, ids, piece, r.puts)
+        return dst
+
+    specs = P(AXIS), P(AXIS), P(), P()
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(AXIS))
+    return run(dst, src, src_ids, dst_ids)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "firsts", "width"))
+def _gather(
+    src: KVPool,
+    ids: jax.Array,
+    *,
+    mesh: Mesh,
+    firsts: Firsts,
+    width: int,
+) -> Pieces:
+    def local(src: KVPool, ids: jax.Array) -> Pieces:
+        return tuple(_read(src, ids, first, width) for first in firsts)
+
+    specs = P(AXIS), P()
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(AXIS))(src, ids)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "rounds"))
+def _exchange(pieces: Pieces, *, mesh: Mesh, rounds: tuple[Round, ...]) -> Pieces:
+    """For each round, what comes to each device."""
+
+    def local(pieces: Pieces) -> Pieces:
+        return tuple(_permuted(pieces[r.piece], r) for r in rounds)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS))(pieces)
+
+
+@functools.partial(jax.jit, static_argnames=("mesh", "puts"), donate_argnames="dst")
+def _scatter(
+    dst: KVPool,
+    ids: jax.Array,
+    pieces: Pieces,
+    *,
+    mesh: Mesh,
+    puts: Firsts,
+) -> KVPool:
+    def local(dst: KVPool, ids: jax.Array, pieces: Pieces) -> KVPool:
+        for piece, firsts in zip(pieces, puts, strict=True):
+            dst = _write(dst, ids, piece, firsts)
+        return dst
+
+    specs = P(AXIS), P(), P(AXIS)
+    run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(AXIS))
+    return run(dst, ids, pieces)
+
+
+def _pieces(rounds: Sequence[Round]) -> list[int]:
+    return sorted({r.piece for r in rounds})
+
+
+# ---- one device's part ---------------------------------------------------------------
+
+
+def _read(
+    pool: KVPool, ids: jax.Array, firsts: tuple[int, ...], width: int
+) -> jax.Array:
+    """Universal blocks `[n, width, nl, no, nt, hd]` of the heads from this device's."""
+    part = layer_part("reshard_blocks", pool, None, ("B",))
+    extents = _extents(pool.spec, len(ids), width)
+    copy = Copy(extents, _from_a_head(part.side), _blocks(extents), in_place=False)
+    (blocks,) = block_copy(copy, part.arrays, (), (ids, None, _of_device(firsts)))
+    return blocks
+
+
+def _write(
+    pool: KVPool, ids: jax.Array, blocks: jax.Array, firsts: tuple[int, ...]
+) -> KVPool:
+    """The pool with such blocks as its heads from this device's first."""
+    part = layer_part("reshard_blocks", pool, None, ("B",))
+    extents = _extents(pool.spec, *blocks.shape[:2])
+    copy = Copy(extents, _blocks(extents), _from_a_head(part.side), in_place=True)
+    scalars = (None, ids, None, _of_device(firsts))
+    return part.updated(pool, block_copy(copy, [blocks], part.arrays, scalars))
+
+
+def _copy(
+    src: KVPool,
+    src_ids: jax.Array,
+    takes: tuple[int, ...],
+    dst: KVPool,
+    dst_ids: jax.Array,
+    puts: tuple[int, ...],
+    width: int,
+) -> KVPool:
+    """Both in one, from pool to pool."""
+    source = layer_part("reshard_blocks", src, None, ("B",))
+    part = layer_part("reshard_blocks", dst, None, ("B",))
+    sides = _from_a_head(source.side), _from_a_head(part.side)
+    copy = Copy(_extents(dst.spec, len(dst_ids), width), *sides, in_place=True)
+    scalars = src_ids, dst_ids, _of_device(takes), _of_device(puts)
+    return part.updated(dst, block_copy(copy, source.arrays, part.arrays, scalars))
+
+
+def _from_a_head(side: Side) -> Side:
+    return dataclasses.replace(side, start="H")
+
+
+def _blocks(extents: tuple[tuple[str, int], ...]) -> Side:
+    return Side(Form((), (("N",), *UNIVERSAL.groups)), extents)
+
+
+def _extents(spec: BlockSpec, n: int, width: int) -> tuple[tuple[str, int], ...]:
+    return (("N", n), *spec.replace(num_kv_heads=width).sizes.items())
+
+
+def _of_device(numbers: tuple[int, ...]) -> jax.Array:
+    """This device's number."""
+    if len({*numbers}) == 1:
+        return jnp.int32(numbers[0])
+    return jnp.asarray(numbers, jnp.int32)[jax.lax.axis_index(AXIS)]
+
+
+def _permuted(piece: jax.Array, round: Round) -> jax.Array:
+    """What comes to this device, or its own piece if nothing travels."""
+    if not round.pairs:
+        return piece
+    bits = jax.lax.ppermute(as_bits(piece), AXIS, round.pairs)
+    return of_bits(bits, piece.dtype)
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """Small floats as integers: XLA:CPU sends them as float32, which quiets NaNs."""
+    bits = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}.get(x.dtype.itemsize)
+    if bits is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x
+    return jax.lax.bitcast_convert_type(x, bits)
+
+
+def of_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """The way back."""
+    return x if x.dtype == dtype else jax.lax.bitcast_convert_type(x, dtype)
+
+
+# ---- arrays as what each device has --------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def _mesh(devices: Devices) -> Mesh:
+    return Mesh(np.array(devices), (AXIS,))
+
+
+def _here(devices: Iterable[jax.Device]) -> Devices:
+    """Those of this process."""
+    process = jax.process_index()
+    return tuple(d for d in devices if d.process_index == process)
+
+
+def _shards(x: jax.Array) -> dict[jax.Device, jax.Array]:
+    return {shard.device: shard.data for shard in x.addressable_shards}
+
+
+def _flat(parts: ByDevice, mesh: Mesh) -> jax.Array:
+    """An array of this process's parts: one after the other along the first axis."""
+    arrays = [parts[d] for d in _here(mesh.devices.flat)]
+    rows, *rest = arrays[0].shape
+    sharding = NamedSharding(mesh, P(AXIS))
+    shape = (rows * mesh.size, *rest)
+    return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
+
+
+def _on_each(ids: jax.Array, mesh: Mesh) -> jax.Array:
+    """The ids, whole on each device."""
+    devices = list(_here(mesh.devices.flat))
+    parts = jax.device_put([ids] * len(devices), devices)
+    whole = NamedSharding(mesh, P())
+    return jax.make_array_from_single_device_arrays(ids.shape, whole, parts)
+
+
+def _columns(
+    table: Sequence[Sequence[int]], devices: Devices, chosen: Devices
+) -> Firsts:
+    """Of numbers for all devices those of some."""
+    at = [devices.index(d) for d in chosen]
+    return tuple(tuple(row[i] for i in at) for row in table)
+
+
+def _empty(src: Part, n: int, width: int, device: jax.Device) -> jax.Array:
+    """What a device that sends nothing has in place of a piece."""
+    block = UNIVERSAL.shape(src.pool.spec.replace(num_kv_heads=width))
+    return jnp.zeros((n, *block), src.pool.dtype, device=device)

@@ -1,0 +1,314 @@
+"""What `reshard_blocks` runs and sends: routes between devices, compiled programs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from meshes import by_axis_type, mesh_of, put
+from model import PoolModel, assert_same_bits, lay, random_bits, read_pool
+from paged_meshes import large
+from reshard_processes import BLOCKS, DIMS, DST_IDS, HEADS, SRC_IDS, hold, make_pool, on
+
+import jax_kvblock as kv
+from jax_kvblock.parallel import reshard_blocks, reshard_moves
+from jax_kvblock.parallel.reshard_routes import NOWHERE, Cut, find_routes, in_rounds
+
+pytestmark = pytest.mark.usefixtures("four_cpus")
+
+FOUR = range(4)
+KINDS = r"(all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)\("
+
+
+# ---- programs ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def programs(monkeypatch):
+    """What runs from now on, by name, as compiled."""
+    seen: list[tuple[str, Any]] = []
+
+    def record(name: str) -> None:
+        step = getattr(reshard_moves, name)
+
+        def run(*args: Any, **static: Any) -> Any:
+            seen.append((name, step.lower(*args, **static).compile()))
+            return step(*args, **static)
+
+        monkeypatch.setattr(reshard_moves, name, run)
+
+    for name in ("_step", "_gather", "_exchange", "_scatter"):
+        record(name)
+    return seen
+
+
+def made(compiled: Any, least: float) -> list[str]:
+    """Instructions that make so many elements, but for updates in place."""
+    in_place = r"custom-call\(.*output_to_operand_aliasing"
+    return [x for x in large(compiled.as_text(), least) if not re.search(in_place, x)]
+
+
+MANY = 512  # blocks of a pool, beside the few that move
+
+TRAVELS = {  # source, destination, rounds, the parts of a pool's heads that one takes
+    "four to four, cut alike": ("ab", "ab", 0, 0),
+    "whole to four": (None, "ab", 0, 0),
+    "two to four": ("a", "ab", 0, 0),
+    "four to two": ("ab", "a", 1, 4),
+    "four to two, the later axis": ("ab", "b", 2, 4),
+    "four to whole": ("ab", None, 3, 4),
+    "two to two": ("a", "b", 1, 2),
+    "four to four, turned": ("ab", "ba", 1, 4),
+}
+
+
+@pytest.mark.parametrize("name", TRAVELS)
+def test_one_program_permutes_what_has_to_move(rng, name, programs):
+    src_cut, dst_cut, rounds, parts = TRAVELS[name]
+    places = [
+        on(FOUR, mesh=(2, 2), cut=tuple(cut) if cut else None, layout=layout)
+        for cut, layout in ((src_cut, "NHD"), (dst_cut, "HND"))
+    ]
+    src, dst = (
+        make_pool(random_bits(rng, (MANY, *DIMS), "float32"), place) for place in places
+    )
+    reshard_blocks(src, SRC_IDS, dst, DST_IDS)
+    ((step, compiled),) = programs
+    text = compiled.as_text()
+    assert step == "_step"
+    assert Counter(re.findall(KINDS, text)) == Counter(
+        {"collective-permute": rounds} if rounds else {}
+    )
+    shape = f"[{len(SRC_IDS)},{DIMS[3] // max(parts, 1)},"
+    sent = [x for x in text.splitlines() if "collective-permute(" in x]
+    assert all(f"= u32{shape}" in x for x in sent)
+    assert made(compiled, src.data.size / 4) == []
+    assert "input_output_alias" in text
+    moved = src.spec.block_bytes * len(SRC_IDS)
+    assert compiled.memory_analysis().temp_size_in_bytes < 2 * moved + 4096
+
+
+def test_the_search_for_large_instructions_finds_a_copy(rng):
+    pool = make_pool(random_bits(rng, (MANY, *DIMS), "float32"), on(FOUR))
+    compiled = jax.jit(lambda x: x + 1).lower(pool.data).compile()
+    assert made(compiled, pool.data.size / 4)
+
+
+def test_between_devices_of_one_process_nothing_is_larger_than_the_blocks(
+    rng, programs, monkeypatch
+):
+    """And each head travels once, from one device to another, in one call."""
+    src = make_pool(random_bits(rng, (MANY, *DIMS), "float32"), on([0, 1]))
+    dst = make_pool(random_bits(rng, (MANY, *DIMS), "float32"), on([3], "HND"))
+    real, calls = jax.device_put, []
+
+    def recorded(x: Any, to: Any = None) -> Any:
+        calls.append((x, to))
+        return real(x, to)
+
+    monkeypatch.setattr(jax, "device_put", recorded)
+    reshard_blocks(src, SRC_IDS, dst, DST_IDS)
+    assert [name for name, _ in programs] == ["_gather", "_scatter"]
+    for _, compiled in programs:
+        assert made(compiled, src.data.size / 4) == []
+        assert re.findall(KINDS, compiled.as_text()) == []
+    ((sent, to),) = [c for c in calls if isinstance(c[0], list) and c[0][0].ndim > 1]
+    assert [x.shape for x in sent] == [(7, 4, 2, 2, 3, 5)] * 2
+    devices = jax.devices("cpu")
+    assert [x.devices() for x in sent] == [{devices[0]}, {devices[1]}]
+    assert to == [devices[3]] * 2
+
+
+@pytest.mark.parametrize("dst", [on(FOUR, "HND", mesh=(2, 2)), on([2, 3])], ids=str)
+def test_many_blocks_go_in_chunks(rng, dst, programs, monkeypatch):
+    """Seven of two heads in chunks of three: the last is of one."""
+    head = 4 * math.prod(DIMS) // DIMS[3]
+    monkeypatch.setattr(reshard_moves, "CHUNK_BYTES", 7 * 2 * head // 3)
+    hold(on(FOUR), dst, rng, dtype="float32")
+    texts = [(name, compiled.as_text()) for name, compiled in programs]
+    if len(dst.devices) == 4:
+        ((_, step),) = texts
+        sent = re.findall(r"= u32\[(\d),2,.* collective-permute\(", step)
+    else:
+        assert [name for name, _ in texts] == ["_gather", "_scatter"] * 3
+        gathers = [text for name, text in texts if name == "_gather"]
+        sent = [re.search(r"ROOT.* = \(?f32\[(\d),2,", x)[1] for x in gathers]
+    assert sorted(sent) == ["1", "3", "3"]
+
+
+# ---- routes --------------------------------------------------------------------------
+
+
+def cut_of(first: int, count: int, heads: int, whole: bool = False) -> Cut:
+    devices = tuple(jax.devices("cpu")[first : first + count])
+    if whole:
+        return Cut(devices, (0,) * count, heads)
+    width = heads // count
+    return Cut(devices, tuple(range(0, heads, width)), width)
+
+
+def test_a_source_that_is_whole_on_each_device_sends_evenly():
+    src, dst = cut_of(0, 2, 4, whole=True), cut_of(2, 2, 4)
+    sends = Counter(route.sender for route in find_routes(src, dst))
+    assert sorted(sends.values()) == [1, 1]
+    assert len(in_rounds(src, dst, (*src.devices, *dst.devices)).rounds) == 1
+
+
+def test_heads_for_several_devices_are_read_once():
+    src, dst = cut_of(0, 1, 1), cut_of(1, 3, 1, whole=True)
+    plan = in_rounds(src, dst, (*src.devices, *dst.devices))
+    assert plan.pieces == ((0, NOWHERE, NOWHERE, NOWHERE),)
+    assert [r.pairs for r in plan.rounds] == [((0, 1),), ((0, 2),), ((0, 3),)]
+
+
+def test_rounds_are_permutations_and_as_few_as_there_can_be(rng):
+    devices = tuple(jax.devices("cpu")[:4])
+    for _ in range(200):
+        cuts = []
+        for _ in range(2):
+            count = int(rng.choice([1, 2, 3, 4]))
+            some = [devices[i] for i in rng.permutation(4)[:count]]
+            width = int(rng.choice([1, 2, 3, 4, 6, 12]))
+            if 12 // width > count:
+                width = 12 if count == 1 else 12 // count
+            parts = 12 // width
+            firsts = [width * (i % parts) for i in range(count)]
+            cuts.append(Cut(tuple(some), tuple(firsts), width))
+        routes = [r for r in find_routes(*cuts) if r.sender != r.receiver]
+        plan = in_rounds(*cuts, devices)
+        moves = [r for r in plan.rounds if r.pairs]
+        busiest = Counter()
+        for r in routes:
+            busiest.update([("sends", r.sender), ("gets", r.receiver)])
+        assert len(moves) == max(busiest.values(), default=0)
+        for r in moves:
+            senders, receivers = zip(*r.pairs, strict=True)
+            assert len({*senders}) == len(senders)
+            assert len({*receivers}) == len(receivers)
+        travelled = {
+            (devices[s], plan.pieces[r.piece][s], devices[t], r.puts[t])
+            for r in moves
+            for s, t in r.pairs
+        }
+        assert travelled == {tuple(r) for r in routes}
+
+
+# ---- inside of jit -------------------------------------------------------------------
+
+
+def jit_pools(rng, axis_type, src_cut, dst_cut, blocks=BLOCKS, contiguous=True):
+    """Two pools on one mesh, and their canonical blocks."""
+    mesh, pools, held = mesh_of(axis_type), [], []
+    for n, cut, layout in ((blocks[0], src_cut, "NHD"), (blocks[1], dst_cut, "HND")):
+        x = random_bits(rng, (n, *DIMS), "bfloat16")
+        laid = lay(x, layout)
+        arrays = [laid] if contiguous else [laid[:, i] for i in range(DIMS[0])]
+        before = [None] * (HEADS[layout] - (not contiguous))
+        arrays = [jnp.copy(put(a, mesh, *before, cut)) for a in arrays]
+        spec = kv.BlockSpec(*DIMS, x.dtype, layout)
+        pools.append(kv.KVPool(arrays[0] if contiguous else arrays, spec))
+        held.append(x)
+    return mesh, pools, held
+
+
+IN_JIT = {  # source, destination, the kinds of collectives
+    "whole to four": (None, ("a", "b"), set()),
+    "two to four": ("a", ("a", "b"), set()),
+    "cut alike": ("b", "b", set()),
+    "four to two": (("a", "b"), "a", {"all-gather"}),
+    "four to whole": (("a", "b"), None, {"all-gather"}),
+    "two to two": ("a", "b", {"collective-permute"}),
+    "turned": (("a", "b"), ("b", "a"), {"collective-permute"}),
+    # XLA turns and then gathers; outside of jit this is permutations alone.
+    "four to two, the later axis": (
+        ("a", "b"), "b", {"collective-permute", "all-gather"},
+    ),
+}  # fmt: skip
+
+
+def named(cut: Any) -> Any:
+    """As `mesh_of` calls its axes."""
+    to = {"a": "b", "b": "h"}
+    return tuple(to[x] for x in cut) if isinstance(cut, tuple) else to.get(cut)
+
+
+@by_axis_type
+@pytest.mark.parametrize("name", IN_JIT)
+def test_inside_of_jit(rng, name, axis_type):
+    *cuts, kinds = IN_JIT[name]
+    mesh, (src, dst), (before, others) = jit_pools(
+        rng, axis_type, *map(named, cuts), blocks=(MANY, MANY)
+    )
+    truth = PoolModel(others)
+    truth.scatter(DST_IDS, PoolModel(before).gather(SRC_IDS))
+    where = dst.sharding
+    with jax.set_mesh(mesh):
+        ids = put(SRC_IDS, mesh), put(DST_IDS, mesh)
+        step = jax.jit(reshard_blocks, donate_argnums=2)
+        compiled = step.lower(src, ids[0], dst, ids[1]).compile()
+        got = compiled(src, ids[0], dst, ids[1])
+    assert_same_bits(read_pool(got), truth.blocks)
+    assert got.sharding.is_equivalent_to(where, 6)
+    assert {*re.findall(KINDS, compiled.as_text())} == kinds
+    assert made(compiled, src.data.size / 4) == []
+
+
+@by_axis_type
+def test_layers_inside_of_jit_without_a_mesh_around(rng, axis_type):
+    _, (src, dst), (before, others) = jit_pools(
+        rng, axis_type, ("b", "h"), "h", contiguous=False
+    )
+    truth = PoolModel(others)
+    truth.scatter(DST_IDS, PoolModel(before).gather(SRC_IDS))
+    got = jax.jit(reshard_blocks)(src, SRC_IDS, dst, DST_IDS)
+    assert_same_bits(read_pool(got), truth.blocks)
+
+
+def test_on_one_device_inside_of_jit(rng):
+    before, others = (random_bits(rng, (n, *DIMS), "int8") for n in BLOCKS)
+    src, dst = make_pool(before, on([0], "operational")), make_pool(others, on([0]))
+    truth = PoolModel(others)
+    truth.scatter(DST_IDS, PoolModel(before).gather(SRC_IDS))
+    got = jax.jit(reshard_blocks)(src, SRC_IDS, dst, DST_IDS)
+    assert_same_bits(read_pool(got), truth.blocks)
+
+
+@by_axis_type
+def test_its_derivative_is_a_gather_the_other_way(rng, axis_type):
+    mesh, (src, dst), _ = jit_pools(rng, axis_type, ("b", "h"), "h")
+    src, dst = (
+        kv.KVPool(x.data.astype(jnp.float32), x.spec.replace(dtype=jnp.float32))
+        for x in (src, dst)
+    )
+    weights = rng.integers(-8, 9, dst.shape).astype(np.float32)
+    weight = put(weights, mesh, None, None, None, "h")
+
+    def energy(src: Any, ids: Any, dst: Any, to: Any) -> Any:
+        return jnp.sum(reshard_blocks(src, ids, dst, to).data * weight)
+
+    with jax.set_mesh(mesh):
+        ids = put(np.int32([4, 0]), mesh), put(np.int32([1, 6]), mesh)
+        slope = jax.jit(jax.grad(energy, allow_int=True))
+        got = slope(src, ids[0], dst, ids[1])
+    want = np.zeros((6, *DIMS), np.float32)
+    want[[4, 0]] = weights[[1, 6]].swapaxes(3, 4)
+    assert_same_bits(read_pool(got), want)
+
+
+@by_axis_type
+def test_a_batch_of_ids(rng, axis_type):
+    mesh, (src, dst), (before, others) = jit_pools(rng, axis_type, ("b", "h"), "b")
+    sources, to = np.int32([[4, 0], [5, 1]]), np.int32([[1, 6], [2, -1]])
+    one = jax.vmap(reshard_blocks, in_axes=(None, 0, None, 0))
+    with jax.set_mesh(mesh):
+        got = jax.jit(one)(src, put(sources, mesh), dst, put(to, mesh))
+    for i in range(2):
+        truth = PoolModel(others)
+        truth.scatter(to[i], PoolModel(before).gather(sources[i]))
+        assert_same_bits(np.asarray(got.data)[i], lay(truth.blocks, "HND"))
