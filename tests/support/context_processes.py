@@ -2,6 +2,7 @@
 
 Each process runs this as a script, `RANK COUNT PORT CASE`. It makes its devices' parts
 of the same arrays, and looks at what its devices have, beside one device's attention.
+They are four CPU devices together; with `gpu` at the end, a GPU for each process.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import traceback
 from typing import Any
 
 if __name__ == "__main__":
-    RANK, COUNT = int(sys.argv[1]), int(sys.argv[2])
+    RANK, COUNT, ON = int(sys.argv[1]), int(sys.argv[2]), [*sys.argv, "cpu"][5]
     DEVICES = f"--xla_force_host_platform_device_count={4 // COUNT}"
     os.environ["XLA_FLAGS"] = f"{DEVICES} --xla_backend_optimization_level=0"
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -30,6 +32,8 @@ from jax_kvblock.parallel import (
 )
 
 SHAPES = {"q": (1, 32, 4, 8), "k": (1, 32, 2, 8), "v": (1, 32, 2, 8)}
+DTYPES = {"cpu": np.dtype(np.float32), "gpu": np.dtype(jnp.bfloat16)}  # as kernels take
+BARS = {"cpu": {"rtol": 2e-6, "atol": 3e-6}, "gpu": {"rtol": 2e-2, "atol": 3e-2}}
 CASES: dict[str, dict[str, Any]] = {
     "ring": {"causal": True},
     "all_gather": {"causal": True, "kv_lens": [27]},
@@ -47,8 +51,11 @@ def placed(x: Any, sharding: NamedSharding) -> jax.Array:
 def assert_same(got: jax.Array, want: Any) -> None:
     """The parts that are here."""
     assert got.addressable_shards
+    want = np.asarray(want, np.float32)
     for part in got.addressable_shards:
-        np.testing.assert_allclose(part.data, want[part.index], rtol=2e-6, atol=3e-6)
+        bar = BARS[part.device.platform]
+        data = np.asarray(part.data, np.float32)
+        np.testing.assert_allclose(data, want[part.index], **bar)
 
 
 def hold(name: str, mesh: Mesh) -> None:
@@ -57,7 +64,8 @@ def hold(name: str, mesh: Mesh) -> None:
     packed = "cu_seqlens" in options
     cu = options.pop("cu_seqlens", None)
     rng = np.random.default_rng(0)
-    arrays = {n: rng.standard_normal(s).astype(np.float32) for n, s in SHAPES.items()}
+    dtype = DTYPES[mesh.devices.flat[0].platform]
+    arrays = {n: rng.standard_normal(s).astype(dtype) for n, s in SHAPES.items()}
     if packed:
         arrays = {n: a[0] for n, a in arrays.items()}
     axis = 0 if packed else 1
@@ -77,8 +85,13 @@ def hold(name: str, mesh: Mesh) -> None:
         out, pull = jax.vjp(f, x)
         return out, pull(2 * out)[0]
 
-    lay = lambda a: to_zigzag(a, 4, axis=axis, cu_seqlens=cu)  # noqa: E731
-    put = {n: placed(lay(a), NamedSharding(mesh, spec)) for n, a in arrays.items()}
+    def lay(a: Any) -> Any:
+        return to_zigzag(a, mesh.size, axis=axis, cu_seqlens=cu)
+
+    put = {
+        n: placed(np.asarray(lay(a)), NamedSharding(mesh, spec))
+        for n, a in arrays.items()
+    }
     out, slopes = jax.jit(lambda x: with_slopes(over, x))(put)
     attend = lambda x: kv.flash_attention(**x, **whole, **options)  # noqa: E731
     want, want_slopes = jax.jit(lambda x: with_slopes(attend, x))(arrays)
@@ -89,8 +102,11 @@ def hold(name: str, mesh: Mesh) -> None:
 
 def hold_layer(mesh: Mesh) -> None:
     """A layer on a global array, under plain jit."""
-    x = np.random.default_rng(1).standard_normal((1, 32, 16)).astype(np.float32)
-    layer = create_ring_attention(16, 2, device=mesh, axis_name="c", causal=True)
+    dtype = DTYPES[mesh.devices.flat[0].platform]
+    x = np.random.default_rng(1).standard_normal((1, 32, 16)).astype(dtype)
+    layer = create_ring_attention(
+        16, 2, device=mesh, axis_name="c", causal=True, dtype=dtype
+    )
     got = jax.jit(lambda layer, x: layer(x))(
         layer, placed(x, NamedSharding(mesh, P(None, "c")))
     )
@@ -100,13 +116,14 @@ def hold_layer(mesh: Mesh) -> None:
     assert_same(got, np.asarray(want))
 
 
-def main(rank: int, count: int, port: str, case: str) -> None:
+def main(rank: int, count: int, port: str, case: str, on: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        f"127.0.0.1:{port}", count, rank, heartbeat_timeout_seconds=10
-    )
-    mesh = Mesh(np.array(jax.devices("cpu")), ("c",))
-    assert mesh.size == 4
+        f"127.0.0.1:{port}", count, rank, heartbeat_timeout_seconds=10,
+        local_device_ids=[rank] if on == "gpu" else None,
+    )  # fmt: skip
+    mesh = Mesh(np.array(jax.devices(on)), ("c",))
+    assert mesh.size == (4 if on == "cpu" else count)
     if case == "dies":
         hold("ring", mesh)
         if rank == count - 1:
@@ -125,7 +142,7 @@ def main(rank: int, count: int, port: str, case: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(RANK, COUNT, sys.argv[3], sys.argv[4])
+        main(RANK, COUNT, sys.argv[3], sys.argv[4], ON)
     except Exception:  # no waiting for the others at the end
         traceback.print_exc()
         sys.stdout.flush()
