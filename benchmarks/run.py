@@ -30,6 +30,8 @@ import bench_layouts
 import bench_objects
 import bench_paged
 import bench_paged_cpu
+import bench_parallel
+import bench_parallel_cache
 import ceilings
 from support import common
 
@@ -45,13 +47,15 @@ BENCHES: dict[str, common.Bench] = {
     "decode-step": bench_decode_step.bench,
     "paged": bench_paged.bench,
     "kernels": bench_kernels.bench,
+    "parallel": bench_parallel.bench,
+    "parallel-cache": bench_parallel_cache.bench,
     "attention-cpu": bench_attention_cpu.bench,
     "paged-cpu": bench_paged_cpu.bench,
 }
 # Each benchmark measures the ceilings it needs itself, in its own run.
 ON_GPU = (
     *("objects", "host", "layouts", "append", "attention", "decode", "decode-step"),
-    *("paged", "kernels"),
+    *("paged", "kernels", "parallel", "parallel-cache"),
 )
 ON_CPU = ("objects", "host", "cpu", "attention-cpu", "paged-cpu")
 

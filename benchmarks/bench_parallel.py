@@ -1,0 +1,218 @@
+"""Attention over a sequence that is cut over GPUs: efficiency, and bytes a device.
+
+Efficiency is time on one / (n × time on n), the sequence being the same, everybody in
+turns. With n GPUs here it is that of n GPUs. With fewer, "one of n, alone" is the part
+of the first or of the last device, with sends that give back what they were given: what
+is computed, without what travels, and so a bound.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from support import common
+from support.alone import one_of
+from support.common import OURS, Results
+from support.rounds import median_seconds
+
+from jax_kvblock import flash_attention
+from jax_kvblock.parallel import context_parallel_attention, from_zigzag
+
+HEADS, KV_HEADS, DIM, DTYPE = 32, 8, 128, "bfloat16"
+WORKS = ("forward", "both")
+COUNTS = (2, 4)
+STRATEGIES = ("ring", "all_gather", "ulysses", "auto")
+
+
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """Causal attention of one sequence, or of packed documents."""
+
+    tokens: int
+    documents: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        packed = f" in {len(self.documents)} documents" if self.documents else ""
+        return f"B1 H{HEADS}/{KV_HEADS} S{self.tokens} D{DIM} causal{packed}"
+
+
+def _documents(tokens: int, count: int) -> tuple[int, ...]:
+    """Lengths from short to 32 times as long, each a multiple of 64."""
+    shares = np.geomspace(1, 32, count)
+    lens = np.maximum(1, shares / shares.sum() * tokens // 64).astype(int) * 64
+    lens[-1] += tokens - lens.sum()
+    order = np.random.default_rng(0).permutation(count)
+    return tuple(int(n) for n in lens[order])
+
+
+CASES = (
+    Length(16384),
+    Length(32768),
+    Length(65536, _documents(65536, 24)),
+    Length(131072),
+)
+
+
+def bench(options: argparse.Namespace, results: Results) -> None:
+    for case in common.wanted(options, CASES):
+        if options.quick:
+            short = _documents(1024, 4) if case.documents else ()
+            case = Length(1024, short)
+        _speed(case, results, options.quick)
+        gc.collect()
+        results.save()
+
+
+def _speed(case: Length, results: Results, quick: bool) -> None:
+    running = {"one": _Timed(_one(case), _drawn(case, 1, None))}
+    for n in COUNTS:
+        for strategy in STRATEGIES:
+            for name, make in _over(case, n, strategy):
+                try:
+                    running[f"{n}, {strategy}{name}"] = make()
+                except Exception as error:
+                    results.fail(case.name, f"{n}, {strategy}{name}", error)
+    calls = {
+        (name, work): functools.partial(timed.run, work)
+        for name, timed in running.items()
+        for work in WORKS
+    }
+    times = median_seconds(calls, quick)
+    for name, timed in running.items():
+        n = 1 if name == "one" else int(name[0])
+        who = OURS if name == "one" else f"{OURS}, {name}"
+        for work in WORKS:
+            at = f"{case.name} / {work}"
+            results.add(at, who, "time", times[name, work] * 1e3, "ms")
+            if n > 1:
+                share = times["one", work] / n / times[name, work]
+                results.add(at, who, "efficiency", share, "")
+        memory = timed.bytes / _held(case, n)
+        results.add(f"{case.name} / both", who, "memory", memory, "of what is held")
+
+
+class _Timed:
+    """Both functions compiled, with what they are called with."""
+
+    def __init__(self, functions: Any, args: Any) -> None:
+        forward, both = functions
+        self._args = args
+        self._compiled = {
+            "forward": jax.jit(forward).lower(*args[:-1]).compile(),
+            "both": jax.jit(both).lower(*args).compile(),
+        }
+        stats = self._compiled["both"].memory_analysis()
+        self.bytes = (
+            stats.argument_size_in_bytes
+            + stats.output_size_in_bytes
+            + stats.temp_size_in_bytes
+        )
+
+    def run(self, work: str) -> Any:
+        args = self._args if work == "both" else self._args[:-1]
+        return self._compiled[work](*args)
+
+
+def _held(case: Length, n: int) -> float:
+    """A device's q, k, v, out and gradients, and two shards of keys on their way."""
+    rows = 4 * HEADS + 4 * KV_HEADS + (4 * KV_HEADS if n > 1 else 0)
+    return case.tokens / n * rows * DIM * jnp.dtype(DTYPE).itemsize
+
+
+def _one(case: Length) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    bounds = _bounds(case)
+
+    def attend(q: Any, k: Any, v: Any) -> Any:
+        if bounds is None:
+            return flash_attention(q, k, v, causal=True)
+        return flash_attention(q, k, v, causal=True, cu_seqlens=(bounds, bounds))
+
+    return attend, functools.partial(_both, attend)
+
+
+def _bounds(case: Length) -> Any:
+    if not case.documents:
+        return None
+    return jnp.asarray(np.cumsum([0, *case.documents]), jnp.int32)
+
+
+def _both(attend: Callable[..., Any], q: Any, k: Any, v: Any, d_out: Any) -> Any:
+    out, pull = jax.vjp(attend, q, k, v)
+    return out, pull(d_out)
+
+
+def _over(
+    case: Length, n: int, strategy: str
+) -> Iterator[tuple[str, Callable[[], _Timed]]]:
+    """(name, what makes the calls): over n devices, or one device's part."""
+    bounds = _bounds(case)
+    options = {"axis_name": "context", "strategy": strategy, "causal": True}
+    if bounds is not None:
+        options["cu_seqlens"] = bounds
+    local = functools.partial(context_parallel_attention, **options)
+    if len(jax.devices()) >= n:
+        yield "", functools.partial(_over_devices, case, n, local)
+    elif strategy != "auto":  # which is one of the others
+        for place, which in ((0, "first"), (n - 1, "last")):
+            name = f", {which} of {n} alone"
+            yield name, functools.partial(_alone, case, n, place, local)
+
+
+def _over_devices(case: Length, n: int, local: Callable[..., Any]) -> _Timed:
+    """All of it, and right."""
+    rows = P("context") if case.documents else P(None, "context")
+    mesh = Mesh(np.array(jax.devices()[:n]), ("context",))
+    attend = jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
+    args = _drawn(case, 1, NamedSharding(mesh, rows))
+    made = _Timed((attend, functools.partial(_both, attend)), args)
+    bounds = {"axis": 0, "cu_seqlens": _bounds(case)} if case.documents else {}
+    here = jax.devices()[0]
+    natural = [
+        from_zigzag(jax.device_put(a, here), n, **bounds)
+        for a in (*args[:3], made.run("forward"))
+    ]
+    want = jax.jit(_one(case)[0])(*natural[:3])
+    off = jnp.abs(want.astype(jnp.float32) - natural[3].astype(jnp.float32)).max()
+    if off > 0.02:
+        raise AssertionError(f"off by {off:.3g} from one device's")
+    return made
+
+
+def _alone(case: Length, n: int, place: int, local: Callable[..., Any]) -> _Timed:
+    def forward(place: Any, q: Any, k: Any, v: Any) -> Any:
+        with one_of(n, place):
+            return local(q, k, v)
+
+    def both(place: Any, q: Any, k: Any, v: Any, d_out: Any) -> Any:
+        with one_of(n, place):
+            return _both(local, q, k, v, d_out)
+
+    return _Timed((forward, both), (jnp.int32(place), *_drawn(case, n, None)))
+
+
+def _drawn(case: Length, parts: int, place: Any) -> tuple[jax.Array, ...]:
+    """q, k, v and the gradient of out; of one device's rows where there are parts."""
+    tokens = case.tokens // parts
+    lead = (tokens,) if case.documents else (1, tokens)
+    made = []
+    for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS, HEADS)):
+        draw = functools.partial(
+            jax.random.normal, shape=(*lead, heads, DIM), dtype=DTYPE
+        )
+        made.append(jax.jit(draw, out_shardings=place)(jax.random.key(i)))
+    return tuple(made)
+
+
+if __name__ == "__main__":
+    common.main("parallel", bench, __doc__)
