@@ -1,9 +1,12 @@
 """Attention over a sequence that is cut over GPUs: efficiency, and bytes a device.
 
 Efficiency is time on one / (n × time on n), the sequence being the same, everybody in
-turns. With n GPUs here it is that of n GPUs. With fewer, "one of n, alone" is the part
-of the first or of the last device, with sends that give back what they were given: what
-is computed, without what travels, and so a bound.
+turns. The one is the slowest of the GPUs, each of which is timed: the others wait for
+it. Programs are compiled with `compiler_options()`; "ring, as jit is" is without.
+
+With n GPUs here it is that of n GPUs. With fewer, "one of n, alone" is the part of the
+first or of the last device, with sends that give back what they were given: what is
+computed, without what travels, and so a bound.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from support import common
 from support.alone import one_of
@@ -26,12 +29,17 @@ from support.common import OURS, Results
 from support.rounds import median_seconds
 
 from jax_kvblock import flash_attention
-from jax_kvblock.parallel import context_parallel_attention, from_zigzag
+from jax_kvblock.parallel import (
+    compiler_options,
+    context_parallel_attention,
+    from_zigzag,
+)
 
 HEADS, KV_HEADS, DIM, DTYPE = 32, 8, 128, "bfloat16"
 WORKS = ("forward", "both")
 COUNTS = (2, 4)
-STRATEGIES = ("ring", "all_gather", "ulysses", "auto")
+PLAIN = "ring, as jit is"
+STRATEGIES = ("ring", PLAIN, "all_gather", "ulysses", "auto")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +83,11 @@ def bench(options: argparse.Namespace, results: Results) -> None:
 
 
 def _speed(case: Length, results: Results, quick: bool) -> None:
-    running = {"one": _Timed(_one(case), _drawn(case, 1, None))}
+    here = min(len(jax.devices()), max(COUNTS))
+    running = {
+        _one_of(i): _Timed(_one(case), _drawn(case, 1, SingleDeviceSharding(device)))
+        for i, device in enumerate(jax.devices()[:here])
+    }
     for n in COUNTS:
         for strategy in STRATEGIES:
             for name, make in _over(case, n, strategy):
@@ -90,27 +102,33 @@ def _speed(case: Length, results: Results, quick: bool) -> None:
     }
     times = median_seconds(calls, quick)
     for name, timed in running.items():
-        n = 1 if name == "one" else int(name[0])
+        n = 1 if name.startswith("one") else int(name[0])
         who = OURS if name == "one" else f"{OURS}, {name}"
         for work in WORKS:
             at = f"{case.name} / {work}"
             results.add(at, who, "time", times[name, work] * 1e3, "ms")
             if n > 1:
-                share = times["one", work] / n / times[name, work]
+                one = max(times[_one_of(i), work] for i in range(min(n, here)))
+                share = one / n / times[name, work]
                 results.add(at, who, "efficiency", share, "")
         memory = timed.bytes / _held(case, n)
         results.add(f"{case.name} / both", who, "memory", memory, "of what is held")
 
 
+def _one_of(i: int) -> str:
+    return f"one, GPU {i}" if i else "one"
+
+
 class _Timed:
     """Both functions compiled, with what they are called with."""
 
-    def __init__(self, functions: Any, args: Any) -> None:
+    def __init__(self, functions: Any, args: Any, options: Any = None) -> None:
         forward, both = functions
         self._args = args
+        jit = functools.partial(jax.jit, compiler_options=options)
         self._compiled = {
-            "forward": jax.jit(forward).lower(*args[:-1]).compile(),
-            "both": jax.jit(both).lower(*args).compile(),
+            "forward": jit(forward).lower(*args[:-1]).compile(),
+            "both": jit(both).lower(*args).compile(),
         }
         stats = self._compiled["both"].memory_analysis()
         self.bytes = (
@@ -157,25 +175,29 @@ def _over(
 ) -> Iterator[tuple[str, Callable[[], _Timed]]]:
     """(name, what makes the calls): over n devices, or one device's part."""
     bounds = _bounds(case)
+    compiled = None if strategy == PLAIN else compiler_options()
+    strategy = strategy.removesuffix(", as jit is")
     options = {"axis_name": "context", "strategy": strategy, "causal": True}
     if bounds is not None:
         options["cu_seqlens"] = bounds
     local = functools.partial(context_parallel_attention, **options)
     if len(jax.devices()) >= n:
-        yield "", functools.partial(_over_devices, case, n, local)
+        yield "", functools.partial(_over_devices, case, n, local, compiled)
     elif strategy != "auto":  # which is one of the others
         for place, which in ((0, "first"), (n - 1, "last")):
             name = f", {which} of {n} alone"
             yield name, functools.partial(_alone, case, n, place, local)
 
 
-def _over_devices(case: Length, n: int, local: Callable[..., Any]) -> _Timed:
+def _over_devices(
+    case: Length, n: int, local: Callable[..., Any], options: Any
+) -> _Timed:
     """All of it, and right."""
     rows = P("context") if case.documents else P(None, "context")
     mesh = Mesh(np.array(jax.devices()[:n]), ("context",))
     attend = jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
     args = _drawn(case, 1, NamedSharding(mesh, rows))
-    made = _Timed((attend, functools.partial(_both, attend)), args)
+    made = _Timed((attend, functools.partial(_both, attend)), args, options)
     bounds = {"axis": 0, "cu_seqlens": _bounds(case)} if case.documents else {}
     here = jax.devices()[0]
     natural = [

@@ -5,6 +5,7 @@
 #include "dlpack/export.h"
 #include "kvblock/block_copy.h"
 #include "objects/free_list.h"
+#include "ops/after/after_ffi.h"
 #include "ops/append/append_ffi.h"
 #include "ops/attention/attention_ffi.h"
 #include "ops/attention/paged_ffi.h"
@@ -35,6 +36,7 @@ nb::dict Handlers() {
   if (kvblock_has_cuda()) {
     cuda["kvblock_copy"] = Handler(KvblockCopyCuda);
     cuda["kvblock_copy_runs"] = Handler(KvblockCopyCudaRuns);
+    cuda["kvblock_after"] = Handler(KvblockAfter);
     cuda["kvblock_append"] = Handler(KvblockAppend);
     cuda["kvblock_attention_forward"] = Handler(KvblockAttentionForward);
     cuda["kvblock_attention_backward_kv"] = Handler(KvblockAttentionBackwardKv);

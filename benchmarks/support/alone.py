@@ -27,11 +27,11 @@ def one_of(size: int, place: Any) -> Iterator[None]:
     def send(a: jax.Array, *_: Any) -> jax.Array:
         return a
 
-    def gather(a: jax.Array, _: Any, rings: Any, axis: int) -> jax.Array:
-        return jnp.concatenate([a] * count(rings), axis)
+    def gather(a: jax.Array, _: Any, groups: Any, axis: int) -> jax.Array:
+        return jnp.concatenate([a] * count(groups), axis)
 
-    def scatter_sum(a: jax.Array, _: Any, rings: Any, axis: int) -> jax.Array:
-        return jax.lax.slice_in_dim(a, 0, a.shape[axis] // count(rings), axis=axis)
+    def scatter_sum(a: jax.Array, _: Any, axis: int) -> jax.Array:
+        return jax.lax.slice_in_dim(a, 0, a.shape[axis] // size, axis=axis)
 
     def exchange(a: jax.Array, _: Any, groups: Any, split: int, join: int) -> jax.Array:
         part = jax.lax.slice_in_dim(a, 0, a.shape[split] // count(groups), axis=split)

@@ -26,6 +26,7 @@ from jax_kvblock.parallel.layers import (
     create_context_parallel_attention,
     create_ring_attention,
 )
+from jax_kvblock.parallel.options import compiler_options
 from jax_kvblock.parallel.reshard import reshard_blocks
 from jax_kvblock.parallel.sequence import (
     from_zigzag,
@@ -41,6 +42,7 @@ __all__ = [
     "AttentionPatterns",
     "ContextParallelAttention",
     "RingAttentionLayer",
+    "compiler_options",
     "context_parallel_attention",
     "create_attention",
     "create_context_parallel_attention",

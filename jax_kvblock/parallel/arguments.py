@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jax_kvblock.attention.arguments import (
     check_flags,
@@ -105,11 +106,12 @@ def normalize(
         mask = _batched_mask(where, segment_ids, q.shape[0], rows, keys)
         alike, documents = rows == keys, (q.shape[0],) * 2
     mask = mask._replace(
-        q_lens=check_lengths(where, "q_lens", q_lens, documents[0]),
-        kv_lens=check_lengths(where, "kv_lens", kv_lens, documents[1]),
+        q_lens=_lengths(where, "q_lens", q_lens, documents[0], rows * size),
+        kv_lens=_lengths(where, "kv_lens", kv_lens, documents[1], keys * size),
     )
     sizes = (heads, k.shape[-2], head_dim, v.shape[-1])
-    reach = size if packed else reach_of(config, size, rows, keys, zigzag, alike)
+    unknown = packed and (zigzag or not alike)
+    reach = size if unknown else reach_of(config, size, rows, keys, zigzag, alike)
     batch = 1 if packed else q.shape[0]
     work = work_of(config, size, sizes, batch, rows, keys, q.dtype.itemsize, reach)
     strategy, group = _resolve(where, strategy, work)
@@ -146,6 +148,12 @@ def _resolve(where: str, strategy: str, work: Any) -> tuple[str, int]:
     if strategy == "ulysses_ring":
         return strategy, largest_group(work)
     return strategy, 1
+
+
+def _lengths(where: str, name: str, lens: Any, count: int, most: int) -> Any:
+    """None, or lengths from 0 to all there is: what they are added to stays small."""
+    lens = check_lengths(where, name, lens, count)
+    return None if lens is None else jnp.clip(lens, 0, most)
 
 
 def _packed_mask(

@@ -6,10 +6,12 @@ are a ring. One group of all, or one device a group, are the ends.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 
 def axis_size(where: str, axis_name: Any) -> int:
@@ -38,30 +40,42 @@ def index(axis_name: Any) -> jax.Array:
 
 def send(a: jax.Array, axis_name: Any, size: int, group: int, by: int) -> jax.Array:
     """To the device `by` places on in its ring of `size`; what is behind comes here."""
+    number = _numbers(axis_name, size * group)
     pairs = [
-        (r * group + h, (r + by) % size * group + h)
+        (number[r * group + h], number[(r + by) % size * group + h])
         for r in range(size)
         for h in range(group)
     ]
     return jax.lax.ppermute(a, axis_name, pairs)
 
 
+def _numbers(axis_name: Any, size: int) -> list[int]:
+    """By what number collectives know each device.
+
+    With several axes they count in the mesh's order, and `axis_index` in that of the
+    names.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    mesh = [x for x in jax.sharding.get_abstract_mesh().axis_names if x in names]
+    if len(names) < 2 or len(mesh) < len(names):
+        return list(range(size))
+    sizes = [jax.lax.axis_size(x) for x in mesh]
+    places = np.arange(size).reshape(sizes)
+    return places.transpose([mesh.index(x) for x in names]).reshape(-1).tolist()
+
+
 def gather(
-    a: jax.Array, axis_name: Any, rings: Sequence[Sequence[int]] | None, axis: int
+    a: jax.Array, axis_name: Any, groups: Sequence[Sequence[int]] | None, axis: int
 ) -> jax.Array:
-    """`axis` of all devices of a ring, or of a group, one behind the other."""
+    """`axis` of all devices, or of all of a group, one behind the other."""
     return jax.lax.all_gather(
-        a, axis_name, axis=axis, tiled=True, axis_index_groups=rings
+        a, axis_name, axis=axis, tiled=True, axis_index_groups=groups
     )
 
 
-def scatter_sum(
-    a: jax.Array, axis_name: Any, rings: Sequence[Sequence[int]] | None, axis: int
-) -> jax.Array:
-    """The sum over the devices of a ring, of which each gets its part of `axis`."""
-    return jax.lax.psum_scatter(
-        a, axis_name, scatter_dimension=axis, tiled=True, axis_index_groups=rings
-    )
+def scatter_sum(a: jax.Array, axis_name: Any, axis: int) -> jax.Array:
+    """The sum over the devices, of which each gets its part of `axis`."""
+    return jax.lax.psum_scatter(a, axis_name, scatter_dimension=axis, tiled=True)
 
 
 def exchange(
@@ -72,9 +86,44 @@ def exchange(
     join: int,
 ) -> jax.Array:
     """Part i of `split` goes to device i of the group; parts that come are joined."""
-    return jax.lax.all_to_all(
-        a, axis_name, split, join, tiled=True, axis_index_groups=groups
-    )
+    if groups is None:
+        return jax.lax.all_to_all(a, axis_name, split, join, tiled=True)
+    return _exchange_in(a, axis_name, tuple(map(tuple, groups)), split, join)
+
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+# JAX maps no all_to_all of groups, and takes no gradient of what says how it is mapped.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3, 4))
+def _exchange_in(
+    a: jax.Array, axis_name: Any, groups: Groups, split: int, join: int
+) -> jax.Array:
+    @jax.custom_batching.custom_vmap
+    def run(a: jax.Array) -> jax.Array:
+        lists = [list(group) for group in groups]
+        return jax.lax.all_to_all(
+            a, axis_name, split, join, tiled=True, axis_index_groups=lists
+        )
+
+    @run.def_vmap
+    def _(axis_size: int, mapped: list[bool], a: jax.Array) -> tuple[jax.Array, bool]:
+        return _exchange_in(a, axis_name, groups, split + 1, join + 1), True
+
+    return run(a)
+
+
+def _exchange_forward(a: jax.Array, *how: Any) -> tuple[jax.Array, None]:
+    return _exchange_in(a, *how), None
+
+
+def _exchange_backward(
+    axis_name: Any, groups: Groups, split: int, join: int, _: None, d: jax.Array
+) -> tuple[jax.Array]:
+    return (_exchange_in(d, axis_name, groups, join, split),)
+
+
+_exchange_in.defvjp(_exchange_forward, _exchange_backward)
 
 
 def groups_of(size: int, group: int) -> list[list[int]] | None:
@@ -82,10 +131,3 @@ def groups_of(size: int, group: int) -> list[list[int]] | None:
     if group == size:
         return None
     return [list(range(first, first + group)) for first in range(0, size, group)]
-
-
-def rings_of(size: int, group: int) -> list[list[int]] | None:
-    """The devices of each ring of `size`; None where there is but one."""
-    if group == 1:
-        return None
-    return [list(range(h, size * group, group)) for h in range(group)]

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock.attention.config import OPEN
+from jax_kvblock.attention.config import OPEN, accumulator
 from jax_kvblock.parallel import axes
 from jax_kvblock.parallel.local import (
     Arrays,
     Here,
     Plan,
-    after,
     backward_call,
     forward_call,
 )
+from jax_kvblock.parallel.order import after
 from jax_kvblock.parallel.others import others_of
 from jax_kvblock.parallel.pieces import Call
 from jax_kvblock.parallel.sequence import zigzag_rows
@@ -73,21 +73,20 @@ def backward(here: Here, x: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
     found = _gathering(here)
     sums = Gradients(x)
 
-    def run(calls: Sequence[Call], keys: Sequence[Any]) -> Arrays:
+    def run(
+        calls: Sequence[Call], keys: Sequence[Any], delta: Any, more: Arrays = ()
+    ) -> Arrays:
         parts = [backward_call(c, (q, *keys), lse, delta, d_o) for c in calls]
-        return sums.add(parts, tuple(keys))
+        return sums.add(parts, tuple(keys), more)
 
     every = tuple(_gather(here.plan, a, -3) for a in own)
     rows = every[0].shape[-3]
-    d_every = run(found.calls, [_taken(a, found.order, -3) for a in every])
+    taken = [_taken(a, found.order, -3) for a in every]
+    d_every = run(found.calls, taken, delta)
     made = tuple(_scatter(here.plan, a, found.order, rows) for a in d_every)
     if found.own:
-        made = _add(made, run(found.own, after(tuple(own), d_every)))
+        made = run(found.own, own, after(delta, d_every), made)
     return sums.result(made)
-
-
-def _add(a: Arrays, b: Arrays) -> Arrays:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
 def _sequence_order(here: Here) -> Any:
@@ -107,12 +106,8 @@ def _sequence_order(here: Here) -> Any:
 
 
 def _gather(plan: Plan, a: Any, axis: int) -> Any:
-    """`axis` of all devices of a ring, one behind the other."""
-    if a is None:
-        return None
-    rings = axes.rings_of(plan.size, plan.group)
-    axis %= a.ndim
-    return axes.gather(a, plan.axis_name, rings, axis)
+    """`axis` of all devices, one behind the other."""
+    return None if a is None else axes.gather(a, plan.axis_name, None, axis % a.ndim)
 
 
 def _taken(a: Any, order: Any, axis: int) -> Any:
@@ -122,14 +117,14 @@ def _taken(a: Any, order: Any, axis: int) -> Any:
 
 
 def _scatter(plan: Plan, a: jax.Array, order: Any, rows: int) -> jax.Array:
-    """The sum over a ring's devices of the rows that were taken, each device its own.
+    """The sum over the devices of the rows that were taken, each device its own.
 
     A row that was taken twice has two parts.
     """
     axis = a.ndim - 3
+    a = a.astype(accumulator(a.dtype))
     if order is not None:
         at = (slice(None),) * axis
         everywhere = jnp.zeros((*a.shape[:axis], rows, *a.shape[axis + 1 :]), a.dtype)
         a = everywhere.at[(*at, order)].add(a)
-    rings = axes.rings_of(plan.size, plan.group)
-    return axes.scatter_sum(a, plan.axis_name, rings, axis)
+    return axes.scatter_sum(a, plan.axis_name, axis)

@@ -80,7 +80,10 @@ class Here:
         plan = self.plan
         side = zigzag_side if plan.zigzag and plan.size > 1 else contiguous_side
         starts = self._starts(length, bounds)
-        return side(length, plan.size, place, starts, lens, packed=plan.packed)
+        return side(
+            length, plan.size, place, starts, lens,
+            packed=plan.packed, alike=plan.alike,
+        )  # fmt: skip
 
     def _starts(self, length: int, bounds: Any) -> Any:
         """Packed, the boundaries of documents; else the first rows of a batch."""
@@ -98,8 +101,10 @@ class Here:
         """Of all devices, in the order of the sequence."""
         length = self.key_length * self.plan.size
         starts = self._starts(length, self.mask.cu_kv)
-        lens, packed = self.mask.kv_lens, self.plan.packed
-        return contiguous_side(length, 1, jnp.int32(0), starts, lens, packed=packed)
+        return contiguous_side(
+            length, 1, jnp.int32(0), starts, self.mask.kv_lens,
+            packed=self.plan.packed, alike=self.plan.alike,
+        )  # fmt: skip
 
     def boxes(self, k: Side, step: int) -> list[Boxes]:
         """What rows see of the keys of step `step`, call by call."""
@@ -171,11 +176,6 @@ def backward_call(
         _flat(call, d_o),
     )
     return tuple(g.reshape(a.shape) for g, a in zip(made, x, strict=True))
-
-
-def after(arrays: Any, done: Any) -> Any:
-    """The same arrays, not before something is done."""
-    return jax.lax.optimization_barrier((arrays, done))[0]
 
 
 def _flat(call: Call, a: jax.Array) -> jax.Array:

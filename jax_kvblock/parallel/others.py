@@ -80,25 +80,29 @@ def _chunks(here: Here, causal: bool) -> Others:
     taken = _seen(slot, n, place) if causal else _all(slot, n, place)
     order = _rows(taken, bounds, n, here.key_length)
     starts = own * (n - 1)
-    keys = Side(order.shape[0], starts, (), None, 0, here.mask.kv_lens is not None)
+    keys = Side(order.shape[0], starts, (), (), 0, here.mask.kv_lens is not None)
     chunk = (own[1:] - own[:-1]) // 2
     there = _lengths(here, taken, chunk)  # [documents, slots]
     nowhere = jnp.zeros_like(chunk)
     if not causal:
-        run = Piece(starts[:-1], starts[:-1] + there.sum(1), nowhere)
+        run = Piece(starts[:-1], starts[:-1] + there.sum(1, dtype=jnp.int32), nowhere)
         return Others(order, keys, (Box(here.q.whole, run, True, False, masked=False),))
-    low = jnp.where(slot < place, there, 0).sum(1)
+    low = jnp.where(slot < place, there, 0).sum(1, dtype=jnp.int32)
     middle = starts[:-1] + place * chunk
-    high = jnp.where(slot < place, 0, there).sum(1)
+    high = jnp.where(slot < place, 0, there).sum(1, dtype=jnp.int32)
     runs = (
         Piece(starts[:-1], starts[:-1] + low, nowhere),
         Piece(middle, middle + high, nowhere),
     )
-    found = (
-        Box(rows, run, False, False, masked=False)
-        for rows, run in zip(here.q.pieces, runs, strict=True)
-    )
-    return Others(order, keys, tuple(found))
+    lower, upper = (
+        Box(
+            rows, run, False, False, masked=False,
+            rows_before=i > 0 and here.q.cut, keys_before=i > 0 and keys.cut,
+            rows_after=here.q.cut, keys_after=keys.cut,
+        )
+        for i, (rows, run) in enumerate(zip(here.q.pieces, runs, strict=True))
+    )  # fmt: skip
+    return Others(order, keys, (lower, upper))
 
 
 def _seen(slot: jax.Array, n: int, place: Any) -> _Chunks:
@@ -106,7 +110,7 @@ def _seen(slot: jax.Array, n: int, place: Any) -> _Chunks:
     low = slot < place
     again = slot - place  # all first chunks but one's own
     late = slot >= place + n - 1
-    device = jnp.where(low, slot, again + (again >= place))
+    device = jnp.where(low, slot, again + (again >= place).astype(jnp.int32))
     device = jnp.where(late, n - 1 - (again - (n - 1)), device)
     return _Chunks(device, late, jnp.where(late, 2 * n - 1 - device, device))
 
@@ -116,7 +120,7 @@ def _all(slot: jax.Array, n: int, place: Any) -> _Chunks:
     late = slot >= n - 1
     at = jnp.where(late, slot - (n - 1), slot)
     skipped = jnp.where(late, n - 1 - place, place)
-    at = at + (at >= skipped)
+    at = at + (at >= skipped).astype(jnp.int32)
     device = jnp.where(late, n - 1 - at, at)
     return _Chunks(device, late, jnp.where(late, 2 * n - 1 - device, device))
 
@@ -148,5 +152,5 @@ def _lengths(here: Here, taken: _Chunks, chunk: jax.Array) -> jax.Array:
     chunk = chunk[:, None]
     if here.mask.kv_lens is None:
         return jnp.broadcast_to(chunk, (chunk.shape[0], taken.device.shape[0]))
-    lens = jnp.maximum(here.mask.kv_lens, 0)[:, None]
+    lens = here.mask.kv_lens[:, None]
     return jnp.clip(lens - taken.first * chunk, 0, chunk)

@@ -43,14 +43,15 @@ class Side:
       starts: int32 `[documents + 1]`, where each document's rows begin and the last
         one's end.
       pieces: one, or in zigzag two.
-      places: for each piece and each device, which chunk it is of how many rows; None
-        where chunks have no one size. It is static, to leave boxes out.
+      places: for each piece and each device, which chunk it is. It is static, to leave
+        boxes out.
+      chunk: rows of one; 0 where chunks have no one size.
     """
 
     length: int
     starts: jax.Array
     pieces: tuple[Piece, ...]
-    places: tuple[tuple[int, ...], ...] | None
+    places: tuple[tuple[int, ...], ...]
     chunk: int
     cut: bool = False  # whether lengths cut pieces
 
@@ -66,11 +67,14 @@ class Side:
 
 
 def contiguous_side(
-    length: int, size: int, index: Any, starts: jax.Array, lens: Any, *, packed: bool
-) -> Side:
+    length: int, size: int, index: Any, starts: jax.Array, lens: Any, *,
+    packed: bool, alike: bool = True,
+) -> Side:  # fmt: skip
     """Device `index` of `size` has the rows from `index * length` on.
 
     starts: packed, the boundaries in the rows of all devices; else in this one's.
+    alike: whether queries and keys have the same ones. Then rows of a document are as
+    far apart as their positions.
     """
     places = (tuple(range(size)),)
     if not packed:
@@ -83,13 +87,13 @@ def contiguous_side(
     position = jnp.clip(index * length - starts[:-1], 0)
     last = _cut(own[:-1], own[1:], position, lens)
     piece = Piece(own[:-1], last, position)
-    chunk = length if size > 1 else 0
-    return Side(length, own, (piece,), None, chunk, lens is not None)
+    return Side(length, own, (piece,), places, length if alike else 0, lens is not None)
 
 
 def zigzag_side(
-    length: int, size: int, index: Any, starts: jax.Array, lens: Any, *, packed: bool
-) -> Side:
+    length: int, size: int, index: Any, starts: jax.Array, lens: Any, *,
+    packed: bool, alike: bool = True,
+) -> Side:  # fmt: skip
     """Device `index` has chunks `index` and `2 size - 1 - index` of each document.
 
     starts: packed, the boundaries in the rows of all devices; else in this one's.
@@ -111,18 +115,31 @@ def _cut(first: Any, last: Any, position: Any, lens: Any) -> Any:
     """The end of a piece of documents of these lengths."""
     if lens is None:
         return last
-    return jnp.clip(first + jnp.maximum(lens, 0) - position, first, last)
+    return jnp.clip(first + lens - position, first, last)
 
 
 class Box(NamedTuple):
-    """A run of queries and a run of keys of every document, and the mask between."""
+    """A run of queries and a run of keys of every document, and the mask between.
+
+    Attributes:
+      q_whole, k_whole: all rows of the side, in one run.
+      masked: by positions.
+      by_rows: whose rows are in the order of positions: no offset.
+      rows_before, keys_before: whether there may be some, in the document, behind the
+        box before this one.
+      rows_after, keys_after: whether there may be some behind the last box.
+    """
 
     q: Piece
     k: Piece
-    q_whole: bool  # all rows of the side, in one run
+    q_whole: bool
     k_whole: bool
-    masked: bool  # by positions
-    by_rows: bool = False  # whose rows are in the order of positions: no offset
+    masked: bool
+    by_rows: bool = False
+    rows_before: bool = True
+    keys_before: bool = True
+    rows_after: bool = True
+    keys_after: bool = True
 
 
 Boxes = tuple[Box, ...]  # of one call: runs that follow each other on both sides
@@ -195,7 +212,10 @@ def _half(q: Side, k: Side, late: Any) -> Box:
     rows = Piece(jnp.where(late, q1.first, q0.first), q.whole.last, q0.position)
     rows = rows._replace(first=jnp.minimum(rows.first, rows.last))
     end = jnp.where(late, k.whole.last, k0.last)
-    return Box(rows, Piece(k0.first, end, k1.position), False, False, masked=False)
+    keys = Piece(k0.first, end, k1.position)
+    return Box(
+        rows, keys, False, False, masked=False, keys_before=False, rows_after=q.cut
+    )
 
 
 def _is_seen(
@@ -203,8 +223,6 @@ def _is_seen(
     step: int, alike: bool,
 ) -> bool:  # fmt: skip
     """Whether some device sees anything in this box, as far as sizes are static."""
-    if q.places is None or k.places is None:
-        return True
     apart = [
         q.places[pair[0]][i] - k.places[pair[1]][(i - step) % len(k.places[pair[1]])]
         for i in range(size)
@@ -217,7 +235,6 @@ def _is_seen(
 def _reach(
     config: AttentionConfig, q: Side, k: Side, pair: tuple[int, int], i: int, step: int
 ) -> bool:
-    assert q.places is not None and k.places is not None
     keys = k.places[pair[1]]
     first = q.places[pair[0]][i] * q.chunk
     to = keys[(i - step) % len(keys)] * k.chunk
@@ -289,14 +306,10 @@ def _inside(ids: Any, run: Piece, side: Side, whole: bool, nobody: int) -> Any:
 def _packed_call(config: AttentionConfig, q: Side, k: Side, found: Boxes) -> Call:
     config = dataclasses.replace(config, packed=True)
     box = found[0]
-    shifts: list[Any] = [_shift(each) for each in found]
     if box.q_whole and box.k_whole and not (q.cut or k.cut):
-        cu_q, cu_kv = q.starts, k.starts
+        cu_q, cu_kv, shifts = q.starts, k.starts, [_shift(each) for each in found]
     else:
-        cu_q, cu_kv = _boundaries(q, k, found)
-        none = jnp.int32(0)
-        shifts = [shift for each in shifts for shift in (none, none, each)]
-        shifts += [none, none]
+        cu_q, cu_kv, shifts = _boundaries(q, k, found)
     shift = None
     if box.masked and not box.by_rows:
         rows = [jnp.broadcast_to(each, (q.documents,)) for each in shifts]
@@ -305,22 +318,31 @@ def _packed_call(config: AttentionConfig, q: Side, k: Side, found: Boxes) -> Cal
     return Call(config, mask, packed=True)
 
 
-def _boundaries(q: Side, k: Side, found: Boxes) -> tuple[jax.Array, jax.Array]:
-    """Packed sequences: of each document three for a box, the third its own, and two.
+def _boundaries(
+    q: Side, k: Side, found: Boxes
+) -> tuple[jax.Array, jax.Array, list[Any]]:
+    """Packed sequences, one for each box of each document, and those between; offsets.
 
-    The others walk past what is outside of boxes, in keys alone or in queries alone: a
-    sequence without the other sees nothing.
+    Those between walk past what is outside of boxes, in keys alone or in queries alone:
+    a sequence without the other sees nothing. Where it is known that nothing is there,
+    there is none, since kernels look at how long sequences are in the mean.
     """
-    row, key = q.starts[:-1], k.starts[:-1]
-    cu_q, cu_kv = [row], [key]
+    row, nothing = q.starts[:-1], jnp.int32(0)
+    made: list[tuple[Any, Any, Any]] = []  # ends of rows and of keys, and the offset
     for box in found:
-        cu_q += [row, box.q.first, box.q.last]
-        cu_kv += [box.k.first, box.k.first, box.k.last]
+        if box.keys_before:
+            made.append((row, box.k.first, nothing))
+        if box.rows_before:
+            made.append((box.q.first, box.k.first, nothing))
+        made.append((box.q.last, box.k.last, _shift(box)))
         row = box.q.last
-    cu_q += [row]
-    cu_kv += [k.starts[1:]]
-    flat = [
-        jnp.concatenate([jnp.stack(cu, 1).reshape(-1), side.starts[-1:]])
-        for cu, side in ((cu_q, q), (cu_kv, k))
-    ]
-    return flat[0].astype(jnp.int32), flat[1].astype(jnp.int32)
+    if found[-1].keys_after:
+        made.append((row, k.starts[1:], nothing))
+    if found[-1].rows_after:
+        made.append((q.starts[1:], k.starts[1:], nothing))
+    ends_q, ends_kv, shifts = zip(*made, strict=True)
+    flat = []
+    for side, ends in ((q, ends_q), (k, ends_kv)):
+        starts = jnp.stack([side.starts[:-1], *ends[:-1]], 1).reshape(-1)
+        flat.append(jnp.concatenate([starts, side.starts[-1:]]).astype(jnp.int32))
+    return flat[0], flat[1], list(shifts)

@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax_kvblock.parallel.local import Arrays, Here, after, backward_call, forward_call
+import jax.numpy as jnp
+
+from jax_kvblock.parallel.local import Arrays, Here, backward_call, forward_call
+from jax_kvblock.parallel.order import after
 from jax_kvblock.parallel.pieces import Call
 from jax_kvblock.parallel.sums import Gradients, Merged
 
 
 def forward(here: Here, q: Any, k: Any, v: Any, merged: Merged) -> None:
     """Adds what rows see of every shard."""
-    ids = here.mask.kv_segments
     done: list[Any] = []
-    for step, shard in _walk(here, (k, v, ids), here.visible(), done):
-        k_now, v_now, ids_now = shard
-        for call in here.calls(here.keys(step), step, ids_now):
+    for step, (k_now, v_now), ids in _walk(here, (k, v), here.visible(), done, ()):
+        for call in here.calls(here.keys(step), step, ids):
             merged.add(*forward_call(call, q, k_now, v_now))
         done.append(merged.so_far())
 
@@ -32,52 +33,65 @@ def backward(here: Here, x: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
 
     A device's own keys come last: the gradients of others' go home under them. The
     first shard waits for nothing of the backward pass, and may come before it begins.
+    Gradients travel as a kernel gives them until two parts are added, in float32.
     """
     q, *own = x
     sums = Gradients(x)
 
-    def run(calls: Sequence[Call], k: Any, v: Any) -> Arrays:
-        found = [backward_call(c, (q, k, v), lse, delta, d_o) for c in calls]
-        return sums.add(found, (k, v))
+    def run(calls: Sequence[Call], keys: Arrays, delta: Any) -> list[Arrays]:
+        return [backward_call(c, (q, *keys), lse, delta, d_o) for c in calls]
 
-    held = (*own, here.mask.kv_segments)
-    done: list[Arrays] = []
+    done: list[Any] = []
     travelling: Any = None
     before = 0
-    for step, (k, v, ids) in _walk(here, held, [s for s in here.visible() if s], done):
+    steps = [s for s in here.visible() if s]
+    for step, keys, ids in _walk(here, (own[0], own[1]), steps, done, delta):
+        arrived: Arrays = ()
         if travelling is not None:
-            travelling = here.send(travelling, step - before)
-        made = run(here.calls(here.keys(step), step, ids), k, v)
-        done.append(made)
-        travelling = made if travelling is None else _add(travelling, made)
+            arrived = _parts(here.send(travelling, step - before))
+        found = run(here.calls(here.keys(step), step, ids), keys, delta)
+        done.append([dq for dq, *_ in found])
+        travelling = _joined(sums.add(found, keys, arrived))
         before = step
+    keys = (own[0], own[1])
     if travelling is None:
-        return sums.result(run(here.own_calls(), *own))
-    travelling = here.send(travelling, -before % here.plan.size)
-    d_own = run(here.own_calls(), *after(tuple(own), done[-1]))
-    return sums.result(_add(d_own, travelling))
-
-
-def _add(a: Arrays, b: Arrays) -> Arrays:
-    return tuple(x + y for x, y in zip(a, b, strict=True))
+        return sums.result(sums.add(run(here.own_calls(), keys, delta), keys))
+    home = _parts(here.send(travelling, -before % here.plan.size))
+    found = run(here.own_calls(), keys, after(delta, done[-1]))
+    return sums.result(sums.add(found, keys, home))
 
 
 def _walk(
-    here: Here, held: Any, steps: Sequence[int], done: Sequence[Any]
-) -> Iterator[tuple[int, Any]]:
-    """Every step with the shard that is here then.
+    here: Here, own: Arrays, steps: Sequence[int], done: Sequence[Any], since: Any
+) -> Iterator[tuple[int, Arrays, Any]]:
+    """Every step with the keys and values, and their ids, that are here then.
 
     The next shard is asked for before this step's work, so that it arrives under it,
     and after that of the step before, the last of `done`: one shard is in use, one on
-    its way.
+    its way. The second one comes after `since`.
     """
+    ids = here.mask.kv_segments
+    held: Any = (_joined(own), ids) if any(steps) else (own, ids)
     if steps and steps[0]:
         held = here.send(held, steps[0])
     for i, step in enumerate(steps):
-        if i:
-            held = after(held, done[-1])
-        coming = None
-        if step != steps[-1]:
-            coming = here.send(held, steps[i + 1] - step)
-        yield step, held
+        last = step == steps[-1]
+        if not last and (i or step):
+            held = after(held, done[-1] if i else since)
+        coming = None if last else here.send(held, steps[i + 1] - step)
+        yield step, _parts(held[0]) if step else own, held[1]
         held = coming
+
+
+def _joined(pair: Arrays) -> Any:
+    """Two arrays as one where they are alike.
+
+    Of several collectives XLA hides but one at a time under what is computed. What
+    kernels read of it is not copied.
+    """
+    a, b = pair
+    return jnp.stack(pair) if (a.shape, a.dtype) == (b.shape, b.dtype) else pair
+
+
+def _parts(joined: Any) -> Arrays:
+    return joined if isinstance(joined, tuple) else (joined[0], joined[1])

@@ -127,8 +127,9 @@ def _check_axis(where: str, axis: Any, x: jax.Array) -> int:
 def check_divides(where: str, name: str, length: int, by: int) -> None:
     if length % by:
         raise ValueError(
-            f"{where}: {name} must be a multiple of {by}, got {length}; pad it, by "
-            f"jax_kvblock.parallel.pad_sequence (and say the length in kv_lens where "
+            f"{where}: {name} must be a multiple of {by}, got {length}; pad the whole "
+            "sequence, before it is laid out and cut, by "
+            "jax_kvblock.parallel.pad_sequence (and say its length in kv_lens where "
             "the mask is not causal)"
         )
 

@@ -82,15 +82,22 @@ class Gradients:
         self._wide = accumulator(x[0].dtype)
         self._dq: Any = None
 
-    def add(self, found: list[Arrays], keys: Arrays) -> Arrays:
-        """Adds what calls on the same keys give to dq; their dk and dv, in float32."""
+    def add(self, found: list[Arrays], keys: Arrays, more: Arrays = ()) -> Arrays:
+        """Adds what calls on the same keys give to dq; their dk and dv.
+
+        more: dk and dv of these keys from elsewhere, which are added. One part alone
+        stays as a kernel gives it.
+        """
         for dq, _, _ in found:
             wide = dq.astype(self._wide)
             self._dq = wide if self._dq is None else self._dq + wide
-        if not found:
+        pairs = [tuple(pair) for _, *pair in found] + ([more] if more else [])
+        if not pairs:
             return tuple(self._zeros(a) for a in keys)
-        sums = [[a.astype(self._wide) for a in pair] for _, *pair in found]
-        return tuple(sum(parts[1:], parts[0]) for parts in zip(*sums, strict=True))
+        if len(pairs) == 1:
+            return pairs[0]
+        wides = [[a.astype(self._wide) for a in pair] for pair in pairs]
+        return tuple(sum(parts[1:], parts[0]) for parts in zip(*wides, strict=True))
 
     def result(self, d_keys: Arrays) -> Arrays:
         dq = self._zeros(self._like[0]) if self._dq is None else self._dq

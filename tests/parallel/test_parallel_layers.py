@@ -9,6 +9,7 @@ import pytest
 from attention_model import jit
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from messages import Table, check, check_row, f32
 
 from jax_kvblock.parallel import (
     Attention,
@@ -21,6 +22,8 @@ from jax_kvblock.parallel import (
     create_ring_attention,
     to_zigzag,
 )
+from jax_kvblock.parallel.sequence import LAYOUTS
+from jax_kvblock.parallel.strategy import STRATEGIES
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
@@ -55,6 +58,11 @@ def four() -> list[jax.Device]:
     return jax.devices("cpu")[:4]
 
 
+def square(*names: str, **options) -> Mesh:
+    """Two by two devices."""
+    return Mesh(np.array(four()).reshape(2, 2), names, **options)
+
+
 @pytest.fixture
 def x(rng):
     return jnp.asarray(rng.standard_normal((2, 32, WIDTH)), jnp.float32)
@@ -85,7 +93,8 @@ KINDS = {
 @pytest.mark.parametrize("name", CONFIGS)
 def test_each_pattern(x, name, masked):
     config = AttentionConfig(WIDTH, HEADS, **CONFIGS[name])
-    layer = create_attention(config, four(), key=jax.random.key(3))
+    mesh = four() if config.is_parallel else None
+    layer = create_attention(config, mesh, key=jax.random.key(3))
     assert type(layer) is KINDS.get(config.pattern, Attention)
     mask = MASK if masked else None
     got = jit(lambda layer, x: layer(x, mask))(layer, x)
@@ -95,8 +104,7 @@ def test_each_pattern(x, name, masked):
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_sharded_arrays_under_plain_jit(x, axis_type):
     """Batch, sequence and heads cut; the result is cut as it came."""
-    devices = np.array(four()).reshape(2, 2)
-    mesh = Mesh(devices, ("data", "context"), axis_types=(axis_type,) * 2)
+    mesh = square("data", "context", axis_types=(axis_type,) * 2)
     config = AttentionConfig(
         WIDTH, HEADS, pattern=AttentionPatterns.RING, causal=True, batch_axis="data"
     )
@@ -110,7 +118,7 @@ def test_sharded_arrays_under_plain_jit(x, axis_type):
 
 
 def test_heads_cut_too(x):
-    mesh = Mesh(np.array(four()).reshape(2, 2), ("heads", "context"))
+    mesh = square("heads", "context")
     config = AttentionConfig(
         WIDTH, HEADS, pattern=AttentionPatterns.RING, causal=True, head_axis="heads"
     )
@@ -140,6 +148,83 @@ def test_zigzag_goes_in_and_comes_out(x):
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_strategy(x, strategy, layout, masked):
+    options = {"causal": True, "layout": layout, "strategy": strategy}
+    layer = create_context_parallel_attention(WIDTH, HEADS, 4, four(), **options)
+    mask = MASK if masked else None
+    lay = (lambda a: to_zigzag(a, 4)) if layout == "zigzag" else jnp.asarray
+    given = None if mask is None else lay(mask)
+    got = jit(lambda layer, x: layer(x, given))(layer, lay(x))
+    want = lay(by_definition(layer, x, mask))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+
+
+def test_zigzag_over_a_head_axis_with_a_mask(x):
+    config = AttentionConfig(
+        WIDTH, HEADS, 2, AttentionPatterns.RING, causal=True, layout="zigzag",
+        head_axis="heads",
+    )  # fmt: skip
+    layer = create_attention(config, square("heads", "context"))
+    got = jit(lambda layer, x: layer(x, to_zigzag(MASK, 2)))(layer, to_zigzag(x, 2))
+    want = to_zigzag(by_definition(layer, x, MASK), 2)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("length", [1, 7, 32])
+def test_zigzag_on_one_device_has_any_length(x, length):
+    """Its order is that of the sequence."""
+    layer = create_ring_attention(
+        WIDTH, HEADS, device=four()[1], causal=True, layout="zigzag"
+    )
+    x, mask = x[:, :length], MASK[:, :length]
+    got = jit(lambda layer, x: layer(x, mask))(layer, x)
+    np.testing.assert_allclose(got, by_definition(layer, x, mask), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("axis_name", [("a", "b"), ["a", "b"], ("b",)])
+def test_several_axes(x, axis_name):
+    """Sequences are cut over all of them together."""
+    options = {"causal": True, "axis_name": axis_name}
+    layer = create_ring_attention(WIDTH, HEADS, device=square("a", "b"), **options)
+    assert hash(layer.config) == hash(layer.config)
+    got = jit(lambda layer, x: layer(x, MASK))(layer, x)
+    np.testing.assert_allclose(got, by_definition(layer, x, MASK), rtol=0, atol=2e-6)
+    size = 2 ** len(axis_name)
+    same = create_context_parallel_attention(
+        layer.config, size, device_mesh=square("a", "b")
+    )
+    assert same.config.axis_name == tuple(axis_name)
+
+
+def test_several_axes_of_the_batch(x):
+    mesh = Mesh(np.array(four()).reshape(2, 1, 2), ("a", "b", "context"))
+    layer = create_ring_attention(WIDTH, HEADS, device=mesh, batch_axis=("a", "b"))
+    got = jit(lambda layer, x: layer(x))(layer, x)
+    np.testing.assert_allclose(got, by_definition(layer, x), rtol=0, atol=2e-6)
+
+
+def test_a_line_of_devices_along_a_tuple_of_one(x):
+    layer = create_ring_attention(WIDTH, HEADS, device=four()[:2], axis_name=("c",))
+    assert layer.mesh is not None
+    assert dict(layer.mesh.shape) == {"c": 2}
+    got = jit(lambda layer, x: layer(x))(layer, x)
+    np.testing.assert_allclose(got, by_definition(layer, x), rtol=0, atol=2e-6)
+
+
+def test_a_causal_config_stays_causal(x):
+    """Where the pattern is another, what it says of the mask is kept."""
+    for name in ("causal", "window"):
+        config = AttentionConfig(WIDTH, HEADS, **CONFIGS[name])
+        layer = create_context_parallel_attention(config, 4, four())
+        assert layer.config.is_causal
+        got = jit(lambda layer, x: layer(x))(layer, x)
+        one = Attention(layer.qkv, layer.out, config)
+        np.testing.assert_allclose(got, by_definition(one, x), rtol=0, atol=2e-6)
+
+
 def test_both_ways_to_say_it():
     config = AttentionConfig(WIDTH, HEADS, causal=True)
     mesh = Mesh(np.array(four()), ("context",))
@@ -147,6 +232,8 @@ def test_both_ways_to_say_it():
     by_names = create_context_parallel_attention(WIDTH, HEADS, 4, mesh, causal=True)
     assert by_config.config == by_names.config
     assert by_config.mesh == by_names.mesh == mesh
+    by_keyword = create_context_parallel_attention(config, 4, device_mesh=mesh)
+    assert by_keyword.mesh == mesh
     np.testing.assert_array_equal(by_config.qkv, by_names.qkv)
     two = create_context_parallel_attention(WIDTH, HEADS, context_parallel_size=2)
     assert two.mesh is not None
@@ -167,6 +254,84 @@ def test_a_row_that_sees_no_key_gives_zeros(x):
     got = layer(x, mask)
     np.testing.assert_array_equal(got[0], np.zeros((32, WIDTH)))
     np.testing.assert_allclose(got[1], by_definition(layer, x)[1], rtol=0, atol=2e-6)
+
+
+class Foreign:
+    """A tensor of another library: all that it has is DLPack."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __dlpack__(self, **options):
+        return self.values.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.values.__dlpack_device__()
+
+
+FORMS = {
+    "uncommitted": lambda x: x,
+    "NumPy": np.asarray,
+    "a list": lambda x: np.asarray(x).tolist(),
+    "a tensor": lambda x: Foreign(np.array(x)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_lies_anywhere_goes_to_the_mesh(x, form):
+    layer = create_ring_attention(WIDTH, HEADS, device=four()[2:], causal=True)
+    got = layer(FORMS[form](x), FORMS[form](MASK))
+    np.testing.assert_allclose(got, by_definition(layer, x, MASK), rtol=0, atol=2e-6)
+
+
+def another_order() -> NamedSharding:
+    return NamedSharding(Mesh(np.array(four()[1::-1]), ("c",)), P(None, "c"))
+
+
+# Where the layer of `test_other_devices` is not.
+ELSEWHERE = {
+    "one device": lambda: four()[3],
+    "one of the mesh's": lambda: four()[0],
+    "another mesh": lambda: NamedSharding(square("a", "b"), P()),
+    "another order": another_order,
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_other_devices(x, name):
+    """Refused where JAX would; a constant of a program may lie anywhere."""
+    layer = create_ring_attention(WIDTH, HEADS, device=four()[:2])
+    there = jax.device_put(x, ELSEWHERE[name]())
+    first, second, *_ = map(str, four())
+    fix = "NamedSharding(layer.mesh, PartitionSpec(None, 'context'))) moves it"
+
+    def words(argument, got):
+        lies = "|".join(map(str, got.devices()))
+        must = f"{argument} must lie on the devices of the layer's mesh, in its order, "
+        return f"{must}{first}, {second}, got |{lies}|jax.device_put({argument}, {fix}"
+
+    where = "RingAttentionLayer"
+    check(where, ValueError, words("hidden_states", there), lambda: layer(there))
+    loss = lambda layer: jnp.sum(layer(there))  # noqa: E731
+    check(
+        where, ValueError, words("hidden_states", there), lambda: jax.grad(loss)(layer)
+    )
+    mask = jax.device_put(MASK, ELSEWHERE[name]())
+    check(where, ValueError, words("attention_mask", mask), lambda: layer(x, mask))
+    got = jit(lambda layer: layer(there, mask))(layer)
+    np.testing.assert_allclose(got, by_definition(layer, x, MASK), rtol=0, atol=2e-6)
+    moved = jax.device_put(there, NamedSharding(layer.mesh, P(None, "context")))
+    got = jit(lambda layer, x: layer(x))(layer, moved)
+    np.testing.assert_allclose(got, by_definition(layer, x), rtol=0, atol=2e-6)
+
+
+def test_numbers_in_a_config_can_be_hashed():
+    config = AttentionConfig(
+        WIDTH, HEADS, scale=jnp.float32(0.5), softcap=np.float32(2), dtype="bfloat16"
+    )  # fmt: skip
+    assert (config.scale, config.softcap) == (0.5, 2.0)
+    assert hash(config) == hash(config)
+    assert create_attention(config).qkv.dtype == jnp.bfloat16
 
 
 def config(**options):
@@ -226,3 +391,184 @@ def test_messages(name):
     run, kind, says = WRONG[name]
     with pytest.raises(kind, match=says):
         run()
+
+
+CALLS, MAKES = Table(), Table()
+
+
+def cut(mesh, shape=(2, 32, WIDTH), heads=HEADS, kv_heads=None, **options):
+    """A layer's call over a mesh of two axes or three, from shapes alone."""
+    pattern = AttentionPatterns.CONTEXT_PARALLEL
+
+    def run(x):
+        config = AttentionConfig(
+            8 * heads, heads, kv_heads, pattern, max_sequence_length=64, **options
+        )
+        return create_attention(config, mesh())(x)
+
+    return run, [f32(*shape[:2], 8 * heads)]
+
+
+LAYER = "ContextParallelAttention"
+for label, (run, shapes), words in (
+    (
+        "heads", cut(lambda: square("h", "context"), heads=3, head_axis="h"),
+        "num_heads must be a multiple of the 2 devices of head_axis 'h', got 3; make",
+    ),
+    (
+        "KV heads",
+        cut(lambda: square("h", "context"), kv_heads=1, head_axis="h"),
+        "num_kv_heads must be a multiple of the 2 devices of head_axis 'h', got 1; ",
+    ),
+    (
+        "batch",
+        cut(lambda: square("b", "context"), (3, 32), batch_axis="b"),
+        "hidden_states must have a batch that is a multiple of the 2 devices of "
+        "batch_axis 'b', got float32[3, 32, 32]; pad the batch",
+    ),
+    (
+        "length over two axes",
+        cut(lambda: square("a", "b"), (2, 30), axis_name=("a", "b")),
+        "sequences must be a multiple of 4 long, to be cut evenly, got 30; pad",
+    ),
+    (
+        "length of a zigzag over two axes",
+        cut(lambda: square("a", "b"), (2, 36), axis_name=("a", "b"), layout="zigzag"),
+        "sequences must be a multiple of 8 long, to be cut evenly, got 36; pad",
+    ),
+):  # fmt: skip
+    CALLS.value(LAYER, label, run, shapes, words)
+
+
+@pytest.mark.parametrize("bad", CALLS, ids=str)
+def test_what_the_mesh_does_not_cut(bad):
+    check_row(bad)
+
+
+def ring(device=lambda: None, **options):
+    return lambda: create_ring_attention(WIDTH, HEADS, device=device(), **options)
+
+
+def whole(mesh=None, pattern=AttentionPatterns.CAUSAL, **options):
+    return lambda: create_attention(
+        AttentionConfig(WIDTH, HEADS, pattern=pattern, **options), mesh and mesh()
+    )
+
+
+RING, CONFIG, CREATE = "create_ring_attention", "AttentionConfig", "create_attention"
+OVER = "create_context_parallel_attention"
+DEVICES = "must be a jax.sharding.Mesh, a jax.Device or a sequence of devices, got "
+for where, label, call_, words in (
+    (RING, "device of an int", ring(lambda: 5), f"device {DEVICES}5; pass jax.devices"),
+    (RING, "device of text", ring(lambda: "cpu"), f"device {DEVICES}'cpu'; "),
+    (RING, "devices that are none", ring(lambda: [0, 1]), f"device {DEVICES}[0, 1]; "),
+    (
+        RING, "devices in two rows", ring(lambda: np.array([[0], [1]])),
+        f"device {DEVICES}array(",
+    ),
+    (
+        CREATE, "mesh of an int",
+        lambda: create_attention(
+            AttentionConfig(WIDTH, HEADS, pattern=AttentionPatterns.RING), 5  # type: ignore[arg-type]
+        ),
+        f"mesh {DEVICES}5; ",
+    ),
+    (
+        OVER, "device_mesh of an int",
+        lambda: create_context_parallel_attention(WIDTH, HEADS, 2, 5),  # type: ignore[arg-type]
+        f"device_mesh {DEVICES}5; ",
+    ),
+    (CONFIG, "axis of an int", config(axis_name=0), "axis_name must be a mesh axis or"),
+    (CONFIG, "no axis", config(axis_name=()), "a tuple of them, got (); pass a name"),
+    (CONFIG, "axis None", config(axis_name=None), "axis_name must be|got None; pass"),
+    (CONFIG, "a dict", config(batch_axis={}), "batch_axis must be|got {}; pass a name"),
+    (CONFIG, "causal", config(causal=1), "causal must be True or False, got 1; "),
+    (CONFIG, "scale", config(scale="x"), "scale must be a number, got 'x'; pass a"),
+    (CONFIG, "softcap", config(softcap="2"), "softcap must be a number, got '2'; pass"),
+    (CONFIG, "dtype", config(dtype="x"), "dtype must be a dtype, like|got 'x'"),
+    *(
+        (
+            CONFIG, name, config(dtype=name),
+            f"dtype must be bfloat16, float16 or float32, got {name}; what goes in",
+        )
+        for name in ("int32", "float64", "float8_e4m3fn", "float8_e5m2", "bool")
+    ),
+):  # fmt: skip
+    MAKES.kind(where, label, call_, [], words)
+for where, label, call_, words in (
+    (
+        CONFIG, "a ring by heads", ring(strategy="ulysses"),
+        "strategy must be 'ring' or 'auto' with pattern RING, got 'ulysses'; "
+        "create_context_parallel_attention, or pattern CONTEXT_PARALLEL, serves it",
+    ),
+    (CONFIG, "softcap 0", config(softcap=0), "softcap must be positive, got 0; pass"),
+    (CONFIG, "scale inf", config(scale=np.inf), "scale must be finite in float32, got"),
+    (
+        CONFIG, "implementation", config(implementation="best"),
+        "implementation must be one of None, |got 'best'",
+    ),
+    (
+        CONFIG, "an axis twice", config(axis_name=("a", "b"), head_axis="b"),
+        "head_axis must be another mesh axis than axis_name, got 'b' for both; an axis",
+    ),
+    (
+        CREATE, "devices that are left out", whole(four),
+        "mesh must be left out with pattern CAUSAL, which cuts no sequence, got a list"
+        "; pattern CONTEXT_PARALLEL, with causal=True, serves it",
+    ),
+    (
+        CREATE, "a mesh that is left out",
+        whole(lambda: square("a", "b"), AttentionPatterns.FULL),
+        "mesh must be left out with pattern FULL|got a Mesh; pattern CONTEXT_PARALLEL "
+        "serves it",
+    ),
+    (
+        CREATE, "a strategy without a mesh", whole(strategy="ring"),
+        "strategy must be left out with pattern CAUSAL|got 'ring'; pattern CONTEXT",
+    ),
+    (
+        CREATE, "zigzag without a mesh", whole(layout="zigzag"),
+        "layout must be left out with pattern CAUSAL|got 'zigzag'; ",
+    ),
+    (
+        CREATE, "a batch axis without a mesh", whole(batch_axis="data"),
+        "batch_axis must be left out with pattern CAUSAL|got 'data'|jit's shardings",
+    ),
+    (
+        RING, "one axis of two", ring(
+            lambda: Mesh(np.array(four()), ("a",)), axis_name=("a", "b")
+        ),
+        "device must have the axis 'b', got ('a',); pass a jax.sharding.Mesh that has "
+        "it, or name another in axis_name=",
+    ),
+    (
+        RING, "axes against the mesh's order",
+        ring(lambda: square("a", "b"), axis_name=("b", "a")),
+        "axis_name must name axes in the order of the mesh's, ('a', 'b'), got "
+        "('b', 'a'); pass axis_name=('a', 'b')",
+    ),
+    (
+        RING, "a batch axis of a line", ring(four, batch_axis="data"),
+        "device must have the axis 'data', got ('context',)|another in batch_axis=",
+    ),
+    (
+        RING, "a line along two axes", ring(four, axis_name=("a", "b")),
+        "device must be a jax.sharding.Mesh where axis_name is several axes, "
+        "('a', 'b'), got list; jax.make_mesh((2, 2), ('a', 'b'))",
+    ),
+    (RING, "no device", ring(list), "at least one device, and none twice, got []"),
+    (RING, "a device twice", ring(lambda: four()[:1] * 2), "and none twice, got [|; "),
+    (
+        OVER, "two meshes",
+        lambda: create_context_parallel_attention(  # type: ignore[call-overload]
+            AttentionConfig(WIDTH, HEADS), 4, four(), device_mesh=four()
+        ),
+        "device_mesh must be given once, got two; behind a config come",
+    ),
+):  # fmt: skip
+    MAKES.value(where, label, call_, [], words)
+
+
+@pytest.mark.parametrize("bad", MAKES, ids=str)
+def test_what_makes_no_layer(bad):
+    check(bad.where, bad.error, bad.words, bad.call)

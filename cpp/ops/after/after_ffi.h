@@ -1,0 +1,10 @@
+// The XLA FFI handler that does nothing after something; module.cc hands it to Python for
+// registration.
+#ifndef KVBLOCK_OPS_AFTER_FFI_H_
+#define KVBLOCK_OPS_AFTER_FFI_H_
+
+#include "xla/ffi/api/c_api.h"
+
+extern "C" XLA_FFI_Error* KvblockAfter(XLA_FFI_CallFrame* frame);
+
+#endif  // KVBLOCK_OPS_AFTER_FFI_H_
