@@ -24,7 +24,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_kvblock.parallel import context_parallel_attention, to_zigzag
+from jax_kvblock.parallel import (
+    compiler_options,
+    context_parallel_attention,
+    to_zigzag,
+)
 
 AXIS = "context"
 # What a device may need beyond its parts of q, k, v, out and their gradients, as shares
@@ -65,7 +69,11 @@ def attention_over(mesh: Mesh, strategy: str) -> Any:
     """Causal attention of whole arrays `[1, S, N, D]` in zigzag order."""
     rows = P(None, AXIS)
     local = partial(
-        context_parallel_attention, axis_name=AXIS, strategy=strategy, causal=True
+        context_parallel_attention,
+        axis_name=AXIS,
+        strategy=strategy,
+        causal=True,
+        compiler_options=True,
     )
     return jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
 
@@ -92,15 +100,16 @@ def draw(sizes: Sizes, length: int, mesh: Mesh, seed: int) -> list[jax.Array]:
     return made
 
 
-def seconds_of(f: Any, *args: Any, times: int) -> float:
-    """The median of some runs after a first one."""
-    jax.block_until_ready(f(*args))
+def seconds_of(f: Any, *args: Any, times: int) -> tuple[float, Any]:
+    """The median of some runs after a first one, or of one alone; and what it gave."""
+    if times > 1:
+        jax.block_until_ready(f(*args))
     taken = []
     for _ in range(times):
         start = time.perf_counter()
-        jax.block_until_ready(f(*args))
+        made = jax.block_until_ready(f(*args))
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+    return statistics.median(taken), made
 
 
 def worst_row(out: Any, q: Any, k: Any, v: Any, order: np.ndarray, rows: Any) -> float:
@@ -128,24 +137,22 @@ def try_length(sizes: Sizes, length: int, mesh: Mesh, options: Any) -> Line:
     """Times and bytes of one length; raises if a row is wrong."""
     q, k, v, d_out = draw(sizes, length, mesh, options.seed)
     attend = attention_over(mesh, options.strategy)
-    forward = jax.jit(attend)
-    compiled = jax.jit(partial(both_passes, attend)).lower(q, k, v, d_out).compile()
+    jit = partial(jax.jit, compiler_options=compiler_options(mesh.devices.flat))
+    forward = jit(attend).lower(q, k, v).compile()
+    compiled = jit(partial(both_passes, attend)).lower(q, k, v, d_out).compile()
     stats = compiled.memory_analysis()
     needed = (
         stats.argument_size_in_bytes
         + stats.output_size_in_bytes
         + stats.temp_size_in_bytes
     )
-    times = 3 if length > 200_000 else 7
-    line = Line(
-        length,
-        seconds_of(forward, q, k, v, times=times),
-        seconds_of(compiled, q, k, v, d_out, times=times),
-        needed,
-    )
+    times = 1 if length > 600_000 else 3 if length > 200_000 else 7
+    forward_time, out = seconds_of(forward, q, k, v, times=times)
+    both_time, _ = seconds_of(compiled, q, k, v, d_out, times=times)
+    line = Line(length, forward_time, both_time, needed)
     order = np.asarray(to_zigzag(jnp.arange(length), mesh.size, axis=0))
     rows = np.random.default_rng(0).integers(0, length, 4)
-    off = worst_row(forward(q, k, v), q, k, v, order, rows)
+    off = worst_row(out, q, k, v, order, rows)
     bar = 3e-2 if jnp.dtype(sizes.dtype).itemsize == 2 else 1e-4
     if off > bar:
         raise SystemExit(f"failed: a row is off by {off:.3g} at length {length}")

@@ -30,7 +30,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_kvblock import flash_attention
-from jax_kvblock.parallel import context_parallel_attention, to_zigzag
+from jax_kvblock.parallel import (
+    compiler_options,
+    context_parallel_attention,
+    to_zigzag,
+)
 
 RATE = 1e-3
 # Rounding differs, and training amplifies it: nats that the curves may lie apart.
@@ -60,7 +64,12 @@ def over_devices(count: int, context: int) -> Way:
     """Every sequence cut over so many devices."""
     mesh = Mesh(np.array(jax.devices()[:count]), ("context",))
     rows = P(None, "context")
-    local = partial(context_parallel_attention, axis_name="context", causal=True)
+    local = partial(
+        context_parallel_attention,
+        axis_name="context",
+        causal=True,
+        compiler_options=True,
+    )
     attend = jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
     order = to_zigzag(jnp.arange(context), count, axis=0)
     return Way(f"{count} devices", attend, order, NamedSharding(mesh, rows))
@@ -112,7 +121,9 @@ def start_run(way: Way, config: gpt.Config, batch: jax.Array, seed: int) -> Run:
     if way.cut is not None:  # weights are whole on every device
         everywhere = NamedSharding(way.cut.mesh, P())
         state, batch = jax.device_put((state, batch), everywhere)
-    compiled = jax.jit(step).lower(state, jnp.int32(0), batch).compile()
+    how = compiler_options(way.cut.mesh.devices.flat) if way.cut else None
+    jit = jax.jit(step, compiler_options=how)
+    compiled = jit.lower(state, jnp.int32(0), batch).compile()
     stats = compiled.memory_analysis()
     peak = stats.argument_size_in_bytes + stats.temp_size_in_bytes
     return Run(way.name, state, compiled, peak, way.cut)

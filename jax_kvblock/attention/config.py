@@ -167,6 +167,7 @@ class AttentionConfig:
     implementation: str | None = None
     kernels: str = ""  # the only kernels that None tries; "" for the best
     where: str = "flash_attention"  # who was called, for messages
+    shares_gpu: bool = False  # with kernels that take multiprocessors meanwhile
 
 
 class Operands(NamedTuple):

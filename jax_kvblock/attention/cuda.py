@@ -147,6 +147,8 @@ def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
     x: Operands = call.unpack(arrays[: len(call.present)])
     extra = arrays[len(call.present) :]
     size = sizes_of(config, x)
+    if op.is_forward and config.shares_gpu:
+        x = _as_uneven(x, size)
     launch = functools.partial(_call, kernels, config, x, size, extra)
     if op.is_forward:
         made = _forward_results(config, size, x)
@@ -158,6 +160,18 @@ def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
     if op is BACKWARD_BIAS:
         return tuple(launch("backward_bias", [_like(x.bias)]))
     return _backward(launch, kernels, config, x, size)
+
+
+def _as_uneven(x: Operands, size: Sizes) -> Operands:
+    """With lengths, though they are all there is.
+
+    Then Hopper's kernel hands out tiles as thread blocks end. Else each has a fixed
+    share, and those that find no multiprocessor begin when all others have ended.
+    """
+    uneven = (x.cu_q, x.q_lens, x.kv_lens, x.q_segments, x.tile_indices)
+    if any(a is not None for a in uneven):
+        return x
+    return x._replace(q_lens=jnp.full((size.batch,), size.q_len, jnp.int32))
 
 
 def workspace_bytes(kernels: str, size: Sizes, present: int, backward: bool) -> int:

@@ -67,6 +67,7 @@ def normalize(
     kv_lens: Any,
     return_lse: bool,
     deterministic: bool,
+    compiler_options: bool,
     implementation: str | None,
 ) -> Normalized:
     """Checks every argument of `context_parallel_attention`."""
@@ -75,7 +76,11 @@ def normalize(
     size = axes.axis_size(where, axis_name)
     q, k, v = check_qkv(where, PACKED if packed else BATCHED, q, k, v)
     check_flags(
-        where, causal=causal, deterministic=deterministic, return_lse=return_lse
+        where,
+        causal=causal,
+        deterministic=deterministic,
+        compiler_options=compiler_options,
+        return_lse=return_lse,
     )
     check_choice(where, "strategy", strategy, STRATEGIES)
     check_choice(where, "layout", layout, LAYOUTS)
@@ -115,15 +120,18 @@ def normalize(
     batch = 1 if packed else q.shape[0]
     work = work_of(config, size, sizes, batch, rows, keys, q.dtype.itemsize, reach)
     strategy, group = _resolve(where, strategy, work)
+    gathered = strategy == "all_gather"
     plan = Plan(
         config=config,
         axis_name=axis_name,
         size=size // group,
         group=group,
         zigzag=zigzag,
-        gathered=strategy == "all_gather",
+        gathered=gathered,
         packed=packed,
         alike=alike,
+        as_one=not compiler_options,
+        beside_nccl=gathered or not compiler_options or jax.process_count() > 1,
     )
     exchange = Exchange(axis_name, size, group, zigzag) if group > 1 else None
     return Normalized(

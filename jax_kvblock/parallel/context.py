@@ -39,6 +39,7 @@ class ContextOptions(TypedDict, total=False):
     q_lens: Integers | None
     kv_lens: Integers | None
     deterministic: bool
+    compiler_options: bool
     implementation: str | None
 
 
@@ -91,6 +92,7 @@ def context_parallel_attention(
     kv_lens: Integers | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    compiler_options: bool = False,
     implementation: str | None = None,
 ) -> Output | tuple[Output, Rows]:
     """Attention over a sequence that is cut over a mesh axis, inside `jax.shard_map`.
@@ -107,11 +109,12 @@ def context_parallel_attention(
       axis_name: the mesh axis, or axes, of n devices, that sequences are cut over.
       strategy: how keys and queries meet.
         "ring": keys and values go round, each shard under the work on the one before.
-        "all_gather": every device gets all keys and values, before it begins.
+        "all_gather": every device gets all keys and values, under its work on its own.
         "ulysses": heads are exchanged for rows, so that each device has N / n heads of
         the whole sequence. Fewer KV heads than devices are repeated.
-        "ulysses_ring": so in groups of as many devices as K divides among, and a
-        ring of the groups.
+        "ulysses_ring": so in groups, and a ring of the groups: of as many devices as K
+        divides among, but of fewer than all where that can be. ("auto" takes larger
+        ones, too, and repeats KV heads.)
         "auto": the one that takes the least time, by a model with measured rates.
       layout: "zigzag", as `to_zigzag` lays sequences out, so that all devices have as
         much to do under a causal mask; or "contiguous", device i has the rows from
@@ -129,6 +132,10 @@ def context_parallel_attention(
         cu_seqlens). What lies beyond is never seen; outputs there are zeros.
       return_lse: also return the log-sum-exp, float32 `[B, T, N]`; differentiable.
       deterministic: the gradients' bits are the same every time.
+      compiler_options: True says that the jit around the call has `compiler_options()`.
+        Without, a ring copies a device's own keys and values into one array that it
+        sends, since XLA hides but one collective at a time, and kernels share out their
+        work as multiprocessors become free, since NCCL takes some.
       implementation: as in `flash_attention`.
 
     Returns:
@@ -138,7 +145,8 @@ def context_parallel_attention(
     What each device sends in the forward pass, in elements of a row's keys and values,
     `2 S K D`: ring and all_gather `n - 1` times those, all_gather with n times the
     memory; ulysses `(n - 1) / n` of its own q, k, v and out. Backward, a ring sends
-    keys and values once more and their gradients in float32.
+    keys and values once more, and their gradients: as a kernel gives them at first, in
+    float32 from the first sum on.
 
     Raises:
       TypeError, ValueError: an argument's dtype, shape or value does not fit; the axis
@@ -176,6 +184,7 @@ def context_parallel_attention(
         kv_lens=kv_lens,
         return_lse=return_lse,
         deterministic=deterministic,
+        compiler_options=compiler_options,
         implementation=implementation,
     )
     out, lse = _run(call)

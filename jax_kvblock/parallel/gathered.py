@@ -57,9 +57,12 @@ def forward(here: Here, q: Any, k: Any, v: Any, merged: Merged) -> None:
     every = tuple(_gather(here.plan, a, -3) for a in (k, v))
     for call in found.own:
         merged.add(*forward_call(call, q, k, v))
-    if found.own:
+    order = found.order
+    if found.own and order is None:
         every = after(every, merged.so_far())
-    k_all, v_all = (_taken(a, found.order, -3) for a in every)
+    elif found.own:  # which is smaller
+        order = after(order, merged.so_far())
+    k_all, v_all = (_taken(a, order, -3) for a in every)
     for call in found.calls:
         merged.add(*forward_call(call, q, k_all, v_all))
 

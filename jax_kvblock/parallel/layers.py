@@ -76,6 +76,7 @@ class AttentionConfig:
         order.
       batch_axis, head_axis: mesh axes that the batch and the heads are cut over, or
         None.
+      compiler_options: as in `context_parallel_attention`.
       max_sequence_length: longer sequences are an error.
       dtype: of the weights and of the attention: bfloat16, float16 or float32.
 
@@ -98,6 +99,7 @@ class AttentionConfig:
     axis_name: Axes = "context"
     batch_axis: Axes | None = None
     head_axis: Axes | None = None
+    compiler_options: bool = False
     max_sequence_length: int | None = None
     dtype: Any = jnp.float32
 
@@ -149,7 +151,7 @@ class AttentionConfig:
 
     def _check_options(self, where: str) -> None:
         """Those of the attention; numbers become Python floats, which can be hashed."""
-        check_flags(where, causal=self.causal)
+        check_flags(where, causal=self.causal, compiler_options=self.compiler_options)
         check_choice(
             where, "implementation", self.implementation, (None, *IMPLEMENTATIONS)
         )
@@ -551,7 +553,7 @@ def _devices_of(where: str, name: str, given: Any) -> list[jax.Device]:
 
 def _check_no_mesh(where: str, name: str, config: AttentionConfig, mesh: Any) -> None:
     """Nothing is given that a pattern of one device would ignore."""
-    fields = ("strategy", "layout", *AXES)
+    fields = ("strategy", "layout", "compiler_options", *AXES)
     given = {field: getattr(config, field) for field in fields}
     ignored = {
         field: repr(value)
@@ -689,6 +691,7 @@ def _attend(
             axis_name=config.axis_name,
             strategy="ring" if ring else config.strategy,
             layout=config.layout,
+            compiler_options=config.compiler_options,
             segment_ids=segments(mask),
             **options,
         )

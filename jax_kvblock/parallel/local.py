@@ -39,6 +39,8 @@ class Plan:
       gathered: whether keys are gathered, instead of coming by.
       packed: whether arrays hold packed documents.
       alike: whether queries and keys have the same positions on every device.
+      as_one: whether keys and values travel as one array.
+      beside_nccl: whether what travels takes multiprocessors.
     """
 
     config: AttentionConfig
@@ -49,6 +51,8 @@ class Plan:
     gathered: bool
     packed: bool
     alike: bool
+    as_one: bool
+    beside_nccl: bool
 
 
 class Mask(NamedTuple):
@@ -130,8 +134,14 @@ class Here:
         return [self.call(k, found, key_ids) for found in self.boxes(k, step)]
 
     def own_calls(self) -> list[Call]:
-        """What rows see of this device's own keys."""
-        return self.calls(self.keys(0), 0, self.mask.kv_segments)
+        """What rows see of this device's own keys, while others' travel."""
+        made = self.calls(self.keys(0), 0, self.mask.kv_segments)
+        if self.plan.size == 1 or not self.plan.beside_nccl:
+            return made
+        return [
+            call._replace(config=dataclasses.replace(call.config, shares_gpu=True))
+            for call in made
+        ]
 
     def visible(self) -> list[int]:
         """The steps at which some device of the ring sees something."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ _WHOLE = 1 << 40  # bytes; more than any collective has
 _SINCE = (0, 11, 2)
 
 
-def compiler_options(devices: Sequence[jax.Device] | None = None) -> dict[str, Any]:
+def compiler_options(devices: Iterable[jax.Device] | None = None) -> dict[str, Any]:
     """Options of `jax.jit` under which what travels hides best under what is computed.
 
     Without them everything is right, and most of it hides.

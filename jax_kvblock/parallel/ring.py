@@ -23,7 +23,8 @@ def forward(here: Here, q: Any, k: Any, v: Any, merged: Merged) -> None:
     """Adds what rows see of every shard."""
     done: list[Any] = []
     for step, (k_now, v_now), ids in _walk(here, (k, v), here.visible(), done, ()):
-        for call in here.calls(here.keys(step), step, ids):
+        calls = here.calls(here.keys(step), step, ids) if step else here.own_calls()
+        for call in calls:
             merged.add(*forward_call(call, q, k_now, v_now))
         done.append(merged.so_far())
 
@@ -51,7 +52,8 @@ def backward(here: Here, x: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
             arrived = _parts(here.send(travelling, step - before))
         found = run(here.calls(here.keys(step), step, ids), keys, delta)
         done.append([dq for dq, *_ in found])
-        travelling = _joined(sums.add(found, keys, arrived))
+        # Both are ready at once, so that one collective can send them.
+        travelling = after(_joined(here, sums.add(found, keys, arrived)), done[-1])
         before = step
     keys = (own[0], own[1])
     if travelling is None:
@@ -71,7 +73,7 @@ def _walk(
     its way. The second one comes after `since`.
     """
     ids = here.mask.kv_segments
-    held: Any = (_joined(own), ids) if any(steps) else (own, ids)
+    held: Any = (_joined(here, own), ids) if any(steps) else (own, ids)
     if steps and steps[0]:
         held = here.send(held, steps[0])
     for i, step in enumerate(steps):
@@ -83,14 +85,11 @@ def _walk(
         held = coming
 
 
-def _joined(pair: Arrays) -> Any:
-    """Two arrays as one where they are alike.
-
-    Of several collectives XLA hides but one at a time under what is computed. What
-    kernels read of it is not copied.
-    """
+def _joined(here: Here, pair: Arrays) -> Any:
+    """Two arrays as one where they are alike; what kernels read of it is not copied."""
     a, b = pair
-    return jnp.stack(pair) if (a.shape, a.dtype) == (b.shape, b.dtype) else pair
+    alike = (a.shape, a.dtype) == (b.shape, b.dtype)
+    return jnp.stack(pair) if here.plan.as_one and alike else pair
 
 
 def _parts(joined: Any) -> Arrays:

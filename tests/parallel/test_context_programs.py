@@ -110,16 +110,19 @@ def _walk(jaxpr: Any, given: list[Behind], found: list[Step]) -> list[Behind]:
     return [behind(x) for x in jaxpr.outvars]
 
 
-def steps_of(call: Call, cut: Cut, gradients: bool = False) -> list[Step]:
+def steps_in(made: Any) -> list[Step]:
     """In the order in which they were traced."""
-    there, found = laid_out(call, cut), []
-    f, args = attend_over(there, cut), inputs(there)
-    if gradients:
-        made = jax.make_jaxpr(with_gradients(f))(*args)
-    else:
-        made = jax.make_jaxpr(f)(*args[:2])
+    found: list[Step] = []
     _walk(made.jaxpr, [NOTHING] * len(made.jaxpr.invars), found)
     return found
+
+
+def steps_of(call: Call, cut: Cut, gradients: bool = False) -> list[Step]:
+    there = laid_out(call, cut)
+    f, args = attend_over(there, cut), inputs(there)
+    if gradients:
+        return steps_in(jax.make_jaxpr(with_gradients(f))(*args))
+    return steps_in(jax.make_jaxpr(f)(*args[:2]))
 
 
 def sent(steps: list[Step]) -> Counter[Any]:
@@ -394,9 +397,10 @@ def test_a_shard_arrives_under_the_work_on_the_one_before(rng, kind, layout):
 def test_gradients_go_home_under_the_work_on_ones_own_keys(rng, kind, layout):
     """The ring's order, backward.
 
-    Keys and values come as they do forward, the first ones before anything is done.
-    Gradients follow them, a step behind, and are on their way while the next shard is
-    worked on. A device's own keys come last, under the gradients' last way.
+    Keys and values come as they do forward, the first ones before anything is done, the
+    second ones not before the backward pass begins. Gradients follow them, a step
+    behind, and are on their way while the next shard is worked on. A device's own keys
+    come last, under the gradients' last way.
     """
     steps = steps_of(kind(rng), Cut("ring", layout), gradients=True)
     calls, last = calls_of(steps, BACKWARD), calls_of(steps, FORWARD)[-1]
@@ -405,6 +409,8 @@ def test_gradients_go_home_under_the_work_on_ones_own_keys(rng, kind, layout):
     keys = [i for i in sends if i not in gradients]
     assert len(calls) == 4
     assert once(waits_for(steps, keys, calls), 3) == [set(), set(), {0}]
+    forward = once(waits_for(steps, keys, calls_of(steps, FORWARD)), 3)
+    assert forward[:2] == [set(), {0, 1, 2, 3}]  # the second one, not before its turn
     homeward = once(waits_for(steps, gradients, calls), 3)
     assert homeward == [{0}, {0, 1}, {0, 1, 2}]
     # Calls wait for their shards, and for none of the gradients on their way.
@@ -413,6 +419,22 @@ def test_gradients_go_home_under_the_work_on_ones_own_keys(rng, kind, layout):
     assert arrived == [{0}, {0, 1}, {0, 1, 2}, {0, 1, 2}]
     assert waits_for(steps, calls, gradients) == [set()] * 4
     assert 2 in waits_for(steps, calls, calls)[3]
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@by_message
+def test_vmap_keeps_the_order(rng, kind, gradients):
+    """Two calls at once: every step waits for the same ones as of one call alone."""
+    call = laid_out(kind(rng), cut := Cut("ring"))
+    f = attend_over(call, cut)
+    f, args = (with_gradients(f), 3) if gradients else (f, 2)
+    given = inputs(call)[:args]
+    many = jax.tree.map(lambda x: jnp.stack([x, x]), given)
+    alone, together = (
+        steps_in(jax.make_jaxpr(g)(*x)) for g, x in ((f, given), (jax.vmap(f), many))
+    )
+    for one, both in zip(alone, together, strict=True):
+        assert (one.name, one.needs, one.holds) == (both.name, both.needs, both.holds)
 
 
 @by_kind

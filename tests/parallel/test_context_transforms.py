@@ -336,7 +336,7 @@ def compute_over(call: Call, cut: Cut, mesh: Mesh, axis_name: Any, specs: Any) -
 
 TOGETHER = [
     *((s, ("a", "b")) for s in STRATEGIES),
-    *((s, ["b", "a"]) for s in ("ring", "ulysses")),
+    *((s, ["b", "a"]) for s in ("ring", "ulysses", "ulysses_ring")),
 ]
 
 
