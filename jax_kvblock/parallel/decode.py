@@ -209,8 +209,9 @@ def interleaved_paged_attention(
     Call it inside of `jax.shard_map`. Block g of a sequence lies on device g % n of the
     axis, as its (g // n)-th: each device has a pool and block tables of its own. It
     attends to the keys that it holds, by `paged_attention`, and `merge_attention` puts
-    the parts together over the axis. Three all-reduces are all that travels: two of
-    lse's size, one of out's, in float32.
+    the parts together over the axis. One all-reduce is all that travels, of n times out
+    and lse in float32; where that is more than 1 MiB, three: one of out's size, two of
+    lse's.
 
     Attention over a cache that is cut by positions is context-parallel decode (Yang et
     al., "Context Parallelism for Scalable Million-Token Inference", arXiv:2411.01783,

@@ -19,6 +19,7 @@ from paged_model import Case
 from parallel_decode import Dealt, mesh_of, pool_of_blocks, reductions
 
 import jax_kvblock as kv
+from jax_kvblock.attention import merge
 from jax_kvblock.parallel import (
     interleaved_paged_attention,
     interleaved_slots,
@@ -505,10 +506,20 @@ def test_out_and_lse_are_all_that_travels(one, size, rng):
     form = {"q": drawn.q[:, None], "query_start": None} if one else {"window": (30, 0)}
     function, args = drawn.function(**form)
     text = jax.jit(function).lower(*args).compile().as_text()
-    found = reductions(text)
-    assert {kind for kind, _ in found} == {"all-reduce"}
     rows = len(drawn.q) * 4
-    assert sum(n for _, n in found) == rows * (16 + 2)
+    assert reductions(text) == [("all-reduce", size * rows * (16 + 1))]
+
+
+def test_more_than_a_step_s_travels_once(rng, monkeypatch):
+    """Not n times, and so in several sums."""
+    monkeypatch.setattr(merge, "_AT_ONCE_BYTES", 4 * 9 * 4 * (16 + 1) * 4 - 1)
+    drawn = Dealt(Case(((9, 37),), sinks=True), rng, 4, "xla")
+    function, args = drawn.function()
+    compiled = jax.jit(function).lower(*args).compile()
+    found = reductions(compiled.as_text())
+    assert {kind for kind, _ in found} == {"all-reduce"}
+    assert sum(n for _, n in found) == 9 * 4 * (16 + 2)
+    drawn.hold(*compiled(*args))
 
 
 def test_what_travels_would_be_seen(rng):

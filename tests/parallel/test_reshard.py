@@ -28,7 +28,7 @@ from reshard_processes import (
 )
 
 import jax_kvblock as kv
-from jax_kvblock.parallel import reshard_blocks
+from jax_kvblock.parallel import reshard_blocks, reshard_moves
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
@@ -85,6 +85,16 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_layouts_and_arrays(rng, name):
+    hold(*FORMS[name], rng)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("steps", ["at once", "one block a step"])
+def test_by_collectives(rng, monkeypatch, name, steps):
+    """What GPUs do, also where all devices are of one process."""
+    monkeypatch.setattr(reshard_moves, "_copies_well", lambda devices: False)
+    if steps != "at once":
+        monkeypatch.setattr(reshard_moves, "STEP_BYTES", 1)
     hold(*FORMS[name], rng)
 
 

@@ -1,0 +1,107 @@
+"""What travels goes under what is computed: the programs that NVIDIA GPUs would run.
+
+They are compiled for GPUs by a CUDA plugin of JAX, where no GPU is. KVBLOCK_CUDA_PLUGIN
+is the folder it was installed into, apart from the other packages, since it would look
+for a driver in each process.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_schedules
+import pytest
+
+FOLDER = os.environ.get("KVBLOCK_CUDA_PLUGIN")
+FORWARD, BACKWARD = "attention_forward", "attention_backward_kv"
+needs_plugin = pytest.mark.skipif(
+    FOLDER is None, reason="KVBLOCK_CUDA_PLUGIN names no CUDA plugin of JAX"
+)
+
+
+@functools.cache
+def schedule(
+    strategy: str, count: int, length: int, work: str, how: str
+) -> tuple[str, ...]:
+    assert FOLDER is not None
+    script = Path(gpu_schedules.__file__)
+    path = os.pathsep.join([FOLDER, os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": ""}
+    words = [strategy, str(count), str(length), work, how]
+    ran = subprocess.run(
+        [sys.executable, "-P", str(script), *words],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return tuple(ran.stdout.partition("schedule:\n")[2].split("\n")[:-1])
+
+
+def exposed(lines: tuple[str, ...]) -> list[str]:
+    """Collectives that no kernel of attention runs beside."""
+    found, beside, begun = [], False, ""
+    for line in lines:
+        if line.endswith(" at-once"):
+            found.append(line)
+        elif line.endswith(" start"):
+            assert not begun, "two at once"
+            beside, begun = False, line
+        elif line.endswith(" done"):
+            begun = ""
+            if not beside:
+                found.append(line)
+        elif line in (FORWARD, BACKWARD):
+            beside = True
+    return found
+
+
+def test_what_is_exposed_is_found():
+    hidden = ("x start", FORWARD, "x done")
+    assert exposed(hidden) == []
+    assert exposed(("x at-once", FORWARD)) == ["x at-once"]
+    assert exposed((FORWARD, "x start", "after", "x done", BACKWARD)) == ["x done"]
+    with pytest.raises(AssertionError, match="two at once"):
+        exposed(("x start", "y start", FORWARD))
+
+
+@needs_plugin
+@pytest.mark.parametrize("how", ["plain", "tuned"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_ring(count, how):
+    """Every shard, and every gradient, in one collective under a kernel each.
+
+    As jit is, four devices have one shard and one sum that are to go at the same time.
+    XLA hides but one of them.
+    """
+    forward = schedule("ring", count, 16384, "forward", how)
+    sends = [line for line in forward if line.startswith("collective-permute")]
+    assert len(sends) == 2 * (count - 1) and exposed(forward) == []
+    assert forward.count(FORWARD) == count and "copy" not in forward
+    both = schedule("ring", count, 16384, "both", how)
+    assert both.count(FORWARD) == both.count(BACKWARD) == count
+    extra = 0 if how == "tuned" else max(0, count - 3)
+    assert len(exposed(both)) == extra
+    sends = [line for line in both if line.endswith("permute start")]
+    # A shard goes round twice, but comes once where the backward pass begins with it;
+    # gradients go with the next shard, and home.
+    assert len(sends) == 3 * (count - 1) - 1 - (count > 2) + extra
+
+
+@needs_plugin
+def test_keys_that_are_gathered():
+    """Own keys come first forward, under what arrives, and last backward."""
+    both = schedule("all_gather", 4, 32768, "both", "tuned")
+    assert exposed(both) == []
+    assert both[0] == "all-gather start" and both[-1] == "reduce-scatter done"
+    assert both.count(FORWARD) == both.count(BACKWARD) == 2
+
+
+@needs_plugin
+def test_heads_for_rows():
+    """Nothing hides, and nothing else travels."""
+    forward = schedule("ulysses", 4, 32768, "forward", "tuned")
+    moved = {line.split()[0] for line in forward if " " in line}
+    assert moved == {"all-to-all"} and forward.count(FORWARD) == 1
