@@ -14,7 +14,7 @@ namespace {
 ffi::Error After(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets results) {
   for (size_t i = 0; i < results.size(); ++i) {
     const auto from = operands.get<ffi::AnyBuffer>(i);
-    const auto to = results.get<ffi::AnyBuffer>(i);
+    auto to = results.get<ffi::AnyBuffer>(i);
     if (!from.has_value()) return from.error();
     if (!to.has_value()) return to.error();
     void* const data = (*to)->untyped_data();
