@@ -34,8 +34,6 @@ ffi::Error After(void* stream, ffi::RemainingArgs operands, ffi::RemainingRets r
 }  // namespace
 
 // Not for command buffers: there is nothing to record.
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockAfter, After,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::PlatformStream<void*>>()
-                                  .RemainingArgs()
-                                  .RemainingRets());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    KvblockAfter, After,
+    ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>().RemainingArgs().RemainingRets());
