@@ -50,7 +50,8 @@ def reshard_blocks(
       device has parts to send or to get.
     - Other GPUs, or devices of several processes of one `jax.distributed` job: a gather
       on the source's, one program of permutations over the devices of both pools, and a
-      scatter on the destination's. Every process calls it with the same ids. One that
+      scatter on the destination's. Where all devices are the source's, the program
+      gathers, too, each chunk of blocks under the way of another. Every process calls it with the same ids. One that
       has no device of the destination gets a handle to it; one that has no device of
       either pool does nothing.
     - Other devices of this process that are no GPUs: the same, with one

@@ -167,7 +167,7 @@ def _put_chunk(src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array) -> 
     mesh = _mesh(dst.cut.devices)
     flat = tuple(_flat(by_device, mesh) for by_device in slots.values())
     puts = tuple((put,) * len(mesh.devices) for put in slots)
-    return _scattered(dst, dst_ids, flat, puts)
+    return _scattered(dst, dst_ids, (flat,), puts)
 
 
 def _by_collectives(
@@ -186,7 +186,10 @@ def _by_collectives(
 def _by_a_collective(
     src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array, devices: Devices
 ) -> KVPool:
-    """One program over all devices of both pools, between two steps.
+    """One program over all devices of both pools, and a scatter.
+
+    Where all of them have blocks to send, the program reads these, too, in chunks: one
+    is read under the way of another. Else there is a gather before it.
 
     Each process gathers on its own devices and scatters on its own. So none runs a
     program over devices of which it has none, and no pool is an operand of the program
@@ -194,20 +197,33 @@ def _by_a_collective(
     """
     mesh, here = _mesh(devices), _here(devices)
     rounds, width = in_rounds(src.cut, dst.cut, devices), grain(src.cut, dst.cut)
+    if {*src.cut.devices} == {*devices}:
+        chunks = _num_chunks(src, len(src_ids), width)
+        ids = _on_each(src_ids, mesh)
+        how = {"mesh": mesh, "rounds": rounds, "width": width, "chunks": chunks}
+        got = _send(src.on(mesh), ids, **how)
+        return _received(got, rounds, devices, dst, dst_ids)
     senders = _here(dict.fromkeys(r.sender for r in find_routes(src.cut, dst.cut)))
-    receivers = _here(dst.cut.devices)
     firsts = _columns(rounds.pieces, devices, senders)
     gathered = _gathered(src, src_ids, senders, firsts, width) if senders else ()
     idle = {d: _empty(src, len(src_ids), width, d) for d in here if d not in senders}
     parts = [{**idle, **_shards(x)} for x in gathered] or [idle] * len(rounds.pieces)
     pieces = tuple(_flat(part, mesh) for part in parts)
     got = _exchange(pieces, mesh=mesh, rounds=rounds.rounds)
+    return _received((got,), rounds, devices, dst, dst_ids)
+
+
+def _received(
+    got: tuple[Pieces, ...], rounds: Rounds, devices: Devices, dst: Part, ids: jax.Array
+) -> KVPool:
+    """The destination with what came to this process's devices, chunk by chunk."""
+    receivers = _here(dst.cut.devices)
     if not receivers:
         return dst.pool
     mine = _mesh(receivers)
-    flat = tuple(_flat(_shards(x), mine) for x in got)
+    flat = tuple(tuple(_flat(_shards(x), mine) for x in chunk) for chunk in got)
     puts = _columns([r.puts for r in rounds.rounds], devices, receivers)
-    return _scattered(dst, dst_ids, flat, puts)
+    return _scattered(dst, ids, flat, puts)
 
 
 def _gathered(
@@ -219,7 +235,9 @@ def _gathered(
     return _gather(src.on(mesh), ids, mesh=mesh, firsts=firsts, width=width)
 
 
-def _scattered(dst: Part, ids: jax.Array, pieces: Pieces, puts: Firsts) -> KVPool:
+def _scattered(
+    dst: Part, ids: jax.Array, pieces: tuple[Pieces, ...], puts: Firsts
+) -> KVPool:
     """The destination, with pieces on this process's devices written into it."""
     mesh = _mesh(_here(dst.cut.devices))
     flat = _scatter(dst.on(mesh), _on_each(ids, mesh), pieces, mesh=mesh, puts=puts)
@@ -290,6 +308,23 @@ def _gather(
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(AXIS))(src, ids)
 
 
+@functools.partial(jax.jit, static_argnames=("mesh", "rounds", "width", "chunks"))
+def _send(
+    src: KVPool, ids: jax.Array, *, mesh: Mesh, rounds: Rounds, width: int, chunks: int
+) -> tuple[Pieces, ...]:
+    """For each chunk and round, what comes to each device."""
+
+    def local(src: KVPool, ids: jax.Array) -> tuple[Pieces, ...]:
+        got = []
+        for takes in _chunked(ids, chunks):
+            pieces = [_read(src, takes, first, width) for first in rounds.pieces]
+            got.append(tuple(_permuted(pieces[r.piece], r) for r in rounds.rounds))
+        return tuple(got)
+
+    specs = P(AXIS), P()
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(AXIS))(src, ids)
+
+
 @functools.partial(jax.jit, static_argnames=("mesh", "rounds"))
 def _exchange(pieces: Pieces, *, mesh: Mesh, rounds: tuple[Round, ...]) -> Pieces:
     """For each round, what comes to each device."""
@@ -304,14 +339,17 @@ def _exchange(pieces: Pieces, *, mesh: Mesh, rounds: tuple[Round, ...]) -> Piece
 def _scatter(
     dst: KVPool,
     ids: jax.Array,
-    pieces: Pieces,
+    pieces: tuple[Pieces, ...],
     *,
     mesh: Mesh,
     puts: Firsts,
 ) -> KVPool:
-    def local(dst: KVPool, ids: jax.Array, pieces: Pieces) -> KVPool:
-        for piece, firsts in zip(pieces, puts, strict=True):
-            dst = _write(dst, ids, piece, firsts)
+    """Of each chunk of ids, its pieces."""
+
+    def local(dst: KVPool, ids: jax.Array, pieces: tuple[Pieces, ...]) -> KVPool:
+        for own, chunk in zip(_chunked(ids, len(pieces)), pieces, strict=True):
+            for piece, firsts in zip(chunk, puts, strict=True):
+                dst = _write(dst, own, piece, firsts)
         return dst
 
     specs = P(AXIS), P(), P(AXIS)

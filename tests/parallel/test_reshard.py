@@ -89,13 +89,25 @@ def test_layouts_and_arrays(rng, name):
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("steps", ["at once", "one block a step"])
-def test_by_collectives(rng, monkeypatch, name, steps):
-    """What GPUs do, also where all devices are of one process."""
+@pytest.mark.parametrize("how", [None, "STEP_BYTES", "CHUNK_BYTES"])
+def test_by_collectives(rng, monkeypatch, name, how):
+    """What GPUs do, also where all devices are of one process.
+
+    All at once, in as many steps as there are blocks, and in several chunks of a step.
+    """
     monkeypatch.setattr(reshard_moves, "_copies_well", lambda devices: False)
-    if steps != "at once":
-        monkeypatch.setattr(reshard_moves, "STEP_BYTES", 1)
+    if how is not None:
+        monkeypatch.setattr(reshard_moves, how, 1)
     hold(*FORMS[name], rng)
+
+
+@pytest.mark.parametrize("dst", [on([0]), on([2, 0]), on([3, 1], "HND")], ids=str)
+def test_what_is_read_where_it_is_sent(rng, monkeypatch, dst):
+    """Fewer devices, all of which have blocks to send: there is no gather before."""
+    monkeypatch.setattr(reshard_moves, "_copies_well", lambda devices: False)
+    monkeypatch.setattr(reshard_moves, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(reshard_moves, "_gather", None)
+    hold(on(FOUR), dst, rng)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8", "float32"])
