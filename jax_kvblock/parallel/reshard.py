@@ -51,9 +51,9 @@ def reshard_blocks(
     - Other GPUs, or devices of several processes of one `jax.distributed` job: a gather
       on the source's, one program of permutations over the devices of both pools, and a
       scatter on the destination's. Where all devices are the source's, the program
-      gathers, too, each chunk of blocks under the way of another. Every process calls it with the same ids. One that
-      has no device of the destination gets a handle to it; one that has no device of
-      either pool does nothing.
+      gathers, too, each chunk of blocks under the way of another. Every process calls
+      it with the same ids. One that has no device of the destination gets a handle to
+      it; one that has no device of either pool does nothing.
     - Other devices of this process that are no GPUs: the same, with one
       `jax.device_put` from device to device in between.
 
