@@ -16,10 +16,9 @@ from jax_kvblock.parallel.kv_heads import (
     repeat_kv_heads,
     repeat_spec,
 )
+from jax_kvblock.parallel.layer_config import AttentionConfig, AttentionPatterns
 from jax_kvblock.parallel.layers import (
     Attention,
-    AttentionConfig,
-    AttentionPatterns,
     ContextParallelAttention,
     RingAttentionLayer,
     create_attention,

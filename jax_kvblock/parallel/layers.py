@@ -7,197 +7,35 @@ A layer is a pytree of weights that is called. Its attention runs inside a
 from __future__ import annotations
 
 import dataclasses
-import enum
-import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jax_kvblock.attention.arguments import check_flags, check_scale, check_softcap
-from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
 from jax_kvblock.attention.flash import flash_attention
 from jax_kvblock.core.checks import (
     as_array,
-    check_choice,
-    check_dtype,
     check_positive,
     show,
 )
 from jax_kvblock.core.types import ArrayIn
-from jax_kvblock.parallel import axes
 from jax_kvblock.parallel.context import context_parallel_attention
-from jax_kvblock.parallel.sequence import LAYOUTS, SequenceLayout, chunks_of
-from jax_kvblock.parallel.strategy import STRATEGIES, Strategy
+from jax_kvblock.parallel.layer_config import AttentionConfig, AttentionPatterns
+from jax_kvblock.parallel.layer_mesh import (
+    check_cuts,
+    devices_of,
+    mesh_of,
+    on_mesh,
+    size_of,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Shaped
 
     Devices: TypeAlias = Mesh | Sequence[jax.Device] | jax.Device
     Axes: TypeAlias = str | tuple[str, ...]
-
-# What an attention layer computes in.
-DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
-# Fields of `AttentionConfig` that name mesh axes.
-AXES = ("axis_name", "batch_axis", "head_axis")
-
-
-class AttentionPatterns(enum.Enum):
-    """Who attends to whom, and where the sequence lies."""
-
-    FULL = "full"
-    CAUSAL = "causal"
-    SLIDING_WINDOW = "sliding_window"
-    RING = "ring"
-    CONTEXT_PARALLEL = "context_parallel"
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionConfig:
-    """What an attention layer is.
-
-    Attributes:
-      d_model: the width of what goes in and comes out.
-      num_heads: query heads, which divide d_model.
-      num_kv_heads: key heads, which divide num_heads; as many unless given.
-      pattern: FULL, CAUSAL and SLIDING_WINDOW run on one device, or cut by batch and
-        heads as jit's shardings say. RING and CONTEXT_PARALLEL have the sequence cut
-        over a mesh axis.
-      causal: of RING and CONTEXT_PARALLEL. CAUSAL and SLIDING_WINDOW are.
-      window: how many keys before its own position a query sees; None for all.
-      softcap, scale, implementation: as in `flash_attention`.
-      strategy, layout: as in `context_parallel_attention`. In layout "zigzag" what goes
-        in is laid out by `to_zigzag`, and so is what comes out. RING has no strategy
-        but "ring".
-      axis_name: the mesh axis that sequences are cut over, or axes, in the mesh's
-        order.
-      batch_axis, head_axis: mesh axes that the batch and the heads are cut over, or
-        None.
-      compiler_options: as in `context_parallel_attention`.
-      max_sequence_length: longer sequences are an error.
-      dtype: of the weights and of the attention: bfloat16, float16 or float32.
-
-    Raises:
-      TypeError, ValueError: sizes that do not fit, like heads that do not divide
-        d_model; a dtype or an option that no layer has.
-    """
-
-    d_model: int
-    num_heads: int
-    num_kv_heads: int | None = None
-    pattern: AttentionPatterns = AttentionPatterns.FULL
-    causal: bool = False
-    window: int | None = None
-    softcap: float | None = None
-    scale: float | None = None
-    implementation: str | None = None
-    strategy: Strategy = "auto"
-    layout: SequenceLayout = "contiguous"
-    axis_name: Axes = "context"
-    batch_axis: Axes | None = None
-    head_axis: Axes | None = None
-    compiler_options: bool = False
-    max_sequence_length: int | None = None
-    dtype: Any = jnp.float32
-
-    def __post_init__(self) -> None:
-        where = "AttentionConfig"
-        check_positive(where, d_model=self.d_model, num_heads=self.num_heads)
-        if self.d_model % self.num_heads:
-            raise ValueError(
-                f"{where}: d_model must be a multiple of num_heads, got {self.d_model} "
-                f"and {self.num_heads}; each head has d_model / num_heads of the width"
-            )
-        kv_heads = self.num_kv_heads
-        if kv_heads is not None:
-            check_positive(where, num_kv_heads=kv_heads)
-            if self.num_heads % kv_heads:
-                raise ValueError(
-                    f"{where}: num_kv_heads must divide num_heads, {self.num_heads}, "
-                    f"got {kv_heads}; every key head serves as many query heads"
-                )
-        if not isinstance(self.pattern, AttentionPatterns):
-            names = ", ".join(f"AttentionPatterns.{p.name}" for p in AttentionPatterns)
-            raise TypeError(
-                f"{where}: pattern must be one of {names}, got {self.pattern!r}"
-            )
-        check_choice(where, "strategy", self.strategy, STRATEGIES)
-        if self.pattern is AttentionPatterns.RING:
-            self._check_ring(where)
-        check_choice(where, "layout", self.layout, LAYOUTS)
-        self._check_options(where)
-        for name in ("window", "max_sequence_length"):
-            if getattr(self, name) is not None:
-                check_positive(where, **{name: getattr(self, name)})
-        if self.pattern is AttentionPatterns.SLIDING_WINDOW and self.window is None:
-            raise ValueError(
-                f"{where}: pattern SLIDING_WINDOW needs a window, got None; say how "
-                "many keys before its own a query sees"
-            )
-        for name in AXES:
-            object.__setattr__(self, name, _checked_axes(where, name, self))
-        self._check_distinct(where)
-
-    def _check_ring(self, where: str) -> None:
-        if self.strategy not in ("auto", "ring"):
-            raise ValueError(
-                f"{where}: strategy must be 'ring' or 'auto' with pattern RING, got "
-                f"{self.strategy!r}; create_context_parallel_attention, or pattern "
-                "CONTEXT_PARALLEL, serves it"
-            )
-
-    def _check_options(self, where: str) -> None:
-        """Those of the attention; numbers become Python floats, which can be hashed."""
-        check_flags(where, causal=self.causal, compiler_options=self.compiler_options)
-        check_choice(
-            where, "implementation", self.implementation, (None, *IMPLEMENTATIONS)
-        )
-        if self.scale is not None:
-            scale = check_scale(where, self.scale, self.head_dim)
-            object.__setattr__(self, "scale", scale)
-        if self.softcap is not None:
-            object.__setattr__(self, "softcap", check_softcap(where, self.softcap))
-        dtype = check_dtype(where, "dtype", self.dtype)
-        if dtype not in DTYPES:
-            raise TypeError(
-                f"{where}: dtype must be bfloat16, float16 or float32, got {dtype}; "
-                "what goes in may have another, and what comes out has that one"
-            )
-
-    def _check_distinct(self, where: str) -> None:
-        """An axis cuts one dim."""
-        seen: dict[Hashable, str] = {}
-        for name in AXES:
-            for axis in _each(getattr(self, name)):
-                if axis in seen:
-                    raise ValueError(
-                        f"{where}: {name} must be another mesh axis than "
-                        f"{seen[axis]}, got {axis!r} for both; an axis cuts one dim "
-                        "once"
-                    )
-                seen[axis] = name
-
-    @property
-    def head_dim(self) -> int:
-        return self.d_model // self.num_heads
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def is_parallel(self) -> bool:
-        """Whether the sequence is cut over a mesh axis."""
-        p = AttentionPatterns
-        return self.pattern in (p.RING, p.CONTEXT_PARALLEL)
-
-    @property
-    def is_causal(self) -> bool:
-        p = AttentionPatterns
-        return self.causal or self.pattern in (p.CAUSAL, p.SLIDING_WINDOW)
 
 
 @jax.tree_util.register_dataclass
@@ -255,11 +93,11 @@ class Attention:
             )
         mask = _checked_mask(where, attention_mask, x)
         if self.mesh is not None:
-            _check_cuts(where, config, self.mesh, x)
+            check_cuts(where, config, self.mesh, x)
             rows = NamedSharding(self.mesh, _rows(config))
-            x = _on_mesh(where, "hidden_states", hidden_states, x, rows)
+            x = on_mesh(where, "hidden_states", hidden_states, x, rows)
             if mask is not None:
-                mask = _on_mesh(where, "attention_mask", attention_mask, mask, rows)
+                mask = on_mesh(where, "attention_mask", attention_mask, mask, rows)
         if mask is not None:
             mask = (mask != 0).astype(jnp.int32)
         wide = jnp.matmul(x.astype(config.dtype), self.qkv)
@@ -330,7 +168,7 @@ def _create(
             f"{where}: config must be an AttentionConfig, got {type(config).__name__}; "
             "create_attention(AttentionConfig(d_model, num_heads)), say"
         )
-    found = _mesh_of(where, name, config, mesh)
+    found = mesh_of(where, name, config, mesh)
     n, k, d = config.num_heads, config.kv_heads, config.head_dim
     keys = jax.random.split(jax.random.key(0) if key is None else key)
     init = jax.nn.initializers.lecun_normal()
@@ -444,7 +282,7 @@ def create_context_parallel_attention(
         size, mesh = context_parallel_size, device_mesh
     (size,) = check_positive(where, context_parallel_size=size)
     if not isinstance(mesh, Mesh):
-        devices = _devices_of(where, "device_mesh", mesh)
+        devices = devices_of(where, "device_mesh", mesh)
         if len(devices) < size:
             raise ValueError(
                 f"{where}: context_parallel_size must be at most the devices that are "
@@ -455,191 +293,13 @@ def create_context_parallel_attention(
     layer = _create(where, "device_mesh", config, mesh, key)
     assert isinstance(layer, ContextParallelAttention)
     assert layer.mesh is not None
-    there = _size_of(layer.mesh, config.axis_name)
+    there = size_of(layer.mesh, config.axis_name)
     if there != size:
         raise ValueError(
             f"{where}: context_parallel_size must be the size of the mesh axis "
             f"{config.axis_name!r}, {there}, got {size}; pass that, or another mesh"
         )
     return layer
-
-
-def _each(axis: Any) -> tuple[Hashable, ...]:
-    """The mesh axes of a field, which may be one, several or None."""
-    if axis is None:
-        return ()
-    return axis if isinstance(axis, tuple) else (axis,)
-
-
-def _checked_axes(where: str, name: str, config: AttentionConfig) -> Any:
-    """A field that names mesh axes; a list becomes a tuple, which can be hashed."""
-    axis = axes.hashable(getattr(config, name))
-    if axis is None and name != "axis_name":
-        return None
-    names = _each(axis)
-    wrong = (int, tuple, type(None))  # JAX takes an int for a dim
-    if not names or any(
-        isinstance(a, wrong) or not isinstance(a, Hashable) for a in names
-    ):
-        raise TypeError(
-            f"{where}: {name} must be a mesh axis or a tuple of them, got {axis!r}; "
-            "pass a name of the mesh, like 'context'"
-        )
-    return axis
-
-
-def _size_of(mesh: Mesh, axis: Any) -> int:
-    """How many devices an axis has, or several together."""
-    return math.prod(mesh.shape[a] for a in _each(axis))
-
-
-def _mesh_of(where: str, name: str, config: AttentionConfig, given: Any) -> Mesh | None:
-    """The mesh of a pattern that has one. name: what `where` calls it."""
-    if not config.is_parallel:
-        _check_no_mesh(where, name, config, given)
-        return None
-    mesh = given if isinstance(given, Mesh) else _line_of(where, name, config, given)
-    for field in AXES:
-        for axis in _each(getattr(config, field)):
-            if axis not in mesh.shape:
-                raise ValueError(
-                    f"{where}: {name} must have the axis {axis!r}, got "
-                    f"{tuple(mesh.shape)}; pass a jax.sharding.Mesh that has it, or "
-                    f"name another in {field}=..."
-                )
-    named = _each(config.axis_name)
-    in_order = tuple(axis for axis in mesh.axis_names if axis in named)
-    if named != in_order:  # JAX counts devices in that order where it permutes
-        raise ValueError(
-            f"{where}: axis_name must name axes in the order of the mesh's, "
-            f"{mesh.axis_names}, got {named}; pass axis_name={in_order}"
-        )
-    return mesh
-
-
-def _line_of(where: str, name: str, config: AttentionConfig, given: Any) -> Mesh:
-    """A mesh of devices along the one axis that sequences are cut over."""
-    devices = _devices_of(where, name, given)
-    names = _each(config.axis_name)
-    if len(names) > 1:
-        raise ValueError(
-            f"{where}: {name} must be a jax.sharding.Mesh where axis_name is several "
-            f"axes, {names}, got {show(given)}; jax.make_mesh((2, 2), {names}), say, "
-            "is one"
-        )
-    return Mesh(np.array(devices), names)
-
-
-def _devices_of(where: str, name: str, given: Any) -> list[jax.Device]:
-    """All there are for None."""
-    if given is None:
-        return jax.devices()
-    try:
-        devices = [given] if isinstance(given, jax.Device) else list(given)
-    except TypeError:
-        devices = [given]
-    if not all(isinstance(device, jax.Device) for device in devices):
-        raise TypeError(
-            f"{where}: {name} must be a jax.sharding.Mesh, a jax.Device or a sequence "
-            f"of devices, got {given!r}; pass jax.devices()[:4], say"
-        )
-    if not devices or len(set(devices)) < len(devices):
-        raise ValueError(
-            f"{where}: {name} must be at least one device, and none twice, got "
-            f"{given!r}; pass jax.devices()[:4], say"
-        )
-    return devices
-
-
-def _check_no_mesh(where: str, name: str, config: AttentionConfig, mesh: Any) -> None:
-    """Nothing is given that a pattern of one device would ignore."""
-    fields = ("strategy", "layout", "compiler_options", *AXES)
-    given = {field: getattr(config, field) for field in fields}
-    ignored = {
-        field: repr(value)
-        for field, value in given.items()
-        if value != getattr(AttentionConfig, field)
-    }
-    if mesh is not None:
-        ignored = {name: f"a {show(mesh)}"} | ignored
-    if not ignored:
-        return
-    field, value = next(iter(ignored.items()))
-    needs_flag = config.is_causal and not config.causal
-    raise ValueError(
-        f"{where}: {field} must be left out with pattern {config.pattern.name}, which "
-        f"cuts no sequence, got {value}; pattern CONTEXT_PARALLEL"
-        f"{', with causal=True,' if needs_flag else ''} serves it, and jit's shardings "
-        "alone cut batch and heads"
-    )
-
-
-def _check_cuts(where: str, config: AttentionConfig, mesh: Mesh, x: jax.Array) -> None:
-    """Whether the mesh cuts the batch, the sequence and the heads evenly."""
-    by = _size_of(mesh, config.batch_axis)
-    if x.shape[0] % by:
-        raise ValueError(
-            f"{where}: hidden_states must have a batch that is a multiple of the {by} "
-            f"devices of batch_axis {config.batch_axis!r}, got {show(x)}; pad the "
-            "batch, or make the layer without batch_axis"
-        )
-    size = _size_of(mesh, config.axis_name)
-    by = 1 if size == 1 else chunks_of(config.layout, size)
-    if x.shape[1] % by:
-        raise ValueError(
-            f"{where}: sequences must be a multiple of {by} long, to be cut "
-            f"evenly, got {x.shape[1]}; pad hidden_states by "
-            "jax_kvblock.parallel.pad_sequence, and attention_mask with zeros"
-        )
-    by = _size_of(mesh, config.head_axis)
-    heads = {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads}
-    for name, count in heads.items():
-        if count % by:
-            raise ValueError(
-                f"{where}: {name} must be a multiple of the {by} devices of head_axis "
-                f"{config.head_axis!r}, got {count}; make the layer with as many, or "
-                "without head_axis"
-            )
-
-
-def _on_mesh(
-    where: str, name: str, given: Any, x: jax.Array, place: NamedSharding
-) -> jax.Array:
-    """x, which lies on the mesh's devices or wherever it is needed.
-
-    given: what x was made of. A tensor of another library cannot lie on a mesh, so what
-    it holds goes there.
-    """
-    if isinstance(x, jax.core.Tracer) or not x.committed:
-        return x
-    there, here = list(place.mesh.devices.flat), _devices(x)
-    # Arrays in one order of devices meet no arrays in another.
-    ordered = isinstance(x.sharding, NamedSharding)
-    if here == there if ordered else set(here) == set(there):
-        return x
-    if not isinstance(given, jax.Array):
-        return jax.device_put(x, place)
-    if isinstance(x[:0], jax.core.Tracer):  # a constant of a program is copied there
-        return x
-    spec = tuple(place.spec)
-    raise ValueError(
-        f"{where}: {name} must lie on the devices of the layer's mesh, in its order, "
-        f"{_listed(there)}, got {show(x)} on {_listed(here)}; "
-        f"jax.device_put({name}, NamedSharding(layer.mesh, PartitionSpec{spec})) "
-        "moves it"
-    )
-
-
-def _devices(x: jax.Array) -> list[Any]:
-    if isinstance(x.sharding, NamedSharding):
-        return list(x.sharding.mesh.devices.flat)
-    return sorted(x.sharding.device_set, key=lambda device: device.id)
-
-
-def _listed(devices: list[Any]) -> str:
-    """The first eight by name."""
-    more = f" and {len(devices) - 8} more" if len(devices) > 8 else ""
-    return ", ".join(map(str, devices[:8])) + more
 
 
 def _rows(config: AttentionConfig) -> PartitionSpec:
