@@ -23,6 +23,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "dlpack/": (),
     "objects/": (),
     "host/": ("kvblock/",),
+    "ops/after/": SHARED,
     "ops/append/": SHARED,
     "ops/block_copy/": SHARED,
     "ops/kernel_call/": SHARED,
@@ -80,7 +81,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "module.cc": (
         *("kvblock/", "dlpack/", "objects/"),
-        *("ops/append/", "ops/block_copy/", "ops/kernel_call/", ATTENTION),
+        *("ops/after/", "ops/append/", "ops/block_copy/", "ops/kernel_call/"),
+        ATTENTION,
     ),
 }
 # Of a subject that other rooms know nothing of; host/ has checks of both.

@@ -162,7 +162,7 @@ CPU = (
     Mutant(
         "of few queries, junk beyond the lengths is let in",
         FEW,
-        "a = jnp.where(labels.valid[..., None, None], a, 0)",
+        "a = jnp.where(labels.used[..., None, None], a, 0)",
         "pass",
         FEW_QUERIES,
     ),
