@@ -176,7 +176,7 @@ def _over(
     """(name, what makes the calls): over n devices, or one device's part."""
     bounds = _bounds(case)
     tuned = strategy != PLAIN
-    compiled = compiler_options() if tuned else None
+    compiled = compiler_options(combine_gathers=True) if tuned else None
     strategy = strategy.removesuffix(", as jit is")
     options = {"axis_name": "context", "strategy": strategy, "causal": True}
     options["compiler_options"] = tuned

@@ -147,7 +147,7 @@ def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
     x: Operands = call.unpack(arrays[: len(call.present)])
     extra = arrays[len(call.present) :]
     size = sizes_of(config, x)
-    if op.is_forward and config.shares_gpu:
+    if op.is_forward and config.shares_gpu and kernels == "cuda_sm90":
         x = _as_uneven(x, size)
     launch = functools.partial(_call, kernels, config, x, size, extra)
     if op.is_forward:
@@ -165,7 +165,7 @@ def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
 def _as_uneven(x: Operands, size: Sizes) -> Operands:
     """With lengths, though they are all there is.
 
-    Then Hopper's kernel hands out tiles as thread blocks end. Else each has a fixed
+    Then the kernel hands out tiles as thread blocks end. Else each has a fixed
     share, and those that find no multiprocessor begin when all others have ended.
     """
     uneven = (x.cu_q, x.q_lens, x.kv_lens, x.q_segments, x.tile_indices)

@@ -119,8 +119,9 @@ def _hashable(axis_name: Any) -> Any:
     return tuple(axis_name) if isinstance(axis_name, list) else axis_name
 
 
-# Up to here a sum over devices takes no longer for n times as many bytes: what one step
-# of decoding makes. More travels as little as it can, in two sums and a maximum.
+# Up to here, as in a step of decoding, what a collective costs is taken to be its
+# start, and all members' parts travel in one sum. More travels once, in two and a
+# maximum.
 _AT_ONCE_BYTES = 2**20
 
 

@@ -23,6 +23,7 @@ from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
 from jax_kvblock.core.checks import check_choice, show, to_jax
 from jax_kvblock.parallel import axes
 from jax_kvblock.parallel.local import Mask, Plan
+from jax_kvblock.parallel.options import engines_can_send
 from jax_kvblock.parallel.pieces import NO_KEY, reach_of
 from jax_kvblock.parallel.sequence import LAYOUTS, check_boundaries, check_divides
 from jax_kvblock.parallel.strategy import (
@@ -121,6 +122,8 @@ def normalize(
     work = work_of(config, size, sizes, batch, rows, keys, q.dtype.itemsize, reach)
     strategy, group = _resolve(where, strategy, work)
     gathered = strategy == "all_gather"
+    by_engines = compiler_options and engines_can_send() and not gathered
+    by_engines = by_engines and jax.process_count() == 1
     plan = Plan(
         config=config,
         axis_name=axis_name,
@@ -131,7 +134,7 @@ def normalize(
         packed=packed,
         alike=alike,
         as_one=not compiler_options,
-        beside_nccl=gathered or not compiler_options or jax.process_count() > 1,
+        beside_nccl=not by_engines,
     )
     exchange = Exchange(axis_name, size, group, zigzag) if group > 1 else None
     return Normalized(

@@ -99,7 +99,9 @@ def context_parallel_attention(
 
     Each device passes its rows of q, k and v and gets those of the result. It is
     `flash_attention` of the whole sequence; no device ever has it whole, but where it
-    is gathered or heads are exchanged. One `jax.custom_vjp`: reverse mode, once.
+    is gathered or heads are exchanged. One `jax.custom_vjp`: reverse mode, once. Name
+    all mesh axes that cut anything in the shard_map: what an automatic axis beside it
+    cuts is gathered.
 
     Args:
       q: `[B, T, N, D]`, T of the sequence's `n T` rows; bfloat16, float16 or float32.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,21 +10,25 @@ import jax
 import jaxlib
 
 _WHOLE = 1 << 40  # bytes; more than any collective has
-_SINCE = (0, 11, 2)
 
 
-def compiler_options(devices: Iterable[jax.Device] | None = None) -> dict[str, Any]:
+def compiler_options(
+    devices: Iterable[jax.Device] | None = None, *, combine_gathers: bool = False
+) -> dict[str, Any]:
     """Options of `jax.jit` under which what travels hides best under what is computed.
 
     Without them everything is right, and most of it hides.
 
-    - Collectives that begin together are one: XLA hides but one at a time.
+    - Permutations that begin together are one: XLA hides but one collective at a time.
     - `ppermute` among devices of one process is done by the GPUs' copy engines, with
       jaxlib 0.11.2 or newer. NCCL's kernels need multiprocessors, and attention kernels
       have taken all of them.
 
     Args:
       devices: those of the mesh; all there are unless given.
+      combine_gathers: also make one of all-gathers, and of reduce-scatters, that could
+        begin together. It is for strategy "all_gather", and for programs without other
+        gathers: weights that are cut over devices would be gathered all at once.
 
     Returns:
       A dict; empty where the devices are no NVIDIA GPUs.
@@ -34,11 +39,18 @@ def compiler_options(devices: Iterable[jax.Device] | None = None) -> dict[str, A
     devices = jax.devices() if devices is None else list(devices)
     if any(d.platform not in ("gpu", "cuda") for d in devices):
         return {}
+    kinds = ["collective_permute"]
+    if combine_gathers:
+        kinds += ["all_gather", "reduce_scatter"]
     found: dict[str, Any] = {
-        f"xla_gpu_{kind}_combine_threshold_bytes": _WHOLE
-        for kind in ("collective_permute", "all_gather", "reduce_scatter")
+        f"xla_gpu_{kind}_combine_threshold_bytes": _WHOLE for kind in kinds
     }
-    version = tuple(int(part) for part in jaxlib.__version__.split(".")[:3])
-    if version >= _SINCE and len({d.process_index for d in devices}) == 1:
+    if engines_can_send() and len({d.process_index for d in devices}) == 1:
         found["xla_gpu_collective_permute_mode"] = "COLLECTIVES_PEER_MEMORY"
     return found
+
+
+def engines_can_send() -> bool:
+    """Whether this jaxlib can have copy engines do what `ppermute` sends."""
+    version = [int(part) for part in re.findall(r"\d+", jaxlib.__version__)[:3]]
+    return version >= [0, 11, 2]

@@ -17,10 +17,12 @@ from jax.experimental.custom_partitioning import (
     SdyShardingRule,
     custom_partitioning,
 )
-from jax.interpreters import batching, mlir
-from jax.sharding import NamedSharding
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_kvblock.core import ffi
 from jax_kvblock.core.primitive import make_primitives
+from jax_kvblock.core.spmd import lower_local
 
 TARGET = "kvblock_after"
 
@@ -53,6 +55,8 @@ def _barrier(*operands: Any, count: int) -> list[Any]:
 
 
 def _lower_cuda(ctx: Any, *operands: Any, count: int) -> Any:
+    if not ffi.BUILD["cuda"]:  # there is no handler; another order is right, too
+        return lower_local(ctx, functools.partial(_barrier, count=count), *operands)
     in_place = {i: i for i in range(count)}
     call = jax.ffi.ffi_lowering(TARGET, operand_output_aliases=in_place)
     return call(ctx, *operands)
@@ -74,7 +78,9 @@ def _partition(count: int, mesh: Any, operands: Any, results: Any) -> Any:
     def local(*operands: Any) -> tuple[Any, ...]:
         return tuple(_local_p.bind(*operands, count=count))
 
-    cuts = tuple(NamedSharding(mesh, x.sharding.spec) for x in operands)
+    # What is cut nowhere may come without a spec, where some axes are manual.
+    specs = (getattr(x.sharding, "spec", None) or PartitionSpec() for x in operands)
+    cuts = tuple(NamedSharding(mesh, spec) for spec in specs)
     return mesh, local, cuts[:count], cuts
 
 
@@ -102,3 +108,11 @@ def _batch(operands: Any, dims: Any, *, count: int) -> tuple[list[Any], Any]:
 
 
 batching.primitive_batchers[_after_p] = _batch
+
+
+def _jvp(operands: Any, tangents: Any, *, count: int) -> tuple[list[Any], list[Any]]:
+    """Tangents in no order: forward mode and second derivatives are plain JAX."""
+    return _after_p.bind(*operands, count=count), list(tangents[:count])
+
+
+ad.primitive_jvps[_after_p] = _jvp

@@ -42,8 +42,7 @@ AXIS = "devices"
 # A chunk of a part of the heads. Over NVLink at about 300 GB/s it takes some 60 us, ten
 # times as long as a launch; with eight, what is read first and written last is little.
 CHUNK_BYTES, MOST_CHUNKS = 2**24, 8
-# A device's part of the blocks that a collective takes at once; it needs room for two.
-STEP_BYTES = 2**30
+STEP_BYTES = 2**31  # that a step of collectives holds on each device beside the pools
 Devices = tuple[jax.Device, ...]
 Pieces = tuple[jax.Array, ...]
 Firsts = tuple[tuple[int, ...], ...]  # of each piece, for each device, its first head
@@ -174,9 +173,10 @@ def _by_collectives(
     src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array, devices: Devices
 ) -> KVPool:
     """GPUs, or devices of several processes; many blocks go in several steps."""
-    width = grain(src.cut, dst.cut)
+    width, rounds = grain(src.cut, dst.cut), in_rounds(src.cut, dst.cut, devices)
     head = src.pool.spec.block_bytes // max(src.pool.spec.num_kv_heads, 1)
-    steps = -(-len(src_ids) * width * head // STEP_BYTES)
+    held = len(rounds.rounds) + len(rounds.pieces)  # on every device, of its shape
+    steps = -(-len(src_ids) * width * head * held // STEP_BYTES)
     both = (_chunked(ids, steps) for ids in (src_ids, dst_ids))
     for take, put in zip(*both, strict=True):
         dst = Part(_by_a_collective(src, take, dst, put, devices), dst.cut)

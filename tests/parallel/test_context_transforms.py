@@ -484,3 +484,58 @@ def test_documents_of_any_lengths(rng, cut, compiles):
         for cu, (a, b) in zip(OTHER_BOUNDARIES, HUGE, strict=True)
     ]
     check_values(calls, cut, compiles)
+
+
+# ---- axes that stay automatic; second derivatives ------------------------------------
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_beside_an_automatic_axis(rng, strategy):
+    """Only one of two mesh axes is the shard_map's."""
+    call = simple(rng, sinks=None)
+    axes = (AxisType.Auto,) * 2
+    devices = jax.devices("cpu")[:4]
+    mesh = jax.make_mesh((2, 2), ("d", "c"), axes, devices=devices)
+    rows = P(None, "c")
+
+    def local(x: Any) -> Any:
+        how = {"axis_name": "c", "strategy": strategy, "layout": "contiguous"}
+        return context_parallel_attention(**x, causal=True, **how)
+
+    over = jax.shard_map(
+        local, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"c"}
+    )
+    place = jax.sharding.NamedSharding(mesh, P("d", "c"))
+    arrays = {n: jax.device_put(a, place) for n, a in call.arrays.items()}
+
+    def run(f: Any, x: Any) -> Any:
+        out, pull = jax.vjp(f, x)
+        return out, pull(out)[0]
+
+    got = jax.jit(lambda x: run(over, x))(arrays)
+    want = run(lambda x: flash_attention(**x, causal=True), call.arrays)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
+def test_second_derivatives_in_reverse(rng, strategy):
+    """Of what is plain JAX."""
+    call = simple(rng, sinks=None)
+    rows = P(None, "c")
+
+    def local(q: Any, k: Any, v: Any) -> Any:
+        how = {"axis_name": "c", "strategy": strategy, "layout": "contiguous"}
+        return context_parallel_attention(q, k, v, causal=True, **how)
+
+    over = jax.shard_map(local, mesh=mesh_of(), in_specs=rows, out_specs=rows)
+
+    def slope(f: Any) -> Any:
+        loss = lambda q, k, v: jnp.sum(jnp.sin(f(q, k, v)))  # noqa: E731
+        first = lambda q, k, v: jnp.sum(jax.grad(loss, 1)(q, k, v) ** 2)  # noqa: E731
+        return jax.jit(jax.grad(first))
+
+    args = [call.arrays[n] for n in "qkv"]
+    got = slope(over)(*args)
+    want = slope(lambda q, k, v: flash_attention(q, k, v, causal=True))(*args)
+    np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)

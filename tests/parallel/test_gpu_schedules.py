@@ -80,6 +80,7 @@ def test_a_ring(count, how):
     sends = [line for line in forward if line.startswith("collective-permute")]
     assert len(sends) == 2 * (count - 1) and exposed(forward) == []
     assert forward.count(FORWARD) == count and "copy" not in forward
+    assert forward.count("join") == (how == "plain")  # of a device's own keys
     both = schedule("ring", count, 16384, "both", how)
     assert both.count(FORWARD) == both.count(BACKWARD) == count
     extra = 0 if how == "tuned" else max(0, count - 3)

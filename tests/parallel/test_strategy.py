@@ -18,7 +18,11 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jax_kvblock.parallel import arguments, context_parallel_attention
+from jax_kvblock.parallel import (
+    arguments,
+    compiler_options,
+    context_parallel_attention,
+)
 from jax_kvblock.parallel.strategy import (
     H200,
     STRATEGIES,
@@ -494,3 +498,47 @@ def test_the_rates_of_the_document():
     want = (flops * 1e12, call / 1e6, permute * 1e9, gather * 1e9)
     want += (gather * 1e9, memory * 1e12, launch / 1e6)
     np.testing.assert_allclose(dataclasses.astuple(H200), want, rtol=1e-12)
+
+
+# ---- how to compile ------------------------------------------------------------------
+
+
+class Gpu:
+    """As much of a device as is looked at."""
+
+    platform = "gpu"
+
+    def __init__(self, process_index: int) -> None:
+        self.process_index = process_index
+
+
+COMBINED = "xla_gpu_collective_permute_combine_threshold_bytes"
+ENGINES = "xla_gpu_collective_permute_mode"
+
+
+@pytest.mark.parametrize(
+    ("version", "processes", "engines"),
+    [
+        ("0.10.2", (0, 0), False),
+        ("0.11.1", (0, 0), False),
+        ("0.11.2", (0, 0), True),
+        ("0.11.2+local", (0, 0), True),
+        ("0.12.0rc1", (0,), True),
+        ("0.12.0.1", (0, 1), False),
+    ],
+)
+def test_compiler_options(monkeypatch, version, processes, engines):
+    """Copy engines send within a process, where jaxlib knows how."""
+    monkeypatch.setattr("jaxlib.__version__", version)
+    found = compiler_options([Gpu(i) for i in processes])
+    assert COMBINED in found and (ENGINES in found) == engines
+    assert len(compiler_options([Gpu(0)], combine_gathers=True)) == len(
+        compiler_options([Gpu(0)])
+    ) + 2  # fmt: skip
+
+
+def test_compiler_options_are_for_gpus(four_cpus):
+    """Elsewhere there are none, and jit takes those that there are."""
+    assert compiler_options(jax.devices("cpu")) == {}
+    names = {COMBINED: 1 << 40}
+    assert jax.jit(lambda x: x + 1, compiler_options=names)(1) == 2

@@ -2,7 +2,8 @@
 
 Run as a script with a CUDA plugin of JAX on the path, `STRATEGY DEVICES LENGTH WORK
 OPTIONS`, it compiles attention over that many GPUs and prints a line for each call of a
-kernel, each collective that is begun, waited for, or waited for at once, and each copy.
+kernel, each collective that is begun, waited for, or waited for at once, each copy, and
+each join of keys and values.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ HEADS = (32, 8, 8, 32)  # of q, k, v and the gradient of out
 def register_stand_ins() -> None:
     """A build without CUDA has no handlers for it; to compile, any are as good."""
     known = ffi._native.handlers()
+    ffi.BUILD["cuda"] = True
     names = ("attention_forward", "attention_backward_kv", "after")
     for name in (f"kvblock_{name}" for name in names):
         if name not in known["CUDA"]:
@@ -82,7 +84,7 @@ def compile_attention(
     f, given = (over, args[:3]) if work == "forward" else (both, args)
     options = {}
     if tuned:  # what there is of it for a compiler of any version
-        found = compiler_options(mesh.devices.flat)
+        found = compiler_options(mesh.devices.flat, combine_gathers=True)
         options = {name: x for name, x in found.items() if "threshold" in name}
         assert len(options) == 3
     return jax.jit(f).lower(*given).compile(compiler_options=options)
@@ -113,6 +115,8 @@ def lines_of(text: str) -> list[str]:
             found.append(f"{moved[1]} {(moved[2] or '-at-once')[1:]}")
         elif re.search(r" copy(-start)?\(", line):
             found.append("copy")
+        elif re.search(r"concatenate_fusion\S* = bf16", line):
+            found.append("join")
     return found
 
 
