@@ -40,28 +40,28 @@ def index(axis_name: Any) -> jax.Array:
 
 def send(a: jax.Array, axis_name: Any, size: int, group: int, by: int) -> jax.Array:
     """To the device `by` places on in its ring of `size`; what is behind comes here."""
-    number = _numbers(axis_name, size * group)
+    names, number = _in_mesh_order(axis_name, size * group)
     pairs = [
         (number[r * group + h], number[(r + by) % size * group + h])
         for r in range(size)
         for h in range(group)
     ]
-    return jax.lax.ppermute(a, axis_name, pairs)
+    return jax.lax.ppermute(a, names, pairs)
 
 
-def _numbers(axis_name: Any, size: int) -> list[int]:
-    """By what number collectives know each device.
+def _in_mesh_order(axis_name: Any, size: int) -> tuple[Any, list[int]]:
+    """Axes as `ppermute` takes them, and by what number it knows each device then.
 
-    With several axes they count in the mesh's order, and `axis_index` in that of the
+    With several axes it counts in the mesh's order, and `axis_index` in that of the
     names.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     mesh = [x for x in jax.sharding.get_abstract_mesh().axis_names if x in names]
     if len(names) < 2 or len(mesh) < len(names):
-        return list(range(size))
-    sizes = [jax.lax.axis_size(x) for x in mesh]
-    places = np.arange(size).reshape(sizes)
-    return places.transpose([mesh.index(x) for x in names]).reshape(-1).tolist()
+        return axis_name, list(range(size))
+    places = np.arange(size).reshape([jax.lax.axis_size(x) for x in mesh])
+    number = places.transpose([mesh.index(x) for x in names]).reshape(-1)
+    return tuple(mesh), number.tolist()
 
 
 def gather(

@@ -29,8 +29,9 @@ def schedule(
 ) -> tuple[str, ...]:
     assert FOLDER is not None
     script = Path(gpu_schedules.__file__)
-    path = os.pathsep.join([FOLDER, os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": ""}
+    path = [FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "JAX_PLATFORMS": ""}
+    environment["PYTHONPATH"] = os.pathsep.join(path)
     words = [strategy, str(count), str(length), work, how]
     ran = subprocess.run(
         [sys.executable, "-P", str(script), *words],

@@ -513,6 +513,7 @@ def test_out_and_lse_are_all_that_travels(one, size, rng):
 def test_more_than_a_step_s_travels_once(rng, monkeypatch):
     """Not n times, and so in several sums."""
     monkeypatch.setattr(merge, "_AT_ONCE_BYTES", 4 * 9 * 4 * (16 + 1) * 4 - 1)
+    merge.merge_arrays.clear_cache()  # it is jitted
     drawn = Dealt(Case(((9, 37),), sinks=True), rng, 4, "xla")
     function, args = drawn.function()
     compiled = jax.jit(function).lower(*args).compile()
@@ -520,6 +521,7 @@ def test_more_than_a_step_s_travels_once(rng, monkeypatch):
     assert {kind for kind, _ in found} == {"all-reduce"}
     assert sum(n for _, n in found) == 9 * 4 * (16 + 2)
     drawn.hold(*compiled(*args))
+    merge.merge_arrays.clear_cache()
 
 
 def test_what_travels_would_be_seen(rng):
