@@ -394,7 +394,7 @@ def test_without_check_vma(rng, strategy):
 
 
 def wide(jaxpr: Any) -> set[str]:
-    """Results of 64 bits, at any depth; Python's numbers are none until they meet one."""
+    """Results of 64 bits, at any depth. Python's own numbers are none yet."""
     found = set()
     for equation in jaxpr.eqns:
         for x in equation.outvars:
