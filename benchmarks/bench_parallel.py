@@ -4,7 +4,7 @@ Efficiency is time on one / (n × time on n), the sequence being the same, every
 turns. The one is the slowest of the GPUs, each of which is timed: the others wait for
 it. Programs are compiled with `compiler_options()`; "ring, as jit is" is without.
 
-With n GPUs here it is that of n GPUs. With fewer, "one of n, alone" is the part of the
+With n GPUs here it is that of n GPUs. With one, "one of n, alone" is the part of the
 first or of the last device, with sends that give back what they were given: what is
 computed, without what travels, and so a bound.
 """
@@ -185,7 +185,7 @@ def _over(
     local = functools.partial(context_parallel_attention, **options)
     if len(jax.devices()) >= n:
         yield "", functools.partial(_over_devices, case, n, local, compiled)
-    elif strategy != "auto":  # which is one of the others
+    elif strategy != "auto" and len(jax.devices()) == 1:  # it is one of the others
         for place, which in ((0, "first"), (n - 1, "last")):
             name = f", {which} of {n} alone"
             yield name, functools.partial(_alone, case, n, place, local)
