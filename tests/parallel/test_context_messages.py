@@ -136,7 +136,7 @@ for name, choices in CHOICES.items():
 for name in ("strategy", "layout"):
     words = f"{name} must be one of {CHOICES[name]}, got None"
     ROWS.value(W, f"{name}=None", call(**{name: None}), [Q, K, K], words)
-for name in ("causal", "deterministic", "return_lse"):
+for name in ("causal", "deterministic", "return_lse", "compiler_options"):
     for value in (1, None, "yes"):
         words = f"{name} must be True or False|got {value!r}"
         ROWS.kind(W, f"{name}={value!r}", call(**{name: value}), [Q, K, K], words)
