@@ -85,7 +85,7 @@ def bench(options: argparse.Namespace, results: Results) -> None:
 def _speed(case: Length, results: Results, quick: bool) -> None:
     here = min(len(jax.devices()), max(COUNTS))
     running = {
-        _one_of(i): _Timed(_one(case), _drawn(case, 1, SingleDeviceSharding(device)))
+        _one_of(i): _Timed(_one(case), drawn(case, 1, SingleDeviceSharding(device)))
         for i, device in enumerate(jax.devices()[:here])
     }
     for n in COUNTS:
@@ -156,7 +156,7 @@ def _one(case: Length) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return flash_attention(q, k, v, causal=True)
         return flash_attention(q, k, v, causal=True, cu_seqlens=(bounds, bounds))
 
-    return attend, functools.partial(_both, attend)
+    return attend, functools.partial(both, attend)
 
 
 def _bounds(case: Length) -> Any:
@@ -165,7 +165,7 @@ def _bounds(case: Length) -> Any:
     return jnp.asarray(np.cumsum([0, *case.documents]), jnp.int32)
 
 
-def _both(attend: Callable[..., Any], q: Any, k: Any, v: Any, d_out: Any) -> Any:
+def both(attend: Callable[..., Any], q: Any, k: Any, v: Any, d_out: Any) -> Any:
     out, pull = jax.vjp(attend, q, k, v)
     return out, pull(d_out)
 
@@ -198,8 +198,8 @@ def _over_devices(
     rows = P("context") if case.documents else P(None, "context")
     mesh = Mesh(np.array(jax.devices()[:n]), ("context",))
     attend = jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
-    args = _drawn(case, 1, NamedSharding(mesh, rows))
-    made = _Timed((attend, functools.partial(_both, attend)), args, options)
+    args = drawn(case, 1, NamedSharding(mesh, rows))
+    made = _Timed((attend, functools.partial(both, attend)), args, options)
     bounds = {"axis": 0, "cu_seqlens": _bounds(case)} if case.documents else {}
     here = jax.devices()[0]
     natural = [
@@ -220,12 +220,12 @@ def _alone(case: Length, n: int, place: int, local: Callable[..., Any]) -> _Time
 
     def both(place: Any, q: Any, k: Any, v: Any, d_out: Any) -> Any:
         with one_of(n, place):
-            return _both(local, q, k, v, d_out)
+            return both(local, q, k, v, d_out)
 
-    return _Timed((forward, both), (jnp.int32(place), *_drawn(case, n, None)))
+    return _Timed((forward, both), (jnp.int32(place), *drawn(case, n, None)))
 
 
-def _drawn(case: Length, parts: int, place: Any) -> tuple[jax.Array, ...]:
+def drawn(case: Length, parts: int, place: Any) -> tuple[jax.Array, ...]:
     """q, k, v and the gradient of out; of one device's rows where there are parts."""
     tokens = case.tokens // parts
     lead = (tokens,) if case.documents else (1, tokens)

@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-TOKENS, HEADS, KV_HEADS, DIM = 16384, 32, 8, 128
+TOKENS = 16384
 WAYS = {"as jit is": False, "with compiler_options()": True}
 # What kernels are called, and in which colour they are drawn; the first that matches.
 KINDS = {
@@ -35,6 +35,7 @@ KINDS = {
 def record(path: Path, commit: str) -> None:
     import jax
     import numpy as np
+    from bench_parallel import Length, both, drawn
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
@@ -42,12 +43,7 @@ def record(path: Path, commit: str) -> None:
 
     devices = jax.devices()
     mesh, rows = Mesh(np.array(devices), ("context",)), P(None, "context")
-    args = []
-    for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS, HEADS)):
-        shape = (1, TOKENS, heads, DIM)
-        draw = functools.partial(jax.random.normal, shape=shape, dtype="bfloat16")
-        place = NamedSharding(mesh, rows)
-        args.append(jax.jit(draw, out_shardings=place)(jax.random.key(i)))
+    args = drawn(Length(TOKENS), 1, NamedSharding(mesh, rows))
     found: dict[str, Any] = {}
     for name, tuned in WAYS.items():
         local = functools.partial(
@@ -55,13 +51,9 @@ def record(path: Path, commit: str) -> None:
             causal=True, compiler_options=tuned,
         )  # fmt: skip
         over = jax.shard_map(local, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
-
-        def both(q: Any, k: Any, v: Any, d_out: Any, over: Any = over) -> Any:
-            out, pull = jax.vjp(over, q, k, v)
-            return out, pull(d_out)
-
         options = compiler_options() if tuned else None
-        call = jax.jit(both, compiler_options=options).lower(*args).compile()
+        jit = jax.jit(functools.partial(both, over), compiler_options=options)
+        call = jit.lower(*args).compile()
         found[name] = _events(lambda call=call: call(*args), len(devices))
     document = {
         "device": devices[0].device_kind,

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_parallel import DIM, DTYPE, HEADS, KV_HEADS, Length
+from bench_parallel import DIM, Length, drawn
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -56,7 +56,7 @@ def time_in_jax(tokens: int, options: argparse.Namespace, results: Results) -> N
         jax.nn.dot_product_attention, is_causal=True, implementation=backend
     )
     try:
-        one = _Compiled(whole, _drawn(tokens, None))
+        one = _Compiled(whole, drawn(Length(tokens), 1, None))
     except Exception as error:
         results.fail(case, jax_name(), error)
         return
@@ -69,7 +69,9 @@ def time_in_jax(tokens: int, options: argparse.Namespace, results: Results) -> N
             local, mesh=mesh, in_specs=(rows,) * 3, out_specs=rows, check_vma=False
         )
         try:
-            made = _Compiled(attend, _drawn(tokens, NamedSharding(mesh, rows)))
+            made = _Compiled(
+                attend, drawn(Length(tokens), 1, NamedSharding(mesh, rows))
+            )
             _compare(made, one, n if way == "all_gather" else None)
             running[who] = made
         except Exception as error:
@@ -103,16 +105,6 @@ class _Compiled:
     def run(self, work: str, args: Any = None) -> Any:
         args = self.args if args is None else args
         return self._compiled[work](*(args if work == "both" else args[:-1]))
-
-
-def _drawn(tokens: int, place: Any) -> tuple[jax.Array, ...]:
-    """q, k, v and the gradient of out."""
-    made = []
-    for i, heads in enumerate((HEADS, KV_HEADS, KV_HEADS, HEADS)):
-        shape = (1, tokens, heads, DIM)
-        draw = functools.partial(jax.random.normal, shape=shape, dtype=DTYPE)
-        made.append(jax.jit(draw, out_shardings=place)(jax.random.key(i)))
-    return tuple(made)
 
 
 def _compare(made: _Compiled, one: _Compiled, zigzag: int | None) -> None:
