@@ -48,4 +48,14 @@ __device__ __forceinline__ uint32_t Pack(float low, float high) {
   }
 }
 
+// A pair of 16 bits as float32.
+template <typename T>
+__device__ __forceinline__ float2 Unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+  } else {
+    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
+  }
+}
+
 }  // namespace kvblock

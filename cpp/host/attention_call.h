@@ -41,6 +41,7 @@ struct AttentionCall {
   void *dq, *dk, *dv, *dbias;
   int32_t *dq_turns, *dq_state;
   void* workspace;
+  int32_t joins;
 };
 static_assert(offsetof(AttentionCall, o) == sizeof(kvblock_attention));
 
@@ -56,6 +57,7 @@ inline AttentionCall CallOf(const kvblock_forward& a) {
   call.lse = a.lse;
   call.base = a.base;
   call.workspace = a.workspace;
+  call.joins = a.joins;
   return call;
 }
 
@@ -71,6 +73,7 @@ inline AttentionCall CallOf(const kvblock_backward& a) {
   call.dv = a.dv;
   call.dbias = a.dbias;
   call.workspace = a.workspace;
+  call.joins = a.joins;
   return call;
 }
 

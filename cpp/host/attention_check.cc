@@ -232,10 +232,35 @@ const char* Check(const AttentionCall& a, Pass pass) {
   return error.empty() ? nullptr : Message("attention: " + error);
 }
 
+// Which calls may be joined with what their results hold. Of wide heads there is no room in shared
+// memory for that.
+constexpr int32_t kMostJoinedDim = 128;
+const char* CheckJoins(const kvblock_forward& a) {
+  if (!a.joins) return nullptr;
+  const kvblock_attention& call = a.call;
+  if (call.kernels != KVBLOCK_KERNELS_SM90) {
+    return Message("attention: joins is for the sm_90a kernels");
+  }
+  if (call.head_dim > kMostJoinedDim || call.value_dim > kMostJoinedDim) {
+    return Message(Got("attention: joins is for head dims up to 128",
+                       std::max(call.head_dim, call.value_dim)));
+  }
+  if (call.bias || call.sinks || call.tile_indices || call.softcap != 0.0f ||
+      !(call.scale > 0.0f)) {
+    return Message(
+        "attention: joins is for a scale above 0, and neither softcap, bias, sinks nor tiles");
+  }
+  const bool queries = call.q_len > 0 && (call.batch > 0 || call.cu_q);
+  return queries && !a.lse ? Message("attention: joins needs an lse") : nullptr;
+}
+
 // How backward_kv is to compute dq.
 const char* CheckDq(const kvblock_backward& a) {
   const bool sm90 = a.call.kernels == KVBLOCK_KERNELS_SM90;
   if (sm90 && a.dq_accum) return Message("attention: dq_accum is for the generic kernels");
+  if (a.joins && !(sm90 && a.dq)) {
+    return Message("attention: joins is for the sm_90a kernels and their dq");
+  }
   if (!a.deterministic) return nullptr;
   if (!sm90) {
     return Message(
@@ -255,7 +280,8 @@ const char* CheckDq(const kvblock_backward& a) {
 extern "C" const char* kvblock_attention_check_forward(const kvblock_forward* a) {
   using namespace kvblock;
   if (a == nullptr) return Message("attention: the struct is NULL");
-  return Check(CallOf(*a), Pass::kForward);
+  if (const char* error = Check(CallOf(*a), Pass::kForward)) return error;
+  return CheckJoins(*a);
 }
 
 extern "C" const char* kvblock_attention_check_backward(const kvblock_backward* a,
@@ -267,5 +293,6 @@ extern "C" const char* kvblock_attention_check_backward(const kvblock_backward* 
     return Message(Got("attention: pass must be a kvblock_backward_pass", number));
   }
   if (const char* error = Check(CallOf(*a), static_cast<Pass>(number))) return error;
-  return number == KVBLOCK_BACKWARD_KV ? CheckDq(*a) : nullptr;
+  if (number == KVBLOCK_BACKWARD_KV) return CheckDq(*a);
+  return a->joins ? Message("attention: joins is for backward_kv") : nullptr;
 }

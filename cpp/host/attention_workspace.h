@@ -2,6 +2,7 @@
 #ifndef KVBLOCK_HOST_ATTENTION_WORKSPACE_H_
 #define KVBLOCK_HOST_ATTENTION_WORKSPACE_H_
 
+#include <algorithm>
 #include <cstdint>
 
 #include "kvblock/attention.h"
@@ -44,6 +45,23 @@ inline int64_t PieceFloats(int32_t ctas, int32_t rows, int32_t value_dim) {
 constexpr int kDqRows = 64;
 constexpr int kDqCounters = 2;  // of a tile: who adds first (hopper/backward/dq_state.cuh)
 
+// KV heads whose queries' dq is summed up at a time, a launch after the other, in the same memory.
+// Sums in float32 are twice as large as q, so they should be of few heads where that costs little:
+// where the tiles of these heads are several rounds of the GPU's multiprocessors. Small sums are of
+// all. A divisor of all KV heads.
+constexpr int64_t kDqTileKeys = 128, kLeastDqTiles = 1024, kSmallDqBytes = int64_t{64} << 20;
+template <typename Call>
+int32_t DqKvHeads(const Call& a) {
+  const int64_t members = a.cu_q ? 1 : a.batch;
+  if (members * a.q_len * a.num_heads * a.head_dim * 4 <= kSmallDqBytes) return a.num_kv_heads;
+  const int64_t tiles = (a.kv_len + kDqTileKeys - 1) / kDqTileKeys * members;
+  int32_t heads = 1;
+  while (heads < a.num_kv_heads && (a.num_kv_heads % heads != 0 || heads * tiles < kLeastDqTiles)) {
+    ++heads;
+  }
+  return heads;
+}
+
 // Tiles of one head.
 template <typename Call>
 #if defined(__CUDACC__)
@@ -62,7 +80,8 @@ struct DqPlaces {
   template <typename Call>
   explicit DqPlaces(const Call& a) {
     const int64_t members = a.cu_q != nullptr ? 1 : a.batch;
-    const int64_t tiles = members * a.num_heads * DqTiles(a);
+    const int64_t heads = a.num_heads / std::max(a.num_kv_heads, 1) * int64_t{DqKvHeads(a)};
+    const int64_t tiles = members * heads * DqTiles(a);
     state = tiles * kDqRows * a.head_dim * int64_t{sizeof(float)};
     turns = state + tiles * kDqCounters * int64_t{sizeof(int32_t)};
     bytes = turns + tiles * int64_t{sizeof(int32_t)};

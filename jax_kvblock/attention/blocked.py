@@ -165,10 +165,12 @@ def backward(
     with_bias: bool = False,
     compute: Any = None,
     platform: str | None = None,
+    dq_before: jax.Array | None = None,
 ) -> Cotangents:
     """dq, dk, dv in their operands' dtypes, and dbias when it is asked for.
 
     `lse` and `delta` = rowsum(d_o * o) - d_lse are `[B, N, T]` (packed `[N, T]`).
+    dq is added to `dq_before` where that is given, before it is rounded.
     """
     p = problem_of(config, x, compute, platform)
     b, k, g = p.groups
@@ -224,10 +226,12 @@ def backward(
     dq, dk, dv, dbias = loop(s // p.block_kv, one_block, carry)
     size = sizes_of(config, x)
     dq = jnp.moveaxis(dq.reshape(b, k * g, t, d), 1, 2)[:, : size.q_len]
-    dq = dq.astype(x.q.dtype)
     dk, dv = (jnp.moveaxis(a, 1, 2)[:, : size.kv_len] for a in (dk, dv))
     if config.packed:
         dq, dk, dv = dq[0], dk[0], dv[0]
+    if dq_before is not None:
+        dq = dq + dq_before.astype(acc)
+    dq = dq.astype(x.q.dtype)
     if with_bias:
         dbias = dbias[..., : size.q_len, : size.kv_len]
     return Cotangents(dq, dk, dv, dbias if with_bias else None)

@@ -6,21 +6,32 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kvblock.attention import joining
 from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes, sizes_of
 from jax_kvblock.attention.dense import NOT_LISTED, tile_map
-from jax_kvblock.attention.ops import BACKWARD_BIAS, Call, Op
+from jax_kvblock.attention.ops import (
+    BACKWARD_ADDED,
+    BACKWARD_BIAS,
+    FORWARD,
+    JOINED,
+    Call,
+    LogSumExp,
+    Op,
+)
 from jax_kvblock.core import ffi
 
 CHUNK = 64  # positions that one segment range covers; attention.h has the same number
 MAX_HEAD_DIM = 256
 MOST_PARTIAL = 1024  # queries and keys of a tile that has bits
+MOST_JOINED_DIM = 128  # for which there is room to bring o back
 # The kernels of each implementation, as attention.h numbers them (kvblock_kernels).
 KERNELS = {"cuda": 0, "cuda_sm90": 1}
 
@@ -116,6 +127,20 @@ def best_kernels() -> tuple[str, ...]:
     return ("cuda",)
 
 
+def joins_forward(kernels: str, config: AttentionConfig, x: Operands) -> bool:
+    """Whether a forward kernel joins its own o and lse with those of other keys."""
+    absent = all(a is None for a in (x.bias, x.sinks, x.tile_indices))
+    plain = config.softcap == 0 and config.scale > 0
+    room = max(x.q.shape[-1], x.v.shape[-1]) <= MOST_JOINED_DIM
+    return kernels == "cuda_sm90" and absent and plain and room
+
+
+def _in_turns(kernels: str, x: Operands) -> bool:
+    """Whether thread blocks can add to dq in a fixed order."""
+    plain = x.q_segments is None and x.tile_indices is None
+    return kernels == "cuda_sm90" and plain
+
+
 # ---- the call ------------------------------------------------------------------------
 
 # The optional operands of the handlers, in order; bit i of `present` says whether
@@ -145,21 +170,29 @@ def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
     """The results of one operation by the CUDA launchers."""
     config: AttentionConfig = call.config
     x: Operands = call.unpack(arrays[: len(call.present)])
-    extra = arrays[len(call.present) :]
+    extra = [*arrays[len(call.present) :]]
     size = sizes_of(config, x)
     if op.is_forward and config.shares_gpu and kernels == "cuda_sm90":
         x = _as_uneven(x, size)
-    launch = functools.partial(_call, kernels, config, x, size, extra)
+    if op is JOINED and not joins_forward(kernels, config, x):
+        before_o, before_lse = extra
+        o, *lse = run(FORWARD, call, kernels, *arrays[: len(call.present)])
+        return joining.join(before_o, before_lse, o, LogSumExp(*lse).value)
     if op.is_forward:
         made = _forward_results(config, size, x)
         results = [made[name] for name in op.result_names(call)]
         scratch = []
         if room := workspace_bytes(kernels, size, _present(x._asdict()), False):
             scratch.append(jax.ShapeDtypeStruct((room,), jnp.uint8))
-        return tuple(launch("forward", results + scratch)[: len(results)])
+        launch = functools.partial(_call, kernels, config, x, size, ())
+        in_place = dict(enumerate(extra))  # o and lse, of a joined one
+        found = launch("forward", results + scratch, in_place=in_place)
+        return tuple(found[: len(results)])
+    dq = extra.pop() if op is BACKWARD_ADDED else None
+    launch = functools.partial(_call, kernels, config, x, size, extra)
     if op is BACKWARD_BIAS:
         return tuple(launch("backward_bias", [_like(x.bias)]))
-    return _backward(launch, kernels, config, x, size)
+    return _backward(launch, kernels, config, x, size, dq)
 
 
 def _as_uneven(x: Operands, size: Sizes) -> Operands:
@@ -183,6 +216,7 @@ def workspace_bytes(kernels: str, size: Sizes, present: int, backward: bool) -> 
         KERNELS[kernels],
         size.batch,
         size.q_len,
+        size.kv_len,
         size.num_heads,
         size.num_kv_heads,
         size.head_dim,
@@ -205,20 +239,24 @@ def _backward(
     config: AttentionConfig,
     x: Operands,
     size: Sizes,
+    before: Any,
 ) -> tuple[Any, Any, Any]:
-    """dq, dk, dv."""
+    """dq, dk, dv; dq is added to `before`, where that is not None."""
     dk_dv = [_like(x.k), _like(x.v)]
-    tiled = kernels == "cuda_sm90"
-    in_turns = tiled and x.q_segments is None and x.tile_indices is None
-    if config.deterministic and not in_turns:
+    if config.deterministic and not _in_turns(kernels, x):
         dk, dv = launch("backward_kv", dk_dv)
         (dq,) = launch("backward_q", [_like(x.q)])
-        return dq, dk, dv
-    if tiled:
+        return dq if before is None else joining.added(before, dq), dk, dv
+    if kernels == "cuda_sm90":
         results = [*dk_dv, _like(x.q)]
         if room := workspace_bytes(kernels, size, _present(x._asdict()), True):
             results.append(jax.ShapeDtypeStruct((room,), jnp.uint8))
-        made = launch("backward_kv", results, deterministic=config.deterministic)
+        made = launch(
+            "backward_kv",
+            results,
+            deterministic=config.deterministic,
+            in_place={} if before is None else {2: before},
+        )
         dk, dv, dq = made[:3]
         return dq, dk, dv
     # The sums lie in blocks of 8 rows by 8 columns: an addition of a warp falls on few
@@ -229,7 +267,10 @@ def _backward(
     dk, dv, added = launch("backward_kv", [*dk_dv, sums])
     added = added.transpose(1, 3, 0, 2, 4)
     dq = added.reshape(blocks[1] * 8, *x.q.shape[-2:])[:rows].reshape(x.q.shape)
-    return (dq * np.float32(config.scale)).astype(x.q.dtype), dk, dv
+    dq = dq * np.float32(config.scale)
+    if before is not None:
+        dq = joining.added(before, dq)
+    return dq.astype(x.q.dtype), dk, dv
 
 
 def _like(a: Any) -> jax.ShapeDtypeStruct:
@@ -255,21 +296,27 @@ def _call(
     op: str,
     results: list[Any],
     deterministic: bool = False,
+    in_place: Mapping[int, Any] = MappingProxyType({}),
 ) -> Sequence[Any]:
+    """in_place: by the numbers of results, what these are joined with, or added to.
+
+    They are the last operands, and the results take their memory.
+    """
     optional = _optional(op, config, x, size)
     present = _present(optional)
     given = [optional[name] for name in OPTIONAL if optional.get(name) is not None]
-    call = jax.ffi.ffi_call(f"kvblock_attention_{op}", results)
+    operands = [x.q, x.k, x.v, *given, *extra]
+    aliases = {len(operands) + i: result for i, result in enumerate(in_place)}
+    target = f"kvblock_attention_{op}"
+    call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
     return call(
-        x.q,
-        x.k,
-        x.v,
-        *given,
-        *extra,
+        *operands,
+        *in_place.values(),
         kernels=np.int64(KERNELS[kernels]),
         present=np.int64(present),
         packed=np.int64(config.packed),
         deterministic=np.int64(deterministic),
+        joins=np.int64(bool(in_place)),
         window_left=np.int64(min(config.window_left, 2**31 - 1)),
         window_right=np.int64(min(config.window_right, 2**31 - 1)),
         scale=np.float32(config.scale),

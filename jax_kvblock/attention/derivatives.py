@@ -31,9 +31,11 @@ from jax_kvblock.attention import primitive
 from jax_kvblock.attention.config import AttentionConfig, Operands
 from jax_kvblock.attention.ops import (
     BACKWARD,
+    BACKWARD_ADDED,
     BACKWARD_BIAS,
     FORWARD,
     HESSIAN,
+    JOINED,
     OUTPUT,
     SECOND_TANGENT,
     TANGENT,
@@ -308,20 +310,34 @@ def _backward_jvp(
 ) -> tuple[list[Any], list[Any]]:
     at = _bound(op, call, primals, tangents)
     results = primitive.bind(op, primals, call)
+    return results, _backward_moves(op, at, results)
+
+
+def _backward_moves(op: Op, at: _Bound, results: Sequence[Any]) -> list[Any]:
     delta, d_o = at.given["delta"], at.given["o"]
     if set(at.moves) <= {"delta", "o"}:  # linear: by the same kernels
         arrays = at.given | {
             "delta": _dense(at.moves.get("delta"), delta),
             "o": _dense(at.moves.get("o"), d_o),
         }
-        return results, primitive.bind(op, list(arrays.values()), call)
+        return primitive.bind(op, list(arrays.values()), at.call)
     moves = _of((*VALUES, "lse", "delta", "o"), at.moves)
     if not moves:  # sinks alone, which lse holds
-        return results, [_zero(r) for r in results]
+        return [_zero(r) for r in results]
     made = primitive.hessian(
-        at.config, at.x, at.lse, delta, d_o, moves, op.result_names(call)
+        at.config, at.x, at.lse, delta, d_o, moves, op.result_names(at.call)
     )
-    return results, list(made.values())
+    return list(made.values())
+
+
+def _added_jvp(
+    primals: Sequence[Any], tangents: Sequence[Any], *, call: Call
+) -> tuple[list[Any], list[Any]]:
+    """As backward moves, and dq as what it is added to."""
+    results = primitive.bind(BACKWARD_ADDED, primals, call)
+    at = _bound(BACKWARD, call, primals[:-1], tangents[:-1])
+    dq, *others = _backward_moves(BACKWARD, at, results)
+    return results, [ad.add_tangents(dq, tangents[-1]), *others]
 
 
 def _backward_transpose(
@@ -333,6 +349,25 @@ def _backward_transpose(
     o = _dense(None, like)  # the sums alone, without - lse' o
     o_moves, lse_moves = primitive.tangent(at.config, at.x, o, at.lse, cotangents)
     return {"o": o_moves, "delta": -lse_moves}
+
+
+def _added_transpose(
+    at: _Bound, cotangents: dict[str, Any], asked: Sequence[str]
+) -> dict[str, Any]:
+    """What dq is added to has dq's cotangent."""
+    found = _backward_transpose(at, cotangents, asked)
+    return found | ({"dq": cotangents["q"]} if "q" in cotangents else {})
+
+
+# ---- joined --------------------------------------------------------------------------
+
+
+def _joined_jvp(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        "flash_attention: a joined call has no derivative of its own; who joins parts "
+        "has the rule for all of them together (context_parallel_attention), or merges "
+        "them by merge_attention"
+    )
 
 
 # ---- second derivatives --------------------------------------------------------------
@@ -394,7 +429,9 @@ def _second_tangent_transpose(
 JVPS: dict[Op, Callable[..., Any]] = {
     FORWARD: functools.partial(_forward_jvp, FORWARD),
     OUTPUT: functools.partial(_forward_jvp, OUTPUT),
+    JOINED: _joined_jvp,
     TANGENT: _tangent_jvp,
+    BACKWARD_ADDED: _added_jvp,
     BACKWARD: functools.partial(_backward_jvp, BACKWARD),
     BACKWARD_BIAS: functools.partial(_backward_jvp, BACKWARD_BIAS),
     SECOND_TANGENT: functools.partial(_second_jvp, SECOND_TANGENT),
@@ -403,8 +440,10 @@ JVPS: dict[Op, Callable[..., Any]] = {
 TRANSPOSES: dict[Op, Callable[..., Any]] = {
     FORWARD: _not_linear,
     OUTPUT: _not_linear,
+    JOINED: _not_linear,
     TANGENT: _transposed(TANGENT, _tangent_transpose),
     BACKWARD: _transposed(BACKWARD, _backward_transpose, ("delta", "o")),
+    BACKWARD_ADDED: _transposed(BACKWARD_ADDED, _added_transpose, ("delta", "o", "dq")),
     BACKWARD_BIAS: _transposed(BACKWARD_BIAS, _backward_transpose, ("delta", "o")),
     SECOND_TANGENT: _transposed(SECOND_TANGENT, _second_tangent_transpose),
     HESSIAN: _transposed(HESSIAN, _hessian_transpose),

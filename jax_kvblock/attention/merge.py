@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import jax
-import jax.numpy as jnp
-
-from jax_kvblock.attention.config import accumulator
+from jax_kvblock.attention.joining import merge_arrays
 from jax_kvblock.attention.options import Output, Rows
 from jax_kvblock.attention.qkv import FLOATS
 from jax_kvblock.core.checks import check_array, plural, show, to_jax
@@ -117,61 +113,3 @@ def _check_alike(where: str, i: int, out: Any, lse: Any, first: Any) -> None:
 
 def _hashable(axis_name: Any) -> Any:
     return tuple(axis_name) if isinstance(axis_name, list) else axis_name
-
-
-# Up to here, as in a step of decoding, what a collective costs is taken to be its
-# start, and all members' parts travel in one sum. More travels once, in two and a
-# maximum.
-_AT_ONCE_BYTES = 2**20
-
-
-def _of_all(
-    out: jax.Array, lse: jax.Array, axis_name: Any
-) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
-    """out and lse of all members of an axis, by one sum; all get the same."""
-    size = jax.lax.axis_size(axis_name)
-    own = jnp.concatenate([out, lse[..., None]], axis=-1)
-    places = jnp.arange(size) == jax.lax.axis_index(axis_name)
-    places = places.reshape(size, *[1] * own.ndim)
-    both = jax.lax.psum(jnp.where(places, own, 0), axis_name)
-    return tuple(both[..., :-1]), tuple(both[..., -1])
-
-
-# One program, also outside of jit: no −inf of a step between is a result that
-# jax_debug_infs looks at.
-@functools.partial(jax.jit, static_argnames="axis_name", inline=True)
-def merge_arrays(
-    outs: tuple[jax.Array, ...], lses: tuple[jax.Array, ...], axis_name: Any = None
-) -> tuple[jax.Array, jax.Array]:
-    """`merge_attention` of arrays that fit: outs `[..., Dv]`, lses without Dv."""
-    dtype = accumulator(outs[0].dtype)
-    lses = tuple(lse.astype(dtype) for lse in lses)
-    if axis_name is not None:
-        size = jax.lax.axis_size(axis_name)
-        packed = lses[0].size * (outs[0].shape[-1] + 1) * dtype.itemsize
-        if size * packed <= _AT_ONCE_BYTES:
-            wide = tuple(out.astype(dtype) for out in outs)
-            out, lse = merge_arrays(wide, lses)
-            out, lse = merge_arrays(*_of_all(out, lse, axis_name))
-            return out.astype(outs[0].dtype), lse
-    # Any finite number serves in place of the largest lse: it has no derivative.
-    top = jax.lax.stop_gradient(functools.reduce(jnp.maximum, lses))
-    if axis_name is not None:
-        top = jax.lax.pmax(top, axis_name)
-    top = jnp.where(jnp.isneginf(top), 0, top)
-    weights = [jnp.exp(lse - top) for lse in lses]
-
-    def over_all(x: jax.Array) -> jax.Array:
-        return x if axis_name is None else jax.lax.psum(x, axis_name)
-
-    total = over_all(functools.reduce(jnp.add, weights))
-    nothing = total == 0
-    some = jnp.where(nothing, 1, total)
-    # A part that saw nothing may hold anything.
-    seen = (
-        jnp.where(jnp.isneginf(lse)[..., None], 0, out.astype(dtype)) * w[..., None]
-        for out, lse, w in zip(outs, lses, weights, strict=True)
-    )
-    out = over_all(functools.reduce(jnp.add, seen)) / some[..., None]
-    lse = jnp.where(nothing, -jnp.inf, top + jnp.log(some))
-    return out.astype(outs[0].dtype), lse

@@ -2,7 +2,9 @@
 
 forward         operands                                -> o, lse, base
 output          operands                                -> o
+joined          operands, o, lse                        -> o, lse
 backward        operands, lse, base, delta, d_o         -> dq, dk, dv
+backward_added  operands, lse, base, delta, d_o, dq     -> dq, dk, dv
 backward_bias   operands, lse, base, delta, d_o         -> dbias
 tangent         operands, lse, base, o, along           -> o', lse'
 second_tangent  operands, lse, base, along              -> o'', lse''
@@ -10,8 +12,13 @@ hessian         operands, lse, base, delta, d_o, along  -> what is asked for
 
 `base` is there with a bias alone; see `LogSumExp`. `along` are the directions of
 derivatives, as many as there are: `q'` is how q moves, `q''` how it moves the second
-time. What the last four compute is in `tangent.py`, how they follow from one another in
+time. What these compute is in `tangent.py`, how they follow from one another in
 `derivatives.py`.
+
+Where keys come in parts, `joined` is `forward` of one part, and o and lse of the parts
+before come along: it gives those of all of them. Rows that see no key of this part keep
+what they had, bit for bit. `backward_added` adds its dq to that of the parts before.
+Kernels do both in their last step, in place; else it is a pass over memory of its own.
 """
 
 from __future__ import annotations
@@ -80,7 +87,7 @@ class Op:
 
     @property
     def is_forward(self) -> bool:
-        return not self.extra
+        return self in (FORWARD, OUTPUT, JOINED)
 
     def operand_names(self, call: Call) -> tuple[str, ...]:
         return (*call.present, *_there(self.extra, call), *call.along)
@@ -95,21 +102,33 @@ def _there(names: tuple[str, ...], call: Call) -> tuple[str, ...]:
 
 FORWARD = Op("forward", (), ("o", "lse", "base"))
 OUTPUT = Op("output", (), ("o",))
+JOINED = Op("joined", ("o", "lse"), ("o", "lse"))
 BACKWARD = Op("backward", ("lse", "base", "delta", "o"), ("q", "k", "v"))
+BACKWARD_ADDED = Op(
+    "backward_added", ("lse", "base", "delta", "o", "dq"), ("q", "k", "v")
+)
 BACKWARD_BIAS = Op("backward_bias", ("lse", "base", "delta", "o"), ("bias",))
 TANGENT = Op("tangent", ("lse", "base", "o"), ("o", "lse"))
 SECOND_TANGENT = Op("second_tangent", ("lse", "base"), ("o", "lse"))
 HESSIAN = Op("hessian", ("lse", "base", "delta", "o"), ())
 # What the implementations compute; the others are blocks of plain JAX everywhere.
-BY_KERNELS = (FORWARD, OUTPUT, BACKWARD, BACKWARD_BIAS)
+BY_KERNELS = (FORWARD, OUTPUT, JOINED, BACKWARD, BACKWARD_ADDED, BACKWARD_BIAS)
 
-_LETTERS = {**AXES, "base": "BNT", "delta": "BNT", "cu_q": "c", "cu_kv": "c"}
+_LETTERS = {
+    **AXES,
+    "base": "BNT",
+    "delta": "BNT",
+    "dq": AXES["q"],
+    "cu_q": "c",
+    "cu_kv": "c",
+}
+_ROWS = ("q", "k", "v", "o", "lse", "base", "delta", "dq")  # what packed has no batch
 
 
 def letters(name: str, packed: bool = False) -> str:
     """The axes of an operand or result; packed arrays have no batch."""
     name = name.rstrip("'")  # a direction is like what it moves
     found = _LETTERS[name]
-    if packed and name in ("q", "k", "v", "o", "lse", "base", "delta"):
+    if packed and name in _ROWS:
         return found[1:]
     return found

@@ -23,7 +23,14 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
-from jax_kvblock.attention import block_problem, blocked, cuda, dispatch, few_queries
+from jax_kvblock.attention import (
+    block_problem,
+    blocked,
+    cuda,
+    dispatch,
+    few_queries,
+    joining,
+)
 from jax_kvblock.attention import tangent as directions
 from jax_kvblock.attention.batching import batch
 from jax_kvblock.attention.config import (
@@ -34,10 +41,12 @@ from jax_kvblock.attention.config import (
 )
 from jax_kvblock.attention.ops import (
     BACKWARD,
+    BACKWARD_ADDED,
     BACKWARD_BIAS,
     BY_KERNELS,
     FORWARD,
     HESSIAN,
+    JOINED,
     OUTPUT,
     SECOND_TANGENT,
     TANGENT,
@@ -66,16 +75,38 @@ def output(config: AttentionConfig, x: Operands) -> jax.Array:
     return bind(OUTPUT, arrays, call)[0]
 
 
+def joined(
+    config: AttentionConfig, x: Operands, o: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """o and lse of these keys and of others together, from o and lse of the others.
+
+    In the shapes and dtypes of `forward`, lse as one number. Where a kernel does it,
+    the results take the operands' memory. Rows that see none of these keys keep both.
+    """
+    call, arrays = Call.pack(config, x)
+    o, lse = bind(JOINED, [*arrays, o, lse], call)
+    return o, lse
+
+
 def backward(
     config: AttentionConfig,
     x: Operands,
     lse: LogSumExp,
     delta: jax.Array,
     d_o: jax.Array,
+    dq: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """dq, dk, dv; `delta` is rowsum(d_o * o) - d_lse, shaped like lse."""
+    """dq, dk, dv; `delta` is rowsum(d_o * o) - d_lse, shaped like lse.
+
+    dq: what is added to dq, in its shape and dtype. Where a kernel does it, the result
+    takes this memory.
+    """
     call, arrays = Call.pack(config, x)
-    dq, dk, dv = bind(BACKWARD, [*arrays, *lse.parts, delta, d_o], call)
+    operands = [*arrays, *lse.parts, delta, d_o]
+    if dq is None:
+        dq, dk, dv = bind(BACKWARD, operands, call)
+    else:
+        dq, dk, dv = bind(BACKWARD_ADDED, [*operands, dq], call)
     return dq, dk, dv
 
 
@@ -222,16 +253,21 @@ def _blocked(op: Op, call: Call, platform: str | None, *arrays: Any) -> tuple:
     compute = jnp.float32 if platform == "cpu" and narrow else None
     if op not in BY_KERNELS:
         return directions.run(op, call, compute, platform, *arrays)
+    extra = [*arrays[len(call.present) :]]
     if op.is_forward:
         if block_problem.has_few_queries(call.config, x, platform):
             o, lse = few_queries.forward(call.config, x, compute)
         else:
             o, lse = blocked.forward(call.config, x, compute, platform)
+        if op is JOINED:
+            before_o, before_lse = extra
+            return joining.join(before_o, before_lse, o, lse.value)
         return (o, *lse.parts) if op is FORWARD else (o,)
-    *parts, delta, d_o = arrays[len(call.present) :]
+    dq = extra.pop() if op is BACKWARD_ADDED else None
+    *parts, delta, d_o = extra
     lse, with_bias = LogSumExp(*parts), op is BACKWARD_BIAS
     grads = blocked.backward(
-        call.config, x, lse, delta, d_o, with_bias, compute, platform
+        call.config, x, lse, delta, d_o, with_bias, compute, platform, dq
     )
     if with_bias:
         return (grads.dbias.astype(x.bias.dtype),)

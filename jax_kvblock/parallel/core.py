@@ -13,7 +13,6 @@ from jax_kvblock.attention.derivatives import RESIDUAL_NAMES, sink_gradient
 from jax_kvblock.attention.ops import LogSumExp
 from jax_kvblock.parallel import gathered, ring
 from jax_kvblock.parallel.local import Arrays, Here, Mask, Plan
-from jax_kvblock.parallel.sums import Merged
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -23,8 +22,7 @@ def attend(plan: Plan, q: Any, k: Any, v: Any, sinks: Any, mask: Mask) -> Arrays
     Of packed arrays without B. sinks `[N]` or None.
     """
     here = Here(plan, mask, q, k)
-    merged = Merged(q, v)
-    (gathered if plan.gathered else ring).forward(here, q, k, v, merged)
+    merged = (gathered if plan.gathered else ring).forward(here, q, k, v)
     return merged.result(sinks, here.q)
 
 

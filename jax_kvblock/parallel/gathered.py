@@ -15,13 +15,7 @@ import jax.numpy as jnp
 
 from jax_kvblock.attention.config import OPEN, accumulator
 from jax_kvblock.parallel import axes
-from jax_kvblock.parallel.local import (
-    Arrays,
-    Here,
-    Plan,
-    backward_call,
-    forward_call,
-)
+from jax_kvblock.parallel.local import Arrays, Here, Plan
 from jax_kvblock.parallel.order import after
 from jax_kvblock.parallel.others import others_of
 from jax_kvblock.parallel.pieces import Call
@@ -39,6 +33,10 @@ class _Gathering(NamedTuple):
     calls: Sequence[Call]
     order: Any
 
+    @property
+    def parts(self) -> int:
+        return len(self.own) + len(self.calls)
+
 
 def _gathering(here: Here) -> _Gathering:
     others = others_of(here)
@@ -51,12 +49,13 @@ def _gathering(here: Here) -> _Gathering:
     return _Gathering([], calls, order)
 
 
-def forward(here: Here, q: Any, k: Any, v: Any, merged: Merged) -> None:
-    """Adds what rows see of all keys; own ones first, others arrive under them."""
+def forward(here: Here, q: Any, k: Any, v: Any) -> Merged:
+    """What rows see of all keys; own ones first, others arrive under them."""
     found = _gathering(here)
+    merged = Merged(q, v, found.parts)
     every = tuple(_gather(here.plan, a, -3) for a in (k, v))
     for call in found.own:
-        merged.add(*forward_call(call, q, k, v))
+        merged.attend(call, k, v)
     order = found.order
     if found.own and order is None:
         every = after(every, merged.so_far())
@@ -64,7 +63,8 @@ def forward(here: Here, q: Any, k: Any, v: Any, merged: Merged) -> None:
         order = after(order, merged.so_far())
     k_all, v_all = (_taken(a, order, -3) for a in every)
     for call in found.calls:
-        merged.add(*forward_call(call, q, k_all, v_all))
+        merged.attend(call, k_all, v_all)
+    return merged
 
 
 def backward(here: Here, x: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
@@ -72,15 +72,15 @@ def backward(here: Here, x: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
 
     Own keys come last: the gradients of others' travel under them.
     """
-    q, *own = x
+    _, *own = x
     found = _gathering(here)
-    sums = Gradients(x)
+    sums = Gradients(x, found.parts)
 
     def run(
         calls: Sequence[Call], keys: Sequence[Any], delta: Any, more: Arrays = ()
     ) -> Arrays:
-        parts = [backward_call(c, (q, *keys), lse, delta, d_o) for c in calls]
-        return sums.add(parts, tuple(keys), more)
+        parts = [sums.run(call, tuple(keys), lse, delta, d_o) for call in calls]
+        return sums.of_keys(parts, tuple(keys), more)
 
     every = tuple(_gather(here.plan, a, -3) for a in own)
     rows = every[0].shape[-3]

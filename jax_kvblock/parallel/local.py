@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvblock.attention import primitive
-from jax_kvblock.attention.config import AttentionConfig
+from jax_kvblock.attention.config import AttentionConfig, Operands
 from jax_kvblock.attention.ops import LogSumExp
 from jax_kvblock.parallel import axes
 from jax_kvblock.parallel.pieces import (
@@ -143,9 +143,10 @@ class Here:
             for call in made
         ]
 
-    def visible(self) -> list[int]:
-        """The steps at which some device of the ring sees something."""
-        return [s for s in range(self.plan.size) if self.boxes(self.keys(s), s)]
+    def visible(self) -> dict[int, int]:
+        """How many calls the steps have at which some device sees something."""
+        counts = {s: len(self.boxes(self.keys(s), s)) for s in range(self.plan.size)}
+        return {step: count for step, count in counts.items() if count}
 
     def send(self, arrays: Any, by: int) -> Any:
         """To the device `by` places on; what the one `by` places before has comes."""
@@ -163,29 +164,46 @@ def forward_call(call: Call, q: Any, k: Any, v: Any) -> tuple[jax.Array, jax.Arr
 
     Rows outside of the call's box have zeros and −inf.
     """
-    rows = q.shape[:-2]
-    arrays = dict(zip("qkv", (_flat(call, a) for a in (q, k, v)), strict=True))
-    o, lse = primitive.forward(call.config, call.mask._replace(**arrays))
-    o = o.reshape(*rows, *o.shape[-2:])
-    if call.packed and len(rows) == 2:
-        return o, jnp.swapaxes(lse.value.reshape(-1, *rows), 0, 1)
-    return o, lse.value
+    o, lse = primitive.forward(call.config, _operands(call, (q, k, v)))
+    return _as_rows(call, q.shape[:-2], o, lse.value)
+
+
+def joined_call(
+    call: Call, x: Arrays, o: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """out and lse of this call and of those before, from out and lse of these.
+
+    Rows outside of the call's box keep them.
+    """
+    o, lse = primitive.joined(
+        call.config, _operands(call, x), _flat(call, o), _flat_rows(call, lse)
+    )
+    return _as_rows(call, x[0].shape[:-2], o, lse)
 
 
 def backward_call(
-    call: Call, x: Arrays, lse: jax.Array, delta: jax.Array, d_o: jax.Array
-) -> Arrays:
-    """The call's part of dq, dk and dv, in their arrays' shapes and dtypes."""
-    arrays = dict(zip("qkv", (_flat(call, a) for a in x), strict=True))
+    call: Call, x: Arrays, lse: jax.Array, delta: jax.Array, d_o: jax.Array,
+    dq: jax.Array | None = None,
+) -> Arrays:  # fmt: skip
+    """The call's part of dq, dk and dv, in their arrays' shapes and dtypes.
+
+    dq: that of the calls before, which this one's is added to.
+    """
     lse, delta = (_flat_rows(call, a) for a in (lse, delta))
     made = primitive.backward(
         call.config,
-        call.mask._replace(**arrays),
+        _operands(call, x),
         LogSumExp(lse),
         delta,
         _flat(call, d_o),
+        None if dq is None else _flat(call, dq),
     )
     return tuple(g.reshape(a.shape) for g, a in zip(made, x, strict=True))
+
+
+def _operands(call: Call, x: Arrays) -> Operands:
+    q, k, v = (_flat(call, a) for a in x)
+    return call.mask._replace(q=q, k=k, v=v)
 
 
 def _flat(call: Call, a: jax.Array) -> jax.Array:
@@ -198,3 +216,13 @@ def _flat_rows(call: Call, a: jax.Array) -> jax.Array:
     if not call.packed or a.ndim == 2:
         return a
     return jnp.swapaxes(a, 0, 1).reshape(a.shape[1], -1)
+
+
+def _as_rows(
+    call: Call, rows: tuple[int, ...], o: jax.Array, lse: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """o and lse as they lie for the caller, whose rows are `(B, T)` or `(T,)`."""
+    o = o.reshape(*rows, *o.shape[-2:])
+    if call.packed and len(rows) == 2:
+        return o, jnp.swapaxes(lse.reshape(-1, *rows), 0, 1)
+    return o, lse

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ def compiler_options(
       >>> step = jax.jit(train_step, compiler_options=compiler_options())
     """
     devices = jax.devices() if devices is None else list(devices)
-    if any(d.platform not in ("gpu", "cuda") for d in devices):
+    if not _are_gpus(devices):
         return {}
     kinds = ["collective_permute"]
     if combine_gathers:
@@ -45,9 +45,19 @@ def compiler_options(
     found: dict[str, Any] = {
         f"xla_gpu_{kind}_combine_threshold_bytes": _WHOLE for kind in kinds
     }
-    if engines_can_send() and len({d.process_index for d in devices}) == 1:
-        found["xla_gpu_collective_permute_mode"] = "COLLECTIVES_PEER_MEMORY"
-    return found
+    return found | engine_options(devices)
+
+
+def engine_options(devices: Sequence[jax.Device]) -> dict[str, Any]:
+    """Those under which copy engines send, where they can."""
+    one_process = len({d.process_index for d in devices}) == 1
+    if not (_are_gpus(devices) and one_process and engines_can_send()):
+        return {}
+    return {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+
+
+def _are_gpus(devices: Sequence[jax.Device]) -> bool:
+    return all(d.platform in ("gpu", "cuda") for d in devices)
 
 
 def engines_can_send() -> bool:

@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental.custom_partitioning import (
     ArrayMapping,
     SdyShardingRule,
@@ -110,11 +111,12 @@ def reshard_blocks(
         return _traced(src_pool, ids[0], dst_pool, ids[1])
     src = Part(src_pool, _check_cut("src_pool", src_pool))
     dst = Part(dst_pool, _check_cut("dst_pool", dst_pool))
-    src_ids, dst_ids = _whole("src_ids", ids[0]), _whole("dst_ids", ids[1])
-    _look(src_pool, src_ids, dst_pool, dst_ids)
-    if not len(src_ids):
+    whole = _whole("src_ids", ids[0]), _whole("dst_ids", ids[1])
+    _look(src_pool, whole[0], dst_pool, whole[1])
+    if not len(whole[0]):
         return dst_pool
-    return move(src, src_ids, dst, dst_ids)
+    held = (_on_host(x, on) for x, on in zip((src_ids, dst_ids), whole, strict=True))
+    return move(src, next(held), dst, next(held))
 
 
 # ---- checks --------------------------------------------------------------------------
@@ -226,6 +228,15 @@ def _whole(name: str, ids: jax.Array) -> jax.Array:
             "several; pass the same NumPy array in each of them"
         )
     return ids.addressable_data(0)
+
+
+def _on_host(given: Any, ids: jax.Array) -> Any:
+    """Ids that came from the host, from where each device gets them by itself."""
+    given = getattr(given, "ids", given)
+    if isinstance(given, list):
+        given = given if all(isinstance(x, int) for x in given) else None
+    known = isinstance(given, (list, range, np.ndarray))
+    return np.asarray(given, np.int32) if known else ids
 
 
 def _look(src: KVPool, src_ids: Any, dst: KVPool, dst_ids: Any) -> None:

@@ -14,8 +14,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ from jax_kvblock.blocks.layout import UNIVERSAL, BlockSpec
 from jax_kvblock.blocks.plan import Copy, Form, Side
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.blocks.transfer import layer_part
+from jax_kvblock.parallel.options import engine_options
 from jax_kvblock.parallel.reshard_routes import (
     NOWHERE,
     Cut,
@@ -40,10 +41,11 @@ from jax_kvblock.parallel.reshard_routes import (
 
 AXIS = "devices"
 # A chunk of a part of the heads. Over NVLink at about 300 GB/s it takes some 60 us, ten
-# times as long as a launch; with eight, what is read first and written last is little.
-CHUNK_BYTES, MOST_CHUNKS = 2**24, 8
+# times as long as a launch. Of more than four each would cost more than is read first.
+CHUNK_BYTES, MOST_CHUNKS = 2**24, 4
 STEP_BYTES = 2**31  # that a step of collectives holds on each device beside the pools
 Devices = tuple[jax.Device, ...]
+Ids: TypeAlias = "jax.Array | np.ndarray"  # on a device, or still on the host
 Pieces = tuple[jax.Array, ...]
 Firsts = tuple[tuple[int, ...], ...]  # of each piece, for each device, its first head
 ByDevice = Mapping[jax.Device, jax.Array]
@@ -79,7 +81,7 @@ class Part(NamedTuple):
         return jax.make_array_from_single_device_arrays(*where, arrays)
 
 
-def move(src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array) -> KVPool:
+def move(src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> KVPool:
     """The new destination pool; the old one is donated."""
     devices = tuple(dict.fromkeys((*src.cut.devices, *dst.cut.devices)))
     if not _here(devices):
@@ -106,7 +108,7 @@ def _num_chunks(src: Part, n: int, width: int) -> int:
     return min(max(n * width * head // CHUNK_BYTES, 1), MOST_CHUNKS)
 
 
-def _chunked(ids: jax.Array, chunks: int) -> list[jax.Array]:
+def _chunked(ids: Any, chunks: int) -> list[Any]:
     """As many of them, of one length but for the last."""
     length = -(-len(ids) // chunks)
     return [ids[first : first + length] for first in range(0, len(ids), length)]
@@ -127,9 +129,7 @@ def _no_mesh() -> jax.set_mesh:
 # ---- three ways ----------------------------------------------------------------------
 
 
-def _in_one_program(
-    src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array
-) -> KVPool:
+def _in_one_program(src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> KVPool:
     """Both pools on the same devices."""
     mesh = _mesh(dst.cut.devices)
     rounds = in_rounds(src.cut, dst.cut, dst.cut.devices)
@@ -140,9 +140,7 @@ def _in_one_program(
     return dst.updated(run(dst.on(mesh), src.on(mesh), *ids))
 
 
-def _by_device_put(
-    src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array
-) -> KVPool:
+def _by_device_put(src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> KVPool:
     """Other devices, all of this process: each piece straight from one to another."""
     chunks = _num_chunks(src, len(src_ids), grain(src.cut, dst.cut))
     both = (_chunked(ids, chunks) for ids in (src_ids, dst_ids))
@@ -151,7 +149,7 @@ def _by_device_put(
     return dst.pool
 
 
-def _put_chunk(src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array) -> KVPool:
+def _put_chunk(src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> KVPool:
     routes, width = find_routes(src.cut, dst.cut), grain(src.cut, dst.cut)
     # What each device sends, read once, also where it goes to several others.
     takes = {r.sender: sorted({s.take for s in routes if s[0] == r[0]}) for r in routes}
@@ -170,7 +168,7 @@ def _put_chunk(src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array) -> 
 
 
 def _by_collectives(
-    src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array, devices: Devices
+    src: Part, src_ids: Ids, dst: Part, dst_ids: Ids, devices: Devices
 ) -> KVPool:
     """GPUs, or devices of several processes; many blocks go in several steps."""
     width, rounds = grain(src.cut, dst.cut), in_rounds(src.cut, dst.cut, devices)
@@ -184,7 +182,7 @@ def _by_collectives(
 
 
 def _by_a_collective(
-    src: Part, src_ids: jax.Array, dst: Part, dst_ids: jax.Array, devices: Devices
+    src: Part, src_ids: Ids, dst: Part, dst_ids: Ids, devices: Devices
 ) -> KVPool:
     """One program over all devices of both pools, and a scatter.
 
@@ -200,8 +198,8 @@ def _by_a_collective(
     if {*src.cut.devices} == {*devices}:
         chunks = _num_chunks(src, len(src_ids), width)
         ids = _on_each(src_ids, mesh)
-        how = {"mesh": mesh, "rounds": rounds, "width": width, "chunks": chunks}
-        got = _send(src.on(mesh), ids, **how)
+        send = functools.partial(_send, mesh=mesh, rounds=rounds, width=width)
+        got = send(src.on(mesh), ids, chunks=chunks)
         return _received(got, rounds, devices, dst, dst_ids)
     senders = _here(dict.fromkeys(r.sender for r in find_routes(src.cut, dst.cut)))
     firsts = _columns(rounds.pieces, devices, senders)
@@ -214,7 +212,7 @@ def _by_a_collective(
 
 
 def _received(
-    got: tuple[Pieces, ...], rounds: Rounds, devices: Devices, dst: Part, ids: jax.Array
+    got: tuple[Pieces, ...], rounds: Rounds, devices: Devices, dst: Part, ids: Ids
 ) -> KVPool:
     """The destination with what came to this process's devices, chunk by chunk."""
     receivers = _here(dst.cut.devices)
@@ -227,7 +225,7 @@ def _received(
 
 
 def _gathered(
-    src: Part, ids: jax.Array, senders: Devices, firsts: Firsts, width: int
+    src: Part, ids: Ids, senders: Devices, firsts: Firsts, width: int
 ) -> Pieces:
     """Pieces of the source, of some of this process's devices."""
     mesh = _mesh(senders)
@@ -235,9 +233,7 @@ def _gathered(
     return _gather(src.on(mesh), ids, mesh=mesh, firsts=firsts, width=width)
 
 
-def _scattered(
-    dst: Part, ids: jax.Array, pieces: tuple[Pieces, ...], puts: Firsts
-) -> KVPool:
+def _scattered(dst: Part, ids: Ids, pieces: tuple[Pieces, ...], puts: Firsts) -> KVPool:
     """The destination, with pieces on this process's devices written into it."""
     mesh = _mesh(_here(dst.cut.devices))
     flat = _scatter(dst.on(mesh), _on_each(ids, mesh), pieces, mesh=mesh, puts=puts)
@@ -247,10 +243,39 @@ def _scattered(
 # ---- programs ------------------------------------------------------------------------
 
 
-@functools.partial(
-    jax.jit, static_argnames=("mesh", "rounds", "width", "chunks"),
-    donate_argnames="dst",
-)  # fmt: skip
+class _Program:
+    """A jitted function of a `mesh`; copy engines do what it permutes, where they can.
+
+    Beside NCCL's kernels, those that read and write blocks would take turns.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], static: Sequence[str], donated: Any = None
+    ) -> None:
+        names = {"static_argnames": ("mesh", *static), "donate_argnames": donated}
+        self._jit = functools.partial(jax.jit, function, **names)
+        self._jitted: dict[bool, Any] = {}
+
+    def _of(self, mesh: Mesh) -> Any:
+        options = engine_options(list(mesh.devices.flat))
+        made = self._jitted.get(bool(options))
+        if made is None:
+            made = self._jit(compiler_options=options or None)
+            self._jitted[bool(options)] = made
+        return made
+
+    def __call__(self, *args: Any, mesh: Mesh, **static: Any) -> Any:
+        return self._of(mesh)(*args, mesh=mesh, **static)
+
+    def lower(self, *args: Any, mesh: Mesh, **static: Any) -> Any:
+        return self._of(mesh).lower(*args, mesh=mesh, **static)
+
+
+def _program(*static: str, donated: Any = None) -> Callable[..., _Program]:
+    return functools.partial(_Program, static=static, donated=donated)
+
+
+@_program("rounds", "width", "chunks", donated="dst")
 def _step(
     dst: KVPool,
     src: KVPool,
@@ -308,7 +333,7 @@ def _gather(
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(AXIS))(src, ids)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "rounds", "width", "chunks"))
+@_program("rounds", "width", "chunks")
 def _send(
     src: KVPool, ids: jax.Array, *, mesh: Mesh, rounds: Rounds, width: int, chunks: int
 ) -> tuple[Pieces, ...]:
@@ -325,7 +350,7 @@ def _send(
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(AXIS))(src, ids)
 
 
-@functools.partial(jax.jit, static_argnames=("mesh", "rounds"))
+@_program("rounds")
 def _exchange(pieces: Pieces, *, mesh: Mesh, rounds: tuple[Round, ...]) -> Pieces:
     """For each round, what comes to each device."""
 
@@ -471,7 +496,7 @@ def _flat(parts: ByDevice, mesh: Mesh) -> jax.Array:
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
-def _on_each(ids: jax.Array, mesh: Mesh) -> jax.Array:
+def _on_each(ids: Ids, mesh: Mesh) -> jax.Array:
     """The ids, whole on each device."""
     devices = list(_here(mesh.devices.flat))
     parts = jax.device_put([ids] * len(devices), devices)

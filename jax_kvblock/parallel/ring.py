@@ -1,9 +1,9 @@
 """Keys and values that come by, device by device (the ring of Liu et al., 2023).
 
 Every device keeps its queries. What its rows saw of each shard is merged by its
-log-sum-exp. The backward pass runs the same way: with lse and delta known, each shard's
-part of the gradients is a call of its own. Gradients of keys and values travel with
-them, in float32, and end at home.
+log-sum-exp, in the calls themselves where shards are few. The backward pass runs the
+same way: with lse and delta known, each shard's part of the gradients is a call of its
+own. Gradients of keys and values travel with them, in float32, and end at home.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jax_kvblock.parallel.local import Arrays, Here, backward_call, forward_call
+from jax_kvblock.parallel.local import Arrays, Here
 from jax_kvblock.parallel.order import after
 from jax_kvblock.parallel.pieces import Call
 from jax_kvblock.parallel.sums import Gradients, Merged
 
 
-def forward(here: Here, q: Any, k: Any, v: Any, merged: Merged) -> None:
-    """Adds what rows see of every shard."""
+def forward(here: Here, q: Any, k: Any, v: Any) -> Merged:
+    """What rows see of every shard."""
+    counts = here.visible()
+    merged = Merged(q, v, sum(counts.values()))
     done: list[Any] = []
-    for step, (k_now, v_now), ids in _walk(here, (k, v), here.visible(), done, ()):
+    for step, (k_now, v_now), ids in _walk(here, (k, v), [*counts], done, ()):
         calls = here.calls(here.keys(step), step, ids) if step else here.own_calls()
         for call in calls:
-            merged.add(*forward_call(call, q, k_now, v_now))
+            merged.attend(call, k_now, v_now)
         done.append(merged.so_far())
+    return merged
 
 
 def backward(here: Here, x: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
@@ -36,31 +39,33 @@ def backward(here: Here, x: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
     first shard waits for nothing of the backward pass, and may come before it begins.
     Gradients travel as a kernel gives them until two parts are added, in float32.
     """
-    q, *own = x
-    sums = Gradients(x)
+    _, *own = x
+    counts = here.visible()
+    sums = Gradients(x, sum(counts.values()))
 
     def run(calls: Sequence[Call], keys: Arrays, delta: Any) -> list[Arrays]:
-        return [backward_call(c, (q, *keys), lse, delta, d_o) for c in calls]
+        return [sums.run(call, keys, lse, delta, d_o) for call in calls]
 
     done: list[Any] = []
     travelling: Any = None
     before = 0
-    steps = [s for s in here.visible() if s]
+    steps = [s for s in counts if s]
     for step, keys, ids in _walk(here, (own[0], own[1]), steps, done, delta):
         arrived: Arrays = ()
         if travelling is not None:
             arrived = _parts(here.send(travelling, step - before))
         found = run(here.calls(here.keys(step), step, ids), keys, delta)
-        done.append([dq for dq, *_ in found])
-        # Both are ready at once, so that one collective can send them.
-        travelling = after(_joined(here, sums.add(found, keys, arrived)), done[-1])
+        done.append(sums.so_far())
+        # Both are ready at once, so that one collective can send them. They do not wait
+        # for dq: the next call writes over it, and does not wait for them.
+        travelling = after(_joined(here, sums.of_keys(found, keys, arrived)), ())
         before = step
     keys = (own[0], own[1])
     if travelling is None:
-        return sums.result(sums.add(run(here.own_calls(), keys, delta), keys))
+        return sums.result(sums.of_keys(run(here.own_calls(), keys, delta), keys))
     home = _parts(here.send(travelling, -before % here.plan.size))
     found = run(here.own_calls(), keys, after(delta, done[-1]))
-    return sums.result(sums.add(found, keys, home))
+    return sums.result(sums.of_keys(found, keys, home))
 
 
 def _walk(
@@ -70,7 +75,8 @@ def _walk(
 
     The next shard is asked for before this step's work, so that it arrives under it,
     and after that of the step before, the last of `done`: one shard is in use, one on
-    its way. The second one comes after `since`.
+    its way. The second one comes after `since`. So what the next call writes over has
+    been read before: that call needs what comes after it.
     """
     ids = here.mask.kv_segments
     held: Any = (_joined(here, own), ids) if any(steps) else (own, ids)

@@ -12,9 +12,16 @@ from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
 from jax_kvblock.attention.config import OPEN, AttentionConfig
+from jax_kvblock.attention.cuda import MOST_JOINED_DIM
 
 Strategy: TypeAlias = Literal["auto", "all_gather", "ring", "ulysses", "ulysses_ring"]
 STRATEGIES = ("auto", "all_gather", "ring", "ulysses", "ulysses_ring")
+# Up to so many parts, each call takes in what the calls before it gave, in the queries'
+# dtype: that is in the kernels' last step, and a pass over memory less. But a sum of n
+# parts is then rounded n times, and roundings add up: 8 parts have 1.5 (dq) and 1.6
+# (out) times the error that sums in float32 have. More parts are added up apart from
+# their calls, in float32.
+MOST_ROUNDED = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +146,15 @@ def _ring(work: Work, group: int, rates: Rates) -> float:
 
 
 def _merge(work: Work, parts: int, rates: Rates) -> float:
-    """Parts come in 16 bits; what there is so far is float32 between them."""
-    passes = {1: 0, 2: 3}.get(parts, 5 * (parts - 1) - 2)
+    """Few parts merge where they are computed, of wide heads by a pass of its own.
+
+    Of more, what there is so far is float32, and parts come in 16 bits.
+    """
+    if parts > MOST_ROUNDED:
+        passes = 5 * (parts - 1) - 2
+    else:
+        wide = max(work.head_dim, work.value_dim) > MOST_JOINED_DIM
+        passes = 3 * (parts - 1) if wide else 0
     return passes * work.queries / 2 / rates.memory
 
 

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_kvblock.attention.config import accumulator
-from jax_kvblock.attention.merge import merge_arrays
+from jax_kvblock.attention.joining import merge_arrays
 from jax_kvblock.core.spmd import vary_alike
-from jax_kvblock.parallel.local import Arrays
-from jax_kvblock.parallel.pieces import Side
+from jax_kvblock.parallel.local import (
+    Arrays,
+    backward_call,
+    forward_call,
+    joined_call,
+)
+from jax_kvblock.parallel.pieces import Call, Side
+from jax_kvblock.parallel.strategy import MOST_ROUNDED
 
 
 class Merged:
-    """Rows' attention from parts over different keys, in float32 as they come."""
+    """Rows' attention from parts over different keys, added up as they come.
 
-    def __init__(self, q: jax.Array, v: jax.Array) -> None:
+    parts: how many there will be.
+    """
+
+    def __init__(self, q: jax.Array, v: jax.Array, parts: int) -> None:
         self._q = q
+        self._rounded = parts <= MOST_ROUNDED
         self._dtype = q.dtype
         self._wide = accumulator(q.dtype)
         lead, (tokens, heads) = q.shape[:-3], q.shape[-3:-1]
@@ -26,17 +37,29 @@ class Merged:
         self._lse: Any = None
         self._shapes = ((*lead, tokens, heads, v.shape[-1]), (*lead, heads, tokens))
 
-    def add(self, out: jax.Array, lse: jax.Array) -> None:
-        """A part: out `[B, T, N, Dv]`, lse `[B, N, T]`."""
+    def attend(self, call: Call, k: jax.Array, v: jax.Array) -> None:
+        """Runs a call, and adds what it gives."""
         if self._lse is None:
-            self._out, self._lse = out, lse
-            return
+            self._out, self._lse = forward_call(call, self._q, k, v)
+        elif self._rounded:
+            x = (self._q, k, v)
+            self._out, self._lse = joined_call(call, x, self._out, self._lse)
+        else:
+            self._add(*forward_call(call, self._q, k, v))
+
+    def _add(self, out: jax.Array, lse: jax.Array) -> None:
+        """A part: out `[B, T, N, Dv]`, lse `[B, N, T]`."""
         outs = tuple(a.astype(self._wide) for a in (self._out, out))
         lses = tuple(jnp.swapaxes(a, -1, -2) for a in (self._lse, lse))
         self._out, merged = merge_arrays(outs, lses)
         self._lse = jnp.swapaxes(merged, -1, -2)
 
     def so_far(self) -> Any:
+        """What there is when all calls up to now are done.
+
+        The next call writes over it. Who waits for it has to come before that call, or
+        XLA makes a copy.
+        """
         return self._lse
 
     def result(self, sinks: Any, rows: Side) -> tuple[jax.Array, jax.Array]:
@@ -75,23 +98,42 @@ def are_there(rows: Side, batch: bool) -> Any:
 
 
 class Gradients:
-    """dq, dk and dv of this device's rows, added up in float32."""
+    """dq, dk and dv of this device's rows: dq as the calls come, dk and dv in float32.
 
-    def __init__(self, x: Arrays) -> None:
+    parts: how many calls there will be.
+    """
+
+    def __init__(self, x: Arrays, parts: int) -> None:
         self._like = x
         self._wide = accumulator(x[0].dtype)
+        self._rounded = parts <= MOST_ROUNDED
         self._dq: Any = None
 
-    def add(self, found: list[Arrays], keys: Arrays, more: Arrays = ()) -> Arrays:
-        """Adds what calls on the same keys give to dq; their dk and dv.
+    def run(self, call: Call, keys: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
+        """Runs a call, adds its dq, and gives its dk and dv."""
+        x = (self._like[0], *keys)
+        before = self._dq if self._rounded else None
+        dq, dk, dv = backward_call(call, x, lse, delta, d_o, before)
+        if self._rounded:
+            self._dq = dq
+            return dk, dv
+        wide = dq.astype(self._wide)
+        self._dq = wide if self._dq is None else self._dq + wide
+        return dk, dv
 
-        more: dk and dv of these keys from elsewhere, which are added. One part alone
-        stays as a kernel gives it.
+    def so_far(self) -> Any:
+        """What there is when all calls up to now are done; see `Merged.so_far`."""
+        return self._dq
+
+    def of_keys(
+        self, found: Sequence[Arrays], keys: Arrays, more: Arrays = ()
+    ) -> Arrays:
+        """dk and dv of the same keys, added up.
+
+        found: those of calls. more: those from elsewhere. One part alone stays as a
+        kernel gives it.
         """
-        for dq, _, _ in found:
-            wide = dq.astype(self._wide)
-            self._dq = wide if self._dq is None else self._dq + wide
-        pairs = [tuple(pair) for _, *pair in found] + ([more] if more else [])
+        pairs = [*found, *([more] if more else [])]
         if not pairs:
             return tuple(self._zeros(a) for a in keys)
         if len(pairs) == 1:

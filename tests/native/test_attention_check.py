@@ -29,6 +29,7 @@ SUMS = {"dq_accum": ARRAY}
 SPACE = {"workspace": ARRAY}
 TURNS = {"deterministic": 1}
 DQ = {"dq": ARRAY}
+JOINS = {"joins": 1}
 SEGMENTS = dict.fromkeys(
     ("q_segments", "kv_segments", "q_segment_ranges", "kv_segment_ranges"), ARRAY
 )
@@ -71,6 +72,21 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
         BACKWARD_KV,
         {**SM90, **SPACE, **DQ, **TURNS, **SEGMENTS},
         "deterministic is for calls without segments and tiles",
+    ),
+    (BACKWARD_KV, {**SM90, **SPACE, **DQ, **JOINS}, "ok"),
+    (BACKWARD_KV, {**SM90, **JOINS}, "joins is for the sm_90a kernels and their dq"),
+    (BACKWARD_KV, {**SUMS, **JOINS}, "joins is for the sm_90a kernels and their dq"),
+    (BACKWARD_Q, {**DQ, **JOINS}, "joins is for backward_kv"),
+    (BACKWARD_BIAS, {**BIAS, "dbias": ARRAY, **JOINS}, "joins is for backward_kv"),
+    (FORWARD, {**SM90, **JOINS, "lse": ARRAY}, "ok"),
+    (FORWARD, {**JOINS, "lse": ARRAY}, "joins is for the sm_90a kernels"),
+    (FORWARD, {**SM90, **JOINS, "lse": None}, "joins needs an lse"),
+    *(
+        (FORWARD, {**SM90, **JOINS, "lse": ARRAY, **more}, "joins is for a scale above")
+        for more in (
+            *(BIAS, TILES, {"sinks": ARRAY, "sink_batch": 1}),
+            *({"softcap": 5.0}, {"scale": 0.0}, {"scale": -1.0}),
+        )
     ),
     (BACKWARD_KV, {"lse": None}, "lse is NULL"),
     (BACKWARD_Q, DQ, "ok"),

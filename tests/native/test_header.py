@@ -159,9 +159,10 @@ def test_kernels_take_the_members_of_the_header_in_their_order(tmp_path: Path) -
     In place of `deterministic` it has where the parts of a workspace lie.
     """
     members = [field for field in Attention._fields_ if field[0] != "deterministic"]
-    last = members.pop()
-    assert last[0] == "workspace"
-    members += [*fields(ctypes.c_void_p, "dq_turns dq_state"), last]
+    *members, workspace, joins = members
+    assert (workspace[0], joins[0]) == ("workspace", "joins")
+    places = fields(ctypes.c_void_p, "dq_turns dq_state")
+    members = [*members, *places, workspace, joins]
     flat = type("Flat", (ctypes.Structure,), {"_fields_": members})
     checks = "".join(
         f"static_assert(offsetof(AttentionCall, {name}) == {place.offset} &&\n"

@@ -48,6 +48,11 @@ pytestmark = pytest.mark.usefixtures("four_cpus")
 # ---- a program as steps --------------------------------------------------------------
 
 FORWARD, BACKWARD = "kvblock_attention_forward", "kvblock_attention_backward"
+# The same with what the calls before gave, by the names of those without.
+JOINED = {
+    "kvblock_attention_joined": FORWARD,
+    "kvblock_attention_backward_added": BACKWARD,
+}
 SENDS = ("ppermute", "all_gather", "all_to_all", "reduce_scatter")
 
 
@@ -99,6 +104,7 @@ def _walk(jaxpr: Any, given: list[Behind], found: list[Step]) -> list[Behind]:
         needs, holds = _joined(each)
         count = len(equation.outvars)
         name, inner = equation.primitive.name, [*jaxprs_in_params(equation.params)]
+        name = JOINED.get(name, name)
         made = [(needs, holds)] * count
         if is_step(name):
             first = equation.invars[0].aval
@@ -525,7 +531,8 @@ def traced(**how: Any) -> list[bool]:
     def look(jaxpr: Any) -> None:
         for equation in jaxpr.eqns:
             call = equation.params.get("call")
-            if equation.primitive.name == "kvblock_attention_forward":
+            name = equation.primitive.name
+            if JOINED.get(name, name) == FORWARD:
                 found.append(call.config.shares_gpu)
             for inner in jaxprs_in_params(equation.params):
                 look(inner)

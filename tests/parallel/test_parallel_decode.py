@@ -19,7 +19,7 @@ from paged_model import Case
 from parallel_decode import Dealt, mesh_of, pool_of_blocks, reductions
 
 import jax_kvblock as kv
-from jax_kvblock.attention import merge
+from jax_kvblock.attention import joining
 from jax_kvblock.parallel import (
     interleaved_paged_attention,
     interleaved_slots,
@@ -512,8 +512,8 @@ def test_out_and_lse_are_all_that_travels(one, size, rng):
 
 def test_more_than_a_step_s_travels_once(rng, monkeypatch):
     """Not n times, and so in several sums."""
-    monkeypatch.setattr(merge, "_AT_ONCE_BYTES", 4 * 9 * 4 * (16 + 1) * 4 - 1)
-    merge.merge_arrays.clear_cache()  # it is jitted
+    monkeypatch.setattr(joining, "_AT_ONCE_BYTES", 4 * 9 * 4 * (16 + 1) * 4 - 1)
+    joining.merge_arrays.clear_cache()  # it is jitted
     drawn = Dealt(Case(((9, 37),), sinks=True), rng, 4, "xla")
     function, args = drawn.function()
     compiled = jax.jit(function).lower(*args).compile()
@@ -521,7 +521,7 @@ def test_more_than_a_step_s_travels_once(rng, monkeypatch):
     assert {kind for kind, _ in found} == {"all-reduce"}
     assert sum(n for _, n in found) == 9 * 4 * (16 + 2)
     drawn.hold(*compiled(*args))
-    merge.merge_arrays.clear_cache()
+    joining.merge_arrays.clear_cache()
 
 
 def test_what_travels_would_be_seen(rng):

@@ -55,7 +55,11 @@ class Call(ctypes.Structure):
 class Forward(ctypes.Structure):
     """kvblock_forward."""
 
-    _fields_ = [("call", Call), *fields(ctypes.c_void_p, "o lse base workspace")]
+    _fields_ = [
+        ("call", Call),
+        *fields(ctypes.c_void_p, "o lse base workspace"),
+        ("joins", ctypes.c_int32),
+    ]
 
 
 class Backward(ctypes.Structure):
@@ -65,7 +69,7 @@ class Backward(ctypes.Structure):
         ("call", Call),
         *fields(ctypes.c_void_p, "lse base d_o delta"),
         *fields(ctypes.c_void_p, "dq_accum dq dk dv dbias workspace"),
-        ("deterministic", ctypes.c_int32),
+        *fields(ctypes.c_int32, "deterministic joins"),
     ]
 
 

@@ -20,6 +20,7 @@ import collections
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import itertools
 import json
 import subprocess
@@ -278,6 +279,48 @@ class Launcher:
         a.workspace = None
         return got
 
+    def joined(self, x: Problem, a: Attention, known: Truth) -> dict[str, Any]:
+        """The call joined with attention to other keys, which is drawn.
+
+        Rows that attend to nothing here keep it. What should come out goes to `known`.
+        """
+        c, torch = x.case, self.torch
+        served = not (c.bias or c.sinks or c.softcap or x.tiles) and x.scale > 0
+        if self.kernels != "sm90" or not served:
+            return {}
+        drawn = torch.Generator(self.place.device).manual_seed(c.seed)
+        normal = functools.partial(
+            torch.randn, generator=drawn, device=self.place.device
+        )
+        out, lse = known.want["out"], known.want["lse"][..., 0]
+        alone = torch.isneginf(lse)
+        held_lse = torch.where(alone, 0.0, lse).float() + 3 * normal(lse.shape)
+        held_lse = torch.where(normal(lse.shape) > 1.3, -torch.inf, held_lse)
+        there = torch.isfinite(held_lse).mT[..., None]
+        held = (normal(out.shape) * there).to(getattr(torch, c.dtype))
+        o = self.arena.empty(held.dtype, *held.shape).copy_(held)
+        joint = self.arena.empty(torch.float32, *lse.shape).copy_(held_lse)
+        a.o, a.lse, a.joins = o.data_ptr(), joint.data_ptr(), 1
+        if size := self.workspace(a, "forward"):
+            a.workspace = self.arena.empty(torch.uint8, size).data_ptr()
+        self.run("forward", a)
+        a.workspace, a.joins = None, 0
+
+        want = torch.logaddexp(lse, held_lse.double())
+        own, other = (
+            torch.nan_to_num(torch.exp(part - want)).mT[..., None]
+            for part in (lse, held_lse.double())
+        )
+        known.want["joined"] = own * out + other * held.double()
+        known.want["joined_lse"] = want[..., None]
+        rounding = 0.75 * judge.EPS[c.dtype] * known.want["joined"].abs()
+        off = known.bars["lse"] + judge.bar_of_lse(want[..., None])
+        known.bars["joined_lse"] = torch.where(alone[..., None], 1e-30, off)
+        sizes = out.abs() + held.double().abs()
+        bar = known.bars["out"] * own + rounding + 2 * off.transpose(1, 2) * sizes
+        known.bars["joined"] = torch.where(alone.mT[..., None], 1e-30, bar)
+        return {"joined": o, "joined_lse": joint[..., None]}
+
     def workspace(self, a: Attention, name: str) -> int:
         """Bytes of it."""
         return workspace_bytes(self.library, a, name)
@@ -321,6 +364,10 @@ class Launcher:
         with self.kept(a):
             keys = self.keys(x, a)
             got = sums(x, a, "dq") | keys
+        if self.kernels == "sm90":
+            with self.kept(a):
+                self.keys(x, a)
+                got |= self.added(x, a, known)
         in_turns = self.kernels == "sm90" and not c.segments and x.tiles is None
         first: dict[str, Any] = {}
         for _ in range(TIMES):
@@ -351,7 +398,7 @@ class Launcher:
         yield
         for name in ("dk", "dv", "dq", "dq_accum", "dbias", "workspace"):
             setattr(a, name, None)
-        a.deterministic = 0
+        a.deterministic = a.joins = 0
 
     def keys(self, x: Problem, a: Attention) -> dict[str, Any]:
         c, dtype = x.case, getattr(self.torch, x.case.dtype)
@@ -376,11 +423,28 @@ class Launcher:
         dq = dq.reshape(c.members, c.q_len, c.heads, c.head_dim).double() * x.scale
         return {name: dq}
 
+    def added(self, x: Problem, a: Attention, known: Truth) -> dict[str, Any]:
+        """dq added to one that is drawn; rows that get nothing keep it."""
+        want = known.want["dq"]
+        drawn = self.torch.Generator(self.place.device).manual_seed(x.case.seed)
+        held = self.torch.randn(want.shape, generator=drawn, device=self.place.device)
+        held = (held * want.abs().mean()).to(getattr(self.torch, x.case.dtype))
+        got = self.hopper_sums(x, a, "added", held=held)
+        known.want["added"] = want + held.double()
+        rounding = 0.75 * judge.EPS[x.case.dtype] * known.want["added"].abs()
+        nothing = (want == 0).all(-1, keepdim=True)
+        bar = self.torch.where(nothing, 1e-30, known.bars["dq"] + rounding)
+        known.bars["added"] = bar
+        return got
+
     def hopper_sums(
-        self, x: Problem, a: Attention, name: str, turns: bool = False
+        self, x: Problem, a: Attention, name: str, turns: bool = False, held: Any = None
     ) -> dict[str, Any]:
         """dq by additions in a workspace, which the launcher finishes."""
         dq, size = self._like_q(x), self.workspace(a, "backward_kv")
+        if held is not None:
+            dq.copy_(held)
+            a.joins = 1
         a.dq, a.deterministic = dq.data_ptr(), turns
         a.workspace = self.arena.empty(self.torch.uint8, size).data_ptr()
         self.run("backward_kv", a)
@@ -399,7 +463,7 @@ def judged(
     launcher.arena.clear()
     try:
         a = launcher.describe(x)
-        got = launcher.forward(x, a)
+        got = launcher.forward(x, a) | launcher.joined(x, a, known)
         if backward:
             got |= launcher.backward(x, a, known)
         assert not launcher.arena.touched(), "something was written beside the results"

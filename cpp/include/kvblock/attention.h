@@ -122,6 +122,11 @@ typedef struct kvblock_forward {
    * holds does not matter. With it the keys of a few queries are shared out over the whole GPU, and
    * where lengths, segments or lists make tiles uneven, who is done takes the next one. */
   void* workspace;
+  /* Not 0: o and lse hold the attention of these queries to other keys, and are joined with that to
+   * the call's: afterwards they are those to all of these keys. Rows that attend to none of the
+   * call's keep what they have. For the sm_90a kernels, with lse, head dims up to 128, a scale above
+   * 0, and neither softcap, bias, sinks nor tiles. */
+  int32_t joins;
 } kvblock_forward;
 
 typedef struct kvblock_backward {
@@ -142,6 +147,9 @@ typedef struct kvblock_backward {
   /* Not 0, for the same and calls without segments and tiles: keys add to dq in turns, so that it
    * comes out with the same bits every time. */
   int32_t deterministic;
+  /* Not 0, for backward_kv of the sm_90a kernels with dq: dq is added to what dq holds, in float32,
+   * and the sum is rounded. */
+  int32_t joins;
 } kvblock_backward;
 
 /* What a launcher computes, for kvblock_attention_check_backward. */

@@ -17,8 +17,9 @@ extern "C" const char* kvblock_attention_forward(const kvblock_forward* a, void*
   const AttentionCall call = CallOf(*a);
   if (call.q_len == 0 || (call.batch == 0 && call.cu_q == nullptr)) return nullptr;
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
-  if (call.workspace != nullptr && SharesKeys(a->call))
+  if (call.workspace != nullptr && SharesKeys(a->call) && !call.joins) {
     return generic::LaunchSplit(call, cuda_stream);
+  }
   return call.kernels == KVBLOCK_KERNELS_SM90 ? hopper::LaunchForward(call, cuda_stream)
                                               : generic::LaunchForward(call, cuda_stream);
 }

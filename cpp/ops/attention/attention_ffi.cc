@@ -5,7 +5,8 @@
 // Operands: q, k, v, then the optional ones that `present` names (bit i: the i-th of Optional),
 // then, backward, lse, with a bias base, delta and d_o. Results: o and perhaps lse, and with a bias
 // base, and perhaps a workspace; or dk, dv and perhaps dq_accum (the sm_90a kernels: dq and a
-// workspace); or dq; or dbias. Mirrors jax_kvblock/attention/cuda.py.
+// workspace); or dq; or dbias. With `joins`, o and lse, or dq, are operands, too, the last ones,
+// and the results lie in their place. Mirrors jax_kvblock/attention/cuda.py.
 #include "ops/attention/attention_ffi.h"
 
 #include <cstdint>
@@ -23,7 +24,8 @@ namespace kvblock {
 
 // The attributes of a call.
 struct AttentionAttributes {
-  int64_t kernels, present, packed, deterministic, window_left, window_right, tile_q, tile_kv;
+  int64_t kernels, present, packed, deterministic, joins, window_left, window_right, tile_q,
+      tile_kv;
   float scale, softcap;
 };
 
@@ -33,9 +35,10 @@ struct AttentionAttributes {
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     kvblock::AttentionAttributes, StructMember<int64_t>("kernels"),
     StructMember<int64_t>("present"), StructMember<int64_t>("packed"),
-    StructMember<int64_t>("deterministic"), StructMember<int64_t>("window_left"),
-    StructMember<int64_t>("window_right"), StructMember<int64_t>("tile_q"),
-    StructMember<int64_t>("tile_kv"), StructMember<float>("scale"), StructMember<float>("softcap"));
+    StructMember<int64_t>("deterministic"), StructMember<int64_t>("joins"),
+    StructMember<int64_t>("window_left"), StructMember<int64_t>("window_right"),
+    StructMember<int64_t>("tile_q"), StructMember<int64_t>("tile_kv"), StructMember<float>("scale"),
+    StructMember<float>("softcap"));
 
 namespace {
 
@@ -295,6 +298,11 @@ ffi::Error Launch(Reader* in, const Call& call, const char* (*launch)(const Call
                             : ffi::Error::InvalidArgument(std::string(kCall) + ": " + message);
 }
 
+// A result of a call that joins has to lie where the operand does.
+void CheckInPlace(Reader* in, const char* name, const void* operand, const void* result) {
+  if (operand != result && !in->failed()) in->Fail(std::string(name) + " is joined in place");
+}
+
 // The last result is a workspace, where the call has a use for one.
 ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets,
                    const Attributes& attributes) {
@@ -302,16 +310,26 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   const Decoded d = Decode(&in, attributes);
   kvblock_forward f{};
   f.call = d.a;
+  f.joins = static_cast<int32_t>(attributes.joins != 0);
   if (!in.failed()) {
-    const int64_t bytes =
-        AttentionWorkspace(d.a.kernels, d.a.batch, d.a.q_len, d.a.num_heads, d.a.num_kv_heads,
-                           d.a.head_dim, d.a.value_dim, attributes.present, false);
+    const int64_t bytes = AttentionWorkspace(d.a.kernels, d.a.batch, d.a.q_len, d.a.kv_len,
+                                             d.a.num_heads, d.a.num_kv_heads, d.a.head_dim,
+                                             d.a.value_dim, attributes.present, false);
+    const void *held_o = nullptr, *held_lse = nullptr;
+    if (f.joins) {
+      held_o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, false, d.type);
+      held_lse = Rows(&in, d, "lse", false);
+    }
     f.o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, true, d.type);
     if (in.results_left() > (bytes > 0)) {
       f.lse = Rows(&in, d, "lse", true);
       if (Has(attributes, kBias)) f.base = Rows(&in, d, "base", true);
     }
     if (bytes > 0) f.workspace = in.Result("workspace", ffi::DataType::U8, {bytes});
+    if (f.joins) {
+      CheckInPlace(&in, "o", held_o, f.o);
+      CheckInPlace(&in, "lse", held_lse, f.lse);
+    }
   }
   return Launch(&in, f, kvblock_attention_forward, stream);
 }
@@ -332,10 +350,16 @@ ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets 
     b.dk = Heads(&in, d, "dk", kKeys, d.a.num_kv_heads, d.a.head_dim, true, d.type);
     b.dv = Heads(&in, d, "dv", kKeys, d.a.num_kv_heads, d.a.value_dim, true, d.type);
     if (in.results_left() > 0 && d.a.kernels == KVBLOCK_KERNELS_SM90) {
-      b.dq = Heads(&in, d, "dq", kQueries, d.a.num_heads, d.a.head_dim, true, d.type);
-      const int64_t bytes =
-          AttentionWorkspace(d.a.kernels, d.a.batch, d.a.q_len, d.a.num_heads, d.a.num_kv_heads,
-                             d.a.head_dim, d.a.value_dim, attributes.present, true);
+      const auto dq = [&](bool result) {
+        return Heads(&in, d, "dq", kQueries, d.a.num_heads, d.a.head_dim, result, d.type);
+      };
+      b.joins = static_cast<int32_t>(attributes.joins != 0);
+      const void* const held = b.joins ? dq(false) : nullptr;
+      b.dq = dq(true);
+      if (b.joins) CheckInPlace(&in, "dq", held, b.dq);
+      const int64_t bytes = AttentionWorkspace(d.a.kernels, d.a.batch, d.a.q_len, d.a.kv_len,
+                                               d.a.num_heads, d.a.num_kv_heads, d.a.head_dim,
+                                               d.a.value_dim, attributes.present, true);
       if (bytes > 0) b.workspace = in.Result("workspace", ffi::DataType::U8, {bytes});
       b.deterministic = static_cast<int32_t>(attributes.deterministic);
     } else if (in.results_left() > 0) {
@@ -378,15 +402,16 @@ constexpr auto Binding = [] {
 
 }  // namespace
 
-int64_t AttentionWorkspace(int32_t kernels, int64_t batch, int64_t q_len, int32_t num_heads,
-                           int32_t num_kv_heads, int32_t head_dim, int32_t value_dim,
-                           int64_t present, bool backward) {
+int64_t AttentionWorkspace(int32_t kernels, int64_t batch, int64_t q_len, int64_t kv_len,
+                           int32_t num_heads, int32_t num_kv_heads, int32_t head_dim,
+                           int32_t value_dim, int64_t present, bool backward) {
   static const int32_t array[1] = {};
   const auto there = [&](Optional which) { return (present >> which) & 1 ? array : nullptr; };
   kvblock_attention a{};
   a.kernels = kernels;
   a.batch = static_cast<int32_t>(batch);
   a.q_len = q_len;
+  a.kv_len = kv_len;
   a.num_heads = num_heads;
   a.num_kv_heads = num_kv_heads;
   a.head_dim = head_dim;

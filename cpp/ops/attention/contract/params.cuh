@@ -22,6 +22,7 @@ struct AttentionParams : AttentionCall {
   int32_t tiles;  // tiles along the queries (or keys) that the launch walks, of all sequences
   int32_t section_pairs;  // whose tiles lie side by side in the grid (schedule/grid_order.cuh)
   int32_t num_pairs;      // of (batch member, head); backward over keys, of (member, KV head)
+  int32_t first_kv_head, kv_heads;  // backward over keys: the launch's KV heads
   // With a softcap: from products to exponents of 2, where none is larger than the bound in size.
   TinySoftCap tiny_cap;
   float tiny_bound;
@@ -33,6 +34,8 @@ inline AttentionParams MakeAttentionParams(const AttentionCall& a) {
   p.group = a.num_heads / a.num_kv_heads;
   p.num_pairs = a.cu_q != nullptr ? a.num_heads : a.batch * a.num_heads;
   p.section_pairs = 1;
+  p.first_kv_head = 0;
+  p.kv_heads = a.num_kv_heads;
   if (a.softcap > 0.0f) {
     const float factor = a.scale / a.softcap, size = factor < 0.0f ? -factor : factor;
     const bool served = a.softcap < kLargeSoftcap && size <= kLargestFactor;

@@ -51,5 +51,9 @@ inline uint32_t Pack(float low, float high) {
   const T x[2] = {T(low), T(high)};
   return x[0].bits | static_cast<uint32_t>(x[1].bits) << 16;
 }
+template <typename T>
+inline float2 Unpack(uint32_t pair) {
+  return {Half<T>(pair, 0), Half<T>(pair, 1)};
+}
 
 }  // namespace kvblock

@@ -1,4 +1,5 @@
-// The Hopper backward launcher: clear, pick the instance, launch, finish dq.
+// The Hopper backward launcher: clear, pick the instance, launch, finish dq, for some heads after
+// the others.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -18,20 +19,27 @@ bool StoresFirst(const AttentionCall& a) {
   return a.head_dim <= 192 && a.value_dim <= 128 && a.tile_indices == nullptr;
 }
 
-// Writes dq from dq_accum.
-const char* LaunchFinishDq(const AttentionCall& a, cudaStream_t stream) {
+using FinishDq = void (*)(AttentionParams);
+template <typename T>
+FinishDq FinishDqOf(bool tall, bool adds) {
+  if (tall) return adds ? AttentionFinishTallDq<T, true> : AttentionFinishTallDq<T, false>;
+  return adds ? AttentionFinishDq<T, true> : AttentionFinishDq<T, false>;
+}
+
+// Writes these heads' dq from dq_accum.
+const char* LaunchFinishDq(const AttentionCall& a, KvHeads heads, cudaStream_t stream) {
   AttentionParams p = MakeAttentionParams(a);
+  p.first_kv_head = heads.first;
+  p.kv_heads = heads.count;
   const int64_t tiles = a.q_len == 0 ? 0 : NumTiles(a, a.q_len, kDqRows);
-  const int64_t ctas = tiles * Members(a) * a.num_heads;
+  const int64_t ctas = tiles * Members(a) * heads.count * p.group;
   if (ctas == 0) return nullptr;
   if (ctas > INT32_MAX) return Message("attention: too many queries for one launch");
   p.tiles = static_cast<int32_t>(tiles);
   if (!StoresFirst(a)) p.dq_state = nullptr;
-  const bool tall = LaunchIsTall(a);
-  const auto kernel =
-      a.dtype == KVBLOCK_BF16
-          ? (tall ? AttentionFinishTallDq<__nv_bfloat16> : AttentionFinishDq<__nv_bfloat16>)
-          : (tall ? AttentionFinishTallDq<__half> : AttentionFinishDq<__half>);
+  const bool tall = LaunchIsTall(a), adds = a.joins != 0;
+  const FinishDq kernel = a.dtype == KVBLOCK_BF16 ? FinishDqOf<__nv_bfloat16>(tall, adds)
+                                                  : FinishDqOf<__half>(tall, adds);
   kernel<<<static_cast<unsigned>(ctas), kWarpgroup, 0, stream>>>(p);
   return CudaResult(cudaGetLastError(), "finishing dq");
 }
@@ -42,8 +50,10 @@ const char* LaunchBackwardKv(const AttentionCall& caller, cudaStream_t stream) {
   AttentionCall a = caller;
   if (!StoresFirst(a)) a.dq_state = nullptr;
   const int dim = std::max(a.head_dim, a.value_dim);
-  if (a.dq_accum != nullptr && a.q_len > 0) {
-    const int64_t tiles = Members(a) * a.num_heads * DqTiles(a);
+  const bool has_dq = a.dq_accum != nullptr && a.q_len > 0;
+  // Before each launch, of the sums of so many heads.
+  const auto clear_sums = [&](int64_t heads) {
+    const int64_t tiles = Members(a) * heads * DqTiles(a);
     const auto clear = [&](const char* what, void* data, int64_t bytes_of_a_tile) {
       return CudaResult(cudaMemsetAsync(data, 0, tiles * bytes_of_a_tile, stream), what);
     };
@@ -51,12 +61,20 @@ const char* LaunchBackwardKv(const AttentionCall& caller, cudaStream_t stream) {
                             ? clear("clearing dq_state", a.dq_state, kDqCounters * 4)
                             : clear("clearing dq_accum", a.dq_accum, kDqRows * a.head_dim * 4);
     if (!error && a.dq_turns) error = clear("clearing dq_turns", a.dq_turns, 4);
-    if (error) return error;
-  }
+    return error;
+  };
   const auto launch = [&](auto instance) {
     using In = decltype(instance);
-    const char* error = LaunchBackwardKvOf<typename In::Type, In::kDim, In::kValue>(a, stream);
-    return error != nullptr || a.dq == nullptr ? error : LaunchFinishDq(a, stream);
+    KvHeads heads{0, has_dq ? DqKvHeads(a) : a.num_kv_heads};
+    const char* error = nullptr;
+    for (; error == nullptr && heads.first < a.num_kv_heads; heads.first += heads.count) {
+      if (has_dq) error = clear_sums(int64_t{heads.count} * (a.num_heads / a.num_kv_heads));
+      if (!error) {
+        error = LaunchBackwardKvOf<typename In::Type, In::kDim, In::kValue>(a, heads, stream);
+      }
+      if (!error && a.dq != nullptr) error = LaunchFinishDq(a, heads, stream);
+    }
+    return error;
   };
   if (dim <= 64) return ForType<64, 64>(a, launch);
   if (dim <= 96) return ForType<96, 96>(a, launch);

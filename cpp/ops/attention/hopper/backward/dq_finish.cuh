@@ -1,4 +1,5 @@
-// From dq_accum to dq: scaled, rounded and in rows.
+// From dq_accum to dq: scaled, rounded and in rows. With kAdds dq has what is added first; then
+// rows that get nothing are left alone.
 //
 // A CTA takes 64 queries of a head, which lie in dq_accum as accumulators do in the threads of a
 // warpgroup (kernel.cuh). So thread (warp, g, t) reads of each block of 8 columns the columns
@@ -34,19 +35,44 @@ __device__ __forceinline__ void TransposeQuad(uint32_t (&v)[4], int t) {
   }
 }
 
+// What 8 columns of dq hold, as a quad's lanes have them before TransposeQuad.
 template <typename T>
+__device__ __forceinline__ void LoadQuad(const T* from, bool exists, int t, uint32_t (&v)[4]) {
+  const uint4 x = exists ? *reinterpret_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+  v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
+  TransposeQuad(v, t);
+}
+// Two values scaled, with two in 16 bits added.
+template <typename T>
+__device__ __forceinline__ uint32_t PackSum(float low, float high, float scale, uint32_t more) {
+  const float2 x = Unpack<T>(more);
+  return Pack<T>(fmaf(low, scale, x.x), fmaf(high, scale, x.y));
+}
+
+// The launch's query heads, and the one of an owner among (member, head).
+struct FinishedHead {
+  int member, head;
+};
+__device__ __forceinline__ FinishedHead HeadOf(const AttentionParams& p, int owner) {
+  const int heads = p.kv_heads * p.group, member = owner / heads;
+  return {member, p.first_kv_head * p.group + owner - member * heads};
+}
+
+template <typename T, bool kAdds>
 __global__ void __launch_bounds__(kWarpgroup)
     AttentionFinishDq(const __grid_constant__ AttentionParams p) {
   const int thread = threadIdx.x, lane = thread % 32, t = lane % 4;
   const int nth = gridDim.x - 1 - blockIdx.x;  // the last heads first: they are still in L2
-  const int tile = nth % p.tiles, owner = nth / p.tiles;
-  const int head = owner % p.num_heads;
+  const int tile = nth % p.tiles;
+  const FinishedHead of = HeadOf(p, nth / p.tiles);
+  const int head = of.head;
   Sequence s;
   int first;
-  if (!FindTile<Along::kQueries, kDqRows>(p, owner / p.num_heads, tile, &s, &first)) return;
+  if (!FindTile<Along::kQueries, kDqRows>(p, of.member, tile, &s, &first)) return;
   // A tile that no key sees has not been stored.
   const bool stored =
       first < s.q_len && (p.dq_state == nullptr || *DqState(p, s, head, first) != 0);
+  if (kAdds && !stored) return;
   const int row = first + thread / 32 * 16 + lane / 4;
   const float4* const from = reinterpret_cast<const float4*>(DqTile(p, s, head, first)) + thread;
   T* const to = static_cast<T*>(p.dq) + ((s.q_row + row) * p.num_heads + head) * p.head_dim;
@@ -64,17 +90,22 @@ __global__ void __launch_bounds__(kWarpgroup)
     for (int quad = 0; quad < kQuads; ++quad) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        uint32_t v[4];
+        const int block = b + quad * 4 + t;
+        const bool takes_part = row + h * 8 < s.q_len;
+        const bool written = row + h * 8 < s.q_rows && block < blocks && (takes_part || !kAdds);
+        T* const place = to + h * eight_rows + block * 8;
+        uint32_t v[4], held[4] = {};
+        if constexpr (kAdds) LoadQuad(place, written, t, held);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float4& y = x[quad * 4 + i];
-          v[i] = Pack<T>((h == 0 ? y.x : y.z) * p.scale, (h == 0 ? y.y : y.w) * p.scale);
+          const float low = h == 0 ? y.x : y.z, high = h == 0 ? y.y : y.w;
+          v[i] = kAdds ? PackSum<T>(low, high, p.scale, held[i])
+                       : Pack<T>(low * p.scale, high * p.scale);
         }
         TransposeQuad(v, t);
-        const int block = b + quad * 4 + t;
-        if (row + h * 8 < s.q_rows && block < blocks) {
-          const bool takes_part = row + h * 8 < s.q_len;
-          *reinterpret_cast<uint4*>(to + h * eight_rows + block * 8) =
+        if (written) {
+          *reinterpret_cast<uint4*>(place) =
               takes_part ? make_uint4(v[0], v[1], v[2], v[3]) : make_uint4(0, 0, 0, 0);
         }
       }
@@ -85,16 +116,17 @@ __global__ void __launch_bounds__(kWarpgroup)
 // The same for a tall launch, whose accumulators hold the transpose: thread (warp, g, t) reads, of
 // each block of 8 queries, queries 2 t and 2 t + 1 of columns g and g + 8 of its warp's 16 in each
 // half. Turned, four threads have 8 columns of each of four blocks for one query, and exchange.
-template <typename T>
+template <typename T, bool kAdds>
 __global__ void __launch_bounds__(kWarpgroup)
     AttentionFinishTallDq(const __grid_constant__ AttentionParams p) {
   const int thread = threadIdx.x, lane = thread % 32, t = lane % 4;
   const int nth = gridDim.x - 1 - blockIdx.x;
-  const int tile = nth % p.tiles, owner = nth / p.tiles;
-  const int head = owner % p.num_heads;
+  const int tile = nth % p.tiles;
+  const FinishedHead of = HeadOf(p, nth / p.tiles);
+  const int head = of.head;
   Sequence s;
   int first;
-  if (!FindTile<Along::kQueries, kDqRows>(p, owner / p.num_heads, tile, &s, &first)) return;
+  if (!FindTile<Along::kQueries, kDqRows>(p, of.member, tile, &s, &first)) return;
   // These 64 queries lie in one or two of the tiles that were stored. The first ends at `end`.
   const int lack = FirstLacks<kTallQueries>(s.q_len);
   const int end = ((first + lack) / kTallQueries + 1) * kTallQueries - lack;
@@ -103,6 +135,7 @@ __global__ void __launch_bounds__(kWarpgroup)
   };
   const bool stored = first < s.q_len && is_stored(end);
   const bool next_stored = end < s.q_len && is_stored(end + kTallQueries);
+  if (kAdds && !stored && !next_stored) return;
   const int row = first + lane / 4, column = t / 2 * 64 + thread / 32 * 16 + t % 2 * 8;
   T* const to =
       static_cast<T*>(p.dq) + ((s.q_row + row) * p.num_heads + head) * p.head_dim + column;
@@ -122,18 +155,29 @@ __global__ void __launch_bounds__(kWarpgroup)
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      uint32_t v[4];
+      const int query = row + (b + i) * 8;
+      const bool takes_part = query < s.q_len;
+      const bool written = query < s.q_rows && (takes_part || !kAdds);
+      T* const place = to + int64_t{b + i} * 8 * p.num_heads * p.head_dim;
+      uint32_t v[4], held[4] = {};
+      if constexpr (kAdds) LoadQuad(place, written, t, held);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float4& y = x[i][half];
-        v[half * 2] = TransposeMatrix(Pack<T>(y.x * p.scale, y.y * p.scale));
-        v[half * 2 + 1] = TransposeMatrix(Pack<T>(y.z * p.scale, y.w * p.scale));
+        const auto turned = [&](float low, float high, uint32_t more) {
+          // Turned there and back: held is in rows of queries, the sums in rows of columns.
+          if constexpr (kAdds) {
+            return TransposeMatrix(PackSum<T>(low, high, p.scale, TransposeMatrix(more)));
+          }
+          return TransposeMatrix(Pack<T>(low * p.scale, high * p.scale));
+        };
+        v[half * 2] = turned(y.x, y.y, held[half * 2]);
+        v[half * 2 + 1] = turned(y.z, y.w, held[half * 2 + 1]);
       }
       TransposeQuad(v, t);
-      const int query = row + (b + i) * 8;
-      if (query < s.q_rows) {
-        *reinterpret_cast<uint4*>(to + int64_t{b + i} * 8 * p.num_heads * p.head_dim) =
-            query < s.q_len ? make_uint4(v[0], v[1], v[2], v[3]) : make_uint4(0, 0, 0, 0);
+      if (written) {
+        *reinterpret_cast<uint4*>(place) =
+            takes_part ? make_uint4(v[0], v[1], v[2], v[3]) : make_uint4(0, 0, 0, 0);
       }
     }
   }

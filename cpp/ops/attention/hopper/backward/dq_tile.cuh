@@ -1,5 +1,7 @@
 // How the Hopper backward kernels lay out dq_accum.
 //
+// It has the heads of one launch, which may be some of all (DqKvHeads in attention_workspace.h).
+//
 // Tiles of 64 queries of one head, each [head_dim / 8, 4, 8, 4, 2, 2] float32: block of 8 columns,
 // warp, g, t, h and e. That is query 16 warp + 8 h + g and column 2 t + e of the block: what a
 // thread of a warpgroup holds of a block (wgmma.cuh) are four neighbours, what a warp holds 512
@@ -42,9 +44,10 @@ inline bool LaunchIsTall(const AttentionCall& a) {
 // The number of the tile of a query.
 __device__ __forceinline__ int64_t DqTileNumber(const AttentionParams& p, const Sequence& s,
                                                 int head, int query) {
+  const int own = head - p.first_kv_head * p.group;  // among the launch's heads
   const int64_t sequence =
-      p.cu_q != nullptr ? head * DqTiles(p) + (s.q_row + int64_t{kDqRows} * s.batch) / kDqRows
-                        : (static_cast<int64_t>(s.batch) * p.num_heads + head) * DqTiles(p);
+      p.cu_q != nullptr ? own * DqTiles(p) + (s.q_row + int64_t{kDqRows} * s.batch) / kDqRows
+                        : (static_cast<int64_t>(s.batch) * p.kv_heads * p.group + own) * DqTiles(p);
   return sequence + query / kDqRows;
 }
 __device__ __forceinline__ float* DqTile(const AttentionParams& p, const Sequence& s, int head,
@@ -56,7 +59,8 @@ constexpr int kTallBlock = 8 * 64;  // values
 __device__ __forceinline__ float* DqTallBlock(const AttentionParams& p, const Sequence& s, int head,
                                               int first, int half) {
   const int64_t tiles = DqTiles(p), tile = DqTileNumber(p, s, head, 0);
-  const int64_t before = p.cu_q != nullptr ? head * tiles : tile;  // tiles of the heads before
+  const int own = head - p.first_kv_head * p.group;
+  const int64_t before = p.cu_q != nullptr ? own * tiles : tile;  // tiles of the heads before
   const int64_t block = (before * 2 + half * tiles + (tile - before)) * (kDqRows / 8) + first / 8;
   return p.dq_accum + block * kTallBlock;
 }

@@ -107,11 +107,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   // Whose keys these are. For a dq that is the same every time the last tiles come first
   // (dq_turns.cuh).
   const GridPlace place = FirstTilesFirst(p, blockIdx.x / Shape::kCluster, turns);
-  const int kv_head = place.pair % p.num_kv_heads;
+  const int member = place.pair / p.kv_heads;
+  const int kv_head = p.first_kv_head + place.pair - member * p.kv_heads;
   Sequence found;
   int first_key;
-  if (!FindTile<Along::kKeys, Shape::kClusterKeys>(p, place.pair / p.num_kv_heads, place.tile,
-                                                   &found, &first_key)) {
+  if (!FindTile<Along::kKeys, Shape::kClusterKeys>(p, member, place.tile, &found, &first_key)) {
     return;
   }
   if (Shape::kClustered) first_key += ClusterRank() * Shape::kKeys;

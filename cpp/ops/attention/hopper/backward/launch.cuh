@@ -32,10 +32,12 @@ const char* MakeBackwardMaps(const AttentionCall& a, BackwardMaps* maps) {
 }
 
 template <typename T, typename Shape, bool kPlain>
-const char* LaunchBackwardKvAs(const AttentionCall& a, cudaStream_t stream) {
+const char* LaunchBackwardKvAs(const AttentionCall& a, KvHeads heads, cudaStream_t stream) {
   AttentionParams p = MakeAttentionParams(a);
+  p.first_kv_head = heads.first;
+  p.kv_heads = heads.count;
   const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kClusterKeys);
-  const int64_t owners = Members(a) * a.num_kv_heads;
+  const int64_t owners = Members(a) * heads.count;
   if (Shape::kSplitsProducts &&
       a.dq_state != nullptr) {  // its workers add, and do not look at who is first
     return Message("attention: these tiles need a dq_accum that was cleared");
@@ -67,23 +69,23 @@ const char* LaunchBackwardKvAs(const AttentionCall& a, cudaStream_t stream) {
 }
 
 template <typename T, int kDim, int kValueDim>
-const char* LaunchBackwardKvOf(const AttentionCall& a, cudaStream_t stream) {
+const char* LaunchBackwardKvOf(const AttentionCall& a, KvHeads heads, cudaStream_t stream) {
   using Shape = BackwardShape<kDim, kValueDim>;
   using Capped = BackwardShape<kDim, kValueDim, false, true>;
   using Partial = BackwardShape<kDim, kValueDim, false, false, true>;
   const bool plain = IsPlain(a), capped = !plain && a.bias == nullptr;
   if constexpr (kDim == 128 && kValueDim == 128) {
     if (LaunchIsTall(a)) {
-      return LaunchBackwardKvAs<T, BackwardShape<128, 128, true>, true>(a, stream);
+      return LaunchBackwardKvAs<T, BackwardShape<128, 128, true>, true>(a, heads, stream);
     }
   }
   if (a.tile_masks != nullptr) {
-    return plain ? LaunchBackwardKvAs<T, Partial, true>(a, stream)
-                 : LaunchBackwardKvAs<T, Partial, false>(a, stream);
+    return plain ? LaunchBackwardKvAs<T, Partial, true>(a, heads, stream)
+                 : LaunchBackwardKvAs<T, Partial, false>(a, heads, stream);
   }
-  return plain    ? LaunchBackwardKvAs<T, Shape, true>(a, stream)
-         : capped ? LaunchBackwardKvAs<T, Capped, false>(a, stream)
-                  : LaunchBackwardKvAs<T, Shape, false>(a, stream);
+  return plain    ? LaunchBackwardKvAs<T, Shape, true>(a, heads, stream)
+         : capped ? LaunchBackwardKvAs<T, Capped, false>(a, heads, stream)
+                  : LaunchBackwardKvAs<T, Shape, false>(a, heads, stream);
 }
 
 }  // namespace kvblock::hopper

@@ -12,8 +12,11 @@ namespace kvblock::hopper {
 const char* LaunchBackwardKv(const AttentionCall& a, cudaStream_t stream);
 
 // The products and sums of it for one element type and pair of padded head dims: T is a.dtype's
-// type, head_dim is at most kDim and value_dim at most kValueDim.
+// type, head_dim is at most kDim and value_dim at most kValueDim. Of some of the KV heads.
+struct KvHeads {
+  int32_t first, count;
+};
 template <typename T, int kDim, int kValueDim>
-const char* LaunchBackwardKvOf(const AttentionCall& a, cudaStream_t stream);
+const char* LaunchBackwardKvOf(const AttentionCall& a, KvHeads heads, cudaStream_t stream);
 
 }  // namespace kvblock::hopper

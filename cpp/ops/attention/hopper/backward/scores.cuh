@@ -35,16 +35,6 @@ __device__ __forceinline__ void PackAll(Packed<kCount>& to, const float (&c)[kCo
   }
 }
 
-// A pair of 16 bits as float32.
-template <typename T>
-__device__ __forceinline__ float2 Unpack(uint32_t pair) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half22float2(*reinterpret_cast<const __half2*>(&pair));
-  } else {
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-  }
-}
-
 // Two of P, packed, times those of dP - delta. A masked score takes nothing, not even a NaN.
 template <typename T>
 __device__ __forceinline__ uint32_t PackSlopes(uint32_t prob, float low, float high, bool masked) {

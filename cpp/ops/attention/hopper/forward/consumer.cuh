@@ -43,7 +43,7 @@ class Consumer {
         item = Compute(item, rows);
       }
     }
-    if (Traits::kStagesOutput) {
+    if (Traits::kStagesOutput && !Traits::kJoins) {
       TakeOutput();
       LeaveOutput();
     }
@@ -272,6 +272,7 @@ class Consumer {
   }
   __device__ __forceinline__ void WriteItem(const Item& item, const RowSums& sums,
                                             Rows<Traits>& rows) {
+    if constexpr (Traits::kJoins) return JoinItem(item, sums, rows);
     float factor[2];
     const RowLse lse = FinishRows<Traits>(p_, item, sums, rows, factor, FirstRow(), Lane());
     if constexpr (Traits::kStagesOutput) {
@@ -287,9 +288,23 @@ class Consumer {
     }
   }
 
-  // The place for O is this consumer's; then, with O or at the end, the writer's.
+  // The same for an item that is joined with what is in its place.
+  __device__ __forceinline__ void JoinItem(const Item& item, const RowSums& sums,
+                                           Rows<Traits>& rows) {
+    TakeOutput();
+    const JoinedRows joined =
+        JoinRows<Traits>(shared_.joined.lse[group_], item, sums, FirstRow(), Lane());
+    StageJoined<Traits>(joined, rows, SharedAddress(shared_.o[group_]), Thread() / 32, Lane());
+    FenceAsync();
+    StoreJoinedLse<Traits>(p_, item, joined, FirstRow(), Lane());
+    LeaveOutput();
+  }
+
+  // The place for O is this consumer's; then, with O or at the end, the writer's. It is empty at
+  // first, but that of a joined item is not: the writer has to fill it.
   __device__ __forceinline__ void TakeOutput() {
-    BarrierWait(SharedAddress(&shared_.o_empty[group_]), outputs_.phase ^ 1);
+    const int phase = Traits::kJoins ? outputs_.phase : outputs_.phase ^ 1;
+    BarrierWait(SharedAddress(&shared_.o_empty[group_]), phase);
   }
   __device__ __forceinline__ void LeaveOutput() {
     BarrierArrive(SharedAddress(&shared_.o_full[group_]));

@@ -39,6 +39,9 @@
 // With two places for Q there is one for O, too: consumers leave O there, and the writer stores it
 // while they go on with the next item. Otherwise they store it themselves.
 //
+// A joined call's o and lse hold the attention to other keys. The writer brings an item's o to that
+// place, and its lse, when it has stored the item before. Consumers join O with it there.
+//
 // With `turns` the consumers issue their products one after the other, in a ring of hardware
 // barriers, so that one's softmax runs under the products of the others.
 //
@@ -121,6 +124,12 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
       BarrierInit(SharedAddress(&shared.o_full[consumer]), kWarpgroup);
       BarrierInit(SharedAddress(&shared.o_empty[consumer]), 32);
+    }
+    if constexpr (Traits::kJoins) {
+#pragma unroll
+      for (int item = 0; item < kItems; ++item) {
+        BarrierInit(SharedAddress(&shared.joined.item_full[item]), 1);
+      }
     }
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {

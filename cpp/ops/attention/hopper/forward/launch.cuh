@@ -89,6 +89,7 @@ const char* LaunchForwardAs(const AttentionCall& a, cudaStream_t stream) {
 }
 
 inline ForwardKind KindOf(const AttentionCall& a) {
+  if (a.joins) return ForwardKind::kJoined;
   if (!(a.scale > 0.0f) || a.softcap >= kLargeSoftcap || a.bias ||
       (a.tile_indices && a.softcap > 0.0f)) {
     return ForwardKind::kGeneral;
@@ -121,6 +122,11 @@ const char* LaunchForwardOf(const AttentionCall& a, cudaStream_t stream) {
       return launch_as(std::integral_constant<ForwardKind, ForwardKind::kPlain>());
     case ForwardKind::kLists:
       return launch_as(std::integral_constant<ForwardKind, ForwardKind::kLists>());
+    case ForwardKind::kJoined:
+      if constexpr (kDim <= 128 && kValueDim <= 128) {
+        return launch_as(std::integral_constant<ForwardKind, ForwardKind::kJoined>());
+      }
+      return Message("attention: joins is for head dims up to 128");
     case ForwardKind::kCapped:
       return launch_as(std::integral_constant<ForwardKind, ForwardKind::kCapped>());
     default: return launch_as(std::integral_constant<ForwardKind, ForwardKind::kGeneral>());

@@ -26,7 +26,7 @@ class Planner {
     } else {
       PlanTiles();
     }
-    if (lane_ == 0) shared_.items[item_].is = Item::kEnd;
+    if (lane_ == 0) Announce(Item::kEnd);
     Prepare({0, 0, 0, item_});
     Publish(0);
   }
@@ -143,7 +143,7 @@ class Planner {
     bool starts = true;
     for (Step step; Next(s, &step); starts = false) {
       if (starts) {
-        if (lane_ == 0) item.is = Item::kTiles;
+        if (lane_ == 0) Announce(Item::kTiles);
         step.flags |= Step::kStarts;
       } else {
         Publish(0);
@@ -151,13 +151,19 @@ class Planner {
       Prepare(step);
     }
     if (starts) {
-      if (lane_ == 0) item.is = Item::kEmpty;
+      if (lane_ == 0) Announce(Item::kEmpty);
       Prepare({0, 0, 0, item_});
     }
     const unsigned count = counted ? Count() : 0;  // under way while the last step is published
     Publish(starts ? 0 : Step::kLast);
     item_ = (item_ + 1) % kItems;
     return count;
+  }
+
+  // The item is complete; the writer may look at it.
+  __device__ __forceinline__ void Announce(decltype(Item::is) is) {
+    shared_.items[item_].is = is;
+    if constexpr (Traits::kJoins) BarrierArrive(SharedAddress(&shared_.joined.item_full[item_]));
   }
 
   // Moves the walk, which is parked in shared memory, to the next tile.

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "device/fast_math.cuh"
+#include "device/ldmatrix.cuh"
 #include "device/mbarrier.cuh"
 #include "device/mma.cuh"
 #include "device/stmatrix.cuh"
@@ -431,6 +432,71 @@ __device__ __forceinline__ RowLse FinishRows(const typename Traits::Params& p,
   const float top = second ? max[1] : max[0], log_sum = Log2(second ? sum[1] : sum[0]);
   if constexpr (Traits::kHasBases) return {none ? -INFINITY : top, log_sum};
   return {none ? -INFINITY : top + log_sum, 0.0f};
+}
+
+// Of a thread's two rows, joined with what they hold: o becomes factor O + held o. lse, as
+// exponents of 2, is -inf where a row attends to nothing here, and keeps what it has.
+struct JoinedRows {
+  float lse[2], factor[2], held[2];
+};
+
+// held_lse: of a consumer's rows.
+template <typename Traits>
+__device__ __forceinline__ JoinedRows JoinRows(const float* held_lse,
+                                               const typename Traits::Item& item,
+                                               const RowSums& sums, int row, int lane) {
+  JoinedRows joined;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int of_tile = row + half * 8 + lane / 4;
+    const float sum = RowSum(sums.sum[half]);
+    const bool attends = sum != 0.0f && item.first + of_tile < item.sequence.q_len;
+    const float before = held_lse[of_tile % kConsumerRows] * kLog2E;
+    const float own = sums.reference[half] + Log2(sum), top = fmaxf(own, before);
+    const float own_part = Exp2(own - top), held_part = Exp2(before - top);
+    const float all = own_part + held_part;
+    joined.lse[half] = attends ? top + Log2(all) : -INFINITY;
+    joined.factor[half] = own_part * Reciprocal(all * sum);
+    joined.held[half] = held_part * Reciprocal(all);
+  }
+  return joined;
+}
+
+// O joined with what a consumer's place in shared memory holds, in that place.
+template <typename Traits>
+__device__ __forceinline__ void StageJoined(const JoinedRows& joined, Rows<Traits>& rows,
+                                            uint32_t place, int warp, int lane) {
+  using T = typename Traits::T;
+  const auto& o = rows.state.o[0];
+#pragma unroll
+  for (int n = 0; n < Traits::kValueDim / 8; n += 2) {
+    const int row = warp * 16 + lane % 16, column = n * 8 + lane / 16 * 8;
+    const uint32_t at = place + SwizzledOffset(kConsumerRows, row, column);
+    uint32_t words[4];
+    LoadMatrices(words, at);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int half = i % 2;
+      const float* const own = o[n + i / 2] + half * 2;
+      const float2 x = Unpack<T>(words[i]);
+      const uint32_t word = Pack<T>(fmaf(own[0], joined.factor[half], x.x * joined.held[half]),
+                                    fmaf(own[1], joined.factor[half], x.y * joined.held[half]));
+      words[i] = joined.lse[half] == -INFINITY ? words[i] : word;
+    }
+    StoreMatrices(at, words);
+  }
+}
+
+// Writes lse for the rows that attend to something.
+template <typename Traits>
+__device__ __forceinline__ void StoreJoinedLse(const typename Traits::Params& p,
+                                               const typename Traits::Item& item,
+                                               const JoinedRows& joined, int row, int lane) {
+  const float lse = lane % 2 != 0 ? joined.lse[1] : joined.lse[0];
+  const int query = item.first + row + lane % 2 * 8 + lane / 4;
+  if (lane % 4 < 2 && lse != -INFINITY) {
+    p.lse[item.sequence.LseRow(p, item.head) + query] = lse * kLn2;
+  }
 }
 
 // Writes lse, and the base, for the rows that exist.

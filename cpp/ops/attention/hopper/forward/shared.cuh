@@ -56,8 +56,10 @@ struct ForwardTraits {
   static constexpr int kQBytes = kQueries * kQueryChunks * kChunkRowBytes;
   static constexpr int kKBytes = kKeys * kQueryChunks * kChunkRowBytes;
   static constexpr int kVBytes = kKeys * kValueChunks * kChunkRowBytes;
+  static constexpr bool kJoins = kKind == ForwardKind::kJoined;
   // O leaves through shared memory where there is room for it, which is beside two places for Q.
   static constexpr bool kStagesOutput = kQueryStages > 1;
+  static_assert(kStagesOutput || !kJoins);
   static constexpr int kOBytes = kStagesOutput ? kConsumerRows * kValueChunks * kChunkRowBytes : 16;
   static constexpr bool kCapped =
       kKind == ForwardKind::kCapped || kKind == ForwardKind::kPagedCapped;
@@ -122,6 +124,16 @@ struct PagedState<Traits, true> {
   uint32_t holes[kSteps][Traits::kLoadWarps][Traits::kLaneRows];
 };
 
+// What only joined kernels have: which items are planned, and the lse that is joined, of each
+// consumer's rows.
+template <bool kJoins, int kConsumers>
+struct JoinedState {};
+template <int kConsumers>
+struct JoinedState<true, kConsumers> {
+  uint64_t item_full[kItems];
+  float lse[kConsumers][kConsumerRows];
+};
+
 template <typename Traits>
 struct ForwardShared {
   alignas(1024) char q[Traits::kQueryStages][Traits::kQBytes];
@@ -137,6 +149,7 @@ struct ForwardShared {
   uint64_t v_full[Traits::kStages], v_empty[Traits::kStages];
   uint64_t o_full[Traits::kConsumers], o_empty[Traits::kConsumers];
   PagedState<Traits, Traits::kPaged> paged;
+  JoinedState<Traits::kJoins, Traits::kConsumers> joined;
 };
 
 struct ForwardMaps {

@@ -28,8 +28,11 @@ enum class ForwardKind {
   // Keys in the blocks of a cache, and ragged rows (paged_params.cuh); with a softcap.
   kPaged,
   kPagedCapped,
+  kJoined,  // as kPlain, joined with the attention to other keys that o and lse hold
 };
-constexpr bool IsPaged(ForwardKind kind) { return kind >= ForwardKind::kPaged; }
+constexpr bool IsPaged(ForwardKind kind) {
+  return kind == ForwardKind::kPaged || kind == ForwardKind::kPagedCapped;
+}
 
 // Where keys lie in blocks. A product of 256 columns takes more registers than a thread of four
 // warpgroups begins with.
@@ -41,13 +44,15 @@ constexpr ForwardTiles PagedTilesOf(int dim, int value_dim) {
 }
 
 // For a padded head dim and value dim. General tiles have 128 queries, which divide listed ones.
+// Tiles of kJoined are a cluster of one, since others than neighbours may be a sequence's.
 constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) {
   if (IsPaged(kind)) return PagedTilesOf(dim, value_dim);
   const bool general =
       kind == ForwardKind::kGeneral || kind == ForwardKind::kLists || kind == ForwardKind::kCapped;
+  const bool alone = general || kind == ForwardKind::kJoined;
   return dim == 64    ? general ? ForwardTiles{2, 128, 2, 72, 216, true, 1}
                                 : ForwardTiles{3, 128, 2, 32, 160, true, 1}
-         : dim == 96  ? ForwardTiles{2, 128, 2, 72, 216, true, general ? 1 : 2}
+         : dim == 96  ? ForwardTiles{2, 128, 2, 72, 216, true, alone ? 1 : 2}
          : dim == 128 ? kind == ForwardKind::kWide   ? ForwardTiles{2, 176, 1, 56, 224, true, 2}
                         : kind == ForwardKind::kBand ? ForwardTiles{2, 128, 2, 72, 216, true, 2}
                                                      : ForwardTiles{2, 128, 2, 72, 216, true, 1}
@@ -58,8 +63,8 @@ constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) 
 
 // The kind of the instance that serves a kind.
 constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
-  const bool own =
-      kind == ForwardKind::kGeneral || kind == ForwardKind::kLists || kind == ForwardKind::kCapped;
+  const bool own = kind == ForwardKind::kGeneral || kind == ForwardKind::kLists ||
+                   kind == ForwardKind::kCapped || kind == ForwardKind::kJoined;
   if (dim == 128 || own) return kind;
   if (dim == 64) return kind == ForwardKind::kPlain ? kind : ForwardKind::kBand;
   return kind == ForwardKind::kPlain ? ForwardKind::kGeneral : ForwardKind::kBand;
