@@ -264,6 +264,9 @@ HOPPER_OPTIONS = (long_q, long_kv, rounds, rounds_alone, counted)
 FORWARD_ONLY = (rounds, rounds_alone, counted, few, few_wide, few_lengths)
 TURNS = (causal, lengths, packed)  # dq is added in turns
 NO_DQ = (tiles, partial)
+# Joined with what they gave before, on Hopper; the forward pass up to a head dim.
+JOINED = (plain, causal, lengths, packed, segments, long_q, rounds, counted)
+MOST_JOINED_DIM = 128
 
 
 def run(library: Any, kernels: str, option: Any, dims: str, dtype: int) -> int:
@@ -292,13 +295,16 @@ def run(library: Any, kernels: str, option: Any, dims: str, dtype: int) -> int:
     if option not in NO_DQ and a.kernels == GENERIC:
         a.dq_accum = arrays.empty(-(-rows // 8) * 8 * a.num_heads * a.head_dim * 4)
     a.deterministic = a.kernels == SM90 and option in TURNS
-    passes = ["forward"]
+    joins = a.kernels == SM90 and option in JOINED
+    narrow = max(a.head_dim, a.value_dim) <= MOST_JOINED_DIM
+    passes = ["forward"] + ["forward, joined"] * (joins and narrow)
     if option not in FORWARD_ONLY:
-        passes.append("backward_kv")
+        passes += ["backward_kv"] + ["backward_kv, joined"] * joins
         if a.kernels == GENERIC:  # these serve both kinds
             passes += ["backward_q"] + ["backward_bias"] * bool(a.dbias)
     for name in passes:
-        a.workspace = None
+        a.workspace, a.joins = None, name.endswith("joined")
+        name = name.removesuffix(", joined")
         if size := workspace_bytes(library, a, name):
             a.workspace = arrays.empty(size)
         launch = library[f"kvblock_attention_{name}"]
