@@ -46,10 +46,11 @@ constexpr int kDqRows = 64;
 constexpr int kDqCounters = 2;  // of a tile: who adds first (hopper/backward/dq_state.cuh)
 
 // KV heads whose queries' dq is summed up at a time, a launch after the other, in the same memory.
-// Sums in float32 are twice as large as q, so they should be of few heads where that costs little:
-// where the tiles of these heads are several rounds of the GPU's multiprocessors. Small sums are of
-// all. A divisor of all KV heads.
-constexpr int64_t kDqTileKeys = 128, kLeastDqTiles = 1024, kSmallDqBytes = int64_t{64} << 20;
+// Sums in float32 are twice as large as q, so large ones should be of few heads: of as few as have
+// tiles for several rounds of the GPU's multiprocessors. Sums of up to 512 MiB are of all heads,
+// since each launch has an end of its own, which took up to 3 % there (one H100). A divisor of all
+// KV heads.
+constexpr int64_t kDqTileKeys = 128, kLeastDqTiles = 1024, kSmallDqBytes = int64_t{512} << 20;
 template <typename Call>
 int32_t DqKvHeads(const Call& a) {
   const int64_t members = a.cu_q ? 1 : a.batch;

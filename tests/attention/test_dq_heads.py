@@ -28,18 +28,19 @@ def heads_at_once(batch, q_len, kv_len, heads, kv_heads, dim=128, present=0):
 @pytest.mark.parametrize(
     ("sizes", "heads"),
     [
-        ((1, 8192, 8192, 32, 8), 32),  # 512 tiles of keys in all
-        ((1, 16384, 16384, 32, 8), 32),  # 1024: of all heads
-        ((1, 32768, 32768, 32, 8), 16),
+        ((1, 8192, 8192, 32, 8), 32),
+        ((1, 32768, 32768, 32, 8), 32),  # 512 MiB of all heads
+        ((1, 33_280, 33_280, 32, 8), 16),  # more: 260 tiles of keys a head
         ((1, 65536, 65536, 32, 8), 8),
         ((1, 1 << 20, 1 << 20, 32, 8), 4),  # a KV head has 4 queries' heads
         ((4, 32768, 32768, 32, 8), 4),  # batch members are tiles, too
-        ((1, 32768, 32768, 12, 6), 12),  # 4 and 5 do not divide 6
-        ((1, 65536, 65536, 12, 6), 4),
+        ((1, 131_072, 24_576, 12, 6), 12),  # 192 tiles a head: of 6, since 5 is none
+        ((1, 131_072, 32_768, 12, 6), 12),  # 4 and 5 do not divide 6
+        ((1, 131_072, 65_536, 12, 6), 4),
         ((1, 65536, 512, 32, 8), 32),  # few keys
         ((1, 16, 1 << 20, 32, 8), 32),  # small sums, whatever the keys
-        ((1, 4096, 1 << 20, 32, 8), 32),
-        ((1, 4160, 1 << 20, 32, 8), 4),  # more than 64 MiB
+        ((1, 32768, 1 << 20, 32, 8), 32),
+        ((1, 32_832, 1 << 20, 32, 8), 4),
     ],
 )
 def test_room_is_for_some_heads(sizes, heads):
@@ -62,7 +63,7 @@ def test_packed_rows_count_once():
 def test_gradients_of_heads_in_turn(kind):
     """As those of each KV head by itself, whose sums are in one launch."""
     batch = 2 if kind == "batch" else 1
-    length, heads, kv_heads, dim = 131072 // batch, 4, 2, 128
+    length, heads, kv_heads, dim = 131072 // batch, 16, 2, 128
     shape = batch, length, heads, dim
     keys = jax.random.split(jax.random.key(7), 4)
 
@@ -87,10 +88,10 @@ def test_gradients_of_heads_in_turn(kind):
     def gradients(q, k, v, d_out):
         return jax.vjp(lambda *x: flash_attention(*x, **options), q, k, v)[1](d_out)
 
-    assert heads_at_once(*shape[:2], length, heads, kv_heads) == 2
+    assert heads_at_once(*shape[:2], length, heads, kv_heads) == 8
     whole = gradients(*args)
     for kv_head in range(kv_heads):
-        own = slice(2 * kv_head, 2 * kv_head + 2), slice(kv_head, kv_head + 1)
+        own = slice(8 * kv_head, 8 * kv_head + 8), slice(kv_head, kv_head + 1)
         q, k, v, d_out = args
         part = gradients(
             q[..., own[0], :],

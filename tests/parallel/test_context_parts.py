@@ -12,7 +12,7 @@ import pytest
 from attention_bar import assert_near
 from attention_model import BF16, Call, cast
 from jax.extend.core import jaxprs_in_params
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from test_context_parallel import (
     LAYOUTS,
@@ -52,7 +52,7 @@ def traced(size: int, segments: bool = False, **how: Any) -> Counter[str]:
             q, k, v, axis_name="c", causal=True, segment_ids=ids, **how
         )
 
-    mesh = AbstractMesh((size,), ("c",))
+    mesh = AbstractMesh((size,), ("c",), axis_types=(AxisType.Auto,))
     over = jax.shard_map(local, mesh=mesh, in_specs=rows, out_specs=rows)
 
     def both(q: Any, k: Any, v: Any, d_out: Any) -> Any:

@@ -37,6 +37,7 @@ from attention_launches import (
     F16,
     F32,
     GENERIC,
+    MOST_JOINED_DIM,
     SM90,
     Attention,
     workspace_bytes,
@@ -286,7 +287,8 @@ class Launcher:
         """
         c, torch = x.case, self.torch
         served = not (c.bias or c.sinks or c.softcap or x.tiles) and x.scale > 0
-        if self.kernels != "sm90" or not served:
+        narrow = max(c.head_dim, c.value_dim) <= MOST_JOINED_DIM
+        if self.kernels != "sm90" or not (served and narrow):
             return {}
         drawn = torch.Generator(self.place.device).manual_seed(c.seed)
         normal = functools.partial(

@@ -215,8 +215,8 @@ GPU = (
     Mutant(
         "Hopper backward: half of dq without the scale",
         f"{HOPPER}/backward/dq_finish.cuh",
-        "(h == 0 ? y.y : y.w) * p.scale);",
-        "(h == 0 ? y.y : y.w));",
+        ": Pack<T>(low * p.scale, high * p.scale);",
+        ": Pack<T>(low * p.scale, high);",
         SM90,
         ("hopper/backward/backward.cu",),
     ),

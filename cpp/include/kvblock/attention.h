@@ -124,8 +124,8 @@ typedef struct kvblock_forward {
   void* workspace;
   /* Not 0: o and lse hold the attention of these queries to other keys, and are joined with that to
    * the call's: afterwards they are those to all of these keys. Rows that attend to none of the
-   * call's keep what they have. For the sm_90a kernels, with lse, head dims up to 128, a scale above
-   * 0, and neither softcap, bias, sinks nor tiles. */
+   * call's keep what they have. For the sm_90a kernels, with lse, head dims up to 128, a scale
+   * above 0, and neither softcap, bias, sinks nor tiles. */
   int32_t joins;
 } kvblock_forward;
 
