@@ -73,6 +73,24 @@ def test_attention_over_four_devices_by_length(tmp_path: pathlib.Path) -> None:
     assert plot.exists() == ("--plot" in options)
 
 
+def test_facts_are_found_with_a_tenth_of_the_tiles() -> None:
+    printed = run("sparse_retrieval.py", "--quick")
+    found = re.findall(
+        r"^ +([a-z][a-z +]+?) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", printed, re.M
+    )
+    lines = {name: [float(x) for x in numbers] for name, *numbers in found}
+    assert len(lines) == 9
+    right = {name: numbers[3] for name, numbers in lines.items()}
+    recall = {name: numbers[1] for name, numbers in lines.items()}
+    assert right["dense"] > 0.9 and recall["dense"] == 1
+    for name in ("random", "block sparse", "strided", "local + global", "streaming"):
+        assert right[name] < 0.4 and lines[name][0] < 0.12
+        assert recall[name] < recall["threshold"] - 0.1
+    assert right["dense"] - right["threshold"] < 0.1
+    assert right["random"] < right["learned"]
+    assert recall["random"] < recall["learned"] <= recall["oracle"]
+
+
 def test_kernels_of_other_compilers() -> None:
     printed = run("other_compilers.py")
     for compiler in ("triton", "numba", "cutlass", "cutile"):  # or it is not installed

@@ -1,8 +1,9 @@
 """Where things lie, and that the rooms of the package import each other one way only.
 
 `core` stands below all; `blocks`, `attention` and `kernels` stand on it and do not know
-of each other; `objects` and `append` stand on `blocks`, `paged` on both, `dropins` and
-`parallel` on `paged`, `graphs` on `kernels`. Files beside the rooms see all of them.
+of each other; `objects` and `append` stand on `blocks`, `paged` on both, `dropins`,
+`parallel` and `sparse` on `paged`, `graphs` on `kernels`. Files beside the rooms see
+all of them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ BELOW: dict[str, set[str]] = {
     "paged": {"attention", "blocks", "core"},
     "dropins": {"paged", "attention", "blocks", "core"},
     "parallel": {"paged", "attention", "append", "blocks", "core"},
+    "sparse": {"paged", "attention", "blocks", "core"},
 }
 NATIVE = "jax_kvblock._native"
 

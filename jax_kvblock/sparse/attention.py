@@ -1,0 +1,142 @@
+"""Attention to the tiles that a selector lists."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
+
+from jax_kvblock.attention.arguments import check_flags
+from jax_kvblock.attention.config import AttentionTiles
+from jax_kvblock.attention.flash import flash_attention
+from jax_kvblock.attention.options import Output, Rows
+from jax_kvblock.core.types import ArrayIn, IdRows, Integers
+from jax_kvblock.sparse.select import Report
+from jax_kvblock.sparse.selector import MaskOptions, Selector
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+
+class SparseOptions(TypedDict, total=False):
+    """What `sparse_attention` hands on to `flash_attention`."""
+
+    causal: bool
+    segment_ids: IdRows | tuple[IdRows, IdRows] | None
+    q_lens: Integers | None
+    kv_lens: Integers | None
+    q_offset: Integers | int | None
+    kv_offset: Integers | int | None
+    scale: float | None
+    softcap: float | None
+    sinks: Float[ArrayIn, " N"] | None
+    bias: Float[ArrayIn, "B_or_1 N_or_1 T S"] | None
+    deterministic: bool
+    implementation: str | None
+
+
+def mask_options(options: Any) -> MaskOptions:
+    """Those of the options that say who attends to whom."""
+    names = MaskOptions.__annotations__
+    made: Any = {name: x for name, x in options.items() if name in names}
+    return made
+
+
+@overload
+def sparse_attention(
+    q: Float[ArrayIn, "B T N D"],
+    k: Float[ArrayIn, "B S K D"],
+    v: Float[ArrayIn, "B S K Dv"],
+    selector: Selector | AttentionTiles,
+    *,
+    return_lse: Literal[False] = ...,
+    return_report: Literal[False] = ...,
+    **options: Unpack[SparseOptions],
+) -> Output: ...
+@overload
+def sparse_attention(
+    q: Float[ArrayIn, "B T N D"],
+    k: Float[ArrayIn, "B S K D"],
+    v: Float[ArrayIn, "B S K Dv"],
+    selector: Selector | AttentionTiles,
+    *,
+    return_lse: Literal[True],
+    return_report: Literal[False] = ...,
+    **options: Unpack[SparseOptions],
+) -> tuple[Output, Rows]: ...
+@overload
+def sparse_attention(
+    q: Float[ArrayIn, "B T N D"],
+    k: Float[ArrayIn, "B S K D"],
+    v: Float[ArrayIn, "B S K Dv"],
+    selector: Selector | AttentionTiles,
+    *,
+    return_lse: Literal[False] = ...,
+    return_report: Literal[True],
+    **options: Unpack[SparseOptions],
+) -> tuple[Output, Report | None]: ...
+@overload
+def sparse_attention(
+    q: Float[ArrayIn, "B T N D"],
+    k: Float[ArrayIn, "B S K D"],
+    v: Float[ArrayIn, "B S K Dv"],
+    selector: Selector | AttentionTiles,
+    *,
+    return_lse: Literal[True],
+    return_report: Literal[True],
+    **options: Unpack[SparseOptions],
+) -> tuple[Output, Rows, Report | None]: ...
+def sparse_attention(
+    q: Float[ArrayIn, "B T N D"],
+    k: Float[ArrayIn, "B S K D"],
+    v: Float[ArrayIn, "B S K Dv"],
+    selector: Selector | AttentionTiles,
+    *,
+    return_lse: bool = False,
+    return_report: bool = False,
+    **options: Unpack[SparseOptions],
+) -> Any:
+    """Attention to the tiles that a selector lists; the others are never loaded.
+
+    `flash_attention` with `tiles=selector(q, k)`. Gradients flow through the listed
+    tiles; which ones are listed has no gradient.
+
+    Args:
+      q: `[B, T, N, D]`, bfloat16, float16 or float32.
+      k: `[B, S, K, D]` in q's dtype, K a divisor of N.
+      v: `[B, S, K, Dv]`.
+      selector: a `Selector`, or tiles that one has made before.
+      return_lse: also return the log-sum-exp of the listed scores, `[B, T, N]`.
+      return_report: also return the selector's `Report` (None of tiles).
+      **options: `causal`, `segment_ids`, `q_lens`, `kv_lens`, `q_offset`, `kv_offset`,
+        `scale`, `softcap`, `sinks`, `bias`, `deterministic` and `implementation`, as in
+        `flash_attention`. Selectors know nothing of softcap, sinks and bias.
+
+    Returns:
+      `[B, T, N, Dv]` in q's dtype; with flags a tuple `(out, lse, report)` of what was
+      asked for.
+
+    Raises:
+      TypeError, ValueError: as `flash_attention` and the selector.
+
+    Example:
+      >>> selector = AntidiagonalThreshold(sparsity_ratio=0.9)
+      >>> out = sparse_attention(q, k, v, selector, causal=True)
+    """
+    where = "sparse_attention"
+    check_flags(where, return_lse=return_lse, return_report=return_report)
+    report = None
+    if isinstance(selector, Selector):
+        tiles, report = selector.select(
+            q, k, scale=options.get("scale"), **mask_options(options)
+        )
+    elif isinstance(selector, AttentionTiles):
+        tiles = selector
+    else:
+        raise TypeError(
+            f"{where}: selector must be a Selector or AttentionTiles, got "
+            f"{type(selector).__name__}; AntidiagonalThreshold(), say"
+        )
+    made = flash_attention(q, k, v, tiles=tiles, return_lse=return_lse, **options)
+    parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
+    if return_report:
+        parts = (*parts, report)
+    return parts if len(parts) > 1 else parts[0]

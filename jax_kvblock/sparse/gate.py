@@ -1,0 +1,214 @@
+"""A gate that learns which tiles attention needs, and the selector that asks it.
+
+A tile of queries and a tile of keys are each pooled to three vectors a head: their
+mean, their largest and their smallest numbers, each brought to a mean square of 1, and
+a one beside them. A linear map of each, head by head, and a product of the two, is a
+tile's score; what it is next to says more: a head has a score for each distance and for
+the first tile. A softmax over a row's tiles makes it a share of attention.
+
+    q [B, T, N, D] -> pooled [B, R, N, F] -> [B, N, R, G]       F = 3 D + 1
+    k [B, S, K, D] -> pooled [B, C, K, F] -> [B, K, C, G]       product [B, N, R, C]
+
+Without that norm tiles of many different vectors, whose mean is short, lose to tiles of
+few, whose products are long whatever they hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kvblock.core.checks import check_positive
+from jax_kvblock.sparse.grid import Grid, running_count
+from jax_kvblock.sparse.scored import ScoredSelector
+
+# Distances in tiles that have a score of their own: 0, 1, 2, 3, 4–5, 6–7, 8–11, …
+DISTANCES = 32
+# Of the first weights: enough to tell them apart.
+NOISE = 1e-3
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Gate:
+    """A gate's parameters, a pytree: `init_gate` makes one, `train_gate` trains it.
+
+    Attributes:
+      q: float32 `[N, 3 D + 1, G]`, of pooled queries.
+      k: float32 `[K, 3 D + 1, G]`, of pooled keys.
+      distance: float32 `[N, 32]`, a score by how many tiles lie between, in steps that
+        grow with it.
+      first: float32 `[N]`, a score of the first tile of keys.
+    """
+
+    q: jax.Array
+    k: jax.Array
+    distance: jax.Array
+    first: jax.Array
+
+
+def init_gate(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    gate_dim: int | None = None,
+    key: jax.Array | None = None,
+) -> Gate:
+    """A gate that has learned nothing yet.
+
+    It begins as the product of mean queries and mean keys, but for their lengths: so
+    training starts from a selector that is better than chance.
+
+    Args:
+      num_heads, num_kv_heads, head_dim: N, K and D.
+      gate_dim: G, D unless given.
+      key: for the weights, `jax.random.key(0)` unless given.
+
+    Raises:
+      ValueError: sizes that are no positive integers, or K does not divide N.
+
+    Example:
+      >>> init_gate(8, 2, 64).q.shape
+      (8, 193, 64)
+    """
+    where = "init_gate"
+    n, kv, d = check_positive(
+        where, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim
+    )
+    if n % kv:
+        raise ValueError(
+            f"{where}: num_kv_heads must divide num_heads, {n}, got {kv}; every key "
+            "head serves as many query heads"
+        )
+    (g,) = check_positive(where, gate_dim=d if gate_dim is None else gate_dim)
+    keys = jax.random.split(jax.random.key(0) if key is None else key, 3)
+    start = jnp.eye(d, dtype=jnp.float32)
+    if g != d:  # a random projection, of both sides, keeps products on average
+        start = jax.random.normal(keys[0], (d, g), jnp.float32) / np.sqrt(g)
+    start = jnp.pad(start, ((0, 2 * d + 1), (0, 0)))
+
+    def draw(key: jax.Array, heads: int) -> jax.Array:
+        noise = jax.random.normal(key, (heads, 3 * d + 1, g), jnp.float32)
+        return start + NOISE * noise
+
+    return Gate(
+        draw(keys[1], n),
+        draw(keys[2], kv),
+        jnp.zeros((n, DISTANCES), jnp.float32),
+        jnp.zeros(n, jnp.float32),
+    )
+
+
+def pooled(x: jax.Array, end: Any, block: int, tiles: int) -> jax.Array:
+    """Mean, largest and smallest of each tile, and a one: float32 `[B, tiles, H, F]`.
+
+    Rows from `end` `[B|1, 1, 1]` on do not count; a tile without rows is zeros. Each of
+    the three has a mean square of 1, whatever the tile holds: of a tile of many
+    different vectors the mean is short, and the extremes of any are long.
+    """
+    length = tiles * block
+    x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+    x = x.reshape(x.shape[0], tiles, block, *x.shape[2:])
+    real = jnp.arange(length, dtype=jnp.int32) < jnp.asarray(end)[:, 0]
+    real = real.reshape(-1, tiles, block, 1, 1)
+    count = jnp.maximum(real.sum(2, dtype=jnp.int32), 1).astype(jnp.float32)
+    most = jnp.asarray(jnp.finfo(x.dtype).max, x.dtype)
+    some = real.any(2)
+    # Sums in float32 of what is read once, in its own dtype.
+    mean = jnp.where(real, x, 0).sum(2, dtype=jnp.float32) / count
+    high = jnp.where(some, jnp.where(real, x, -most).max(2), 0).astype(jnp.float32)
+    low = jnp.where(some, jnp.where(real, x, most).min(2), 0).astype(jnp.float32)
+    one = jnp.ones_like(mean[..., :1])
+    return jnp.concatenate([*map(_normalized, (mean, high, low)), one], -1)
+
+
+def _normalized(x: jax.Array) -> jax.Array:
+    square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-30))
+
+
+def distance_class(grid: Grid) -> Any:
+    """Which score of `Gate.distance` a pair of tiles has, int32 `[B|1, 1, R, C]`.
+
+    Two classes for each power of two: 4–5 and 6–7, 8–11 and 12–15, and so on.
+    """
+    cols = np.arange(grid.cols, dtype=np.int32)
+    apart = jnp.abs(jnp.asarray(cols - grid.places(), jnp.int32))
+    octave = 31 - jax.lax.clz(jnp.maximum(apart, 1))
+    half = (apart >> jnp.maximum(octave - 1, 0)) & 1
+    made = jnp.where(apart < 2, apart, 2 * octave + half)
+    return jnp.minimum(made, DISTANCES - 1)
+
+
+def gate_logits(
+    gate: Gate, q: jax.Array, k: jax.Array, grid: Grid, scale: float
+) -> jax.Array:
+    """Scores of tiles, float32 `[B, N, R, C]`, −inf where the mask does not visit."""
+    q_end, kv_end = grid.ends()
+    queries = pooled(q, q_end, grid.block_q, grid.rows)
+    keys = pooled(k, kv_end, grid.block_kv, grid.cols)
+    batch, _, heads = queries.shape[:3]
+    kv_heads = keys.shape[2]
+    queries = jnp.einsum("brnf,nfg->bnrg", queries, gate.q)
+    keys = jnp.einsum("bckf,kfg->bkcg", keys, gate.k)
+    grouped = queries.reshape(batch, kv_heads, heads // kv_heads, *queries.shape[2:])
+    logits = jnp.einsum("bkhrg,bkcg->bkhrc", grouped, keys) * scale
+    logits = logits.reshape(batch, heads, *logits.shape[3:])
+    visible = grid.visible()
+    near = jnp.moveaxis(gate.distance[:, distance_class(grid)[:, 0]], 0, 1)
+    first = visible & (running_count(visible) == 1)
+    first = gate.first[:, None, None] * first.astype(np.float32)
+    return jnp.where(visible, logits + near + first, -jnp.inf)
+
+
+def shares(logits: jax.Array) -> jax.Array:
+    """A softmax over the last axis; zeros where nothing is visible."""
+    top = logits.max(-1, keepdims=True)
+    weights = jnp.exp(logits - jnp.where(jnp.isneginf(top), 0, top))
+    total = weights.sum(-1, keepdims=True)
+    return weights / jnp.where(total > 0, total, 1)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LearnedGate(ScoredSelector):
+    """Tiles by a gate that was trained on the model's own attention (S2's LEARNED).
+
+    Attributes:
+      gate: a `Gate` for these heads and this head dim, trained with these tiles.
+
+    Example:
+      >>> gate, losses = train_gate(init_gate(8, 2, 64), batches, optax.adam(1e-3))
+      >>> selector = LearnedGate(gate, sparsity_ratio=0.9)
+
+    Source: Gao et al., SeerAttention (arXiv:2410.13276). Here pooled vectors have a
+    norm, and distances scores of their own in place of a rotary embedding.
+    """
+
+    gate: Gate = dataclasses.field(kw_only=False)
+
+    def mass(self, q: jax.Array, k: jax.Array, grid: Grid, scale: float) -> jax.Array:
+        check_gate(self.name, self.gate, q, k)
+        return shares(gate_logits(self.gate, q, k, grid, scale))
+
+
+def check_gate(where: str, gate: Any, q: jax.Array, k: jax.Array) -> None:
+    """A gate for these heads."""
+    if not isinstance(gate, Gate):
+        raise TypeError(
+            f"{where}: gate must be a Gate, got {type(gate).__name__}; init_gate "
+            "makes one"
+        )
+    (n, features, _), kv = gate.q.shape, gate.k.shape[0]
+    heads, kv_heads, dim = q.shape[2], k.shape[2], q.shape[3]
+    if (n, kv, features) != (heads, kv_heads, 3 * dim + 1):
+        raise ValueError(
+            f"{where}: gate must be one for {heads} heads on {kv_heads} of {dim}, got "
+            f"one for {n} on {kv} of {features // 3}; "
+            f"init_gate({heads}, {kv_heads}, {dim}) makes one"
+        )

@@ -1,0 +1,172 @@
+"""Which tiles of keys a tile of queries can see at all: what selectors choose from.
+
+A grid whose sizes and offsets are Python integers lies on the host, and so does all
+that follows from it, in NumPy. Lengths, segments and traced offsets are operands; then
+the same lines run in jax.numpy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_FIRST, _LAST = np.iinfo(np.int32).min, np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Grid:
+    """The tiles of a call, and who sees whom.
+
+    Attributes:
+      q_len, kv_len: T and S.
+      block_q, block_kv: the tiles' sides.
+      causal: a query at i sees keys up to i + shift.
+      shift: q_offset - kv_offset, an integer, or int32 `[]` or `[B]`.
+      q_lens, kv_lens: int32 `[B]`, or None.
+      q_segments, kv_segments: int32 `[B, T]` and `[B, S]`, or None.
+    """
+
+    q_len: int
+    kv_len: int
+    block_q: int
+    block_kv: int
+    causal: bool = False
+    shift: Any = 0
+    q_lens: Any = None
+    kv_lens: Any = None
+    q_segments: Any = None
+    kv_segments: Any = None
+
+    @property
+    def rows(self) -> int:
+        """Tiles of queries."""
+        return -(-self.q_len // self.block_q)
+
+    @property
+    def cols(self) -> int:
+        """Tiles of keys."""
+        return -(-self.kv_len // self.block_kv)
+
+    @property
+    def most_own(self) -> int:
+        """How many tiles of keys the positions of a tile of queries may lie in."""
+        if not isinstance(self.shift, int):
+            return min(self.cols, (self.block_q - 1) // self.block_kv + 2)
+        first = np.arange(self.rows) * self.block_q + self.shift
+        last = np.minimum(first + self.block_q, self.q_len + self.shift) - 1
+        most = (last // self.block_kv - first // self.block_kv + 1).max(initial=1)
+        return min(self.cols, int(most))
+
+    @property
+    def on_host(self) -> bool:
+        operands = (self.q_lens, self.kv_lens, self.q_segments, self.kv_segments)
+        return isinstance(self.shift, int) and all(x is None for x in operands)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a grid on the host is known by."""
+        return (*dataclasses.astuple(self)[:5], self.shift)
+
+    # What follows has shape [B|1, 1, ...], like tile lists of all heads.
+
+    def ends(self) -> tuple[Any, Any]:
+        """How many queries and keys there are, `[B|1, 1, 1]`."""
+        return (
+            self._within(self.q_lens, self.q_len),
+            self._within(self.kv_lens, self.kv_len),
+        )
+
+    def _within(self, lens: Any, length: int) -> Any:
+        if lens is None:
+            return np.full((1, 1, 1), length, np.int32)
+        return jnp.clip(lens, 0, length)[:, None, None]
+
+    def positions(self) -> tuple[Any, Any]:
+        """Of the first and last real query of each tile, among keys: `[B|1, 1, R]`."""
+        shift = self.shift
+        if not isinstance(shift, int):
+            shift = jnp.reshape(shift, (-1, 1, 1))
+        xp = np if self.on_host else jnp
+        first = np.arange(self.rows, dtype=np.int32) * self.block_q
+        last = xp.minimum(first + self.block_q, self.ends()[0]) - 1
+        return first + shift, last + shift
+
+    def visible(self) -> Any:
+        """Which tiles hold a pair that attends: bool `[B|1, 1, R, C]`.
+
+        Of segments the smallest and the largest id in a tile are looked at, as the
+        kernels do: exact where ids do not fall, and never too little.
+        """
+        q_end, kv_end = self.ends()
+        rows = np.arange(self.rows, dtype=np.int32) * self.block_q
+        cols = np.arange(self.cols, dtype=np.int32) * self.block_kv
+        seen = (rows < q_end)[..., None] & (cols < kv_end)[..., None, :]
+        if self.causal:
+            _, last = self.positions()
+            seen = seen & (cols <= last[..., None])
+        if self.q_segments is not None:
+            q_low, q_high = self._segments(self.q_segments, q_end, self.block_q)
+            low, high = self._segments(self.kv_segments, kv_end, self.block_kv)
+            seen = seen & (q_high[..., None] >= low[..., None, :])
+            seen = seen & (q_low[..., None] <= high[..., None, :])
+        return seen
+
+    def _segments(self, ids: Any, end: Any, block: int) -> tuple[Any, Any]:
+        """The smallest and the largest id of each tile, `[B, 1, tiles]`."""
+        length = ids.shape[1]
+        ids = jnp.pad(ids, ((0, 0), (0, -length % block)))[:, None]
+        real = np.arange(ids.shape[-1], dtype=np.int32) < end
+        low, high = jnp.where(real, ids, _LAST), jnp.where(real, ids, _FIRST)
+        low, high = (a.reshape(*a.shape[:2], -1, block) for a in (low, high))
+        return low.min(-1), high.max(-1)
+
+    def own(self, visible: Any) -> Any:
+        """Under a causal mask: the tiles that hold the queries' own positions."""
+        if not self.causal:
+            return visible & False
+        first, _ = self.positions()
+        ends = np.arange(1, self.cols + 1, dtype=np.int32) * self.block_kv
+        return visible & (ends > first[..., None])
+
+    def places(self) -> Any:
+        """Where queries stand among tiles of keys, `[B|1, 1, R, 1]`, for distances.
+
+        Without a causal mask, queries spread over the keys as evenly as they lie.
+        """
+        if self.causal:
+            first, last = self.positions()
+            return (first + last)[..., None] // (2 * self.block_kv)
+        rows = np.arange(self.rows, dtype=np.int32)[:, None]
+        at = (2 * rows + 1) * self.cols // (2 * max(self.rows, 1))
+        return at[None, None].astype(np.int32)
+
+
+def array_module(a: Any) -> Any:
+    """NumPy for what lies on the host, jax.numpy for anything else."""
+    return np if isinstance(a, np.ndarray) else jnp
+
+
+def running_count(kept: Any) -> Any:
+    """How many are true up to and with each place of the last axis, int32.
+
+    On a device as two products with triangles, which a GPU is faster at than at a scan:
+    zeros and ones are exact in every precision, and so are their sums in float32.
+    """
+    if isinstance(kept, np.ndarray):
+        return np.cumsum(kept, axis=-1, dtype=np.int32)
+    length = kept.shape[-1]
+    piece = min(128, max(length, 1))
+    pieces = -(-length // piece)
+    widths = [(0, 0)] * (kept.ndim - 1) + [(0, pieces * piece - length)]
+    cut = jnp.pad(kept, widths).reshape(*kept.shape[:-1], pieces, piece)
+    # `upto[i, j]` is 1 where i comes no later than j.
+    upto = np.triu(np.ones((piece, piece), np.float32))
+    inside = jnp.matmul(cut.astype(jnp.float32), upto)
+    totals = inside[..., -1]
+    before = jnp.matmul(totals, np.triu(np.ones((pieces, pieces), np.float32), 1))
+    count = (inside + before[..., None]).reshape(*kept.shape[:-1], -1)
+    return jax.lax.convert_element_type(count[..., :length], jnp.int32)

@@ -1,0 +1,217 @@
+"""From scores of tiles to lists of tiles, in static shapes.
+
+Nothing is sorted on a device. A row keeps what is at least its threshold, and the
+threshold is found bit by bit: of two halves the upper one, if it holds enough. That is
+32 passes over the scores, whatever is kept. Lists are counts that are searched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kvblock.attention.config import AttentionTiles
+from jax_kvblock.core import debug
+from jax_kvblock.core.checks import to_jax
+from jax_kvblock.sparse.grid import Grid, running_count
+
+# Sums in float32 differ by their order; what is this near to tau has reached it.
+ROUNDING = 1e-5
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a selection did, row of tiles by row of tiles.
+
+    Attributes:
+      listed: int32 `[B|1, N|1, rows]`, how many tiles each row lists.
+      visible: int32 `[B|1, 1, rows]`, how many tiles the mask alone would visit.
+      mass: float32, shaped like `listed`: the share of a row's attention that its tiles
+        hold by the selector's own estimate; None of patterns, which have none.
+      short: bool, shaped like `listed`: rows whose capacity was too small for tau; None
+        where there is no tau.
+    """
+
+    listed: jax.Array
+    visible: jax.Array
+    mass: jax.Array | None = None
+    short: jax.Array | None = None
+
+    @property
+    def share(self) -> jax.Array:
+        """Tiles listed of those that the mask visits, float32 `[]`; 0 of none."""
+        every = jnp.broadcast_to(self.visible, self.listed.shape)
+        total = jnp.sum(every.astype(jnp.float32))
+        return jnp.sum(self.listed.astype(jnp.float32)) / jnp.maximum(total, 1)
+
+    @property
+    def rows_short(self) -> jax.Array:
+        """How many rows have a capacity that is too small for tau, int32 `[]`."""
+        if self.short is None:
+            return jnp.zeros((), jnp.int32)
+        return jnp.sum(self.short, dtype=jnp.int32)
+
+
+class Selection(NamedTuple):
+    """What a selector chose, and what it says of it."""
+
+    tiles: AttentionTiles
+    report: Report
+
+
+class Choice(NamedTuple):
+    """Tiles as a map: bool `[B|1, N|1, rows, cols]`; NumPy's where it is known."""
+
+    kept: Any
+    mass: Any = None  # as in Report
+    short: Any = None
+
+
+def sorted_bits(x: Any) -> jax.Array:
+    """uint32 in the order of floats, from 1 to below 2**32 - 1; NaN comes first."""
+    x = x.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    top = np.uint32(1 << 31)
+    ordered = jnp.where(bits >= top, ~bits, bits | top)
+    # An infinity's neighbours are NaNs, so that both ends are free.
+    return jnp.where(jnp.isnan(x), np.uint32(1), ordered)
+
+
+def keep(
+    scores: Any,
+    visible: Any,
+    always: Any,
+    limit: Any,
+    tau: float | None = None,
+) -> Choice:
+    """The best tiles of each row, at most `limit`: as many, or until they hold tau.
+
+    Args:
+      scores: floats `[B|1, N|1, R, C]`; with tau they are attention's mass, at least 0.
+      visible, always: bools that broadcast to it: what may be kept, and what always is.
+      limit: int32 `[B|1, N|1, R]`; `always` is not cut by it.
+      tau: the share of a row's visible mass that is enough.
+
+    Of tiles that are equal the first ones are kept.
+    """
+    scores, visible = jnp.asarray(scores), jnp.asarray(visible)
+    shape = jnp.broadcast_shapes(scores.shape, visible.shape)
+    scores = jnp.broadcast_to(scores, shape).astype(jnp.float32)
+    visible = jnp.broadcast_to(visible, shape)
+    always = jnp.broadcast_to(always, shape) & visible
+    limit = jnp.broadcast_to(limit, shape[:-1])
+    free = visible & ~always
+    keys = jnp.where(free, sorted_bits(scores), np.uint32(0))
+    room = jnp.minimum(limit - _count(always), _count(free))
+
+    every = jnp.where(visible & (scores > 0), scores, 0)
+    total, mass = every.sum(-1), jnp.where(always, 0, every)
+    # What the others have to hold. A row of which nothing is known takes what it may.
+    need = (tau or 0) * total - jnp.where(always, every, 0).sum(-1)
+    need = jnp.where(total > 0, need, jnp.inf)
+
+    def enough(at: Any) -> Any:
+        """Whether what is at least `at` is as much as a row may have, or needs."""
+        above = keys >= at[..., None]
+        full = _count(above) >= room
+        if tau is None:
+            return full
+        return full | (jnp.where(above, mass, 0).sum(-1) >= need)
+
+    def bit(i: Any, at: Any) -> Any:
+        higher = at | (np.uint32(1 << 31) >> jnp.uint32(i))
+        return jnp.where(enough(higher), higher, at)
+
+    # The highest threshold that still holds enough. It begins as zeros that vary over a
+    # mesh as the keys do, for `shard_map`.
+    start = jnp.zeros(shape[:-1], jnp.uint32) + (keys[..., 0] & np.uint32(0))
+    at = jax.lax.fori_loop(0, 32, bit, start)[..., None]
+    above = keys > at
+    equal = free & (keys == at)
+    more = room - _count(above)  # of those that are equal
+    if tau is not None:
+        each = jnp.max(jnp.where(equal, mass, 0), -1)
+        missing = need - jnp.where(above, mass, 0).sum(-1)
+        steps = jnp.ceil(missing / jnp.where(each > 0, each, 1))
+        wanted = jnp.where(each > 0, jnp.clip(steps, 0, shape[-1]), shape[-1])
+        more = jnp.minimum(more, wanted.astype(jnp.int32))
+        more = jnp.where(missing > 0, more, 0)
+    equal = equal & (running_count(equal) <= more[..., None])
+    kept = always | above | equal
+    if tau is None:
+        return Choice(kept)
+    reached = jnp.where(kept, every, 0).sum(-1)
+    held = jnp.where(total > 0, reached / jnp.where(total > 0, total, 1), 1)
+    short = visible.any(-1) & (held < tau - ROUNDING)
+    return Choice(kept, held, short)
+
+
+def keep_on_host(priority: Any, visible: Any, always: Any, limit: Any) -> Choice:
+    """`keep` of what is known while a program is traced, in NumPy."""
+    shape = np.broadcast_shapes(priority.shape, visible.shape)
+    order = np.where(always & visible, np.inf, np.where(visible, priority, -np.inf))
+    order = np.argsort(-np.broadcast_to(order, shape), axis=-1, kind="stable")
+    rank = np.empty(shape, np.int32)
+    np.put_along_axis(rank, order, np.arange(shape[-1], dtype=np.int32), axis=-1)
+    return Choice(visible & (rank < limit[..., None]))
+
+
+def _count(kept: Any) -> Any:
+    return kept.sum(-1, dtype=np.int32)
+
+
+def lists_of(kept: Any, width: int) -> tuple[Any, Any]:
+    """(indices `[..., width]`, counts) of a map; no row has more than `width`.
+
+    Entry m is the first tile up to which m + 1 are kept. −1 fills the rest.
+    """
+    counts = _count(kept)
+    width = max(width, 1)
+    if isinstance(kept, np.ndarray):
+        first = np.argsort(~kept, axis=-1, kind="stable")[..., :width]
+        missing = width - first.shape[-1]
+        first = np.pad(first, [(0, 0)] * (kept.ndim - 1) + [(0, missing)])
+        real = np.arange(width) < counts[..., None]
+        return np.where(real, first, -1).astype(np.int32), counts
+    upto = running_count(kept)
+    wanted = jnp.arange(1, width + 1, dtype=jnp.int32)
+    flat = upto.reshape(-1, upto.shape[-1])
+    find = jax.vmap(lambda row: jnp.searchsorted(row, wanted))
+    indices = find(flat).reshape(*kept.shape[:-1], width).astype(jnp.int32)
+    return jnp.where(wanted <= counts[..., None], indices, -1), counts
+
+
+def map_of(tiles: AttentionTiles, cols: int) -> jax.Array:
+    """Which tiles are listed: bool `[B|1, N|1, rows, cols]`."""
+    entry = jnp.arange(tiles.indices.shape[-1], dtype=jnp.int32)
+    used = (entry < tiles.counts[..., None]) & (tiles.indices >= 0)
+    rows = jnp.where(used, tiles.indices, cols).reshape(-1, entry.size)
+    empty = jnp.zeros((rows.shape[0], cols), jnp.bool_)
+    put = jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))
+    return put(empty, rows).reshape(*tiles.counts.shape, cols)
+
+
+def selection(where: str, grid: Grid, choice: Choice, width: int) -> Selection:
+    """Lists of a choice, and the report."""
+    indices, counts = map(to_jax, lists_of(choice.kept, width))
+    tiles = AttentionTiles(indices, counts, grid.block_q, grid.block_kv)
+    visible = to_jax(grid.visible().sum(-1, dtype=np.int32))
+    report = Report(counts, visible, choice.mass, choice.short)
+    if choice.short is not None:
+        debug.check(_look, where, short=choice.short, mass=choice.mass)
+    return Selection(tiles, report)
+
+
+def _look(where: str, *, short: np.ndarray, mass: np.ndarray) -> None:
+    at = debug.first_bad(short)
+    if at is not None:
+        raise ValueError(
+            f"{where}: capacity is too small for tau in {int(short.sum())} of "
+            f"{short.size} rows of tiles: {debug.place('mass', at)} is "
+            f"{float(mass[at]):.3f}; list more tiles, or ask for less"
+        )

@@ -1,0 +1,384 @@
+"""Attention to listed tiles against float64, its gradients, transforms and messages."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_model import jit
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from messages import check
+from sparse_cases import TILES, draw, in_tiles, listed, pairs, spread, truth
+
+from jax_kvblock import AttentionTiles, flash_attention
+from jax_kvblock.sparse import (
+    AntidiagonalThreshold,
+    BlockSparse,
+    LearnedGate,
+    LocalGlobal,
+    Oracle,
+    Random,
+    ScoredSelector,
+    Streaming,
+    Strided,
+    init_gate,
+    sparse_attention,
+)
+
+BUDGET = {"sparsity_ratio": 0.6, **TILES}
+SELECTORS = {
+    "random": Random(**BUDGET),
+    "block sparse": BlockSparse(run=2, **BUDGET),
+    "strided": Strided(**BUDGET),
+    "local global": LocalGlobal(num_global=1, **BUDGET),
+    "streaming": Streaming(window=2, **TILES),
+    "threshold": AntidiagonalThreshold(tau=0.7, stride=8, **TILES),
+    "learned": LearnedGate(init_gate(4, 2, 16), **BUDGET),
+    "oracle": Oracle(**BUDGET),
+    "union": Streaming(window=1, **TILES) | Random(**BUDGET),
+}
+DOCUMENTS = np.repeat([[0, 1, 2], [0, 1, 1]], [40, 50, 38], axis=1).astype(np.int32)
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "lengths": {"q_lens": np.int32([100, 128]), "kv_lens": np.int32([90, 33])},
+    "documents": {"causal": True, "segment_ids": DOCUMENTS},
+}
+
+
+@pytest.fixture
+def qkv(rng):
+    return draw(rng)
+
+
+def allowed_by(tiles, mask, q_len=128, kv_len=128, batch=2):
+    """Pairs that the mask and the lists let attend."""
+    kept = listed(tiles, -(-kv_len // tiles.block_kv))
+    seen = pairs(batch, q_len, kv_len, **mask)[:, None]
+    return seen & spread(kept, q_len, kv_len, tiles)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("name", SELECTORS)
+def test_each_selector_and_mask(qkv, name, mask):
+    options, selector = MASKS[mask], SELECTORS[name]
+
+    def run(selector, q, k, v, options):
+        out = sparse_attention(
+            q, k, v, selector, causal=mask in ("causal", "documents"), **options
+        )
+        return out, *selector.select(
+            q, k, causal=mask in ("causal", "documents"), **options
+        )
+
+    operands = {n: x for n, x in options.items() if n != "causal"}
+    out, tiles, report = jit(run)(selector, *qkv, operands)
+    allowed = allowed_by(tiles, options)
+    np.testing.assert_allclose(out, truth(*qkv, allowed), rtol=0, atol=3e-6)
+    seen = in_tiles(pairs(2, 128, 128, **options), 16, 16).any((-2, -1))[:, None]
+    kept = listed(tiles, 8)
+    assert (kept <= seen).all(), "a tile that the mask does not visit"
+    full = np.broadcast_to(seen, (2, 4, 8, 8))
+    share = np.broadcast_to(kept, full.shape).sum() / full.sum()
+    assert 0.1 < share < 1, "nothing was left out"
+    np.testing.assert_allclose(report.share, share, rtol=1e-6)
+    # A row that attends to something lists something.
+    assert (kept.any(-1) == seen.any(-1)).all()
+
+
+def test_odd_lengths_and_queries_at_the_end(rng):
+    """Tiles of 16 x 32, the last ones cut; queries are the last 37 of 117 positions."""
+    q, k, v = draw(rng, q_len=37, kv_len=117)
+    tiles = {"block_q": 16, "block_kv": 32}
+    for selector in (
+        AntidiagonalThreshold(tau=0.6, stride=16, sinks=0, **tiles),
+        LearnedGate(init_gate(4, 2, 16), capacity=3, **tiles),
+        Random(sparsity_ratio=0.5, **tiles),
+        Oracle(tau=0.6, **tiles),
+    ):
+        options = {"causal": True, "q_offset": 80}
+        made = selector(q, k, **options)
+        out = sparse_attention(q, k, v, selector, **options)
+        allowed = allowed_by(made, options, 37, 117)
+        assert not allowed.all()
+        np.testing.assert_allclose(out, truth(q, k, v, allowed), rtol=0, atol=3e-6)
+
+
+@pytest.mark.parametrize("name", ["threshold", "learned", "random"])
+def test_gradients_flow_through_listed_tiles_alone(qkv, name):
+    selector = SELECTORS[name]
+    tiles = jit(lambda q, k: selector(q, k, causal=True))(*qkv[:2])
+
+    def loss(attend):
+        return lambda *qkv: jnp.sum(jnp.sin(attend(*qkv)))
+
+    got = jit(
+        jax.grad(
+            loss(lambda *x: sparse_attention(*x, selector, causal=True)), (0, 1, 2)
+        )
+    )(*qkv)
+    # By autodiff of the definition, with the lists as a mask.
+    allowed = jnp.asarray(allowed_by(tiles, {"causal": True}))
+
+    def plain(q, k, v):
+        k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
+        scores = jnp.einsum("btnd,bsnd->bnts", q, k, precision="highest") / 4
+        p = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf))
+        return jnp.einsum("bnts,bsnd->btnd", p, v, precision="highest")
+
+    want = jit(jax.grad(loss(plain), (0, 1, 2)))(*qkv)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
+        assert np.abs(other).max() > 0.01
+
+
+def test_the_selection_itself_has_no_gradient(qkv):
+    """Also of a gate's parameters: these have a loss of their own."""
+    gate = init_gate(4, 2, 16)
+
+    def loss(gate):
+        selector = LearnedGate(gate, **BUDGET)
+        return jnp.sum(sparse_attention(*qkv, selector, causal=True) ** 2)
+
+    slopes = jit(jax.grad(loss))(gate)
+    assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(slopes))
+
+
+@pytest.mark.parametrize("name", ["random", "threshold", "learned"])
+def test_vmap_and_scan(rng, name):
+    selector = SELECTORS[name]
+    many = [jnp.stack(x) for x in zip(*(draw(rng) for _ in range(3)), strict=True)]
+
+    def one(q, k, v):
+        return sparse_attention(q, k, v, selector, causal=True)
+
+    want = [jit(one)(*(x[i] for x in many)) for i in range(3)]
+    np.testing.assert_allclose(jit(jax.vmap(one))(*many), want, rtol=0, atol=1e-6)
+    scanned = jit(lambda xs: jax.lax.scan(lambda c, x: (c, one(*x)), 0, xs)[1])(many)
+    np.testing.assert_allclose(scanned, want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.usefixtures("four_cpus")
+@pytest.mark.parametrize("name", ["random", "threshold", "learned"])
+def test_shard_map_over_the_batch_and_jit_over_heads(rng, name):
+    selector = SELECTORS[name]
+    qkv = draw(rng, batch=4)
+    want = sparse_attention(*qkv, selector, causal=True)
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("b",))
+
+    def one(*qkv):
+        return sparse_attention(*qkv, selector, causal=True)
+
+    mapped = jax.shard_map(one, mesh=mesh, in_specs=P("b"), out_specs=P("b"))
+    np.testing.assert_allclose(jit(mapped)(*qkv), want, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "name", ["random", "strided", "streaming", "threshold", "learned"]
+)
+def test_modes_of_jax(qkv, name):
+    """Without jit, in 64-bit mode, under strict promotion and a transfer guard."""
+    selector = SELECTORS[name]
+    lens = jnp.int32([128, 70])
+
+    def run():
+        return sparse_attention(*qkv, selector, causal=True, kv_lens=lens)
+
+    want = run()
+    modes = (
+        jax.disable_jit(),
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("strict"),
+    )
+    for mode in modes:
+        with mode:
+            got = run()
+        assert got.dtype == jnp.float32
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+
+
+def test_half_precision(rng):
+    q, k, v = draw(rng, dtype=jnp.bfloat16, size=2)
+    selector = AntidiagonalThreshold(tau=0.7, stride=8, **TILES)
+    tiles = selector(q, k, causal=True)
+    out = sparse_attention(q, k, v, selector, causal=True)
+    assert out.dtype == jnp.bfloat16
+    want = truth(q, k, v, allowed_by(tiles, {"causal": True}))
+    np.testing.assert_allclose(np.float32(out), want, rtol=0, atol=0.03)
+
+
+def test_what_is_not_listed_is_never_read(qkv):
+    q, k, v = qkv
+    selector = SELECTORS["random"]
+    shared = dataclasses.replace(selector, per_head=False)
+    tiles = shared(q, k)
+    want = sparse_attention(q, k, v, tiles)
+    # A tile of keys that row 3 of tiles does not visit is NaN: row 3 is as before.
+    (away, *_) = np.flatnonzero(~listed(tiles, 8)[0, 0, 3])
+    hurt = np.array(v)
+    hurt[:, 16 * away : 16 * away + 16] = np.nan
+    got = sparse_attention(q, k, jnp.asarray(hurt), tiles)
+    np.testing.assert_array_equal(got[:, 48:64], want[:, 48:64])
+    assert np.isnan(got).any()
+
+
+def test_what_lies_beyond_the_lengths_may_be_anything(qkv):
+    q, k, v = (np.array(x) for x in qkv)
+    lens = {"q_lens": np.int32([100, 128]), "kv_lens": np.int32([90, 33])}
+    hurt = [x.copy() for x in (q, k, v)]
+    for b in range(2):
+        hurt[0][b, lens["q_lens"][b] :] = np.nan
+        for x in hurt[1:]:
+            x[b, lens["kv_lens"][b] :] = np.nan
+    for name in ("threshold", "learned", "oracle"):
+        want = sparse_attention(*map(jnp.asarray, (q, k, v)), SELECTORS[name], **lens)
+        got = sparse_attention(*map(jnp.asarray, hurt), SELECTORS[name], **lens)
+        np.testing.assert_array_equal(got, want)
+
+
+def test_lse_and_report(qkv):
+    selector = SELECTORS["threshold"]
+    tiles, report = selector.select(*qkv[:2], causal=True)
+    want, want_lse = flash_attention(*qkv, causal=True, tiles=tiles, return_lse=True)
+    out, lse, said = sparse_attention(
+        *qkv, selector, causal=True, return_lse=True, return_report=True
+    )
+    np.testing.assert_array_equal(out, want)
+    np.testing.assert_array_equal(lse, want_lse)
+    np.testing.assert_array_equal(said.listed, report.listed)
+    assert int(said.rows_short) == 0 and float(np.min(said.mass)) >= 0.7 - 1e-5
+    out, said = sparse_attention(*qkv, tiles, causal=True, return_report=True)
+    assert said is None
+    np.testing.assert_array_equal(out, want)
+
+
+def test_options_of_flash_attention(qkv):
+    selector = SELECTORS["streaming"]
+    tiles = selector(*qkv[:2], causal=True)
+    options = {"causal": True, "softcap": 2.0, "scale": 0.3, "sinks": jnp.ones(4)}
+    got = sparse_attention(*qkv, selector, **options)
+    want = flash_attention(*qkv, tiles=tiles, **options)
+    np.testing.assert_array_equal(got, want)
+    # The scale reaches the scores of a selector, too.
+    threshold = AntidiagonalThreshold(stride=8, **TILES)
+    wide = [threshold(*qkv[:2], scale=scale) for scale in (9, 0.01)]
+    assert wide[0].counts.sum() < 0.7 * wide[1].counts.sum()
+    got = sparse_attention(*qkv, threshold, scale=9.0)
+    want = flash_attention(*qkv, scale=9.0, tiles=wide[0])
+    np.testing.assert_array_equal(got, want)
+
+
+def test_a_selector_of_ones_own(qkv):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Third(ScoredSelector):
+        def mass(self, q, k, grid, scale):
+            shape = (q.shape[0], q.shape[2], grid.rows, grid.cols)
+            return jnp.zeros(shape).at[..., 3].set(1.0)
+
+    tiles = Third(capacity=2, sinks=0, **TILES)(*qkv[:2])
+    assert listed(tiles, 8)[..., 3].all() and listed(tiles, 8)[..., 0].all()
+
+
+TWICE = AttentionTiles(
+    jnp.zeros((1, 1, 8, 2), jnp.int32), jnp.full((1, 1, 8), 2, jnp.int32), 16, 16
+)
+BAD = {
+    "selector": (
+        lambda q, k, v: sparse_attention(q, k, v, 0.9),
+        "sparse_attention",
+        TypeError,
+        "Selector or AttentionTiles|float",
+    ),
+    "twice": (
+        lambda q, k, v: sparse_attention(q, k, v, TWICE),
+        "flash_attention",
+        ValueError,
+        "list a tile once|tile 0 twice",
+    ),
+    "rank": (
+        lambda q, k, v: SELECTORS["random"](q[0], k[0]),
+        "Random",
+        ValueError,
+        "[B, T, N, D]|segment_ids",
+    ),
+    "dtype": (
+        lambda q, k, v: SELECTORS["random"](q.astype(jnp.int32), k),
+        "Random",
+        TypeError,
+        "bfloat16, float16 or float32",
+    ),
+    "heads": (
+        lambda q, k, v: SELECTORS["random"](q, k[:, :, [0, 1, 0]]),
+        "Random",
+        ValueError,
+        "divides q's, 4",
+    ),
+    "dtypes": (
+        lambda q, k, v: SELECTORS["random"](q, k.astype(jnp.bfloat16)),
+        "Random",
+        ValueError,
+        "q's B, D and dtype",
+    ),
+    "gate": (
+        lambda q, k, v: LearnedGate(init_gate(4, 4, 16), **BUDGET)(q, k),
+        "LearnedGate",
+        ValueError,
+        "4 heads on 2 of 16|4 on 4 of 16",
+    ),
+    "no gate": (
+        lambda q, k, v: LearnedGate({}, **BUDGET)(q, k),
+        "LearnedGate",
+        TypeError,
+        "must be a Gate|init_gate",
+    ),
+    "stride": (
+        lambda q, k, v: AntidiagonalThreshold(stride=12, **TILES),
+        "AntidiagonalThreshold",
+        ValueError,
+        "stride must divide|12",
+    ),
+    "capacity": (
+        lambda q, k, v: AntidiagonalThreshold(capacity=1, stride=8, **TILES)(
+            q, k, causal=True
+        ),
+        "AntidiagonalThreshold",
+        ValueError,
+        "capacity must be at least 2",
+    ),
+    "empty": (
+        lambda q, k, v: SELECTORS["random"](q[:, :0], k),
+        "Random",
+        ValueError,
+        "must not be empty",
+    ),
+    "scale": (
+        lambda q, k, v: SELECTORS["threshold"](q, k, scale="1"),
+        "AntidiagonalThreshold",
+        TypeError,
+        "scale",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls_are_errors(qkv, name):
+    call, where, error, words = BAD[name]
+    check(where, error, words, lambda: call(*qkv))
+
+
+@pytest.mark.parametrize(
+    "indices", [[[5, -1, 2]], [[2, 5, -1]], [[9, 2, 5]]], ids=["hole", "order", "range"]
+)
+def test_lists_that_are_unsorted_or_out_of_range_have_a_meaning(qkv, indices):
+    """Any order; entries outside of the tiles of keys are skipped."""
+    indices = jnp.broadcast_to(jnp.int32(indices), (1, 1, 8, 3))
+    tiles = AttentionTiles(indices, jnp.full((1, 1, 8), 3, jnp.int32), 16, 16)
+    got = sparse_attention(*qkv, tiles)
+    kept = np.isin(np.arange(8), [2, 5])[None, None, None].repeat(8, 2)
+    allowed = spread(kept, 128, 128, tiles)
+    np.testing.assert_allclose(got, truth(*qkv, allowed), rtol=0, atol=3e-6)

@@ -1,0 +1,148 @@
+"""What `evaluate_selector` says is what float64 says, pair by pair."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from messages import check
+from sparse_cases import TILES, draw, listed, pairs, probabilities, spread, truth
+
+from jax_kvblock import AttentionTiles
+from jax_kvblock.sparse import (
+    AntidiagonalThreshold,
+    Oracle,
+    Random,
+    evaluate_selector,
+)
+
+DOCUMENTS = np.repeat([[0, 1, 2], [0, 1, 1]], [40, 50, 38], axis=1).astype(np.int32)
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "behind": {"causal": True, "kv_offset": 20},  # the first rows attend to nothing
+    "lengths": {"q_lens": np.int32([100, 128]), "kv_lens": np.int32([90, 33])},
+    "documents": {"causal": True, "segment_ids": DOCUMENTS},
+}
+
+
+@pytest.fixture
+def qkv(rng):
+    return draw(rng, size=2)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_recall_error_and_tiles(qkv, name):
+    mask = MASKS[name]
+    selector = AntidiagonalThreshold(tau=0.5, stride=8, sinks=0, **TILES)
+    found = evaluate_selector(*qkv, selector, **mask)
+    tiles = selector(*qkv[:2], **mask)
+    kept = np.broadcast_to(listed(tiles, 8), (2, 4, 8, 8))
+    seen = pairs(2, 128, 128, **mask)[:, None]
+    both = seen & spread(kept, 128, 128, tiles)
+
+    p = probabilities(*qkv[:2], seen)
+    recall = np.where(both, p, 0).sum(-1)
+    rows = np.broadcast_to(seen.any(-1), recall.shape)
+    assert rows.any() and recall[rows].min() < 0.5
+    np.testing.assert_allclose(found.recall, recall[rows].mean(), rtol=1e-5)
+    np.testing.assert_allclose(found.worst, recall[rows].min(), rtol=1e-4)
+    for n in range(4):
+        one = recall[:, n][rows[:, n]]
+        np.testing.assert_allclose(found.head_recall[n], one.mean(), rtol=1e-5)
+        np.testing.assert_allclose(found.head_worst[n], one.min(), rtol=1e-4)
+
+    want, got = truth(*qkv, seen), truth(*qkv, both)
+    norm = np.linalg.norm
+    np.testing.assert_allclose(found.error, norm(got - want) / norm(want), rtol=1e-4)
+    for n in range(4):
+        apart = norm((got - want)[:, :, n]) / norm(want[:, :, n])
+        np.testing.assert_allclose(found.head_error[n], apart, rtol=1e-4)
+
+    every = np.broadcast_to(_tiles_of(seen), kept.shape)
+    assert found.tiles_listed == (kept & every).sum()
+    assert found.tiles_visible == every.sum()
+    assert found.share == found.tiles_listed / found.tiles_visible
+    assert found.seconds is None and found.rows_short == 0
+
+
+def _tiles_of(seen):
+    return seen.reshape(2, 1, 8, 16, 8, 16).any((3, 5))
+
+
+def test_all_tiles_are_dense_attention(qkv):
+    found = evaluate_selector(*qkv, Random(sparsity_ratio=0, **TILES), causal=True)
+    assert found.share == 1 and found.error < 1e-6
+    assert found.recall > 1 - 1e-5 and found.worst > 1 - 1e-5
+
+
+def test_tiles_in_place_of_a_selector(qkv):
+    selector = Random(sparsity_ratio=0.7, **TILES)
+    tiles = selector(*qkv[:2], causal=True)
+    one = evaluate_selector(*qkv, selector, causal=True)
+    other = evaluate_selector(*qkv, tiles, causal=True, repeats=1)
+    assert (one.recall, one.error, one.share) == (
+        other.recall,
+        other.error,
+        other.share,
+    )
+    assert other.seconds.selection == 0
+
+
+def test_options_of_attention_count_too(qkv):
+    """A sink of its own takes mass from all keys; a softcap evens scores out."""
+    selector = AntidiagonalThreshold(tau=0.5, stride=8, sinks=0, **TILES)
+    plain = evaluate_selector(*qkv, selector, causal=True)
+    options = {"causal": True, "sinks": jnp.full(4, 3.0), "scale": 0.25, "softcap": 1.0}
+    found = evaluate_selector(*qkv, selector, repeats=1, **options)
+    assert found.share == plain.share and found.recall != plain.recall
+    assert found.seconds.dense > 0
+
+
+def test_entries_that_visit_nothing_do_not_count(qkv):
+    """Beyond the causal reach, beyond the keys, and holes."""
+    indices = jnp.broadcast_to(jnp.int32([[7, -1, 0, 99]]), (1, 1, 8, 4))
+    tiles = AttentionTiles(indices, jnp.full((1, 1, 8), 4, jnp.int32), 16, 16)
+    found = evaluate_selector(*qkv, tiles, causal=True)
+    assert found.tiles_listed == 2 * 4 * (8 + 1)
+    assert found.tiles_visible == 2 * 4 * 36
+
+
+def test_rows_that_list_nothing_have_no_recall(qkv):
+    counts = jnp.full((1, 1, 8), 8, jnp.int32).at[0, 0, 2].set(0)
+    indices = jnp.broadcast_to(jnp.arange(8, dtype=jnp.int32), (1, 1, 8, 8))
+    found = evaluate_selector(*qkv, AttentionTiles(indices, counts, 16, 16))
+    np.testing.assert_allclose(found.recall, 7 / 8, rtol=1e-5)
+    assert found.worst == 0
+
+
+def test_rows_short_of_tau(qkv):
+    selector = AntidiagonalThreshold(tau=0.9, capacity=2, stride=8, **TILES)
+    found = evaluate_selector(*qkv, selector)
+    assert found.rows_short == int(selector.select(*qkv[:2]).report.rows_short) > 0
+
+
+def test_times_are_medians_of_calls_that_were_waited_for(qkv, monkeypatch):
+    from jax_kvblock.sparse import evaluate
+
+    ticks = iter(np.arange(1000.0) ** 2)
+    monkeypatch.setattr(evaluate.time, "perf_counter", lambda: next(ticks))
+    found = evaluate_selector(*qkv, Oracle(sparsity_ratio=0.5, **TILES), repeats=3)
+    # Three calls a round, two ticks a call; the first round is not counted.
+    ends = [[2 * (3 * turn + call) for turn in (1, 2, 3)] for call in range(3)]
+    want = [np.median([(t + 1) ** 2 - t**2 for t in row]) for row in ends]
+    assert list(found.seconds) == want
+    assert found.seconds.speedup == want[2] / (want[0] + want[1])
+
+
+BAD = {
+    "repeats": (lambda q: {"repeats": -1}, ValueError, "repeats|got -1"),
+    "tiles": (lambda q: {"tiles": [1]}, TypeError, "Selector or AttentionTiles|list"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls_are_errors(qkv, name):
+    make, error, words = BAD[name]
+    options = {"tiles": Random(**TILES), **make(qkv[0])}
+    check("evaluate_selector", error, words, lambda: evaluate_selector(*qkv, **options))

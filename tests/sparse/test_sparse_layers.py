@@ -1,0 +1,185 @@
+"""S2's layer: `create_sparse_attention` by every pattern, trained and refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from attention_model import jit
+from messages import check
+from sparse_cases import listed, pairs, spread, truth
+
+from jax_kvblock.sparse import (
+    AntidiagonalThreshold,
+    BlockSparse,
+    DynamicSparseAttention,
+    LearnedGate,
+    LocalGlobal,
+    Random,
+    SparsePattern,
+    Streaming,
+    Strided,
+    create_sparse_attention,
+    train_gate,
+)
+
+WIDTH, HEADS, LENGTH = 32, 4, 160
+TILES = {"block_q": 16, "block_kv": 16}
+KINDS = {
+    SparsePattern.RANDOM: Random,
+    SparsePattern.BLOCK_SPARSE: BlockSparse,
+    SparsePattern.STRIDED: Strided,
+    SparsePattern.LOCAL_GLOBAL: LocalGlobal,
+    SparsePattern.DYNAMIC_THRESHOLD: AntidiagonalThreshold,
+    SparsePattern.LEARNED: LearnedGate,
+}
+DOCUMENTS = np.repeat([[0, 1]], [70, 90], axis=1).repeat(2, 0).astype(np.int32)
+
+
+@pytest.fixture
+def x(rng):
+    return jnp.asarray(rng.standard_normal((2, LENGTH, WIDTH)), jnp.float32)
+
+
+def test_the_names_of_the_patterns():
+    assert [(p.name, p.value) for p in SparsePattern] == [
+        ("RANDOM", "random"),
+        ("BLOCK_SPARSE", "block_sparse"),
+        ("STRIDED", "strided"),
+        ("LOCAL_GLOBAL", "local_global"),
+        ("DYNAMIC_THRESHOLD", "dynamic_threshold"),
+        ("LEARNED", "learned"),
+    ]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("pattern", SparsePattern)
+def test_each_pattern(x, pattern, causal):
+    layer = create_sparse_attention(
+        WIDTH, HEADS, 0.7, pattern, num_kv_heads=2, causal=causal, **TILES
+    )
+    assert isinstance(layer, DynamicSparseAttention)
+    assert type(layer.selector) is KINDS[pattern]
+    got, report = jit(lambda layer, x: layer.with_report(x, DOCUMENTS))(layer, x)
+    q, k = layer.queries_and_keys(x)
+    v = (x @ layer.qkv)[..., 48:].reshape(2, LENGTH, 2, 8)
+    mask = {"causal": causal, "segment_ids": DOCUMENTS}
+    tiles = layer.selector(q, k, **mask)
+    allowed = pairs(2, LENGTH, LENGTH, **mask)[:, None]
+    allowed = allowed & spread(listed(tiles, 10), LENGTH, LENGTH, tiles)
+    want = truth(q, k, v, allowed).reshape(2, LENGTH, -1) @ np.float64(layer.out)
+    np.testing.assert_allclose(got, want, rtol=0, atol=3e-6)
+    np.testing.assert_allclose(layer(x, DOCUMENTS), got, rtol=0, atol=1e-6)
+    assert 0.2 < float(report.share) < 0.6  # of few tiles one is much
+
+
+def test_by_default_a_tenth_of_the_tiles_by_threshold():
+    layer = create_sparse_attention(d_model=512, num_heads=8)
+    assert layer.selector == AntidiagonalThreshold(sparsity_ratio=0.9, tau=None)
+    shape = jax.eval_shape(layer, jax.ShapeDtypeStruct((1, 2048, 512), jnp.float32))
+    assert shape.shape == (1, 2048, 512)
+
+
+def test_a_layer_learns_like_any_other(x):
+    layer = create_sparse_attention(WIDTH, HEADS, 0.5, **TILES)
+    slopes = jit(jax.grad(lambda layer: jnp.sum(layer(x) ** 2)))(layer)
+    for weight in (slopes.qkv, slopes.out):
+        assert np.isfinite(weight).all() and np.abs(weight).max() > 1e-3
+    assert jax.tree.structure(slopes) == jax.tree.structure(layer)
+
+
+def test_a_gate_is_trained_on_the_layer_and_put_back(x, rng):
+    layer = create_sparse_attention(
+        WIDTH, HEADS, 0.7, SparsePattern.LEARNED, causal=True, **TILES
+    )
+    q, k = layer.queries_and_keys(3 * x)
+    gate, losses = train_gate(
+        layer.selector.gate, [(q, k)] * 20, optax.adam(1e-2), causal=True, **TILES
+    )
+    assert losses[-1] < losses[0]
+    trained = layer.with_gate(gate)
+    assert trained.selector.gate is gate and trained.qkv is layer.qkv
+    assert trained.selector.sparsity_ratio == 0.7
+    changed = np.asarray(trained(3 * x)) - np.asarray(layer(3 * x))
+    assert np.abs(changed).max() > 0
+
+
+def test_a_selector_in_place_of_a_pattern(x):
+    selector = Streaming(sinks=1, window=2, **TILES)
+    layer = create_sparse_attention(WIDTH, HEADS, selector=selector, causal=True)
+    assert layer.selector is selector
+    assert layer(x).shape == x.shape
+
+
+def test_half_precision_inside(x):
+    layer = create_sparse_attention(WIDTH, HEADS, 0.5, dtype="bfloat16", **TILES)
+    assert layer.qkv.dtype == jnp.bfloat16
+    assert layer(x).dtype == jnp.float32
+
+
+def test_vmap_of_layers(x):
+    layers = [
+        create_sparse_attention(
+            WIDTH, HEADS, 0.5, SparsePattern.LEARNED, key=jax.random.key(i), **TILES
+        )
+        for i in range(2)
+    ]
+    stacked = jax.tree.map(lambda *a: jnp.stack(a), *layers)
+    got = jit(jax.vmap(lambda layer: layer(x)))(stacked)
+    for i in range(2):
+        np.testing.assert_allclose(got[i], layers[i](x), rtol=0, atol=2e-6)
+
+
+def make(*args, **options):
+    return lambda: create_sparse_attention(*(args or (WIDTH, HEADS)), **options)
+
+
+WHERE = "create_sparse_attention"
+BAD = {
+    "ratio": (make(WIDTH, HEADS, 0.96), WHERE, ValueError, "0 to 0.95|got 0.96"),
+    "negative": (make(WIDTH, HEADS, -1), WHERE, ValueError, "sparsity_ratio|got -1"),
+    "heads": (make(30, 4), WHERE, ValueError, "num_heads must divide d_model, 30"),
+    "kv": (make(num_kv_heads=3), WHERE, ValueError, "num_kv_heads must divide"),
+    "pattern": (
+        make(pattern="random"),
+        WHERE,
+        TypeError,
+        "SparsePattern.RANDOM|'random'",
+    ),
+    "option": (
+        make(pattern=SparsePattern.RANDOM, stride=8),
+        WHERE,
+        TypeError,
+        "fields of Random|got stride",
+    ),
+    "both": (
+        make(selector=Streaming(), stride=8),
+        WHERE,
+        TypeError,
+        "without other options|stride",
+    ),
+    "selector": (make(selector=0.9), WHERE, TypeError, "Selector|float"),
+    "dtype": (make(dtype="float64"), WHERE, TypeError, "bfloat16, float16 or float32"),
+    "size": (make(0, 4), WHERE, ValueError, "d_model|at least 1"),
+    "causal": (make(causal=1), WHERE, TypeError, "causal"),
+    "width": (
+        lambda: make(**TILES)()(jnp.ones((1, 32, 16))),
+        "DynamicSparseAttention",
+        ValueError,
+        "[B, S, 32]|[1, 32, 16]",
+    ),
+    "gate": (
+        lambda: make()().with_gate(None),
+        "DynamicSparseAttention",
+        TypeError,
+        "pattern LEARNED",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_calls_are_errors(name):
+    call, where, error, words = BAD[name]
+    check(where, error, words, call)
