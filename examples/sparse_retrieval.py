@@ -79,7 +79,17 @@ class Sizes:
 
 
 CPU = Sizes()
-QUICK = Sizes(keys=128, tokens=512, block=16, short=256, steps=250, gate_steps=100)
+QUICK = Sizes(
+    keys=128,
+    tokens=512,
+    block=16,
+    short=256,
+    steps=170,
+    batch=12,
+    gate_steps=40,
+    texts=12,
+)
+# The same in tiles that the CUDA kernels take. It has not run on a GPU yet.
 GPU = Sizes(
     keys=4096,
     tokens=16384,
@@ -88,7 +98,7 @@ GPU = Sizes(
     steps=3000,
     batch=32,
     gate_steps=600,
-    fact=8,
+    fact=32,
     dtype=jnp.bfloat16,
 )
 

@@ -164,7 +164,7 @@ def test_vmap_and_scan(rng, name):
 
 @pytest.mark.usefixtures("four_cpus")
 @pytest.mark.parametrize("name", ["random", "threshold", "learned"])
-def test_shard_map_over_the_batch_and_jit_over_heads(rng, name):
+def test_shard_map_over_the_batch(rng, name):
     selector = SELECTORS[name]
     qkv = draw(rng, batch=4)
     want = sparse_attention(*qkv, selector, causal=True)
