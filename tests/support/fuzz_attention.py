@@ -109,7 +109,10 @@ def right(draw: Any, which: int) -> Fields:
             a["num_tile_masks"] = 2
     needed = which == BACKWARD_KV and a["kernels"] and "dq" in given
     a["workspace"] = ARRAY if needed else draw(st.sampled_from((None, ARRAY)))
-    return a | dict.fromkeys(given, ARRAY)
+    a |= dict.fromkeys(given, ARRAY)
+    if draw(st.booleans()) and _joins(a, which):
+        a["joins"] = draw(st.sampled_from((1, -1)))
+    return a
 
 
 def struct(fields: Fields) -> Attention:
@@ -124,7 +127,21 @@ def is_right(a: Fields, which: int) -> bool:
         and _options(a, which)
         and _arrays(a, which)
         and _aligned(a, which)
+        and (not a["joins"] or _joins(a, which))
     )
+
+
+def _joins(a: Fields, which: int) -> bool:
+    """Whether this call can be joined with what its results hold."""
+    sm90 = a["kernels"] == 1
+    if which == BACKWARD_KV:
+        return sm90 and a["dq"] is not None
+    plain = a["softcap"] == 0 and a["scale"] > 0
+    absent = all(a[name] is None for name in ("bias", "sinks", TILES[0]))
+    narrow = max(a["head_dim"], a["value_dim"]) <= 128
+    queries = a["q_len"] > 0 and (a["batch"] > 0 or a["cu_q"] is not None)
+    lse = a["lse"] is not None or not queries
+    return which == FORWARD and sm90 and plain and absent and narrow and lse
 
 
 def _sizes(a: Fields) -> bool:
