@@ -231,12 +231,15 @@ def _whole(name: str, ids: jax.Array) -> jax.Array:
 
 
 def _on_host(given: Any, ids: jax.Array) -> Any:
-    """Ids that came from the host, from where each device gets them by itself."""
+    """Ids that came from the host, from where each device gets them by itself.
+
+    A copy: who passed them may change them while devices still fetch theirs.
+    """
     given = getattr(given, "ids", given)
     if isinstance(given, list):
         given = given if all(isinstance(x, int) for x in given) else None
     known = isinstance(given, (list, range, np.ndarray))
-    return np.asarray(given, np.int32) if known else ids
+    return np.array(given, np.int32) if known else ids
 
 
 def _look(src: KVPool, src_ids: Any, dst: KVPool, dst_ids: Any) -> None:

@@ -17,7 +17,7 @@ from paged_meshes import large
 from reshard_processes import BLOCKS, DIMS, DST_IDS, HEADS, SRC_IDS, hold, make_pool, on
 
 import jax_kvblock as kv
-from jax_kvblock.parallel import reshard_blocks, reshard_moves
+from jax_kvblock.parallel import reshard, reshard_blocks, reshard_moves
 from jax_kvblock.parallel.reshard_routes import NOWHERE, Cut, find_routes, in_rounds
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
@@ -140,6 +140,61 @@ def test_many_blocks_go_in_chunks(rng, dst, programs, monkeypatch):
         gathers = [text for name, text in texts if name == "_gather"]
         sent = [re.search(r"ROOT.* = \(?f32\[(\d),2,", x)[1] for x in gathers]
     assert sorted(sent) == ["1", "3", "3"]
+
+
+@pytest.mark.parametrize("name", ["_step", "_send", "_exchange"])
+def test_copy_engines_send_where_they_can(monkeypatch, name):
+    """What permutes is compiled so on meshes that allow it, and not on others."""
+    program = getattr(reshard_moves, name)
+    options = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+    devices = tuple(jax.devices("cpu"))
+    meshes = {
+        yes: reshard_moves._mesh(devices[: 2 if yes else 4]) for yes in (True, False)
+    }
+    jitted: list[Any] = []
+    monkeypatch.setattr(program, "_jit", lambda **how: jitted.append(how) or how)
+    monkeypatch.setattr(program, "_jitted", {})
+    monkeypatch.setattr(
+        reshard_moves, "engine_options", lambda at: options if len(at) == 2 else {}
+    )
+    for engines in (True, False, True):
+        how = {"compiler_options": options if engines else None}
+        assert program._of(meshes[engines]) == how
+    assert len(jitted) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "stays"),
+    [
+        (np.int32([3, 1, 2]), True),
+        (np.int64([3, 1, 2]), True),
+        ([3, 1, 2], True),
+        (range(3), True),
+        (jnp.int32([3, 1, 2]), False),
+        ([jnp.int32(3), 1, 2], False),
+    ],
+    ids=["int32", "int64", "list", "range", "of JAX", "list of JAX"],
+)
+def test_ids_stay_on_the_host_until_each_device_gets_them(
+    rng, monkeypatch, given, stays
+):
+    """As a copy: who passed them may change them while devices still fetch theirs."""
+    seen, move = [], reshard.move
+
+    def recorded(*args: Any) -> Any:
+        seen.append(args)
+        return move(*args)
+
+    monkeypatch.setattr(reshard, "move", recorded)
+    src = make_pool(random_bits(rng, (8, *DIMS), "float32"), on([0, 1]))
+    dst = make_pool(random_bits(rng, (8, *DIMS), "float32"), on([2]))
+    reshard_blocks(src, given, dst, range(3))
+    ((_, src_ids, _, dst_ids),) = seen
+    assert isinstance(src_ids, np.ndarray) == stays
+    assert isinstance(dst_ids, np.ndarray)
+    np.testing.assert_array_equal(src_ids, [int(x) for x in given])
+    if isinstance(given, np.ndarray):
+        assert not np.shares_memory(src_ids, given)
 
 
 # ---- routes --------------------------------------------------------------------------
