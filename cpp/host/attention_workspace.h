@@ -48,7 +48,7 @@ constexpr int kDqCounters = 2;  // of a tile: who adds first (hopper/backward/dq
 // KV heads whose queries' dq is summed up at a time, a launch after the other, in the same memory.
 // Sums in float32 are twice as large as q, so large ones should be of few heads: of as few as have
 // tiles for several rounds of the GPU's multiprocessors. Sums of up to 512 MiB are of all heads,
-// since each launch has an end of its own, which took up to 3 % there (one H100). A divisor of all
+// since each launch has an end of its own, which took up to 6 % there (one H100). A divisor of all
 // KV heads.
 constexpr int64_t kDqTileKeys = 128, kLeastDqTiles = 1024, kSmallDqBytes = int64_t{512} << 20;
 template <typename Call>
