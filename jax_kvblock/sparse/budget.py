@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock.core.checks import check_positive, shown
+from jax_kvblock.core.checks import as_int, check_positive, shown
 from jax_kvblock.sparse.grid import Grid, array_module, running_count
 
 MOST_SPARSE = 0.95
@@ -26,6 +26,16 @@ def check_number(where: str, name: str, value: Any, low: float, high: float) -> 
         raise TypeError(f"{must} {shown(value)}; pass a float") from None
     if math.isnan(number) or not low <= number <= high:
         raise ValueError(f"{must} {number}")
+    return number
+
+
+def check_count(where: str, name: str, value: Any) -> int:
+    """An integer of at least 0."""
+    number = as_int(value)
+    if number is None or number < 0:
+        raise ValueError(
+            f"{where}: {name} must be an integer of at least 0, got {shown(value)}"
+        )
     return number
 
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.attention.flash import flash_attention
-from jax_kvblock.core.checks import as_int, shown
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.sparse.arguments import check_qk, grid_of
 from jax_kvblock.sparse.attention import SparseOptions, mask_options
+from jax_kvblock.sparse.budget import check_count
 from jax_kvblock.sparse.select import map_of
 from jax_kvblock.sparse.selector import Selector
 
@@ -103,11 +103,7 @@ def evaluate_selector(
       >>> found.recall, found.error, found.share, found.seconds.speedup
     """
     where = "evaluate_selector"
-    times = as_int(repeats)
-    if times is None or times < 0:
-        raise ValueError(
-            f"{where}: repeats must be an integer of at least 0, got {shown(repeats)}"
-        )
+    times = check_count(where, "repeats", repeats)
     select = None
     if isinstance(tiles, Selector):
         select = jax.jit(_select, static_argnames=tuple(_static(options)))

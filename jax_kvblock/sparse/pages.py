@@ -17,16 +17,14 @@ from jax_kvblock.attention.config import default_scale
 from jax_kvblock.blocks import KVPool, gather_kv
 from jax_kvblock.core.checks import (
     as_array,
-    as_int,
     check_array,
     check_int32,
     check_positive,
     show,
-    shown,
     to_jax,
 )
 from jax_kvblock.core.types import ArrayIn, Integers, LayerIndex
-from jax_kvblock.sparse.budget import check_number
+from jax_kvblock.sparse.budget import check_count, check_number
 from jax_kvblock.sparse.gate import shares
 from jax_kvblock.sparse.select import keep, lists_of
 
@@ -180,11 +178,7 @@ def select_pages(
     where = "select_pages"
     q, tables, lens = _checked(where, q, summary, block_tables, kv_lens)
     width, size = check_positive(where, num_pages=num_pages, block_size=block_size)
-    first = as_int(sinks)
-    if first is None or first < 0:
-        raise ValueError(
-            f"{where}: sinks must be an integer of at least 0, got {shown(sinks)}"
-        )
+    first = check_count(where, "sinks", sinks)
     batch, steps, _, dim = q.shape
     own = (steps - 1 + size - 1) // size + 1
     if width < min(own + first, tables.shape[1]):

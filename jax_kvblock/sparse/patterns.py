@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_kvblock.core.checks import as_int, check_positive, shown
+from jax_kvblock.core.checks import check_positive
 from jax_kvblock.sparse.budget import (
+    check_count,
     check_ratio,
     forced_tiles,
     list_width,
@@ -89,14 +90,6 @@ def _on_host(pattern: Pattern, key: tuple[Any, ...], heads: int) -> np.ndarray:
     return kept
 
 
-def _check_seed(where: str, seed: Any) -> None:
-    number = as_int(seed)
-    if number is None or number < 0:
-        raise ValueError(
-            f"{where}: seed must be an integer of at least 0, got {shown(seed)}"
-        )
-
-
 def nearness(grid: Grid) -> Any:
     """`[B|1, 1, R, C]`, above −1: higher for tiles nearer to the queries' own."""
     cols = np.arange(grid.cols, dtype=np.int32)
@@ -123,7 +116,7 @@ class Random(Pattern):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_seed(self.name, self.seed)
+        check_count(self.name, "seed", self.seed)
 
     def priority(self, grid: Grid, heads: int, visible: Any, limit: Any) -> Any:
         shape = (1, heads if self.per_head else 1, grid.rows, grid.cols)
@@ -153,7 +146,7 @@ class BlockSparse(Pattern):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self.name, run=self.run)
-        _check_seed(self.name, self.seed)
+        check_count(self.name, "seed", self.seed)
 
     def priority(self, grid: Grid, heads: int, visible: Any, limit: Any) -> Any:
         rows, cols = (np.arange(n) // self.run for n in (grid.rows, grid.cols))
@@ -231,12 +224,7 @@ class Streaming(Selector):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self.name, window=self.window)
-        number = as_int(self.sinks)
-        if number is None or number < 0:
-            raise ValueError(
-                f"{self.name}: sinks must be an integer of at least 0, got "
-                f"{shown(self.sinks)}"
-            )
+        check_count(self.name, "sinks", self.sinks)
 
     def width(self, grid: Grid) -> int:
         return min(grid.cols, max(self.window, grid.most_own) + self.sinks)

@@ -8,9 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock.core.checks import as_array, as_int, check_positive, show, shown
+from jax_kvblock.core.checks import as_array, check_positive, show
 from jax_kvblock.sparse.arguments import check_blocks, grid_of
 from jax_kvblock.sparse.budget import (
+    check_count,
     check_number,
     check_ratio,
     forced_tiles,
@@ -99,16 +100,11 @@ def check_choice_of_tiles(
             f"{where}: tau, sparsity_ratio or capacity must be given, got None for all "
             "of them; tau=0.9 takes what holds nine tenths of attention"
         )
-    number = as_int(sinks)
-    if number is None or number < 0:
-        raise ValueError(
-            f"{where}: sinks must be an integer of at least 0, got {shown(sinks)}"
-        )
     return {
         "tau": tau,
         "sparsity_ratio": ratio,
         "capacity": capacity,
-        "sinks": number,
+        "sinks": check_count(where, "sinks", sinks),
     }
 
 
