@@ -1,5 +1,5 @@
-// Hopper's warpgroup products (PTX wgmma, sm_90a): D += A B, 64 rows by kN columns by 16, float32
-// sums. All 128 threads of a warpgroup issue them together; they run while the threads go on.
+// Hopper's warpgroup products (PTX wgmma, sm_90a): D += A B, 64 rows by kN columns by 32 bytes of
+// each operand (16 elements of 16 bits, 32 of 8), float32 sums. All 128 threads of a warpgroup issue them together; they run while the threads go on.
 //
 //   WgmmaFence();                      // registers of D (and A) are as they should be
 //   Wgmma<128>::Shared<T>(d, a, b);    // any number of products
@@ -17,6 +17,7 @@
 #include <type_traits>
 
 #include "device/swizzle.cuh"
+#include "device/widen.cuh"
 
 namespace kvblock {
 
@@ -54,10 +55,12 @@ struct Wgmma;
 #define KVBLOCK_R16 KVBLOCK_R8(0,1,2,3,4,5,6,7) "," KVBLOCK_R8(8,9,10,11,12,13,14,15)
 #define KVBLOCK_R32 KVBLOCK_R16 "," KVBLOCK_R8(16,17,18,19,20,21,22,23) "," \
                     KVBLOCK_R8(24,25,26,27,28,29,30,31)
+#define KVBLOCK_R36 KVBLOCK_R32 ",%32,%33,%34,%35"
 #define KVBLOCK_R40 KVBLOCK_R32 "," KVBLOCK_R8(32,33,34,35,36,37,38,39)
 #define KVBLOCK_R48 KVBLOCK_R40 "," KVBLOCK_R8(40,41,42,43,44,45,46,47)
 #define KVBLOCK_R56 KVBLOCK_R48 "," KVBLOCK_R8(48,49,50,51,52,53,54,55)
 #define KVBLOCK_R64 KVBLOCK_R56 "," KVBLOCK_R8(56,57,58,59,60,61,62,63)
+#define KVBLOCK_R68 KVBLOCK_R64 ",%64,%65,%66,%67"
 #define KVBLOCK_R72 KVBLOCK_R64 "," KVBLOCK_R8(64,65,66,67,68,69,70,71)
 #define KVBLOCK_R80 KVBLOCK_R72 "," KVBLOCK_R8(72,73,74,75,76,77,78,79)
 #define KVBLOCK_R88 KVBLOCK_R80 "," KVBLOCK_R8(80,81,82,83,84,85,86,87)
@@ -66,14 +69,17 @@ struct Wgmma;
                      KVBLOCK_R8(104,105,106,107,108,109,110,111) "," \
                      KVBLOCK_R8(112,113,114,115,116,117,118,119) "," \
                      KVBLOCK_R8(120,121,122,123,124,125,126,127)
+#define KVBLOCK_D4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define KVBLOCK_D8(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), \
                       "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define KVBLOCK_D16 KVBLOCK_D8(0), KVBLOCK_D8(8)
 #define KVBLOCK_D32 KVBLOCK_D16, KVBLOCK_D8(16), KVBLOCK_D8(24)
+#define KVBLOCK_D36 KVBLOCK_D32, KVBLOCK_D4(32)
 #define KVBLOCK_D40 KVBLOCK_D32, KVBLOCK_D8(32)
 #define KVBLOCK_D48 KVBLOCK_D40, KVBLOCK_D8(40)
 #define KVBLOCK_D56 KVBLOCK_D48, KVBLOCK_D8(48)
 #define KVBLOCK_D64 KVBLOCK_D56, KVBLOCK_D8(56)
+#define KVBLOCK_D68 KVBLOCK_D64, KVBLOCK_D4(64)
 #define KVBLOCK_D72 KVBLOCK_D64, KVBLOCK_D8(64)
 #define KVBLOCK_D80 KVBLOCK_D72, KVBLOCK_D8(72)
 #define KVBLOCK_D88 KVBLOCK_D80, KVBLOCK_D8(80)
@@ -98,13 +104,32 @@ struct Wgmma;
                  : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kA)), "n"(int(kB)));              \
   }
 
+// The same of 8 bits, whose operands lie across; the numbers of operands are those above.
+#define KVBLOCK_WGMMA_NARROW(n, r, o0, o1, o2, o3, o4, o5, o6)                                     \
+  if constexpr (kRegisterA) {                                                                      \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #o5 ", 0;\n"                                   \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" KVBLOCK_R##r         \
+                 "}, {%" #o0 ",%" #o1 ",%" #o2 ",%" #o3 "}, %" #o4 ", p, 1, 1; }"                  \
+                 : KVBLOCK_D##r                                                                    \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)));      \
+  } else {                                                                                         \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, %" #o2 ", 0;\n"                                   \
+                 "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" KVBLOCK_R##r         \
+                 "}, %" #o0 ", %" #o1 ", p, 1, 1; }"                                               \
+                 : KVBLOCK_D##r                                                                    \
+                 : "l"(a), "l"(b), "r"(int(accumulate)));                                          \
+  }
+
 #define KVBLOCK_WGMMA(n, r, ...)                                                                   \
   template <>                                                                                      \
   struct Wgmma<n> {                                                                                \
     template <typename T, bool kRegisterA, OperandLies kA, OperandLies kB, typename A>             \
     __device__ __forceinline__ static void Issue(float (&d)[r], const A& a, uint64_t b,            \
                                                  bool accumulate) {                                \
-      if constexpr (std::is_same_v<T, __half>) {                                                   \
+      if constexpr (std::is_same_v<T, E4m3>) {                                                     \
+        static_assert(kA == OperandLies::kAcross && kB == OperandLies::kAcross);                   \
+        KVBLOCK_WGMMA_NARROW(n, r, __VA_ARGS__)                                                    \
+      } else if constexpr (std::is_same_v<T, __half>) {                                            \
         KVBLOCK_WGMMA_AS("f16", n, r, __VA_ARGS__)                                                 \
       } else {                                                                                     \
         KVBLOCK_WGMMA_AS("bf16", n, r, __VA_ARGS__)                                                \
@@ -127,10 +152,12 @@ struct Wgmma;
 
 KVBLOCK_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 KVBLOCK_WGMMA(64, 32, 32, 33, 34, 35, 36, 37, 38)
+KVBLOCK_WGMMA(72, 36, 36, 37, 38, 39, 40, 41, 42)
 KVBLOCK_WGMMA(80, 40, 40, 41, 42, 43, 44, 45, 46)
 KVBLOCK_WGMMA(96, 48, 48, 49, 50, 51, 52, 53, 54)
 KVBLOCK_WGMMA(112, 56, 56, 57, 58, 59, 60, 61, 62)
 KVBLOCK_WGMMA(128, 64, 64, 65, 66, 67, 68, 69, 70)
+KVBLOCK_WGMMA(136, 68, 68, 69, 70, 71, 72, 73, 74)
 KVBLOCK_WGMMA(144, 72, 72, 73, 74, 75, 76, 77, 78)
 KVBLOCK_WGMMA(160, 80, 80, 81, 82, 83, 84, 85, 86)
 KVBLOCK_WGMMA(176, 88, 88, 89, 90, 91, 92, 93, 94)

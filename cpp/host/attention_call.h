@@ -42,6 +42,7 @@ struct AttentionCall {
   int32_t *dq_turns, *dq_state;
   void* workspace;
   int32_t joins;
+  kvblock_scales q_scales, k_scales, v_scales;  // of 8 bits
 };
 static_assert(offsetof(AttentionCall, o) == sizeof(kvblock_attention));
 
@@ -58,6 +59,9 @@ inline AttentionCall CallOf(const kvblock_forward& a) {
   call.base = a.base;
   call.workspace = a.workspace;
   call.joins = a.joins;
+  call.q_scales = a.q_scales;
+  call.k_scales = a.k_scales;
+  call.v_scales = a.v_scales;
   return call;
 }
 

@@ -37,12 +37,14 @@ bool Addressable(std::initializer_list<int64_t> shape) {
   return true;
 }
 
-std::string CheckSizes(const AttentionCall& a) {
+std::string CheckSizes(const AttentionCall& a, Pass pass) {
   if (a.kernels != KVBLOCK_KERNELS_GENERIC && a.kernels != KVBLOCK_KERNELS_SM90) {
     return Got("kernels must be KVBLOCK_KERNELS_GENERIC or KVBLOCK_KERNELS_SM90", a.kernels);
   }
-  if (a.dtype != KVBLOCK_BF16 && a.dtype != KVBLOCK_F16) {
-    return Got("dtype must be KVBLOCK_BF16 or KVBLOCK_F16", a.dtype);
+  const bool narrow = a.dtype == KVBLOCK_E4M3;
+  if (a.dtype != KVBLOCK_BF16 && a.dtype != KVBLOCK_F16 && !(narrow && pass == Pass::kForward)) {
+    return Got("dtype must be KVBLOCK_BF16 or KVBLOCK_F16, or KVBLOCK_E4M3 in a forward pass",
+               a.dtype);
   }
   if (a.batch < 0) return Got("batch must not be negative", a.batch);
   if (a.num_heads < 1) return Got("num_heads must be positive", a.num_heads);
@@ -224,7 +226,7 @@ std::string CheckAlignment(const AttentionCall& a) {
 }
 
 const char* Check(const AttentionCall& a, Pass pass) {
-  std::string error = CheckSizes(a);
+  std::string error = CheckSizes(a, pass);
   if (error.empty()) error = CheckSoftcap(a, pass);
   if (error.empty()) error = CheckOptions(a, pass);
   if (error.empty()) error = CheckOperands(a, pass);
@@ -254,6 +256,54 @@ const char* CheckJoins(const kvblock_forward& a) {
   return queries && !a.lse ? Message("attention: joins needs an lse") : nullptr;
 }
 
+// Calls of 8 bits, and the scales that only these have.
+constexpr int32_t kMostNarrowDim = 128, kNarrowDims = 16;
+std::string CheckScales(const kvblock_attention& a, const char* name, const kvblock_scales& s,
+                        int64_t rows) {  // 0: they are whole heads'
+  const std::string of(name);
+  if (s.scales == nullptr) return of + " is NULL";
+  if (reinterpret_cast<uintptr_t>(s.scales) % 4 != 0) return of + " must be aligned to 4 bytes";
+  if (s.batch < 1 || a.batch % s.batch != 0) {
+    return Got(of + ".batch must divide batch = " + std::to_string(a.batch), s.batch);
+  }
+  const int64_t blocks = (rows + KVBLOCK_ATTENTION_SCALE_ROWS - 1) / KVBLOCK_ATTENTION_SCALE_ROWS;
+  if (s.blocks != 1 && (rows == 0 || s.blocks != blocks)) {
+    return Got(of + ".blocks must be 1" +
+                   (rows == 0 ? "" : ", or one for each 128 rows: " + std::to_string(blocks)),
+               s.blocks);
+  }
+  return "";
+}
+std::string CheckNarrowCall(const kvblock_forward& a) {
+  const kvblock_attention& call = a.call;
+  if (call.kernels != KVBLOCK_KERNELS_SM90) {
+    return "KVBLOCK_E4M3 is for the sm_90a kernels";
+  }
+  for (const int32_t dim : {call.head_dim, call.value_dim}) {
+    if (dim % kNarrowDims != 0 || dim > kMostNarrowDim) {
+      return Got("KVBLOCK_E4M3 is for head dims that are multiples of 16 up to 128", dim);
+    }
+  }
+  if (call.cu_q || call.bias || call.tile_indices || call.softcap != 0.0f || a.joins ||
+      !(call.scale > 0.0f)) {
+    return "KVBLOCK_E4M3 is for a scale above 0, and neither cu_q, softcap, bias, tiles nor joins";
+  }
+  if (call.batch == 0) return "";
+  if (call.kv_len > 0 && a.workspace == nullptr) return "KVBLOCK_E4M3 needs a workspace";
+  std::string error = CheckScales(call, "q_scales", a.q_scales, call.q_len);
+  if (error.empty()) error = CheckScales(call, "k_scales", a.k_scales, call.kv_len);
+  if (error.empty()) error = CheckScales(call, "v_scales", a.v_scales, 0);
+  return error;
+}
+const char* CheckNarrow(const kvblock_forward& a) {
+  if (a.call.dtype != KVBLOCK_E4M3) {
+    if (!a.q_scales.scales && !a.k_scales.scales && !a.v_scales.scales) return nullptr;
+    return Message("attention: q_scales, k_scales and v_scales are for KVBLOCK_E4M3");
+  }
+  const std::string error = CheckNarrowCall(a);
+  return error.empty() ? nullptr : Message("attention: " + error);
+}
+
 // How backward_kv is to compute dq.
 const char* CheckDq(const kvblock_backward& a) {
   const bool sm90 = a.call.kernels == KVBLOCK_KERNELS_SM90;
@@ -281,6 +331,7 @@ extern "C" const char* kvblock_attention_check_forward(const kvblock_forward* a)
   using namespace kvblock;
   if (a == nullptr) return Message("attention: the struct is NULL");
   if (const char* error = Check(CallOf(*a), Pass::kForward)) return error;
+  if (const char* error = CheckNarrow(*a)) return error;
   return CheckJoins(*a);
 }
 

@@ -4,8 +4,8 @@
 
 extern "C" int64_t kvblock_attention_workspace(const kvblock_attention* a, int32_t backward) {
   using namespace kvblock;
-  constexpr int64_t kCounterBytes = 16;
   if (a == nullptr) return 0;
+  if (a->dtype == KVBLOCK_E4M3) return backward != 0 ? 0 : kTransposedAt + TransposedBytes(*a);
   if (backward != 0) return a->kernels == KVBLOCK_KERNELS_SM90 ? DqPlaces(*a).bytes : 0;
   if (SharesKeys(*a)) {
     const int64_t rows =

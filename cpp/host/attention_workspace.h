@@ -18,7 +18,8 @@ namespace kvblock {
 // of kvblock_attention.
 template <typename Call>
 bool SharesKeys(const Call& a) {
-  return a.q_len <= KVBLOCK_MOST_FEW_QUERIES && !a.bias && !a.tile_indices && !a.cu_q;
+  return a.q_len <= KVBLOCK_MOST_FEW_QUERIES && !a.bias && !a.tile_indices && !a.cu_q &&
+         a.dtype != KVBLOCK_E4M3;
 }
 
 // Whether only the device knows how much work each tile of queries is. Then Hopper's kernel hands
@@ -26,6 +27,18 @@ bool SharesKeys(const Call& a) {
 template <typename Call>
 bool IsUneven(const Call& a) {
   return a.cu_q || a.q_lens || a.kv_lens || a.q_segments || a.tile_indices;
+}
+
+// Where a forward call of 8 bits has V transposed (hopper/forward/transpose_values.cuh), behind the
+// counter: rows of so many keys.
+constexpr int64_t kCounterBytes = 16, kTransposedAt = 128;
+template <typename Call>
+int64_t TransposedKeys(const Call& a) {
+  return (a.kv_len + 127) / 128 * 128;
+}
+template <typename Call>
+int64_t TransposedBytes(const Call& a) {
+  return TransposedKeys(a) * a.batch * a.num_kv_heads * a.value_dim;
 }
 
 // CTAs that a launch for few queries has at the most. The workspace is for so many, whatever the

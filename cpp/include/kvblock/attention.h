@@ -53,8 +53,8 @@ typedef enum kvblock_dtype {
   KVBLOCK_BF16 = 0,
   KVBLOCK_F16 = 1,
   KVBLOCK_F32 = 2, /* bias only */
-  /* Of caches only (paged_attention.h). */
-  KVBLOCK_E4M3 = 3,
+  KVBLOCK_E4M3 = 3, /* forward alone, and caches (paged_attention.h) */
+  /* Of caches only. */
   KVBLOCK_E5M2 = 4,
   KVBLOCK_I8 = 5,
 } kvblock_dtype;
@@ -69,7 +69,7 @@ typedef enum kvblock_kernels {
 /* What both passes have. A cleared field is an option that is not used, but for the window's. */
 typedef struct kvblock_attention {
   int32_t kernels; /* kvblock_kernels */
-  int32_t dtype;   /* of q, k, v, o, d_o, dq, dk, dv */
+  int32_t dtype;   /* of q, k, v, o, d_o, dq, dk, dv; of KVBLOCK_E4M3 o is KVBLOCK_BF16 */
   int32_t batch, num_heads, num_kv_heads;
   int64_t q_len, kv_len;       /* T and S; packed: the totals */
   int32_t head_dim, value_dim; /* multiples of 8, at most 256 */
@@ -110,6 +110,17 @@ typedef struct kvblock_attention {
   int32_t num_tile_masks;
 } kvblock_attention;
 
+enum { KVBLOCK_ATTENTION_SCALE_ROWS = 128 }; /* queries or keys that share a scale */
+
+/* What numbers in 8 bits are to be multiplied by: float32 [batch, heads, blocks], of as many heads as
+ * the array has; batch is a divisor of B. There is one block, or, of q and k, one for each
+ * KVBLOCK_ATTENTION_SCALE_ROWS rows. A scale is not negative; one that is, or NaN, makes NaN of what
+ * it is for. */
+typedef struct kvblock_scales {
+  const float* scales;
+  int32_t batch, blocks;
+} kvblock_scales;
+
 typedef struct kvblock_forward {
   kvblock_attention call;
   void* o;
@@ -127,6 +138,11 @@ typedef struct kvblock_forward {
    * call's keep what they have. For the sm_90a kernels, with lse, head dims up to 128, a scale
    * above 0, and neither softcap, bias, sinks nor tiles. */
   int32_t joins;
+  /* With dtype KVBLOCK_E4M3, for the sm_90a kernels: q, k and v are products of these and what the
+   * arrays hold, and o is in bfloat16. Probabilities are rounded to e4m3, too. The call has a
+   * workspace, head dims that are multiples of 16 up to 128, a scale above 0, and neither cu_q,
+   * softcap, bias nor tiles. */
+  kvblock_scales q_scales, k_scales, v_scales;
 } kvblock_forward;
 
 typedef struct kvblock_backward {

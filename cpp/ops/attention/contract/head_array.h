@@ -11,7 +11,7 @@ namespace kvblock {
 
 struct HeadArray {
   const void* data;
-  int32_t dtype;                                  // kvblock_dtype; elements of 16 bits
+  int32_t dtype;                                  // kvblock_dtype; elements of 16 or 8 bits
   int64_t batch, rows, heads, dim;                // of the array
   int64_t batch_stride, row_stride, head_stride;  // in bytes
 };
@@ -19,7 +19,8 @@ struct HeadArray {
 // Dense [batch, rows, heads, dim].
 inline HeadArray DenseHeads(const void* data, int32_t dtype, int64_t batch, int64_t rows,
                             int64_t heads, int64_t dim) {
-  const int64_t head_stride = dim * 2, row_stride = heads * head_stride;
+  const int64_t head_stride = dim * (dtype == KVBLOCK_E4M3 ? 1 : 2);
+  const int64_t row_stride = heads * head_stride;
   return {data, dtype, batch, rows, heads, dim, rows * row_stride, row_stride, head_stride};
 }
 

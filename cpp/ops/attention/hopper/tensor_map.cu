@@ -29,6 +29,12 @@ Encode FindEncode() {
   return reinterpret_cast<Encode>(entry);
 }
 
+CUtensorMapDataType TypeOf(int32_t dtype) {
+  return dtype == KVBLOCK_BF16   ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+         : dtype == KVBLOCK_E4M3 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
 }  // namespace
 
 const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map, int heads) {
@@ -40,12 +46,12 @@ const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map, int he
                                cuuint64_t(a.batch)};
   const cuuint64_t strides[3] = {cuuint64_t(a.head_stride), cuuint64_t(a.row_stride),
                                  cuuint64_t(a.batch_stride)};
-  const cuuint32_t box[4] = {64, cuuint32_t(heads), cuuint32_t(rows), 1};
+  const cuuint32_t columns = a.dtype == KVBLOCK_E4M3 ? 128 : 64;
+  const cuuint32_t box[4] = {columns, cuuint32_t(heads), cuuint32_t(rows), 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
   const CUresult result = encode(
-      map,
-      a.dtype == KVBLOCK_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      4, const_cast<void*>(a.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      map, TypeOf(a.dtype), 4, const_cast<void*>(a.data), sizes, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return nullptr;
@@ -68,10 +74,7 @@ bool MakeTensorMap(const BlockArray& a, int rows, CUtensorMap* map) {
     strides[i] = cuuint64_t(stride);
   }
   const cuuint32_t box[5] = {64, 1, cuuint32_t(rows), 1, 1}, steps[5] = {1, 1, 1, 1, 1};
-  return encode(map,
-                a.dtype == KVBLOCK_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                5, const_cast<void*>(a.data), sizes, strides, box, steps,
+  return encode(map, TypeOf(a.dtype), 5, const_cast<void*>(a.data), sizes, strides, box, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;

@@ -10,6 +10,7 @@
 #include "device/tensor_copy.cuh"
 #include "device/warpgroup.cuh"
 #include "device/wgmma.cuh"
+#include "ops/attention/hopper/forward/narrow_rows.cuh"
 #include "ops/attention/hopper/forward/rows.cuh"
 #include "ops/attention/hopper/forward/shared.cuh"
 
@@ -83,11 +84,17 @@ class Consumer {
     } else {
       float max[2];
       RowMaxima(rows, max);
-      MoveReferences(rows.sums, max, exponent_, factor);
+      MoveReferences<Traits>(rows.sums, max, exponent_, factor);
     }
-    WithExponent([&](const auto& exponent) { Exponentials<0, kColumns>(rows, exponent, sum); });
-    AddSums(rows, factor, sum);
-    PackProbabilities<Traits>(rows);
+    [[maybe_unused]] CodePairs<Traits> pairs;
+    if constexpr (Traits::kNarrow) {
+      Codes<0, kColumns>(rows, exponent_.to_log2, pairs);
+      PackCodes(rows, pairs);
+    } else {
+      WithExponent([&](const auto& exponent) { Exponentials<0, kColumns>(rows, exponent, sum); });
+      AddSums(rows, factor, sum);
+      PackProbabilities<Traits>(rows);
+    }
 
     const Item* next = item;
     bool keys_there = false, values_there = false;  // of the next products
@@ -131,10 +138,20 @@ class Consumer {
       const bool moved = Follow(flags, rows, factor);
       LeaveScores(flags);
       float sum[2][2] = {};
-      WithExponent([&](const auto& exponent) { Exponentials<0, kHalf>(rows, exponent, sum); });
-      KeepAfter(sum[0]);
-      KeepAfter(sum[1]);
-      if (moved) {
+      if constexpr (Traits::kNarrow) {
+        Codes<0, kHalf>(rows, exponent_.to_log2, pairs);
+        KeepCodes<0, kHalf, Traits>(pairs);
+      } else {
+        WithExponent([&](const auto& exponent) { Exponentials<0, kHalf>(rows, exponent, sum); });
+        KeepAfter(sum[0]);
+        KeepAfter(sum[1]);
+      }
+      if constexpr (Traits::kNarrow) {
+        WgmmaWait<0>();
+        KeepAfter(rows.summed());
+        AddProduct(rows, begins);
+        if (moved && !ends) Rescale<Traits>(rows, factor);
+      } else if (moved) {
         WgmmaWait<0>();
         KeepAfter(rows.o());
         if (!ends) Rescale<Traits>(rows, factor);
@@ -144,14 +161,19 @@ class Consumer {
       }
       LeaveKeys(&shared_.v_empty[values.stage]);
       // To ask takes as long as some exponentials; they hide it. Dense keys are 2 % slower with it.
-      if constexpr (Traits::kPaged) {
+      if constexpr (Traits::kPaged || Traits::kNarrow) {
         keys_there = IsThere(shared_.k_full, keys_);
         values_there = IsThere(shared_.v_full, keys_.Before());
       }
-      WithExponent(
-          [&](const auto& exponent) { Exponentials<kHalf, kColumns>(rows, exponent, sum); });
-      AddSums(rows, factor, sum);
-      PackProbabilities<Traits>(rows);
+      if constexpr (Traits::kNarrow) {
+        Codes<kHalf, kColumns>(rows, exponent_.to_log2, pairs);
+        PackCodes(rows, pairs);
+      } else {
+        WithExponent(
+            [&](const auto& exponent) { Exponentials<kHalf, kColumns>(rows, exponent, sum); });
+        AddSums(rows, factor, sum);
+        PackProbabilities<Traits>(rows);
+      }
       if (Traits::kQueryStages > 1 && ends) {
         WriteItem(*item, before, rows);
         item = next;
@@ -166,7 +188,8 @@ class Consumer {
     IssueValues<Traits>(rows, ValuesOperand(values), flags & Step::kStarts);
     WgmmaCommit();
     WgmmaWait<0>();
-    KeepAfter(rows.o());
+    KeepAfter(rows.summed());
+    if constexpr (Traits::kNarrow) AddProduct(rows, flags & Step::kStarts);
     LeaveKeys(&shared_.v_empty[values.stage]);
     WriteItem(*item, rows.sums, rows);
     return Traits::kQueryStages == 1 ? NextItem() : next;
@@ -219,7 +242,10 @@ class Consumer {
     clear_from_ = Traits::kKeys;
     clear_to_ = 0;
     if constexpr (Traits::kCapped) LargestSizes(rows, sizes_);
-    if (rules_.finish || masked) {
+    if constexpr (Traits::kNarrow) {
+      exponent_.to_log2 = shared_.narrow.to_log2[steps_.stage];
+    }
+    if (Traits::kNarrow ? __builtin_expect(masked, false) : rules_.finish || masked) {
       const Step& step = shared_.steps[steps_.stage];
       const int first = step.first, end = step.end;
       if (flags & Step::kDirty) {
@@ -241,7 +267,7 @@ class Consumer {
         if (flags & Step::kHoles) {
           MaskHoles<Traits>(shared_.paged.holes[steps_.stage], rows, Lane());
         }
-      } else if (Traits::kKind == ForwardKind::kGeneral) {
+      } else if constexpr (Traits::kKind == ForwardKind::kGeneral) {
         FinishScores<Traits>(p_, s, rules_, masked, flags & Step::kSegments, item.head, rows.state,
                              query, first, Lane());
       } else {
@@ -325,6 +351,7 @@ class Consumer {
   }
   // Rows of V that hold what nobody may see.
   __device__ __forceinline__ void ClearUnseen(Stage values) {
+    if constexpr (Traits::kNarrow) return;  // they were cleared on the way (transpose_values.cuh)
     if (clear_from_ < Traits::kKeys) {
       ClearRows<Traits>(shared_.v[values.stage], clear_from_, Traits::kKeys, Thread(),
                         1 + Traits::kConsumers + group_);
@@ -373,9 +400,9 @@ class Consumer {
 
   // What the products read and add to is computed before this point.
   __device__ __forceinline__ void Pin(Rows<Traits>& rows) {
-    KeepAfter(rows.o());
+    KeepAfter(rows.summed());
 #pragma unroll
-    for (int step = 0; step < Traits::kKeys / 16; ++step) {
+    for (int step = 0; step < Traits::kProductSteps; ++step) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(rows.p[step][i])::"memory");
     }
@@ -389,6 +416,7 @@ class Consumer {
     return SharedOperand(SharedAddress(shared_.k[keys_.stage]));
   }
   __device__ __forceinline__ uint64_t ValuesOperand(Stage values) const {
+    if constexpr (Traits::kNarrow) return SharedOperand(SharedAddress(shared_.v[values.stage]));
     return SharedOperand(SharedAddress(shared_.v[values.stage]), Traits::kKeys * kChunkRowBytes);
   }
   __device__ __forceinline__ static int Thread() { return threadIdx.x % kWarpgroup; }

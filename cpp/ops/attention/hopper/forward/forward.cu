@@ -1,4 +1,6 @@
 // Picks the instance of Hopper's forward kernel.
+#include <algorithm>
+
 #include "ops/attention/contract/instances.h"
 #include "ops/attention/hopper/forward/launcher.h"
 
@@ -10,6 +12,10 @@ const char* LaunchForward(const AttentionCall& a, cudaStream_t stream) {
     using In = decltype(instance);
     return LaunchForwardOf<typename In::Type, In::kDim, In::kValue>(a, stream);
   };
+  if (a.dtype == KVBLOCK_E4M3) {
+    return std::max(dim, value_dim) <= 64 ? LaunchNarrowOf<64>(a, stream)
+                                          : LaunchNarrowOf<128>(a, stream);
+  }
   const auto fits = [&](int d, int v) { return dim <= d && value_dim <= v; };
   if (fits(64, 64)) return ForType<64, 64>(a, launch);
   if (fits(96, 96)) return ForType<96, 96>(a, launch);

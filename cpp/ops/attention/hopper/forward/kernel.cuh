@@ -55,6 +55,12 @@
 // unlisted tile) come along with the copy. Their scores are masked, and their rows of V are cleared
 // (ClearRows), since a probability of 0 does not cancel a NaN.
 //
+// Operands in 8 bits (narrow_rows.cuh) come with V transposed (transpose_values.cuh), and with scales,
+// of which the planner makes one for the scores of each step. Tensor cores keep fewer bits of a long
+// sum of such products than float32 has; so each P V is a sum of its own, over a tile's keys, and
+// consumers add it to O. Probabilities are computed as the codes of e4m3, and their sums come as one
+// more column of P V.
+//
 // Keys in the blocks of a cache come to the same places, by whole warps, which are a warpgroup
 // where registers allow it: by bulk copies of parts of blocks (block_loader.cuh) or, where blocks
 // are too small, row by row (row_loader.cuh).
@@ -91,6 +97,18 @@ __device__ __forceinline__ void LoadPages(const typename Traits::Params& p, cons
     BlockLoader<Traits>(p, maps, shared, warp).Run();
   }
   __syncwarp();
+}
+
+// Ones (e4m3) behind V's columns, which copies leave alone.
+template <typename Traits>
+__device__ __forceinline__ void WriteOnes(ForwardShared<Traits>& shared) {
+  constexpr uint32_t kFourOnes = 0x38383838;
+  constexpr int kWords = Traits::kOnes * kChunkRowBytes / 4;
+  for (int i = threadIdx.x; i < Traits::kStages * kWords; i += Traits::kThreads) {
+    char* const ones = shared.v[i / kWords] + (Traits::kValueRows - Traits::kOnes) * kChunkRowBytes;
+    reinterpret_cast<uint32_t*>(ones)[i % kWords] = kFourOnes;
+  }
+  FenceAsync();
 }
 
 template <typename Traits>
@@ -139,6 +157,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     FenceBarrierInit();
   }
   if constexpr (Traits::kPaged) ClearSpareQueries(p, shared);
+  if constexpr (Traits::kNarrow) WriteOnes(shared);
   if (Traits::kCluster > 1) {
     ClusterMeet();
   } else {

@@ -11,22 +11,62 @@
 #include "ops/attention/hopper/clusters.h"
 #include "ops/attention/hopper/forward/kernel.cuh"
 #include "ops/attention/hopper/forward/launcher.h"
+#include "ops/attention/hopper/forward/transpose_values.cuh"
 #include "ops/attention/hopper/tensor_map.h"
 #include "ops/attention/schedule/grid.h"
 #include "ops/attention/schedule/rounds.h"
 
 namespace kvblock::hopper {
 
+// V as it is loaded. Of 8 bits a key head's columns are the rows, as `heads`, of a row of V^T.
+template <typename Traits>
+HeadArray ValuesOf(const AttentionCall& a) {
+  if constexpr (!Traits::kNarrow) return KeyHeads(a, a.v, a.value_dim);
+  const int64_t keys = TransposedKeys(a), head = keys * a.value_dim;
+  return {static_cast<const char*>(a.workspace) + kTransposedAt,
+          a.dtype,
+          a.batch,
+          a.num_kv_heads,
+          a.value_dim,
+          keys,
+          head * a.num_kv_heads,
+          head,
+          keys};
+}
+
+// Brings V of 8 bits there.
+inline cudaError_t LaunchTranspose(const AttentionCall& a, cudaStream_t stream) {
+  constexpr int kThreads = 256;
+  if (a.kv_len == 0) return cudaSuccess;
+  TransposeParams p{};
+  p.v = static_cast<const uint8_t*>(a.v);
+  p.to = static_cast<uint8_t*>(a.workspace) + kTransposedAt;
+  p.kv_lens = a.kv_lens;
+  p.heads = a.num_kv_heads;
+  p.dim = a.value_dim;
+  p.keys = a.kv_len;
+  p.padded = TransposedKeys(a);
+  const dim3 ctas(static_cast<unsigned>(p.padded / kTransposedKeys),
+                  static_cast<unsigned>(a.num_kv_heads), static_cast<unsigned>(a.batch));
+  return LaunchGrid(TransposeValues<kThreads>, ctas, kThreads, 0, stream, p);
+}
+
 // Maps for q, k, v and o. Without keys nothing is ever loaded, but a map must have rows.
 template <typename Traits>
 const char* MakeForwardMaps(const AttentionCall& a, ForwardMaps* maps) {
   const HeadArray q = QueryHeads(a, a.q, a.head_dim);
   const HeadArray k = a.kv_len > 0 ? KeyHeads(a, a.k, a.head_dim) : q;
-  const HeadArray v = a.kv_len > 0 ? KeyHeads(a, a.v, a.value_dim) : q;
+  const HeadArray v = a.kv_len > 0 ? ValuesOf<Traits>(a) : q;
+  const int32_t out = Traits::kNarrow ? KVBLOCK_BF16 : a.dtype;
+  const HeadArray o = DenseHeads(a.o, out, Members(a), a.q_len, a.num_heads, a.value_dim);
   const char* error = MakeTensorMap(q, Traits::kQueries, &maps->q);
   if (!error) error = MakeTensorMap(k, Traits::kLoadedKeys, &maps->k);
-  if (!error) error = MakeTensorMap(v, Traits::kLoadedKeys, &maps->v);
-  if (!error) error = MakeTensorMap(QueryHeads(a, a.o, a.value_dim), kConsumerRows, &maps->o);
+  if (!error && Traits::kNarrow && a.kv_len > 0) {
+    error = MakeTensorMap(v, 1, &maps->v, Traits::kLoadedValueRows);
+  } else if (!error) {
+    error = MakeTensorMap(v, Traits::kLoadedKeys, &maps->v);
+  }
+  if (!error) error = MakeTensorMap(o, kConsumerRows, &maps->o);
   return error;
 }
 
@@ -37,7 +77,9 @@ inline bool ClusterHeads(const AttentionCall& a, int cluster) {
 
 template <typename Traits>
 const char* LaunchForwardAs(const AttentionCall& a, cudaStream_t stream) {
-  ForwardParams p{MakeAttentionParams(a), nullptr, 0, ClusterHeads(a, Traits::kCluster)};
+  typename Traits::Params p{};
+  static_cast<AttentionParams&>(p) = MakeAttentionParams(a);
+  p.cluster_heads = ClusterHeads(a, Traits::kCluster);
   const int heads_at_once = p.cluster_heads ? Traits::kCluster : 1;
   const int64_t tiles = NumTiles(a, a.q_len, Traits::kClusterQueries / heads_at_once);
   if (const char* error = PlanGrid(&p, tiles, p.num_pairs / heads_at_once)) return error;
@@ -54,6 +96,12 @@ const char* LaunchForwardAs(const AttentionCall& a, cudaStream_t stream) {
   Gpu gpu{};
   if (const char* error = AskGpu(&gpu)) return error;
   cudaError_t status = cudaSuccess;
+  if constexpr (Traits::kNarrow) {
+    p.q_scales = a.q_scales;
+    p.k_scales = a.k_scales;
+    p.v_scales = a.v_scales;
+    status = LaunchTranspose(a, stream);
+  }
   const int clusters_at_once = std::max(gpu.multiprocessors / Traits::kCluster, 1);
   int64_t ctas = std::min<int64_t>(items, clusters_at_once * Traits::kCluster);
   if (IsUneven(a)) {
@@ -105,6 +153,16 @@ inline ForwardKind KindOf(const AttentionCall& a) {
   if (!pairs) return ForwardKind::kPlain;
   if (!masked) return ForwardKind::kWide;
   return a.window_left < 0 && a.q_len >= 8192 ? ForwardKind::kBand : ForwardKind::kPlain;
+}
+
+// Calls of 8 bits have a padded head dim for both.
+template <int kDim>
+const char* LaunchNarrowOf(const AttentionCall& a, cudaStream_t stream) {
+  const ForwardKind kind = NarrowInstanceOf(KindOf(a));
+  if (kind == ForwardKind::kPlain) {
+    return LaunchForwardAs<ForwardTraits<E4m3, kDim, kDim, ForwardKind::kPlain>>(a, stream);
+  }
+  return LaunchForwardAs<ForwardTraits<E4m3, kDim, kDim, ForwardKind::kBand>>(a, stream);
 }
 
 template <typename T, int kDim, int kValueDim>

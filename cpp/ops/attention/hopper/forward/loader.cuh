@@ -46,11 +46,30 @@ class Loader {
   __device__ __forceinline__ void LoadValues() {
     if (!pending_.any) return;
     BarrierWait(SharedAddress(&shared_.v_empty[values_.stage]), values_.phase ^ 1);
-    LoadKeys<Traits::kValueChunks>(maps_.v, shared_.v[values_.stage],
-                                   &shared_.v_full[values_.stage], pending_.head, pending_.row,
-                                   pending_.batch);
+    if constexpr (Traits::kNarrow) {
+      LoadTransposed();
+    } else {
+      LoadKeys<Traits::kValueChunks>(maps_.v, shared_.v[values_.stage],
+                                     &shared_.v_full[values_.stage], pending_.head, pending_.row,
+                                     pending_.batch);
+    }
     values_.Advance();
     pending_.any = false;
+  }
+
+  // The same of 8 bits: rows are columns of V, and every CTA of a cluster loads its part of them.
+  __device__ __forceinline__ void LoadTransposed() {
+    static_assert(Traits::kValueChunks == 1);
+    const uint32_t barrier = SharedAddress(&shared_.v_full[values_.stage]);
+    const int from = Traits::kCluster == 1 ? 0 : ClusterRank() * Traits::kLoadedValueRows;
+    const uint32_t to = SharedAddress(shared_.v[values_.stage]) + from * kChunkRowBytes;
+    BarrierExpect(barrier, (Traits::kValueRows - Traits::kOnes) * kChunkRowBytes);
+    if constexpr (Traits::kCluster == 1) {
+      LoadBox(to, maps_.v, barrier, pending_.row, from, pending_.head, pending_.batch);
+    } else {
+      LoadBoxToCtas(to, maps_.v, barrier, pending_.row, from, pending_.head, pending_.batch,
+                    (1 << Traits::kCluster) - 1);
+    }
   }
 
   // Tells the consumers of the item, and loads its Q where there is anything to compute.
@@ -73,8 +92,7 @@ class Loader {
     BarrierExpect(barrier, kChunks * kRows * kChunkRowBytes);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      LoadBox(address + c * kRows * kChunkRowBytes, map, barrier, c * kChunkColumns, head, row,
-              batch);
+      LoadBox(address + c * kRows * kChunkRowBytes, map, barrier, c * kColumns, head, row, batch);
     }
   }
 
@@ -91,11 +109,13 @@ class Loader {
       BarrierExpect(barrier, kChunks * Traits::kKeys * kChunkRowBytes);
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        LoadBoxToCtas(address + c * Traits::kKeys * kChunkRowBytes, map, barrier, c * kChunkColumns,
-                      head, row + from, batch, (1 << Traits::kCluster) - 1);
+        LoadBoxToCtas(address + c * Traits::kKeys * kChunkRowBytes, map, barrier, c * kColumns, head,
+                      row + from, batch, (1 << Traits::kCluster) - 1);
       }
     }
   }
+
+  static constexpr int kColumns = kChunkRowBytes / Traits::kElementBytes;  // of a chunk
 
   const ForwardMaps& maps_;
   ForwardShared<Traits>& shared_;

@@ -140,6 +140,7 @@ class Planner {
       if (lane_ == 0) shared_.walk = walk.state();
       __syncwarp();
     }
+    scales_window_ = -1;
     bool starts = true;
     for (Step step; Next(s, &step); starts = false) {
       if (starts) {
@@ -201,6 +202,27 @@ class Planner {
     BarrierWait(SharedAddress(&shared_.step_empty[published_ % kSteps]),
                 published_ / kSteps % 2 ^ 1);
     if (lane_ == 0) shared_.steps[published_ % kSteps] = step;
+    if constexpr (Traits::kNarrow) PrepareScale(step);
+  }
+  // The scale of a step's scores. Lanes have those of 32 tiles of keys that follow one another, so
+  // that a step in 32 waits for memory.
+  __device__ __forceinline__ void PrepareScale(const Step& step) {
+    if (step.end == 0) return;  // no tile
+    static_assert(Traits::kKeys == kScaleRows && Traits::kQueries == kScaleRows);
+    const Item& item = shared_.items[step.item];
+    const int block = step.first / kScaleRows, window = block / 32;
+    if (window != scales_window_) {
+      scales_window_ = window;
+      const int batch = item.sequence.batch;
+      const float* const q = ScalesOf(p_, p_.q_scales, batch, p_.num_heads, item.head);
+      const float* const k = ScalesOf(p_, p_.k_scales, batch, p_.num_kv_heads, item.kv_head);
+      // The last tile of queries of a cluster may lie past the end.
+      const float of_queries = ScaleAt(q, min(item.first / kScaleRows, p_.q_scales.blocks - 1));
+      const float of_keys = ScaleAt(k, min(window * 32 + lane_, p_.k_scales.blocks - 1));
+      to_log2_ = of_queries * of_keys * (p_.scale * kLog2E);
+    }
+    const float to_log2 = __shfl_sync(~0u, to_log2_, block % 32);
+    if (lane_ == 0) shared_.narrow.to_log2[published_ % kSteps] = to_log2;
   }
   __device__ __forceinline__ void Publish(int flags) {
     if (lane_ == 0) {
@@ -216,6 +238,8 @@ class Planner {
   const int lane_;
   int item_ = 0;
   unsigned published_ = 0;  // steps
+  int scales_window_ = -1;  // of 8 bits: of which tiles the lanes have scales
+  float to_log2_ = 0.0f;
 };
 
 }  // namespace kvblock::hopper

@@ -24,25 +24,43 @@ struct RowSums {
   float base[2] = {-FLT_MAX, -FLT_MAX};       // with a bias, of the scores; reference is 0 then
 };
 
+// Of 8 bits: the product of one tile's P and V, and the sums of P of all tiles that are in O, of both
+// rows (narrow_rows.cuh).
+template <int kCount, bool kNarrow>
+struct TileProduct {};
+template <int kCount>
+struct TileProduct<kCount, true> {
+  float product[kCount];
+  float total[2];
+};
+
 // A thread's part of its warp's rows.
 template <typename Traits>
-struct Rows {
+struct Rows : TileProduct<(Traits::kValueDim + Traits::kOnes) / 2, Traits::kNarrow> {
   // kvblock::ForwardRows gives FinishScores its view: rows.s[0][column / 8][4].
   kvblock::ForwardRows<Traits> state;
-  uint32_t p[Traits::kKeys / 16][4];  // probabilities in 16 bits: the A operand
+  uint32_t p[Traits::kProductSteps][4];  // probabilities as T: the A operand
   RowSums sums;
 
   using ScoreArray = float[Traits::kKeys / 2];
   using OutputArray = float[Traits::kValueDim / 2];
   __device__ __forceinline__ ScoreArray& s() { return reinterpret_cast<ScoreArray&>(state.s); }
   __device__ __forceinline__ OutputArray& o() { return reinterpret_cast<OutputArray&>(state.o); }
+  // What P V is added to.
+  __device__ __forceinline__ auto& summed() {
+    if constexpr (Traits::kNarrow) {
+      return this->product;
+    } else {
+      return o();
+    }
+  }
 };
 
 // S = Q K^T for this warpgroup's rows.
 template <typename Traits>
 __device__ __forceinline__ void IssueScores(Rows<Traits>& rows, uint64_t q, uint64_t k) {
 #pragma unroll
-  for (int step = 0; step < Traits::kQueryDim / 16; ++step) {
+  for (int step = 0; step < Traits::kQueryDim * Traits::kElementBytes / 32; ++step) {
     const int chunk = step / 4, in_row = step % 4 * 32;
     Wgmma<Traits::kKeys>::template Shared<typename Traits::T>(
         rows.s(), Advance(q, chunk * Traits::kQueries * kChunkRowBytes + in_row),
@@ -50,13 +68,21 @@ __device__ __forceinline__ void IssueScores(Rows<Traits>& rows, uint64_t q, uint
   }
 }
 
-// O += P V, or O = P V for an item's first tile.
+// O += P V, or O = P V for an item's first tile; of 8 bits the product alone.
 template <typename Traits>
 __device__ __forceinline__ void IssueValues(Rows<Traits>& rows, uint64_t v, bool first) {
+  if constexpr (Traits::kNarrow) {
 #pragma unroll
-  for (int step = 0; step < Traits::kKeys / 16; ++step) {
-    Wgmma<Traits::kValueDim>::template Registers<typename Traits::T, OperandLies::kDown>(
-        rows.o(), rows.p[step], Advance(v, step * 16 * kChunkRowBytes), step > 0 || !first);
+    for (int step = 0; step < Traits::kProductSteps; ++step) {
+      Wgmma<Traits::kValueRows>::template Registers<E4m3>(rows.product, rows.p[step],
+                                                          Advance(v, step * 32), step > 0);
+    }
+  } else {
+#pragma unroll
+    for (int step = 0; step < Traits::kKeys / 16; ++step) {
+      Wgmma<Traits::kValueDim>::template Registers<typename Traits::T, OperandLies::kDown>(
+          rows.o(), rows.p[step], Advance(v, step * 16 * kChunkRowBytes), step > 0 || !first);
+    }
   }
 }
 
@@ -75,6 +101,12 @@ struct Scaled {
 
 // A tile's scores may be larger than their row's reference by this many powers of 2.
 constexpr float kOutgrown = 8.0f;
+// With 8 bits the largest probabilities come near the largest number there is, 448, so that small
+// ones do not vanish: a new reference lies kLifted below the maximum, which may grow by 0.8 until the
+// next, as 2^8.8 < 448.
+constexpr float kLifted = 8.0f, kLiftedOutgrown = 8.8f;
+template <typename Traits>
+constexpr float kOutgrownOf = Traits::kNarrow ? kLiftedOutgrown : kOutgrown;
 
 // Of a thread's two rows the largest score, or 0, as bits.
 template <typename Traits>
@@ -134,16 +166,19 @@ __device__ __forceinline__ void RowMaxima(const Rows<Traits>& rows, float (&max)
 }
 
 // New references for rows that have outgrown theirs. What came before is to be scaled by `factor`.
-template <typename Exponent>
+template <typename Traits, typename Exponent>
 __device__ __forceinline__ void MoveReferences(RowSums& sums, const float (&max)[2],
                                                const Exponent& exponent, float (&factor)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float& reference = sums.reference[half];
     const float tile = exponent(max[half]), before = reference;
-    const bool outgrown = tile > before + kOutgrown;
-    if (outgrown) reference = tile;
-    factor[half] = outgrown ? Exp2(before - tile) : 1.0f;
+    // Of 8 bits a NaN becomes the reference: their codes would lose it.
+    const bool outgrown = Traits::kNarrow ? !(tile <= before + kOutgrownOf<Traits>)
+                                          : tile > before + kOutgrownOf<Traits>;
+    const float now = Traits::kNarrow ? tile - kLifted : tile;
+    if (outgrown) reference = now;
+    factor[half] = outgrown ? Exp2(before - now) : 1.0f;
   }
 }
 
@@ -193,14 +228,14 @@ __device__ __forceinline__ bool FollowMaxima(Rows<Traits>& rows, const Exponent&
   bool outgrown = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    outgrown |= exponent.Exceeds(largest[half], rows.sums.reference[half] + kOutgrown);
+    outgrown |= exponent.Exceeds(largest[half], rows.sums.reference[half] + kOutgrownOf<Traits>);
     factor[half] = 1.0f;
   }
   if (!__any_sync(~0u, outgrown)) return false;
   float max[2] = {RowMax(__int_as_float(largest[0])), RowMax(__int_as_float(largest[1]))};
   // A largest of 0 may stand for anything below.
   if (__any_sync(~0u, max[0] == 0.0f || max[1] == 0.0f)) RowMaxima(rows, max);
-  MoveReferences(rows.sums, max, exponent, factor);
+  MoveReferences<Traits>(rows.sums, max, exponent, factor);
   return __any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f);
 }
 
@@ -247,6 +282,10 @@ __device__ __forceinline__ void Rescale(Rows<Traits>& rows, const float (&factor
 #pragma unroll
     for (int e = 0; e < 4; ++e) rows.state.o[0][n][e] *= factor[e / 2];
   }
+  if constexpr (Traits::kNarrow) {
+    rows.total[0] *= factor[0];
+    rows.total[1] *= factor[1];
+  }
 }
 
 // -inf for keys that are in no block.
@@ -289,7 +328,7 @@ __device__ __forceinline__ void ClearRows(char* v, int from, int end, int thread
 template <typename Traits>
 __device__ __forceinline__ void StageOutput(const float (&factor)[2], Rows<Traits>& rows,
                                             uint32_t place, int warp, int lane) {
-  using T = typename Traits::T;
+  using T = typename Traits::Out;
   const auto& o = rows.state.o[0];
 #pragma unroll
   for (int n = 0; n < Traits::kValueDim / 8; n += 2) {
@@ -333,7 +372,7 @@ __device__ __forceinline__ void StoreOutput(const typename Traits::Params& p,
                                             const typename Traits::Item& item,
                                             const float (&factor)[2], Rows<Traits>& rows, int row,
                                             int lane) {
-  using T = typename Traits::T;
+  using T = typename Traits::Out;
   const Sequence& s = item.sequence;
   // Lanes change half of their columns with their neighbour, so that each has 4 columns side by
   // side, and four lanes write 32 bytes of a row.
@@ -371,6 +410,12 @@ struct RowLse {
   float top, log_sum;
 };
 
+// What V's numbers in 8 bits are to be multiplied by.
+template <typename Params, typename Item>
+__device__ __forceinline__ float ValueScale(const Params& p, const Item& item) {
+  return ScaleAt(ScalesOf(p, p.v_scales, item.sequence.batch, p.num_kv_heads, item.kv_head), 0);
+}
+
 // Joins the sink. O is to be multiplied by `factor`; it becomes 0 here where a row attends to
 // nothing.
 template <typename Traits>
@@ -392,7 +437,12 @@ __device__ __forceinline__ RowLse FinishRows(const typename Traits::Params& p,
   bool nothing[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    sum[half] = RowSum(sums.sum[half]);
+    if constexpr (Traits::kNarrow) {
+      const bool known = sums.reference[half] == sums.reference[half];
+      sum[half] = known ? rows.total[half] : sums.reference[half];
+    } else {
+      sum[half] = RowSum(sums.sum[half]);
+    }
     max[half] = based ? sums.base[half] : sums.reference[half];
     factor[half] = 1.0f;
   }
@@ -416,6 +466,7 @@ __device__ __forceinline__ RowLse FinishRows(const typename Traits::Params& p,
     const int of_tile = row + half * 8 + lane / 4, query = item.first + of_tile;
     nothing[half] = sum[half] == 0.0f || !IsAmong<Traits>(item, of_tile, query, s.q_len);
     factor[half] = nothing[half] ? 0.0f : factor[half] * Reciprocal(sum[half]);
+    if constexpr (Traits::kNarrow) factor[half] *= nothing[half] ? 1.0f : ValueScale(p, item);
   }
   // A branch, since it is seldom; O may be NaN there.
   if (__any_sync(~0u, nothing[0] || nothing[1])) {

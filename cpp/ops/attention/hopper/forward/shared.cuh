@@ -3,15 +3,18 @@
 #pragma once
 
 #include <cuda.h>
+#include <cuda_bf16.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
 #include "device/warpgroup.cuh"
+#include "device/widen.cuh"
 #include "device/wgmma.cuh"
 #include "ops/attention/contract/params.cuh"
 #include "ops/attention/hopper/forward/launcher.h"
+#include "ops/attention/hopper/forward/narrow_params.cuh"
 #include "ops/attention/hopper/forward/paged_params.cuh"
 #include "ops/attention/hopper/forward/tiles.h"
 #include "ops/attention/mask/tile_walk.cuh"
@@ -43,8 +46,15 @@ struct ForwardTraits {
   using T = T_;
   static constexpr int kQueryDim = kDim_, kValueDim = kValueDim_;
   static constexpr ForwardKind kKind = kKind_;
-  static constexpr ForwardTiles kTiles = ForwardTilesOf(kDim_, kValueDim_, kKind_);
-  static constexpr int kConsumers = kTiles.consumers, kStages = kKvStages;
+  // Elements of 8 bits: V comes transposed, a row for each of its columns, since products of 8 bits
+  // want both operands to lie across; O is in 16 bits.
+  static constexpr bool kNarrow = std::is_same_v<T, E4m3>;
+  using Out = std::conditional_t<kNarrow, __nv_bfloat16, T>;
+  static constexpr int kElementBytes = kNarrow ? 1 : 2;
+  static constexpr ForwardTiles kTiles =
+      kNarrow ? NarrowTilesOf(kKind_) : ForwardTilesOf(kDim_, kValueDim_, kKind_);
+  static constexpr int kConsumers = kTiles.consumers;
+  static constexpr int kStages = kNarrow ? kNarrowKvStages : kKvStages;
   static constexpr int kQueryStages = kTiles.query_stages;
   static constexpr int kQueries = kConsumers * kConsumerRows, kKeys = kTiles.keys;
   static constexpr int kCluster = kTiles.cluster;
@@ -52,15 +62,26 @@ struct ForwardTraits {
   // Whole warps load K and V from blocks; four are one more warpgroup.
   static constexpr int kLoadWarps = kTiles.load_warps, kLoadGroups = kLoadWarps / 4;
   static constexpr int kThreads = (kConsumers + 1 + kLoadGroups) * kWarpgroup;
-  static constexpr int kQueryChunks = (kQueryDim + 63) / 64, kValueChunks = (kValueDim + 63) / 64;
+  static constexpr int ChunksOf(int columns, int bytes) {
+    return (columns * bytes + kChunkRowBytes - 1) / kChunkRowBytes;
+  }
+  static constexpr int kQueryChunks = ChunksOf(kQueryDim, kElementBytes);
+  static constexpr int kOutputChunks = ChunksOf(kValueDim, 2);
+  // A tile of V as it lies in shared memory. Of 8 bits it has rows of ones behind V's columns, so
+  // that the product has the sums of the probabilities as they were rounded.
+  static constexpr int kOnes = kNarrow ? 8 : 0;
+  static constexpr int kValueRows = kNarrow ? kValueDim + kOnes : kKeys;
+  static constexpr int kLoadedValueRows = (kValueRows - kOnes) / kCluster;
+  static constexpr int kValueChunks = ChunksOf(kNarrow ? kKeys : kValueDim, kElementBytes);
   static constexpr int kQBytes = kQueries * kQueryChunks * kChunkRowBytes;
   static constexpr int kKBytes = kKeys * kQueryChunks * kChunkRowBytes;
-  static constexpr int kVBytes = kKeys * kValueChunks * kChunkRowBytes;
+  static constexpr int kVBytes = kValueRows * kValueChunks * kChunkRowBytes;
+  static constexpr int kProductSteps = kKeys * kElementBytes / 32;  // of P V
   static constexpr bool kJoins = kKind == ForwardKind::kJoined;
   // O leaves through shared memory where there is room for it, which is beside two places for Q.
   static constexpr bool kStagesOutput = kQueryStages > 1;
   static_assert(kStagesOutput || !kJoins);
-  static constexpr int kOBytes = kStagesOutput ? kConsumerRows * kValueChunks * kChunkRowBytes : 16;
+  static constexpr int kOBytes = kStagesOutput ? kConsumerRows * kOutputChunks * kChunkRowBytes : 16;
   static constexpr bool kCapped =
       kKind == ForwardKind::kCapped || kKind == ForwardKind::kPagedCapped;
   static constexpr bool kHasBases = kKind == ForwardKind::kGeneral;  // with a bias
@@ -81,11 +102,14 @@ struct ForwardTraits {
   static constexpr int kLeastBoxRows = 8;
   static_assert(!kPaged || (kCluster == 1 && kLeastBoxRows % 8 == 0 &&
                             kTurns * kTurnKeys == kKeys && kTurnKeys % 8 == 0));
-  using Params = std::conditional_t<kPaged, PagedForwardParams, ForwardParams>;
+  static_assert(!kNarrow || kKind == ForwardKind::kPlain || kKind == ForwardKind::kBand);
+  using Params =
+      std::conditional_t<kPaged, PagedForwardParams,
+                         std::conditional_t<kNarrow, NarrowForwardParams, ForwardParams>>;
   using Item = std::conditional_t<kPaged, PagedItem, hopper::Item>;
   // As mask/forward_scores.cuh names them, for a warp's 16 rows.
   static constexpr int kRowBlocks = 1, kDim = kValueDim;
-  static_assert(kLoadedKeys % 8 == 0);
+  static_assert(kLoadedKeys % 8 == 0 && kLoadedValueRows % 8 == 0);
 };
 
 // A step of the plan: a KV tile, or an item that has none, or the end.
@@ -134,6 +158,15 @@ struct JoinedState<true, kConsumers> {
   float lse[kConsumers][kConsumerRows];
 };
 
+// What only kernels of 8 bits have: of each step what a product of a query and a key is to be
+// multiplied by to become an exponent of 2.
+template <bool kNarrow>
+struct NarrowState {};
+template <>
+struct NarrowState<true> {
+  float to_log2[kSteps];
+};
+
 template <typename Traits>
 struct ForwardShared {
   alignas(1024) char q[Traits::kQueryStages][Traits::kQBytes];
@@ -150,6 +183,7 @@ struct ForwardShared {
   uint64_t o_full[Traits::kConsumers], o_empty[Traits::kConsumers];
   PagedState<Traits, Traits::kPaged> paged;
   JoinedState<Traits::kJoins, Traits::kConsumers> joined;
+  NarrowState<Traits::kNarrow> narrow;
 };
 
 struct ForwardMaps {

@@ -15,7 +15,8 @@ struct ForwardTiles {
   // are among those that plan and write.
   int load_warps = 0, loader_registers = 0;
 };
-constexpr int kKvStages = 2;  // KV tiles in shared memory
+constexpr int kKvStages = 2;        // KV tiles in shared memory
+constexpr int kNarrowKvStages = 3;  // of 8 bits
 
 // What a launch asks for.
 enum class ForwardKind {
@@ -43,6 +44,12 @@ constexpr ForwardTiles PagedTilesOf(int dim, int value_dim) {
                    : ForwardTiles{2, keys, query_stages, 32, 208, true, 1, 4, 64};
 }
 
+// Of 8 bits. O is summed up beside the products, so consumers need every register there is.
+constexpr ForwardTiles NarrowTilesOf(ForwardKind kind) {
+  return kind == ForwardKind::kPlain ? ForwardTiles{2, 128, 2, 40, 232, true, 1}
+                                     : ForwardTiles{2, 128, 2, 24, 240, true, 2};
+}
+
 // For a padded head dim and value dim. General tiles have 128 queries, which divide listed ones.
 // Tiles of kJoined are a cluster of one, since others than neighbours may be a sequence's.
 constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) {
@@ -59,6 +66,11 @@ constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) 
          : dim == 192
              ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 72, 216, true, general ? 1 : 2}
              : ForwardTiles{2, 80, 1, 24, 240, true, general ? 1 : 2};
+}
+
+// The kind of the instance that serves a kind of 8 bits.
+constexpr ForwardKind NarrowInstanceOf(ForwardKind kind) {
+  return kind == ForwardKind::kWide ? ForwardKind::kBand : kind;
 }
 
 // The kind of the instance that serves a kind.

@@ -78,7 +78,7 @@ class Writer {
     const uint32_t to = SharedAddress(shared_.o[consumer]);
     BarrierExpect(full, Traits::kOBytes);
 #pragma unroll
-    for (int c = 0; c < Traits::kValueChunks; ++c) {
+    for (int c = 0; c < Traits::kOutputChunks; ++c) {
       LoadBox(to + c * kConsumerRows * kChunkRowBytes, map_, full, c * kChunkColumns, item.head,
               MapRow(item, consumer * kConsumerRows), item.batch);
     }
@@ -104,7 +104,7 @@ class Writer {
   __device__ __forceinline__ void StoreTile(const Item& item, int consumer) {
     const uint32_t from = SharedAddress(shared_.o[consumer]);
 #pragma unroll
-    for (int c = 0; c < Traits::kValueChunks; ++c) {
+    for (int c = 0; c < Traits::kOutputChunks; ++c) {
       StoreBox(map_, from + c * kConsumerRows * kChunkRowBytes, c * kChunkColumns, item.head,
                MapRow(item, consumer * kConsumerRows), item.batch);
     }
@@ -116,7 +116,7 @@ class Writer {
   enum Way { kStores, kFills };
   __device__ __forceinline__ void MoveRows(const Item& item, char* place, int row, int rows,
                                            Way way) {
-    constexpr int kPiece = 8, kPieces = Traits::kValueChunks * kChunkColumns / kPiece;
+    constexpr int kPiece = 8, kPieces = Traits::kOutputChunks * kChunkColumns / kPiece;
     uint16_t* const o = static_cast<uint16_t*>(p_.o);
 #pragma unroll 1
     for (int i = lane_; i < rows * kPieces; i += 32) {
