@@ -18,7 +18,8 @@ namespace kvblock {
 // of kvblock_attention.
 template <typename Call>
 bool SharesKeys(const Call& a) {
-  return a.q_len <= KVBLOCK_MOST_FEW_QUERIES && !a.bias && !a.tile_indices && !a.cu_q;
+  return a.q_len <= KVBLOCK_MOST_FEW_QUERIES && !a.bias && !a.tile_indices && !a.cu_q &&
+         a.dtype != KVBLOCK_F32;
 }
 
 // Whether only the device knows how much work each tile of queries is. Then Hopper's kernel hands
