@@ -30,7 +30,7 @@ constexpr ForwardShape ForwardShapeOf(int dim) {
 // Blocks of columns of V that are read and multiplied together, and, where sums are apart, the
 // steps of keys that are summed up (fragments.cuh): as many as spill nothing.
 template <typename T, int kDim>
-constexpr int kColumnBlocks = !kIsFloat32<T> || (kSumsApart<T> && kDim == 128) ? 2 : 4;
+constexpr int kColumnBlocks = !kIsFloat32<T> || (kSumsApart<T> && kDim <= 128) ? 2 : 4;
 template <typename T, int kDim>
 constexpr int kStepsTogether = kSumsApart<T> && kDim <= 128 ? 2 : 1;
 
