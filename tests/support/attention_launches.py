@@ -19,7 +19,7 @@ import numpy as np
 
 BF16, F16, F32 = range(3)
 GENERIC, SM90 = range(2)
-#Of keys and of values : all that the kernels are compiled for.
+# Of keys and of values: all that the kernels are compiled for.
 DIMS = ("64x64", "96x96", "128x128", "192x128", "192x192", "256x256")
 RNG = np.random.default_rng(1)
 
@@ -213,7 +213,8 @@ def partial(a: Attention, arrays: Arrays) -> None:
     a.tile_map, a.num_tile_masks = arrays.ints(1, -1, -1, 0), 2
     a.tile_masks = arrays.of(RNG.integers(0, 2**32, (2, 128, 4), np.uint32))
 
-#Few queries, whose keys are shared out.
+
+# Few queries, whose keys are shared out.
 def few(a: Attention, arrays: Arrays) -> None:
     a.q_len, a.kv_len, a.batch = 3, 1700, 2
 
@@ -228,7 +229,8 @@ def few_lengths(a: Attention, arrays: Arrays) -> None:
     a.kv_lens = arrays.of(np.arange(a.batch, dtype=np.int32) * 10)
     a.shift = arrays.of(np.arange(a.batch, dtype=np.int32) * 10 - 16)
 
-#What only the Hopper kernels have : rings of up to eight steps, which come round, ...
+
+# What only the Hopper kernels have: rings of up to eight steps, which come round, ...
 def long_q(a: Attention, arrays: Arrays) -> None:
     a.q_len, a.num_heads = 1160, 1
 
@@ -236,8 +238,9 @@ def long_q(a: Attention, arrays: Arrays) -> None:
 def long_kv(a: Attention, arrays: Arrays) -> None:
     a.q_len, a.kv_len, a.num_heads = 60, 1700, 1
 
-#... and CTAs that compute several tiles of queries, in rounds or counted, where there
-#are more tiles than multiprocessors.
+
+# ... and CTAs that compute several tiles of queries, in rounds or counted, where there
+# are more tiles than multiprocessors.
 def rounds(a: Attention, arrays: Arrays) -> None:
     a.batch, a.num_heads, a.q_len, a.kv_len, a.window_right = 50, 8, 40, 300, 0
     a.shift = arrays.of(np.full(a.batch, 260, np.int32))
@@ -261,7 +264,7 @@ HOPPER_OPTIONS = (long_q, long_kv, rounds, rounds_alone, counted)
 FORWARD_ONLY = (rounds, rounds_alone, counted, few, few_wide, few_lengths)
 TURNS = (causal, lengths, packed)  # dq is added in turns
 NO_DQ = (tiles, partial)
-#Joined with what they gave before, on Hopper; the forward pass up to a head dim.
+# Joined with what they gave before, on Hopper; the forward pass up to a head dim.
 JOINED = (plain, causal, lengths, packed, segments, long_q, rounds, counted)
 MOST_JOINED_DIM = 128
 

@@ -47,7 +47,7 @@ from attention_problems import TILE_KV, TILE_Q, Case, Gpu, Problem, Truth, truth
 KERNELS = {"generic": GENERIC, "sm90": SM90}
 PRECISIONS = {"highest": 0, "default": 1}  # kvblock_precision
 DTYPES = {"bfloat16": BF16, "float16": F16, "float32": F32}
-#What kernels are compiled for, and smaller ones that are padded to that.
+# What kernels are compiled for, and smaller ones that are padded to that.
 DIMS = (
     *((64, 64), (56, 56), (24, 24), (8, 8), (64, 32), (16, 56)),
     *((96, 96), (88, 88), (72, 72), (96, 64), (40, 96)),
@@ -56,7 +56,7 @@ DIMS = (
     *((192, 192), (184, 184), (152, 152), (192, 136), (128, 192)),
     *((256, 256), (248, 248), (200, 200), (256, 64), (64, 256)),
 )
-#Sides of tiles, and their neighbours.
+# Sides of tiles, and their neighbours.
 EDGES = (
     1,
     2,
@@ -154,7 +154,7 @@ def draw_cases(seed: int, rounds: int) -> Iterator[Case]:
         batch = int(rng.integers(1, 5))
         drawn = {"q_len": length(), "kv_len": length(), "heads": heads}
         drawn |= {"kv_heads": kv_heads, "batch": batch} | sizes
-#More CTAs than fit at once : their rounds, and heads that take turns.
+        # More CTAs than fit at once: their rounds, and heads that take turns.
         many = not sizes and rng.random() < 0.1
         if many:
             drawn |= {"batch": 24, "heads": 8, "kv_heads": 8 >> int(rng.integers(3))}
@@ -175,23 +175,24 @@ def draw_cases(seed: int, rounds: int) -> Iterator[Case]:
 
     for _, name, dims in itertools.product(range(rounds), OPTIONS, DIMS):
         yield case(name, dims)
-#Where kernels take other tiles, or clusters : long rows.
+    # Where kernels take other tiles, or clusters: long rows.
     few = {"heads": 2, "kv_heads": 1, "batch": 1}
     names = ("full", "causal", "segments", "packed, causal", "lengths, causal")
     for _, name, q_len in itertools.product(range(rounds * 2), names, LONG):
         lengths = {"q_len": q_len + int(rng.integers(90)), "kv_len": length() // 3 + 60}
         yield case(name, (128, 128), **lengths, **few)
-#Few queries, whose keys are shared out.
+    # Few queries, whose keys are shared out.
     for _, name, dims in itertools.product(range(rounds), FEW, DIMS):
         yield case(name, dims, **few_queries(5000), batch=int(rng.integers(1, 9)))
-#The same for about as many as a GPU has multiprocessors : each has whole ones.
+    # The same for about as many as a GPU has multiprocessors: each has whole ones.
     for name, dims in itertools.product(WHOLE, DIMS):
         yield case(name, dims, **few_queries(900), batch=128, heads=2, kv_heads=1)
     for name, dims, q_len in itertools.product(("full", "causal"), DIMS, LONG[::2]):
         lengths = {"q_len": q_len + int(rng.integers(90)), "kv_len": length() // 4 + 60}
         yield case(name, dims, **lengths, **few)
 
-#-- -- launching -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -
+
+# ---- launching -----------------------------------------------------------------------
 
 
 class Arena:
@@ -232,7 +233,7 @@ class Launcher:
         self.kernels, self.place, self.torch = kernels, place, place.xp
         on_gpu = place.device == "cuda"
         self.arena = Arena(self.torch, place.device, 1 << (31 if on_gpu else 27))
-#The emulator has no streams.
+        # The emulator has no streams.
         self.stream = self.torch.cuda.current_stream().cuda_stream if on_gpu else 0
 
     def run(self, name: str, a: Attention) -> None:
@@ -348,12 +349,12 @@ class Launcher:
         """lse, its base and delta of the truth, which have to outlive the launches."""
         torch, f32 = self.torch, self.torch.float32
         whole = known.lse
-#Anything finite near the largest score.
+        # Anything finite near the largest score.
         base = torch.where(torch.isneginf(whole), 0.0, whole.round()).to(f32)
         base = base.contiguous()
         a.base = base.data_ptr() if c.has_base else None
         lse = (whole - base if c.has_base else whole).to(f32).contiguous()
-#A row that attends to nothing has no delta, whatever its gradients hold.
+        # A row that attends to nothing has no delta, whatever its gradients hold.
         delta = torch.where(torch.isneginf(lse), float("nan"), known.delta.to(f32))
         delta = delta.contiguous()
         a.lse, a.delta = lse.data_ptr(), delta.data_ptr()
@@ -453,7 +454,8 @@ class Launcher:
         self.run("backward_kv", a)
         return {name: dq}
 
-#-- -- sweeping -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- -- --
+
+# ---- sweeping ------------------------------------------------------------------------
 
 
 def judged(
