@@ -81,9 +81,10 @@ NB_MODULE(_native, m) {
         "What handlers keep between stages, as XLA knows types: {name: {part: capsule}}.");
   m.def("build_info", &BuildInfo, nb::sig("def build_info() -> dict[str, str | bool]"),
         "How this module was built.");
-  m.def("attention_workspace", &AttentionWorkspace, nb::arg("kernels"), nb::arg("batch"),
-        nb::arg("q_len"), nb::arg("kv_len"), nb::arg("num_heads"), nb::arg("num_kv_heads"),
-        nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("present"), nb::arg("backward"),
+  m.def("attention_workspace", &AttentionWorkspace, nb::arg("kernels"), nb::arg("dtype"),
+        nb::arg("batch"), nb::arg("q_len"), nb::arg("kv_len"), nb::arg("num_heads"),
+        nb::arg("num_kv_heads"), nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("present"),
+        nb::arg("backward"),
         "Bytes of workspace of a call of the attention kernels, forward or backward_kv.");
   m.def("paged_attention_workspace", &PagedAttentionWorkspace, nb::arg("calls"),
         nb::arg("sequences"), nb::arg("rows"), nb::arg("num_heads"), nb::arg("num_kv_heads"),

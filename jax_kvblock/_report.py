@@ -35,7 +35,9 @@ COPY_OPS = (
 )
 OPERATIONAL_OPS = "block_to_operational / operational_to_block"
 ATTENTION_16_BITS = "flash_attention, bfloat16 and float16"
-ATTENTION_32_BITS = "flash_attention, float32 and float64"
+ATTENTION_32_BITS = "flash_attention, float32"
+ATTENTION_64_BITS = "flash_attention, float64"
+TILES = "flash_attention_forward, tiles (Bc, Br)"
 PAGED = "paged_attention"
 APPEND = "rope_append; append_kv that quantizes or clears"
 ATTENTION_CUDNN = "the same with implementation='cudnn'"
@@ -84,22 +86,24 @@ def _attention() -> list[Served]:
     return [
         Served(ATTENTION_16_BITS, *_attends(jnp.bfloat16)),
         Served(ATTENTION_32_BITS, *_attends(jnp.float32)),
+        Served(ATTENTION_64_BITS, *_attends(jnp.float64)),
         Served(ATTENTION_CUDNN, *_attends(jnp.bfloat16, "cudnn")),
         *(
-            Served("flash_attention_forward, tiles (Bc, Br)", kernels, _tiles(kernels))
+            Served(f"{TILES}, 16 bits", kernels, _tiles(kernels, jnp.bfloat16))
             for kernels in dict.fromkeys((*cuda.best_kernels(), "cuda"))
         ),
+        Served(f"{TILES}, float32", "cuda", _tiles("cuda", jnp.float32)),
         Served(
-            "flash_attention_forward, tiles (Bc, Br)",
+            TILES,
             "xla",
             f"each one of {', '.join(map(str, tile_sizes.XLA_BLOCKS))}",
         ),
     ]
 
 
-def _tiles(kernels: str) -> str:
+def _tiles(kernels: str, dtype: Any) -> str:
     """The tiles of these kernels, and the head dims they are for."""
-    tiles = cuda.FORWARD_TILES[kernels]
+    tiles = cuda.tiles_of(kernels, dtype)
     largest = {tile: dim for dim, tile in tiles.items()}
     return "; ".join(
         f"({keys}, {queries}) for head dims up to {dim}"
@@ -123,8 +127,8 @@ def _attends(dtype: Any, implementation: str | None = None) -> tuple[str, str]:
         return "error", _reason(error)
     if chosen == "cudnn":
         return _cudnn()
-    if dtype == jnp.float32:
-        why = "the kernels are for 16 bits; products at the highest precision"
+    if dtype == jnp.float64:
+        why = "the kernels are for float32 and 16 bits"
     elif platform != "cuda":
         why = f"the kernels are for NVIDIA GPUs; this is a {platform}"
     elif in_gradients == "xla":
@@ -134,6 +138,11 @@ def _attends(dtype: Any, implementation: str | None = None) -> tuple[str, str]:
     if chosen == "xla":
         return "xla (blocks of plain jax)", why
     others = "" if in_gradients == chosen else f", gradients by {in_gradients}"
+    if dtype == jnp.float32:
+        why += "; near float32 by TF32 three times, precision='default' by TF32"
+        if not others:
+            most = cuda.MOST_FLOAT32_BACKWARD_DIM
+            others = f", gradients of head dims above {most} by xla"
     return f"{chosen} (kernels){others}", why
 
 

@@ -9,6 +9,11 @@
 //   b1          column g,  rows 2 t + 8, 2 t + 9
 //
 // So two accumulators side by side, rounded to 16 bits, are the A operand of a next product.
+//
+// Of TF32 (device/tf32.cuh) a step has half as many: A [16, 8], B [8, 8], an element to a register.
+//
+//   a[0]  row g,      column t        a[2]  row g,      column t + 4       b0  row t,      column g
+//   a[1]  row g + 8,  column t        a[3]  row g + 8,  column t + 4       b1  row t + 4,  column g
 #pragma once
 
 #include <cuda_bf16.h>
@@ -34,6 +39,15 @@ __device__ __forceinline__ void Mma16x8x16(float (&c)[4], const uint32_t (&a)[4]
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
   }
+}
+
+// C [16, 8] += A [16, 8] B [8, 8] of TF32.
+__device__ __forceinline__ void Mma16x8x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                          uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 // Two float32 rounded to 16 bits, `low` in the lower half.

@@ -15,7 +15,7 @@ namespace kvblock {
 // other pass has is NULL. attention.h says what each one is. The list is flat because kernels take
 // it by value: of nested structs the compiler loads the members in another order.
 struct AttentionCall {
-  int32_t kernels, dtype, batch, num_heads, num_kv_heads;
+  int32_t kernels, dtype, batch, num_heads, num_kv_heads, precision;
   int64_t q_len, kv_len;
   int32_t head_dim, value_dim;
   float scale, softcap;

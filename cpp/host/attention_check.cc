@@ -23,6 +23,9 @@ enum class Pass {
 // (ops/attention/contract/params.cuh).
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - 256;
 
+// Of wider rows of float32 the backward kernels' tiles do not fit in shared memory.
+constexpr int32_t kMostFloat32BackwardDim = 128;
+
 std::string Got(const std::string& what, int64_t value) {
   return what + ", got " + std::to_string(value);
 }
@@ -41,10 +44,18 @@ std::string CheckSizes(const AttentionCall& a, Pass pass) {
   if (a.kernels != KVBLOCK_KERNELS_GENERIC && a.kernels != KVBLOCK_KERNELS_SM90) {
     return Got("kernels must be KVBLOCK_KERNELS_GENERIC or KVBLOCK_KERNELS_SM90", a.kernels);
   }
-  const bool narrow = a.dtype == KVBLOCK_E4M3;
-  if (a.dtype != KVBLOCK_BF16 && a.dtype != KVBLOCK_F16 && !(narrow && pass == Pass::kForward)) {
-    return Got("dtype must be KVBLOCK_BF16 or KVBLOCK_F16, or KVBLOCK_E4M3 in a forward pass",
-               a.dtype);
+  const bool narrow = a.dtype == KVBLOCK_E4M3 && pass == Pass::kForward;
+  if (a.dtype != KVBLOCK_BF16 && a.dtype != KVBLOCK_F16 && a.dtype != KVBLOCK_F32 && !narrow) {
+    return Got(
+        "dtype must be KVBLOCK_BF16, KVBLOCK_F16 or KVBLOCK_F32, or KVBLOCK_E4M3 in a forward pass",
+        a.dtype);
+  }
+  if (a.dtype == KVBLOCK_F32 && a.kernels != KVBLOCK_KERNELS_GENERIC) {
+    return "KVBLOCK_F32 is served by the generic kernels, kernels must be KVBLOCK_KERNELS_GENERIC";
+  }
+  if (a.precision != KVBLOCK_PRECISION_HIGHEST && a.precision != KVBLOCK_PRECISION_DEFAULT) {
+    return Got("precision must be KVBLOCK_PRECISION_HIGHEST or KVBLOCK_PRECISION_DEFAULT",
+               a.precision);
   }
   if (a.batch < 0) return Got("batch must not be negative", a.batch);
   if (a.num_heads < 1) return Got("num_heads must be positive", a.num_heads);
@@ -58,6 +69,10 @@ std::string CheckSizes(const AttentionCall& a, Pass pass) {
     if (dim < 8 || dim > 256 || dim % 8 != 0) {
       return Got("head_dim and value_dim must be multiples of 8 from 8 to 256", dim);
     }
+  }
+  const int32_t wider = std::max(a.head_dim, a.value_dim);
+  if (pass != Pass::kForward && a.dtype == KVBLOCK_F32 && wider > kMostFloat32BackwardDim) {
+    return Got("gradients of KVBLOCK_F32 are for head_dim and value_dim up to 128", wider);
   }
   const int64_t pairs = int64_t{a.batch} * a.num_heads, longer = std::max(a.q_len, a.kv_len);
   if (pairs > INT32_MAX || !Addressable({pairs, longer, 256})) {

@@ -20,6 +20,7 @@ from jax_kvblock.attention.config import (
 from jax_kvblock.attention.dense import saturating_add
 from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
 from jax_kvblock.attention.mask_tiles import FULL, check_tile_side, words_of
+from jax_kvblock.attention.precision import resolve
 from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
 from jax_kvblock.core.checks import (
     as_int,
@@ -56,6 +57,7 @@ def normalize(
     kv_offset: Any = None,
     tiles: Any = None,
     deterministic: bool = False,
+    precision: Any = None,
     implementation: str | None = None,
 ) -> tuple[AttentionConfig, Operands]:
     """Checks every argument of `flash_attention`; says which is wrong and what fits."""
@@ -91,6 +93,7 @@ def normalize(
         block_q=block_q,
         block_kv=block_kv,
         deterministic=bool(deterministic),
+        precision=resolve(where, precision, q.dtype),
         implementation=implementation,
     )
     indices, counts, partial, masks = _tiles(where, tiles, config, (batch, n, t, s))

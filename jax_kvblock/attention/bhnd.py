@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax_kvblock.attention import arguments, flash, primitive
 from jax_kvblock.attention.config import AttentionConfig, Operands, accumulator
 from jax_kvblock.attention.ops import LogSumExp
+from jax_kvblock.attention.precision import of_products
 from jax_kvblock.attention.qkv import BHND, FLOATS, check_qkv
 from jax_kvblock.attention.tile_sizes import TILE_FIX, find_tile
 from jax_kvblock.core.checks import check_array, check_integer, show, to_jax
@@ -375,7 +376,7 @@ def _row_maxima(config: AttentionConfig, x: Operands, br: int, bc: int) -> jax.A
                 "bhtd,bhsd->bhts",
                 q,
                 k,
-                precision=jax.lax.Precision.HIGHEST,
+                precision=of_products(config.precision),
                 preferred_element_type=accumulator(q.dtype),
             )
             return jnp.maximum(top, scores.max(-1)), None
@@ -413,8 +414,8 @@ def _call(
 ) -> tuple[AttentionConfig, Operands]:
     """The call on `[B, N, H, D]`."""
     arguments.check_flags(where, use_half=use_half)
-    bc, br, implementation = find_tile(where, Bc, Br, Q.shape[-1])
     dtype = jnp.float16 if use_half else Q.dtype
+    bc, br, implementation = find_tile(where, Bc, Br, Q.shape[-1], dtype)
     q, k, v = (jnp.swapaxes(a, 1, 2).astype(dtype) for a in (Q, K, V))
     config, x = arguments.normalize(where, q, k, v)
     config = dataclasses.replace(config, xla_block_q=br, xla_block_kv=bc)

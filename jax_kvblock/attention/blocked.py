@@ -35,6 +35,7 @@ from jax_kvblock.attention.config import (
 )
 from jax_kvblock.attention.dense import tile_bits
 from jax_kvblock.attention.ops import MOST_ABOVE_BASE, LogSumExp
+from jax_kvblock.attention.precision import of_products
 
 
 def forward(
@@ -118,7 +119,8 @@ def add_block(
     base = jnp.where(jnp.isneginf(new_top), 0, new_top)
     weights = jnp.exp(scores - base[..., None])
     shrink = jnp.exp(top - base)
-    added = _dot("bkgts,bkse->bkgte", weights, block_of(p.v, j, p.block_kv, 2), x)
+    v_j = block_of(p.v, j, p.block_kv, 2)
+    added = _dot("bkgts,bkse->bkgte", weights, v_j, x, config)
     added = _select(p, i, j, added)
     o = o * shrink[..., None] + added
     return o, new_top, total * shrink + weights.sum(-1)
@@ -323,7 +325,7 @@ def gradients_of_block(
     weights = jnp.where(allowed, jnp.exp(scores - rest_i), 0)
     made = {}
     if "o" in wanted:
-        made["o"] = _select(p, i, j, _dot("bkgts,bkse->bkgte", weights, v_j, x))
+        made["o"] = _select(p, i, j, _dot("bkgts,bkse->bkgte", weights, v_j, x, config))
     if "delta" in wanted:
         made["delta"] = -weights.sum(-1)
     if {"o", "delta"}.issuperset(wanted):
@@ -331,9 +333,9 @@ def gradients_of_block(
 
     d_o_i = p.query_block(rows.d_o, i)
     if "v" in wanted:
-        dv = _select(p, i, j, _dot("bkgts,bkgte->bkgse", weights, d_o_i, x))
+        dv = _select(p, i, j, _dot("bkgts,bkgte->bkgse", weights, d_o_i, x, config))
         made["v"] = dv.sum(2)
-    dw = _dot("bkgte,bkse->bkgts", d_o_i, v_j, x)
+    dw = _dot("bkgte,bkse->bkgts", d_o_i, v_j, x, config)
     ds = weights * (dw - block_of(rows.delta, i, p.block_q, 3)[..., None])
     ds = jnp.where(allowed, ds, 0)
     if "bias" in wanted:
@@ -344,9 +346,9 @@ def gradients_of_block(
         ds = jnp.where(allowed, ds * slope, 0)
     ds = ds * config.scale
     if "q" in wanted:
-        made["q"] = _select(p, i, j, _dot("bkgts,bksd->bkgtd", ds, k_j, x))
+        made["q"] = _select(p, i, j, _dot("bkgts,bksd->bkgtd", ds, k_j, x, config))
     if "k" in wanted:
-        dk = _select(p, i, j, _dot("bkgts,bkgtd->bkgsd", ds, q_i, x))
+        dk = _select(p, i, j, _dot("bkgts,bkgtd->bkgsd", ds, q_i, x, config))
         made["k"] = dk.sum(2)
     return made
 
@@ -357,13 +359,13 @@ def loop(count: Any, body: Any, state: Any) -> Any:
     return jax.lax.fori_loop(zero, jnp.asarray(count, jnp.int32), body, state)
 
 
-def _dot(equation: str, a: Any, b: Any, x: Operands) -> Any:
+def _dot(equation: str, a: Any, b: Any, x: Operands, config: AttentionConfig) -> Any:
     """A product that takes operands in the inputs' dtype and adds in float32."""
     return jnp.einsum(
         equation,
         a.astype(b.dtype),
         b,
-        precision=jax.lax.Precision.HIGHEST,
+        precision=of_products(config.precision),
         preferred_element_type=accumulator(x.q.dtype),
     )
 
@@ -390,7 +392,7 @@ def _scores(
     one): `[B, K, G, block_q, block_kv]`.
     """
     slope = None
-    scores = config.scale * _products(p, i, j)
+    scores = config.scale * _products(config, p, i, j)
     if config.softcap:
         capped = jnp.tanh(scores / config.softcap)
         scores, slope = config.softcap * capped, 1 - jnp.square(capped)
@@ -416,7 +418,7 @@ def _scores(
     return scores, allowed, slope
 
 
-def _products(p: Problem, i: Any, j: Any) -> Any:
+def _products(config: AttentionConfig, p: Problem, i: Any, j: Any) -> Any:
     """Q Kᵀ of a block, float32 or float64 `[B, K, G, block_q, block_kv]`.
 
     XLA's CPU backend lays out anew what stands on the right. Of few queries that is the
@@ -426,7 +428,7 @@ def _products(p: Problem, i: Any, j: Any) -> Any:
     q = p.query_block(p.q, i)
     k = block_of(p.k, j, p.block_kv, 2)
     how: dict[str, Any] = {
-        "precision": jax.lax.Precision.HIGHEST,
+        "precision": of_products(config.precision),
         "preferred_element_type": accumulator(p.q.dtype),
     }
     if p.keys_on_left:

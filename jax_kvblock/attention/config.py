@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock.attention.mask_tiles import MaskFunction, tiles_of_mask
+from jax_kvblock.attention.precision import Precision
 from jax_kvblock.core.checks import to_jax
 from jax_kvblock.core.types import ArrayIn
 
@@ -164,6 +165,7 @@ class AttentionConfig:
     xla_block_q: int = 0  # the blocks of "xla"; 0 for its own choice
     xla_block_kv: int = 0
     deterministic: bool = False
+    precision: Precision = "highest"  # of products of float32
     implementation: str | None = None
     kernels: str = ""  # the only kernels that None tries; "" for the best
     where: str = "flash_attention"  # who was called, for messages

@@ -35,9 +35,16 @@ MOST_JOINED_DIM = 128  # for which there is room to bring o back
 # The kernels of each implementation, as attention.h numbers them (kvblock_kernels).
 KERNELS = {"cuda": 0, "cuda_sm90": 1}
 
-# The tile (queries, keys) of the forward kernels by padded head dim, for a call whose
-# value dim is the head dim and that has no options. Mirrors ForwardShapeOf in
-# cpp/ops/attention/generic/forward/kernel.cuh, and ForwardTilesOf in
+# As attention.h numbers them (kvblock_dtype and kvblock_precision).
+DTYPES = {jnp.dtype(jnp.bfloat16): 0, jnp.dtype(jnp.float16): 1}
+DTYPES |= {jnp.dtype(jnp.float32): 2}
+PRECISIONS = {"highest": 0, "default": 1}
+# Gradients of float32 are for head dims up to this one.
+MOST_FLOAT32_BACKWARD_DIM = 128
+
+# The tile (queries, keys) of the forward kernels by padded head dim, for a call of 16
+# bits whose value dim is the head dim and that has no options. Mirrors ForwardShapeOf
+# in cpp/ops/attention/generic/forward/shape.cuh, and ForwardTilesOf in
 # cpp/ops/attention/hopper/forward/tiles.h.
 FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
     "cuda_sm90": {
@@ -49,22 +56,40 @@ FORWARD_TILES: dict[str, dict[int, tuple[int, int]]] = {
     },
     "cuda": {64: (128, 128), 128: (128, 64), 192: (128, 64), 256: (64, 32)},
 }
+FLOAT32_TILES = {64: (128, 64), 128: (128, 32), 256: (64, 16)}  # the same of float32
 
 
-def forward_tile(kernels: str, head_dim: int) -> tuple[int, int] | None:
+def tiles_of(kernels: str, dtype: Any) -> dict[int, tuple[int, int]]:
+    """The forward kernels' tiles (queries, keys) in this dtype; none of others."""
+    if jnp.dtype(dtype) == jnp.float32:
+        return FLOAT32_TILES if kernels == "cuda" else {}
+    return FORWARD_TILES[kernels] if jnp.dtype(dtype) in DTYPES else {}
+
+
+def forward_tile(kernels: str, head_dim: int, dtype: Any) -> tuple[int, int] | None:
     """The tile (queries, keys) of a head dim; None where no kernel serves it."""
     if head_dim % 8 or head_dim < 8:
         return None
-    tiles = FORWARD_TILES[kernels]
+    tiles = tiles_of(kernels, dtype)
     return next((tile for dim, tile in tiles.items() if dim >= head_dim), None)
 
 
-def unserved(config: AttentionConfig, x: Operands) -> list[str]:
-    """What of a call the CUDA kernels do not serve; empty when they serve it."""
+def unserved(
+    config: AttentionConfig, x: Operands, implementation: str, backward: bool
+) -> list[str]:
+    """What of a call these kernels do not serve; empty when they serve it."""
     size = sizes_of(config, x)
     missing = []
-    if x.q.dtype not in (jnp.bfloat16, jnp.float16):
+    if implementation == "cuda_sm90" and x.q.dtype not in (jnp.bfloat16, jnp.float16):
         missing.append(f"dtype {x.q.dtype} (bfloat16 and float16 are served)")
+    elif x.q.dtype not in DTYPES:
+        missing.append(f"dtype {x.q.dtype} (bfloat16, float16 and float32 are served)")
+    wider = max(size.head_dim, size.value_dim)
+    if backward and x.q.dtype == jnp.float32 and wider > MOST_FLOAT32_BACKWARD_DIM:
+        missing.append(
+            f"gradients of float32 at head dims up to {wider} (up to "
+            f"{MOST_FLOAT32_BACKWARD_DIM} are served)"
+        )
     for name, dim in (("head_dim", size.head_dim), ("value dim", size.value_dim)):
         if dim > MAX_HEAD_DIM or dim % 8 or not dim:
             missing.append(f"{name} {dim} (multiples of 8 up to 256 are served)")
@@ -182,7 +207,8 @@ def run(op: Op, call: Call, kernels: str, *arrays: Any) -> tuple[Any, ...]:
         made = _forward_results(config, size, x)
         results = [made[name] for name in op.result_names(call)]
         scratch = []
-        if room := workspace_bytes(kernels, size, _present(x._asdict()), False):
+        present = _present(x._asdict())
+        if room := workspace_bytes(kernels, x.q.dtype, size, present, False):
             scratch.append(jax.ShapeDtypeStruct((room,), jnp.uint8))
         launch = functools.partial(_call, kernels, config, x, size, ())
         in_place = dict(enumerate(extra))  # o and lse, of a joined one
@@ -207,13 +233,16 @@ def _as_uneven(x: Operands, size: Sizes) -> Operands:
     return x._replace(q_lens=jnp.full((size.batch,), size.q_len, jnp.int32))
 
 
-def workspace_bytes(kernels: str, size: Sizes, present: int, backward: bool) -> int:
+def workspace_bytes(
+    kernels: str, dtype: Any, size: Sizes, present: int, backward: bool
+) -> int:
     """Bytes that a call works in, by the function that the handler asks too.
 
     Bit i of `present` tells whether the i-th of OPTIONAL is there.
     """
     return ffi.attention_workspace(
         KERNELS[kernels],
+        DTYPES[jnp.dtype(dtype)],
         size.batch,
         size.q_len,
         size.kv_len,
@@ -249,7 +278,8 @@ def _backward(
         return dq if before is None else joining.added(before, dq), dk, dv
     if kernels == "cuda_sm90":
         results = [*dk_dv, _like(x.q)]
-        if room := workspace_bytes(kernels, size, _present(x._asdict()), True):
+        present = _present(x._asdict())
+        if room := workspace_bytes(kernels, x.q.dtype, size, present, True):
             results.append(jax.ShapeDtypeStruct((room,), jnp.uint8))
         made = launch(
             "backward_kv",
@@ -313,6 +343,7 @@ def _call(
         *operands,
         *in_place.values(),
         kernels=np.int64(KERNELS[kernels]),
+        precision=np.int64(PRECISIONS[config.precision]),
         present=np.int64(present),
         packed=np.int64(config.packed),
         deterministic=np.int64(deterministic),

@@ -45,7 +45,7 @@ def choose(
         if implementation == "cudnn":
             return cudnn.unserved(config, x, return_lse)
         on_gpu = cuda.unserved_by_gpu(implementation, backward)
-        return cuda.unserved(config, x) + on_gpu
+        return cuda.unserved(config, x, implementation, backward) + on_gpu
 
     wanted = config.implementation
     if wanted is None:

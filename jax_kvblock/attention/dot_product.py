@@ -12,6 +12,7 @@ from jax_kvblock.attention import arguments, cudnn
 from jax_kvblock.attention.dispatch import IMPLEMENTATIONS, goes_to_cudnn
 from jax_kvblock.attention.flash import flash_attention
 from jax_kvblock.attention.options import DotProductOptions, Output, Rows
+from jax_kvblock.attention.precision import resolve
 from jax_kvblock.attention.qkv import DROP_IN, check_qkv
 from jax_kvblock.core.checks import as_array, check_choice, show, shown
 from jax_kvblock.core.types import ArrayIn, Integers
@@ -79,7 +80,8 @@ def dot_product_attention(
       gives the mean of the values, masked ones too.) Such rows are those beyond
       `query_seq_lengths`, those of batch members without keys, and those that the mask,
       the window and causality leave no key.
-    - float32 is multiplied at the highest precision, not at jax's default one.
+    - float32 is multiplied at the highest precision, not at jax's default one, where
+      `jax.default_matmul_precision` is not set.
     - Probabilities are not rounded to the inputs' dtype before they meet the values.
     - Masked keys weigh exactly nothing, whatever their finite scores.
 
@@ -139,6 +141,7 @@ def dot_product_attention(
         causal=bool(is_causal),
         window=_window(local_window_size),
         scale=arguments.check_scale(_WHERE, scale, h),
+        precision=resolve(_WHERE, None, query.dtype),
         implementation=implementation,
         return_residual=bool(return_residual),
     )
@@ -149,7 +152,10 @@ def dot_product_attention(
 @functools.partial(
     jax.jit,
     inline=True,
-    static_argnames=("causal", "window", "scale", "implementation", "return_residual"),
+    static_argnames=(
+        *("causal", "window", "scale", "precision", "implementation"),
+        "return_residual",
+    ),
 )
 def _attend(
     query: jax.Array,

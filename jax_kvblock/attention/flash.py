@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax_kvblock.attention import arguments, cudnn, dispatch, primitive
 from jax_kvblock.attention.config import AttentionConfig, AttentionTiles, Operands
 from jax_kvblock.attention.derivatives import RESIDUAL_NAMES
-from jax_kvblock.attention.options import FlashOptions, Output, Rows
+from jax_kvblock.attention.options import FlashOptions, Output, PrecisionLike, Rows
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 
@@ -67,6 +67,7 @@ def flash_attention(
     tiles: AttentionTiles | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    precision: PrecisionLike = None,
     implementation: str | None = None,
 ) -> Output | tuple[Output, Rows]:
     """Softmax attention in O((T + S) N D) memory.
@@ -114,8 +115,15 @@ def flash_attention(
       return_lse: also return the log-sum-exp of the scores, float32 `[B, T, N]` (packed
         `[total, N]`). It is differentiable.
       deterministic: the gradients' bits are the same every time.
+      precision: of the products of float32, compiled in; 16-bit inputs have exact
+        products, and float64 is float64. "highest": near float32's own error, in the
+        kernels by three products on tensor cores for each. "default": in the kernels
+        operands are rounded to TF32, 11 binary digits; in "xla" the products are of
+        `jax.lax.Precision.DEFAULT`. None is `jax.default_matmul_precision`, and
+        "highest" where that is not set. jax's names serve as well: all but HIGHEST
+        ("float32") and algorithms with more digits are "default", as on GPUs.
       implementation: "cuda_sm90" (kernels for Hopper), "cuda" (kernels for sm_80 and
-        newer), both for bfloat16 and float16; "xla" (plain JAX in blocks, everywhere),
+        newer, float32 too), "xla" (plain JAX in blocks, everywhere),
         "cudnn" (through jax.nn), or None for the best that serves the call; `python -m
         jax_kvblock` says which.
 
@@ -171,6 +179,7 @@ def flash_attention(
         kv_offset=kv_offset,
         tiles=tiles,
         deterministic=deterministic,
+        precision=precision,
         implementation=implementation,
     )
     if dispatch.goes_to_cudnn(where, config, x, return_lse):

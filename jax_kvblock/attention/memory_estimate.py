@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from jax_kvblock.attention import arguments, block_problem, cuda
 from jax_kvblock.attention.config import AttentionConfig, Sizes
@@ -57,22 +58,27 @@ def estimate_memory_usage(
         head_dim=head_dim,
     )
     arguments.check_flags(where, use_half=use_half)
-    Bc, Br, implementation = find_tile(where, Bc, Br, head_dim)
+    dtype = jnp.float16 if use_half else jnp.float32
+    Bc, Br, implementation = find_tile(where, Bc, Br, head_dim, dtype)
     size = Sizes(batch_size, seq_len, seq_len, num_heads, num_heads, head_dim, head_dim)
     rows = batch_size * num_heads
     one = rows * seq_len * head_dim * (2 if use_half else 4)
-    if implementation != "xla" and use_half and jax.default_backend() == "gpu":
+    blocked = AttentionConfig(1.0, xla_block_q=Br, xla_block_kv=Bc)
+    if implementation != "xla" and jax.default_backend() == "gpu":
         # The kernels read [B, N, H, D]: Q, K and V, and dO, are transposed where there
         # are several heads. Beside them there are, on the way back, lse, delta and what
         # dQ is summed up in.
         row = rows * seq_len * 4
         transposed = one if num_heads > 1 else 0
         internal = 3 * transposed
-        sums = cuda.workspace_bytes("cuda_sm90", size, 0, True)
+        sums = rows * -(-seq_len // 8) * 8 * head_dim * 4  # of "cuda"
+        if use_half:
+            sums = cuda.workspace_bytes("cuda_sm90", dtype, size, 0, True)
         backward = 4 * transposed + sums + 2 * row
+        if not use_half and head_dim > cuda.MOST_FLOAT32_BACKWARD_DIM:
+            _, backward = _blocked_memory(blocked, size, use_half)
     else:
-        config = AttentionConfig(1.0, xla_block_q=Br, xla_block_kv=Bc)
-        internal, backward = _blocked_memory(config, size, use_half)
+        internal, backward = _blocked_memory(blocked, size, use_half)
     total = 3 * one + internal + one
     return {
         "input_memory": 3 * one,

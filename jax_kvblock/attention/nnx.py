@@ -15,6 +15,8 @@ from jax.typing import DTypeLike
 
 from jax_kvblock.attention import arguments
 from jax_kvblock.attention.dot_product import dot_product_attention
+from jax_kvblock.attention.options import PrecisionLike
+from jax_kvblock.attention.precision import resolve
 from jax_kvblock.core.checks import as_array, check_dtype, show
 from jax_kvblock.core.types import ArrayIn
 
@@ -35,7 +37,7 @@ def attention_fn(
     dropout_rate: float = 0.0,
     deterministic: bool = False,
     dtype: DTypeLike | None = None,
-    precision: object = None,
+    precision: PrecisionLike = None,
     module: object = None,
     promote_dtype: Callable[..., Any] | None = None,
     is_causal: bool = False,
@@ -55,8 +57,8 @@ def attention_fn(
       broadcast_dropout, dropout_rng, dropout_rate, deterministic: a `dropout_rate`
         above 0 is an error unless `deterministic`.
       dtype: what q, k and v are cast to, their common dtype unless given.
-      precision: not looked at: the products of 16-bit inputs are exact and added in
-        float32, those of float32 are of the highest precision.
+      precision: of the products of float32, as for `flash_attention`; those of 16-bit
+        inputs are exact and added in float32.
       module: the module that wants the weights (`sow_weights=True`): an error, since
         the weights are never in memory.
       promote_dtype: casts q, k and v, `promote_dtype((q, k, v), dtype=dtype)`.
@@ -77,7 +79,7 @@ def attention_fn(
       >>> layer(jnp.ones((2, 16, 64)), is_causal=True).shape
       (2, 16, 64)
     """
-    del broadcast_dropout, dropout_rng, precision
+    del broadcast_dropout, dropout_rng
     fix = "build the layer with dropout_rate=0.0"
     rate = arguments.finite(_WHERE, "dropout_rate", dropout_rate, 0.0, fix)
     if rate > 0:
@@ -117,14 +119,16 @@ def attention_fn(
             "broadcast them to one batch, or add the missing axes with x[None]"
         )
     q, k, v = (a.reshape(math.prod(dims), *a.shape[-3:]) for a in (q, k, v))
-    out = dot_product_attention(
-        q,
-        k,
-        v,
-        bias=_one_batch("bias", bias, dims),
-        mask=_one_batch("mask", mask, dims),
-        is_causal=is_causal,
-    )
+    products = resolve(_WHERE, precision, q.dtype)
+    with jax.default_matmul_precision(products):  # jax.nn has no argument for it
+        out = dot_product_attention(
+            q,
+            k,
+            v,
+            bias=_one_batch("bias", bias, dims),
+            mask=_one_batch("mask", mask, dims),
+            is_causal=is_causal,
+        )
     return out.reshape(*dims, *out.shape[-3:])
 
 

@@ -17,6 +17,13 @@ Output: TypeAlias = 'Float[jax.Array, "*B T N Dv"]'
 Rows: TypeAlias = 'Float[jax.Array, "*B T N"]'
 
 
+# What jax takes as a precision: names, and one for each operand.
+PrecisionLike: TypeAlias = (
+    "str | jax.lax.Precision | jax.lax.DotAlgorithmPreset | "
+    "tuple[str, str] | tuple[jax.lax.Precision, jax.lax.Precision] | None"
+)
+
+
 class FlashOptions(TypedDict, total=False):
     """What `flash_attention` takes by name, but for `return_lse`."""
 
@@ -34,6 +41,7 @@ class FlashOptions(TypedDict, total=False):
     kv_offset: Integers | int | None
     tiles: AttentionTiles | None
     deterministic: bool
+    precision: PrecisionLike
     implementation: str | None
 
 

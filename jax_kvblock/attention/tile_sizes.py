@@ -3,9 +3,11 @@
 A tile is Br queries by Bc keys, and belongs to an implementation:
 
 - Both powers of two from 16 to 512: the blocks of "xla", on every device.
-- The one that "cuda" is compiled for at this head dim (`cuda.FORWARD_TILES`): these
-  kernels where they serve the call (16 bits on a GPU), and "xla" in blocks of that size
+- The one that "cuda" is compiled for at this head dim and dtype (`cuda.tiles_of`):
+  these kernels where they serve the call (on a GPU), and "xla" in blocks of that size
   elsewhere, on every device. Where "cuda_sm90" serves, the one of its kernels, too.
+- Of float32 those that the kernels have for 16 bits as well: they ask for the kernels,
+  which compute float32 in its own tile.
 
 Any other is an error that lists them.
 """
@@ -15,33 +17,45 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jax_kvblock.attention import block_problem, cuda
-from jax_kvblock.core.checks import check_integer, check_positive
+from jax_kvblock.core.checks import check_dtype, check_integer, check_positive
 
 XLA_BLOCKS = (16, 32, 64, 128, 256, 512)
 TILE_FIX = "tiles are compiled in; get_optimal_block_sizes picks one"
 
 
-def available_tiles(head_dim: int) -> dict[str, list[tuple[int, int]]]:
+def available_tiles(
+    head_dim: int, *, dtype: DTypeLike = jnp.bfloat16
+) -> dict[str, list[tuple[int, int]]]:
     """The tiles `(Bc, Br)` of each implementation at a head dim, the fastest first.
 
-    Those of "cuda_sm90" are there on a GPU that it serves.
+    Those of "cuda_sm90" are there on a GPU that it serves. dtype: that of Q, or float16
+    with `use_half`; both of 16 bits have the same.
     """
-    fix = "pass the last dim of Q"
-    head_dim = check_integer("available_tiles", "head_dim", head_dim, fix)
+    where, fix = "available_tiles", "pass the last dim of Q"
+    head_dim = check_integer(where, "head_dim", head_dim, fix)
+    return _tiles(head_dim, check_dtype(where, "dtype", dtype))
+
+
+def _tiles(head_dim: int, dtype: Any) -> dict[str, list[tuple[int, int]]]:
     tiles = {}
     for kernels in dict.fromkeys((*cuda.best_kernels(), "cuda")):
-        tile = cuda.forward_tile(kernels, head_dim)
+        tile = cuda.forward_tile(kernels, head_dim, dtype)
         tiles[kernels] = [] if tile is None else [(tile[1], tile[0])]
     return {**tiles, "xla": [(bc, br) for bc in XLA_BLOCKS for br in XLA_BLOCKS]}
 
 
-def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, int]:
+def get_optimal_block_sizes(
+    sequence_length: int, head_dim: int, *, dtype: DTypeLike = jnp.bfloat16
+) -> tuple[int, int]:
     """The fastest tile `(Bc, Br)` on the default device.
 
     On a GPU it is the tile that the CUDA kernels are compiled for at this head dim;
-    these fit into shared memory. Elsewhere it is that of "xla", no longer than the
+    these fit into shared memory. Without a dtype it is that of 16 bits, which asks for
+    the kernels in float32 too. Elsewhere it is that of "xla", no longer than the
     sequence rounded up.
 
     Raises:
@@ -55,25 +69,34 @@ def get_optimal_block_sizes(sequence_length: int, head_dim: int) -> tuple[int, i
         where, sequence_length=sequence_length, head_dim=head_dim
     )
     _check_head_dim(where, head_dim)
-    if jax.default_backend() == "gpu":
-        return next(iter(available_tiles(head_dim).values()))[0]
+    dtype = check_dtype(where, "dtype", dtype)
+    *kernels, _ = _tiles(head_dim, dtype).values()
+    compiled = [tile for tiles in kernels for tile in tiles]
+    if compiled and jax.default_backend() == "gpu":
+        return compiled[0]
     br, bc = block_problem.default_blocks(jax.default_backend())
     fits = next((b for b in XLA_BLOCKS if b >= sequence_length), XLA_BLOCKS[-1])
     return min(bc, fits), min(br, fits)
 
 
-def find_tile(where: str, bc: Any, br: Any, head_dim: int) -> tuple[int, int, str]:
-    """Bc, Br, and the implementation that this tile stands for.
+def find_tile(
+    where: str, bc: Any, br: Any, head_dim: int, dtype: Any
+) -> tuple[int, int, str]:
+    """Bc, Br, and the implementation that this tile stands for in this dtype.
 
     Kernels compute where they serve the call, else "xla" in such blocks.
     """
     _check_head_dim(where, head_dim)
     bc = check_integer(where, "Bc", bc, TILE_FIX)
     br = check_integer(where, "Br", br, TILE_FIX)
-    tiles = available_tiles(head_dim)
+    tiles = _tiles(head_dim, jnp.bfloat16)
+    if float32 := jnp.dtype(dtype) == jnp.float32:
+        own = _tiles(head_dim, dtype)
+        tiles |= {name: [*own[name], *those] for name, those in tiles.items()}
     for implementation, those in tiles.items():
         if (bc, br) in those:
-            return bc, br, implementation
+            others = float32 and implementation == "cuda_sm90"
+            return bc, br, "cuda" if others else implementation
     kernels = dict.fromkeys(tile for k in cuda.KERNELS for tile in tiles.get(k, ()))
     compiled = ", ".join(f"({c}, {r})" for c, r in kernels)
     raise ValueError(

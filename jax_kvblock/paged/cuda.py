@@ -75,9 +75,10 @@ def unserved(config: PagedConfig, x: Paged) -> list[str]:
                 f"({', '.join(f'{d} with {v}' for d, v in LATENT_DIMS)} are served)"
             )
         dims = (64, 64)  # the rest is as with any
-    # Scores, dims and dtypes as those of dense attention of a query.
+    # Scores, dims and dtypes as those of dense attention of a query, in 16 bits.
     q, v = (jax.ShapeDtypeStruct((1, 1, x.q.shape[2], d), x.q.dtype) for d in dims)
-    missing += unserved_scores(config.scores, Operands(q, q, v))
+    scores = config.scores, Operands(q, q, v)
+    missing += unserved_scores(*scores, implementation="cuda_sm90", backward=False)
     missing += unserved_by_gpu("cuda", False)
     cache = _cache(config, x.pages)
     if len(cache.arrays) - cache.pair > MOST_ARRAYS:

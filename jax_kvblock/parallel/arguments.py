@@ -19,6 +19,7 @@ from jax_kvblock.attention.arguments import (
 )
 from jax_kvblock.attention.config import AttentionConfig
 from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
+from jax_kvblock.attention.precision import resolve
 from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
 from jax_kvblock.core.checks import check_choice, show, to_jax
 from jax_kvblock.parallel import axes
@@ -96,6 +97,7 @@ def normalize(
         softcap=check_softcap(where, softcap),
         packed=packed,
         deterministic=bool(deterministic),
+        precision=resolve(where, None, q.dtype),
         implementation=implementation,
         where=where,
     )

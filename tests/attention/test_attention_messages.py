@@ -421,11 +421,20 @@ def test_cuda_on_the_cpu(implementation):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("implementation", ["cuda", "cuda_sm90"])
-def test_cuda_serves_halves_alone(implementation):
+def test_hopper_s_kernels_serve_halves_alone():
     q, k, v = zeros(Q, K, K)
-    words = f"implementation='{implementation}'|float32|bfloat16 and float16"
-    check(W, ValueError, words, lambda: call(implementation=implementation)(q, k, v))
+    words = "implementation='cuda_sm90'|float32|bfloat16 and float16|'cuda' and 'xla'"
+    check(W, ValueError, words, lambda: call(implementation="cuda_sm90")(q, k, v))
+
+
+@pytest.mark.gpu
+def test_gradients_of_wide_float32_are_of_xla():
+    q, k, v = zeros((2, 5, 4, 136), (2, 7, 4, 136), (2, 7, 4, 136))
+    attend = call(implementation="cuda")
+    assert attend(q, k, v).shape == q.shape
+    words = "implementation='cuda'|gradients of float32|136|up to 128|='xla' does"
+    slope = jax.grad(lambda q: attend(q, k, v).sum())
+    check(W, ValueError, words, lambda: slope(q))
 
 
 ONE = jnp.zeros((1, 1, 1), jnp.int32)
@@ -462,7 +471,6 @@ def test_cudnn_says_what_it_lacks(lack):
     """Refused before it is looked for, so on machines without it too."""
     q, k, options = LACKS[lack]
     q, k, v = zeros(q, k, k, dtype=F32 if lack == "float32" else BF16)
-    serve = "'xla' does" if lack == "float32" else "'cuda' and 'xla' do"
-    words = f"implementation='cudnn'|{lack}|{serve}"
+    words = f"implementation='cudnn'|{lack}|'cuda' and 'xla' do"
     attend = call(implementation="cudnn", **options)
     check(W, ValueError, words, lambda: jax.eval_shape(attend, q, k, v))

@@ -158,7 +158,7 @@ for value in ("flash", 1, ["xla"]):
     words = f"implementation must be one of None|'cuda_sm90'|'xla'|got {value!r}"
     ROWS.value(W, f"{value} runs it", option(dots, implementation=value), QKV, words)
 ROWS.value(W, "cudnn in float32", option(dots, implementation="cudnn"), QKV,
-           "='cudnn'|float32|bfloat16 and float16|='xla' does")  # fmt: skip
+           "='cudnn'|float32|bfloat16 and float16|'cuda' and 'xla' do")  # fmt: skip
 
 # ---- attention_fn --------------------------------------------------------------------
 

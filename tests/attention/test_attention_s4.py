@@ -196,17 +196,24 @@ def test_the_optimal_tile_is_a_tile(length: int, head_dim: int) -> None:
 
 
 def test_compiled_tiles_are_those_of_the_kernels_and_fit() -> None:
-    source = Path(__file__).parents[2] / "cpp/ops/attention/generic/forward/kernel.cuh"
+    source = Path(__file__).parents[2] / "cpp/ops/attention/generic/forward/shape.cuh"
     shapes = re.findall(
-        r"ForwardShape\{(\d+), (\d+), \d+, \d+, (true|false)\}", source.read_text()
+        r"ForwardShape\{(\d+), (\d+), \d+, \d+, (true|false), (\d)\}",
+        source.read_text(),
     )
-    tiles = cuda.FORWARD_TILES["cuda"].items()
-    for (dim, tile), shape in zip(tiles, shapes, strict=True):
-        queries, keys, held = int(shape[0]), int(shape[1]), shape[2] == "true"
+    tiles = [  # float32 comes first
+        *((4, *item) for item in cuda.tiles_of("cuda", jnp.float32).items()),
+        *((2, *item) for item in cuda.tiles_of("cuda", jnp.float16).items()),
+    ]
+    for (size, dim, tile), shape in zip(tiles, shapes, strict=True):
+        queries, keys, stages = (int(shape[i]) for i in (0, 1, 3))
         assert tile == (queries, keys)
-        # Q and two stages of K and V; a stage takes Q's place where Q is held.
-        q, stage = 2 * dim * queries, 4 * dim * keys
-        assert (stage + max(q, stage) if held else q + 2 * stage) <= 96 * 1024
+        # Q and the stages of K and V; one takes Q's place where Q is held.
+        q, stage = size * dim * queries, 2 * size * dim * keys
+        used = q + stages * stage
+        if shape[2] == "true":
+            used = max(q, stage) + stage
+        assert used <= 96 * 1024
 
 
 def test_hopper_s_tiles_are_those_of_the_kernels(tmp_path: Path) -> None:
@@ -329,7 +336,7 @@ def test_the_estimate_of_the_kernels_counts_what_they_work_in(
 ) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(
-        memory_estimate, "find_tile", lambda where, bc, br, dim: (bc, br, "cuda_sm90")
+        memory_estimate, "find_tile", lambda _, bc, br, *call: (bc, br, "cuda_sm90")
     )
     used = estimate_memory_usage(2, 4, 1000, 64, True)
     one, row = 2 * 4 * 1000 * 64 * 2, 2 * 4 * 1000 * 4

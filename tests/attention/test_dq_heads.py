@@ -17,9 +17,9 @@ COUNTERS = 12  # bytes beside a tile
 
 def heads_at_once(batch, q_len, kv_len, heads, kv_heads, dim=128, present=0):
     """Query heads whose sums the workspace of a backward call has room for."""
-    sm90 = KERNELS["cuda_sm90"]
+    sm90, bfloat16 = KERNELS["cuda_sm90"], 0
     sizes = batch, q_len, kv_len, heads, kv_heads, dim, dim
-    room = ffi.attention_workspace(sm90, *sizes, present, True)
+    room = ffi.attention_workspace(sm90, bfloat16, *sizes, present, True)
     per_head = -(-q_len // TILE) * (TILE * dim * 4 + COUNTERS) * batch
     assert room % per_head == 0
     return room // per_head
@@ -48,9 +48,9 @@ def test_room_is_for_some_heads(sizes, heads):
 
 
 def test_packed_rows_count_once():
-    sm90 = KERNELS["cuda_sm90"]
+    sm90, bfloat16 = KERNELS["cuda_sm90"], 0
     sizes = 4, 65536, 65536, 32, 8, 128, 128
-    packed = ffi.attention_workspace(sm90, *sizes, PACKED, True)
+    packed = ffi.attention_workspace(sm90, bfloat16, *sizes, PACKED, True)
     tiles = (65536 + TILE * 4) // TILE
     assert packed == 8 * tiles * (TILE * 128 * 4 + COUNTERS)
 

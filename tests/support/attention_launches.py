@@ -32,7 +32,7 @@ class Call(ctypes.Structure):
     """kvblock_attention: what both passes have."""
 
     _fields_ = [
-        *fields(ctypes.c_int32, "kernels dtype batch num_heads num_kv_heads"),
+        *fields(ctypes.c_int32, "kernels dtype batch num_heads num_kv_heads precision"),
         *fields(ctypes.c_int64, "q_len kv_len"),
         *fields(ctypes.c_int32, "head_dim value_dim"),
         *fields(ctypes.c_float, "scale softcap"),

@@ -16,21 +16,24 @@ import numpy as np
 
 ALIGNED = 64  # positions that one segment range covers
 # Relative error of a probability in float32, by the exponential and the sums.
-ACCURACY = 3e-5
+ACCURACY = {"bfloat16": 3e-5, "float16": 3e-5, "float32": 4e-6}
 # Error of dP = dO V^T, a sum in float32, in parts of the vectors' lengths.
 DP_ACCURACY = 4 * 2.0**-23
 # A softcap's polynomials: absolute errors of a score, in caps, and of its slope.
 CAP_ACCURACY, SLOPE_ACCURACY = 1e-6, 1e-4
 LARGE_SOFTCAP = 1024.0  # from here on tanh itself is computed
 # What 16 bits lose of a number too small for them.
-TINY = {"bfloat16": 0.0, "float16": 2.0**-24}
+TINY = {"bfloat16": 0.0, "float16": 2.0**-24, "float32": 0.0}
+# The spacing of TF32 from 1 on, times the root of two: both operands of a product are
+# rounded.
+TF32 = 2.0**-10 * 2.0**0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """A call but for its numbers, which follow from `seed`."""
 
-    dtype: str  # "bfloat16" or "float16"
+    dtype: str  # "bfloat16", "float16" or "float32"
     head_dim: int
     value_dim: int
     batch: int  # packed: sequences
@@ -52,6 +55,7 @@ class Case:
     sinks: int = 0
     tiles: tuple[int, bool] | None = None
     masks: int = 0  # bits of so many partial tiles, which half of the tiles have
+    precision: str = "highest"  # of float32: or "default"
     name: str = ""  # its options, for people
 
     def __str__(self) -> str:
@@ -59,10 +63,20 @@ class Case:
         if self.value_dim != self.head_dim:
             dims += f"/{self.value_dim}"
         return (
-            f"{self.name} {self.dtype} {dims} B{self.batch} "
+            f"{self.name} {self.kind} {dims} B{self.batch} "
             f"H{self.heads}/{self.kv_heads} T{self.q_len} S{self.kv_len} "
             f"seed {self.seed}"
         )
+
+    @property
+    def kind(self) -> str:
+        """The dtype, and how products of it are computed where that differs."""
+        return "tf32" if self.has_tf32 else self.dtype
+
+    @property
+    def has_tf32(self) -> bool:
+        """Whether products are of numbers rounded to TF32."""
+        return self.dtype == "float32" and self.precision == "default"
 
     @property
     def members(self) -> int:
@@ -407,12 +421,19 @@ def truth(x: Problem, backward: bool = True) -> Truth:
     if c.softcap:
         large = c.softcap >= LARGE_SOFTCAP
         capped = CAP_ACCURACY * (largest(sums) if large else c.softcap)
-    accuracy = ACCURACY + 2 * judge.EPS["float32"] * largest(sums) + 2 * capped
+    scores_off: Any = 0.0  # `[M, N, T, 1]` where operands of products are rounded
+    if c.has_tf32 and s:
+        squares = xp.amax(einsum("btkgd,bskd->bkgts", q * q, k * k), axis=-1)
+        scores_off = 2 * TF32 * abs(x.scale) * xp.sqrt(squares).reshape(m, n, t, 1)
+    accuracy = ACCURACY[c.dtype] + 2 * judge.EPS["float32"] * largest(sums) + 2 * capped
+    accuracy += largest(scores_off) if c.has_tf32 and s else 0.0
     tiny = TINY[c.dtype]
     pairs = mask * where(empty, 0.0, 1.0)
 
     def bar(want: Any, terms: Any, noise: Any, count: Any, size: float) -> Any:
         noise = accuracy * noise * size + tiny * (xp.sqrt(count) * size + 0.5) + 1e-30
+        if c.has_tf32:
+            noise = noise + 2 * TF32 * terms
         return judge.bar_of_terms(want, terms, noise, c.dtype)
 
     flat = lambda a: a.reshape(m, t, n, -1)  # noqa: E731
@@ -420,7 +441,8 @@ def truth(x: Problem, backward: bool = True) -> Truth:
     columns = lambda a: einsum("bkgts->bsk", a)[..., None]  # noqa: E731
     root = lambda what, a, b: xp.sqrt(einsum(what, a * a, b * b))  # noqa: E731
     want = {"out": flat(out), "lse": lse[..., None]}
-    bars = {"lse": judge.bar_of_lse(want["lse"], sums[..., None]) + capped}
+    off = capped + scores_off
+    bars = {"lse": judge.bar_of_lse(want["lse"], sums[..., None]) + off}
     terms = flat(root("bkgts,bske->btkge", p, v))
     bars["out"] = bar(want["out"], terms, rows(p), rows(pairs), largest(v))
     if not backward:
@@ -434,6 +456,9 @@ def truth(x: Problem, backward: bool = True) -> Truth:
     # Of the two that may cancel, and of the sum of products that dp is.
     reach = length(x.exact["d_o"]).swapaxes(1, 2).reshape(d_row.shape)
     reach = reach * largest(length(v)) * (DP_ACCURACY / accuracy)
+    if c.has_tf32 and s:
+        squares = xp.amax(einsum("btkge,bske->bkgts", d_o * d_o, v * v), axis=-1)
+        reach = reach + 2 * TF32 / accuracy * xp.sqrt(squares)[..., None]
     size = p * (abs(dp) + abs(d_row) + reach)
     # Each dS is rounded; before that, where it goes by shared memory, its P.
     losses = pairs * (1 + where(mask, dp - d_row, 0.0) ** 2)

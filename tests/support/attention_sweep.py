@@ -45,6 +45,7 @@ from attention_launches import (
 from attention_problems import TILE_KV, TILE_Q, Case, Gpu, Problem, Truth, truth
 
 KERNELS = {"generic": GENERIC, "sm90": SM90}
+PRECISIONS = {"highest": 0, "default": 1}  # kvblock_precision
 DTYPES = {"bfloat16": BF16, "float16": F16, "float32": F32}
 # What kernels are compiled for, and smaller ones that are padded to that.
 DIMS = (
@@ -246,6 +247,7 @@ class Launcher:
         c = x.case
         a = Attention(kernels=KERNELS[self.kernels], dtype=DTYPES[c.dtype])
         a.batch, a.num_heads, a.num_kv_heads = c.batch, c.heads, c.kv_heads
+        a.precision = PRECISIONS[c.precision]
         a.q_len, a.kv_len = c.q_len, c.kv_len
         a.head_dim, a.value_dim = c.head_dim, c.value_dim
         a.scale, a.softcap = x.scale, c.softcap

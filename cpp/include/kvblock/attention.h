@@ -52,8 +52,8 @@ enum { KVBLOCK_ATTENTION_PARTIAL = 1 << 30 }; /* added to a list's entry: the ti
 typedef enum kvblock_dtype {
   KVBLOCK_BF16 = 0,
   KVBLOCK_F16 = 1,
-  KVBLOCK_F32 = 2, /* bias only */
-  KVBLOCK_E4M3 = 3, /* forward alone, and caches (paged_attention.h) */
+  KVBLOCK_F32 = 2, /* of a bias with any dtype; of q, k, v for the generic kernels */
+  KVBLOCK_E4M3 = 3, /* of a forward pass, and of caches (paged_attention.h) */
   /* Of caches only. */
   KVBLOCK_E5M2 = 4,
   KVBLOCK_I8 = 5,
@@ -66,11 +66,23 @@ typedef enum kvblock_kernels {
   KVBLOCK_KERNELS_SM90 = 1,
 } kvblock_kernels;
 
+/* How products of float32 are computed; those of 16 bits are exact, and their sums float32. */
+typedef enum kvblock_precision {
+  /* Three products on tensor cores for each, of operands in two parts: errors near float32's. */
+  KVBLOCK_PRECISION_HIGHEST = 0,
+  /* One product of operands rounded to TF32, which has 11 binary digits. */
+  KVBLOCK_PRECISION_DEFAULT = 1,
+} kvblock_precision;
+
 /* What both passes have. A cleared field is an option that is not used, but for the window's. */
 typedef struct kvblock_attention {
   int32_t kernels; /* kvblock_kernels */
-  int32_t dtype;   /* of q, k, v, o, d_o, dq, dk, dv; of KVBLOCK_E4M3 o is KVBLOCK_BF16 */
+  /* Of q, k, v, o, d_o, dq, dk, dv. KVBLOCK_F32 is for the generic kernels, and for gradients with
+   * head_dim and value_dim up to 128; KVBLOCK_E4M3 for a forward pass of the sm_90a kernels, whose o
+   * is KVBLOCK_BF16. */
+  int32_t dtype;
   int32_t batch, num_heads, num_kv_heads;
+  int32_t precision;           /* kvblock_precision, of KVBLOCK_F32 */
   int64_t q_len, kv_len;       /* T and S; packed: the totals */
   int32_t head_dim, value_dim; /* multiples of 8, at most 256 */
   float scale, softcap;        /* softcap 0: none; below 1024, scale / softcap is 1e-6 to 1e5 */
@@ -130,7 +142,8 @@ typedef struct kvblock_forward {
    * and near the row's largest score, which is at most 8 above it. */
   float* base;
   /* May be NULL: memory on the GPU of kvblock_attention_workspace bytes, aligned to 16; what it
-   * holds does not matter. With it the keys of a few queries are shared out over the whole GPU, and
+   * holds does not matter. With it the keys of a few queries of 16 bits are shared out over the
+   * whole GPU, and
    * where lengths, segments or lists make tiles uneven, who is done takes the next one. */
   void* workspace;
   /* Not 0: o and lse hold the attention of these queries to other keys, and are joined with that to

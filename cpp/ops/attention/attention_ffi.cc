@@ -24,8 +24,8 @@ namespace kvblock {
 
 // The attributes of a call.
 struct AttentionAttributes {
-  int64_t kernels, present, packed, deterministic, joins, window_left, window_right, tile_q,
-      tile_kv;
+  int64_t kernels, precision, present, packed, deterministic, joins, window_left, window_right,
+      tile_q, tile_kv;
   float scale, softcap;
 };
 
@@ -34,11 +34,11 @@ struct AttentionAttributes {
 // Their names, in the order of the struct.
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     kvblock::AttentionAttributes, StructMember<int64_t>("kernels"),
-    StructMember<int64_t>("present"), StructMember<int64_t>("packed"),
-    StructMember<int64_t>("deterministic"), StructMember<int64_t>("joins"),
-    StructMember<int64_t>("window_left"), StructMember<int64_t>("window_right"),
-    StructMember<int64_t>("tile_q"), StructMember<int64_t>("tile_kv"), StructMember<float>("scale"),
-    StructMember<float>("softcap"));
+    StructMember<int64_t>("precision"), StructMember<int64_t>("present"),
+    StructMember<int64_t>("packed"), StructMember<int64_t>("deterministic"),
+    StructMember<int64_t>("joins"), StructMember<int64_t>("window_left"),
+    StructMember<int64_t>("window_right"), StructMember<int64_t>("tile_q"),
+    StructMember<int64_t>("tile_kv"), StructMember<float>("scale"), StructMember<float>("softcap"));
 
 namespace {
 
@@ -94,10 +94,12 @@ void DecodeSizes(Reader* in, const Attributes& attributes, Decoded* out) {
   if (k.element_type() != out->type || v.element_type() != out->type) {
     return in->Fail("q, k and v have one dtype");
   }
-  if (out->type != ffi::DataType::BF16 && out->type != ffi::DataType::F16) {
-    return in->Fail("q is bfloat16 or float16");
+  switch (out->type) {
+    case ffi::DataType::BF16: a.dtype = KVBLOCK_BF16; break;
+    case ffi::DataType::F16: a.dtype = KVBLOCK_F16; break;
+    case ffi::DataType::F32: a.dtype = KVBLOCK_F32; break;
+    default: return in->Fail("q is bfloat16, float16 or float32");
   }
-  a.dtype = out->type == ffi::DataType::BF16 ? KVBLOCK_BF16 : KVBLOCK_F16;
   const size_t lead = rank - 3;
   a.batch = out->packed ? 0 : static_cast<int32_t>(qd[0]);  // packed: from cu_q
   a.q_len = qd[lead];
@@ -246,6 +248,7 @@ Decoded Decode(Reader* in, const Attributes& attributes) {
   out.a.window_left = static_cast<int32_t>(attributes.window_left);
   out.a.window_right = static_cast<int32_t>(attributes.window_right);
   out.a.kernels = static_cast<int32_t>(attributes.kernels);
+  out.a.precision = static_cast<int32_t>(attributes.precision);
   out.a.scale = attributes.scale;
   out.a.softcap = attributes.softcap;
   return out;
@@ -312,9 +315,9 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   f.call = d.a;
   f.joins = static_cast<int32_t>(attributes.joins != 0);
   if (!in.failed()) {
-    const int64_t bytes = AttentionWorkspace(d.a.kernels, d.a.batch, d.a.q_len, d.a.kv_len,
-                                             d.a.num_heads, d.a.num_kv_heads, d.a.head_dim,
-                                             d.a.value_dim, attributes.present, false);
+    const int64_t bytes = AttentionWorkspace(
+        d.a.kernels, d.a.dtype, d.a.batch, d.a.q_len, d.a.kv_len, d.a.num_heads, d.a.num_kv_heads,
+        d.a.head_dim, d.a.value_dim, attributes.present, false);
     const void *held_o = nullptr, *held_lse = nullptr;
     if (f.joins) {
       held_o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, false, d.type);
@@ -357,9 +360,9 @@ ffi::Error BackwardKv(void* stream, ffi::RemainingArgs args, ffi::RemainingRets 
       const void* const held = b.joins ? dq(false) : nullptr;
       b.dq = dq(true);
       if (b.joins) CheckInPlace(&in, "dq", held, b.dq);
-      const int64_t bytes = AttentionWorkspace(d.a.kernels, d.a.batch, d.a.q_len, d.a.kv_len,
-                                               d.a.num_heads, d.a.num_kv_heads, d.a.head_dim,
-                                               d.a.value_dim, attributes.present, true);
+      const int64_t bytes = AttentionWorkspace(
+          d.a.kernels, d.a.dtype, d.a.batch, d.a.q_len, d.a.kv_len, d.a.num_heads, d.a.num_kv_heads,
+          d.a.head_dim, d.a.value_dim, attributes.present, true);
       if (bytes > 0) b.workspace = in.Result("workspace", ffi::DataType::U8, {bytes});
       b.deterministic = static_cast<int32_t>(attributes.deterministic);
     } else if (in.results_left() > 0) {
@@ -402,13 +405,14 @@ constexpr auto Binding = [] {
 
 }  // namespace
 
-int64_t AttentionWorkspace(int32_t kernels, int64_t batch, int64_t q_len, int64_t kv_len,
-                           int32_t num_heads, int32_t num_kv_heads, int32_t head_dim,
-                           int32_t value_dim, int64_t present, bool backward) {
+int64_t AttentionWorkspace(int32_t kernels, int32_t dtype, int64_t batch, int64_t q_len,
+                           int64_t kv_len, int32_t num_heads, int32_t num_kv_heads,
+                           int32_t head_dim, int32_t value_dim, int64_t present, bool backward) {
   static const int32_t array[1] = {};
   const auto there = [&](Optional which) { return (present >> which) & 1 ? array : nullptr; };
   kvblock_attention a{};
   a.kernels = kernels;
+  a.dtype = dtype;
   a.batch = static_cast<int32_t>(batch);
   a.q_len = q_len;
   a.kv_len = kv_len;

@@ -23,17 +23,17 @@ __device__ __forceinline__ HeadRows RowsOfHead(const void* array, int64_t first_
 
 // Writes kRows x kDim of a tile in shared memory to global memory, as far as rows and columns
 // exist.
-template <typename Tile, int kThreads>
+template <typename Tile, int kThreads, int kElementBytes = 2>
 __device__ __forceinline__ void StoreTile(const char* tile, const HeadRows& to, int first, int end,
                                           int thread) {
-  constexpr int kChunks = Tile::kDim / 8;
+  constexpr int kColumns = 16 / kElementBytes, kChunks = Tile::kDim / kColumns;
 #pragma unroll 4
   for (int i = thread; i < Tile::kRows * kChunks; i += kThreads) {
-    const int row = i / kChunks, column = i % kChunks * 8;
+    const int row = i / kChunks, column = i % kChunks * kColumns;
     if (first + row < end && column < to.dim) {
       const int4 value = *reinterpret_cast<const int4*>(tile + Tile::Offset(row, column));
       char* row_start = const_cast<char*>(to.first) + (first + row) * to.stride;
-      *reinterpret_cast<int4*>(row_start + column * 2) = value;
+      *reinterpret_cast<int4*>(row_start + column * kElementBytes) = value;
     }
   }
 }

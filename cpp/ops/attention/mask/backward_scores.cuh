@@ -127,7 +127,9 @@ class Scores {
   static constexpr int kRowStep = kTransposed ? 1 : 8, kColumnStep = kTransposed ? 8 : 1;
 
   __device__ __forceinline__ float Bias(int64_t i) const {
-    if (p_.bias_dtype == KVBLOCK_F32) return __ldg(static_cast<const float*>(p_.bias) + i);
+    if (sizeof(T) == 4 || p_.bias_dtype == KVBLOCK_F32) {
+      return __ldg(static_cast<const float*>(p_.bias) + i);
+    }
     return static_cast<float>(static_cast<const T*>(p_.bias)[i]);
   }
 

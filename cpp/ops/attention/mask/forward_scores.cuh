@@ -240,7 +240,7 @@ __device__ __forceinline__ void FinishScores(const AttentionParams& p, const Seq
   if (rules.finish) {
     ScaleScores<Traits>(p, rows);
     if (p.bias != nullptr) {
-      if (p.bias_dtype == KVBLOCK_F32) {
+      if (sizeof(typename Traits::T) == 4 || p.bias_dtype == KVBLOCK_F32) {
         AddBias<Traits, float>(p, s, head, rows, query, key);
       } else {
         AddBias<Traits, typename Traits::T>(p, s, head, rows, query, key);

@@ -46,6 +46,29 @@ inline void Mma16x8x16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint3
   }
 }
 
+// TF32 of a register: the tensor cores do not look at its lower 13 bits.
+inline float ReadTf32(uint32_t word) { return emulator::Float(word & 0xffffe000u); }
+
+// Rounded towards zero, as the tensor cores round.
+inline float Truncate(double x) {
+  const float near = static_cast<float>(x);
+  return std::fabs(near) > std::fabs(x) ? std::nextafter(near, 0.0f) : near;
+}
+
+inline void Mma16x8x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  const auto shown = emulator::Show(std::array<uint32_t, 6>{a[0], a[1], a[2], a[3], b0, b1});
+  const int lane = threadIdx.x % 32;
+  for (int e = 0; e < 4; ++e) {
+    const int row = lane / 4, below = e / 2, column = lane % 4 * 2 + e % 2;
+    double sum = c[e];
+    for (int k = 0; k < 8; ++k) {  // A's column, and B's row
+      sum += double{ReadTf32(shown[row * 4 + k % 4][k / 4 * 2 + below])} *
+             ReadTf32(shown[column * 4 + k % 4][4 + k / 4]);
+    }
+    c[e] = Truncate(sum);
+  }
+}
+
 template <typename T>
 inline uint32_t Pack(float low, float high) {
   const T x[2] = {T(low), T(high)};

@@ -12,4 +12,10 @@ T& DynamicSharedAs() {
   return *reinterpret_cast<T*>(emulator::shared);
 }
 
+template <size_t kWords>
+void LoadShared(uint32_t (&r)[kWords], uint32_t address) {
+  if (address % sizeof(r)) emulator::Die("a load from shared memory is not aligned");
+  std::memcpy(r, emulator::SharedPointer(address), sizeof(r));
+}
+
 }  // namespace kvblock

@@ -12,21 +12,21 @@ const char* LaunchBackwardKv(const AttentionCall& a, cudaStream_t stream) {
     const cudaError_t status = cudaMemsetAsync(a.dq_accum, 0, bytes, stream);
     if (const char* error = CudaResult(status, "clearing dq_accum")) return error;
   }
-  return ForInstance(a, [&](auto instance) {
+  return ForAnyInstance<128>(a, [&](auto instance) {
     using In = decltype(instance);
     return LaunchBackwardKvOf<typename In::Type, In::kDim>(a, stream);
   });
 }
 
 const char* LaunchBackwardQ(const AttentionCall& a, cudaStream_t stream) {
-  return ForInstance(a, [&](auto instance) {
+  return ForAnyInstance<128>(a, [&](auto instance) {
     using In = decltype(instance);
     return LaunchBackwardQOf<typename In::Type, In::kDim>(a, stream);
   });
 }
 
 const char* LaunchBackwardBias(const AttentionCall& a, cudaStream_t stream) {
-  return ForInstance(a, [&](auto instance) {
+  return ForAnyInstance<128>(a, [&](auto instance) {
     using In = decltype(instance);
     return LaunchBackwardBiasOf<typename In::Type, In::kDim>(a, stream);
   });

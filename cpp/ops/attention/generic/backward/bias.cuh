@@ -21,10 +21,10 @@
 
 namespace kvblock::generic {
 
-template <int kDim>
+template <typename T, int kDim>
 struct BackwardBiasShape {
   static constexpr int kTile = 64, kThreads = 128;
-  using Tile = SharedTile<kTile, kDim>;
+  using Tile = TileOf<T, kTile, kDim>;
   static constexpr int kQ = 0, kDo = Tile::kBytes, kK = 2 * Tile::kBytes, kV = 3 * Tile::kBytes;
   static constexpr int kBytes = 4 * Tile::kBytes;
 };
@@ -49,7 +49,7 @@ __device__ __forceinline__ bool TileIsListed(const AttentionParams& p, int batch
 template <typename T, int kDim>
 __global__ void __launch_bounds__(128, 1)
     AttentionBackwardBias(const __grid_constant__ AttentionParams p) {
-  using Shape = BackwardBiasShape<kDim>;
+  using Shape = BackwardBiasShape<T, kDim>;
   using Tile = typename Shape::Tile;
   constexpr int kTile = Shape::kTile, kThreads = Shape::kThreads, kN = kTile / 8;
 
@@ -106,10 +106,10 @@ __global__ void __launch_bounds__(128, 1)
     float prob[1][kN][4], dp[1][kN][4];
     Clear(prob);
     Clear(dp);
-    Product<T, kDim / 16>(prob, OperandA<Tile, Lies::kAcross>{base + Shape::kQ, warp_row},
-                          OperandB<Tile, Lies::kAcross>{base + Shape::kK, 0}, lane);
-    Product<T, kDim / 16>(dp, OperandA<Tile, Lies::kAcross>{base + Shape::kDo, warp_row},
-                          OperandB<Tile, Lies::kAcross>{base + Shape::kV, 0}, lane);
+    Product<T, kDim / kStep<T>>(prob, OperandA<Tile, Lies::kAcross>{base + Shape::kQ, warp_row},
+                                OperandB<Tile, Lies::kAcross>{base + Shape::kK, 0}, lane);
+    Product<T, kDim / kStep<T>>(dp, OperandA<Tile, Lies::kAcross>{base + Shape::kDo, warp_row},
+                                OperandB<Tile, Lies::kAcross>{base + Shape::kV, 0}, lane);
     const Scores<T> scores(p, s, head, q0, k0);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(128, 1)
           ((static_cast<int64_t>(bias_row) * p.bias_heads + bias_head) * p.q_len + query) *
               p.kv_len +
           key;
-      if (p.bias_dtype == KVBLOCK_F32) {
+      if (kIsFloat32<T> || p.bias_dtype == KVBLOCK_F32) {
         static_cast<float*>(p.dbias)[at] = sum[0][n][e];
       } else {
         static_cast<T*>(p.dbias)[at] = static_cast<T>(sum[0][n][e]);

@@ -41,6 +41,8 @@
 #include "device/reduce_add.cuh"
 #include "device/shared.cuh"
 #include "ops/attention/generic/backward/dq_rows.h"
+#include "ops/attention/generic/backward/kv_results.cuh"
+#include "ops/attention/generic/backward/kv_shape.cuh"
 #include "ops/attention/generic/product.cuh"
 #include "ops/attention/generic/tile.cuh"
 #include "ops/attention/mask/backward_scores.cuh"
@@ -49,91 +51,11 @@
 
 namespace kvblock::generic {
 
-// With kStages these fit into the 163 KiB of sm_80. A warp's part of dQ has kDqRows rows.
-template <int kDim>
-struct BackwardKvTiling;
-template <>
-struct BackwardKvTiling<64> {
-  static constexpr int kQueries = 128, kKeys = 128, kStages = 2, kDqRows = 32;
-};
-template <>
-struct BackwardKvTiling<128> {
-  static constexpr int kQueries = 64, kKeys = 128, kStages = 2, kDqRows = 32;
-};
-template <>
-struct BackwardKvTiling<192> {
-  static constexpr int kQueries = 64, kKeys = 64, kStages = 2, kDqRows = 32;
-};
-template <>
-struct BackwardKvTiling<256> {
-  static constexpr int kQueries = 64, kKeys = 64, kStages = 1, kDqRows = 32;
-};
-
-// What is seldom needed waits in shared memory; the sums need the registers.
-struct alignas(16) BackwardKeys {  // of a CTA
-  Sequence sequence;
-  int first, head;  // whose keys it has
-  // Row 0 of the sequence, head 0.
-  const char *q, *d_o;
-  const float *lse, *delta;
-  float* dq;          // the block of rows that it lies in, ...
-  int dq_row;         // ... and where in the block
-  int64_t dq_stride;  // floats from head to head
-};
-struct alignas(16) BackwardWalk {  // of a warp; all warps of a CTA walk alike
-  WalkState state;
-  struct Tile {
-    int head, first;  // the queries
-    bool visible;     // all of them see all our keys
-  } tiles[2];         // by the step's parity
-};
-
-// How a launch uses the shared memory that the GPU has.
-struct BackwardKvPlan {
-  int32_t stages;  // of Q and dO: 1 or 2
-  int32_t bytes;
-};
-
-template <int kDim_>
-struct BackwardKvShape : BackwardKvTiling<kDim_> {
-  using Tiling = BackwardKvTiling<kDim_>;
-  using Tiling::kDqRows, Tiling::kKeys, Tiling::kQueries, Tiling::kStages;
-  static constexpr int kDim = kDim_, kWarps = 8, kThreads = kWarps * 32;
-  static constexpr int kPairs = kWarps / 2, kPairKeys = kKeys / kPairs;
-
-  using KeyTile = SharedTile<kKeys, kDim>;
-  using QueryTile = SharedTile<kQueries, kDim>;
-  using ScoreTile = SharedTile<kQueries, kKeys>;
-
-  // Offsets in shared memory. A stage is Q, then dO.
-  static constexpr int kK = 0, kV = kK + KeyTile::kBytes, kP = kV + KeyTile::kBytes;
-  static constexpr int kDs = kP + ScoreTile::kBytes, kLse = kDs + ScoreTile::kBytes;
-  static constexpr int kDelta = kLse + 2 * kQueries * 4, kLanded = kDelta + 2 * kQueries * 4;
-  static constexpr int kDsReady = kLanded + 16, kDone = kDsReady + 8;
-  static constexpr int kKeysOf = kDone + 8, kWalk = kKeysOf + sizeof(BackwardKeys);
-  static constexpr int kStage = (kWalk + kWarps * sizeof(BackwardWalk) + 127) / 128 * 128;
-  static constexpr int kStageBytes = 2 * QueryTile::kBytes;
-  static_assert(kKeysOf % 16 == 0 && kStage + kStages * kStageBytes <= 163 * 1024);
-
-  // Blocks of 16 x 8 accumulators in one warp's part of a product.
-  static constexpr int kScoreM = kQueries / 2 / 16, kScoreN = kPairKeys / 8;
-  static constexpr int kKvM = kPairKeys / 16, kKvN = kDim / 2 / 8;
-  static constexpr int kDqWarpsDown = kQueries / kDqRows, kDqWarpsAcross = kWarps / kDqWarpsDown;
-  static constexpr int kDqM = kDqRows / 16, kDqN = kDim / kDqWarpsAcross / 8;
-
-  // A second stage, where sm_80 has no room for it but the GPU at hand has.
-  static BackwardKvPlan Plan(int shared_bytes) {
-    constexpr int kMost = kStage + 2 * kStageBytes;
-    if (kStages == 2 || kMost <= shared_bytes) return {2, kMost};
-    return {1, kStage + kStageBytes};
-  }
-};
-
 template <typename T, int kDim>
-__global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
+__global__ void __launch_bounds__(BackwardKvShape<T, kDim>::kThreads, 1)
     AttentionBackwardKv(const __grid_constant__ AttentionParams p,
                         const __grid_constant__ BackwardKvPlan plan) {
-  using Shape = BackwardKvShape<kDim>;
+  using Shape = BackwardKvShape<T, kDim>;
   using KeyTile = typename Shape::KeyTile;
   using QueryTile = typename Shape::QueryTile;
   using ScoreTile = typename Shape::ScoreTile;
@@ -274,8 +196,8 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
     // S = Q K^T.
     float prob[kM][kN][4];
     Clear(prob);
-    Product<T, kDim / 16>(prob, OperandA<QueryTile, Lies::kAcross>{q, score_row},
-                          OperandB<KeyTile, Lies::kAcross>{base + Shape::kK, key_row}, lane);
+    Product<T, kDim / kStep<T>>(prob, OperandA<QueryTile, Lies::kAcross>{q, score_row},
+                                OperandB<KeyTile, Lies::kAcross>{base + Shape::kK, key_row}, lane);
 
     // dP - delta = dO V^T - delta, and P = exp(scale S - lse) under it.
     float ds[kM][kN][4];
@@ -327,7 +249,12 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
       for (int h = 0; h < 2; ++h) {
         const int row = score_row + m * 16 + h * 8 + at_lane / 4;
         const uint32_t at = ScoreTile::Offset(row, key_row + n * 8) + at_lane % 4 * 4;
-        *reinterpret_cast<uint32_t*>(shared + to + at) = Pack<T>(c[2 * h], c[2 * h + 1]);
+        if constexpr (kIsFloat32<T>) {
+          *reinterpret_cast<float*>(shared + to + at) = c[2 * h];
+          *reinterpret_cast<float*>(shared + to + (at ^ 16)) = c[2 * h + 1];
+        } else {
+          *reinterpret_cast<uint32_t*>(shared + to + at) = Pack<T>(c[2 * h], c[2 * h + 1]);
+        }
       }
     };
     const auto previous_done = [&] {
@@ -335,8 +262,8 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
     };
     if (plain) {
       start_with_delta();
-      Product<T, kDim / 16>(ds, do_rows, v_rows, lane, [&](int k) {
-        constexpr int kBlocks = kM * kN, kSteps = kDim / 16;
+      Product<T, kDim / kStep<T>>(ds, do_rows, v_rows, lane, [&](int k) {
+        constexpr int kBlocks = kM * kN, kSteps = kDim / kStep<T>;
 #pragma unroll
         for (int i = k * kBlocks / kSteps; i < (k + 1) * kBlocks / kSteps; ++i) {
           float (&c)[4] = prob[i / kN][i % kN];
@@ -399,7 +326,7 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
         finish(std::false_type());
       }
       start_with_delta();
-      Product<T, kDim / 16>(ds, do_rows, v_rows, lane);
+      Product<T, kDim / kStep<T>>(ds, do_rows, v_rows, lane);
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -426,43 +353,27 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
     // dV += P^T dO and dK += dS^T Q.
     BarrierMeet(1 + pair, 64);
     constexpr int kColumns = kDim / 2;
-    Product<T, kQueries / 16>(dv, OperandA<ScoreTile, Lies::kDown>{base + Shape::kP, key_row},
-                              OperandB<QueryTile, Lies::kDown>{d_o, half * kColumns}, lane);
-    Product<T, kQueries / 16>(dk, OperandA<ScoreTile, Lies::kDown>{base + Shape::kDs, key_row},
-                              OperandB<QueryTile, Lies::kDown>{q, half * kColumns}, lane);
+    AddProduct<T, kQueries / kStep<T>>(
+        dv, OperandA<ScoreTile, Lies::kDown>{base + Shape::kP, key_row},
+        OperandB<QueryTile, Lies::kDown>{d_o, half * kColumns}, lane);
+    AddProduct<T, kQueries / kStep<T>>(dk,
+                                       OperandA<ScoreTile, Lies::kDown>{base + Shape::kDs, key_row},
+                                       OperandB<QueryTile, Lies::kDown>{q, half * kColumns}, lane);
 
     // dQ = dS K.
     if (p.dq_accum != nullptr) {
       constexpr int kDqM = Shape::kDqM, kDqN = Shape::kDqN;
+      constexpr int kWide = 2;  // of float32: four neighbours of a row (AddDq)
       const int dq_row = warp % Shape::kDqWarpsDown * Shape::kDqRows;
       const int dq_column = warp / Shape::kDqWarpsDown * (kDqN * 8);
       float dq[kDqM][kDqN][4];
       Clear(dq);
       BarrierWait(ds_ready, step % 2);
-      Product<T, kKeys / 16>(dq, OperandA<ScoreTile, Lies::kAcross>{base + Shape::kDs, dq_row},
-                             OperandB<KeyTile, Lies::kDown>{base + Shape::kK, dq_column}, lane);
+      Product<T, kKeys / kStep<T>, kWide>(
+          dq, OperandA<ScoreTile, Lies::kAcross>{base + Shape::kDs, dq_row},
+          OperandB<KeyTile, Lies::kDown>{base + Shape::kK, dq_column}, lane);
       BarrierArrive(done);
-      // All rows of a lane have the same place in their blocks: a tile's first is a multiple of 8.
-      const int at_lane = lane_now(), group_row = at_lane / 4, first = at.first + dq_row;
-      const unsigned in_block = keys.dq_row + group_row;
-      float* to = keys.dq + at.head * keys.dq_stride + int64_t{first} * p.head_dim +
-                  in_block / 8 * 8 * p.head_dim + in_block % 8 * 8 + at_lane % 4 * 2 +
-                  dq_column * 8;
-#pragma unroll
-      for (int m = 0; m < kDqM; ++m) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h, to += 8 * p.head_dim) {
-          // Or every row computes two addresses from the start. At 256 it would cost a spill.
-          if constexpr (kDim < 256) to = Opaque(to);
-          if (first + m * 16 + h * 8 + group_row >= s.q_len) continue;
-#pragma unroll
-          for (int n = 0; n < kDqN; ++n) {
-            if (dq_column + n * 8 < p.head_dim) {
-              ReduceAdd(to + n * 64, dq[m][n][2 * h], dq[m][n][2 * h + 1]);
-            }
-          }
-        }
-      }
+      AddDq<T, Shape>(p, s, keys, dq, at, dq_row, dq_column, lane_now());
     } else {
       BarrierArrive(done);
     }
@@ -474,27 +385,12 @@ __global__ void __launch_bounds__(BackwardKvShape<kDim>::kThreads, 1)
 
   // Out: dK where K was, dV where V was.
   if (step > 0) BarrierWait(done, (step - 1) % 2);
-  const int at_lane = lane_now(), out_row = key_row + at_lane / 4;
-#pragma unroll
-  for (int m = 0; m < Shape::kKvM; ++m) {
-#pragma unroll
-    for (int n = 0; n < Shape::kKvN; ++n) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32_t at =
-            KeyTile::Offset(out_row + m * 16 + h * 8, half * (kDim / 2) + n * 8) + at_lane % 4 * 4;
-        *reinterpret_cast<uint32_t*>(shared + Shape::kK + at) =
-            Pack<T>(dk[m][n][2 * h] * p.scale, dk[m][n][2 * h + 1] * p.scale);
-        *reinterpret_cast<uint32_t*>(shared + Shape::kV + at) =
-            Pack<T>(dv[m][n][2 * h], dv[m][n][2 * h + 1]);
-      }
-    }
-  }
+  PlaceKv<T, Shape>(dk, dv, shared, p.scale, key_row, half * (kDim / 2), lane_now());
   __syncthreads();
-  StoreTile<KeyTile, kThreads>(shared + Shape::kK,
-                               RowsOfHead<T>(p.dk, s.kv_row, p.num_kv_heads, keys.head, p.head_dim),
-                               keys.first, s.kv_rows, thread);
-  StoreTile<KeyTile, kThreads>(
+  StoreTile<KeyTile, kThreads, sizeof(T)>(
+      shared + Shape::kK, RowsOfHead<T>(p.dk, s.kv_row, p.num_kv_heads, keys.head, p.head_dim),
+      keys.first, s.kv_rows, thread);
+  StoreTile<KeyTile, kThreads, sizeof(T)>(
       shared + Shape::kV, RowsOfHead<T>(p.dv, s.kv_row, p.num_kv_heads, keys.head, p.value_dim),
       keys.first, s.kv_rows, thread);
 }

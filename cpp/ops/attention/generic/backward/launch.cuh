@@ -35,12 +35,13 @@ const char* Launch(Kernel kernel, int bytes, int available, const AttentionParam
 
 template <typename T, int kDim>
 const char* LaunchBackwardKvOf(const AttentionCall& a, cudaStream_t stream) {
-  using Shape = BackwardKvShape<kDim>;
+  using Shape = BackwardKvShape<T, kDim>;
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kKeys);
   if (const char* error = PlanGrid(&p, tiles, Members(a) * a.num_kv_heads)) return error;
   // Heads that take turns should fit in L2 with their Q, dO and dq_accum.
-  const int64_t bytes = a.q_len * (int64_t{6} * a.head_dim + int64_t{2} * a.value_dim);
+  constexpr int64_t kElement = sizeof(T);
+  const int64_t bytes = a.q_len * ((kElement + 4) * a.head_dim + kElement * a.value_dim);
   p.section_pairs = SectionOwners(p, bytes);
 
   Gpu gpu{};
@@ -52,7 +53,7 @@ const char* LaunchBackwardKvOf(const AttentionCall& a, cudaStream_t stream) {
 
 template <typename T, int kDim>
 const char* LaunchBackwardQOf(const AttentionCall& a, cudaStream_t stream) {
-  using Shape = BackwardQShape<kDim>;
+  using Shape = BackwardQShape<T, kDim>;
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = a.q_len == 0 ? 0 : NumTiles(a, a.q_len, Shape::kQueries);
   if (const char* error = PlanGrid(&p, tiles, Members(a) * a.num_heads)) return error;
@@ -64,7 +65,7 @@ const char* LaunchBackwardQOf(const AttentionCall& a, cudaStream_t stream) {
 
 template <typename T, int kDim>
 const char* LaunchBackwardBiasOf(const AttentionCall& a, cudaStream_t stream) {
-  using Shape = BackwardBiasShape<kDim>;
+  using Shape = BackwardBiasShape<T, kDim>;
   constexpr int64_t kTile = Shape::kTile;
   AttentionParams p = MakeAttentionParams(a);
   const int64_t tiles = (a.q_len + kTile - 1) / kTile * ((a.kv_len + kTile - 1) / kTile);

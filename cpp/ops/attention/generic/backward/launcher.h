@@ -16,8 +16,9 @@ const char* LaunchBackwardQ(const AttentionCall& a, cudaStream_t stream);
 // Writes dbias.
 const char* LaunchBackwardBias(const AttentionCall& a, cudaStream_t stream);
 
-// The same for one element type and padded head dim: an instance each. T is a.dtype's type; the
-// larger of head_dim and value_dim is at most kDim: 64, 128, 192 or 256.
+// The same for one element type and padded head dim: an instance each. T is a.dtype's type, of
+// float32 Tf32 or Tf32x3 (device/tf32.cuh); the larger of head_dim and value_dim is at most kDim:
+// 64, 128, 192 or 256, of float32 at most 128.
 template <typename T, int kDim>
 const char* LaunchBackwardKvOf(const AttentionCall& a, cudaStream_t stream);
 template <typename T, int kDim>

@@ -24,12 +24,13 @@
 
 namespace kvblock::generic {
 
-template <int kDim>
+template <typename T, int kDim>
 struct BackwardQShape {
-  static constexpr int kQueries = kDim <= 128 ? 128 : 64, kKeys = kDim <= 192 ? 64 : 32;
+  static constexpr int kRowBytes = kDim * sizeof(T);
+  static constexpr int kQueries = kRowBytes <= 256 ? 128 : 64, kKeys = kRowBytes <= 384 ? 64 : 32;
   static constexpr int kThreads = kQueries / 16 * 32;
-  using QueryTile = SharedTile<kQueries, kDim>;
-  using KeyTile = SharedTile<kKeys, kDim>;
+  using QueryTile = TileOf<T, kQueries, kDim>;
+  using KeyTile = TileOf<T, kKeys, kDim>;
   static constexpr int kQ = 0, kDo = QueryTile::kBytes, kK = kDo + QueryTile::kBytes;
   static constexpr int kV = kK + 2 * KeyTile::kBytes, kBytes = kV + 2 * KeyTile::kBytes;
   static_assert(kBytes <= 163 * 1024);
@@ -40,19 +41,19 @@ template <typename T, int kN>
 struct RegistersA {
   const float (&c)[1][kN][4];
 
-  __device__ __forceinline__ void Load(uint32_t (&r)[4], int /*lane*/, int /*block*/, int k) const {
+  template <int kM>
+  __device__ __forceinline__ void LoadRows(uint32_t (&r)[kM][4], int /*lane*/, int k) const {
+    static_assert(kM == 1);
+    constexpr int kBlocks = kStep<T> / 8;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float* pair = &c[0][2 * k + i / 2][i % 2 * 2];
-      r[i] = Pack<T>(pair[0], pair[1]);
-    }
+    for (int n = 0; n < kBlocks; ++n) TakeAccumulators<T>(r[0], n, c[0][kBlocks * k + n]);
   }
 };
 
 template <typename T, int kDim>
-__global__ void __launch_bounds__(BackwardQShape<kDim>::kThreads, 1)
+__global__ void __launch_bounds__(BackwardQShape<T, kDim>::kThreads, 1)
     AttentionBackwardQ(const __grid_constant__ AttentionParams p) {
-  using Shape = BackwardQShape<kDim>;
+  using Shape = BackwardQShape<T, kDim>;
   using QueryTile = typename Shape::QueryTile;
   using KeyTile = typename Shape::KeyTile;
   constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys, kThreads = Shape::kThreads;
@@ -119,15 +120,16 @@ __global__ void __launch_bounds__(BackwardQShape<kDim>::kThreads, 1)
     // S = Q K^T and dP - delta = dO V^T - delta.
     float prob[1][kN][4], ds[1][kN][4];
     Clear(prob);
-    Product<T, kDim / 16>(prob, OperandA<QueryTile, Lies::kAcross>{base + Shape::kQ, warp_row},
-                          OperandB<KeyTile, Lies::kAcross>{k, 0}, lane);
+    Product<T, kDim / kStep<T>>(prob,
+                                OperandA<QueryTile, Lies::kAcross>{base + Shape::kQ, warp_row},
+                                OperandB<KeyTile, Lies::kAcross>{k, 0}, lane);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) ds[0][n][e] = -delta[e / 2];
     }
-    Product<T, kDim / 16>(ds, OperandA<QueryTile, Lies::kAcross>{base + Shape::kDo, warp_row},
-                          OperandB<KeyTile, Lies::kAcross>{v, 0}, lane);
+    Product<T, kDim / kStep<T>>(ds, OperandA<QueryTile, Lies::kAcross>{base + Shape::kDo, warp_row},
+                                OperandB<KeyTile, Lies::kAcross>{v, 0}, lane);
 
     // dS.
     if (plain) {
@@ -159,7 +161,8 @@ __global__ void __launch_bounds__(BackwardQShape<kDim>::kThreads, 1)
     }
 
     // dQ += dS K.
-    Product<T, kKeys / 16>(dq, RegistersA<T, kN>{ds}, OperandB<KeyTile, Lies::kDown>{k, 0}, lane);
+    AddProduct<T, kKeys / kStep<T>>(dq, RegistersA<T, kN>{ds}, OperandB<KeyTile, Lies::kDown>{k, 0},
+                                    lane);
   }
 
   // Out through the place of Q. Rows that take no part are zero.
@@ -169,15 +172,24 @@ __global__ void __launch_bounds__(BackwardQShape<kDim>::kThreads, 1)
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = warp_row + h * 8 + group_row;
-      const uint32_t value = Pack<T>(dq[0][n][2 * h] * p.scale, dq[0][n][2 * h + 1] * p.scale);
-      const uint32_t at = QueryTile::Offset(row, n * 8) + pair_column * 2;
-      *reinterpret_cast<uint32_t*>(shared + Shape::kQ + at) = q0 + row < s.q_len ? value : 0;
+      if constexpr (kIsFloat32<T>) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = ColumnDown<kWideOf<kDim / 8>>(lane, n, e);
+          *reinterpret_cast<float*>(shared + Shape::kQ + QueryTile::Offset(row, column)) =
+              q0 + row < s.q_len ? dq[0][n][2 * h + e] * p.scale : 0.0f;
+        }
+      } else {
+        const uint32_t value = Pack<T>(dq[0][n][2 * h] * p.scale, dq[0][n][2 * h + 1] * p.scale);
+        const uint32_t at = QueryTile::Offset(row, n * 8) + pair_column * 2;
+        *reinterpret_cast<uint32_t*>(shared + Shape::kQ + at) = q0 + row < s.q_len ? value : 0;
+      }
     }
   }
   __syncthreads();
-  StoreTile<QueryTile, kThreads>(shared + Shape::kQ,
-                                 RowsOfHead<T>(p.dq, s.q_row, p.num_heads, head, p.head_dim), q0,
-                                 s.q_rows, thread);
+  StoreTile<QueryTile, kThreads, sizeof(T)>(
+      shared + Shape::kQ, RowsOfHead<T>(p.dq, s.q_row, p.num_heads, head, p.head_dim), q0, s.q_rows,
+      thread);
 }
 
 }  // namespace kvblock::generic

@@ -5,7 +5,7 @@
 namespace kvblock::generic {
 
 const char* LaunchForward(const AttentionCall& a, cudaStream_t stream) {
-  return ForInstance(a, [&](auto instance) {
+  return ForAnyInstance<256>(a, [&](auto instance) {
     using In = decltype(instance);
     return LaunchForwardOf<typename In::Type, In::kDim>(a, stream);
   });

@@ -11,8 +11,9 @@
 //
 // Shared memory: Q | K, V | K, V: two stages of KV tiles. While tile j is multiplied, tile j + 1
 // arrives by cp.async; one barrier a tile separates the stages. Where the fragments of Q are held
-// in registers, the second stage takes Q's place. At the end O goes through the rows of Q, a warp's
-// own, to be written in 16-byte pieces.
+// in registers, the second stage takes Q's place. Wide rows of float32 leave room for one stage: V
+// arrives while K is multiplied, and the next K while V is, with a barrier for each. At the end O
+// goes through the rows of Q, a warp's own, to be written in 16-byte pieces.
 //
 //   locate the tile, start loading Q and the first K, V
 //   for each KV tile of the walk:
@@ -29,10 +30,12 @@
 #include <cstdint>
 
 #include "device/fast_math.cuh"
-#include "device/mma.cuh"
 #include "device/opaque.cuh"
 #include "device/shared.cuh"
 #include "ops/attention/contract/params.cuh"
+#include "ops/attention/generic/forward/shape.cuh"
+#include "ops/attention/generic/fragments.cuh"
+#include "ops/attention/generic/product.cuh"
 #include "ops/attention/generic/tile.cuh"
 #include "ops/attention/mask/forward_scores.cuh"
 #include "ops/attention/mask/tile_walk.cuh"
@@ -40,49 +43,17 @@
 
 namespace kvblock::generic {
 
-// The tile sizes of each padded head dim. At most 96 KiB of shared memory, so that consumer GPUs
-// (99 KiB) run the same instances. docs/attention_log.md has what else was measured.
-struct ForwardShape {
-  int queries, keys, warps;
-  int ctas;           // on one multiprocessor; fixes the registers a thread may have
-  bool hold_queries;  // Q's fragments stay in registers, and a KV stage takes Q's place
-};
-constexpr ForwardShape ForwardShapeOf(int dim) {
-  return dim == 64    ? ForwardShape{128, 128, 4, 2, false}
-         : dim == 128 ? ForwardShape{128, 64, 4, 2, false}
-         : dim == 192 ? ForwardShape{128, 64, 8, 1, true}
-                      : ForwardShape{64, 32, 4, 2, true};
-}
-
-template <typename T_, int kDim_>
-struct ForwardTraits {
-  using T = T_;
-  static constexpr int kDim = kDim_;
-  static constexpr ForwardShape kShape = ForwardShapeOf(kDim);
-  static constexpr int kQueries = kShape.queries, kKeys = kShape.keys;
-  static constexpr int kThreads = kShape.warps * 32;
-  static constexpr int kRowBlocks = kQueries / kShape.warps / 16;
-  using QTile = SharedTile<kQueries, kDim>;
-  using KvTile = SharedTile<kKeys, kDim>;
-  // Where the two stages of K and V begin; Q begins at 0.
-  static constexpr int kStageBytes = 2 * KvTile::kBytes;
-  static constexpr int kHeldBytes = QTile::kBytes > kStageBytes ? QTile::kBytes : kStageBytes;
-  static constexpr int kStage0 = kShape.hold_queries ? kHeldBytes : QTile::kBytes;
-  static constexpr int kStage1 = kShape.hold_queries ? 0 : kStage0 + kStageBytes;
-  static constexpr int kSharedBytes = kStageBytes + (kStage1 == 0 ? kStage0 : kStage1);
-};
-
 // Q of this warp's rows as the A operand, where it is held.
 template <typename Traits>
 struct QueryFragments {
-  static constexpr int kSteps = Traits::kDim / 16;
+  static constexpr int kSteps = Traits::kDim / kStep<typename Traits::T>;
   uint32_t held[Traits::kShape.hold_queries ? kSteps : 1][Traits::kRowBlocks][4];
 };
 
 template <typename Traits>
 __device__ __forceinline__ void LoadQueries(
     uint32_t (&a)[Traits::kRowBlocks][4], uint32_t q_tile, int row, int step,
-    const LaneBlock<Traits::kDim, BlockOrder::kRowsFirst>& at) {
+    const LaneBlock<Traits::QTile::kRowBytes / 2, BlockOrder::kRowsFirst>& at) {
 #pragma unroll
   for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
     LoadMatrices(a[rb], at.Address(q_tile + row * Traits::QTile::kRowBytes, rb * 16, step * 16));
@@ -94,8 +65,9 @@ template <typename Traits>
 __device__ __forceinline__ void Multiply(ForwardRows<Traits>& rows,
                                          const QueryFragments<Traits>& queries, uint32_t q_tile,
                                          uint32_t k_tile, int row, int lane) {
-  const LaneBlock<Traits::kDim, BlockOrder::kRowsFirst> at_q(lane);
-  const LaneBlock<Traits::kDim, BlockOrder::kColumnsFirst> at_k(lane);
+  using T = typename Traits::T;
+  const LaneBlock<Traits::QTile::kRowBytes / 2, BlockOrder::kRowsFirst> at_q(lane);
+  const LaneBlock<Traits::KvTile::kRowBytes / 2, BlockOrder::kColumnsFirst> at_k(lane);
 #pragma unroll
   for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
 #pragma unroll
@@ -105,20 +77,20 @@ __device__ __forceinline__ void Multiply(ForwardRows<Traits>& rows,
     }
   }
 #pragma unroll
-  for (int step = 0; step < Traits::kDim / 16; ++step) {
+  for (int step = 0; step < Traits::kDim / kStep<T>; ++step) {
     uint32_t loaded[Traits::kRowBlocks][4];
     if (!Traits::kShape.hold_queries) LoadQueries<Traits>(loaded, q_tile, row, step, at_q);
-    const auto& a =
+    const auto& words =
         Traits::kShape.hold_queries ? queries.held[Traits::kShape.hold_queries ? step : 0] : loaded;
+    Fragment<T, 4> a[Traits::kRowBlocks];
 #pragma unroll
-    for (int n = 0; n < Traits::kKeys / 16; ++n) {
+    for (int rb = 0; rb < Traits::kRowBlocks; ++rb) a[rb] = Prepare<T>(words[rb]);
+#pragma unroll
+    for (int n = 0; n < Traits::kKeys / 8; n += 2) {
       uint32_t b[4];
-      LoadMatrices(b, at_k.Address(k_tile, n * 16, step * 16));
-#pragma unroll
-      for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
-        Mma16x8x16<typename Traits::T>(rows.s[rb][2 * n], a[rb], b[0], b[1]);
-        Mma16x8x16<typename Traits::T>(rows.s[rb][2 * n + 1], a[rb], b[2], b[3]);
-      }
+      LoadMatrices(b, at_k.Address(k_tile, n * 8, step * 16));
+      MultiplyBlocks<T, Traits::kRowBlocks>(
+          a, Prepare<T>(b), [&](int rb, int j) -> float (&)[4] { return rows.s[rb][n + j]; });
     }
   }
 }
@@ -169,46 +141,76 @@ __device__ __forceinline__ void Rescale(const AttentionParams& p, ForwardRows<Tr
   }
 }
 
-// P = exp2(S - max) and O += P V, 16 keys at a time: the exponentials of the next 16 keys can run
-// while the tensor cores work on these.
+// A step of P = exp2(S - max) as the A operand, and its sums.
+template <typename Traits>
+__device__ __forceinline__ void Exponentials(
+    ForwardRows<Traits>& rows, int step, float to_log2,
+    const float (&reference)[Traits::kRowBlocks][2],
+    Fragment<typename Traits::T, 4> (&a)[Traits::kRowBlocks]) {
+  using T = typename Traits::T;
+  constexpr int kBlocks = kStep<T> / 8;
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+    uint32_t words[4];
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      float (&x)[4] = rows.s[rb][kBlocks * step + n];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        x[e] = Exp2(fmaf(x[e], to_log2, -reference[rb][e / 2]));
+        rows.sum[rb][e / 2] += x[e];
+      }
+      TakeAccumulators<T>(words, n, x);
+    }
+    a[rb] = Prepare<T>(words);
+  }
+}
+
+// P = exp2(S - max) and O += P V, a step of keys at a time: the exponentials of the next keys can
+// run while the tensor cores work on these. Where sums are to be apart, some steps at a time.
 template <typename Traits>
 __device__ __forceinline__ void Accumulate(const AttentionParams& p, ForwardRows<Traits>& rows,
                                            float to_log2, uint32_t v_tile, int lane) {
   using T = typename Traits::T;
-  const LaneBlock<Traits::kDim, BlockOrder::kRowsFirst> at_v(lane);
-  float reference[Traits::kRowBlocks][2];
+  constexpr int kRowBlocks = Traits::kRowBlocks, kBlocks = kColumnBlocks<T, Traits::kDim>;
+  constexpr int kTogether = kStepsTogether<T, Traits::kDim>;
+  const OperandB<typename Traits::KvTile, Lies::kDown> v{v_tile, 0};
+  float reference[kRowBlocks][2];
 #pragma unroll
-  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+  for (int rb = 0; rb < kRowBlocks; ++rb) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       reference[rb][half] = HasBases(p) ? 0.0f : Reference(rows.max[rb][half], to_log2);
     }
   }
 #pragma unroll
-  for (int step = 0; step < Traits::kKeys / 16; ++step) {
-    uint32_t a[Traits::kRowBlocks][4];
+  for (int first = 0; first < Traits::kKeys / kStep<T>; first += kTogether) {
+    Fragment<T, 4> a[kTogether][kRowBlocks];
 #pragma unroll
-    for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        float (&x)[4] = rows.s[rb][2 * step + n];
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          x[e] = Exp2(fmaf(x[e], to_log2, -reference[rb][e / 2]));
-          rows.sum[rb][e / 2] += x[e];
-        }
-        a[rb][2 * n] = Pack<T>(x[0], x[1]);
-        a[rb][2 * n + 1] = Pack<T>(x[2], x[3]);
-      }
+    for (int i = 0; i < kTogether; ++i) {
+      Exponentials<Traits>(rows, first + i, to_log2, reference, a[i]);
     }
 #pragma unroll
-    for (int n = 0; n < Traits::kDim / 16; ++n) {
-      uint32_t b[4];
-      LoadMatricesTransposed(b, at_v.Address(v_tile, step * 16, n * 16));
+    for (int n = 0; n < Traits::kDim / 8; n += kBlocks) {
+      float apart[kRowBlocks][kBlocks][4];
+      Clear(apart);
 #pragma unroll
-      for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
-        Mma16x8x16<T>(rows.o[rb][2 * n], a[rb], b[0], b[1]);
-        Mma16x8x16<T>(rows.o[rb][2 * n + 1], a[rb], b[2], b[3]);
+      for (int i = 0; i < kTogether; ++i) {
+        uint32_t b[kBlocks * 2];
+        v.template LoadColumns<kBlocks>(b, lane, n, first + i);
+        MultiplyBlocks<T, kRowBlocks>(a[i], Prepare<T>(b), [&](int rb, int j) -> float (&)[4] {
+          return kSumsApart<T> ? apart[rb][j] : rows.o[rb][n + j];
+        });
+      }
+      if constexpr (kSumsApart<T>) {
+#pragma unroll
+        for (int rb = 0; rb < kRowBlocks; ++rb) {
+#pragma unroll
+          for (int j = 0; j < kBlocks; ++j) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) rows.o[rb][n + j][e] += apart[rb][j][e];
+          }
+        }
       }
     }
   }
@@ -254,8 +256,17 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& 
       for (int n = 0; n < Traits::kDim / 8; ++n) {
         const float low = nothing ? 0.0f : rows.o[rb][n][half * 2] * factor;
         const float high = nothing ? 0.0f : rows.o[rb][n][half * 2 + 1] * factor;
-        *reinterpret_cast<uint32_t*>(
-            shared_q + Traits::QTile::Offset(in_tile, n * 8 + lane % 4 * 2)) = Pack<T>(low, high);
+        if constexpr (kIsFloat32<T>) {
+          *reinterpret_cast<float*>(
+              shared_q + Traits::QTile::Offset(in_tile, ColumnDown<kColumnBlocks<T, Traits::kDim>>(
+                                                            lane, n, 0))) = low;
+          *reinterpret_cast<float*>(
+              shared_q + Traits::QTile::Offset(in_tile, ColumnDown<kColumnBlocks<T, Traits::kDim>>(
+                                                            lane, n, 1))) = high;
+        } else {
+          *reinterpret_cast<uint32_t*>(
+              shared_q + Traits::QTile::Offset(in_tile, n * 8 + lane % 4 * 2)) = Pack<T>(low, high);
+        }
       }
     }
   }
@@ -266,8 +277,8 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& 
   for (int r = lane / 8; r < Traits::kRowBlocks * 16; r += 4) {
     const int query = first + row + r;
 #pragma unroll
-    for (int c = 0; c < Traits::kDim; c += 64) {
-      const int column = c + lane % 8 * 8;
+    for (int c = 0; c < Traits::kDim; c += 8 * Traits::QTile::kColumnsOfChunk) {
+      const int column = c + lane % 8 * Traits::QTile::kColumnsOfChunk;
       if (query < s.q_rows && column < p.value_dim) {
         *reinterpret_cast<uint4*>(to + query * o.stride + column * sizeof(T)) =
             *reinterpret_cast<const uint4*>(shared_q + Traits::QTile::Offset(row + r, column));
@@ -277,12 +288,13 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& 
 }
 
 template <typename T, int kDim>
-__global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShapeOf(kDim).ctas)
+__global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads,
+                                  ForwardTraits<T, kDim>::kShape.ctas)
     AttentionForward(const __grid_constant__ AttentionParams p) {
   using Traits = ForwardTraits<T, kDim>;
   using QTile = typename Traits::QTile;
   using KvTile = typename Traits::KvTile;
-  constexpr int kThreads = Traits::kThreads;
+  constexpr int kThreads = Traits::kThreads, kStages = Traits::kShape.stages;
   char* const shared = DynamicShared();
   // What is needed once a tile lives in shared memory: registers are for O and S.
   __shared__ struct {
@@ -349,15 +361,18 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
     return q_tile + (stage == 0 ? Traits::kStage0 : Traits::kStage1);
   };
   const auto v_tile = [&](int stage) { return k_tile(stage) + KvTile::kBytes; };
-  const auto load = [&](int stage) {
+  const auto load_k = [&](int stage) {
     LoadTileAsync<KvTile, kThreads>(k_tile(stage), parked.k, key, s.kv_len, thread());
+  };
+  const auto load_v = [&](int stage, int key) {
     LoadTileAsync<KvTile, kThreads>(v_tile(stage), parked.v, key, s.kv_len, thread());
   };
   bool more = next();
   if (more) {
     const HeadRows q = RowsOfHead<T>(p.q, s.q_row, p.num_heads, head, p.head_dim);
     LoadTileAsync<QTile, kThreads>(q_tile, q, first, s.q_len, thread());
-    load(0);
+    load_k(0);
+    if constexpr (kStages == 2) load_v(0, key);
   }
   CopyAsyncCommit();
 
@@ -365,23 +380,27 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
   if (more && Traits::kShape.hold_queries) {
     CopyAsyncWait<0>();
     __syncthreads();
-    const LaneBlock<kDim, BlockOrder::kRowsFirst> at_q(lane());
+    const LaneBlock<QTile::kRowBytes / 2, BlockOrder::kRowsFirst> at_q(lane());
 #pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
+    for (int step = 0; step < QueryFragments<Traits>::kSteps; ++step) {
       LoadQueries<Traits>(queries.held[Traits::kShape.hold_queries ? step : 0], q_tile, row(), step,
                           at_q);
     }
   }
 
 #pragma unroll 1
-  for (int stage = 0; more; stage ^= 1) {
+  for (int stage = 0; more; stage ^= kStages - 1) {
     CopyAsyncWait<0>();
     __syncthreads();  // this tile has arrived for all, and all are done with the other stage
     // Opaque: each takes one register, and nothing computed from it does.
     const int key_now = Opaque(key);
     const bool whole_now = Opaque(all_visible);
+    if constexpr (kStages == 1) load_v(0, key_now);
     more = next();
-    if (more) load(stage ^ 1);
+    if (kStages == 2 && more) {
+      load_k(stage ^ 1);
+      load_v(stage ^ 1, key);
+    }
     CopyAsyncCommit();
 
     Multiply<Traits>(rows, queries, q_tile, k_tile(stage), row(), lane());
@@ -390,6 +409,12 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads, ForwardShape
                            parked.first + row(), key_now, lane());
     }
     Rescale<Traits>(p, rows, rules.to_log2);
+    if constexpr (kStages == 1) {
+      CopyAsyncWait<0>();
+      __syncthreads();  // V has arrived for all, and all are done with K
+      if (more) load_k(0);
+      CopyAsyncCommit();
+    }
     Accumulate<Traits>(p, rows, rules.to_log2, v_tile(stage), lane());
   }
   if (Traits::kShape.hold_queries) __syncthreads();  // O's way out is a stage that others may read
