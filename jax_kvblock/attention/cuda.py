@@ -28,6 +28,7 @@ from jax_kvblock.attention.ops import (
 )
 from jax_kvblock.core import ffi
 
+TARGET = "kvblock_attention"  # of the FFI handlers, each an operation's
 CHUNK = 64  # positions that one segment range covers; attention.h has the same number
 MAX_HEAD_DIM = 256
 MOST_PARTIAL = 1024  # queries and keys of a tile that has bits
@@ -337,7 +338,7 @@ def _call(
     given = [optional[name] for name in OPTIONAL if optional.get(name) is not None]
     operands = [x.q, x.k, x.v, *given, *extra]
     aliases = {len(operands) + i: result for i, result in enumerate(in_place)}
-    target = f"kvblock_attention_{op}"
+    target = f"{TARGET}_{op}"
     call = jax.ffi.ffi_call(target, results, input_output_aliases=aliases)
     return call(
         *operands,

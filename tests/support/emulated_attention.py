@@ -12,15 +12,19 @@ import functools
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from cpp_programs import built_once, compiler
 
+from jax_kvblock.attention import cuda as dense_cuda
+from jax_kvblock.attention import dispatch as dense_dispatch
 from jax_kvblock.core import ffi
 from jax_kvblock.paged import cuda, dispatch
 
 ROOT = Path(__file__).parents[2]
+EMULATOR = ROOT / "tests/support/emulator"
 SOURCES = tuple(  # beside the kernels
     f"cpp/host/{name}.cc"
     for name in (
@@ -32,6 +36,10 @@ SOURCES = tuple(  # beside the kernels
 )
 
 
+# The XLA handlers of each library of kernels.
+FFI = {"attention": "paged_ffi", "latent": "paged_ffi", "float32": "attention_ffi"}
+
+
 def build(kernels: str, library: Path) -> None:
     """kernels: a source file of the emulator."""
     folders = ("tests/support/emulator", "cpp", "cpp/include")
@@ -40,7 +48,10 @@ def build(kernels: str, library: Path) -> None:
         + ["-DKVBLOCK_MOST_FEW_QUERIES=1000"]  # all calls, for the kernels' sake
         + [f"-I{ROOT / folder}" for folder in folders]
         + ["-isystem", jax.ffi.include_dir()]
-        + [str(ROOT / f"tests/support/emulator/{x}.cc") for x in (kernels, "paged_ffi")]
+        + [
+            str(ROOT / f"tests/support/emulator/{x}.cc")
+            for x in (kernels, FFI[kernels])
+        ]
         + [str(ROOT / source) for source in SOURCES]
         + ["-o", str(library)],
         check=True,
@@ -59,6 +70,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def float32_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The generic kernels of float32."""
+    return built("float32", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def latent_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Those of paged attention over latent caches."""
     return built("latent", tmp_path_factory)
@@ -68,6 +85,30 @@ def latent_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def paged_as_cuda(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Calls that are lowered from now on take the kernels, on CPUs too."""
     yield from _as_cuda(library, monkeypatch)
+
+
+@pytest.fixture
+def float32_as_cuda(
+    float32_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """The same of calls of `flash_attention` and its like in float32."""
+    library = ctypes.CDLL(str(float32_library))
+    for op in ("forward", "backward_kv", "backward_q", "backward_bias"):
+        handler = jax.ffi.pycapsule(library[f"Emulated_{op}"])
+        target = f"{float32_library.stem}_{op}"
+        jax.ffi.register_ffi_target(target, handler, platform="cpu")
+    choose = dense_dispatch.choose
+
+    def choose_for_cuda(config: Any, x: Any, platform: Any, **how: Any) -> str:
+        return choose(config, x, "cuda", **how)
+
+    monkeypatch.setattr(dense_cuda, "TARGET", float32_library.stem)
+    monkeypatch.setattr(dense_dispatch, "choose", choose_for_cuda)
+    monkeypatch.setattr(ffi, "require_cuda_build", lambda: None)
+    jax.clear_caches()
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+    jax.clear_caches()
 
 
 @pytest.fixture

@@ -75,35 +75,46 @@ __device__ __forceinline__ void TakeAccumulators(uint32_t (&words)[4], int n, co
   }
 }
 
-// Terms of a product, to be added one after the other, the smallest first.
-template <typename T>
-constexpr int kTerms = std::is_same_v<T, Tf32x3> ? 3 : 1;
+// Which terms of products are added: of Tf32x3 lo hi and hi lo are small, and hi hi is large. Small
+// ones come first, as long as the sums are small, too, and little is lost of them.
+enum class Terms { kAll, kSmall, kLarge };
 
-// c += a times block n of b, of which two words are a block.
-template <typename T, int kWords>
-__device__ __forceinline__ void MultiplyTerm(int term, float (&c)[4], const Fragment<T, 4>& a,
-                                             const Fragment<T, kWords>& b, int n) {
-  if constexpr (std::is_same_v<T, Tf32x3>) {
-    Mma16x8x8(c, term == 0 ? a.rest : a.words, (term == 1 ? b.rest : b.words)[2 * n],
-              (term == 1 ? b.rest : b.words)[2 * n + 1]);
-  } else if constexpr (std::is_same_v<T, Tf32>) {
-    Mma16x8x8(c, a.words, b.words[2 * n], b.words[2 * n + 1]);
+// c += a times two words of b.
+template <typename T>
+__device__ __forceinline__ void Multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1) {
+  if constexpr (kIsFloat32<T>) {
+    Mma16x8x8(c, a, b0, b1);
   } else {
-    Mma16x8x16<T>(c, a.words, b.words[2 * n], b.words[2 * n + 1]);
+    Mma16x8x16<T>(c, a, b0, b1);
   }
 }
 
-// c(m, j) += a[m] times block j of b.
-template <typename T, int kM, int kWords, typename C>
+// c(m, j) += a[m] times block j of b, of which two words are a block.
+template <typename T, Terms kTerms, int kM, int kWords, typename C>
 __device__ __forceinline__ void MultiplyBlocks(const Fragment<T, 4> (&a)[kM],
                                                const Fragment<T, kWords>& b, const C& c) {
+  const auto each = [&](auto term) {
 #pragma unroll
-  for (int term = 0; term < kTerms<T>; ++term) {
+    for (int j = 0; j < kWords / 2; ++j) {
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int j = 0; j < kWords / 2; ++j) MultiplyTerm<T>(term, c(m, j), a[m], b, j);
+      for (int m = 0; m < kM; ++m) term(c(m, j), m, j);
     }
+  };
+  if constexpr (std::is_same_v<T, Tf32x3>) {
+    if constexpr (kTerms != Terms::kLarge) {
+      each([&](float (&c)[4], int m, int j) {
+        Multiply<T>(c, a[m].rest, b.words[2 * j], b.words[2 * j + 1]);
+      });
+      each([&](float (&c)[4], int m, int j) {
+        Multiply<T>(c, a[m].words, b.rest[2 * j], b.rest[2 * j + 1]);
+      });
+    }
+  }
+  if constexpr (kTerms != Terms::kSmall) {
+    each([&](float (&c)[4], int m, int j) {
+      Multiply<T>(c, a[m].words, b.words[2 * j], b.words[2 * j + 1]);
+    });
   }
 }
 

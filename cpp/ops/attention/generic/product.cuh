@@ -101,43 +101,42 @@ __device__ __forceinline__ void Clear(float (&c)[kM][kN][4]) {
 // c += A B over kSteps steps of the summed dimension, for 16 kM rows and 8 kN columns. Fragments
 // are loaded one round before their products start: of a step, or, of float32, of kWide blocks of
 // columns of a step. between(k) runs after the products of step k have started, and its arithmetic
-// fills the time that the tensor cores take.
-template <typename T, int kSteps, int kWide = 0, int kM, int kN, typename A, typename B,
-          typename Between>
+// fills the time that the tensor cores take. Where a product has small terms, those of all steps
+// come first (kSumsApart).
+template <typename T, int kSteps, int kWide = 0, Terms kTerms = Terms::kAll, int kM, int kN,
+          typename A, typename B, typename Between>
 __device__ __forceinline__ void Product(float (&c)[kM][kN][4], const A& a, const B& b, int lane,
                                         const Between& between) {
-  static_assert(kN % 2 == 0);
-  constexpr int kBlocks = !kIsFloat32<T> ? kN : kWide != 0 ? kWide : kWideOf<kN>;
-  constexpr int kParts = kN / kBlocks;  // of a step
-  lane = Opaque(lane);  // a dozen addresses, better computed anew than kept beside the sums
-  uint32_t loaded_a[2][kM][4], loaded_b[2][kBlocks * 2];
-  const auto load = [&](int i) {
-    const int k = i / kParts, part = i % kParts;
-    if (part == 0) a.template LoadRows<kM>(loaded_a[k % 2], lane, k);
-    b.template LoadColumns<kBlocks>(loaded_b[i % 2], lane, part * kBlocks, k);
-  };
-  Fragment<T, 4> rows[kM];
-  load(0);
+  if constexpr (kTerms == Terms::kAll && kSumsApart<T>) {
+    Product<T, kSteps, kWide, Terms::kSmall>(c, a, b, lane, [](int) {});
+    __syncwarp();  // or ptxas keeps what it has loaded, and spills it
+    Product<T, kSteps, kWide, Terms::kLarge>(c, a, b, lane, between);
+  } else {
+    static_assert(kN % 2 == 0);
+    constexpr int kBlocks = !kIsFloat32<T> ? kN : kWide != 0 ? kWide : kWideOf<kN>;
+    constexpr int kParts = kN / kBlocks;  // of a step
+    lane = Opaque(lane);  // a dozen addresses, better computed anew than kept beside the sums
+    uint32_t loaded_a[2][kM][4], loaded_b[2][kBlocks * 2];
+    const auto load = [&](int i) {
+      const int k = i / kParts, part = i % kParts;
+      if (part == 0) a.template LoadRows<kM>(loaded_a[k % 2], lane, k);
+      b.template LoadColumns<kBlocks>(loaded_b[i % 2], lane, part * kBlocks, k);
+    };
+    Fragment<T, 4> rows[kM];
+    load(0);
 #pragma unroll
-  for (int i = 0; i < kSteps * kParts; ++i) {
-    const int k = i / kParts, part = i % kParts;
-    if (i + 1 < kSteps * kParts) load(i + 1);
-    if (part == 0) {
+    for (int i = 0; i < kSteps * kParts; ++i) {
+      const int k = i / kParts, part = i % kParts;
+      if (i + 1 < kSteps * kParts) load(i + 1);
+      if (part == 0) {
 #pragma unroll
-      for (int m = 0; m < kM; ++m) rows[m] = Prepare<T>(loaded_a[k % 2][m]);
-    }
-    const Fragment<T, kBlocks * 2> columns = Prepare<T>(loaded_b[i % 2]);
-#pragma unroll
-    for (int term = 0; term < kTerms<T>; ++term) {
-#pragma unroll
-      for (int n = 0; n < kBlocks; ++n) {
-#pragma unroll
-        for (int m = 0; m < kM; ++m) {
-          MultiplyTerm<T>(term, c[m][part * kBlocks + n], rows[m], columns, n);
-        }
+        for (int m = 0; m < kM; ++m) rows[m] = Prepare<T>(loaded_a[k % 2][m]);
       }
+      MultiplyBlocks<T, kTerms, kM>(
+          rows, Prepare<T>(loaded_b[i % 2]),
+          [&](int m, int j) -> float (&)[4] { return c[m][part * kBlocks + j]; });
+      if (part == kParts - 1) between(k);
     }
-    if (part == kParts - 1) between(k);
   }
 }
 template <typename T, int kSteps, int kWide = 0, int kM, int kN, typename A, typename B>

@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(128, 1)
   using Shape = BackwardBiasShape<T, kDim>;
   using Tile = typename Shape::Tile;
   constexpr int kTile = Shape::kTile, kThreads = Shape::kThreads, kN = kTile / 8;
+  constexpr int kWide = 2;  // blocks of keys at a time, of float32: registers are few
 
   char* const shared = DynamicShared();
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -106,10 +107,12 @@ __global__ void __launch_bounds__(128, 1)
     float prob[1][kN][4], dp[1][kN][4];
     Clear(prob);
     Clear(dp);
-    Product<T, kDim / kStep<T>>(prob, OperandA<Tile, Lies::kAcross>{base + Shape::kQ, warp_row},
-                                OperandB<Tile, Lies::kAcross>{base + Shape::kK, 0}, lane);
-    Product<T, kDim / kStep<T>>(dp, OperandA<Tile, Lies::kAcross>{base + Shape::kDo, warp_row},
-                                OperandB<Tile, Lies::kAcross>{base + Shape::kV, 0}, lane);
+    Product<T, kDim / kStep<T>, kWide>(prob,
+                                       OperandA<Tile, Lies::kAcross>{base + Shape::kQ, warp_row},
+                                       OperandB<Tile, Lies::kAcross>{base + Shape::kK, 0}, lane);
+    Product<T, kDim / kStep<T>, kWide>(dp,
+                                       OperandA<Tile, Lies::kAcross>{base + Shape::kDo, warp_row},
+                                       OperandB<Tile, Lies::kAcross>{base + Shape::kV, 0}, lane);
     const Scores<T> scores(p, s, head, q0, k0);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {

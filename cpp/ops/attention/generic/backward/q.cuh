@@ -27,7 +27,8 @@ namespace kvblock::generic {
 template <typename T, int kDim>
 struct BackwardQShape {
   static constexpr int kRowBytes = kDim * sizeof(T);
-  static constexpr int kQueries = kRowBytes <= 256 ? 128 : 64, kKeys = kRowBytes <= 384 ? 64 : 32;
+  static constexpr int kQueries = kRowBytes <= 256 ? 128 : 64,
+                       kKeys = kRowBytes <= 384 && !kSumsApart<T> ? 64 : 32;
   static constexpr int kThreads = kQueries / 16 * 32;
   using QueryTile = TileOf<T, kQueries, kDim>;
   using KeyTile = TileOf<T, kKeys, kDim>;
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(BackwardQShape<T, kDim>::kThreads, 1)
   using QueryTile = typename Shape::QueryTile;
   using KeyTile = typename Shape::KeyTile;
   constexpr int kQueries = Shape::kQueries, kKeys = Shape::kKeys, kThreads = Shape::kThreads;
-  constexpr int kN = kKeys / 8;
+  constexpr int kN = kKeys / 8, kWide = 2;  // of float32: blocks of keys at a time
 
   char* const shared = DynamicShared();
   const uint32_t base = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -120,16 +121,17 @@ __global__ void __launch_bounds__(BackwardQShape<T, kDim>::kThreads, 1)
     // S = Q K^T and dP - delta = dO V^T - delta.
     float prob[1][kN][4], ds[1][kN][4];
     Clear(prob);
-    Product<T, kDim / kStep<T>>(prob,
-                                OperandA<QueryTile, Lies::kAcross>{base + Shape::kQ, warp_row},
-                                OperandB<KeyTile, Lies::kAcross>{k, 0}, lane);
+    Product<T, kDim / kStep<T>, kWide>(
+        prob, OperandA<QueryTile, Lies::kAcross>{base + Shape::kQ, warp_row},
+        OperandB<KeyTile, Lies::kAcross>{k, 0}, lane);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) ds[0][n][e] = -delta[e / 2];
     }
-    Product<T, kDim / kStep<T>>(ds, OperandA<QueryTile, Lies::kAcross>{base + Shape::kDo, warp_row},
-                                OperandB<KeyTile, Lies::kAcross>{v, 0}, lane);
+    Product<T, kDim / kStep<T>, kWide>(
+        ds, OperandA<QueryTile, Lies::kAcross>{base + Shape::kDo, warp_row},
+        OperandB<KeyTile, Lies::kAcross>{v, 0}, lane);
 
     // dS.
     if (plain) {

@@ -28,6 +28,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/fast_math.cuh"
 #include "device/opaque.cuh"
@@ -76,22 +77,32 @@ __device__ __forceinline__ void Multiply(ForwardRows<Traits>& rows,
       for (int e = 0; e < 4; ++e) rows.s[rb][n][e] = 0.0f;
     }
   }
+  const auto add = [&](auto terms) {
 #pragma unroll
-  for (int step = 0; step < Traits::kDim / kStep<T>; ++step) {
-    uint32_t loaded[Traits::kRowBlocks][4];
-    if (!Traits::kShape.hold_queries) LoadQueries<Traits>(loaded, q_tile, row, step, at_q);
-    const auto& words =
-        Traits::kShape.hold_queries ? queries.held[Traits::kShape.hold_queries ? step : 0] : loaded;
-    Fragment<T, 4> a[Traits::kRowBlocks];
+    for (int step = 0; step < Traits::kDim / kStep<T>; ++step) {
+      uint32_t loaded[Traits::kRowBlocks][4];
+      if (!Traits::kShape.hold_queries) LoadQueries<Traits>(loaded, q_tile, row, step, at_q);
+      const auto& words = Traits::kShape.hold_queries
+                              ? queries.held[Traits::kShape.hold_queries ? step : 0]
+                              : loaded;
+      Fragment<T, 4> a[Traits::kRowBlocks];
 #pragma unroll
-    for (int rb = 0; rb < Traits::kRowBlocks; ++rb) a[rb] = Prepare<T>(words[rb]);
+      for (int rb = 0; rb < Traits::kRowBlocks; ++rb) a[rb] = Prepare<T>(words[rb]);
 #pragma unroll
-    for (int n = 0; n < Traits::kKeys / 8; n += 2) {
-      uint32_t b[4];
-      LoadMatrices(b, at_k.Address(k_tile, n * 8, step * 16));
-      MultiplyBlocks<T, Traits::kRowBlocks>(
-          a, Prepare<T>(b), [&](int rb, int j) -> float (&)[4] { return rows.s[rb][n + j]; });
+      for (int n = 0; n < Traits::kKeys / 8; n += 2) {
+        uint32_t b[4];
+        LoadMatrices(b, at_k.Address(k_tile, n * 8, step * 16));
+        MultiplyBlocks<T, decltype(terms)::value, Traits::kRowBlocks>(
+            a, Prepare<T>(b), [&](int rb, int j) -> float (&)[4] { return rows.s[rb][n + j]; });
+      }
     }
+  };
+  if constexpr (kSumsApart<T>) {
+    add(std::integral_constant<Terms, Terms::kSmall>());
+    __syncwarp();  // or ptxas keeps what it has loaded, and spills it
+    add(std::integral_constant<Terms, Terms::kLarge>());
+  } else {
+    add(std::integral_constant<Terms, Terms::kAll>());
   }
 }
 
@@ -198,9 +209,10 @@ __device__ __forceinline__ void Accumulate(const AttentionParams& p, ForwardRows
       for (int i = 0; i < kTogether; ++i) {
         uint32_t b[kBlocks * 2];
         v.template LoadColumns<kBlocks>(b, lane, n, first + i);
-        MultiplyBlocks<T, kRowBlocks>(a[i], Prepare<T>(b), [&](int rb, int j) -> float (&)[4] {
-          return kSumsApart<T> ? apart[rb][j] : rows.o[rb][n + j];
-        });
+        MultiplyBlocks<T, Terms::kAll, kRowBlocks>(
+            a[i], Prepare<T>(b), [&](int rb, int j) -> float (&)[4] {
+              return kSumsApart<T> ? apart[rb][j] : rows.o[rb][n + j];
+            });
       }
       if constexpr (kSumsApart<T>) {
 #pragma unroll

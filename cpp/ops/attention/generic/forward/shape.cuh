@@ -32,7 +32,7 @@ constexpr ForwardShape ForwardShapeOf(int dim) {
 template <typename T, int kDim>
 constexpr int kColumnBlocks = !kIsFloat32<T> || (kSumsApart<T> && kDim <= 128) ? 2 : 4;
 template <typename T, int kDim>
-constexpr int kStepsTogether = kSumsApart<T> && kDim <= 128 ? 2 : 1;
+constexpr int kStepsTogether = kSumsApart<T> && kDim == 128 ? 2 : 1;
 
 template <typename T_, int kDim_>
 struct ForwardTraits {
