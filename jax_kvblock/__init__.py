@@ -1,12 +1,14 @@
 """KV-cache blocks for JAX: layouts, pools, copies at the speed of memory, attention."""
 
 from jax_kvblock import dropins as dropins
+from jax_kvblock import fp8 as fp8
 from jax_kvblock import graphs as graphs
 from jax_kvblock import kernels as kernels
 from jax_kvblock import parallel as parallel
 from jax_kvblock import sparse as sparse
 from jax_kvblock.append import KVScales, append_kv, rope_append
 from jax_kvblock.attention import (
+    AttentionScales,
     AttentionTiles,
     FlashAttention,
     attention_fn,
@@ -52,6 +54,7 @@ from jax_kvblock.paged import paged_attention
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionScales",
     "AttentionTiles",
     "Block",
     "BlockList",

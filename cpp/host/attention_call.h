@@ -42,7 +42,7 @@ struct AttentionCall {
   int32_t *dq_turns, *dq_state;
   void* workspace;
   int32_t joins;
-  kvblock_scales q_scales, k_scales, v_scales;  // of 8 bits
+  kvblock_block_scales q_scales, k_scales, v_scales;  // of 8 bits
 };
 static_assert(offsetof(AttentionCall, o) == sizeof(kvblock_attention));
 

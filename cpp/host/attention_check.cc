@@ -273,7 +273,7 @@ const char* CheckJoins(const kvblock_forward& a) {
 
 // Calls of 8 bits, and the scales that only these have.
 constexpr int32_t kMostNarrowDim = 128, kNarrowDims = 16;
-std::string CheckScales(const kvblock_attention& a, const char* name, const kvblock_scales& s,
+std::string CheckScales(const kvblock_attention& a, const char* name, const kvblock_block_scales& s,
                         int64_t rows) {  // 0: they are whole heads'
   const std::string of(name);
   if (s.scales == nullptr) return of + " is NULL";

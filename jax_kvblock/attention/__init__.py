@@ -12,6 +12,7 @@ from jax_kvblock.attention.bhnd import (
 )
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.attention.dot_product import dot_product_attention
+from jax_kvblock.attention.eight_bits import AttentionScales
 from jax_kvblock.attention.flash import RESIDUAL_NAMES, flash_attention
 from jax_kvblock.attention.memory_estimate import estimate_memory_usage
 from jax_kvblock.attention.merge import merge_attention
@@ -20,6 +21,7 @@ from jax_kvblock.attention.tile_sizes import available_tiles, get_optimal_block_
 
 __all__ = [
     "RESIDUAL_NAMES",
+    "AttentionScales",
     "AttentionTiles",
     "FlashAttention",
     "attention_fn",

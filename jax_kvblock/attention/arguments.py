@@ -19,6 +19,7 @@ from jax_kvblock.attention.config import (
 )
 from jax_kvblock.attention.dense import saturating_add
 from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
+from jax_kvblock.attention.eight_bits import check_scales
 from jax_kvblock.attention.mask_tiles import FULL, check_tile_side, words_of
 from jax_kvblock.attention.precision import resolve
 from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
@@ -56,6 +57,7 @@ def normalize(
     q_offset: Any = None,
     kv_offset: Any = None,
     tiles: Any = None,
+    scales: Any = None,
     deterministic: bool = False,
     precision: Any = None,
     implementation: str | None = None,
@@ -75,6 +77,7 @@ def normalize(
             kv_lens=kv_lens,
             bias=bias,
             tiles=tiles,
+            scales=scales,
         )
         cu_q, cu_kv = _cu_seqlens(where, cu_seqlens, (q.shape[0], k.shape[0]))
         batch, (t, n, d), s = cu_q.shape[0] - 1, q.shape, k.shape[0]
@@ -97,6 +100,7 @@ def normalize(
         implementation=implementation,
     )
     indices, counts, partial, masks = _tiles(where, tiles, config, (batch, n, t, s))
+    q_scales, k_scales, v_scales = check_scales(where, scales, q, k)
     return config, Operands(
         q=to_jax(q),
         k=to_jax(k),
@@ -114,6 +118,9 @@ def normalize(
         tile_counts=counts,
         tile_partial=partial,
         tile_masks=masks,
+        q_scales=q_scales,
+        k_scales=k_scales,
+        v_scales=v_scales,
     )
 
 
@@ -133,6 +140,7 @@ def _check_packed(where: str, **others: Any) -> None:
         "kv_lens": "the differences of cu_seqlens are the lengths",
         "bias": "pass a batch, [B, T, N, D], for a bias",
         "tiles": "pass a batch, [B, T, N, D], for tile lists",
+        "scales": "pass a batch, [B, T, N, D], with segment_ids, for 8 bits",
     }
     for name, value in others.items():
         if value is not None:

@@ -191,11 +191,14 @@ class Operands(NamedTuple):
     tile_counts: Any = None
     tile_partial: Any = None
     tile_masks: Any = None
+    q_scales: Any = None  # of 8 bits, float32: what q, k and v are multiplied by
+    k_scales: Any = None
+    v_scales: Any = None
 
 
 # One letter an axis. B batch, T queries, S keys, N query heads, K key heads, D and E
 # the head dims of keys and values, i and m the rows and entries of tile lists, p, r and
-# w the partial tiles, their rows and words. A dim of an array may be 1 where a bias,
+# w the partial tiles, their rows and words, t and s blocks of queries and keys. A dim of an array may be 1 where a bias,
 # sinks or tiles are shared by the batch (b) or the heads (n).
 AXES: dict[str, str] = {
     "q": "BTND",
@@ -212,6 +215,9 @@ AXES: dict[str, str] = {
     "tile_counts": "bni",
     "tile_partial": "bnim",
     "tile_masks": "prw",
+    "q_scales": "bNt",
+    "k_scales": "bKs",
+    "v_scales": "bKs",
     "o": "BTNE",
     "lse": "BNT",
 }
@@ -240,6 +246,11 @@ def sizes_of(config: AttentionConfig, x: Operands) -> Sizes:
         return Sizes(x.cu_q.shape[0] - 1, t, s, n, k, d, e)
     (b, t, n, d), (_, s, k, e) = x.q.shape, x.v.shape
     return Sizes(b, t, s, n, k, d, e)
+
+
+def result_dtype(x: Operands) -> Any:
+    """What comes out: of 8 bits bfloat16."""
+    return x.q.dtype if x.q_scales is None else jnp.dtype(jnp.bfloat16)
 
 
 def members_of_a_row(batch: int, rows: int) -> int:

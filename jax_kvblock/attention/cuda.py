@@ -15,7 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock.attention import joining
-from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes, sizes_of
+from jax_kvblock.attention.config import (
+    AttentionConfig,
+    Operands,
+    Sizes,
+    result_dtype,
+    sizes_of,
+)
 from jax_kvblock.attention.dense import NOT_LISTED, tile_map
 from jax_kvblock.attention.ops import (
     BACKWARD_ADDED,
@@ -38,8 +44,9 @@ KERNELS = {"cuda": 0, "cuda_sm90": 1}
 
 # As attention.h numbers them (kvblock_dtype and kvblock_precision).
 DTYPES = {jnp.dtype(jnp.bfloat16): 0, jnp.dtype(jnp.float16): 1}
-DTYPES |= {jnp.dtype(jnp.float32): 2}
+DTYPES |= {jnp.dtype(jnp.float32): 2, jnp.dtype(jnp.float8_e4m3fn): 3}
 PRECISIONS = {"highest": 0, "default": 1}
+MOST_DIM_OF_8_BITS = 128
 # Gradients of float32 are for head dims up to this one.
 MOST_FLOAT32_BACKWARD_DIM = 128
 
@@ -64,7 +71,7 @@ def tiles_of(kernels: str, dtype: Any) -> dict[int, tuple[int, int]]:
     """The forward kernels' tiles (queries, keys) in this dtype; none of others."""
     if jnp.dtype(dtype) == jnp.float32:
         return FLOAT32_TILES if kernels == "cuda" else {}
-    return FORWARD_TILES[kernels] if jnp.dtype(dtype) in DTYPES else {}
+    return FORWARD_TILES[kernels] if jnp.dtype(dtype).itemsize == 2 else {}
 
 
 def forward_tile(kernels: str, head_dim: int, dtype: Any) -> tuple[int, int] | None:
@@ -80,6 +87,8 @@ def unserved(
 ) -> list[str]:
     """What of a call these kernels do not serve; empty when they serve it."""
     size = sizes_of(config, x)
+    if x.q_scales is not None:
+        return _unserved_in_8_bits(config, x, size, implementation)
     missing = []
     if implementation == "cuda_sm90" and x.q.dtype not in (jnp.bfloat16, jnp.float16):
         missing.append(f"dtype {x.q.dtype} (bfloat16 and float16 are served)")
@@ -114,6 +123,31 @@ def unserved(
         )
     if x.bias is not None and x.bias.dtype not in (x.q.dtype, jnp.float32):
         missing.append(f"a bias of {x.bias.dtype} ({x.q.dtype} and float32 are served)")
+    return missing
+
+
+def _unserved_in_8_bits(
+    config: AttentionConfig, x: Operands, size: Sizes, implementation: str
+) -> list[str]:
+    """The same for `float8_e4m3fn`; mirrors CheckNarrowCall in attention_check.cc."""
+    if implementation != "cuda_sm90":
+        return [f"dtype {x.q.dtype} (Hopper's kernels alone multiply 8 bits)"]
+    missing = []
+    for name, dim in (("head_dim", size.head_dim), ("value dim", size.value_dim)):
+        if dim > MOST_DIM_OF_8_BITS or dim % 16 or not dim:
+            missing.append(
+                f"{name} {dim} in 8 bits (multiples of 16 up to {MOST_DIM_OF_8_BITS} "
+                "are served)"
+            )
+    if config.scale <= 0:
+        missing.append(f"scale={config.scale:.3g} in 8 bits (above 0 is served)")
+    options = {
+        "cu_seqlens": config.packed,
+        "softcap": config.softcap,
+        "bias": x.bias is not None,
+        "tiles": x.tile_indices is not None,
+    }
+    missing += [f"{name} in 8 bits" for name, there in options.items() if there]
     return missing
 
 
@@ -155,7 +189,7 @@ def best_kernels() -> tuple[str, ...]:
 
 def joins_forward(kernels: str, config: AttentionConfig, x: Operands) -> bool:
     """Whether a forward kernel joins its own o and lse with those of other keys."""
-    absent = all(a is None for a in (x.bias, x.sinks, x.tile_indices))
+    absent = all(a is None for a in (x.bias, x.sinks, x.tile_indices, x.q_scales))
     plain = config.softcap == 0 and config.scale > 0
     room = max(x.q.shape[-1], x.v.shape[-1]) <= MOST_JOINED_DIM
     return kernels == "cuda_sm90" and absent and plain and room
@@ -189,6 +223,9 @@ OPTIONAL = (
     "tile_counts_t",
     "tile_map",
     "tile_masks",
+    "q_scales",
+    "k_scales",
+    "v_scales",
 )
 
 
@@ -314,7 +351,7 @@ def _forward_results(
     heads = (size.num_heads, size.q_len)
     shape = heads if config.packed else (size.batch, *heads)
     rows = jax.ShapeDtypeStruct(shape, jnp.float32)
-    o = jax.ShapeDtypeStruct((*x.q.shape[:-1], size.value_dim), x.q.dtype)
+    o = jax.ShapeDtypeStruct((*x.q.shape[:-1], size.value_dim), result_dtype(x))
     return {"o": o, "lse": rows, "base": rows}
 
 

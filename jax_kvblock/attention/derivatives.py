@@ -214,6 +214,11 @@ def _forward_jvp(
     op: Op, primals: Sequence[Any], tangents: Sequence[Any], *, call: Call
 ) -> tuple[list[Any], list[Any]]:
     at = _bound(op, call, primals, tangents)
+    if at.x.q_scales is not None:
+        raise NotImplementedError(
+            f"{call.config.where}: there are no derivatives of attention in 8 bits; "
+            "jax_kvblock.fp8.fp8_attention has those of the arrays that it quantizes"
+        )
     names = dict(zip(("q", "k", "v"), RESIDUAL_NAMES, strict=False))
     x = at.x._replace(
         **{n: checkpoint_name(at.given[n], name) for n, name in names.items()}

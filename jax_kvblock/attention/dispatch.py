@@ -53,6 +53,15 @@ def choose(
         if platform == "cuda":
             best = (config.kernels,) if config.kernels else cuda.best_kernels()
         chosen = next((name for name in best if not missing(name)), "xla")
+        if chosen == "xla" and x.q_scales is not None:
+            lacks = missing("cuda_sm90")
+            if platform != "cuda":
+                lacks = [f"{platform or 'another platform'}, for which this is lowered"]
+            raise ValueError(
+                f"{where}: float8_e4m3fn is multiplied by Hopper's kernels, which do "
+                f"not serve {'; '.join(lacks)}. Cast q, k and v times their scales to "
+                "bfloat16; implementation='xla' computes the same in float32"
+            )
     else:
         if lacks := missing(wanted):
             others = [name for name in ("cuda", "xla") if not missing(name)]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax_kvblock.attention import arguments, cudnn, dispatch, primitive
 from jax_kvblock.attention.config import AttentionConfig, AttentionTiles, Operands
 from jax_kvblock.attention.derivatives import RESIDUAL_NAMES
+from jax_kvblock.attention.eight_bits import AttentionScales
 from jax_kvblock.attention.options import FlashOptions, Output, PrecisionLike, Rows
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
@@ -65,6 +66,7 @@ def flash_attention(
     q_offset: Integers | int | None = None,
     kv_offset: Integers | int | None = None,
     tiles: AttentionTiles | None = None,
+    scales: AttentionScales | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     precision: PrecisionLike = None,
@@ -112,6 +114,10 @@ def flash_attention(
         of the first key. They may be traced.
       tiles: `AttentionTiles`, the KV tiles that each query tile visits, and who attends
         in those that are partial. `AttentionTiles.from_mask` makes them of any mask.
+      scales: `AttentionScales`, for q, k and v in `float8_e4m3fn`, which are multiplied
+        by them. Products are in 8 bits then, probabilities are rounded to them, and
+        `out` is bfloat16. "cuda_sm90" computes that; "xla", by name alone, in float32.
+        No derivatives: `jax_kvblock.fp8.fp8_attention` has them, and quantizes.
       return_lse: also return the log-sum-exp of the scores, float32 `[B, T, N]` (packed
         `[total, N]`). It is differentiable.
       deterministic: the gradients' bits are the same every time.
@@ -178,6 +184,7 @@ def flash_attention(
         q_offset=q_offset,
         kv_offset=kv_offset,
         tiles=tiles,
+        scales=scales,
         deterministic=deterministic,
         precision=precision,
         implementation=implementation,

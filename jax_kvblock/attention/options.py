@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypedDict
 import jax
 
 from jax_kvblock.attention.config import AttentionTiles
+from jax_kvblock.attention.eight_bits import AttentionScales
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class FlashOptions(TypedDict, total=False):
     q_offset: Integers | int | None
     kv_offset: Integers | int | None
     tiles: AttentionTiles | None
+    scales: AttentionScales | None
     deterministic: bool
     precision: PrecisionLike
     implementation: str | None

@@ -28,6 +28,7 @@ from jax_kvblock.attention import (
     blocked,
     cuda,
     dispatch,
+    eight_bits,
     few_queries,
     joining,
 )
@@ -37,6 +38,7 @@ from jax_kvblock.attention.config import (
     AttentionConfig,
     Operands,
     accumulator,
+    result_dtype,
     sizes_of,
 )
 from jax_kvblock.attention.ops import (
@@ -190,7 +192,7 @@ def _result_structs(op: Op, call: Call, avals: Sequence[Any]) -> list[tuple]:
     o = (*lead, size.q_len, size.num_heads, size.value_dim)
     rows = (*lead, size.num_heads, size.q_len)
     shapes: dict[str, tuple] = {
-        "o": (o, x.q.dtype),
+        "o": (o, result_dtype(x)),
         "lse": (rows, lse),
         "base": (rows, lse),
         "delta": (rows, lse),
@@ -249,6 +251,9 @@ def set_derivatives(
 def _blocked(op: Op, call: Call, platform: str | None, *arrays: Any) -> tuple:
     """The operation in plain JAX. A CPU has no fast 16-bit products."""
     x = call.unpack(arrays[: len(call.present)])
+    out = result_dtype(x)
+    if x.q_scales is not None:
+        x = eight_bits.widened(x)
     narrow = x.q.dtype.itemsize == 2
     compute = jnp.float32 if platform == "cpu" and narrow else None
     if op not in BY_KERNELS:
@@ -261,7 +266,8 @@ def _blocked(op: Op, call: Call, platform: str | None, *arrays: Any) -> tuple:
             o, lse = blocked.forward(call.config, x, compute, platform)
         if op is JOINED:
             before_o, before_lse = extra
-            return joining.join(before_o, before_lse, o, lse.value)
+            return joining.join(before_o, before_lse, o.astype(out), lse.value)
+        o = o.astype(out)
         return (o, *lse.parts) if op is FORWARD else (o,)
     dq = extra.pop() if op is BACKWARD_ADDED else None
     *parts, delta, d_o = extra

@@ -11,6 +11,7 @@ from jax_kvblock.attention.cuda import MAX_HEAD_DIM
 from jax_kvblock.core.checks import check_array, show
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
+NARROW = jnp.float8_e4m3fn  # with scales, where a signature says so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Signature:
       alike: whether keys and values have the queries' heads, which are the second axis
         then, and their head dim, which the tile decides about.
       multiple: what a head dim is a multiple of, where they are not alike.
+      narrow: whether they may be in 8 bits.
     """
 
     names: tuple[str, str, str]
@@ -31,6 +33,7 @@ class Signature:
     fixes: dict[int | None, str]
     alike: bool = False
     multiple: int = 8
+    narrow: bool = False
 
 
 _UNDER_VMAP = "under vmap, an axis of the batch is gone already"
@@ -43,6 +46,7 @@ BATCHED = Signature(
         3: "add a batch axis, x[None], or pass cu_seqlens for packed inputs",
         None: _UNDER_VMAP,
     },
+    narrow=True,
 )
 PACKED = Signature(
     ("q", "k", "v"),
@@ -76,7 +80,7 @@ def check_qkv(
     arrays = {name: check_array(where, name, x) for name, x in given}
     for i, name in enumerate(names):
         _check_rank(where, signature, arrays, i)
-        _check_dtype(where, arrays, name)
+        _check_dtype(where, signature, arrays, name)
     if signature.alike:
         _check_alike(where, arrays)
     else:
@@ -101,9 +105,11 @@ def _check_rank(
         )
 
 
-def _check_dtype(where: str, arrays: dict[str, Any], name: str) -> None:
+def _check_dtype(
+    where: str, signature: Signature, arrays: dict[str, Any], name: str
+) -> None:
     x, (first, q) = arrays[name], next(iter(arrays.items()))
-    if x.dtype not in FLOATS:
+    if x.dtype not in FLOATS and not (signature.narrow and x.dtype == NARROW):
         raise TypeError(
             f"{where}: {name} must be bfloat16, float16 or float32, got {show(x)}; "
             "cast it with .astype(jnp.bfloat16)"

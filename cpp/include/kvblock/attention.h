@@ -128,10 +128,10 @@ enum { KVBLOCK_ATTENTION_SCALE_ROWS = 128 }; /* queries or keys that share a sca
  * the array has; batch is a divisor of B. There is one block, or, of q and k, one for each
  * KVBLOCK_ATTENTION_SCALE_ROWS rows. A scale is not negative; one that is, or NaN, makes NaN of what
  * it is for. */
-typedef struct kvblock_scales {
+typedef struct kvblock_block_scales {
   const float* scales;
   int32_t batch, blocks;
-} kvblock_scales;
+} kvblock_block_scales;
 
 typedef struct kvblock_forward {
   kvblock_attention call;
@@ -155,7 +155,7 @@ typedef struct kvblock_forward {
    * arrays hold, and o is in bfloat16. Probabilities are rounded to e4m3, too. The call has a
    * workspace, head dims that are multiples of 16 up to 128, a scale above 0, and neither cu_q,
    * softcap, bias nor tiles. */
-  kvblock_scales q_scales, k_scales, v_scales;
+  kvblock_block_scales q_scales, k_scales, v_scales;
 } kvblock_forward;
 
 typedef struct kvblock_backward {

@@ -64,6 +64,9 @@ enum Optional {
   kTileCountsT,
   kTileMap,
   kTileMasks,
+  kQScales,
+  kKScales,
+  kVScales,
   kNumOptional,
 };
 
@@ -77,6 +80,7 @@ int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // What every operation has: q, k, v and the optional operands.
 struct Decoded {
   kvblock_attention a{};
+  kvblock_block_scales q_scales{}, k_scales{}, v_scales{};
   ffi::DataType type{};
   bool packed = false;
 };
@@ -98,7 +102,8 @@ void DecodeSizes(Reader* in, const Attributes& attributes, Decoded* out) {
     case ffi::DataType::BF16: a.dtype = KVBLOCK_BF16; break;
     case ffi::DataType::F16: a.dtype = KVBLOCK_F16; break;
     case ffi::DataType::F32: a.dtype = KVBLOCK_F32; break;
-    default: return in->Fail("q is bfloat16, float16 or float32");
+    case ffi::DataType::F8E4M3FN: a.dtype = KVBLOCK_E4M3; break;
+    default: return in->Fail("q is bfloat16, float16, float32 or float8_e4m3fn");
   }
   const size_t lead = rank - 3;
   a.batch = out->packed ? 0 : static_cast<int32_t>(qd[0]);  // packed: from cu_q
@@ -151,6 +156,18 @@ void DecodeTiles(Reader* in, Decoded* out, const char* name, int64_t rows, const
   *max_tiles = static_cast<int32_t>(dims[3]);
   *indices = static_cast<const int32_t*>(buffer.untyped_data());
   *counts = Ints(in, "tile counts", {dims[0], dims[1], dims[2]});
+}
+
+// float32 [batch, heads, blocks].
+kvblock_block_scales Scales(Reader* in, const char* name, int32_t heads) {
+  const ffi::AnyBuffer scales = in->Operand(name);
+  const auto dims = scales.dimensions();
+  if (dims.size() != 3 || dims[1] != heads || scales.element_type() != ffi::DataType::F32) {
+    in->Fail(std::string(name) + " are float32 [batch, heads, blocks]");
+    return {};
+  }
+  return {static_cast<const float*>(scales.untyped_data()), static_cast<int32_t>(dims[0]),
+          static_cast<int32_t>(dims[2])};
 }
 
 void DecodeOptional(Reader* in, const Attributes& attributes, Decoded* out) {
@@ -236,6 +253,9 @@ void DecodeOptional(Reader* in, const Attributes& attributes, Decoded* out) {
     a.tile_masks = static_cast<const uint32_t*>(masks.untyped_data());
     a.num_tile_masks = static_cast<int32_t>(dims[0]);
   }
+  if (has(kQScales)) out->q_scales = Scales(in, "q_scales", a.num_heads);
+  if (has(kKScales)) out->k_scales = Scales(in, "k_scales", a.num_kv_heads);
+  if (has(kVScales)) out->v_scales = Scales(in, "v_scales", a.num_kv_heads);
 }
 
 Decoded Decode(Reader* in, const Attributes& attributes) {
@@ -314,6 +334,10 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
   kvblock_forward f{};
   f.call = d.a;
   f.joins = static_cast<int32_t>(attributes.joins != 0);
+  f.q_scales = d.q_scales;
+  f.k_scales = d.k_scales;
+  f.v_scales = d.v_scales;
+  const auto out = d.a.dtype == KVBLOCK_E4M3 ? ffi::DataType::BF16 : d.type;
   if (!in.failed()) {
     const int64_t bytes = AttentionWorkspace(
         d.a.kernels, d.a.dtype, d.a.batch, d.a.q_len, d.a.kv_len, d.a.num_heads, d.a.num_kv_heads,
@@ -323,7 +347,7 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
       held_o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, false, d.type);
       held_lse = Rows(&in, d, "lse", false);
     }
-    f.o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, true, d.type);
+    f.o = Heads(&in, d, "o", kQueries, d.a.num_heads, d.a.value_dim, true, out);
     if (in.results_left() > (bytes > 0)) {
       f.lse = Rows(&in, d, "lse", true);
       if (Has(attributes, kBias)) f.base = Rows(&in, d, "base", true);

@@ -11,11 +11,11 @@ namespace kvblock::hopper {
 constexpr int kScaleRows = KVBLOCK_ATTENTION_SCALE_ROWS;
 
 struct NarrowForwardParams : ForwardParams {
-  kvblock_scales q_scales, k_scales, v_scales;
+  kvblock_block_scales q_scales, k_scales, v_scales;
 };
 
 // The scales of a head, of `heads`: one, or one for each kScaleRows rows.
-__device__ __forceinline__ const float* ScalesOf(const AttentionParams& p, const kvblock_scales& s,
+__device__ __forceinline__ const float* ScalesOf(const AttentionParams& p, const kvblock_block_scales& s,
                                                  int batch, int heads, int head) {
   return s.scales + (int64_t{BatchRow(p, s.batch, batch)} * heads + head) * s.blocks;
 }

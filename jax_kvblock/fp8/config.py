@@ -1,0 +1,45 @@
+"""How queries, keys and values become 8 bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, TypeAlias
+
+from jax_kvblock.core.checks import check_choice, shown
+
+Shared: TypeAlias = Literal["tensor", "head", "block"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FP8AttentionConfig:
+    """Which numbers share a scale, and whether keys are centred.
+
+    A scale is the largest size among those that share it, over 448, the largest
+    number of e4m3: of a batch member's whole array ("tensor"), of each of its heads
+    ("head"), or of each 128 rows of a head ("block"). e4m3 has 16 binary orders of
+    magnitude, so finer scales matter where few rows are far larger than the others.
+
+    Attributes:
+      queries, keys: "tensor", "head" or "block".
+      values: "tensor" or "head".
+      smooth_keys: the mean of a head's keys is taken from them before. It adds the same
+        to all scores of a row, which softmax does not see, and real models' keys have
+        large ones (SageAttention, arXiv:2410.02367).
+    """
+
+    queries: Shared = "block"
+    keys: Shared = "block"
+    values: Literal["tensor", "head"] = "head"
+    smooth_keys: bool = True
+
+    def __post_init__(self) -> None:
+        where = "FP8AttentionConfig"
+        for name in ("queries", "keys"):
+            check_choice(where, name, getattr(self, name), ("tensor", "head", "block"))
+        check_choice(where, "values", self.values, ("tensor", "head"))
+        _check_bool(where, "smooth_keys", self.smooth_keys)
+
+
+def _check_bool(where: str, name: str, flag: Any) -> None:
+    if not isinstance(flag, bool):
+        raise TypeError(f"{where}: {name} must be True or False, got {shown(flag)}")
