@@ -137,6 +137,12 @@ BARS = (
         implementation=f"^{OURS}, mask$"),
     Bar("a small call / cuDNN's", "^forward$", "time", CUDNN, 1.0, at_most=True,
         shape="^B1 H8 S128 D128 causal$", implementation=f"^{OURS}$"),
+    *(
+        Bar(f"float32 attention, {precision} / plain JAX in blocks",
+            "^(forward|backward|forward and backward)$", "over xla", None, limit,
+            shape=f"S8192 .*float32, {precision}$")
+        for precision, limit in (("default", 3.0), ("highest", 2.0))
+    ),
     Bar("temporaries of attention forward, B", "^forward$", "temporaries", None, 0,
         at_most=True),
     Bar("temporaries of attention backward / their limit", "^backward$",

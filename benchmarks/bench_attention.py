@@ -116,7 +116,7 @@ def _ours(case: Any, implementation: str | None) -> Callable[..., Any]:
     return packed
 
 
-def _jax_calls(
+def jax_calls(
     function: Callable[..., Any], inputs: list[Any], forward_only: bool = False
 ) -> dict[str, Any]:
     """Compiled forward, and forward with backward, as calls that do not wait.
@@ -151,7 +151,7 @@ def _round(call: Callable[[], Any], wait: Callable[[Any], Any], count: int) -> f
     return (time.perf_counter() - start) / count
 
 
-def _times(running: dict[str, dict[str, Any]], quick: bool) -> dict[str, dict]:
+def hot_times(running: dict[str, dict[str, Any]], quick: bool) -> dict[str, dict]:
     """Median seconds of every implementation's forward and both, on a hot chip."""
     counts: dict[tuple[str, str], int] = {}
     times: dict[tuple[str, str], list[float]] = {}
@@ -194,7 +194,7 @@ def _speed(case: Any, results: Results, quick: bool) -> None:
     made: dict[str, Callable[[], dict[str, Any]]] = {}
     with ThreadPoolExecutor() as pool:  # compiling takes longer than timing
         for name, function in (*functions, *peers.items()):
-            made[name] = pool.submit(_jax_calls, function, inputs, name in peers).result
+            made[name] = pool.submit(jax_calls, function, inputs, name in peers).result
     made |= attention_peers.in_torch(case, inputs)
     for name, make in made.items():
         try:
@@ -203,7 +203,7 @@ def _speed(case: Any, results: Results, quick: bool) -> None:
             running[name] = calls
         except Exception as error:
             results.fail(case.name, name, error)
-    for name, seconds in _times(running, quick).items():
+    for name, seconds in hot_times(running, quick).items():
         _add(case, results, name, seconds)
 
 
@@ -232,9 +232,9 @@ def _options(case: Any, results: Results, quick: bool) -> None:
         for option in ("", *cases.ATTENTION_OPTIONS)
     }
     running = {
-        option: _jax_calls(_ours(one, None), inputs) for option, one in options.items()
+        option: jax_calls(_ours(one, None), inputs) for option, one in options.items()
     }
-    for option, seconds in _times(running, quick).items():
+    for option, seconds in hot_times(running, quick).items():
         # Beside the same call without an option, in the same rounds.
         name = cases.dataclasses.replace(case, option=option or "no option")
         _add(name, results, OURS, seconds)
@@ -292,10 +292,10 @@ def _tiles(case: Any, results: Results, quick: bool) -> None:
     for share in (1, 2, 4, 8, 16):
         counts = jnp.full((1, 1, rows), max(1, rows // share), jnp.int32)
         tiles = AttentionTiles(indices, counts)
-        running[f"1/{share}"] = _jax_calls(
+        running[f"1/{share}"] = jax_calls(
             lambda q, k, v, tiles=tiles: flash_attention(q, k, v, tiles=tiles), inputs
         )
-    for share, seconds in _times(running, quick).items():
+    for share, seconds in hot_times(running, quick).items():
         name = f"{OURS}, {share} of the tiles"
         case_name = f"{case.name.replace('causal', 'tiles')} / forward"
         results.add(case_name, name, "time", seconds["forward"] * 1e3, "ms")
@@ -320,7 +320,7 @@ def _masks(case: Any, results: Results, quick: bool) -> None:
         f"{OURS}, mask": {"tiles": tiles},
     }
     running = {
-        name: _jax_calls(
+        name: jax_calls(
             lambda q, k, v, how=how: flash_attention(q, k, v, **how), inputs
         )
         for name, how in by_name.items()
@@ -328,7 +328,7 @@ def _masks(case: Any, results: Results, quick: bool) -> None:
     out = {name: np.asarray(calls["forward"]()) for name, calls in running.items()}
     apart = np.abs(np.subtract(*(x.astype(np.float32) for x in out.values()))).max()
     assert apart < 0.05, f"the mask is not the segments: {apart}"
-    for name, seconds in _times(running, quick).items():
+    for name, seconds in hot_times(running, quick).items():
         for what, value in (
             ("forward", seconds["forward"]),
             ("backward", seconds["both"] - seconds["forward"]),

@@ -21,6 +21,7 @@ import bars
 import bench_append
 import bench_attention
 import bench_attention_cpu
+import bench_attention_float32
 import bench_cpu
 import bench_decode
 import bench_decode_step
@@ -43,6 +44,7 @@ BENCHES: dict[str, common.Bench] = {
     "cpu": bench_cpu.bench,
     "append": bench_append.bench,
     "attention": bench_attention.bench,
+    "attention-float32": bench_attention_float32.bench,
     "decode": bench_decode.bench,
     "decode-step": bench_decode_step.bench,
     "paged": bench_paged.bench,
@@ -54,8 +56,8 @@ BENCHES: dict[str, common.Bench] = {
 }
 # Each benchmark measures the ceilings it needs itself, in its own run.
 ON_GPU = (
-    *("objects", "host", "layouts", "append", "attention", "decode", "decode-step"),
-    *("paged", "kernels", "parallel", "parallel-cache"),
+    *("objects", "host", "layouts", "append", "attention", "attention-float32"),
+    *("decode", "decode-step", "paged", "kernels", "parallel", "parallel-cache"),
 )
 ON_CPU = ("objects", "host", "cpu", "attention-cpu", "paged-cpu")
 

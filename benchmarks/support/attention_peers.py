@@ -108,7 +108,7 @@ def _pallas(case: Any) -> Callable[..., Any]:
 def in_torch(
     case: Any, inputs: list[jax.Array]
 ) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
-    """Names, and what makes calls (as `bench_attention._jax_calls`) on these arrays."""
+    """Names, and what makes calls (as `bench_attention.jax_calls`) on these arrays."""
     if case.packed or not common.on_gpu() or not _installed("torch"):
         return
     import torch

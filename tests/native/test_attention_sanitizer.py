@@ -38,7 +38,8 @@ def watch(tool: str, *call: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
 @pytest.mark.parametrize(
-    ("implementation", "kernels"), [("cuda", "generic"), ("cuda_sm90", "sm90")]
+    ("implementation", "kernels"),
+    [("cuda", "generic"), ("cuda_sm90", "sm90"), ("cuda", "float32")],
 )
 def test_finds_nothing(implementation: str, kernels: str, tool: str) -> None:
     if missing := unserved_by_gpu(implementation, backward=True):
@@ -50,7 +51,8 @@ def test_finds_nothing(implementation: str, kernels: str, tool: str) -> None:
         assert done.returncode == 0, said
         assert re.search(r"SUMMARY: 0 (errors|hazards)", done.stdout), said
         launches = re.search(r"^(\d+) launches", done.stdout, re.MULTILINE)
-        assert launches and int(launches[1]) >= 20, said
+        wide_float32 = kernels == "float32" and dims > "128x128"  # forward alone
+        assert launches and int(launches[1]) >= (10 if wide_float32 else 20), said
 
 
 def test_memcheck_sees_a_short_array() -> None:

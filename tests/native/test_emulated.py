@@ -269,7 +269,7 @@ def test_the_emulator_is_strict(tmp_path):
 @pytest.mark.torch
 def test_the_sweep_runs_on_the_emulator(library):
     script = str(ROOT / "tests/support/attention_sweep.py")
-    options = ["--emulated", "--only", "D8 B", "--limit", "1", "--seed", "1"]
+    options = ["--emulated", "--only", "float16 D8 B", "--limit", "1", "--seed", "1"]
     command = [sys.executable, script, str(library), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

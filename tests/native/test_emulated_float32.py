@@ -129,7 +129,7 @@ def test_the_highest_precision_is_better(dim, launcher):
     for name in exact:
         if name == "lse":  # a mean of many
             continue
-        assert 5e-5 < rounded[name] < 2e-3, name
+        assert 1e-4 < rounded[name] < 7e-4, name  # to nearest
         assert exact[name] < 1.5e-6, name
         assert exact[name] < rounded[name] / 200, name
 

@@ -35,7 +35,8 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def library(name: str) -> Path:
         def build(made: Path) -> None:
             root = mutated(made.parent / name) if "mutated" in name else ROOT
-            kernels = "latent" if "latent" in name else "attention"
+            named = (kind for kind in ("latent", "float32") if kind in name)
+            kernels = next(named, "attention")
             emulated_races.build(root, made, kernels)
 
         return built_once(tmp_path_factory, f"libkvblock_{name}.so", build)
@@ -55,14 +56,15 @@ def races(library: Path, cases: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("cases", ["dense", "paged", "Hopper", "latent"])
+@pytest.mark.parametrize("cases", ["dense", "float32", "paged", "Hopper", "latent"])
 def test_every_access_is_ordered(cases, compiled):
-    assert races(compiled(f"checked{of_latents(cases)}"), cases) == []
+    assert races(compiled(f"checked{library_of(cases)}"), cases) == []
 
 
-def of_latents(cases: str) -> str:
-    """Which library: latent caches have one of their own."""
-    return "_latent" * cases.startswith("latent")
+def library_of(cases: str) -> str:
+    """Which library: latent caches and float32 have their own."""
+    own = (f"_{kind}" for kind in ("latent", "float32") if cases.startswith(kind))
+    return next(own, "")
 
 
 FORWARD, LATENT = f"{HOPPER}/forward", f"{HOPPER}/latent"
@@ -81,6 +83,13 @@ def step_is_read() -> str:
 
 # What has to be reported: a case, and what stands in one line.
 MISSING = (
+    Mutant(
+        "float32: nobody waits until all are done with K where there is one stage",
+        f"{GENERIC}/forward/kernel.cuh",
+        "__syncthreads();  // V has arrived for all, and all are done with K",
+        "",
+        ("float32, lengths, 128", "a copy of thread", "LoadShared"),
+    ),
     Mutant(
         "few queries: a tile is waited for too late",
         f"{GENERIC}/split/kernel.cuh",
@@ -209,7 +218,7 @@ def mutated(root: Path) -> Path:
 @pytest.mark.parametrize("mutant", MISSING, ids=lambda mutant: mutant.name)
 def test_a_missing_barrier_is_reported(mutant, compiled):
     cases, *parts = mutant.killer
-    found = races(compiled(f"mutated{of_latents(cases)}"), cases)
+    found = races(compiled(f"mutated{library_of(cases)}"), cases)
     assert any(all(part in line for part in parts) for line in found), "\n".join(found)
 
 

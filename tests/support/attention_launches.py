@@ -4,7 +4,8 @@
 
 It calls the C interface, on allocations of the driver's of exactly an array's size, so
 that memcheck knows where each one ends. Nobody looks at the results. KERNELS are
-"generic" or "sm90", or "short": generic, and q ends a row too early. Prints how many
+"generic", "sm90" or "float32" (generic), or "short": generic, and q ends a row too
+early. Prints how many
 launches there were. test_attention_sanitizer.py runs it.
 """
 
@@ -18,6 +19,8 @@ from typing import Any
 import numpy as np
 
 BF16, F16, F32 = range(3)
+SIZES = {BF16: 2, F16: 2, F32: 4}
+HIGHEST, DEFAULT = range(2)  # of float32
 GENERIC, SM90 = range(2)
 # Of keys and of values: all that the kernels are compiled for.
 DIMS = ("64x64", "96x96", "128x128", "192x128", "192x192", "256x256")
@@ -181,7 +184,7 @@ def softcap(a: Attention, arrays: Arrays) -> None:
 def bias(a: Attention, arrays: Arrays) -> None:
     a.bias_dtype, a.bias_batch, a.bias_heads = a.dtype, 1, a.num_heads
     a.bias = arrays.normal(a.dtype, a.num_heads, a.q_len, a.kv_len)
-    a.dbias = arrays.empty(a.num_heads * a.q_len * a.kv_len * 2)
+    a.dbias = arrays.empty(a.num_heads * a.q_len * a.kv_len * SIZES[a.dtype])
 
 
 def everything(a: Attention, arrays: Arrays) -> None:
@@ -269,12 +272,20 @@ JOINED = (plain, causal, lengths, packed, segments, long_q, rounds, counted)
 MOST_JOINED_DIM = 128
 
 
-def run(library: Any, kernels: str, option: Any, dims: str, dtype: int) -> int:
+def run(
+    library: Any,
+    kernels: str,
+    option: Any,
+    dims: str,
+    dtype: int,
+    precision: int = HIGHEST,
+) -> int:
     """Every pass of one call; how many launches that were."""
     arrays = Arrays()
     a = Attention(kernels=SM90 if kernels == "sm90" else GENERIC, dtype=dtype)
     a.batch, a.num_heads, a.num_kv_heads, a.q_len, a.kv_len = 1, 2, 1, 136, 136
     a.head_dim, a.value_dim = map(int, dims.split("x"))
+    a.precision, size = precision, SIZES[dtype]
     a.scale = a.head_dim**-0.5
     a.window_left = a.window_right = -1
     option(a, arrays)
@@ -286,27 +297,28 @@ def run(library: Any, kernels: str, option: Any, dims: str, dtype: int) -> int:
     a.v = arrays.normal(dtype, keys, a.num_kv_heads, a.value_dim)
     a.d_o = arrays.normal(dtype, rows, a.num_heads, a.value_dim)
     a.delta = arrays.normal(F32, rows, a.num_heads)
-    a.o = arrays.empty(rows * a.num_heads * a.value_dim * 2)
+    a.o = arrays.empty(rows * a.num_heads * a.value_dim * size)
     a.lse = arrays.empty(rows * a.num_heads * 4)
-    a.dk = arrays.empty(keys * a.num_kv_heads * a.head_dim * 2)
-    a.dv = arrays.empty(keys * a.num_kv_heads * a.value_dim * 2)
+    a.dk = arrays.empty(keys * a.num_kv_heads * a.head_dim * size)
+    a.dv = arrays.empty(keys * a.num_kv_heads * a.value_dim * size)
     if a.kernels == GENERIC or option not in NO_DQ:
-        a.dq = arrays.empty(rows * a.num_heads * a.head_dim * 2)
+        a.dq = arrays.empty(rows * a.num_heads * a.head_dim * size)
     if option not in NO_DQ and a.kernels == GENERIC:
         a.dq_accum = arrays.empty(-(-rows // 8) * 8 * a.num_heads * a.head_dim * 4)
     a.deterministic = a.kernels == SM90 and option in TURNS
     joins = a.kernels == SM90 and option in JOINED
     narrow = max(a.head_dim, a.value_dim) <= MOST_JOINED_DIM
     passes = ["forward"] + ["forward, joined"] * (joins and narrow)
-    if option not in FORWARD_ONLY:
+    wide_float32 = dtype == F32 and max(a.head_dim, a.value_dim) > 128
+    if option not in FORWARD_ONLY and not wide_float32:
         passes += ["backward_kv"] + ["backward_kv, joined"] * joins
         if a.kernels == GENERIC:  # these serve both kinds
             passes += ["backward_q"] + ["backward_bias"] * bool(a.dbias)
     for name in passes:
         a.workspace, a.joins = None, name.endswith("joined")
         name = name.removesuffix(", joined")
-        if size := workspace_bytes(library, a, name):
-            a.workspace = arrays.empty(size)
+        if room := workspace_bytes(library, a, name):
+            a.workspace = arrays.empty(room)
         launch = library[f"kvblock_attention_{name}"]
         launch.restype = ctypes.c_char_p
         error = launch(ctypes.byref(a.of(name)), None)
@@ -328,7 +340,8 @@ def main(path: str, kernels: str, *only: str) -> None:
     for i, dims in enumerate(DIMS):
         for j, option in enumerate(options):
             if {dims, option.__name__} >= set(only):
-                launches += run(library, kernels, option, dims, (i + j) % 2)
+                how = ((i + j) % 2,) if kernels != "float32" else (F32, (i + j) % 2)
+                launches += run(library, kernels, option, dims, *how)
     print(launches, "launches")
 
 

@@ -79,6 +79,11 @@ class Case:
         return self.dtype == "float32" and self.precision == "default"
 
     @property
+    def has_gradients(self) -> bool:
+        """Whether the kernels have them: not of wide rows of float32."""
+        return self.dtype != "float32" or max(self.head_dim, self.value_dim) <= 128
+
+    @property
     def members(self) -> int:
         """Batch members of the arrays."""
         return 1 if self.packed else self.batch

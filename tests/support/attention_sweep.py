@@ -147,10 +147,10 @@ def draw_cases(seed: int, rounds: int) -> Iterator[Case]:
         kv_len = int(rng.integers(1, most))
         return {"q_len": int(rng.integers(1, 17)), "kv_len": kv_len}
 
-    def case(name: str, dims: tuple[int, int], **sizes: Any) -> Case:
+    def case(name: str, dims: tuple[int, int], kind: str = "", **sizes: Any) -> Case:
         options = dict(OPTIONS[name])
         heads, kv_heads = GROUPS[rng.integers(len(GROUPS))]
-        dtype = ("bfloat16", "float16")[rng.integers(2)]
+        dtype = kind or ("bfloat16", "float16")[rng.integers(2)]
         batch = int(rng.integers(1, 5))
         drawn = {"q_len": length(), "kv_len": length(), "heads": heads}
         drawn |= {"kv_heads": kv_heads, "batch": batch} | sizes
@@ -169,6 +169,8 @@ def draw_cases(seed: int, rounds: int) -> Iterator[Case]:
             options["tiles"] = (rows or batch, own)
         if options.get("sinks") and rng.random() < 0.5:
             options["sinks"] = batch
+        if kind:
+            options["precision"] = list(PRECISIONS)[rng.integers(2)]
         number = int(rng.integers(2**31))
         name = f"{name}, many" if many else name
         return Case(dtype, *dims, **drawn, **options, name=name, seed=number)
@@ -190,6 +192,11 @@ def draw_cases(seed: int, rounds: int) -> Iterator[Case]:
     for name, dims, q_len in itertools.product(("full", "causal"), DIMS, LONG[::2]):
         lengths = {"q_len": q_len + int(rng.integers(90)), "kv_len": length() // 4 + 60}
         yield case(name, dims, **lengths, **few)
+    # float32 in both precisions, a few queries among them.
+    for _, name, dims in itertools.product(range(rounds), OPTIONS, DIMS):
+        yield case(name, dims, "float32")
+    for _, name, dims in itertools.product(range(rounds), FEW, DIMS):
+        yield case(name, dims, "float32", **few_queries(900), batch=3)
 
 
 # ---- launching -----------------------------------------------------------------------
@@ -498,12 +505,12 @@ def sweep(launcher: Launcher, cases: list[Case], seed: int, most: int) -> Record
     failed, results = [], 0
     for case in cases:
         try:
-            found = judged(launcher, case)
+            found = judged(launcher, case, case.has_gradients)
         except RuntimeError as e:  # nothing works any more
             failed.append(f"{launcher.kernels} {case}: {e}")
             break
         for name, verdict in found.items():
-            group = f"{launcher.kernels} {case.dtype} {name}"
+            group = f"{launcher.kernels} {case.kind} {name}"
             worst[group] = max(worst[group], verdict.worst)
         results += len(found)
         counts[case.name.removesuffix(", many")] += 1
@@ -564,6 +571,8 @@ def main() -> int:
             cases = [
                 c for c in draw_cases(seed, chosen.rounds) if chosen.only in str(c)
             ]
+            if kernels == "sm90":
+                cases = [c for c in cases if c.dtype != "float32"]
             if chosen.limit:
                 order = np.random.default_rng(seed).permutation(len(cases))
                 cases = [cases[i] for i in order[: chosen.limit]]

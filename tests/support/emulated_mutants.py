@@ -11,7 +11,10 @@ PAGED_BAD = test("test_emulated_paged", "bad_data")
 PAGED_BITS = test("test_emulated_paged", "with_split_size")
 SPLIT = f"{GENERIC}/split/kernel.cuh"
 PAGED_BESIDE = test("test_emulated_paged", "leaves")
+FLOAT32 = test("test_emulated_float32", "several_tiles")
+DIGITS = test("test_emulated_float32", "highest_precision or keep_their_digits")
 LATENT = test("test_emulated_latent", "every_row")
+FRAGMENTS = f"{GENERIC}/fragments.cuh"
 LATENT_KERNEL = f"{GENERIC}/latent/kernel.cuh"
 LATENT_MANY = test("test_emulated_latent", "many_rows")
 LATENT_PAIRS = test("test_emulated_latent", "pairs_of_tiles")
@@ -377,6 +380,63 @@ EMULATED = (
         "a.head_dim != 576 || RowsDiffer(a)",
         "a.head_dim != 576",
         test("test_emulated_latent", "generic_kernel_has"),
+    ),
+    Mutant(
+        "float32: the small parts of the first operand are left out",
+        FRAGMENTS,
+        "Multiply<T>(c, a[m].rest, b.words[2 * j], b.words[2 * j + 1]);",
+        "",
+        DIGITS,
+    ),
+    Mutant(
+        "float32: the small parts of the second operand are left out",
+        FRAGMENTS,
+        "Multiply<T>(c, a[m].words, b.rest[2 * j], b.rest[2 * j + 1]);",
+        "",
+        DIGITS,
+    ),
+    Mutant(
+        "float32: tensor cores add up the products of thousands of keys",
+        FRAGMENTS,
+        "constexpr bool kSumsApart<Tf32x3> = true;",
+        "constexpr bool kSumsApart<Tf32x3> = false;",
+        DIGITS,
+    ),
+    Mutant(
+        "float32: TF32 by leaving digits away",
+        "cpp/device/tf32.cuh",
+        "fmaf(power, 0x1p-11f,",
+        "fmaf(power, 0x1p-30f,",
+        DIGITS,
+    ),
+    Mutant(
+        "float32: a step sums a key's probability times the next one's values",
+        FRAGMENTS,
+        "LoadShared(odd, to + rows + Tile::kRowBytes + (place ^ 16));",
+        "LoadShared(odd, to + rows + (place ^ 16));",
+        FLOAT32,
+    ),
+    Mutant(
+        "float32: keys lie in the order of their tile",
+        f"{GENERIC}/backward/kv_results.cuh",
+        "return place / 8 * 8 + place % 4 * 2 + place / 4 % 2;",
+        "return place;",
+        FLOAT32,
+    ),
+    Mutant(
+        "float32: dQ of half a block goes to the other half",
+        f"{GENERIC}/backward/kv_results.cuh",
+        "lane % 4 / 2 * 64 + lane % 2 * 4 :",
+        "lane % 4 / 2 * 64 + (1 - lane % 2) * 4 :",
+        FLOAT32,
+    ),
+    Mutant(
+        "float32: nobody waits for V where there is one stage",
+        f"{GENERIC}/forward/kernel.cuh",
+        "      CopyAsyncWait<0>();\n"
+        "      __syncthreads();  // V has arrived for all, and all are done with K\n",
+        "",
+        FLOAT32,
     ),
     Mutant(
         "a partial tile is taken for a full one",

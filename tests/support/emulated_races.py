@@ -77,6 +77,14 @@ def dense(option: Callable, library: ctypes.CDLL) -> None:
     attention_launches.run(library, "generic", option, "64x64", bf16)
 
 
+def float32(option: Callable, dims: str, library: ctypes.CDLL) -> None:
+    """The same of float32; narrow heads have two stages forward, wide ones one."""
+    attention_launches.Arrays = HostArrays  # type: ignore[misc]
+    attention_launches.driver = lambda *_: None
+    how = attention_launches.F32, attention_launches.DEFAULT
+    attention_launches.run(library, "generic", option, dims, *how)
+
+
 def latent(case: Case, cta_bytes: int, library: ctypes.CDLL) -> None:
     library.emulator_set_hopper(False)
     library.emulator_set_cta_bytes(cta_bytes)
@@ -161,6 +169,13 @@ CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
     **{
         f"dense, {name}": functools.partial(dense, getattr(attention_launches, name))
         for name in DENSE
+    },
+    **{
+        f"float32, {name}, {dims}": functools.partial(
+            float32, getattr(attention_launches, name), dims
+        )
+        for name in DENSE[1:]
+        for dims in ("64x64", "128x128")
     },
     **{f"paged, {name}": functools.partial(paged, case) for name, case in FEW.items()},
     **{

@@ -91,8 +91,8 @@ CPU = (
     Mutant(
         "the scale is left out",
         BLOCKED,
-        "scores = config.scale * _products(p, i, j)",
-        "scores = _products(p, i, j)",
+        "scores = config.scale * _products(config, p, i, j)",
+        "scores = _products(config, p, i, j)",
         LENGTHS,
     ),
     Mutant(
@@ -288,8 +288,8 @@ CPU = (
     Mutant(
         "any dtype is served",
         CUDA,
-        "if x.q.dtype not in (jnp.bfloat16, jnp.float16):",
-        "if x.q.dtype == jnp.float64:",
+        "elif x.q.dtype not in DTYPES:",
+        "elif x.q.dtype == jnp.int32:",
         LAUNCH,
     ),
     Mutant(

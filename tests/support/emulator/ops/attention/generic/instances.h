@@ -30,16 +30,16 @@ const char* ForAnyInstance(const AttentionCall& a, const Launch& launch) {
 #if KVBLOCK_EMULATES_FLOAT32
   const auto of = [&](auto dim) -> const char* {
     constexpr int kDim = decltype(dim)::value;
+#if KVBLOCK_CHECK_RACES
+    if (kDim <= 128) return launch(Instance<Tf32, kDim <= 128 ? kDim : 128>());
+    return Message("the race checker has head dims up to 128, in TF32");
+#endif
     if (a.dtype != KVBLOCK_F32) return "float32 alone is emulated here";
     return a.precision == KVBLOCK_PRECISION_DEFAULT ? launch(Instance<Tf32, kDim>())
                                                     : launch(Instance<Tf32x3, kDim>());
   };
   const int dim = std::max(a.head_dim, a.value_dim);
   if (dim <= 64) return of(std::integral_constant<int, 64>());
-#if KVBLOCK_CHECK_RACES
-  if (dim <= 128) return launch(Instance<Tf32, 128>());
-  return Message("the race checker has head dims up to 128");
-#endif
   if (dim <= 128 || kWidest == 128) return of(std::integral_constant<int, 128>());
   return of(std::integral_constant<int, kWidest>());
 #else
