@@ -32,6 +32,7 @@ import bench_paged
 import bench_paged_cpu
 import bench_parallel
 import bench_parallel_cache
+import bench_sparse
 import ceilings
 from support import common
 
@@ -49,13 +50,14 @@ BENCHES: dict[str, common.Bench] = {
     "kernels": bench_kernels.bench,
     "parallel": bench_parallel.bench,
     "parallel-cache": bench_parallel_cache.bench,
+    "sparse": bench_sparse.bench,
     "attention-cpu": bench_attention_cpu.bench,
     "paged-cpu": bench_paged_cpu.bench,
 }
 # Each benchmark measures the ceilings it needs itself, in its own run.
 ON_GPU = (
     *("objects", "host", "layouts", "append", "attention", "decode", "decode-step"),
-    *("paged", "kernels", "parallel", "parallel-cache"),
+    *("paged", "kernels", "parallel", "parallel-cache", "sparse"),
 )
 ON_CPU = ("objects", "host", "cpu", "attention-cpu", "paged-cpu")
 
