@@ -35,6 +35,7 @@ from support.common import OURS, Results
 from jax_kvblock import AttentionTiles, flash_attention
 from jax_kvblock.sparse import (
     AntidiagonalThreshold,
+    BlockSparse,
     LearnedGate,
     LocalGlobal,
     Random,
@@ -201,6 +202,7 @@ def _of_a_tenth(case: Case) -> dict[str, Selector]:
     gate = init_gate(case.heads, case.kv_heads, case.dim)
     return {
         "random": Random(sparsity_ratio=ratio),
+        "block sparse": BlockSparse(sparsity_ratio=ratio),
         "strided": Strided(sparsity_ratio=ratio),
         "local + global": LocalGlobal(sparsity_ratio=ratio),
         "streaming": Streaming(window=window),
@@ -211,7 +213,13 @@ def _of_a_tenth(case: Case) -> dict[str, Selector]:
             for stride in (8, 16, 32)
         },
         "threshold, tau 0.9": AntidiagonalThreshold(tau=0.9, sparsity_ratio=ratio),
-        "learned": LearnedGate(gate, sparsity_ratio=ratio),
+        "learned, tiles": LearnedGate(gate, sparsity_ratio=ratio),
+        **{
+            f"learned, pieces of {piece}": LearnedGate(
+                gate, sparsity_ratio=ratio, piece=piece
+            )
+            for piece in (16, 32)
+        },
     }
 
 

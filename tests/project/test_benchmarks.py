@@ -127,7 +127,7 @@ def test_small_lists_of_tiles_and_selectors(tmp_path: Path) -> None:
     every = {
         who for shape, work, who, _ in rows if (shape, work) == (selected, "whole")
     }
-    assert {"jax_kvblock, random", "jax_kvblock, learned"} < every
+    assert {"jax_kvblock, random", "jax_kvblock, learned, pieces of 32"} < every
     for who in every:
         whole = rows[selected, "whole", who, "time"]
         of_dense = rows[selected, "whole", who, "dense over it"]
