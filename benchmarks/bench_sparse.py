@@ -38,6 +38,7 @@ from jax_kvblock.sparse import (
     BlockSparse,
     LearnedGate,
     LocalGlobal,
+    PooledThreshold,
     Random,
     ScoredSelector,
     Selector,
@@ -211,6 +212,12 @@ def _of_a_tenth(case: Case) -> dict[str, Selector]:
                 tau=None, sparsity_ratio=ratio, stride=stride
             )
             for stride in (8, 16, 32)
+        },
+        **{
+            f"pooled, pieces of {piece}": PooledThreshold(
+                tau=None, sparsity_ratio=ratio, piece=piece
+            )
+            for piece in (8, 16, 32)
         },
         "threshold, tau 0.9": AntidiagonalThreshold(tau=0.9, sparsity_ratio=ratio),
         "learned, tiles": LearnedGate(gate, sparsity_ratio=ratio),

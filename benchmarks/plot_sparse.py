@@ -32,6 +32,8 @@ SERIES = {
     "threshold, stride 8": ("#56B4E9", "<"),
     "threshold, stride 16": ("#0072B2", "o"),
     "threshold, stride 32": ("#56B4E9", ">"),
+    "pooled, pieces of 16": ("#D55E00", "P"),
+    "pooled, pieces of 32": ("#D55E00", "X"),
     "learned, tiles": ("#009E73", "d"),
     "learned, pieces of 32": ("#009E73", "D"),
     "oracle": ("#000000", "*"),
@@ -102,7 +104,7 @@ def main() -> None:
         what = "share of the mask's tiles"
         if times is not None:
             what = "ms to select and attend, S 65,536 H 32/8 D 128"
-            axes.axvline(times["dense"], color="#D55E00", linewidth=1)
+            axes.axvline(times["dense"], color="#000000", linewidth=1)
             axes.text(times["dense"], axes.get_ylim()[0], "dense ", ha="right")
             axes.set_xscale("log")
         axes.set_xlabel(what)

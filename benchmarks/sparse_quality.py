@@ -23,6 +23,7 @@ import dataclasses
 import gc
 import hashlib
 import inspect
+import json
 import sys
 import time
 from collections.abc import Iterator
@@ -42,6 +43,7 @@ from jax_kvblock.sparse import (
     LearnedGate,
     LocalGlobal,
     Oracle,
+    PooledThreshold,
     Random,
     Selector,
     Streaming,
@@ -93,10 +95,14 @@ def tokens_of(model: reading.Model, name: str, count: int) -> np.ndarray:
 
 @dataclasses.dataclass
 class Measured:
-    """By (text, layer): q `[1, T, N, D]`, k and v; by layer: gates, by name."""
+    """By (text, layer): q `[1, T, N, D]`, k and v; by layer: gates, by name.
+
+    sources: what it is from, as results files have it.
+    """
 
     arrays: dict[tuple[str, int], tuple[np.ndarray, ...]]
     gates: dict[int, dict[str, Gate]]
+    sources: dict[str, str]
 
     def save(self, path: Path) -> None:
         flat = {
@@ -109,6 +115,7 @@ class Measured:
                 for field in dataclasses.fields(gate):
                     key = f"{kind}/{layer}/gate.{field.name}"
                     flat[key] = np.asarray(getattr(gate, field.name))
+        flat["sources"] = np.asarray(json.dumps(self.sources))
         with path.open("wb") as file:
             np.savez(file, **flat)  # type: ignore[arg-type, unused-ignore]
 
@@ -116,7 +123,9 @@ class Measured:
     def load(cls, path: Path) -> Measured:
         arrays: dict[Any, dict[str, np.ndarray]] = {}
         gates: dict[int, dict[str, dict[str, Any]]] = {}
-        with np.load(path) as flat:
+        with np.load(path) as file:
+            flat = dict(file)
+            sources = json.loads(str(flat.pop("sources")))
             for key, a in flat.items():
                 text, layer, name = key.split("/")
                 kind, _, field = name.partition(".")
@@ -131,6 +140,7 @@ class Measured:
                 layer: {kind: Gate(**parts) for kind, parts in found.items()}
                 for layer, found in gates.items()
             },
+            sources,
         )
 
 
@@ -140,7 +150,7 @@ def read(
     """What is measured, and gates that have learned from other texts."""
     count, layers = max(options.lengths), options.layers
     learned: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {i: [] for i in layers}
-    measured = Measured({}, {})
+    measured = Measured({}, {}, {"model": model.name, **dict(_sources(options))})
     for name in (*LEARN[: options.texts], *JUDGE):
         start = time.perf_counter()
         loss, kept = model.read(tokens_of(model, name, count), keep=layers)
@@ -206,6 +216,10 @@ def selectors(ratio: float, rows: int, gates: dict[str, Gate]) -> dict[str, Sele
         "streaming": Streaming(sinks=1, window=window),
         **{
             f"threshold, stride {n}": AntidiagonalThreshold(stride=n, **scored)
+            for n in (8, 16, 32)
+        },
+        **{
+            f"pooled, pieces of {n}": PooledThreshold(piece=n, **scored)
             for n in (8, 16, 32)
         },
         "learned, tiles": LearnedGate(gates["tiles"], **scored),
@@ -310,8 +324,8 @@ def bench(options: argparse.Namespace, results: Results) -> None:
         model = (
             reading.random_model() if options.quick else reading.smollm2(options.model)
         )
-        results.versions |= {"model": model.name, **dict(_sources(options))}
         measured = read(model, options, results)
+    results.versions |= measured.sources
     if options.save_activations:
         measured.save(options.save_activations)
     judge(measured, options, results)

@@ -35,6 +35,7 @@ from jax_kvblock.sparse import (
     LearnedGate,
     LocalGlobal,
     Oracle,
+    PooledThreshold,
     Random,
     Selector,
     Streaming,
@@ -274,6 +275,7 @@ def selectors(sizes: Sizes, ratio: float, gates: list[Any]) -> dict[str, list[An
         "local + global": LocalGlobal(num_global=2, **budget),
         "streaming": Streaming(sinks=1, window=window, **tiles),
         "threshold": AntidiagonalThreshold(stride=8, **scored),
+        "pooled": PooledThreshold(piece=sizes.piece, **scored),
     }
     made = {name: [one] * sizes.layers for name, one in shared.items()}
     made["learned"] = [LearnedGate(gate, piece=sizes.piece, **scored) for gate in gates]

@@ -28,7 +28,13 @@ import numpy as np
 
 from jax_kvblock.core.checks import check_positive
 from jax_kvblock.sparse.grid import Grid, running_count
-from jax_kvblock.sparse.pieces import check_side, in_pieces, tile_shares
+from jax_kvblock.sparse.pieces import (
+    check_side,
+    cut_in_pieces,
+    in_pieces,
+    piece_means,
+    tile_shares,
+)
 from jax_kvblock.sparse.scored import ScoredSelector
 
 # Distances in tiles that have a score of their own: 0, 1, 2, 3, 4–5, 6–7, 8–11, …
@@ -116,16 +122,10 @@ def pooled(x: jax.Array, end: Any, block: int, tiles: int) -> jax.Array:
     the three has a mean square of 1, whatever the tile holds: of a tile of many
     different vectors the mean is short, and the extremes of any are long.
     """
-    length = tiles * block
-    x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
-    x = x.reshape(x.shape[0], tiles, block, *x.shape[2:])
-    real = jnp.arange(length, dtype=jnp.int32) < jnp.asarray(end)[:, 0]
-    real = real.reshape(-1, tiles, block, 1, 1)
-    count = jnp.maximum(real.sum(2, dtype=jnp.int32), 1).astype(jnp.float32)
+    mean = piece_means(x, end, block, tiles)
+    x, real = cut_in_pieces(x, end, block, tiles)
     most = jnp.asarray(jnp.finfo(x.dtype).max, x.dtype)
     some = real.any(2)
-    # Sums in float32 of what is read once, in its own dtype.
-    mean = jnp.where(real, x, 0).sum(2, dtype=jnp.float32) / count
     high = jnp.where(some, jnp.where(real, x, -most).max(2), 0).astype(jnp.float32)
     low = jnp.where(some, jnp.where(real, x, most).min(2), 0).astype(jnp.float32)
     one = jnp.ones_like(mean[..., :1])

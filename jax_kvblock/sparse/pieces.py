@@ -96,6 +96,28 @@ def tile_shares(
     return mass.transpose(1, 2, 0, 3)
 
 
+def cut_in_pieces(
+    x: jax.Array, end: Any, side: int, count: int
+) -> tuple[jax.Array, jax.Array]:
+    """`[B, count, side, H, D]` of `[B, length, H, D]`, and which rows are real.
+
+    Those before `end` `[B|1, 1, 1]` are: bool `[B|1, count, side, 1, 1]`.
+    """
+    length = side * count
+    x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
+    real = jnp.arange(length, dtype=jnp.int32) < jnp.asarray(end)[:, 0]
+    real = real.reshape(-1, count, side, 1, 1)
+    return x.reshape(x.shape[0], count, side, *x.shape[2:]), real
+
+
+def piece_means(x: jax.Array, end: Any, side: int, count: int) -> jax.Array:
+    """Means over the real rows of each piece: float32 `[B, count, H, D]`; 0 of none."""
+    x, real = cut_in_pieces(x, end, side, count)
+    rows = jnp.maximum(real.sum(2, dtype=jnp.int32), 1).astype(jnp.float32)
+    # Sums in float32 of what is read once, in its own dtype.
+    return jnp.where(real, x, 0).sum(2, dtype=jnp.float32) / rows
+
+
 def in_pieces(grid: Grid, side: int) -> Grid:
     """The same call in tiles of `side` × `side`."""
     return dataclasses.replace(grid, block_q=side, block_kv=side)

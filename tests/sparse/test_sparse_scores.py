@@ -17,6 +17,7 @@ from jax_kvblock.sparse import (
     AntidiagonalThreshold,
     LearnedGate,
     Oracle,
+    PooledThreshold,
     Random,
     evaluate_selector,
     gate_loss,
@@ -99,6 +100,36 @@ def test_sums_along_antidiagonals(qkv, name, stride):
     want = antidiagonal(q, k, mask, stride)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
     assert want.max() > 1.5 * want[want > 0].mean()
+
+
+@pytest.mark.parametrize("piece", [8, 16])
+@pytest.mark.parametrize("name", MASKS)
+def test_products_of_means(qkv, name, piece):
+    q, k, _ = qkv
+    mask = MASKS[name]
+    made = PooledThreshold(piece=piece, **TILES)
+    got = jit(lambda q, k: made.mass(q, k, grid(mask), 1 / 4))(q, k)
+    seen = pairs(2, Q_LEN, KV_LEN, **mask)
+    seen = in_tiles(np.asarray(seen, np.float64), piece, piece).any((-2, -1))
+    means = []
+    for x, name_ in ((q, "q_lens"), (k, "kv_lens")):
+        x = np.array(x, np.float64)
+        pieces_ = np.zeros((2, -(-x.shape[1] // piece), *x.shape[2:]))
+        ends = np.broadcast_to(mask.get(name_, x.shape[1]), 2)
+        for b, i in np.ndindex(pieces_.shape[:2]):
+            rows = x[b, i * piece : min((i + 1) * piece, ends[b])]
+            pieces_[b, i] = rows.mean(0) if len(rows) else 0
+        means.append(pieces_)
+    scores = np.einsum("btnd,bsnd->bnts", means[0], np.repeat(means[1], 2, 2)) / 4
+    scores = np.where(seen[:, None], scores, -np.inf)
+    top = np.maximum(scores.max(-1, keepdims=True), -1e300)
+    p = np.exp(scores - top)
+    p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
+    missing = (96 // piece - p.shape[2], 160 // piece - p.shape[3])
+    p = np.pad(p, ((0, 0), (0, 0), *((0, n) for n in missing)))
+    want = p.reshape(2, 4, 6, 16 // piece, 5, -1).sum(-1).mean(3)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+    assert want.max() > 1.2 * want[want > 0].mean()
 
 
 @pytest.mark.parametrize("causal", [False, True])
