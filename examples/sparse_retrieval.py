@@ -340,6 +340,7 @@ def main() -> None:
         "--quick", action="store_true", help="a tiny task, less learned"
     )
     parser.add_argument("--ratio", type=float, default=0.9, help="tiles left out")
+    parser.add_argument("--piece", type=int, help="the side of the gates' pieces")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=None, help="a file for the lines")
     options = parser.parse_args()
@@ -347,6 +348,8 @@ def main() -> None:
         jax.config.update("jax_platforms", "cpu")
     sizes = GPU if jax.default_backend() == "gpu" else CPU
     sizes = QUICK if options.quick else CPU if options.cpu else sizes
+    if options.piece:
+        sizes = dataclasses.replace(sizes, piece=options.piece)
 
     print(
         f"texts of {sizes.tokens:,} tokens in tiles of {sizes.block}, {sizes.layers} "

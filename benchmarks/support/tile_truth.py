@@ -17,12 +17,16 @@ from jax_kvblock import AttentionTiles
 
 
 def truth(
-    tiles: AttentionTiles, causal: bool, inputs: Sequence[jax.Array], head: int
+    tiles: AttentionTiles,
+    causal: bool,
+    inputs: Sequence[jax.Array],
+    head: int,
+    grads: bool = True,
 ) -> dict[tuple[int, int], Any]:
     """Of the first batch member: out, dq `[S, G, D]` and dk, dv `[S, D]`, with terms.
 
     inputs: q, k, v and an output gradient, `[B, S, N, D]`, as many keys as queries, a
-    multiple of the tiles' side. head: of the keys.
+    multiple of the tiles' side. head: of the keys. grads: else out alone.
     """
     q, k, v, d_o = inputs
     group = q.shape[2] // k.shape[2]
@@ -36,11 +40,11 @@ def truth(
     with jax.enable_x64(True):
         arrays = (q[0, :, heads], k[0, :, head], v[0, :, head], d_o[0, :, heads])
         wide = [jnp.asarray(x, jnp.float64) for x in arrays]
-        got = _one_head(*wide, *lists, causal, tiles.block_q)
+        got = _one_head(*wide, *lists, causal, tiles.block_q, grads)
         return {(0, head): {name: np.asarray(x) for name, x in got.items()}}
 
 
-@functools.partial(jax.jit, static_argnums=(6, 7))
+@functools.partial(jax.jit, static_argnums=(6, 7, 8))
 def _one_head(
     q: jax.Array,
     k: jax.Array,
@@ -50,6 +54,7 @@ def _one_head(
     counts: jax.Array,
     causal: bool,
     side: int,
+    grads: bool,
 ) -> dict[str, jax.Array]:
     """Of query heads `[S, G, D]` that share keys `[S, D]`; lists `[G, R, W]`."""
     length, group, d = q.shape
@@ -74,12 +79,17 @@ def _one_head(
         score = jnp.where(mask, scale * high("tgd,gsd->gts", q_i, keys), -jnp.inf)
         p = jax.nn.softmax(score, axis=-1)
         out = high("gts,gse->tge", p, values)
+        of_out = {
+            "out": out,
+            "out terms": high("gts,gs->tg", p * p, size(values)),
+        }
+        if not grads:
+            return sums, of_out
         dp = high("tge,gse->gts", d_i, values)
         delta = (d_i * out).sum(-1).T[..., None]
         ds, terms = p * (dp - delta), p * (abs(dp) + abs(delta))
         by_rows = {
-            "out": out,
-            "out terms": high("gts,gs->tg", p * p, size(values)),
+            **of_out,
             "dq": scale * high("gts,gsd->tgd", ds, keys),
             "dq terms": scale**2 * high("gts,gs->tg", terms * terms, size(keys)),
         }
@@ -96,6 +106,7 @@ def _one_head(
 
     zeros = {"dk": jnp.zeros_like(k), "dv": jnp.zeros_like(v)}
     zeros |= {f"{name} terms": jnp.zeros(length) for name in ("dk", "dv")}
+    zeros = zeros if grads else {}
     by_keys, by_rows = jax.lax.scan(step, zeros, jnp.arange(length // side))
     by_rows = {name: x.reshape(-1, *x.shape[2:]) for name, x in by_rows.items()}
     found = by_keys | by_rows

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -47,8 +48,9 @@ def small(tmp_path: Path, name: str, *options: str) -> dict[str, Any]:
     """The results file of a benchmark at a tiny size."""
     paths = [str(Path(jax_kvblock.__file__).parents[1])]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
-    file = f"bench_{name.replace('-', '_')}.py"
-    command = [sys.executable, str(FOLDER / file), "--small", *options]
+    files = [f"{start}{name.replace('-', '_')}.py" for start in ("bench_", "")]
+    (file,) = (FOLDER / file for file in files if (FOLDER / file).exists())
+    command = [sys.executable, str(file), "--small", *options]
     done = subprocess.run(
         [*command, "--out", str(tmp_path), "--commit", "abc"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -135,6 +137,35 @@ def test_small_lists_of_tiles_and_selectors(tmp_path: Path) -> None:
         selection = rows[selected, "selection", who, "time"]
         share = rows[selected, "selection", who, "of the whole"]
         assert share == pytest.approx(selection / whole, 1e-4)
+
+
+def test_small_quality_of_selectors(tmp_path: Path) -> None:
+    kept = str(tmp_path / "kept.npz")
+    first = small(tmp_path / "first", "sparse-quality", "--save-activations", kept)
+    again = small(tmp_path / "again", "sparse-quality", "--activations", kept)
+    assert first["versions"]["model"] == "random weights"
+    assert again["versions"] == first["versions"]
+    rows, same = (
+        {
+            (row["case"], row["implementation"], row["metric"]): row["value"]
+            for row in document["rows"]
+            if row["implementation"] != "random weights"
+        }
+        for document in (first, again)
+    )
+    assert rows == same  # gates among them
+    nats = [row["value"] for row in first["rows"] if row["metric"] == "loss"]
+    assert len(nats) == 2 and all(abs(x - math.log(256)) < 1 for x in nats)
+    case = "all, 1024 tokens / 0.75 left out"
+    recall = {
+        who: x for (at, who, what), x in rows.items() if (at, what) == (case, "recall")
+    }
+    tiles = {who: rows[case, who, "share of tiles"] for who in recall}
+    assert len(recall) == 16
+    best = "jax_kvblock, oracle"
+    for who, value in recall.items():
+        if tiles[who] == tiles[best]:
+            assert 0 < value <= recall[best] + 1e-4
 
 
 def test_attention_to_other_tiles_is_not_timed(
