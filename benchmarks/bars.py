@@ -147,6 +147,19 @@ BARS = (
         at_most=True),
     Bar("temporaries of attention backward / their limit", "^backward$",
         "temporaries over limit", None, 1, at_most=True),
+    *(
+        Bar(f"an eighth of the tiles, {work} / dense, by pair", f"^{work}$", "rate",
+            f"row {OURS}, dense", limit, shape="^tiles", implementation=f"^{OURS}$")
+        for work, limit in (("forward", 0.92), ("backward", 0.85))
+    ),
+    Bar("dense attention / selecting and attending to a tenth", "^whole$",
+        "dense over it", None, 6, implementation=f"^{OURS}, "),
+    Bar("a selection / selecting and attending", "^selection$", "of the whole", None,
+        0.12, at_most=True, implementation=f"^{OURS}, "),
+    Bar("listed tiles / FlexAttention", "^(forward|backward)$", "rate",
+        "peer torch flex attention", 1.5, shape="^peers", implementation=f"^{OURS}$"),
+    Bar("listed tiles / FlashInfer", "^forward$", "rate", "peer flashinfer", 1.5,
+        shape="^peers", implementation=f"^{OURS}$"),
     Bar("decode / cuDNN", "^decode$", "bandwidth", CUDNN, 1.0),
     Bar("decode of 32768 keys / cuDNN", "^decode$", "bandwidth", CUDNN, 1.02,
         shape="S32768 "),

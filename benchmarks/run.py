@@ -33,6 +33,7 @@ import bench_paged
 import bench_paged_cpu
 import bench_parallel
 import bench_parallel_cache
+import bench_sparse
 import ceilings
 from support import common
 
@@ -51,6 +52,7 @@ BENCHES: dict[str, common.Bench] = {
     "kernels": bench_kernels.bench,
     "parallel": bench_parallel.bench,
     "parallel-cache": bench_parallel_cache.bench,
+    "sparse": bench_sparse.bench,
     "attention-cpu": bench_attention_cpu.bench,
     "paged-cpu": bench_paged_cpu.bench,
 }
@@ -58,6 +60,7 @@ BENCHES: dict[str, common.Bench] = {
 ON_GPU = (
     *("objects", "host", "layouts", "append", "attention", "attention-float32"),
     *("decode", "decode-step", "paged", "kernels", "parallel", "parallel-cache"),
+    "sparse",
 )
 ON_CPU = ("objects", "host", "cpu", "attention-cpu", "paged-cpu")
 

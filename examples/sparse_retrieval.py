@@ -35,6 +35,7 @@ from jax_kvblock.sparse import (
     LearnedGate,
     LocalGlobal,
     Oracle,
+    PooledThreshold,
     Random,
     Selector,
     Streaming,
@@ -62,6 +63,7 @@ class Sizes:
     fact: int = 8  # tokens of a fact: its key and value again and again
     tokens: int = 2048  # of a text that is asked about
     block: int = 32  # the side of a tile
+    piece: int = 8  # and of the pieces of it that a gate knows
     short: int = 512  # tokens of a text to learn from
     steps: int = 600
     batch: int = 16
@@ -83,6 +85,7 @@ QUICK = Sizes(
     keys=128,
     tokens=512,
     block=16,
+    piece=8,
     short=256,
     steps=170,
     batch=12,
@@ -94,6 +97,7 @@ GPU = Sizes(
     keys=4096,
     tokens=16384,
     block=128,
+    piece=32,
     short=2048,
     steps=3000,
     batch=32,
@@ -247,8 +251,8 @@ def trained_gates(sizes: Sizes, params: Params, seed: int) -> list[Any]:
             init_gate(sizes.heads, sizes.heads, sizes.head_dim),
             batches(layer),
             optax.adam(1e-3),
-            block_q=sizes.block,
-            block_kv=sizes.block,
+            block_q=sizes.piece,
+            block_kv=sizes.piece,
             causal=True,
         )
         print(f"gate of layer {layer}: {losses[0]:.3f} to {losses[-1]:.3f} nats")
@@ -271,9 +275,10 @@ def selectors(sizes: Sizes, ratio: float, gates: list[Any]) -> dict[str, list[An
         "local + global": LocalGlobal(num_global=2, **budget),
         "streaming": Streaming(sinks=1, window=window, **tiles),
         "threshold": AntidiagonalThreshold(stride=8, **scored),
+        "pooled": PooledThreshold(piece=sizes.piece, **scored),
     }
     made = {name: [one] * sizes.layers for name, one in shared.items()}
-    made["learned"] = [LearnedGate(gate, **scored) for gate in gates]
+    made["learned"] = [LearnedGate(gate, piece=sizes.piece, **scored) for gate in gates]
     made["oracle"] = [Oracle(**scored)] * sizes.layers
     return made
 
@@ -335,6 +340,7 @@ def main() -> None:
         "--quick", action="store_true", help="a tiny task, less learned"
     )
     parser.add_argument("--ratio", type=float, default=0.9, help="tiles left out")
+    parser.add_argument("--piece", type=int, help="the side of the gates' pieces")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=None, help="a file for the lines")
     options = parser.parse_args()
@@ -342,6 +348,8 @@ def main() -> None:
         jax.config.update("jax_platforms", "cpu")
     sizes = GPU if jax.default_backend() == "gpu" else CPU
     sizes = QUICK if options.quick else CPU if options.cpu else sizes
+    if options.piece:
+        sizes = dataclasses.replace(sizes, piece=options.piece)
 
     print(
         f"texts of {sizes.tokens:,} tokens in tiles of {sizes.block}, {sizes.layers} "

@@ -157,7 +157,8 @@ def check(
             got = np.asarray(x[b, :, h * group : (h + 1) * group], np.float64)
             rows, terms = rows.reshape(got.shape), terms.reshape(got.shape[:2])
             size = np.linalg.norm(rows, axis=-1)
-            share = np.linalg.norm(got - rows, axis=-1) / (ALLOWED * (size + terms))
+            allowed = np.maximum(ALLOWED * (size + terms), np.finfo(np.float64).tiny)
+            share = np.linalg.norm(got - rows, axis=-1) / allowed
             if not share.max() <= 1:
                 row, head = np.unravel_index(np.argmax(share), share.shape)
                 raise AssertionError(

@@ -128,6 +128,7 @@ class Results:
 
     rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     failures: list[str] = dataclasses.field(default_factory=list)
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)  # of peers
     # Writes what there is so far: a run that is cut off keeps its numbers.
     save: Callable[[], Any] = lambda: None
 
@@ -164,7 +165,7 @@ class Results:
             "device": device_name(),
             "date": today(),
             "commit": options.commit or commit(),
-            "versions": versions(),
+            "versions": versions() | self.versions,
             "rows": self.rows,
         }
 

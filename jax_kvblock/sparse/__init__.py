@@ -28,6 +28,7 @@ from jax_kvblock.sparse.patterns import (
     Streaming,
     Strided,
 )
+from jax_kvblock.sparse.pooled import PooledThreshold
 from jax_kvblock.sparse.scored import ScoredSelector, select_tiles
 from jax_kvblock.sparse.select import Report, Selection
 from jax_kvblock.sparse.selector import Selector, Union
@@ -42,6 +43,7 @@ __all__ = [
     "Oracle",
     "PageChoice",
     "PageSummary",
+    "PooledThreshold",
     "Quality",
     "Random",
     "Report",

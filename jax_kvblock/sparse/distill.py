@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock.core.checks import check_choice
+from jax_kvblock.core.checks import check_choice, check_positive
 from jax_kvblock.core.types import ArrayIn
-from jax_kvblock.sparse.arguments import check_blocks, check_qk, grid_of, scale_of
+from jax_kvblock.sparse.arguments import check_qk, grid_of, scale_of
 from jax_kvblock.sparse.gate import Gate, check_gate, gate_logits
 from jax_kvblock.sparse.grid import Grid
 from jax_kvblock.sparse.selector import MaskOptions
@@ -53,7 +53,7 @@ def tile_mass(
 
     Args:
       q, k: `[B, T, N, D]` and `[B, S, K, D]`.
-      block_q, block_kv: the tiles' sides.
+      block_q, block_kv: the tiles' sides, which may also be those of pieces of tiles.
       scale: of the scores, `1 / sqrt(D)` unless given.
       pool: "sum" is the mean over a tile's queries of the probability that lies in it;
         "max" takes its largest probability instead, so that a single pair counts.
@@ -70,7 +70,7 @@ def tile_mass(
       >>> tile_mass(q, k, causal=True).sum(-1)  # ones
     """
     where = "tile_mass"
-    check_blocks(where, block_q, block_kv)
+    check_positive(where, block_q=block_q, block_kv=block_kv)
     check_choice(where, "pool", pool, POOLS)
     q, k = jax.lax.stop_gradient(check_qk(where, q, k))
     sizes = (q.shape[0], q.shape[1], k.shape[1])
@@ -176,7 +176,7 @@ def gate_loss(
       >>> slopes = jax.grad(gate_loss)(gate, q, k, causal=True)
     """
     where = "gate_loss"
-    check_blocks(where, block_q, block_kv)
+    check_positive(where, block_q=block_q, block_kv=block_kv)
     check_choice(where, "pool", pool, POOLS)
     q, k = jax.lax.stop_gradient(check_qk(where, q, k))
     check_gate(where, gate, q, k)
@@ -206,7 +206,7 @@ def gate_loss(
 
 def train_gate(
     gate: Gate,
-    batches: Iterable[tuple[Any, Any]],
+    batches: Iterable[tuple[Any, ...]],
     optimizer: Optimizer | None = None,
     *,
     block_q: int = 128,
@@ -219,11 +219,13 @@ def train_gate(
 
     Args:
       gate: where it starts from; `init_gate` makes one.
-      batches: pairs `(q, k)` as attention is given them (rotated, say), a step each.
-        Batches of one shape are one program.
+      batches: pairs `(q, k)` as attention is given them (rotated, say), a step each, or
+        `(q, k, target)` with their map, if `tile_mass` has made it before: then a step
+        takes a small part of the time, and texts may come again. Batches of one shape
+        are one program.
       optimizer: an optax.GradientTransformation; `optax.adam(1e-3)` unless given.
-      block_q, block_kv, scale, pool, **mask: as in `gate_loss`; the same tiles and mask
-        as the selector's.
+      block_q, block_kv, scale, pool, **mask: as in `gate_loss`; the same mask as the
+        selector's, and the same tiles, or its pieces for tiles.
 
     Returns:
       `(gate, losses)`, the loss before each step as float32 `[steps]`.
@@ -242,7 +244,9 @@ def train_gate(
     rule = optimizer
 
     @jax.jit
-    def step(gate: Gate, state: Any, q: Any, k: Any) -> tuple[Gate, Any, jax.Array]:
+    def step(
+        gate: Gate, state: Any, q: Any, k: Any, target: Any
+    ) -> tuple[Gate, Any, jax.Array]:
         loss, slopes = jax.value_and_grad(gate_loss)(
             gate,
             q,
@@ -251,6 +255,7 @@ def train_gate(
             block_kv=block_kv,
             scale=scale,
             pool=pool,
+            target=target,
             **mask,
         )
         changes, state = rule.update(slopes, state, gate)
@@ -258,8 +263,8 @@ def train_gate(
         return gate, state, loss
 
     state, losses = rule.init(gate), []
-    for q, k in batches:
-        gate, state, loss = step(gate, state, q, k)
+    for q, k, *target in batches:
+        gate, state, loss = step(gate, state, q, k, target[0] if target else None)
         losses.append(loss)
     return gate, np.asarray(jax.device_get(losses), np.float32)
 

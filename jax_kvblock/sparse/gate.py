@@ -11,6 +11,10 @@ the first tile. A softmax over a row's tiles makes it a share of attention.
 
 Without that norm tiles of many different vectors, whose mean is short, lose to tiles of
 few, whose products are long whatever they hold.
+
+In a mean over 128 keys a single one drowns. So a gate may be one of pieces, some
+queries or keys each: it is trained as one of tiles of that size, and a tile's share is
+the sum over its pieces.
 """
 
 from __future__ import annotations
@@ -24,6 +28,13 @@ import numpy as np
 
 from jax_kvblock.core.checks import check_positive
 from jax_kvblock.sparse.grid import Grid, running_count
+from jax_kvblock.sparse.pieces import (
+    check_side,
+    cut_in_pieces,
+    in_pieces,
+    piece_means,
+    tile_shares,
+)
 from jax_kvblock.sparse.scored import ScoredSelector
 
 # Distances in tiles that have a score of their own: 0, 1, 2, 3, 4–5, 6–7, 8–11, …
@@ -111,16 +122,10 @@ def pooled(x: jax.Array, end: Any, block: int, tiles: int) -> jax.Array:
     the three has a mean square of 1, whatever the tile holds: of a tile of many
     different vectors the mean is short, and the extremes of any are long.
     """
-    length = tiles * block
-    x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
-    x = x.reshape(x.shape[0], tiles, block, *x.shape[2:])
-    real = jnp.arange(length, dtype=jnp.int32) < jnp.asarray(end)[:, 0]
-    real = real.reshape(-1, tiles, block, 1, 1)
-    count = jnp.maximum(real.sum(2, dtype=jnp.int32), 1).astype(jnp.float32)
+    mean = piece_means(x, end, block, tiles)
+    x, real = cut_in_pieces(x, end, block, tiles)
     most = jnp.asarray(jnp.finfo(x.dtype).max, x.dtype)
     some = real.any(2)
-    # Sums in float32 of what is read once, in its own dtype.
-    mean = jnp.where(real, x, 0).sum(2, dtype=jnp.float32) / count
     high = jnp.where(some, jnp.where(real, x, -most).max(2), 0).astype(jnp.float32)
     low = jnp.where(some, jnp.where(real, x, most).min(2), 0).astype(jnp.float32)
     one = jnp.ones_like(mean[..., :1])
@@ -174,26 +179,76 @@ def shares(logits: jax.Array) -> jax.Array:
     return weights / jnp.where(total > 0, total, 1)
 
 
+def gate_mass(
+    gate: Gate, q: jax.Array, k: jax.Array, grid: Grid, scale: float, piece: int
+) -> jax.Array:
+    """Each tile's share of its row, float32 `[B, N, R, C]`: a softmax of the logits.
+
+    Those are of tiles of `piece` × `piece`, of which only some are in memory at once.
+    """
+    q_end, kv_end = grid.ends()
+    per_q, per_kv = grid.block_q // piece, grid.block_kv // piece
+    queries = pooled(q, q_end, piece, grid.rows * per_q)
+    keys = pooled(k, kv_end, piece, grid.cols * per_kv)
+    batch, _, heads = queries.shape[:3]
+    kv_heads = keys.shape[2]
+    queries = jnp.einsum("btnf,nfg->btng", queries, gate.q)
+    keys = jnp.einsum("bskf,kfg->bksg", keys, gate.k)
+    # Rows of tiles come first: they are what is walked.
+    queries = queries.reshape(batch, grid.rows, per_q, kv_heads, heads // kv_heads, -1)
+    queries = queries.transpose(1, 0, 3, 4, 2, 5)
+    classes = distance_class(in_pieces(grid, piece))[:, 0]
+    missing = (
+        (0, grid.rows * per_q - classes.shape[1]),
+        (0, grid.cols * per_kv - classes.shape[2]),
+    )
+    classes = jnp.pad(classes, ((0, 0), *missing))
+
+    def bias(row: Any, cols: int, allowed: jax.Array) -> jax.Array:
+        near = jax.lax.dynamic_slice_in_dim(classes, row * per_q, per_q, 1)
+        near = gate.distance[:, near[..., : cols * per_kv]]  # [N, B|1, P, pieces]
+        is_first = jnp.arange(cols * per_kv) == jnp.argmax(allowed, -1)[..., None]
+        added = near + gate.first[:, None, None, None] * is_first.astype(np.float32)
+        added = jnp.moveaxis(added, 0, 1)
+        return added.reshape(added.shape[0], kv_heads, -1, *added.shape[2:])
+
+    return tile_shares(queries, keys, grid, piece, scale, bias)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearnedGate(ScoredSelector):
     """Tiles by a gate that was trained on the model's own attention (S2's LEARNED).
 
     Attributes:
-      gate: a `Gate` for these heads and this head dim, trained with these tiles.
+      gate: a `Gate` for these heads and this head dim, trained with these tiles, or
+        with tiles of `piece` × `piece`.
+      piece: the side of the pieces that the gate knows, a divisor of both block sizes,
+        or None where it knows tiles. Small ones see more and cost more.
 
     Example:
-      >>> gate, losses = train_gate(init_gate(8, 2, 64), batches, optax.adam(1e-3))
-      >>> selector = LearnedGate(gate, sparsity_ratio=0.9)
+      >>> size = {"block_q": 32, "block_kv": 32}
+      >>> gate, losses = train_gate(init_gate(8, 2, 64), batches, causal=True, **size)
+      >>> selector = LearnedGate(gate, piece=32, sparsity_ratio=0.9)
 
     Source: Gao et al., SeerAttention (arXiv:2410.13276). Here pooled vectors have a
-    norm, and distances scores of their own in place of a rotary embedding.
+    norm, distances scores of their own in place of a rotary embedding, and pieces may
+    be smaller than tiles.
     """
 
     gate: Gate = dataclasses.field(kw_only=False)
+    piece: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        blocks = (self.block_q, self.block_kv)
+        if self.piece is not None:
+            check_side(self.name, "piece", self.piece, blocks)
 
     def mass(self, q: jax.Array, k: jax.Array, grid: Grid, scale: float) -> jax.Array:
         check_gate(self.name, self.gate, q, k)
+        if self.piece is not None:
+            return gate_mass(self.gate, q, k, grid, scale, self.piece)
         return shares(gate_logits(self.gate, q, k, grid, scale))
 
 

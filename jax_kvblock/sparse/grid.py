@@ -109,14 +109,20 @@ class Grid:
             _, last = self.positions()
             seen = seen & (cols <= last[..., None])
         if self.q_segments is not None:
-            q_low, q_high = self._segments(self.q_segments, q_end, self.block_q)
-            low, high = self._segments(self.kv_segments, kv_end, self.block_kv)
+            (q_low, q_high), (low, high) = self.q_ranges(), self.kv_ranges()
             seen = seen & (q_high[..., None] >= low[..., None, :])
             seen = seen & (q_low[..., None] <= high[..., None, :])
         return seen
 
-    def _segments(self, ids: Any, end: Any, block: int) -> tuple[Any, Any]:
-        """The smallest and the largest id of each tile, `[B, 1, tiles]`."""
+    def q_ranges(self) -> tuple[Any, Any]:
+        """The smallest and the largest id of each tile of queries, `[B, 1, R]`."""
+        return self._ranges(self.q_segments, self.ends()[0], self.block_q)
+
+    def kv_ranges(self) -> tuple[Any, Any]:
+        """The same of each tile of keys, `[B, 1, C]`."""
+        return self._ranges(self.kv_segments, self.ends()[1], self.block_kv)
+
+    def _ranges(self, ids: Any, end: Any, block: int) -> tuple[Any, Any]:
         length = ids.shape[1]
         ids = jnp.pad(ids, ((0, 0), (0, -length % block)))[:, None]
         real = np.arange(ids.shape[-1], dtype=np.int32) < end

@@ -1,4 +1,4 @@
-"""The benchmark of a decode step runs, counts its bytes, and notices what is wrong."""
+"""Benchmarks run, count what they move, and notice what is wrong."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -26,18 +27,30 @@ FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture
 def decode_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    yield from imported("bench_decode_step", monkeypatch)
+
+
+@pytest.fixture
+def sparse(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    yield from imported("bench_sparse", monkeypatch)
+
+
+def imported(module: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(FOLDER))
-    yield importlib.import_module("bench_decode_step")
+    yield importlib.import_module(module)
     for name in set(sys.modules) - before:
         if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
             del sys.modules[name]
 
 
-def test_a_small_decode_step(tmp_path: Path) -> None:
+def small(tmp_path: Path, name: str, *options: str) -> dict[str, Any]:
+    """The results file of a benchmark at a tiny size."""
     paths = [str(Path(jax_kvblock.__file__).parents[1])]
     paths += filter(None, [os.environ.get("PYTHONPATH")])
-    command = [sys.executable, str(FOLDER / "bench_decode_step.py"), "--small"]
+    files = [f"{start}{name.replace('-', '_')}.py" for start in ("bench_", "")]
+    (file,) = (FOLDER / file for file in files if (FOLDER / file).exists())
+    command = [sys.executable, str(file), "--small", *options]
     done = subprocess.run(
         [*command, "--out", str(tmp_path), "--commit", "abc"],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
@@ -45,9 +58,14 @@ def test_a_small_decode_step(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = tmp_path.glob("*/decode-step-*.json")
-    document = json.loads(file.read_text())
+    (found,) = tmp_path.glob(f"*/{name}-*.json")
+    document: dict[str, Any] = json.loads(found.read_text())
     assert document["commit"] == "abc" and document["versions"]["jax"]
+    return document
+
+
+def test_a_small_decode_step(tmp_path: Path) -> None:
+    document = small(tmp_path, "decode-step")
     rows = {
         (row["implementation"], row["metric"]): row["value"]
         for row in document["rows"]
@@ -88,6 +106,85 @@ def test_wrong_logits_are_not_timed(
     results = sys.modules["support.common"].Results()
     with pytest.raises(AssertionError, match="logits differ"):
         decode_step.bench(options, results)
+
+
+def test_small_lists_of_tiles_and_selectors(tmp_path: Path) -> None:
+    cases = "^tiles .*S16384 .*causal|^selectors"
+    document = small(tmp_path, "sparse", "--cases", cases)
+    rows = {
+        (*row["case"].split(" / "), row["implementation"], row["metric"]): row["value"]
+        for row in document["rows"]
+    }
+    (tiles,) = {shape for shape, *_ in rows if shape.startswith("tiles")}
+    (selected,) = {shape for shape, *_ in rows if shape.startswith("selectors")}
+    # Four rows of tiles, of which each of four heads lists the own ones: half of each.
+    pairs = {"jax_kvblock": 4 * 4 * 128 * 129 / 2}
+    pairs["jax_kvblock, dense"] = 4 * 512 * 513 / 2
+    for who, count in pairs.items():
+        for work, times in (("forward", 4), ("backward", 10)):
+            seconds = rows[tiles, work, who, "time"] / 1e3
+            rate = rows[tiles, work, who, "rate"] * 1e12
+            assert rate * seconds == pytest.approx(times * 64 * count, 1e-4)
+    dense = rows[selected, "dense", "jax_kvblock", "time"]
+    every = {
+        who for shape, work, who, _ in rows if (shape, work) == (selected, "whole")
+    }
+    assert {"jax_kvblock, random", "jax_kvblock, learned, pieces of 32"} < every
+    for who in every:
+        whole = rows[selected, "whole", who, "time"]
+        of_dense = rows[selected, "whole", who, "dense over it"]
+        assert of_dense == pytest.approx(dense / whole, 1e-4)
+        selection = rows[selected, "selection", who, "time"]
+        share = rows[selected, "selection", who, "of the whole"]
+        assert share == pytest.approx(selection / whole, 1e-4)
+
+
+def test_small_quality_of_selectors(tmp_path: Path) -> None:
+    kept = str(tmp_path / "kept.npz")
+    first = small(tmp_path / "first", "sparse-quality", "--save-activations", kept)
+    again = small(tmp_path / "again", "sparse-quality", "--activations", kept)
+    assert first["versions"]["model"] == "random weights"
+    assert again["versions"] == first["versions"]
+    rows, same = (
+        {
+            (row["case"], row["implementation"], row["metric"]): row["value"]
+            for row in document["rows"]
+            if row["implementation"] != "random weights"
+        }
+        for document in (first, again)
+    )
+    assert rows == same  # gates among them
+    nats = [row["value"] for row in first["rows"] if row["metric"] == "loss"]
+    assert len(nats) == 2 and all(abs(x - math.log(256)) < 1 for x in nats)
+    case = "all, 1024 tokens / 0.75 left out"
+    recall = {
+        who: x for (at, who, what), x in rows.items() if (at, what) == (case, "recall")
+    }
+    tiles = {who: rows[case, who, "share of tiles"] for who in recall}
+    assert len(recall) == 16
+    best = "jax_kvblock, oracle"
+    for who, value in recall.items():
+        if tiles[who] == tiles[best]:
+            assert 0 < value <= recall[best] + 1e-4
+
+
+def test_attention_to_other_tiles_is_not_timed(
+    sparse: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = sparse._ours
+
+    def wrong(case: Any, tiles: Any) -> Any:
+        if tiles is not None:  # the heads' lists the other way round
+            indices, counts = tiles.indices[:, ::-1], tiles.counts[:, ::-1]
+            tiles = dataclasses.replace(tiles, indices=indices, counts=counts)
+        return right(case, tiles)
+
+    monkeypatch.setattr(sparse, "_ours", wrong)
+    options = argparse.Namespace(quick=True, cases="^tiles .*S16384 .*full")
+    results = sys.modules["support.common"].Results()
+    sparse.bench(options, results)
+    (failure,) = results.failures
+    assert "rows are wrong" in failure and not results.rows
 
 
 def test_what_kernel_call_answers_where_its_peers_are_asked() -> None:

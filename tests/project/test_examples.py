@@ -78,14 +78,15 @@ def test_facts_are_found_with_a_tenth_of_the_tiles() -> None:
     line = r"^ *([a-z][a-z +]+?)" + 4 * r" +([\d.]+)" + "$"
     found = re.findall(line, printed, re.MULTILINE)
     lines = {name: [float(x) for x in numbers] for name, *numbers in found}
-    assert len(lines) == 9
+    assert len(lines) == 10
     right = {name: numbers[3] for name, numbers in lines.items()}
     recall = {name: numbers[1] for name, numbers in lines.items()}
     assert right["dense"] > 0.9 and recall["dense"] == 1
     for name in ("random", "block sparse", "strided", "local + global", "streaming"):
         assert right[name] < 0.4 and lines[name][0] < 0.12
         assert recall[name] < recall["threshold"] - 0.1
-    assert right["dense"] - right["threshold"] < 0.1
+    for name in ("threshold", "pooled"):
+        assert right["dense"] - right[name] < 0.1
     assert right["random"] < right["learned"]
     assert recall["random"] < recall["learned"] <= recall["oracle"]
 

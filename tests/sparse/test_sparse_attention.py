@@ -21,6 +21,7 @@ from jax_kvblock.sparse import (
     LearnedGate,
     LocalGlobal,
     Oracle,
+    PooledThreshold,
     Random,
     ScoredSelector,
     Streaming,
@@ -37,7 +38,9 @@ SELECTORS = {
     "local global": LocalGlobal(num_global=1, **BUDGET),
     "streaming": Streaming(window=2, **TILES),
     "threshold": AntidiagonalThreshold(tau=0.7, stride=8, **TILES),
+    "pooled": PooledThreshold(tau=0.7, piece=8, **TILES),
     "learned": LearnedGate(init_gate(4, 2, 16), **BUDGET),
+    "learned, pieces": LearnedGate(init_gate(4, 2, 16), piece=8, **BUDGET),
     "oracle": Oracle(**BUDGET),
     "union": Streaming(window=1, **TILES) | Random(**BUDGET),
 }

@@ -17,14 +17,16 @@ from jax_kvblock.sparse import (
     AntidiagonalThreshold,
     LearnedGate,
     Oracle,
+    PooledThreshold,
     Random,
     evaluate_selector,
     gate_loss,
     init_gate,
+    pieces,
     tile_mass,
     train_gate,
 )
-from jax_kvblock.sparse import antidiagonal as module
+from jax_kvblock.sparse.antidiagonal import antidiagonal_mass
 from jax_kvblock.sparse.arguments import grid_of
 from jax_kvblock.sparse.gate import DISTANCES, distance_class, gate_logits, pooled
 from jax_kvblock.sparse.grid import Grid
@@ -63,7 +65,6 @@ def grid(mask):
 
 def antidiagonal(q, k, mask, stride):
     """Stride by stride, pair by pair, float64 `[B, N, R, C]`."""
-    grid_ = grid(mask)
     q_lens = np.broadcast_to(mask.get("q_lens", Q_LEN), 2)
     kv_lens = np.broadcast_to(mask.get("kv_lens", KV_LEN), 2)
     q, k = (np.array(x, np.float64) for x in (q, k))
@@ -75,10 +76,6 @@ def antidiagonal(q, k, mask, stride):
     )
     seen = pairs(2, Q_LEN, KV_LEN, **mask)
     seen = np.pad(seen, ((0, 0), (0, q.shape[1] - Q_LEN), (0, k.shape[1] - KV_LEN)))
-    if "segment_ids" in mask:  # these are looked at tile by tile
-        tiles = np.asarray(grid_.visible())[:, 0]
-        seen = np.repeat(np.repeat(tiles, 16, 1), 32, 2)
-        seen[:, Q_LEN:], seen[:, :, KV_LEN:] = False, False
     per_q, per_kv = q.shape[1] // stride, k.shape[1] // stride
     scores = np.full((2, 4, per_q, per_kv), -np.inf)
     for b, n, i, j in np.ndindex(scores.shape):
@@ -99,12 +96,40 @@ def antidiagonal(q, k, mask, stride):
 def test_sums_along_antidiagonals(qkv, name, stride):
     q, k, _ = qkv
     mask = MASKS[name]
-    got = jit(lambda q, k: module.antidiagonal_mass(q, k, grid(mask), 1 / 4, stride))(
-        q, k
-    )
+    got = jit(lambda q, k: antidiagonal_mass(q, k, grid(mask), 1 / 4, stride))(q, k)
     want = antidiagonal(q, k, mask, stride)
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
     assert want.max() > 1.5 * want[want > 0].mean()
+
+
+@pytest.mark.parametrize("piece", [8, 16])
+@pytest.mark.parametrize("name", MASKS)
+def test_products_of_means(qkv, name, piece):
+    q, k, _ = qkv
+    mask = MASKS[name]
+    made = PooledThreshold(piece=piece, **TILES)
+    got = jit(lambda q, k: made.mass(q, k, grid(mask), 1 / 4))(q, k)
+    seen = pairs(2, Q_LEN, KV_LEN, **mask)
+    seen = in_tiles(np.asarray(seen, np.float64), piece, piece).any((-2, -1))
+    means = []
+    for x, name_ in ((q, "q_lens"), (k, "kv_lens")):
+        x = np.array(x, np.float64)
+        pieces_ = np.zeros((2, -(-x.shape[1] // piece), *x.shape[2:]))
+        ends = np.broadcast_to(mask.get(name_, x.shape[1]), 2)
+        for b, i in np.ndindex(pieces_.shape[:2]):
+            rows = x[b, i * piece : min((i + 1) * piece, ends[b])]
+            pieces_[b, i] = rows.mean(0) if len(rows) else 0
+        means.append(pieces_)
+    scores = np.einsum("btnd,bsnd->bnts", means[0], np.repeat(means[1], 2, 2)) / 4
+    scores = np.where(seen[:, None], scores, -np.inf)
+    top = np.maximum(scores.max(-1, keepdims=True), -1e300)
+    p = np.exp(scores - top)
+    p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
+    missing = (96 // piece - p.shape[2], 160 // piece - p.shape[3])
+    p = np.pad(p, ((0, 0), (0, 0), *((0, n) for n in missing)))
+    want = p.reshape(2, 4, 6, 16 // piece, 5, -1).sum(-1).mean(3)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+    assert want.max() > 1.2 * want[want > 0].mean()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -114,10 +139,10 @@ def test_rows_of_tiles_in_parts_are_the_same(rng, monkeypatch, causal):
     selector = AntidiagonalThreshold(stride=8, block_q=16, block_kv=16)
     wide = Grid(320, 320, 16, 16, causal)
     whole = jit(lambda: selector.mass(q, k, wide, 0.25))()
-    assert len(module._groups(wide)) == (2 if causal else 1)
-    monkeypatch.setattr(module, "LEAST_ROWS", 3)
-    monkeypatch.setattr(module, "STEP_BYTES", 4 * 2 * 40 * 4 * 2)  # two rows of tiles
-    assert len(module._groups(wide)) == (6 if causal else 1)
+    assert len(pieces._groups(wide)) == (2 if causal else 1)
+    monkeypatch.setattr(pieces, "LEAST_ROWS", 3)
+    monkeypatch.setattr(pieces, "STEP_BYTES", 4 * 2 * 40 * 4 * 2)  # two rows of tiles
+    assert len(pieces._groups(wide)) == (6 if causal else 1)
     parts = jit(lambda: selector.mass(q, k, wide, 0.25))()
     np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-6)
 
@@ -128,7 +153,7 @@ def test_memory_of_the_scores_is_bounded():
     q, k = (jax.ShapeDtypeStruct((1, 8192, n, 64), jnp.float32) for n in (8, 2))
     compiled = jax.jit(selector.select).lower(q, k).compile()
     inputs = 8192 * 10 * 64 * 4
-    most = inputs + 3 * module.STEP_BYTES
+    most = inputs + 3 * pieces.STEP_BYTES
     all_scores = 8 * 1024 * 1024 * 4
     spent = compiled.memory_analysis().temp_size_in_bytes
     assert spent < most
@@ -191,12 +216,7 @@ def test_classes_of_distance():
 def test_a_gate_is_its_definition(qkv):
     q, k, _ = qkv
     mask = MASKS["lengths"]
-    start = init_gate(4, 2, 16, gate_dim=8)
-    noise = np.random.default_rng(7)
-    gate = jax.tree.map(
-        lambda x: jnp.asarray(noise.standard_normal(x.shape), jnp.float32), start
-    )
-    g = grid(mask)
+    gate, g = random_gate(np.random.default_rng(7)), grid(mask)
     got = np.asarray(
         jit(lambda gate, q, k: gate_logits(gate, q, k, g, 0.25))(gate, q, k)
     )
@@ -212,6 +232,32 @@ def test_a_gate_is_its_definition(qkv):
             want = one @ other / 4 + gate.distance[n, near[b, 0, i, j]]
             want += gate.first[n] if j == 0 else 0
         np.testing.assert_allclose(got[b, n, i, j], want, rtol=1e-4, atol=1e-3)
+
+
+def random_gate(rng):
+    start = init_gate(4, 2, 16, gate_dim=8)
+    return jax.tree.map(
+        lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32), start
+    )
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("piece", [4, 16])
+def test_a_gate_of_pieces_is_one_of_small_tiles_summed(rng, qkv, name, piece):
+    q, k, _ = qkv
+    gate, g = random_gate(rng), grid(MASKS[name])
+    made = LearnedGate(gate, piece=piece, capacity=5, **TILES)
+    got = jit(lambda gate, q, k: made.mass(q, k, g, 0.25))(gate, q, k)
+    fine = grid_of("test", (2, Q_LEN, KV_LEN), (piece, piece), **MASKS[name])
+    logits = np.asarray(gate_logits(gate, q, k, fine, 0.25), np.float64)
+    p = np.exp(logits - np.maximum(logits.max(-1, keepdims=True), -1e300))
+    p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
+    rows, cols = 6 * 16 // piece, 5 * 32 // piece
+    missing = ((0, rows - p.shape[2]), (0, cols - p.shape[3]))
+    p = np.pad(p, ((0, 0), (0, 0), *missing))
+    want = p.reshape(2, 4, 6, 16 // piece, 5, -1).sum(-1).mean(3)
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    assert want.max() > 1.5 * want[want > 0].mean()
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -311,6 +357,51 @@ def test_learned_above_threshold_above_random_at_equal_tiles(learned):
     assert recall["untrained"] < recall["learned"]
 
 
+def single_keys(seed):
+    """All queries of a tile look for one key, which is like the others of its tile."""
+    rng = np.random.default_rng(seed)
+    tiles = LENGTH // BLOCK
+    k = rng.standard_normal((2, LENGTH, 1, DIM))
+    k *= np.sqrt(DIM) / np.linalg.norm(k, axis=-1, keepdims=True)
+    first = BLOCK * np.stack([rng.permutation(tiles) for _ in range(2)])
+    at = first + rng.integers(0, BLOCK, (2, tiles))
+    wanted = np.take_along_axis(k[:, :, 0], at[..., None], 1)
+    q = 1.5 * np.repeat(wanted, BLOCK, 1)[:, :, None]
+    q = q + 0.3 * rng.standard_normal((2, LENGTH, 2, DIM))
+    v = rng.standard_normal((2, LENGTH, 1, DIM))
+    return tuple(jnp.asarray(x, jnp.float32) for x in (q, k, v))
+
+
+def test_single_keys_take_a_gate_of_pieces():
+    """In a mean over 16 keys one drowns; untrained gates are products of means."""
+    q, k, v = single_keys(0)
+    sizes = {"block_q": BLOCK, "block_kv": BLOCK}
+    scored = {"sparsity_ratio": 0.9, "sinks": 0, **sizes}
+    gate = init_gate(2, 1, DIM)
+    recall = {
+        piece: evaluate_selector(
+            q, k, v, LearnedGate(gate, piece=piece, **scored)
+        ).recall
+        for piece in (None, 8, 2)
+    }
+    oracle = evaluate_selector(q, k, v, Oracle(**scored)).recall
+    assert recall[None] + 0.1 < recall[8] < recall[2] - 0.1
+    assert oracle - 0.03 < recall[2] <= oracle + 1e-4
+
+
+def test_a_map_that_is_given_is_the_one_that_would_be_made(qkv):
+    q, k, _ = qkv
+    target = tile_mass(q, k, **TILES)
+    made, losses = train_gate(init_gate(4, 2, 16), [(q, k)] * 2, Plain(), **TILES)
+    given = [(q, k, target), (q, k, target)]
+    again, known = train_gate(init_gate(4, 2, 16), given, Plain(), **TILES)
+    np.testing.assert_allclose(known, losses, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    other = [(q, k, jnp.roll(target, 1, -1))] * 2
+    assert train_gate(init_gate(4, 2, 16), other, Plain(), **TILES)[1][0] != losses[0]
+
+
 class Plain:
     """An optimizer that is not optax's: a step of gradient descent."""
 
@@ -357,6 +448,18 @@ BAD = {
         "init_gate",
         ValueError,
         "num_kv_heads must divide num_heads, 4, got 3",
+    ),
+    "piece": (
+        lambda q, k: LearnedGate(init_gate(4, 2, 16), piece=12, capacity=3),
+        "LearnedGate",
+        ValueError,
+        "piece must divide block_q and block_kv, 128 and 128, got 12",
+    ),
+    "sides": (
+        lambda q, k: tile_mass(q, k, block_q=0),
+        "tile_mass",
+        ValueError,
+        "block_q|0",
     ),
     "sizes": (lambda q, k: init_gate(0, 1, 16), "init_gate", ValueError, "num_heads|0"),
 }
