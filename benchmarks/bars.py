@@ -143,6 +143,13 @@ BARS = (
             shape=f"S8192 .*float32, {precision}$")
         for precision, limit in (("default", 3.0), ("highest", 2.0))
     ),
+    *(
+        Bar(f"attention in 8 bits, {what} / bfloat16", "^forward$", "over bfloat16",
+            None, limit, shape="S16384 D128 .*e4m3", implementation=f"^{OURS}, {what}$")
+        for what, limit in (("quantized", 1.55), ("with quantization", 1.4))
+    ),
+    Bar("error in 8 bits / one scale an array", "^out$", "error", "row naive", 0.6,
+        at_most=True, shape="(means|outliers)$", implementation=f"^{OURS}$"),
     Bar("temporaries of attention forward, B", "^forward$", "temporaries", None, 0,
         at_most=True),
     Bar("temporaries of attention backward / their limit", "^backward$",

@@ -22,6 +22,7 @@ import bench_append
 import bench_attention
 import bench_attention_cpu
 import bench_attention_float32
+import bench_attention_fp8
 import bench_cpu
 import bench_decode
 import bench_decode_step
@@ -46,6 +47,7 @@ BENCHES: dict[str, common.Bench] = {
     "append": bench_append.bench,
     "attention": bench_attention.bench,
     "attention-float32": bench_attention_float32.bench,
+    "attention-fp8": bench_attention_fp8.bench,
     "decode": bench_decode.bench,
     "decode-step": bench_decode_step.bench,
     "paged": bench_paged.bench,
@@ -59,7 +61,15 @@ BENCHES: dict[str, common.Bench] = {
 # Each benchmark measures the ceilings it needs itself, in its own run.
 ON_GPU = (
     *("objects", "host", "layouts", "append", "attention", "attention-float32"),
-    *("decode", "decode-step", "paged", "kernels", "parallel", "parallel-cache"),
+    *(
+        "attention-fp8",
+        "decode",
+        "decode-step",
+        "paged",
+        "kernels",
+        "parallel",
+        "parallel-cache",
+    ),
     "sparse",
 )
 ON_CPU = ("objects", "host", "cpu", "attention-cpu", "paged-cpu")

@@ -1,5 +1,6 @@
 // Hopper's warpgroup products (PTX wgmma, sm_90a): D += A B, 64 rows by kN columns by 32 bytes of
-// each operand (16 elements of 16 bits, 32 of 8), float32 sums. All 128 threads of a warpgroup issue them together; they run while the threads go on.
+// each operand (16 elements of 16 bits, 32 of 8), float32 sums. All 128 threads of a warpgroup
+// issue them together; they run while the threads go on.
 //
 //   WgmmaFence();                      // registers of D (and A) are as they should be
 //   Wgmma<128>::Shared<T>(d, a, b);    // any number of products

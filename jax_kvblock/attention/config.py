@@ -198,8 +198,9 @@ class Operands(NamedTuple):
 
 # One letter an axis. B batch, T queries, S keys, N query heads, K key heads, D and E
 # the head dims of keys and values, i and m the rows and entries of tile lists, p, r and
-# w the partial tiles, their rows and words, t and s blocks of queries and keys. A dim of an array may be 1 where a bias,
-# sinks or tiles are shared by the batch (b) or the heads (n).
+# w the partial tiles, their rows and words, t and s blocks of queries and keys. A dim
+# of an array may be 1 where a bias, sinks, tiles or scales are shared by the batch (b)
+# or the heads (n).
 AXES: dict[str, str] = {
     "q": "BTND",
     "k": "BSKD",

@@ -1,4 +1,4 @@
-"""Queries, keys and values in 8 bits: their scales, checked, and what they stand for."""
+"""Queries, keys and values in 8 bits: their scales, and what they stand for."""
 
 from __future__ import annotations
 
@@ -40,9 +40,7 @@ class AttentionScales:
     v: Float[ArrayIn, "*B_K_1"]
 
 
-def check_scales(
-    where: str, scales: Any, q: Any, k: Any
-) -> tuple[Any, Any, Any]:
+def check_scales(where: str, scales: Any, q: Any, k: Any) -> tuple[Any, Any, Any]:
     """The scales as operands: float32 `[B|1, heads, 1 or blocks]`; Nones without."""
     if q.dtype != DTYPE:
         if scales is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,20 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 _WHERE = "fp8_attention"
-_Options: TypeAlias = tuple[tuple[str, Any], ...]
+
+
+class FP8Options(TypedDict, total=False):
+    """What `fp8_attention` takes by name, but for `return_lse`."""
+
+    causal: bool
+    window: tuple[int | None, int | None] | None
+    segment_ids: IdRows | tuple[IdRows, IdRows] | None
+    q_lens: Integers | None
+    kv_lens: Integers | None
+    scale: float | None
+    q_offset: Integers | int | None
+    kv_offset: Integers | int | None
+    implementation: str | None
 
 
 @overload
@@ -31,7 +44,7 @@ def fp8_attention(
     config: FP8AttentionConfig | None = ...,
     *,
     return_lse: Literal[False] = ...,
-    **options: Any,
+    **options: Unpack[FP8Options],
 ) -> Output: ...
 @overload
 def fp8_attention(
@@ -41,8 +54,18 @@ def fp8_attention(
     config: FP8AttentionConfig | None = ...,
     *,
     return_lse: Literal[True],
-    **options: Any,
+    **options: Unpack[FP8Options],
 ) -> tuple[Output, Rows]: ...
+@overload
+def fp8_attention(
+    q: Float[ArrayIn, "B T N D"],
+    k: Float[ArrayIn, "B S K D"],
+    v: Float[ArrayIn, "B S K Dv"],
+    config: FP8AttentionConfig | None = ...,
+    *,
+    return_lse: bool,
+    **options: Unpack[FP8Options],
+) -> Output | tuple[Output, Rows]: ...
 def fp8_attention(
     q: Float[ArrayIn, "B T N D"],
     k: Float[ArrayIn, "B S K D"],
@@ -87,8 +110,8 @@ def fp8_attention(
       T, N]`. lse is of the rounded probabilities, within 0.06 of the exact one's.
 
     Raises:
-      TypeError, ValueError: an argument does not fit, or no hardware in reach multiplies
-        8 bits; the message says what would.
+      TypeError, ValueError: an argument does not fit, or no hardware in reach
+        multiplies 8 bits; the message says what would.
 
     Example:
       >>> q = jnp.ones((2, 1024, 8, 128), jnp.bfloat16)
@@ -108,8 +131,8 @@ def fp8_attention(
             f"{type(config).__name__}; options go by name"
         )
     q, k, v = check_qkv(_WHERE, PLAIN, q, k, v)
-    static = {"causal": causal, "window": window, "scale": scale}
-    arrays = {
+    static: dict[str, Any] = {"causal": causal, "window": window, "scale": scale}
+    arrays: dict[str, Any] = {
         "segment_ids": segment_ids,
         "q_lens": q_lens,
         "kv_lens": kv_lens,

@@ -25,12 +25,17 @@ class FP8AttentionConfig:
       smooth_keys: the mean of a head's keys is taken from them before. It adds the same
         to all scores of a row, which softmax does not see, and real models' keys have
         large ones (SageAttention, arXiv:2410.02367).
+      rotate: queries and keys are turned by one orthogonal matrix before, which
+        changes no product. A large number's rounding is shared out over its row then,
+        instead of being one large error (FlashAttention-3's incoherent processing,
+        arXiv:2407.08608).
     """
 
     queries: Shared = "block"
     keys: Shared = "block"
     values: Literal["tensor", "head"] = "head"
     smooth_keys: bool = True
+    rotate: bool = True
 
     def __post_init__(self) -> None:
         where = "FP8AttentionConfig"
@@ -38,6 +43,7 @@ class FP8AttentionConfig:
             check_choice(where, name, getattr(self, name), ("tensor", "head", "block"))
         check_choice(where, "values", self.values, ("tensor", "head"))
         _check_bool(where, "smooth_keys", self.smooth_keys)
+        _check_bool(where, "rotate", self.rotate)
 
 
 def _check_bool(where: str, name: str, flag: Any) -> None:

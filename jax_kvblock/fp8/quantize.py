@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_kvblock.attention import AttentionScales
 from jax_kvblock.attention.arguments import check_lengths
 from jax_kvblock.attention.eight_bits import DTYPE, SCALE_ROWS
 from jax_kvblock.attention.qkv import BATCHED, check_qkv
-from jax_kvblock.core.checks import show
 from jax_kvblock.core.types import ArrayIn, Integers
 from jax_kvblock.fp8.config import FP8AttentionConfig, Shared
 
@@ -75,18 +75,21 @@ def quantize_qkv(
       >>> out = flash_attention(x.q, x.k, x.v, scales=x.scales, causal=True)
     """
     where = "quantize_qkv"
-    q, k, v = check_qkv(where, PLAIN, q, k, v)
+    checked = check_qkv(where, PLAIN, q, k, v)
     if config is None:
         config = FP8AttentionConfig()
     if not isinstance(config, FP8AttentionConfig):
         raise TypeError(
             f"{where}: config must be an FP8AttentionConfig, got "
-            f"{type(config).__name__}; beside {show(q)}"
+            f"{type(config).__name__}; lengths go by name"
         )
-    batch = q.shape[0]
-    q_lens = check_lengths(where, "q_lens", q_lens, batch)
-    kv_lens = check_lengths(where, "kv_lens", kv_lens, batch)
-    return _quantize(config, jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), q_lens, kv_lens)
+    arrays = [jnp.asarray(x) for x in checked]
+    batch = arrays[0].shape[0]
+    lens = (
+        check_lengths(where, "q_lens", q_lens, batch),
+        check_lengths(where, "kv_lens", kv_lens, batch),
+    )
+    return _quantize(config, *arrays, *lens)
 
 
 # One program, also outside of jit.
@@ -107,11 +110,27 @@ def _quantize(
             precision=jax.lax.Precision.HIGHEST,
         ).reshape(q.shape[:3])
         k = _real(k.astype(jnp.float32) - mean[:, None], kv_lens)
+    if config.rotate:
+        turn = _rotation(q.shape[3])
+        q, k = _turned(q, turn), _turned(k, turn)
     q8, q_scales = _in_8_bits(q, config.queries)
     k8, k_scales = _in_8_bits(k, config.keys)
     v8, v_scales = _in_8_bits(v, config.values)
     return QuantizedQKV(
         q8, k8, v8, AttentionScales(q_scales, k_scales, v_scales), shift
+    )
+
+
+@functools.cache
+def _rotation(dim: int) -> np.ndarray:
+    """A random orthogonal matrix, float32, always the same."""
+    rng = np.random.default_rng(dim)
+    return np.linalg.qr(rng.normal(size=(dim, dim)))[0].astype(np.float32)
+
+
+def _turned(x: jax.Array, turn: np.ndarray) -> jax.Array:
+    return jnp.einsum(
+        "bthd,de->bthe", x, turn.astype(x.dtype), preferred_element_type=jnp.float32
     )
 
 
@@ -126,10 +145,7 @@ def _real(x: jax.Array, lens: jax.Array | None) -> jax.Array:
 def _mean(k: jax.Array, lens: jax.Array | None) -> jax.Array:
     """Of each head's keys, float32 `[B, K, D]`."""
     rows = k.shape[1]
-    if lens is None:
-        count = jnp.full((k.shape[0],), rows)
-    else:
-        count = jnp.clip(lens, 0, rows)
+    count = jnp.full((k.shape[0],), rows) if lens is None else jnp.clip(lens, 0, rows)
     total = jnp.sum(k.astype(jnp.float32), axis=1)
     return total / jnp.maximum(count, 1)[:, None, None].astype(jnp.float32)
 

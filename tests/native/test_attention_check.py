@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_launches import Attention, driver
+from attention_launches import Attention, BlockScales, driver
 from c_interface import (
     BACKWARD_BIAS,
     BACKWARD_KV,
@@ -42,6 +42,13 @@ TILES = {
 MASKS = {"tile_map": ARRAY, "tile_masks": ARRAY, "num_tile_masks": 1}
 GRADIENTS = {"dbias": ARRAY, "dq": ARRAY}
 NO_BIAS = "base is for calls with a bias: without one lse is kept whole"
+NARROW = {
+    **SM90,
+    **SPACE,
+    **dict.fromkeys(("q_scales", "k_scales", "v_scales"), BlockScales(ARRAY, 1, 1)),
+    **dict.fromkeys(("head_dim", "value_dim"), 16),
+    "dtype": 3,
+}
 LONG = {"q_len": 2**30 - 256, "kv_len": 2**30 - 256}
 BACKWARD = dict.fromkeys(("lse", "d_o", "delta", "dk", "dv"), ARRAY)
 
@@ -87,6 +94,50 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
             *(BIAS, TILES, {"sinks": ARRAY, "sink_batch": 1}),
             *({"softcap": 5.0}, {"scale": 0.0}, {"scale": -1.0}),
         )
+    ),
+    (FORWARD, NARROW, "ok"),
+    (BACKWARD_KV, {**NARROW, "dq": None}, "KVBLOCK_E4M3 in a forward pass, got 3"),
+    (FORWARD, {**NARROW, "kernels": 0}, "KVBLOCK_E4M3 is for the sm_90a kernels"),
+    (FORWARD, {**NARROW, "head_dim": 24}, "multiples of 16 up to 128, got 24"),
+    (FORWARD, {**NARROW, "value_dim": 144}, "multiples of 16 up to 128, got 144"),
+    (FORWARD, {**NARROW, "workspace": None}, "KVBLOCK_E4M3 needs a workspace"),
+    *(
+        (FORWARD, {**NARROW, **more}, "KVBLOCK_E4M3 is for a scale above 0")
+        for more in (
+            {"scale": 0.0},
+            {"softcap": 5.0},
+            TILES,
+            BIAS,
+            {"cu_q": ARRAY, "cu_kv": ARRAY},
+            {**JOINS, "lse": ARRAY},
+        )
+    ),
+    (FORWARD, {**NARROW, "q_scales": BlockScales(None, 1, 1)}, "q_scales is NULL"),
+    (
+        FORWARD,
+        {**NARROW, "k_scales": BlockScales(ARRAY + 2, 1, 1)},
+        "k_scales must be aligned to 4 bytes",
+    ),
+    (
+        FORWARD,
+        {**NARROW, "k_scales": BlockScales(ARRAY, 2, 1)},
+        "k_scales.batch must divide batch = 1, got 2",
+    ),
+    (FORWARD, {**NARROW, "q_len": 300, "q_scales": BlockScales(ARRAY, 1, 3)}, "ok"),
+    (
+        FORWARD,
+        {**NARROW, "q_len": 300, "q_scales": BlockScales(ARRAY, 1, 2)},
+        "q_scales.blocks must be 1, or one for each 128 rows: 3, got 2",
+    ),
+    (
+        FORWARD,
+        {**NARROW, "kv_len": 300, "v_scales": BlockScales(ARRAY, 1, 3)},
+        "v_scales.blocks must be 1, got 3",
+    ),
+    (
+        FORWARD,
+        {"q_scales": BlockScales(ARRAY, 1, 1)},
+        "q_scales, k_scales and v_scales are for KVBLOCK_E4M3",
     ),
     (BACKWARD_KV, {"lse": None}, "lse is NULL"),
     (BACKWARD_Q, DQ, "ok"),

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from attention_launches import DIMS
+from attention_launches import DIMS, NARROW, NARROW_DIMS
 
 import jax_kvblock
 from jax_kvblock.attention.cuda import unserved_by_gpu
@@ -53,6 +53,19 @@ def test_finds_nothing(implementation: str, kernels: str, tool: str) -> None:
         launches = re.search(r"^(\d+) launches", done.stdout, re.MULTILINE)
         wide_float32 = kernels == "float32" and dims > "128x128"  # forward alone
         assert launches and int(launches[1]) >= (10 if wide_float32 else 20), said
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_finds_nothing_in_8_bits(tool: str) -> None:
+    if missing := unserved_by_gpu("cuda_sm90", backward=False):
+        pytest.skip(f"cuda_sm90 does not serve {missing[0]}")
+    with ThreadPoolExecutor() as pool:
+        runs = pool.map(lambda dims: watch(tool, "e4m3", dims), NARROW_DIMS)
+    for dims, done in zip(NARROW_DIMS, runs, strict=True):
+        said = f"{dims}: {done.stdout[-4000:]}{done.stderr[-4000:]}"
+        assert done.returncode == 0, said
+        assert re.search(r"SUMMARY: 0 (errors|hazards)", done.stdout), said
+        assert f"\n{len(NARROW)} launches" in f"\n{done.stdout}", said
 
 
 def test_memcheck_sees_a_short_array() -> None:

@@ -4,9 +4,9 @@
 
 It calls the C interface, on allocations of the driver's of exactly an array's size, so
 that memcheck knows where each one ends. Nobody looks at the results. KERNELS are
-"generic", "sm90" or "float32" (generic), or "short": generic, and q ends a row too
-early. Prints how many
-launches there were. test_attention_sanitizer.py runs it.
+"generic", "sm90", "float32" (generic) or "e4m3" (sm90), or "short": generic, and q ends
+a row too early. Prints how many launches there were. test_attention_sanitizer.py runs
+it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-BF16, F16, F32 = range(3)
-SIZES = {BF16: 2, F16: 2, F32: 4}
+BF16, F16, F32, E4M3 = range(4)
+SIZES = {BF16: 2, F16: 2, F32: 4, E4M3: 1}
 HIGHEST, DEFAULT = range(2)  # of float32
 GENERIC, SM90 = range(2)
 # Of keys and of values: all that the kernels are compiled for.
@@ -55,6 +55,18 @@ class Call(ctypes.Structure):
     ]
 
 
+class BlockScales(ctypes.Structure):
+    """kvblock_block_scales."""
+
+    _fields_ = [
+        ("scales", ctypes.c_void_p),
+        *fields(ctypes.c_int32, "batch blocks"),
+    ]
+
+
+SCALES = [(name, BlockScales) for name in ("q_scales", "k_scales", "v_scales")]
+
+
 class Forward(ctypes.Structure):
     """kvblock_forward."""
 
@@ -62,6 +74,7 @@ class Forward(ctypes.Structure):
         ("call", Call),
         *fields(ctypes.c_void_p, "o lse base workspace"),
         ("joins", ctypes.c_int32),
+        *SCALES,
     ]
 
 
@@ -83,6 +96,7 @@ class Attention(ctypes.Structure):
         *Call._fields_,
         ("o", ctypes.c_void_p),
         *Backward._fields_[1:],
+        *SCALES,
     ]
 
     def of(self, launcher: str) -> Forward | Backward:
@@ -138,6 +152,8 @@ class Arrays:
         return self.of(np.array(values, np.int32))
 
     def normal(self, dtype: int, *shape: int) -> int:
+        if dtype == E4M3:  # up to 128 in size
+            return self.of(RNG.integers(0, 0x70, shape, np.uint8))
         x = RNG.standard_normal(shape, np.float32)
         if dtype == BF16:
             return self.of((x.view(np.uint32) >> 16).astype(np.uint16))
@@ -272,6 +288,43 @@ JOINED = (plain, causal, lengths, packed, segments, long_q, rounds, counted)
 MOST_JOINED_DIM = 128
 
 
+# In 8 bits.
+NARROW_DIMS = ("64x64", "128x128", "96x80")
+NARROW = (plain, causal, lengths, segments, few, *HOPPER_OPTIONS)
+
+
+def run_narrow(library: Any, option: Any, dims: str) -> int:
+    """A forward call in 8 bits."""
+    arrays = Arrays()
+    a = Attention(kernels=SM90, dtype=E4M3)
+    a.batch, a.num_heads, a.num_kv_heads, a.q_len, a.kv_len = 1, 2, 1, 136, 136
+    a.head_dim, a.value_dim = map(int, dims.split("x"))
+    a.scale, a.window_left, a.window_right = a.head_dim**-0.5, -1, -1
+    option(a, arrays)
+    rows, keys = a.batch * a.q_len, a.batch * a.kv_len
+    a.q = arrays.normal(E4M3, rows, a.num_heads, a.head_dim)
+    a.k = arrays.normal(E4M3, keys, a.num_kv_heads, a.head_dim)
+    a.v = arrays.normal(E4M3, keys, a.num_kv_heads, a.value_dim)
+    a.o = arrays.empty(rows * a.num_heads * a.value_dim * SIZES[BF16])
+    a.lse = arrays.empty(rows * a.num_heads * SIZES[F32])
+    blocks = {"q_scales": -(-a.q_len // 128), "k_scales": -(-a.kv_len // 128)}
+    for name, heads in (
+        ("q_scales", a.num_heads),
+        ("k_scales", a.num_kv_heads),
+        ("v_scales", a.num_kv_heads),
+    ):
+        shape = (a.batch, heads, blocks.get(name, 1))
+        scales = arrays.of(np.full(shape, 0.01, np.float32))
+        setattr(a, name, BlockScales(scales, shape[0], shape[2]))
+    a.workspace = arrays.empty(workspace_bytes(library, a, "forward"))
+    launch = library.kvblock_attention_forward
+    launch.restype = ctypes.c_char_p
+    error = launch(ctypes.byref(a.of("forward")), None)
+    assert error is None, f"{option.__name__} {dims}: {error.decode()}"
+    arrays.free()
+    return 1
+
+
 def run(
     library: Any,
     kernels: str,
@@ -336,6 +389,13 @@ def main(path: str, kernels: str, *only: str) -> None:
     driver("cuCtxSetCurrent", context)
     library = ctypes.CDLL(path)
     launches = 0
+    if kernels == "e4m3":
+        for dims in NARROW_DIMS:
+            for option in NARROW:
+                if {dims, option.__name__} >= set(only):
+                    launches += run_narrow(library, option, dims)
+        print(launches, "launches")
+        return
     options = OPTIONS + HOPPER_OPTIONS * (kernels == "sm90")
     for i, dims in enumerate(DIMS):
         for j, option in enumerate(options):

@@ -23,6 +23,7 @@ BUDGETS = {
     "append": 50,
     "attention": 600,
     "blocks": 230,
+    "fp8": 60,
     "graphs": 40,
     "kernels": 55,
     "native": 600,

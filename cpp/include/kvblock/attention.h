@@ -52,7 +52,7 @@ enum { KVBLOCK_ATTENTION_PARTIAL = 1 << 30 }; /* added to a list's entry: the ti
 typedef enum kvblock_dtype {
   KVBLOCK_BF16 = 0,
   KVBLOCK_F16 = 1,
-  KVBLOCK_F32 = 2, /* of a bias with any dtype; of q, k, v for the generic kernels */
+  KVBLOCK_F32 = 2,  /* of a bias with any dtype; of q, k, v for the generic kernels */
   KVBLOCK_E4M3 = 3, /* of a forward pass, and of caches (paged_attention.h) */
   /* Of caches only. */
   KVBLOCK_E5M2 = 4,
@@ -78,8 +78,8 @@ typedef enum kvblock_precision {
 typedef struct kvblock_attention {
   int32_t kernels; /* kvblock_kernels */
   /* Of q, k, v, o, d_o, dq, dk, dv. KVBLOCK_F32 is for the generic kernels, and for gradients with
-   * head_dim and value_dim up to 128; KVBLOCK_E4M3 for a forward pass of the sm_90a kernels, whose o
-   * is KVBLOCK_BF16. */
+   * head_dim and value_dim up to 128; KVBLOCK_E4M3 for a forward pass of the sm_90a kernels, whose
+   * o is KVBLOCK_BF16. */
   int32_t dtype;
   int32_t batch, num_heads, num_kv_heads;
   int32_t precision;           /* kvblock_precision, of KVBLOCK_F32 */
@@ -124,10 +124,10 @@ typedef struct kvblock_attention {
 
 enum { KVBLOCK_ATTENTION_SCALE_ROWS = 128 }; /* queries or keys that share a scale */
 
-/* What numbers in 8 bits are to be multiplied by: float32 [batch, heads, blocks], of as many heads as
- * the array has; batch is a divisor of B. There is one block, or, of q and k, one for each
- * KVBLOCK_ATTENTION_SCALE_ROWS rows. A scale is not negative; one that is, or NaN, makes NaN of what
- * it is for. */
+/* What numbers in 8 bits are to be multiplied by: float32 [batch, heads, blocks], of as many heads
+ * as the array has; batch is a divisor of B. There is one block, or, of q and k, one for each
+ * KVBLOCK_ATTENTION_SCALE_ROWS rows. A scale is not negative; one that is, or NaN, makes NaN of
+ * what it is for. */
 typedef struct kvblock_block_scales {
   const float* scales;
   int32_t batch, blocks;

@@ -49,11 +49,10 @@ const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map, int he
   const cuuint32_t columns = a.dtype == KVBLOCK_E4M3 ? 128 : 64;
   const cuuint32_t box[4] = {columns, cuuint32_t(heads), cuuint32_t(rows), 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};
-  const CUresult result = encode(
-      map, TypeOf(a.dtype), 4, const_cast<void*>(a.data), sizes, strides, box, steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(map, TypeOf(a.dtype), 4, const_cast<void*>(a.data), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return nullptr;
   return Message("attention: the driver refused a tensor map, error " +
                  std::to_string(static_cast<int>(result)) + ", for [" + std::to_string(a.batch) +

@@ -9,10 +9,10 @@
 
 namespace kvblock::hopper {
 
-// A map whose box is 128 bytes, 64 columns or 128 of 8 bits (fewer where dim is less: the rest comes as zeros) of
-// `rows` rows of `heads` heads of one batch member (a row's heads side by side), at coordinates
-// (column, head, row, batch), written to shared memory with the 128-byte swizzle. NULL, or what is
-// wrong.
+// A map whose box is 128 bytes, 64 columns or 128 of 8 bits (fewer where dim is less: the rest
+// comes as zeros) of `rows` rows of `heads` heads of one batch member (a row's heads side by side),
+// at coordinates (column, head, row, batch), written to shared memory with the 128-byte swizzle.
+// NULL, or what is wrong.
 const char* MakeTensorMap(const HeadArray& array, int rows, CUtensorMap* map, int heads = 1);
 
 // Blocks of a cache: an array of [layers, blocks, rows, heads, dim], in any order.

@@ -109,8 +109,8 @@ class Loader {
       BarrierExpect(barrier, kChunks * Traits::kKeys * kChunkRowBytes);
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        LoadBoxToCtas(address + c * Traits::kKeys * kChunkRowBytes, map, barrier, c * kColumns, head,
-                      row + from, batch, (1 << Traits::kCluster) - 1);
+        LoadBoxToCtas(address + c * Traits::kKeys * kChunkRowBytes, map, barrier, c * kColumns,
+                      head, row + from, batch, (1 << Traits::kCluster) - 1);
       }
     }
   }

@@ -15,8 +15,9 @@ struct NarrowForwardParams : ForwardParams {
 };
 
 // The scales of a head, of `heads`: one, or one for each kScaleRows rows.
-__device__ __forceinline__ const float* ScalesOf(const AttentionParams& p, const kvblock_block_scales& s,
-                                                 int batch, int heads, int head) {
+__device__ __forceinline__ const float* ScalesOf(const AttentionParams& p,
+                                                 const kvblock_block_scales& s, int batch,
+                                                 int heads, int head) {
   return s.scales + (int64_t{BatchRow(p, s.batch, batch)} * heads + head) * s.blocks;
 }
 

@@ -24,8 +24,8 @@ struct RowSums {
   float base[2] = {-FLT_MAX, -FLT_MAX};       // with a bias, of the scores; reference is 0 then
 };
 
-// Of 8 bits: the product of one tile's P and V, and the sums of P of all tiles that are in O, of both
-// rows (narrow_rows.cuh).
+// Of 8 bits: the product of one tile's P and V, and the sums of P of all tiles that are in O, of
+// both rows (narrow_rows.cuh).
 template <int kCount, bool kNarrow>
 struct TileProduct {};
 template <int kCount>
@@ -102,8 +102,8 @@ struct Scaled {
 // A tile's scores may be larger than their row's reference by this many powers of 2.
 constexpr float kOutgrown = 8.0f;
 // With 8 bits the largest probabilities come near the largest number there is, 448, so that small
-// ones do not vanish: a new reference lies kLifted below the maximum, which may grow by 0.8 until the
-// next, as 2^8.8 < 448.
+// ones do not vanish: a new reference lies kLifted below the maximum, which may grow by 0.8 until
+// the next, as 2^8.8 < 448.
 constexpr float kLifted = 8.0f, kLiftedOutgrown = 8.8f;
 template <typename Traits>
 constexpr float kOutgrownOf = Traits::kNarrow ? kLiftedOutgrown : kOutgrown;

@@ -10,8 +10,8 @@
 #include <type_traits>
 
 #include "device/warpgroup.cuh"
-#include "device/widen.cuh"
 #include "device/wgmma.cuh"
+#include "device/widen.cuh"
 #include "ops/attention/contract/params.cuh"
 #include "ops/attention/hopper/forward/launcher.h"
 #include "ops/attention/hopper/forward/narrow_params.cuh"
@@ -81,7 +81,8 @@ struct ForwardTraits {
   // O leaves through shared memory where there is room for it, which is beside two places for Q.
   static constexpr bool kStagesOutput = kQueryStages > 1;
   static_assert(kStagesOutput || !kJoins);
-  static constexpr int kOBytes = kStagesOutput ? kConsumerRows * kOutputChunks * kChunkRowBytes : 16;
+  static constexpr int kOBytes =
+      kStagesOutput ? kConsumerRows * kOutputChunks * kChunkRowBytes : 16;
   static constexpr bool kCapped =
       kKind == ForwardKind::kCapped || kKind == ForwardKind::kPagedCapped;
   static constexpr bool kHasBases = kKind == ForwardKind::kGeneral;  // with a bias

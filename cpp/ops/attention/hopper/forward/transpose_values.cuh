@@ -1,5 +1,5 @@
-// V of 8 bits as the products of Hopper's forward kernel want it: transposed, since their operands lie
-// across, and every 16 keys in the order in which a lane has their probabilities (rows.cuh).
+// V of 8 bits as the products of Hopper's forward kernel want it: transposed, since their operands
+// lie across, and every 16 keys in the order in which a lane has their probabilities (rows.cuh).
 #pragma once
 
 #include <cuda_runtime.h>

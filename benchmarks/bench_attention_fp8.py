@@ -1,0 +1,128 @@
+"""Attention in 8 bits on a GPU, beside this library's own in bfloat16.
+
+"quantized" is `flash_attention` of arrays that are e4m3 already, "with quantization" is
+`fp8_attention` of bfloat16 arrays. TFLOP/s as papers count. They take turns on a hot
+chip, as in bench_attention.py, in an order drawn anew each time.
+
+Errors are those of a call of 1024 positions, beside float64: the norm of what out is
+off by, in parts of out's; "naive" is one scale for each array, and nothing else done to
+it. "normal" arrays are normally distributed. "means" adds to each head's keys a mean of
+4 standard deviations, "outliers" to one in a thousand queries' and keys' numbers one of
+10 standard deviations, as FlashAttention-3's paper does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from bench_attention import hot_times
+from support import common
+from support.common import OURS, Results, cases
+
+from jax_kvblock import flash_attention
+from jax_kvblock.fp8 import FP8AttentionConfig, fp8_attention, quantize_qkv
+
+BF16, NAIVE = f"{OURS}, bfloat16", "naive"
+CASES = (
+    cases.AttentionCase(1, 32, 8, 16384, 128, causal=False, dtype="float8_e4m3fn"),
+    cases.AttentionCase(1, 32, 8, 16384, 128, dtype="float8_e4m3fn"),
+    cases.AttentionCase(4, 32, 8, 4096, 128, causal=False, dtype="float8_e4m3fn"),
+    cases.AttentionCase(4, 32, 8, 4096, 128, dtype="float8_e4m3fn"),
+    cases.AttentionCase(2, 32, 8, 16384, 64, dtype="float8_e4m3fn"),
+)
+CONFIGS = {
+    OURS: FP8AttentionConfig(),
+    f"{OURS}, heads": FP8AttentionConfig("head", "head"),
+    NAIVE: FP8AttentionConfig("tensor", "tensor", "tensor", False, False),
+}
+
+
+def bench(options: argparse.Namespace, results: Results) -> None:
+    if not common.on_gpu():
+        raise RuntimeError("jax sees no GPU, and the kernels are for one")
+    for kind in ("normal", "means", "outliers"):
+        _errors(kind, results)
+    for case in common.wanted(options, CASES):
+        _compare(case, results, options.quick)
+        gc.collect()
+        results.save()
+
+
+def _errors(kind: str, results: Results) -> None:
+    rng = np.random.default_rng()
+    shapes = (1, 1024, 8, 128), (1, 1024, 2, 128), (1, 1024, 2, 128)
+    q, k, v = (rng.normal(size=shape) for shape in shapes)
+    if kind == "means":
+        k = k + rng.normal(0, 4, (1, 1, 2, 128))
+    if kind == "outliers":
+        for x in (q, k):
+            x += rng.normal(0, 10, x.shape) * (rng.random(x.shape) < 0.001)
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
+    want = _truth(*(np.asarray(x.astype(jnp.float32), np.float64) for x in (q, k, v)))
+    for who, config in CONFIGS.items():
+        got = fp8_attention(q, k, v, config, causal=True).astype(jnp.float32)
+        off = np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want)
+        results.add(f"B1 H8/2 S1024 D128 causal, {kind} / out", who, "error", off, "")
+
+
+def _truth(q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Causal attention in float64."""
+    group = q.shape[2] // k.shape[2]
+    k, v = (np.repeat(x, group, axis=2) for x in (k, v))
+    scores = np.einsum("btnd,bsnd->bnts", q, k) / np.sqrt(q.shape[-1])
+    scores = np.where(np.tri(q.shape[1], dtype=bool), scores, -np.inf)
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bnts,bsnd->btnd", p / p.sum(-1, keepdims=True), v)
+
+
+def _compare(case: Any, results: Results, quick: bool) -> None:
+    length = 512 if quick else case.length
+    shape = (case.batch, length, case.num_heads, case.head_dim)
+    kv_shape = (case.batch, length, case.num_kv_heads, case.head_dim)
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (
+        jax.random.normal(key, size, jnp.bfloat16)
+        for key, size in zip(keys, (shape, kv_shape, kv_shape), strict=True)
+    )
+    x = jax.block_until_ready(quantize_qkv(q, k, v))
+    given = {
+        BF16: (lambda q, k, v: flash_attention(q, k, v, causal=case.causal), (q, k, v)),
+        f"{OURS}, quantized": (
+            lambda q, k, v, s: flash_attention(q, k, v, scales=s, causal=case.causal),
+            (x.q, x.k, x.v, x.scales),
+        ),
+        f"{OURS}, with quantization": (
+            lambda q, k, v: fp8_attention(q, k, v, causal=case.causal),
+            (q, k, v),
+        ),
+        f"{OURS}, quantization": (quantize_qkv, (q, k, v)),
+    }
+    running = {}
+    for who, (function, arrays) in given.items():
+        try:
+            compiled = jax.jit(function).lower(*arrays).compile()
+        except Exception as error:
+            results.fail(case.name, who, error)
+            continue
+        running[who] = {
+            "forward": lambda compiled=compiled, arrays=arrays: compiled(*arrays),
+            "wait": jax.block_until_ready,
+        }
+    seconds = {who: t["forward"] for who, t in hot_times(running, quick).items()}
+    name = f"{case.name} / forward"
+    for who, value in seconds.items():
+        results.add(name, who, "time", value * 1e3, "ms")
+        if who.endswith("quantization") and "with" not in who:
+            continue
+        results.add(name, who, "rate", case.flops / value / 1e12, "TFLOP/s")
+        if BF16 in seconds and who != BF16:
+            results.add(name, who, "over bfloat16", seconds[BF16] / value, "")
+
+
+if __name__ == "__main__":
+    common.main("attention-fp8", bench, __doc__)

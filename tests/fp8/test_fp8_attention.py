@@ -1,0 +1,301 @@
+"""Quantization to e4m3, and attention over it in plain JAX."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_kvblock import AttentionScales, dot_product_attention, flash_attention
+from jax_kvblock.fp8 import FP8AttentionConfig, fp8_attention, quantize_qkv
+
+E4M3 = jnp.float8_e4m3fn
+ONE = np.float32(1)
+ROUGH = FP8AttentionConfig("tensor", "tensor", "tensor", False, False)
+
+
+def arrays(rng, b=2, t=300, s=260, n=4, k=2, d=32, dtype=jnp.bfloat16):
+    shapes = (b, t, n, d), (b, s, k, d), (b, s, k, d)
+    return [jnp.asarray(rng.normal(size=x), dtype) for x in shapes]
+
+
+def relative(a, b):
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    return float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
+
+
+@pytest.mark.parametrize("shared", ["tensor", "head", "block"])
+def test_quantized_as_numpy_does(shared, rng):
+    q, k, v = arrays(rng)
+    config = FP8AttentionConfig(shared, shared, smooth_keys=False, rotate=False)
+    x = quantize_qkv(q, k, v, config)
+    for name, a in (("q", q), ("k", k)):
+        wide = np.asarray(a.astype(jnp.float32))
+        scales = np.asarray(getattr(x.scales, name))
+        for b, h in np.ndindex(scales.shape[:2]):
+            of = {"tensor": wide[b], "head": wide[b, :, h]}
+            for i in range(scales.shape[2]):
+                rows = (
+                    slice(i * 128, i * 128 + 128) if shared == "block" else slice(None)
+                )
+                largest = np.abs(of.get(shared, wide[b, rows, h])).max()
+                assert np.isclose(scales[b, h, i] * 448, largest, rtol=1e-6)
+                exact = (wide[b, rows, h] / scales[b, h, i]).astype(
+                    ml_dtypes.float8_e4m3fn
+                )
+                mine = np.asarray(getattr(x, name)[b, rows, h])
+                assert (mine.view(np.uint8) == exact.view(np.uint8)).all()
+
+
+def test_rows_beyond_lengths_count_for_nothing(rng):
+    q, k, v = arrays(rng)
+    q_lens, kv_lens = np.array([300, 11]), np.array([70, 0])
+    short = quantize_qkv(q, k, v, q_lens=q_lens, kv_lens=kv_lens)
+
+    def spoiled(a, lens):
+        beyond = np.arange(a.shape[1])[None] >= lens[:, None]
+        return jnp.where(beyond[..., None, None], jnp.nan, a)
+
+    other = quantize_qkv(
+        spoiled(q, q_lens),
+        spoiled(k, kv_lens),
+        spoiled(v, kv_lens),
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+    )
+    for a, b in zip(jax.tree.leaves(short), jax.tree.leaves(other), strict=True):
+        assert not jnp.isnan(b.astype(jnp.float32)).any()
+        assert (a == b).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_within_some_per_cent(dtype, rng):
+    q, k, v = arrays(rng, dtype=jnp.dtype(dtype))
+    out, lse = fp8_attention(
+        q, k, v, causal=True, return_lse=True, implementation="xla"
+    )
+    exact, exact_lse = flash_attention(q, k, v, causal=True, return_lse=True)
+    assert out.dtype == jnp.bfloat16
+    assert 0.005 < relative(out, exact) < 0.06
+    assert 0 < jnp.abs(lse - exact_lse).max() < 0.2
+
+
+@pytest.mark.parametrize(
+    ("kind", "share"), [("a mean of the keys", 0.6), ("few large numbers", 0.8)]
+)
+def test_what_config_is_for(kind, share, rng):
+    """Beside one scale for all: errors of two kinds of arrays that models have."""
+    q, k, v = arrays(rng, d=64)
+    if kind == "a mean of the keys":
+        k = k + jnp.asarray(rng.normal(0, 4, (1, 1, 2, 64)), jnp.bfloat16)
+    else:
+
+        def large(x):
+            return jnp.asarray(
+                rng.normal(0, 10, x.shape) * (rng.random(x.shape) < 0.003), x.dtype
+            )
+
+        q, k = q + large(q), k + large(k)
+    exact = flash_attention(q, k, v)
+    finer, rough = (
+        relative(fp8_attention(q, k, v, config, implementation="xla"), exact)
+        for config in (FP8AttentionConfig(), ROUGH)
+    )
+    assert finer < share * rough
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+def test_the_log_sum_exp_is_that_of_the_keys_as_they_were(smooth, rng):
+    q, k, v = arrays(rng)
+    k = k + 2
+    config = FP8AttentionConfig(smooth_keys=smooth)
+    options = dict(causal=True, kv_lens=[200, 0], scale=0.3, return_lse=True)
+    _, lse = fp8_attention(q, k, v, config, implementation="xla", **options)
+    _, exact = flash_attention(q, k, v, **options)
+    there = ~np.isinf(exact)
+    assert (np.isinf(lse) == ~there).all()
+    assert np.abs(lse - exact)[there].mean() < 0.15
+
+
+def test_gradients_are_those_in_16_bits(rng):
+    q, k, v = arrays(rng)
+    d_o = jnp.asarray(rng.normal(size=q.shape), jnp.bfloat16)
+    d_lse = jnp.asarray(rng.normal(size=q.shape[:3]), jnp.float32)
+    options = dict(
+        window=(40, 3), segment_ids=(np.arange(300) // 90)[None].repeat(2, 0)
+    )
+    options["segment_ids"] = (options["segment_ids"], options["segment_ids"][:, :260])
+    _, mine = jax.vjp(
+        lambda *x: fp8_attention(*x, return_lse=True, implementation="xla", **options),
+        q,
+        k,
+        v,
+    )
+    _, its = jax.vjp(
+        lambda *x: flash_attention(*x, return_lse=True, **options), q, k, v
+    )
+    for a, b in zip(mine((d_o, d_lse)), its((d_o, d_lse)), strict=True):
+        assert (a == b).all()
+
+
+def test_under_vmap_jit_and_scan(rng):
+    q, k, v = arrays(rng)
+
+    def attend(*x):
+        return fp8_attention(*x, causal=True, implementation="xla")
+
+    whole = attend(q, k, v)
+    each = jax.jit(jax.vmap(attend))(q[:, None], k[:, None], v[:, None])[:, 0]
+    assert (each == whole).all()
+    _, steps = jax.lax.scan(
+        lambda _, x: (None, attend(*(a[None] for a in x))), None, (q, k, v)
+    )
+    assert (steps[:, 0] == whole).all()
+    shared = jax.vmap(attend, in_axes=(0, None, None))(q[:, None], k[:1], v[:1])
+    assert (shared[1] == attend(q[1:], k[:1], v[:1])).all()
+
+
+def test_scales_are_cut_with_their_arrays(rng):
+    """Over batch and heads nothing is gathered."""
+    if jax.device_count() < 4:
+        pytest.skip("needs four devices")
+    mesh = jax.make_mesh(
+        (2, 2), ("b", "h"), axis_types=(jax.sharding.AxisType.Auto,) * 2
+    )
+    x = quantize_qkv(*arrays(rng))
+
+    def cut(a, *spec):
+        return jax.device_put(a, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    put = [cut(a, "b", None, "h", None) for a in (x.q, x.k, x.v)]
+    scales = jax.tree.map(lambda a: cut(a, "b", "h", None), x.scales)
+    attend = jax.jit(
+        lambda q, k, v, s: flash_attention(
+            q, k, v, scales=s, causal=True, implementation="xla"
+        )
+    )
+    lowered = attend.lower(*put, scales).compile()
+    assert "all-gather" not in lowered.as_text()
+    assert (attend(*put, scales) == attend(x.q, x.k, x.v, x.scales)).all()
+
+
+@pytest.mark.parametrize("shape", ["[]", "[N]", "[1, N, 1]", "[B, 1, blocks]"])
+def test_scales_of_every_shape(shape, rng):
+    x = quantize_qkv(*arrays(rng), FP8AttentionConfig("tensor", "tensor", "tensor"))
+    whole = x.scales.q[:1, :1]
+    scales = {
+        "[]": whole.reshape(()),
+        "[N]": jnp.broadcast_to(whole.reshape(1), 4),
+        "[1, N, 1]": jnp.broadcast_to(whole, (1, 4, 1)),
+        "[B, 1, blocks]": jnp.broadcast_to(whole, (2, 1, 3)),
+    }[shape]
+    full = jnp.broadcast_to(whole, (2, 4, 1))
+    out, other = (
+        flash_attention(
+            x.q,
+            x.k,
+            x.v,
+            scales=AttentionScales(q, x.scales.k, x.scales.v),
+            implementation="xla",
+        )
+        for q in (scales, full)
+    )
+    assert (out == other).all()
+
+
+def call(rng, changes):
+    x = quantize_qkv(*arrays(rng))
+    given = {"q": x.q, "k": x.k, "v": x.v, "scales": x.scales}
+    return flash_attention(**{**given, "implementation": "xla", **changes(x)})
+
+
+BAD = {
+    "needs scales=AttentionScales": lambda x: {"scales": None},
+    "needs scales=AttentionScales(q, k, v), got tuple": lambda x: {"scales": (1, 1, 1)},
+    "scales.q must be float32": lambda x: {
+        "scales": AttentionScales(np.float16(1), ONE, ONE)
+    },
+    "scales.k must be [], [2] or [1 or 2, 1 or 2, 1 or 3]": lambda x: {
+        "scales": AttentionScales(ONE, np.ones(3, np.float32), ONE)
+    },
+    "scales.v must be [], [2] or [1 or 2, 1 or 2, 1]": lambda x: {
+        "scales": AttentionScales(ONE, ONE, np.ones((2, 2, 3), np.float32))
+    },
+    "k must have q's dtype": lambda x: {"k": x.k.astype(jnp.bfloat16)},
+    "scales are for float8_e4m3fn": lambda x: {
+        n: getattr(x, n).astype(jnp.bfloat16) for n in "qkv"
+    },
+    "which do not serve cpu": lambda x: {"implementation": None},
+    "'cuda_sm90' needs an NVIDIA GPU": lambda x: {"implementation": "cuda_sm90"},
+    "does not serve dtype float8_e4m3fn (Hopper's": lambda x: {
+        "implementation": "cuda"
+    },
+    "does not serve softcap in 8 bits": lambda x: {
+        "implementation": "cuda_sm90",
+        "softcap": 3.0,
+    },
+    "scales cannot be combined with cu_seqlens": lambda x: {
+        **{n: getattr(x, n).astype(jnp.bfloat16)[0] for n in "qkv"},
+        "cu_seqlens": ([0, 300], [0, 260]),
+    },
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_messages(message, rng):
+    with pytest.raises((TypeError, ValueError)) as error:
+        call(rng, BAD[message])
+    assert message in str(error.value)
+
+
+def test_no_derivatives_of_8_bits(rng):
+    x = quantize_qkv(*arrays(rng))
+
+    def attend(q):
+        return flash_attention(q, x.k, x.v, scales=x.scales, implementation="xla")
+
+    with pytest.raises(NotImplementedError, match="fp8_attention has those"):
+        jax.grad(lambda q: attend(q).astype(jnp.float32).sum())(x.q)
+
+
+def test_other_functions_take_no_8_bits(rng):
+    x = quantize_qkv(*arrays(rng))
+    with pytest.raises(TypeError, match="must be bfloat16, float16 or float32"):
+        dot_product_attention(x.q, x.k, x.v)
+    with pytest.raises(TypeError, match="must be bfloat16, float16 or float32"):
+        quantize_qkv(x.q, x.k, x.v)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"queries": "row"}, "queries must be"),
+        ({"keys": None}, "keys must be"),
+        ({"values": "block"}, "values must be"),
+        ({"smooth_keys": 1}, "smooth_keys must be True or False"),
+    ],
+)
+def test_configs(arguments, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        FP8AttentionConfig(**arguments)
+
+
+def test_nothing_is_computed_in_more_bits_unasked(rng):
+    with pytest.raises(ValueError, match="Cast q, k and v times their scales"):
+        fp8_attention(*arrays(rng))
+    with pytest.raises(
+        TypeError, match="config must be an FP8AttentionConfig, got bool"
+    ):
+        fp8_attention(*arrays(rng), True)
+
+
+def test_bad_scales_make_nan(rng):
+    x = quantize_qkv(*arrays(rng), FP8AttentionConfig("head", "head"))
+    for bad in (-1.0, np.nan):
+        scales = AttentionScales(x.scales.q.at[1, 2].set(bad), x.scales.k, x.scales.v)
+        out = flash_attention(x.q, x.k, x.v, scales=scales, implementation="xla")
+        reached = jnp.isnan(out).all((1, 3))
+        assert reached[1, 2] and reached.sum() == 1
