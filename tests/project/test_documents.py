@@ -4,7 +4,8 @@ The Python blocks of a document run in their order and share their names, as a r
 would type them. HTML comments before a block, which nobody sees, say more about it:
 
     <!-- needs: torch -->        left out where torch is not here; or flax, or a gpu, or
-                                 where jax runs on the cpu; "every block needs" for all
+                                 a hopper gpu, or where jax runs on the cpu; "every
+                                 block needs" for all
     <!-- given: x = 1 -->        what the text takes for granted; may have many lines
     <!-- prints: 42 -->          what a program of C or Rust prints
 """
@@ -25,6 +26,7 @@ import pytest
 from conftest import has_gpu
 
 import jax_kvblock
+from jax_kvblock.attention.cuda import unserved_by_gpu
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(jax_kvblock.__file__).parent
@@ -58,6 +60,8 @@ class Block:
 
 
 def is_here(need: str) -> bool:
+    if need == "hopper":
+        return has_gpu() and not unserved_by_gpu("cuda_sm90", backward=False)
     if need in ("gpu", "cpu"):
         return has_gpu() == (need == "gpu")
     return importlib.util.find_spec(need) is not None

@@ -2,8 +2,8 @@
 
 `core` stands below all; `blocks`, `attention` and `kernels` stand on it and do not know
 of each other; `objects` and `append` stand on `blocks`, `paged` on both, `dropins`,
-`parallel` and `sparse` on `paged`, `graphs` on `kernels`. Files beside the rooms see
-all of them.
+`parallel` and `sparse` on `paged`, `fp8` on `attention`, `graphs` on `kernels`. Files
+beside the rooms see all of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ BELOW: dict[str, set[str]] = {
     "blocks": {"core"},
     "append": {"blocks", "core"},
     "attention": {"core"},
+    "fp8": {"attention", "core"},
     "kernels": {"core"},
     "graphs": {"kernels", "core"},
     "objects": {"blocks", "core"},

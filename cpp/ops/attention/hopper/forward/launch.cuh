@@ -35,7 +35,8 @@ HeadArray ValuesOf(const AttentionCall& a) {
 }
 
 // Brings V of 8 bits there.
-inline cudaError_t LaunchTranspose(const AttentionCall& a, cudaStream_t stream) {
+template <typename Traits>
+cudaError_t LaunchTranspose(const AttentionCall& a, cudaStream_t stream) {
   constexpr int kThreads = 256;
   if (a.kv_len == 0) return cudaSuccess;
   TransposeParams p{};
@@ -100,7 +101,7 @@ const char* LaunchForwardAs(const AttentionCall& a, cudaStream_t stream) {
     p.q_scales = a.q_scales;
     p.k_scales = a.k_scales;
     p.v_scales = a.v_scales;
-    status = LaunchTranspose(a, stream);
+    status = LaunchTranspose<Traits>(a, stream);
   }
   const int clusters_at_once = std::max(gpu.multiprocessors / Traits::kCluster, 1);
   int64_t ctas = std::min<int64_t>(items, clusters_at_once * Traits::kCluster);
