@@ -42,6 +42,8 @@ def _named(where: str, precision: Any) -> Precision:
     if isinstance(precision, str) and precision in _PRESET.__members__:
         return "highest" if precision in _FINE else "default"
     try:
+        if not isinstance(precision, (str, jax.lax.Precision)):  # an enum of integers
+            raise ValueError
         # The finest alone is float32; XLA on a GPU multiplies the others in TF32.
         finest = jax.lax.Precision(precision) == jax.lax.Precision.HIGHEST
     except ValueError:

@@ -24,7 +24,7 @@ from jax_kvblock.core.ffi import BUILD
 
 # Nothing lies there: a check that looked at an array would crash.
 ARRAY = 4096
-SM90 = {"kernels": 1}
+SM90, F32 = {"kernels": 1}, {"dtype": 2}
 SUMS = {"dq_accum": ARRAY}
 SPACE = {"workspace": ARRAY}
 TURNS = {"deterministic": 1}
@@ -155,6 +155,21 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
     (FORWARD, {"scale": 1e-5, "softcap": 50.0}, "scale / softcap must lie"),
     (FORWARD, {"scale": 1e-5, "softcap": 1024.0}, "ok"),
     (BACKWARD_KV, {"scale": 1e-5, "softcap": 50.0}, "ok"),
+    (FORWARD, {"dtype": 3}, "dtype must be KVBLOCK_BF16, KVBLOCK_F16 or KVBLOCK_F32"),
+    *(
+        (which, {**F32, **more, **dims}, "ok")
+        for which, more in ((FORWARD, {}), (BACKWARD_KV, SUMS), (BACKWARD_Q, DQ))
+        for dims in ({}, {"head_dim": 128, "precision": 1})
+    ),
+    (FORWARD, {**F32, "head_dim": 256}, "ok"),
+    (FORWARD, {**F32, "precision": 2}, "precision must be KVBLOCK_PRECISION_HIGHEST"),
+    (FORWARD, {"precision": -1}, "KVBLOCK_PRECISION_DEFAULT, got -1"),
+    (FORWARD, {**F32, **SM90}, "KVBLOCK_F32 is served by the generic kernels"),
+    *(
+        (which, {**F32, **more, "value_dim": 136}, "up to 128, got 136")
+        for which, more in ((BACKWARD_KV, SUMS), (BACKWARD_Q, DQ))
+    ),
+    (FORWARD, {**F32, **BIAS, "bias_dtype": 0}, "bias_dtype must be dtype or"),
     (FORWARD, {"batch": -1}, "batch must not be negative, got -1"),
     (FORWARD, {"q_len": -1}, "q_len must be 0 to 2^30 - 256, got -1"),
     (FORWARD, {"num_heads": 2**16, "batch": 2**16}, "too large to address"),

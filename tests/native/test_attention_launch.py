@@ -222,8 +222,8 @@ def test_sinks_are_for_forward_alone():
 
 
 def test_what_no_kernel_serves_goes_elsewhere_or_is_an_error():
-    singles = [
-        array(B, n, h, D, dtype=jnp.float32) for n, h in ((T, N), (S, K), (S, K))
+    doubles = [
+        array(B, n, h, D, dtype=jnp.float64) for n, h in ((T, N), (S, K), (S, K))
     ]
 
     def text(arrays, implementation):
@@ -231,7 +231,11 @@ def test_what_no_kernel_serves_goes_elsewhere_or_is_an_error():
         lowered = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",))
         return lowered.as_text()
 
-    assert "kvblock_attention" not in text(singles, None)
-    with pytest.raises(ValueError, match="bfloat16 and float16 are served"):
-        text(singles, "cuda")
-    assert "kvblock_attention" in text([array(*x.shape) for x in singles], None)
+    with jax.enable_x64(True):
+        assert "kvblock_attention" not in text(doubles, None)
+        words = "float64 .bfloat16, float16 and float32 are served"
+        with pytest.raises(ValueError, match=words):
+            text(doubles, "cuda")
+    for dtype in (HALF, jnp.float32):
+        arrays = [array(*x.shape, dtype=dtype) for x in doubles]
+        assert "kvblock_attention" in text(arrays, None)

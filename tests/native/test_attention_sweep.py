@@ -248,7 +248,7 @@ def test_the_sweep_draws_what_its_names_say():
     cases = [*draw_cases(3, 1)]
     assert {c.name.removesuffix(", many") for c in cases} == {*OPTIONS}
     assert {(c.head_dim, c.value_dim) for c in cases} == {*DIMS}
-    assert {c.dtype for c in cases} == {"bfloat16", "float16"}
+    assert {c.kind for c in cases} == {"bfloat16", "float16", "float32", "tf32"}
     assert any(c.name.endswith("many") for c in cases)
     assert {-(-c.q_len // 2048) for c in cases} >= {1, 2, 3, 5}
     assert cases == [*draw_cases(3, 1)] != [*draw_cases(4, 1)]

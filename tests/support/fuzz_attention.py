@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 import numpy as np
-from attention_launches import Attention, Backward, Call, Forward
+from attention_launches import F32, Attention, Backward, Call, Forward
 from c_interface import BACKWARD_BIAS, BACKWARD_KV, FORWARD
 from hypothesis import strategies as st
 
@@ -72,9 +72,12 @@ def right(draw: Any, which: int) -> Fields:
     for name, kind in Attention._fields_:
         a[name] = 0 if getattr(kind, "_type_", "P") != "P" else None
     a |= {"batch": batch, "num_heads": heads, "num_kv_heads": kv_heads}
-    a |= {"q_len": draw(size), "kv_len": draw(size), "dtype": draw(st.integers(0, 1))}
-    a |= {"head_dim": 8 * draw(st.integers(1, 32)), "scale": 0.125}
-    a |= {"value_dim": 8 * draw(st.integers(1, 32)), "kernels": draw(st.integers(0, 1))}
+    a |= {"q_len": draw(size), "kv_len": draw(size), "dtype": draw(st.integers(0, 2))}
+    most = 16 if a["dtype"] == F32 and which != FORWARD else 32
+    a |= {"head_dim": 8 * draw(st.integers(1, most)), "scale": 0.125}
+    a |= {"value_dim": 8 * draw(st.integers(1, most))}
+    a["kernels"] = 0 if a["dtype"] == F32 else draw(st.integers(0, 1))
+    a["precision"] = draw(st.integers(0, 1))
     a |= {"window_left": draw(st.integers(-1, 9)), "window_right": -1}
     a["softcap"] = draw(st.sampled_from((0.0, 30.0, 2000.0)))
     given = ["q", "k", "v", "o", "lse", "d_o", "delta", "dk", "dv", "dbias", "dq"]
@@ -122,7 +125,7 @@ def struct(fields: Fields) -> Attention:
 def is_right(a: Fields, which: int) -> bool:
     """Whether the launcher of this pass serves the struct."""
     return (
-        _sizes(a)
+        _sizes(a, which)
         and _scores(a, which)
         and _options(a, which)
         and _arrays(a, which)
@@ -144,12 +147,16 @@ def _joins(a: Fields, which: int) -> bool:
     return which == FORWARD and sm90 and plain and absent and narrow and lse
 
 
-def _sizes(a: Fields) -> bool:
+def _sizes(a: Fields, which: int) -> bool:
     lengths = a["q_len"], a["kv_len"]
+    wide = max(a["head_dim"], a["value_dim"]) > 128
+    if a["dtype"] == F32 and (a["kernels"] != 0 or (wide and which != FORWARD)):
+        return False
     pairs = a["batch"] * a["num_heads"]
     return (
         a["kernels"] in (0, 1)
-        and a["dtype"] in (0, 1)
+        and a["dtype"] in (0, 1, F32)
+        and a["precision"] in (0, 1)
         and a["batch"] >= 0
         and a["num_heads"] >= 1
         and a["num_kv_heads"] >= 1

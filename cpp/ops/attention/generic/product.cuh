@@ -26,12 +26,22 @@ struct Operand {
   uint32_t base;
   int first;  // the first row of A or column of B
 
+  // By ldmatrix: the words of step k of block `block` of 16.
+  __device__ __forceinline__ void Load(uint32_t (&r)[4], int lane, int block, int k) const {
+    const LaneBlock<Tile::kRowBytes / 2, kOrder> at(lane);
+    if constexpr (kAcross) {
+      LoadMatrices(r, at.Address(base, first + block * 16, k * 16));
+    } else {
+      LoadMatricesTransposed(r, at.Address(base, k * 16, first + block * 16));
+    }
+  }
+
   // The words of step k of A's kM blocks of 16 rows.
   template <int kM>
   __device__ __forceinline__ void LoadRows(uint32_t (&r)[kM][4], int lane, int k) const {
     if constexpr (kMatrices) {
 #pragma unroll
-      for (int m = 0; m < kM; ++m) LoadBlock(r[m], lane, m, k);
+      for (int m = 0; m < kM; ++m) Load(r[m], lane, m, k);
     } else {
       LoadDown<kWideOf<2 * kM>, 2 * kM>(lane, 0, k, [&](int block, uint32_t even, uint32_t odd) {
         r[block / 2][block % 2] = even;
@@ -48,7 +58,7 @@ struct Operand {
 #pragma unroll
       for (int n = 0; n < kBlocks / 2; ++n) {
         uint32_t two[4];
-        LoadBlock(two, lane, block / 2 + n, k);
+        Load(two, lane, block / 2 + n, k);
 #pragma unroll
         for (int i = 0; i < 4; ++i) r[n * 4 + i] = two[i];
       }
@@ -61,15 +71,6 @@ struct Operand {
   }
 
  private:
-  __device__ __forceinline__ void LoadBlock(uint32_t (&r)[4], int lane, int block, int k) const {
-    const LaneBlock<Tile::kRowBytes / 2, kOrder> at(lane);
-    if constexpr (kAcross) {
-      LoadMatrices(r, at.Address(base, first + block * 16, k * 16));
-    } else {
-      LoadMatricesTransposed(r, at.Address(base, k * 16, first + block * 16));
-    }
-  }
-
   // Calls take(block, of row 2 t, of row 2 t + 1) for kBlocks blocks of 8 columns, kWide at a time.
   template <int kWide, int kBlocks, typename Take>
   __device__ __forceinline__ void LoadDown(int lane, int column, int k, const Take& take) const {
