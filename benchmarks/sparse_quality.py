@@ -13,7 +13,8 @@ the reference, and other modules. With --loss, the whole model reads the texts w
 selector chooses the tiles of every layer, and a row is its next-token loss in nats;
 gates are left out.
 
---save-activations FILE keeps what is measured, and the gates, for another machine.
+--cases picks selectors by name. --save-activations FILE keeps what is measured, and the
+gates, for another machine.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import gc
 import hashlib
 import inspect
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -231,6 +233,9 @@ def selectors(ratio: float, rows: int, gates: dict[str, Gate]) -> dict[str, Sele
         "threshold, stride 16, evenly": AntidiagonalThreshold(
             tau=None, capacity=window + 1
         ),
+        f"learned, pieces of {PIECE}, evenly": LearnedGate(
+            gates["pieces"], piece=PIECE, capacity=window + 1
+        ),
         "oracle, evenly": Oracle(capacity=window + 1),
     }
 
@@ -245,18 +250,21 @@ def judge(measured: Measured, options: argparse.Namespace, results: Results) -> 
             for (text, layer), arrays in measured.arrays.items():
                 q, k, v = (_wide(a[:, :length]) for a in arrays)
                 rows = -(-length // SIDE)
-                for name, one in selectors(ratio, rows, measured.gates[layer]).items():
+                made = selectors(ratio, rows, measured.gates[layer])
+                for name, one in made.items():
+                    if not re.search(options.cases, name):
+                        continue
                     quality = evaluate_selector(q, k, v, one, causal=True)
                     found.setdefault(name, []).append(quality)
                     shape = f"{text}, layer {layer}"
                     _add(results, shape, length, ratio, name, [quality])
                 gc.collect()
-            print(f"\n{length} tokens, {ratio:g} left out\n{'':29}tiles  recall  error")
+            print(f"\n{length} tokens, {ratio:g} left out\n{'':31}tiles  recall  error")
             for name, qualities in found.items():
                 _add(results, "all", length, ratio, name, qualities)
                 mean = _means(qualities)
                 print(
-                    f"{name:29}{mean['share of tiles']:.3f}   {mean['recall']:.3f}  "
+                    f"{name:31}{mean['share of tiles']:.3f}   {mean['recall']:.3f}  "
                     f"{mean['error']:.3f}",
                     flush=True,
                 )
