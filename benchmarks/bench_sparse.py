@@ -180,7 +180,7 @@ def _tiles(case: Case, results: Results, quick: bool) -> None:
     tiles = _listed(case, *inputs[:2])
     running, flops = {}, {}
     for name, listed in ((OURS, tiles), (f"{OURS}, dense", None)):
-        calls = bench_attention._jax_calls(_ours(case, listed), inputs)
+        calls = bench_attention.jax_calls(_ours(case, listed), inputs)
         seen = _every_tile(case) if listed is None else listed
         # Gradients of all pairs would take longer than what is timed.
         grads = listed is not None or case.length <= 16384
@@ -350,7 +350,7 @@ def _peers(case: Case, results: Results, quick: bool) -> None:
     for name in sorted(missing):
         print(f"{case.name:42} {name:25} is not installed")
     flops, plans = case.flops(tiles), dict[str, float]()
-    calls = bench_attention._jax_calls(_ours(case, tiles), inputs)
+    calls = bench_attention.jax_calls(_ours(case, tiles), inputs)
     _verify(calls, known, case.length)
     running = {OURS: calls}
     if "torch" in found:

@@ -36,7 +36,7 @@ def peers(
     tuned: bool,
     plans: dict[str, float],
 ) -> Iterator[tuple[str, Callable[[], Calls]]]:
-    """Names, and what makes calls as `bench_attention._jax_calls` does.
+    """Names, and what makes calls as `bench_attention.jax_calls` does.
 
     backward: where there is one; tuned: also FlexAttention that tries its tiles, which
     takes minutes for a backward pass. plans: where FlashInfer's seconds on the host go,
