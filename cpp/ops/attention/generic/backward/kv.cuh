@@ -29,8 +29,9 @@
 //                  before it writes P and dS and refills the stage that the tile had
 //
 // Shared memory: K and V; P and dS as [kQueries, kKeys]; lse and delta; Q and dO in one stage or
-// two. ldmatrix reads each operand as it lies or transposed. At the end dK and dV pass through the
-// places of K and V, to be written in whole rows.
+// two. ldmatrix reads each operand as it lies or transposed; of float32 that lies down ordinary
+// loads do, and keys of a tile of scores have an order of their own (kv_results.cuh). At the end dK
+// and dV pass through the places of K and V, to be written in whole rows.
 #pragma once
 
 #include <cstdint>

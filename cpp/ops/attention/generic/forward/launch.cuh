@@ -18,7 +18,8 @@ const char* LaunchForwardOf(const AttentionCall& a, cudaStream_t stream) {
   const int64_t tiles = NumTiles(a, a.q_len, Traits::kQueries);
   if (const char* error = PlanGrid(&p, tiles, p.num_pairs)) return error;
   const int64_t ctas = tiles * p.num_pairs;
-  p.section_pairs = SectionPairs(p);
+  constexpr int64_t kElement = sizeof(T);
+  p.section_pairs = SectionPairs(p, kSectionBytes * 2 / kElement);  // it counts 2 bytes for each
   cudaError_t status = cudaFuncSetAttribute(
       AttentionForward<T, kDim>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
   if (status == cudaSuccess) {
