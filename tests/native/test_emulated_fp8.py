@@ -27,10 +27,11 @@ BLOCK = 128  # rows that share a scale
 ROW = LSE = 0.09  # of a row's size, and of lse, that random rows may be off by
 
 
-@pytest.fixture
-def emulated(fp8_library: Path) -> Iterator[ctypes.CDLL]:
-    """The library, for a GPU of three multiprocessors: one cluster at a time."""
+@pytest.fixture(params=[3, 40])
+def emulated(request, fp8_library: Path) -> Iterator[ctypes.CDLL]:
+    """The library, for a GPU of so many multiprocessors; of three: one cluster."""
     loaded = ctypes.CDLL(str(fp8_library))
+    loaded.emulator_set_multiprocessors(request.param)
     loaded.emulator_clustered_ctas()
     yield loaded
     loaded.emulator_set_multiprocessors(3)
@@ -92,12 +93,14 @@ class Problem:
         seen = mask.any(2)[..., None]
         k, v = np.where(seen, k, 0), np.where(seen, v, 0)
         scores = np.where(mask, self.scale * q @ k.swapaxes(2, 3), -np.inf)
-        top = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), -1e30)
+        sinks = np.full(q.shape[1], -np.inf) if self.sinks is None else self.sinks
+        lens = np.full(len(q), q.shape[2]) if self.q_lens is None else self.q_lens
+        there = np.arange(q.shape[2])[:, None] < lens[:, None, None, None]
+        sink = np.where(there, sinks[:, None, None], -np.inf)  # a score with no value
+        top = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), sink)
+        top = np.maximum(top, -1e30)
         p = np.exp(scores - top)
-        total = p.sum(-1, keepdims=True)
-        if self.sinks is not None:  # one more score, with no value, of rows that attend
-            own = np.exp(self.sinks[:, None, None] - top)
-            total = np.where(total > 0, total + own, 0)
+        total = p.sum(-1, keepdims=True) + np.exp(sink - top)
         with np.errstate(divide="ignore", invalid="ignore"):
             out = np.where(total == 0, 0, p @ v / total)
             return out.swapaxes(1, 2), (np.log(total) + top)[..., 0]
@@ -150,7 +153,7 @@ def agree(library: ctypes.CDLL, x: Problem) -> None:
     assert (off <= ROW * size + 1e-6 * size.max()).all(), (off / (size + 1e-30)).max()
     nothing = np.isinf(lse_is)
     assert (lse[nothing] == -np.inf).all()
-    assert (out[nothing.swapaxes(1, 2)] == 0).all()
+    assert (out[out_is.any(-1) == 0] == 0).all()
     assert (np.abs(lse[~nothing] - lse_is[~nothing]) <= LSE).all()
 
 
@@ -320,3 +323,19 @@ def test_nan_in_a_key_stays(key, rng, emulated):
     hit = np.arange(200) >= key
     assert (np.isnan(out[0, :, 0]).all(-1) == hit).all()
     assert (np.isnan(lse[0, 0]) == hit).all()
+
+
+@pytest.mark.parametrize("key", [7, 140])
+def test_nan_in_a_value_stays_in_its_column(key, rng, emulated):
+    x = drawn(rng, (1, 200, 200, 1, 1, 64), window=(-1, 0))
+    x.v.view(np.uint8)[0, key, 0, 5] = NAN
+    out, _ = attend(emulated, x)
+    assert np.isnan(out[0, key:, 0, 5]).all()
+    assert np.isfinite(np.delete(out, 5, axis=-1)).all()
+    assert np.isfinite(out[0, : key // BLOCK * BLOCK]).all()  # earlier tiles' rows
+
+
+def test_other_dims_are_not_served(rng, emulated):
+    x = drawn(rng, (1, 20, 20, 1, 1, 64))
+    with pytest.raises(AssertionError, match="multiples of 16 up to 128"):
+        attend(emulated, dataclasses.replace(x, q=x.q[..., :40], k=x.k[..., :40]))

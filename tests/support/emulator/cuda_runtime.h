@@ -1,5 +1,5 @@
 // CUDA on a CPU, for tests: enough of it to run the kernels that are written with mma.sync and
-// cp.async, Hopper's forward kernel without clusters, and its kernel for latent caches with them,
+// cp.async, Hopper's forward kernel over pages and in 8 bits, and its kernel for latent caches,
 // thread by thread. It is slow and in order, and it is strict: what a kernel reads before it has
 // arrived, or before anyone wrote it, is NaN, and threads that wait for a barrier that the others
 // never reach are an error. In a library of its own, races.cc asks what orders the accesses of a

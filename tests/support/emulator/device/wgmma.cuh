@@ -129,7 +129,6 @@ struct Wgmma {
       NarrowRow rows[2];
       for (int half = 0; half < 2; ++half) ReadNarrow(a, row + half * 8, rows[half]);
       MultiplyNarrow(d, rows, b, accumulate);
-      return;
     } else {
       float rows[2][16];
       for (int half = 0; half < 2; ++half) {
@@ -154,7 +153,6 @@ struct Wgmma {
         }
       }
       MultiplyNarrow(d, rows, b, accumulate);
-      return;
     } else {
       float rows[2][16];
       for (int k = 0; k < 16; ++k) {
