@@ -5,6 +5,6 @@
 
 struct CUtensorMap {
   const char* data;
-  int64_t sizes[5], strides[5];  // elements; bytes
+  int64_t sizes[5], strides[5];  // elements; bytes, of which the first are an element's
   int box[5];
 };

@@ -74,6 +74,7 @@ inline int2 make_int2(int x, int y) { return {x, y}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 typedef struct CUstream_st* cudaStream_t;
 
@@ -456,6 +457,18 @@ inline void sincospif(float x, float* sine, float* cosine) {
 inline float __fdividef(float a, float b) { return a / b; }
 inline int __float_as_int(float x) { return static_cast<int>(emulator::Bits(x)); }
 inline float __int_as_float(int x) { return emulator::Float(static_cast<uint32_t>(x)); }
+inline unsigned __float_as_uint(float x) { return emulator::Bits(x); }
+inline float __saturatef(float x) { return x > 0.0f ? min(x, 1.0f) : 0.0f; }  // 0 for NaN
+// Four bytes of the eight of y and x, as the digits of `selector` say.
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const uint64_t eight = uint64_t{y} << 32 | x;
+  unsigned bytes = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned which = selector >> i * 4 & 7;
+    bytes |= static_cast<unsigned>(eight >> which * 8 & 0xff) << i * 8;
+  }
+  return bytes;
+}
 
 // ---- the runtime -----------------------------------------------------------------------
 
@@ -553,11 +566,13 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   if (grid.x % together != 0) emulator::Die("a cluster is not whole");
   gridDim = {grid.x, grid.y, grid.z};
   blockDim = {block.x, 1, 1};
-  for (unsigned y = 0; y < grid.y; ++y) {
-    for (unsigned x = 0; x < grid.x; x += together) {
-      if (together > 1) emulator::clustered_ctas += static_cast<int>(together);
-      emulator::RunCluster({x, y, 0}, static_cast<int>(together), static_cast<int>(block.x),
-                           [&] { kernel(args...); });
+  for (unsigned z = 0; z < grid.z; ++z) {
+    for (unsigned y = 0; y < grid.y; ++y) {
+      for (unsigned x = 0; x < grid.x; x += together) {
+        if (together > 1) emulator::clustered_ctas += static_cast<int>(together);
+        emulator::RunCluster({x, y, z}, static_cast<int>(together), static_cast<int>(block.x),
+                             [&] { kernel(args...); });
+      }
     }
   }
   return cudaSuccess;

@@ -9,10 +9,11 @@ namespace kvblock::hopper {
 static bool takes_blocks = true;
 
 const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map, int heads) {
+  const int bytes = a.dtype == KVBLOCK_E4M3 ? 1 : 2;
   *map = {static_cast<const char*>(a.data),
           {a.dim, a.heads, a.rows, a.batch, 1},
-          {2, a.head_stride, a.row_stride, a.batch_stride, 0},
-          {64, heads, rows, 1, 1}};
+          {bytes, a.head_stride, a.row_stride, a.batch_stride, 0},
+          {128 / bytes, heads, rows, 1, 1}};
   return nullptr;
 }
 bool MakeTensorMap(const BlockArray& a, int rows, CUtensorMap* map) {

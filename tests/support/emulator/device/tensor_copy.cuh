@@ -18,8 +18,9 @@ inline void FenceAsync() {}
 inline void PrefetchTensorMap(const CUtensorMap&) {}
 
 // What a box takes in shared memory; swizzles leave rows of 128 bytes where they are.
+inline int ElementBytes(const CUtensorMap& map) { return static_cast<int>(map.strides[0]); }
 inline int Bytes(const CUtensorMap& map) {
-  int bytes = 2;
+  int bytes = ElementBytes(map);
   for (int size : map.box) bytes *= size;
   return bytes;
 }
@@ -28,7 +29,7 @@ inline int Bytes(const CUtensorMap& map) {
 template <typename Each>
 void ForBox(const CUtensorMap& map, uint32_t shared, const int (&at)[5], Each each) {
   if (shared % 128 != 0) emulator::Die("a box is not aligned");
-  const int count = Bytes(map) / 2;
+  const int bytes = ElementBytes(map), count = Bytes(map) / bytes;
   for (int n = 0; n < count; ++n) {
     const char* from = map.data;
     for (int i = 0, rest = n; i < 5; rest /= map.box[i++]) {
@@ -36,7 +37,7 @@ void ForBox(const CUtensorMap& map, uint32_t shared, const int (&at)[5], Each ea
       const bool inside = index >= 0 && index < map.sizes[i];
       from = from != nullptr && inside ? from + index * map.strides[i] : nullptr;
     }
-    const uint32_t place = shared + n * 2;  // 64 columns are a row of 128 bytes
+    const uint32_t place = shared + n * bytes;  // a row is 128 bytes
     each(place ^ (place >> 7 & 7) << 4, const_cast<char*>(from));
   }
 }
@@ -47,11 +48,12 @@ inline void LoadBox(uint32_t to, const CUtensorMap& map, uint32_t barrier, const
   const auto copy =
       emulator::races::StartBulkLoad(barrier, emulator::SharedPointer(to), Bytes(map));
   const auto arrive = [=, x0 = x[0], x1 = x[1], x2 = x[2], x3 = x[3], x4 = x[4]] {
+    const int element = ElementBytes(map);
     int bytes = 0;
     ForBox(map, to, {x0, x1, x2, x3, x4}, [&](uint32_t place, char* from) {
       const uint16_t zero = 0;
-      std::memcpy(emulator::SharedPointer(place), from ? from : (const char*)&zero, 2);
-      bytes += 2;
+      std::memcpy(emulator::SharedPointer(place), from ? from : (const char*)&zero, element);
+      bytes += element;
     });
     ArriveBytes(barrier, bytes, copy);
   };
@@ -72,7 +74,7 @@ inline void StoreBox(const CUtensorMap& map, uint32_t from, int x0, int x1, int 
   Start(Engine::kStores, Access::kRead, emulator::SharedPointer(from), Bytes(map));
   const Unseen unseen;
   ForBox(map, from, {x0, x1, x2, x3, 0}, [&](uint32_t place, char* to) {
-    if (to) std::memcpy(to, emulator::SharedPointer(place), 2);
+    if (to) std::memcpy(to, emulator::SharedPointer(place), ElementBytes(map));
   });
 }
 inline void CommitStores() { emulator::races::Commit(emulator::races::Engine::kStores); }

@@ -1,8 +1,11 @@
 // Warpgroup products for the emulator, done when they are issued: see cpp/device/wgmma.cuh.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda_runtime.h"
 #include "device/swizzle.cuh"
+#include "device/widen.cuh"
 
 namespace kvblock {
 
@@ -30,6 +33,22 @@ EMULATOR_UNSEEN float OperandElement(uint64_t operand, int row, int column) {
   T x;
   std::memcpy(&x, OperandPlace(operand, row, column), 2);
   return static_cast<float>(x);
+}
+
+// The bytes of elements of 8 bits as numbers.
+inline const float* const narrow_values = [] {
+  static float all[256];
+  for (int bits = 0; bits < 256; ++bits) all[bits] = ReadE4m3(bits);
+  return all;
+}();
+// A row of an operand of 8 bits, as much of it as a product takes: it lies across.
+using NarrowRow = float[32];
+EMULATOR_UNSEEN inline void ReadNarrow(uint64_t operand, int row, NarrowRow& to) {
+  for (int k = 0; k < 32; ++k) {
+    uint8_t bits;
+    std::memcpy(&bits, OperandPlace(operand, row, k / 2) + k % 2, 1);
+    to[k] = narrow_values[bits];
+  }
 }
 
 // A product of this warp reads a part of an operand.
@@ -75,6 +94,26 @@ struct Wgmma {
     }
   }
 
+  // The same of 8 bits.
+  EMULATOR_UNSEEN static void MultiplyNarrow(float (&d)[kN / 2], const NarrowRow (&rows)[2],
+                                             uint64_t b, bool accumulate) {
+    const int lane = threadIdx.x % 32;
+    for (int n = 0; n < kN / 8; ++n) {
+      for (int e = 0; e < 2; ++e) {
+        NarrowRow column;
+        ReadNarrow(b, n * 8 + lane % 4 * 2 + e, column);
+        float sum[2] = {};
+        for (int k = 0; k < 32; ++k) {
+          for (int half = 0; half < 2; ++half) sum[half] += rows[half][k] * column[k];
+        }
+        for (int half = 0; half < 2; ++half) {
+          float& to = d[n * 4 + half * 2 + e];
+          to = accumulate ? to + sum[half] : sum[half];
+        }
+      }
+    }
+  }
+
   template <typename T, OperandLies kA = OperandLies::kAcross,
             OperandLies kB = OperandLies::kAcross>
   static void Shared(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate = true) {
@@ -85,11 +124,19 @@ struct Wgmma {
       ReadOperand(a, first, 16, 16);
       ReadB<kB>(b);
     }
-    float rows[2][16];
-    for (int half = 0; half < 2; ++half) {
-      for (int k = 0; k < 16; ++k) rows[half][k] = OperandElement<T>(a, row + half * 8, k);
+    if constexpr (std::is_same_v<T, E4m3>) {
+      static_assert(kB == OperandLies::kAcross);
+      NarrowRow rows[2];
+      for (int half = 0; half < 2; ++half) ReadNarrow(a, row + half * 8, rows[half]);
+      MultiplyNarrow(d, rows, b, accumulate);
+      return;
+    } else {
+      float rows[2][16];
+      for (int half = 0; half < 2; ++half) {
+        for (int k = 0; k < 16; ++k) rows[half][k] = OperandElement<T>(a, row + half * 8, k);
+      }
+      Multiply<T, kB>(d, rows, b, accumulate);
     }
-    Multiply<T, kB>(d, rows, b, accumulate);
   }
 
   template <typename T, OperandLies kB = OperandLies::kAcross>
@@ -97,17 +144,30 @@ struct Wgmma {
                         bool accumulate = true) {
     const auto shown = emulator::Show(std::array<uint32_t, 4>{a[0], a[1], a[2], a[3]});
     if (emulator::races::StartProduct()) ReadB<kB>(b);
-    float rows[2][16];
-    for (int k = 0; k < 16; ++k) {
-      const auto& of = shown[threadIdx.x % 32 / 4 * 4 + k % 8 / 2];
-      for (int half = 0; half < 2; ++half) {
-        const uint16_t bits = static_cast<uint16_t>(of[k / 8 * 2 + half] >> (k % 2 * 16));
-        T x;
-        std::memcpy(&x, &bits, 2);
-        rows[half][k] = static_cast<float>(x);
+    if constexpr (std::is_same_v<T, E4m3>) {
+      static_assert(kB == OperandLies::kAcross);
+      NarrowRow rows[2];
+      for (int k = 0; k < 32; ++k) {
+        const auto& of = shown[threadIdx.x % 32 / 4 * 4 + k % 16 / 4];
+        for (int half = 0; half < 2; ++half) {
+          rows[half][k] = narrow_values[of[k / 16 * 2 + half] >> (k % 4 * 8) & 0xff];
+        }
       }
+      MultiplyNarrow(d, rows, b, accumulate);
+      return;
+    } else {
+      float rows[2][16];
+      for (int k = 0; k < 16; ++k) {
+        const auto& of = shown[threadIdx.x % 32 / 4 * 4 + k % 8 / 2];
+        for (int half = 0; half < 2; ++half) {
+          const uint16_t bits = static_cast<uint16_t>(of[k / 8 * 2 + half] >> (k % 2 * 16));
+          T x;
+          std::memcpy(&x, &bits, 2);
+          rows[half][k] = static_cast<float>(x);
+        }
+      }
+      Multiply<T, kB>(d, rows, b, accumulate);
     }
-    Multiply<T, kB>(d, rows, b, accumulate);
   }
 };
 

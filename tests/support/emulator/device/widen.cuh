@@ -25,11 +25,11 @@ inline float SmallFloat(int bits, int digits, int bias) {
   return bits & 0x80 ? -size : size;
 }
 
+inline float ReadE4m3(int x) { return (x & 0x7f) == 0x7f ? NAN : SmallFloat(x, 3, 7); }
 struct E4m3 {
   template <TwoOf kWhich>
   static uint32_t Widen(uint32_t four) {
-    return WidenTwo<float (*)(int), kWhich>(
-        four, [](int x) { return (x & 0x7f) == 0x7f ? NAN : SmallFloat(x, 3, 7); });
+    return WidenTwo<float (*)(int), kWhich>(four, ReadE4m3);
   }
 };
 struct E5m2 {

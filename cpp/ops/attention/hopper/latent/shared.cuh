@@ -37,7 +37,6 @@ struct LatentTraits {
   static constexpr int kRowBlocks = 1, kValueDim = kAllValueDim / kConsumers, kDim = kValueDim;
   static constexpr bool kNarrow = false;
   static constexpr int kOnes = 0, kProductSteps = kKeys / 16;
-  using Out = T;
   using OwnLine = Line<kKeys, kThreads, Params>;
   static_assert(kRows * kChunkRowBytes == kChunkBytes);  // Q's chunks are as large
   static_assert(kCluster == 1 || kCluster == 2);
