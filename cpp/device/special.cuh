@@ -24,6 +24,13 @@ __device__ __forceinline__ float Reciprocal(float x) {
   return y;
 }
 
+// The larger one, or NaN if one is (sm_80).
+__device__ __forceinline__ float MaxOrNan(float a, float b) {
+  float max;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(max) : "f"(a), "f"(b));
+  return max;
+}
+
 // max(m, a, b) of the bits as integers, in one instruction (sm_90). With m >= 0: floats that are
 // not negative are in order, and the others count for nothing; a NaN without a sign is above all.
 __device__ __forceinline__ int MaxOfBits(int m, float a, float b) {

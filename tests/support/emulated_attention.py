@@ -36,7 +36,7 @@ SOURCES = tuple(  # beside the kernels
 )
 
 
-# The XLA handlers of each library of kernels.
+# The XLA handlers of a library of kernels, if it has some.
 FFI = {"attention": "paged_ffi", "latent": "paged_ffi", "float32": "attention_ffi"}
 
 
@@ -50,7 +50,8 @@ def build(kernels: str, library: Path) -> None:
         + ["-isystem", jax.ffi.include_dir()]
         + [
             str(ROOT / f"tests/support/emulator/{x}.cc")
-            for x in (kernels, FFI[kernels])
+            for x in (kernels, FFI.get(kernels))
+            if x
         ]
         + [str(ROOT / source) for source in SOURCES]
         + ["-o", str(library)],
@@ -73,6 +74,12 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def float32_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The generic kernels of float32."""
     return built("float32", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def fp8_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hopper's forward kernel in 8 bits."""
+    return built("fp8", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ namespace kvblock {
 inline float Exp2(float x) { return x < -126.0f ? 0.0f : std::exp2(x); }
 inline float Log2(float x) { return std::log2(x); }
 inline float Reciprocal(float x) { return 1.0f / x; }
+inline float MaxOrNan(float a, float b) { return a != a || b != b ? NAN : max(a, b); }
 inline int MaxOfBits(int m, float a, float b) {
   return max(max(m, __float_as_int(a)), __float_as_int(b));
 }

@@ -295,6 +295,7 @@ class Consumer {
   __device__ __forceinline__ void ClearOutput(Rows<Traits>& rows) {
 #pragma unroll
     for (int i = 0; i < Traits::kValueDim / 2; ++i) rows.o()[i] = 0.0f;
+    if constexpr (Traits::kNarrow) rows.total[0] = rows.total[1] = 0.0f;
   }
   __device__ __forceinline__ void WriteItem(const Item& item, const RowSums& sums,
                                             Rows<Traits>& rows) {

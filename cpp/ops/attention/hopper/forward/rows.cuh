@@ -97,6 +97,10 @@ struct Scaled {
   __device__ __forceinline__ bool Exceeds(int score, float limit) const {
     return score > __float_as_int(limit * Reciprocal(to_log2));
   }
+  // The same, or one of all three is NaN.
+  __device__ __forceinline__ bool ExceedsOrNan(int score, float limit) const {
+    return !(__int_as_float(score) <= limit * Reciprocal(to_log2));
+  }
 };
 
 // A tile's scores may be larger than their row's reference by this many powers of 2.
@@ -149,6 +153,19 @@ __device__ __forceinline__ void CapScores(const AttentionParams& p, Rows<Traits>
   for (float& x : rows.s()) x = x == -INFINITY ? x : SoftCap(x * factor, cap);  // not masked ones
 }
 
+// The larger one. Of 8 bits NaN, if there is one: codes of probabilities would lose it.
+template <typename Traits>
+__device__ __forceinline__ float LargerOf(float a, float b) {
+  if constexpr (Traits::kNarrow) return MaxOrNan(a, b);
+  return fmaxf(a, b);
+}
+// That of the lanes of a row.
+template <typename Traits>
+__device__ __forceinline__ float LargestOfRow(float x) {
+  x = LargerOf<Traits>(x, __shfl_xor_sync(~0u, x, 1));
+  return LargerOf<Traits>(x, __shfl_xor_sync(~0u, x, 2));
+}
+
 // The largest scores of both rows.
 template <typename Traits>
 __device__ __forceinline__ void RowMaxima(const Rows<Traits>& rows, float (&max)[2]) {
@@ -158,10 +175,10 @@ __device__ __forceinline__ void RowMaxima(const Rows<Traits>& rows, float (&max)
     float of[2] = {s[0][half * 2], s[0][half * 2 + 1]};
 #pragma unroll
     for (int n = 1; n < Traits::kKeys / 8; ++n) {
-      of[0] = fmaxf(of[0], s[n][half * 2]);
-      of[1] = fmaxf(of[1], s[n][half * 2 + 1]);
+      of[0] = LargerOf<Traits>(of[0], s[n][half * 2]);
+      of[1] = LargerOf<Traits>(of[1], s[n][half * 2 + 1]);
     }
-    max[half] = RowMax(fmaxf(of[0], of[1]));
+    max[half] = LargestOfRow<Traits>(LargerOf<Traits>(of[0], of[1]));
   }
 }
 
@@ -172,7 +189,9 @@ __device__ __forceinline__ void MoveReferences(RowSums& sums, const float (&max)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float& reference = sums.reference[half];
-    const float tile = exponent(max[half]), before = reference;
+    // Scales may be 0, and -inf times that is NaN.
+    const bool hidden = Traits::kNarrow && max[half] == -INFINITY;
+    const float tile = hidden ? -INFINITY : exponent(max[half]), before = reference;
     // Of 8 bits a NaN becomes the reference: their codes would lose it.
     const bool outgrown = Traits::kNarrow ? !(tile <= before + kOutgrownOf<Traits>)
                                           : tile > before + kOutgrownOf<Traits>;
@@ -228,11 +247,17 @@ __device__ __forceinline__ bool FollowMaxima(Rows<Traits>& rows, const Exponent&
   bool outgrown = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    outgrown |= exponent.Exceeds(largest[half], rows.sums.reference[half] + kOutgrownOf<Traits>);
+    const float limit = rows.sums.reference[half] + kOutgrownOf<Traits>;
+    if constexpr (Traits::kNarrow) {
+      outgrown |= exponent.ExceedsOrNan(largest[half], limit);
+    } else {
+      outgrown |= exponent.Exceeds(largest[half], limit);
+    }
     factor[half] = 1.0f;
   }
   if (!__any_sync(~0u, outgrown)) return false;
-  float max[2] = {RowMax(__int_as_float(largest[0])), RowMax(__int_as_float(largest[1]))};
+  float max[2] = {LargestOfRow<Traits>(__int_as_float(largest[0])),
+                  LargestOfRow<Traits>(__int_as_float(largest[1]))};
   // A largest of 0 may stand for anything below.
   if (__any_sync(~0u, max[0] == 0.0f || max[1] == 0.0f)) RowMaxima(rows, max);
   MoveReferences<Traits>(rows.sums, max, exponent, factor);

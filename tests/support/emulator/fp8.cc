@@ -1,0 +1,38 @@
+// libkvblock's attention in 8 bits for the emulator: Hopper's forward kernel and the transposition
+// of V, behind the function of kvblock/attention.h. A library of its own, beside attention.cc.
+#define KVBLOCK_EMULATES_CLUSTERS 1
+#include <algorithm>
+
+#include "ops/attention/hopper/forward/launch.cuh"
+// Everything else is emulated elsewhere, or not at all.
+#include "ops/attention/attention_cuda.cu"
+#include "tensor_maps.h"
+
+namespace kvblock::generic {
+const char* LaunchForward(const AttentionCall&, cudaStream_t) { return "not of 8 bits"; }
+const char* LaunchSplit(const AttentionCall&, cudaStream_t) { return "not of 8 bits"; }
+const char* LaunchBackwardKv(const AttentionCall&, cudaStream_t) { return "not of 8 bits"; }
+const char* LaunchBackwardQ(const AttentionCall&, cudaStream_t) { return "not of 8 bits"; }
+const char* LaunchBackwardBias(const AttentionCall&, cudaStream_t) { return "not of 8 bits"; }
+}  // namespace kvblock::generic
+
+namespace kvblock::hopper {
+const char* LaunchBackwardKv(const AttentionCall&, cudaStream_t) { return "not of 8 bits"; }
+const char* LaunchForward(const AttentionCall& a, cudaStream_t stream) {
+  if (a.dtype != KVBLOCK_E4M3) return "8 bits alone are emulated here";
+  if (std::max(a.head_dim, a.value_dim) <= 64) return LaunchNarrowOf<64>(a, stream);
+#if KVBLOCK_CHECK_RACES
+  return "the race checker has head dims up to 64";
+#else
+  return LaunchNarrowOf<128>(a, stream);
+#endif
+}
+}  // namespace kvblock::hopper
+
+// Launches from now on are for a GPU of so many multiprocessors, at most 63.
+extern "C" void emulator_set_multiprocessors(int count) {
+  emulator::device = emulator::kFirst + count;
+}
+// CTAs of Hopper's kernel, and of clusters, since this was asked before.
+extern "C" int emulator_hopper_ctas() { return std::exchange(emulator::hopper_ctas, 0); }
+extern "C" int emulator_clustered_ctas() { return std::exchange(emulator::clustered_ctas, 0); }
