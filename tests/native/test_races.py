@@ -28,6 +28,9 @@ pytestmark = [
 ]
 
 
+OWN = ("latent", "float32", "fp8")  # a library each
+
+
 @pytest.fixture(scope="session")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A library by its name, compiled once, whoever of the workers comes first."""
@@ -35,7 +38,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def library(name: str) -> Path:
         def build(made: Path) -> None:
             root = mutated(made.parent / name) if "mutated" in name else ROOT
-            named = (kind for kind in ("latent", "float32") if kind in name)
+            named = (kind for kind in OWN if kind in name)
             kernels = next(named, "attention")
             emulated_races.build(root, made, kernels)
 
@@ -56,14 +59,14 @@ def races(library: Path, cases: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("cases", ["dense", "float32", "paged", "Hopper", "latent"])
+@pytest.mark.parametrize("cases", [*OWN, "dense", "paged", "Hopper"])
 def test_every_access_is_ordered(cases, compiled):
     assert races(compiled(f"checked{library_of(cases)}"), cases) == []
 
 
 def library_of(cases: str) -> str:
-    """Which library: latent caches and float32 have their own."""
-    own = (f"_{kind}" for kind in ("latent", "float32") if cases.startswith(kind))
+    """Which library: some cases have their own."""
+    own = (f"_{kind}" for kind in OWN if cases.startswith(kind))
     return next(own, "")
 
 
@@ -154,6 +157,20 @@ MISSING = (
         "ClusterBarrierArrive(empty, peer_);",
         "ClusterBarrierArrive(empty, peer_ ^ 1);",
         ("latent, Hopper, pairs", "a load of", "a product of warp"),
+    ),
+    Mutant(
+        "8 bits: V is transposed before it is there",
+        f"{FORWARD}/transpose_values.cuh",
+        "  __syncthreads();\n",
+        "",
+        ("fp8, plain", "TransposeValues", "TransposeValues"),
+    ),
+    Mutant(
+        "8 bits: the scale of a step that is being planned",
+        f"{FORWARD}/consumer.cuh",
+        "shared_.narrow.to_log2[steps_.stage];",
+        "shared_.narrow.to_log2[(steps_.stage + 1) % kSteps];",
+        ("fp8, long_kv", "PrepareScale", "Consumer::Finish"),
     ),
     Mutant(
         "Hopper: barriers are used before they are made",

@@ -19,6 +19,9 @@ LATENT_KERNEL = f"{GENERIC}/latent/kernel.cuh"
 LATENT_MANY = test("test_emulated_latent", "many_rows")
 LATENT_PAIRS = test("test_emulated_latent", "pairs_of_tiles")
 LATENT_CONSUMER = f"{HOPPER}/latent/consumer.cuh"
+FORWARD = f"{HOPPER}/forward"
+NARROW = test("test_emulated_fp8", "every_row")
+NARROW_SCALES = test("test_emulated_fp8", "scales")
 EMULATED = (
     Mutant(
         "few queries: nobody waits for the others' copies",
@@ -437,6 +440,90 @@ EMULATED = (
         "      __syncthreads();  // V has arrived for all, and all are done with K\n",
         "",
         FLOAT32,
+    ),
+    Mutant(
+        "8 bits: keys of V lie in the order of the array",
+        f"{FORWARD}/transpose_values.cuh",
+        "return place % 4 / 2 * 8 + place / 4 * 2 + place % 2;",
+        "return place;",
+        test("test_emulated_fp8", "finds_its_key"),
+    ),
+    Mutant(
+        "8 bits: values beyond a length stay",
+        f"{FORWARD}/transpose_values.cuh",
+        "if (first + key < seen) {",
+        "if (first + key < p.keys) {",
+        test("test_emulated_fp8", "beyond_lengths"),
+    ),
+    Mutant(
+        "8 bits: the codes of a lane's second row follow the first one's reference",
+        f"{FORWARD}/narrow_rows.cuh",
+        "fmaf(rows.sums.reference[half], -8.0f",
+        "fmaf(rows.sums.reference[0], -8.0f",
+        NARROW,
+    ),
+    Mutant(
+        "8 bits: an item's sums begin with those of the one before",
+        f"{FORWARD}/narrow_rows.cuh",
+        "rows.total[half] = rows.product",
+        "rows.total[half] += rows.product",
+        NARROW,
+    ),
+    Mutant(
+        "8 bits: sums do not follow the reference",
+        f"{FORWARD}/rows.cuh",
+        "rows.total[1] *= factor[1];",
+        "",
+        test("test_emulated_fp8", "grow"),
+    ),
+    Mutant(
+        "8 bits: NaN in keys is no score",
+        f"{FORWARD}/rows.cuh",
+        "return MaxOrNan(a, b);",
+        "return fmaxf(a, b);",
+        test("test_emulated_fp8", "nan_in_a_key"),
+    ),
+    Mutant(
+        "8 bits: a later item's scale of NaN is as 0",
+        f"{FORWARD}/rows.cuh",
+        "outgrown |= exponent.ExceedsOrNan(largest[half], limit);",
+        "outgrown |= exponent.Exceeds(largest[half], limit);",
+        NARROW_SCALES,
+    ),
+    Mutant(
+        "8 bits: a scale may be negative",
+        f"{FORWARD}/narrow_params.cuh",
+        "return scale >= 0.0f ? scale :",
+        "return scale == scale ? scale :",
+        NARROW_SCALES,
+    ),
+    Mutant(
+        "8 bits: rows that see nothing of a tile have its scale of 0",
+        f"{FORWARD}/rows.cuh",
+        "hidden ? -INFINITY : exponent(max[half])",
+        "exponent(max[half])",
+        NARROW_SCALES,
+    ),
+    Mutant(
+        "8 bits: all queries have the scale of the first block",
+        f"{FORWARD}/planner.cuh",
+        "min(item.first / kScaleRows,",
+        "min(0 * item.first,",
+        NARROW,
+    ),
+    Mutant(
+        "8 bits: keys from the 32nd block on have the scales of the first ones",
+        f"{FORWARD}/planner.cuh",
+        "min(window * 32 + lane_,",
+        "min(lane_,",
+        NARROW,
+    ),
+    Mutant(
+        "8 bits: both CTAs of a cluster load the same columns of V",
+        f"{FORWARD}/loader.cuh",
+        "ClusterRank() * Traits::kLoadedValueRows;",
+        "0;",
+        NARROW,
     ),
     Mutant(
         "a partial tile is taken for a full one",

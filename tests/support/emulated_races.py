@@ -85,6 +85,13 @@ def float32(option: Callable, dims: str, library: ctypes.CDLL) -> None:
     attention_launches.run(library, "generic", option, dims, *how)
 
 
+def narrow(option: Callable, library: ctypes.CDLL) -> None:
+    """Hopper's forward kernel in 8 bits."""
+    attention_launches.Arrays = HostArrays  # type: ignore[misc]
+    attention_launches.driver = lambda *_: None
+    attention_launches.run_narrow(library, option, "64x64")
+
+
 def latent(case: Case, cta_bytes: int, library: ctypes.CDLL) -> None:
     library.emulator_set_hopper(False)
     library.emulator_set_cta_bytes(cta_bytes)
@@ -176,6 +183,10 @@ CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
         )
         for name in DENSE[1:]
         for dims in ("64x64", "128x128")
+    },
+    **{
+        f"fp8, {name}": functools.partial(narrow, getattr(attention_launches, name))
+        for name in ("plain", "causal", "lengths", "segments", "long_q", "long_kv")
     },
     **{f"paged, {name}": functools.partial(paged, case) for name, case in FEW.items()},
     **{
