@@ -187,7 +187,7 @@ def _tiles(case: Case, results: Results, quick: bool) -> None:
         known = tile_truth.truth(seen, case.causal, inputs, case.kv_heads - 1, grads)
         _verify(calls, known, case.length)
         running[name], flops[name] = calls, case.flops(listed)
-    for name, seconds in bench_attention._times(running, quick).items():
+    for name, seconds in bench_attention.hot_times(running, quick).items():
         _add(case, results, name, flops[name], seconds)
 
 
@@ -256,7 +256,7 @@ def _selectors(case: Case, results: Results, quick: bool) -> None:
         results.add(work, f"{OURS}, {name}", "share of tiles", share, "")
     seconds = {
         name: found["forward"]
-        for name, found in bench_attention._times(running, quick).items()
+        for name, found in bench_attention.hot_times(running, quick).items()
     }
     dense = seconds["dense"]
     results.add(f"{case.name} / dense", OURS, "time", dense * 1e3, "ms")
@@ -371,7 +371,7 @@ def _peers(case: Case, results: Results, quick: bool) -> None:
     if not case.backward:
         for calls in running.values():
             calls.pop("both", None)
-    for name, seconds in bench_attention._times(running, quick).items():
+    for name, seconds in bench_attention.hot_times(running, quick).items():
         _add(case, results, name, flops, seconds)
     for name, taken in plans.items():
         results.add(f"{case.name} / forward", name, "plan", taken * 1e3, "ms")

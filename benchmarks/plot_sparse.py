@@ -54,16 +54,16 @@ def quality(document: dict[str, Any], length: int) -> dict[tuple[str, float], An
     return found
 
 
-def milliseconds(document: dict[str, Any]) -> dict[str, float]:
-    """Of a selection and its attention together, by selector; and dense."""
-    found = {}
+def milliseconds(document: dict[str, Any]) -> tuple[str, dict[str, float]]:
+    """The shape; of a selection and its attention together, by selector; and dense."""
+    found, timed = {}, ""
     for row in document["rows"]:
         shape, _, work = row["case"].partition(" / ")
         if shape.startswith("selectors") and row["metric"] == "time":
             name = row["implementation"].removeprefix(OURS).removeprefix(", ")
             if work == "whole" or (work == "dense" and not name):
-                found[name or "dense"] = row["value"]
-    return found
+                found[name or "dense"], timed = row["value"], shape
+    return timed.partition(" B")[2], found
 
 
 def main() -> None:
@@ -78,10 +78,12 @@ def main() -> None:
     found = quality(documents[0], options.length)
     if not found:
         parser.error(f"no rows of {options.length} tokens in {options.quality}")
-    times = None
+    shape, times = "", None
     if options.times:
         documents.append(json.loads(options.times.read_text()))
-        times = milliseconds(documents[1])
+        shape, times = milliseconds(documents[1])
+        if "dense" not in times:
+            parser.error(f"no times of selectors in {options.times}")
     # Stable ids, so that the same numbers make the same file.
     plt.rcParams["svg.hashsalt"] = "jax_kvblock"
     figure, panels = plt.subplots(1, 2, figsize=(10, 4.6))
@@ -103,7 +105,7 @@ def main() -> None:
         axes.set_ylabel(words)
         what = "share of the mask's tiles"
         if times is not None:
-            what = "ms to select and attend, S 65,536 H 32/8 D 128"
+            what = f"ms to select and attend, B{shape}"
             axes.axvline(times["dense"], color="#000000", linewidth=1)
             axes.text(times["dense"], axes.get_ylim()[0], "dense ", ha="right")
             axes.set_xscale("log")

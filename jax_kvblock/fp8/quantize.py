@@ -109,7 +109,8 @@ def _quantize(
             mean,
             precision=jax.lax.Precision.HIGHEST,
         ).reshape(q.shape[:3])
-        k = _real(k.astype(jnp.float32) - mean[:, None], kv_lens)
+        centred = k.astype(jnp.float32) - mean[:, None]
+        k = _real(centred.astype(k.dtype), kv_lens)
     if config.rotate:
         turn = _rotation(q.shape[3])
         q, k = _turned(q, turn), _turned(k, turn)
@@ -129,9 +130,8 @@ def _rotation(dim: int) -> np.ndarray:
 
 
 def _turned(x: jax.Array, turn: np.ndarray) -> jax.Array:
-    return jnp.einsum(
-        "bthd,de->bthe", x, turn.astype(x.dtype), preferred_element_type=jnp.float32
-    )
+    """In x's dtype: what 16 bits round is little beside what 8 bits will."""
+    return jnp.einsum("bthd,de->bthe", x, turn.astype(x.dtype))
 
 
 def _real(x: jax.Array, lens: jax.Array | None) -> jax.Array:

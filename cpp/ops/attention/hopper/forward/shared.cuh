@@ -52,7 +52,7 @@ struct ForwardTraits {
   using Out = std::conditional_t<kNarrow, __nv_bfloat16, T>;
   static constexpr int kElementBytes = kNarrow ? 1 : 2;
   static constexpr ForwardTiles kTiles =
-      kNarrow ? NarrowTilesOf(kKind_) : ForwardTilesOf(kDim_, kValueDim_, kKind_);
+      kNarrow ? NarrowTilesOf(kDim_, kKind_) : ForwardTilesOf(kDim_, kValueDim_, kKind_);
   static constexpr int kConsumers = kTiles.consumers;
   static constexpr int kStages = kNarrow ? kNarrowKvStages : kKvStages;
   static constexpr int kQueryStages = kTiles.query_stages;
@@ -62,6 +62,11 @@ struct ForwardTraits {
   // Whole warps load K and V from blocks; four are one more warpgroup.
   static constexpr int kLoadWarps = kTiles.load_warps, kLoadGroups = kLoadWarps / 4;
   static constexpr int kThreads = (kConsumers + 1 + kLoadGroups) * kWarpgroup;
+  // What a thread begins with, all warpgroups' together. Who takes more waits forever.
+  static constexpr int kRegisters = (1 << 16) / kThreads / 8 * 8 * (kThreads / kWarpgroup);
+  static_assert(kTiles.producer_registers + kConsumers * kTiles.consumer_registers +
+                    kLoadGroups * kTiles.loader_registers <=
+                kRegisters);
   static constexpr int ChunksOf(int columns, int bytes) {
     return (columns * bytes + kChunkRowBytes - 1) / kChunkRowBytes;
   }

@@ -44,10 +44,13 @@ constexpr ForwardTiles PagedTilesOf(int dim, int value_dim) {
                    : ForwardTiles{2, keys, query_stages, 32, 208, true, 1, 4, 64};
 }
 
-// Of 8 bits. O is summed up beside the products, so consumers need every register there is.
-constexpr ForwardTiles NarrowTilesOf(ForwardKind kind) {
-  return kind == ForwardKind::kPlain ? ForwardTiles{2, 128, 2, 40, 232, true, 1}
-                                     : ForwardTiles{2, 128, 2, 24, 240, true, 2};
+// Of 8 bits. O is summed up beside the products, so at head dim 128 consumers need every register
+// there is.
+constexpr ForwardTiles NarrowTilesOf(int dim, ForwardKind kind) {
+  const int cluster = kind == ForwardKind::kPlain ? 1 : 2;
+  return dim == 64                     ? ForwardTiles{2, 128, 2, 72, 216, true, cluster}
+         : kind == ForwardKind::kPlain ? ForwardTiles{2, 128, 2, 40, 232, true, cluster}
+                                       : ForwardTiles{2, 128, 2, 24, 240, true, cluster};
 }
 
 // For a padded head dim and value dim. General tiles have 128 queries, which divide listed ones.
