@@ -188,6 +188,29 @@ def test_a_run_of_some_tests_is_recorded_beside(suite: Path, part: str) -> None:
     assert got.value("all", "deselected") == deselected
 
 
+KILLED = """
+import os
+import signal
+
+def test_killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_run_leaves_the_names_of_what_failed(suite: Path) -> None:
+    (suite / "tests/z").mkdir()
+    (suite / "tests/z/test_killed.py").write_text(KILLED)
+    got = record(suite)
+    assert (got.status, got.name) == (-9, None), got.said
+    left = (suite / "records/failed-so-far.txt").read_text()
+    assert "test_blocks.py::test_half[2]: " in left and "assert 2 == 1" in left
+    assert "test_native.py::test_error: " in left and "RuntimeError" in left
+    assert "test_right" not in left
+    (suite / "tests/z/test_killed.py").unlink()
+    assert record(suite).name == "tests"
+    assert not (suite / "records/failed-so-far.txt").exists()
+
+
 def test_without_the_option_nothing_is_recorded(suite: Path) -> None:
     got = run(suite, "tests/blocks/test_blocks.py::test_right")
     assert (got.status, got.name) == (0, None), got.said

@@ -4,7 +4,9 @@
 
 writes <folder>/<device>/tests-<date>.json: how many tests had which outcome, in all and
 by file, how long they took, why tests were skipped, and which commit and versions ran.
-A run that left tests out goes to part-of-tests-<date>.json and is not "whole".
+A run that left tests out goes to part-of-tests-<date>.json and is not "whole". While it
+runs, <folder>/failed-so-far.txt has the names of tests that failed, and where: what is
+left of a run that is killed.
 """
 
 from __future__ import annotations
@@ -60,6 +62,8 @@ class Recorder:
         self.deselected = 0
         self.stopped = False
         self.session: pytest.Session | None = None
+        self.so_far = Path(config.getoption("--record")) / "failed-so-far.txt"
+        self.so_far.unlink(missing_ok=True)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
@@ -72,6 +76,11 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[file_of(report)] += report.duration
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            self.so_far.parent.mkdir(parents=True, exist_ok=True)
+            with self.so_far.open("a") as file:
+                file.write(f"{report.nodeid}: {crash or report.longrepr}\n")
 
     def pytest_terminal_summary(
         self, terminalreporter: Any, exitstatus: int, config: pytest.Config
@@ -99,6 +108,7 @@ class Recorder:
         whole = ended and not self.deselected and asks_for_all(config)
         rows.append(row("all", "deselected", self.deselected, "tests"))
         path = write(rows, config, status, whole)
+        self.so_far.unlink(missing_ok=True)
         terminalreporter.write_line(f"wrote {path}")
 
 
