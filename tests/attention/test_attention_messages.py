@@ -73,9 +73,12 @@ ROWS.kind(W, "dtype of v", plain, [Q, K, f32(*K.shape, dtype=F16)],
           "v|float32|got float16[2, 7, 2, 8]|cast it|.astype")  # fmt: skip
 ROWS.kind(W, "integers", plain, [i32(*Q.shape), i32(*K.shape), i32(*K.shape)],
           "q|bfloat16, float16 or float32|got int32[2, 5|cast it")  # fmt: skip
-eighths = [f32(*x.shape, dtype=jnp.float8_e4m3fn) for x in (Q, K, K)]
+eighths = [f32(*x.shape, dtype=jnp.float8_e5m2) for x in (Q, K, K)]
 ROWS.kind(W, "float8", plain, eighths,
-          "q|bfloat16, float16 or float32|got float8_e4m3fn|cast it")  # fmt: skip
+          "q|bfloat16, float16 or float32|got float8_e5m2|cast it")  # fmt: skip
+eighths = [f32(*x.shape, dtype=jnp.float8_e4m3fn) for x in (Q, K, K)]
+ROWS.kind(W, "float8 alone", plain, eighths,
+          "scales|AttentionScales(q, k, v)|got NoneType|quantize_qkv")  # fmt: skip
 for name in "qkv":
     others = {n: x for n, x in zip("qkv", (Q, K, K), strict=True) if n != name}
     bad = lambda a, b, name=name, names=tuple(others): flash_attention(  # noqa: E731

@@ -155,7 +155,7 @@ CASES: list[tuple[int, dict[str, Any], str]] = [
     (FORWARD, {"scale": 1e-5, "softcap": 50.0}, "scale / softcap must lie"),
     (FORWARD, {"scale": 1e-5, "softcap": 1024.0}, "ok"),
     (BACKWARD_KV, {"scale": 1e-5, "softcap": 50.0}, "ok"),
-    (FORWARD, {"dtype": 3}, "dtype must be KVBLOCK_BF16, KVBLOCK_F16 or KVBLOCK_F32"),
+    (FORWARD, {"dtype": 4}, "dtype must be KVBLOCK_BF16, KVBLOCK_F16 or KVBLOCK_F32"),
     *(
         (which, {**F32, **more, **dims}, "ok")
         for which, more in ((FORWARD, {}), (BACKWARD_KV, SUMS), (BACKWARD_Q, DQ))
