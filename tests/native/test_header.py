@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from append_launches import CAppend
-from attention_launches import Attention, Backward, Call, Forward, fields
+from attention_launches import SCALES, Attention, Backward, Call, Forward, fields
 from c_interface import SCHEDULE, TASK, CCopy, CSide, load_library
 from paged_problems import Paged, Scales, Strides
 
@@ -159,10 +159,10 @@ def test_kernels_take_the_members_of_the_header_in_their_order(tmp_path: Path) -
     In place of `deterministic` it has where the parts of a workspace lie.
     """
     members = [field for field in Attention._fields_ if field[0] != "deterministic"]
-    *members, workspace, joins = members
+    *members, workspace, joins = members[: -len(SCALES)]
     assert (workspace[0], joins[0]) == ("workspace", "joins")
     places = fields(ctypes.c_void_p, "dq_turns dq_state")
-    members = [*members, *places, workspace, joins]
+    members = [*members, *places, workspace, joins, *SCALES]
     flat = type("Flat", (ctypes.Structure,), {"_fields_": members})
     checks = "".join(
         f"static_assert(offsetof(AttentionCall, {name}) == {place.offset} &&\n"
