@@ -9,7 +9,15 @@ import math
 from typing import Any
 
 import numpy as np
-from attention_launches import F32, Attention, Backward, Call, Forward
+from attention_launches import (
+    E4M3,
+    F32,
+    Attention,
+    Backward,
+    BlockScales,
+    Call,
+    Forward,
+)
 from c_interface import BACKWARD_BIAS, BACKWARD_KV, FORWARD
 from hypothesis import strategies as st
 
@@ -20,6 +28,8 @@ SEGMENTS = ("q_segments", "kv_segments", "q_segment_ranges", "kv_segment_ranges"
 TILES = ("tile_indices", "tile_counts")
 TRANSPOSED = ("tile_indices_t", "tile_counts_t")
 MASKS = ("tile_map", "tile_masks")
+SCALES = ("q_scales", "k_scales", "v_scales")  # here (address, batch, blocks)
+NO_SCALES = (None, 0, 0)
 WIDE = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dq_accum", "workspace")
 NARROW = (
     *("cu_q", "cu_kv", "q_lens", "kv_lens", "shift", "q_segments", "kv_segments"),
@@ -36,14 +46,17 @@ Fields = dict[str, Any]
 def kinds() -> dict[str, Any]:
     """Each field's hostile values."""
     hostile: dict[str, Any] = {}
+    addresses = st.sampled_from((None, ARRAY, ODD, ARRAY + 2, ARRAY + 4, ARRAY + 8))
+    numbers = st.sampled_from(NUMBERS)
     for name, kind in Attention._fields_:
         code = getattr(kind, "_type_", "P")
         hostile[name] = {
-            "i": st.sampled_from(NUMBERS),
+            "i": numbers,
             "l": st.sampled_from(LONGS),
             "f": st.sampled_from(FLOATS),
-            "P": st.sampled_from((None, ARRAY, ODD, ARRAY + 2, ARRAY + 4, ARRAY + 8)),
+            "P": addresses,
         }[code]
+    hostile |= dict.fromkeys(SCALES, st.tuples(addresses, numbers, numbers))
     return hostile
 
 
@@ -72,14 +85,18 @@ def right(draw: Any, which: int) -> Fields:
     for name, kind in Attention._fields_:
         a[name] = 0 if getattr(kind, "_type_", "P") != "P" else None
     a |= {"batch": batch, "num_heads": heads, "num_kv_heads": kv_heads}
-    a |= {"q_len": draw(size), "kv_len": draw(size), "dtype": draw(st.integers(0, 2))}
+    dtypes = st.integers(0, E4M3 if which == FORWARD else F32)
+    a |= {"q_len": draw(size), "kv_len": draw(size), "dtype": draw(dtypes)}
+    narrow = a["dtype"] == E4M3
     most = 16 if a["dtype"] == F32 and which != FORWARD else 32
-    a |= {"head_dim": 8 * draw(st.integers(1, most)), "scale": 0.125}
-    a |= {"value_dim": 8 * draw(st.integers(1, most))}
-    a["kernels"] = 0 if a["dtype"] == F32 else draw(st.integers(0, 1))
+    step, most = (16, 8) if narrow else (8, most)
+    a |= {"head_dim": step * draw(st.integers(1, most)), "scale": 0.125}
+    a |= {"value_dim": step * draw(st.integers(1, most))}
+    a["kernels"] = 0 if a["dtype"] == F32 else narrow or draw(st.integers(0, 1))
+    a |= dict.fromkeys(SCALES, NO_SCALES)
     a["precision"] = draw(st.integers(0, 1))
     a |= {"window_left": draw(st.integers(-1, 9)), "window_right": -1}
-    a["softcap"] = draw(st.sampled_from((0.0, 30.0, 2000.0)))
+    a["softcap"] = 0.0 if narrow else draw(st.sampled_from((0.0, 30.0, 2000.0)))
     given = ["q", "k", "v", "o", "lse", "d_o", "delta", "dk", "dv", "dbias", "dq"]
     if which == BACKWARD_KV:  # with or without dq
         if a["kernels"] and draw(st.booleans()):
@@ -87,12 +104,17 @@ def right(draw: Any, which: int) -> Fields:
         elif not a["kernels"] and draw(st.booleans()):
             given.append("dq_accum")
     options = draw(st.sets(st.sampled_from(("segments", "lens", "tiles", "sinks"))))
-    packed = which != BACKWARD_BIAS and draw(st.integers(0, 3)) == 0
+    packed = not narrow and which != BACKWARD_BIAS and draw(st.integers(0, 3)) == 0
     if packed:
         given += PAIRS[0]
         options &= {"sinks"}
     shared = st.sampled_from((1, batch)), st.sampled_from((1, heads))
-    if which == BACKWARD_BIAS or (not packed and draw(st.booleans())):
+    if narrow:
+        options -= {"tiles"}
+        for name, rows in zip(SCALES, (a["q_len"], a["kv_len"], 0), strict=True):
+            blocks = draw(st.sampled_from((1, max(-(-rows // 128), 1))))
+            a[name] = (ARRAY, draw(shared[0]), blocks)
+    elif which == BACKWARD_BIAS or (not packed and draw(st.booleans())):
         a |= {"bias": ARRAY, "bias_dtype": draw(st.sampled_from((a["dtype"], 2)))}
         a["bias_batch"], a["bias_heads"] = map(draw, shared)
         a["base"] = draw(st.sampled_from((None, ARRAY)))
@@ -110,16 +132,17 @@ def right(draw: Any, which: int) -> Fields:
         if draw(st.booleans()):
             given += MASKS
             a["num_tile_masks"] = 2
-    needed = which == BACKWARD_KV and a["kernels"] and "dq" in given
+    needed = (which == BACKWARD_KV and a["kernels"] and "dq" in given) or narrow
     a["workspace"] = ARRAY if needed else draw(st.sampled_from((None, ARRAY)))
     a |= dict.fromkeys(given, ARRAY)
-    if draw(st.booleans()) and _joins(a, which):
+    if not narrow and draw(st.booleans()) and _joins(a, which):
         a["joins"] = draw(st.sampled_from((1, -1)))
     return a
 
 
 def struct(fields: Fields) -> Attention:
-    return Attention(**fields)
+    scales = {name: BlockScales(*fields[name]) for name in SCALES}
+    return Attention(**{**fields, **scales})
 
 
 def is_right(a: Fields, which: int) -> bool:
@@ -130,6 +153,7 @@ def is_right(a: Fields, which: int) -> bool:
         and _options(a, which)
         and _arrays(a, which)
         and _aligned(a, which)
+        and _eight_bits(a, which)
         and (not a["joins"] or _joins(a, which))
     )
 
@@ -147,6 +171,31 @@ def _joins(a: Fields, which: int) -> bool:
     return which == FORWARD and sm90 and plain and absent and narrow and lse
 
 
+def _eight_bits(a: Fields, which: int) -> bool:
+    """Scales there and fitting, and nothing that 8 bits do not have."""
+    scales = [a[name] for name in SCALES]
+    if a["dtype"] != E4M3:
+        return which != FORWARD or not any(address for address, _, _ in scales)
+    dims = all(a[d] % 16 == 0 and a[d] <= 128 for d in ("head_dim", "value_dim"))
+    absent = all(a[name] is None for name in ("cu_q", "bias", TILES[0]))
+    plain = a["softcap"] == 0 and a["scale"] > 0 and not a["joins"]
+    if not (which == FORWARD and a["kernels"] == 1 and dims and absent and plain):
+        return False
+    if a["batch"] == 0:
+        return True
+    room = a["workspace"] is not None or a["kv_len"] == 0
+    return room and all(
+        address is not None
+        and address % 4 == 0
+        and batch >= 1
+        and a["batch"] % batch == 0
+        and blocks in (1, -(-rows // 128) or 1)
+        for (address, batch, blocks), rows in zip(
+            scales, (a["q_len"], a["kv_len"], 0), strict=True
+        )
+    )
+
+
 def _sizes(a: Fields, which: int) -> bool:
     lengths = a["q_len"], a["kv_len"]
     wide = max(a["head_dim"], a["value_dim"]) > 128
@@ -155,7 +204,7 @@ def _sizes(a: Fields, which: int) -> bool:
     pairs = a["batch"] * a["num_heads"]
     return (
         a["kernels"] in (0, 1)
-        and a["dtype"] in (0, 1, F32)
+        and (a["dtype"] in (0, 1, F32) or (a["dtype"] == E4M3 and which == FORWARD))
         and a["precision"] in (0, 1)
         and a["batch"] >= 0
         and a["num_heads"] >= 1
