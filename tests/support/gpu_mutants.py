@@ -134,7 +134,7 @@ GPU = (
     ),
     Mutant(
         "Hopper forward: the sink is not in the sum",
-        f"{HOPPER}/forward/rows.cuh",
+        f"{HOPPER}/forward/result.cuh",
         "(own == joint ? 1.0f : Exp2((own - reference) * unit));",
         "0.0f;",
         SM90,
@@ -142,7 +142,7 @@ GPU = (
     ),
     Mutant(
         "Hopper forward: lse of the neighbouring row",
-        f"{HOPPER}/forward/rows.cuh",
+        f"{HOPPER}/forward/result.cuh",
         "const float top = second ? max[1] : max[0], ",
         "const float top = second ? max[0] : max[1], ",
         SM90,
@@ -166,7 +166,7 @@ GPU = (
     ),
     Mutant(
         "Hopper forward: lse of the last row is not written",
-        f"{HOPPER}/forward/rows.cuh",
+        f"{HOPPER}/forward/result.cuh",
         "place.query, item.sequence.q_rows)) {",
         "place.query, item.sequence.q_rows - 1)) {",
         SM90,

@@ -11,6 +11,7 @@
 #include "device/warpgroup.cuh"
 #include "device/wgmma.cuh"
 #include "ops/attention/hopper/forward/narrow_rows.cuh"
+#include "ops/attention/hopper/forward/result.cuh"
 #include "ops/attention/hopper/forward/rows.cuh"
 #include "ops/attention/hopper/forward/shared.cuh"
 

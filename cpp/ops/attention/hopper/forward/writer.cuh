@@ -7,7 +7,7 @@
 #include "device/mbarrier.cuh"
 #include "device/tensor_copy.cuh"
 #include "device/wgmma.cuh"
-#include "ops/attention/hopper/forward/rows.cuh"
+#include "ops/attention/hopper/forward/result.cuh"
 #include "ops/attention/hopper/forward/shared.cuh"
 
 namespace kvblock::hopper {
