@@ -20,7 +20,8 @@ import pytest
 from attention_launches import Attention
 from attention_model import Call
 from attention_problems import Case, Gpu, Host, Problem, Truth, rounded, truth
-from attention_sweep import DIMS, OPTIONS, PAIRS, Arena, Launcher, draw_cases, sweep
+from attention_sweep import Arena, Launcher, sweep
+from sweep_cases import DIMS, OPTIONS, PAIRS, draw_cases
 
 import jax_kvblock
 from jax_kvblock import AttentionTiles

@@ -22,7 +22,8 @@ from typing import Any
 import attention_sweep
 import pytest
 from attention_problems import Case, Gpu
-from attention_sweep import CAUSAL, OPTIONS, Launcher, judged
+from attention_sweep import Launcher, judged
+from sweep_cases import CAUSAL, OPTIONS
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,8 @@ import attention_sweep
 import numpy as np
 import pytest
 from attention_problems import Case, Gpu, Problem, truth
-from attention_sweep import CAUSAL, OPTIONS, Launcher, judged
+from attention_sweep import Launcher, judged
+from sweep_cases import CAUSAL, OPTIONS
 
 pytestmark = [pytest.mark.wide, pytest.mark.torch]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import mutants
 import pytest
-from attention_sweep import draw_cases
 from gpu_mutants import GPU
 from mutant_list import ROOT, Mutant
 from mutants import CPU, Outcome
+from sweep_cases import draw_cases
 
 ALL = [pytest.param(m, id=m.name) for m in (*CPU, *GPU)]
 

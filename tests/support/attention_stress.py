@@ -24,7 +24,8 @@ from typing import Any
 
 import judge
 from attention_problems import Case, Gpu, Problem, truth
-from attention_sweep import CAUSAL, Launcher, where_it_ran
+from attention_sweep import Launcher, where_it_ran
+from sweep_cases import CAUSAL
 
 # Head dims, and rows enough for many CTAs; with head dim 128 from 2048 on tall tiles.
 SHAPES = (
