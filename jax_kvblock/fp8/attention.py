@@ -107,7 +107,8 @@ def fp8_attention(
 
     Returns:
       `[B, T, N, Dv]` in bfloat16; with `return_lse` the pair `(out, lse)`, float32 `[B,
-      T, N]`. lse is of the rounded probabilities, within 0.06 of the exact one's.
+      T, N]`. lse is of the rounded probabilities: off by up to 0.06, beside what the
+      rounding of queries and keys does.
 
     Raises:
       TypeError, ValueError: an argument does not fit, or no hardware in reach
