@@ -39,6 +39,22 @@ __device__ __forceinline__ uint16_t PairToE4m3(float x, float y) {
 #endif
 }
 
+// Of two float32 how many units of 2^-24 they are, rounded to nearest even, x in the low 16 bits:
+// the bits of a float16 are just that, up to 2^-13. Negative numbers are 0, NaN is 0x7fff.
+__device__ __forceinline__ uint32_t NumbersOfUnits(float x, float y) {
+#if defined(__CUDA_ARCH__)
+  uint32_t pair;
+  asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(y), "f"(x));
+  return pair;
+#else
+  const auto number = [](float x) {
+    if (x != x) return 0x7fffu;
+    return static_cast<unsigned>(rintf((x > 0.0f ? x : 0.0f) * (1 << 24)));
+  };
+  return number(x) | number(y) << 16;
+#endif
+}
+
 __device__ __forceinline__ uint16_t PairToE5m2(float x, float y) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   uint16_t pair;

@@ -458,22 +458,22 @@ EMULATED = (
     Mutant(
         "8 bits: the codes of a lane's second row follow the first one's reference",
         f"{FORWARD}/narrow_rows.cuh",
-        "fmaf(rows.sums.reference[half], -8.0f",
-        "fmaf(rows.sums.reference[0], -8.0f",
+        "fmaf(rows.sums.reference[half], -8",
+        "fmaf(rows.sums.reference[0], -8",
         NARROW,
     ),
     Mutant(
         "8 bits: an item's sums begin with those of the one before",
-        f"{FORWARD}/narrow_rows.cuh",
-        "rows.total[half] = rows.product",
-        "rows.total[half] += rows.product",
+        f"{FORWARD}/consumer.cuh",
+        "        ClearOutput(rows);\n        rows.sums",
+        "        rows.sums",
         NARROW,
     ),
     Mutant(
         "8 bits: sums do not follow the reference",
-        f"{FORWARD}/rows.cuh",
-        "rows.total[1] *= factor[1];",
-        "",
+        f"{FORWARD}/narrow_rows.cuh",
+        "fmaf(rows.total[half], factor[half], sum);",
+        "rows.total[half] + sum;",
         test("test_emulated_fp8", "grow"),
     ),
     Mutant(
@@ -499,9 +499,9 @@ EMULATED = (
     ),
     Mutant(
         "8 bits: rows that see nothing of a tile have its scale of 0",
-        f"{FORWARD}/rows.cuh",
-        "hidden ? -INFINITY : exponent(max[half])",
-        "exponent(max[half])",
+        f"{FORWARD}/planner.cuh",
+        "to_log2 < kLeast ? kLeast : to_log2",
+        "to_log2",
         NARROW_SCALES,
     ),
     Mutant(

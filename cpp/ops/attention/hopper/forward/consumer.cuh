@@ -42,7 +42,11 @@ class Consumer {
         WriteItem(*item, rows.sums, rows);
         item = NextItem();
       } else {
-        item = Compute(item, rows);
+        if constexpr (Traits::kNarrow) {
+          item = ComputeNarrow(item, rows);
+        } else {
+          item = Compute(item, rows);
+        }
       }
     }
     if (Traits::kStagesOutput && !Traits::kJoins) {
@@ -87,15 +91,9 @@ class Consumer {
       RowMaxima(rows, max);
       MoveReferences<Traits>(rows.sums, max, exponent_, factor);
     }
-    [[maybe_unused]] CodePairs<Traits> pairs;
-    if constexpr (Traits::kNarrow) {
-      Codes<0, kColumns>(rows, exponent_.to_log2, pairs);
-      PackCodes(rows, pairs);
-    } else {
-      WithExponent([&](const auto& exponent) { Exponentials<0, kColumns>(rows, exponent, sum); });
-      AddSums(rows, factor, sum);
-      PackProbabilities<Traits>(rows);
-    }
+    WithExponent([&](const auto& exponent) { Exponentials<0, kColumns>(rows, exponent, sum); });
+    AddSums(rows, factor, sum);
+    PackProbabilities<Traits>(rows);
 
     const Item* next = item;
     bool keys_there = false, values_there = false;  // of the next products
@@ -139,20 +137,10 @@ class Consumer {
       const bool moved = Follow(flags, rows, factor);
       LeaveScores(flags);
       float sum[2][2] = {};
-      if constexpr (Traits::kNarrow) {
-        Codes<0, kHalf>(rows, exponent_.to_log2, pairs);
-        KeepCodes<0, kHalf, Traits>(pairs);
-      } else {
-        WithExponent([&](const auto& exponent) { Exponentials<0, kHalf>(rows, exponent, sum); });
-        KeepAfter(sum[0]);
-        KeepAfter(sum[1]);
-      }
-      if constexpr (Traits::kNarrow) {
-        WgmmaWait<0>();
-        KeepAfter(rows.summed());
-        AddProduct(rows, begins);
-        if (moved && !ends) Rescale<Traits>(rows, factor);
-      } else if (moved) {
+      WithExponent([&](const auto& exponent) { Exponentials<0, kHalf>(rows, exponent, sum); });
+      KeepAfter(sum[0]);
+      KeepAfter(sum[1]);
+      if (moved) {
         WgmmaWait<0>();
         KeepAfter(rows.o());
         if (!ends) Rescale<Traits>(rows, factor);
@@ -162,19 +150,14 @@ class Consumer {
       }
       LeaveKeys(&shared_.v_empty[values.stage]);
       // To ask takes as long as some exponentials; they hide it. Dense keys are 2 % slower with it.
-      if constexpr (Traits::kPaged || Traits::kNarrow) {
+      if constexpr (Traits::kPaged) {
         keys_there = IsThere(shared_.k_full, keys_);
         values_there = IsThere(shared_.v_full, keys_.Before());
       }
-      if constexpr (Traits::kNarrow) {
-        Codes<kHalf, kColumns>(rows, exponent_.to_log2, pairs);
-        PackCodes(rows, pairs);
-      } else {
-        WithExponent(
-            [&](const auto& exponent) { Exponentials<kHalf, kColumns>(rows, exponent, sum); });
-        AddSums(rows, factor, sum);
-        PackProbabilities<Traits>(rows);
-      }
+      WithExponent(
+          [&](const auto& exponent) { Exponentials<kHalf, kColumns>(rows, exponent, sum); });
+      AddSums(rows, factor, sum);
+      PackProbabilities<Traits>(rows);
       if (Traits::kQueryStages > 1 && ends) {
         WriteItem(*item, before, rows);
         item = next;
@@ -189,11 +172,82 @@ class Consumer {
     IssueValues<Traits>(rows, ValuesOperand(values), flags & Step::kStarts);
     WgmmaCommit();
     WgmmaWait<0>();
-    KeepAfter(rows.summed());
-    if constexpr (Traits::kNarrow) AddProduct(rows, flags & Step::kStarts);
+    KeepAfter(rows.o());
     LeaveKeys(&shared_.v_empty[values.stage]);
     WriteItem(*item, rows.sums, rows);
     return Traits::kQueryStages == 1 ? NextItem() : next;
+  }
+
+  // The same in 8 bits. P V of tile j - 1 comes first and is added to O while the tensor cores work
+  // on Q K(j); then P is free for the codes of tile j.
+  __device__ __forceinline__ const Item* ComputeNarrow(const Item* item, Rows<Traits>& rows) {
+    float factor[2], max[2];
+    BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+    WgmmaFence();
+    IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
+    WgmmaCommit();
+    int flags = shared_.steps[steps_.stage].flags;
+    WgmmaWait<0>();
+    KeepAfter(rows.s());
+    Finish(*item, flags, rows);
+    LeaveScores(flags);
+    RowMaxima(rows, max);
+    MoveReferences<Traits>(rows.sums, max, exponent_, factor);
+    Codes(rows, exponent_.to_log2);
+
+    const Item* next = item;
+    bool keys_there = false, values_there = false;  // of the next products
+#pragma unroll 1
+    for (;;) {
+      const bool ends = flags & Step::kLast;  // the pending product is its item's last
+      if (ends) {
+        next = NextItem();
+        if (!__any_sync(~0u, next->is == Item::kTiles)) break;
+      }
+      const Stage values = keys_.Before();
+      if (!keys_there) BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+      if (!values_there) AwaitValues(values);
+      flags = shared_.steps[steps_.stage].flags;
+      if (Traits::kTiles.turns) WaitTurn();
+      Pin(rows);
+      WgmmaFence();
+      IssueValues<Traits>(rows, ValuesOperand(values), true);
+      WgmmaCommit();
+      IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
+      WgmmaCommit();
+      if (Traits::kTiles.turns) PassTurn();
+      WgmmaWait<1>();
+      Pin(rows);
+      AddProduct(rows, factor);
+      LeaveKeys(&shared_.v_empty[values.stage]);
+      if (ends) {
+        WriteItem(*item, rows.sums, rows);
+        ClearOutput(rows);
+        rows.sums = RowSums();
+        item = next;
+      }
+      WgmmaWait<0>();
+      KeepAfter(rows.s());
+      Finish(*item, flags, rows);
+      FollowMaxima(rows, exponent_, factor);
+      LeaveScores(flags);
+      // To ask takes as long as some codes; they hide it.
+      keys_there = IsThere(shared_.k_full, keys_);
+      values_there = IsThere(shared_.v_full, keys_.Before());
+      Codes(rows, exponent_.to_log2);
+    }
+    const Stage values = keys_.Before();
+    AwaitValues(values);
+    Pin(rows);
+    WgmmaFence();
+    IssueValues<Traits>(rows, ValuesOperand(values), true);
+    WgmmaCommit();
+    WgmmaWait<0>();
+    Pin(rows);
+    AddProduct(rows, factor);
+    LeaveKeys(&shared_.v_empty[values.stage]);
+    WriteItem(*item, rows.sums, rows);
+    return next;
   }
 
   // Moves the references of a tile's rows; true: some row of this warp may have a new one.

@@ -219,7 +219,10 @@ class Planner {
       // The last tile of queries of a cluster may lie past the end.
       const float of_queries = ScaleAt(q, min(item.first / kScaleRows, p_.q_scales.blocks - 1));
       const float of_keys = ScaleAt(k, min(window * 32 + lane_, p_.k_scales.blocks - 1));
-      to_log2_ = of_queries * of_keys * (p_.scale * kLog2E);
+      const float to_log2 = of_queries * of_keys * (p_.scale * kLog2E);
+      // Not 0, which would make NaN of masked scores. Sums of products stay below 2^25.
+      constexpr float kLeast = 1e-30f;
+      to_log2_ = to_log2 < kLeast ? kLeast : to_log2;
     }
     const float to_log2 = __shfl_sync(~0u, to_log2_, block % 32);
     if (lane_ == 0) shared_.narrow.to_log2[published_ % kSteps] = to_log2;

@@ -97,7 +97,7 @@ struct Scaled {
   }
   // The same, or one of all three is NaN.
   __device__ __forceinline__ bool ExceedsOrNan(int score, float limit) const {
-    return !(__int_as_float(score) <= limit * Reciprocal(to_log2));
+    return !(__int_as_float(score) * to_log2 <= limit);
   }
 };
 
@@ -105,10 +105,16 @@ struct Scaled {
 constexpr float kOutgrown = 8.0f;
 // With 8 bits the largest probabilities come near the largest number there is, 448, so that small
 // ones do not vanish: a new reference lies kLifted below the maximum, which may grow by 0.8 until
-// the next, as 2^8.8 < 448.
-constexpr float kLifted = 8.0f, kLiftedOutgrown = 8.8f;
+// the next, as 2^8.8 < 448. What float32 rounds of large exponents counts as growth, and beyond
+// kLargeExponent, where it may be much, references are not lifted.
+constexpr float kLifted = 8.0f, kLiftedOutgrown = 8.8f, kLargeExponent = 1 << 20;
+
+// What exponents may be under a reference.
 template <typename Traits>
-constexpr float kOutgrownOf = Traits::kNarrow ? kLiftedOutgrown : kOutgrown;
+__device__ __forceinline__ float LimitOf(float reference) {
+  if constexpr (!Traits::kNarrow) return reference + kOutgrown;
+  return fmaf(fabsf(reference), -1 / kLargeExponent, reference + kLiftedOutgrown);
+}
 
 // Of a thread's two rows the largest score, or 0, as bits.
 template <typename Traits>
@@ -187,13 +193,12 @@ __device__ __forceinline__ void MoveReferences(RowSums& sums, const float (&max)
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float& reference = sums.reference[half];
-    // Scales may be 0, and -inf times that is NaN.
-    const bool hidden = Traits::kNarrow && max[half] == -INFINITY;
-    const float tile = hidden ? -INFINITY : exponent(max[half]), before = reference;
-    // Of 8 bits a NaN becomes the reference: their codes would lose it.
-    const bool outgrown = Traits::kNarrow ? !(tile <= before + kOutgrownOf<Traits>)
-                                          : tile > before + kOutgrownOf<Traits>;
-    const float now = Traits::kNarrow ? tile - kLifted : tile;
+    const float tile = exponent(max[half]), before = reference;
+    // Of 8 bits a NaN becomes the reference.
+    const float limit = LimitOf<Traits>(before);
+    const bool outgrown = Traits::kNarrow ? !(tile <= limit) : tile > limit;
+    const bool lifted = Traits::kNarrow && fabsf(tile) < kLargeExponent;
+    const float now = lifted ? tile - kLifted : tile;
     if (outgrown) reference = now;
     factor[half] = outgrown ? Exp2(before - now) : 1.0f;
   }
@@ -245,7 +250,7 @@ __device__ __forceinline__ bool FollowMaxima(Rows<Traits>& rows, const Exponent&
   bool outgrown = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float limit = rows.sums.reference[half] + kOutgrownOf<Traits>;
+    const float limit = LimitOf<Traits>(rows.sums.reference[half]);
     if constexpr (Traits::kNarrow) {
       outgrown |= exponent.ExceedsOrNan(largest[half], limit);
     } else {
@@ -304,10 +309,6 @@ __device__ __forceinline__ void Rescale(Rows<Traits>& rows, const float (&factor
   for (int n = 0; n < Traits::kValueDim / 8; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) rows.state.o[0][n][e] *= factor[e / 2];
-  }
-  if constexpr (Traits::kNarrow) {
-    rows.total[0] *= factor[0];
-    rows.total[1] *= factor[1];
   }
 }
 
