@@ -29,6 +29,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
 import numpy as np
+import places
 import pytest
 
 import jax_kvblock
@@ -56,16 +57,23 @@ def has_torch() -> bool:
     return True
 
 
+# First of all, so that `-m` knows what is marked here.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places.mark(items)
     needs = {
         "gpu": (has_gpu(), "no NVIDIA GPU here"),
-        "cpu": (not has_gpu(), "of plain JAX on a CPU, and this is a GPU"),
+        "cpu": (not has_gpu(), "runs on CPUs alone, as in CI"),
         "torch": (has_torch(), "PyTorch is not installed"),
     }
     for item in items:
         for marker, (present, reason) in needs.items():
             if not present and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if has_gpu():
+        reason = "runs on CPUs, as in CI: beside a GPU, a test's first case alone"
+        for item in places.others_than_the_first(items):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_configure(config: pytest.Config) -> None:
