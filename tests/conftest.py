@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
 # Before jax starts: sharding tests need several devices, and a GPU run should not take
-# all of its memory at once. What a GPU compiles here runs once: to time candidates for
-# each of its products takes thirty times as long as to compile the program.
+# all of its memory at once. What is compiled here runs once.
 _FLAGS = [
     "--xla_force_host_platform_device_count=4",
+    # To time candidates for each product of a GPU takes thirty times as long as to
+    # compile the program.
     "--xla_gpu_autotune_level=0",
     "--xla_gpu_enable_triton_gemm=false",
+    # In as many threads as there are cores, each process of the suite would have a
+    # GPU's program compiled in parts and linked; with ptxas' and LLVM's optimizations,
+    # a sixth more of a processor in all.
+    "--xla_gpu_force_compilation_parallelism=1",
+    "--xla_gpu_disable_gpuasm_optimizations=true",
+    "--xla_llvm_disable_expensive_passes=true",
+    # Half the time of LLVM for a CPU.
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    # A quarter of the rest: no MLIR emitters of fused loops.
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
 ]
-if shutil.which("nvidia-smi") is None:  # the same for a CPU: half the time of LLVM
-    _FLAGS += [
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_parallel_codegen_split_count=1",
-        # A quarter of the rest: no MLIR emitters of fused loops.
-        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
-    ]
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_FLAGS)).strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# NumPy's products: the suite has a process for each core.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import numpy as np

@@ -3,10 +3,10 @@
     pytest --record benchmarks/results
 
 writes <folder>/<device>/tests-<date>.json: how many tests had which outcome, in all and
-by file, how long they took there and what they took of processors, why tests were skipped, and which commit and versions ran.
-A run that left tests out goes to part-of-tests-<date>.json and is not "whole". While it
-runs, <folder>/failed-so-far.txt has the names of tests that failed, and where: what is
-left of a run that is killed.
+by file, how long they took and how much of that of processors, why tests were skipped,
+and which commit and versions ran. A run that left tests out goes to
+part-of-tests-<date>.json and is not "whole". While it runs, <folder>/failed-so-far.txt
+has the names of tests that failed, and where: what is left of a run that is killed.
 """
 
 from __future__ import annotations
