@@ -121,6 +121,13 @@ def four_cpus() -> Iterator[None]:
 
 
 @pytest.fixture
+def exact_products() -> Iterator[None]:
+    """Products of float32 are of float32 everywhere: on a GPU they would be of TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[jax.Array]:
     """As on a GPU's machine: what goes to the default device is unknown to the host.
 
