@@ -3,32 +3,39 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import zlib
 from collections.abc import Iterator
 from typing import Any
 
 # Before jax starts: sharding tests need several devices, and a GPU run should not take
-# all of its memory at once. What a GPU compiles here runs once: to time candidates for
-# each of its products takes thirty times as long as to compile the program.
+# all of its memory at once. What is compiled here runs once.
 _FLAGS = [
     "--xla_force_host_platform_device_count=4",
+    # To time candidates for each product of a GPU takes thirty times as long as to
+    # compile the program.
     "--xla_gpu_autotune_level=0",
     "--xla_gpu_enable_triton_gemm=false",
+    # In as many threads as there are cores, each process of the suite would have a
+    # GPU's program compiled in parts and linked; with ptxas' and LLVM's optimizations,
+    # a sixth more of a processor in all.
+    "--xla_gpu_force_compilation_parallelism=1",
+    "--xla_gpu_disable_gpuasm_optimizations=true",
+    "--xla_llvm_disable_expensive_passes=true",
+    # Half the time of LLVM for a CPU.
+    "--xla_backend_optimization_level=0",
+    "--xla_cpu_parallel_codegen_split_count=1",
+    # A quarter of the rest: no MLIR emitters of fused loops.
+    "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
 ]
-if shutil.which("nvidia-smi") is None:  # the same for a CPU: half the time of LLVM
-    _FLAGS += [
-        "--xla_backend_optimization_level=0",
-        "--xla_cpu_parallel_codegen_split_count=1",
-        # A quarter of the rest: no MLIR emitters of fused loops.
-        "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters=true",
-    ]
 os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *_FLAGS)).strip()
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# NumPy's products: the suite has a process for each core.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import jax
 import numpy as np
+import places
 import pytest
 
 import jax_kvblock
@@ -56,16 +63,23 @@ def has_torch() -> bool:
     return True
 
 
+# First of all, so that `-m` knows what is marked here.
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places.mark(items)
     needs = {
         "gpu": (has_gpu(), "no NVIDIA GPU here"),
-        "cpu": (not has_gpu(), "of plain JAX on a CPU, and this is a GPU"),
+        "cpu": (not has_gpu(), "runs on CPUs alone, as in CI"),
         "torch": (has_torch(), "PyTorch is not installed"),
     }
     for item in items:
         for marker, (present, reason) in needs.items():
             if not present and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    if has_gpu():
+        reason = "runs on CPUs, as in CI: beside a GPU, a test's first case alone"
+        for item in places.others_than_the_first(items):
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -103,6 +117,13 @@ def four_cpus() -> Iterator[None]:
     if len(devices) < 4:
         pytest.fail("XLA_FLAGS must force four CPU devices")
     with jax.default_device(devices[0]):
+        yield
+
+
+@pytest.fixture
+def exact_products() -> Iterator[None]:
+    """Products of float32 are of float32 everywhere: on a GPU they would be of TF32."""
+    with jax.default_matmul_precision("highest"):
         yield
 
 

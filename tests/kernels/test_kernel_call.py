@@ -34,7 +34,12 @@ def own_cache(tmp_path_factory, monkeypatch):
     )
 
 
-@pytest.fixture(params=["emulator", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[
+        pytest.param("emulator", marks=pytest.mark.cpu),
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ]
+)
 def where(request):
     """On a driver that stands in, and where there is a GPU, on it."""
     if request.param == "emulator":

@@ -31,12 +31,14 @@ pytestmark = pytest.mark.wide
 
 
 @pytest.fixture
-def launcher(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+def launcher(
+    attention_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Launcher]:
     """Everything once: nothing here differs from time to time."""
     monkeypatch.setattr(attention_sweep, "TIMES", 1)
-    yield Launcher(str(library), "generic", Gpu("cpu"))
-    ctypes.CDLL(str(library)).emulator_set_multiprocessors(3)
-    ctypes.CDLL(str(library)).emulator_set_multiprocessor_bytes(228 << 10)
+    yield Launcher(str(attention_library), "generic", Gpu("cpu"))
+    ctypes.CDLL(str(attention_library)).emulator_set_multiprocessors(3)
+    ctypes.CDLL(str(attention_library)).emulator_set_multiprocessor_bytes(228 << 10)
 
 
 def hold(launcher: Launcher, case: Case, backward: bool = True) -> None:
@@ -268,10 +270,10 @@ def test_the_emulator_is_strict(tmp_path):
 
 
 @pytest.mark.torch
-def test_the_sweep_runs_on_the_emulator(library):
+def test_the_sweep_runs_on_the_emulator(attention_library):
     script = str(ROOT / "tests/support/attention_sweep.py")
     options = ["--emulated", "--only", "float16 D8 B", "--limit", "1", "--seed", "1"]
-    command = [sys.executable, script, str(library), *options]
+    command = [sys.executable, script, str(attention_library), *options]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "generic: 1 of 1 cases" in done.stdout

@@ -24,9 +24,9 @@ pytestmark = pytest.mark.wide
 
 
 @pytest.fixture(params=[3, 20])
-def emulated(request, library: Path):
+def emulated(request, attention_library: Path):
     """The library, for a GPU of so many multiprocessors, of two CTAs each."""
-    loaded = ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(attention_library))
     loaded.emulator_set_multiprocessors(request.param)
     yield loaded
     loaded.emulator_set_multiprocessors(3)
@@ -72,12 +72,12 @@ def test_sequences_with_many_rows_are_left_to_another_launch(name, emulated):
 
 
 @pytest.fixture(params=["boxes", "rows"])
-def hopper(request, library: Path):
+def hopper(request, attention_library: Path):
     """The library, where Hopper's kernel takes the sequences with many queries.
 
     It loads boxes of blocks, if these are multiples of 8, or always row by row.
     """
-    loaded = ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(attention_library))
     loaded.emulator_set_hopper(1)
     loaded.emulator_set_block_maps(request.param == "boxes")
     yield loaded
@@ -85,14 +85,14 @@ def hopper(request, library: Path):
 
 
 @pytest.mark.parametrize("name", SPLIT)
-def test_with_split_size_other_sequences_change_no_bit(name, library):
-    hold_alone(ctypes.CDLL(str(library)), Problem(SPLIT[name]))
+def test_with_split_size_other_sequences_change_no_bit(name, attention_library):
+    hold_alone(ctypes.CDLL(str(attention_library)), Problem(SPLIT[name]))
 
 
-def test_without_split_size_they_do(library):
+def test_without_split_size_they_do(attention_library):
     case = dataclasses.replace(SPLIT["split: mixed"], split_size=0)
     with pytest.raises(AssertionError):
-        hold_alone(ctypes.CDLL(str(library)), Problem(case))
+        hold_alone(ctypes.CDLL(str(attention_library)), Problem(case))
 
 
 def test_with_split_size_they_change_none_where_two_kernels_share_a_call(hopper):
@@ -126,9 +126,9 @@ def test_calls_with_layers_of_their_own_where_chunks_are_long(hopper):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_a_wide_cta_for_each_multiprocessor(head_dim, library):
+def test_a_wide_cta_for_each_multiprocessor(head_dim, attention_library):
     """Where there are about as many units: no second CTA beside it, and more warps."""
-    loaded = ctypes.CDLL(str(library))
+    loaded = ctypes.CDLL(str(attention_library))
     loaded.emulator_set_multiprocessors(10)
     loaded.emulator_grids()
     lengths = ((1, 700), (1, 9), (1, 300), (2, 513), (1, 0))

@@ -22,6 +22,7 @@ from mutant_list import GENERIC, HOPPER, Mutant
 
 pytestmark = [
     pytest.mark.wide,
+    pytest.mark.cpu,
     pytest.mark.skipif(
         shutil.which("g++") is None, reason="the race checker needs g++"
     ),

@@ -40,6 +40,7 @@ def mesh_of_four() -> jax.sharding.Mesh:
     return jax.make_mesh((4,), ("a",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
 
 
+@pytest.mark.cpu
 def test_eight_devices():
     script = Path(paged_meshes.__file__)
     flags = "--xla_force_host_platform_device_count=8"
@@ -116,8 +117,11 @@ def test_shard_map_says_which_heads_a_device_has(name, four_cpus, rng):
 STORED = ["float", "int8", "int8 tokens", "int8 all layers"]
 PARTS = [("xla", "NHD", True, True, stored) for stored in STORED]
 PARTS += [
-    pytest.param(by, *case, marks=mark)
-    for by, mark in (("cuda", pytest.mark.gpu), ("emulator", pytest.mark.wide))
+    pytest.param(by, *case, marks=marks)
+    for by, marks in (
+        ("cuda", [pytest.mark.gpu]),
+        ("emulator", [pytest.mark.wide, pytest.mark.cpu]),
+    )
     for case in (
         *(("NHD", c, t, s) for c in (True, False) for t in (0, 1) for s in STORED),
         *(

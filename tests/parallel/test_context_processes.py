@@ -10,6 +10,7 @@ import context_processes
 import pytest
 from processes import run_processes
 
+pytestmark = pytest.mark.host
 SCRIPT = Path(context_processes.__file__)
 
 

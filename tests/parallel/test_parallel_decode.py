@@ -28,7 +28,7 @@ from jax_kvblock.parallel import (
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
-WHO = ["xla", pytest.param("emulator", marks=pytest.mark.wide)]
+WHO = ["xla", pytest.param("emulator", marks=[pytest.mark.wide, pytest.mark.cpu])]
 
 
 @pytest.fixture(params=WHO)

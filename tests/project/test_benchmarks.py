@@ -51,9 +51,12 @@ def small(tmp_path: Path, name: str, *options: str) -> dict[str, Any]:
     files = [f"{start}{name.replace('-', '_')}.py" for start in ("bench_", "")]
     (file,) = (FOLDER / file for file in files if (FOLDER / file).exists())
     command = [sys.executable, str(file), "--small", *options]
+    # A GPU adds up slopes of a gate's table in any order, but for this.
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_deterministic_ops=true"
+    own = {"PYTHONPATH": os.pathsep.join(paths), "XLA_FLAGS": flags}
     done = subprocess.run(
         [*command, "--out", str(tmp_path), "--commit", "abc"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        env={**os.environ, **own},
         capture_output=True,
         text=True,
     )

@@ -16,6 +16,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = pytest.mark.cpu
 NO_NVCC = {"CUDACXX": "/nonexistent/nvcc"}
 
 

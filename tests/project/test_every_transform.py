@@ -438,7 +438,10 @@ ON_CPUS = {"spmd_axis_name", "automatic_mesh", "explicit_mesh", "shard_map"}
 
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("name", COLUMNS)
-@pytest.mark.parametrize("transform", ROWS)
+@pytest.mark.parametrize(
+    "transform",
+    [pytest.param(t, marks=[pytest.mark.host] * (t in ON_CPUS)) for t in ROWS],
+)
 def test_every_cell(transform, name, request):
     if transform in ON_CPUS:
         request.getfixturevalue("four_cpus")

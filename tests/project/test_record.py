@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+pytestmark = pytest.mark.cpu
 PLUGINS = Path(__file__).parents[1] / "support"
 OF_BLOCKS = """
 import pytest
@@ -164,7 +165,8 @@ def test_a_whole_run_is_recorded_as_it_was(suite: Path, processes: int) -> None:
     assert got.value("tests/blocks/test_blocks.py", "passed") == 2
     assert got.value("tests/native/test_native.py", "passed") == 1
     assert got.value("tests/native/test_native.py", "failed") is None
-    assert (got.value("tests/native/test_native.py", "duration") or 0) >= 0.1
+    for metric in ("duration", "processors"):
+        assert (got.value("tests/native/test_native.py", metric) or 0) >= 0.1, metric
 
 
 PARTS = {

@@ -30,6 +30,8 @@ from jax_kvblock.sparse import (
     sparse_attention,
 )
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 BUDGET = {"sparsity_ratio": 0.6, **TILES}
 SELECTORS = {
     "random": Random(**BUDGET),
@@ -287,8 +289,9 @@ def test_a_selector_of_ones_own(qkv):
     assert listed(tiles, 8)[..., 3].all() and listed(tiles, 8)[..., 0].all()
 
 
+# On the host, where they are looked at.
 TWICE = AttentionTiles(
-    jnp.zeros((1, 1, 8, 2), jnp.int32), jnp.full((1, 1, 8), 2, jnp.int32), 16, 16
+    np.zeros((1, 1, 8, 2), np.int32), np.full((1, 1, 8), 2, np.int32), 16, 16
 )
 BAD = {
     "selector": (

@@ -16,6 +16,8 @@ from jax_kvblock.sparse import (
     evaluate_selector,
 )
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 DOCUMENTS = np.repeat([[0, 1, 2], [0, 1, 1]], [40, 50, 38], axis=1).astype(np.int32)
 MASKS = {
     "full": {},

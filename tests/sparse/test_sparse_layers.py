@@ -25,6 +25,8 @@ from jax_kvblock.sparse import (
     train_gate,
 )
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 WIDTH, HEADS, LENGTH = 32, 4, 160
 TILES = {"block_q": 16, "block_kv": 16}
 KINDS = {

@@ -17,6 +17,8 @@ from jax_kvblock.sparse import (
     summarize_pages,
 )
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 PAGES, SIZE, KV_HEADS, HEADS, DIM, WIDTH = 40, 8, 2, 4, 16, 12
 
 

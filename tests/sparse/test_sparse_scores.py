@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from attention_model import jit
+from attention_model import AS_USERS_DO, jit
 from messages import check
 from sparse_cases import draw, in_tiles, pairs, probabilities
 
@@ -30,6 +30,8 @@ from jax_kvblock.sparse.antidiagonal import antidiagonal_mass
 from jax_kvblock.sparse.arguments import grid_of
 from jax_kvblock.sparse.gate import DISTANCES, distance_class, gate_logits, pooled
 from jax_kvblock.sparse.grid import Grid
+
+pytestmark = pytest.mark.usefixtures("exact_products")
 
 TILES = {"block_q": 16, "block_kv": 32}
 Q_LEN, KV_LEN = 90, 150  # 6 x 5 tiles, the last ones cut
@@ -151,7 +153,7 @@ def test_memory_of_the_scores_is_bounded():
     """Of 8 heads over 8192 positions: not the 268 MB of all scores by strides."""
     selector = AntidiagonalThreshold(stride=8)
     q, k = (jax.ShapeDtypeStruct((1, 8192, n, 64), jnp.float32) for n in (8, 2))
-    compiled = jax.jit(selector.select).lower(q, k).compile()
+    compiled = jax.jit(selector.select).lower(q, k).compile(AS_USERS_DO)
     inputs = 8192 * 10 * 64 * 4
     most = inputs + 3 * pieces.STEP_BYTES
     all_scores = 8 * 1024 * 1024 * 4
@@ -179,7 +181,8 @@ def test_the_map_of_tiles_is_attention_s(qkv, name, pool):
 def test_the_map_takes_no_memory_of_t_by_s():
     q, k = (jax.ShapeDtypeStruct((1, 4096, n, 32), jnp.float32) for n in (4, 2))
     run = functools.partial(tile_mass, causal=True)
-    spent = jax.jit(run).lower(q, k).compile().memory_analysis().temp_size_in_bytes
+    compiled = jax.jit(run).lower(q, k).compile(AS_USERS_DO)
+    spent = compiled.memory_analysis().temp_size_in_bytes
     assert spent < 4096 * 4096 * 4 / 2  # half of one head's scores
 
 

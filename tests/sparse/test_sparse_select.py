@@ -15,6 +15,8 @@ from jax_kvblock.sparse import select_tiles
 from jax_kvblock.sparse.grid import Grid, running_count
 from jax_kvblock.sparse.select import lists_of, map_of, sorted_bits
 
+pytestmark = pytest.mark.usefixtures("exact_products")
+
 BATCH, HEADS, T, S = 2, 3, 96, 160  # 6 x 10 tiles
 ROWS, COLS = T // BLOCK, S // BLOCK
 SIZES = {"q_len": T, "kv_len": S, **TILES}

@@ -63,17 +63,19 @@ def as_cuda(emulated: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     jax.clear_caches()
 
 
-@pytest.fixture(params=["plain", "kernel"])
+PLAIN = pytest.param("plain", marks=pytest.mark.host)
+KERNEL = pytest.param("kernel", marks=pytest.mark.cpu)
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=[PLAIN, KERNEL])
 def by_cpus(request: pytest.FixtureRequest) -> str:
     """The test twice: in plain JAX, and by the kernel on the emulator."""
     request.getfixturevalue("as_cuda" if request.param == "kernel" else "four_cpus")
     return request.param
 
 
-GPU = pytest.param("gpu", marks=pytest.mark.gpu)
-
-
-@pytest.fixture(params=["plain", "kernel", GPU])
+@pytest.fixture(params=[PLAIN, KERNEL, GPU])
 def by(request: pytest.FixtureRequest) -> str:
     """The same, and a third time where there is a GPU, by the kernel as it is."""
     if request.param != "gpu":

@@ -65,7 +65,7 @@ def built(kernels: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def attention_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The generic kernels, and Hopper's of paged attention."""
     return built("attention", tmp_path_factory)
 
@@ -89,9 +89,11 @@ def latent_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def paged_as_cuda(library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def paged_as_cuda(
+    attention_library: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Calls that are lowered from now on take the kernels, on CPUs too."""
-    yield from _as_cuda(library, monkeypatch)
+    yield from _as_cuda(attention_library, monkeypatch)
 
 
 @pytest.fixture

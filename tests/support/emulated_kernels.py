@@ -206,7 +206,11 @@ def on_cpu() -> Iterator[None]:
 
 
 @pytest.fixture(
-    params=["fallback", "emulator", pytest.param("gpu", marks=pytest.mark.gpu)]
+    params=[
+        pytest.param("fallback", marks=pytest.mark.host),
+        pytest.param("emulator", marks=pytest.mark.cpu),
+        pytest.param("gpu", marks=pytest.mark.gpu),
+    ]
 )
 def everywhere(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test by fallbacks, by the driver that stands in, and by a GPU's."""

@@ -187,7 +187,7 @@ def pool_of(
 
 WHO = [
     "xla",
-    pytest.param("emulator", marks=pytest.mark.wide),
+    pytest.param("emulator", marks=[pytest.mark.wide, pytest.mark.cpu]),
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 

@@ -3,10 +3,10 @@
     pytest --record benchmarks/results
 
 writes <folder>/<device>/tests-<date>.json: how many tests had which outcome, in all and
-by file, how long they took, why tests were skipped, and which commit and versions ran.
-A run that left tests out goes to part-of-tests-<date>.json and is not "whole". While it
-runs, <folder>/failed-so-far.txt has the names of tests that failed, and where: what is
-left of a run that is killed.
+by file, how long they took and how much of that of processors, why tests were skipped,
+and which commit and versions ran. A run that left tests out goes to
+part-of-tests-<date>.json and is not "whole". While it runs, <folder>/failed-so-far.txt
+has the names of tests that failed, and where: what is left of a run that is killed.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Recorder:
         self.config = config
         self.start = time.time()
         self.seconds: collections.Counter[str] = collections.Counter()
+        self.of_processors: collections.Counter[str] = collections.Counter()
         self.deselected = 0
         self.stopped = False
         self.session: pytest.Session | None = None
@@ -76,6 +77,8 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[file_of(report)] += report.duration
+        spent = getattr(report, "processor_seconds", 0.0)  # by the budgets' clock
+        self.of_processors[file_of(report)] += spent
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             self.so_far.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +104,8 @@ class Recorder:
                 if count := sum(file_of(report) == file for report in found):
                     rows.append(row(file, name, count, "tests"))
             rows.append(row(file, "duration", self.seconds[file], "s of one process"))
+            spent = self.of_processors[file]
+            rows.append(row(file, "processors", spent, "s of a processor"))
         # Other plugins, like the budgets, may have changed the status at the end.
         status = int(self.session.exitstatus if self.session else exitstatus)
         ended = status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
