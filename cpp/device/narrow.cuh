@@ -40,7 +40,8 @@ __device__ __forceinline__ uint16_t PairToE4m3(float x, float y) {
 }
 
 // Of two float32 how many units of 2^-24 they are, rounded to nearest even, x in the low 16 bits:
-// the bits of a float16 are just that, up to 2^-13. Negative numbers are 0, NaN is 0x7fff.
+// the bits of a float16 are just that, up to 2^-13. Of what is larger they are some number above
+// 2048. Negative numbers are 0, NaN is 0x7fff.
 __device__ __forceinline__ uint32_t NumbersOfUnits(float x, float y) {
 #if defined(__CUDA_ARCH__)
   uint32_t pair;
@@ -49,9 +50,22 @@ __device__ __forceinline__ uint32_t NumbersOfUnits(float x, float y) {
 #else
   const auto number = [](float x) {
     if (x != x) return 0x7fffu;
-    return static_cast<unsigned>(rintf((x > 0.0f ? x : 0.0f) * (1 << 24)));
+    const float units = x > 0.0f ? x * (1 << 24) : 0.0f;
+    return units > 2048.0f ? 0x7c00u : static_cast<unsigned>(rintf(units));
   };
   return number(x) | number(y) << 16;
+#endif
+}
+
+// The largest of three, of each half of their bits.
+__device__ __forceinline__ uint32_t LargestOfHalves(uint32_t x, uint32_t y, uint32_t z) {
+#if defined(__CUDA_ARCH__)
+  return __vimax3_u16x2(x, y, z);
+#else
+  const auto larger = [](uint32_t x, uint32_t y) { return x > y ? x : y; };
+  const auto low = [](uint32_t x) { return x & 0xffff; };
+  const auto high = [](uint32_t x) { return x & 0xffff0000; };
+  return larger(larger(low(x), low(y)), low(z)) | larger(larger(high(x), high(y)), high(z));
 #endif
 }
 

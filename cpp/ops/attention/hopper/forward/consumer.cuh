@@ -178,10 +178,9 @@ class Consumer {
     return Traits::kQueryStages == 1 ? NextItem() : next;
   }
 
-  // The same in 8 bits. P V of tile j - 1 comes first and is added to O while the tensor cores work
-  // on Q K(j); then P is free for the codes of tile j.
+  // The same in 8 bits. P V of tile j - 1 comes first, so that P is free for the codes of tile j.
+  // P V is summed over kSummedTiles tiles and then added to O, while the tensor cores work on Q K(j).
   __device__ __forceinline__ const Item* ComputeNarrow(const Item* item, Rows<Traits>& rows) {
-    float factor[2], max[2];
     BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
     WgmmaFence();
     IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
@@ -191,12 +190,11 @@ class Consumer {
     KeepAfter(rows.s());
     Finish(*item, flags, rows);
     LeaveScores(flags);
-    RowMaxima(rows, max);
-    MoveReferences<Traits>(rows.sums, max, exponent_, factor);
-    Codes(rows, exponent_.to_log2);
+    FollowingCodes(rows, exponent_, true);
 
     const Item* next = item;
     bool keys_there = false, values_there = false;  // of the next products
+    int summed = 0;                                 // tiles in the product
 #pragma unroll 1
     for (;;) {
       const bool ends = flags & Step::kLast;  // the pending product is its item's last
@@ -211,15 +209,18 @@ class Consumer {
       if (Traits::kTiles.turns) WaitTurn();
       Pin(rows);
       WgmmaFence();
-      IssueValues<Traits>(rows, ValuesOperand(values), true);
+      IssueValues<Traits>(rows, ValuesOperand(values), summed == 0);
       WgmmaCommit();
       IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
       WgmmaCommit();
       if (Traits::kTiles.turns) PassTurn();
       WgmmaWait<1>();
       Pin(rows);
-      AddProduct(rows, factor);
       LeaveKeys(&shared_.v_empty[values.stage]);
+      if (++summed == kSummedTiles || ends) {
+        AddProduct(rows);
+        summed = 0;
+      }
       if (ends) {
         WriteItem(*item, rows.sums, rows);
         ClearOutput(rows);
@@ -229,22 +230,21 @@ class Consumer {
       WgmmaWait<0>();
       KeepAfter(rows.s());
       Finish(*item, flags, rows);
-      FollowMaxima(rows, exponent_, factor);
       LeaveScores(flags);
       // To ask takes as long as some codes; they hide it.
       keys_there = IsThere(shared_.k_full, keys_);
       values_there = IsThere(shared_.v_full, keys_.Before());
-      Codes(rows, exponent_.to_log2);
+      FollowingCodes(rows, exponent_, ends);
     }
     const Stage values = keys_.Before();
     AwaitValues(values);
     Pin(rows);
     WgmmaFence();
-    IssueValues<Traits>(rows, ValuesOperand(values), true);
+    IssueValues<Traits>(rows, ValuesOperand(values), summed == 0);
     WgmmaCommit();
     WgmmaWait<0>();
     Pin(rows);
-    AddProduct(rows, factor);
+    AddProduct(rows);
     LeaveKeys(&shared_.v_empty[values.stage]);
     WriteItem(*item, rows.sums, rows);
     return next;

@@ -19,10 +19,11 @@ namespace kvblock::hopper {
 
 // Scores become codes, as the A operand has them: a lane's four of 16 keys are those of columns 2 t,
 // 2 t + 1, 8 + 2 t and 9 + 2 t, where products of 8 bits look for 4 t to 4 t + 3: V's keys are in
-// that order (transpose_values.cuh). What is below 2^-7 vanishes; nothing is above 448, since
-// references lie so (kLifted). NaN stays NaN.
+// that order (transpose_values.cuh). What is below 2^-7 vanishes. True: one of this thread's would
+// be above 448, or is NaN, and its row needs another reference.
 template <typename Traits>
-__device__ __forceinline__ void Codes(Rows<Traits>& rows, float to_log2) {
+__device__ __forceinline__ bool Codes(Rows<Traits>& rows, float to_log2) {
+  constexpr uint32_t kNan = 0x7f;  // the code behind that of 448
   // 8 log2(1 + M / 8) - M is 0.46 in the mean.
   constexpr float kUnit = 1.0f / (1 << 24), kOffset = (8 * 7 - 0.46f) * kUnit;
   auto& s = rows.state.s[0];
@@ -32,6 +33,7 @@ __device__ __forceinline__ void Codes(Rows<Traits>& rows, float to_log2) {
   for (int half = 0; half < 2; ++half) {
     offset[half] = fmaf(rows.sums.reference[half], -8 * kUnit, kOffset);
   }
+  uint32_t largest[2] = {0, 0};
 #pragma unroll
   for (int n = 0; n < Traits::kKeys / 8; n += 2) {
 #pragma unroll
@@ -43,27 +45,41 @@ __device__ __forceinline__ void Codes(Rows<Traits>& rows, float to_log2) {
         pair[i] = NumbersOfUnits(fmaf(x[0], scale, offset[half]), fmaf(x[1], scale, offset[half]));
       }
       rows.p[n / 4][n % 4 + half] = __byte_perm(pair[0], pair[1], 0x6420);
+      largest[half] = LargestOfHalves(largest[half], pair[0], pair[1]);
     }
   }
+  const uint32_t both = LargestOfHalves(largest[0], largest[1], 0);
+  return both >= kNan << 16 || (both & 0xffff) >= kNan;
 }
 
-// O = factor O + P V, and the same of the sums of P. `factor` brings O to the references that P is
-// relative to.
+// The same with the references that a tile's scores ask for; codes are computed anew where there is
+// another one, which is rare, but for the first tile. What P V is added to follows.
+template <typename Traits, typename Exponent>
+__device__ __forceinline__ void FollowingCodes(Rows<Traits>& rows, const Exponent& exponent,
+                                               bool first) {
+  if (!first && !__any_sync(~0u, Codes(rows, exponent.to_log2))) return;
+  float max[2], factor[2];
+  RowMaxima(rows, max);
+  MoveReferences<Traits>(rows.sums, max, exponent, factor);
+  Rescale<Traits>(rows, factor);
+  Codes(rows, exponent.to_log2);
+}
+
+// Tiles of keys whose P V is one sum of the tensor cores, which keep fewer bits of it than float32
+// has: each product of 32 keys may lose 2^-13 of the sum, so 512 keys less than 0.2 %.
+#ifndef KVBLOCK_SUMMED
+#define KVBLOCK_SUMMED 4
+#endif
+constexpr int kSummedTiles = KVBLOCK_SUMMED;
+
+// O += P V, and the same of the sums of P.
 template <typename Traits>
-__device__ __forceinline__ void AddProduct(Rows<Traits>& rows, const float (&factor)[2]) {
-  auto& o = rows.state.o[0];
+__device__ __forceinline__ void AddProduct(Rows<Traits>& rows) {
+  constexpr int kColumns = Traits::kValueDim / 2;
 #pragma unroll
-  for (int n = 0; n < Traits::kValueDim / 8; ++n) {
+  for (int i = 0; i < kColumns; ++i) rows.o()[i] += rows.product[i];
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      o[n][e] = fmaf(o[n][e], factor[e / 2], rows.product[n * 4 + e]);
-    }
-  }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float sum = rows.product[Traits::kValueDim / 2 + half * 2];
-    rows.total[half] = fmaf(rows.total[half], factor[half], sum);
-  }
+  for (int half = 0; half < 2; ++half) rows.total[half] += rows.product[kColumns + half * 2];
 }
 
 }  // namespace kvblock::hopper

@@ -66,14 +66,14 @@ __device__ __forceinline__ void IssueScores(Rows<Traits>& rows, uint64_t q, uint
   }
 }
 
-// O += P V, or O = P V for an item's first tile; of 8 bits the product alone.
+// O += P V, or O = P V for an item's first tile; of 8 bits the same of the product.
 template <typename Traits>
 __device__ __forceinline__ void IssueValues(Rows<Traits>& rows, uint64_t v, bool first) {
   if constexpr (Traits::kNarrow) {
 #pragma unroll
     for (int step = 0; step < Traits::kProductSteps; ++step) {
       Wgmma<Traits::kValueRows>::template Registers<E4m3>(rows.product, rows.p[step],
-                                                          Advance(v, step * 32), step > 0);
+                                                          Advance(v, step * 32), step > 0 || !first);
     }
   } else {
 #pragma unroll
@@ -95,26 +95,16 @@ struct Scaled {
   __device__ __forceinline__ bool Exceeds(int score, float limit) const {
     return score > __float_as_int(limit * Reciprocal(to_log2));
   }
-  // The same, or one of all three is NaN.
-  __device__ __forceinline__ bool ExceedsOrNan(int score, float limit) const {
-    return !(__int_as_float(score) * to_log2 <= limit);
-  }
 };
 
 // A tile's scores may be larger than their row's reference by this many powers of 2.
 constexpr float kOutgrown = 8.0f;
 // With 8 bits the largest probabilities come near the largest number there is, 448, so that small
-// ones do not vanish: a new reference lies kLifted below the maximum, which may grow by 0.8 until
-// the next, as 2^8.8 < 448. What float32 rounds of large exponents counts as growth, and beyond
-// kLargeExponent, where it may be much, references are not lifted.
-constexpr float kLifted = 8.0f, kLiftedOutgrown = 8.8f, kLargeExponent = 1 << 20;
-
-// What exponents may be under a reference.
+// ones do not vanish: a new reference lies kLifted below the maximum, which may grow by 0.7 until
+// the next, as 2^8.7 < 448. It is not lifted where float32 rounds exponents by much.
+constexpr float kLifted = 8.0f, kLiftedOutgrown = 8.7f, kLargeExponent = 1 << 20;
 template <typename Traits>
-__device__ __forceinline__ float LimitOf(float reference) {
-  if constexpr (!Traits::kNarrow) return reference + kOutgrown;
-  return fmaf(fabsf(reference), -1 / kLargeExponent, reference + kLiftedOutgrown);
-}
+constexpr float kOutgrownOf = Traits::kNarrow ? kLiftedOutgrown : kOutgrown;
 
 // Of a thread's two rows the largest score, or 0, as bits.
 template <typename Traits>
@@ -195,7 +185,7 @@ __device__ __forceinline__ void MoveReferences(RowSums& sums, const float (&max)
     float& reference = sums.reference[half];
     const float tile = exponent(max[half]), before = reference;
     // Of 8 bits a NaN becomes the reference.
-    const float limit = LimitOf<Traits>(before);
+    const float limit = before + kOutgrownOf<Traits>;
     const bool outgrown = Traits::kNarrow ? !(tile <= limit) : tile > limit;
     const bool lifted = Traits::kNarrow && fabsf(tile) < kLargeExponent;
     const float now = lifted ? tile - kLifted : tile;
@@ -250,12 +240,8 @@ __device__ __forceinline__ bool FollowMaxima(Rows<Traits>& rows, const Exponent&
   bool outgrown = false;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float limit = LimitOf<Traits>(rows.sums.reference[half]);
-    if constexpr (Traits::kNarrow) {
-      outgrown |= exponent.ExceedsOrNan(largest[half], limit);
-    } else {
-      outgrown |= exponent.Exceeds(largest[half], limit);
-    }
+    const float limit = rows.sums.reference[half] + kOutgrownOf<Traits>;
+    outgrown |= exponent.Exceeds(largest[half], limit);
     factor[half] = 1.0f;
   }
   if (!__any_sync(~0u, outgrown)) return false;
@@ -309,6 +295,12 @@ __device__ __forceinline__ void Rescale(Rows<Traits>& rows, const float (&factor
   for (int n = 0; n < Traits::kValueDim / 8; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) rows.state.o[0][n][e] *= factor[e / 2];
+  }
+  if constexpr (Traits::kNarrow) {
+#pragma unroll
+    for (int i = 0; i < Traits::kValueRows / 2; ++i) rows.product[i] *= factor[i / 2 % 2];
+    rows.total[0] *= factor[0];
+    rows.total[1] *= factor[1];
   }
 }
 
