@@ -28,9 +28,7 @@ int64_t Times(std::initializer_list<int64_t> numbers) {
 }
 
 std::string CheckSizes(const kvblock_quantize& call, const kvblock_quantize_array& a) {
-  if (a.rows < 0 || a.rows > INT32_MAX - KVBLOCK_QUANTIZE_ROWS) {
-    return Got("rows must be 0 to 2^31 - 129", a.rows);
-  }
+  if (a.rows < 0 || a.rows > 1 << 30) return Got("rows must be 0 to 2^30", a.rows);
   if (a.heads < 1) return Got("heads must be positive", a.heads);
   if (a.dim < 16 || a.dim > KVBLOCK_QUANTIZE_MAX_DIM || a.dim % 16 != 0) {
     return Got("dim must be a multiple of 16 up to 128", a.dim);
@@ -39,7 +37,7 @@ std::string CheckSizes(const kvblock_quantize& call, const kvblock_quantize_arra
     return Got("shared must be KVBLOCK_QUANTIZE_BLOCK, HEAD or TENSOR", a.shared);
   }
   if (a.turns != 0 && a.turns != 1) return Got("turns must be 0 or 1", a.turns);
-  const int64_t ctas = Times({call.batch, a.heads, QuantizeBlocks(a)});
+  const int64_t ctas = Times({call.batch, a.heads, QuantizeBlockCount(a)});
   if (ctas < 0 || ctas > INT32_MAX) {
     return "there must be fewer than 2^31 blocks of " + std::to_string(KVBLOCK_QUANTIZE_ROWS) +
            " rows";
@@ -62,6 +60,10 @@ std::string CheckStrides(const kvblock_quantize& call, const kvblock_quantize_ar
       {"out_row_stride", a.out_row_stride, 8, a.rows},
       {"out_head_stride", a.out_head_stride, 8, a.heads},
   };
+  if (a.row_stride > UINT32_MAX) return Got("row_stride must be below 2^32", a.row_stride);
+  if (a.out_row_stride > UINT32_MAX) {
+    return Got("out_row_stride must be below 2^32", a.out_row_stride);
+  }
   int64_t reach[2] = {0, 0};
   for (const auto& axis : axes) {
     int64_t far;
@@ -110,7 +112,7 @@ std::string CheckNumbers(const kvblock_quantize& call) {
     std::string error = CheckSizes(call, a);
     if (error.empty()) error = CheckStrides(call, a);
     if (!error.empty()) return "array " + std::to_string(i) + ": " + error;
-    ctas += call.batch * a.heads * QuantizeBlocks(a);
+    ctas += call.batch * a.heads * QuantizeBlockCount(a);
   }
   if (ctas > INT32_MAX) return Got("all arrays must have fewer than 2^31 blocks of rows", ctas);
   return "";
@@ -120,7 +122,7 @@ int64_t WorkspaceOf(const kvblock_quantize& call) {
   int64_t numbers = 0;
   for (int i = 0; i < call.num_arrays; ++i) {
     const kvblock_quantize_array& a = call.arrays[i];
-    numbers += QuantizeSums(call, a) * (a.turns ? 2 : 1) + QuantizeLargest(call, a);
+    numbers += QuantizeSumCount(call, a) * (a.turns ? 2 : 1) + QuantizeLargestCount(call, a);
   }
   return numbers * int64_t{sizeof(float)};
 }

@@ -13,25 +13,25 @@ namespace kvblock {
 // that the launch in front fills a GPU.
 constexpr int64_t kMostQuantizeParts = 32;
 
-inline int64_t QuantizeBlocks(const kvblock_quantize_array& a) {
+inline int64_t QuantizeBlockCount(const kvblock_quantize_array& a) {
   const int64_t blocks = (a.rows + KVBLOCK_QUANTIZE_ROWS - 1) / KVBLOCK_QUANTIZE_ROWS;
   return blocks > 0 ? blocks : 1;
 }
-inline int64_t BlocksOfQuantizePart(const kvblock_quantize_array& a) {
-  return (QuantizeBlocks(a) + kMostQuantizeParts - 1) / kMostQuantizeParts;
+inline int64_t QuantizePartBlocks(const kvblock_quantize_array& a) {
+  return (QuantizeBlockCount(a) + kMostQuantizeParts - 1) / kMostQuantizeParts;
 }
-inline int64_t QuantizeParts(const kvblock_quantize_array& a) {
-  const int64_t each = BlocksOfQuantizePart(a);
-  return (QuantizeBlocks(a) + each - 1) / each;
+inline int64_t QuantizePartCount(const kvblock_quantize_array& a) {
+  const int64_t each = QuantizePartBlocks(a);
+  return (QuantizeBlockCount(a) + each - 1) / each;
 }
 
 // float32 numbers: the sums of each part, [batch, heads, parts, dim], and, of an array that turns,
 // these turned; the largest size of each part, [batch, heads, parts].
-inline int64_t QuantizeSums(const kvblock_quantize& call, const kvblock_quantize_array& a) {
-  return a.mean == nullptr ? 0 : call.batch * a.heads * QuantizeParts(a) * a.dim;
+inline int64_t QuantizeSumCount(const kvblock_quantize& call, const kvblock_quantize_array& a) {
+  return a.mean == nullptr ? 0 : call.batch * a.heads * QuantizePartCount(a) * a.dim;
 }
-inline int64_t QuantizeLargest(const kvblock_quantize& call, const kvblock_quantize_array& a) {
-  return a.shared == KVBLOCK_QUANTIZE_BLOCK ? 0 : call.batch * a.heads * QuantizeParts(a);
+inline int64_t QuantizeLargestCount(const kvblock_quantize& call, const kvblock_quantize_array& a) {
+  return a.shared == KVBLOCK_QUANTIZE_BLOCK ? 0 : call.batch * a.heads * QuantizePartCount(a);
 }
 
 }  // namespace kvblock

@@ -52,21 +52,21 @@ void FillIn(const kvblock_quantize& call, const kvblock_quantize_array& from, fl
   to->scales = from.scales;
   to->mean = from.mean;
   to->lens = from.lens;
-  to->sums = take(QuantizeSums(call, from));
-  to->turned = from.turns ? take(QuantizeSums(call, from)) : nullptr;
-  to->largest = take(QuantizeLargest(call, from));
+  to->sums = take(QuantizeSumCount(call, from));
+  to->turned = from.turns ? take(QuantizeSumCount(call, from)) : nullptr;
+  to->largest = take(QuantizeLargestCount(call, from));
   to->batch_stride = from.batch_stride;
-  to->row_stride = from.row_stride;
+  to->row_stride = static_cast<uint32_t>(from.row_stride);
   to->head_stride = from.head_stride;
   to->out_batch_stride = from.out_batch_stride;
-  to->out_row_stride = from.out_row_stride;
+  to->out_row_stride = static_cast<uint32_t>(from.out_row_stride);
   to->out_head_stride = from.out_head_stride;
   to->rows = static_cast<int32_t>(from.rows);
   to->heads = from.heads;
   to->dim = from.dim;
-  to->blocks = static_cast<int32_t>(QuantizeBlocks(from));
-  to->parts = static_cast<int32_t>(QuantizeParts(from));
-  to->part_blocks = static_cast<int32_t>(BlocksOfQuantizePart(from));
+  to->blocks = static_cast<int32_t>(QuantizeBlockCount(from));
+  to->parts = static_cast<int32_t>(QuantizePartCount(from));
+  to->part_blocks = static_cast<int32_t>(QuantizePartBlocks(from));
   to->shared = from.shared;
   to->turns = from.turns != 0;
 }
@@ -77,9 +77,13 @@ struct QuantizeLaunch {
   int arrays = 0, ctas = 0;
 
   void Add(const kvblock_quantize& call, const QuantizeArray& a, bool parts) {
-    ctas += static_cast<int>(call.batch) * a.heads * (parts ? a.parts : a.blocks);
-    p.arrays[arrays] = a;
-    p.arrays[arrays++].end = ctas;
+    const int pieces = parts ? a.parts : a.blocks;
+    ctas += static_cast<int>(call.batch) * a.heads * pieces;
+    QuantizeArray& added = p.arrays[arrays++];
+    added = a;
+    added.end = ctas;
+    added.of_heads = FastDiv(static_cast<uint32_t>(a.heads));
+    added.of_pieces = FastDiv(static_cast<uint32_t>(pieces));
   }
   const char* Run(void (*kernel)(QuantizeParams), cudaStream_t stream) const {
     if (ctas == 0) return nullptr;

@@ -25,6 +25,7 @@
 
 #include <cstdint>
 
+#include "device/fast_div.cuh"
 #include "device/mma.cuh"
 #include "device/narrow.cuh"
 #include "device/special.cuh"
@@ -42,13 +43,15 @@ struct QuantizeArray {
   const int32_t* lens;
   float *sums, *turned;  // of each part, as it is and turned; the workspace's
   float* largest;        // of each part
-  int64_t batch_stride, row_stride, head_stride;
-  int64_t out_batch_stride, out_row_stride, out_head_stride;
+  int64_t batch_stride, head_stride, out_batch_stride, out_head_stride;
+  uint32_t row_stride, out_row_stride;
   int32_t rows, heads, dim;
   int32_t blocks, parts, part_blocks;
   int32_t shared;
-  int32_t end;  // its CTAs end here, and begin where those of the array before end
   bool turns;
+  // Its CTAs, in this launch: they end here, and begin where those of the array before end.
+  int32_t end;
+  FastDiv of_heads, of_pieces;
 };
 
 struct QuantizeParams {
@@ -61,17 +64,16 @@ struct QuantizePlace {
   int64_t pair;  // the number of batch and head
 };
 
-__device__ __forceinline__ QuantizePlace PlaceOf(const QuantizeParams& p, int number, bool parts) {
+__device__ __forceinline__ QuantizePlace PlaceOf(const QuantizeParams& p, int number) {
   QuantizePlace at{};
   int begin = 0;
   while (number >= p.arrays[at.array].end) begin = p.arrays[at.array++].end;
   const QuantizeArray& a = p.arrays[at.array];
   // Heads run fastest: those of a row lie side by side.
-  const unsigned from = static_cast<unsigned>(number - begin), heads = a.heads;
-  const unsigned pieces = parts ? a.parts : a.blocks, rest = from / heads;
-  at.head = static_cast<int>(from % heads);
-  at.piece = static_cast<int>(rest % pieces);
-  at.batch = static_cast<int>(rest / pieces);
+  const uint32_t from = static_cast<uint32_t>(number - begin), rest = a.of_heads(from);
+  at.head = static_cast<int>(from - rest * a.of_heads.d);
+  at.batch = static_cast<int>(a.of_pieces(rest));
+  at.piece = static_cast<int>(rest - at.batch * a.of_pieces.d);
   at.pair = int64_t{at.batch} * a.heads + at.head;
   return at;
 }
@@ -81,9 +83,25 @@ __device__ __forceinline__ int RowsThatCount(const QuantizeArray& a, int batch) 
   return a.lens == nullptr ? a.rows : max(0, min(a.rows, a.lens[batch]));
 }
 
-// The digits that make M: whether a column's sign is minus.
-__device__ __forceinline__ uint32_t QuantizeSigns(int word) {
-  return word == 0 ? 0x243f6a88u : word == 1 ? 0x85a308d3u : word == 2 ? 0x13198a2eu : 0x03707344u;
+// The signs that M begins with, 32 columns to a word: digits of pi.
+constexpr uint32_t kQuantizeSigns[] = {0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344};
+
+// The same as they are in pairs of numbers of 16 bits: a column's sign is that of its number.
+struct QuantizeSignPairs {
+  alignas(16) uint32_t pairs[KVBLOCK_QUANTIZE_MAX_DIM / 2];
+
+  constexpr QuantizeSignPairs() : pairs() {
+    for (int i = 0; i < KVBLOCK_QUANTIZE_MAX_DIM / 2; ++i) {
+      const uint32_t two = kQuantizeSigns[i / 16] >> i % 16 * 2;
+      pairs[i] = (two & 1) << 15 | (two & 2) << 30;
+    }
+  }
+};
+static __device__ const QuantizeSignPairs kSignPairs{};
+
+// That of a column: 1 for minus.
+__device__ __forceinline__ uint32_t QuantizeSign(int column) {
+  return kSignPairs.pairs[column / 2] >> (15 + 16 * (column % 2)) & 1;
 }
 
 // cas(2 pi k / r) / sqrt(r), for k from 0 to r - 1.
@@ -122,7 +140,7 @@ __device__ __forceinline__ float TurnOverThreads(float x, int dim,
                                                  float (*shown)[KVBLOCK_QUANTIZE_MAX_DIM]) {
   const int column = static_cast<int>(threadIdx.x), p = dim & -dim, r = dim / p;
   const bool there = column < dim;
-  if (there && (QuantizeSigns(column / 32) >> column % 32 & 1) != 0) x = -x;
+  if (there && QuantizeSign(column) != 0) x = -x;
   int place = 0;  // two in turns, so that one meeting is enough
   for (int bit = 1; bit < p; bit *= 2, place ^= 1) {
     if (there) shown[place][column] = x;
@@ -148,7 +166,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
   constexpr int kWide = 8, kAhead = 8;  // loads of a thread that are under way together
   __shared__ float gathered[kQuantizeThreads * kWide];
   __shared__ float shown[2][KVBLOCK_QUANTIZE_MAX_DIM];
-  const QuantizePlace at = PlaceOf(p, static_cast<int>(blockIdx.x), true);
+  const QuantizePlace at = PlaceOf(p, static_cast<int>(blockIdx.x));
   const QuantizeArray& a = p.arrays[at.array];
   const int thread = static_cast<int>(threadIdx.x);
   const int units = a.dim / kWide, together = kQuantizeThreads / units;
@@ -166,7 +184,10 @@ __global__ void __launch_bounds__(kQuantizeThreads)
     for (int i = 0; i < kAhead; ++i) {
       const int here = row + i * together;
       x[i] = uint4{0, 0, 0, 0};
-      if (here < end) x[i] = __ldg(reinterpret_cast<const uint4*>(from + here * a.row_stride));
+      if (here < end) {
+        const uint64_t at_row = uint64_t{static_cast<uint32_t>(here)} * a.row_stride;
+        x[i] = __ldg(reinterpret_cast<const uint4*>(from + at_row));
+      }
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
@@ -227,15 +248,13 @@ struct QuantizeTile {
   using Words = uint32_t[2][kGroups][kWords];
   using Numbers = float[2][kGroups][kWide];
 
-  // Rows from `count` on are zeros.
-  __device__ static __forceinline__ void Load(const char* from, int64_t row_stride, int count,
+  // From the lane's first run on. Rows from `count` on, counted from its first, are zeros.
+  __device__ static __forceinline__ void Load(const char* from, uint32_t row_stride, int count,
                                               Words& x) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = lane / 4 + 8 * r;
-      const char* const runs = from + row * row_stride + lane % 4 * (kWide * 2);
-      const bool there = row < count;
+      const char* const runs = from + uint64_t{row_stride} * (8 * r);
+      const bool there = 8 * r < count;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         const char* const run = runs + g * (kWide * 8);
@@ -273,26 +292,32 @@ struct QuantizeTile {
 
   // x M sqrt(kPower).
   __device__ static __forceinline__ void Turn(const Words& x, Numbers& y) {
-    const int lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4, column = lane / 4;
+    const uint32_t t = threadIdx.x % 4, column = threadIdx.x % 32 / 4;
     // What a lane has of the tensor cores' other operand: of rows (t, h, l), of column (column / 2,
     // p, column % 2), 1 with the sign s (-1)^(t . (column / 2) + h p + l (column % 2)).
     const uint32_t one = Pack<T>(1.0f, 1.0f), minus = 0x80008000u;
-    const int both = t & column / 2;
+    const uint32_t both = t & column / 2;
     uint32_t ones = one;
     if (((both ^ both >> 1) & 1) != 0) ones ^= minus;
     if ((column & 1) != 0) ones ^= 0x80000000u;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const int begin = 4 * kWide * g;  // of the group's columns, of which 32 or 16 are in a word
-      const uint32_t signs = QuantizeSigns(begin / 32) >> (begin % 32 + kWide * t);
+      uint32_t signs[kWords];
+      const uint32_t* const pairs = kSignPairs.pairs + (4 * g + t) * kWords;
+      if constexpr (kWide == 8) {
+        const uint4 loaded = *reinterpret_cast<const uint4*>(pairs);
+        signs[0] = loaded.x;
+        signs[1] = loaded.y;
+        signs[2] = loaded.z;
+        signs[3] = loaded.w;
+      } else {
+        const uint2 loaded = *reinterpret_cast<const uint2*>(pairs);
+        signs[0] = loaded.x;
+        signs[1] = loaded.y;
+      }
 #pragma unroll
       for (int u = 0; u < kWide / 4; ++u) {
-        uint32_t b[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const uint32_t two = signs >> (4 * u + 2 * h);
-          b[h] = ones ^ ((two & 1) << 15 | (two & 2) << 30);
-        }
+        const uint32_t b[2] = {ones ^ signs[2 * u], ones ^ signs[2 * u + 1]};
         const uint32_t rows[4] = {x[0][g][2 * u], x[1][g][2 * u], x[0][g][2 * u + 1],
                                   x[1][g][2 * u + 1]};
 #pragma unroll
@@ -347,12 +372,11 @@ struct QuantizeTile {
     a = sum;
   }
 
-  // The mean, of all columns in shared memory; rows from `count` on stay zeros.
+  // The mean, of all columns in shared memory; rows from `count` on, as above, stay zeros.
   __device__ static __forceinline__ void Centre(const float* mean, int count, Numbers& y) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const float* const of = mean + g * (4 * kWide) + lane % 4 * kWide;
+      const float* const of = mean + g * (4 * kWide) + threadIdx.x % 4 * kWide;
 #pragma unroll
       for (int i = 0; i < kWide; ++i) {
         const float centre = of[i];
@@ -360,10 +384,9 @@ struct QuantizeTile {
         for (int r = 0; r < 2; ++r) y[r][g][i] -= centre;
       }
     }
-    if (count >= 16) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (lane / 4 + 8 * r < count) continue;
+      if (8 * r < count) continue;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
 #pragma unroll
@@ -387,16 +410,14 @@ struct QuantizeTile {
     return MaxOrNan(MaxOrNan(largest[0], largest[1]), MaxOrNan(largest[2], largest[3]));
   }
 
-  // The codes of the first `count` rows, `code` making two of two numbers.
+  // The codes of the first `count` rows, as above; `code` makes two of two numbers.
   template <typename Code>
-  __device__ static __forceinline__ void Store(char* to, int64_t row_stride, int count,
+  __device__ static __forceinline__ void Store(char* to, uint32_t row_stride, int count,
                                                const Numbers& y, Code code) {
-    const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = lane / 4 + 8 * r;
-      char* const runs = to + row * row_stride + lane % 4 * kWide;
-      const bool there = row < count;
+      char* const runs = to + uint64_t{row_stride} * (8 * r);
+      const bool there = 8 * r < count;
 #pragma unroll
       for (int g = 0; g < kGroups; ++g) {
         unsigned words[kWide / 4];
@@ -467,57 +488,72 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
   __shared__ float mean[KVBLOCK_QUANTIZE_MAX_DIM];
   __shared__ float of_warps[kQuantizeWarps];
   const int number = static_cast<int>(kWrites ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-  const QuantizePlace at = PlaceOf(p, number, !kWrites);
+  const QuantizePlace at = PlaceOf(p, number);
   const QuantizeArray& a = p.arrays[at.array];
-  const int counting = RowsThatCount(a, at.batch), warp = static_cast<int>(threadIdx.x) / 32;
-  int block = kWrites ? at.piece : at.piece * a.part_blocks;
-  const int end = kWrites ? block + 1 : min(block + a.part_blocks, a.blocks);
-  float largest = 0.0f;
+  const int counting = RowsThatCount(a, at.batch);
+  // The lane's first run of its tile.
+  const uint32_t lane_row = threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  const char* const head = a.x + at.batch * a.batch_stride + at.head * a.head_stride;
 
   typename Tile::Words x;
   typename Tile::Numbers y;
-  for (bool first = true; block < end; ++block, first = false) {
-    const int row = block * KVBLOCK_QUANTIZE_ROWS + warp * 16;
-    const char* const from =
-        a.x + at.batch * a.batch_stride + row * a.row_stride + at.head * a.head_stride;
-    Tile::Load(from, a.row_stride, counting - row, x);
-    if (first && a.mean != nullptr) {
-      if (threadIdx.x < kDim) {
-        mean[threadIdx.x] = MeanOfParts(a, a.turns ? a.turned : a.sums, at.pair, counting);
-        if (kWrites && block == 0) {
-          a.mean[at.pair * kDim + threadIdx.x] = MeanOfParts(a, a.sums, at.pair, counting);
-        }
-      }
-      __syncthreads();
-    }
+  const auto row_of = [&](int block) {
+    return static_cast<uint32_t>(block) * KVBLOCK_QUANTIZE_ROWS + lane_row;
+  };
+  const auto load = [&](int block) {
+    const uint32_t row = row_of(block);
+    const char* const from = head + uint64_t{row} * a.row_stride + t * (Tile::kWide * 2);
+    Tile::Load(from, a.row_stride, counting - static_cast<int>(row), x);
+  };
+  const auto compute = [&](int block) {
     if (a.turns) {
       Tile::Turn(x, y);
     } else {
       Tile::Widen(x, y);
     }
-    if (a.mean != nullptr) Tile::Centre(mean, counting - row, y);
-    if (!kWrites || a.shared == KVBLOCK_QUANTIZE_BLOCK) {
-      largest = MaxOrNan(largest, Tile::Largest(y));
-    }
-  }
+    if (a.mean != nullptr) Tile::Centre(mean, counting - static_cast<int>(row_of(block)), y);
+  };
 
+  int block = kWrites ? at.piece : at.piece * a.part_blocks;
+  load(block);
+  if (a.mean != nullptr) {
+    if (threadIdx.x < kDim) {
+      mean[threadIdx.x] = MeanOfParts(a, a.turns ? a.turned : a.sums, at.pair, counting);
+      if (kWrites && block == 0) {
+        a.mean[at.pair * kDim + threadIdx.x] = MeanOfParts(a, a.sums, at.pair, counting);
+      }
+    }
+    __syncthreads();
+  }
   const float factor = a.turns ? Tile::kFactor : 1.0f;
+
   if constexpr (!kWrites) {
+    const int end = min(block + a.part_blocks, a.blocks);
+    float largest = 0.0f;
+    while (true) {
+      compute(block);
+      largest = MaxOrNan(largest, Tile::Largest(y));
+      if (++block == end) break;
+      load(block);
+    }
     largest = MaxOfCta(largest, of_warps) * factor;
     if (threadIdx.x == 0) a.largest[at.pair * a.parts + at.piece] = largest;
   } else {
+    compute(block);
     const bool of_block = a.shared == KVBLOCK_QUANTIZE_BLOCK;
-    largest = of_block ? MaxOfCta(largest, of_warps) * factor : LargestOfParts(a, at);
+    const float largest =
+        of_block ? MaxOfCta(Tile::Largest(y), of_warps) * factor : LargestOfParts(a, at);
     const float scale = ScaleOf(largest);
-    if (threadIdx.x == 0 && (of_block || at.piece == 0)) {
-      a.scales[of_block ? at.pair * a.blocks + at.piece : at.pair] = scale;
+    if (threadIdx.x == 0 && (of_block || block == 0)) {
+      a.scales[of_block ? at.pair * a.blocks + block : at.pair] = scale;
     }
-    const int row = at.piece * KVBLOCK_QUANTIZE_ROWS + warp * 16;
-    char* const to = a.out + at.batch * a.out_batch_stride + row * a.out_row_stride +
-                     at.head * a.out_head_stride;
+    const uint32_t row = row_of(block);
+    const int count = a.rows - static_cast<int>(row);
+    char* const to = a.out + at.batch * a.out_batch_stride + at.head * a.out_head_stride +
+                     uint64_t{row} * a.out_row_stride + t * Tile::kWide;
     if (a.turns) {
       const float times = factor / scale;
-      Tile::Store(to, a.out_row_stride, a.rows - row, y,
+      Tile::Store(to, a.out_row_stride, count, y,
                   [=](float one, float two) { return PairToE4m3(one * times, two * times); });
     } else {
       // Below, what is missing of x might be less than the smallest number.
@@ -533,7 +569,7 @@ __global__ void __launch_bounds__(kQuantizeThreads, 2)
         }
       }
       const QuantizeDivision divide(small ? scale * 0x1p64f : scale);
-      Tile::Store(to, a.out_row_stride, a.rows - row, y,
+      Tile::Store(to, a.out_row_stride, count, y,
                   [=](float one, float two) { return PairToE4m3(divide(one), divide(two)); });
     }
   }
