@@ -65,3 +65,24 @@ def quantize_as_cuda(
     with jax.default_device(jax.devices("cpu")[0]):
         yield
     jax.clear_caches()
+
+
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["plain", "kernel"])
+def quantized_by_cpus(request: pytest.FixtureRequest) -> str:
+    """The test twice: in plain JAX, and by the kernels on the emulator."""
+    fixture = "quantize_as_cuda" if request.param == "kernel" else "four_cpus"
+    request.getfixturevalue(fixture)
+    return request.param
+
+
+@pytest.fixture(params=["plain", "kernel", GPU])
+def quantized_by(request: pytest.FixtureRequest) -> str:
+    """The same, and a third time where there is a GPU, by the kernels as they are."""
+    if request.param == "kernel":
+        request.getfixturevalue("quantize_as_cuda")
+    elif request.param == "plain":
+        request.getfixturevalue("four_cpus")
+    return request.param
