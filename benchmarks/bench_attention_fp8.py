@@ -4,6 +4,9 @@
 `fp8_attention` of bfloat16 arrays. TFLOP/s as papers count. They take turns on a hot
 chip, as in bench_attention.py, in an order drawn anew each time.
 
+"quantization" is `quantize_qkv` alone, by the kernels and by XLA, in bytes of each
+array read once and written once; "copy" is a copy of the three arrays as they are.
+
 Errors are those of a call of 1024 positions, beside float64: the norm of what out is
 off by, in parts of out's; "naive" is one scale for each array, and nothing else done to
 it. "normal" arrays are normally distributed. "means" adds to each head's keys a mean of
@@ -28,6 +31,8 @@ from jax_kvblock import flash_attention
 from jax_kvblock.fp8 import FP8AttentionConfig, fp8_attention, quantize_qkv
 
 BF16, NAIVE = f"{OURS}, bfloat16", "naive"
+QUANTIZATION, COPY = f"{OURS}, quantization", "copy"
+QUANTIZATION_BY_XLA = "xla, quantization"
 CASES = (
     cases.AttentionCase(1, 32, 8, 16384, 128, causal=False, dtype="float8_e4m3fn"),
     cases.AttentionCase(1, 32, 8, 16384, 128, dtype="float8_e4m3fn"),
@@ -100,7 +105,12 @@ def _compare(case: Any, results: Results, quick: bool) -> None:
             lambda q, k, v: fp8_attention(q, k, v, causal=case.causal),
             (q, k, v),
         ),
-        f"{OURS}, quantization": (quantize_qkv, (q, k, v)),
+        QUANTIZATION: (quantize_qkv, (q, k, v)),
+        QUANTIZATION_BY_XLA: (
+            lambda q, k, v: quantize_qkv(q, k, v, implementation="xla"),
+            (q, k, v),
+        ),
+        COPY: (lambda *x: tuple(jnp.copy(a) for a in x), (q, k, v)),
     }
     running = {}
     for who, (function, arrays) in given.items():
@@ -115,9 +125,13 @@ def _compare(case: Any, results: Results, quick: bool) -> None:
         }
     seconds = {who: t["forward"] for who, t in hot_times(running, quick).items()}
     name = f"{case.name} / forward"
+    numbers = sum(x.size for x in (q, k, v))
+    moved = {COPY: 4 * numbers, QUANTIZATION: 3 * numbers}
+    moved[QUANTIZATION_BY_XLA] = moved[QUANTIZATION]
     for who, value in seconds.items():
         results.add(name, who, "time", value * 1e3, "ms")
-        if who.endswith("quantization") and "with" not in who:
+        if who in moved:
+            results.add(name, who, "bandwidth", moved[who] / value / 1e12, "TB/s")
             continue
         results.add(name, who, "rate", case.flops / value / 1e12, "TFLOP/s")
         if BF16 in seconds and who != BF16:

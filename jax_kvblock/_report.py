@@ -15,6 +15,7 @@ from jax_kvblock.attention import cuda, dispatch, tile_sizes
 from jax_kvblock.attention.config import AttentionConfig, Operands
 from jax_kvblock.blocks import implementations
 from jax_kvblock.core import ffi
+from jax_kvblock.fp8 import cuda as fp8_cuda
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +41,7 @@ ATTENTION_64_BITS = "flash_attention, float64"
 TILES = "flash_attention_forward, tiles (Bc, Br)"
 PAGED = "paged_attention"
 APPEND = "rope_append; append_kv that quantizes or clears"
+QUANTIZE = "quantize_qkv"
 ATTENTION_CUDNN = "the same with implementation='cudnn'"
 
 
@@ -52,7 +54,7 @@ def capabilities() -> list[Served]:
         implementation, why = _copies(name)
         op = f"the operational pair with implementation={name!r}"
         rows.append(Served(op, implementation, why))
-    return [*rows, _append(), *_attention(), _paged()]
+    return [*rows, _append(), *_attention(), _quantizes(), _paged()]
 
 
 def _append() -> Served:
@@ -71,6 +73,23 @@ def _append() -> Served:
     if platform == "cuda":
         why = "no kernel for this GPU (8.0 and newer are served)"
     return Served(APPEND, "xla (plain jax, then block copies)", why)
+
+
+def _quantizes() -> Served:
+    """Who quantizes queries, keys and values."""
+    platform = ffi.default_platform()
+    x = jax.ShapeDtypeStruct((1, 128, 1, 128), jnp.bfloat16)
+    try:
+        chosen = fp8_cuda.choose(None, "quantize_qkv", [x], platform)
+    except RuntimeError as error:
+        return Served(QUANTIZE, "error", _reason(error))
+    if chosen == "cuda":
+        why = f"{_copies()[1]}; float32 and other head dims by xla"
+        return Served(QUANTIZE, "cuda (kernels)", why)
+    why = f"the kernels are for NVIDIA GPUs; this is a {platform}"
+    if platform == "cuda":
+        why = "no kernels for this GPU (8.0 and newer are served)"
+    return Served(QUANTIZE, "xla (plain jax)", why)
 
 
 def _paged() -> Served:

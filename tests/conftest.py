@@ -46,6 +46,7 @@ pytest_plugins = [
     "emulated_append",
     "emulated_attention",
     "emulated_kernels",
+    "emulated_quantize",
     "paged_model",
     "record",
 ]

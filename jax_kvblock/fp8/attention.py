@@ -151,7 +151,8 @@ def fp8_attention(
 def _forward(how: Any, q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
     config, options, return_lse, implementation = how
     lens = {n: arrays[n] for n in ("q_lens", "kv_lens") if n in arrays}
-    x = quantize_qkv(q, k, v, config, **lens)
+    by = "xla" if implementation == "xla" else None
+    x = quantize_qkv(q, k, v, config, implementation=by, **lens)
     made = flash_attention(
         x.q,
         x.k,

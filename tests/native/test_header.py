@@ -14,6 +14,7 @@ from append_launches import CAppend
 from attention_launches import SCALES, Attention, Backward, Call, Forward, fields
 from c_interface import SCHEDULE, TASK, CCopy, CSide, load_library
 from paged_problems import Paged, Scales, Strides
+from quantize_launches import CArray, CQuantize
 
 import jax_kvblock
 from jax_kvblock.core.ffi import BUILD
@@ -99,7 +100,9 @@ def compile_with(compiler: str | None, *arguments: object) -> None:
 
 
 @needs_cc
-@pytest.mark.parametrize("header", ["append", "attention", "block_copy", "export"])
+@pytest.mark.parametrize(
+    "header", ["append", "attention", "block_copy", "export", "quantize"]
+)
 @pytest.mark.parametrize("standard", ["c99", "c11"])
 def test_header_is_c(standard: str, header: str, tmp_path: Path) -> None:
     source = tmp_path / "only_header.c"
@@ -115,8 +118,11 @@ def test_header_is_cpp(standard: str, tmp_path: Path) -> None:
         "#include <kvblock/append.h>\n"
         "#include <kvblock/attention.h>\n"
         "#include <kvblock/block_copy.h>\n"
+        "#include <kvblock/quantize.h>\n"
         "const char* (*check)(const kvblock_copy*) = &kvblock_copy_check;\n"
         "const char* (*append)(const kvblock_append*, void*) = &kvblock_append_cuda;\n"
+        "const char* (*quantize)(const kvblock_quantize*, void*) = "
+        "&kvblock_quantize_cuda;\n"
         "const char* (*run)(const kvblock_forward*, void*) = "
         "&kvblock_attention_forward;\n"
     )
@@ -135,6 +141,8 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
         "kvblock_page_strides": Strides,
         "kvblock_scales": Scales,
         "kvblock_paged_attention": Paged,
+        "kvblock_quantize": CQuantize,
+        "kvblock_quantize_array": CArray,
     }
     same = []
     for name, struct in structs.items():
@@ -145,7 +153,7 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
             same.append(f"sizeof((({name}*)0)->{field}) == {place.size}")
     checks = "".join(f'_Static_assert({c}, "{c}");\n' for c in same)
     source = tmp_path / "structs.c"
-    names = ("append", "attention", "block_copy", "paged_attention")
+    names = ("append", "attention", "block_copy", "paged_attention", "quantize")
     headers = (*(f"kvblock/{name}.h" for name in names), "stddef.h")
     included = "".join(f"#include <{header}>\n" for header in headers)
     source.write_text(included + checks)

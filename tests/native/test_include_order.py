@@ -27,6 +27,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ops/append/": SHARED,
     "ops/block_copy/": SHARED,
     "ops/kernel_call/": SHARED,
+    "ops/quantize/": SHARED,
     f"{ATTENTION}contract/": SHARED,
     f"{ATTENTION}mask/": CONTRACT,
     f"{ATTENTION}schedule/": MASK,
@@ -82,7 +83,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "module.cc": (
         *("kvblock/", "dlpack/", "objects/"),
         *("ops/after/", "ops/append/", "ops/block_copy/", "ops/kernel_call/"),
-        ATTENTION,
+        *("ops/quantize/", ATTENTION),
     ),
 }
 # Of a subject that other rooms know nothing of; host/ has checks of both.

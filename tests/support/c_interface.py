@@ -69,6 +69,12 @@ def load_library() -> ctypes.CDLL:
     library.kvblock_append_check.argtypes = [ctypes.c_void_p]
     library.kvblock_append_cuda.restype = ctypes.c_char_p
     library.kvblock_append_cuda.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.kvblock_quantize_workspace.restype = ctypes.c_int64
+    library.kvblock_quantize_workspace.argtypes = [ctypes.c_void_p]
+    library.kvblock_quantize_check.restype = ctypes.c_char_p
+    library.kvblock_quantize_check.argtypes = [ctypes.c_void_p]
+    library.kvblock_quantize_cuda.restype = ctypes.c_char_p
+    library.kvblock_quantize_cuda.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     for launcher in LAUNCHERS:
         launch = getattr(library, f"kvblock_attention_{launcher}")
         launch.restype = ctypes.c_char_p

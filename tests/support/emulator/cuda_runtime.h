@@ -522,6 +522,7 @@ inline int multiprocessor_bytes = kSharedBytes + 1024, cta_bytes = kSharedBytes;
 inline int major = 8;                       // of the compute capability
 inline bool on_one_multiprocessor = false;  // all CTAs
 inline int grids = 0;                       // bit n: a launch had n CTAs in x
+inline int launches = 0;
 inline int hopper_ctas = 0;                 // that are warpgroups which play different roles
 inline int clustered_ctas = 0;              // that are not alone
 }  // namespace emulator
@@ -558,6 +559,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                const Args&... args) {
   const auto& [grid, block] = std::pair(config->gridDim, config->blockDim);
   if (grid.x <= 30) emulator::grids |= 1 << grid.x;
+  ++emulator::launches;
   unsigned together = 1;
   for (unsigned i = 0; i < config->numAttrs; ++i) {
     const cudaLaunchAttribute& attribute = config->attrs[i];

@@ -1,0 +1,88 @@
+"""Quantization's kernels on the emulator: compiled, and called by C or by XLA.
+
+`quantize_as_cuda` lowers calls for a CPU as they are lowered for a GPU: the FFI handler
+decodes them, and what it launches runs on the emulator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import pytest
+from cpp_programs import built_once, compiler
+
+from jax_kvblock.fp8 import cuda
+
+ROOT = Path(__file__).parents[2]
+SOURCES = (
+    "tests/support/emulator/quantize.cc",
+    "tests/support/emulator/quantize_ffi.cc",
+    "cpp/host/quantize_check.cc",
+    "cpp/host/message.cc",
+)
+
+
+def build(library: Path) -> None:
+    folders = ("tests/support/emulator", "cpp", "cpp/include")
+    subprocess.run(
+        [compiler(), "-std=c++17", "-O2", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
+        + ["-ffp-contract=off"]  # a product and a sum are two roundings
+        + [f"-I{ROOT / folder}" for folder in folders]
+        + ["-isystem", jax.ffi.include_dir()]
+        + [str(ROOT / source) for source in SOURCES]
+        + ["-o", str(library)],
+        check=True,
+    )
+
+
+@pytest.fixture(scope="session")
+def emulated_quantize(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    made = built_once(tmp_path_factory, "libkvblock_quantize_emulated.so", build)
+    loaded = ctypes.CDLL(str(made))
+    loaded.kvblock_quantize_cuda.restype = ctypes.c_char_p
+    loaded.kvblock_quantize_cuda.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    loaded.kvblock_quantize_workspace.restype = ctypes.c_int64
+    loaded.kvblock_quantize_workspace.argtypes = [ctypes.c_void_p]
+    loaded.emulator_divide.restype = ctypes.c_float
+    loaded.emulator_divide.argtypes = [ctypes.c_float, ctypes.c_float]
+    handler = jax.ffi.pycapsule(loaded.EmulatedQuantize)
+    jax.ffi.register_ffi_target("kvblock_quantize", handler, platform="cpu")
+    return loaded
+
+
+@pytest.fixture
+def quantize_as_cuda(
+    emulated_quantize: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Calls that are lowered from now on take the kernels, on CPUs too."""
+    choose = cuda.choose
+    monkeypatch.setattr(cuda, "choose", lambda *call: choose(*call[:3], "cuda"))
+    jax.clear_caches()
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+    jax.clear_caches()
+
+
+GPU = pytest.param("gpu", marks=pytest.mark.gpu)
+
+
+@pytest.fixture(params=["plain", "kernel"])
+def quantized_by_cpus(request: pytest.FixtureRequest) -> str:
+    """The test twice: in plain JAX, and by the kernels on the emulator."""
+    fixture = "quantize_as_cuda" if request.param == "kernel" else "four_cpus"
+    request.getfixturevalue(fixture)
+    return request.param
+
+
+@pytest.fixture(params=["plain", "kernel", GPU])
+def quantized_by(request: pytest.FixtureRequest) -> str:
+    """The same, and a third time where there is a GPU, by the kernels as they are."""
+    if request.param == "kernel":
+        request.getfixturevalue("quantize_as_cuda")
+    elif request.param == "plain":
+        request.getfixturevalue("four_cpus")
+    return request.param
