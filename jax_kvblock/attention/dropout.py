@@ -101,11 +101,11 @@ def check_seed(where: str, seed: Any, batch: int, heads: int) -> Any:
                 "arrays of uint32 are none: cast integers with .astype(jnp.int32), or "
                 "pass keys of jax.random.key"
             )
-        return seed
+        return _of_key(seed)
     if seed.shape not in ((), (batch,), (batch, heads)):
         raise ValueError(f"{must} {show(seed)}; {fix}")
     if is_key:
-        return jax.random.key_data(seed)
+        return _of_key(jax.random.key_data(seed))
     return _words(seed)
 
 
@@ -116,6 +116,12 @@ def _of_list(message: str, seed: Any) -> Any:
         return np.asarray(list(seed))
     except ValueError:
         raise ValueError(message) from None
+
+
+def _of_key(words: Any) -> jax.Array:
+    """The words of keys of jax.random, which no integer's are."""
+    one_more = [(0, 0)] * (words.ndim - 1) + [(0, 1)]
+    return jnp.pad(to_jax(words), one_more)
 
 
 def _words(seed: Any) -> Any:
