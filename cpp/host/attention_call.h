@@ -14,7 +14,7 @@ namespace kvblock {
 // The members of kvblock_attention, then those of kvblock_forward and kvblock_backward; what the
 // other pass has is NULL. attention.h says what each one is. The list is flat because kernels take
 // it by value: of nested structs the compiler loads the members in another order.
-struct AttentionCall {
+struct AttentionArrays {
   int32_t kernels, dtype, batch, num_heads, num_kv_heads, precision;
   int64_t q_len, kv_len;
   int32_t head_dim, value_dim;
@@ -44,11 +44,19 @@ struct AttentionCall {
   int32_t joins;
   kvblock_block_scales q_scales, k_scales, v_scales;  // of 8 bits
 };
-static_assert(offsetof(AttentionCall, o) == sizeof(kvblock_attention));
+// Dropout comes last: kernels without it do not take it.
+struct AttentionCall : AttentionArrays {
+  int32_t dropout;
+  const uint32_t* dropout_keys;
+};
+static_assert(offsetof(AttentionArrays, num_tile_masks) ==
+              offsetof(kvblock_attention, num_tile_masks));
 
 inline AttentionCall CallOf(const kvblock_attention& shared) {
   AttentionCall call{};
-  std::memcpy(&call, &shared, sizeof(shared));
+  std::memcpy(static_cast<AttentionArrays*>(&call), &shared, offsetof(kvblock_attention, dropout));
+  call.dropout = shared.dropout;
+  call.dropout_keys = shared.dropout_keys;
   return call;
 }
 

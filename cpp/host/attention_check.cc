@@ -183,6 +183,22 @@ std::string CheckOptions(const AttentionCall& a, Pass pass) {
   return error;
 }
 
+std::string CheckDropout(const AttentionCall& a) {
+  if (a.dropout < 0 || a.dropout > 255) return Got("dropout must be 0 to 255", a.dropout);
+  if (a.dropout == 0) {
+    return a.dropout_keys ? "dropout_keys go with a dropout above 0, they must be NULL" : "";
+  }
+  const bool members = a.batch > 0;
+  if (members && a.dropout_keys == nullptr) return "dropout_keys is NULL, and dropout is not 0";
+  if (a.dtype == KVBLOCK_E4M3) return "dropout is not for KVBLOCK_E4M3";
+  if (a.kernels == KVBLOCK_KERNELS_SM90 &&
+      (a.softcap != 0.0f || a.bias || a.tile_indices || !(a.scale > 0.0f))) {
+    return "dropout of the sm_90a kernels is for a scale above 0, and neither softcap, bias nor "
+           "tiles";
+  }
+  return "";
+}
+
 // Arrays without elements may have no address.
 std::string CheckOperands(const AttentionCall& a, Pass pass) {
   const bool members = a.batch > 0 || a.cu_q != nullptr;
@@ -230,6 +246,9 @@ std::string CheckAlignment(const AttentionCall& a) {
   if (Misaligned({a.q_segment_ranges, a.kv_segment_ranges}, 8)) {  // read as pairs
     return "q_segment_ranges and kv_segment_ranges must be aligned to 8 bytes";
   }
+  if (Misaligned({a.dropout_keys}, 8)) {
+    return "dropout_keys must be aligned to 8 bytes";
+  }
   if (Misaligned({a.bias, a.dbias}, a.bias_dtype == KVBLOCK_F32 ? 4 : 2) ||
       Misaligned({a.cu_q, a.cu_kv, a.q_lens, a.kv_lens, a.shift, a.q_segments, a.kv_segments}, 4) ||
       Misaligned({a.tile_indices, a.tile_counts, a.tile_indices_t, a.tile_counts_t}, 4) ||
@@ -244,6 +263,7 @@ const char* Check(const AttentionCall& a, Pass pass) {
   std::string error = CheckSizes(a, pass);
   if (error.empty()) error = CheckSoftcap(a, pass);
   if (error.empty()) error = CheckOptions(a, pass);
+  if (error.empty()) error = CheckDropout(a);
   if (error.empty()) error = CheckOperands(a, pass);
   if (error.empty()) error = CheckAlignment(a);
   return error.empty() ? nullptr : Message("attention: " + error);
@@ -262,10 +282,11 @@ const char* CheckJoins(const kvblock_forward& a) {
     return Message(Got("attention: joins is for head dims up to 128",
                        std::max(call.head_dim, call.value_dim)));
   }
-  if (call.bias || call.sinks || call.tile_indices || call.softcap != 0.0f ||
+  if (call.bias || call.sinks || call.tile_indices || call.softcap != 0.0f || call.dropout ||
       !(call.scale > 0.0f)) {
     return Message(
-        "attention: joins is for a scale above 0, and neither softcap, bias, sinks nor tiles");
+        "attention: joins is for a scale above 0, and neither softcap, bias, sinks, tiles nor "
+        "dropout");
   }
   const bool queries = call.q_len > 0 && (call.batch > 0 || call.cu_q);
   return queries && !a.lse ? Message("attention: joins needs an lse") : nullptr;

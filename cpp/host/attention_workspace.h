@@ -19,7 +19,7 @@ namespace kvblock {
 template <typename Call>
 bool SharesKeys(const Call& a) {
   return a.q_len <= KVBLOCK_MOST_FEW_QUERIES && !a.bias && !a.tile_indices && !a.cu_q &&
-         a.dtype != KVBLOCK_F32 && a.dtype != KVBLOCK_E4M3;
+         !a.dropout_keys && a.dtype != KVBLOCK_F32 && a.dtype != KVBLOCK_E4M3;
 }
 
 // Whether only the device knows how much work each tile of queries is. Then Hopper's kernel hands

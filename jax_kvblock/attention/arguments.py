@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kvblock.attention import dropout
 from jax_kvblock.attention.config import (
     OPEN,
     AttentionConfig,
@@ -58,6 +59,8 @@ def normalize(
     kv_offset: Any = None,
     tiles: Any = None,
     scales: Any = None,
+    dropout_rate: Any = 0.0,
+    dropout_seed: Any = None,
     deterministic: bool = False,
     precision: Any = None,
     implementation: str | None = None,
@@ -98,9 +101,11 @@ def normalize(
         deterministic=bool(deterministic),
         precision=resolve(where, precision, q.dtype),
         implementation=implementation,
+        dropout=check_dropout_rate(where, dropout_rate),
     )
     indices, counts, partial, masks = _tiles(where, tiles, config, (batch, n, t, s))
     q_scales, k_scales, v_scales = check_scales(where, scales, q, k)
+    q_offset, kv_offset = _offsets(where, q_offset, kv_offset, batch)
     return config, Operands(
         q=to_jax(q),
         k=to_jax(k),
@@ -111,7 +116,7 @@ def normalize(
         kv_segments=kv_segments,
         q_lens=check_lengths(where, "q_lens", q_lens, batch),
         kv_lens=check_lengths(where, "kv_lens", kv_lens, batch),
-        shift=_shift(where, q_offset, kv_offset, batch),
+        shift=_shift(q_offset, kv_offset, batch),
         cu_q=cu_q,
         cu_kv=cu_kv,
         tile_indices=indices,
@@ -121,6 +126,9 @@ def normalize(
         q_scales=q_scales,
         k_scales=k_scales,
         v_scales=v_scales,
+        dropout_keys=_dropout_keys(
+            where, config, dropout_seed, (batch, n), (q_offset, kv_offset)
+        ),
     )
 
 
@@ -343,15 +351,19 @@ def check_lengths(where: str, name: str, lens: Any, batch: int) -> Any:
     return lens
 
 
-def _shift(where: str, q_offset: Any, kv_offset: Any, batch: int) -> Any:
-    if q_offset is None and kv_offset is None:
-        return None
+def _offsets(where: str, q_offset: Any, kv_offset: Any, batch: int) -> tuple[Any, Any]:
     given = {"q_offset": q_offset, "kv_offset": kv_offset}
-    offsets = (
+    q_offset, kv_offset = (
         None if x is None else _offset(where, name, x, batch)
         for name, x in given.items()
     )
-    return _difference(batch, *offsets)
+    return q_offset, kv_offset
+
+
+def _shift(q_offset: Any, kv_offset: Any, batch: int) -> Any:
+    if q_offset is None and kv_offset is None:
+        return None
+    return _difference(batch, q_offset, kv_offset)
 
 
 # One program, also when called outside of jit: a transfer guard would stop the
@@ -409,6 +421,36 @@ def _offset(where: str, name: str, x: Any, batch: int) -> jax.Array:
     if ndim and x.shape != (batch,):
         raise ValueError(f"{must} {show(x)}; {fix}")
     return x
+
+
+def check_dropout_rate(where: str, rate: Any) -> int:
+    """Of 256 probabilities, how many become 0."""
+    fix = (
+        "close over a Python float, or make it a static argument of the jit "
+        "(dropout_seed may be traced)"
+    )
+    return dropout.threshold_of(where, finite(where, "dropout_rate", rate, 0.0, fix))
+
+
+def _dropout_keys(
+    where: str,
+    config: AttentionConfig,
+    seed: Any,
+    size: tuple[int, int],
+    offsets: tuple[Any, Any],
+) -> Any:
+    """The keys of a batch and its heads; None where nothing is dropped."""
+    words = None
+    if seed is not None:
+        words = dropout.check_seed(where, seed, *size)
+    if not config.dropout:
+        return None
+    if words is None:
+        raise ValueError(
+            f"{where}: dropout_seed must be given with a dropout_rate above 0, got "
+            "None; pass an integer or a key of jax.random, another one for each step"
+        )
+    return dropout.keys_of(words, *size, *offsets)
 
 
 def _bias(where: str, bias: Any, q: Any, full: tuple[int, ...]) -> Any:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_kvblock.attention import dropout
 from jax_kvblock.attention.config import (
     AttentionConfig,
     Operands,
@@ -57,6 +58,7 @@ class Problem(NamedTuple):
     masks: Any = None  # the bits of partial tiles, or None where all are full
     keys_on_left: bool = False  # of the product of queries and keys
     seen: Any = None  # bool [B, T, S], of the only block, beside what labels say
+    dropout: Any = None  # dropout.Parts, or None
 
     @property
     def groups(self) -> tuple[int, int, int]:
@@ -117,6 +119,8 @@ def has_few_queries(config: AttentionConfig, x: Operands, platform: str | None) 
     """
     size = sizes_of(config, x)
     if platform != "cpu" or x.tile_indices is not None or 0 in (*x.q.shape, *x.v.shape):
+        return False
+    if config.dropout:
         return False
     most, _ = default_blocks(platform)
     few = size.q_len <= (config.xla_block_q or most)
@@ -191,7 +195,18 @@ def problem_of(
         tiles,
         x.tile_masks,
         keys_on_left=on_left,
+        dropout=_dropout(config, x, size, q_labels, kv_labels),
     )
+
+
+def _dropout(
+    config: AttentionConfig, x: Operands, size: Sizes, q: Labels, kv: Labels
+) -> dropout.Parts | None:
+    """What blocks of pairs need to know which of them are kept."""
+    if not config.dropout:
+        return None
+    padded = size._replace(q_len=q.owner.shape[1], kv_len=kv.owner.shape[1])
+    return dropout.parts_of(config, x, padded, q.owner, kv.owner)
 
 
 def labels_of(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_kvblock.attention import dropout
 from jax_kvblock.attention.block_problem import (
     Labels,
     Problem,
@@ -120,7 +121,9 @@ def add_block(
     weights = jnp.exp(scores - base[..., None])
     shrink = jnp.exp(top - base)
     v_j = block_of(p.v, j, p.block_kv, 2)
-    added = _dot("bkgts,bkse->bkgte", weights, v_j, x, config)
+    added = _dot(
+        "bkgts,bkse->bkgte", _dropped(config, p, i, j, weights), v_j, x, config
+    )
     added = _select(p, i, j, added)
     o = o * shrink[..., None] + added
     return o, new_top, total * shrink + weights.sum(-1)
@@ -309,6 +312,7 @@ def gradients_of_block(
 
     with respect to q, k, v, bias, lse, delta and o (this is d_o), as far as they are
     wanted. For o and delta neither d_o nor delta is needed. `shift` is added to scores.
+    With dropout the products d_o v are 0 of pairs that are dropped.
     """
     q_i = p.query_block(p.q, i)
     k_j, v_j = (block_of(a, j, p.block_kv, 2) for a in (p.k, p.v))
@@ -323,9 +327,10 @@ def gradients_of_block(
         scores = jnp.where(scores > MOST_ABOVE_BASE, most, scores)
     rest_i = block_of(rows.rest, i, p.block_q, 3)[..., None]
     weights = jnp.where(allowed, jnp.exp(scores - rest_i), 0)
+    dropped = _dropped(config, p, i, j, weights)
     made = {}
     if "o" in wanted:
-        made["o"] = _select(p, i, j, _dot("bkgts,bkse->bkgte", weights, v_j, x, config))
+        made["o"] = _select(p, i, j, _dot("bkgts,bkse->bkgte", dropped, v_j, x, config))
     if "delta" in wanted:
         made["delta"] = -weights.sum(-1)
     if {"o", "delta"}.issuperset(wanted):
@@ -333,9 +338,10 @@ def gradients_of_block(
 
     d_o_i = p.query_block(rows.d_o, i)
     if "v" in wanted:
-        dv = _select(p, i, j, _dot("bkgts,bkgte->bkgse", weights, d_o_i, x, config))
+        dv = _select(p, i, j, _dot("bkgts,bkgte->bkgse", dropped, d_o_i, x, config))
         made["v"] = dv.sum(2)
     dw = _dot("bkgte,bkse->bkgts", d_o_i, v_j, x, config)
+    dw = _dropped(config, p, i, j, dw)
     ds = weights * (dw - block_of(rows.delta, i, p.block_q, 3)[..., None])
     ds = jnp.where(allowed, ds, 0)
     if "bias" in wanted:
@@ -368,6 +374,19 @@ def _dot(equation: str, a: Any, b: Any, x: Operands, config: AttentionConfig) ->
         precision=of_products(config.precision),
         preferred_element_type=accumulator(x.q.dtype),
     )
+
+
+def _dropped(config: AttentionConfig, p: Problem, i: Any, j: Any, a: Any) -> Any:
+    """What pairs `[B, K, G, block_q, block_kv]` have, after dropout."""
+    if p.dropout is None:
+        return a
+    rows = p.query_block(p.dropout.rows, i)
+    columns = block_of(p.dropout.columns, j, p.block_kv, 2)
+    columns = columns.reshape(*rows.shape[:3], p.block_kv)
+    row_shifts = block_of(p.dropout.row_shifts, i, p.block_q, 1)[:, None, None]
+    column_shifts = block_of(p.dropout.column_shifts, j, p.block_kv, 1)[:, None, None]
+    parts = dropout.Parts(rows, columns, row_shifts, column_shifts)
+    return jnp.where(dropout.kept(config, parts), a * dropout.scale_of(config), 0)
 
 
 def bias_block(p: Problem, i: Any, j: Any) -> Any:

@@ -170,6 +170,7 @@ class AttentionConfig:
     kernels: str = ""  # the only kernels that None tries; "" for the best
     where: str = "flash_attention"  # who was called, for messages
     shares_gpu: bool = False  # with kernels that take multiprocessors meanwhile
+    dropout: int = 0  # of 256 probabilities, how many become 0; with dropout_keys
 
 
 class Operands(NamedTuple):
@@ -194,13 +195,14 @@ class Operands(NamedTuple):
     q_scales: Any = None  # of 8 bits, float32: what q, k and v are multiplied by
     k_scales: Any = None
     v_scales: Any = None
+    dropout_keys: Any = None  # uint32 (dropout.py)
 
 
 # One letter an axis. B batch, T queries, S keys, N query heads, K key heads, D and E
 # the head dims of keys and values, i and m the rows and entries of tile lists, p, r and
-# w the partial tiles, their rows and words, t and s blocks of queries and keys. A dim
-# of an array may be 1 where a bias, sinks, tiles or scales are shared by the batch (b)
-# or the heads (n).
+# w the partial tiles, their rows and words, t and s blocks of queries and keys, h the
+# words of a key of dropout. A dim of an array may be 1 where a bias, sinks, tiles or
+# scales are shared by the batch (b) or the heads (n).
 AXES: dict[str, str] = {
     "q": "BTND",
     "k": "BSKD",
@@ -219,6 +221,7 @@ AXES: dict[str, str] = {
     "q_scales": "bNt",
     "k_scales": "bKs",
     "v_scales": "bKs",
+    "dropout_keys": "BNh",
     "o": "BTNE",
     "lse": "BNT",
 }

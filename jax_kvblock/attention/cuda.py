@@ -123,7 +123,26 @@ def unserved(
         )
     if x.bias is not None and x.bias.dtype not in (x.q.dtype, jnp.float32):
         missing.append(f"a bias of {x.bias.dtype} ({x.q.dtype} and float32 are served)")
+    if config.dropout and implementation == "cuda_sm90":
+        missing += _unserved_with_dropout(config, x)
     return missing
+
+
+def _unserved_with_dropout(config: AttentionConfig, x: Operands) -> list[str]:
+    """The same of Hopper's kernels with dropout; mirrors CheckDropout."""
+    missing = []
+    if config.scale <= 0:
+        missing.append(
+            f"scale={config.scale:.3g} with dropout_rate (above 0 is served)"
+        )
+    options = {
+        "softcap": config.softcap,
+        "bias": x.bias is not None,
+        "tiles": x.tile_indices is not None,
+    }
+    return missing + [
+        f"{name} with dropout_rate" for name, there in options.items() if there
+    ]
 
 
 def _unserved_in_8_bits(
@@ -146,6 +165,7 @@ def _unserved_in_8_bits(
         "softcap": config.softcap,
         "bias": x.bias is not None,
         "tiles": x.tile_indices is not None,
+        "dropout_rate": config.dropout,
     }
     missing += [f"{name} in 8 bits" for name, there in options.items() if there]
     return missing
@@ -190,7 +210,7 @@ def best_kernels() -> tuple[str, ...]:
 def joins_forward(kernels: str, config: AttentionConfig, x: Operands) -> bool:
     """Whether a forward kernel joins its own o and lse with those of other keys."""
     absent = all(a is None for a in (x.bias, x.sinks, x.tile_indices, x.q_scales))
-    plain = config.softcap == 0 and config.scale > 0
+    plain = config.softcap == 0 and config.scale > 0 and not config.dropout
     room = max(x.q.shape[-1], x.v.shape[-1]) <= MOST_JOINED_DIM
     return kernels == "cuda_sm90" and absent and plain and room
 
@@ -226,6 +246,7 @@ OPTIONAL = (
     "q_scales",
     "k_scales",
     "v_scales",
+    "dropout_keys",
 )
 
 
@@ -392,6 +413,7 @@ def _call(
         softcap=np.float32(config.softcap),
         tile_q=np.int64(config.block_q),
         tile_kv=np.int64(config.block_kv),
+        dropout=np.int64(config.dropout),
     )
 
 

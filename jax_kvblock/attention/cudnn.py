@@ -54,6 +54,7 @@ def unserved(config: AttentionConfig, x: Operands, return_lse: bool) -> list[str
         "segment_ids": x.q_segments is not None,
         "offsets": x.shift is not None,
         "tiles": x.tile_indices is not None,
+        "dropout_rate": config.dropout,
     }
     missing += [name for name, here in given.items() if here]
     if x.q.shape[-1] > 128 or x.v.shape[-1] != x.q.shape[-1]:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_kvblock.attention import dropout
 from jax_kvblock.attention.config import (
     OPEN,
     AttentionConfig,
@@ -60,7 +61,10 @@ def dense_attention(
         total = total + jnp.exp(sinks - top)
     empty = total == 0
     safe = jnp.where(empty, 1, total)
-    o = jnp.einsum("bnts,bsne->btne", weights / safe[..., None], v, precision=high)
+    p = weights / safe[..., None]
+    if config.dropout:
+        p = jnp.where(_kept(config, x, size), p * dropout.scale_of(config), 0)
+    o = jnp.einsum("bnts,bsne->btne", p, v, precision=high)
     lse = jnp.where(empty, -jnp.inf, jnp.log(safe) + top)
     lse = jnp.where(_real_rows(config, x, size), lse, -jnp.inf)
     return (o[0], lse[0]) if config.packed else (o, lse)
@@ -74,6 +78,27 @@ def _real_rows(config: AttentionConfig, x: Operands, size: Sizes) -> jax.Array:
     if x.q_lens is not None:
         return i < x.q_lens[:, None, None]
     return jnp.ones((1, 1, size.q_len), bool)
+
+
+def _kept(config: AttentionConfig, x: Operands, size: Sizes) -> jax.Array:
+    """Which pairs dropout keeps, bool `[B, N, T, S]`."""
+    owners: list[Any] = []
+    if config.packed:
+        owners = [
+            jnp.clip(_owner(cu, length), 0, size.batch - 1)[None]
+            for cu, length in ((x.cu_q, size.q_len), (x.cu_kv, size.kv_len))
+        ]
+    parts = dropout.parts_of(config, x, size, *owners)
+    one_of_heads = {
+        name: getattr(parts, name)[:, None] for name in ("row_shifts", "column_shifts")
+    }
+    return dropout.kept(config, parts._replace(**one_of_heads))
+
+
+def _owner(cu: jax.Array, length: int) -> jax.Array:
+    """The sequence of each packed row."""
+    rows = jnp.arange(length)
+    return jnp.searchsorted(cu, rows, side="right").astype(jnp.int32) - 1
 
 
 def attends(config: AttentionConfig, x: Operands) -> jax.Array:

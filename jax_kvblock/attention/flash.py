@@ -11,7 +11,13 @@ from jax_kvblock.attention import arguments, cudnn, dispatch, primitive
 from jax_kvblock.attention.config import AttentionConfig, AttentionTiles, Operands
 from jax_kvblock.attention.derivatives import RESIDUAL_NAMES
 from jax_kvblock.attention.eight_bits import AttentionScales
-from jax_kvblock.attention.options import FlashOptions, Output, PrecisionLike, Rows
+from jax_kvblock.attention.options import (
+    FlashOptions,
+    Output,
+    PrecisionLike,
+    Rows,
+    SeedLike,
+)
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 
@@ -67,6 +73,8 @@ def flash_attention(
     kv_offset: Integers | int | None = None,
     tiles: AttentionTiles | None = None,
     scales: AttentionScales | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: SeedLike = None,
     return_lse: bool = False,
     deterministic: bool = False,
     precision: PrecisionLike = None,
@@ -81,7 +89,9 @@ def flash_attention(
         score = softcap * tanh(score / softcap)      with softcap
         score = score + bias[i, j]                   with bias
         lse[i] = log(sum_j exp(score) + exp(sink))   the sink with sinks
-        out[i] = sum_j exp(score - lse[i]) v[j]
+        p[i, j] = exp(score - lse[i])
+        p[i, j] = p[i, j] / (1 - rate) or 0          with dropout_rate
+        out[i] = sum_j p[i, j] v[j]
 
     over the keys that `i` attends to. A row that attends to nothing gives zeros, and
     −inf as its lse (its sink, with sinks).
@@ -118,6 +128,17 @@ def flash_attention(
         by them. Products are in 8 bits then, probabilities are rounded to them, and
         `out` is bfloat16. "cuda_sm90" computes that; "xla", by name alone, in float32.
         No derivatives: `jax_kvblock.fp8.fp8_attention` has them, and quantizes.
+      dropout_rate: the share of the probabilities that become 0, a Python float from 0
+        on and below 1, which is compiled in; the others are divided by what is left. It
+        is rounded to a 256th, and that is the rate, exactly: 0.1 is 26 / 256. One that
+        is rounded to 0 or 1 is an error, but 0 is none. lse is as without.
+      dropout_seed: which ones, an integer, integers `[B]` or `[B, N]`, or a key of
+        `jax.random` (typed of these shapes, or raw, uint32[2]). Needed with a rate. Of
+        one for the call each batch member and head has bits of its own, of `[B]` each
+        head. It may be traced; the same seed gives the same bits, forward and backward,
+        on every device and by every implementation, however the call is batched or
+        sharded. A pair's bit depends on its positions, of which offsets count in whole
+        blocks of 16. Packed, `[B]` are the sequences.
       return_lse: also return the log-sum-exp of the scores, float32 `[B, T, N]` (packed
         `[total, N]`). It is differentiable.
       deterministic: the gradients' bits are the same every time.
@@ -185,6 +206,8 @@ def flash_attention(
         kv_offset=kv_offset,
         tiles=tiles,
         scales=scales,
+        dropout_rate=dropout_rate,
+        dropout_seed=dropout_seed,
         deterministic=deterministic,
         precision=precision,
         implementation=implementation,

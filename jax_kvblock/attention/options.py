@@ -25,6 +25,10 @@ PrecisionLike: TypeAlias = (
 )
 
 
+# Seeds of dropout: integers, or keys of jax.random.
+SeedLike: TypeAlias = "Integers | int | jax.Array | None"
+
+
 class FlashOptions(TypedDict, total=False):
     """What `flash_attention` takes by name, but for `return_lse`."""
 
@@ -42,6 +46,8 @@ class FlashOptions(TypedDict, total=False):
     kv_offset: Integers | int | None
     tiles: AttentionTiles | None
     scales: AttentionScales | None
+    dropout_rate: float
+    dropout_seed: SeedLike
     deterministic: bool
     precision: PrecisionLike
     implementation: str | None

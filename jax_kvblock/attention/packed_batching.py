@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax_kvblock.attention.ops import letters
 from jax_kvblock.core.batching import batch_one_by_one
 
+OF_SEQUENCES = ("shift", "dropout_keys")  # what has an entry for each of them
+
 
 def batch_packed(
     bind: Callable[..., Sequence[Any]],
@@ -33,10 +35,13 @@ def batch_packed(
     every = {n: _members(a, d, count) for n, (a, d) in given.items()}
     rows = {"T": every["q"].shape[1], "S": every["k"].shape[1]}
     every["cu_q"], every["cu_kv"] = _joined(every["cu_q"], every["cu_kv"], rows)
-    if "shift" in every:
-        every["shift"] = jnp.pad(every["shift"], ((0, 0), (0, 2))).reshape(-1)
+    for name in OF_SEQUENCES:
+        if name in every:
+            a = every[name]
+            a = jnp.pad(a, ((0, 0), (0, 2), *[(0, 0)] * (a.ndim - 2)))
+            every[name] = a.reshape(-1, *a.shape[2:])
     for name in names:
-        if name not in ("cu_q", "cu_kv", "shift"):
+        if name not in ("cu_q", "cu_kv", *OF_SEQUENCES):
             every[name] = _fold(every[name], _row_axis(name))
     results = bind(*every.values())
     unfolded, at = [], []

@@ -23,6 +23,7 @@ from attention_model import (
     compute,
     f64,
     jit,
+    kept,
     truth,
     who_attends,
 )
@@ -31,7 +32,7 @@ from attention_model import (
 
 
 def plain_attention(
-    arrays: Any, mask: Any, alive: Any, scale: Any, cap: Any
+    arrays: Any, mask: Any, alive: Any, scale: Any, cap: Any, kept: Any
 ) -> tuple[jax.Array, jax.Array]:
     """What one would write with jnp, every array in q's dtype; a cap of 0 is none."""
     q, k, v = (arrays[n] for n in "qkv")
@@ -52,14 +53,17 @@ def plain_attention(
     empty = ~alive[:, None, :, None] | (total == 0)
     total = jnp.where(empty, 1, total)
     lse = jnp.where(empty, -jnp.inf, jnp.log(total) + top)[..., 0]
-    out = einsum("bnts,bsne->btne", jnp.where(empty, 0, p / total), v)
+    p = jnp.where(empty, 0, p / total) * kept.astype(dtype)
+    out = einsum("bnts,bsne->btne", p, v)
     return out, jnp.swapaxes(lse, 1, 2)
 
 
 def _plain(
-    arrays: Any, mask: Any, alive: Any, cotangents: Any, scale: Any, cap: Any
+    arrays: Any, masks: Any, alive: Any, cotangents: Any, scale: Any, cap: Any
 ) -> Results:
-    f = functools.partial(plain_attention, mask=mask, alive=alive, scale=scale, cap=cap)
+    mask, kept = masks
+    options = {"mask": mask, "alive": alive, "scale": scale, "cap": cap, "kept": kept}
+    f = functools.partial(plain_attention, **options)
     (out, lse), pull = jax.vjp(f, arrays)
     d_out, d_lse = cotangents
     (grads,) = pull((d_out.astype(out.dtype), d_lse.astype(lse.dtype)))
@@ -102,9 +106,10 @@ def plain(call: Call) -> Results:
     given["bias"] = pad(np.broadcast_to(bias, (b, n, t, s)), {2: rows, 3: keys})
     given["sinks"] = arrays.get("sinks", np.full(n, -np.inf, np.float32))
     scale = call.static.get("scale")
+    scaled = np.broadcast_to(kept(call), (b, n, t, s)).astype(np.float32)
     inputs = (
         given,
-        pad(mask, {2: rows, 3: keys}),
+        (pad(mask, {2: rows, 3: keys}), pad(scaled, {2: rows, 3: keys})),
         pad(alive, {1: rows}),
         (pad(cotangents[0], {1: rows, 3: wide}), pad(cotangents[1], {1: rows})),
         d**-0.5 if scale is None else scale,

@@ -51,7 +51,8 @@ class Call(ctypes.Structure):
         *fields(ctypes.c_int32, "tile_batch tile_heads tile_q tile_kv"),
         *fields(ctypes.c_int32, "max_tiles max_tiles_t"),
         *fields(ctypes.c_void_p, "tile_map tile_masks"),
-        *fields(ctypes.c_int32, "num_tile_masks"),
+        *fields(ctypes.c_int32, "num_tile_masks dropout"),
+        *fields(ctypes.c_void_p, "dropout_keys"),
     ]
 
 

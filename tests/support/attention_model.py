@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_problems import dropout_bytes
 
 from jax_kvblock import AttentionTiles, flash_attention
-from jax_kvblock.attention import cuda
+from jax_kvblock.attention import cuda, dropout
 from jax_kvblock.core import ffi
 
 F32, BF16, F16 = jnp.float32, jnp.bfloat16, jnp.float16
@@ -72,7 +73,7 @@ def by_main_kernel() -> pytest.MarkDecorator:
 # ---- a call --------------------------------------------------------------------------
 
 DIFFERENTIABLE = ("q", "k", "v", "bias", "sinks")
-STATIC = ("causal", "window", "softcap", "scale", "deterministic")
+STATIC = ("causal", "window", "softcap", "scale", "deterministic", "dropout_rate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +81,7 @@ class Call:
     """A call of `flash_attention`, and the cotangents of (out, lse)."""
 
     arrays: dict[str, Any]  # the differentiable ones
-    operands: dict[str, Any]  # offsets, lengths, segments, boundaries, tiles
+    operands: dict[str, Any]  # offsets, lengths, segments, boundaries, tiles, seeds
     static: dict[str, Any]
     cotangents: tuple[Any, Any]
 
@@ -313,6 +314,37 @@ def who_attends(call: Call) -> tuple[np.ndarray, np.ndarray]:
     return mask, alive
 
 
+def kept(call: Call) -> np.ndarray:
+    """What dropout multiplies probabilities by, `[B, N, T, S]`, or 1.
+
+    Positions are those of the whole sequence here, and of blocks of 16 in offsets.
+    """
+    parts = round(256 * call.static.get("dropout_rate", 0.0))
+    if not parts:
+        return np.ones((1, 1, 1, 1))
+    x, (q, k) = call.operands, (call.arrays["q"], call.arrays["k"])
+    packed = "cu_seqlens" in x
+    batch, n = len(x["cu_seqlens"][0]) - 1 if packed else q.shape[0], q.shape[-2]
+    words = dropout.check_seed("", x["dropout_seed"], batch, n)
+    keys = np.asarray(dropout.keys_of(words, batch, n))
+    first = (np.asarray(x.get(f"{side}_offset", 0)) // 16 * 16 for side in ("q", "kv"))
+    q_first, kv_first = (np.broadcast_to(a, (batch,)).astype(np.int64) for a in first)
+    if packed:
+        sides = []
+        for i, (rows, begins) in enumerate(((q, q_first), (k, kv_first))):
+            owner, position = documents(np.asarray(x["cu_seqlens"][i]), rows.shape[0])
+            word = keys[owner, :, i].T[None]
+            sides.append(((position + begins[owner])[None], word))
+    else:
+        sides = [
+            (np.arange(rows.shape[1]) + begins[:, None], keys[:, :, i, None])
+            for i, (rows, begins) in enumerate(((q, q_first), (k, kv_first)))
+        ]
+    (rows, of_rows), (columns, of_columns) = sides
+    bits = dropout_bytes(rows, columns, of_rows, of_columns)
+    return (bits >= parts) * (256 / (256 - parts))
+
+
 # ---- the truth -----------------------------------------------------------------------
 
 
@@ -370,17 +402,18 @@ def truth(call: Call, cotangents: tuple[Any, Any] | None = None) -> Results:
     empty = ~there | (total == 0)
     lse = np.where(empty, -np.inf, np.log(total) + top)
     p = np.where(empty, 0, p / total)
-    out = product(p, mask, spread_v)
+    scaled = kept(call)
+    out = product(p * scaled, mask, spread_v)
 
     # d(score) = p (dp - rowsum(d_out out) + d_lse); a sink has no value, so no dp.
     q, k, v, p = (np.where(np.isfinite(x), x, 0) for x in (q, spread_k, spread_v, p))
-    dp = np.einsum("btne,bsne->bnts", d_out, v)
+    dp = scaled * np.einsum("btne,bsne->bnts", d_out, v)
     clean = np.where(np.isfinite(out), out, 0)
     delta = (np.einsum("btne,btne->bnt", d_out, clean) - np.moveaxis(d_lse, 2, 1))[
         ..., None
     ]
     d_score = np.where(mask, p * (dp - delta), 0)
-    grads = {"d_v": np.einsum("bnts,btne->bsne", p, d_out)}
+    grads = {"d_v": np.einsum("bnts,btne->bsne", p * scaled, d_out)}
     if bias is not None:
         shared = tuple(i for i in (0, 1) if bias.shape[i] == 1)
         grads["d_bias"] = d_score.sum(shared, keepdims=True).reshape(bias.shape)

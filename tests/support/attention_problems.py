@@ -55,6 +55,7 @@ class Case:
     sinks: int = 0
     tiles: tuple[int, bool] | None = None
     masks: int = 0  # bits of so many partial tiles, which half of the tiles have
+    dropout: int = 0  # of 256 probabilities, how many become 0
     precision: str = "highest"  # of float32: or "default"
     name: str = ""  # its options, for people
 
@@ -82,6 +83,13 @@ class Case:
     def has_gradients(self) -> bool:
         """Whether the kernels have them: not of wide rows of float32."""
         return self.dtype != "float32" or max(self.head_dim, self.value_dim) <= 128
+
+    @property
+    def hopper_serves(self) -> bool:
+        """Whether Hopper's kernels do."""
+        plain = not (self.softcap or self.bias or self.tiles)
+        plain &= self.scale is None or self.scale > 0
+        return self.dtype != "float32" and (not self.dropout or plain)
 
     @property
     def members(self) -> int:
@@ -171,6 +179,26 @@ def ranges(ids: np.ndarray) -> np.ndarray:
 
 TILE_Q, TILE_KV = 128, 128
 PARTIAL = 1 << 30  # KVBLOCK_ATTENTION_PARTIAL
+
+
+@np.errstate(over="ignore")
+def dropout_bytes(
+    rows: np.ndarray, columns: np.ndarray, of_rows: np.ndarray, of_columns: np.ndarray
+) -> np.ndarray:
+    """What attention.h says of dropout: a byte for each pair, `[B, N, T, S]`.
+
+    Positions `[B|1, T]`, `[B|1, S]`, and words of keys `[B, N, T|1]`, `[B, N, S|1]`.
+    """
+    u = np.uint32
+    place = lambda p: (p // 16 * 8 + p % 8).astype(u)[:, None]  # noqa: E731
+    half = lambda p: (p // 8 % 2).astype(u)[:, None]  # noqa: E731
+    row = of_rows + u(0x9E3779B9) * place(rows)
+    z = row[..., None] ^ (of_columns + u(0x6A09E667) * place(columns))[:, :, None]
+    z = z * u(0x7FEB352D)
+    z = (z ^ z >> u(15)) * u(0x846CA68B)
+    z ^= z >> u(16)
+    shift = 16 * half(rows)[..., None] + 8 * half(columns)[:, :, None]
+    return z >> shift.astype(u) & u(255)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -304,6 +332,9 @@ class Problem:
             self.given["sinks"] = place.normal("float32", c.sinks, n)
             self.exact["sinks"] = judge.f64(self.given["sinks"])
         self.d_lse = judge.f64(place.normal("float32", m, n, c.q_len))
+        if c.dropout:
+            self.dropout_keys = rng.integers(0, 2**32, (c.batch, n, 2), np.uint32)
+            self.given["dropout_keys"] = put(self.dropout_keys.view(np.int32))
 
     def _positions(self) -> tuple[np.ndarray, ...]:
         """Of each row and key its place in the band; whether it takes part."""
@@ -322,6 +353,21 @@ class Problem:
         kv_lens = self.integers.get("kv_lens", full[1])
         alive = np.arange(c.q_len) < q_lens[:, None]
         return rows, keys, alive, np.arange(c.kv_len) < kv_lens[:, None]
+
+    def kept(self) -> Any:
+        """What dropout multiplies probabilities by, `[members, N, T, S]`."""
+        c, keys = self.case, self.dropout_keys
+        if not c.packed:
+            rows, columns = (np.arange(n)[None] for n in (c.q_len, c.kv_len))
+            of_rows = of_columns = keys[:, :, None]
+        else:
+            rows, columns = (
+                documents(self.integers[f"cu_{side}"], length)[1][None]
+                for side, length in (("q", c.q_len), ("kv", c.kv_len))
+            )
+            of_rows, of_columns = (keys[x].swapaxes(1, 2) for x in self.owners)
+        bits = dropout_bytes(rows, columns, of_rows[..., 0], of_columns[..., 1])
+        return self.place.put((bits >= c.dropout) * (256 / (256 - c.dropout)))
 
     def _bits(self) -> np.ndarray:
         """Those of every tile side by side, as `listed` lies."""
@@ -415,8 +461,10 @@ def truth(x: Problem, backward: bool = True) -> Truth:
     empty = ~x.alive[:, None, None, :, None] | (total == 0)
     total = where(empty, 1.0, total)
     p = where(empty, 0.0, p / total)
+    kept = x.kept().reshape(m, heads, group, t, s) if c.dropout else 1.0
+    dropped = p * kept
     lse = where(empty, -np.inf, xp.log(total) + top).reshape(m, n, t)
-    out = einsum("bkgts,bske->btkge", p, v)
+    out = einsum("bkgts,bske->btkge", dropped, v)
 
     # What float32 costs: by the products that a score sums up, and by a softcap.
     length = lambda a: xp.sqrt((a * a).sum(-1))  # noqa: E731
@@ -448,13 +496,13 @@ def truth(x: Problem, backward: bool = True) -> Truth:
     want = {"out": flat(out), "lse": lse[..., None]}
     off = capped + scores_off
     bars = {"lse": judge.bar_of_lse(want["lse"], sums[..., None]) + off}
-    terms = flat(root("bkgts,bske->btkge", p, v))
-    bars["out"] = bar(want["out"], terms, rows(p), rows(pairs), largest(v))
+    terms = flat(root("bkgts,bske->btkge", dropped, v))
+    bars["out"] = bar(want["out"], terms, rows(dropped), rows(pairs), largest(v))
     if not backward:
         return Truth(want, bars, lse, lse)
 
     d_o = x.exact["d_o"].reshape(*grouped, c.value_dim)
-    dp = einsum("btkge,bske->bkgts", d_o, v)
+    dp = einsum("btkge,bske->bkgts", d_o, v) * kept
     delta = (x.exact["d_o"] * want["out"]).sum(-1).swapaxes(1, 2) - x.d_lse
     d_row = delta.reshape(m, heads, group, t, 1)
     d_score = where(mask, p * (dp - d_row), 0.0)
@@ -481,9 +529,9 @@ def truth(x: Problem, backward: bool = True) -> Truth:
     terms = scale * root("bkgts,btkgd->bskd", ds, q)
     counts = columns(losses)
     bars["dk"] = bar(want["dk"], terms, columns(weight), counts, scale * largest(q))
-    want["dv"] = einsum("bkgts,btkge->bske", p, d_o)
-    terms = root("bkgts,btkge->bske", p, d_o)
-    bars["dv"] = bar(want["dv"], terms, columns(p), columns(pairs), largest(d_o))
+    want["dv"] = einsum("bkgts,btkge->bske", dropped, d_o)
+    terms = root("bkgts,btkge->bske", dropped, d_o)
+    bars["dv"] = bar(want["dv"], terms, columns(dropped), columns(pairs), largest(d_o))
     if c.bias is not None:
         dtype, members, own_heads = c.bias
 

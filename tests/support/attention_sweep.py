@@ -115,7 +115,7 @@ class Launcher:
         if c.bias is not None:
             dtype, a.bias_batch, own_heads = c.bias
             a.bias_dtype, a.bias_heads = DTYPES[dtype], c.heads if own_heads else 1
-        a.sink_batch = c.sinks
+        a.sink_batch, a.dropout = c.sinks, c.dropout
         if x.tiles is not None:
             a.tile_batch, a.tile_heads = x.tiles.counts.shape[:2]
             a.tile_q, a.tile_kv = TILE_Q, TILE_KV
@@ -145,7 +145,8 @@ class Launcher:
         Rows that attend to nothing here keep it. What should come out goes to `known`.
         """
         c, torch = x.case, self.torch
-        served = not (c.bias or c.sinks or c.softcap or x.tiles) and x.scale > 0
+        options = c.bias or c.sinks or c.softcap or x.tiles or c.dropout
+        served = not options and x.scale > 0
         narrow = max(c.head_dim, c.value_dim) <= MOST_JOINED_DIM
         if self.kernels != "sm90" or not (served and narrow):
             return {}
@@ -422,7 +423,7 @@ def main() -> int:
                 c for c in draw_cases(seed, chosen.rounds) if chosen.only in str(c)
             ]
             if kernels == "sm90":
-                cases = [c for c in cases if c.dtype != "float32"]
+                cases = [c for c in cases if c.hopper_serves]
             if chosen.limit:
                 order = np.random.default_rng(seed).permutation(len(cases))
                 cases = [cases[i] for i in order[: chosen.limit]]

@@ -40,6 +40,7 @@ from ops import (
 )
 
 import jax_kvblock as kv
+from jax_kvblock.attention import dropout
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -201,7 +202,13 @@ def widen(*arrays: Any) -> list[Any]:
 
 
 def plain_attention(
-    q: Any, k: Any, v: Any, mask: Any = True, bias: Any = 0.0, sinks: Any = None
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any = True,
+    bias: Any = 0.0,
+    sinks: Any = None,
+    kept: Any = None,
 ) -> Any:
     """(out, lse) of `[B, T, N, D]`, as a user would write it."""
     q, k, v = widen(q, k, v)
@@ -213,7 +220,8 @@ def plain_attention(
         scores = jnp.concatenate([scores, sink], axis=-1)
         v = jnp.pad(v, [(0, 0), (0, 1), (0, 0), (0, 0)])
     lse = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
-    out = exact_einsum("bnts,bsnd->btnd", jnp.exp(scores - lse), v)
+    p = jnp.exp(scores - lse)
+    out = exact_einsum("bnts,bsnd->btnd", p if kept is None else p * kept, v)
     return out.astype(DTYPE), lse[..., 0].swapaxes(1, 2)
 
 
@@ -238,6 +246,27 @@ def attend_with_lse(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
 
 def plain_attend_with_lse(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> Any:
     return plain_attention(*narrow(q, k, v), True, bias / 8, sinks / 8)
+
+
+def attend_with_dropout(q: Any, k: Any, v: Any, seeds: Any) -> Any:
+    options = {"dropout_rate": 0.3, "dropout_seed": seeds, "causal": True}
+    return kv.flash_attention(*narrow(q, k, v), **options)
+
+
+def plain_attend_with_dropout(q: Any, k: Any, v: Any, seeds: Any) -> Any:
+    keys = dropout.keys_of(dropout.check_seed("", seeds, 1, N), 1, N)
+
+    def part(length: int, step: Any, word: Any) -> tuple[Any, Any]:
+        at = jnp.arange(length)
+        place = (at // 16 * 8 + at % 8).astype(jnp.uint32)
+        return word[..., None] + step * place, (at // 8 % 2).astype(jnp.uint32)
+
+    rows, row_half = part(T, dropout.QUERY_STEP, keys[..., 0])
+    columns, column_half = part(S, dropout.KEY_STEP, keys[..., 1])
+    words = dropout.mixed(rows[..., None] ^ columns[:, :, None])
+    bits = words >> (16 * row_half[:, None] + 8 * column_half) & 255
+    scaled = jnp.where(bits >= 77, np.float32(256 / (256 - 77)), np.float32(0))
+    return plain_attention(*narrow(q, k, v), causal(T, S, 0), kept=scaled)[0]
 
 
 def attend_packed(q: Any, k: Any, v: Any, lens: Any) -> Any:
@@ -312,6 +341,16 @@ ATTENTION = [
         [*QKV, (1, N, T, S), (N,)],
         heads=[2, 2, 2, 1, 0],
         out_heads=(2, 2),
+        exact=False,
+        missing=LINEAR_NOWHERE,
+    ),
+    Column(  # a seed for each head, which shard_map cuts with the heads
+        "flash_attention with dropout",
+        attend_with_dropout,
+        plain_attend_with_dropout,
+        [*QKV, np.arange(N, dtype=np.int32)[None]],
+        heads=[2, 2, 2, 1],
+        out_heads=2,
         exact=False,
         missing=LINEAR_NOWHERE,
     ),

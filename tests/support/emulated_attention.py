@@ -83,6 +83,12 @@ def fp8_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def dropout_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hopper's forward kernel with dropout."""
+    return built("dropout", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
 def latent_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Those of paged attention over latent caches."""
     return built("latent", tmp_path_factory)

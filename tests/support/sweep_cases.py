@@ -85,6 +85,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **{"tiles": (1, True), "masks": 3},
         "bias": ("float32", 1, True),
     },
+    "dropout": {"dropout": 26},
+    "dropout, causal": {"dropout": 128, "window": CAUSAL, "shift": True},
+    "dropout, lengths": {"dropout": 200, "lengths": True, "sinks": 1},
+    "dropout, packed, causal": {"dropout": 77, "packed": True, "window": CAUSAL},
+    "dropout, segments": {
+        **{"dropout": 1, "segments": "scattered", "window": (70, 30)},
+    },
+    "dropout, everything": {  # but for Hopper's kernels
+        **{"dropout": 129, "window": (90, 40), "lengths": True, "softcap": 5.0},
+        **{"bias": ("float32", 1, True), "tiles": (1, True), "masks": 2, "scale": -0.2},
+    },
     "everything": {
         **{"window": (90, 40), "shift": True, "lengths": True, "segments": "sorted"},
         **{"softcap": 30.0, "scale": -0.2, "bias": ("float32", 1, False), "sinks": 1},

@@ -10,6 +10,7 @@
  *   lse(i)      = log(sum_j exp(score(i, j)) + exp(sink[n]))      (the second term with sinks only)
  *                 less base(i), where that is asked for
  *   o(i)        = sum_j exp(score(i, j) - lse(i)) * v[b, j, k];   0 where lse(i) = -inf
+ *                 with dropout over the pairs that are kept, divided by 1 - dropout / 256
  *
  * i attends to j when all of these hold:
  *   i < q_lens[b], j < kv_lens[b]                                 (where given)
@@ -31,6 +32,15 @@
  * then the total) and cu_kv[b] .. cu_kv[b + 1] of k and v [S, K, D]; lse and delta are [N, T]; i and
  * j count from the sequence's first row; rows that no sequence owns get 0 and -inf. Packed inputs
  * take neither bias, segments, lengths nor tiles.
+ *
+ * With dropout, and key = dropout_keys[b, n], a pair is kept where its byte is at least `dropout`:
+ *
+ *   place(p)   = p / 16 * 8 + p % 8
+ *   z          = (key[0] + 0x9E3779B9 place(i)) ^ (key[1] + 0x6A09E667 place(j))     modulo 2^32
+ *   z          = z * 0x7FEB352D;  z = z ^ (z >> 15);  z = z * 0x846CA68B;  z = z ^ (z >> 16)
+ *   byte(i, j) = z >> (16 (i / 8 % 2) + 8 (j / 8 % 2)) & 255
+ *
+ * Positions that begin elsewhere are another key: 16 m more of i are 0x9E3779B9 * 8 m more of key[0].
  *
  * Nothing is allocated and nothing is synchronized; every launch can be captured in a CUDA graph.
  */
@@ -120,6 +130,11 @@ typedef struct kvblock_attention {
   const int32_t* tile_map;
   const uint32_t* tile_masks;
   int32_t num_tile_masks;
+  /* Both or none: of 256 probabilities, how many become 0, 1 to 255; uint32 [B, N, 2], packed too.
+   * The same for both passes. delta is of o as it came out, with dropout. The sm_90a kernels have
+   * it for 16 bits, a scale above 0, and neither softcap, bias nor tiles. */
+  int32_t dropout;
+  const uint32_t* dropout_keys;
 } kvblock_attention;
 
 enum { KVBLOCK_ATTENTION_SCALE_ROWS = 128 }; /* queries or keys that share a scale */
@@ -149,12 +164,12 @@ typedef struct kvblock_forward {
   /* Not 0: o and lse hold the attention of these queries to other keys, and are joined with that to
    * the call's: afterwards they are those to all of these keys. Rows that attend to none of the
    * call's keep what they have. For the sm_90a kernels, with lse, head dims up to 128, a scale
-   * above 0, and neither softcap, bias, sinks nor tiles. */
+   * above 0, and neither softcap, bias, sinks, tiles nor dropout. */
   int32_t joins;
   /* With dtype KVBLOCK_E4M3, for the sm_90a kernels: q, k and v are products of these and what the
    * arrays hold, and o is in bfloat16. Probabilities are rounded to e4m3, too. The call has a
    * workspace, head dims that are multiples of 16 up to 128, a scale above 0, and neither cu_q,
-   * softcap, bias nor tiles. */
+   * softcap, bias, tiles nor dropout. */
   kvblock_block_scales q_scales, k_scales, v_scales;
 } kvblock_forward;
 

@@ -25,7 +25,7 @@ namespace kvblock {
 // The attributes of a call.
 struct AttentionAttributes {
   int64_t kernels, precision, present, packed, deterministic, joins, window_left, window_right,
-      tile_q, tile_kv;
+      tile_q, tile_kv, dropout;
   float scale, softcap;
 };
 
@@ -38,7 +38,8 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("packed"), StructMember<int64_t>("deterministic"),
     StructMember<int64_t>("joins"), StructMember<int64_t>("window_left"),
     StructMember<int64_t>("window_right"), StructMember<int64_t>("tile_q"),
-    StructMember<int64_t>("tile_kv"), StructMember<float>("scale"), StructMember<float>("softcap"));
+    StructMember<int64_t>("tile_kv"), StructMember<int64_t>("dropout"),
+    StructMember<float>("scale"), StructMember<float>("softcap"));
 
 namespace {
 
@@ -67,6 +68,7 @@ enum Optional {
   kQScales,
   kKScales,
   kVScales,
+  kDropoutKeys,
   kNumOptional,
 };
 
@@ -256,6 +258,10 @@ void DecodeOptional(Reader* in, const Attributes& attributes, Decoded* out) {
   if (has(kQScales)) out->q_scales = Scales(in, "q_scales", a.num_heads);
   if (has(kKScales)) out->k_scales = Scales(in, "k_scales", a.num_kv_heads);
   if (has(kVScales)) out->v_scales = Scales(in, "v_scales", a.num_kv_heads);
+  if (has(kDropoutKeys)) {
+    a.dropout_keys = static_cast<const uint32_t*>(
+        in->Operand("dropout_keys", ffi::DataType::U32, {a.batch, a.num_heads, 2}));
+  }
 }
 
 Decoded Decode(Reader* in, const Attributes& attributes) {
@@ -271,6 +277,8 @@ Decoded Decode(Reader* in, const Attributes& attributes) {
   out.a.precision = static_cast<int32_t>(attributes.precision);
   out.a.scale = attributes.scale;
   out.a.softcap = attributes.softcap;
+  if (attributes.dropout < 0 || attributes.dropout > 255) in->Fail("dropout is 0 to 255");
+  out.a.dropout = static_cast<int32_t>(attributes.dropout);
   return out;
 }
 
@@ -450,6 +458,7 @@ int64_t AttentionWorkspace(int32_t kernels, int32_t dtype, int64_t batch, int64_
   a.kv_lens = there(kKvLens);
   a.cu_q = there(kCuQ);
   a.tile_indices = there(kTileIndices);
+  if ((present >> kDropoutKeys) & 1) a.dropout_keys = reinterpret_cast<const uint32_t*>(array);
   return kvblock_attention_workspace(&a, backward);
 }
 

@@ -13,11 +13,11 @@ namespace kvblock {
 constexpr int32_t kFar = 1 << 30, kMaxLength = kFar - 256;
 
 // Batch members of the arrays; packed ones have none.
-__host__ __device__ inline int64_t Members(const AttentionCall& a) {
+__host__ __device__ inline int64_t Members(const AttentionArrays& a) {
   return a.cu_q != nullptr ? 1 : a.batch;
 }
 
-struct AttentionParams : AttentionCall {
+struct AttentionParams : AttentionArrays {
   int32_t group;  // query heads to a KV head
   int32_t tiles;  // tiles along the queries (or keys) that the launch walks, of all sequences
   int32_t section_pairs;  // whose tiles lie side by side in the grid (schedule/grid_order.cuh)
@@ -28,9 +28,9 @@ struct AttentionParams : AttentionCall {
   float tiny_bound;
 };
 
-inline AttentionParams MakeAttentionParams(const AttentionCall& a) {
+inline AttentionParams MakeAttentionParams(const AttentionArrays& a) {
   AttentionParams p{};
-  static_cast<AttentionCall&>(p) = a;
+  static_cast<AttentionArrays&>(p) = a;
   p.group = a.num_heads / a.num_kv_heads;
   p.num_pairs = a.cu_q != nullptr ? a.num_heads : a.batch * a.num_heads;
   p.section_pairs = 1;

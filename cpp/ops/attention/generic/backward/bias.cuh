@@ -17,6 +17,7 @@
 #include "ops/attention/generic/product.cuh"
 #include "ops/attention/generic/tile.cuh"
 #include "ops/attention/mask/backward_scores.cuh"
+#include "ops/attention/mask/dropout.cuh"
 #include "ops/attention/mask/sequence.cuh"
 
 namespace kvblock::generic {
@@ -48,7 +49,7 @@ __device__ __forceinline__ bool TileIsListed(const AttentionParams& p, int batch
 
 template <typename T, int kDim>
 __global__ void __launch_bounds__(128, 1)
-    AttentionBackwardBias(const __grid_constant__ AttentionParams p) {
+    AttentionBackwardBias(const __grid_constant__ DroppingParams p) {
   using Shape = BackwardBiasShape<T, kDim>;
   using Tile = typename Shape::Tile;
   constexpr int kTile = Shape::kTile, kThreads = Shape::kThreads, kN = kTile / 8;
@@ -114,12 +115,18 @@ __global__ void __launch_bounds__(128, 1)
                                        OperandA<Tile, Lies::kAcross>{base + Shape::kDo, warp_row},
                                        OperandB<Tile, Lies::kAcross>{base + Shape::kV, 0}, lane);
     const Scores<T> scores(p, s, head, q0, k0);
+    const bool drops = p.dropout.keys != nullptr;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const int at_lane = Opaque(lane);
       float (&c)[4] = prob[0][n], slope[4];  // slope: of the score by q.k; the bias comes after it
       scores.Probabilities(c, q0 + warp_row + at_lane / 4, k0 + n * 8 + at_lane % 4 * 2, lse,
                            slope);
+      if (drops) {
+        PairDropout(p, s, head, q0 + warp_row, k0, at_lane).Drop(dp[0][n], 0, n);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dp[0][n][e] *= p.dropout.scale;
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         if (c[e] != 0.0f) sum[0][n][e] += c[e] * (dp[0][n][e] - delta[e / 2]);

@@ -47,6 +47,7 @@
 #include "ops/attention/generic/product.cuh"
 #include "ops/attention/generic/tile.cuh"
 #include "ops/attention/mask/backward_scores.cuh"
+#include "ops/attention/mask/dropout.cuh"
 #include "ops/attention/mask/tile_walk.cuh"
 #include "ops/attention/schedule/grid_order.cuh"
 
@@ -54,7 +55,7 @@ namespace kvblock::generic {
 
 template <typename T, int kDim>
 __global__ void __launch_bounds__(BackwardKvShape<T, kDim>::kThreads, 1)
-    AttentionBackwardKv(const __grid_constant__ AttentionParams p,
+    AttentionBackwardKv(const __grid_constant__ DroppingParams p,
                         const __grid_constant__ BackwardKvPlan plan) {
   using Shape = BackwardKvShape<T, kDim>;
   using KeyTile = typename Shape::KeyTile;
@@ -200,7 +201,8 @@ __global__ void __launch_bounds__(BackwardKvShape<T, kDim>::kThreads, 1)
     Product<T, kDim / kStep<T>>(prob, OperandA<QueryTile, Lies::kAcross>{q, score_row},
                                 OperandB<KeyTile, Lies::kAcross>{base + Shape::kK, key_row}, lane);
 
-    // dP - delta = dO V^T - delta, and P = exp(scale S - lse) under it.
+    // dP - delta = dO V^T - delta, and P = exp(scale S - lse) under it. With dropout the first, and
+    // all that is summed up, is 1 - rate times that.
     float ds[kM][kN][4];
     const int first_row = score_row + lane_now() / 4;
     const auto row_of = [&](int m, int h) { return first_row + m * 16 + h * 8; };
@@ -231,13 +233,14 @@ __global__ void __launch_bounds__(BackwardKvShape<T, kDim>::kThreads, 1)
       blind = blind || lse_of(m, 0) == -INFINITY || lse_of(m, 1) == -INFINITY;
     }
     const bool plain = (at.visible || (p.q_segments == nullptr && p.tile_masks == nullptr)) &&
-                       p.softcap == 0.0f && p.bias == nullptr && !__any_sync(~0u, blind);
-    const auto start_with_delta = [&] {
+                       p.softcap == 0.0f && p.bias == nullptr && p.dropout.keys == nullptr &&
+                       !__any_sync(~0u, blind);
+    const auto start_with_delta = [&](float kept) {
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          const float delta = delta_rows[row_of(m, h)];
+          const float delta = delta_rows[row_of(m, h)] * kept;
 #pragma unroll
           for (int n = 0; n < kN; ++n) ds[m][n][2 * h] = ds[m][n][2 * h + 1] = -delta;
         }
@@ -262,7 +265,7 @@ __global__ void __launch_bounds__(BackwardKvShape<T, kDim>::kThreads, 1)
       if (step > 0) BarrierWait(done, (step - 1) % 2);
     };
     if (plain) {
-      start_with_delta();
+      start_with_delta(1.0f);
       Product<T, kDim / kStep<T>>(ds, do_rows, v_rows, lane, [&](int k) {
         constexpr int kBlocks = kM * kN, kSteps = kDim / kStep<T>;
 #pragma unroll
@@ -302,6 +305,9 @@ __global__ void __launch_bounds__(BackwardKvShape<T, kDim>::kThreads, 1)
       }
     } else {
       const Scores<T> scores(p, s, at.head, at.first, keys.first);
+      const auto dropout_of = [&](int at_lane) {
+        return PairDropout(p, s, at.head, at.first + score_row, keys.first + key_row, at_lane);
+      };
       previous_done();
       const auto finish = [&](auto softcap) {
 #pragma unroll
@@ -315,7 +321,15 @@ __global__ void __launch_bounds__(BackwardKvShape<T, kDim>::kThreads, 1)
                 c, at.first + score_row + m * 16 + at_lane / 4,
                 keys.first + key_row + n * 8 + at_lane % 4 * 2,
                 {RowLse(lse_of(m, 0)), RowLse(lse_of(m, 1))}, slope);
-            store(Shape::kP, at_lane, m, n, c);
+            if (p.dropout.keys != nullptr) {
+              float kept[4];
+#pragma unroll
+              for (int e = 0; e < 4; ++e) kept[e] = c[e];
+              dropout_of(at_lane).Drop(kept, m, n);
+              store(Shape::kP, at_lane, m, n, kept);
+            } else {
+              store(Shape::kP, at_lane, m, n, c);
+            }
 #pragma unroll
             for (int e = 0; e < 4; ++e) c[e] = c[e] * slope[e];
           }
@@ -326,8 +340,18 @@ __global__ void __launch_bounds__(BackwardKvShape<T, kDim>::kThreads, 1)
       } else {
         finish(std::false_type());
       }
-      start_with_delta();
+      start_with_delta(p.dropout.kept);
       Product<T, kDim / kStep<T>>(ds, do_rows, v_rows, lane);
+      if (p.dropout.keys != nullptr) {
+        const int at_lane = lane_now();
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          const float none[2] = {-delta_rows[row_of(m, 0)] * p.dropout.kept,
+                                 -delta_rows[row_of(m, 1)] * p.dropout.kept};
+#pragma unroll
+          for (int n = 0; n < kN; ++n) dropout_of(at_lane).Replace(ds[m][n], m, n, none);
+        }
+      }
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -374,6 +398,16 @@ __global__ void __launch_bounds__(BackwardKvShape<T, kDim>::kThreads, 1)
           dq, OperandA<ScoreTile, Lies::kAcross>{base + Shape::kDs, dq_row},
           OperandB<KeyTile, Lies::kDown>{base + Shape::kK, dq_column}, lane);
       BarrierArrive(done);
+      if (p.dropout.keys != nullptr) {
+#pragma unroll
+        for (int m = 0; m < kDqM; ++m) {
+#pragma unroll
+          for (int n = 0; n < kDqN; ++n) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) dq[m][n][e] *= p.dropout.scale;
+          }
+        }
+      }
       AddDq<T, Shape>(p, s, keys, dq, at, dq_row, dq_column, lane_now());
     } else {
       BarrierArrive(done);
@@ -386,7 +420,8 @@ __global__ void __launch_bounds__(BackwardKvShape<T, kDim>::kThreads, 1)
 
   // Out: dK where K was, dV where V was.
   if (step > 0) BarrierWait(done, (step - 1) % 2);
-  PlaceKv<T, Shape>(dk, dv, shared, p.scale, key_row, half * (kDim / 2), lane_now());
+  PlaceKv<T, Shape>(dk, dv, shared, p.scale * p.dropout.scale, p.dropout.scale, key_row,
+                    half * (kDim / 2), lane_now());
   __syncthreads();
   StoreTile<KeyTile, kThreads, sizeof(T)>(
       shared + Shape::kK, RowsOfHead<T>(p.dk, s.kv_row, p.num_kv_heads, keys.head, p.head_dim),

@@ -56,12 +56,13 @@ __device__ __forceinline__ void AddDq(const AttentionParams& p, const Sequence& 
   }
 }
 
-// Puts a warp's part of dK, scaled, and of dV where K and V were, from key `row` of the tile and
+// Puts a warp's parts of dK and dV, scaled, where K and V were, from key `row` of the tile and
 // column `column` on.
 template <typename T, typename Shape>
 __device__ __forceinline__ void PlaceKv(const float (&dk)[Shape::kKvM][Shape::kKvN][4],
                                         const float (&dv)[Shape::kKvM][Shape::kKvN][4],
-                                        char* shared, float scale, int row, int column, int lane) {
+                                        char* shared, float scale, float value_scale, int row,
+                                        int column, int lane) {
   using KeyTile = typename Shape::KeyTile;
   constexpr int kM = Shape::kKvM, kN = Shape::kKvN;
 #pragma unroll
@@ -74,7 +75,7 @@ __device__ __forceinline__ void PlaceKv(const float (&dk)[Shape::kKvM][Shape::kK
         const uint32_t at = KeyTile::Offset(row + KeyAt<T>(RowDown<kM>(lane, m, e / 2)),
                                             column + ColumnDown<kWide>(lane, n, e % 2));
         *reinterpret_cast<float*>(shared + Shape::kK + at) = dk[m][n][e] * scale;
-        *reinterpret_cast<float*>(shared + Shape::kV + at) = dv[m][n][e];
+        *reinterpret_cast<float*>(shared + Shape::kV + at) = dv[m][n][e] * value_scale;
       }
     } else {
 #pragma unroll
@@ -86,7 +87,7 @@ __device__ __forceinline__ void PlaceKv(const float (&dk)[Shape::kKvM][Shape::kK
           *reinterpret_cast<uint32_t*>(shared + Shape::kK + at) =
               Pack<T>(dk[m][n][2 * h] * scale, dk[m][n][2 * h + 1] * scale);
           *reinterpret_cast<uint32_t*>(shared + Shape::kV + at) =
-              Pack<T>(dv[m][n][2 * h], dv[m][n][2 * h + 1]);
+              Pack<T>(dv[m][n][2 * h] * value_scale, dv[m][n][2 * h + 1] * value_scale);
         }
       }
     }

@@ -36,7 +36,7 @@ const char* Launch(Kernel kernel, int bytes, int available, const AttentionParam
 template <typename T, int kDim>
 const char* LaunchBackwardKvOf(const AttentionCall& a, cudaStream_t stream) {
   using Shape = BackwardKvShape<T, kDim>;
-  AttentionParams p = MakeAttentionParams(a);
+  DroppingParams p = MakeDroppingParams(a);
   const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kKeys);
   if (const char* error = PlanGrid(&p, tiles, Members(a) * a.num_kv_heads)) return error;
   // Heads that take turns should fit in L2 with their Q, dO and dq_accum.
@@ -54,7 +54,7 @@ const char* LaunchBackwardKvOf(const AttentionCall& a, cudaStream_t stream) {
 template <typename T, int kDim>
 const char* LaunchBackwardQOf(const AttentionCall& a, cudaStream_t stream) {
   using Shape = BackwardQShape<T, kDim>;
-  AttentionParams p = MakeAttentionParams(a);
+  DroppingParams p = MakeDroppingParams(a);
   const int64_t tiles = a.q_len == 0 ? 0 : NumTiles(a, a.q_len, Shape::kQueries);
   if (const char* error = PlanGrid(&p, tiles, Members(a) * a.num_heads)) return error;
   Gpu gpu{};
@@ -67,7 +67,7 @@ template <typename T, int kDim>
 const char* LaunchBackwardBiasOf(const AttentionCall& a, cudaStream_t stream) {
   using Shape = BackwardBiasShape<T, kDim>;
   constexpr int64_t kTile = Shape::kTile;
-  AttentionParams p = MakeAttentionParams(a);
+  DroppingParams p = MakeDroppingParams(a);
   const int64_t tiles = (a.q_len + kTile - 1) / kTile * ((a.kv_len + kTile - 1) / kTile);
   if (const char* error = PlanGrid(&p, tiles, int64_t{a.bias_batch} * a.bias_heads)) return error;
   Gpu gpu{};

@@ -6,6 +6,8 @@
 //   dP = dO V^T      [kQueries, kKeys]     dS = P (dP - delta)
 //   dQ += dS K       [kQueries, kDim]      times scale at the end
 //
+// With dropout dP is 0 of pairs that are dropped, and dS is summed up times 1 - rate.
+//
 // A warp owns 16 queries throughout, so dS turns into the next product's operand in its registers
 // and warps meet only where a tile of keys changes.
 //
@@ -20,6 +22,7 @@
 #include "ops/attention/generic/product.cuh"
 #include "ops/attention/generic/tile.cuh"
 #include "ops/attention/mask/backward_scores.cuh"
+#include "ops/attention/mask/dropout.cuh"
 #include "ops/attention/mask/tile_walk.cuh"
 
 namespace kvblock::generic {
@@ -53,7 +56,7 @@ struct RegistersA {
 
 template <typename T, int kDim>
 __global__ void __launch_bounds__(BackwardQShape<T, kDim>::kThreads, 1)
-    AttentionBackwardQ(const __grid_constant__ AttentionParams p) {
+    AttentionBackwardQ(const __grid_constant__ DroppingParams p) {
   using Shape = BackwardQShape<T, kDim>;
   using QueryTile = typename Shape::QueryTile;
   using KeyTile = typename Shape::KeyTile;
@@ -100,7 +103,7 @@ __global__ void __launch_bounds__(BackwardQShape<T, kDim>::kThreads, 1)
       if (query < s.q_len) {
         const float raw = p.lse[s.LseRow(p, head) + query];
         lse[h] = RowLse(raw);
-        delta[h] = RowDelta(raw, p.delta[s.LseRow(p, head) + query]);
+        delta[h] = RowDelta(raw, p.delta[s.LseRow(p, head) + query]) * p.dropout.kept;
       }
     }
   }
@@ -112,13 +115,14 @@ __global__ void __launch_bounds__(BackwardQShape<T, kDim>::kThreads, 1)
     CopyAsyncWait<0>();
     __syncthreads();  // this tile has landed, and everyone has left the one before
     const int k0 = walk.first();
-    const bool plain = walk.all_visible() && p.softcap == 0.0f && p.bias == nullptr;
+    const bool drops = p.dropout.keys != nullptr;
+    const bool plain = walk.all_visible() && p.softcap == 0.0f && p.bias == nullptr && !drops;
     more = walk.Next();
     if (more) load(stage ^ 1, walk.first());
     const uint32_t k = base + Shape::kK + stage * KeyTile::kBytes;
     const uint32_t v = base + Shape::kV + stage * KeyTile::kBytes;
 
-    // S = Q K^T and dP - delta = dO V^T - delta.
+    // S = Q K^T and dP - delta = dO V^T - delta; with dropout both are 1 - rate times that.
     float prob[1][kN][4], ds[1][kN][4];
     Clear(prob);
     Product<T, kDim / kStep<T>, kWide>(
@@ -149,6 +153,10 @@ __global__ void __launch_bounds__(BackwardQShape<T, kDim>::kThreads, 1)
           float (&c)[4] = prob[0][n], slope[4];
           scores.template Probabilities<decltype(softcap)::value>(
               c, q0 + warp_row + at_lane / 4, k0 + n * 8 + at_lane % 4 * 2, lse, slope);
+          if (drops) {
+            PairDropout(p, s, head, q0 + warp_row, k0, at_lane)
+                .Replace(ds[0][n], 0, n, {-delta[0], -delta[1]});
+          }
 #pragma unroll
           for (int e = 0; e < 4; ++e) {  // masked: not even a NaN
             ds[0][n][e] = c[e] == 0.0f ? 0.0f : c[e] * slope[e] * ds[0][n][e];
@@ -169,6 +177,7 @@ __global__ void __launch_bounds__(BackwardQShape<T, kDim>::kThreads, 1)
 
   // Out through the place of Q. Rows that take no part are zero.
   __syncthreads();
+  const float scale = p.scale * p.dropout.scale;
 #pragma unroll
   for (int n = 0; n < kDim / 8; ++n) {
 #pragma unroll
@@ -179,10 +188,10 @@ __global__ void __launch_bounds__(BackwardQShape<T, kDim>::kThreads, 1)
         for (int e = 0; e < 2; ++e) {
           const int column = ColumnDown<kWideOf<kDim / 8>>(lane, n, e);
           *reinterpret_cast<float*>(shared + Shape::kQ + QueryTile::Offset(row, column)) =
-              q0 + row < s.q_len ? dq[0][n][2 * h + e] * p.scale : 0.0f;
+              q0 + row < s.q_len ? dq[0][n][2 * h + e] * scale : 0.0f;
         }
       } else {
-        const uint32_t value = Pack<T>(dq[0][n][2 * h] * p.scale, dq[0][n][2 * h + 1] * p.scale);
+        const uint32_t value = Pack<T>(dq[0][n][2 * h] * scale, dq[0][n][2 * h + 1] * scale);
         const uint32_t at = QueryTile::Offset(row, n * 8) + pair_column * 2;
         *reinterpret_cast<uint32_t*>(shared + Shape::kQ + at) = q0 + row < s.q_len ? value : 0;
       }

@@ -21,7 +21,7 @@
 //     S = Q K^T                                  Multiply
 //     scale, softcap, bias, mask where needed    FinishScores
 //     new maxima; rescale O and sums             Rescale
-//     P = exp2(S - max), O += P V                Accumulate
+//     P = exp2(S - max), dropout, O += P V       Accumulate
 //   join the sinks, write O and lse              Write
 #pragma once
 
@@ -38,6 +38,7 @@
 #include "ops/attention/generic/fragments.cuh"
 #include "ops/attention/generic/product.cuh"
 #include "ops/attention/generic/tile.cuh"
+#include "ops/attention/mask/dropout.cuh"
 #include "ops/attention/mask/forward_scores.cuh"
 #include "ops/attention/mask/tile_walk.cuh"
 #include "ops/attention/schedule/grid_order.cuh"
@@ -152,11 +153,16 @@ __device__ __forceinline__ void Rescale(const AttentionParams& p, ForwardRows<Tr
   }
 }
 
-// A step of P = exp2(S - max) as the A operand, and its sums.
-template <typename Traits>
+// In place of PairDropout.
+struct DropsNothing {
+  __device__ __forceinline__ void Drop(float (&)[4], int, int) const {}
+};
+
+// A step of P = exp2(S - max) as the A operand, and its sums, which are of what is dropped, too.
+template <typename Traits, typename Drops>
 __device__ __forceinline__ void Exponentials(
     ForwardRows<Traits>& rows, int step, float to_log2,
-    const float (&reference)[Traits::kRowBlocks][2],
+    const float (&reference)[Traits::kRowBlocks][2], const Drops& drops,
     Fragment<typename Traits::T, 4> (&a)[Traits::kRowBlocks]) {
   using T = typename Traits::T;
   constexpr int kBlocks = kStep<T> / 8;
@@ -171,6 +177,7 @@ __device__ __forceinline__ void Exponentials(
         x[e] = Exp2(fmaf(x[e], to_log2, -reference[rb][e / 2]));
         rows.sum[rb][e / 2] += x[e];
       }
+      drops.Drop(x, rb, kBlocks * step + n);
       TakeAccumulators<T>(words, n, x);
     }
     a[rb] = Prepare<T>(words);
@@ -179,9 +186,10 @@ __device__ __forceinline__ void Exponentials(
 
 // P = exp2(S - max) and O += P V, a step of keys at a time: the exponentials of the next keys can
 // run while the tensor cores work on these. Where sums are to be apart, some steps at a time.
-template <typename Traits>
+template <typename Traits, typename Drops = DropsNothing>
 __device__ __forceinline__ void Accumulate(const AttentionParams& p, ForwardRows<Traits>& rows,
-                                           float to_log2, uint32_t v_tile, int lane) {
+                                           float to_log2, uint32_t v_tile, int lane,
+                                           const Drops& drops = {}) {
   using T = typename Traits::T;
   constexpr int kRowBlocks = Traits::kRowBlocks, kBlocks = kColumnBlocks<T, Traits::kDim>;
   constexpr int kTogether = kStepsTogether<T, Traits::kDim>;
@@ -199,7 +207,7 @@ __device__ __forceinline__ void Accumulate(const AttentionParams& p, ForwardRows
     Fragment<T, 4> a[kTogether][kRowBlocks];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      Exponentials<Traits>(rows, first + i, to_log2, reference, a[i]);
+      Exponentials<Traits>(rows, first + i, to_log2, reference, drops, a[i]);
     }
 #pragma unroll
     for (int n = 0; n < Traits::kDim / 8; n += kBlocks) {
@@ -231,7 +239,7 @@ __device__ __forceinline__ void Accumulate(const AttentionParams& p, ForwardRows
 // Joins the sink, divides by the sums, and writes O (through this warp's rows of the Q tile), lse
 // and the base for the rows that exist.
 template <typename Traits>
-__device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& s, int head,
+__device__ __forceinline__ void Write(const DroppingParams& p, const Sequence& s, int head,
                                       ForwardRows<Traits>& rows, float to_log2, uint32_t q_tile,
                                       char* shared_q, int first, int row, int lane) {
   using T = typename Traits::T;
@@ -263,7 +271,7 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& 
       if (p.lse != nullptr && lane % 4 == 0 && query < s.q_rows) {
         StoreLse(p, s.LseRow(p, head) + query, nothing, max * (unit * kLn2), logf(sum));
       }
-      factor /= sum;
+      factor = factor / sum * p.dropout.scale;
 #pragma unroll
       for (int n = 0; n < Traits::kDim / 8; ++n) {
         const float low = nothing ? 0.0f : rows.o[rb][n][half * 2] * factor;
@@ -302,7 +310,7 @@ __device__ __forceinline__ void Write(const AttentionParams& p, const Sequence& 
 template <typename T, int kDim>
 __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads,
                                   ForwardTraits<T, kDim>::kShape.ctas)
-    AttentionForward(const __grid_constant__ AttentionParams p) {
+    AttentionForward(const __grid_constant__ DroppingParams p) {
   using Traits = ForwardTraits<T, kDim>;
   using QTile = typename Traits::QTile;
   using KvTile = typename Traits::KvTile;
@@ -427,7 +435,12 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads,
       if (more) load_k(0);
       CopyAsyncCommit();
     }
-    Accumulate<Traits>(p, rows, rules.to_log2, v_tile(stage), lane());
+    if (p.dropout.keys == nullptr) {
+      Accumulate<Traits>(p, rows, rules.to_log2, v_tile(stage), lane());
+    } else {
+      const PairDropout drops(p, s, parked.head, parked.first + row(), key_now, lane());
+      Accumulate<Traits>(p, rows, rules.to_log2, v_tile(stage), lane(), drops);
+    }
   }
   if (Traits::kShape.hold_queries) __syncthreads();  // O's way out is a stage that others may read
   Write<Traits>(p, s, parked.head, rows, rules.to_log2, q_tile, shared, parked.first, row(),

@@ -14,7 +14,7 @@ namespace kvblock::generic {
 template <typename T, int kDim>
 const char* LaunchForwardOf(const AttentionCall& a, cudaStream_t stream) {
   using Traits = ForwardTraits<T, kDim>;
-  AttentionParams p = MakeAttentionParams(a);
+  DroppingParams p = MakeDroppingParams(a);
   const int64_t tiles = NumTiles(a, a.q_len, Traits::kQueries);
   if (const char* error = PlanGrid(&p, tiles, p.num_pairs)) return error;
   const int64_t ctas = tiles * p.num_pairs;

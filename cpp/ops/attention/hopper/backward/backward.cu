@@ -9,6 +9,7 @@
 #include "ops/attention/contract/launch.h"
 #include "ops/attention/hopper/backward/dq_finish.cuh"
 #include "ops/attention/hopper/backward/launcher.h"
+#include "ops/attention/mask/dropout.cuh"
 #include "ops/attention/schedule/grid.h"
 
 namespace kvblock::hopper {
@@ -29,6 +30,7 @@ FinishDq FinishDqOf(bool tall, bool adds) {
 // Writes these heads' dq from dq_accum.
 const char* LaunchFinishDq(const AttentionCall& a, KvHeads heads, cudaStream_t stream) {
   AttentionParams p = MakeAttentionParams(a);
+  p.scale *= MakeDropout(a).scale;
   p.first_kv_head = heads.first;
   p.kv_heads = heads.count;
   const int64_t tiles = a.q_len == 0 ? 0 : NumTiles(a, a.q_len, kDqRows);

@@ -37,7 +37,7 @@ inline bool LaunchIsTall(const AttentionCall& a) {
   constexpr int64_t kEnough = 2048, kEnoughMasked = 4096;
   const int64_t queries = a.cu_q != nullptr ? a.q_len / std::max(a.batch, 1) : a.q_len;
   return a.head_dim == 128 && a.value_dim <= 128 && IsPlain(a) && a.tile_indices == nullptr &&
-         a.dq_turns == nullptr && a.window_left < 0 &&
+         a.dq_turns == nullptr && a.window_left < 0 && a.dropout == 0 &&
          queries >= (a.window_right < 0 ? kEnough : kEnoughMasked);
 }
 

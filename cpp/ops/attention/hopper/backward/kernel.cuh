@@ -8,6 +8,9 @@
 //   dP^T = V dO^T   dS^T = P^T (dP^T - delta)        dK += dS^T Q      times scale at the end
 //   dQ   = dS K     added to dq_accum in global memory, unscaled (dq_tile.cuh)
 //
+// With dropout P of dV and dP are 0 of pairs that are dropped. All sums are 1 - rate times what
+// comes out, and so is delta.
+//
 // Three warpgroups have roles and registers of their own:
 //
 //   loader    one warp walks over the tiles, starts the copies of Q and dO, and prepares lse and
@@ -93,7 +96,7 @@ __device__ __forceinline__ void InitBarriers(const BackwardCta<Shape>& cta, int 
 
 template <typename T, typename Shape, bool kPlain>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
-    AttentionBackwardKv(const __grid_constant__ AttentionParams p,
+    AttentionBackwardKv(const __grid_constant__ typename Shape::Params p,
                         const __grid_constant__ BackwardMaps maps) {
   extern __shared__ __align__(1024) char shared[];
   const BackwardCta<Shape> cta{p, maps, shared,

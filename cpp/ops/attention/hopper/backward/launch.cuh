@@ -33,7 +33,9 @@ const char* MakeBackwardMaps(const AttentionCall& a, BackwardMaps* maps) {
 
 template <typename T, typename Shape, bool kPlain>
 const char* LaunchBackwardKvAs(const AttentionCall& a, KvHeads heads, cudaStream_t stream) {
-  AttentionParams p = MakeAttentionParams(a);
+  typename Shape::Params p{};
+  static_cast<AttentionParams&>(p) = MakeAttentionParams(a);
+  if constexpr (Shape::kDrops) p.dropout = MakeDropout(a);
   p.first_kv_head = heads.first;
   p.kv_heads = heads.count;
   const int64_t tiles = a.kv_len == 0 ? 0 : NumTiles(a, a.kv_len, Shape::kClusterKeys);
@@ -74,6 +76,10 @@ const char* LaunchBackwardKvOf(const AttentionCall& a, KvHeads heads, cudaStream
   using Capped = BackwardShape<kDim, kValueDim, false, true>;
   using Partial = BackwardShape<kDim, kValueDim, false, false, true>;
   const bool plain = IsPlain(a), capped = !plain && a.bias == nullptr;
+  if (a.dropout != 0) {  // and neither softcap, bias nor tiles
+    using Dropped = BackwardShape<kDim, kValueDim, false, false, false, true>;
+    return LaunchBackwardKvAs<T, Dropped, true>(a, heads, stream);
+  }
   if constexpr (kDim == 128 && kValueDim == 128) {
     if (LaunchIsTall(a)) {
       return LaunchBackwardKvAs<T, BackwardShape<128, 128, true>, true>(a, heads, stream);

@@ -30,7 +30,7 @@ struct BackwardLoader {
   const BackwardCta<Shape> cta;
   const int lane;
 
-  __device__ __forceinline__ const AttentionParams& p() const { return cta.p; }
+  __device__ __forceinline__ const typename Shape::Params& p() const { return cta.p; }
   __device__ __forceinline__ Owned& owned() const { return cta.owned(); }
 
   // Rows `first` on of a sequence that begins at sequence_row of the packed array.
@@ -194,6 +194,7 @@ struct BackwardLoader {
         const bool valid = InTile(i * 32 + lane) && first + i * 32 + lane < end;
         lse[i] = valid ? __ldg(p().lse + from + i * 32) : -INFINITY;
         delta[i] = valid ? __ldg(p().delta + from + i * 32) : 0.0f;
+        if constexpr (Shape::kDrops) delta[i] *= p().dropout.kept;
       }
     }
     AwaitFree(cta.QFree(stage), PeerQFree(stage), phase);

@@ -68,9 +68,17 @@ __device__ __forceinline__ void StoreSums(const Worker& w,
   using ValueTile = typename Worker::ValueTile;
   const bool boxes =
       w.p().cu_q == nullptr || w.cta.owned().first_key + Worker::kKeys <= w.sequence().kv_rows;
-  StoreOwnRows<ValueTile>(w, boxes, w.cta.maps.dv, w.cta.V(), dv, 1.0f);
+  if constexpr (Worker::Shape::kDrops) {
+    StoreOwnRows<ValueTile>(w, boxes, w.cta.maps.dv, w.cta.V(), dv, w.ValueScale());
+  } else {
+    StoreOwnRows<ValueTile>(w, boxes, w.cta.maps.dv, w.cta.V(), dv, 1.0f);
+  }
   BarrierMeet(kWorkersMeet, Worker::kWorkers);  // nobody reads K any more
-  StoreOwnRows<KeyTile>(w, boxes, w.cta.maps.dk, w.cta.K(), dk, w.p().scale);
+  if constexpr (Worker::Shape::kDrops) {
+    StoreOwnRows<KeyTile>(w, boxes, w.cta.maps.dk, w.cta.K(), dk, w.KeyScale());
+  } else {
+    StoreOwnRows<KeyTile>(w, boxes, w.cta.maps.dk, w.cta.K(), dk, w.p().scale);
+  }
   if (boxes) {
     if (w.thread == 0) WaitStoresRead<0>();
   } else {

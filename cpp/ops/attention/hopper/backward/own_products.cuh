@@ -26,6 +26,11 @@ __device__ __forceinline__ auto ScoresOf(const Worker& w, const BackwardStep& at
                                                  at.flags);
 }
 
+template <typename Worker>
+__device__ __forceinline__ auto DropoutOf(const Worker& w, const BackwardStep& at) {
+  return w.DropoutOf(w.cta.owned().first_key, at.first, at.head);
+}
+
 // Adds this warpgroup's blocks of 8 columns of dQ, from first_block on, for the 64 queries from
 // `first` on.
 template <typename Worker, int kCount>

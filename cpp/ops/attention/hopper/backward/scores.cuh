@@ -153,6 +153,61 @@ __device__ __forceinline__ float2 RowPair(const HeldRows<kCount>& held, int n, i
   return held.pairs[n];
 }
 
+// What a warpgroup drops of a tile: of 64 keys, a thread's two rows of 16, by queries.
+struct NoDropout {
+  template <typename Prob>
+  __device__ __forceinline__ void Drop(Prob&) const {}
+  template <typename Grads>
+  __device__ __forceinline__ void DropGrads(Grads&) const {}
+  template <typename Prob>
+  __device__ __forceinline__ void DropBlock(Prob&, int) const {}
+  template <typename Grads>
+  __device__ __forceinline__ void DropGradBlock(Grads&, int) const {}
+};
+struct TileDropout {
+  const Dropout& d;
+  uint32_t row, column;  // the parts of the first of this thread's queries, and of its keys
+
+  // first_key and first_query are multiples of 16.
+  __device__ __forceinline__ TileDropout(const DroppingParams& p, int batch, int first_key,
+                                         int first_query, int head, int thread)
+      : d(p.dropout) {
+    const uint2 key = DropoutKey(d, batch, p.num_heads, head);
+    row = DropoutPart(key.x, kQueryStep, first_query, thread % 4 * 2);
+    column = DropoutPart(key.y, kKeyStep, first_key + thread / 32 * 16, thread % 32 / 4);
+  }
+  __device__ __forceinline__ KeptPairs Kept(int block) const {  // of 8 queries
+    return KeptPairsOf(d, column, row + block / 2 * (kDropoutBlock / 2) * kQueryStep, kQueryStep);
+  }
+
+  // A block of 8 queries of P, packed; of dP.
+  template <typename Prob>
+  __device__ __forceinline__ void DropBlock(Prob& prob, int n) const {
+    const KeptPairs kept = Kept(n);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) prob[n / 2][n % 2 * 2 + h] &= kept.Pair(n % 2 * 2 + h);
+  }
+  template <typename Grads>
+  __device__ __forceinline__ void DropGradBlock(Grads& dp, int n) const {
+    const KeptPairs kept = Kept(n);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      dp[n * 4 + e] = Masked(dp[n * 4 + e], kept.One(n % 2 * 2 + e / 2, e % 2));
+    }
+  }
+  // All of them.
+  template <int kCount>
+  __device__ __forceinline__ void Drop(uint32_t (&prob)[kCount][4]) const {
+#pragma unroll
+    for (int n = 0; n < 2 * kCount; ++n) DropBlock(prob, n);
+  }
+  template <int kCount>
+  __device__ __forceinline__ void DropGrads(float (&dp)[kCount]) const {
+#pragma unroll
+    for (int n = 0; n < kCount / 4; ++n) DropGradBlock(dp, n);
+  }
+};
+
 // One warpgroup's part of a tile of scores. lse and delta, held or where they lie, are those of its
 // queries, lse in units of log 2. kPlain: there is no softcap and no bias; Shape::kCapped: only a
 // softcap.

@@ -9,6 +9,7 @@
 #include "device/wgmma.cuh"
 #include "ops/attention/hopper/backward/dq_tile.cuh"
 #include "ops/attention/hopper/backward/tiles.h"
+#include "ops/attention/mask/dropout.cuh"
 
 namespace kvblock::hopper {
 
@@ -28,11 +29,14 @@ struct SwizzledTile {
 };
 
 // kTall: 80 queries a step (tiles.h). kCapped: for a softcap, without bias. kPartial: for tile
-// lists with partial tiles, whose bits would cost the others registers.
+// lists with partial tiles, whose bits would cost the others registers. kDrops: for dropout.
 template <int kDim_, int kValueDim_, bool kTall_ = false, bool kCapped_ = false,
-          bool kPartial_ = false>
+          bool kPartial_ = false, bool kDrops_ = false>
 struct BackwardShape {
   static constexpr bool kTall = kTall_, kCapped = kCapped_, kPartial = kPartial_;
+  static constexpr bool kDrops = kDrops_;
+  static_assert(!kDrops || !kTall);  // a tile begins with a block of 16 queries
+  using Params = std::conditional_t<kDrops, DroppingParams, AttentionParams>;
   static constexpr BackwardTiles kTiles = BackwardTilesOf(kDim_, kValueDim_, kTall);
   static constexpr int kQueries = kTiles.queries, kKeys = kTiles.keys, kStages = kTiles.stages;
   static constexpr int kDim = kDim_, kValueDim = kValueDim_;
@@ -51,9 +55,9 @@ struct BackwardShape {
   }
 
   static constexpr BackwardRegisters kPlainRegisters =
-                                         BackwardRegistersOf(kDim, kValueDim, kTall, true),
-                                     kGeneralRegisters =
-                                         BackwardRegistersOf(kDim, kValueDim, kTall, false);
+      BackwardRegistersOf(kDim, kValueDim, kTall, !kDrops);
+  static constexpr BackwardRegisters kGeneralRegisters =
+      BackwardRegistersOf(kDim, kValueDim, kTall, false);
 
   using KeyTile = SwizzledTile<kKeys, kDim>;
   using ValueTile = SwizzledTile<kKeys, kValueDim>;

@@ -105,7 +105,7 @@ struct BackwardCta {
   using Shared = BackwardShared<Shape>;
   static constexpr int kStages = Shape::kStages;
 
-  const AttentionParams& p;
+  const typename Shape::Params& p;
   const BackwardMaps& maps;
   char* const memory;   // BackwardShared<Shape>
   const uint32_t base;  // its address in the shared window

@@ -75,10 +75,11 @@ struct SplitKeysWorker {
   // Exponentials bind it, and other arithmetic fits between them. So only kRaised blocks of 8
   // queries are P before dP is awaited, and kExponents its exponents; each further block is while
   // an earlier one becomes dS and is stored.
+  template <typename Drops>
   __device__ __forceinline__ void Slopes(const Scores& scores, Packed<kScores>& prob,
                                          Packed<kScores>& ds, float (&c)[kScores],
                                          float (&dp)[kScores], const float* lse, const float* delta,
-                                         uint32_t to, bool masked) const {
+                                         uint32_t to, bool masked, const Drops& drops) const {
     constexpr int kBlocks = kScores / 4, kExponents = 4, kRaised = 2, kAhead = 3;
     scores.Exponents(c, lse, 0, kExponents);
     scores.Raise(c, 0, kRaised);
@@ -102,7 +103,9 @@ struct SplitKeysWorker {
       if (n + kExponents < kBlocks) scores.Exponents(c, lse, n + kExponents, 1);
       if (n + kRaised < kBlocks) scores.Raise(c, n + kRaised, 1);
       if (n + kAhead < kBlocks) d[n + kAhead] = RowPair(delta, n + kAhead, w.thread);
+      drops.DropGradBlock(dp, n);
       scores.PackBlock(prob, ds, c, dp, d[n], n);
+      drops.DropBlock(prob, n);
       if (n % 2 == 1) StoreTransposes(at + n / 2 * 16 * kChunkRowBytes, ds[n / 2]);
     }
   }
@@ -153,7 +156,7 @@ struct SplitKeysWorker {
 
   __device__ __forceinline__ void Run() const {
     const BackwardCta<Shape>& cta = w.cta;
-    const AttentionParams& p = cta.p;
+    const auto& p = cta.p;
     const bool has_dq = p.dq_accum != nullptr;
     float dk[kSums], dv[kSums], dq[kDqSums];
 #pragma unroll
@@ -179,6 +182,8 @@ struct SplitKeysWorker {
       }
 
       // S and dP.
+      const int first_key = cta.owned().first_key + w.group * 64;
+      const auto drops = w.DropoutOf(first_key, at.first, at.head);
       const auto lse = Rows(w.cta.Lse(stage));
       float c[kScores], dp[kScores];
       WgmmaFence();
@@ -199,7 +204,7 @@ struct SplitKeysWorker {
                                                        at.first, at.head, flags);
       Packed<kScores> prob, ds;
       if constexpr (kInterleaves) {
-        Slopes(scores, prob, ds, c, dp, lse, w.cta.Delta(stage), DsOf(step), masked);
+        Slopes(scores, prob, ds, c, dp, lse, w.cta.Delta(stage), DsOf(step), masked, drops);
       } else {
         if constexpr (kTall) {
           scores.PlainProbabilities(c, lse, masked);

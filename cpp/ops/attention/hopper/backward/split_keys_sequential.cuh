@@ -31,6 +31,9 @@ struct SplitKeysSequentialWorker {
   static constexpr int kScores = kQueries / 2, kDqSums = Shape::kDqColumns / 2;
   static_assert(KeyTile::kChunks == 3 && kDqSums == 48);
 
+  // Whether what dS is made of is another P than that of dV: both would have to wait.
+  static constexpr bool kValuesFirst = !kPlain || Shape::kDrops;
+
   const BackwardWorker<T, Shape, kPlain> w;
 
   // dK += dS^T Q: dS from where dQ reads it, too.
@@ -116,11 +119,13 @@ struct SplitKeysSequentialWorker {
       const bool masked = flags & Step::kMasked;
       if (flags & Step::kPartial) ClearQueries(w, at.first, stage, phase);
 
-      // S and P; with options dV, or P and what dS is made of would both have to wait.
+      // S and P; with options dV.
       Packed<kScores> prob, weights;
       Probabilities(prob, weights, at, q, w.cta.Lse(stage));
+      const auto drops = w.DropoutOf(cta.owned().first_key + w.group * 64, at.first, at.head);
+      drops.Drop(prob);
       cta.AwaitGrads(stage, phase);
-      if constexpr (!kPlain) {
+      if constexpr (kValuesFirst) {
         WgmmaFence();
         w.template SumOverQueries<GradTile>(dv, prob, d_o);
         WgmmaCommit();
@@ -135,6 +140,7 @@ struct SplitKeysSequentialWorker {
       WgmmaCommit();
       WgmmaWait<0>();
       KeepAfter(dp);
+      drops.DropGrads(dp);
       Packed<kScores> ds;
       PackedSlopes<T, true>(ds, weights, dp, w.cta.Delta(stage), w.thread, masked);
       // Both have read the dS before.
@@ -142,7 +148,7 @@ struct SplitKeysSequentialWorker {
       StoreTransposed<ScoreTile>(cta.Ds(0), 0, w.group * 64, w.thread, ds);
 
       // dV, under which dS becomes visible; dQ, once dV's operand is gone; dK.
-      if constexpr (kPlain) {
+      if constexpr (!kValuesFirst) {
         WgmmaFence();
         w.template SumOverQueries<GradTile>(dv, prob, d_o);
         WgmmaCommit();
@@ -177,12 +183,20 @@ struct SplitKeysSequentialWorker {
     // StoreSums (own_keys.cuh), written out: called, it comes out with other registers here.
     const bool boxes =
         cta.p.cu_q == nullptr || cta.owned().first_key + kKeys <= w.sequence().kv_rows;
-    StoreAccumulators<T, ValueTile>(cta.V(), w.group * 64, 0, w.thread, dv, 1.0f);
+    if constexpr (Shape::kDrops) {
+      StoreAccumulators<T, ValueTile>(cta.V(), w.group * 64, 0, w.thread, dv, w.ValueScale());
+    } else {
+      StoreAccumulators<T, ValueTile>(cta.V(), w.group * 64, 0, w.thread, dv, 1.0f);
+    }
     FenceAsync();
     BarrierMeet(kWarpgroupMeets + w.group, kWarpgroup);
     if (boxes && w.thread == 0) StoreBoxes<ValueTile>(w, cta.maps.dv, cta.V());
     BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K any more
-    StoreAccumulators<T, KeyTile>(cta.K(), w.group * 64, 0, w.thread, dk, cta.p.scale);
+    if constexpr (Shape::kDrops) {
+      StoreAccumulators<T, KeyTile>(cta.K(), w.group * 64, 0, w.thread, dk, w.KeyScale());
+    } else {
+      StoreAccumulators<T, KeyTile>(cta.K(), w.group * 64, 0, w.thread, dk, cta.p.scale);
+    }
     FenceAsync();
     BarrierMeet(kWarpgroupMeets + w.group, kWarpgroup);
     if (boxes && w.thread == 0) StoreBoxes<KeyTile>(w, cta.maps.dk, cta.K());

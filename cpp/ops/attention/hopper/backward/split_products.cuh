@@ -115,6 +115,7 @@ struct SplitProductsWorker {
       KeepAfter(c);
       Packed<kScores> prob;
       ScoresOf(w, at).Probabilities(prob, c, w.cta.Lse(stage), at.flags & Step::kMasked);
+      if constexpr (Shape::kDrops) DropoutOf(w, at).Drop(prob);
       w.cta.LeaveStep(stage);
       if (step > 0) BarrierWait(w.cta.PFree(), (step - 1) % 2);
 #pragma unroll
@@ -133,7 +134,11 @@ struct SplitProductsWorker {
     KeepAfter(dv);
     for (int late = max(step - 2, 0); late < step; ++late) FinishDq(late);
     BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K and V any more
-    StoreAccumulators<T, ValueTile>(w.cta.V(), 0, 0, w.thread, dv, 1.0f);
+    if constexpr (Shape::kDrops) {
+      StoreAccumulators<T, ValueTile>(w.cta.V(), 0, 0, w.thread, dv, w.ValueScale());
+    } else {
+      StoreAccumulators<T, ValueTile>(w.cta.V(), 0, 0, w.thread, dv, 1.0f);
+    }
   }
 
   // kGroup 1: dP, dS, dK, and dQ one step late.
@@ -173,6 +178,7 @@ struct SplitProductsWorker {
         const float4 x = Handed()[i / 4 * kWarpgroup];
         c[i] = x.x, c[i + 1] = x.y, c[i + 2] = x.z, c[i + 3] = x.w;
       }
+      if constexpr (Shape::kDrops) DropoutOf(w, at).DropGrads(dp);
       ScoresOf(w, at).Slopes(c, dp, w.cta.Delta(step % kStages), at.flags & Step::kMasked);
       Packed<kScores> ds;
       PackAll<T>(ds, c);
@@ -194,7 +200,11 @@ struct SplitProductsWorker {
     KeepAfter(dk);
     if (step > 0) FinishDq(step - 1);
     BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K and V any more
-    StoreAccumulators<T, KeyTile>(w.cta.K(), 0, 0, w.thread, dk, w.p().scale);
+    if constexpr (Shape::kDrops) {
+      StoreAccumulators<T, KeyTile>(w.cta.K(), 0, 0, w.thread, dk, w.KeyScale());
+    } else {
+      StoreAccumulators<T, KeyTile>(w.cta.K(), 0, 0, w.thread, dk, w.p().scale);
+    }
   }
 };
 

@@ -124,6 +124,7 @@ struct SplitProductsClusterWorker {
       Packed<kScores> prob, weights;
       ScoresOf(w, at).Probabilities(prob, c, w.cta.Lse(stage), at.flags & Step::kMasked);
       PackAll<T>(weights, c);
+      if constexpr (Shape::kDrops) DropoutOf(w, at).Drop(prob);
       w.cta.LeaveStep(stage);
       WgmmaWait<0>();
       KeepAfter(dq);
@@ -145,7 +146,11 @@ struct SplitProductsClusterWorker {
     KeepAfter(dv);
     if (step > 0) FinishDq(step - 1);
     BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K and V any more
-    StoreAccumulators<T, ValueTile>(w.cta.V(), 0, 0, w.thread, dv, 1.0f);
+    if constexpr (Shape::kDrops) {
+      StoreAccumulators<T, ValueTile>(w.cta.V(), 0, 0, w.thread, dv, w.ValueScale());
+    } else {
+      StoreAccumulators<T, ValueTile>(w.cta.V(), 0, 0, w.thread, dv, 1.0f);
+    }
   }
 
   // dS = P (dP - delta), packed; P, or with a softcap P times its slope, as it was handed over.
@@ -192,6 +197,7 @@ struct SplitProductsClusterWorker {
         AddHalf<0>(dq, step - 1);  // while kGroup 0 computes P
       }
       BarrierWait(w.cta.PFull(), step % 2);
+      if constexpr (Shape::kDrops) DropoutOf(w, at).DropGrads(dp);
       Packed<kScores> ds;
       Slopes(ds, dp, w.cta.Delta(step % kStages), at.flags & Step::kMasked);
       StorePacked<ScoreTile>(Ds(), 0, 0, w.thread, ds);
@@ -212,7 +218,11 @@ struct SplitProductsClusterWorker {
     KeepAfter(dk);
     if (step > 0) FinishDq(step - 1);
     BarrierMeet(kWorkersMeet, Shape::kWorkers);  // nobody reads K and V any more
-    StoreAccumulators<T, KeyTile>(w.cta.K(), 0, 0, w.thread, dk, w.p().scale);
+    if constexpr (Shape::kDrops) {
+      StoreAccumulators<T, KeyTile>(w.cta.K(), 0, 0, w.thread, dk, w.KeyScale());
+    } else {
+      StoreAccumulators<T, KeyTile>(w.cta.K(), 0, 0, w.thread, dk, w.p().scale);
+    }
   }
 };
 

@@ -75,7 +75,7 @@ struct BackwardWorker {
   const BackwardCta<Shape> cta;
   const int group, thread;  // which warpgroup of the two, and its thread
 
-  __device__ __forceinline__ const AttentionParams& p() const { return cta.p; }
+  __device__ __forceinline__ const typename Shape::Params& p() const { return cta.p; }
   __device__ __forceinline__ const Sequence& sequence() const { return cta.owned().sequence; }
   // For the warp, where copies and products alone follow (BarrierArrive).
   __device__ __forceinline__ void Arrive(uint32_t barrier) const {
@@ -127,6 +127,24 @@ struct BackwardWorker {
         BarrierMeet(kWorkersMeet, kWorkers);
       }
     }
+  }
+
+  // What is dropped of 64 keys from first_key on and of the queries of a head from first_query on.
+  __device__ __forceinline__ auto DropoutOf(int first_key, int first_query, int head) const {
+    if constexpr (Shape::kDrops) {
+      return TileDropout(p(), sequence().batch, first_key, first_query, head, thread);
+    } else {
+      return NoDropout();
+    }
+  }
+  // What the sums dK and dV are multiplied by.
+  __device__ __forceinline__ float KeyScale() const {
+    if constexpr (Shape::kDrops) return p().scale * p().dropout.scale;
+    return p().scale;
+  }
+  __device__ __forceinline__ float ValueScale() const {
+    if constexpr (Shape::kDrops) return p().dropout.scale;
+    return 1.0f;
   }
 
   // The scores of kCount * 2 queries from first_query on, and of 64 keys from first_key on.

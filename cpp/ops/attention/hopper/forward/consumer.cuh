@@ -93,7 +93,7 @@ class Consumer {
     }
     WithExponent([&](const auto& exponent) { Exponentials<0, kColumns>(rows, exponent, sum); });
     AddSums(rows, factor, sum);
-    PackProbabilities<Traits>(rows);
+    PackRows(rows);
 
     const Item* next = item;
     bool keys_there = false, values_there = false;  // of the next products
@@ -157,7 +157,7 @@ class Consumer {
       WithExponent(
           [&](const auto& exponent) { Exponentials<kHalf, kColumns>(rows, exponent, sum); });
       AddSums(rows, factor, sum);
-      PackProbabilities<Traits>(rows);
+      PackRows(rows);
       if (Traits::kQueryStages > 1 && ends) {
         WriteItem(*item, before, rows);
         item = next;
@@ -291,9 +291,23 @@ class Consumer {
     }
   }
 
+  __device__ __forceinline__ void PackRows(Rows<Traits>& rows) const {
+    if constexpr (Traits::kDrops) {
+      PackKept(rows, p_.dropout, dropout_);
+    } else {
+      PackProbabilities<Traits>(rows);
+    }
+  }
+
   // The scores have arrived; here they are finished.
   __device__ __forceinline__ void Finish(const Item& item, int flags, Rows<Traits>& rows) {
     const bool masked = flags & Step::kMasked;
+    if constexpr (Traits::kDrops) {
+      if (flags & Step::kStarts) {
+        dropout_.TakeRows(item.key, item.first + FirstRow(), Lane());
+      }
+      dropout_.TakeKeys(shared_.steps[steps_.stage].first);
+    }
     clear_from_ = Traits::kKeys;
     clear_to_ = 0;
     if constexpr (Traits::kCapped) LargestSizes(rows, sizes_);
@@ -488,6 +502,7 @@ class Consumer {
   bool tiny_ = false;
   int clear_from_ = Traits::kKeys;  // rows of V from here on are not to be seen
   int clear_to_ = 0;                // nor those before this one
+  RowDropout dropout_;              // of the tile whose scores were finished last
   int items_ = 0;
   StageCount<kSteps> steps_;
   StageCount<Traits::kQueryStages> queries_;

@@ -103,6 +103,7 @@ const char* LaunchForwardAs(const AttentionCall& a, cudaStream_t stream) {
     p.v_scales = a.v_scales;
     status = LaunchTranspose<Traits>(a, stream);
   }
+  if constexpr (Traits::kDrops) p.dropout = MakeDropout(a);
   const int clusters_at_once = std::max(gpu.multiprocessors / Traits::kCluster, 1);
   int64_t ctas = std::min<int64_t>(items, clusters_at_once * Traits::kCluster);
   if (IsUneven(a)) {
@@ -139,6 +140,7 @@ const char* LaunchForwardAs(const AttentionCall& a, cudaStream_t stream) {
 
 inline ForwardKind KindOf(const AttentionCall& a) {
   if (a.joins) return ForwardKind::kJoined;
+  if (a.dropout != 0) return ForwardKind::kDropped;  // and no option that kPlain has not
   if (!(a.scale > 0.0f) || a.softcap >= kLargeSoftcap || a.bias ||
       (a.tile_indices && a.softcap > 0.0f)) {
     return ForwardKind::kGeneral;
@@ -186,6 +188,8 @@ const char* LaunchForwardOf(const AttentionCall& a, cudaStream_t stream) {
         return launch_as(std::integral_constant<ForwardKind, ForwardKind::kJoined>());
       }
       return Message("attention: joins is for head dims up to 128");
+    case ForwardKind::kDropped:
+      return launch_as(std::integral_constant<ForwardKind, ForwardKind::kDropped>());
     case ForwardKind::kCapped:
       return launch_as(std::integral_constant<ForwardKind, ForwardKind::kCapped>());
     default: return launch_as(std::integral_constant<ForwardKind, ForwardKind::kGeneral>());

@@ -125,6 +125,9 @@ class Planner {
       item.q_row = own + (packed ? static_cast<int>(found.q_row) : 0);
       item.kv_row = packed ? static_cast<int>(found.kv_row) : 0;
       item.batch = packed ? 0 : found.batch;
+      if constexpr (Traits::kDrops) {  // packed rows may be of no sequence, and there may be none
+        if (p_.batch > 0) item.key = DropoutKey(p_.dropout, found.batch, p_.num_heads, head);
+      }
     }
     __syncwarp();
     const int end = first + (heads ? Traits::kQueries : Traits::kClusterQueries);

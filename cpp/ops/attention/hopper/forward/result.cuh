@@ -157,6 +157,7 @@ __device__ __forceinline__ RowLse FinishRows(const typename Traits::Params& p,
     nothing[half] = sum[half] == 0.0f || !IsAmong<Traits>(item, of_tile, query, s.q_len);
     factor[half] = nothing[half] ? 0.0f : factor[half] * Reciprocal(sum[half]);
     if constexpr (Traits::kNarrow) factor[half] *= nothing[half] ? 1.0f : ValueScale(p, item);
+    if constexpr (Traits::kDrops) factor[half] *= p.dropout.scale;
   }
   // A branch, since it is seldom; O may be NaN there.
   if (__any_sync(~0u, nothing[0] || nothing[1])) {

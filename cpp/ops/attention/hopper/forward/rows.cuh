@@ -289,6 +289,37 @@ __device__ __forceinline__ void PackProbabilities(Rows<Traits>& rows) {
   }
 }
 
+// With dropout, what a thread knows of its rows and of a tile's keys: the parts of their words. (Its
+// keys are the first two of eight, beginning with an even one.)
+struct RowDropout {
+  uint32_t row, first_column;
+  uint32_t column;  // of the tile
+
+  __device__ __forceinline__ void TakeRows(uint2 key, int first_row, int lane) {
+    row = DropoutPart(key.x, kQueryStep, first_row, lane / 4);
+    first_column = key.y + kKeyStep * (lane % 4 * 2);
+  }
+  __device__ __forceinline__ void TakeKeys(int first) {
+    column = DropoutPart(first_column, kKeyStep, first, 0);
+  }
+};
+// The same as PackProbabilities; those that are dropped become 0. (Their sums are there already.)
+template <typename Traits>
+__device__ __forceinline__ void PackKept(Rows<Traits>& rows, const Dropout& d,
+                                         const RowDropout& at) {
+  auto& s = rows.state.s[0];
+#pragma unroll
+  for (int step = 0; step < Traits::kKeys / 16; ++step) {
+    const KeptPairs kept =
+        KeptPairsOf(d, at.row, at.column + step * (kDropoutBlock / 2) * kKeyStep, kKeyStep);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const pair = s[step * 2 + i / 2] + i % 2 * 2;
+      rows.p[step][i] = Pack<typename Traits::T>(pair[0], pair[1]) & kept.Pair(i % 2 * 2 + i / 2);
+    }
+  }
+}
+
 template <typename Traits>
 __device__ __forceinline__ void Rescale(Rows<Traits>& rows, const float (&factor)[2]) {
 #pragma unroll

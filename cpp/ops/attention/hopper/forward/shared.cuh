@@ -17,6 +17,7 @@
 #include "ops/attention/hopper/forward/narrow_params.cuh"
 #include "ops/attention/hopper/forward/paged_params.cuh"
 #include "ops/attention/hopper/forward/tiles.h"
+#include "ops/attention/mask/dropout.cuh"
 #include "ops/attention/mask/tile_walk.cuh"
 #include "ops/attention/schedule/rounds.cuh"
 #include "ops/attention/schedule/stage_count.cuh"
@@ -39,6 +40,14 @@ struct Item {
 struct PagedItem : Item {
   int rows;                // of the tile, that there are
   int key_begin, key_end;  // what some of them see lies between these
+};
+
+// The same with its key of dropout.
+struct DroppedItem : Item {
+  uint2 key;
+};
+struct DroppedForwardParams : ForwardParams {
+  Dropout dropout;
 };
 
 template <typename T_, int kDim_, int kValueDim_, ForwardKind kKind_>
@@ -92,6 +101,7 @@ struct ForwardTraits {
       kKind == ForwardKind::kCapped || kKind == ForwardKind::kPagedCapped;
   static constexpr bool kHasBases = kKind == ForwardKind::kGeneral;  // with a bias
   static constexpr bool kPaged = IsPaged(kKind);
+  static constexpr bool kDrops = kKind == ForwardKind::kDropped;
   // A batch of which every row takes part, and only the band masks.
   static constexpr bool kDense = kKind == ForwardKind::kBand || kKind == ForwardKind::kWide;
   static constexpr bool kHasLists = kKind == ForwardKind::kGeneral || kKind == ForwardKind::kLists;
@@ -109,10 +119,12 @@ struct ForwardTraits {
   static_assert(!kPaged || (kCluster == 1 && kLeastBoxRows % 8 == 0 &&
                             kTurns * kTurnKeys == kKeys && kTurnKeys % 8 == 0));
   static_assert(!kNarrow || kKind == ForwardKind::kPlain || kKind == ForwardKind::kBand);
-  using Params =
-      std::conditional_t<kPaged, PagedForwardParams,
-                         std::conditional_t<kNarrow, NarrowForwardParams, ForwardParams>>;
-  using Item = std::conditional_t<kPaged, PagedItem, hopper::Item>;
+  using Params = std::conditional_t<
+      kPaged, PagedForwardParams,
+      std::conditional_t<kNarrow, NarrowForwardParams,
+                         std::conditional_t<kDrops, DroppedForwardParams, ForwardParams>>>;
+  using Item = std::conditional_t<kPaged, PagedItem,
+                                  std::conditional_t<kDrops, DroppedItem, hopper::Item>>;
   // As mask/forward_scores.cuh names them, for a warp's 16 rows.
   static constexpr int kRowBlocks = 1, kDim = kValueDim;
   static_assert(kLoadedKeys % 8 == 0 && kLoadedValueRows % 8 == 0);

@@ -29,7 +29,8 @@ enum class ForwardKind {
   // Keys in the blocks of a cache, and ragged rows (paged_params.cuh); with a softcap.
   kPaged,
   kPagedCapped,
-  kJoined,  // as kPlain, joined with the attention to other keys that o and lse hold
+  kJoined,   // as kPlain, joined with the attention to other keys that o and lse hold
+  kDropped,  // as kPlain, with dropout
 };
 constexpr bool IsPaged(ForwardKind kind) {
   return kind == ForwardKind::kPaged || kind == ForwardKind::kPagedCapped;
@@ -54,12 +55,14 @@ constexpr ForwardTiles NarrowTilesOf(int dim, ForwardKind kind) {
 }
 
 // For a padded head dim and value dim. General tiles have 128 queries, which divide listed ones.
-// Tiles of kJoined are a cluster of one, since others than neighbours may be a sequence's.
+// Tiles of kJoined and kDropped are a cluster of one, since others than neighbours may be a
+// sequence's.
 constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) {
   if (IsPaged(kind)) return PagedTilesOf(dim, value_dim);
   const bool general =
       kind == ForwardKind::kGeneral || kind == ForwardKind::kLists || kind == ForwardKind::kCapped;
-  const bool alone = general || kind == ForwardKind::kJoined;
+  const bool alone =
+      general || kind == ForwardKind::kJoined || kind == ForwardKind::kDropped;
   return dim == 64    ? general ? ForwardTiles{2, 128, 2, 72, 216, true, 1}
                                 : ForwardTiles{3, 128, 2, 32, 160, true, 1}
          : dim == 96  ? ForwardTiles{2, 128, 2, 72, 216, true, alone ? 1 : 2}
@@ -67,8 +70,8 @@ constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) 
                         : kind == ForwardKind::kBand ? ForwardTiles{2, 128, 2, 72, 216, true, 2}
                                                      : ForwardTiles{2, 128, 2, 72, 216, true, 1}
          : dim == 192
-             ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 72, 216, true, general ? 1 : 2}
-             : ForwardTiles{2, 80, 1, 24, 240, true, general ? 1 : 2};
+             ? ForwardTiles{2, value_dim <= 128 ? 128 : 112, 1, 72, 216, true, alone ? 1 : 2}
+             : ForwardTiles{2, 80, 1, 24, 240, true, alone ? 1 : 2};
 }
 
 // The kind of the instance that serves a kind of 8 bits.
@@ -79,7 +82,8 @@ constexpr ForwardKind NarrowInstanceOf(ForwardKind kind) {
 // The kind of the instance that serves a kind.
 constexpr ForwardKind InstanceOf(int dim, ForwardKind kind) {
   const bool own = kind == ForwardKind::kGeneral || kind == ForwardKind::kLists ||
-                   kind == ForwardKind::kCapped || kind == ForwardKind::kJoined;
+                   kind == ForwardKind::kCapped || kind == ForwardKind::kJoined ||
+                   kind == ForwardKind::kDropped;
   if (dim == 128 || own) return kind;
   if (dim == 64) return kind == ForwardKind::kPlain ? kind : ForwardKind::kBand;
   return kind == ForwardKind::kPlain ? ForwardKind::kGeneral : ForwardKind::kBand;
