@@ -523,8 +523,8 @@ inline int major = 8;                       // of the compute capability
 inline bool on_one_multiprocessor = false;  // all CTAs
 inline int grids = 0;                       // bit n: a launch had n CTAs in x
 inline int launches = 0;
-inline int hopper_ctas = 0;                 // that are warpgroups which play different roles
-inline int clustered_ctas = 0;              // that are not alone
+inline int hopper_ctas = 0;     // that are warpgroups which play different roles
+inline int clustered_ctas = 0;  // that are not alone
 }  // namespace emulator
 inline cudaError_t cudaGetDevice(int* device) {
   *device = emulator::device;

@@ -9,7 +9,9 @@
 
 namespace kvblock::generic {
 const char* LaunchForward(const AttentionCall&, cudaStream_t) { return "not emulated here"; }
-const char* LaunchSplit(const AttentionCall&, cudaStream_t) { return "few queries have no dropout"; }
+const char* LaunchSplit(const AttentionCall&, cudaStream_t) {
+  return "few queries have no dropout";
+}
 const char* LaunchBackwardKv(const AttentionCall&, cudaStream_t) { return "not emulated here"; }
 const char* LaunchBackwardQ(const AttentionCall&, cudaStream_t) { return "not emulated here"; }
 const char* LaunchBackwardBias(const AttentionCall&, cudaStream_t) { return "not emulated here"; }

@@ -179,7 +179,8 @@ class Consumer {
   }
 
   // The same in 8 bits. P V of tile j - 1 comes first, so that P is free for the codes of tile j.
-  // P V is summed over kSummedTiles tiles and then added to O, while the tensor cores work on Q K(j).
+  // P V is summed over kSummedTiles tiles and then added to O, while the tensor cores work on Q
+  // K(j).
   __device__ __forceinline__ const Item* ComputeNarrow(const Item* item, Rows<Traits>& rows) {
     BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
     WgmmaFence();

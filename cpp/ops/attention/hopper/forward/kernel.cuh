@@ -57,9 +57,10 @@
 //
 // Operands in 8 bits (narrow_rows.cuh) come with V transposed (transpose_values.cuh), and with
 // scales, of which the planner makes one for the scores of each step. Tensor cores keep fewer bits
-// of a long sum of such products than float32 has; so each P V is a sum of its own, over a tile's
-// keys, and consumers add it to O. Probabilities are computed as the codes of e4m3, and their sums
-// come as one more column of P V.
+// of a long sum of such products than float32 has; so P V is summed over a few tiles at a time, and
+// consumers add that to O. Probabilities are computed as the codes of e4m3, and their sums come as
+// one more column of P V. Consumers issue P V of tile j - 1 in front of S of tile j there: codes of
+// tile j then go where those of tile j - 1 were, and O is added to while S is computed.
 //
 // Keys in the blocks of a cache come to the same places, by whole warps, which are a warpgroup
 // where registers allow it: by bulk copies of parts of blocks (block_loader.cuh) or, where blocks

@@ -17,10 +17,10 @@
 
 namespace kvblock::hopper {
 
-// Scores become codes, as the A operand has them: a lane's four of 16 keys are those of columns 2 t,
-// 2 t + 1, 8 + 2 t and 9 + 2 t, where products of 8 bits look for 4 t to 4 t + 3: V's keys are in
-// that order (transpose_values.cuh). What is below 2^-7 vanishes. True: one of this thread's would
-// be above 448, or is NaN, and its row needs another reference.
+// Scores become codes, as the A operand has them: a lane's four of 16 keys are those of columns 2
+// t, 2 t + 1, 8 + 2 t and 9 + 2 t, where products of 8 bits look for 4 t to 4 t + 3: V's keys are
+// in that order (transpose_values.cuh). What is below 2^-7 vanishes. True: one of this thread's
+// would be above 448, or is NaN, and its row needs another reference.
 template <typename Traits>
 __device__ __forceinline__ bool Codes(Rows<Traits>& rows, float to_log2) {
   constexpr uint32_t kNan = 0x7f;  // the code behind that of 448
@@ -67,10 +67,7 @@ __device__ __forceinline__ void FollowingCodes(Rows<Traits>& rows, const Exponen
 
 // Tiles of keys whose P V is one sum of the tensor cores, which keep fewer bits of it than float32
 // has: each product of 32 keys may lose 2^-13 of the sum, so 512 keys less than 0.2 %.
-#ifndef KVBLOCK_SUMMED
-#define KVBLOCK_SUMMED 4
-#endif
-constexpr int kSummedTiles = KVBLOCK_SUMMED;
+constexpr int kSummedTiles = 4;
 
 // O += P V, and the same of the sums of P.
 template <typename Traits>

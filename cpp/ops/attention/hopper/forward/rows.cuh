@@ -72,8 +72,8 @@ __device__ __forceinline__ void IssueValues(Rows<Traits>& rows, uint64_t v, bool
   if constexpr (Traits::kNarrow) {
 #pragma unroll
     for (int step = 0; step < Traits::kProductSteps; ++step) {
-      Wgmma<Traits::kValueRows>::template Registers<E4m3>(rows.product, rows.p[step],
-                                                          Advance(v, step * 32), step > 0 || !first);
+      Wgmma<Traits::kValueRows>::template Registers<E4m3>(
+          rows.product, rows.p[step], Advance(v, step * 32), step > 0 || !first);
     }
   } else {
 #pragma unroll
@@ -289,8 +289,8 @@ __device__ __forceinline__ void PackProbabilities(Rows<Traits>& rows) {
   }
 }
 
-// With dropout, what a thread knows of its rows and of a tile's keys: the parts of their words. (Its
-// keys are the first two of eight, beginning with an even one.)
+// With dropout, what a thread knows of its rows and of a tile's keys: the parts of their words.
+// (Its keys are the first two of eight, beginning with an even one.)
 struct RowDropout {
   uint32_t row, first_column;
   uint32_t column;  // of the tile

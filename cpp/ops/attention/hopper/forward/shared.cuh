@@ -123,8 +123,8 @@ struct ForwardTraits {
       kPaged, PagedForwardParams,
       std::conditional_t<kNarrow, NarrowForwardParams,
                          std::conditional_t<kDrops, DroppedForwardParams, ForwardParams>>>;
-  using Item = std::conditional_t<kPaged, PagedItem,
-                                  std::conditional_t<kDrops, DroppedItem, hopper::Item>>;
+  using Item =
+      std::conditional_t<kPaged, PagedItem, std::conditional_t<kDrops, DroppedItem, hopper::Item>>;
   // As mask/forward_scores.cuh names them, for a warp's 16 rows.
   static constexpr int kRowBlocks = 1, kDim = kValueDim;
   static_assert(kLoadedKeys % 8 == 0 && kLoadedValueRows % 8 == 0);

@@ -61,8 +61,7 @@ constexpr ForwardTiles ForwardTilesOf(int dim, int value_dim, ForwardKind kind) 
   if (IsPaged(kind)) return PagedTilesOf(dim, value_dim);
   const bool general =
       kind == ForwardKind::kGeneral || kind == ForwardKind::kLists || kind == ForwardKind::kCapped;
-  const bool alone =
-      general || kind == ForwardKind::kJoined || kind == ForwardKind::kDropped;
+  const bool alone = general || kind == ForwardKind::kJoined || kind == ForwardKind::kDropped;
   return dim == 64    ? general ? ForwardTiles{2, 128, 2, 72, 216, true, 1}
                                 : ForwardTiles{3, 128, 2, 32, 160, true, 1}
          : dim == 96  ? ForwardTiles{2, 128, 2, 72, 216, true, alone ? 1 : 2}
