@@ -52,17 +52,17 @@ def scale_of(config: AttentionConfig) -> float:
 # ---- the rate ------------------------------------------------------------------------
 
 
-def threshold_of(where: str, rate: float) -> int:
+def threshold_of(where: str, rate: float, name: str = "dropout_rate") -> int:
     """Of 256 probabilities, how many become 0; `rate` is a number."""
     if not 0 <= rate < 1:
         raise ValueError(
-            f"{where}: dropout_rate must be at least 0 and less than 1, got {rate}; it "
+            f"{where}: {name} must be at least 0 and less than 1, got {rate}; it "
             "is the share of the probabilities that become 0"
         )
     parts = round(LEVELS * rate)
     if rate > 0 and parts in (0, LEVELS):
         raise ValueError(
-            f"{where}: dropout_rate must round to 1/{LEVELS} at least and to "
+            f"{where}: {name} must round to 1/{LEVELS} at least and to "
             f"{LEVELS - 1}/{LEVELS} at most, got {rate}; rates are whole numbers of "
             f"{LEVELS} parts, and 0 is none"
         )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_kvblock.attention.flash import flash_attention
+from jax_kvblock.attention.options import SeedLike
 from jax_kvblock.core.checks import (
     as_array,
     check_positive,
@@ -61,6 +62,7 @@ class Attention:
         self,
         hidden_states: Float[ArrayIn, "B S d_model"],
         attention_mask: Shaped[ArrayIn, "B S"] | None = None,
+        dropout_seed: SeedLike = None,
     ) -> Float[jax.Array, "B S d_model"]:
         """Attends.
 
@@ -68,6 +70,9 @@ class Attention:
           hidden_states: `[B, S, d_model]`, floats; whole, or cut over the mesh.
           attention_mask: bools or integers `[B, S]`; a key where it is False (0) is
             seen by nobody. A row that sees no key gives zeros.
+          dropout_seed: which probabilities config.dropout makes 0, as in
+            `flash_attention`, another one for each layer and step: a key of
+            `jax.random`, say. None drops nothing, as where a model is evaluated.
 
         Returns:
           `[B, S, d_model]` in the dtype of hidden_states.
@@ -104,7 +109,7 @@ class Attention:
         n, k, d = config.num_heads, config.kv_heads, config.head_dim
         wide = wide.reshape(*x.shape[:2], n + 2 * k, d)
         q, keys, values = jnp.split(wide, (n, n + k), axis=2)
-        o = _attend(config, self.mesh, q, keys, values, mask)
+        o = _attend(config, self.mesh, q, keys, values, mask, dropout_seed)
         o = o.reshape(*x.shape[:2], n * d)
         return jnp.matmul(o, self.out).astype(x.dtype)
 
@@ -325,7 +330,13 @@ def _checked_mask(where: str, mask: Any, x: jax.Array) -> jax.Array | None:
 
 
 def _attend(
-    config: AttentionConfig, mesh: Mesh | None, q: Any, k: Any, v: Any, mask: Any
+    config: AttentionConfig,
+    mesh: Mesh | None,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    seed: SeedLike,
 ) -> jax.Array:
     window = None if config.window is None else (config.window, None)
     options: dict[str, Any] = {
@@ -340,6 +351,8 @@ def _attend(
         return None if mask is None else (jnp.ones_like(mask), mask)
 
     if mesh is None:
+        rate = 0.0 if seed is None else config.dropout
+        options |= {"dropout_rate": rate, "dropout_seed": seed}
         return flash_attention(q, k, v, segment_ids=segments(mask), **options)
     ring = config.pattern is AttentionPatterns.RING
 
