@@ -173,15 +173,16 @@ def _keys_of(
     state = jnp.asarray(STARTS)
     for word in (*read, member, head):
         state = mixed(shifted(state ^ word[..., None])) + jnp.asarray(STEPS)
-    keys = jnp.broadcast_to(state, (batch, heads, 2))
-    steps = (QUERY_STEP, KEY_STEP)
-    moves = [
-        _moved(x, step) for x, step in zip((q_offset, kv_offset), steps, strict=True)
-    ]
+    return moved(jnp.broadcast_to(state, (batch, heads, 2)), q_offset, kv_offset)
+
+
+def moved(keys: jax.Array, q_offset: Any, kv_offset: Any) -> jax.Array:
+    """The keys of positions that begin with these offsets, where they began with 0."""
+    moves = (_step_of(q_offset, QUERY_STEP), _step_of(kv_offset, KEY_STEP))
     return keys + jnp.stack(jnp.broadcast_arrays(*moves), -1)
 
 
-def _moved(offset: Any, step: np.uint32) -> jax.Array:
+def _step_of(offset: Any, step: np.uint32) -> jax.Array:
     """What an offset adds to a word of the keys, `[1|B, 1]`."""
     if offset is None:
         return jnp.zeros((1, 1), jnp.uint32)

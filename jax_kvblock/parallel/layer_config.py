@@ -64,8 +64,7 @@ class AttentionConfig:
         None.
       compiler_options: as in `context_parallel_attention`.
       dropout: the share of the probabilities that become 0 in calls that are given a
-        `dropout_seed`, as `dropout_rate` in `flash_attention`. RING and
-        CONTEXT_PARALLEL have none.
+        `dropout_seed`, as `dropout_rate` in `flash_attention`.
       max_sequence_length: longer sequences are an error.
       dtype: of the weights and of the attention: bfloat16, float16 or float32.
 
@@ -162,13 +161,6 @@ class AttentionConfig:
         fix = "make it a static argument of the jit (dropout_seed may be traced)"
         rate = finite(where, "dropout", self.dropout, 0.0, fix)
         threshold_of(where, rate, "dropout")
-        if rate and self.is_parallel:
-            raise ValueError(
-                f"{where}: dropout must be 0 with pattern {self.pattern.name}, got "
-                f"{rate}; patterns FULL, CAUSAL and SLIDING_WINDOW have it, also cut "
-                "by batch and heads, and flash_attention in parts of a sequence, by "
-                "q_offset and kv_offset"
-            )
         object.__setattr__(self, "dropout", rate)
 
     def _check_distinct(self, where: str) -> None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_kvblock.attention import dropout
 from jax_kvblock.attention.flash import flash_attention
 from jax_kvblock.attention.options import SeedLike
 from jax_kvblock.core.checks import (
@@ -22,7 +23,7 @@ from jax_kvblock.core.checks import (
     show,
 )
 from jax_kvblock.core.types import ArrayIn
-from jax_kvblock.parallel.context import context_parallel_attention
+from jax_kvblock.parallel.context import attend_as
 from jax_kvblock.parallel.layer_config import AttentionConfig, AttentionPatterns
 from jax_kvblock.parallel.layer_mesh import (
     check_cuts,
@@ -345,19 +346,25 @@ def _attend(
         "softcap": config.softcap,
         "scale": config.scale,
         "implementation": config.implementation,
+        "dropout_rate": 0.0 if seed is None else config.dropout,
     }
 
     def segments(mask: Any) -> Any:
         return None if mask is None else (jnp.ones_like(mask), mask)
 
     if mesh is None:
-        rate = 0.0 if seed is None else config.dropout
-        options |= {"dropout_rate": rate, "dropout_seed": seed}
+        options["dropout_seed"] = seed
         return flash_attention(q, k, v, segment_ids=segments(mask), **options)
     ring = config.pattern is AttentionPatterns.RING
+    where = "context_parallel_attention"
+    dropout_keys = None
+    if options["dropout_rate"]:
+        size = (q.shape[0], q.shape[2])  # of all devices
+        dropout_keys = dropout.keys_of(dropout.check_seed(where, seed, *size), *size)
 
-    def local(q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
-        return context_parallel_attention(
+    def local(q: Any, k: Any, v: Any, mask: Any, dropout_keys: Any) -> Any:
+        return attend_as(
+            where,
             q,
             k,
             v,
@@ -366,11 +373,13 @@ def _attend(
             layout=config.layout,
             compiler_options=config.compiler_options,
             segment_ids=segments(mask),
+            dropout_keys=dropout_keys,
             **options,
         )
 
     rows = _rows(config)
     heads = PartitionSpec(*rows, config.head_axis)
+    keys = PartitionSpec(config.batch_axis, config.head_axis)
     return jax.shard_map(
-        local, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads
-    )(q, k, v, mask)
+        local, mesh=mesh, in_specs=(heads, heads, heads, rows, keys), out_specs=heads
+    )(q, k, v, mask, dropout_keys)

@@ -22,7 +22,6 @@ from jax_kvblock.parallel import (
     AttentionConfig,
     AttentionPatterns,
     create_attention,
-    create_ring_attention,
 )
 from jax_kvblock.sparse import Random, sparse_attention
 
@@ -301,16 +300,6 @@ def test_layers_by_patterns(rng: np.random.Generator, name: str) -> None:
     np.testing.assert_array_equal(none(x, mask, dropout_seed=seed), without)
     dropped = [np.asarray(made(x, mask, seed)) for seed in (0, 1)]
     assert (dropped[0] != dropped[1]).any() and (dropped[0] != without).any()
-
-
-@pytest.mark.parametrize("pattern", ["RING", "CONTEXT_PARALLEL"])
-def test_layers_over_a_sequence_have_none(pattern: str) -> None:
-    says = rf"^AttentionConfig: dropout must be 0 with pattern {pattern}, got 0.1; pat"
-    with pytest.raises(ValueError, match=says):
-        AttentionConfig(WIDTH, N, pattern=AttentionPatterns[pattern], dropout=0.1)
-    with pytest.raises(ValueError, match="dropout must be 0 with pattern RING"):
-        create_ring_attention(WIDTH, N, dropout=0.5)
-    AttentionConfig(WIDTH, N, pattern=AttentionPatterns[pattern], dropout=0)
 
 
 @pytest.mark.parametrize(
