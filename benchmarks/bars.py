@@ -148,6 +148,8 @@ BARS = (
             None, limit, shape="S16384 D128 .*e4m3", implementation=f"^{OURS}, {what}$")
         for what, limit in (("quantized", 1.55), ("with quantization", 1.4))
     ),
+    Bar("attention with dropout / without", "^(forward|forward and backward)$",
+        "over none", None, 1.12, at_most=True, implementation=f"^{OURS}, dropout$"),
     Bar("error in 8 bits / one scale an array", "^out$", "error", "row naive", 0.6,
         at_most=True, shape="(means|outliers)$", implementation=f"^{OURS}$"),
     Bar("temporaries of attention forward, B", "^forward$", "temporaries", None, 0,

@@ -21,6 +21,7 @@ import bars
 import bench_append
 import bench_attention
 import bench_attention_cpu
+import bench_attention_dropout
 import bench_attention_float32
 import bench_attention_fp8
 import bench_cpu
@@ -48,6 +49,7 @@ BENCHES: dict[str, common.Bench] = {
     "attention": bench_attention.bench,
     "attention-float32": bench_attention_float32.bench,
     "attention-fp8": bench_attention_fp8.bench,
+    "attention-dropout": bench_attention_dropout.bench,
     "decode": bench_decode.bench,
     "decode-step": bench_decode_step.bench,
     "paged": bench_paged.bench,
@@ -63,6 +65,7 @@ ON_GPU = (
     *("objects", "host", "layouts", "append", "attention", "attention-float32"),
     *(
         "attention-fp8",
+        "attention-dropout",
         "decode",
         "decode-step",
         "paged",

@@ -184,7 +184,7 @@ std::string CheckOptions(const AttentionCall& a, Pass pass) {
 }
 
 std::string CheckDropout(const AttentionCall& a) {
-  if (a.dropout < 0 || a.dropout > 255) return Got("dropout must be 0 to 255", a.dropout);
+  if (a.dropout < 0 || a.dropout > 127) return Got("dropout must be 0 to 127", a.dropout);
   if (a.dropout == 0) {
     return a.dropout_keys ? "dropout_keys go with a dropout above 0, they must be NULL" : "";
   }

@@ -126,7 +126,7 @@ def normalize(
         q_scales=q_scales,
         k_scales=k_scales,
         v_scales=v_scales,
-        dropout_keys=_dropout_keys(
+        dropout_keys=check_dropout_keys(
             where, config, dropout_seed, (batch, n), (q_offset, kv_offset)
         ),
     )
@@ -432,12 +432,12 @@ def check_dropout_rate(where: str, rate: Any) -> int:
     return dropout.threshold_of(where, finite(where, "dropout_rate", rate, 0.0, fix))
 
 
-def _dropout_keys(
+def check_dropout_keys(
     where: str,
     config: AttentionConfig,
     seed: Any,
     size: tuple[int, int],
-    offsets: tuple[Any, Any],
+    offsets: tuple[Any, Any] = (None, None),
 ) -> Any:
     """The keys of a batch and its heads; None where nothing is dropped."""
     words = None

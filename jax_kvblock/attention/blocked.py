@@ -385,7 +385,8 @@ def _dropped(config: AttentionConfig, p: Problem, i: Any, j: Any, a: Any) -> Any
     columns = columns.reshape(*rows.shape[:3], p.block_kv)
     row_shifts = block_of(p.dropout.row_shifts, i, p.block_q, 1)[:, None, None]
     column_shifts = block_of(p.dropout.column_shifts, j, p.block_kv, 1)[:, None, None]
-    parts = dropout.Parts(rows, columns, row_shifts, column_shifts)
+    factors = block_of(p.dropout.factors, j, p.block_kv, 1)[:, None, None]
+    parts = dropout.Parts(rows, columns, row_shifts, column_shifts, factors)
     return jnp.where(dropout.kept(config, parts), a * dropout.scale_of(config), 0)
 
 

@@ -170,7 +170,7 @@ class AttentionConfig:
     kernels: str = ""  # the only kernels that None tries; "" for the best
     where: str = "flash_attention"  # who was called, for messages
     shares_gpu: bool = False  # with kernels that take multiprocessors meanwhile
-    dropout: int = 0  # of 256 probabilities, how many become 0; with dropout_keys
+    dropout: int = 0  # of 128 probabilities, how many become 0; with dropout_keys
 
 
 class Operands(NamedTuple):

@@ -89,10 +89,11 @@ def _kept(config: AttentionConfig, x: Operands, size: Sizes) -> jax.Array:
             for cu, length in ((x.cu_q, size.q_len), (x.cu_kv, size.kv_len))
         ]
     parts = dropout.parts_of(config, x, size, *owners)
-    one_of_heads = {
-        name: getattr(parts, name)[:, None] for name in ("row_shifts", "column_shifts")
+    of_heads = {
+        name: getattr(parts, name)[:, None]
+        for name in ("row_shifts", "column_shifts", "factors")
     }
-    return dropout.kept(config, parts._replace(**one_of_heads))
+    return dropout.kept(config, parts._replace(**of_heads))
 
 
 def _owner(cu: jax.Array, length: int) -> jax.Array:

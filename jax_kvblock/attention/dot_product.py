@@ -120,6 +120,40 @@ def dot_product_attention(
       >>> dot_product_attention(x, x, x, mask=mask[:, None, None], is_causal=True).shape
       (2, 128, 4, 64)
     """
+    return attend(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        return_residual=return_residual,
+    )
+
+
+def attend(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any,
+    mask: Any,
+    *,
+    scale: Any = None,
+    is_causal: Any = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    implementation: Any = None,
+    return_residual: Any = False,
+    dropout_rate: float = 0.0,
+    dropout_seed: Any = None,
+) -> Any:
+    """`dot_product_attention`, and with dropout, as in `flash_attention`."""
     check_choice(_WHERE, "implementation", implementation, (None, *IMPLEMENTATIONS))
     arguments.check_flags(_WHERE, is_causal=is_causal, return_residual=return_residual)
     given = {"query": query, "key": key, "value": value}
@@ -142,6 +176,8 @@ def dot_product_attention(
         window=_window(local_window_size),
         scale=arguments.check_scale(_WHERE, scale, h),
         precision=resolve(_WHERE, None, query.dtype),
+        dropout_rate=dropout_rate,
+        dropout_seed=dropout_seed,
         implementation=implementation,
         return_residual=bool(return_residual),
     )
@@ -154,7 +190,7 @@ def dot_product_attention(
     inline=True,
     static_argnames=(
         *("causal", "window", "scale", "precision", "implementation"),
-        "return_residual",
+        *("return_residual", "dropout_rate"),
     ),
 )
 def _attend(

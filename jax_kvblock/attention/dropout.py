@@ -5,17 +5,18 @@ query head, and of both positions. Kernels and plain JAX compute the same functi
 (cpp/ops/attention/mask/dropout.cuh), so forward and backward passes, and whoever is
 asked for a derivative, see the same pairs, and nothing of them is kept.
 
-    x, y  = place of the query, of the key: 8 (position // 16) + position % 8
-    z     = (key[0] + QUERY_STEP x) ^ (key[1] + KEY_STEP y)
-    word  = mixed(z)
-    byte  = word >> (16 (query's position // 8 % 2) + 8 (key's position // 8 % 2)) & 255
+    x, y   = place of the query, of the key: 8 (position // 16) + position % 8
+    z      = (key[0] + QUERY_STEP x) ^ (key[1] + KEY_STEP (y // 2))
+    word   = folded(folded(z, SHARED_FACTOR), KEY_FACTORS[y % 2])
+    shift  = 16 (query's position // 8 % 2) + 8 (key's position // 8 % 2)
+    number = word >> shift & 127
 
-A pair is kept where its byte is at least the threshold. So a word serves the four pairs
-of positions {a, a + 8} and {b, b + 8} in a block of 16 by 16: what one thread of a
-tensor core's warp holds, whichever of both is its rows. The places are counters
-(Weyl sequences); `mixed` is the hash with two multiplications and shifts that the
-search of Wellons found ("Prospecting for hash functions", 2018), without its first
-shift, which two counters that are joined by exclusive or do not need.
+A pair is kept where its number is at least the threshold. So a word serves the four
+pairs of positions {a, a + 8} and {b, b + 8} in a block of 16 by 16: what one thread of
+a tensor core's warp holds, whichever of both is its rows. The places are counters (Weyl
+sequences), and `folded` joins the halves of a product, as the hashes of the family of
+wyhash do (Wang Yi, 2019): kernels have more time for multiplications than for shifts.
+Two keys side by side share the first of the two.
 tests/attention/test_dropout_bits.py holds it to what independent bits are like.
 """
 
@@ -31,12 +32,16 @@ import numpy as np
 from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes
 from jax_kvblock.core.checks import as_int, check_array, show, shown, to_jax
 
-LEVELS = 256  # a rate is a whole number of so many parts
+LEVELS = 128  # a rate is a whole number of so many parts
 BLOCK = 16  # positions that a word's pairs lie in, and offsets are a multiple of
 
 # As in cpp/ops/attention/mask/dropout.cuh. 2**32 over the golden ratio, and the digits
 # of the root of 2; both odd.
 QUERY_STEP, KEY_STEP = np.uint32(0x9E3779B9), np.uint32(0x6A09E667)
+# Digits of the roots of 3, 7 and 13, odd.
+SHARED_FACTOR = np.uint32(0xBB67AE85)
+KEY_FACTORS = np.uint32(0xA54FF53B), np.uint32(0x9B05688D)
+# Of the hash that seeds become keys by.
 FACTORS = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
 # Where the two words of a key begin, and what each step adds: digits of pi.
 STARTS = np.array([0x243F6A88, 0x85A308D3], np.uint32)
@@ -52,17 +57,17 @@ def scale_of(config: AttentionConfig) -> float:
 # ---- the rate ------------------------------------------------------------------------
 
 
-def threshold_of(where: str, rate: float) -> int:
-    """Of 256 probabilities, how many become 0; `rate` is a number."""
+def threshold_of(where: str, rate: float, name: str = "dropout_rate") -> int:
+    """Of 128 probabilities, how many become 0; `rate` is a number."""
     if not 0 <= rate < 1:
         raise ValueError(
-            f"{where}: dropout_rate must be at least 0 and less than 1, got {rate}; it "
+            f"{where}: {name} must be at least 0 and less than 1, got {rate}; it "
             "is the share of the probabilities that become 0"
         )
     parts = round(LEVELS * rate)
     if rate > 0 and parts in (0, LEVELS):
         raise ValueError(
-            f"{where}: dropout_rate must round to 1/{LEVELS} at least and to "
+            f"{where}: {name} must round to 1/{LEVELS} at least and to "
             f"{LEVELS - 1}/{LEVELS} at most, got {rate}; rates are whole numbers of "
             f"{LEVELS} parts, and 0 is none"
         )
@@ -173,20 +178,24 @@ def _keys_of(
     state = jnp.asarray(STARTS)
     for word in (*read, member, head):
         state = mixed(shifted(state ^ word[..., None])) + jnp.asarray(STEPS)
-    keys = jnp.broadcast_to(state, (batch, heads, 2))
-    steps = (QUERY_STEP, KEY_STEP)
-    moves = [
-        _moved(x, step) for x, step in zip((q_offset, kv_offset), steps, strict=True)
-    ]
+    return moved(jnp.broadcast_to(state, (batch, heads, 2)), q_offset, kv_offset)
+
+
+def moved(keys: jax.Array, q_offset: Any, kv_offset: Any) -> jax.Array:
+    """The keys of positions that begin with these offsets, where they began with 0."""
+    moves = (
+        _move_of(q_offset, QUERY_STEP, BLOCK // 2),
+        _move_of(kv_offset, KEY_STEP, BLOCK // 4),
+    )
     return keys + jnp.stack(jnp.broadcast_arrays(*moves), -1)
 
 
-def _moved(offset: Any, step: np.uint32) -> jax.Array:
-    """What an offset adds to a word of the keys, `[1|B, 1]`."""
+def _move_of(offset: Any, step: np.uint32, steps: int) -> jax.Array:
+    """What an offset adds to a word of the keys, `[1|B, 1]`; a block has `steps`."""
     if offset is None:
         return jnp.zeros((1, 1), jnp.uint32)
     blocks = (jnp.asarray(offset, jnp.int32) >> 4).astype(jnp.uint32)
-    return (blocks * np.uint32(BLOCK // 2) * step).reshape(-1, 1)
+    return (blocks * np.uint32(steps) * step).reshape(-1, 1)
 
 
 # ---- pairs ---------------------------------------------------------------------------
@@ -197,11 +206,25 @@ def shifted(z: jax.Array) -> jax.Array:
 
 
 def mixed(z: jax.Array) -> jax.Array:
-    """A word of pseudorandom bits for each of these, uint32."""
+    """Of every word another one, uint32.
+
+    The hash with two multiplications that the search of Wellons found ("Prospecting for
+    hash functions", 2018), without its first shift, which is `shifted`.
+    """
     z = z * FACTORS[0]
     z = z ^ (z >> np.uint32(15))
     z = z * FACTORS[1]
     return z ^ (z >> np.uint32(16))
+
+
+def folded(z: jax.Array, factor: Any) -> jax.Array:
+    """The halves of the 64 bits of products, joined; all are uint32."""
+    half, low = np.uint32(16), np.uint32(0xFFFF)
+    below, above = (z & low, z >> half), (factor & low, factor >> half)
+    inner = [below[0] * above[1], below[1] * above[0]]
+    carried = (below[0] * above[0] >> half) + (inner[0] & low) + (inner[1] & low)
+    high = below[1] * above[1] + (inner[0] >> half) + (inner[1] >> half)
+    return z * factor ^ (high + (carried >> half))
 
 
 class Parts(NamedTuple):
@@ -209,13 +232,15 @@ class Parts(NamedTuple):
 
     Attributes:
       rows, columns: the parts of a word, `[B, N, T]` and `[B, N, S]`.
-      row_shifts, column_shifts: where a pair's byte is in it, `[B, T]` and `[B, S]`.
+      row_shifts, column_shifts: where a pair's number is in it, `[B, T]` and `[B, S]`.
+      factors: of the columns, `[B, S]`.
     """
 
     rows: jax.Array
     columns: jax.Array
     row_shifts: jax.Array
     column_shifts: jax.Array
+    factors: jax.Array
 
 
 def parts_of(
@@ -232,8 +257,8 @@ def parts_of(
     """
 
     def side(
-        which: int, step: np.uint32, shift: int, length: int, cu: Any, owner: Any
-    ) -> tuple[jax.Array, jax.Array]:
+        which: int, length: int, cu: Any, owner: Any
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
         keys = x.dropout_keys[..., which]
         if config.packed:
             index = jnp.arange(owner.shape[1], dtype=jnp.int32)[None]
@@ -243,20 +268,26 @@ def parts_of(
             position = jnp.arange(length, dtype=jnp.int32)[None]
             position = jnp.broadcast_to(position, (keys.shape[0], length))
             keys = keys[..., None]
-        place = (position >> 4 << 3) + (position & 7)
-        part = keys + place.astype(jnp.uint32)[:, None] * step
-        return part, ((position >> 3 & 1) * shift).astype(jnp.uint32)
+        place = ((position >> 4 << 3) + (position & 7)).astype(jnp.uint32)
+        half = (position >> 3 & 1).astype(jnp.uint32)
+        return keys, place, half
 
-    rows = side(0, QUERY_STEP, 16, size.q_len, x.cu_q, q_owner)
-    columns = side(1, KEY_STEP, 8, size.kv_len, x.cu_kv, kv_owner)
-    return Parts(rows[0], columns[0], rows[1], columns[1])
+    row_keys, places, halves = side(0, size.q_len, x.cu_q, q_owner)
+    rows, row_shifts = row_keys + QUERY_STEP * places[:, None], 16 * halves
+    column_keys, places, halves = side(1, size.kv_len, x.cu_kv, kv_owner)
+    columns = column_keys + KEY_STEP * (places >> 1)[:, None]
+    factors = jnp.where(places & 1 == 0, *KEY_FACTORS)
+    return Parts(rows, columns, row_shifts, 8 * halves, factors)
 
 
 def kept(config: AttentionConfig, parts: Parts) -> jax.Array:
     """Which pairs are kept, bool: `[..., T, S]` of parts whose last axis is T or S.
 
-    Rows and columns, and their shifts, broadcast in front of that.
+    Rows and columns, and their shifts and factors, broadcast in front of that.
     """
-    word = mixed(parts.rows[..., :, None] ^ parts.columns[..., None, :])
+    shared = folded(
+        parts.rows[..., :, None] ^ parts.columns[..., None, :], SHARED_FACTOR
+    )
+    word = folded(shared, parts.factors[..., None, :])
     shifts = parts.row_shifts[..., :, None] + parts.column_shifts[..., None, :]
-    return (word >> shifts & np.uint32(255)) >= np.uint32(config.dropout)
+    return (word >> shifts & np.uint32(LEVELS - 1)) >= np.uint32(config.dropout)

@@ -13,11 +13,17 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jax_kvblock.attention import arguments
-from jax_kvblock.attention.dot_product import dot_product_attention
+from jax_kvblock.attention import arguments, dropout
+from jax_kvblock.attention.dot_product import attend
 from jax_kvblock.attention.options import PrecisionLike
 from jax_kvblock.attention.precision import resolve
-from jax_kvblock.core.checks import as_array, check_dtype, show
+from jax_kvblock.core.checks import (
+    as_array,
+    check_array,
+    check_dtype,
+    show,
+    to_jax,
+)
 from jax_kvblock.core.types import ArrayIn
 
 if TYPE_CHECKING:
@@ -45,7 +51,8 @@ def attention_fn(
     """The `attention_fn` of `flax.nnx.MultiHeadAttention`, with flash attention.
 
     Its parameters are those of `flax.nnx.dot_product_attention`, its results those of
-    `jax_kvblock.dot_product_attention`.
+    `jax_kvblock.dot_product_attention`, its dropout that of `flash_attention`: other
+    probabilities become 0 than flax's own function takes for the same key.
 
     Args:
       query: `[batch..., T, N, H]`, any number of batch dims.
@@ -54,8 +61,14 @@ def attention_fn(
       bias: broadcasts to `[batch..., N, T, S]`.
       mask: the same; False (or 0: flax's masks may be floats) takes no part. Also that
         of the layer's decoding cache, which costs O(S) memory.
-      broadcast_dropout, dropout_rng, dropout_rate, deterministic: a `dropout_rate`
-        above 0 is an error unless `deterministic`.
+      broadcast_dropout: True drops the same pairs of a query and a key in every batch
+        member and head, as flax does; False others in each.
+      dropout_rng: which ones, a key of `jax.random` (typed, or raw, uint32[2] or
+        uint32[4]); the layer takes it from its `rngs`. It may be traced.
+      dropout_rate: the share of the weights that become 0, as in `flash_attention`: a
+        Python number below 1, rounded to a 256th. What is left is divided by what the
+        rounded rate leaves.
+      deterministic: True drops nothing, whatever the rate.
       dtype: what q, k and v are cast to, their common dtype unless given.
       precision: of the products of float32, as for `flash_attention`; those of 16-bit
         inputs are exact and added in float32.
@@ -68,8 +81,9 @@ def attention_fn(
       `[batch..., T, N, H]`.
 
     Raises:
-      NotImplementedError: dropout, or weights to sow.
-      TypeError, ValueError: see `dot_product_attention`.
+      NotImplementedError: weights to sow.
+      TypeError, ValueError: see `dot_product_attention` and the rate of
+        `flash_attention`; there is a rate and `dropout_rng` is no key.
 
     Example:
       >>> layer = nnx.MultiHeadAttention(
@@ -79,18 +93,7 @@ def attention_fn(
       >>> layer(jnp.ones((2, 16, 64)), is_causal=True).shape
       (2, 16, 64)
     """
-    del broadcast_dropout, dropout_rng
-    fix = "build the layer with dropout_rate=0.0"
-    rate = arguments.finite(_WHERE, "dropout_rate", dropout_rate, 0.0, fix)
-    if rate > 0:
-        arguments.check_flags(_WHERE, deterministic=deterministic)
-    if rate > 0 and not deterministic:
-        raise NotImplementedError(
-            f"{_WHERE}: dropout of attention weights is not supported, got "
-            f"dropout_rate={dropout_rate} with deterministic=False; build the layer "
-            "with dropout_rate=0.0 (and put nnx.Dropout behind it), or use "
-            "attention_fn=nnx.dot_product_attention"
-        )
+    rate = _rate(dropout_rate, broadcast_dropout, deterministic)
     if module is not None:
         raise NotImplementedError(
             f"{_WHERE}: sow_weights=True is not supported: the weights are never in "
@@ -120,16 +123,63 @@ def attention_fn(
         )
     q, k, v = (a.reshape(math.prod(dims), *a.shape[-3:]) for a in (q, k, v))
     products = resolve(_WHERE, precision, q.dtype)
+    seed = None
+    if rate:
+        members = (q.shape[0], q.shape[2]) if broadcast_dropout else ()
+        seed = jnp.broadcast_to(_key(dropout_rng), members)
     with jax.default_matmul_precision(products):  # jax.nn has no argument for it
-        out = dot_product_attention(
+        out = attend(
             q,
             k,
             v,
-            bias=_one_batch("bias", bias, dims),
-            mask=_one_batch("mask", mask, dims),
+            _one_batch("bias", bias, dims),
+            _one_batch("mask", mask, dims),
             is_causal=is_causal,
+            dropout_rate=rate,
+            dropout_seed=seed,
         )
     return out.reshape(*dims, *out.shape[-3:])
+
+
+def _rate(rate: Any, broadcast: Any, deterministic: Any) -> float:
+    """The rate at which this call drops."""
+    fix = "close over a Python float, or build the layer with dropout_rate=0.0"
+    rate = arguments.finite(_WHERE, "dropout_rate", rate, 0.0, fix)
+    if rate == 0:
+        return 0.0
+    arguments.check_flags(
+        _WHERE, broadcast_dropout=broadcast, deterministic=deterministic
+    )
+    if deterministic:
+        return 0.0
+    dropout.threshold_of(_WHERE, rate)
+    return rate
+
+
+# How jax.random takes raw keys of so many words. Which of them it is makes no
+# difference: their words count.
+_KINDS_OF_KEY = {(2,): "threefry2x32", (4,): "rbg"}
+
+
+def _key(rng: Any) -> jax.Array:
+    """The key of jax.random, typed."""
+    if rng is None:
+        raise ValueError(
+            f"{_WHERE}: dropout_rng must be given with a dropout_rate above 0, got "
+            "None; pass a key of jax.random (layers take it from rngs=nnx.Rngs(0)), or "
+            "deterministic=True"
+        )
+    must = f"{_WHERE}: dropout_rng must be a key, got"
+    fix = "pass jax.random.key(seed), or what rngs.dropout() gives"
+    # By its class: nnx.Rngs has attributes of any name.
+    if not (isinstance(rng, jax.Array) or hasattr(type(rng), "dtype")):
+        raise TypeError(f"{must} {type(rng).__name__}; {fix}")
+    key = check_array(_WHERE, "dropout_rng", rng)
+    if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim == 0:
+        return key
+    if key.dtype != jnp.uint32 or key.shape not in _KINDS_OF_KEY:
+        raise TypeError(f"{must} {show(key)}; {fix}")
+    return jax.random.wrap_key_data(to_jax(key), impl=_KINDS_OF_KEY[key.shape])
 
 
 def _one_batch(name: str, x: Any, dims: tuple[int, ...]) -> Any:

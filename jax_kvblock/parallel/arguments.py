@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_kvblock.attention import dropout
 from jax_kvblock.attention.arguments import (
+    check_dropout_keys,
+    check_dropout_rate,
     check_flags,
     check_lengths,
     check_scale,
@@ -58,19 +61,22 @@ def normalize(
     axis_name: Any,
     strategy: str,
     layout: str,
-    causal: bool,
-    window: Any,
-    segment_ids: Any,
-    cu_seqlens: Any,
-    softcap: Any,
-    sinks: Any,
-    scale: Any,
-    q_lens: Any,
-    kv_lens: Any,
-    return_lse: bool,
-    deterministic: bool,
-    compiler_options: bool,
-    implementation: str | None,
+    causal: bool = False,
+    window: Any = None,
+    segment_ids: Any = None,
+    cu_seqlens: Any = None,
+    softcap: Any = None,
+    sinks: Any = None,
+    scale: Any = None,
+    q_lens: Any = None,
+    kv_lens: Any = None,
+    dropout_rate: Any = 0.0,
+    dropout_seed: Any = None,
+    dropout_keys: Any = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    compiler_options: bool = False,
+    implementation: str | None = None,
 ) -> Normalized:
     """Checks every argument of `context_parallel_attention`."""
     packed = cu_seqlens is not None
@@ -100,6 +106,7 @@ def normalize(
         precision=resolve(where, None, q.dtype),
         implementation=implementation,
         where=where,
+        dropout=check_dropout_rate(where, dropout_rate),
     )
     rows, keys = q.shape[-3], k.shape[-3]
     zigzag = layout == "zigzag" and size > 1
@@ -113,7 +120,13 @@ def normalize(
     else:
         mask = _batched_mask(where, segment_ids, q.shape[0], rows, keys)
         alike, documents = rows == keys, (q.shape[0],) * 2
+    if config.dropout:
+        _check_runs(where, packed, 2 if zigzag else 1, T=rows, S=keys)
+    if dropout_keys is None:
+        batch_and_heads = (q.shape[0], heads)
+        dropout_keys = check_dropout_keys(where, config, dropout_seed, batch_and_heads)
     mask = mask._replace(
+        dropout_keys=dropout_keys,
         q_lens=_lengths(where, "q_lens", q_lens, documents[0], rows * size),
         kv_lens=_lengths(where, "kv_lens", kv_lens, documents[1], keys * size),
     )
@@ -143,6 +156,22 @@ def normalize(
         plan, exchange, to_jax(q), to_jax(k), to_jax(v),
         check_sinks(where, sinks, q, heads), mask,
     )  # fmt: skip
+
+
+def _check_runs(where: str, packed: bool, runs: int, **lengths: int) -> None:
+    """What dropout wants of the rows, so that blocks of 16 positions stay whole."""
+    if packed:
+        raise ValueError(
+            f"{where}: dropout_rate cannot be combined with cu_seqlens; say documents "
+            "by segment_ids, of batches [B, T, N, D]"
+        )
+    for name, length in lengths.items():
+        if length % (runs * dropout.BLOCK):
+            raise ValueError(
+                f"{where}: {name}, a device's rows, must be a multiple of "
+                f"{runs * dropout.BLOCK} with dropout_rate, got {length}; pad the "
+                "sequence, and pass q_lens and kv_lens"
+            )
 
 
 def _resolve(where: str, strategy: str, work: Any) -> tuple[str, int]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock.attention.options import Output, Rows
+from jax_kvblock.attention.options import Output, Rows, SeedLike
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 from jax_kvblock.parallel import arguments, axes
@@ -38,6 +38,8 @@ class ContextOptions(TypedDict, total=False):
     scale: float | None
     q_lens: Integers | None
     kv_lens: Integers | None
+    dropout_rate: float
+    dropout_seed: SeedLike
     deterministic: bool
     compiler_options: bool
     implementation: str | None
@@ -90,6 +92,8 @@ def context_parallel_attention(
     scale: float | None = None,
     q_lens: Integers | None = None,
     kv_lens: Integers | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: SeedLike = None,
     return_lse: bool = False,
     deterministic: bool = False,
     compiler_options: bool = False,
@@ -132,6 +136,10 @@ def context_parallel_attention(
       sinks: float32 `[N]`, as in `flash_attention`; on every device all of them.
       q_lens, kv_lens: int32 `[B]`, lengths of the whole sequences (of documents, with
         cu_seqlens). What lies beyond is never seen; outputs there are zeros.
+      dropout_rate, dropout_seed: as in `flash_attention`, and the same pairs as there,
+        by the positions in the whole sequence: pass the same seed on every device that
+        the sequence is cut over. Runs of rows (T, in zigzag T / 2; the same of S) are
+        multiples of 16 then. Not with cu_seqlens: say documents by segment_ids.
       return_lse: also return the log-sum-exp, float32 `[B, T, N]`; differentiable.
       deterministic: the gradients' bits are the same every time.
       compiler_options: True says that the jit around the call has `compiler_options()`.
@@ -167,7 +175,7 @@ def context_parallel_attention(
     zigzag of Dubey et al., Llama 3 (arXiv:2407.21783).
     """
     where = "context_parallel_attention"
-    call = arguments.normalize(
+    return attend_as(
         where,
         q,
         k,
@@ -184,13 +192,23 @@ def context_parallel_attention(
         scale=scale,
         q_lens=q_lens,
         kv_lens=kv_lens,
+        dropout_rate=dropout_rate,
+        dropout_seed=dropout_seed,
         return_lse=return_lse,
         deterministic=deterministic,
         compiler_options=compiler_options,
         implementation=implementation,
     )
-    out, lse = _run(call)
-    return (out, lse) if return_lse else out
+
+
+def attend_as(where: str, q: Any, k: Any, v: Any, **options: Any) -> Any:
+    """`context_parallel_attention`, called `where` in messages.
+
+    In place of a dropout_seed there may be `dropout_keys`, those of the members and
+    heads that are here.
+    """
+    out, lse = _run(arguments.normalize(where, q, k, v, **options))
+    return (out, lse) if options.get("return_lse") else out
 
 
 def _run(call: Normalized) -> tuple[jax.Array, jax.Array]:
@@ -210,7 +228,8 @@ def _run(call: Normalized) -> tuple[jax.Array, jax.Array]:
     mask = mask._replace(
         q_segments=exchange.ids(mask.q_segments, mask.cu_q),
         kv_segments=exchange.ids(mask.kv_segments, mask.cu_kv),
+        dropout_keys=exchange.own(mask.dropout_keys),
     )
-    out, lse = attend(plan, q, k, v, exchange.sinks(sinks), mask)
+    out, lse = attend(plan, q, k, v, exchange.own(sinks), mask)
     rows = jnp.swapaxes(lse, -1, -2)[..., None]
     return exchange.rows(out, mask.cu_q), exchange.rows(rows, mask.cu_q)[..., 0]

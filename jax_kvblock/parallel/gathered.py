@@ -101,6 +101,7 @@ def _sequence_order(here: Here) -> Any:
     config = plan.config
     unmasked = config.window_left == OPEN and config.window_right == OPEN
     nobody = unmasked and not plan.packed and mask.kv_lens is None
+    nobody = nobody and not config.dropout
     if not plan.zigzag or plan.size == 1 or nobody:
         return None
     back = zigzag_rows(here.all_keys().length, plan.size, mask.cu_kv)

@@ -9,8 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax.numpy as jnp
 
-from jax_kvblock.attention.arguments import check_flags, check_scale, check_softcap
+from jax_kvblock.attention.arguments import (
+    check_flags,
+    check_scale,
+    check_softcap,
+    finite,
+)
 from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
+from jax_kvblock.attention.dropout import threshold_of
 from jax_kvblock.core.checks import check_choice, check_dtype, check_positive
 from jax_kvblock.parallel import axes
 from jax_kvblock.parallel.sequence import LAYOUTS, SequenceLayout
@@ -57,6 +63,8 @@ class AttentionConfig:
       batch_axis, head_axis: mesh axes that the batch and the heads are cut over, or
         None.
       compiler_options: as in `context_parallel_attention`.
+      dropout: the share of the probabilities that become 0 in calls that are given a
+        `dropout_seed`, as `dropout_rate` in `flash_attention`.
       max_sequence_length: longer sequences are an error.
       dtype: of the weights and of the attention: bfloat16, float16 or float32.
 
@@ -82,6 +90,7 @@ class AttentionConfig:
     compiler_options: bool = False
     max_sequence_length: int | None = None
     dtype: Any = jnp.float32
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
         where = "AttentionConfig"
@@ -140,12 +149,19 @@ class AttentionConfig:
             object.__setattr__(self, "scale", scale)
         if self.softcap is not None:
             object.__setattr__(self, "softcap", check_softcap(where, self.softcap))
+        self._check_dropout(where)
         dtype = check_dtype(where, "dtype", self.dtype)
         if dtype not in DTYPES:
             raise TypeError(
                 f"{where}: dtype must be bfloat16, float16 or float32, got {dtype}; "
                 "what goes in may have another, and what comes out has that one"
             )
+
+    def _check_dropout(self, where: str) -> None:
+        fix = "make it a static argument of the jit (dropout_seed may be traced)"
+        rate = finite(where, "dropout", self.dropout, 0.0, fix)
+        threshold_of(where, rate, "dropout")
+        object.__setattr__(self, "dropout", rate)
 
     def _check_distinct(self, where: str) -> None:
         """An axis cuts one dim."""

@@ -14,14 +14,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jax_kvblock.attention import dropout
 from jax_kvblock.attention.flash import flash_attention
+from jax_kvblock.attention.options import SeedLike
 from jax_kvblock.core.checks import (
     as_array,
     check_positive,
     show,
 )
 from jax_kvblock.core.types import ArrayIn
-from jax_kvblock.parallel.context import context_parallel_attention
+from jax_kvblock.parallel.context import attend_as
 from jax_kvblock.parallel.layer_config import AttentionConfig, AttentionPatterns
 from jax_kvblock.parallel.layer_mesh import (
     check_cuts,
@@ -61,6 +63,7 @@ class Attention:
         self,
         hidden_states: Float[ArrayIn, "B S d_model"],
         attention_mask: Shaped[ArrayIn, "B S"] | None = None,
+        dropout_seed: SeedLike = None,
     ) -> Float[jax.Array, "B S d_model"]:
         """Attends.
 
@@ -68,6 +71,9 @@ class Attention:
           hidden_states: `[B, S, d_model]`, floats; whole, or cut over the mesh.
           attention_mask: bools or integers `[B, S]`; a key where it is False (0) is
             seen by nobody. A row that sees no key gives zeros.
+          dropout_seed: which probabilities config.dropout makes 0, as in
+            `flash_attention`, another one for each layer and step: a key of
+            `jax.random`, say. None drops nothing, as where a model is evaluated.
 
         Returns:
           `[B, S, d_model]` in the dtype of hidden_states.
@@ -104,7 +110,7 @@ class Attention:
         n, k, d = config.num_heads, config.kv_heads, config.head_dim
         wide = wide.reshape(*x.shape[:2], n + 2 * k, d)
         q, keys, values = jnp.split(wide, (n, n + k), axis=2)
-        o = _attend(config, self.mesh, q, keys, values, mask)
+        o = _attend(config, self.mesh, q, keys, values, mask, dropout_seed)
         o = o.reshape(*x.shape[:2], n * d)
         return jnp.matmul(o, self.out).astype(x.dtype)
 
@@ -325,7 +331,13 @@ def _checked_mask(where: str, mask: Any, x: jax.Array) -> jax.Array | None:
 
 
 def _attend(
-    config: AttentionConfig, mesh: Mesh | None, q: Any, k: Any, v: Any, mask: Any
+    config: AttentionConfig,
+    mesh: Mesh | None,
+    q: Any,
+    k: Any,
+    v: Any,
+    mask: Any,
+    seed: SeedLike,
 ) -> jax.Array:
     window = None if config.window is None else (config.window, None)
     options: dict[str, Any] = {
@@ -334,17 +346,25 @@ def _attend(
         "softcap": config.softcap,
         "scale": config.scale,
         "implementation": config.implementation,
+        "dropout_rate": 0.0 if seed is None else config.dropout,
     }
 
     def segments(mask: Any) -> Any:
         return None if mask is None else (jnp.ones_like(mask), mask)
 
     if mesh is None:
+        options["dropout_seed"] = seed
         return flash_attention(q, k, v, segment_ids=segments(mask), **options)
     ring = config.pattern is AttentionPatterns.RING
+    where = "context_parallel_attention"
+    dropout_keys = None
+    if options["dropout_rate"]:
+        size = (q.shape[0], q.shape[2])  # of all devices
+        dropout_keys = dropout.keys_of(dropout.check_seed(where, seed, *size), *size)
 
-    def local(q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
-        return context_parallel_attention(
+    def local(q: Any, k: Any, v: Any, mask: Any, dropout_keys: Any) -> Any:
+        return attend_as(
+            where,
             q,
             k,
             v,
@@ -353,11 +373,13 @@ def _attend(
             layout=config.layout,
             compiler_options=config.compiler_options,
             segment_ids=segments(mask),
+            dropout_keys=dropout_keys,
             **options,
         )
 
     rows = _rows(config)
     heads = PartitionSpec(*rows, config.head_axis)
+    keys = PartitionSpec(config.batch_axis, config.head_axis)
     return jax.shard_map(
-        local, mesh=mesh, in_specs=(heads, heads, heads, rows), out_specs=heads
-    )(q, k, v, mask)
+        local, mesh=mesh, in_specs=(heads, heads, heads, rows, keys), out_specs=heads
+    )(q, k, v, mask, dropout_keys)

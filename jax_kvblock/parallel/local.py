@@ -60,6 +60,7 @@ class Mask(NamedTuple):
 
     q_segments, kv_segments: `[B, T]`, `[B, S]`, of this device's rows. q_lens, kv_lens:
     of whole sequences. cu_q, cu_kv: boundaries in the rows of all devices together.
+    dropout_keys: uint32 `[B, N, 2]`, of whole sequences.
     """
 
     q_segments: Any = None
@@ -68,6 +69,7 @@ class Mask(NamedTuple):
     kv_lens: Any = None
     cu_q: Any = None
     cu_kv: Any = None
+    dropout_keys: Any = None
 
 
 class Here:
@@ -127,8 +129,9 @@ class Here:
 
     def call(self, k: Side, found: Boxes, key_ids: Any) -> Call:
         ids = None if key_ids is None else (self.mask.q_segments, key_ids)
-        packed = self.plan.packed
-        return call_of(self.plan.config, self.q, k, found, ids, packed=packed)
+        config, packed = self.plan.config, self.plan.packed
+        dropped = self.mask.dropout_keys
+        return call_of(config, self.q, k, found, ids, dropped, packed=packed)
 
     def calls(self, k: Side, step: int, key_ids: Any) -> list[Call]:
         return [self.call(k, found, key_ids) for found in self.boxes(k, step)]

@@ -43,11 +43,14 @@ class _Chunks(NamedTuple):
 
 
 def others_of(here: Here) -> Others | None:
-    """None where the mask between devices is one of positions, or of segments."""
+    """None where the mask between devices is one of positions, or of segments.
+
+    Or dropout is, which goes by positions.
+    """
     plan = here.plan
     left, right = plan.config.window_left, plan.config.window_right
     causal = right == 0
-    if plan.size == 1 or here.mask.kv_segments is not None:
+    if plan.size == 1 or here.mask.kv_segments is not None or plan.config.dropout:
         return None
     if left != OPEN or not (causal or right == OPEN):
         return None

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_kvblock.attention import dropout
 from jax_kvblock.attention.config import OPEN, AttentionConfig, Operands
 
 # Ids of rows outside of a box; no segment of the caller's has them.
@@ -158,9 +159,11 @@ def boxes(
     joined: whether a call may have several boxes.
     """
     left, right = config.window_left, config.window_right
-    if left == OPEN and right == OPEN:
+    # Dropout goes by positions, also where no mask does: each run has to be one.
+    by_runs = config.dropout > 0 and max(len(q.pieces), len(k.pieces)) > 1
+    if left == OPEN and right == OPEN and not by_runs:
         yield (whole(q, k),)
-    elif alike and len(k.pieces) == 2 and left == OPEN and right == 0:
+    elif not by_runs and alike and len(k.pieces) == 2 and left == OPEN and right == 0:
         if step == 0:
             yield (whole(q, k)._replace(masked=True, by_rows=True),)
         else:
@@ -253,12 +256,13 @@ class Call(NamedTuple):
 
 
 def call_of(
-    config: AttentionConfig, q: Side, k: Side, found: Boxes, segments: Any, *,
-    packed: bool,
+    config: AttentionConfig, q: Side, k: Side, found: Boxes, segments: Any,
+    dropout_keys: Any = None, *, packed: bool,
 ) -> Call:  # fmt: skip
     """Attention in boxes.
 
     segments: the ids of queries and keys, of batches, or None.
+    dropout_keys: `[B, N, 2]`, of batches, or None.
     packed: whether the arrays are, or else a batch.
     """
     box = found[0]
@@ -266,7 +270,7 @@ def call_of(
         config = dataclasses.replace(config, window_left=OPEN, window_right=OPEN)
     whole = box.q_whole and box.k_whole
     if packed or (segments is None and not whole):
-        return _packed_call(config, q, k, found)
+        return _packed_call(config, q, k, found, dropout_keys)
     mask = Operands(None, None, None)
     shift = _shift(box)
     if segments is not None:
@@ -275,9 +279,14 @@ def call_of(
             _inside(segments[1], box.k, k, box.k_whole, NO_KEY),
         ]
         mask = mask._replace(q_segments=inside[0], kv_segments=inside[1])
-        if shift is not None:  # rows count from the first of all, not of the piece
-            own = (box.q.first - q.starts[:-1]) - (box.k.first - k.starts[:-1])
-            shift = shift - own
+        # Rows count from the first of all, not of the piece.
+        before = (box.q.first - q.starts[:-1], box.k.first - k.starts[:-1])
+        if shift is not None:
+            shift = shift - (before[0] - before[1])
+        if dropout_keys is not None:
+            dropout_keys = dropout.moved(dropout_keys, -before[0], -before[1])
+    if dropout_keys is not None:
+        mask = mask._replace(dropout_keys=_keys_of(dropout_keys, box))
     if shift is not None:
         mask = mask._replace(shift=jnp.broadcast_to(shift, (q.documents,)))
     if q.cut:
@@ -303,46 +312,64 @@ def _inside(ids: Any, run: Piece, side: Side, whole: bool, nobody: int) -> Any:
     return jnp.where((row >= first) & (row < last), ids, nobody)
 
 
-def _packed_call(config: AttentionConfig, q: Side, k: Side, found: Boxes) -> Call:
+def _keys_of(dropout_keys: Any, box: Box) -> Any:
+    """Those of a run of queries and a run of keys, whose rows count from 0."""
+    return dropout.moved(dropout_keys, box.q.position, box.k.position)
+
+
+def _packed_call(
+    config: AttentionConfig, q: Side, k: Side, found: Boxes, dropout_keys: Any
+) -> Call:
     config = dataclasses.replace(config, packed=True)
     box = found[0]
+    sequences: list[Box | None] = [*found]
     if box.q_whole and box.k_whole and not (q.cut or k.cut):
-        cu_q, cu_kv, shifts = q.starts, k.starts, [_shift(each) for each in found]
+        cu_q, cu_kv = q.starts, k.starts
     else:
-        cu_q, cu_kv, shifts = _boundaries(q, k, found)
+        cu_q, cu_kv, sequences = _boundaries(q, k, found)
+    shifts = [jnp.int32(0) if each is None else _shift(each) for each in sequences]
     shift = None
     if box.masked and not box.by_rows:
         rows = [jnp.broadcast_to(each, (q.documents,)) for each in shifts]
         shift = jnp.stack(rows, 1).reshape(-1)
-    mask = Operands(None, None, None, cu_q=cu_q, cu_kv=cu_kv, shift=shift)
+    keys = None
+    if dropout_keys is not None:
+        of_each = [
+            dropout_keys if each is None else _keys_of(dropout_keys, each)
+            for each in sequences
+        ]
+        keys = jnp.stack(of_each, 1).reshape(-1, *dropout_keys.shape[1:])
+    mask = Operands(
+        None, None, None, cu_q=cu_q, cu_kv=cu_kv, shift=shift, dropout_keys=keys
+    )
     return Call(config, mask, packed=True)
 
 
 def _boundaries(
     q: Side, k: Side, found: Boxes
-) -> tuple[jax.Array, jax.Array, list[Any]]:
-    """Packed sequences, one for each box of each document, and those between; offsets.
+) -> tuple[jax.Array, jax.Array, list[Box | None]]:
+    """Packed sequences, one for each box of each document, and None for those between.
 
     Those between walk past what is outside of boxes, in keys alone or in queries alone:
     a sequence without the other sees nothing. Where it is known that nothing is there,
     there is none, since kernels look at how long sequences are in the mean.
     """
-    row, nothing = q.starts[:-1], jnp.int32(0)
-    made: list[tuple[Any, Any, Any]] = []  # ends of rows and of keys, and the offset
+    row = q.starts[:-1]
+    made: list[tuple[Any, Any, Box | None]] = []  # with the ends of rows and of keys
     for box in found:
         if box.keys_before:
-            made.append((row, box.k.first, nothing))
+            made.append((row, box.k.first, None))
         if box.rows_before:
-            made.append((box.q.first, box.k.first, nothing))
-        made.append((box.q.last, box.k.last, _shift(box)))
+            made.append((box.q.first, box.k.first, None))
+        made.append((box.q.last, box.k.last, box))
         row = box.q.last
     if found[-1].keys_after:
-        made.append((row, k.starts[1:], nothing))
+        made.append((row, k.starts[1:], None))
     if found[-1].rows_after:
-        made.append((q.starts[1:], k.starts[1:], nothing))
-    ends_q, ends_kv, shifts = zip(*made, strict=True)
+        made.append((q.starts[1:], k.starts[1:], None))
+    ends_q, ends_kv, sequences = zip(*made, strict=True)
     flat = []
     for side, ends in ((q, ends_q), (k, ends_kv)):
         starts = jnp.stack([side.starts[:-1], *ends[:-1]], 1).reshape(-1)
         flat.append(jnp.concatenate([starts, side.starts[-1:]]).astype(jnp.int32))
-    return flat[0], flat[1], list(shifts)
+    return flat[0], flat[1], list(sequences)

@@ -61,11 +61,11 @@ class Exchange:
         a = axes.gather(a, self.axis_name, groups, a.ndim - 1)
         return self._in_order(a, a.ndim - 1, bounds)
 
-    def sinks(self, a: Any) -> Any:
-        """`[1, N]` as this device's `[1, N / group]`."""
+    def own(self, a: Any) -> Any:
+        """`[1|B, N, ...]`, of heads, as `[1|B, N / group, ...]` of this device's."""
         if a is None:
             return None
-        count = a.shape[-1] // self.group
+        count = a.shape[1] // self.group
         first = axes.index(self.axis_name) % self.group * count
         return jax.lax.dynamic_slice_in_dim(a, first, count, axis=1)
 

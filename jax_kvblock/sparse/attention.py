@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 from jax_kvblock.attention.arguments import check_flags
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.attention.flash import flash_attention
-from jax_kvblock.attention.options import Output, Rows
+from jax_kvblock.attention.options import Output, Rows, SeedLike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 from jax_kvblock.sparse.select import Report
 from jax_kvblock.sparse.selector import MaskOptions, Selector
@@ -29,6 +29,8 @@ class SparseOptions(TypedDict, total=False):
     softcap: float | None
     sinks: Float[ArrayIn, " N"] | None
     bias: Float[ArrayIn, "B_or_1 N_or_1 T S"] | None
+    dropout_rate: float
+    dropout_seed: SeedLike
     deterministic: bool
     implementation: str | None
 
@@ -107,8 +109,9 @@ def sparse_attention(
       return_lse: also return the log-sum-exp of the listed scores, `[B, T, N]`.
       return_report: also return the selector's `Report` (None of tiles).
       **options: `causal`, `segment_ids`, `q_lens`, `kv_lens`, `q_offset`, `kv_offset`,
-        `scale`, `softcap`, `sinks`, `bias`, `deterministic` and `implementation`, as in
-        `flash_attention`. Selectors know nothing of softcap, sinks and bias.
+        `scale`, `softcap`, `sinks`, `bias`, `dropout_rate`, `dropout_seed`,
+        `deterministic` and `implementation`, as in `flash_attention`. Selectors know
+        nothing of softcap, sinks, bias and dropout.
 
     Returns:
       `[B, T, N, Dv]` in q's dtype; with flags a tuple `(out, lse, report)` of what was

@@ -325,16 +325,6 @@ def test_decoding_over_flax_cache_gives_the_causal_rows(
         np.testing.assert_allclose(token, whole[..., i : i + 1, :], atol=1e-5)
 
 
-def test_dropout_that_is_off_is_no_error(rng: np.random.Generator) -> None:
-    x = draw(rng, B, T, N * H)
-    made = layer(attention_fn, dropout_rate=0.5)
-    with jax.default_matmul_precision("highest"):
-        want = layer(nnx.dot_product_attention)(x)
-        np.testing.assert_allclose(made(x, deterministic=True), want, atol=1e-5)
-    with pytest.raises(NotImplementedError, match=r"dropout_rate=0.5.*nnx.Dropout"):
-        made(x, deterministic=False)
-
-
 def test_weights_cannot_be_sown(rng: np.random.Generator) -> None:
     with pytest.raises(NotImplementedError, match=r"sow_weights"):
         layer(attention_fn)(draw(rng, B, T, N * H), sow_weights=True)

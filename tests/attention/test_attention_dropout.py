@@ -82,7 +82,7 @@ OPTIONS = {
     "deterministic": lambda rng, call: call.replace(deterministic=True, causal=True),
     "a seed for each member": lambda rng, call: with_dropout(call, seed=[3, -1]),
     "nearly all": lambda rng, call: with_dropout(call, 0.9),
-    "hardly any": lambda rng, call: with_dropout(call, 1 / 256),
+    "hardly any": lambda rng, call: with_dropout(call, 1 / 128),
 }
 
 
@@ -149,7 +149,7 @@ def test_a_rate_of_0_is_none(rng, implementation, dtype):
 
 
 def test_the_output_is_the_mean_of_many_seeds():
-    """Unbiased, at the rate that is applied: 26 of 256."""
+    """Unbiased, at the rate that is applied: 13 of 128."""
     q = jnp.zeros((1, 64, 2, 8))
     v = jax.random.normal(jax.random.key(0), (1, 64, 2, 8))
     run = lambda seed: flash_attention(  # noqa: E731
@@ -157,9 +157,9 @@ def test_the_output_is_the_mean_of_many_seeds():
     )
     outs = jit(jax.vmap(run))(jnp.arange(600, dtype=jnp.int32))
     want = flash_attention(q, q, v)
-    # sqrt(26 / 230 / 64 / 600), of terms of 1 and 64 x 8 x 2 results of 64 equal rows
+    # sqrt(13 / 115 / 64 / 600), of terms of 1 and 64 x 8 x 2 results of 64 equal rows
     off = np.abs(f64(outs).mean(0) - f64(want)).max()
-    assert 1e-5 < off < 6 * np.sqrt(26 / 230 / 64 / 600)
+    assert 1e-5 < off < 6 * np.sqrt(13 / 115 / 64 / 600)
     assert abs(f64(outs).mean((0, 1, 2)) - f64(want).mean((0, 1))).max() < 2e-3
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_model import BF16, F16
+from flax import nnx
 from messages import Table, check, check_row, f32, i32
 
 from jax_kvblock import (
@@ -190,6 +191,27 @@ ROWS.kind(W, "traced dropout", jax.jit(given(attention_fn, "dropout_rate")),
           [*SAME, f32()], "dropout_rate|got a traced float32[]|=0.0")  # fmt: skip
 ROWS.kind(W, "deterministic", option(attention_fn, dropout_rate=0.1, deterministic=1),
           SAME, "deterministic must be True or False|got 1")  # fmt: skip
+bad = option(attention_fn, dropout_rate=0.1, broadcast_dropout=None)
+ROWS.kind(W, "broadcast", bad, SAME, "broadcast_dropout must be True or False|got None")
+for value, words in (
+    (1.0, "at least 0 and less than 1, got 1.0"),
+    (-0.5, "at least 0 and less than 1, got -0.5"),
+    (0.001, "round to 1/256 at least|255/256 at most, got 0.001"),
+):
+    bad = option(attention_fn, dropout_rate=value)
+    ROWS.value(W, f"dropout {value}", bad, SAME, f"dropout_rate must|{words}")
+ROWS.value(W, "no dropout_rng", option(attention_fn, dropout_rate=0.1), SAME,
+           "dropout_rng|be given|got None|nnx.Rngs(0)|deterministic=True")  # fmt: skip
+for label, value, got in (
+    ("an integer", 3, "int"),
+    ("integers", np.arange(2), "int64[2]"),
+    ("keys", jax.random.split(jax.random.key(0), 2), "key<fry>[2]"),
+    ("three words", np.zeros(3, np.uint32), "uint32[3]"),
+    ("a stream", nnx.Rngs(0), "Rngs"),
+):
+    bad = option(attention_fn, dropout_rate=0.1, dropout_rng=value)
+    words = f"dropout_rng must be a key, got {got}|jax.random.key(seed)|rngs.dropout()"
+    ROWS.kind(W, f"dropout_rng is {label}", bad, SAME, words)
 ROWS.kind(W, "dtype", option(attention_fn, dtype="floaty"), SAME,
           "dtype must be a dtype|jnp.bfloat16|got 'floaty'")  # fmt: skip
 

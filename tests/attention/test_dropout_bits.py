@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_problems import dropout_bytes
+from attention_problems import dropout_numbers
 
 from jax_kvblock.attention import dropout
 from jax_kvblock.attention.config import AttentionConfig, Operands, Sizes
@@ -22,17 +22,18 @@ def keys_of(seed, batch=1, heads=1, **offsets):
 
 
 def square(key, side=SIDE):
-    """The bytes of the pairs of `side` queries and keys, uint32 `[side, side]`."""
+    """The numbers of the pairs of `side` queries and keys, uint32 `[side, side]`."""
     at = np.arange(side)[None]
     words = np.asarray(key, np.uint32).reshape(2, 1, 1, 1)
-    return dropout_bytes(at, at, words[0], words[1])[0, 0]
+    return dropout_numbers(at, at, words[0], words[1])[0, 0]
 
 
 # Keys that hide nothing, and those of seeds.
 KEYS = [(0, 0), (1, 2), (2**31, 0), (0, 2**32 - 1)]
 KEYS += [tuple(keys_of(seed)[0, 0]) for seed in (0, 1, 123456789)]
 by_key = pytest.mark.parametrize("key", KEYS, ids=str)
-THRESHOLDS = (1, 26, 128, 200)
+OF_HEADS = ("row_shifts", "column_shifts", "factors")
+THRESHOLDS = (1, 13, 64, 100)
 
 
 # ---- what they are -------------------------------------------------------------------
@@ -44,7 +45,7 @@ def test_the_keys_of_seeds_stay_what_they_are():
     np.testing.assert_array_equal(found, WRITTEN)
     key = keys_of(jax.random.wrap_key_data(jnp.uint32([1, 2])))[0, 0]
     np.testing.assert_array_equal(key, WRITTEN_OF_A_KEY)
-    np.testing.assert_array_equal(square(found[0, 0], 32)[7, :20], WRITTEN_BYTES)
+    np.testing.assert_array_equal(square(found[0, 0], 32)[7, :20], WRITTEN_NUMBERS)
 
 
 WRITTEN = [
@@ -52,41 +53,21 @@ WRITTEN = [
     [[0x6D0DAC12, 0x7FCE41CC], [0x1BF64983, 0x1CB2D06F]],
 ]
 WRITTEN_OF_A_KEY = [0x1E033871, 0x13F07EE1]
-WRITTEN_BYTES = [
-    145,
-    108,
-    243,
-    42,
-    63,
-    73,
-    185,
-    74,
-    17,
-    5,
-    173,
-    71,
-    79,
-    173,
-    1,
-    27,
-    13,
-    248,
-    235,
-    199,
-]
+WRITTEN_NUMBERS = [41, 55, 77, 119, 94, 54, 118, 3, 62, 36]
+WRITTEN_NUMBERS += [77, 47, 41, 63, 81, 66, 121, 14, 25, 113]
 
 
 def test_plain_jax_computes_the_function_that_the_header_defines():
     keys = jnp.asarray(KEYS[4:6], jnp.uint32)[None]
-    config = AttentionConfig(scale=1.0, dropout=100)
+    config = AttentionConfig(scale=1.0, dropout=50)
     size = Sizes(1, 70, 90, 2, 2, 8, 8)
     parts = dropout.parts_of(
         config, Operands(None, None, None, dropout_keys=keys), size
     )
-    alike = {n: getattr(parts, n)[:, None] for n in ("row_shifts", "column_shifts")}
+    alike = {n: getattr(parts, n)[:, None] for n in OF_HEADS}
     got = np.asarray(dropout.kept(config, parts._replace(**alike)))
     for head in range(2):
-        want = square(KEYS[4 + head], 96)[:70, :90] >= 100
+        want = square(KEYS[4 + head], 96)[:70, :90] >= 50
         np.testing.assert_array_equal(got[0, head], want)
 
 
@@ -112,7 +93,7 @@ SIGMAS = 5.5  # of a number of which a test looks at up to a million
 
 def deviations(bits, threshold):
     """Of what is dropped, with a mean of 0 and a variance of 1 if it is by chance."""
-    p = threshold / 256
+    p = threshold / 128
     return ((bits < threshold) - p) / np.sqrt(p * (1 - p))
 
 
@@ -129,15 +110,35 @@ def test_rates_of_all_of_rows_and_of_columns(key, threshold):
 
 
 @by_key
-def test_bytes_are_uniform_in_every_place_of_a_word(key):
+def test_numbers_are_uniform_in_every_place_of_a_word(key):
     bits = square(key)
     rows, columns = (np.arange(SIDE) // 8 % 2,) * 2
     for q, k in itertools.product((0, 1), repeat=2):
-        part = bits[rows == q][:, columns == k]
-        counts = np.bincount(part.ravel(), minlength=256)
-        expected = part.size / 256
-        chi = ((counts - expected) ** 2 / expected).sum()
-        assert abs(chi - 255) < SIGMAS * np.sqrt(2 * 255)
+        assert_uniform(bits[rows == q][:, columns == k], 128)
+
+
+def assert_uniform(numbers, levels):
+    counts = np.bincount(numbers.ravel(), minlength=levels)
+    expected = numbers.size / levels
+    chi = ((counts - expected) ** 2 / expected).sum()
+    assert abs(chi - (levels - 1)) < SIGMAS * np.sqrt(2 * (levels - 1))
+
+
+# From a pair to another one: of its word, of the next key's, with which it shares a
+# product, and of the next query's.
+TO_ANOTHER = [(0, 8), (8, 0), (8, 8), (0, 1), (8, 1), (0, 9), (8, 9), (1, 0), (1, 1)]
+
+
+@by_key
+@pytest.mark.parametrize("by", TO_ANOTHER, ids=str)
+@pytest.mark.parametrize("bits", ["upper", "lower"])
+def test_two_numbers_are_independent(key, by, bits):
+    """Of their halves all 256 combinations are as frequent."""
+    halves = square(key) >> (3 if bits == "upper" else 0) & 15
+    blocks = halves.reshape(SIDE // 16, 16, SIDE // 16, 16)
+    here = blocks[:, : 16 - by[0], :, : 16 - by[1]]
+    there = blocks[:, by[0] :, :, by[1] :]
+    assert_uniform(here * 16 + there, 256)
 
 
 @by_key

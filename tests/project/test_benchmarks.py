@@ -35,6 +35,11 @@ def sparse(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield from imported("bench_sparse", monkeypatch)
 
 
+@pytest.fixture
+def dropout(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    yield from imported("bench_attention_dropout", monkeypatch)
+
+
 def imported(module: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -188,6 +193,51 @@ def test_attention_to_other_tiles_is_not_timed(
     sparse.bench(options, results)
     (failure,) = results.failures
     assert "rows are wrong" in failure and not results.rows
+
+
+SMALL = argparse.Namespace(quick=True, cases="D64")
+
+
+def test_small_attention_with_dropout(
+    dropout: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = sys.modules["support.common"]
+    monkeypatch.setattr(common, "on_gpu", lambda: True)
+    results = common.Results()
+    dropout.bench(SMALL, results)
+    assert not results.failures
+    rows = {
+        (row["case"].split(" / ")[1], row["implementation"], row["metric"]): row[
+            "value"
+        ]
+        for row in results.rows
+    }
+    for work in ("forward", "forward and backward"):
+        with_it, without = (
+            rows[work, who, "time"] for who in (dropout.DROPOUT, dropout.OURS)
+        )
+        over = rows[work, dropout.DROPOUT, "over none"]
+        assert over == pytest.approx(with_it / without, 1e-4)
+    assert {name for name, _, what in rows if what == "error"} == {*dropout.NAMES}
+
+
+def test_attention_that_drops_other_pairs_is_not_timed(
+    dropout: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    common = sys.modules["support.common"]
+    monkeypatch.setattr(common, "on_gpu", lambda: True)
+    right = dropout._attend
+
+    def wrong(case: Any, rate: float, implementation: str | None = None) -> Any:
+        attend = right(case, rate, implementation)
+        return lambda q, k, v, seed: attend(q, k, v, seed + (implementation is None))
+
+    monkeypatch.setattr(dropout, "_attend", wrong)
+    results = common.Results()
+    dropout.bench(SMALL, results)
+    (failure,) = results.failures
+    assert "out is off by" in failure
+    assert {row["metric"] for row in results.rows} == {"error"}
 
 
 def test_what_kernel_call_answers_where_its_peers_are_asked() -> None:

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_problems import dropout_bytes
+from attention_problems import dropout_numbers
 
 from jax_kvblock import AttentionTiles, flash_attention
 from jax_kvblock.attention import cuda, dropout
@@ -112,7 +112,7 @@ class Call:
 
     def __str__(self) -> str:
         shown = jax.tree.map(
-            lambda x: f"{x.dtype}{list(x.shape)}" if x.ndim else x, self.operands
+            lambda x: f"{x.dtype}{list(x.shape)}" if np.ndim(x) else x, self.operands
         )
         arrays = {n: f"{x.dtype}{list(x.shape)}" for n, x in self.arrays.items()}
         return f"{arrays} {shown} {self.static}"
@@ -319,7 +319,7 @@ def kept(call: Call) -> np.ndarray:
 
     Positions are those of the whole sequence here, and of blocks of 16 in offsets.
     """
-    parts = round(256 * call.static.get("dropout_rate", 0.0))
+    parts = round(128 * call.static.get("dropout_rate", 0.0))
     if not parts:
         return np.ones((1, 1, 1, 1))
     x, (q, k) = call.operands, (call.arrays["q"], call.arrays["k"])
@@ -341,8 +341,8 @@ def kept(call: Call) -> np.ndarray:
             for i, (rows, begins) in enumerate(((q, q_first), (k, kv_first)))
         ]
     (rows, of_rows), (columns, of_columns) = sides
-    bits = dropout_bytes(rows, columns, of_rows, of_columns)
-    return (bits >= parts) * (256 / (256 - parts))
+    bits = dropout_numbers(rows, columns, of_rows, of_columns)
+    return (bits >= parts) * (128 / (128 - parts))
 
 
 # ---- the truth -----------------------------------------------------------------------

@@ -55,7 +55,7 @@ class Case:
     sinks: int = 0
     tiles: tuple[int, bool] | None = None
     masks: int = 0  # bits of so many partial tiles, which half of the tiles have
-    dropout: int = 0  # of 256 probabilities, how many become 0
+    dropout: int = 0  # of 128 probabilities, how many become 0
     precision: str = "highest"  # of float32: or "default"
     name: str = ""  # its options, for people
 
@@ -182,23 +182,25 @@ PARTIAL = 1 << 30  # KVBLOCK_ATTENTION_PARTIAL
 
 
 @np.errstate(over="ignore")
-def dropout_bytes(
+def dropout_numbers(
     rows: np.ndarray, columns: np.ndarray, of_rows: np.ndarray, of_columns: np.ndarray
 ) -> np.ndarray:
-    """What attention.h says of dropout: a byte for each pair, `[B, N, T, S]`.
+    """What attention.h says of dropout: a number for each pair, `[B, N, T, S]`.
 
     Positions `[B|1, T]`, `[B|1, S]`, and words of keys `[B, N, T|1]`, `[B, N, S|1]`.
     """
     u = np.uint32
-    place = lambda p: (p // 16 * 8 + p % 8).astype(u)[:, None]  # noqa: E731
+    place = lambda p: (p // 16 * 8 + p % 8)[:, None]  # noqa: E731
     half = lambda p: (p // 8 % 2).astype(u)[:, None]  # noqa: E731
-    row = of_rows + u(0x9E3779B9) * place(rows)
-    z = row[..., None] ^ (of_columns + u(0x6A09E667) * place(columns))[:, :, None]
-    z = z * u(0x7FEB352D)
-    z = (z ^ z >> u(15)) * u(0x846CA68B)
-    z ^= z >> u(16)
+    row = of_rows + u(0x9E3779B9) * place(rows).astype(u)
+    column = of_columns + u(0x6A09E667) * (place(columns) // 2).astype(u)
+    factor = np.where(place(columns) % 2 == 0, u(0xA54FF53B), u(0x9B05688D))
+    word = row[..., None] ^ column[:, :, None]
+    for f in (u(0xBB67AE85), factor[:, :, None]):
+        product = word.astype(np.uint64) * f
+        word = (product ^ product >> np.uint64(32)).astype(u)
     shift = 16 * half(rows)[..., None] + 8 * half(columns)[:, :, None]
-    return z >> shift.astype(u) & u(255)
+    return word >> shift.astype(u) & u(127)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,8 +368,8 @@ class Problem:
                 for side, length in (("q", c.q_len), ("kv", c.kv_len))
             )
             of_rows, of_columns = (keys[x].swapaxes(1, 2) for x in self.owners)
-        bits = dropout_bytes(rows, columns, of_rows[..., 0], of_columns[..., 1])
-        return self.place.put((bits >= c.dropout) * (256 / (256 - c.dropout)))
+        bits = dropout_numbers(rows, columns, of_rows[..., 0], of_columns[..., 1])
+        return self.place.put((bits >= c.dropout) * (128 / (128 - c.dropout)))
 
     def _bits(self) -> np.ndarray:
         """Those of every tile side by side, as `listed` lies."""

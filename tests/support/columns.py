@@ -256,16 +256,18 @@ def attend_with_dropout(q: Any, k: Any, v: Any, seeds: Any) -> Any:
 def plain_attend_with_dropout(q: Any, k: Any, v: Any, seeds: Any) -> Any:
     keys = dropout.keys_of(dropout.check_seed("", seeds, 1, N), 1, N)
 
-    def part(length: int, step: Any, word: Any) -> tuple[Any, Any]:
+    def place_and_half(length: int) -> tuple[Any, Any]:
         at = jnp.arange(length)
         place = (at // 16 * 8 + at % 8).astype(jnp.uint32)
-        return word[..., None] + step * place, (at // 8 % 2).astype(jnp.uint32)
+        return place, (at // 8 % 2).astype(jnp.uint32)
 
-    rows, row_half = part(T, dropout.QUERY_STEP, keys[..., 0])
-    columns, column_half = part(S, dropout.KEY_STEP, keys[..., 1])
-    words = dropout.mixed(rows[..., None] ^ columns[:, :, None])
-    bits = words >> (16 * row_half[:, None] + 8 * column_half) & 255
-    scaled = jnp.where(bits >= 77, np.float32(256 / (256 - 77)), np.float32(0))
+    (row, row_half), (column, column_half) = map(place_and_half, (T, S))
+    rows = keys[..., 0, None] + dropout.QUERY_STEP * row
+    columns = keys[..., 1, None] + dropout.KEY_STEP * (column // 2)
+    words = dropout.folded(rows[..., None] ^ columns[:, :, None], dropout.SHARED_FACTOR)
+    words = dropout.folded(words, jnp.where(column % 2 == 0, *dropout.KEY_FACTORS))
+    numbers = words >> (16 * row_half[:, None] + 8 * column_half) & 127
+    scaled = jnp.where(numbers >= 38, np.float32(128 / (128 - 38)), np.float32(0))
     return plain_attention(*narrow(q, k, v), causal(T, S, 0), kept=scaled)[0]
 
 

@@ -10,7 +10,7 @@
  *   lse(i)      = log(sum_j exp(score(i, j)) + exp(sink[n]))      (the second term with sinks only)
  *                 less base(i), where that is asked for
  *   o(i)        = sum_j exp(score(i, j) - lse(i)) * v[b, j, k];   0 where lse(i) = -inf
- *                 with dropout over the pairs that are kept, divided by 1 - dropout / 256
+ *                 with dropout over the pairs that are kept, divided by 1 - dropout / 128
  *
  * i attends to j when all of these hold:
  *   i < q_lens[b], j < kv_lens[b]                                 (where given)
@@ -33,12 +33,13 @@
  * j count from the sequence's first row; rows that no sequence owns get 0 and -inf. Packed inputs
  * take neither bias, segments, lengths nor tiles.
  *
- * With dropout, and key = dropout_keys[b, n], a pair is kept where its byte is at least `dropout`:
+ * With dropout, and key = dropout_keys[b, n], a pair is kept where its number is at least `dropout`:
  *
  *   place(p)   = p / 16 * 8 + p % 8
- *   z          = (key[0] + 0x9E3779B9 place(i)) ^ (key[1] + 0x6A09E667 place(j))     modulo 2^32
- *   z          = z * 0x7FEB352D;  z = z ^ (z >> 15);  z = z * 0x846CA68B;  z = z ^ (z >> 16)
- *   byte(i, j) = z >> (16 (i / 8 % 2) + 8 (j / 8 % 2)) & 255
+ *   fold(z, f) = z f modulo 2^32  ^  z f / 2^32                         (of the product's 64 bits)
+ *   z          = (key[0] + 0x9E3779B9 place(i)) ^ (key[1] + 0x6A09E667 (place(j) / 2))  modulo 2^32
+ *   word       = fold(fold(z, 0xBB67AE85), place(j) % 2 ? 0x9B05688D : 0xA54FF53B)
+ *   number     = word >> (16 (i / 8 % 2) + 8 (j / 8 % 2)) & 127
  *
  * Positions that begin elsewhere are another key: 16 m more of i are 0x9E3779B9 * 8 m more of key[0].
  *
@@ -130,7 +131,7 @@ typedef struct kvblock_attention {
   const int32_t* tile_map;
   const uint32_t* tile_masks;
   int32_t num_tile_masks;
-  /* Both or none: of 256 probabilities, how many become 0, 1 to 255; uint32 [B, N, 2], packed too.
+  /* Both or none: of 128 probabilities, how many become 0, 1 to 127; uint32 [B, N, 2], packed too.
    * The same for both passes. delta is of o as it came out, with dropout. The sm_90a kernels have
    * it for 16 bits, a scale above 0, and neither softcap, bias nor tiles. */
   int32_t dropout;

@@ -277,7 +277,7 @@ Decoded Decode(Reader* in, const Attributes& attributes) {
   out.a.precision = static_cast<int32_t>(attributes.precision);
   out.a.scale = attributes.scale;
   out.a.softcap = attributes.softcap;
-  if (attributes.dropout < 0 || attributes.dropout > 255) in->Fail("dropout is 0 to 255");
+  if (attributes.dropout < 0 || attributes.dropout > 127) in->Fail("dropout is 0 to 127");
   out.a.dropout = static_cast<int32_t>(attributes.dropout);
   return out;
 }

@@ -164,35 +164,43 @@ struct NoDropout {
   template <typename Grads>
   __device__ __forceinline__ void DropGradBlock(Grads&, int) const {}
 };
+template <typename T>
 struct TileDropout {
   const Dropout& d;
-  uint32_t row, column;  // the parts of the first of this thread's queries, and of its keys
+  uint32_t query_part, key_part;  // of the first of this thread's queries, and of its keys
+  uint32_t factor;                // of these
 
   // first_key and first_query are multiples of 16.
   __device__ __forceinline__ TileDropout(const DroppingParams& p, int batch, int first_key,
                                          int first_query, int head, int thread)
       : d(p.dropout) {
     const uint2 key = DropoutKey(d, batch, p.num_heads, head);
-    row = DropoutPart(key.x, kQueryStep, first_query, thread % 4 * 2);
-    column = DropoutPart(key.y, kKeyStep, first_key + thread / 32 * 16, thread % 32 / 4);
+    query_part = QueryPart(key.x, first_query, thread % 4 * 2);
+    key_part = KeyPart(key.y, first_key + thread / 32 * 16, thread % 32 / 4);
+    factor = thread / 4 % 2 != 0 ? kOddFactor : kEvenFactor;
   }
-  __device__ __forceinline__ KeptPairs Kept(int block) const {  // of 8 queries
-    return KeptPairsOf(d, column, row + block / 2 * (kDropoutBlock / 2) * kQueryStep, kQueryStep);
+  __device__ __forceinline__ DropoutWords Words(int block) const {  // of 8 queries
+    return WordsOfKey(query_part + block / 2 * kQueryBlock, key_part, factor);
   }
 
   // A block of 8 queries of P, packed; of dP.
   template <typename Prob>
   __device__ __forceinline__ void DropBlock(Prob& prob, int n) const {
-    const KeptPairs kept = Kept(n);
+    const DropoutWords words = Words(n);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) prob[n / 2][n % 2 * 2 + h] &= kept.Pair(n % 2 * 2 + h);
+    for (int h = 0; h < 2; ++h) {
+      uint32_t& pair = prob[n / 2][n % 2 * 2 + h];
+      pair = TimesOnes<T>(pair, words.Ones(n % 2 * 2 + h, d.least));
+    }
   }
   template <typename Grads>
   __device__ __forceinline__ void DropGradBlock(Grads& dp, int n) const {
-    const KeptPairs kept = Kept(n);
+    const DropoutWords words = Words(n);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      dp[n * 4 + e] = Masked(dp[n * 4 + e], kept.One(n % 2 * 2 + e / 2, e % 2));
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t ones = words.Ones(n % 2 * 2 + h, d.least);
+      dp[n * 4 + h * 2] *= __uint_as_float(ones << 16);
+      dp[n * 4 + h * 2 + 1] *= __uint_as_float(ones & 0xffff0000u);
     }
   }
   // All of them.

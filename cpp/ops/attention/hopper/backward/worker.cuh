@@ -132,7 +132,7 @@ struct BackwardWorker {
   // What is dropped of 64 keys from first_key on and of the queries of a head from first_query on.
   __device__ __forceinline__ auto DropoutOf(int first_key, int first_query, int head) const {
     if constexpr (Shape::kDrops) {
-      return TileDropout(p(), sequence().batch, first_key, first_query, head, thread);
+      return TileDropout<T>(p(), sequence().batch, first_key, first_query, head, thread);
     } else {
       return NoDropout();
     }

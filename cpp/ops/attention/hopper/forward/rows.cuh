@@ -292,30 +292,31 @@ __device__ __forceinline__ void PackProbabilities(Rows<Traits>& rows) {
 // With dropout, what a thread knows of its rows and of a tile's keys: the parts of their words.
 // (Its keys are the first two of eight, beginning with an even one.)
 struct RowDropout {
-  uint32_t row, first_column;
-  uint32_t column;  // of the tile
+  uint32_t query_part, key_part_of_first;
+  uint32_t key_part;  // of the tile
 
   __device__ __forceinline__ void TakeRows(uint2 key, int first_row, int lane) {
-    row = DropoutPart(key.x, kQueryStep, first_row, lane / 4);
-    first_column = key.y + kKeyStep * (lane % 4 * 2);
+    query_part = QueryPart(key.x, first_row, lane / 4);
+    key_part_of_first = KeyPart(key.y, 0, lane % 4 * 2);
   }
   __device__ __forceinline__ void TakeKeys(int first) {
-    column = DropoutPart(first_column, kKeyStep, first, 0);
+    key_part = KeyPart(key_part_of_first, first, 0);
   }
 };
 // The same as PackProbabilities; those that are dropped become 0. (Their sums are there already.)
 template <typename Traits>
 __device__ __forceinline__ void PackKept(Rows<Traits>& rows, const Dropout& d,
                                          const RowDropout& at) {
+  using T = typename Traits::T;
   auto& s = rows.state.s[0];
 #pragma unroll
   for (int step = 0; step < Traits::kKeys / 16; ++step) {
-    const KeptPairs kept =
-        KeptPairsOf(d, at.row, at.column + step * (kDropoutBlock / 2) * kKeyStep, kKeyStep);
+    const DropoutWords words = WordsOfQuery(at.query_part, at.key_part + step * kKeyBlock);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* const pair = s[step * 2 + i / 2] + i % 2 * 2;
-      rows.p[step][i] = Pack<typename Traits::T>(pair[0], pair[1]) & kept.Pair(i % 2 * 2 + i / 2);
+      rows.p[step][i] =
+          TimesOnes<T>(Pack<T>(pair[0], pair[1]), words.Ones(i % 2 * 2 + i / 2, d.least));
     }
   }
 }
