@@ -179,9 +179,11 @@ class Consumer {
   }
 
   // The same in 8 bits. P V of tile j - 1 comes first, so that P is free for the codes of tile j.
-  // P V is summed over kSummedTiles tiles and then added to O, while the tensor cores work on Q K(j).
+  // P V is summed over kSummedTiles tiles and then added to O, while the tensor cores work on Q
+  // K(j).
   __device__ __forceinline__ const Item* ComputeNarrow(const Item* item, Rows<Traits>& rows) {
     BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+    if constexpr (Traits::kPaged) FenceRows();
     WgmmaFence();
     IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
     WgmmaCommit();
@@ -205,6 +207,7 @@ class Consumer {
       const Stage values = keys_.Before();
       if (!keys_there) BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
       if (!values_there) AwaitValues(values);
+      if constexpr (Traits::kPaged) FenceRows();
       flags = shared_.steps[steps_.stage].flags;
       if (Traits::kTiles.turns) WaitTurn();
       Pin(rows);

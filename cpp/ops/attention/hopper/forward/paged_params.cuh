@@ -21,4 +21,17 @@ struct PagedForwardParams : PagedParams {
   int32_t box_rows;  // K and V come as boxes of so many rows; 0: row by row
 };
 
+// The same of 8 bits: what the launches in front of the kernel make (narrow_pages.cuh).
+struct NarrowPagedForwardParams : PagedForwardParams {
+  uint8_t* narrow_q;  // as q lies
+  float* q_scales;    // [rows of all calls, units], of the tile that begins with a row
+  uint8_t* values;    // V^T: [members, key heads, value_dim, padded_keys]
+  int64_t padded_keys;
+};
+
+// The scale of a key head, of those of a cache that has no scales of tokens.
+__device__ __forceinline__ float HeadScale(const ScaleStrides& s, int head) {
+  return s.data != nullptr ? __ldg(s.data + s.head * head) : 1.0f;
+}
+
 }  // namespace kvblock::hopper
