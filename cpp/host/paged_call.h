@@ -141,20 +141,26 @@ inline PagedCounters* CountersOf(const kvblock_paged_attention& a) {
 inline int64_t PagedPaddedKeys(const kvblock_paged_attention& a) {
   return (PagedKeysOfTable(a) + 127) / 128 * 128;
 }
+// Rows of the queries: a tile of them more for each sequence.
+constexpr int32_t kNarrowTileRows = 128;
+inline int64_t PagedNarrowRows(const kvblock_paged_attention& a) {
+  const int32_t group = a.num_heads / std::max(a.num_kv_heads, 1);
+  const int32_t queries = kNarrowTileRows / std::max(HeadsOfTile(group, kNarrowTileRows), 1);
+  return a.calls * (a.rows + int64_t{a.sequences} * queries);
+}
 struct NarrowPlaces {
   int64_t values, queries, scales, bytes;
 
   explicit NarrowPlaces(const kvblock_paged_attention& a) {
     constexpr int64_t kUnit = 128;
-    constexpr int32_t kTileRows = 128;
     const auto up = [](int64_t n) { return (n + kUnit - 1) / kUnit * kUnit; };
     const int64_t rows = a.calls * a.rows;
     const int32_t group = a.num_heads / std::max(a.num_kv_heads, 1);
     values = up(PagedPieceBytes(a) + static_cast<int64_t>(sizeof(PagedCounters)));
     queries =
         values + up(PagedPaddedKeys(a) * a.calls * a.sequences * a.num_kv_heads * a.value_dim);
-    scales = queries + up(rows * a.num_heads * a.head_dim);
-    bytes = scales + rows * (a.num_heads / std::max(HeadsOfTile(group, kTileRows), 1)) *
+    scales = queries + up(PagedNarrowRows(a) * a.num_heads * a.head_dim);
+    bytes = scales + rows * (a.num_heads / std::max(HeadsOfTile(group, kNarrowTileRows), 1)) *
                          static_cast<int64_t>(sizeof(float));
   }
 };

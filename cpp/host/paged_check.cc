@@ -159,11 +159,12 @@ std::string CheckNarrow(const kvblock_paged_attention& a) {
   if (a.k_scale.each != 0 || a.v_scale.each != 0) {
     return "with narrow_queries scales are one of all, or one for each key head";
   }
+  if (PagedNarrowRows(a) > INT32_MAX) return "with narrow_queries rows are too many for 32 bits";
   // All of the workspace's terms are products of sizes of 32 bits.
   constexpr double kMost = 1e15;
   const double values = static_cast<double>(PagedPaddedKeys(a)) * a.calls * a.sequences *
                         a.num_kv_heads * a.value_dim;
-  const double queries = static_cast<double>(a.calls) * a.rows * a.num_heads * (a.head_dim + 4.0);
+  const double queries = static_cast<double>(PagedNarrowRows(a)) * a.num_heads * (a.head_dim + 4.0);
   if (values + queries > kMost) return "with narrow_queries the workspace is too large";
   return "";
 }

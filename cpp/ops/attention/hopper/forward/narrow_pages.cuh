@@ -53,10 +53,11 @@ __global__ void __launch_bounds__(kThreads)
   const Sequence s = MemberSequence(p, member);
   const int first = found[1] * p.queries, pack = static_cast<int>(p.by_pack.d);
   const int rows = min(p.queries, s.q_len - first) * pack, pieces = p.head_dim / kPiece;
-  const auto place = [&](int i) {
+  const int q_row = static_cast<int>(s.q_row) + first, narrow_row = NarrowRow(p, member, q_row);
+  const auto place = [&](int i, int first_row) {
     const int row = i / pieces, query = static_cast<int>(p.by_pack(static_cast<uint32_t>(row)));
     const int head = unit * pack + row - query * pack;
-    return ((s.q_row + first + query) * p.num_heads + head) * p.head_dim + i % pieces * kPiece;
+    return (int64_t{first_row + query} * p.num_heads + head) * p.head_dim + i % pieces * kPiece;
   };
 
   uint32_t held[kEach][kPiece / 2];
@@ -66,7 +67,7 @@ __global__ void __launch_bounds__(kThreads)
     const int i = n * kThreads + static_cast<int>(threadIdx.x);
     if (i >= rows * pieces) continue;
     const uint4* const from =
-        reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.q) + place(i));
+        reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.q) + place(i, q_row));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint4 four = from[half];
@@ -93,14 +94,14 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int warp = 0; warp < kThreads / 32; ++warp) largest = fmaxf(largest, largest_of[warp]);
   const float scale = QueryScale::Of(largest);
-  if (threadIdx.x == 0) p.q_scales[(s.q_row + first) * p.num_pairs + unit] = scale;
+  if (threadIdx.x == 0) p.q_scales[int64_t{q_row} * p.num_pairs + unit] = scale;
 #pragma unroll
   for (int n = 0; n < kEach; ++n) {
     const int i = n * kThreads + static_cast<int>(threadIdx.x);
-    if (i >= rows * pieces) continue;
-    uint32_t words[4];
+    if (i >= p.queries * pack * pieces) continue;
+    uint32_t words[4] = {};
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
+    for (int w = 0; w < 4 && i < rows * pieces; ++w) {
       uint32_t pairs[2];
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kThreads)
       }
       words[w] = pairs[0] | pairs[1] << 16;
     }
-    *reinterpret_cast<uint4*>(p.narrow_q + place(i)) =
+    *reinterpret_cast<uint4*>(p.narrow_q + place(i, narrow_row)) =
         make_uint4(words[0], words[1], words[2], words[3]);
   }
 }

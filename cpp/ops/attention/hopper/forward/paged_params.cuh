@@ -23,11 +23,18 @@ struct PagedForwardParams : PagedParams {
 
 // The same of 8 bits: what the launches in front of the kernel make (narrow_pages.cuh).
 struct NarrowPagedForwardParams : PagedForwardParams {
-  uint8_t* narrow_q;  // as q lies
-  float* q_scales;    // [rows of all calls, units], of the tile that begins with a row
-  uint8_t* values;    // V^T: [members, key heads, value_dim, padded_keys]
+  // As q lies, but that a tile's rows are nobody else's: those beyond its sequence are zeros.
+  // Otherwise a row's bits would depend on what follows its sequence. NarrowRow says where a row
+  // is.
+  uint8_t* narrow_q;
+  float* q_scales;  // [rows of all calls, units], of the tile that begins with a row
+  uint8_t* values;  // V^T: [members, key heads, value_dim, padded_keys]
   int64_t padded_keys;
 };
+
+__device__ __forceinline__ int NarrowRow(const NarrowPagedForwardParams& p, int member, int q_row) {
+  return q_row + member * p.queries;
+}
 
 // The scale of a key head, of those of a cache that has no scales of tokens.
 __device__ __forceinline__ float HeadScale(const ScaleStrides& s, int head) {

@@ -98,7 +98,9 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, bool follows, cudaSt
   }
   const int32_t q_dtype = Traits::kNarrow ? a.cache_dtype : a.dtype;
   if (!error) {
-    error = MakeTensorMap(PackedHeads(a, q, a.head_dim, q_dtype), p.queries, &maps.q, pack);
+    HeadArray queries = PackedHeads(a, q, a.head_dim, q_dtype);
+    if constexpr (Traits::kNarrow) queries.rows = PagedNarrowRows(a);
+    error = MakeTensorMap(queries, p.queries, &maps.q, pack);
   }
   if (!error) {
     const HeadArray o = PackedHeads(a, a.o, a.value_dim, a.dtype);
