@@ -1,8 +1,8 @@
 """Calls of paged attention that are held to float64, on the emulator and on a GPU.
 
 CASES and BAD (data) have few queries a sequence, for the most part; LEAVING and LONG
-have many, NARROW_LONG in 8 bits. The rows of SPLIT have the same bits as those of each sequence alone. Latent
-caches have latent_cases.py.
+have many, NARROW_LONG in 8 bits. The rows of SPLIT and NARROW_SPLIT have the same bits
+as those of each sequence alone. Latent caches have latent_cases.py.
 """
 
 from __future__ import annotations

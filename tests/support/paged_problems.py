@@ -459,7 +459,11 @@ def narrow_queries(x: Problem) -> np.ndarray:
             continue
         for row in range(first, end, 128 // pack):
             for head in range(0, c.heads, pack):
-                at = call, slice(row, min(row + 128 // pack, end)), slice(head, head + pack)
+                at = (
+                    call,
+                    slice(row, min(row + 128 // pack, end)),
+                    slice(head, head + pack),
+                )
                 made[at] = narrowed(q[at])
     return made
 
