@@ -91,7 +91,8 @@ NB_MODULE(_native, m) {
   m.def("paged_attention_workspace", &PagedAttentionWorkspace, nb::arg("calls"),
         nb::arg("sequences"), nb::arg("rows"), nb::arg("num_heads"), nb::arg("num_kv_heads"),
         nb::arg("value_dim"), nb::arg("narrow"), nb::arg("split_size"), nb::arg("table_width"),
-        nb::arg("block_size"), "Bytes of workspace of a call of paged attention's kernels.");
+        nb::arg("block_size"), nb::arg("head_dim"), nb::arg("narrow_queries"),
+        "Bytes of workspace of a call of paged attention's kernels.");
   RegisterDLPack(m);
   RegisterFreeList(m);
 }

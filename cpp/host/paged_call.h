@@ -66,6 +66,16 @@ inline int64_t PagedLongTiles(const kvblock_paged_attention& a, int64_t queries)
   return some > 0 ? a.calls * ((a.rows + some * (queries - 1)) / queries) : 0;
 }
 
+// How many of the heads of a group are rows of one tile of those: a divisor, the largest that
+// leaves at most a tenth of a tile's rows without a query, or the one that leaves the fewest.
+inline int32_t HeadsOfTile(int32_t group, int32_t rows) {
+  int32_t best = 1;
+  for (int32_t heads = 1; heads <= std::min(group, rows); ++heads) {
+    if (group % heads == 0 && rows / heads * heads * 10 >= rows * 9) best = heads;
+  }
+  return best;
+}
+
 // Whether rows see keys of their own. Then the kernel for few queries computes all of them.
 inline bool RowsDiffer(const kvblock_paged_attention& a) {
   return a.ranges != nullptr || a.tree_mask != nullptr;
@@ -125,6 +135,35 @@ inline int64_t PagedPieceBytes(const kvblock_paged_attention& a) {
 inline PagedCounters* CountersOf(const kvblock_paged_attention& a) {
   return reinterpret_cast<PagedCounters*>(static_cast<char*>(a.workspace) + PagedPieceBytes(a));
 }
+
+// Behind these, with narrow_queries, what the kernel in 8 bits reads, as
+// hopper/forward/paged_params.cuh has it: V^T of all tables, queries, and their scales. In bytes.
+inline int64_t PagedPaddedKeys(const kvblock_paged_attention& a) {
+  return (PagedKeysOfTable(a) + 127) / 128 * 128;
+}
+// Rows of the queries: a tile of them more for each sequence.
+constexpr int32_t kNarrowTileRows = 128;
+inline int64_t PagedNarrowRows(const kvblock_paged_attention& a) {
+  const int32_t group = a.num_heads / std::max(a.num_kv_heads, 1);
+  const int32_t queries = kNarrowTileRows / std::max(HeadsOfTile(group, kNarrowTileRows), 1);
+  return a.calls * (a.rows + int64_t{a.sequences} * queries);
+}
+struct NarrowPlaces {
+  int64_t values, queries, scales, bytes;
+
+  explicit NarrowPlaces(const kvblock_paged_attention& a) {
+    constexpr int64_t kUnit = 128;
+    const auto up = [](int64_t n) { return (n + kUnit - 1) / kUnit * kUnit; };
+    const int64_t rows = a.calls * a.rows;
+    const int32_t group = a.num_heads / std::max(a.num_kv_heads, 1);
+    values = up(PagedPieceBytes(a) + static_cast<int64_t>(sizeof(PagedCounters)));
+    queries =
+        values + up(PagedPaddedKeys(a) * a.calls * a.sequences * a.num_kv_heads * a.value_dim);
+    scales = queries + up(PagedNarrowRows(a) * a.num_heads * a.head_dim);
+    bytes = scales + rows * (a.num_heads / std::max(HeadsOfTile(group, kNarrowTileRows), 1)) *
+                         static_cast<int64_t>(sizeof(float));
+  }
+};
 
 // Of a latent cache: what there are kernels for (generic/latent/instances.h).
 inline bool IsLatentDims(int32_t head_dim, int32_t value_dim) {

@@ -136,6 +136,39 @@ std::string CheckCache(const kvblock_paged_attention& a) {
   return "";
 }
 
+// The kernel in 8 bits has no other options.
+std::string CheckNarrow(const kvblock_paged_attention& a) {
+  if (a.narrow_queries != 0 && a.narrow_queries != 1) {
+    return Got("narrow_queries must be 0 or 1", a.narrow_queries);
+  }
+  if (a.narrow_queries == 0) return "";
+  if (a.dtype != KVBLOCK_BF16)
+    return Got("with narrow_queries dtype must be KVBLOCK_BF16", a.dtype);
+  if (a.cache_dtype != KVBLOCK_E4M3) {
+    return Got("with narrow_queries cache_dtype must be KVBLOCK_E4M3", a.cache_dtype);
+  }
+  for (const int32_t dim : {a.head_dim, a.value_dim}) {
+    if (dim > 128) return Got("with narrow_queries head dims are at most 128", dim);
+  }
+  if (!(a.scale > 0.0f)) return "with narrow_queries scale must be above 0";
+  if (a.softcap > 0.0f) return "narrow_queries does not go with softcap";
+  if (a.ranges != nullptr || a.tree_mask != nullptr) {
+    return "narrow_queries does not go with ranges or tree_mask";
+  }
+  if (a.table_first != nullptr) return "narrow_queries does not go with table_first";
+  if (a.k_scale.each != 0 || a.v_scale.each != 0) {
+    return "with narrow_queries scales are one of all, or one for each key head";
+  }
+  if (PagedNarrowRows(a) > INT32_MAX) return "with narrow_queries rows are too many for 32 bits";
+  // All of the workspace's terms are products of sizes of 32 bits.
+  constexpr double kMost = 1e15;
+  const double values = static_cast<double>(PagedPaddedKeys(a)) * a.calls * a.sequences *
+                        a.num_kv_heads * a.value_dim;
+  const double queries = static_cast<double>(PagedNarrowRows(a)) * a.num_heads * (a.head_dim + 4.0);
+  if (values + queries > kMost) return "with narrow_queries the workspace is too large";
+  return "";
+}
+
 std::string CheckPages(const kvblock_paged_attention& a) {
   if (a.block_size < 1) return Got("block_size must be positive", a.block_size);
   if (a.num_blocks < 0 || a.num_blocks > INT32_MAX) {
@@ -195,11 +228,13 @@ extern "C" const char* kvblock_paged_attention_check(const kvblock_paged_attenti
   if (error.empty()) error = CheckCache(*a);
   if (error.empty()) error = CheckPages(*a);
   if (error.empty()) error = CheckSplit(*a);
+  if (error.empty()) error = CheckNarrow(*a);
   return error.empty() ? nullptr : Message("paged_attention: " + error);
 }
 
 extern "C" int64_t kvblock_paged_attention_workspace(const kvblock_paged_attention* a) {
   using namespace kvblock;
   if (a == nullptr || a->num_kv_heads < 1) return 0;
+  if (a->narrow_queries && SomeMayBeLong(*a)) return NarrowPlaces(*a).bytes;
   return PagedPieceBytes(*a) + static_cast<int64_t>(sizeof(PagedCounters));
 }

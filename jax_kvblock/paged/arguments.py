@@ -63,6 +63,7 @@ def normalize(
     v_scale: Any = None,
     q_heads: Any = None,
     value_dim: Any = None,
+    quantize_queries: bool = False,
     table_first: Any = None,
     scales: Pages | None = None,
 ) -> tuple[PagedConfig, Paged, tuple[int, ...]]:
@@ -70,7 +71,8 @@ def normalize(
 
     Returns the call, and the axes in front of q's heads.
     """
-    check_flags(where, causal=causal, return_lse=return_lse)
+    flags = {"causal": causal, "return_lse": return_lse}
+    check_flags(where, **flags, quantize_queries=quantize_queries)
     check_choice(where, "implementation", implementation, (None, *IMPLEMENTATIONS))
     q = _queries(where, q, query_start)
     stored = (_pages if value_dim is None else _latent)(where, pages)
@@ -85,6 +87,9 @@ def normalize(
         _check_dtype(where, q, stored)
     given = {"k_scale": k_scale, "v_scale": v_scale}
     read = {name: _scale(where, name, a, stored) for name, a in given.items()}
+    if quantize_queries:
+        others = {"ranges": ranges, "tree_mask": tree_mask, "value_dim": value_dim}
+        _check_quantized(where, stored, read, others)
     if table_first is None:
         tables = check_int32(where, "block_tables", block_tables, "[B, W]", 2)
         batch = tables.shape[0]
@@ -118,7 +123,15 @@ def normalize(
         **read,
     )
     split = _split_size(where, split_size)
-    config = PagedConfig(scores, number, implementation, split, query_heads, value_dim)
+    config = PagedConfig(
+        scores,
+        number,
+        implementation,
+        split,
+        query_heads,
+        value_dim,
+        quantize_queries,
+    )
     return config, x, q.shape[:-2]
 
 
@@ -322,6 +335,34 @@ def _check_dtype(where: str, q: Any, pages: KVPool | Pages) -> None:
             f"cast q with .astype({of.name!r}). Blocks of "
             f"{', '.join(d.name for d in NARROW)} go with any q"
         )
+
+
+def _check_quantized(
+    where: str,
+    pages: KVPool | Pages,
+    scales: dict[str, jax.Array | None],
+    others: dict[str, Any],
+) -> None:
+    """What goes with quantize_queries, whoever computes it."""
+    if (stored := dtype_of(pages)) != jnp.float8_e4m3fn:
+        raise TypeError(
+            f"{where}: quantize_queries is for blocks of float8_e4m3fn, got blocks of "
+            f"{stored}; leave it out"
+        )
+    for name, given in others.items():
+        if given is not None:
+            raise ValueError(
+                f"{where}: quantize_queries does not go with {name}; leave one of them "
+                "out"
+            )
+    for name, scale in scales.items():
+        if scale is not None and scale.ndim > 1:
+            raise ValueError(
+                f"{where}: with quantize_queries {name} must be a number or one for "
+                f"each KV head, got {show(scale)} of tokens and heads; quantize keys "
+                "and values with one scale for each head, or leave quantize_queries "
+                "out"
+            )
 
 
 def _split_size(where: str, split_size: Any) -> int:

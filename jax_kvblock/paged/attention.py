@@ -57,6 +57,7 @@ class PagedOptions(TypedDict, total=False):
     split_size: int | None
     q_heads: tuple[int | jax.Array, int] | None
     value_dim: int | None
+    quantize_queries: bool
     implementation: str | None
 
 
@@ -114,6 +115,7 @@ def paged_attention(
     split_size: int | None = None,
     q_heads: tuple[int | jax.Array, int] | None = None,
     value_dim: int | None = None,
+    quantize_queries: bool = False,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Output | tuple[Output, Rows]:
@@ -175,6 +177,15 @@ def paged_attention(
       value_dim: of a latent cache (multi-head latent attention, DeepSeek-V2), from 1 to
         D: a value is the first so many columns of its key. Heads' own projections of
         keys and values are the caller's, on q and on the result (the absorbed form).
+      quantize_queries: with blocks of float8_e4m3fn, queries of sequences with many of
+        them are rounded to e4m3, and both products of these sequences are in 8 bits, by
+        a kernel for Hopper, which rounds probabilities, too. Many are more than 16
+        queries and more than 64 packed rows, queries times N / K (of a device). Other
+        sequences, and calls with no more rows than sequences and no split_size, are
+        computed as without. Queries share a scale where they share a KV head, as many
+        of a sequence as make up to 128 rows; what is not finite becomes NaN. k_scale
+        and v_scale are a number or `[K]`; where k_scale is below 0 these sequences
+        become NaN.
       return_lse: also return the log-sum-exp of the scores, float32, shaped like q
         without D.
       implementation: "cuda" (kernels for sm_80 and newer GPUs, of bfloat16 and
@@ -219,6 +230,7 @@ def paged_attention(
         split_size=split_size,
         q_heads=q_heads,
         value_dim=value_dim,
+        quantize_queries=quantize_queries,
         return_lse=return_lse,
         implementation=implementation,
     )

@@ -26,6 +26,7 @@ from jax_kvblock.attention.dense import window_of
 from jax_kvblock.blocks import gather_kv
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core.spmd import vary_alike
+from jax_kvblock.paged import narrow
 from jax_kvblock.paged.call import Paged, PagedConfig, page_shapes, value_dim_of
 from jax_kvblock.paged.heads import HeadPart
 
@@ -63,7 +64,7 @@ def forward(
     config: PagedConfig, x: Paged, part: HeadPart | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """out `[C, R, N, Dv]`, lse `[C, R, N]`; zeros and −inf where nothing is seen."""
-    lead, heads = x.q.shape[:2], x.q.shape[2]
+    lead, heads, dtype = x.q.shape[:2], x.q.shape[2], x.q.dtype
     rows, batch = lead[0] * lead[1], x.kv_lens.shape[0]
     dim = value_dim_of(config, x)
     mean = -(-rows // max(batch, 1))
@@ -71,6 +72,9 @@ def forward(
     if config.split_size:
         length = SPLIT_ROWS
     beyond = length if config.split_size else 0  # no tile needs to be moved back
+    if config.quantize_queries and rows and batch:
+        of = _rows_of(x, beyond)
+        x = narrow.rounded(config, x, of.first, of.lens, part)
     out = jnp.zeros((rows + beyond, heads, dim), x.q.dtype)
     lse = jnp.full((rows + beyond, heads), -jnp.inf, accumulator(x.q.dtype))
     if rows and batch:
@@ -83,7 +87,8 @@ def forward(
             return _write(made, tile, _attend(config, x, of, tile, length, part))
 
         out, lse = blocked.loop(ends[-1], step, _varying(x, out, lse))
-    return out[:rows].reshape(*lead, heads, dim), lse[:rows].reshape(*lead, heads)
+    out = out[:rows].astype(dtype)
+    return out.reshape(*lead, heads, dim), lse[:rows].reshape(*lead, heads)
 
 
 def _rows_of(x: Paged, beyond: int) -> _Rows:

@@ -25,6 +25,7 @@ class PagedConfig:
       query_heads: how many the cache's key heads serve, with q_first.
       value_dim: of a latent cache, a `KVPool` with num_outer 1 and one key head: values
         are so many of the first columns of its keys. None: keys and values lie apart.
+      quantize_queries: both products in 8 bits, of sequences with many queries.
     """
 
     scores: AttentionConfig
@@ -33,6 +34,7 @@ class PagedConfig:
     split_size: int = 0
     query_heads: int | None = None
     value_dim: int | None = None
+    quantize_queries: bool = False
 
 
 class Paged(NamedTuple):

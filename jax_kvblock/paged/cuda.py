@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock.attention.config import AttentionConfig, Operands
+from jax_kvblock.attention.cuda import MOST_DIM_OF_8_BITS, unserved_by_gpu
 from jax_kvblock.attention.cuda import unserved as unserved_scores
-from jax_kvblock.attention.cuda import unserved_by_gpu
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core import ffi
 from jax_kvblock.paged.call import (
@@ -24,6 +24,7 @@ from jax_kvblock.paged.call import (
     value_dim_of,
 )
 from jax_kvblock.paged.heads import HeadPart, attend_all_heads
+from jax_kvblock.paged.narrow import may_be_many
 from jax_kvblock.paged.pages import Pages
 
 TARGET = "kvblock_paged_attention"  # of XLA's FFI
@@ -104,11 +105,27 @@ def unserved(config: PagedConfig, x: Paged) -> list[str]:
             missing.append(
                 f"head dims of a cache of {stored} that no {ALIGNED} divides"
             )
+    if config.quantize_queries and may_be_many(config, x):
+        missing += _unserved_in_8_bits(config, x, value_dim)
     dim = max(x.q.shape[-1], value_dim)
     small = [c for c in ffi.gpu_capabilities() if c in ((8, 6), (8, 9)) or c[0] == 12]
     if dim > LARGE_SHARED and small:
         missing.append(f"head dims beyond {LARGE_SHARED} on this GPU")
     return missing
+
+
+def _unserved_in_8_bits(config: PagedConfig, x: Paged, value_dim: int) -> list[str]:
+    """What of queries that are rounded; mirrors CheckNarrow in paged_check.cc."""
+    missing = []
+    if x.q.dtype != jnp.bfloat16:
+        missing.append(f"q {x.q.dtype} with quantize_queries (bfloat16 is served)")
+    if max(x.q.shape[-1], value_dim) > MOST_DIM_OF_8_BITS:
+        missing.append(f"head dims beyond {MOST_DIM_OF_8_BITS} with quantize_queries")
+    if config.scores.scale <= 0:
+        missing.append("a scale that is not above 0 with quantize_queries")
+    if config.scores.softcap > 0:
+        missing.append("softcap with quantize_queries")
+    return missing + unserved_by_gpu("cuda_sm90", False)
 
 
 def run(config: PagedConfig, x: Paged, part: HeadPart | None = None) -> tuple[Any, Any]:
@@ -137,6 +154,8 @@ def run(config: PagedConfig, x: Paged, part: HeadPart | None = None) -> tuple[An
         config.split_size,
         x.tables.shape[-1],
         size,
+        x.q.shape[3],
+        config.quantize_queries,
     )
     call = jax.ffi.ffi_call(
         TARGET,
@@ -161,6 +180,7 @@ def run(config: PagedConfig, x: Paged, part: HeadPart | None = None) -> tuple[An
         "scale_layer": config.layer or 0,
         "split_size": config.split_size,
         "values_in_keys": config.value_dim is not None,
+        "narrow_queries": config.quantize_queries,
         **{f"k_{name}": n for name, n in cache.k._asdict().items()},
         **{f"v_{name}": n for name, n in cache.v._asdict().items()},
     }

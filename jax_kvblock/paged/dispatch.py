@@ -5,6 +5,7 @@ from __future__ import annotations
 from jax_kvblock.core import ffi
 from jax_kvblock.paged import cuda
 from jax_kvblock.paged.call import Paged, PagedConfig
+from jax_kvblock.paged.narrow import may_be_many
 
 IMPLEMENTATIONS = ("cuda", "xla")
 
@@ -22,6 +23,14 @@ def choose(config: PagedConfig, x: Paged, platform: str | None) -> str:
     lacks = cuda.unserved(config, x)
     if wanted is None:
         chosen = "cuda" if platform == "cuda" and not lacks else "xla"
+        if chosen == "xla" and config.quantize_queries and may_be_many(config, x):
+            if platform != "cuda":
+                lacks = [f"{platform or 'another platform'}, for which this is lowered"]
+            raise ValueError(
+                "paged_attention: quantize_queries is for Hopper's kernels, which do "
+                f"not serve {'; '.join(lacks)}. Leave it out to compute in more bits; "
+                "implementation='xla' computes the same in float32"
+            )
     else:
         if lacks:
             raise ValueError(

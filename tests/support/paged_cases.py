@@ -1,8 +1,8 @@
 """Calls of paged attention that are held to float64, on the emulator and on a GPU.
 
 CASES and BAD (data) have few queries a sequence, for the most part; LEAVING and LONG
-have many. The rows of SPLIT have the same bits as those of each sequence alone. Latent
-caches have latent_cases.py.
+have many, NARROW_LONG in 8 bits. The rows of SPLIT and NARROW_SPLIT have the same bits
+as those of each sequence alone. Latent caches have latent_cases.py.
 """
 
 from __future__ import annotations
@@ -328,6 +328,117 @@ LONG = {
     ),
 }
 
+# Both products in 8 bits, of sequences with many queries.
+E4M3 = {"cache": "e4m3", "narrow": True}
+NARROW_WIDE = {**WIDE, **E4M3, "scales": "heads"}
+NARROW_LONG = {
+    "8 bits: a prefill": Case(sequences=((300, 700),), **NARROW_WIDE),
+    "8 bits: one tile": Case(sequences=((40, 100),), **NARROW_WIDE),
+    "8 bits: mixed": Case(sequences=MIXED, **NARROW_WIDE),
+    "8 bits: mixed, d64": Case(sequences=MIXED, scales="all", **E4M3),
+    "8 bits: no scales": Case(sequences=MIXED, scales="none", **E4M3),
+    "8 bits: mixed, rows of nobody": Case(
+        sequences=MIXED, more_rows=9, **{**E4M3, "scales": "heads"}
+    ),
+    **{
+        f"8 bits: blocks of {n}": Case(
+            block_size=n, sequences=MIXED, heads=8, **{**E4M3, "scales": "heads"}
+        )
+        for n in (1, 5, 8, 48, 64, 256)
+    },
+    **{
+        f"8 bits: blocks of {n}, d128": Case(
+            block_size=n, sequences=MIXED, **NARROW_WIDE
+        )
+        for n in (1, 64)
+    },
+    **{
+        f"8 bits: blocks of {n}, ids of no block": Case(
+            block_size=n,
+            sequences=((150, 400), (70, 290)),
+            bad_ids=(
+                *((0, 37 * i % (400 // n), -1) for i in range(20)),
+                (1, 200 // n, -9),
+            ),
+            **E4M3,
+        )
+        for n in (1, 8)
+    },
+    **{
+        f"8 bits: groups of {n}": Case(
+            heads=n * k, kv_heads=k, sequences=((140, 300), (80, 200), (2, 9)), **E4M3
+        )
+        for n, k in ((1, 3), (3, 2), (7, 2), (8, 1), (71, 1))
+    },
+    **{
+        f"8 bits: {d} and {v}": Case(
+            head_dim=d, value_dim=v, sequences=MIXED, sinks=1, **E4M3
+        )
+        for d, v in ((16, 16), (32, 48), (64, 32), (80, 96), (96, 32), (112, 128))
+    },
+    "8 bits: heads first": Case(
+        layout="B L O H T D", layers=3, layer=1, sequences=MIXED, **NARROW_WIDE
+    ),
+    "8 bits: universal": Case(
+        layout="B H L O T D", layers=3, layer=2, sequences=MIXED, **E4M3
+    ),
+    "8 bits: an array for each layer": Case(
+        layout="L B O T H D", layers=3, layer=1, sequences=MIXED, **E4M3
+    ),
+    "8 bits: no such layer": Case(
+        layout="L B O T H D", layers=3, layer=3, sequences=MIXED, **E4M3
+    ),
+    "8 bits: a window": Case(window=(70, 0), sequences=MIXED, **E4M3),
+    "8 bits: a narrow window": Case(window=(5, 0), sequences=MIXED, **NARROW_WIDE),
+    "8 bits: both sides": Case(window=(100, 40), sequences=MIXED, **E4M3),
+    "8 bits: no band": Case(window=(-1, -1), sequences=MIXED, **NARROW_WIDE),
+    "8 bits: several calls, sinks": Case(
+        sinks=2, calls=2, sequences=(*MIXED[:3], *MIXED[2:]), more_rows=3, **E4M3
+    ),
+    "8 bits: nothing but ids of no block": Case(
+        sequences=((100, 160), (70, 90)),
+        bad_ids=tuple((0, p, -1) for p in range(10)),
+        sinks=1,
+        **E4M3,
+    ),
+    "8 bits: fewer keys than queries": Case(
+        sequences=((200, 30), (80, 0), (1, 5), (130, 129)), sinks=1, **E4M3
+    ),
+    "8 bits: many": Case(
+        sequences=tuple((66 + i % 5, 66 + 11 * i % 300) for i in range(70)),
+        heads=2,
+        kv_heads=1,
+        **E4M3,
+    ),
+    "8 bits: few among many": Case(
+        sequences=tuple((70 if i % 100 == 7 else 1, 75) for i in range(300)),
+        heads=2,
+        kv_heads=1,
+        **E4M3,
+    ),
+    "8 bits: a batch with padding": Case(
+        padded=150, calls=4, sequences=((150, 300), (1, 70), (0, 9), (97, 97)), **E4M3
+    ),
+    "8 bits: a full batch": Case(
+        padded=70, full=True, calls=3, sequences=((70, 300), (70, 70), (70, 20)), **E4M3
+    ),
+    "8 bits: a start that falls": Case(
+        starts=(1, 150, 149, 10**9), sequences=((150, 160), (0, 30), (8, 29)), **E4M3
+    ),
+    "8 bits: starts beyond the rows": Case(
+        starts=(-4, 100, 10**9, 10**9),
+        sequences=((150, 160), (70, 90), (0, 29)),
+        **E4M3,
+    ),
+    "8 bits: lengths beyond the table": Case(
+        kv_lens=(10**6, -5, 2**31 - 1),
+        sequences=((100, 160), (70, 96), (80, 160)),
+        **E4M3,
+    ),
+    "8 bits: no queries of many": Case(sequences=((1, 40), (9, 90), (5, 5)), **E4M3),
+    "8 bits: small queries": Case(sequences=MIXED, large=1e-20, **E4M3),
+}
+
 # Lengths around multiples of the split; rows of one tile, of several, of many.
 PARTS = ((1, 1700), (3, 20), (1, 256), (9, 600), (1, 257), (1, 0), (5, 1029), (1, 512))
 SPLIT = {
@@ -353,3 +464,6 @@ SPLIT = {
         split_size=256, sequences=((150, 600), *PARTS[:4]), **WIDE
     ),
 }
+NARROW_SPLIT = Case(
+    split_size=256, sequences=((150, 600), *PARTS[:4], (70, 70)), **NARROW_WIDE
+)

@@ -19,7 +19,15 @@ import time
 import numpy as np
 from attention_launches import driver
 from latent_cases import LATENT, LATENT_MANY, LATENT_PAIRS, LATENT_TYPES
-from paged_cases import BAD, CASES, LEAVING, LONG, SPLIT
+from paged_cases import (
+    BAD,
+    CASES,
+    LEAVING,
+    LONG,
+    NARROW_LONG,
+    NARROW_SPLIT,
+    SPLIT,
+)
 from paged_problems import GAP, Case, Problem
 
 
@@ -142,6 +150,10 @@ def main() -> int:
     part, parts = map(int, given.part.split("/"))
     cases = {**CASES, **BAD, **LEAVING, **LONG, **SPLIT}
     cases |= {**LATENT, **LATENT_MANY, **LATENT_PAIRS, **LATENT_TYPES}
+    major = ctypes.c_int()
+    driver("cuDeviceGetAttribute", ctypes.byref(major), 75, device)
+    if major.value == 9:
+        cases |= {**NARROW_LONG, "8 bits: split": NARROW_SPLIT}
     for name, case in list(cases.items())[part::parts]:
         served = given.dtype in (None, case.dtype)
         served &= max(case.head_dim, case.value_dim) <= given.most_dim

@@ -123,6 +123,18 @@ typedef struct kvblock_paged_attention {
   /* Memory on the GPU of kvblock_paged_attention_workspace bytes, aligned to 16; what it holds does
    * not matter. */
   void* workspace;
+
+  /* 0 or 1. Sequences with many queries are computed in 8 bits, on Hopper: where rows is more than
+   * sequences, or split_size is not 0, those with more packed rows (queries times num_heads /
+   * num_kv_heads) than the larger of 64 and 16 num_heads / num_kv_heads. Their queries are rounded
+   * to e4m3, with a scale for each tile: 128 / p queries of a sequence, of p heads that share a key
+   * head. p is the largest divisor of num_heads / num_kv_heads that leaves at most a tenth of the
+   * 128 rows without a query. Probabilities are rounded to e4m3, too. What is not finite in q
+   * becomes NaN, and with a k_scale below 0 these sequences do. It needs dtype KVBLOCK_BF16,
+   * cache_dtype KVBLOCK_E4M3, scales of all or of key heads, head dims up to 128, and a scale above
+   * 0; it has no softcap, ranges, tree_mask or table_first. The workspace holds the values of all
+   * tables once more. */
+  int32_t narrow_queries;
 } kvblock_paged_attention;
 
 /* Each function returns NULL on success, else a message that lives until this thread's next call.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "host/message.h"
 #include "host/paged_call.h"
 #include "kvblock/paged_attention.h"
 #include "ops/attention/generic/latent/launcher.h"
@@ -29,6 +30,11 @@ extern "C" const char* kvblock_paged_attention_forward(const kvblock_paged_atten
   // Only the device knows the lengths: where some sequences may be long and others not, both
   // launch.
   const bool some = SomeMayBeLong(*a) && !RowsDiffer(*a) && hopper::ServesPaged(*a);
+  if (a->narrow_queries && SomeMayBeLong(*a)) {
+    if (!some)
+      return Message("paged_attention: narrow_queries needs a Hopper GPU, and its kernels");
+    if (const char* error = hopper::PrepareNarrowPaged(*a, cuda_stream)) return error;
+  }
   if (some && AllAreLong(*a)) return hopper::LaunchPaged(*a, false, cuda_stream);
   const generic::Follower follower = [](const kvblock_paged_attention& a, cudaStream_t stream) {
     return hopper::LaunchPaged(a, true, stream);

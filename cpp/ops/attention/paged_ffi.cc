@@ -23,6 +23,7 @@ namespace kvblock {
 struct PagedAttributes {
   int64_t present, pair, num_kv_heads, value_dim, num_blocks, block_size, num_layers;
   int64_t window_left, window_right, layer_stride, scale_layer, split_size, values_in_keys;
+  int64_t narrow_queries;
   int64_t k_offset, k_block, k_token, k_head, v_offset, v_block, v_token, v_head;
   float scale, softcap;
 };
@@ -37,11 +38,12 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(
     StructMember<int64_t>("num_layers"), StructMember<int64_t>("window_left"),
     StructMember<int64_t>("window_right"), StructMember<int64_t>("layer_stride"),
     StructMember<int64_t>("scale_layer"), StructMember<int64_t>("split_size"),
-    StructMember<int64_t>("values_in_keys"), StructMember<int64_t>("k_offset"),
-    StructMember<int64_t>("k_block"), StructMember<int64_t>("k_token"),
-    StructMember<int64_t>("k_head"), StructMember<int64_t>("v_offset"),
-    StructMember<int64_t>("v_block"), StructMember<int64_t>("v_token"),
-    StructMember<int64_t>("v_head"), StructMember<float>("scale"), StructMember<float>("softcap"));
+    StructMember<int64_t>("values_in_keys"), StructMember<int64_t>("narrow_queries"),
+    StructMember<int64_t>("k_offset"), StructMember<int64_t>("k_block"),
+    StructMember<int64_t>("k_token"), StructMember<int64_t>("k_head"),
+    StructMember<int64_t>("v_offset"), StructMember<int64_t>("v_block"),
+    StructMember<int64_t>("v_token"), StructMember<int64_t>("v_head"), StructMember<float>("scale"),
+    StructMember<float>("softcap"));
 
 namespace {
 
@@ -197,6 +199,7 @@ void DecodePages(Reader* in, const Attributes& attributes, size_t arrays,
   a->num_layers = static_cast<int32_t>(attributes.num_layers);
   a->layer_stride = attributes.layer_stride;
   a->values_in_keys = attributes.values_in_keys != 0;
+  a->narrow_queries = attributes.narrow_queries != 0;
   a->k_strides = {attributes.k_block, attributes.k_token, attributes.k_head};
   a->v_strides = {attributes.v_block, attributes.v_token, attributes.v_head};
   for (const int64_t size : {attributes.num_kv_heads, attributes.num_blocks, attributes.block_size,
@@ -283,7 +286,8 @@ ffi::Error Forward(void* stream, ffi::RemainingArgs args, ffi::RemainingRets ret
 
 int64_t PagedAttentionWorkspace(int32_t calls, int32_t sequences, int64_t rows, int32_t num_heads,
                                 int32_t num_kv_heads, int32_t value_dim, bool narrow,
-                                int32_t split_size, int32_t table_width, int32_t block_size) {
+                                int32_t split_size, int32_t table_width, int32_t block_size,
+                                int32_t head_dim, bool narrow_queries) {
   kvblock_paged_attention a{};
   a.calls = calls;
   a.sequences = sequences;
@@ -295,6 +299,8 @@ int64_t PagedAttentionWorkspace(int32_t calls, int32_t sequences, int64_t rows, 
   a.split_size = split_size;
   a.table_width = table_width;
   a.block_size = block_size;
+  a.head_dim = head_dim;
+  a.narrow_queries = narrow_queries;
   return kvblock_paged_attention_workspace(&a);
 }
 

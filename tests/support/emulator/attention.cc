@@ -14,6 +14,7 @@
 #include "ops/attention/generic/forward/forward.cu"
 #include "ops/attention/generic/paged/paged.cu"
 #include "ops/attention/generic/split/split.cu"
+#include "ops/attention/hopper/paged/narrow.cu"
 #include "ops/attention/paged_cuda.cu"
 #include "tensor_maps.h"
 
@@ -42,10 +43,15 @@ const char* LaunchForward(const AttentionCall&, cudaStream_t) { return "not emul
 const char* LaunchBackwardKv(const AttentionCall&, cudaStream_t) { return "not emulated"; }
 
 bool ServesPaged(const kvblock_paged_attention& a) {
-  return serves_paged && a.cache_dtype == a.dtype && a.scale > 0.0f && a.softcap < kLargeSoftcap;
+  return serves_paged && (a.cache_dtype == a.dtype || a.narrow_queries) && a.scale > 0.0f &&
+         a.softcap < kLargeSoftcap;
 }
 const char* LaunchPaged(const kvblock_paged_attention& a, bool follows, cudaStream_t stream) {
   const auto fits = [&](int d, int v) { return a.head_dim <= d && a.value_dim <= v; };
+  if (a.narrow_queries) {
+    return fits(64, 64) ? LaunchNarrowPagedOf<64>(a, follows, stream)
+                        : LaunchNarrowPagedOf<128>(a, follows, stream);
+  }
 #if KVBLOCK_CHECK_RACES  // with two places for Q, and with one
   if (a.softcap > 0.0f) return "the race checker has no softcap";
   using Narrow = ForwardTraits<__nv_bfloat16, 64, 64, ForwardKind::kPaged>;

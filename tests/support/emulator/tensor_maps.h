@@ -17,10 +17,11 @@ const char* MakeTensorMap(const HeadArray& a, int rows, CUtensorMap* map, int he
   return nullptr;
 }
 bool MakeTensorMap(const BlockArray& a, int rows, CUtensorMap* map) {
+  const int bytes = a.dtype == KVBLOCK_E4M3 ? 1 : 2;
   *map = {static_cast<const char*>(a.data),
           {a.sizes[0], a.sizes[1], a.sizes[2], a.sizes[3], a.sizes[4]},
-          {2, a.strides[0], a.strides[1], a.strides[2], a.strides[3]},
-          {64, 1, rows, 1, 1}};
+          {bytes, a.strides[0], a.strides[1], a.strides[2], a.strides[3]},
+          {128 / bytes, 1, rows, 1, 1}};
   return takes_blocks;
 }
 

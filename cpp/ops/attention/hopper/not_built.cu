@@ -15,6 +15,7 @@ const char* LaunchBackwardKv(const AttentionCall&, cudaStream_t) { return kMissi
 
 bool ServesPaged(const kvblock_paged_attention&) { return false; }
 const char* LaunchPaged(const kvblock_paged_attention&, bool, cudaStream_t) { return kMissing; }
+const char* PrepareNarrowPaged(const kvblock_paged_attention&, cudaStream_t) { return kMissing; }
 
 bool ServesLatent(const kvblock_paged_attention&, int32_t, LatentMaps*) { return false; }
 cudaError_t LaunchLatentShares(const PagedParams&, const LatentMaps&, unsigned, cudaStream_t) {

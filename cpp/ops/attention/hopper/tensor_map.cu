@@ -72,7 +72,8 @@ bool MakeTensorMap(const BlockArray& a, int rows, CUtensorMap* map) {
     if (stride <= 0 || stride >= kMostStride) return false;
     strides[i] = cuuint64_t(stride);
   }
-  const cuuint32_t box[5] = {64, 1, cuuint32_t(rows), 1, 1}, steps[5] = {1, 1, 1, 1, 1};
+  const cuuint32_t columns = a.dtype == KVBLOCK_E4M3 ? 128 : 64;
+  const cuuint32_t box[5] = {columns, 1, cuuint32_t(rows), 1, 1}, steps[5] = {1, 1, 1, 1, 1};
   return encode(map, TypeOf(a.dtype), 5, const_cast<void*>(a.data), sizes, strides, box, steps,
                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B,

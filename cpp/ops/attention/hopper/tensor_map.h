@@ -23,7 +23,7 @@ struct BlockArray {
   int64_t strides[4];  // of heads, rows, blocks, layers, in bytes
 };
 
-// A map whose box is 64 columns of `rows` rows of one head in a block, at coordinates (column,
+// A map whose box is 128 bytes of `rows` rows of one head in a block, at coordinates (column,
 // head, row, block, layer), written as above. False: the driver cannot.
 bool MakeTensorMap(const BlockArray& array, int rows, CUtensorMap* map);
 

@@ -28,11 +28,12 @@ class BlockLoader : public PageLoader<Traits, BlockLoader<Traits>> {
 
   __device__ __forceinline__ BlockLoader(const Params& p, const ForwardMaps& maps,
                                          ForwardShared<Traits>& shared, int warp)
-      : Base(p, maps.q, shared, warp), maps_(maps), boxes_(Traits::kKeys / p.box_rows) {}
+      : Base(p, maps, shared, warp), boxes_(Traits::kKeys / p.box_rows) {}
 
  private:
   friend Base;
-  using Base::keys_, Base::lane_, Base::p_, Base::shared_, Base::values_, Base::warp_;
+  using Base::keys_, Base::lane_, Base::maps_, Base::p_, Base::shared_, Base::values_;
+  using Base::warp_;
   using typename Base::Found;
 
   static constexpr int kLookups = 1;
@@ -106,7 +107,6 @@ class BlockLoader : public PageLoader<Traits, BlockLoader<Traits>> {
     __syncwarp();
   }
 
-  const ForwardMaps& maps_;
   const int boxes_;
   int head_ = 0, layer_ = 0;
   struct {

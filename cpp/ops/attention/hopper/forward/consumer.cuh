@@ -183,6 +183,7 @@ class Consumer {
   // K(j).
   __device__ __forceinline__ const Item* ComputeNarrow(const Item* item, Rows<Traits>& rows) {
     BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
+    if constexpr (Traits::kPaged) FenceRows();
     WgmmaFence();
     IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
     WgmmaCommit();
@@ -206,6 +207,7 @@ class Consumer {
       const Stage values = keys_.Before();
       if (!keys_there) BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
       if (!values_there) AwaitValues(values);
+      if constexpr (Traits::kPaged) FenceRows();
       flags = shared_.steps[steps_.stage].flags;
       if (Traits::kTiles.turns) WaitTurn();
       Pin(rows);

@@ -64,7 +64,8 @@
 //
 // Keys in the blocks of a cache come to the same places, by whole warps, which are a warpgroup
 // where registers allow it: by bulk copies of parts of blocks (block_loader.cuh) or, where blocks
-// are too small, row by row (row_loader.cuh).
+// are too small, row by row (row_loader.cuh). Of 8 bits V comes from V^T, which a launch in front
+// has made of the blocks (narrow_pages.cuh), a tile by one bulk copy.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -93,7 +94,7 @@ __device__ __forceinline__ void LoadPages(const typename Traits::Params& p, cons
                                           ForwardShared<Traits>& shared, int warp) {
   warp = __shfl_sync(~0u, warp, 0);  // the same for all lanes, which the compiler must see
   if (p.box_rows == 0) {
-    RowLoader<Traits>(p, maps.q, shared, warp).Run();
+    RowLoader<Traits>(p, maps, shared, warp).Run();
   } else {
     BlockLoader<Traits>(p, maps, shared, warp).Run();
   }
@@ -136,7 +137,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       BarrierInit(SharedAddress(&shared.k_full[stage]), LoadArrivals<Traits>(p));
       BarrierInit(SharedAddress(&shared.k_empty[stage]), kWarps * Traits::kCluster);
-      BarrierInit(SharedAddress(&shared.v_full[stage]), LoadArrivals<Traits>(p));
+      BarrierInit(SharedAddress(&shared.v_full[stage]), ValueArrivals<Traits>(p));
       BarrierInit(SharedAddress(&shared.v_empty[stage]), kWarps * Traits::kCluster);
     }
 #pragma unroll

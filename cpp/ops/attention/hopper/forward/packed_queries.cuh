@@ -25,6 +25,17 @@ __device__ __forceinline__ void ClearSpareQueries(const typename Traits::Params&
   FenceAsync();
 }
 
+// The row of the tensor map that an item's Q begins with.
+template <typename Traits>
+__device__ __forceinline__ int LoadedQueryRow(const typename Traits::Params& p,
+                                              const typename Traits::Item& item) {
+  if constexpr (Traits::kNarrow) {
+    return NarrowRow(p, item.sequence.batch, item.q_row);
+  } else {
+    return item.q_row;
+  }
+}
+
 // One thread: an item's Q.
 template <typename Traits>
 __device__ __forceinline__ void LoadPackedQueries(const typename Traits::Params& p,
@@ -37,7 +48,7 @@ __device__ __forceinline__ void LoadPackedQueries(const typename Traits::Params&
 #pragma unroll
   for (int c = 0; c < Traits::kQueryChunks; ++c) {
     LoadBox(SharedAddress(shared.q[stage]) + c * Traits::kQueries * kChunkRowBytes, map, full,
-            c * kChunkColumns, item.head, item.q_row, item.batch);
+            c * kChunkColumns, item.head, LoadedQueryRow<Traits>(p, item), item.batch);
   }
 }
 

@@ -8,7 +8,8 @@
 //
 // A loader has kLookups, the number of keys; RowOf(i), which row of a tile key i is, or kNoRow, and
 // Rows(), how many rows from there on are in its block; Begin, for a new item; LoadKeys; Settle,
-// which keeps where V of the tile lies until K of the next one is on its way; and LoadValues.
+// which keeps where V of the tile lies until K of the next one is on its way; and LoadValues. Of 8
+// bits V comes from V^T, and neither of these is asked for.
 #pragma once
 
 #include "device/mbarrier.cuh"
@@ -49,11 +50,20 @@ class PageLoader {
       // With one place for Q, the consumers need the last V to be done with it.
       const bool early = tiles && Traits::kQueryStages > 1;
       if (starts && early) LoadQueries(item);
-      loader.LoadValues();
+      if constexpr (Traits::kNarrow) {
+        LoadTransposed();
+      } else {
+        loader.LoadValues();
+      }
       if (starts && !early) LoadQueries(item);
       if (ends) return;
+      if constexpr (Traits::kNarrow) {
+        transposed_ = {step.first, item.kv_head, item.sequence.batch, tiles};
+      }
       BarrierArrive(SharedAddress(&shared_.step_empty[now.stage]));
-      if (tiles) loader.Settle(found);
+      if constexpr (!Traits::kNarrow) {
+        if (tiles) loader.Settle(found);
+      }
       found = after;
     }
   }
@@ -67,10 +77,10 @@ class PageLoader {
     bool seen[Loader::kLookups];
   };
 
-  __device__ __forceinline__ PageLoader(const Params& p, const CUtensorMap& queries,
+  __device__ __forceinline__ PageLoader(const Params& p, const ForwardMaps& maps,
                                         ForwardShared<Traits>& shared, int warp)
       : p_(p),
-        queries_map_(queries),
+        maps_(maps),
         shared_(shared),
         warp_(warp),
         lane_(Opaque(static_cast<int>(threadIdx.x % 32))) {}
@@ -85,7 +95,7 @@ class PageLoader {
   }
 
   const Params& p_;
-  const CUtensorMap& queries_map_;
+  const ForwardMaps& maps_;
   ForwardShared<Traits>& shared_;
   const int warp_, lane_;
   StageCount<Traits::kStages> keys_, values_;
@@ -119,13 +129,28 @@ class PageLoader {
     return found;
   }
 
+  // Of 8 bits V comes transposed, and a thread of all warps loads it: that of the tile before.
+  __device__ __forceinline__ void LoadTransposed() {
+    if (!transposed_.any) return;
+    if (warp_ == 0 && lane_ == 0) {
+      const uint32_t full = SharedAddress(&shared_.v_full[values_.stage]);
+      BarrierWait(SharedAddress(&shared_.v_empty[values_.stage]), values_.phase ^ 1);
+      BarrierExpect(full, (Traits::kValueRows - Traits::kOnes) * kChunkRowBytes);
+      LoadBox(SharedAddress(shared_.v[values_.stage]), maps_.v, full, transposed_.first, 0,
+              transposed_.head, transposed_.member);
+    }
+    __syncwarp();
+    values_.Advance();
+    transposed_.any = false;
+  }
+
   // Tells the consumers of the item, and loads its Q where there is anything to compute. All warps
   // tell them, or one that is late would miss items that have no keys.
   __device__ __forceinline__ void LoadQueries(const Item& item) {
     if (lane_ == 0) {
       BarrierWait(SharedAddress(&shared_.q_empty[queries_.stage]), queries_.phase ^ 1);
       if (warp_ == 0 && item.is == Item::kTiles) {
-        LoadPackedQueries<Traits>(p_, queries_map_, shared_, queries_.stage, item);
+        LoadPackedQueries<Traits>(p_, maps_.q, shared_, queries_.stage, item);
       } else {
         BarrierArrive(SharedAddress(&shared_.q_full[queries_.stage]));
       }
@@ -139,6 +164,10 @@ class PageLoader {
   // is its layer.
   int item_ = -1, begin_ = 0, end_ = 0;
   const int32_t* table_ = nullptr;
+  struct {
+    int first, head, member;
+    bool any;
+  } transposed_ = {};  // of 8 bits: the tile whose V is to be loaded
 };
 
 }  // namespace kvblock::hopper

@@ -21,4 +21,24 @@ struct PagedForwardParams : PagedParams {
   int32_t box_rows;  // K and V come as boxes of so many rows; 0: row by row
 };
 
+// The same of 8 bits: what the launches in front of the kernel make (narrow_pages.cuh).
+struct NarrowPagedForwardParams : PagedForwardParams {
+  // As q lies, but that a tile's rows are nobody else's: those beyond its sequence are zeros.
+  // Otherwise a row's bits would depend on what follows its sequence. NarrowRow says where a row
+  // is.
+  uint8_t* narrow_q;
+  float* q_scales;  // [rows of all calls, units], of the tile that begins with a row
+  uint8_t* values;  // V^T: [members, key heads, value_dim, padded_keys]
+  int64_t padded_keys;
+};
+
+__device__ __forceinline__ int NarrowRow(const NarrowPagedForwardParams& p, int member, int q_row) {
+  return q_row + member * p.queries;
+}
+
+// The scale of a key head, of those of a cache that has no scales of tokens.
+__device__ __forceinline__ float HeadScale(const ScaleStrides& s, int head) {
+  return s.data != nullptr ? __ldg(s.data + s.head * head) : 1.0f;
+}
+
 }  // namespace kvblock::hopper

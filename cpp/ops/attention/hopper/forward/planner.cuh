@@ -205,7 +205,11 @@ class Planner {
     BarrierWait(SharedAddress(&shared_.step_empty[published_ % kSteps]),
                 published_ / kSteps % 2 ^ 1);
     if (lane_ == 0) shared_.steps[published_ % kSteps] = step;
-    if constexpr (Traits::kNarrow) PrepareScale(step);
+    if constexpr (Traits::kNarrow && Traits::kPaged) {
+      PreparePagedScale(step);
+    } else if constexpr (Traits::kNarrow) {
+      PrepareScale(step);
+    }
   }
   // The scale of a step's scores. Lanes have those of 32 tiles of keys that follow one another, so
   // that a step in 32 waits for memory.
@@ -222,13 +226,29 @@ class Planner {
       // The last tile of queries of a cluster may lie past the end.
       const float of_queries = ScaleAt(q, min(item.first / kScaleRows, p_.q_scales.blocks - 1));
       const float of_keys = ScaleAt(k, min(window * 32 + lane_, p_.k_scales.blocks - 1));
-      const float to_log2 = of_queries * of_keys * (p_.scale * kLog2E);
-      // Not 0, which would make NaN of masked scores. Sums of products stay below 2^25.
-      constexpr float kLeast = 1e-30f;
-      to_log2_ = to_log2 < kLeast ? kLeast : to_log2;
+      to_log2_ = ToLog2(of_queries, of_keys);
     }
     const float to_log2 = __shfl_sync(~0u, to_log2_, block % 32);
     if (lane_ == 0) shared_.narrow.to_log2[published_ % kSteps] = to_log2;
+  }
+  // The same where keys lie in blocks: it is one for all steps of an item.
+  __device__ __forceinline__ void PreparePagedScale(const Step& step) {
+    if (step.end == 0) return;  // no tile
+    if (scales_window_ < 0) {
+      scales_window_ = 0;
+      const Item& item = shared_.items[step.item];
+      const int unit = static_cast<int>(p_.by_pack(static_cast<uint32_t>(item.head)));
+      const float of_queries = __ldg(p_.q_scales + int64_t{item.q_row} * p_.num_pairs + unit);
+      const float of_keys = HeadScale(p_.k_scale, item.kv_head);
+      to_log2_ = ToLog2(of_queries, of_keys >= 0.0f ? of_keys : __int_as_float(0x7fffffff));
+    }
+    if (lane_ == 0) shared_.narrow.to_log2[published_ % kSteps] = to_log2_;
+  }
+  __device__ __forceinline__ float ToLog2(float of_queries, float of_keys) const {
+    const float to_log2 = of_queries * of_keys * (p_.scale * kLog2E);
+    // Not 0, which would make NaN of masked scores. Sums of products stay below 2^25.
+    constexpr float kLeast = 1e-30f;
+    return to_log2 < kLeast ? kLeast : to_log2;
   }
   __device__ __forceinline__ void Publish(int flags) {
     if (lane_ == 0) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "device/fast_math.cuh"
 #include "device/ldmatrix.cuh"
@@ -103,7 +104,11 @@ struct RowLse {
 // What V's numbers in 8 bits are to be multiplied by.
 template <typename Params, typename Item>
 __device__ __forceinline__ float ValueScale(const Params& p, const Item& item) {
-  return ScaleAt(ScalesOf(p, p.v_scales, item.sequence.batch, p.num_kv_heads, item.kv_head), 0);
+  if constexpr (std::is_base_of_v<PagedParams, Params>) {
+    return HeadScale(p.v_scale, item.kv_head);
+  } else {
+    return ScaleAt(ScalesOf(p, p.v_scales, item.sequence.batch, p.num_kv_heads, item.kv_head), 0);
+  }
 }
 
 // Joins the sink. O is to be multiplied by `factor`; it becomes 0 here where a row attends to

@@ -31,9 +31,9 @@ class RowLoader : public PageLoader<Traits, RowLoader<Traits>> {
   using typename Base::Item;
   using typename Base::Params;
 
-  __device__ __forceinline__ RowLoader(const Params& p, const CUtensorMap& queries,
+  __device__ __forceinline__ RowLoader(const Params& p, const ForwardMaps& maps,
                                        ForwardShared<Traits>& shared, int warp)
-      : Base(p, queries, shared, warp) {}
+      : Base(p, maps, shared, warp) {}
 
  private:
   friend Base;
@@ -76,7 +76,9 @@ class RowLoader : public PageLoader<Traits, RowLoader<Traits>> {
     Places rows;
     FindRows(p_.k_strides, found, rows);
     BarrierWait(SharedAddress(&shared_.k_empty[keys_.stage]), keys_.phase ^ 1);
-    Copy<Traits::kQueryChunks>(keys_from_, rows, shared_.k[keys_.stage], p_.head_dim);
+    // Of 8 bits two columns count as one.
+    const int columns = Traits::kNarrow ? p_.head_dim / 2 : p_.head_dim;
+    Copy<Traits::kQueryChunks>(keys_from_, rows, shared_.k[keys_.stage], columns);
     BarrierArriveAfterCopies(full);
     bool some = false;
 #pragma unroll

@@ -118,9 +118,11 @@ struct ForwardTraits {
   static constexpr int kLeastBoxRows = 8;
   static_assert(!kPaged || (kCluster == 1 && kLeastBoxRows % 8 == 0 &&
                             kTurns * kTurnKeys == kKeys && kTurnKeys % 8 == 0));
-  static_assert(!kNarrow || kKind == ForwardKind::kPlain || kKind == ForwardKind::kBand);
+  static_assert(!kNarrow || kKind == ForwardKind::kPlain || kKind == ForwardKind::kBand ||
+                kKind == ForwardKind::kPaged);
+  static_assert(!kNarrow || !kPaged || (kQueryChunks == 1 && kValueChunks == 1));
   using Params = std::conditional_t<
-      kPaged, PagedForwardParams,
+      kPaged, std::conditional_t<kNarrow, NarrowPagedForwardParams, PagedForwardParams>,
       std::conditional_t<kNarrow, NarrowForwardParams,
                          std::conditional_t<kDrops, DroppedForwardParams, ForwardParams>>>;
   using Item =
@@ -218,6 +220,12 @@ template <typename Traits>
 __device__ __forceinline__ int LoadArrivals(const typename Traits::Params& p) {
   constexpr int kWarps = Traits::kPaged ? Traits::kLoadWarps : 1;
   return LoadsBoxes<Traits>(p) ? kWarps : kWarps * 32 + kWarps;
+}
+// Of V^T one thread loads a tile at a time.
+template <typename Traits>
+__device__ __forceinline__ int ValueArrivals(const typename Traits::Params& p) {
+  if constexpr (Traits::kNarrow && Traits::kPaged) return 1;
+  return LoadArrivals<Traits>(p);
 }
 template <typename Traits>
 constexpr int kQueryArrivals = Traits::kPaged ? Traits::kLoadWarps : 1;

@@ -45,9 +45,16 @@ constexpr ForwardTiles PagedTilesOf(int dim, int value_dim) {
                    : ForwardTiles{2, keys, query_stages, 32, 208, true, 1, 4, 64};
 }
 
+// Of 8 bits, where keys lie in blocks. Consumers need every register that those of dense keys have.
+constexpr ForwardTiles NarrowPagedTilesOf(int dim) {
+  return dim == 64 ? ForwardTiles{2, 128, 2, 72, 216, true, 1, 2}
+                   : ForwardTiles{2, 128, 2, 40, 232, true, 1, 2};
+}
+
 // Of 8 bits. O is summed up beside the products, so at head dim 128 consumers need every register
 // there is.
 constexpr ForwardTiles NarrowTilesOf(int dim, ForwardKind kind) {
+  if (IsPaged(kind)) return NarrowPagedTilesOf(dim);
   const int cluster = kind == ForwardKind::kPlain ? 1 : 2;
   return dim == 64                     ? ForwardTiles{2, 128, 2, 72, 216, true, cluster}
          : kind == ForwardKind::kPlain ? ForwardTiles{2, 128, 2, 40, 232, true, cluster}

@@ -15,6 +15,15 @@ bool ServesPaged(const kvblock_paged_attention& a);
 // or what is wrong.
 const char* LaunchPaged(const kvblock_paged_attention& a, bool follows, cudaStream_t stream);
 
+// With narrow_queries this comes in front of LaunchPaged, and of the launch that it follows: it
+// makes what the kernel reads of q and V.
+const char* PrepareNarrowPaged(const kvblock_paged_attention& a, cudaStream_t stream);
+
+// The same as LaunchPaged in 8 bits; kDim is the larger of both head dims, padded.
+template <int kDim>
+const char* LaunchNarrowPagedOf(const kvblock_paged_attention& a, bool follows,
+                                cudaStream_t stream);
+
 // The same for one element type and padded pair of head dim and value dim: an instance each.
 template <typename T, int kDim, int kValueDim>
 const char* LaunchPagedOf(const kvblock_paged_attention& a, bool follows, cudaStream_t stream);

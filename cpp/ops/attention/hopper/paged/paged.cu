@@ -1,4 +1,6 @@
 // Picks the instance of Hopper's paged attention kernels.
+#include <algorithm>
+
 #include "host/attention_call.h"
 #include "ops/attention/contract/instances.h"
 #include "ops/attention/contract/params.cuh"
@@ -8,11 +10,15 @@
 namespace kvblock::hopper {
 
 bool ServesPaged(const kvblock_paged_attention& a) {
-  if (a.cache_dtype != a.dtype) return false;
+  if (a.cache_dtype != a.dtype && !a.narrow_queries) return false;
   return OnHopper() && a.scale > 0.0f && a.softcap < kLargeSoftcap;
 }
 
 const char* LaunchPaged(const kvblock_paged_attention& a, bool follows, cudaStream_t stream) {
+  if (a.narrow_queries) {
+    return std::max(a.head_dim, a.value_dim) <= 64 ? LaunchNarrowPagedOf<64>(a, follows, stream)
+                                                   : LaunchNarrowPagedOf<128>(a, follows, stream);
+  }
   AttentionCall call{};
   call.dtype = a.dtype;
   const auto launch = [&](auto instance) {
