@@ -55,7 +55,10 @@ SIDE = 128
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """kind: "tiles", "selectors" or "peers". share: one of so many tiles is listed."""
+    """kind: "tiles", "selectors" or "peers". share: one of so many tiles is listed.
+
+    selectors: which ones, by how they choose: "fixed", "threshold", "pooled", "learned".
+    """
 
     kind: str
     length: int
@@ -64,6 +67,7 @@ class Case:
     lists: str = "each head"  # whose they are: also "all heads", "each KV head"
     backward: bool = True
     tuned: bool = False
+    selectors: str = ""
     heads: int = 32
     kv_heads: int = 8
     dim: int = 128
@@ -75,7 +79,7 @@ class Case:
         name = f"{self.kind} 1/{self.share} B1 {sizes} {mask}"
         if self.kind == "peers":
             name += f", lists of {self.lists}" + ", tuned" * self.tuned
-        return name
+        return name + f", {self.selectors}" * bool(self.selectors)
 
     def inputs(self) -> list[jax.Array]:
         """q, k, v and an output gradient, `[1, S, N, D]`."""
@@ -105,7 +109,10 @@ CASES = (
         for length in (16384, 65536)
         for causal in (False, True)
     ),
-    Case("selectors", 65536, True, 10),
+    *(
+        Case("selectors", 65536, True, 10, selectors=which)
+        for which in ("fixed", "threshold", "pooled", "learned")
+    ),
     Case("peers", 16384, False, 8, "all heads"),
     Case("peers", 65536, True, 10, "all heads"),
     Case("peers", 65536, True, 10, "each KV head", backward=False),
@@ -205,33 +212,40 @@ def _of_a_tenth(case: Case) -> dict[str, Selector]:
     wanted = rows * (rows + 1) / 2 / case.share
     window = 1 + int(np.argmin(np.abs(np.array(listed) - wanted)))
     gate = init_gate(case.heads, case.kv_heads, case.dim)
-    return {
-        "random": Random(sparsity_ratio=ratio),
-        "block sparse": BlockSparse(sparsity_ratio=ratio),
-        "strided": Strided(sparsity_ratio=ratio),
-        "local + global": LocalGlobal(sparsity_ratio=ratio),
-        "streaming": Streaming(window=window),
-        **{
-            f"threshold, stride {stride}": AntidiagonalThreshold(
-                tau=None, sparsity_ratio=ratio, stride=stride
-            )
-            for stride in (8, 16, 32)
+    groups: dict[str, dict[str, Selector]] = {
+        "fixed": {
+            "random": Random(sparsity_ratio=ratio),
+            "block sparse": BlockSparse(sparsity_ratio=ratio),
+            "strided": Strided(sparsity_ratio=ratio),
+            "local + global": LocalGlobal(sparsity_ratio=ratio),
+            "streaming": Streaming(window=window),
         },
-        **{
+        "threshold": {
+            "threshold, tau 0.9": AntidiagonalThreshold(tau=0.9, sparsity_ratio=ratio),
+            **{
+                f"threshold, stride {stride}": AntidiagonalThreshold(
+                    tau=None, sparsity_ratio=ratio, stride=stride
+                )
+                for stride in (8, 16, 32)
+            },
+        },
+        "pooled": {
             f"pooled, pieces of {piece}": PooledThreshold(
                 tau=None, sparsity_ratio=ratio, piece=piece
             )
             for piece in (8, 16, 32)
         },
-        "threshold, tau 0.9": AntidiagonalThreshold(tau=0.9, sparsity_ratio=ratio),
-        "learned, tiles": LearnedGate(gate, sparsity_ratio=ratio),
-        **{
-            f"learned, pieces of {piece}": LearnedGate(
-                gate, sparsity_ratio=ratio, piece=piece
-            )
-            for piece in (16, 32)
+        "learned": {
+            "learned, tiles": LearnedGate(gate, sparsity_ratio=ratio),
+            **{
+                f"learned, pieces of {piece}": LearnedGate(
+                    gate, sparsity_ratio=ratio, piece=piece
+                )
+                for piece in (16, 32)
+            },
         },
     }
+    return groups[case.selectors]
 
 
 def _selectors(case: Case, results: Results, quick: bool) -> None:
@@ -303,10 +317,16 @@ def _of_selector(
     calls["attention"] = _call(attend, q, k, v, tiles)
     calls["whole"] = _call(whole, selector, q, k, v)
     out, its_tiles = calls["whole"]["forward"]()
-    for made, listed in ((calls["attention"]["forward"](), tiles), (out, its_tiles)):
-        known = tile_truth.truth(listed, causal, inputs, case.kv_heads - 1, False)
-        of_rows = attention_peers.rows(made)
-        attention_truth.check([of_rows], known, attention_peers.sample(case.length))
+    for mine, other in (
+        (tiles.indices, its_tiles.indices),
+        (tiles.counts, its_tiles.counts),
+        (calls["attention"]["forward"](), out),  # the same lists, the same bits
+    ):
+        if not jnp.array_equal(mine, other):
+            raise AssertionError("one program and two of them differ")
+    known = tile_truth.truth(tiles, causal, inputs, case.kv_heads - 1, False)
+    of_rows = attention_peers.rows(out)
+    attention_truth.check([of_rows], known, attention_peers.sample(case.length))
     if isinstance(selector, ScoredSelector):
         calls |= _parts(case, selector, q, k)
     rows = case.length // SIDE

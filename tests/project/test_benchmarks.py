@@ -116,6 +116,9 @@ def test_wrong_logits_are_not_timed(
         decode_step.bench(options, results)
 
 
+GROUPS = {"fixed", "threshold", "pooled", "learned"}
+
+
 def test_small_lists_of_tiles_and_selectors(tmp_path: Path) -> None:
     cases = "^tiles .*S16384 .*causal|^selectors"
     document = small(tmp_path, "sparse", "--cases", cases)
@@ -124,7 +127,8 @@ def test_small_lists_of_tiles_and_selectors(tmp_path: Path) -> None:
         for row in document["rows"]
     }
     (tiles,) = {shape for shape, *_ in rows if shape.startswith("tiles")}
-    (selected,) = {shape for shape, *_ in rows if shape.startswith("selectors")}
+    selected = {shape for shape, *_ in rows if shape.startswith("selectors")}
+    assert {shape.rpartition(", ")[2] for shape in selected} == GROUPS
     # Four rows of tiles, of which each of four heads lists the own ones: half of each.
     pairs = {"jax_kvblock": 4 * 4 * 128 * 129 / 2}
     pairs["jax_kvblock, dense"] = 4 * 512 * 513 / 2
@@ -133,17 +137,16 @@ def test_small_lists_of_tiles_and_selectors(tmp_path: Path) -> None:
             seconds = rows[tiles, work, who, "time"] / 1e3
             rate = rows[tiles, work, who, "rate"] * 1e12
             assert rate * seconds == pytest.approx(times * 64 * count, 1e-4)
-    dense = rows[selected, "dense", "jax_kvblock", "time"]
-    every = {
-        who for shape, work, who, _ in rows if (shape, work) == (selected, "whole")
-    }
-    assert {"jax_kvblock, random", "jax_kvblock, learned, pieces of 32"} < every
-    for who in every:
-        whole = rows[selected, "whole", who, "time"]
-        of_dense = rows[selected, "whole", who, "dense over it"]
+    every = {(s, who) for s, work, who, _ in rows if s in selected and work == "whole"}
+    names = {who for _, who in every}
+    assert {"jax_kvblock, random", "jax_kvblock, learned, pieces of 32"} < names
+    for shape, who in every:
+        dense = rows[shape, "dense", "jax_kvblock", "time"]
+        whole = rows[shape, "whole", who, "time"]
+        of_dense = rows[shape, "whole", who, "dense over it"]
         assert of_dense == pytest.approx(dense / whole, 1e-4)
-        selection = rows[selected, "selection", who, "time"]
-        share = rows[selected, "selection", who, "of the whole"]
+        selection = rows[shape, "selection", who, "time"]
+        share = rows[shape, "selection", who, "of the whole"]
         assert share == pytest.approx(selection / whole, 1e-4)
 
 
