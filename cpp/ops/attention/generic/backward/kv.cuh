@@ -323,10 +323,11 @@ __global__ void __launch_bounds__(BackwardKvShape<T, kDim>::kThreads, 1)
                 {RowLse(lse_of(m, 0)), RowLse(lse_of(m, 1))}, slope);
             if (p.dropout.keys != nullptr) {
               float kept[4];
+              const int again = Opaque(at_lane);  // or what comes of it is kept
 #pragma unroll
               for (int e = 0; e < 4; ++e) kept[e] = c[e];
-              dropout_of(at_lane).Drop(kept, m, n);
-              store(Shape::kP, at_lane, m, n, kept);
+              dropout_of(again).Drop(kept, m, n);
+              store(Shape::kP, again, m, n, kept);
             } else {
               store(Shape::kP, at_lane, m, n, c);
             }

@@ -115,8 +115,8 @@ __global__ void __launch_bounds__(BackwardQShape<T, kDim>::kThreads, 1)
     CopyAsyncWait<0>();
     __syncthreads();  // this tile has landed, and everyone has left the one before
     const int k0 = walk.first();
-    const bool drops = p.dropout.keys != nullptr;
-    const bool plain = walk.all_visible() && p.softcap == 0.0f && p.bias == nullptr && !drops;
+    const bool plain =
+        walk.all_visible() && p.softcap == 0.0f && p.bias == nullptr && p.dropout.keys == nullptr;
     more = walk.Next();
     if (more) load(stage ^ 1, walk.first());
     const uint32_t k = base + Shape::kK + stage * KeyTile::kBytes;
@@ -145,6 +145,12 @@ __global__ void __launch_bounds__(BackwardQShape<T, kDim>::kThreads, 1)
         for (int e = 0; e < 4; ++e) ds[0][n][e] *= Probability(prob[0][n][e], p.scale, lse[e / 2]);
       }
     } else {
+      // Of all blocks, and in front: beside them nothing of it is kept in registers.
+      if (p.dropout.keys != nullptr) {
+        const PairDropout drops(p, s, head, q0 + warp_row, k0, Opaque(lane));
+#pragma unroll
+        for (int n = 0; n < kN; ++n) drops.Replace(ds[0][n], 0, n, {-delta[0], -delta[1]});
+      }
       const Scores<T> scores(p, s, head, q0, k0);
       const auto finish = [&](auto softcap) {
 #pragma unroll
@@ -153,10 +159,6 @@ __global__ void __launch_bounds__(BackwardQShape<T, kDim>::kThreads, 1)
           float (&c)[4] = prob[0][n], slope[4];
           scores.template Probabilities<decltype(softcap)::value>(
               c, q0 + warp_row + at_lane / 4, k0 + n * 8 + at_lane % 4 * 2, lse, slope);
-          if (drops) {
-            PairDropout(p, s, head, q0 + warp_row, k0, at_lane)
-                .Replace(ds[0][n], 0, n, {-delta[0], -delta[1]});
-          }
 #pragma unroll
           for (int e = 0; e < 4; ++e) {  // masked: not even a NaN
             ds[0][n][e] = c[e] == 0.0f ? 0.0f : c[e] * slope[e] * ds[0][n][e];
