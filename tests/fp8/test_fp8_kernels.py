@@ -261,7 +261,7 @@ def test_under_vmap_and_with_gradients(rng):
 
 def test_smoothing_changes_no_lse(rng):
     q, k, v = arrays(rng, 1, 400, 400, 2, 2, 128)
-    k = k + jnp.asarray(rng.normal(0, 3, (1, 1, 2, 128)), jnp.bfloat16)
+    k = k + jnp.asarray(rng.normal(0, 4, (1, 1, 2, 128)), jnp.bfloat16)
     exact = flash_attention(q, k, v, causal=True, return_lse=True)
     smooth = fp8_attention(q, k, v, causal=True, return_lse=True)
     rough = fp8_attention(
