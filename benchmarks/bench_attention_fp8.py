@@ -12,11 +12,16 @@ off by, in parts of out's; "naive" is one scale for each array, and nothing else
 it. "normal" arrays are normally distributed. "means" adds to each head's keys a mean of
 4 standard deviations, "outliers" to one in a thousand queries' and keys' numbers one of
 10 standard deviations, as FlashAttention-3's paper does.
+
+"pages" are prefills over a cache of blocks at random places: one of bfloat16, one of
+e4m3 whose numbers are widened on the way, and the same with `quantize_queries`, where
+both products are in 8 bits.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 from typing import Any
 
@@ -27,7 +32,7 @@ from bench_attention import hot_times
 from support import common
 from support.common import OURS, Results, cases
 
-from jax_kvblock import flash_attention
+from jax_kvblock import flash_attention, paged_attention
 from jax_kvblock.fp8 import FP8AttentionConfig, fp8_attention, quantize_qkv
 
 BF16, NAIVE = f"{OURS}, bfloat16", "naive"
@@ -39,6 +44,22 @@ CASES = (
     cases.AttentionCase(4, 32, 8, 4096, 128, causal=False, dtype="float8_e4m3fn"),
     cases.AttentionCase(4, 32, 8, 4096, 128, dtype="float8_e4m3fn"),
     cases.AttentionCase(2, 32, 8, 16384, 64, dtype="float8_e4m3fn"),
+)
+PAGE = 64  # tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Paged:
+    case: cases.AttentionCase
+
+    @property
+    def name(self) -> str:
+        return f"pages of {PAGE}, {self.case.name}"
+
+
+PAGED = (
+    Paged(cases.AttentionCase(2, 32, 8, 8192, 128, dtype="float8_e4m3fn")),
+    Paged(cases.AttentionCase(8, 32, 8, 2048, 128, dtype="float8_e4m3fn")),
 )
 CONFIGS = {
     OURS: FP8AttentionConfig(),
@@ -54,6 +75,10 @@ def bench(options: argparse.Namespace, results: Results) -> None:
         _errors(kind, results)
     for case in common.wanted(options, CASES):
         _compare(case, results, options.quick)
+        gc.collect()
+        results.save()
+    for paged in common.wanted(options, PAGED):
+        _compare_pages(paged.case, paged.name, results, options.quick)
         gc.collect()
         results.save()
 
@@ -112,17 +137,7 @@ def _compare(case: Any, results: Results, quick: bool) -> None:
         ),
         COPY: (lambda *x: tuple(jnp.copy(a) for a in x), (q, k, v)),
     }
-    running = {}
-    for who, (function, arrays) in given.items():
-        try:
-            compiled = jax.jit(function).lower(*arrays).compile()
-        except Exception as error:
-            results.fail(case.name, who, error)
-            continue
-        running[who] = {
-            "forward": lambda compiled=compiled, arrays=arrays: compiled(*arrays),
-            "wait": jax.block_until_ready,
-        }
+    running = _compiled(case.name, given, results)
     seconds = {who: t["forward"] for who, t in hot_times(running, quick).items()}
     name = f"{case.name} / forward"
     numbers = sum(x.size for x in (q, k, v))
@@ -136,6 +151,73 @@ def _compare(case: Any, results: Results, quick: bool) -> None:
         results.add(name, who, "rate", case.flops / value / 1e12, "TFLOP/s")
         if BF16 in seconds and who != BF16:
             results.add(name, who, "over bfloat16", seconds[BF16] / value, "")
+
+
+def _compiled(
+    name: str, given: dict[str, tuple[Any, tuple[Any, ...]]], results: Results
+) -> dict[str, Any]:
+    """Calls of functions with their arrays, as `hot_times` takes them."""
+    running = {}
+    for who, (function, arrays) in given.items():
+        try:
+            compiled = jax.jit(function).lower(*arrays).compile()
+        except Exception as error:
+            results.fail(name, who, error)
+            continue
+        running[who] = {
+            "forward": lambda compiled=compiled, arrays=arrays: compiled(*arrays),
+            "wait": jax.block_until_ready,
+        }
+    return running
+
+
+def _compare_pages(case: Any, name: str, results: Results, quick: bool) -> None:
+    length = 512 if quick else case.length
+    batch, heads, dim = case.batch, case.num_kv_heads, case.head_dim
+    blocks = batch * length // PAGE
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (batch, length, case.num_heads, dim), jnp.bfloat16)
+    k, v = (
+        jax.random.normal(key, (blocks, PAGE, heads, dim), jnp.bfloat16)
+        for key in keys[1:3]
+    )
+    narrow = [x.astype(jnp.float8_e4m3fn) for x in (k, v)]
+    tables = jax.random.permutation(keys[3], blocks).reshape(batch, -1)
+    lengths = jnp.full(batch, length, jnp.int32)
+
+    def attend(
+        q: Any, k: Any, v: Any, tables: Any, lengths: Any, **options: Any
+    ) -> Any:
+        return paged_attention(q, (k, v), None, tables, lengths, **options)
+
+    def in_8_bits(*arrays: Any) -> Any:
+        return attend(*arrays, k_scale=1.0, v_scale=1.0, quantize_queries=True)
+
+    def widened(*arrays: Any) -> Any:
+        return attend(*arrays, k_scale=1.0, v_scale=1.0)
+
+    rest = tables.astype(jnp.int32), lengths
+    given = {
+        BF16: (attend, (q, k, v, *rest)),
+        f"{OURS}, e4m3 widened": (widened, (q, *narrow, *rest)),
+        f"{OURS}, 8 bits": (in_8_bits, (q, *narrow, *rest)),
+    }
+    outs = [jax.jit(f)(*arrays).astype(jnp.float32) for f, arrays in given.values()]
+    for who, out in list(zip(given, outs, strict=True))[1:]:
+        off = jnp.linalg.norm(out - outs[1]) / jnp.linalg.norm(outs[1])
+        if who.endswith("8 bits"):
+            results.add(f"{name} / out", who, "off the widened", float(off), "")
+            if not 0 < off < 0.1:
+                raise AssertionError(f"{who} is off by {off:.3g}")
+    seconds = hot_times(_compiled(name, given, results), quick)
+    for who, taken in seconds.items():
+        value = taken["forward"]
+        work = f"{name} / forward"
+        results.add(work, who, "time", value * 1e3, "ms")
+        results.add(work, who, "rate", case.flops / value / 1e12, "TFLOP/s")
+        if BF16 in seconds and who != BF16:
+            over = seconds[BF16]["forward"] / value
+            results.add(work, who, "over bfloat16", over, "")
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ SIDE = 128
 class Case:
     """kind: "tiles", "selectors" or "peers". share: one of so many tiles is listed.
 
-    selectors: which ones, by how they choose: "fixed", "threshold", "pooled", "learned".
+    selectors: how they choose: "fixed", "threshold", "pooled" or "learned".
     """
 
     kind: str
