@@ -1,7 +1,7 @@
 """`paged_attention(quantize_queries=True)`: plain JAX, and Hopper's kernel, by JAX.
 
 Against float64, with queries rounded as they are to be: plain JAX to the digits of
-bfloat16, the kernel, on the emulator and on a GPU, within a few per cent of a row, since
+bfloat16, the kernel, on the emulator and on a GPU, within some per cent of a row, as
 it rounds probabilities, too.
 """
 
