@@ -139,6 +139,14 @@ MANY = {
         **GROUP,
     ),
 }
+IN_8_BITS = {
+    "8 bits, many steps": Case(
+        sequences=((100, 1700), (80, 90)), bad_ids=HOLES, cache="e4m3", narrow=True
+    ),
+    "8 bits, many items": Case(
+        sequences=((65, 40),) * 9 + ((65, 0),) * 4, cache="e4m3", narrow=True, **GROUP
+    ),
+}
 WIDE = {"latent": True, "kv_heads": 1, "head_dim": 576, "value_dim": 512}
 LATENT = {
     "16 rows": Case(sequences=((1, 9), (1, 300)), heads=16, **WIDE),
@@ -200,7 +208,7 @@ CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
     },
     **{
         f"Hopper, {name}, {by}": functools.partial(paged, case, hopper=by)
-        for name, case in MANY.items()
+        for name, case in (MANY | IN_8_BITS).items()
         for by in ("boxes", "rows")
     },
 }
