@@ -22,6 +22,8 @@ LATENT_CONSUMER = f"{HOPPER}/latent/consumer.cuh"
 FORWARD = f"{HOPPER}/forward"
 NARROW = test("test_emulated_fp8", "every_row")
 NARROW_SCALES = test("test_emulated_fp8", "scales")
+NARROW_PAGED = test("test_emulated_fp8_paged", "every_row")
+NARROW_PAGES = f"{FORWARD}/narrow_pages.cuh"
 EMULATED = (
     Mutant(
         "few queries: nobody waits for the others' copies",
@@ -471,9 +473,9 @@ EMULATED = (
     ),
     Mutant(
         "8 bits: sums do not follow the reference",
-        f"{FORWARD}/narrow_rows.cuh",
-        "fmaf(rows.total[half], factor[half], sum);",
-        "rows.total[half] + sum;",
+        f"{FORWARD}/rows.cuh",
+        "    rows.total[0] *= factor[0];\n",
+        "",
         test("test_emulated_fp8", "grow"),
     ),
     Mutant(
@@ -484,10 +486,10 @@ EMULATED = (
         test("test_emulated_fp8", "nan_in_a_key"),
     ),
     Mutant(
-        "8 bits: a later item's scale of NaN is as 0",
+        "8 bits: a NaN does not become the reference",
         f"{FORWARD}/rows.cuh",
-        "outgrown |= exponent.ExceedsOrNan(largest[half], limit);",
-        "outgrown |= exponent.Exceeds(largest[half], limit);",
+        "Traits::kNarrow ? !(tile <= limit) : tile > limit;",
+        "tile > limit;",
         NARROW_SCALES,
     ),
     Mutant(
@@ -524,6 +526,83 @@ EMULATED = (
         "ClusterRank() * Traits::kLoadedValueRows;",
         "0;",
         NARROW,
+    ),
+    Mutant(
+        "8 bits, pages: V of a block that is none",
+        NARROW_PAGES,
+        "if (HasBlock(p, at)) {",
+        "if (at.slot >= 0) {",
+        NARROW_PAGED,
+    ),
+    Mutant(
+        "8 bits, pages: values in front of all windows stay",
+        NARROW_PAGES,
+        "if (layer.there && key >= begin && key < end) {",
+        "if (layer.there && key < end) {",
+        test("test_emulated_fp8_paged", "may_be_nan"),
+    ),
+    Mutant(
+        "8 bits, pages: values behind all windows stay",
+        NARROW_PAGES,
+        "if (layer.there && key >= begin && key < end) {",
+        "if (layer.there && key >= begin) {",
+        NARROW_PAGED,
+    ),
+    Mutant(
+        "8 bits, pages: what is not finite has a part in the scale",
+        NARROW_PAGES,
+        "QueryScale::IsFinite(x) ? fmaxf(largest, fabsf(x)) : largest;",
+        "fmaxf(largest, fabsf(x));",
+        test("test_emulated_fp8_paged", "not_finite"),
+    ),
+    Mutant(
+        "8 bits, pages: what is not finite is the largest number",
+        NARROW_PAGES,
+        "IsFinite(x) ? x / scale : __int_as_float(0x7fffffff);",
+        "x / scale;",
+        test("test_emulated_fp8_paged", "not_finite"),
+    ),
+    Mutant(
+        "8 bits, pages: all units have one scale",
+        NARROW_PAGES,
+        "p.q_scales[int64_t{q_row} * p.num_pairs + unit] = scale;",
+        "p.q_scales[int64_t{q_row} * p.num_pairs] = scale;",
+        NARROW_PAGED,
+    ),
+    Mutant(
+        "8 bits, pages: rows of a tile lie where those of the next sequence do",
+        f"{FORWARD}/paged_params.cuh",
+        "return q_row + member * p.queries;",
+        "return q_row;",
+        NARROW_PAGED,
+    ),
+    Mutant(
+        "8 bits, pages: a scale of keys may be negative",
+        f"{FORWARD}/planner.cuh",
+        "of_keys >= 0.0f ? of_keys : __int_as_float(0x7fffffff)",
+        "of_keys",
+        test("test_emulated_fp8_paged", "bad_scales"),
+    ),
+    Mutant(
+        "8 bits, pages: a tile has the V of the one after",
+        f"{FORWARD}/page_loader.cuh",
+        "maps_.v, full, transposed_.first, 0,",
+        "maps_.v, full, transposed_.first + 128, 0,",
+        test("test_emulated_fp8_paged", "finds_its_key"),
+    ),
+    Mutant(
+        "8 bits, pages: half of the keys do not say that their reference is too low",
+        f"{FORWARD}/narrow_rows.cuh",
+        "return both >= kNan << 16 || (both & 0xffff) >= kNan;",
+        "return both >= kNan << 16;",
+        test("test_emulated_fp8", "grow"),
+    ),
+    Mutant(
+        "8 bits, pages: the workspace lacks a tile of queries for each sequence",
+        "cpp/host/paged_call.h",
+        "return a.calls * (a.rows + int64_t{a.sequences} * queries);",
+        "return a.calls * int64_t{a.rows};",
+        NARROW_PAGED,
     ),
     Mutant(
         "a partial tile is taken for a full one",
