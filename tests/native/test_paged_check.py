@@ -1,4 +1,4 @@
-"""The launcher's check of what rows of paged attention see: the C interface."""
+"""The launcher's checks of paged attention, of rows and of 8 bits: the C interface."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from c_interface import load_library
-from paged_problems import BF16, Paged
+from paged_problems import BF16, NUMBERS, Paged, Scales
 
 ARRAY = 4096  # nothing lies there: a check that looked at an array would crash
 BOTH = {"ranges": ARRAY, "tree_mask": ARRAY, "tree_words": 2}
@@ -21,6 +21,34 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"tree_mask": ARRAY}, "tree_words must be positive with tree_mask, got 0"),
     ({**BOTH, "tree_words": -1}, "tree_words must be positive with tree_mask, got -1"),
     ({"tree_words": 2}, "tree_words must be 0 without tree_mask, got 2"),
+]
+NARROW = {"cache_dtype": NUMBERS["e4m3"], "narrow_queries": 1}
+OF_TOKENS = Scales(data=ARRAY, each=1, block=32, token=2, head=1)
+IN_8_BITS: list[tuple[dict[str, Any], str]] = [
+    ({}, "ok"),
+    ({"k_scale": Scales(data=ARRAY, head=1), "v_scale": Scales(data=ARRAY)}, "ok"),
+    ({"rows": 4096, "split_size": 256}, "ok"),
+    ({"narrow_queries": 2}, "narrow_queries must be 0 or 1, got 2"),
+    ({"dtype": NUMBERS["float16"]}, "dtype must be KVBLOCK_BF16"),
+    ({"cache_dtype": NUMBERS["e5m2"]}, "cache_dtype must be KVBLOCK_E4M3"),
+    ({"cache_dtype": NUMBERS["int8"]}, "cache_dtype must be KVBLOCK_E4M3"),
+    ({"cache_dtype": BF16}, "cache_dtype must be KVBLOCK_E4M3"),
+    ({"head_dim": 144}, "head dims are at most 128, got 144"),
+    ({"value_dim": 256}, "head dims are at most 128, got 256"),
+    ({"head_dim": 72}, "with a cache of 8 bits head dims must be multiples of 16"),
+    ({"scale": 0.0}, "scale must be above 0"),
+    ({"scale": -1.0}, "scale must be above 0"),
+    ({"softcap": 2.0}, "narrow_queries does not go with softcap"),
+    ({"ranges": ARRAY}, "narrow_queries does not go with ranges or tree_mask"),
+    (
+        {"tree_mask": ARRAY, "tree_words": 1},
+        "narrow_queries does not go with ranges or tree_mask",
+    ),
+    ({"table_first": ARRAY}, "narrow_queries does not go with table_first"),
+    ({"k_scale": OF_TOKENS}, "scales are one of all, or one for each key head"),
+    ({"v_scale": OF_TOKENS}, "scales are one of all, or one for each key head"),
+    ({"rows": 2**29, "sequences": 2**25}, "rows are too many for 32 bits"),
+    ({"sequences": 2**20, "table_width": 2**26}, "the workspace is too large"),
 ]
 
 
@@ -43,6 +71,15 @@ def valid(changes: dict[str, Any], address: Any) -> Paged:
 
 @pytest.mark.parametrize(("changes", "words"), CASES)
 def test_what_rows_see_is_checked(changes: dict[str, Any], words: str) -> None:
+    hold(changes, words)
+
+
+@pytest.mark.parametrize(("changes", "words"), IN_8_BITS)
+def test_8_bits_are_checked(changes: dict[str, Any], words: str) -> None:
+    hold(NARROW | changes, words)
+
+
+def hold(changes: dict[str, Any], words: str) -> None:
     check = load_library().kvblock_paged_attention_check
     check.restype = ctypes.c_char_p
     address = (ctypes.c_void_p * 1)(ARRAY)

@@ -435,6 +435,15 @@ NARROW_LONG = {
         sequences=((100, 160), (70, 96), (80, 160)),
         **E4M3,
     ),
+    # 33 blocks: the first id that is none, and ids behind the second one's length
+    "8 bits: any ids": Case(
+        sequences=((150, 400), (70, 90)),
+        bad_ids=(
+            *((0, 3, 33), (0, 4, 2**31 - 1), (0, 9, -(2**31)), (1, 2, 10**6)),
+            *((1, 6, 0), (1, 7, 33), (1, 23, -1), (1, 24, 2**31 - 1)),
+        ),
+        **E4M3,
+    ),
     "8 bits: no queries of many": Case(sequences=((1, 40), (9, 90), (5, 5)), **E4M3),
     "8 bits: small queries": Case(sequences=MIXED, large=1e-20, **E4M3),
 }
