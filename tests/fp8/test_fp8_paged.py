@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,10 @@ from jax.sharding import PartitionSpec as P
 from paged_problems import Case, Problem, few_rows
 
 from jax_kvblock import BlockSpec, KVPool, paged_attention
+from jax_kvblock.attention import cuda as dense_cuda
 from jax_kvblock.attention.cuda import unserved_by_gpu
+from jax_kvblock.core import ffi
+from jax_kvblock.paged import dispatch
 from jax_kvblock.paged.narrow import heads_of_tile
 
 E4M3 = {"cache": "e4m3", "narrow": True, "scales": "heads"}
@@ -38,6 +42,35 @@ CASES = {
     "blocks of 5, one scale": Case(
         sequences=MIXED, block_size=5, **{**E4M3, "scales": "all"}
     ),
+    "blocks of 64, no scales": Case(
+        sequences=MIXED, block_size=64, heads=8, **{**E4M3, "scales": "none"}
+    ),
+    "blocks of 128, heads first": Case(
+        sequences=MIXED, block_size=128, layout="B L O H T D", **E4M3
+    ),
+    "heads first, d128": Case(
+        sequences=MIXED,
+        layout="B L O H T D",
+        layers=2,
+        layer=1,
+        head_dim=128,
+        value_dim=128,
+        **E4M3,
+    ),
+    "a pair of arrays, other values": Case(
+        sequences=MIXED, head_dim=96, value_dim=64, **E4M3
+    ),
+    "all keys": Case(sequences=MIXED, window=(-1, -1), **E4M3),
+    "both sides": Case(sequences=MIXED, window=(50, 20), **E4M3),
+    "no keys, no queries, fewer keys": Case(
+        sequences=((70, 0), (0, 30), (90, 33), (1, 0), (80, 80)), sinks=1, **E4M3
+    ),
+    "lengths beyond the table": Case(
+        kv_lens=(10**6, -5, 2**31 - 1, 9),
+        sequences=((100, 160), (70, 96), (80, 160), (1, 9)),
+        **E4M3,
+    ),
+    "chunks": Case(sequences=((128, 300), (128, 128), (128, 513), (3, 41)), **E4M3),
     "groups of 12": Case(sequences=MIXED, heads=12, kv_heads=1, **E4M3),
     "ids of no block": Case(
         sequences=MIXED, bad_ids=((1, 2, -1), (3, 0, 10**6)), **E4M3
@@ -72,18 +105,32 @@ def who(request):
     return "xla" if request.param == "xla" else None
 
 
-def pool_of(x: Problem) -> KVPool:
-    _, layers, _, size, heads, dim = x.pages.shape
-    spec = BlockSpec(layers, 2, size, heads, dim, "float8_e4m3fn", layout="NHD")
+def pages_of(x: Problem) -> KVPool | tuple[jax.Array, jax.Array]:
+    """As a pool; keys and values of different head dims as two arrays of a layer."""
+    c, axes = x.case, x.case.layout.split()
+    if c.head_dim != c.value_dim:
+        k, v = (jnp.asarray(x.pages[:, 0, i]) for i in range(2))
+        return k[..., : c.head_dim], v[..., : c.value_dim]
+    layout = "NHD" if axes.index("T") < axes.index("H") else "HND"
+    spec = BlockSpec(
+        c.layers, 2, c.block_size, c.kv_heads, c.head_dim, "float8_e4m3fn", layout
+    )
     return KVPool(jnp.asarray(x.pages), spec)
 
 
 def arguments(x: Problem) -> tuple[tuple, dict]:
     c = x.case
-    scales = [s.reshape(-1) for s in x.scales]
-    k, v = (s[0] if len(s) == 1 else jnp.asarray(s) for s in scales)
-    given = {"k_scale": k, "v_scale": v, "return_lse": True, "quantize_queries": True}
-    given["window"] = (c.window[0], 0) if c.window[0] >= 0 else None
+    given = {"return_lse": True, "quantize_queries": True}
+    if c.scales != "none":
+        scales = [s.reshape(-1) for s in x.scales]
+        k, v = (s[0] if len(s) == 1 else jnp.asarray(s) for s in scales)
+        given |= {"k_scale": k, "v_scale": v}
+    left, right = c.window
+    given["causal"] = right == 0
+    if right > 0:
+        given["window"] = c.window
+    elif left >= 0:
+        given["window"] = (left, 0)
     given["sinks"] = jnp.asarray(x.sinks[0]) if c.sinks else None
     given["split_size"] = c.split_size or None
     if c.padded:
@@ -92,7 +139,9 @@ def arguments(x: Problem) -> tuple[tuple, dict]:
     else:
         given["query_start"] = x.starts[0]
         q = jnp.asarray(x.q[0])
-    return (q, pool_of(x), 0, x.tables, x.kv_lens), given
+    pages = pages_of(x)
+    layer = (c.layer or 0) if isinstance(pages, KVPool) else None
+    return (q, pages, layer, x.tables, x.kv_lens), given
 
 
 def attend(x: Problem, who: str | None) -> tuple[np.ndarray, np.ndarray]:
@@ -121,16 +170,61 @@ def test_against_float64(name, who):
     hold(x, who, *attend(x, who))
 
 
+def test_fresh_numbers_each_time(who):
+    """Of one program: numbers, lengths, tables and starts are operands."""
+    call = None
+    for seed in range(3):
+        lens = [(90 - 10 * seed, 140), (1, 60 + seed), (3, 40), (7 + 10 * seed, 70)]
+        x = Problem(Case(sequences=tuple(lens), seed=seed, **E4M3))
+        positional, given = arguments(x)
+        start, k, v = (given.pop(n) for n in ("query_start", "k_scale", "v_scale"))
+        q, pool, layer, tables, kv_lens = positional
+
+        def attend_all(q, data, tables, lens, start, k, v, spec=pool.spec, given=given):
+            return paged_attention(
+                *(q, KVPool(data, spec), 0, tables, lens),
+                query_start=start,
+                k_scale=k,
+                v_scale=v,
+                implementation=who,
+                **given,
+            )
+
+        call = call or jax.jit(attend_all)
+        out, lse = call(q, pool.data, tables, kv_lens, start, k, v)
+        assert layer == 0
+        hold(x, who, np.asarray(out)[None], np.asarray(lse)[None])
+    assert call._cache_size() == 1
+
+
+def test_rows_of_nobody_are_zeros(who):
+    x = Problem(CASES["mixed"])
+    out, lse = attend(x, who)
+    assert (out[0, -3:] == 0).all()
+    assert (lse[0, -3:] == -np.inf).all()
+
+
+def test_with_split_size_a_sequence_alone_has_the_same_bits(who):
+    x = Problem(CASES["split"])
+    out, lse = attend(x, who)
+    for b in range(len(x.tables)):
+        _, first, end = x.sequence_rows(b)
+        alone = attend(x.alone(b), who)
+        assert (alone[0][0] == out[0, first:end]).all()
+        assert (alone[1][0] == lse[0, first:end]).all()
+
+
 def test_it_is_not_what_unrounded_queries_give():
     x = Problem(CASES["mixed"])
     positional, given = arguments(x)
-    out, _ = attend(x, "xla")
+    out, lse = attend(x, "xla")
     given["quantize_queries"] = False
-    other, _ = paged_attention(*positional, **given, implementation="xla")
-    same = (out[0] == np.asarray(other)).all((-1, -2))
-    long = x.rows_of_long(few_rows(x))[0]
-    assert same[~long].all()
-    assert not same[long].any()
+    other = paged_attention(*positional, **given, implementation="xla")
+    few = ~x.rows_of_long(few_rows(x))[0]
+    for a, b in zip((out[0], lse[0]), map(np.asarray, other), strict=True):
+        assert (a[few] == b[few]).all()
+    # Not out, which is the value of the one key that a sequence's first query sees.
+    assert (lse[0, ~few] != np.asarray(other[1])[~few]).all()
 
 
 def test_vmap_over_queries_and_lengths(who):
@@ -238,6 +332,16 @@ WRONG = {
         ValueError,
         "with quantize_queries v_scale must be a number or one for each KV head",
     ),
+    "scales of tokens of keys": (
+        lambda: {"k_scale": jnp.ones((Problem(CASES["mixed"]).blocks, 16, 2))},
+        ValueError,
+        "k_scale must be a number .* quantize keys and values with one scale",
+    ),
+    "drafts": (
+        lambda: {"tree_mask": np.zeros((168, 1), np.uint32)},
+        ValueError,
+        "quantize_queries does not go with tree_mask; leave one of them out",
+    ),
     "ranges": (
         lambda: {"ranges": np.zeros((168, 2), np.int32)},
         ValueError,
@@ -262,6 +366,33 @@ def test_what_is_wrong_is_said(name):
 def test_nothing_is_computed_in_more_bits_unasked():
     with pytest.raises(ValueError, match="do not serve cpu, for which this is lowered"):
         call()
+
+
+GPUS = {
+    "8.0": ("compute capability 8.0 (9.0 alone is served)", (8, 0)),
+    "8.9, which multiplies 8 bits": ("compute capability 8.9", (8, 9)),
+    "10.0": ("compute capability 10.0 (9.0 alone is served)", (10, 0)),
+    "one of two": ("compute capability 8.0", (8, 0), (9, 0)),
+    "a build without 90a": ("this build (rebuild it with 90a", (9, 0)),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", GPUS)
+def test_gpus_without_the_kernel_are_an_error(name, monkeypatch):
+    """For None and "cuda", and only where some sequence may have many queries."""
+    words, *capabilities = GPUS[name]
+    choose = dispatch.choose
+    monkeypatch.setattr(dispatch, "choose", lambda *given: choose(*given[:2], "cuda"))
+    monkeypatch.setattr(ffi, "gpu_capabilities", lambda: frozenset(capabilities))
+    monkeypatch.setattr(dense_cuda, "_built_for_hopper", lambda: "90a" not in name)
+    words = re.escape(words)
+    fix = "implementation='xla'"
+    with pytest.raises(ValueError, match=f"{words}.*Leave it out.*{fix} computes"):
+        call()
+    with pytest.raises(ValueError, match=f"{words}.*{fix} does"):
+        call(implementation="cuda")
+    jax.jit(functools.partial(call, implementation="xla")).lower()
 
 
 @pytest.mark.cpu
