@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
@@ -38,6 +39,11 @@ def sparse(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 @pytest.fixture
 def dropout(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield from imported("bench_attention_dropout", monkeypatch)
+
+
+@pytest.fixture
+def eight_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    yield from imported("bench_attention_fp8", monkeypatch)
 
 
 def imported(module: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
@@ -241,6 +247,51 @@ def test_attention_that_drops_other_pairs_is_not_timed(
     (failure,) = results.failures
     assert "out is off by" in failure
     assert {row["metric"] for row in results.rows} == {"error"}
+
+
+def prefills(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, attend: Any
+) -> dict[tuple[str, str], float]:
+    """Rows of two short prefills, (who, metric): value; `attend` is of plain JAX."""
+    common = sys.modules["support.common"]
+    monkeypatch.setattr(common, "on_gpu", lambda: True)
+    monkeypatch.setattr(bench, "_errors", lambda *_: None)
+    monkeypatch.setattr(bench, "paged_attention", attend)
+    case = dataclasses.replace(bench.PAGED[0].case, num_heads=8, num_kv_heads=2)
+    monkeypatch.setattr(bench, "PAGED", (bench.Paged(case),))
+    results = common.Results()
+    bench.bench(argparse.Namespace(quick=True, cases="^pages"), results)
+    assert not results.failures
+    of = ((row["implementation"], row["metric"], row["value"]) for row in results.rows)
+    return {(who, metric): value for who, metric, value in of}
+
+
+def test_small_prefills_in_8_bits(
+    eight_bits: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = functools.partial(eight_bits.paged_attention, implementation="xla")
+    rows = prefills(eight_bits, monkeypatch, attend)
+    narrow, wide = (f"{eight_bits.OURS}, {x}" for x in ("8 bits", "e4m3 widened"))
+    assert 0.005 < rows[narrow, "off the widened"] < 0.1
+    flops = 2 * 2 * 8 * 256 * 512 * 512 / 2
+    for who in (eight_bits.BF16, narrow, wide):
+        seconds = rows[who, "time"] / 1e3
+        assert rows[who, "rate"] * 1e12 * seconds == pytest.approx(flops, 1e-4)
+    for who in (narrow, wide):
+        over = rows[eight_bits.BF16, "time"] / rows[who, "time"]
+        assert rows[who, "over bfloat16"] == pytest.approx(over, 1e-4)
+
+
+def test_prefills_that_round_nothing_are_not_timed(
+    eight_bits: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = eight_bits.paged_attention
+
+    def wide(*arrays: Any, quantize_queries: bool = False, **options: Any) -> Any:
+        return right(*arrays, **options, implementation="xla")
+
+    with pytest.raises(AssertionError, match="8 bits is off by 0"):
+        prefills(eight_bits, monkeypatch, wide)
 
 
 def test_what_kernel_call_answers_where_its_peers_are_asked() -> None:
