@@ -255,7 +255,10 @@ def test_files_that_the_text_names_exist(document: str) -> None:
         assert (ROOT / path).exists(), f"{document}: {path}"
 
 
-@pytest.mark.parametrize("header", ["append", "attention", "block_copy", "quantize"])
+HEADERS = ("append", "attention", "block_copy", "paged_attention", "quantize")
+
+
+@pytest.mark.parametrize("header", HEADERS)
 def test_native_md_names_every_function_and_field(header: str) -> None:
     text = (ROOT / f"cpp/include/kvblock/{header}.h").read_text()
     code = re.sub(r"/\*.*?\*/", "", text, flags=re.DOTALL)
