@@ -183,8 +183,8 @@ MISSING = (
     Mutant(
         "Hopper: K's place is left while products read it",
         f"{FORWARD}/consumer.cuh",
-        "WgmmaWait<1>();",
-        "",
+        "WgmmaWait<1>();\n      KeepAfter",
+        "KeepAfter",
         ("Hopper, many steps, holes, boxes", "a load of", "a product of warp"),
     ),
     Mutant(
@@ -227,6 +227,7 @@ MISSING = (
 
 def mutated(root: Path) -> Path:
     """The kernels with all of the mistakes: they do not meet."""
+    shutil.rmtree(root, ignore_errors=True)  # of a build that failed
     shutil.copytree(ROOT / "cpp", root / "cpp")
     for mutant in MISSING:
         mutant.apply(root)
