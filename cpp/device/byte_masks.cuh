@@ -9,7 +9,17 @@
 
 namespace kvblock {
 
-// Four bytes of ones where the top bit of byte kByte is 1.
+// Two bytes of ones where the top bit of byte kByte of `low` is 1, and two of that of `high`.
+template <int kByte>
+__device__ __forceinline__ uint32_t PairMask(uint32_t low, uint32_t high) {
+  uint32_t mask;
+  asm("prmt.b32 %0, %1, %2, %3;"
+      : "=r"(mask)
+      : "r"(low), "r"(high), "n"(0x8888 | kByte * 0x11 | (kByte + 4) * 0x1100));
+  return mask;
+}
+
+// Four bytes of them.
 template <int kByte>
 __device__ __forceinline__ uint32_t WordMask(uint32_t word) {
   uint32_t mask;
@@ -20,8 +30,8 @@ __device__ __forceinline__ uint32_t WordMask(uint32_t word) {
 // Two numbers in bfloat16: 1 where byte kByte of `low` is at least that of `least`, else 0, and the
 // same of `high`. Bytes are below 128, and all of `least` are alike.
 //
-// A byte twice is a positive number in bfloat16, and greater where the byte is. So a comparison of
-// floats serves, which does not run where integer arithmetic does.
+// A byte twice is a positive number in bfloat16, and greater where the byte is: so a comparison of
+// floats serves.
 template <int kByte>
 __device__ __forceinline__ uint32_t OnesFrom(uint32_t low, uint32_t high, uint32_t least) {
   constexpr int kTwice = kByte * 0x0011 | (kByte + 4) * 0x1100;

@@ -9,6 +9,10 @@ __device__ __forceinline__ int Opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
+__device__ __forceinline__ uint32_t Opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
 __device__ __forceinline__ float Opaque(float x) {
   asm volatile("" : "+f"(x));
   return x;

@@ -7,16 +7,18 @@ asked for a derivative, see the same pairs, and nothing of them is kept.
 
     x, y   = place of the query, of the key: 8 (position // 16) + position % 8
     z      = (key[0] + QUERY_STEP x) ^ (key[1] + KEY_STEP (y // 2))
-    word   = folded(folded(z, SHARED_FACTOR), KEY_FACTORS[y % 2])
+    z      = shifted(z FACTORS[0], 15)
+    word   = shifted(z KEY_FACTORS[y % 2], 16)
     shift  = 16 (query's position // 8 % 2) + 8 (key's position // 8 % 2)
     number = word >> shift & 127
 
 A pair is kept where its number is at least the threshold. So a word serves the four
 pairs of positions {a, a + 8} and {b, b + 8} in a block of 16 by 16: what one thread of
 a tensor core's warp holds, whichever of both is its rows. The places are counters (Weyl
-sequences), and `folded` joins the halves of a product, as the hashes of the family of
-wyhash do (Wang Yi, 2019): kernels have more time for multiplications than for shifts.
-Two keys side by side share the first of the two.
+sequences); the hash is the one with two multiplications and shifts that the search of
+Wellons found ("Prospecting for hash functions", 2018), without its first shift, which
+two counters that are joined by exclusive or do not need. Two keys side by side share
+the first half of it, and the odd one has another factor in the second.
 tests/attention/test_dropout_bits.py holds it to what independent bits are like.
 """
 
@@ -38,11 +40,8 @@ BLOCK = 16  # positions that a word's pairs lie in, and offsets are a multiple o
 # As in cpp/ops/attention/mask/dropout.cuh. 2**32 over the golden ratio, and the digits
 # of the root of 2; both odd.
 QUERY_STEP, KEY_STEP = np.uint32(0x9E3779B9), np.uint32(0x6A09E667)
-# Digits of the roots of 3, 7 and 13, odd.
-SHARED_FACTOR = np.uint32(0xBB67AE85)
-KEY_FACTORS = np.uint32(0xA54FF53B), np.uint32(0x9B05688D)
-# Of the hash that seeds become keys by.
 FACTORS = np.uint32(0x7FEB352D), np.uint32(0x846CA68B)
+KEY_FACTORS = FACTORS[1], np.uint32(0xA54FF53B)  # digits of the root of 7, odd
 # Where the two words of a key begin, and what each step adds: digits of pi.
 STARTS = np.array([0x243F6A88, 0x85A308D3], np.uint32)
 STEPS = np.array([0x13198A2E, 0x03707344], np.uint32)
@@ -177,7 +176,7 @@ def _keys_of(
     read = [words[..., i] for i in range(words.shape[-1])]
     state = jnp.asarray(STARTS)
     for word in (*read, member, head):
-        state = mixed(shifted(state ^ word[..., None])) + jnp.asarray(STEPS)
+        state = mixed(state ^ word[..., None]) + jnp.asarray(STEPS)
     return moved(jnp.broadcast_to(state, (batch, heads, 2)), q_offset, kv_offset)
 
 
@@ -201,30 +200,14 @@ def _move_of(offset: Any, step: np.uint32, steps: int) -> jax.Array:
 # ---- pairs ---------------------------------------------------------------------------
 
 
-def shifted(z: jax.Array) -> jax.Array:
-    return z ^ (z >> np.uint32(16))
+def shifted(z: jax.Array, by: int) -> jax.Array:
+    return z ^ (z >> np.uint32(by))
 
 
 def mixed(z: jax.Array) -> jax.Array:
-    """Of every word another one, uint32.
-
-    The hash with two multiplications that the search of Wellons found ("Prospecting for
-    hash functions", 2018), without its first shift, which is `shifted`.
-    """
-    z = z * FACTORS[0]
-    z = z ^ (z >> np.uint32(15))
-    z = z * FACTORS[1]
-    return z ^ (z >> np.uint32(16))
-
-
-def folded(z: jax.Array, factor: Any) -> jax.Array:
-    """The halves of the 64 bits of products, joined; all are uint32."""
-    half, low = np.uint32(16), np.uint32(0xFFFF)
-    below, above = (z & low, z >> half), (factor & low, factor >> half)
-    inner = [below[0] * above[1], below[1] * above[0]]
-    carried = (below[0] * above[0] >> half) + (inner[0] & low) + (inner[1] & low)
-    high = below[1] * above[1] + (inner[0] >> half) + (inner[1] >> half)
-    return z * factor ^ (high + (carried >> half))
+    """Of every word another one, uint32: that hash, with its first shift."""
+    z = shifted(shifted(z, 16) * FACTORS[0], 15)
+    return shifted(z * FACTORS[1], 16)
 
 
 class Parts(NamedTuple):
@@ -285,9 +268,8 @@ def kept(config: AttentionConfig, parts: Parts) -> jax.Array:
 
     Rows and columns, and their shifts and factors, broadcast in front of that.
     """
-    shared = folded(
-        parts.rows[..., :, None] ^ parts.columns[..., None, :], SHARED_FACTOR
-    )
-    word = folded(shared, parts.factors[..., None, :])
+    word = parts.rows[..., :, None] ^ parts.columns[..., None, :]
+    word = shifted(word * FACTORS[0], 15)
+    word = shifted(word * parts.factors[..., None, :], 16)
     shifts = parts.row_shifts[..., :, None] + parts.column_shifts[..., None, :]
     return (word >> shifts & np.uint32(LEVELS - 1)) >= np.uint32(config.dropout)

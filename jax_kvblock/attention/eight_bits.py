@@ -100,7 +100,8 @@ def widened(x: Operands) -> Operands:
         if each.shape[2] > 1:
             each = jnp.repeat(each, SCALE_ROWS, axis=2)[..., :rows]
         each = row_of_each(jnp.swapaxes(each, 1, 2), batch)
-        return a.astype(jnp.float32) * each[..., None]
+        # Or XLA drops the conversion to 8 bits, where that is in the same program.
+        return jax.lax.optimization_barrier(a).astype(jnp.float32) * each[..., None]
 
     return x._replace(
         q=of(x.q, x.q_scales),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_kvblock.attention import AttentionScales
 from jax_kvblock.attention.arguments import check_lengths
@@ -132,10 +133,25 @@ def _plain(call: Quantize, operands: Sequence[Any]) -> list[list[Any]]:
     return list(call.split(plain.quantize(call, *operands)))
 
 
+def _cut_as(mean: jax.Array, split: jax.Array) -> jax.Array:
+    """On an explicit mesh the mean is cut as the queries are, by members and heads.
+
+    Where all heads share a scale, keys come whole out of a quantization, and it does.
+    """
+    sharding = jax.typeof(split).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return mean
+    batch, _, heads, *_ = sharding.spec
+    return jax.sharding.reshard(
+        mean, NamedSharding(sharding.mesh, PartitionSpec(batch, heads, None))
+    )
+
+
 def _shift(q: jax.Array, mean: jax.Array) -> jax.Array:
     """The products of queries with what was taken from their keys."""
     group = q.shape[2] // mean.shape[1]
     split = q.reshape(*q.shape[:2], mean.shape[1], group, q.shape[3])
+    mean = _cut_as(mean, split)
     made = jnp.einsum(
         "btkgd,bkd->btkg",
         split.astype(jnp.float32),

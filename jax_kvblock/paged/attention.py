@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class PagedOptions(TypedDict, total=False):
-    """What `paged_attention` takes by name, but for `return_lse`."""
+    """What attention over blocks takes by name, but for `return_lse`."""
 
     query_start: Integers | None
     q_lens: Integers | None
@@ -57,8 +57,13 @@ class PagedOptions(TypedDict, total=False):
     split_size: int | None
     q_heads: tuple[int | jax.Array, int] | None
     value_dim: int | None
-    quantize_queries: bool
     implementation: str | None
+
+
+class AllPagedOptions(PagedOptions, total=False):
+    """The same of `paged_attention`, which has all of its sequences' keys."""
+
+    quantize_queries: bool
 
 
 @overload
@@ -70,7 +75,7 @@ def paged_attention(
     kv_lens: Integers,
     *,
     return_lse: Literal[False] = ...,
-    **options: Unpack[PagedOptions],
+    **options: Unpack[AllPagedOptions],
 ) -> Output: ...
 @overload
 def paged_attention(
@@ -81,7 +86,7 @@ def paged_attention(
     kv_lens: Integers,
     *,
     return_lse: Literal[True],
-    **options: Unpack[PagedOptions],
+    **options: Unpack[AllPagedOptions],
 ) -> tuple[Output, Rows]: ...
 @overload
 def paged_attention(
@@ -92,7 +97,7 @@ def paged_attention(
     kv_lens: Integers,
     *,
     return_lse: bool,
-    **options: Unpack[PagedOptions],
+    **options: Unpack[AllPagedOptions],
 ) -> Output | tuple[Output, Rows]: ...
 def paged_attention(
     q: Float[ArrayIn, "*tokens N D"],

@@ -71,7 +71,8 @@ def rounded(
     scale = jnp.where(largest == 0, 1, jnp.maximum(largest * INVERSE, SMALLEST))
     scale = scale[:, :, None, None].astype(wide)
     codes = jnp.clip(jnp.where(finite, q, jnp.nan) / scale, -LARGEST, LARGEST)
-    made = codes.astype(DTYPE).astype(wide) * scale
+    # The barrier holds XLA to the codes: it drops a conversion there and back.
+    made = jax.lax.optimization_barrier(codes.astype(DTYPE)).astype(wide) * scale
     # The kernel takes the sign of a score from its product.
     if x.k_scale is not None:
         of = x.k_scale

@@ -162,26 +162,30 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
 
 @needs_cxx
 def test_kernels_take_the_members_of_the_header_in_their_order(tmp_path: Path) -> None:
-    """AttentionCall lists them again, and takes the first part of each struct whole.
+    """AttentionArrays lists them again, and takes the first part of each struct whole.
 
-    In place of `deterministic` it has where the parts of a workspace lie.
+    In place of `deterministic` it has where the parts of a workspace lie. Dropout is
+    AttentionCall's alone.
     """
-    members = [field for field in Attention._fields_ if field[0] != "deterministic"]
+    others = ("deterministic", "dropout", "dropout_keys")
+    members = [field for field in Attention._fields_ if field[0] not in others]
     *members, workspace, joins = members[: -len(SCALES)]
     assert (workspace[0], joins[0]) == ("workspace", "joins")
     places = fields(ctypes.c_void_p, "dq_turns dq_state")
     members = [*members, *places, workspace, joins, *SCALES]
     flat = type("Flat", (ctypes.Structure,), {"_fields_": members})
     checks = "".join(
-        f"static_assert(offsetof(AttentionCall, {name}) == {place.offset} &&\n"
-        f'  sizeof(AttentionCall::{name}) == {place.size}, "{name}");\n'
+        f"static_assert(offsetof(AttentionArrays, {name}) == {place.offset} &&\n"
+        f'  sizeof(AttentionArrays::{name}) == {place.size}, "{name}");\n'
         for name, _ in members
         for place in [getattr(flat, name)]
     )
     source = tmp_path / "call.cc"
     source.write_text(
-        f'#include "host/attention_call.h"\nusing kvblock::AttentionCall;\n{checks}'
-        f"static_assert(sizeof(AttentionCall) == {ctypes.sizeof(flat)});\n"
+        f'#include "host/attention_call.h"\nusing namespace kvblock;\n{checks}'
+        f"static_assert(sizeof(AttentionArrays) == {ctypes.sizeof(flat)});\n"
+        "static_assert(sizeof(AttentionCall::dropout) == 4);\n"
+        f"static_assert(sizeof(AttentionCall) == {ctypes.sizeof(flat)} + 16);\n"
     )
     sources = Path(__file__).parents[2] / "cpp"
     compile_with(CXX, "-std=c++17", "-fsyntax-only", "-I", sources, source)

@@ -207,8 +207,8 @@ MISSING = (
     Mutant(
         "Hopper: K's place is left while products read it",
         f"{FORWARD}/consumer.cuh",
-        "WgmmaWait<1>();\n      KeepAfter(rows.s());",
-        "KeepAfter(rows.s());",
+        "WgmmaWait<1>();\n      KeepAfter",
+        "KeepAfter",
         ("Hopper, many steps, holes, boxes", "a load of", "a product of warp"),
     ),
     Mutant(

@@ -32,7 +32,7 @@ from attention_model import (
 
 
 def plain_attention(
-    arrays: Any, mask: Any, alive: Any, scale: Any, cap: Any, kept: Any
+    arrays: Any, mask: Any, alive: Any, scale: Any, cap: Any, kept: Any = 1.0
 ) -> tuple[jax.Array, jax.Array]:
     """What one would write with jnp, every array in q's dtype; a cap of 0 is none."""
     q, k, v = (arrays[n] for n in "qkv")
@@ -53,7 +53,7 @@ def plain_attention(
     empty = ~alive[:, None, :, None] | (total == 0)
     total = jnp.where(empty, 1, total)
     lse = jnp.where(empty, -jnp.inf, jnp.log(total) + top)[..., 0]
-    p = jnp.where(empty, 0, p / total) * kept.astype(dtype)
+    p = jnp.where(empty, 0, p / total) * jnp.asarray(kept, dtype)
     out = einsum("bnts,bsne->btne", p, v)
     return out, jnp.swapaxes(lse, 1, 2)
 

@@ -194,11 +194,10 @@ def dropout_numbers(
     half = lambda p: (p // 8 % 2).astype(u)[:, None]  # noqa: E731
     row = of_rows + u(0x9E3779B9) * place(rows).astype(u)
     column = of_columns + u(0x6A09E667) * (place(columns) // 2).astype(u)
-    factor = np.where(place(columns) % 2 == 0, u(0xA54FF53B), u(0x9B05688D))
-    word = row[..., None] ^ column[:, :, None]
-    for f in (u(0xBB67AE85), factor[:, :, None]):
-        product = word.astype(np.uint64) * f
-        word = (product ^ product >> np.uint64(32)).astype(u)
+    factor = np.where(place(columns) % 2 == 0, u(0x846CA68B), u(0xA54FF53B))
+    word = (row[..., None] ^ column[:, :, None]) * u(0x7FEB352D)
+    word = (word ^ word >> u(15)) * factor[:, :, None]
+    word ^= word >> u(16)
     shift = 16 * half(rows)[..., None] + 8 * half(columns)[:, :, None]
     return word >> shift.astype(u) & u(127)
 

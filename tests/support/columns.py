@@ -264,8 +264,9 @@ def plain_attend_with_dropout(q: Any, k: Any, v: Any, seeds: Any) -> Any:
     (row, row_half), (column, column_half) = map(place_and_half, (T, S))
     rows = keys[..., 0, None] + dropout.QUERY_STEP * row
     columns = keys[..., 1, None] + dropout.KEY_STEP * (column // 2)
-    words = dropout.folded(rows[..., None] ^ columns[:, :, None], dropout.SHARED_FACTOR)
-    words = dropout.folded(words, jnp.where(column % 2 == 0, *dropout.KEY_FACTORS))
+    words = (rows[..., None] ^ columns[:, :, None]) * dropout.FACTORS[0]
+    factors = jnp.where(column % 2 == 0, *dropout.KEY_FACTORS)
+    words = dropout.shifted(dropout.shifted(words, 15) * factors, 16)
     numbers = words >> (16 * row_half[:, None] + 8 * column_half) & 127
     scaled = jnp.where(numbers >= 38, np.float32(128 / (128 - 38)), np.float32(0))
     return plain_attention(*narrow(q, k, v), causal(T, S, 0), kept=scaled)[0]

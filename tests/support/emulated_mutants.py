@@ -20,6 +20,7 @@ LATENT_MANY = test("test_emulated_latent", "many_rows")
 LATENT_PAIRS = test("test_emulated_latent", "pairs_of_tiles")
 LATENT_CONSUMER = f"{HOPPER}/latent/consumer.cuh"
 FORWARD = f"{HOPPER}/forward"
+DROPOUT, DROPPED = f"{MASK}/dropout.cuh", test("test_emulated_dropout", "every_mask")
 NARROW = test("test_emulated_fp8", "every_row")
 NARROW_SCALES = test("test_emulated_fp8", "scales")
 NARROW_PAGED = test("test_emulated_fp8_paged", "every_row")
@@ -458,6 +459,34 @@ EMULATED = (
         test("test_emulated_fp8", "beyond_lengths"),
     ),
     Mutant(
+        "dropout: odd keys have the even ones' factor",
+        DROPOUT,
+        "Numbers(shared, kOddFactor)};",
+        "Numbers(shared, kEvenFactor)};",
+        DROPPED,
+    ),
+    Mutant(
+        "dropout: one number more is kept",
+        DROPOUT,
+        "first(words.first + (0x80808080u - least))",
+        "first(words.first + (0x81818181u - least))",
+        DROPPED,
+    ),
+    Mutant(
+        "dropout: every block of keys has the first one's pairs",
+        f"{FORWARD}/rows.cuh",
+        "key_part + n * kKeyBlock)",
+        "key_part + 0 * n)",
+        DROPPED,
+    ),
+    Mutant(
+        "dropout: what is kept is not scaled",
+        f"{FORWARD}/result.cuh",
+        "factor[half] *= p.dropout.scale;",
+        "factor[half] *= 1.0f;",
+        DROPPED,
+    ),
+    Mutant(
         "8 bits: the codes of a lane's second row follow the first one's reference",
         f"{FORWARD}/narrow_rows.cuh",
         "fmaf(rows.sums.reference[half], -8",
@@ -490,6 +519,14 @@ EMULATED = (
         f"{FORWARD}/rows.cuh",
         "Traits::kNarrow ? !(tile <= limit) : tile > limit;",
         "tile > limit;",
+        NARROW_SCALES,
+    ),
+    Mutant(
+        "8 bits: a later item's scale of NaN is as 0",
+        f"{FORWARD}/narrow_rows.cuh",
+        "return both >= kNan << 16 || (both & 0xffff) >= kNan;",
+        "return (both >> 16) - kNan <= 0x7c00 - kNan ||\n"
+        "         (both & 0xffff) - kNan <= 0x7c00 - kNan;",
         NARROW_SCALES,
     ),
     Mutant(

@@ -137,6 +137,10 @@ def right(draw: Any, which: int) -> Fields:
     a |= dict.fromkeys(given, ARRAY)
     if not narrow and draw(st.booleans()) and _joins(a, which):
         a["joins"] = draw(st.sampled_from((1, -1)))
+    elif draw(st.booleans()):
+        dropping = a | {"dropout": draw(st.integers(1, 127)), "dropout_keys": ARRAY}
+        if _dropout(dropping):
+            return dropping
     return a
 
 
@@ -154,6 +158,7 @@ def is_right(a: Fields, which: int) -> bool:
         and _arrays(a, which)
         and _aligned(a, which)
         and _eight_bits(a, which)
+        and _dropout(a)
         and (not a["joins"] or _joins(a, which))
     )
 
@@ -165,10 +170,22 @@ def _joins(a: Fields, which: int) -> bool:
         return sm90 and a["dq"] is not None
     plain = a["softcap"] == 0 and a["scale"] > 0
     absent = all(a[name] is None for name in ("bias", "sinks", TILES[0]))
+    plain = plain and a["dropout"] == 0
     narrow = max(a["head_dim"], a["value_dim"]) <= 128
     queries = a["q_len"] > 0 and (a["batch"] > 0 or a["cu_q"] is not None)
     lse = a["lse"] is not None or not queries
     return which == FORWARD and sm90 and plain and absent and narrow and lse
+
+
+def _dropout(a: Fields) -> bool:
+    """A number and its keys, or neither, and nothing that does not go with it."""
+    if a["dropout"] == 0:
+        return a["dropout_keys"] is None
+    keys = a["dropout_keys"] is not None or a["batch"] == 0
+    if not (0 < a["dropout"] < 128 and keys and a["dtype"] != E4M3):
+        return False
+    absent = a["bias"] is None and a[TILES[0]] is None
+    return a["kernels"] == 0 or (absent and a["softcap"] == 0 and a["scale"] > 0)
 
 
 def _eight_bits(a: Fields, which: int) -> bool:
@@ -303,6 +320,7 @@ def _aligned(a: Fields, which: int) -> bool:
     struct = Forward if which == FORWARD else Backward
     has = {name for name, _ in (*Call._fields_, *struct._fields_)}
     steps = dict.fromkeys(WIDE, 16) | dict.fromkeys(NARROW, 4)
-    steps |= dict.fromkeys(("q_segment_ranges", "kv_segment_ranges"), 8)
+    pairs = ("q_segment_ranges", "kv_segment_ranges", "dropout_keys")
+    steps |= dict.fromkeys(pairs, 8)
     steps |= dict.fromkeys(("bias", "dbias"), 4 if a["bias_dtype"] == 2 else 2)
     return all((a[n] or 0) % step == 0 for n, step in steps.items() if n in has)

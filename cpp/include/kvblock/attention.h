@@ -36,10 +36,10 @@
  * With dropout, and key = dropout_keys[b, n], a pair is kept where its number is at least `dropout`:
  *
  *   place(p)   = p / 16 * 8 + p % 8
- *   fold(z, f) = z f modulo 2^32  ^  z f / 2^32                         (of the product's 64 bits)
  *   z          = (key[0] + 0x9E3779B9 place(i)) ^ (key[1] + 0x6A09E667 (place(j) / 2))  modulo 2^32
- *   word       = fold(fold(z, 0xBB67AE85), place(j) % 2 ? 0x9B05688D : 0xA54FF53B)
- *   number     = word >> (16 (i / 8 % 2) + 8 (j / 8 % 2)) & 127
+ *   z          = z * 0x7FEB352D;                                        z = z ^ (z >> 15)
+ *   z          = z * (place(j) % 2 == 0 ? 0x846CA68B : 0xA54FF53B);     z = z ^ (z >> 16)
+ *   number     = z >> (16 (i / 8 % 2) + 8 (j / 8 % 2)) & 127
  *
  * Positions that begin elsewhere are another key: 16 m more of i are 0x9E3779B9 * 8 m more of key[0].
  *

@@ -6,10 +6,9 @@
 // keys are; so it has two words for its eight pairs of a block. Of a word the part of the query and
 // that of the key are computed apart, and what two keys side by side have in common once.
 //
-// Integer arithmetic is what dropout costs, since kernels have little time left for it beside the
-// exponentials. So words are two products of 64 bits, of which the halves are joined: the
-// multiplications run beside it, as do those that make of a word what probabilities are multiplied
-// by (device/byte_masks.cuh).
+// Integer arithmetic is what dropout costs: kernels have little time left for it beside the
+// exponentials. So a word serves four pairs, keys side by side share half of the hash, and where
+// probabilities are in pairs of 16 bits one instruction makes a mask for two.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +45,7 @@ inline DroppingParams MakeDroppingParams(const AttentionCall& a) {
 
 constexpr uint32_t kQueryStep = 0x9E3779B9u, kKeyStep = 0x6A09E667u;
 // Of both, of keys whose place is even, and of those whose place is odd.
-constexpr uint32_t kSharedFactor = 0xBB67AE85u, kEvenFactor = 0xA54FF53Bu, kOddFactor = 0x9B05688Du;
+constexpr uint32_t kSharedFactor = 0x7FEB352Du, kEvenFactor = 0x846CA68Bu, kOddFactor = 0xA54FF53Bu;
 constexpr int kDropoutBlock = 16;
 
 // The two words of a sequence and head.
@@ -67,20 +66,24 @@ __device__ __forceinline__ uint32_t KeyPart(uint32_t key, int first, int nth) {
 constexpr uint32_t kQueryBlock = kDropoutBlock / 2 * kQueryStep;
 constexpr uint32_t kKeyBlock = kDropoutBlock / 4 * kKeyStep;
 
-// The halves of a product, joined.
-__device__ __forceinline__ uint32_t Folded(uint32_t z, uint32_t factor) {
-  const uint64_t product = uint64_t{z} * factor;
-  return static_cast<uint32_t>(product) ^ static_cast<uint32_t>(product >> 32);
+// What a query has in common with two keys side by side, and the numbers of one of these.
+__device__ __forceinline__ uint32_t SharedWord(uint32_t query, uint32_t key) {
+  const uint32_t z = (query ^ key) * kSharedFactor;
+  return z ^ z >> 15;
+}
+__device__ __forceinline__ uint32_t Numbers(uint32_t shared, uint32_t factor) {
+  const uint32_t z = shared * factor;
+  return (z ^ z >> 16) & 0x7f7f7f7fu;
 }
 
 // The pairs of a thread in a block of 16 by 16, which are two words: `first` has those of the first
 // row or column of its two, `second` of the second one. Byte 2 q + k has that of the queries' half
-// q and the keys' half k, a number of 7 bits; the pair is kept where it is at least `least`.
+// q and the keys' half k.
 struct DropoutWords {
-  uint32_t first, second;
+  uint32_t first, second;  // numbers of 7 bits
 
-  // For two numbers in bfloat16: 1 of those that are kept, 0 of the others. (`byte` is a constant
-  // where it is used.)
+  // For two numbers in bfloat16: 1 where a pair is kept, since its number is at least `least`'s, 0
+  // elsewhere. (`byte` is a constant where it is used.)
   __device__ __forceinline__ uint32_t Ones(int byte, uint32_t least) const {
     switch (byte) {
       case 0: return OnesFrom<0>(first, second, least);
@@ -89,30 +92,45 @@ struct DropoutWords {
       default: return OnesFrom<3>(first, second, least);
     }
   }
-  // For a float: ones where the pair is kept.
-  __device__ __forceinline__ uint32_t Mask(int byte, bool of_second, uint32_t least) const {
-    const uint32_t tops = (of_second ? second : first) + (0x80808080u - least);
+};
+// The same when it is known which pairs are kept: those whose byte has a top bit.
+struct KeptPairs {
+  uint32_t first, second;
+
+  KeptPairs() = default;
+  __device__ __forceinline__ KeptPairs(const DropoutWords& words, uint32_t least)
+      : first(words.first + (0x80808080u - least)), second(words.second + (0x80808080u - least)) {}
+
+  // Ones for two numbers of 16 bits.
+  __device__ __forceinline__ uint32_t Pair(int byte) const {
     switch (byte) {
-      case 0: return WordMask<0>(tops);
-      case 1: return WordMask<1>(tops);
-      case 2: return WordMask<2>(tops);
-      default: return WordMask<3>(tops);
+      case 0: return PairMask<0>(first, second);
+      case 1: return PairMask<1>(first, second);
+      case 2: return PairMask<2>(first, second);
+      default: return PairMask<3>(first, second);
+    }
+  }
+  // For a float.
+  __device__ __forceinline__ uint32_t One(int byte, bool of_second) const {
+    const uint32_t word = of_second ? second : first;
+    switch (byte) {
+      case 0: return WordMask<0>(word);
+      case 1: return WordMask<1>(word);
+      case 2: return WordMask<2>(word);
+      default: return WordMask<3>(word);
     }
   }
 };
 
-constexpr uint32_t kSevenBits = 0x7f7f7f7fu;  // of each byte
-
 // Of a query and of the two keys side by side that have this part, or of the two queries from this
 // one on and of a key; `factor` is kEvenFactor or kOddFactor, as the key's place is.
 __device__ __forceinline__ DropoutWords WordsOfQuery(uint32_t query, uint32_t key) {
-  const uint32_t z = Folded(query ^ key, kSharedFactor);
-  return {Folded(z, kEvenFactor) & kSevenBits, Folded(z, kOddFactor) & kSevenBits};
+  const uint32_t shared = SharedWord(query, key);
+  return {Numbers(shared, kEvenFactor), Numbers(shared, kOddFactor)};
 }
 __device__ __forceinline__ DropoutWords WordsOfKey(uint32_t query, uint32_t key, uint32_t factor) {
-  const uint32_t first = Folded(query ^ key, kSharedFactor);
-  const uint32_t second = Folded((query + kQueryStep) ^ key, kSharedFactor);
-  return {Folded(first, factor) & kSevenBits, Folded(second, factor) & kSevenBits};
+  return {Numbers(SharedWord(query, key), factor),
+          Numbers(SharedWord(query + kQueryStep, key), factor)};
 }
 
 // x where the mask is ones, 0 where it is none.
@@ -134,24 +152,23 @@ struct PairDropout {
     key_part = KeyPart(words.y, key, lane % 4 * 2);
   }
   // Of block m of 16 rows and block n of 8 columns.
-  __device__ __forceinline__ DropoutWords Words(int m, int n) const {
-    return WordsOfQuery(query_part + m * kQueryBlock, key_part + n / 2 * kKeyBlock);
-  }
-  __device__ __forceinline__ uint32_t Mask(const DropoutWords& words, int n, int e) const {
-    return words.Mask(e / 2 * 2 + n % 2, e % 2, d.least);
+  __device__ __forceinline__ KeptPairs Kept(int m, int n) const {
+    return {WordsOfQuery(query_part + m * kQueryBlock, key_part + n / 2 * kKeyBlock), d.least};
   }
   // Elements of that block (device/mma.cuh) that are dropped become `other`'s.
   __device__ __forceinline__ void Replace(float (&x)[4], int m, int n,
                                           const float (&other)[2]) const {
-    const DropoutWords words = Words(m, n);
+    const KeptPairs kept = Kept(m, n);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] = Mask(words, n, e) != 0 ? x[e] : other[e / 2];
+    for (int e = 0; e < 4; ++e) {
+      x[e] = kept.One(e / 2 * 2 + n % 2, e % 2) != 0 ? x[e] : other[e / 2];
+    }
   }
   // They become 0.
   __device__ __forceinline__ void Drop(float (&x)[4], int m, int n) const {
-    const DropoutWords words = Words(m, n);
+    const KeptPairs kept = Kept(m, n);
 #pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] = Masked(x[e], Mask(words, n, e));
+    for (int e = 0; e < 4; ++e) x[e] = Masked(x[e], kept.One(e / 2 * 2 + n % 2, e % 2));
   }
 };
 

@@ -81,6 +81,7 @@ class Consumer {
     WgmmaWait<0>();
     KeepAfter(rows.s());
     Finish(*item, flags, rows);
+    TakeDropout(*item, flags);
     LeaveScores(flags);
     if constexpr (Traits::kCapped) {  // there is no O to scale yet
       Follow(flags, rows, factor);
@@ -135,6 +136,7 @@ class Consumer {
       // the scaling of O. The wait is in both branches because the assembler moves it up as far as
       // it can, but not above a branch.
       const bool moved = Follow(flags, rows, factor);
+      TakeDropout(*next, flags);
       LeaveScores(flags);
       float sum[2][2] = {};
       WithExponent([&](const auto& exponent) { Exponentials<0, kHalf>(rows, exponent, sum); });
@@ -296,21 +298,23 @@ class Consumer {
 
   __device__ __forceinline__ void PackRows(Rows<Traits>& rows) const {
     if constexpr (Traits::kDrops) {
-      PackKept(rows, p_.dropout, dropout_);
+      PackKept(rows, dropout_);
     } else {
       PackProbabilities<Traits>(rows);
+    }
+  }
+
+  // With dropout, in front of a tile's exponentials.
+  __device__ __forceinline__ void TakeDropout(const Item& item, int flags) {
+    if constexpr (Traits::kDrops) {
+      if (flags & Step::kStarts) dropout_.TakeRows(item.key, item.first + FirstRow(), Lane());
+      dropout_.TakeKeys(shared_.steps[steps_.stage].first, p_.dropout.least);
     }
   }
 
   // The scores have arrived; here they are finished.
   __device__ __forceinline__ void Finish(const Item& item, int flags, Rows<Traits>& rows) {
     const bool masked = flags & Step::kMasked;
-    if constexpr (Traits::kDrops) {
-      if (flags & Step::kStarts) {
-        dropout_.TakeRows(item.key, item.first + FirstRow(), Lane());
-      }
-      dropout_.TakeKeys(shared_.steps[steps_.stage].first);
-    }
     clear_from_ = Traits::kKeys;
     clear_to_ = 0;
     if constexpr (Traits::kCapped) LargestSizes(rows, sizes_);
@@ -505,7 +509,7 @@ class Consumer {
   bool tiny_ = false;
   int clear_from_ = Traits::kKeys;  // rows of V from here on are not to be seen
   int clear_to_ = 0;                // nor those before this one
-  RowDropout dropout_;              // of the tile whose scores were finished last
+  std::conditional_t<Traits::kDrops, RowDropout<Traits::kKeys>, NothingDropped> dropout_;
   int items_ = 0;
   StageCount<kSteps> steps_;
   StageCount<Traits::kQueryStages> queries_;

@@ -289,34 +289,40 @@ __device__ __forceinline__ void PackProbabilities(Rows<Traits>& rows) {
   }
 }
 
-// With dropout, what a thread knows of its rows and of a tile's keys: the parts of their words.
-// (Its keys are the first two of eight, beginning with an even one.)
+// With dropout, what a thread knows of its rows and of a tile's keys: the parts of their words, and
+// which pairs are kept. (Its keys are the first two of eight, beginning with an even one.)
+template <int kKeys>
 struct RowDropout {
   uint32_t query_part, key_part_of_first;
-  uint32_t key_part;  // of the tile
+  KeptPairs kept[kKeys / kDropoutBlock];
 
   __device__ __forceinline__ void TakeRows(uint2 key, int first_row, int lane) {
     query_part = QueryPart(key.x, first_row, lane / 4);
     key_part_of_first = KeyPart(key.y, 0, lane % 4 * 2);
   }
-  __device__ __forceinline__ void TakeKeys(int first) {
-    key_part = KeyPart(key_part_of_first, first, 0);
+  // Held here, so that the hash runs between the exponentials that come next.
+  __device__ __forceinline__ void TakeKeys(int first, uint32_t least) {
+    const uint32_t key_part = KeyPart(key_part_of_first, first, 0);
+#pragma unroll
+    for (int n = 0; n < kKeys / kDropoutBlock; ++n) {
+      kept[n] = {WordsOfQuery(query_part, key_part + n * kKeyBlock), least};
+      kept[n].first = Opaque(kept[n].first);
+      kept[n].second = Opaque(kept[n].second);
+    }
   }
 };
+struct NothingDropped {};
 // The same as PackProbabilities; those that are dropped become 0. (Their sums are there already.)
 template <typename Traits>
-__device__ __forceinline__ void PackKept(Rows<Traits>& rows, const Dropout& d,
-                                         const RowDropout& at) {
-  using T = typename Traits::T;
+__device__ __forceinline__ void PackKept(Rows<Traits>& rows, const RowDropout<Traits::kKeys>& at) {
   auto& s = rows.state.s[0];
 #pragma unroll
   for (int step = 0; step < Traits::kKeys / 16; ++step) {
-    const DropoutWords words = WordsOfQuery(at.query_part, at.key_part + step * kKeyBlock);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* const pair = s[step * 2 + i / 2] + i % 2 * 2;
       rows.p[step][i] =
-          TimesOnes<T>(Pack<T>(pair[0], pair[1]), words.Ones(i % 2 * 2 + i / 2, d.least));
+          Pack<typename Traits::T>(pair[0], pair[1]) & at.kept[step].Pair(i % 2 * 2 + i / 2);
     }
   }
 }
