@@ -201,7 +201,6 @@ def interleaved_paged_attention(
     split_size: int | None = None,
     q_heads: tuple[int | jax.Array, int] | None = None,
     value_dim: int | None = None,
-    quantize_queries: bool = False,
     return_lse: bool = False,
     implementation: str | None = None,
 ) -> Output | tuple[Output, Rows]:
@@ -240,7 +239,6 @@ def interleaved_paged_attention(
       k_scale, v_scale: as there, of this device's blocks. One number, or one for each
         head, is the same on all devices.
       split_size, q_heads, value_dim, implementation: as there, of each device's part.
-      quantize_queries: as there, for calls that need no `ranges` (below).
       return_lse: also return the log-sum-exp, float32.
 
     Returns:
@@ -292,19 +290,11 @@ def interleaved_paged_attention(
         split_size=split_size,
         q_heads=q_heads,
         value_dim=value_dim,
-        quantize_queries=quantize_queries,
         return_lse=return_lse,
         implementation=implementation,
     )
     deal = _deal(where, page_shapes(x.pages)[0][1], axis_name)
     config, x = local_call(config, x, deal)
-    if config.quantize_queries and x.ranges is not None:
-        raise ValueError(
-            f"{where}: with quantize_queries a device's part cannot say which of its "
-            "keys a query sees; pass the lengths before the chunk with causal=False, "
-            "and merge the result with flash_attention of the chunk's own keys, or "
-            "leave quantize_queries out"
-        )
     check_data(where, config, x)
     out, lse = merge_attention([attend(config, x)], axis_name=axis_name)
     if len(lead) == 1:  # one call, of ragged sequences

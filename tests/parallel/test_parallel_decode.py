@@ -220,33 +220,6 @@ def test_caches_of_8_bits(of, rng):
     drawn.hold(*drawn.own_run(k_scale=scales["k"], v_scale=scales["v"], cut=cut))
 
 
-def in_e4m3(rng, **case):
-    """A call, its cache on four devices and on one, and options of both."""
-    drawn = Dealt(Case(((90, 150), (1, 37), (70, 300)), **case), rng, 4, "xla")
-    e4m3 = jnp.float8_e4m3fn
-    whole = drawn.k.astype(e4m3), drawn.v.astype(e4m3)
-    drawn.own_k, drawn.own_v = drawn.own_k.astype(e4m3), drawn.own_v.astype(e4m3)
-    return drawn, whole, {"k_scale": 1.5, "v_scale": 0.5, "quantize_queries": True}
-
-
-def test_queries_in_8_bits(rng):
-    """They are rounded on each device as on one."""
-    drawn, whole, options = in_e4m3(rng, causal=False, sinks=True)
-    dealt = drawn.own_run(**options)
-    for got, want in zip(dealt, drawn.run(pages=whole, **options), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    _, unrounded = drawn.own_run(**options | {"quantize_queries": False})
-    same = (np.asarray(dealt[1]) == np.asarray(unrounded)).all(-1)
-    assert not same[:90].any() and same[90] and not same[91:].any()
-
-
-@pytest.mark.parametrize("masked", [{}, {"causal": False, "window": (20, 4)}])
-def test_queries_in_8_bits_that_need_ranges_are_refused(masked, rng):
-    drawn, _, options = in_e4m3(rng, **masked)
-    with pytest.raises(ValueError, match="before the chunk with causal=False"):
-        drawn.own_run(**options)
-
-
 def test_under_vmap(rng):
     """An axis of vmap is one of devices."""
     drawn = Dealt(Case(((5, 90), (1, 37)), sinks=True, window=(60, 0)), rng, 4, "xla")
