@@ -515,21 +515,6 @@ EMULATED = (
         test("test_emulated_fp8", "nan_in_a_key"),
     ),
     Mutant(
-        "8 bits: a NaN does not become the reference",
-        f"{FORWARD}/rows.cuh",
-        "Traits::kNarrow ? !(tile <= limit) : tile > limit;",
-        "tile > limit;",
-        NARROW_SCALES,
-    ),
-    Mutant(
-        "8 bits: a later item's scale of NaN is as 0",
-        f"{FORWARD}/narrow_rows.cuh",
-        "return both >= kNan << 16 || (both & 0xffff) >= kNan;",
-        "return (both >> 16) - kNan <= 0x7c00 - kNan ||\n"
-        "         (both & 0xffff) - kNan <= 0x7c00 - kNan;",
-        NARROW_SCALES,
-    ),
-    Mutant(
         "8 bits: a scale may be negative",
         f"{FORWARD}/narrow_params.cuh",
         "return scale >= 0.0f ? scale :",
@@ -628,11 +613,11 @@ EMULATED = (
         test("test_emulated_fp8_paged", "finds_its_key"),
     ),
     Mutant(
-        "8 bits, pages: half of the keys do not say that their reference is too low",
+        "8 bits: half of the keys do not say that their reference is too low",
         f"{FORWARD}/narrow_rows.cuh",
         "return both >= kNan << 16 || (both & 0xffff) >= kNan;",
         "return both >= kNan << 16;",
-        test("test_emulated_fp8", "grow"),
+        NARROW,
     ),
     Mutant(
         "8 bits, pages: the workspace lacks a tile of queries for each sequence",
