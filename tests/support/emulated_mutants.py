@@ -508,13 +508,6 @@ EMULATED = (
         test("test_emulated_fp8", "grow"),
     ),
     Mutant(
-        "8 bits: NaN in keys is no score",
-        f"{FORWARD}/rows.cuh",
-        "return MaxOrNan(a, b);",
-        "return fmaxf(a, b);",
-        test("test_emulated_fp8", "nan_in_a_key"),
-    ),
-    Mutant(
         "8 bits: a scale may be negative",
         f"{FORWARD}/narrow_params.cuh",
         "return scale >= 0.0f ? scale :",
