@@ -432,7 +432,7 @@ def test_hopper_s_kernels_serve_halves_alone():
 
 @pytest.mark.gpu
 def test_gradients_of_wide_float32_are_of_xla():
-    q, k, v = zeros((2, 5, 4, 136), (2, 7, 4, 136), (2, 7, 4, 136))
+    q, k, v = (jnp.zeros(shape) for shape in ((2, 5, 4, 136), *[(2, 7, 4, 136)] * 2))
     attend = call(implementation="cuda")
     assert attend(q, k, v).shape == q.shape
     words = "implementation='cuda'|gradients of float32|136|up to 128|='xla' does"
