@@ -130,7 +130,7 @@ def flash_attention(
         No derivatives: `jax_kvblock.fp8.fp8_attention` has them, and quantizes.
       dropout_rate: the share of the probabilities that become 0, a Python float from 0
         on and below 1, which is compiled in; the others are divided by what is left. It
-        is rounded to a 256th, and that is the rate, exactly: 0.1 is 26 / 256. One that
+        is rounded to a 128th, and that is the rate, exactly: 0.1 is 13 / 128. One that
         is rounded to 0 or 1 is an error, but 0 is none. lse is as without.
       dropout_seed: which ones, an integer, integers `[B]` or `[B, N]`, or a key of
         `jax.random` (typed of these shapes, or raw, uint32[2]). Needed with a rate. Of

@@ -66,7 +66,7 @@ def attention_fn(
       dropout_rng: which ones, a key of `jax.random` (typed, or raw, uint32[2] or
         uint32[4]); the layer takes it from its `rngs`. It may be traced.
       dropout_rate: the share of the weights that become 0, as in `flash_attention`: a
-        Python number below 1, rounded to a 256th. What is left is divided by what the
+        Python number below 1, rounded to a 128th. What is left is divided by what the
         rounded rate leaves.
       deterministic: True drops nothing, whatever the rate.
       dtype: what q, k and v are cast to, their common dtype unless given.
