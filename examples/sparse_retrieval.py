@@ -92,7 +92,7 @@ QUICK = Sizes(
     gate_steps=40,
     texts=12,
 )
-# The same in tiles that the CUDA kernels take. It has not run on a GPU yet.
+# The same in tiles that the CUDA kernels take.
 GPU = Sizes(
     keys=4096,
     tokens=16384,

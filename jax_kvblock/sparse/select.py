@@ -1,8 +1,9 @@
 """From scores of tiles to lists of tiles, in static shapes.
 
 Nothing is sorted on a device. A row keeps what is at least its threshold, and the
-threshold is found bit by bit: of two halves the upper one, if it holds enough. That is
-32 passes over the scores, whatever is kept. Lists are counts that are searched.
+threshold is found digit by digit: of four parts the highest one from which on there is
+enough. That is 16 passes over the scores, whatever is kept, of which each counts for
+three candidates. Lists are counts that are searched.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jax_kvblock.core import debug
 from jax_kvblock.core.checks import to_jax
 from jax_kvblock.sparse.grid import Grid, running_count
 
+DIGIT = 2  # bits of a threshold that a pass finds; a divisor of 32
 # Sums in float32 differ by their order; what is this near to tau has reached it.
 ROUNDING = 1e-5
 
@@ -123,14 +125,16 @@ def keep(
             return full
         return full | (jnp.where(above, mass, 0).sum(-1) >= need)
 
-    def bit(i: Any, at: Any) -> Any:
-        higher = at | (np.uint32(1 << 31) >> jnp.uint32(i))
-        return jnp.where(enough(higher), higher, at)
+    def digit(i: Any, at: Any) -> Any:
+        shift = np.uint32(32 - DIGIT) - np.uint32(DIGIT) * i.astype(jnp.uint32)
+        # Each on its own: XLA puts sums over the same array into one pass.
+        found = [enough(at | (np.uint32(d) << shift)) for d in range(1, 1 << DIGIT)]
+        return at | (sum(x.astype(jnp.uint32) for x in found) << shift)
 
     # The highest threshold that still holds enough. It begins as zeros that vary over a
     # mesh as the keys do, for `shard_map`.
     start = jnp.zeros(shape[:-1], jnp.uint32) + (keys[..., 0] & np.uint32(0))
-    at = jax.lax.fori_loop(0, 32, bit, start)[..., None]
+    at = jax.lax.fori_loop(0, 32 // DIGIT, digit, start)[..., None]
     above = keys > at
     equal = free & (keys == at)
     more = room - _count(above)  # of those that are equal

@@ -40,7 +40,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import by_axis_type, mesh_of
 
-from jax_kvblock import flash_attention, merge_attention
+from jax_kvblock import AttentionScales, flash_attention, merge_attention
 from jax_kvblock.attention import arguments, dense
 
 RATE = 0.3
@@ -124,6 +124,18 @@ def test_lengths(rng, implementation, dtype, t, s):
     n, k = HEADS[t % 3]
     call = drawn(rng, dtype, q_len=t, kv_len=s, heads=n, kv_heads=k)
     assert_exact(call, implementation)
+
+
+def test_arrays_in_8_bits(rng):
+    """By name in plain JAX: the pairs of the same call in float32."""
+    call = drawn(rng, causal=True)
+    x = {n: a.astype(jnp.float8_e4m3fn) for n, a in call.arrays.items()}
+    scales = AttentionScales(jnp.float32(2), jnp.float32(0.5), jnp.float32(3))
+    factors = {"q": 2, "k": 0.5, "v": 3}
+    got = call.replace(**x, scales=scales).run("xla")
+    assert got.dtype == BF16
+    wide = {n: a.astype(F32) * factors[n] for n, a in x.items()}
+    assert_close(got, call.replace(**wide).run("xla").astype(BF16), BF16)
 
 
 # ---- what dropout leaves alone -------------------------------------------------------

@@ -130,7 +130,8 @@ def test_it_is_not_what_unrounded_queries_give():
     same = (out[0] == np.asarray(other)).all((-1, -2))
     long = x.rows_of_long(few_rows(x))[0]
     assert same[~long].all()
-    assert not same[long].any()
+    # The first of a sequence may see one key, whose value it is, whatever the queries.
+    assert same[long].sum() <= len(MIXED)
 
 
 def test_vmap_over_queries_and_lengths(who):

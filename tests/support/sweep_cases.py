@@ -85,15 +85,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **{"tiles": (1, True), "masks": 3},
         "bias": ("float32", 1, True),
     },
-    "dropout": {"dropout": 26},
-    "dropout, causal": {"dropout": 128, "window": CAUSAL, "shift": True},
-    "dropout, lengths": {"dropout": 200, "lengths": True, "sinks": 1},
-    "dropout, packed, causal": {"dropout": 77, "packed": True, "window": CAUSAL},
+    "dropout": {"dropout": 13},
+    "dropout, causal": {"dropout": 64, "window": CAUSAL, "shift": True},
+    "dropout, lengths": {"dropout": 100, "lengths": True, "sinks": 1},
+    "dropout, packed, causal": {"dropout": 38, "packed": True, "window": CAUSAL},
     "dropout, segments": {
         **{"dropout": 1, "segments": "scattered", "window": (70, 30)},
     },
     "dropout, everything": {  # but for Hopper's kernels
-        **{"dropout": 129, "window": (90, 40), "lengths": True, "softcap": 5.0},
+        **{"dropout": 65, "window": (90, 40), "lengths": True, "softcap": 5.0},
         **{"bias": ("float32", 1, True), "tiles": (1, True), "masks": 2, "scale": -0.2},
     },
     "everything": {
