@@ -213,8 +213,11 @@ def test_a_seed_is_the_same_on_the_host_and_on_a_device(rng):
     with jax.enable_x64(True):
         for seed in (-1, 2**40 + 5, -(2**63), 2**63, 2**64 - 1):
             want = f64(call.replace(dropout_seed=seed).run())
-            wide = jnp.uint64(seed) if seed >= 2**63 else jnp.int64(seed)
-            np.testing.assert_allclose(run(wide), want, atol=2e-6)
+            wide = (np.uint64 if seed >= 2**63 else np.int64)(seed)
+            np.testing.assert_allclose(run(jnp.asarray(wide)), want, atol=2e-6)
+            pair = np.array([wide, wide // 3])
+            want = f64(call.replace(dropout_seed=pair).run())
+            np.testing.assert_allclose(run(jnp.asarray(pair)), want, atol=2e-6)
     for seed in (jnp.int8(-1), jnp.int32(-1)):
         want = f64(call.replace(dropout_seed=-1).run())
         np.testing.assert_allclose(run(seed), want, atol=2e-6)
