@@ -424,7 +424,7 @@ def _offset(where: str, name: str, x: Any, batch: int) -> jax.Array:
 
 
 def check_dropout_rate(where: str, rate: Any) -> int:
-    """Of 256 probabilities, how many become 0."""
+    """Of 128 probabilities, how many become 0."""
     fix = (
         "close over a Python float, or make it a static argument of the jit "
         "(dropout_seed may be traced)"

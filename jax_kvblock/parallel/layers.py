@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_kvblock.attention import dropout
@@ -184,9 +185,21 @@ def _create(
     ]
     if found is not None:
         whole = NamedSharding(found, PartitionSpec())
-        weights = [jax.device_put(w, whole) for w in weights]
+        weights = [_everywhere(w, whole) for w in weights]
     layer = _CLASSES.get(config.pattern, Attention)
     return layer(weights[0], weights[1], config, found)
+
+
+def _everywhere(w: jax.Array, whole: NamedSharding) -> jax.Array:
+    """On every device of the mesh, which may be other processes', too.
+
+    These have drawn the same: no collective compares them, as `device_put` would by the
+    devices of the default platform, whatever those of the mesh are.
+    """
+    if whole.is_fully_addressable:
+        return jax.device_put(w, whole)
+    host = np.asarray(w)
+    return jax.make_array_from_callback(host.shape, whole, lambda at: host[at])
 
 
 def create_ring_attention(

@@ -1,7 +1,7 @@
 """Dropout of probabilities: the same pairs in every pass, implementation and transform.
 
-The truth is float64 with the bytes that kvblock/attention.h defines, of positions in
-the whole sequence. What the bytes are like is in test_dropout_bits.py; every transform
+The truth is float64 with the numbers that kvblock/attention.h defines, of positions in
+the whole sequence. What these are like is in test_dropout_bits.py; every transform
 has its cell in test_every_transform.py, Hopper's forward kernel and the generic ones
 theirs in test_emulated_dropout.py and test_emulated.py.
 """
@@ -40,7 +40,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import by_axis_type, mesh_of
 
-from jax_kvblock import flash_attention, merge_attention
+from jax_kvblock import AttentionScales, flash_attention, merge_attention
 from jax_kvblock.attention import arguments, dense
 
 RATE = 0.3
@@ -126,6 +126,18 @@ def test_lengths(rng, implementation, dtype, t, s):
     assert_exact(call, implementation)
 
 
+def test_arrays_in_8_bits(rng):
+    """By name in plain JAX: the pairs of the same call in float32."""
+    call = drawn(rng, causal=True)
+    x = {n: a.astype(jnp.float8_e4m3fn) for n, a in call.arrays.items()}
+    scales = AttentionScales(jnp.float32(2), jnp.float32(0.5), jnp.float32(3))
+    factors = {"q": 2, "k": 0.5, "v": 3}
+    got = call.replace(**x, scales=scales).run("xla")
+    assert got.dtype == BF16
+    wide = {n: a.astype(F32) * factors[n] for n, a in x.items()}
+    assert_close(got, call.replace(**wide).run("xla").astype(BF16), BF16)
+
+
 # ---- what dropout leaves alone -------------------------------------------------------
 
 
@@ -146,6 +158,21 @@ def test_a_rate_of_0_is_none(rng, implementation, dtype):
         same = call.replace(dropout_rate=0.0, dropout_seed=seed)
         for name, x in compute(same, implementation).items():
             np.testing.assert_array_equal(x, plain[name])
+
+
+def test_a_rate_of_0_is_the_same_program(rng):
+    call = draw(rng, causal=True)
+
+    def program(**options: Any) -> str:
+        def f(arrays: Any) -> Any:
+            return call.replace(**arrays).run(**options)
+
+        return str(
+            jax.make_jaxpr(jax.value_and_grad(lambda x: f(x).sum()))(call.arrays)
+        )
+
+    assert program(dropout_rate=0.0, dropout_seed=3) == program()
+    assert program(dropout_rate=0.1, dropout_seed=3) != program()
 
 
 def test_the_output_is_the_mean_of_many_seeds():
@@ -177,6 +204,26 @@ def test_a_seed_is_the_same_in_any_form(rng):
     many = np.array([-1, 2**40 + 5])
     lists = call.replace(dropout_seed=many.tolist()).run()
     np.testing.assert_array_equal(call.replace(dropout_seed=many).run(), lists)
+
+
+def test_a_seed_is_the_same_on_the_host_and_on_a_device(rng):
+    """Also of 64 bits, below 0, traced, and in a list."""
+    call = drawn(rng)
+    run = jit(lambda seed: call.replace(dropout_seed=seed).run())
+    with jax.enable_x64(True):
+        for seed in (-1, 2**40 + 5, -(2**63), 2**63, 2**64 - 1):
+            want = f64(call.replace(dropout_seed=seed).run())
+            wide = (np.uint64 if seed >= 2**63 else np.int64)(seed)
+            np.testing.assert_allclose(run(jnp.asarray(wide)), want, atol=2e-6)
+            pair = np.array([wide, wide // 3])
+            want = f64(call.replace(dropout_seed=pair).run())
+            np.testing.assert_allclose(run(jnp.asarray(pair)), want, atol=2e-6)
+    for seed in (jnp.int8(-1), jnp.int32(-1)):
+        want = f64(call.replace(dropout_seed=-1).run())
+        np.testing.assert_allclose(run(seed), want, atol=2e-6)
+    pair = f64(call.replace(dropout_seed=jnp.int32([4, 9])).run())
+    for seeds in ([jnp.int32(4), 9], [4, 9], range(4, 14, 5), np.uint8([4, 9])):
+        np.testing.assert_array_equal(call.replace(dropout_seed=seeds).run(), pair)
 
 
 def test_each_seed_member_and_head_has_its_own_bits(rng):
@@ -214,6 +261,107 @@ def test_new_seeds_do_not_recompile(rng):
     outs = [f(call.arrays, jnp.int32(seed)) for seed in (1, 2)]
     outs += [f(call.arrays, jax.random.key(seed)) for seed in (1, 2)]
     assert len(counted) == 2 and len({f64(o).tobytes() for o in outs}) == 4
+
+
+# ---- the pairs themselves ------------------------------------------------------------
+
+SIDE = 40  # queries, keys and columns of values
+
+
+def read_pairs(attend: Any, wrap: Any) -> dict[str, np.ndarray]:
+    """Which pairs are kept `[B, N, T, S]`, forward, backward and in forward mode.
+
+    Where all scores are 0 and the values are the identity, the output is 1 / S times
+    what is kept; so is its slope, and the gradient of the values is its transpose.
+    """
+    q = jnp.zeros((4, SIDE, 2, 8))
+    ones = jnp.broadcast_to(jnp.eye(SIDE)[:, None], (4, SIDE, 2, SIDE))
+
+    def everything(q: Any, ones: Any) -> Any:
+        out, pull = jax.vjp(lambda v: attend(q, q, v), ones)
+        slope = jax.jvp(lambda v: attend(q, q, v), (0 * ones,), (ones,))[1]
+        return out, pull(ones)[0], slope
+
+    out, back, slope = wrap(everything)(q, ones)
+    found = {
+        "forward": jnp.moveaxis(out, 2, 1),
+        "backward": jnp.transpose(back, (0, 2, 3, 1)),
+        "forward mode": jnp.moveaxis(slope, 2, 1),
+    }
+    return {name: f64(x) * SIDE for name, x in found.items()}
+
+
+SEEDS = np.arange(8, dtype=np.int32).reshape(4, 2)
+
+
+def attend_with(seeds: Any, **options: Any) -> Any:
+    return functools.partial(
+        flash_attention, dropout_rate=RATE, dropout_seed=seeds, **options
+    )
+
+
+def over_members(q: Any, k: Any, v: Any) -> jax.Array:
+    one = lambda q, k, v, seed: attend_with(seed[None])(  # noqa: E731
+        q[None], k[None], v[None]
+    )[0]
+    return jax.vmap(one)(q, k, v, jnp.asarray(SEEDS))
+
+
+def over_heads(q: Any, k: Any, v: Any) -> jax.Array:
+    one = lambda q, k, v, seed: attend_with(seed[:, None])(  # noqa: E731
+        *(x[:, :, None] for x in (q, k, v))
+    )[:, :, 0]
+    return jax.vmap(one, (2, 2, 2, 1), 2)(q, k, v, jnp.asarray(SEEDS))
+
+
+def over_devices(q: Any, k: Any, v: Any) -> jax.Array:
+    spec = P("b", None, "h")
+    f = jax.shard_map(
+        lambda q, k, v, seeds: attend_with(seeds)(q, k, v),
+        mesh=mesh_of(),
+        in_specs=(spec, spec, spec, P("b", "h")),
+        out_specs=spec,
+    )
+    return f(q, k, v, jnp.asarray(SEEDS))
+
+
+WAYS = {
+    "eager": attend_with(SEEDS),
+    "jit": attend_with(SEEDS),
+    "xla": attend_with(SEEDS, implementation="xla"),
+    "causal": attend_with(SEEDS, causal=True),
+    "checkpoint": jax.checkpoint(attend_with(SEEDS)),
+    "vmap over members": over_members,
+    "vmap over heads": over_heads,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_of_calling_keeps_the_pairs_of_the_header(way):
+    """One by one, forward and backward."""
+    wrap = (lambda f: f) if way == "eager" else jit
+    hold_pairs(read_pairs(WAYS[way], wrap), causal="causal" in way)
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_shard_map_keeps_the_pairs_of_the_header():
+    hold_pairs(read_pairs(over_devices, jit))
+
+
+def hold_pairs(found: dict[str, np.ndarray], causal: bool = False) -> None:
+    call = Call(
+        dict.fromkeys("qkv", np.zeros((4, SIDE, 2, 8))),
+        {"dropout_seed": SEEDS},
+        {"dropout_rate": RATE},
+        (),
+    )
+    want, counts = kept(call), np.full(SIDE, SIDE)
+    assert 0.2 < (want == 0).mean() < 0.4
+    if causal:
+        want, counts = want * np.tri(SIDE), np.arange(1, SIDE + 1)
+    for name, x in found.items():
+        here = x * counts[:, None] / SIDE
+        np.testing.assert_allclose(here, want, atol=1e-4, err_msg=name)
 
 
 # ---- positions -----------------------------------------------------------------------
@@ -424,6 +572,15 @@ def test_inside_shard_map_a_call_is_its_own(rng):
     alike = jax.shard_map(same, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
     got = jit(alike)(*(jnp.tile(a[:2, :, :2], (2, 1, 2, 1)) for a in x))
     np.testing.assert_array_equal(got[:2], got[2:])
+
+    def other(q: Any, k: Any, v: Any) -> Any:
+        key = jax.random.fold_in(jax.random.key(3), jax.lax.axis_index("b"))
+        return flash_attention(q, k, v, dropout_rate=RATE, dropout_seed=key)
+
+    others = jax.shard_map(other, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    got = jit(others)(*(jnp.tile(a[:2, :, :2], (2, 1, 2, 1)) for a in x))
+    assert (f64(got)[:2] != f64(got)[2:]).any((1, 3)).all()
+    np.testing.assert_array_equal(got[:, :, :2], got[:, :, 2:])
 
 
 # ---- on a GPU ------------------------------------------------------------------------

@@ -381,6 +381,53 @@ def test_bad_calls_are_refused_while_tracing(bad):
     check_row(bad)
 
 
+# ---- dropout -------------------------------------------------------------------------
+
+SEEDED = {"dropout_rate": 0.1, "dropout_seed": 1}
+for value, words in (
+    (1, "at least 0 and less than 1, got 1.0|the share of the probabilities"),
+    (-0.1, "at least 0 and less than 1, got -0.1"),
+    (0.003, "round to 1/128 at least|got 0.003|whole numbers of 128 parts|0 is none"),
+    (0.997, "to 127/128 at most, got 0.997"),
+    (float("nan"), "dropout_rate|got nan"),
+):
+    bad = call(**SEEDED | {"dropout_rate": value})
+    ROWS.value(W, f"dropout_rate={value}", bad, [Q, K, K], f"dropout_rate must|{words}")
+for value in ("much", [0.1], True):
+    bad = call(**SEEDED | {"dropout_rate": value})
+    words = f"dropout_rate must be a number, got {value!r}|Python float"
+    ROWS.kind(W, f"dropout_rate={value!r}", bad, [Q, K, K], words)
+traced = jax.jit(given("dropout_rate", dropout_seed=1))
+ROWS.kind(W, "traced dropout_rate", traced, [Q, K, K, f32()],
+          "dropout_rate|traced float32[]|static argument|dropout_seed may")  # fmt: skip
+ROWS.value(W, "no dropout_seed", call(dropout_rate=0.1), [Q, K, K],
+           "dropout_seed must be given|got None|jax.random|for each step")  # fmt: skip
+FORMS = "dropout_seed must be an integer|[2] or [2, 4]|jax.random"
+seed = given("dropout_seed", dropout_rate=0.1)
+for rate in (0.1, 0.0):  # also where nothing is dropped
+    for label, value in {"text": "x", "float": 1.5, "bool": True}.items():
+        bad = call(dropout_rate=rate, dropout_seed=value)
+        ROWS.kind(W, f"seed is {label}, {rate}", bad, [Q, K, K],
+                  f"{FORMS}|got {value!r}|one for each batch member")  # fmt: skip
+ROWS.kind(W, "seeds of floats", seed, [Q, K, K, f32(2)], f"{FORMS}|got float32[2]")
+for shape in ((3,), (4,), (1,), (2, 3), (2, 1), (2, 4, 1)):
+    words = f"{FORMS}|got int32{list(shape)}|one for each head"
+    ROWS.value(W, f"seeds {shape}", seed, [Q, K, K, i32(*shape)], words)
+packed_seed = lambda q, k, v, cu, x: flash_attention(  # noqa: E731
+    q, k, v, cu_seqlens=cu, dropout_rate=0.1, dropout_seed=x
+)
+ROWS.value(W, "packed seeds", packed_seed, [PQ, PK, PK, CU, i32(3)],
+           "dropout_seed|[2] or [2, 4]|got int32[3]")  # fmt: skip
+for shape in ((4,), (2, 4)):
+    words = f"{FORMS}|got uint32{list(shape)}|uint32[2] is a key|.astype(jnp.int32)"
+    x = jax.ShapeDtypeStruct(shape, jnp.uint32)
+    ROWS.value(W, f"words {shape}", seed, [Q, K, K, x], words)
+for value in (2**64, -(2**63) - 1):
+    bad = call(dropout_rate=0.1, dropout_seed=value)
+    ROWS.value(W, f"seed {value}", bad, [Q, K, K], f"{FORMS}|got {value}|fit in 64")
+ROWS.value(W, "ragged seeds", call(dropout_rate=0.1, dropout_seed=[[1], [2, 3]]),
+           [Q, K, K], f"{FORMS}|[[1], [2, 3]]")  # fmt: skip
+
 # ---- conflicts and implementations ---------------------------------------------------
 
 CONFLICTS = {
@@ -423,6 +470,28 @@ def test_cuda_on_the_cpu(implementation):
         check(W, ValueError, words, lambda: slopes(q))
 
 
+ONE = jnp.zeros((1, 1, 1), jnp.int32)
+WITH_DROPOUT = {
+    "softcap": {"softcap": 2.0},
+    "bias": {"bias": jnp.zeros((1, 1, 5, 7))},
+    "tiles": {"tiles": AttentionTiles(ONE[..., None], ONE)},
+    "scale=-1": {"scale": -1.0},
+}
+
+
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_hopper_s_kernels_say_what_they_do_not_serve_with_dropout(name):
+    options = WITH_DROPOUT[name]
+    q, k, v = zeros(Q, K, K, dtype=BF16)
+
+    def lower(**more):
+        attend = jax.jit(call(implementation="cuda_sm90", **options, **more))
+        return attend.trace(q, k, v).lower(lowering_platforms=("cuda",))
+
+    words = f"implementation='cuda_sm90'|{name} with dropout_rate|'cuda' and 'xla' do"
+    check(W, ValueError, words, lambda: lower(**SEEDED))
+
+
 @pytest.mark.gpu
 def test_hopper_s_kernels_serve_halves_alone():
     q, k, v = zeros(Q, K, K)
@@ -432,7 +501,7 @@ def test_hopper_s_kernels_serve_halves_alone():
 
 @pytest.mark.gpu
 def test_gradients_of_wide_float32_are_of_xla():
-    q, k, v = zeros((2, 5, 4, 136), (2, 7, 4, 136), (2, 7, 4, 136))
+    q, k, v = (jnp.zeros(shape) for shape in ((2, 5, 4, 136), *[(2, 7, 4, 136)] * 2))
     attend = call(implementation="cuda")
     assert attend(q, k, v).shape == q.shape
     words = "implementation='cuda'|gradients of float32|136|up to 128|='xla' does"
@@ -440,7 +509,6 @@ def test_gradients_of_wide_float32_are_of_xla():
     check(W, ValueError, words, lambda: slope(q))
 
 
-ONE = jnp.zeros((1, 1, 1), jnp.int32)
 SEGMENTS = jnp.zeros((2, 5), jnp.int32), jnp.zeros((2, 7), jnp.int32)
 
 
@@ -459,6 +527,7 @@ def test_attention_is_not_linear():
 
 
 LACKS = {
+    "dropout_rate": (Q, K, {"dropout_rate": 0.1, "dropout_seed": 1}),
     "cu_seqlens": (PQ, PK, {"cu_seqlens": (jnp.int32([0, 12]), jnp.int32([0, 14]))}),
     "tiles": (Q, K, {"tiles": AttentionTiles(ONE[..., None], ONE)}),
     "segment_ids": (Q, K, {"segment_ids": SEGMENTS}),

@@ -196,7 +196,7 @@ ROWS.kind(W, "broadcast", bad, SAME, "broadcast_dropout must be True or False|go
 for value, words in (
     (1.0, "at least 0 and less than 1, got 1.0"),
     (-0.5, "at least 0 and less than 1, got -0.5"),
-    (0.001, "round to 1/256 at least|255/256 at most, got 0.001"),
+    (0.001, "round to 1/128 at least|127/128 at most, got 0.001"),
 ):
     bad = option(attention_fn, dropout_rate=value)
     ROWS.value(W, f"dropout {value}", bad, SAME, f"dropout_rate must|{words}")

@@ -1,6 +1,6 @@
 """Dropout over a sequence that is cut: the pairs that the whole sequence drops.
 
-The truth is float64 with the bytes of positions in the whole sequence, as on one
+The truth is float64 with the numbers of positions in the whole sequence, as on one
 device. Chunks are of 16 positions here, the fewest that dropout serves.
 """
 

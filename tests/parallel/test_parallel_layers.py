@@ -235,6 +235,10 @@ def test_both_ways_to_say_it():
     by_keyword = create_context_parallel_attention(config, 4, device_mesh=mesh)
     assert by_keyword.mesh == mesh
     np.testing.assert_array_equal(by_config.qkv, by_names.qkv)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="one device of the default kind")
+def test_without_a_mesh_it_is_of_the_first_devices():
     two = create_context_parallel_attention(WIDTH, HEADS, context_parallel_size=2)
     assert two.mesh is not None
     assert two.mesh.size == 2

@@ -22,6 +22,7 @@ EMULATORS = {
     "attention_library",
     "float32_library",
     "fp8_library",
+    "dropout_library",
     "latent_library",
     "emulated",
     "kernel_handlers",
