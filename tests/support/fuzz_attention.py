@@ -28,14 +28,15 @@ SEGMENTS = ("q_segments", "kv_segments", "q_segment_ranges", "kv_segment_ranges"
 TILES = ("tile_indices", "tile_counts")
 TRANSPOSED = ("tile_indices_t", "tile_counts_t")
 MASKS = ("tile_map", "tile_masks")
+LISTS = (*TILES, *TRANSPOSED, *MASKS)
 SCALES = ("q_scales", "k_scales", "v_scales")  # here (address, batch, blocks)
 NO_SCALES = (None, 0, 0)
 WIDE = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv", "dq_accum", "workspace")
 NARROW = (
     *("cu_q", "cu_kv", "q_lens", "kv_lens", "shift", "q_segments", "kv_segments"),
-    *(*TILES, *TRANSPOSED, *MASKS, "sinks", "lse", "base", "delta"),
+    *(*LISTS, "sinks", "lse", "base", "delta"),
 )
-NUMBERS = (-(2**31), -1, 0, 1, 2, 3, 8, 63, 128, 256, 2**16, 2**30, 2**31 - 1)
+NUMBERS = (-(2**31), -1, 0, 1, 2, 3, 8, 63, 127, 128, 256, 2**16, 2**30, 2**31 - 1)
 LONGS = (*NUMBERS, 2**30 - 256, 2**30 - 255, 2**31, 2**62, 2**63 - 1, -(2**63))
 FLOATS = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-30, 1e30, 30.0, 1024.0)
 INT64 = 2**63
@@ -132,6 +133,14 @@ def right(draw: Any, which: int) -> Fields:
         if draw(st.booleans()):
             given += MASKS
             a["num_tile_masks"] = 2
+    if not narrow and draw(st.integers(0, 3)) == 0:
+        a["dropout"] = draw(st.sampled_from((1, 64, 127)))
+        given.append("dropout_keys")
+        if a["kernels"]:  # without what does not go with it there
+            a["softcap"] = 0.0
+            given = [name for name in given if name not in LISTS]
+            if which != BACKWARD_BIAS:
+                a |= {"bias": None, "base": None}
     needed = (which == BACKWARD_KV and a["kernels"] and "dq" in given) or narrow
     a["workspace"] = ARRAY if needed else draw(st.sampled_from((None, ARRAY)))
     a |= dict.fromkeys(given, ARRAY)
@@ -151,6 +160,7 @@ def is_right(a: Fields, which: int) -> bool:
         _sizes(a, which)
         and _scores(a, which)
         and _options(a, which)
+        and _dropout(a)
         and _arrays(a, which)
         and _aligned(a, which)
         and _eight_bits(a, which)
@@ -165,6 +175,7 @@ def _joins(a: Fields, which: int) -> bool:
         return sm90 and a["dq"] is not None
     plain = a["softcap"] == 0 and a["scale"] > 0
     absent = all(a[name] is None for name in ("bias", "sinks", TILES[0]))
+    absent &= a["dropout"] == 0
     narrow = max(a["head_dim"], a["value_dim"]) <= 128
     queries = a["q_len"] > 0 and (a["batch"] > 0 or a["cu_q"] is not None)
     lse = a["lse"] is not None or not queries
@@ -194,6 +205,18 @@ def _eight_bits(a: Fields, which: int) -> bool:
             scales, (a["q_len"], a["kv_len"], 0), strict=True
         )
     )
+
+
+def _dropout(a: Fields) -> bool:
+    """None, or a number of 128 with its keys, in a call that has it."""
+    if a["dropout"] == 0:
+        return a["dropout_keys"] is None
+    if not 1 <= a["dropout"] <= 127 or a["dtype"] == E4M3:
+        return False
+    if a["batch"] > 0 and a["dropout_keys"] is None:
+        return False
+    absent = a["bias"] is None and a["tile_indices"] is None
+    return a["kernels"] == 0 or (absent and a["softcap"] == 0 and a["scale"] > 0)
 
 
 def _sizes(a: Fields, which: int) -> bool:
@@ -303,6 +326,7 @@ def _aligned(a: Fields, which: int) -> bool:
     struct = Forward if which == FORWARD else Backward
     has = {name for name, _ in (*Call._fields_, *struct._fields_)}
     steps = dict.fromkeys(WIDE, 16) | dict.fromkeys(NARROW, 4)
-    steps |= dict.fromkeys(("q_segment_ranges", "kv_segment_ranges"), 8)
+    pairs = ("q_segment_ranges", "kv_segment_ranges", "dropout_keys")
+    steps |= dict.fromkeys(pairs, 8)
     steps |= dict.fromkeys(("bias", "dbias"), 4 if a["bias_dtype"] == 2 else 2)
     return all((a[n] or 0) % step == 0 for n, step in steps.items() if n in has)
