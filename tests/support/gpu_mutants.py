@@ -87,8 +87,8 @@ GPU = (
     Mutant(
         "generic backward: half of dq without the scale",
         f"{GENERIC}/backward/q.cuh",
-        "Pack<T>(dq[0][n][2 * h] * p.scale, dq[0][n][2 * h + 1] * p.scale);",
-        "Pack<T>(dq[0][n][2 * h] * p.scale, dq[0][n][2 * h + 1]);",
+        "Pack<T>(dq[0][n][2 * h] * scale, dq[0][n][2 * h + 1] * scale);",
+        "Pack<T>(dq[0][n][2 * h] * scale, dq[0][n][2 * h + 1]);",
         GENERIC_SWEEP,
         GENERIC_BACKWARD,
     ),
