@@ -1,8 +1,8 @@
 """`paged_attention(quantize_queries=True)`: plain JAX, and Hopper's kernel, by JAX.
 
-Against float64, with queries rounded as they are to be: plain JAX to the digits of
-bfloat16, the kernel, on the emulator and on a GPU, within some per cent of a row, as
-it rounds probabilities, too.
+Against float64, with queries rounded as they are to be: plain JAX to bfloat16's digits;
+the kernel, on the emulator and on a GPU, within a few per cent of a row, since it
+rounds probabilities, too. (native/test_paged_launches.py has more, by the C interface.)
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jax_kvblock.paged.narrow import heads_of_tile
 
 E4M3 = {"cache": "e4m3", "narrow": True, "scales": "heads"}
 MIXED = ((1, 60), (90, 140), (3, 40), (70, 70), (1, 7))
+LAYOUTS = {"NHD": "B L O T H D", "HND": "B L O H T D"}
 CASES = {
     "mixed": Case(sequences=MIXED, more_rows=3, **E4M3),
     "d128, a window, sinks": Case(
@@ -46,6 +47,27 @@ CASES = {
         padded=90, calls=3, sequences=((90, 140), (1, 70), (66, 66)), **E4M3
     ),
     "split": Case(sequences=((70, 300), (1, 20)), split_size=256, **E4M3),
+    "no scales, no band": Case(
+        sequences=MIXED, window=(-1, -1), **{**E4M3, "scales": "none"}
+    ),
+    "a window on both sides": Case(sequences=MIXED, window=(40, 30), **E4M3),
+    "empty sequences": Case(
+        sequences=((0, 0), (90, 140), (0, 30), (70, 0), (1, 0), (66, 67)),
+        **E4M3,
+    ),
+    **{
+        f"{layout}, blocks of {size}": Case(
+            sequences=((100, 310), (1, 60), (75, 75)),
+            block_size=size,
+            layout=LAYOUTS[layout],
+            heads=8,
+            head_dim=128,
+            value_dim=128,
+            **E4M3,
+        )
+        for layout in LAYOUTS
+        for size in (16, 64, 128)
+    },
 }
 
 
@@ -73,8 +95,10 @@ def who(request):
 
 
 def pool_of(x: Problem) -> KVPool:
-    _, layers, _, size, heads, dim = x.pages.shape
-    spec = BlockSpec(layers, 2, size, heads, dim, "float8_e4m3fn", layout="NHD")
+    c = x.case
+    (layout,) = (name for name, axes in LAYOUTS.items() if axes == c.layout)
+    sizes = 1, 2, c.block_size, c.kv_heads, x.pages.shape[-1]
+    spec = BlockSpec(*sizes, "float8_e4m3fn", layout=layout)
     return KVPool(jnp.asarray(x.pages), spec)
 
 
@@ -83,7 +107,9 @@ def arguments(x: Problem) -> tuple[tuple, dict]:
     scales = [s.reshape(-1) for s in x.scales]
     k, v = (s[0] if len(s) == 1 else jnp.asarray(s) for s in scales)
     given = {"k_scale": k, "v_scale": v, "return_lse": True, "quantize_queries": True}
-    given["window"] = (c.window[0], 0) if c.window[0] >= 0 else None
+    left, right = (None if side < 0 else side for side in c.window)
+    given["causal"] = right == 0
+    given["window"] = (left, right)
     given["sinks"] = jnp.asarray(x.sinks[0]) if c.sinks else None
     given["split_size"] = c.split_size or None
     if c.padded:
@@ -95,9 +121,15 @@ def arguments(x: Problem) -> tuple[tuple, dict]:
     return (q, pool_of(x), 0, x.tables, x.kv_lens), given
 
 
+def spoil_free_memory() -> None:
+    """Results, and the workspace, lie where NaN was, and are not 0 by luck."""
+    jnp.full(1 << 22, jnp.nan).block_until_ready()
+
+
 def attend(x: Problem, who: str | None) -> tuple[np.ndarray, np.ndarray]:
     """out and lse, `[C, R, ...]`."""
     positional, given = arguments(x)
+    spoil_free_memory()
     out, lse = paged_attention(*positional, **given, implementation=who)
     assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
     shape = x.q.shape[:3]
@@ -121,6 +153,7 @@ def test_against_float64(name, who):
     hold(x, who, *attend(x, who))
 
 
+@pytest.mark.cpu
 def test_it_is_not_what_unrounded_queries_give():
     x = Problem(CASES["mixed"])
     positional, given = arguments(x)
@@ -130,8 +163,21 @@ def test_it_is_not_what_unrounded_queries_give():
     same = (out[0] == np.asarray(other)).all((-1, -2))
     long = x.rows_of_long(few_rows(x))[0]
     assert same[~long].all()
-    # The first of a sequence may see one key, whose value it is, whatever the queries.
-    assert same[long].sum() <= len(MIXED)
+    assert same[long].sum() == 1  # the first of 70 queries of 70 keys sees one key
+
+
+def test_a_prefill_in_chunks(who):
+    """Chunks that begin where tiles of queries do are rounded as the whole."""
+    x = Problem(Case(sequences=((300, 420),), **E4M3))
+    (q, pool, layer, tables, _), given = arguments(x)
+    parts = []
+    for first, end in ((0, 128), (128, 256), (256, 300)):
+        given["query_start"] = np.array([0, end - first], np.int32)
+        lens = np.array([120 + end], np.int32)
+        part = q[first:end], pool, layer, tables, lens
+        parts.append(paged_attention(*part, **given, implementation=who))
+    out, lse = (np.concatenate(part)[None] for part in zip(*parts, strict=True))
+    hold(x, who, out, lse)
 
 
 def test_vmap_over_queries_and_lengths(who):
@@ -232,17 +278,24 @@ WRONG = {
     "another cache": (
         lambda: {"pages": in_bfloat16(), "k_scale": None, "v_scale": None},
         TypeError,
-        "quantize_queries is for blocks of float8_e4m3fn, got blocks of bfloat16",
+        "quantize_queries is for blocks of float8_e4m3fn, got blocks of bfloat16; "
+        "leave it out",
     ),
     "scales of tokens": (
         lambda: {"v_scale": jnp.ones((Problem(CASES["mixed"]).blocks, 16, 2))},
         ValueError,
-        "with quantize_queries v_scale must be a number or one for each KV head",
+        "with quantize_queries v_scale must be a number or one for each KV head, got "
+        ".*; quantize keys and values with one scale for each head, or leave",
     ),
     "ranges": (
         lambda: {"ranges": np.zeros((168, 2), np.int32)},
         ValueError,
-        "quantize_queries does not go with ranges",
+        "quantize_queries does not go with ranges; leave one of them out",
+    ),
+    "drafts": (
+        lambda: {"tree_mask": np.zeros((168, 1), np.int32)},
+        ValueError,
+        "quantize_queries does not go with tree_mask; leave one of them out",
     ),
     "no flag": (
         lambda: {"quantize_queries": 2},
@@ -261,8 +314,13 @@ def test_what_is_wrong_is_said(name):
 
 @pytest.mark.cpu
 def test_nothing_is_computed_in_more_bits_unasked():
-    with pytest.raises(ValueError, match="do not serve cpu, for which this is lowered"):
+    words = (
+        "do not serve cpu, for which this is lowered. Leave it out to compute in more"
+    )
+    with pytest.raises(ValueError, match=words):
         call()
+    with pytest.raises(ValueError, match="implementation='xla' computes the same"):
+        jax.jit(lambda q: call(q=q))(jnp.zeros((173, 4, 64), jnp.bfloat16))
 
 
 @pytest.mark.cpu

@@ -243,9 +243,9 @@ def test_sinks(rng, emulated):
 
 
 def test_scores_that_grow_from_tile_to_tile(rng, emulated):
-    """References move with every tile, and O with them."""
-    x = drawn(rng, (1, 130, 500, 2, 2, 128))
-    x.scales["k"] = x.scales["k"] * np.float32([0.1, 2, 5, 9])
+    """References move with every tile, and with them O, and sums of tiles before."""
+    x = drawn(rng, (1, 130, 900, 2, 2, 128))
+    x.scales["k"] = x.scales["k"] * np.float32([0.1, 1, 2, 3, 4, 5, 7, 9])
     agree(emulated, x)
 
 

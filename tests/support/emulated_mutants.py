@@ -23,6 +23,7 @@ FORWARD = f"{HOPPER}/forward"
 DROPOUT, DROPPED = f"{MASK}/dropout.cuh", test("test_emulated_dropout", "every_mask")
 NARROW = test("test_emulated_fp8", "every_row")
 NARROW_SCALES = test("test_emulated_fp8", "scales")
+NARROW_PAGED = test("test_emulated_fp8_paged", "every_row and rows")
 EMULATED = (
     Mutant(
         "few queries: nobody waits for the others' copies",
@@ -501,8 +502,15 @@ EMULATED = (
     Mutant(
         "8 bits: sums do not follow the reference",
         f"{FORWARD}/rows.cuh",
-        "    rows.total[0] *= factor[0];\n",
+        "rows.total[0] *= factor[0];\n    rows.total[1] *= factor[1];",
         "",
+        test("test_emulated_fp8", "grow"),
+    ),
+    Mutant(
+        "8 bits: sums of a product do not follow the reference",
+        f"{FORWARD}/rows.cuh",
+        "for (int i = 0; i < Traits::kValueRows / 2; ++i) rows.product[i]",
+        "for (int i = 0; i < Traits::kValueDim / 2; ++i) rows.product[i]",
         test("test_emulated_fp8", "grow"),
     ),
     Mutant(
@@ -513,11 +521,10 @@ EMULATED = (
         test("test_emulated_fp8", "nan_in_a_key"),
     ),
     Mutant(
-        "8 bits: a later item's scale of NaN is as 0",
-        f"{FORWARD}/narrow_rows.cuh",
-        "return both >= kNan << 16 || (both & 0xffff) >= kNan;",
-        "return (both >> 16) - kNan <= 0x7c00 - kNan ||\n"
-        "         (both & 0xffff) - kNan <= 0x7c00 - kNan;",
+        "8 bits: a scale of NaN is as 0",
+        f"{FORWARD}/planner.cuh",
+        "to_log2 < kLeast ? kLeast : to_log2",
+        "fmaxf(to_log2, kLeast)",
         NARROW_SCALES,
     ),
     Mutant(
@@ -554,6 +561,69 @@ EMULATED = (
         "ClusterRank() * Traits::kLoadedValueRows;",
         "0;",
         NARROW,
+    ),
+    Mutant(
+        "8 bits, pages: all queries have the scale of the first tile",
+        f"{FORWARD}/planner.cuh",
+        "p_.q_scales + int64_t{item.q_row} * p_.num_pairs + unit",
+        "p_.q_scales + unit",
+        NARROW_PAGED,
+    ),
+    Mutant(
+        "8 bits, pages: values have the scales of keys",
+        f"{FORWARD}/result.cuh",
+        "return HeadScale(p.v_scale, item.kv_head);",
+        "return HeadScale(p.k_scale, item.kv_head);",
+        NARROW_PAGED,
+    ),
+    Mutant(
+        "8 bits, pages: a scale may be negative",
+        f"{FORWARD}/planner.cuh",
+        "of_keys >= 0.0f ? of_keys :",
+        "of_keys == of_keys ? of_keys :",
+        test("test_emulated_fp8_paged", "bad_scales"),
+    ),
+    Mutant(
+        "8 bits, pages: infinity in a query is a large number",
+        f"{FORWARD}/narrow_pages.cuh",
+        "return IsFinite(x) ? x / scale : __int_as_float(0x7fffffff);",
+        "return x / scale;",
+        test("test_emulated_fp8_paged", "not_finite"),
+    ),
+    Mutant(
+        "8 bits, pages: values in front of all windows stay",
+        f"{FORWARD}/narrow_pages.cuh",
+        "if (layer.there && key >= begin && key < end) {",
+        "if (layer.there && key < end) {",
+        test("test_emulated_fp8_paged", "in_front_of_all_windows"),
+    ),
+    Mutant(
+        "8 bits, pages: rows beyond a sequence are those of the next one",
+        f"{FORWARD}/paged_params.cuh",
+        "return q_row + member * p.queries;",
+        "return q_row;",
+        NARROW_PAGED,
+    ),
+    Mutant(
+        "8 bits, pages: a search forgets the tiles of 32 sequences",
+        f"{FORWARD}/narrow_pages.cuh",
+        "before_ += __shfl_sync(~0u, up_to, 31);",
+        "",
+        NARROW_PAGED,
+    ),
+    Mutant(
+        "8 bits, pages: values of the first sequence",
+        f"{FORWARD}/page_loader.cuh",
+        "transposed_.head, transposed_.member);",
+        "transposed_.head, 0);",
+        NARROW_PAGED,
+    ),
+    Mutant(
+        "8 bits, pages: there is room for a sequence less",
+        "cpp/host/paged_call.h",
+        "return a.calls * (a.rows + int64_t{a.sequences} * queries);",
+        "return a.calls * (a.rows + int64_t{a.sequences - 1} * queries);",
+        test("test_emulated_fp8_paged", "workspace"),
     ),
     Mutant(
         "a partial tile is taken for a full one",

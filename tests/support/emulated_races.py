@@ -126,6 +126,13 @@ FEW = {
 MANY = {
     "many steps, holes": Case(sequences=((100, 1700), (80, 90)), bad_ids=HOLES),
     "many items": Case(sequences=((65, 40),) * 9 + ((65, 0),) * 4, **GROUP),
+    "8 bits": Case(
+        sequences=((100, 1300), (80, 90)),
+        bad_ids=HOLES[:6],
+        cache="e4m3",
+        scales="heads",
+        narrow=True,
+    ),
     "a window": Case(sequences=((150, 400), (100, 100)), window=(70, 0), **GROUP),
     "one place for Q": Case(
         sequences=((70, 300), (70, 100)),

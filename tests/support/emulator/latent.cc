@@ -21,6 +21,9 @@ bool ServesPaged(const kvblock_paged_attention&) { return true; }  // it is not 
 const char* LaunchPaged(const kvblock_paged_attention&, bool, cudaStream_t) {
   return "not emulated here, but by attention.cc";
 }
+const char* PrepareNarrowPaged(const kvblock_paged_attention&, cudaStream_t) {
+  return "not emulated here, but by attention.cc";
+}
 }  // namespace kvblock::hopper
 
 // Launches from now on are for a GPU of so many multiprocessors, at most 63, whose CTAs can have so
