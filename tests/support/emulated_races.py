@@ -126,6 +126,16 @@ FEW = {
 MANY = {
     "many steps, holes": Case(sequences=((100, 1700), (80, 90)), bad_ids=HOLES),
     "many items": Case(sequences=((65, 40),) * 9 + ((65, 0),) * 4, **GROUP),
+    "8 bits": Case(
+        sequences=((100, 1300), (80, 90)),
+        bad_ids=HOLES[:6],
+        cache="e4m3",
+        scales="heads",
+        narrow=True,
+    ),
+    "8 bits, many items": Case(
+        sequences=((65, 40),) * 9 + ((65, 0),) * 4, cache="e4m3", narrow=True, **GROUP
+    ),
     "a window": Case(sequences=((150, 400), (100, 100)), window=(70, 0), **GROUP),
     "one place for Q": Case(
         sequences=((70, 300), (70, 100)),
@@ -137,14 +147,6 @@ MANY = {
         value_dim=256,
         bad_ids=HOLES[:4],
         **GROUP,
-    ),
-}
-IN_8_BITS = {
-    "8 bits, many steps": Case(
-        sequences=((100, 1700), (80, 90)), bad_ids=HOLES, cache="e4m3", narrow=True
-    ),
-    "8 bits, many items": Case(
-        sequences=((65, 40),) * 9 + ((65, 0),) * 4, cache="e4m3", narrow=True, **GROUP
     ),
 }
 WIDE = {"latent": True, "kv_heads": 1, "head_dim": 576, "value_dim": 512}
@@ -208,7 +210,7 @@ CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
     },
     **{
         f"Hopper, {name}, {by}": functools.partial(paged, case, hopper=by)
-        for name, case in (MANY | IN_8_BITS).items()
+        for name, case in MANY.items()
         for by in ("boxes", "rows")
     },
 }

@@ -31,13 +31,14 @@ class Mutant:
         return self.file.startswith("cpp/") and not self.objects and not emulated
 
     def fits(self, root: Path) -> bool:
-        """Whether the line is there, and once."""
+        """Whether there is one place for it."""
         return (root / self.file).read_text().count(self.old) == 1
 
     def apply(self, root: Path) -> None:
         path = root / self.file
+        text = path.read_text()
         assert self.fits(root), f"{self.name}: {self.file} has changed"
-        path.write_text(path.read_text().replace(self.old, self.new))
+        path.write_text(text.replace(self.old, self.new))
 
 
 # ---- on the CPU ----------------------------------------------------------------------

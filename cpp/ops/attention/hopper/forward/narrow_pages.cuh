@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(kThreads)
         found[1] = number;
       }
     }
-    __syncthreads();  // and all are done with the tile before
+    __syncthreads();
     const int member = found[0], first = found[1] * kTransposedKeys;
     if (member < 0) return;
     const Sequence s = MemberSequence(p, member);
@@ -201,10 +201,11 @@ __global__ void __launch_bounds__(kThreads)
       }
       tile.Take(row, column, piece);
     }
-    __syncthreads();  // it is there, and all have read what was found
+    __syncthreads();
     const int64_t pair = int64_t{member} * p.num_kv_heads + head;
     tile.Write<kThreads>(p.values + pair * p.value_dim * p.padded_keys + first, p.value_dim,
                          p.padded_keys);
+    __syncthreads();  // it, and what was found, are free
   }
 }
 
