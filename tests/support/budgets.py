@@ -26,10 +26,10 @@ BUDGETS = {
     "fp8": 130,
     "graphs": 40,
     "kernels": 55,
-    "native": 530,
+    "native": 620,
     "objects": 40,
     "paged": 220,
-    "parallel": 700,
+    "parallel": 850,
     "project": 500,
     "sparse": 150,
 }
