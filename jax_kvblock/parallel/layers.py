@@ -371,9 +371,11 @@ def _attend(
     ring = config.pattern is AttentionPatterns.RING
     where = "context_parallel_attention"
     dropout_keys = None
-    if options["dropout_rate"]:
+    if seed is not None:
         size = (q.shape[0], q.shape[2])  # of all devices
-        dropout_keys = dropout.keys_of(dropout.check_seed(where, seed, *size), *size)
+        words = dropout.check_seed(where, seed, *size)
+        if options["dropout_rate"]:
+            dropout_keys = dropout.keys_of(words, *size)
 
     def local(q: Any, k: Any, v: Any, mask: Any, dropout_keys: Any) -> Any:
         return attend_as(

@@ -6,6 +6,7 @@ device. Chunks are of 16 positions here, the fewest that dropout serves.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -199,12 +200,47 @@ def test_layers_drop_what_a_layer_on_one_device_does(rng, name):
     if options.get("layout") == "zigzag":
         order = np.concatenate([order[:16], order[48:], order[16:48]])
     seed = jax.random.key(1)
-    got = jit(lambda layer, x: layer(x, mask[:, order], seed))(layer, x[:, order])
-    want = jit(lambda layer, x: layer(x, mask, seed))(one, x)
+    along = cast(rng.standard_normal(x.shape), F32)
+
+    def ours(layer: Any, x: Any) -> Any:
+        out = layer(x, mask[:, order], seed)
+        return jnp.sum(out * along[:, order]), out
+
+    def theirs(layer: Any, x: Any) -> Any:
+        out = layer(x, mask, seed)
+        return jnp.sum(out * along), out
+
+    slope = functools.partial(jax.grad, argnums=(0, 1), has_aux=True)
+    (d_layer, d_x), got = jit(slope(ours))(layer, x[:, order])
+    (d_one, d_whole), want = jit(slope(theirs))(one, x)
     np.testing.assert_allclose(got, want[:, order], atol=3e-6)
+    np.testing.assert_allclose(d_x, d_whole[:, order], atol=1e-5)
+    for name in ("qkv", "out"):
+        a, b = getattr(d_layer, name), getattr(d_one, name)
+        np.testing.assert_allclose(a, b, atol=1e-5 * np.abs(b).max(), err_msg=name)
     without = layer(x[:, order], mask[:, order])
     np.testing.assert_allclose(without, one(x, mask)[:, order], atol=3e-6)
     assert np.abs(np.asarray(got - without)).max() > 0.01
+
+
+@pytest.mark.parametrize("rate", [0.0, RATE])
+def test_a_layer_checks_its_seed_at_any_rate(rate):
+    """Also where nothing is dropped, as on one device."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("context",))
+    ring = AttentionConfig(WIDTH, N, pattern=AttentionPatterns.RING, dropout=rate)
+    full = AttentionConfig(WIDTH, N, pattern=AttentionPatterns.FULL, dropout=rate)
+    x = jnp.zeros((2, 64, WIDTH))
+    words = "dropout_seed must be an integer|[2] or [2, 4]|one for each batch member"
+    for where, layer in (
+        (WHERE, create_attention(ring, mesh)),
+        ("flash_attention", create_attention(full)),
+    ):
+        for error, seed, got in (
+            (TypeError, "x", "got 'x'"),
+            (ValueError, jnp.zeros(3, jnp.int32), "got int32[3]"),
+        ):
+            refused = functools.partial(layer, x, None, seed)
+            check(where, error, f"{words}|{got}", refused)
 
 
 # ---- what does not fit ---------------------------------------------------------------
