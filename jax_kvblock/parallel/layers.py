@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_kvblock.attention import dropout
 from jax_kvblock.attention.flash import flash_attention
@@ -375,7 +375,7 @@ def _attend(
         size = (q.shape[0], q.shape[2])  # of all devices
         words = dropout.check_seed(where, seed, *size)
         if options["dropout_rate"]:
-            dropout_keys = dropout.keys_of(words, *size)
+            dropout_keys = _cut_keys(config, mesh, dropout.keys_of(words, *size))
 
     def local(q: Any, k: Any, v: Any, mask: Any, dropout_keys: Any) -> Any:
         return attend_as(
@@ -398,3 +398,17 @@ def _attend(
     return jax.shard_map(
         local, mesh=mesh, in_specs=(heads, heads, heads, rows, keys), out_specs=heads
     )(q, k, v, mask, dropout_keys)
+
+
+def _cut_keys(config: AttentionConfig, mesh: Mesh, keys: jax.Array) -> jax.Array:
+    """On explicit axes the keys of dropout are cut as `jax.shard_map` wants them."""
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Explicit not in kinds.values():
+        return keys
+
+    def cut(axes: Any) -> tuple[Any, ...]:
+        each = axes if isinstance(axes, tuple) else (axes,)
+        return tuple(axis for axis in each if kinds.get(axis) == AxisType.Explicit)
+
+    spec = PartitionSpec(cut(config.batch_axis), cut(config.head_axis))
+    return jax.sharding.reshard(keys, NamedSharding(mesh, spec))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from attention_bar import assert_near
 from attention_model import BF16, F32, Call, cast, draw, jit, kept
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from messages import check
 from test_context_parallel import (
@@ -221,6 +221,25 @@ def test_layers_drop_what_a_layer_on_one_device_does(rng, name):
     without = layer(x[:, order], mask[:, order])
     np.testing.assert_allclose(without, one(x, mask)[:, order], atol=3e-6)
     assert np.abs(np.asarray(got - without)).max() > 0.01
+
+
+@pytest.mark.parametrize("batch", ["data", ("data",)], ids=str)
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_arrays_on_a_mesh_of_either_kind(rng, kind, batch):
+    devices = np.array(jax.devices("cpu")[:4]).reshape(2, 2)
+    mesh = Mesh(devices, ("data", "context"), axis_types=(kind,) * 2)
+    config = AttentionConfig(
+        WIDTH, N, pattern=AttentionPatterns.RING, batch_axis=batch, dropout=RATE
+    )
+    layer = create_attention(config, mesh)
+    alone = (jnp.asarray(np.asarray(a)) for a in (layer.qkv, layer.out))
+    config = AttentionConfig(WIDTH, N, pattern=AttentionPatterns.FULL, dropout=RATE)
+    x, seed = cast(rng.standard_normal((2, 64, WIDTH)), F32), jax.random.key(1)
+    put = jax.device_put(x, NamedSharding(mesh, P("data", "context")))
+    want = jit(lambda layer, x: layer(x, None, seed))(Attention(*alone, config), x)
+    with jax.set_mesh(mesh):
+        got = jit(lambda layer, x: layer(x, None, seed))(layer, put)
+    np.testing.assert_allclose(got, want, atol=3e-6)
 
 
 @pytest.mark.parametrize("rate", [0.0, RATE])
