@@ -14,23 +14,22 @@ from jax_kvblock.attention import dropout
 from jax_kvblock.attention.config import (
     OPEN,
     AttentionConfig,
-    AttentionTiles,
     Operands,
     default_scale,
 )
 from jax_kvblock.attention.dense import saturating_add
 from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
 from jax_kvblock.attention.eight_bits import check_scales
-from jax_kvblock.attention.mask_tiles import FULL, check_tile_side, words_of
+from jax_kvblock.attention.integers import known_on_host, saturated, wrapped
 from jax_kvblock.attention.precision import resolve
 from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
+from jax_kvblock.attention.tile_arguments import check_tile_sides, check_tiles
 from jax_kvblock.core.checks import (
     as_int,
     check_array,
     check_choice,
     check_int32,
     check_integer,
-    known_integers,
     show,
     shown,
     to_jax,
@@ -88,7 +87,7 @@ def normalize(
         (batch, t, n, d), s = q.shape, k.shape[1]
 
     left, right = check_window(where, causal, window)
-    block_q, block_kv = _tile_sizes(where, tiles)
+    block_q, block_kv = check_tile_sides(where, tiles)
     q_segments, kv_segments = check_segments(where, segment_ids, batch, t, s)
     config = AttentionConfig(
         scale=check_scale(where, scale, d),
@@ -103,7 +102,9 @@ def normalize(
         implementation=implementation,
         dropout=check_dropout_rate(where, dropout_rate),
     )
-    indices, counts, partial, masks = _tiles(where, tiles, config, (batch, n, t, s))
+    indices, counts, partial, masks = check_tiles(
+        where, tiles, config, (batch, n, t, s)
+    )
     q_scales, k_scales, v_scales = check_scales(where, scales, q, k)
     q_offset, kv_offset = _offsets(where, q_offset, kv_offset, batch)
     return config, Operands(
@@ -178,15 +179,6 @@ def _cu_seqlens(
     for i, rows in enumerate(("q", "k")):
         _check_boundaries(where, f"cu_seqlens[{i}]", cu_seqlens[i], rows, totals[i])
     return pair[0], pair[1]
-
-
-def known_on_host(where: str, name: str, x: Any) -> np.ndarray | None:
-    """The values of integers in any form, where they lie on the host; else None."""
-    if not isinstance(x, (list, tuple, range)):
-        return known_integers(where, name, x)
-    if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x)):
-        return None
-    return np.asarray(x)
 
 
 def _check_boundaries(where: str, name: str, cu: Any, rows: str, total: int) -> None:
@@ -316,7 +308,7 @@ def check_segments(
         zip(pair, ("[B, T]", "[B, S]"), (t, s), strict=True)
     ):
         name = f"segment_ids[{i}]" if pair[0] is not pair[1] else "segment_ids"
-        x = check_int32(where, name, _wrapped(x), form, 2)
+        x = check_int32(where, name, wrapped(x), form, 2)
         if x.shape != (batch, length):
             raise ValueError(
                 f"{where}: {name} must be int32{[batch, length]} ({form}), got "
@@ -342,7 +334,7 @@ def check_lengths(where: str, name: str, lens: Any, batch: int) -> Any:
     if lens is None:
         return None
     if isinstance(lens, (list, tuple, range)) or getattr(lens, "ndim", 0) == 1:
-        lens = check_int32(where, name, _saturated(lens), f"[{batch}]", 1)
+        lens = check_int32(where, name, saturated(lens), f"[{batch}]", 1)
     if np.shape(lens) != (batch,):
         raise ValueError(
             f"{where}: {name} must be int32[{batch}], a length for each batch member, "
@@ -378,28 +370,6 @@ def _difference(batch: int, q_offset: Any, kv_offset: Any) -> jax.Array:
     return total
 
 
-def _saturated(x: Any) -> Any:
-    """Integers of a JAX array that int32 does not hold, as its nearest end."""
-    return _clipped(x) if _may_be_wider(x) else x
-
-
-def _wrapped(x: Any) -> Any:
-    """Integers of a JAX array modulo 2**32: uint32 ids that differ stay different."""
-    return x.astype(jnp.int32) if _may_be_wider(x) else x
-
-
-def _may_be_wider(x: Any) -> bool:
-    wide = (jnp.uint32, jnp.int64, jnp.uint64)
-    return isinstance(x, jax.Array) and x.dtype in wide
-
-
-@functools.partial(jax.jit, inline=True)
-def _clipped(x: jax.Array) -> jax.Array:
-    ends, given = jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
-    low, high = max(ends.min, given.min), min(ends.max, given.max)
-    return jnp.clip(x, low, high).astype(jnp.int32)
-
-
 def _offset(where: str, name: str, x: Any, batch: int) -> jax.Array:
     number = None if isinstance(x, jax.Array) else as_int(x)
     if number is not None:
@@ -417,7 +387,7 @@ def _offset(where: str, name: str, x: Any, batch: int) -> jax.Array:
     ndim = 1 if listed else x.ndim
     if ndim > 1:
         raise ValueError(f"{must} {show(x)}; {fix}")
-    x = check_int32(where, name, _saturated(x), " or int32[B]", ndim)
+    x = check_int32(where, name, saturated(x), " or int32[B]", ndim)
     if ndim and x.shape != (batch,):
         raise ValueError(f"{must} {show(x)}; {fix}")
     return x
@@ -501,131 +471,3 @@ def check_sinks(where: str, sinks: Any, q: Any, n: int) -> Any:
     computed = jax.dtypes.canonicalize_dtype(q.dtype)  # of NumPy's float64, say
     wide = jnp.float64 if computed == jnp.float64 else jnp.float32
     return jnp.expand_dims(to_jax(sinks).astype(wide), 0)
-
-
-def _tile_sizes(where: str, tiles: Any) -> tuple[int, int]:
-    """(block_q, block_kv) of tile lists; zeros without lists."""
-    if tiles is None:
-        return 0, 0
-    if not isinstance(tiles, AttentionTiles):
-        raise TypeError(
-            f"{where}: tiles must be an AttentionTiles, got {type(tiles).__name__}; "
-            "pass AttentionTiles(indices, counts)"
-        )
-    block_q, block_kv = (
-        check_tile_side(where, f"tiles.{name}", getattr(tiles, name))
-        for name in ("block_q", "block_kv")
-    )
-    return block_q, block_kv
-
-
-def _tiles(
-    where: str, tiles: Any, config: AttentionConfig, sizes: tuple[int, int, int, int]
-) -> tuple[Any, Any, Any, Any]:
-    """The lists, and the bits of partial tiles."""
-    if tiles is None:
-        return None, None, None, None
-    batch, n, t, s = sizes
-    form = "[B|1, N|1, query tiles, entries]"
-    indices = check_int32(where, "tiles.indices", tiles.indices, form, 4)
-    rows_form = "[B|1, N|1, query tiles]"
-    counts = check_int32(where, "tiles.counts", _saturated(tiles.counts), rows_form, 3)
-    rows = -(-t // config.block_q)
-    fits = (
-        indices.shape[0] in (1, batch)
-        and indices.shape[1] in (1, n)
-        and indices.shape[2] == rows
-    )
-    if not fits:
-        raise ValueError(
-            f"{where}: tiles.indices must be "
-            f"int32[{batch}|1, {n}|1, {rows}, max_tiles] for T = {t} and "
-            f"block_q = {config.block_q}, got {show(indices)}; one row for each query "
-            "tile"
-        )
-    if counts.shape != indices.shape[:3]:
-        raise ValueError(
-            f"{where}: tiles.counts must be int32{list(indices.shape[:3])} like "
-            f"tiles.indices without its last dim, got {show(counts)}"
-        )
-    partial, masks = _partial_tiles(where, tiles, config, indices)
-    _check_entries(where, tiles, -(-s // config.block_kv))
-    return indices, counts, partial, masks
-
-
-def _partial_tiles(
-    where: str, tiles: AttentionTiles, config: AttentionConfig, indices: jax.Array
-) -> tuple[Any, Any]:
-    """`partial` and `masks`, or neither."""
-    pair = {"partial": tiles.partial, "masks": tiles.masks}
-    absent = [name for name, x in pair.items() if x is None]
-    if len(absent) == 2:
-        return None, None
-    if absent:
-        (name,) = absent
-        raise ValueError(
-            f"{where}: tiles.partial and tiles.masks must come together, got no "
-            f"{name}; AttentionTiles.from_mask makes both"
-        )
-    form = "[B|1, N|1, query tiles, entries]"
-    partial = check_int32(where, "tiles.partial", tiles.partial, form, 4)
-    if partial.shape != indices.shape:
-        raise ValueError(
-            f"{where}: tiles.partial must be int32{list(indices.shape)} like "
-            f"tiles.indices, got {show(partial)}; a row of masks for each entry, or −1"
-        )
-    masks = check_array(where, "tiles.masks", tiles.masks)
-    rows, words = config.block_q, words_of(config.block_kv)
-    must = (
-        f"{where}: tiles.masks must be uint32[P, {rows}, {words}] for tiles of {rows} "
-        f"x {config.block_kv}, got {show(masks)}"
-    )
-    if masks.dtype != np.uint32:
-        raise TypeError(f"{must}; a bit for each key, as from_mask packs them")
-    if masks.ndim != 3 or masks.shape[1:] != (rows, words):
-        raise ValueError(f"{must}; a row of bits for each query of a partial tile")
-    return partial, to_jax(masks)
-
-
-def _check_entries(where: str, tiles: AttentionTiles, num_kv: int) -> None:
-    """What the lists say, where their values are known."""
-    indices = known_on_host(where, "tiles.indices", tiles.indices)
-    counts = known_on_host(where, "tiles.counts", tiles.counts)
-    if indices is None or counts is None:
-        return
-    entry = np.arange(indices.shape[-1])
-    used = (entry < counts[..., None]) & (indices >= 0) & (indices < num_kv)
-    _check_once(where, indices, used)
-    if tiles.partial is not None and tiles.masks is not None:
-        partial = known_on_host(where, "tiles.partial", tiles.partial)
-        if partial is not None:
-            _check_rows_of_masks(where, partial, used, tiles.masks.shape[0])
-
-
-def _check_once(where: str, indices: np.ndarray, used: np.ndarray) -> None:
-    """No tile twice in a list."""
-    # What does not count becomes a number that comes once.
-    entry = np.arange(indices.shape[-1])
-    listed = np.sort(np.where(used, indices, -1 - entry), axis=-1)
-    twice = np.argwhere(listed[..., 1:] == listed[..., :-1])
-    if len(twice):
-        b, n, i, _ = at = tuple(map(int, twice[0]))
-        raise ValueError(
-            f"{where}: tiles.indices must list a tile once for a query tile, got tile "
-            f"{listed[at]} twice in indices[{b}, {n}, {i}]; its keys would count "
-            "twice: put -1 there, or leave it out"
-        )
-
-
-def _check_rows_of_masks(
-    where: str, partial: np.ndarray, used: np.ndarray, count: int
-) -> None:
-    """A row of the masks for each entry that counts, or −1."""
-    wrong = np.argwhere(used & ((partial < FULL) | (partial >= count)))
-    if len(wrong):
-        at = tuple(map(int, wrong[0]))
-        raise ValueError(
-            f"{where}: tiles.partial must be rows of tiles.masks, less than {count}, "
-            f"or -1 for full tiles, got {partial[at]} in partial{list(at)}; leave a "
-            "tile where nobody attends out of tiles.indices"
-        )

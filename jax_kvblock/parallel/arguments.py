@@ -18,10 +18,10 @@ from jax_kvblock.attention.arguments import (
     check_sinks,
     check_softcap,
     check_window,
-    known_on_host,
 )
 from jax_kvblock.attention.config import AttentionConfig
 from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
+from jax_kvblock.attention.integers import known_on_host
 from jax_kvblock.attention.precision import resolve
 from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
 from jax_kvblock.core.checks import check_choice, show, to_jax

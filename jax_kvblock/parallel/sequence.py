@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jax_kvblock.attention.arguments import known_on_host
+from jax_kvblock.attention.integers import known_on_host
 from jax_kvblock.core.checks import (
     as_array,
     check_choice,
