@@ -30,11 +30,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mutant_list
+from emulated_forward_mutants import FORWARD_EMULATED
 from emulated_mutants import EMULATED
 from gpu_mutants import GPU
 from mutant_list import ROOT, Mutant
 
-CPU = (*mutant_list.CPU, *EMULATED)
+CPU = (*mutant_list.CPU, *EMULATED, *FORWARD_EMULATED)
 
 EMULATOR_DIED = 70  # the exit status; emulator/cuda_runtime.h
 
