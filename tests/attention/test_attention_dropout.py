@@ -1,8 +1,8 @@
 """Dropout of probabilities: the same pairs in every pass, implementation and transform.
 
 The truth is float64 with the numbers that kvblock/attention.h defines, of positions in
-the whole sequence. What these are like is in test_dropout_bits.py, and pair by pair they
-are in test_dropout_pairs.py. Every transform has its cell in test_every_transform.py,
+the whole sequence. What these are like is in test_dropout_bits.py, and which pairs they
+keep in test_dropout_pairs.py. Every transform has its cell in test_every_transform.py,
 Hopper's forward kernel and the generic ones theirs in test_emulated_dropout.py and
 test_emulated.py.
 """

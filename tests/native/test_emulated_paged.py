@@ -71,19 +71,6 @@ def test_sequences_with_many_rows_are_left_to_another_launch(name, emulated):
     run_on_host(emulated, Problem(LEAVING[name]), few_rows=64)
 
 
-@pytest.fixture(params=["boxes", "rows"])
-def hopper(request, attention_library: Path):
-    """The library, where Hopper's kernel takes the sequences with many queries.
-
-    It loads boxes of blocks, if these are multiples of 8, or always row by row.
-    """
-    loaded = ctypes.CDLL(str(attention_library))
-    loaded.emulator_set_hopper(1)
-    loaded.emulator_set_block_maps(request.param == "boxes")
-    yield loaded
-    loaded.emulator_set_hopper(0)
-
-
 @pytest.mark.parametrize("name", SPLIT)
 def test_with_split_size_other_sequences_change_no_bit(name, attention_library):
     hold_alone(ctypes.CDLL(str(attention_library)), Problem(SPLIT[name]))

@@ -70,6 +70,21 @@ def attention_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built("attention", tmp_path_factory)
 
 
+@pytest.fixture(params=["boxes", "rows"])
+def hopper(
+    request: pytest.FixtureRequest, attention_library: Path
+) -> Iterator[ctypes.CDLL]:
+    """The same, where Hopper's kernel takes the sequences with many queries.
+
+    It loads boxes of blocks, if these are multiples of 8, or always row by row.
+    """
+    loaded = ctypes.CDLL(str(attention_library))
+    loaded.emulator_set_hopper(1)
+    loaded.emulator_set_block_maps(request.param == "boxes")
+    yield loaded
+    loaded.emulator_set_hopper(0)
+
+
 @pytest.fixture(scope="session")
 def float32_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The generic kernels of float32."""
