@@ -8,6 +8,7 @@ as those of each sequence alone. Latent caches have latent_cases.py.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from paged_problems import Case
 
@@ -211,7 +212,68 @@ LEAVING = {
 MIXED = ((1, 300), (150, 600), (3, 40), (90, 90), (1, 7))
 D128 = {"head_dim": 128, "value_dim": 128}
 WIDE = {"heads": 8, "kv_heads": 2, **D128}
+# Sequences with many queries, whatever the numbers are: where blocks lie, bands, rows and
+# keys that are not as they should be, and how many sequences there are.
+MANY_QUERIES: dict[str, dict[str, Any]] = {
+    "heads first": {"layout": "B L O H T D", "layers": 3, "layer": 1},
+    "universal": {"layout": "B H L O T D", "layers": 3, "layer": 2},
+    "an array for each layer": {"layout": "L B O T H D", "layers": 3, "layer": 1},
+    "no such layer": {"layout": "L B O T H D", "layers": 3, "layer": 3},
+    "a window": {"window": (70, 0)},
+    "a narrow window": {"window": (5, 0)},
+    "both sides": {"window": (100, 40)},
+    "no band": {"window": (-1, -1)},
+    "nothing but ids of no block": {
+        "sequences": ((100, 160), (70, 90)),
+        "bad_ids": tuple((0, p, -1) for p in range(10)),
+        "sinks": 1,
+    },
+    "fewer keys than queries": {
+        "sequences": ((200, 30), (80, 0), (1, 5), (130, 129)),
+        "sinks": 1,
+    },
+    "many": {
+        "sequences": tuple((66 + i % 5, 66 + 11 * i % 300) for i in range(70)),
+        "heads": 2,
+        "kv_heads": 1,
+    },
+    "few among many": {
+        "sequences": tuple((70 if i % 100 == 7 else 1, 75) for i in range(300)),
+        "heads": 2,
+        "kv_heads": 1,
+    },
+    "a batch with padding": {
+        "padded": 150,
+        "calls": 4,
+        "sequences": ((150, 300), (1, 70), (0, 9), (97, 97)),
+    },
+    "a full batch": {
+        "padded": 70,
+        "full": True,
+        "calls": 3,
+        "sequences": ((70, 300), (70, 70), (70, 20)),
+    },
+    "a start that falls": {
+        "starts": (1, 150, 149, 10**9),
+        "sequences": ((150, 160), (0, 30), (8, 29)),
+    },
+    "starts beyond the rows": {
+        "starts": (-4, 100, 10**9, 10**9),
+        "sequences": ((150, 160), (70, 90), (0, 29)),
+    },
+    "lengths beyond the table": {
+        "kv_lens": (10**6, -5, 2**31 - 1),
+        "sequences": ((100, 160), (70, 96), (80, 160)),
+    },
+}
+
+
+def with_many_queries(name: str, **options: Any) -> Case:
+    return Case(**{"sequences": MIXED, **options, **MANY_QUERIES[name]})
+
+
 LONG = {
+    **{f"long: {name}": with_many_queries(name, **WIDE) for name in MANY_QUERIES},
     "long: a prefill": Case(sequences=((300, 700),), **WIDE),
     "long: one tile": Case(sequences=((40, 100),), **WIDE),
     "long: mixed": Case(sequences=MIXED, **WIDE),
@@ -252,22 +314,6 @@ LONG = {
             *((192, 192), (256, 200), (256, 256)),
         )
     },
-    "long: heads first": Case(
-        layout="B L O H T D", layers=3, layer=1, sequences=MIXED, **WIDE
-    ),
-    "long: universal": Case(
-        layout="B H L O T D", layers=3, layer=2, sequences=MIXED, **WIDE
-    ),
-    "long: an array for each layer": Case(
-        layout="L B O T H D", layers=3, layer=1, sequences=MIXED, **WIDE
-    ),
-    "long: no such layer": Case(
-        layout="L B O T H D", layers=3, layer=3, sequences=MIXED, **WIDE
-    ),
-    "long: a window": Case(window=(70, 0), sequences=MIXED, **WIDE),
-    "long: a narrow window": Case(window=(5, 0), sequences=MIXED, **WIDE),
-    "long: both sides": Case(window=(100, 40), sequences=MIXED, **WIDE),
-    "long: no band": Case(window=(-1, -1), sequences=MIXED, **WIDE),
     "long: a softcap": Case(softcap=2.5, sequences=MIXED, sinks=1, **WIDE),
     "long: a softcap, window and ids of no block": Case(
         softcap=20.0,
@@ -286,52 +332,23 @@ LONG = {
         ),
         **WIDE,
     ),
-    "long: nothing but ids of no block": Case(
-        sequences=((100, 160), (70, 90)),
-        bad_ids=tuple((0, p, -1) for p in range(10)),
-        sinks=1,
-        **WIDE,
-    ),
-    "long: fewer keys than queries": Case(
-        sequences=((200, 30), (80, 0), (1, 5), (130, 129)), sinks=1, **WIDE
-    ),
     "long: many without keys": Case(sequences=((70, 0),) * 60, **WIDE),
-    "long: many": Case(
-        sequences=tuple((66 + i % 5, 66 + 11 * i % 300) for i in range(70)),
-        **{**D128, "heads": 2, "kv_heads": 1},
-    ),
-    "long: few among many": Case(
-        sequences=tuple((70 if i % 100 == 7 else 1, 75) for i in range(300)),
-        **{**D128, "heads": 2, "kv_heads": 1},
-    ),
-    "long: a batch with padding": Case(
-        padded=150, calls=4, sequences=((150, 300), (1, 70), (0, 9), (97, 97)), **WIDE
-    ),
-    "long: a full batch": Case(
-        padded=70, full=True, calls=3, sequences=((70, 300), (70, 70), (70, 20)), **WIDE
-    ),
     "long: several calls": Case(
         calls=2, more_rows=3, sequences=((100, 200), (1, 9), (2, 30), (90, 95)), **WIDE
-    ),
-    "long: a start that falls": Case(
-        starts=(1, 150, 149, 10**9), sequences=((150, 160), (0, 30), (8, 29)), **WIDE
-    ),
-    "long: starts beyond the rows": Case(
-        starts=(-4, 100, 10**9, 10**9),
-        sequences=((150, 160), (70, 90), (0, 29)),
-        **WIDE,
-    ),
-    "long: lengths beyond the table": Case(
-        kv_lens=(10**6, -5, 2**31 - 1),
-        sequences=((100, 160), (70, 96), (80, 160)),
-        **WIDE,
     ),
 }
 
 # Both products in 8 bits, of sequences with many queries.
 E4M3 = {"cache": "e4m3", "narrow": True}
 NARROW_WIDE = {**WIDE, **E4M3, "scales": "heads"}
+NARROW_IS_WIDE = ("heads first", "a narrow window", "no band")
 NARROW_LONG = {
+    **{
+        f"8 bits: {name}": with_many_queries(
+            name, **(NARROW_WIDE if name in NARROW_IS_WIDE else E4M3)
+        )
+        for name in MANY_QUERIES
+    },
     "8 bits: a prefill": Case(sequences=((300, 700),), **NARROW_WIDE),
     "8 bits: one tile": Case(sequences=((40, 100),), **NARROW_WIDE),
     "8 bits: mixed": Case(sequences=MIXED, **NARROW_WIDE),
@@ -376,64 +393,8 @@ NARROW_LONG = {
         )
         for d, v in ((16, 16), (32, 48), (64, 32), (80, 96), (96, 32), (112, 128))
     },
-    "8 bits: heads first": Case(
-        layout="B L O H T D", layers=3, layer=1, sequences=MIXED, **NARROW_WIDE
-    ),
-    "8 bits: universal": Case(
-        layout="B H L O T D", layers=3, layer=2, sequences=MIXED, **E4M3
-    ),
-    "8 bits: an array for each layer": Case(
-        layout="L B O T H D", layers=3, layer=1, sequences=MIXED, **E4M3
-    ),
-    "8 bits: no such layer": Case(
-        layout="L B O T H D", layers=3, layer=3, sequences=MIXED, **E4M3
-    ),
-    "8 bits: a window": Case(window=(70, 0), sequences=MIXED, **E4M3),
-    "8 bits: a narrow window": Case(window=(5, 0), sequences=MIXED, **NARROW_WIDE),
-    "8 bits: both sides": Case(window=(100, 40), sequences=MIXED, **E4M3),
-    "8 bits: no band": Case(window=(-1, -1), sequences=MIXED, **NARROW_WIDE),
     "8 bits: several calls, sinks": Case(
         sinks=2, calls=2, sequences=(*MIXED[:3], *MIXED[2:]), more_rows=3, **E4M3
-    ),
-    "8 bits: nothing but ids of no block": Case(
-        sequences=((100, 160), (70, 90)),
-        bad_ids=tuple((0, p, -1) for p in range(10)),
-        sinks=1,
-        **E4M3,
-    ),
-    "8 bits: fewer keys than queries": Case(
-        sequences=((200, 30), (80, 0), (1, 5), (130, 129)), sinks=1, **E4M3
-    ),
-    "8 bits: many": Case(
-        sequences=tuple((66 + i % 5, 66 + 11 * i % 300) for i in range(70)),
-        heads=2,
-        kv_heads=1,
-        **E4M3,
-    ),
-    "8 bits: few among many": Case(
-        sequences=tuple((70 if i % 100 == 7 else 1, 75) for i in range(300)),
-        heads=2,
-        kv_heads=1,
-        **E4M3,
-    ),
-    "8 bits: a batch with padding": Case(
-        padded=150, calls=4, sequences=((150, 300), (1, 70), (0, 9), (97, 97)), **E4M3
-    ),
-    "8 bits: a full batch": Case(
-        padded=70, full=True, calls=3, sequences=((70, 300), (70, 70), (70, 20)), **E4M3
-    ),
-    "8 bits: a start that falls": Case(
-        starts=(1, 150, 149, 10**9), sequences=((150, 160), (0, 30), (8, 29)), **E4M3
-    ),
-    "8 bits: starts beyond the rows": Case(
-        starts=(-4, 100, 10**9, 10**9),
-        sequences=((150, 160), (70, 90), (0, 29)),
-        **E4M3,
-    ),
-    "8 bits: lengths beyond the table": Case(
-        kv_lens=(10**6, -5, 2**31 - 1),
-        sequences=((100, 160), (70, 96), (80, 160)),
-        **E4M3,
     ),
     # 33 blocks: the first id that is none, and ids behind the second one's length
     "8 bits: any ids": Case(
