@@ -212,8 +212,8 @@ LEAVING = {
 MIXED = ((1, 300), (150, 600), (3, 40), (90, 90), (1, 7))
 D128 = {"head_dim": 128, "value_dim": 128}
 WIDE = {"heads": 8, "kv_heads": 2, **D128}
-# Sequences with many queries, whatever the numbers are: where blocks lie, bands, rows and
-# keys that are not as they should be, and how many sequences there are.
+# Sequences with many queries, whatever the numbers are: where blocks lie, bands, rows
+# and keys that are not as they should be, how many sequences there are.
 MANY_QUERIES: dict[str, dict[str, Any]] = {
     "heads first": {"layout": "B L O H T D", "layers": 3, "layer": 1},
     "universal": {"layout": "B H L O T D", "layers": 3, "layer": 2},

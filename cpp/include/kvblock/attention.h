@@ -41,7 +41,8 @@
  *   z          = z * (place(j) % 2 == 0 ? 0x846CA68B : 0xA54FF53B);     z = z ^ (z >> 16)
  *   number     = z >> (16 (i / 8 % 2) + 8 (j / 8 % 2)) & 127
  *
- * Positions that begin elsewhere are another key: 16 m more of i are 0x9E3779B9 * 8 m more of key[0].
+ * Positions that begin elsewhere are another key: 16 m more of i are 0x9E3779B9 * 8 m more of key[0],
+ * 16 m more of j are 0x6A09E667 * 4 m more of key[1].
  *
  * Nothing is allocated and nothing is synchronized; every launch can be captured in a CUDA graph.
  */
