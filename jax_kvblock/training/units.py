@@ -1,0 +1,36 @@
+"""Which devices have tensor cores of 8 bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+# The first with e4m3 and e5m2 in its tensor cores: Ada.
+_FIRST = (8, 9)
+
+
+def served_by(where: str, device: jax.Device | None = None) -> str:
+    """How products of 8 bits run on a device, the default one unless given.
+
+    "tensor cores" on NVIDIA GPUs of compute capability 8.9 and newer; "emulated" on a
+    CPU: numbers are rounded to the same 8 bits, and their products added in float32.
+
+    Raises:
+      RuntimeError: there is no unit for them, and none is pretended.
+    """
+    if device is None:
+        chosen: Any = jax.config.jax_default_device
+        device = chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
+    if device.platform == "cpu":
+        return "emulated"
+    capability = getattr(device, "compute_capability", "")
+    parts = str(capability).split(".")
+    if device.platform == "gpu" and all(part.isdecimal() for part in parts):
+        if tuple(map(int, parts)) >= _FIRST:
+            return "tensor cores"
+    raise RuntimeError(
+        f"{where}: products of 8 bits need an NVIDIA GPU of compute capability 8.9 or "
+        f"newer, or a CPU, which emulates them; got {device.device_kind} "
+        f"({device.platform} {capability}); use bfloat16 products there"
+    )
