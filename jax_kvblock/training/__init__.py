@@ -5,6 +5,7 @@ Layers and trainers of flax.nnx are imported where they are asked for: flax is o
 
 from typing import TYPE_CHECKING, Any
 
+from jax_kvblock.training.compiled import Products, count_products
 from jax_kvblock.training.config import FP8Config, FP8Format
 from jax_kvblock.training.product import fp8_dot, fp8_dot_general
 from jax_kvblock.training.scaling import Fp8Scaling
@@ -31,7 +32,9 @@ __all__ = [
     "Fp8State",
     "Fp8Training",
     "Fp8Variable",
+    "Products",
     "convert_model_to_fp8",
+    "count_products",
     "create_fp8_trainer",
     "fp8_dot",
     "fp8_dot_general",

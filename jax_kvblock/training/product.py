@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.sharding import AxisType
 
 from jax_kvblock.core.checks import as_array, show
+from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.core.types import ArrayIn
+from jax_kvblock.training import units
 from jax_kvblock.training.cast import Narrow, largest_size, narrow
 from jax_kvblock.training.config import FP8Config, FP8Format
 from jax_kvblock.training.scaling import (
@@ -55,6 +57,8 @@ def fp8_dot(
 
     Raises:
       TypeError, ValueError: a shape, a dtype or the scaling does not fit.
+      RuntimeError: the default device has no units of 8 bits, and is no CPU, which
+        rounds to the same numbers and adds in float32.
 
     Example:
       >>> scaling = Fp8Scaling.create()
@@ -71,8 +75,9 @@ def fp8_dot(
         )
     config = checked_config(where, config)
     check_scaling(where, scaling, config)
+    units.served_by(where)
     rows = math.prod(x.shape[:-1])
-    out = _product(config, w.dtype, x.reshape(rows, x.shape[-1]), w, scaling)
+    out = _multiply(config, x.reshape(rows, x.shape[-1]), w, scaling)
     return out.reshape(*x.shape[:-1], w.shape[1])
 
 
@@ -101,7 +106,7 @@ def fp8_dot_general(
 
     Raises:
       NotImplementedError: batch axes, or an out_sharding.
-      TypeError, ValueError: see `fp8_dot`.
+      TypeError, ValueError, RuntimeError: see `fp8_dot`.
     """
     where = "fp8_dot_general"
     lhs, rhs = as_array(where, "lhs", lhs), as_array(where, "rhs", rhs)
@@ -126,13 +131,13 @@ def fp8_dot_general(
         )
     config = checked_config(where, config)
     check_scaling(where, scaling, config)
+    units.served_by(where)
     x = jnp.moveaxis(lhs, left, range(lhs.ndim - len(left), lhs.ndim))
     w = jnp.moveaxis(rhs, right, range(len(right)))
     rows, columns = x.shape[: lhs.ndim - len(left)], w.shape[len(right) :]
     inner = math.prod(sizes)
-    out = _product(
+    out = _multiply(
         config,
-        rhs.dtype,
         x.reshape(math.prod(rows), inner),
         w.reshape(inner, math.prod(columns)),
         scaling,
@@ -160,20 +165,29 @@ def _check_dtypes(where: str, **arrays: jax.Array) -> None:
             )
 
 
+def _multiply(
+    config: FP8Config, x: jax.Array, w: jax.Array, scaling: Fp8Scaling | None
+) -> jax.Array:
+    leaves, tree = jax.tree.flatten((x, w, scaling))
+    # Inside shard_map a gradient varies over the axes that any operand does.
+    x, w, scaling = jax.tree.unflatten(tree, vary_alike(leaves))
+    return _product(config, (jax.typeof(x), jax.typeof(w)), x, w, scaling)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(
     config: FP8Config,
-    w_dtype: np.dtype,
+    types: Any,
     x: jax.Array,
     w: jax.Array,
     scaling: Fp8Scaling | None,
 ) -> jax.Array:
-    return _forward(config, w_dtype, x, w, scaling)[0]
+    return _forward(config, types, x, w, scaling)[0]
 
 
 def _forward(
     config: FP8Config,
-    w_dtype: np.dtype,
+    types: Any,
     x: jax.Array,
     w: jax.Array,
     scaling: Fp8Scaling | None,
@@ -181,20 +195,21 @@ def _forward(
     """The product; what both products of its gradient need, in 8 bits."""
     narrow_x, size_x = _narrowed(config, x, scaling, 0)
     narrow_w, size_w = _narrowed(config, w, scaling, 1)
-    out = _dot(narrow_x.rows, narrow_w.columns, narrow_x, narrow_w, x.dtype, _FORWARD)
+    out = _dot(narrow_x.rows, narrow_w.columns, narrow_x, narrow_w, _FORWARD)
+    out = out.astype(x.dtype)
     columns, rows = narrow_x._replace(rows=None), narrow_w._replace(columns=None)
     return out, (columns, rows, scaling, size_x, size_w)
 
 
 def _backward(
-    config: FP8Config, w_dtype: np.dtype, kept: Any, d_out: jax.Array
+    config: FP8Config, types: Any, kept: Any, d_out: jax.Array
 ) -> Any:
     narrow_x, narrow_w, scaling, size_x, size_w = kept
     narrow_g, size_g = _narrowed(config, d_out, scaling, 2)
-    d_x = _dot(narrow_g.rows, narrow_w.rows, narrow_g, narrow_w, d_out.dtype, _BACKWARD)
-    d_w = _dot(
-        narrow_x.columns, narrow_g.columns, narrow_x, narrow_g, w_dtype, _BACKWARD
-    )
+    x, w = types
+    d_x = _dot(narrow_g.rows, narrow_w.rows, narrow_g, narrow_w, _BACKWARD, x)
+    d_w = _dot(narrow_x.columns, narrow_g.columns, narrow_x, narrow_g, _BACKWARD, w)
+    d_x, d_w = d_x.astype(x.dtype), d_w.astype(w.dtype)
     if scaling is None:
         return d_x, d_w, None
     sizes = (size_x, size_w, size_g)
@@ -226,15 +241,22 @@ def _dot(
     b: jax.Array,
     left: Narrow,
     right: Narrow,
-    dtype: Any,
     precision: jax.lax.Precision,
+    like: Any = None,
 ) -> jax.Array:
-    """`a` [M, K] by `b` [N, K], their scales taken out: [M, N]."""
+    """`a` [M, K] by `b` [N, K], their scales taken out: float32 [M, N].
+
+    like: the type whose sharding the result has, on an explicit mesh.
+    """
+    sharding = None if like is None else like.sharding
+    if sharding is not None and AxisType.Explicit not in sharding.mesh.axis_types:
+        sharding = None
     out = jax.lax.dot_general(
         a,
         b,
         (((1,), (1,)), ((), ())),
         precision=precision,
         preferred_element_type=jnp.float32,
+        out_sharding=sharding,
     )
-    return (out * (1 / (left.scale * right.scale))).astype(dtype)
+    return out * (1 / (left.scale * right.scale))

@@ -20,8 +20,7 @@ def served_by(where: str, device: jax.Device | None = None) -> str:
       RuntimeError: there is no unit for them, and none is pretended.
     """
     if device is None:
-        chosen: Any = jax.config.jax_default_device
-        device = chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
+        device = default_device()
     if device.platform == "cpu":
         return "emulated"
     capability = getattr(device, "compute_capability", "")
@@ -34,3 +33,8 @@ def served_by(where: str, device: jax.Device | None = None) -> str:
         f"newer, or a CPU, which emulates them; got {device.device_kind} "
         f"({device.platform} {capability}); use bfloat16 products there"
     )
+
+
+def default_device() -> jax.Device:
+    chosen: Any = jax.config.jax_default_device
+    return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
