@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 class Narrow(NamedTuple):
     """A matrix in 8 bits."""
 
-    rows: Float[jax.Array, "M N"]
-    columns: Float[jax.Array, "N M"]  # the transpose of rows
+    codes: Float[jax.Array, "M N"]
     scale: Float[jax.Array, ""]  # float32: what numbers were multiplied by
 
 
@@ -31,11 +30,12 @@ def largest_size(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
 
 
-def narrow(x: jax.Array, scale: jax.Array, form: FP8Format) -> Narrow:
-    """`x * scale` in float32, held to the format's largest number, rounded to even.
+def narrow(x: jax.Array, scale: jax.Array, form: FP8Format) -> tuple[Narrow, Narrow]:
+    """`x` in 8 bits, and its transpose.
 
+    `x * scale` in float32 is held to the format's largest number and rounded to even.
     NaN stays NaN. Infinities become the largest number: their size tells of them.
     """
     scaled = x.astype(jnp.float32) * scale
-    rows = jnp.clip(scaled, -form.max, form.max).astype(form.dtype)
-    return Narrow(rows, rows.T, scale)
+    codes = jnp.clip(scaled, -form.max, form.max).astype(form.dtype)
+    return Narrow(codes, scale), Narrow(codes.T, scale)

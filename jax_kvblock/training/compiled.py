@@ -1,7 +1,7 @@
 """Which products a compiled program really has.
 
-XLA takes tensor cores of 8 bits where it recognizes what it is given. Where it does not,
-it multiplies in 16 bits and says nothing; so look.
+XLA takes tensor cores of 8 bits where it recognizes what it is given. Where it does
+not, it multiplies in 16 bits and says nothing; so look.
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jax_kvblock.core.checks import plural
 from jax_kvblock.training.config import FP8Config
-from jax_kvblock.training.product import checked_config, fp8_dot, fp8_dot_general
+from jax_kvblock.training.product import checked_config, fp8_dot_general
 from jax_kvblock.training.scaling import Fp8Scaling
 
 
@@ -50,15 +49,16 @@ class FP8LinearLayer(nnx.Linear):  # type: ignore[misc, unused-ignore]
     @classmethod
     def of(cls, linear: nnx.Linear, config: FP8Config) -> FP8LinearLayer:
         """The layer with the parameters of another, which both have then."""
+        kernel, bias = linear.kernel, linear.bias
         layer = cls(
             linear.in_features, linear.out_features, config=config,
             use_bias=linear.use_bias, dtype=linear.dtype,
             param_dtype=linear.param_dtype, promote_dtype=linear.promote_dtype,
             preferred_element_type=linear.preferred_element_type, rngs=nnx.Rngs(0),
-            kernel_init=lambda *_: linear.kernel[...],  # no memory of its own
-            bias_init=lambda *_: linear.bias[...],
+            kernel_init=lambda *_: kernel[...],  # no memory of its own
+            bias_init=lambda *_: None if bias is None else bias[...],
         )  # fmt: skip
-        layer.kernel, layer.bias = linear.kernel, linear.bias
+        layer.kernel, layer.bias = kernel, bias
         return layer
 
     def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:

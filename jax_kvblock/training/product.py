@@ -193,26 +193,21 @@ def _forward(
     scaling: Fp8Scaling | None,
 ) -> tuple[jax.Array, Any]:
     """The product; what both products of its gradient need, in 8 bits."""
-    narrow_x, size_x = _narrowed(config, x, scaling, 0)
-    narrow_w, size_w = _narrowed(config, w, scaling, 1)
-    out = _dot(narrow_x.rows, narrow_w.columns, narrow_x, narrow_w, _FORWARD)
-    out = out.astype(x.dtype)
-    columns, rows = narrow_x._replace(rows=None), narrow_w._replace(columns=None)
-    return out, (columns, rows, scaling, size_x, size_w)
+    x_rows, x_columns, x_size = _narrowed(config, x, scaling, 0)
+    w_rows, w_columns, w_size = _narrowed(config, w, scaling, 1)
+    out = _dot(x_rows, w_columns, _FORWARD).astype(x.dtype)
+    return out, (x_columns, w_rows, scaling, x_size, w_size)
 
 
-def _backward(
-    config: FP8Config, types: Any, kept: Any, d_out: jax.Array
-) -> Any:
-    narrow_x, narrow_w, scaling, size_x, size_w = kept
-    narrow_g, size_g = _narrowed(config, d_out, scaling, 2)
+def _backward(config: FP8Config, types: Any, kept: Any, d_out: jax.Array) -> Any:
+    x_columns, w_rows, scaling, x_size, w_size = kept
+    rows, columns, size = _narrowed(config, d_out, scaling, 2)
     x, w = types
-    d_x = _dot(narrow_g.rows, narrow_w.rows, narrow_g, narrow_w, _BACKWARD, x)
-    d_w = _dot(narrow_x.columns, narrow_g.columns, narrow_x, narrow_g, _BACKWARD, w)
-    d_x, d_w = d_x.astype(x.dtype), d_w.astype(w.dtype)
+    d_x = _dot(rows, w_rows, _BACKWARD, x).astype(x.dtype)
+    d_w = _dot(x_columns, columns, _BACKWARD, w).astype(w.dtype)
     if scaling is None:
         return d_x, d_w, None
-    sizes = (size_x, size_w, size_g)
+    sizes = (x_size, w_size, size)
     reports = [
         report_of(size, scaling.scale[i], form.max)
         for i, (size, form) in enumerate(zip(sizes, config.formats, strict=True))
@@ -225,24 +220,19 @@ _product.defvjp(_forward, _backward)
 
 def _narrowed(
     config: FP8Config, x: jax.Array, scaling: Fp8Scaling | None, role: int
-) -> tuple[Narrow, jax.Array]:
-    """The matrix in 8 bits, and the largest size in it."""
+) -> tuple[Narrow, Narrow, jax.Array]:
+    """A matrix in 8 bits, its transpose, and the largest size in it."""
     form: FP8Format = config.formats[role]
     size = largest_size(x)
     if scaling is None:
         scale = scale_for(size, form.max, config.margin)
     else:
         scale = scaling.scale[role]
-    return narrow(x, scale, form), size
+    return *narrow(x, scale, form), size
 
 
 def _dot(
-    a: jax.Array,
-    b: jax.Array,
-    left: Narrow,
-    right: Narrow,
-    precision: jax.lax.Precision,
-    like: Any = None,
+    a: Narrow, b: Narrow, precision: jax.lax.Precision, like: Any = None
 ) -> jax.Array:
     """`a` [M, K] by `b` [N, K], their scales taken out: float32 [M, N].
 
@@ -252,11 +242,11 @@ def _dot(
     if sharding is not None and AxisType.Explicit not in sharding.mesh.axis_types:
         sharding = None
     out = jax.lax.dot_general(
-        a,
-        b,
+        a.codes,
+        b.codes,
         (((1,), (1,)), ((), ())),
         precision=precision,
         preferred_element_type=jnp.float32,
         out_sharding=sharding,
     )
-    return out * (1 / (left.scale * right.scale))
+    return out * (1 / (a.scale * b.scale))

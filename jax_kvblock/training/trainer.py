@@ -253,7 +253,8 @@ def create_fp8_trainer(
     Raises:
       TypeError, ValueError: see `FP8Config` and `FP8TrainingEngine`.
     """
-    own = {name: options.pop(name) for name in ("loss_fn", "exclude") if name in options}
+    names = {"loss_fn", "exclude"} & options.keys()
+    own = {name: options.pop(name) for name in names}
     config = FP8Config(forward_format, backward_format, **options)
     return FP8TrainingEngine(model, config, device=device, **own)
 

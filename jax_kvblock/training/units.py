@@ -23,11 +23,11 @@ def served_by(where: str, device: jax.Device | None = None) -> str:
         device = default_device()
     if device.platform == "cpu":
         return "emulated"
-    capability = getattr(device, "compute_capability", "")
-    parts = str(capability).split(".")
-    if device.platform == "gpu" and all(part.isdecimal() for part in parts):
-        if tuple(map(int, parts)) >= _FIRST:
-            return "tensor cores"
+    capability = str(getattr(device, "compute_capability", ""))
+    parts = capability.split(".")  # of an AMD GPU these are no numbers
+    known = device.platform == "gpu" and all(map(str.isdecimal, parts))
+    if known and tuple(map(int, parts)) >= _FIRST:
+        return "tensor cores"
     raise RuntimeError(
         f"{where}: products of 8 bits need an NVIDIA GPU of compute capability 8.9 or "
         f"newer, or a CPU, which emulates them; got {device.device_kind} "
@@ -36,5 +36,5 @@ def served_by(where: str, device: jax.Device | None = None) -> str:
 
 
 def default_device() -> jax.Device:
-    chosen: Any = jax.config.jax_default_device
+    chosen: Any = getattr(jax.config, "jax_default_device", None)
     return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]

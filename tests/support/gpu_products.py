@@ -1,8 +1,8 @@
 """What products an NVIDIA GPU would run; compiled where none is.
 
 Run as a script with a CUDA plugin of JAX on the path, it compiles cases of `CASES` for
-an H100 and prints for each its name, how many products it has in 8 bits and in more, how many
-of them are cuBLASLt's, and how many add up in full, as gradients are to.
+an H100 and prints for each its name, how many products it has in 8 bits and in more,
+how many of them are cuBLASLt's, and how many add up in full, as gradients are to.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ WITH_VERSIONS = gpu_schedules.H100.replace(
     'compile_time_toolkit_version: "13.0.0"',
 )
 BF16, F32 = jnp.bfloat16, jnp.float32
+DELAYED = FP8Config()
 
 
 def both(config: FP8Config, x: Any, w: Any, scaling: Any, d_out: Any) -> Any:
@@ -43,7 +44,7 @@ def both(config: FP8Config, x: Any, w: Any, scaling: Any, d_out: Any) -> Any:
 
 
 def product(
-    config: FP8Config = FP8Config(), rows: Any = (512,), inner: int = 256,
+    config: FP8Config = DELAYED, rows: Any = (512,), inner: int = 256,
     columns: int = 384, dtype: Any = BF16, w_dtype: Any = F32,
 ) -> Any:  # fmt: skip
     scaling = None

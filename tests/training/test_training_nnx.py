@@ -125,9 +125,7 @@ def test_conversion(rng, config, inplace):
     if not inplace:
         assert not fp8_layers(model)
         np.testing.assert_array_equal(model(x), want)
-    jax.tree.map(
-        np.testing.assert_array_equal, nnx.state(converted, nnx.Param), params
-    )
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(converted, nnx.Param), params)
     assert converted.layers[0] is converted.layers[1]  # shared as before
     assert 1e-4 < apart(converted(x), want) < 0.2
     known = nnx.state(converted, Fp8Variable)
@@ -245,9 +243,7 @@ def test_a_step_that_is_not_finite_is_skipped(rng):
         before = jax.tree.map(np.array, nnx.state(model, nnx.Param))
         assert np.isnan(trainer.training_step(x.at[0, 0, 0].set(np.nan), y))
         assert trainer.optimizer_step(optimizer) is False
-        jax.tree.map(
-            np.testing.assert_array_equal, nnx.state(model, nnx.Param), before
-        )
+        jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Param), before)
         trainer.training_step(x, y)
         assert trainer.optimizer_step(optimizer) is True
         known = trainer.get_training_statistics()
@@ -380,7 +376,9 @@ def test_setup_raises_what_it_should(monkeypatch):
     def norm() -> Any:
         return nnx.LayerNorm(4, rngs=nnx.Rngs(0))
 
-    check("FP8TrainingEngine", TypeError, "flax.nnx.Module", lambda: FP8TrainingEngine(3))
+    number: Any = 3
+    refused = lambda: FP8TrainingEngine(number)  # noqa: E731
+    check("FP8TrainingEngine", TypeError, "flax.nnx.Module|got int", refused)
     check("FP8Config", ValueError, "E5M2", lambda: create_fp8_trainer(norm(), "e5m2"))
     check("FP8Config", ValueError, "'e3m4'", lambda: create_fp8_trainer(norm(), "e3m4"))
     engine = create_fp8_trainer(norm())

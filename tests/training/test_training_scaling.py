@@ -26,11 +26,14 @@ def test_the_scale_is_the_largest_power_of_two_that_fits(rng):
     """Also for sizes right at, below and above a power of two times the limit."""
     limit = truth.LIMITS["e4m3"]
     edges = limit * 2.0 ** np.arange(-20, 20)
-    around = [np.nextafter(np.float32(x), np.float32(y)) for x in edges for y in (0, 1e9)]
-    sizes = np.concatenate([edges, around, np.exp(rng.uniform(-80, 80, 200))])
+    edges = edges.astype(np.float32)
+    around = [np.nextafter(edges, np.float32(y)) for y in (0, 1e9)]
+    sizes = np.concatenate([edges, *around, np.exp(rng.uniform(-80, 80, 200))])
     sizes = sizes.astype(np.float32)
     for form, margin in itertools.product(("e4m3", "e5m2"), (0, 3)):
-        got = jax.jit(lambda x, f=form, m=margin: scale_for(x, truth.LIMITS[f], m))(sizes)
+        got = jax.jit(scale_for, static_argnums=(1, 2))(
+            sizes, truth.LIMITS[form], margin
+        )
         want = [truth.scale_for(float(x), form, margin) for x in sizes]
         np.testing.assert_array_equal(got, want)
 

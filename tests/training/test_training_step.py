@@ -80,7 +80,9 @@ def test_a_step_is_the_optimizers_and_the_scales_own(rng, config):
     assert (state.steps, state.overflows) == (1, 0)
     if scalings is not None:
         for name, own in scalings.items():
-            assert_equal(state.scalings[name].scale, own.update(reports[name], config).scale)
+            assert_equal(
+                state.scalings[name].scale, own.update(reports[name], config).scale
+            )
     else:
         assert state.scalings is None and report.saturated == 0
 
@@ -116,7 +118,7 @@ def test_it_learns_as_float32_does(rng, config):
 @pytest.mark.parametrize("config", [DELAYED, CURRENT], ids=lambda c: c.scaling)
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_step_that_is_not_finite_loses_nothing(rng, config, bad):
-    """Parameters and the optimizer's state stay; the steps after are as if it was not."""
+    """Parameters and the optimizer's state stay; the next step is as good as any."""
     training, state = begin(rng, config)
     good, after = batch_of(rng), batch_of(rng)
     state, _ = training.train_step(state, good)
@@ -200,7 +202,9 @@ def test_an_interrupted_run_goes_on(rng, tmp_path):
     with checkpoint.StandardCheckpointer() as saver:
         saver.save(tmp_path / "state", state)
         saver.wait_until_finished()
-        like = jax.eval_shape(lambda: training.init(parameters(rng), scalings_of(DELAYED)))
+        like = jax.eval_shape(
+            lambda: training.init(parameters(rng), scalings_of(DELAYED))
+        )
         restored = saver.restore(tmp_path / "state", like)
     for batch in batches[2:]:
         state, report = training.train_step(state, batch)
