@@ -26,6 +26,10 @@ POWER = 4
 _LEAST, _MOST = 2.0**-30, 2.0**30
 # Exponents of scales: a product of two, and one over it, are normal float32 numbers.
 _EXPONENTS = 60
+# Scales before anything is known, of inputs, weights and gradients: they serve sizes up
+# to 448, 28 and 1.75. The gradients of a mean are small, and what is rounded to 0 tells
+# the layers in front of it nothing.
+_FIRST = (1.0, 16.0, 2.0**15)
 
 
 @jax.tree_util.register_dataclass
@@ -49,10 +53,10 @@ class Fp8Scaling:
     def create(
         cls, config: FP8Config | None = None, layers: tuple[int, ...] = ()
     ) -> Fp8Scaling:
-        """Scales of 1 and an empty history; `layers` are leading axes."""
+        """Scales to begin with, and an empty history; `layers` are leading axes."""
         config = FP8Config() if config is None else config
         return cls(
-            jnp.ones((*layers, 3), jnp.float32),
+            jnp.broadcast_to(jnp.array(_FIRST, jnp.float32), (*layers, 3)),
             jnp.zeros((*layers, 3, config.history), jnp.float32),
         )
 

@@ -118,7 +118,8 @@ def fp8_training(
 
     def init(params: Any, scalings: Any = None) -> Fp8State:
         _check_scalings(where, scalings, config)
-        # Counts of their own, since a donated state must not hold an array twice.
+        # Of its own, since a donated state must not hold an array twice.
+        scalings = jax.tree.map(jnp.copy, scalings)
         counts = (jnp.zeros((), jnp.int32) for _ in range(3))
         return Fp8State(params, scalings, optimizer.init(params), *counts)
 

@@ -135,7 +135,7 @@ def test_nothing_at_all():
         fp8_dot, jnp.zeros((0, 16)), x, w, Fp8Scaling.create()
     )
     assert out.shape == (0, 16) and d_x.shape == x.shape and not d_w.any()
-    np.testing.assert_allclose(report.scale, [0, (1 / 448) ** 4, 0], rtol=1e-5)
+    np.testing.assert_allclose(report.scale, [0, (16 / 448) ** 4, 0], rtol=1e-5)
 
 
 # ---- other orders of axes ------------------------------------------------------------
@@ -217,9 +217,11 @@ def test_vmap_over_layers(rng):
     draws = [draw(rng) for _ in range(3)]
     x, w, d_out = (np.stack(t) for t in zip(*draws, strict=True))
     scaling = Fp8Scaling.create(layers=(3,))
+    scales = (1.0, 16.0, 2.0**15)
+    np.testing.assert_array_equal(scaling.scale, [scales] * 3)
     out, (_, d_w, report) = pulled(jax.vmap(fp8_dot), d_out, x, w, scaling)
     for i in range(3):
-        want = truth.product(*draws[i], (1.0,) * 3, FORMS["e5m2"])
+        want = truth.product(*draws[i], scales, FORMS["e5m2"])
         near(out[i], want.out, F32)
         near(d_w[i], want.d_w, F32)
         np.testing.assert_allclose(report.scale[i], want.report, rtol=1e-5)

@@ -183,6 +183,16 @@ def test_one_compilation_and_the_state_is_donated(rng):
     assert first.is_deleted()
 
 
+def test_scales_may_begin_as_the_same(rng):
+    training, _ = begin(rng, DELAYED)
+    same = dict.fromkeys(("up", "down"), Fp8Scaling.create(DELAYED))
+    state, report = training.train_step(
+        training.init(parameters(rng), same), batch_of(rng)
+    )
+    assert report.applied
+    assert not np.array_equal(state.scalings["up"].scale, state.scalings["down"].scale)
+
+
 def test_parameters_of_16_bits_stay_so(rng):
     training, state = begin(rng, DELAYED)
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params)
