@@ -30,12 +30,14 @@ def largest_size(x: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
 
 
-def narrow(x: jax.Array, scale: jax.Array, form: FP8Format) -> tuple[Narrow, Narrow]:
-    """`x` in 8 bits, and its transpose.
+def narrow(
+    x: jax.Array, scale: jax.Array, form: FP8Format
+) -> tuple[Narrow, Narrow, jax.Array]:
+    """`x` in 8 bits, its transpose, and the largest size in it: the specification.
 
     `x * scale` in float32 is held to the format's largest number and rounded to even.
     NaN stays NaN. Infinities become the largest number: their size tells of them.
     """
     scaled = x.astype(jnp.float32) * scale
     codes = jnp.clip(scaled, -form.max, form.max).astype(form.dtype)
-    return Narrow(codes, scale), Narrow(codes.T, scale)
+    return Narrow(codes, scale), Narrow(codes.T, scale), largest_size(x)

@@ -41,6 +41,7 @@ class FP8Format(enum.Enum):
         return float(jnp.finfo(self.dtype).max)
 
 
+IMPLEMENTATIONS = ("cuda", "xla", None)
 _NAMES = {
     **{name: form for form in FP8Format for name in (form.value, form.name)},
     "e4m3fn": FP8Format.E4M3,
@@ -67,6 +68,9 @@ class FP8Config:
         twice and never too large for its scale (both as in Transformer Engine).
       history: with delayed scaling, how many steps are looked back on.
       margin: halvings of every scale: room for sizes that grow from step to step.
+      implementation: who casts: "cuda", the kernel that writes both orders of a matrix
+        and finds its largest size in one pass (matrices whose sizes are multiples of
+        16); "xla", or None, which is the same until the kernel has been measured.
       skip_saturated: True skips a step of the optimizer in which numbers were too large
         for their delayed scale, as those that are not finite always are. False takes
         it: such numbers became the largest one.
@@ -78,6 +82,7 @@ class FP8Config:
     history: int = 16
     margin: int = 0
     skip_saturated: bool = False
+    implementation: Literal["cuda", "xla"] | None = None
 
     def __post_init__(self) -> None:
         where = "FP8Config"
@@ -106,6 +111,7 @@ class FP8Config:
         object.__setattr__(self, "forward_format", forward)
         object.__setattr__(self, "backward_format", backward)
         check_choice(where, "scaling", self.scaling, ("delayed", "current"))
+        check_choice(where, "implementation", self.implementation, IMPLEMENTATIONS)
         for name, least in (("history", 1), ("margin", 0)):
             number = as_int(getattr(self, name))
             if number is None or number < least:

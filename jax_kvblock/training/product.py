@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax_kvblock.core.checks import as_array, show
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.core.types import ArrayIn
-from jax_kvblock.training import units
+from jax_kvblock.training import primitive, units
 from jax_kvblock.training.cast import Narrow, largest_size, narrow
 from jax_kvblock.training.config import FP8Config, FP8Format
 from jax_kvblock.training.scaling import (
@@ -223,12 +223,12 @@ def _narrowed(
 ) -> tuple[Narrow, Narrow, jax.Array]:
     """A matrix in 8 bits, its transpose, and the largest size in it."""
     form: FP8Format = config.formats[role]
-    size = largest_size(x)
     if scaling is None:
-        scale = scale_for(size, form.max, config.margin)
+        scale = scale_for(largest_size(x), form.max, config.margin)
     else:
         scale = scaling.scale[role]
-    return *narrow(x, scale, form), size
+    run = primitive.narrow if config.implementation == "cuda" else narrow
+    return run(x, scale, form)
 
 
 def _dot(
