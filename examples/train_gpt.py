@@ -192,11 +192,12 @@ def main() -> None:
         default=None,
         help="of q, k and v; the rest is float32 (so are these, but on a GPU)",
     )
-    parser.add_argument(
+    second_run = parser.add_mutually_exclusive_group()
+    second_run.add_argument(
         "--context-parallel", type=int, default=None, help="devices of the second run"
     )
     parser.add_argument("--cpu-devices", type=int, default=None)
-    parser.add_argument(
+    second_run.add_argument(
         "--fp8", action="store_true", help="the second run's products are in 8 bits"
     )
     options = parser.parse_args()

@@ -19,12 +19,17 @@ if TYPE_CHECKING:
         convert_model_to_fp8,
         fp8_layers,
     )
-    from jax_kvblock.training.trainer import FP8TrainingEngine, create_fp8_trainer
+    from jax_kvblock.training.trainer import (
+        FP8TrainerState,
+        FP8TrainingEngine,
+        create_fp8_trainer,
+    )
 
 __all__ = [
     "FP8Config",
     "FP8Format",
     "FP8LinearLayer",
+    "FP8TrainerState",
     "FP8TrainingEngine",
     "Fp8DotGeneral",
     "Fp8Report",
@@ -48,6 +53,7 @@ _OF_FLAX = {
     "Fp8Variable": "nnx",
     "convert_model_to_fp8": "nnx",
     "fp8_layers": "nnx",
+    "FP8TrainerState": "trainer",
     "FP8TrainingEngine": "trainer",
     "create_fp8_trainer": "trainer",
 }
@@ -64,6 +70,6 @@ def __getattr__(name: str) -> Any:
         if error.name != "flax":
             raise
         raise ImportError(
-            f"{__name__}.{name} needs flax, which is not installed; pip install flax"
+            f"{__name__}.{name} needs flax, which is not installed; pip install 'flax>=0.12'"
         ) from error
     return getattr(module, name)

@@ -60,7 +60,7 @@ class FP8Config:
 
     Attributes:
       forward_format: of inputs and weights, E4M3. HYBRID is E4M3 with gradients in
-        E5M2. E5M2 is an error: tensor cores have no product of two E5M2.
+        E5M2. E5M2 is an error: cuBLASLt has no product of two E5M2.
       backward_format: of gradients, E5M2 unless given. Names as strings do, too:
         "e4m3", "e5m2", "hybrid".
       scaling: "delayed" takes the scale from the largest sizes of the last steps, so
@@ -101,7 +101,7 @@ class FP8Config:
         if forward is FP8Format.E5M2:
             raise ValueError(
                 f"{where}: forward_format must be FP8Format.E4M3 or FP8Format.HYBRID, "
-                f"got {forward}: tensor cores have no product of two E5M2"
+                f"got {forward}: cuBLASLt has no product of two E5M2"
             )
         if backward is FP8Format.HYBRID:
             raise ValueError(

@@ -27,12 +27,10 @@ from jax_kvblock.training.cast import Narrow
 from jax_kvblock.training.config import FP8Format
 
 
-def narrow(
-    x: jax.Array, scale: jax.Array, form: FP8Format
-) -> tuple[Narrow, Narrow, jax.Array]:
-    """`cast.narrow` by the kernel."""
-    rows, columns, size = narrow_p.bind(*vary_alike([x, scale]), form=form)
-    return Narrow(rows, scale), Narrow(columns, scale), size
+def narrow(x: jax.Array, scale: jax.Array, form: FP8Format) -> tuple[Narrow, jax.Array]:
+    """`cast.narrow` of a matrix by the kernel, in both orders."""
+    codes, transposed, size = narrow_p.bind(*vary_alike([x, scale]), form=form)
+    return Narrow(codes, transposed, scale), size
 
 
 # ---- evaluation ----------------------------------------------------------------------

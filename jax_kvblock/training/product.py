@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
+import numpy as np
 
 from jax_kvblock.core.checks import as_array, show
-from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.core.types import ArrayIn
-from jax_kvblock.training import primitive, units
-from jax_kvblock.training.cast import Narrow, largest_size, narrow
-from jax_kvblock.training.config import FP8Config, FP8Format
-from jax_kvblock.training.scaling import (
-    Fp8Scaling,
-    check_scaling,
-    report_of,
-    scale_for,
-)
+from jax_kvblock.training import units
+from jax_kvblock.training.config import FP8Config
+from jax_kvblock.training.dot import Dot, multiply
+from jax_kvblock.training.scaling import Fp8Scaling, check_scaling
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-# cuBLASLt adds products of 8 bits in fewer bits than float32 has unless precision is
-# HIGHEST. Forward that is what others train with, too; gradients add up in full.
-_FORWARD = jax.lax.Precision.DEFAULT
-_BACKWARD = jax.lax.Precision.HIGHEST
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -38,6 +27,8 @@ def fp8_dot(
     w: Float[ArrayIn, "K N"],
     scaling: Fp8Scaling | None = None,
     config: FP8Config | None = None,
+    *,
+    out_sharding: Any = None,
 ) -> Float[jax.Array, "*rows N"]:
     """`x @ w` by tensor cores of 8 bits, and so are both products of its gradient.
 
@@ -51,6 +42,7 @@ def fp8_dot(
       scaling: the scales, with delayed scaling. Their cotangent is no derivative: it
         reports sizes, and `scaling.update` takes it.
       config: `FP8Config()` unless given.
+      out_sharding: of the result, on explicit meshes: where K is cut, for one.
 
     Returns:
       `[..., N]` in x's dtype.
@@ -76,9 +68,7 @@ def fp8_dot(
     config = checked_config(where, config)
     check_scaling(where, scaling, config)
     units.served_by(where)
-    rows = math.prod(x.shape[:-1])
-    out = _multiply(config, x.reshape(rows, x.shape[-1]), w, scaling)
-    return out.reshape(*x.shape[:-1], w.shape[1])
+    return _product(config, x, w, (x.ndim - 1,), (0,), scaling, x.dtype, out_sharding)
 
 
 def fp8_dot_general(
@@ -101,11 +91,11 @@ def fp8_dot_general(
       dimension_numbers: `((lhs_contracting, rhs_contracting), ((), ()))`.
       precision: there is none to choose, and flax passes its own: not looked at.
       preferred_element_type: of the result; lhs's dtype unless given.
-      out_sharding: must be None.
+      out_sharding: of the result, on explicit meshes.
       scaling, config: as for `fp8_dot`.
 
     Raises:
-      NotImplementedError: batch axes, or an out_sharding.
+      NotImplementedError: batch axes.
       TypeError, ValueError, RuntimeError: see `fp8_dot`.
     """
     where = "fp8_dot_general"
@@ -118,13 +108,8 @@ def fp8_dot_general(
             f"{dimension_numbers}; use jax.vmap, or jax.lax.dot_general for products "
             "that are not with weights"
         )
-    if out_sharding is not None:
-        raise NotImplementedError(
-            f"{where}: out_sharding is not supported, got {out_sharding}; use "
-            "jax.lax.with_sharding_constraint on the result"
-        )
-    sizes = [lhs.shape[i] for i in left]
-    if sizes != [rhs.shape[i] for i in right]:
+    left, right = _axes(where, "lhs", lhs, left), _axes(where, "rhs", rhs, right)
+    if [lhs.shape[i] for i in left] != [rhs.shape[i] for i in right]:
         raise ValueError(
             f"{where}: contracted axes must have the same sizes, got axes {left} of "
             f"{show(lhs)} and {right} of {show(rhs)}"
@@ -132,18 +117,32 @@ def fp8_dot_general(
     config = checked_config(where, config)
     check_scaling(where, scaling, config)
     units.served_by(where)
-    x = jnp.moveaxis(lhs, left, range(lhs.ndim - len(left), lhs.ndim))
-    w = jnp.moveaxis(rhs, right, range(len(right)))
-    rows, columns = x.shape[: lhs.ndim - len(left)], w.shape[len(right) :]
-    inner = math.prod(sizes)
-    out = _multiply(
-        config,
-        x.reshape(math.prod(rows), inner),
-        w.reshape(inner, math.prod(columns)),
-        scaling,
-    )
-    out = out.reshape(*rows, *columns)
-    return out if preferred_element_type is None else out.astype(preferred_element_type)
+    dtype = lhs.dtype if preferred_element_type is None else preferred_element_type
+    return _product(config, lhs, rhs, left, right, scaling, dtype, out_sharding)
+
+
+def _product(
+    config: FP8Config,
+    x: jax.Array,
+    w: jax.Array,
+    left: tuple[int, ...],
+    right: tuple[int, ...],
+    scaling: Fp8Scaling | None,
+    dtype: Any,
+    sharding: Any,
+) -> jax.Array:
+    if config.implementation != "cuda":
+        dot = Dot(config, left, right, np.dtype(dtype), sharding=sharding)
+        return multiply(dot, x, w, scaling)
+    # The kernel casts matrices.
+    dot = Dot(config, (1,), (0,), np.dtype(dtype))
+    x = jnp.moveaxis(x, left, range(x.ndim - len(left), x.ndim))
+    w = jnp.moveaxis(w, right, range(len(right)))
+    rows, columns = x.shape[: x.ndim - len(left)], w.shape[len(right) :]
+    inner = math.prod(w.shape[: len(right)])
+    x = x.reshape(math.prod(rows), inner)
+    out = multiply(dot, x, w.reshape(inner, math.prod(columns)), scaling)
+    return out.reshape(*rows, *columns)
 
 
 def checked_config(where: str, config: Any) -> FP8Config:
@@ -156,6 +155,15 @@ def checked_config(where: str, config: Any) -> FP8Config:
     return config
 
 
+def _axes(where: str, name: str, x: jax.Array, axes: Any) -> tuple[int, ...]:
+    if any(not -x.ndim <= i < x.ndim for i in axes):
+        raise ValueError(
+            f"{where}: contracted axes of {name} must be from {-x.ndim} to "
+            f"{x.ndim - 1}, got {tuple(axes)} of {show(x)}"
+        )
+    return tuple(int(i) % x.ndim for i in axes)
+
+
 def _check_dtypes(where: str, **arrays: jax.Array) -> None:
     for name, array in arrays.items():
         if array.dtype not in _DTYPES:
@@ -163,90 +171,3 @@ def _check_dtypes(where: str, **arrays: jax.Array) -> None:
                 f"{where}: {name} must be bfloat16, float16 or float32, got "
                 f"{show(array)}; cast it with .astype(jnp.bfloat16)"
             )
-
-
-def _multiply(
-    config: FP8Config, x: jax.Array, w: jax.Array, scaling: Fp8Scaling | None
-) -> jax.Array:
-    leaves, tree = jax.tree.flatten((x, w, scaling))
-    # Inside shard_map a gradient varies over the axes that any operand does.
-    x, w, scaling = jax.tree.unflatten(tree, vary_alike(leaves))
-    return _product(config, (jax.typeof(x), jax.typeof(w)), x, w, scaling)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(
-    config: FP8Config,
-    types: Any,
-    x: jax.Array,
-    w: jax.Array,
-    scaling: Fp8Scaling | None,
-) -> jax.Array:
-    return _forward(config, types, x, w, scaling)[0]
-
-
-def _forward(
-    config: FP8Config,
-    types: Any,
-    x: jax.Array,
-    w: jax.Array,
-    scaling: Fp8Scaling | None,
-) -> tuple[jax.Array, Any]:
-    """The product; what both products of its gradient need, in 8 bits."""
-    x_rows, x_columns, x_size = _narrowed(config, x, scaling, 0)
-    w_rows, w_columns, w_size = _narrowed(config, w, scaling, 1)
-    out = _dot(x_rows, w_columns, _FORWARD).astype(x.dtype)
-    return out, (x_columns, w_rows, scaling, x_size, w_size)
-
-
-def _backward(config: FP8Config, types: Any, kept: Any, d_out: jax.Array) -> Any:
-    x_columns, w_rows, scaling, x_size, w_size = kept
-    rows, columns, size = _narrowed(config, d_out, scaling, 2)
-    x, w = types
-    d_x = _dot(rows, w_rows, _BACKWARD, x).astype(x.dtype)
-    d_w = _dot(x_columns, columns, _BACKWARD, w).astype(w.dtype)
-    if scaling is None:
-        return d_x, d_w, None
-    sizes = (x_size, w_size, size)
-    reports = [
-        report_of(size, scaling.scale[i], form.max)
-        for i, (size, form) in enumerate(zip(sizes, config.formats, strict=True))
-    ]
-    return d_x, d_w, Fp8Scaling(jnp.stack(reports), jnp.zeros_like(scaling.history))
-
-
-_product.defvjp(_forward, _backward)
-
-
-def _narrowed(
-    config: FP8Config, x: jax.Array, scaling: Fp8Scaling | None, role: int
-) -> tuple[Narrow, Narrow, jax.Array]:
-    """A matrix in 8 bits, its transpose, and the largest size in it."""
-    form: FP8Format = config.formats[role]
-    if scaling is None:
-        scale = scale_for(largest_size(x), form.max, config.margin)
-    else:
-        scale = scaling.scale[role]
-    run = primitive.narrow if config.implementation == "cuda" else narrow
-    return run(x, scale, form)
-
-
-def _dot(
-    a: Narrow, b: Narrow, precision: jax.lax.Precision, like: Any = None
-) -> jax.Array:
-    """`a` [M, K] by `b` [N, K], their scales taken out: float32 [M, N].
-
-    like: the type whose sharding the result has, on an explicit mesh.
-    """
-    sharding = None if like is None else like.sharding
-    if sharding is not None and AxisType.Explicit not in sharding.mesh.axis_types:
-        sharding = None
-    out = jax.lax.dot_general(
-        a.codes,
-        b.codes,
-        (((1,), (1,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-        out_sharding=sharding,
-    )
-    return out * (1 / (a.scale * b.scale))

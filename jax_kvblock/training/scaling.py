@@ -21,9 +21,9 @@ from jax_kvblock.training.config import FP8Config
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-POWER = 4
-# Ratios are held to these, so that a sum of their fourth powers is a float32.
-_LEAST, _MOST = 2.0**-30, 2.0**30
+_POWER = 4
+# Ratios are held to these, so that a sum of 2^31 of their fourth powers is a float32.
+_LEAST, _MOST = 2.0**-30, 2.0**24
 # Exponents of scales: a product of two, and one over it, are normal float32 numbers.
 _EXPONENTS = 60
 # Scales before anything is known, of inputs, weights and gradients: they serve sizes up
@@ -63,13 +63,15 @@ class Fp8Scaling:
     def sizes(self, report: Fp8Scaling, config: FP8Config) -> jax.Array:
         """float32 `[..., 3]`: the largest sizes that a report tells of."""
         limits = jnp.array([form.max for form in config.formats], jnp.float32)
-        return report.scale ** (1 / POWER) * (limits / self.scale)
+        # Two square roots, which are rounded right everywhere, as powers are not.
+        return jnp.sqrt(jnp.sqrt(report.scale)) * (limits / self.scale)
 
     def update(self, report: Fp8Scaling, config: FP8Config | None = None) -> Fp8Scaling:
         """The scales for the next step.
 
         Sizes that are not finite are passed over. While all sizes are 0, or none is
-        known, a scale stays as it is.
+        known, a scale stays as it is. A product that took no part in the step has a
+        report of zeros, and keeps what it knows.
 
         Args:
           report: the cotangent of these scales, from `jax.grad`; that of several
@@ -79,7 +81,8 @@ class Fp8Scaling:
         config = FP8Config() if config is None else config
         sizes = self.sizes(report, config)[..., None]
         moved = jnp.concatenate([sizes, self.history[..., :-1]], -1)
-        history = jnp.where(jnp.isfinite(sizes), moved, self.history)
+        used = jnp.any(report.scale != 0, -1)[..., None, None]
+        history = jnp.where(used & jnp.isfinite(sizes), moved, self.history)
         largest = jnp.max(history, -1)
         fitting = jnp.stack(
             [
@@ -106,7 +109,7 @@ def scale_for(largest: jax.Array, limit: float, margin: int) -> jax.Array:
 def report_of(largest: jax.Array, scale: jax.Array, limit: float) -> jax.Array:
     """How large a tensor was beside what its scale serves, as autodiff may add it."""
     ratio = largest * scale / limit
-    held = jnp.clip(ratio, _LEAST, _MOST) ** POWER
+    held = jnp.clip(ratio, _LEAST, _MOST) ** _POWER
     return jnp.where(ratio == 0, 0.0, jnp.where(jnp.isfinite(ratio), held, jnp.nan))
 
 

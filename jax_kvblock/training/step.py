@@ -37,7 +37,8 @@ class Fp8State:
       opt_state: the optimizer's own.
       steps: int32, steps that the optimizer took.
       overflows: int32, steps that were skipped.
-      saturated: int32, how often a tensor had numbers too large for its scale.
+      saturated: int32, how often a tensor had numbers too large for its scale; with
+        products that are used more than once in a step, at most so often.
     """
 
     params: Any
@@ -95,9 +96,10 @@ def fp8_training(
       config: that of the products in `loss_fn`.
 
     Returns:
-      `init(params, scalings=None)`, which gives an `Fp8State`, and
+      `init(params, scalings=None)`, which gives an `Fp8State` with copies of both, and
       `train_step(state, batch)`, which gives the next one and an `Fp8Report`; jitted,
-      with the state donated.
+      with the state donated. A loss that is never finite takes no step: look at
+      `report.applied`, or at `state.overflows`.
 
     Raises:
       TypeError: loss_fn, optimizer or scalings is something else.
@@ -118,10 +120,11 @@ def fp8_training(
 
     def init(params: Any, scalings: Any = None) -> Fp8State:
         _check_scalings(where, scalings, config)
-        # Of its own, since a donated state must not hold an array twice.
-        scalings = jax.tree.map(jnp.copy, scalings)
+        # Arrays of its own: the state is donated, and must not hold one twice.
+        params, scalings = jax.tree.map(jnp.copy, (params, scalings))
+        opt_state = jax.tree.map(jnp.copy, optimizer.init(params))
         counts = (jnp.zeros((), jnp.int32) for _ in range(3))
-        return Fp8State(params, scalings, optimizer.init(params), *counts)
+        return Fp8State(params, scalings, opt_state, *counts)
 
     def train_step(state: Fp8State, batch: Any) -> tuple[Fp8State, Fp8Report]:
         differentiate = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=has_aux)

@@ -23,7 +23,13 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_kvblock.training import FP8Config, Fp8Scaling, fp8_dot, fp8_training
+from jax_kvblock.training import (
+    FP8Config,
+    Fp8Scaling,
+    fp8_dot,
+    fp8_dot_general,
+    fp8_training,
+)
 from jax_kvblock.training.compiled import count_products
 
 # XLA takes cuBLASLt of 8 bits by the version of CUDA.
@@ -54,6 +60,33 @@ def product(
     return functools.partial(both, config), (
         shape((*rows, inner), dtype), shape((inner, columns), w_dtype), scaling,
         shape((*rows, columns), dtype),
+    )  # fmt: skip
+
+
+def heads() -> Any:
+    """Into heads and out of them again, as attention's projections are."""
+    scaling = jax.eval_shape(Fp8Scaling.create)
+    into, out_of = (((2,), (0,)), ((), ())), (((2, 3), (0, 1)), ((), ()))
+
+    def loss(x: Any, w: Any, v: Any, first: Any, second: Any) -> Any:
+        h = fp8_dot_general(x, w, into, scaling=first)
+        out = fp8_dot_general(jnp.sin(h), v, out_of, scaling=second)
+        return jnp.sum(out.astype(F32) ** 2)
+
+    shape = jax.ShapeDtypeStruct
+    return jax.grad(loss, argnums=range(5)), (
+        shape((4, 128, 256), BF16), shape((256, 4, 64), F32), shape((4, 64, 256), F32),
+        scaling, scaling,
+    )  # fmt: skip
+
+
+def members() -> Any:
+    """A product for each of four members, with weights of their own."""
+    scaling = jax.eval_shape(lambda: Fp8Scaling.create(layers=(4,)))
+    shape = jax.ShapeDtypeStruct
+    return jax.vmap(functools.partial(both, DELAYED)), (
+        shape((4, 512, 256), BF16), shape((4, 256, 384), F32), scaling,
+        shape((4, 512, 384), BF16),
     )  # fmt: skip
 
 
@@ -89,7 +122,10 @@ CASES: dict[str, tuple[Any, int]] = {
     "e4m3 backward": (functools.partial(product, FP8Config("e4m3", "e4m3")), 3),
     "float32": (functools.partial(product, dtype=F32), 3),
     "float16": (functools.partial(product, dtype=jnp.float16, w_dtype=jnp.float16), 3),
+    "float16 and float32": (functools.partial(product, dtype=jnp.float16), 3),
     "rows of rows": (functools.partial(product, rows=(4, 96)), 3),
+    "heads": (heads, 6),
+    "members": (members, 3),
     "sizes that are padded": (
         functools.partial(product, rows=(500,), inner=250, columns=390), 3,
     ),
@@ -98,15 +134,21 @@ CASES: dict[str, tuple[Any, int]] = {
 }  # fmt: skip
 
 
-def compile_for(device: Any, name: str) -> Any:
+AS_JIT_IS = ("heads", "layers")
+
+
+def compile_for(device: Any, name: str, of_library: bool = True) -> Any:
     make, _ = CASES[name]
     f, shapes = make()
     place = NamedSharding(Mesh(np.array([device]), ("x",)), P())
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
     )
-    options = {"xla_gpu_enable_triton_gemm": False}
-    return jax.jit(f).lower(*shapes).compile(compiler_options=options)
+    lowered = jax.jit(f).lower(*shapes)
+    if not of_library:
+        return lowered.compile()
+    # Else XLA's own kernels take part, and the fastest of all is chosen on a GPU.
+    return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
 
 
 def line_of(name: str, compiled: Any) -> str:
@@ -129,3 +171,6 @@ if __name__ == "__main__":
     (h100,) = topology.devices
     for case in sys.argv[1:]:
         print(line_of(case, compile_for(h100, case)))
+    for case in AS_JIT_IS:
+        count = count_products(compile_for(h100, case, of_library=False))
+        print(f"{case}, as jit is: {count.narrow} {count.wide}")

@@ -72,9 +72,9 @@ ROWS.append(
 )  # fmt: skip
 ROWS.append(
     ROWS[0]._replace(
-        where="fp8_dot_general", label="out_sharding", shapes=[X, W],
-        call=general(((1,), (0,)), ((), ()), out_sharding="x"),
-        error=NotImplementedError, words="out_sharding|with_sharding_constraint",
+        where="fp8_dot_general", label="an axis", shapes=[X, W],
+        call=general(((2,), (0,)), ((), ())), error=ValueError,
+        words="contracted axes of lhs must be from -2 to 1, got (2,)",
     )
 )  # fmt: skip
 

@@ -27,6 +27,7 @@ from jax_kvblock.training import (
     fp8_layers,
     units,
 )
+from jax_kvblock.training.trainer import mean_loss
 
 CURRENT = FP8Config(scaling="current")
 
@@ -141,6 +142,93 @@ def test_what_is_excluded_stays():
     layer = model.layers[0]
     assert set(fp8_layers(convert_model_to_fp8(model))) == ALL
     assert model.layers[0] is layer
+
+
+def test_layers_in_containers_of_any_kind(rng):
+    """Plain lists, tuples and dicts as data, too, one in the other."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            make = lambda: nnx.Linear(8, 8, rngs=rngs)  # noqa: E731
+            self.held = nnx.data([make(), {"a": (make(), make())}])
+            self.other = nnx.data((make(), nnx.LinearGeneral(8, 8, rngs=rngs)))
+
+    model = convert_model_to_fp8(Model(nnx.Rngs(0)), exclude=["other.0"])
+    found = {"held.0", "held.1.a.0", "held.1.a.1", "other.1.dot_general"}
+    assert set(fp8_layers(model)) == found
+    assert isinstance(model.held, list) and isinstance(model.held[1]["a"], tuple)
+
+
+def test_a_shared_layer_that_is_excluded_stays_everywhere():
+    model = Block(nnx.Rngs(0))
+    for path in ("layers.0", "layers.1"):
+        made = convert_model_to_fp8(model, inplace=False, exclude=[path])
+        assert set(fp8_layers(made)) == ALL - {"layers.0"}
+        assert made.layers[0] is made.layers[1]
+
+
+def test_stacked_layers(rng):
+    """Made by nnx.vmap for nnx.scan: each has scales of its own."""
+
+    class Stack(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            @nnx.split_rngs(splits=3)
+            @nnx.vmap(in_axes=0, out_axes=0)
+            def make(rngs: nnx.Rngs) -> nnx.Module:
+                return nnx.Sequential(
+                    nnx.Linear(8, 8, rngs=rngs), nnx.LinearGeneral(8, 8, rngs=rngs)
+                )
+
+            self.blocks = make(rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            def run(x: jax.Array, block: Any) -> jax.Array:
+                return jnp.sin(block(x))
+
+            return run(x, self.blocks)
+
+    model, x = Stack(nnx.Rngs(0)), jnp.asarray(rng.standard_normal((5, 8)), jnp.float32)
+    want = model(x)
+    made = convert_model_to_fp8(model)
+    assert {s.scale.shape for s in scalings_of(made)} == {(3, 3)}
+    assert 1e-4 < apart(made(x), want) < 0.15
+    with FP8TrainingEngine(made) as trainer:
+        optimizer = optax.sgd(0.1)
+        trainer.training_step(x, x)
+        assert trainer.optimizer_step(optimizer)
+    assert all((s.scale != Fp8Scaling.create().scale).any() for s in scalings_of(made))
+
+
+def scalings_of(model: Any) -> list[Fp8Scaling]:
+    known = nnx.state(model, Fp8Variable)
+    return jax.tree.leaves(known, is_leaf=lambda t: isinstance(t, Fp8Scaling))
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16, jnp.float16])
+def test_results_keep_their_dtype(dtype, use_bias):
+    options = {"use_bias": use_bias, "dtype": dtype, "rngs": nnx.Rngs(0)}
+    layers = nnx.Linear(8, 8, **options), FP8LinearLayer(8, 8, **options)
+    for x in (jnp.ones((2, 8)), jnp.ones((2, 8), jnp.bfloat16)):
+        assert len({layer(x).dtype for layer in layers}) == 1
+
+
+def test_a_layer_alone(rng):
+    x = jnp.ones((2, 8))
+    for layer in (
+        FP8LinearLayer(8, 8, rngs=nnx.Rngs(0)),
+        nnx.LinearGeneral(8, 8, rngs=nnx.Rngs(0)),
+    ):
+        with FP8TrainingEngine(layer) as trainer:
+            assert trainer.training_step(x, x) > 0
+            assert len(fp8_layers(layer)) == 1
+
+
+def test_a_dot_general_of_ones_own_is_refused():
+    own: Any = jax.lax.dot_general
+    refused = lambda: FP8LinearLayer(8, 8, dot_general=own, rngs=nnx.Rngs(0))  # noqa: E731
+    check("FP8LinearLayer", TypeError, "dot_general must not|nnx.Linear", refused)
 
 
 def test_layers_of_their_own_products_stay():
@@ -271,23 +359,13 @@ def test_calls_between_steps_are_their_mean(rng):
 
 def test_variables_that_are_no_parameters_move_on(rng):
     """Dropout draws anew in each call; batch statistics follow."""
-
-    class Model(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs) -> None:
-            self.linear = nnx.Linear(16, 8, rngs=rngs)
-            self.norm = nnx.BatchNorm(8, rngs=rngs)
-            self.drop = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x: jax.Array) -> jax.Array:
-            return self.drop(self.norm(self.linear(x)))
-
     x, y = task(rng)
-    model = Model(nnx.Rngs(0))
+    model = Noisy(nnx.Rngs(0))
     with FP8TrainingEngine(model, CURRENT) as trainer:
         mean = np.array(model.norm.mean[...])
         first, second = trainer.training_step(x, y), trainer.training_step(x, y)
-    assert first != second
-    assert np.abs(np.asarray(model.norm.mean[...]) - mean).max() > 1e-3
+        assert first != second
+        assert np.abs(np.asarray(model.norm.mean[...]) - mean).max() > 1e-3
 
 
 @pytest.mark.parametrize("targets", ["integers", "numbers"])
@@ -308,43 +386,123 @@ def test_losses(rng, targets):
     np.testing.assert_allclose(own.training_step((x,), y), jnp.sum(made), rtol=1e-5)
 
 
-def test_an_interrupted_run_goes_on(rng):
-    """From its state and the model's other variables, bit for bit."""
+class Noisy(nnx.Module):
+    """Dropout and statistics of batches: variables that are no parameters."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(16, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.head = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = self.norm(self.linear(x))
+        self.sow(nnx.Intermediate, "h", h)
+        return self.head(self.drop(jax.nn.relu(h)))
+
+
+def begun(model: Any) -> Any:
+    optimizer, trainer = optax.adam(1e-2), FP8TrainingEngine(model)
+    trainer.setup_fp8_training()
+    return optimizer, trainer
+
+
+def go(optimizer: Any, trainer: Any, steps: int, x: Any, y: Any) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        losses.append(float(trainer.training_step(x, y)))
+        trainer.optimizer_step(optimizer)
+    return losses
+
+
+def test_an_interrupted_run_goes_on(rng, tmp_path):
+    """From a checkpoint, bit for bit; also statistics of batches and dropout."""
+    checkpoint = pytest.importorskip("orbax.checkpoint")
     x, y = task(rng)
-
-    def start() -> Any:
-        model, optimizer = Block(nnx.Rngs(0)), optax.adam(1e-2)
-        trainer = FP8TrainingEngine(model)
-        trainer.setup_fp8_training()
-        return model, optimizer, trainer
-
-    def go(optimizer: Any, trainer: Any, steps: int) -> list[float]:
-        losses = []
-        for _ in range(steps):
-            losses.append(float(trainer.training_step(x, y)))
-            trainer.optimizer_step(optimizer)
-        return losses
-
-    _, optimizer, trainer = start()
-    whole = go(optimizer, trainer, 6)
-    _, optimizer, trainer = start()
-    go(optimizer, trainer, 3)
-    kept = jax.tree.map(np.array, trainer.state)
-    _, optimizer, trainer = start()
-    assert jax.tree.structure(trainer.begin(optimizer)) == jax.tree.structure(kept)
-    trainer.restore(kept)
-    assert go(optimizer, trainer, 3) == whole[3:]
+    whole = go(*begun(Noisy(nnx.Rngs(0))), 6, x, y)
+    optimizer, trainer = begun(Noisy(nnx.Rngs(0)))
+    go(optimizer, trainer, 3, x, y)
+    with checkpoint.StandardCheckpointer() as saver:
+        saver.save(tmp_path / "state", trainer.state)
+        saver.wait_until_finished()
+        optimizer, trainer = begun(Noisy(nnx.Rngs(7)))
+        like = trainer.begin(optimizer)
+        trainer.training_step(x, y)  # not taken: dropped
+        trainer.restore(saver.restore(tmp_path / "state", like))
+    assert go(optimizer, trainer, 3, x, y) == whole[3:]
     assert trainer.get_training_statistics()["steps"] == 6
+
+
+def test_states_of_something_else_are_refused(rng):
+    optimizer, trainer = begun(Noisy(nnx.Rngs(0)))
+    where = "FP8TrainingEngine.restore"
+    words = "begin(optimizer) first"
+    check(where, RuntimeError, words, lambda: trainer.restore(None))
+    own = trainer.begin(optimizer)
+    other, another = begun(Block(nnx.Rngs(0)))
+    for state in (None, own.training, another.begin(other)):
+        words = f"of this model and optimizer|got {type(state).__name__}"
+        refused = lambda state=state: trainer.restore(state)  # noqa: E731
+        check(where, ValueError, words, refused)
+
+
+def test_a_skipped_step_gives_statistics_back(rng):
+    """And the optimizer's state; random keys move on."""
+    x, y = task(rng)
+    model = Noisy(nnx.Rngs(0))
+    optimizer, trainer = begun(model)
+    go(optimizer, trainer, 2, x, y)
+    before = trainer.state
+    trainer.training_step(x, y)
+    trainer.training_step(x.at[0, 0, 0].set(np.nan), y)
+    assert np.isnan(model.norm.mean[...]).any()
+    assert trainer.optimizer_step(optimizer) is False
+    after = trainer.state
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        (before.training.params, before.training.opt_state),
+        (after.training.params, after.training.opt_state),
+    )
+    np.testing.assert_array_equal(
+        after.variables["norm"]["mean"][...], before.variables["norm"]["mean"][...]
+    )
+    counts = (
+        int(state.variables["drop"]["rngs"]["count"][...]) for state in (before, after)
+    )
+    assert next(counts) + 2 == next(counts)
+
+
+def test_leaving_the_context_drops_what_was_not_taken(rng):
+    x, y = task(rng)
+    model = Noisy(nnx.Rngs(0))
+    with FP8TrainingEngine(model) as trainer:
+        before = np.array(model.norm.mean[...])
+        trainer.training_step(x, y)
+    np.testing.assert_array_equal(model.norm.mean[...], before)
+
+
+def test_what_is_sown_does_not_grow(rng):
+    x, y = task(rng)
+    model = Noisy(nnx.Rngs(0))
+    optimizer, trainer = begun(model)
+    model(x)  # sows, too
+    go(optimizer, trainer, 3, x, y)
+    assert trainer._differentiate._cache_size() == 1
+    assert not jax.tree.leaves(nnx.state(model, nnx.Intermediate))
 
 
 def test_a_loss_that_is_nan_from_the_start(rng):
     x, y = task(rng)
-    with FP8TrainingEngine(Block(nnx.Rngs(0))) as trainer:
-        check(
-            "FP8TrainingEngine.training_step", FloatingPointError,
-            "finite at the first step, got nan|float32",
-            lambda: trainer.training_step(x * np.nan, y),
-        )  # fmt: skip
+    words = "finite before the first step, got nan|float32"
+    where = "FP8TrainingEngine.training_step"
+    optimizer, trainer = begun(Block(nnx.Rngs(0)))
+    refused = lambda: trainer.training_step(x * np.nan, y)  # noqa: E731
+    check(where, FloatingPointError, words, refused)
+    trainer.begin(optimizer)
+    trainer.training_step(x, y)
+    check(where, FloatingPointError, words, refused)  # also a second call
+    assert trainer.optimizer_step(optimizer)
+    assert np.isnan(refused())  # from now on it is a step to skip
 
 
 def test_what_is_out_of_order(rng):
@@ -372,7 +530,13 @@ def test_what_is_out_of_order(rng):
     check(where, ValueError, "the one of the steps before", lambda: step(optax.sgd(1)))
 
 
-def test_setup_raises_what_it_should(monkeypatch):
+class Old:
+    """A device without units of 8 bits."""
+
+    platform, device_kind, compute_capability = "gpu", "NVIDIA A100", "8.0"
+
+
+def test_setup_raises_what_it_should():
     def norm() -> Any:
         return nnx.LayerNorm(4, rngs=nnx.Rngs(0))
 
@@ -387,17 +551,37 @@ def test_setup_raises_what_it_should(monkeypatch):
         engine.setup_fp8_training,
     )  # fmt: skip
 
-    class Old:
-        platform, device_kind, compute_capability = "gpu", "NVIDIA A100", "8.0"
-
     model = Block(nnx.Rngs(0))
-    old: Any = Old()
-    engine = create_fp8_trainer(model, device=old)
-    check(
-        "FP8TrainingEngine.setup_fp8_training", RuntimeError, "A100|8.9",
-        engine.setup_fp8_training,
-    )  # fmt: skip
+    engine = create_fp8_trainer(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(units, "default_device", Old)
+        check(
+            "FP8TrainingEngine.setup_fp8_training", RuntimeError, "A100|8.9",
+            engine.setup_fp8_training,
+        )  # fmt: skip
     assert not fp8_layers(model)  # refused before anything was converted
+    place: Any = "gpu"
+    refused = lambda: FP8TrainingEngine(model, device=place)  # noqa: E731
+    check("FP8TrainingEngine", TypeError, "device must be a jax.Device|str", refused)
+    engine = FP8TrainingEngine(convert_model_to_fp8(model, CURRENT))
+    check(
+        "FP8TrainingEngine.setup_fp8_training", ValueError,
+        "the trainer's config|scaling='current'", engine.setup_fp8_training,
+    )  # fmt: skip
+
+
+def test_losses_that_do_not_fit():
+    fit = jnp.zeros((4, 3))
+    for outputs, targets, words in (
+        (fit, jnp.zeros(4), "float32[4] for float32[4, 3]"),
+        (jnp.zeros((4, 1)), jnp.zeros(4), "float32[4] for float32[4, 1]"),
+        (fit, jnp.zeros((4, 3), int), "int32[4, 3] for float32[4, 3]"),
+    ):
+        refused = lambda o=outputs, t=targets: mean_loss(o, t)  # noqa: E731
+        check("mean_loss", ValueError, f"targets must be|{words}|loss_fn", refused)
+    several: Any = (fit, fit)
+    refused = lambda: mean_loss(several, fit)  # noqa: E731
+    check("mean_loss", TypeError, "outputs must be an array, got tuple", refused)
 
 
 @pytest.mark.cpu
@@ -428,7 +612,7 @@ except AttributeError as error:
     )
     first, second = ran.stdout.splitlines()
     assert first.startswith("jax_kvblock.training.FP8LinearLayer needs flax")
-    assert "pip install flax" in first and "no_such_name" in second
+    assert "pip install 'flax>=0.12'" in first and "no_such_name" in second
 
 
 def test_dot_generals_of_flax_layers(rng):

@@ -53,10 +53,22 @@ def test_every_bfloat16_number(form, exponent):
     """Bit for bit what NumPy rounds to, also where numbers are too large."""
     x = np.arange(2**16, dtype=np.uint16).view(ml_dtypes.bfloat16).reshape(256, 256)
     cast = jax.jit(narrow, static_argnums=2)
-    rows, columns, _ = cast(x, F32(2.0**exponent), FP8Format(form))
+    made, _ = cast(x, F32(2.0**exponent), FP8Format(form))
     want = truth.narrowed(x, 2.0**exponent, form)
-    np.testing.assert_array_equal(np.asarray(rows.codes).astype(np.float64), want)
-    np.testing.assert_array_equal(np.asarray(columns.codes).astype(np.float64), want.T)
+    np.testing.assert_array_equal(np.asarray(made.codes).astype(np.float64), want)
+
+
+@pytest.mark.parametrize("form", ["e4m3", "e5m2"])
+def test_float32_numbers_between_codes(form):
+    """The middles of neighbours, where ties are, and what lies right beside them."""
+    codes = np.arange(128, dtype=np.uint8).view(truth.DTYPES[form]).astype(F32)
+    codes = codes[np.isfinite(codes)]
+    middles = (codes[1:] + codes[:-1]) / 2
+    x = np.concatenate([middles, *(np.nextafter(middles, F32(y)) for y in (0, 1e9))])
+    x = np.concatenate([x, -x])
+    made, _ = jax.jit(narrow, static_argnums=2)(x, F32(1), FP8Format(form))
+    want = truth.narrowed(x, 1.0, form)
+    np.testing.assert_array_equal(np.asarray(made.codes).astype(np.float64), want)
 
 
 # ---- products ------------------------------------------------------------------------
@@ -119,14 +131,27 @@ def test_numbers_too_large_become_the_largest(rng):
     assert report.scale[0] > 1 and report.scale[1] < 1
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_is_reported(rng, bad):
-    x, w, d_out = draw(rng)
-    d_out[3, 5] = bad
-    _, (_, d_w, report) = pulled(fp8_dot, d_out, x, w, scaling_of(1.0, 1.0, 1.0))
-    np.testing.assert_array_equal(np.isfinite(report.scale), [True, True, False])
-    # An infinity became the largest number: only its report tells.
-    assert np.isfinite(d_w).all() == (bad == np.inf)
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("which", range(3), ids=["x", "w", "d_out"])
+def test_what_is_not_finite_is_reported(rng, which, bad):
+    given = draw(rng)
+    given[which][3, 5] = bad
+    x, w, d_out = given
+    *_, (*_, report) = pulled(fp8_dot, d_out, x, w, scaling_of(1.0, 1.0, 1.0))
+    np.testing.assert_array_equal(np.isfinite(report.scale), np.arange(3) != which)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("which", range(3), ids=["x", "w", "d_out"])
+def test_with_current_scales_it_stays_not_finite(rng, which, bad):
+    """There is no report: whatever is made of it tells."""
+    given = draw(rng)
+    given[which][3, 5] = bad
+    x, w, d_out = given
+    dot = functools.partial(fp8_dot, config=FP8Config(scaling="current"))
+    out, (d_x, d_w) = pulled(dot, d_out, x, w)
+    made = {0: (out, d_w), 1: (out, d_x), 2: (d_x, d_w)}
+    assert all(np.isnan(t).all() for t in made[which])
 
 
 def test_nothing_at_all():
@@ -170,6 +195,26 @@ def test_dot_general(rng, name):
     np.testing.assert_array_equal(out, want)
     along = jnp.asarray(rng.integers(-4, 5, out.shape), F32)
     jax.tree.map(np.testing.assert_array_equal, pull(along), theirs(along))
+
+
+@pytest.mark.parametrize("preferred", [F32, F16, None])
+def test_the_result_is_rounded_once(rng, preferred):
+    """To the dtype that is asked for, from float32."""
+    x, w, _ = draw(rng, dtype=BF16, w_dtype=BF16)
+    config = FP8Config(scaling="current")
+    dims = (((1,), (0,)), ((), ()))
+    ours = functools.partial(
+        fp8_dot_general, config=config, preferred_element_type=preferred
+    )
+    out, pull = jax.vjp(lambda x, w: ours(x, w, dims), x, w)
+    assert out.dtype == (BF16 if preferred is None else preferred)
+    scales = [
+        truth.scale_for(np.abs(np.asarray(t, np.float64)).max(), "e4m3") for t in (x, w)
+    ]
+    want = truth.product(x, w, np.zeros(out.shape), (*scales, 1.0), FORMS["e5m2"])
+    near(out, want.out, out.dtype.type)
+    d_x, d_w = pull(jnp.ones_like(out))
+    assert (d_x.dtype, d_w.dtype) == (BF16, BF16)
 
 
 # ---- transforms ----------------------------------------------------------------------
@@ -227,23 +272,59 @@ def test_vmap_over_layers(rng):
         np.testing.assert_allclose(report.scale[i], want.report, rtol=1e-5)
 
 
+# How x and w are cut, how the result is, and what may travel: sums alone.
+CUTS: dict[str, tuple[Any, Any, Any]] = {
+    "members": (("a",), (), ("a",)),
+    "members and rows": (("a", "b"), (), ("a", "b")),
+    "columns": ((), (None, "b"), (None, None, "b")),
+    "members and columns": (("a",), (None, "b"), ("a", None, "b")),
+    "the contracted axis": ((None, None, "b"), ("b",), ()),
+}
+
+
 @pytest.mark.usefixtures("four_cpus")
+@pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_rows_over_devices(rng, kind):
-    """As on one device: sizes are those of the whole."""
-    x, w, d_out = draw(rng)
+def test_arrays_over_devices(rng, kind, cut):
+    """As on one device: sizes are those of the whole, and nothing is gathered."""
+    x, w, d_out = draw(rng, 32)
+    x, d_out = x.reshape(4, 8, -1), d_out.reshape(4, 8, -1)
     scaling = scaling_of(8.0, 8.0, 8.0)
     want = pulled(fp8_dot, d_out, x, w, scaling)
-    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("data",), axis_types=(kind,))
-    rows = NamedSharding(mesh, P("data"))
+    devices = np.array(jax.devices("cpu")[:4]).reshape(2, 2)
+    mesh = Mesh(devices, ("a", "b"), axis_types=(kind,) * 2)
+    of_x, of_w, of_out = (NamedSharding(mesh, P(*spec)) for spec in CUTS[cut])
     whole = NamedSharding(mesh, P())
-    put = jax.device_put((x, w, scaling, d_out), (rows, whole, whole, rows))
+    put = jax.device_put((x, w, scaling, d_out), (of_x, of_w, whole, of_out))
+    out = of_out if kind is AxisType.Explicit else None
+    dot = functools.partial(fp8_dot, out_sharding=out)
     with jax.set_mesh(mesh):
-        got = jax.jit(lambda x, w, s, g: pulled(fp8_dot, g, x, w, s))(*put)
+        run = jax.jit(lambda x, w, s, g: pulled(dot, g, x, w, s))
+        text = run.lower(*put).compile().as_text()
+        got = run(*put)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want
     )
-    assert got[0].sharding.spec[0] == "data"
+    assert got[0].sharding.is_equivalent_to(of_out, 3)
+    assert "all-gather" not in text and "all-to-all" not in text
+
+
+@pytest.mark.usefixtures("four_cpus")
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_vmap_over_a_batch_that_is_cut(rng, kind):
+    x, w, d_out = draw(rng, 32)
+    x, d_out = x.reshape(4, 8, -1), d_out.reshape(4, 8, -1)
+    scaling = scaling_of(8.0, 8.0, 8.0)
+    over = jax.vmap(fp8_dot, (0, None, None))
+    want = pulled(over, d_out, x, w, scaling)
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("a",), axis_types=(kind,))
+    rows, whole = NamedSharding(mesh, P("a")), NamedSharding(mesh, P())
+    put = jax.device_put((x, w, scaling, d_out), (rows, whole, whole, rows))
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda x, w, s, g: pulled(over, g, x, w, s))(*put)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want
+    )
 
 
 @pytest.mark.usefixtures("four_cpus")
@@ -258,9 +339,10 @@ def test_shard_map_adds_reports(rng):
     over = jax.shard_map(
         local, mesh=mesh, in_specs=(P("data"), P(), P()), out_specs=P("data")
     )
-    out, (_, d_w, report) = pulled(over, d_out, x, w, scaling)
+    out, (d_x, d_w, report) = pulled(over, d_out, x, w, scaling)
     want = truth.product(x, w, d_out, (8.0,) * 3, FORMS["e5m2"])
     near(out, want.out, F32)
+    near(d_x, want.d_x, F32)
     near(d_w, want.d_w, F32)
     ratio = (np.asarray(report.scale) / want.report) ** 0.25
     assert (ratio > 1 - 1e-5).all() and (ratio <= 4**0.25 * (1 + 1e-5)).all()

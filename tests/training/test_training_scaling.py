@@ -84,14 +84,37 @@ def test_what_is_not_finite_is_passed_over():
 
 
 def test_sizes_that_vanish_leave_the_scale():
+    """Gradients that are all zeros, beside inputs and weights that are not."""
     config = FP8Config(history=2)
     scaling = Fp8Scaling.create(config)
     scaling = scaling.update(reported(scaling, np.array([1e-3, 1.0, 1e-5])), config)
     before = scaling.scale
     for _ in range(5):
-        scaling = scaling.update(reported(scaling, np.zeros(3)), config)
+        sizes = np.array([1e-3, 1.0, 0.0])
+        scaling = scaling.update(reported(scaling, sizes), config)
         np.testing.assert_array_equal(scaling.scale, before)
-    assert not scaling.history.any()
+    assert not scaling.history[2].any()
+
+
+def test_a_product_that_took_no_part_keeps_what_it_knows():
+    config = FP8Config(history=2)
+    scaling = Fp8Scaling.create(config)
+    scaling = scaling.update(reported(scaling, np.array([100.0, 1.0, 1e-5])), config)
+    after = scaling
+    for _ in range(5):
+        after = after.update(reported(after, np.zeros(3)), config)
+    np.testing.assert_array_equal(after.history, scaling.history)
+    np.testing.assert_array_equal(after.scale, scaling.scale)
+
+
+@pytest.mark.parametrize("count", [300, 2**20])
+def test_a_sum_of_many_reports_is_a_number(count):
+    """Of sizes far beyond their scale: it comes down, and does not stay for ever."""
+    scaling = Fp8Scaling.create()
+    report = count * report_of(jnp.full(3, 1e30), scaling.scale, 448.0)
+    after = scaling.update(Fp8Scaling(report, scaling.history))
+    assert np.isfinite(report).all()
+    assert (after.scale < scaling.scale / 2**20).all()
 
 
 def test_stacked_layers(rng):
