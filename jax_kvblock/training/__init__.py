@@ -70,6 +70,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "flax":
             raise
         raise ImportError(
-            f"{__name__}.{name} needs flax, which is not installed; pip install 'flax>=0.12'"
+            f"{__name__}.{name} needs flax, which is not installed; "
+            "pip install 'flax>=0.12'"
         ) from error
     return getattr(module, name)
