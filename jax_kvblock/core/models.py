@@ -44,6 +44,6 @@ def as_function(where: str, model: Any) -> tuple[Callable[..., Any], tuple[Any, 
             return nnx.merge(definition, state)(*arguments)
 
         return call, (state,)
-    if jax.tree.structure(model) != jax.tree.structure(0):  # it has leaves of its own
+    if not jax.tree_util.all_leaves([model]):  # it has leaves of its own
         return lambda model, *arguments: model(*arguments), (model,)
     return model, ()

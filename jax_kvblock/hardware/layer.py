@@ -1,4 +1,4 @@
-"""`HardwareAbstractionLayer`: what a model takes of some devices, and what serves it."""
+"""`HardwareAbstractionLayer`: what a model takes of devices, and what serves it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _NAME = "HardwareAbstractionLayer"
 class HardwareAbstractionLayer:
     """Memory and implementations on some devices of one platform.
 
-    A model is a function `step(*arguments)`, jitted or not; an nnx module; or a callable
-    pytree. Of the arguments it needs shapes and dtypes alone: `arguments` is a function
-    of the batch size that gives a tuple of them (arrays or `ShapeDtypeStruct`s,
-    parameters and optimizer state included), or a sample, one or a tuple, of arrays
-    whose first dim is the batch. Programs are compiled for the devices, and none of
-    them runs.
+    A model is a function `step(*arguments)`, jitted or not, an nnx module, or another
+    pytree that can be called. Of the arguments it needs shapes and dtypes alone:
+    `arguments` is a function of the batch size that gives a tuple of them (arrays or
+    `ShapeDtypeStruct`s, parameters and optimizer state included), or a sample, one or a
+    tuple, of arrays whose first dim is the batch. Programs are compiled for the
+    devices, and none of them runs.
 
     With several devices a batch is cut over them: an argument that grows with the batch
     along the dim where it grows, the others are whole on each. Arguments with a
@@ -183,8 +183,8 @@ class HardwareAbstractionLayer:
           was given stays as it is. Dropout drops other pairs than flax's.
         - A function: jitted, with the arguments donated that are named.
 
-        Where nothing is to be changed there is a `UserWarning`, and the model comes back
-        as it is.
+        Where nothing is to be changed there is a `UserWarning`, and the model comes
+        back as it is.
 
         Args:
           model: an nnx module or a function.
@@ -204,11 +204,11 @@ class HardwareAbstractionLayer:
             return _with_our_attention(where, model)
         if hasattr(model, "lower") and not donated:
             return _unchanged(where, model, "it is jitted already")
-        plain = callable(model) and not hasattr(model, "lower")
-        if not plain or jax.tree.structure(model) != jax.tree.structure(0):
+        plain = callable(model) and jax.tree_util.all_leaves([model])
+        if not plain or hasattr(model, "lower"):
             raise TypeError(
-                f"{where}: model must be an nnx module or a function that is not jitted, "
-                f"got {type(model).__name__}; pass a function step(*arguments)"
+                f"{where}: model must be an nnx module or a function that is not "
+                f"jitted, got {type(model).__name__}; pass a function step(*arguments)"
             )
         return jax.jit(model, donate_argnums=donated)
 
@@ -266,7 +266,5 @@ def _with_our_attention(where: str, model: Any) -> Any:
 
 
 def _unchanged(where: str, model: Any, reason: str) -> Any:
-    warnings.warn(
-        f"{where}: model stays as it is: {reason}", UserWarning, stacklevel=3
-    )
+    warnings.warn(f"{where}: model stays as it is: {reason}", UserWarning, stacklevel=3)
     return model

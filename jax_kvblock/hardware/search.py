@@ -52,7 +52,7 @@ def search(
     limit: int,
     devices: int,
 ) -> BatchSize:
-    """The largest multiple of `unit` that fits, doubled until one does not, then halved.
+    """The largest multiple of `unit` that fits: doubled till one does not, then halved.
 
     If memory does not only grow with the batch, there may be a larger one that fits
     too; the one found fits, and the next multiple does not.

@@ -105,10 +105,12 @@ def _places(
     where: str, given: Any, larger: Any, devices: tuple[jax.Device, ...]
 ) -> Any:
     """Where each argument lies: whole, or cut along the dim that the batch sizes."""
-    if jax.tree.structure(given) != jax.tree.structure(larger):
+    one: Any = jax.tree.structure(given)
+    other: Any = jax.tree.structure(larger)
+    if one != other:
         raise ValueError(
             f"{where}: arguments must have one structure for all batch sizes, got "
-            f"{jax.tree.structure(given)} and {jax.tree.structure(larger)}"
+            f"{one} and {other}; make the same tree of each"
         )
     dims = jax.tree.map(lambda x, y: _grows(where, x, y), given, larger)
     if all(dim < 0 for dim in jax.tree.leaves(dims)):
@@ -117,8 +119,8 @@ def _places(
             "for two of them; make a dim of one of them of it"
         )
     if len(devices) == 1:
-        one = SingleDeviceSharding(devices[0])
-        return jax.tree.map(lambda x: x.sharding or one, given)
+        whole = SingleDeviceSharding(devices[0])
+        return jax.tree.map(lambda x: x.sharding or whole, given)
     mesh = Mesh(np.array(devices), ("batch",))
 
     def cut(x: Any, dim: int) -> Sharding:
