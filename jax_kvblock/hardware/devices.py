@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import jax
-import jax.extend
+from jax.extend import backend
 
 from jax_kvblock.core import ffi
 from jax_kvblock.core.checks import check_positive, shown
@@ -30,7 +30,7 @@ def detect_available_devices() -> dict[str, list[jax.Device]]:
     found: dict[str, list[jax.Device]] = {}
     others = [
         device
-        for name in jax.extend.backend.backends()
+        for name in backend.backends()
         for device in jax.local_devices(backend=name)
     ]
     for device in dict.fromkeys([*jax.local_devices(), *others]):

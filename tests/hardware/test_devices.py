@@ -5,7 +5,6 @@ from __future__ import annotations
 import types
 
 import jax
-import jax.extend
 import jax.numpy as jnp
 import pytest
 from messages import check
@@ -51,7 +50,7 @@ def test_this_process_and_its_platforms():
 def test_devices_of_other_hardware(monkeypatch):
     backends = {"cpu": [Described("cpu")], "cuda": [NVIDIA, NVIDIA], "rocm": [AMD]}
     backends["xpu"] = [INTEL]
-    monkeypatch.setattr(jax.extend.backend, "backends", lambda: backends)
+    monkeypatch.setattr(devices.backend, "backends", lambda: backends)
     monkeypatch.setattr(
         jax, "local_devices", lambda *, backend="rocm": backends[backend]
     )
