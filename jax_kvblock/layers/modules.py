@@ -33,9 +33,8 @@ _BIAS = nnx.initializers.zeros_init()
 class AttentionLayer(nnx.Module):
     """Self-attention with flash attention: a projection, attention, and one back.
 
-    Scores are never in memory, and dropout stores nothing
-    ([Dropout](attention.md#dropout)). After `eval()`, or with `deterministic=True`,
-    nothing is dropped.
+    Scores are never in memory, and dropout stores nothing (docs/attention.md). After
+    `eval()`, or with `deterministic=True`, nothing is dropped.
 
     Attributes:
       qkv: `[d_model, (N + 2 K) D]`: queries, keys and values side by side.

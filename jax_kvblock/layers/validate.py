@@ -76,7 +76,7 @@ class ComponentValidator:
         """Of an `AttentionLayer` or an `nnx.MultiHeadAttention`, or what inherits them.
 
         With its own weights every position is seen; with drawn ones a fifth of the keys
-        is masked, on average.
+        is masked, on average, the second always and the first never.
 
         Args:
           layer: the layer, called on `[B, S, d_model]` of float32.
@@ -95,7 +95,8 @@ class ComponentValidator:
         shape = (self.batch_size, self.length, d_model)
         rng, seed = self._rng()
         keys = rng.random(shape[:2]) < 0.8
-        keys[:, 0] = True  # so that no row is without one, causal ones too
+        keys[:, 1:2] = False  # so that one is masked always
+        keys[:, 0] = True  # and no row is without one, causal ones too
         cases = {
             "its own weights": (False, None),
             "drawn weights, masked keys": (True, keys),

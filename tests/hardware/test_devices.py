@@ -87,6 +87,7 @@ OPS = {  # an op, a row of it, and the target of its kernel's call
 }
 
 
+@pytest.mark.cpu  # beside a GPU programs are lowered for that one
 @pytest.mark.parametrize("platform", LOWERED)
 @pytest.mark.parametrize("op", OPS)
 def test_rows_are_what_is_lowered_for_a_platform(op, platform):
@@ -127,7 +128,8 @@ def test_a_layer_of_devices_has_their_rows(four_cpus):
     assert row.why == f"{jax.devices('cpu')[0]} is the CPU"
 
 
-def test_which_kernels_a_program_calls(four_cpus):
+@pytest.mark.cpu
+def test_which_kernels_a_program_calls():
     def hopper(x):
         return kv.flash_attention(x, x, x, implementation="cuda_sm90")
 

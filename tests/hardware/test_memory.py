@@ -116,6 +116,13 @@ def test_models_bring_their_weights(hal, kind):
     usage = hal.estimate_memory_usage(model, 3, struct(1, 16, WIDTH))
     # Both have four squares of weights; they are arguments, and no constants.
     assert usage.arguments == 4 * WEIGHTS + 3 * 16 * WIDTH * FLOATS
+    assert usage.aliased == 0
+
+
+def test_donated_arguments_are_numbered_without_the_weights(hal):
+    model = create_attention(AttentionConfig(WIDTH, 2))
+    usage = hal.estimate_memory_usage(model, 3, struct(1, 16, WIDTH), donate_argnums=0)
+    assert usage.aliased == 3 * 16 * WIDTH * FLOATS
 
 
 def test_a_batch_is_cut_over_devices():

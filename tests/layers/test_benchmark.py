@@ -53,6 +53,15 @@ def test_times_are_milliseconds_of_calls_that_have_ended():
     assert took["avg_latency"] < 20e3
 
 
+def test_each_call_is_waited_for(monkeypatch):
+    waited, wait = [], jax.block_until_ready
+    monkeypatch.setattr(
+        jax, "block_until_ready", lambda x: waited.append(x.shape) or wait(x)
+    )
+    benchmark_attention_performance(jnp.tanh, SHAPE, 4, warmup=3)
+    assert waited == [SHAPE] * 7
+
+
 def test_the_input_is_of_the_dtype_and_of_random_numbers():
     seen = []
 

@@ -231,6 +231,7 @@ def test_errors_are_of_the_worst_row():
     want = np.ones((4, 9))
     got = want.copy()
     got[2] *= 1.5
+    got[1] *= 1.25
     assert validate._error(got, want) == pytest.approx(0.5)
     assert validate._error(want, want) == 0
     assert validate._error(want[:3], want) == math.inf

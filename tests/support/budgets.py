@@ -27,7 +27,7 @@ BUDGETS = {
     "graphs": 40,
     "hardware": 15,
     "kernels": 55,
-    "layers": 30,
+    "layers": 35,
     "native": 620,
     "objects": 40,
     "paged": 220,
