@@ -70,7 +70,15 @@ def capabilities(device: jax.Device | None = None) -> list[Served]:
     Returns:
       A row for each op: block copies, appends, attention by dtype and its tiles,
       quantization, paged attention.
+
+    Raises:
+      TypeError: it is no device.
     """
+    if device is not None and not hasattr(device, "platform"):
+        raise TypeError(
+            f"capabilities: device must be a device of JAX, got "
+            f"{type(device).__name__}; pass jax.devices()[0]"
+        )
     where = _Where(device)
     implementation, why = _copies(where)
     rows = [Served(op, implementation, why) for op in COPY_OPS]

@@ -118,6 +118,11 @@ def test_elsewhere_no_row_names_a_kernel(platform):
     assert eight.implementation == "none" and "Hopper" in eight.why
 
 
+def test_what_is_no_device():
+    words = "device|str|jax.devices()[0]"
+    check("capabilities", TypeError, words, lambda: capabilities("cpu"))
+
+
 def test_a_layer_of_devices_has_their_rows(four_cpus):
     hal = HardwareAbstractionLayer(jax.devices("cpu"))
     assert hal.platform == "cpu" and len(hal.devices) == 4
