@@ -3,7 +3,8 @@
 `core` stands below all; `blocks`, `attention`, `kernels` and `training` stand on it and
 do not know of each other; `objects` and `append` stand on `blocks`, `paged` on both,
 `dropins`, `parallel` and `sparse` on `paged`, `fp8` on `attention`, `graphs` on
-`kernels`. Files beside the rooms see all of them.
+`kernels`; `hardware` asks each of them who computes, and `layers` stands on it. Files
+beside the rooms see all of them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ BELOW: dict[str, set[str]] = {
     "parallel": {"paged", "attention", "append", "blocks", "core"},
     "sparse": {"paged", "attention", "blocks", "core"},
     "training": {"core"},
+    "hardware": {"paged", "fp8", "attention", "append", "blocks", "core"},
+    "layers": {"hardware", "attention", "core"},
 }
 NATIVE = "jax_kvblock._native"
 
