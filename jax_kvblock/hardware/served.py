@@ -19,6 +19,7 @@ from jax_kvblock.core import ffi
 from jax_kvblock.fp8 import cuda as fp8_cuda
 from jax_kvblock.paged import dispatch as paged_dispatch
 from jax_kvblock.paged.call import Paged, PagedConfig
+from jax_kvblock.training import units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,7 @@ PAGED = "paged_attention, bfloat16"
 PAGED_8_BITS = "the same with a cache of float8_e4m3fn"
 APPEND = "rope_append; append_kv that quantizes or clears"
 QUANTIZE = "quantize_qkv"
+PRODUCTS_8_BITS = "training.fp8_dot"
 ATTENTION_CUDNN = "the same with implementation='cudnn'"
 
 
@@ -69,7 +71,7 @@ def capabilities(device: jax.Device | None = None) -> list[Served]:
 
     Returns:
       A row for each op: block copies, appends, attention by dtype and its tiles,
-      quantization, paged attention.
+      quantization, paged attention, products of 8 bits.
 
     Raises:
       TypeError: it is no device.
@@ -88,7 +90,8 @@ def capabilities(device: jax.Device | None = None) -> list[Served]:
         op = f"the operational pair with implementation={name!r}"
         rows.append(Served(op, implementation, why))
     rows += [_append(where), *_attention(where), _quantizes(where)]
-    return [*rows, _paged(where, PAGED), _paged(where, PAGED_8_BITS)]
+    rows += [_paged(where, PAGED), _paged(where, PAGED_8_BITS)]
+    return [*rows, _multiplies(where)]
 
 
 class _Where:
@@ -134,6 +137,18 @@ def _quantizes(where: _Where) -> Served:
     if where.platform == "cuda":
         why = "no kernels for this GPU (8.0 and newer are served)"
     return Served(QUANTIZE, "xla (plain jax)", why)
+
+
+def _multiplies(where: _Where) -> Served:
+    """Who multiplies in 8 bits."""
+    try:
+        found = units.served_by("fp8_dot", where.device)
+    except RuntimeError as error:
+        return Served(PRODUCTS_8_BITS, "none", _reason(error))
+    if found == "tensor cores":
+        return Served(PRODUCTS_8_BITS, "xla (cuBLASLt in 8 bits)", _copies(where)[1])
+    why = f"the {where.platform} rounds to the same 8 bits and adds in float32"
+    return Served(PRODUCTS_8_BITS, "xla (emulated)", why)
 
 
 def _paged(where: _Where, op: str) -> Served:

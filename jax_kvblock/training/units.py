@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 
+from jax_kvblock.core import ffi
+
 # The first with e4m3 and e5m2 in its tensor cores: Ada.
 _FIRST = (8, 9)
 
@@ -21,17 +23,18 @@ def served_by(where: str, device: jax.Device | None = None) -> str:
     """
     if device is None:
         device = default_device()
-    if device.platform == "cpu":
+    platform = ffi.platform_of(device)
+    if platform == "cpu":
         return "emulated"
-    capability = str(getattr(device, "compute_capability", ""))
-    parts = capability.split(".")  # of an AMD GPU these are no numbers
-    known = device.platform == "gpu" and all(map(str.isdecimal, parts))
-    if known and tuple(map(int, parts)) >= _FIRST:
+    capability = getattr(device, "compute_capability", "")
+    known = platform == "cuda" and tuple(map(int, str(capability).split(".")))
+    if known and known >= _FIRST:
         return "tensor cores"
+    kind = getattr(device, "device_kind", "a device")
     raise RuntimeError(
         f"{where}: products of 8 bits need an NVIDIA GPU of compute capability 8.9 or "
-        f"newer, or a CPU, which emulates them; got {device.device_kind} "
-        f"({device.platform} {capability}); use bfloat16 products there"
+        f"newer, or a CPU, which emulates them; got {kind} ({platform} {capability}); "
+        "use bfloat16 products there"
     )
 
 

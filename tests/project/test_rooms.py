@@ -34,7 +34,9 @@ BELOW: dict[str, set[str]] = {
     "parallel": {"paged", "attention", "append", "blocks", "core"},
     "sparse": {"paged", "attention", "blocks", "core"},
     "training": {"core"},
-    "hardware": {"paged", "fp8", "attention", "append", "blocks", "core"},
+    "hardware": {
+        *("training", "paged", "fp8", "attention", "append", "blocks", "core"),
+    },
     "layers": {"hardware", "attention", "core"},
 }
 NATIVE = "jax_kvblock._native"

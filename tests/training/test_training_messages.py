@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import jax
@@ -178,6 +179,8 @@ class Device:
 
     def __init__(self, platform: str, capability: str | None, kind: str) -> None:
         self.platform, self.device_kind = platform, kind
+        version = "rocm 70000" if kind.startswith("AMD") else "cuda 13000"
+        self.client = types.SimpleNamespace(platform_version=version)
         if capability is not None:
             self.compute_capability = capability
 

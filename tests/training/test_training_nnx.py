@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import types
 from typing import Any
 
 import jax
@@ -534,6 +535,7 @@ class Old:
     """A device without units of 8 bits."""
 
     platform, device_kind, compute_capability = "gpu", "NVIDIA A100", "8.0"
+    client = types.SimpleNamespace(platform_version="cuda 13000")
 
 
 def test_setup_raises_what_it_should():
