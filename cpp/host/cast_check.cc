@@ -8,14 +8,6 @@
 namespace kvblock {
 namespace {
 
-std::string Got(const std::string& what, int64_t value) {
-  return what + ", got " + std::to_string(value);
-}
-
-bool Misaligned(const void* array, uintptr_t bytes) {
-  return reinterpret_cast<uintptr_t>(array) % bytes != 0;
-}
-
 std::string CheckNumbers(const kvblock_cast& a) {
   if (a.dtype < KVBLOCK_CAST_BF16 || a.dtype > KVBLOCK_CAST_F32) {
     return Got("dtype must be KVBLOCK_CAST_BF16, F16 or F32", a.dtype);
@@ -48,10 +40,10 @@ std::string CheckPointers(const kvblock_cast& a) {
   if (a.x == nullptr) return "x is NULL";
   if (a.scale == nullptr) return "scale is NULL";
   if (a.largest == nullptr) return "largest is NULL";
-  if (Misaligned(a.x, 16)) return "x must be aligned to 16 bytes";
-  if (Misaligned(a.out, 8)) return "out must be aligned to 8 bytes";
-  if (Misaligned(a.transposed, 8)) return "transposed must be aligned to 8 bytes";
-  if (Misaligned(a.scale, 4) || Misaligned(a.largest, 4)) {
+  if (Misaligned({a.x}, 16)) return "x must be aligned to 16 bytes";
+  if (Misaligned({a.out}, 8)) return "out must be aligned to 8 bytes";
+  if (Misaligned({a.transposed}, 8)) return "transposed must be aligned to 8 bytes";
+  if (Misaligned({a.scale, a.largest}, 4)) {
     return "scale and largest must be aligned to 4 bytes";
   }
   return "";

@@ -9,7 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from append_launches import OnGpu
-from attention_launches import driver, fields
+from attention_launches import connect, fields
 from training_truth import DTYPES as FORMATS
 from training_truth import narrowed
 
@@ -76,11 +76,7 @@ def hold(made: dict[str, np.ndarray], x: np.ndarray, scale: float, form: str) ->
 
 def main(path: str, *only: str) -> None:
     """Casts every shape on a GPU, and holds it to the truth; `short`: x is."""
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    driver("cuInit", 0)
-    driver("cuDeviceGet", ctypes.byref(device), 0)
-    driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    driver("cuCtxSetCurrent", context)
+    connect()
     library = ctypes.CDLL(path)
     rng, launches = np.random.default_rng(1), 0
     for shape in SHAPES:
