@@ -126,7 +126,8 @@ def keep(
         return full | (jnp.where(above, mass, 0).sum(-1) >= need)
 
     def digit(i: Any, at: Any) -> Any:
-        shift = np.uint32(32 - DIGIT) - np.uint32(DIGIT) * i.astype(jnp.uint32)
+        # Without jit it is a Python integer.
+        shift = np.uint32(32 - DIGIT) - np.uint32(DIGIT) * jnp.asarray(i, jnp.uint32)
         # Each on its own: XLA puts sums over the same array into one pass.
         found = [enough(at | (np.uint32(d) << shift)) for d in range(1, 1 << DIGIT)]
         return at | (sum(x.astype(jnp.uint32) for x in found) << shift)
