@@ -36,12 +36,12 @@ def gradient_sensitivity(
 ) -> Sensitivity:
     """The loss's growth by its curvature, from gradients and actual errors.
 
-    To second order the loss grows by half of `e H e`, e being the error that a format
-    makes in a part and H the loss's second derivatives. Near a minimum of a negative
-    log-likelihood H is the mean of `g g`, of the gradients g of single examples (Fisher
-    information), so a cost is half the mean over batches of `(g e)^2`, times the number
-    of examples in a batch that the caller's loss is a mean of, which is the same for
-    all and left out. Products within a part count, not only its diagonal.
+    A cost is half the sum, over a part's numbers, of the mean square of their gradients
+    times the square of the error that the format really makes: to second order the
+    loss's growth, with the diagonal of the Fisher information in place of the second
+    derivatives (Optimal Brain Damage, LeCun and others 1990; with gradients' squares as
+    SqueezeLLM, arXiv:2306.07629). Gradients are of the mean over a batch, so costs of
+    batches of n examples are about 1/n of the loss's growth: the same for all parts.
 
     Args:
       loss: `(params, batch) -> scalar`, with a gradient.
@@ -52,48 +52,51 @@ def gradient_sensitivity(
       group_size: of the formats with groups.
 
     Returns:
-      A `Sensitivity`. In memory are the errors of all weights in every format, in
-      bfloat16, and a gradient.
+      A `Sensitivity`. In memory are params, a gradient, and the sum of its squares.
 
     Raises:
       TypeError, ValueError: no batches, a loss that is no scalar or not finite.
     """
     where = "gradient_sensitivity"
     weights, among, group_size = _checked(where, weights, formats, group_size)
-    arrays = leaves_by_name(params)
-    errors = [
-        {w.name: _error(arrays[w.name], w, format, group_size) for w in weights}
-        for format in among
-    ]
     slope = jax.jit(jax.value_and_grad(_scalar(where, loss), allow_int=True))
-    sums = {w.name: np.zeros((w.parts, len(among))) for w in weights}
+    arrays = leaves_by_name(params)
+    sums = {w.name: jnp.zeros(w.shape, jnp.float32) for w in weights}
     count = 0
     for batch in _some(where, batches):
         value, gradient = slope(params, batch)
         _check_finite(where, value)
-        named = leaves_by_name(gradient)
-        for column, of_format in enumerate(errors):
-            for weight in weights:
-                found = _products(named[weight.name], of_format[weight.name], weight)
-                sums[weight.name][:, column] += np.square(np.float64(found)) / 2
+        found = leaves_by_name(gradient)
+        sums = _add_squares(sums, {name: found[name] for name in sums})
         count += 1
-    costs = {name: total / count for name, total in sums.items()}
+    costs = {}
+    for weight in weights:
+        name, columns = weight.name, []
+        for format in among:
+            args = (arrays[name], sums[name], weight, format, group_size)
+            columns.append(np.asarray(_weighted_error(*args), np.float64))
+        costs[name] = np.stack(columns, 1) / (2 * count)
     return Sensitivity(weights, among, costs, group_size)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _error(
-    array: jax.Array, weight: Weight, format: PrecisionFormat, group_size: int
+@functools.partial(jax.jit, donate_argnums=0)
+def _add_squares(sums: Any, gradient: Any) -> Any:
+    return jax.tree.map(lambda a, g: a + jnp.square(g.astype(a.dtype)), sums, gradient)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _weighted_error(
+    array: jax.Array,
+    squares: jax.Array,
+    weight: Weight,
+    format: PrecisionFormat,
+    group_size: int,
 ) -> jax.Array:
+    """Of each part, the sum of squared errors by these weights, float32."""
     stored = store(array, weight, (format,) * weight.parts, group_size)
-    error = dequantize(stored).astype(jnp.float32) - array
-    return error.astype(jnp.bfloat16)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _products(gradient: jax.Array, error: jax.Array, weight: Weight) -> jax.Array:
-    product = gradient.astype(jnp.float32) * error.astype(jnp.float32)
-    return weight.split(product).reshape(weight.parts, -1).sum(1)
+    error = dequantize(stored).astype(jnp.float32) - array.astype(jnp.float32)
+    each = weight.split(squares * jnp.square(error))
+    return each.reshape(weight.parts, -1).sum(1)
 
 
 def loss_sensitivity(
