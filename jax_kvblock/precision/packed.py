@@ -201,6 +201,10 @@ def _quantize(
 
 def _fitted(x: jax.Array, top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Codes 0 to top of groups `[..., group_size]`, their scales and their offsets."""
+    # By a power of two each group's numbers become about 1, which rounds nothing: so
+    # squares of none are too large or too small.
+    unit = jnp.ldexp(jnp.ones_like(x[..., 0]), jnp.frexp(jnp.abs(x).max(-1))[1] - 1)
+    x = x / unit[..., None]
     low, high = x.min(-1), x.max(-1)
     middle, half = (low + high) / 2, (high - low) / 2
 
@@ -235,7 +239,9 @@ def _fitted(x: jax.Array, top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     start = (nothing, nothing, jnp.full_like(low, jnp.inf))
     factors = jnp.asarray(RANGES, x.dtype)
     (scales, offsets, _), _ = jax.lax.scan(attempt, start, factors)
-    return rounded(scales, offsets)[0].astype(jnp.uint32), scales, offsets
+    codes = rounded(scales, offsets)[0].astype(jnp.uint32)
+    unit = unit.astype(SHARE)
+    return codes, scales * unit, offsets * unit
 
 
 def _divisor(scale: jax.Array) -> jax.Array:

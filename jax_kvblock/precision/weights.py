@@ -108,7 +108,8 @@ def find_weights(
         count = given.pop(name, array.shape[0] if array.ndim > 2 else 1)
         weight = Weight(name, tuple(array.shape), _parts(where, name, array, count), at)
         piece = (weight.shape[0] // weight.parts, *weight.shape[1:])
-        check_groups(where, f"{name}, in {weight.parts} parts,", piece, at, group_size)
+        what = name if weight.parts == 1 else f"a part of {name} (of {weight.parts})"
+        check_groups(where, what, piece, at, group_size)
         found.append(weight)
     if given:
         raise ValueError(
