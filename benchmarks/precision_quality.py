@@ -194,7 +194,7 @@ def bench(options: argparse.Namespace, results: Results) -> None:
     results.add("all / 32 bits", model.name, "perplexity", whole, "")
 
     def measure(plan: PrecisionPlan) -> dict[str, float]:
-        stored = jax.jit(plan.apply)(params)
+        stored = plan.apply(params)
         kept = sum(leaf.nbytes for leaf in jax.tree.leaves(stored))
         assert kept == plan.nbytes + rest, "what is stored is not what was planned"
         return judge.read(dequantize(stored))

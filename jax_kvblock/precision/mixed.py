@@ -93,15 +93,30 @@ def store(
     group_size: int,
 ) -> Stored:
     """The weight with a format for each of its parts."""
+    if len(set(formats)) == 1:
+        return _stored(array, weight, formats[0], group_size)
+    # Part by part, and not run by run: so outside of jit there is one program for each
+    # format, whatever the plan.
     pieces = weight.split(array)
-    runs, start = [], 0
-    for format, same in itertools.groupby(formats):
-        stop = start + len(list(same))
-        # Groups end with the parts where these cut the groups' own axis.
-        piece = pieces[start:stop].reshape(-1, *weight.shape[1:])
-        runs.append(_stored(piece, weight, format, group_size))
-        start = stop
-    return runs[0] if len(runs) == 1 else MixedArray(tuple(runs))
+    stored = [
+        _stored(pieces[part], weight, format, group_size)
+        for part, format in enumerate(formats)
+    ]
+    runs = [
+        _joined([stored[part] for part in run])
+        for _, run in itertools.groupby(range(weight.parts), formats.__getitem__)
+    ]
+    return MixedArray(tuple(runs))
+
+
+def _joined(parts: list[Stored]) -> Stored:
+    """Neighbours of one format along the first axis, groups' own axis or not."""
+    if len(parts) == 1:
+        return parts[0]
+    first, along = parts[0], 0
+    if isinstance(first, PackedArray) and first.axis == -first.ndim:
+        along = -1  # where the groups' axis lies in what is stored
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, along), *parts)
 
 
 def _stored(

@@ -188,7 +188,7 @@ def create_ultra_precision_module(
     else:
         found = _sensitivity(params, weights, config, loss, batches)
         plan = allocate(where, based, found, budget)
-    stored = jax.jit(plan.apply)(based)
+    stored = plan.apply(based)
     if device is not None:
         stored = jax.device_put(stored, device)
     dtypes = tuple(leaf.dtype for leaf in jax.tree.leaves(params))

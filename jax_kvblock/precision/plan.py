@@ -66,7 +66,8 @@ class PrecisionPlan:
         """The pytree with each weight stored as the plan says; others as they are.
 
         Weights become `PackedArray`s, `MixedArray`s where their parts differ, or arrays
-        of FP32, FP16 and BF16. `dequantize` makes arrays of all. Works under jit.
+        of FP32, FP16 and BF16. `dequantize` makes arrays of all. Works under jit, where
+        many runs are much to compile.
 
         Raises:
           ValueError: params without the plan's weights in their shapes.
