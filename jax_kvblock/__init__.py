@@ -5,6 +5,7 @@ from jax_kvblock import fp8 as fp8
 from jax_kvblock import graphs as graphs
 from jax_kvblock import kernels as kernels
 from jax_kvblock import parallel as parallel
+from jax_kvblock import precision as precision
 from jax_kvblock import sparse as sparse
 from jax_kvblock.append import KVScales, append_kv, rope_append
 from jax_kvblock.attention import (

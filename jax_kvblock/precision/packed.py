@@ -72,19 +72,7 @@ class PackedArray:
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
         """The array; `code * scale + offset` is rounded once, to float32 or wider."""
-        wide = jnp.promote_types(dtype, jnp.float32)
-        codes = self.codes
-        if self.format.is_packed:
-            codes = unpack(codes, self.format.bits)
-        grouped = (*self.scales.shape, self.group_size)
-        # The product of a code and a scale has at most 16 bits: it is exact.
-        values = codes.reshape(grouped).astype(wide) * self.scales[..., None].astype(
-            wide
-        )
-        if self.offsets is not None:
-            values = values + self.offsets[..., None].astype(wide)
-        values = values.reshape(*self.scales.shape[:-1], -1)
-        return jnp.moveaxis(values.astype(dtype), -1, self.axis)
+        return _dequantize(self, jnp.dtype(dtype))
 
     def __getitem__(self, index: int) -> PackedArray:
         """The entry at a Python integer along the first axis, as of stacked layers."""
@@ -182,25 +170,92 @@ def check_groups(
         )
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3), inline=True)
+def rounded(
+    array: jax.Array, format: PrecisionFormat, *, group_size: int, axis: int
+) -> jax.Array:
+    """What an array is once a format has held it, float32 or wider.
+
+    The numbers of `quantize(array, ...).dequantize()` without the packing, and of plain
+    formats those of two casts.
+    """
+    if format.is_plain:
+        wide = jnp.promote_types(array.dtype, jnp.float32)
+        return array.astype(format.dtype).astype(wide)
+    if not format.is_packed:
+        return quantize(array, format, group_size=group_size, axis=axis).dequantize()
+    groups = _grouped(array, group_size, axis)
+    numbers, scales, offsets = _fitted(groups, _top(format))
+    return _values(numbers, scales, offsets, groups.dtype, axis)
+
+
 def _quantize(
     x: jax.Array, format: PrecisionFormat, group_size: int, axis: int
 ) -> PackedArray:
-    x = jnp.moveaxis(x, axis, -1).astype(jnp.promote_types(x.dtype, jnp.float32))
-    lead = x.shape[:-1]
-    x = x.reshape(*lead, -1, group_size)
-    if format is PrecisionFormat.FP8:
-        scales = _above(jnp.abs(x).max(-1) / 448)
-        codes = (x / _divisor(scales)).astype(format.dtype)
-        codes = codes.reshape(*lead, -1)
+    groups = _grouped(x, group_size, axis)
+    if not format.is_packed:
+        codes, scales = _scaled(groups, format)
         return PackedArray(codes, scales, None, format, group_size, axis)
-    numbers, scales, offsets = _fitted(x, 2**format.bits - 1)
-    words = pack(numbers.reshape(*lead, -1), format.bits)
+    numbers, scales, offsets = _fitted(groups, _top(format))
+    words = _words(numbers, format.bits)
     return PackedArray(words, scales, offsets, format, group_size, axis)
 
 
-def _fitted(x: jax.Array, top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Codes 0 to top of groups `[..., group_size]`, their scales and their offsets."""
+# Programs of their own outside of jit; that which is much to compile knows nothing of
+# the format.
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2), inline=True)
+def _grouped(x: jax.Array, group_size: int, axis: int) -> jax.Array:
+    """`[..., groups, group_size]`, float32 or wider, the groups' axis behind others."""
+    x = jnp.moveaxis(x, axis, -1).astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.reshape(*x.shape[:-1], -1, group_size)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _scaled(groups: jax.Array, format: PrecisionFormat) -> tuple[jax.Array, jax.Array]:
+    """e4m3 of groups, and their scales."""
+    scales = _above(jnp.abs(groups).max(-1) / 448)
+    codes = (groups / _divisor(scales)).astype(format.dtype)
+    return codes.reshape(*groups.shape[:-2], -1), scales
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _words(numbers: jax.Array, bits: int) -> jax.Array:
+    codes = numbers.reshape(*numbers.shape[:-2], -1).astype(jnp.uint32)
+    return pack(codes, bits)
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
+def _values(
+    codes: jax.Array, scales: jax.Array, offsets: Any, dtype: Any, axis: int
+) -> jax.Array:
+    """The array of codes `[..., groups, group_size]`."""
+    wide = jnp.promote_types(dtype, jnp.float32)
+    # The product of a code and a scale has at most 16 bits: it is exact.
+    values = codes.astype(wide) * scales[..., None].astype(wide)
+    if offsets is not None:
+        values = values + offsets[..., None].astype(wide)
+    values = values.reshape(*codes.shape[:-2], -1)
+    return jnp.moveaxis(values.astype(dtype), -1, axis)
+
+
+@functools.partial(jax.jit, static_argnums=1, inline=True)
+def _dequantize(packed: PackedArray, dtype: Any) -> jax.Array:
+    codes = packed.codes
+    if packed.format.is_packed:
+        codes = unpack(codes, packed.format.bits)
+    codes = codes.reshape(*packed.scales.shape, packed.group_size)
+    return _values(codes, packed.scales, packed.offsets, dtype, packed.axis)
+
+
+def _top(format: PrecisionFormat) -> np.ndarray:
+    """The largest code, as an operand."""
+    return np.asarray(2**format.bits - 1, np.float32)
+
+
+@functools.partial(jax.jit, inline=True)
+def _fitted(x: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Codes 0 to top of groups `[..., group_size]`, as floats, scales and offsets."""
     # By a power of two each group's numbers become about 1, which rounds nothing: so
     # squares of none are too large or too small.
     unit = jnp.ldexp(jnp.ones_like(x[..., 0]), jnp.frexp(jnp.abs(x).max(-1))[1] - 1)
@@ -208,7 +263,7 @@ def _fitted(x: jax.Array, top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     low, high = x.min(-1), x.max(-1)
     middle, half = (low + high) / 2, (high - low) / 2
 
-    def rounded(scale: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def coded(scale: jax.Array, offset: jax.Array) -> tuple[jax.Array, jax.Array]:
         codes = (x - offset[..., None].astype(x.dtype)) / _divisor(scale)
         codes = jnp.clip(jnp.round(codes), 0, top)
         values = codes * scale[..., None].astype(x.dtype)
@@ -216,7 +271,7 @@ def _fitted(x: jax.Array, top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         return codes, jnp.square(values - x).sum(-1)
 
     def better(best: Any, scale: jax.Array, offset: jax.Array) -> tuple[Any, jax.Array]:
-        codes, error = rounded(scale, offset)
+        codes, error = coded(scale, offset)
         old_scale, old_offset, least = best
         won = error < least
         scale = jnp.where(won, scale, old_scale)
@@ -239,9 +294,8 @@ def _fitted(x: jax.Array, top: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     start = (nothing, nothing, jnp.full_like(low, jnp.inf))
     factors = jnp.asarray(RANGES, x.dtype)
     (scales, offsets, _), _ = jax.lax.scan(attempt, start, factors)
-    codes = rounded(scales, offsets)[0].astype(jnp.uint32)
     unit = unit.astype(SHARE)
-    return codes, scales * unit, offsets * unit
+    return coded(scales, offsets)[0], scales * unit, offsets * unit
 
 
 def _divisor(scale: jax.Array) -> jax.Array:

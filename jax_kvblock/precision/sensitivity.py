@@ -16,8 +16,7 @@ import numpy as np
 
 from jax_kvblock.core.checks import show
 from jax_kvblock.precision.formats import PrecisionFormat, check_formats
-from jax_kvblock.precision.mixed import dequantize, store
-from jax_kvblock.precision.packed import check_group_size
+from jax_kvblock.precision.packed import check_group_size, rounded
 from jax_kvblock.precision.plan import Sensitivity
 from jax_kvblock.precision.weights import Weight, leaves_by_name, name_of
 
@@ -73,8 +72,11 @@ def gradient_sensitivity(
     for weight in weights:
         name, columns = weight.name, []
         for format in among:
-            args = (arrays[name], sums[name], weight, format, group_size)
-            columns.append(np.asarray(_weighted_error(*args), np.float64))
+            held = rounded(
+                arrays[name], format, group_size=group_size, axis=weight.axis
+            )
+            each = _weighted_error(held, arrays[name], sums[name], weight)
+            columns.append(np.asarray(each, np.float64))
         costs[name] = np.stack(columns, 1) / (2 * count)
     return Sensitivity(weights, among, costs, group_size)
 
@@ -84,17 +86,12 @@ def _add_squares(sums: Any, gradient: Any) -> Any:
     return jax.tree.map(lambda a, g: a + jnp.square(g.astype(a.dtype)), sums, gradient)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@functools.partial(jax.jit, static_argnums=3)
 def _weighted_error(
-    array: jax.Array,
-    squares: jax.Array,
-    weight: Weight,
-    format: PrecisionFormat,
-    group_size: int,
+    held: jax.Array, array: jax.Array, squares: jax.Array, weight: Weight
 ) -> jax.Array:
     """Of each part, the sum of squared errors by these weights, float32."""
-    stored = store(array, weight, (format,) * weight.parts, group_size)
-    error = dequantize(stored).astype(jnp.float32) - array.astype(jnp.float32)
+    error = held.astype(jnp.float32) - array.astype(jnp.float32)
     each = weight.split(squares * jnp.square(error))
     return each.reshape(weight.parts, -1).sum(1)
 
@@ -151,8 +148,8 @@ def loss_sensitivity(
         costs[weight.name] = np.zeros((weight.parts, len(among)))
         for column, format in enumerate(among):
             array = arrays[weight.name]
-            stored = store(array, weight, (format,) * weight.parts, group_size)
-            pieces = weight.split(dequantize(stored, array.dtype).astype(array.dtype))
+            held = rounded(array, format, group_size=group_size, axis=weight.axis)
+            pieces = weight.split(held.astype(array.dtype))
             for part in range(weight.parts):
                 apart = [
                     float(changed(weight, base, pieces[part], part, batch)) - before

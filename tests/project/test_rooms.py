@@ -1,7 +1,7 @@
 """Where things lie, and that the rooms of the package import each other one way only.
 
-`core` stands below all; `blocks`, `attention` and `kernels` stand on it and do not know
-of each other; `objects` and `append` stand on `blocks`, `paged` on both, `dropins`,
+`core` stands below all; `blocks`, `attention`, `kernels` and `precision` stand on it and
+do not know of each other; `objects` and `append` stand on `blocks`, `paged` on both, `dropins`,
 `parallel` and `sparse` on `paged`, `fp8` on `attention`, `graphs` on `kernels`. Files
 beside the rooms see all of them.
 """
@@ -31,6 +31,7 @@ BELOW: dict[str, set[str]] = {
     "paged": {"attention", "blocks", "core"},
     "dropins": {"paged", "attention", "blocks", "core"},
     "parallel": {"paged", "attention", "append", "blocks", "core"},
+    "precision": {"core"},
     "sparse": {"paged", "attention", "blocks", "core"},
 }
 NATIVE = "jax_kvblock._native"

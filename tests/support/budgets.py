@@ -30,6 +30,7 @@ BUDGETS = {
     "objects": 40,
     "paged": 220,
     "parallel": 850,
+    "precision": 60,
     "project": 500,
     "sparse": 150,
 }
