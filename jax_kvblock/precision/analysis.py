@@ -17,12 +17,19 @@ from jax_kvblock.precision.mixed import dequantize
 from jax_kvblock.precision.module import (
     base_bytes_of,
     check_config,
+    check_device,
     in_base,
     open_model,
 )
 from jax_kvblock.precision.plan import PrecisionPlan
 from jax_kvblock.precision.sensitivity import loss_sensitivity
-from jax_kvblock.precision.weights import IsWeight, bytes_of, find_weights, other_leaves
+from jax_kvblock.precision.weights import (
+    IsWeight,
+    bytes_of,
+    check_finite,
+    find_weights,
+    other_leaves,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +89,7 @@ def analyze_precision_opportunities(
     """
     where = "analyze_precision_opportunities"
     config = check_config(where, config)
+    check_device(where, device)
     if not isinstance(tolerance, (int, float, np.number)) or not tolerance > 0:
         raise ValueError(
             f"{where}: tolerance must be a number above 0, got {shown(tolerance)}"
@@ -99,6 +107,7 @@ def analyze_precision_opportunities(
         axis=axis,
         where=where,
     )
+    check_finite(where, params, weights)
     truth = floats_of(where, jax.jit(function)(params, *inputs))
 
     def error(params: Any, inputs: Any) -> jax.Array:

@@ -36,6 +36,7 @@ from jax_kvblock.precision.weights import (
     IsWeight,
     Weight,
     bytes_of,
+    check_finite,
     find_weights,
     is_matrix,
     leaves_by_name,
@@ -150,8 +151,9 @@ def create_ultra_precision_module(
       An `UltraPrecisionModule`.
 
     Raises:
-      TypeError, ValueError: a model without weights, groups that do not divide, a
-        reduction that no plan reaches, loss or batches that are missing or not used.
+      TypeError, ValueError: a model without weights, weights with inf or nan, groups
+        that do not divide, a reduction that no plan reaches, loss or batches that are
+        missing or not used.
 
     Example:
       >>> config = PrecisionConfig(target_memory_reduction=0.75)
@@ -160,6 +162,7 @@ def create_ultra_precision_module(
     """
     where = "create_ultra_precision_module"
     config = check_config(where, config)
+    check_device(where, device)
     function, params, parts, axis = open_model(where, model, parts, axis)
     strategy = config.allocation_strategy
     if strategy in NEEDS_LOSS and (loss is None or batches is None):
@@ -181,6 +184,7 @@ def create_ultra_precision_module(
         axis=axis,
         where=where,
     )
+    check_finite(where, params, weights)
     based = in_base(params, weights, config.base_precision)
     budget = budget_of(params, config)
     if strategy is AllocationStrategy.UNIFORM:
@@ -204,6 +208,14 @@ def check_config(where: str, config: Any) -> PrecisionConfig:
             "PrecisionConfig(target_memory_reduction=0.75), say"
         )
     return config
+
+
+def check_device(where: str, device: Any) -> None:
+    if not isinstance(device, (jax.Device, jax.sharding.Sharding, type(None))):
+        raise TypeError(
+            f"{where}: device must be a jax.Device, got {device!r}; "
+            "jax.devices('cpu')[0], say"
+        )
 
 
 def open_model(

@@ -42,7 +42,8 @@ class PrecisionPlan:
         for weight, formats in zip(self.weights, self.formats, strict=True):
             if weight.name == name:
                 return formats
-        raise KeyError(name)
+        names = ", ".join(weight.name for weight in self.weights)
+        raise KeyError(f"PrecisionPlan: there is no weight {name!r}, but {names}")
 
     def items(self) -> Iterator[tuple[Weight, int, PrecisionFormat]]:
         """Each weight, a part's number and its format."""

@@ -95,7 +95,13 @@ def find_weights(
     chosen = is_matrix if is_weight is None else is_weight
     given = dict(parts or {})
     found = []
-    for name, array in leaves_by_name(params).items():
+    leaves = leaves_by_name(params)
+    if len(leaves) < len(jax.tree.leaves(params)):
+        raise ValueError(
+            f"{where}: params must have arrays of different names, got two of one name "
+            f"among {', '.join(list(leaves)[:5])}; keys must not hold dots"
+        )
+    for name, array in leaves.items():
         if not hasattr(array, "ndim") or not chosen(name, array):
             continue
         if array.dtype not in FLOATS:
@@ -116,13 +122,24 @@ def find_weights(
             f"{where}: parts must name weights, {_names(found)}, got {', '.join(given)}"
         )
     if not found:
-        every = leaves_by_name(params).items()
-        shown = ", ".join(f"{name} {show(array)}" for name, array in list(every)[:5])
+        few = list(leaves.items())[:5]
+        shown = ", ".join(f"{name} {show(array)}" for name, array in few)
         raise ValueError(
             f"{where}: params must have weights, arrays of floats with two axes or "
             f"more (or those that is_weight says), got {shown or 'no arrays'}"
         )
     return tuple(found)
+
+
+def check_finite(where: str, params: Any, weights: Sequence[Weight]) -> None:
+    """Weights with values, none of them inf or nan."""
+    leaves = leaves_by_name(params)
+    for weight in weights:
+        if not bool(jnp.isfinite(leaves[weight.name]).all()):
+            raise ValueError(
+                f"{where}: params must be finite, got inf or nan in {weight.name}; no "
+                "scale holds them"
+            )
 
 
 def _parts(where: str, name: str, array: Any, count: Any) -> int:

@@ -323,6 +323,12 @@ MODULES = {
         ValueError,
         "multiple of 64 (group_size)|[4, 96]",
     ),
+    "nan": (
+        {"model": (apply, {"a": jnp.ones((2, 64)).at[1, 2].set(jnp.nan)})},
+        ValueError,
+        "finite|inf or nan in a",
+    ),
+    "device": ({"device": "cpu"}, TypeError, "jax.Device|'cpu'"),
     "config": ({"config": 0.4}, TypeError, "PrecisionConfig|float"),
     "no loss": (
         with_config(allocation_strategy=AllocationStrategy.LOSS_BASED),

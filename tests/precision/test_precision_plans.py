@@ -246,6 +246,11 @@ BAD_WEIGHTS = {
         ValueError,
         "a float32[3]",
     ),
+    "one name": (
+        lambda: find_weights({"a.b": MATRIX, "a": {"b": MATRIX}}),
+        ValueError,
+        "different names|a.b|dots",
+    ),
     "nothing": (lambda: find_weights({}), ValueError, "no arrays"),
     "integers": (
         lambda: find_weights({"a": jnp.ones((4, 64), int)}, is_weight=lambda *_: True),
@@ -322,6 +327,8 @@ def test_bad_plans_are_errors(params, rng):
         (other, "embedding in the shape [96, 64]|float32[8, 64]"),
     ):
         check("PrecisionPlan", ValueError, words, lambda p=wrong: plan.apply(p))
+    with pytest.raises(KeyError, match="no weight 'up', but embedding"):
+        plan["up"]
     check("uniform_plan", TypeError, "INT3", lambda: uniform_plan((), "int3"))
     mixed = dataclasses.replace(plan, formats=((INT2,), (INT2, INT3, INT2)))
     stored = mixed.apply(params)["layers"]["up"]

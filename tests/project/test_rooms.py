@@ -1,9 +1,9 @@
 """Where things lie, and that the rooms of the package import each other one way only.
 
-`core` stands below all; `blocks`, `attention`, `kernels` and `precision` stand on it and
-do not know of each other; `objects` and `append` stand on `blocks`, `paged` on both, `dropins`,
-`parallel` and `sparse` on `paged`, `fp8` on `attention`, `graphs` on `kernels`. Files
-beside the rooms see all of them.
+`core` stands below all; `blocks`, `attention`, `kernels` and `precision` stand on it
+and do not know of each other; `objects` and `append` stand on `blocks`, `paged` on
+both, `dropins`, `parallel` and `sparse` on `paged`, `fp8` on `attention`, `graphs` on
+`kernels`. Files beside the rooms see all of them.
 """
 
 from __future__ import annotations
