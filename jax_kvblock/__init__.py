@@ -7,6 +7,7 @@ from jax_kvblock import hardware as hardware
 from jax_kvblock import kernels as kernels
 from jax_kvblock import layers as layers
 from jax_kvblock import parallel as parallel
+from jax_kvblock import precision as precision
 from jax_kvblock import sparse as sparse
 from jax_kvblock import training as training
 from jax_kvblock.append import KVScales, append_kv, rope_append
