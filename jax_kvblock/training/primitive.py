@@ -21,7 +21,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_kvblock.core.primitive import make_primitives
-from jax_kvblock.core.spmd import lower_local, vary_alike
+from jax_kvblock.core.spmd import lower_local, no_mesh, vary_alike
 from jax_kvblock.training import cuda
 from jax_kvblock.training.cast import Narrow
 from jax_kvblock.training.config import FP8Format
@@ -87,8 +87,11 @@ def _partition(form: FP8Format, mesh: Any, operands: Any, results: Any) -> Any:
     ]
 
     def run(x: Any, scale: Any) -> Any:
-        codes, transposed, size = _local_narrow_p.bind(x, scale, form=form)
-        return codes, transposed, jax.lax.pmax(size, tuple(axes)) if axes else size
+        with (
+            no_mesh()
+        ):  # on an explicit one, jax 0.12 shards the maximum of two numbers
+            codes, transposed, size = _local_narrow_p.bind(x, scale, form=form)
+            return codes, transposed, jax.lax.pmax(size, tuple(axes)) if axes else size
 
     def place(*spec: Any) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec(*spec))

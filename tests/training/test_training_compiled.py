@@ -23,10 +23,10 @@ FOLDER = os.environ.get("KVBLOCK_CUDA_PLUGIN")
 @pytest.mark.skipif(FOLDER is None, reason="KVBLOCK_CUDA_PLUGIN names no CUDA plugin")
 def test_without_a_gpu():
     assert FOLDER is not None
-    path = [FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "JAX_PLATFORMS": ""}
-    environment["PYTHONPATH"] = os.pathsep.join(path)
     script = Path(gpu_products.__file__)
+    own = filter(None, [os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "JAX_PLATFORMS": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([FOLDER, str(script.parent), *own])
     ran = subprocess.run(
         [sys.executable, "-P", str(script), *gpu_products.CASES],
         env=environment, capture_output=True, text=True, timeout=300,
