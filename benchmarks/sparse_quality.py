@@ -23,7 +23,6 @@ import argparse
 import dataclasses
 import gc
 import hashlib
-import inspect
 import json
 import re
 import sys
@@ -71,22 +70,8 @@ STEPS = 200
 # ---- the texts -----------------------------------------------------------------------
 
 
-def text_of(name: str) -> str:
-    first, *rest = name.split()
-    if first == "reference":
-        from pydoc_data.topics import topics
-
-        whole = "\n\n".join(topics[topic] for topic in sorted(topics))
-        start = int(rest[0]) * len(whole) // 12
-        return whole[start : start + len(whole) // 12]
-    import importlib
-
-    modules = [importlib.import_module(module) for module in (first, *rest)]
-    return "\n\n".join(inspect.getsource(module) for module in modules)
-
-
 def tokens_of(model: reading.Model, name: str, count: int) -> np.ndarray:
-    tokens = model.tokens(text_of(name))[:count]
+    tokens = model.tokens(reading.text_of(name))[:count]
     if len(tokens) < count:
         raise ValueError(f"{name}: {len(tokens)} tokens, {count} are asked for")
     return tokens
@@ -344,7 +329,8 @@ def bench(options: argparse.Namespace, results: Results) -> None:
 def _sources(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """What the texts were, by the beginnings of their SHA-256."""
     for name in (*LEARN[: options.texts], *JUDGE):
-        yield f"text {name}", hashlib.sha256(text_of(name).encode()).hexdigest()[:12]
+        text = reading.text_of(name).encode()
+        yield f"text {name}", hashlib.sha256(text).hexdigest()[:12]
 
 
 def main() -> None:

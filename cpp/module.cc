@@ -10,6 +10,7 @@
 #include "ops/attention/attention_ffi.h"
 #include "ops/attention/paged_ffi.h"
 #include "ops/block_copy/block_copy_ffi.h"
+#include "ops/cast/cast_ffi.h"
 #include "ops/kernel_call/kernel_call_ffi.h"
 #include "ops/quantize/quantize_ffi.h"
 
@@ -44,6 +45,7 @@ nb::dict Handlers() {
     cuda["kvblock_attention_backward_q"] = Handler(KvblockAttentionBackwardQ);
     cuda["kvblock_attention_backward_bias"] = Handler(KvblockAttentionBackwardBias);
     cuda["kvblock_paged_attention"] = Handler(KvblockPagedAttention);
+    cuda["kvblock_cast"] = Handler(KvblockCast);
     cuda["kvblock_quantize"] = Handler(KvblockQuantize);
   }
   // The driver alone is needed.

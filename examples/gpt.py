@@ -1,5 +1,7 @@
 """A small GPT over bytes, in plain JAX, whose attention is a function you pass in.
 
+So are its products with the weights of its layers, if you like.
+
     tokens [B, T] -> embedding + position -> layers -> logits [B, T, 256]
 
 A layer is attention and an MLP, each behind a normalization and added to its input.
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 
 Params = dict[str, Any]
 Attention = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+Product = Callable[[jax.Array, jax.Array, Any], jax.Array]  # of x, weights and scales
 
 VOCABULARY = 256  # a token is a byte
 
@@ -61,6 +64,14 @@ def normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6) * weight
 
 
+WEIGHTS = ("qkv", "out", "up", "down")  # of the products of a layer
+
+
+def multiply(x: jax.Array, weights: jax.Array, scales: Any) -> jax.Array:
+    """In the dtypes that they have."""
+    return x @ weights
+
+
 def logits(
     config: Config,
     params: Params,
@@ -68,29 +79,38 @@ def logits(
     attend: Attention,
     positions: jax.Array | None = None,
     cut: Any = None,
+    product: Product = multiply,
+    scales: Any = None,
 ) -> jax.Array:
     """What follows each of `tokens` [B, T]: [B, T, 256].
 
     positions: [T], where tokens lie in the text; in order unless given. `cut` is the
-    sharding of what has [B, T] in front.
+    sharding of what has [B, T] in front. `product` multiplies with the `WEIGHTS`;
+    `scales`, by their names and stacked as they are, are what it takes beside them.
     """
     batch, length = tokens.shape
     if positions is None:
         positions = jnp.arange(length)
 
-    def layer(x: jax.Array, weights: Params) -> tuple[jax.Array, None]:
+    def layer(x: jax.Array, own: tuple[Params, Params]) -> tuple[jax.Array, None]:
+        weights, scales = own
+
+        def times(x: jax.Array, name: str) -> jax.Array:
+            return product(x, weights[name], scales[name])
+
         h = normalize(x, weights["norm"][0])
         shape = (batch, length, 3, config.num_heads, config.head_dim)
-        qkv = (h @ weights["qkv"]).reshape(shape).astype(config.attention_dtype)
+        qkv = times(h, "qkv").reshape(shape).astype(config.attention_dtype)
         attended = attend(qkv[:, :, 0], qkv[:, :, 1], qkv[:, :, 2])
-        x = x + attended.reshape(x.shape).astype(x.dtype) @ weights["out"]
+        x = x + times(attended.reshape(x.shape).astype(x.dtype), "out")
         h = normalize(x, weights["norm"][1])
-        return x + jax.nn.gelu(h @ weights["up"]) @ weights["down"], None
+        return x + times(jax.nn.gelu(times(h, "up")), "down"), None
 
     x = params["embedding"][tokens] + params["position"][positions]
     if cut is not None:
         x = jax.lax.with_sharding_constraint(x, cut)
-    x, _ = jax.lax.scan(layer, x, params["layers"])
+    scales = dict.fromkeys(WEIGHTS) if scales is None else scales
+    x, _ = jax.lax.scan(layer, x, (params["layers"], scales))
     return normalize(x, params["norm"]) @ params["embedding"].T
 
 
@@ -101,6 +121,8 @@ def loss(
     attend: Attention,
     order: jax.Array | None = None,
     cut: Any = None,
+    product: Product = multiply,
+    scales: Any = None,
 ) -> jax.Array:
     """Mean nats a byte of `text` [B, T + 1], each byte predicted from those before.
 
@@ -109,7 +131,7 @@ def loss(
     tokens, targets = text[:, :-1], text[:, 1:].astype(jnp.int32)
     if order is not None:
         tokens, targets = tokens[:, order], targets[:, order]
-    made = logits(config, params, tokens, attend, order, cut)
+    made = logits(config, params, tokens, attend, order, cut, product, scales)
     scores = jax.nn.log_softmax(made)
     picked = jnp.take_along_axis(scores, targets[:, :, None], axis=-1)
     return -picked.mean()

@@ -1,7 +1,8 @@
 """A small GPT learns a real text twice, with flash attention and with plain attention.
 
 Or on one device and on several: with --context-parallel the second run cuts every
-sequence over that many devices, in zigzag.
+sequence over that many devices, in zigzag. Or with --fp8 the second run's products with
+weights are in 8 bits, forward and backward; a CPU rounds as a GPU does, no faster.
 
 Both runs start from the same weights and see the same batches, in turns, so that a slow
 second of the machine hits both. Their loss curves must agree; tokens a second and peak
@@ -12,6 +13,7 @@ carries (pydoc_data.topics, half a megabyte), read byte by byte.
     python examples/train_gpt.py --quick                      # a minute at most
     python examples/train_gpt.py --plot docs/gpt_loss.svg
     python examples/train_gpt.py --quick --context-parallel 4 --cpu-devices 4
+    python examples/train_gpt.py --fp8 --plot docs/fp8_loss.svg
 """
 
 import argparse
@@ -35,10 +37,13 @@ from jax_kvblock.parallel import (
     context_parallel_attention,
     to_zigzag,
 )
+from jax_kvblock.training import Fp8Scaling, fp8_dot
 
 RATE = 1e-3
-# Rounding differs, and training amplifies it: nats that the curves may lie apart.
+# Rounding differs, and training amplifies it: nats that the curves may lie apart, and
+# with products of 8 bits the share of the last losses' mean.
 TOLERANCE = {"float32": 0.002, "bfloat16": 0.01}
+OF_8_BITS = 0.01
 
 
 def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -48,16 +53,19 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One of the two ways to attend, and how the model's arrays lie for it."""
+    """One of the two ways to compute, and how the model's arrays lie for it."""
 
     name: str
     attend: gpt.Attention
     order: Any = None  # of the bytes, if it is not that of the text
     cut: NamedSharding | None = None
+    product: gpt.Product = gpt.multiply
+    scaled: bool = False  # whether products take scales
 
 
 FLASH = Way("flash", partial(flash_attention, causal=True))
 PLAIN = Way("plain", plain_attention)
+NARROW = Way("8 bits", FLASH.attend, product=fp8_dot, scaled=True)
 
 
 def over_devices(count: int, context: int) -> Way:
@@ -108,16 +116,27 @@ class Run:
 def start_run(way: Way, config: gpt.Config, batch: jax.Array, seed: int) -> Run:
     """Draws the weights and compiles the training step."""
 
+    def loss(params: Any, scales: Any, batch: jax.Array) -> jax.Array:
+        how = (way.attend, way.order, way.cut, way.product, scales)
+        return gpt.loss(config, params, batch, *how)
+
     def step(state: Any, count: jax.Array, batch: jax.Array) -> Any:
-        params, moments = state
-        value, grads = jax.value_and_grad(gpt.loss, argnums=1)(
-            config, params, batch, way.attend, way.order, way.cut
+        params, moments, scales = state
+        value, (grads, reports) = jax.value_and_grad(loss, argnums=(0, 1))(
+            params, scales, batch
         )
-        return gpt.adam(params, grads, moments, count, RATE), value
+        params, moments = gpt.adam(params, grads, moments, count, RATE)
+        if way.scaled:  # their cotangent is a report
+            scales = {name: own.update(reports[name]) for name, own in scales.items()}
+        return (params, moments, scales), value
 
     params = gpt.init(config, jax.random.key(seed))
     zeros = jax.tree.map(jnp.zeros_like, params)
-    state = (params, (zeros, zeros))
+    scales = None
+    if way.scaled:
+        stacked = Fp8Scaling.create(layers=(config.num_layers,))
+        scales = dict.fromkeys(gpt.WEIGHTS, stacked)
+    state = (params, (zeros, zeros), scales)
     if way.cut is not None:  # weights are whole on every device
         everywhere = NamedSharding(way.cut.mesh, P())
         state, batch = jax.device_put((state, batch), everywhere)
@@ -149,7 +168,8 @@ def draw_plot(runs: list[Run], title: str, path: Path) -> None:
     figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
     styles = (("--", 1.4, "#1f4e9c"), ("-", 3.5, "#f0a35e"))
     for run, (line, width, color) in reversed(list(zip(runs, styles, strict=True))):
-        label = run.name if run.cut is not None else f"{run.name} attention"
+        kinds = ("flash", "plain")
+        label = f"{run.name} attention" if run.name in kinds else run.name
         axes.plot(run.losses, line, lw=width, color=color, label=label)
     axes.set(xlabel="step", ylabel="loss, nats a byte", title=title)
     axes.legend(frameon=False)
@@ -172,10 +192,14 @@ def main() -> None:
         default=None,
         help="of q, k and v; the rest is float32 (so are these, but on a GPU)",
     )
-    parser.add_argument(
+    second_run = parser.add_mutually_exclusive_group()
+    second_run.add_argument(
         "--context-parallel", type=int, default=None, help="devices of the second run"
     )
     parser.add_argument("--cpu-devices", type=int, default=None)
+    second_run.add_argument(
+        "--fp8", action="store_true", help="the second run's products are in 8 bits"
+    )
     options = parser.parse_args()
     if options.cpu_devices:
         jax.config.update("jax_num_cpu_devices", options.cpu_devices)
@@ -204,6 +228,8 @@ def main() -> None:
     second = PLAIN
     if options.context_parallel:
         second = over_devices(options.context_parallel, config.context)
+    elif options.fp8:
+        second = NARROW
     runs = [start_run(way, config, sample, options.seed) for way in (FLASH, second)]
     for step, batch in enumerate(batches(text, config, steps, options.seed)):
         for run in runs:
@@ -227,7 +253,12 @@ def main() -> None:
         draw_plot(runs, title, options.plot)
 
     learned = flash.losses[0] - flash.losses[-1]
-    if apart > TOLERANCE[options.dtype] or learned < 1:
+    bar = TOLERANCE[options.dtype]
+    if options.fp8:
+        ends = [float(np.mean(run.losses[-10:])) for run in runs]
+        apart, bar = abs(ends[1] / ends[0] - 1), OF_8_BITS
+        print(f"the last ten losses are {100 * apart:.2f} % apart in their mean")
+    if apart > bar or learned < 1:
         raise SystemExit("failed: the curves come apart, or nothing was learned")
     print("the same curve")
 

@@ -3,9 +3,13 @@
 from jax_kvblock import dropins as dropins
 from jax_kvblock import fp8 as fp8
 from jax_kvblock import graphs as graphs
+from jax_kvblock import hardware as hardware
 from jax_kvblock import kernels as kernels
+from jax_kvblock import layers as layers
 from jax_kvblock import parallel as parallel
+from jax_kvblock import precision as precision
 from jax_kvblock import sparse as sparse
+from jax_kvblock import training as training
 from jax_kvblock.append import KVScales, append_kv, rope_append
 from jax_kvblock.attention import (
     AttentionScales,

@@ -45,6 +45,7 @@ pytest_plugins = [
     "budgets",
     "emulated_append",
     "emulated_attention",
+    "emulated_cast",
     "emulated_kernels",
     "emulated_quantize",
     "paged_model",

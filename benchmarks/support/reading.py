@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +80,25 @@ def random_model() -> Model:
         return list(text.encode())
 
     return Model("random weights", tiny.CONFIG, tiny.random_params(), encode)
+
+
+def text_of(name: str) -> str:
+    """A text that comes with Python.
+
+    "reference 3": the fourth twelfth of the language's reference; "file NAME": one
+    beside the modules; else the source of the modules that are named.
+    """
+    first, *rest = name.split()
+    if first == "reference":
+        from pydoc_data.topics import topics
+
+        whole = "\n\n".join(topics[topic] for topic in sorted(topics))
+        start = int(rest[0]) * len(whole) // 12
+        return whole[start : start + len(whole) // 12]
+    if first == "file":
+        return (Path(os.__file__).parent / rest[0]).read_text(encoding="utf-8")
+    modules = [importlib.import_module(module) for module in (first, *rest)]
+    return "\n\n".join(inspect.getsource(module) for module in modules)
 
 
 _project = jax.jit(project_qkv, static_argnums=0)

@@ -10,10 +10,6 @@
 namespace kvblock {
 namespace {
 
-std::string Got(const std::string& what, int64_t value) {
-  return what + ", got " + std::to_string(value);
-}
-
 int64_t BytesOf(int32_t dtype) {
   if (dtype == KVBLOCK_APPEND_F32) return 4;
   return dtype < KVBLOCK_APPEND_F32 ? 2 : 1;
@@ -28,13 +24,6 @@ bool Addressable(std::initializer_list<int64_t> shape) {
     if (__builtin_mul_overflow(bytes, size, &bytes)) return false;
   }
   return true;
-}
-
-bool Misaligned(std::initializer_list<const void*> arrays, uintptr_t bytes) {
-  for (const void* array : arrays) {
-    if (reinterpret_cast<uintptr_t>(array) % bytes != 0) return true;
-  }
-  return false;
 }
 
 std::string CheckSizes(const kvblock_append& a) {

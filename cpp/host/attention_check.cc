@@ -26,10 +26,6 @@ constexpr int64_t kMaxLength = (int64_t{1} << 30) - 256;
 // Of wider rows of float32 the backward kernels' tiles do not fit in shared memory.
 constexpr int32_t kMostFloat32BackwardDim = 128;
 
-std::string Got(const std::string& what, int64_t value) {
-  return what + ", got " + std::to_string(value);
-}
-
 // Whether an array of this shape has a size in bytes. Nothing larger than an int64 exists, and the
 // kernels compute places in such arrays by products like this one.
 bool Addressable(std::initializer_list<int64_t> shape) {
@@ -228,13 +224,6 @@ std::string CheckOperands(const AttentionCall& a, Pass pass) {
       if (missing(queries && keys, a.dbias)) return "dbias is NULL";
   }
   return "";
-}
-
-bool Misaligned(std::initializer_list<const void*> arrays, uintptr_t bytes) {
-  const auto misaligned = [&](const void* array) {
-    return reinterpret_cast<uintptr_t>(array) % bytes != 0;
-  };
-  return std::any_of(arrays.begin(), arrays.end(), misaligned);
 }
 
 std::string CheckAlignment(const AttentionCall& a) {

@@ -13,14 +13,6 @@ namespace {
 
 constexpr int64_t kMaxLength = (int64_t{1} << 30) - 256;
 
-std::string Got(const std::string& what, int64_t value) {
-  return what + ", got " + std::to_string(value);
-}
-
-bool Misaligned(const void* array, uintptr_t bytes) {
-  return reinterpret_cast<uintptr_t>(array) % bytes != 0;
-}
-
 std::string CheckLatent(const kvblock_paged_attention& a) {
   if (a.values_in_keys != 0 && a.values_in_keys != 1) {
     return Got("values_in_keys must be 0 or 1", a.values_in_keys);
@@ -84,9 +76,9 @@ std::string CheckSequences(const kvblock_paged_attention& a) {
   if (some && a.table_width > 0 && a.block_tables == nullptr) return "block_tables is NULL";
   for (const void* array :
        {a.query_start, a.q_lens, a.kv_lens, a.block_tables, a.table_first, a.layer, a.ranges}) {
-    if (Misaligned(array, 4)) return "arrays of int32 must be aligned to their elements";
+    if (Misaligned({array}, 4)) return "arrays of int32 must be aligned to their elements";
   }
-  if (Misaligned(a.tree_mask, 4)) return "tree_mask must be aligned to its elements";
+  if (Misaligned({a.tree_mask}, 4)) return "tree_mask must be aligned to its elements";
   if (a.tree_mask != nullptr && a.tree_words < 1) {
     return Got("tree_words must be positive with tree_mask", a.tree_words);
   }
@@ -127,7 +119,7 @@ std::string CheckCache(const kvblock_paged_attention& a) {
     if (dim % 16 != 0) return Got("with a cache of 8 bits head dims must be multiples of 16", dim);
   }
   for (const kvblock_scales& s : {a.k_scale, a.v_scale}) {
-    if (Misaligned(s.data, 4)) return "scales must be aligned to their elements";
+    if (Misaligned({s.data}, 4)) return "scales must be aligned to their elements";
     if (s.layer < 0 || s.block < 0 || s.token < 0 || s.head < 0) {
       return "strides of scales must not be negative";
     }
@@ -208,7 +200,7 @@ std::string CheckPages(const kvblock_paged_attention& a) {
     if (a.num_blocks > 0 && (a.k[i] == nullptr || v[i] == nullptr)) {
       return Got("an array of k or v is NULL, of number", i);
     }
-    if (Misaligned(a.k[i], 16) || Misaligned(v[i], 16)) {
+    if (Misaligned({a.k[i], v[i]}, 16)) {
       return Got("keys and values must be aligned to 16 bytes, array", i);
     }
   }

@@ -10,14 +10,6 @@
 namespace kvblock {
 namespace {
 
-std::string Got(const std::string& what, int64_t value) {
-  return what + ", got " + std::to_string(value);
-}
-
-bool Misaligned(const void* array, uintptr_t bytes) {
-  return reinterpret_cast<uintptr_t>(array) % bytes != 0;
-}
-
 // The product, or -1 where it is too large.
 int64_t Times(std::initializer_list<int64_t> numbers) {
   int64_t product = 1;
@@ -88,9 +80,9 @@ std::string CheckPointers(const kvblock_quantize& call, const kvblock_quantize_a
   if (a.scales == nullptr) return "scales is NULL";
   if (a.rows > 0 && a.x == nullptr) return "x is NULL";
   if (a.rows > 0 && a.out == nullptr) return "out is NULL";
-  if (Misaligned(a.x, 16)) return "x must be aligned to 16 bytes";
-  if (Misaligned(a.out, 8)) return "out must be aligned to 8 bytes";
-  if (Misaligned(a.scales, 4) || Misaligned(a.mean, 4) || Misaligned(a.lens, 4)) {
+  if (Misaligned({a.x}, 16)) return "x must be aligned to 16 bytes";
+  if (Misaligned({a.out}, 8)) return "out must be aligned to 8 bytes";
+  if (Misaligned({a.scales, a.mean, a.lens}, 4)) {
     return "scales, mean and lens must be aligned to 4 bytes";
   }
   return "";
@@ -150,7 +142,7 @@ extern "C" const char* kvblock_quantize_check(const kvblock_quantize* a) {
               std::to_string(a->workspace_bytes);
     } else if (needed > 0 && a->workspace == nullptr) {
       error = "workspace is NULL";
-    } else if (Misaligned(a->workspace, 4)) {
+    } else if (Misaligned({a->workspace}, 4)) {
       error = "workspace must be aligned to 4 bytes";
     }
   }

@@ -74,11 +74,20 @@ def register_targets() -> None:
 register_targets()
 
 
+def platform_of(device: jax.Device) -> str:
+    """What programs for a device are lowered for: "cpu", "cuda", "rocm", …
+
+    JAX calls GPUs of NVIDIA and of AMD "gpu"; their clients' versions tell them apart.
+    """
+    if device.platform not in ("gpu", "cuda", "rocm"):
+        return device.platform
+    return "rocm" if "rocm" in device.client.platform_version else "cuda"
+
+
 def default_platform() -> str:
-    """What programs for the default device are lowered for: "cpu", "cuda", …"""
+    """What programs for the default device are lowered for."""
     backend = jax.default_backend()
-    nvidia = backend == "gpu" and jax.devices()[0].platform in ("gpu", "cuda")
-    return "cuda" if nvidia else backend
+    return platform_of(jax.devices()[0]) if backend == "gpu" else backend
 
 
 def gpu_present() -> bool:

@@ -19,6 +19,7 @@ from jax_kvblock.core.types import ArrayIn, Integers
 from jax_kvblock.fp8 import plain, primitive
 from jax_kvblock.fp8.call import Quantize, Way
 from jax_kvblock.fp8.config import FP8AttentionConfig
+from jax_kvblock.fp8.partition import array_spec, operand_factors, shards_of
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -130,7 +131,18 @@ def _quantize(
 
 
 def _plain(call: Quantize, operands: Sequence[Any]) -> list[list[Any]]:
-    return list(call.split(plain.quantize(call, *operands)))
+    """On an explicit mesh operands are cut as the primitive's are: rows are whole."""
+    shards = shards_of(call, [jax.typeof(x) for x in operands])
+    every = zip(operand_factors(call, operands), operands, strict=True)
+    cut = [_reshard(x, array_spec(factors, shards)) for factors, x in every]
+    return list(call.split(plain.quantize(call, *cut)))
+
+
+def _reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    mesh = jax.typeof(x).sharding.mesh
+    if AxisType.Explicit not in mesh.axis_types:
+        return x
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def _cut_as(mean: jax.Array, split: jax.Array) -> jax.Array:
@@ -138,13 +150,8 @@ def _cut_as(mean: jax.Array, split: jax.Array) -> jax.Array:
 
     Where all heads share a scale, keys come whole out of a quantization, and it does.
     """
-    sharding = jax.typeof(split).sharding
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return mean
-    batch, _, heads, *_ = sharding.spec
-    return jax.sharding.reshard(
-        mean, NamedSharding(sharding.mesh, PartitionSpec(batch, heads, None))
-    )
+    batch, _, heads, *_ = jax.typeof(split).sharding.spec
+    return _reshard(mean, PartitionSpec(batch, heads, None))
 
 
 def _shift(q: jax.Array, mean: jax.Array) -> jax.Array:

@@ -375,7 +375,7 @@ def _attend(
         size = (q.shape[0], q.shape[2])  # of all devices
         words = dropout.check_seed(where, seed, *size)
         if options["dropout_rate"]:
-            dropout_keys = _cut_keys(config, mesh, dropout.keys_of(words, *size))
+            dropout_keys = dropout.keys_of(words, *size)
 
     def local(q: Any, k: Any, v: Any, mask: Any, dropout_keys: Any) -> Any:
         return attend_as(
@@ -395,20 +395,23 @@ def _attend(
     rows = _rows(config)
     heads = PartitionSpec(*rows, config.head_axis)
     keys = PartitionSpec(config.batch_axis, config.head_axis)
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=(heads, heads, heads, rows, keys), out_specs=heads
-    )(q, k, v, mask, dropout_keys)
+    specs = (heads, heads, heads, rows, keys)
+    given = (q, k, v, mask, dropout_keys)
+    out = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=heads)(
+        *(_cut(mesh, spec, x) for spec, x in zip(specs, given, strict=True))
+    )
+    return _cut(mesh, rows, out)  # heads are whole again, for what is made of them
 
 
-def _cut_keys(config: AttentionConfig, mesh: Mesh, keys: jax.Array) -> jax.Array:
-    """On explicit axes the keys of dropout are cut as `jax.shard_map` wants them."""
+def _cut(mesh: Mesh, spec: PartitionSpec, x: Any) -> Any:
+    """On explicit axes an array is cut as `jax.shard_map` wants it; None stays."""
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if AxisType.Explicit not in kinds.values():
-        return keys
+    if x is None or AxisType.Explicit not in kinds.values():
+        return x
 
-    def cut(axes: Any) -> tuple[Any, ...]:
+    def explicit(axes: Any) -> tuple[Any, ...]:
         each = axes if isinstance(axes, tuple) else (axes,)
         return tuple(axis for axis in each if kinds.get(axis) == AxisType.Explicit)
 
-    spec = PartitionSpec(cut(config.batch_axis), cut(config.head_axis))
-    return jax.sharding.reshard(keys, NamedSharding(mesh, spec))
+    spec = PartitionSpec(*map(explicit, spec))
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))

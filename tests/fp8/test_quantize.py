@@ -286,21 +286,23 @@ def test_meshes(axis_type, where, quantized_by_cpus, rng):
 @pytest.mark.parametrize(
     "spec", [(None, "h"), (None, None, "h")], ids=["rows", "heads"]
 )
+@pytest.mark.parametrize("implementation", [None, "xla"])
 @by_axis_type
-def test_what_has_to_be_whole_is_put_together(axis_type, spec, quantized_by_cpus, rng):
+def test_what_has_to_be_whole_is_put_together(
+    axis_type, implementation, spec, quantized_by_cpus, rng
+):
     """Rows that are cut, and heads that share a scale."""
     given = arrays(rng)
     config = FP8AttentionConfig("tensor", "tensor", "tensor")
     mesh = mesh_of(axis_type)
     placed = cut_of(mesh, given, spec)
 
-    def codes(*x):
-        made = quantize_qkv(*x, config)
-        return made.q, made.k, made.v, made.scales
+    def quantized(*x):
+        return quantize_qkv(*x, config, implementation=implementation)
 
     with jax.set_mesh(mesh):
-        made = jax.jit(codes)(*placed)
-    judge(QuantizedQKV(*made, quantize_qkv(*given).shift), *given, config)
+        made = jax.jit(quantized)(*placed)
+    judge(made, *given, config)
 
 
 def test_more_devices_than_key_heads(quantized_by_cpus, rng):

@@ -13,6 +13,7 @@ import pytest
 from append_launches import CAppend
 from attention_launches import SCALES, Attention, Backward, Call, Forward, fields
 from c_interface import SCHEDULE, TASK, CCopy, CSide, load_library
+from cast_launches import CCast
 from paged_problems import Paged, Scales, Strides
 from quantize_launches import CArray, CQuantize
 
@@ -101,7 +102,7 @@ def compile_with(compiler: str | None, *arguments: object) -> None:
 
 @needs_cc
 @pytest.mark.parametrize(
-    "header", ["append", "attention", "block_copy", "export", "quantize"]
+    "header", ["append", "attention", "block_copy", "cast", "export", "quantize"]
 )
 @pytest.mark.parametrize("standard", ["c99", "c11"])
 def test_header_is_c(standard: str, header: str, tmp_path: Path) -> None:
@@ -118,9 +119,11 @@ def test_header_is_cpp(standard: str, tmp_path: Path) -> None:
         "#include <kvblock/append.h>\n"
         "#include <kvblock/attention.h>\n"
         "#include <kvblock/block_copy.h>\n"
+        "#include <kvblock/cast.h>\n"
         "#include <kvblock/quantize.h>\n"
         "const char* (*check)(const kvblock_copy*) = &kvblock_copy_check;\n"
         "const char* (*append)(const kvblock_append*, void*) = &kvblock_append_cuda;\n"
+        "const char* (*cast)(const kvblock_cast*, void*) = &kvblock_cast_cuda;\n"
         "const char* (*quantize)(const kvblock_quantize*, void*) = "
         "&kvblock_quantize_cuda;\n"
         "const char* (*run)(const kvblock_forward*, void*) = "
@@ -135,6 +138,7 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
         "kvblock_append": CAppend,
         "kvblock_side": CSide,
         "kvblock_copy": CCopy,
+        "kvblock_cast": CCast,
         "kvblock_attention": Call,
         "kvblock_forward": Forward,
         "kvblock_backward": Backward,
@@ -153,7 +157,7 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
             same.append(f"sizeof((({name}*)0)->{field}) == {place.size}")
     checks = "".join(f'_Static_assert({c}, "{c}");\n' for c in same)
     source = tmp_path / "structs.c"
-    names = ("append", "attention", "block_copy", "paged_attention", "quantize")
+    names = ("append", "attention", "block_copy", "cast", "paged_attention", "quantize")
     headers = (*(f"kvblock/{name}.h" for name in names), "stddef.h")
     included = "".join(f"#include <{header}>\n" for header in headers)
     source.write_text(included + checks)

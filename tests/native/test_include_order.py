@@ -26,6 +26,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ops/after/": SHARED,
     "ops/append/": SHARED,
     "ops/block_copy/": SHARED,
+    "ops/cast/": SHARED,
     "ops/kernel_call/": SHARED,
     "ops/quantize/": SHARED,
     f"{ATTENTION}contract/": SHARED,
@@ -82,8 +83,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "module.cc": (
         *("kvblock/", "dlpack/", "objects/"),
-        *("ops/after/", "ops/append/", "ops/block_copy/", "ops/kernel_call/"),
-        *("ops/quantize/", ATTENTION),
+        *("ops/after/", "ops/append/", "ops/block_copy/", "ops/cast/"),
+        *("ops/kernel_call/", "ops/quantize/", ATTENTION),
     ),
 }
 # Of a subject that other rooms know nothing of; host/ has checks of both.

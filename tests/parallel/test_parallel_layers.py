@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,14 +119,36 @@ def test_sharded_arrays_under_plain_jit(x, axis_type):
     np.testing.assert_allclose(got, by_definition(layer, x), rtol=0, atol=2e-6)
 
 
-def test_heads_cut_too(x):
-    mesh = square("heads", "context")
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_heads_cut_too(x, axis_type, rate):
+    """With gradients, and a mask; beside the same layer on one device."""
+    mesh = square("heads", "context", axis_types=(axis_type,) * 2)
     config = AttentionConfig(
-        WIDTH, HEADS, pattern=AttentionPatterns.RING, causal=True, head_axis="heads"
-    )
+        *(WIDTH, HEADS), pattern=AttentionPatterns.RING, causal=True,
+        head_axis="heads", dropout=rate,
+    )  # fmt: skip
     layer = create_attention(config, mesh)
-    got = jit(lambda layer, x: layer(x))(layer, x)
-    np.testing.assert_allclose(got, by_definition(layer, x), rtol=0, atol=2e-6)
+    config = AttentionConfig(
+        WIDTH, HEADS, pattern=AttentionPatterns.CAUSAL, dropout=rate
+    )
+    alone = (jnp.asarray(np.asarray(w)) for w in (layer.qkv, layer.out))
+    seed = jax.random.key(1) if rate else None
+
+    def out_and_slopes(layer: Any, x: Any) -> Any:
+        def loss(layer: Any, x: Any) -> Any:
+            out = layer(x, MASK, seed)
+            return jnp.sum(jnp.sin(out)), out
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(layer, x)
+
+    want = jit(out_and_slopes)(Attention(*alone, config), x)
+    put = jax.device_put(x, NamedSharding(mesh, P(None, "context")))
+    with jax.set_mesh(mesh):
+        got = jit(out_and_slopes)(layer, put)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        bar = 2e-6 * (1 + np.abs(b).max())
+        np.testing.assert_allclose(a, b, rtol=0, atol=bar)
 
 
 def test_gradients_of_the_weights(x):

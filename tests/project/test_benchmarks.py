@@ -156,6 +156,44 @@ def test_small_lists_of_tiles_and_selectors(tmp_path: Path) -> None:
         assert share == pytest.approx(selection / whole, 1e-4)
 
 
+def test_small_quality_of_precision_plans(tmp_path: Path) -> None:
+    document = small(tmp_path, "precision-quality")
+    rows = {
+        (row["case"], row["implementation"], row["metric"]): row["value"]
+        for row in document["rows"]
+    }
+    assert document["versions"]["model"] == "random weights"
+    whole = rows["all / 32 bits", "random weights", "perplexity"]
+    assert 128 < whole < 512  # it has learned nothing of 256 bytes
+    numbers = 256 * 64 + 3 * (2 * 64 * 64 + 2 * 32 * 64 + 3 * 128 * 64)
+    uniform = {2.5: "uniform INT2", 3.5: "uniform INT3", 4.5: "uniform INT4"}
+    plans = [(bits, who) for bits, who in uniform.items()]
+    plans += [
+        (bits, who)
+        for bits in (3.5, 4, 4.5)
+        for who in ("entropy", "gradients", "loss")
+    ]
+    for bits, who in plans:
+        case, name = f"all / {bits:g} bits", f"jax_kvblock, {who}"
+        found = rows[case, name, "perplexity"]
+        excess = rows[case, name, "excess"]
+        assert excess == pytest.approx(found - whole, rel=1e-3, abs=1e-2)
+        logs = math.log(found / whole)
+        assert rows[case, name, "log excess"] == pytest.approx(logs, abs=1e-4)
+        stored = rows[case, name, "stored"]
+        assert stored <= numbers * bits / 8
+        if who.startswith("uniform"):
+            assert stored == numbers * bits / 8
+            continue
+        best = min(
+            rows[f"all / {at:g} bits", f"jax_kvblock, {one}", "excess"]
+            for at, one in uniform.items()
+            if at <= bits
+        )
+        ratio = rows[case, name, "excess over uniform"]
+        assert ratio == pytest.approx(excess / best, rel=1e-3)
+
+
 def test_small_quality_of_selectors(tmp_path: Path) -> None:
     kept = str(tmp_path / "kept.npz")
     first = small(tmp_path / "first", "sparse-quality", "--save-activations", kept)

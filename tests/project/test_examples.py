@@ -51,6 +51,15 @@ def test_a_gpt_learns_the_same_with_flash_and_with_plain_attention(
 
 
 @pytest.mark.cpu
+def test_a_gpt_learns_the_same_with_products_of_8_bits() -> None:
+    printed = run("train_gpt.py", "--quick", "--fp8")
+    assert "the same curve" in printed
+    apart = re.search(r"at most ([\de.+-]+) nats apart", printed)
+    assert apart is not None
+    assert 1e-4 < float(apart[1]) < 0.05  # rounded to 8 bits, and no more
+
+
+@pytest.mark.cpu
 def test_a_gpt_learns_the_same_on_four_devices() -> None:
     options = ["--quick", "--context-parallel", "4", "--cpu-devices", "4"]
     printed = run("train_gpt.py", *options)

@@ -18,6 +18,7 @@ import jax_kvblock
 from jax_kvblock import _report
 from jax_kvblock.blocks import implementations
 from jax_kvblock.core import ffi
+from jax_kvblock.hardware import served
 
 
 def test_report_names_versions_build_devices_and_every_op() -> None:
@@ -25,7 +26,7 @@ def test_report_names_versions_build_devices_and_every_op() -> None:
     assert f"jax {jax.__version__}" in text
     assert f"jaxlib {metadata.version('jaxlib')}" in text
     assert str(jax.devices()[0]) in text
-    for op in (*_report.COPY_OPS, _report.OPERATIONAL_OPS):
+    for op in (*served.COPY_OPS, served.OPERATIONAL_OPS):
         for name in op.split(" / "):
             assert name in text
 
@@ -103,8 +104,8 @@ def test_the_reported_implementation_is_the_one_that_runs() -> None:
 
     compiled = jax.jit(block_to_universal).lower(jnp.zeros((2, 2, 2, 4, 2, 8)))
     calls_kernel = "kvblock_copy" in compiled.compile().as_text()
-    served = _report.capabilities()[0].implementation
-    assert calls_kernel == served.startswith("kernel")
+    row = served.capabilities()[0].implementation
+    assert calls_kernel == row.startswith("kernel")
 
 
 def test_the_reported_attention_is_the_one_that_runs() -> None:
@@ -113,10 +114,10 @@ def test_the_reported_attention_is_the_one_that_runs() -> None:
 
     from jax_kvblock import flash_attention
 
-    rows = {row.op: row for row in _report.capabilities()}
+    rows = {row.op: row for row in served.capabilities()}
     for dtype, op in (
-        (jnp.bfloat16, _report.ATTENTION_16_BITS),
-        (jnp.float32, _report.ATTENTION_32_BITS),
+        (jnp.bfloat16, served.ATTENTION_16_BITS),
+        (jnp.float32, served.ATTENTION_32_BITS),
     ):
         x = jnp.zeros((1, 16, 1, 16), dtype)
         text = jax.jit(flash_attention).lower(x, x, x).compile().as_text()
@@ -134,7 +135,7 @@ def test_the_report_lists_the_tiles_and_cudnn() -> None:
             assert f"({keys}, {queries}) for" in text
     assert ("(176, 128)" in text) == ("cuda_sm90" in cuda.best_kernels())
     assert "16, 32, 64, 128, 256, 512" in text
-    assert _report.ATTENTION_CUDNN in text
+    assert served.ATTENTION_CUDNN in text
 
 
 def test_a_gpu_without_a_cuda_build_says_how_to_rebuild(
@@ -149,36 +150,41 @@ def test_a_gpu_without_a_cuda_build_says_how_to_rebuild(
 def test_the_report_says_what_a_call_says(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def served() -> dict[str, tuple[str, str]]:
-        rows = _report.capabilities()
+    def rows_by_op() -> dict[str, tuple[str, str]]:
+        rows = served.capabilities()
         return {row.op: (row.implementation, row.why) for row in rows}
 
     monkeypatch.setattr(ffi, "default_platform", lambda: "cuda")
     monkeypatch.setattr(ffi, "gpu_present", lambda: True)
     monkeypatch.setattr(ffi, "gpu_capabilities", frozenset)
     monkeypatch.setitem(ffi.BUILD, "cuda", True)
-    rows = served()
+    rows = rows_by_op()
     assert rows["convert_blocks"][0] == "kernel (CUDA)"
     batch = "the operational pair with implementation='batch'"
     assert rows[batch][0] == "cudaMemcpyBatchAsync"
-    assert rows[_report.ATTENTION_16_BITS][0] == "cuda (kernels)"
+    for op in (served.ATTENTION_16_BITS, served.PAGED, served.PAGED_8_BITS):
+        assert rows[op][0] == "cuda (kernels)"
     monkeypatch.setattr(ffi, "gpu_capabilities", lambda: frozenset({(8, 6)}))
-    name, why = served()[_report.ATTENTION_16_BITS]
+    name, why = rows_by_op()[served.ATTENTION_16_BITS]
     assert name == "cuda (kernels), gradients by xla" and "163 KiB" in why
 
     monkeypatch.setitem(ffi.BUILD, "cuda", False)
-    name, why = served()["convert_blocks"]
+    name, why = rows_by_op()["convert_blocks"]
     with pytest.raises(RuntimeError) as raised:
         implementations.choose(None, "cuda")
     assert name == "error" and why in str(raised.value)
-    assert served()[_report.ATTENTION_16_BITS] == (name, why)
+    assert rows_by_op()[served.ATTENTION_16_BITS] == (name, why)
 
     monkeypatch.setattr(ffi, "default_platform", lambda: "tpu")
-    name, why = served()[batch]
+    name, why = rows_by_op()[batch]
     assert name == "none" and "needs a CPU or an NVIDIA GPU" in why and "tpu" in why
-    assert served()["convert_blocks"][0] == "xla"
-    name, why = served()[_report.ATTENTION_CUDNN]
+    assert rows_by_op()["convert_blocks"][0] == "xla"
+    name, why = rows_by_op()[served.ATTENTION_CUDNN]
     assert name == "none" and "needs an NVIDIA GPU" in why and "tpu" in why
+    name, why = rows_by_op()[served.PAGED]
+    assert name.startswith("xla") and "tpu" in why
+    name, why = rows_by_op()[served.ATTENTION_8_BITS]
+    assert name == "none" and "Hopper" in why and "tpu" in why
 
 
 def test_exporting_for_cuda_from_a_machine_without_a_gpu_works(

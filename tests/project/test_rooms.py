@@ -1,9 +1,10 @@
 """Where things lie, and that the rooms of the package import each other one way only.
 
-`core` stands below all; `blocks`, `attention` and `kernels` stand on it and do not know
-of each other; `objects` and `append` stand on `blocks`, `paged` on both, `dropins`,
-`parallel` and `sparse` on `paged`, `fp8` on `attention`, `graphs` on `kernels`. Files
-beside the rooms see all of them.
+`core` stands below all; `blocks`, `attention`, `kernels`, `training` and `precision`
+stand on it and do not know of each other; `objects` and `append` stand on `blocks`,
+`paged` on both, `dropins`, `parallel` and `sparse` on `paged`, `fp8` on `attention`,
+`graphs` on `kernels`; `hardware` asks each of them who computes, and `layers` stands on
+it. Files beside the rooms see all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,13 @@ BELOW: dict[str, set[str]] = {
     "paged": {"attention", "blocks", "core"},
     "dropins": {"paged", "attention", "blocks", "core"},
     "parallel": {"paged", "attention", "append", "blocks", "core"},
+    "precision": {"core"},
     "sparse": {"paged", "attention", "blocks", "core"},
+    "training": {"core"},
+    "hardware": {
+        *("training", "paged", "fp8", "attention", "append", "blocks", "core"),
+    },
+    "layers": {"hardware", "attention", "core"},
 }
 NATIVE = "jax_kvblock._native"
 

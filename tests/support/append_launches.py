@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from append_cases import CASES, KEPT, Drawn
-from attention_launches import Arrays, driver, fields
+from attention_launches import Arrays, connect, driver, fields
 from model import lay, unlay
 
 DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8")
@@ -199,11 +199,7 @@ def launch(
 
 def main(path: str, *only: str) -> None:
     """Launches every case on a GPU, and holds it to the truth; `short`: k is."""
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    driver("cuInit", 0)
-    driver("cuDeviceGet", ctypes.byref(device), 0)
-    driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    driver("cuCtxSetCurrent", context)
+    connect()
     library = ctypes.CDLL(path)
     library.kvblock_append_cuda.restype = ctypes.c_char_p
     rng, launches = np.random.default_rng(1), 0

@@ -130,6 +130,16 @@ def driver(function: str, *arguments: Any) -> None:
     assert status == 0, f"{function} returned {status}"
 
 
+def connect() -> ctypes.c_int:
+    """Makes the first GPU that of this thread."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    driver("cuInit", 0)
+    driver("cuDeviceGet", ctypes.byref(device), 0)
+    driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+    driver("cuCtxSetCurrent", context)
+    return device
+
+
 class Arrays:
     """Allocations on the GPU, freed together."""
 
@@ -383,11 +393,7 @@ def run(
 
 
 def main(path: str, kernels: str, *only: str) -> None:
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    driver("cuInit", 0)
-    driver("cuDeviceGet", ctypes.byref(device), 0)
-    driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    driver("cuCtxSetCurrent", context)
+    connect()
     library = ctypes.CDLL(path)
     launches = 0
     if kernels == "e4m3":

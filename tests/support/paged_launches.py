@@ -17,7 +17,7 @@ import sys
 import time
 
 import numpy as np
-from attention_launches import driver
+from attention_launches import connect, driver
 from latent_cases import LATENT, LATENT_MANY, LATENT_PAIRS, LATENT_TYPES
 from paged_cases import (
     BAD,
@@ -140,11 +140,7 @@ def main() -> int:
         "--part", default="0/1", help="I/N: of N parts the one of number I"
     )
     given = parser.parse_args()
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    driver("cuInit", 0)
-    driver("cuDeviceGet", ctypes.byref(device), 0)
-    driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    driver("cuCtxSetCurrent", context)
+    device = connect()
     library = ctypes.CDLL(given.library)
     count, wrong = 0, []
     part, parts = map(int, given.part.split("/"))

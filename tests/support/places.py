@@ -25,11 +25,13 @@ EMULATORS = {
     "dropout_library",
     "latent_library",
     "emulated",
+    "emulated_cast",
     "kernel_handlers",
     "paged_as_cuda",
     "latent_as_cuda",
     "float32_as_cuda",
     "as_cuda",
+    "cast_as_cuda",
     "driver",
 }
 CPU_DEVICES = {"four_cpus", "on_cpu"}  # fixtures that make a CPU the default device

@@ -15,7 +15,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from attention_launches import Arrays, driver, fields
+from attention_launches import Arrays, connect, driver, fields
 from quantize_truth import BLOCK, E4M3, hold
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
@@ -237,11 +237,7 @@ class OnGpu:
 
 def main(path: str, *only: str) -> None:
     """Launches every case on a GPU, and holds it to the truth; `short`: x is."""
-    device, context = ctypes.c_int(), ctypes.c_void_p()
-    driver("cuInit", 0)
-    driver("cuDeviceGet", ctypes.byref(device), 0)
-    driver("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-    driver("cuCtxSetCurrent", context)
+    connect()
     library = ctypes.CDLL(path)
     rng, launches = np.random.default_rng(1), 0
     for cases in CASES.values():

@@ -1,0 +1,33 @@
+"""Which implementations of attention a program calls, read from its text."""
+
+from __future__ import annotations
+
+import re
+
+from jax_kvblock.attention.cuda import KERNELS
+
+_NAMES = {number: name for name, number in KERNELS.items()}
+
+
+def attention_in(text: str) -> tuple[str, ...]:
+    """The kernels of attention that a program calls; `("xla",)` if none.
+
+    Args:
+      text: `lowered.as_text()` or `compiled.as_text()`.
+
+    Returns:
+      Of "cuda_sm90", "cuda" and "cudnn" those that are called, for paged attention
+      "cuda". Plain JAX has no calls: a program without attention gives "xla", too.
+    """
+    found = {
+        _NAMES[int(number)]
+        for line in text.splitlines()
+        if "kvblock_attention_" in line
+        for number in re.findall(r"\bkernels = (\d+)", line)
+    }
+    if "kvblock_paged_attention" in text:
+        found.add("cuda")
+    if "__cudnn$fmha" in text:
+        found.add("cudnn")
+    order = ("cuda_sm90", "cuda", "cudnn")
+    return tuple(name for name in order if name in found) or ("xla",)

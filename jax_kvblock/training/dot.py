@@ -1,0 +1,167 @@
+"""The product of an array with weights in 8 bits, and both products of its gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_kvblock.core.spmd import vary_alike
+from jax_kvblock.training import primitive
+from jax_kvblock.training.cast import Narrow, largest_size, narrow
+from jax_kvblock.training.config import FP8Config
+from jax_kvblock.training.scaling import Fp8Scaling, report_of, scale_for
+
+# cuBLASLt adds products of 8 bits in fewer bits than float32 has unless precision is
+# HIGHEST. Forward that is what others train with, too; gradients add up in full.
+_FORWARD = jax.lax.Precision.DEFAULT
+_BACKWARD = jax.lax.Precision.HIGHEST
+
+Axes = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """What is compiled in.
+
+    Attributes:
+      config: formats and scaling.
+      left, right: the contracted axes of both arrays, pair by pair.
+      dtype: of the result.
+      types: of the arrays, for the dtypes and shardings of their gradients.
+      sharding: of the result, or None.
+    """
+
+    config: FP8Config
+    left: Axes
+    right: Axes
+    dtype: np.dtype
+    types: tuple[Any, Any] = (None, None)
+    sharding: Any = None
+
+    @property
+    def left_free(self) -> Axes:
+        return tuple(i for i in range(self.types[0].ndim) if i not in self.left)
+
+    @property
+    def right_free(self) -> Axes:
+        return tuple(i for i in range(self.types[1].ndim) if i not in self.right)
+
+
+def multiply(
+    dot: Dot, x: jax.Array, w: jax.Array, scaling: Fp8Scaling | None
+) -> jax.Array:
+    """The result: free axes of x, then those of w."""
+    leaves, tree = jax.tree.flatten((x, w, scaling))
+    # Inside shard_map a gradient varies over the axes that any operand does.
+    x, w, scaling = jax.tree.unflatten(tree, vary_alike(leaves))
+    dot = dataclasses.replace(dot, types=(jax.typeof(x), jax.typeof(w)))
+    return _multiply(dot, x, w, scaling)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _multiply(
+    dot: Dot, x: jax.Array, w: jax.Array, scaling: Fp8Scaling | None
+) -> jax.Array:
+    return _forward(dot, x, w, scaling)[0]
+
+
+def _forward(
+    dot: Dot, x: jax.Array, w: jax.Array, scaling: Fp8Scaling | None
+) -> tuple[jax.Array, Any]:
+    """The product; what both products of its gradient need, in 8 bits."""
+    x8, x_size = _narrowed(dot.config, x, scaling, 0)
+    w8, w_size = _narrowed(dot.config, w, scaling, 1)
+    out = _contract(x8, dot.left, w8, dot.right, _FORWARD, dot.sharding)
+    # Where both orders are there, gradients need the other one of each.
+    x8, w8 = _only(x8, dot.left_free), _only(w8, dot.right_free)
+    return out.astype(dot.dtype), (x8, w8, scaling, x_size, w_size)
+
+
+def _backward(dot: Dot, kept: Any, d_out: jax.Array) -> Any:
+    x8, w8, scaling, x_size, w_size = kept
+    g8, size = _narrowed(dot.config, d_out, scaling, 2)
+    of_x = tuple(range(len(dot.left_free)))
+    of_w = tuple(range(len(of_x), d_out.ndim))
+    # Axes of a product: those of its first operand, then those of its second.
+    partner = dict(zip(dot.right, dot.left, strict=True))
+    order = (*dot.left_free, *(partner[i] for i in sorted(dot.right)))
+    d_x = _gradient(g8, of_w, w8, dot.right_free, order, dot.types[0])
+    partner = dict(zip(dot.left, dot.right, strict=True))
+    order = (*(partner[i] for i in sorted(dot.left)), *dot.right_free)
+    d_w = _gradient(x8, dot.left_free, g8, of_x, order, dot.types[1])
+    if scaling is None:
+        return d_x, d_w, None
+    report = jnp.zeros(3, jnp.float32)
+    for i, number in enumerate((x_size, w_size, size)):
+        ratio = report_of(number, scaling.scale[i], dot.config.formats[i].max)
+        report = jnp.where(jnp.arange(3) == i, ratio, report)
+    return d_x, d_w, Fp8Scaling(report, jnp.zeros_like(scaling.history))
+
+
+_multiply.defvjp(_forward, _backward)
+
+
+def _narrowed(
+    config: FP8Config, x: jax.Array, scaling: Fp8Scaling | None, role: int
+) -> tuple[Narrow, jax.Array]:
+    """An array in 8 bits, and the largest size in it."""
+    form = config.formats[role]
+    if scaling is None:
+        size = largest_size(x)
+        scale = scale_for(size, form.max, config.margin)
+        # Nobody reports sizes here: an infinity must not become a number.
+        scale = jnp.where(jnp.isfinite(size), scale, jnp.nan)
+    else:
+        scale = scaling.scale[role]
+    run = primitive.narrow if config.implementation == "cuda" else narrow
+    return run(x, scale, form)
+
+
+def _only(x: Narrow, axes: Axes) -> Narrow:
+    """Of a matrix in both orders, the one to contract along these axes."""
+    if x.transposed is None:
+        return x
+    return x._replace(codes=None) if axes == (0,) else x._replace(transposed=None)
+
+
+def _gradient(
+    a: Narrow, left: Axes, b: Narrow, right: Axes, order: Axes, like: Any
+) -> jax.Array:
+    """A product whose axes are those of `like` in this order, brought into its own."""
+    sharding = like.sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        own = (*sharding.spec, *[None] * like.ndim)
+        turned = PartitionSpec(*(own[i] for i in order))
+        sharding = NamedSharding(sharding.mesh, turned)
+    else:
+        sharding = None
+    made = _contract(a, left, b, right, _BACKWARD, sharding)
+    back = tuple(order.index(i) for i in range(like.ndim))
+    return jnp.transpose(made, back).astype(like.dtype)
+
+
+def _contract(
+    a: Narrow,
+    left: Axes,
+    b: Narrow,
+    right: Axes,
+    precision: jax.lax.Precision,
+    sharding: Any,
+) -> jax.Array:
+    """The product in float32, the scales taken out."""
+    (x, left), (y, right) = a.contracted(left), b.contracted(right)
+    out = jax.lax.dot_general(
+        x,
+        y,
+        ((left, right), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+        out_sharding=sharding,
+    )
+    return out * (1 / (a.scale * b.scale))

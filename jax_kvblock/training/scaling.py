@@ -1,0 +1,148 @@
+"""Scales of a layer's tensors, and what a step reports of their sizes.
+
+Autodiff brings the report: the cotangent of a layer's `Fp8Scaling` is not a derivative
+but how large its tensors were beside what their scales serve. Autodiff adds cotangents
+where a layer is used more than once, by scan, vmap or devices; so that a sum is still
+near the largest, a report is the fourth power of that ratio, and read by its root: k
+uses may seem larger by k^(1/4) than the largest of them, and never smaller.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_kvblock.training.config import FP8Config
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+_POWER = 4
+# Ratios are held to these, so that a sum of 2^31 of their fourth powers is a float32.
+_LEAST, _MOST = 2.0**-30, 2.0**24
+# Exponents of scales: a product of two, and one over it, are normal float32 numbers.
+_EXPONENTS = 60
+# Scales before anything is known, of inputs, weights and gradients: they serve sizes up
+# to 448, 28 and 1.75. The gradients of a mean are small, and what is rounded to 0 tells
+# the layers in front of it nothing.
+_FIRST = (1.0, 16.0, 2.0**15)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Fp8Scaling:
+    """The scales of one product with weights, for delayed scaling.
+
+    Attributes:
+      scale: float32 `[..., 3]`, of inputs, weights and gradients: what they are
+        multiplied by before they are rounded, powers of two.
+      history: float32 `[..., 3, steps]`: their largest sizes in the last steps, the
+        newest first, 0 where there was none yet.
+
+    Leading axes are those of stacked layers, for scan and vmap.
+    """
+
+    scale: Float[jax.Array, "*layers 3"]
+    history: Float[jax.Array, "*layers 3 steps"]
+
+    @classmethod
+    def create(
+        cls, config: FP8Config | None = None, layers: tuple[int, ...] = ()
+    ) -> Fp8Scaling:
+        """Scales to begin with, and an empty history; `layers` are leading axes."""
+        config = FP8Config() if config is None else config
+        return cls(
+            jnp.broadcast_to(jnp.array(_FIRST, jnp.float32), (*layers, 3)),
+            jnp.zeros((*layers, 3, config.history), jnp.float32),
+        )
+
+    def sizes(self, report: Fp8Scaling, config: FP8Config) -> jax.Array:
+        """float32 `[..., 3]`: the largest sizes that a report tells of."""
+        limits = jnp.array([form.max for form in config.formats], jnp.float32)
+        # Two square roots, which are rounded right everywhere, as powers are not.
+        return jnp.sqrt(jnp.sqrt(report.scale)) * (limits / self.scale)
+
+    def update(self, report: Fp8Scaling, config: FP8Config | None = None) -> Fp8Scaling:
+        """The scales for the next step.
+
+        Sizes that are not finite are passed over. While all sizes are 0, or none is
+        known, a scale stays as it is. A product that took no part in the step has a
+        report of zeros, and keeps what it knows.
+
+        Args:
+          report: the cotangent of these scales, from `jax.grad`; that of several
+            batches or devices is their sum, not their mean.
+          config: that of the products.
+        """
+        config = FP8Config() if config is None else config
+        sizes = self.sizes(report, config)[..., None]
+        moved = jnp.concatenate([sizes, self.history[..., :-1]], -1)
+        used = jnp.any(report.scale != 0, -1)[..., None, None]
+        history = jnp.where(used & jnp.isfinite(sizes), moved, self.history)
+        largest = jnp.max(history, -1)
+        fitting = jnp.stack(
+            [
+                scale_for(largest[..., i], form.max, config.margin)
+                for i, form in enumerate(config.formats)
+            ],
+            -1,
+        )
+        return Fp8Scaling(jnp.where(largest > 0, fitting, self.scale), history)
+
+
+def scale_for(largest: jax.Array, limit: float, margin: int) -> jax.Array:
+    """The largest power of two by which `largest` stays within `limit`, halved.
+
+    1 where `largest` is 0 or not finite.
+    """
+    (mantissa, exponent), (most, top) = jnp.frexp(largest), math.frexp(limit)
+    exponent = top - exponent - (mantissa > most)
+    exponent = jnp.clip(exponent - margin, -_EXPONENTS, _EXPONENTS)
+    known = (largest > 0) & jnp.isfinite(largest)
+    return jnp.where(known, jnp.ldexp(jnp.float32(1), exponent), jnp.float32(1))
+
+
+def report_of(largest: jax.Array, scale: jax.Array, limit: float) -> jax.Array:
+    """How large a tensor was beside what its scale serves, as autodiff may add it."""
+    ratio = largest * scale / limit
+    held = jnp.clip(ratio, _LEAST, _MOST) ** _POWER
+    return jnp.where(ratio == 0, 0.0, jnp.where(jnp.isfinite(ratio), held, jnp.nan))
+
+
+def saturated(report: Fp8Scaling) -> jax.Array:
+    """int32: how many tensors had numbers too large for their scale, at most."""
+    return jnp.sum(report.scale > 1, dtype=jnp.int32)
+
+
+def is_finite(report: Fp8Scaling) -> jax.Array:
+    return jnp.all(jnp.isfinite(report.scale))
+
+
+def check_scaling(where: str, scaling: Any, config: FP8Config) -> None:
+    """Whether these are the scales of one product, for this config."""
+    if config.scaling == "current":
+        if scaling is not None:
+            raise ValueError(
+                f"{where}: scaling must be None with FP8Config(scaling='current'), got "
+                f"{type(scaling).__name__}; leave it out"
+            )
+        return
+    fix = "pass Fp8Scaling.create(config), or FP8Config(scaling='current')"
+    if not isinstance(scaling, Fp8Scaling):
+        raise TypeError(
+            f"{where}: scaling must be an Fp8Scaling, got {type(scaling).__name__}; "
+            f"{fix}"
+        )
+    want = (3,), (3, config.history)
+    got = scaling.scale.shape, scaling.history.shape
+    if got != want:
+        raise ValueError(
+            f"{where}: scaling must be of one product, float32{list(want[0])} and "
+            f"float32{list(want[1])} for a history of {config.history}, got "
+            f"{list(got[0])} and {list(got[1])}; {fix}, and scan or vmap over the "
+            "scales of stacked layers"
+        )

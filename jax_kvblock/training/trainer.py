@@ -1,0 +1,404 @@
+"""Training of flax.nnx models with products of 8 bits, an object to call by hand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jax_kvblock.core.checks import show
+from jax_kvblock.training import units
+from jax_kvblock.training.config import FP8Config, FP8Format
+from jax_kvblock.training.nnx import Fp8Variable, convert_model_to_fp8, fp8_layers
+from jax_kvblock.training.product import checked_config
+from jax_kvblock.training.step import Fp8State, Optimizer, apply, check_optimizer
+
+
+class FP8TrainerState(NamedTuple):
+    """All of a training, a pytree of arrays: what a checkpoint holds.
+
+    Attributes:
+      training: parameters, scales, the optimizer's state and counts.
+      variables: the model's others: statistics of batches, counts of random keys.
+    """
+
+    training: Fp8State
+    variables: Any
+
+
+class FP8TrainingEngine:
+    """Trains a flax.nnx model whose products with weights are in 8 bits.
+
+    A thin object over `fp8_training`'s state: `training_step` computes a loss and
+    gradients, `optimizer_step` takes the step or skips it, and the model holds what
+    comes of it. As a context it sets itself up.
+
+    Args:
+      model: any flax.nnx module; it is converted in place (`convert_model_to_fp8`).
+      fp8_config: `FP8Config()` unless given.
+      loss_fn: `loss_fn(outputs, targets)` gives a scalar. Unless given, the mean
+        cross entropy where targets are integers, else the mean squared error.
+      device: where steps run, whose units are looked at; JAX's default device unless
+        given.
+      exclude: layers that stay as they are, as for `convert_model_to_fp8`.
+
+    Example:
+      >>> with FP8TrainingEngine(model) as trainer:
+      ...     loss = trainer.training_step(inputs, targets)
+      ...     applied = trainer.optimizer_step(optax.adamw(1e-3))
+      ...     trainer.get_training_statistics()["overflows"]
+      0
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        fp8_config: FP8Config | None = None,
+        *,
+        loss_fn: Callable[[Any, Any], jax.Array] | None = None,
+        device: jax.Device | None = None,
+        exclude: Sequence[str] = (),
+    ) -> None:
+        where = "FP8TrainingEngine"
+        if not isinstance(model, nnx.Module):
+            raise TypeError(
+                f"{where}: model must be a flax.nnx.Module, got {type(model).__name__};"
+                " fp8_training trains functions"
+            )
+        if device is not None and not isinstance(device, jax.Device):
+            raise TypeError(
+                f"{where}: device must be a jax.Device, got {type(device).__name__}; "
+                "pass jax.devices()[0], for example"
+            )
+        self.model = model
+        self.config = checked_config(where, fp8_config)
+        self._loss_fn = mean_loss if loss_fn is None else loss_fn
+        self._device = device
+        self._exclude = exclude
+        self._implementation = ""
+        self._optimizer: Optimizer | None = None
+        self._opt_state: Any = None
+        self._pending: _Pending | None = None
+        self._counts = (jnp.int32(0),) * 3
+        self._stepped = False  # a step was taken, skipped or restored
+        # Of its own, so that what they hold goes with it.
+        self._differentiate = jax.jit(
+            functools.partial(_differentiate, self._loss_fn), static_argnums=0
+        )
+        self._apply = jax.jit(functools.partial(_apply, self.config), static_argnums=0)
+
+    def setup_fp8_training(self) -> None:
+        """Looks for units of 8 bits and converts the model; once.
+
+        Raises:
+          RuntimeError: the device has none.
+          ValueError: the model has no layers to convert, or some that are converted
+            already, with another config.
+        """
+        if self._implementation:
+            return
+        where = "FP8TrainingEngine.setup_fp8_training"
+        served = units.served_by(where, self._device)
+        for path, layer in fp8_layers(self.model).items():
+            if layer.config != self.config:
+                raise ValueError(
+                    f"{where}: layers must have the trainer's config, {self.config}, "
+                    f"got {path!r} with {layer.config}; pass that one"
+                )
+        convert_model_to_fp8(self.model, self.config, exclude=self._exclude)
+        self._implementation = served
+
+    def __enter__(self) -> FP8TrainingEngine:
+        self.setup_fp8_training()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._drop()
+
+    def training_step(self, inputs: Any, targets: Any) -> jax.Array:
+        """The loss; its gradients are kept for `optimizer_step`.
+
+        Those of several calls in a row are added up: their mean is taken. Variables
+        that are no parameters (statistics of batches) move on; where the step is
+        skipped, or the context left without one, they go back, but for random keys.
+        What the model sows is dropped.
+
+        Args:
+          inputs: what the model is called with; a tuple is several arguments.
+          targets: what `loss_fn` takes beside the model's outputs.
+
+        Raises:
+          RuntimeError: `setup_fp8_training` has not been called.
+          FloatingPointError: a loss is not finite before any step was taken.
+        """
+        where = "FP8TrainingEngine.training_step"
+        self._check_is_set_up(where)
+        graph, *states = _split(self.model)
+        with jax.default_device(self._device):
+            made = self._differentiate(graph, *states, inputs, targets)
+        loss, found, variables = made
+        if not self._stepped and not bool(jnp.isfinite(loss)):
+            raise FloatingPointError(
+                f"{where}: the loss must be finite before the first step, got {loss}; "
+                "look at the inputs and at the model's parameters, in float32 without "
+                "products of 8 bits"
+            )
+        nnx.update(self.model, variables)
+        if self._pending is None:
+            self._pending = _Pending(loss, found, 1, states[-1])
+        else:
+            before = self._pending
+            found = jax.tree.map(jnp.add, before.found, found)
+            total, calls = before.loss + loss, before.calls + 1
+            self._pending = _Pending(total, found, calls, before.variables)
+        return loss
+
+    def optimizer_step(self, optimizer: Optimizer) -> bool:
+        """Takes the step, or skips it where anything in it is not finite.
+
+        Waits for the step to be computed. A skipped one leaves parameters and the
+        optimizer's state as they were.
+
+        Args:
+          optimizer: an optax transformation, the same one at each step.
+
+        Returns:
+          Whether the step was taken.
+
+        Raises:
+          RuntimeError: there was no `training_step` before.
+          TypeError: optimizer is no such transformation.
+          ValueError: it is another one than before.
+        """
+        where = "FP8TrainingEngine.optimizer_step"
+        self._check_is_set_up(where)
+        if self._pending is None:
+            raise RuntimeError(
+                f"{where}: there are no gradients; call training_step first"
+            )
+        self._take_on(where, optimizer)
+        pending = self._pending
+        grads, reports = pending.found
+        if pending.calls > 1:
+            grads = jax.tree.map(lambda x: x / pending.calls, grads)
+        state = self.state.training
+        with jax.default_device(self._device):
+            made = self._apply(optimizer, state, pending.loss, grads, reports)
+        state, applied, _ = made
+        if applied:
+            self._pending = None
+        self._drop()
+        self._take(state)
+        return bool(applied)
+
+    def _drop(self) -> None:
+        """Goes back to before the calls that no step was taken for."""
+        if self._pending is not None:
+            nnx.update(self.model, _without_keys(self._pending.variables))
+        self._pending = None
+
+    def _take(self, state: Fp8State) -> None:
+        nnx.update(self.model, state.params, state.scalings)
+        self._opt_state = state.opt_state
+        self._counts = state.steps, state.overflows, state.saturated
+        self._stepped = True
+
+    @property
+    def state(self) -> FP8TrainerState:
+        """All that a checkpoint has to hold.
+
+        Raises:
+          RuntimeError: no optimizer is known: there was no `optimizer_step`, and
+            `begin` was not called.
+        """
+        if self._optimizer is None:
+            raise RuntimeError(
+                "FP8TrainingEngine.state: there is no optimizer yet; call "
+                "begin(optimizer), or optimizer_step"
+            )
+        _, params, scalings, variables = _split(self.model)
+        training = Fp8State(params, scalings, self._opt_state, *self._counts)
+        return FP8TrainerState(training, variables)
+
+    def begin(self, optimizer: Optimizer) -> FP8TrainerState:
+        """The state before the first step: what `restore` takes another one for."""
+        where = "FP8TrainingEngine.begin"
+        self._check_is_set_up(where)
+        self._take_on(where, optimizer)
+        return self.state
+
+    def restore(self, state: FP8TrainerState) -> None:
+        """Goes on from a state of this model and optimizer; `begin` comes before.
+
+        Gradients that no step was taken for are dropped.
+
+        Raises:
+          RuntimeError: no optimizer is known.
+          ValueError: it is a state of something else.
+        """
+        where = "FP8TrainingEngine.restore"
+        if self._optimizer is None:
+            raise RuntimeError(
+                f"{where}: there is no optimizer yet; call begin(optimizer) first"
+            )
+        own: Any = jax.tree.map(jnp.shape, self.state)
+        given: Any = jax.tree.map(jnp.shape, state)
+        trees: Any = [jax.tree.structure(tree) for tree in (own, given)]
+        if trees[0] != trees[1] or own != given:
+            raise ValueError(
+                f"{where}: state must be one of this model and optimizer, as "
+                f"begin(optimizer) gives it, got {type(state).__name__} with other "
+                "arrays"
+            )
+        self._drop()
+        self._take(state.training)
+        nnx.update(self.model, state.variables)
+
+    def get_training_statistics(self) -> dict[str, Any]:
+        """Counts and scales; waits for the last step.
+
+        Returns:
+          "steps" that were taken, "overflows": steps that were skipped, "saturated":
+          how often a tensor was too large for its scale, "implementation": "tensor
+          cores" or "emulated", and "scales": for each layer by its path, those of
+          "input", "weight" and "gradient"; empty with current scaling.
+        """
+        self._check_is_set_up("FP8TrainingEngine.get_training_statistics")
+        steps, overflows, saturated = map(int, self._counts)
+        scales = {}
+        for path, layer in fp8_layers(self.model).items():
+            if layer.scaling is not None:
+                found = layer.scaling.get_value().scale.tolist()
+                names = ("input", "weight", "gradient")
+                scales[path] = dict(zip(names, found, strict=True))
+        return {
+            "steps": steps,
+            "overflows": overflows,
+            "saturated": saturated,
+            "implementation": self._implementation,
+            "scales": scales,
+        }
+
+    def _check_is_set_up(self, where: str) -> None:
+        if not self._implementation:
+            raise RuntimeError(
+                f"{where}: the trainer is not set up; use it as a context (with "
+                "trainer:), or call setup_fp8_training"
+            )
+
+    def _take_on(self, where: str, optimizer: Any) -> None:
+        check_optimizer(where, optimizer)
+        if self._optimizer is None:
+            self._opt_state = optimizer.init(_split(self.model)[1])
+            self._optimizer = optimizer
+        elif optimizer is not self._optimizer:
+            raise ValueError(
+                f"{where}: optimizer must be the one of the steps before, whose state "
+                "is kept, got another; make it once, before the loop"
+            )
+
+
+def create_fp8_trainer(
+    model: nnx.Module,
+    forward_format: FP8Format | str = FP8Format.E4M3,
+    backward_format: FP8Format | str | None = None,
+    device: jax.Device | None = None,
+    **options: Any,
+) -> FP8TrainingEngine:
+    """An `FP8TrainingEngine` with these formats.
+
+    Args:
+      model: any flax.nnx module.
+      forward_format, backward_format: as for `FP8Config`.
+      device: as for `FP8TrainingEngine`.
+      options: `loss_fn` and `exclude` of `FP8TrainingEngine`; the others are
+        `FP8Config`'s.
+
+    Raises:
+      TypeError, ValueError: see `FP8Config` and `FP8TrainingEngine`.
+    """
+    names = {"loss_fn", "exclude"} & options.keys()
+    own = {name: options.pop(name) for name in names}
+    config = FP8Config(forward_format, backward_format, **options)
+    return FP8TrainingEngine(model, config, device=device, **own)
+
+
+class _Pending(NamedTuple):
+    """Gradients that no step was taken for yet."""
+
+    loss: jax.Array
+    found: Any  # gradients and reports
+    calls: int
+    variables: Any  # before the first call
+
+
+def mean_loss(outputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """The mean cross entropy for integers, else the mean squared error; in float32.
+
+    Args:
+      outputs: `[..., classes]` for integers, else any shape.
+      targets: `[...]`, classes from 0 on, or numbers in the shape of the outputs.
+
+    Raises:
+      TypeError, ValueError: outputs are no array, or the shapes do not fit.
+    """
+    where, fix = "mean_loss", "pass a loss_fn of your own"
+    if not hasattr(outputs, "dtype"):
+        raise TypeError(
+            f"{where}: outputs must be an array, got {type(outputs).__name__}; {fix}"
+        )
+    targets = jnp.asarray(targets)
+    integers = jnp.issubdtype(targets.dtype, jnp.integer)
+    if targets.shape != (outputs.shape[:-1] if integers else outputs.shape):
+        raise ValueError(
+            f"{where}: targets must be integers in the shape of the outputs without "
+            f"their last axis, or numbers in their shape, got {show(targets)} for "
+            f"{show(outputs)}; {fix}"
+        )
+    outputs = outputs.astype(jnp.float32)
+    if not integers:
+        return jnp.mean((outputs - targets) ** 2)
+    scores = jax.nn.log_softmax(outputs)
+    return -jnp.mean(jnp.take_along_axis(scores, targets[..., None], axis=-1))
+
+
+def _split(model: nnx.Module) -> Any:
+    """The graph, parameters, scales, and all other variables; what was sown is gone."""
+    nnx.pop(model, nnx.Intermediate)
+    graph, *states = nnx.split(model, nnx.Param, Fp8Variable, ...)
+    # Variables of their own: those of the model change.
+    return graph, *jax.tree.map(lambda x: x, states)
+
+
+def _without_keys(variables: Any) -> Any:
+    """What goes back where a step is skipped: a key is never used twice."""
+    return nnx.filter_state(variables, nnx.Not(nnx.RngState))
+
+
+def _differentiate(
+    loss_fn: Any, graph: Any, params: Any, scalings: Any, variables: Any,
+    inputs: Any, targets: Any,
+) -> Any:  # fmt: skip
+    def loss_of(params: Any, scalings: Any) -> Any:
+        model = nnx.merge(graph, params, scalings, variables, copy=True)
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        loss = loss_fn(model(*given), targets)
+        return loss, _split(model)[3]
+
+    differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
+    (loss, variables), found = differentiate(params, scalings)
+    return loss, found, variables
+
+
+def _apply(config: FP8Config, optimizer: Any, *state: Any) -> Any:
+    return apply(optimizer, config, *state)

@@ -1,0 +1,278 @@
+"""`ComponentValidator`: right layers pass, wrong ones do not, and it says why."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from messages import check
+
+import jax_kvblock
+from jax_kvblock.layers import (
+    AttentionLayer,
+    ComponentValidator,
+    OptimizedLinear,
+    ValidationResult,
+    validate,
+)
+from jax_kvblock.layers.results import Comparison
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+
+WIDTH, HEADS = 16, 2
+
+
+def validator(**options):
+    return ComponentValidator(batch_size=2, length=7, **options)
+
+
+def attention(layer, **options):
+    return validator(**options).validate_attention_component(layer, WIDTH, HEADS)
+
+
+def linear(layer, **options):
+    return validator(**options).validate_linear_component(layer, 24, 8)
+
+
+# ---- attention -----------------------------------------------------------------------
+
+
+def flax_layer(**options):
+    return nnx.MultiHeadAttention(
+        HEADS, WIDTH, decode=False, **options, rngs=nnx.Rngs(0)
+    )
+
+
+RIGHT = {
+    "ours": lambda: AttentionLayer(WIDTH, HEADS, rngs=nnx.Rngs(0)),
+    "ours, causal, one key head, no bias": lambda: AttentionLayer(
+        WIDTH, HEADS, 0.0, False, num_kv_heads=1, causal=True, rngs=nnx.Rngs(0)
+    ),
+    "ours, bfloat16": lambda: AttentionLayer(
+        WIDTH, HEADS, dtype=jnp.bfloat16, rngs=nnx.Rngs(0)
+    ),
+    "flax's": flax_layer,
+    "flax's with ours": lambda: flax_layer(attention_fn=jax_kvblock.attention_fn),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_layers_of_attention_pass(name):
+    """On inputs that nobody chose: without a seed others are drawn each time."""
+    layer = RIGHT[name]()
+    result = attention(layer)
+    assert result.passed and result and not result.failures, str(result)
+    assert 0 < result.worst <= 1
+    names = {c.name for c in result.comparisons}
+    biases = {"gradient of qkv bias", "gradient of out bias"}
+    wanted = {"output", "gradient of the input", "gradient of qkv", "gradient of out"}
+    assert names == wanted | (set() if "no bias" in name else biases)
+    assert len(result.comparisons) == 2 * len(names)  # of two cases
+    half = "bfloat16" in name
+    out = result.comparisons[0]
+    assert out.shape == (2, 7, WIDTH)
+    assert out.dtype == ("bfloat16" if half else "float32")
+    assert (out.error > 1e-4) == half
+    assert out.tolerance >= 4 * float(jnp.finfo(out.dtype).eps)
+
+
+class Wrong(AttentionLayer):
+    """`AttentionLayer` in plain jnp, with a mistake that is named."""
+
+    def __init__(self, mistake, **options):
+        super().__init__(WIDTH, HEADS, 0.5, **options, rngs=nnx.Rngs(0))
+        self.mistake = mistake
+
+    def __call__(self, x, mask=None, *, deterministic=None, rngs=None):
+        wrong = self.mistake
+        wide = x @ self.qkv[...] + self.qkv_bias[...]
+        wide = wide.reshape(*x.shape[:2], 3 * HEADS, -1)
+        q, k, v = jnp.split(wide, 3, axis=2)
+        if wrong == "keys have no gradient":
+            k = jax.lax.stop_gradient(k)
+        scores = jnp.einsum("btnd,bsnd->bnts", q, k)
+        if wrong != "no scale":
+            scores /= math.sqrt(q.shape[-1])
+        if mask is not None and wrong != "no mask":
+            scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+        length = x.shape[1]
+        if self.causal and wrong != "sees the future":
+            seen = jnp.tril(jnp.ones((length, length), bool))
+            scores = jnp.where(seen, scores, -jnp.inf)
+        p = jax.nn.softmax(scores)
+        if wrong == "drops always":
+            p = p * jax.random.bernoulli(jax.random.key(0), 0.9, p.shape) / 0.9
+        o = jnp.einsum("bnts,bsnd->btnd", p, v)
+        if wrong == "heads in another order":
+            o = o[:, :, ::-1]
+        o = o.reshape(x.shape) @ self.out[...]
+        if wrong != "no bias":
+            o += self.out_bias[...]
+        if wrong == "one row is twice as long":
+            o = o.at[1, 3].multiply(2)
+        if wrong == "a hundredth of a percent":
+            o *= 1.0001
+        if wrong == "a number is none":
+            o = o.at[0, 2, 5].set(jnp.nan)
+        if wrong == "another shape":
+            o = o[:, :, :-1]
+        return o
+
+
+MISTAKES = {  # and arrays that have to show it
+    "no scale": {"output", "gradient of qkv"},
+    "no mask": {"output"},
+    "sees the future": {"output"},
+    "drops always": {"output", "gradient of out"},
+    "heads in another order": {"output", "gradient of out"},
+    "no bias": {"output", "gradient of out bias"},
+    "one row is twice as long": {"output", "gradient of the input"},
+    "a hundredth of a percent": {"output"},
+    "a number is none": {"output"},
+    "another shape": {"output"},
+    "keys have no gradient": {"gradient of qkv", "gradient of the input"},
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_wrong_layers_of_attention_fail(mistake):
+    result = attention(Wrong(mistake, causal=mistake == "sees the future"))
+    assert not result.passed and not result
+    assert result.worst > 1
+    failed = {c.name for c in result.failures}
+    assert failed >= MISTAKES[mistake], str(result)
+    if mistake == "keys have no gradient":
+        assert "output" not in failed
+    assert "FAILED" in str(result) and "WRONG" in str(result)
+
+
+def test_the_same_without_a_mistake_passes():
+    assert attention(Wrong("none", causal=True))
+
+
+def test_seeds_are_told_and_give_the_same_again():
+    layer = OptimizedLinear(24, 8, rngs=nnx.Rngs(0))
+    one = linear(layer)
+    again = linear(layer, seed=one.seed)
+    assert one == again
+    assert linear(layer, seed=one.seed + 1).comparisons != one.comparisons
+    assert linear(layer).seed != one.seed
+
+
+def test_on_another_device(four_cpus, monkeypatch):
+    device = jax.devices("cpu")[2]
+    places, as_arrays = [], validate._as_arrays
+
+    def noting(out, *others):
+        places.append(out.devices())
+        return as_arrays(out, *others)
+
+    monkeypatch.setattr(validate, "_as_arrays", noting)
+    assert linear(OptimizedLinear(24, 8, rngs=nnx.Rngs(0)), device=device)
+    assert places == [{device}] * 6  # the layer, and two references, in two cases
+
+
+# ---- linear --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["precise", "balanced", "fast", "flax's"])
+def test_right_linear_layers_pass(level):
+    if level == "flax's":
+        layer = nnx.Linear(24, 8, rngs=nnx.Rngs(0))
+    else:
+        layer = OptimizedLinear(24, 8, True, level, rngs=nnx.Rngs(0))
+    result = linear(layer)
+    assert result, str(result)
+    assert {c.name for c in result.comparisons} == {
+        "output",
+        "gradient of the input",
+        "gradient of kernel",
+        "gradient of bias",
+    }
+    assert (result.comparisons[0].error > 1e-4) == (level == "fast")
+
+
+class WrongLinear(OptimizedLinear):
+    def __init__(self, mistake):
+        super().__init__(24, 8, rngs=nnx.Rngs(0))
+        self.mistake = mistake
+
+    def __call__(self, x):
+        kernel, bias = self.kernel[...], self.bias[...]
+        if self.mistake == "rounded":
+            x = x.astype(jnp.bfloat16).astype(jnp.float32)
+        if self.mistake == "twice the gradient":
+            kernel = 2 * kernel - jax.lax.stop_gradient(kernel)
+        return x @ kernel + (0 if self.mistake == "no bias" else bias)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "shown"),
+    [
+        ("rounded", {"output", "gradient of kernel", "gradient of the input"}),
+        ("twice the gradient", {"gradient of kernel"}),
+        ("no bias", {"output", "gradient of bias"}),
+        ("none", set()),
+    ],
+)
+def test_wrong_linear_layers_fail(mistake, shown):
+    result = linear(WrongLinear(mistake))
+    assert {c.name for c in result.failures} == shown
+    assert result.passed == (mistake == "none")
+
+
+# ---- what is said --------------------------------------------------------------------
+
+
+def test_errors_are_of_the_worst_row():
+    want = np.ones((4, 9))
+    got = want.copy()
+    got[2] *= 1.5
+    got[1] *= 1.25
+    assert validate._error(got, want) == pytest.approx(0.5)
+    assert validate._error(want, want) == 0
+    assert validate._error(want[:3], want) == math.inf
+    for bad in (np.nan, np.inf):
+        got[0, 0] = bad
+        assert validate._error(got, want) == math.inf
+
+
+def test_a_result_of_nothing_has_not_passed():
+    assert not ValidationResult("Layer", 0, ())
+    nan = Comparison("case", "output", (1,), "float32", math.nan, 0.0, 1.0)
+    assert not nan.passed and not ValidationResult("Layer", 0, (nan,))
+
+
+ROWS = [
+    ("validate_attention_component", ValueError, "d_model|16|got 24",
+     lambda: validator().validate_attention_component(RIGHT["ours"](), 24, HEADS)),
+    ("validate_attention_component", ValueError, "num_heads|2|got 4",
+     lambda: validator().validate_attention_component(flax_layer(), WIDTH, 4)),
+    ("validate_attention_component", TypeError, "AttentionLayer|not known",
+     lambda: attention(jnp.tanh)),
+    ("validate_attention_component", TypeError, "MultiHeadAttention|got Linear",
+     lambda: attention(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))),
+    ("validate_attention_component", NotImplementedError, "normalize_qk",
+     lambda: attention(flax_layer(normalize_qk=True))),
+    ("validate_linear_component", ValueError, "out_features|9|got 8",
+     lambda: linear(OptimizedLinear(24, 9, rngs=nnx.Rngs(0)))),
+    ("validate_linear_component", TypeError, "OptimizedLinear|got AttentionLayer",
+     lambda: linear(RIGHT["ours"]())),
+    ("ComponentValidator", ValueError, "length|at least 1|0",
+     lambda: ComponentValidator(length=0)),
+    ("ComponentValidator", TypeError, "device|str|jax.devices()",
+     lambda: ComponentValidator("cpu")),
+    ("ComponentValidator", TypeError, "seed|integer|'a'",
+     lambda: ComponentValidator(seed="a")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("where", "error", "words", "wrong"), ROWS, ids=[f"{r[0]}-{r[2]}" for r in ROWS]
+)
+def test_what_is_refused(where, error, words, wrong):
+    check(where, error, words, wrong)

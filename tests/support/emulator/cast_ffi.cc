@@ -1,0 +1,13 @@
+// The FFI handler of casts as XLA's CPU calls it: what it launches runs on the emulator.
+#include <mutex>
+
+#include "no_stream.h"
+//
+#include "ops/cast/cast_ffi.cc"
+
+// One after the other, whatever threads XLA calls it from.
+extern "C" XLA_FFI_Error* EmulatedCast(XLA_FFI_CallFrame* frame) {
+  static std::mutex mutex;
+  const std::lock_guard lock(mutex);
+  return KvblockCast(frame);
+}

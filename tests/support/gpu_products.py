@@ -1,0 +1,176 @@
+"""What products an NVIDIA GPU would run; compiled where none is.
+
+Run as a script with a CUDA plugin of JAX on the path, it compiles cases of `CASES` for
+an H100 and prints for each its name, how many products it has in 8 bits and in more,
+how many of them are cuBLASLt's, and how many add up in full, as gradients are to.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+if __name__ == "__main__":
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # there is no driver
+
+import gpu_schedules
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_kvblock.training import (
+    FP8Config,
+    Fp8Scaling,
+    fp8_dot,
+    fp8_dot_general,
+    fp8_training,
+)
+from jax_kvblock.training.compiled import count_products
+
+# XLA takes cuBLASLt of 8 bits by the version of CUDA.
+WITH_VERSIONS = gpu_schedules.H100.replace(
+    "gpu_device_info {",
+    'gpu_device_info { runtime_version: "13.0.0" driver_version: "13.0.0" '
+    'compile_time_toolkit_version: "13.0.0"',
+)
+BF16, F32 = jnp.bfloat16, jnp.float32
+DELAYED = FP8Config()
+
+
+def both(config: FP8Config, x: Any, w: Any, scaling: Any, d_out: Any) -> Any:
+    """A product and its gradients."""
+    dot = functools.partial(fp8_dot, config=config)
+    out, pull = jax.vjp(dot, x, w, scaling)
+    return out, pull(d_out)
+
+
+def product(
+    config: FP8Config = DELAYED, rows: Any = (512,), inner: int = 256,
+    columns: int = 384, dtype: Any = BF16, w_dtype: Any = F32,
+) -> Any:  # fmt: skip
+    scaling = None
+    if config.scaling == "delayed":
+        scaling = jax.eval_shape(lambda: Fp8Scaling.create(config))
+    shape = jax.ShapeDtypeStruct
+    return functools.partial(both, config), (
+        shape((*rows, inner), dtype), shape((inner, columns), w_dtype), scaling,
+        shape((*rows, columns), dtype),
+    )  # fmt: skip
+
+
+def heads() -> Any:
+    """Into heads and out of them again, as attention's projections are."""
+    scaling = jax.eval_shape(Fp8Scaling.create)
+    into, out_of = (((2,), (0,)), ((), ())), (((2, 3), (0, 1)), ((), ()))
+
+    def loss(x: Any, w: Any, v: Any, first: Any, second: Any) -> Any:
+        h = fp8_dot_general(x, w, into, scaling=first)
+        out = fp8_dot_general(jnp.sin(h), v, out_of, scaling=second)
+        return jnp.sum(out.astype(F32) ** 2)
+
+    shape = jax.ShapeDtypeStruct
+    return jax.grad(loss, argnums=range(5)), (
+        shape((4, 128, 256), BF16), shape((256, 4, 64), F32), shape((4, 64, 256), F32),
+        scaling, scaling,
+    )  # fmt: skip
+
+
+def members() -> Any:
+    """A product for each of four members, with weights of their own."""
+    scaling = jax.eval_shape(lambda: Fp8Scaling.create(layers=(4,)))
+    shape = jax.ShapeDtypeStruct
+    return jax.vmap(functools.partial(both, DELAYED)), (
+        shape((4, 512, 256), BF16), shape((4, 256, 384), F32), scaling,
+        shape((4, 512, 384), BF16),
+    )  # fmt: skip
+
+
+def layers() -> Any:
+    """A step of three stacked layers by scan, remat and all."""
+
+    class Sgd:
+        def init(self, params: Any) -> None:
+            return None
+
+        def update(self, grads: Any, state: Any, params: Any) -> Any:
+            return jax.tree.map(lambda g: -0.1 * g, grads), state
+
+    def loss(params: Any, scalings: Any, x: Any) -> Any:
+        def layer(x: Any, own: Any) -> Any:
+            (up, down), (first, second) = own
+            return x + fp8_dot(jax.nn.gelu(fp8_dot(x, up, first)), down, second), None
+
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, (params, scalings))
+        return jnp.mean(x.astype(F32) ** 2)
+
+    training = fp8_training(loss, Sgd())
+    scalings = (Fp8Scaling.create(layers=(3,)),) * 2
+    params = (jnp.zeros((3, 256, 512)), jnp.zeros((3, 512, 256)))
+    state = jax.eval_shape(training.init, params, scalings)
+    return training.train_step, (state, jax.ShapeDtypeStruct((4, 64, 256), BF16))
+
+
+# By name: what makes a function and the shapes of its operands, and the products.
+CASES: dict[str, tuple[Any, int]] = {
+    "delayed": (product, 3),
+    "current": (functools.partial(product, FP8Config(scaling="current")), 3),
+    "e4m3 backward": (functools.partial(product, FP8Config("e4m3", "e4m3")), 3),
+    "float32": (functools.partial(product, dtype=F32), 3),
+    "float16": (functools.partial(product, dtype=jnp.float16, w_dtype=jnp.float16), 3),
+    "float16 and float32": (functools.partial(product, dtype=jnp.float16), 3),
+    "rows of rows": (functools.partial(product, rows=(4, 96)), 3),
+    "heads": (heads, 6),
+    "members": (members, 3),
+    "sizes that are padded": (
+        functools.partial(product, rows=(500,), inner=250, columns=390), 3,
+    ),
+    # Two forward, the first again for what the gradients need, and their four.
+    "layers": (layers, 7),
+}  # fmt: skip
+
+
+AS_JIT_IS = ("heads", "layers")
+
+
+def compile_for(device: Any, name: str, of_library: bool = True) -> Any:
+    make, _ = CASES[name]
+    f, shapes = make()
+    place = NamedSharding(Mesh(np.array([device]), ("x",)), P())
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), shapes
+    )
+    lowered = jax.jit(f).lower(*shapes)
+    if not of_library:
+        return lowered.compile()
+    # Else XLA's own kernels take part, and the fastest of all is chosen on a GPU.
+    return lowered.compile(compiler_options={"xla_gpu_enable_triton_gemm": False})
+
+
+def line_of(name: str, compiled: Any) -> str:
+    count = count_products(compiled)
+    text = compiled.as_text()
+    library = text.count('"__cublas$lt$matmul$f8"')
+    exact = text.count('"operand_precision":["HIGHEST","HIGHEST"]')
+    return f"{name}: {count.narrow} {count.wide} {library} {exact}"
+
+
+def wanted(name: str) -> str:
+    n = CASES[name][1]
+    return f"{name}: {n} 0 {n} {2 if n == 3 else 4}"
+
+
+if __name__ == "__main__":
+    topology = topologies.get_topology_desc(
+        "", "cuda", target_config=WITH_VERSIONS, topology="1x1x1"
+    )
+    (h100,) = topology.devices
+    for case in sys.argv[1:]:
+        print(line_of(case, compile_for(h100, case)))
+    for case in AS_JIT_IS:
+        count = count_products(compile_for(h100, case, of_library=False))
+        print(f"{case}, as jit is: {count.narrow} {count.wide}")

@@ -1,0 +1,81 @@
+"""Products are tensor cores' of 8 bits in what NVIDIA GPUs run, all three of a layer.
+
+They are compiled for one by a CUDA plugin of JAX, where no GPU is (KVBLOCK_CUDA_PLUGIN,
+see tests/parallel/test_gpu_schedules.py), and on a GPU for it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import gpu_products
+import jax
+import pytest
+
+from jax_kvblock.training import count_products
+
+FOLDER = os.environ.get("KVBLOCK_CUDA_PLUGIN")
+
+
+@pytest.mark.skipif(FOLDER is None, reason="KVBLOCK_CUDA_PLUGIN names no CUDA plugin")
+def test_without_a_gpu():
+    assert FOLDER is not None
+    script = Path(gpu_products.__file__)
+    own = filter(None, [os.environ.get("PYTHONPATH")])
+    environment = {**os.environ, "JAX_PLATFORMS": ""}
+    environment["PYTHONPATH"] = os.pathsep.join([FOLDER, str(script.parent), *own])
+    ran = subprocess.run(
+        [sys.executable, "-P", str(script), *gpu_products.CASES],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    want = list(map(gpu_products.wanted, gpu_products.CASES))
+    for name in gpu_products.AS_JIT_IS:
+        want.append(f"{name}, as jit is: {gpu_products.CASES[name][1]} 0")
+    assert ran.stdout.splitlines() == want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", gpu_products.CASES)
+def test_on_a_gpu(name):
+    compiled = gpu_products.compile_for(jax.devices()[0], name)
+    assert gpu_products.line_of(name, compiled) == gpu_products.wanted(name)
+
+
+LIBRARY = """
+HloModule a, is_scheduled=true
+
+%fused (p: f8e4m3fn[8,8], q: f8e5m2[8,8]) -> f32[8,8] {
+  %p = f8e4m3fn[8,8]{1,0} parameter(0)
+  %q.1 = f8e5m2[8,8]{1,0} parameter(1)
+  ROOT %dot.2 = f32[8,8]{1,0} dot(%p, %q.1), lhs_contracting_dims={1}
+}
+
+%mixed (p: f8e4m3fn[8,8], q: bf16[8,8]) -> f32[8,8] {
+  %p = f8e4m3fn[8,8]{1,0} parameter(0)
+  %q.1 = bf16[8,8]{1,0} parameter(1)
+  ROOT %dot.2 = f32[8,8]{1,0} dot(%p, %q.1), lhs_contracting_dims={1}
+}
+
+ENTRY %main (p: f8e4m3fn[8,8], q: f8e5m2[8,8]) -> f32[8,8] {
+  %p = f8e4m3fn[8,8]{1,0} parameter(0)
+  %a = f32[8,8]{1,0} custom-call(%p), custom_call_target="__cublas$lt$matmul$f8"
+  %b = f32[8,8]{1,0} custom-call(%p), custom_call_target="__cublas$lt$matmul"
+  %c = f32[8,8]{1,0} custom-call(%p), custom_call_target="__cublas$gemm"
+  ROOT %d = f32[8,8]{1,0} custom-call(%p), custom_call_target="kvblock_attention"
+}
+"""
+
+
+def test_products_are_counted_by_what_they_read():
+    assert count_products(LIBRARY) == (2, 3)
+
+
+@pytest.mark.cpu
+def test_on_a_cpu_all_are_wide():
+    make, n = gpu_products.CASES["delayed"]
+    f, shapes = make()
+    assert count_products(jax.jit(f).lower(*shapes).compile()) == (0, n)

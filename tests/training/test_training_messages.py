@@ -1,0 +1,220 @@
+"""What does not fit is an error that says so and names the fix."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from messages import Table, check, check_row
+
+from jax_kvblock.training import (
+    FP8Config,
+    FP8Format,
+    Fp8Scaling,
+    fp8_dot,
+    fp8_dot_general,
+    fp8_training,
+    units,
+)
+
+F32 = jnp.float32
+CURRENT = FP8Config(scaling="current")
+
+
+def s(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+SCALING = jax.eval_shape(Fp8Scaling.create)
+STACKED = jax.eval_shape(lambda: Fp8Scaling.create(layers=(2,)))
+ROWS = Table()
+X, W = s(4, 8), s(8, 6)
+ROWS.value("fp8_dot", "inner", fp8_dot, [X, s(9, 6), SCALING], "[..., K] and [K, N]")
+ROWS.value("fp8_dot", "rank", fp8_dot, [X, s(8), SCALING], "x and w|float32[8]")
+ROWS.kind(
+    "fp8_dot", "integers", fp8_dot, [X, s(8, 6, dtype=jnp.int32), SCALING],
+    "w must be bfloat16, float16 or float32|int32[8, 6]|astype",
+)  # fmt: skip
+ROWS.kind("fp8_dot", "none", fp8_dot, [X, W], "scaling must be an Fp8Scaling|create")
+ROWS.kind("fp8_dot", "array", fp8_dot, [X, W, s(3)], "scaling must be an Fp8Scaling")
+ROWS.value("fp8_dot", "stacked", fp8_dot, [X, W, STACKED], "one product|[2, 3]|scan")
+ROWS.value(
+    "fp8_dot", "history", lambda *a: fp8_dot(*a, FP8Config(history=4)), [X, W, SCALING],
+    "a history of 4|[3, 16]",
+)  # fmt: skip
+ROWS.value(
+    "fp8_dot", "both", lambda *a: fp8_dot(*a, CURRENT), [X, W, SCALING],
+    "scaling must be None|leave it out",
+)  # fmt: skip
+ROWS.kind(
+    "fp8_dot", "config", lambda *a: fp8_dot(*a, config="e4m3"), [X, W],
+    "config must be an FP8Config, got str",
+)  # fmt: skip
+
+
+def general(*dims: Any, **how: Any) -> Any:
+    return lambda *a: fp8_dot_general(*a, dims, config=CURRENT, **how)
+
+
+ROWS.value(
+    "fp8_dot_general", "sizes", general(((1,), (1,)), ((), ())), [X, W],
+    "same sizes|float32[4, 8]|float32[8, 6]",
+)  # fmt: skip
+ROWS.append(
+    ROWS[0]._replace(
+        where="fp8_dot_general", label="batch", shapes=[s(2, 4, 8), s(2, 8, 6)],
+        call=general(((2,), (1,)), ((0,), (0,))),
+        error=NotImplementedError, words="batch axes|jax.vmap",
+    )
+)  # fmt: skip
+ROWS.append(
+    ROWS[0]._replace(
+        where="fp8_dot_general", label="an axis", shapes=[X, W],
+        call=general(((2,), (0,)), ((), ())), error=ValueError,
+        words="contracted axes of lhs must be from -2 to 1, got (2,)",
+    )
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", ROWS, ids=str)
+def test_products(bad):
+    check_row(bad)
+
+
+CONFIGS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "a name": (ValueError, {"forward_format": "e4m4"}, "forward_format|E5M2|'e4m4'"),
+    "none": (ValueError, {"forward_format": None}, "forward_format must be one of"),
+    "a number": (ValueError, {"backward_format": 8}, "backward_format must be one of"),
+    "e5m2 forward": (
+        ValueError, {"forward_format": "e5m2"}, "no product of two E5M2|HYBRID",
+    ),
+    "hybrid backward": (
+        ValueError, {"backward_format": "hybrid"}, "backward_format|sets both",
+    ),
+    "hybrid and e4m3": (
+        ValueError, {"forward_format": "hybrid", "backward_format": "e4m3"},
+        "backward_format must be FP8Format.E5M2|leave it out",
+    ),
+    "scaling": (ValueError, {"scaling": "block"}, "'delayed', 'current'|'block'"),
+    "history": (ValueError, {"history": 0}, "history must be an integer of at least 1"),
+    "margin": (ValueError, {"margin": -1}, "margin must be an integer of at least 0"),
+    "a half": (ValueError, {"margin": 0.5}, "margin|0.5"),
+    "a flag": (TypeError, {"skip_saturated": 1}, "skip_saturated must be True or"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs(name):
+    error, options, words = CONFIGS[name]
+    check("FP8Config", error, words, lambda: FP8Config(**options))
+
+
+@pytest.mark.parametrize(
+    ("given", "forms"),
+    [
+        ({}, "e4m3 e5m2"),
+        ({"forward_format": "hybrid"}, "e4m3 e5m2"),
+        ({"forward_format": FP8Format.HYBRID}, "e4m3 e5m2"),
+        ({"forward_format": "e4m3fn", "backward_format": "E4M3"}, "e4m3 e4m3"),
+    ],
+    ids=str,
+)
+def test_formats(given, forms):
+    config = FP8Config(**given)
+    assert [form.value for form in config.formats[1:]] == forms.split()
+    assert config.formats[0] is config.formats[1]
+    assert config == FP8Config(*forms.split()) and hash(config)
+    assert FP8Format.E4M3.max == 448 and FP8Format.E5M2.max == 57344
+    with pytest.raises(ValueError, match="HYBRID is two formats"):
+        _ = FP8Format.HYBRID.dtype
+
+
+def loss(params: Any, scalings: Any, batch: Any) -> Any:
+    return jnp.sum(params)
+
+
+TRAININGS: dict[str, tuple[Any, Any, str]] = {
+    "loss": (TypeError, lambda: fp8_training(3, optax.sgd(1)), "loss_fn|got int"),
+    "optimizer": (
+        TypeError, lambda: fp8_training(loss, 0.1), "optimizer must have init|optax",
+    ),
+    "config": (
+        TypeError, lambda: fp8_training(loss, optax.sgd(1), "e4m3"), "config|got str",
+    ),
+    "no scales": (
+        ValueError, lambda: fp8_training(loss, optax.sgd(1)).init(jnp.ones(3)),
+        "scalings must hold an Fp8Scaling|current",
+    ),
+    "numbers": (
+        TypeError, lambda: fp8_training(loss, optax.sgd(1)).init(0, {"a": 1.0}),
+        "scalings must be a pytree of Fp8Scaling, got float",
+    ),
+    "scales and none": (
+        ValueError,
+        lambda: fp8_training(loss, optax.sgd(1), CURRENT).init(0, Fp8Scaling.create()),
+        "scalings must be None|got 1",
+    ),
+    "history": (
+        ValueError,
+        lambda: fp8_training(loss, optax.sgd(1), FP8Config(history=2)).init(
+            0, Fp8Scaling.create()
+        ),
+        "a history of 2 steps, got one with 16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_trainings(name):
+    error, call, words = TRAININGS[name]
+    check("fp8_training", error, words, call)
+
+
+class Device:
+    """Of another machine."""
+
+    def __init__(self, platform: str, capability: str | None, kind: str) -> None:
+        self.platform, self.device_kind = platform, kind
+        version = "rocm 70000" if kind.startswith("AMD") else "cuda 13000"
+        self.client = types.SimpleNamespace(platform_version=version)
+        if capability is not None:
+            self.compute_capability = capability
+
+
+@pytest.mark.parametrize("capability", ["8.9", "9.0", "10.0", "12.1"])
+def test_units_of_8_bits(capability):
+    assert units.served_by("f", Device("gpu", capability, "NVIDIA")) == "tensor cores"
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        Device("gpu", "8.0", "NVIDIA A100"),
+        Device("gpu", "7.5", "NVIDIA T4"),
+        Device("gpu", "gfx942", "AMD Instinct MI300X"),
+        Device("tpu", None, "TPU v5"),
+    ],
+    ids=lambda d: d.device_kind,
+)
+def test_no_units_of_8_bits(device):
+    words = f"compute capability 8.9|{device.device_kind}|bfloat16"
+    check("f", RuntimeError, words, lambda: units.served_by("f", device))
+
+
+@pytest.mark.cpu
+def test_a_cpu_emulates_and_says_so():
+    assert units.served_by("f") == "emulated"
+
+
+@pytest.mark.parametrize("call", [fp8_dot, fp8_dot_general], ids=lambda f: f.__name__)
+def test_products_are_refused_where_no_unit_is(monkeypatch, call):
+    """By the function that was called."""
+    device = Device("gpu", "8.0", "NVIDIA A100")
+    monkeypatch.setattr(units, "default_device", lambda: device)
+    dims = () if call is fp8_dot else ((((1,), (0,)), ((), ())),)
+    refused = lambda: call(jnp.ones((4, 8)), jnp.ones((8, 4)), *dims, config=CURRENT)  # noqa: E731
+    check(call.__name__, RuntimeError, "NVIDIA A100|8.9", refused)
