@@ -32,10 +32,10 @@ BUDGETS = {
     "objects": 40,
     "paged": 220,
     "parallel": 780,
-    "precision": 60,
+    "precision": 45,
     "project": 500,
     "sparse": 150,
-    "training": 60,
+    "training": 75,
 }
 LEEWAY = 1.5  # machines differ from day to day
 
