@@ -5,6 +5,8 @@
 #   JAX           which jax to test with, for example JAX='jax==0.10.2'
 #   TORCH         a torch requirement to install for the tests that exchange tensors with it,
 #                 for example TORCH='torch==2.13.0'; empty leaves them out, and the run says so
+#   BROWSER       a browser to install for the tests of the server's page, for example
+#                 BROWSER='PyQt6-WebEngine==6.11.0'; empty leaves them out, and the run says so
 #   PYTEST_ARGS   passed on, for example PYTEST_ARGS='-n 0 -k pool'
 #   BUILD_OUTPUT  how much pip shows of the build, which takes minutes where nvcc is found: -v for
 #                 all of it, --quiet for nothing
@@ -12,6 +14,7 @@ PYTHON ?= python3
 VENV ?= .venv
 JAX ?= jax>=0.10.2
 TORCH ?=
+BROWSER ?=
 PYTEST_ARGS ?=
 BUILD_OUTPUT ?= -v
 BIN = $(VENV)/bin
@@ -36,14 +39,15 @@ $(VENV)/.installed: $(SOURCES)
 demo: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -r examples/requirements.txt
 	$(BIN)/python examples/demo.py
-	$(BIN)/python examples/paged_decode.py
+	$(BIN)/python examples/serve --check --drafts 4 --blocks 40 --host-mib 64
 
-# The suite without its widest sweeps, a process for each core; all of it is CI's.
+# The suite without its widest sweeps, a process for each core; of these CI takes some cases.
 test: WIDE = -m 'not wide'
 test test-all: $(VENV)/.installed
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet '$(TORCH)')
-	$(if $(TORCH),KVBLOCK_REQUIRE_TORCH=1) $(BIN)/pytest -q -n auto --dist worksteal $(WIDE) \
-	  $(PYTEST_ARGS)
+	$(if $(BROWSER),$(BIN)/python -m pip install --quiet '$(BROWSER)')
+	$(if $(TORCH),KVBLOCK_REQUIRE_TORCH=1) $(if $(BROWSER),KVBLOCK_REQUIRE_BROWSER=1) \
+	  $(BIN)/pytest -q -n auto --dist worksteal $(WIDE) $(PYTEST_ARGS)
 
 # For a machine whose Python already holds jax with CUDA (and torch and CuPy, if they are to be
 # tested): builds against it, installs next to it, runs the suite on the GPU and fails without one.

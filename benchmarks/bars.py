@@ -82,6 +82,10 @@ BARS = (
         "peer xla", 7.5, shape="^llama-8b"),
     Bar("device to pinned host / memcpy", "^to host", "bandwidth", TO_HOST, 0.92),
     Bar("pinned host to device / memcpy", "^to device", "bandwidth", TO_DEVICE, 0.92),
+    Bar("offload to pinned host / memcpy", "^offload", "bandwidth", TO_HOST, 0.9),
+    Bar("onboard from pinned host / memcpy", "^onboard", "bandwidth", TO_DEVICE, 0.9),
+    Bar("steps beside a transfer slowed by, %", "^(offload|onboard), beside steps$",
+        "step slowed by", None, 5, at_most=True),
     Bar("the KVBM kernels' work / KVBM", "universal", "bandwidth", "peer kvbm", 6.8),
     Bar("temporaries of a pinned transfer, B", "^to (host|device)", "temporaries",
         None, 0, at_most=True, platform=None),
@@ -150,6 +154,25 @@ BARS = (
     ),
     Bar("attention with dropout / without", "^(forward|forward and backward)$",
         "over none", None, 1.12, at_most=True, implementation=f"^{OURS}, dropout$"),
+    *(
+        Bar(f"{what} / bfloat16", work, "over bfloat16", None, limit,
+            implementation=who)
+        for what, work, limit, who in (
+            ("a product in 8 bits, quantized", "^product$", 1.75,
+             f"^{OURS}, quantized$"),
+            ("a product in 8 bits, with quantization", "^product$", 1.5,
+             f"^{OURS}, with quantization$"),
+            ("a layer in 8 bits", "^layer, forward and backward$", 1.4, f"^{OURS}$"),
+            ("a step of training in 8 bits", "^step with AdamW$", 1.25, f"^{OURS}$"),
+        )
+    ),
+    Bar("casts to 8 bits in both orders / a copy in turns", "^cast$", "over a copy",
+        None, 0.9, implementation=f"^{OURS}, cuda$"),
+    Bar("casts to 8 bits in both orders / XLA", "^cast$", "bandwidth", "peer xla", 1.1,
+        implementation=f"^{OURS}, cuda$"),
+    Bar("a block, fused / jitted XLA's best", "^forward( and backward)?$",
+        "ours at best over xla's", None, 1.05, shape=" block(, decoding)?$",
+        implementation=f"^{OURS}, "),
     Bar("error in 8 bits / one scale an array", "^out$", "error", "row naive", 0.6,
         at_most=True, shape="(means|outliers)$", implementation=f"^{OURS}$"),
     Bar("temporaries of attention forward, B", "^forward$", "temporaries", None, 0,
@@ -201,6 +224,18 @@ BARS = (
         None, 0.25, at_most=True, platform="cpu"),
     Bar("Layer to torch by DLPack, us", "^layer to torch$", "host time", None, 15,
         at_most=True, platform=None),
+    Bar("Prompt of 4096 tokens, open to free, us",
+        "^(cold|cached) prompt(, a list of ints)?$", "host time", None, 100,
+        at_most=True, shape="^4096 tokens$", platform=None),
+    Bar("blocks on disk / plain I/O", "^(write|read)$", "of plain", None, 0.85,
+        platform=None),
+    # A step of SmolLM2 is to reach 0.6 of its roofline, reading all once.
+    Bar("A server's step of decoding / reading", "^a step of decoding$",
+        "over reading", None, 1 / 0.6, at_most=True, shape="^64 requests$"),
+    Bar("The first token by host memory / computed", "^the first token$",
+        "of computing it", None, 0.2, at_most=True, shape="^prefix of 32768 tokens$"),
+    Bar("A server's new tokens a second, two cores", "^a step of decoding$",
+        "new tokens", None, 12, shape="^8 requests$", platform="cpu"),
 )  # fmt: skip
 
 

@@ -24,9 +24,12 @@ import bench_attention_cpu
 import bench_attention_dropout
 import bench_attention_float32
 import bench_attention_fp8
+import bench_cache_host
 import bench_cpu
 import bench_decode
 import bench_decode_step
+import bench_disk
+import bench_fusion
 import bench_host
 import bench_kernels
 import bench_layouts
@@ -35,14 +38,19 @@ import bench_paged
 import bench_paged_cpu
 import bench_parallel
 import bench_parallel_cache
+import bench_serve
 import bench_sparse
+import bench_tiers
+import bench_training
 import ceilings
 from support import common
 
 BENCHES: dict[str, common.Bench] = {
     "ceilings": ceilings.bench,
     "objects": bench_objects.bench,
+    "cache-host": bench_cache_host.bench,
     "host": bench_host.bench,
+    "tiers": bench_tiers.bench,
     "layouts": bench_layouts.bench,
     "cpu": bench_cpu.bench,
     "append": bench_append.bench,
@@ -54,28 +62,39 @@ BENCHES: dict[str, common.Bench] = {
     "decode-step": bench_decode_step.bench,
     "paged": bench_paged.bench,
     "kernels": bench_kernels.bench,
+    "fusion": bench_fusion.bench,
     "parallel": bench_parallel.bench,
     "parallel-cache": bench_parallel_cache.bench,
+    "serve": bench_serve.bench,
+    "disk": bench_disk.bench,
     "sparse": bench_sparse.bench,
+    "training": bench_training.bench,
     "attention-cpu": bench_attention_cpu.bench,
     "paged-cpu": bench_paged_cpu.bench,
 }
 # Each benchmark measures the ceilings it needs itself, in its own run.
 ON_GPU = (
-    *("objects", "host", "layouts", "append", "attention", "attention-float32"),
+    *("objects", "cache-host", "host", "tiers", "layouts", "append", "attention"),
     *(
+        "attention-float32",
         "attention-fp8",
         "attention-dropout",
         "decode",
         "decode-step",
         "paged",
         "kernels",
+        "fusion",
         "parallel",
         "parallel-cache",
+        "serve",
     ),
     "sparse",
+    "training",
 )
-ON_CPU = ("objects", "host", "cpu", "attention-cpu", "paged-cpu")
+ON_CPU = (
+    *("objects", "cache-host", "host", "disk", "serve", "cpu", "attention-cpu"),
+    "paged-cpu",
+)
 
 
 def main() -> int:

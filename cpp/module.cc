@@ -46,6 +46,7 @@ nb::dict Handlers() {
     cuda["kvblock_attention_backward_bias"] = Handler(KvblockAttentionBackwardBias);
     cuda["kvblock_paged_attention"] = Handler(KvblockPagedAttention);
     cuda["kvblock_cast"] = Handler(KvblockCast);
+    cuda["kvblock_norm_cast"] = Handler(KvblockNormCast);
     cuda["kvblock_quantize"] = Handler(KvblockQuantize);
   }
   // The driver alone is needed.
@@ -97,4 +98,5 @@ NB_MODULE(_native, m) {
         "Bytes of workspace of a call of paged attention's kernels.");
   RegisterDLPack(m);
   RegisterFreeList(m);
+  RegisterBlockTable(m);
 }

@@ -1,7 +1,13 @@
 """KV-cache blocks for JAX: layouts, pools, copies at the speed of memory, attention."""
 
+# Before all that uses the native module: says what to do where it is missing.
+from jax_kvblock.core import debug_checks
+
+# isort: split
+from jax_kvblock import cache as cache
 from jax_kvblock import dropins as dropins
 from jax_kvblock import fp8 as fp8
+from jax_kvblock import fusion as fusion
 from jax_kvblock import graphs as graphs
 from jax_kvblock import hardware as hardware
 from jax_kvblock import kernels as kernels
@@ -42,7 +48,7 @@ from jax_kvblock.blocks import (
     transfer_blocks,
     universal_to_block,
 )
-from jax_kvblock.core import debug_checks
+from jax_kvblock.cache import BlockTable, PrefixCache
 from jax_kvblock.objects import (
     Block,
     BlockList,
@@ -64,6 +70,7 @@ __all__ = [
     "BlockList",
     "BlockManager",
     "BlockSpec",
+    "BlockTable",
     "FlashAttention",
     "KVPool",
     "KVScales",
@@ -73,6 +80,7 @@ __all__ = [
     "PoolDoubledWarning",
     "PoolExhaustedError",
     "PoolLostError",
+    "PrefixCache",
     "append_kv",
     "attention_fn",
     "available_tiles",

@@ -33,6 +33,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # NumPy's products: the suite has a process for each core.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import browser
 import jax
 import numpy as np
 import places
@@ -43,13 +44,16 @@ from jax_kvblock.core import checks
 
 pytest_plugins = [
     "budgets",
+    "case_limit",
     "emulated_append",
     "emulated_attention",
     "emulated_cast",
     "emulated_kernels",
     "emulated_quantize",
+    "emulated_streams",
     "paged_model",
     "record",
+    "served_llama",
 ]
 
 
@@ -88,6 +92,10 @@ def pytest_configure(config: pytest.Config) -> None:
     # CI sets this, so that a missing torch fails instead of skipping.
     if os.environ.get("KVBLOCK_REQUIRE_TORCH") and not has_torch():
         raise pytest.UsageError("KVBLOCK_REQUIRE_TORCH is set, but torch is missing")
+    if os.environ.get("KVBLOCK_REQUIRE_BROWSER") and not browser.has_browser():
+        raise pytest.UsageError(
+            "KVBLOCK_REQUIRE_BROWSER is set, but PyQt6-WebEngine is missing"
+        )
     if os.environ.get("KVBLOCK_REQUIRE_GPU") and not has_gpu():
         raise pytest.UsageError("KVBLOCK_REQUIRE_GPU is set, but jax sees no GPU")
 

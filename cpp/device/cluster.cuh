@@ -17,6 +17,15 @@ __device__ __forceinline__ void ClusterMeet() {
   asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
 }
 
+// The same in two steps: what a thread does between them waits for nobody. They tell that all CTAs
+// have begun, and of their barriers where those were made before FenceBarrierInit; nothing else.
+__device__ __forceinline__ void ClusterArrive() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void ClusterWait() {
+  asm volatile("barrier.cluster.wait;" ::: "memory");
+}
+
 // Arrives at the barrier that lies at this address in CTA `rank` of the cluster. It orders no
 // writes of this thread for the other CTA.
 __device__ __forceinline__ void ClusterBarrierArrive(uint32_t barrier, int rank) {
@@ -25,6 +34,31 @@ __device__ __forceinline__ void ClusterBarrierArrive(uint32_t barrier, int rank)
       " mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
       "r"(rank)
       : "memory");
+}
+
+// Writes x to this address in CTA `rank` of the cluster, which has begun, and reports its four
+// bytes to the barrier that lies at this address there (BarrierExpect). It waits for nothing.
+__device__ __forceinline__ void SendFloat(uint32_t to, float x, uint32_t barrier, int rank) {
+  asm volatile(
+      "{ .reg .b32 there, told; mapa.shared::cluster.u32 there, %0, %3;"
+      " mapa.shared::cluster.u32 told, %2, %3;"
+      " st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %1, [told]; }" ::"r"(to),
+      "f"(x), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
+// BarrierWait, where what other CTAs of the cluster have sent is read after it.
+__device__ __forceinline__ void ClusterBarrierWait(uint32_t barrier, int parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{ .reg .pred p;"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;"
+        " selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+  } while (done == 0);
 }
 
 // Copies `bytes`, a multiple of 16 at multiples of 16, to the same address in CTA `rank` of the

@@ -25,11 +25,10 @@ std::string CheckNumbers(const kvblock_cast& a) {
                  axis.size);
     }
   }
-  const auto tiles = [](int64_t size) {
-    return (size + KVBLOCK_CAST_TILE - 1) / KVBLOCK_CAST_TILE;
-  };
-  if (tiles(a.rows) * tiles(a.columns) > INT32_MAX) {
-    return "there must be fewer than 2^31 tiles of 128 rows and 128 columns";
+  const int64_t down = (a.rows + KVBLOCK_CAST_TILE_ROWS - 1) / KVBLOCK_CAST_TILE_ROWS;
+  const int64_t across = (a.columns + KVBLOCK_CAST_TILE_COLUMNS - 1) / KVBLOCK_CAST_TILE_COLUMNS;
+  if (down * across > INT32_MAX) {
+    return "there must be fewer than 2^31 tiles of 128 rows and 256 columns";
   }
   return "";
 }
@@ -40,8 +39,7 @@ std::string CheckPointers(const kvblock_cast& a) {
   if (a.x == nullptr) return "x is NULL";
   if (a.scale == nullptr) return "scale is NULL";
   if (a.largest == nullptr) return "largest is NULL";
-  if (Misaligned({a.x}, 16)) return "x must be aligned to 16 bytes";
-  if (Misaligned({a.out}, 8)) return "out must be aligned to 8 bytes";
+  if (Misaligned({a.x, a.out}, 16)) return "x and out must be aligned to 16 bytes";
   if (Misaligned({a.transposed}, 8)) return "transposed must be aligned to 8 bytes";
   if (Misaligned({a.scale, a.largest}, 4)) {
     return "scale and largest must be aligned to 4 bytes";

@@ -1,52 +1,34 @@
-// The books of a pool: which blocks are free, and who holds the others.
+// Free lists, and single references to blocks: leases and those of exports.
 //
-// They are kept here and not in Python because Python can stop anywhere: a signal or another thread
-// may come between two bytecodes, and an exception inside a finalizer is dropped. In this file no
-// Python code runs while the books change, so every change happens as a whole under the GIL, and a
-// lease gives its block back however it ends. Python objects are made before the books are read:
-// making one may run the garbage collector, and with it finalizers that change them.
+// Books are kept in C++ and not in Python because Python can stop anywhere: a signal or another
+// thread may come between two bytecodes, and an exception inside a finalizer is dropped. In this
+// file no Python code runs while the books change, so every change happens as a whole under the
+// GIL, and a lease gives its block back however it ends. Python objects are made before the books
+// are read: making one may run the garbage collector, and with it finalizers that change them.
 #include "objects/free_list.h"
 
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <cstdint>
-#include <map>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <optional>
+#include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
 namespace nb = nanobind;
+using kvblock::Books;
+using kvblock::Exported;
+using kvblock::Holder;
+using kvblock::One;
 
 namespace {
-
-// What of the pool an export shows: a block, and the indices of a part of it (layer, outer).
-struct Exported {
-  int64_t block;
-  std::vector<int64_t> part;
-};
-
-// Shared by a free list and its leases, which may outlive it.
-struct Books {
-  explicit Books(int64_t blocks) : handles(blocks, 0), exports(blocks, 0) {
-    free.reserve(blocks);  // so that giving a block back never allocates
-    for (int64_t i = blocks; i-- > 0;) free.push_back(i);
-  }
-  int64_t References(int64_t block) const { return handles[block] + exports[block]; }
-  void Drop(std::vector<int64_t>& counts, int64_t block) {
-    --counts[block];
-    if (References(block) == 0) free.push_back(block);
-  }
-
-  std::vector<int64_t> free;              // the last one is taken first
-  std::vector<int64_t> handles, exports;  // for each block
-  std::map<uint64_t, Exported> live;      // the exports, oldest first
-  uint64_t next_export = 0;
-};
 
 // The reference that a DLPack export holds.
 class ExportLease {
@@ -57,14 +39,14 @@ class ExportLease {
   ~ExportLease() {
     if (books_ == nullptr) return;
     auto it = books_->live.find(key_);
-    books_->Drop(books_->exports, it->second.block);
+    books_->Drop(it->second.block, Holder::kExport);
     books_->live.erase(it);
   }
   void Hold(std::shared_ptr<Books> books, Exported what) {
     key_ = books->next_export++;
     const int64_t block = what.block;
     books->live.emplace(key_, std::move(what));
-    ++books->exports[block];
+    books->Hold(block, Holder::kExport);
     books_ = std::move(books);
   }
 
@@ -90,14 +72,14 @@ class Lease {
   Lease& operator=(const Lease&) = delete;
   ~Lease() { Release(); }
 
-  void Hold(std::shared_ptr<Books> books, int64_t block) {
-    ++books->handles[block];
+  // A block that this has a reference to by now.
+  void Own(std::shared_ptr<Books> books, int64_t block) {
     block_ = block;
     books_ = std::move(books);
+    account_.emplace(*books_, block);
   }
   void Release() {
-    if (books_ == nullptr) return;
-    books_->Drop(books_->handles, block_);
+    account_.reset();
     books_.reset();
   }
   bool released() const { return books_ == nullptr; }
@@ -107,7 +89,8 @@ class Lease {
   std::optional<nb::typed<nb::object, Lease>> Share() const {
     nb::object other = Make<Lease>();
     if (released()) return std::nullopt;
-    nb::inst_ptr<Lease>(other)->Hold(books_, block_);
+    books_->Hold(block_, Holder::kHandle);
+    nb::inst_ptr<Lease>(other)->Own(books_, block_);
     return nb::typed<nb::object, Lease>(std::move(other));
   }
   std::optional<nb::typed<nb::object, ExportLease>> Export(std::vector<int64_t> part) const {
@@ -119,68 +102,138 @@ class Lease {
 
  private:
   std::shared_ptr<Books> books_;
+  std::optional<One> account_;
   int64_t block_ = -1;
 };
 
-class FreeList {
- public:
-  explicit FreeList(int64_t num_blocks) {
-    if (num_blocks < 0) throw nb::value_error("FreeList: num_blocks must be at least 0");
-    books_ = std::make_shared<Books>(num_blocks);
+std::optional<nb::typed<nb::list, Lease>> Take(const FreeList& self, size_t count) {
+  const auto available = [&] { return static_cast<size_t>(self.books->num_available()); };
+  if (count > available()) {  // before the objects are made: count may be anything
+    ++self.books->counters.refused;
+    return std::nullopt;
   }
-  size_t size() const { return books_->free.size(); }
-
-  std::optional<nb::typed<nb::list, Lease>> Take(size_t count) const {
-    if (count > size()) return std::nullopt;  // before the objects are made: count may be anything
-    nb::list leases;
-    std::vector<Lease*> empty;
-    for (size_t i = 0; i < count; ++i) {
-      nb::object lease = Make<Lease>();
-      empty.push_back(nb::inst_ptr<Lease>(lease));
-      leases.append(std::move(lease));
-    }
-    if (count > size()) return std::nullopt;
-    for (Lease* lease : empty) {
-      const int64_t block = books_->free.back();
-      books_->free.pop_back();
-      lease->Hold(books_, block);
-    }
-    return nb::typed<nb::list, Lease>(std::move(leases));
+  nb::list leases;
+  std::vector<Lease*> empty;
+  for (size_t i = 0; i < count; ++i) {
+    nb::object lease = Make<Lease>();
+    empty.push_back(nb::inst_ptr<Lease>(lease));
+    leases.append(std::move(lease));
   }
+  std::vector<int64_t> blocks(count);
+  if (!self.books->Take(static_cast<int64_t>(count), Holder::kHandle, blocks.data()))
+    return std::nullopt;
+  for (size_t i = 0; i < count; ++i) empty[i]->Own(self.books, blocks[i]);
+  return nb::typed<nb::list, Lease>(std::move(leases));
+}
 
-  int64_t Release(const std::vector<Lease*>& leases, bool skip_released) const {
-    for (const Lease* lease : leases) {
-      if (lease == nullptr) throw nb::type_error("FreeList: leases must not be None");
-    }
-    std::unordered_set<const Lease*> seen;
-    for (size_t i = 0; i < leases.size() && !skip_released; ++i) {
-      const bool held = leases[i]->IsIn(books_) && seen.insert(leases[i]).second;
-      if (!held) return static_cast<int64_t>(i);
-    }
-    for (Lease* lease : leases) lease->Release();
-    return -1;
+int64_t Release(const FreeList& self, const std::vector<Lease*>& leases, bool skip_released) {
+  for (const Lease* lease : leases) {
+    if (lease == nullptr) throw nb::type_error("FreeList: leases must not be None");
   }
-
-  int64_t References(size_t block) const {
-    if (block >= books_->handles.size()) throw nb::index_error("FreeList: no such block");
-    return books_->References(static_cast<int64_t>(block));
+  std::unordered_set<const Lease*> seen;
+  for (size_t i = 0; i < leases.size() && !skip_released; ++i) {
+    const bool held = leases[i]->IsIn(self.books) && seen.insert(leases[i]).second;
+    if (!held) return static_cast<int64_t>(i);
   }
-  size_t NumExports() const { return books_->live.size(); }
+  for (Lease* lease : leases) lease->Release();
+  return -1;
+}
 
-  std::vector<std::pair<int64_t, std::vector<int64_t>>> Exports(bool freed_alone) const {
-    std::vector<std::pair<int64_t, std::vector<int64_t>>> found;
-    for (const auto& [key, what] : books_->live) {
-      if (!freed_alone || books_->handles[what.block] == 0)
-        found.push_back({what.block, what.part});
-    }
-    return found;
+std::vector<std::pair<int64_t, std::vector<int64_t>>> Exports(const FreeList& self,
+                                                              bool freed_alone) {
+  std::vector<std::pair<int64_t, std::vector<int64_t>>> found;
+  for (const auto& [key, what] : self.books->live) {
+    if (!freed_alone ||
+        self.books->References(what.block) == self.books->References(what.block, Holder::kExport))
+      found.push_back({what.block, what.part});
   }
+  return found;
+}
 
- private:
-  std::shared_ptr<Books> books_;
-};
+// A block's number, checked.
+int64_t Known(const FreeList& self, int64_t block) {
+  if (block < 0 || block >= self.books->num_blocks()) {
+    throw nb::index_error("FreeList: no such block");
+  }
+  return block;
+}
+
+int64_t Publish(const FreeList& self, int64_t block, const nb::bytes& key,
+                const nb::bytes& parent) {
+  const kvblock::Digest named = DigestOf(key, "key"), before = DigestOf(parent, "parent");
+  if (self.books->References(Known(self, block)) == 0) {
+    throw nb::value_error("FreeList: a block is published by who holds it, and nobody does");
+  }
+  if (self.books->IsPublished(block)) {
+    throw nb::value_error("FreeList: the block is published already");
+  }
+  return self.books->Publish(block, named, before, {});
+}
+
+int64_t Forget(const FreeList& self, const std::vector<nb::bytes>& keys) {
+  std::vector<kvblock::Digest> digests;
+  for (const nb::bytes& key : keys) digests.push_back(DigestOf(key, "key"));
+  int64_t found = 0;
+  for (const kvblock::Digest& key : digests) {
+    const int64_t block = self.books->Find(key);
+    if (block == Books::kNone) continue;
+    self.books->Forget(block);
+    ++found;
+  }
+  return found;
+}
+
+void SetPolicy(const FreeList& self, const std::string& name) {
+  if (name != "lru" && name != "lfu") {
+    throw nb::value_error("FreeList: policy must be 'lru' or 'lfu'");
+  }
+  self.books->set_policy(name == "lru" ? kvblock::Policy::kLru : kvblock::Policy::kLfu);
+}
+
+nb::typed<nb::list, nb::typed<nb::tuple, nb::str, nb::bytes, nb::bytes,
+                              nb::typed<nb::list, int64_t>, int64_t>>
+DrainEvents(const FreeList& self) {
+  static const char* const kNames[] = {"stored", "removed"};
+  std::vector<kvblock::Event> events;
+  events.swap(self.books->events);
+  nb::list drained;
+  for (const kvblock::Event& event : events) {
+    nb::list tokens;
+    for (const int32_t token : event.tokens) tokens.append(token);
+    drained.append(nb::make_tuple(kNames[event.kind], BytesOf(event.key), BytesOf(event.parent),
+                                  tokens, event.block));
+  }
+  return drained;
+}
+
+nb::typed<nb::dict, nb::str, int64_t> CountersOf(const FreeList& self) {
+  const kvblock::Counters& c = self.books->counters;
+  nb::dict counters;
+  counters["lookups"] = c.lookups;
+  counters["queried_blocks"] = c.queried_blocks;
+  counters["hit_blocks"] = c.hit_blocks;
+  counters["allocated"] = c.allocated;
+  counters["published"] = c.published;
+  counters["evicted"] = c.evicted;
+  counters["duplicates"] = c.duplicates;
+  counters["copied_on_write"] = c.copied_on_write;
+  counters["refused"] = c.refused;
+  return counters;
+}
 
 }  // namespace
+
+kvblock::Digest DigestOf(const nb::bytes& bytes, const char* what) {
+  kvblock::Digest digest;
+  if (bytes.size() != digest.size()) {
+    throw nb::value_error(
+        (std::string(what) + " must be of 32 bytes, got " + std::to_string(bytes.size())).c_str());
+  }
+  std::memcpy(digest.data(), bytes.data(), digest.size());
+  return digest;
+}
+
+nb::bytes BytesOf(const kvblock::Digest& digest) { return nb::bytes(digest.data(), digest.size()); }
 
 void RegisterFreeList(nb::module_& m) {
   // The process may end while blocks and tensors are alive, which is nothing to warn of.
@@ -200,16 +253,70 @@ void RegisterFreeList(nb::module_& m) {
           "__exit__", [](Lease& self, nb::handle, nb::handle, nb::handle) { self.Release(); },
           nb::arg("kind").none(), nb::arg("error").none(), nb::arg("traceback").none());
   nb::class_<FreeList>(m, "FreeList", "Which blocks are free, and who holds each of the others.")
-      .def(nb::init<int64_t>(), nb::arg("num_blocks"))
-      .def("__len__", &FreeList::size, "How many blocks are free.")
-      .def("take", &FreeList::Take, nb::arg("count"),
-           "References to `count` free blocks; None when fewer are free, and none is taken.")
-      .def("release", &FreeList::Release, nb::arg("leases"), nb::arg("skip_released") = false,
+      .def(
+          "__init__",
+          [](FreeList* self, int64_t num_blocks) {
+            if (num_blocks < 0) throw nb::value_error("FreeList: num_blocks must be at least 0");
+            new (self) FreeList{std::make_shared<Books>(num_blocks)};
+          },
+          nb::arg("num_blocks"))
+      .def(
+          "__len__", [](const FreeList& self) { return self.books->num_available(); },
+          "How many blocks can be taken: those that are free, and those that are idle.")
+      .def_prop_ro("num_blocks", [](const FreeList& self) { return self.books->num_blocks(); })
+      .def_prop_ro("num_free", [](const FreeList& self) { return self.books->num_free(); })
+      .def_prop_ro(
+          "num_idle", [](const FreeList& self) { return self.books->num_idle(); },
+          "How many are found by their keys and held by nobody.")
+      .def("take", &Take, nb::arg("count"),
+           "References to `count` blocks; None when fewer are there, and none is taken.")
+      .def("release", &Release, nb::arg("leases"), nb::arg("skip_released") = false,
            "Gives references back, all or none: returns -1, or the index of the first that is\n"
            "released already or that came before.")
-      .def("references", &FreeList::References, nb::arg("block"),
-           "How many handles and exports hold the block.")
-      .def_prop_ro("num_exports", &FreeList::NumExports)
-      .def("exports", &FreeList::Exports, nb::arg("freed_alone") = false,
-           "The live exports as (block, part); or only those that alone hold their block.");
+      .def(
+          "references",
+          [](const FreeList& self, int64_t block) {
+            return self.books->References(Known(self, block));
+          },
+          nb::arg("block"), "How many handles, tables and exports hold the block.")
+      .def_prop_ro("num_exports", [](const FreeList& self) { return self.books->live.size(); })
+      .def("exports", &Exports, nb::arg("freed_alone") = false,
+           "The live exports as (block, part); or only those that alone hold their block.")
+      .def(
+          "find",
+          [](const FreeList& self, const nb::bytes& key) -> std::optional<int64_t> {
+            const int64_t block = self.books->Find(DigestOf(key, "key"));
+            if (block == Books::kNone) return std::nullopt;
+            return block;
+          },
+          nb::arg("key"), "The block that is published under a key.")
+      .def(
+          "is_published",
+          [](const FreeList& self, int64_t block) {
+            return self.books->IsPublished(Known(self, block));
+          },
+          nb::arg("block"))
+      .def("publish", &Publish, nb::arg("block"), nb::arg("key"), nb::arg("parent"),
+           "Has a block that somebody holds found by its key; returns it, or the block that has\n"
+           "the key already.")
+      .def("forget", &Forget, nb::arg("keys"),
+           "Has these keys found no more; idle blocks become free. Returns how many there were.")
+      .def("forget_idle", [](const FreeList& self) { self.books->ForgetIdle(); })
+      .def("set_policy", &SetPolicy, nb::arg("policy"),
+           "Whose place is taken first: 'lru' or 'lfu'.")
+      .def(
+          "keep_events",
+          [](const FreeList& self, bool keep) {
+            self.books->keeps_events = keep;
+            if (!keep) self.books->events.clear();
+          },
+          nb::arg("keep"))
+      .def(
+          "drain_events", &DrainEvents,
+          "What was stored and removed since the last call, as tuples (kind, key, parent, tokens,\n"
+          "block); kind: 'stored' or 'removed'.")
+      .def("counters", &CountersOf, "What has happened so far, counted.")
+      .def(
+          "check", [](const FreeList& self) { return self.books->Check(); },
+          "What is wrong with these books, in words; nothing if they are right.");
 }

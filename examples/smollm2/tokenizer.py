@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from gguf import GGUFReader, TokenType
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as BytePairs
+from gguf import GGUFReader
+from serve import gguf_tokenizer
+from serve.gguf_file import GGUFFile
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
@@ -19,33 +19,12 @@ class Tokenizer:
     """
 
     def __init__(self, reader: GGUFReader) -> None:
-        def field(name: str) -> list:
-            return reader.fields[f"tokenizer.ggml.{name}"].contents()
-
-        tokens, kinds = field("tokens"), field("token_type")
-        vocab = {token: index for index, token in enumerate(tokens)}
-        merges = [tuple(merge.split(" ")) for merge in field("merges")]
-        pairs = BytePairs(models.BPE(vocab=vocab, merges=merges))
-        pairs.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
-        pairs.decoder = decoders.ByteLevel()
-        pairs.add_special_tokens(
-            [
-                AddedToken(token, special=True, normalized=False)
-                for token, kind in zip(tokens, kinds, strict=True)
-                if kind == TokenType.CONTROL
-            ]
-        )
-        self._pairs = pairs
-        self.end_of_turn: int = vocab["<|im_end|>"]
+        self._tokens = gguf_tokenizer.of_gguf(GGUFFile(reader).field)
+        (self.end_of_turn,) = self._tokens.end_tokens
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; special tokens in it are recognized."""
-        return self._pairs.encode(text).ids
+        return self._tokens.encode(text)
 
     def encode_chat(self, message: str) -> list[int]:
         """Token ids of a chat with one user message, up to where the answer begins."""
@@ -55,4 +34,4 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids, without special tokens."""
-        return self._pairs.decode(list(ids))
+        return self._tokens.decode(ids)

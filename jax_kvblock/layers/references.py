@@ -40,8 +40,12 @@ def attention(
     if keys is not None:
         seen = seen & keys[:, None, None, :]
     scores = jnp.where(seen, scores, -jnp.inf)
-    o = jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(scores, axis=-1), value)
-    o = o.reshape(batch, length, -1)
+    # Divided after the product, as kernels do: the gradient of the scores then has the
+    # rounding of the outputs, which that of `jax.nn.softmax` has not.
+    most = jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))
+    p = jnp.exp(scores - most)
+    o = jnp.einsum("bnts,bsnd->bntd", p, value) / p.sum(axis=-1, keepdims=True)
+    o = o.swapaxes(1, 2).reshape(batch, length, -1)
     return _plus(o @ weights["out"], weights.get("out bias"))
 
 

@@ -19,7 +19,8 @@ class Comparison:
       name: "output", or "gradient of …".
       shape, dtype: the array's.
       error: of the layer.
-      plain_error: of the reference in plain jnp at the dtype the layer computes in.
+      plain_error: of the reference in plain jnp at the dtype the layer computes in:
+        the largest on the same inputs and on some that differ in their last bits.
       tolerance: the most that `error` may be.
     """
 

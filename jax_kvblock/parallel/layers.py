@@ -7,13 +7,14 @@ A layer is a pytree of weights that is called. Its attention runs inside a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jax_kvblock.attention import dropout
 from jax_kvblock.attention.flash import flash_attention
@@ -23,6 +24,7 @@ from jax_kvblock.core.checks import (
     check_positive,
     show,
 )
+from jax_kvblock.core.spmd import reshard
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.parallel.context import attend_as
 from jax_kvblock.parallel.layer_config import AttentionConfig, AttentionPatterns
@@ -352,34 +354,44 @@ def _attend(
     mask: Any,
     seed: SeedLike,
 ) -> jax.Array:
-    window = None if config.window is None else (config.window, None)
-    options: dict[str, Any] = {
-        "causal": config.is_causal,
-        "window": window,
-        "softcap": config.softcap,
-        "scale": config.scale,
-        "implementation": config.implementation,
-        "dropout_rate": 0.0 if seed is None else config.dropout,
-    }
-
-    def segments(mask: Any) -> Any:
-        return None if mask is None else (jnp.ones_like(mask), mask)
-
+    rate = 0.0 if seed is None else config.dropout
     if mesh is None:
-        options["dropout_seed"] = seed
-        return flash_attention(q, k, v, segment_ids=segments(mask), **options)
-    ring = config.pattern is AttentionPatterns.RING
-    where = "context_parallel_attention"
+        options = _options(config, rate)
+        ids = _segments(mask)
+        return flash_attention(q, k, v, segment_ids=ids, dropout_seed=seed, **options)
     dropout_keys = None
     if seed is not None:
         size = (q.shape[0], q.shape[2])  # of all devices
-        words = dropout.check_seed(where, seed, *size)
-        if options["dropout_rate"]:
+        words = dropout.check_seed(_OVER_MESH, seed, *size)
+        if rate:
             dropout_keys = dropout.keys_of(words, *size)
+    rows = _rows(config)
+    heads = PartitionSpec(*rows, config.head_axis)
+    keys = PartitionSpec(config.batch_axis, config.head_axis)
+    specs = (heads, heads, heads, rows, keys)
+    given = (q, k, v, mask, dropout_keys)
+    cut = (reshard(x, spec, mesh) for spec, x in zip(specs, given, strict=True))
+    out = _attend_over(config, mesh, rate, specs, *cut)
+    return reshard(out, rows, mesh)  # heads are whole again, for what is made of them
+
+
+_OVER_MESH = "context_parallel_attention"
+
+
+# One program, also outside of jit: each call would compile a `shard_map` again.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3), inline=True)
+def _attend_over(
+    config: AttentionConfig,
+    mesh: Mesh,
+    rate: float,
+    specs: tuple[PartitionSpec, ...],
+    *arrays: Any,
+) -> jax.Array:
+    ring = config.pattern is AttentionPatterns.RING
 
     def local(q: Any, k: Any, v: Any, mask: Any, dropout_keys: Any) -> Any:
         return attend_as(
-            where,
+            _OVER_MESH,
             q,
             k,
             v,
@@ -387,31 +399,26 @@ def _attend(
             strategy="ring" if ring else config.strategy,
             layout=config.layout,
             compiler_options=config.compiler_options,
-            segment_ids=segments(mask),
+            segment_ids=_segments(mask),
             dropout_keys=dropout_keys,
-            **options,
+            **_options(config, rate),
         )
 
-    rows = _rows(config)
-    heads = PartitionSpec(*rows, config.head_axis)
-    keys = PartitionSpec(config.batch_axis, config.head_axis)
-    specs = (heads, heads, heads, rows, keys)
-    given = (q, k, v, mask, dropout_keys)
-    out = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=heads)(
-        *(_cut(mesh, spec, x) for spec, x in zip(specs, given, strict=True))
-    )
-    return _cut(mesh, rows, out)  # heads are whole again, for what is made of them
+    over = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    return over(*arrays)
 
 
-def _cut(mesh: Mesh, spec: PartitionSpec, x: Any) -> Any:
-    """On explicit axes an array is cut as `jax.shard_map` wants it; None stays."""
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    if x is None or AxisType.Explicit not in kinds.values():
-        return x
+def _options(config: AttentionConfig, rate: float) -> dict[str, Any]:
+    window = None if config.window is None else (config.window, None)
+    return {
+        "causal": config.is_causal,
+        "window": window,
+        "softcap": config.softcap,
+        "scale": config.scale,
+        "implementation": config.implementation,
+        "dropout_rate": rate,
+    }
 
-    def explicit(axes: Any) -> tuple[Any, ...]:
-        each = axes if isinstance(axes, tuple) else (axes,)
-        return tuple(axis for axis in each if kinds.get(axis) == AxisType.Explicit)
 
-    spec = PartitionSpec(*map(explicit, spec))
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+def _segments(mask: Any) -> Any:
+    return None if mask is None else (jnp.ones_like(mask), mask)

@@ -287,7 +287,7 @@ def _fitted(x: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
         slope = (apart * x).sum(-1) / jnp.maximum(jnp.square(apart).sum(-1), 1)
         slope = jnp.maximum(slope, 0)
         line = x.mean(-1) - slope * mean
-        best, _ = better(best, slope.astype(SHARE), line.astype(SHARE))
+        best, _ = better(best, _near(slope), _near(line))
         return best, None
 
     nothing = jnp.zeros_like(low, SHARE)
@@ -309,9 +309,14 @@ def _above(x: jax.Array) -> jax.Array:
     return -_below(-x)
 
 
+def _near(x: jax.Array) -> jax.Array:
+    """The nearest bfloat16: XLA leaves out conversions there and back, if it is let."""
+    return jax.lax.reduce_precision(x, 8, 7).astype(SHARE)
+
+
 def _below(x: jax.Array) -> jax.Array:
     """The nearest bfloat16 that is not larger."""
-    near = x.astype(SHARE)
+    near = _near(x)
     return jnp.where(near.astype(x.dtype) > x, jnp.nextafter(near, -jnp.inf), near)
 
 

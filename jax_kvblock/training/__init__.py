@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax_kvblock.training.compiled import Products, count_products
 from jax_kvblock.training.config import FP8Config, FP8Format
-from jax_kvblock.training.product import fp8_dot, fp8_dot_general
+from jax_kvblock.training.product import fp8_dot, fp8_dot_general, fp8_norm_dot
 from jax_kvblock.training.scaling import Fp8Scaling
 from jax_kvblock.training.step import Fp8Report, Fp8State, Fp8Training, fp8_training
 
@@ -44,6 +44,7 @@ __all__ = [
     "fp8_dot",
     "fp8_dot_general",
     "fp8_layers",
+    "fp8_norm_dot",
     "fp8_training",
 ]
 

@@ -14,28 +14,39 @@ if TYPE_CHECKING:
 
 
 class Narrow(NamedTuple):
-    """An array in 8 bits, in the order that it has; a matrix also in the other order.
+    """An array in 8 bits, in the order that it has, in the other one, or in both.
 
-    Tensor cores of 8 bits (cuBLASLt on Hopper) want both operands with the contracted
-    axis innermost, and an array that takes part in two products is contracted along
-    another axis in each. XLA transposes where it has to; the kernel casts into both.
+    Its axes are of two groups, those of rows and those of columns: a matrix has one of
+    each. Tensor cores of 8 bits (cuBLASLt on Hopper) want both operands with the
+    contracted axes innermost, and an array that takes part in two products is
+    contracted along another group in each. XLA transposes where it has to; the kernel
+    casts into both orders.
     """
 
-    codes: Float[jax.Array, "..."] | None
-    transposed: Float[jax.Array, "N M"] | None
+    codes: Float[jax.Array, "*rows *columns"] | None
+    transposed: Float[jax.Array, "*columns *rows"] | None
     scale: Float[jax.Array, ""]  # float32: what numbers were multiplied by
 
     def contracted(self, axes: tuple[int, ...]) -> tuple[jax.Array, tuple[int, ...]]:
         """The codes to contract along these axes, and which of theirs those are."""
-        if axes == (0,) and self.transposed is not None:
-            return self.transposed, (1,)
+        if self.transposed is not None and are_first(axes):
+            ndim = self.transposed.ndim
+            return self.transposed, tuple(range(ndim - len(axes), ndim))
         assert self.codes is not None
         return self.codes, axes
 
 
+def are_first(axes: tuple[int, ...]) -> bool:
+    """Whether these are an array's first axes, in order."""
+    return axes == tuple(range(len(axes)))
+
+
 def largest_size(x: jax.Array) -> jax.Array:
     """float32: the largest |x|; NaN where one is, 0 of nothing."""
-    return jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
+    # By their bits: on CPUs XLA's maximum of some 40,000 floats passes over NaN (jax
+    # 0.10.2). Its bits are above those of infinity.
+    bits = jax.lax.bitcast_convert_type(jnp.abs(x.astype(jnp.float32)), jnp.int32)
+    return jax.lax.bitcast_convert_type(jnp.max(bits, initial=0), jnp.float32)
 
 
 def narrow(x: jax.Array, scale: jax.Array, form: FP8Format) -> tuple[Narrow, jax.Array]:

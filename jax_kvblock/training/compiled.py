@@ -31,11 +31,14 @@ def count_products(compiled: Any) -> Products:
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, or its text.
 
+    Raises:
+      TypeError: it is not compiled: a function, or one that is only lowered.
+
     Example:
       >>> step = training.train_step.lower(state, batch).compile()
       >>> assert count_products(step).narrow == 3 * number_of_layers
     """
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    text = _text(compiled)
     narrow = wide = 0
     for target in _LIBRARY.findall(text):
         if target.endswith("$f8"):
@@ -50,3 +53,15 @@ def count_products(compiled: Any) -> Products:
             else:
                 wide += 1
     return Products(narrow, wide)
+
+
+def _text(compiled: Any) -> str:
+    """The HLO text of a compiled program; any other has no products to count."""
+    as_text = getattr(compiled, "as_text", None)
+    text = as_text() if callable(as_text) else compiled
+    if not isinstance(text, str) or "HloModule" not in text:
+        raise TypeError(
+            "count_products: compiled must be a compiled program or its HLO text, got "
+            f"{type(compiled).__name__}; pass jax.jit(f).lower(*arguments).compile()"
+        )
+    return text

@@ -68,9 +68,9 @@ class FP8Config:
         twice and never too large for its scale (both as in Transformer Engine).
       history: with delayed scaling, how many steps are looked back on.
       margin: halvings of every scale: room for sizes that grow from step to step.
-      implementation: who casts: "cuda", the kernel that writes both orders of a matrix
-        and finds its largest size in one pass (matrices whose sizes are multiples of
-        16); "xla", or None, which is the same until the kernel has been measured.
+      implementation: who casts: "cuda", the kernel that writes both orders of an array
+        and finds its largest size in one pass (rows and columns that are multiples of
+        16); "xla"; or None, the kernel where it serves, on NVIDIA GPUs.
       skip_saturated: True skips a step of the optimizer in which numbers were too large
         for their delayed scale, as those that are not finite always are. False takes
         it: such numbers became the largest one.
@@ -132,6 +132,18 @@ class FP8Config:
         forward, backward = self.forward_format, self.backward_format
         assert isinstance(forward, FP8Format) and isinstance(backward, FP8Format)
         return forward, forward, backward
+
+
+def checked_config(where: str, config: Any) -> FP8Config:
+    """The config itself, or the default one for None."""
+    if config is None:
+        return FP8Config()
+    if not isinstance(config, FP8Config):
+        raise TypeError(
+            f"{where}: config must be an FP8Config, got {shown(config)}; make one, for "
+            "example FP8Config('e4m3')"
+        )
+    return config
 
 
 def _format(where: str, name: str, value: Any) -> FP8Format:

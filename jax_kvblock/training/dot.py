@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.training import primitive
-from jax_kvblock.training.cast import Narrow, largest_size, narrow
+from jax_kvblock.training.cast import Narrow, are_first, largest_size, narrow
 from jax_kvblock.training.config import FP8Config
 from jax_kvblock.training.scaling import Fp8Scaling, report_of, scale_for
 
@@ -21,6 +23,9 @@ from jax_kvblock.training.scaling import Fp8Scaling, report_of, scale_for
 # HIGHEST. Forward that is what others train with, too; gradients add up in full.
 _FORWARD = jax.lax.Precision.DEFAULT
 _BACKWARD = jax.lax.Precision.HIGHEST
+
+# Rows, columns or terms of a product, and numbers of both its operands, that are few.
+_FEW, _SMALL = 64, 2**14
 
 Axes = tuple[int, ...]
 
@@ -31,6 +36,8 @@ class Dot:
 
     Attributes:
       config: formats and scaling.
+      kernel: whether the kernel casts, and refuses what it does not serve ("cuda"),
+        casts what it serves (None), or is left alone ("xla").
       left, right: the contracted axes of both arrays, pair by pair.
       dtype: of the result.
       types: of the arrays, for the dtypes and shardings of their gradients.
@@ -43,6 +50,7 @@ class Dot:
     dtype: np.dtype
     types: tuple[Any, Any] = (None, None)
     sharding: Any = None
+    kernel: str | None = "xla"
 
     @property
     def left_free(self) -> Axes:
@@ -68,24 +76,41 @@ def multiply(
 def _multiply(
     dot: Dot, x: jax.Array, w: jax.Array, scaling: Fp8Scaling | None
 ) -> jax.Array:
-    return _forward(dot, x, w, scaling)[0]
+    x8, _ = narrowed(dot, x, scaling, 0, orders=("codes",))
+    return result(dot, x8, w, scaling)
+
+
+def result(dot: Dot, x8: Narrow, w: jax.Array, scaling: Fp8Scaling | None) -> jax.Array:
+    """The product, where there will be no gradient."""
+    w8, _ = narrowed(dot, w, scaling, 1, orders=("transposed",))
+    return _product(dot, x8, w8)
 
 
 def _forward(
     dot: Dot, x: jax.Array, w: jax.Array, scaling: Fp8Scaling | None
 ) -> tuple[jax.Array, Any]:
-    """The product; what both products of its gradient need, in 8 bits."""
-    x8, x_size = _narrowed(dot.config, x, scaling, 0)
-    w8, w_size = _narrowed(dot.config, w, scaling, 1)
-    out = _contract(x8, dot.left, w8, dot.right, _FORWARD, dot.sharding)
+    return forward(dot, narrowed(dot, x, scaling, 0), w, scaling)
+
+
+def forward(
+    dot: Dot, inputs: tuple[Narrow, jax.Array], w: jax.Array, scaling: Fp8Scaling | None
+) -> tuple[jax.Array, Any]:
+    """The product; what both products of its gradient need, in 8 bits.
+
+    Inputs are there in both orders, beside their largest size.
+    """
+    x8, x_size = inputs
+    w8, w_size = narrowed(dot, w, scaling, 1)
+    out = _product(dot, x8, w8)
     # Where both orders are there, gradients need the other one of each.
     x8, w8 = _only(x8, dot.left_free), _only(w8, dot.right_free)
-    return out.astype(dot.dtype), (x8, w8, scaling, x_size, w_size)
+    return out, (x8, w8, scaling, x_size, w_size)
 
 
-def _backward(dot: Dot, kept: Any, d_out: jax.Array) -> Any:
+def backward(dot: Dot, kept: Any, d_out: jax.Array) -> Any:
+    """The gradients of both arrays, and the report, of what `forward` kept."""
     x8, w8, scaling, x_size, w_size = kept
-    g8, size = _narrowed(dot.config, d_out, scaling, 2)
+    g8, size = narrowed(dot, d_out, scaling, 2)
     of_x = tuple(range(len(dot.left_free)))
     of_w = tuple(range(len(of_x), d_out.ndim))
     # Axes of a product: those of its first operand, then those of its second.
@@ -104,30 +129,42 @@ def _backward(dot: Dot, kept: Any, d_out: jax.Array) -> Any:
     return d_x, d_w, Fp8Scaling(report, jnp.zeros_like(scaling.history))
 
 
-_multiply.defvjp(_forward, _backward)
+_multiply.defvjp(_forward, backward)
 
 
-def _narrowed(
-    config: FP8Config, x: jax.Array, scaling: Fp8Scaling | None, role: int
+def _product(dot: Dot, x8: Narrow, w8: Narrow) -> jax.Array:
+    return _contract(x8, dot.left, w8, dot.right, dot.dtype, _FORWARD, dot.sharding)
+
+
+def narrowed(
+    dot: Dot,
+    x: jax.Array,
+    scaling: Fp8Scaling | None,
+    role: int,
+    orders: Sequence[str] = primitive.ORDERS,
 ) -> tuple[Narrow, jax.Array]:
-    """An array in 8 bits, and the largest size in it."""
-    form = config.formats[role]
+    """An array in 8 bits, and the largest size in it; `orders` are the kernel's."""
+    form = dot.config.formats[role]
     if scaling is None:
         size = largest_size(x)
-        scale = scale_for(size, form.max, config.margin)
+        scale = scale_for(size, form.max, dot.config.margin)
         # Nobody reports sizes here: an infinity must not become a number.
         scale = jnp.where(jnp.isfinite(size), scale, jnp.nan)
     else:
         scale = scaling.scale[role]
-    run = primitive.narrow if config.implementation == "cuda" else narrow
-    return run(x, scale, form)
+    # Axes of rows: those of inputs and gradients that are not contracted forward, and
+    # those of weights that are.
+    split = len(dot.right) if role == 1 else len(dot.left_free)
+    if dot.kernel == "xla" or not 0 < split < x.ndim:
+        return narrow(x, scale, form)
+    return primitive.narrow(x, scale, form, split, orders, dot.kernel == "cuda")
 
 
 def _only(x: Narrow, axes: Axes) -> Narrow:
-    """Of a matrix in both orders, the one to contract along these axes."""
+    """Of an array in both orders, the one to contract along these axes."""
     if x.transposed is None:
         return x
-    return x._replace(codes=None) if axes == (0,) else x._replace(transposed=None)
+    return x._replace(codes=None) if are_first(axes) else x._replace(transposed=None)
 
 
 def _gradient(
@@ -141,9 +178,20 @@ def _gradient(
         sharding = NamedSharding(sharding.mesh, turned)
     else:
         sharding = None
-    made = _contract(a, left, b, right, _BACKWARD, sharding)
+    made = _contract(a, left, b, right, like.dtype, _BACKWARD, sharding)
     back = tuple(order.index(i) for i in range(like.ndim))
-    return jnp.transpose(made, back).astype(like.dtype)
+    return jnp.transpose(made, back)
+
+
+def _is_small(x: jax.Array, left: Axes, y: jax.Array, right: Axes) -> bool:
+    """Whether XLA may multiply number by number, as it does for a single row.
+
+    It would do that in float16, which does not hold 448 * 448. What it hands to tensor
+    cores has no such bound. A device of a mesh may have a part of what is seen here.
+    """
+    inner = math.prod(x.shape[i] for i in left)
+    rows, columns = x.size // max(1, inner), y.size // max(1, inner)
+    return min(rows, columns, inner) <= _FEW or (rows + columns) * inner <= _SMALL
 
 
 def _contract(
@@ -151,17 +199,26 @@ def _contract(
     left: Axes,
     b: Narrow,
     right: Axes,
+    dtype: Any,
     precision: jax.lax.Precision,
     sharding: Any,
 ) -> jax.Array:
-    """The product in float32, the scales taken out."""
+    """The product in this dtype, the scales taken out.
+
+    It is added up in float32 and rounded once. Scales are powers of two, so that taking
+    them out of what is bfloat16 already rounds nothing more; float16 does not hold what
+    is still scaled.
+    """
     (x, left), (y, right) = a.contracted(left), b.contracted(right)
+    made: Any = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    if _is_small(x, left, y, right):
+        x, y, made = x.astype(jnp.float32), y.astype(jnp.float32), jnp.float32
     out = jax.lax.dot_general(
         x,
         y,
         ((left, right), ((), ())),
         precision=precision,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=made,
         out_sharding=sharding,
     )
-    return out * (1 / (a.scale * b.scale))
+    return (out * (1 / (a.scale * b.scale)).astype(made)).astype(dtype)

@@ -9,8 +9,8 @@ import jax
 from flax import nnx
 
 from jax_kvblock.core.checks import plural
-from jax_kvblock.training.config import FP8Config
-from jax_kvblock.training.product import checked_config, fp8_dot_general
+from jax_kvblock.training.config import FP8Config, checked_config
+from jax_kvblock.training.product import fp8_dot_general
 from jax_kvblock.training.scaling import Fp8Scaling
 
 

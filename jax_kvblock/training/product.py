@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock.core.checks import as_array, show
+from jax_kvblock.core import ffi
+from jax_kvblock.core.checks import as_array, show, shown
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.training import units
-from jax_kvblock.training.config import FP8Config
+from jax_kvblock.training.config import FP8Config, checked_config
 from jax_kvblock.training.dot import Dot, multiply
+from jax_kvblock.training.norm import norm_multiply
 from jax_kvblock.training.scaling import Fp8Scaling, check_scaling
 
 if TYPE_CHECKING:
@@ -69,6 +71,77 @@ def fp8_dot(
     check_scaling(where, scaling, config)
     units.served_by(where)
     return _product(config, x, w, (x.ndim - 1,), (0,), scaling, x.dtype, out_sharding)
+
+
+def fp8_norm_dot(
+    x: Float[ArrayIn, "*rows K"],
+    gamma: Float[ArrayIn, " K"],
+    w: Float[ArrayIn, "K N"],
+    scaling: Fp8Scaling | None = None,
+    config: FP8Config | None = None,
+    *,
+    residual: Float[ArrayIn, "*rows K"] | None = None,
+    eps: float = 1e-6,
+    out_sharding: Any = None,
+) -> Float[jax.Array, "*rows N"] | tuple[jax.Array, jax.Array]:
+    """RMSNorm of x, or of `x + residual`, and `fp8_dot` of it: a block's first product.
+
+    Rows are divided by the root of their mean square, multiplied by gamma and rounded
+    to 8 bits, all in float32: what is normed is never rounded to x's dtype, and never
+    stored. With `FP8Config(implementation="cuda")` and delayed scaling one kernel does
+    it, sum included, and reads x once. Several products of one normed array take their
+    weights in one: `jnp.concatenate([w_q, w_k, w_v], 1)`.
+
+    Args:
+      x: `[..., K]`, bfloat16, float16 or float32.
+      gamma: `[K]`, of any of these.
+      w: `[K, N]`, of any of these.
+      scaling, config, out_sharding: as for `fp8_dot`; the scale of inputs is that of
+        what is normed.
+      residual: what is added to x first, in x's shape and dtype. The sum is rounded to
+        that dtype, and it is the rounded one that is normed, forward and backward.
+      eps: what is added to mean squares.
+
+    Returns:
+      `[..., N]` in x's dtype; with a residual `(that, x + residual)`.
+
+    Raises:
+      TypeError, ValueError: a shape, a dtype, eps or the scaling does not fit.
+      RuntimeError: as for `fp8_dot`.
+
+    Example:
+      >>> h, x = fp8_norm_dot(attended, gamma, w_up, scaling, residual=x)
+    """
+    where = "fp8_norm_dot"
+    given = {"x": x, "gamma": gamma, "w": w}
+    given |= {} if residual is None else {"residual": residual}
+    arrays = {name: as_array(where, name, a) for name, a in given.items()}
+    _check_dtypes(where, **arrays)
+    x, gamma, w = (arrays[name] for name in ("x", "gamma", "w"))
+    inner = x.shape[-1:]
+    if x.ndim < 1 or w.ndim != 2 or not inner == gamma.shape == w.shape[:1]:
+        raise ValueError(
+            f"{where}: x, gamma and w must be [..., K], [K] and [K, N], got {show(x)}, "
+            f"{show(gamma)} and {show(w)}"
+        )
+    other = arrays.get("residual")
+    if other is not None and (other.shape, other.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"{where}: residual must be of x's shape and dtype, got {show(other)} for "
+            f"{show(x)}"
+        )
+    if isinstance(eps, bool) or not isinstance(eps, (int, float, np.number)):
+        raise TypeError(f"{where}: eps must be a number, got {shown(eps)}")
+    if not (eps >= 0 and math.isfinite(eps)):
+        raise ValueError(f"{where}: eps must be finite and at least 0, got {eps!r}")
+    config = checked_config(where, config)
+    check_scaling(where, scaling, config)
+    units.served_by(where)
+    dot = Dot(
+        config, (x.ndim - 1,), (0,), np.dtype(x.dtype),
+        sharding=out_sharding, kernel=_kernel(config),
+    )  # fmt: skip
+    return norm_multiply(dot, float(eps), x, other, gamma, w, scaling)
 
 
 def fp8_dot_general(
@@ -131,28 +204,26 @@ def _product(
     dtype: Any,
     sharding: Any,
 ) -> jax.Array:
-    if config.implementation != "cuda":
-        dot = Dot(config, left, right, np.dtype(dtype), sharding=sharding)
-        return multiply(dot, x, w, scaling)
-    # The kernel casts matrices.
-    dot = Dot(config, (1,), (0,), np.dtype(dtype))
-    x = jnp.moveaxis(x, left, range(x.ndim - len(left), x.ndim))
-    w = jnp.moveaxis(w, right, range(len(right)))
-    rows, columns = x.shape[: x.ndim - len(left)], w.shape[len(right) :]
-    inner = math.prod(w.shape[: len(right)])
-    x = x.reshape(math.prod(rows), inner)
-    out = multiply(dot, x, w.reshape(inner, math.prod(columns)), scaling)
-    return out.reshape(*rows, *columns)
+    kernel = _kernel(config)
+    inner = tuple(range(x.ndim - len(left), x.ndim)), tuple(range(len(right)))
+    if kernel == "cuda" and (left, right) != inner:
+        # It casts into two orders of an array, and these are to be those of products.
+        x = jnp.moveaxis(x, left, inner[0])
+        w = jnp.moveaxis(w, right, inner[1])
+        left, right = inner
+    if kernel is None and (left, right) != inner:
+        kernel = "xla"
+    dtype = np.dtype(dtype)
+    dot = Dot(config, left, right, dtype, sharding=sharding, kernel=kernel)
+    return multiply(dot, x, w, scaling)
 
 
-def checked_config(where: str, config: Any) -> FP8Config:
-    if config is None:
-        return FP8Config()
-    if not isinstance(config, FP8Config):
-        raise TypeError(
-            f"{where}: config must be an FP8Config, got {type(config).__name__}"
-        )
-    return config
+def _kernel(config: FP8Config) -> str | None:
+    """`Dot.kernel`, where all axes lie as the kernel wants them."""
+    if config.implementation is not None:
+        return config.implementation
+    on_cuda = ffi.platform_of(units.default_device()) == "cuda"
+    return None if on_cuda and ffi.BUILD["cuda"] else "xla"
 
 
 def _axes(where: str, name: str, x: jax.Array, axes: Any) -> tuple[int, ...]:

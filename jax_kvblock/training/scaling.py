@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock.training.config import FP8Config
+from jax_kvblock.core.checks import as_int, show, shown
+from jax_kvblock.training.config import FP8Config, checked_config
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -51,13 +53,23 @@ class Fp8Scaling:
 
     @classmethod
     def create(
-        cls, config: FP8Config | None = None, layers: tuple[int, ...] = ()
+        cls, config: FP8Config | None = None, layers: Sequence[int] = ()
     ) -> Fp8Scaling:
-        """Scales to begin with, and an empty history; `layers` are leading axes."""
-        config = FP8Config() if config is None else config
+        """Scales to begin with, and an empty history.
+
+        Args:
+          config: that of the product.
+          layers: the leading axes of stacked layers, `(12,)` for twelve.
+
+        Raises:
+          TypeError, ValueError: config or layers is something else.
+        """
+        where = "Fp8Scaling.create"
+        config = checked_config(where, config)
+        axes = _checked_layers(where, layers)
         return cls(
-            jnp.broadcast_to(jnp.array(_FIRST, jnp.float32), (*layers, 3)),
-            jnp.zeros((*layers, 3, config.history), jnp.float32),
+            jnp.broadcast_to(jnp.array(_FIRST, jnp.float32), (*axes, 3)),
+            jnp.zeros((*axes, 3, config.history), jnp.float32),
         )
 
     def sizes(self, report: Fp8Scaling, config: FP8Config) -> jax.Array:
@@ -77,8 +89,17 @@ class Fp8Scaling:
           report: the cotangent of these scales, from `jax.grad`; that of several
             batches or devices is their sum, not their mean.
           config: that of the products.
+
+        Raises:
+          TypeError: report or config is something else.
         """
-        config = FP8Config() if config is None else config
+        where = "Fp8Scaling.update"
+        config = checked_config(where, config)
+        if not isinstance(report, Fp8Scaling):
+            raise TypeError(
+                f"{where}: report must be an Fp8Scaling, got {show(report)}; pass what "
+                "jax.grad gives with respect to these scales"
+            )
         sizes = self.sizes(report, config)[..., None]
         moved = jnp.concatenate([sizes, self.history[..., :-1]], -1)
         used = jnp.any(report.scale != 0, -1)[..., None, None]
@@ -146,3 +167,31 @@ def check_scaling(where: str, scaling: Any, config: FP8Config) -> None:
             f"{list(got[0])} and {list(got[1])}; {fix}, and scan or vmap over the "
             "scales of stacked layers"
         )
+    check_floats(where, "scaling", scaling)
+
+
+def check_floats(where: str, name: str, scaling: Fp8Scaling) -> None:
+    """Whether scales have the dtype that they are made in."""
+    for part in ("scale", "history"):
+        array = getattr(scaling, part)
+        if array.dtype != jnp.float32:
+            raise TypeError(
+                f"{where}: {name} must be float32, got {show(array)} as {part}; "
+                "restore it as Fp8Scaling.create(config) gives it"
+            )
+
+
+def _checked_layers(where: str, layers: Any) -> tuple[int, ...]:
+    if isinstance(layers, Sequence):
+        axes = tuple(axis for axis in map(as_int, layers) if axis is not None)
+        if len(axes) == len(layers) and all(axis >= 0 for axis in axes):
+            return axes
+    elif as_int(layers) is not None:
+        raise TypeError(
+            f"{where}: layers must be a tuple of integers, got {shown(layers)}; pass "
+            f"({layers},)"
+        )
+    raise TypeError(
+        f"{where}: layers must be a tuple of integers of at least 0, got "
+        f"{shown(layers)}; pass the leading axes of the stacked weights"
+    )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from jax_kvblock.core.checks import show
 from jax_kvblock.training import scaling as scales
-from jax_kvblock.training.config import FP8Config
-from jax_kvblock.training.product import checked_config
+from jax_kvblock.training.config import FP8Config, checked_config
 from jax_kvblock.training.scaling import Fp8Scaling
 
 if TYPE_CHECKING:
@@ -127,6 +127,7 @@ def fp8_training(
         return Fp8State(params, scalings, opt_state, *counts)
 
     def train_step(state: Fp8State, batch: Any) -> tuple[Fp8State, Fp8Report]:
+        _check_state("train_step", state, config)
         differentiate = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=has_aux)
         value, found = differentiate(state.params, state.scalings, batch)
         loss, aux = value if has_aux else (value, None)
@@ -173,15 +174,35 @@ def apply(
 
 
 def check_optimizer(where: str, optimizer: Any) -> None:
-    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+    made = not isinstance(optimizer, type)
+    own = (getattr(optimizer, name, None) for name in ("init", "update"))
+    if not made or not all(map(callable, own)):
+        got = type(optimizer).__name__ if made else f"the class {optimizer.__name__}"
         raise TypeError(
             f"{where}: optimizer must have init and update, as optax's transformations "
-            f"have, got {type(optimizer).__name__}; pass optax.adamw(1e-3), for example"
+            f"have, got {got}; pass optax.adamw(1e-3), for example"
         )
 
 
 def _is_scaling(x: Any) -> bool:
     return isinstance(x, Fp8Scaling)
+
+
+def _check_state(where: str, state: Any, config: FP8Config) -> None:
+    """Whether a state may be one that `init` made, or one like it that was restored."""
+    if not isinstance(state, Fp8State):
+        raise TypeError(
+            f"{where}: state must be an Fp8State, got {type(state).__name__}; "
+            "init(params, scalings) makes one"
+        )
+    _check_scalings(where, state.scalings, config)
+    for name in ("steps", "overflows", "saturated"):
+        count = jax.typeof(getattr(state, name))
+        if count.shape or count.dtype != jnp.int32:
+            raise TypeError(
+                f"{where}: state.{name} must be int32[], got {show(count)}; restore it "
+                "in the shapes and dtypes of init(params, scalings)"
+            )
 
 
 def _check_scalings(where: str, scalings: Any, config: FP8Config) -> None:
@@ -203,6 +224,7 @@ def _check_scalings(where: str, scalings: Any, config: FP8Config) -> None:
             "pass Fp8Scaling.create(config), or FP8Config(scaling='current')"
         )
     for x in found:
+        scales.check_floats(where, "scalings", x)
         if x.history.shape != (*x.scale.shape, config.history):
             raise ValueError(
                 f"{where}: scalings must have a history of {config.history} steps, got "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -13,9 +14,8 @@ from flax import nnx
 
 from jax_kvblock.core.checks import show
 from jax_kvblock.training import units
-from jax_kvblock.training.config import FP8Config, FP8Format
+from jax_kvblock.training.config import FP8Config, FP8Format, checked_config
 from jax_kvblock.training.nnx import Fp8Variable, convert_model_to_fp8, fp8_layers
-from jax_kvblock.training.product import checked_config
 from jax_kvblock.training.step import Fp8State, Optimizer, apply, check_optimizer
 
 
@@ -90,7 +90,7 @@ class FP8TrainingEngine:
         self._differentiate = jax.jit(
             functools.partial(_differentiate, self._loss_fn), static_argnums=0
         )
-        self._apply = jax.jit(functools.partial(_apply, self.config), static_argnums=0)
+        self._apply: Any = None  # jitted for the optimizer when that is known
 
     def setup_fp8_training(self) -> None:
         """Looks for units of 8 bits and converts the model; once.
@@ -182,6 +182,7 @@ class FP8TrainingEngine:
         """
         where = "FP8TrainingEngine.optimizer_step"
         self._check_is_set_up(where)
+        check_optimizer(where, optimizer)
         if self._pending is None:
             raise RuntimeError(
                 f"{where}: there are no gradients; call training_step first"
@@ -193,7 +194,7 @@ class FP8TrainingEngine:
             grads = jax.tree.map(lambda x: x / pending.calls, grads)
         state = self.state.training
         with jax.default_device(self._device):
-            made = self._apply(optimizer, state, pending.loss, grads, reports)
+            made = self._apply(state, pending.loss, grads, reports)
         state, applied, _ = made
         if applied:
             self._pending = None
@@ -244,22 +245,15 @@ class FP8TrainingEngine:
 
         Raises:
           RuntimeError: no optimizer is known.
-          ValueError: it is a state of something else.
+          ValueError, TypeError: it is a state of something else, or one with arrays of
+            other shapes or dtypes.
         """
         where = "FP8TrainingEngine.restore"
         if self._optimizer is None:
             raise RuntimeError(
                 f"{where}: there is no optimizer yet; call begin(optimizer) first"
             )
-        own: Any = jax.tree.map(jnp.shape, self.state)
-        given: Any = jax.tree.map(jnp.shape, state)
-        trees: Any = [jax.tree.structure(tree) for tree in (own, given)]
-        if trees[0] != trees[1] or own != given:
-            raise ValueError(
-                f"{where}: state must be one of this model and optimizer, as "
-                f"begin(optimizer) gives it, got {type(state).__name__} with other "
-                "arrays"
-            )
+        _check_like(where, self.state, state)
         self._drop()
         self._take(state.training)
         nnx.update(self.model, state.variables)
@@ -301,6 +295,7 @@ class FP8TrainingEngine:
         if self._optimizer is None:
             self._opt_state = optimizer.init(_split(self.model)[1])
             self._optimizer = optimizer
+            self._apply = jax.jit(functools.partial(apply, optimizer, self.config))
         elif optimizer is not self._optimizer:
             raise ValueError(
                 f"{where}: optimizer must be the one of the steps before, whose state "
@@ -327,8 +322,14 @@ def create_fp8_trainer(
     Raises:
       TypeError, ValueError: see `FP8Config` and `FP8TrainingEngine`.
     """
-    names = {"loss_fn", "exclude"} & options.keys()
-    own = {name: options.pop(name) for name in names}
+    where, of_engine = "create_fp8_trainer", ("exclude", "loss_fn")
+    of_config = [field.name for field in dataclasses.fields(FP8Config)[2:]]
+    if strange := options.keys() - {*of_engine, *of_config}:
+        known = ", ".join(sorted((*of_engine, *of_config)))
+        raise TypeError(
+            f"{where}: options must be of {known}, got {min(strange)!r}; leave it out"
+        )
+    own = {name: options.pop(name) for name in of_engine if name in options}
     config = FP8Config(forward_format, backward_format, **options)
     return FP8TrainingEngine(model, config, device=device, **own)
 
@@ -380,6 +381,26 @@ def _split(model: nnx.Module) -> Any:
     return graph, *jax.tree.map(lambda x: x, states)
 
 
+def _check_like(where: str, own: FP8TrainerState, given: Any) -> None:
+    """Whether a state has the arrays of another, in their shapes and dtypes."""
+    fix = "restore it as begin(optimizer) gives it"
+    flat: Any = map(jax.tree_util.tree_flatten_with_path, (own, given))
+    (ours, tree), (theirs, other) = flat
+    if tree != other:
+        raise ValueError(
+            f"{where}: state must be one of this model and optimizer, got "
+            f"{type(given).__name__} with other arrays; {fix}"
+        )
+    for (path, *leaves), (_, leaf) in zip(ours, theirs, strict=True):
+        x, y = (a if hasattr(a, "dtype") else jnp.asarray(a) for a in (*leaves, leaf))
+        same = x.shape == y.shape, x.dtype == y.dtype
+        if not all(same):
+            raise (TypeError if same[0] else ValueError)(
+                f"{where}: state{jax.tree_util.keystr(path)} must be {show(x)}, got "
+                f"{show(y)}; {fix}"
+            )
+
+
 def _without_keys(variables: Any) -> Any:
     """What goes back where a step is skipped: a key is never used twice."""
     return nnx.filter_state(variables, nnx.Not(nnx.RngState))
@@ -398,7 +419,3 @@ def _differentiate(
     differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)
     (loss, variables), found = differentiate(params, scalings)
     return loss, found, variables
-
-
-def _apply(config: FP8Config, optimizer: Any, *state: Any) -> Any:
-    return apply(optimizer, config, *state)

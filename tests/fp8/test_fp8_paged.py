@@ -156,6 +156,7 @@ def hold(x: Problem, who: str | None, out: np.ndarray, lse: np.ndarray) -> None:
     np.testing.assert_allclose(lse, lse_is, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name, who):
     x = Problem(CASES[name])

@@ -89,6 +89,7 @@ def alike(x: QuantizedQKV, y: QuantizedQKV) -> None:
         assert off < 2e-3
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @by_config
 def test_every_config(name, dtype, quantized_by, rng):

@@ -77,7 +77,40 @@ def test_right_layers_of_attention_pass(name):
     assert out.shape == (2, 7, WIDTH)
     assert out.dtype == ("bfloat16" if half else "float32")
     assert (out.error > 1e-4) == half
-    assert out.tolerance >= 4 * float(jnp.finfo(out.dtype).eps)
+    eps = float(jnp.finfo(out.dtype).eps)
+    assert 4 * eps <= out.tolerance <= 100 * eps
+
+
+# Where one draw of plain jnp's roundings is lucky, on x86: the first three are 1.08,
+# 1.28 and 1.68 times what four times its error on these inputs alone would allow. The
+# last two are 0.78 and 0.90 of what eight draws allow if the softmax divides.
+UNEVEN = [
+    ("ours", 64),
+    ("ours, causal, one key head, no bias", 523),
+    ("flax's", 837),
+    ("ours, causal, one key head, no bias", 1789),
+    ("flax's with ours", 2642),
+]
+
+
+@pytest.mark.parametrize(("name", "seed"), UNEVEN)
+def test_one_lucky_draw_is_not_what_is_allowed(name, seed):
+    result = attention(RIGHT[name](), seed=seed)
+    assert result.passed and result.worst < 0.7, str(result)
+
+
+def test_other_last_bits_change_nothing_that_is_compared(monkeypatch):
+    """They come of their own numbers: only what is allowed depends on them."""
+    layer = RIGHT["ours"]()
+    many = attention(layer, seed=3)
+    monkeypatch.setattr(validate, "MORE_DRAWS", 0)
+    one = attention(layer, seed=3)
+    assert [c.error for c in one.comparisons] == [c.error for c in many.comparisons]
+    pairs = [
+        (a.tolerance, b.tolerance)
+        for a, b in zip(one.comparisons, many.comparisons, strict=True)
+    ]
+    assert all(a <= b for a, b in pairs) and any(a < b for a, b in pairs)
 
 
 class Wrong(AttentionLayer):
@@ -116,6 +149,8 @@ class Wrong(AttentionLayer):
             o = o.at[1, 3].multiply(2)
         if wrong == "a hundredth of a percent":
             o *= 1.0001
+        if wrong == "a thousandth of a percent":
+            o *= 1.00001
         if wrong == "a number is none":
             o = o.at[0, 2, 5].set(jnp.nan)
         if wrong == "another shape":
@@ -132,6 +167,7 @@ MISTAKES = {  # and arrays that have to show it
     "no bias": {"output", "gradient of out bias"},
     "one row is twice as long": {"output", "gradient of the input"},
     "a hundredth of a percent": {"output"},
+    "a thousandth of a percent": {"output"},
     "a number is none": {"output"},
     "another shape": {"output"},
     "keys have no gradient": {"gradient of qkv", "gradient of the input"},
@@ -144,7 +180,12 @@ def test_wrong_layers_of_attention_fail(mistake):
     assert not result.passed and not result
     assert result.worst > 1
     failed = {c.name for c in result.failures}
-    assert failed >= MISTAKES[mistake], str(result)
+    wanted = MISTAKES[mistake]
+    if "of a percent" in mistake and jax.default_backend() == "gpu":
+        wanted = {
+            "gradient of out bias"
+        }  # products are in TF32: it is less than theirs
+    assert failed >= wanted, str(result)
     if mistake == "keys have no gradient":
         assert "output" not in failed
     assert "FAILED" in str(result) and "WRONG" in str(result)
@@ -173,7 +214,8 @@ def test_on_another_device(four_cpus, monkeypatch):
 
     monkeypatch.setattr(validate, "_as_arrays", noting)
     assert linear(OptimizedLinear(24, 8, rngs=nnx.Rngs(0)), device=device)
-    assert places == [{device}] * 6  # the layer, and two references, in two cases
+    # The layer, and two references of eight sets, in two cases.
+    assert places == [{device}] * 34
 
 
 # ---- linear --------------------------------------------------------------------------
@@ -198,13 +240,14 @@ def test_right_linear_layers_pass(level):
 
 class WrongLinear(OptimizedLinear):
     def __init__(self, mistake):
-        super().__init__(24, 8, rngs=nnx.Rngs(0))
+        level = "precise"  # a GPU's own products of float32 are rounded as much
+        super().__init__(24, 8, optimization_level=level, rngs=nnx.Rngs(0))
         self.mistake = mistake
 
     def __call__(self, x):
         kernel, bias = self.kernel[...], self.bias[...]
         if self.mistake == "rounded":
-            x = x.astype(jnp.bfloat16).astype(jnp.float32)
+            x = jax.lax.reduce_precision(x, 8, 7)  # XLA may leave out conversions
         if self.mistake == "twice the gradient":
             kernel = 2 * kernel - jax.lax.stop_gradient(kernel)
         return x @ kernel + (0 if self.mistake == "no bias" else bias)

@@ -42,6 +42,7 @@ def hold(launcher: Launcher, case: Case, backward: bool = True) -> None:
 DIMS = ((64, 64), (40, 56), (56, 24), (128, 128), (104, 72), (24, 96))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_is_right(name, launcher):
     """Each in one precision; the next test has both."""

@@ -32,6 +32,7 @@ def emulated(request, attention_library: Path):
     loaded.emulator_set_multiprocessors(3)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_every_row_is_right(name, emulated):
     run_on_host(emulated, Problem(CASES[name]))
@@ -100,6 +101,7 @@ MANY_QUERIES = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", MANY_QUERIES)
 def test_two_kernels_share_a_call(name, hopper):
     """Hopper's, with its roles, barriers and swizzled tiles, and the one for few."""

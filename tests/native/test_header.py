@@ -14,10 +14,12 @@ from append_launches import CAppend
 from attention_launches import SCALES, Attention, Backward, Call, Forward, fields
 from c_interface import SCHEDULE, TASK, CCopy, CSide, load_library
 from cast_launches import CCast
+from norm_cast_launches import CNormCast
 from paged_problems import Paged, Scales, Strides
 from quantize_launches import CArray, CQuantize
 
 import jax_kvblock
+from jax_kvblock.cache.copy_lines import FIELDS, STRIP
 from jax_kvblock.core.ffi import BUILD
 
 PACKAGE = Path(jax_kvblock.__file__).parent
@@ -25,6 +27,13 @@ INCLUDE, LIB = PACKAGE / "include", PACKAGE / "lib"
 CC = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 CXX = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 STRICT = ["-Wall", "-Wextra", "-Werror", "-pedantic"]
+
+
+class CStrip(ctypes.Structure):
+    """What `cache.copies` makes arrays of, as NumPy has it."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in FIELDS]
+
 
 needs_cc = pytest.mark.skipif(CC is None, reason="no C compiler here")
 needs_cxx = pytest.mark.skipif(CXX is None, reason="no C++ compiler here")
@@ -102,7 +111,11 @@ def compile_with(compiler: str | None, *arguments: object) -> None:
 
 @needs_cc
 @pytest.mark.parametrize(
-    "header", ["append", "attention", "block_copy", "cast", "export", "quantize"]
+    "header",
+    [
+        *("append", "attention", "block_copy", "cast", "copy_stream", "export"),
+        *("norm_cast", "quantize"),
+    ],
 )
 @pytest.mark.parametrize("standard", ["c99", "c11"])
 def test_header_is_c(standard: str, header: str, tmp_path: Path) -> None:
@@ -120,10 +133,16 @@ def test_header_is_cpp(standard: str, tmp_path: Path) -> None:
         "#include <kvblock/attention.h>\n"
         "#include <kvblock/block_copy.h>\n"
         "#include <kvblock/cast.h>\n"
+        "#include <kvblock/copy_stream.h>\n"
+        "#include <kvblock/norm_cast.h>\n"
         "#include <kvblock/quantize.h>\n"
         "const char* (*check)(const kvblock_copy*) = &kvblock_copy_check;\n"
         "const char* (*append)(const kvblock_append*, void*) = &kvblock_append_cuda;\n"
         "const char* (*cast)(const kvblock_cast*, void*) = &kvblock_cast_cuda;\n"
+        "const char* (*strips)(const kvblock_strip*, int64_t) = "
+        "&kvblock_strips_check;\n"
+        "const char* (*norm_cast)(const kvblock_norm_cast*, void*) = "
+        "&kvblock_norm_cast_cuda;\n"
         "const char* (*quantize)(const kvblock_quantize*, void*) = "
         "&kvblock_quantize_cuda;\n"
         "const char* (*run)(const kvblock_forward*, void*) = "
@@ -139,6 +158,8 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
         "kvblock_side": CSide,
         "kvblock_copy": CCopy,
         "kvblock_cast": CCast,
+        "kvblock_strip": CStrip,
+        "kvblock_norm_cast": CNormCast,
         "kvblock_attention": Call,
         "kvblock_forward": Forward,
         "kvblock_backward": Backward,
@@ -155,10 +176,13 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
             place = getattr(struct, field)
             same.append(f"offsetof({name}, {field}) == {place.offset}")
             same.append(f"sizeof((({name}*)0)->{field}) == {place.size}")
+    places = [(STRIP.fields or {})[name][1] for name in FIELDS]
+    assert places == [getattr(CStrip, name).offset for name in FIELDS]
     checks = "".join(f'_Static_assert({c}, "{c}");\n' for c in same)
     source = tmp_path / "structs.c"
-    names = ("append", "attention", "block_copy", "cast", "paged_attention", "quantize")
-    headers = (*(f"kvblock/{name}.h" for name in names), "stddef.h")
+    names = "append attention block_copy cast copy_stream norm_cast paged_attention"
+    names += " quantize"
+    headers = (*(f"kvblock/{name}.h" for name in names.split()), "stddef.h")
     included = "".join(f"#include <{header}>\n" for header in headers)
     source.write_text(included + checks)
     compile_with(CC, "-std=c11", "-fsyntax-only", source)

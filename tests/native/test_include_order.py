@@ -27,6 +27,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ops/append/": SHARED,
     "ops/block_copy/": SHARED,
     "ops/cast/": SHARED,
+    "ops/copy_stream/": SHARED,
     "ops/kernel_call/": SHARED,
     "ops/quantize/": SHARED,
     f"{ATTENTION}contract/": SHARED,

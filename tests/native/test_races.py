@@ -1,4 +1,4 @@
-"""Accesses to shared memory in attention's kernels are ordered, whoever comes first.
+"""Accesses to shared memory in kernels are ordered, whoever comes first.
 
 The emulator runs a thread until it has to wait, always in the same order, so that a
 barrier may be missing and all results right. Its race checker (emulator/races.cc) asks
@@ -29,7 +29,8 @@ pytestmark = [
 ]
 
 
-OWN = ("latent", "float32", "fp8")  # a library each
+# A library each; "cast" is in the name of another one.
+OWN = ("norm_cast", "cast", "latent", "float32", "fp8")
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +75,7 @@ def library_of(cases: str) -> str:
 
 FORWARD, LATENT = f"{HOPPER}/forward", f"{HOPPER}/latent"
 PAGE_LOADER = f"{FORWARD}/page_loader.cuh"
+CAST = "cpp/ops/cast"
 
 
 LEAVES_STEP = "BarrierArrive(SharedAddress(&shared_.step_empty[now.stage]));"
@@ -159,6 +161,34 @@ MISSING = (
         "ClusterBarrierArrive(empty, peer_);",
         "ClusterBarrierArrive(empty, peer_ ^ 1);",
         ("latent, Hopper, pairs", "a load of", "a product of warp"),
+    ),
+    Mutant(
+        "cast: nobody waits for the other warps' sizes",
+        f"{CAST}/squares.cuh",
+        "of_warps[threadIdx.x / 32] = largest;\n  __syncthreads();",
+        "of_warps[threadIdx.x / 32] = largest;",
+        ("cast, two tiles", "LargestOfCta", "LargestOfCta"),
+    ),
+    Mutant(
+        "norm: nobody waits for the other warps' sums",
+        f"{CAST}/norm_cast_kernel.cuh",
+        "  __syncthreads();\n  ClusterWait();\n",
+        "  ClusterWait();\n",
+        ("norm_cast, a CTA alone", "thread 25 reads", "thread 57 wrote"),
+    ),
+    Mutant(
+        "norm: nobody waits for the other lanes' roots",
+        f"{CAST}/norm_cast_kernel.cuh",
+        "  __syncwarp();\n",
+        "",
+        ("norm_cast, a CTA alone", "thread 1 reads", "thread 0 wrote"),
+    ),
+    Mutant(
+        "norm: one thread does not wait for what other CTAs send",
+        f"{CAST}/norm_cast_kernel.cuh",
+        "ClusterBarrierWait(",
+        "if (threadIdx.x != 255) ClusterBarrierWait(",
+        ("norm_cast, three CTAs", "NormCast", "SendFloat"),
     ),
     Mutant(
         "8 bits: V is transposed before it is there",
@@ -257,6 +287,7 @@ def mutated(root: Path) -> Path:
     return root
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mutant", MISSING, ids=lambda mutant: mutant.name)
 def test_a_missing_barrier_is_reported(mutant, compiled):
     assert mutant.fits(ROOT), f"{mutant.file} has changed"

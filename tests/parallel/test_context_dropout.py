@@ -100,6 +100,7 @@ SIMPLE = {
 }
 
 
+@pytest.mark.wide
 @table(ROWS)
 def test_any_two_options(rng, row):
     call = dropped(rng, row)

@@ -337,6 +337,7 @@ def batched(rng: np.random.Generator, row: dict[str, Any], dtype: Any = F32) -> 
     return call.replace(**{name: LENS[name] for name in row["lens"].split()})
 
 
+@pytest.mark.wide
 @table(BATCHED)
 def test_batches(rng, row):
     call = batched(rng, row)
@@ -396,6 +397,7 @@ def packed(rng: np.random.Generator, row: dict[str, Any], dtype: Any = F32) -> C
     return call.replace(**lens)
 
 
+@pytest.mark.wide
 @table(PACKED)
 def test_documents(rng, row):
     call = packed(rng, row)
@@ -445,6 +447,7 @@ by_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 by_kind = pytest.mark.parametrize("kind", [everything, documents])
 
 
+@pytest.mark.wide
 @by_cut
 @by_kind
 def test_what_lies_beyond_lengths_is_never_read(rng, cut, kind):

@@ -120,6 +120,7 @@ def lengths(rng: np.random.Generator) -> Call:
     return call.replace(q_lens=lens, kv_lens=lens[::-1])
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("most", [0, 8], ids=["float32 between parts", "joined"])
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("kind", [causal, packed, with_segments, lengths])

@@ -169,6 +169,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("name", "way", "strategy"), WAYS)
 def test_vmap_of_gradients(rng, name, way, strategy):
     make, differ, layout = MEMBERS[name]

@@ -104,6 +104,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", CASES)
 def test_every_row_is_right(name, deal):
     wide = CASES[name].get("dtype") == "float64"

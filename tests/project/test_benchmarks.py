@@ -42,8 +42,18 @@ def dropout(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 @pytest.fixture
+def fusion(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    yield from imported("bench_fusion", monkeypatch)
+
+
+@pytest.fixture
 def eight_bits(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield from imported("bench_attention_fp8", monkeypatch)
+
+
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    yield from imported("bench_training", monkeypatch)
 
 
 def imported(module: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
@@ -93,6 +103,17 @@ def test_a_small_decode_step(tmp_path: Path) -> None:
         assert rows[who, "bandwidth"] * unit == pytest.approx(read / seconds, 1e-4)
         least = read / (max(copies) * unit)
         assert rows[who, "over reading"] == pytest.approx(seconds / least, 1e-4)
+
+
+def test_small_tiers(tmp_path: Path) -> None:
+    rows = {
+        (row["case"], row["metric"]): row["value"]
+        for row in small(tmp_path, "tiers")["rows"]
+    }
+    for case in ("offload", "onboard"):
+        assert rows[f"tiers / {case}", "bandwidth"] > 0
+        assert rows[f"tiers / {case}, beside steps", "bandwidth"] > 0
+    assert rows["copies / to device, layer by layer", "bandwidth"] > 0
 
 
 def test_the_bytes_are_those_of_the_arrays(decode_step: ModuleType) -> None:
@@ -245,6 +266,38 @@ def test_attention_to_other_tiles_is_not_timed(
 SMALL = argparse.Namespace(quick=True, cases="D64")
 
 
+def test_small_training(training: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = sys.modules["support.common"].Results()
+    training.bench(argparse.Namespace(quick=True, cases=""), results)
+    assert not results.failures
+    rows = {
+        (row["case"].split(" / ")[1], row["implementation"], row["metric"]): row[
+            "value"
+        ]
+        for row in results.rows
+    }
+    ours = training.OURS
+    for work, who in {
+        "product": f"{ours}, quantized",
+        "layer, forward and backward": ours,
+        "step with AdamW": ours,
+    }.items():
+        over = rows[work, training.BF16, "time"] / rows[work, who, "time"]
+        assert rows[work, who, "over bfloat16"] == pytest.approx(over, 1e-4)
+    assert rows["product", f"{ours}, quantized", "error"] > 0.01  # it was rounded
+
+    # A product with other weights is noticed, and not timed.
+    right = training.fp8_dot
+    monkeypatch.setattr(
+        training, "fp8_dot", lambda x, w, *rest, **more: right(x, -w, *rest, **more)
+    )
+    results = sys.modules["support.common"].Results()
+    training._products(training.Product(256), results, True)
+    assert [failure.split(": ")[1] for failure in results.failures] == [
+        "AssertionError"
+    ]
+
+
 def test_small_attention_with_dropout(
     dropout: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,6 +338,61 @@ def test_attention_that_drops_other_pairs_is_not_timed(
     (failure,) = results.failures
     assert "out is off by" in failure
     assert {row["metric"] for row in results.rows} == {"error"}
+
+
+def test_small_choices_of_a_block(tmp_path: Path) -> None:
+    cases = "S4096 (q, k|RoPE|attention)|S1 (block|bias)"
+    document = small(tmp_path, "fusion", "--cases", cases)
+    rows = {
+        (row["case"], row["implementation"], row["metric"]): row["value"]
+        for row in document["rows"]
+    }
+    first = {
+        "B4 S4096 q, k and v": "xla, three products",
+        "B4 S4096 RoPE and append": "xla, rotation and scatter",
+        "B4 S4096 attention": "xla",
+        "B64 S1 block, decoding": "xla",
+        "B64 S1 bias and GELU": "xla",
+    }
+    works = {case.partition(" / ")[0] for case, *_ in rows}
+    assert works == set(first)
+    backward = {c.partition(" / ")[0] for c, *_ in rows if c.endswith("and backward")}
+    assert backward == {"B4 S4096 q, k and v", "B4 S4096 attention"}
+    times = {key[:2]: x for key, x in rows.items() if key[2] == "time"}
+    for (case, who), seconds in times.items():
+        plain = first[case.partition(" / ")[0]]
+        others = [
+            t for (at, one), t in times.items() if at == case and one[:3] == "xla"
+        ]
+        if who != plain:
+            over = rows[case, who, f"over {plain}"]
+            assert over == pytest.approx(times[case, plain] / seconds, 1e-4)
+        if who.startswith("jax_kvblock"):
+            over = rows[case, who, "over xla's best"]
+            assert over == pytest.approx(min(others) / seconds, 1e-4)
+    for case in {case for case, _ in times}:
+        ours = {at: x for at, x in rows.items() if at[0] == case and "over" in at[2]}
+        best = [x for at, x in ours.items() if at[2] == "ours at best over xla's"]
+        assert best == [max(x for at, x in ours.items() if at[2] == "over xla's best")]
+    assert ("B64 S1 block, decoding / forward", "op by op") in times
+
+
+def test_a_choice_whose_results_differ_is_not_timed(
+    fusion: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choices = fusion.choices
+
+    def wrong(w: dict[str, Any]) -> dict[str, Any]:
+        return right(w | {"k": w["v"]})  # values in place of keys
+
+    right = choices.join
+    monkeypatch.setattr(choices, "join", wrong)
+    results = sys.modules["support.common"].Results()
+    fusion.bench(argparse.Namespace(quick=True, cases="S1 q, k"), results)
+    # Kept joined and joined in each call are both wrong.
+    assert len(results.failures) == 2
+    assert all("of their norm apart" in failure for failure in results.failures)
+    assert {row["implementation"] for row in results.rows} == {"xla, three products"}
 
 
 def prefills(
@@ -353,3 +461,51 @@ def test_what_kernel_call_answers_where_its_peers_are_asked() -> None:
     if importlib.util.find_spec("flatbuffers") is not None:
         assert re.fullmatch(r"\d+ bytes", lines["export, its check off"])
     assert lines["on a CPU"] == "[1. 3. 5. 7.]"
+
+
+def test_a_small_server(tmp_path: Path) -> None:
+    document = small(tmp_path, "serve")
+    values = {
+        (row["case"].partition(" / ")[2], row["implementation"], row["metric"]): row[
+            "value"
+        ]
+        for row in document["rows"]
+    }
+    near = functools.partial(pytest.approx, rel=2e-3)  # four digits are kept
+    step = "a step of decoding", "jax_kvblock"
+    seconds = values[*step, "time of a step"] / 1e3
+    assert values[*step, "new tokens"] == near(3 / seconds)
+    copy = max(v for (_, who, _), v in values.items() if who.startswith("np.copyto"))
+    reading = values[*step, "read"] / copy  # MB by GB/s: ms
+    assert values[*step, "over reading"] == near(seconds * 1e3 / reading)
+    assert values["the host's part of a step", "jax_kvblock", "host time"] > 0
+    token = "the first token"
+    by_host = values[token, "jax_kvblock, from host memory", "time"]
+    computed = values[token, "jax_kvblock, computed", "time"]
+    ratio = values[token, "jax_kvblock", "of computing it"]
+    assert ratio == near(by_host / computed)
+
+
+def test_small_blocks_on_disk(tmp_path: Path) -> None:
+    document = small(tmp_path, "disk")
+    rows = {
+        (row["case"], row["implementation"], row["metric"]) for row in document["rows"]
+    }
+    works = {case for case, _, metric in rows if metric == "of plain"}
+    assert len(works) == 2 * 6  # cases that differ in tickets alone are one here
+    for work in works:
+        assert {(work, who, "bandwidth") for who in ("jax_kvblock", "plain")} < rows
+
+
+def test_a_small_prompt_in_a_cache(tmp_path: Path) -> None:
+    document = small(tmp_path, "cache-host")
+    works = {row["case"].partition(" / ")[2] for row in document["rows"]}
+    of_a_step = "a step of decoding, all of them"
+    assert {"cold prompt", "cached prompt", "keys", of_a_step} < works
+    assert all(row["value"] > 0 for row in document["rows"])
+    parts = [
+        row["implementation"].partition(", ")[2]
+        for row in document["rows"]
+        if row["case"].endswith("/ cold prompt")
+    ]
+    assert parts == ["", "open", "reserve", "page_table", "commit", "free"]

@@ -255,7 +255,10 @@ def test_files_that_the_text_names_exist(document: str) -> None:
         assert (ROOT / path).exists(), f"{document}: {path}"
 
 
-HEADERS = ("append", "attention", "block_copy", "paged_attention", "quantize")
+HEADERS = (
+    *("append", "attention", "block_copy", "copy_stream", "paged_attention"),
+    "quantize",
+)
 
 
 @pytest.mark.parametrize("header", HEADERS)
@@ -272,7 +275,7 @@ def test_native_md_names_every_function_and_field(header: str) -> None:
     spans = re.findall(r"`[^`\n]+`", blocks.sub("", document))
     said = set(re.findall(r"\w+", " ".join([*blocks.findall(document), *spans])))
     missing = [n for n in names if n not in said]
-    assert len(names) > 15 and not missing, missing
+    assert len(names) > 12 and not missing, missing
 
 
 def test_the_readme_names_everything_private_of_jax() -> None:

@@ -1,10 +1,11 @@
-"""The pictures of paged attention are drawn by their script, legible, and true."""
+"""Pictures are drawn by their scripts, legible, and true."""
 
 from __future__ import annotations
 
 import importlib.util
 import itertools
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from types import ModuleType
@@ -16,28 +17,43 @@ import pytest
 from jax_kvblock import paged_attention
 
 DOCS = Path(__file__).parents[2] / "docs"
-SCRIPT = DOCS / "draw_paged_attention.py"
-NAMES = ("paged_blocks.svg", "paged_rows.svg", "paged_shares.svg")
+# Of each script: the pictures, and the document that shows them.
+SCRIPTS = {
+    "draw_paged_attention": (
+        "paged_attention.md",
+        ("paged_blocks.svg", "paged_rows.svg", "paged_shares.svg"),
+    ),
+    "draw_cache": ("cache.md", ("cache_prefixes.svg", "cache_tiers.svg")),
+}
+NAMES = tuple(name for _, names in SCRIPTS.values() for name in names)
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+def load(script: str) -> ModuleType:
+    path = DOCS / f"{script}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(DOCS))  # as when the script runs
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(DOCS))
     return module
 
 
-draw = load()
+draw = load("draw_paged_attention")
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_script_draws_what_is_there(name: str) -> None:
-    drawn = draw.PICTURES[name]().svg()
-    assert (DOCS / name).read_text(encoding="utf-8") == drawn, (
-        "run python docs/draw_paged_attention.py"
-    )
-    assert f"]({name})" in (DOCS / "paged_attention.md").read_text()
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_script_draws_what_is_there(script: str) -> None:
+    document, names = SCRIPTS[script]
+    drawn = load(script).PICTURES
+    assert tuple(drawn) == names
+    for name in names:
+        assert (DOCS / name).read_text(encoding="utf-8") == drawn[name]().svg(), (
+            f"run python docs/{script}.py"
+        )
+        assert f"]({name})" in (DOCS / document).read_text()
 
 
 # ---- legible -------------------------------------------------------------------------
@@ -100,13 +116,15 @@ def contrast(one: str, other: str) -> float:
 def test_texts_stand_out_on_light_and_dark_pages() -> None:
     assert all(contrast(dark, "#ffffff") >= 4.5 for dark in draw.DARK)
     assert all(contrast(light, draw.INK) >= 4.5 for light in (*draw.LIGHT, draw.NOBODY))
-    (grey,) = re.findall(r"^text\{.*?fill:(#\w{6})", draw.STYLE)
+    pictures = load("pictures")
+    style, paper = pictures.STYLE, pictures.CARD
+    (grey,) = re.findall(r"^text\{.*?fill:(#\w{6})", style)
     for name in NAMES:
         text = (DOCS / name).read_text(encoding="utf-8")
         # The first thing drawn is the card, so that the page's colour never matters.
         card = re.findall(r"<(?:rect|text|path)[^>]*>", text)[0]
-        assert f'fill="{draw.CARD}"' in card and 'width="904"' in card
-        assert contrast(grey, draw.CARD) >= 4.5 and contrast(draw.INK, draw.CARD) >= 4.5
+        assert f'fill="{paper}"' in card and 'width="904"' in card
+        assert contrast(grey, paper) >= 4.5 and contrast(draw.INK, paper) >= 4.5
 
 
 # ---- true ----------------------------------------------------------------------------

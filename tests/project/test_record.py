@@ -190,6 +190,26 @@ def test_a_run_of_some_tests_is_recorded_beside(suite: Path, part: str) -> None:
     assert got.value("all", "deselected") == deselected
 
 
+# A signal that comes again where the first one is told of.
+INTERRUPTED = """
+import pytest
+
+@pytest.hookimpl(trylast=True)
+def pytest_keyboard_interrupt():
+    raise KeyboardInterrupt
+"""
+
+
+def test_an_interrupted_run_is_no_whole_one(suite: Path) -> None:
+    (suite / "tests/conftest.py").write_text(QUICK + INTERRUPTED)
+    (suite / "tests/z").mkdir()
+    interrupts = "def test_interrupted():\n    raise KeyboardInterrupt\n"
+    (suite / "tests/z/test_interrupted.py").write_text(interrupts)
+    got = record(suite)
+    assert got.name == "part-of-tests" and got.document["whole"] is False, got.said
+    assert got.value("all", "passed") == 3
+
+
 KILLED = """
 import os
 import signal

@@ -2,9 +2,10 @@
 
 `core` stands below all; `blocks`, `attention`, `kernels`, `training` and `precision`
 stand on it and do not know of each other; `objects` and `append` stand on `blocks`,
-`paged` on both, `dropins`, `parallel` and `sparse` on `paged`, `fp8` on `attention`,
-`graphs` on `kernels`; `hardware` asks each of them who computes, and `layers` stands on
-it. Files beside the rooms see all of them.
+`cache` on both, `paged` on `attention` and `blocks`, `dropins`, `parallel` and `sparse`
+on `paged`, `fp8` on `attention`, `graphs` on `kernels`; `hardware` asks each of them
+who computes, `layers` stands on it, and `fusion` on `layers`. Files beside the rooms
+see all of them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ BELOW: dict[str, set[str]] = {
     "kernels": {"core"},
     "graphs": {"kernels", "core"},
     "objects": {"blocks", "core"},
+    "cache": {"objects", "append", "blocks", "core"},
     "paged": {"attention", "blocks", "core"},
     "dropins": {"paged", "attention", "blocks", "core"},
     "parallel": {"paged", "attention", "append", "blocks", "core"},
@@ -39,6 +41,7 @@ BELOW: dict[str, set[str]] = {
         *("training", "paged", "fp8", "attention", "append", "blocks", "core"),
     },
     "layers": {"hardware", "attention", "core"},
+    "fusion": {"layers", "hardware", "attention", "core"},
 }
 NATIVE = "jax_kvblock._native"
 

@@ -67,6 +67,7 @@ def allowed_by(tiles, mask, q_len=128, kv_len=128, batch=2):
     return seen & spread(kept, q_len, kv_len, tiles)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", SELECTORS)
 def test_each_selector_and_mask(qkv, name, mask):

@@ -9,9 +9,12 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import budgets
+import jax
 import pytest
 
-ROOT = Path(__file__).parents[2] / "cpp"
+PROJECT = Path(__file__).parents[2]
+ROOT = PROJECT / "cpp"
 
 
 def compiler() -> str:
@@ -36,9 +39,27 @@ def built_once(
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
             part = folder / f"{name}.part"
-            build(part)
+            with budgets.building():
+                build(part)
             part.rename(made)
     return made
+
+
+def build_emulated(library: Path, *given: str) -> None:
+    """A library of sources that see the emulator in CUDA's place; given: paths below
+    the project, and flags."""
+    command = [compiler(), "-std=c++17", "-O2", "-fPIC", "-shared"]
+    command += ["-Wno-unknown-pragmas"]
+    # A device, its memory and what is counted are this library's, whatever others are
+    # loaded beside it. Only GCC shares them, and only it knows the flag.
+    version = subprocess.run([compiler(), "--version"], capture_output=True, text=True)
+    if "clang" not in version.stdout:
+        command += ["-fno-gnu-unique"]
+    folders = ("tests/support/emulator", "cpp", "cpp/include")
+    command += [f"-I{PROJECT / folder}" for folder in folders]
+    command += ["-isystem", jax.ffi.include_dir()]
+    command += [x if x.startswith("-") else str(PROJECT / x) for x in given]
+    subprocess.run([*command, "-ldl", "-o", str(library)], check=True)
 
 
 def run_cpp(folder: Path, program: str, *sources: str) -> str:

@@ -7,17 +7,15 @@ them, and what it launches runs on the emulator.
 from __future__ import annotations
 
 import ctypes
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import pytest
-from cpp_programs import built_once, compiler
+from cpp_programs import build_emulated, built_once
 
 from jax_kvblock.append import cuda
 
-ROOT = Path(__file__).parents[2]
 SOURCES = (
     "tests/support/emulator/append.cc",
     "tests/support/emulator/append_ffi.cc",
@@ -27,16 +25,8 @@ SOURCES = (
 
 
 def build(library: Path) -> None:
-    folders = ("tests/support/emulator", "cpp", "cpp/include")
-    subprocess.run(
-        [compiler(), "-std=c++17", "-O2", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
-        + ["-ffp-contract=off"]  # a product and a sum are two roundings
-        + [f"-I{ROOT / folder}" for folder in folders]
-        + ["-isystem", jax.ffi.include_dir()]
-        + [str(ROOT / source) for source in SOURCES]
-        + ["-o", str(library)],
-        check=True,
-    )
+    # A product and a sum are two roundings.
+    build_emulated(library, "-ffp-contract=off", *SOURCES)
 
 
 @pytest.fixture(scope="session")

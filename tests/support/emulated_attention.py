@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
-from cpp_programs import built_once, compiler
+from cpp_programs import build_emulated, built_once
 
 from jax_kvblock.attention import cuda as dense_cuda
 from jax_kvblock.attention import dispatch as dense_dispatch
@@ -42,21 +41,9 @@ FFI = {"attention": "paged_ffi", "latent": "paged_ffi", "float32": "attention_ff
 
 def build(kernels: str, library: Path) -> None:
     """kernels: a source file of the emulator."""
-    folders = ("tests/support/emulator", "cpp", "cpp/include")
-    subprocess.run(
-        [compiler(), "-std=c++17", "-O2", "-fPIC", "-shared", "-Wno-unknown-pragmas"]
-        + ["-DKVBLOCK_MOST_FEW_QUERIES=1000"]  # all calls, for the kernels' sake
-        + [f"-I{ROOT / folder}" for folder in folders]
-        + ["-isystem", jax.ffi.include_dir()]
-        + [
-            str(ROOT / f"tests/support/emulator/{x}.cc")
-            for x in (kernels, FFI.get(kernels))
-            if x
-        ]
-        + [str(ROOT / source) for source in SOURCES]
-        + ["-o", str(library)],
-        check=True,
-    )
+    files = [f"tests/support/emulator/{x}.cc" for x in (kernels, FFI.get(kernels)) if x]
+    # All calls, for the kernels' sake.
+    build_emulated(library, "-DKVBLOCK_MOST_FEW_QUERIES=1000", *files, *SOURCES)
 
 
 def built(kernels: str, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -11,18 +11,16 @@ from __future__ import annotations
 import ctypes
 import functools
 import re
-import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
-from cpp_programs import built_once, compiler
+from cpp_programs import build_emulated, built_once
 
 from jax_kvblock.kernels import Kernel, cuda, from_cuda, kernel_call
 
-ROOT = Path(__file__).parents[2]
 SOURCE = """
 #include <kvblock/append_buffer.cuh>
 
@@ -81,27 +79,18 @@ def scale(x: Any, a: Any, **options: Any) -> Any:
 
 
 def _build_driver(library: Path) -> None:
-    _compile("tests/support/emulator/driver.cc", to=library)
+    build_emulated(library, "tests/support/emulator/driver.cc")
 
 
 def _build_handlers(driver: Path, library: Path) -> None:
-    _compile(
+    build_emulated(
+        library,
         "tests/support/emulator/kernel_call_ffi.cc",
         "cpp/host/message.cc",
         "cpp/ops/kernel_call/kernel_call.cc",
         "cpp/ops/kernel_call/driver.cc",
         f'-DKVBLOCK_DRIVER_LIBRARY="{driver}"',
-        to=library,
     )
-
-
-def _compile(*given: str, to: Path) -> None:
-    folders = ("tests/support/emulator", "cpp", "cpp/include")
-    command = [compiler(), "-std=c++17", "-O1", "-fPIC", "-shared"]
-    command += [f"-I{ROOT / folder}" for folder in folders]
-    command += ["-isystem", jax.ffi.include_dir()]
-    command += [x if x.startswith("-") else str(ROOT / x) for x in given]
-    subprocess.run([*command, "-ldl", "-o", str(to)], check=True)
 
 
 def emulate(
@@ -128,7 +117,7 @@ def emulate(
             )
         file = library.with_suffix(".cc")
         file.write_text(text)
-        _compile(str(file), "-Wno-unknown-pragmas", "-ffp-contract=off", to=library)
+        build_emulated(library, "-ffp-contract=off", str(file))
 
     made = built_once(factory, f"lib{name}.so", build)
     add_kernels(driver, made, [kernel.name for kernel in kernels])

@@ -1,4 +1,4 @@
-"""Attention's kernels on the emulator with its race checker, emulator/races.cc.
+"""Kernels on the emulator with its race checker, emulator/races.cc.
 
     python emulated_races.py LIBRARY CASES
 
@@ -17,17 +17,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attention_launches
+import cast_launches
+import norm_cast_launches
 import numpy as np
+from append_launches import Guarded
 from emulated_attention import ROOT, SOURCES
 from paged_problems import Case, HostMemory, Problem, run_on_host
 
 EMULATOR = ROOT / "tests/support/emulator"
+# What other kernels than attention's are linked with.
+OTHERS = {
+    name: (f"cpp/host/{name}_check.cc", "cpp/host/message.cc")
+    for name in ("cast", "norm_cast")
+}
 
 
 def build(root: Path, library: Path, kernels: str = "attention") -> None:
     """The library with the kernels below `root`; kernels: a source of the emulator."""
     folders = [EMULATOR, root / "cpp", root / "cpp/include"]
-    sources = [root / source for source in SOURCES]
+    sources = [root / source for source in OTHERS.get(kernels, SOURCES)]
     compile_checked(EMULATOR / f"{kernels}.cc", library, folders, [*sources, "-shared"])
 
 
@@ -90,6 +98,21 @@ def narrow(option: Callable, library: ctypes.CDLL) -> None:
     attention_launches.Arrays = HostArrays  # type: ignore[misc]
     attention_launches.driver = lambda *_: None
     attention_launches.run_narrow(library, option, "64x64")
+
+
+def cast(shape: tuple[int, int], library: ctypes.CDLL) -> None:
+    """In both orders."""
+    x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
+    made = cast_launches.launch(library, x, 8.0, "e4m3", Guarded())
+    cast_launches.hold(made, x, 8.0, "e4m3")
+
+
+def norm_cast(shape: tuple[int, int], together: int, library: ctypes.CDLL) -> None:
+    """With a residual; together: CTAs of its clusters."""
+    drawn = norm_cast_launches.draw(np.random.default_rng(1), shape, "float32")
+    made = norm_cast_launches.launch(library, drawn, 8.0, "e4m3", Guarded())
+    norm_cast_launches.hold(made, drawn, 8.0, "e4m3")
+    assert library.emulator_clustered_ctas() == together
 
 
 def latent(case: Case, cta_bytes: int, library: ctypes.CDLL) -> None:
@@ -198,6 +221,9 @@ CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
         f"fp8, {name}": functools.partial(narrow, getattr(attention_launches, name))
         for name in ("plain", "causal", "lengths", "segments", "long_q", "long_kv")
     },
+    "cast, two tiles": functools.partial(cast, (16, 272)),
+    "norm_cast, a CTA alone": functools.partial(norm_cast, (16, 48), 0),
+    "norm_cast, three CTAs": functools.partial(norm_cast, (48, 1040), 6),
     **{f"paged, {name}": functools.partial(paged, case) for name, case in FEW.items()},
     **{
         f"latent, {name}, {kib} KiB": functools.partial(latent, case, kib << 10)
@@ -241,7 +267,8 @@ def named(library: Path, report: str) -> Iterator[str]:
 def main(path: str, begins: str) -> None:
     library = ctypes.CDLL(path)
     library.emulator_races.restype = ctypes.c_char_p
-    library.emulator_set_multiprocessors(2)
+    if hasattr(library, "emulator_set_multiprocessors"):
+        library.emulator_set_multiprocessors(2)
     names = [name for name in CASES if name.startswith(begins)]
     for name in names:
         try:

@@ -2,7 +2,8 @@
 
 Run as a script with a CUDA plugin of JAX on the path, it compiles cases of `CASES` for
 an H100 and prints for each its name, how many products it has in 8 bits and in more,
-how many of them are cuBLASLt's, and how many add up in full, as gradients are to.
+how many of them are cuBLASLt's, how many add up in full, as gradients are to, and how
+often it calls the kernel of norms.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from jax_kvblock.training import (
     Fp8Scaling,
     fp8_dot,
     fp8_dot_general,
+    fp8_norm_dot,
     fp8_training,
 )
 from jax_kvblock.training.compiled import count_products
@@ -60,6 +62,28 @@ def product(
     return functools.partial(both, config), (
         shape((*rows, inner), dtype), shape((inner, columns), w_dtype), scaling,
         shape((*rows, columns), dtype),
+    )  # fmt: skip
+
+
+def normed(dtype: Any = BF16, residual: bool = True, **config: Any) -> Any:
+    """A norm, a product and their gradients."""
+    of = FP8Config(**config)
+    scaling = None
+    if of.scaling == "delayed":
+        scaling = jax.eval_shape(lambda: Fp8Scaling.create(of))
+
+    def run(x: Any, other: Any, gamma: Any, w: Any, scaling: Any, d_out: Any) -> Any:
+        def dot(x: Any, other: Any, gamma: Any, w: Any, scaling: Any) -> Any:
+            return fp8_norm_dot(x, gamma, w, scaling, of, residual=other)
+
+        out, pull = jax.vjp(dot, x, other, gamma, w, scaling)
+        return out, pull((d_out, x) if residual else d_out)
+
+    shape = jax.ShapeDtypeStruct
+    x = shape((4, 128, 256), dtype)
+    return run, (
+        x, x if residual else None, shape((256,), F32), shape((256, 384), F32),
+        scaling, shape((4, 128, 384), dtype),
     )  # fmt: skip
 
 
@@ -115,6 +139,7 @@ def layers() -> Any:
     return training.train_step, (state, jax.ShapeDtypeStruct((4, 64, 256), BF16))
 
 
+NORM_KERNEL = "normed by a kernel"  # of compute capability 9.0
 # By name: what makes a function and the shapes of its operands, and the products.
 CASES: dict[str, tuple[Any, int]] = {
     "delayed": (product, 3),
@@ -129,6 +154,10 @@ CASES: dict[str, tuple[Any, int]] = {
     "sizes that are padded": (
         functools.partial(product, rows=(500,), inner=250, columns=390), 3,
     ),
+    "normed": (normed, 3),
+    "normed, current": (functools.partial(normed, scaling="current"), 3),
+    "normed, float32": (functools.partial(normed, F32, residual=False), 3),
+    NORM_KERNEL: (functools.partial(normed, implementation="cuda"), 3),
     # Two forward, the first again for what the gradients need, and their four.
     "layers": (layers, 7),
 }  # fmt: skip
@@ -156,15 +185,17 @@ def line_of(name: str, compiled: Any) -> str:
     text = compiled.as_text()
     library = text.count('"__cublas$lt$matmul$f8"')
     exact = text.count('"operand_precision":["HIGHEST","HIGHEST"]')
-    return f"{name}: {count.narrow} {count.wide} {library} {exact}"
+    norms = text.count('"kvblock_norm_cast"')
+    return f"{name}: {count.narrow} {count.wide} {library} {exact} {norms}"
 
 
 def wanted(name: str) -> str:
     n = CASES[name][1]
-    return f"{name}: {n} 0 {n} {2 if n == 3 else 4}"
+    return f"{name}: {n} 0 {n} {2 if n == 3 else 4} {int(name == NORM_KERNEL)}"
 
 
 if __name__ == "__main__":
+    gpu_schedules.register_stand_ins(("cast", "norm_cast"))
     topology = topologies.get_topology_desc(
         "", "cuda", target_config=WITH_VERSIONS, topology="1x1x1"
     )

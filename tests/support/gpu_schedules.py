@@ -12,6 +12,7 @@ import functools
 import os
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 if __name__ == "__main__":
@@ -46,11 +47,13 @@ device_description_str: "NVIDIA H100 80GB HBM3"
 HEADS = (32, 8, 8, 32)  # of q, k, v and the gradient of out
 
 
-def register_stand_ins() -> None:
+OF_ATTENTION = ("attention_forward", "attention_backward_kv", "after")
+
+
+def register_stand_ins(names: Iterable[str] = OF_ATTENTION) -> None:
     """A build without CUDA has no handlers for it; to compile, any are as good."""
     known = ffi._native.handlers()
     ffi.BUILD["cuda"] = True
-    names = ("attention_forward", "attention_backward_kv", "after")
     for name in (f"kvblock_{name}" for name in names):
         if name not in known["CUDA"]:
             handler = known["cpu"]["kvblock_copy"]

@@ -26,9 +26,14 @@ class Mutant:
 
     @property
     def builds(self) -> bool:
-        """Whether the library for the CPU is to be compiled anew."""
+        """Whether something for the CPU is to be compiled anew."""
         emulated = "emulated" in self.killer[0]  # compiles what it runs
         return self.file.startswith("cpp/") and not self.objects and not emulated
+
+    @property
+    def of_module(self) -> bool:
+        """Whether that is the Python module, and not the library."""
+        return self.file.startswith("cpp/objects/")
 
     def fits(self, root: Path) -> bool:
         """Whether there is one place for it."""

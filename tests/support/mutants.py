@@ -25,17 +25,20 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import mutant_list
+from cache_mutants import CACHE
+from emulated_cast_mutants import CAST_EMULATED
 from emulated_forward_mutants import FORWARD_EMULATED
 from emulated_mutants import EMULATED
 from gpu_mutants import GPU
 from mutant_list import ROOT, Mutant
 
-CPU = (*mutant_list.CPU, *EMULATED, *FORWARD_EMULATED)
+CPU = (*mutant_list.CPU, *CACHE, *EMULATED, *FORWARD_EMULATED, *CAST_EMULATED)
 
 EMULATOR_DIED = 70  # the exit status; emulator/cuda_runtime.h
 
@@ -91,6 +94,7 @@ class Cpu:
 
     def __init__(self, scratch: Path) -> None:
         self.scratch, self.package = scratch, installed()
+        self._module = threading.Lock()
 
     def tree(self, name: str) -> Path:
         root = copy_sources(self.scratch / name)
@@ -99,20 +103,39 @@ class Cpu:
         shutil.copytree(self.package / "lib", root / "jax_kvblock" / "lib")
         return root
 
-    def library(self, root: Path) -> str:
-        """Compiles libkvblock.so of a copy; what went wrong, or nothing."""
+    def compiled(self, root: Path, mutant: Mutant) -> str:
+        """Puts what is compiled of a mutant into a copy; what went wrong, if so."""
+        if not mutant.of_module:
+            wrong = self.build(root, "kvblock")
+            if not wrong:
+                shutil.copy(root / "build" / "libkvblock.so", root / "jax_kvblock/lib")
+            return wrong
+        # The module has many files, so all mutants have one build of it.
+        with self._module:
+            shared = self.scratch / "module"
+            if not shared.exists():
+                copy_sources(shared)
+            source = shared / mutant.file
+            unchanged = source.read_text()
+            mutant.apply(shared)
+            wrong = self.build(shared, "_native")
+            source.write_text(unchanged)
+            for built in (shared / "build").glob("_native*.so") if not wrong else ():
+                shutil.copy(built, root / "jax_kvblock")
+            return wrong
+
+    def build(self, root: Path, target: str) -> str:
         build = root / "build"
         definitions = [f"-DPython_EXECUTABLE={sys.executable}", "-DKVBLOCK_CUDA=OFF"]
         bin_folder = Path(sys.executable).parent
         path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
         for command in (
             ["cmake", "-S", ".", "-B", str(build), "-G", "Ninja", *definitions],
-            ["cmake", "--build", str(build), "--target", "kvblock"],
+            ["cmake", "--build", str(build), "--target", target],
         ):
             status, said = run(command, root, 300, PATH=path)
             if status:
                 return said[-2000:]
-        shutil.copy(build / "libkvblock.so", root / "jax_kvblock" / "lib")
         return ""
 
     def tests(self, root: Path, killer: tuple[str, ...]) -> tuple[int, str]:
@@ -123,7 +146,7 @@ class Cpu:
     def __call__(self, mutant: Mutant) -> Outcome:
         root = self.tree(str(CPU.index(mutant)))
         mutant.apply(root)
-        if mutant.builds and (wrong := self.library(root)):
+        if mutant.builds and (wrong := self.compiled(root, mutant)):
             return Outcome(mutant, False, f"it does not compile: {wrong}")
         status, said = self.tests(root, mutant.killer)
         shutil.rmtree(root)

@@ -33,6 +33,7 @@ EMULATORS = {
     "as_cuda",
     "cast_as_cuda",
     "driver",
+    "streams",
 }
 CPU_DEVICES = {"four_cpus", "on_cpu"}  # fixtures that make a CPU the default device
 

@@ -66,6 +66,11 @@ class Recorder:
         self.so_far = Path(config.getoption("--record")) / "failed-so-far.txt"
         self.so_far.unlink(missing_ok=True)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_keyboard_interrupt(self) -> None:
+        """The status does not tell where what follows fails, too."""
+        self.stopped = True
+
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
         told = getattr(node, "workeroutput", {}).get("deselected", 0)
@@ -110,6 +115,9 @@ class Recorder:
         status = int(self.session.exitstatus if self.session else exitstatus)
         ended = status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
         ended &= not self.stopped
+        # Failures under a status of none: the run did not come to its end.
+        failures = stats["failed"] + stats["error"]
+        ended &= not (status == pytest.ExitCode.OK and failures)
         whole = ended and not self.deselected and asks_for_all(config)
         rows.append(row("all", "deselected", self.deselected, "tests"))
         path = write(rows, config, status, whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import types
 from typing import Any
 
@@ -17,11 +18,12 @@ from jax_kvblock.training import (
     Fp8Scaling,
     fp8_dot,
     fp8_dot_general,
+    fp8_norm_dot,
     fp8_training,
     units,
 )
 
-F32 = jnp.float32
+F32, BF16 = jnp.float32, jnp.bfloat16
 CURRENT = FP8Config(scaling="current")
 
 
@@ -52,7 +54,51 @@ ROWS.value(
 )  # fmt: skip
 ROWS.kind(
     "fp8_dot", "config", lambda *a: fp8_dot(*a, config="e4m3"), [X, W],
-    "config must be an FP8Config, got str",
+    "config must be an FP8Config, got 'e4m3'|FP8Config('e4m3')",
+)  # fmt: skip
+HALF = jax.eval_shape(lambda: jax.tree.map(jnp.bfloat16, Fp8Scaling.create()))
+ROWS.kind("fp8_dot", "16 bits", fp8_dot, [X, W, HALF], "float32, got bfloat16[3] as")
+G = s(8)
+
+
+def normed(**how: Any) -> Any:
+    return lambda *a: fp8_norm_dot(*a[:3], config=CURRENT, residual=a[3], **how)
+
+
+for label, shapes in {
+    "inner": [X, G, s(9, 6)],
+    "gamma": [X, s(9), W],
+    "rank of gamma": [X, s(1, 8), W],
+    "rank of w": [X, G, G],
+    "rank of x": [s(), G, W],
+}.items():
+    ROWS.value(
+        "fp8_norm_dot", label, lambda *a: fp8_norm_dot(*a, config=CURRENT), shapes,
+        "x, gamma and w must be [..., K], [K] and [K, N], got float32",
+    )  # fmt: skip
+ROWS.value(
+    "fp8_norm_dot", "residual", normed(), [X, G, W, s(3, 8)],
+    "residual must be of x's shape and dtype|float32[3, 8] for float32[4, 8]",
+)  # fmt: skip
+ROWS.value(
+    "fp8_norm_dot", "dtype of the residual", normed(), [X, G, W, s(4, 8, dtype=BF16)],
+    "residual must be of x's shape and dtype|bfloat16[4, 8]",
+)  # fmt: skip
+ROWS.kind(
+    "fp8_norm_dot", "integers", normed(), [X, s(8, dtype=jnp.int32), W, X],
+    "gamma must be bfloat16, float16 or float32|int32[8]|astype",
+)  # fmt: skip
+ROWS.kind(
+    "fp8_norm_dot", "eps", normed(eps="small"), [X, G, W, X],
+    "eps must be a number, got 'small'",
+)  # fmt: skip
+ROWS.value(
+    "fp8_norm_dot", "negative", normed(eps=-1e-6), [X, G, W, X],
+    "eps must be finite and at least 0, got -1e-06",
+)  # fmt: skip
+ROWS.kind(
+    "fp8_norm_dot", "none", fp8_norm_dot, [X, G, W],
+    "scaling must be an Fp8Scaling|create",
 )  # fmt: skip
 
 
@@ -142,8 +188,13 @@ TRAININGS: dict[str, tuple[Any, Any, str]] = {
     "optimizer": (
         TypeError, lambda: fp8_training(loss, 0.1), "optimizer must have init|optax",
     ),
+    "a class": (
+        TypeError, lambda: fp8_training(loss, optax.GradientTransformation),
+        "must have init and update|got the class GradientTransformation",
+    ),
     "config": (
-        TypeError, lambda: fp8_training(loss, optax.sgd(1), "e4m3"), "config|got str",
+        TypeError, lambda: fp8_training(loss, optax.sgd(1), "e4m3"),
+        "config|got 'e4m3'",
     ),
     "no scales": (
         ValueError, lambda: fp8_training(loss, optax.sgd(1)).init(jnp.ones(3)),
@@ -165,6 +216,13 @@ TRAININGS: dict[str, tuple[Any, Any, str]] = {
         ),
         "a history of 2 steps, got one with 16",
     ),
+    "16 bits": (
+        TypeError,
+        lambda: fp8_training(loss, optax.sgd(1)).init(
+            0, jax.tree.map(jnp.bfloat16, Fp8Scaling.create())
+        ),
+        "scalings must be float32, got bfloat16[3] as scale|Fp8Scaling.create(config)",
+    ),
 }  # fmt: skip
 
 
@@ -172,6 +230,56 @@ TRAININGS: dict[str, tuple[Any, Any, str]] = {
 def test_trainings(name):
     error, call, words = TRAININGS[name]
     check("fp8_training", error, words, call)
+
+
+SCALINGS: dict[str, tuple[str, Any, Any, str]] = {
+    "a format": (
+        "create", TypeError, lambda: Fp8Scaling.create("e4m3"),
+        "config must be an FP8Config, got 'e4m3'|FP8Config('e4m3')",
+    ),
+    "a number of layers": (
+        "create", TypeError, lambda: Fp8Scaling.create(layers=3),
+        "layers must be a tuple of integers, got 3|pass (3,)",
+    ),
+    "half a layer": (
+        "create", TypeError, lambda: Fp8Scaling.create(layers=(2, 0.5)),
+        "layers must be a tuple of integers|(2, 0.5)|leading axes",
+    ),
+    "fewer than none": (
+        "create", TypeError, lambda: Fp8Scaling.create(layers=(-1,)), "at least 0|(-1,)"
+    ),
+    "a report": (
+        "update", TypeError, lambda: Fp8Scaling.create().update(jnp.ones(3)),
+        "report must be an Fp8Scaling, got float32[3]|jax.grad",
+    ),
+    "a history": (
+        "update", TypeError, lambda: Fp8Scaling.create().update(SCALING, 16),
+        "config must be an FP8Config, got 16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_scalings(name):
+    method, error, call, words = SCALINGS[name]
+    check(f"Fp8Scaling.{method}", error, words, call)
+
+
+def test_states_that_were_restored_as_something_else():
+    training = fp8_training(loss, optax.sgd(1))
+    state = training.init(jnp.ones(3), Fp8Scaling.create())
+    half = jax.tree.map(jnp.bfloat16, state.scalings)
+    replace = dataclasses.replace
+    for words, other in {
+        "state must be an Fp8State, got dict|init": vars(state),
+        "scalings must be float32, got bfloat16[3] as": replace(state, scalings=half),
+        "state.steps must be int32[], got float32[]": replace(state, steps=0.0),
+        "state.saturated must be int32[], got int32[1]": replace(
+            state, saturated=jnp.zeros(1, jnp.int32)
+        ),
+    }.items():
+        step = lambda other=other: training.train_step(other, 0)  # noqa: E731
+        check("train_step", TypeError, words, step)
 
 
 class Device:

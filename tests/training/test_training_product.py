@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -15,11 +16,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_kvblock.training import FP8Config, Fp8Scaling, fp8_dot, fp8_dot_general
-from jax_kvblock.training.cast import narrow
+from jax_kvblock.training.cast import largest_size, narrow
 from jax_kvblock.training.config import FP8Format
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 BAR = {BF16: 2**-8, F16: 2**-11, F32: 2**-20}
+# Tensor cores of Hopper add up products of 8 bits in about 14 bits.
+OF_THE_SUMS = 2**-12
 FORMS = {"e5m2": ("e4m3", "e4m3", "e5m2"), "e4m3": ("e4m3", "e4m3", "e4m3")}
 
 
@@ -35,13 +38,14 @@ def scaling_of(*scales: float, history: int = 16) -> Fp8Scaling:
 
 
 def near(got: Any, want: np.ndarray, dtype: Any) -> None:
-    bar = BAR[dtype] * np.abs(want).max()
+    of_sums = OF_THE_SUMS if jax.default_backend() == "gpu" else 0.0
+    bar = (BAR[dtype] + of_sums) * np.abs(want).max()
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=0, atol=bar)
 
 
 def pulled(dot: Any, d_out: Any, *args: Any) -> Any:
     out, pull = jax.vjp(dot, *args)
-    return out, pull(jnp.asarray(d_out))
+    return out, pull(jax.tree.map(jnp.asarray, d_out))
 
 
 # ---- codes ---------------------------------------------------------------------------
@@ -141,6 +145,17 @@ def test_what_is_not_finite_is_reported(rng, which, bad):
     np.testing.assert_array_equal(np.isfinite(report.scale), np.arange(3) != which)
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", [(256, 1024), (1 << 18,), (4, 64, 1024)], ids=str)
+def test_one_of_many_numbers_is_not_finite(rng, shape, dtype):
+    """Wherever it is, and whatever its sign."""
+    for bad, at in itertools.product((np.nan, -np.nan, -np.inf), (0, 70000, -1)):
+        x = rng.standard_normal(shape).astype(dtype)
+        x.reshape(-1)[at] = bad
+        size = jax.jit(largest_size)(x)
+        np.testing.assert_array_equal(size, np.abs(F32(bad)))
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("which", range(3), ids=["x", "w", "d_out"])
 def test_with_current_scales_it_stays_not_finite(rng, which, bad):
@@ -161,6 +176,18 @@ def test_nothing_at_all():
     )
     assert out.shape == (0, 16) and d_x.shape == x.shape and not d_w.any()
     np.testing.assert_allclose(report.scale, [0, (16 / 448) ** 4, 0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 40, 100])
+def test_the_largest_products_are_no_infinities(rows):
+    """448 * 448 is no float16 number, in which XLA multiplies codes one by one."""
+    x, w = jnp.full((rows, 48), 448.0), jnp.full((48, 80), -448.0)
+    config = FP8Config("e4m3", "e4m3", scaling="current")
+    dot = jax.jit(functools.partial(fp8_dot, config=config))
+    out, (d_x, d_w) = pulled(dot, jnp.full((rows, 80), 448.0), x, w)
+    for got, terms, sign in ((out, 48, -1), (d_x, 80, -1), (d_w, rows, 1)):
+        want = sign * 448.0**2 * terms
+        np.testing.assert_allclose(got, np.full(got.shape, want), rtol=2**-12)
 
 
 # ---- other orders of axes ------------------------------------------------------------
@@ -238,9 +265,14 @@ def test_stacked_layers_by_scan_are_layers_one_by_one(rng):
 
     got = pulled(scanned, d_out, x, w, scaling)
     want = pulled(by_hand, d_out, x, w, scaling)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=1e-9), got, want
-    )
+    # On a GPU sums differ, and then some numbers are rounded to other codes.
+    share = 0.02 if jax.default_backend() == "gpu" else 1e-6
+
+    def same(a: Any, b: Any) -> None:
+        largest = np.abs(b).max()
+        np.testing.assert_allclose(a, b, rtol=2 * share, atol=share * largest)
+
+    jax.tree.map(same, got, want)
 
 
 def test_vmap_over_rows_reports_near_the_largest(rng):

@@ -11,11 +11,17 @@
 namespace kvblock {
 namespace {
 
+using Kernel = void (*)(CastParams);
+
+template <typename T, int kFormat>
+Kernel Of(bool out, bool transposed) {
+  if (out && transposed) return Cast<T, kFormat, true, true>;
+  if (transposed) return Cast<T, kFormat, false, true>;
+  return out ? Cast<T, kFormat, true, false> : Cast<T, kFormat, false, false>;
+}
+
 template <typename T>
 const char* Launch(const kvblock_cast& a, cudaStream_t stream) {
-  const auto tiles = [](int64_t size) {
-    return static_cast<int32_t>((size + KVBLOCK_CAST_TILE - 1) / KVBLOCK_CAST_TILE);
-  };
   CastParams p{};
   p.x = a.x;
   p.scale = a.scale;
@@ -24,13 +30,16 @@ const char* Launch(const kvblock_cast& a, cudaStream_t stream) {
   p.largest = a.largest;
   p.rows = static_cast<int32_t>(a.rows);
   p.columns = static_cast<int32_t>(a.columns);
-  p.tiles = tiles(a.columns);
+  p.tiles =
+      static_cast<int32_t>((a.columns + KVBLOCK_CAST_TILE_COLUMNS - 1) / KVBLOCK_CAST_TILE_COLUMNS);
+  const auto down = (a.rows + KVBLOCK_CAST_TILE_ROWS - 1) / KVBLOCK_CAST_TILE_ROWS;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(tiles(a.rows) * p.tiles));
+  config.gridDim = dim3(static_cast<unsigned>(down * p.tiles));
   config.blockDim = dim3(kCastThreads);
   config.stream = stream;
-  const auto kernel =
-      a.format == KVBLOCK_CAST_E4M3 ? Cast<T, KVBLOCK_CAST_E4M3> : Cast<T, KVBLOCK_CAST_E5M2>;
+  const bool out = a.out != nullptr, transposed = a.transposed != nullptr;
+  const Kernel kernel = a.format == KVBLOCK_CAST_E4M3 ? Of<T, KVBLOCK_CAST_E4M3>(out, transposed)
+                                                      : Of<T, KVBLOCK_CAST_E5M2>(out, transposed);
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, p);
   if (status == cudaSuccess) return nullptr;
   return Message(std::string("cast: ") + cudaGetErrorString(status));

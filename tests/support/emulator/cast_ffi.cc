@@ -5,9 +5,10 @@
 //
 #include "ops/cast/cast_ffi.cc"
 
-// One after the other, whatever threads XLA calls it from.
+// One after the other, whatever threads XLA calls them from; norm_cast_ffi.cc's, too.
+std::mutex emulated_casts;
+
 extern "C" XLA_FFI_Error* EmulatedCast(XLA_FFI_CallFrame* frame) {
-  static std::mutex mutex;
-  const std::lock_guard lock(mutex);
+  const std::lock_guard lock(emulated_casts);
   return KvblockCast(frame);
 }

@@ -150,6 +150,7 @@ struct Fiber {
   Cta* of = nullptr;
   int thread = 0;
   bool done = false;
+  bool in_cluster = false;  // between arriving at its cluster and waiting for it
 };
 
 // Where some threads wait for each other.
@@ -207,6 +208,7 @@ inline Cta* cta = nullptr;
 struct Cluster {
   std::vector<std::unique_ptr<Cta>> ctas;
   Barrier all;
+  Barrier begun;  // hands on what was done before FenceBarrierInit
 };
 inline Cluster* cluster = nullptr;
 
@@ -415,6 +417,10 @@ T __ldg(const T* p) {
 template <typename T>
 T __ldcg(const T* p) {
   return *p;
+}
+template <typename T>
+void __stwb(T* to, T x) {
+  *to = x;
 }
 template <typename T>
 T __reduce_add_sync(unsigned, T x) {

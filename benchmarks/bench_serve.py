@@ -1,0 +1,271 @@
+"""What serving a small model costs: a step beside its roofline, and the host's part.
+
+The engine of examples/serve over a model in the shape of SmolLM2-135M with random
+weights, so that nothing is downloaded: bfloat16 on a GPU, float32 on a CPU.
+
+- A step of decoding: all requests run, and nobody reads prompts. "over reading" is the
+  step's time over that of reading all weights, and the keys and values of all
+  sequences, once, at the rate of a plain copy in the same run.
+- The host's part: the same steps where the device computes nothing.
+- The first token after a prefix that many requests share: computed; and brought up
+  from host memory, as from a request to the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import bars
+import ceilings
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support import common
+from support.common import OURS, Results
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+from serve import config
+from serve.engine import Engine
+from serve.interface import Request, Stream
+from serve.models import ByteTokenizer, LoadedModel
+
+BLOCK = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model's shape, and what is asked of it."""
+
+    layers: int = 30
+    width: int = 576
+    heads: int = 9
+    kv_heads: int = 3
+    dim: int = 64
+    ffn: int = 1536
+    vocab: int = 49152
+    requests: int = 64
+    prompt: int = 128
+    steps: int = 128
+    rows: int = 512
+    prefix: int = 32768
+    prefix_rows: int = 4096
+    turns: int = 5
+
+
+SMOLLM2 = Case()
+# Two cores: fewer requests, and a prefix that is read in a minute.
+ON_CPU = dataclasses.replace(
+    SMOLLM2, requests=8, steps=24, rows=128, prefix=512, prefix_rows=128, turns=3
+)
+TINY = Case(
+    layers=2, width=64, heads=4, kv_heads=2, dim=16, ffn=96, vocab=257, requests=3,
+    prompt=20, steps=8, rows=32, prefix=64, prefix_rows=32, turns=1,
+)  # fmt: skip
+
+
+class Numbers(ByteTokenizer):
+    """A token's text is its number."""
+
+    end_tokens = frozenset()
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return " ".join(map(str, ids))
+
+
+def bench(options: argparse.Namespace, results: Results) -> None:
+    case = TINY if options.quick else SMOLLM2 if common.on_gpu() else ON_CPU
+    model = _model(case)
+    ceilings.add_device_copy(results, options.quick, "before")
+    _decode(case, model, results)
+    _host(case, model, results)
+    _prefix(case, model, results)
+    ceilings.add_device_copy(results, options.quick, "after")
+    # In units of copies: read + write counted, of which a step has the reading alone.
+    copy = bars.best(results.rows, bars.DEVICE_COPY)
+    read, seconds = _decoded(results)
+    rate = ceilings.in_unit(read / seconds, ceilings.device_unit())
+    name = f"{case.requests} requests / a step of decoding"
+    results.add(name, OURS, "over reading", copy / rate, "x")
+
+
+def _decoded(results: Results) -> tuple[float, float]:
+    """Bytes that a step reads, and its seconds."""
+    values = {row["metric"]: row["value"] for row in results.rows}
+    return values["read"] * 1e6, values["time of a step"] / 1e3
+
+
+def _model(case: Case) -> LoadedModel:
+    """Random weights in a model's shape."""
+    dtype = jnp.bfloat16 if common.on_gpu() else jnp.float32
+    keys = iter(jax.random.split(jax.random.key(0), 4 * case.layers + 1))
+
+    def drawn(outputs: int, inputs: int) -> jax.Array:
+        shape = (outputs, inputs)
+        return jax.random.normal(next(keys), shape, dtype) * inputs**-0.5
+
+    own, kv = case.heads * case.dim, case.kv_heads * case.dim
+    layers = [
+        {
+            "attn_norm": jnp.ones(case.width, jnp.float32),
+            "mlp_norm": jnp.ones(case.width, jnp.float32),
+            "qkv": drawn(own + 2 * kv, case.width),
+            "out": drawn(case.width, own),
+            "gate_up": drawn(2 * case.ffn, case.width),
+            "down": drawn(case.width, case.ffn),
+        }
+        for _ in range(case.layers)
+    ]
+    params = {
+        "embedding": drawn(case.vocab, case.width),
+        "final_norm": jnp.ones(case.width, jnp.float32),
+        "layers": layers,
+    }
+    shape = config.Config(
+        num_layers=case.layers,
+        width=case.width,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.dim,
+        vocab_size=case.vocab,
+        norm_eps=1e-5,
+        inv_freq=config.frequencies(10_000.0, case.dim),
+        interleaved=True,
+        max_tokens=case.prefix + 4 * case.prompt + case.steps,
+    )
+    return LoadedModel("shape", shape, params, Numbers(case.vocab), jnp.dtype(dtype))
+
+
+# ---- a step of decoding --------------------------------------------------------------
+
+
+def _engine(case: Case, model: LoadedModel) -> Engine:
+    tokens = case.prompt + case.steps + BLOCK
+    return Engine(
+        model,
+        num_blocks=case.requests * -(-tokens // BLOCK) + 8,
+        block_size=BLOCK,
+        max_batch=case.requests,
+        max_tokens_per_step=max(case.rows, case.requests),
+        max_waiting=case.requests,
+        max_tokens=tokens,
+        reserve=0.0,
+    )
+
+
+def _asked(case: Case, engine: Engine) -> list[Stream]:
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(0, case.vocab, (case.requests, case.prompt)).tolist()
+    requests = [
+        Request(prompt=prompt, max_new_tokens=case.steps, ignore_end=True)
+        for prompt in prompts
+    ]
+    return [engine.submit(request) for request in requests]
+
+
+def _steps(case: Case, engine: Engine) -> list[float]:
+    """Seconds of each step in which all decode."""
+    streams = _asked(case, engine)
+    while min(stream.num_new_tokens for stream in streams) < 2:
+        engine.step()
+    times = []
+    while max(stream.num_new_tokens for stream in streams) < case.steps - 1:
+        start = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - start)
+    engine.run()
+    assert all(stream.num_new_tokens == case.steps for stream in streams)
+    return times
+
+
+def _decode(case: Case, model: LoadedModel, results: Results) -> None:
+    engine = _engine(case, model)
+    engine.compile()
+    seconds = statistics.median(_steps(case, engine))
+    engine.stop()
+    name = f"{case.requests} requests / a step of decoding"
+    spec = engine._manager.spec
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    keys = case.requests * (case.prompt + case.steps / 2)
+    read = weights + keys * spec.block_bytes / BLOCK
+    results.add(name, OURS, "time of a step", seconds * 1e3, "ms")
+    results.add(name, OURS, "new tokens", case.requests / seconds, "1/s")
+    results.add(name, OURS, "read", read / 1e6, "MB")
+
+
+def _host(case: Case, model: LoadedModel, results: Results) -> None:
+    """The host's work for the same steps: programs are not called."""
+    engine = _engine(case, model)
+    runner = engine._runner
+    runner._last = np.ones(runner._shapes[0].most_outputs, np.int32)  # type: ignore[assignment]
+    runner._call = lambda batch: None  # type: ignore[method-assign]
+    seconds = statistics.median(_steps(case, engine))
+    engine.stop()
+    name = f"{case.requests} requests / the host's part of a step"
+    results.add(name, OURS, "host time", seconds * 1e6, "us")
+
+
+# ---- a prefix that many share --------------------------------------------------------
+
+
+def _prefix(case: Case, model: LoadedModel, results: Results) -> None:
+    tokens = case.prefix + case.prompt + BLOCK
+    blocks = -(-tokens // BLOCK)
+    spec_bytes = 2 * case.layers * case.kv_heads * case.dim * model.dtype.itemsize
+    engine = Engine(
+        model,
+        num_blocks=blocks + 8,
+        block_size=BLOCK,
+        max_batch=1,
+        max_tokens_per_step=case.prefix_rows,
+        max_tokens=tokens,
+        host_bytes=(blocks + 8) * BLOCK * spec_bytes,
+        reserve=0.0,
+    )
+    engine.compile()
+    rng = np.random.default_rng(1)
+    prefix = rng.integers(0, case.vocab, case.prefix).tolist()
+
+    def first_token() -> tuple[float, int]:
+        own = rng.integers(0, case.vocab, case.prompt).tolist()
+        request = Request(prompt=prefix + own, max_new_tokens=1, ignore_end=True)
+        start = time.perf_counter()
+        stream = engine.submit(request)
+        while not stream.num_new_tokens:
+            engine.step()
+        seconds = time.perf_counter() - start
+        engine.run()
+        return seconds, stream.num_cached_tokens
+
+    times: dict[str, list[float]] = {"computed": [], "from host memory": []}
+    for _ in range(case.turns + 1):
+        engine.cache.clear()
+        engine.tiers.below.host.books.forget_idle()
+        seconds, cached = first_token()
+        assert cached == 0
+        times["computed"].append(seconds)
+        with engine.cache.open([*prefix, 0]) as table:
+            engine.tiers.offload(table).wait()
+        engine.cache.clear()
+        seconds, cached = first_token()
+        assert cached == case.prefix
+        times["from host memory"].append(seconds)
+    engine.stop()
+    name = f"prefix of {case.prefix} tokens / the first token"
+    medians = {who: statistics.median(taken[1:]) for who, taken in times.items()}
+    for who, seconds in medians.items():
+        results.add(name, f"{OURS}, {who}", "time", seconds * 1e3, "ms")
+    ratio = medians["from host memory"] / medians["computed"]
+    results.add(name, OURS, "of computing it", ratio, "x")
+
+
+if __name__ == "__main__":
+    common.main("serve", bench, __doc__)

@@ -1,0 +1,391 @@
+"""The engine: requests come, steps are dispatched and read, streams get their tokens.
+
+    submit ─▶ inbox ─▶ waiting ─▶ running ──plan──▶ batch ──step, one program──▶ tokens
+                          ▲          │ blocks run out                              │
+                          └──────────┘               streams ◀── text, ends ◀──────┘
+
+Without drafts a step is dispatched before the tokens of the one before are read: they
+are on the device already. So the host plans while the device computes.
+"""
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_kvblock import BlockManager, PrefixCache
+from jax_kvblock.cache import TieredCache, append_tokens
+from serve import counts
+from serve.batch import Shape
+from serve.drafts import MOST_DRAFTS, PromptLookup
+from serve.inbox import Inbox
+from serve.interface import (
+    FREE,
+    HELD,
+    IDLE,
+    SHARED,
+    Event,
+    FinishReason,
+    Request,
+    Stats,
+    Stream,
+)
+from serve.models import LoadedModel
+from serve.runner import Runner, row_sizes
+from serve.scheduler import Part, Scheduler
+from serve.sequences import Sequence
+from serve.text import TextStream
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Flight:
+    """A step that was dispatched: whose tokens come from which outputs."""
+
+    parts: list[tuple[Part, int]]
+    tokens: jax.Array
+
+
+class Engine:
+    """Serves requests from one pool of blocks.
+
+    Args:
+        model: what computes.
+        num_blocks, block_size: of the pool.
+        max_batch: sequences that run at the same time.
+        max_tokens_per_step: rows of a step, at most: prompts are read in such chunks.
+        draft_tokens: guesses behind a sequence's newest token; 0 for none.
+        max_waiting: requests that may wait.
+        max_tokens: of a prompt and its new tokens; what model and pool allow if None.
+        host_bytes: memory of a tier below the device, to which sequences that make way
+            are moved; 0 for none: they are computed again.
+        store: a tier below that one, as for `TieredCache`.
+        disk, disk_bytes: or a folder for it, and how much of its disk it may take.
+        policy, reserve: as for `PrefixCache`.
+
+    Raises:
+        ValueError: for sizes that do not go together.
+
+    Example:
+        >>> engine = Engine(load_model(), num_blocks=256)
+        >>> engine.start()
+        >>> engine.submit(Request(prompt=engine.model.tokenizer.encode("Hi"))).text()
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        max_batch: int = 8,
+        max_tokens_per_step: int = 128,
+        draft_tokens: int = 0,
+        max_waiting: int = 64,
+        max_tokens: int | None = None,
+        host_bytes: int = 0,
+        store: Any = None,
+        disk: str | os.PathLike[str] | None = None,
+        disk_bytes: int = 1 << 30,
+        policy: str = "lru",
+        reserve: float = 0.02,
+    ) -> None:
+        if not 1 <= max_batch <= max_tokens_per_step:
+            raise ValueError(
+                "Engine: max_batch must be from 1 to max_tokens_per_step="
+                f"{max_tokens_per_step}, got {max_batch}"
+            )
+        if not 0 <= draft_tokens <= MOST_DRAFTS:
+            raise ValueError(
+                f"Engine: draft_tokens must be from 0 to {MOST_DRAFTS}, got "
+                f"{draft_tokens}"
+            )
+        self.model = model
+        self.max_waiting = max_waiting
+        self.max_tokens = min(
+            model.max_tokens, num_blocks * block_size, max_tokens or model.max_tokens
+        )
+        config = model.config
+        self._manager = BlockManager(
+            config.num_layers,
+            block_size,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=model.dtype,
+            num_blocks=num_blocks,
+        )
+        self.cache = PrefixCache(
+            self._manager, model=model.name, policy=policy, reserve=reserve
+        )
+        self.tiers = self._disk = None
+        if disk is not None:
+            if not host_bytes or store is not None:
+                raise ValueError(
+                    "Engine: a disk lies below host memory; pass host_bytes, and no "
+                    "store beside it"
+                )
+            from jax_kvblock.cache.disk import DiskTier
+
+            self._disk = store = DiskTier(
+                disk,
+                namespace=self.cache.namespace.digest,
+                block_bytes=self._manager.spec.block_bytes,
+                max_bytes=disk_bytes,
+            )
+        if host_bytes:
+            self.tiers = TieredCache(self.cache, host_bytes=host_bytes, store=store)
+        self._scheduler = Scheduler(
+            self.cache, self.tiers, max_batch, max_tokens_per_step, draft_tokens
+        )
+        width = -(-self.max_tokens // block_size)
+        sizes = row_sizes(model.dtype, max_batch, draft_tokens, max_tokens_per_step)
+        shapes = [Shape(n, max_batch, width, draft_tokens) for n in sizes]
+        self._runner = Runner(model, self._manager, shapes)
+        self._flights: deque[_Flight] = deque()
+        self._ahead = 0 if draft_tokens else 1
+        self._counts = counts.Counts()
+        self._inbox = Inbox(max_waiting, lambda: len(self._scheduler.waiting))
+        self._numbers = itertools.count()
+        self._stepping = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    # ---- for everybody ----
+
+    def submit(self, request: Request) -> Stream:
+        """Queue a request.
+
+        Raises:
+            ValueError: if it is too long, or a token is none of the model's.
+            QueueFullError: if `max_waiting` requests wait already.
+            RuntimeError: if the engine has stopped.
+        """
+        self._check(request)
+        stream = Stream(request, lambda _: self._inbox.cancel(sequence))
+        sequence = self._sequence(stream)
+        self._inbox.add(sequence)
+        return stream
+
+    def start(self) -> None:
+        """Serve in a thread of its own, until `stop`; it compiles all programs first.
+
+        Raises:
+            RuntimeError: if it was started, or has stopped.
+        """
+        if self._thread is not None or self._inbox.closed:
+            raise RuntimeError("start: the engine was started before")
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; open streams end with "cancelled". Again does nothing."""
+        if not self._inbox.close():
+            return
+        if self._thread is not None:
+            self._thread.join()
+        with self._stepping:
+            self._orders()
+            for each in (*self._scheduler.running, *self._scheduler.waiting):
+                self._end(each, "cancelled")
+            self._flights.clear()
+            if self.tiers is not None:
+                self.tiers.close()
+            if self._disk is not None:
+                self._disk.close()
+
+    def stats(self) -> Stats:
+        """Counts, for people and monitors."""
+        counted, scheduler = self._counts, self._scheduler
+        blocks = np.bincount(self.pool_map(), minlength=4).tolist()
+        return Stats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + len(self._inbox),
+            max_waiting=self.max_waiting,
+            finished=counted.finished,
+            cancelled=counted.cancelled,
+            failed=counted.failed,
+            steps=counted.steps,
+            prompt_tokens=scheduler.prompt_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            new_tokens=counted.new_tokens,
+            drafted_tokens=counted.drafted_tokens,
+            accepted_tokens=counted.accepted_tokens,
+            preemptions=scheduler.preemptions,
+            offloaded_preemptions=scheduler.resumed,
+            programs=self._runner.num_programs,
+            tokens_per_second=counted.tokens_per_second,
+            mean_time_to_first_token=counted.mean_time_to_first_token,
+            num_blocks=self._manager.num_blocks,
+            free_blocks=blocks[FREE],
+            held_blocks=blocks[HELD] + blocks[SHARED],
+            shared_blocks=blocks[SHARED],
+            idle_blocks=blocks[IDLE],
+        )
+
+    def pool_map(self) -> np.ndarray:
+        """uint8[num_blocks]: 0 free, 1 held by one, 2 shared by several, 3 idle."""
+        return counts.pool_map(self._manager)
+
+    def run(self) -> None:
+        """Serve in this thread until nobody waits or runs."""
+        while self._busy():
+            if not self.step():
+                time.sleep(0.001)  # for a transfer
+
+    def compile(self) -> None:
+        """Compile all programs now, by steps without rows."""
+        with self._stepping:
+            self._runner.compile()
+
+    def step(self) -> bool:
+        """Dispatch a step and read one; whether there was any."""
+        with self._stepping:
+            try:
+                return self._step()
+            except Exception as error:
+                _log.exception("a step failed")
+                self._fail(f"{type(error).__name__}: {error}")
+                return True
+
+    # ---- a request comes and goes ----
+
+    def _check(self, request: Request) -> None:
+        most = len(request.prompt) + request.max_new_tokens
+        if most > self.max_tokens:
+            raise ValueError(
+                f"submit: prompt and max_new_tokens are {len(request.prompt)} + "
+                f"{request.max_new_tokens} tokens, of at most {self.max_tokens}"
+            )
+        vocabulary = self.model.config.vocab_size
+        for token in request.prompt:
+            if not 0 <= token < vocabulary:
+                raise ValueError(
+                    f"submit: a token of the prompt is {token}, none of the model's "
+                    f"{vocabulary}"
+                )
+
+    def _sequence(self, stream: Stream) -> Sequence:
+        request, tokenizer = stream.request, self.model.tokenizer
+        ends = frozenset(request.stop_tokens)
+        if not request.ignore_end:
+            ends |= tokenizer.end_tokens
+        text = TextStream(tokenizer.decode, request.stop, request.prompt)
+        lookup = PromptLookup(request.prompt) if self._scheduler.drafts else None
+        return Sequence(stream, next(self._numbers), text, ends, lookup)
+
+    def _orders(self) -> None:
+        """Take in what other threads have asked for."""
+        came, gone = self._inbox.take()
+        for sequence in came:
+            self._scheduler.add(sequence)
+        for sequence in gone:
+            self._end(sequence, "cancelled")
+
+    def _end(self, sequence: Sequence, reason: FinishReason, error: str = "") -> None:
+        """End a stream from outside of its text."""
+        if not sequence.ended:
+            event = Event(None, sequence.text.finish(), reason, error or None)
+            sequence.stream.put(event)
+            self._counts.finished += 1
+            self._counts.cancelled += reason == "cancelled"
+            self._counts.failed += reason == "error"
+        self._scheduler.remove(sequence)
+
+    # ---- the loop ----
+
+    def _serve(self) -> None:
+        try:
+            self.compile()
+        except Exception as error:
+            _log.exception("the programs do not compile")
+            self._fail(f"{type(error).__name__}: {error}")
+        while not self._inbox.closed:
+            if not self.step():  # a transfer may be under way
+                self._inbox.wait(0.001 if self._busy() else None)
+
+    def _busy(self) -> bool:
+        scheduler = self._scheduler
+        waiting = scheduler.waiting or scheduler.running
+        return bool(waiting or self._flights or not self._inbox.empty)
+
+    def _step(self) -> bool:
+        self._orders()
+        if self.tiers is not None:
+            self.tiers.maintain()
+        parts = self._scheduler.plan()
+        if parts:
+            self._dispatch(parts)
+        read = False
+        while len(self._flights) > (self._ahead if parts else 0):
+            self._read(self._flights.popleft())
+            read = True
+        return bool(parts) or read
+
+    def _dispatch(self, parts: list[Part]) -> None:
+        outputs, tokens = self._runner.dispatch(parts)
+        self._counts.steps += 1
+        for part in parts:
+            part.sequence.num_cached += part.count
+            part.sequence.publish(self._manager.spec.block_size)
+        for part, output in outputs:
+            part.sequence.num_unread += 1
+            part.sequence.row = output
+        self._flights.append(_Flight(outputs, tokens))
+
+    def _read(self, flight: _Flight) -> None:
+        tokens = np.asarray(flight.tokens).tolist()  # waits for the step
+        now, count = time.monotonic(), 0
+        came: list[tuple[Sequence, list[int]]] = []
+        for part, output in flight.parts:
+            sequence, draft = part.sequence, part.draft
+            sequence.num_unread -= 1
+            if sequence.ended:
+                continue
+            new = tokens[output : output + 1]
+            if draft is not None:
+                new = draft.accept(tokens[output : output + 1 + len(draft)])
+                sequence.lookup.learn(len(new) - 1)
+                self._counts.drafted_tokens += len(draft)
+            if len(sequence.tokens) == len(sequence.request.prompt):
+                self._counts.first_tokens += 1
+                self._counts.seconds_to_first += now - sequence.began
+            new = sequence.deliver(new)
+            count += len(new)
+            self._counts.accepted_tokens += len(new) - 1
+            sequence.num_cached += len(new) - 1  # the last one's row is still to come
+            sequence.extend(new)
+            came.append((sequence, new))
+        self._append(came)
+        for sequence, _ in came:
+            sequence.publish(self._manager.spec.block_size)
+            if sequence.ended:
+                self._counts.finished += 1
+                self._scheduler.remove(sequence)
+        self._counts.read(now, count)
+
+    def _append(self, came: list[tuple[Sequence, list[int]]]) -> None:
+        """Tell the tables of tokens that came: of single ones, in one call."""
+        held = [(each.table, new) for each, new in came if each.table is not None]
+        ones = [(table, new[0]) for table, new in held if len(new) == 1]
+        append_tokens([table for table, _ in ones], [token for _, token in ones])
+        for table, new in held:
+            if len(new) != 1:
+                table.append(new)
+
+    def _fail(self, error: str) -> None:
+        """End all that run, or else all that wait; the pool is as new."""
+        self._flights.clear()
+        scheduler = self._scheduler
+        for sequence in list(scheduler.running) or list(scheduler.waiting):
+            self._end(sequence, "error", error)
+        for sequence in scheduler.waiting:  # who made way: its token is drawn again
+            sequence.num_unread = 0
+        self.cache.clear()
+        self._runner.reset()

@@ -1,0 +1,95 @@
+"""Steps on the device: the programs, and what they are called with."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kvblock import BlockManager, KVPool
+from serve.batch import Batch, Shape
+from serve.fill import fill
+from serve.models import LoadedModel
+from serve.scheduler import Part
+from serve.step import step
+
+
+class Runner:
+    """Runs a model's steps over a manager's pool.
+
+    Attributes:
+        num_programs: that were traced.
+
+    Args:
+        model: what computes.
+        manager: of the pool, which each step is given and gives back.
+        shapes: of the steps, by rows.
+    """
+
+    def __init__(
+        self, model: LoadedModel, manager: BlockManager, shapes: list[Shape]
+    ) -> None:
+        self._params, self._manager, self._shapes = model.params, manager, shapes
+        self.num_programs = 0
+        config = model.config
+
+        def program(
+            pool: KVPool, params: Any, last: Any, buffer: Any, *, shape: Shape
+        ) -> tuple[KVPool, jax.Array]:
+            self.num_programs += 1  # Python runs this when JAX traces, not later
+            return step(pool, params, last, buffer, config=config, shape=shape)
+
+        self._program = program
+        self._last = self._no_tokens()
+
+    def compile(self) -> None:
+        """Compile all programs now, by steps without rows."""
+        for shape in self._shapes:
+            self._call(Batch(shape))
+        jax.block_until_ready(self._last)
+
+    def dispatch(self, parts: list[Part]) -> tuple[list[tuple[Part, int]], jax.Array]:
+        """Have a step computed, without waiting for it.
+
+        Returns:
+            The parts behind which a token comes, each with its first output, and the
+            token behind each output.
+        """
+        num_rows = sum(part.num_rows for part in parts)
+        batch = Batch(next(each for each in self._shapes if each.rows >= num_rows))
+        outputs = fill(batch, parts)
+        self._call(batch)
+        return outputs, self._last
+
+    def reset(self) -> None:
+        """A pool as new, whatever a step that failed has made of the old one."""
+        manager = self._manager
+        manager.pool = KVPool.zeros(manager.spec, manager.num_blocks)
+        self._last = self._no_tokens()
+
+    def _call(self, batch: Batch) -> None:
+        self._last = self._manager.update(
+            self._program,
+            self._params,
+            self._last,
+            batch.buffer,
+            shape=batch.shape,
+            static_argnames="shape",
+        )
+
+    def _no_tokens(self) -> jax.Array:
+        none = np.zeros(self._shapes[0].most_outputs, np.int32)
+        # On the pool's device for good, as what a step returns: else the first step of
+        # each shape would be compiled twice.
+        return jax.device_put(none, self._manager.pool.sharding)
+
+
+def row_sizes(dtype: Any, max_batch: int, drafts: int, most: int) -> list[int]:
+    """Rows of the programs, few: those of a step take the next larger one.
+
+    For one that decodes, for all, for all with drafts, and for chunks of prompts. On a
+    CPU, XLA multiplies fewer than 4 rows of bfloat16 ten times as slowly as 4.
+    """
+    least = 4 if dtype == jnp.bfloat16 and jax.default_backend() == "cpu" else 1
+    sizes = {least, max_batch, max_batch * (1 + drafts), most}
+    return sorted(size for size in sizes if least <= size <= most)

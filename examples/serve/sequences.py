@@ -1,0 +1,107 @@
+"""A request while it is served."""
+
+import time
+from dataclasses import dataclass, field
+
+from jax_kvblock.cache import BlockTable, Onboard, Parked
+from serve.drafts import PromptLookup
+from serve.interface import Event, FinishReason, Request, Stream
+from serve.text import TextStream
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request, its tokens, and where their keys and values are.
+
+    Attributes:
+        stream: where its tokens go.
+        number: requests are counted as they come.
+        text: makes text of its tokens.
+        ends: tokens that end it.
+        lookup: finds drafts; None without drafts.
+        tokens: the prompt's, then the new ones that are known.
+        num_cached: of how many the keys and values are in the pool, or on their way
+            there by a step that was dispatched.
+        num_unread: new tokens that a step has drawn, and nobody has read.
+        table: its blocks; None while it waits.
+        arriving: blocks that come from a lower tier; no row is computed before.
+        parked: what brings it back from a lower tier.
+        row: the output of the last step that drew its newest token, while unread.
+    """
+
+    stream: Stream
+    number: int
+    text: TextStream
+    ends: frozenset[int]
+    lookup: PromptLookup | None
+    tokens: list[int] = field(init=False)
+    num_cached: int = 0
+    num_unread: int = 0
+    table: BlockTable | None = None
+    arriving: Onboard | None = None
+    parked: Parked | None = None
+    row: int = -1
+    admitted: bool = False  # once, whatever happened since
+    began: float = field(default_factory=time.monotonic)
+
+    def __post_init__(self) -> None:
+        self.tokens = [int(token) for token in self.request.prompt]
+
+    @property
+    def request(self) -> Request:
+        return self.stream.request
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who comes first is admitted first, and preempted last."""
+        return -self.request.priority, self.number
+
+    @property
+    def ended(self) -> bool:
+        return self.stream.finish_reason is not None
+
+    @property
+    def num_new(self) -> int:
+        """New tokens, those among them that nobody has read."""
+        return len(self.tokens) + self.num_unread - len(self.request.prompt)
+
+    @property
+    def num_left(self) -> int:
+        """New tokens that may follow."""
+        return self.request.max_new_tokens - self.num_new
+
+    @property
+    def num_todo(self) -> int:
+        """Tokens whose keys and values are to be computed."""
+        return len(self.tokens) + self.num_unread - self.num_cached
+
+    def deliver(self, new: list[int]) -> list[int]:
+        """Hand out tokens that come next; returns those up to the text's end."""
+        count = len(self.tokens) - len(self.request.prompt)
+        for place, token in enumerate(new, start=1):
+            ends = token in self.ends
+            text, stopped = ("", False) if ends else self.text.push(token)
+            reason: FinishReason | None = "stop" if ends or stopped else None
+            if reason is None and count + place == self.request.max_new_tokens:
+                reason = "length"
+            if reason is not None and not stopped:
+                text += self.text.finish()
+            self.stream.put(Event(token, text, reason))
+            if reason is not None:
+                return new[:place]
+        return new
+
+    def extend(self, tokens: list[int]) -> None:
+        """Note new tokens that are known; its table is told by the engine."""
+        self.tokens += tokens
+        if self.lookup is not None:
+            self.lookup.extend(tokens)
+
+    def publish(self, block_size: int) -> None:
+        """Have full blocks found by others: the step that fills them is dispatched."""
+        table = self.table
+        if table is None:
+            return
+        known = min(self.num_cached, len(self.tokens))
+        if known // block_size * block_size > table.num_committed_tokens:
+            table.commit(known)

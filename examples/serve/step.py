@@ -1,0 +1,70 @@
+"""A step of the engine: all of it is one program, with the pool donated."""
+
+import jax
+import jax.numpy as jnp
+
+from jax_kvblock import KVPool, append_kv
+from serve import sampling
+from serve.batch import Shape, rows_of, sampling_of, unpack
+from serve.config import Config
+from serve.llama import forward
+from serve.weights import Params
+
+
+def step(
+    pool: KVPool,
+    params: Params,
+    last: jax.Array,
+    buffer: jax.Array,
+    *,
+    config: Config,
+    shape: Shape,
+) -> tuple[KVPool, jax.Array]:
+    """Compute rows, draw the tokens behind them, and bring accepted drafts home.
+
+    Args:
+        pool: the cache; donated.
+        params: the model's.
+        last: int32[most_outputs], what the last step returned.
+        buffer: a `Batch`'s.
+
+    Returns:
+        The pool with the rows' keys and values, and the token behind each output,
+        int32[most_outputs].
+    """
+    parts = unpack(buffer, shape)
+    feed, outputs = parts["feed"], parts["outputs"]
+    tokens = jnp.where(feed < 0, parts["tokens"], last[jnp.maximum(feed, 0)])
+    logits, pool = forward(config, params, pool, rows_of(parts, tokens), outputs)
+    drawn = sampling.draw(logits, sampling_of(parts))
+    if shape.drafts:
+        accepted = accept(tokens[outputs], drawn, parts["parents"], shape.drafts)
+        homes = jnp.where(accepted, parts["homes"], -1)
+        pool = move(pool, parts["slots"][outputs], homes)
+    return pool, jnp.zeros_like(last).at[: len(drawn)].set(drawn)
+
+
+def accept(
+    tokens: jax.Array, drawn: jax.Array, parents: jax.Array, depth: int
+) -> jax.Array:
+    """Whether each output is right, and so are those that it stands behind, bool[n]."""
+    parent = jnp.maximum(parents, 0)
+    newest = parents < 0
+    right = tokens == drawn[parent]
+    accepted = newest
+    for _ in range(depth):
+        accepted = newest | (right & accepted[parent])
+    return accepted
+
+
+def move(pool: KVPool, source: jax.Array, target: jax.Array) -> KVPool:
+    """Copy keys and values of all layers from slots [n] to slots [n]; -1 to nowhere.
+
+    Only slots with a target are read as they are.
+    """
+    size = pool.spec.block_size
+    slots = jnp.where(target < 0, 0, source)
+    # [n, layers, 2, heads, head_dim]: a slot is a block's token, in the layout NHD.
+    found = pool.data[slots // size, :, :, slots % size]
+    found = jnp.moveaxis(found, 0, 2)
+    return append_kv(pool, None, found[:, 0], found[:, 1], target)

@@ -1,0 +1,76 @@
+"""Text that comes token by token: whole characters, and nothing of a stop text."""
+
+from collections.abc import Callable, Sequence
+
+REPLACEMENT = "\ufffd"
+
+
+class TextStream:
+    """The text of a request.
+
+    Args:
+        decode: token ids to text.
+        stops: texts that end it.
+        prompt: the tokens before it, on whose end the first one's text may depend.
+
+    Example:
+        >>> stream = TextStream(tokenizer.decode, ["END"])
+        >>> stream.push(17)
+        (" a wor", False)
+    """
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        stops: Sequence[str] = (),
+        prompt: Sequence[int] = (),
+    ) -> None:
+        self._decode, self._stops = decode, tuple(stops)
+        self._ids = list(prompt[-4:])  # a few tokens before, and what is not out yet
+        self._num_old = len(self._ids)
+        self._old = decode(self._ids).rstrip(REPLACEMENT)  # the text of those before
+        self._held = ""  # text that may be the beginning of a stop text
+
+    def push(self, token: int) -> tuple[str, bool]:
+        """The text that can be shown now, and whether a stop text has come."""
+        self._ids.append(token)
+        text = self._decode(self._ids)
+        broken = text.endswith(REPLACEMENT) and len(self._ids) - self._num_old < 4
+        if broken or len(text) < len(self._old):
+            return "", False
+        return self._add(text)
+
+    def finish(self) -> str:
+        """What was held back; bytes that are no character become U+FFFD."""
+        text, stopped = self._add(self._decode(self._ids))
+        return text if stopped else text + self._release(0)
+
+    def _add(self, text: str) -> tuple[str, bool]:
+        new = text[len(self._old) :]
+        # Some tokens stay: the text of a token may depend on the one before.
+        self._ids = self._ids[self._num_old :] if new else self._ids
+        self._old = self._decode(self._ids)
+        self._num_old = len(self._ids)
+        self._held += new
+        return self._without_stops()
+
+    def _without_stops(self) -> tuple[str, bool]:
+        places = [self._held.find(stop) for stop in self._stops]
+        found = [place for place in places if place >= 0]
+        if found:
+            text, self._held = self._held[: min(found)], ""
+            return text, True
+        return self._release(self._may_begin()), False
+
+    def _may_begin(self) -> int:
+        """How many characters at the end may be the beginning of a stop text."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for size in range(min(longest, len(self._held)), 0, -1):
+            if any(stop.startswith(self._held[-size:]) for stop in self._stops):
+                return size
+        return 0
+
+    def _release(self, keep: int) -> str:
+        place = len(self._held) - keep
+        text, self._held = self._held[:place], self._held[place:]
+        return text

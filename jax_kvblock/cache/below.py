@@ -1,0 +1,369 @@
+"""`Below`: the tiers below the device, as bytes: what comes down, and what is read.
+
+Here is no pool and no program: rows of bytes, their keys, and two threads, one for each
+way, so that neither waits for the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    CancelledError,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jax_kvblock import _native
+from jax_kvblock.cache.copies import Copies, Cut
+from jax_kvblock.cache.host import HostTier
+from jax_kvblock.core import checks
+
+MOST_WRITES = 4  # to the store at a time; what comes down waits for them
+
+
+class Store(Protocol):
+    """What a tier below host memory does: blocks by key, as rows of bytes."""
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Of each key, whether its block is there."""
+        ...
+
+    def put(self, keys: Sequence[bytes], rows: np.ndarray) -> Future[Any]:
+        """Keeps blocks, uint8 `[n, block_bytes]`, which stay as they are."""
+        ...
+
+    def get(self, keys: Sequence[bytes], out: np.ndarray) -> Future[Any]:
+        """Reads blocks into `out`; of each, whether it was there and is right."""
+        ...
+
+
+@dataclass
+class TierCounters:
+    """What went through a tier since the start.
+
+    Attributes:
+      blocks_in, blocks_out, bytes_in, bytes_out: written there, read from there.
+      skipped: blocks that found no room in it.
+      failed: blocks whose copy failed, either way.
+      lost: blocks that were said to be there, and were not, were not what was put, or
+        could not be read.
+    """
+
+    blocks_in: int = 0
+    blocks_out: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    skipped: int = 0
+    failed: int = 0
+    lost: int = 0
+
+
+@dataclass
+class Placed:
+    """Blocks in pinned host memory, of which `hold` holds those in slots.
+
+    Attributes:
+      slots: the rows of `HostTier.rows` where they lie, int64 `[n]`.
+    """
+
+    hold: _native.Hold
+    slots: np.ndarray
+
+
+class Below:
+    """Host memory, and maybe a store under it.
+
+    Attributes:
+      lock: what every change of the fields here holds.
+      down, up: the threads that copy.
+      coming: on the way to the host, by key.
+      store_error: what the store failed with last.
+    """
+
+    def __init__(self, host: HostTier, store: Store | None) -> None:
+        self.host, self.store = host, store
+        self._copies = Copies(host.device)
+        self._room: jax.Array | None = None  # what is copied up next goes there
+        self.lock = threading.RLock()
+        self.down = ThreadPoolExecutor(1, "kvblock-offload")
+        self.up = ThreadPoolExecutor(1, "kvblock-onboard")
+        self.coming: dict[bytes, Future[None]] = {}
+        self.host_counters, self.store_counters = TierCounters(), TierCounters()
+        self.store_error: BaseException | None = None
+        self._writing: set[Future[Any]] = set()  # to the store
+
+    # ---- found ----
+
+    def on_host(self, key: bytes) -> bool:
+        """Whether a block is in host memory, or on its way there."""
+        return key in self.coming or self.host.books.find(key) is not None
+
+    def in_store(self, keys: Sequence[bytes]) -> list[bool]:
+        """Of each key, whether the store has its block; asked once for all."""
+        if self.store is None or not keys:
+            return [False] * len(keys)
+        return list(self.store.has(keys))
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Of each key, whether its block is in any tier here."""
+        found = [self.on_host(key) for key in keys]
+        others = [key for key, here in zip(keys, found, strict=True) if not here]
+        stored = dict(zip(others, self.in_store(others), strict=True))
+        return [here or stored[k] for k, here in zip(keys, found, strict=True)]
+
+    # ---- down ----
+
+    def slots(self, count: int) -> _native.Hold | None:
+        """Slots of the host, `count` of them or as many as there are; None for none."""
+        available = min(count, len(self.host.books))
+        return _native.take_hold(self.host.books, available) if available else None
+
+    def send(
+        self,
+        staged: jax.Array,
+        keys: Sequence[bytes],
+        kept: Sequence[bool],
+        slots: _native.Hold,
+    ) -> Future[None]:
+        """Copies blocks of an array on the device, `[n or more, …]`, into slots.
+
+        kept: which of them are found below then.
+        """
+        rows = [row for row, keep in enumerate(kept) if keep]
+        found = [keys[row] for row in rows]
+        with self.lock:
+            future = self.down.submit(self._store_rows, staged, rows, found, slots)
+            for key in found:
+                self.coming[key] = future
+            future.add_done_callback(functools.partial(self._arrived, found))
+        return future
+
+    def _store_rows(
+        self,
+        staged: jax.Array,
+        rows: Sequence[int],
+        keys: Sequence[bytes],
+        slots: _native.Hold,
+    ) -> None:
+        """In the thread that copies down: waits for the program, copies, publishes."""
+        with slots:
+            taken = slots.ids.tolist()[: len(keys)]
+            self._copies.down(staged, rows, self.host.rows, taken)
+            for key, slot in zip(keys, taken, strict=True):  # all of them, or none
+                self.host.publish(slot, key)
+        with self.lock:
+            self.host_counters.blocks_in += len(keys)
+            self.host_counters.bytes_in += len(keys) * self.host.block_bytes
+        if self.store is not None and keys:
+            self._put(keys)
+
+    def _put(self, keys: Sequence[bytes]) -> None:
+        """Hands blocks of the host to the store."""
+        assert self.store is not None
+        with self.lock:
+            writing = set(self._writing)
+        if len(writing) >= MOST_WRITES:
+            wait(writing, return_when=FIRST_COMPLETED)
+        size = 0
+        try:
+            known = self.store.has(keys)
+            new = [key for key, there in zip(keys, known, strict=True) if not there]
+            hold, places = _native.hold_keys(self.host.books, new)
+            with hold:
+                rows = self.host.rows[hold.ids]  # a copy, so that the slots are free
+            size = len(rows)
+            if not size:
+                return
+            future = self.store.put([new[i] for i in places], rows)
+        except Exception as error:  # the blocks are on the host all the same
+            self._count_put(size or len(keys), error)
+            return
+        with self.lock:
+            self._writing.add(future)
+        future.add_done_callback(functools.partial(self._put_ended, size))
+
+    def _put_ended(self, count: int, future: Future[Any]) -> None:
+        with self.lock:
+            self._writing.discard(future)
+        gone = future.cancelled()
+        self._count_put(count, CancelledError() if gone else future.exception())
+
+    def _count_put(self, count: int, error: BaseException | None) -> None:
+        with self.lock:
+            counters = self.store_counters
+            if error is not None:
+                counters.failed += count
+                self.store_error = error
+            else:
+                counters.blocks_in += count
+                counters.bytes_in += count * self.host.block_bytes
+
+    def _arrived(self, keys: Sequence[bytes], future: Future[None]) -> None:
+        with self.lock:
+            for key in keys:
+                self.coming.pop(key, None)
+            if future.cancelled() or future.exception() is not None:
+                self.host_counters.failed += len(keys)
+
+    # ---- up ----
+
+    def place(
+        self, keys: Sequence[bytes], lost: Callable[[int], None] | None = None
+    ) -> Placed:
+        """In the thread that copies up: where blocks of the tiers below lie, pinned.
+
+        What the store has is read into landing places, which are good until the next
+        call.
+
+        lost: told the place of the first block that is not there any more, or is not
+          what was put; what lies there and behind may be anything.
+
+        Raises:
+          KeyError: for such a block, when nobody is told.
+        """
+        hold, places = self._held(keys)
+        slots = np.zeros(len(keys), np.int64)
+        slots[places] = hold.ids
+        missing = sorted(set(range(len(keys))) - set(places))
+        gone = missing
+        if missing and self.store is not None:
+            first = self.host.num_slots
+            slots[missing] = first + np.arange(len(missing))
+            landed = self.host.rows[first : first + len(missing)]
+            gone = self._fetch(keys, missing, landed)
+        self._count_out(len(places), len(missing), len(gone))
+        if gone and lost is None:
+            hold.release()
+            raise _lost(len(gone), len(keys))
+        if gone and lost is not None:
+            lost(gone[0])
+        return Placed(hold, slots)
+
+    def up_to(self, placed: Placed, cut: Cut, shape: Sequence[int]) -> jax.Array:
+        """In the thread that copies up: parts of blocks in an array on the device.
+
+        shape: of the array, `[n, ...]`, with at least as many rows as blocks.
+        """
+        wanted = tuple(shape)
+        if self._room is not None and self._room.shape == wanted:
+            room, self._room = self._room, None
+        else:
+            room = self._copies.room(wanted, self.host.spec.dtype)
+        copy = self._copies.start_up(self.host.rows, placed.slots, cut, room)
+        # The next one's memory is made meanwhile, behind the programs under way.
+        self._room = self._copies.room(wanted, self.host.spec.dtype)
+        copy.wait()
+        return room
+
+    def read(self, keys: Sequence[bytes]) -> np.ndarray:
+        """In any thread: blocks of the tiers below, uint8 `[n, block_bytes]`.
+
+        Raises:
+          KeyError: when one is not there any more.
+        """
+        rows = np.empty((len(keys), self.host.block_bytes), np.uint8)
+        hold, places = self._held(keys)
+        with hold:
+            for place, slot in zip(places, hold.ids, strict=True):
+                np.copyto(rows[place], self.host.rows[slot])
+        missing = sorted(set(range(len(keys))) - set(places))
+        gone = missing
+        if missing and self.store is not None:
+            read = np.empty((len(missing), self.host.block_bytes), np.uint8)
+            gone = self._fetch(keys, missing, read)
+            rows[missing] = read
+        self._count_out(len(places), len(missing), len(gone))
+        if gone:
+            raise _lost(len(gone), len(keys))
+        return rows
+
+    def _held(self, keys: Sequence[bytes]) -> tuple[_native.Hold, list[int]]:
+        """Those that are in host memory, once what is on its way there has come."""
+        with self.lock:
+            coming = {self.coming[key] for key in keys if key in self.coming}
+        for future in coming:
+            future.exception()  # whatever has come of it, we look again
+        return _native.hold_keys(self.host.books, keys)
+
+    def _fetch(
+        self, keys: Sequence[bytes], missing: list[int], read: np.ndarray
+    ) -> list[int]:
+        """Reads blocks from the store, and copies them into slots that are free.
+
+        Returns:
+          Which of `missing` the store has not, or could not read.
+        """
+        assert self.store is not None
+        found = [False] * len(missing)
+        try:
+            found = list(self.store.get([keys[i] for i in missing], read).result())
+        except Exception as error:  # a disk that fails: what lies there is a miss
+            with self.lock:
+                self.store_counters.failed += len(missing)
+                self.store_error = error
+        here = [(i, row) for i, row, ok in zip(missing, read, found, strict=True) if ok]
+        with self.lock:
+            slots = self.slots(len(here))
+        if slots is not None:
+            with slots:
+                for (i, row), slot in zip(here, slots.ids, strict=False):
+                    np.copyto(self.host.rows[slot], row)
+                    self.host.publish(int(slot), keys[i])
+        return [i for i, ok in zip(missing, found, strict=True) if not ok]
+
+    def _count_out(self, held: int, fetched: int, gone: int) -> None:
+        size, came = self.host.block_bytes, fetched - gone
+        with self.lock:
+            self.host_counters.blocks_out += held
+            self.host_counters.bytes_out += held * size
+            self.store_counters.blocks_out += came
+            self.store_counters.bytes_out += came * size
+            self.store_counters.lost += gone
+
+    # ---- its state ----
+
+    def drain(self) -> None:
+        """Waits until nothing is on its way down."""
+        while True:
+            with self.lock:
+                pending = [*self.coming.values(), *self._writing]
+            if not pending:
+                return
+            wait(pending)
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """See `TieredCache.stats`."""
+        with self.lock:
+            books = self.host.books
+            host = {
+                **vars(self.host_counters),
+                "num_blocks": self.host.num_slots,
+                "held": books.num_blocks - books.num_free - books.num_idle,
+                "idle": books.num_idle,
+                "pending": len(self.coming),
+            }
+            store = {**vars(self.store_counters), "pending": len(self._writing)}
+        return {"host": host, "store": store}
+
+    def close(self) -> None:
+        """Waits for what is under way, and ends the threads."""
+        self.drain()
+        self.up.shutdown()
+        self.down.shutdown()
+        self._room = None
+
+
+def _lost(count: int, of: int) -> KeyError:
+    return KeyError(
+        f"onboard: {count} of {checks.plural(of, 'block')} are not below any more; "
+        "compute them again"
+    )

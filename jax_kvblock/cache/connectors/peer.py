@@ -1,0 +1,322 @@
+"""`PeerConnector`: blocks that other jobs serve."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from jax_kvblock.cache.connector import Connector, ConnectorError, Part, check_rate
+from jax_kvblock.cache.connectors.messages import (
+    FORMAT,
+    Channel,
+    Message,
+    check_secret,
+)
+from jax_kvblock.cache.connectors.server import probe_rows
+from jax_kvblock.cache.connectors.wire import Side, Wire
+from jax_kvblock.cache.namespace import Namespace
+
+_ROUNDS = 3  # of a probe: the first one sets up connections
+
+
+class PeerConnector(Connector):
+    """Blocks that the `BlockServer`s of other jobs hold.
+
+    Args:
+      addresses: of the servers, "host:port"; the nearest first. Each has some of the
+        heads.
+      namespace: the `PrefixCache`'s.
+      wire: `JaxWire` or `NixlWire`, as the servers have it.
+      secret: the servers', at least 16 bytes.
+      heads: which of the model's heads this process has; all of them when None.
+      min_bandwidth: bytes a second, from each server, as they are measured at the
+        start with `probe_bytes`; 0 accepts any.
+      probe_bytes: how much is fetched to measure it.
+      timeout: seconds that a server may be silent.
+
+    Attributes:
+      bandwidths: what was measured, bytes a second by address.
+
+    Raises:
+      SlowConnectorError: when a server's way here is slower.
+      ConnectorError: when a server is not there, or serves other blocks.
+      ValueError: for no address, heads that do not fit the namespace, a short secret.
+
+    Example:
+      >>> connector = PeerConnector(["10.0.0.7:8500"], namespace=cache.namespace,
+      ...                           wire=JaxWire(), secret=secret)
+      >>> tiers = TieredCache(cache, host_bytes=8 << 30, store=connector)
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        namespace: Namespace,
+        wire: Wire,
+        secret: bytes,
+        heads: range | None = None,
+        min_bandwidth: float = 1e9,
+        probe_bytes: int = 32 << 20,
+        timeout: float = 30.0,
+    ) -> None:
+        super().__init__(namespace, heads)
+        check_secret("PeerConnector", secret)
+        if isinstance(addresses, str) or not addresses:
+            raise ValueError(
+                "PeerConnector: addresses must be several like 'host:port', got "
+                f"{addresses!r}"
+            )
+        self._peers: list[Peer] = []
+        self.bandwidths: dict[str, float] = {}
+        try:
+            for address in addresses:
+                peer = Peer(address, self, wire, secret, timeout)
+                self._peers.append(peer)
+                rate = peer.probe(probe_bytes, min_bandwidth)
+                self.bandwidths[address] = rate
+        except BaseException:
+            self.close()
+            raise
+
+    def parts(self) -> Sequence[Part]:
+        return tuple(peer for peer in self._peers if peer.error is None)
+
+    @property
+    def errors(self) -> dict[str, ConnectorError]:
+        """Of servers that are gone, why; nothing of theirs is found any more."""
+        return {p.address: p.error for p in self._peers if p.error is not None}
+
+    def put(self, keys: Sequence[bytes], rows: np.ndarray) -> Future[None]:
+        """Hands blocks to the servers that take them and have heads of this process.
+
+        A server is given whole blocks of its own heads, so it cannot have others than
+        this process.
+
+        Raises:
+          ConnectorError: when no such servers are there for all heads.
+        """
+        shape = (len(keys), len(self.heads) * self.head_bytes)
+        self._check_rows("put", "rows", rows, shape)
+        takers: list[Peer] = []
+        left = set(self.heads)
+        for peer in self._peers:
+            inside = set(peer.heads) <= set(self.heads)
+            if peer.error is None and peer.takes and inside and left & set(peer.heads):
+                takers.append(peer)
+                left -= set(peer.heads)
+        if left:
+            raise ConnectorError(
+                f"PeerConnector.put: no server takes heads {sorted(left)}; open one "
+                "with takes=True, whose heads are among this process's"
+            )
+        puts = []
+        for peer in takers:
+            first = (peer.heads.start - self.heads.start) * self.head_bytes
+            last = first + len(peer.heads) * self.head_bytes
+            puts.append(peer.put(list(keys), rows[:, first:last]))
+        return _all(puts)
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.close()
+
+
+class Peer:
+    """A server that this process is connected to; a `Part`.
+
+    It has two connections: a question need not wait for blocks that are on their way.
+
+    Attributes:
+      address, heads, takes: the server's.
+      error: why it is gone; None while it is there.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        of: Connector,
+        wire: Wire,
+        secret: bytes,
+        timeout: float,
+    ) -> None:
+        self.address, self._timeout = address, timeout
+        self.error: ConnectorError | None = None
+        self._hello: dict[str, Any] = {
+            "format": FORMAT,
+            "namespace": of.namespace.digest.hex(),
+            "wire": wire.name,
+            "num_heads": of.num_heads,
+            "head_bytes": of.head_bytes,
+        }
+        self._lock = threading.Lock()  # of questions
+        self._mover = ThreadPoolExecutor(1, "kvblock-peer")
+        self._channels: list[Channel] = []
+        self._side: Side | None = None
+        try:
+            self._asks, _ = self._connect(secret, b"", moves=False)
+            # Asked first what fits, since an end of a wire costs memory.
+            self._staging = int(self._said["staging"])
+            self._side = wire.side(self._staging)
+            self._moves, theirs = self._connect(secret, self._side.hello, moves=True)
+            self._side.meet(theirs)
+        except BaseException:
+            self.close()
+            raise
+        self.heads = range(*self._said["heads"])
+        self.takes = bool(self._said["takes"])
+
+    def has(self, keys: Sequence[bytes]) -> list[bool]:
+        if self.error is not None or not keys:
+            return [False] * len(keys)
+        try:
+            with self._lock:
+                there = self._asks.ask("has", b"".join(keys)).payload
+        except ConnectorError as error:
+            self._lose(error)
+            return [False] * len(keys)
+        return [bool(x) for x in there]
+
+    def get(
+        self, keys: Sequence[bytes], rows: Sequence[np.ndarray], *, start: int
+    ) -> Future[list[bool]]:
+        return self._mover.submit(self._get, list(keys), list(rows), start)
+
+    def put(self, keys: list[bytes], rows: np.ndarray) -> Future[None]:
+        return self._mover.submit(self._put, keys, rows)
+
+    def probe(self, nbytes: int, least: float) -> float:
+        """Measures the way from the server; see `PeerConnector`."""
+        where = f"PeerConnector: {self.address} by {self._hello['wire']}"
+        nbytes = min(nbytes, self._staging)
+        wanted, row = probe_rows(nbytes)[0], np.empty(nbytes, np.uint8)
+        fastest = float("inf")
+        for _ in range(_ROUNDS):
+            began = time.perf_counter()
+            self._mover.submit(self._fetch_probe, row).result()
+            fastest = min(fastest, time.perf_counter() - began)
+            if not np.array_equal(row, wanted):
+                raise ConnectorError(f"{where}: other bytes came than were sent")
+            row[:] = 0
+        return check_rate(where, nbytes, fastest, least)
+
+    def close(self) -> None:
+        self._mover.shutdown()
+        for channel in self._channels:
+            channel.close()
+        if self._side is not None:
+            self._side.close()
+            self._side = None
+
+    # ---- inside ----
+
+    def _connect(
+        self, secret: bytes, hello: bytes, *, moves: bool
+    ) -> tuple[Channel, bytes]:
+        host, _, port = self.address.rpartition(":")
+        try:
+            connected = socket.create_connection((host, int(port)), self._timeout)
+        except (OSError, ValueError) as error:
+            raise ConnectorError(
+                f"PeerConnector: nobody serves at {self.address} ({error})"
+            ) from error
+        channel = Channel(connected, f"PeerConnector: {self.address}", self._timeout)
+        self._channels.append(channel)
+        channel.prove_as_client(secret)
+        reply = channel.ask("hello", hello, **self._hello, moves=moves)
+        self._said = reply.fields
+        return channel, reply.payload
+
+    def _get(self, keys: list[bytes], rows: list[np.ndarray], start: int) -> list[bool]:
+        """In the thread that moves: as many blocks at a time as fit."""
+        found: list[bool] = []
+        step = self._step(len(rows[0]) if rows else 1)
+        for first in range(0, len(keys), step):
+            part = slice(first, first + step)
+            found += self._moving(self._get_some, keys[part], rows[part], start)
+        return found
+
+    def _get_some(
+        self, keys: list[bytes], rows: list[np.ndarray], start: int
+    ) -> list[bool]:
+        payload = b"".join(keys)
+        reply = self._moves.ask("get", payload, start=start, count=len(rows[0]))
+        size = reply.fields["offered"]
+        found = [bool(x) for x in reply.payload[size:]]
+        here = [row for row, there in zip(rows, found, strict=True) if there]
+        self._take(reply, here)
+        return found
+
+    def _fetch_probe(self, row: np.ndarray) -> None:
+        self._moving(self._fetch_probed, row)
+
+    def _fetch_probed(self, row: np.ndarray) -> None:
+        self._take(self._moves.ask("probe", nbytes=len(row)), [row])
+
+    def _take(self, reply: Message, rows: list[np.ndarray]) -> None:
+        """Fetches what a reply offers."""
+        if size := reply.fields["offered"]:
+            assert self._side is not None
+            self._side.fetch(reply.payload[:size], rows, self._timeout)
+            self._moves.send("taken")
+
+    def _put(self, keys: list[bytes], rows: np.ndarray) -> None:
+        step = self._step(rows.shape[1])
+        for first in range(0, len(keys), step):
+            part = slice(first, first + step)
+            self._moving(self._put_some, keys[part], rows[part])
+
+    def _put_some(self, keys: list[bytes], rows: np.ndarray) -> None:
+        assert self._side is not None
+        try:
+            offered = self._side.offer(np.ascontiguousarray(rows))
+            payload = b"".join(keys) + offered
+            self._moves.ask("put", payload, count=len(keys))
+            self._side.taken()
+        finally:
+            self._side.withdraw()
+
+    def _step(self, size: int) -> int:
+        return max(1, self._staging // max(size, 1))
+
+    def _moving(self, what: Any, *args: Any) -> Any:
+        if self.error is not None:
+            raise self.error
+        try:
+            return what(*args)
+        except ConnectorError as error:
+            self._lose(error)
+            self._moves.close()  # so that the server stops waiting for us
+            raise
+
+    def _lose(self, error: ConnectorError) -> None:
+        """Nothing more is asked of it: what is under way there is not known."""
+        self.error = self.error or error
+
+
+def _all(futures: Sequence[Future[None]]) -> Future[None]:
+    """Done when all are; fails as the first of them."""
+    together: Future[None] = Future()
+    left, lock = [len(futures)], threading.Lock()
+
+    def ended(_: Future[None]) -> None:
+        with lock:
+            left[0] -= 1
+            last = not left[0]
+        if last:
+            errors = [future.exception() for future in futures]
+            error = next((e for e in errors if e is not None), None)
+            if error is None:
+                together.set_result(None)
+            else:
+                together.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(ended)
+    return together

@@ -1,0 +1,189 @@
+"""`Copies`: blocks between arrays on the device and host memory, beside XLA.
+
+XLA's own copies to the host take a detour through memory of their own. These go
+straight between a staging array and the slots of a pool in pinned host memory, on
+streams that wait for nobody, so that the link works while programs run. What makes it
+safe:
+
+- A staging array is never donated, and a copy keeps it until it has ended.
+- A copy that reads it starts when the program that wrote it has ended. So does one that
+  writes into it: then nobody is left who used that memory before.
+- A program that reads what came up is dispatched when the copy has ended.
+
+On the CPU the same code runs, with memcpy in place of streams.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_kvblock.blocks.layout import BlockSpec
+from jax_kvblock.cache.copy_lines import STRIP, Copy, line_for
+
+Numbers = Sequence[int] | np.ndarray
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What of each block is copied: rows of bytes.
+
+    Attributes:
+      first: where the first row begins in the block.
+      width: bytes of a row.
+      rows: how many there are.
+      pitch: bytes from one to the next.
+    """
+
+    first: int
+    width: int
+    rows: int
+    pitch: int
+
+    @classmethod
+    def whole(cls, spec: BlockSpec) -> Cut:
+        """A whole block."""
+        return cls(0, spec.block_bytes, 1, spec.block_bytes)
+
+    @classmethod
+    def layer(cls, spec: BlockSpec, layer: int) -> Cut:
+        """One layer of a block in universal order: a row for each head."""
+        pitch = spec.block_bytes // spec.num_kv_heads
+        width = pitch // spec.num_layers
+        return cls(layer * width, width, spec.num_kv_heads, pitch)
+
+    @property
+    def nbytes(self) -> int:
+        return self.width * self.rows
+
+
+class Copies:
+    """Copies blocks down from the device and up to it.
+
+    Threads may share it: calls wait, without the GIL, and those of the two ways run at
+    the same time.
+
+    Args:
+      device: where the staging arrays lie.
+
+    Raises:
+      CopyError: when the device is a GPU, and the build has no CUDA.
+
+    Example:
+      >>> copies = Copies(jax.devices()[0])
+      >>> copies.down(staged, range(4), host.rows, slots)     # 4 blocks to 4 slots
+    """
+
+    def __init__(self, device: jax.Device) -> None:
+        self._device = device
+        self._down, self._up = (line_for(device) for _ in range(2))
+
+    def down(
+        self, staged: jax.Array, rows: Numbers, host: np.ndarray, slots: Numbers
+    ) -> None:
+        """Copies rows of a staging array into slots, and waits until they are there.
+
+        Args:
+          staged: `[n, ...]`, as a jit has made it; it may be under way.
+          rows: which of its rows, `[m]`.
+          host: uint8 `[num_slots, bytes of a row]`; pinned, where the device is a GPU.
+          slots: where they go, `[m]`; nobody else may read or write them now.
+
+        Raises:
+          CopyError: when the copy fails.
+          Exception: what the program failed with that makes `staged`.
+        """
+        rows, slots = _ids("down", rows, len(staged)), _ids("down", slots, len(host))
+        size = _host_row("down", host)
+        if staged.nbytes != size * len(staged):
+            raise ValueError(
+                f"Copies.down: rows of staged and host must be of one size, got "
+                f"{staged.nbytes // max(len(staged), 1)} and {size} bytes"
+            )
+        jax.block_until_ready(staged)
+        strips = np.zeros(len(rows), STRIP)
+        strips["from"] = staged.unsafe_buffer_pointer() + rows * size
+        strips["to"] = host.ctypes.data + slots * size
+        strips["bytes"], strips["rows"] = size, 1
+        self._down.start(strips, (staged, host)).wait()
+
+    def room(self, shape: Sequence[int], dtype: Any) -> jax.Array:
+        """A new staging array for `up`; the program that makes it is under way.
+
+        Make some ahead: they wait for the programs that were dispatched before them.
+        """
+        return _zeros(tuple(shape), np.dtype(dtype), self._device)()
+
+    def start_up(
+        self, host: np.ndarray, slots: Numbers, cut: Cut, room: jax.Array
+    ) -> Copy:
+        """Begins to copy parts of slots into the first rows of a staging array.
+
+        It waits for the program that makes the array, not for the copy.
+
+        Args:
+          host: uint8 `[num_slots, block_bytes]`; pinned, where the device is a GPU.
+          slots: which blocks, `[m]`; nobody may write them until the copy has ended.
+          cut: what of each.
+          room: `[n, ...]`, n at least m, rows of `cut.nbytes` bytes. From `room`, and
+            given to no program yet; those that read it are dispatched when the copy has
+            ended.
+
+        Raises:
+          CopyError: when the copy cannot begin.
+        """
+        slots, size = _ids("up", slots, len(host)), _host_row("up", host)
+        if room.nbytes != cut.nbytes * len(room) or len(slots) > len(room):
+            raise ValueError(
+                f"Copies.up: room must hold {len(slots)} rows of {cut.nbytes} bytes, "
+                f"got {room.dtype.name}{list(room.shape)}"
+            )
+        if cut.first + (cut.rows - 1) * cut.pitch + cut.width > size:
+            raise ValueError(f"Copies.up: {cut} leaves a slot of {size} bytes")
+        jax.block_until_ready(room)
+        strips = np.zeros(len(slots), STRIP)
+        strips["from"] = host.ctypes.data + slots * size + cut.first
+        places = np.arange(len(slots)) * cut.nbytes
+        strips["to"] = room.unsafe_buffer_pointer() + places
+        strips["bytes"], strips["rows"] = cut.width, cut.rows
+        strips["to_pitch"], strips["from_pitch"] = cut.width, cut.pitch
+        return self._up.start(strips, (room, host))
+
+    def up(
+        self, host: np.ndarray, slots: Numbers, cut: Cut, room: jax.Array
+    ) -> jax.Array:
+        """`start_up`, and waits; returns the room."""
+        self.start_up(host, slots, cut, room).wait()
+        return room
+
+
+@functools.cache
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, device: jax.Device) -> Any:
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
+
+
+def _ids(where: str, ids: Numbers, end: int) -> np.ndarray:
+    numbers = np.asarray(ids, np.int64)
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < end:
+        raise IndexError(
+            f"Copies.{where}: places must be from 0 to {end - 1}, got "
+            f"{numbers.min()} to {numbers.max()}"
+        )
+    return numbers
+
+
+def _host_row(where: str, host: np.ndarray) -> int:
+    """Bytes of a slot."""
+    if host.dtype != np.uint8 or host.ndim != 2 or not host.flags.c_contiguous:
+        raise ValueError(
+            f"Copies.{where}: host must be dense uint8 [slots, bytes], got "
+            f"{host.dtype.name}{list(host.shape)}"
+        )
+    return int(host.shape[1])

@@ -1,0 +1,322 @@
+"""`TieredCache`: a prefix cache whose blocks go down to host memory and disk, and back.
+
+Nothing here writes into the pool beside XLA: a program gathers blocks into an array of
+its own, which a thread copies down; what comes up is an array that a program scatters.
+So programs run in the order of their calls, and a block may be given away as soon as
+the program that reads it was dispatched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from jax_kvblock import _native
+from jax_kvblock.cache import programs
+from jax_kvblock.cache.below import Below, Store
+from jax_kvblock.cache.host import HostTier
+from jax_kvblock.cache.namespace import Tokens
+from jax_kvblock.cache.prefix import PrefixCache
+from jax_kvblock.cache.table import BlockTable
+from jax_kvblock.cache.tickets import Offload, Onboard, Stage
+from jax_kvblock.core import checks
+from jax_kvblock.objects.manager import PoolExhaustedError
+
+
+class TieredCache:
+    """A prefix cache over three tiers: the device, pinned host memory, and a store.
+
+    An engine calls `maintain` once between its steps, and holds `manager.lock` where it
+    takes `manager.pool` itself.
+
+    Args:
+      cache: the device's tier.
+      host_bytes: memory for blocks on the host, at most. With a store, staging_bytes
+        more are taken for what comes from there.
+      store: below it, a `DiskTier` for example; each block that comes to the host goes
+        on to it at once, so that nothing is lost when its slot is taken.
+      staging_bytes: how much is copied at a time. Arrays of it are on the device: one
+        ahead, and those that have come up until `poll` or `wait` takes them.
+      low, high: watermarks, parts of the device's blocks: where fewer than `low` are
+        free, `maintain` moves idle ones down until `high` are.
+      write_through: whether `maintain` copies idle blocks down before their place is
+        needed, so that taking it costs no time.
+
+    Raises:
+      ValueError: for watermarks that are none, or memory in which nothing fits.
+
+    Example:
+      >>> tiers = TieredCache(cache, host_bytes=8 << 30)
+      >>> table, ticket = tiers.open(prompt)          # what lies below is on its way
+      >>> ticket.wait()
+      >>> table.match()
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        *,
+        host_bytes: int,
+        store: Store | None = None,
+        staging_bytes: int = 64 << 20,
+        low: float = 0.0,
+        high: float = 0.0,
+        write_through: bool = False,
+    ) -> None:
+        if not 0 <= low <= high <= 1:
+            raise ValueError(
+                "TieredCache: low and high are parts of the blocks, 0 <= low <= high "
+                f"<= 1, got low={low}, high={high}"
+            )
+        for name, value in (
+            ("host_bytes", host_bytes),
+            ("staging_bytes", staging_bytes),
+        ):
+            checks.check_integer("TieredCache", name, value, "pass a number of bytes")
+        manager = cache.manager
+        (device,) = manager._memory.devices
+        self.cache = cache
+        self.write_through = write_through
+        fit = max(staging_bytes // manager.spec.block_bytes, 1)
+        self._chunk = 1 << (int(fit).bit_length() - 1)  # few shapes of programs
+        landing = self._chunk if store is not None else 1  # one: see `resume`
+        host = HostTier(manager.spec, host_bytes, device, landing)
+        self.below = Below(host, store)
+        self._low, self._high = (int(x * manager.num_blocks) for x in (low, high))
+
+    # ---- down ----
+
+    def offload(self, what: BlockTable | Iterable[bytes]) -> Offload:
+        """Copies published blocks down. They stay on the device.
+
+        Args:
+          what: a table, or keys. Keys whose block is not on the device are left out, as
+            are those whose block is below or on its way there.
+        """
+        keys = what.keys if isinstance(what, BlockTable) else list(what)
+        with self.below.lock:
+            new = [key for key in keys if not self.below.on_host(key)]
+            ids = [self.cache._free_list.find(key) for key in new]
+            here = [(k, i) for k, i in zip(new, ids, strict=True) if i is not None]
+            return self._send([key for key, _ in here], [i for _, i in here])
+
+    def make_room(self, num_blocks: int) -> None:
+        """Has so many blocks of the device free, if there are idle ones to move down.
+
+        Call it before `reserve`, which takes the place of idle blocks as they are.
+        """
+        wanted = checks.check_integer(
+            "TieredCache.make_room", "num_blocks", num_blocks, "pass an int"
+        )
+        missing = wanted - self.cache.num_free_blocks
+        if missing <= 0:
+            return
+        with self.below.lock:
+            victims = _native.victims(self.cache._free_list, missing)
+            keys = [key for _, key in victims]
+            self.offload(keys)  # the program that reads them is dispatched now
+            self.cache._free_list.forget(keys)
+
+    def maintain(self) -> None:
+        """What an engine calls once a step: watermarks, and copies ahead of need."""
+        if self.cache.num_free_blocks < self._low:
+            self.make_room(self._high)
+        if not self.write_through:
+            return
+        with self.below.lock:
+            if self.below.coming:  # one at a time: the link is for what is needed, too
+                return
+            free_list = self.cache._free_list
+            victims = _native.victims(free_list, free_list.num_idle)
+            new = [key for _, key in victims if not self.below.on_host(key)]
+            if new:
+                self.offload(new[: self._chunk])
+
+    def _send(
+        self, keys: Sequence[bytes], ids: Sequence[int], *, published: bool = True
+    ) -> Offload:
+        """Copies blocks of the device to slots of the host.
+
+        published: the blocks are found by these keys; if not, the caller holds them.
+        """
+        sent, futures, skipped = [], [], 0
+        for first in range(0, len(keys), self._chunk):
+            part = list(keys[first : first + self._chunk])
+            slots = self.below.slots(len(part))
+            if slots is None:
+                skipped += len(part)
+                continue
+            skipped += len(part) - len(slots)
+            part = part[: len(slots)]
+            places = np.array(ids[first : first + len(part)], np.int32)
+            staged = programs.staged(self.cache.manager, places)
+            if published:
+                # Who takes a block's place has it forgotten first. Those that are found
+                # still were read before anybody could write there.
+                find = self.cache._free_list.find
+                kept = [
+                    find(k) == i for k, i in zip(part, places.tolist(), strict=True)
+                ]
+            else:
+                kept = [True] * len(part)
+            futures.append(self.below.send(staged, part, kept, slots))
+            sent += [key for key, keep in zip(part, kept, strict=True) if keep]
+        self.below.host_counters.skipped += skipped
+        return Offload(sent, futures, skipped)
+
+    # ---- up ----
+
+    def lookup(
+        self, tokens: Tokens, *, adapter: str | None = None, salt: str | bytes = b""
+    ) -> dict[str, int]:
+        """How many tokens of a sequence lie where: the longest beginning, tier by tier.
+
+        Returns:
+          `device`, `host` (or on the way there) and `store`: tokens in whole blocks,
+          each after those before it.
+        """
+        table = self.cache.empty_table(tokens, adapter, salt)
+        size, end = table._native.block_size, max(table.num_tokens - 1, 0)
+        keys = table.keys[: end // size]
+        found = {}
+        for name, has in (
+            ("device", self._on_device),
+            ("host", lambda keys: [self.below.on_host(key) for key in keys]),
+            ("store", self.below.in_store),
+        ):
+            count = _run(has(keys))
+            found[name], keys = count * size, keys[count:]
+        return found
+
+    def _on_device(self, keys: Sequence[bytes]) -> list[bool]:
+        return [self.cache._free_list.find(key) is not None for key in keys]
+
+    def open(
+        self,
+        tokens: Tokens,
+        *,
+        adapter: str | None = None,
+        salt: str | bytes = b"",
+        by_layer: bool = False,
+    ) -> tuple[BlockTable, Onboard]:
+        """A table for a sequence, and what of its beginning is on its way up.
+
+        Arguments are those of `PrefixCache.open` and `onboard`. When the ticket is
+        done, `table.match()` takes what has come: all, or what lies before a block that
+        the store has lost meanwhile (`ticket.num_missing`).
+        """
+        table = self.cache.open(tokens, adapter=adapter, salt=salt)
+        return table, self.onboard(table, by_layer=by_layer)
+
+    def onboard(self, table: BlockTable, *, by_layer: bool = False) -> Onboard:
+        """Brings up the blocks that follow those of a table, as far as they lie below.
+
+        Args:
+          table: without blocks that are reserved and not published.
+          by_layer: whether layers come one after the other, for programs of one layer
+            that call `wait(layer)`; blocks of keys and values (num_outer 2) alone.
+
+        Raises:
+          ValueError: for `by_layer` where blocks have no keys and values.
+        """
+        spec = self.below.host.spec
+        if by_layer and spec.num_outer != 2:
+            raise ValueError(
+                "onboard: by_layer needs blocks of keys and values, num_outer=2, got "
+                f"num_outer={spec.num_outer}; leave it out"
+            )
+        size = spec.block_size
+        start, end = table.num_committed_tokens // size, (table.num_tokens - 1) // size
+        keys = table.keys[start : max(end, start)]
+        parents = ([table.root, *table.keys])[start : start + len(keys)]
+        count = _run(self.below.has(keys))
+        keys, parents = keys[:count], parents[:count]
+        return self._bring(keys, parents, by_layer)
+
+    def _bring(
+        self, keys: Sequence[bytes], parents: Sequence[bytes], by_layer: bool
+    ) -> Onboard:
+        free_list, below = self.cache._free_list, self.below
+        self.make_room(len(keys))
+        blocks = _native.take_hold(free_list, len(keys))
+        if blocks is None:
+            manager = self.cache.manager
+            raise PoolExhaustedError(
+                f"onboard: {checks.plural(len(keys), 'block')} to come, "
+                f"{manager.num_free_blocks} of {manager.num_blocks} free"
+            )
+        ids = blocks.ids
+        stages: list[Stage] = []
+        whole = len(keys)  # how many are there, from the first on
+
+        def lost(place: int) -> None:
+            nonlocal whole
+            whole = min(whole, place)
+
+        for first in range(0, len(keys), self._chunk):
+            part = slice(first, first + self._chunk)
+            # Programs of single layers read blocks before all have come.
+            tell = None if by_layer else lambda at, first=first: lost(first + at)
+            stages += programs.stages(
+                self.cache.manager, below, keys[part], ids[part], by_layer, tell
+            )
+        stages.sort(key=lambda stage: stage.layer)
+
+        def publish() -> int:
+            with blocks:
+                for block, key, parent in zip(
+                    ids[:whole], keys[:whole], parents[:whole], strict=True
+                ):
+                    free_list.publish(int(block), key, parent)
+            return len(keys) - whole
+
+        return Onboard(len(keys), stages, publish, blocks.release)
+
+    # ---- its state ----
+
+    def drain(self) -> None:
+        """Waits until nothing is on its way down."""
+        self.below.drain()
+
+    def stats(self) -> dict[str, dict[str, int]]:
+        """What went through `host` and `store` since the start, and is there now.
+
+        Returns:
+          Of each: `blocks_in`, `blocks_out`, `bytes_in` and `bytes_out`; blocks
+          `skipped` for want of room, `failed` and `lost`; what is `pending`. Of the
+          host, too:
+          `num_blocks`, and of them `idle` and `held`.
+        """
+        return self.below.stats()
+
+    @property
+    def store_error(self) -> BaseException | None:
+        """What the store failed with last; what it could not read was a miss."""
+        return self.below.store_error
+
+    def check(self) -> None:
+        """Recounts the books of device and host.
+
+        Raises:
+          RuntimeError: when they are wrong, which is a mistake of this library.
+        """
+        self.cache.check()
+        wrong = self.below.host.books.check()
+        if wrong:
+            raise RuntimeError("TieredCache.check: host: " + "; ".join(wrong))
+
+    def close(self) -> None:
+        """Waits for what is under way, and ends the threads."""
+        self.below.close()
+
+    def __enter__(self) -> TieredCache:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def _run(found: Sequence[bool]) -> int:
+    """How many are found from the first on."""
+    return [*found, False].index(False)

@@ -1,0 +1,171 @@
+"""Jobs that share a folder: blocks by two shards, read by one, two and four."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tier_parts import HEAD_BYTES, HEADS, blocks, keys, namespace
+
+from jax_kvblock import BlockManager, KVPool, PrefixCache
+from jax_kvblock.cache import TieredCache
+from jax_kvblock.cache.connector import ConnectorError, SlowConnectorError
+
+pytest.importorskip("lmdb")
+from jax_kvblock.cache.connectors.disk import DiskConnector
+
+ROOM = 4 << 20
+TWO = (range(0, 2), range(2, 4))
+
+
+def opened(path: Path, heads: range = range(HEADS), **options: object) -> DiskConnector:
+    options = {"max_bytes": ROOM, "min_bandwidth": 0, **options}
+    return DiskConnector(path, namespace=namespace(len(heads)), heads=heads, **options)
+
+
+def reader(path: Path, heads: range = range(HEADS)) -> DiskConnector:
+    return opened(path, heads, max_bytes=None)
+
+
+def read(connector: DiskConnector, of: list[bytes]) -> tuple[list[bool], np.ndarray]:
+    out = np.zeros((len(of), len(connector.heads) * HEAD_BYTES), np.uint8)
+    return connector.get(of, out).result(30), out
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_written_by_two_read_by_any(tmp_path: Path, size: int) -> None:
+    of = keys(5)
+    writers = [opened(tmp_path, heads) for heads in TWO]
+    for writer in writers:
+        writer.put(of[:4], blocks(of[:4], writer.heads)).result(30)
+    writers[0].put(of[4:], blocks(of[4:], TWO[0])).result(30)  # half of the last one
+    each = HEADS // size
+    for rank in range(size):
+        heads = range(rank * each, (rank + 1) * each)
+        there = heads.stop <= 2
+        with reader(tmp_path, heads) as connector:
+            assert connector.has(of) == [True] * 4 + [there]
+            found, out = read(connector, of)
+            assert found == [True] * 4 + [there]
+            np.testing.assert_array_equal(out[:4], blocks(of[:4], heads))
+    for writer in writers:
+        writer.close()
+    with reader(tmp_path) as connector:  # and when the writers are gone
+        assert read(connector, of)[0] == [True] * 4 + [False]
+
+
+def test_folders_that_come_later(tmp_path: Path) -> None:
+    of = keys(2)
+    with reader(tmp_path / "not made yet") as connector:
+        assert connector.has(of) == [False, False]
+        (tmp_path / "not made yet" / "job.heads-0-9").mkdir(parents=True)
+        (tmp_path / "not made yet" / "and a file").touch()
+        space = namespace().digest.hex()
+        (tmp_path / "not made yet" / "job.heads-0-9" / space).mkdir()
+        (tmp_path / "not made yet" / "job.heads-0-4" / space).mkdir(parents=True)
+        assert connector.has(of) == [False, False]
+        assert "has 4 heads" in connector.unreadable["job.heads-0-9"]
+        assert "holds no blocks" in connector.unreadable["job.heads-0-4"]
+        with opened(tmp_path / "not made yet") as writer:
+            writer.put(of[:1], blocks(of[:1])).result(30)
+            assert connector.has(of) == [True, False]
+            assert list(connector.unreadable) == ["job.heads-0-9"]
+            writer.put(of[1:], blocks(of[1:])).result(30)
+            found, out = read(connector, of)
+            assert all(found) and (out == blocks(of)).all()
+
+
+def test_other_models_see_nothing(tmp_path: Path) -> None:
+    of = keys(1)
+    with opened(tmp_path) as writer:
+        writer.put(of, blocks(of)).result(30)
+        other = namespace(model="another")
+        with DiskConnector(tmp_path, namespace=other, max_bytes=None) as connector:
+            assert connector.has(of) == [False] and not connector.unreadable
+
+
+def test_who_only_reads_puts_nothing(tmp_path: Path) -> None:
+    with (
+        reader(tmp_path) as connector,
+        pytest.raises(ConnectorError, match="put: it was opened to read; pass max"),
+    ):
+        connector.put(keys(1), blocks(keys(1)))
+    with (
+        opened(tmp_path, TWO[1]) as connector,
+        pytest.raises(ValueError, match=r"put: rows must be uint8\[1, 1536\]"),
+    ):
+        connector.put(keys(1), blocks(keys(1)))
+
+
+def test_the_bandwidth_is_measured(tmp_path: Path) -> None:
+    probe = {"probe_bytes": 1 << 20}
+    with opened(tmp_path, min_bandwidth=1, **probe) as connector:
+        assert connector.write_bandwidth > 1 and connector.read_bandwidth > 1
+    assert [folder.name for folder in tmp_path.iterdir()] == ["job.heads-0-4"]
+    said = r"writing: [\d.]+ GB/s with 0.999 MiB, less than min_bandwidth, 1e\+06 GB/s"
+    with pytest.raises(SlowConnectorError, match=said):
+        opened(tmp_path, min_bandwidth=1e15, **probe)
+    assert [folder.name for folder in tmp_path.iterdir()] == ["job.heads-0-4"]
+    with pytest.raises(ValueError, match="job must be letters, digits, _ and -"):
+        opened(tmp_path, job="../elsewhere")
+
+
+def test_who_only_reads_measures_with_what_is_there(tmp_path: Path) -> None:
+    of = keys(60)
+    probe = {"max_bytes": None, "min_bandwidth": 1e15, "probe_bytes": 1 << 20}
+    with opened(tmp_path) as writer:
+        writer.put(of[:3], blocks(of[:3])).result(30)
+        with opened(tmp_path, **probe) as few:  # too few to tell
+            assert few.read_bandwidth is None and few.has(of[:4]) == [True] * 3 + [
+                False
+            ]
+        writer.put(of, blocks(of)).result(30)
+    said = r"job.heads-0-4, reading: [\d.]+ GB/s with 0.176 MiB, less than min_bandwid"
+    with pytest.raises(SlowConnectorError, match=said):
+        opened(tmp_path, **probe)
+    with opened(tmp_path, **{**probe, "min_bandwidth": 1}) as connector:
+        assert connector.read_bandwidth > 1
+        found, out = read(connector, of)
+        assert all(found) and (out == blocks(of)).all()
+    with opened(tmp_path) as writer:  # and whoever was refused holds nothing open
+        assert writer.has(of) == [True] * 60
+
+
+def test_a_sequence_goes_from_two_shards_to_one_device(tmp_path: Path) -> None:
+    """Through the tiers: two processes' caches write, one of all heads reads."""
+    prompt = list(range(14))
+    values = np.random.default_rng(3).random((8, 3, 2, 4, HEADS, 8), np.float32)
+    for heads in TWO:
+        manager = BlockManager(
+            3, 4, num_kv_heads=2, head_dim=8, num_blocks=8, dtype=jnp.float32
+        )
+        cache = PrefixCache(manager, model="m", num_kv_heads=HEADS)
+        own = values[..., heads.start : heads.stop, :]
+        manager.pool = KVPool.wrap(jnp.array(own), manager.spec)
+        store = DiskConnector(
+            tmp_path, namespace=cache.namespace, heads=heads, max_bytes=ROOM,
+            min_bandwidth=0,
+        )  # fmt: skip
+        with store, TieredCache(cache, host_bytes=1 << 20, store=store) as tiers:
+            table = cache.open(prompt)
+            table.reserve(len(prompt))
+            assert table.ids.tolist() == [0, 1, 2, 3]
+            table.commit(len(prompt))
+            tiers.offload(table).wait()
+            tiers.drain()
+    manager = BlockManager(
+        3, 4, num_kv_heads=HEADS, head_dim=8, num_blocks=8, dtype=jnp.float32
+    )
+    cache = PrefixCache(manager, model="m")
+    with (
+        DiskConnector(tmp_path, namespace=cache.namespace, max_bytes=None) as store,
+        TieredCache(cache, host_bytes=1 << 20, store=store) as tiers,
+    ):
+        assert tiers.lookup(prompt) == {"device": 0, "host": 0, "store": 12}
+        table, ticket = tiers.open(prompt)
+        ticket.wait()
+        assert table.match() == 12
+        pool = np.asarray(manager.pool.data)
+        np.testing.assert_array_equal(pool[table.ids], values[:3])

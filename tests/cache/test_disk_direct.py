@@ -1,0 +1,233 @@
+"""I/O around the page cache: whole pages from aligned memory, or said not to be."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import sys
+import types
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import disk_tiers as disks
+import numpy as np
+import pytest
+from disk_tiers import BLOCK, key, keys
+
+from jax_kvblock.cache.disk.aligned import address, aligned_empty, is_aligned
+from jax_kvblock.cache.disk.checksums import PAGE
+from jax_kvblock.cache.disk.errors import DiskTierError
+from jax_kvblock.cache.disk.gds import read_to_device
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The bytes of each buffer of each read and write; all of them whole pages."""
+    found = []
+
+    def recorded(call: Any) -> Any:
+        def io(fd: int, buffers: Sequence[Any], offset: int) -> int:
+            arrays = [np.frombuffer(buffer, np.uint8) for buffer in buffers]
+            assert not offset % PAGE
+            assert all(is_aligned(array) for array in arrays)
+            found.append([array.nbytes for array in arrays])
+            done: int = call(fd, buffers, offset)
+            return done
+
+        return io
+
+    monkeypatch.setattr(os, "pwritev", recorded(os.pwritev))
+    monkeypatch.setattr(os, "preadv", recorded(os.preadv))
+    return found
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a filesystem does that takes no O_DIRECT."""
+    call = os.open
+
+    def refusing(path: Any, flags: int, *more: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return call(path, flags, *more)
+
+    monkeypatch.setattr(os, "open", refusing)
+
+
+@pytest.fixture
+def direct(tmp_path: Path) -> Path:
+    """A folder where O_DIRECT works."""
+    try:
+        disks.tier(tmp_path / "trial", direct=True).close()
+    except DiskTierError:
+        pytest.skip("no O_DIRECT on the filesystem of the tests")
+    return tmp_path
+
+
+def test_what_is_open(direct: Path) -> None:
+    for wanted in (None, True, False):
+        with disks.tier(direct, direct=wanted) as tier:
+            flags = fcntl.fcntl(tier._slots._fd, fcntl.F_GETFL)
+            assert (
+                bool(flags & os.O_DIRECT)
+                == tier.stats().direct
+                == (wanted is not False)
+            )
+            assert ("O_DIRECT" in repr(tier)) == tier.stats().direct
+    with disks.tier(direct, read_only=True) as tier:
+        assert tier.stats().io == "O_DIRECT"
+
+
+@pytest.mark.parametrize("block_bytes", [BLOCK, 100, 50_001])
+def test_whole_pages(direct: Path, calls: list[list[int]], block_bytes: int) -> None:
+    """Whatever is asked for, from any memory."""
+    wanted = keys(range(6))
+    blocks = disks.contents(wanted, block_bytes)
+    with disks.tier(direct, 12, block_bytes=block_bytes, direct=True) as tier:
+        for out in (
+            np.zeros((6, block_bytes), np.uint8),
+            aligned_empty(6, block_bytes),
+        ):
+            out[:] = blocks
+            tier.put(wanted, out).result(60)
+            out[:] = 0
+            assert tier.get(wanted, out).result(60).all()
+            np.testing.assert_array_equal(out, blocks)
+            some = out[:, : block_bytes // 3]
+            assert tier.get(wanted, some, start=7).result(60).all()
+            tier.remove(wanted).result(60)
+    assert len(calls) > 6
+
+
+def test_blocks_side_by_side_go_in_one_call(
+    direct: Path, calls: list[list[int]]
+) -> None:
+    """Of aligned memory; as many calls as there are threads, or more of 1 MiB."""
+    wanted = keys(range(6))
+    blocks = aligned_empty(6, BLOCK)
+    blocks[:] = disks.contents(wanted)
+    with disks.tier(direct, 60, direct=True) as tier:
+        calls.clear()
+        tier.put(wanted, blocks).result(60)
+        assert sorted(calls) == [[BLOCK] * 3] * 2
+        calls.clear()
+        assert tier.get(wanted[::-1], blocks).result(60).all()  # in the disk's order
+        assert sorted(calls) == [[BLOCK] * 3] * 2
+        calls.clear()
+        apart = [np.zeros(BLOCK + 9, np.uint8)[9:] for _ in wanted]
+        assert tier.get(wanted, apart).result(60).all()
+        assert calls == [[BLOCK]] * 6
+        np.testing.assert_array_equal(np.stack(apart), disks.contents(wanted))
+
+
+def test_a_call_has_at_most_two_mebibytes(direct: Path, calls: list[list[int]]) -> None:
+    wanted = keys(range(16))
+    blocks = aligned_empty(16, 1 << 18)
+    with disks.tier(direct, 16, block_bytes=1 << 18, num_threads=1) as tier:
+        calls.clear()
+        tier.put(wanted, blocks).result(60)
+        assert calls == [[1 << 18] * 8] * 2
+
+
+def test_where_there_is_no_direct_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch)
+    with pytest.raises(DiskTierError, match="takes no O_DIRECT; pass direct=None"):
+        disks.tier(tmp_path, direct=True)
+    with disks.tier(tmp_path) as tier:
+        assert not tier.stats().direct
+        assert tier.stats().io == "buffered: no O_DIRECT here"
+        assert "buffered: no O_DIRECT here" in repr(tier)
+        disks.put(tier, range(4))
+        assert disks.read(tier, range(5)) == [True] * 4 + [False]
+
+
+def test_direct_io_that_fails_at_the_first_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some filesystems let O_DIRECT be opened, and no more."""
+    disks.tier(tmp_path).close()
+    call = os.preadv
+
+    def failing(fd: int, buffers: Any, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return call(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", failing)
+    before = len(os.listdir("/proc/self/fd"))
+    with disks.tier(tmp_path) as tier:
+        assert tier.stats().io == "buffered: no O_DIRECT here"
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_aligned_memory() -> None:
+    for shape in ((3, PAGE), (5,), (2, 3), (0, PAGE)):
+        made = aligned_empty(*shape)
+        assert made.shape == shape and made.dtype == np.uint8 and made.flags.writeable
+        assert not made.size or not address(made) % PAGE
+        assert not made.any()
+    assert is_aligned(aligned_empty(2, PAGE)[1])
+    assert not is_aligned(aligned_empty(2, PAGE)[1, 16:])
+    assert not is_aligned(aligned_empty(2, PAGE)[1, :16])
+
+
+# ---- GPUDirect, by a stand-in for kvikio ----
+
+
+class Read:
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def get(self) -> int:
+        return self._count
+
+
+class CuFile:
+    """kvikio's, over host memory."""
+
+    short = False
+
+    def __init__(self, path: Path, flags: str) -> None:
+        assert flags == "r"
+        self._file = path.open("rb")
+
+    def pread(self, buffer: np.ndarray, *, size: int, file_offset: int) -> Read:
+        self._file.seek(file_offset)
+        return Read(self._file.readinto(buffer[:size]) - self.short)
+
+    def __enter__(self) -> CuFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def test_reads_to_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", types.SimpleNamespace(CuFile=CuFile))
+    with disks.tier(tmp_path) as tier:
+        disks.put(tier, range(4))
+        disks.flip(tier._slots.path, tier._slots.offset(disks.slot_of(tier, 2)))
+        wanted, out = keys([0, 9, 2, 3]), np.zeros((4, BLOCK), np.uint8)
+        unverified = read_to_device(tier, wanted, out, None)
+        assert unverified.tolist() == [True, False, True, True]
+        assert tier.stats().corrupt == 0
+        hits = read_to_device(tier, wanted, out, np.asarray)
+        assert hits.tolist() == [True, False, False, True]
+        np.testing.assert_array_equal(out[hits], disks.contents(wanted)[hits])
+        assert tier.stats().corrupt == 1 and not tier.has([key(2)])[0]
+        assert not read_to_device(tier, keys([7]), out[:1], np.asarray).any()
+        monkeypatch.setattr(CuFile, "short", True)
+        assert not read_to_device(tier, keys([0]), out[:1], np.asarray).any()
+        disks.check_books(tier)
+
+
+def test_without_kvikio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kvikio", None)
+    with (
+        disks.tier(tmp_path) as tier,
+        pytest.raises(ImportError, match="needs kvikio; pip install kvikio-cu13"),
+    ):
+        read_to_device(tier, [], [], None)

@@ -1,0 +1,581 @@
+"""Blocks go down to host memory and a store, and come back bit for bit."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_tiers import SIZE, Setup
+from tier_stores import MemoryStore
+
+from jax_kvblock import (
+    BlockTable,
+    KVPool,
+    PoolExhaustedError,
+    _native,
+)
+from jax_kvblock.cache import host, park, resume
+from jax_kvblock.cache.copy_lines import CopyError
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def decode(pool: KVPool) -> KVPool:
+    """A step that takes the pool and gives it back."""
+    return KVPool(pool.data * 1, pool.spec)
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    made = Setup()
+    yield made
+    made.tiers.close()
+    made.tiers.check()
+
+
+def states(one: Setup) -> tuple[int, int]:
+    """Blocks on the device that are idle or held; slots of the host that are idle."""
+    stats = one.cache.stats()
+    return stats["idle"] + stats["held"], one.tiers.stats()["host"]["idle"]
+
+
+# ---- down and up ----
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND", "universal", "operational"])
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_down_and_up(layout: str, by_layer: bool) -> None:
+    one = Setup(layout=layout, dtype=jnp.bfloat16)
+    one.only_below(range(41))
+    assert states(one) == (0, 10)
+    one.manager.pool = KVPool(jnp.ones_like(one.manager.pool.data), one.manager.spec)
+    table, ticket = one.tiers.open(range(41), by_layer=by_layer)
+    assert table.num_cached_tokens == 0 and ticket.num_blocks == 10
+    ticket.wait()
+    assert ticket.done and ticket.exception is None and table.match() == 40
+    one.holds(table)
+    stats = one.tiers.stats()["host"]
+    assert stats["blocks_in"] == stats["blocks_out"] == 10
+    assert stats["bytes_in"] == stats["bytes_out"] == 10 * one.size
+    assert stats["pending"] == stats["held"] == 0
+    one.tiers.close()
+
+
+def test_under_steps_that_donate_the_pool(setup: Setup) -> None:
+    tables = [setup.computed([i, *range(11)]) for i in range(4)]
+    tickets = []
+    for table in tables:
+        tickets.append(setup.tiers.offload(table))
+        with setup.manager.lock:
+            setup.manager.pool = decode(setup.manager.pool)
+        table.free()
+    setup.cache.clear()
+    taken = setup.manager.allocate_blocks(16)  # whose blocks are written at once
+    for block in taken.ids.tolist():
+        setup.put(block, np.ones(setup.manager.spec.block_shape, np.float32))
+    taken.free()
+    for ticket in tickets:
+        ticket.wait()
+    for i in range(4):
+        table, up = setup.tiers.open([i, *range(11)])
+        while not up.poll():
+            with setup.manager.lock:
+                setup.manager.pool = decode(setup.manager.pool)
+        assert table.match() == 8
+        setup.holds(table)
+
+
+def test_layers_arrive_one_by_one(setup: Setup, monkeypatch) -> None:
+    table = setup.computed(range(9))
+    setup.tiers.offload(table).wait()
+    keys, ids = table.keys, table.ids
+    table.free()
+    setup.cache.clear()
+    below, gates = setup.tiers.below, [threading.Event() for _ in range(3)]
+    up_to, calls = below.up_to, [0, 1, 2]
+    monkeypatch.setattr(
+        below, "up_to", lambda *given: (gates[calls.pop(0)].wait(30), up_to(*given))[1]
+    )
+    table, ticket = setup.tiers.open(range(9), by_layer=True)
+    with pytest.raises(TimeoutError):
+        ticket.wait(layer=0, timeout=0.05)
+    for layer in range(3):
+        assert not ticket.done and table.match() == 0
+        gates[layer].set()
+        ticket.wait(layer=layer)
+        pool = np.asarray(setup.manager.pool.data)
+        for block, key in zip(ids, keys, strict=False):
+            wanted = setup.content(key)
+            np.testing.assert_array_equal(pool[block, layer], wanted[layer])
+    assert ticket.done and table.match() == 8
+    setup.holds(table)
+
+
+def test_what_is_below_is_not_sent_again(setup: Setup) -> None:
+    table = setup.computed(range(13))
+    first = setup.tiers.offload(table)
+    second = setup.tiers.offload(table)
+    assert len(first.keys) == 3 and second.keys == () and second.done
+    first.wait()
+    assert setup.tiers.offload([bytes(32)]).keys == ()
+    assert setup.tiers.stats()["host"]["blocks_in"] == 3
+
+
+def test_lookup_says_what_lies_where() -> None:
+    store = MemoryStore()
+    one = Setup(host_blocks=2, store=store)
+    table = one.computed(range(25))
+    for first in range(0, 6, 2):  # the host keeps the last two
+        one.tiers.offload(table.keys[first : first + 2]).wait()
+        one.tiers.drain()
+    table.free()
+    one.cache._free_list.forget(one.cache.namespace.keys(range(25))[2:])
+    assert one.tiers.lookup(range(25)) == {"device": 8, "host": 0, "store": 16}
+    one.tiers.offload(one.cache.namespace.keys(range(25))[:2]).wait()
+    assert one.tiers.lookup(range(25)) == {"device": 8, "host": 0, "store": 16}
+    one.cache.clear()
+    assert one.tiers.lookup(range(25)) == {"device": 0, "host": 8, "store": 16}
+    table, ticket = one.tiers.open(range(25))
+    ticket.wait()
+    assert table.match() == 24
+    one.holds(table)
+    assert one.tiers.stats()["store"]["blocks_out"] == 4
+    one.tiers.close()
+
+
+def test_a_store_is_asked_once_for_a_sequence() -> None:
+    class Counting(MemoryStore):
+        asked = 0
+
+        def has(self, keys):
+            self.asked += 1
+            return super().has(keys)
+
+    store = Counting()
+    one = Setup(store=store)
+    one.only_below(range(25))
+    one.tiers.below.host.books.forget_idle()
+    store.asked = 0
+    assert one.tiers.lookup(range(25))["store"] == 24 and store.asked == 1
+    table, ticket = one.tiers.open(range(25))
+    ticket.wait()
+    assert store.asked == 2 and table.match() == 24
+    one.holds(table)
+    one.tiers.close()
+
+
+# ---- room ----
+
+
+def test_room_is_made_by_moving_down(setup: Setup) -> None:
+    for i in range(4):
+        setup.computed([i, *range(15)]).free()
+    assert setup.cache.num_free_blocks == 0
+    setup.tiers.make_room(6)
+    assert setup.cache.num_free_blocks == 6
+    setup.tiers.drain()
+    table, ticket = setup.tiers.open([0, *range(15), 9])
+    ticket.wait()
+    assert table.match() == 16
+    setup.holds(table)
+
+
+def test_watermarks() -> None:
+    one = Setup(low=0.25, high=0.5)
+    for i in range(3):
+        one.computed([i, *range(15)]).free()
+    one.tiers.maintain()
+    assert one.cache.num_free_blocks == 4  # a quarter: not below it
+    one.computed([3, *range(3)]).free()
+    one.tiers.maintain()
+    assert one.cache.num_free_blocks == 8
+    one.tiers.drain()
+    assert one.tiers.stats()["host"]["blocks_in"] == 5
+    one.tiers.close()
+
+
+def test_write_through_leaves_blocks_and_their_order() -> None:
+    one = Setup(write_through=True)
+    for i in range(2):
+        one.computed([i, *range(15)]).free()
+    order = [key for _, key in victims(one)]
+    for _ in range(4):
+        one.tiers.maintain()
+        one.tiers.drain()
+    assert states(one) == (8, 8) and [key for _, key in victims(one)] == order
+    one.tiers.maintain()
+    one.tiers.make_room(16)
+    assert one.tiers.stats()["host"]["blocks_in"] == 8
+    table, ticket = one.tiers.open([1, *range(15), 9])
+    ticket.wait()
+    assert table.match() == 16
+    one.holds(table)
+    one.tiers.close()
+
+
+def victims(one: Setup) -> list[tuple[int, bytes]]:
+    return _native.victims(one.cache._free_list, 99)
+
+
+def test_a_full_host_skips_and_says_so() -> None:
+    one = Setup(host_blocks=2)
+    table = one.computed(range(16))
+    ticket = one.tiers.offload(table)
+    assert len(ticket.keys) == 2 and ticket.num_skipped == 2
+    ticket.wait()
+    held = one.tiers.below.slots(2)
+    ticket = one.tiers.offload(one.computed(range(100, 108)))
+    assert ticket.num_skipped == 2 and ticket.keys == () and ticket.done
+    assert one.tiers.stats()["host"]["skipped"] == 4
+    assert held is not None
+    held.release()
+    one.tiers.close()
+
+
+def test_blocks_that_come_up_need_room() -> None:
+    one = Setup(num_blocks=4)
+    one.only_below(range(13))
+    kept = one.manager.allocate_blocks(2)
+    with pytest.raises(PoolExhaustedError, match="3 blocks to come, 2 of 4 free"):
+        one.tiers.open(range(13))
+    del kept
+    one.tiers.check()
+    one.tiers.close()
+
+
+# ---- what goes wrong ----
+
+
+def test_a_store_that_fails_loses_nothing_of_the_host() -> None:
+    store = MemoryStore()
+    one = Setup(store=store)
+    store.broken = OSError("disk full")
+    table = one.computed(range(13))
+    one.tiers.offload(table).wait()
+    one.tiers.drain()
+    assert one.tiers.stats()["store"]["failed"] == 3 and not store.blocks
+    assert one.tiers.store_error is store.broken
+    table.free()
+    one.cache.clear()
+    table, ticket = one.tiers.open(range(13))
+    ticket.wait()
+    assert table.match() == 12
+    one.holds(table)
+    one.tiers.close()
+
+
+def test_what_a_store_cannot_read_is_a_miss() -> None:
+    store = MemoryStore()
+    one = Setup(store=store, host_blocks=4)
+    one.only_below(range(13))
+    one.tiers.below.host.books.forget_idle()
+    store.broken = OSError("disk gone")
+    table, ticket = one.tiers.open(range(13))
+    ticket.wait()
+    assert ticket.num_missing == 3 and ticket.exception is None
+    assert table.match() == 0 and states(one) == (0, 0)
+    assert one.tiers.store_error is store.broken
+    stats = one.tiers.stats()["store"]
+    assert stats["failed"] == stats["lost"] == 3 and stats["blocks_out"] == 0
+    with pytest.raises(KeyError, match="3 of 3 blocks are not below any more"):
+        one.tiers.onboard(table, by_layer=True).wait()
+    store.broken = None
+    ticket = one.tiers.onboard(table)
+    ticket.wait()
+    assert table.match() == 12
+    one.holds(table)
+    one.tiers.close()
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("place", [0, 1, 5, 8])
+def test_a_block_that_was_lost_meanwhile_is_a_miss(by_layer: bool, place: int) -> None:
+    """What lies before it comes; programs of layers count on all, and are told."""
+    store = MemoryStore()
+    one = Setup(store=store)
+    one.only_below(range(37))
+    one.tiers.below.host.books.forget_idle()
+    store.gate.clear()
+    table, ticket = one.tiers.open(range(37), by_layer=by_layer)
+    store.blocks.pop(one.cache.namespace.keys(range(37))[place])
+    store.gate.set()
+    came = place
+    if by_layer:
+        with pytest.raises(KeyError, match=r"1 of . blocks? are not below any more"):
+            ticket.wait()
+        came = 0
+    else:
+        ticket.wait()
+        assert ticket.num_missing == 9 - place and ticket.exception is None
+        assert one.tiers.stats()["store"]["lost"] == 1
+    assert table.match() == came * SIZE and states(one)[0] == came
+    one.holds(table)
+    assert one.tiers.stats()["host"]["held"] == 0 and ticket.done
+    one.tiers.close()
+
+
+def test_cancelled(setup: Setup) -> None:
+    setup.only_below(range(13))
+    table, ticket = setup.tiers.open(range(13))
+    assert setup.cache.stats()["held"] == 3
+    ticket.cancel()
+    ticket.cancel()
+    assert ticket.done and ticket.cancelled and states(setup)[0] == 0
+    setup.tiers.below.up.submit(lambda: None).result()  # what was under way has ended
+    assert setup.tiers.stats()["host"]["held"] == 0
+    with pytest.raises(RuntimeError, match="it was cancelled"):
+        ticket.wait()
+    table, ticket = setup.tiers.open(range(13))
+    ticket.wait()
+    assert table.match() == 12
+    ticket.cancel()  # it has ended
+    assert not ticket.cancelled
+    setup.holds(table)
+
+
+def test_dropped_tickets_give_blocks_back(setup: Setup) -> None:
+    setup.only_below(range(13))
+    setup.tiers.open(range(13))  # neither is kept
+    setup.tiers.below.up.submit(lambda: None).result()
+    assert states(setup)[0] == 0
+
+
+def test_a_copy_that_fails_is_counted_and_not_found(setup: Setup, monkeypatch) -> None:
+    table = setup.computed(range(13))
+
+    copies = setup.tiers.below._copies
+    down = copies.down
+
+    def broken(staged: jax.Array, rows: list[int], host: np.ndarray, slots: list[int]):
+        down(staged, rows[:1], host, slots[:1])  # the first block is copied
+        raise CopyError("no copy")
+
+    monkeypatch.setattr(copies, "down", broken)
+    ticket = setup.tiers.offload(table)
+    with pytest.raises(CopyError, match="no copy"):
+        ticket.wait()
+    setup.tiers.drain()
+    monkeypatch.undo()
+    stats = setup.tiers.stats()["host"]
+    assert stats["failed"] == 3 and stats["held"] == stats["idle"] == 0
+    assert setup.tiers.lookup(range(13))["device"] == 12
+
+
+def test_two_on_the_way_collapse(setup: Setup) -> None:
+    setup.only_below(range(13))
+    one, up = setup.tiers.open(range(13))
+    two, also = setup.tiers.open(range(13))
+    up.wait()
+    also.wait()
+    assert one.match() == two.match() == 12 and one.ids.tolist() == two.ids.tolist()
+    assert setup.cache.stats()["held"] == 3
+    setup.holds(one)
+
+
+# ---- parked ----
+
+
+@pytest.mark.parametrize("num_written", [1, 3, 4, 13, 14])
+def test_parked_and_resumed(setup: Setup, num_written: int) -> None:
+    table = setup.computed(range(14))
+    table.truncate(num_written)
+    rest = np.full(setup.manager.spec.block_shape, 7, np.float32)
+    if num_written % SIZE:  # the last block is not full
+        last = num_written // SIZE
+        table.writable(last * SIZE, 1)
+        setup.put(int(table.ids[last]), rest)
+    table.append(99)  # not written yet
+    parked = park(setup.tiers, table, num_written)
+    assert table.freed and parked.tokens[-1] == 99
+    setup.tiers.make_room(16)  # nothing of it stays on the device
+    setup.tiers.drain()
+    setup.manager.pool = decode(
+        KVPool(jnp.zeros_like(setup.manager.pool.data), setup.manager.spec)
+    )
+    table, written = resume(setup.tiers, parked)
+    assert written == num_written and table.num_tokens == num_written + 1
+    assert len(table) == -(-(num_written + 1) // SIZE)
+    setup.holds(table)
+    if num_written % SIZE:
+        pool = np.asarray(setup.manager.pool.data)
+        np.testing.assert_array_equal(pool[table.ids[num_written // SIZE]], rest)
+    table.slots(num_written, 1)
+
+
+def test_what_a_tier_has_lost_is_computed_again(setup: Setup) -> None:
+    table = setup.computed(range(14))
+    parked = park(setup.tiers, table, 14)
+    setup.tiers.drain()
+    setup.cache.clear()
+    setup.tiers.below.host.books.forget([setup.cache.namespace.keys(range(14))[2]])
+    table, written = resume(setup.tiers, parked)
+    assert written == 8 and len(table) == 4
+    setup.holds(table)
+
+
+def test_no_room_leaves_it_parked(setup: Setup) -> None:
+    parked = park(setup.tiers, setup.computed(range(14)), 14)
+    setup.tiers.drain()
+    setup.cache.clear()
+    kept = setup.manager.allocate_blocks(14)
+    with pytest.raises(PoolExhaustedError):
+        resume(setup.tiers, parked)
+    assert setup.cache.stats()["held"] == 14
+    del kept
+    table, written = resume(setup.tiers, parked)
+    assert written == 14
+    setup.holds(table)
+
+
+# ---- all at once ----
+
+
+def test_random_work_against_what_keys_say() -> None:
+    random = np.random.default_rng(0)
+    tables: list[BlockTable] = []
+    store = MemoryStore()
+    one = Setup(num_blocks=12, host_blocks=10, store=store, low=0.1, high=0.3)
+    found = 0
+    for _ in range(120):
+        tokens = [int(random.integers(3)), *range(int(random.integers(3, 21)))]
+        while one.manager.num_free_blocks < 5:
+            tables.pop(0).free()
+        table, ticket = one.tiers.open(tokens)
+        if random.random() < 0.1:
+            ticket.cancel()
+        else:
+            ticket.wait()
+        found += table.match()
+        wanted = -(-table.num_tokens // SIZE) - len(table)
+        while wanted > one.manager.num_free_blocks:
+            tables.pop(0).free()
+        one.tiers.make_room(wanted)
+        table.reserve(table.num_tokens)
+        one.write(table)
+        one.holds(table)
+        tables.append(table)
+        one.tiers.maintain()
+        if random.random() < 0.3:
+            one.tiers.offload(tables[int(random.integers(len(tables)))])
+    for table in tables:
+        one.holds(table)
+        table.free()
+    one.tiers.close()
+    one.tiers.check()
+    stats = one.tiers.stats()
+    assert found > 400 and stats["host"]["blocks_out"] > 20
+    assert stats["store"]["blocks_out"] > 5 and one.cache.stats()["held"] == 0
+
+
+def test_threads_that_bring_from_a_store_at_the_same_time(monkeypatch) -> None:
+    """What lands for one is on the device before another one's lands there."""
+    one = Setup(num_blocks=32, store=MemoryStore())
+    texts = [[first, *range(12)] for first in (100, 200)]
+    for text in texts:
+        one.only_below(text)
+    submit = one.tiers.below.up.submit
+
+    def slowly(*given):
+        time.sleep(0.001)
+        return submit(*given)
+
+    monkeypatch.setattr(one.tiers.below.up, "submit", slowly)
+
+    def bring(text: list[int]) -> None:
+        for _ in range(8):
+            one.tiers.below.host.books.forget_idle()
+            table, ticket = one.tiers.open(text, by_layer=True)
+            with table:
+                ticket.wait()
+                with one.manager.lock:
+                    came.append(table.match())
+                    one.holds(table)
+            one.cache.clear()
+
+    came: list[int] = []
+    with ThreadPoolExecutor(2) as threads:
+        for done in [threads.submit(bring, text) for text in texts]:
+            done.result(60)
+    assert came.count(12) > 8  # some were forgotten by the other one's clear
+    one.tiers.close()
+
+
+def test_threads_send_and_bring(setup: Setup) -> None:
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        random = np.random.default_rng(seed)
+        try:
+            for _ in range(15):
+                tokens = [int(random.integers(4)), *range(10)]
+                table, ticket = setup.tiers.open(tokens)
+                ticket.wait()
+                table.match()
+                with setup.manager.lock:
+                    setup.tiers.make_room(3)
+                    table.reserve(len(tokens))
+                    setup.write(table)
+                setup.tiers.offload(table)
+                table.free()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not errors
+    setup.tiers.drain()
+    for i in range(4):
+        table, ticket = setup.tiers.open([i, *range(10), 3])
+        ticket.wait()
+        table.match()
+        setup.holds(table)
+
+
+# ---- wrong ----
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"host_blocks": 0}, ValueError, "must hold a block of 1536 bytes, got 0"),
+        ({"low": 0.5, "high": 0.1}, ValueError, "low and high are parts"),
+        ({"high": 1.5}, ValueError, "low and high are parts"),
+        ({"staging_bytes": "x"}, TypeError, "staging_bytes must be an integer"),
+    ],
+)
+def test_what_are_no_tiers(options, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        Setup(**options)
+
+
+def test_combined_caches_come_as_a_whole() -> None:
+    one = Setup(num_outer=1)
+    one.only_below(range(9))
+    with pytest.raises(ValueError, match="by_layer needs blocks of keys and values"):
+        one.tiers.open(range(9), by_layer=True)
+    table, ticket = one.tiers.open(range(9))
+    ticket.wait()
+    assert table.match() == 8
+    one.holds(table)
+    one.tiers.close()
+
+
+def test_the_cap_on_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(host.LIMIT, raising=False)
+    host.check_limit(64 << 30)
+    with pytest.raises(ValueError, match=f"set {host.LIMIT}=66 before jax starts"):
+        host.check_limit((64 << 30) + 1)
+    monkeypatch.setenv(host.LIMIT, "100")
+    host.check_limit(100 << 30)
+    monkeypatch.setenv(host.LIMIT, "many")
+    with pytest.raises(ValueError, match="must be a number, got 'many'"):
+        host.check_limit(1)

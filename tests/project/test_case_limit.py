@@ -1,0 +1,109 @@
+"""What `--cases` leaves of the suite, and what a test is charged for."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import budgets
+import pytest
+
+SUPPORT = Path(budgets.__file__).parent
+SUITE = """
+import pytest
+
+@pytest.mark.parametrize("y", range(5))
+@pytest.mark.parametrize("x", range(5))
+def test_grid(x, y): pass
+
+@pytest.mark.wide
+@pytest.mark.parametrize("x", range(9))
+def test_sweep(x): pass
+
+def test_alone(): pass
+
+class TestBase:
+    @pytest.mark.parametrize("x", range(2))
+    def test_inherited(self, x): pass
+
+class TestOther(TestBase): pass
+"""
+
+BUILDING = """
+import budgets
+
+def test_that_asks_first():
+    with budgets.building():
+        end = budgets.processor_seconds() + 1.2
+        while budgets.processor_seconds() < end: pass
+"""
+
+
+def collected(folder: Path, *options: str) -> list[str]:
+    (folder / "test_suite.py").write_text(SUITE)
+    command = [sys.executable, "-m", "pytest", "-p", "case_limit"]
+    done = subprocess.run(
+        [*command, "--collect-only", "-q", *options],
+        cwd=folder,
+        env={"PYTHONPATH": str(SUPPORT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return re.findall("^test_suite.py::(.*)$", done.stdout, re.M) or [done.stderr]
+
+
+def test_every_function_stays_with_so_many_cases(tmp_path: Path) -> None:
+    whole = collected(tmp_path)
+    assert len(whole) == 25 + 9 + 1 + 4
+    kept = collected(tmp_path, "--cases=3")
+    assert set(kept) < set(whole) and kept == collected(tmp_path, "--cases=3")
+    counts = {
+        name: sum(name in test for test in kept)
+        for name in ("test_grid", "test_sweep", "test_alone", "TestBase", "TestOther")
+    }
+    assert counts == {
+        "test_grid": 3,
+        "test_sweep": 3,
+        "test_alone": 1,
+        "TestBase": 2,
+        "TestOther": 2,
+    }
+    grid = re.findall(r"test_grid\[(\d)-(\d)\]", " ".join(kept))
+    assert all(len(set(values)) > 1 for values in zip(*grid, strict=True)), grid
+
+
+def test_what_other_options_leave_is_drawn_from(tmp_path: Path) -> None:
+    assert len(collected(tmp_path, "--cases=3", "-k", "[4-")) == 3
+
+
+@pytest.mark.parametrize(
+    "options, grid, sweep", [("", 25, 4), ("--cases=6", 6, 4), ("--cases=2", 2, 2)]
+)
+def test_sweeps_alone(tmp_path: Path, options: str, grid: int, sweep: int) -> None:
+    kept = collected(tmp_path, "--wide-cases=4", *options.split())
+    assert sum("test_sweep" in test for test in kept) == sweep
+    assert sum("test_grid" in test for test in kept) == grid
+
+
+@pytest.mark.parametrize("option", ["--cases", "--wide-cases"])
+@pytest.mark.parametrize("limit", ["0", "-1"])
+def test_no_cases_are_refused(tmp_path: Path, option: str, limit: str) -> None:
+    (said,) = collected(tmp_path, f"{option}={limit}")
+    assert f"{option} is how many of each test, not {limit}" in said
+
+
+def test_a_library_is_not_the_tests_that_asked_first(tmp_path: Path) -> None:
+    (tmp_path / "test_building.py").write_text(BUILDING)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "budgets", "-q", "-n", "1"],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(SUPPORT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    counted = re.findall(r"(\S+) (\d+) of \d+", done.stdout)
+    assert counted == [(".", "0"), ("builds", "1")], done.stdout + done.stderr

@@ -1,0 +1,279 @@
+"""Greedy tokens are those of float64 over the whole text, whatever the engine does."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from llama_engines import Greedy, Guesses, ask, check_books
+from llama_files import TinyModel
+from serve import engine as engine_module
+from serve.engine import Engine
+from serve.models import LoadedModel
+from tier_stores import MemoryStore
+
+pytestmark = pytest.mark.usefixtures("exact_products")
+
+VOCABULARY = 256
+SHARED = np.random.default_rng(1).integers(VOCABULARY, size=40).tolist()
+
+
+def prompts() -> list[list[int]]:
+    """A single token, whole blocks, the same beginning, texts that repeat."""
+    random = np.random.default_rng(2)
+
+    def some(size: int) -> list[int]:
+        return random.integers(VOCABULARY, size=size).tolist()
+
+    lines = some(6)
+    return [
+        some(1),
+        [*SHARED, *some(3)],
+        some(16),
+        [*SHARED, *some(9)],
+        lines * 5,
+        some(61),
+        SHARED[:32],
+        [*some(2), *lines, *lines[:3]],
+    ]
+
+
+# One thing at a time, then all at once. `small`: too few blocks for those that run.
+SMALL = {"num_blocks": 16, "max_tokens": 100, "max_batch": 4}
+ENGINES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one at a time, in chunks": {"max_batch": 1, "max_tokens_per_step": 8},
+    "drafts": {"draft_tokens": 5},
+    "small": SMALL,
+    "tiers": {**SMALL, "host_bytes": 1 << 22},
+    "little room below": {**SMALL, "host_bytes": 1 << 14},
+    "a store": {**SMALL, "host_bytes": 1 << 14, "store": MemoryStore},
+    "all": {
+        **SMALL,
+        "host_bytes": 1 << 22,
+        "draft_tokens": 5,
+        "max_tokens_per_step": 32,
+    },
+}
+HAPPENED = {
+    "drafts": ("drafted_tokens", "accepted_tokens"),
+    "small": ("preemptions",),
+    "tiers": ("preemptions", "offloaded_preemptions"),
+    "a store": ("preemptions", "offloaded_preemptions"),
+    "all": (
+        *("preemptions", "offloaded_preemptions", "accepted_tokens", "cached_tokens"),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def greedy(tiny: tuple[TinyModel, LoadedModel]) -> Greedy:
+    return Greedy(tiny[0])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_greedy_tokens_are_those_of_the_dense_model(
+    name: str,
+    tiny: tuple[TinyModel, LoadedModel],
+    greedy: Greedy,
+    lowered: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {"num_blocks": 64, "block_size": 8, "max_tokens": 128, **ENGINES[name]}
+    texts = list(zip(prompts(), [*[30] * 7, 36], strict=True))
+    guesses = Guesses([prompt + greedy.after(prompt, n) for prompt, n in texts])
+    monkeypatch.setattr(engine_module, "PromptLookup", guesses)
+    if "store" in given:
+        given["store"] = store = given["store"]()
+    engine = Engine(tiny[1], **given)
+    engine.compile()
+    programs, pool = engine.stats()["programs"], engine._manager.pool
+    address = pool.data.unsafe_buffer_pointer()
+    del pool
+    for turn in range(2):  # the second one finds what the first has left
+        lowered.clear()
+        # The last one ends alone, so that steps of one row are among the others.
+        asked = [(prompt, n, ask(engine, prompt, n)) for prompt, n in texts]
+        engine.run()
+        for prompt, count, stream in asked:
+            greedy.check(prompt, stream, count)
+        check_books(engine)
+        if "host_bytes" not in given:  # whose copies are programs of their own
+            assert not lowered
+        assert engine.stats()["cached_tokens"] > 0 or turn == 0
+    stats = engine.stats()
+    assert stats["programs"] == programs <= 4
+    assert engine._manager.pool.data.unsafe_buffer_pointer() == address
+    for count in HAPPENED.get(name, ()):
+        assert stats[count] > 0, count  # type: ignore[literal-required]
+    if "store" in given:  # the host has no room for all that comes back
+        assert store.blocks and engine.tiers.stats()["store"]["blocks_out"] > 0
+    if "draft_tokens" in given:  # some were accepted that have to be moved
+        assert any(rows != [*range(1, len(rows) + 1)] for rows in guesses.accepted)
+    assert stats["new_tokens"] == 2 * (7 * 30 + 36)
+    engine.stop()
+
+
+def test_what_was_read_is_on_disk_at_the_next_start(
+    tmp_path: Path, tiny: tuple[TinyModel, LoadedModel], greedy: Greedy
+) -> None:
+    pytest.importorskip("lmdb")
+    pytest.importorskip("xxhash")
+    given = {"num_blocks": 32, "block_size": 8, "max_tokens": 128}
+    given |= {"host_bytes": 1 << 22, "disk": tmp_path, "disk_bytes": 4 << 20}
+    prompt = prompts()[5]
+    found = []
+    for _ in range(2):
+        engine = Engine(tiny[1], **given)
+        stream = ask(engine, prompt, 20)
+        engine.run()
+        greedy.check(prompt, stream, 20)
+        found.append(stream.num_cached_tokens)
+        engine.tiers.offload(engine.cache.namespace.keys(prompt)).wait()
+        engine.tiers.drain()
+        check_books(engine)
+        engine.stop()
+    assert found == [0, len(prompt) // 8 * 8]
+    with pytest.raises(ValueError, match="a disk lies below host memory"):
+        Engine(tiny[1], **{**given, "host_bytes": 0})
+
+
+OPTIONS = {
+    "block_size": (4, 16),
+    "max_batch": (1, 8),
+    "max_tokens_per_step": (8, 64),
+    "draft_tokens": (0, 7),
+    "num_blocks": (0, 40),  # 0: as few as the longest needs
+    "host_bytes": (0, 1 << 16, 1 << 22),
+}
+ALL = list(itertools.product(*OPTIONS.values()))
+# Every eleventh: so each two options meet with each two values.
+CHOSEN = ALL[::11]
+
+
+def test_each_two_options_meet() -> None:
+    def pairs(chosen: list[tuple[Any, ...]]) -> set[tuple[Any, ...]]:
+        return {
+            pair
+            for each in chosen
+            for pair in itertools.combinations(enumerate(each), 2)
+        }
+
+    assert pairs(CHOSEN) == pairs(ALL)
+
+
+@pytest.mark.parametrize("chosen", CHOSEN, ids=lambda c: "-".join(map(str, c)))
+def test_greedy_tokens_with_all_options(
+    chosen: tuple[Any, ...],
+    tiny: tuple[TinyModel, LoadedModel],
+    greedy: Greedy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    guesses = Guesses([prompt + greedy.after(prompt, 14) for prompt in prompts()])
+    monkeypatch.setattr(engine_module, "PromptLookup", guesses)
+    given = dict(zip(OPTIONS, chosen, strict=True))
+    longest = -(-(61 + 14) // given["block_size"])
+    given["num_blocks"] = max(given["num_blocks"], longest)
+    engine = Engine(tiny[1], max_tokens=61 + 14, **given)
+    random = np.random.default_rng(ALL.index(chosen))
+    asked = []
+    for prompt in [prompts()[i] for i in random.permutation(8)]:
+        asked.append((prompt, ask(engine, prompt, most=14, priority=len(asked) % 2)))
+        for _ in range(random.integers(4)):
+            engine.step()
+    engine.run()
+    for prompt, stream in asked:
+        greedy.check(prompt, stream, 14)
+    check_books(engine)
+    engine.stop()
+
+
+def test_a_prompt_is_computed_once_for_all_who_begin_with_it(
+    tiny: tuple[TinyModel, LoadedModel], greedy: Greedy
+) -> None:
+    """Also by those that come while the first one computes it: they wait for that."""
+    engine = Engine(tiny[1], num_blocks=64, block_size=8, max_tokens=128)
+    texts = [[*SHARED, i] for i in range(6)]
+    asked = [ask(engine, text) for text in texts]
+    engine.step()
+    assert engine.stats()["running"] == 1
+    engine.run()
+    assert [stream.num_cached_tokens for stream in asked] == [0] + [40] * 5
+    stats = engine.stats()
+    assert stats["cached_tokens"] == 200 and stats["prompt_tokens"] == 6 * 41
+    for text, stream in zip(texts, asked, strict=True):
+        greedy.check(text, stream, 12)
+    engine.stop()
+
+
+def test_a_beginning_comes_back_from_host_memory(
+    tiny: tuple[TinyModel, LoadedModel], greedy: Greedy
+) -> None:
+    engine = Engine(tiny[1], num_blocks=16, block_size=8, host_bytes=1 << 22)
+    first = ask(engine, SHARED)
+    engine.run()
+    assert engine.tiers is not None
+    engine.tiers.offload(engine.cache.namespace.keys(SHARED)).wait()
+    engine.cache.clear()
+    again = ask(engine, [*SHARED, 7])
+    engine.run()
+    assert first.num_cached_tokens == 0 and again.num_cached_tokens == 40
+    greedy.check([*SHARED, 7], again, 12)
+    check_books(engine)
+    engine.stop()
+
+
+def test_what_arrives_gets_a_row_beside_those_that_read(
+    tiny: tuple[TinyModel, LoadedModel], greedy: Greedy
+) -> None:
+    """All but its last token comes from below, in a step whose rows others fill."""
+    engine = Engine(
+        tiny[1],
+        num_blocks=64,
+        block_size=8,
+        max_batch=3,
+        max_tokens=128,
+        max_tokens_per_step=4,
+        host_bytes=1 << 22,
+    )
+    assert engine.tiers is not None
+    ask(engine, SHARED, 1)
+    engine.run()
+    engine.tiers.offload(engine.cache.namespace.keys(SHARED)).wait()
+    engine.cache.clear()
+    random = np.random.default_rng(6)
+    texts = [random.integers(VOCABULARY, size=n).tolist() for n in (1, 60)]
+    texts.append([*SHARED, 7])
+    asked = [ask(engine, text, n) for text, n in zip(texts, (20, 2, 2), strict=True)]
+    engine.run()
+    assert asked[2].num_cached_tokens == 40
+    for text, stream in zip(texts, asked, strict=True):
+        greedy.check(text, stream, stream.request.max_new_tokens)
+    check_books(engine)
+    engine.stop()
+
+
+def test_the_first_in_order_is_never_put_back(
+    tiny: tuple[TinyModel, LoadedModel], greedy: Greedy
+) -> None:
+    """Priority first, then who came first: the others make way."""
+    engine = Engine(tiny[1], num_blocks=14, block_size=8, max_batch=4, max_tokens=100)
+    random = np.random.default_rng(5)
+    texts = [random.integers(VOCABULARY, size=20).tolist() for _ in range(4)]
+    asked = [
+        ask(engine, text, most=40, priority=priority)
+        for text, priority in zip(texts, (0, 0, 5, 0), strict=True)
+    ]
+    ended: list[int] = []
+    while engine.step():
+        for i, stream in enumerate(asked):
+            if stream.finish_reason is not None and i not in ended:
+                ended.append(i)
+    assert ended[:2] == [2, 0] and set(ended) == {0, 1, 2, 3}
+    assert engine.stats()["preemptions"] > 0
+    for text, stream in zip(texts, asked, strict=True):
+        greedy.check(text, stream, 40)
+    engine.stop()

@@ -1,0 +1,290 @@
+"""The server in a terminal: prompts at once, a conversation, and what is shown."""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import pty
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from llama_engines import ask
+from llama_files import TinyModel
+from serve import dense, terminal, view
+from serve.engine import Engine
+from serve.interface import FREE, HELD, IDLE, SHARED, Event, Request, Stream
+from serve.models import LoadedModel
+from smollm2.cache import cache_dir
+
+import jax_kvblock
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Of a process: the package that is tested, and a place for its programs."""
+    root = str(pathlib.Path(jax_kvblock.__file__).parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    cache = str(tmp_path_factory.mktemp("cache"))
+    given = {"PYTHONPATH": os.pathsep.join(paths), "XDG_CACHE_HOME": cache}
+    return {**os.environ, **given, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, str(EXAMPLES / "serve"), "--random", *options]
+
+
+def demo_options() -> list[str]:
+    """Those that `make demo` has."""
+    makefile = (EXAMPLES.parent / "Makefile").read_text()
+    found = re.search(r"python examples/serve (.*)$", makefile, re.MULTILINE)
+    assert found is not None
+    return found[1].split()
+
+
+def test_a_terminal_shows_the_pool(environment: dict[str, str]) -> None:
+    """The server's half of `make demo`, as a process that believes in a terminal.
+
+    It has a tiny model here: more than fits, drafts, and the dense model's tokens.
+    """
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command(*demo_options(), "--max-new-tokens", "24"),
+        env=environment,
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+    )
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            read = os.read(ours, 4096)
+        except OSError:  # how a pseudo terminal ends
+            break
+        if not read:
+            break
+        shown += read
+    _, errors = process.communicate(timeout=60)
+    told = errors.decode()
+    assert process.returncode == 0, told
+    text = shown.decode()
+    assert "\033[12F" in text  # up to the first of its lines
+    assert "free" in text and "idle" in text
+    assert re.search(r"the sea.*━━━━━━━━━━\033\[0m +\d+ ", text)
+    assert re.search(r"^\d+ tokens in .* 4 programs;", told, re.MULTILINE)
+    # Of random weights' text nothing comes twice: few drafts are right.
+    assert re.search(r"\d+ of [1-9]\d* drafts accepted, [1-9]\d* made way", told)
+    assert re.search(r"the dense model chooses the same 1\d\d tokens", told)
+    kept = pathlib.Path(environment["XDG_CACHE_HOME"], "jax_kvblock", "programs")
+    assert any(kept.iterdir())
+
+
+# The programs of a model of 30 layers take a while.
+@pytest.mark.wide
+def test_smollm2_says_what_it_should(environment: dict[str, str]) -> None:
+    for package in ("gguf", "minijinja", "tokenizers"):
+        pytest.importorskip(package)
+    asked = ["--prompt", "What is the capital of France?", "--max-new-tokens", "8"]
+    small = ["--batch", "1", "--rows", "8", "--check"]
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "serve"), *asked, *small],
+        env={**environment, "XDG_CACHE_HOME": str(cache_dir().parent)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "The capital of France is Paris." in done.stdout
+    assert "the dense model chooses the same 8 tokens" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "nowhere.gguf"], "nowhere.gguf is missing"),
+        (["--random", "--rows", "4"], "max_batch must be from 1 to"),
+        (["--random", "--drafts", "99"], "draft_tokens must be from 0 to 31"),
+        (["--random", "--disk", "x"], "a disk lies below host memory; pass host_bytes"),
+        (
+            ["--random", "--host-mib", "1", "--disk", "/proc/blocks"],
+            r"DiskTier: could not \w+ /proc/blocks.*; ",
+        ),
+        (
+            ["--random", "--host-mib=1", "--disk", "FOLDER", "--disk-mib=99999999"],
+            "could not take .*; .*lower max_bytes",
+        ),
+        (["--random", "--http", "PORT"], r"listen on 127\.0\.0\.1:\d+: .*in use"),
+        (["--random", "--http", "99999"], "listen on 127.0.0.1:99999: .*0-65535"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(
+    options: list[str],
+    message: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(terminal, "prepare", lambda options: None)
+    if "--http" in options:
+        pytest.importorskip("starlette")
+    if "--host-mib" in options or "--host-mib=1" in options:
+        pytest.importorskip("lmdb")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        given = {"PORT": port, "FOLDER": str(tmp_path)}
+        options = [given.get(option, option) for option in options]
+        with pytest.raises(SystemExit, match=f"^serve: .*{message}"):
+            terminal.main(options)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "prepare", lambda options: None)
+    monkeypatch.delitem(sys.modules, "serve.http_server", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if it was not installed
+    with pytest.raises(SystemExit, match=r"^serve: .*uvicorn is not.*pip install"):
+        terminal.main(["--random", "--http", "0"])
+
+
+# ---- in this process -----------------------------------------------------------------
+
+
+@pytest.fixture
+def engine(
+    tiny: tuple[TinyModel, LoadedModel], exact_products: None
+) -> Iterator[Engine]:
+    made = Engine(  # with two programs, since it has no chunks larger than its batch
+        tiny[1], num_blocks=64, block_size=8, max_tokens=128, max_tokens_per_step=8
+    )
+    made.start()
+    yield made
+    made.stop()
+
+
+def test_eight_questions_where_there_is_no_terminal(
+    engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = terminal.parse(["--random", "--max-new-tokens", "8"])
+    for name, text in terminal.named_prompts(options).items():
+        assert len(text) <= 200, name
+    options.prompt = ["the sea"] * 3
+    terminal.answer(engine, options)
+    printed = capsys.readouterr()
+    assert "\033" not in printed.out
+    names = re.findall(r"^([\w ]+): ", printed.out, re.MULTILINE)
+    assert names == ["prompt 1", "prompt 2", "prompt 3"]
+    assert re.search(r"^24 tokens in ", printed.err)
+
+
+def test_a_conversation_goes_on_from_its_cache(
+    engine: Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = iter(["the inner one", "and on?", "", "again", "x" * 400, None])
+
+    def read(prompt: str) -> str:
+        text = next(said)
+        if text is None:
+            raise EOFError
+        return text
+
+    monkeypatch.setattr("builtins.input", read)
+    asked: list[Request] = []
+    submit = engine.submit
+
+    def noted(request: Request) -> Stream:
+        asked.append(request)
+        return submit(request)
+
+    monkeypatch.setattr(engine, "submit", noted)
+    terminal.chat(engine, terminal.parse(["--max-new-tokens", "20"]))
+    told = capsys.readouterr().err
+    first, second, fresh, _ = (engine.model.tokenizer.decode(r.prompt) for r in asked)
+    assert first == "user\nthe inner oneassistant\n"
+    assert second.startswith(first) and second.endswith("user\nand on?assistant\n")
+    assert fresh == "user\nagainassistant\n"
+    cached = [int(n) for n in re.findall(r"; (\d+) of \d+ tokens of the prompt", told)]
+    assert cached[0] == 0 and cached[1] >= len(asked[0].prompt) // 8 * 8
+    assert "a new conversation" in told and "tokens, of at most 128" in told
+
+
+def test_an_interrupt_stops_the_answers(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = [view.Shown(str(i), ask(engine, [1, i], 120)) for i in range(3)]
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(terminal.time, "sleep", nap)
+    terminal.follow(engine, shown, live=False)
+    assert {each.stream.finish_reason for each in shown} == {"cancelled"}
+
+
+def test_the_check_notices_a_wrong_token(engine: Engine) -> None:
+    shown = view.Shown("one", ask(engine, [1, 2, 3], 10))
+    terminal.follow(engine, [shown], live=False)
+    terminal.check(engine.model, [shown])
+    shown.tokens[4] ^= 1
+    with pytest.raises(SystemExit, match="one: the dense model chooses"):
+        terminal.check(engine.model, [shown])
+
+
+def test_dense_choices_are_those_of_float64(
+    tiny: tuple[TinyModel, LoadedModel], exact_products: None
+) -> None:
+    from llama_files import dense_logits
+
+    tokens = np.random.default_rng(0).integers(256, size=77)
+    wanted = dense_logits(tiny[0], tokens).argmax(-1)
+    assert dense.choices(tiny[1], tokens).tolist() == wanted.tolist()
+
+
+# ---- the screen ----------------------------------------------------------------------
+
+
+def plain(line: str) -> str:
+    return re.sub(r"\033\[\d*[mK]", "", line)
+
+
+def test_a_frame_has_requests_blocks_and_numbers(engine: Engine) -> None:
+    stream = Stream(Request(prompt=[1], max_new_tokens=10))
+    for i in range(5):
+        stream.put(Event(i, "a\n\x1b[2J "))
+    shown = view.Shown("a long name of a request", stream)
+    shown.read()
+    assert shown.tokens == [0, 1, 2, 3, 4]
+    pool = np.array([FREE, HELD, SHARED, IDLE] * 30, np.uint8)
+    lines = [plain(line) for line in view.frame([shown], pool, engine.stats(), 60)]
+    assert lines[0].startswith("a long name o ━━━━━─────   5  …")
+    assert lines[0].endswith(" a \ufffd[2J a \ufffd[2J")
+    assert "\x1b" not in lines[0]  # what a model says moves no cursor
+    assert lines[2:5] == ["·■▣□" * 14, "·■▣□" * 14, "·■▣□" * 2]
+    assert lines[5] == "· 30 free  ■ 30 held  ▣ 30 shared  □ 30 idle"
+    assert all(len(line) < 60 for line in lines)
+    stream.put(Event(9, "", "stop"))
+    assert "━" * view.BAR in plain(view.frame([shown], pool, engine.stats(), 60)[0])
+
+
+def test_the_summary_says_what_happened(engine: Engine) -> None:
+    stats = engine.stats()
+    assert "drafts" not in view.summary(stats) and "way" not in view.summary(stats)
+    stats |= {"drafted_tokens": 9, "accepted_tokens": 4, "preemptions": 2}
+    assert view.summary(stats).endswith("4 of 9 drafts accepted, 2 made way")
+
+
+def test_a_screen_is_drawn_over() -> None:
+    out = io.StringIO()
+    screen = view.Screen(out)
+    screen.draw(["one", "two"])
+    screen.draw(["three"])
+    assert out.getvalue() == "one\033[K\ntwo\033[K\n\033[J\033[2Fthree\033[K\n\033[J"

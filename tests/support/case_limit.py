@@ -1,0 +1,61 @@
+"""`--cases N` and `--wide-cases N`: at most N cases of a test, the same in every run.
+
+The first is for a second run of the suite where another one takes every case, as in CI
+on another jax. The second is for sweeps alone, what is marked `wide`: CI takes some
+cases of each, `make test-all` and a GPU all of them. The cases are drawn by their
+names, so that those of a grid differ in all of its parameters. What is left out counts
+as deselected.
+"""
+
+from __future__ import annotations
+
+import collections
+import zlib
+
+import pytest
+
+OPTIONS = {
+    "--cases": "at most N cases of each test function, drawn by their names",
+    "--wide-cases": "the same, of those marked `wide` alone",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("cases")
+    for name, help_text in OPTIONS.items():
+        group.addoption(name, type=int, metavar="N", help=help_text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for name in OPTIONS:
+        limit = config.getoption(name)
+        if limit is not None and limit < 1:
+            raise pytest.UsageError(f"{name} is how many of each test, not {limit}")
+
+
+# After `-m` and `-k`: of what they leave.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    kept = set(items)
+    for name in OPTIONS:
+        if limit := config.getoption(name):
+            wide = name == "--wide-cases"
+            some = [
+                each for each in items if not wide or each.get_closest_marker("wide")
+            ]
+            kept -= set(some) - drawn(some, limit)
+    if len(kept) < len(items):
+        left_out = [item for item in items if item not in kept]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item in kept]
+
+
+def drawn(items: list[pytest.Item], limit: int) -> set[pytest.Item]:
+    """Of each test function, at most so many."""
+    cases = collections.defaultdict[object, list[pytest.Item]](list)
+    for item in sorted(items, key=lambda item: zlib.crc32(item.name.encode())):
+        # A class may inherit a test: it is another one there.
+        cases[item.parent, getattr(item, "originalname", item.name)].append(item)
+    return {item for of_one in cases.values() for item in of_one[:limit]}
