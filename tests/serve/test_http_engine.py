@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 pytest.importorskip("httpx")
@@ -16,7 +18,7 @@ pytestmark = pytest.mark.cpu
 QUESTION = "What is kept in blocks, and who shares them? " * 2
 
 
-def test_texts_are_those_of_the_engine() -> None:
+def test_texts_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(
         random_model(), num_blocks=48, block_size=8, max_batch=2, max_tokens_per_step=16
     )
@@ -33,7 +35,10 @@ def test_texts_are_those_of_the_engine() -> None:
         parts = chunks(httpx.post(url + TEXT, json=given, timeout=60).text)
         assert "".join(part["choices"][0]["text"] for part in parts) == expected
 
-        # Who leaves gives the blocks back; what was written stays to be found.
+        # Who leaves gives the blocks back; what was written stays to be found. Each step
+        # takes a while, so that none has all its tokens before it leaves.
+        step = engine.step
+        monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.05), step())[1])
         given = {**body, "max_tokens": 250, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", url + TEXT, json=given, timeout=60) as got:
             next(got.iter_lines())
