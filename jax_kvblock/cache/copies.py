@@ -106,12 +106,21 @@ class Copies:
                 f"Copies.down: rows of staged and host must be of one size, got "
                 f"{staged.nbytes // max(len(staged), 1)} and {size} bytes"
             )
+        self._check_place("down", staged)
         jax.block_until_ready(staged)
         strips = np.zeros(len(rows), STRIP)
         strips["from"] = staged.unsafe_buffer_pointer() + rows * size
         strips["to"] = host.ctypes.data + slots * size
         strips["bytes"], strips["rows"] = size, 1
         self._down.start(strips, (staged, host)).wait()
+
+    def _check_place(self, where: str, array: jax.Array) -> None:
+        """Copies take addresses: those of another device would be somebody else's."""
+        if array.devices() != {self._device}:
+            raise ValueError(
+                f"Copies.{where}: the array must lie on {self._device} alone, got "
+                f"{array.sharding}; put it there"
+            )
 
     def room(self, shape: Sequence[int], dtype: Any) -> jax.Array:
         """A new staging array for `up`; the program that makes it is under way.
@@ -146,6 +155,7 @@ class Copies:
             )
         if cut.first + (cut.rows - 1) * cut.pitch + cut.width > size:
             raise ValueError(f"Copies.up: {cut} leaves a slot of {size} bytes")
+        self._check_place("up", room)
         jax.block_until_ready(room)
         strips = np.zeros(len(slots), STRIP)
         strips["from"] = host.ctypes.data + slots * size + cut.first

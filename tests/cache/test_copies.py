@@ -44,7 +44,9 @@ def copies(request: pytest.FixtureRequest) -> Copies:
 @pytest.fixture
 def manager(rng: np.random.Generator, four_cpus: None) -> BlockManager:
     data = rng.random((NUM_BLOCKS, *SPEC.block_shape), np.float32)
-    return BlockManager.from_pool(KVPool.wrap(jnp.array(data), SPEC))
+    # Put there for good: what is JAX's default device differs from thread to thread.
+    data = jax.device_put(data, jax.devices("cpu")[0])
+    return BlockManager.from_pool(KVPool.wrap(data, SPEC))
 
 
 @pytest.fixture

@@ -135,5 +135,5 @@ def test_more_pinned_memory_than_xla_gives_out(
 ) -> None:
     monkeypatch.setenv("XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB", "1")
     cache = PrefixCache(manager, model="m")
-    with pytest.raises(ValueError, match="set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=3 bef"):
+    with pytest.raises(ValueError, match="set XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB=4 bef"):
         TieredCache(cache, host_bytes=2 << 30)

@@ -101,10 +101,11 @@ class Budgets:
         self.seconds: collections.Counter[str] = collections.Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        taken: Any = report
-        self.seconds[folder_of(report.nodeid)] += taken.processor_seconds
-        if taken.built_seconds:
-            self.seconds["builds"] += taken.built_seconds
+        # A test whose process died has a report of xdist's, without times.
+        taken = getattr(report, "processor_seconds", 0.0)
+        self.seconds[folder_of(report.nodeid)] += taken
+        if built := getattr(report, "built_seconds", 0.0):
+            self.seconds["builds"] += built
 
     def over(self) -> list[str]:
         return [
