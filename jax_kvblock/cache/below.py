@@ -1,12 +1,14 @@
 """`Below`: the tiers below the device, as bytes: what comes down, and what is read.
 
-Here is no pool and no program: rows of bytes, their keys, and two threads, one for each
-way, so that neither waits for the other.
+Here is no pool and no program: rows of bytes, their keys, and threads. One for each way
+begins copies, so that neither waits for the other, and the link has the next one when
+one ends; a third publishes what has come down.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import (
@@ -24,7 +26,9 @@ import numpy as np
 
 from jax_kvblock import _native
 from jax_kvblock.cache.copies import Copies, Cut
+from jax_kvblock.cache.copy_lines import Copy
 from jax_kvblock.cache.host import HostTier
+from jax_kvblock.cache.rooms import Rooms
 from jax_kvblock.core import checks
 
 MOST_WRITES = 4  # to the store at a time; what comes down waits for them
@@ -79,22 +83,42 @@ class Placed:
     slots: np.ndarray
 
 
+@dataclass
+class Arrival:
+    """Blocks whose copy into a room has begun."""
+
+    room: jax.Array
+    copy: Copy
+
+
 class Below:
     """Host memory, and maybe a store under it.
 
+    Args:
+      host, store: the tiers.
+      chunk: how many blocks a room holds.
+      num_rooms: how many arrays of so many blocks are kept on the device.
+
     Attributes:
       lock: what every change of the fields here holds.
-      down, up: the threads that copy.
+      down, up: the threads that begin copies; `landed` ends those that go down.
+      rooms: what is copied up goes there.
       coming: on the way to the host, by key.
       store_error: what the store failed with last.
     """
 
-    def __init__(self, host: HostTier, store: Store | None) -> None:
+    def __init__(
+        self, host: HostTier, store: Store | None, chunk: int, num_rooms: int
+    ) -> None:
         self.host, self.store = host, store
         self._copies = Copies(host.device)
-        self._room: jax.Array | None = None  # what is copied up next goes there
+        shape = (chunk * math.prod(host.spec.block_shape),)
+        make = functools.partial(self._copies.room, shape, host.spec.dtype)
+        self.rooms = Rooms(make, num_rooms)
+        self._landing: list[Copy] = []  # those that read the landing places
         self.lock = threading.RLock()
         self.down = ThreadPoolExecutor(1, "kvblock-offload")
+        self.landed = ThreadPoolExecutor(1, "kvblock-landed")
         self.up = ThreadPoolExecutor(1, "kvblock-onboard")
         self.coming: dict[bytes, Future[None]] = {}
         self.host_counters, self.store_counters = TierCounters(), TierCounters()
@@ -140,26 +164,24 @@ class Below:
         """
         rows = [row for row, keep in enumerate(kept) if keep]
         found = [keys[row] for row in rows]
+        taken = slots.ids[: len(found)]
+        begin = (self._copies.start_down, staged, rows, self.host.rows, taken)
         with self.lock:
-            future = self.down.submit(self._store_rows, staged, rows, found, slots)
+            begun = self.down.submit(*begin)
+            future = self.landed.submit(self._land, begun, found, slots)
             for key in found:
                 self.coming[key] = future
             future.add_done_callback(functools.partial(self._arrived, found))
         return future
 
-    def _store_rows(
-        self,
-        staged: jax.Array,
-        rows: Sequence[int],
-        keys: Sequence[bytes],
-        slots: _native.Hold,
+    def _land(
+        self, begun: Future[Copy], keys: Sequence[bytes], slots: _native.Hold
     ) -> None:
-        """In the thread that copies down: waits for the program, copies, publishes."""
+        """In a thread of its own: publishes what has come down, and stores it."""
         with slots:
-            taken = slots.ids.tolist()[: len(keys)]
-            self._copies.down(staged, rows, self.host.rows, taken)
-            for key, slot in zip(keys, taken, strict=True):  # all of them, or none
-                self.host.publish(slot, key)
+            begun.result().wait()
+            for key, slot in zip(keys, slots.ids.tolist(), strict=False):
+                self.host.publish(slot, key)  # all of them, or none
         with self.lock:
             self.host_counters.blocks_in += len(keys)
             self.host_counters.bytes_in += len(keys) * self.host.block_bytes
@@ -222,7 +244,7 @@ class Below:
         """In the thread that copies up: where blocks of the tiers below lie, pinned.
 
         What the store has is read into landing places, which are good until the next
-        call.
+        call: what reads them is begun in the jobs right behind this one.
 
         lost: told the place of the first block that is not there any more, or is not
           what was put; what lies there and behind may be anything.
@@ -236,11 +258,13 @@ class Below:
         missing = sorted(set(range(len(keys))) - set(places))
         gone = missing
         if missing and self.store is not None:
+            while self._landing:
+                self._landing.pop().wait()
             first = self.host.num_slots
             slots[missing] = first + np.arange(len(missing))
             landed = self.host.rows[first : first + len(missing)]
             gone = self._fetch(keys, missing, landed)
-        self._count_out(len(places), len(missing), len(gone))
+        self.count_out(len(places), len(missing), len(gone))
         if gone and lost is None:
             hold.release()
             raise _lost(len(gone), len(keys))
@@ -248,21 +272,23 @@ class Below:
             lost(gone[0])
         return Placed(hold, slots)
 
-    def up_to(self, placed: Placed, cut: Cut, shape: Sequence[int]) -> jax.Array:
-        """In the thread that copies up: parts of blocks in an array on the device.
+    def bring(
+        self, placed: Placed, cut: Cut, room: jax.Array, first: int = 0
+    ) -> Arrival:
+        """In the thread that copies up: begins to copy parts of blocks into a room.
 
-        shape: of the array, `[n, ...]`, with at least as many rows as blocks.
+        first: where they begin in it, in bytes.
         """
-        wanted = tuple(shape)
-        if self._room is not None and self._room.shape == wanted:
-            room, self._room = self._room, None
-        else:
-            room = self._copies.room(wanted, self.host.spec.dtype)
-        copy = self._copies.start_up(self.host.rows, placed.slots, cut, room)
-        # The next one's memory is made meanwhile, behind the programs under way.
-        self._room = self._copies.room(wanted, self.host.spec.dtype)
-        copy.wait()
-        return room
+        rows, slots = self.host.rows, placed.slots
+        copy = self._copies.start_up(rows, slots, cut, room, first, keep=placed.hold)
+        if (placed.slots >= self.host.num_slots).any():
+            self._landing.append(copy)
+        return Arrival(room, copy)
+
+    def keep(self, keys: Sequence[bytes]) -> Placed:
+        """In any thread: those of some blocks that are in host memory by now."""
+        hold, _ = _native.hold_keys(self.host.books, keys)
+        return Placed(hold, np.asarray(hold.ids, np.int64))
 
     def read(self, keys: Sequence[bytes]) -> np.ndarray:
         """In any thread: blocks of the tiers below, uint8 `[n, block_bytes]`.
@@ -281,7 +307,7 @@ class Below:
             read = np.empty((len(missing), self.host.block_bytes), np.uint8)
             gone = self._fetch(keys, missing, read)
             rows[missing] = read
-        self._count_out(len(places), len(missing), len(gone))
+        self.count_out(len(places), len(missing), len(gone))
         if gone:
             raise _lost(len(gone), len(keys))
         return rows
@@ -320,7 +346,8 @@ class Below:
                     self.host.publish(int(slot), keys[i])
         return [i for i, ok in zip(missing, found, strict=True) if not ok]
 
-    def _count_out(self, held: int, fetched: int, gone: int) -> None:
+    def count_out(self, held: int, fetched: int = 0, gone: int = 0) -> None:
+        """Counts what was read: of the host, and asked of the store in vain or not."""
         size, came = self.host.block_bytes, fetched - gone
         with self.lock:
             self.host_counters.blocks_out += held
@@ -357,9 +384,9 @@ class Below:
     def close(self) -> None:
         """Waits for what is under way, and ends the threads."""
         self.drain()
-        self.up.shutdown()
-        self.down.shutdown()
-        self._room = None
+        for threads in (self.up, self.down, self.landed):
+            threads.shutdown()
+        self.rooms.close()
 
 
 def _lost(count: int, of: int) -> KeyError:

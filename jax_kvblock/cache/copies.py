@@ -84,19 +84,22 @@ class Copies:
         self._device = device
         self._down, self._up = (line_for(device) for _ in range(2))
 
-    def down(
+    def start_down(
         self, staged: jax.Array, rows: Numbers, host: np.ndarray, slots: Numbers
-    ) -> None:
-        """Copies rows of a staging array into slots, and waits until they are there.
+    ) -> Copy:
+        """Begins to copy rows of a staging array into slots.
+
+        It waits for the program that makes the array, not for the copy.
 
         Args:
           staged: `[n, ...]`, as a jit has made it; it may be under way.
           rows: which of its rows, `[m]`.
           host: uint8 `[num_slots, bytes of a row]`; pinned, where the device is a GPU.
-          slots: where they go, `[m]`; nobody else may read or write them now.
+          slots: where they go, `[m]`; nobody else may read or write them until the copy
+            has ended.
 
         Raises:
-          CopyError: when the copy fails.
+          CopyError: when the copy cannot begin.
           Exception: what the program failed with that makes `staged`.
         """
         rows, slots = _ids("down", rows, len(staged)), _ids("down", slots, len(host))
@@ -112,7 +115,13 @@ class Copies:
         strips["from"] = staged.unsafe_buffer_pointer() + rows * size
         strips["to"] = host.ctypes.data + slots * size
         strips["bytes"], strips["rows"] = size, 1
-        self._down.start(strips, (staged, host)).wait()
+        return self._down.start(strips, (staged, host))
+
+    def down(
+        self, staged: jax.Array, rows: Numbers, host: np.ndarray, slots: Numbers
+    ) -> None:
+        """`start_down`, and waits until the blocks are there."""
+        self.start_down(staged, rows, host, slots).wait()
 
     def _check_place(self, where: str, array: jax.Array) -> None:
         """Copies take addresses: those of another device would be somebody else's."""
@@ -130,9 +139,15 @@ class Copies:
         return _zeros(tuple(shape), np.dtype(dtype), self._device)()
 
     def start_up(
-        self, host: np.ndarray, slots: Numbers, cut: Cut, room: jax.Array
+        self,
+        host: np.ndarray,
+        slots: Numbers,
+        cut: Cut,
+        room: jax.Array,
+        first: int = 0,
+        keep: object = None,
     ) -> Copy:
-        """Begins to copy parts of slots into the first rows of a staging array.
+        """Begins to copy parts of slots into a staging array, one behind the other.
 
         It waits for the program that makes the array, not for the copy.
 
@@ -140,18 +155,20 @@ class Copies:
           host: uint8 `[num_slots, block_bytes]`; pinned, where the device is a GPU.
           slots: which blocks, `[m]`; nobody may write them until the copy has ended.
           cut: what of each.
-          room: `[n, ...]`, n at least m, rows of `cut.nbytes` bytes. From `room`, and
-            given to no program yet; those that read it are dispatched when the copy has
-            ended.
+          room: where there is memory for all of them. From `room`, and no program that
+            was given it is under way; those that read it are dispatched when the copy
+            has ended.
+          first: where they begin in it, in bytes.
+          keep: kept until the copy has ended, as `room` and `host` are.
 
         Raises:
           CopyError: when the copy cannot begin.
         """
         slots, size = _ids("up", slots, len(host)), _host_row("up", host)
-        if room.nbytes != cut.nbytes * len(room) or len(slots) > len(room):
+        if first < 0 or first + cut.nbytes * len(slots) > room.nbytes:
             raise ValueError(
-                f"Copies.up: room must hold {len(slots)} rows of {cut.nbytes} bytes, "
-                f"got {room.dtype.name}{list(room.shape)}"
+                f"Copies.up: room must hold {len(slots)} rows of {cut.nbytes} bytes "
+                f"behind {first}, got {room.dtype.name}{list(room.shape)}"
             )
         if cut.first + (cut.rows - 1) * cut.pitch + cut.width > size:
             raise ValueError(f"Copies.up: {cut} leaves a slot of {size} bytes")
@@ -159,11 +176,11 @@ class Copies:
         jax.block_until_ready(room)
         strips = np.zeros(len(slots), STRIP)
         strips["from"] = host.ctypes.data + slots * size + cut.first
-        places = np.arange(len(slots)) * cut.nbytes
+        places = first + np.arange(len(slots)) * cut.nbytes
         strips["to"] = room.unsafe_buffer_pointer() + places
         strips["bytes"], strips["rows"] = cut.width, cut.rows
         strips["to_pitch"], strips["from_pitch"] = cut.width, cut.pitch
-        return self._up.start(strips, (room, host))
+        return self._up.start(strips, (room, host, keep))
 
     def up(
         self, host: np.ndarray, slots: Numbers, cut: Cut, room: jax.Array

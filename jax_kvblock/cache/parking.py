@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from jax_kvblock import _native
-from jax_kvblock.cache import programs
+from jax_kvblock.cache import arriving
 from jax_kvblock.cache.table import BlockTable
-from jax_kvblock.cache.tickets import Offload
+from jax_kvblock.cache.tickets import Offload, Onboard
 from jax_kvblock.cache.tiers import TieredCache
 
 
@@ -101,10 +101,9 @@ def _restore(tiers: TieredCache, key: bytes, ids: np.ndarray) -> bool:
     """Writes one block from below into a place of the pool."""
     if not tiers.below.has([key])[0]:
         return False
-    below = tiers.below
-    (stage,) = programs.stages(tiers.cache.manager, below, [key], ids, False)
+    part = arriving.whole_blocks(tiers.cache.manager, tiers.below, [key], ids)
     try:
-        stage.take(stage.arriving.result())
+        Onboard(1, [part], 1, lambda: 0, lambda: None).wait()
     except KeyError:
         return False
     return True

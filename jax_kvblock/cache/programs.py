@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+import math
 
 import jax
 import numpy as np
 
 from jax_kvblock.append.append import append_kv
+from jax_kvblock.blocks.layout import BlockSpec
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.blocks.transfer import gather_blocks, scatter_blocks
-from jax_kvblock.cache.below import Below, Placed
-from jax_kvblock.cache.copies import Cut
-from jax_kvblock.cache.tickets import Stage
 from jax_kvblock.objects.manager import BlockManager
 
 
@@ -27,63 +24,28 @@ def staged(manager: BlockManager, ids: np.ndarray) -> jax.Array:
         return _gather(manager._memory.check_usable("offload"), padded(ids))
 
 
-def stages(
-    manager: BlockManager,
-    below: Below,
-    keys: Sequence[bytes],
-    ids: np.ndarray,
-    by_layer: bool,
-    lost: Callable[[int], None] | None = None,
-) -> list[Stage]:
-    """How blocks of the tiers below come into the pool: at once, or layer by layer.
+def write_blocks(manager: BlockManager, ids: np.ndarray, room: jax.Array) -> jax.Array:
+    """Has whole blocks taken into the pool, which lie at the beginning of a room.
 
-    lost: as for `Below.place`.
+    Returns:
+      An output of the program that reads the room.
     """
-    # One job behind the other: the next ones' blocks land where these did.
-    with below.lock:
-        placed = below.up.submit(below.place, keys, lost)
-        return _stages(manager, below, placed, ids, by_layer)
+    return manager.update(_scatter, padded(ids), room)
 
 
-def _stages(
-    manager: BlockManager,
-    below: Below,
-    placed: Future[Placed],
-    ids: np.ndarray,
-    by_layer: bool,
-) -> list[Stage]:
-    spec, places = below.host.spec, padded(ids)
-    heads, layers, *rest = spec.block_shape
+def write_layer(
+    manager: BlockManager, layer: int, ids: np.ndarray, room: jax.Array, first: int
+) -> jax.Array:
+    """Has one layer of blocks taken into the pool.
 
-    def arrive(cut: Cut, of_block: Sequence[int], last: bool) -> Future[jax.Array]:
-        def copy() -> jax.Array:
-            source, whole = placed.result(), False
-            try:
-                array = below.up_to(source, cut, (len(places), *of_block))
-                whole = True
-                return array
-            finally:
-                if last or not whole:
-                    source.hold.release()
+    Args:
+      first: where they begin in the room, in elements.
 
-        return below.up.submit(copy)
-
-    def write(array: jax.Array) -> None:
-        manager.update(_scatter, places, array)
-
-    if not by_layer:
-        return [Stage(arrive(Cut.whole(spec), spec.block_shape, True), write, 0)]
-    every = places[:, None] * spec.block_size + np.arange(spec.block_size)
-    slots = np.where(places[:, None] < 0, -1, every).astype(np.int32).ravel()
-
-    def of_layer(layer: int) -> Stage:
-        def write(array: jax.Array) -> None:
-            manager.update(_write_layer, np.int32(layer), slots, array)
-
-        cut, last = Cut.layer(spec, layer), layer == layers - 1
-        return Stage(arrive(cut, (heads, *rest), last), write, layer)
-
-    return [of_layer(layer) for layer in range(layers)]
+    Returns:
+      An output of the program that reads the room.
+    """
+    slots = _slots(manager.spec, padded(ids))
+    return manager.update(_write_layer, np.int32(layer), slots, room, np.int32(first))
 
 
 @jax.jit
@@ -91,19 +53,34 @@ def _gather(pool: KVPool, ids: jax.Array) -> jax.Array:
     return gather_blocks(pool, ids, "universal")
 
 
-def _scatter(pool: KVPool, ids: jax.Array, blocks: jax.Array) -> KVPool:
-    return scatter_blocks(pool, ids, blocks, "universal")
+def _scatter(pool: KVPool, ids: jax.Array, room: jax.Array) -> tuple[KVPool, jax.Array]:
+    universal = pool.spec.replace(layout="universal")
+    shape = (len(ids), *universal.block_shape)
+    blocks = room[: math.prod(shape)].reshape(shape)
+    return scatter_blocks(pool, ids, blocks, "universal"), ids[:1] + 1
 
 
 def _write_layer(
-    pool: KVPool, layer: jax.Array, slots: jax.Array, blocks: jax.Array
-) -> KVPool:
-    """blocks: one layer of universal ones, `[n, nh, no, nt, hd]`."""
-    heads, dim = blocks.shape[1], blocks.shape[4]
+    pool: KVPool, layer: jax.Array, slots: jax.Array, room: jax.Array, first: jax.Array
+) -> tuple[KVPool, jax.Array]:
+    """In the room is one layer of universal blocks, `[n, nh, no, nt, hd]`."""
+    heads, _, *rest = pool.spec.replace(layout="universal").block_shape
+    shape = (len(slots) // pool.spec.block_size, heads, *rest)
+    size = math.prod(shape)
+    if size < len(room):
+        room = jax.lax.dynamic_slice(room, [first], [size])
+    blocks = room.reshape(shape)
     k, v = (
-        blocks[:, :, i].transpose(0, 2, 1, 3).reshape(-1, heads, dim) for i in range(2)
+        blocks[:, :, i].transpose(0, 2, 1, 3).reshape(-1, heads, shape[-1])
+        for i in range(2)
     )
-    return append_kv(pool, layer, k, v, slots)
+    return append_kv(pool, layer, k, v, slots), slots[:1] + 1
+
+
+def _slots(spec: BlockSpec, ids: np.ndarray) -> np.ndarray:
+    """Those of all tokens of blocks; -1 for blocks that are none."""
+    every = ids[:, None] * spec.block_size + np.arange(spec.block_size)
+    return np.where(ids[:, None] < 0, -1, every).astype(np.int32).ravel()
 
 
 def padded(ids: np.ndarray) -> np.ndarray:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+
+import jax
+
+from jax_kvblock.cache.below import Arrival
 
 
 class Offload:
@@ -42,24 +46,48 @@ class Offload:
 
 @dataclass
 class Stage:
-    """One part of what arrives: where its bytes come from, and what takes them in.
+    """One step of what arrives: where its bytes come from, and what takes them in.
 
     Attributes:
-      arriving: arrays on the device.
-      take: dispatches the program that writes them into the pool.
+      arriving: a copy into a room, once it has begun.
+      take: dispatches the program that writes what has come into the pool; returns an
+        output of it.
       layer: the last layer that is whole with it.
+      end: of a part's last stage: called with the room and that output.
     """
 
-    arriving: Future[Any]
-    take: Callable[[Any], None]
+    arriving: Future[Arrival]
+    take: Callable[[jax.Array], jax.Array]
     layer: int
+    end: Callable[[jax.Array, jax.Array], None] | None
+
+    @property
+    def arrived(self) -> bool:
+        """Whether `take` need not wait, for it has come or has failed."""
+        if not self.arriving.done():
+            return False
+        failed = self.arriving.cancelled() or self.arriving.exception() is not None
+        return failed or self.arriving.result().copy.done
+
+
+@dataclass
+class Part:
+    """What passes through one room: stages, once `start` was called.
+
+    Attributes:
+      layer: of its first stage.
+    """
+
+    layer: int
+    start: Callable[[], list[Stage]]
 
 
 class Onboard:
     """Blocks on their way up. A block is found on the device when all of it is there.
 
     What has arrived is written into the pool by `poll` and `wait`, in the thread that
-    calls them: an engine calls one of them between its steps.
+    calls them: an engine calls one of them between its steps. Some parts are on their
+    way at a time, the next one when one was written.
 
     Attributes:
       num_blocks: how many are on the way.
@@ -70,25 +98,29 @@ class Onboard:
     def __init__(
         self,
         num_blocks: int,
-        stages: Sequence[Stage],
+        parts: Sequence[Part],
+        ahead: int,
         publish: Callable[[], int],
         drop: Callable[[], None],
     ) -> None:
         self.num_blocks, self.num_missing = num_blocks, 0
-        self._stages = list(stages)
+        self._waiting = collections.deque(parts)
+        self._stages: collections.deque[Stage] = collections.deque()
         self._publish, self._drop = publish, drop
         self._lock = threading.RLock()
-        self._taken, self._count = 0, len(self._stages)
+        self._all_taken = not parts
         self._error: BaseException | None = None
         self._cancelled = False
-        if not self._stages:
+        for _ in parts[:ahead]:
+            self._start()
+        if not parts:
             self.num_missing = publish()
 
     @property
     def done(self) -> bool:
         """Whether it has ended: all is in the pool, or it failed or was cancelled."""
         with self._lock:
-            return self._taken == self._count or self._dropped
+            return self._all_taken or self._dropped
 
     @property
     def exception(self) -> BaseException | None:
@@ -106,7 +138,7 @@ class Onboard:
     def poll(self) -> bool:
         """Writes into the pool what has arrived; returns `done`."""
         with self._lock:
-            while not self.done and self._stages[self._taken].arriving.done():
+            while not self.done and self._stages[0].arrived:
                 self._take(None)
             return self.done
 
@@ -139,20 +171,31 @@ class Onboard:
             if self.done:
                 return
             self._cancelled = True
-            for stage in self._stages[self._taken :]:
+            for stage in self._stages:
                 stage.arriving.cancel()
             self._drop()
             self._end()
 
+    def _start(self) -> None:
+        if self._waiting:
+            self._stages += self._waiting.popleft().start()
+
     def _layers_taken(self) -> int:
         """How many layers are whole: those whose last stage was taken."""
-        rest = self._stages[self._taken :]
-        return min((stage.layer for stage in rest), default=2**31)
+        return min(
+            (each.layer for each in (*self._stages, *self._waiting)), default=2**31
+        )
 
     def _take(self, timeout: float | None) -> None:
-        stage = self._stages[self._taken]
+        stage = self._stages[0]
         try:
-            stage.take(stage.arriving.result(timeout))
+            arrival = stage.arriving.result(timeout)
+            arrival.copy.wait()
+            read = stage.take(arrival.room)
+            self._stages.popleft()
+            if stage.end is not None:
+                stage.end(arrival.room, read)
+                self._start()
         except TimeoutError:
             if not stage.arriving.done():
                 raise
@@ -160,8 +203,8 @@ class Onboard:
         except BaseException as error:
             self._fail(error)
         else:
-            self._taken += 1
-            if self._taken == self._count:
+            if not self._stages:
+                self._all_taken = True
                 self.num_missing = self._publish()
                 self._end()
 
@@ -172,5 +215,6 @@ class Onboard:
 
     def _end(self) -> None:
         """Lets go of what the ticket has held, blocks below the device, too."""
-        self._stages = []
+        self._stages.clear()
+        self._waiting.clear()
         self._publish, self._drop = lambda: 0, lambda: None

@@ -8,18 +8,19 @@ the program that reads it was dispatched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from jax_kvblock import _native
-from jax_kvblock.cache import programs
-from jax_kvblock.cache.below import Below, Store
+from jax_kvblock.cache import arriving, programs
+from jax_kvblock.cache.below import Below, Placed, Store
 from jax_kvblock.cache.host import HostTier
 from jax_kvblock.cache.namespace import Tokens
 from jax_kvblock.cache.prefix import PrefixCache
 from jax_kvblock.cache.table import BlockTable
-from jax_kvblock.cache.tickets import Offload, Onboard, Stage
+from jax_kvblock.cache.tickets import Offload, Onboard, Part
 from jax_kvblock.core import checks
 from jax_kvblock.objects.manager import PoolExhaustedError
 
@@ -36,8 +37,10 @@ class TieredCache:
         more are taken for what comes from there.
       store: below it, a `DiskTier` for example; each block that comes to the host goes
         on to it at once, so that nothing is lost when its slot is taken.
-      staging_bytes: how much is copied at a time. Arrays of it are on the device: one
-        ahead, and those that have come up until `poll` or `wait` takes them.
+      staging_bytes: how much is copied at a time, by way of an array on the device.
+      ahead_bytes: how much of what comes up may lie in such arrays until `poll` or
+        `wait` takes it, for each ticket. So much memory is taken on the device, though
+        no more than twice the pool's. Between two steps no more comes up than this.
       low, high: watermarks, parts of the device's blocks: where fewer than `low` are
         free, `maintain` moves idle ones down until `high` are.
       write_through: whether `maintain` copies idle blocks down before their place is
@@ -60,6 +63,7 @@ class TieredCache:
         host_bytes: int,
         store: Store | None = None,
         staging_bytes: int = 64 << 20,
+        ahead_bytes: int = 512 << 20,
         low: float = 0.0,
         high: float = 0.0,
         write_through: bool = False,
@@ -72,17 +76,21 @@ class TieredCache:
         for name, value in (
             ("host_bytes", host_bytes),
             ("staging_bytes", staging_bytes),
+            ("ahead_bytes", ahead_bytes),
         ):
             checks.check_integer("TieredCache", name, value, "pass a number of bytes")
         manager = cache.manager
         (device,) = manager._memory.devices
         self.cache = cache
         self.write_through = write_through
-        fit = max(staging_bytes // manager.spec.block_bytes, 1)
-        self._chunk = 1 << (int(fit).bit_length() - 1)  # few shapes of programs
+        fit = min(staging_bytes // manager.spec.block_bytes, manager.num_blocks)
+        self._chunk = 1 << (max(int(fit), 1).bit_length() - 1)  # few programs' shapes
+        most = -(-manager.num_blocks // self._chunk)
+        chunk_bytes = self._chunk * manager.spec.block_bytes
+        self._ahead = max(1, min(int(ahead_bytes) // chunk_bytes, most))
         landing = self._chunk if store is not None else 1  # one: see `resume`
         host = HostTier(manager.spec, host_bytes, device, landing)
-        self.below = Below(host, store)
+        self.below = Below(host, store, self._chunk, self._ahead)
         self._low, self._high = (int(x * manager.num_blocks) for x in (low, high))
 
     # ---- down ----
@@ -237,7 +245,7 @@ class TieredCache:
     def _bring(
         self, keys: Sequence[bytes], parents: Sequence[bytes], by_layer: bool
     ) -> Onboard:
-        free_list, below = self.cache._free_list, self.below
+        free_list = self.cache._free_list
         self.make_room(len(keys))
         blocks = _native.take_hold(free_list, len(keys))
         if blocks is None:
@@ -247,31 +255,52 @@ class TieredCache:
                 f"{manager.num_free_blocks} of {manager.num_blocks} free"
             )
         ids = blocks.ids
-        stages: list[Stage] = []
         whole = len(keys)  # how many are there, from the first on
 
         def lost(place: int) -> None:
             nonlocal whole
             whole = min(whole, place)
 
-        for first in range(0, len(keys), self._chunk):
-            part = slice(first, first + self._chunk)
-            # Programs of single layers read blocks before all have come.
-            tell = None if by_layer else lambda at, first=first: lost(first + at)
-            stages += programs.stages(
-                self.cache.manager, below, keys[part], ids[part], by_layer, tell
-            )
-        stages.sort(key=lambda stage: stage.layer)
+        kept = self.below.keep(keys)  # or what comes down meanwhile takes its place
+        parts = self._parts(keys, ids, kept if by_layer else None, lost)
 
         def publish() -> int:
-            with blocks:
+            with blocks, kept.hold:
                 for block, key, parent in zip(
                     ids[:whole], keys[:whole], parents[:whole], strict=True
                 ):
                     free_list.publish(int(block), key, parent)
             return len(keys) - whole
 
-        return Onboard(len(keys), stages, publish, blocks.release)
+        def drop() -> None:
+            blocks.release()
+            kept.hold.release()
+
+        return Onboard(len(keys), parts, self._ahead, publish, drop)
+
+    def _parts(
+        self,
+        keys: Sequence[bytes],
+        ids: np.ndarray,
+        by_layer: Placed | None,
+        lost: Callable[[int], None],
+    ) -> list[Part]:
+        """by_layer: what of the blocks is in host memory, if layers come one by one."""
+        manager, below = self.cache.manager, self.below
+        if by_layer is not None and len(by_layer.slots) == len(keys):
+            return arriving.layers_of_all(manager, below, by_layer, ids, self._chunk)
+        parts = []
+        for first in range(0, len(keys), self._chunk):
+            some = slice(first, first + self._chunk)
+            if by_layer is not None:  # programs read blocks before all have come
+                part = arriving.layers_of_some(manager, below, keys[some], ids[some])
+            else:
+                tell = functools.partial(_behind, lost, first)
+                part = arriving.whole_blocks(
+                    manager, below, keys[some], ids[some], tell
+                )
+            parts.append(part)
+        return parts
 
     # ---- its state ----
 
@@ -315,6 +344,10 @@ class TieredCache:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _behind(lost: Callable[[int], None], first: int, place: int) -> None:
+    lost(first + place)
 
 
 def _run(found: Sequence[bool]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import jax
@@ -258,7 +259,9 @@ def _reference(reader: Reader, dtype: jnp.dtype) -> Callable[..., Arrays]:
         return out, d_x, d_weights
 
     def run(*operands: Any) -> Arrays:
-        with jax.default_matmul_precision(reader.precision):
+        # A layer that names none has what is set around it; so has the reference.
+        named = reader.precision
+        with jax.default_matmul_precision(named) if named else nullcontext():
             return _as_arrays(*both(*operands))[0]
 
     return run

@@ -98,9 +98,9 @@ def test_layers_arrive_one_by_one(setup: Setup, monkeypatch) -> None:
     table.free()
     setup.cache.clear()
     below, gates = setup.tiers.below, [threading.Event() for _ in range(3)]
-    up_to, calls = below.up_to, [0, 1, 2]
+    bring, calls = below.bring, [0, 1, 2]
     monkeypatch.setattr(
-        below, "up_to", lambda *given: (gates[calls.pop(0)].wait(30), up_to(*given))[1]
+        below, "bring", lambda *given: (gates[calls.pop(0)].wait(30), bring(*given))[1]
     )
     table, ticket = setup.tiers.open(range(9), by_layer=True)
     with pytest.raises(TimeoutError):
@@ -316,6 +316,7 @@ def test_a_block_that_was_lost_meanwhile_is_a_miss(by_layer: bool, place: int) -
         assert one.tiers.stats()["store"]["lost"] == 1
     assert table.match() == came * SIZE and states(one)[0] == came
     one.holds(table)
+    one.tiers.below.up.submit(lambda: None).result()  # what was under way has ended
     assert one.tiers.stats()["host"]["held"] == 0 and ticket.done
     one.tiers.close()
 
@@ -350,13 +351,13 @@ def test_a_copy_that_fails_is_counted_and_not_found(setup: Setup, monkeypatch) -
     table = setup.computed(range(13))
 
     copies = setup.tiers.below._copies
-    down = copies.down
+    start_down = copies.start_down
 
     def broken(staged: jax.Array, rows: list[int], host: np.ndarray, slots: list[int]):
-        down(staged, rows[:1], host, slots[:1])  # the first block is copied
+        start_down(staged, rows[:1], host, slots[:1]).wait()  # the first is copied
         raise CopyError("no copy")
 
-    monkeypatch.setattr(copies, "down", broken)
+    monkeypatch.setattr(copies, "start_down", broken)
     ticket = setup.tiers.offload(table)
     with pytest.raises(CopyError, match="no copy"):
         ticket.wait()

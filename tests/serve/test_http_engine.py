@@ -35,8 +35,8 @@ def test_texts_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         parts = chunks(httpx.post(url + TEXT, json=given, timeout=60).text)
         assert "".join(part["choices"][0]["text"] for part in parts) == expected
 
-        # Who leaves gives the blocks back; what was written stays to be found. Each step
-        # takes a while, so that none has all its tokens before it leaves.
+        # Who leaves gives the blocks back; what was written stays to be found. Steps
+        # take a while, so that not all tokens are there before.
         step = engine.step
         monkeypatch.setattr(engine, "step", lambda: (time.sleep(0.05), step())[1])
         given = {**body, "max_tokens": 250, "stream": True, "ignore_eos": True}

@@ -86,8 +86,9 @@ def test_a_terminal_shows_the_pool(environment: dict[str, str]) -> None:
     assert any(kept.iterdir())
 
 
-# The programs of a model of 30 layers take a while.
+# The programs of a model of 30 layers take a while, and the model has to be fetched.
 @pytest.mark.wide
+@pytest.mark.cpu
 def test_smollm2_says_what_it_should(environment: dict[str, str]) -> None:
     for package in ("gguf", "minijinja", "tokenizers"):
         pytest.importorskip(package)

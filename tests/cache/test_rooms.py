@@ -1,0 +1,214 @@
+"""Rooms on the device: how many there are, and when they are used again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from emulated_streams import Streams
+from small_tiers import SIZE, Setup
+from tier_stores import MemoryStore
+
+from jax_kvblock.cache.rooms import Rooms
+
+
+class Reading:
+    """An output of a program that is under way."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.ended, self.error = threading.Event(), error
+
+    def block_until_ready(self) -> None:
+        assert self.ended.wait(30)
+        if self.error is not None:
+            raise self.error
+
+
+def rooms(count: int) -> Rooms:
+    return Rooms(lambda: jnp.zeros(4), count)
+
+
+def test_used_again() -> None:
+    some = rooms(2)
+    first, second = some.take(), some.take()
+    assert first is not second
+    some.give_back(second)
+    some.give_back(first)
+    assert some.take() is second and some.take() is first
+
+
+def test_who_takes_more_gets_new_ones_that_are_not_kept() -> None:
+    some = rooms(1)
+    taken = [some.take() for _ in range(3)]
+    assert len({id(room) for room in taken}) == 3
+    for room in taken:
+        some.give_back(room)
+    assert some.take() is taken[0]
+    assert all(some.take() is not room for room in taken)
+
+
+def test_not_before_the_program_that_reads_has_ended() -> None:
+    some, reading = rooms(1), Reading()
+    room = some.take()
+    some.give_back(room, reading)
+    with ThreadPoolExecutor(1) as worker:
+        job = worker.submit(some.take)
+        with pytest.raises(TimeoutError):
+            job.result(0.05)
+        reading.ended.set()
+        assert job.result() is room
+
+
+def test_what_a_program_failed_with_is_not_used_again() -> None:
+    some, reading = rooms(1), Reading(RuntimeError("it failed"))
+    room = some.take()
+    some.give_back(room, reading)
+    reading.ended.set()
+    assert some.take() is not room
+
+
+def test_closed() -> None:
+    some = rooms(1)
+    room = some.take()
+    some.close()
+    some.give_back(room)
+    assert some.take() is not room
+
+
+# ---- of tiers ----
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    """Two rooms of four blocks."""
+    made = Setup()
+    made.tiers.close()
+    made = Setup(ahead_bytes=8 * made.size)
+    yield made
+    made.tiers.close()
+    made.tiers.check()
+
+
+def settle(one: Setup) -> None:
+    """Waits for the jobs of the thread that copies up."""
+    one.tiers.below.up.submit(lambda: None).result()
+
+
+def counted(one: Setup, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows by one with each copy into a room."""
+    copies: list[int] = []
+    bring = one.tiers.below.bring
+
+    def count(*given: object) -> object:
+        copies.append(len(copies))
+        return bring(*given)
+
+    monkeypatch.setattr(one.tiers.below, "bring", count)
+    return copies
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_no_more_lies_on_the_device_than_was_asked_for(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, by_layer: bool
+) -> None:
+    setup.only_below(range(61))  # 15 blocks: four parts, or three layers of two
+    copies = counted(setup, monkeypatch)
+    table, ticket = setup.tiers.open(range(61), by_layer=by_layer)
+    settle(setup)
+    assert len(copies) == 2
+    for _ in range(10):
+        ticket.poll()
+        settle(setup)
+    assert ticket.done and len(copies) == (6 if by_layer else 4)
+    assert table.match() == 60
+    setup.holds(table)
+
+
+def test_who_is_not_polled_holds_up_nobody(setup: Setup) -> None:
+    setup.only_below(range(29))
+    setup.only_below(range(100, 129))
+    one, left = setup.tiers.open(range(29))
+    two, ticket = setup.tiers.open(range(100, 129))
+    ticket.wait()
+    assert two.match() == 28 and not left.done
+    setup.holds(two)
+    left.wait()
+    assert one.match() == 28
+    setup.holds(one)
+
+
+def test_the_first_layer_of_all_blocks_comes_first(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup.only_below(range(61))
+    copies = counted(setup, monkeypatch)
+    table, ticket = setup.tiers.open(range(61), by_layer=True)
+    ids = None
+    for layer in range(3):
+        ticket.wait(layer=layer)
+        settle(setup)
+        assert len(copies) <= 2 * (layer + 2)  # no other layer's but the next
+        pool = np.array(setup.manager.pool.data)
+        if ids is None:
+            ids = np.flatnonzero(pool[:, 0].any((1, 2, 3, 4)))
+            assert len(ids) == 15
+    assert table.match() == 60
+    setup.holds(table)
+
+
+def test_what_waits_for_its_turn_keeps_its_place(setup: Setup) -> None:
+    """On the host, whose slots all are taken by what goes down meanwhile."""
+    setup.only_below(range(61))
+    table, ticket = setup.tiers.open(range(61))
+    taken = setup.tiers.below.slots(32)
+    assert taken is not None and len(taken) == 32 - 15  # idle ones, too
+    taken.release()
+    ticket.wait()
+    assert ticket.num_missing == 0 and table.match() == 60
+    setup.holds(table)
+
+
+def test_landing_places_are_read_before_the_next_blocks_land(
+    streams: Streams,
+) -> None:
+    """Copies from there are slow; the store is not."""
+    store = MemoryStore()
+    one = Setup(store=store, host_blocks=2)  # nearly all come from the store
+    table = one.computed(range(61))
+    for first in range(0, 15, 2):
+        one.tiers.offload(table.keys[first : first + 2]).wait()
+        one.tiers.drain()
+    table.free()
+    one.cache.clear()
+    one.tiers.below.host.books.forget_idle()
+    one.tiers.below._copies._up = streams.line()
+    streams.hold()
+    table, ticket = one.tiers.open(range(61))
+    time.sleep(0.2)  # for the next blocks to land, if they do not wait
+    streams.go_on()
+    ticket.wait()
+    assert table.match() == 60
+    one.holds(table)
+    one.tiers.close()
+
+
+def test_the_next_blocks_leave_before_the_first_are_there(
+    setup: Setup, streams: Streams
+) -> None:
+    """Or the link would have nothing to do between two of them."""
+    setup.tiers.below._copies._down = streams.line()
+    table = setup.computed(range(33))
+    streams.hold()
+    before = streams.copies
+    ticket = setup.tiers.offload(table)
+    setup.tiers.below.down.submit(lambda: None).result()
+    assert streams.copies - before == 2 and not ticket.done
+    assert setup.tiers.lookup(range(1, 5)) == {"device": 0, "host": 0, "store": 0}
+    streams.go_on()
+    ticket.wait()
+    assert setup.tiers.stats()["host"]["blocks_in"] == 8 == 32 // SIZE
