@@ -9,10 +9,11 @@ travel reads the whole pool: it is timed alone before, and then beside each tran
 from __future__ import annotations
 
 import argparse
+import collections
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import ceilings
 import jax
@@ -21,13 +22,15 @@ import numpy as np
 from support import common
 from support.common import MIB, OURS, Results, cases
 
-from jax_kvblock import BlockManager, KVPool, PrefixCache
-from jax_kvblock.cache import TieredCache
+from jax_kvblock import BlockManager, BlockTable, KVPool, PrefixCache
+from jax_kvblock.cache import Offload, Onboard, TieredCache
 from jax_kvblock.cache.copies import Copies, Cut
 from jax_kvblock.cache.host import HostTier
 
 CASE = cases.LLAMA_8B_16
 ROUNDS = 7
+PROMPTS = 4  # which together are twice the pool
+Coming: TypeAlias = tuple[BlockTable, Onboard]
 
 
 def bench(options: argparse.Namespace, results: Results) -> None:
@@ -92,45 +95,69 @@ def _copies(manager: BlockManager, count: int, results: Results) -> None:
 
 
 def _tiers(manager: BlockManager, count: int, results: Results, beside: bool) -> None:
-    """Offload and onboard of some blocks, alone or beside steps that read the pool."""
+    """Prompts that go down and come up again, alone or beside steps that read the pool.
+
+    One follows the other, as requests do. Two are on their way up at a time, which is
+    all that the pool holds.
+    """
     cache = PrefixCache(manager, model="bench")
     prompt = np.arange(count * CASE.block_size + 1, dtype=np.int32)
-    nbytes = count * manager.spec.block_bytes
+    nbytes = PROMPTS * count * manager.spec.block_bytes
     step = Step(manager)
     alone = _median(step.run)
+    if beside:
+        results.add(
+            "tiers / a step that reads the pool", OURS, "time", alone * 1e3, "ms"
+        )
     times: dict[str, list[float]] = {"offload": [], "onboard": []}
     steps: dict[str, list[float]] = {"offload": [], "onboard": []}
-    for round_ in range(ROUNDS):
-        with (
-            TieredCache(cache, host_bytes=nbytes + (1 << 20)) as tiers,
-            cache.open(prompt, salt=str(round_)) as table,
-        ):
-            table.reserve(len(prompt))
-            table.commit(len(prompt))
+    with TieredCache(cache, host_bytes=nbytes + (1 << 20)) as tiers:
+        for round_ in range(ROUNDS):
+            tiers.below.host.books.forget_idle()
+            salts = [f"{round_} {i}" for i in range(PROMPTS)]
             began = time.perf_counter()
-            down = tiers.offload(table)
-            _until(lambda down=down: down.done, step, steps["offload"], beside)
-            down.wait()
+            tickets = [_offload(tiers, prompt, salt) for salt in salts]
+            while beside and not all(ticket.done for ticket in tickets):
+                steps["offload"].append(_timed(step.run))
+            for ticket in tickets:
+                ticket.wait()
             times["offload"].append(time.perf_counter() - began)
-            table.free()
-            cache.clear()
+
             began = time.perf_counter()
-            again, up = tiers.open(prompt, salt=str(round_))
-            _until(up.poll, step, steps["onboard"], beside)
-            up.wait()
+            waiting, coming = collections.deque(salts), collections.deque[Coming]()
+            while waiting or coming:
+                while waiting and len(coming) < 2:
+                    coming.append(tiers.open(prompt, salt=waiting.popleft()))
+                if beside:
+                    steps["onboard"].append(_timed(step.run))
+                else:
+                    coming[0][1].wait()
+                for table, ticket in list(coming):
+                    if ticket.poll():  # taken at once, or who comes next may evict it
+                        coming.remove((table, ticket))
+                        if table.match() != count * CASE.block_size:
+                            results.fail("tiers", OURS, "blocks were lost on the way")
+                        table.free()
             jax.block_until_ready(manager.pool.data)
             times["onboard"].append(time.perf_counter() - began)
-            if again.match() != count * CASE.block_size:
-                results.fail("tiers", OURS, "blocks were lost on the way")
-            again.free()
-        cache.clear()
+            cache.clear()
     for name, taken in times.items():
         case = f"tiers / {name}{', beside steps' if beside else ''}"
-        rate = nbytes / statistics.median(taken) / 1e9
+        rate = nbytes / statistics.median(taken[1:]) / 1e9
         results.add(case, OURS, "bandwidth", rate, "GB/s")
         if beside and steps[name]:
             slowed = statistics.median(steps[name]) / alone - 1
             results.add(case, OURS, "step slowed by", 100 * slowed, "%")
+
+
+def _offload(tiers: TieredCache, prompt: np.ndarray, salt: str) -> Offload:
+    """A prompt that was computed goes down, and leaves the device."""
+    with tiers.cache.open(prompt, salt=salt) as table:
+        table.reserve(len(prompt))
+        table.commit(len(prompt))
+        ticket = tiers.offload(table)
+    tiers.cache.clear()
+    return ticket
 
 
 class Step:
@@ -148,14 +175,10 @@ def _read_all(pool: KVPool) -> tuple[KVPool, jax.Array]:
     return KVPool(pool.data.at[-1].multiply(1), pool.spec), total
 
 
-def _until(
-    done: Callable[[], bool], step: Step, times: list[float], beside: bool
-) -> None:
-    """Runs steps until something is done, and notes what each took."""
-    while beside and not done():
-        began = time.perf_counter()
-        step.run()
-        times.append(time.perf_counter() - began)
+def _timed(call: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
 
 
 def _median(call: Callable[[], Any]) -> float:
