@@ -68,11 +68,15 @@ def _copies(manager: BlockManager, count: int, results: Results) -> None:
     array = copies.room(shape, host.spec.dtype)
     scattered = np.random.default_rng(0).permutation(count)
     heads, layers, *rest = host.spec.block_shape
-    layer = copies.room((count, heads, *rest), host.spec.dtype)
+    rooms = [copies.room((count, heads, *rest), host.spec.dtype) for _ in range(layers)]
 
-    def by_layer() -> None:
-        for i in range(layers):
-            copies.up(host.rows, slots, Cut.layer(host.spec, i), layer)
+    def by_layer() -> None:  # all of them under way, as a ticket has them
+        each = [
+            copies.start_up(host.rows, slots, Cut.layer(host.spec, i), room)
+            for i, room in enumerate(rooms)
+        ]
+        for copy in each:
+            copy.wait()
 
     work: dict[str, Callable[[], Any]] = {
         "to host, slots in order": lambda: copies.down(array, slots, host.rows, slots),

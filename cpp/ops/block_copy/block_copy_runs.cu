@@ -1,6 +1,7 @@
 // The copies of the CUDA runtime, one for each contiguous run, enumerated on the host.
 #include <cuda_runtime.h>
 
+#include <utility>
 #include <vector>
 
 #include "host/block_copy_check.h"
@@ -8,6 +9,7 @@
 #include "kvblock/block_copy.h"
 #include "ops/block_copy/block_copy_launch.h"
 #include "ops/block_copy/block_copy_params.cuh"
+#include "ops/copy_batch.h"
 
 namespace kvblock {
 namespace {
@@ -60,28 +62,14 @@ const char* CopyRunsAsync(const kvblock_copy& copy, cudaStream_t stream) {
 }
 
 const char* CopyRunsBatch(const kvblock_copy& copy, cudaStream_t stream) {
-#if CUDART_VERSION >= 12080
+  if (!kHasCopyBatch) {
+    return Message(
+        "backend 'batch' needs CUDA 12.8 or newer at build time; use 'kernel' or 'async'");
+  }
   Runs runs = EnumerateRuns(copy);
-  std::vector<size_t> sizes(runs.dst.size(), runs.bytes);
-  cudaMemcpyAttributes attributes{};
-  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
-  size_t first = 0;
-#if CUDART_VERSION >= 13000
-  const cudaError_t status =
-      cudaMemcpyBatchAsync(const_cast<const void**>(runs.dst.data()), runs.src.data(), sizes.data(),
-                           sizes.size(), &attributes, &first, 1, stream);
-#else
-  size_t failed = 0;
-  const cudaError_t status =
-      cudaMemcpyBatchAsync(runs.dst.data(), const_cast<void**>(runs.src.data()), sizes.data(),
-                           sizes.size(), &attributes, &first, 1, &failed, stream);
-#endif
-  return CudaError("cudaMemcpyBatchAsync", status);
-#else
-  (void)copy;
-  (void)stream;
-  return Message("backend 'batch' needs CUDA 12.8 or newer at build time; use 'kernel' or 'async'");
-#endif
+  std::vector<size_t> bytes(runs.dst.size(), runs.bytes);
+  CopyList list{std::move(runs.dst), std::move(runs.src), std::move(bytes)};
+  return CudaError("cudaMemcpyBatchAsync", CopyBatch(list, stream));
 }
 
 }  // namespace kvblock

@@ -1,13 +1,14 @@
-// Streams of copies on CUDA: a stream that waits for no other, cudaMemcpyAsync for each strip, and
-// an event behind each copy.
+// Streams of copies on CUDA: a stream that waits for no other, and an event behind each copy.
 #include <cuda_runtime.h>
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "host/copy_stream_check.h"
 #include "host/message.h"
 #include "kvblock/copy_stream.h"
+#include "ops/copy_batch.h"
 
 struct kvblock_copy_stream {
   int device;
@@ -63,12 +64,20 @@ const char* CheckMemory(const char* side, const void* address, int device) {
                  "pool in pinned_host");
 }
 
-cudaError_t Enqueue(const kvblock_strip& strip, cudaStream_t stream) {
-  if (strip.rows == 1) {
-    return cudaMemcpyAsync(strip.to, strip.from, strip.bytes, cudaMemcpyDefault, stream);
+// Strips of one row in one call, the others each in one of their own.
+cudaError_t Enqueue(const std::vector<kvblock_strip>& strips, cudaStream_t stream) {
+  CopyList list;
+  for (const kvblock_strip& strip : strips) {
+    if (strip.rows == 1) {
+      list.Add(strip.to, strip.from, strip.bytes);
+      continue;
+    }
+    const cudaError_t status =
+        cudaMemcpy2DAsync(strip.to, strip.to_pitch, strip.from, strip.from_pitch, strip.bytes,
+                          strip.rows, cudaMemcpyDefault, stream);
+    if (status != cudaSuccess) return status;
   }
-  return cudaMemcpy2DAsync(strip.to, strip.to_pitch, strip.from, strip.from_pitch, strip.bytes,
-                           strip.rows, cudaMemcpyDefault, stream);
+  return CopyBatch(list, stream);
 }
 
 }  // namespace
@@ -122,10 +131,7 @@ extern "C" const char* kvblock_copy_stream_start(kvblock_copy_stream* stream,
   const unsigned flags = cudaEventBlockingSync | cudaEventDisableTiming;
   cudaError_t status = cudaEventCreateWithFlags(&made->event, flags);
   if (const char* error = Failed("an event", status)) return error;
-  for (const kvblock_strip& strip : kvblock::JoinStrips(strips, count)) {
-    status = kvblock::Enqueue(strip, stream->stream);
-    if (status != cudaSuccess) break;
-  }
+  status = kvblock::Enqueue(kvblock::JoinStrips(strips, count), stream->stream);
   if (status == cudaSuccess) status = cudaEventRecord(made->event, stream->stream);
   if (status != cudaSuccess) {
     cudaStreamSynchronize(stream->stream);

@@ -15,6 +15,8 @@
 #include <thread>
 #include <utility>
 
+#define CUDART_VERSION 13000
+
 enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
@@ -29,6 +31,10 @@ enum cudaMemoryType {
 enum cudaMemcpyKind { cudaMemcpyDefault = 4 };
 enum { cudaStreamNonBlocking = 1 };
 enum { cudaEventBlockingSync = 1, cudaEventDisableTiming = 2 };
+enum cudaMemcpySrcAccessOrder { cudaMemcpySrcAccessOrderStream = 1 };
+struct cudaMemcpyAttributes {
+  cudaMemcpySrcAccessOrder srcAccessOrder;
+};
 struct cudaPointerAttributes {
   cudaMemoryType type;
   int device;
@@ -189,4 +195,18 @@ inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from
     }
   };
   return streams::Copy(copy, stream);
+}
+// In the order of CUDA's freedom: the last one first.
+inline cudaError_t cudaMemcpyBatchAsync(const void** to, const void** from, const size_t* bytes,
+                                        size_t count, cudaMemcpyAttributes* attributes,
+                                        size_t* first, size_t kinds, cudaStream_t stream) {
+  const bool known = attributes->srcAccessOrder == cudaMemcpySrcAccessOrderStream;
+  if (!known || *first != 0 || kinds != 1 || count == 0) return cudaErrorInvalidValue;
+  for (size_t i = count; i-- > 0;) {
+    void* target = const_cast<void*>(to[i]);
+    const cudaError_t status =
+        cudaMemcpyAsync(target, from[i], bytes[i], cudaMemcpyDefault, stream);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
 }
