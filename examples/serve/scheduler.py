@@ -11,7 +11,7 @@ import bisect
 from dataclasses import dataclass, replace
 
 from jax_kvblock import PoolExhaustedError, PrefixCache
-from jax_kvblock.cache import TieredCache, park, resume
+from jax_kvblock.cache import Resuming, TieredCache, park
 from serve.drafts import Draft
 from serve.sequences import Sequence
 
@@ -79,7 +79,7 @@ class Scheduler:
         """The rows of the next step, with blocks for all of them."""
         self._admit()
         # First of all: what arrives here may leave one token to be computed.
-        ready = [each for each in self.running if self._ready(each)]
+        ready = [each for each in list(self.running) if self._ready(each)]
         decoding = sum(each.num_todo == 1 for each in ready)
         room = self.rows - decoding  # for those that read
         parts: list[Part] = []
@@ -132,14 +132,17 @@ class Scheduler:
         if self.tiers is None or not self._may_take(wanted + promised):
             return False
         try:
-            table, written = resume(self.tiers, sequence.parked)
+            sequence.arriving = Resuming(self.tiers, sequence.parked)
         except PoolExhaustedError:
             return False
-        table.append(sequence.tokens[table.num_tokens :])
-        sequence.table, sequence.parked = table, None
-        sequence.num_cached = written
-        self.resumed += 1
+        sequence.table = sequence.arriving.table
         return True
+
+    def _resumed(self, sequence: Sequence, coming: Resuming) -> None:
+        """Note what of a parked sequence is there again."""
+        sequence.table.append(sequence.tokens[sequence.table.num_tokens :])
+        sequence.num_cached, sequence.parked = coming.num_written, None
+        self.resumed += 1
 
     def _may_take(self, num_blocks: int) -> bool:
         if self.running:
@@ -172,10 +175,17 @@ class Scheduler:
     def _ready(self, sequence: Sequence) -> bool:
         """Whether it can be computed: what it waits for has come."""
         if sequence.arriving is not None:
-            if not sequence.arriving.poll():
+            try:
+                if not sequence.arriving.poll():
+                    return False
+            except PoolExhaustedError:  # others took the blocks; it stays parked
+                self._preempt(sequence)
                 return False
-            sequence.arriving = None
-            self._found(sequence, sequence.table.match())
+            came, sequence.arriving = sequence.arriving, None
+            if isinstance(came, Resuming):
+                self._resumed(sequence, came)
+            else:
+                self._found(sequence, sequence.table.match())
         if not sequence.admitted:
             sequence.admitted = True
             self.prompt_tokens += len(sequence.request.prompt)

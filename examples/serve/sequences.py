@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from jax_kvblock.cache import BlockTable, Onboard, Parked
+from jax_kvblock.cache import BlockTable, Onboard, Parked, Resuming
 from serve.drafts import PromptLookup
 from serve.interface import Event, FinishReason, Request, Stream
 from serve.text import TextStream
@@ -38,7 +38,7 @@ class Sequence:
     num_cached: int = 0
     num_unread: int = 0
     table: BlockTable | None = None
-    arriving: Onboard | None = None
+    arriving: Onboard | Resuming | None = None
     parked: Parked | None = None
     row: int = -1
     admitted: bool = False  # once, whatever happened since

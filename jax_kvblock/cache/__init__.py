@@ -5,7 +5,7 @@ See docs/cache.md.
 
 from jax_kvblock.cache.groups import GroupedCache, GroupedTable
 from jax_kvblock.cache.namespace import Namespace
-from jax_kvblock.cache.parking import Parked, park, resume
+from jax_kvblock.cache.parking import Parked, Resuming, park, resume
 from jax_kvblock.cache.prefix import PrefixCache
 from jax_kvblock.cache.steps import (
     StepArrays,
@@ -26,6 +26,7 @@ __all__ = [
     "Onboard",
     "Parked",
     "PrefixCache",
+    "Resuming",
     "StepArrays",
     "TieredCache",
     "append_tokens",

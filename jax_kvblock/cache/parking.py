@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +68,7 @@ def park(
 
 
 def resume(tiers: TieredCache, parked: Parked) -> tuple[BlockTable, int]:
-    """Brings a parked sequence back, and waits for it.
+    """Brings a parked sequence back, and waits for it; `Resuming` does not.
 
     Returns:
       Its table with blocks for all of its tokens, and how many of these are written,
@@ -76,37 +77,119 @@ def resume(tiers: TieredCache, parked: Parked) -> tuple[BlockTable, int]:
     Raises:
       PoolExhaustedError: when too few blocks are free; it stays parked.
     """
-    size = tiers.below.host.spec.block_size
-    table = tiers.cache.open(parked.tokens, adapter=parked.adapter, salt=parked.salt)
-    try:
-        table.match(parked.num_written)
-        ticket = tiers.onboard(table)
-        ticket.wait()
-        written = table.match(parked.num_written)
-        wanted = -(-table.num_tokens // size) - len(table)
-        tiers.make_room(wanted)
+    resuming = Resuming(tiers, parked)
+    resuming.wait()
+    return resuming.table, resuming.num_written
+
+
+class Resuming:
+    """A parked sequence on its way back, in steps that never wait.
+
+    An engine calls `poll` between its steps, as it does with an `Onboard`.
+
+    Args:
+      tiers: where it was parked.
+      parked: as `park` has returned it. It stays good until this is done.
+
+    Attributes:
+      table: the sequence's; when this is done, with blocks for all of its tokens.
+      num_written: when it is done, how many tokens are written, fewer than before where
+        a tier had no room for some.
+
+    Raises:
+      PoolExhaustedError: when too few blocks are free; also from `poll` and `wait`. It
+        stays parked, and the table is freed.
+
+    Example:
+      >>> coming = Resuming(tiers, parked)
+      >>> while not coming.poll():
+      ...     manager.update(decode, ...)      # the others go on
+    """
+
+    def __init__(self, tiers: TieredCache, parked: Parked) -> None:
+        self._tiers, self._parked = tiers, parked
+        self.num_written = 0
+        cache = tiers.cache
+        self.table = cache.open(parked.tokens, adapter=parked.adapter, salt=parked.salt)
+        self._of_last = False  # whether the ticket is that of a block that is not full
+        try:
+            self.table.match(parked.num_written)
+            self._ticket: Onboard | None = tiers.onboard(self.table)
+        except BaseException:
+            self.table.free()
+            raise
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended: all has come, or it failed or was cancelled."""
+        return self._ticket is None
+
+    def poll(self) -> bool:
+        """Takes in what has arrived; returns `done`."""
+        while self._ticket is not None and self._ticket.poll():
+            self._go_on(self._ticket)
+        return self.done
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until it is done.
+
+        Args:
+          timeout: seconds, for each part that has to arrive.
+
+        Raises:
+          TimeoutError: when it has not arrived by then; wait again.
+          Exception: what a transfer failed with.
+        """
+        while self._ticket is not None:
+            with contextlib.suppress(KeyError):  # see `_go_on`
+                self._ticket.wait(timeout=timeout)
+            self._go_on(self._ticket)
+
+    def cancel(self) -> None:
+        """Gives all blocks back; it stays parked."""
+        if self._ticket is not None:
+            self._ticket.cancel()
+            self._ticket = None
+            self.table.free()
+
+    def _go_on(self, ended: Onboard) -> None:
+        """What follows a ticket."""
+        self._ticket = None
+        try:
+            if self._of_last:
+                self._take_last(ended)
+            else:
+                self._take_whole(ended)
+        except BaseException:
+            self.table.free()
+            raise
+
+    def _take_whole(self, ended: Onboard) -> None:
+        """Blocks that are full are there; the others get a place."""
+        if ended.exception is not None:
+            raise ended.exception
+        tiers, table, before = self._tiers, self.table, self._parked.num_written
+        size = tiers.below.host.spec.block_size
+        self.num_written = table.match(before)
+        tiers.make_room(-(-table.num_tokens // size) - len(table))
         table.reserve(table.num_tokens)
-        full = parked.num_written // size * size
-        if written == full and parked.num_written > full:
-            key = _partial_key(table, parked.num_written)
-            if _restore(tiers, key, table.ids[full // size : full // size + 1]):
-                written = parked.num_written
-    except BaseException:
-        table.free()
-        raise
-    return table, written
+        full = before // size
+        if self.num_written < full * size or before == full * size:
+            return
+        key = _partial_key(table, before)
+        if not tiers.below.has([key])[0]:
+            return
+        ids = table.ids[full : full + 1]
+        part = arriving.whole_blocks(tiers.cache.manager, tiers.below, [key], ids)
+        self._of_last = True
+        self._ticket = Onboard(1, [part], 1, lambda: 0, lambda: None)
 
-
-def _restore(tiers: TieredCache, key: bytes, ids: np.ndarray) -> bool:
-    """Writes one block from below into a place of the pool."""
-    if not tiers.below.has([key])[0]:
-        return False
-    part = arriving.whole_blocks(tiers.cache.manager, tiers.below, [key], ids)
-    try:
-        Onboard(1, [part], 1, lambda: 0, lambda: None).wait()
-    except KeyError:
-        return False
-    return True
+    def _take_last(self, ended: Onboard) -> None:
+        """That which is not full is there, or is lost and computed again."""
+        if ended.exception is None:
+            self.num_written = self._parked.num_written
+        elif not isinstance(ended.exception, KeyError):
+            raise ended.exception
 
 
 def _partial_key(table: BlockTable, num_tokens: int) -> bytes:

@@ -21,7 +21,7 @@ from jax_kvblock import (
     PoolExhaustedError,
     _native,
 )
-from jax_kvblock.cache import host, park, resume
+from jax_kvblock.cache import host
 from jax_kvblock.cache.copy_lines import CopyError
 
 
@@ -377,61 +377,6 @@ def test_two_on_the_way_collapse(setup: Setup) -> None:
     assert one.match() == two.match() == 12 and one.ids.tolist() == two.ids.tolist()
     assert setup.cache.stats()["held"] == 3
     setup.holds(one)
-
-
-# ---- parked ----
-
-
-@pytest.mark.parametrize("num_written", [1, 3, 4, 13, 14])
-def test_parked_and_resumed(setup: Setup, num_written: int) -> None:
-    table = setup.computed(range(14))
-    table.truncate(num_written)
-    rest = np.full(setup.manager.spec.block_shape, 7, np.float32)
-    if num_written % SIZE:  # the last block is not full
-        last = num_written // SIZE
-        table.writable(last * SIZE, 1)
-        setup.put(int(table.ids[last]), rest)
-    table.append(99)  # not written yet
-    parked = park(setup.tiers, table, num_written)
-    assert table.freed and parked.tokens[-1] == 99
-    setup.tiers.make_room(16)  # nothing of it stays on the device
-    setup.tiers.drain()
-    setup.manager.pool = decode(
-        KVPool(jnp.zeros_like(setup.manager.pool.data), setup.manager.spec)
-    )
-    table, written = resume(setup.tiers, parked)
-    assert written == num_written and table.num_tokens == num_written + 1
-    assert len(table) == -(-(num_written + 1) // SIZE)
-    setup.holds(table)
-    if num_written % SIZE:
-        pool = np.asarray(setup.manager.pool.data)
-        np.testing.assert_array_equal(pool[table.ids[num_written // SIZE]], rest)
-    table.slots(num_written, 1)
-
-
-def test_what_a_tier_has_lost_is_computed_again(setup: Setup) -> None:
-    table = setup.computed(range(14))
-    parked = park(setup.tiers, table, 14)
-    setup.tiers.drain()
-    setup.cache.clear()
-    setup.tiers.below.host.books.forget([setup.cache.namespace.keys(range(14))[2]])
-    table, written = resume(setup.tiers, parked)
-    assert written == 8 and len(table) == 4
-    setup.holds(table)
-
-
-def test_no_room_leaves_it_parked(setup: Setup) -> None:
-    parked = park(setup.tiers, setup.computed(range(14)), 14)
-    setup.tiers.drain()
-    setup.cache.clear()
-    kept = setup.manager.allocate_blocks(14)
-    with pytest.raises(PoolExhaustedError):
-        resume(setup.tiers, parked)
-    assert setup.cache.stats()["held"] == 14
-    del kept
-    table, written = resume(setup.tiers, parked)
-    assert written == 14
-    setup.holds(table)
 
 
 # ---- all at once ----

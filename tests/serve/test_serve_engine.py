@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -276,4 +277,45 @@ def test_the_first_in_order_is_never_put_back(
     assert engine.stats()["preemptions"] > 0
     for text, stream in zip(texts, asked, strict=True):
         greedy.check(text, stream, 40)
+    engine.stop()
+
+
+def test_who_comes_back_holds_up_nobody(
+    tiny: tuple[TinyModel, LoadedModel],
+    greedy: Greedy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One made way, and its blocks are on their way back; another goes on meanwhile."""
+    engine = Engine(
+        tiny[1], num_blocks=22, block_size=8, max_batch=3, max_tokens=100,
+        host_bytes=1 << 22,
+    )  # fmt: skip
+    assert engine.tiers is not None
+    begun, gate = threading.Event(), threading.Event()
+    bring = engine.tiers.below.bring
+
+    def held(*given: Any) -> Any:
+        begun.set()
+        assert gate.wait(60)
+        return bring(*given)
+
+    monkeypatch.setattr(engine.tiers.below, "bring", held)
+    random = np.random.default_rng(5)
+    texts = [random.integers(VOCABULARY, size=20).tolist() for _ in range(3)]
+    counts, priorities = (40, 40, 75), (5, 0, 3)
+    asked = [
+        ask(engine, text, most=most, priority=priority)
+        for text, most, priority in zip(texts, counts, priorities, strict=True)
+    ]
+    _, parked, goes_on = asked
+    while goes_on.finish_reason is None:
+        engine.step()  # then nothing of who has made way is left on the device
+        engine.tiers.make_room(engine.cache.manager.num_free_blocks)
+    assert begun.is_set() and parked.finish_reason is None
+    gate.set()
+    engine.run()
+    assert engine.stats()["offloaded_preemptions"] > 0
+    for text, stream, most in zip(texts, asked, counts, strict=True):
+        greedy.check(text, stream, most)
+    check_books(engine)
     engine.stop()

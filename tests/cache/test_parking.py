@@ -1,0 +1,149 @@
+"""Sequences that make place for others come back as they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small_tiers import SIZE, Setup
+
+from jax_kvblock import KVPool, PoolExhaustedError
+from jax_kvblock.cache import Parked, Resuming, park, resume
+
+
+@pytest.fixture
+def setup() -> Iterator[Setup]:
+    made = Setup()
+    yield made
+    made.tiers.close()
+    made.tiers.check()
+
+
+@pytest.mark.parametrize("num_written", [1, 3, 4, 13, 14])
+def test_parked_and_resumed(setup: Setup, num_written: int) -> None:
+    table = setup.computed(range(14))
+    table.truncate(num_written)
+    rest = np.full(setup.manager.spec.block_shape, 7, np.float32)
+    if num_written % SIZE:  # the last block is not full
+        last = num_written // SIZE
+        table.writable(last * SIZE, 1)
+        setup.put(int(table.ids[last]), rest)
+    table.append(99)  # not written yet
+    parked = park(setup.tiers, table, num_written)
+    assert table.freed and parked.tokens[-1] == 99
+    setup.tiers.make_room(16)  # nothing of it stays on the device
+    setup.tiers.drain()
+    zeros = jnp.zeros_like(setup.manager.pool.data)
+    setup.manager.pool = KVPool(zeros, setup.manager.spec)
+    table, written = resume(setup.tiers, parked)
+    assert written == num_written and table.num_tokens == num_written + 1
+    assert len(table) == -(-(num_written + 1) // SIZE)
+    setup.holds(table)
+    if num_written % SIZE:
+        pool = np.asarray(setup.manager.pool.data)
+        np.testing.assert_array_equal(pool[table.ids[num_written // SIZE]], rest)
+    table.slots(num_written, 1)
+
+
+def test_what_a_tier_has_lost_is_computed_again(setup: Setup) -> None:
+    table = setup.computed(range(14))
+    parked = park(setup.tiers, table, 14)
+    setup.tiers.drain()
+    setup.cache.clear()
+    setup.tiers.below.host.books.forget([setup.cache.namespace.keys(range(14))[2]])
+    table, written = resume(setup.tiers, parked)
+    assert written == 8 and len(table) == 4
+    setup.holds(table)
+
+
+def test_no_room_leaves_it_parked(setup: Setup) -> None:
+    parked = park(setup.tiers, setup.computed(range(14)), 14)
+    setup.tiers.drain()
+    setup.cache.clear()
+    kept = setup.manager.allocate_blocks(14)
+    with pytest.raises(PoolExhaustedError):
+        resume(setup.tiers, parked)
+    assert setup.cache.stats()["held"] == 14
+    del kept
+    table, written = resume(setup.tiers, parked)
+    assert written == 14
+    setup.holds(table)
+
+
+# ---- in steps that never wait ----
+
+
+def parked_below(one: Setup) -> Parked:
+    """Of 14 tokens, whose blocks are not on the device."""
+    parked = park(one.tiers, one.computed(range(14)), 14)
+    one.tiers.drain()
+    one.cache.clear()
+    return parked
+
+
+def settle(one: Setup) -> None:
+    """Waits for the jobs of the thread that copies up."""
+    one.tiers.below.up.submit(lambda: None).result()
+
+
+def test_polled(setup: Setup) -> None:
+    parked = parked_below(setup)
+    coming = Resuming(setup.tiers, parked)
+    polls = 0
+    while not coming.poll():
+        settle(setup)
+        polls += 1
+        assert polls < 10
+    assert polls == 2  # for the blocks that are full, then for the last one
+    assert coming.done and coming.num_written == 14 and len(coming.table) == 4
+    setup.holds(coming.table)
+    coming.cancel()  # it has ended
+    assert not coming.table.freed
+
+
+@pytest.mark.parametrize("polls", [0, 1])
+def test_cancelled_it_stays_parked(setup: Setup, polls: int) -> None:
+    parked = parked_below(setup)
+    coming = Resuming(setup.tiers, parked)
+    for _ in range(polls):
+        settle(setup)
+        assert not coming.poll()
+    coming.cancel()
+    assert coming.done and coming.table.freed
+    settle(setup)
+    assert setup.cache.stats()["held"] == 0
+    table, written = resume(setup.tiers, parked)
+    assert written == 14
+    setup.holds(table)
+
+
+def test_others_take_the_blocks_meanwhile(setup: Setup) -> None:
+    """The last block's place is taken when the others have come."""
+    parked = parked_below(setup)
+    coming = Resuming(setup.tiers, parked)
+    kept = setup.manager.allocate_blocks(13)
+    settle(setup)
+    with pytest.raises(PoolExhaustedError):
+        coming.poll()
+    assert coming.done and coming.table.freed
+    assert setup.cache.stats()["held"] == 13
+    del kept
+    table, written = resume(setup.tiers, parked)
+    assert written == 14
+    setup.holds(table)
+
+
+def test_a_last_block_that_is_lost_is_computed_again(setup: Setup) -> None:
+    parked = parked_below(setup)
+    coming = Resuming(setup.tiers, parked)
+    settle(setup)
+    assert not coming.poll()
+    settle(setup)  # it is on its way up
+    again = Resuming(setup.tiers, parked)
+    coming.cancel()
+    setup.tiers.below.host.books.forget_idle()
+    again.wait()
+    assert again.num_written == 12 and len(again.table) == 4
+    setup.holds(again.table)
