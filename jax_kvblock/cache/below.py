@@ -31,6 +31,7 @@ from jax_kvblock.cache.host import HostTier
 from jax_kvblock.cache.rooms import Rooms
 from jax_kvblock.core import checks
 
+SPARE_ROOMS = 2  # for tickets that come while all are booked
 MOST_WRITES = 4  # to the store at a time; what comes down waits for them
 
 
@@ -97,7 +98,7 @@ class Below:
     Args:
       host, store: the tiers.
       chunk: how many blocks a room holds.
-      num_rooms: how many arrays of so many blocks are kept on the device.
+      num_rooms: how many arrays of so many blocks tickets share on the device.
 
     Attributes:
       lock: what every change of the fields here holds.
@@ -114,7 +115,7 @@ class Below:
         self._copies = Copies(host.device)
         shape = (chunk * math.prod(host.spec.block_shape),)
         make = functools.partial(self._copies.room, shape, host.spec.dtype)
-        self.rooms = Rooms(make, num_rooms)
+        self.rooms = Rooms(make, num_rooms, SPARE_ROOMS)
         self._landing: list[Copy] = []  # those that read the landing places
         self.lock = threading.RLock()
         self.down = ThreadPoolExecutor(1, "kvblock-offload")

@@ -182,7 +182,8 @@ class Resuming:
         ids = table.ids[full : full + 1]
         part = arriving.whole_blocks(tiers.cache.manager, tiers.below, [key], ids)
         self._of_last = True
-        self._ticket = Onboard(1, [part], 1, lambda: 0, lambda: None)
+        rooms = tiers.below.rooms
+        self._ticket = Onboard(1, [part], rooms, lambda: 0, lambda: None)
 
     def _take_last(self, ended: Onboard) -> None:
         """That which is not full is there, or is lost and computed again."""

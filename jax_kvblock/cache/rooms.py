@@ -19,14 +19,26 @@ class Rooms:
 
     Args:
       make: makes one.
-      count: how many are made now and kept. Who takes more gets new ones, for once.
+      count: how many may be booked at a time.
+      spare: how many more are made now and kept, for those who have not booked and need
+        one. Who takes still more gets new ones, for once.
     """
 
-    def __init__(self, make: Callable[[], jax.Array], count: int) -> None:
-        self._make, self._count = make, count
+    def __init__(
+        self, make: Callable[[], jax.Array], count: int, spare: int = 0
+    ) -> None:
+        self._make, self._places, self._count = make, count, count + spare
         self._lock = threading.Lock()
         # Each with an output of the program that reads it, the oldest first.
-        self._free = collections.deque((make(), None) for _ in range(count))
+        self._free = collections.deque((make(), None) for _ in range(count + spare))
+
+    def book(self) -> Booking | None:
+        """A place for one more, until it is dropped; None where all are booked."""
+        with self._lock:
+            if not self._places:
+                return None
+            self._places -= 1
+        return Booking(self)
 
     def take(self) -> jax.Array:
         """One that nobody uses; it may wait for a program that was dispatched."""
@@ -60,3 +72,14 @@ class Rooms:
         with self._lock:
             self._count = 0
             self._free.clear()
+
+
+class Booking:
+    """One of so many rooms is somebody's."""
+
+    def __init__(self, rooms: Rooms) -> None:
+        self._rooms = rooms
+
+    def __del__(self) -> None:
+        with self._rooms._lock:
+            self._rooms._places += 1

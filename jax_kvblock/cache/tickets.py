@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import jax
 
 from jax_kvblock.cache.below import Arrival
+from jax_kvblock.cache.rooms import Booking, Rooms
 
 
 class Offload:
@@ -54,12 +55,14 @@ class Stage:
         output of it.
       layer: the last layer that is whole with it.
       end: of a part's last stage: called with the room and that output.
+      booking: of a part's last stage: what the part has of the rooms, until it ends.
     """
 
     arriving: Future[Arrival]
     take: Callable[[jax.Array], jax.Array]
     layer: int
     end: Callable[[jax.Array, jax.Array], None] | None
+    booking: Booking | None = None
 
     @property
     def arrived(self) -> bool:
@@ -86,8 +89,8 @@ class Onboard:
     """Blocks on their way up. A block is found on the device when all of it is there.
 
     What has arrived is written into the pool by `poll` and `wait`, in the thread that
-    calls them: an engine calls one of them between its steps. Some parts are on their
-    way at a time, the next one when one was written.
+    calls them: an engine calls one of them between its steps. As many parts are on
+    their way at a time as there are rooms that nobody has booked, or one.
 
     Attributes:
       num_blocks: how many are on the way.
@@ -99,7 +102,7 @@ class Onboard:
         self,
         num_blocks: int,
         parts: Sequence[Part],
-        ahead: int,
+        rooms: Rooms,
         publish: Callable[[], int],
         drop: Callable[[], None],
     ) -> None:
@@ -111,8 +114,8 @@ class Onboard:
         self._all_taken = not parts
         self._error: BaseException | None = None
         self._cancelled = False
-        for _ in parts[:ahead]:
-            self._start()
+        self._rooms = rooms
+        self._fill()
         if not parts:
             self.num_missing = publish()
 
@@ -138,6 +141,7 @@ class Onboard:
     def poll(self) -> bool:
         """Writes into the pool what has arrived; returns `done`."""
         with self._lock:
+            self._fill()
             while not self.done and self._stages[0].arrived:
                 self._take(None)
             return self.done
@@ -159,6 +163,7 @@ class Onboard:
             while not self.done:
                 if layer is not None and self._layers_taken() > layer:
                     break
+                self._fill()
                 self._take(timeout)
             if self._error is not None:
                 raise self._error
@@ -176,9 +181,15 @@ class Onboard:
             self._drop()
             self._end()
 
-    def _start(self) -> None:
-        if self._waiting:
-            self._stages += self._waiting.popleft().start()
+    def _fill(self) -> None:
+        """Has parts begin: as many as there is room for, and one in any case."""
+        while self._waiting:
+            booking = self._rooms.book()
+            if booking is None and self._stages:
+                return
+            stages = self._waiting.popleft().start()
+            stages[-1].booking = booking
+            self._stages += stages
 
     def _layers_taken(self) -> int:
         """How many layers are whole: those whose last stage was taken."""
@@ -195,7 +206,8 @@ class Onboard:
             self._stages.popleft()
             if stage.end is not None:
                 stage.end(arrival.room, read)
-                self._start()
+                stage.booking = None
+                self._fill()
         except TimeoutError:
             if not stage.arriving.done():
                 raise

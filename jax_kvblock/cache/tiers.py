@@ -39,8 +39,9 @@ class TieredCache:
         on to it at once, so that nothing is lost when its slot is taken.
       staging_bytes: how much is copied at a time, by way of an array on the device.
       ahead_bytes: how much of what comes up may lie in such arrays until `poll` or
-        `wait` takes it, for each ticket. So much memory is taken on the device, though
-        no more than twice the pool's. Between two steps no more comes up than this.
+        `wait` takes it: between two steps no more comes up than this. Tickets share it;
+        one that finds all taken brings up staging_bytes at a time. So much memory is
+        taken on the device, and twice staging_bytes more; at most thrice the pool's.
       low, high: watermarks, parts of the device's blocks: where fewer than `low` are
         free, `maintain` moves idle ones down until `high` are.
       write_through: whether `maintain` copies idle blocks down before their place is
@@ -87,10 +88,10 @@ class TieredCache:
         self._chunk = 1 << (max(int(fit), 1).bit_length() - 1)  # few programs' shapes
         most = -(-manager.num_blocks // self._chunk)
         chunk_bytes = self._chunk * manager.spec.block_bytes
-        self._ahead = max(1, min(int(ahead_bytes) // chunk_bytes, most))
+        num_rooms = max(1, min(int(ahead_bytes) // chunk_bytes, most))
         landing = self._chunk if store is not None else 1  # one: see `resume`
         host = HostTier(manager.spec, host_bytes, device, landing)
-        self.below = Below(host, store, self._chunk, self._ahead)
+        self.below = Below(host, store, self._chunk, num_rooms)
         self._low, self._high = (int(x * manager.num_blocks) for x in (low, high))
 
     # ---- down ----
@@ -276,7 +277,7 @@ class TieredCache:
             blocks.release()
             kept.hold.release()
 
-        return Onboard(len(keys), parts, self._ahead, publish, drop)
+        return Onboard(len(keys), parts, self.below.rooms, publish, drop)
 
     def _parts(
         self,

@@ -72,6 +72,18 @@ def test_what_a_program_failed_with_is_not_used_again() -> None:
     assert some.take() is not room
 
 
+def test_booked_by_so_many_at_a_time() -> None:
+    some = Rooms(lambda: jnp.zeros(4), 2, spare=1)
+    booked = [some.book() for _ in range(3)]
+    assert booked[0] and booked[1] and booked[2] is None
+    del booked[0]
+    assert some.book() is not None  # dropped at once
+    taken = [some.take() for _ in range(3)]
+    for room in taken:
+        some.give_back(room)
+    assert [some.take() for _ in range(3)] == taken
+
+
 def test_closed() -> None:
     some = rooms(1)
     room = some.take()
@@ -129,17 +141,42 @@ def test_no_more_lies_on_the_device_than_was_asked_for(
     setup.holds(table)
 
 
-def test_who_is_not_polled_holds_up_nobody(setup: Setup) -> None:
+def test_who_is_not_polled_holds_up_nobody(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     setup.only_below(range(29))
     setup.only_below(range(100, 129))
     one, left = setup.tiers.open(range(29))
+    settle(setup)
+    copies = counted(setup, monkeypatch)
     two, ticket = setup.tiers.open(range(100, 129))
+    settle(setup)
+    assert len(copies) == 1  # the rooms are the other's
     ticket.wait()
     assert two.match() == 28 and not left.done
     setup.holds(two)
     left.wait()
     assert one.match() == 28
     setup.holds(one)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_rooms_of_tickets_that_are_dropped_are_anybodys(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    setup.only_below(range(29))
+    _, ticket = setup.tiers.open(range(29))
+    if cancelled:
+        ticket.cancel()
+    del _, ticket
+    settle(setup)
+    copies = counted(setup, monkeypatch)
+    table, ticket = setup.tiers.open(range(29))
+    settle(setup)
+    assert len(copies) == 2
+    ticket.wait()
+    assert table.match() == 28
+    setup.holds(table)
 
 
 def test_the_first_layer_of_all_blocks_comes_first(
