@@ -26,12 +26,16 @@ class Shape:
         places: sequences.
         width: blocks of a sequence, at most.
         drafts: behind a sequence's newest token, at most.
+        greedy: whether every output is the likeliest token. None: the device looks.
+            On a GPU that would stop the host in each step, so there are programs for
+            both.
     """
 
     rows: int
     places: int
     width: int
     drafts: int
+    greedy: bool | None = None
 
     @property
     def most_outputs(self) -> int:

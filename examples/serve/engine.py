@@ -23,7 +23,6 @@ import numpy as np
 from jax_kvblock import BlockManager, PrefixCache
 from jax_kvblock.cache import TieredCache, append_tokens
 from serve import counts
-from serve.batch import Shape
 from serve.drafts import MOST_DRAFTS, PromptLookup
 from serve.inbox import Inbox
 from serve.interface import (
@@ -38,7 +37,7 @@ from serve.interface import (
     Stream,
 )
 from serve.models import LoadedModel
-from serve.runner import Runner, row_sizes
+from serve.runner import Runner, step_shapes
 from serve.scheduler import Part, Scheduler
 from serve.sequences import Sequence
 from serve.text import TextStream
@@ -146,8 +145,9 @@ class Engine:
             self.cache, self.tiers, max_batch, max_tokens_per_step, draft_tokens
         )
         width = -(-self.max_tokens // block_size)
-        sizes = row_sizes(model.dtype, max_batch, draft_tokens, max_tokens_per_step)
-        shapes = [Shape(n, max_batch, width, draft_tokens) for n in sizes]
+        shapes = step_shapes(
+            model.dtype, max_batch, width, draft_tokens, max_tokens_per_step
+        )
         self._runner = Runner(model, self._manager, shapes)
         self._flights: deque[_Flight] = deque()
         self._ahead = 0 if draft_tokens else 1

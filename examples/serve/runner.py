@@ -24,7 +24,7 @@ class Runner:
     Args:
         model: what computes.
         manager: of the pool, which each step is given and gives back.
-        shapes: of the steps, by rows.
+        shapes: of the steps, by rows; `step_shapes` makes some.
     """
 
     def __init__(
@@ -57,7 +57,13 @@ class Runner:
             token behind each output.
         """
         num_rows = sum(part.num_rows for part in parts)
-        batch = Batch(next(each for each in self._shapes if each.rows >= num_rows))
+        greedy = all(part.sequence.request.temperature == 0 for part in parts)
+        fit = (
+            each
+            for each in self._shapes
+            if each.rows >= num_rows and each.greedy in (None, greedy)
+        )
+        batch = Batch(next(fit))
         outputs = fill(batch, parts)
         self._call(batch)
         return outputs, self._last
@@ -83,6 +89,18 @@ class Runner:
         # On the pool's device for good, as what a step returns: else the first step of
         # each shape would be compiled twice.
         return jax.device_put(none, self._manager.pool.sharding)
+
+
+def step_shapes(
+    dtype: Any, max_batch: int, width: int, drafts: int, most_rows: int
+) -> list[Shape]:
+    """Of an engine's programs, by rows; arguments are those of `row_sizes`, `Shape`."""
+    known = (None,) if jax.default_backend() == "cpu" else (True, False)
+    return [
+        Shape(rows, max_batch, width, drafts, greedy)
+        for rows in row_sizes(dtype, max_batch, drafts, most_rows)
+        for greedy in known
+    ]
 
 
 def row_sizes(dtype: Any, max_batch: int, drafts: int, most: int) -> list[int]:

@@ -32,9 +32,14 @@ class Sampling(NamedTuple):
     place: jax.Array
 
 
-def draw(logits: jax.Array, how: Sampling) -> jax.Array:
-    """The next tokens, int32[n], by logits float32[n, vocabulary]."""
+def draw(logits: jax.Array, how: Sampling, greedy: bool | None = None) -> jax.Array:
+    """The next tokens, int32[n], by logits float32[n, vocabulary].
+
+    greedy: whether all temperatures are 0, if that is known.
+    """
     likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if greedy:
+        return likeliest
 
     def drawn() -> jax.Array:
         scaled = logits / jnp.where(how.temperature > 0, how.temperature, 1)[:, None]
@@ -46,6 +51,8 @@ def draw(logits: jax.Array, how: Sampling) -> jax.Array:
         tokens = jnp.argmax(sums, axis=-1).astype(jnp.int32)
         return jnp.where(how.temperature > 0, tokens, likeliest)
 
+    if greedy is False:
+        return drawn()
     # Of the two one runs: noise for a whole vocabulary is not free.
     return jax.lax.cond((how.temperature > 0).any(), drawn, lambda: likeliest)
 

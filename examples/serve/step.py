@@ -36,7 +36,7 @@ def step(
     feed, outputs = parts["feed"], parts["outputs"]
     tokens = jnp.where(feed < 0, parts["tokens"], last[jnp.maximum(feed, 0)])
     logits, pool = forward(config, params, pool, rows_of(parts, tokens), outputs)
-    drawn = sampling.draw(logits, sampling_of(parts))
+    drawn = sampling.draw(logits, sampling_of(parts), shape.greedy)
     if shape.drafts:
         accepted = accept(tokens[outputs], drawn, parts["parents"], shape.drafts)
         homes = jnp.where(accepted, parts["homes"], -1)
