@@ -33,6 +33,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # NumPy's products: the suite has a process for each core.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+import gpus
+
+gpus.rotate(os.environ.get("PYTEST_XDIST_WORKER", ""))
+
 import browser
 import jax
 import numpy as np

@@ -165,10 +165,10 @@ class Below:
         """
         rows = [row for row, keep in enumerate(kept) if keep]
         found = [keys[row] for row in rows]
-        taken = slots.ids[: len(found)]
-        begin = (self._copies.start_down, staged, rows, self.host.rows, taken)
+        taken, host = slots.ids[: len(found)], self.host.rows
+        begin = functools.partial(self._copies.start_down, staged, rows, host, taken)
         with self.lock:
-            begun = self.down.submit(*begin)
+            begun = self.down.submit(begin)
             future = self.landed.submit(self._land, begun, found, slots)
             for key in found:
                 self.coming[key] = future

@@ -30,6 +30,7 @@ class Rooms:
         self._make, self._places, self._count = make, count, count + spare
         self._lock = threading.Lock()
         # Each with an output of the program that reads it, the oldest first.
+        self._free: collections.deque[tuple[jax.Array, jax.Array | None]]
         self._free = collections.deque((make(), None) for _ in range(count + spare))
 
     def book(self) -> Booking | None:

@@ -193,9 +193,9 @@ class Onboard:
 
     def _layers_taken(self) -> int:
         """How many layers are whole: those whose last stage was taken."""
-        return min(
-            (each.layer for each in (*self._stages, *self._waiting)), default=2**31
-        )
+        layers = [stage.layer for stage in self._stages]
+        layers += [part.layer for part in self._waiting]
+        return min(layers, default=2**31)
 
     def _take(self, timeout: float | None) -> None:
         stage = self._stages[0]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from pathlib import Path
 from typing import Any
 
+import gpus
 import places
+import pytest
 
 
 class Item:
@@ -62,3 +65,29 @@ def test_the_fixtures_are_there():
     files = {name: {file for n, file in defined if n == name} for name in named}
     assert all(files.values()), files
     assert set().union(*files.values()) == {"conftest", "emulated", "test_emulated"}
+
+
+@pytest.mark.parametrize(
+    ("worker", "named", "files", "wanted"),
+    [
+        ("gw0", None, 4, "0,1,2,3"),
+        ("gw6", None, 4, "2,3,0,1"),
+        ("gw1", "3,5", 4, "5,3"),
+        ("gw1", "GPU-a,GPU-b,GPU-c", 0, "GPU-b,GPU-c,GPU-a"),
+        ("", None, 4, None),
+        ("gw3", None, 1, None),
+        ("gw3", "", 4, ""),
+    ],
+)
+def test_each_process_takes_another_gpu_first(
+    monkeypatch, tmp_path, worker, named, files, wanted
+):
+    for i in range(files):
+        (tmp_path / f"nvidia{i}").touch()
+    for other in ("nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / other).touch()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    gpus.rotate(worker, tmp_path)
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") == wanted
