@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from llama_engines import Greedy, Guesses, ask, check_books
@@ -106,7 +107,8 @@ def test_greedy_tokens_are_those_of_the_dense_model(
             assert not lowered
         assert engine.stats()["cached_tokens"] > 0 or turn == 0
     stats = engine.stats()
-    assert stats["programs"] == programs <= 4
+    most = 4 if jax.default_backend() == "cpu" else 8  # greedy ones, too
+    assert stats["programs"] == programs <= most
     assert engine._manager.pool.data.unsafe_buffer_pointer() == address
     for count in HAPPENED.get(name, ()):
         assert stats[count] > 0, count  # type: ignore[literal-required]

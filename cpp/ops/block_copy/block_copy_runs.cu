@@ -5,11 +5,11 @@
 #include <vector>
 
 #include "host/block_copy_check.h"
+#include "host/copy_batch.h"
 #include "host/message.h"
 #include "kvblock/block_copy.h"
 #include "ops/block_copy/block_copy_launch.h"
 #include "ops/block_copy/block_copy_params.cuh"
-#include "ops/copy_batch.h"
 
 namespace kvblock {
 namespace {

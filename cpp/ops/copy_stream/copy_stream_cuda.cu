@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
+#include "host/copy_batch.h"
 #include "host/copy_stream_check.h"
 #include "host/message.h"
 #include "kvblock/copy_stream.h"
-#include "ops/copy_batch.h"
 
 struct kvblock_copy_stream {
   int device;

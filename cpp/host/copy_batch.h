@@ -1,8 +1,8 @@
 // Many copies in one call. The copy engine goes from one to the next without the gap of some
 // microseconds that is between calls of cudaMemcpyAsync, and each costs a quarter of the host's
 // time.
-#ifndef KVBLOCK_OPS_COPY_BATCH_H_
-#define KVBLOCK_OPS_COPY_BATCH_H_
+#ifndef KVBLOCK_HOST_COPY_BATCH_H_
+#define KVBLOCK_HOST_COPY_BATCH_H_
 
 #include <cuda_runtime.h>
 
@@ -54,4 +54,4 @@ inline cudaError_t CopyBatch(CopyList& list, cudaStream_t stream) {
 
 }  // namespace kvblock
 
-#endif  // KVBLOCK_OPS_COPY_BATCH_H_
+#endif  // KVBLOCK_HOST_COPY_BATCH_H_
