@@ -247,9 +247,12 @@ class TieredCache:
         self, keys: Sequence[bytes], parents: Sequence[bytes], by_layer: bool
     ) -> Onboard:
         free_list = self.cache._free_list
+        # Before others make room for them on the device: those go down, too.
+        kept = self.below.keep(keys)
         self.make_room(len(keys))
         blocks = _native.take_hold(free_list, len(keys))
         if blocks is None:
+            kept.hold.release()
             manager = self.cache.manager
             raise PoolExhaustedError(
                 f"onboard: {checks.plural(len(keys), 'block')} to come, "
@@ -262,7 +265,6 @@ class TieredCache:
             nonlocal whole
             whole = min(whole, place)
 
-        kept = self.below.keep(keys)  # or what comes down meanwhile takes its place
         parts = self._parts(keys, ids, kept if by_layer else None, lost)
 
         def publish() -> int:

@@ -14,6 +14,7 @@ from emulated_streams import Streams
 from small_tiers import SIZE, Setup
 from tier_stores import MemoryStore
 
+from jax_kvblock import PoolExhaustedError
 from jax_kvblock.cache.rooms import Rooms
 
 
@@ -208,6 +209,25 @@ def test_what_waits_for_its_turn_keeps_its_place(setup: Setup) -> None:
     ticket.wait()
     assert ticket.num_missing == 0 and table.match() == 60
     setup.holds(table)
+
+
+def test_who_makes_room_on_the_device_takes_no_place_of_those_that_come() -> None:
+    """The host is full of what is sought, and idle blocks go down for it."""
+    one = Setup(num_blocks=8, host_blocks=6)
+    one.only_below(range(25))
+    one.computed(range(100, 132)).free()
+    table, ticket = one.tiers.open(range(25))
+    ticket.wait()
+    assert ticket.num_missing == 0 and table.match() == 24
+    one.holds(table)
+    table.free()
+    one.cache.clear()
+    kept = one.manager.allocate_blocks(8)
+    with pytest.raises(PoolExhaustedError):
+        one.tiers.open(range(25))
+    assert one.tiers.stats()["host"]["held"] == 0
+    del kept
+    one.tiers.close()
 
 
 def test_landing_places_are_read_before_the_next_blocks_land(
