@@ -26,9 +26,9 @@ struct CopyList {
   }
 };
 
-// They run in any order; all of them after what the stream has, and before what it gets next.
-inline cudaError_t CopyBatch(CopyList& list, cudaStream_t stream) {
-  if (list.to.empty()) return cudaSuccess;
+// In one call. They run in any order; all of them after what the stream has, and before what it
+// gets next.
+inline cudaError_t CopyInOneCall(CopyList& list, cudaStream_t stream) {
 #if CUDART_VERSION >= 12080
   cudaMemcpyAttributes attributes{};
   attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
@@ -43,13 +43,22 @@ inline cudaError_t CopyBatch(CopyList& list, cudaStream_t stream) {
                               stream);
 #endif
 #else
+  return cudaErrorNotSupported;
+#endif
+}
+
+// The same, or each in a call of its own, where CUDA or the driver is older than that call.
+inline cudaError_t CopyBatch(CopyList& list, cudaStream_t stream) {
+  if (list.to.empty()) return cudaSuccess;
+  const cudaError_t status = CopyInOneCall(list, stream);
+  if (status != cudaErrorNotSupported && status != cudaErrorCallRequiresNewerDriver) return status;
+  cudaGetLastError();
   for (size_t i = 0; i < list.to.size(); ++i) {
-    const cudaError_t status =
+    const cudaError_t copied =
         cudaMemcpyAsync(list.to[i], list.from[i], list.bytes[i], cudaMemcpyDefault, stream);
-    if (status != cudaSuccess) return status;
+    if (copied != cudaSuccess) return copied;
   }
   return cudaSuccess;
-#endif
 }
 
 }  // namespace kvblock

@@ -8,12 +8,15 @@ resumed, or, without tiers, it is read again.
 """
 
 import bisect
+import logging
 from dataclasses import dataclass, replace
 
 from jax_kvblock import PoolExhaustedError, PrefixCache
 from jax_kvblock.cache import Resuming, TieredCache, park
 from serve.drafts import Draft
 from serve.sequences import Sequence
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,9 @@ class Scheduler:
     def _open(self, sequence: Sequence, promised: int) -> int | None:
         """Give a sequence a table; how many blocks it lacks, or None: too many."""
         if sequence.parked is not None:
-            return 0 if self._resume(sequence, promised) else None
+            if not self._resume(sequence, promised):
+                return None
+            return self._missing(sequence, len(sequence.tokens) + 1)
         table = self.cache.open(sequence.tokens)
         wanted = self._blocks(len(sequence.tokens) + 1) - len(table)
         if not self._may_take(wanted + promised):
@@ -136,6 +141,7 @@ class Scheduler:
         except PoolExhaustedError:
             return False
         sequence.table = sequence.arriving.table
+        sequence.num_cached = sequence.table.num_cached_tokens
         return True
 
     def _resumed(self, sequence: Sequence, coming: Resuming) -> None:
@@ -179,6 +185,11 @@ class Scheduler:
                 if not sequence.arriving.poll():
                     return False
             except PoolExhaustedError:  # others took the blocks; it stays parked
+                self._preempt(sequence)
+                return False
+            except Exception:  # of a transfer: what was parked is computed again
+                _log.exception("a sequence did not come back")
+                sequence.parked = None
                 self._preempt(sequence)
                 return False
             came, sequence.arriving = sequence.arriving, None

@@ -30,7 +30,7 @@ def whole_blocks(
 
     def start() -> list[Stage]:
         # One job behind the other: the next ones' blocks land where these did.
-        with below.lock:
+        with below.in_order:
             placed = below.up.submit(below.place, keys, lost)
             arriving = below.up.submit(_bring, below, placed, Cut.whole(manager.spec))
         take = functools.partial(programs.write_blocks, manager, ids)
@@ -46,7 +46,7 @@ def layers_of_some(
     spec = below.host.spec
 
     def start() -> list[Stage]:
-        with below.lock:
+        with below.in_order:
             placed = below.up.submit(below.place, keys)
             room = below.up.submit(below.rooms.take)
             return [of_layer(placed, room, layer) for layer in range(spec.num_layers)]

@@ -7,10 +7,12 @@ one ends; a third publishes what has come down.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
     CancelledError,
@@ -26,7 +28,7 @@ import numpy as np
 
 from jax_kvblock import _native
 from jax_kvblock.cache.copies import Copies, Cut
-from jax_kvblock.cache.copy_lines import Copy
+from jax_kvblock.cache.copy_lines import Copy, CopyError
 from jax_kvblock.cache.host import HostTier
 from jax_kvblock.cache.rooms import Rooms
 from jax_kvblock.core import checks
@@ -104,6 +106,7 @@ class Below:
       lock: what every change of the fields here holds.
       down, up: the threads that begin copies; `landed` ends those that go down.
       rooms: what is copied up goes there.
+      in_order: who hands `up` jobs that belong together holds it, and nothing else.
       coming: on the way to the host, by key.
       store_error: what the store failed with last.
     """
@@ -116,7 +119,9 @@ class Below:
         shape = (chunk * math.prod(host.spec.block_shape),)
         make = functools.partial(self._copies.room, shape, host.spec.dtype)
         self.rooms = Rooms(make, num_rooms, SPARE_ROOMS)
-        self._landing: list[Copy] = []  # those that read the landing places
+        self._landing: list[weakref.ref[Copy]] = []  # they read the landing places
+        self._rising: weakref.WeakSet[Copy] = weakref.WeakSet()
+        self.in_order = threading.Lock()
         self.lock = threading.RLock()
         self.down = ThreadPoolExecutor(1, "kvblock-offload")
         self.landed = ThreadPoolExecutor(1, "kvblock-landed")
@@ -259,8 +264,8 @@ class Below:
         missing = sorted(set(range(len(keys))) - set(places))
         gone = missing
         if missing and self.store is not None:
-            while self._landing:
-                self._landing.pop().wait()
+            self._await(each() for each in self._landing)
+            self._landing.clear()
             first = self.host.num_slots
             slots[missing] = first + np.arange(len(missing))
             landed = self.host.rows[first : first + len(missing)]
@@ -281,10 +286,19 @@ class Below:
         first: where they begin in it, in bytes.
         """
         rows, slots = self.host.rows, placed.slots
-        copy = self._copies.start_up(rows, slots, cut, room, first, keep=placed.hold)
+        keep = (placed.hold, self.host)
+        copy = self._copies.start_up(rows, slots, cut, room, first, keep=keep)
+        self._rising.add(copy)
         if (placed.slots >= self.host.num_slots).any():
-            self._landing.append(copy)
+            self._landing.append(weakref.ref(copy))  # one that is dropped has ended
         return Arrival(room, copy)
+
+    def _await(self, copies: Iterable[Copy | None]) -> None:
+        """Waits for copies whose errors are told to those who asked for them."""
+        for copy in copies:
+            if copy is not None:
+                with contextlib.suppress(CopyError):
+                    copy.wait()
 
     def keep(self, keys: Sequence[bytes]) -> Placed:
         """In any thread: those of some blocks that are in host memory by now."""
@@ -387,6 +401,7 @@ class Below:
         self.drain()
         for threads in (self.up, self.down, self.landed):
             threads.shutdown()
+        self._await(list(self._rising))
         self.rooms.close()
 
 

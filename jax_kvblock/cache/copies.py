@@ -155,9 +155,9 @@ class Copies:
           host: uint8 `[num_slots, block_bytes]`; pinned, where the device is a GPU.
           slots: which blocks, `[m]`; nobody may write them until the copy has ended.
           cut: what of each.
-          room: where there is memory for all of them. From `room`, and no program that
-            was given it is under way; those that read it are dispatched when the copy
-            has ended.
+          room: where there is memory for all of them. From `room`; no program that is
+            under way reads there, and those that do are dispatched when the copy has
+            ended.
           first: where they begin in it, in bytes.
           keep: kept until the copy has ended, as `room` and `host` are.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +11,8 @@ from jax_kvblock.cache import arriving
 from jax_kvblock.cache.table import BlockTable
 from jax_kvblock.cache.tickets import Offload, Onboard
 from jax_kvblock.cache.tiers import TieredCache
+from jax_kvblock.core import checks
+from jax_kvblock.objects.manager import PoolExhaustedError
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,9 @@ class Resuming:
         a tier had no room for some.
 
     Raises:
-      PoolExhaustedError: when too few blocks are free; also from `poll` and `wait`. It
-        stays parked, and the table is freed.
+      PoolExhaustedError: when too few blocks are free; also from `poll` and `wait`,
+        where some were lost below. It stays parked, and the table is freed, as after
+        anything else that `poll` and `wait` raise.
 
     Example:
       >>> coming = Resuming(tiers, parked)
@@ -112,11 +114,15 @@ class Resuming:
         cache = tiers.cache
         self.table = cache.open(parked.tokens, adapter=parked.adapter, salt=parked.salt)
         self._of_last = False  # whether the ticket is that of a block that is not full
+        self._rest: _native.Hold | None = None  # for what does not come from below
+        self._ticket: Onboard | None = None
         try:
             self.table.match(parked.num_written)
-            self._ticket: Onboard | None = tiers.onboard(self.table)
+            self._ticket = tiers.onboard(self.table)
+            self._take_rest(self._missing() - self._ticket.num_blocks)
         except BaseException:
-            self.table.free()
+            self.cancel()
+            self._free()
             raise
 
     @property
@@ -140,17 +146,20 @@ class Resuming:
           TimeoutError: when it has not arrived by then; wait again.
           Exception: what a transfer failed with.
         """
-        while self._ticket is not None:
-            with contextlib.suppress(KeyError):  # see `_go_on`
-                self._ticket.wait(timeout=timeout)
-            self._go_on(self._ticket)
+        while (ticket := self._ticket) is not None:
+            try:
+                ticket.wait(timeout=timeout)
+            except Exception:  # `_go_on` tells of it
+                if not ticket.done:
+                    raise
+            self._go_on(ticket)
 
     def cancel(self) -> None:
         """Gives all blocks back; it stays parked."""
         if self._ticket is not None:
             self._ticket.cancel()
             self._ticket = None
-            self.table.free()
+            self._free()
 
     def _go_on(self, ended: Onboard) -> None:
         """What follows a ticket."""
@@ -161,8 +170,13 @@ class Resuming:
             else:
                 self._take_whole(ended)
         except BaseException:
-            self.table.free()
+            self._free()
             raise
+
+    def _free(self) -> None:
+        self.table.free()
+        if self._rest is not None:
+            self._rest.release()
 
     def _take_whole(self, ended: Onboard) -> None:
         """Blocks that are full are there; the others get a place."""
@@ -171,7 +185,9 @@ class Resuming:
         tiers, table, before = self._tiers, self.table, self._parked.num_written
         size = tiers.below.host.spec.block_size
         self.num_written = table.match(before)
-        tiers.make_room(-(-table.num_tokens // size) - len(table))
+        if self._rest is not None:
+            self._rest.release()
+        tiers.make_room(self._missing())
         table.reserve(table.num_tokens)
         full = before // size
         if self.num_written < full * size or before == full * size:
@@ -184,6 +200,25 @@ class Resuming:
         self._of_last = True
         rooms = tiers.below.rooms
         self._ticket = Onboard(1, [part], rooms, lambda: 0, lambda: None)
+
+    def _missing(self) -> int:
+        """How many blocks the table has not."""
+        size = self._tiers.below.host.spec.block_size
+        return -(-self.table.num_tokens // size) - len(self.table)
+
+    def _take_rest(self, count: int) -> None:
+        """Keeps blocks for the end, so that nobody takes them meanwhile."""
+        if count <= 0:
+            return
+        self._tiers.make_room(count)
+        free_list = self._tiers.cache._free_list
+        self._rest = _native.take_hold(free_list, count)
+        if self._rest is None:
+            manager = self._tiers.cache.manager
+            raise PoolExhaustedError(
+                f"Resuming: {checks.plural(count, 'block')} more than what comes, "
+                f"{manager.num_free_blocks} of {manager.num_blocks} free"
+            )
 
     def _take_last(self, ended: Onboard) -> None:
         """That which is not full is there, or is lost and computed again."""

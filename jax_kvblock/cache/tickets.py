@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import threading
+import time
+import traceback
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import jax
@@ -90,7 +92,7 @@ class Onboard:
 
     What has arrived is written into the pool by `poll` and `wait`, in the thread that
     calls them: an engine calls one of them between its steps. As many parts are on
-    their way at a time as there are rooms that nobody has booked, or one.
+    their way at a time as there are rooms that nobody has booked.
 
     Attributes:
       num_blocks: how many are on the way.
@@ -115,8 +117,9 @@ class Onboard:
         self._error: BaseException | None = None
         self._cancelled = False
         self._rooms = rooms
-        self._fill()
-        if not parts:
+        if parts:
+            self._fill()
+        else:
             self.num_missing = publish()
 
     @property
@@ -142,8 +145,8 @@ class Onboard:
         """Writes into the pool what has arrived; returns `done`."""
         with self._lock:
             self._fill()
-            while not self.done and self._stages[0].arrived:
-                self._take(None)
+            while not self.done and self._stages and self._stages[0].arrived:
+                self._take()
             return self.done
 
     def wait(self, layer: int | None = None, timeout: float | None = None) -> None:
@@ -155,7 +158,7 @@ class Onboard:
           timeout: seconds, for each part that has to arrive.
 
         Raises:
-          TimeoutError: when they have not arrived by then; wait again.
+          TimeoutError: when one has not arrived by then; wait again.
           RuntimeError: when it was cancelled.
           Exception: what the transfer failed with. No block is found then.
         """
@@ -163,33 +166,42 @@ class Onboard:
             while not self.done:
                 if layer is not None and self._layers_taken() > layer:
                     break
-                self._fill()
-                self._take(timeout)
+                self._fill(waits=True)
+                if not self.done:
+                    self._await(timeout)
+                    self._take()
             if self._error is not None:
                 raise self._error
             if self._cancelled:
                 raise RuntimeError("Onboard.wait: it was cancelled")
 
     def cancel(self) -> None:
-        """Gives the blocks back. What is under way ends, and is thrown away."""
+        """Gives the blocks back. Copies under way are waited for, and thrown away."""
         with self._lock:
             if self.done:
                 return
             self._cancelled = True
-            for stage in self._stages:
-                stage.arriving.cancel()
             self._drop()
             self._end()
 
-    def _fill(self) -> None:
-        """Has parts begin: as many as there is room for, and one in any case."""
-        while self._waiting:
-            booking = self._rooms.book()
-            if booking is None and self._stages:
-                return
-            stages = self._waiting.popleft().start()
-            stages[-1].booking = booking
-            self._stages += stages
+    def _fill(self, *, waits: bool = False) -> None:
+        """Has parts begin, as many as there are rooms for.
+
+        waits: somebody waits for this ticket, and others need not be polled meanwhile;
+          one part begins in any case.
+        """
+        try:
+            while self._waiting:
+                none = not self._stages
+                booking = self._rooms.book(spare=none)
+                if booking is None and not (none and waits):
+                    return
+                stages = self._waiting[0].start()
+                stages[-1].booking = booking
+                self._waiting.popleft()
+                self._stages += stages
+        except BaseException as error:
+            self._fail(error)
 
     def _layers_taken(self) -> int:
         """How many layers are whole: those whose last stage was taken."""
@@ -197,36 +209,56 @@ class Onboard:
         layers += [part.layer for part in self._waiting]
         return min(layers, default=2**31)
 
-    def _take(self, timeout: float | None) -> None:
-        stage = self._stages[0]
+    def _await(self, timeout: float | None) -> None:
+        """Waits until the next stage has arrived, or has failed."""
+        stage, end = self._stages[0], time.monotonic() + (timeout or 0.0)
+        late = bool(wait([stage.arriving], timeout).not_done)
+        while timeout is not None and not late and not stage.arrived:
+            time.sleep(0.0005)  # a copy is under way
+            late = time.monotonic() > end
+        if late:
+            raise TimeoutError(f"Onboard.wait: nothing came within {timeout} seconds")
+
+    def _take(self) -> None:
         try:
-            arrival = stage.arriving.result(timeout)
-            arrival.copy.wait()
-            read = stage.take(arrival.room)
-            self._stages.popleft()
-            if stage.end is not None:
-                stage.end(arrival.room, read)
-                stage.booking = None
-                self._fill()
-        except TimeoutError:
-            if not stage.arriving.done():
-                raise
-            self._fail(stage.arriving.exception())
+            self._write()
         except BaseException as error:
             self._fail(error)
-        else:
-            if not self._stages:
-                self._all_taken = True
+            return
+        self._fill()
+        if not self._stages and not self._waiting and not self._dropped:
+            try:
                 self.num_missing = self._publish()
-                self._end()
+            except BaseException as error:
+                self._fail(error)
+                return
+            self._all_taken = True
+            self._end()
 
-    def _fail(self, error: BaseException | None) -> None:
-        self._error = error or RuntimeError("Onboard: a transfer failed")
+    def _write(self) -> None:
+        """The next stage goes into the pool."""
+        stage = self._stages[0]
+        arrival = stage.arriving.result()
+        arrival.copy.wait()
+        read = stage.take(arrival.room)
+        self._stages.popleft()
+        if stage.end is not None:
+            stage.end(arrival.room, read)
+
+    def _fail(self, error: BaseException) -> None:
+        # Or its traceback would keep rooms and bookings.
+        traceback.clear_frames(error.__traceback__)
+        self._error = error
         self._drop()
         self._end()
+        if not isinstance(error, Exception):
+            raise error
 
     def _end(self) -> None:
         """Lets go of what the ticket has held, blocks below the device, too."""
+        for stage in self._stages:
+            stage.arriving.cancel()
+            stage.booking = None
         self._stages.clear()
         self._waiting.clear()
         self._publish, self._drop = lambda: 0, lambda: None

@@ -9,6 +9,7 @@ the program that reads it was dispatched.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -40,8 +41,10 @@ class TieredCache:
       staging_bytes: how much is copied at a time, by way of an array on the device.
       ahead_bytes: how much of what comes up may lie in such arrays until `poll` or
         `wait` takes it: between two steps no more comes up than this. Tickets share it;
-        one that finds all taken brings up staging_bytes at a time. So much memory is
-        taken on the device, and twice staging_bytes more; at most thrice the pool's.
+        two that find all taken have staging_bytes each, and others wait for their turn.
+        So much memory is taken on the device, and twice staging_bytes more, though no
+        more than four times the pool's; a thread that waits for a ticket may take
+        staging_bytes besides.
       low, high: watermarks, parts of the device's blocks: where fewer than `low` are
         free, `maintain` moves idle ones down until `high` are.
       write_through: whether `maintain` copies idle blocks down before their place is
@@ -84,7 +87,11 @@ class TieredCache:
         (device,) = manager._memory.devices
         self.cache = cache
         self.write_through = write_through
-        fit = min(staging_bytes // manager.spec.block_bytes, manager.num_blocks)
+        fit = min(
+            staging_bytes // manager.spec.block_bytes,
+            manager.num_blocks,
+            (2**31 - 1) // math.prod(manager.spec.block_shape),  # places are int32
+        )
         self._chunk = 1 << (max(int(fit), 1).bit_length() - 1)  # few programs' shapes
         most = -(-manager.num_blocks // self._chunk)
         chunk_bytes = self._chunk * manager.spec.block_bytes

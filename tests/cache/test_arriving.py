@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from small_tiers import SIZE, Setup
 from tier_stores import MemoryStore
 
 from jax_kvblock import PoolExhaustedError
+from jax_kvblock.cache import programs
 from jax_kvblock.cache.rooms import Rooms
 
 
@@ -269,3 +271,136 @@ def test_the_next_blocks_leave_before_the_first_are_there(
     streams.go_on()
     ticket.wait()
     assert setup.tiers.stats()["host"]["blocks_in"] == 8 == 32 // SIZE
+
+
+# ---- what goes wrong ----
+
+
+def test_a_part_that_cannot_begin_is_not_taken_for_one_that_came(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup.only_below(range(61))
+    table, ticket = setup.tiers.open(range(61))
+    settle(setup)
+
+    def broken(*given: object) -> None:
+        raise RuntimeError("no thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(setup.tiers.below.up, "submit", broken)
+        assert ticket.poll()
+    assert str(ticket.exception) == "no thread" and table.match() == 0
+    with pytest.raises(RuntimeError, match="no thread"):
+        ticket.wait()
+    settle(setup)
+    assert setup.cache.stats()["held"] == setup.tiers.stats()["host"]["held"] == 0
+    again, ticket = setup.tiers.open(range(61))
+    ticket.wait()
+    assert again.match() == 60
+    setup.holds(again)
+
+
+def test_blocks_that_cannot_be_published_are_not_said_to_have_come(
+    setup: Setup,
+) -> None:
+    setup.only_below(range(13))
+    table, ticket = setup.tiers.open(range(13))
+
+    def broken() -> int:
+        raise RuntimeError("no book")
+
+    ticket._publish = broken
+    with pytest.raises(RuntimeError, match="no book"):
+        ticket.wait()
+    assert ticket.done and str(ticket.exception) == "no book" and ticket.poll()
+    assert table.match() == 0 and setup.cache.stats()["held"] == 0
+
+
+def test_tickets_that_failed_keep_nothing(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though their errors have tracebacks, and nobody collects garbage."""
+    setup.only_below(range(13))
+
+    def broken(*given: object) -> None:
+        raise RuntimeError("it failed")
+
+    monkeypatch.setattr(programs, "write_blocks", broken)
+    failed = []
+    gc.disable()
+    try:
+        for _ in range(5):
+            _, ticket = setup.tiers.open(range(13))
+            with pytest.raises(RuntimeError, match="it failed"):
+                ticket.wait()
+            failed.append(ticket)
+        rooms = setup.tiers.below.rooms
+        assert [rooms.book() is not None for _ in range(2)] == [True, True]
+        booked = [rooms.book(spare=True) for _ in range(5)]
+        assert [each is not None for each in booked] == [True] * 4 + [False]
+    finally:
+        gc.enable()
+    assert setup.tiers.stats()["host"]["held"] == 0
+
+
+def test_those_who_find_no_room_at_all_wait_for_their_turn(setup: Setup) -> None:
+    sequences = [range(100 * i, 100 * i + 5) for i in range(5)]
+    for each in sequences:
+        setup.only_below(each)
+    opened = [setup.tiers.open(each) for each in sequences]  # two rooms, two spare
+    settle(setup)
+    assert not opened[4][1].poll() and not opened[4][1]._stages
+    opened[0][1].wait()
+    opened[4][1].poll()
+    settle(setup)
+    assert opened[4][1].poll()
+    for table, ticket in opened:
+        ticket.wait()
+        assert table.match() == 4
+        setup.holds(table)
+
+
+def test_a_copy_that_takes_too_long(setup: Setup, streams: Streams) -> None:
+    setup.only_below(range(13))
+    setup.tiers.below._copies._up = streams.line()
+    streams.hold()
+    table, ticket = setup.tiers.open(range(13))
+    settle(setup)
+    with pytest.raises(TimeoutError, match="nothing came within"):
+        ticket.wait(timeout=0.05)
+    assert not ticket.done
+    streams.go_on()
+    ticket.wait(timeout=30)
+    assert table.match() == 12
+    setup.holds(table)
+
+
+def test_closing_waits_for_what_comes_up(setup: Setup, streams: Streams) -> None:
+    setup.only_below(range(13))
+    setup.tiers.below._copies._up = streams.line()
+    streams.hold()
+    table, ticket = setup.tiers.open(range(13))
+    settle(setup)
+    with ThreadPoolExecutor(1) as worker:
+        job = worker.submit(setup.tiers.close)
+        with pytest.raises(TimeoutError):
+            job.result(0.1)
+        streams.go_on()
+        job.result()
+    ticket.wait()
+    assert table.match() == 12
+    setup.holds(table)
+
+
+def test_a_ticket_that_is_cancelled_keeps_no_place_on_the_host() -> None:
+    store = MemoryStore()
+    one = Setup(store=store)
+    one.only_below(range(13))
+    one.tiers.below.host.books.forget_idle()
+    _, ticket = one.tiers.open(range(13))
+    settle(one)
+    ticket.cancel()
+    del ticket
+    settle(one)
+    assert one.tiers.stats()["host"]["held"] == 0
+    one.tiers.close()

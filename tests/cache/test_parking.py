@@ -11,6 +11,7 @@ from small_tiers import SIZE, Setup
 
 from jax_kvblock import KVPool, PoolExhaustedError
 from jax_kvblock.cache import Parked, Resuming, park, resume
+from jax_kvblock.cache.copy_lines import CopyError
 
 
 @pytest.fixture
@@ -119,10 +120,22 @@ def test_cancelled_it_stays_parked(setup: Setup, polls: int) -> None:
     setup.holds(table)
 
 
-def test_others_take_the_blocks_meanwhile(setup: Setup) -> None:
-    """The last block's place is taken when the others have come."""
+def test_blocks_for_the_end_are_kept_meanwhile(setup: Setup) -> None:
+    coming = Resuming(setup.tiers, parked_below(setup))
+    with pytest.raises(PoolExhaustedError):
+        setup.manager.allocate_blocks(13)
+    kept = setup.manager.allocate_blocks(12)
+    coming.wait()
+    assert coming.num_written == 14
+    setup.holds(coming.table)
+    del kept
+
+
+def test_others_take_the_blocks_all_the_same(setup: Setup) -> None:
+    """As where some of them were lost below."""
     parked = parked_below(setup)
     coming = Resuming(setup.tiers, parked)
+    coming._rest.release()
     kept = setup.manager.allocate_blocks(13)
     settle(setup)
     with pytest.raises(PoolExhaustedError):
@@ -130,6 +143,35 @@ def test_others_take_the_blocks_meanwhile(setup: Setup) -> None:
     assert coming.done and coming.table.freed
     assert setup.cache.stats()["held"] == 13
     del kept
+    table, written = resume(setup.tiers, parked)
+    assert written == 14
+    setup.holds(table)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("at", [1, 2])  # with the blocks that are full, the last one
+def test_a_transfer_that_fails_leaves_it_parked(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, waits: bool, at: int
+) -> None:
+    parked = parked_below(setup)
+    bring, calls = setup.tiers.below.bring, []
+
+    def broken(*given: object) -> object:
+        calls.append(given)
+        if len(calls) == at:
+            raise CopyError("no copy")
+        return bring(*given)
+
+    monkeypatch.setattr(setup.tiers.below, "bring", broken)
+    coming = Resuming(setup.tiers, parked)
+    with pytest.raises(CopyError, match="no copy"):
+        while not coming.done:
+            coming.wait() if waits else coming.poll()
+    assert coming.done and coming.table.freed
+    settle(setup)
+    calls.clear()
+    calls += [None] * at
+    assert setup.cache.stats()["held"] == setup.tiers.stats()["host"]["held"] == 0
     table, written = resume(setup.tiers, parked)
     assert written == 14
     setup.holds(table)

@@ -190,6 +190,22 @@ def test_a_failure_leaves_nothing_under_way(
     copied(line, source, to, three)
 
 
+def test_a_driver_that_knows_no_batches(
+    streams: Streams, memory: tuple[np.ndarray, np.ndarray]
+) -> None:
+    source, to = memory
+    a, b = source.ctypes.data, to.ctypes.data
+    line, before = streams.line(), streams.copies
+    streams.native.emulator_old_driver(1)
+    try:
+        apart = strips(*((b + 100 * i, a + 200 * i, 100, 1) for i in range(3)))
+        copied(line, source, to, apart)
+    finally:
+        streams.native.emulator_old_driver(0)
+    assert streams.copies - before == 3
+    assert streams.native.emulator_last_error() == 0
+
+
 def test_memory_that_is_not_pinned_is_refused(
     streams: Streams, memory: tuple[np.ndarray, np.ndarray]
 ) -> None:

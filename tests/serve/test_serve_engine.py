@@ -17,6 +17,8 @@ from serve.engine import Engine
 from serve.models import LoadedModel
 from tier_stores import MemoryStore
 
+from jax_kvblock.cache.copy_lines import CopyError
+
 pytestmark = pytest.mark.usefixtures("exact_products")
 
 VOCABULARY = 256
@@ -319,5 +321,38 @@ def test_who_comes_back_holds_up_nobody(
     assert engine.stats()["offloaded_preemptions"] > 0
     for text, stream, most in zip(texts, asked, counts, strict=True):
         greedy.check(text, stream, most)
+    check_books(engine)
+    engine.stop()
+
+
+def test_what_cannot_be_brought_back_is_computed_again(
+    tiny: tuple[TinyModel, LoadedModel],
+    greedy: Greedy,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A copy that fails is the trouble of one request, and not for long."""
+    engine = Engine(
+        tiny[1], num_blocks=22, block_size=8, max_batch=3, max_tokens=100,
+        host_bytes=1 << 22,
+    )  # fmt: skip
+    assert engine.tiers is not None
+    bring, failed = engine.tiers.below.bring, []
+
+    def broken(*given: Any) -> Any:
+        if not failed:
+            failed.append(given)
+            raise CopyError("no copy")
+        return bring(*given)
+
+    monkeypatch.setattr(engine.tiers.below, "bring", broken)
+    random = np.random.default_rng(5)
+    texts = [random.integers(VOCABULARY, size=20).tolist() for _ in range(3)]
+    asked = [ask(engine, text, most=40) for text in texts]
+    while engine.step():
+        engine.tiers.make_room(engine.cache.manager.num_free_blocks)
+    engine.run()
+    assert failed and engine.stats()["failed"] == 0
+    for text, stream in zip(texts, asked, strict=True):
+        greedy.check(text, stream, 40)
     check_books(engine)
     engine.stop()

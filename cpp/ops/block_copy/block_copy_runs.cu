@@ -69,7 +69,7 @@ const char* CopyRunsBatch(const kvblock_copy& copy, cudaStream_t stream) {
   Runs runs = EnumerateRuns(copy);
   std::vector<size_t> bytes(runs.dst.size(), runs.bytes);
   CopyList list{std::move(runs.dst), std::move(runs.src), std::move(bytes)};
-  return CudaError("cudaMemcpyBatchAsync", CopyBatch(list, stream));
+  return CudaError("cudaMemcpyBatchAsync", CopyInOneCall(list, stream));
 }
 
 }  // namespace kvblock

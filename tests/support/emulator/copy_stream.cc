@@ -1,5 +1,5 @@
-// libkvblock's streams of copies for the emulator, from the source that nvcc compiles; and what tests
-// call.
+// libkvblock's streams of copies for the emulator, from the source that nvcc compiles; and what
+// tests call.
 #include "ops/copy_stream/copy_stream_cuda.cu"
 
 extern "C" void emulator_hold(int held) {
@@ -7,6 +7,7 @@ extern "C" void emulator_hold(int held) {
   streams::held = held != 0;
   streams::changed.notify_all();
 }
+extern "C" void emulator_old_driver(int old) { streams::old_driver = old != 0; }
 extern "C" int64_t emulator_copies() {
   std::lock_guard<std::mutex> guard(streams::lock);
   return streams::copies;

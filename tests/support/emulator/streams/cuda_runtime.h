@@ -20,8 +20,10 @@
 enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
+  cudaErrorCallRequiresNewerDriver = 36,
   cudaErrorInvalidDevice = 101,
   cudaErrorNotReady = 600,
+  cudaErrorNotSupported = 801,
 };
 enum cudaMemoryType {
   cudaMemoryTypeUnregistered = 0,
@@ -45,7 +47,7 @@ namespace streams {
 constexpr int kDevices = 2;
 inline std::mutex lock;
 inline std::condition_variable changed;
-inline bool held = false;
+inline bool held = false, old_driver = false;       // one that knows no batches
 inline int64_t copies = 0, fail_at = 0, alive = 0;  // calls of copies; streams and events
 inline std::map<const char*, std::pair<int64_t, cudaPointerAttributes>> memory;
 inline thread_local int device = 0;
@@ -200,6 +202,7 @@ inline cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from
 inline cudaError_t cudaMemcpyBatchAsync(const void** to, const void** from, const size_t* bytes,
                                         size_t count, cudaMemcpyAttributes* attributes,
                                         size_t* first, size_t kinds, cudaStream_t stream) {
+  if (streams::old_driver) return streams::Said(cudaErrorCallRequiresNewerDriver);
   const bool known = attributes->srcAccessOrder == cudaMemcpySrcAccessOrderStream;
   if (!known || *first != 0 || kinds != 1 || count == 0) return cudaErrorInvalidValue;
   for (size_t i = count; i-- > 0;) {
