@@ -60,7 +60,7 @@ class TierCounters:
     Attributes:
       blocks_in, blocks_out, bytes_in, bytes_out: written there, read from there.
       skipped: blocks that found no room in it.
-      failed: blocks whose copy failed, either way.
+      failed: blocks whose copy failed, either way, or that could not be looked up.
       lost: blocks that were said to be there, and were not, were not what was put, or
         could not be read.
     """
@@ -141,7 +141,13 @@ class Below:
         """Of each key, whether the store has its block; asked once for all."""
         if self.store is None or not keys:
             return [False] * len(keys)
-        return list(self.store.has(keys))
+        try:
+            return list(self.store.has(keys))
+        except Exception as error:  # what it cannot tell of is a miss
+            with self.lock:
+                self.store_counters.failed += len(keys)
+                self.store_error = error
+            return [False] * len(keys)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Of each key, whether its block is in any tier here."""
@@ -188,11 +194,12 @@ class Below:
             begun.result().wait()
             for key, slot in zip(keys, slots.ids.tolist(), strict=False):
                 self.host.publish(slot, key)  # all of them, or none
-        with self.lock:
-            self.host_counters.blocks_in += len(keys)
-            self.host_counters.bytes_in += len(keys) * self.host.block_bytes
-        if self.store is not None and keys:
-            self._put(keys)
+            with self.lock:
+                self.host_counters.blocks_in += len(keys)
+                self.host_counters.bytes_in += len(keys) * self.host.block_bytes
+            # Nobody takes the slots while the store is slow.
+            if self.store is not None and keys:
+                self._put(keys)
 
     def _put(self, keys: Sequence[bytes]) -> None:
         """Hands blocks of the host to the store."""

@@ -24,8 +24,8 @@ class GroupedCache:
         without an entry sees all.
 
     Raises:
-      ValueError: for no group, other names among the windows, windows below 1, or block
-        sizes that differ.
+      ValueError: for no group, other names among the windows, windows below 1, block
+        sizes that differ, or groups of one pool whose keys would be the same.
 
     Example:
       >>> cache = GroupedCache({"full": a, "sliding": b}, windows={"sliding": 1024})
@@ -64,6 +64,17 @@ class GroupedCache:
                 f"GroupedCache: all groups need one block_size, got {sorted(sizes)}"
             )
         (self.block_size,) = sizes
+        by_keys: dict[tuple[int, bytes], str] = {}
+        for name, each in self.caches.items():
+            keys = id(each.manager), each.namespace.digest
+            same = by_keys.setdefault(keys, name)
+            if same != name:
+                own = f"{each.namespace.model}/{name}"
+                raise ValueError(
+                    f"GroupedCache: {same!r} and {name!r} have one pool, where their "
+                    "blocks would have the same keys; give each group's PrefixCache a "
+                    f"model of its own, such as model={own!r}"
+                )
 
     def open(
         self,
@@ -167,6 +178,32 @@ class GroupedTable:
             if name in self._cache.windows:
                 first = self._cache.first_seen(name, num_tokens)
                 table.free_before(first * self._cache.block_size)
+
+    def writable(self, start: int, count: int) -> int:
+        """Gives every group blocks of its own for these tokens (copy on write).
+
+        Returns:
+          How many blocks were copied.
+
+        Raises:
+          PoolExhaustedError: when a group has too few free ones; groups before it have
+            theirs.
+        """
+        return sum(t.writable(start, count) for t in self.tables.values())
+
+    def truncate(self, num_tokens: int) -> None:
+        """Takes tokens from the end, and the blocks of those alone.
+
+        Raises:
+          ValueError: for more tokens than there are.
+        """
+        for table in self.tables.values():
+            table.truncate(num_tokens)
+
+    def fork(self) -> GroupedTable:
+        """Another table of the same tokens and blocks, which both share from now on."""
+        tables = {name: table.fork() for name, table in self.tables.items()}
+        return GroupedTable(self._cache, tables)
 
     def free(self) -> None:
         """Gives all blocks back; again does nothing."""

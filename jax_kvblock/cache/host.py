@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections.abc import Sequence
 
 import jax
@@ -57,7 +58,7 @@ class HostTier:
         places = self.num_slots + num_landing
         size = places * self.block_bytes
         if device.platform == "gpu":
-            check_limit(size)
+            check_limit(size, sum(tier.rows.nbytes for tier in _pinned))
         # It is never donated and no program reads it: its memory stays where it is.
         self._pool = KVPool.zeros(
             self.spec, places, memory_kind="pinned_host", device=device
@@ -67,6 +68,8 @@ class HostTier:
         memory = (ctypes.c_uint8 * size).from_address(address)
         self.rows = np.frombuffer(memory, np.uint8).reshape(places, -1)
         self.books = _native.FreeList(self.num_slots)
+        if device.platform == "gpu":
+            _pinned.add(self)
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Of each key, whether its block is here."""
@@ -77,20 +80,24 @@ class HostTier:
         self.books.publish(slot, key, bytes(32))
 
 
-def check_limit(size: int) -> None:
+_pinned: weakref.WeakSet[HostTier] = weakref.WeakSet()
+
+
+def check_limit(size: int, taken: int = 0) -> None:
     """Pinned memory comes from one pool of XLA's, whose size is set at the start.
 
     Raises:
-      ValueError: when `size` bytes are more than all of it.
+      ValueError: when `size` bytes beside the `taken` ones are more than all of it.
     """
     said = os.environ.get(LIMIT, "64")
     try:
         limit = float(said) * 2**30
     except ValueError:
         raise ValueError(f"HostTier: {LIMIT} must be a number, got {said!r}") from None
-    if size > limit:
+    if size + taken > limit:
+        beside = f" beside {taken / 2**30:.1f} GiB of other tiers" if taken else ""
         raise ValueError(
-            f"HostTier: {size / 2**30:.1f} GiB of pinned memory, and XLA gives out "
-            f"{said} GiB; set {LIMIT}={-(-size // 2**30) + 1} before jax starts, or "
-            "make host_bytes smaller"
+            f"HostTier: {size / 2**30:.1f} GiB of pinned memory{beside}, and XLA gives "
+            f"out {said} GiB; set {LIMIT}={-(-(size + taken) // 2**30) + 1} before jax "
+            "starts, or make host_bytes smaller"
         )

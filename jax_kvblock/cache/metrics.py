@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from jax_kvblock.cache.event_socket import ZmqPublisher
     from jax_kvblock.cache.prefix import PrefixCache
+    from jax_kvblock.cache.tiers import TieredCache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,6 +133,35 @@ COUNTERS = (
     ),
 )
 
+# Of `TieredCache.stats`, the label `tier` is "host" or "store".
+TIER_COUNTERS = (
+    (
+        "kvblock_tier_written_bytes_total",
+        "Bytes of blocks that were written there",
+        "bytes_in",
+    ),
+    (
+        "kvblock_tier_read_bytes_total",
+        "Bytes of blocks that were read from there",
+        "bytes_out",
+    ),
+    (
+        "kvblock_tier_skipped_blocks_total",
+        "Blocks that found no room there",
+        "skipped",
+    ),
+    (
+        "kvblock_tier_failed_blocks_total",
+        "Blocks whose copy or look-up failed",
+        "failed",
+    ),
+    (
+        "kvblock_tier_lost_blocks_total",
+        "Blocks that were said to be there and were missing, damaged or unreadable",
+        "lost",
+    ),
+)
+
 
 class CacheCollector:
     """Metrics of caches, for a registry of prometheus-client.
@@ -139,6 +169,7 @@ class CacheCollector:
     Args:
       caches: by the place that they keep blocks in, which is the label `tier`: a
         `PrefixCache`, or what gives the numbers of another place.
+      tiers: below one of them, whose copies are told.
       publisher: of events, whose losses are told.
       labels: names and values that all metrics have, such as a model's name.
 
@@ -154,6 +185,7 @@ class CacheCollector:
         self,
         caches: Mapping[str, PrefixCache | Callable[[], CacheStats]],
         *,
+        tiers: TieredCache | None = None,
         publisher: ZmqPublisher | None = None,
         labels: Mapping[str, str] | None = None,
     ) -> None:
@@ -166,6 +198,7 @@ class CacheCollector:
             ) from error
         self._core = metrics_core
         self._caches = dict(caches)
+        self._tiers = tiers
         self._publisher = publisher
         self._labels = dict(labels or {})
 
@@ -193,6 +226,13 @@ class CacheCollector:
             for state in ("free", "idle", "held"):
                 blocks.add_metric([*values, tier, state], getattr(told, state))
         yield from (usage, blocks)
+        if self._tiers is not None:
+            told = self._tiers.stats()
+            for name, text, field in TIER_COUNTERS:
+                counter = self._core.CounterMetricFamily(name, text, labels=names)
+                for tier, numbers in told.items():
+                    counter.add_metric([*values, tier], numbers[field])
+                yield counter
         if self._publisher is not None:
             lost = self._core.CounterMetricFamily(
                 "kvblock_lost_event_batches_total",

@@ -9,10 +9,10 @@ import numpy as np
 from jax_kvblock import _native
 from jax_kvblock.cache import arriving
 from jax_kvblock.cache.table import BlockTable
+from jax_kvblock.cache.taking import take_hold
 from jax_kvblock.cache.tickets import Offload, Onboard
 from jax_kvblock.cache.tiers import TieredCache
 from jax_kvblock.core import checks
-from jax_kvblock.objects.manager import PoolExhaustedError
 
 
 @dataclass(frozen=True)
@@ -211,14 +211,8 @@ class Resuming:
         if count <= 0:
             return
         self._tiers.make_room(count)
-        free_list = self._tiers.cache._free_list
-        self._rest = _native.take_hold(free_list, count)
-        if self._rest is None:
-            manager = self._tiers.cache.manager
-            raise PoolExhaustedError(
-                f"Resuming: {checks.plural(count, 'block')} more than what comes, "
-                f"{manager.num_free_blocks} of {manager.num_blocks} free"
-            )
+        told = f"Resuming: {checks.plural(count, 'block')} more than what comes"
+        self._rest = take_hold(self._tiers.cache.manager, count, told)
 
     def _take_last(self, ended: Onboard) -> None:
         """That which is not full is there, or is lost and computed again."""

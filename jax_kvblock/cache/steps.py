@@ -14,8 +14,8 @@ import numpy as np
 from jax_kvblock import _native
 from jax_kvblock.cache.namespace import token_array
 from jax_kvblock.cache.table import BlockTable
+from jax_kvblock.cache.taking import attempt, exhausted
 from jax_kvblock.core import checks
-from jax_kvblock.objects.manager import PoolExhaustedError
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -82,19 +82,17 @@ def prepare_step(
     width = checks.check_count(where, "max_blocks", max_blocks)
     kept = checks.check_count(where, "spare", spare)
 
-    made = _native.prepare_step(natives, first, count, width, kept)
+    def take() -> tuple[np.ndarray, ...] | None:
+        return _native.prepare_step(natives, first, count, width, kept)
+
+    made = attempt(tables[0]._manager, take) if natives else take()
     if made is None:
-        manager = tables[0]._manager
-        manager._garbage.collect(manager._memory.free_list)
-        made = _native.prepare_step(natives, first, count, width, kept)
-        if made is None:
-            apart = f" with {kept} to spare" if kept else ""
-            raise PoolExhaustedError(
-                f"{where}: too few blocks for a step of "
-                f"{checks.plural(len(natives), 'sequence')}{apart}, "
-                f"{manager.num_free_blocks} of {manager.num_blocks} free; end or park "
-                "a sequence, or build the manager with a larger num_blocks"
-            )
+        apart = f" with {kept} to spare" if kept else ""
+        sequences = checks.plural(len(natives), "sequence")
+        raise exhausted(
+            tables[0]._manager,
+            f"{where}: too few blocks for a step of {sequences}{apart}",
+        )
     return StepArrays(*made)
 
 

@@ -9,8 +9,9 @@ import numpy as np
 from jax_kvblock import _native
 from jax_kvblock.blocks.transfer import copy_blocks
 from jax_kvblock.cache.namespace import Tokens, token_array
+from jax_kvblock.cache.taking import attempt, exhausted, take_hold
 from jax_kvblock.core import checks
-from jax_kvblock.objects.manager import BlockManager, PoolExhaustedError
+from jax_kvblock.objects.manager import BlockManager
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -127,18 +128,13 @@ class BlockTable:
         where = "BlockTable.reserve"
         tokens = checks.check_count(where, "num_tokens", num_tokens)
         kept = checks.check_count(where, "spare", spare)
-        if self._native.reserve(tokens, kept):
-            return
         manager = self._manager
-        manager._garbage.collect(manager._memory.free_list)
-        if self._native.reserve(tokens, kept):
+        if attempt(manager, lambda: self._native.reserve(tokens, kept)):
             return
         wanted = -(-tokens // self._native.block_size) - len(self)
         apart = f" with {kept} to spare" if kept else ""
-        raise PoolExhaustedError(
-            f"{where}: {checks.plural(wanted, 'block')} asked for{apart}, "
-            f"{manager.num_free_blocks} of {manager.num_blocks} free; end or park a "
-            "sequence, or build the manager with a larger num_blocks"
+        raise exhausted(
+            manager, f"{where}: {checks.plural(wanted, 'block')} asked for{apart}"
         )
 
     def slots(self, start: int, count: int) -> Int[np.ndarray, " count"]:
@@ -212,13 +208,8 @@ class BlockTable:
         if not places:
             return 0
         manager = self._manager
-        fresh = _native.take_hold(manager._memory.free_list, len(places))
-        if fresh is None:
-            raise PoolExhaustedError(
-                f"{where}: {checks.plural(len(places), 'block')} to copy to, "
-                f"{manager.num_free_blocks} of {manager.num_blocks} free"
-            )
-        with fresh:
+        told = f"{where}: {checks.plural(len(places), 'block')} to copy to"
+        with take_hold(manager, len(places), told) as fresh:
             # Few shapes, so that few programs are made; -1 copies nothing.
             size = 1 << (len(places) - 1).bit_length()
             old, new = np.full((2, size), -1, np.int32)

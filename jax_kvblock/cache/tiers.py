@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -21,9 +22,11 @@ from jax_kvblock.cache.host import HostTier
 from jax_kvblock.cache.namespace import Tokens
 from jax_kvblock.cache.prefix import PrefixCache
 from jax_kvblock.cache.table import BlockTable
+from jax_kvblock.cache.taking import take_hold
 from jax_kvblock.cache.tickets import Offload, Onboard, Part
 from jax_kvblock.core import checks
-from jax_kvblock.objects.manager import PoolExhaustedError
+
+LOOK_REST = 20  # `write_through` looks for idle blocks a twentieth of the time at most
 
 
 class TieredCache:
@@ -83,7 +86,14 @@ class TieredCache:
             ("ahead_bytes", ahead_bytes),
         ):
             checks.check_integer("TieredCache", name, value, "pass a number of bytes")
+        if not isinstance(cache, PrefixCache):
+            raise TypeError(f"TieredCache: cache must be a PrefixCache, got {cache!r}")
         manager = cache.manager
+        if host_bytes < manager.spec.block_bytes:
+            raise ValueError(
+                f"TieredCache: host_bytes must hold a block of "
+                f"{manager.spec.block_bytes} bytes, got {host_bytes}"
+            )
         (device,) = manager._memory.devices
         self.cache = cache
         self.write_through = write_through
@@ -100,6 +110,8 @@ class TieredCache:
         host = HostTier(manager.spec, host_bytes, device, landing)
         self.below = Below(host, store, self._chunk, num_rooms)
         self._low, self._high = (int(x * manager.num_blocks) for x in (low, high))
+        self._written: set[bytes] = set()  # of `write_through`, as far as they are idle
+        self._next_look = 0.0
 
     # ---- down ----
 
@@ -111,6 +123,12 @@ class TieredCache:
             are those whose block is below or on its way there.
         """
         keys = what.keys if isinstance(what, BlockTable) else list(what)
+        wrong = [key for key in keys if not isinstance(key, bytes) or len(key) != 32]
+        if wrong:
+            raise TypeError(
+                "offload: pass a table, or keys of 32 bytes as `table.keys` has them, "
+                f"got {wrong[0]!r}"
+            )
         with self.below.lock:
             new = [key for key in keys if not self.below.on_host(key)]
             ids = [self.cache._free_list.find(key) for key in new]
@@ -120,7 +138,8 @@ class TieredCache:
     def make_room(self, num_blocks: int) -> None:
         """Has so many blocks of the device free, if there are idle ones to move down.
 
-        Call it before `reserve`, which takes the place of idle blocks as they are.
+        Call it before `reserve`, which takes the place of idle blocks as they are. It
+        may have to: a block for which host memory has no room stays where it is.
         """
         wanted = checks.check_integer(
             "TieredCache.make_room", "num_blocks", num_blocks, "pass an int"
@@ -132,22 +151,47 @@ class TieredCache:
             victims = _native.victims(self.cache._free_list, missing)
             keys = [key for _, key in victims]
             self.offload(keys)  # the program that reads them is dispatched now
-            self.cache._free_list.forget(keys)
+            moved = [key for key in keys if self.below.on_host(key)]
+            self.cache._free_list.forget(moved)
 
     def maintain(self) -> None:
         """What an engine calls once a step: watermarks, and copies ahead of need."""
         if self.cache.num_free_blocks < self._low:
             self.make_room(self._high)
-        if not self.write_through:
+        now = time.monotonic()
+        if not self.write_through or now < self._next_look:
             return
         with self.below.lock:
             if self.below.coming:  # one at a time: the link is for what is needed, too
                 return
-            free_list = self.cache._free_list
-            victims = _native.victims(free_list, free_list.num_idle)
-            new = [key for _, key in victims if not self.below.on_host(key)]
+            idle = self._idle_keys()
+            # Once each: where host memory is small, one takes the other's place there.
+            self._written &= set(idle)
+            new = [key for key in idle if key not in self._written]
+            new = [key for key in new if not self.below.on_host(key)][: self._chunk]
             if new:
-                self.offload(new[: self._chunk])
+                self._written.update(self.offload(new).keys)
+        ended = time.monotonic()
+        self._next_look = ended + LOOK_REST * (ended - now)
+
+    def flush(self) -> None:
+        """Copies down all idle blocks that are not below, and waits for the store.
+
+        Before a process ends, so that the next one finds them there.
+        """
+        with self.below.lock:
+            idle = self._idle_keys()
+        there = self.below.has(idle)
+        keys = [key for key, below in zip(idle, there, strict=True) if not below]
+        size = min(self._chunk, self.below.host.num_slots)
+        for first in range(0, len(keys), size):  # those that go first come last
+            self.offload(keys[first : first + size]).wait()
+        self.drain()
+
+    def _idle_keys(self) -> list[bytes]:
+        free_list = self.cache._free_list
+        victims = _native.victims(free_list, free_list.num_idle)
+        return [key for _, key in victims]
 
     def _send(
         self, keys: Sequence[bytes], ids: Sequence[int], *, published: bool = True
@@ -257,14 +301,12 @@ class TieredCache:
         # Before others make room for them on the device: those go down, too.
         kept = self.below.keep(keys)
         self.make_room(len(keys))
-        blocks = _native.take_hold(free_list, len(keys))
-        if blocks is None:
+        told = f"onboard: {checks.plural(len(keys), 'block')} to come"
+        try:
+            blocks = take_hold(self.cache.manager, len(keys), told)
+        except BaseException:
             kept.hold.release()
-            manager = self.cache.manager
-            raise PoolExhaustedError(
-                f"onboard: {checks.plural(len(keys), 'block')} to come, "
-                f"{manager.num_free_blocks} of {manager.num_blocks} free"
-            )
+            raise
         ids = blocks.ids
         whole = len(keys)  # how many are there, from the first on
 

@@ -43,13 +43,16 @@ class _Garbage:
         self._start = time.monotonic()
         self._wasted = 0.0
 
-    def collect(self, free_list: _native.FreeList) -> None:
+    def collect(self, free_list: _native.FreeList) -> bool:
+        """Whether blocks came back."""
         began, before = time.monotonic(), len(free_list)
         if self._wasted > 0.5 + (began - self._start) / 50:
-            return
+            return False
         gc.collect()
-        if len(free_list) <= before:
-            self._wasted += time.monotonic() - began
+        if len(free_list) > before:
+            return True
+        self._wasted += time.monotonic() - began
+        return False
 
 
 class BlockManager(Unpicklable):
@@ -201,8 +204,7 @@ class BlockManager(Unpicklable):
     def _take(self, count: int) -> list[_native.Lease]:
         if count <= self.num_blocks:
             leases = self._memory.free_list.take(count)
-            if leases is None:
-                self._garbage.collect(self._memory.free_list)
+            if leases is None and self._garbage.collect(self._memory.free_list):
                 leases = self._memory.free_list.take(count)
             if leases is not None:
                 return leases

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -104,12 +106,39 @@ def test_the_bandwidth_is_measured(tmp_path: Path) -> None:
     with opened(tmp_path, min_bandwidth=1, **probe) as connector:
         assert connector.write_bandwidth > 1 and connector.read_bandwidth > 1
     assert [folder.name for folder in tmp_path.iterdir()] == ["job.heads-0-4"]
-    said = r"writing: [\d.]+ GB/s with 0.999 MiB, less than min_bandwidth, 1e\+06 GB/s"
+    said = r"writing: [\d.]+ GB/s with 0.123 MiB, less than min_bandwidth, 1e\+06 GB/s"
     with pytest.raises(SlowConnectorError, match=said):
         opened(tmp_path, min_bandwidth=1e15, **probe)
     assert [folder.name for folder in tmp_path.iterdir()] == ["job.heads-0-4"]
     with pytest.raises(ValueError, match="job must be letters, digits, _ and -"):
         opened(tmp_path, job="../elsewhere")
+
+
+def test_measuring_takes_no_more_than_what_may_be_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bounds = []
+    whole = DiskConnector._open
+
+    def noted(self, folder, heads, max_bytes, read_only=False):
+        bounds.append(max_bytes)
+        return whole(self, folder, heads, max_bytes, read_only)
+
+    monkeypatch.setattr(DiskConnector, "_open", noted)
+    with opened(tmp_path, min_bandwidth=1, max_bytes=4 << 20) as connector:
+        assert connector.write_bandwidth > 1
+    assert len(bounds) == 2 and max(bounds) <= 4 << 20
+
+
+def test_what_a_killed_process_has_left_goes(tmp_path: Path) -> None:
+    old, new = tmp_path / ".probe-old", tmp_path / ".probe-new"
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "slots").write_bytes(bytes(10))
+    hour_ago = time.time() - 3601
+    os.utime(old, (hour_ago, hour_ago))
+    opened(tmp_path, min_bandwidth=1, probe_bytes=1 << 20).close()
+    assert not old.exists() and new.exists()
 
 
 def test_who_only_reads_measures_with_what_is_there(tmp_path: Path) -> None:

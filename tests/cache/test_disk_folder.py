@@ -154,6 +154,30 @@ def test_read_only(tmp_path: Path) -> None:
             assert place is not None and place.matches(disks.content(key(1)))
 
 
+def test_an_index_is_open_once_in_a_process(tmp_path: Path) -> None:
+    with (
+        disks.tier(tmp_path),
+        pytest.raises(DiskTierError, match="share the DiskTier that this process has"),
+    ):
+        disks.tier(tmp_path, read_only=True)
+
+
+def test_who_reads_needs_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lmdb = pytest.importorskip("lmdb")
+    disks.tier(tmp_path).close()
+
+    def refused(*args: object, **options: object) -> None:
+        error = lmdb.ReadonlyError("index: Permission denied")
+        error.code = errno.EACCES
+        raise error
+
+    monkeypatch.setattr(lmdb, "open", refused)
+    with pytest.raises(DiskTierError, match="who reads has to write its lock, too: "):
+        disks.tier(tmp_path, read_only=True)
+
+
 def test_another_block_size(tmp_path: Path) -> None:
     disks.tier(tmp_path).close()
     says = f"{tmp_path / FOLDER / 'slots'} was made with block_bytes={BLOCK}, not 512"

@@ -8,6 +8,8 @@ from small_caches import small
 from jax_kvblock import PoolExhaustedError
 from jax_kvblock.cache import GroupedCache
 
+ONE = small()
+
 
 def two(window: int = 6) -> GroupedCache:
     return GroupedCache({"full": small(), "near": small()}, windows={"near": window})
@@ -78,6 +80,25 @@ def test_a_window_of_one_block_needs_no_other() -> None:
     assert cache.open(range(9)).num_cached_tokens == 8
 
 
+def test_a_fork_has_its_own_end() -> None:
+    """Copy on write and truncation go through all groups."""
+    cache = two()
+    table = computed(cache, range(10))
+    other = table.fork()
+    other.truncate(9)
+    other.append([77])
+    assert other.writable(9, 1) == 2  # one block in each group
+    assert table.num_tokens == other.num_tokens == 10
+    for name, mine in table.tables.items():
+        theirs = other.tables[name]
+        assert mine.ids[-1] != theirs.ids[-1] and mine.ids[-2] == theirs.ids[-2]
+    other.free()
+    table.free()
+    for one in cache.caches.values():
+        one.check()
+        assert one.stats()["held"] == 0
+
+
 def test_all_groups_or_none() -> None:
     cache = GroupedCache({"a": small(8), "b": small(2)})
     table = cache.open(range(16))
@@ -104,6 +125,11 @@ def test_all_groups_or_none() -> None:
             {"a": small(), "b": small(block_size=8)},
             {},
             "one block_size, got \\[4, 8\\]",
+        ),
+        (
+            dict.fromkeys("ab", ONE),
+            {},
+            "'a' and 'b' have one pool, .* the same keys; .* such as model='.*/b'",
         ),
     ],
 )

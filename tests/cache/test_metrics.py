@@ -11,6 +11,8 @@ import pytest
 from managers import BLOCKS, NT, make_manager
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from small_tiers import Setup
+from tier_stores import MemoryStore
 
 from jax_kvblock.cache import PrefixCache
 from jax_kvblock.cache.event_socket import ZmqPublisher
@@ -123,6 +125,27 @@ def test_places_and_labels_are_told_apart(cache: PrefixCache) -> None:
     assert found["kvblock_published_blocks_total", "model=m", "tier=device"] == 0
     assert found["kvblock_published_blocks_total", "model=m", "tier=host"] == 1
     assert found["kvblock_blocks", "model=m", "state=free", "tier=host"] == 2
+
+
+def test_tiers_tell_their_copies() -> None:
+    store = MemoryStore()
+    one = Setup(host_blocks=2, store=store)
+    with one.computed(range(13)) as table:
+        one.tiers.offload(table).wait()
+    one.tiers.drain()
+    found = read(CacheCollector({"device": one.cache}, tiers=one.tiers))
+    for tier, told in one.tiers.stats().items():
+        for name, field in {
+            "written_bytes": "bytes_in",
+            "read_bytes": "bytes_out",
+            "skipped_blocks": "skipped",
+            "failed_blocks": "failed",
+            "lost_blocks": "lost",
+        }.items():
+            assert found[f"kvblock_tier_{name}_total", f"tier={tier}"] == told[field]
+    assert found["kvblock_tier_written_bytes_total", "tier=host"] == 2 * one.size
+    assert found["kvblock_tier_skipped_blocks_total", "tier=host"] == 1
+    one.tiers.close()
 
 
 def test_names_are_as_prometheus_wants_them(cache: PrefixCache) -> None:

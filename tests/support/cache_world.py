@@ -127,7 +127,7 @@ class World:
         tokens = len(table.tokens) + more
         wanted = -(-tokens // SIZE) - len(table.ids)
         if wanted > 0 and wanted + spare > self.books.num_available:
-            self.books.counters["refused"] += 2  # it tries again after a collection
+            self.books.counters["refused"] += 1
             with refused(kv.PoolExhaustedError, "asked for"):
                 table.real.reserve(tokens, spare=spare)
             return
@@ -161,6 +161,7 @@ class World:
             with refused(ValueError, "is shared; call writable"):
                 table.real.slots(start, stop - start)
         if not self.books.can_take(len(shared)):
+            self.books.counters["refused"] += 1
             with refused(kv.PoolExhaustedError, "to copy to"):
                 table.real.writable(start, stop - start)
             return
@@ -201,7 +202,7 @@ class World:
                 prepare()
             return
         if wanted and wanted + spare > self.books.num_available:
-            self.books.counters["refused"] += 2
+            self.books.counters["refused"] += 1
             with refused(kv.PoolExhaustedError, "too few blocks for a step of"):
                 prepare()
             return
@@ -365,7 +366,7 @@ class World:
     def allocate(self, count: int) -> None:
         if count > self.books.num_available:
             if count <= self.books.num_blocks:  # then it tries again after a collection
-                self.books.counters["refused"] += 2
+                self.books.counters["refused"] += 1
             with refused(kv.PoolExhaustedError, "asked for"):
                 self.manager.allocate_blocks(count)
             return

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import secrets
+import shutil
 import tempfile
 import threading
 import time
@@ -22,6 +23,7 @@ from jax_kvblock.cache.disk.errors import DiskTierError
 from jax_kvblock.cache.namespace import Namespace
 
 _FOLDER = re.compile(r"(?P<job>[\w-]+)\.heads-(?P<first>\d+)-(?P<end>\d+)")
+_PROBE, _PROBE_SECONDS = ".probe-", 3600  # no probe takes as long
 _NO_BOUND = 1 << 62  # who only reads takes nothing
 
 
@@ -132,7 +134,7 @@ class DiskConnector(Connector):
         if max_bytes is not None:
             self._root.mkdir(parents=True, exist_ok=True)
             if min_bandwidth > 0:
-                self._probe(probe_bytes, min_bandwidth)
+                self._probe(probe_bytes, max_bytes, min_bandwidth)
             self._own = self._open(folder, self.heads, max_bytes)
         elif min_bandwidth > 0:
             try:
@@ -198,6 +200,13 @@ class DiskConnector(Connector):
             self.unreadable.pop(name, None)
             self._others[name] = part
 
+    def _remove_old_probes(self) -> None:
+        """Folders of processes that were killed while they measured."""
+        for folder in self._root.glob(f"{_PROBE}*"):
+            with contextlib.suppress(OSError):  # another one removes it, too
+                if time.time() - folder.stat().st_mtime > _PROBE_SECONDS:
+                    shutil.rmtree(folder)
+
     def _probe_reading(self, nbytes: int, least: float) -> None:
         """Reads what others have written, where that is enough to tell a rate."""
         self._look()
@@ -214,15 +223,20 @@ class DiskConnector(Connector):
             rate = check_rate(where, int(sum(found)) * size, seconds, least)
             self.read_bandwidth = min(rate, self.read_bandwidth or rate)
 
-    def _probe(self, nbytes: int, least: float) -> None:
+    def _probe(self, nbytes: int, max_bytes: int, least: float) -> None:
         """Writes and reads blocks in a folder of its own, which goes again."""
+        self._remove_old_probes()
         size = len(self.heads) * self.head_bytes
-        count = max(1, nbytes // size)
+        # Beside the rows: what slots are rounded up to, and the index.
+        most = (max_bytes - (1 << 20)) // (2 * size + (64 << 10)) - 1
+        count = max(1, min(nbytes // size, most))
         keys = [secrets.token_bytes(32) for _ in range(count)]
         rows = np.random.default_rng(0).integers(0, 256, (count, size), np.uint8)
         out = np.empty_like(rows)
-        with tempfile.TemporaryDirectory(dir=self._root, prefix=".probe-") as folder:
-            bound = 2 * rows.nbytes + (count + 1) * (64 << 10) + (1 << 20)
+        with tempfile.TemporaryDirectory(dir=self._root, prefix=_PROBE) as folder:
+            bound = min(
+                2 * rows.nbytes + (count + 1) * (64 << 10) + (1 << 20), max_bytes
+            )
             part = self._open(Path(folder).name, self.heads, bound)
             with contextlib.closing(part):
                 began = time.perf_counter()

@@ -11,8 +11,10 @@ _FIXES = {
     errno.ENOSPC: "free space on its filesystem, or lower max_bytes",
     errno.EDQUOT: "raise the quota, or lower max_bytes",
     errno.EROFS: "use a folder that can be written, or pass read_only=True",
-    errno.EACCES: "use a folder that this user may write, or pass read_only=True",
-    errno.EPERM: "use a folder that this user may write, or pass read_only=True",
+    errno.EACCES: "let this user read its files; who does not pass read_only=True has "
+    "to write them, too",
+    errno.EPERM: "let this user read its files; who does not pass read_only=True has "
+    "to write them, too",
     errno.EFBIG: "use a filesystem with larger files, or lower max_bytes",
     errno.ENOENT: "pass a folder, or a path where one can be made",
     errno.ENOTDIR: "pass a folder, or a path where one can be made",

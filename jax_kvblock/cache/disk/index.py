@@ -180,7 +180,9 @@ class Index:
 
 
 def _error(what: str, path: Path, error: Exception) -> DiskTierError:
-    return DiskTierError(
-        f"DiskTier: could not {what} {path}: {error}; if it goes on, remove the folder "
-        f"{path.parent}, which only holds a cache"
-    )
+    fix = f"if it goes on, remove the folder {path.parent}, which only holds a cache"
+    if "already open" in str(error):
+        fix = "share the DiskTier that this process has open, or close it before"
+    elif getattr(error, "code", 0) in (errno.EACCES, errno.EPERM, errno.EROFS):
+        fix = f"who reads has to write its lock, too: {path}-lock"
+    return DiskTierError(f"DiskTier: could not {what} {path}: {error}; {fix}")
