@@ -9,6 +9,16 @@ from typing import Any
 # Llama's, biases and norms of queries and keys, which is seen from the weights.
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 
+# Of `Config`: numbers from 1 on.
+WHOLE = (
+    "num_layers",
+    "width",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "max_tokens",
+)
 NEEDED = (  # in `config.json`
     "hidden_size",
     "max_position_embeddings",
@@ -46,6 +56,9 @@ class Config:
     max_tokens: int
 
     def __post_init__(self) -> None:
+        for name in WHOLE:
+            _whole(name, getattr(self, name))
+        _real("norm_eps", self.norm_eps)
         if self.num_heads % self.num_kv_heads:
             raise UnknownModelError(
                 f"{self.num_heads} heads are no multiple of {self.num_kv_heads} KV "
@@ -67,13 +80,18 @@ def of_hub(given: Mapping[str, Any]) -> Config:
             raise UnknownModelError(f"config.json: {name} is missing, or no number")
     _require("hidden_act", given.get("hidden_act", "silu"), "silu")
     _require("quantization_config", given.get("quantization_config"), None)
-    heads = given["num_attention_heads"]
+    heads = _whole("num_attention_heads", given["num_attention_heads"])
     dim = given.get("head_dim") or given["hidden_size"] // heads
     # Newer files have all that concerns the rotation under one name.
-    rope = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
+    rope: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        told = given.get(name) or {}
+        if not isinstance(told, Mapping):
+            raise UnknownModelError(f"{name} must be an object, got {told!r}")
+        rope |= told
     _require("partial_rotary_factor", given.get("partial_rotary_factor", 1), 1)
     _require("partial_rotary_factor", rope.get("partial_rotary_factor", 1), 1)
-    theta = rope.get("rope_theta", given.get("rope_theta", 10000.0))
+    theta = _real("rope_theta", rope.get("rope_theta", given.get("rope_theta", 1e4)))
     longest = given["max_position_embeddings"]
     window = given.get("sliding_window")
     if window is not None and given.get("use_sliding_window", True):
@@ -109,16 +127,19 @@ def of_gguf(field: Callable[..., Any], divisors: Any) -> Config:
     def own(name: str, *default: Any) -> Any:
         return field(f"{kind}.{name}", *default)
 
-    heads, width = own("attention.head_count"), own("embedding_length")
-    for name, count in (("head_count", heads), ("head_count_kv", None)):
-        count = own(f"attention.{name}", count)
-        if not isinstance(count, int):
-            raise UnknownModelError(f"{name} differs from layer to layer: {count}")
+    heads = _whole("attention.head_count", own("attention.head_count"))
+    width = _whole("embedding_length", own("embedding_length"))
+    kv_heads = own("attention.head_count_kv", heads)
+    if not isinstance(kv_heads, int):
+        raise UnknownModelError(
+            f"head_count_kv differs from layer to layer: {kv_heads}"
+        )
     dim = own("attention.key_length", width // heads)
     _require("attention.value_length", own("attention.value_length", dim), dim)
     _require("rope.dimension_count", own("rope.dimension_count", dim), dim)
     _require("expert_count", own("expert_count", 0), 0)
-    inv_freq = frequencies(own("rope.freq_base", 10000.0), dim)
+    theta = _real("rope.freq_base", own("rope.freq_base", 10000.0))
+    inv_freq = frequencies(theta, _whole("attention.key_length", dim))
     if divisors is not None:
         inv_freq = tuple(f / float(d) for f, d in zip(inv_freq, divisors, strict=True))
     else:
@@ -130,7 +151,7 @@ def of_gguf(field: Callable[..., Any], divisors: Any) -> Config:
         num_layers=own("block_count"),
         width=width,
         num_heads=heads,
-        num_kv_heads=own("attention.head_count_kv", heads),
+        num_kv_heads=kv_heads,
         head_dim=dim,
         vocab_size=len(field("tokenizer.ggml.tokens")),
         norm_eps=own("attention.layer_norm_rms_epsilon"),
@@ -153,16 +174,26 @@ def _scaled(inv_freq: tuple[float, ...], how: Mapping[str, Any]) -> tuple[float,
     if kind in ("default", "none", None):
         return inv_freq
     if kind == "linear":
-        return tuple(f / how["factor"] for f in inv_freq)
+        factor = _real("factor of rope scaling", how.get("factor"))
+        return tuple(f / factor for f in inv_freq)
     if kind == "llama3":
-        return tuple(_llama3(f, how) for f in inv_freq)
+        needed = {n: _real(f"{n} of rope scaling", how.get(n)) for n in LLAMA3}
+        return tuple(_llama3(f, needed) for f in inv_freq)
     raise UnknownModelError(
         f"scaling of positions must be linear or llama3, got {kind!r}; this model "
         "needs another server"
     )
 
 
-def _llama3(frequency: float, how: Mapping[str, Any]) -> float:
+LLAMA3 = (
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "factor",
+)
+
+
+def _llama3(frequency: float, how: Mapping[str, float]) -> float:
     """Slow turns are slowed down by the factor, quick ones stay (Llama 3.1)."""
     turns = how["original_max_position_embeddings"] * frequency / (2 * math.pi)
     low, high = how["low_freq_factor"], how["high_freq_factor"]
@@ -178,6 +209,19 @@ def _unknown(name: str, got: object) -> UnknownModelError:
         f"{name} must be one of {', '.join(FAMILY)}, got {got!r}: only models of the "
         "Llama family are served"
     )
+
+
+def _whole(name: str, got: Any) -> int:
+    if isinstance(got, bool) or not isinstance(got, int) or got < 1:
+        raise UnknownModelError(f"{name} must be a whole number from 1 on, got {got!r}")
+    return got
+
+
+def _real(name: str, got: Any) -> float:
+    number = isinstance(got, int | float) and not isinstance(got, bool)
+    if not number or not 0 < got < math.inf:
+        raise UnknownModelError(f"{name} must be a number above 0, got {got!r}")
+    return got
 
 
 def _require(name: str, got: object, wanted: object) -> None:

@@ -66,7 +66,8 @@ class Engine:
         max_tokens: of a prompt and its new tokens; what model and pool allow if None.
         host_bytes: memory of a tier below the device, to which sequences that make way
             are moved; 0 for none: they are computed again.
-        store: a tier below that one, as for `TieredCache`.
+        store: a tier below that one, as for `TieredCache`; what is read and made goes
+            there, the rest of it in `stop`.
         disk, disk_bytes: or a folder for it, and how much of its disk it may take.
         policy, reserve: as for `PrefixCache`.
 
@@ -122,7 +123,10 @@ class Engine:
             num_blocks=num_blocks,
         )
         self.cache = PrefixCache(
-            self._manager, model=model.name, policy=policy, reserve=reserve
+            self._manager,
+            model=f"{model.name} {model.revision}",
+            policy=policy,
+            reserve=reserve,
         )
         self.tiers = self._disk = None
         if disk is not None:
@@ -140,7 +144,13 @@ class Engine:
                 max_bytes=disk_bytes,
             )
         if host_bytes:
-            self.tiers = TieredCache(self.cache, host_bytes=host_bytes, store=store)
+            # A store is there for the next start, too: all that is idle goes there.
+            self.tiers = TieredCache(
+                self.cache,
+                host_bytes=host_bytes,
+                store=store,
+                write_through=store is not None,
+            )
         self._scheduler = Scheduler(
             self.cache, self.tiers, max_batch, max_tokens_per_step, draft_tokens
         )
@@ -158,6 +168,11 @@ class Engine:
         self._thread: threading.Thread | None = None
 
     # ---- for everybody ----
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it takes no requests any more."""
+        return self._inbox.closed
 
     def submit(self, request: Request) -> Stream:
         """Queue a request.
@@ -196,6 +211,8 @@ class Engine:
                 self._end(each, "cancelled")
             self._flights.clear()
             if self.tiers is not None:
+                if self.tiers.write_through:
+                    self.tiers.flush()
                 self.tiers.close()
             if self._disk is not None:
                 self._disk.close()
@@ -261,7 +278,8 @@ class Engine:
         if most > self.max_tokens:
             raise ValueError(
                 f"submit: prompt and max_new_tokens are {len(request.prompt)} + "
-                f"{request.max_new_tokens} tokens, of at most {self.max_tokens}"
+                f"{request.max_new_tokens} tokens, of at most {self.max_tokens}; "
+                "shorten the prompt, ask for fewer tokens, or have more blocks"
             )
         vocabulary = self.model.config.vocab_size
         for token in request.prompt:

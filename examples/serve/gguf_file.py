@@ -26,8 +26,10 @@ def open_gguf(path: Path) -> GGUFReader:
     """
     try:
         return GGUFReader(path)
-    except ValueError as error:
-        raise config.UnknownModelError(f"{path} is no GGUF file: {error}") from None
+    except (ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+        raise config.UnknownModelError(
+            f"{path} is no GGUF file, or damaged: {error}"
+        ) from None
 
 
 class GGUFFile(Source):

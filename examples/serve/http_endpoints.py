@@ -146,7 +146,8 @@ class Endpoints:
     # ---- monitors and people ----
 
     async def health(self, request: HttpRequest) -> Response:
-        if self.stopped:
+        if self.engine.stopped:
+            self.stopped = self.stopped or "the engine has stopped"
             raise self.unavailable()
         return JsonResponse({"status": "ok", "model": self.engine.model.name})
 

@@ -61,7 +61,8 @@ class Metrics:
     """What /metrics tells.
 
     Args:
-        engine: whose statistics are told; if it has a `cache`, its books' as well.
+        engine: whose statistics are told; if it has a `cache`, its books' as well,
+            and what its `tiers` copied.
         collectors: further ones.
     """
 
@@ -78,7 +79,10 @@ class Metrics:
         if hasattr(engine, "cache"):
             from jax_kvblock.cache.metrics import CacheCollector
 
-            self._registry.register(CacheCollector({"device": engine.cache}))
+            tiers = getattr(engine, "tiers", None)
+            self._registry.register(
+                CacheCollector({"device": engine.cache}, tiers=tiers)
+            )
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

@@ -281,6 +281,10 @@ class Engine(Protocol):
     model: Model
     max_tokens: int  # a prompt and its new tokens, at most
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it takes no requests any more."""
+
     def submit(self, request: Request) -> Stream:
         """Queue a request.
 

@@ -1,11 +1,14 @@
 """A model to serve: `load_model` reads one, `random_model` makes a tiny one."""
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from smollm2 import tiny
@@ -18,6 +21,7 @@ from serve.safetensors_folder import SafetensorsFolder
 from serve.weights import Params, load_params
 
 DTYPES = ("float32", "bfloat16")
+SAMPLED_ROWS = 16  # of each array, for a model's revision
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class LoadedModel:
     """What an engine runs.
 
     Attributes:
-        name: for people, and for the keys of blocks.
+        name: for people.
         config: what shapes it.
         params: as `load_params` returns them.
         tokenizer: its own.
@@ -41,6 +45,20 @@ class LoadedModel:
     @property
     def max_tokens(self) -> int:
         return self.config.max_tokens
+
+    @cached_property
+    def revision(self) -> str:
+        """Of shape and weights: another model has another one, whatever its name.
+
+        Blocks are kept by it. Of each array some rows are read, spread over all of it.
+        """
+        digest = hashlib.blake2b(repr(self.config).encode(), digest_size=16)
+        paths, _ = jax.tree_util.tree_flatten_with_path(self.params)
+        for path, x in paths:
+            some = np.asarray(x[:: max(1, len(x) // SAMPLED_ROWS)])
+            digest.update(f"{path} {x.shape} {x.dtype}".encode())
+            digest.update(np.ascontiguousarray(some).view(np.uint8))
+        return digest.hexdigest()
 
 
 def load_model(path: str | Path | None = None, dtype: str = "float32") -> LoadedModel:

@@ -20,7 +20,7 @@ from smollm2.cache import cache_dir
 
 from serve import dense
 from serve.engine import Engine
-from serve.interface import Message, Request
+from serve.interface import Message, QueueFullError, Request
 from serve.models import DTYPES, LoadedModel, load_model, random_model
 from serve.view import Screen, Shown, frame, printable, summary
 
@@ -65,6 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             chat(engine, options)
         else:
             answer(engine, options)
+    except (ValueError, QueueFullError) as error:
+        raise SystemExit(f"serve: {error}") from None
     finally:
         engine.stop()
 

@@ -269,6 +269,9 @@ def test_health() -> None:
     engine = FakeEngine()
     with started(engine) as app:
         assert call(app, "GET", "/health").json() == {"status": "ok", "model": "fake"}
+    stopped = call(app, "GET", "/health")
+    assert stopped.status_code == 503
+    assert stopped.json()["error"]["message"] == "the engine has stopped"
     refused = call(app, "POST", TEXT, json=PROMPT)
     assert refused.status_code == 503
     assert "has stopped" in refused.json()["error"]["message"]

@@ -99,12 +99,13 @@ def test_a_full_queue_is_tried_again() -> None:
     """The client honours Retry-After by itself, where it may try again."""
     engine = FakeEngine(max_waiting=1, delay=0.05)
     with served(engine, Limits(retry_seconds=1, drain_seconds=1)) as url:
-        first = engine.submit(Request(prompt=[65], max_new_tokens=4))
+        first = engine.submit(Request(prompt=[65], max_new_tokens=400))
         wait_until(lambda: first.num_new_tokens)
         engine.submit(Request(prompt=[65], max_new_tokens=4))
         given = {"model": "fake", "prompt": "x", "max_tokens": 1}
         with client(url) as api, pytest.raises(openai.RateLimitError):
             api.completions.create(**given)
+        first.cancel()
         with client(url).with_options(max_retries=2) as api:
             assert api.completions.create(**given).choices[0].text == "x"
 

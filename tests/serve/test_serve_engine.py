@@ -14,7 +14,7 @@ from llama_engines import Greedy, Guesses, ask, check_books
 from llama_files import TinyModel
 from serve import engine as engine_module
 from serve.engine import Engine
-from serve.models import LoadedModel
+from serve.models import LoadedModel, load_model
 from tier_stores import MemoryStore
 
 from jax_kvblock.cache.copy_lines import CopyError
@@ -137,13 +137,27 @@ def test_what_was_read_is_on_disk_at_the_next_start(
         engine.run()
         greedy.check(prompt, stream, 20)
         found.append(stream.num_cached_tokens)
-        engine.tiers.offload(engine.cache.namespace.keys(prompt)).wait()
-        engine.tiers.drain()
         check_books(engine)
         engine.stop()
     assert found == [0, len(prompt) // 8 * 8]
     with pytest.raises(ValueError, match="a disk lies below host memory"):
         Engine(tiny[1], **{**given, "host_bytes": 0})
+
+
+def test_a_model_of_the_same_name_finds_nothing_of_another(tmp_path: Path) -> None:
+    for package in ("lmdb", "xxhash", "gguf", "tokenizers"):
+        pytest.importorskip(package)
+    given = {"num_blocks": 32, "block_size": 8, "max_tokens": 128}
+    given |= {"host_bytes": 1 << 22, "disk": tmp_path / "kv", "disk_bytes": 4 << 20}
+    prompt, found = prompts()[5], []
+    for seed in (0, 1, 0):
+        TinyModel.draw("llama", seed).write_gguf(tmp_path / "model.gguf")
+        engine = Engine(load_model(tmp_path / "model.gguf"), **given)
+        stream = ask(engine, prompt, 4)
+        engine.run()
+        engine.stop()
+        found.append(stream.num_cached_tokens)
+    assert found == [0, 0, len(prompt) // 8 * 8]
 
 
 OPTIONS = {

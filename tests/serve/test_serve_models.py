@@ -209,6 +209,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no width": ({"hidden_size": None}, "hidden_size is missing"),
     "heads": ({"num_key_value_heads": 3}, "no multiple of 3 KV heads"),
     "another shape": ({"num_attention_heads": 2}, r"q_proj.weight must be \[32, 48\]"),
+    "no number of KV heads": ({"num_key_value_heads": "2"}, "whole number .* got '2'"),
+    "no heads": ({"num_attention_heads": 0}, "whole number from 1 on, got 0"),
+    "no length": ({"max_position_embeddings": 0}, "whole number from 1 on, got 0"),
+    "no theta": ({"rope_theta": "x"}, "rope_theta must be a number above 0, got 'x'"),
+    "no scaling": ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
+    "no factor": ({"rope_scaling": {"type": "linear"}}, "factor of rope scaling must"),
+    "no factors": ({"rope_scaling": {"rope_type": "llama3"}}, "original_max_position_"),
     "more layers": ({"num_hidden_layers": 3}, "layers.2.self_attn.q_proj.weight are"),
     "fewer layers": ({"num_hidden_layers": 1}, "tensors are none of a Llama's, such"),
 }
@@ -264,9 +271,12 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="has no"):
         load_model(path)
     broken = tmp_path / "broken.gguf"
-    broken.write_bytes(b"GGML" + bytes(100))
-    with pytest.raises(UnknownModelError, match="is no GGUF file"):
-        load_model(broken)
+    whole = TinyModel.draw().write_gguf(tmp_path / "whole.gguf").read_bytes()
+    count = whole[:8] + b"\xff" * 8 + whole[16:]
+    for data in (b"GGML" + bytes(100), whole[: len(whole) // 2], count):
+        broken.write_bytes(data)
+        with pytest.raises(UnknownModelError, match="is no GGUF file, or damaged"):
+            load_model(broken)
 
 
 def test_gguf_files_of_other_models(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ class BooksEngine:
         self._cancelled: set[Stream] = set()
         self._counts: collections.Counter[str] = collections.Counter()
         self._times: collections.deque[float] = collections.deque(maxlen=100_000)
-        self._stopped = False
+        self.stopped = False
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     # ---- from any thread ----
@@ -86,7 +86,7 @@ class BooksEngine:
         room = self.manager.num_blocks * BLOCK_SIZE
         check_request(request, min(self.max_tokens, room))
         with self._changed:
-            check_room(self._stopped, len(self._waiting), self._max_waiting)
+            check_room(self.stopped, len(self._waiting), self._max_waiting)
             stream = Stream(request, self._cancel)
             self._waiting.append(stream)
             if self.keep_streams:
@@ -104,7 +104,7 @@ class BooksEngine:
 
     def stop(self) -> None:
         with self._changed:
-            self._stopped = True
+            self.stopped = True
             self._changed.notify_all()
         self._thread.join()
 
@@ -159,13 +159,13 @@ class BooksEngine:
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._waiting or self._running or self._stopped):
+                while not (self._waiting or self._running or self.stopped):
                     self._changed.wait()
-                if self._stopped:
+                if self.stopped:
                     self._cancelled |= {*self._waiting}
                     self._cancelled |= {each.stream for each in self._running}
                 self._end_cancelled()
-                if self._stopped:
+                if self.stopped:
                     return
                 self._admit()
                 self._counts["steps"] += 1

@@ -161,7 +161,6 @@ class World:
             with refused(ValueError, "is shared; call writable"):
                 table.real.slots(start, stop - start)
         if not self.books.can_take(len(shared)):
-            self.books.counters["refused"] += 1
             with refused(kv.PoolExhaustedError, "to copy to"):
                 table.real.writable(start, stop - start)
             return
@@ -365,7 +364,7 @@ class World:
 
     def allocate(self, count: int) -> None:
         if count > self.books.num_available:
-            if count <= self.books.num_blocks:  # then it tries again after a collection
+            if count <= self.books.num_blocks:  # else nobody is asked
                 self.books.counters["refused"] += 1
             with refused(kv.PoolExhaustedError, "asked for"):
                 self.manager.allocate_blocks(count)

@@ -90,12 +90,12 @@ class FakeEngine:
         self._running: Stream | None = None
         self._finished = self._new = self._prompt = self._failed = 0
         self._thread: threading.Thread | None = None
-        self._stopped = False
+        self.stopped = False
 
     def submit(self, request: Request) -> Stream:
         check_request(request, self.max_tokens)
         with self._lock:
-            check_room(self._stopped, len(self._waiting), self.max_waiting)
+            check_room(self.stopped, len(self._waiting), self.max_waiting)
             stream = Stream(request, self._cancel)
             self._waiting.append(stream)
             self._prompt += stream.num_prompt_tokens
@@ -115,7 +115,7 @@ class FakeEngine:
 
     def stop(self) -> None:
         with self._lock:
-            self._stopped = True
+            self.stopped = True
             self._lock.notify_all()
         if self._thread is not None:
             self._thread.join()
@@ -125,9 +125,9 @@ class FakeEngine:
     def _run(self) -> None:
         while True:
             with self._lock:
-                while not self._waiting and not self._stopped:
+                while not self._waiting and not self.stopped:
                     self._lock.wait()
-                if self._stopped:
+                if self.stopped:
                     return
                 stream = self._running = self._waiting.pop(0)
             self._answer(stream)
@@ -140,7 +140,7 @@ class FakeEngine:
         ids: list[int] = []
         for i in range(request.max_new_tokens):
             time.sleep(self.delay)
-            if self._stopped:
+            if self.stopped:
                 stream.put(Event(None, "", "cancelled"))
             if stream.finish_reason is not None:
                 return
