@@ -66,7 +66,7 @@ class HostTier:
         jax.block_until_ready(self._pool.data)
         address = self._pool.arrays[0].unsafe_buffer_pointer()
         memory = (ctypes.c_uint8 * size).from_address(address)
-        self.rows = np.frombuffer(memory, np.uint8).reshape(places, -1)
+        self.rows: np.ndarray = np.frombuffer(memory, np.uint8).reshape(places, -1)
         self.books = _native.FreeList(self.num_slots)
         if device.platform == "gpu":
             _pinned.add(self)

@@ -227,10 +227,10 @@ class CacheCollector:
                 blocks.add_metric([*values, tier, state], getattr(told, state))
         yield from (usage, blocks)
         if self._tiers is not None:
-            told = self._tiers.stats()
+            copied = self._tiers.stats()
             for name, text, field in TIER_COUNTERS:
                 counter = self._core.CounterMetricFamily(name, text, labels=names)
-                for tier, numbers in told.items():
+                for tier, numbers in copied.items():
                     counter.add_metric([*values, tier], numbers[field])
                 yield counter
         if self._publisher is not None:
