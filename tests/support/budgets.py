@@ -1,11 +1,10 @@
 """What each folder of tests may cost, so that CI does not grow unseen.
 
-Seconds of a processor, those of children and threads included, for the whole suite on
-the oldest jax: what else a machine does counts little. Every run prints what its
-folders took; with --budgets, as in CI, it fails where one took half as much again. Who
-adds tests looks here first, and takes from a folder what another one needs. CI is to
-take 25 minutes and took 80: lint and the CUDA sources 13, this suite 30, the newest jax
-37, which has fewer tests since.
+Seconds of a processor, those of children and threads included, for what CI takes on the
+oldest jax (`.ci/run`: two cases of each test): what else a machine does counts little.
+Every run prints what its folders took; with --budgets, as in CI, it fails where one
+took much more. Who adds tests looks here first, and takes from a folder what another
+one needs: CI is to take 25 minutes.
 """
 
 from __future__ import annotations
