@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from jax_kvblock.cache.event_types import (
+    CPU,
     GPU,
     BlockRemoved,
     BlockStored,
@@ -17,6 +18,7 @@ from jax_kvblock.cache.event_types import (
 
 if TYPE_CHECKING:
     from jax_kvblock.cache.prefix import PrefixCache
+    from jax_kvblock.cache.tiers import TieredCache
 
 # Of one block: "stored" or "removed"; its key; its parent's; its tokens; its id.
 Note = tuple[str, bytes, bytes, Sequence[int], int]
@@ -81,6 +83,16 @@ class EventSource:
             group_idx=group_idx,
             window=window,
         )
+
+    @classmethod
+    def of_host(cls, tiers: TieredCache) -> EventSource:
+        """The source of the host memory below a cache; its books keep events from now.
+
+        Of a block its key is known there, and no tokens.
+        """
+        books = tiers.below.host.books
+        books.keep_events(True)
+        return cls(books, tiers.cache.namespace.spec.block_size, CPU)
 
 
 class EventReader:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 from managers import make_manager
+from small_tiers import Setup
 
 from jax_kvblock import _native
 from jax_kvblock.cache import GroupedCache, Namespace, PrefixCache
@@ -203,6 +204,24 @@ def test_a_salted_sequence_is_told_apart_and_its_salt_is_not_told() -> None:
     assert plain(plain_one)["parent_block_hash"] is None
     assert plain(salted)["parent_block_hash"] == cache.namespace.root(None, "secret")
     assert b"secret" not in BatchEncoder().encode(log.replay()[0])
+
+
+def test_host_memory_tells_what_comes_and_goes() -> None:
+    one = Setup(host_blocks=2)
+    with EventStream([EventSource.of_host(one.tiers)], []) as stream:
+        keys = []
+        for i in range(3):
+            with one.computed([i, *range(3)]) as table:
+                one.tiers.offload(table).wait()
+                keys += table.keys
+        batch = stream.flush()
+    assert batch is not None
+    told = [plain(event) for event in batch.events[1:]]
+    assert {event["medium"] for event in told} == {"CPU"}
+    stored = [k for e in told if "token_ids" in e for k in e["block_hashes"]]
+    gone = [k for e in told if "token_ids" not in e for k in e["block_hashes"]]
+    assert stored == keys and gone == keys[:1]
+    one.tiers.close()
 
 
 def test_groups_of_layers_are_told_apart() -> None:
