@@ -75,6 +75,18 @@ def test_every_function_stays_with_so_many_cases(tmp_path: Path) -> None:
     assert all(len(set(values)) > 1 for values in zip(*grid, strict=True)), grid
 
 
+def test_another_run_takes_other_cases(tmp_path: Path) -> None:
+    one = collected(tmp_path, "--cases=2")
+    other = collected(tmp_path, "--cases=2", "--cases-from=2")
+    both = set(one) & set(other)
+    assert len(one) == len(other) and all(
+        "test_alone" in test or "test_inherited" in test for test in both
+    )
+    assert "test_alone" in both and one == collected(
+        tmp_path, "--cases=2", "--cases-from=50"
+    )
+
+
 def test_what_other_options_leave_is_drawn_from(tmp_path: Path) -> None:
     assert len(collected(tmp_path, "--cases=3", "-k", "[4-")) == 3
 

@@ -1,7 +1,7 @@
 """What each folder of tests may cost, so that CI does not grow unseen.
 
 Seconds of a processor, those of children and threads included, for what CI takes on the
-oldest jax (`.ci/run`: two cases of each test): what else a machine does counts little.
+oldest jax (`.ci/run`: one case of each test): what else a machine does counts little.
 Every run prints what its folders took; with --budgets, as in CI, it fails where one
 took much more. Who adds tests looks here first, and takes from a folder what another
 one needs: CI is to take 25 minutes.

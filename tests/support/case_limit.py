@@ -3,8 +3,8 @@
 The first is for a second run of the suite where another one takes every case, as in CI
 on another jax. The second is for sweeps alone, what is marked `wide`: CI takes some
 cases of each, `make test-all` and a GPU all of them. The cases are drawn by their
-names, so that those of a grid differ in all of its parameters. What is left out counts
-as deselected.
+names, so that those of a grid differ in all of its parameters. A second run takes
+others with `--cases-from K`. What is left out counts as deselected.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("cases")
     for name, help_text in OPTIONS.items():
         group.addoption(name, type=int, metavar="N", help=help_text)
+    help_text = "begin with another case, K places on, where a test has several"
+    group.addoption("--cases-from", type=int, default=0, metavar="K", help=help_text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -45,17 +47,21 @@ def pytest_collection_modifyitems(
             some = [
                 each for each in items if not wide or each.get_closest_marker("wide")
             ]
-            kept -= set(some) - drawn(some, limit)
+            kept -= set(some) - drawn(some, limit, config.getoption("--cases-from"))
     if len(kept) < len(items):
         left_out = [item for item in items if item not in kept]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item in kept]
 
 
-def drawn(items: list[pytest.Item], limit: int) -> set[pytest.Item]:
-    """Of each test function, at most so many."""
+def drawn(items: list[pytest.Item], limit: int, first: int = 0) -> set[pytest.Item]:
+    """Of each test function, at most so many, from one on; behind the last the first."""
     cases = collections.defaultdict[object, list[pytest.Item]](list)
     for item in sorted(items, key=lambda item: zlib.crc32(item.name.encode())):
         # A class may inherit a test: it is another one there.
         cases[item.parent, getattr(item, "originalname", item.name)].append(item)
-    return {item for of_one in cases.values() for item in of_one[:limit]}
+    found = set()
+    for of_one in cases.values():
+        begin = first % len(of_one)
+        found.update((of_one[begin:] + of_one[:begin])[:limit])
+    return found
