@@ -83,7 +83,7 @@ def test_another_run_takes_other_cases(tmp_path: Path) -> None:
         "test_alone" in test or "test_inherited" in test for test in both
     )
     assert "test_alone" in both and one == collected(
-        tmp_path, "--cases=2", "--cases-from=50"
+        tmp_path, "--cases=2", "--cases-from=450"
     )
 
 
