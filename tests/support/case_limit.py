@@ -55,7 +55,7 @@ def pytest_collection_modifyitems(
 
 
 def drawn(items: list[pytest.Item], limit: int, first: int = 0) -> set[pytest.Item]:
-    """Of each test function, at most so many, from one on; the first follow the last."""
+    """Of each test function at most so many, from one on; the first follow the last."""
     cases = collections.defaultdict[object, list[pytest.Item]](list)
     for item in sorted(items, key=lambda item: zlib.crc32(item.name.encode())):
         # A class may inherit a test: it is another one there.
