@@ -24,6 +24,10 @@ def test_sweep(x): pass
 
 def test_alone(): pass
 
+@pytest.mark.cases(7)
+@pytest.mark.parametrize("x", range(9))
+def test_things(x): pass
+
 class TestBase:
     @pytest.mark.parametrize("x", range(2))
     def test_inherited(self, x): pass
@@ -57,17 +61,21 @@ def collected(folder: Path, *options: str) -> list[str]:
 
 def test_every_function_stays_with_so_many_cases(tmp_path: Path) -> None:
     whole = collected(tmp_path)
-    assert len(whole) == 25 + 9 + 1 + 4
+    assert len(whole) == 25 + 9 + 1 + 9 + 4
     kept = collected(tmp_path, "--cases=3")
     assert set(kept) < set(whole) and kept == collected(tmp_path, "--cases=3")
     counts = {
         name: sum(name in test for test in kept)
-        for name in ("test_grid", "test_sweep", "test_alone", "TestBase", "TestOther")
+        for name in (
+            *("test_grid", "test_sweep", "test_alone", "test_things"),
+            *("TestBase", "TestOther"),
+        )
     }
     assert counts == {
         "test_grid": 3,
         "test_sweep": 3,
         "test_alone": 1,
+        "test_things": 7,
         "TestBase": 2,
         "TestOther": 2,
     }
@@ -80,7 +88,8 @@ def test_another_run_takes_other_cases(tmp_path: Path) -> None:
     other = collected(tmp_path, "--cases=2", "--cases-from=2")
     both = set(one) & set(other)
     assert len(one) == len(other) and all(
-        "test_alone" in test or "test_inherited" in test for test in both
+        any(name in test for name in ("test_alone", "test_inherited", "test_things"))
+        for test in both
     )
     assert "test_alone" in both and one == collected(
         tmp_path, "--cases=2", "--cases-from=450"
@@ -88,7 +97,7 @@ def test_another_run_takes_other_cases(tmp_path: Path) -> None:
 
 
 def test_what_other_options_leave_is_drawn_from(tmp_path: Path) -> None:
-    assert len(collected(tmp_path, "--cases=3", "-k", "[4-")) == 3
+    assert len(collected(tmp_path, "--cases=3", "-k", "grid and [4-")) == 3
 
 
 @pytest.mark.parametrize(

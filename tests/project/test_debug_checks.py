@@ -166,6 +166,7 @@ def arrays(function: Callable[[Arrays], Any], changes: Arrays = {}) -> Arrays:  
     return {name: jnp.asarray(x, jnp.int32) for name, x in (good | changes).items()}
 
 
+@pytest.mark.cases(99)
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_said_where_it_is_called(name):
     function, changes, error, message = WRONG[name]

@@ -122,6 +122,7 @@ def run_python(document: str) -> list[str]:
     return left_out
 
 
+@pytest.mark.cases(99)
 @pytest.mark.parametrize(
     "document", [name for name in DOCUMENTS if any(blocks(name, "python"))]
 )
@@ -151,6 +152,7 @@ def compiler(language: str) -> list[str]:
     return [found, *flags, "-L", str(lib), f"-Wl,-rpath,{lib}"]
 
 
+@pytest.mark.cases(99)
 @pytest.mark.parametrize("block", every("c", "rust"), ids=lambda block: block.place)
 def test_programs_compile_and_print_what_is_said(block: Block, tmp_path: Path) -> None:
     source = tmp_path / {"c": "program.c", "rust": "program.rs"}[block.language]
@@ -211,6 +213,7 @@ def check_command(words: list[str]) -> None:
         assert program in known, f"nobody checks {program}"
 
 
+@pytest.mark.cases(99)
 @pytest.mark.parametrize("block", every("sh"), ids=lambda block: block.place)
 def test_commands_exist(block: Block) -> None:
     found = list(commands(block))
@@ -237,6 +240,7 @@ def anchors(document: Path) -> set[str]:
     }
 
 
+@pytest.mark.cases(99)
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links_lead_somewhere(document: str) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", prose(document)):
@@ -248,6 +252,7 @@ def test_links_lead_somewhere(document: str) -> None:
         assert not anchor or anchor in anchors(target), f"{document}: {link}"
 
 
+@pytest.mark.cases(99)
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_files_that_the_text_names_exist(document: str) -> None:
     pattern = r"`((?:cpp|tests|docs|benchmarks|examples|jax_kvblock)/[\w./-]*\w\.\w+)`"
@@ -261,6 +266,7 @@ HEADERS = (
 )
 
 
+@pytest.mark.cases(99)
 @pytest.mark.parametrize("header", HEADERS)
 def test_native_md_names_every_function_and_field(header: str) -> None:
     text = (ROOT / f"cpp/include/kvblock/{header}.h").read_text()

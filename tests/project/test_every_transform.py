@@ -436,6 +436,7 @@ def assert_right(got: Any, want: Any, exact: bool) -> None:
 ON_CPUS = {"spmd_axis_name", "automatic_mesh", "explicit_mesh", "shard_map"}
 
 
+@pytest.mark.cases(24)
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("name", COLUMNS)
 @pytest.mark.parametrize(

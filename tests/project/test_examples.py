@@ -571,6 +571,7 @@ S2_ARGUMENTS: dict[str, tuple[Callable[..., Any], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.cases(99)
 @pytest.mark.cpu
 @pytest.mark.parametrize("name", S2_ARGUMENTS)
 def test_arguments_have_the_names_and_order_of_s2(name: str) -> None:

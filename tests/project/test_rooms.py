@@ -88,6 +88,7 @@ def test_every_folder_is_a_room() -> None:
     assert IMPORTS["jax_kvblock"] == {f"jax_kvblock.{r}" for r in BELOW}
 
 
+@pytest.mark.cases(99)
 @pytest.mark.parametrize("room", BELOW)
 def test_a_room_imports_what_lies_below_it_alone(room: str) -> None:
     wrong = {

@@ -107,6 +107,7 @@ def public_functions() -> dict[str, Callable[..., object]]:
 PUBLIC = public_functions()
 
 
+@pytest.mark.cases(999)
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_signatures_say_what_they_take_and_give(name: str) -> None:
     """Nothing is `Any`, but what a function that is passed in gives; dims are told."""

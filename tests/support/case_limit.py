@@ -4,7 +4,9 @@ The first is for a second run of the suite where another one takes every case, a
 on another jax. The second is for sweeps alone, what is marked `wide`: CI takes some
 cases of each, `make test-all` and a GPU all of them. The cases are drawn by their
 names, so that those of a grid differ in all of its parameters. A second run takes
-others with `--cases-from K`. What is left out counts as deselected.
+others with `--cases-from K`. Where cases are things of their own, such as documents,
+the marker `cases(n)` has the first option leave n of them. What is left out counts as
+deselected.
 """
 
 from __future__ import annotations
@@ -63,5 +65,7 @@ def drawn(items: list[pytest.Item], limit: int, first: int = 0) -> set[pytest.It
     found = set()
     for of_one in cases.values():
         begin = first % len(of_one)
-        found.update((of_one[begin:] + of_one[:begin])[:limit])
+        marked = of_one[0].get_closest_marker("cases")
+        count = max(limit, marked.args[0] if marked else 0)
+        found.update((of_one[begin:] + of_one[:begin])[:count])
     return found
