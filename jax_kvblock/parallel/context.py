@@ -133,6 +133,8 @@ def context_parallel_attention(
         each packed document in the rows of all devices together, and the end of the
         last; a pair where queries and keys differ. In zigzag they are multiples of 2 n,
         and each document is cut over all devices (`to_zigzag(..., cu_seqlens=...)`).
+        Traced boundaries that fall, or are no such multiples, give wrong results
+        without an error, but under `debug_checks`.
       sinks: float32 `[N]`, as in `flash_attention`; on every device all of them.
       q_lens, kv_lens: int32 `[B]`, lengths of the whole sequences (of documents, with
         cu_seqlens). What lies beyond is never seen; outputs there are zeros.

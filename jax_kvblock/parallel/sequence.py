@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jax_kvblock.attention.integers import known_on_host
+from jax_kvblock.core import debug
 from jax_kvblock.core.checks import (
     as_array,
     check_choice,
@@ -57,7 +58,9 @@ def to_zigzag(
       size: how many devices the sequence is cut over.
       axis: the sequence's.
       cu_seqlens: int32 `[documents + 1]`, for packed documents: the first row of each
-        and the end of the last. Each is cut over all devices.
+        and the end of the last, multiples of 2 `size`. Each is cut over all devices.
+        Of traced ones only `debug_checks` knows whether they are; others' rows lie
+        somewhere, some of them twice.
 
     Returns:
       An array like x. Cut over `size` devices along `axis`, each has its chunks.
@@ -137,7 +140,10 @@ def check_divides(where: str, name: str, length: int, by: int) -> None:
 def check_boundaries(
     where: str, cu_seqlens: Any, total: int, by: int, name: str = "cu_seqlens"
 ) -> jax.Array:
-    """Boundaries of documents; their values where they lie on the host."""
+    """Boundaries of documents.
+
+    Their values are checked where they lie on the host, or under `debug_checks`.
+    """
     bounds = check_int32(where, name, cu_seqlens, "[documents + 1]", 1)
     given = known_on_host(where, name, cu_seqlens)
     if bounds.shape[0] < 2:
@@ -147,7 +153,14 @@ def check_boundaries(
             "ends with the end of the last"
         )
     if given is None:
-        return bounds
+        debug.check(_look, where, name, total, by, given=bounds)
+    else:
+        _look(where, name, total, by, given=given)
+    return bounds
+
+
+def _look(where: str, name: str, total: int, by: int, *, given: np.ndarray) -> None:
+    """Whether boundaries rise within `total` rows, in multiples of `by`."""
     if (given[1:] < given[:-1]).any() or given[0] < 0 or given[-1] > total:
         raise ValueError(
             f"{where}: {name} must rise from at least 0 to at most {total}, the rows "
@@ -161,7 +174,6 @@ def check_boundaries(
             f"evenly, got {given[odd[0]]} at {odd[0]}; pad documents by "
             "jax_kvblock.parallel.pad_documents"
         )
-    return bounds
 
 
 def zigzag_rows(length: int, size: int, bounds: jax.Array | None) -> jax.Array:
