@@ -74,7 +74,7 @@ def to_zigzag(
       Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
     """
     x, axis, order = _order_of("to_zigzag", x, size, axis, cu_seqlens)
-    return _taken(x, order, axis)
+    return _taken(x, order, axis, unique_indices=True)
 
 
 def from_zigzag(
@@ -91,16 +91,19 @@ def from_zigzag(
         .at[order]
         .set(jnp.arange(order.shape[0], dtype=jnp.int32), unique_indices=True)
     )
-    return _taken(x, back, axis)
+    return _taken(x, back, axis, unique_indices=True)
 
 
-def _taken(x: jax.Array, order: jax.Array, axis: int) -> jax.Array:
-    """Rows in another order, cut over devices as they were."""
+def _taken(x: jax.Array, order: Any, axis: int, **how: Any) -> jax.Array:
+    """Rows in another order, cut over devices as they were.
+
+    how: what a gather does about rows that are not there.
+    """
     sharding: Any = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
-        return jnp.take(x, order, axis=axis, unique_indices=True)
-    rows = x.at[(*[slice(None)] * axis, order)]
-    return rows.get(out_sharding=sharding, unique_indices=True)
+        return jnp.take(x, order, axis=axis, **how)
+    rows = x.at[(*[slice(None)] * axis, jnp.asarray(order))]
+    return rows.get(out_sharding=sharding, **how)
 
 
 def _order_of(
@@ -319,4 +322,4 @@ def pad_documents(
     source = np.full(total, x.shape[axis], np.int64)  # beyond x: filled with zeros
     for first, n, to in zip(given, lens, starts, strict=False):
         source[to : to + n] = np.arange(first, first + n)
-    return jnp.take(x, source, axis=axis, mode="fill", fill_value=0), starts
+    return _taken(x, source, axis % x.ndim, mode="fill", fill_value=0), starts
