@@ -121,7 +121,8 @@ def context_parallel_attention(
         "ulysses_ring": so in groups, and a ring of the groups: of as many devices as K
         divides among, but of fewer than all where that can be. ("auto" takes larger
         ones, too, and repeats KV heads.)
-        "auto": the one that takes the least time, by a model with measured rates.
+        "auto": the one that takes the least time, by a model with rates of H200s, of
+        which most are measured (docs/context_parallel.md says which, and how).
       layout: "zigzag", as `to_zigzag` lays sequences out, so that all devices have as
         much to do under a causal mask; or "contiguous", device i has the rows from
         `i T` on. Positions, lengths and boundaries count in the sequence in either.
