@@ -141,13 +141,12 @@ def are_finite(a: jax.Array) -> jax.Array:
     return jnp.isfinite(a).all()
 
 
-def worst_gradient(slopes: Any, *given: jax.Array) -> float:
+def worst_gradient(mesh: Mesh, slopes: Any, *given: jax.Array) -> float:
     """How far gradients are from one device's, beside the largest of each array.
 
     given: q, k, v and the gradient of out, in zigzag.
     """
-    device = given[0].sharding.mesh.devices.flat[0]
-    parts = given[0].sharding.mesh.size
+    device, parts = mesh.devices.flat[0], mesh.size
     whole = [from_zigzag(jax.device_put(a, device), parts) for a in given]
     attend = partial(flash_attention, causal=True)
     _, wants = jax.jit(partial(both_passes, attend))(*whole)
@@ -190,7 +189,7 @@ def try_length(
     if not all(are_finite(slope) for slope in slopes):
         raise SystemExit(f"failed: a gradient is not finite at length {length}")
     if first:
-        off = worst_gradient(slopes, q, k, v, d_out)
+        off = worst_gradient(mesh, slopes, q, k, v, d_out)
         if off > bar:
             raise SystemExit(f"failed: a gradient is off by {off:.3g} of its largest")
     return line
