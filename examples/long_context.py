@@ -3,7 +3,8 @@
 The sequence is cut over all devices in zigzag: each has 1 / n of the queries, keys and
 values, and of the gradients. A line is printed for each length: the time of a forward
 pass and of both, the rate of all devices together, and the bytes that a device needs.
-Some rows of the result are computed again by definition.
+Some rows of the result are computed again by definition; gradients have to be finite,
+and at the smallest length those of one device.
 
     python examples/long_context.py                    # on GPUs: up to 1,048,576 tokens
     python examples/long_context.py --cpu-devices 4    # small, on a CPU
@@ -24,9 +25,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_kvblock import flash_attention
 from jax_kvblock.parallel import (
     compiler_options,
     context_parallel_attention,
+    from_zigzag,
     to_zigzag,
 )
 
@@ -133,8 +136,35 @@ def worst_row(out: Any, q: Any, k: Any, v: Any, order: np.ndarray, rows: Any) ->
     return worst
 
 
-def try_length(sizes: Sizes, length: int, mesh: Mesh, options: Any) -> Line:
-    """Times and bytes of one length; raises if a row is wrong."""
+@jax.jit
+def are_finite(a: jax.Array) -> jax.Array:
+    return jnp.isfinite(a).all()
+
+
+def worst_gradient(mesh: Mesh, slopes: Any, *given: jax.Array) -> float:
+    """How far gradients are from one device's, beside the largest of each array.
+
+    given: q, k, v and the gradient of out, in zigzag.
+    """
+    device, parts = mesh.devices.flat[0], mesh.size
+    whole = [from_zigzag(jax.device_put(a, device), parts) for a in given]
+    attend = partial(flash_attention, causal=True)
+    _, wants = jax.jit(partial(both_passes, attend))(*whole)
+    worst = 0.0
+    for slope, want in zip(slopes, wants, strict=True):
+        got = from_zigzag(jax.device_put(slope, device), parts)
+        off = jnp.abs(got.astype(jnp.float32) - want.astype(jnp.float32)).max()
+        worst = max(worst, float(off / jnp.abs(want).max()))
+    return worst
+
+
+def try_length(
+    sizes: Sizes, length: int, mesh: Mesh, options: Any, first: bool = False
+) -> Line:
+    """Times and bytes of one length; raises if a row or a gradient is wrong.
+
+    first: gradients are held against one device's, too, which has to have the room.
+    """
     q, k, v, d_out = draw(sizes, length, mesh, options.seed)
     attend = attention_over(mesh, options.strategy)
     jit = partial(jax.jit, compiler_options=compiler_options(mesh.devices.flat))
@@ -148,7 +178,7 @@ def try_length(sizes: Sizes, length: int, mesh: Mesh, options: Any) -> Line:
     )
     times = 1 if length > 600_000 else 3 if length > 200_000 else 7
     forward_time, out = seconds_of(forward, q, k, v, times=times)
-    both_time, _ = seconds_of(compiled, q, k, v, d_out, times=times)
+    both_time, (_, slopes) = seconds_of(compiled, q, k, v, d_out, times=times)
     line = Line(length, forward_time, both_time, needed)
     order = np.asarray(to_zigzag(jnp.arange(length), mesh.size, axis=0))
     rows = np.random.default_rng(0).integers(0, length, 4)
@@ -156,6 +186,12 @@ def try_length(sizes: Sizes, length: int, mesh: Mesh, options: Any) -> Line:
     bar = 3e-2 if jnp.dtype(sizes.dtype).itemsize == 2 else 1e-4
     if off > bar:
         raise SystemExit(f"failed: a row is off by {off:.3g} at length {length}")
+    if not all(are_finite(slope) for slope in slopes):
+        raise SystemExit(f"failed: a gradient is not finite at length {length}")
+    if first:
+        off = worst_gradient(mesh, slopes, q, k, v, d_out)
+        if off > bar:
+            raise SystemExit(f"failed: a gradient is off by {off:.3g} of its largest")
     return line
 
 
@@ -214,7 +250,8 @@ def main() -> None:
     print("    tokens   forward ms      both ms   TFLOP/s   MiB a device")
     lines = []
     for length in lengths:
-        line = try_length(sizes, length, mesh, options)
+        first = length == min(lengths)
+        line = try_length(sizes, length, mesh, options, first)
         lines.append(line)
         rate = 3.5 * sizes.flops(length) / line.both / 1e12
         print(
@@ -224,7 +261,7 @@ def main() -> None:
         )
     if options.plot is not None:
         draw_plot(lines, sizes, len(devices), options.plot)
-    print("rows that were looked at are right")
+    print("rows and gradients that were looked at are right")
     if jax.default_backend() != "gpu":  # blocks of plain JAX need room of their own
         return
     most = max(line.bytes * len(devices) / sizes.held(line.length) for line in lines)

@@ -68,6 +68,8 @@ def gather(
     a: jax.Array, axis_name: Any, groups: Sequence[Sequence[int]] | None, axis: int
 ) -> jax.Array:
     """`axis` of all devices, or of all of a group, one behind the other."""
+    if not a.shape[axis]:  # XLA gathers no dim of nothing
+        return a
     return jax.lax.all_gather(
         a, axis_name, axis=axis, tiled=True, axis_index_groups=groups
     )

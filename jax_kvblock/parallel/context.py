@@ -121,7 +121,8 @@ def context_parallel_attention(
         "ulysses_ring": so in groups, and a ring of the groups: of as many devices as K
         divides among, but of fewer than all where that can be. ("auto" takes larger
         ones, too, and repeats KV heads.)
-        "auto": the one that takes the least time, by a model with measured rates.
+        "auto": the one that takes the least time, by a model with rates of H200s, of
+        which most are measured (docs/context_parallel.md says which, and how).
       layout: "zigzag", as `to_zigzag` lays sequences out, so that all devices have as
         much to do under a causal mask; or "contiguous", device i has the rows from
         `i T` on. Positions, lengths and boundaries count in the sequence in either.
@@ -133,6 +134,8 @@ def context_parallel_attention(
         each packed document in the rows of all devices together, and the end of the
         last; a pair where queries and keys differ. In zigzag they are multiples of 2 n,
         and each document is cut over all devices (`to_zigzag(..., cu_seqlens=...)`).
+        Traced boundaries that fall, or are no such multiples, give wrong results
+        without an error, but under `debug_checks`.
       sinks: float32 `[N]`, as in `flash_attention`; on every device all of them.
       q_lens, kv_lens: int32 `[B]`, lengths of the whole sequences (of documents, with
         cu_seqlens). What lies beyond is never seen; outputs there are zeros.

@@ -15,8 +15,10 @@ from jax_kvblock.attention.arguments import (
     check_softcap,
     finite,
 )
+from jax_kvblock.attention.cuda import MAX_HEAD_DIM
 from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
 from jax_kvblock.attention.dropout import threshold_of
+from jax_kvblock.attention.qkv import BATCHED
 from jax_kvblock.core.checks import check_choice, check_dtype, check_positive
 from jax_kvblock.parallel import axes
 from jax_kvblock.parallel.sequence import LAYOUTS, SequenceLayout
@@ -47,14 +49,15 @@ class AttentionConfig:
 
     Attributes:
       d_model: the width of what goes in and comes out.
-      num_heads: query heads, which divide d_model.
+      num_heads: query heads, which divide d_model: into head dims that are multiples
+        of 8, up to 256.
       num_kv_heads: key heads, which divide num_heads; as many unless given.
       pattern: FULL, CAUSAL and SLIDING_WINDOW run on one device, or cut by batch and
         heads as jit's shardings say. RING and CONTEXT_PARALLEL have the sequence cut
         over a mesh axis.
       causal: of RING and CONTEXT_PARALLEL. CAUSAL and SLIDING_WINDOW are.
       window: how many keys before its own position a query sees; None for all.
-      softcap, scale, implementation: as in `flash_attention`.
+      softcap, scale, deterministic, implementation: as in `flash_attention`.
       strategy, layout: as in `context_parallel_attention`. In layout "zigzag" what goes
         in is laid out by `to_zigzag`, and so is what comes out. RING has no strategy
         but "ring".
@@ -70,7 +73,8 @@ class AttentionConfig:
 
     Raises:
       TypeError, ValueError: sizes that do not fit, like heads that do not divide
-        d_model; a dtype or an option that no layer has.
+        d_model, or a head dim that attention does not serve; a dtype or an option that
+        no layer has.
     """
 
     d_model: int
@@ -91,6 +95,7 @@ class AttentionConfig:
     max_sequence_length: int | None = None
     dtype: Any = jnp.float32
     dropout: float = 0.0
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         where = "AttentionConfig"
@@ -99,6 +104,14 @@ class AttentionConfig:
             raise ValueError(
                 f"{where}: d_model must be a multiple of num_heads, got {self.d_model} "
                 f"and {self.num_heads}; each head has d_model / num_heads of the width"
+            )
+        by = BATCHED.multiple
+        if self.head_dim % by or self.head_dim > MAX_HEAD_DIM:
+            raise ValueError(
+                f"{where}: d_model / num_heads, the head dim, must be a multiple of "
+                f"{by} from {by} to {MAX_HEAD_DIM}, got {self.d_model} / "
+                f"{self.num_heads} = {self.head_dim}; make the layer with another "
+                "d_model or other num_heads"
             )
         kv_heads = self.num_kv_heads
         if kv_heads is not None:
@@ -140,7 +153,12 @@ class AttentionConfig:
 
     def _check_options(self, where: str) -> None:
         """Those of the attention; numbers become Python floats, which can be hashed."""
-        check_flags(where, causal=self.causal, compiler_options=self.compiler_options)
+        check_flags(
+            where,
+            causal=self.causal,
+            compiler_options=self.compiler_options,
+            deterministic=self.deterministic,
+        )
         check_choice(
             where, "implementation", self.implementation, (None, *IMPLEMENTATIONS)
         )

@@ -415,6 +415,7 @@ def _options(config: AttentionConfig, rate: float) -> dict[str, Any]:
         "window": window,
         "softcap": config.softcap,
         "scale": config.scale,
+        "deterministic": config.deterministic,
         "implementation": config.implementation,
         "dropout_rate": rate,
     }

@@ -8,12 +8,15 @@ from typing import Any
 
 import jax
 import jaxlib
+from jax.sharding import Mesh
+
+from jax_kvblock.core.checks import show
 
 _WHOLE = 1 << 40  # bytes; more than any collective has
 
 
 def compiler_options(
-    devices: Iterable[jax.Device] | None = None, *, combine_gathers: bool = False
+    devices: Mesh | Iterable[jax.Device] | None = None, *, combine_gathers: bool = False
 ) -> dict[str, Any]:
     """Options of `jax.jit` under which what travels hides best under what is computed.
 
@@ -25,7 +28,7 @@ def compiler_options(
       have taken all of them.
 
     Args:
-      devices: those of the mesh; all there are unless given.
+      devices: a mesh, or its devices; all there are unless given.
       combine_gathers: also make one of all-gathers, and of reduce-scatters, that could
         begin together. It is for strategy "all_gather", and for programs without other
         gathers: weights that are cut over devices would be gathered all at once.
@@ -33,10 +36,13 @@ def compiler_options(
     Returns:
       A dict; empty where the devices are no NVIDIA GPUs.
 
+    Raises:
+      TypeError: devices is neither.
+
     Example:
       >>> step = jax.jit(train_step, compiler_options=compiler_options())
     """
-    devices = jax.devices() if devices is None else list(devices)
+    devices = _list_of(devices)
     if not _are_gpus(devices):
         return {}
     kinds = ["collective_permute"]
@@ -46,6 +52,20 @@ def compiler_options(
         f"xla_gpu_{kind}_combine_threshold_bytes": _WHOLE for kind in kinds
     }
     return found | engine_options(devices)
+
+
+def _list_of(devices: Any) -> list[jax.Device]:
+    if isinstance(devices, Mesh):
+        return list(devices.devices.flat)
+    if devices is None:
+        return jax.devices()
+    found = list(devices) if isinstance(devices, Iterable) else []
+    if not found or not all(hasattr(device, "platform") for device in found):
+        raise TypeError(
+            "compiler_options: devices must be a jax.sharding.Mesh or a sequence of "
+            f"devices, got {show(devices)}; pass the mesh, or mesh.devices.flat"
+        )
+    return found
 
 
 def engine_options(devices: Sequence[jax.Device]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jax_kvblock.attention.integers import known_on_host
+from jax_kvblock.core import debug
 from jax_kvblock.core.checks import (
     as_array,
     check_choice,
@@ -57,7 +58,9 @@ def to_zigzag(
       size: how many devices the sequence is cut over.
       axis: the sequence's.
       cu_seqlens: int32 `[documents + 1]`, for packed documents: the first row of each
-        and the end of the last. Each is cut over all devices.
+        and the end of the last, multiples of 2 `size`. Each is cut over all devices.
+        Of traced ones only `debug_checks` knows whether they are; others' rows lie
+        somewhere, some of them twice.
 
     Returns:
       An array like x. Cut over `size` devices along `axis`, each has its chunks.
@@ -71,7 +74,7 @@ def to_zigzag(
       Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
     """
     x, axis, order = _order_of("to_zigzag", x, size, axis, cu_seqlens)
-    return _taken(x, order, axis)
+    return _taken(x, order, axis, unique_indices=True)
 
 
 def from_zigzag(
@@ -88,16 +91,19 @@ def from_zigzag(
         .at[order]
         .set(jnp.arange(order.shape[0], dtype=jnp.int32), unique_indices=True)
     )
-    return _taken(x, back, axis)
+    return _taken(x, back, axis, unique_indices=True)
 
 
-def _taken(x: jax.Array, order: jax.Array, axis: int) -> jax.Array:
-    """Rows in another order, cut over devices as they were."""
+def _taken(x: jax.Array, order: Any, axis: int, **how: Any) -> jax.Array:
+    """Rows in another order, cut over devices as they were.
+
+    how: what a gather does about rows that are not there.
+    """
     sharding: Any = jax.typeof(x).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
-        return jnp.take(x, order, axis=axis, unique_indices=True)
-    rows = x.at[(*[slice(None)] * axis, order)]
-    return rows.get(out_sharding=sharding, unique_indices=True)
+        return jnp.take(x, order, axis=axis, **how)
+    rows = x.at[(*[slice(None)] * axis, jnp.asarray(order))]
+    return rows.get(out_sharding=sharding, **how)
 
 
 def _order_of(
@@ -137,7 +143,10 @@ def check_divides(where: str, name: str, length: int, by: int) -> None:
 def check_boundaries(
     where: str, cu_seqlens: Any, total: int, by: int, name: str = "cu_seqlens"
 ) -> jax.Array:
-    """Boundaries of documents; their values where they lie on the host."""
+    """Boundaries of documents.
+
+    Their values are checked where they lie on the host, or under `debug_checks`.
+    """
     bounds = check_int32(where, name, cu_seqlens, "[documents + 1]", 1)
     given = known_on_host(where, name, cu_seqlens)
     if bounds.shape[0] < 2:
@@ -147,7 +156,14 @@ def check_boundaries(
             "ends with the end of the last"
         )
     if given is None:
-        return bounds
+        debug.check(_look, where, name, total, by, given=bounds)
+    else:
+        _look(where, name, total, by, given=given)
+    return bounds
+
+
+def _look(where: str, name: str, total: int, by: int, *, given: np.ndarray) -> None:
+    """Whether boundaries rise within `total` rows, in multiples of `by`."""
     if (given[1:] < given[:-1]).any() or given[0] < 0 or given[-1] > total:
         raise ValueError(
             f"{where}: {name} must rise from at least 0 to at most {total}, the rows "
@@ -161,7 +177,6 @@ def check_boundaries(
             f"evenly, got {given[odd[0]]} at {odd[0]}; pad documents by "
             "jax_kvblock.parallel.pad_documents"
         )
-    return bounds
 
 
 def zigzag_rows(length: int, size: int, bounds: jax.Array | None) -> jax.Array:
@@ -307,4 +322,4 @@ def pad_documents(
     source = np.full(total, x.shape[axis], np.int64)  # beyond x: filled with zeros
     for first, n, to in zip(given, lens, starts, strict=False):
         source[to : to + n] = np.arange(first, first + n)
-    return jnp.take(x, source, axis=axis, mode="fill", fill_value=0), starts
+    return _taken(x, source, axis % x.ndim, mode="fill", fill_value=0), starts

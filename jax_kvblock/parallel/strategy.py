@@ -1,7 +1,9 @@
-"""What a strategy costs, by measured rates; `strategy="auto"` takes the cheapest.
+"""What a strategy costs, by rates of H200s; `strategy="auto"` takes the cheapest.
 
 The model knows what is computed, what travels, what of that hides under what is
-computed, and what merging costs. docs/context_parallel.md has the rule in words.
+computed, and what merging costs. docs/context_parallel.md has the rule in words. Rates
+of what travels are of a run whose record was not kept; that of heads which are
+exchanged is taken to be that of a gather, and was never measured.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class Rates:
     call: float = 45e-6  # of a call of attention: its tiles begin and end unevenly
     permute: float = 286e9  # bytes that a device sends and receives at once
     gather: float = 241e9  # bytes that come in
-    exchange: float = 241e9  # taken to be that of a gather
+    exchange: float = 241e9  # taken to be that of a gather; not measured
     memory: float = 4.3e12  # bytes read and written
     launch: float = 15e-6  # of a collective
     # What a shard costs that is gathered, its way aside: by so much gathering took

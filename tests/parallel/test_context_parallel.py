@@ -564,6 +564,28 @@ def test_a_window_that_just_reaches_another_chunk(rng, layout, window):
         assert_close(x, want[name])
 
 
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+@pytest.mark.parametrize("sizes", [(0, 0), (0, 32), (32, 0)], ids=str)
+def test_sequences_of_nothing(rng, sizes, cut):
+    """No queries, no keys, or neither; a sink is there for rows without keys."""
+    rows, keys = sizes
+    sinks = cast(rng.standard_normal(4), F32)
+    ids = np.zeros((1, rows), np.int32), np.zeros((1, keys), np.int32)
+    call = draw(
+        rng, F32, batch=1, q_len=rows, kv_len=keys, heads=4, kv_heads=2, dim=8,
+        sinks=sinks, segment_ids=ids,
+    )  # fmt: skip
+    assert_right(call, compute(call, cut))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_documents_of_no_rows(rng, layout):
+    call = documents(rng, q_len=0, kv_len=0, cu_seqlens=np.int32([0, 0]), q_lens=None,
+                     kv_lens=None)  # fmt: skip
+    for strategy in STRATEGIES:
+        assert_right(call, compute(call, Cut(strategy, layout)))
+
+
 def test_scale_and_extreme_ids(rng):
     """A scale of one's own; ids at the ends of int32 are ids like others."""
     ids = np.where(segments(rng, 2, 32) > 0, 2**31 - 1, -(2**31) + 2)

@@ -46,6 +46,12 @@ WRONG = {
         config(num_heads=5), ValueError, "d_model must be a multiple of num_heads"),
     "in ring attention": (
         lambda: create_ring_attention(512, 7), ValueError, "got 512 and 7"),
+    "a head dim of no multiple of 8": (
+        lambda: create_ring_attention(36, 6), ValueError,
+        "^AttentionConfig: d_model / num_heads.* multiple of 8 from 8 to 256, got "
+        "36 / 6 = 6; make the layer with another d_model or other num_heads$"),
+    "a head dim that is too large": (
+        config(d_model=264, num_heads=1), ValueError, "got 264 / 1 = 264"),
     "key heads that do not divide": (
         config(num_kv_heads=3), ValueError, "num_kv_heads must divide num_heads, 4"),
     "no pattern": (config(pattern="ring"), TypeError, "AttentionPatterns.RING"),

@@ -94,6 +94,16 @@ def test_each_pattern(x, name, masked):
     np.testing.assert_allclose(got, by_definition(layer, x, mask), rtol=0, atol=2e-6)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["causal", "ring"])
+def test_determinism_is_handed_on(x, name, deterministic):
+    config = AttentionConfig(WIDTH, HEADS, deterministic=deterministic, **CONFIGS[name])
+    layer = create_attention(config, four() if config.is_parallel else None)
+    text = str(jax.make_jaxpr(jax.grad(lambda layer: layer(x).sum()))(layer))
+    assert f"deterministic={deterministic}" in text
+    assert f"deterministic={not deterministic}" not in text
+
+
 def test_a_layer_outside_of_jit_compiles_once(x):
     """A `shard_map` alone would do so in each call, for seconds."""
     layer = create_ring_attention(WIDTH, HEADS, device=four())

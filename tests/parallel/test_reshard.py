@@ -336,6 +336,20 @@ def test_what_is_refused_inside_of_jit():
     check("reshard_blocks", ValueError, words, lambda: jax.jit(mapped)(*pools))
 
 
+def test_pools_on_two_meshes_are_refused_inside_of_jit():
+    pools = []
+    for axis, first in (("a", 0), ("b", 2)):
+        devices = jax.devices("cpu")[first : first + 2]
+        kinds = (jax.sharding.AxisType.Explicit,)
+        mesh = jax.make_mesh((2,), (axis,), kinds, devices=devices)
+        whole = NamedSharding(mesh, P())
+        pools.append(kv.KVPool.zeros(SPEC, 4, device=whole))
+    words = "pools that jit traces must lie on one mesh|src_pool on|'a': 2|dst_pool on"
+    words += "|'b': 2|call it outside of jit"
+    call = jax.jit(lambda src, dst: reshard_blocks(src, [0], dst, [1]))
+    check("reshard_blocks", ValueError, words, lambda: call(*pools))
+
+
 def test_debug_checks_look_at_ids():
     src, dst = pool_at(on([0, 1])), pool_at(on([2, 3]))
     with kv.debug_checks():

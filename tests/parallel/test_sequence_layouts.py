@@ -311,6 +311,27 @@ def test_sharded_arrays_of_any_kind_of_mesh(f, kind, packed):
     same(jax.jit(lambda x: f(x, 4, cu_seqlens=cu))(put), want)
 
 
+@by_kind
+@pytest.mark.parametrize("spec", [P(None, "c"), P("c"), P()], ids=str)
+def test_padding_of_sharded_arrays(kind, spec):
+    """Cut along the documents or along another dim, they stay so."""
+    mesh, cu = mesh_of(4, kind), [0, 11, 36]
+    x = np.arange(1, 145, dtype=np.int32).reshape(4, 36)
+    want, at = padded(x.T, cu, 8)
+    put = jax.device_put(x, NamedSharding(mesh, spec))
+    got, bounds = pad_documents(put, cu, 4, axis=1)
+    same(got, want.T)
+    assert bounds.tolist() == at
+    inside = jax.jit(lambda x: pad_documents(x, cu, 4, axis=-1)[0])(put)
+    same(inside, want.T)
+    if kind == AxisType.Explicit:
+        cut = NamedSharding(mesh, spec)
+        assert got.sharding.is_equivalent_to(cut, 2)
+        assert inside.sharding.is_equivalent_to(cut, 2)
+    with jax.set_mesh(mesh):
+        same(pad_documents(put, cu, 4, axis=1)[0], want.T)
+
+
 # ---- positions -----------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 from strategy_work import causal
 
@@ -473,6 +473,28 @@ def test_compiler_options(monkeypatch, version, processes, engines):
     assert len(compiler_options([Gpu(0)], combine_gathers=True)) == len(
         compiler_options([Gpu(0)])
     ) + 2  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_compiler_options_of_a_mesh(monkeypatch, shape, four_cpus):
+    """As of its devices."""
+    devices = np.array(jax.devices("cpu")[:4]).reshape(shape)
+    mesh = Mesh(devices, ("a", "b")[: len(shape)])
+    assert compiler_options(mesh) == {}
+    monkeypatch.setattr("jax_kvblock.parallel.options._are_gpus", lambda _: True)
+    assert compiler_options(mesh) == compiler_options(mesh.devices.flat)
+    assert COMBINED in compiler_options(mesh)
+
+
+@pytest.mark.parametrize(
+    "devices",
+    [3, [3], [], "gpu", np.array([[Gpu(0)]])],
+    ids=["a number", "numbers", "none", "a name", "an array of rows"],
+)
+def test_compiler_options_of_no_devices(devices):
+    words = "compiler_options: devices must be .*; pass the mesh, or mesh.devices.flat"
+    with pytest.raises(TypeError, match=words):
+        compiler_options(devices)
 
 
 def test_compiler_options_are_for_gpus(four_cpus):

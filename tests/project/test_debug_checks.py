@@ -19,6 +19,12 @@ from meshes import by_axis_type, mesh_of
 
 import jax_kvblock as kv
 from jax_kvblock.core import debug
+from jax_kvblock.parallel import (
+    context_parallel_attention,
+    from_zigzag,
+    shard_positions,
+    to_zigzag,
+)
 
 SPEC = kv.BlockSpec(3, 2, 4, 2, 16, "float32")
 BLOCKS = 5
@@ -272,6 +278,45 @@ def test_shard_map(four_cpus):
     )
     with kv.debug_checks():
         fails(MESSAGE, jax.jit(run), both)
+
+
+def over_devices(cu: jax.Array) -> Any:
+    """Attention over four devices, each of which has 8 rows."""
+    x = jnp.ones((32, 2, 8))
+    attend = lambda x, cu: context_parallel_attention(  # noqa: E731
+        x, x, x, axis_name="b", strategy="ring", causal=True, cu_seqlens=cu
+    )
+    mesh = mesh_of(shape=(4, 1))
+    return jax.shard_map(attend, mesh=mesh, in_specs=(P("b"), P()), out_specs=P("b"))(
+        x, cu
+    )
+
+
+def positions(cu: jax.Array) -> Any:
+    local = lambda cu: shard_positions(8, axis_name="b", cu_seqlens=cu)  # noqa: E731
+    mesh = mesh_of(shape=(4, 1))
+    return jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P("b"))(cu)
+
+
+BY_BOUNDARIES = {
+    "context_parallel_attention": over_devices,
+    "shard_positions": positions,
+    "to_zigzag": lambda cu: to_zigzag(jnp.ones(32), 4, axis=0, cu_seqlens=cu),
+    "from_zigzag": lambda cu: from_zigzag(jnp.ones(32), 4, axis=0, cu_seqlens=cu),
+}
+
+
+@pytest.mark.parametrize("where", BY_BOUNDARIES)
+def test_boundaries_of_documents_in_zigzag(where, four_cpus):
+    """Without checks nobody knows traced ones."""
+    run = jax.jit(BY_BOUNDARIES[where])
+    cu = [jnp.asarray(x, jnp.int32) for x in ([0, 16, 32], [0, 24, 16], [0, 12, 32])]
+    good, falling, odd = cu
+    jax.block_until_ready(run(odd))
+    with kv.debug_checks():
+        jax.block_until_ready(run(good))
+        fails(rf"{where}: cu_seqlens must rise .* got \[0, 24, 16\]", run, falling)
+        fails(f"{where}: cu_seqlens must be multiples of 8, .* 12 at 1", run, odd)
 
 
 def test_what_comes_of_a_program_that_failed_fails_too():

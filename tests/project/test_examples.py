@@ -82,7 +82,7 @@ def test_attention_over_four_devices_by_length(tmp_path: pathlib.Path) -> None:
     printed = run("long_context.py", *options)
     assert "over 4 x cpu" in printed
     assert len(re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ ", printed, re.M)) == 2
-    assert "rows that were looked at are right" in printed
+    assert "rows and gradients that were looked at are right" in printed
     assert plot.exists() == ("--plot" in options)
 
 

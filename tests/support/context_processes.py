@@ -126,9 +126,9 @@ def main(rank: int, count: int, port: str, case: str, on: str) -> None:
     )  # fmt: skip
     mesh = Mesh(np.array(jax.devices(on)), ("c",))
     assert mesh.size == (4 if on == "cpu" else count)
-    if case == "dies":
+    if case in ("last dies", "first dies"):
         hold("ring", mesh)
-        if rank == count - 1:
+        if rank == (0 if case == "first dies" else count - 1):
             os._exit(7)  # as a process that is killed does
         hold("ring of documents", mesh)
         print("it came through", flush=True)

@@ -37,8 +37,16 @@ from emulated_forward_mutants import FORWARD_EMULATED
 from emulated_mutants import EMULATED
 from gpu_mutants import GPU
 from mutant_list import ROOT, Mutant
+from parallel_mutants import PARALLEL
 
-CPU = (*mutant_list.CPU, *CACHE, *EMULATED, *FORWARD_EMULATED, *CAST_EMULATED)
+CPU = (
+    *mutant_list.CPU,
+    *CACHE,
+    *PARALLEL,
+    *EMULATED,
+    *FORWARD_EMULATED,
+    *CAST_EMULATED,
+)
 
 EMULATOR_DIED = 70  # the exit status; emulator/cuda_runtime.h
 
