@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 from jax_kvblock.attention.arguments import check_flags
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.attention.flash import flash_attention
-from jax_kvblock.attention.options import Output, Rows, SeedLike
+from jax_kvblock.attention.options import Output, PrecisionLike, Rows, SeedLike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 from jax_kvblock.sparse.select import Report
 from jax_kvblock.sparse.selector import MaskOptions, Selector
@@ -20,6 +20,7 @@ class SparseOptions(TypedDict, total=False):
     """What `sparse_attention` hands on to `flash_attention`."""
 
     causal: bool
+    window: tuple[int | None, int | None] | None
     segment_ids: IdRows | tuple[IdRows, IdRows] | None
     q_lens: Integers | None
     kv_lens: Integers | None
@@ -32,6 +33,7 @@ class SparseOptions(TypedDict, total=False):
     dropout_rate: float
     dropout_seed: SeedLike
     deterministic: bool
+    precision: PrecisionLike
     implementation: str | None
 
 
@@ -108,10 +110,10 @@ def sparse_attention(
       selector: a `Selector`, or tiles that one has made before.
       return_lse: also return the log-sum-exp of the listed scores, `[B, T, N]`.
       return_report: also return the selector's `Report` (None of tiles).
-      **options: `causal`, `segment_ids`, `q_lens`, `kv_lens`, `q_offset`, `kv_offset`,
-        `scale`, `softcap`, `sinks`, `bias`, `dropout_rate`, `dropout_seed`,
-        `deterministic` and `implementation`, as in `flash_attention`. Selectors know
-        nothing of softcap, sinks, bias and dropout.
+      **options: `causal`, `window`, `segment_ids`, `q_lens`, `kv_lens`, `q_offset`,
+        `kv_offset`, `scale`, `softcap`, `sinks`, `bias`, `dropout_rate`,
+        `dropout_seed`, `deterministic`, `precision` and `implementation`, as in
+        `flash_attention`. Selectors know nothing of softcap, sinks, bias and dropout.
 
     Returns:
       `[B, T, N, Dv]` in q's dtype; with flags a tuple `(out, lse, report)` of what was

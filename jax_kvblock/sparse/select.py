@@ -18,7 +18,7 @@ import numpy as np
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.core import debug
 from jax_kvblock.core.checks import to_jax
-from jax_kvblock.sparse.grid import Grid, running_count
+from jax_kvblock.sparse.grid import Grid, marked, running_count
 
 DIGIT = 2  # bits of a threshold that a pass finds; a divisor of 32
 # Sums in float32 differ by their order; what is this near to tau has reached it.
@@ -195,10 +195,7 @@ def map_of(tiles: AttentionTiles, cols: int) -> jax.Array:
     """Which tiles are listed: bool `[B|1, N|1, rows, cols]`."""
     entry = jnp.arange(tiles.indices.shape[-1], dtype=jnp.int32)
     used = (entry < tiles.counts[..., None]) & (tiles.indices >= 0)
-    rows = jnp.where(used, tiles.indices, cols).reshape(-1, entry.size)
-    empty = jnp.zeros((rows.shape[0], cols), jnp.bool_)
-    put = jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))
-    return put(empty, rows).reshape(*tiles.counts.shape, cols)
+    return marked(jnp.where(used, tiles.indices, cols), cols)
 
 
 def selection(where: str, grid: Grid, choice: Choice, width: int) -> Selection:

@@ -21,6 +21,7 @@ class MaskOptions(TypedDict, total=False):
     """Who attends to whom, by the names of `flash_attention`."""
 
     causal: bool
+    window: tuple[int | None, int | None] | None
     q_offset: Integers | int | None
     kv_offset: Integers | int | None
     q_lens: Integers | None
@@ -75,12 +76,15 @@ class Selector:
         Args:
           q: `[B, T, N, D]`, floats. k: `[B, S, K, D]` in its dtype; K divides N.
           scale: of the scores, `1 / sqrt(D)` unless given.
-          **mask: `causal`, `q_offset`, `kv_offset`, `q_lens`, `kv_lens` and
-            `segment_ids` as in `flash_attention`; all but `causal` may be traced.
+          **mask: `causal`, `window`, `q_offset`, `kv_offset`, `q_lens`, `kv_lens` and
+            `segment_ids` as in `flash_attention`; all but `causal` and `window` may be
+            traced.
 
         Returns:
-          `Selection(tiles, report)`. Tiles that the mask does not visit are not listed;
-          under `causal` those of a row's own positions are.
+          `Selection(tiles, report)`. Tiles that the mask does not visit are not listed.
+          Under `causal`, a window or segments those of a row's own positions are, or,
+          where a query's own key is not one it sees, that of the nearest it does: no
+          query that attends to something is left with nothing.
 
         Raises:
           TypeError, ValueError: shapes or dtypes do not fit; the selector cannot serve

@@ -96,6 +96,93 @@ def test_each_selector_and_mask(qkv, name, mask):
     assert (kept.any(-1) == seen.any(-1)).all()
 
 
+LEAST = {"sparsity_ratio": 0.95, **TILES}
+SPARSEST = {
+    "random": Random(**LEAST),
+    "block sparse": BlockSparse(run=2, **LEAST),
+    "strided": Strided(**LEAST),
+    "local global": LocalGlobal(num_global=1, **LEAST),
+    "streaming": Streaming(window=1, sinks=0, **TILES),
+    "threshold": AntidiagonalThreshold(tau=0.01, stride=8, sinks=0, **TILES),
+    "pooled": PooledThreshold(tau=None, capacity=1, piece=8, sinks=0, **TILES),
+    "learned": LearnedGate(init_gate(4, 2, 16), sinks=0, **LEAST),
+    "learned, pieces": LearnedGate(init_gate(4, 2, 16), piece=8, sinks=0, **LEAST),
+    "oracle": Oracle(sinks=0, **LEAST),
+    "union": Streaming(window=1, sinks=0, **TILES) | Random(**LEAST),
+}
+# Tiles of several documents; queries and keys of documents that lie elsewhere, fall, or
+# have no keys; queries beyond the keys.
+PACKED = {
+    "documents": {"segment_ids": DOCUMENTS},
+    "short documents": {"segment_ids": np.arange(128)[None] // np.array([[5], [7]])},
+    "document ids that fall": {"segment_ids": 9 - DOCUMENTS},
+    "cross attention": {
+        "segment_ids": (DOCUMENTS, np.repeat([[0, 1], [1, 3]], [100, 28], axis=1))
+    },
+    "documents and lengths": {
+        "segment_ids": DOCUMENTS,
+        "kv_lens": np.int32([100, 64]),
+    },
+    "causal cross attention": {
+        "causal": True,
+        "segment_ids": (2 - DOCUMENTS, np.repeat([[1, 2, 0]] * 2, [9, 79, 40], axis=1)),
+    },
+    "window": {"window": (8, 8)},
+    "window in documents": {"window": (8, 30), "segment_ids": DOCUMENTS},
+    "causal window": {"causal": True, "window": (8, None), "q_offset": 20},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [(name, "documents") for name in SPARSEST]
+    + [("random", label) for label in PACKED if label != "documents"],
+)
+def test_no_query_that_attends_is_left_with_nothing(qkv, name, label):
+    """Also where a tile of queries straddles documents, and lists one tile or two."""
+    mask = {n: _int32(x) for n, x in PACKED[label].items()}
+    static = {n: x for n, x in mask.items() if n in ("causal", "window")}
+    operands = {n: x for n, x in mask.items() if n not in static}
+    select = jit(lambda q, k, o: SPARSEST[name](q, k, **static, **o))
+    tiles = select(*qkv[:2], operands)
+    seen = pairs(2, 128, 128, **mask).any(-1)[:, None]
+    left = allowed_by(tiles, mask).any(-1)
+    np.testing.assert_array_equal(left, np.broadcast_to(seen, left.shape))
+
+
+def _int32(x):
+    """Pairs of segments are operands of one dtype."""
+    if isinstance(x, tuple) and isinstance(x[0], np.ndarray):
+        return tuple(np.asarray(a, np.int32) for a in x)
+    return x.astype(np.int32) if isinstance(x, np.ndarray) else x
+
+
+def test_packed_documents_without_a_causal_mask(rng):
+    """The sizes of docs/sparse.md, an eighth of each: no row of zeros."""
+    q, k, v = draw(rng, batch=1, q_len=256, kv_len=256)
+    documents = np.repeat([[0, 1, 2]], [88, 43, 125], axis=1).astype(np.int32)
+    options = {"segment_ids": documents}
+    tiles = jit(lambda q, k: SPARSEST["pooled"](q, k, **options))(q, k)
+    out = jit(lambda *qkv: sparse_attention(*qkv, tiles, **options))(q, k, v)
+    assert (np.abs(out).max(-1) > 0).all()
+    allowed = allowed_by(tiles, options, 256, 256, 1)
+    np.testing.assert_allclose(out, truth(q, k, v, allowed), rtol=0, atol=3e-6)
+
+
+def test_a_window(qkv):
+    """Selectors choose among the tiles that it visits."""
+    mask = {"window": (20, 9)}
+    for selector in (Random(**BUDGET), SELECTORS["pooled"]):
+        select = jit(lambda q, k, s=selector: tuple(s.select(q, k, **mask)))
+        tiles, report = select(*qkv[:2])
+        out = jit(lambda *qkv, s=selector: sparse_attention(*qkv, s, **mask))(*qkv)
+        allowed = allowed_by(tiles, mask)
+        np.testing.assert_allclose(out, truth(*qkv, allowed), rtol=0, atol=3e-6)
+        seen = in_tiles(pairs(2, 128, 128, **mask), 16, 16).any((-2, -1))[:, None]
+        assert (listed(tiles, 8) <= seen).all()
+        np.testing.assert_array_equal(report.visible[0], seen.sum(-1)[0])
+
+
 def test_odd_lengths_and_queries_at_the_end(rng):
     """Tiles of 16 x 32, the last ones cut; queries are the last 37 of 117 positions."""
     q, k, v = draw(rng, q_len=37, kv_len=117)
