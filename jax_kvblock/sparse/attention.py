@@ -9,7 +9,7 @@ from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.attention.flash import flash_attention
 from jax_kvblock.attention.options import Output, PrecisionLike, Rows, SeedLike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
-from jax_kvblock.sparse.select import Report
+from jax_kvblock.sparse.select import Report, warn_if_short
 from jax_kvblock.sparse.selector import MaskOptions, Selector
 
 if TYPE_CHECKING:
@@ -37,8 +37,13 @@ class SparseOptions(TypedDict, total=False):
     implementation: str | None
 
 
-def mask_options(options: Any) -> MaskOptions:
+def mask_options(where: str, options: Any) -> MaskOptions:
     """Those of the options that say who attends to whom."""
+    if options.get("cu_seqlens") is not None:
+        raise ValueError(
+            f"{where}: cu_seqlens cannot be combined with tile lists; pass packed "
+            "documents as one row, q[None], k[None] and v[None], with segment_ids"
+        )
     names = MaskOptions.__annotations__
     made: Any = {name: x for name, x in options.items() if name in names}
     return made
@@ -122,6 +127,10 @@ def sparse_attention(
     Raises:
       TypeError, ValueError: as `flash_attention` and the selector.
 
+    Warns:
+      UserWarning: outside of jit, where rows are short of tau and the report is not
+        returned.
+
     Example:
       >>> selector = AntidiagonalThreshold(sparsity_ratio=0.9)
       >>> out = sparse_attention(q, k, v, selector, causal=True)
@@ -129,10 +138,9 @@ def sparse_attention(
     where = "sparse_attention"
     check_flags(where, return_lse=return_lse, return_report=return_report)
     report = None
+    mask = mask_options(where, options)
     if isinstance(selector, Selector):
-        tiles, report = selector.select(
-            q, k, scale=options.get("scale"), **mask_options(options)
-        )
+        tiles, report = selector.select(q, k, scale=options.get("scale"), **mask)
     elif isinstance(selector, AttentionTiles):
         tiles = selector
     else:
@@ -144,4 +152,6 @@ def sparse_attention(
     parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
     if return_report:
         parts = (*parts, report)
+    elif report is not None:
+        warn_if_short(where, report, "pass return_report=True")
     return parts if len(parts) > 1 else parts[0]

@@ -9,6 +9,7 @@ three candidates. Lists are counts that are searched.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -209,11 +210,31 @@ def selection(where: str, grid: Grid, choice: Choice, width: int) -> Selection:
     return Selection(tiles, report)
 
 
-def _look(where: str, *, short: np.ndarray, mass: np.ndarray) -> None:
+def warn_if_short(where: str, report: Report, fix: str, level: int = 3) -> None:
+    """Of a report that is not returned: rows short of tau, where that is known.
+
+    Its text is always the same, so that Python shows it once for a place in the text of
+    the caller, `level` calls from here.
+    """
+    short = report.short
+    if short is None or isinstance(short, jax.core.Tracer) or not np.any(short):
+        return
+    warnings.warn(
+        f"{where}: capacity or sparsity_ratio is too small for tau in some rows of "
+        f"tiles, which list less than it asks for; list more tiles, ask for less, or "
+        f"{fix} and look at report.rows_short",
+        UserWarning,
+        stacklevel=level,
+    )
+
+
+def _look(where: str, *, short: np.ndarray, mass: np.ndarray | None = None) -> None:
     at = debug.first_bad(short)
     if at is not None:
+        one = f"{debug.place('short', at)} is True"
+        if mass is not None:
+            one = f"{debug.place('mass', at)} is {float(mass[at]):.3f}"
         raise ValueError(
             f"{where}: capacity is too small for tau in {int(short.sum())} of "
-            f"{short.size} rows of tiles: {debug.place('mass', at)} is "
-            f"{float(mass[at]):.3f}; list more tiles, or ask for less"
+            f"{short.size} rows of tiles: {one}; list more tiles, or ask for less"
         )

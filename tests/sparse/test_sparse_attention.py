@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from messages import check
 from sparse_cases import TILES, draw, in_tiles, listed, pairs, spread, truth
 
+import jax_kvblock
 from jax_kvblock import AttentionTiles, flash_attention
 from jax_kvblock.sparse import (
     AntidiagonalThreshold,
@@ -26,6 +28,7 @@ from jax_kvblock.sparse import (
     ScoredSelector,
     Streaming,
     Strided,
+    create_sparse_attention,
     init_gate,
     sparse_attention,
 )
@@ -349,6 +352,34 @@ def test_lse_and_report(qkv):
     np.testing.assert_array_equal(out, want)
 
 
+def test_rows_short_of_tau_are_told_of(qkv):
+    """By the report, or by one warning for each place in the caller's text."""
+    q, k, v = qkv
+    short = AntidiagonalThreshold(tau=0.99, capacity=2, stride=8, **TILES)
+    layer = create_sparse_attention(64, 4, selector=short)
+    x = jnp.reshape(q, (2, 128, 64))
+    calls = {
+        "sparse_attention": lambda: sparse_attention(q, k, v, short),
+        "AntidiagonalThreshold": lambda: short(q, k),
+        "DynamicSparseAttention": lambda: layer(x),
+    }
+    for where, call in calls.items():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("default")
+            call()
+            call()
+        assert [str(w.message).startswith(f"{where}: ") for w in told] == [True]
+        assert told[0].filename == __file__ and told[0].category is UserWarning
+        assert "too small for tau" in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sparse_attention(q, k, v, short, return_report=True)
+        layer.with_report(x)
+        short.select(q, k)
+        AntidiagonalThreshold(tau=0.99, stride=8, **TILES)(q, k)
+        jit(short)(q, k)
+
+
 def test_options_of_flash_attention(qkv):
     selector = SELECTORS["streaming"]
     tiles = selector(*qkv[:2], causal=True)
@@ -377,6 +408,22 @@ def test_a_selector_of_ones_own(qkv):
     assert listed(tiles, 8)[..., 3].all() and listed(tiles, 8)[..., 0].all()
 
 
+def test_debug_checks_of_lists_that_only_a_device_knows(qkv):
+    """A tile twice: an error under `debug_checks`, inside of jit, too."""
+
+    def run(tiles):
+        return sparse_attention(*qkv, tiles)
+
+    tiles = jax.tree.map(jnp.asarray, TWICE)
+    once = dataclasses.replace(tiles, indices=tiles.indices.at[..., 1].set(3))
+    with jax_kvblock.debug_checks():
+        words = "list a tile once|tile 0 twice in indices[0, 0, 0]"
+        check("flash_attention", ValueError, words, lambda: run(tiles))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="tile 0 twice"):
+            jax.block_until_ready(jit(run)(tiles))
+        jax.block_until_ready(jit(run)(once))
+
+
 # On the host, where they are looked at.
 TWICE = AttentionTiles(
     np.zeros((1, 1, 8, 2), np.int32), np.full((1, 1, 8), 2, np.int32), 16, 16
@@ -387,6 +434,14 @@ BAD = {
         "sparse_attention",
         TypeError,
         "Selector or AttentionTiles|float",
+    ),
+    "packed": (
+        lambda q, k, v: sparse_attention(
+            q[0], k[0], v[0], SELECTORS["random"], cu_seqlens=([0, 100, 128],) * 2
+        ),
+        "sparse_attention",
+        ValueError,
+        "cu_seqlens|segment_ids|q[None]",
     ),
     "twice": (
         lambda q, k, v: sparse_attention(q, k, v, TWICE),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from attention_model import jit
 from messages import check
-from sparse_cases import BLOCK, TILES, in_tiles, listed, pairs
+from sparse_cases import BLOCK, TILES, draw, in_tiles, listed, pairs
 
 import jax_kvblock
-from jax_kvblock.sparse import select_tiles
+from jax_kvblock.sparse import AntidiagonalThreshold, Streaming, select_tiles
 from jax_kvblock.sparse.grid import Grid, running_count
 from jax_kvblock.sparse.select import lists_of, map_of, sorted_bits
 
@@ -211,6 +211,30 @@ def test_debug_checks_make_an_error_of_a_capacity_that_is_too_small(rng):
             select_tiles(mass, tau=0.8, capacity=2, **SIZES)
         with pytest.raises(jax.errors.JaxRuntimeError, match="capacity is too small"):
             jax.block_until_ready(run(mass, tau=0.8, capacity=2))
+
+
+def test_debug_checks_of_a_union_whose_part_is_short(rng):
+    """It has no mass to tell of, and rows that list everything are not short."""
+    q, k, _ = draw(rng)
+    part = AntidiagonalThreshold(tau=0.99, capacity=3, stride=8, **TILES)
+    short = Streaming(window=1, **TILES) | part
+    whole = Streaming(window=8, **TILES) | part
+    report = short.select(q, k, causal=True).report
+    rows = np.asarray(report.short)
+    assert rows.any() and not rows[..., :3].any()
+    # Rows that list all that they see.
+    full = np.asarray(report.listed == report.visible)
+    assert full.any() and not (rows & full).any()
+    with jax_kvblock.debug_checks():
+        check(
+            "Union",
+            ValueError,
+            "capacity is too small for tau|short[0, |list more tiles",
+            lambda: short.select(q, k, causal=True),
+        )
+        report = whole.select(q, k, causal=True).report
+    assert int(report.rows_short) == 0 and float(report.share) == 1
+    assert int(part.select(q, k, causal=True).report.rows_short) > 0
 
 
 def test_rows_of_which_nothing_is_known_take_what_they_may():
