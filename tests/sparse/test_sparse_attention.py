@@ -322,6 +322,68 @@ def test_what_is_not_listed_is_never_read(qkv):
     assert np.isnan(got).any()
 
 
+@pytest.mark.parametrize("hurt", ["k", "v"])
+def test_what_no_head_lists_reaches_neither_output_nor_gradients(qkv, hurt):
+    """NaN in a tile of keys or values: of heads in two groups, each with its list."""
+    indices = np.array([[2, 5], [5, 0], [1, 3], [7, 2]], np.int32)  # heads 0, 1 | 2, 3
+    indices = jnp.broadcast_to(indices[:, None], (1, 4, 8, 2))
+    tiles = AttentionTiles(indices, jnp.full((1, 4, 8), 2, jnp.int32), 16, 16)
+
+    def run(q, k, v):
+        out = sparse_attention(q, k, v, tiles)
+        return jnp.sum(jnp.sin(out)), out
+
+    program = jit(jax.value_and_grad(run, (0, 1, 2), has_aux=True))
+
+    def with_nan(group, *cols):
+        arrays = dict(zip("qkv", map(np.array, qkv), strict=True))
+        for col in cols:
+            arrays[hurt][:, 16 * col : 16 * col + 16, group] = np.nan
+        (_, out), slopes = program(*map(jnp.asarray, arrays.values()))
+        return out, slopes
+
+    (_, want), wanted = program(*qkv)
+    # A group's keys are hurt where neither of its heads looks; the other's may.
+    for group, cols in ((0, (1, 3, 4, 6, 7)), (1, (0, 4, 5, 6))):
+        out, slopes = with_nan(group, *cols)
+        np.testing.assert_array_equal(out, want)
+        for got, other in zip(slopes, wanted, strict=True):
+            np.testing.assert_array_equal(got, other)
+    # What one head of a group lists is not the other's.
+    out, (of_q, *_) = with_nan(0, 0)
+    for got, other in ((out, want), (of_q, wanted[0])):
+        np.testing.assert_array_equal(got[:, :, [0, 2, 3]], other[:, :, [0, 2, 3]])
+        assert np.isnan(got[:, :, 1]).all()
+
+
+@pytest.mark.parametrize("name", ["random", "pooled"])
+def test_forward_and_second_derivatives(rng, name):
+    """Of what attention gives with the lists as a mask."""
+    q, k, v = draw(rng, batch=1, q_len=32, kv_len=32, heads=2, kv_heads=1)
+    selector = dataclasses.replace(SELECTORS[name], block_q=16, block_kv=16)
+    tiles = selector(q, k, causal=True)
+    allowed = allowed_by(tiles, {"causal": True}, 32, 32, 1)
+    bias = jnp.where(jnp.asarray(allowed), 0.0, -jnp.inf).astype(jnp.float32)
+    move = draw(rng, batch=1, q_len=32, kv_len=32, heads=2, kv_heads=1)
+
+    def sparse(q, k, v):
+        return jnp.sum(jnp.sin(sparse_attention(q, k, v, selector, causal=True)))
+
+    def dense(q, k, v):
+        scores = jnp.einsum("btnd,bsd->bnts", q, k[:, :, 0], precision="highest")
+        p = jax.nn.softmax(scores / 4 + bias)
+        return jnp.sum(jnp.sin(jnp.einsum("bnts,bsd->btnd", p, v[:, :, 0])))
+
+    def derivatives(f):
+        first = jax.jvp(f, (q, k, v), move)[1]
+        slopes = jax.grad(f, (0, 1, 2))
+        return first, jax.jvp(slopes, (q, k, v), move)[1]  # the Hessian times a vector
+
+    got, want = (jit(lambda f=f: derivatives(f))() for f in (sparse, dense))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
 def test_what_lies_beyond_the_lengths_may_be_anything(qkv):
     q, k, v = (np.array(x) for x in qkv)
     lens = {"q_lens": np.int32([100, 128]), "kv_lens": np.int32([90, 33])}
