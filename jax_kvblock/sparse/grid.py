@@ -133,7 +133,7 @@ class Grid:
         if self.reach is not None:
             seen = seen & (cols <= last[..., None] + self.reach)
         if self.left is not None:
-            ends = np.minimum(cols + self.block_kv, self.kv_len)
+            ends: Any = np.minimum(cols + self.block_kv, self.kv_len)
             if self.kv_lens is not None:
                 ends = jnp.minimum(ends, kv_end)
             seen = seen & (ends[..., None, :] > first[..., None] - self.left)
