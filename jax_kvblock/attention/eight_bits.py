@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_kvblock.attention.config import Operands, row_of_each
+from jax_kvblock.core import debug
 from jax_kvblock.core.checks import check_array, show, to_jax
 from jax_kvblock.core.types import ArrayIn
 
@@ -29,7 +31,8 @@ class AttentionScales:
     `[B|1, N|1, blocks]`: for a head one number, or one for each 128 rows, `ceil(T /
     128)` or `ceil(S / 128)`. Values have one for a head. A scale is not negative: a
     negative one, or NaN, makes NaN of every row that it reaches. With 0 an array is
-    zeros there.
+    zeros there. An infinite one of NumPy is an error, and any under `debug_checks`;
+    elsewhere rows that it reaches have no meaning.
 
     Attributes:
       q, k, v: the scales of each.
@@ -78,7 +81,10 @@ def check_scales(where: str, scales: Any, q: Any, k: Any) -> tuple[Any, Any, Any
                 f"{where}: scales.{name} must be [], [{heads}] or [1 or {batch}, 1 or "
                 f"{heads}, 1{of_blocks}] (a block is {SCALE_ROWS} rows), got {show(x)}"
             )
+        if not isinstance(x, jax.Array):
+            _look(where, name, scales=np.asarray(x))
         x = to_jax(x)
+        debug.check(_look, where, name, scales=x)
         if x.ndim < 3:
             x = x.reshape(1, -1, 1)
         return jnp.broadcast_to(x, (x.shape[0], heads, x.shape[2]))
@@ -89,6 +95,16 @@ def check_scales(where: str, scales: Any, q: Any, k: Any) -> tuple[Any, Any, Any
         operand("k", kv_heads, k.shape[-3]),
         operand("v", kv_heads, None),
     )
+
+
+def _look(where: str, name: str, *, scales: np.ndarray) -> None:
+    at = debug.first_bad(np.isinf(scales))
+    if at is not None:
+        raise ValueError(
+            f"{where}: {debug.place(f'scales.{name}', at)} must be finite, got "
+            f"{float(scales[at])}; leave what is not finite out of the largest number "
+            "that a scale is made of"
+        )
 
 
 def widened(x: Operands) -> Operands:

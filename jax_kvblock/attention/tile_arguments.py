@@ -10,6 +10,7 @@ import numpy as np
 from jax_kvblock.attention.config import AttentionConfig, AttentionTiles
 from jax_kvblock.attention.integers import known_on_host, saturated
 from jax_kvblock.attention.mask_tiles import FULL, check_tile_side, words_of
+from jax_kvblock.core import debug
 from jax_kvblock.core.checks import check_array, check_int32, show, to_jax
 
 
@@ -59,7 +60,11 @@ def check_tiles(
             f"tiles.indices without its last dim, got {show(counts)}"
         )
     partial, masks = _partial_tiles(where, tiles, config, indices)
-    _check_entries(where, tiles, -(-s // config.block_kv))
+    num_kv = -(-s // config.block_kv)
+    check_entries(where, tiles, num_kv)
+    count = 0 if masks is None else masks.shape[0]
+    lists = {"indices": indices, "counts": counts, "partial": partial}
+    debug.check(_look, where, num_kv, count, **lists)
     return indices, counts, partial, masks
 
 
@@ -97,19 +102,33 @@ def _partial_tiles(
     return partial, to_jax(masks)
 
 
-def _check_entries(where: str, tiles: AttentionTiles, num_kv: int) -> None:
+def check_entries(where: str, tiles: AttentionTiles, num_kv: int) -> None:
     """What the lists say, where their values are known."""
     indices = known_on_host(where, "tiles.indices", tiles.indices)
     counts = known_on_host(where, "tiles.counts", tiles.counts)
     if indices is None or counts is None:
         return
+    partial, count = None, 0
+    if tiles.partial is not None and tiles.masks is not None:
+        partial = known_on_host(where, "tiles.partial", tiles.partial)
+        count = tiles.masks.shape[0]
+    _look(where, num_kv, count, indices=indices, counts=counts, partial=partial)
+
+
+def _look(
+    where: str,
+    num_kv: int,
+    count: int,
+    *,
+    indices: np.ndarray,
+    counts: np.ndarray,
+    partial: np.ndarray | None = None,
+) -> None:
     entry = np.arange(indices.shape[-1])
     used = (entry < counts[..., None]) & (indices >= 0) & (indices < num_kv)
     _check_once(where, indices, used)
-    if tiles.partial is not None and tiles.masks is not None:
-        partial = known_on_host(where, "tiles.partial", tiles.partial)
-        if partial is not None:
-            _check_rows_of_masks(where, partial, used, tiles.masks.shape[0])
+    if partial is not None:
+        _check_rows_of_masks(where, partial, used, count)
 
 
 def _check_once(where: str, indices: np.ndarray, used: np.ndarray) -> None:

@@ -33,12 +33,13 @@ def debug_checks(enable: bool = True) -> Iterator[None]:
     are: what is out of range reads zeros, is not seen or not written. Under this
     context manager `paged_attention`, `append_kv`, `rope_append`, `gather_kv` and the
     functions that gather, scatter, copy and transfer blocks look at them on the host;
-    −1 stays padding. `context_parallel_attention` and the functions that lay sequences
-    out look at boundaries of packed documents. Outside of jit an IndexError or
-    ValueError comes from the call, before it runs. Inside of it (also in scan, vmap and
-    shard_map) the program fails: `jax.errors.JaxRuntimeError`, which ends with the same
-    text, comes from the program or, at the latest, from `block_until_ready` on its
-    results. A pool that was donated to it is lost.
+    −1 stays padding. `flash_attention` looks at tile lists and at scales of 8 bits,
+    selectors at rows that are short of tau, and `context_parallel_attention` and the
+    functions that lay sequences out at boundaries of packed documents. Outside of jit
+    an IndexError or ValueError comes from the call, before it runs. Inside of it (also
+    in scan, vmap and shard_map) the program fails: `jax.errors.JaxRuntimeError`, which
+    ends with the same text, comes from the program or, at the latest, from
+    `block_until_ready` on its results. A pool that was donated to it is lost.
 
     It is of this thread. A function that was compiled without checks is compiled again
     with them; off, nothing is added to a program. On, each call waits for the host, and

@@ -13,13 +13,14 @@ from jax_kvblock.attention.arguments import check_flags, normalize
 from jax_kvblock.attention.options import Output, Rows
 from jax_kvblock.attention.qkv import check_qkv
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
+from jax_kvblock.fp8 import derivatives
 from jax_kvblock.fp8.config import FP8AttentionConfig
 from jax_kvblock.fp8.quantize import PLAIN, quantize_qkv
 
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-_WHERE = "fp8_attention"
+_WHERE = derivatives.WHERE
 
 
 class FP8Options(TypedDict, total=False):
@@ -89,11 +90,12 @@ def fp8_attention(
     log-sum-exp of the keys as they were. Probabilities are rounded to e4m3, too: beside
     `flash_attention` a row differs by about 5 % of its size where queries, keys and
     values are normally distributed. Sums are float32: the tensor cores' own, which
-    keep fewer bits, never go beyond 128 keys.
+    keep fewer bits, never go beyond 512 keys.
 
     The gradients of q, k and v are those of `flash_attention`, in their dtype and of
     the arrays as they are; the forward pass is computed once more for them. They are of
-    reverse mode, once.
+    reverse mode, once: forward mode and derivatives of gradients are errors, and
+    `flash_attention` of the arrays in bfloat16 has both.
 
     Args:
       q, k, v: `[B, T, N, D]`, `[B, S, K, D]`, `[B, S, K, Dv]`, bfloat16 or float16 (or
@@ -113,6 +115,7 @@ def fp8_attention(
     Raises:
       TypeError, ValueError: an argument does not fit, or no hardware in reach
         multiplies 8 bits; the message says what would.
+      NotImplementedError: a derivative of forward mode or of a gradient.
 
     Example:
       >>> q = jnp.ones((2, 1024, 8, 128), jnp.bfloat16)
@@ -145,7 +148,8 @@ def fp8_attention(
     known = {name: x for name, x in arrays.items() if x is not None}
     options = tuple(static.items())
     how = (config, options, return_lse, implementation)
-    return _attend(how, jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), known)
+    q, k, v = (derivatives.in_reverse(jnp.asarray(x)) for x in (q, k, v))
+    return _attend(how, q, k, v, known)
 
 
 def _forward(how: Any, q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
@@ -177,6 +181,7 @@ def _attend(how: Any, q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
 
 
 def _attend_forward(how: Any, q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
+    q, k, v = (derivatives.once(x) for x in (q, k, v))
     return _forward(how, q, k, v, arrays), (q, k, v, arrays)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock.attention.arguments import check_flags
-from jax_kvblock.attention.config import default_scale
+from jax_kvblock.attention.arguments import check_flags, check_window
+from jax_kvblock.attention.config import OPEN, default_scale
 from jax_kvblock.attention.mask_tiles import check_tile_side
 from jax_kvblock.core.checks import as_int, check_array, check_int32, show, to_jax
 from jax_kvblock.sparse.budget import check_number
@@ -71,6 +71,7 @@ def grid_of(
     blocks: tuple[int, int],
     *,
     causal: Any = False,
+    window: Any = None,
     q_offset: Any = None,
     kv_offset: Any = None,
     q_lens: Any = None,
@@ -80,6 +81,10 @@ def grid_of(
     """The grid of a call: sizes are B, T and S."""
     batch, q_len, kv_len = sizes
     check_flags(where, causal=causal)
+    left, right = (
+        None if side == OPEN or side >= FARTHEST else side
+        for side in check_window(where, bool(causal), window)
+    )
     offsets = [
         _offset(where, name, x, batch)
         for name, x in (("q_offset", q_offset), ("kv_offset", kv_offset))
@@ -89,16 +94,25 @@ def grid_of(
         for name, x in (("q_lens", q_lens), ("kv_lens", kv_lens))
     ]
     segments = _segments(where, segment_ids, sizes)
+    # Only a causal mask and a window ask where positions are.
+    placed = causal or left is not None or right is not None
+    shift = offsets[0] - offsets[1] if placed else 0
     return Grid(
         q_len,
         kv_len,
         *blocks,
         causal=bool(causal),
-        shift=offsets[0] - offsets[1],
+        shift=shift,
+        left=left,
+        right=None if causal else right,
         q_lens=lens[0],
         kv_lens=lens[1],
         q_segments=segments[0],
         kv_segments=segments[1],
+        aligned=segments[0] is segments[1]
+        and isinstance(shift, int)
+        and shift == 0
+        and (kv_lens is None or kv_lens is q_lens),
     )
 
 
@@ -135,8 +149,10 @@ def _segments(where: str, ids: Any, sizes: tuple[int, int, int]) -> tuple[Any, A
         raise ValueError(
             f"{where}: segment_ids must be one array or a pair, got {len(pair)}"
         )
+    if pair[0] is pair[1] and q_len == kv_len:
+        pair = pair[:1]
     found = []
-    for x, length in zip(pair, (q_len, kv_len), strict=True):
+    for x, length in zip(pair, (q_len, kv_len), strict=False):
         x = check_int32(where, "segment_ids", x, "[B, length]", 2)
         if x.shape != (batch, length):
             raise ValueError(
@@ -144,4 +160,4 @@ def _segments(where: str, ids: Any, sizes: tuple[int, int, int]) -> tuple[Any, A
                 f"{show(x)}; a pair (of queries, of keys) where their lengths differ"
             )
         found.append(x)
-    return found[0], found[1]
+    return found[0], found[-1]

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 from jax_kvblock.attention.arguments import check_flags
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.attention.flash import flash_attention
-from jax_kvblock.attention.options import Output, Rows, SeedLike
+from jax_kvblock.attention.options import Output, PrecisionLike, Rows, SeedLike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
-from jax_kvblock.sparse.select import Report
+from jax_kvblock.sparse.select import Report, warn_if_short
 from jax_kvblock.sparse.selector import MaskOptions, Selector
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ class SparseOptions(TypedDict, total=False):
     """What `sparse_attention` hands on to `flash_attention`."""
 
     causal: bool
+    window: tuple[int | None, int | None] | None
     segment_ids: IdRows | tuple[IdRows, IdRows] | None
     q_lens: Integers | None
     kv_lens: Integers | None
@@ -32,11 +33,17 @@ class SparseOptions(TypedDict, total=False):
     dropout_rate: float
     dropout_seed: SeedLike
     deterministic: bool
+    precision: PrecisionLike
     implementation: str | None
 
 
-def mask_options(options: Any) -> MaskOptions:
+def mask_options(where: str, options: Any) -> MaskOptions:
     """Those of the options that say who attends to whom."""
+    if options.get("cu_seqlens") is not None:
+        raise ValueError(
+            f"{where}: cu_seqlens cannot be combined with tile lists; pass packed "
+            "documents as one row, q[None], k[None] and v[None], with segment_ids"
+        )
     names = MaskOptions.__annotations__
     made: Any = {name: x for name, x in options.items() if name in names}
     return made
@@ -108,10 +115,10 @@ def sparse_attention(
       selector: a `Selector`, or tiles that one has made before.
       return_lse: also return the log-sum-exp of the listed scores, `[B, T, N]`.
       return_report: also return the selector's `Report` (None of tiles).
-      **options: `causal`, `segment_ids`, `q_lens`, `kv_lens`, `q_offset`, `kv_offset`,
-        `scale`, `softcap`, `sinks`, `bias`, `dropout_rate`, `dropout_seed`,
-        `deterministic` and `implementation`, as in `flash_attention`. Selectors know
-        nothing of softcap, sinks, bias and dropout.
+      **options: `causal`, `window`, `segment_ids`, `q_lens`, `kv_lens`, `q_offset`,
+        `kv_offset`, `scale`, `softcap`, `sinks`, `bias`, `dropout_rate`,
+        `dropout_seed`, `deterministic`, `precision` and `implementation`, as in
+        `flash_attention`. Selectors know nothing of softcap, sinks, bias and dropout.
 
     Returns:
       `[B, T, N, Dv]` in q's dtype; with flags a tuple `(out, lse, report)` of what was
@@ -120,6 +127,10 @@ def sparse_attention(
     Raises:
       TypeError, ValueError: as `flash_attention` and the selector.
 
+    Warns:
+      UserWarning: outside of jit, where rows are short of tau and the report is not
+        returned.
+
     Example:
       >>> selector = AntidiagonalThreshold(sparsity_ratio=0.9)
       >>> out = sparse_attention(q, k, v, selector, causal=True)
@@ -127,10 +138,9 @@ def sparse_attention(
     where = "sparse_attention"
     check_flags(where, return_lse=return_lse, return_report=return_report)
     report = None
+    mask = mask_options(where, options)
     if isinstance(selector, Selector):
-        tiles, report = selector.select(
-            q, k, scale=options.get("scale"), **mask_options(options)
-        )
+        tiles, report = selector.select(q, k, scale=options.get("scale"), **mask)
     elif isinstance(selector, AttentionTiles):
         tiles = selector
     else:
@@ -142,4 +152,6 @@ def sparse_attention(
     parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
     if return_report:
         parts = (*parts, report)
+    elif report is not None:
+        warn_if_short(where, report, "pass return_report=True")
     return parts if len(parts) > 1 else parts[0]

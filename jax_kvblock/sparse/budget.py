@@ -70,16 +70,17 @@ def row_limits(
 
 
 def list_width(
-    where: str, grid: Grid, ratio: float | None, capacity: int | None, forced: int
+    where: str, grid: Grid, ratio: float | None, capacity: int | None, sinks: int
 ) -> int:
-    """Entries that every list has room for; `forced` tiles of a row are always in it.
+    """Entries that every list has room for, what is always listed among them.
 
-    Raises ValueError for a capacity that does not hold these.
+    Raises ValueError for a capacity that does not hold own positions and sinks.
     """
-    forced = min(grid.cols, forced)
+    most = min(grid.cols, grid.most_always + sinks)
+    forced = min(grid.cols, grid.most_own + sinks)
     width = grid.cols
     if ratio is not None:
-        width = max(int(tiles_kept(ratio, grid.cols)[-1]), forced)
+        width = max(int(tiles_kept(ratio, grid.cols)[-1]), most)
     if capacity is None:
         return width
     (capacity,) = check_positive(where, capacity=capacity)
@@ -89,11 +90,11 @@ def list_width(
             f"listed, got {capacity}; with tiles of {grid.block_q} queries and "
             f"{grid.block_kv} keys a row's own positions lie in up to {grid.most_own}"
         )
-    return min(width, capacity)
+    return min(width, max(capacity, most))
 
 
 def forced_tiles(grid: Grid, visible: Any, sinks: int) -> Any:
-    """The tiles that are always listed: own positions', and the first of each row."""
+    """The tiles that are always listed: `Grid.own`, and the first of each row."""
     always = grid.own(visible)
     if sinks:
         always = always | (visible & (running_count(visible) <= sinks))

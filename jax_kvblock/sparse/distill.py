@@ -108,8 +108,10 @@ def mass_of(
         queries, row = of
         at = row * grid.block_q + jnp.arange(grid.block_q, dtype=jnp.int32)
         allowed = (at < q_end)[..., None] & real_keys[:, None]
-        if grid.causal:
-            allowed = allowed & (keys_at <= (at + shift)[..., None])
+        if grid.reach is not None:
+            allowed = allowed & (keys_at <= (at + shift + grid.reach)[..., None])
+        if grid.left is not None:
+            allowed = allowed & (keys_at >= (at + shift - grid.left)[..., None])
         if ids is not None:
             start = row * grid.block_q
             mine = jax.lax.dynamic_slice_in_dim(ids[0], start, grid.block_q, 1)

@@ -15,12 +15,13 @@ import numpy as np
 
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.attention.flash import flash_attention
+from jax_kvblock.attention.tile_arguments import check_entries
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.sparse.arguments import check_qk, grid_of
 from jax_kvblock.sparse.attention import SparseOptions, mask_options
 from jax_kvblock.sparse.budget import check_count
 from jax_kvblock.sparse.select import map_of
-from jax_kvblock.sparse.selector import Selector
+from jax_kvblock.sparse.selector import MaskOptions, Selector
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -44,8 +45,8 @@ class Quality:
     """What `evaluate_selector` found.
 
     Attributes:
-      recall: the share of a row's attention that lies in its listed tiles, the mean
-        over rows, heads and batch.
+      recall: the share of a row's attention to keys that lies in its listed tiles, the
+        mean over rows, heads and batch.
       worst: the smallest of any row.
       head_recall, head_worst: the same for each query head, float32 `[N]`.
       error: the output's distance from dense attention's, relative to its length.
@@ -81,8 +82,10 @@ def evaluate_selector(
     """Recall of attention's mass, the output's error, tiles visited, and time.
 
     Attention is computed twice, to the listed tiles and to all. A row's recall is
-    exp(lse of its listed scores - lse of all), exactly the share of its probabilities
-    that is listed; so nothing of T × S is in memory, and every option counts.
+    exp(lse of its listed scores - lse of all), exactly the share of its keys'
+    probabilities that is listed; so nothing of T × S is in memory, and every option
+    counts. `sinks`, which are no keys, count for the error alone: then both are
+    computed without them once more, for recall.
 
     Args:
       q, k, v: as in `flash_attention`, with values: nothing here is traced.
@@ -95,7 +98,8 @@ def evaluate_selector(
       A `Quality`. Rows that attend to nothing in dense attention do not count.
 
     Raises:
-      TypeError, ValueError: as `sparse_attention`; a number of repeats below 0.
+      TypeError, ValueError: as `sparse_attention`; a number of repeats below 0; a tile
+        that is listed twice; a call under jit, or a selector that is no pytree.
 
     Example:
       >>> selector = AntidiagonalThreshold(sparsity_ratio=0.9)
@@ -104,8 +108,12 @@ def evaluate_selector(
     """
     where = "evaluate_selector"
     times = check_count(where, "repeats", repeats)
+    mask = mask_options(where, _operands(options))
+    _check_values(where, q, k, v, tiles, options)
+    options = _operands(options)
     select = None
     if isinstance(tiles, Selector):
+        _check_pytree(where, tiles)
         select = jax.jit(_select, static_argnames=tuple(_static(options)))
     elif not isinstance(tiles, AttentionTiles):
         raise TypeError(
@@ -117,7 +125,7 @@ def evaluate_selector(
     found, short = tiles, 0
     chosen: Callable[[], Any] | None = None
     if select is not None:
-        of_mask = {"scale": options.get("scale"), **mask_options(options)}
+        of_mask = {"scale": options.get("scale"), **mask}
         chosen = functools.partial(select, tiles, q, k, **of_mask)
         found, report = chosen()
         short = int(report.rows_short)
@@ -126,8 +134,16 @@ def evaluate_selector(
     attend = jax.jit(_attend, static_argnames=tuple(_static(options)))
     sparse = functools.partial(attend, q, k, v, found, **options)
     dense = functools.partial(attend, q, k, v, None, **options)
-    measured = {n: np.asarray(x) for n, x in _compare(*sparse(), *dense()).items()}
-    listed, visible = _tiles(where, q, k, found, options)
+    (out, lse), (want, want_lse) = sparse(), dense()
+    if select is None:
+        check_entries(where, jax.device_get(found), -(-k.shape[1] // found.block_kv))
+    if options.get("sinks") is not None:
+        keys = {n: x for n, x in options.items() if n != "sinks"}
+        lse = attend(q, k, v, found, **keys)[1]
+        want_lse = attend(q, k, v, None, **keys)[1]
+    compared = _compare(out, lse, want, want_lse)
+    measured = {n: np.asarray(x) for n, x in compared.items()}
+    listed, visible = _tiles(where, q, k, found, mask)
     seconds = None
     if times:
         seconds = Seconds(*_medians((sparse, chosen, dense), times))
@@ -144,6 +160,37 @@ def evaluate_selector(
         rows_short=short,
         seconds=seconds,
     )
+
+
+def _check_values(where: str, *given: Any) -> None:
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
+        raise TypeError(
+            f"{where}: arrays must have values, got traced ones; it compiles and waits "
+            "by itself: call it outside of jit, vmap and derivatives"
+        )
+
+
+def _check_pytree(where: str, selector: Selector) -> None:
+    """Selectors are arguments of a program."""
+    for leaf in jax.tree.leaves(selector):
+        if isinstance(leaf, Selector):
+            raise TypeError(
+                f"{where}: {leaf.name} must be a pytree to be compiled; put "
+                "@jax.tree_util.register_dataclass and "
+                "@dataclasses.dataclass(frozen=True, kw_only=True) above the class"
+            )
+
+
+def _operands(options: Any) -> Any:
+    """Lists of integers as arrays, which a program takes, and a window as a tuple."""
+    integers = ("q_lens", "kv_lens", "q_offset", "kv_offset", "dropout_seed")
+    made = dict(options)
+    for name, x in options.items():
+        if name in integers and isinstance(x, (list, tuple, range)):
+            made[name] = np.asarray(x)
+        elif name == "window" and isinstance(x, list):
+            made[name] = tuple(x)
+    return made
 
 
 def _static(options: Any) -> list[str]:
@@ -190,18 +237,18 @@ def _compare(out: Any, lse: Any, want: Any, want_lse: Any) -> dict[str, jax.Arra
 
 
 def _tiles(
-    where: str, q: Any, k: Any, tiles: AttentionTiles, options: Any
+    where: str, q: Any, k: Any, tiles: AttentionTiles, mask: MaskOptions
 ) -> tuple[int, int]:
     """Tiles that are listed and visited, and those that the mask visits, of all heads.
 
-    A tile that is listed twice, or that the mask does not visit, does not count.
+    A tile that the mask does not visit does not count.
     """
     batch, heads = q.shape[0], q.shape[2]
     grid = grid_of(
         where,
         (batch, q.shape[1], k.shape[1]),
         (tiles.block_q, tiles.block_kv),
-        **mask_options(options),
+        **mask,
     )
     visible = np.asarray(grid.visible())
     both = np.asarray(map_of(tiles, grid.cols)) & visible

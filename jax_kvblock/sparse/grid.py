@@ -26,8 +26,11 @@ class Grid:
       block_q, block_kv: the tiles' sides.
       causal: a query at i sees keys up to i + shift.
       shift: q_offset - kv_offset, an integer, or int32 `[]` or `[B]`.
+      left, right: a window: a query at i sees keys from i + shift - left to i + shift +
+        right. None is no bound, but for a causal mask's.
       q_lens, kv_lens: int32 `[B]`, or None.
       q_segments, kv_segments: int32 `[B, T]` and `[B, S]`, or None.
+      aligned: each query's own position is known to hold a key, of its segment.
     """
 
     q_len: int
@@ -36,10 +39,13 @@ class Grid:
     block_kv: int
     causal: bool = False
     shift: Any = 0
+    left: int | None = None
+    right: int | None = None
     q_lens: Any = None
     kv_lens: Any = None
     q_segments: Any = None
     kv_segments: Any = None
+    aligned: bool = False
 
     @property
     def rows(self) -> int:
@@ -62,6 +68,23 @@ class Grid:
         return min(self.cols, int(most))
 
     @property
+    def most_always(self) -> int:
+        """How many tiles `own` gives a row at most, whatever the segments are."""
+        if self.q_segments is None or self.aligned:
+            return self.most_own
+        return min(self.cols, self.most_own + min(self.block_q, self.q_len))
+
+    @property
+    def placed(self) -> bool:
+        """Whether positions say who sees whom: under a causal mask or a window."""
+        return self.causal or self.left is not None or self.right is not None
+
+    @property
+    def reach(self) -> int | None:
+        """How far beyond its own position a query sees; None is no bound."""
+        return 0 if self.causal else self.right
+
+    @property
     def on_host(self) -> bool:
         operands = (self.q_lens, self.kv_lens, self.q_segments, self.kv_segments)
         return isinstance(self.shift, int) and all(x is None for x in operands)
@@ -69,7 +92,8 @@ class Grid:
     @property
     def key(self) -> tuple[Any, ...]:
         """What a grid on the host is known by."""
-        return (*dataclasses.astuple(self)[:5], self.shift)
+        sizes = (self.q_len, self.kv_len, self.block_q, self.block_kv)
+        return (*sizes, self.causal, self.shift, self.left, self.right)
 
     # What follows has shape [B|1, 1, ...], like tile lists of all heads.
 
@@ -105,9 +129,14 @@ class Grid:
         rows = np.arange(self.rows, dtype=np.int32) * self.block_q
         cols = np.arange(self.cols, dtype=np.int32) * self.block_kv
         seen = (rows < q_end)[..., None] & (cols < kv_end)[..., None, :]
-        if self.causal:
-            _, last = self.positions()
-            seen = seen & (cols <= last[..., None])
+        first, last = self.positions()
+        if self.reach is not None:
+            seen = seen & (cols <= last[..., None] + self.reach)
+        if self.left is not None:
+            ends: Any = np.minimum(cols + self.block_kv, self.kv_len)
+            if self.kv_lens is not None:
+                ends = jnp.minimum(ends, kv_end)
+            seen = seen & (ends[..., None, :] > first[..., None] - self.left)
         if self.q_segments is not None:
             (q_low, q_high), (low, high) = self.q_ranges(), self.kv_ranges()
             seen = seen & (q_high[..., None] >= low[..., None, :])
@@ -131,19 +160,85 @@ class Grid:
         return low.min(-1), high.max(-1)
 
     def own(self, visible: Any) -> Any:
-        """Under a causal mask: the tiles that hold the queries' own positions."""
-        if not self.causal:
+        """The tiles without which a row that attends may be left with nothing.
+
+        Under a causal mask, a window or segments not every tile that a row of tiles
+        visits holds a key for each of its queries. These do: the tiles of the queries'
+        own positions, or of the keys next to them that they see.
+        """
+        if not self.placed and self.q_segments is None:
             return visible & False
-        first, _ = self.positions()
-        ends = np.arange(1, self.cols + 1, dtype=np.int32) * self.block_kv
-        return visible & (ends > first[..., None])
+        first, last = self.positions()
+        if self.q_segments is None and (
+            self.left is not None or self.right is not None
+        ):
+            # Queries beyond the keys see the nearest of them first.
+            xp = np if self.on_host else jnp
+            end = self.ends()[1] - 1
+            first, last = (xp.clip(x, 0, xp.maximum(end, 0)) for x in (first, last))
+        starts = np.arange(self.cols, dtype=np.int32) * self.block_kv
+        ends = starts + self.block_kv
+        own = visible & (ends > first[..., None]) & (starts <= last[..., None])
+        if self.q_segments is None or self.aligned:
+            return own
+        nearest = self._nearest() & visible
+        return own | nearest if self.causal else nearest
+
+    def _nearest(self) -> Any:
+        """The tile of the nearest key that each query sees, all of a row's: `[B, 1, R,
+        C]`.
+
+        Its own position's, or the last before it, or the first behind it.
+        """
+        batch = self.q_segments.shape[0]
+        q_end, kv_end = self.ends()
+        places = np.arange(self.kv_len, dtype=np.int32)
+        # Keys by segment and position; what is beyond the length comes last of its own.
+        real = jnp.where(places < kv_end[:, 0], places, _LAST)
+        keys = (self.kv_segments, jnp.broadcast_to(real, (batch, self.kv_len)))
+        ids, at = jax.lax.sort(keys, num_keys=2)
+        mine = self.q_segments
+        shift = jnp.reshape(jnp.asarray(self.shift, jnp.int32), (-1, 1))
+        own = jnp.arange(self.q_len, dtype=jnp.int32) + shift
+        own = jnp.broadcast_to(own, mine.shape)
+
+        def entry(i: Any) -> tuple[Any, Any]:
+            """Segment and position of the i-th of `ids`; none beyond."""
+            inside = (i >= 0) & (i < self.kv_len)
+            i = jnp.clip(i, 0, self.kv_len - 1)
+            found = jnp.take_along_axis(ids, i, 1), jnp.take_along_axis(at, i, 1)
+            return found[0], jnp.where(inside, found[1], _LAST)
+
+        # How many come before (segment, own position), bit by bit.
+        count = jnp.zeros_like(own)
+        for bit in reversed(range(self.kv_len.bit_length())):
+            more = count + (1 << bit)
+            segment, place = entry(more - 1)
+            less = (segment < mine) | ((segment == mine) & (place < own))
+            count = jnp.where(less & (more <= self.kv_len), more, count)
+        segment, behind = entry(count)
+        ahead = _LAST if self.reach is None else own + self.reach
+        is_behind = (segment == mine) & (behind < _LAST) & (behind <= ahead)
+        segment, before = entry(count - 1)
+        is_before = (segment == mine) & (before < _LAST)
+        if self.left is not None:
+            is_before = is_before & (before >= own - self.left)
+        take_behind = is_behind & ((behind == own) | ~is_before)
+        place = jnp.where(take_behind, behind, before)
+        real_query = np.arange(self.q_len, dtype=np.int32) < q_end[:, 0]
+        known = (take_behind | is_before) & real_query
+        tile = jnp.where(known, place // self.block_kv, self.cols)
+        missing = self.rows * self.block_q - self.q_len
+        tile = jnp.pad(tile, ((0, 0), (0, missing)), constant_values=self.cols)
+        return marked(tile.reshape(batch, 1, self.rows, -1), self.cols)
 
     def places(self) -> Any:
         """Where queries stand among tiles of keys, `[B|1, 1, R, 1]`, for distances.
 
-        Without a causal mask, queries spread over the keys as evenly as they lie.
+        Without a causal mask or a window, queries spread over the keys as evenly as
+        they lie.
         """
-        if self.causal:
+        if self.placed:
             first, last = self.positions()
             return (first + last)[..., None] // (2 * self.block_kv)
         rows = np.arange(self.rows, dtype=np.int32)[:, None]
@@ -154,6 +249,17 @@ class Grid:
 def array_module(a: Any) -> Any:
     """NumPy for what lies on the host, jax.numpy for anything else."""
     return np if isinstance(a, np.ndarray) else jnp
+
+
+def marked(at: Any, cols: int) -> Any:
+    """Which of `cols` places a row names: bool `[..., cols]` of int32 `[..., entries]`.
+
+    What is not one of them is not looked at.
+    """
+    rows = jnp.where(at >= 0, at, cols).reshape(-1, at.shape[-1])
+    empty = jnp.zeros((rows.shape[0], cols), jnp.bool_)
+    put = jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))
+    return put(empty, rows).reshape(*at.shape[:-1], cols)
 
 
 def running_count(kept: Any) -> Any:

@@ -17,7 +17,7 @@ from jax_kvblock.sparse.attention import sparse_attention
 from jax_kvblock.sparse.budget import check_ratio
 from jax_kvblock.sparse.gate import Gate, LearnedGate, init_gate
 from jax_kvblock.sparse.patterns import BlockSparse, LocalGlobal, Random, Strided
-from jax_kvblock.sparse.select import Report
+from jax_kvblock.sparse.select import Report, warn_if_short
 from jax_kvblock.sparse.selector import Selector
 
 if TYPE_CHECKING:
@@ -84,8 +84,13 @@ class DynamicSparseAttention:
 
         Raises:
           TypeError, ValueError: shapes or dtypes do not fit.
+
+        Warns:
+          UserWarning: outside of jit, where rows are short of tau.
         """
-        return self.with_report(hidden_states, segment_ids)[0]
+        made, report = self.with_report(hidden_states, segment_ids)
+        warn_if_short(type(self).__name__, report, "call with_report")
+        return made
 
     def with_report(
         self,

@@ -38,9 +38,9 @@ class Pattern(Selector):
     """A selector that looks at no values.
 
     Each row of tiles lists the nearest number to `1 - sparsity_ratio` of the tiles that
-    the mask visits in it, one at least, and under a causal mask those of its own
-    positions, which count. So a call's total is what the ratio says, to within half a
-    tile a row where a row's own are not more than that.
+    the mask visits in it, one at least, and under a causal mask, a window or segments
+    those of its own positions, which count. So a call's total is what the ratio says,
+    to within half a tile a row where a row's own are not more than that.
 
     Attributes:
       sparsity_ratio: from 0 to 0.95.
@@ -63,8 +63,7 @@ class Pattern(Selector):
         raise NotImplementedError
 
     def width(self, grid: Grid) -> int:
-        forced = grid.most_own + self.always
-        return list_width(self.name, grid, self.sparsity_ratio, None, forced)
+        return list_width(self.name, grid, self.sparsity_ratio, None, self.always)
 
     def choose(self, q: jax.Array, k: jax.Array, grid: Grid, scale: float) -> Choice:
         heads = q.shape[2]
@@ -227,7 +226,7 @@ class Streaming(Selector):
         check_count(self.name, "sinks", self.sinks)
 
     def width(self, grid: Grid) -> int:
-        return min(grid.cols, max(self.window, grid.most_own) + self.sinks)
+        return min(grid.cols, max(self.window, grid.most_always) + self.sinks)
 
     def choose(self, q: jax.Array, k: jax.Array, grid: Grid, scale: float) -> Choice:
         visible = grid.visible()

@@ -146,9 +146,13 @@ def _pieces_seen(grid: Grid, side: int) -> Callable[[Any, int], jax.Array]:
         start = row * grid.block_q + side * jnp.arange(per_q, dtype=jnp.int32)
         keys = side * jnp.arange(cols * per_kv, dtype=jnp.int32)
         allowed = (start < q_end)[..., None] & (keys < kv_end)[:, None]
-        if grid.causal:
-            last = jnp.minimum(start + side, q_end) - 1 + shift
+        if grid.reach is not None:
+            last = jnp.minimum(start + side, q_end) - 1 + shift + grid.reach
             allowed = allowed & (keys <= last[..., None])
+        if grid.left is not None:
+            first = start + shift - grid.left
+            ends = jnp.minimum(keys + side, kv_end)
+            allowed = allowed & (ends[:, None] > first[..., None])
         if ranges is not None:
             q_low, q_high = (
                 jax.lax.dynamic_slice_in_dim(x, row * per_q, per_q, 1)[..., None]

@@ -35,7 +35,8 @@ class ScoredSelector(Selector):
         0 and up to 1; None takes as many tiles as the other two allow.
       sparsity_ratio: from 0 to 0.95: a row lists at most the nearest number to
         `1 - sparsity_ratio` of the tiles that the mask visits in it. None is no bound.
-      capacity: a row lists at most so many tiles. None is no bound.
+      capacity: a row lists at most so many tiles, and as many as its queries need where
+        keys do not lie at their positions (see `select`). None is no bound.
       sinks: how many of a row's first tiles it always lists; they count.
 
     Where a bound comes before tau, the row lists as much as the bound allows, and the
@@ -66,8 +67,8 @@ class ScoredSelector(Selector):
         raise NotImplementedError
 
     def width(self, grid: Grid) -> int:
-        forced = grid.most_own + self.sinks
-        return list_width(self.name, grid, self.sparsity_ratio, self.capacity, forced)
+        bounds = (self.sparsity_ratio, self.capacity, self.sinks)
+        return list_width(self.name, grid, *bounds)
 
     def choose(self, q: jax.Array, k: jax.Array, grid: Grid, scale: float) -> Choice:
         return chosen(
@@ -144,8 +145,8 @@ def select_tiles(
       q_len, kv_len: T and S.
       tau, sparsity_ratio, capacity, sinks: as in `ScoredSelector`.
       block_q, block_kv: the tiles' sides.
-      **mask: `causal`, `q_offset`, `kv_offset`, `q_lens`, `kv_lens`, `segment_ids`, as
-        in `flash_attention`.
+      **mask: `causal`, `window`, `q_offset`, `kv_offset`, `q_lens`, `kv_lens`,
+        `segment_ids`, as in `flash_attention`.
 
     Returns:
       `Selection(tiles, report)`.
@@ -176,9 +177,8 @@ def select_tiles(
             f"{where}: scores must be {form} for T = {q_len} and S = {kv_len}, got "
             f"{show(scores)}; one for each tile of queries and tile of keys"
         )
-    forced = grid.most_own + fields["sinks"]
     ratio, most = fields["sparsity_ratio"], fields["capacity"]
-    width = list_width(where, grid, ratio, most, forced)
+    width = list_width(where, grid, ratio, most, fields["sinks"])
     scores = jax.lax.stop_gradient(scores)
     choice = chosen(scores, grid, fields["tau"], ratio, most, fields["sinks"])
     return selection(where, grid, choice, width)

@@ -9,6 +9,7 @@ three candidates. Lists are counts that are searched.
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.core import debug
 from jax_kvblock.core.checks import to_jax
-from jax_kvblock.sparse.grid import Grid, running_count
+from jax_kvblock.sparse.grid import Grid, marked, running_count
 
 DIGIT = 2  # bits of a threshold that a pass finds; a divisor of 32
 # Sums in float32 differ by their order; what is this near to tau has reached it.
@@ -195,10 +196,7 @@ def map_of(tiles: AttentionTiles, cols: int) -> jax.Array:
     """Which tiles are listed: bool `[B|1, N|1, rows, cols]`."""
     entry = jnp.arange(tiles.indices.shape[-1], dtype=jnp.int32)
     used = (entry < tiles.counts[..., None]) & (tiles.indices >= 0)
-    rows = jnp.where(used, tiles.indices, cols).reshape(-1, entry.size)
-    empty = jnp.zeros((rows.shape[0], cols), jnp.bool_)
-    put = jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))
-    return put(empty, rows).reshape(*tiles.counts.shape, cols)
+    return marked(jnp.where(used, tiles.indices, cols), cols)
 
 
 def selection(where: str, grid: Grid, choice: Choice, width: int) -> Selection:
@@ -212,11 +210,31 @@ def selection(where: str, grid: Grid, choice: Choice, width: int) -> Selection:
     return Selection(tiles, report)
 
 
-def _look(where: str, *, short: np.ndarray, mass: np.ndarray) -> None:
+def warn_if_short(where: str, report: Report, fix: str, level: int = 3) -> None:
+    """Of a report that is not returned: rows short of tau, where that is known.
+
+    Its text is always the same, so that Python shows it once for a place in the text of
+    the caller, `level` calls from here.
+    """
+    short = report.short
+    if short is None or isinstance(short, jax.core.Tracer) or not np.any(short):
+        return
+    warnings.warn(
+        f"{where}: capacity or sparsity_ratio is too small for tau in some rows of "
+        f"tiles, which list less than it asks for; list more tiles, ask for less, or "
+        f"{fix} and look at report.rows_short",
+        UserWarning,
+        stacklevel=level,
+    )
+
+
+def _look(where: str, *, short: np.ndarray, mass: np.ndarray | None = None) -> None:
     at = debug.first_bad(short)
     if at is not None:
+        one = f"{debug.place('short', at)} is True"
+        if mass is not None:
+            one = f"{debug.place('mass', at)} is {float(mass[at]):.3f}"
         raise ValueError(
             f"{where}: capacity is too small for tau in {int(short.sum())} of "
-            f"{short.size} rows of tiles: {debug.place('mass', at)} is "
-            f"{float(mass[at]):.3f}; list more tiles, or ask for less"
+            f"{short.size} rows of tiles: {one}; list more tiles, or ask for less"
         )

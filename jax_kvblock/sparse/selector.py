@@ -11,7 +11,7 @@ from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 from jax_kvblock.sparse.arguments import check_blocks, check_qk, grid_of, scale_of
 from jax_kvblock.sparse.grid import Grid
-from jax_kvblock.sparse.select import Choice, Selection, selection
+from jax_kvblock.sparse.select import Choice, Selection, selection, warn_if_short
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -21,6 +21,7 @@ class MaskOptions(TypedDict, total=False):
     """Who attends to whom, by the names of `flash_attention`."""
 
     causal: bool
+    window: tuple[int | None, int | None] | None
     q_offset: Integers | int | None
     kv_offset: Integers | int | None
     q_lens: Integers | None
@@ -59,8 +60,13 @@ class Selector:
         scale: float | None = None,
         **mask: Unpack[MaskOptions],
     ) -> AttentionTiles:
-        """The tiles of `select`."""
-        return self.select(q, k, scale=scale, **mask).tiles
+        """The tiles of `select`.
+
+        Outside of jit it warns of rows that are short of tau, as the report would tell.
+        """
+        tiles, report = self.select(q, k, scale=scale, **mask)
+        warn_if_short(self.name, report, "call select")
+        return tiles
 
     def select(
         self,
@@ -75,12 +81,15 @@ class Selector:
         Args:
           q: `[B, T, N, D]`, floats. k: `[B, S, K, D]` in its dtype; K divides N.
           scale: of the scores, `1 / sqrt(D)` unless given.
-          **mask: `causal`, `q_offset`, `kv_offset`, `q_lens`, `kv_lens` and
-            `segment_ids` as in `flash_attention`; all but `causal` may be traced.
+          **mask: `causal`, `window`, `q_offset`, `kv_offset`, `q_lens`, `kv_lens` and
+            `segment_ids` as in `flash_attention`; all but `causal` and `window` may be
+            traced.
 
         Returns:
-          `Selection(tiles, report)`. Tiles that the mask does not visit are not listed;
-          under `causal` those of a row's own positions are.
+          `Selection(tiles, report)`. Tiles that the mask does not visit are not listed.
+          Under `causal`, a window or segments those of a row's own positions are, or,
+          where a query's own key is not one it sees, that of the nearest it does: no
+          query that attends to something is left with nothing.
 
         Raises:
           TypeError, ValueError: shapes or dtypes do not fit; the selector cannot serve
@@ -116,7 +125,8 @@ class Selector:
 class Union(Selector):
     """What any of several selectors lists: `Streaming() | AntidiagonalThreshold()`.
 
-    Its report has no mass; rows are short where those of a part are.
+    Its report has no mass; rows are short where those of a part are, and some tile that
+    the mask visits is not listed.
     """
 
     parts: tuple[Selector, ...] = dataclasses.field(kw_only=False)
@@ -142,6 +152,9 @@ class Union(Selector):
         for choice in choices:
             if choice.short is not None:
                 short = choice.short if short is None else short | choice.short
+        if short is not None:
+            # A row that lists all there is holds all of attention.
+            short = short & (grid.visible() & ~kept).any(-1)
         return Choice(kept, None, short)
 
     def width(self, grid: Grid) -> int:

@@ -8,7 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from messages import check
 
+import jax_kvblock
 from jax_kvblock import AttentionScales, dot_product_attention, flash_attention
 from jax_kvblock.fp8 import FP8AttentionConfig, fp8_attention, quantize_qkv
 
@@ -306,3 +308,95 @@ def test_bad_scales_make_nan(rng):
         out = flash_attention(x.q, x.k, x.v, scales=scales, implementation="xla")
         reached = jnp.isnan(out).all((1, 3))
         assert reached[1, 2] and reached.sum() == 1
+
+
+def scored(x, **options):
+    return fp8_attention(*x, implementation="xla", **options).astype(jnp.float32).sum()
+
+
+ORDERS = {
+    "jvp": (lambda f, q: jax.jvp(f, (q,), (q,)), "reverse mode"),
+    "jvp in jit": (
+        lambda f, q: jax.jit(lambda q: jax.jvp(f, (q,), (q,)))(q),
+        "reverse",
+    ),
+    "jacfwd": (lambda f, q: jax.jacfwd(f)(q), "reverse mode"),
+    "linearize": (lambda f, q: jax.linearize(f, q)[1](q), "reverse mode"),
+    "hessian": (lambda f, q: jax.hessian(f)(q), "reverse mode"),
+    "reverse over reverse": (
+        lambda f, q: jax.grad(lambda q: jax.grad(f)(q).astype(jnp.float32).sum())(q),
+        "first ones",
+    ),
+    "forward over reverse": (
+        lambda f, q: jax.jvp(jax.grad(f), (q,), (q,)),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_other_derivatives_are_refused_in_its_own_name(rng, name):
+    q, k, v = arrays(rng, b=1, t=4, s=8, n=2, k=1, d=16)
+    call, words = ORDERS[name]
+    words = f"{words}|flash_attention of the arrays in bfloat16"
+    check(
+        "fp8_attention",
+        NotImplementedError,
+        words,
+        lambda: call(lambda q: scored((q, k, v)), q),
+    )
+
+
+def test_gradients_under_transforms(rng):
+    """Of one array alone, of members, in scans and with rematerialization."""
+    q, k, v = arrays(rng, b=1, t=4, s=8, n=2, k=1, d=16)
+    want = jax.grad(lambda q: scored((q, k, v)))(q)
+    many = jnp.stack([q, q])
+
+    def scanned(qs):
+        step = jax.checkpoint(lambda c, q: (c + scored((q, k, v)), None))
+        return jax.lax.scan(step, jnp.float32(0), qs)[0]
+
+    for got in (
+        jax.jit(jax.vmap(jax.grad(lambda q: scored((q, k, v)))))(many)[1],
+        jax.grad(lambda qs: jax.vmap(lambda q: scored((q, k, v)))(qs).sum())(many)[1],
+        jax.jit(jax.grad(scanned))(many)[1],
+    ):
+        assert same(got, want)
+    # Who differentiates something else is not concerned.
+    _, slope = jax.jvp(lambda a: a * scored((q, k, v)), (2.0,), (1.0,))
+    assert slope == scored((q, k, v))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, -1.0, np.nan, np.inf])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_scales_of_any_value(rng, name, value):
+    """As docs/fp8.md has it, of the second head of keys and its two of queries."""
+    x = quantize_qkv(*arrays(rng, b=1, t=4, s=8, n=4, k=2, d=16))
+    scales = {n: np.array(getattr(x.scales, n)) for n in "qkv"}
+    hurt = {n: a.copy() for n, a in scales.items()}
+    heads = slice(2, 4) if name == "q" else slice(1, 2)
+    hurt[name][:, heads] = value
+
+    def run(scales, kind):
+        given = AttentionScales(**{n: kind(a) for n, a in scales.items()})
+        return flash_attention(x.q, x.k, x.v, scales=given, implementation="xla")
+
+    if value == np.inf:
+        words = f"scales.{name}[0, {heads.start}, 0] must be finite|got inf"
+        check("flash_attention", ValueError, words, lambda: run(hurt, np.asarray))
+        with jax_kvblock.debug_checks():
+            check("flash_attention", ValueError, words, lambda: run(hurt, jnp.asarray))
+    want = np.float32(run(scales, jnp.asarray))
+    got = np.float32(run(hurt, jnp.asarray))
+    np.testing.assert_array_equal(got[:, :, :2], want[:, :, :2])
+    got = got[:, :, 2:]
+    if value == 0:
+        wide = np.float32(x.v) * scales["v"].transpose(0, 2, 1)[..., None]
+        mean = np.broadcast_to(wide[:, :, 1:].mean(1, keepdims=True), got.shape)
+        mean = np.zeros_like(mean) if name == "v" else mean
+        np.testing.assert_allclose(got, mean, rtol=0, atol=0.01)
+    elif value != np.inf:
+        assert np.isnan(got).all()
+    else:
+        assert not np.isfinite(got).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from messages import check
 from sparse_cases import TILES, draw, in_tiles, listed, pairs, spread, truth
 
+import jax_kvblock
 from jax_kvblock import AttentionTiles, flash_attention
 from jax_kvblock.sparse import (
     AntidiagonalThreshold,
@@ -26,6 +28,7 @@ from jax_kvblock.sparse import (
     ScoredSelector,
     Streaming,
     Strided,
+    create_sparse_attention,
     init_gate,
     sparse_attention,
 )
@@ -94,6 +97,93 @@ def test_each_selector_and_mask(qkv, name, mask):
     np.testing.assert_allclose(report.share, share, rtol=1e-6)
     # A row that attends to something lists something.
     assert (kept.any(-1) == seen.any(-1)).all()
+
+
+LEAST = {"sparsity_ratio": 0.95, **TILES}
+SPARSEST = {
+    "random": Random(**LEAST),
+    "block sparse": BlockSparse(run=2, **LEAST),
+    "strided": Strided(**LEAST),
+    "local global": LocalGlobal(num_global=1, **LEAST),
+    "streaming": Streaming(window=1, sinks=0, **TILES),
+    "threshold": AntidiagonalThreshold(tau=0.01, stride=8, sinks=0, **TILES),
+    "pooled": PooledThreshold(tau=None, capacity=1, piece=8, sinks=0, **TILES),
+    "learned": LearnedGate(init_gate(4, 2, 16), sinks=0, **LEAST),
+    "learned, pieces": LearnedGate(init_gate(4, 2, 16), piece=8, sinks=0, **LEAST),
+    "oracle": Oracle(sinks=0, **LEAST),
+    "union": Streaming(window=1, sinks=0, **TILES) | Random(**LEAST),
+}
+# Tiles of several documents; queries and keys of documents that lie elsewhere, fall, or
+# have no keys; queries beyond the keys.
+PACKED = {
+    "documents": {"segment_ids": DOCUMENTS},
+    "short documents": {"segment_ids": np.arange(128)[None] // np.array([[5], [7]])},
+    "document ids that fall": {"segment_ids": 9 - DOCUMENTS},
+    "cross attention": {
+        "segment_ids": (DOCUMENTS, np.repeat([[0, 1], [1, 3]], [100, 28], axis=1))
+    },
+    "documents and lengths": {
+        "segment_ids": DOCUMENTS,
+        "kv_lens": np.int32([100, 64]),
+    },
+    "causal cross attention": {
+        "causal": True,
+        "segment_ids": (2 - DOCUMENTS, np.repeat([[1, 2, 0]] * 2, [9, 79, 40], axis=1)),
+    },
+    "window": {"window": (8, 8)},
+    "window in documents": {"window": (8, 30), "segment_ids": DOCUMENTS},
+    "causal window": {"causal": True, "window": (8, None), "q_offset": 20},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [(name, "documents") for name in SPARSEST]
+    + [("random", label) for label in PACKED if label != "documents"],
+)
+def test_no_query_that_attends_is_left_with_nothing(qkv, name, label):
+    """Also where a tile of queries straddles documents, and lists one tile or two."""
+    mask = {n: _int32(x) for n, x in PACKED[label].items()}
+    static = {n: x for n, x in mask.items() if n in ("causal", "window")}
+    operands = {n: x for n, x in mask.items() if n not in static}
+    select = jit(lambda q, k, o: SPARSEST[name](q, k, **static, **o))
+    tiles = select(*qkv[:2], operands)
+    seen = pairs(2, 128, 128, **mask).any(-1)[:, None]
+    left = allowed_by(tiles, mask).any(-1)
+    np.testing.assert_array_equal(left, np.broadcast_to(seen, left.shape))
+
+
+def _int32(x):
+    """Pairs of segments are operands of one dtype."""
+    if isinstance(x, tuple) and isinstance(x[0], np.ndarray):
+        return tuple(np.asarray(a, np.int32) for a in x)
+    return x.astype(np.int32) if isinstance(x, np.ndarray) else x
+
+
+def test_packed_documents_without_a_causal_mask(rng):
+    """The sizes of docs/sparse.md, an eighth of each: no row of zeros."""
+    q, k, v = draw(rng, batch=1, q_len=256, kv_len=256)
+    documents = np.repeat([[0, 1, 2]], [88, 43, 125], axis=1).astype(np.int32)
+    options = {"segment_ids": documents}
+    tiles = jit(lambda q, k: SPARSEST["pooled"](q, k, **options))(q, k)
+    out = jit(lambda *qkv: sparse_attention(*qkv, tiles, **options))(q, k, v)
+    assert (np.abs(out).max(-1) > 0).all()
+    allowed = allowed_by(tiles, options, 256, 256, 1)
+    np.testing.assert_allclose(out, truth(q, k, v, allowed), rtol=0, atol=3e-6)
+
+
+def test_a_window(qkv):
+    """Selectors choose among the tiles that it visits."""
+    mask = {"window": (20, 9)}
+    for selector in (Random(**BUDGET), SELECTORS["pooled"]):
+        select = jit(lambda q, k, s=selector: tuple(s.select(q, k, **mask)))
+        tiles, report = select(*qkv[:2])
+        out = jit(lambda *qkv, s=selector: sparse_attention(*qkv, s, **mask))(*qkv)
+        allowed = allowed_by(tiles, mask)
+        np.testing.assert_allclose(out, truth(*qkv, allowed), rtol=0, atol=3e-6)
+        seen = in_tiles(pairs(2, 128, 128, **mask), 16, 16).any((-2, -1))[:, None]
+        assert (listed(tiles, 8) <= seen).all()
+        np.testing.assert_array_equal(report.visible[0], seen.sum(-1)[0])
 
 
 def test_odd_lengths_and_queries_at_the_end(rng):
@@ -232,6 +322,68 @@ def test_what_is_not_listed_is_never_read(qkv):
     assert np.isnan(got).any()
 
 
+@pytest.mark.parametrize("hurt", ["k", "v"])
+def test_what_no_head_lists_reaches_neither_output_nor_gradients(qkv, hurt):
+    """NaN in a tile of keys or values: of heads in two groups, each with its list."""
+    indices = np.array([[2, 5], [5, 0], [1, 3], [7, 2]], np.int32)  # heads 0, 1 | 2, 3
+    indices = jnp.broadcast_to(indices[:, None], (1, 4, 8, 2))
+    tiles = AttentionTiles(indices, jnp.full((1, 4, 8), 2, jnp.int32), 16, 16)
+
+    def run(q, k, v):
+        out = sparse_attention(q, k, v, tiles)
+        return jnp.sum(jnp.sin(out)), out
+
+    program = jit(jax.value_and_grad(run, (0, 1, 2), has_aux=True))
+
+    def with_nan(group, *cols):
+        arrays = dict(zip("qkv", map(np.array, qkv), strict=True))
+        for col in cols:
+            arrays[hurt][:, 16 * col : 16 * col + 16, group] = np.nan
+        (_, out), slopes = program(*map(jnp.asarray, arrays.values()))
+        return out, slopes
+
+    (_, want), wanted = program(*qkv)
+    # A group's keys are hurt where neither of its heads looks; the other's may.
+    for group, cols in ((0, (1, 3, 4, 6, 7)), (1, (0, 4, 5, 6))):
+        out, slopes = with_nan(group, *cols)
+        np.testing.assert_array_equal(out, want)
+        for got, other in zip(slopes, wanted, strict=True):
+            np.testing.assert_array_equal(got, other)
+    # What one head of a group lists is not the other's.
+    out, (of_q, *_) = with_nan(0, 0)
+    for got, other in ((out, want), (of_q, wanted[0])):
+        np.testing.assert_array_equal(got[:, :, [0, 2, 3]], other[:, :, [0, 2, 3]])
+        assert np.isnan(got[:, :, 1]).all()
+
+
+@pytest.mark.parametrize("name", ["random", "pooled"])
+def test_forward_and_second_derivatives(rng, name):
+    """Of what attention gives with the lists as a mask."""
+    q, k, v = draw(rng, batch=1, q_len=32, kv_len=32, heads=2, kv_heads=1)
+    selector = dataclasses.replace(SELECTORS[name], block_q=16, block_kv=16)
+    tiles = selector(q, k, causal=True)
+    allowed = allowed_by(tiles, {"causal": True}, 32, 32, 1)
+    bias = jnp.where(jnp.asarray(allowed), 0.0, -jnp.inf).astype(jnp.float32)
+    move = draw(rng, batch=1, q_len=32, kv_len=32, heads=2, kv_heads=1)
+
+    def sparse(q, k, v):
+        return jnp.sum(jnp.sin(sparse_attention(q, k, v, selector, causal=True)))
+
+    def dense(q, k, v):
+        scores = jnp.einsum("btnd,bsd->bnts", q, k[:, :, 0], precision="highest")
+        p = jax.nn.softmax(scores / 4 + bias)
+        return jnp.sum(jnp.sin(jnp.einsum("bnts,bsd->btnd", p, v[:, :, 0])))
+
+    def derivatives(f):
+        first = jax.jvp(f, (q, k, v), move)[1]
+        slopes = jax.grad(f, (0, 1, 2))
+        return first, jax.jvp(slopes, (q, k, v), move)[1]  # the Hessian times a vector
+
+    got, want = (jit(lambda f=f: derivatives(f))() for f in (sparse, dense))
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
 def test_what_lies_beyond_the_lengths_may_be_anything(qkv):
     q, k, v = (np.array(x) for x in qkv)
     lens = {"q_lens": np.int32([100, 128]), "kv_lens": np.int32([90, 33])}
@@ -262,6 +414,34 @@ def test_lse_and_report(qkv):
     np.testing.assert_array_equal(out, want)
 
 
+def test_rows_short_of_tau_are_told_of(qkv):
+    """By the report, or by one warning for each place in the caller's text."""
+    q, k, v = qkv
+    short = AntidiagonalThreshold(tau=0.99, capacity=2, stride=8, **TILES)
+    layer = create_sparse_attention(64, 4, selector=short)
+    x = jnp.reshape(q, (2, 128, 64))
+    calls = {
+        "sparse_attention": lambda: sparse_attention(q, k, v, short),
+        "AntidiagonalThreshold": lambda: short(q, k),
+        "DynamicSparseAttention": lambda: layer(x),
+    }
+    for where, call in calls.items():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("default")
+            call()
+            call()
+        assert [str(w.message).startswith(f"{where}: ") for w in told] == [True]
+        assert told[0].filename == __file__ and told[0].category is UserWarning
+        assert "too small for tau" in str(told[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sparse_attention(q, k, v, short, return_report=True)
+        layer.with_report(x)
+        short.select(q, k)
+        AntidiagonalThreshold(tau=0.99, stride=8, **TILES)(q, k)
+        jit(short)(q, k)
+
+
 def test_options_of_flash_attention(qkv):
     selector = SELECTORS["streaming"]
     tiles = selector(*qkv[:2], causal=True)
@@ -290,6 +470,22 @@ def test_a_selector_of_ones_own(qkv):
     assert listed(tiles, 8)[..., 3].all() and listed(tiles, 8)[..., 0].all()
 
 
+def test_debug_checks_of_lists_that_only_a_device_knows(qkv):
+    """A tile twice: an error under `debug_checks`, inside of jit, too."""
+
+    def run(tiles):
+        return sparse_attention(*qkv, tiles)
+
+    tiles = jax.tree.map(jnp.asarray, TWICE)
+    once = dataclasses.replace(tiles, indices=tiles.indices.at[..., 1].set(3))
+    with jax_kvblock.debug_checks():
+        words = "list a tile once|tile 0 twice in indices[0, 0, 0]"
+        check("flash_attention", ValueError, words, lambda: run(tiles))
+        with pytest.raises(jax.errors.JaxRuntimeError, match="tile 0 twice"):
+            jax.block_until_ready(jit(run)(tiles))
+        jax.block_until_ready(jit(run)(once))
+
+
 # On the host, where they are looked at.
 TWICE = AttentionTiles(
     np.zeros((1, 1, 8, 2), np.int32), np.full((1, 1, 8), 2, np.int32), 16, 16
@@ -300,6 +496,14 @@ BAD = {
         "sparse_attention",
         TypeError,
         "Selector or AttentionTiles|float",
+    ),
+    "packed": (
+        lambda q, k, v: sparse_attention(
+            q[0], k[0], v[0], SELECTORS["random"], cu_seqlens=([0, 100, 128],) * 2
+        ),
+        "sparse_attention",
+        ValueError,
+        "cu_seqlens|segment_ids|q[None]",
     ),
     "twice": (
         lambda q, k, v: sparse_attention(q, k, v, TWICE),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_model import jit
 from messages import check
 from sparse_cases import TILES, draw, listed, pairs, probabilities, spread, truth
 
@@ -13,6 +14,7 @@ from jax_kvblock.sparse import (
     AntidiagonalThreshold,
     Oracle,
     Random,
+    ScoredSelector,
     evaluate_selector,
 )
 
@@ -25,6 +27,7 @@ MASKS = {
     "behind": {"causal": True, "kv_offset": 20},  # the first rows attend to nothing
     "lengths": {"q_lens": np.int32([100, 128]), "kv_lens": np.int32([90, 33])},
     "documents": {"causal": True, "segment_ids": DOCUMENTS},
+    "window": {"window": (50, 9)},
 }
 
 
@@ -101,6 +104,38 @@ def test_options_of_attention_count_too(qkv):
     assert found.seconds.dense > 0
 
 
+@pytest.mark.parametrize("sink", [-2.0, 3.0, 20.0])
+def test_sinks_are_no_keys(qkv, sink):
+    """Recall is of keys' probabilities; rows without keys do not count."""
+    selector = AntidiagonalThreshold(tau=0.5, stride=8, sinks=0, **TILES)
+    mask = MASKS["behind"]
+    sinks = jnp.full(4, sink)
+    found = evaluate_selector(*qkv, selector, sinks=sinks, **mask)
+    kept = listed(selector(*qkv[:2], **mask), 8)
+    seen = pairs(2, 128, 128, **mask)[:, None]
+    both = seen & spread(kept, 128, 128, selector)
+    p = probabilities(*qkv[:2], seen)
+    recall = np.where(both, p, 0).sum(-1)
+    rows = np.broadcast_to(seen.any(-1), recall.shape)
+    np.testing.assert_allclose(found.recall, recall[rows].mean(), rtol=1e-5)
+    np.testing.assert_allclose(found.worst, recall[rows].min(), rtol=1e-4)
+    # The error is of what attention gives, with the sink.
+    plain = evaluate_selector(*qkv, selector, **mask)
+    assert found.error != plain.error
+
+
+def test_lists_of_integers(qkv):
+    selector = AntidiagonalThreshold(stride=8, **TILES)
+    options = {"q_offset": [0, 3], "kv_lens": [128, 90], "dropout_seed": [1, 2]}
+    options |= {"causal": True, "dropout_rate": 0.25, "window": [64, None]}
+    found = evaluate_selector(*qkv, selector, **options)
+    arrays = {n: jnp.int32(options[n]) for n in ("q_offset", "kv_lens", "dropout_seed")}
+    same = evaluate_selector(
+        *qkv, selector, **options | arrays | {"window": (64, None)}
+    )
+    assert (found.recall, found.error) == (same.recall, same.error)
+
+
 def test_entries_that_visit_nothing_do_not_count(qkv):
     """Beyond the causal reach, beyond the keys, and holes."""
     indices = jnp.broadcast_to(jnp.int32([[7, -1, 0, 99]]), (1, 1, 8, 4))
@@ -140,7 +175,43 @@ def test_times_are_medians_of_calls_that_were_waited_for(qkv, monkeypatch):
 BAD = {
     "repeats": (lambda q: {"repeats": -1}, ValueError, "repeats|got -1"),
     "tiles": (lambda q: {"tiles": [1]}, TypeError, "Selector or AttentionTiles|list"),
+    "twice": (
+        lambda q: {
+            "tiles": AttentionTiles(
+                jnp.zeros((1, 1, 8, 2), jnp.int32), jnp.full((1, 1, 8), 2), 16, 16
+            )
+        },
+        ValueError,
+        "list a tile once|tile 0 twice",
+    ),
+    "no pytree": (
+        lambda q: {"tiles": Mine(capacity=3, **TILES)},
+        TypeError,
+        "Mine|jax.tree_util.register_dataclass",
+    ),
+    "no pytree in a union": (
+        lambda q: {"tiles": Random(**TILES) | Mine(capacity=3, **TILES)},
+        TypeError,
+        "Mine|jax.tree_util.register_dataclass",
+    ),
 }
+
+
+class Mine(ScoredSelector):
+    """Neither a dataclass of its own nor registered."""
+
+    def mass(self, q, k, grid, scale):
+        return jnp.ones((q.shape[0], q.shape[2], grid.rows, grid.cols))
+
+
+def test_not_for_jit(qkv):
+    selector = Random(**TILES)
+    check(
+        "evaluate_selector",
+        TypeError,
+        "traced|outside of jit",
+        lambda: jit(lambda *qkv: evaluate_selector(*qkv, selector).recall)(*qkv),
+    )
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from attention_model import jit
 from messages import check
-from sparse_cases import BLOCK, TILES, in_tiles, listed, pairs
+from sparse_cases import BLOCK, TILES, draw, in_tiles, listed, pairs
 
 import jax_kvblock
-from jax_kvblock.sparse import select_tiles
+from jax_kvblock.sparse import AntidiagonalThreshold, Streaming, select_tiles
 from jax_kvblock.sparse.grid import Grid, running_count
 from jax_kvblock.sparse.select import lists_of, map_of, sorted_bits
 
@@ -40,6 +40,22 @@ MASKS = {
             np.repeat([[0, 1, 2]], [50, 70, 40], axis=1).repeat(2, 0).astype(np.int32),
         )
     },
+    "causal segments": {
+        "causal": True,
+        "q_offset": S - T,
+        "segment_ids": (
+            np.repeat([[4, 1, 2]], [30, 40, 26], axis=1).repeat(2, 0).astype(np.int32),
+            np.repeat([[4, 1, 2]], [80, 58, 22], axis=1).repeat(2, 0).astype(np.int32),
+        ),
+        "kv_lens": np.int32([130, 160]),
+    },
+    "window": {"window": (20, 9)},
+    "causal window": {"causal": True, "window": (33, None), "q_offset": 90},
+    "traced window": {
+        "window": (40, 0),
+        "q_offset": np.int32([150, -10]),
+        "kv_lens": np.int32([140, 160]),
+    },
 }
 
 
@@ -49,17 +65,28 @@ def visible_of(mask):
 
 
 def own_of(mask):
-    """Under a causal mask the tiles that hold positions of the row's real queries."""
+    """The tiles that a row needs: by positions its own, by segments the nearest.
+
+    Own are, under a causal mask, the tiles that hold positions of the row's real
+    queries. In a window and with segments it is the tile of the key that is a query's
+    own, or else the last that it sees before, or the first behind.
+    """
     made = np.zeros((BATCH, 1, ROWS, COLS), bool)
-    if not mask.get("causal"):
+    nearest = bool({"window", "segment_ids"} & set(mask))
+    if not mask.get("causal") and not nearest:
         return made
+    seen = pairs(BATCH, T, S, **mask)
     lens = np.broadcast_to(mask.get("q_lens", T), BATCH)
     shift = np.asarray(mask.get("q_offset", 0)) - mask.get("kv_offset", 0)
     shift = np.broadcast_to(shift, BATCH)
     for b, i in np.ndindex(BATCH, T):
         at = i + shift[b]
-        if i < lens[b] and 0 <= at < S:
+        if mask.get("causal") and i < lens[b] and 0 <= at < S:
             made[b, 0, i // BLOCK, at // BLOCK] = True
+        keys = np.flatnonzero(seen[b, i])
+        if nearest and len(keys):
+            key = at if at in keys else max(keys[keys < at], default=keys[0])
+            made[b, 0, i // BLOCK, key // BLOCK] = True
     return made & visible_of(mask)
 
 
@@ -70,7 +97,7 @@ def draw_scores(rng):
 def run(scores, **options):
     """A selection under jit, whose masks and offsets are operands."""
     operands = {n: x for n, x in options.items() if not isinstance(x, (bool, int))}
-    fixed = {n: x for n, x in operands.items() if isinstance(x, float)}
+    fixed = {n: x for n, x in operands.items() if isinstance(x, float) or n == "window"}
     operands = {n: x for n, x in operands.items() if n not in fixed}
     static = {n: x for n, x in options.items() if n not in operands}
     return jit(lambda scores, o: tuple(select_tiles(scores, **SIZES, **static, **o)))(
@@ -184,6 +211,30 @@ def test_debug_checks_make_an_error_of_a_capacity_that_is_too_small(rng):
             select_tiles(mass, tau=0.8, capacity=2, **SIZES)
         with pytest.raises(jax.errors.JaxRuntimeError, match="capacity is too small"):
             jax.block_until_ready(run(mass, tau=0.8, capacity=2))
+
+
+def test_debug_checks_of_a_union_whose_part_is_short(rng):
+    """It has no mass to tell of, and rows that list everything are not short."""
+    q, k, _ = draw(rng)
+    part = AntidiagonalThreshold(tau=0.99, capacity=3, stride=8, **TILES)
+    short = Streaming(window=1, **TILES) | part
+    whole = Streaming(window=8, **TILES) | part
+    report = short.select(q, k, causal=True).report
+    rows = np.asarray(report.short)
+    assert rows.any() and not rows[..., :3].any()
+    # Rows that list all that they see.
+    full = np.asarray(report.listed == report.visible)
+    assert full.any() and not (rows & full).any()
+    with jax_kvblock.debug_checks():
+        check(
+            "Union",
+            ValueError,
+            "capacity is too small for tau|short[0, |list more tiles",
+            lambda: short.select(q, k, causal=True),
+        )
+        report = whole.select(q, k, causal=True).report
+    assert int(report.rows_short) == 0 and float(report.share) == 1
+    assert int(part.select(q, k, causal=True).report.rows_short) > 0
 
 
 def test_rows_of_which_nothing_is_known_take_what_they_may():

@@ -42,6 +42,7 @@ def pairs(
     kv_len: int,
     *,
     causal: bool = False,
+    window: tuple[int | None, int | None] = (None, None),
     q_offset: Any = 0,
     kv_offset: Any = 0,
     q_lens: Any = None,
@@ -51,9 +52,13 @@ def pairs(
     """Who attends to whom: bool `[B, T, S]`."""
     i, j = np.arange(q_len)[None, :, None], np.arange(kv_len)[None, None, :]
     seen = np.ones((batch, q_len, kv_len), bool)
-    if causal:
-        shift = np.asarray(q_offset) - np.asarray(kv_offset)
-        seen &= j <= i + np.reshape(shift, (-1, 1, 1))
+    left, right = window[0], 0 if causal else window[1]
+    shift = np.asarray(q_offset) - np.asarray(kv_offset)
+    at = i + np.reshape(shift, (-1, 1, 1))
+    if right is not None:
+        seen &= j <= at + right
+    if left is not None:
+        seen &= j >= at - left
     if q_lens is not None:
         seen &= i < np.reshape(q_lens, (-1, 1, 1))
     if kv_lens is not None:
