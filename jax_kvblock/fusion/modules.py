@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jax_kvblock.attention import arguments
 from jax_kvblock.attention.nnx import attention_fn
 from jax_kvblock.core.checks import as_array, check_positive, show
+from jax_kvblock.core.models import multiplies_by
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.fusion.choices import FusionDecision
 from jax_kvblock.fusion.config import FusionConfig
@@ -163,6 +164,7 @@ def narrow_attention_fn(
     return attention_fn(query, key, value, *given, **options).astype(wide)
 
 
+@multiplies_by("query", "key", "value", "out", "up", "down")
 class TransformerBlock(nnx.Module):
     """A pre-norm block: RMSNorm, causal attention with RoPE, RMSNorm, GELU between two
     products; a residual around each half.
@@ -198,8 +200,6 @@ class TransformerBlock(nnx.Module):
       >>> block(jnp.ones((2, 16, 64))).shape
       (2, 16, 64)
     """
-
-    PRODUCTS = ("query", "key", "value", "out", "up", "down")
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from jax_kvblock.core.checks import (
     check_positive,
     show,
 )
+from jax_kvblock.core.models import multiplies_by
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.layers.arguments import check_floats
 from jax_kvblock.layers.gelu import gelu
@@ -30,6 +31,7 @@ _KERNEL = nnx.initializers.lecun_normal()
 _BIAS = nnx.initializers.zeros_init()
 
 
+@multiplies_by("qkv", "out")
 class AttentionLayer(nnx.Module):
     """Self-attention with flash attention: a projection, attention, and one back.
 
@@ -64,8 +66,6 @@ class AttentionLayer(nnx.Module):
       >>> layer(jnp.ones((2, 16, 64))).shape
       (2, 16, 64)
     """
-
-    PRODUCTS = ("qkv", "out")
 
     def __init__(
         self,
@@ -184,6 +184,7 @@ class AttentionLayer(nnx.Module):
             self.deterministic = deterministic
 
 
+@multiplies_by("kernel")
 class OptimizedLinear(nnx.Module):
     """`x @ kernel + bias`, with the product at one of three levels.
 
@@ -214,8 +215,6 @@ class OptimizedLinear(nnx.Module):
       >>> OptimizedLinear(64, 32, rngs=nnx.Rngs(0))(jnp.ones((2, 64))).shape
       (2, 32)
     """
-
-    PRODUCTS = ("kernel",)
 
     def __init__(
         self,

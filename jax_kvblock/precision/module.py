@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvblock.core.checks import show
+from jax_kvblock.core.models import multiplied
 from jax_kvblock.precision.config import (
     NEEDS_LOSS,
     AllocationStrategy,
@@ -270,10 +271,6 @@ def _kernel_axis(model: Any, group_size: int) -> Callable[[str, Any], int]:
     """Along which axis the weights of an nnx module are summed, by its layers."""
     from flax import nnx
 
-    from jax_kvblock.fusion.modules import TransformerBlock
-    from jax_kvblock.layers.modules import AttentionLayer, OptimizedLinear
-
-    ours = (AttentionLayer, OptimizedLinear, TransformerBlock)
     known: dict[str, tuple[int, ...]] = {}  # the best first
     for path, module in nnx.iter_modules(model):
         place = "".join(f"{key}." for key in path)
@@ -282,9 +279,9 @@ def _kernel_axis(model: Any, group_size: int) -> Callable[[str, Any], int]:
             # Several axes are summed, the last of them group by group if it is long.
             several = len(module.in_features) > 1
             known[f"{place}kernel"] = (-out - 1, -1) if several else (-out - 1,)
-        elif isinstance(module, ours):
-            known |= {f"{place}{name}": (-2,) for name in module.PRODUCTS}
-        elif isinstance(module, nnx.Linear):
+        for kind in type(module).__mro__:
+            known |= {f"{place}{name}": (-2,) for name in multiplied(kind)}
+        if isinstance(module, nnx.Linear):
             known[f"{place}kernel"] = (-2,)
 
     def axis(name: str, array: Any) -> int:

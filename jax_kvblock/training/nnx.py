@@ -9,14 +9,10 @@ import jax
 from flax import nnx
 
 from jax_kvblock.core.checks import plural
-from jax_kvblock.fusion.modules import TransformerBlock
-from jax_kvblock.layers.modules import AttentionLayer, OptimizedLinear
+from jax_kvblock.core.models import multiplied
 from jax_kvblock.training.config import FP8Config, checked_config
 from jax_kvblock.training.product import fp8_dot_general
 from jax_kvblock.training.scaling import Fp8Scaling
-
-# What derives from them may multiply in its own way.
-_OURS = (AttentionLayer, OptimizedLinear, TransformerBlock)
 
 
 class Fp8Variable(nnx.Variable):  # type: ignore[misc, unused-ignore]
@@ -204,10 +200,12 @@ class _Conversion:
             if id(value) not in self.done:
                 self.done[id(value)] = value, FP8LinearLayer.of(value, self.config)
             return self.done[id(value)][1]
-        if type(value) in _OURS and value.dot_general is None:
+        # What derives from a layer of this package may multiply in its own way.
+        names = multiplied(type(value))
+        if names and value.dot_general is None:
             made = {
                 name: Fp8DotGeneral(self.config, getattr(value, name).shape[:-2])
-                for name in value.PRODUCTS
+                for name in names
             }
             value.dot_general = nnx.data(nnx.Dict(made))
         if type(value) is nnx.LinearGeneral and _is_general(value):
