@@ -7,9 +7,33 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+
+T = TypeVar("T")
+
+
+_MULTIPLIED: dict[type, tuple[str, ...]] = {}
+
+
+def multiplies_by(*names: str) -> Callable[[type[T]], type[T]]:
+    """Says of a class of layers by which of its weights it multiplies.
+
+    These are `[inputs, outputs]`. Its `dot_general` is None, or a mapping that has a
+    dot_general for each of the names, which multiplies in place of the layer's own.
+    """
+
+    def note(kind: type[T]) -> type[T]:
+        _MULTIPLIED[kind] = names
+        return kind
+
+    return note
+
+
+def multiplied(kind: type) -> tuple[str, ...]:
+    """The weights that `multiplies_by` has said of this very class; none of others."""
+    return _MULTIPLIED.get(kind, ())
 
 
 def is_nnx_module(model: object) -> bool:

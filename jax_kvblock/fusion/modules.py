@@ -14,12 +14,13 @@ from jax.typing import DTypeLike
 from jax_kvblock.attention import arguments
 from jax_kvblock.attention.nnx import attention_fn
 from jax_kvblock.core.checks import as_array, check_positive, show
+from jax_kvblock.core.models import multiplies_by
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.fusion.choices import FusionDecision
 from jax_kvblock.fusion.config import FusionConfig
 from jax_kvblock.fusion.gelu import kept_gelu
 from jax_kvblock.layers.arguments import check_floats
-from jax_kvblock.layers.levels import product
+from jax_kvblock.layers.levels import contract, product
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -33,7 +34,8 @@ class FusedMultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc, unu
 
     It has the parameters of the layer that it was, at their paths. What is no plain
     self-attention goes the layer's own way: keys of other inputs, a decoding cache,
-    weights that are sown, shardings of results.
+    weights that are sown, shardings of results, projections that came to have products
+    of their own (`convert_model_to_fp8`).
 
     Attributes:
       narrow: whether float32 is multiplied in bfloat16.
@@ -51,7 +53,9 @@ class FusedMultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc, unu
         other = inputs_k is not None or inputs_v is not None
         special = ("sow_weights", "decode", "qkv_sharding", "out_sharding")
         decodes = self.decode if options.get("decode") is None else options["decode"]
-        if other or decodes is not False or any(options.get(x) for x in special):
+        special_call = other or any(options.get(x) for x in special)
+        plain = all(map(is_plain, (self.query, self.key, self.value)))
+        if special_call or decodes is not False or not plain:
             return super().__call__(inputs_q, inputs_k, inputs_v, **options)
         if inputs_q.shape[-1] != self.in_features:
             raise ValueError(
@@ -83,7 +87,8 @@ class FusedMultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc, unu
         made = project(x, flat, bias, self.narrow, self.precision)
         heads = (self.num_heads, self.num_kv_heads, self.num_kv_heads)
         return [
-            y.reshape(*y.shape[:-1], n, -1) for y, n in zip(made, heads, strict=True)
+            y.reshape(*y.shape[:-1], n, y.shape[-1] // n)
+            for y, n in zip(made, heads, strict=True)
         ]
 
     def _dropout(self, options: dict[str, Any]) -> dict[str, Any]:
@@ -114,6 +119,15 @@ class FusedMultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc, unu
             "broadcast_dropout": self.broadcast_dropout,
             "deterministic": kept,
         }
+
+
+def is_plain(layer: Any) -> bool:
+    """An nnx.LinearGeneral over the last axis, with jax's own product."""
+    if type(layer) is not nnx.LinearGeneral or layer.batch_axis:
+        return False
+    own = layer.dot_general not in (None, jax.lax.dot_general) or layer.dot_general_cls
+    wide = getattr(layer, "preferred_element_type", None)
+    return not own and wide is None and len(layer.in_features) == 1
 
 
 def project(
@@ -150,6 +164,7 @@ def narrow_attention_fn(
     return attention_fn(query, key, value, *given, **options).astype(wide)
 
 
+@multiplies_by("query", "key", "value", "out", "up", "down")
 class TransformerBlock(nnx.Module):
     """A pre-norm block: RMSNorm, causal attention with RoPE, RMSNorm, GELU between two
     products; a residual around each half.
@@ -165,6 +180,8 @@ class TransformerBlock(nnx.Module):
       down, down_bias: `[hidden, d_model]`, `[d_model]`.
       attention_norm, feed_forward_norm: `[d_model]`.
       fusion: names of the choices that are ours: "qkv", "attention", "gelu".
+      dot_general: None, or what `convert_model_to_fp8` has put there: a dot_general for
+        each matrix, by its name. "qkv" is then three products.
 
     Args:
       d_model: the width.
@@ -232,6 +249,7 @@ class TransformerBlock(nnx.Module):
         self.down_bias = nnx.Param(jnp.zeros(d_model, stored))
         self.attention_norm = nnx.Param(jnp.ones(d_model, stored))
         self.feed_forward_norm = nnx.Param(jnp.ones(d_model, stored))
+        self.dot_general: Any = None
         self.fusion: tuple[str, ...] = ()
         self.narrow = False
 
@@ -248,20 +266,28 @@ class TransformerBlock(nnx.Module):
             )
         x = x.astype(jnp.result_type(x, self.query[...]))
         y = _norm(x, self.attention_norm[...])
-        kernels = [w[...].astype(x.dtype) for w in (self.query, self.key, self.value)]
-        if "qkv" in self.fusion:
-            made = project(y, kernels, [], self.narrow)
+        if "qkv" in self.fusion and self.dot_general is None:
+            three = (self.query, self.key, self.value)
+            made = project(y, [w[...].astype(x.dtype) for w in three], [], self.narrow)
         else:
-            made = [y @ w for w in kernels]
-        q, k, v = (a.reshape(*x.shape[:2], -1, self.head_dim) for a in made)
+            made = [self._product(name, y) for name in ("query", "key", "value")]
+        d = self.head_dim
+        q, k, v = (a.reshape(*x.shape[:2], a.shape[-1] // d, d) for a in made)
         q, k = _turned(q, self.theta), _turned(k, self.theta)
-        seen = self._attended(q, k, v).reshape(*x.shape[:2], -1)
-        x = x + seen @ self.out[...].astype(x.dtype)
+        seen = self._attended(q, k, v).reshape(x.shape)
+        x = x + self._product("out", seen)
         y = _norm(x, self.feed_forward_norm[...])
         act = kept_gelu if "gelu" in self.fusion else jax.nn.gelu
-        y = act(y @ self.up[...].astype(x.dtype) + self.up_bias[...].astype(x.dtype))
-        y = y @ self.down[...].astype(x.dtype)
+        y = act(self._product("up", y) + self.up_bias[...].astype(x.dtype))
+        y = self._product("down", y)
         return x + y + self.down_bias[...].astype(x.dtype)
+
+    def _product(self, name: str, x: jax.Array) -> jax.Array:
+        """x by a weight, in x's dtype."""
+        weight = getattr(self, name)[...]
+        if self.dot_general is None:
+            return x @ weight.astype(x.dtype)
+        return contract(self.dot_general[name], x, weight)
 
     def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if "attention" not in self.fusion:

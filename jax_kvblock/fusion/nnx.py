@@ -24,6 +24,7 @@ from jax_kvblock.fusion.modules import (
     FusedMultiHeadAttention,
     TransformerBlock,
     UnifiedAttentionFusion,
+    is_plain,
     narrow_attention_fn,
 )
 from jax_kvblock.layers.modules import AttentionLayer
@@ -31,6 +32,7 @@ from jax_kvblock.layers.modules import AttentionLayer
 _NARROWED = ("qkv", "attention")  # what may compute float32 in bfloat16
 _NORMS = (nnx.RMSNorm, nnx.LayerNorm)
 _CUT = "its weights are cut by heads, and joining them would move them"
+_OWN = "its projections are not plain (products or classes of their own)"
 _WHERE = "create_unified_attention_fusion"
 
 
@@ -63,7 +65,8 @@ def create_unified_attention_fusion(
     Raises:
       TypeError: model is no module, config is none, inplace is no bool.
       ValueError: there is no such strategy or level; there is nothing in the model that
-        the strategy looks for; a config and a strategy or level.
+        the strategy looks for; a config and a strategy or level; the model was fused
+        before in a way that this config does not ask for.
 
     Example:
       >>> model = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
@@ -82,6 +85,7 @@ def create_unified_attention_fusion(
         model = model.model
     model = model if inplace else nnx.clone(model)
     edit = _Edit(config)
+    edit.check(model)
     edit.all_of(model)
     if not edit.found:
         raise ValueError(
@@ -154,6 +158,30 @@ class _Edit:
             if "gelu" in self.looked_at:
                 self._activations(name, module)
 
+    def check(self, model: nnx.Module) -> None:
+        """Whether what was fused before is what this config makes of it, too.
+
+        An `attention_fn` may be the model's own, and is left out.
+        """
+        for path, module in nnx.iter_modules(model):
+            for choice, narrow in _fused(module):
+                if choice not in self.looked_at:
+                    continue
+                row = self._decided(choice, "", module)
+                asked = choice in _NARROWED and self._narrows(module)
+                if row.used == OURS and (narrow == asked or choice not in _NARROWED):
+                    continue
+                how = " and computes in bfloat16" if narrow else ""
+                level = self.config.optimization_level
+                level = member(_WHERE, "optimization_level", level, OptimizationLevel)
+                place = ".".join(map(str, path)) or "the model"
+                raise ValueError(
+                    f"{_WHERE}: model must not have been fused in another way, got "
+                    f"{choice!r} of {place}, which is fused{how}, for "
+                    f"{level.value!r}; fuse the model that it was made from, or "
+                    "take the config that it was fused with"
+                )
+
     def _add(self, choice: str, path: str, used: str, reason: str) -> None:
         if choice in self.looked_at:
             self.found = True
@@ -204,7 +232,9 @@ class _Edit:
         kernels = [w.get_value() for w in (module.query, module.key, module.value)]
         ours = tuple(c for c in ("qkv", "attention", "gelu") if c in module.fusion)
         for choice in ("qkv", "attention", "gelu", "norm", "rope"):
-            if choice in ours:
+            if choice == "qkv" and module.dot_general is not None:
+                self._add(choice, path, XLA, _OWN)
+            elif choice in ours:
                 self._add(choice, path, OURS, "it is so already")
             elif choice == "qkv" and any(map(_is_cut_by_heads, kernels)):
                 self._add(choice, path, XLA, _CUT)
@@ -237,6 +267,17 @@ class _Edit:
                     setattr(module, str(name), new)
 
 
+def _fused(module: Any) -> Iterator[tuple[str, bool]]:
+    """What fusion made of a module: choices, and whether they compute in bfloat16."""
+    if type(module) is FusedMultiHeadAttention:
+        yield "qkv", module.narrow
+    if getattr(module, "attention_fn", None) is narrow_attention_fn:
+        yield "attention", True
+    if isinstance(module, TransformerBlock):
+        for choice in module.fusion:
+            yield choice, module.narrow and choice in _NARROWED
+
+
 def _reasons(module: Any, config: FusionConfig) -> dict[str, str]:
     """Why a choice cannot be made in an nnx.MultiHeadAttention; empty where it can."""
     attention = qkv = ""
@@ -260,27 +301,18 @@ def _reasons(module: Any, config: FusionConfig) -> dict[str, str]:
 
 
 def _why_apart(module: Any) -> str:
-    if type(module) is FusedMultiHeadAttention:
-        return "it is so already"
     layers = (module.query, module.key, module.value)
+    if type(module) is FusedMultiHeadAttention and all(map(is_plain, layers)):
+        return "it is so already"
     if module.normalize_qk:
         return "it norms queries and keys, left as it is"
     if module.in_kv_features != module.in_features:
         return "keys come of other inputs"
-    if not all(map(_is_plain, layers)):
-        return "its projections are not plain (products or classes of their own)"
+    if not all(map(is_plain, layers)):
+        return _OWN
     if any(_is_cut_by_heads(y.kernel.get_value()) for y in layers):
         return _CUT
     return ""
-
-
-def _is_plain(layer: Any) -> bool:
-    """An nnx.LinearGeneral over the last axis, with jax's own product."""
-    if type(layer) is not nnx.LinearGeneral or layer.batch_axis:
-        return False
-    own = layer.dot_general not in (None, jax.lax.dot_general) or layer.dot_general_cls
-    wide = getattr(layer, "preferred_element_type", None)
-    return not own and wide is None and len(layer.in_features) == 1
 
 
 def _is_cut_by_heads(kernel: Any) -> bool:

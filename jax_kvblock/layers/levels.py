@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -17,6 +19,13 @@ def product_dtype(dtype: jnp.dtype, level: str) -> jnp.dtype:
 def precision_of(level: str) -> str | None:
     """What JAX is asked for; None follows `jax.default_matmul_precision`."""
     return "highest" if level == "precise" else None
+
+
+def contract(dot_general: Any, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`x @ kernel`, `[..., F]` and `[F, n]`, by a dot_general, in x's dtype."""
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    made: jax.Array = dot_general(x, kernel, dims, preferred_element_type=x.dtype)
+    return made
 
 
 def product(x: jax.Array, kernel: jax.Array, level: str) -> jax.Array:

@@ -18,10 +18,11 @@ from jax_kvblock.core.checks import (
     check_positive,
     show,
 )
+from jax_kvblock.core.models import multiplies_by
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.layers.arguments import check_floats
 from jax_kvblock.layers.gelu import gelu
-from jax_kvblock.layers.levels import LEVELS, product
+from jax_kvblock.layers.levels import LEVELS, contract, product
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Shaped
@@ -30,6 +31,7 @@ _KERNEL = nnx.initializers.lecun_normal()
 _BIAS = nnx.initializers.zeros_init()
 
 
+@multiplies_by("qkv", "out")
 class AttentionLayer(nnx.Module):
     """Self-attention with flash attention: a projection, attention, and one back.
 
@@ -41,6 +43,8 @@ class AttentionLayer(nnx.Module):
       qkv_bias: `[(N + 2 K) D]`, or None.
       out: `[N D, d_model]`.
       out_bias: `[d_model]`, or None.
+      dot_general: None, or what `convert_model_to_fp8` has put there: "qkv" and "out"
+        with a dot_general each.
 
     Args:
       d_model: the width.
@@ -102,6 +106,7 @@ class AttentionLayer(nnx.Module):
         self.out = nnx.Param(_KERNEL(rngs.params(), (d_model, d_model), stored))
         self.qkv_bias = _bias(rngs, wide, stored) if bias else None
         self.out_bias = _bias(rngs, d_model, stored) if bias else None
+        self.dot_general: Any = None
         self.deterministic = False
         self.rngs = rngs["dropout"].fork() if self.dropout else None
 
@@ -117,9 +122,11 @@ class AttentionLayer(nnx.Module):
 
         Args:
           hidden_states: `[B, S, d_model]`, floats.
-          attention_mask: `[B, S]`, a key where it is False (0) is seen by nobody; or
-            what broadcasts to `[B, N, S, S]`, False where a query does not see a key.
-            A row that sees no key: see `dot_product_attention`.
+          attention_mask: bools or integers; `[B, S]`, a key where it is False (0) is
+            seen by nobody; or four axes that broadcast to `[B, N, S, S]`, False where a
+            query does not see a key. Two axes are always those of keys, also where B is
+            S: one of queries and keys is `mask[None, None]`. A row that sees no key:
+            see `dot_product_attention`.
           deterministic: True drops nothing; the layer's own unless given.
           rngs: which weights are dropped, in place of the layer's own stream: Rngs
             with "dropout", a stream, or a key.
@@ -141,9 +148,8 @@ class AttentionLayer(nnx.Module):
         mask = _mask(where, attention_mask, x)
         kept = self.deterministic if deterministic is None else deterministic
         arguments.check_flags(where, deterministic=kept)
-        qkv, out = self.qkv[...], self.out[...]
-        dtype = self.dtype or jnp.result_type(x, qkv)
-        wide = jnp.matmul(x.astype(dtype), qkv.astype(dtype))
+        dtype = self.dtype or jnp.result_type(x, self.qkv[...])
+        wide = self._product("qkv", x.astype(dtype))
         if self.qkv_bias is not None:
             wide += self.qkv_bias[...].astype(dtype)
         n, k = self.num_heads, self.num_kv_heads
@@ -160,10 +166,17 @@ class AttentionLayer(nnx.Module):
             dropout_rate=self.dropout if drops else 0.0,
             is_causal=self.causal,
         )
-        o = jnp.matmul(o.reshape(*x.shape[:2], -1), out.astype(dtype))
+        o = self._product("out", o.reshape(*x.shape[:2], n * self.head_dim))
         if self.out_bias is not None:
             o += self.out_bias[...].astype(dtype)
         return o
+
+    def _product(self, name: str, x: jax.Array) -> jax.Array:
+        """x by a weight, in x's dtype."""
+        weight = getattr(self, name)[...]
+        if self.dot_general is None:
+            return jnp.matmul(x, weight.astype(x.dtype))
+        return contract(self.dot_general[name], x, weight)
 
     def set_view(self, deterministic: bool | None = None) -> None:
         """For `nnx.view`: whether nothing is dropped."""
@@ -171,6 +184,7 @@ class AttentionLayer(nnx.Module):
             self.deterministic = deterministic
 
 
+@multiplies_by("kernel")
 class OptimizedLinear(nnx.Module):
     """`x @ kernel + bias`, with the product at one of three levels.
 
@@ -187,6 +201,8 @@ class OptimizedLinear(nnx.Module):
     Attributes:
       kernel: `[in_features, out_features]`.
       bias: `[out_features]`, or None.
+      dot_general: None, or what `convert_model_to_fp8` has put there: "kernel" with a
+        dot_general, which stands for any level.
 
     Args:
       in_features, out_features: the widths.
@@ -221,6 +237,7 @@ class OptimizedLinear(nnx.Module):
         shape = (self.in_features, self.out_features)
         self.kernel = nnx.Param(_KERNEL(rngs.params(), shape, stored))
         self.bias = _bias(rngs, self.out_features, stored) if bias else None
+        self.dot_general: Any = None
 
     def __call__(
         self, inputs: Float[ArrayIn, "*batch in_features"]
@@ -233,7 +250,12 @@ class OptimizedLinear(nnx.Module):
                 f"{where}: inputs must be [..., {self.in_features}], got {show(x)}; "
                 "make the layer with another in_features"
             )
-        y = product(x, self.kernel[...], self.optimization_level)
+        kernel = self.kernel[...]
+        if self.dot_general is None:
+            y = product(x, kernel, self.optimization_level)
+        else:
+            x = x.astype(jnp.result_type(x, kernel))
+            y = contract(self.dot_general["kernel"], x, kernel)
         return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
@@ -277,6 +299,12 @@ def _mask(where: str, mask: Any, x: jax.Array) -> jax.Array | None:
     if mask is None:
         return None
     array = as_array(where, "attention_mask", mask)
+    if not (array.dtype == jnp.bool_ or jnp.issubdtype(array.dtype, jnp.integer)):
+        raise TypeError(
+            f"{where}: attention_mask must be bools or integers, got {show(array)}, "
+            "where 0 may mean either; pass mask == 0 for one that is added to scores, "
+            "or mask != 0 for one of ones and zeros"
+        )
     if array.ndim == 2 and array.shape == x.shape[:2]:
         return array[:, None, None, :]
     if array.ndim != 4:

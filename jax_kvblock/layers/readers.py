@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -48,8 +48,21 @@ def _split(where: str, layer: Any, kinds: tuple[str, ...]) -> Any:
             "known"
         )
     nnx: Any = sys.modules["flax.nnx"]
+    training = sys.modules.get("jax_kvblock.training.nnx")  # who has none has none
+    for path, kind in _in_8_bits(training, layer):
+        raise NotImplementedError(
+            f"{where}: layer must be without products of 8 bits, which plain jnp at no "
+            f"dtype stands for, got {kind}{path}; validate it before it is converted"
+        )
     definition, weights, rest = nnx.split(layer, nnx.Param, ...)
     return weights, lambda found: nnx.merge(definition, found, rest)
+
+
+def _in_8_bits(training: Any, layer: Any) -> Iterator[tuple[str, str]]:
+    """Where products of 8 bits are, as " at path", and of which class."""
+    if training is not None:
+        for path, found in training.fp8_layers(layer).items():
+            yield path and f" at {path}", type(found).__name__
 
 
 def read_attention(where: str, layer: Any, d_model: int, num_heads: int) -> Reader:
@@ -71,6 +84,12 @@ def read_attention(where: str, layer: Any, d_model: int, num_heads: int) -> Read
             raise NotImplementedError(
                 f"{where}: layer must be without normalize_qk, which the reference has "
                 "not, got True; validate one that is made with normalize_qk=False"
+            )
+        if layer.in_kv_features != layer.in_features:
+            raise NotImplementedError(
+                f"{where}: layer must take keys of its queries' width, "
+                f"{layer.in_features}, got in_kv_features={layer.in_kv_features}; "
+                "validate one that is made without in_kv_features"
             )
     else:
         raise TypeError(

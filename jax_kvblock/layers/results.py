@@ -11,8 +11,8 @@ class Comparison:
     """One array of a layer beside float64.
 
     An error is that of the worst row (of the last axis): the length of its difference
-    from float64 over the root mean square of all rows' lengths. One with other
-    infinities or NaNs than float64's, or another shape, is infinite.
+    from float64 over the root mean square of all rows' lengths. It is infinite where an
+    array has another shape, or either has infinities or NaNs; then nothing passes.
 
     Attributes:
       case: with which weights and mask the layer ran.
@@ -34,7 +34,8 @@ class Comparison:
 
     @property
     def passed(self) -> bool:
-        return self.error <= self.tolerance  # NaN is not
+        # What is not finite bounds nothing.
+        return self.error <= self.tolerance < math.inf
 
     def __str__(self) -> str:
         said = "ok" if self.passed else "WRONG"
@@ -71,7 +72,10 @@ class ValidationResult:
     @property
     def worst(self) -> float:
         """The largest error, in tolerances."""
-        shares = [c.error / c.tolerance for c in self.comparisons]
+        shares = (
+            c.error / c.tolerance if math.isfinite(c.tolerance) else math.inf
+            for c in self.comparisons
+        )  # fmt: skip
         return max(shares, key=lambda share: math.inf if share != share else share)
 
     def __bool__(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -35,8 +36,10 @@ class ComponentValidator:
     of that by each input and weight, are compared with the same in float64. What is
     allowed comes of the reference itself: 4 times the error that it makes at the dtype
     the layer multiplies in, the largest on these inputs and on seven sets that differ
-    from them in the last bits; and 4 eps of that dtype at least. Nothing is dropped
-    meanwhile (`deterministic=True`).
+    from them in the last bits (for float64, float32's errors by the ratio of both
+    eps); and at least 4 eps of that dtype, or of what a gradient
+    is stored in where that is coarser. A layer with infinities or NaNs fails. Nothing
+    is dropped meanwhile (`deterministic=True`).
 
     Args:
       device: where all of it runs; the default device unless given.
@@ -92,7 +95,8 @@ class ComponentValidator:
           What was compared, and how far it was apart.
 
         Raises:
-          TypeError, NotImplementedError: a layer whose weights cannot be read.
+          TypeError, NotImplementedError: a layer whose weights cannot be read, or one
+            with products of 8 bits, normed queries or keys of other widths.
           ValueError: the layer has another width or other heads.
         """
         where = "validate_attention_component"
@@ -144,7 +148,7 @@ class ComponentValidator:
         seed: int,
     ) -> ValidationResult:
         found: list[Comparison] = []
-        plain = _reference(reader, reader.dtype)
+        plain = _reference(_plain(reader), _plain(reader).dtype)
         truth = _reference(reader, jnp.dtype(np.float64))
         with jax.default_device(self.device):
             for case, (drawn, *masks) in cases.items():
@@ -154,6 +158,16 @@ class ComponentValidator:
                 x = rng.standard_normal(shape, np.float32)
                 found += _compared(case, reader, plain, truth, weights, x, masks, rng)
         return ValidationResult(type(layer).__name__, seed, tuple(found))
+
+
+def _plain(reader: Reader) -> Reader:
+    """What is run in plain jnp; float32 for float64, which has nothing above it.
+
+    Its errors are then taken times float64's eps over float32's.
+    """
+    if reader.dtype != np.float64:
+        return reader
+    return dataclasses.replace(reader, dtype=jnp.dtype(np.float32), precision="highest")
 
 
 def _drawn(reader: Reader, rng: np.random.Generator) -> Any:
@@ -177,12 +191,20 @@ def _compared(
     rng: np.random.Generator,
 ) -> list[Comparison]:
     """The output and each gradient of one case."""
-    floor = EPSILONS * float(jnp.finfo(reader.dtype).eps)
-    named = {n: np.asarray(w, np.float64) for n, w in reader.named(weights).items()}
+    of_layer = reader.named(weights)
+    # A gradient is rounded to the dtype of what it belongs to.
+    stored = {"output": reader.dtype, "gradient of the input": x.dtype}
+    stored |= {f"gradient of {name}": w.dtype for name, w in of_layer.items()}
+    computed = float(jnp.finfo(reader.dtype).eps)
+    floors = {
+        name: EPSILONS * max(computed, float(jnp.finfo(dtype).eps))
+        for name, dtype in stored.items()
+    }
+    named = {n: np.asarray(w, np.float64) for n, w in of_layer.items()}
     out = jax.eval_shape(lambda w, x: reader.run(w, x, *masks), weights, x)
     shape = jax.eval_shape(lambda w, x: reader.reference(w, x, *masks), named, x).shape
     if out.shape != shape:
-        wrong = (out.shape, str(out.dtype), float("inf"), 0.0, floor)
+        wrong = (out.shape, str(out.dtype), float("inf"), 0.0, floors["output"])
         return [Comparison(case, "output", *wrong)]
     d_out = rng.standard_normal(shape, np.float32)
     got, got_dtypes = _layer(reader, weights, x, masks, d_out)
@@ -191,12 +213,13 @@ def _compared(
     operands = (named, x, d_out)
     truth = _exact(truth_of, operands, masks)
     errors = [_errors(plain_of(*operands, masks), truth)]
-    for nudged in _nudged(operands, float(jnp.finfo(reader.dtype).eps), rng):
+    of_plain = float(jnp.finfo(_plain(reader).dtype).eps)
+    for nudged in _nudged(operands, of_plain, rng):
         exact = _exact(truth_of, nudged, masks)
         errors.append(_errors(plain_of(*nudged, masks), exact))
     found = []
     for name, want in truth.items():
-        plain_error = max(of[name] for of in errors)
+        plain_error = max(of[name] for of in errors) * (computed / of_plain)
         found.append(
             Comparison(
                 case=case,
@@ -205,7 +228,7 @@ def _compared(
                 dtype=got_dtypes[name],
                 error=_error(got[name], want),
                 plain_error=plain_error,
-                tolerance=max(TIMES_PLAIN * plain_error, floor),
+                tolerance=max(TIMES_PLAIN * plain_error, floors[name]),
             )
         )
     return found

@@ -94,11 +94,12 @@ def analyze_precision_opportunities(
         raise ValueError(
             f"{where}: tolerance must be a number above 0, got {shown(tolerance)}"
         )
-    function, params, parts, axis = open_model(where, model, parts, axis)
+    size = config.group_size
+    function, params, *cut = open_model(where, model, is_weight, parts, axis, size)
+    is_weight, parts, axis = cut
     inputs = sample_input if isinstance(sample_input, tuple) else (sample_input,)
     if device is not None:
         params, inputs = jax.device_put((params, inputs), device)
-    size = config.group_size
     weights = find_weights(
         params,
         group_size=size,
@@ -138,7 +139,7 @@ def analyze_precision_opportunities(
                 )
         chosen.append(tuple(formats))
     plan = PrecisionPlan(weights, tuple(chosen), size)
-    others = other_leaves(in_base(params, weights, base), weights)
+    others = other_leaves(in_base(where, params, weights, base), weights)
     stored, whole = (
         plan.nbytes + sum(map(bytes_of, others)),
         base_bytes_of(params, base),

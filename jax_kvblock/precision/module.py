@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvblock.core.checks import show
+from jax_kvblock.core.models import multiplied
 from jax_kvblock.precision.config import (
     NEEDS_LOSS,
     AllocationStrategy,
@@ -144,16 +145,20 @@ def create_ultra_precision_module(
       loss: `(params, batch) -> scalar`, for GRADIENT_WEIGHTED and LOSS_BASED; params is
         the pytree, of a `flax.nnx` module the pure dict of its `nnx.Param`s.
       batches: that these two are measured on.
-      is_weight, parts, axis: as in `find_weights`. For `flax.nnx` the axis is -2 for
-        kernels of two axes and -1 for others, and arrays are one piece.
+      is_weight, parts, axis: as in `find_weights`. For `flax.nnx` arrays are one piece,
+        what is named bias or scale is no weight, and the axis unless given is the one
+        that the layer sums over: inputs of kernels `[inputs, outputs]` and of the
+        projections `[inputs, heads, head_dim]` of `nnx.MultiHeadAttention`. Of its last
+        one, `[heads, head_dim, outputs]`, it is head_dim where group_size divides that,
+        else outputs; of other arrays the last one.
 
     Returns:
       An `UltraPrecisionModule`.
 
     Raises:
-      TypeError, ValueError: a model without weights, weights with inf or nan, groups
-        that do not divide, a reduction that no plan reaches, loss or batches that are
-        missing or not used.
+      TypeError, ValueError: a model without weights, weights with inf or nan, others
+        that base_precision does not hold, groups that do not divide, a reduction that
+        no plan reaches, loss or batches that are missing or not used.
 
     Example:
       >>> config = PrecisionConfig(target_memory_reduction=0.75)
@@ -163,7 +168,9 @@ def create_ultra_precision_module(
     where = "create_ultra_precision_module"
     config = check_config(where, config)
     check_device(where, device)
-    function, params, parts, axis = open_model(where, model, parts, axis)
+    size = config.group_size
+    function, params, *cut = open_model(where, model, is_weight, parts, axis, size)
+    is_weight, parts, axis = cut
     strategy = config.allocation_strategy
     if strategy in NEEDS_LOSS and (loss is None or batches is None):
         raise ValueError(
@@ -178,14 +185,14 @@ def create_ultra_precision_module(
         )
     weights = find_weights(
         params,
-        group_size=config.group_size,
+        group_size=size,
         is_weight=is_weight,
         parts=parts,
         axis=axis,
         where=where,
     )
     check_finite(where, params, weights)
-    based = in_base(params, weights, config.base_precision)
+    based = in_base(where, params, weights, config.base_precision)
     budget = budget_of(params, config)
     if strategy is AllocationStrategy.UNIFORM:
         plan = _most_bits(where, based, weights, budget, config)
@@ -219,9 +226,9 @@ def check_device(where: str, device: Any) -> None:
 
 
 def open_model(
-    where: str, model: Any, parts: Any, axis: Any
-) -> tuple[Function, Any, Any, Any]:
-    """A model's function and params, and how its weights are cut."""
+    where: str, model: Any, is_weight: Any, parts: Any, axis: Any, group_size: int
+) -> tuple[Function, Any, Any, Any, Any]:
+    """A model's function and params; what weights are, and how they are cut."""
     nnx = sys.modules.get("flax.nnx")  # whoever has such a model has imported it
     if nnx is not None and isinstance(model, nnx.Module):
         graph, state, rest = nnx.split(model, nnx.Param, ...)
@@ -232,10 +239,10 @@ def open_model(
             nnx.replace_by_pure_dict(filled, params)
             return nnx.merge(graph, filled, rest)(*inputs, **options)
 
-        pieces = {
-            n: 1 for n, leaf in leaves_by_name(params).items() if is_matrix(n, leaf)
-        }
-        return function, params, pieces | dict(parts or {}), axis or _kernel_axis
+        chosen = _is_kernel if is_weight is None else is_weight
+        pieces = {n: 1 for n, leaf in leaves_by_name(params).items() if chosen(n, leaf)}
+        axis = _kernel_axis(model, group_size) if axis is None else axis
+        return function, params, chosen, pieces | dict(parts or {}), axis
     if not isinstance(model, tuple) or len(model) != 2 or not callable(model[0]):
         raise TypeError(
             f"{where}: model must be (function, params) or a flax.nnx module, got "
@@ -248,25 +255,64 @@ def open_model(
             f"{where}: params must be a pytree of arrays, got others as "
             f"{', '.join(wrong[:5])}; close the function over them"
         )
-    return function, params, parts, -1 if axis is None else axis
+    return function, params, is_weight, parts, -1 if axis is None else axis
 
 
 def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _kernel_axis(name: str, array: Any) -> int:
-    """flax multiplies rows by kernels `[inputs, outputs]`."""
-    return -2 if name.endswith("kernel") and array.ndim == 2 else -1
+def _is_kernel(name: str, array: Any) -> bool:
+    """Biases of heads, and of stacked layers, have two axes as well."""
+    return is_matrix(name, array) and not name.endswith(("bias", "scale"))
 
 
-def in_base(params: Any, weights: tuple[Weight, ...], base: PrecisionFormat) -> Any:
+def _kernel_axis(model: Any, group_size: int) -> Callable[[str, Any], int]:
+    """Along which axis the weights of an nnx module are summed, by its layers."""
+    from flax import nnx
+
+    known: dict[str, tuple[int, ...]] = {}  # the best first
+    for path, module in nnx.iter_modules(model):
+        place = "".join(f"{key}." for key in path)
+        if isinstance(module, nnx.LinearGeneral):
+            out = len(module.out_features)
+            # Several axes are summed, the last of them group by group if it is long.
+            several = len(module.in_features) > 1
+            known[f"{place}kernel"] = (-out - 1, -1) if several else (-out - 1,)
+        for kind in type(module).__mro__:
+            known |= {f"{place}{name}": (-2,) for name in multiplied(kind)}
+        if isinstance(module, nnx.Linear):
+            known[f"{place}kernel"] = (-2,)
+
+    def axis(name: str, array: Any) -> int:
+        usual = (-2,) if name.endswith("kernel") and array.ndim == 2 else (-1,)
+        axes = known.get(name, usual)
+        fitting = (at for at in axes if array.shape[at] % group_size == 0)
+        return next(fitting, axes[0])
+
+    return axis
+
+
+def in_base(
+    where: str, params: Any, weights: tuple[Weight, ...], base: PrecisionFormat
+) -> Any:
     """The pytree with floats that are no weights in the base precision."""
     named = {weight.name for weight in weights}
-    leaves = [
-        leaf.astype(base.dtype) if name not in named and leaf.dtype in FLOATS else leaf
-        for name, leaf in leaves_by_name(params).items()
-    ]
+    leaves = []
+    for name, leaf in leaves_by_name(params).items():
+        if name in named or leaf.dtype not in FLOATS:
+            leaves.append(leaf)
+            continue
+        made = leaf.astype(base.dtype)
+        lost = jnp.isfinite(leaf) & ~jnp.isfinite(made)
+        if bool(lost.any()):
+            most = float(jnp.max(jnp.where(lost, jnp.abs(leaf), 0)))
+            raise ValueError(
+                f"{where}: params must be numbers that base_precision {base.name} "
+                f"holds, got {most:g} in {name}; pass base_precision="
+                "PrecisionFormat.BF16 or FP32"
+            )
+        leaves.append(made)
     return jax.tree.unflatten(jax.tree.structure(params), leaves)
 
 

@@ -160,13 +160,18 @@ def check_axis(where: str, name: str, shape: tuple[int, ...], axis: Any) -> int:
 
 
 def check_groups(
-    where: str, name: str, shape: tuple[int, ...], axis: int, group_size: int
+    where: str,
+    name: str,
+    shape: tuple[int, ...],
+    axis: int,
+    group_size: int,
+    fix: str = "leave the array as it is",
 ) -> None:
     if shape[axis] % group_size or not np.prod(shape):
         raise ValueError(
             f"{where}: {name} must have a multiple of {group_size} (group_size) "
             f"numbers along axis {axis}, got {list(shape)}; pass another group_size or "
-            "axis, or leave the array as it is"
+            f"axis, or {fix}"
         )
 
 

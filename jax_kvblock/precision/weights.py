@@ -115,7 +115,8 @@ def find_weights(
         weight = Weight(name, tuple(array.shape), _parts(where, name, array, count), at)
         piece = (weight.shape[0] // weight.parts, *weight.shape[1:])
         what = name if weight.parts == 1 else f"a part of {name} (of {weight.parts})"
-        check_groups(where, what, piece, at, group_size)
+        fix = f"leave it out by is_weight=lambda name, array: name != {name!r}"
+        check_groups(where, what, piece, at, group_size, fix)
         found.append(weight)
     if given:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -129,7 +129,26 @@ def backward(dot: Dot, kept: Any, d_out: jax.Array) -> Any:
     return d_x, d_w, Fp8Scaling(report, jnp.zeros_like(scaling.history))
 
 
-_multiply.defvjp(_forward, backward)
+def once(where: str, rule: Callable[..., Any], fixed: int) -> Callable[..., Any]:
+    """A backward rule whose own derivative is an error, not that of its roundings.
+
+    Its first arguments, `fixed` of them, are compiled in.
+    """
+    run = jax.custom_jvp(rule, nondiff_argnums=tuple(range(fixed)))
+
+    def refuse(*_: Any) -> Any:
+        raise NotImplementedError(
+            f"{where}: second derivatives of products of 8 bits are not supported; "
+            "take x @ w where a gradient is differentiated (a penalty on gradients, "
+            "jax.hessian), or give jax.lax.stop_gradient of its arrays to the inner "
+            "gradient where it counts as a constant"
+        )
+
+    run.defjvp(refuse)
+    return run
+
+
+_multiply.defvjp(_forward, once("fp8_dot", backward, 1))
 
 
 def _product(dot: Dot, x8: Narrow, w8: Narrow) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 
 from jax_kvblock.core.checks import plural
+from jax_kvblock.core.models import multiplied
 from jax_kvblock.training.config import FP8Config, checked_config
 from jax_kvblock.training.product import fp8_dot_general
 from jax_kvblock.training.scaling import Fp8Scaling
@@ -122,10 +123,11 @@ def convert_model_to_fp8(
 
     Every `nnx.Linear` becomes an `FP8LinearLayer` with the same parameters, every
     `nnx.LinearGeneral` (those of `nnx.MultiHeadAttention`) takes an `Fp8DotGeneral`,
-    also in lists, tuples and dicts, and stacked by `nnx.vmap` for `nnx.scan`. Layers of
-    classes that derive from these, with a dot_general of their own or with batch axes,
-    and all others stay as they are: embeddings, norms, `nnx.Einsum`, convolutions. What
-    is converted already stays.
+    and so does each matrix of this package's `AttentionLayer`, `OptimizedLinear` and
+    `TransformerBlock`; also in lists, tuples and dicts, and stacked by `nnx.vmap` for
+    `nnx.scan`. Layers of classes that derive from these, with a dot_general of their
+    own or with batch axes, and all others stay as they are: embeddings, norms,
+    `nnx.Einsum`, convolutions. What is converted already stays.
 
     Args:
       model: any flax.nnx module.
@@ -169,9 +171,9 @@ def convert_model_to_fp8(
                 setattr(module, name, nnx.data(new))
     if not fp8_layers(model):
         raise ValueError(
-            f"{where}: model must hold nnx.Linear or nnx.LinearGeneral layers that are "
-            f"not excluded, got {type(model).__name__} without; use FP8LinearLayer or "
-            "fp8_dot in its own layers"
+            f"{where}: model must hold nnx.Linear or nnx.LinearGeneral layers (or "
+            f"layers of jax_kvblock) that are not excluded, got {type(model).__name__} "
+            "without; use FP8LinearLayer or fp8_dot in its own layers"
         )
     return model
 
@@ -198,6 +200,14 @@ class _Conversion:
             if id(value) not in self.done:
                 self.done[id(value)] = value, FP8LinearLayer.of(value, self.config)
             return self.done[id(value)][1]
+        # What derives from a layer of this package may multiply in its own way.
+        names = multiplied(type(value))
+        if names and value.dot_general is None:
+            made = {
+                name: Fp8DotGeneral(self.config, getattr(value, name).shape[:-2])
+                for name in names
+            }
+            value.dot_general = nnx.data(nnx.Dict(made))
         if type(value) is nnx.LinearGeneral and _is_general(value):
             own = len(value.in_features) + len(value.out_features)
             layers = value.kernel.shape[: value.kernel.ndim - own]

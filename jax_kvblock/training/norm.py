@@ -17,7 +17,7 @@ import numpy as np
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.training import norm_primitive
 from jax_kvblock.training.cast import Narrow
-from jax_kvblock.training.dot import Dot, backward, forward, narrowed, result
+from jax_kvblock.training.dot import Dot, backward, forward, narrowed, once, result
 from jax_kvblock.training.primitive import ORDERS
 from jax_kvblock.training.scaling import Fp8Scaling
 
@@ -127,4 +127,4 @@ def _backward(dot: Dot, eps: float, kept: Any, cotangents: Any) -> Any:
     return d_x, d_x if with_residual else None, d_gamma, d_w, report
 
 
-_multiply.defvjp(_forward, _backward)
+_multiply.defvjp(_forward, once("fp8_norm_dot", _backward, 2))

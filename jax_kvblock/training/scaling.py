@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_kvblock.core.checks import as_int, show, shown
 from jax_kvblock.training.config import FP8Config, checked_config
@@ -83,7 +84,9 @@ class Fp8Scaling:
 
         Sizes that are not finite are passed over. While all sizes are 0, or none is
         known, a scale stays as it is. A product that took no part in the step has a
-        report of zeros, and keeps what it knows.
+        report of zeros, and keeps what it knows. A scale that is not finite or not
+        above 0, as one may be restored, makes no product: it becomes what the history
+        says, or the first one, and what is no size in a history becomes 0.
 
         Args:
           report: the cotangent of these scales, from `jax.grad`; that of several
@@ -100,10 +103,14 @@ class Fp8Scaling:
                 f"{where}: report must be an Fp8Scaling, got {show(report)}; pass what "
                 "jax.grad gives with respect to these scales"
             )
+        serves = _serves(self.scale)
         sizes = self.sizes(report, config)[..., None]
-        moved = jnp.concatenate([sizes, self.history[..., :-1]], -1)
+        told = jnp.isfinite(sizes) & serves[..., None]
+        is_size = jnp.isfinite(self.history) & (self.history > 0)
+        before = jnp.where(is_size, self.history, 0.0)
+        moved = jnp.concatenate([sizes, before[..., :-1]], -1)
         used = jnp.any(report.scale != 0, -1)[..., None, None]
-        history = jnp.where(used & jnp.isfinite(sizes), moved, self.history)
+        history = jnp.where(used & told, moved, before)
         largest = jnp.max(history, -1)
         fitting = jnp.stack(
             [
@@ -112,7 +119,13 @@ class Fp8Scaling:
             ],
             -1,
         )
-        return Fp8Scaling(jnp.where(largest > 0, fitting, self.scale), history)
+        kept = jnp.where(serves, self.scale, jnp.array(_FIRST, jnp.float32))
+        return Fp8Scaling(jnp.where(largest > 0, fitting, kept), history)
+
+
+def _serves(scale: Any) -> Any:
+    """Which scales can be multiplied by, and divided by."""
+    return (scale > 0) & (scale < jnp.inf)
 
 
 def scale_for(largest: jax.Array, limit: float, margin: int) -> jax.Array:
@@ -179,6 +192,22 @@ def check_floats(where: str, name: str, scaling: Fp8Scaling) -> None:
                 f"{where}: {name} must be float32, got {show(array)} as {part}; "
                 "restore it as Fp8Scaling.create(config) gives it"
             )
+
+
+def check_values(where: str, name: str, scaling: Fp8Scaling) -> None:
+    """Whether scales that are there can be multiplied by."""
+    scale = scaling.scale
+    if isinstance(scale, (jax.core.Tracer, jax.ShapeDtypeStruct)):
+        return
+    if not getattr(scale, "is_fully_addressable", True):
+        return
+    values = np.asarray(jax.device_get(scale))
+    bad = values[~_serves(values)]
+    if bad.size:
+        raise ValueError(
+            f"{where}: {name} must have scales that are finite and above 0, got "
+            f"{bad[0]}; take Fp8Scaling.create(config) in their place"
+        )
 
 
 def _checked_layers(where: str, layers: Any) -> tuple[int, ...]:

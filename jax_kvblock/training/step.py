@@ -98,11 +98,15 @@ def fp8_training(
     Returns:
       `init(params, scalings=None)`, which gives an `Fp8State` with copies of both, and
       `train_step(state, batch)`, which gives the next one and an `Fp8Report`; jitted,
-      with the state donated. A loss that is never finite takes no step: look at
-      `report.applied`, or at `state.overflows`.
+      with the state donated. A loss or gradients that are never finite take no step,
+      and are no error, which a pure function cannot raise: look at `report.applied`,
+      or at `state.overflows`.
 
     Raises:
-      TypeError: loss_fn, optimizer or scalings is something else.
+      TypeError: loss_fn, optimizer or scalings is something else, or the loss is no
+        scalar.
+      ValueError: `init` is given scales of another config, or such as are not finite
+        and above 0.
 
     Example:
       >>> training = fp8_training(loss_fn, optax.adamw(1e-3))
@@ -128,7 +132,13 @@ def fp8_training(
 
     def train_step(state: Fp8State, batch: Any) -> tuple[Fp8State, Fp8Report]:
         _check_state("train_step", state, config)
-        differentiate = jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=has_aux)
+
+        def checked(*given: Any) -> Any:
+            made = loss_fn(*given)
+            check_loss("train_step", made[0] if has_aux else made)
+            return made
+
+        differentiate = jax.value_and_grad(checked, argnums=(0, 1), has_aux=has_aux)
         value, found = differentiate(state.params, state.scalings, batch)
         loss, aux = value if has_aux else (value, None)
         state, applied, saturated = apply(optimizer, config, state, loss, *found)
@@ -171,6 +181,17 @@ def apply(
     counts = (state.steps + took, state.overflows + 1 - took)
     state = Fp8State(params, scalings, opt_state, *counts, state.saturated + saturated)
     return state, good, saturated
+
+
+def check_loss(where: str, loss: Any) -> None:
+    """Whether a gradient can be taken of what a loss_fn gave."""
+    dtype = getattr(loss, "dtype", None)
+    good = isinstance(loss, float) if dtype is None else loss.shape == ()
+    if not good or (dtype is not None and not jnp.issubdtype(dtype, jnp.floating)):
+        raise TypeError(
+            f"{where}: loss_fn must give a scalar of floats, got {show(loss)}; take "
+            "jnp.mean of it, and has_aux=True of fp8_training where there is more"
+        )
 
 
 def check_optimizer(where: str, optimizer: Any) -> None:
@@ -231,3 +252,4 @@ def _check_scalings(where: str, scalings: Any, config: FP8Config) -> None:
                 f"one with {x.history.shape[-1]}; make them with "
                 "Fp8Scaling.create(config)"
             )
+        scales.check_values(where, "scalings", x)

@@ -10,13 +10,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from jax_kvblock.core.checks import show
+from jax_kvblock.core.checks import show, shown
 from jax_kvblock.training import units
 from jax_kvblock.training.config import FP8Config, FP8Format, checked_config
 from jax_kvblock.training.nnx import Fp8Variable, convert_model_to_fp8, fp8_layers
-from jax_kvblock.training.step import Fp8State, Optimizer, apply, check_optimizer
+from jax_kvblock.training.scaling import Fp8Scaling, check_values
+from jax_kvblock.training.step import (
+    Fp8State,
+    Optimizer,
+    apply,
+    check_loss,
+    check_optimizer,
+)
 
 
 class FP8TrainerState(NamedTuple):
@@ -75,6 +83,12 @@ class FP8TrainingEngine:
                 f"{where}: device must be a jax.Device, got {type(device).__name__}; "
                 "pass jax.devices()[0], for example"
             )
+        if loss_fn is not None and not callable(loss_fn):
+            raise TypeError(
+                f"{where}: loss_fn must be a function (outputs, targets), got "
+                f"{shown(loss_fn)}; leave it out for the mean squared error or the "
+                "cross entropy"
+            )
         self.model = model
         self.config = checked_config(where, fp8_config)
         self._loss_fn = mean_loss if loss_fn is None else loss_fn
@@ -85,6 +99,7 @@ class FP8TrainingEngine:
         self._opt_state: Any = None
         self._pending: _Pending | None = None
         self._counts = (jnp.int32(0),) * 3
+        self._classes: dict[Any, int | None] = {}  # by the shapes of inputs
         self._stepped = False  # a step was taken, skipped or restored
         # Of its own, so that what they hold goes with it.
         self._differentiate = jax.jit(
@@ -139,20 +154,21 @@ class FP8TrainingEngine:
 
         Raises:
           RuntimeError: `setup_fp8_training` has not been called.
-          FloatingPointError: a loss is not finite before any step was taken.
+          TypeError: the loss is no scalar.
+          ValueError: targets of the default loss are no classes of the outputs.
+          FloatingPointError: a loss or a gradient is not finite before any step was
+            taken.
         """
         where = "FP8TrainingEngine.training_step"
         self._check_is_set_up(where)
         graph, *states = _split(self.model)
+        if self._loss_fn is mean_loss:
+            self._check_classes(where, graph, states, inputs, targets)
         with jax.default_device(self._device):
             made = self._differentiate(graph, *states, inputs, targets)
         loss, found, variables = made
-        if not self._stepped and not bool(jnp.isfinite(loss)):
-            raise FloatingPointError(
-                f"{where}: the loss must be finite before the first step, got {loss}; "
-                "look at the inputs and at the model's parameters, in float32 without "
-                "products of 8 bits"
-            )
+        if not self._stepped:
+            _check_finite(where, loss, found[0])
         nnx.update(self.model, variables)
         if self._pending is None:
             self._pending = _Pending(loss, found, 1, states[-1])
@@ -162,6 +178,28 @@ class FP8TrainingEngine:
             total, calls = before.loss + loss, before.calls + 1
             self._pending = _Pending(total, found, calls, before.variables)
         return loss
+
+    def _check_classes(
+        self, where: str, graph: Any, states: Any, inputs: Any, targets: Any
+    ) -> None:
+        """Whether integer targets are classes of the model's outputs."""
+        numbers = _integers(targets)
+        if numbers is None:
+            return
+        given = inputs if isinstance(inputs, tuple) else (inputs,)
+        leaves, tree = jax.tree.flatten(given)
+        key = tree, tuple(map(show, leaves))
+        if key not in self._classes:
+
+            def outputs(states: Any, given: Any) -> Any:
+                return nnx.merge(graph, *states, copy=True)(*given)
+
+            made = jax.eval_shape(outputs, states, given)
+            fits = getattr(made, "shape", (0,))[:-1] == numbers.shape
+            self._classes[key] = made.shape[-1] if fits else None
+        classes = self._classes[key]
+        if classes is not None:  # else mean_loss says what does not fit
+            _check_within(where, numbers, classes)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Takes the step, or skips it where anything in it is not finite.
@@ -246,7 +284,7 @@ class FP8TrainingEngine:
         Raises:
           RuntimeError: no optimizer is known.
           ValueError, TypeError: it is a state of something else, or one with arrays of
-            other shapes or dtypes.
+            other shapes or dtypes, or scales that are not finite and above 0.
         """
         where = "FP8TrainingEngine.restore"
         if self._optimizer is None:
@@ -254,6 +292,9 @@ class FP8TrainingEngine:
                 f"{where}: there is no optimizer yet; call begin(optimizer) first"
             )
         _check_like(where, self.state, state)
+        for x in jax.tree.leaves(state.training.scalings, is_leaf=_is_scaling):
+            if _is_scaling(x):
+                check_values(where, "state.training.scalings", x)
         self._drop()
         self._take(state.training)
         nnx.update(self.model, state.variables)
@@ -351,7 +392,8 @@ def mean_loss(outputs: jax.Array, targets: jax.Array) -> jax.Array:
       targets: `[...]`, classes from 0 on, or numbers in the shape of the outputs.
 
     Raises:
-      TypeError, ValueError: outputs are no array, or the shapes do not fit.
+      TypeError, ValueError: outputs are no array, the shapes do not fit, or targets
+        with values are no classes; the loss is NaN of those that are traced.
     """
     where, fix = "mean_loss", "pass a loss_fn of your own"
     if not hasattr(outputs, "dtype"):
@@ -369,8 +411,60 @@ def mean_loss(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     outputs = outputs.astype(jnp.float32)
     if not integers:
         return jnp.mean((outputs - targets) ** 2)
+    classes = outputs.shape[-1]
+    if (numbers := _integers(targets)) is not None:
+        _check_within(where, numbers, classes)
     scores = jax.nn.log_softmax(outputs)
-    return -jnp.mean(jnp.take_along_axis(scores, targets[..., None], axis=-1))
+    wide = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
+    # Indices below 0 would be those of the last classes.
+    at = jnp.where(wide < 0, classes, wide)[..., None]
+    return -jnp.mean(jnp.take_along_axis(scores, at, axis=-1, mode="fill"))
+
+
+def _integers(targets: Any) -> np.ndarray | None:
+    """Targets that are integers and have values here."""
+    leaves = jax.tree.leaves(targets)
+    if any(
+        isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
+        for x in leaves
+    ):
+        return None
+    numbers = np.asarray(jax.device_get(targets))
+    return numbers if numbers.dtype.kind in "iu" else None
+
+
+def _check_within(where: str, targets: np.ndarray, classes: int) -> None:
+    bad = targets[(targets < 0) | (targets >= classes)]
+    if bad.size:
+        raise ValueError(
+            f"{where}: targets must be classes from 0 to {classes - 1}, the last axis "
+            f"of the outputs, got {bad[0]} ({bad.size} of {targets.size} are none); "
+            "pass a loss_fn of your own where some do not count"
+        )
+
+
+def _check_finite(where: str, loss: jax.Array, grads: Any) -> None:
+    """Of the first step: where it is not finite the next ones will hardly be."""
+    look = (
+        "look at the inputs, the targets, the loss_fn and the model's parameters, in "
+        "float32 without products of 8 bits"
+    )
+    if not bool(jnp.isfinite(loss)):
+        raise FloatingPointError(
+            f"{where}: the loss must be finite before the first step, got {loss}; "
+            f"{look}"
+        )
+    for path, x in jax.tree_util.tree_leaves_with_path(grads):
+        if not bool(jnp.isfinite(x).all()):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise FloatingPointError(
+                f"{where}: gradients must be finite before the first step, got inf or "
+                f"nan in that of {name}, of a loss of {loss}; {look}"
+            )
+
+
+def _is_scaling(x: Any) -> bool:
+    return isinstance(x, Fp8Scaling)
 
 
 def _split(model: nnx.Module) -> Any:
@@ -414,6 +508,7 @@ def _differentiate(
         model = nnx.merge(graph, params, scalings, variables, copy=True)
         given = inputs if isinstance(inputs, tuple) else (inputs,)
         loss = loss_fn(model(*given), targets)
+        check_loss("FP8TrainingEngine.training_step", loss)
         return loss, _split(model)[3]
 
     differentiate = jax.value_and_grad(loss_of, argnums=(0, 1), has_aux=True)

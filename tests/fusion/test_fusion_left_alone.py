@@ -24,6 +24,7 @@ from fusion_models import (
 from jax_kvblock import attention_fn
 from jax_kvblock.fusion import (
     CHOICES,
+    FusionConfig,
     FusionStrategy,
     Measurement,
     OptimizationLevel,
@@ -151,6 +152,34 @@ def test_what_is_fused_already_is_told():
         assert used(again) == used(once)
         ours = [row for row in again.report if row.used == "ours"]
         assert ours and all(row.reason == "it is so already" for row in ours)
+
+
+@pytest.mark.parametrize("make", [attention, TransformerModel])
+@pytest.mark.parametrize("level", ["conservative", "balanced", "aggressive"])
+def test_what_was_fused_otherwise_is_refused(make, level):
+    model = make()
+    once = create_unified_attention_fusion(model, "full_block", "aggressive")
+    config = FusionConfig("full_block", level, enable_mixed_precision=False)
+    with pytest.raises(
+        ValueError,
+        match=rf"another way, got 'qkv' of .*bfloat16, for '{level}'; fuse the model",
+    ):
+        create_unified_attention_fusion(once, config=config)
+    # Without bfloat16 as well, where XLA's would ship; not where it is not looked at.
+    once = create_unified_attention_fusion(model, config=ALL)
+    if level != "aggressive":
+        with pytest.raises(ValueError, match="another way, got 'qkv'"):
+            create_unified_attention_fusion(once, config=config)
+    qkv = create_unified_attention_fusion(model, "qkv_only", "aggressive")
+    create_unified_attention_fusion(qkv, "attention_only", level)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 64), (2, 0, 64)])
+def test_nothing_gives_nothing(shape):
+    for model in (attention(), TransformerModel()):
+        fused = create_unified_attention_fusion(model, config=ALL)
+        for call in (model, fused.model):
+            assert call(jnp.zeros(shape)).shape == shape
 
 
 # ---- strategies, levels, refusals ----------------------------------------------------

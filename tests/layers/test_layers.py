@@ -81,6 +81,27 @@ def test_the_layer_is_its_definition(rng, x, options, mask):
     np.testing.assert_allclose(got, truth(layer, x, seen), rtol=0, atol=5e-6)
 
 
+def test_two_axes_of_a_mask_are_keys():
+    """Also where B is S; one of queries and keys has four."""
+    layer, x = layer_of(), jnp.ones((4, 4, WIDTH))
+    x += jnp.arange(16.0).reshape(4, 4, 1) % 5
+    lower = np.tril(np.ones((4, 4), bool))
+    got = call(layer, x, lower.astype(np.int32), deterministic=True)
+    keys, pairs = lower[:, None, None], lower[None, None]
+    np.testing.assert_allclose(got, truth(layer, x, keys), rtol=0, atol=5e-5)
+    got = call(layer, x, pairs, deterministic=True)
+    np.testing.assert_allclose(got, truth(layer, x, pairs), rtol=0, atol=5e-5)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, WIDTH), (2, 0, WIDTH)])
+def test_nothing_gives_nothing(shape):
+    for layer in (layer_of(dropout=0.0), layer_of(num_kv_heads=1, causal=True)):
+        layer.eval()
+        x = jnp.zeros(shape)
+        assert layer(x).shape == shape
+        assert jax.grad(lambda x, layer=layer: layer(x).sum())(x).shape == shape
+
+
 def test_dropout_leaves_the_mean_and_follows_its_keys(x):
     layer = layer_of(dropout=0.5)
     kept = np.asarray(call(layer, x, deterministic=True))
@@ -275,6 +296,8 @@ ROWS = [
      lambda: layer_of()(jnp.zeros((3, 32)))),
     ("AttentionLayer", ValueError, "attention_mask|[1, 3]|bool[3]|four axes",
      lambda: layer_of()(jnp.zeros((1, 3, 32)), jnp.ones(3, bool))),
+    ("AttentionLayer", TypeError, "attention_mask|float32[1, 3]|mask == 0|mask != 0",
+     lambda: layer_of()(jnp.zeros((1, 3, 32)), jnp.array([[0.0, 0.0, -1e9]]))),
     ("AttentionLayer", TypeError, "rngs|int|deterministic=True",
      lambda: layer_of()(jnp.zeros((1, 3, 32)), rngs=3)),
     ("OptimizedLinear", ValueError,

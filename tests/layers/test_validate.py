@@ -20,6 +20,7 @@ from jax_kvblock.layers import (
     validate,
 )
 from jax_kvblock.layers.results import Comparison
+from jax_kvblock.training import FP8LinearLayer, convert_model_to_fp8
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 
@@ -195,6 +196,36 @@ def test_the_same_without_a_mistake_passes():
     assert attention(Wrong("none", causal=True))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_weights_that_are_not_finite_fail(bad):
+    layer = RIGHT["ours"]()
+    layer.qkv[...] = layer.qkv[...].at[3, 5].set(bad)
+    result = attention(layer)
+    assert not result and not result.worst < math.inf
+    own = [c for c in result.comparisons if c.case == "its own weights"]
+    assert not any(c.passed for c in own if c.name == "output"), str(result)
+
+
+def test_what_overflows_in_plain_jnp_allows_nothing():
+    class Seven(nnx.Linear):
+        def __call__(self, x):
+            return 0 * x.astype(self.dtype) @ self.kernel[...] + 7
+
+    layer = Seven(24, 8, dtype=jnp.float16, param_dtype=jnp.float16, rngs=nnx.Rngs(0))
+    layer.kernel[...] = jnp.full((24, 8), 6e4, jnp.float16)
+    result = linear(layer)
+    assert not result.comparisons[0].passed, str(result)
+
+
+def test_float64_layers_pass():
+    """Their inputs are float32, and so are the gradients of these."""
+    with jax.enable_x64(True):
+        layer = AttentionLayer(WIDTH, HEADS, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
+        result = attention(layer)
+        assert result, str(result)
+        assert result.comparisons[0].tolerance < 1e-12
+
+
 def test_seeds_are_told_and_give_the_same_again():
     layer = OptimizedLinear(24, 8, rngs=nnx.Rngs(0))
     one = linear(layer)
@@ -288,6 +319,10 @@ def test_a_result_of_nothing_has_not_passed():
     assert not ValidationResult("Layer", 0, ())
     nan = Comparison("case", "output", (1,), "float32", math.nan, 0.0, 1.0)
     assert not nan.passed and not ValidationResult("Layer", 0, (nan,))
+    for error in (0.0, math.inf):
+        bound = Comparison("case", "output", (1,), "float32", error, math.inf, math.inf)
+        assert not bound.passed
+        assert ValidationResult("Layer", 0, (bound,)).worst == math.inf
 
 
 ROWS = [
@@ -301,6 +336,13 @@ ROWS = [
      lambda: attention(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))),
     ("validate_attention_component", NotImplementedError, "normalize_qk",
      lambda: attention(flax_layer(normalize_qk=True))),
+    ("validate_attention_component", NotImplementedError, "16|got in_kv_features=8",
+     lambda: attention(flax_layer(in_kv_features=8))),
+    ("validate_attention_component", NotImplementedError,
+     "8 bits|Fp8DotGeneral at key.dot_general|before it is converted",
+     lambda: attention(convert_model_to_fp8(flax_layer()))),
+    ("validate_linear_component", NotImplementedError, "8 bits|got FP8LinearLayer;",
+     lambda: linear(FP8LinearLayer(24, 8, rngs=nnx.Rngs(0)))),
     ("validate_linear_component", ValueError, "out_features|9|got 8",
      lambda: linear(OptimizedLinear(24, 9, rngs=nnx.Rngs(0)))),
     ("validate_linear_component", TypeError, "OptimizedLinear|got AttentionLayer",

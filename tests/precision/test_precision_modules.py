@@ -10,6 +10,7 @@ from attention_model import jit
 from flax import nnx
 from messages import check
 
+from jax_kvblock.layers import AttentionLayer
 from jax_kvblock.precision import (
     AllocationStrategy,
     PrecisionConfig,
@@ -220,6 +221,79 @@ def test_flax_trains_what_gradients_weigh():
     }
 
 
+class Attentive(nnx.Module):
+    """flax's attention and our own layers, one of them stacked."""
+
+    def __init__(self, width=64):
+        rngs = nnx.Rngs(0)
+        self.attention = nnx.MultiHeadAttention(4, width, decode=False, rngs=rngs)
+        self.own = AttentionLayer(width, 4, 0.0, rngs=rngs)
+
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def stack(rngs):
+            return nnx.Linear(width, 64, rngs=rngs)
+
+        self.stack = stack(rngs)
+
+    def __call__(self, x):
+        x = self.own(self.attention(x))
+        kernel, bias = self.stack.kernel[...], self.stack.bias[...]
+        return x @ kernel[0] + bias[0] + x @ kernel[1] + bias[1]
+
+
+@pytest.mark.parametrize(("width", "last"), [(64, -1), (256, -2)])
+def test_groups_lie_along_what_a_layer_sums(width, last):
+    """Of flax's attention, too, whose biases `[heads, head_dim]` are no weights."""
+    model = Attentive(width)
+    module = create_ultra_precision_module(model)
+    axes = {weight.name: weight.axis for weight in module.plan.weights}
+    first = {f"attention.{name}.kernel": -3 for name in ("query", "key", "value")}
+    ours = {"own.qkv": -2, "own.out": -2, "stack.kernel": -2}
+    assert axes == first | {"attention.out.kernel": last} | ours
+    assert {weight.parts for weight in module.plan.weights} == {1}
+    x = jax.random.normal(jax.random.key(0), (2, 5, width))
+    want = np.asarray(model(x))
+    apart = np.abs(np.asarray(module(x)) - want).max()
+    assert 0 < apart < 0.3 * np.abs(want).max()
+
+
+def test_an_attention_layer_of_flax_alone():
+    model = nnx.MultiHeadAttention(4, 64, decode=False, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 5, 64))
+    found = analyze_precision_opportunities(model, x, tolerance=0.1)
+    assert found["potential_savings"] > 0.3 and found["output_error"] < 0.2
+
+
+def test_an_axis_and_weights_that_are_given_are_taken():
+    model = Model(nnx.Rngs(0))
+    config = PrecisionConfig(group_size=32)
+    for axis in (0, 1):
+        module = create_ultra_precision_module(model, config, axis=axis)
+        assert {weight.axis for weight in module.plan.weights} == {axis - 2}
+    config = PrecisionConfig(group_size=32, target_memory_reduction=0.1)
+    module = create_ultra_precision_module(
+        model, config, is_weight=lambda name, array: name == "up.kernel"
+    )
+    assert [weight.name for weight in module.plan.weights] == ["up.kernel"]
+
+
+def test_what_the_base_precision_does_not_hold_is_an_error():
+    model = Model(nnx.Rngs(0))
+    model.up.bias[...] = model.up.bias[...].at[3].set(-1e6)
+    for where, call in (
+        ("create_ultra_precision_module", create_ultra_precision_module),
+        (
+            "analyze_precision_opportunities",
+            lambda model: analyze_precision_opportunities(model, TOKENS),
+        ),
+    ):
+        words = "base_precision FP16 holds, got 1e+06 in up.bias|BF16 or FP32"
+        check(where, ValueError, words, lambda call=call: call(model))
+    wide = PrecisionConfig(base_precision=PrecisionFormat.BF16)
+    assert np.isfinite(create_ultra_precision_module(model, wide)(TOKENS)).all()
+
+
 # ---- opportunities -------------------------------------------------------------------
 
 
@@ -321,7 +395,7 @@ MODULES = {
     "groups": (
         {"model": (apply, {"a": jnp.ones((4, 96))})},
         ValueError,
-        "multiple of 64 (group_size)|[4, 96]",
+        "multiple of 64 (group_size)|[4, 96]|is_weight=lambda name, array: name != 'a'",
     ),
     "nan": (
         {"model": (apply, {"a": jnp.ones((2, 64)).at[1, 2].set(jnp.nan)})},

@@ -55,9 +55,18 @@ def test_a_gpt_learns_the_same_with_flash_and_with_plain_attention(
 
 
 @pytest.mark.cpu
-def test_a_gpt_learns_the_same_with_products_of_8_bits() -> None:
-    printed = run("train_gpt.py", "--quick", "--fp8")
+def test_a_gpt_learns_the_same_with_products_of_8_bits(
+    tmp_path: pathlib.Path,
+) -> None:
+    options = ["--quick", "--fp8"]
+    plot = tmp_path / "loss.svg"
+    if importlib.util.find_spec("matplotlib") is not None:
+        options += ["--plot", str(plot)]
+    printed = run("train_gpt.py", *options)
     assert "the same curve" in printed
+    if "--plot" in options:
+        drawn = plot.read_text(encoding="utf-8")
+        assert ">8 bits<" in drawn and ">flash attention<" in drawn
     apart = re.search(r"at most ([\de.+-]+) nats apart", printed)
     assert apart is not None
     assert 1e-4 < float(apart[1]) < 0.05  # rounded to 8 bits, and no more

@@ -223,6 +223,13 @@ TRAININGS: dict[str, tuple[Any, Any, str]] = {
         ),
         "scalings must be float32, got bfloat16[3] as scale|Fp8Scaling.create(config)",
     ),
+    "a scale of 0": (
+        ValueError,
+        lambda: fp8_training(loss, optax.sgd(1)).init(
+            0, jax.tree.map(jnp.zeros_like, Fp8Scaling.create())
+        ),
+        "scalings must have scales that are finite and above 0, got 0.0|create(config)",
+    ),
 }  # fmt: skip
 
 
@@ -280,6 +287,17 @@ def test_states_that_were_restored_as_something_else():
     }.items():
         step = lambda other=other: training.train_step(other, 0)  # noqa: E731
         check("train_step", TypeError, words, step)
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_losses_that_are_no_scalar(has_aux):
+    def wide(params: Any, scalings: Any, batch: Any) -> Any:
+        return (params, 0) if has_aux else params
+
+    training = fp8_training(wide, optax.sgd(1), has_aux=has_aux)
+    state = training.init(jnp.ones(3), Fp8Scaling.create())
+    words = "loss_fn must give a scalar of floats, got float32[3]|jnp.mean"
+    check("train_step", TypeError, words, lambda: training.train_step(state, 0))
 
 
 class Device:

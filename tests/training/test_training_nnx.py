@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -15,7 +16,10 @@ from eight_bit_models import ALL, CURRENT, Block, task
 from flax import nnx
 from messages import check
 
+from jax_kvblock.fusion import TransformerBlock, create_unified_attention_fusion
+from jax_kvblock.layers import AttentionLayer, OptimizedLinear
 from jax_kvblock.training import (
+    FP8Config,
     Fp8DotGeneral,
     FP8LinearLayer,
     Fp8Scaling,
@@ -132,6 +136,98 @@ def test_a_shared_layer_that_is_excluded_stays_everywhere():
         made = convert_model_to_fp8(model, inplace=False, exclude=[path])
         assert set(fp8_layers(made)) == ALL - {"layers.0"}
         assert made.layers[0] is made.layers[1]
+
+
+class Ours(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.block = TransformerBlock(32, 4, num_kv_heads=2, rngs=rngs)
+        self.attention = AttentionLayer(32, 4, 0.0, rngs=rngs)
+        self.up = OptimizedLinear(32, 48, rngs=rngs)
+        self.down = nnx.Linear(48, 32, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jnp.tanh(self.up(self.attention(self.block(x)))))
+
+
+def codes_in(model: Any, x: jax.Array) -> int:
+    """How many arrays become 8 bits in a call."""
+    definition, state = nnx.split(model)
+    text = str(jax.make_jaxpr(lambda s, x: nnx.merge(definition, s)(x))(state, x))
+    return len(re.findall(r"convert_element_type\[\s*new_dtype=float8_e4m3fn", text))
+
+
+@pytest.mark.parametrize("config", [FP8Config(), CURRENT], ids=["delayed", "current"])
+def test_layers_of_this_package(rng, config):
+    model = Ours(nnx.Rngs(0))
+    x = jnp.asarray(rng.standard_normal((2, 9, 32)), jnp.float32)
+    want, before = model(x), jax.tree.leaves(nnx.state(model, nnx.Param))
+    made = convert_model_to_fp8(model, config)
+    of_block = ("query", "key", "value", "out", "up", "down")
+    names = [f"block.dot_general.{name}" for name in of_block]
+    names += ["attention.dot_general.qkv", "attention.dot_general.out"]
+    names += ["up.dot_general.kernel", "down"]
+    assert set(fp8_layers(made)) == set(names)
+    assert codes_in(made, x) == 2 * len(names)
+    after = jax.tree.leaves(nnx.state(made, nnx.Param))
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    assert 1e-4 < apart(made(x), want) < 0.15
+    with FP8TrainingEngine(made, config) as trainer:
+        trainer.training_step(x, x)
+        assert trainer.optimizer_step(optax.sgd(0.1))
+    first = Fp8Scaling.create().scale
+    assert len(scalings_of(made)) == (0 if config is CURRENT else len(names))
+    assert all((s.scale != first).any() for s in scalings_of(made))
+
+
+def test_layers_of_this_package_that_are_left():
+    class Own(OptimizedLinear):
+        pass
+
+    model = Ours(nnx.Rngs(0))
+    model.up = Own(32, 48, rngs=nnx.Rngs(0))
+    left = ["attention", "block"]
+    assert list(fp8_layers(convert_model_to_fp8(model, exclude=left))) == ["down"]
+
+
+def test_a_layer_of_this_package_alone_and_in_a_stack(rng):
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        return OptimizedLinear(8, 8, rngs=rngs)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def run(x: jax.Array, layer: Any) -> jax.Array:
+        return jnp.sin(layer(x))
+
+    layers, x = make(nnx.Rngs(0)), jnp.asarray(rng.standard_normal((5, 8)), jnp.float32)
+    want = run(x, layers)
+    made = convert_model_to_fp8(layers)
+    assert [s.scale.shape for s in scalings_of(made)] == [(3, 3)]
+    assert 1e-4 < apart(run(x, made), want) < 0.15
+
+
+@pytest.mark.parametrize("first", ["fused", "converted"])
+@pytest.mark.parametrize("kind", ["flax's", "a block"])
+def test_fused_models_in_either_order(rng, first, kind):
+    """What is said to be in 8 bits is."""
+    if kind == "a block":
+        model, products = TransformerBlock(32, 4, rngs=nnx.Rngs(0)), 6
+    else:
+        options = {"decode": False, "rngs": nnx.Rngs(0)}
+        model, products = nnx.MultiHeadAttention(4, 32, **options), 4
+    x = jnp.asarray(rng.standard_normal((2, 9, 32)), jnp.float32)
+    if first == "fused":
+        made = create_unified_attention_fusion(model, "full_block", "aggressive")
+        assert codes_in(made.model, x) == 0
+        made = convert_model_to_fp8(made)
+    else:
+        made = convert_model_to_fp8(model)
+        made = create_unified_attention_fusion(made, "full_block", "aggressive")
+        assert {r.choice: r.used for r in made.report}["qkv"] == "xla"
+    assert len(fp8_layers(made)) == products
+    assert codes_in(made.model, x) == 2 * products
+    again = create_unified_attention_fusion(made, "full_block", "aggressive")
+    assert {r.choice: r.used for r in again.report}["qkv"] == "xla"
 
 
 def test_stacked_layers(rng):

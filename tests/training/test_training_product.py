@@ -14,8 +14,15 @@ import pytest
 import training_truth as truth
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from messages import check
 
-from jax_kvblock.training import FP8Config, Fp8Scaling, fp8_dot, fp8_dot_general
+from jax_kvblock.training import (
+    FP8Config,
+    Fp8Scaling,
+    fp8_dot,
+    fp8_dot_general,
+    fp8_norm_dot,
+)
 from jax_kvblock.training.cast import largest_size, narrow
 from jax_kvblock.training.config import FP8Format
 
@@ -167,6 +174,36 @@ def test_with_current_scales_it_stays_not_finite(rng, which, bad):
     out, (d_x, d_w) = pulled(dot, d_out, x, w)
     made = {0: (out, d_w), 1: (out, d_x), 2: (d_x, d_w)}
     assert all(np.isnan(t).all() for t in made[which])
+
+
+@pytest.mark.parametrize("how", ["current", "delayed"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_second_derivatives_are_an_error(rng, how, norm):
+    """Those of what is rounded would be zeros; the first ones go on."""
+    x, w, _ = map(jnp.asarray, draw(rng, 4, 8, 6))
+    config = FP8Config(scaling=how)
+    scaling = None if how == "current" else Fp8Scaling.create(config)
+    name = "fp8_norm_dot" if norm else "fp8_dot"
+
+    def product(x: jax.Array) -> jax.Array:
+        if norm:
+            return fp8_norm_dot(x, jnp.ones(8), w, scaling, config)
+        return fp8_dot(x, w, scaling, config)
+
+    def penalty(x: jax.Array) -> jax.Array:
+        inner = jax.jit(jax.grad(lambda x: jnp.mean(jnp.tanh(product(x)))))
+        return jnp.sum(inner(x) ** 2)
+
+    assert float(penalty(x)) > 0
+    for call in (
+        lambda: jax.grad(penalty)(x),
+        lambda: jax.jit(jax.grad(penalty))(x),
+        lambda: jax.vmap(jax.grad(penalty))(x[:, None]),
+        lambda: jax.hessian(lambda x: jnp.mean(product(x)))(x),
+    ):
+        check(name, NotImplementedError, "second derivatives|x @ w|stop_gradient", call)
+    constant = lambda x: jnp.sum(x) * penalty(jax.lax.stop_gradient(x))  # noqa: E731
+    np.testing.assert_allclose(jax.grad(constant)(x), penalty(x) * jnp.ones_like(x))
 
 
 def test_nothing_at_all():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import training_truth as truth
 
-from jax_kvblock.training import FP8Config, Fp8Scaling
+from jax_kvblock.training import FP8Config, Fp8Scaling, fp8_dot
 from jax_kvblock.training.scaling import report_of, scale_for
 
 FORMS = ("e4m3", "e4m3", "e5m2")
@@ -94,6 +94,40 @@ def test_sizes_that_vanish_leave_the_scale():
         scaling = scaling.update(reported(scaling, sizes), config)
         np.testing.assert_array_equal(scaling.scale, before)
     assert not scaling.history[2].any()
+
+
+@pytest.mark.parametrize("bad", [0.0, -2.0, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("known", [True, False])
+def test_a_scale_that_serves_nothing_is_repaired(bad, known):
+    """In one step, which is skipped; the others are as they would be."""
+    config = FP8Config(history=4)
+    first = Fp8Scaling.create(config)
+    history = first.history.at[:, 0].set(8.0) if known else first.history
+    x, w = jnp.full((2, 8), 3.0), jnp.full((8, 2), 0.5)
+
+    def step(scaling):
+        def loss(scaling):
+            return jnp.sum(fp8_dot(x, w, scaling, config))
+
+        return scaling.update(jax.grad(loss)(scaling), config)
+
+    right = step(Fp8Scaling(first.scale, history))
+    broken = Fp8Scaling(first.scale.at[0].set(bad), history)
+    made = step(broken)
+    assert made.scale[0] == (2.0**5 if known else first.scale[0])
+    assert made.scale[1] == right.scale[1]
+    assert made.history[0].max() == (8.0 if known else 0.0)
+    made, right = step(made), step(right)
+    assert np.isfinite(made.history).all() and (made.history[:, 0] > 0).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -3.0])
+def test_sizes_of_a_history_that_are_none_are_forgotten(bad):
+    first = Fp8Scaling.create()
+    scaling = Fp8Scaling(first.scale, first.history.at[:, :3].set(bad))
+    report = Fp8Scaling(jnp.ones(3), jnp.zeros_like(first.history))
+    fresh, made = first.update(report), scaling.update(report)
+    jax.tree.map(np.testing.assert_array_equal, made, fresh)
 
 
 def test_a_product_that_took_no_part_keeps_what_it_knows():

@@ -269,6 +269,77 @@ def test_a_loss_that_is_nan_from_the_start(rng):
     assert np.isnan(refused())  # from now on it is a step to skip
 
 
+def test_gradients_that_are_nan_from_the_start(rng):
+    """Of a finite loss: no step would ever be taken, and nobody would say why."""
+    x, y = task(rng)
+    trainer = FP8TrainingEngine(
+        Block(nnx.Rngs(0)), loss_fn=lambda out, y: jnp.sum(jnp.sqrt(0 * out))
+    )
+    trainer.setup_fp8_training()
+    check(
+        "FP8TrainingEngine.training_step", FloatingPointError,
+        "gradients must be finite before the first step|nan in that of "
+        "attention.key.|a loss of 0.0|targets, the loss_fn",
+        lambda: trainer.training_step(x, y),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [-100, -1, 8])
+def test_targets_that_are_no_classes(rng, bad):
+    """Before the first step and after it; what is traced gives NaN."""
+    x, y = task(rng)
+    optimizer, trainer = begun(Block(nnx.Rngs(0)))
+    wrong = np.asarray(y).copy()
+    wrong.flat[3] = bad
+    words = f"targets must be classes from 0 to 7|got {bad} (1 of {y.size}|loss_fn"
+    for given in (wrong, jnp.asarray(wrong)):
+        check(
+            "FP8TrainingEngine.training_step", ValueError, words,
+            lambda given=given: trainer.training_step(x, given),
+        )  # fmt: skip
+        trainer.training_step(x, y)
+        assert trainer.optimizer_step(optimizer)
+    outputs = jnp.zeros((*y.shape, 8))
+    check("mean_loss", ValueError, words, lambda: mean_loss(outputs, wrong))
+    small = jnp.asarray(wrong, jnp.int8)
+    assert np.isnan(jax.jit(mean_loss)(outputs, small))
+    assert np.isfinite(jax.jit(mean_loss)(outputs, jnp.asarray(y, jnp.uint8)))
+
+
+def test_losses_that_are_none(rng):
+    x, y = task(rng)
+    model: Any = Block(nnx.Rngs(0))
+    name: Any = "mse"
+    refused = lambda: FP8TrainingEngine(model, loss_fn=name)  # noqa: E731
+    check("FP8TrainingEngine", TypeError, "loss_fn must be a function|'mse'", refused)
+    for loss_fn, got in (
+        (lambda out, y: out, "float32["),
+        (lambda out, y: (out.sum(), y), "got tuple"),
+        (lambda out, y: jnp.argmax(out), "int32[]"),
+    ):
+        trainer = FP8TrainingEngine(model, loss_fn=loss_fn)
+        trainer.setup_fp8_training()
+        check(
+            "FP8TrainingEngine.training_step", TypeError,
+            f"loss_fn must give a scalar of floats|{got}|jnp.mean",
+            lambda trainer=trainer: trainer.training_step(x, y),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, np.nan, np.inf])
+def test_a_state_with_scales_that_serve_nothing(rng, bad):
+    optimizer, trainer = begun(Block(nnx.Rngs(0)))
+    own = trainer.begin(optimizer)
+    scalings = jax.tree.map(lambda x: x.at[..., 1].set(bad), own.training.scalings)
+    training = dataclasses.replace(own.training, scalings=scalings)
+    check(
+        "FP8TrainingEngine.restore", ValueError,
+        f"state.training.scalings|finite and above 0, got {bad}|Fp8Scaling.create",
+        lambda: trainer.restore(own._replace(training=training)),
+    )  # fmt: skip
+    trainer.restore(own)
+
+
 def test_what_is_out_of_order(rng):
     x, y = task(rng)
     engine = FP8TrainingEngine(Block(nnx.Rngs(0)))
