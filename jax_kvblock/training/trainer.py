@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jax_kvblock.core import checks
 from jax_kvblock.core.checks import show, shown
 from jax_kvblock.training import units
 from jax_kvblock.training.config import FP8Config, FP8Format, checked_config
@@ -182,8 +183,12 @@ class FP8TrainingEngine:
     def _check_classes(
         self, where: str, graph: Any, states: Any, inputs: Any, targets: Any
     ) -> None:
-        """Whether integer targets are classes of the model's outputs."""
-        numbers = _integers(targets)
+        """Whether integer targets are classes of the model's outputs.
+
+        Those that lie on an accelerator are looked at before the first step alone: a
+        training that is under way does not wait for them.
+        """
+        numbers = _integers(targets, wait=not self._stepped)
         if numbers is None:
             return
         given = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -412,7 +417,7 @@ def mean_loss(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     if not integers:
         return jnp.mean((outputs - targets) ** 2)
     classes = outputs.shape[-1]
-    if (numbers := _integers(targets)) is not None:
+    if (numbers := _integers(targets, wait=False)) is not None:
         _check_within(where, numbers, classes)
     scores = jax.nn.log_softmax(outputs)
     wide = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
@@ -421,16 +426,13 @@ def mean_loss(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     return -jnp.mean(jnp.take_along_axis(scores, at, axis=-1, mode="fill"))
 
 
-def _integers(targets: Any) -> np.ndarray | None:
-    """Targets that are integers and have values here."""
-    leaves = jax.tree.leaves(targets)
-    if any(
-        isinstance(x, jax.core.Tracer) or not getattr(x, "is_fully_addressable", True)
-        for x in leaves
-    ):
-        return None
-    numbers = np.asarray(jax.device_get(targets))
-    return numbers if numbers.dtype.kind in "iu" else None
+def _integers(targets: Any, wait: bool) -> np.ndarray | None:
+    """Targets that are integers and have values here; to wait for, also elsewhere."""
+    there = isinstance(targets, jax.Array) and not isinstance(targets, jax.core.Tracer)
+    if wait and there and targets.is_fully_addressable:
+        targets = jax.device_get(targets)
+    numbers = checks.known_values(targets)
+    return numbers if numbers is not None and numbers.dtype.kind in "iu" else None
 
 
 def _check_within(where: str, targets: np.ndarray, classes: int) -> None:

@@ -306,6 +306,20 @@ def test_targets_that_are_no_classes(rng, bad):
     assert np.isfinite(jax.jit(mean_loss)(outputs, jnp.asarray(y, jnp.uint8)))
 
 
+def test_a_training_under_way_does_not_wait_for_targets(rng, elsewhere):
+    """On an accelerator they are looked at before the first step alone."""
+    x, y = task(rng)
+    optimizer, trainer = begun(Block(nnx.Rngs(0)))
+    wrong = np.asarray(y).copy()
+    wrong.flat[3] = -1
+    there = jax.device_put(wrong)
+    with pytest.raises(ValueError, match="targets must be classes"):
+        trainer.training_step(x, there)
+    trainer.training_step(x, y)
+    assert trainer.optimizer_step(optimizer)
+    assert np.isnan(trainer.training_step(x, there))
+
+
 def test_losses_that_are_none(rng):
     x, y = task(rng)
     model: Any = Block(nnx.Rngs(0))
