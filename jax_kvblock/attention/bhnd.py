@@ -84,7 +84,8 @@ def flash_attention_forward(
       Q: `[B, H, N, D]`, float32, float16 or bfloat16; D a multiple of 8 up to 256.
       K, V: like Q; their N may differ.
       Bc, Br: keys and queries of a tile, see `available_tiles`. The default, 32 x 32,
-        is one of "xla"; `get_optimal_block_sizes` gives the fastest.
+        asks for the best kernels that serve the call, in their own tile, and for "xla"
+        in such blocks elsewhere.
       use_half: computes in float16; results come back in Q's dtype.
       return_residuals: also return what the backward pass wants.
 

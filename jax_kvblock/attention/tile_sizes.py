@@ -2,7 +2,9 @@
 
 A tile is Br queries by Bc keys, and belongs to an implementation:
 
-- Both powers of two from 16 to 512: the blocks of "xla", on every device.
+- The default, 32 x 32, asks for none: the best kernels where they serve the call, in
+  their own tile, and "xla" in such blocks elsewhere.
+- Else both powers of two from 16 to 512: the blocks of "xla", on every device.
 - The one that "cuda" is compiled for at this head dim and dtype (`cuda.tiles_of`):
   these kernels where they serve the call (on a GPU), and "xla" in blocks of that size
   elsewhere, on every device. Where "cuda_sm90" serves, the one of its kernels, too.
@@ -24,6 +26,7 @@ from jax_kvblock.attention import block_problem, cuda
 from jax_kvblock.core.checks import check_dtype, check_integer, check_positive
 
 XLA_BLOCKS = (16, 32, 64, 128, 256, 512)
+DEFAULT = (32, 32)
 TILE_FIX = "tiles are compiled in; get_optimal_block_sizes picks one"
 
 
@@ -94,7 +97,7 @@ def find_tile(
         own = _tiles(head_dim, dtype)
         tiles |= {name: [*own[name], *those] for name, those in tiles.items()}
     for implementation, those in tiles.items():
-        if (bc, br) in those:
+        if (bc, br) in those or ((bc, br) == DEFAULT and those):
             others = float32 and implementation == "cuda_sm90"
             return bc, br, "cuda" if others else implementation
     kernels = dict.fromkeys(tile for k in cuda.KERNELS for tile in tiles.get(k, ()))

@@ -116,7 +116,8 @@ def test_tiles_of_the_kernels_ask_for_them_in_float32(hopper: None) -> None:
         ((64, 128), None, "cuda"),  # its own
         ((128, 192), None, "cuda"),  # that of Hopper's kernels for 16 bits
         ((128, 128), None, "cuda"),
-        ((32, 32), "xla", ""),
+        ((32, 32), None, "cuda"),  # the default
+        ((32, 64), "xla", ""),
     ):
         config, _ = bhnd._call("here", x, x, x, *tile, False)
         assert (config.implementation, config.kernels) == (implementation, kernels)
@@ -287,6 +288,17 @@ def test_calls_reach_the_kernels(float32_as_cuda, rng, precision: str) -> None:
         for name, error in off(got, truth(call)).items():
             bounds = (0.0, most) if name == "lse" else (least, most)
             assert bounds[0] < error < bounds[1], name
+
+
+def test_the_default_tile_reaches_the_kernels(float32_as_cuda, rng) -> None:
+    q, k, v = (jnp.asarray(rng.standard_normal((1, 2, 40, 64)), F32) for _ in range(3))
+    weights = np.exp(np.einsum("bhtd,bhsd->bhts", f64(q), f64(k)) / 8)
+    weights /= weights.sum(-1, keepdims=True)
+    want = {"out": np.einsum("bhts,bhsd->bhtd", weights, f64(v))}
+    for precision, least, most in (("highest", 1e-8, 3e-6), (TF32, 1e-5, 2e-3)):
+        with jax.default_matmul_precision(precision):
+            (error,) = off({"out": flash_attention_forward(q, k, v)}, want).values()
+        assert least < error < most
 
 
 @pytest.mark.wide

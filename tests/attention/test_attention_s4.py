@@ -266,7 +266,8 @@ def test_a_tile_stands_for_the_kernels_that_have_it(
     for tile, implementation, kernels in (
         ((128, 192), None, "cuda_sm90"),
         ((128, 128), None, "cuda"),
-        ((32, 32), "xla", ""),
+        ((32, 32), None, "cuda_sm90"),  # the default
+        ((32, 64), "xla", ""),
     ):
         config, _ = bhnd._call("here", x, x, x, *tile, False)
         assert (config.implementation, config.kernels) == (implementation, kernels)
