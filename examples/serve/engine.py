@@ -211,11 +211,19 @@ class Engine:
                 self._end(each, "cancelled")
             self._flights.clear()
             if self.tiers is not None:
-                if self.tiers.write_through:
-                    self.tiers.flush()
+                self._keep()
                 self.tiers.close()
             if self._disk is not None:
                 self._disk.close()
+
+    def _keep(self) -> None:
+        """Have what is idle in the store, for the next start."""
+        if self.tiers is None or not self.tiers.write_through:
+            return
+        try:
+            self.tiers.flush()
+        except Exception:  # it is a cache: the engine stops all the same
+            _log.exception("not all blocks were kept")
 
     def stats(self) -> Stats:
         """Counts, for people and monitors."""

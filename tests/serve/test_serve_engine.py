@@ -144,6 +144,23 @@ def test_what_was_read_is_on_disk_at_the_next_start(
         Engine(tiny[1], **{**given, "host_bytes": 0})
 
 
+def test_an_engine_stops_where_blocks_cannot_be_kept(
+    tiny: tuple[TinyModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(tiny[1], **SMALL, host_bytes=1 << 14, store=MemoryStore())
+    ask(engine, prompts()[5], 4)
+    engine.run()
+
+    def broken() -> None:
+        raise CopyError("no copy")
+
+    monkeypatch.setattr(engine.tiers, "flush", broken)
+    engine.stop()
+    assert engine.stopped
+    with pytest.raises(RuntimeError):  # its threads have ended
+        engine.tiers.below.down.submit(print)
+
+
 def test_a_model_of_the_same_name_finds_nothing_of_another(tmp_path: Path) -> None:
     for package in ("lmdb", "xxhash", "gguf", "tokenizers"):
         pytest.importorskip(package)
