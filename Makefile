@@ -41,8 +41,8 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py
 	$(BIN)/python examples/serve --check --drafts 4 --blocks 40 --host-mib 64
 
-# The suite without its widest sweeps, a process for each core; of these CI takes some cases.
-test: WIDE = -m 'not wide'
+# The suite without its widest sweeps and what is slow, a process for each core; CI takes some sweeps.
+test: WIDE = -m 'not wide and not slow'
 test test-all: $(VENV)/.installed
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet '$(TORCH)')
 	$(if $(BROWSER),$(BIN)/python -m pip install --quiet '$(BROWSER)')

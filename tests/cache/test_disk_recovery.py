@@ -55,6 +55,7 @@ def test_a_damaged_index(tmp_path: Path) -> None:
     run("damage", tmp_path, 1, 40)
 
 
+@pytest.mark.slow
 @pytest.mark.wide
 def test_many_damaged_indexes(tmp_path: Path) -> None:
     run("damage", tmp_path, 2, 400)

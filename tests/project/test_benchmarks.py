@@ -105,6 +105,7 @@ def test_a_small_decode_step(tmp_path: Path) -> None:
         assert rows[who, "over reading"] == pytest.approx(seconds / least, 1e-4)
 
 
+@pytest.mark.slow
 def test_small_tiers(tmp_path: Path) -> None:
     rows = {
         (row["case"], row["metric"]): row["value"]
@@ -146,6 +147,7 @@ def test_wrong_logits_are_not_timed(
 GROUPS = {"fixed", "threshold", "pooled", "learned"}
 
 
+@pytest.mark.slow
 def test_small_lists_of_tiles_and_selectors(tmp_path: Path) -> None:
     cases = "^tiles .*S16384 .*causal|^selectors"
     document = small(tmp_path, "sparse", "--cases", cases)
@@ -177,6 +179,7 @@ def test_small_lists_of_tiles_and_selectors(tmp_path: Path) -> None:
         assert share == pytest.approx(selection / whole, 1e-4)
 
 
+@pytest.mark.slow
 def test_small_quality_of_precision_plans(tmp_path: Path) -> None:
     document = small(tmp_path, "precision-quality")
     rows = {
@@ -215,6 +218,7 @@ def test_small_quality_of_precision_plans(tmp_path: Path) -> None:
         assert ratio == pytest.approx(excess / best, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_small_quality_of_selectors(tmp_path: Path) -> None:
     kept = str(tmp_path / "kept.npz")
     first = small(tmp_path / "first", "sparse-quality", "--save-activations", kept)
@@ -266,6 +270,7 @@ def test_attention_to_other_tiles_is_not_timed(
 SMALL = argparse.Namespace(quick=True, cases="D64")
 
 
+@pytest.mark.slow
 def test_small_training(training: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     results = sys.modules["support.common"].Results()
     training.bench(argparse.Namespace(quick=True, cases=""), results)

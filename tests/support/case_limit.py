@@ -5,7 +5,7 @@ on another jax. The second is for sweeps alone, what is marked `wide`: CI takes 
 cases of each, `make test-all` and a GPU all of them. The cases are drawn by their
 names, so that those of a grid differ in all of its parameters. A second run takes
 others with `--cases-from K`. Where cases are things of their own, such as documents,
-the marker `cases(n)` has the first option leave n of them. What is left out counts as
+the marker `cases(n)` has a first run take n of them. What is left out counts as
 deselected.
 """
 
@@ -66,6 +66,6 @@ def drawn(items: list[pytest.Item], limit: int, first: int = 0) -> set[pytest.It
     for of_one in cases.values():
         begin = first % len(of_one)
         marked = of_one[0].get_closest_marker("cases")
-        count = max(limit, marked.args[0] if marked else 0)
+        count = max(limit, marked.args[0] if marked and not first else 0)
         found.update((of_one[begin:] + of_one[:begin])[:count])
     return found
