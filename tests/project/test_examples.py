@@ -31,6 +31,7 @@ Load = Callable[[str], ModuleType]
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_a_model_decodes_on_from_a_cache_that_was_moved() -> None:
     skip_without_model()
     printed = run("demo.py")
@@ -54,6 +55,7 @@ def test_a_gpt_learns_the_same_with_flash_and_with_plain_attention(
     assert plot.exists() == ("--plot" in options)
 
 
+@pytest.mark.slow
 @pytest.mark.cpu
 def test_a_gpt_learns_the_same_with_products_of_8_bits(
     tmp_path: pathlib.Path,
@@ -95,6 +97,7 @@ def test_attention_over_four_devices_by_length(tmp_path: pathlib.Path) -> None:
     assert plot.exists() == ("--plot" in options)
 
 
+@pytest.mark.slow
 def test_facts_are_found_with_a_tenth_of_the_tiles() -> None:
     printed = run("sparse_retrieval.py", "--quick")
     line = r"^ *([a-z][a-z +]+?)" + 4 * r" +([\d.]+)" + "$"
@@ -475,6 +478,7 @@ def test_a_model_trains_in_float32_where_nothing_multiplies_8_bits(
     assert "trained in float32 instead" in printed and "8 bits:" not in printed
 
 
+@pytest.mark.slow
 def test_plans_keep_more_of_a_model_in_as_many_bytes() -> None:
     printed = run("few_bits.py", "--quick")
     line = r"^  (\w+) +([\d,]+) bytes, ([\d.]+) bits a weight: ([\d.]+) nats$"
