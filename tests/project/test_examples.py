@@ -31,7 +31,6 @@ Load = Callable[[str], ModuleType]
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.slow
 def test_a_model_decodes_on_from_a_cache_that_was_moved() -> None:
     skip_without_model()
     printed = run("demo.py")

@@ -36,7 +36,7 @@ BUDGETS = {
     "paged": 100,
     "parallel": 420,
     "precision": 55,
-    "project": 600,
+    "project": 650,
     "serve": 210,
     "sparse": 220,
     "training": 180,
