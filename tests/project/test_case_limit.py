@@ -97,6 +97,13 @@ def test_another_run_takes_other_cases(tmp_path: Path) -> None:
     assert {x for x in one if "things" not in x} < set(around)
 
 
+def test_a_part_takes_functions_with_all_of_their_cases(tmp_path: Path) -> None:
+    whole, part = collected(tmp_path), collected(tmp_path, "--part=2")
+    names = {test.partition("[")[0] for test in part}
+    assert part == [test for test in whole if test.partition("[")[0] in names]
+    assert 0 < len(names) < 6
+
+
 def test_what_other_options_leave_is_drawn_from(tmp_path: Path) -> None:
     assert len(collected(tmp_path, "--cases=3", "-k", "grid and [4-")) == 3
 
@@ -110,11 +117,11 @@ def test_sweeps_alone(tmp_path: Path, options: str, grid: int, sweep: int) -> No
     assert sum("test_grid" in test for test in kept) == grid
 
 
-@pytest.mark.parametrize("option", ["--cases", "--wide-cases"])
+@pytest.mark.parametrize("option", ["--cases", "--wide-cases", "--part"])
 @pytest.mark.parametrize("limit", ["0", "-1"])
 def test_no_cases_are_refused(tmp_path: Path, option: str, limit: str) -> None:
     (said,) = collected(tmp_path, f"{option}={limit}")
-    assert f"{option} is how many of each test, not {limit}" in said
+    assert f"{option} must be at least 1, got {limit}" in said
 
 
 def test_a_library_is_not_the_tests_that_asked_first(tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
-"""`--cases N` and `--wide-cases N`: at most N cases of a test, the same in every run.
+"""`--cases N`, `--wide-cases N`, `--part N`: a part of the suite, the same in every run.
 
-The first is for a second run of the suite where another one takes every case, as in CI
-on another jax. The second is for sweeps alone, what is marked `wide`: CI takes some
-cases of each, `make test-all` and a GPU all of them. The cases are drawn by their
-names, so that those of a grid differ in all of its parameters. A second run takes
-others with `--cases-from K`. Where cases are things of their own, such as documents,
-the marker `cases(n)` has a first run take n of them. What is left out counts as
-deselected.
+At most N cases of a test; the second of sweeps alone, what is marked `wide`; one test
+function of N. `make test-all` and a GPU take all of them, CI a few. Cases are drawn by
+their names, so that those of a grid differ in all of its parameters, and functions by
+theirs. A second run takes other cases with `--cases-from K`. Where cases are things of
+their own, such as documents, the marker `cases(n)` has a first run take n of them. What
+is left out counts as deselected.
 """
 
 from __future__ import annotations
@@ -28,13 +27,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         group.addoption(name, type=int, metavar="N", help=help_text)
     help_text = "begin with another case, K places on, where a test has several"
     group.addoption("--cases-from", type=int, default=0, metavar="K", help=help_text)
+    help_text = "one test function of N, drawn by their names"
+    group.addoption("--part", type=int, default=1, metavar="N", help=help_text)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for name in OPTIONS:
+    for name in (*OPTIONS, "--part"):
         limit = config.getoption(name)
         if limit is not None and limit < 1:
-            raise pytest.UsageError(f"{name} is how many of each test, not {limit}")
+            raise pytest.UsageError(f"{name} must be at least 1, got {limit}")
 
 
 # After `-m` and `-k`: of what they leave.
@@ -50,10 +51,17 @@ def pytest_collection_modifyitems(
                 each for each in items if not wide or each.get_closest_marker("wide")
             ]
             kept -= set(some) - drawn(some, limit, config.getoption("--cases-from"))
+    if (parts := config.getoption("--part")) > 1:
+        kept = {item for item in kept if not _number(item) % parts}
     if len(kept) < len(items):
         left_out = [item for item in items if item not in kept]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item in kept]
+
+
+def _number(item: pytest.Item) -> int:
+    """Of a test function, the same for all of its cases."""
+    return zlib.crc32(item.nodeid.partition("[")[0].encode())
 
 
 def drawn(items: list[pytest.Item], limit: int, first: int = 0) -> set[pytest.Item]:
