@@ -1,4 +1,4 @@
-"""`--cases N`, `--wide-cases N`, `--part N`: a part of the suite, the same in every run.
+"""`--cases N`, `--wide-cases N`, `--part N`: the same part of the suite in every run.
 
 At most N cases of a test; the second of sweeps alone, what is marked `wide`; one test
 function of N. `make test-all` and a GPU take all of them, CI a few. Cases are drawn by
