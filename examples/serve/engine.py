@@ -268,6 +268,8 @@ class Engine:
         """Compile all programs now, by steps without rows."""
         with self._stepping:
             self._runner.compile()
+            if self.tiers is not None:
+                self.tiers.compile()
 
     def step(self) -> bool:
         """Dispatch a step and read one; whether there was any."""

@@ -113,6 +113,21 @@ class TieredCache:
         self._written: set[bytes] = set()  # of `write_through`, as far as they are idle
         self._next_look = 0.0
 
+    def compile(self) -> None:
+        """Compiles the programs by which whole blocks go down and come up.
+
+        Before the first request: else a step waits for them later. Those of single
+        layers (`by_layer`) are compiled when they are needed.
+        """
+        manager, size = self.cache.manager, 1
+        while size <= self._chunk:
+            none = np.full(size, -1, np.int32)
+            programs.staged(manager, none).block_until_ready()
+            room = self.below.rooms.take()
+            read = programs.write_blocks(manager, none, room)
+            self.below.rooms.give_back(room, read)
+            size *= 2
+
     # ---- down ----
 
     def offload(self, what: BlockTable | Iterable[bytes]) -> Offload:

@@ -117,6 +117,27 @@ def test_layers_arrive_one_by_one(setup: Setup, monkeypatch) -> None:
     setup.holds(table)
 
 
+def test_programs_are_compiled_before(compiles: list[str]) -> None:
+    one = Setup()
+    one.computed(range(16)).free()
+    one.tiers.compile()
+    found = len(compiles)
+    assert found
+    for count in (1, 2, 3, 4):
+        keys = one.cache.namespace.keys(range(16))[:count]
+        one.tiers.offload(keys).wait()
+        one.cache.clear()
+        table, ticket = one.tiers.open(range(4 * count + 1))
+        ticket.wait()
+        assert table.match() == 4 * count
+        one.holds(table)
+        table.free()
+        with one.computed(range(16)):
+            pass
+    assert len(compiles) == found
+    one.tiers.close()
+
+
 def test_what_is_below_is_not_sent_again(setup: Setup) -> None:
     table = setup.computed(range(13))
     first = setup.tiers.offload(table)

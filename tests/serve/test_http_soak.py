@@ -26,9 +26,7 @@ def test_nothing_is_lost_in_a_short_soak() -> None:
 
 def test_a_disk_that_is_full_slow_and_fails_costs_time_alone() -> None:
     pytest.importorskip("lmdb")
-    # In so few seconds the program that gathers blocks may be compiled late.
-    given = {"processes": 1, "threads": 3, "kill_every": 3, "slack": 160 << 20}
-    report = soak(6, engine="disk", **given)
+    report = soak(6, engine="disk", processes=1, threads=3, kill_every=3)
     assert not report.wrong, str(report)
     assert report.numbers["requests taken"] > 3
 

@@ -156,7 +156,6 @@ def soak(
     threads: int = 4,
     kill_every: float = 5.0,
     patience: float = 30.0,
-    slack: int = SLACK,
 ) -> Report:
     """Runs a server under load for so long, then looks at what is left.
 
@@ -166,7 +165,6 @@ def soak(
         processes, threads: of clients; each thread is one.
         kill_every: seconds from one killed process to the next, about.
         patience: seconds for which the server may take to be quiet again.
-        slack: bytes that its memory may grow by besides.
     """
     given, kind = ENGINES[engine]
     chance = random.Random(0)
@@ -190,7 +188,7 @@ def soak(
                 time.sleep(0.1)
                 now = time.monotonic()
             clients.stop()
-            report = look(server, clients, memory, files, patience, slack)
+            report = look(server, clients, memory, files, patience)
         finally:
             server.process.kill()
             server.process.communicate()
@@ -199,12 +197,7 @@ def soak(
 
 
 def look(
-    server: Server,
-    clients: Clients,
-    memory: list[int],
-    files: int,
-    patience: float,
-    slack: int,
+    server: Server, clients: Clients, memory: list[int], files: int, patience: float
 ) -> Report:
     """What is left when all clients have gone."""
     end = time.monotonic() + patience
@@ -236,7 +229,7 @@ def look(
         ),
         f"{left} files are open, {files} were": left <= files,
         f"memory grew from {before} to {after} bytes": (
-            after <= before * (1 + GROWTH) + slack
+            after <= before * (1 + GROWTH) + SLACK
         ),
         f"the server ended with {status}, and said {out!r}": (
             status == 0 and last == "stopped"
