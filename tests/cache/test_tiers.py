@@ -5,23 +5,21 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small_tiers import SIZE, Setup
+from small_tiers import SIZE, Setup, states
 from tier_stores import MemoryStore
 
 from jax_kvblock import (
     BlockTable,
     KVPool,
-    PoolExhaustedError,
-    _native,
 )
-from jax_kvblock.cache import TieredCache, host
+from jax_kvblock.cache import host
 from jax_kvblock.cache.copy_lines import CopyError
 
 
@@ -37,12 +35,6 @@ def setup() -> Iterator[Setup]:
     yield made
     made.tiers.close()
     made.tiers.check()
-
-
-def states(one: Setup) -> tuple[int, int]:
-    """Blocks on the device that are idle or held; slots of the host that are idle."""
-    stats = one.cache.stats()
-    return stats["idle"] + stats["held"], one.tiers.stats()["host"]["idle"]
 
 
 # ---- down and up ----
@@ -188,199 +180,6 @@ def test_a_store_is_asked_once_for_a_sequence() -> None:
     ticket.wait()
     assert store.asked == 2 and table.match() == 24
     one.holds(table)
-    one.tiers.close()
-
-
-# ---- room ----
-
-
-def test_room_is_made_by_moving_down(setup: Setup) -> None:
-    for i in range(4):
-        setup.computed([i, *range(15)]).free()
-    assert setup.cache.num_free_blocks == 0
-    setup.tiers.make_room(6)
-    assert setup.cache.num_free_blocks == 6
-    setup.tiers.drain()
-    table, ticket = setup.tiers.open([0, *range(15), 9])
-    ticket.wait()
-    assert table.match() == 16
-    setup.holds(table)
-
-
-def test_watermarks() -> None:
-    one = Setup(low=0.25, high=0.5)
-    for i in range(3):
-        one.computed([i, *range(15)]).free()
-    one.tiers.maintain()
-    assert one.cache.num_free_blocks == 4  # a quarter: not below it
-    one.computed([3, *range(3)]).free()
-    one.tiers.maintain()
-    assert one.cache.num_free_blocks == 8
-    one.tiers.drain()
-    assert one.tiers.stats()["host"]["blocks_in"] == 5
-    one.tiers.close()
-
-
-def test_making_room_forgets_only_what_has_moved() -> None:
-    one = Setup(host_blocks=1, low=0.5, high=0.75)
-    for i in range(4):
-        one.computed([i, *range(12)]).free()
-    assert (len(victims(one)), one.cache.num_free_blocks) == (12, 4)
-    one.tiers.maintain()  # wants eight, and the host has one place
-    one.tiers.drain()
-    moved = one.tiers.stats()["host"]["blocks_in"]
-    assert 1 <= moved <= 2 and len(victims(one)) == 12 - moved
-    one.tiers.close()
-
-
-def test_write_through_sends_a_block_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a small host memory one takes the other's place; once is enough."""
-    monkeypatch.setattr("jax_kvblock.cache.tiers.LOOK_REST", 0)
-    store = MemoryStore()
-    one = Setup(host_blocks=2, write_through=True, store=store)
-    for i in range(3):
-        one.computed([i, *range(12)]).free()
-    idle = len(victims(one))
-    for _ in range(3 * idle):
-        one.tiers.maintain()
-        one.tiers.drain()
-    assert one.tiers.stats()["host"]["blocks_in"] == idle == len(store.blocks)
-    # One that was forgotten and comes again is another one.
-    one.cache.clear()
-    one.tiers.maintain()
-    assert not one.tiers._written
-    one.tiers.close()
-
-
-def test_write_through_looks_a_part_of_the_time_alone() -> None:
-    one = Setup(write_through=True)
-    one.computed(range(12)).free()
-    one.tiers.maintain()
-    one.tiers.drain()
-    one.tiers._next_look = time.monotonic() + 60
-    one.computed(range(100, 112)).free()
-    one.tiers.maintain()
-    one.tiers.drain()
-    assert one.tiers.stats()["host"]["blocks_in"] == 3
-    one.tiers._next_look = 0.0
-    one.tiers.maintain()
-    one.tiers.drain()
-    assert one.tiers.stats()["host"]["blocks_in"] == 6
-    one.tiers.close()
-
-
-def test_a_flush_has_all_idle_blocks_in_the_store() -> None:
-    store = MemoryStore()
-    one = Setup(host_blocks=3, store=store)
-    keys = []
-    for i in range(3):
-        table = one.computed([i, *range(15)])
-        keys += table.keys
-        table.free()
-    one.tiers.flush()
-    assert all(store.has(keys)) and len(keys) == 12
-    assert all(one.cache._free_list.find(key) is not None for key in keys)
-    written = one.tiers.stats()["host"]["blocks_in"]
-    one.tiers.flush()
-    assert one.tiers.stats()["host"]["blocks_in"] == written
-    one.tiers.close()
-
-
-def test_a_slow_store_loses_nothing_of_the_host() -> None:
-    """Slots wait until what is in them was handed to the store."""
-    store = MemoryStore()
-    store.gate.clear()
-    one = Setup(num_blocks=64, host_blocks=4, store=store)
-    keys, skipped = [], 0
-    for i in range(10):
-        with one.computed([i, *range(8)]) as table:
-            ticket = one.tiers.offload(table)
-            keys += ticket.keys
-            skipped += ticket.num_skipped
-        time.sleep(0.01)
-    store.gate.set()
-    one.tiers.drain()
-    assert skipped and len(keys) + skipped == 20
-    assert all(store.has(keys))
-    one.tiers.close()
-
-
-def test_a_store_that_cannot_tell_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = MemoryStore()
-    one = Setup(store=store)
-
-    def fails(keys: Sequence[bytes]) -> list[bool]:
-        raise OSError("stale file handle")
-
-    monkeypatch.setattr(store, "has", fails)
-    table, ticket = one.tiers.open(range(17))
-    ticket.wait()
-    assert len(table) == 0 and ticket.num_missing == 0
-    assert one.tiers.lookup(range(17)) == {"device": 0, "host": 0, "store": 0}
-    assert one.tiers.stats()["store"]["failed"] == 8
-    assert str(one.tiers.store_error) == "stale file handle"
-    one.tiers.close()
-
-
-def test_what_is_no_key() -> None:
-    one = Setup()
-    for wrong in ("abc", [b"abc"], [3]):
-        with pytest.raises(TypeError, match="pass a table, or keys of 32 bytes"):
-            one.tiers.offload(wrong)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="cache must be a PrefixCache"):
-        TieredCache(one.manager, host_bytes=1 << 20)  # type: ignore[arg-type]
-    one.tiers.close()
-
-
-def test_write_through_leaves_blocks_and_their_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("jax_kvblock.cache.tiers.LOOK_REST", 0)
-    one = Setup(write_through=True)
-    for i in range(2):
-        one.computed([i, *range(15)]).free()
-    order = [key for _, key in victims(one)]
-    for _ in range(4):
-        one.tiers.maintain()
-        one.tiers.drain()
-    assert states(one) == (8, 8) and [key for _, key in victims(one)] == order
-    one.tiers.maintain()
-    one.tiers.make_room(16)
-    assert one.tiers.stats()["host"]["blocks_in"] == 8
-    table, ticket = one.tiers.open([1, *range(15), 9])
-    ticket.wait()
-    assert table.match() == 16
-    one.holds(table)
-    one.tiers.close()
-
-
-def victims(one: Setup) -> list[tuple[int, bytes]]:
-    return _native.victims(one.cache._free_list, 99)
-
-
-def test_a_full_host_skips_and_says_so() -> None:
-    one = Setup(host_blocks=2)
-    table = one.computed(range(16))
-    ticket = one.tiers.offload(table)
-    assert len(ticket.keys) == 2 and ticket.num_skipped == 2
-    ticket.wait()
-    held = one.tiers.below.slots(2)
-    ticket = one.tiers.offload(one.computed(range(100, 108)))
-    assert ticket.num_skipped == 2 and ticket.keys == () and ticket.done
-    assert one.tiers.stats()["host"]["skipped"] == 4
-    assert held is not None
-    held.release()
-    one.tiers.close()
-
-
-def test_blocks_that_come_up_need_room() -> None:
-    one = Setup(num_blocks=4)
-    one.only_below(range(13))
-    kept = one.manager.allocate_blocks(2)
-    with pytest.raises(PoolExhaustedError, match="3 blocks to come, 2 of 4 free"):
-        one.tiers.open(range(13))
-    del kept
-    one.tiers.check()
     one.tiers.close()
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock import BlockManager, BlockTable, KVPool, PrefixCache
+from jax_kvblock import BlockManager, BlockTable, KVPool, PrefixCache, _native
 from jax_kvblock.cache import TieredCache
 
 SIZE = 4  # tokens to a block
@@ -79,6 +79,17 @@ class Setup:
             wanted = self.content(table.keys[place])
             np.testing.assert_array_equal(pool[table.ids[place]], wanted)
         self.tiers.check()
+
+
+def states(one: Setup) -> tuple[int, int]:
+    """Blocks on the device that are idle or held; slots of the host that are idle."""
+    stats = one.cache.stats()
+    return stats["idle"] + stats["held"], one.tiers.stats()["host"]["idle"]
+
+
+def victims(one: Setup) -> list[tuple[int, bytes]]:
+    """Idle blocks of the device with their keys, those that go first in front."""
+    return _native.victims(one.cache._free_list, 99)
 
 
 def _set(pool: KVPool, block: jax.Array, values: jax.Array) -> KVPool:
