@@ -15,10 +15,7 @@ import numpy as np
 import pytest
 from attention_bar import assert_near
 from attention_model import BF16, F32, Call, cast, draw, jit, kept
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from messages import check
-from test_context_parallel import (
+from context_calls import (
     CUTS,
     HEADS,
     Cut,
@@ -35,6 +32,9 @@ from test_context_parallel import (
     table,
     with_gradients,
 )
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from messages import check
 
 from jax_kvblock import flash_attention
 from jax_kvblock.parallel import (

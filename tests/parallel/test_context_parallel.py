@@ -1,14 +1,8 @@
-"""Attention over a sequence that is cut over devices: every result against float64.
-
-`compute` lays a call out over devices, runs it with all its gradients, and puts the
-results back in the order of the sequence; `expected` is the truth. Both orders are
-NumPy's, by their definition. The other files of these tests use them as well.
-"""
+"""Attention over a sequence that is cut over devices: every result against float64."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import jax
@@ -16,210 +10,38 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_bar import assert_close, assert_near
-from attention_model import BF16, F16, F32, Call, Results, cast, draw, jit, truth
-from jax.sharding import AxisType, Mesh
-from jax.sharding import PartitionSpec as P
+from attention_model import BF16, F16, F32, Call, cast, draw, jit, truth
+from context_calls import (
+    CUTS,
+    HEADS,
+    LAYOUTS,
+    STRATEGIES,
+    Cut,
+    assert_right,
+    attend_over,
+    boundaries,
+    by_cut,
+    by_kind,
+    by_strategy,
+    compute,
+    covering,
+    documents,
+    everything,
+    expected,
+    inputs,
+    laid_out,
+    mesh_of,
+    put_back,
+    segments,
+    simple,
+    specs_of,
+    table,
+    with_gradients,
+)
 
 from jax_kvblock.parallel import context_parallel_attention
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
-
-STRATEGIES = ("ring", "all_gather", "ulysses", "ulysses_ring")
-LAYOUTS = ("zigzag", "contiguous")
-
-
-# ---- a call over devices -------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """How a call is cut: over `size` devices."""
-
-    strategy: str = "ring"
-    layout: str = "zigzag"
-    size: int = 4
-
-    def __str__(self) -> str:
-        return f"{self.strategy} {self.layout}"
-
-
-CUTS = tuple(Cut(s, layout) for s in STRATEGIES for layout in LAYOUTS)
-
-
-def mesh_of(size: int = 4, kind: AxisType = AxisType.Auto) -> Mesh:
-    return jax.make_mesh((size,), ("c",), (kind,), devices=jax.devices("cpu")[:size])
-
-
-def zigzag_order(length: int, size: int, cu: Any = None) -> np.ndarray:
-    """Which row of the sequence is row r of its zigzag: the definition, by loops.
-
-    Rows before the first document and behind the last one are cut as documents are.
-    """
-    bounds = [0, length] if cu is None else [0, *map(int, cu), length]
-    order: list[int] = []
-    for device in range(size):
-        for start, end in itertools.pairwise(bounds):
-            chunk = (end - start) // (2 * size)
-            for place in (device, 2 * size - 1 - device):
-                first = start + place * chunk
-                order += range(first, first + chunk)
-    return np.asarray(order, np.int64)
-
-
-def boundaries(call: Call) -> tuple[Any, Any]:
-    """Those of the queries and of the keys; None where nothing is packed."""
-    cu = call.operands.get("cu_seqlens")
-    if isinstance(cu, tuple):
-        return tuple(np.asarray(x) for x in cu)  # type: ignore[return-value]
-    return (None, None) if cu is None else (np.asarray(cu),) * 2
-
-
-def orders(call: Call, cut: Cut) -> tuple[Any, Any]:
-    """From the sequence to its layout: of queries and of keys."""
-    axis = 0 if is_packed(call) else 1
-    lengths = (call.arrays[n].shape[axis] for n in "qk")
-    if cut.layout == "contiguous":
-        return tuple(map(np.arange, lengths))  # type: ignore[return-value]
-    found = zip(lengths, boundaries(call), strict=True)
-    return tuple(zigzag_order(n, cut.size, cu) for n, cu in found)  # type: ignore[return-value]
-
-
-def is_packed(call: Call) -> bool:
-    return "cu_seqlens" in call.operands
-
-
-def taken(x: Any, order: np.ndarray, axis: int) -> jax.Array:
-    return jnp.asarray(np.take(np.asarray(x), order, axis))
-
-
-def laid_out(call: Call, cut: Cut) -> Call:
-    """The call as its devices have it."""
-    axis, (rows, keys) = 0 if is_packed(call) else 1, orders(call, cut)
-    arrays = dict(call.arrays)
-    for name, order in (("q", rows), ("k", keys), ("v", keys)):
-        arrays[name] = taken(arrays[name], order, axis)
-    operands = dict(call.operands)
-    if (ids := operands.get("segment_ids")) is not None:
-        pair = isinstance(ids, tuple)
-        of_rows, of_keys = ids if pair else (ids, ids)
-        both = taken(of_rows, rows, 1), taken(of_keys, keys, 1)
-        operands["segment_ids"] = both if pair else both[0]
-    cotangents = tuple(taken(x, rows, axis) for x in call.cotangents)
-    return dataclasses.replace(
-        call, arrays=arrays, operands=operands, cotangents=cotangents
-    )
-
-
-def put_back(results: Results, call: Call, cut: Cut) -> Results:
-    """Results of `laid_out` calls in the order of the sequence."""
-    axis, (rows, keys) = 0 if is_packed(call) else 1, orders(call, cut)
-    order = {"out": rows, "lse": rows, "d_q": rows, "d_k": keys, "d_v": keys}
-    back = {n: np.argsort(order[n]) for n in results if n in order}
-    return {n: taken(x, back[n], axis) if n in back else x for n, x in results.items()}
-
-
-def specs_of(call: Call, axis_name: Any = "c") -> tuple[Any, Any, Any]:
-    """Of arrays, operands and rows: sequences are cut, all else is everywhere."""
-    rows = P(axis_name) if is_packed(call) else P(None, axis_name)
-    arrays = {n: rows if n in ("q", "k", "v") else P() for n in call.arrays}
-    operands = {
-        n: jax.tree.map(lambda _, n=n: rows if n == "segment_ids" else P(), x)
-        for n, x in call.operands.items()
-    }
-    return arrays, operands, rows
-
-
-def attend_over(
-    call: Call, cut: Cut, mesh: Mesh | None = None, check_vma: bool = True, **how: Any
-) -> Any:
-    """The shard_map'ed function of arrays and operands; gives (out, lse)."""
-    arrays, operands, rows = specs_of(call)
-
-    def attend(arrays: Any, operands: Any) -> Any:
-        return context_parallel_attention(
-            **arrays,
-            **operands,
-            **call.static,
-            axis_name="c",
-            strategy=cut.strategy,
-            layout=cut.layout,
-            return_lse=True,
-            **how,
-        )
-
-    return jax.shard_map(
-        attend,
-        mesh=mesh or mesh_of(cut.size),
-        in_specs=(arrays, operands),
-        out_specs=(rows, rows),
-        check_vma=check_vma,
-    )
-
-
-def with_gradients(attend: Any) -> Any:
-    """Of arrays, operands, cotangents: out, lse and the gradients of all arrays."""
-
-    def f(arrays: Any, operands: Any, cotangents: Any) -> Results:
-        (out, lse), pull = jax.vjp(lambda a: attend(a, operands), arrays)
-        (grads,) = pull(cotangents)
-        return {"out": out, "lse": lse} | {f"d_{n}": g for n, g in grads.items()}
-
-    return f
-
-
-def inputs(call: Call) -> tuple[Any, Any, Any]:
-    return call.arrays, call.operands, call.cotangents
-
-
-def compute(call: Call, cut: Cut, **how: Any) -> Results:
-    """out, lse and all gradients, in the order of the sequence."""
-    there = laid_out(call, cut)
-    got = jit(with_gradients(attend_over(there, cut, **how)))(*inputs(there))
-    return put_back(got, call, cut)
-
-
-# ---- the truth -----------------------------------------------------------------------
-
-
-def expected(call: Call) -> Results:
-    """The truth; of packed documents one by one."""
-    if not is_packed(call):
-        return truth(call)
-    arrays, (cu_q, cu_kv) = call.arrays, boundaries(call)
-    want: Results = {f"d_{n}": np.zeros(a.shape) for n, a in arrays.items()}
-    want["out"] = np.zeros((*arrays["q"].shape[:2], arrays["v"].shape[2]))
-    want["lse"] = np.full(arrays["q"].shape[:2], -np.inf)
-    for i in range(len(cu_q) - 1):
-        rows, keys = slice(*cu_q[i : i + 2]), slice(*cu_kv[i : i + 2])
-        lens = {n: x[i : i + 1] for n, x in call.operands.items() if n != "cu_seqlens"}
-        own = {
-            n: a[rows][None] if n == "q" else a[keys][None] if n in "kv" else a
-            for n, a in arrays.items()
-        }
-        cotangents = tuple(a[rows][None] for a in call.cotangents)
-        found = truth(Call(own, lens, call.static, cotangents))
-        for name, at in (("out", rows), ("lse", rows), ("d_q", rows)):
-            want[name][at] = found[name][0]
-        for name in ("d_k", "d_v"):
-            want[name][keys] = found[name][0]
-        if "sinks" in arrays:
-            want["d_sinks"] += found["d_sinks"]
-    return want
-
-
-def assert_right(call: Call, got: Results, want: Results | None = None) -> None:
-    """Everything is the truth, lse in float32; dtypes are those of the arrays."""
-    want, dtype = want or expected(call), call.arrays["q"].dtype
-    assert set(got) == set(want)
-    assert got["out"].dtype == dtype and got["lse"].dtype == F32
-    for name, x in got.items():
-        if name.startswith("d_"):
-            assert x.dtype == call.arrays[name[2:]].dtype
-        try:
-            assert_close(x, want[name], F32 if name == "lse" else dtype)
-        except AssertionError as e:
-            raise AssertionError(f"{name}: {e}\n{call}") from None
-
 
 # ---- the table: any two options meet -------------------------------------------------
 
@@ -232,42 +54,6 @@ MASKS: dict[str, dict[str, Any]] = {  # a device has 8 rows, a chunk 4
     "1 back, any ahead": {"window": (1, None)},
     "5 back, 10 ahead": {"window": (5, 10)},
 }
-HEADS = {"MHA": 4, "GQA": 2, "MQA": 1}
-
-
-def covering(factors: dict[str, Any], fits: Any = lambda row: True) -> list[Any]:
-    """Rows of values in which any two of different factors meet, where they fit."""
-    rng, names = np.random.default_rng(0), list(factors)
-
-    def pairs(row: dict[str, Any]) -> set[Any]:
-        return set(itertools.combinations(row.items(), 2))
-
-    missing = {
-        pair
-        for a, b in itertools.combinations(names, 2)
-        for pair in itertools.product(
-            ((a, x) for x in factors[a]), ((b, y) for y in factors[b])
-        )
-        if fits(dict(pair))
-    }
-    rows = []
-    while missing:
-        seeds = sorted(missing, key=str)
-        drawn = []
-        for _ in range(40):
-            row = {n: factors[n][rng.integers(len(factors[n]))] for n in names}
-            row |= dict(seeds[rng.integers(len(seeds))])
-            if fits(row):
-                drawn.append(row)
-        if drawn:
-            rows.append(max(drawn, key=lambda row: len(pairs(row) & missing)))
-            missing -= pairs(rows[-1])
-    return rows
-
-
-def table(rows: list[Any]) -> pytest.MarkDecorator:
-    shown = lambda row: "-".join(str(x) for x in row.values() if str(x))  # noqa: E731
-    return pytest.mark.parametrize("row", rows, ids=shown)
 
 
 def options_of(rng: np.random.Generator, row: dict[str, Any]) -> dict[str, Any]:
@@ -278,12 +64,6 @@ def options_of(rng: np.random.Generator, row: dict[str, Any]) -> dict[str, Any]:
     if row["sinks"]:
         options["sinks"] = cast(rng.standard_normal(4), F32)
     return options
-
-
-def segments(rng: np.random.Generator, batch: int, length: int) -> np.ndarray:
-    """Ids in runs, in any order: a segment may go on after another one."""
-    runs = rng.integers(-1, 3, (batch, length // 3 + 1)).astype(np.int32)
-    return np.repeat(runs, 3, axis=1)[:, :length]
 
 
 def poisoned(call: Call) -> Call:
@@ -405,46 +185,6 @@ def test_documents(rng, row):
 
 
 # ---- what the tables leave out -------------------------------------------------------
-
-
-def everything(rng: np.random.Generator, dtype: Any = F32, **changes: Any) -> Call:
-    """A call with every option that batches take."""
-    sizes = {"batch": 2, "q_len": 32, "kv_len": 32, "heads": 4, "kv_heads": 2, "dim": 8}
-    options = {
-        "causal": True,
-        "window": (13, None),
-        "softcap": 2.0,
-        "sinks": cast(rng.standard_normal(4), F32),
-        "q_lens": np.int32([27, 32]),
-        "kv_lens": np.int32([32, 14]),
-        "segment_ids": segments(rng, 2, 32),
-    }
-    return draw(rng, dtype, **(sizes | options | changes))
-
-
-def simple(rng: np.random.Generator, dtype: Any = F32, **changes: Any) -> Call:
-    """A causal call with sinks."""
-    rest = {"window": None, "softcap": None, "segment_ids": None}
-    rest |= {"q_lens": None, "kv_lens": None}
-    return everything(rng, dtype, **(rest | changes))
-
-
-def documents(rng: np.random.Generator, dtype: Any = F32, **changes: Any) -> Call:
-    """Packed documents, with every option that they take."""
-    sizes = {"q_len": 64, "kv_len": 64, "heads": 4, "kv_heads": 2, "dim": 8}
-    options = {
-        "causal": True,
-        "cu_seqlens": np.int32([8, 16, 56]),
-        "q_lens": np.int32([8, 30]),
-        "kv_lens": np.int32([5, 39]),
-        "sinks": cast(rng.standard_normal(4), F32),
-    }
-    return draw(rng, dtype, packed=True, **(sizes | options | changes))
-
-
-by_cut = pytest.mark.parametrize("cut", CUTS, ids=str)
-by_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
-by_kind = pytest.mark.parametrize("kind", [everything, documents])
 
 
 @pytest.mark.wide

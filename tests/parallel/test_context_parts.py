@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 from attention_bar import assert_near
 from attention_model import BF16, Call, cast
-from jax.extend.core import jaxprs_in_params
-from jax.sharding import AbstractMesh, AxisType
-from jax.sharding import PartitionSpec as P
-from test_context_parallel import (
+from context_calls import (
     LAYOUTS,
     Cut,
     compute,
@@ -23,6 +20,9 @@ from test_context_parallel import (
     segments,
     simple,
 )
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from jax_kvblock.parallel import context_parallel_attention, sums
 

@@ -16,9 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_model import BF16, Call, jit
-from jax.extend.core import Literal, jaxprs_in_params
-from jax.sharding import PartitionSpec as P
-from test_context_parallel import (
+from context_calls import (
     F32,
     LAYOUTS,
     Cut,
@@ -32,6 +30,8 @@ from test_context_parallel import (
     with_gradients,
     zigzag_order,
 )
+from jax.extend.core import Literal, jaxprs_in_params
+from jax.sharding import PartitionSpec as P
 from test_strategy import collectives, trace
 
 from jax_kvblock.attention import cuda, primitive

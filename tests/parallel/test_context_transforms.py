@@ -15,10 +15,7 @@ import pytest
 from attention_bar import assert_close
 from attention_model import Call, Results, cast, jit
 from attention_model import compute as compute_whole
-from jax.extend.core import jaxprs_in_params
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from test_context_parallel import (
+from context_calls import (
     CUTS,
     F32,
     STRATEGIES,
@@ -39,6 +36,9 @@ from test_context_parallel import (
     specs_of,
     with_gradients,
 )
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_strategy import collectives
 
 from jax_kvblock import flash_attention

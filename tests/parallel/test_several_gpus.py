@@ -17,19 +17,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_model import BF16, F16, F32, cast, draw
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
-from paged_model import Case
-from parallel_decode import Dealt, reductions
-from processes import run_processes
-from reshard_processes import Place, hold, on
-from test_context_parallel import (
+from context_calls import (
     CUTS,
     Cut,
     assert_right,
     compute,
     segments,
 )
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from paged_model import Case
+from parallel_decode import Dealt, reductions
+from processes import run_processes
+from reshard_processes import Place, hold, on
 
 import jax_kvblock as kv
 from jax_kvblock.parallel import kv_heads_partition, repeat_kv_heads, repeat_spec
