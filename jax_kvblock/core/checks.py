@@ -198,6 +198,13 @@ def check_int32(where: str, name: str, x: Any, shape: str, ndim: int) -> jax.Arr
     an object whose `ids` are any of these, or a Python int where `ndim` is 0. What does
     not fit in int32 is an error where it is known on the host, and else becomes −1.
     """
+    return to_jax(check_int32_in_place(where, name, x, shape, ndim))
+
+
+def check_int32_in_place(
+    where: str, name: str, x: Any, shape: str, ndim: int
+) -> jax.Array | np.ndarray:
+    """`check_int32` of what stays where it is: what is on the host comes as a copy."""
     x = getattr(x, "ids", x)
     if isinstance(x, range):
         x = list(x)
@@ -224,7 +231,7 @@ def check_int32(where: str, name: str, x: Any, shape: str, ndim: int) -> jax.Arr
             f"{where}: {name} must be int32{shape}, got {show(x)}; "
             + _RESHAPE.get(ndim, f"reshape it to {shape}")
         )
-    return _narrowed(x) if isinstance(x, jax.Array) else to_jax(x)
+    return _narrowed(x) if isinstance(x, jax.Array) else x
 
 
 _INT32 = np.iinfo(np.int32)

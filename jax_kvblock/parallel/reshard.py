@@ -20,9 +20,11 @@ from jax.sharding import PartitionSpec as P
 from jax_kvblock.blocks.pool import KVPool, check_pool
 from jax_kvblock.blocks.transfer import gather_blocks, scatter_blocks
 from jax_kvblock.core import checks, debug
+from jax_kvblock.core.checks import to_jax
 from jax_kvblock.core.primitive import make_primitives
 from jax_kvblock.core.types import Integers
-from jax_kvblock.parallel.reshard_moves import Part, as_bits, move, of_bits
+from jax_kvblock.parallel.reshard_moves import as_bits, move, of_bits
+from jax_kvblock.parallel.reshard_parts import Ids, Part
 from jax_kvblock.parallel.reshard_routes import Cut
 
 _WHERE = "reshard_blocks"
@@ -98,7 +100,7 @@ def reshard_blocks(
     check_pool(_WHERE, "dst_pool", dst_pool)
     _check_pair(src_pool, dst_pool)
     ids = [
-        checks.check_int32(_WHERE, name, x, "[n]", 1)
+        checks.check_int32_in_place(_WHERE, name, x, "[n]", 1)
         for name, x in (("src_ids", src_ids), ("dst_ids", dst_ids))
     ]
     if ids[0].shape != ids[1].shape:
@@ -108,15 +110,14 @@ def reshard_blocks(
         )
     given = (*src_pool.arrays, *dst_pool.arrays, *ids)
     if any(isinstance(x, jax.core.Tracer) for x in given):
-        return _traced(src_pool, ids[0], dst_pool, ids[1])
+        return _traced(src_pool, to_jax(ids[0]), dst_pool, to_jax(ids[1]))
     src = Part(src_pool, _check_cut("src_pool", src_pool))
     dst = Part(dst_pool, _check_cut("dst_pool", dst_pool))
     whole = _whole("src_ids", ids[0]), _whole("dst_ids", ids[1])
     _look(src_pool, whole[0], dst_pool, whole[1])
     if not len(whole[0]):
         return dst_pool
-    held = (_on_host(x, on) for x, on in zip((src_ids, dst_ids), whole, strict=True))
-    return move(src, next(held), dst, next(held))
+    return move(src, whole[0], dst, whole[1])
 
 
 # ---- checks --------------------------------------------------------------------------
@@ -218,9 +219,9 @@ def _head_dim(pool: KVPool) -> int | None:
     return next((i for i, g in enumerate(_groups(pool)) if g[0] == "H"), None)
 
 
-def _whole(name: str, ids: jax.Array) -> jax.Array:
+def _whole(name: str, ids: Ids) -> Ids:
     """Ids that this process has."""
-    if ids.is_fully_addressable:
+    if isinstance(ids, np.ndarray) or ids.is_fully_addressable:
         return ids
     if not ids.is_fully_replicated or not ids.addressable_shards:
         raise ValueError(
@@ -228,18 +229,6 @@ def _whole(name: str, ids: jax.Array) -> jax.Array:
             "several; pass the same NumPy array in each of them"
         )
     return ids.addressable_data(0)
-
-
-def _on_host(given: Any, ids: jax.Array) -> Any:
-    """Ids that came from the host, from where each device gets them by itself.
-
-    A copy: who passed them may change them while devices still fetch theirs.
-    """
-    given = getattr(given, "ids", given)
-    if isinstance(given, list):
-        given = given if all(isinstance(x, int) for x in given) else None
-    known = isinstance(given, (list, range, np.ndarray))
-    return np.array(given, np.int32) if known else ids
 
 
 def _look(src: KVPool, src_ids: Any, dst: KVPool, dst_ids: Any) -> None:

@@ -11,11 +11,9 @@ third.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +21,23 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_kvblock.blocks.copy import block_copy
-from jax_kvblock.blocks.layout import UNIVERSAL, BlockSpec
-from jax_kvblock.blocks.plan import Copy, Form, Side
+from jax_kvblock.blocks.layout import UNIVERSAL
 from jax_kvblock.blocks.pool import KVPool
-from jax_kvblock.blocks.transfer import layer_part
 from jax_kvblock.parallel.options import engine_options
+from jax_kvblock.parallel.reshard_copies import copy_between
+from jax_kvblock.parallel.reshard_parts import (
+    ByDevice,
+    Devices,
+    Heads,
+    Ids,
+    Part,
+    copy,
+    here,
+    read,
+    shards,
+    write,
+)
 from jax_kvblock.parallel.reshard_routes import (
-    NOWHERE,
-    Cut,
     Round,
     Rounds,
     find_routes,
@@ -44,68 +50,30 @@ AXIS = "devices"
 # times as long as a launch. Of more than four each would cost more than is read first.
 CHUNK_BYTES, MOST_CHUNKS = 2**24, 4
 STEP_BYTES = 2**31  # that a step of collectives holds on each device beside the pools
-Devices = tuple[jax.Device, ...]
-Ids: TypeAlias = "jax.Array | np.ndarray"  # on a device, or still on the host
 Pieces = tuple[jax.Array, ...]
 Firsts = tuple[tuple[int, ...], ...]  # of each piece, for each device, its first head
-ByDevice = Mapping[jax.Device, jax.Array]
-
-
-class Part(NamedTuple):
-    """A pool, and which heads its devices have."""
-
-    pool: KVPool
-    cut: Cut
-
-    @property
-    def spec(self) -> BlockSpec:
-        """What a block is on one device."""
-        return self.pool.spec.replace(num_kv_heads=self.cut.width)
-
-    def on(self, mesh: Mesh) -> KVPool:
-        """The same buffers, as a pool of a flat mesh whose devices have its spec."""
-        arrays = [_flat(_shards(x), mesh) for x in self.pool.arrays]
-        data = arrays[0] if self.pool.contiguous else tuple(arrays)
-        return KVPool._holding(data, self.spec)
-
-    def updated(self, flat: KVPool) -> KVPool:
-        """The pool of these buffers, cut as it was."""
-        pairs = zip(self.pool.arrays, flat.arrays, strict=True)
-        arrays = [self._like(old, _shards(new)) for old, new in pairs]
-        data = arrays[0] if self.pool.contiguous else tuple(arrays)
-        return KVPool._holding(data, self.pool.spec)
-
-    def _like(self, old: jax.Array, parts: ByDevice) -> jax.Array:
-        arrays = [parts[d] for d in _here(self.cut.devices)]
-        where = old.shape, old.sharding
-        return jax.make_array_from_single_device_arrays(*where, arrays)
 
 
 def move(src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> KVPool:
     """The new destination pool; the old one is donated."""
     devices = tuple(dict.fromkeys((*src.cut.devices, *dst.cut.devices)))
-    if not _here(devices):
+    if not here(devices):
         return dst.pool  # others do it; this process has no part of either pool
     with _no_mesh():
         if {*src.cut.devices} == {*dst.cut.devices}:
             return _in_one_program(src, src_ids, dst, dst_ids)
-        if _here(devices) == devices and _copies_well(devices):
-            return _by_device_put(src, src_ids, dst, dst_ids)
+        if _of_one_process(devices):
+            return copy_between(src, src_ids, dst, dst_ids)
         return _by_collectives(src, src_ids, dst, dst_ids, devices)
 
 
-def _copies_well(devices: Devices) -> bool:
-    """Whether `jax.device_put` between them is as fast as a collective.
-
-    Between two H100s with NVLink it took ten times as long.
-    """
-    return all(d.platform == "cpu" for d in devices)
+def _of_one_process(devices: Devices) -> bool:
+    return here(devices) == devices
 
 
 def _num_chunks(src: Part, n: int, width: int) -> int:
     """In how many chunks n blocks go, `width` heads at a time."""
-    head = src.pool.spec.block_bytes // max(src.pool.spec.num_kv_heads, 1)
-    return min(max(n * width * head // CHUNK_BYTES, 1), MOST_CHUNKS)
+    return min(max(n * width * src.head_bytes // CHUNK_BYTES, 1), MOST_CHUNKS)
 
 
 def _chunked(ids: Any, chunks: int) -> list[Any]:
@@ -126,7 +94,7 @@ def _no_mesh() -> jax.set_mesh:
         ) from None
 
 
-# ---- three ways ----------------------------------------------------------------------
+# ---- two ways ------------------------------------------------------------------------
 
 
 def _in_one_program(src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> KVPool:
@@ -137,44 +105,16 @@ def _in_one_program(src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> KVPool:
     width = grain(src.cut, dst.cut)
     chunks = _num_chunks(src, len(src_ids), width)
     run = functools.partial(_step, mesh=mesh, rounds=rounds, width=width, chunks=chunks)
-    return dst.updated(run(dst.on(mesh), src.on(mesh), *ids))
-
-
-def _by_device_put(src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> KVPool:
-    """Other devices, all of this process: each piece straight from one to another."""
-    chunks = _num_chunks(src, len(src_ids), grain(src.cut, dst.cut))
-    both = (_chunked(ids, chunks) for ids in (src_ids, dst_ids))
-    for take, put in zip(*both, strict=True):  # nothing waits for a chunk to arrive
-        dst = Part(_put_chunk(src, take, dst, put), dst.cut)
-    return dst.pool
-
-
-def _put_chunk(src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> KVPool:
-    routes, width = find_routes(src.cut, dst.cut), grain(src.cut, dst.cut)
-    # What each device sends, read once, also where it goes to several others.
-    takes = {r.sender: sorted({s.take for s in routes if s[0] == r[0]}) for r in routes}
-    firsts = tuple(itertools.zip_longest(*takes.values(), fillvalue=NOWHERE))
-    gathered = _gathered(src, src_ids, tuple(takes), firsts, width)
-    pieces = [_shards(x) for x in gathered]
-    sent = [pieces[takes[r.sender].index(r.take)][r.sender] for r in routes]
-    got = jax.device_put(sent, [r.receiver for r in routes])
-    slots: dict[int, dict[jax.Device, jax.Array]] = {}
-    for route, piece in zip(routes, got, strict=True):
-        slots.setdefault(route.put, {})[route.receiver] = piece
-    mesh = _mesh(dst.cut.devices)
-    flat = tuple(_flat(by_device, mesh) for by_device in slots.values())
-    puts = tuple((put,) * len(mesh.devices) for put in slots)
-    return _scattered(dst, dst_ids, (flat,), puts)
+    return _updated(dst, run(_on(dst, mesh), _on(src, mesh), *ids))
 
 
 def _by_collectives(
     src: Part, src_ids: Ids, dst: Part, dst_ids: Ids, devices: Devices
 ) -> KVPool:
-    """GPUs, or devices of several processes; many blocks go in several steps."""
+    """Devices of several processes; many blocks go in several steps."""
     width, rounds = grain(src.cut, dst.cut), in_rounds(src.cut, dst.cut, devices)
-    head = src.pool.spec.block_bytes // max(src.pool.spec.num_kv_heads, 1)
     held = len(rounds.rounds) + len(rounds.pieces)  # on every device, of its shape
-    steps = -(-len(src_ids) * width * head * held // STEP_BYTES)
+    steps = -(-len(src_ids) * width * src.head_bytes * held // STEP_BYTES)
     both = (_chunked(ids, steps) for ids in (src_ids, dst_ids))
     for take, put in zip(*both, strict=True):
         dst = Part(_by_a_collective(src, take, dst, put, devices), dst.cut)
@@ -193,19 +133,19 @@ def _by_a_collective(
     program over devices of which it has none, and no pool is an operand of the program
     in between: devices without blocks to send take part with an empty piece.
     """
-    mesh, here = _mesh(devices), _here(devices)
+    mesh, own = _mesh(devices), here(devices)
     rounds, width = in_rounds(src.cut, dst.cut, devices), grain(src.cut, dst.cut)
     if {*src.cut.devices} == {*devices}:
         chunks = _num_chunks(src, len(src_ids), width)
         ids = _on_each(src_ids, mesh)
         send = functools.partial(_send, mesh=mesh, rounds=rounds, width=width)
-        got = send(src.on(mesh), ids, chunks=chunks)
+        got = send(_on(src, mesh), ids, chunks=chunks)
         return _received(got, rounds, devices, dst, dst_ids)
-    senders = _here(dict.fromkeys(r.sender for r in find_routes(src.cut, dst.cut)))
+    senders = here(dict.fromkeys(r.sender for r in find_routes(src.cut, dst.cut)))
     firsts = _columns(rounds.pieces, devices, senders)
     gathered = _gathered(src, src_ids, senders, firsts, width) if senders else ()
-    idle = {d: _empty(src, len(src_ids), width, d) for d in here if d not in senders}
-    parts = [{**idle, **_shards(x)} for x in gathered] or [idle] * len(rounds.pieces)
+    idle = {d: _empty(src, len(src_ids), width, d) for d in own if d not in senders}
+    parts = [{**idle, **shards(x)} for x in gathered] or [idle] * len(rounds.pieces)
     pieces = tuple(_flat(part, mesh) for part in parts)
     got = _exchange(pieces, mesh=mesh, rounds=rounds.rounds)
     return _received((got,), rounds, devices, dst, dst_ids)
@@ -215,11 +155,11 @@ def _received(
     got: tuple[Pieces, ...], rounds: Rounds, devices: Devices, dst: Part, ids: Ids
 ) -> KVPool:
     """The destination with what came to this process's devices, chunk by chunk."""
-    receivers = _here(dst.cut.devices)
+    receivers = here(dst.cut.devices)
     if not receivers:
         return dst.pool
     mine = _mesh(receivers)
-    flat = tuple(tuple(_flat(_shards(x), mine) for x in chunk) for chunk in got)
+    flat = tuple(tuple(_flat(shards(x), mine) for x in chunk) for chunk in got)
     puts = _columns([r.puts for r in rounds.rounds], devices, receivers)
     return _scattered(dst, ids, flat, puts)
 
@@ -230,14 +170,14 @@ def _gathered(
     """Pieces of the source, of some of this process's devices."""
     mesh = _mesh(senders)
     ids = _on_each(ids, mesh)
-    return _gather(src.on(mesh), ids, mesh=mesh, firsts=firsts, width=width)
+    return _gather(_on(src, mesh), ids, mesh=mesh, firsts=firsts, width=width)
 
 
 def _scattered(dst: Part, ids: Ids, pieces: tuple[Pieces, ...], puts: Firsts) -> KVPool:
     """The destination, with pieces on this process's devices written into it."""
-    mesh = _mesh(_here(dst.cut.devices))
-    flat = _scatter(dst.on(mesh), _on_each(ids, mesh), pieces, mesh=mesh, puts=puts)
-    return dst.updated(flat)
+    mesh = _mesh(here(dst.cut.devices))
+    flat = _scatter(_on(dst, mesh), _on_each(ids, mesh), pieces, mesh=mesh, puts=puts)
+    return _updated(dst, flat)
 
 
 # ---- programs ------------------------------------------------------------------------
@@ -301,15 +241,15 @@ def _step(
         both = (_chunked(ids, chunks) for ids in (src_ids, dst_ids))
         for takes, puts in zip(*both, strict=True):
             sent = {
-                i: _read(src, takes, rounds.pieces[i], width) for i in _pieces(moves)
+                i: read(src, takes, _of_device(rounds.pieces[i]), width)
+                for i in _pieces(moves)
             }
             got += [(puts, r, _permuted(sent[r.piece], r)) for r in moves]
         for r in stay:
-            dst = _copy(
-                src, src_ids, rounds.pieces[r.piece], dst, dst_ids, r.puts, width
-            )
+            take, put = _of_device(rounds.pieces[r.piece]), _of_device(r.puts)
+            dst = copy(src, src_ids, take, dst, dst_ids, put, width)
         for ids, r, piece in got:
-            dst = _write(dst, ids, piece, r.puts)
+            dst = write(dst, ids, piece, _of_device(r.puts))
         return dst
 
     specs = P(AXIS), P(AXIS), P(), P()
@@ -327,7 +267,7 @@ def _gather(
     width: int,
 ) -> Pieces:
     def local(src: KVPool, ids: jax.Array) -> Pieces:
-        return tuple(_read(src, ids, first, width) for first in firsts)
+        return tuple(read(src, ids, _of_device(first), width) for first in firsts)
 
     specs = P(AXIS), P()
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(AXIS))(src, ids)
@@ -342,7 +282,9 @@ def _send(
     def local(src: KVPool, ids: jax.Array) -> tuple[Pieces, ...]:
         got = []
         for takes in _chunked(ids, chunks):
-            pieces = [_read(src, takes, first, width) for first in rounds.pieces]
+            pieces = [
+                read(src, takes, _of_device(first), width) for first in rounds.pieces
+            ]
             got.append(tuple(_permuted(pieces[r.piece], r) for r in rounds.rounds))
         return tuple(got)
 
@@ -374,7 +316,7 @@ def _scatter(
     def local(dst: KVPool, ids: jax.Array, pieces: tuple[Pieces, ...]) -> KVPool:
         for own, chunk in zip(_chunked(ids, len(pieces)), pieces, strict=True):
             for piece, firsts in zip(chunk, puts, strict=True):
-                dst = _write(dst, own, piece, firsts)
+                dst = write(dst, own, piece, _of_device(firsts))
         return dst
 
     specs = P(AXIS), P(), P(AXIS)
@@ -389,62 +331,10 @@ def _pieces(rounds: Sequence[Round]) -> list[int]:
 # ---- one device's part ---------------------------------------------------------------
 
 
-def _read(
-    pool: KVPool, ids: jax.Array, firsts: tuple[int, ...], width: int
-) -> jax.Array:
-    """Universal blocks `[n, width, nl, no, nt, hd]` of the heads from this device's."""
-    part = layer_part("reshard_blocks", pool, None, ("B",))
-    extents = _extents(pool.spec, len(ids), width)
-    copy = Copy(extents, _from_a_head(part.side), _blocks(extents), in_place=False)
-    (blocks,) = block_copy(copy, part.arrays, (), (ids, None, _of_device(firsts)))
-    return blocks
-
-
-def _write(
-    pool: KVPool, ids: jax.Array, blocks: jax.Array, firsts: tuple[int, ...]
-) -> KVPool:
-    """The pool with such blocks as its heads from this device's first."""
-    part = layer_part("reshard_blocks", pool, None, ("B",))
-    extents = _extents(pool.spec, *blocks.shape[:2])
-    copy = Copy(extents, _blocks(extents), _from_a_head(part.side), in_place=True)
-    scalars = (None, ids, None, _of_device(firsts))
-    return part.updated(pool, block_copy(copy, [blocks], part.arrays, scalars))
-
-
-def _copy(
-    src: KVPool,
-    src_ids: jax.Array,
-    takes: tuple[int, ...],
-    dst: KVPool,
-    dst_ids: jax.Array,
-    puts: tuple[int, ...],
-    width: int,
-) -> KVPool:
-    """Both in one, from pool to pool."""
-    source = layer_part("reshard_blocks", src, None, ("B",))
-    part = layer_part("reshard_blocks", dst, None, ("B",))
-    sides = _from_a_head(source.side), _from_a_head(part.side)
-    copy = Copy(_extents(dst.spec, len(dst_ids), width), *sides, in_place=True)
-    scalars = src_ids, dst_ids, _of_device(takes), _of_device(puts)
-    return part.updated(dst, block_copy(copy, source.arrays, part.arrays, scalars))
-
-
-def _from_a_head(side: Side) -> Side:
-    return dataclasses.replace(side, start="H")
-
-
-def _blocks(extents: tuple[tuple[str, int], ...]) -> Side:
-    return Side(Form((), (("N",), *UNIVERSAL.groups)), extents)
-
-
-def _extents(spec: BlockSpec, n: int, width: int) -> tuple[tuple[str, int], ...]:
-    return (("N", n), *spec.replace(num_kv_heads=width).sizes.items())
-
-
-def _of_device(numbers: tuple[int, ...]) -> jax.Array:
+def _of_device(numbers: tuple[int, ...]) -> Heads:
     """This device's number."""
     if len({*numbers}) == 1:
-        return jnp.int32(numbers[0])
+        return numbers[0]
     return jnp.asarray(numbers, jnp.int32)[jax.lax.axis_index(AXIS)]
 
 
@@ -477,28 +367,31 @@ def _mesh(devices: Devices) -> Mesh:
     return Mesh(np.array(devices), (AXIS,))
 
 
-def _here(devices: Iterable[jax.Device]) -> Devices:
-    """Those of this process."""
-    process = jax.process_index()
-    return tuple(d for d in devices if d.process_index == process)
-
-
-def _shards(x: jax.Array) -> dict[jax.Device, jax.Array]:
-    return {shard.device: shard.data for shard in x.addressable_shards}
-
-
 def _flat(parts: ByDevice, mesh: Mesh) -> jax.Array:
     """An array of this process's parts: one after the other along the first axis."""
-    arrays = [parts[d] for d in _here(mesh.devices.flat)]
+    arrays = [parts[d] for d in here(mesh.devices.flat)]
     rows, *rest = arrays[0].shape
     sharding = NamedSharding(mesh, P(AXIS))
     shape = (rows * mesh.size, *rest)
     return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
 
+def _on(part: Part, mesh: Mesh) -> KVPool:
+    """The same buffers, as a pool of a flat mesh whose devices have its spec."""
+    arrays = [_flat(shards(x), mesh) for x in part.pool.arrays]
+    return KVPool._holding(part.joined(arrays), part.spec)
+
+
+def _updated(part: Part, flat: KVPool) -> KVPool:
+    """The pool of these buffers, cut as it was."""
+    own = [shards(x) for x in flat.arrays]
+    devices = here(part.cut.devices)
+    return part.of_each({d: [x[d] for x in own] for d in devices})
+
+
 def _on_each(ids: Ids, mesh: Mesh) -> jax.Array:
     """The ids, whole on each device."""
-    devices = list(_here(mesh.devices.flat))
+    devices = list(here(mesh.devices.flat))
     parts = jax.device_put([ids] * len(devices), devices)
     whole = NamedSharding(mesh, P())
     return jax.make_array_from_single_device_arrays(ids.shape, whole, parts)

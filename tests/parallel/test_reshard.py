@@ -28,7 +28,7 @@ from reshard_processes import (
 )
 
 import jax_kvblock as kv
-from jax_kvblock.parallel import reshard_blocks, reshard_moves
+from jax_kvblock.parallel import reshard_blocks, reshard_copies, reshard_moves
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
@@ -89,13 +89,21 @@ def test_layouts_and_arrays(rng, name):
 
 
 @pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("how", ["AHEAD_BYTES", "CHUNK_BYTES"])
+def test_in_many_chunks(rng, monkeypatch, name, how):
+    monkeypatch.setattr(reshard_copies, how, 1)
+    monkeypatch.setattr(reshard_copies, "LEAST_BYTES", 1)
+    hold(*FORMS[name], rng)
+
+
+@pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("how", [None, "STEP_BYTES", "CHUNK_BYTES"])
 def test_by_collectives(rng, monkeypatch, name, how):
-    """What GPUs do, also where all devices are of one process.
+    """What several processes do, also where all devices are of one.
 
     All at once, in as many steps as there are blocks, and in several chunks of a step.
     """
-    monkeypatch.setattr(reshard_moves, "_copies_well", lambda devices: False)
+    monkeypatch.setattr(reshard_moves, "_of_one_process", lambda devices: False)
     if how is not None:
         monkeypatch.setattr(reshard_moves, how, 1)
     hold(*FORMS[name], rng)
@@ -104,7 +112,7 @@ def test_by_collectives(rng, monkeypatch, name, how):
 @pytest.mark.parametrize("dst", [on([0]), on([2, 0]), on([3, 1], "HND")], ids=str)
 def test_what_is_read_where_it_is_sent(rng, monkeypatch, dst):
     """Fewer devices, all of which have blocks to send: there is no gather before."""
-    monkeypatch.setattr(reshard_moves, "_copies_well", lambda devices: False)
+    monkeypatch.setattr(reshard_moves, "_of_one_process", lambda devices: False)
     monkeypatch.setattr(reshard_moves, "CHUNK_BYTES", 1)
     monkeypatch.setattr(reshard_moves, "_gather", None)
     hold(on(FOUR), dst, rng)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections import Counter
@@ -17,7 +18,12 @@ from paged_meshes import large
 from reshard_processes import BLOCKS, DIMS, DST_IDS, HEADS, SRC_IDS, hold, make_pool, on
 
 import jax_kvblock as kv
-from jax_kvblock.parallel import reshard, reshard_blocks, reshard_moves
+from jax_kvblock.parallel import (
+    reshard,
+    reshard_blocks,
+    reshard_copies,
+    reshard_moves,
+)
 from jax_kvblock.parallel.reshard_routes import NOWHERE, Cut, find_routes, in_rounds
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
@@ -34,17 +40,33 @@ def programs(monkeypatch):
     """What runs from now on, by name, as compiled."""
     seen: list[tuple[str, Any]] = []
 
-    def record(name: str) -> None:
-        step = getattr(reshard_moves, name)
+    def record(module: Any, name: str) -> None:
+        step = getattr(module, name)
 
         def run(*args: Any, **static: Any) -> Any:
             seen.append((name, step.lower(*args, **static).compile()))
             return step(*args, **static)
 
-        monkeypatch.setattr(reshard_moves, name, run)
+        monkeypatch.setattr(module, name, run)
 
     for name in ("_step", "_gather", "_exchange", "_scatter"):
-        record(name)
+        record(reshard_moves, name)
+    for name in ("_read", "_write", "_copy"):
+        record(reshard_copies, name)
+    return seen
+
+
+@pytest.fixture
+def puts(monkeypatch):
+    """Lists of pieces that `jax.device_put` is given from now on, and where they go."""
+    real, seen = jax.device_put, []
+
+    def recorded(x: Any, to: Any = None) -> Any:
+        if isinstance(x, list) and x[0].ndim > 1:
+            seen.append((x, to))
+        return real(x, to)
+
+    monkeypatch.setattr(jax, "device_put", recorded)
     return seen
 
 
@@ -101,45 +123,102 @@ def test_the_search_for_large_instructions_finds_a_copy(rng):
 
 
 def test_between_devices_of_one_process_nothing_is_larger_than_the_blocks(
-    rng, programs, monkeypatch
+    rng, programs, puts
 ):
     """And each head travels once, from one device to another, in one call."""
     src = make_pool(random_bits(rng, (MANY, *DIMS), "float32"), on([0, 1]))
     dst = make_pool(random_bits(rng, (MANY, *DIMS), "float32"), on([3], "HND"))
-    real, calls = jax.device_put, []
-
-    def recorded(x: Any, to: Any = None) -> Any:
-        calls.append((x, to))
-        return real(x, to)
-
-    monkeypatch.setattr(jax, "device_put", recorded)
     reshard_blocks(src, SRC_IDS, dst, DST_IDS)
-    assert [name for name, _ in programs] == ["_gather", "_scatter"]
-    for _, compiled in programs:
+    assert [name for name, _ in programs] == ["_read", "_read", "_write"]
+    devices = jax.devices("cpu")
+    for (_, compiled), at in zip(programs, (0, 1, 3), strict=True):
         assert made(compiled, src.data.size / 4) == []
         assert re.findall(KINDS, compiled.as_text()) == []
-    ((sent, to),) = [c for c in calls if isinstance(c[0], list) and c[0][0].ndim > 1]
+        (runs_on,) = {s._device_assignment for s in leaf_shardings(compiled)}
+        assert runs_on == (devices[at],)
+    assert "input_output_alias" in programs[-1][1].as_text()
+    ((sent, to),) = puts
     assert [x.shape for x in sent] == [(7, 4, 2, 2, 3, 5)] * 2
-    devices = jax.devices("cpu")
     assert [x.devices() for x in sent] == [{devices[0]}, {devices[1]}]
     assert to == [devices[3]] * 2
 
 
-@pytest.mark.parametrize("dst", [on(FOUR, "HND", mesh=(2, 2)), on([2, 3])], ids=str)
-def test_many_blocks_go_in_chunks(rng, dst, programs, monkeypatch):
+def leaf_shardings(compiled: Any) -> list[Any]:
+    return jax.tree.leaves(compiled.output_shardings)
+
+
+def test_what_is_there_goes_from_pool_to_pool(rng, programs, puts):
+    """Of two devices to one of them: half of the heads do not travel."""
+    hold(on([0, 1]), on([0], "HND"), rng, dtype="float32")
+    assert [name for name, _ in programs] == ["_read", "_copy", "_write"]
+    ((sent, to),) = puts
+    assert [x.devices() for x in sent] == [{jax.devices("cpu")[1]}]
+    assert to == [jax.devices("cpu")[0]]
+
+
+def test_heads_for_several_devices_are_read_once_and_sent_to_each(rng, programs, puts):
+    hold(on([0], cut=None), on([1, 2], cut=None), rng, dtype="float32")
+    assert [name for name, _ in programs] == ["_read", "_write", "_write"]
+    ((sent, to),) = puts
+    assert sent[0] is sent[1]
+    assert to == jax.devices("cpu")[1:3]
+
+
+def test_many_blocks_go_in_chunks(rng, programs, monkeypatch):
     """Seven of two heads in chunks of three: the last is of one."""
     head = 4 * math.prod(DIMS) // DIMS[3]
     monkeypatch.setattr(reshard_moves, "CHUNK_BYTES", 7 * 2 * head // 3)
-    hold(on(FOUR), dst, rng, dtype="float32")
-    texts = [(name, compiled.as_text()) for name, compiled in programs]
-    if len(dst.devices) == 4:
-        ((_, step),) = texts
-        sent = re.findall(r"= u32\[(\d),2,.* collective-permute\(", step)
-    else:
-        assert [name for name, _ in texts] == ["_gather", "_scatter"] * 3
-        gathers = [text for name, text in texts if name == "_gather"]
-        sent = [re.search(r"ROOT.* = \(?f32\[(\d),2,", x)[1] for x in gathers]
+    hold(on(FOUR), on(FOUR, "HND", mesh=(2, 2)), rng, dtype="float32")
+    ((_, step),) = programs
+    sent = re.findall(r"= u32\[(\d),2,.* collective-permute\(", step.as_text())
     assert sorted(sent) == ["1", "3", "3"]
+
+
+def test_a_chunk_travels_while_another_is_read_and_another_written(
+    rng, programs, puts, monkeypatch
+):
+    """Seven of four heads in chunks of three; the last ends with ids of no block."""
+    head = 4 * math.prod(DIMS) // DIMS[3]
+    monkeypatch.setattr(reshard_copies, "CHUNK_BYTES", 7 * 8 * head // 3 + 1)
+    hold(on([1]), on([2, 3]), rng, dtype="float32")
+    read, write = "_read", "_write"
+    want = [read, read, write, write, read, write, write, write, write]
+    assert [name for name, _ in programs] == want
+    assert [[x.shape[:2] for x in sent] for sent, _ in puts] == [[(3, 4)] * 2] * 3
+
+
+@pytest.mark.parametrize(("ahead", "waits"), [(1, 3), (2, 2), (4, 0)])
+def test_the_host_waits_before_too_much_is_under_way(rng, monkeypatch, ahead, waits):
+    """Of four chunks, for what is written while so many are held on a device."""
+    piece = 7 * 4 * math.prod(DIMS)
+    monkeypatch.setattr(reshard_copies, "CHUNK_BYTES", piece // 4 + 1)
+    monkeypatch.setattr(reshard_copies, "AHEAD_BYTES", ahead * 2 * piece // 4)
+    real, seen = jax.block_until_ready, []
+
+    def recorded(x: Any) -> Any:
+        seen.append(x)
+        return real(x)
+
+    monkeypatch.setattr(jax, "block_until_ready", recorded)
+    hold(on([0]), on([1], "HND"), rng, dtype="float32")
+    assert len([x for x in seen if isinstance(x, list)]) == waits
+
+
+def test_how_many_chunks():
+    """Of what the busiest device sends; few bytes go at once."""
+    route = reshard_copies.Route
+    a, b, c = jax.devices("cpu")[:3]
+    one, two = [route(a, 0, b, 0)], [route(a, 0, b, 0), route(a, 0, c, 0)]
+    count = functools.partial(reshard_copies._chunks, 1000)
+    assert count(2**20, one)[0] == 1
+    assert count(2**25, one)[0] == 1
+    assert count(2**26, one)[0] == 2
+    assert count(2**29, one)[0] == 2
+    assert count(2**30, one)[0] == 4
+    assert count(2**30, two)[0] == 8
+    assert count(2**30, [])[0] == 1
+    assert count(2**34, one) == (64, 4)  # of 256 MiB, at both ends
+    assert reshard_copies._chunks(3, 2**34, one)[0] == 3
 
 
 @pytest.mark.parametrize("name", ["_step", "_send", "_exchange"])
