@@ -10,6 +10,11 @@ from jax_kvblock.parallel.decode import (
     interleaved_slots,
     interleaved_tables,
 )
+from jax_kvblock.parallel.documents import (
+    device_work,
+    document_order,
+    reorder_documents,
+)
 from jax_kvblock.parallel.kv_heads import (
     kv_heads_partition,
     own_kv_heads,
@@ -46,6 +51,8 @@ __all__ = [
     "create_attention",
     "create_context_parallel_attention",
     "create_ring_attention",
+    "device_work",
+    "document_order",
     "from_zigzag",
     "interleaved_lens",
     "interleaved_paged_attention",
@@ -55,6 +62,7 @@ __all__ = [
     "own_kv_heads",
     "pad_documents",
     "pad_sequence",
+    "reorder_documents",
     "repeat_kv_heads",
     "repeat_spec",
     "reshard_blocks",

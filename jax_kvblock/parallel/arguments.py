@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_kvblock.attention import dropout
 from jax_kvblock.attention.arguments import (
@@ -19,12 +20,13 @@ from jax_kvblock.attention.arguments import (
     check_softcap,
     check_window,
 )
-from jax_kvblock.attention.config import AttentionConfig
+from jax_kvblock.attention.config import OPEN, AttentionConfig
 from jax_kvblock.attention.dispatch import IMPLEMENTATIONS
 from jax_kvblock.attention.integers import known_on_host
 from jax_kvblock.attention.precision import resolve
 from jax_kvblock.attention.qkv import BATCHED, PACKED, check_qkv
-from jax_kvblock.core.checks import check_choice, show, to_jax
+from jax_kvblock.core import debug
+from jax_kvblock.core.checks import check_choice, check_positive, show, to_jax
 from jax_kvblock.parallel import axes
 from jax_kvblock.parallel.local import Mask, Plan
 from jax_kvblock.parallel.options import engines_can_send
@@ -65,6 +67,7 @@ def normalize(
     window: Any = None,
     segment_ids: Any = None,
     cu_seqlens: Any = None,
+    max_seqlen: Any = None,
     softcap: Any = None,
     sinks: Any = None,
     scale: Any = None,
@@ -120,6 +123,9 @@ def normalize(
     else:
         mask = _batched_mask(where, segment_ids, q.shape[0], rows, keys)
         alike, documents = rows == keys, (q.shape[0],) * 2
+    longest = _longest(where, max_seqlen, cu_seqlens)
+    if zigzag or not alike:  # rows are not as far apart as their positions
+        longest = OPEN
     if config.dropout:
         _check_runs(where, packed, 2 if zigzag else 1, T=rows, S=keys)
     if dropout_keys is None:
@@ -132,7 +138,8 @@ def normalize(
     )
     sizes = (heads, k.shape[-2], head_dim, v.shape[-1])
     unknown = packed and (zigzag or not alike)
-    reach = size if unknown else reach_of(config, size, rows, keys, zigzag, alike)
+    shape = config, size, rows, keys, zigzag, alike, longest
+    reach = size if unknown else reach_of(*shape)
     batch = 1 if packed else q.shape[0]
     work = work_of(config, size, sizes, batch, rows, keys, q.dtype.itemsize, reach)
     strategy, group = _resolve(where, strategy, work)
@@ -150,6 +157,7 @@ def normalize(
         alike=alike,
         as_one=not compiler_options,
         beside_nccl=not by_engines,
+        longest=longest,
     )
     exchange = Exchange(axis_name, size, group, zigzag) if group > 1 else None
     return Normalized(
@@ -196,6 +204,40 @@ def _lengths(where: str, name: str, lens: Any, count: int, most: int) -> Any:
     """None, or lengths from 0 to all there is: what they are added to stays small."""
     lens = check_lengths(where, name, lens, count)
     return None if lens is None else jnp.clip(lens, 0, most)
+
+
+def _longest(where: str, max_seqlen: Any, cu_seqlens: Any) -> int:
+    """Rows of the longest packed document; OPEN where nobody knows."""
+    if cu_seqlens is None:
+        if max_seqlen is not None:
+            raise ValueError(
+                f"{where}: max_seqlen is of packed documents, and needs cu_seqlens; a "
+                "batch has T rows"
+            )
+        return OPEN
+    cu = cu_seqlens[0] if isinstance(cu_seqlens, tuple) else cu_seqlens
+    known = known_on_host(where, "cu_seqlens", cu)
+    longest = OPEN if known is None else max(int(np.diff(known).max()), 1)
+    if max_seqlen is None:
+        return longest
+    (most,) = check_positive(where, max_seqlen=max_seqlen)
+    if longest > most:
+        raise ValueError(
+            f"{where}: max_seqlen must be at least the rows of the longest document, "
+            f"{longest}, got {most}"
+        )
+    if known is None:
+        debug.check(_look_at_longest, where, most, bounds=cu)
+    return most
+
+
+def _look_at_longest(where: str, most: int, *, bounds: np.ndarray) -> None:
+    rows = np.diff(bounds)
+    if rows.size and rows.max() > most:
+        raise ValueError(
+            f"{where}: max_seqlen must be at least the rows of the longest document, "
+            f"{rows.max()}, got {most}"
+        )
 
 
 def _packed_mask(

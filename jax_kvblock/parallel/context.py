@@ -33,6 +33,7 @@ class ContextOptions(TypedDict, total=False):
     window: tuple[int | None, int | None] | None
     segment_ids: IdRows | tuple[IdRows, IdRows] | None
     cu_seqlens: Integers | tuple[Integers, Integers] | None
+    max_seqlen: int | None
     softcap: float | None
     sinks: Float[ArrayIn, " N"] | None
     scale: float | None
@@ -87,6 +88,7 @@ def context_parallel_attention(
     window: tuple[int | None, int | None] | None = None,
     segment_ids: IdRows | tuple[IdRows, IdRows] | None = None,
     cu_seqlens: Integers | tuple[Integers, Integers] | None = None,
+    max_seqlen: int | None = None,
     softcap: float | None = None,
     sinks: Float[ArrayIn, " N"] | None = None,
     scale: float | None = None,
@@ -136,6 +138,10 @@ def context_parallel_attention(
         and each document is cut over all devices (`to_zigzag(..., cu_seqlens=...)`).
         Traced boundaries that fall, or are no such multiples, give wrong results
         without an error, but under `debug_checks`.
+      max_seqlen: the most rows that a packed document may have. Contiguous rows are
+        then not sent farther than a document reaches: keys of longer ones would not be
+        seen, which is an error where boundaries are on the host, or under
+        `debug_checks`. On the host it is found in cu_seqlens.
       sinks: float32 `[N]`, as in `flash_attention`; on every device all of them.
       q_lens, kv_lens: int32 `[B]`, lengths of the whole sequences (of documents, with
         cu_seqlens). What lies beyond is never seen; outputs there are zeros.
@@ -190,6 +196,7 @@ def context_parallel_attention(
         window=window,
         segment_ids=segment_ids,
         cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
         softcap=softcap,
         sinks=sinks,
         scale=scale,

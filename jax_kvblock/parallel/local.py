@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvblock.attention import primitive
-from jax_kvblock.attention.config import AttentionConfig, Operands
+from jax_kvblock.attention.config import OPEN, AttentionConfig, Operands
 from jax_kvblock.attention.ops import LogSumExp
 from jax_kvblock.parallel import axes
 from jax_kvblock.parallel.pieces import (
@@ -41,6 +41,8 @@ class Plan:
       alike: whether queries and keys have the same positions on every device.
       as_one: whether keys and values travel as one array.
       beside_nccl: whether what travels takes multiprocessors.
+      longest: the rows of the longest packed document of contiguous rows; OPEN where
+        that is not known.
     """
 
     config: AttentionConfig
@@ -53,6 +55,7 @@ class Plan:
     alike: bool
     as_one: bool
     beside_nccl: bool
+    longest: int = OPEN
 
 
 class Mask(NamedTuple):
@@ -124,6 +127,7 @@ class Here:
             step=step,
             late=self.place < step,
             joined=self.mask.q_segments is None,
+            longest=plan.longest,
         )
         return list(found)
 

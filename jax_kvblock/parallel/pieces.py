@@ -148,17 +148,22 @@ Boxes = tuple[Box, ...]  # of one call: runs that follow each other on both side
 
 def boxes(
     config: AttentionConfig, q: Side, k: Side, *, alike: bool, size: int, step: int,
-    late: Any, joined: bool,
+    late: Any, joined: bool, longest: int = OPEN,
 ) -> Iterator[Boxes]:  # fmt: skip
     """What the queries of `q` see of the keys of `k`, of `step` devices before.
 
     Devices stand in a circle.
 
+    longest: the rows of the longest document, where that is known: no row sees keys
+      that are farther away.
     alike: whether queries and keys have the same positions on every device.
     late: whether the keys come later in the sequence, traced.
     joined: whether a call may have several boxes.
     """
     left, right = config.window_left, config.window_right
+    near = _within(config, longest)
+    if longest != OPEN and not _is_seen(near, q, k, (0, 0), size, step, alike):
+        return
     # Dropout goes by positions, also where no mask does: each run has to be one.
     by_runs = config.dropout > 0 and max(len(q.pieces), len(k.pieces)) > 1
     if left == OPEN and right == OPEN and not by_runs:
@@ -173,7 +178,7 @@ def boxes(
             (a, b)
             for b in range(len(k.pieces))
             for a in range(len(q.pieces))
-            if _is_seen(config, q, k, (a, b), size, step, alike)
+            if _is_seen(near, q, k, (a, b), size, step, alike)
         ]
         one = (len(q.pieces) == 1, len(k.pieces) == 1)
         found = {
@@ -184,14 +189,26 @@ def boxes(
         yield from ((box,) for box in found.values())
 
 
+def _within(config: AttentionConfig, longest: int) -> AttentionConfig:
+    """Windows that no document reaches beyond."""
+    if longest == OPEN:
+        return config
+    sides = [
+        longest - 1 if side == OPEN else min(side, longest - 1)
+        for side in (config.window_left, config.window_right)
+    ]
+    return dataclasses.replace(config, window_left=sides[0], window_right=sides[1])
+
+
 def whole(q: Side, k: Side) -> Box:
     """All rows and all keys, without a mask."""
     return Box(q.whole, k.whole, True, True, masked=False)
 
 
 def reach_of(
-    config: AttentionConfig, size: int, rows: int, keys: int, zigzag: bool, alike: bool
-) -> int:
+    config: AttentionConfig, size: int, rows: int, keys: int, zigzag: bool, alike: bool,
+    longest: int = OPEN,
+) -> int:  # fmt: skip
     """Of how many devices in a circle some device sees a key, its own among them."""
     side = zigzag_side if zigzag and size > 1 else contiguous_side
     one = jnp.int32(0)
@@ -200,6 +217,7 @@ def reach_of(
         for n in (rows, keys)
     )
     shared = {"alike": alike, "size": size, "late": one > 0, "joined": False}
+    shared |= {"longest": longest}
     return sum(
         any(True for _ in boxes(config, q, k, step=s, **shared)) for s in range(size)
     )

@@ -191,9 +191,9 @@ def _write(
 @functools.partial(jax.jit, static_argnames=("moves", "width"), donate_argnames="dst")
 def _copy(
     src: KVPool,
-    src_ids: Ids,
+    src_ids: jax.Array,
     dst: KVPool,
-    dst_ids: Ids,
+    dst_ids: jax.Array,
     *,
     moves: tuple[tuple[int, int], ...],
     width: int,

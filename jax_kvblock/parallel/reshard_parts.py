@@ -60,7 +60,7 @@ class Part(NamedTuple):
         ]
         return KVPool._holding(self.joined(arrays), self.pool.spec)
 
-    def joined(self, arrays: list[jax.Array]) -> jax.Array | tuple[jax.Array, ...]:
+    def joined(self, arrays: Sequence[jax.Array]) -> jax.Array | tuple[jax.Array, ...]:
         """Arrays as a pool like this one holds them."""
         return arrays[0] if self.pool.contiguous else tuple(arrays)
 

@@ -74,7 +74,7 @@ def to_zigzag(
       Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
     """
     x, axis, order = _order_of("to_zigzag", x, size, axis, cu_seqlens)
-    return _taken(x, order, axis, unique_indices=True)
+    return taken(x, order, axis, unique_indices=True)
 
 
 def from_zigzag(
@@ -91,10 +91,10 @@ def from_zigzag(
         .at[order]
         .set(jnp.arange(order.shape[0], dtype=jnp.int32), unique_indices=True)
     )
-    return _taken(x, back, axis, unique_indices=True)
+    return taken(x, back, axis, unique_indices=True)
 
 
-def _taken(x: jax.Array, order: Any, axis: int, **how: Any) -> jax.Array:
+def taken(x: jax.Array, order: Any, axis: int, **how: Any) -> jax.Array:
     """Rows in another order, cut over devices as they were.
 
     how: what a gather does about rows that are not there.
@@ -111,7 +111,7 @@ def _order_of(
 ) -> tuple[jax.Array, int, jax.Array]:
     x = as_array(where, "x", x)
     (size,) = check_positive(where, size=size)
-    axis = _check_axis(where, axis, x)
+    axis = check_axis(where, axis, x)
     length = x.shape[axis]
     check_divides(where, f"dim {axis} of x", length, chunks_of("zigzag", size))
     bounds = None
@@ -120,7 +120,7 @@ def _order_of(
     return x, axis % x.ndim, zigzag_rows(length, size, bounds)
 
 
-def _check_axis(where: str, axis: Any, x: jax.Array) -> int:
+def check_axis(where: str, axis: Any, x: jax.Array) -> int:
     axis = check_integer(where, "axis", axis, "it is a dim of x")
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(
@@ -276,7 +276,7 @@ def pad_sequence(
     x = as_array(where, "x", x)
     check_choice(where, "layout", layout, LAYOUTS)
     (size,) = check_positive(where, size=size)
-    axis = _check_axis(where, axis, x)
+    axis = check_axis(where, axis, x)
     by = chunks_of(layout, size)
     wide = [(0, 0)] * x.ndim
     wide[axis] = (0, -x.shape[axis] % by)
@@ -307,7 +307,7 @@ def pad_documents(
     where = "pad_documents"
     x = as_array(where, "x", x)
     (size,) = check_positive(where, size=size)
-    axis = _check_axis(where, axis, x)
+    axis = check_axis(where, axis, x)
     check_boundaries(where, cu_seqlens, x.shape[axis], 1)
     given = known_on_host(where, "cu_seqlens", cu_seqlens)
     if given is None:
@@ -322,4 +322,4 @@ def pad_documents(
     source = np.full(total, x.shape[axis], np.int64)  # beyond x: filled with zeros
     for first, n, to in zip(given, lens, starts, strict=False):
         source[to : to + n] = np.arange(first, first + n)
-    return _taken(x, source, axis % x.ndim, mode="fill", fill_value=0), starts
+    return taken(x, source, axis % x.ndim, mode="fill", fill_value=0), starts

@@ -298,6 +298,23 @@ def positions(cu: jax.Array) -> Any:
     return jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P("b"))(cu)
 
 
+def test_how_long_documents_are(four_cpus):
+    """Longer ones than `max_seqlen` says; without checks nobody knows."""
+    x = jnp.ones((32, 2, 8))
+    attend = lambda x, cu: context_parallel_attention(  # noqa: E731
+        x, x, x, axis_name="b", layout="contiguous", cu_seqlens=cu, max_seqlen=20
+    )
+    mesh = mesh_of(shape=(4, 1))
+    over = jax.shard_map(attend, mesh=mesh, in_specs=(P("b"), P()), out_specs=P("b"))
+    run = jax.jit(over)
+    good, longer = (jnp.asarray(cu, jnp.int32) for cu in ([0, 12, 32], [0, 11, 32]))
+    jax.block_until_ready(run(x, longer))
+    with kv.debug_checks():
+        jax.block_until_ready(run(x, good))
+        words = "max_seqlen must be at least the rows of the longest .* 21, got 20"
+        fails(f"context_parallel_attention: {words}", run, x, longer)
+
+
 BY_BOUNDARIES = {
     "context_parallel_attention": over_devices,
     "shard_positions": positions,

@@ -94,13 +94,66 @@ __device__ __forceinline__ Sequence MakeSequence(const AttentionParams& p, int b
   return s;
 }
 
+// Packed, the rows of one side fall in batch + 2 pieces: those before the first sequence, one for
+// each sequence and those after the last. Rows that no sequence owns have tiles of their own.
+//
+// What a lane of a warp has of 32 pieces that follow one another.
+template <Along kAlong, int kTile>
+struct PackedPiece {
+  int begin, end, tiles;
+  int before;  // the tiles of this piece and of the lanes' before
+
+  // kSeen: queries that have no keys at all have no tiles.
+  template <bool kSeen>
+  __device__ __forceinline__ static PackedPiece At(const AttentionParams& p, int piece) {
+    const int* const cu = kAlong == Along::kQueries ? p.cu_q : p.cu_kv;
+    const int total = static_cast<int>(kAlong == Along::kQueries ? p.q_len : p.kv_len);
+    PackedPiece at;
+    at.begin = Bound(p, cu, total, piece);
+    at.end = max(at.begin, Bound(p, cu, total, piece + 1));
+    at.tiles = (at.end - at.begin + kTile - 1) / kTile;
+    if (kSeen) {
+      static_assert(kAlong == Along::kQueries || !kSeen);
+      const int keys = static_cast<int>(p.kv_len);
+      const bool owned = piece >= 1 && piece <= p.batch;
+      const bool seen =
+          owned && Bound(p, p.cu_kv, keys, piece + 1) > Bound(p, p.cu_kv, keys, piece);
+      if (!seen) at.tiles = 0;
+    }
+    at.before = at.tiles;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(~0u, at.before, step);
+      if (static_cast<int>(threadIdx.x % 32) >= step) at.before += other;
+    }
+    return at;
+  }
+
+ private:
+  // Where piece i begins.
+  __device__ __forceinline__ static int Bound(const AttentionParams& p, const int32_t* cu,
+                                              int total, int i) {
+    return i == 0 ? 0 : i > p.batch + 1 ? total : Clamp(cu[i - 1], 0, total);
+  }
+};
+
+// How many tiles there are, of packed rows; a warp counts them.
+template <Along kAlong, int kTile, bool kSeen = false>
+__device__ __forceinline__ int CountTiles(const AttentionParams& p) {
+  int tiles = 0;
+  for (int base = 0; base < p.batch + 2; base += 32) {
+    const auto at = PackedPiece<kAlong, kTile>::template At<kSeen>(p, base + threadIdx.x % 32);
+    tiles += __shfl_sync(~0u, at.before, 31);
+  }
+  return tiles;
+}
+
 // Finds tile number `tile` (of kTile rows) along one side: its sequence, and the position of its
 // first row there. False: there is no such tile. `b` is the batch member, unused when packed.
 //
-// Packed, the rows fall in batch + 2 pieces: those before the first sequence, one for each sequence
-// and those after the last. Each warp counts the tiles of 32 pieces at a time until it has passed
-// `tile`. Rows that no sequence owns come back as a sequence whose rows take no part.
-template <Along kAlong, int kTile, bool kDense = false>
+// Packed, a warp counts the tiles of 32 pieces at a time until it has passed `tile`. Rows that no
+// sequence owns come back as a sequence whose rows take no part.
+template <Along kAlong, int kTile, bool kDense = false, bool kSeen = false>
 __device__ __forceinline__ bool FindTile(const AttentionParams& p, int b, int tile, Sequence* s,
                                          int* first) {
   if (kDense || p.cu_q == nullptr) {
@@ -108,38 +161,24 @@ __device__ __forceinline__ bool FindTile(const AttentionParams& p, int b, int ti
     *first = tile * kTile;
     return true;
   }
-  const int32_t* cu = kAlong == Along::kQueries ? p.cu_q : p.cu_kv;
-  const int total = static_cast<int>(kAlong == Along::kQueries ? p.q_len : p.kv_len);
-  const int lane = threadIdx.x % 32;
-  const auto bound = [&](int i) {  // where piece i begins
-    return i == 0 ? 0 : i > p.batch + 1 ? total : Clamp(cu[i - 1], 0, total);
-  };
   for (int base = 0; base < p.batch + 2; base += 32) {
-    const int piece = base + lane;
-    const int begin = bound(piece), end = max(begin, bound(piece + 1));
-    const int tiles = (end - begin + kTile - 1) / kTile;
-    int before = tiles;  // becomes the tiles of this piece and those to the left of it
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int other = __shfl_up_sync(~0u, before, step);
-      if (lane >= step) before += other;
-    }
-    const unsigned passed = __ballot_sync(~0u, before > tile);
+    const auto at = PackedPiece<kAlong, kTile>::template At<kSeen>(p, base + threadIdx.x % 32);
+    const unsigned passed = __ballot_sync(~0u, at.before > tile);
     if (passed != 0) {
       const int owner = __ffs(passed) - 1, found = base + owner;
-      *first = (tile - __shfl_sync(~0u, before - tiles, owner)) * kTile;
+      *first = (tile - __shfl_sync(~0u, at.before - at.tiles, owner)) * kTile;
       if (found >= 1 && found <= p.batch) {
         *s = MakeSequence(p, found - 1);
       } else {
-        const int rows = __shfl_sync(~0u, end - begin, owner);
-        const int row = __shfl_sync(~0u, begin, owner);
+        const int rows = __shfl_sync(~0u, at.end - at.begin, owner);
+        const int row = __shfl_sync(~0u, at.begin, owner);
         *s = Sequence{};
         s->q_row = s->kv_row = row;
         (kAlong == Along::kQueries ? s->q_rows : s->kv_rows) = rows;
       }
       return true;
     }
-    tile -= __shfl_sync(~0u, before, 31);
+    tile -= __shfl_sync(~0u, at.before, 31);
   }
   return false;
 }

@@ -31,26 +31,31 @@ struct Assignment {
   enum { kTile, kNone, kEnd } is;
   int pair, tile;
 };
-__device__ __forceinline__ Assignment Assign(const ForwardParams& p, int section, int index) {
+// `tiles` are those of a pair: p.tiles, or fewer.
+__device__ __forceinline__ Assignment Assign(const ForwardParams& p, int tiles, int section,
+                                             int index) {
   const int pairs = min(Opaque(p.section_pairs), p.num_pairs - section * p.section_pairs);
-  if (index >= pairs * p.tiles) return {Assignment::kNone};
-  return {Assignment::kTile, section * p.section_pairs + index % pairs,
-          p.tiles - 1 - index / pairs};
+  if (index >= pairs * tiles) return {Assignment::kNone};
+  return {Assignment::kTile, section * p.section_pairs + index % pairs, tiles - 1 - index / pairs};
 }
 // The tile at a place in the order, of which there are fewer than 2^31.
-__device__ __forceinline__ Assignment AssignInOrder(const ForwardParams& p, unsigned index) {
-  if (index >= static_cast<unsigned>(Opaque(p.tiles)) * p.num_pairs) return {Assignment::kEnd};
-  const int size = Opaque(p.section_pairs) * p.tiles, section = static_cast<int>(index) / size;
-  return Assign(p, section, static_cast<int>(index) - section * size);
+__device__ __forceinline__ Assignment AssignInOrder(const ForwardParams& p, int tiles,
+                                                    unsigned index) {
+  if (index >= static_cast<unsigned>(tiles) * p.num_pairs) return {Assignment::kEnd};
+  const int size = Opaque(p.section_pairs) * tiles, section = static_cast<int>(index) / size;
+  return Assign(p, tiles, section, static_cast<int>(index) - section * size);
 }
 // The tile of CTA `cta` of `grid` (or of a cluster) in a round.
-__device__ __forceinline__ Assignment AssignInRounds(const ForwardParams& p, int round, int cta,
-                                                     int grid) {
-  if (p.section_rounds == 0) return AssignInOrder(p, static_cast<unsigned>(round) * grid + cta);
+__device__ __forceinline__ Assignment AssignInRounds(const ForwardParams& p, int tiles, int round,
+                                                     int cta, int grid) {
+  if (p.section_rounds == 0) {
+    return AssignInOrder(p, tiles, static_cast<unsigned>(round) * grid + cta);
+  }
   const int section = round / Opaque(p.section_rounds);
   if (section * p.section_pairs >= p.num_pairs) return {Assignment::kEnd};
   round -= section * p.section_rounds;
-  return Assign(p, section, round * grid + ((section + round) % 2 != 0 ? grid - 1 - cta : cta));
+  return Assign(p, tiles, section,
+                round * grid + ((section + round) % 2 != 0 ? grid - 1 - cta : cta));
 }
 
 }  // namespace kvblock

@@ -39,11 +39,18 @@ class Planner {
   __device__ __forceinline__ void PlanTiles() {
     const bool counted = Traits::kCluster == 1 && p_.counter != nullptr;
     unsigned index = blockIdx.x;
+    // Packed, there may be fewer than the host could know of. Of a joined call, what queries
+    // without keys hold stays as it is.
+    const int packed_tiles =
+        kDense || p_.cu_q == nullptr
+            ? 0
+            : CountTiles<Along::kQueries, Traits::kClusterQueries, Traits::kJoins>(p_);
     for (int round = 0;; ++round) {
+      const int tiles = kDense || p_.cu_q == nullptr ? Opaque(p_.tiles) : packed_tiles;
       const int grid = GridSize() / Traits::kCluster;
       const int cta = Opaque(static_cast<int>(blockIdx.x)) / Traits::kCluster;
       const Assignment at =
-          counted ? AssignInOrder(p_, index) : AssignInRounds(p_, round, cta, grid);
+          counted ? AssignInOrder(p_, tiles, index) : AssignInRounds(p_, tiles, round, cta, grid);
       if (at.is == Assignment::kEnd) break;
       const unsigned count = at.is == Assignment::kTile ? PlanTile(at, counted) : 0;
       if (Traits::kCluster == 1) {
@@ -111,8 +118,8 @@ class Planner {
     }
     Sequence found;
     int first;
-    if (!FindTile<Along::kQueries, Traits::kClusterQueries, kDense>(p_, batch, at.tile, &found,
-                                                                    &first)) {
+    if (!FindTile<Along::kQueries, Traits::kClusterQueries, kDense, Traits::kJoins>(
+            p_, batch, at.tile, &found, &first)) {
       return counted ? Count() : 0;
     }
     if (heads) first = at.tile * Traits::kQueries;
@@ -155,6 +162,7 @@ class Planner {
       Prepare(step);
     }
     if (starts) {
+      if constexpr (Traits::kJoins) return counted ? Count() : 0;  // its o and lse stay as they are
       if (lane_ == 0) Announce(Item::kEmpty);
       Prepare({0, 0, 0, item_});
     }
