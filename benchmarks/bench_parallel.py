@@ -3,6 +3,8 @@
 Efficiency is time on one / (n × time on n), the sequence being the same, everybody in
 turns. The one is the slowest of the GPUs, each of which is timed: the others wait for
 it. Programs are compiled with `compiler_options()`; "ring, as jit is" is without.
+"ring, in order" has packed documents in an even order (`document_order`) and contiguous
+parts; the others cut each document over all GPUs in zigzag.
 
 With n GPUs here it is that of n GPUs. With one, "one of n, alone" is the part of the
 first or of the last device, with sends that give back what they were given: what is
@@ -32,13 +34,14 @@ from jax_kvblock import flash_attention
 from jax_kvblock.parallel import (
     compiler_options,
     context_parallel_attention,
+    document_order,
     from_zigzag,
 )
 
 HEADS, KV_HEADS, DIM, DTYPE = 32, 8, 128, "bfloat16"
 WORKS = ("forward", "both")
 COUNTS = (2, 4)
-PLAIN = "ring, as jit is"
+PLAIN, IN_ORDER = "ring, as jit is", "ring, in order"
 STRATEGIES = ("ring", PLAIN, "all_gather", "ulysses", "auto")
 
 
@@ -89,7 +92,8 @@ def _speed(case: Length, results: Results, quick: bool) -> None:
         for i, device in enumerate(jax.devices()[:here])
     }
     for n in COUNTS:
-        for strategy in STRATEGIES if case.tokens < 100_000 else STRATEGIES[:2]:
+        chosen = STRATEGIES if case.tokens < 100_000 else STRATEGIES[:2]
+        for strategy in (*chosen, *([IN_ORDER] if case.documents else [])):
             for name, make in _over(case, n, strategy):
                 try:
                     running[f"{n}, {strategy}{name}"] = make()
@@ -162,7 +166,7 @@ def _one(case: Length) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def _bounds(case: Length) -> Any:
     if not case.documents:
         return None
-    return jnp.asarray(np.cumsum([0, *case.documents]), jnp.int32)
+    return np.cumsum([0, *case.documents]).astype(np.int32)
 
 
 def both(attend: Callable[..., Any], q: Any, k: Any, v: Any, d_out: Any) -> Any:
@@ -174,17 +178,22 @@ def _over(
     case: Length, n: int, strategy: str
 ) -> Iterator[tuple[str, Callable[[], _Timed]]]:
     """(name, what makes the calls): over n devices, or one device's part."""
-    bounds = _bounds(case)
     tuned = strategy != PLAIN
     compiled = compiler_options(combine_gathers=True) if tuned else None
-    strategy = strategy.removesuffix(", as jit is")
-    options = {"axis_name": "context", "strategy": strategy, "causal": True}
-    options["compiler_options"] = tuned
-    if bounds is not None:
-        options["cu_seqlens"] = bounds
+    options = {"axis_name": "context", "strategy": strategy.split(",")[0]}
+    options |= {"causal": True, "compiler_options": tuned}
+    if strategy == IN_ORDER:
+        order = document_order(_bounds(case), n)
+        case = dataclasses.replace(
+            case, documents=tuple(case.documents[i] for i in order)
+        )
+        options["layout"] = "contiguous"
+    if case.documents:
+        options["cu_seqlens"] = _bounds(case)
     local = functools.partial(context_parallel_attention, **options)
     if len(jax.devices()) >= n:
-        yield "", functools.partial(_over_devices, case, n, local, compiled)
+        in_zigzag = strategy != IN_ORDER
+        yield "", functools.partial(_over_devices, case, n, local, compiled, in_zigzag)
     elif strategy != "auto" and len(jax.devices()) == 1:  # it is one of the others
         for place, which in ((0, "first"), (n - 1, "last")):
             name = f", {which} of {n} alone"
@@ -192,7 +201,7 @@ def _over(
 
 
 def _over_devices(
-    case: Length, n: int, local: Callable[..., Any], options: Any
+    case: Length, n: int, local: Callable[..., Any], options: Any, in_zigzag: bool
 ) -> _Timed:
     """All of it, and right."""
     rows = P("context") if case.documents else P(None, "context")
@@ -202,10 +211,9 @@ def _over_devices(
     made = _Timed((attend, functools.partial(both, attend)), args, options)
     bounds = {"axis": 0, "cu_seqlens": _bounds(case)} if case.documents else {}
     here = jax.devices()[0]
-    natural = [
-        from_zigzag(jax.device_put(a, here), n, **bounds)
-        for a in (*args[:3], made.run("forward"))
-    ]
+    natural = [jax.device_put(a, here) for a in (*args[:3], made.run("forward"))]
+    if in_zigzag:
+        natural = [from_zigzag(a, n, **bounds) for a in natural]
     want = jax.jit(_one(case)[0])(*natural[:3])
     off = jnp.abs(want.astype(jnp.float32) - natural[3].astype(jnp.float32)).max()
     if off > 0.02:

@@ -2,8 +2,9 @@
 
 `reshard_blocks` beside one `ppermute` of as many bytes as the busiest device gets. A
 decode step of one long sequence whose blocks are dealt out to n GPUs, beside one GPU
-that has them all; with fewer GPUs here, one that has an n-th of the blocks and nobody
-to merge with: "one of n, alone".
+that has them all, in a program of one layer and in one of eight, as models have more;
+with fewer GPUs here, one that has an n-th of the blocks and nobody to merge with:
+"one of n, alone".
 """
 
 from __future__ import annotations
@@ -30,34 +31,38 @@ from jax_kvblock.parallel import (
 )
 
 HEADS, KV_HEADS, DIM, DTYPE = 32, 8, 128, "bfloat16"
-LAYERS, BLOCK, MOVED, POOL = 32, 16, 512, 1024  # blocks of 2 MiB
+LAYERS, BLOCK, MOVED = 32, 16, (512, 2048)  # blocks of 2 MiB, in pools of twice as many
 # Which devices have the source and the destination, and who sends to whom in one round.
 RESHARDS = {
+    "1 to 1, another": ((0,), (1,), ((0, 1),)),
     "2 to 1": ((0, 1), (0,), ((1, 0),)),
     "2 to 2, others": ((0, 1), (2, 3), ((0, 2), (1, 3))),
     "4 to 2": ((0, 1, 2, 3), (0, 2), ((1, 0), (3, 2))),
 }
-TOKENS, COUNTS = 512 * 1024, (2, 4)
+TOKENS, COUNTS, DEEP = 512 * 1024, (2, 4), 8
 
 
 def bench(options: argparse.Namespace, results: Results) -> None:
     for name in RESHARDS:
         if len(jax.devices()) > max(max(part) for part in RESHARDS[name][:2]):
-            _reshard(name, results, options.quick)
+            for moved in MOVED[:1] if options.quick else MOVED:
+                _reshard(name, moved, results, options.quick)
         else:
             print(f"reshard {name}: not run, it needs more devices")
         results.save()
     for page in (16, 64):
-        _decode(page, results, options.quick)
-        results.save()
+        for layers in (1, 2 if options.quick else DEEP):
+            _decode(page, layers, results, options.quick)
+            results.save()
 
 
 # ---- blocks between pools ------------------------------------------------------------
 
 
-def _reshard(name: str, results: Results, quick: bool) -> None:
+def _reshard(name: str, moved: int, results: Results, quick: bool) -> None:
     src_at, dst_at, pairs = RESHARDS[name]
-    layers, moved, pool = (2, 8, 16) if quick else (LAYERS, MOVED, POOL)
+    layers, moved = (2, 8) if quick else (LAYERS, moved)
+    pool = 2 * moved
     spec = BlockSpec(layers, 2, BLOCK, KV_HEADS, DIM, DTYPE)
     rng = np.random.default_rng(0)
     ids = [rng.permutation(pool)[:moved].astype(np.int32) for _ in range(2)]
@@ -128,15 +133,16 @@ def _permute(
 # ---- decode --------------------------------------------------------------------------
 
 
-def _decode(page: int, results: Results, quick: bool) -> None:
+def _decode(page: int, layers: int, results: Results, quick: bool) -> None:
     tokens = 2048 if quick else TOKENS
-    calls = {"one": _step(tokens, page, 1)}
+    calls = {"one": _step(tokens, page, 1, layers)}
     for n in COUNTS:
         if len(jax.devices()) >= n:
-            calls[f"{n}"] = _step(tokens, page, n)
+            calls[f"{n}"] = _step(tokens, page, n, layers)
         else:
-            calls[f"one of {n}, alone"] = _step(tokens // n, page, 1)
+            calls[f"one of {n}, alone"] = _step(tokens // n, page, 1, layers)
     case = f"B1 H{HEADS}/{KV_HEADS} S{tokens} D{DIM}, pages of {page} / decode"
+    case += "" if layers == 1 else f", {layers} layers"
     times = median_seconds(calls, quick)
     for name, seconds in times.items():
         who = OURS if name == "one" else f"{OURS}, {name}"
@@ -144,13 +150,13 @@ def _decode(page: int, results: Results, quick: bool) -> None:
         results.add(case, who, "speed over one", times["one"] / seconds, "")
 
 
-def _step(tokens: int, page: int, n: int) -> Callable[[], Any]:
+def _step(tokens: int, page: int, n: int, layers: int) -> Callable[[], Any]:
     """Of one sequence over n devices, whose pools are in random order."""
     mesh = Mesh(np.array(jax.devices()[:n]), ("cp",))
-    spec = BlockSpec(1, 2, page, KV_HEADS, DIM, DTYPE)
+    spec = BlockSpec(layers, 2, page, KV_HEADS, DIM, DTYPE)
     blocks = tokens // page
     cut = NamedSharding(mesh, P("cp"))
-    shape = KVPool.zeros(spec, blocks, device=cut).data.shape
+    shape = jax.eval_shape(lambda: KVPool.zeros(spec, blocks)).data.shape
     draw = functools.partial(jax.random.normal, shape=shape, dtype=DTYPE)
     pool = KVPool(jax.jit(draw, out_shardings=cut)(jax.random.key(0)), spec)
     own = np.random.default_rng(0).permutation(blocks // n).astype(np.int32)
@@ -159,7 +165,11 @@ def _step(tokens: int, page: int, n: int) -> Callable[[], Any]:
     rest = jax.device_put((q, own[None], np.array([tokens], np.int32)), everywhere)
 
     def attend(pool: KVPool, q: Any, tables: Any, lens: Any) -> Any:
-        return interleaved_paged_attention(q, pool, 0, tables, lens, axis_name="cp")
+        for layer in range(layers):
+            q = interleaved_paged_attention(
+                q, pool, layer, tables, lens, axis_name="cp"
+            )
+        return q
 
     step = jax.shard_map(
         attend, mesh=mesh, in_specs=(P("cp"), P(), P(), P()), out_specs=P()

@@ -51,14 +51,15 @@ def reshard_blocks(
     - Both pools on the same devices: one program. Heads that stay go from pool to pool
       in one pass, the others by permutations (`ppermute`), no more than the busiest
       device has parts to send or to get.
-    - Other GPUs, or devices of several processes of one `jax.distributed` job: a gather
-      on the source's, one program of permutations over the devices of both pools, and a
+    - Other devices of this process: programs of one device each, and `jax.device_put`
+      in between, in chunks that are read and written while others travel. The host
+      waits where more than 2 GiB would be under way on a device.
+    - Devices of several processes of one `jax.distributed` job: a gather on the
+      source's, one program of permutations over the devices of both pools, and a
       scatter on the destination's. Where all devices are the source's, the program
       gathers, too, each chunk of blocks under the way of another. Every process calls
       it with the same ids. One that has no device of the destination gets a handle to
       it; one that has no device of either pool does nothing.
-    - Other devices of this process that are no GPUs: the same, with one
-      `jax.device_put` from device to device in between.
 
     Inside of jit both pools are on the devices of the program, and one change of
     sharding of the blocks lies between a gather and a scatter. Donate `dst_pool` there
