@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kvblock.blocks.layout import BlockSpec
 from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.parallel.reshard_parts import Ids, Part, copy, read, write
 from jax_kvblock.parallel.reshard_routes import Route, find_routes, grain
@@ -46,24 +47,30 @@ def copy_between(src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> KVPool:
 
 
 class _Copies:
+    """One call: what each device has, and the programs that it runs."""
+
     def __init__(self, src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> None:
-        routes = find_routes(src.cut, dst.cut)
-        self._width = grain(src.cut, dst.cut)
+        routes, width = find_routes(src.cut, dst.cut), grain(src.cut, dst.cut)
         self._dst = dst
         self._sources, self._targets = src.on_each(), dst.on_each()
-        self._stay = [r for r in routes if r.sender == r.receiver]
-        self._travel = [r for r in routes if r.sender != r.receiver]
-        piece = len(src_ids) * self._width * src.head_bytes
-        self._chunks, self._most = _chunks(len(src_ids), piece, self._travel)
+        stay = [r for r in routes if r.sender == r.receiver]
+        travel = [r for r in routes if r.sender != r.receiver]
+        self._read, self._write, self._stay = (
+            _by(travel, 0), _by(travel, 2), _by(stay, 0),
+        )  # fmt: skip
+        piece = len(src_ids) * width * src.head_bytes
+        self._chunks, self._most = _chunks(len(src_ids), piece, travel)
         self._src_ids, self._dst_ids = (
             _on_devices(_chunked(ids, self._chunks), [*dict(_by(routes, end))])
             for ids, end in ((src_ids, 0), (dst_ids, 2))
         )
+        self._of = (src.spec, src.pool.contiguous), (dst.spec, dst.pool.contiguous)
+        self._width = width
 
     def run(self) -> KVPool:
         arriving: deque[_Sent] = deque()
         written: deque[_Sent] = deque()
-        for number in range(self._chunks if self._travel else 0):
+        for number in range(self._chunks if self._read else 0):
             arriving.append(self._sent(number))
             if number == 0:
                 self._copy_what_stays()
@@ -71,44 +78,51 @@ class _Copies:
                 written.append(self._written(arriving.popleft()))
             if len(written) >= self._most:
                 jax.block_until_ready([*written.popleft().pieces.values()])
-        if not self._travel:
+        if not self._read:
             self._copy_what_stays()
         while arriving:
             self._written(arriving.popleft())
-        return self._dst.of_each({d: pool.arrays for d, pool in self._targets.items()})
+        return self._dst.of_each(self._targets)
 
     def _sent(self, number: int) -> _Sent:
         """Reads a chunk, each piece once, and sends it to all that want it."""
-        pieces = {}
-        for sender, routes in _by(self._travel, 0):
+        pieces: Pieces = {}
+        for sender, routes in self._read:
             takes = tuple(sorted({r.take for r in routes}))
-            ids = self._src_ids[sender][number]
-            made = _read(self._sources[sender], ids, takes=takes, width=self._width)
+            read = _reader(*self._of[0], takes, self._width)
+            made = read(self._sources[sender], self._src_ids[sender][number])
             found = dict(zip(takes, made, strict=True))
             pieces.update({r: found[r.take] for r in routes})
-        there = jax.device_put([*pieces.values()], [r.receiver for r in pieces])
-        return _Sent(number, dict(zip(pieces, there, strict=True)))
+        return _Sent(number, _put(pieces))
 
     def _written(self, sent: _Sent) -> _Sent:
-        for receiver, routes in _by(self._travel, 2):
-            self._targets[receiver] = _write(
+        for receiver, routes in self._write:
+            write = _writer(*self._of[1], tuple(r.put for r in routes))
+            self._targets[receiver] = write(
                 self._targets[receiver],
                 self._dst_ids[receiver][sent.number],
                 tuple(sent.pieces[r] for r in routes),
-                puts=tuple(r.put for r in routes),
             )
         return sent
 
     def _copy_what_stays(self) -> None:
-        for device, routes in _by(self._stay, 0):
-            self._targets[device] = _copy(
-                self._sources[device],
-                self._src_ids[device][-1],
+        for device, routes in self._stay:
+            moves = tuple((r.take, r.put) for r in routes)
+            copy = _copier(*self._of, moves, self._width)
+            self._targets[device] = copy(
                 self._targets[device],
                 self._dst_ids[device][-1],
-                moves=tuple((r.take, r.put) for r in routes),
-                width=self._width,
+                self._sources[device],
+                self._src_ids[device][-1],
             )
+
+
+def _put(pieces: Pieces) -> Pieces:
+    """The pieces where they are wanted."""
+    if len(pieces) == 1:  # a list costs the host half as much again
+        return {r: jax.device_put(x, r.receiver) for r, x in pieces.items()}
+    there = jax.device_put([*pieces.values()], [r.receiver for r in pieces])
+    return dict(zip(pieces, there, strict=True))
 
 
 def _chunks(blocks: int, piece: int, travel: Sequence[Route]) -> tuple[int, int]:
@@ -166,39 +180,60 @@ def _split(ids: jax.Array, *, chunks: int) -> tuple[jax.Array, ...]:
 
 
 # ---- programs of one device ----------------------------------------------------------
+#
+# Functions of arrays alone: to take pools apart, and to hash what is static, would cost
+# the host more than all else of a call.
+
+Spec = tuple[BlockSpec, bool]  # of a device's part of a pool; whether it is one array
 
 
-@functools.partial(jax.jit, static_argnames=("takes", "width"))
-def _read(
-    pool: KVPool, ids: jax.Array, *, takes: tuple[int, ...], width: int
-) -> tuple[jax.Array, ...]:
-    return tuple(read(pool, ids, first, width) for first in takes)
+def _pool(arrays: tuple[jax.Array, ...], spec: BlockSpec, contiguous: bool) -> KVPool:
+    return KVPool._holding(arrays[0] if contiguous else arrays, spec)
 
 
-@functools.partial(jax.jit, static_argnames="puts", donate_argnames="pool")
-def _write(
-    pool: KVPool,
-    ids: jax.Array,
-    pieces: tuple[jax.Array, ...],
-    *,
-    puts: tuple[int, ...],
-) -> KVPool:
-    for piece, first in zip(pieces, puts, strict=True):
-        pool = write(pool, ids, piece, first)
-    return pool
+@functools.lru_cache(maxsize=256)
+def _reader(
+    spec: BlockSpec, contiguous: bool, takes: tuple[int, ...], width: int
+) -> Any:
+    """Of arrays and ids, a piece for each first head."""
+
+    def reads(arrays: tuple[jax.Array, ...], ids: jax.Array) -> tuple[jax.Array, ...]:
+        pool = _pool(arrays, spec, contiguous)
+        return tuple(read(pool, ids, first, width) for first in takes)
+
+    return jax.jit(reads)
 
 
-@functools.partial(jax.jit, static_argnames=("moves", "width"), donate_argnames="dst")
-def _copy(
-    src: KVPool,
-    src_ids: jax.Array,
-    dst: KVPool,
-    dst_ids: jax.Array,
-    *,
-    moves: tuple[tuple[int, int], ...],
-    width: int,
-) -> KVPool:
-    """Heads from pool to pool, each from one place (take) to another (put)."""
-    for take, put in moves:
-        dst = copy(src, src_ids, take, dst, dst_ids, put, width)
-    return dst
+@functools.lru_cache(maxsize=256)
+def _writer(spec: BlockSpec, contiguous: bool, puts: tuple[int, ...]) -> Any:
+    """Of arrays, which are donated, ids and pieces: the arrays with these."""
+
+    def writes(
+        arrays: tuple[jax.Array, ...], ids: jax.Array, pieces: tuple[jax.Array, ...]
+    ) -> tuple[jax.Array, ...]:
+        pool = _pool(arrays, spec, contiguous)
+        for piece, first in zip(pieces, puts, strict=True):
+            pool = write(pool, ids, piece, first)
+        return pool.arrays
+
+    return jax.jit(writes, donate_argnums=0)
+
+
+@functools.lru_cache(maxsize=256)
+def _copier(
+    src_of: Spec, dst_of: Spec, moves: tuple[tuple[int, int], ...], width: int
+) -> Any:
+    """From pool to pool, heads from one place (take) to another (put)."""
+
+    def copies(
+        dst: tuple[jax.Array, ...],
+        dst_ids: jax.Array,
+        src: tuple[jax.Array, ...],
+        src_ids: jax.Array,
+    ) -> tuple[jax.Array, ...]:
+        source, pool = _pool(src, *src_of), _pool(dst, *dst_of)
+        for take, put in moves:
+            pool = copy(source, src_ids, take, pool, dst_ids, put, width)
+        return pool.arrays
+
+    return jax.jit(copies, donate_argnums=0)

@@ -41,13 +41,10 @@ class Part(NamedTuple):
         spec = self.pool.spec
         return spec.block_bytes // max(spec.num_kv_heads, 1)
 
-    def on_each(self) -> dict[jax.Device, KVPool]:
-        """What each device of this process has, as a pool of that device."""
-        arrays, spec = [shards(x) for x in self.pool.arrays], self.spec
-        return {
-            device: KVPool._holding(self.joined([x[device] for x in arrays]), spec)
-            for device in here(self.cut.devices)
-        }
+    def on_each(self) -> dict[jax.Device, tuple[jax.Array, ...]]:
+        """The arrays that each device of this process has."""
+        arrays = [shards(x) for x in self.pool.arrays]
+        return {d: tuple(x[d] for x in arrays) for d in here(self.cut.devices)}
 
     def of_each(self, arrays_of: Mapping[jax.Device, Sequence[jax.Array]]) -> KVPool:
         """The pool of the arrays that this process's devices have, cut as it was."""

@@ -51,19 +51,35 @@ def programs(monkeypatch):
 
     for name in ("_step", "_gather", "_exchange", "_scatter"):
         record(reshard_moves, name)
-    for name in ("_read", "_write", "_copy"):
-        record(reshard_copies, name)
+
+    def recorded(name: str) -> None:
+        make = getattr(reshard_copies, name)
+
+        def made(*static: Any) -> Any:
+            program = make(*static)
+
+            def run(*args: Any) -> Any:
+                seen.append((name, program.lower(*args).compile()))
+                return program(*args)
+
+            return run
+
+        monkeypatch.setattr(reshard_copies, name, made)
+
+    for name in ("_reader", "_writer", "_copier"):
+        recorded(name)
     return seen
 
 
 @pytest.fixture
 def puts(monkeypatch):
-    """Lists of pieces that `jax.device_put` is given from now on, and where they go."""
+    """Pieces that `jax.device_put` is given from now on, and where they go."""
     real, seen = jax.device_put, []
 
     def recorded(x: Any, to: Any = None) -> Any:
-        if isinstance(x, list) and x[0].ndim > 1:
-            seen.append((x, to))
+        pieces, places = (x, to) if isinstance(x, list) else ([x], [to])
+        if pieces[0].ndim > 1 and isinstance(pieces[0], jax.Array):
+            seen.append((pieces, places))
         return real(x, to)
 
     monkeypatch.setattr(jax, "device_put", recorded)
@@ -129,7 +145,7 @@ def test_between_devices_of_one_process_nothing_is_larger_than_the_blocks(
     src = make_pool(random_bits(rng, (MANY, *DIMS), "float32"), on([0, 1]))
     dst = make_pool(random_bits(rng, (MANY, *DIMS), "float32"), on([3], "HND"))
     reshard_blocks(src, SRC_IDS, dst, DST_IDS)
-    assert [name for name, _ in programs] == ["_read", "_read", "_write"]
+    assert [name for name, _ in programs] == ["_reader", "_reader", "_writer"]
     devices = jax.devices("cpu")
     for (_, compiled), at in zip(programs, (0, 1, 3), strict=True):
         assert made(compiled, src.data.size / 4) == []
@@ -150,7 +166,7 @@ def leaf_shardings(compiled: Any) -> list[Any]:
 def test_what_is_there_goes_from_pool_to_pool(rng, programs, puts):
     """Of two devices to one of them: half of the heads do not travel."""
     hold(on([0, 1]), on([0], "HND"), rng, dtype="float32")
-    assert [name for name, _ in programs] == ["_read", "_copy", "_write"]
+    assert [name for name, _ in programs] == ["_reader", "_copier", "_writer"]
     ((sent, to),) = puts
     assert [x.devices() for x in sent] == [{jax.devices("cpu")[1]}]
     assert to == [jax.devices("cpu")[0]]
@@ -158,7 +174,7 @@ def test_what_is_there_goes_from_pool_to_pool(rng, programs, puts):
 
 def test_heads_for_several_devices_are_read_once_and_sent_to_each(rng, programs, puts):
     hold(on([0], cut=None), on([1, 2], cut=None), rng, dtype="float32")
-    assert [name for name, _ in programs] == ["_read", "_write", "_write"]
+    assert [name for name, _ in programs] == ["_reader", "_writer", "_writer"]
     ((sent, to),) = puts
     assert sent[0] is sent[1]
     assert to == jax.devices("cpu")[1:3]
@@ -181,7 +197,7 @@ def test_a_chunk_travels_while_another_is_read_and_another_written(
     head = 4 * math.prod(DIMS) // DIMS[3]
     monkeypatch.setattr(reshard_copies, "CHUNK_BYTES", 7 * 8 * head // 3 + 1)
     hold(on([1]), on([2, 3]), rng, dtype="float32")
-    read, write = "_read", "_write"
+    read, write = "_reader", "_writer"
     want = [read, read, write, write, read, write, write, write, write]
     assert [name for name, _ in programs] == want
     assert [[x.shape[:2] for x in sent] for sent, _ in puts] == [[(3, 4)] * 2] * 3

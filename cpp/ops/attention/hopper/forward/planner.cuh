@@ -39,14 +39,16 @@ class Planner {
   __device__ __forceinline__ void PlanTiles() {
     const bool counted = Traits::kCluster == 1 && p_.counter != nullptr;
     unsigned index = blockIdx.x;
-    // Packed, there may be fewer than the host could know of. Of a joined call, what queries
-    // without keys hold stays as it is.
-    const int packed_tiles =
-        kDense || p_.cu_q == nullptr
-            ? 0
-            : CountTiles<Along::kQueries, Traits::kClusterQueries, Traits::kJoins>(p_);
+    // Of a packed joined call, queries without keys have no tiles: what they hold stays as it is.
+    if constexpr (Traits::kJoins) {
+      const int seen = p_.cu_q == nullptr
+                           ? p_.tiles
+                           : CountTiles<Along::kQueries, Traits::kClusterQueries, true>(p_);
+      if (lane_ == 0) shared_.joined.tiles = seen;
+      __syncwarp();
+    }
     for (int round = 0;; ++round) {
-      const int tiles = kDense || p_.cu_q == nullptr ? Opaque(p_.tiles) : packed_tiles;
+      const int tiles = Tiles();
       const int grid = GridSize() / Traits::kCluster;
       const int cta = Opaque(static_cast<int>(blockIdx.x)) / Traits::kCluster;
       const Assignment at =
@@ -57,6 +59,12 @@ class Planner {
         index = GridSize() + __shfl_sync(~0u, count, 0);
       }
     }
+  }
+
+  // Of a pair.
+  __device__ __forceinline__ int Tiles() const {
+    if constexpr (Traits::kJoins) return shared_.joined.tiles;
+    return Opaque(p_.tiles);
   }
 
   // In the order of rounds.cuh, of tiles that only the device can count.

@@ -168,14 +168,15 @@ struct PagedState<Traits, true> {
   uint32_t holes[kSteps][Traits::kLoadWarps][Traits::kLaneRows];
 };
 
-// What only joined kernels have: which items are planned, and the lse that is joined, of each
-// consumer's rows.
+// What only joined kernels have: which items are planned, the lse that is joined, of each
+// consumer's rows, and the tiles of a pair.
 template <bool kJoins, int kConsumers>
 struct JoinedState {};
 template <int kConsumers>
 struct JoinedState<true, kConsumers> {
   uint64_t item_full[kItems];
   float lse[kConsumers][kConsumerRows];
+  int tiles;
 };
 
 // What only kernels of 8 bits have: of each step what a product of a query and a key is to be
