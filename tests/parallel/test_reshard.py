@@ -90,9 +90,9 @@ def test_layouts_and_arrays(rng, name):
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("how", ["AHEAD_BYTES", "CHUNK_BYTES"])
-def test_in_many_chunks(rng, monkeypatch, name, how):
+def test_in_as_many_chunks_as_blocks(rng, monkeypatch, name, how):
     monkeypatch.setattr(reshard_copies, how, 1)
-    monkeypatch.setattr(reshard_copies, "LEAST_BYTES", 1)
+    monkeypatch.setattr(reshard_copies, "CHUNK_BYTES", 1)
     hold(*FORMS[name], rng)
 
 
