@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from jax_kvblock.attention import arguments, block_problem, cuda
 from jax_kvblock.attention.config import AttentionConfig, Sizes
 from jax_kvblock.attention.tile_sizes import find_tile
+from jax_kvblock.core import ffi
 from jax_kvblock.core.checks import check_positive
 
 
@@ -64,7 +64,8 @@ def estimate_memory_usage(
     rows = batch_size * num_heads
     one = rows * seq_len * head_dim * (2 if use_half else 4)
     blocked = AttentionConfig(1.0, xla_block_q=Br, xla_block_kv=Bc)
-    if implementation != "xla" and jax.default_backend() == "gpu":
+    on_gpu = ffi.platform_of(ffi.default_device()) in ("cuda", "rocm")
+    if implementation != "xla" and on_gpu:
         # The kernels read [B, N, H, D]: Q, K and V, and dO, are transposed where there
         # are several heads. Beside them there are, on the way back, lse, delta and what
         # dQ is summed up in.

@@ -84,6 +84,12 @@ def platform_of(device: jax.Device) -> str:
     return "rocm" if "rocm" in device.client.platform_version else "cuda"
 
 
+def default_device() -> jax.Device:
+    """Where arrays go that nothing else says a place for."""
+    chosen: Any = getattr(jax.config, "jax_default_device", None)
+    return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
+
+
 def default_platform() -> str:
     """What programs for the default device are lowered for."""
     backend = jax.default_backend()

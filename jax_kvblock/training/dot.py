@@ -130,7 +130,7 @@ def backward(dot: Dot, kept: Any, d_out: jax.Array) -> Any:
 
 
 def once(where: str, rule: Callable[..., Any], fixed: int) -> Callable[..., Any]:
-    """A backward rule whose own derivative is an error, not that of its roundings.
+    """A rule whose own derivative is an error, not that of its roundings.
 
     Its first arguments, `fixed` of them, are compiled in.
     """
@@ -148,7 +148,7 @@ def once(where: str, rule: Callable[..., Any], fixed: int) -> Callable[..., Any]
     return run
 
 
-_multiply.defvjp(_forward, once("fp8_dot", backward, 1))
+_multiply.defvjp(once("fp8_dot", _forward, 1), once("fp8_dot", backward, 1))
 
 
 def _product(dot: Dot, x8: Narrow, w8: Narrow) -> jax.Array:

@@ -127,4 +127,4 @@ def _backward(dot: Dot, eps: float, kept: Any, cotangents: Any) -> Any:
     return d_x, d_x if with_residual else None, d_gamma, d_w, report
 
 
-_multiply.defvjp(_forward, once("fp8_norm_dot", _backward, 2))
+_multiply.defvjp(once("fp8_norm_dot", _forward, 2), once("fp8_norm_dot", _backward, 2))

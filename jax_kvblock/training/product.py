@@ -222,7 +222,7 @@ def _kernel(config: FP8Config) -> str | None:
     """`Dot.kernel`, where all axes lie as the kernel wants them."""
     if config.implementation is not None:
         return config.implementation
-    on_cuda = ffi.platform_of(units.default_device()) == "cuda"
+    on_cuda = ffi.platform_of(ffi.default_device()) == "cuda"
     return None if on_cuda and ffi.BUILD["cuda"] else "xla"
 
 

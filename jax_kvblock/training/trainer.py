@@ -405,6 +405,7 @@ def mean_loss(outputs: jax.Array, targets: jax.Array) -> jax.Array:
         raise TypeError(
             f"{where}: outputs must be an array, got {type(outputs).__name__}; {fix}"
         )
+    numbers = _integers(targets, wait=False)  # also of NumPy's, before they travel
     targets = jnp.asarray(targets)
     integers = jnp.issubdtype(targets.dtype, jnp.integer)
     if targets.shape != (outputs.shape[:-1] if integers else outputs.shape):
@@ -417,7 +418,7 @@ def mean_loss(outputs: jax.Array, targets: jax.Array) -> jax.Array:
     if not integers:
         return jnp.mean((outputs - targets) ** 2)
     classes = outputs.shape[-1]
-    if (numbers := _integers(targets, wait=False)) is not None:
+    if numbers is not None:
         _check_within(where, numbers, classes)
     scores = jax.nn.log_softmax(outputs)
     wide = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from jax_kvblock.core import ffi
@@ -22,7 +20,7 @@ def served_by(where: str, device: jax.Device | None = None) -> str:
       RuntimeError: there is no unit for them, and none is pretended.
     """
     if device is None:
-        device = default_device()
+        device = ffi.default_device()
     platform = ffi.platform_of(device)
     if platform == "cpu":
         return "emulated"
@@ -36,8 +34,3 @@ def served_by(where: str, device: jax.Device | None = None) -> str:
         f"newer, or a CPU, which emulates them; got {kind} ({platform} {capability}); "
         "use bfloat16 products there"
     )
-
-
-def default_device() -> jax.Device:
-    chosen: Any = getattr(jax.config, "jax_default_device", None)
-    return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]

@@ -25,6 +25,7 @@ from jax_kvblock import (
     lse_to_lm,
 )
 from jax_kvblock.attention import bhnd, cuda, memory_estimate
+from jax_kvblock.core import ffi
 
 SHAPE = (2, 3, 150, 16)
 
@@ -335,7 +336,7 @@ def test_the_memory_estimate_agrees_with_the_compiler(
 def test_the_estimate_of_the_kernels_counts_what_they_work_in(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(ffi, "platform_of", lambda device: "cuda")
     monkeypatch.setattr(
         memory_estimate, "find_tile", lambda _, bc, br, *call: (bc, br, "cuda_sm90")
     )

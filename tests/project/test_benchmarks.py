@@ -298,9 +298,8 @@ def test_small_training(training: ModuleType, monkeypatch: pytest.MonkeyPatch) -
     )
     results = sys.modules["support.common"].Results()
     training._products(training.Product(256), results, True)
-    assert [failure.split(": ")[1] for failure in results.failures] == [
-        "AssertionError"
-    ]
+    wrong = [failure.split(": ")[1] for failure in results.failures]
+    assert wrong == ["AssertionError"] * len(training._served())
 
 
 def test_small_attention_with_dropout(

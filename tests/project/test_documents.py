@@ -64,7 +64,11 @@ def is_here(need: str) -> bool:
         return has_gpu() and not unserved_by_gpu("cuda_sm90", backward=False)
     if need in ("gpu", "cpu"):
         return has_gpu() == (need == "gpu")
-    return importlib.util.find_spec(need) is not None
+    try:  # a package may be there, and what it needs may not
+        importlib.import_module(need)
+    except ImportError:
+        return False
+    return True
 
 
 def blocks(document: str, *languages: str) -> Iterator[Block]:

@@ -12,6 +12,7 @@ import optax
 import pytest
 from messages import Table, check, check_row
 
+from jax_kvblock.core import ffi
 from jax_kvblock.training import (
     FP8Config,
     FP8Format,
@@ -340,7 +341,7 @@ def test_a_cpu_emulates_and_says_so():
 def test_products_are_refused_where_no_unit_is(monkeypatch, call):
     """By the function that was called."""
     device = Device("gpu", "8.0", "NVIDIA A100")
-    monkeypatch.setattr(units, "default_device", lambda: device)
+    monkeypatch.setattr(ffi, "default_device", lambda: device)
     dims = () if call is fp8_dot else ((((1,), (0,)), ((), ())),)
     refused = lambda: call(jnp.ones((4, 8)), jnp.ones((8, 4)), *dims, config=CURRENT)  # noqa: E731
     check(call.__name__, RuntimeError, "NVIDIA A100|8.9", refused)

@@ -150,10 +150,11 @@ class Ours(nnx.Module):
 
 
 def codes_in(model: Any, x: jax.Array) -> int:
-    """How many arrays become 8 bits in a call."""
+    """How many arrays become 8 bits in a call, by XLA or by kernels."""
     definition, state = nnx.split(model)
     text = str(jax.make_jaxpr(lambda s, x: nnx.merge(definition, s)(x))(state, x))
-    return len(re.findall(r"convert_element_type\[\s*new_dtype=float8_e4m3fn", text))
+    by_xla = r"convert_element_type\[\s*new_dtype=float8_e4m3fn"
+    return len(re.findall(rf"{by_xla}|kvblock_(?:norm_)?cast\[", text))
 
 
 @pytest.mark.parametrize("config", [FP8Config(), CURRENT], ids=["delayed", "current"])

@@ -15,13 +15,13 @@ from eight_bit_models import ALL, CURRENT, Block, task
 from flax import nnx
 from messages import check
 
+from jax_kvblock.core import ffi
 from jax_kvblock.core.checks import show
 from jax_kvblock.training import (
     FP8TrainingEngine,
     convert_model_to_fp8,
     create_fp8_trainer,
     fp8_layers,
-    units,
 )
 from jax_kvblock.training.trainer import mean_loss
 
@@ -292,13 +292,12 @@ def test_targets_that_are_no_classes(rng, bad):
     wrong = np.asarray(y).copy()
     wrong.flat[3] = bad
     words = f"targets must be classes from 0 to 7|got {bad} (1 of {y.size}|loss_fn"
-    for given in (wrong, jnp.asarray(wrong)):
-        check(
-            "FP8TrainingEngine.training_step", ValueError, words,
-            lambda given=given: trainer.training_step(x, given),
-        )  # fmt: skip
-        trainer.training_step(x, y)
-        assert trainer.optimizer_step(optimizer)
+    where = "FP8TrainingEngine.training_step"
+    there = jnp.asarray(wrong)
+    check(where, ValueError, words, lambda: trainer.training_step(x, there))
+    trainer.training_step(x, y)
+    assert trainer.optimizer_step(optimizer)
+    check(where, ValueError, words, lambda: trainer.training_step(x, wrong))
     outputs = jnp.zeros((*y.shape, 8))
     check("mean_loss", ValueError, words, lambda: mean_loss(outputs, wrong))
     small = jnp.asarray(wrong, jnp.int8)
@@ -432,7 +431,7 @@ def test_setup_raises_what_it_should():
     model = Block(nnx.Rngs(0))
     engine = create_fp8_trainer(model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units, "default_device", Old)
+        patch.setattr(ffi, "default_device", Old)
         check(
             "FP8TrainingEngine.setup_fp8_training", RuntimeError, "A100|8.9",
             engine.setup_fp8_training,
@@ -466,4 +465,4 @@ def test_losses_that_do_not_fit():
 def test_it_says_that_a_cpu_emulates():
     with create_fp8_trainer(Block(nnx.Rngs(0))) as trainer:
         assert trainer.get_training_statistics()["implementation"] == "emulated"
-    assert units.default_device().platform == "cpu"
+    assert ffi.default_device().platform == "cpu"
