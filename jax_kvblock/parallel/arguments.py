@@ -217,17 +217,13 @@ def _longest(where: str, max_seqlen: Any, cu_seqlens: Any) -> int:
         return OPEN
     cu = cu_seqlens[0] if isinstance(cu_seqlens, tuple) else cu_seqlens
     known = known_on_host(where, "cu_seqlens", cu)
-    longest = OPEN if known is None else max(int(np.diff(known).max()), 1)
     if max_seqlen is None:
-        return longest
+        return OPEN if known is None else max(int(np.diff(known).max()), 1)
     (most,) = check_positive(where, max_seqlen=max_seqlen)
-    if longest > most:
-        raise ValueError(
-            f"{where}: max_seqlen must be at least the rows of the longest document, "
-            f"{longest}, got {most}"
-        )
     if known is None:
         debug.check(_look_at_longest, where, most, bounds=cu)
+    else:
+        _look_at_longest(where, most, bounds=known)
     return most
 
 

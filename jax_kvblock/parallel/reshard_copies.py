@@ -1,8 +1,8 @@
 """Heads of blocks from device to device of one process, each with programs of its own.
 
 A piece is read on the device that has it, goes to the one that wants it by
-`jax.device_put`, and is written there. To start a program of one device costs the host
-a tenth of what one over several costs, and none waits for another device.
+`jax.device_put`, and is written there. No program is over several devices, which the
+host takes several times as long to start, and none waits for another device.
 
 Many blocks go in chunks. One is on its way while the next is read and the one before
 is written, and heads that stay go from pool to pool under the first.
@@ -11,7 +11,7 @@ is written, and heads that stay go from pool to pool under the first.
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,10 +24,10 @@ from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.parallel.reshard_parts import Ids, Part, copy, read, write
 from jax_kvblock.parallel.reshard_routes import Route, find_routes, grain
 
-# What a device sends of a chunk, at most: over NVLink some 1.4 ms at 390 GB/s, where
-# a host took 0.5 ms to start what a chunk needs.
+# What a device sends and gets of a chunk, at most: over NVLink some 1.4 ms at 390 GB/s,
+# where a host took 0.5 ms to start what a chunk needs.
 CHUNK_BYTES = 2**29
-AHEAD_BYTES = 2**31  # on a device beside the pools: the host waits before it is more
+AHEAD = 4  # chunks under way: 2 GiB on a device beside the pools. Then the host waits
 
 Pieces = dict[Route, jax.Array]
 
@@ -54,11 +54,10 @@ class _Copies:
         self._sources, self._targets = src.on_each(), dst.on_each()
         stay = [r for r in routes if r.sender == r.receiver]
         travel = [r for r in routes if r.sender != r.receiver]
-        self._read, self._write, self._stay = (
-            _by(travel, 0), _by(travel, 2), _by(stay, 0),
-        )  # fmt: skip
+        self._senders, self._receivers = _by(travel, 0), _by(travel, 2)
+        self._keepers = _by(stay, 0)
         piece = len(src_ids) * width * src.head_bytes
-        self._chunks, self._most = _chunks(len(src_ids), piece, travel)
+        self._chunks = _chunks(len(src_ids), piece, travel)
         self._src_ids, self._dst_ids = (
             _on_devices(_chunked(ids, self._chunks), [*dict(_by(routes, end))])
             for ids, end in ((src_ids, 0), (dst_ids, 2))
@@ -69,15 +68,15 @@ class _Copies:
     def run(self) -> KVPool:
         arriving: deque[_Sent] = deque()
         written: deque[_Sent] = deque()
-        for number in range(self._chunks if self._read else 0):
+        for number in range(self._chunks if self._senders else 0):
+            if len(arriving) + len(written) == AHEAD:
+                jax.block_until_ready([*written.popleft().pieces.values()])
             arriving.append(self._sent(number))
             if number == 0:
                 self._copy_what_stays()
             else:
                 written.append(self._written(arriving.popleft()))
-            if len(written) >= self._most:
-                jax.block_until_ready([*written.popleft().pieces.values()])
-        if not self._read:
+        if not self._senders:
             self._copy_what_stays()
         while arriving:
             self._written(arriving.popleft())
@@ -86,18 +85,18 @@ class _Copies:
     def _sent(self, number: int) -> _Sent:
         """Reads a chunk, each piece once, and sends it to all that want it."""
         pieces: Pieces = {}
-        for sender, routes in self._read:
+        for sender, routes in self._senders:
             takes = tuple(sorted({r.take for r in routes}))
-            read = _reader(*self._of[0], takes, self._width)
-            made = read(self._sources[sender], self._src_ids[sender][number])
+            program = _reader(*self._of[0], takes, self._width)
+            made = program(self._sources[sender], self._src_ids[sender][number])
             found = dict(zip(takes, made, strict=True))
             pieces.update({r: found[r.take] for r in routes})
         return _Sent(number, _put(pieces))
 
     def _written(self, sent: _Sent) -> _Sent:
-        for receiver, routes in self._write:
-            write = _writer(*self._of[1], tuple(r.put for r in routes))
-            self._targets[receiver] = write(
+        for receiver, routes in self._receivers:
+            program = _writer(*self._of[1], tuple(r.put for r in routes))
+            self._targets[receiver] = program(
                 self._targets[receiver],
                 self._dst_ids[receiver][sent.number],
                 tuple(sent.pieces[r] for r in routes),
@@ -105,10 +104,10 @@ class _Copies:
         return sent
 
     def _copy_what_stays(self) -> None:
-        for device, routes in self._stay:
+        for device, routes in self._keepers:
             moves = tuple((r.take, r.put) for r in routes)
-            copy = _copier(*self._of, moves, self._width)
-            self._targets[device] = copy(
+            program = _copier(*self._of, moves, self._width)
+            self._targets[device] = program(
                 self._targets[device],
                 self._dst_ids[device][-1],
                 self._sources[device],
@@ -124,17 +123,11 @@ def _put(pieces: Pieces) -> Pieces:
     return dict(zip(pieces, there, strict=True))
 
 
-def _chunks(blocks: int, piece: int, travel: Sequence[Route]) -> tuple[int, int]:
-    """How many chunks pieces of so many bytes go in, and how many at a time."""
-    sends = _most_of(travel, 0)
-    chunks = min(max(-(-piece * sends // CHUNK_BYTES), 1), blocks)
-    held = piece * (sends + _most_of(travel, 2)) // chunks
-    return chunks, max(AHEAD_BYTES // max(held, 1), 1)
-
-
-def _most_of(routes: Sequence[Route], end: int) -> int:
-    """How many routes the busiest sender (0), or receiver (2), has."""
-    return max((len(some) for _, some in _by(routes, end)), default=0)
+def _chunks(blocks: int, piece: int, travel: Sequence[Route]) -> int:
+    """How many chunks pieces of so many bytes go in."""
+    ends = Counter(end for r in travel for end in (r.sender, r.receiver))
+    busiest = max(ends.values(), default=0)
+    return min(max(-(-piece * busiest // CHUNK_BYTES), 1), blocks)
 
 
 def _by(routes: Sequence[Route], end: int) -> list[tuple[jax.Device, list[Route]]]:
@@ -178,8 +171,8 @@ def _split(ids: jax.Array, *, chunks: int) -> tuple[jax.Array, ...]:
 
 # ---- programs of one device ----------------------------------------------------------
 #
-# Functions of arrays alone: to take pools apart, and to hash what is static, would cost
-# the host more than all else of a call.
+# Functions of arrays alone: to take pools apart and to hash what is static would cost
+# the host as much as the rest of a call.
 
 Spec = tuple[BlockSpec, bool]  # of a device's part of a pool; whether it is one array
 

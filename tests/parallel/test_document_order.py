@@ -271,7 +271,15 @@ def test_attention_knows_how_long_documents_are(rng, strategy, causal):
         assert_right(call, compute(call, cut))
 
 
-@pytest.mark.parametrize("cut", [Cut("ring", "zigzag"), Cut("ulysses", "contiguous")])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        Cut("ring", "zigzag"),
+        Cut("ulysses", "contiguous"),
+        Cut("ulysses_ring", "contiguous"),
+    ],
+    ids=str,
+)
 def test_other_ways_take_it_and_have_no_use_for_it(rng, cut):
     call = drawn(rng, [24, 40], max_seqlen=40)
     assert_right(call, compute(call, cut))

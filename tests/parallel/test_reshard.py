@@ -89,10 +89,10 @@ def test_layouts_and_arrays(rng, name):
 
 
 @pytest.mark.parametrize("name", FORMS)
-@pytest.mark.parametrize("how", ["AHEAD_BYTES", "CHUNK_BYTES"])
-def test_in_as_many_chunks_as_blocks(rng, monkeypatch, name, how):
-    monkeypatch.setattr(reshard_copies, how, 1)
+@pytest.mark.parametrize("ahead", [2, 4])
+def test_in_as_many_chunks_as_blocks(rng, monkeypatch, name, ahead):
     monkeypatch.setattr(reshard_copies, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(reshard_copies, "AHEAD", ahead)
     hold(*FORMS[name], rng)
 
 

@@ -203,12 +203,11 @@ def test_a_chunk_travels_while_another_is_read_and_another_written(
     assert [[x.shape[:2] for x in sent] for sent, _ in puts] == [[(3, 4)] * 2] * 3
 
 
-@pytest.mark.parametrize(("ahead", "waits"), [(1, 3), (2, 2), (4, 0)])
+@pytest.mark.parametrize(("ahead", "waits"), [(2, 5), (4, 3), (7, 0)])
 def test_the_host_waits_before_too_much_is_under_way(rng, monkeypatch, ahead, waits):
-    """Of four chunks, for what is written while so many are held on a device."""
-    piece = 7 * 4 * math.prod(DIMS)
-    monkeypatch.setattr(reshard_copies, "CHUNK_BYTES", piece // 4 + 1)
-    monkeypatch.setattr(reshard_copies, "AHEAD_BYTES", ahead * 2 * piece // 4)
+    """Of seven chunks, for one to come before another goes."""
+    monkeypatch.setattr(reshard_copies, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(reshard_copies, "AHEAD", ahead)
     real, seen = jax.block_until_ready, []
 
     def recorded(x: Any) -> Any:
@@ -221,19 +220,22 @@ def test_the_host_waits_before_too_much_is_under_way(rng, monkeypatch, ahead, wa
 
 
 def test_how_many_chunks():
-    """Of what the busiest device sends."""
+    """Of what the busiest device sends and gets."""
     route = reshard_copies.Route
     a, b, c = jax.devices("cpu")[:3]
-    one, two = [route(a, 0, b, 0)], [route(a, 0, b, 0), route(a, 0, c, 0)]
+    one = [route(a, 0, b, 0)]
     count = functools.partial(reshard_copies._chunks, 1000)
-    assert count(2**20, one)[0] == 1
-    assert count(2**29, one)[0] == 1
-    assert count(2**29 + 1, one)[0] == 2
-    assert count(2**30, one)[0] == 2
-    assert count(2**30, two)[0] == 4
-    assert count(2**30, [])[0] == 1
-    assert count(2**34, one) == (32, 2)  # of 512 MiB, at both ends
-    assert reshard_copies._chunks(3, 2**34, one)[0] == 3
+    assert count(2**20, one) == 1
+    assert count(2**29, one) == 1
+    assert count(2**29 + 1, one) == 2
+    for two in (
+        [route(a, 0, b, 0), route(a, 0, c, 0)],
+        [route(b, 0, a, 0), route(c, 0, a, 1)],
+        [route(a, 0, b, 0), route(b, 0, a, 1)],
+    ):
+        assert count(2**30, two) == 4
+    assert count(2**30, []) == 1
+    assert reshard_copies._chunks(3, 2**34, one) == 3
 
 
 @pytest.mark.parametrize("name", ["_step", "_send", "_exchange"])

@@ -370,7 +370,7 @@ def skip_without_model() -> None:
 
     path = cache.cache_dir() / weights.MODEL
     if jax.default_backend() == "gpu" and not path.exists():
-        pytest.skip(f"a GPU's machine may have no network, and no model is at {path}")
+        pytest.skip(f"a GPU's machine may have no network, and has no {path.name}")
 
 
 def run(example: str, *options: str) -> str:
