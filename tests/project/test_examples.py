@@ -24,8 +24,8 @@ import pytest
 
 import jax_kvblock
 from jax_kvblock import hardware, layers, parallel, precision, sparse, training
+from jax_kvblock.core import ffi
 from jax_kvblock.graphs import EngineBlock
-from jax_kvblock.training import units
 
 Load = Callable[[str], ModuleType]
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
@@ -469,7 +469,7 @@ def test_a_model_trains_in_float32_where_nothing_multiplies_8_bits(
         compute_capability="8.0",
         client=types.SimpleNamespace(platform_version="cuda 13000"),
     )
-    monkeypatch.setattr(units, "default_device", lambda: device)
+    monkeypatch.setattr(ffi, "default_device", lambda: device)
     monkeypatch.setattr(sys, "argv", ["eight_bits.py", "--quick"])
     example.main()
     printed = capsys.readouterr().out
