@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import json
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -92,3 +94,28 @@ def test_a_record_is_of_every_file(
     monkeypatch.setattr("sys.argv", ["compile_cuda", "--record"])
     with pytest.raises(SystemExit):
         tool.main()
+
+
+def test_it_builds_cuda_where_the_suite_does_not(
+    tool: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of both, CMakeLists.txt listens to the environment: KVBLOCK_CUDA=OFF in CI."""
+    monkeypatch.setenv("KVBLOCK_CUDA", "OFF")
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(tool, "BUILD", tmp_path / "build")
+    sources = ["cpp/a.cu", "cpp/b.cc", "build/c.cu"]
+    told: list[str] = []
+
+    def cmake(*command: Any, env: dict[str, str], **options: Any) -> None:
+        told.append(env["KVBLOCK_CUDA"])
+        units = [{"file": str(tmp_path / name)} for name in sources]
+        (tmp_path / "build").mkdir(exist_ok=True)
+        (tmp_path / "build" / "compile_commands.json").write_text(json.dumps(units))
+
+    monkeypatch.setattr(tool.subprocess, "run", cmake)
+    assert list(tool.configure()) == ["c.cu", "cpp/a.cu"]
+    assert told == ["ON"]
+
+    sources[:] = ["cpp/b.cc"]
+    with pytest.raises(SystemExit, match="no CUDA files"):
+        tool.configure()
