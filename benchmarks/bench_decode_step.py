@@ -222,15 +222,12 @@ def make_step(case: Model, attend: Callable[..., Any]) -> Callable[..., Any]:
         mean = jnp.mean(wide * wide, -1, keepdims=True)
         return (wide * jax.lax.rsqrt(mean + EPSILON)).astype(x.dtype) * weight
 
-    heads = [case.heads, case.heads + case.kv_heads]  # where k's and v's begin
-
     def step(pool: KVPool, weights: dict[str, Any], at: Inputs) -> Any:
         x = weights["embedding"].at[at.tokens].get(mode="clip")
         for layer, w in enumerate(weights["layers"]):
-            y = (norm(x, w["norm"]) @ w["qkv"]).reshape(case.batch, -1, case.dim)
-            q, k, v = jnp.split(y, heads, axis=1)
+            qkv = (norm(x, w["norm"]) @ w["qkv"]).reshape(case.batch, -1, case.dim)
             q, pool = rope_append(
-                q, k, v, pool, layer, at.slots, at.lens - 1, theta=THETA
+                qkv, None, None, pool, layer, at.slots, at.lens - 1, theta=THETA
             )
             seen = attend(q, pool, layer, at)
             x = x + seen.reshape(case.batch, -1) @ w["out"]

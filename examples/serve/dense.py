@@ -37,7 +37,8 @@ def _choices(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
 def _layer(
     config: Config, weights: Params, x: jax.Array, cos_sin: jax.Array
 ) -> jax.Array:
-    q, k, v = project(config, weights, x)
+    cuts = config.num_heads, config.num_heads + config.num_kv_heads
+    q, k, v = jnp.split(project(config, weights, x), cuts, axis=1)
     turned = []
     for x_heads, norm in ((q, "q_norm"), (k, "k_norm")):
         heads = x_heads.astype(jnp.float32)

@@ -89,12 +89,12 @@ def _layer(
     cos_sin: jax.Array,
 ) -> tuple[jax.Array, KVPool]:
     """x [rows, width] through a layer."""
-    q, k, v = project(config, weights, x)
+    qkv = project(config, weights, x)
     norms = {name: weights[name] for name in ("q_norm", "k_norm") if name in weights}
     q, pool = rope_append(
-        q,
-        k,
-        v,
+        qkv,
+        None,
+        None,
         pool,
         index,
         rows.slots,
@@ -119,17 +119,11 @@ def _layer(
 # ---- parts that do not know of the pool ----------------------------------------------
 
 
-def project(
-    config: Config, weights: Params, x: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Queries [rows, N, D], keys and values [rows, K, D], in the weights' dtype."""
-    c = config
-    h = rms_norm(x, weights["attn_norm"], c.norm_eps)
-    all_heads = linear(weights, "qkv", h).astype(weights["qkv"].dtype)
-    all_heads = all_heads.reshape(len(x), -1, c.head_dim)
-    cuts = (c.num_heads, c.num_heads + c.num_kv_heads)
-    q, k, v = jnp.split(all_heads, cuts, axis=1)
-    return q, k, v
+def project(config: Config, weights: Params, x: jax.Array) -> jax.Array:
+    """Queries, keys and values [rows, N + 2 K, D], in the weights' dtype."""
+    h = rms_norm(x, weights["attn_norm"], config.norm_eps)
+    qkv = linear(weights, "qkv", h).astype(weights["qkv"].dtype)
+    return qkv.reshape(len(x), -1, config.head_dim)
 
 
 def finish(

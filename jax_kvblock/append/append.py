@@ -153,9 +153,9 @@ class RopeOptions(TypedDict, total=False):
 
 @overload
 def rope_append(
-    q: Float[ArrayIn, "tokens N D"],
-    k: Float[ArrayIn, "tokens K D"],
-    v: Float[ArrayIn, "tokens K D"],
+    q: Float[ArrayIn, "tokens heads D"],
+    k: Float[ArrayIn, "tokens K D"] | None,
+    v: Float[ArrayIn, "tokens K D"] | None,
     pool: KVPool,
     layer: LayerIndex,
     slots: Integers,
@@ -166,9 +166,9 @@ def rope_append(
 ) -> tuple[jax.Array, KVPool]: ...
 @overload
 def rope_append(
-    q: Float[ArrayIn, "tokens N D"],
-    k: Float[ArrayIn, "tokens K D"],
-    v: Float[ArrayIn, "tokens K D"],
+    q: Float[ArrayIn, "tokens heads D"],
+    k: Float[ArrayIn, "tokens K D"] | None,
+    v: Float[ArrayIn, "tokens K D"] | None,
     pool: KVPool,
     layer: LayerIndex,
     slots: Integers,
@@ -178,9 +178,9 @@ def rope_append(
     **options: Unpack[RopeOptions],
 ) -> tuple[jax.Array, KVPool, KVScales]: ...
 def rope_append(
-    q: Float[ArrayIn, "tokens N D"],
-    k: Float[ArrayIn, "tokens K D"],
-    v: Float[ArrayIn, "tokens K D"],
+    q: Float[ArrayIn, "tokens heads D"],
+    k: Float[ArrayIn, "tokens K D"] | None,
+    v: Float[ArrayIn, "tokens K D"] | None,
     pool: KVPool,
     layer: LayerIndex,
     slots: Integers,
@@ -211,7 +211,10 @@ def rope_append(
 
     Args:
       q: `[tokens, N, D]`, N a multiple of K; bfloat16, float16 or float32.
-      k, v: `[tokens, K, D]` in q's dtype; K and D are the pool's.
+      k, v: `[tokens, K, D]` in q's dtype; K and D are the pool's. Or both are None, and
+        q is `[tokens, N + 2 K, D]`: queries, then keys, then values, as one projection
+        makes them. The kernel reads them where they lie; slices of that projection
+        would be copied ahead of it.
       pool: a `KVPool` of keys and values on the device, in any layout; of q's dtype, or
         of 8 bits, with scales.
       layer: an integer, or a traced integer scalar.
@@ -235,8 +238,8 @@ def rope_append(
         NVIDIA GPUs.
 
     Returns:
-      q, rotated, in its dtype, and the new pool; with `scales` these, too. A traced
-      layer outside the pool writes nothing.
+      q `[tokens, N, D]`, rotated, in its dtype, and the new pool; with `scales` these,
+      too. A traced layer outside the pool writes nothing.
 
     Raises:
       IndexError: for a layer outside the pool that is not traced.
@@ -261,11 +264,16 @@ def rope_append(
             f"{where}: layer must be an integer or an int32 scalar, got None; "
             "append_kv writes all layers"
         )
-    operands = arguments.check_tokens(where, pool, k, v, slots)
-    tokens, _, head_dim = operands["k"].shape
-    operands["q"] = arguments.check_queries(where, q, operands["k"])
+    if k is None:
+        operands = arguments.check_joined(where, pool, q, v, slots)
+        stored = operands["qkv"]
+    else:
+        operands = arguments.check_tokens(where, pool, k, v, slots)
+        stored = operands["k"]
+        operands["q"] = arguments.check_queries(where, q, stored)
+    tokens, _, head_dim = stored.shape
     operands |= arguments.check_storing(
-        where, pool, operands["k"], k_scale, v_scale, scales
+        where, pool, stored, k_scale, v_scale, scales, "q" if k is None else "k"
     )
     angles, rotary_dim = arguments.check_rotation(
         where, tokens, head_dim, positions, theta, inv_freq, cos_sin, rotary_dim

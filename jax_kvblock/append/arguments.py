@@ -70,6 +70,44 @@ def check_tokens(
     return {"k": k, "v": v, "slots": slots}
 
 
+def check_joined(
+    where: str, pool: KVPool, qkv: Any, v: Any, slots: Any
+) -> dict[str, Any]:
+    """q, k and v of the new tokens in one array, the argument q, and their slots."""
+    spec = pool.spec
+    slots = check_int32(where, "slots", slots, "[tokens]", 1)
+    tokens, heads, dim = slots.shape[0], spec.num_kv_heads, spec.head_dim
+    if v is not None:
+        raise TypeError(
+            f"{where}: without k, q holds queries, keys and values, and v must be "
+            f"None, got {show(v)}"
+        )
+    qkv = check_array(where, "q", qkv)
+    must = f"{where}: without k, q must be [{tokens}, N + {2 * heads}, {dim}]"
+    if qkv.ndim != 3 or (qkv.shape[0], qkv.shape[2]) != (tokens, dim):
+        raise ValueError(
+            f"{must}, queries, keys and values side by side, got {show(qkv)}"
+        )
+    queries = qkv.shape[1] - 2 * heads
+    if queries < 1 or queries % heads:
+        raise ValueError(
+            f"{must}, N a multiple of the pool's {plural(heads, 'KV head')}, got "
+            f"{show(qkv)}"
+        )
+    if qkv.dtype.name not in DTYPES:
+        raise TypeError(
+            f"{where}: q must be one of {', '.join(DTYPES)}, got {show(qkv)}; cast it "
+            "with .astype"
+        )
+    qkv = to_jax(qkv)
+    if jax.typeof(qkv).sharding.spec[1] is not None:
+        raise ValueError(
+            f"{where}: q, k and v must be arrays of their own where heads lie on "
+            f"several devices, got {show(qkv)} along {jax.typeof(qkv).sharding.spec}"
+        )
+    return {"qkv": qkv, "slots": slots}
+
+
 def _rows(
     where: str, name: str, x: Any, shape: tuple[int, ...], computed: bool
 ) -> jax.Array:
@@ -87,7 +125,13 @@ def _rows(
 
 
 def check_storing(
-    where: str, pool: KVPool, k: Any, k_scale: Any, v_scale: Any, scales: Any
+    where: str,
+    pool: KVPool,
+    k: Any,
+    k_scale: Any,
+    v_scale: Any,
+    scales: Any,
+    name: str = "k",
 ) -> dict[str, Any]:
     """How numbers become the pool's: as they are, by given scales, or computed ones."""
     dtype, outer = pool.spec.dtype, pool.spec.num_outer
@@ -102,8 +146,8 @@ def check_storing(
         if dtype != k.dtype:
             also = ", or pass k_scale and v_scale" if dtype.name in EIGHT_BITS else ""
             raise TypeError(
-                f"{where}: k must have the pool's dtype {dtype}, got {show(k)}; cast "
-                f"it with .astype({str(dtype)!r}){also}"
+                f"{where}: {name} must have the pool's dtype {dtype}, got {show(k)}; "
+                f"cast it with .astype({str(dtype)!r}){also}"
             )
         return {}
     if dtype.name not in EIGHT_BITS:

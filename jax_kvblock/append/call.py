@@ -1,7 +1,8 @@
 """A call of the append primitive: what is compiled in, and its operands by name.
 
-Axes have letters: t tokens, N query heads; of the pool B blocks, L layers, O outer (K
-and V), T tokens in a block, H KV heads, D head dim.
+Axes have letters: t tokens, N query heads, J the heads of queries, keys and values; of
+the pool B blocks, L layers, O outer (K and V), T tokens in a block, H KV heads, D head
+dim.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from jax_kvblock.blocks.plan import Side
 
 # Every operand, in the order in which a call has those that it has. "pool" stands for
-# the pool's arrays. Mirrored in append_ffi.cc.
+# the pool's arrays; "qkv" for q, k and v in one. Mirrored in append_ffi.cc.
 NAMES = (
+    "qkv",
     "q",
     "k",
     "v",
@@ -82,10 +86,39 @@ class Append:
         return [n for n in self.present for _ in range(arrays if n == "pool" else 1)]
 
     @property
+    def joined(self) -> bool:
+        """q, k and v come as one array `[t, J, D]`, J = N + 2 H."""
+        return "qkv" in self.present
+
+    @property
+    def results(self) -> list[tuple[str, int]]:
+        """Each result: its name, and which operand has its dtype and, but for q that is
+        joined, its shape."""
+        operands = list(enumerate(self.operand_names))
+        of = {"qkv": "q"}
+        return [(r, i) for r in RESULTS for i, n in operands if of.get(n, n) == r]
+
+    @property
     def result_names(self) -> list[str]:
         """The name of each result."""
-        names = self.operand_names
-        return [n for result in RESULTS for n in names if n == result]
+        return [name for name, _ in self.results]
+
+    def queries(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of q, given that of q or of the joined array."""
+        tokens, heads, dim = shape
+        return tokens, heads - 2 * self.extents["H"] * self.joined, dim
+
+    def apart(self, operands: Sequence[Any]) -> tuple[Append, tuple[Any, ...]]:
+        """The same call with q, k and v as arrays of their own."""
+        x = self.unpack(operands)
+        qkv = x.pop("qkv")
+        heads, kv_heads = self.queries(qkv.shape)[1], self.extents["H"]
+        parts = jnp.split(qkv, (heads, heads + kv_heads), axis=1)
+        static = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        del static["present"]
+        x |= dict(zip("qkv", parts, strict=True))
+        call, flat = Append.pack(x, **static)
+        return call, tuple(flat)
 
     def unpack(self, operands: Sequence[Any]) -> dict[str, Any]:
         """The operands by name, the pool's as a list."""
@@ -102,6 +135,7 @@ class Append:
         if name == "pool":
             return self.pool.form.array
         letters = {
+            "qkv": "tJD",
             "q": "tND",
             "k": "LtHD",
             "v": "LtHD",
@@ -123,7 +157,7 @@ class Append:
 
     @property
     def num_outer(self) -> int:
-        return 2 if "v" in self.present else 1
+        return 2 if self.joined or "v" in self.present else 1
 
 
 NORMS = ("q_norm", "k_norm")

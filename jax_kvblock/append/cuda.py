@@ -19,16 +19,22 @@ MAX_ARRAYS = 256  # of a pool: their addresses travel as parameters (append.h)
 MAX_BYTES = 2048  # of a head's row; append.h has the same number
 
 
+def tokens_of(x: dict[str, Any]) -> Any:
+    """The operand whose dtype and head dim are those of all new tokens."""
+    return x["qkv"] if "qkv" in x else x["k"]
+
+
 def unserved(x: dict[str, Any]) -> list[str]:
     """What of a call with these operands the kernel does not serve; empty for all."""
     missing = []
-    if x["k"].dtype.name not in DTYPES:
-        missing.append(f"dtype {x['k'].dtype} ({', '.join(DTYPES)} are served)")
+    tokens = tokens_of(x)
+    if tokens.dtype.name not in DTYPES:
+        missing.append(f"dtype {tokens.dtype} ({', '.join(DTYPES)} are served)")
     if len(x["pool"]) > MAX_ARRAYS:
         missing.append(
             f"a pool of {len(x['pool'])} arrays (up to {MAX_ARRAYS} are served)"
         )
-    row = x["k"].shape[-1] * x["k"].dtype.itemsize
+    row = tokens.shape[-1] * tokens.dtype.itemsize
     if row > MAX_BYTES:
         missing.append(f"heads of {row} bytes (up to {MAX_BYTES} are served)")
     capabilities = sorted(ffi.gpu_capabilities())
@@ -69,18 +75,20 @@ def choose(
 def append(call: Append, *operands: jax.Array) -> list[Any]:
     """The results of a call by the CUDA launcher, which updates in place."""
     x = call.unpack(operands)
+    dtype = tokens_of(x).dtype
     ready = [
-        _ready(name, a, x["k"].dtype)
+        _ready(name, a, dtype)
         for name, a in zip(call.operand_names, operands, strict=True)
     ]
     aliases: dict[int, int] = {}
     results: list[jax.ShapeDtypeStruct] = []
-    for name in dict.fromkeys(call.result_names):
-        for i, operand in enumerate(call.operand_names):
-            if operand == name:
-                if name != "q":
-                    aliases[i] = len(results)
-                results.append(jax.ShapeDtypeStruct(ready[i].shape, ready[i].dtype))
+    for name, i in call.results:
+        shape = ready[i].shape
+        if name == "q":
+            shape = call.queries(shape)
+        else:
+            aliases[i] = len(results)
+        results.append(jax.ShapeDtypeStruct(shape, ready[i].dtype))
     launch = jax.ffi.ffi_call("kvblock_append", results, input_output_aliases=aliases)
     return list(launch(*ready, **attributes(call, x)))
 
@@ -102,6 +110,7 @@ def attributes(call: Append, x: dict[str, Any]) -> dict[str, Any]:
         call.num_layers,
         sizes["B"],
         sizes["T"],
+        sizes["H"],
         call.layer,
         call.num_layers if call.all_layers else 1,
         side.table_strides().get("L", 0),

@@ -28,8 +28,10 @@ SMALLEST_SCALE = np.float32(2.0**-126)  # the smallest normal number
 HUGE = np.finfo(np.float32).max
 
 
-def append(call: Append, *operands: jax.Array) -> list[jax.Array]:
+def append(call: Append, *operands: Any) -> list[jax.Array]:
     """q, the pool's arrays and the arrays of scales, as the primitive returns them."""
+    if call.joined:
+        call, operands = call.apart(operands)
     x = call.unpack(operands)
     turns = angles(call, x)
     q = _turned(call, x, "q", turns) if "q" in x else None

@@ -16,11 +16,11 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding
 
 from jax_kvblock.append import cuda, plain
-from jax_kvblock.append.call import RESULTS, Append
+from jax_kvblock.append.call import Append
 from jax_kvblock.append.partition import array_spec, partitioned, shards_of
 from jax_kvblock.core.batching import batch_one_by_one
 from jax_kvblock.core.primitive import make_primitives
-from jax_kvblock.core.spmd import lower_local, vary_alike
+from jax_kvblock.core.spmd import is_partitioned, lower_local, vary_alike
 
 
 def append(arrays: Mapping[str, Any], **static: Any) -> dict[str, Any]:
@@ -41,15 +41,13 @@ def append(arrays: Mapping[str, Any], **static: Any) -> dict[str, Any]:
 
 def _abstract_eval(*avals: Any, call: Append) -> list[Any]:
     shards = shards_of(call, avals)
-    by_name = list(zip(call.operand_names, avals, strict=True))
     results = []
-    for name in RESULTS:
-        for operand, aval in by_name:
-            if operand != name:
-                continue
-            spec = array_spec(call, name, aval.ndim, shards)
-            sharding = NamedSharding(aval.sharding.mesh, spec)
-            results.append(aval.update(weak_type=False, sharding=sharding))
+    for name, i in call.results:
+        shape = call.queries(avals[i].shape) if name == "q" else avals[i].shape
+        spec = array_spec(call, name, len(shape), shards)
+        sharding = NamedSharding(avals[i].sharding.mesh, spec)
+        made = avals[i].update(shape=shape, weak_type=False, sharding=sharding)
+        results.append(made)
     return results
 
 
@@ -75,12 +73,20 @@ for _platform in (None, "cpu", "cuda"):
     )
 
 _partitioned = partitioned(_local_append_p)
-mlir.register_lowering(
-    append_p,
-    mlir.lower_fun(
-        lambda *operands, call: _partitioned(call, *operands), multiple_results=True
-    ),
-)
+
+
+def _lower_outer(ctx: Any, *operands: Any, call: Append) -> Any:
+    def run(*operands: Any) -> Any:
+        here, arrays = call, operands
+        if call.joined and is_partitioned(ctx):
+            # A device's heads of q, of k and of v do not lie side by side.
+            here, arrays = call.apart(operands)
+        return _partitioned(here, *arrays)
+
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+mlir.register_lowering(append_p, _lower_outer)
 
 
 # ---- batching ------------------------------------------------------------------------

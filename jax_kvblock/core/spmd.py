@@ -54,6 +54,18 @@ def reshard(x: Any, spec: PartitionSpec, mesh: Any = None) -> Any:
     return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 
 
+def is_partitioned(ctx: Any) -> bool:
+    """Whether the compiler cuts the program that is lowered over several devices.
+
+    On one device it does not, nor where all axes of a mesh are those of a shard_map.
+    """
+    context = ctx.module_context.axis_context
+    manual = getattr(context, "manual_axes", None)
+    if manual is None:
+        return (getattr(context, "num_devices", 1) or 1) > 1
+    return frozenset(manual) != frozenset(context.mesh.axis_names)
+
+
 def lower_local(ctx: Any, function: Callable[..., Any], *operands: Any) -> Any:
     """Lowers a jax function that computes one device's part.
 

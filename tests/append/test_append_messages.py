@@ -47,6 +47,36 @@ ROPE = {
     "v": ({"v": None}, TypeError, "v must be an array, got NoneType"),
     "k of integers": ({"k": K.astype(int)}, TypeError, "k must be one of bfloat16, fl"),
     "k and v": ({"v": K.astype(np.float16)}, TypeError, "k and v must have one dtype"),
+    "joined, and v": (
+        {"k": None},
+        TypeError,
+        "without k, q holds queries.*v must be No",
+    ),
+    "joined, of 3 heads": (
+        {"k": None, "v": None, "q": Q[:, :3]},
+        ValueError,
+        r"without k, q must be \[5, N \+ 4, 16\], N a multiple of the pool's 2 KV",
+    ),
+    "joined, of no queries": (
+        {"k": None, "v": None},
+        ValueError,
+        r"q must be \[5, N \+ 4, 16\], N a multiple of .* got float32\[5, 4, 16\]",
+    ),
+    "joined, other tokens": (
+        {"k": None, "v": None, "q": np.zeros((4, 8, 16), np.float32)},
+        ValueError,
+        r"q must be \[5, N \+ 4, 16\], queries, keys and values side by side, got",
+    ),
+    "joined, of integers": (
+        {"k": None, "v": None, "q": np.zeros((5, 8, 16), int)},
+        TypeError,
+        "q must be one of bfloat16, float16, float32, got int",
+    ),
+    "joined, the pool's dtype": (
+        {"k": None, "v": None, "q": np.zeros((5, 8, 16), np.float16)},
+        TypeError,
+        "q must have the pool's dtype float32, got float16",
+    ),
     "q of rank 2": ({"q": Q[0]}, ValueError, r"q must be \[5, N, 16\] beside k, flo"),
     "heads": ({"q": Q[:, :3]}, ValueError, "a multiple of the pool's 2 KV heads, got"),
     "q's dtype": (

@@ -22,8 +22,9 @@ import jax_kvblock as kv
 COMPUTED = FP8.replaced(
     scale="computed", traced=True, zero_tail=True, norms="float32", tokens=12, dim=32
 )
+JOINED = BASE.replaced(joined=True, kind=("HND", True))
 by_case = pytest.mark.parametrize(
-    "case", [BASE, COMPUTED], ids=["as it is", "computed scales"]
+    "case", [BASE, COMPUTED, JOINED], ids=["as it is", "computed scales", "joined"]
 )
 
 
@@ -35,7 +36,7 @@ def hold(drawn: Drawn, made: Any) -> None:
 
 def call_of(drawn: Drawn, **static: Any) -> Any:
     """A function of arrays, and these."""
-    given = {"q": drawn.q, "k": drawn.k, "v": drawn.v, "pool": drawn.pool()}
+    given = drawn.tokens() | {"pool": drawn.pool()}
     given |= {"slots": drawn.slots, "positions": drawn.positions}
     if drawn.case.traced:
         given["layer"] = np.int32(drawn.case.layer)
@@ -349,6 +350,55 @@ def test_a_layout_whose_heads_lie_behind_others_is_whole_on_every_device(by_cpus
     hold(drawn, jax.jit(call)(put))
 
 
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_joined_on_several_devices(cut, by_cpus, rng):
+    """Where the pool is cut by heads, q, k and v come apart first."""
+    drawn = Drawn(SHARDED["NHD"].replaced(joined=True), rng)
+    mesh = mesh_of()
+    call, given = call_of(drawn)
+    pool, _, _ = specs_of(drawn)
+    put = {
+        name: jax.device_put(x, NamedSharding(mesh, P()))
+        for name, x in given.items()
+        if x is not None
+    }
+    put["pool"] = jax.device_put(given["pool"], NamedSharding(mesh, pool))
+    if cut:
+        put["q"] = jax.device_put(given["q"], NamedSharding(mesh, P(None, "h")))
+    given |= put
+    text = jax.jit(call).lower(given).compile().as_text()
+    sizes = {str(a.size) for a in given["pool"].arrays}
+    gathered = re.findall(r"= \w+\[([\d,]+)\]\S* all-gather", text)
+    assert not any(
+        str(np.prod([int(n) for n in dims.split(",")])) in sizes for dims in gathered
+    )
+    made = jax.jit(call)(given)
+    for a in made[1].arrays:
+        assert a.sharding.is_equivalent_to(NamedSharding(mesh, pool), a.ndim)
+    hold(drawn, made)
+
+
+def test_joined_on_explicit_axes(by_cpus, rng):
+    """Whole, beside a pool that is cut; heads that are cut are refused."""
+    drawn = Drawn(SHARDED["NHD"].replaced(joined=True), rng)
+    mesh = mesh_of(jax.sharding.AxisType.Explicit)
+    call, given = call_of(drawn)
+    pool, _, q = specs_of(drawn)
+    given = {
+        name: jax.device_put(x, NamedSharding(mesh, pool if name == "pool" else P()))
+        if x is not None
+        else None
+        for name, x in given.items()
+    }
+    with jax.set_mesh(mesh):
+        made = jax.jit(call)(given)
+        assert made[0].sharding.is_equivalent_to(NamedSharding(mesh, q), 3)
+        hold(drawn, made)
+        given["q"] = jax.device_put(given["q"], NamedSharding(mesh, q))
+        with pytest.raises(ValueError, match="must be arrays of their own where heads"):
+            jax.jit(call)(given)
+
+
 # ---- who computes --------------------------------------------------------------------
 
 
@@ -366,6 +416,14 @@ def test_on_a_gpu_it_is_one_call_that_updates_in_place(rng):
     assert "kvblock_copy" not in text
     # The pool and both arrays of scales: results 1 to 3 of 4.
     assert len(re.findall(r"output_operand_alias<", call[1])) == 3
+    work = set(re.findall(r"= (?:\"?)(stablehlo\.\w+)", text))
+    assert work <= {"stablehlo.constant", "stablehlo.custom_call"}, work
+
+
+def test_joined_arrays_are_read_where_they_lie(rng):
+    """On one device no slice comes ahead of the call."""
+    text = lowered(JOINED.replaced(angles="inv_freq"), rng)
+    assert len(re.findall("custom_call @kvblock_append", text)) == 1
     work = set(re.findall(r"= (?:\"?)(stablehlo\.\w+)", text))
     assert work <= {"stablehlo.constant", "stablehlo.custom_call"}, work
 

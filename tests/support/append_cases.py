@@ -44,6 +44,7 @@ class Case:
     scale: str | None = None  # tensor, head, computed, computed for one layer
     zero_tail: bool = False
     most: int = 100  # positions are below
+    joined: bool = False  # q, k and v in one array
     wild: bool = False  # NaN, infinities and large numbers among the rows
 
     def replaced(self, **changes: Any) -> Case:
@@ -151,12 +152,20 @@ class Drawn:
     def layer(self) -> Any:
         return jnp.int32(self.case.layer) if self.case.traced else self.case.layer
 
+    def joined(self) -> np.ndarray:
+        """q, k and v in one array, one head after the other."""
+        return np.concatenate([self.q, self.k, self.v], 1)
+
+    def tokens(self) -> dict[str, Any]:
+        """q, k and v as they are passed."""
+        if self.case.joined:
+            return {"q": self.joined(), "k": None, "v": None}
+        return {"q": self.q, "k": self.k, "v": self.v}
+
     def rope_append(self, **changes: Any) -> tuple[Any, ...]:
         """q, the pool and the scales, None where there are none."""
         given = {
-            "q": self.q,
-            "k": self.k,
-            "v": self.v,
+            **self.tokens(),
             "pool": self.pool(),
             "layer": self.layer,
             "slots": self.slots,
@@ -356,6 +365,20 @@ CASES = {
     ),
     "zeros behind, blocks of 1": BASE.replaced(zero_tail=True, block_size=1),
     "no tokens": BASE.replaced(tokens=0),
+    "joined": BASE.replaced(joined=True),
+    "joined, d64": BASE.replaced(
+        joined=True, dtype="bfloat16", heads=9, kv_heads=3, dim=64, angles="rows"
+    ),
+    "joined, d6": BASE.replaced(
+        joined=True, dtype="float16", heads=3, kv_heads=3, dim=6, norms="float16"
+    ),
+    "joined, e4m3": FP8.replaced(
+        joined=True, norms="float32", scale="computed", zero_tail=True, traced=True
+    ),
+    "joined, as they are": BASE.replaced(
+        joined=True, angles=None, kind=("HND", False), wild=True, dtype="bfloat16"
+    ),
+    "joined, no tokens": BASE.replaced(joined=True, tokens=0),
     "one KV head": BASE.replaced(heads=16, kv_heads=1, dtype="bfloat16"),
     "many heads": BASE.replaced(heads=72, kv_heads=24, tokens=3),
     "a traced layer": BASE.replaced(traced=True),

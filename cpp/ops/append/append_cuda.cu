@@ -19,10 +19,19 @@ bool Aligned(std::initializer_list<const void*> arrays, uintptr_t bytes) {
   return true;
 }
 
+// Elements from a token of q, or of k and v, to the next.
+int64_t QTokenStride(const kvblock_append& a) {
+  return a.q_token_stride ? a.q_token_stride : int64_t{a.num_heads} * a.head_dim;
+}
+int64_t KvTokenStride(const kvblock_append& a) {
+  return a.kv_token_stride ? a.kv_token_stride : int64_t{a.num_kv_heads} * a.head_dim;
+}
+
 // Whether every chunk of a row begins and ends at a multiple of its width.
 bool WholeChunks(const kvblock_append& a, int width) {
   const int turning = a.interleaved ? a.rotary_dim : a.rotary_dim / 2;
-  return a.head_dim % width == 0 && turning % width == 0;
+  return a.head_dim % width == 0 && turning % width == 0 && QTokenStride(a) % width == 0 &&
+         KvTokenStride(a) % width == 0;
 }
 
 bool CacheIsAligned(const kvblock_append& a, int64_t element, int64_t bytes) {
@@ -69,6 +78,8 @@ AppendParams ParamsOf(const kvblock_append& a) {
   p.dim_stride = a.dim_stride;
   p.scale_layer_stride = a.scale_layers > 1 ? a.num_blocks * a.block_size * a.num_kv_heads : 0;
   p.cos_sin_rows = a.cos_sin_rows;
+  p.q_token_stride = QTokenStride(a);
+  p.kv_token_stride = KvTokenStride(a);
   p.tokens = static_cast<int32_t>(a.tokens);
   p.num_heads = a.num_heads;
   p.num_kv_heads = a.num_kv_heads;

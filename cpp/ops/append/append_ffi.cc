@@ -3,6 +3,7 @@
 // launcher.
 //
 // Operands: those that `present` names (bit i: the i-th of Operand), the pool as num_pool arrays.
+// In place of q, k and v, qkv has the heads of all three, one after the other.
 // Results: q, the pool's arrays, k_scales and v_scales, as far as the call has them; all but q
 // alias their operands. Mirrors jax_kvblock/append/cuda.py.
 #include "ops/append/append_ffi.h"
@@ -23,6 +24,7 @@ namespace ffi = xla::ffi;
 namespace {
 
 enum Operand {
+  kQkv,
   kQ,
   kK,
   kV,
@@ -46,6 +48,7 @@ enum PoolNumber {
   kLayers,
   kBlocks,
   kBlockSize,
+  kKvHeads,
   kFirstLayer,
   kLayersWritten,
   kLayerTableStride,
@@ -151,6 +154,31 @@ struct Decoded {
   std::vector<void*> results;
   ffi::DataType type{}, cache_type{};
 };
+
+// Queries, then as many heads of keys as the pool has, then the same of values.
+void DecodeJoined(Reader* in, int64_t num_kv_heads, Decoded* out) {
+  kvblock_append& a = out->a;
+  const ffi::AnyBuffer qkv = in->Next("qkv");
+  if (in->failed()) return;
+  const auto dims = qkv.dimensions();
+  if (dims.size() != 3 || num_kv_heads < 1 || dims[1] <= 2 * num_kv_heads) {
+    return in->Fail("qkv is [tokens, N + 2 K, D]");
+  }
+  out->type = qkv.element_type();
+  a.dtype = CodeOf(out->type);
+  a.tokens = dims[0];
+  a.num_kv_heads = static_cast<int32_t>(num_kv_heads);
+  a.num_heads = static_cast<int32_t>(dims[1] - 2 * num_kv_heads);
+  a.head_dim = static_cast<int32_t>(dims[2]);
+  a.num_outer = 2;
+  a.q_token_stride = a.kv_token_stride = dims[1] * dims[2];
+  const auto element = static_cast<int64_t>(ffi::ByteWidth(out->type));
+  const char* const q = static_cast<const char*>(qkv.untyped_data());
+  const char* const k = q + a.num_heads * dims[2] * element;
+  a.q = q;
+  a.k = k;
+  a.v = k + num_kv_heads * dims[2] * element;
+}
 
 void DecodeTokens(Reader* in, const Attributes& attributes, Decoded* out) {
   kvblock_append& a = out->a;
@@ -275,7 +303,7 @@ void DecodeOperands(Reader* in, const Attributes& attributes, Decoded* out) {
 // What is written is the results' memory, which is the operands'.
 void DecodeResults(Reader* in, const Attributes& attributes, Decoded* out) {
   kvblock_append& a = out->a;
-  if (attributes.Has(kQ)) {
+  if (attributes.Has(kQ) || attributes.Has(kQkv)) {
     const ffi::AnyBuffer q = in->NextResult("q");
     in->Check("result q", q, out->type, {a.tokens, a.num_heads, a.head_dim});
     a.q_out = q.untyped_data();
@@ -302,8 +330,12 @@ ffi::Error Append(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets
                               interleaved, zero_tail, norm_eps};
   if (present < 0 || present >> kNumOperands != 0 || num_pool < 1 ||
       pool.size() != kNumPoolNumbers || rotary_dim < 0 || rotary_dim > INT32_MAX ||
-      !attributes.Has(kK) || !attributes.Has(kPool) || !attributes.Has(kSlots)) {
+      attributes.Has(kK) == attributes.Has(kQkv) || !attributes.Has(kPool) ||
+      !attributes.Has(kSlots)) {
     return Invalid("the attributes do not fit");
+  }
+  if (attributes.Has(kQkv) && (attributes.Has(kQ) || attributes.Has(kV))) {
+    return Invalid("q and v are within qkv");
   }
   Decoded d;
   kvblock_append& a = d.a;
@@ -322,7 +354,11 @@ ffi::Error Append(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets
   a.zero_tail = zero_tail != 0;
   a.norm_eps = norm_eps;
   Reader in(args, rets);
-  DecodeTokens(&in, attributes, &d);
+  if (attributes.Has(kQkv)) {
+    DecodeJoined(&in, pool[kKvHeads], &d);
+  } else {
+    DecodeTokens(&in, attributes, &d);
+  }
   if (!in.failed()) DecodePool(&in, attributes, &d);
   if (!in.failed()) DecodeOperands(&in, attributes, &d);
   if (!in.failed()) DecodeResults(&in, attributes, &d);

@@ -43,6 +43,7 @@ struct AppendParams {
   float *k_scales, *v_scales;
   int64_t layer_stride, block_stride, outer_stride, token_stride, head_stride, dim_stride;
   int64_t scale_layer_stride, cos_sin_rows;
+  int64_t q_token_stride, kv_token_stride;  // in elements, of q, and of k and v
   int32_t tokens, num_heads, num_kv_heads, num_rows, head_dim;
   int32_t num_layers, layer, layer_table_stride, num_slots, block_size;
   int32_t k_scale_stride, v_scale_stride;  // 0 where all heads have one scale
@@ -257,10 +258,13 @@ __global__ void __launch_bounds__(kAppendThreads) Append(const __grid_constant__
   const int kv_row = row - p.num_heads;
   const bool is_v = kv_row >= p.num_kv_heads;
   const int head = is_q ? row : is_v ? kv_row - p.num_kv_heads : kv_row;
-  const int64_t heads = is_q ? p.num_heads : p.num_kv_heads;
-  const int64_t given = ((int64_t{plane} * p.tokens + token) * heads + head) * p.head_dim;
-  const T* const from = static_cast<const T*>(is_q ? p.q : is_v ? p.v : p.k) + given;
-  T* const q_out = static_cast<T*>(p.q_out) + given;
+  const int64_t given =
+      (int64_t{plane} * p.tokens + token) * (is_q ? p.q_token_stride : p.kv_token_stride);
+  const T* const from = static_cast<const T*>(is_q   ? p.q
+                                              : is_v ? p.v
+                                                     : p.k) +
+                        given + head * p.head_dim;
+  T* const q_out = static_cast<T*>(p.q_out) + (int64_t{token} * p.num_heads + head) * p.head_dim;
   char* to = nullptr;
   float* scales = nullptr;  // where the row's own scale is stored
   if (there && !is_q) {
