@@ -222,15 +222,16 @@ def _over_devices(
 
 
 def _alone(case: Length, n: int, place: int, local: Callable[..., Any]) -> _Timed:
-    def forward(place: Any, q: Any, k: Any, v: Any) -> Any:
+    def attend(place: Any, *qkv: Any) -> Any:
         with one_of(n, place):
-            return local(q, k, v)
+            return local(*qkv)
 
-    def both(place: Any, q: Any, k: Any, v: Any, d_out: Any) -> Any:
+    def with_gradients(place: Any, *arrays: Any) -> Any:
         with one_of(n, place):
-            return both(local, q, k, v, d_out)
+            return both(local, *arrays)
 
-    return _Timed((forward, both), (jnp.int32(place), *drawn(case, n, None)))
+    args = (jnp.int32(place), *drawn(case, n, None))
+    return _Timed((attend, with_gradients), args)
 
 
 def drawn(case: Length, parts: int, place: Any) -> tuple[jax.Array, ...]:

@@ -56,6 +56,11 @@ def training(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     yield from imported("bench_training", monkeypatch)
 
 
+@pytest.fixture
+def parallel(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    yield from imported("bench_parallel", monkeypatch)
+
+
 def imported(module: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     before = set(sys.modules)
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -148,6 +153,24 @@ GROUPS = {"fixed", "threshold", "pooled", "learned"}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1], ids=["first", "last"])
+def test_a_part_of_a_sequence_alone(place: int, parallel: ModuleType) -> None:
+    """What one of two devices computes, where there is one; gradients, too."""
+    local = functools.partial(
+        parallel.context_parallel_attention,
+        axis_name="context",
+        strategy="ring",
+        causal=True,
+    )
+    timed = parallel._alone(parallel.Length(64), 2, place, local)
+    out = timed.run("forward")
+    assert out.shape == (1, 32, parallel.HEADS, parallel.DIM)
+    again, gradients = timed.run("both")
+    assert jax.numpy.array_equal(out, again)
+    assert [g.shape[2] for g in gradients] == [32, 8, 8]
+    assert all(bool(jax.numpy.abs(g).max() > 0) for g in gradients)
+
+
 def test_small_lists_of_tiles_and_selectors(tmp_path: Path) -> None:
     cases = "^tiles .*S16384 .*causal|^selectors"
     document = small(tmp_path, "sparse", "--cases", cases)
