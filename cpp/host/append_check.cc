@@ -57,7 +57,6 @@ std::string CheckSizes(const kvblock_append& a) {
     return "num_blocks * block_size must be 1 to 2^31 - 1, got " + std::to_string(a.num_blocks) +
            " * " + std::to_string(a.block_size);
   }
-  if (!Addressable({a.layers, a.tokens, rows, a.head_dim})) return "k is too large to address";
   if (a.q_token_stride != 0 && a.q_token_stride < int64_t{a.num_heads} * a.head_dim) {
     return Got("q_token_stride must be 0, or at least num_heads * head_dim", a.q_token_stride);
   }

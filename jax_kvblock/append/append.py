@@ -153,9 +153,35 @@ class RopeOptions(TypedDict, total=False):
 
 @overload
 def rope_append(
+    q: Float[ArrayIn, "tokens N D"],
+    k: Float[ArrayIn, "tokens K D"],
+    v: Float[ArrayIn, "tokens K D"],
+    pool: KVPool,
+    layer: LayerIndex,
+    slots: Integers,
+    positions: Integers | None,
+    *,
+    scales: None = ...,
+    **options: Unpack[RopeOptions],
+) -> tuple[jax.Array, KVPool]: ...
+@overload
+def rope_append(
+    q: Float[ArrayIn, "tokens N D"],
+    k: Float[ArrayIn, "tokens K D"],
+    v: Float[ArrayIn, "tokens K D"],
+    pool: KVPool,
+    layer: LayerIndex,
+    slots: Integers,
+    positions: Integers | None,
+    *,
+    scales: KVScales,
+    **options: Unpack[RopeOptions],
+) -> tuple[jax.Array, KVPool, KVScales]: ...
+@overload
+def rope_append(
     q: Float[ArrayIn, "tokens heads D"],
-    k: Float[ArrayIn, "tokens K D"] | None,
-    v: Float[ArrayIn, "tokens K D"] | None,
+    k: None,
+    v: None,
     pool: KVPool,
     layer: LayerIndex,
     slots: Integers,
@@ -167,8 +193,8 @@ def rope_append(
 @overload
 def rope_append(
     q: Float[ArrayIn, "tokens heads D"],
-    k: Float[ArrayIn, "tokens K D"] | None,
-    v: Float[ArrayIn, "tokens K D"] | None,
+    k: None,
+    v: None,
     pool: KVPool,
     layer: LayerIndex,
     slots: Integers,
@@ -214,7 +240,8 @@ def rope_append(
       k, v: `[tokens, K, D]` in q's dtype; K and D are the pool's. Or both are None, and
         q is `[tokens, N + 2 K, D]`: queries, then keys, then values, as one projection
         makes them. The kernel reads them where they lie; slices of that projection
-        would be copied ahead of it.
+        are copied ahead of it, as they are where XLA cuts the program over devices. In
+        a `shard_map` they are the device's own queries, keys and values.
       pool: a `KVPool` of keys and values on the device, in any layout; of q's dtype, or
         of 8 bits, with scales.
       layer: an integer, or a traced integer scalar.
@@ -249,6 +276,7 @@ def rope_append(
 
     Example:
       >>> q, pool = rope_append(q, k, v, pool, layer, slots, positions, theta=1e4)
+      >>> q, pool = rope_append(qkv, None, None, pool, layer, slots, at, theta=1e4)
       >>> out = paged_attention(q, pool, layer, tables, lens, query_start=starts)
     """
     where = "rope_append"

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jax_kvblock.append.cuda import DTYPES
 from jax_kvblock.append.plain import LARGEST
@@ -24,6 +25,7 @@ from jax_kvblock.core.checks import (
     shown,
     to_jax,
 )
+from jax_kvblock.core.spmd import reshard
 
 EIGHT_BITS = tuple(LARGEST)
 
@@ -99,13 +101,22 @@ def check_joined(
             f"{where}: q must be one of {', '.join(DTYPES)}, got {show(qkv)}; cast it "
             "with .astype"
         )
-    qkv = to_jax(qkv)
-    if jax.typeof(qkv).sharding.spec[1] is not None:
+    return {"qkv": _whole_heads(where, to_jax(qkv)), "slots": slots}
+
+
+def _whole_heads(where: str, qkv: jax.Array) -> jax.Array:
+    """The array, which no explicit axis cuts by heads; axes of one device do not."""
+    sharding = jax.typeof(qkv).sharding
+    rows, heads, dims = sharding.spec
+    if heads is None:
+        return qkv
+    axes = heads if isinstance(heads, tuple) else (heads,)
+    if math.prod(sharding.mesh.shape[axis] for axis in axes) > 1:
         raise ValueError(
-            f"{where}: q, k and v must be arrays of their own where heads lie on "
-            f"several devices, got {show(qkv)} along {jax.typeof(qkv).sharding.spec}"
+            f"{where}: without k, the heads in q must lie whole on each device, got "
+            f"{show(qkv)} along {sharding.spec}; project q, k and v apart, or reshard q"
         )
-    return {"qkv": qkv, "slots": slots}
+    return reshard(qkv, PartitionSpec(rows, None, dims))
 
 
 def _rows(

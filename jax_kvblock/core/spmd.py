@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -57,13 +58,14 @@ def reshard(x: Any, spec: PartitionSpec, mesh: Any = None) -> Any:
 def is_partitioned(ctx: Any) -> bool:
     """Whether the compiler cuts the program that is lowered over several devices.
 
-    On one device it does not, nor where all axes of a mesh are those of a shard_map.
+    On one device it does not, nor where a shard_map is over all axes of several.
     """
     context = ctx.module_context.axis_context
     manual = getattr(context, "manual_axes", None)
     if manual is None:
         return (getattr(context, "num_devices", 1) or 1) > 1
-    return frozenset(manual) != frozenset(context.mesh.axis_names)
+    sizes = context.mesh.shape.items()
+    return math.prod(size for axis, size in sizes if axis not in manual) > 1
 
 
 def lower_local(ctx: Any, function: Callable[..., Any], *operands: Any) -> Any:

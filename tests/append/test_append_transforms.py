@@ -378,6 +378,63 @@ def test_joined_on_several_devices(cut, by_cpus, rng):
     hold(drawn, made)
 
 
+@pytest.mark.parametrize("over", [("b", "h"), ("b",)], ids=["all axes", "one axis"])
+@by_axis_type
+def test_joined_in_shard_map(over, axis_type, by_cpus, rng):
+    """Over all axes each device has its own heads, joined; over "b" XLA cuts by "h"."""
+    drawn = Drawn(SHARDED["NHD"].replaced(joined=True), rng)
+    mesh, case = mesh_of(axis_type), drawn.case
+    call, given = call_of(drawn)
+    pool = given.pop("pool")
+    pool_spec, _, _ = specs_of(drawn)
+    count = 2 if "h" in over else 1  # parts of the heads
+    # A device's queries, keys and values, then the next one's.
+    parts = [np.split(x, count, 1) for x in (drawn.q, drawn.k, drawn.v)]
+    given["q"] = np.concatenate([x[i] for i in range(count) for x in parts], 1)
+    cut = P(None, "h") if count > 1 else P()
+    spec = pool.spec.replace(num_kv_heads=case.kv_heads // count)
+    names = [n for n, x in given.items() if x is not None]
+    specs = [cut if n == "q" else P() for n in names]
+
+    def body(data: Any, *arrays: Any) -> Any:
+        whole = given | dict(zip(names, arrays, strict=True))
+        q, pool = call(whole | {"pool": kv.KVPool(data, spec)})
+        return q, pool.data
+
+    own = pool_spec if count > 1 else P()
+    mapped = jax.shard_map(
+        body,
+        mesh=mesh,
+        in_specs=(own, *specs),
+        out_specs=(cut, own),
+        axis_names=set(over),
+    )
+    args = [jax.device_put(pool.data, NamedSharding(mesh, pool_spec))]
+    args += [
+        jax.device_put(given[n], NamedSharding(mesh, s))
+        for n, s in zip(names, specs, strict=True)
+    ]
+    with jax.set_mesh(mesh):
+        q, data = jax.jit(mapped)(*args)
+        text = (
+            jax.jit(mapped).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+        )
+    assert ("stablehlo.slice" in text) == (over == ("b",))
+    hold(drawn, (q, kv.KVPool(data, pool.spec)))
+
+
+def test_joined_along_an_axis_of_one_device(by_cpus, rng):
+    """Heads that are cut over one device are whole."""
+    drawn = Drawn(BASE.replaced(joined=True), rng)
+    mesh = mesh_of(jax.sharding.AxisType.Explicit, (4, 1))
+    call, given = call_of(drawn)
+    put = {n: x for n, x in given.items() if x is not None}
+    put = {n: jax.device_put(x, NamedSharding(mesh, P())) for n, x in put.items()}
+    put["q"] = jax.device_put(given["q"], NamedSharding(mesh, P(None, "h")))
+    with jax.set_mesh(mesh):
+        hold(drawn, jax.jit(call)(given | put))
+
+
 def test_joined_on_explicit_axes(by_cpus, rng):
     """Whole, beside a pool that is cut; heads that are cut are refused."""
     drawn = Drawn(SHARDED["NHD"].replaced(joined=True), rng)
@@ -395,7 +452,9 @@ def test_joined_on_explicit_axes(by_cpus, rng):
         assert made[0].sharding.is_equivalent_to(NamedSharding(mesh, q), 3)
         hold(drawn, made)
         given["q"] = jax.device_put(given["q"], NamedSharding(mesh, q))
-        with pytest.raises(ValueError, match="must be arrays of their own where heads"):
+        with pytest.raises(
+            ValueError, match=r"must lie whole on each device.*project q"
+        ):
             jax.jit(call)(given)
 
 

@@ -152,7 +152,6 @@ def test_wrong_logits_are_not_timed(
 GROUPS = {"fixed", "threshold", "pooled", "learned"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1], ids=["first", "last"])
 def test_a_part_of_a_sequence_alone(place: int, parallel: ModuleType) -> None:
     """What one of two devices computes, where there is one; gradients, too."""
@@ -166,11 +165,12 @@ def test_a_part_of_a_sequence_alone(place: int, parallel: ModuleType) -> None:
     out = timed.run("forward")
     assert out.shape == (1, 32, parallel.HEADS, parallel.DIM)
     again, gradients = timed.run("both")
-    assert jax.numpy.array_equal(out, again)
+    assert jax.numpy.abs(out - again).max() < 0.01
     assert [g.shape[2] for g in gradients] == [32, 8, 8]
     assert all(bool(jax.numpy.abs(g).max() > 0) for g in gradients)
 
 
+@pytest.mark.slow
 def test_small_lists_of_tiles_and_selectors(tmp_path: Path) -> None:
     cases = "^tiles .*S16384 .*causal|^selectors"
     document = small(tmp_path, "sparse", "--cases", cases)

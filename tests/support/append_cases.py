@@ -45,6 +45,7 @@ class Case:
     zero_tail: bool = False
     most: int = 100  # positions are below
     joined: bool = False  # q, k and v in one array
+    padding: int = 0  # by the C interface: elements behind each token's row of q
     wild: bool = False  # NaN, infinities and large numbers among the rows
 
     def replaced(self, **changes: Any) -> Case:
@@ -378,6 +379,13 @@ CASES = {
     "joined, as they are": BASE.replaced(
         joined=True, angles=None, kind=("HND", False), wild=True, dtype="bfloat16"
     ),
+    "joined, d64, padded": BASE.replaced(
+        joined=True, dtype="bfloat16", dim=64, padding=4
+    ),
+    "joined, d64, padded by 8": BASE.replaced(
+        joined=True, dtype="bfloat16", dim=64, padding=8, angles="rows"
+    ),
+    "queries padded": BASE.replaced(dtype="bfloat16", dim=64, padding=4),
     "joined, no tokens": BASE.replaced(joined=True, tokens=0),
     "one KV head": BASE.replaced(heads=16, kv_heads=1, dtype="bfloat16"),
     "many heads": BASE.replaced(heads=72, kv_heads=24, tokens=3),
@@ -404,6 +412,9 @@ KEPT = {
     "all layers": FP8.replaced(layer=None, scale="computed", zero_tail=True),
     "all layers, by layers": FP8.replaced(
         layer=None, scale="head", kind=("HND", False), zero_tail=True
+    ),
+    "joined, all layers": FP8.replaced(
+        layer=None, joined=True, scale="head", padding=3
     ),
     "combined": FP8.replaced(outer=1, scale="computed", dim=576, kv_heads=1),
     "combined, all layers": FP8.replaced(outer=1, layer=None, stored="int8"),

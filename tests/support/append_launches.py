@@ -129,6 +129,14 @@ def strides(drawn: Drawn) -> dict[str, int]:
     return made
 
 
+def beside(place: Any, parts: list[np.ndarray], padding: int) -> tuple[int, int]:
+    """The address of an array of all parts' heads, a token's padded; its row's size."""
+    rows = [x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1]) for x in parts]
+    rows.append(np.full((*rows[0].shape[:-1], padding), 77, rows[0].dtype))
+    whole = np.concatenate(rows, -1)
+    return place(whole), whole.shape[-1]
+
+
 def launch(
     library: ctypes.CDLL, drawn: Drawn, rope: bool, memory: Guarded | OnGpu
 ) -> tuple[Any, np.ndarray, Any]:
@@ -142,16 +150,22 @@ def launch(
         return at(np.asarray(x).reshape(-1))
 
     a.slots = at(drawn.slots)
+    heads = c.kv_heads * c.dim * drawn.k.itemsize  # bytes of a token's keys
+    a.q = a.k = a.v = None
     if c.joined:
-        whole = drawn.joined()
-        a.q = at(whole)
-        a.k = a.q + drawn.q[:1].nbytes
-        a.v = a.k + drawn.k[:1].nbytes
-        a.q_token_stride = a.kv_token_stride = whole.shape[1] * c.dim
+        parts = [drawn.q, drawn.k, drawn.v] if rope else [drawn.k, drawn.v]
+        place, a.kv_token_stride = beside(at, parts, c.padding)
+        if rope:
+            a.q, a.q_token_stride = place, a.kv_token_stride
+            place += c.heads * c.dim * drawn.q.itemsize
+        a.k, a.v = place, place + heads
     else:
         a.k = at(drawn.k)
         a.v = at(drawn.v) if drawn.v is not None else None
-        a.q = at(drawn.q) if rope else None
+        if rope and c.padding:
+            a.q, a.q_token_stride = beside(at, [drawn.q], c.padding)
+        elif rope:
+            a.q = at(drawn.q)
     q_out = 0
     if rope:
         q_out = at(np.full_like(drawn.q, 7))

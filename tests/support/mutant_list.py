@@ -423,6 +423,27 @@ CPU = (
         test("test_append_emulated", "test_rope_append and pairs"),
     ),
     Mutant(
+        "rows of any stride are read as vectors",
+        "cpp/ops/append/append_cuda.cu",
+        "p.q_token_stride % W == 0 && p.kv_token_stride % W == 0 &&",
+        "",
+        test("test_append_emulated", "test_rope_append and padded"),
+    ),
+    Mutant(
+        "keys lie as queries do",
+        KERNEL,
+        "(is_q ? p.q_token_stride : p.kv_token_stride)",
+        "p.q_token_stride",
+        test("test_append_emulated", "test_rope_append and halves"),
+    ),
+    Mutant(
+        "joined arrays stay joined where heads are cut",
+        f"{APPEND}/primitive.py",
+        "call.joined and is_partitioned(ctx)",
+        "False",
+        test("test_append_transforms", "test_joined"),
+    ),
+    Mutant(
         "zeros fall on what others write",
         KERNEL,
         "if (written[n / 32] >> n % 32 & 1) continue;",

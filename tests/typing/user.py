@@ -65,6 +65,9 @@ assert_type(
     kv.rope_append(here, here, here, pool, 0, ids, None, cos_sin=there, scales=scales),
     tuple[jax.Array, kv.KVPool, kv.KVScales],
 )
+assert_type(kv.rope_append(here, None, None, pool, 0, ids, ids, theta=1e4), Rotated)
+kv.rope_append(here, None, here, pool, 0, ids, ids, theta=1e4)  # wrong
+kv.rope_append(here, here, None, pool, 0, ids, ids, theta=1e4)  # wrong
 kv.rope_append(here, here, here, pool, 0, ids, ids, tetha=1e4)  # wrong
 kv.append_kv(pool, 0, here, here, ids, scales=spec)  # wrong
 assert_type(kv.gather_kv(pool, 0, [2, 5]), tuple[jax.Array, jax.Array | None])

@@ -61,8 +61,9 @@ typedef struct kvblock_append {
   const void *q, *k, *v; /* [tokens, N, D]; [layers, tokens, K, D] */
   void* q_out;           /* [tokens, N, D] */
   const int32_t* slots;  /* [tokens] */
-  /* Elements from a token's first head to the next token's, where q, or k and v, are parts of one
-   * array; 0 where they are arrays of their own. */
+  /* In elements: from a token's first head to the next token's, where q, or k and v, are parts of
+   * one array; 0 where they are arrays of their own. From a layer to the next: tokens times that.
+   * q_out is never a part of them. */
   int64_t q_token_stride, kv_token_stride;
 
   /* The cache. All strides in bytes and not negative. */

@@ -30,8 +30,7 @@ int64_t KvTokenStride(const kvblock_append& a) {
 // Whether every chunk of a row begins and ends at a multiple of its width.
 bool WholeChunks(const kvblock_append& a, int width) {
   const int turning = a.interleaved ? a.rotary_dim : a.rotary_dim / 2;
-  return a.head_dim % width == 0 && turning % width == 0 && QTokenStride(a) % width == 0 &&
-         KvTokenStride(a) % width == 0;
+  return a.head_dim % width == 0 && turning % width == 0;
 }
 
 bool CacheIsAligned(const kvblock_append& a, int64_t element, int64_t bytes) {
@@ -102,7 +101,8 @@ AppendParams ParamsOf(const kvblock_append& a) {
   p.q_norm_wide = a.q_norm_dtype != a.dtype;
   p.k_norm_wide = a.k_norm_dtype != a.dtype;
   const int64_t element = p.quantizes ? 1 : sizeof(T);
-  p.whole_vectors = WholeChunks(a, W) && Aligned({a.q, a.k, a.v, a.q_out, a.q_norm, a.k_norm}, 16);
+  p.whole_vectors = WholeChunks(a, W) && p.q_token_stride % W == 0 && p.kv_token_stride % W == 0 &&
+                    Aligned({a.q, a.k, a.v, a.q_out, a.q_norm, a.k_norm}, 16);
   p.cache_vectors = WholeChunks(a, W) && CacheIsAligned(a, element, element * W);
   for (int64_t i = 0; i < a.num_buffers; ++i) p.buffers[i] = static_cast<char*>(a.buffers[i]);
   return p;

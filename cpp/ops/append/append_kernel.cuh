@@ -260,10 +260,8 @@ __global__ void __launch_bounds__(kAppendThreads) Append(const __grid_constant__
   const int head = is_q ? row : is_v ? kv_row - p.num_kv_heads : kv_row;
   const int64_t given =
       (int64_t{plane} * p.tokens + token) * (is_q ? p.q_token_stride : p.kv_token_stride);
-  const T* const from = static_cast<const T*>(is_q   ? p.q
-                                              : is_v ? p.v
-                                                     : p.k) +
-                        given + head * p.head_dim;
+  const void* const all = is_q ? p.q : is_v ? p.v : p.k;
+  const T* const from = static_cast<const T*>(all) + given + head * p.head_dim;
   T* const q_out = static_cast<T*>(p.q_out) + (int64_t{token} * p.num_heads + head) * p.head_dim;
   char* to = nullptr;
   float* scales = nullptr;  // where the row's own scale is stored
