@@ -24,13 +24,21 @@ def choices(model: LoadedModel, tokens: Sequence[int]) -> np.ndarray:
 
 @partial(jax.jit, static_argnums=0)
 def _choices(config: Config, params: Params, tokens: jax.Array) -> jax.Array:
+    places = jnp.arange(len(tokens))
+    logits = logits_at(config, params, tokens, places)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def logits_at(
+    config: Config, params: Params, tokens: jax.Array, places: jax.Array
+) -> jax.Array:
+    """Logits float32 [n, vocabulary] behind tokens [T], at places [n] of them."""
     x = params["embedding"][tokens].astype(jnp.float32)
     cos_sin = turns(config, jnp.arange(len(tokens)))
     for weights in params["layers"]:
         x = _layer(config, weights, x, cos_sin)
-    x = rms_norm(x, params["final_norm"], config.norm_eps)
-    logits = product(x, params.get("head", params["embedding"]))
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    x = rms_norm(x[places], params["final_norm"], config.norm_eps)
+    return product(x, params.get("head", params["embedding"]))
 
 
 @partial(jax.jit, static_argnums=0)

@@ -29,6 +29,11 @@ import httpx
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 SYSTEM = "You answer questions about blocks, tables and tiers. Be brief and plain. "
+QUESTIONS, LENGTHS = 40, (1, 5, 20, 60)
+
+
+def question(number: int) -> str:
+    return f"Question {number}: what is a block?"
 
 
 class Client:
@@ -69,9 +74,9 @@ class Client:
     # ---- honest ones ----
 
     def body(self, *, most: int | None = None, **more: Any) -> dict[str, Any]:
-        question = f"Question {self.random.randrange(40)}: what is a block?"
-        tokens = self.random.choice([1, 5, 20, 60]) if most is None else most
-        given = {"model": self.model, "prompt": SYSTEM + question}
+        asked = question(self.random.randrange(QUESTIONS))
+        tokens = self.random.choice(LENGTHS) if most is None else most
+        given = {"model": self.model, "prompt": SYSTEM + asked}
         return {**given, "max_tokens": tokens, "temperature": 0, **more}
 
     def whole(self) -> str:
