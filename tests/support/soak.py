@@ -38,8 +38,8 @@ ENGINES = {
     "model": (["model"], "model"),  # SmolLM2
 }
 GROWTH = 0.05  # of the server's memory, at most
-# An engine with a model touches memory for the first time for some 12 s: 275 MiB grew to
-# 485, and stayed. It has settled where it grew by less than 1 % in so many samples.
+# An engine with a model touches memory for the first time for some 12 s: 275 MiB grew
+# to 485, and stayed. It has settled where so many samples see less than 1 % of growth.
 SETTLED, MOST_SAMPLES = 30, 600
 SLACK = 8 << 20  # bytes beside it: threads' arenas, codes that are first used late
 
