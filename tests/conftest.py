@@ -49,6 +49,7 @@ from jax_kvblock.core import checks
 pytest_plugins = [
     "budgets",
     "case_limit",
+    "dealing",
     "emulated_append",
     "emulated_attention",
     "emulated_cast",

@@ -21,7 +21,7 @@ SANITIZER = shutil.which("compute-sanitizer")
 LIBRARY = Path(jax_kvblock.__file__).parent / "lib" / "libkvblock.so"
 LAUNCHES = Path(__file__).parents[1] / "support" / "append_launches.py"
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.early]
 watched = pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer here")
 
 

@@ -26,6 +26,7 @@ LAUNCHES = Path(__file__).parents[1] / "support" / "attention_launches.py"
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.early,
     pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer here"),
 ]
 

@@ -34,7 +34,7 @@ from reshard_processes import Place, hold, on
 import jax_kvblock as kv
 from jax_kvblock.parallel import kv_heads_partition, repeat_kv_heads, repeat_spec
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.early]
 
 
 @pytest.fixture(params=[2, 4], ids=lambda n: f"{n} GPUs")

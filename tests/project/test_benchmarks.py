@@ -25,6 +25,8 @@ import jax_kvblock
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
+pytestmark = pytest.mark.early
+
 
 @pytest.fixture
 def decode_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:

@@ -34,6 +34,8 @@ DOCUMENTS = [
     *("README.md", "CHANGELOG.md", "benchmarks/README.md"),
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
 ]
+pytestmark = pytest.mark.early
+
 COMMENT = re.compile(r"<!-- (needs|given|prints): *(.*?) *-->", re.DOTALL)
 
 

@@ -30,6 +30,8 @@ from jax_kvblock.graphs import EngineBlock
 Load = Callable[[str], ModuleType]
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 
+pytestmark = pytest.mark.early
+
 
 def test_a_model_decodes_on_from_a_cache_that_was_moved() -> None:
     skip_without_model()
