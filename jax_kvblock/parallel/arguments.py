@@ -144,8 +144,7 @@ def normalize(
     work = work_of(config, size, sizes, batch, rows, keys, q.dtype.itemsize, reach)
     strategy, group = _resolve(where, strategy, work)
     gathered = strategy == "all_gather"
-    by_engines = compiler_options and engines_can_send() and not gathered
-    by_engines = by_engines and jax.process_count() == 1
+    by_engines = compiler_options and engines_can_send() and jax.process_count() == 1
     plan = Plan(
         config=config,
         axis_name=axis_name,
@@ -153,6 +152,7 @@ def normalize(
         group=group,
         zigzag=zigzag,
         gathered=gathered,
+        direct=gathered and by_engines,
         packed=packed,
         alike=alike,
         as_one=not compiler_options,

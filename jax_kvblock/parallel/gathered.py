@@ -3,6 +3,9 @@
 What rows see of their own device's keys is computed while the others' arrive. Where
 the rest is one call without a mask (`others.py`), it is that; else a call or two on all
 keys, in the order of the sequence.
+
+Where copy engines send what is permuted, devices send to each other directly, and take
+no multiprocessors from attention; else XLA gathers, and sums gradients over devices.
 """
 
 from __future__ import annotations
@@ -53,17 +56,12 @@ def forward(here: Here, q: Any, k: Any, v: Any) -> Merged:
     """What rows see of all keys; own ones first, others arrive under them."""
     found = _gathering(here)
     merged = Merged(q, v, found.parts)
-    every = tuple(_gather(here.plan, a, -3) for a in (k, v))
+    come = _coming(here, found, (k, v))
     for call in found.own:
         merged.attend(call, k, v)
-    order = found.order
-    if found.own and order is None:
-        every = after(every, merged.so_far())
-    elif found.own:  # which is smaller
-        order = after(order, merged.so_far())
-    k_all, v_all = (_taken(a, order, -3) for a in every)
+    keys = come.taken(merged.so_far() if found.own else None)
     for call in found.calls:
-        merged.attend(call, k_all, v_all)
+        merged.attend(call, *keys)
     return merged
 
 
@@ -82,14 +80,99 @@ def backward(here: Here, x: Arrays, lse: Any, delta: Any, d_o: Any) -> Arrays:
         parts = [sums.run(call, tuple(keys), lse, delta, d_o) for call in calls]
         return sums.of_keys(parts, tuple(keys), more)
 
-    every = tuple(_gather(here.plan, a, -3) for a in own)
-    rows = every[0].shape[-3]
-    taken = [_taken(a, found.order, -3) for a in every]
-    d_every = run(found.calls, taken, delta)
-    made = tuple(_scatter(here.plan, a, found.order, rows) for a in d_every)
-    if found.own:
-        made = run(found.own, own, after(delta, d_every), made)
-    return sums.result(made)
+    come = _coming(here, found, (own[0], own[1]))
+    keys = come.taken(None)
+    d_keys = run(found.calls, keys, delta)
+    home = come.home(d_keys)
+    if not found.own:
+        return sums.result(home)
+    return sums.result(run(found.own, own, after(delta, d_keys), home))
+
+
+class _Gathered:
+    """Keys and values of all devices, by XLA's collectives.
+
+    Rows of all devices lie one device behind the other.
+    """
+
+    def __init__(self, here: Here, order: Any, own: Arrays) -> None:
+        self._plan, self._order = here.plan, order
+        self._every = tuple(_gather(here.plan, a, -3) for a in own)
+
+    def taken(self, done: Any) -> Arrays:
+        """Those that calls want, in their order, not before `done`."""
+        every, order = self._every, self._order
+        if done is not None and order is None:
+            every = after(every, done)
+        elif done is not None:  # which is smaller
+            order = after(order, done)
+        return tuple(_taken(a, order, -3) for a in every)
+
+    def home(self, d_taken: Arrays) -> Arrays:
+        """Of gradients of what was taken, the sums of a device's own."""
+        rows = self._every[0].shape[-3]
+        return tuple(_scatter(self._plan, a, self._order, rows) for a in d_taken)
+
+
+class _Sent:
+    """Those of all devices but this one, which these send directly.
+
+    order: int32 `[rows]`, which row each one that is taken is, of all devices' rows.
+    """
+
+    def __init__(self, here: Here, order: jax.Array, own: Arrays) -> None:
+        self._here, self._own = here, own
+        length = own[0].shape[-3]
+        # Behind a device's own rows lie those of the device before it, and so on.
+        behind = (here.place - order // length) % here.plan.size
+        self._order = behind * length + order % length
+        self._steps = range(1, here.plan.size)
+        self._shards = [own, *(here.send(own, step) for step in self._steps)]
+
+    def taken(self, done: Any) -> Arrays:
+        order = self._order if done is None else after(self._order, done)
+        every = (
+            jnp.concatenate(parts, axis=-3) for parts in zip(*self._shards, strict=True)
+        )
+        return tuple(_taken(a, order, -3) for a in every)
+
+    def home(self, d_taken: Arrays) -> Arrays:
+        """Gradients go as the kernel gives them, and are summed in float32 at home."""
+        size, length = self._here.plan.size, self._own[0].shape[-3]
+        at = jnp.arange(self._order.shape[0], dtype=jnp.int32)
+        # A row may be taken twice: it has a first place and a last one.
+        first = jnp.full(size * length, at.shape[0], jnp.int32).at[self._order].min(at)
+        last = jnp.full(size * length, -1, jnp.int32).at[self._order].max(at)
+        sums: list[Any] = [None, None]
+        for step in self._steps:
+            rows = slice(step * length, (step + 1) * length)
+            parts = tuple(_of_rows(a, first[rows], last[rows]) for a in d_taken)
+            for i, part in enumerate(self._here.send(parts, -step % size)):
+                part = part.astype(accumulator(part.dtype))
+                sums[i] = part if sums[i] is None else sums[i] + part
+        return tuple(sums)
+
+
+def _coming(here: Here, found: _Gathering, own: Arrays) -> _Gathered | _Sent:
+    if here.plan.direct and found.own:
+        order = found.order
+        if order is None:
+            order = jnp.arange(here.plan.size * own[0].shape[-3], dtype=jnp.int32)
+        return _Sent(here, order, own)
+    return _Gathered(here, found.order, own)
+
+
+def _of_rows(d_taken: jax.Array, first: jax.Array, last: jax.Array) -> jax.Array:
+    """Of gradients of what was taken, those of rows that were taken there."""
+    wide = accumulator(d_taken.dtype)
+    shape = (-1, 1, 1)
+
+    def part(at: jax.Array, there: jax.Array) -> jax.Array:
+        found = jnp.take(d_taken, at, axis=-3, mode="clip").astype(wide)
+        return jnp.where(there.reshape(shape), found, 0)
+
+    both = part(first, last >= 0) + part(last, last > first)
+    return both.astype(d_taken.dtype)
 
 
 def _sequence_order(here: Here) -> Any:
@@ -117,7 +200,7 @@ def _gather(plan: Plan, a: Any, axis: int) -> Any:
 def _taken(a: Any, order: Any, axis: int) -> Any:
     if a is None or order is None:
         return a
-    return jnp.take(a, order, axis=axis)
+    return jnp.take(a, order, axis=axis, mode="clip")
 
 
 def _scatter(plan: Plan, a: jax.Array, order: Any, rows: int) -> jax.Array:

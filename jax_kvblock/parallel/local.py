@@ -37,6 +37,8 @@ class Plan:
         `d // group`.
       zigzag: how sequences lie.
       gathered: whether keys are gathered, instead of coming by.
+      direct: whether devices then send them to each other, instead of a collective's
+        gathering them, where calls on own keys and on others' are apart.
       packed: whether arrays hold packed documents.
       alike: whether queries and keys have the same positions on every device.
       as_one: whether keys and values travel as one array.
@@ -51,6 +53,7 @@ class Plan:
     group: int
     zigzag: bool
     gathered: bool
+    direct: bool
     packed: bool
     alike: bool
     as_one: bool

@@ -13,6 +13,9 @@ from jax.sharding import Mesh
 from jax_kvblock.core.checks import show
 
 _WHOLE = 1 << 40  # bytes; more than any collective has
+# Where copy engines send, sends to several devices hide under one kernel.
+_BESIDE = "xla_gpu_experimental_parallel_collective_overlap_limit"
+_MOST_AT_ONCE = 16
 
 
 def compiler_options(
@@ -25,7 +28,7 @@ def compiler_options(
     - Permutations that begin together are one: XLA hides but one collective at a time.
     - `ppermute` among devices of one process is done by the GPUs' copy engines, with
       jaxlib 0.11.2 or newer. NCCL's kernels need multiprocessors, and attention kernels
-      have taken all of them.
+      have taken all of them. Up to 16 collectives may then hide at a time.
 
     Args:
       devices: a mesh, or its devices; all there are unless given.
@@ -51,7 +54,10 @@ def compiler_options(
     found: dict[str, Any] = {
         f"xla_gpu_{kind}_combine_threshold_bytes": _WHOLE for kind in kinds
     }
-    return found | engine_options(devices)
+    engines = engine_options(devices)
+    if engines:
+        found[_BESIDE] = _MOST_AT_ONCE
+    return found | engines
 
 
 def _list_of(devices: Any) -> list[jax.Device]:

@@ -81,7 +81,7 @@ def _chunks(here: Here, causal: bool) -> Others:
     bounds = own if here.plan.packed else own[:2]
     slot = jnp.arange(2 * n - 2, dtype=jnp.int32)
     taken = _seen(slot, n, place) if causal else _all(slot, n, place)
-    order = _rows(taken, bounds, n, here.key_length)
+    order = _rows(taken, bounds, n, here.key_length, place)
     starts = own * (n - 1)
     keys = Side(order.shape[0], starts, (), (), 0, here.mask.kv_lens is not None)
     chunk = (own[1:] - own[:-1]) // 2
@@ -128,10 +128,11 @@ def _all(slot: jax.Array, n: int, place: Any) -> _Chunks:
     return _Chunks(device, late, jnp.where(late, 2 * n - 1 - device, device))
 
 
-def _rows(taken: _Chunks, own: jax.Array, n: int, length: int) -> jax.Array:
+def _rows(taken: _Chunks, own: jax.Array, n: int, length: int, place: Any) -> jax.Array:
     """Where the rows of these chunks lie, of documents with these local boundaries.
 
-    Rows of no document stand for themselves.
+    Nobody sees rows of no document. A device's own ones stand for them, so that no
+    row of another device is taken more than twice.
     """
     count = (n - 1) * length
     row = jnp.arange(count, dtype=jnp.int32)
@@ -144,7 +145,8 @@ def _rows(taken: _Chunks, own: jax.Array, n: int, length: int) -> jax.Array:
     run = jnp.maximum(chunk, 1)
     slot = jnp.clip(within // run, 0, 2 * n - 3)
     at = taken.device[slot] * length + first + within % run
-    return jnp.where(inside, at + jnp.where(taken.late[slot], chunk, 0), row)
+    at = at + jnp.where(taken.late[slot], chunk, 0)
+    return jnp.where(inside, at, place * length + row % length)
 
 
 def _lengths(here: Here, taken: _Chunks, chunk: jax.Array) -> jax.Array:

@@ -25,20 +25,14 @@ from context_calls import (
     documents,
     inputs,
     laid_out,
-    mesh_of,
     simple,
     with_gradients,
     zigzag_order,
 )
 from jax.extend.core import Literal, jaxprs_in_params
-from jax.sharding import PartitionSpec as P
 from test_strategy import collectives, trace
 
-from jax_kvblock.attention import cuda, primitive
-from jax_kvblock.attention.config import AttentionConfig, Operands
 from jax_kvblock.parallel import (
-    arguments,
-    context_parallel_attention,
     pad_documents,
     to_zigzag,
 )
@@ -511,69 +505,3 @@ def test_ragged_documents_are_even_work(size):
     for step in range(size):
         assert unevenness(found[device, (device - step) % size]) <= 1.05
     assert unevenness(ragged(size, "contiguous").sum(1)) > 1.2
-
-
-# ---- kernels that share a GPU with what travels --------------------------------------
-
-
-def traced(**how: Any) -> list[bool]:
-    """Of each forward call, in order, whether it shares the GPU with NCCL."""
-    rows = P(None, "c")
-
-    def local(q: Any, k: Any, v: Any) -> Any:
-        return context_parallel_attention(q, k, v, axis_name="c", causal=True, **how)
-
-    over = jax.shard_map(local, mesh=mesh_of(), in_specs=rows, out_specs=rows)
-    shapes = [(1, 1024, n, 64) for n in (4, 2, 2)]
-    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
-    found: list[bool] = []
-
-    def look(jaxpr: Any) -> None:
-        for equation in jaxpr.eqns:
-            call = equation.params.get("call")
-            name = equation.primitive.name
-            if JOINED.get(name, name) == FORWARD:
-                found.append(call.config.shares_gpu)
-            for inner in jaxprs_in_params(equation.params):
-                look(inner)
-
-    look(jax.make_jaxpr(over)(*arrays).jaxpr)
-    return found
-
-
-def test_own_keys_beside_nccl(monkeypatch):
-    """Own keys are the first call, and what is sent meanwhile takes multiprocessors.
-
-    Copy engines take none; gathers are NCCL's with any options.
-    """
-    monkeypatch.setattr(arguments, "engines_can_send", lambda: True)
-    shared = [True, False, False, False]
-    assert traced(strategy="ring") == shared
-    assert traced(strategy="ring", compiler_options=True) == [False] * 4
-    assert traced(strategy="all_gather", compiler_options=True) == [True, False]
-    assert traced(strategy="ulysses") == [False]
-    monkeypatch.setattr(arguments, "engines_can_send", lambda: False)
-    assert traced(strategy="ring", compiler_options=True) == shared
-
-
-@pytest.mark.parametrize("kernels", ["cuda_sm90", "cuda"])
-def test_tiles_are_handed_out_beside_nccl(kernels):
-    """By lengths, which Hopper's kernel takes for work that is not known beforehand."""
-    x = jnp.ones((2, 256, 4, 64), jnp.bfloat16)
-    size = cuda.sizes_of(AttentionConfig(1.0), Operands(x, x, x))
-    full = cuda._as_uneven(Operands(x, x, x), size).q_lens
-    np.testing.assert_array_equal(full, [256, 256])
-    lens = jnp.int32([3, 256])
-    given = Operands(x, x, x, kv_lens=lens)
-    assert cuda._as_uneven(given, size) is given
-
-    def operands(shares: bool) -> int:
-        config = AttentionConfig(1.0, implementation=kernels, shares_gpu=shares)
-        f = lambda x: primitive.forward(config, Operands(x, x, x))[0]  # noqa: E731
-        lowered = jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))
-        (call,) = re.findall(
-            r"custom_call @kvblock_attention_forward\(([^)]*)\)", lowered.as_text()
-        )
-        return call.count("%")
-
-    assert operands(True) - operands(False) == (kernels == "cuda_sm90")

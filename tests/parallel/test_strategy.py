@@ -452,6 +452,7 @@ class Gpu:
 
 COMBINED = "xla_gpu_collective_permute_combine_threshold_bytes"
 ENGINES = "xla_gpu_collective_permute_mode"
+AT_ONCE = "xla_gpu_experimental_parallel_collective_overlap_limit"
 
 
 @pytest.mark.parametrize(
@@ -470,6 +471,7 @@ def test_compiler_options(monkeypatch, version, processes, engines):
     monkeypatch.setattr("jaxlib.__version__", version)
     found = compiler_options([Gpu(i) for i in processes])
     assert COMBINED in found and (ENGINES in found) == engines
+    assert (AT_ONCE in found) == engines
     assert len(compiler_options([Gpu(0)], combine_gathers=True)) == len(
         compiler_options([Gpu(0)])
     ) + 2  # fmt: skip

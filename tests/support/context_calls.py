@@ -7,9 +7,11 @@ NumPy's, by their definition.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,11 @@ from attention_model import F32, Call, Results, cast, draw, jit, truth
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jax_kvblock.parallel import context_parallel_attention
+from jax_kvblock.parallel import (
+    arguments,
+    compiler_options,
+    context_parallel_attention,
+)
 
 STRATEGIES = ("ring", "all_gather", "ulysses", "ulysses_ring")
 LAYOUTS = ("zigzag", "contiguous")
@@ -31,17 +37,25 @@ LAYOUTS = ("zigzag", "contiguous")
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """How a call is cut: over `size` devices."""
+    """How a call is cut: over `size` devices.
+
+    tuned: with `compiler_options()`, as if copy engines could send wherever it runs.
+    """
 
     strategy: str = "ring"
     layout: str = "zigzag"
     size: int = 4
+    tuned: bool = False
 
     def __str__(self) -> str:
-        return f"{self.strategy} {self.layout}"
+        return f"{self.strategy} {self.layout}{' tuned' if self.tuned else ''}"
 
 
-CUTS = tuple(Cut(s, layout) for s in STRATEGIES for layout in LAYOUTS)
+TUNED = ("ring", "all_gather")  # those that send in another way then
+CUTS = (
+    *(Cut(s, layout) for s in STRATEGIES for layout in LAYOUTS),
+    *(Cut(s, layout, tuned=True) for s in TUNED for layout in LAYOUTS),
+)
 
 
 def mesh_of(size: int = 4, kind: AxisType = AxisType.Auto) -> Mesh:
@@ -132,18 +146,21 @@ def attend_over(
 ) -> Any:
     """The shard_map'ed function of arrays and operands; gives (out, lse)."""
     arrays, operands, rows = specs_of(call)
+    how = {"compiler_options": cut.tuned} | how
 
     def attend(arrays: Any, operands: Any) -> Any:
-        return context_parallel_attention(
-            **arrays,
-            **operands,
-            **call.static,
-            axis_name="c",
-            strategy=cut.strategy,
-            layout=cut.layout,
-            return_lse=True,
-            **how,
-        )
+        engines = mock.patch.object(arguments, "engines_can_send", lambda: True)
+        with engines if cut.tuned else contextlib.nullcontext():
+            return context_parallel_attention(
+                **arrays,
+                **operands,
+                **call.static,
+                axis_name="c",
+                strategy=cut.strategy,
+                layout=cut.layout,
+                return_lse=True,
+                **how,
+            )
 
     return jax.shard_map(
         attend,
@@ -172,8 +189,12 @@ def inputs(call: Call) -> tuple[Any, Any, Any]:
 def compute(call: Call, cut: Cut, **how: Any) -> Results:
     """out, lse and all gradients, in the order of the sequence."""
     there = laid_out(call, cut)
-    got = jit(with_gradients(attend_over(there, cut, **how)))(*inputs(there))
-    return put_back(got, call, cut)
+    run = with_gradients(attend_over(there, cut, **how))
+    mesh = how.get("mesh") or mesh_of(cut.size)
+    tuned = compiler_options(mesh) if cut.tuned else {}
+    # Of a CPU there are none: `jit` has those of the suite.
+    run = jax.jit(run, compiler_options=tuned) if tuned else jit(run)
+    return put_back(run(*inputs(there)), call, cut)
 
 
 # ---- the truth -----------------------------------------------------------------------

@@ -26,7 +26,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_kvblock.core import ffi
-from jax_kvblock.parallel import compiler_options, context_parallel_attention
+from jax_kvblock.parallel import (
+    arguments,
+    compiler_options,
+    context_parallel_attention,
+)
 
 H100 = """
 gpu_device_info {
@@ -61,8 +65,11 @@ def register_stand_ins(names: Iterable[str] = OF_ATTENTION) -> None:
 
 
 def compile_attention(
-    strategy: str, count: int, length: int, work: str, tuned: bool
+    strategy: str, count: int, length: int, work: str, how: str
 ) -> Any:
+    """how: "plain", "tuned" with all options, or "without engines" with the others."""
+    tuned, engines = how != "plain", how == "tuned"
+    arguments.engines_can_send = lambda: engines
     topology = topologies.get_topology_desc(
         "", "cuda", target_config=H100, topology=f"1x1x{count}"
     )
@@ -86,10 +93,11 @@ def compile_attention(
     ]
     f, given = (over, args[:3]) if work == "forward" else (both, args)
     options = {}
-    if tuned:  # what there is of it for a compiler of any version
-        found = compiler_options(mesh.devices.flat, combine_gathers=True)
-        options = {name: x for name, x in found.items() if "threshold" in name}
-        assert len(options) == 3
+    if tuned:
+        options = compiler_options(mesh.devices.flat, combine_gathers=True)
+        assert len(options) == 5
+    if not engines:
+        options = {name: x for name, x in options.items() if "threshold" in name}
     return jax.jit(f).lower(*given).compile(compiler_options=options)
 
 
@@ -125,6 +133,6 @@ def lines_of(text: str) -> list[str]:
 
 if __name__ == "__main__":
     register_stand_ins()
-    strategy, count, length, work, tuned = sys.argv[1:]
-    made = compile_attention(strategy, int(count), int(length), work, tuned == "tuned")
+    strategy, count, length, work, how = sys.argv[1:]
+    made = compile_attention(strategy, int(count), int(length), work, how)
     print("\n".join(["schedule:", *lines_of(made.as_text())]))
