@@ -30,6 +30,7 @@ from jax_kvblock.core.checks import check_choice, check_positive, show, to_jax
 from jax_kvblock.parallel import axes
 from jax_kvblock.parallel.local import Mask, Plan
 from jax_kvblock.parallel.options import engines_can_send
+from jax_kvblock.parallel.others import are_apart
 from jax_kvblock.parallel.pieces import NO_KEY, reach_of
 from jax_kvblock.parallel.sequence import LAYOUTS, check_boundaries, check_divides
 from jax_kvblock.parallel.strategy import (
@@ -141,10 +142,13 @@ def normalize(
     shape = config, size, rows, keys, zigzag, alike, longest
     reach = size if unknown else reach_of(*shape)
     batch = 1 if packed else q.shape[0]
-    work = work_of(config, size, sizes, batch, rows, keys, q.dtype.itemsize, reach)
+    by_engines = compiler_options and engines_can_send() and jax.process_count() == 1
+    segments = mask.kv_segments is not None
+    apart = are_apart(config, alike=alike, zigzag=zigzag, segments=segments)
+    direct, itemsize = by_engines and apart, q.dtype.itemsize
+    work = work_of(config, size, sizes, batch, rows, keys, itemsize, reach, direct)
     strategy, group = _resolve(where, strategy, work)
     gathered = strategy == "all_gather"
-    by_engines = compiler_options and engines_can_send() and jax.process_count() == 1
     plan = Plan(
         config=config,
         axis_name=axis_name,
@@ -152,11 +156,11 @@ def normalize(
         group=group,
         zigzag=zigzag,
         gathered=gathered,
-        direct=gathered and by_engines,
+        direct=gathered and direct,
         packed=packed,
         alike=alike,
         as_one=not compiler_options,
-        beside_nccl=not by_engines,
+        beside_nccl=not (direct if gathered else by_engines),
         longest=longest,
     )
     exchange = Exchange(axis_name, size, group, zigzag) if group > 1 else None

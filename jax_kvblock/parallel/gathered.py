@@ -154,7 +154,7 @@ class _Sent:
 
 
 def _coming(here: Here, found: _Gathering, own: Arrays) -> _Gathered | _Sent:
-    if here.plan.direct and found.own:
+    if here.plan.direct and here.plan.size > 1:
         order = found.order
         if order is None:
             order = jnp.arange(here.plan.size * own[0].shape[-3], dtype=jnp.int32)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock.attention.config import OPEN
+from jax_kvblock.attention.config import OPEN, AttentionConfig
 from jax_kvblock.parallel.local import Here
 from jax_kvblock.parallel.pieces import Box, Boxes, Piece, Side
 
@@ -42,23 +42,33 @@ class _Chunks(NamedTuple):
     first: jax.Array
 
 
-def others_of(here: Here) -> Others | None:
-    """None where the mask between devices is one of positions, or of segments.
+def are_apart(
+    config: AttentionConfig, *, alike: bool, zigzag: bool, segments: bool
+) -> bool:
+    """Whether others' keys are a call without a mask, beside one's own.
 
-    Or dropout is, which goes by positions.
+    Not where the mask between devices is one of positions, or of segments. Or dropout
+    is, which goes by positions.
     """
+    if segments or config.dropout or config.window_left != OPEN:
+        return False
+    if config.window_right == 0:  # causal
+        return alike  # else rows have other positions than the device's keys
+    return config.window_right == OPEN and zigzag
+
+
+def others_of(here: Here) -> Others | None:
+    """None where they are not apart."""
     plan = here.plan
-    left, right = plan.config.window_left, plan.config.window_right
-    causal = right == 0
-    if plan.size == 1 or here.mask.kv_segments is not None or plan.config.dropout:
+    segments = here.mask.kv_segments is not None
+    apart = are_apart(
+        plan.config, alike=plan.alike, zigzag=plan.zigzag, segments=segments
+    )
+    if plan.size == 1 or not apart:
         return None
-    if left != OPEN or not (causal or right == OPEN):
-        return None
-    if causal and not plan.alike:  # rows of other positions than the device's keys
-        return None
-    if not plan.zigzag:
-        return _before(here) if causal else None
-    return _chunks(here, causal)
+    return (
+        _chunks(here, plan.config.window_right == 0) if plan.zigzag else _before(here)
+    )
 
 
 def _before(here: Here) -> Others:

@@ -31,15 +31,15 @@ class Rates:
     """Of one device among several, in units of a second."""
 
     flops: float = 690e12  # long causal attention forward, D128 bf16
-    call: float = 45e-6  # of a call of attention: its tiles begin and end unevenly
+    call: float = 35e-6  # of a call of attention: its tiles begin and end unevenly
     permute: float = 286e9  # bytes that a device sends and receives at once
     gather: float = 241e9  # bytes that come in
     exchange: float = 241e9  # taken to be that of a gather; not measured
     memory: float = 4.3e12  # bytes read and written
     launch: float = 15e-6  # of a collective
-    # What a shard costs that is gathered, its way aside: by so much gathering took
+    # What a shard costs that NCCL gathers, its way aside: by so much gathering took
     # longer than a ring, forward, on 2 and 4 H200s, where the rest says it would not.
-    gathered: float = 41e-6
+    gathered: float = 28e-6
 
 
 H200 = Rates()
@@ -59,6 +59,7 @@ class Work:
     itemsize: int
     seen: float  # keys that a row sees, in the mean
     reach: int  # devices of a ring whose keys are seen by somebody
+    direct: bool = False  # whether copy engines send what is gathered
 
     @property
     def shard(self) -> int:
@@ -79,7 +80,7 @@ class Work:
 
 def work_of(
     config: AttentionConfig, size: int, sizes: tuple[int, ...], batch: int, rows: int,
-    keys: int, itemsize: int, reach: int,
+    keys: int, itemsize: int, reach: int, direct: bool,
 ) -> Work:  # fmt: skip
     """sizes: heads, KV heads, head dim and value dim; rows, keys: a sequence's shard.
 
@@ -93,7 +94,7 @@ def work_of(
     ]
     return Work(
         size, batch * rows, batch * keys, heads, kv_heads, head_dim, value_dim,
-        itemsize, sum(sides), reach,
+        itemsize, sum(sides), reach, direct,
     )  # fmt: skip
 
 
@@ -123,12 +124,16 @@ def seconds(work: Work, strategy: str, group: int = 1, rates: Rates = H200) -> f
 
 
 def _gathered(work: Work, rates: Rates) -> float:
-    """Own keys are seen while the others' arrive, but not for nothing."""
-    compute = work.compute(rates) / work.size
-    arrives = (work.size - 1) * work.shard / rates.gather + rates.launch
-    in_order = 2 * work.size * work.shard / rates.memory
-    in_order += (work.size - 1) * rates.gathered
-    rest = (work.size - 1) * compute + rates.call + _merge(work, 2, rates)
+    """Own keys are seen while the others' arrive; a collective's, not for nothing."""
+    compute, others = work.compute(rates) / work.size, work.size - 1
+    if work.direct:
+        arrives = others * (work.shard / rates.permute + rates.launch)
+        in_order = 2 * others * work.shard / rates.memory
+    else:
+        arrives = others * work.shard / rates.gather + rates.launch
+        in_order = 2 * work.size * work.shard / rates.memory
+        in_order += others * rates.gathered
+    rest = others * compute + rates.call + _merge(work, 2, rates)
     return max(compute + rates.call, arrives) + in_order + rest
 
 

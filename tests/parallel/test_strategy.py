@@ -45,8 +45,8 @@ FLOPS = 4 * 128 * 32 * 32_768 * 65_536  # two products of two operations
 KEYS = 32_768 * 8 * (128 + 128) * 2  # bytes of a device's keys and values
 ROWS = 32_768 * 32 * 128 * 2  # of its queries; of its outputs as many
 ALONE = FLOPS / 690e12
-CALL, ASKED, MEMORY = 45e-6, 15e-6, 4.3e12
-GATHERED = 41e-6  # a shard
+CALL, ASKED, MEMORY = 35e-6, 15e-6, 4.3e12
+GATHERED = 28e-6  # a shard
 
 
 def passes(parts: int) -> int:
@@ -109,6 +109,20 @@ def test_gathered_keys_come_under_own_ones():
     slow = dataclasses.replace(H200, gather=1e9)
     come = 3 * KEYS / 1e9 + ASKED
     close(seconds(causal(4, 32_768), "all_gather", 1, slow), come + rest)
+
+
+def test_keys_that_engines_send():
+    """Three shards one after the other, under a quarter of the work; three in order."""
+    work = dataclasses.replace(causal(4, 32_768), direct=True)
+    assert 3 * (KEYS / 286e9 + ASKED) < ALONE / 4
+    rest = 3 * ALONE / 4 + CALL + 2 * 3 * KEYS / MEMORY
+    close(seconds(work, "all_gather"), ALONE / 4 + CALL + rest)
+    slow = dataclasses.replace(H200, permute=1e9)
+    come = 3 * (KEYS / 1e9 + ASKED)
+    close(seconds(work, "all_gather", 1, slow), come + rest)
+    free = dataclasses.replace(H200, gather=1e9, gathered=1.0)  # not its rates
+    close(seconds(work, "all_gather", 1, free), seconds(work, "all_gather"))
+    close(seconds(work, "ring"), seconds(causal(4, 32_768), "ring"))
 
 
 def test_heads_exchanged_for_rows():
@@ -260,6 +274,10 @@ def test_groups(work):
     assert largest_group(work) == max(smaller or own)
 
 
+def sent(work: Work) -> Work:
+    return dataclasses.replace(work, direct=True)
+
+
 # Where gathering costs no more than its way.
 FREE = dataclasses.replace(H200, gathered=0)
 
@@ -276,7 +294,7 @@ FREE = dataclasses.replace(H200, gathered=0)
         # Keys that take more memory than queries and outputs come by.
         (causal(4, 65_536, 8, 8), ("ring", 1), ("ring", 1)),
         (causal(4, 65_536, 16, 8), ("ring", 1), ("ring", 1)),
-        (causal(4, 8192, 36, 9), ("ring", 1), ("all_gather", 1)),
+        (causal(4, 4096, 36, 9), ("ring", 1), ("all_gather", 1)),
         (causal(4, 8192, 27, 9), ("ring", 1), ("ring", 1)),
         # Short ones: one call instead of four.
         (causal(4, 64), ("ulysses", 4), ("ulysses", 4)),
@@ -291,6 +309,12 @@ FREE = dataclasses.replace(H200, gathered=0)
             ("ring", 1),
             ("ring", 1),
         ),
+        # What engines send costs no more than its way, and laying it in order.
+        (sent(causal(4, 8192)), ("all_gather", 1), ("all_gather", 1)),
+        (sent(causal(4, 32_768)), ("ring", 1), ("ring", 1)),
+        (sent(causal(2, 8192)), ("ring", 1), ("ring", 1)),
+        (sent(causal(8, 8192, 64)), ("all_gather", 1), ("all_gather", 1)),
+        (sent(causal(4, 8192, 8, 8)), ("ring", 1), ("ring", 1)),
         # One device is a ring of one.
         (causal(1, 4096), ("ring", 1), ("ring", 1)),
     ],
@@ -385,6 +409,32 @@ def test_the_work_of_a_call(name, asked):
     dims, options, _ = CALLS[name]
     trace("auto", dims, **options)
     assert asked == [work_by_hand(dims, options)]
+
+
+@pytest.mark.parametrize(
+    ("options", "direct"),
+    [
+        ({"causal": True}, True),
+        ({}, True),  # in zigzag
+        ({"layout": "contiguous"}, False),
+        ({"causal": True, "layout": "contiguous"}, True),
+        ({"causal": True, "window": (100, 0)}, False),
+        ({"window": (100, 100)}, False),
+        ({"causal": True, "compiler_options": False}, False),
+    ],
+    ids=str,
+)
+def test_where_engines_send_what_is_gathered(options, direct, asked, monkeypatch):
+    """Where they can, and own keys and others' are calls apart: auto is told."""
+    dims, tuned = (1, 8192, 8192, 32, 8, 128, 128), {"compiler_options": True}
+    for engines in (False, True):
+        monkeypatch.setattr(arguments, "engines_can_send", lambda it=engines: it)
+        taken = trace("auto", dims, **(tuned | options))
+        assert asked.pop().direct == (direct and engines)
+        names = {name for name, *_ in taken}
+        assert names == {"ppermute"}, "a ring, or what engines send"
+    gathered = {name for name, *_ in trace("all_gather", dims, **(tuned | options))}
+    assert gathered == ({"ppermute"} if direct else {"all_gather"})
 
 
 SEEN = {  # by a window, of 4,096 keys
