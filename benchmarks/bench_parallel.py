@@ -2,9 +2,10 @@
 
 Efficiency is time on one / (n × time on n), the sequence being the same, everybody in
 turns. The one is the slowest of the GPUs, each of which is timed: the others wait for
-it. Programs are compiled with `compiler_options()`; "ring, as jit is" is without.
-"ring, in order" has packed documents in an even order (`document_order`) and contiguous
-parts; the others cut each document over all GPUs in zigzag.
+it. "one on each" is the whole sequence on every GPU at once, as warm as n of them are
+where they share it. Programs are compiled with `compiler_options()`; "ring, as jit is"
+is without. "ring, in order" has packed documents in an even order (`document_order`)
+and contiguous parts; the others cut each document over all GPUs in zigzag.
 
 With n GPUs here it is that of n GPUs. With one, "one of n, alone" is the part of the
 first or of the last device, with sends that give back what they were given: what is
@@ -41,6 +42,7 @@ from jax_kvblock.parallel import (
 HEADS, KV_HEADS, DIM, DTYPE = 32, 8, 128, "bfloat16"
 WORKS = ("forward", "both")
 COUNTS = (2, 4)
+EACH = "one on each"
 PLAIN, IN_ORDER = "ring, as jit is", "ring, in order"
 STRATEGIES = ("ring", PLAIN, "all_gather", "ulysses", "auto")
 
@@ -104,7 +106,14 @@ def _speed(case: Length, results: Results, quick: bool) -> None:
         for name, timed in running.items()
         for work in WORKS
     }
+    ones = [running[_one_of(i)] for i in range(here)]
+    for work in WORKS if here > 1 else ():
+        calls[EACH, work] = functools.partial(_at_once, ones, work)
     times = median_seconds(calls, quick)
+    for work in WORKS if here > 1 else ():
+        who = f"{OURS}, {EACH} of {here} GPUs"
+        at = f"{case.name} / {work}"
+        results.add(at, who, "time", times[EACH, work] * 1e3, "ms")
     for name, timed in running.items():
         n = 1 if name.startswith("one") else int(name[0])
         who = OURS if name == "one" else f"{OURS}, {name}"
@@ -117,6 +126,10 @@ def _speed(case: Length, results: Results, quick: bool) -> None:
                 results.add(at, who, "efficiency", share, "")
         memory = timed.bytes / _held(case, n)
         results.add(f"{case.name} / both", who, "memory", memory, "of what is held")
+
+
+def _at_once(ones: list[_Timed], work: str) -> list[Any]:
+    return [timed.run(work) for timed in ones]
 
 
 def _one_of(i: int) -> str:
