@@ -49,4 +49,25 @@ PARALLEL = (
         "puts[number[route.receiver]] = route.take",
         test("test_reshard", "test_by_collectives and both"),
     ),
+    Mutant(
+        "gradients of a row that two pieces took are sent as one's",
+        f"{PARALLEL_ROOM}/gathered.py",
+        "part(last, last > first)",
+        "part(last, last < first)",
+        test("test_context_parallel", "never_read and all_gather and tuned"),
+    ),
+    Mutant(
+        "engines send gradients to the device that is as far ahead",
+        f"{PARALLEL_ROOM}/gathered.py",
+        "self._here.send(parts, -step % size)",
+        "self._here.send(parts, step)",
+        test("test_context_parallel", "never_read and all_gather and tuned"),
+    ),
+    Mutant(
+        "rows that engines sent are taken from one device before",
+        f"{PARALLEL_ROOM}/gathered.py",
+        "behind = (here.place - order // length)",
+        "behind = (here.place - 1 - order // length)",
+        test("test_context_parallel", "never_read and all_gather and tuned"),
+    ),
 )
