@@ -154,7 +154,9 @@ def context_parallel_attention(
       compiler_options: True says that the jit around the call has `compiler_options()`.
         Without, a ring copies a device's own keys and values into one array that it
         sends, since XLA hides but one collective at a time, and kernels share out their
-        work as multiprocessors become free, since NCCL takes some.
+        work as multiprocessors become free, since NCCL takes some; and "all_gather"
+        gathers by a collective, where with them, on GPUs whose copy engines send, each
+        device sends to each other one directly.
       implementation: as in `flash_attention`.
 
     Returns:
@@ -165,7 +167,9 @@ def context_parallel_attention(
     `2 S K D`: ring and all_gather `n - 1` times those, all_gather with n times the
     memory; ulysses `(n - 1) / n` of its own q, k, v and out. Backward, a ring sends
     keys and values once more, and their gradients: as a kernel gives them at first, in
-    float32 from the first sum on.
+    float32 from the first sum on. all_gather gathers once more, and sends gradients
+    home: summed in float32 on the way, or as the kernel gives them where copy engines
+    send (`compiler_options`), and then summed there.
 
     Raises:
       TypeError, ValueError: an argument's dtype, shape or value does not fit; the axis

@@ -172,6 +172,36 @@ def test_a_part_of_a_sequence_alone(place: int, parallel: ModuleType) -> None:
     assert all(bool(jax.numpy.abs(g).max() > 0) for g in gradients)
 
 
+@pytest.mark.cpu  # with four devices
+def test_the_whole_sequence_on_each_device_at_once(
+    parallel: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its row, and that all of them have it at a time."""
+    on: dict[str, set[jax.Device]] = {}
+
+    def seconds(calls: Any, quick: bool) -> Any:
+        for (name, work), call in calls.items():
+            outs = jax.tree.leaves(call())
+            on[f"{name} / {work}"] = set().union(*(out.devices() for out in outs))
+        return {call: 2.0 for call in calls}
+
+    monkeypatch.setattr(parallel, "median_seconds", seconds)
+    monkeypatch.setattr(parallel, "STRATEGIES", ())
+    results = sys.modules["support.common"].Results()
+    parallel._speed(parallel.Length(64), results, True)
+    devices = jax.devices()[:4]
+    assert len(devices) > 1
+    rows = {
+        (row["case"].split(" / ")[1], row["implementation"]): row["value"]
+        for row in results.rows
+        if row["metric"] == "time"
+    }
+    for work in ("forward", "both"):
+        assert on[f"one / {work}"] == {devices[0]}
+        assert on[f"one on each / {work}"] == set(devices)
+        assert rows[work, f"jax_kvblock, one on each of {len(devices)} GPUs"] == 2e3
+
+
 @pytest.mark.slow
 def test_small_lists_of_tiles_and_selectors(tmp_path: Path) -> None:
     cases = "^tiles .*S16384 .*causal|^selectors"
