@@ -205,7 +205,7 @@ def _host(case: Case, model: LoadedModel, results: Results) -> None:
     """The host's work for the same steps: programs are not called."""
     engine = _engine(case, model)
     runner = engine._runner
-    runner._last = np.ones(runner._shapes[0].most_outputs, np.int32)  # type: ignore[assignment]
+    runner._tokens = np.ones(runner._shapes[0].most_outputs, np.int32)  # type: ignore[assignment]
     runner._call = lambda batch: None  # type: ignore[method-assign]
     seconds = statistics.median(_steps(case, engine))
     engine.stop()

@@ -1,5 +1,10 @@
-"""Steps on the device: the programs, and what they are called with."""
+"""Steps on the device: the programs, and what they are called with.
 
+A program is given its numbers in the same memory in each step. On a GPU XLA keeps it as
+a CUDA graph, which has to be changed wherever an array has come to lie elsewhere.
+"""
+
+import functools
 import itertools
 from typing import Any
 
@@ -41,13 +46,13 @@ class Runner:
             return step(pool, params, last, buffer, config=config, shape=shape)
 
         self._program = program
-        self._last = self._no_tokens()
+        self._start()
 
     def compile(self) -> None:
         """Compile all programs now, by steps without rows."""
         for shape in self._shapes:
             self._call(Batch(shape))
-        jax.block_until_ready(self._last)
+        jax.block_until_ready(self._tokens)
 
     def dispatch(self, parts: list[Part]) -> tuple[list[tuple[Part, int]], jax.Array]:
         """Have a step computed, without waiting for it.
@@ -66,29 +71,44 @@ class Runner:
         batch = Batch(next(fit))
         outputs = fill(batch, parts)
         self._call(batch)
-        return outputs, self._last
+        return outputs, self._tokens
 
     def reset(self) -> None:
         """A pool as new, whatever a step that failed has made of the old one."""
         manager = self._manager
         manager.pool = KVPool.zeros(manager.spec, manager.num_blocks)
-        self._last = self._no_tokens()
+        self._start()
+
+    def _start(self) -> None:
+        """No step has been: its tokens, and places for what a step is given."""
+        most = self._shapes[0].most_outputs
+        self._tokens, self._last = self._zeros(most), self._zeros(most)
+        self._buffers = {s.size: self._zeros(s.size) for s in self._shapes}
 
     def _call(self, batch: Batch) -> None:
-        self._last = self._manager.update(
+        size = batch.shape.size
+        self._last, self._buffers[size] = _moved_to(
+            (self._last, self._buffers[size]), (self._tokens, batch.buffer)
+        )
+        self._tokens = self._manager.update(
             self._program,
             self._params,
             self._last,
-            batch.buffer,
+            self._buffers[size],
             shape=batch.shape,
             static_argnames="shape",
         )
 
-    def _no_tokens(self) -> jax.Array:
-        none = np.zeros(self._shapes[0].most_outputs, np.int32)
+    def _zeros(self, size: int) -> jax.Array:
         # On the pool's device for good, as what a step returns: else the first step of
         # each shape would be compiled twice.
-        return jax.device_put(none, self._manager.pool.sharding)
+        return jax.device_put(np.zeros(size, np.int32), self._manager.pool.sharding)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _moved_to(places: tuple[jax.Array, ...], given: Any) -> tuple[jax.Array, ...]:
+    """What is given, in the memory of the places."""
+    return tuple(old.at[:].set(new) for old, new in zip(places, given, strict=True))
 
 
 def step_shapes(

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import context_processes
+import decode_processes
 import pytest
 from processes import run_processes
 
@@ -20,6 +21,15 @@ def test_attention_over_processes(count, cases, right):
     for rank, (code, said) in enumerate(run_processes(SCRIPT, count, cases)):
         assert code == 0, said
         assert re.search(rf"^{rank} of {count}: {right} are right$", said, re.M), said
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_decoding_over_processes(count):
+    """From blocks that are dealt out, and with heads that are cut."""
+    script = Path(decode_processes.__file__)
+    for rank, (code, said) in enumerate(run_processes(script, count)):
+        assert code == 0, said
+        assert re.search(rf"^{rank} of {count}: 4 are right$", said, re.M), said
 
 
 # What the process says that goes on: its service's client, or a collective.

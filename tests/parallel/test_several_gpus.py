@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import context_processes
+import decode_processes
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,6 +113,16 @@ def test_a_process_for_each_gpu(gpus, case):
     for rank, (code, said) in enumerate(ran):
         assert code == 0, said
         assert re.search(rf"^{rank} of {count}: 3 are right$", said, re.M), said
+
+
+def test_decoding_in_a_process_for_each_gpu(gpus):
+    count = len(gpus)
+    script = Path(decode_processes.__file__)
+    for rank, (code, said) in enumerate(
+        run_processes(script, count, "gpu", seconds=200)
+    ):
+        assert code == 0, said
+        assert re.search(rf"^{rank} of {count}: 4 are right$", said, re.M), said
 
 
 # ---- a cache over devices ------------------------------------------------------------
