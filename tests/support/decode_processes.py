@@ -43,11 +43,11 @@ def hold_dealt(mesh: Mesh) -> None:
     )  # fmt: skip
     drawn = Dealt(case, np.random.default_rng(2), mesh.size, None, on)
     function, (given,) = drawn.function()
-    cut = ("block_tables", "pages")
+    cut, whole = (NamedSharding(mesh, spec) for spec in (P("cp"), P()))
     put = {
         name: jax.tree.map(
-            lambda a, spec=P("cp") if name in cut else P(): placed(
-                np.asarray(a), NamedSharding(mesh, spec)
+            lambda a, to=cut if name in ("block_tables", "pages") else whole: placed(
+                np.asarray(a), to
             ),
             value,
         )
