@@ -140,9 +140,11 @@ def test_others_take_the_blocks_all_the_same(setup: Setup) -> None:
     coming = Resuming(setup.tiers, parked)
     coming._rest.release()
     kept = setup.manager.allocate_blocks(13)
-    settle(setup)
+    begun = time.monotonic()
     with pytest.raises(PoolExhaustedError):
-        coming.poll()
+        while not coming.poll():  # a GPU may copy for longer than the thread does
+            settle(setup)
+            assert time.monotonic() - begun < 60
     assert coming.done and coming.table.freed
     assert setup.cache.stats()["held"] == 13
     del kept
