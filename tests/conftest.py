@@ -125,6 +125,28 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
 
 
+@pytest.fixture(autouse=True)
+def _no_callback_failed() -> Iterator[None]:
+    """JAX remembers the last callback of each device, also one that failed, and tells
+    whoever waits for callbacks next. That would be another test of this process."""
+    yield
+    jax.effects_barrier()
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """For tests whose callbacks fail: another one follows on each device."""
+    yield
+    for device in {*jax.devices(), *jax.devices("cpu")}:
+        _call_back(jax.device_put(0, device))
+    jax.effects_barrier()
+
+
+@jax.jit
+def _call_back(x: jax.Array) -> None:
+    jax.debug.callback(lambda _: None, x)
+
+
 @pytest.fixture
 def four_cpus() -> Iterator[None]:
     """Tests of several devices, and of the CPU's own ways, run on CPUs everywhere."""

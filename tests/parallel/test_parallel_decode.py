@@ -5,7 +5,6 @@ Against float64 over whole sequences, row by row. What nobody may read is NaN.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -344,16 +343,6 @@ def test_ids_that_are_none_are_not_seen(rng):
         drawn.tables[b, g], drawn.own_tables[b, g] = wrong, wrong
     for x, y in zip(drawn.own_run(), one_device(drawn), strict=True):
         np.testing.assert_allclose(x, y, rtol=0, atol=4e-6)
-
-
-@pytest.fixture
-def forgotten() -> Iterator[None]:
-    """JAX remembers the last callback of each device, also one that failed."""
-    yield
-    for device in jax.devices("cpu"):
-        x = jax.device_put(0, device)
-        jax.jit(lambda x: jax.debug.callback(lambda _: None, x))(x)
-    jax.effects_barrier()
 
 
 @pytest.mark.usefixtures("forgotten")

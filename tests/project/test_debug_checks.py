@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from jax_kvblock.parallel import (
     to_zigzag,
 )
 
+pytestmark = pytest.mark.usefixtures("forgotten")
 SPEC = kv.BlockSpec(3, 2, 4, 2, 16, "float32")
 BLOCKS = 5
 Q = np.ones((3, 4, 16), np.float32)
@@ -41,16 +42,6 @@ GOOD = {
     "others": [1, -1],
 }
 Arrays = dict[str, Any]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forgotten() -> Iterator[None]:
-    """JAX remembers the last callback of each device, also one that failed."""
-    yield
-    for device in {*jax.devices(), *jax.devices("cpu")}:
-        x = jax.device_put(0, device)
-        jax.jit(lambda x: jax.debug.callback(lambda _: None, x))(x)
-    jax.effects_barrier()
 
 
 def pool() -> kv.KVPool:

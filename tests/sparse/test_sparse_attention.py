@@ -470,6 +470,7 @@ def test_a_selector_of_ones_own(qkv):
     assert listed(tiles, 8)[..., 3].all() and listed(tiles, 8)[..., 0].all()
 
 
+@pytest.mark.usefixtures("forgotten")
 def test_debug_checks_of_lists_that_only_a_device_knows(qkv):
     """A tile twice: an error under `debug_checks`, inside of jit, too."""
 

@@ -201,6 +201,7 @@ def test_capacities_that_are_too_small_are_counted(rng, name):
     assert int(report.rows_short) == want.sum()
 
 
+@pytest.mark.usefixtures("forgotten")
 def test_debug_checks_make_an_error_of_a_capacity_that_is_too_small(rng):
     mass = np.exp(draw_scores(rng))
     with jax_kvblock.debug_checks():
