@@ -16,11 +16,10 @@ def fill(batch: Batch, parts: list[Part]) -> list[tuple[Part, int]]:
         last token, followed by its drafts'.
     """
     wanted: list[tuple[Part, int]] = []
-    row = output = 0
-    places, rows = len(parts), sum(part.num_rows for part in parts)
-    batch.query_start.fill(rows)
+    places, num_rows = len(parts), sum(part.num_rows for part in parts)
+    batch.query_start.fill(num_rows)
     (
-        batch.slots[:rows],
+        batch.slots[:num_rows],
         batch.tables[:places],
         batch.kv_lens[:places],
         batch.query_start[: places + 1],
@@ -30,24 +29,36 @@ def fill(batch: Batch, parts: list[Part]) -> list[tuple[Part, int]]:
         starts=[part.start for part in parts],
         max_blocks=batch.shape.width,
     )
+    # In lists, of which arrays are filled once: a step has many parts of a row.
+    tokens: list[int] = []
+    positions: list[int] = []
+    feed: list[int] = []
+    outputs: list[int] = []
     for part in parts:
-        sequence, start, count = part.sequence, part.start, part.num_rows
-        end = row + count
-        known = sequence.tokens[start : start + part.count]
-        batch.tokens[row : row + len(known)] = known
-        if len(known) < part.count:  # drawn by the last step, and not read
-            batch.feed[row + part.count - 1] = sequence.row
-        batch.positions[row:end] = np.arange(start, start + count)
+        sequence, start, count = part.sequence, part.start, part.count
+        known = sequence.tokens[start : start + count]
+        tokens += known
+        feed += [-1] * count
+        if len(known) < count:  # drawn by the last step, and not read
+            tokens.append(0)
+            feed[-1] = sequence.row
+        positions += range(start, start + count)
+        last = len(tokens) - 1
+        if part.draft is not None:
+            tokens += part.draft.tokens
+            feed += [-1] * len(part.draft)
+            positions += [positions[-1] + depth for depth in part.draft.depths[1:]]
         if part.last:
-            last = row + part.count - 1
-            outputs = slice(output, output + count - part.count + 1)
-            batch.outputs[outputs] = np.arange(last, end)
-            _sampling(batch, outputs, sequence, part)
+            wanted.append((part, len(outputs)))
+            own = slice(len(outputs), len(outputs) + len(tokens) - last)
+            outputs += range(last, len(tokens))
+            _sampling(batch, own, sequence, part)
             if part.draft is not None:
-                _drafts(batch, last, output, part)
-            wanted.append((part, output))
-            output = outputs.stop
-        row = end
+                _drafts(batch, last, own.start, part)
+    batch.tokens[:num_rows] = tokens
+    batch.positions[:num_rows] = positions
+    batch.feed[:num_rows] = feed
+    batch.outputs[: len(outputs)] = outputs
     return wanted
 
 
@@ -68,12 +79,9 @@ def _drafts(batch: Batch, last: int, output: int, part: Part) -> None:
     """Rows that guess: each sees its own ancestors, and is as far on as they say."""
     draft, size = part.draft, len(part.draft)
     rows, outputs = slice(last, last + 1 + size), slice(output + 1, output + 1 + size)
-    depths = np.array(draft.depths)
-    batch.tokens[last + 1 : rows.stop] = draft.tokens
-    batch.positions[rows] = part.start + depths
     masks = np.array(draft.masks, np.uint32)
     batch.tree_mask[rows, 0] = masks.view(np.int32)
     batch.parents[outputs] = output + np.array(draft.parents)
-    homes = batch.slots[last + depths[1:]]
+    homes = batch.slots[last + np.array(draft.depths[1:])]
     own = batch.slots[last + 1 : rows.stop]
     batch.homes[outputs] = np.where(homes == own, -1, homes)

@@ -87,7 +87,7 @@ class Scheduler:
         room = self.rows - decoding  # for those that read
         parts: list[Part] = []
         for sequence in ready:
-            if sequence not in self.running:  # it made way
+            if sequence.table is None:  # it made way
                 continue
             count = sequence.num_todo
             if count > 1:
@@ -101,6 +101,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Take in those that wait, in order, while there are places and blocks."""
+        if not self.waiting:
+            return
         promised = sum(self._missing(each, len(each.tokens)) for each in self.running)
         for sequence in list(self.waiting):
             if len(self.running) == self.places:
@@ -214,6 +216,8 @@ class Scheduler:
     def _reserve(self, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for so many tokens of a sequence; False where it had to make way."""
         manager = self.cache.manager
+        if not self._missing(sequence, num_tokens):
+            return True
         while self._missing(sequence, num_tokens) > manager.num_free_blocks:
             last = self.running[-1]
             self._preempt(last)

@@ -55,6 +55,8 @@ class TextStream:
         return self._without_stops()
 
     def _without_stops(self) -> tuple[str, bool]:
+        if not self._stops:
+            return self._release(0), False
         places = [self._held.find(stop) for stop in self._stops]
         found = [place for place in places if place >= 0]
         if found:

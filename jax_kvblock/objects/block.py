@@ -20,6 +20,7 @@ from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.core import checks
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.objects.memory import Memory
+from jax_kvblock.objects.steps import has_leaf
 from jax_kvblock.objects.view import Unpicklable, View
 
 if TYPE_CHECKING:
@@ -448,7 +449,7 @@ def check_own(manager: Manager, where: str, name: str, block: Any, fix: str) -> 
 def without_handles(tree: Any) -> Any:
     """An argument of a step, with the ids of each `BlockList` in it."""
     handles = (BlockList, Block, Layer, Piece)
-    if not any(isinstance(x, handles) for x in jax.tree.leaves(tree)):
+    if not has_leaf(tree, handles):
         return tree
 
     def ids_of(x: Any) -> Any:

@@ -87,12 +87,21 @@ class Program:
         return new, {name: changed(name, x) for name, x in kwargs.items()}
 
 
+def has_leaf(tree: Any, kinds: tuple[type, ...]) -> bool:
+    """Whether a leaf is of one of these classes. The weights of a model are hundreds of
+    leaves of one class, which is asked once."""
+    found = set(map(type, jax.tree.leaves(tree)))
+    return any(issubclass(kind, kinds) for kind in found)
+
+
 def put(tree: Any, device: jax.Device) -> Any:
     """An argument, with its NumPy arrays and Python numbers put on the device.
 
     The jit would put them there, too, but not as a transfer guard wants to see it.
     """
     on_host = (np.ndarray, np.generic, int, float, complex)
+    if not has_leaf(tree, on_host):
+        return tree
     return jax.tree.map(
         lambda x: jax.device_put(x, device) if isinstance(x, on_host) else x, tree
     )
