@@ -87,8 +87,9 @@ class Runner:
 
     def _call(self, batch: Batch) -> None:
         size = batch.shape.size
+        buffer = jax.device_put(batch.buffer, self._manager.pool.sharding)
         self._last, self._buffers[size] = _moved_to(
-            (self._last, self._buffers[size]), (self._tokens, batch.buffer)
+            (self._last, self._buffers[size]), (self._tokens, buffer)
         )
         self._tokens = self._manager.update(
             self._program,

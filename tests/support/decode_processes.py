@@ -112,7 +112,7 @@ def hold_heads(mesh: Mesh, kv_heads: int) -> None:
 def main(rank: int, count: int, port: str, on: str) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
-        f"127.0.0.1:{port}", count, rank,
+        f"127.0.0.1:{port}", count, rank, heartbeat_timeout_seconds=10,
         local_device_ids=[rank] if on == "gpu" else None,
     )  # fmt: skip
     size = 4 if on == "cpu" else count
