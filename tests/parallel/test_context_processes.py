@@ -8,7 +8,7 @@ from pathlib import Path
 import context_processes
 import decode_processes
 import pytest
-from processes import run_processes
+from processes import hold_processes, run_processes
 
 pytestmark = pytest.mark.host
 SCRIPT = Path(context_processes.__file__)
@@ -18,18 +18,13 @@ SCRIPT = Path(context_processes.__file__)
     ("count", "cases", "right"), [(2, "all", 6), (4, "ulysses_ring", 2)]
 )
 def test_attention_over_processes(count, cases, right):
-    for rank, (code, said) in enumerate(run_processes(SCRIPT, count, cases)):
-        assert code == 0, said
-        assert re.search(rf"^{rank} of {count}: {right} are right$", said, re.M), said
+    hold_processes(SCRIPT, count, str(right), cases)
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_decoding_over_processes(count):
     """From blocks that are dealt out, and with heads that are cut."""
-    script = Path(decode_processes.__file__)
-    for rank, (code, said) in enumerate(run_processes(script, count)):
-        assert code == 0, said
-        assert re.search(rf"^{rank} of {count}: 4 are right$", said, re.M), said
+    hold_processes(Path(decode_processes.__file__), count, "4")
 
 
 # What the process says that goes on: its service's client, or a collective.

@@ -7,14 +7,12 @@ and the kernels compute: the same calls and truths, at sizes that the kernels ta
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
 import context_processes
 import decode_processes
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_model import BF16, F16, F32, cast, draw
@@ -25,15 +23,11 @@ from context_calls import (
     compute,
     segments,
 )
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, Mesh
 from paged_model import Case
-from parallel_decode import Dealt, reductions
-from processes import run_processes
+from parallel_decode import Dealt, heads_over
+from processes import hold_processes
 from reshard_processes import Place, hold, on
-
-import jax_kvblock as kv
-from jax_kvblock.parallel import kv_heads_partition, repeat_kv_heads, repeat_spec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.early]
 
@@ -107,22 +101,13 @@ def test_the_same_bits_every_time(rng, gpus, strategy):
 
 @pytest.mark.parametrize("case", ["ring,all_gather", "ulysses,ring of documents"])
 def test_a_process_for_each_gpu(gpus, case):
-    count = len(gpus)
     script = Path(context_processes.__file__)
-    ran = run_processes(script, count, case, "gpu", seconds=200)
-    for rank, (code, said) in enumerate(ran):
-        assert code == 0, said
-        assert re.search(rf"^{rank} of {count}: 3 are right$", said, re.M), said
+    hold_processes(script, len(gpus), "3", case, "gpu", seconds=200)
 
 
 def test_decoding_in_a_process_for_each_gpu(gpus):
-    count = len(gpus)
     script = Path(decode_processes.__file__)
-    for rank, (code, said) in enumerate(
-        run_processes(script, count, "gpu", seconds=200)
-    ):
-        assert code == 0, said
-        assert re.search(rf"^{rank} of {count}: 4 are right$", said, re.M), said
+    hold_processes(script, len(gpus), "4", "gpu", seconds=200)
 
 
 # ---- a cache over devices ------------------------------------------------------------
@@ -150,59 +135,9 @@ def test_blocks_dealt_out(rng, gpus, name, block):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_heads_over_devices(rng, gpus, kind, kv_heads):
     """A prompt, then a step: append and attend as on one GPU, and nothing travels."""
-    spec = kv.BlockSpec(2, 2, 16, kv_heads, 64, jnp.bfloat16)
-    tables, prompt = np.int32([[3, 1, 7], [2, 6, -1]]), 20
-
-    def draw_heads(tokens: int, heads: int) -> jax.Array:
-        return cast(rng.standard_normal((2, tokens, heads, 64)), BF16)
-
-    def part(spec: Any, own: Any, data: Any, qkv: Any, first: int) -> Any:
-        q, k, v = qkv
-        rows = jnp.arange(q.shape[1], dtype=jnp.int32) + first
-        slots = jnp.asarray(tables)[:, rows // 16] * 16 + rows % 16
-        k, v = (own(a).reshape(-1, spec.num_kv_heads, 64) for a in (k, v))
-        pool = kv.append_kv(kv.KVPool(data, spec), 1, k, v, slots.reshape(-1))
-        lens = jnp.full(2, first + q.shape[1], jnp.int32)
-        out = kv.paged_attention(q, pool, 1, tables, lens)
-        return pool.data, out
-
-    def serve(spec: Any, own: Any, data: Any, put: Any) -> list[Any]:
-        made = []
-        for qkv, first in ((inputs[0], 0), (inputs[1], prompt)):
-            run = jax.jit(
-                lambda data, qkv, first=first: part(spec, own, data, qkv, first),
-                donate_argnums=0,
-            )
-            qkv = tuple(map(put, qkv, ("c", None, None)))
-            compiled = run.lower(data, qkv).compile()
-            assert reductions(compiled.as_text()) == []
-            data, out = compiled(data, qkv)
-            made.append(np.asarray(out, np.float32))
-        return made
-
-    inputs = [
-        tuple(
-            cast(rng.standard_normal((2, t, n, 64)), BF16) for n in (8, *[kv_heads] * 2)
-        )
-        for t in (prompt, 1)
-    ]
-    empty = lambda spec: jnp.zeros((9, *spec.block_shape), spec.dtype)  # noqa: E731
-    want = serve(spec, lambda a: a, empty(spec), lambda a, _: a)
-    mesh, n = mesh_of(gpus, kind), len(gpus)
-    wide = repeat_spec(spec, n)
-    place = lambda *spec: NamedSharding(mesh, P(*spec))  # noqa: E731
-    data = jax.device_put(
-        empty(wide), NamedSharding(mesh, kv_heads_partition(wide, "c"))
-    )
-    with jax.set_mesh(mesh):
-        got = serve(
-            wide,
-            lambda a: repeat_kv_heads(a, n),
-            data,
-            lambda a, cut: jax.device_put(a, place(None, None, cut)),
-        )
-    for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=0, atol=2e-2)
+    for got, want in heads_over(mesh_of(gpus, kind), kv_heads, BF16, rng):
+        got, want = (np.asarray(x, np.float32) for x in (got, want))
+        np.testing.assert_allclose(got, want, rtol=0, atol=2e-2)
 
 
 # ---- blocks from one set of devices to another ---------------------------------------

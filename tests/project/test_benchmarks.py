@@ -183,7 +183,7 @@ def test_the_whole_sequence_on_each_device_at_once(
         for (name, work), call in calls.items():
             outs = jax.tree.leaves(call())
             on[f"{name} / {work}"] = set().union(*(out.devices() for out in outs))
-        return {call: 2.0 for call in calls}
+        return {call: float(i) for i, call in enumerate(calls, start=1)}
 
     monkeypatch.setattr(parallel, "median_seconds", seconds)
     monkeypatch.setattr(parallel, "STRATEGIES", ())
@@ -191,6 +191,7 @@ def test_the_whole_sequence_on_each_device_at_once(
     parallel._speed(parallel.Length(64), results, True)
     devices = jax.devices()[:4]
     assert len(devices) > 1
+    seconds_of = {name: i for i, name in enumerate(on, start=1)}
     rows = {
         (row["case"].split(" / ")[1], row["implementation"]): row["value"]
         for row in results.rows
@@ -199,7 +200,8 @@ def test_the_whole_sequence_on_each_device_at_once(
     for work in ("forward", "both"):
         assert on[f"one / {work}"] == {devices[0]}
         assert on[f"one on each / {work}"] == set(devices)
-        assert rows[work, f"jax_kvblock, one on each of {len(devices)} GPUs"] == 2e3
+        who = f"jax_kvblock, one on each of {len(devices)} GPUs"
+        assert rows[work, who] == 1e3 * seconds_of[f"one on each / {work}"]
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from llama_engines import Greedy, ask, check_books, tokens_of
@@ -37,6 +38,13 @@ def engine(tiny: tuple[TinyModel, LoadedModel]) -> Iterator[Engine]:
     yield made
     made.stop()
     check_books(made)
+
+
+def test_a_transfer_guard_lets_steps_pass(engine: Engine, greedy: Greedy) -> None:
+    stream = ask(engine, PROMPT, 7)
+    with jax.transfer_guard_host_to_device("disallow"):
+        engine.run()
+    greedy.check(PROMPT, stream, 7)
 
 
 # ---- how texts end -------------------------------------------------------------------

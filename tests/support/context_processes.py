@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import placed
 
 import jax_kvblock as kv
 from jax_kvblock.parallel import (
@@ -41,11 +42,6 @@ CASES: dict[str, dict[str, Any]] = {
     "ulysses_ring": {"causal": True},
     "ring of documents": {"causal": True, "cu_seqlens": [0, 8, 32]},
 }
-
-
-def placed(x: Any, sharding: NamedSharding) -> jax.Array:
-    """A global array of what every process has."""
-    return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
 
 
 def assert_same(got: jax.Array, want: Any) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import Any
 
 if __name__ == "__main__":
     RANK, COUNT, ON = int(sys.argv[1]), int(sys.argv[2]), [*sys.argv, "cpu"][4]
@@ -18,28 +17,21 @@ if __name__ == "__main__":
     os.environ["XLA_FLAGS"] = f"{DEVICES} --xla_backend_optimization_level=0"
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from context_processes import DTYPES, assert_same, placed
+from context_processes import DTYPES, assert_same
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import placed
 from paged_model import Case
-from parallel_decode import Dealt, mesh_of, reductions
-
-import jax_kvblock as kv
-from jax_kvblock.parallel import kv_heads_partition, repeat_kv_heads, repeat_spec
-
-HEADS, DIM, BLOCK = 8, 64, 16
-PROMPT = 20
-TABLES = np.int32([[3, 1, 7], [2, 6, -1]])
+from parallel_decode import Dealt, heads_over, mesh_of
 
 
 def hold_dealt(mesh: Mesh) -> None:
     """Row by row beside float64, on each device."""
     on = mesh.devices.flat[0].platform
     case = Case(
-        sequences=((1, 37), (3, 90), (1, 4)), heads=HEADS, dim=DIM, value_dim=DIM,
-        block_size=BLOCK, dtype=DTYPES[on].name,
+        sequences=((1, 37), (3, 90), (1, 4)), heads=8, dim=64, value_dim=64,
+        dtype=DTYPES[on].name,
     )  # fmt: skip
     drawn = Dealt(case, np.random.default_rng(2), mesh.size, None, on)
     function, (given,) = drawn.function()
@@ -61,52 +53,9 @@ def hold_dealt(mesh: Mesh) -> None:
 
 
 def hold_heads(mesh: Mesh, kv_heads: int) -> None:
-    """Two steps, as one device takes them; fewer KV heads than devices are repeated."""
-    rng = np.random.default_rng(3)
     dtype = DTYPES[mesh.devices.flat[0].platform]
-    spec = kv.BlockSpec(2, 2, BLOCK, kv_heads, DIM, dtype)
-    steps = [
-        tuple(
-            rng.standard_normal((2, tokens, heads, DIM)).astype(dtype)
-            for heads in (HEADS, kv_heads, kv_heads)
-        )
-        for tokens in (PROMPT, 1)
-    ]
-
-    def step(
-        spec: kv.BlockSpec, times: int, data: Any, qkv: Any, first: Any
-    ) -> tuple[Any, Any]:
-        q, k, v = qkv
-        rows = jnp.arange(q.shape[1], dtype=jnp.int32) + first
-        slots = jnp.asarray(TABLES)[:, rows // BLOCK] * BLOCK + rows % BLOCK
-        k, v = (
-            (repeat_kv_heads(a, times) if times > 1 else a).reshape(
-                -1, spec.num_kv_heads, DIM
-            )
-            for a in (k, v)
-        )
-        pool = kv.append_kv(kv.KVPool(data, spec), 1, k, v, slots.reshape(-1))
-        lens = jnp.full(2, q.shape[1], jnp.int32) + first
-        return pool.data, kv.paged_attention(q, pool, 1, TABLES, lens)
-
-    wide = repeat_spec(spec, mesh.size)
-    data = jnp.zeros((9, *spec.block_shape), dtype)
-    over = placed(
-        np.zeros((9, *wide.block_shape), dtype),
-        NamedSharding(mesh, kv_heads_partition(wide, "cp")),
-    )
-    for qkv, first in zip(steps, (0, PROMPT), strict=True):
-        data, want = jax.jit(lambda *x: step(spec, 1, *x))(data, qkv, first)
-        specs = (P(None, None, "cp"), P(), P())
-        put = [
-            placed(a, NamedSharding(mesh, s)) for a, s in zip(qkv, specs, strict=True)
-        ]
-        with jax.set_mesh(mesh):
-            run = jax.jit(lambda *x: step(wide, mesh.size, *x), donate_argnums=0)
-            compiled = run.lower(over, tuple(put), np.int32(first)).compile()
-            assert reductions(compiled.as_text()) == []
-            over, out = compiled(over, tuple(put), np.int32(first))
-        assert_same(out, want)
+    for got, want in heads_over(mesh, kv_heads, dtype, np.random.default_rng(3)):
+        assert_same(got, want)
 
 
 def main(rank: int, count: int, port: str, on: str) -> None:

@@ -23,3 +23,8 @@ def mesh_of(
 
 def put(x: Any, mesh: jax.sharding.Mesh, *spec: Any) -> Any:
     return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def placed(x: Any, sharding: NamedSharding) -> jax.Array:
+    """A global array of what every process has."""
+    return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])

@@ -5,18 +5,26 @@ Truth, cases and poison are those of paged_model.py.
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import placed
 from paged_model import Case, Drawn
 
 import jax_kvblock as kv
-from jax_kvblock.parallel import interleaved_paged_attention
+from jax_kvblock.parallel import (
+    interleaved_paged_attention,
+    kv_heads_partition,
+    repeat_kv_heads,
+    repeat_spec,
+)
 
 OUT = (P(), P())
 
@@ -127,6 +135,56 @@ def reductions(text: str) -> list[tuple[str, int]]:
             sizes = [int(np.prod([int(n) for n in s.split(",") if n])) for s in shapes]
             found.append((made[2], sum(sizes)))
     return found
+
+
+def heads_over(
+    mesh: Mesh, kv_heads: int, dtype: Any, rng: np.random.Generator
+) -> Iterator[tuple[jax.Array, jax.Array]]:
+    """A prompt and a step behind it, of heads that a mesh of one axis cuts: appended
+    and attended to there, where nothing may travel, and on one device.
+
+    Fewer KV heads than devices are repeated.
+    """
+    (axis,) = mesh.axis_names
+    tables, prompt = np.int32([[3, 1, 7], [2, 6, -1]]), 20
+    steps = [
+        tuple(
+            rng.standard_normal((2, tokens, heads, 64)).astype(dtype)
+            for heads in (8, kv_heads, kv_heads)
+        )
+        for tokens in (prompt, 1)
+    ]
+    narrow = kv.BlockSpec(2, 2, 16, kv_heads, 64, dtype)
+    wide = repeat_spec(narrow, mesh.size)
+    cut = NamedSharding(mesh, kv_heads_partition(wide, axis))
+    here = jnp.zeros((9, *narrow.block_shape), dtype)
+    over = placed(np.zeros((9, *wide.block_shape), dtype), cut)
+
+    def step(spec: kv.BlockSpec, devices: int, data: Any, qkv: Any, first: Any) -> Any:
+        q, k, v = qkv
+        rows = jnp.arange(q.shape[1], dtype=jnp.int32) + first
+        slots = jnp.asarray(tables)[:, rows // 16] * 16 + rows % 16
+        k, v = (
+            repeat_kv_heads(a, devices).reshape(-1, spec.num_kv_heads, 64)
+            for a in (k, v)
+        )
+        pool = kv.append_kv(kv.KVPool(data, spec), 1, k, v, slots.reshape(-1))
+        lens = jnp.full(2, q.shape[1], jnp.int32) + first
+        return pool.data, kv.paged_attention(q, pool, 1, tables, lens)
+
+    for qkv, first in zip(steps, (0, prompt), strict=True):
+        one = jax.jit(functools.partial(step, narrow, 1), donate_argnums=0)
+        here, want = one(here, qkv, np.int32(first))
+        put = tuple(
+            placed(a, NamedSharding(mesh, spec))
+            for a, spec in zip(qkv, (P(None, None, axis), P(), P()), strict=True)
+        )
+        with jax.set_mesh(mesh):
+            all_of = jax.jit(functools.partial(step, wide, mesh.size), donate_argnums=0)
+            compiled = all_of.lower(over, put, np.int32(first)).compile()
+            assert reductions(compiled.as_text()) == []
+            over, got = compiled(over, put, np.int32(first))
+        yield got, want
 
 
 def pool_of_blocks(drawn: Dealt, layout: str = "NHD") -> kv.KVPool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -38,3 +39,13 @@ def run_processes(
         for process in processes:
             process.kill()
     return [(p.returncode, text) for p, text in zip(processes, said, strict=True)]
+
+
+def hold_processes(
+    script: Path, count: int, right: str, *more: str, seconds: float = 120
+) -> None:
+    """Each process ends well, and says how many are right: `right`, an expression."""
+    ran = run_processes(script, count, *more, seconds=seconds)
+    for rank, (code, said) in enumerate(ran):
+        assert code == 0, said
+        assert re.search(rf"^{rank} of {count}: {right} are right$", said, re.M), said
