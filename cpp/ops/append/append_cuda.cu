@@ -1,6 +1,7 @@
 // The CUDA launcher of the append: check, fill in the parameters, pick an instance, launch.
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
@@ -11,6 +12,10 @@
 
 namespace kvblock {
 namespace {
+
+// About as many CTAs as a large GPU has at a time. With fewer tokens some CTAs share one.
+constexpr int64_t kAppendCtas = 1024;
+constexpr int kLeastAngles = 16;  // that a token is taken to have
 
 bool Aligned(std::initializer_list<const void*> arrays, uintptr_t bytes) {
   for (const void* array : arrays) {
@@ -50,9 +55,18 @@ float LargestOf(int32_t cache_dtype) {
   return cache_dtype == KVBLOCK_APPEND_E5M2 ? 57344.0f : 127.0f;
 }
 
+// Whether all chunks are whole, and none lies across a multiple of its width.
+template <typename T>
+bool InVectors(const kvblock_append& a) {
+  constexpr int W = kAppendWidth<T>;
+  const int64_t element = a.cache_dtype == a.dtype ? sizeof(T) : 1;
+  return WholeChunks(a, W) && QTokenStride(a) % W == 0 && KvTokenStride(a) % W == 0 &&
+         Aligned({a.q, a.k, a.v, a.q_out, a.q_norm, a.k_norm}, 16) &&
+         CacheIsAligned(a, element, element * W);
+}
+
 template <typename T>
 AppendParams ParamsOf(const kvblock_append& a) {
-  constexpr int W = kAppendWidth<T>;
   AppendParams p{};
   p.q = a.q;
   p.k = a.k;
@@ -97,13 +111,8 @@ AppendParams ParamsOf(const kvblock_append& a) {
   p.largest = LargestOf(a.cache_dtype);
   p.interleaved = a.interleaved != 0;
   p.zero_tail = a.zero_tail != 0;
-  p.quantizes = a.cache_dtype != a.dtype;
   p.q_norm_wide = a.q_norm_dtype != a.dtype;
   p.k_norm_wide = a.k_norm_dtype != a.dtype;
-  const int64_t element = p.quantizes ? 1 : sizeof(T);
-  p.whole_vectors = WholeChunks(a, W) && p.q_token_stride % W == 0 && p.kv_token_stride % W == 0 &&
-                    Aligned({a.q, a.k, a.v, a.q_out, a.q_norm, a.k_norm}, 16);
-  p.cache_vectors = WholeChunks(a, W) && CacheIsAligned(a, element, element * W);
   for (int64_t i = 0; i < a.num_buffers; ++i) p.buffers[i] = static_cast<char*>(a.buffers[i]);
   return p;
 }
@@ -112,13 +121,26 @@ template <typename T, int kUnits>
 const char* Launch(const kvblock_append& a, int units, cudaStream_t stream) {
   AppendParams p = ParamsOf<T>(a);
   for (p.lanes = 1; p.lanes < units && p.lanes < 32;) p.lanes *= 2;
-  const int groups = kAppendThreads / p.lanes;
+  const int64_t tokens = a.tokens * a.layers, groups = kAppendThreads / p.lanes;
+  // Where that leaves CTAs enough, a CTA has tokens for all of its threads to compute angles of.
+  p.all_tokens = static_cast<int32_t>(tokens);
+  for (p.tokens_each = 1; p.tokens_each * 2 <= groups; p.tokens_each *= 2) {
+    if (p.tokens_each * 2 * std::max(a.rotary_dim / 2, kLeastAngles) > kAppendThreads) break;
+    if (tokens < kAppendCtas * p.tokens_each * 2) break;
+  }
+  const int64_t ctas = (tokens + p.tokens_each - 1) / p.tokens_each;
+  const int64_t most = (p.num_rows + groups - 1) / groups, wanted = (kAppendCtas + ctas - 1) / ctas;
+  const int64_t slices = p.tokens_each == 1 ? std::min(most, wanted) : 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(a.tokens * a.layers),
-                        static_cast<unsigned>((p.num_rows + groups - 1) / groups));
+  config.gridDim = dim3(static_cast<unsigned>(ctas), static_cast<unsigned>(slices));
   config.blockDim = dim3(kAppendThreads);
   config.stream = stream;
-  const cudaError_t status = cudaLaunchKernelEx(&config, Append<T, kUnits>, p);
+  const bool vectors = InVectors<T>(a);
+  const auto kernel = a.cache_dtype != a.dtype
+                          ? vectors ? Append<T, kUnits, true, true> : Append<T, kUnits, false, true>
+                      : vectors ? Append<T, kUnits, true, false>
+                                : Append<T, kUnits, false, false>;
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, p);
   if (status == cudaSuccess) return nullptr;
   return Message(std::string("append: ") + cudaGetErrorString(status));
 }

@@ -1,10 +1,13 @@
 // The append as a CUDA kernel: q, k and v of new tokens normed, rotated, quantized and written.
 //
-// A row is the D elements of one head of one token. A CTA has one token (and layer) and as many of
-// its rows as it has groups of lanes; a group has a row, first those of q, then of k, then of v:
+// A row is the D elements of one head of one token. A CTA has some tokens (of one layer each) with
+// all of their rows; where tokens are few it has one, or some of its rows: the grid's y says how
+// many CTAs share them. A group of lanes has one token and takes a row of it at a time, first those
+// of q, then of k, then of v:
 //
-//   each lane loads its units of the row               16 bytes at a time, where they are aligned
-//   the CTA computes the token's cosines and sines     once, in shared memory
+//   each lane loads its units of the row               16 bytes at a time, where they are aligned,
+//                                                      while it works on the row before
+//   the CTA computes its tokens' cosines and sines     once, in shared memory; a lane keeps its own
 //   norm: the group adds up squares; every element times 1 / sqrt(mean + eps) times its weight
 //   rotation: a unit holds both elements of its pairs, so no lane asks another
 //   q is stored in q_out; k and v: the group finds the scale, divides, rounds, and stores in the
@@ -22,6 +25,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "device/angle.cuh"
 #include "device/narrow.cuh"
@@ -48,11 +52,12 @@ struct AppendParams {
   int32_t num_layers, layer, layer_table_stride, num_slots, block_size;
   int32_t k_scale_stride, v_scale_stride;  // 0 where all heads have one scale
   int32_t rotary_dim, cache_dtype;
-  int32_t lanes;  // of a group, a power of 2
+  int32_t lanes;        // of a group, a power of 2
+  int32_t tokens_each;  // of a CTA, a power of 2, at most as many as it has groups
+  int32_t all_tokens;   // of all layers in k and v
   float norm_eps, largest;
-  bool interleaved, zero_tail, quantizes;
-  bool q_norm_wide, k_norm_wide;      // weights are float32
-  bool whole_vectors, cache_vectors;  // chunks of q, k, v and norms, and of the cache, are aligned
+  bool interleaved, zero_tail;
+  bool q_norm_wide, k_norm_wide;  // weights are float32
   char* buffers[KVBLOCK_APPEND_MAX_BUFFERS];
 };
 
@@ -86,48 +91,67 @@ __device__ __forceinline__ AppendUnit UnitOf(const AppendParams& p, int unit) {
   return u;
 }
 
-// `count` elements as float32, zeros behind them.
-template <int W, typename T>
-__device__ __forceinline__ void LoadChunk(const T* from, int count, bool vectors, float (&x)[W]) {
-  if (vectors && count == W) {
-    constexpr int kPart = 16 / sizeof(T);
-    static_assert(W % kPart == 0);
+// A chunk as it is in memory. Elements that are split up would take a register each.
+struct AppendChunk {
+  uint32_t words[4];
+
+  template <typename T>
+  __device__ __forceinline__ void Get(float (&x)[kAppendWidth<T>]) const {
+    constexpr int kEach = 4 / sizeof(T);
 #pragma unroll
-    for (int part = 0; part < W / kPart; ++part) {
-      alignas(16) T loaded[kPart];
-      *reinterpret_cast<uint4*>(loaded) = __ldg(reinterpret_cast<const uint4*>(from) + part);
+    for (int i = 0; i < 4; ++i) {
+      T elements[kEach];
+      memcpy(elements, &words[i], 4);
 #pragma unroll
-      for (int i = 0; i < kPart; ++i) x[part * kPart + i] = static_cast<float>(loaded[i]);
+      for (int j = 0; j < kEach; ++j) x[i * kEach + j] = static_cast<float>(elements[j]);
     }
-    return;
   }
+  template <typename T>
+  __device__ __forceinline__ void Set(const float (&x)[kAppendWidth<T>]) {
+    constexpr int kEach = 4 / sizeof(T);
 #pragma unroll
-  for (int i = 0; i < W; ++i) x[i] = i < count ? static_cast<float>(from[i]) : 0.0f;
+    for (int i = 0; i < 4; ++i) {
+      T elements[kEach];
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) elements[j] = static_cast<T>(x[i * kEach + j]);
+      memcpy(&words[i], elements, 4);
+    }
+  }
+};
+
+// `count` elements, zeros behind them; with kVectors a whole chunk, or none.
+template <bool kVectors, typename T>
+__device__ __forceinline__ AppendChunk LoadChunk(const T* from, int count) {
+  constexpr int W = kAppendWidth<T>;
+  AppendChunk made{};
+  if constexpr (kVectors) {
+    if (count == 0) return made;
+    const uint4 loaded = __ldg(reinterpret_cast<const uint4*>(from));
+    return {{loaded.x, loaded.y, loaded.z, loaded.w}};
+  } else {
+    T elements[W];
+#pragma unroll
+    for (int i = 0; i < W; ++i) elements[i] = i < count ? from[i] : static_cast<T>(0.0f);
+    memcpy(made.words, elements, 16);
+    return made;
+  }
 }
 
-// The same elements, in place of their bits.
-template <int W, typename T>
-__device__ __forceinline__ void CopyChunk(const T* from, int count, bool from_vectors, char* to,
-                                          int64_t stride, bool to_vectors) {
-  if (from_vectors && to_vectors && count == W) {
-    *reinterpret_cast<uint4*>(to) = __ldg(reinterpret_cast<const uint4*>(from));
-    return;
-  }
-  for (int i = 0; i < count; ++i) *reinterpret_cast<T*>(to + i * stride) = from[i];
-}
-
-template <int W, typename T>
-__device__ __forceinline__ void StoreChunk(T* to, int count, bool vectors, const float (&y)[W]) {
-  if (vectors && count == W) {
-    alignas(16) T made[W];
+// `stride` is in bytes, from an element to the next.
+template <bool kVectors, typename T>
+__device__ __forceinline__ void StoreChunk(char* to, int count, int64_t stride,
+                                           const AppendChunk& chunk) {
+  constexpr int W = kAppendWidth<T>;
+  if constexpr (kVectors) {
+    const uint32_t (&x)[4] = chunk.words;
+    if (count > 0) *reinterpret_cast<uint4*>(to) = uint4{x[0], x[1], x[2], x[3]};
+  } else {
+    T elements[W];
+    memcpy(elements, chunk.words, 16);
 #pragma unroll
-    for (int i = 0; i < W; ++i) made[i] = static_cast<T>(y[i]);
-    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(made);
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < W; ++i) {
-    if (i < count) to[i] = static_cast<T>(y[i]);
+    for (int i = 0; i < W; ++i) {
+      if (i < count) *reinterpret_cast<T*>(to + i * stride) = elements[i];
+    }
   }
 }
 
@@ -138,30 +162,32 @@ __device__ __forceinline__ uint16_t PairOf(int cache_dtype, float x, float y) {
 }
 
 // Elements of 8 bits, W at a time.
-template <int W>
-__device__ __forceinline__ void StoreBytes(char* to, int count, int64_t stride, bool vectors,
-                                           int cache_dtype, const float (&y)[W]) {
+template <bool kVectors, int W>
+__device__ __forceinline__ void StoreBytes(char* to, int count, int64_t stride, int cache_dtype,
+                                           const float (&y)[W]) {
   alignas(8) uint16_t pairs[W / 2];
 #pragma unroll
   for (int i = 0; i < W / 2; ++i) pairs[i] = PairOf(cache_dtype, y[2 * i], y[2 * i + 1]);
-  if (vectors && count == W) {
+  if constexpr (kVectors) {
+    if (count == 0) return;
     if constexpr (W == 8) {
       *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(pairs);
     } else {
       *reinterpret_cast<unsigned*>(to) = *reinterpret_cast<const unsigned*>(pairs);
     }
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int i = 0; i < W; ++i) {
-    if (i < count) to[i * stride] = static_cast<char>(pairs[i / 2] >> i % 2 * 8);
+    for (int i = 0; i < W; ++i) {
+      if (i < count) to[i * stride] = static_cast<char>(pairs[i / 2] >> i % 2 * 8);
+    }
   }
 }
 
 // Zeros in place of `count` elements of the cache.
-template <int W>
-__device__ __forceinline__ void ClearChunk(const AppendParams& p, char* to, int count, int bytes) {
-  if (p.cache_vectors && count == W) {
+template <bool kVectors, int W>
+__device__ __forceinline__ void ClearChunk(char* to, int count, int64_t stride, int bytes) {
+  if constexpr (kVectors) {
+    if (count == 0) return;
     if (bytes * W == 16) {
       *reinterpret_cast<uint4*>(to) = uint4{0, 0, 0, 0};
     } else if (bytes * W == 8) {
@@ -169,10 +195,10 @@ __device__ __forceinline__ void ClearChunk(const AppendParams& p, char* to, int 
     } else {
       *reinterpret_cast<unsigned*>(to) = 0;
     }
-    return;
-  }
-  for (int i = 0; i < count; ++i) {
-    for (int byte = 0; byte < bytes; ++byte) to[i * p.dim_stride + byte] = 0;
+  } else {
+    for (int i = 0; i < count; ++i) {
+      for (int byte = 0; byte < bytes; ++byte) to[i * stride + byte] = 0;
+    }
   }
 }
 
@@ -187,6 +213,7 @@ __device__ __forceinline__ float MaxOverGroup(float x, int lanes) {
   return x;
 }
 
+// `angles`: of the unit's pairs, in order.
 template <int W>
 __device__ __forceinline__ void Turn(const AppendUnit& u, bool interleaved, const float2* angles,
                                      float (&a)[W], float (&b)[W]) {
@@ -198,214 +225,350 @@ __device__ __forceinline__ void Turn(const AppendUnit& u, bool interleaved, cons
   if (!interleaved) {
 #pragma unroll
     for (int i = 0; i < W; ++i) {
-      if (i < u.a_count) turn(a[i], b[i], angles[u.angle + i]);
+      if (i < u.a_count) turn(a[i], b[i], angles[i]);
     }
     return;
   }
 #pragma unroll
   for (int i = 0; i < W / 2; ++i) {
-    if (2 * i < u.a_count) turn(a[2 * i], a[2 * i + 1], angles[u.angle + i]);
-    if (2 * i < u.b_count) turn(b[2 * i], b[2 * i + 1], angles[u.angle + W / 2 + i]);
+    if (2 * i < u.a_count) turn(a[2 * i], a[2 * i + 1], angles[i]);
+    if (2 * i < u.b_count) turn(b[2 * i], b[2 * i + 1], angles[W / 2 + i]);
   }
 }
 
-// The token's cosines and sines.
-__device__ __forceinline__ void ComputeAngles(const AppendParams& p, int token, float2* angles) {
-  const int half = p.rotary_dim / 2;
-  const int position = p.positions ? p.positions[token] : token;
-  for (int i = static_cast<int>(threadIdx.x); i < half; i += kAppendThreads) {
+// The cosines and sines of the CTA's tokens, from number `first` on.
+__device__ __forceinline__ void ComputeAngles(const AppendParams& p, int first, float2* angles) {
+  const int half = p.rotary_dim / 2, count = min(p.tokens_each, p.all_tokens - first) * half;
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kAppendThreads) {
+    const int pair = i % half, token = (first + i / half) % p.tokens;
+    const int position = p.positions ? p.positions[token] : token;
     if (p.cos_sin == nullptr) {
-      angles[i] = CosSin(position, p.inv_freq[i]);
+      angles[i] = CosSin(position, p.inv_freq[pair]);
     } else {
       const int64_t last = p.cos_sin_rows - 1;
       const int64_t row = position < 0 ? 0 : position < last ? position : last;
       const float* const table = p.cos_sin + row * p.rotary_dim;
-      angles[i] = float2{table[i], table[i + half]};
+      angles[i] = float2{table[pair], table[pair + half]};
     }
   }
 }
 
-// Bit n of `written`: some token of the call goes to slot `from` + n, n below `count`.
-__device__ __forceinline__ void FindWritten(const AppendParams& p, int from, int count,
-                                            unsigned* written) {
-  __syncthreads();  // the others have read what was here
-  for (int i = static_cast<int>(threadIdx.x); i < kAppendWindow / 32; i += kAppendThreads) {
-    written[i] = 0;
-  }
-  __syncthreads();
-  for (int i = static_cast<int>(threadIdx.x); i < p.tokens; i += kAppendThreads) {
-    const unsigned n = static_cast<unsigned>(p.slots[i]) - static_cast<unsigned>(from);
+// Whether some of the slots `from` + n, n below `count`, get no token of this call. Bit n of
+// `written` says that one does. `next` is the number of the token that comes behind those of the
+// slots before: a prompt fills its blocks in order, and then nobody has to look through all slots.
+__device__ __forceinline__ bool FindUnwritten(const AppendParams& p, int next, int from, int count,
+                                              unsigned* written) {
+  const auto mark = [&](int token) {
+    const unsigned n = static_cast<unsigned>(p.slots[token]) - static_cast<unsigned>(from);
     if (n < static_cast<unsigned>(count)) atomicOr(written + n / 32, 1u << n % 32);
-  }
+  };
+  const int thread = static_cast<int>(threadIdx.x), words = (count + 31) / 32;
+  __syncthreads();  // the others have read what was here
+  for (int i = thread; i < words; i += kAppendThreads) written[i] = 0;
   __syncthreads();
+  for (int i = thread; i < min(count, p.tokens - next); i += kAppendThreads) mark(next + i);
+  __syncthreads();
+  bool all = true;
+  for (int i = 0; i < words; ++i) all = all && written[i] == ~0u >> (32 - min(32, count - 32 * i));
+  if (all) return false;
+  __syncthreads();
+  for (int i = thread; i < p.tokens; i += kAppendThreads) mark(i);
+  __syncthreads();
+  return true;
 }
 
-template <typename T, int kUnits>
-__global__ void __launch_bounds__(kAppendThreads) Append(const __grid_constant__ AppendParams p) {
-  constexpr int W = kAppendWidth<T>;
-  __shared__ float2 angles[kAppendAngles];
-  __shared__ unsigned written[kAppendWindow / 32];
-  const int lane = static_cast<int>(threadIdx.x) % p.lanes;
-  const int groups = kAppendThreads / p.lanes, first_row = static_cast<int>(blockIdx.y) * groups;
-  const int row = first_row + static_cast<int>(threadIdx.x) / p.lanes;
-  const int token = static_cast<int>(blockIdx.x) % p.tokens;
-  const int plane = static_cast<int>(blockIdx.x) / p.tokens;  // of the layers in k and v
+// A row: where it comes from, and where it goes.
+template <typename T>
+struct AppendRow {
+  const T* from;
+  char* to;
+  int64_t stride;  // of what it goes to, in bytes
+  float* scale;    // where its own scale is stored, or nullptr
+  int head;
+  bool is_q, is_v;
+  bool there;  // else nothing is read or written
+};
 
-  // The row, and where it goes.
-  const int slot = p.slots[token], layer = p.layer_at ? *p.layer_at : p.layer + plane;
-  const bool placed = slot >= 0 && slot < p.num_slots && layer >= 0 && layer < p.num_layers;
-  const bool is_q = row < p.num_heads, there = is_q || (row < p.num_rows && placed);
-  const int kv_row = row - p.num_heads;
-  const bool is_v = kv_row >= p.num_kv_heads;
-  const int head = is_q ? row : is_v ? kv_row - p.num_kv_heads : kv_row;
-  const int64_t given =
-      (int64_t{plane} * p.tokens + token) * (is_q ? p.q_token_stride : p.kv_token_stride);
-  const void* const all = is_q ? p.q : is_v ? p.v : p.k;
-  const T* const from = static_cast<const T*>(all) + given + head * p.head_dim;
-  T* const q_out = static_cast<T*>(p.q_out) + (int64_t{token} * p.num_heads + head) * p.head_dim;
-  char* to = nullptr;
-  float* scales = nullptr;  // where the row's own scale is stored
-  if (there && !is_q) {
+// A token, by its number among those of all layers in k and v.
+template <typename T>
+struct AppendToken {
+  __device__ __forceinline__ AppendToken(const AppendParams& p, int number)
+      : p_(p), number_(number), there_(number < p.all_tokens) {
+    if (!there_) return;
+    token = number % p.tokens;
+    slot = p.slots[token];
+    layer_ = p.layer_at ? *p.layer_at : p.layer + number / p.tokens;
+    placed = slot >= 0 && slot < p.num_slots && layer_ >= 0 && layer_ < p.num_layers;
+    if (!placed) return;
     const int block = slot / p.block_size, offset = slot % p.block_size;
-    to = p.buffers[layer * p.layer_table_stride] + layer * p.layer_stride + block * p.block_stride +
-         offset * p.token_stride + head * p.head_stride + (is_v ? p.outer_stride : 0);
-    float* const kept = is_v ? p.v_scales : p.k_scales;
+    cache_ = p.buffers[layer_ * p.layer_table_stride] + layer_ * p.layer_stride +
+             block * p.block_stride + offset * p.token_stride;
+  }
+
+  __device__ __forceinline__ AppendRow<T> Row(int row) const {
+    AppendRow<T> r{};
+    r.is_q = row < p_.num_heads;
+    const int kv_row = row - p_.num_heads;
+    r.is_v = kv_row >= p_.num_kv_heads;
+    r.head = r.is_q ? row : r.is_v ? kv_row - p_.num_kv_heads : kv_row;
+    r.there = r.is_q ? there_ : placed && row < p_.num_rows;
+    if (!r.there) return r;
+    const T* const all = static_cast<const T*>(r.is_q ? p_.q : r.is_v ? p_.v : p_.k);
+    r.from =
+        all + number_ * (r.is_q ? p_.q_token_stride : p_.kv_token_stride) + r.head * p_.head_dim;
+    if (r.is_q) {
+      T* const out = static_cast<T*>(p_.q_out);
+      r.to = reinterpret_cast<char*>(out + (int64_t{token} * p_.num_heads + row) * p_.head_dim);
+      r.stride = sizeof(T);
+      return r;
+    }
+    r.to = cache_ + r.head * p_.head_stride + (r.is_v ? p_.outer_stride : 0);
+    r.stride = p_.dim_stride;
+    float* const kept = r.is_v ? p_.v_scales : p_.k_scales;
     if (kept != nullptr) {
-      scales = kept + layer * p.scale_layer_stride + int64_t{slot} * p.num_kv_heads + head;
+      r.scale = kept + layer_ * p_.scale_layer_stride + int64_t{slot} * p_.num_kv_heads + r.head;
+    }
+    return r;
+  }
+
+  int token = 0, slot = -1;
+  bool placed = false;  // it has a slot in the pool
+
+ private:
+  const AppendParams& p_;
+  const int number_;
+  const bool there_;
+  int layer_ = 0;
+  char* cache_ = nullptr;
+};
+
+// What a lane has of a row, as it was loaded.
+template <int kUnits>
+struct AppendChunks {
+  AppendChunk a[kUnits], b[kUnits];
+};
+
+// kVectors: chunks of q, k, v, norms and the cache are whole and aligned.
+template <typename T, int kUnits, bool kVectors, bool kQuantizes>
+class AppendLane {
+ public:
+  static constexpr int W = kAppendWidth<T>;
+  static constexpr bool kKeepsAngles = kUnits == 1;
+  using Row = AppendRow<T>;
+  using Chunks = AppendChunks<kUnits>;
+
+  __device__ __forceinline__ explicit AppendLane(const AppendParams& p)
+      : p_(p), lane_(static_cast<int>(threadIdx.x) % p.lanes) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) unit_[i] = UnitOf<W>(p, lane_ + i * p.lanes);
+  }
+
+  // The token's, in shared memory. Of one unit a lane keeps its own.
+  __device__ __forceinline__ void TakeAngles(const float2* angles) {
+    angles_ = angles;
+    if constexpr (kKeepsAngles) {
+#pragma unroll
+      for (int j = 0; j < W; ++j) {
+        const int pair = unit_[0].angle + j;
+        if (unit_[0].turns && pair < p_.rotary_dim / 2) kept_[j] = angles[pair];
+      }
     }
   }
-  const void* const norm = is_q ? p.q_norm : is_v ? nullptr : p.k_norm;
-  const bool norm_wide = is_q ? p.q_norm_wide : p.k_norm_wide;
-  const bool turns = !is_v && p.rotary_dim > 0;
-  const bool as_it_is = norm == nullptr && !turns && (is_q || !p.quantizes);
 
-  AppendUnit unit[kUnits];
-  float a[kUnits][W], b[kUnits][W];
+  __device__ __forceinline__ void Load(const Row& row, Chunks* made) const {
+    const T* const from = row.there ? row.from : static_cast<const T*>(p_.k);
 #pragma unroll
-  for (int i = 0; i < kUnits; ++i) {
-    unit[i] = UnitOf<W>(p, lane + i * p.lanes);
-    if (!there) unit[i].a_count = unit[i].b_count = 0;
-    LoadChunk<W>(from + unit[i].a, as_it_is ? 0 : unit[i].a_count, p.whole_vectors, a[i]);
-    LoadChunk<W>(from + unit[i].b, as_it_is ? 0 : unit[i].b_count, p.whole_vectors, b[i]);
+    for (int i = 0; i < kUnits; ++i) {
+      const AppendUnit& u = unit_[i];
+      made->a[i] = LoadChunk<kVectors>(from + u.a, row.there ? u.a_count : 0);
+      made->b[i] = LoadChunk<kVectors>(from + u.b, row.there ? u.b_count : 0);
+    }
   }
 
-  if (p.rotary_dim > 0 && first_row < p.num_heads + p.num_kv_heads) {
-    ComputeAngles(p, token, angles);
-    __syncthreads();
+  // All lanes of a warp.
+  __device__ __forceinline__ void Finish(const Row& row, const Chunks& loaded) const {
+    const void* const norm = row.is_q ? p_.q_norm : row.is_v ? nullptr : p_.k_norm;
+    const bool turns = !row.is_v && p_.rotary_dim > 0, narrow = kQuantizes && !row.is_q;
+    float a[kUnits][W], b[kUnits][W];
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      loaded.a[i].template Get<T>(a[i]);
+      loaded.b[i].template Get<T>(b[i]);
+    }
+    if (p_.q_norm != nullptr || p_.k_norm != nullptr) {
+      const float sum = AddOverGroup(Squares(a) + Squares(b), p_.lanes);
+      if (norm != nullptr) {
+        const float factor = 1.0f / sqrtf(sum / static_cast<float>(p_.head_dim) + p_.norm_eps);
+        const bool wide = row.is_q ? p_.q_norm_wide : p_.k_norm_wide;
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+          Weigh(norm, wide, factor, unit_[i].a, unit_[i].a_count, a[i]);
+          Weigh(norm, wide, factor, unit_[i].b, unit_[i].b_count, b[i]);
+        }
+      }
+    }
+    if (turns) {
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        if (!unit_[i].turns) continue;
+        const float2* const angles = kKeepsAngles ? kept_ : angles_ + unit_[i].angle;
+        Turn<W>(unit_[i], p_.interleaved, angles, a[i], b[i]);
+      }
+    }
+    if constexpr (kQuantizes) {
+      const float scale = ScaleOf(row, a, b);
+      if (narrow) {
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+#pragma unroll
+          for (int j = 0; j < W; ++j) {
+            a[i][j] /= scale;
+            b[i][j] /= scale;
+          }
+        }
+      }
+    }
+    if (!row.there) return;
+    const bool as_it_is = norm == nullptr && !turns && !narrow;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      Store(row, as_it_is, unit_[i].a, unit_[i].a_count, loaded.a[i], a[i]);
+      Store(row, as_it_is, unit_[i].b, unit_[i].b_count, loaded.b[i], b[i]);
+    }
   }
 
-  if (p.q_norm != nullptr || p.k_norm != nullptr) {
+  // Zeros in place of a row of the cache, `tokens` slots behind this one.
+  __device__ __forceinline__ void Clear(const Row& row, int tokens) const {
+    char* const behind = row.to + tokens * p_.token_stride;
+    const int bytes = kQuantizes ? 1 : static_cast<int>(sizeof(T));
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const AppendUnit& u = unit_[i];
+      ClearChunk<kVectors, W>(behind + u.a * p_.dim_stride, u.a_count, p_.dim_stride, bytes);
+      ClearChunk<kVectors, W>(behind + u.b * p_.dim_stride, u.b_count, p_.dim_stride, bytes);
+    }
+    if (row.scale != nullptr && lane_ == 0) row.scale[int64_t{tokens} * p_.num_kv_heads] = 0.0f;
+  }
+
+ private:
+  __device__ __forceinline__ static float Squares(const float (&x)[kUnits][W]) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
 #pragma unroll
-      for (int j = 0; j < W; ++j) sum += a[i][j] * a[i][j] + b[i][j] * b[i][j];
+      for (int j = 0; j < W; ++j) sum += x[i][j] * x[i][j];
     }
-    sum = AddOverGroup(sum, p.lanes);
-    if (norm != nullptr) {
-      const float factor = 1.0f / sqrtf(sum / static_cast<float>(p.head_dim) + p.norm_eps);
-      const auto weigh = [&](int begin, int count, float (&x)[W]) {
-        float weights[W];
-        if (norm_wide) {
-          LoadChunk<W>(static_cast<const float*>(norm) + begin, count, p.whole_vectors, weights);
-        } else {
-          LoadChunk<W>(static_cast<const T*>(norm) + begin, count, p.whole_vectors, weights);
-        }
-#pragma unroll
-        for (int j = 0; j < W; ++j) x[j] = x[j] * factor * weights[j];
-      };
-#pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-        weigh(unit[i].a, unit[i].a_count, a[i]);
-        weigh(unit[i].b, unit[i].b_count, b[i]);
-      }
-    }
+    return sum;
   }
 
-  if (turns) {
+  __device__ __forceinline__ void Weigh(const void* norm, bool wide, float factor, int begin,
+                                        int count, float (&x)[W]) const {
+    float weights[W];
+    if (wide) {
+      constexpr int kEach = kAppendWidth<float>;
+#pragma unroll
+      for (int i = 0; i < W; i += kEach) {
+        float some[kEach];
+        const int left = max(0, min(kEach, count - i));
+        LoadChunk<kVectors>(static_cast<const float*>(norm) + begin + i, left)
+            .template Get<float>(some);
+#pragma unroll
+        for (int j = 0; j < kEach; ++j) weights[i + j] = some[j];
+      }
+    } else {
+      LoadChunk<kVectors>(static_cast<const T*>(norm) + begin, count).template Get<T>(weights);
+    }
+#pragma unroll
+    for (int j = 0; j < W; ++j) x[j] = x[j] * factor * weights[j];
+  }
+
+  // The row's scale; one that is computed is stored, too.
+  __device__ __forceinline__ float ScaleOf(const Row& row, const float (&a)[kUnits][W],
+                                           const float (&b)[kUnits][W]) const {
+    if (p_.k_scales == nullptr) {
+      if (row.is_q || !row.there) return 1.0f;
+      return row.is_v ? p_.v_scale[row.head * p_.v_scale_stride]
+                      : p_.k_scale[row.head * p_.k_scale_stride];
+    }
+    float largest = 0.0f;  // fmaxf takes no NaN
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
-      if (unit[i].turns) Turn<W>(unit[i], p.interleaved, angles, a[i], b[i]);
-    }
-  }
-
-  if (p.quantizes) {
-    float scale = 1.0f;
-    if (p.k_scales != nullptr) {
-      float largest = 0.0f;  // fmaxf takes no NaN
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-#pragma unroll
-        for (int j = 0; j < W; ++j) {
-          largest = fmaxf(largest, fmaxf(fabsf(a[i][j]), fabsf(b[i][j])));
-        }
-      }
-      largest = fminf(MaxOverGroup(largest, p.lanes), 3.402823466e38f);
-      scale = fmaxf(largest / p.largest, 1.175494351e-38f);
-      if (scales != nullptr && lane == 0) *scales = scale;
-    } else if (there && !is_q) {
-      scale = is_v ? p.v_scale[head * p.v_scale_stride] : p.k_scale[head * p.k_scale_stride];
-    }
-    if (!is_q) {
-#pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-#pragma unroll
-        for (int j = 0; j < W; ++j) {
-          a[i][j] /= scale;
-          b[i][j] /= scale;
-        }
+      for (int j = 0; j < W; ++j) {
+        largest = fmaxf(largest, fmaxf(fabsf(a[i][j]), fabsf(b[i][j])));
       }
     }
+    largest = fminf(MaxOverGroup(largest, p_.lanes), 3.402823466e38f);
+    const float scale = fmaxf(largest / p_.largest, 1.175494351e-38f);
+    if (row.scale != nullptr && lane_ == 0) *row.scale = scale;
+    return scale;
   }
 
-#pragma unroll
-  for (int i = 0; i < kUnits; ++i) {
-    const AppendUnit& u = unit[i];
-    const auto store = [&](int begin, int count, const float (&y)[W]) {
-      const int64_t cached = begin * p.dim_stride;
-      if (count == 0) return;
-      if (as_it_is) {
-        char* const place = is_q ? reinterpret_cast<char*>(q_out + begin) : to + cached;
-        CopyChunk<W>(from + begin, count, p.whole_vectors, place,
-                     is_q ? int64_t{sizeof(T)} : p.dim_stride,
-                     is_q ? p.whole_vectors : p.cache_vectors);
-      } else if (is_q) {
-        StoreChunk<W>(q_out + begin, count, p.whole_vectors, y);
-      } else if (p.quantizes) {
-        StoreBytes<W>(to + cached, count, p.dim_stride, p.cache_vectors, p.cache_dtype, y);
-      } else if (p.cache_vectors && count == W) {
-        StoreChunk<W>(reinterpret_cast<T*>(to + cached), count, true, y);
-      } else {
-#pragma unroll
-        for (int j = 0; j < W; ++j) {
-          if (j < count) {
-            *reinterpret_cast<T*>(to + cached + j * p.dim_stride) = static_cast<T>(y[j]);
-          }
+  __device__ __forceinline__ void Store(const Row& row, bool as_it_is, int begin, int count,
+                                        const AppendChunk& loaded, const float (&y)[W]) const {
+    char* const to = row.to + begin * row.stride;
+    if constexpr (kQuantizes) {
+      if (!row.is_q) {
+        StoreBytes<kVectors>(to, count, row.stride, p_.cache_dtype, y);
+        return;
+      }
+    }
+    AppendChunk made = loaded;
+    if (!as_it_is) made.template Set<T>(y);
+    StoreChunk<kVectors, T>(to, count, row.stride, made);
+  }
+
+  const AppendParams& p_;
+  const int lane_;
+  AppendUnit unit_[kUnits];
+  const float2* angles_ = nullptr;
+  float2 kept_[kKeepsAngles ? W : 1] = {};
+};
+
+template <typename T, int kUnits, bool kVectors, bool kQuantizes>
+__global__ void __launch_bounds__(kAppendThreads, kUnits == 1 ? 6 : 3)
+    Append(const __grid_constant__ AppendParams p) {
+  __shared__ float2 angles[kAppendAngles];
+  __shared__ unsigned written[kAppendWindow / 32];
+  const int groups = kAppendThreads / p.lanes, group = static_cast<int>(threadIdx.x) / p.lanes;
+  const int share = groups / p.tokens_each;  // of a token
+  const int number = static_cast<int>(blockIdx.x) * p.tokens_each, own = group / share;
+  const int first = static_cast<int>(blockIdx.y) * share;
+  const int step = static_cast<int>(gridDim.y) * share;
+  const AppendToken<T> token(p, number + own);
+  AppendLane<T, kUnits, kVectors, kQuantizes> lane(p);
+
+  AppendChunks<kUnits> loaded, ahead;
+  lane.Load(token.Row(first + group % share), &loaded);
+  if (p.rotary_dim > 0 && first < p.num_heads + p.num_kv_heads) {
+    ComputeAngles(p, number, angles);
+    __syncthreads();
+    lane.TakeAngles(angles + own * (p.rotary_dim / 2));
+  }
+#pragma unroll 1
+  for (int begin = first; begin < p.num_rows; begin += step) {
+    const int row = begin + group % share;
+    if (begin + step < p.num_rows) lane.Load(token.Row(row + step), &ahead);
+    lane.Finish(token.Row(row), loaded);
+    loaded = ahead;
+  }
+
+  // Zeros behind, by all groups for one token after the other.
+  if (!p.zero_tail) return;
+  for (int i = 0; i < p.tokens_each; ++i) {
+    const AppendToken<T> behind(p, number + i);
+    if (!behind.placed || behind.slot % p.block_size != 0) continue;
+    for (int begin = 0; begin < p.block_size; begin += kAppendWindow) {
+      const int count = min(kAppendWindow, p.block_size - begin), slot = behind.slot + begin;
+      if (!FindUnwritten(p, behind.token + begin, slot, count, written)) continue;
+      const int from = static_cast<int>(blockIdx.y) * groups + group;
+      for (int at = from; at < p.num_rows; at += static_cast<int>(gridDim.y) * groups) {
+        const AppendRow<T> row = behind.Row(at);
+        if (row.is_q) continue;
+        for (int n = 0; n < count; ++n) {
+          if ((written[n / 32] >> n % 32 & 1) == 0) lane.Clear(row, begin + n);
         }
       }
-    };
-    store(u.a, u.a_count, a[i]);
-    store(u.b, u.b_count, b[i]);
-  }
-
-  // Zeros behind. The whole CTA has one token.
-  const bool starts = p.zero_tail && placed && slot % p.block_size == 0;
-  if (!starts || first_row + groups <= p.num_heads) return;
-  const int bytes = p.quantizes ? 1 : static_cast<int>(sizeof(T));
-  for (int begin = 0; begin < p.block_size; begin += kAppendWindow) {
-    const int count = min(kAppendWindow, p.block_size - begin);
-    FindWritten(p, slot + begin, count, written);
-    if (to == nullptr) continue;
-    for (int n = 0; n < count; ++n) {
-      if (written[n / 32] >> n % 32 & 1) continue;
-      char* const behind = to + int64_t{begin + n} * p.token_stride;
-#pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-        const AppendUnit& u = unit[i];
-        ClearChunk<W>(p, behind + u.a * p.dim_stride, u.a_count, bytes);
-        ClearChunk<W>(p, behind + u.b * p.dim_stride, u.b_count, bytes);
-      }
-      if (scales != nullptr && lane == 0) scales[int64_t{begin + n} * p.num_kv_heads] = 0.0f;
     }
   }
 }
