@@ -7,7 +7,7 @@
 //
 //   each lane loads its units of the row               16 bytes at a time, where they are aligned,
 //                                                      while it works on the row before
-//   the CTA computes its tokens' cosines and sines     once, in shared memory; a lane keeps its own
+//   the CTA computes its tokens' cosines and sines     once, in shared memory
 //   norm: the group adds up squares; every element times 1 / sqrt(mean + eps) times its weight
 //   rotation: a unit holds both elements of its pairs, so no lane asks another
 //   q is stored in q_out; k and v: the group finds the scale, divides, rounds, and stores in the
@@ -26,6 +26,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "device/angle.cuh"
 #include "device/narrow.cuh"
@@ -67,7 +68,6 @@ constexpr int kAppendWidth = 16 / sizeof(T);
 // Where a unit lies in its row.
 struct AppendUnit {
   int a, b, a_count, b_count;
-  int angle;  // of its first pair
   bool turns;
 };
 
@@ -76,7 +76,6 @@ __device__ __forceinline__ AppendUnit UnitOf(const AppendParams& p, int unit) {
   const int half = p.rotary_dim / 2, turning = (half + W - 1) / W;
   AppendUnit u{};
   u.turns = unit < turning;
-  u.angle = unit * W;
   if (u.turns && !p.interleaved) {
     u.a = unit * W;
     u.b = u.a + half;
@@ -100,6 +99,11 @@ struct AppendChunk {
     constexpr int kEach = 4 / sizeof(T);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        x[2 * i] = __int_as_float(static_cast<int>(words[i] << 16));
+        x[2 * i + 1] = __int_as_float(static_cast<int>(words[i] & 0xffff0000u));
+        continue;
+      }
       T elements[kEach];
       memcpy(elements, &words[i], 4);
 #pragma unroll
@@ -144,7 +148,7 @@ __device__ __forceinline__ void StoreChunk(char* to, int count, int64_t stride,
   constexpr int W = kAppendWidth<T>;
   if constexpr (kVectors) {
     const uint32_t (&x)[4] = chunk.words;
-    if (count > 0) *reinterpret_cast<uint4*>(to) = uint4{x[0], x[1], x[2], x[3]};
+    if (count > 0) __stwb(reinterpret_cast<uint4*>(to), uint4{x[0], x[1], x[2], x[3]});
   } else {
     T elements[W];
     memcpy(elements, chunk.words, 16);
@@ -213,43 +217,62 @@ __device__ __forceinline__ float MaxOverGroup(float x, int lanes) {
   return x;
 }
 
-// `angles`: of the unit's pairs, in order.
+// The cosines and sines of a token lie in the order in which lanes read them, two pairs at a time:
+// first two pairs of each unit, then the next two. Neighbours read neighbours.
 template <int W>
-__device__ __forceinline__ void Turn(const AppendUnit& u, bool interleaved, const float2* angles,
-                                     float (&a)[W], float (&b)[W]) {
-  const auto turn = [](float& x, float& y, float2 angle) {
-    const float turned = x * angle.x - y * angle.y;
-    y = y * angle.x + x * angle.y;
+__device__ __forceinline__ int AngleUnits(const AppendParams& p) {
+  return (p.rotary_dim / 2 + W - 1) / W;
+}
+
+// `angles`: of the unit's first two pairs, in `units` units. kWhole: chunks are whole, or zeros
+// that nobody stores.
+template <bool kWhole, int W>
+__device__ __forceinline__ void Turn(const AppendUnit& u, bool interleaved, const float4* angles,
+                                     int units, float (&a)[W], float (&b)[W]) {
+  const auto turn = [](float& x, float& y, float cos, float sin) {
+    const float turned = x * cos - y * sin;
+    y = y * cos + x * sin;
     x = turned;
   };
   if (!interleaved) {
 #pragma unroll
-    for (int i = 0; i < W; ++i) {
-      if (i < u.a_count) turn(a[i], b[i], angles[i]);
+    for (int i = 0; i < W; i += 2) {
+      const float4 two = angles[i / 2 * units];
+      if (kWhole || i < u.a_count) turn(a[i], b[i], two.x, two.y);
+      if (kWhole || i + 1 < u.a_count) turn(a[i + 1], b[i + 1], two.z, two.w);
     }
     return;
   }
+  const auto turn_two = [&](int i, int count, float (&x)[W], float4 two) {
+    if (kWhole || i < count) turn(x[i], x[i + 1], two.x, two.y);
+    if (kWhole || i + 2 < count) turn(x[i + 2], x[i + 3], two.z, two.w);
+  };
 #pragma unroll
-  for (int i = 0; i < W / 2; ++i) {
-    if (2 * i < u.a_count) turn(a[2 * i], a[2 * i + 1], angles[i]);
-    if (2 * i < u.b_count) turn(b[2 * i], b[2 * i + 1], angles[W / 2 + i]);
+  for (int i = 0; i < W; i += 4) {
+    turn_two(i, u.a_count, a, angles[i / 4 * units]);
+    turn_two(i, u.b_count, b, angles[(W + i) / 4 * units]);
   }
 }
 
 // The cosines and sines of the CTA's tokens, from number `first` on.
-__device__ __forceinline__ void ComputeAngles(const AppendParams& p, int first, float2* angles) {
+template <int W>
+__device__ __forceinline__ void ComputeAngles(const AppendParams& p, int first, float4* angles) {
   const int half = p.rotary_dim / 2, count = min(p.tokens_each, p.all_tokens - first) * half;
+  const int units = AngleUnits<W>(p);
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kAppendThreads) {
-    const int pair = i % half, token = (first + i / half) % p.tokens;
+    const int pair = i % half, own = i / half, token = (first + own) % p.tokens;
     const int position = p.positions ? p.positions[token] : token;
+    float2 angle;
     if (p.cos_sin == nullptr) {
-      angles[i] = CosSin(position, p.inv_freq[pair]);
+      angle = CosSin(position, p.inv_freq[pair]);
     } else {
       const int64_t last = p.cos_sin_rows - 1;
       const int64_t row = position < 0 ? 0 : position < last ? position : last;
       const float* const table = p.cos_sin + row * p.rotary_dim;
-      angles[i] = float2{table[pair], table[pair + half]};
+      angle = float2{table[pair], table[pair + half]};
     }
+    const int at = own * (W / 2) * units + pair % W / 2 * units + pair / W;
+    reinterpret_cast<float2*>(angles + at)[pair % 2] = angle;
   }
 }
 
@@ -282,8 +305,7 @@ template <typename T>
 struct AppendRow {
   const T* from;
   char* to;
-  int64_t stride;  // of what it goes to, in bytes
-  float* scale;    // where its own scale is stored, or nullptr
+  float* scale;  // where its own scale is stored, or nullptr
   int head;
   bool is_q, is_v;
   bool there;  // else nothing is read or written
@@ -293,9 +315,13 @@ struct AppendRow {
 template <typename T>
 struct AppendToken {
   __device__ __forceinline__ AppendToken(const AppendParams& p, int number)
-      : p_(p), number_(number), there_(number < p.all_tokens) {
+      : p_(p), there_(number < p.all_tokens) {
     if (!there_) return;
     token = number % p.tokens;
+    q_ = static_cast<const T*>(p.q) + number * p.q_token_stride;
+    k_ = static_cast<const T*>(p.k) + number * p.kv_token_stride;
+    v_ = static_cast<const T*>(p.v) + number * p.kv_token_stride;
+    q_out_ = static_cast<T*>(p.q_out) + int64_t{token} * p.num_heads * p.head_dim;
     slot = p.slots[token];
     layer_ = p.layer_at ? *p.layer_at : p.layer + number / p.tokens;
     placed = slot >= 0 && slot < p.num_slots && layer_ >= 0 && layer_ < p.num_layers;
@@ -312,20 +338,14 @@ struct AppendToken {
     r.is_v = kv_row >= p_.num_kv_heads;
     r.head = r.is_q ? row : r.is_v ? kv_row - p_.num_kv_heads : kv_row;
     r.there = r.is_q ? there_ : placed && row < p_.num_rows;
-    if (!r.there) return r;
-    const T* const all = static_cast<const T*>(r.is_q ? p_.q : r.is_v ? p_.v : p_.k);
-    r.from =
-        all + number_ * (r.is_q ? p_.q_token_stride : p_.kv_token_stride) + r.head * p_.head_dim;
+    r.from = (r.is_q ? q_ : r.is_v ? v_ : k_) + r.head * p_.head_dim;
     if (r.is_q) {
-      T* const out = static_cast<T*>(p_.q_out);
-      r.to = reinterpret_cast<char*>(out + (int64_t{token} * p_.num_heads + row) * p_.head_dim);
-      r.stride = sizeof(T);
+      r.to = reinterpret_cast<char*>(q_out_ + r.head * p_.head_dim);
       return r;
     }
     r.to = cache_ + r.head * p_.head_stride + (r.is_v ? p_.outer_stride : 0);
-    r.stride = p_.dim_stride;
     float* const kept = r.is_v ? p_.v_scales : p_.k_scales;
-    if (kept != nullptr) {
+    if (kept != nullptr && r.there) {
       r.scale = kept + layer_ * p_.scale_layer_stride + int64_t{slot} * p_.num_kv_heads + r.head;
     }
     return r;
@@ -336,9 +356,10 @@ struct AppendToken {
 
  private:
   const AppendParams& p_;
-  const int number_;
   const bool there_;
   int layer_ = 0;
+  const T *q_ = nullptr, *k_ = nullptr, *v_ = nullptr;  // its own
+  T* q_out_ = nullptr;
   char* cache_ = nullptr;
 };
 
@@ -353,35 +374,25 @@ template <typename T, int kUnits, bool kVectors, bool kQuantizes>
 class AppendLane {
  public:
   static constexpr int W = kAppendWidth<T>;
-  static constexpr bool kKeepsAngles = kUnits == 1;
   using Row = AppendRow<T>;
   using Chunks = AppendChunks<kUnits>;
 
-  __device__ __forceinline__ explicit AppendLane(const AppendParams& p)
-      : p_(p), lane_(static_cast<int>(threadIdx.x) % p.lanes) {
+  // `angles`: of its token, when they are there.
+  __device__ __forceinline__ AppendLane(const AppendParams& p, const float4* angles)
+      : p_(p),
+        lane_(static_cast<int>(threadIdx.x) % p.lanes),
+        angles_(angles + lane_),
+        angle_units_(AngleUnits<W>(p)) {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) unit_[i] = UnitOf<W>(p, lane_ + i * p.lanes);
   }
 
-  // The token's, in shared memory. Of one unit a lane keeps its own.
-  __device__ __forceinline__ void TakeAngles(const float2* angles) {
-    angles_ = angles;
-    if constexpr (kKeepsAngles) {
-#pragma unroll
-      for (int j = 0; j < W; ++j) {
-        const int pair = unit_[0].angle + j;
-        if (unit_[0].turns && pair < p_.rotary_dim / 2) kept_[j] = angles[pair];
-      }
-    }
-  }
-
   __device__ __forceinline__ void Load(const Row& row, Chunks* made) const {
-    const T* const from = row.there ? row.from : static_cast<const T*>(p_.k);
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       const AppendUnit& u = unit_[i];
-      made->a[i] = LoadChunk<kVectors>(from + u.a, row.there ? u.a_count : 0);
-      made->b[i] = LoadChunk<kVectors>(from + u.b, row.there ? u.b_count : 0);
+      made->a[i] = LoadChunk<kVectors>(row.from + u.a, row.there ? u.a_count : 0);
+      made->b[i] = LoadChunk<kVectors>(row.from + u.b, row.there ? u.b_count : 0);
     }
   }
 
@@ -411,8 +422,8 @@ class AppendLane {
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) {
         if (!unit_[i].turns) continue;
-        const float2* const angles = kKeepsAngles ? kept_ : angles_ + unit_[i].angle;
-        Turn<W>(unit_[i], p_.interleaved, angles, a[i], b[i]);
+        const float4* const angles = angles_ + i * p_.lanes;
+        Turn<kVectors>(unit_[i], p_.interleaved, angles, angle_units_, a[i], b[i]);
       }
     }
     if constexpr (kQuantizes) {
@@ -506,29 +517,31 @@ class AppendLane {
 
   __device__ __forceinline__ void Store(const Row& row, bool as_it_is, int begin, int count,
                                         const AppendChunk& loaded, const float (&y)[W]) const {
-    char* const to = row.to + begin * row.stride;
+    // Elements of aligned chunks follow each other.
+    const int64_t spread = kVectors ? kQuantizes ? 1 : sizeof(T) : p_.dim_stride;
     if constexpr (kQuantizes) {
       if (!row.is_q) {
-        StoreBytes<kVectors>(to, count, row.stride, p_.cache_dtype, y);
+        StoreBytes<kVectors>(row.to + begin * spread, count, spread, p_.cache_dtype, y);
         return;
       }
     }
+    const int64_t stride = kQuantizes || row.is_q ? sizeof(T) : spread;
     AppendChunk made = loaded;
     if (!as_it_is) made.template Set<T>(y);
-    StoreChunk<kVectors, T>(to, count, row.stride, made);
+    StoreChunk<kVectors, T>(row.to + begin * stride, count, stride, made);
   }
 
   const AppendParams& p_;
   const int lane_;
   AppendUnit unit_[kUnits];
-  const float2* angles_ = nullptr;
-  float2 kept_[kKeepsAngles ? W : 1] = {};
+  const float4* const angles_;
+  const int angle_units_;
 };
 
 template <typename T, int kUnits, bool kVectors, bool kQuantizes>
-__global__ void __launch_bounds__(kAppendThreads, kUnits == 1 ? 6 : 3)
+__global__ void __launch_bounds__(kAppendThreads, kUnits == 1 ? 7 : 3)
     Append(const __grid_constant__ AppendParams p) {
-  __shared__ float2 angles[kAppendAngles];
+  __shared__ float4 angles[kAppendAngles / 2];
   __shared__ unsigned written[kAppendWindow / 32];
   const int groups = kAppendThreads / p.lanes, group = static_cast<int>(threadIdx.x) / p.lanes;
   const int share = groups / p.tokens_each;  // of a token
@@ -536,14 +549,14 @@ __global__ void __launch_bounds__(kAppendThreads, kUnits == 1 ? 6 : 3)
   const int first = static_cast<int>(blockIdx.y) * share;
   const int step = static_cast<int>(gridDim.y) * share;
   const AppendToken<T> token(p, number + own);
-  AppendLane<T, kUnits, kVectors, kQuantizes> lane(p);
+  constexpr int W = kAppendWidth<T>;
+  AppendLane<T, kUnits, kVectors, kQuantizes> lane(p, angles + own * (W / 2) * AngleUnits<W>(p));
 
   AppendChunks<kUnits> loaded, ahead;
   lane.Load(token.Row(first + group % share), &loaded);
   if (p.rotary_dim > 0 && first < p.num_heads + p.num_kv_heads) {
-    ComputeAngles(p, number, angles);
+    ComputeAngles<W>(p, number, angles);
     __syncthreads();
-    lane.TakeAngles(angles + own * (p.rotary_dim / 2));
   }
 #pragma unroll 1
   for (int begin = first; begin < p.num_rows; begin += step) {
@@ -565,6 +578,7 @@ __global__ void __launch_bounds__(kAppendThreads, kUnits == 1 ? 6 : 3)
       for (int at = from; at < p.num_rows; at += static_cast<int>(gridDim.y) * groups) {
         const AppendRow<T> row = behind.Row(at);
         if (row.is_q) continue;
+#pragma unroll 1
         for (int n = 0; n < count; ++n) {
           if ((written[n / 32] >> n % 32 & 1) == 0) lane.Clear(row, begin + n);
         }
