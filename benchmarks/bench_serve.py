@@ -31,7 +31,7 @@ from support.common import OURS, Results
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from serve import config
-from serve.engine import Engine
+from serve.engine import POLL, Engine
 from serve.interface import Request, Stream
 from serve.models import ByteTokenizer, LoadedModel
 
@@ -241,7 +241,7 @@ def _prefix(case: Case, model: LoadedModel, results: Results) -> None:
         stream = engine.submit(request)
         while not stream.num_new_tokens:
             if not engine.step():  # as the engine's own loop does, for a transfer
-                time.sleep(0.001)
+                time.sleep(POLL)
         seconds = time.perf_counter() - start
         engine.run()
         return seconds, stream.num_cached_tokens

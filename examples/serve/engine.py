@@ -43,6 +43,7 @@ from serve.sequences import Sequence
 from serve.text import TextStream
 
 _log = logging.getLogger(__name__)
+POLL = 0.0002  # seconds between looks at transfers, while nothing is computed
 
 
 @dataclass(frozen=True)
@@ -262,7 +263,7 @@ class Engine:
         """Serve in this thread until nobody waits or runs."""
         while self._busy():
             if not self.step():
-                time.sleep(0.001)  # for a transfer
+                time.sleep(POLL)
 
     def compile(self) -> None:
         """Compile all programs now, by steps without rows."""
@@ -292,7 +293,7 @@ class Engine:
                 "shorten the prompt, ask for fewer tokens, or have more blocks"
             )
         vocabulary = self.model.config.vocab_size
-        for token in request.prompt:
+        for token in (min(request.prompt), max(request.prompt)):
             if not 0 <= token < vocabulary:
                 raise ValueError(
                     f"submit: a token of the prompt is {token}, none of the model's "
@@ -336,7 +337,7 @@ class Engine:
             self._fail(f"{type(error).__name__}: {error}")
         while not self._inbox.closed:
             if not self.step():  # a transfer may be under way
-                self._inbox.wait(0.001 if self._busy() else None)
+                self._inbox.wait(POLL if self._busy() else None)
 
     def _busy(self) -> bool:
         scheduler = self._scheduler

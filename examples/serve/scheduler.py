@@ -162,7 +162,7 @@ class Scheduler:
 
         Then it is better to wait for that than to compute it, too.
         """
-        if sequence.parked is not None:
+        if sequence.parked is not None or not self.running:
             return False
         sought = self.cache.namespace.keys(sequence.tokens[:-1])
         for other in self.running:

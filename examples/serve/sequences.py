@@ -45,7 +45,7 @@ class Sequence:
     began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.tokens = [int(token) for token in self.request.prompt]
+        self.tokens = list(map(int, self.request.prompt))
 
     @property
     def request(self) -> Request:

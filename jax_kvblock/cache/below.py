@@ -151,9 +151,12 @@ class Below:
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Of each key, whether its block is in any tier here."""
-        found = [self.on_host(key) for key in keys]
+        coming, find = self.coming, self.host.books.find
+        found = [key in coming or find(key) is not None for key in keys]
         others = [key for key, here in zip(keys, found, strict=True) if not here]
         stored = dict(zip(others, self.in_store(others), strict=True))
+        if not stored:
+            return found
         return [here or stored[k] for k, here in zip(keys, found, strict=True)]
 
     # ---- down ----

@@ -333,10 +333,11 @@ class TieredCache:
 
         def publish() -> int:
             with blocks, kept.hold:
+                numbers = ids[:whole].tolist()
                 for block, key, parent in zip(
-                    ids[:whole], keys[:whole], parents[:whole], strict=True
+                    numbers, keys[:whole], parents[:whole], strict=True
                 ):
-                    free_list.publish(int(block), key, parent)
+                    free_list.publish(block, key, parent)
             return len(keys) - whole
 
         def drop() -> None:
