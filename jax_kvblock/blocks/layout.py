@@ -11,6 +11,7 @@ engine knows. So a new layout is one line here, not a new kernel.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -80,6 +81,7 @@ class Layout:
         return tuple(math.prod(sizes[axis] for axis in group) for group in self.groups)
 
 
+@functools.lru_cache(maxsize=256)
 def parse_axes(text: str) -> tuple[tuple[str, ...], ...]:
     """`"L O (T H D)"` as `(("L",), ("O",), ("T", "H", "D"))`."""
     groups = re.findall(r"\(([^()]*)\)|([A-Za-z])", text)
@@ -230,17 +232,17 @@ class BlockSpec:
         """
         return "HND" if self.layout == "HND" else "NHD"
 
-    @property
+    @functools.cached_property
     def block_layout(self) -> Layout:
         """`layout`, resolved."""
         return find_layout("BlockSpec", "layout", self.layout, self.inner)
 
-    @property
+    @functools.cached_property
     def block_shape(self) -> tuple[int, ...]:
         """The shape of one block in this spec's layout."""
         return self.block_layout.shape(self)
 
-    @property
+    @functools.cached_property
     def block_bytes(self) -> int:
         """The bytes of one block."""
         return math.prod(self.sizes.values()) * self.dtype.itemsize

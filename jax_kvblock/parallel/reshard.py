@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_kvblock.blocks.layout import BlockSpec
 from jax_kvblock.blocks.pool import KVPool, check_pool
 from jax_kvblock.blocks.transfer import gather_blocks, scatter_blocks
 from jax_kvblock.core import checks, debug
@@ -172,16 +174,20 @@ def _check_cut(name: str, pool: KVPool) -> Cut:
                 f"{_WHERE}: {name} must have its layers cut alike, got {sharding} for "
                 f"layer 0 and {x.sharding} for layer {i}; move them with jax.device_put"
             )
-    shape = pool.arrays[0].shape
-    parts = [n // m for n, m in zip(shape, sharding.shard_shape(shape), strict=True)]
-    _check_parts(name, pool, parts)
-    return _find_cut(sharding, shape, _head_dim(pool), pool.spec.num_kv_heads)
+    return _find_cut(name, pool.spec, pool.contiguous, sharding, pool.arrays[0].shape)
 
 
 @functools.lru_cache(maxsize=256)
 def _find_cut(
-    sharding: jax.sharding.Sharding, shape: tuple[int, ...], dim: int | None, heads: int
+    name: str,
+    spec: BlockSpec,
+    contiguous: bool,
+    sharding: jax.sharding.Sharding,
+    shape: tuple[int, ...],
 ) -> Cut:
+    parts = [n // m for n, m in zip(shape, sharding.shard_shape(shape), strict=True)]
+    _check_parts(name, spec, contiguous, shape, parts)
+    dim, heads = _head_dim(spec, contiguous), spec.num_kv_heads
     places = sharding.devices_indices_map(shape)
     width, firsts = heads, [0] * len(places)
     if dim is not None:
@@ -191,11 +197,17 @@ def _find_cut(
     return Cut(tuple(places), tuple(firsts), width)
 
 
-def _check_parts(name: str, pool: KVPool, parts: list[int]) -> None:
+def _check_parts(
+    name: str,
+    spec: BlockSpec,
+    contiguous: bool,
+    shape: tuple[int, ...],
+    parts: Sequence[int],
+) -> None:
     """Only heads may be cut, and no head in two; `parts` has the shards of each dim."""
-    heads = _head_dim(pool)
-    for dim, (group, count) in enumerate(zip(_groups(pool), parts, strict=True)):
-        if count == 1 or (dim == heads and pool.spec.num_kv_heads % count == 0):
+    heads, groups = _head_dim(spec, contiguous), _groups(spec, contiguous)
+    for dim, (group, count) in enumerate(zip(groups, parts, strict=True)):
+        if count == 1 or (dim == heads and spec.num_kv_heads % count == 0):
             continue
         axes = " and ".join(_AXES[axis] for axis in group)
         fix = "cut its heads instead, or nothing"
@@ -203,21 +215,22 @@ def _check_parts(name: str, pool: KVPool, parts: list[int]) -> None:
             fix = "use a layout with heads first in a dimension, as NHD or universal"
         raise ValueError(
             f"{_WHERE}: {name} must be cut over devices by whole heads, got {axes} "
-            f"(dim {dim} of {checks.show(pool.arrays[0])}, layout "
-            f"{pool.spec.block_layout.name!r}) cut in {count}; {fix}, and move the "
+            f"(dim {dim} of {checks.show(jax.ShapeDtypeStruct(shape, spec.dtype))}, "
+            f"layout {spec.block_layout.name!r}) cut in {count}; {fix}, and move the "
             "pool's arrays with jax.device_put"
         )
 
 
-def _groups(pool: KVPool) -> tuple[tuple[str, ...], ...]:
-    """The axes of each dimension of the pool's arrays."""
-    groups = pool.spec.block_layout.groups
-    return (("B",), *(groups if pool.contiguous else groups[1:]))
+def _groups(spec: BlockSpec, contiguous: bool) -> tuple[tuple[str, ...], ...]:
+    """The axes of each dimension of a pool's arrays."""
+    groups = spec.block_layout.groups
+    return (("B",), *(groups if contiguous else groups[1:]))
 
 
-def _head_dim(pool: KVPool) -> int | None:
+def _head_dim(spec: BlockSpec, contiguous: bool) -> int | None:
     """The dimension that can be cut by heads: the one that begins with them."""
-    return next((i for i, g in enumerate(_groups(pool)) if g[0] == "H"), None)
+    groups = _groups(spec, contiguous)
+    return next((i for i, group in enumerate(groups) if group[0] == "H"), None)
 
 
 def _whole(name: str, ids: Ids) -> Ids:
@@ -234,6 +247,8 @@ def _whole(name: str, ids: Ids) -> Ids:
 
 def _look(src: KVPool, src_ids: Any, dst: KVPool, dst_ids: Any) -> None:
     """What `debug_checks` looks at."""
+    if not debug.enabled():
+        return
     for function, name, pool, ids in (
         (debug.check_read, "src_ids", src, src_ids),
         (debug.check_written, "dst_ids", dst, dst_ids),
@@ -277,7 +292,9 @@ def _check_explicit(name: str, pool: KVPool) -> Any:
     if sharding.mesh.empty:
         return None
     size = dict(sharding.mesh.shape)
-    _check_parts(name, pool, [_product(size, entry) for entry in sharding.spec])
+    parts = [_product(size, entry) for entry in sharding.spec]
+    shape = pool.arrays[0].shape
+    _check_parts(name, pool.spec, pool.contiguous, shape, parts)
     return sharding.mesh
 
 
@@ -298,7 +315,7 @@ def _explicit_cut(pool: KVPool) -> NamedSharding | None:
     sharding: Any = jax.typeof(pool.arrays[0]).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None
-    dim = _head_dim(pool)
+    dim = _head_dim(pool.spec, pool.contiguous)
     heads = None if dim is None else sharding.spec[dim]
     return NamedSharding(sharding.mesh, P(None, heads, None, None, None, None))
 

@@ -18,11 +18,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jax_kvblock.blocks.layout import BlockSpec
 from jax_kvblock.blocks.pool import KVPool
-from jax_kvblock.parallel.reshard_parts import Ids, Part, copy, read, write
-from jax_kvblock.parallel.reshard_routes import Route, find_routes, grain
+from jax_kvblock.parallel.reshard_parts import (
+    Devices,
+    Ids,
+    Part,
+    copy,
+    flat_mesh,
+    read,
+    shards,
+    write,
+)
+from jax_kvblock.parallel.reshard_routes import Cut, Route, find_routes, grain
 
 # What a device sends and gets of a chunk, at most: over NVLink some 1.4 ms at 390 GB/s,
 # where a host took 0.5 ms to start what a chunk needs.
@@ -30,6 +41,22 @@ CHUNK_BYTES = 2**29
 AHEAD = 4  # chunks under way: 2 GiB on a device beside the pools. Then the host waits
 
 Pieces = dict[Route, jax.Array]
+
+
+class _Ways(NamedTuple):
+    """What each device of two cuts has to do with the other pool.
+
+    Attributes:
+      senders, receivers, keepers: the routes that begin, end, or do both there.
+      devices: all of them.
+      busiest: the most pieces that one device sends and gets.
+    """
+
+    senders: list[tuple[jax.Device, list[Route]]]
+    receivers: list[tuple[jax.Device, list[Route]]]
+    keepers: list[tuple[jax.Device, list[Route]]]
+    devices: Devices
+    busiest: int
 
 
 class _Sent(NamedTuple):
@@ -41,27 +68,23 @@ class _Sent(NamedTuple):
 
 def copy_between(src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> KVPool:
     """The new destination pool; the old one is donated."""
-    with jax.transfer_guard_host_to_device("allow"):  # ids on the host; they are meant
-        return _Copies(src, src_ids, dst, dst_ids).run()
+    return _Copies(src, src_ids, dst, dst_ids).run()
 
 
 class _Copies:
     """One call: what each device has, and the programs that it runs."""
 
     def __init__(self, src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> None:
-        routes, width = find_routes(src.cut, dst.cut), grain(src.cut, dst.cut)
+        ways, width = _ways(src.cut, dst.cut), grain(src.cut, dst.cut)
+        self._senders, self._receivers = ways.senders, ways.receivers
+        self._keepers = ways.keepers
         self._dst = dst
         self._sources, self._targets = src.on_each(), dst.on_each()
-        stay = [r for r in routes if r.sender == r.receiver]
-        travel = [r for r in routes if r.sender != r.receiver]
-        self._senders, self._receivers = _by(travel, 0), _by(travel, 2)
-        self._keepers = _by(stay, 0)
         piece = len(src_ids) * width * src.head_bytes
-        self._chunks = _chunks(len(src_ids), piece, travel)
-        self._src_ids, self._dst_ids = (
-            _on_devices(_chunked(ids, self._chunks), [*dict(_by(routes, end))])
-            for ids, end in ((src_ids, 0), (dst_ids, 2))
-        )
+        self._chunks = _chunks(len(src_ids), piece, ways.busiest)
+        with jax.transfer_guard_host_to_device("allow"):  # of ids; they are meant
+            chunks = _chunked(src_ids, dst_ids, self._chunks)
+            self._ids = _on_devices(chunks, ways.devices)
         self._of = (src.spec, src.pool.contiguous), (dst.spec, dst.pool.contiguous)
         self._width = width
 
@@ -88,7 +111,7 @@ class _Copies:
         for sender, routes in self._senders:
             takes = tuple(sorted({r.take for r in routes}))
             program = _reader(*self._of[0], takes, self._width)
-            made = program(self._sources[sender], self._src_ids[sender][number])
+            made = program(self._sources[sender], self._ids[number][sender])
             found = dict(zip(takes, made, strict=True))
             pieces.update({r: found[r.take] for r in routes})
         return _Sent(number, _put(pieces))
@@ -98,7 +121,7 @@ class _Copies:
             program = _writer(*self._of[1], tuple(r.put for r in routes))
             self._targets[receiver] = program(
                 self._targets[receiver],
-                self._dst_ids[receiver][sent.number],
+                self._ids[sent.number][receiver],
                 tuple(sent.pieces[r] for r in routes),
             )
         return sent
@@ -108,10 +131,7 @@ class _Copies:
             moves = tuple((r.take, r.put) for r in routes)
             program = _copier(*self._of, moves, self._width)
             self._targets[device] = program(
-                self._targets[device],
-                self._dst_ids[device][-1],
-                self._sources[device],
-                self._src_ids[device][-1],
+                self._targets[device], self._sources[device], self._ids[-1][device]
             )
 
 
@@ -123,11 +143,28 @@ def _put(pieces: Pieces) -> Pieces:
     return dict(zip(pieces, there, strict=True))
 
 
-def _chunks(blocks: int, piece: int, travel: Sequence[Route]) -> int:
+def _chunks(blocks: int, piece: int, busiest: int) -> int:
     """How many chunks pieces of so many bytes go in."""
-    ends = Counter(end for r in travel for end in (r.sender, r.receiver))
-    busiest = max(ends.values(), default=0)
     return min(max(-(-piece * busiest // CHUNK_BYTES), 1), blocks)
+
+
+@functools.lru_cache(maxsize=256)
+def _ways(src: Cut, dst: Cut) -> _Ways:
+    routes = find_routes(src, dst)
+    travel = [r for r in routes if r.sender != r.receiver]
+    return _Ways(
+        senders=_by(travel, 0),
+        receivers=_by(travel, 2),
+        keepers=_by([r for r in routes if r.sender == r.receiver], 0),
+        devices=tuple(dict.fromkeys(end for r in routes for end in (r[0], r[2]))),
+        busiest=_busiest(travel),
+    )
+
+
+def _busiest(travel: Sequence[Route]) -> int:
+    """The most pieces that one device sends and gets."""
+    ends = Counter(end for r in travel for end in (r.sender, r.receiver))
+    return max(ends.values(), default=0)
 
 
 def _by(routes: Sequence[Route], end: int) -> list[tuple[jax.Device, list[Route]]]:
@@ -139,34 +176,46 @@ def _by(routes: Sequence[Route], end: int) -> list[tuple[jax.Device, list[Route]
 
 
 def _on_devices(
-    chunks: list[Any], devices: list[jax.Device]
-) -> dict[jax.Device, list[Any]]:
-    """Chunks of ids for each device; those on the host stay there until it asks."""
-    if isinstance(chunks[0], np.ndarray):
-        return dict.fromkeys(devices, chunks)
-    return {d: jax.device_put(chunks, d) for d in devices}
+    chunks: Sequence[Ids], devices: Devices
+) -> list[dict[jax.Device, jax.Array]]:
+    """Of each chunk of ids, a copy on each device.
 
-
-def _chunked(ids: Ids, chunks: int) -> list[Any]:
-    """Chunks of one length, so that one program serves all, and behind them all ids.
-
-    The last chunk ends with −1.
+    All go at once: a program that is given ids on the host takes twice as long to start
+    as this takes for another device.
     """
+    there = jax.device_put(chunks, NamedSharding(flat_mesh(devices), P()))
+    return [shards(x) for x in there]
+
+
+def _chunked(src_ids: Ids, dst_ids: Ids, chunks: int) -> Sequence[Ids]:
+    """Chunks of both, `[2, length]`, of one length, so that one program serves all.
+
+    Behind them come all ids, unless they are one chunk. The last chunk ends with −1.
+    """
+    if isinstance(src_ids, jax.Array) or isinstance(dst_ids, jax.Array):
+        if isinstance(src_ids, jax.Array) and isinstance(dst_ids, jax.Array):
+            dst_ids = jax.device_put(
+                dst_ids, src_ids.sharding
+            )  # they meet in a program
+        return _split(src_ids, dst_ids, chunks=chunks)
+    both = np.stack((src_ids, dst_ids))
     if chunks == 1:
-        return [ids]
-    if not isinstance(ids, np.ndarray):
-        return [*_split(ids, chunks=chunks), ids]
-    length = -(-len(ids) // chunks)
-    padded = np.full(chunks * length, -1, np.int32)
-    padded[: len(ids)] = ids
-    return [*padded.reshape(chunks, length), ids]
+        return [both]
+    length = -(-len(src_ids) // chunks)
+    padded = np.full((2, chunks * length), -1, np.int32)
+    padded[:, : len(src_ids)] = both
+    return [*padded.reshape(2, chunks, length).swapaxes(0, 1), both]
 
 
 @functools.partial(jax.jit, static_argnames="chunks")
-def _split(ids: jax.Array, *, chunks: int) -> tuple[jax.Array, ...]:
-    length = -(-len(ids) // chunks)
-    ids = jnp.pad(ids, (0, length * chunks - len(ids)), constant_values=-1)
-    return tuple(ids.reshape(chunks, length))
+def _split(src_ids: Ids, dst_ids: Ids, *, chunks: int) -> tuple[jax.Array, ...]:
+    both = jnp.stack((src_ids, dst_ids))
+    if chunks == 1:
+        return (both,)
+    length = -(-len(src_ids) // chunks)
+    more = ((0, 0), (0, length * chunks - len(src_ids)))
+    padded = jnp.pad(both, more, constant_values=-1)
+    return *padded.reshape(2, chunks, length).swapaxes(0, 1), both
 
 
 # ---- programs of one device ----------------------------------------------------------
@@ -185,11 +234,11 @@ def _pool(arrays: tuple[jax.Array, ...], spec: BlockSpec, contiguous: bool) -> K
 def _reader(
     spec: BlockSpec, contiguous: bool, takes: tuple[int, ...], width: int
 ) -> Any:
-    """Of arrays and ids, a piece for each first head."""
+    """Of arrays and ids `[2, n]`, a piece for each first head."""
 
     def reads(arrays: tuple[jax.Array, ...], ids: jax.Array) -> tuple[jax.Array, ...]:
         pool = _pool(arrays, spec, contiguous)
-        return tuple(read(pool, ids, first, width) for first in takes)
+        return tuple(read(pool, ids[0], first, width) for first in takes)
 
     return jax.jit(reads)
 
@@ -203,7 +252,7 @@ def _writer(spec: BlockSpec, contiguous: bool, puts: tuple[int, ...]) -> Any:
     ) -> tuple[jax.Array, ...]:
         pool = _pool(arrays, spec, contiguous)
         for piece, first in zip(pieces, puts, strict=True):
-            pool = write(pool, ids, piece, first)
+            pool = write(pool, ids[1], piece, first)
         return pool.arrays
 
     return jax.jit(writes, donate_argnums=0)
@@ -216,14 +265,11 @@ def _copier(
     """From pool to pool, heads from one place (take) to another (put)."""
 
     def copies(
-        dst: tuple[jax.Array, ...],
-        dst_ids: jax.Array,
-        src: tuple[jax.Array, ...],
-        src_ids: jax.Array,
+        dst: tuple[jax.Array, ...], src: tuple[jax.Array, ...], ids: jax.Array
     ) -> tuple[jax.Array, ...]:
         source, pool = _pool(src, *src_of), _pool(dst, *dst_of)
         for take, put in moves:
-            pool = copy(source, src_ids, take, pool, dst_ids, put, width)
+            pool = copy(source, ids[0], take, pool, ids[1], put, width)
         return pool.arrays
 
     return jax.jit(copies, donate_argnums=0)

@@ -26,12 +26,14 @@ from jax_kvblock.blocks.pool import KVPool
 from jax_kvblock.parallel.options import engine_options
 from jax_kvblock.parallel.reshard_copies import copy_between
 from jax_kvblock.parallel.reshard_parts import (
+    AXIS,
     ByDevice,
     Devices,
     Heads,
     Ids,
     Part,
     copy,
+    flat_mesh,
     here,
     read,
     shards,
@@ -45,7 +47,6 @@ from jax_kvblock.parallel.reshard_routes import (
     in_rounds,
 )
 
-AXIS = "devices"
 # A chunk of a part of the heads. Over NVLink at about 300 GB/s it takes some 60 us, ten
 # times as long as a launch. Of more than four each would cost more than is read first.
 CHUNK_BYTES, MOST_CHUNKS = 2**24, 4
@@ -99,7 +100,7 @@ def _no_mesh() -> jax.set_mesh:
 
 def _in_one_program(src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> KVPool:
     """Both pools on the same devices."""
-    mesh = _mesh(dst.cut.devices)
+    mesh = flat_mesh(dst.cut.devices)
     rounds = in_rounds(src.cut, dst.cut, dst.cut.devices)
     ids = _on_each(src_ids, mesh), _on_each(dst_ids, mesh)
     width = grain(src.cut, dst.cut)
@@ -133,7 +134,7 @@ def _by_a_collective(
     program over devices of which it has none, and no pool is an operand of the program
     in between: devices without blocks to send take part with an empty piece.
     """
-    mesh, own = _mesh(devices), here(devices)
+    mesh, own = flat_mesh(devices), here(devices)
     rounds, width = in_rounds(src.cut, dst.cut, devices), grain(src.cut, dst.cut)
     if {*src.cut.devices} == {*devices}:
         chunks = _num_chunks(src, len(src_ids), width)
@@ -158,7 +159,7 @@ def _received(
     receivers = here(dst.cut.devices)
     if not receivers:
         return dst.pool
-    mine = _mesh(receivers)
+    mine = flat_mesh(receivers)
     flat = tuple(tuple(_flat(shards(x), mine) for x in chunk) for chunk in got)
     puts = _columns([r.puts for r in rounds.rounds], devices, receivers)
     return _scattered(dst, ids, flat, puts)
@@ -168,14 +169,14 @@ def _gathered(
     src: Part, ids: Ids, senders: Devices, firsts: Firsts, width: int
 ) -> Pieces:
     """Pieces of the source, of some of this process's devices."""
-    mesh = _mesh(senders)
+    mesh = flat_mesh(senders)
     ids = _on_each(ids, mesh)
     return _gather(_on(src, mesh), ids, mesh=mesh, firsts=firsts, width=width)
 
 
 def _scattered(dst: Part, ids: Ids, pieces: tuple[Pieces, ...], puts: Firsts) -> KVPool:
     """The destination, with pieces on this process's devices written into it."""
-    mesh = _mesh(here(dst.cut.devices))
+    mesh = flat_mesh(here(dst.cut.devices))
     flat = _scatter(_on(dst, mesh), _on_each(ids, mesh), pieces, mesh=mesh, puts=puts)
     return _updated(dst, flat)
 
@@ -360,11 +361,6 @@ def of_bits(x: jax.Array, dtype: np.dtype) -> jax.Array:
 
 
 # ---- arrays as what each device has --------------------------------------------------
-
-
-@functools.lru_cache(maxsize=256)
-def _mesh(devices: Devices) -> Mesh:
-    return Mesh(np.array(devices), (AXIS,))
 
 
 def _flat(parts: ByDevice, mesh: Mesh) -> jax.Array:

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jax_kvblock.blocks.copy import block_copy
 from jax_kvblock.blocks.layout import UNIVERSAL, BlockSpec
@@ -22,6 +23,14 @@ Devices = tuple[jax.Device, ...]
 Ids: TypeAlias = "jax.Array | np.ndarray"  # on a device, or still on the host
 ByDevice = Mapping[jax.Device, jax.Array]
 Heads: TypeAlias = "int | jax.Array"  # a device's first head of those that are meant
+
+
+AXIS = "devices"
+
+
+@functools.lru_cache(maxsize=256)
+def flat_mesh(devices: Devices) -> Mesh:
+    return Mesh(np.array(devices), (AXIS,))
 
 
 class Part(NamedTuple):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jax_kvblock.parallel import (
     reshard_blocks,
     reshard_copies,
     reshard_moves,
+    reshard_parts,
 )
 from jax_kvblock.parallel.reshard_routes import NOWHERE, Cut, find_routes, in_rounds
 
@@ -224,7 +225,10 @@ def test_how_many_chunks():
     route = reshard_copies.Route
     a, b, c = jax.devices("cpu")[:3]
     one = [route(a, 0, b, 0)]
-    count = functools.partial(reshard_copies._chunks, 1000)
+
+    def count(piece: int, travel: Sequence[Any], blocks: int = 1000) -> int:
+        return reshard_copies._chunks(blocks, piece, reshard_copies._busiest(travel))
+
     assert count(2**20, one) == 1
     assert count(2**29, one) == 1
     assert count(2**29 + 1, one) == 2
@@ -235,7 +239,45 @@ def test_how_many_chunks():
     ):
         assert count(2**30, two) == 4
     assert count(2**30, []) == 1
-    assert reshard_copies._chunks(3, 2**34, one) == 3
+    assert count(2**34, one, blocks=3) == 3
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("place", ["host", "device", "both"])
+def test_ids_go_to_all_devices_at_once(rng, monkeypatch, place, chunks):
+    """Wherever they are. No program is given any that are still on the host."""
+    head = 4 * math.prod(DIMS) // DIMS[3]
+    monkeypatch.setattr(reshard_copies, "CHUNK_BYTES", 7 * 8 * head // chunks + 1)
+    real, sent, put = jax.device_put, [], []
+
+    def recorded(x: Any, to: Any) -> Any:
+        put.extend(y for y in jax.tree.leaves(x) if np.issubdtype(y.dtype, np.integer))
+        return real(x, to)
+
+    for name in ("_reader", "_writer", "_copier"):
+        make = getattr(reshard_copies, name)
+
+        def made(*static: Any, make: Any = make) -> Any:
+            def run(*args: Any) -> Any:
+                sent.extend(jax.tree.leaves(args))
+                return make(*static)(*args)
+
+            return run
+
+        monkeypatch.setattr(reshard_copies, name, made)
+
+    def run(src: Any, src_ids: Any, dst: Any, dst_ids: Any) -> Any:
+        if place == "device":
+            src_ids = real(src_ids, jax.devices("cpu")[2])
+        if place != "host":
+            dst_ids = real(dst_ids, jax.devices("cpu")[3])
+        monkeypatch.setattr(jax, "device_put", recorded)
+        return reshard_blocks(src, src_ids, dst, dst_ids)
+
+    hold(on([0, 1]), on([1, 2], "HND"), rng, dtype="float32", run=run)
+    assert all(isinstance(x, jax.Array) for x in sent)
+    moved = [x for x in put if x.ndim == 2]
+    assert len(moved) == (1 if chunks == 1 else chunks + 1)
 
 
 @pytest.mark.parametrize("name", ["_step", "_send", "_exchange"])
@@ -245,7 +287,8 @@ def test_copy_engines_send_where_they_can(monkeypatch, name):
     options = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
     devices = tuple(jax.devices("cpu"))
     meshes = {
-        yes: reshard_moves._mesh(devices[: 2 if yes else 4]) for yes in (True, False)
+        yes: reshard_parts.flat_mesh(devices[: 2 if yes else 4])
+        for yes in (True, False)
     }
     jitted: list[Any] = []
     monkeypatch.setattr(program, "_jit", lambda **how: jitted.append(how) or how)
