@@ -213,7 +213,8 @@ def _take_turns(running: dict[str, list[Any]], quick: bool) -> dict[str, float]:
     counts = {}
     for who in running:
         a_round(who, 2)
-        counts[who] = 1 if quick else max(3, int(ROUND / (a_round(who, 3) * LAYERS)))
+        once = min(a_round(who, 3) for _ in range(1 if quick else 5)) * LAYERS
+        counts[who] = 1 if quick else max(3, int(ROUND / once))
     order = random.Random(0)
     for _ in range(1 if quick else TURNS):
         for who in order.sample(list(running), len(running)):
