@@ -164,11 +164,11 @@ class Scheduler:
         """
         if sequence.parked is not None or not self.running:
             return False
-        sought = self.cache.namespace.keys(sequence.tokens[:-1])
+        sought = sequence.keys_sought(self.cache.namespace)
         for other in self.running:
             first = other.num_cached // self.block_size
             coming = other.table.keys[first:]
-            if not set(coming).isdisjoint(sought):
+            if not sought.isdisjoint(coming):
                 return True
         return False
 

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from jax_kvblock.cache import BlockTable, Onboard, Parked, Resuming
+from jax_kvblock.cache import BlockTable, Namespace, Onboard, Parked, Resuming
 from serve.drafts import PromptLookup
 from serve.interface import Event, FinishReason, Request, Stream
 from serve.text import TextStream
@@ -43,6 +43,7 @@ class Sequence:
     row: int = -1
     admitted: bool = False  # once, whatever happened since
     began: float = field(default_factory=time.monotonic)
+    sought: frozenset[bytes] | None = None  # keys of its blocks, once it was asked
 
     def __post_init__(self) -> None:
         self.tokens = list(map(int, self.request.prompt))
@@ -91,9 +92,16 @@ class Sequence:
                 return new[:place]
         return new
 
+    def keys_sought(self, namespace: Namespace) -> frozenset[bytes]:
+        """Of the blocks ahead of its last token; while it waits they stay the same."""
+        if self.sought is None:
+            self.sought = frozenset(namespace.keys(self.tokens[:-1]))
+        return self.sought
+
     def extend(self, tokens: list[int]) -> None:
         """Note new tokens that are known; its table is told by the engine."""
         self.tokens += tokens
+        self.sought = None
         if self.lookup is not None:
             self.lookup.extend(tokens)
 

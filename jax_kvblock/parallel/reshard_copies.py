@@ -180,11 +180,23 @@ def _on_devices(
 ) -> list[dict[jax.Device, jax.Array]]:
     """Of each chunk of ids, a copy on each device.
 
-    All go at once: a program that is given ids on the host takes twice as long to start
-    as this takes for another device.
+    They go to all devices at once, of a CPU and of GPUs apart. A program that is given
+    ids on the host takes twice as long to start as this takes for another device.
     """
-    there = jax.device_put(chunks, NamedSharding(flat_mesh(devices), P()))
-    return [shards(x) for x in there]
+    there: list[dict[jax.Device, jax.Array]] = [{} for _ in chunks]
+    for own in _by_client(devices):
+        put = jax.device_put(chunks, NamedSharding(flat_mesh(own), P()))
+        for parts, x in zip(there, put, strict=True):
+            parts.update(shards(x))
+    return there
+
+
+def _by_client(devices: Devices) -> list[Devices]:
+    """No array lies on devices of two clients."""
+    found: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        found.setdefault(id(device.client), []).append(device)
+    return [tuple(own) for own in found.values()]
 
 
 def _chunked(src_ids: Ids, dst_ids: Ids, chunks: int) -> Sequence[Ids]:
@@ -192,12 +204,10 @@ def _chunked(src_ids: Ids, dst_ids: Ids, chunks: int) -> Sequence[Ids]:
 
     Behind them come all ids, unless they are one chunk. The last chunk ends with −1.
     """
-    if isinstance(src_ids, jax.Array) or isinstance(dst_ids, jax.Array):
-        if isinstance(src_ids, jax.Array) and isinstance(dst_ids, jax.Array):
-            dst_ids = jax.device_put(
-                dst_ids, src_ids.sharding
-            )  # they meet in a program
-        return _split(src_ids, dst_ids, chunks=chunks)
+    arrays = [x for x in (src_ids, dst_ids) if isinstance(x, jax.Array)]
+    if arrays:  # they meet in a program, in device memory
+        at = arrays[0].sharding.with_memory_kind("device")
+        return _split(*jax.device_put((src_ids, dst_ids), at), chunks=chunks)
     both = np.stack((src_ids, dst_ids))
     if chunks == 1:
         return [both]

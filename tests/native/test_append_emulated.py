@@ -12,7 +12,7 @@ import mmap
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from append_cases import CASES, KEPT, Case, Drawn
+from append_cases import CASES, KEPT, MANY, MANY_KEPT, Case, Drawn
 from append_launches import NUMBERS, CAppend, Guarded, launch
 
 
@@ -29,6 +29,27 @@ def test_rope_append(name, skew, emulated, rng):
 def test_append_kv(name, skew, emulated, rng):
     drawn = Drawn(KEPT[name], rng)
     drawn.hold(*launch(emulated, drawn, False, Guarded(skew)), turns=False)
+
+
+@pytest.mark.parametrize("skew", [False, True], ids=["aligned", "unaligned"])
+@pytest.mark.parametrize("name", [*MANY, *MANY_KEPT])
+def test_many_tokens(name, skew, emulated, rng):
+    case = (MANY | MANY_KEPT)[name]
+    drawn = Drawn(case, rng)
+    made = launch(emulated, drawn, name in MANY, Guarded(skew))
+    drawn.hold(*made, turns=name in MANY)
+
+
+@pytest.mark.parametrize("block_size", [16, 2500])
+def test_a_prompt_that_fills_its_blocks_in_order(block_size, emulated, rng):
+    """Zeros follow the last token alone; nobody has to look for the others' slots."""
+    case = MANY["pairs, computed, zeros behind"]
+    blocks = 2 + case.tokens // block_size
+    drawn = Drawn(case.replaced(block_size=block_size, blocks=blocks), rng)
+    token = np.arange(case.tokens)
+    block = rng.permutation(blocks)[token // block_size]
+    drawn.slots = np.int32(block * block_size + token % block_size)
+    drawn.hold(*launch(emulated, drawn, True, Guarded()))
 
 
 def test_slots_beyond_a_window_are_cleared_but_for_those_written(emulated, rng):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxlib import xla_client
 from meshes import by_axis_type, mesh_of, put
 from model import PoolModel, assert_same_bits, lay, random_bits, read_pool
 from paged_meshes import large
@@ -248,10 +249,12 @@ def test_ids_go_to_all_devices_at_once(rng, monkeypatch, place, chunks):
     """Wherever they are. No program is given any that are still on the host."""
     head = 4 * math.prod(DIMS) // DIMS[3]
     monkeypatch.setattr(reshard_copies, "CHUNK_BYTES", 7 * 8 * head // chunks + 1)
-    real, sent, put = jax.device_put, [], []
+    real, sent, puts = jax.device_put, [], []
 
     def recorded(x: Any, to: Any) -> Any:
-        put.extend(y for y in jax.tree.leaves(x) if np.issubdtype(y.dtype, np.integer))
+        leaves = jax.tree.leaves(x)
+        if all(y.ndim == 2 and np.issubdtype(y.dtype, np.integer) for y in leaves):
+            puts.append((len(leaves), {d.id for d in to.device_set}))
         return real(x, to)
 
     for name in ("_reader", "_writer", "_copier"):
@@ -276,8 +279,25 @@ def test_ids_go_to_all_devices_at_once(rng, monkeypatch, place, chunks):
 
     hold(on([0, 1]), on([1, 2], "HND"), rng, dtype="float32", run=run)
     assert all(isinstance(x, jax.Array) for x in sent)
-    moved = [x for x in put if x.ndim == 2]
-    assert len(moved) == (1 if chunks == 1 else chunks + 1)
+    assert puts == [(1 if chunks == 1 else chunks + 1, {0, 1, 2})]
+
+
+def test_between_two_clients_and_ids_in_pinned_memory(rng):
+    """As from a CPU to GPUs; here two clients of CPUs."""
+    other = xla_client.make_cpu_client().devices()[0]
+    blocks, there = (random_bits(rng, (n, *DIMS), "float32") for n in BLOCKS)
+    src, dst = make_pool(blocks, on([0, 1])), make_pool(there, on([2]))
+    moved = kv.KVPool(jax.device_put(dst.data, other), dst.spec)
+    pinned = jax.sharding.SingleDeviceSharding(
+        jax.devices("cpu")[1], memory_kind="pinned_host"
+    )
+    ids = [jax.device_put(np.int32(x), pinned) for x in (SRC_IDS, DST_IDS)]
+    truth = PoolModel(there)
+    truth.scatter(DST_IDS, PoolModel(blocks).gather(SRC_IDS))
+    for given in ([SRC_IDS, DST_IDS], [SRC_IDS, ids[1]], [ids[0], DST_IDS], ids):
+        moved = reshard_blocks(src, given[0], moved, given[1])
+        assert {d.client for d in moved.data.devices()} == {other.client}
+        assert_same_bits(np.asarray(moved.data), lay(truth.blocks, "NHD"))
 
 
 @pytest.mark.parametrize("name", ["_step", "_send", "_exchange"])

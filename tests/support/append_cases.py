@@ -425,3 +425,35 @@ KEPT = {
         traced=True, kind=("NHD", False), zero_tail=True, scale="computed", tokens=14
     ),
 }
+# So many that a CTA has several tokens, and the last one fewer, or rows that a group of
+# lanes takes one after the other.
+PROMPT = BASE.replaced(tokens=4099, heads=3, kv_heads=1, blocks=1030, layers=1, layer=0)
+MANY = {
+    "four tokens a CTA": PROMPT.replaced(dtype="bfloat16", dim=64),
+    "pairs, computed, zeros behind": PROMPT.replaced(
+        dim=24, interleaved=True, dtype="bfloat16", stored="float8_e4m3fn",
+        scale="computed", zero_tail=True, norms="float32",
+    ),
+    "an angle each, zeros behind": PROMPT.replaced(
+        dim=20, angles="rows", rotary_dim=10, zero_tail=True, block_size=8
+    ),
+    "long rows": PROMPT.replaced(
+        tokens=2051, dim=1000, dtype="bfloat16", rotary_dim=20, interleaved=True
+    ),
+    "long blocks, joined": PROMPT.replaced(
+        dtype="float16", dim=16, block_size=2500, blocks=2, zero_tail=True, joined=True
+    ),
+    "a few rows a group": BASE.replaced(
+        tokens=600, heads=72, kv_heads=24, dim=64, dtype="bfloat16", blocks=200,
+        norms="float32",
+    ),
+    "a few rows a group, zeros behind": BASE.replaced(
+        tokens=600, heads=40, kv_heads=40, dim=32, dtype="bfloat16", blocks=200,
+        zero_tail=True, stored="int8", scale="head", angles=None,
+    ),
+}  # fmt: skip
+MANY_KEPT = {
+    "all layers": FP8.replaced(
+        tokens=1501, layer=None, scale="computed", zero_tail=True, blocks=400, dim=32
+    ),
+}

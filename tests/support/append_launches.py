@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 import numpy as np
-from append_cases import CASES, KEPT, Drawn
+from append_cases import CASES, KEPT, MANY, MANY_KEPT, Drawn
 from attention_launches import Arrays, connect, driver, fields
 from model import lay, unlay
 
@@ -226,7 +226,7 @@ def main(path: str, *only: str) -> None:
     library = ctypes.CDLL(path)
     library.kvblock_append_cuda.restype = ctypes.c_char_p
     rng, launches = np.random.default_rng(1), 0
-    for cases, rope in ((CASES, True), (KEPT, False)):
+    for cases, rope in ((CASES | MANY, True), (KEPT | MANY_KEPT, False)):
         for case in cases.values():
             if not case.tokens or (case.joined and "short" in only):
                 continue

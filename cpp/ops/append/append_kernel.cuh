@@ -538,8 +538,15 @@ class AppendLane {
   const int angle_units_;
 };
 
+// CTAs of a multiprocessor: as many as leave a thread the registers that it needs.
+template <int kUnits, bool kVectors, bool kQuantizes>
+constexpr int kAppendCtasOfOne = kUnits > 1   ? 2
+                                 : !kVectors  ? 5
+                                 : kQuantizes ? 6
+                                              : 7;
+
 template <typename T, int kUnits, bool kVectors, bool kQuantizes>
-__global__ void __launch_bounds__(kAppendThreads, kUnits == 1 ? 7 : 3)
+__global__ void __launch_bounds__(kAppendThreads, kAppendCtasOfOne<kUnits, kVectors, kQuantizes>)
     Append(const __grid_constant__ AppendParams p) {
   __shared__ float4 angles[kAppendAngles / 2];
   __shared__ unsigned written[kAppendWindow / 32];
@@ -552,7 +559,7 @@ __global__ void __launch_bounds__(kAppendThreads, kUnits == 1 ? 7 : 3)
   constexpr int W = kAppendWidth<T>;
   AppendLane<T, kUnits, kVectors, kQuantizes> lane(p, angles + own * (W / 2) * AngleUnits<W>(p));
 
-  AppendChunks<kUnits> loaded, ahead;
+  AppendChunks<kUnits> loaded, ahead{};
   lane.Load(token.Row(first + group % share), &loaded);
   if (p.rotary_dim > 0 && first < p.num_heads + p.num_kv_heads) {
     ComputeAngles<W>(p, number, angles);
@@ -567,15 +574,17 @@ __global__ void __launch_bounds__(kAppendThreads, kUnits == 1 ? 7 : 3)
   }
 
   // Zeros behind, by all groups for one token after the other.
+  const int rows_apart = static_cast<int>(gridDim.y) * groups;
+  const int begin_row = static_cast<int>(blockIdx.y) * groups;
   if (!p.zero_tail) return;
+  if (begin_row + rows_apart >= p.num_rows && begin_row + groups <= p.num_heads) return;  // q alone
   for (int i = 0; i < p.tokens_each; ++i) {
     const AppendToken<T> behind(p, number + i);
     if (!behind.placed || behind.slot % p.block_size != 0) continue;
     for (int begin = 0; begin < p.block_size; begin += kAppendWindow) {
       const int count = min(kAppendWindow, p.block_size - begin), slot = behind.slot + begin;
       if (!FindUnwritten(p, behind.token + begin, slot, count, written)) continue;
-      const int from = static_cast<int>(blockIdx.y) * groups + group;
-      for (int at = from; at < p.num_rows; at += static_cast<int>(gridDim.y) * groups) {
+      for (int at = begin_row + group; at < p.num_rows; at += rows_apart) {
         const AppendRow<T> row = behind.Row(at);
         if (row.is_q) continue;
 #pragma unroll 1
