@@ -151,7 +151,7 @@ class Below:
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Of each key, whether its block is in any tier here."""
-        coming, find = self.coming, self.host.books.find
+        coming, find = self.coming, self.host.books.find  # as `on_host`, of thousands
         found = [key in coming or find(key) is not None for key in keys]
         others = [key for key, here in zip(keys, found, strict=True) if not here]
         stored = dict(zip(others, self.in_store(others), strict=True))

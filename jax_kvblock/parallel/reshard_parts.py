@@ -30,6 +30,7 @@ AXIS = "devices"
 
 @functools.lru_cache(maxsize=256)
 def flat_mesh(devices: Devices) -> Mesh:
+    """These devices along one axis, AXIS."""
     return Mesh(np.array(devices), (AXIS,))
 
 

@@ -12,30 +12,16 @@ from model import assert_same_bits, make_pool, random_bits, read_pool
 from jax_kvblock import BlockSpec, KVPool, append_kv, rope_append
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *MANY])
 def test_rope_append(name, rng):
-    drawn = Drawn(CASES[name], rng)
+    drawn = Drawn((CASES | MANY)[name], rng)
     q, pool, scales = drawn.rope_append()
     drawn.hold(q, pool, scales and (scales.k, scales.v))
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", [*KEPT, *MANY_KEPT])
 def test_append_kv(name, rng):
-    drawn = Drawn(KEPT[name], rng)
-    _, pool, scales = drawn.append_kv()
-    drawn.hold(None, pool, scales and (scales.k, scales.v), turns=False)
-
-
-@pytest.mark.parametrize("name", MANY)
-def test_many_tokens(name, rng):
-    drawn = Drawn(MANY[name], rng)
-    q, pool, scales = drawn.rope_append()
-    drawn.hold(q, pool, scales and (scales.k, scales.v))
-
-
-@pytest.mark.parametrize("name", MANY_KEPT)
-def test_many_tokens_without_a_rotation(name, rng):
-    drawn = Drawn(MANY_KEPT[name], rng)
+    drawn = Drawn((KEPT | MANY_KEPT)[name], rng)
     _, pool, scales = drawn.append_kv()
     drawn.hold(None, pool, scales and (scales.k, scales.v), turns=False)
 

@@ -453,7 +453,7 @@ MANY = {
     ),
 }  # fmt: skip
 MANY_KEPT = {
-    "all layers": FP8.replaced(
+    "many tokens of all layers": FP8.replaced(
         tokens=1501, layer=None, scale="computed", zero_tail=True, blocks=400, dim=32
     ),
 }
