@@ -49,13 +49,14 @@ inline bool PagedPairsTiles(const kvblock_paged_attention& a) {
 }
 
 // Tiles of so many packed rows, at the most: each sequence that has queries has one that is not
-// full, and no query needs more than what its own rows do.
+// full, and no query needs more than what its own rows do. `more`: tiles of those that have more
+// rows than most_rows.
 inline int64_t PagedTilesOfRows(const kvblock_paged_attention& a, int64_t tile,
-                                int32_t most_rows = INT32_MAX) {
+                                int32_t most_rows = INT32_MAX, int64_t more = 0) {
   const int64_t group = a.num_heads / a.num_kv_heads;
   const int64_t some = std::min<int64_t>(a.sequences, a.rows);
   const int64_t together = (a.rows * group + some * (tile - 1)) / tile;
-  const int64_t each = some * ((int64_t{most_rows} + tile - 1) / tile);
+  const int64_t each = some * ((int64_t{most_rows} + tile - 1) / tile) + more;
   return a.calls * std::min({together, each, a.rows * ((group + tile - 1) / tile)});
 }
 

@@ -11,7 +11,15 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from paged_cases import BAD, CASES, LEAVING, LONG, SPLIT
+from paged_cases import (
+    BAD,
+    CASES,
+    HANDED_OVER,
+    LEAVING,
+    LONG,
+    NOT_HANDED_OVER,
+    SPLIT,
+)
 from paged_problems import (
     Case,
     Problem,
@@ -186,6 +194,25 @@ def test_as_many_queries_as_sequences_are_one_launch(twenty):
     x = Problem(Case(sequences=((80, 100), (1, 9)), head_dim=64))
     run_on_host(twenty, x, times=1)
     assert twenty.emulator_hopper_ctas() > 0
+
+
+def computed_tiles(library: ctypes.CDLL, x: Problem) -> int:
+    """Tiles of queries that Hopper's kernel took: each of its CTAs asks once more."""
+    return int(x.counters["next_tile"]) - library.emulator_hopper_ctas()
+
+
+@pytest.mark.parametrize("name", HANDED_OVER)
+def test_few_tiles_with_many_keys_are_handed_over(name, twenty):
+    x = Problem(HANDED_OVER[name])
+    run_on_host(twenty, x, times=1)
+    assert computed_tiles(twenty, x) == 0
+
+
+@pytest.mark.parametrize("name", NOT_HANDED_OVER)
+def test_others_are_not(name, twenty):
+    x = Problem(NOT_HANDED_OVER[name])
+    run_on_host(twenty, x, times=1)
+    assert computed_tiles(twenty, x) > 0
 
 
 def test_keys_in_front_of_all_windows_may_be_nan(hopper):

@@ -429,6 +429,15 @@ T __reduce_add_sync(unsigned, T x) {
   for (int lane = 0; lane < 32; ++lane) sum += emulator::FromWord<T>(shown[lane][0]);
   return sum;
 }
+template <typename T>
+T __reduce_max_sync(unsigned, T x) {
+  const auto shown = emulator::Show(emulator::Word(x));
+  T most = x;
+  for (int lane = 0; lane < 32; ++lane) {
+    most = std::max(most, emulator::FromWord<T>(shown[lane][0]));
+  }
+  return most;
+}
 template <typename T, typename U>
 T atomicAdd(T* to, U x) {
   emulator::races::Touch(emulator::races::Access::kAtomic, to, sizeof(T));

@@ -12,7 +12,7 @@ namespace kvblock {
 class LongTiles {
  public:
   __device__ __forceinline__ LongTiles(const RaggedParams& p, int queries)
-      : p_(p), queries_(queries) {}
+      : p_(p), queries_(queries), most_rows_(MostRows(p)) {}
 
   // How many there are; none where query_start falls.
   __device__ __forceinline__ int Count() const {
@@ -61,11 +61,11 @@ class LongTiles {
     return end - first;
   }
   __device__ __forceinline__ int Tiles(int rows) const {
-    return IsLong(p_, rows) ? (rows + queries_ - 1) / queries_ : 0;
+    return IsLong(p_, rows, most_rows_) ? (rows + queries_ - 1) / queries_ : 0;
   }
 
   const RaggedParams& p_;
-  const int queries_;
+  const int queries_, most_rows_;
   int base_ = 0, before_ = 0;  // where the last search ended: members, and the tiles of these
 };
 

@@ -54,11 +54,13 @@ const char* MakeTransposedMap(const NarrowPagedForwardParams& p, ForwardMaps* ma
 }
 
 template <typename Traits>
-typename Traits::Params MakePagedForwardParams(const kvblock_paged_attention& a, bool follows) {
+typename Traits::Params MakePagedForwardParams(const kvblock_paged_attention& a, bool follows,
+                                               const Gpu& gpu) {
   typename Traits::Params p{};
   static_cast<AttentionParams&>(p) = MakeAttentionParams(MembersOf(a));
   SetPages(a, &p);
   p.most_rows = PagedFewRows(a);
+  if (follows) p.rule = LongRuleOf(a, gpu.multiprocessors);
   p.counter = &CountersOf(a)->next_tile;
   const int32_t pack = HeadsOfTile(p.group, Traits::kQueries);
   p.by_pack = FastDiv(static_cast<uint32_t>(pack));
@@ -78,7 +80,9 @@ typename Traits::Params MakePagedForwardParams(const kvblock_paged_attention& a,
 
 template <typename Traits>
 const char* LaunchPagedAs(const kvblock_paged_attention& a, bool follows, cudaStream_t stream) {
-  typename Traits::Params p = MakePagedForwardParams<Traits>(a, follows);
+  Gpu gpu{};
+  if (const char* error = AskGpu(&gpu)) return error;
+  typename Traits::Params p = MakePagedForwardParams<Traits>(a, follows, gpu);
   const int64_t tiles = PagedLongTiles(a, p.queries), units = a.num_kv_heads * int64_t{p.kv_units};
   if (tiles * units == 0) return nullptr;
   if (const char* error = PlanGrid(&p, tiles, units)) return error;
@@ -109,8 +113,6 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, bool follows, cudaSt
   }
   if (error) return error;
 
-  Gpu gpu{};
-  if (const char* error = AskGpu(&gpu)) return error;
   const auto kernel = AttentionForward<Traits>;
   constexpr int kSharedBytes = sizeof(ForwardShared<Traits>);
   static_assert(kSharedBytes <= kMostSharedBytes);
@@ -136,12 +138,12 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, bool follows, cudaSt
 template <typename Traits>
 const char* PrepareNarrowPagedAs(const kvblock_paged_attention& a, cudaStream_t stream) {
   constexpr int kThreads = 256;
-  NarrowPagedForwardParams p = MakePagedForwardParams<Traits>(a, false);
+  Gpu gpu{};
+  if (const char* error = AskGpu(&gpu)) return error;
+  NarrowPagedForwardParams p = MakePagedForwardParams<Traits>(a, false, gpu);
   const int64_t tiles = PagedLongTiles(a, p.queries), units = a.num_kv_heads * int64_t{p.kv_units};
   if (tiles * units == 0) return nullptr;
   p.num_pairs = static_cast<int32_t>(units);
-  Gpu gpu{};
-  if (const char* error = AskGpu(&gpu)) return error;
   cudaError_t status = LaunchGrid(NarrowQueries<kThreads, Traits::kQueries>,
                                   dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(units)),
                                   kThreads, 0, stream, p);
