@@ -5,7 +5,8 @@ weights, so that nothing is downloaded: bfloat16 on a GPU, float32 on a CPU.
 
 - A step of decoding: all requests run, and nobody reads prompts. "over reading" is the
   step's time over that of reading all weights, and the keys and values of all
-  sequences, once, at the rate of a plain copy in the same run.
+  sequences, once, at the rate of a plain copy in the same run. As many steps in one
+  program as the engine takes; and one.
 - The host's part: the same steps where the device computes nothing.
 - The first token after a prefix that many requests share: computed; and brought up
   from host memory, as from a request to the next.
@@ -31,6 +32,7 @@ from support.common import OURS, Results
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from serve import config
+from serve.batch import Batch
 from serve.engine import POLL, Engine
 from serve.interface import Request, Stream
 from serve.models import ByteTokenizer, LoadedModel
@@ -86,6 +88,7 @@ def bench(options: argparse.Namespace, results: Results) -> None:
     model = _model(case)
     ceilings.add_device_copy(results, options.quick, "before")
     _decode(case, model, results)
+    _decode(case, model, results, 1)
     _host(case, model, results)
     _prefix(case, model, results)
     ceilings.add_device_copy(results, options.quick, "after")
@@ -147,13 +150,14 @@ def _model(case: Case) -> LoadedModel:
 # ---- a step of decoding --------------------------------------------------------------
 
 
-def _engine(case: Case, model: LoadedModel) -> Engine:
+def _engine(case: Case, model: LoadedModel, steps: int | None = None) -> Engine:
     tokens = case.prompt + case.steps + BLOCK
     return Engine(
         model,
         num_blocks=case.requests * -(-tokens // BLOCK) + 8,
         block_size=BLOCK,
         max_batch=case.requests,
+        decode_steps=steps,
         max_tokens_per_step=max(case.rows, case.requests),
         max_waiting=case.requests,
         max_tokens=tokens,
@@ -172,32 +176,40 @@ def _asked(case: Case, engine: Engine) -> list[Stream]:
 
 
 def _steps(case: Case, engine: Engine) -> list[float]:
-    """Seconds of each step in which all decode."""
+    """Seconds of each step in which all decode, of those of a program the mean."""
     streams = _asked(case, engine)
     while min(stream.num_new_tokens for stream in streams) < 2:
         engine.step()
     times = []
     while max(stream.num_new_tokens for stream in streams) < case.steps - 1:
-        start = time.perf_counter()
+        before, start = streams[0].num_new_tokens, time.perf_counter()
         engine.step()
-        times.append(time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        times.append(seconds / (streams[0].num_new_tokens - before))
     engine.run()
     assert all(stream.num_new_tokens == case.steps for stream in streams)
     return times
 
 
-def _decode(case: Case, model: LoadedModel, results: Results) -> None:
-    engine = _engine(case, model)
+def _decode(
+    case: Case, model: LoadedModel, results: Results, steps: int | None = None
+) -> None:
+    engine = _engine(case, model, steps)
     engine.compile()
     seconds = statistics.median(_steps(case, engine))
     engine.stop()
     name = f"{case.requests} requests / a step of decoding"
+    if steps is not None:
+        name += f", {steps} in a program"
+        results.add(name, OURS, "time", seconds * 1e3, "ms")
+        return
     spec = engine._manager.spec
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     keys = case.requests * (case.prompt + case.steps / 2)
     read = weights + keys * spec.block_bytes / BLOCK
     results.add(name, OURS, "time of a step", seconds * 1e3, "ms")
     results.add(name, OURS, "new tokens", case.requests / seconds, "1/s")
+    results.add(name, OURS, "steps in a program", engine._scheduler.steps, "")
     results.add(name, OURS, "read", read / 1e6, "MB")
 
 
@@ -205,8 +217,11 @@ def _host(case: Case, model: LoadedModel, results: Results) -> None:
     """The host's work for the same steps: programs are not called."""
     engine = _engine(case, model)
     runner = engine._runner
-    runner._tokens = np.ones(runner._shapes[0].most_outputs, np.int32)  # type: ignore[assignment]
-    runner._call = lambda batch: None  # type: ignore[method-assign]
+
+    def nothing(batch: Batch) -> np.ndarray:
+        return np.ones((batch.shape.steps, batch.shape.outputs), np.int32)
+
+    runner._call = nothing  # type: ignore[assignment, method-assign]
     seconds = statistics.median(_steps(case, engine))
     engine.stop()
     name = f"{case.requests} requests / the host's part of a step"

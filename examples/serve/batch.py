@@ -29,6 +29,8 @@ class Shape:
         greedy: whether every output is the likeliest token. None: the device looks.
             On a GPU that would stop the host in each step, so there are programs for
             both.
+        steps: of decoding, one after the other, in one program: a token of each
+            sequence, and the next ones of those that the step before has drawn.
     """
 
     rows: int
@@ -36,6 +38,7 @@ class Shape:
     width: int
     drafts: int
     greedy: bool | None = None
+    steps: int = 1
 
     @property
     def most_outputs(self) -> int:
@@ -54,7 +57,7 @@ class Shape:
         shapes: dict[str, tuple[int, ...]] = {
             "tokens": (rows,),
             "positions": (rows,),
-            "slots": (rows,),
+            "slots": (rows,) if self.steps == 1 else (self.steps, rows),
             "feed": (rows,),
             "tables": (places, self.width),
             "kv_lens": (places,),
@@ -88,6 +91,8 @@ class Batch:
 
     Attributes (int32 unless said otherwise; those of `Rows` and `Sampling`, and):
         buffer: all of it.
+        slots: [rows], or [steps, rows] where a program has several steps; then kv_lens
+            are the keys that were there before the first one.
         feed: [rows], the last step's output whose token this row takes; -1: `tokens`.
         outputs: [n], the rows whose next token is wanted.
         parents: [n], of an output that is a draft, its parent's output; else -1.

@@ -44,11 +44,12 @@ from serve.text import TextStream
 
 _log = logging.getLogger(__name__)
 POLL = 0.0002  # seconds between looks at transfers, while nothing is computed
+GPU_DECODE_STEPS = 4
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """A step that was dispatched: whose tokens come from which outputs."""
+    """A step that was dispatched, or several: whose tokens come from which outputs."""
 
     parts: list[tuple[Part, int]]
     tokens: jax.Array
@@ -63,6 +64,9 @@ class Engine:
         max_batch: sequences that run at the same time.
         max_tokens_per_step: rows of a step, at most: prompts are read in such chunks.
         draft_tokens: guesses behind a sequence's newest token; 0 for none.
+        decode_steps: steps of one program where all that run decode: the host is asked
+            once for so many tokens of each, and who comes meanwhile waits for them.
+            None: 4 on a GPU without drafts, which would wait for the host, else 1.
         max_waiting: requests that may wait.
         max_tokens: of a prompt and its new tokens; what model and pool allow if None.
         host_bytes: memory of a tier below the device, to which sequences that make way
@@ -90,6 +94,7 @@ class Engine:
         max_batch: int = 8,
         max_tokens_per_step: int = 128,
         draft_tokens: int = 0,
+        decode_steps: int | None = None,
         max_waiting: int = 64,
         max_tokens: int | None = None,
         host_bytes: int = 0,
@@ -108,6 +113,14 @@ class Engine:
             raise ValueError(
                 f"Engine: draft_tokens must be from 0 to {MOST_DRAFTS}, got "
                 f"{draft_tokens}"
+            )
+        if decode_steps is None:
+            gpu = jax.default_backend() == "gpu"
+            decode_steps = GPU_DECODE_STEPS if gpu and not draft_tokens else 1
+        if decode_steps < 1 or (decode_steps > 1 and draft_tokens):
+            raise ValueError(
+                "Engine: decode_steps must be from 1 on, and 1 beside draft_tokens, "
+                f"got {decode_steps}"
             )
         self.model = model
         self.max_waiting = max_waiting
@@ -153,11 +166,21 @@ class Engine:
                 write_through=store is not None,
             )
         self._scheduler = Scheduler(
-            self.cache, self.tiers, max_batch, max_tokens_per_step, draft_tokens
+            self.cache,
+            self.tiers,
+            max_batch,
+            max_tokens_per_step,
+            draft_tokens,
+            decode_steps,
         )
         width = -(-self.max_tokens // block_size)
         shapes = step_shapes(
-            model.dtype, max_batch, width, draft_tokens, max_tokens_per_step
+            model.dtype,
+            max_batch,
+            width,
+            draft_tokens,
+            max_tokens_per_step,
+            decode_steps,
         )
         self._runner = Runner(model, self._manager, shapes)
         self._flights: deque[_Flight] = deque()
@@ -359,27 +382,27 @@ class Engine:
 
     def _dispatch(self, parts: list[Part]) -> None:
         outputs, tokens = self._runner.dispatch(parts)
-        self._counts.steps += 1
+        self._counts.steps += max(part.steps for part in parts)
         for part in parts:
-            part.sequence.num_cached += part.count
+            part.sequence.num_cached += part.count + part.steps - 1
             part.sequence.publish(self._manager.spec.block_size)
         for part, output in outputs:
-            part.sequence.num_unread += 1
+            part.sequence.num_unread += part.steps
             part.sequence.row = output
         self._flights.append(_Flight(outputs, tokens))
 
     def _read(self, flight: _Flight) -> None:
-        tokens = np.asarray(flight.tokens).tolist()  # waits for the step
+        steps = np.atleast_2d(np.asarray(flight.tokens)).tolist()  # waits for them
         now, count = time.monotonic(), 0
         came: list[tuple[Sequence, list[int]]] = []
         for part, output in flight.parts:
             sequence, draft = part.sequence, part.draft
-            sequence.num_unread -= 1
+            sequence.num_unread -= part.steps
             if sequence.ended:
                 continue
-            new = tokens[output : output + 1]
+            new = [tokens[output] for tokens in steps[: part.steps]]
             if draft is not None:
-                new = draft.accept(tokens[output : output + 1 + len(draft)])
+                new = draft.accept(steps[0][output : output + 1 + len(draft)])
                 sequence.lookup.learn(len(new) - 1)
                 self._counts.drafted_tokens += len(draft)
             if len(sequence.tokens) == len(sequence.request.prompt):
@@ -387,8 +410,9 @@ class Engine:
                 self._counts.seconds_to_first += now - sequence.began
             new = sequence.deliver(new)
             count += len(new)
-            self._counts.accepted_tokens += len(new) - 1
-            sequence.num_cached += len(new) - 1  # the last one's row is still to come
+            if draft is not None:
+                self._counts.accepted_tokens += len(new) - 1
+                sequence.num_cached += len(new) - 1  # the last one's row is to come
             sequence.extend(new)
             came.append((sequence, new))
         self._append(came)

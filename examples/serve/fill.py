@@ -16,19 +16,8 @@ def fill(batch: Batch, parts: list[Part]) -> list[tuple[Part, int]]:
         last token, followed by its drafts'.
     """
     wanted: list[tuple[Part, int]] = []
-    places, num_rows = len(parts), sum(part.num_rows for part in parts)
-    batch.query_start.fill(num_rows)
-    (
-        batch.slots[:num_rows],
-        batch.tables[:places],
-        batch.kv_lens[:places],
-        batch.query_start[: places + 1],
-    ) = prepare_step(
-        [part.sequence.table for part in parts],
-        [part.num_rows for part in parts],
-        starts=[part.start for part in parts],
-        max_blocks=batch.shape.width,
-    )
+    num_rows = sum(part.num_rows for part in parts)
+    _place(batch, parts, num_rows)
     # In lists, of which arrays are filled once: a step has many parts of a row.
     tokens: list[int] = []
     positions: list[int] = []
@@ -60,6 +49,29 @@ def fill(batch: Batch, parts: list[Part]) -> list[tuple[Part, int]]:
     batch.feed[:num_rows] = feed
     batch.outputs[: len(outputs)] = outputs
     return wanted
+
+
+def _place(batch: Batch, parts: list[Part], num_rows: int) -> None:
+    """Where keys and values of the rows go, and which keys they see."""
+    places = len(parts)
+    counts = [part.num_rows + part.steps - 1 for part in parts]
+    slots, batch.tables[:places], kv_lens, starts = prepare_step(
+        [part.sequence.table for part in parts],
+        counts,
+        starts=[part.start for part in parts],
+        max_blocks=batch.shape.width,
+    )
+    batch.query_start.fill(num_rows)
+    if batch.shape.steps == 1:
+        batch.slots[:num_rows] = slots
+        batch.kv_lens[:places] = kv_lens
+        batch.query_start[: places + 1] = starts
+        return
+    # A row for each in all steps; -1 behind those of which a step wants no token.
+    batch.query_start[: places + 1] = range(places + 1)
+    batch.kv_lens[:places] = kv_lens - counts
+    place = np.repeat(np.arange(places), counts)
+    batch.slots[np.arange(len(slots)) - starts[place], place] = slots
 
 
 def _sampling(batch: Batch, outputs: slice, sequence: Sequence, part: Part) -> None:

@@ -41,7 +41,7 @@ class Runner:
 
         def program(
             pool: KVPool, params: Any, last: Any, buffer: Any, *, shape: Shape
-        ) -> tuple[KVPool, jax.Array]:
+        ) -> tuple[KVPool, tuple[jax.Array, ...]]:
             self.num_programs += 1  # Python runs this when JAX traces, not later
             return step(pool, params, last, buffer, config=config, shape=shape)
 
@@ -59,19 +59,21 @@ class Runner:
 
         Returns:
             The parts behind which a token comes, each with its first output, and the
-            token behind each output.
+            token behind each output, of each step if parts have several.
         """
         num_rows = sum(part.num_rows for part in parts)
         greedy = all(part.sequence.request.temperature == 0 for part in parts)
+        several = any(part.steps > 1 for part in parts)
         fit = (
             each
             for each in self._shapes
-            if each.rows >= num_rows and each.greedy in (None, greedy)
+            if each.rows >= num_rows
+            and each.greedy in (None, greedy)
+            and (each.steps > 1) == several
         )
         batch = Batch(next(fit))
         outputs = fill(batch, parts)
-        self._call(batch)
-        return outputs, self._tokens
+        return outputs, self._call(batch)
 
     def reset(self) -> None:
         """A pool as new, whatever a step that failed has made of the old one."""
@@ -85,13 +87,14 @@ class Runner:
         self._tokens, self._last = self._zeros(most), self._zeros(most)
         self._buffers = {s.size: self._zeros(s.size) for s in self._shapes}
 
-    def _call(self, batch: Batch) -> None:
+    def _call(self, batch: Batch) -> jax.Array:
+        """Returns the tokens of all steps of the batch."""
         size = batch.shape.size
         buffer = jax.device_put(batch.buffer, self._manager.pool.sharding)
         self._last, self._buffers[size] = _moved_to(
             (self._last, self._buffers[size]), (self._tokens, buffer)
         )
-        self._tokens = self._manager.update(
+        self._tokens, *of_steps = self._manager.update(
             self._program,
             self._params,
             self._last,
@@ -99,6 +102,7 @@ class Runner:
             shape=batch.shape,
             static_argnames="shape",
         )
+        return of_steps[0] if of_steps else self._tokens
 
     def _zeros(self, size: int) -> jax.Array:
         # On the pool's device for good, as what a step returns: else the first step of
@@ -113,14 +117,18 @@ def _moved_to(places: tuple[jax.Array, ...], given: Any) -> tuple[jax.Array, ...
 
 
 def step_shapes(
-    dtype: Any, max_batch: int, width: int, drafts: int, most_rows: int
+    dtype: Any, max_batch: int, width: int, drafts: int, most_rows: int, steps: int = 1
 ) -> list[Shape]:
-    """Of an engine's programs, by rows; arguments are those of `row_sizes`, `Shape`."""
+    """Of an engine's programs, by rows; arguments are those of `row_sizes`, `Shape`.
+
+    steps: of decoding, of a program; there are those with one as well.
+    """
     known = (None,) if jax.default_backend() == "cpu" else (True, False)
     return [
-        Shape(rows, max_batch, width, drafts, greedy)
+        Shape(rows, max_batch, width, drafts, greedy, count)
         for rows in row_sizes(dtype, max_batch, drafts, most_rows)
         for greedy in known
+        for count in sorted({1, steps if rows <= max_batch else 1})
     ]
 
 

@@ -27,6 +27,7 @@ class Part:
     start: int
     count: int
     draft: Draft | None = None
+    steps: int = 1  # in each, a row: the token that the one before has drawn
 
     @property
     def num_rows(self) -> int:
@@ -48,6 +49,7 @@ class Scheduler:
         places: how many run at the same time.
         rows: tokens of a step, at most.
         drafts: behind a newest token, at most.
+        steps: of decoding that are planned together, at most.
     """
 
     def __init__(
@@ -57,9 +59,10 @@ class Scheduler:
         places: int,
         rows: int,
         drafts: int,
+        steps: int = 1,
     ) -> None:
         self.cache, self.tiers = cache, tiers
-        self.places, self.rows, self.drafts = places, rows, drafts
+        self.places, self.rows, self.drafts, self.steps = places, rows, drafts, steps
         self.block_size = cache.manager.spec.block_size
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -95,7 +98,9 @@ class Scheduler:
                 room -= count
             if count > 0 and self._reserve(sequence, sequence.num_cached + count):
                 parts.append(Part(sequence, sequence.num_cached, count))
-        return self._with_drafts(parts) if self.drafts else parts
+        if self.drafts:
+            return self._with_drafts(parts)
+        return self._with_steps(parts) if self.steps > 1 else parts
 
     # ---- who joins ----
 
@@ -232,7 +237,9 @@ class Scheduler:
         self.running.remove(sequence)
         self.preemptions += 1
         if self.tiers is not None and sequence.arriving is None and sequence.num_cached:
-            sequence.parked = park(self.tiers, sequence.table, sequence.num_cached)
+            # Tokens that nobody has read yet are computed again.
+            written = min(sequence.num_cached, len(sequence.tokens))
+            sequence.parked = park(self.tiers, sequence.table, written)
             sequence.table = None
         self._free(sequence)
         self.add(sequence)
@@ -243,6 +250,35 @@ class Scheduler:
         if sequence.table is not None:
             sequence.table.free()
         sequence.table, sequence.arriving, sequence.num_cached = None, None, 0
+
+    # ---- several steps at once ----
+
+    def _with_steps(self, parts: list[Part]) -> list[Part]:
+        """The parts for several steps, where all that run decode and nobody can join.
+
+        And where there are blocks for all of that: nobody makes way for later steps.
+        """
+        alone = len(parts) == len(self.running)
+        joins = self.waiting and len(self.running) < self.places
+        if not alone or joins or not all(p.count == 1 and p.last for p in parts):
+            return parts
+        several = [
+            replace(part, steps=min(self.steps, part.sequence.num_left))
+            for part in parts
+        ]
+        ends = [part.start + part.steps for part in several]
+        missing = [
+            self._missing(part.sequence, end)
+            for part, end in zip(several, ends, strict=True)
+        ]
+        if sum(missing) > self.cache.manager.num_free_blocks:
+            return parts
+        if self.tiers is not None and any(missing):
+            self.tiers.make_room(sum(missing))
+        for part, end, wanted in zip(several, ends, missing, strict=True):
+            if wanted:
+                part.sequence.table.reserve(end)
+        return several
 
     # ---- drafts ----
 

@@ -7,7 +7,7 @@ from jax_kvblock import KVPool, append_kv
 from serve import sampling
 from serve.batch import Shape, rows_of, sampling_of, unpack
 from serve.config import Config
-from serve.llama import forward
+from serve.llama import Rows, forward
 from serve.weights import Params
 
 
@@ -19,8 +19,10 @@ def step(
     *,
     config: Config,
     shape: Shape,
-) -> tuple[KVPool, jax.Array]:
+) -> tuple[KVPool, tuple[jax.Array, ...]]:
     """Compute rows, draw the tokens behind them, and bring accepted drafts home.
+
+    With several steps, each computes the tokens that the one before has drawn.
 
     Args:
         pool: the cache; donated.
@@ -29,19 +31,56 @@ def step(
         buffer: a `Batch`'s.
 
     Returns:
-        The pool with the rows' keys and values, and the token behind each output,
-        int32[most_outputs].
+        The pool with the rows' keys and values, and the token behind each output of
+        the last step, int32[most_outputs]; of several steps also those of each,
+        int32[steps, outputs].
     """
     parts = unpack(buffer, shape)
     feed, outputs = parts["feed"], parts["outputs"]
     tokens = jnp.where(feed < 0, parts["tokens"], last[jnp.maximum(feed, 0)])
+    if shape.steps > 1:
+        pool, drawn = _steps(pool, params, tokens, parts, config, shape)
+        return pool, (jnp.zeros_like(last).at[: shape.outputs].set(drawn[-1]), drawn)
     logits, pool = forward(config, params, pool, rows_of(parts, tokens), outputs)
     drawn = sampling.draw(logits, sampling_of(parts), shape.greedy)
     if shape.drafts:
         accepted = accept(tokens[outputs], drawn, parts["parents"], shape.drafts)
         homes = jnp.where(accepted, parts["homes"], -1)
         pool = move(pool, parts["slots"][outputs], homes)
-    return pool, jnp.zeros_like(last).at[: len(drawn)].set(drawn)
+    return pool, (jnp.zeros_like(last).at[: len(drawn)].set(drawn),)
+
+
+def _steps(
+    pool: KVPool,
+    params: Params,
+    tokens: jax.Array,
+    parts: dict[str, jax.Array],
+    config: Config,
+    shape: Shape,
+) -> tuple[KVPool, jax.Array]:
+    """Steps of decoding: a row of each sequence, and its next one; all draw.
+
+    Returns:
+        The pool, and the tokens of each step, int32[steps, outputs].
+    """
+
+    def one(
+        carried: tuple[KVPool, Rows, sampling.Sampling], slots: jax.Array
+    ) -> tuple[tuple[KVPool, Rows, sampling.Sampling], jax.Array]:
+        pool, rows, how = carried
+        more = (slots >= 0).astype(jnp.int32)
+        lens = rows.kv_lens.at[: shape.rows].add(more)
+        rows = rows._replace(slots=slots, kv_lens=lens)
+        logits, pool = forward(config, params, pool, rows, parts["outputs"])
+        drawn = sampling.draw(logits, how, shape.greedy)
+        rows = rows._replace(tokens=drawn, positions=rows.positions + 1)
+        return (pool, rows, how._replace(place=how.place + 1)), drawn
+
+    rows = rows_of(parts | {"slots": parts["slots"][0]}, tokens)
+    (pool, *_), drawn = jax.lax.scan(
+        one, (pool, rows, sampling_of(parts)), parts["slots"]
+    )
+    return pool, drawn
 
 
 def accept(

@@ -27,9 +27,8 @@ def greedy(tiny: tuple[TinyModel, LoadedModel]) -> Greedy:
 
 
 def make(model: LoadedModel, **given: Any) -> Engine:
-    return Engine(
-        model, **{"num_blocks": 64, "block_size": 8, "max_tokens": 128, **given}
-    )
+    sizes = {"num_blocks": 64, "block_size": 8, "max_tokens": 128, "decode_steps": 1}
+    return Engine(model, **{**sizes, **given})
 
 
 @pytest.fixture
@@ -148,6 +147,9 @@ def test_sizes_that_do_not_go_together(tiny: tuple[TinyModel, LoadedModel]) -> N
         make(tiny[1], max_batch=9, max_tokens_per_step=8)
     with pytest.raises(ValueError, match="draft_tokens must be from 0 to 31, got 32"):
         make(tiny[1], draft_tokens=32)
+    for given in ({"decode_steps": 0}, {"decode_steps": 2, "draft_tokens": 1}):
+        with pytest.raises(ValueError, match="decode_steps must be from 1 on, and 1 b"):
+            make(tiny[1], **given)
     assert make(tiny[1], num_blocks=4).max_tokens == 32
     assert Engine(tiny[1], num_blocks=999).max_tokens == 512  # the model's
 

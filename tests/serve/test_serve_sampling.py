@@ -116,6 +116,8 @@ def test_a_request_draws_the_same_in_any_company(
     assert len({tuple(tokens) for tokens in alone}) == 4
     together, _ = run(True, num_blocks=64)
     assert together == alone
+    several, engine = run(True, num_blocks=64, decode_steps=5)
+    assert several == alone
     small, engine = run(True, num_blocks=12, host_bytes=1 << 20, max_tokens_per_step=16)
     assert small == alone and engine.stats()["preemptions"] > 0
     texts = [[*p, *t] for p, t in zip(prompts, alone, strict=True)]
