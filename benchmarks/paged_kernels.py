@@ -9,12 +9,14 @@ and of latent caches beside that, TFLOP/s of the products under the causal mask.
 FlashInfer plans on the host, ahead of its kernel: its kernel alone is timed, and its
 plan apart ("plan", ms of the host). Pages are drawn at random from all of the cache.
 Every result is held to plain PyTorch first. Needs torch; what FlashInfer is not
-installed for, or fails at, is said.
+installed for, or fails at, is said. Of chunks behind a prefix, who computes them is
+chosen on the device (schedule/long_rule.cuh); so both who may are timed beside that.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import ctypes
 import dataclasses
 import gc
@@ -56,6 +58,7 @@ class Case:
     latent: int = 0  # values are so many of the first columns of the keys
     tree: bool = False  # a word of bits for each query
     split: int = 0  # keys after which sequences are cut
+    both: bool = False  # also by each of the kernels that a chunk may be given to
 
     @property
     def bytes_read(self) -> int:
@@ -88,6 +91,16 @@ def log_uniform() -> Case:
     lengths = np.exp(np.random.default_rng(0).uniform(np.log(128), np.log(32768), 64))
     keys = tuple(int(n) for n in lengths)
     return Case("B64 S128...32768 page 16 NHD", (1,) * 64, keys)
+
+
+def chunk(queries: int, keys: int, beside: int = 0, **options: Any) -> Case:
+    """Of a prompt, behind keys that are there; beside sequences that decode."""
+    shape = f"H{options.get('heads', 32)}/{options.get('kv_heads', 8)}"
+    name = f"{queries} on {keys} {shape} D{options.get('dim', 128)}"
+    if beside:
+        name = f"{beside} x 256 + {name}"
+    lengths = (256,) * beside + (keys + queries,)
+    return Case(name, (1,) * beside + (queries,), lengths, both=True, **options)
 
 
 CASES = (
@@ -124,6 +137,21 @@ CASES = (
         for page in (1, 16, 64)
     ),
     Case("60 x 4096 + 2048 new page 16", (1,) * 60 + (2048,), (4096,) * 60 + (2048,)),
+    *(
+        chunk(*sizes)
+        for sizes in (
+            (32, 32768),
+            (128, 1024),
+            (128, 4096),
+            (128, 32768),
+            (256, 8192),
+            (512, 8192),
+            (512, 65536),
+        )
+    ),
+    *(chunk(n, 32768, heads=9, kv_heads=3, dim=64) for n in (64, 129, 512)),
+    chunk(128, 32768, beside=60),
+    chunk(129, 32768, beside=63, heads=9, kv_heads=3, dim=64),
 )
 
 
@@ -238,6 +266,18 @@ def ours(library: ctypes.CDLL, x: Problem) -> Callable[[], Any]:
         return out
 
     return run
+
+
+def both(library: ctypes.CDLL, x: Problem) -> dict[str, Callable[[], Any]]:
+    """The kernels that a long chunk may be given to, each alone."""
+    ways = {"queries": {"split": 1 << 30}, "keys": {"tree": True}}
+
+    def alone(**options: Any) -> Callable[[], Any]:
+        other = copy.copy(x)
+        other.case = dataclasses.replace(x.case, **options)
+        return ours(library, other)
+
+    return {f"jax_kvblock, by {what}": alone(**way) for what, way in ways.items()}
 
 
 def dense(library: ctypes.CDLL, x: Problem) -> Callable[[], Any]:
@@ -373,6 +413,8 @@ def bench(
     """libraries: ours first, then other builds of it, by name."""
     x, plans = Problem(case), dict[str, float]()
     runs = {name: ours(library, x) for name, library in libraries.items()}
+    if case.both:
+        runs |= both(libraries["jax_kvblock"], x)
     if peers and case.scales != "tokens" and not case.latent:
         runs |= flashinfer_paths(x, plans)
     for name, run in list(runs.items()):
