@@ -203,6 +203,7 @@ def computed_tiles(library: ctypes.CDLL, x: Problem) -> int:
 
 @pytest.mark.parametrize("name", HANDED_OVER)
 def test_few_tiles_with_many_keys_are_handed_over(name, twenty):
+    twenty.emulator_set_multiprocessors(60)
     x = Problem(HANDED_OVER[name])
     run_on_host(twenty, x, times=1)
     assert computed_tiles(twenty, x) == 0
@@ -211,6 +212,7 @@ def test_few_tiles_with_many_keys_are_handed_over(name, twenty):
 @pytest.mark.parametrize("name", NOT_HANDED_OVER)
 def test_others_are_not(name, twenty):
     x = Problem(NOT_HANDED_OVER[name])
+    twenty.emulator_set_multiprocessors(60)
     run_on_host(twenty, x, times=1)
     assert computed_tiles(twenty, x) > 0
 

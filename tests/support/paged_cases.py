@@ -338,41 +338,44 @@ LONG = {
     ),
 }
 
-# Few tiles of many queries that see many keys: on a GPU of 20 multiprocessors, or more,
+# Few tiles of many queries that see many keys: on a GPU of 60 multiprocessors, or more,
 # the launch for few queries has them as well.
-BEHIND = (70, 2400)
+ONE_GROUP = {"heads": 2, "kv_heads": 1}
 HANDED_OVER = {
-    "handed over: a chunk behind a prefix": Case(sequences=(BEHIND,), **WIDE),
+    "handed over: a chunk behind a prefix": Case(sequences=((70, 5200),), **WIDE),
     "handed over: the same, all rows long": Case(
-        full=True, padded=70, calls=1, sequences=(BEHIND,), **WIDE
+        full=True, padded=70, calls=1, sequences=((70, 4000),), **ONE_GROUP, **D128
     ),
-    "handed over: two chunks, one of them short of keys": Case(
-        sequences=((66, 3000), (40, 60)), heads=2, kv_heads=1, head_dim=64, value_dim=64
+    "handed over: two chunks, one of them with few keys": Case(
+        sequences=((66, 3000), (40, 60)), **ONE_GROUP, head_dim=64, value_dim=64
     ),
     "handed over: beside drafts": Case(
-        sequences=(*((3, 20 * n) for n in range(1, 9)), (66, 3000)), sinks=1, **D128
+        sequences=(*((3, 20 * n) for n in range(1, 9)), (66, 4900)),
+        sinks=1,
+        **ONE_GROUP,
+        **D128,
     ),
     "handed over: beside decode rows": Case(
         sequences=(*((1, 9 * n) for n in range(30)), (70, 4000)),
-        heads=2,
-        kv_heads=1,
         softcap=3.0,
+        **ONE_GROUP,
         **D128,
     ),
     "handed over: rows of nobody, float16": Case(
-        sequences=((3, 7), BEHIND, (2, 30)), more_rows=4, dtype="float16", heads=2
+        sequences=((3, 7), (70, 4000), (2, 30)),
+        more_rows=4,
+        dtype="float16",
+        **ONE_GROUP,
     ),
 }
 NOT_HANDED_OVER = {
-    "a window": Case(window=(300, 0), sequences=(BEHIND,), **WIDE),
+    "a window": Case(window=(300, 0), sequences=((70, 2400),), **WIDE),
     "few keys, long tables": Case(
         sequences=(*((1, 2400),) * 2, (70, 500)), heads=4, kv_heads=1, **D128
     ),
-    "too many tiles": Case(sequences=((130, 2400),) * 2, heads=4, kv_heads=2, **D128),
-    "a tile for each multiprocessor": Case(
-        sequences=((150, 1200),), heads=8, kv_heads=2, head_dim=64, value_dim=64
-    ),
-    "a split_size": Case(split_size=512, sequences=(BEHIND,), **WIDE),
+    "many tiles": Case(sequences=((130, 2400),) * 2, heads=4, kv_heads=2, **D128),
+    "fewer keys than pay": Case(sequences=((70, 2400),), **ONE_GROUP, **D128),
+    "a split_size": Case(split_size=512, sequences=((70, 4000),), **ONE_GROUP, **D128),
 }
 
 # Both products in 8 bits, of sequences with many queries.

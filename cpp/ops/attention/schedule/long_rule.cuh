@@ -39,7 +39,7 @@ struct LongRule {
     if (tiles == 0 || tiles > static_cast<uint32_t>(multiprocessors)) return false;
     const uint64_t of_line = uint64_t{line_steps} * static_cast<uint32_t>(line_step) +
                              static_cast<uint64_t>(line_rest) * multiprocessors;
-    return of_line * 5 < uint64_t{longest} * multiprocessors * 64 * 4;  // by a quarter, at least
+    return of_line * 8 < uint64_t{longest} * multiprocessors * 64 * 7;  // by an eighth, at least
   }
 };
 

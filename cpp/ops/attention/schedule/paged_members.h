@@ -67,11 +67,15 @@ inline int32_t PagedLineRows(const kvblock_paged_attention& a, int32_t multiproc
 // are rounded.
 inline LongRule LongRuleOf(const kvblock_paged_attention& a, int32_t multiprocessors) {
   if (a.split_size > 0 || a.narrow_queries) return {};
-  const int32_t rows = PagedLineRows(a, multiprocessors);
-  // On an H200 (docs/attention_log.md, "Few tiles with many keys").
-  const int32_t step = rows == 16 ? 39 : rows == 32 ? 42 : 56;
-  const LongRule rule = {multiprocessors, rows, step,
-                         38400 / std::max(a.head_dim + a.value_dim, 1)};
+  // As measured on an H200 (docs/attention_log.md, "Few tiles with many keys"). A step of few rows
+  // takes as long as its keys are read, one of 64 rows as it is computed; pieces are written and
+  // read once more.
+  const int32_t rows = PagedLineRows(a, multiprocessors), columns = a.head_dim + a.value_dim;
+  const int32_t step = rows == 16   ? 27 + columns * 15 / 100
+                       : rows == 32 ? 45 + columns * 18 / 100
+                                    : 62 + columns * 21 / 100;
+  const int32_t rest = (260 + columns * 445 / 100) * (rows + 64) / 128;
+  const LongRule rule = {multiprocessors, rows, step, rest};
   return rule.Shares(1, 0, LongSteps(PagedKeysOfTable(a))) ? rule : LongRule{};
 }
 
