@@ -158,23 +158,52 @@ int64_t Known(const FreeList& self, int64_t block) {
   return block;
 }
 
-int64_t Publish(const FreeList& self, int64_t block, const nb::bytes& key,
-                const nb::bytes& parent) {
-  const kvblock::Digest named = DigestOf(key, "key"), before = DigestOf(parent, "parent");
+void CheckUnpublished(const FreeList& self, int64_t block) {
   if (self.books->References(Known(self, block)) == 0) {
     throw nb::value_error("FreeList: a block is published by who holds it, and nobody does");
   }
   if (self.books->IsPublished(block)) {
     throw nb::value_error("FreeList: the block is published already");
   }
+}
+
+int64_t Publish(const FreeList& self, int64_t block, const nb::bytes& key,
+                const nb::bytes& parent) {
+  const kvblock::Digest named = DigestOf(key, "key"), before = DigestOf(parent, "parent");
+  CheckUnpublished(self, block);
   return self.books->Publish(block, named, before, {});
 }
 
-int64_t Forget(const FreeList& self, const std::vector<nb::bytes>& keys) {
+std::vector<kvblock::Digest> DigestsOf(const std::vector<nb::bytes>& keys, const char* name) {
   std::vector<kvblock::Digest> digests;
-  for (const nb::bytes& key : keys) digests.push_back(DigestOf(key, "key"));
+  digests.reserve(keys.size());
+  for (const nb::bytes& key : keys) digests.push_back(DigestOf(key, name));
+  return digests;
+}
+
+void PublishEach(const FreeList& self, const std::vector<int64_t>& blocks,
+                 const std::vector<nb::bytes>& keys, const std::vector<nb::bytes>& parents) {
+  if (keys.size() != blocks.size() || parents.size() != blocks.size()) {
+    throw nb::value_error("FreeList: each block has a key and a parent");
+  }
+  const auto named = DigestsOf(keys, "key"), before = DigestsOf(parents, "parent");
+  for (size_t i = 0; i < blocks.size(); ++i) {
+    CheckUnpublished(self, blocks[i]);
+    self.books->Publish(blocks[i], named[i], before[i], {});
+  }
+}
+
+std::vector<bool> ArePublished(const FreeList& self, const std::vector<nb::bytes>& keys) {
+  const auto digests = DigestsOf(keys, "key");
+  std::vector<bool> found;
+  found.reserve(keys.size());
+  for (const kvblock::Digest& key : digests) found.push_back(self.books->Find(key) != Books::kNone);
+  return found;
+}
+
+int64_t Forget(const FreeList& self, const std::vector<nb::bytes>& keys) {
   int64_t found = 0;
-  for (const kvblock::Digest& key : digests) {
+  for (const kvblock::Digest& key : DigestsOf(keys, "key")) {
     const int64_t block = self.books->Find(key);
     if (block == Books::kNone) continue;
     self.books->Forget(block);
@@ -299,6 +328,10 @@ void RegisterFreeList(nb::module_& m) {
       .def("publish", &Publish, nb::arg("block"), nb::arg("key"), nb::arg("parent"),
            "Has a block that somebody holds found by its key; returns it, or the block that has\n"
            "the key already.")
+      .def("publish_each", &PublishEach, nb::arg("blocks"), nb::arg("keys"), nb::arg("parents"),
+           "`publish` of many, in order, up to the first that cannot be.")
+      .def("are_published", &ArePublished, nb::arg("keys"),
+           "Of each key, whether a block is published under it.")
       .def("forget", &Forget, nb::arg("keys"),
            "Has these keys found no more; idle blocks become free. Returns how many there were.")
       .def("forget_idle", [](const FreeList& self) { self.books->ForgetIdle(); })

@@ -206,9 +206,9 @@ class Engine:
             QueueFullError: if `max_waiting` requests wait already.
             RuntimeError: if the engine has stopped.
         """
-        self._check(request)
+        tokens = self._tokens(request)
         stream = Stream(request, lambda _: self._inbox.cancel(sequence))
-        sequence = self._sequence(stream)
+        sequence = self._sequence(stream, tokens)
         self._inbox.add(sequence)
         return stream
 
@@ -307,7 +307,8 @@ class Engine:
 
     # ---- a request comes and goes ----
 
-    def _check(self, request: Request) -> None:
+    def _tokens(self, request: Request) -> list[int]:
+        """A request's prompt, checked."""
         most = len(request.prompt) + request.max_new_tokens
         if most > self.max_tokens:
             raise ValueError(
@@ -316,21 +317,27 @@ class Engine:
                 "shorten the prompt, ask for fewer tokens, or have more blocks"
             )
         vocabulary = self.model.config.vocab_size
-        for token in (min(request.prompt), max(request.prompt)):
+        try:
+            tokens = np.array(request.prompt, np.int32)
+        except OverflowError:
+            tokens = np.array(request.prompt, object)
+        for token in (tokens.min(), tokens.max()):
             if not 0 <= token < vocabulary:
                 raise ValueError(
                     f"submit: a token of the prompt is {token}, none of the model's "
                     f"{vocabulary}"
                 )
+        return tokens.tolist()
 
-    def _sequence(self, stream: Stream) -> Sequence:
+    def _sequence(self, stream: Stream, tokens: list[int]) -> Sequence:
         request, tokenizer = stream.request, self.model.tokenizer
         ends = frozenset(request.stop_tokens)
         if not request.ignore_end:
             ends |= tokenizer.end_tokens
         text = TextStream(tokenizer.decode, request.stop, request.prompt)
         lookup = PromptLookup(request.prompt) if self._scheduler.drafts else None
-        return Sequence(stream, next(self._numbers), text, ends, lookup)
+        number = next(self._numbers)
+        return Sequence(stream, number, text, ends, lookup, tokens)
 
     def _orders(self) -> None:
         """Take in what other threads have asked for."""

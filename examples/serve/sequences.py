@@ -34,7 +34,7 @@ class Sequence:
     text: TextStream
     ends: frozenset[int]
     lookup: PromptLookup | None
-    tokens: list[int] = field(init=False)
+    tokens: list[int]
     num_cached: int = 0
     num_unread: int = 0
     table: BlockTable | None = None
@@ -44,9 +44,6 @@ class Sequence:
     admitted: bool = False  # once, whatever happened since
     began: float = field(default_factory=time.monotonic)
     sought: frozenset[bytes] | None = None  # keys of its blocks, once it was asked
-
-    def __post_init__(self) -> None:
-        self.tokens = list(map(int, self.request.prompt))
 
     @property
     def request(self) -> Request:

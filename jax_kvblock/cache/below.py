@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -151,8 +152,12 @@ class Below:
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Of each key, whether its block is in any tier here."""
-        coming, find = self.coming, self.host.books.find  # as `on_host`, of thousands
-        found = [key in coming or find(key) is not None for key in keys]
+        found = self.host.books.are_published(keys)
+        if self.coming:
+            coming = map(self.coming.__contains__, keys)
+            found = list(map(operator.or_, found, coming))
+        if all(found):
+            return found
         others = [key for key, here in zip(keys, found, strict=True) if not here]
         stored = dict(zip(others, self.in_store(others), strict=True))
         if not stored:

@@ -303,8 +303,9 @@ class TieredCache:
             )
         size = spec.block_size
         start, end = table.num_committed_tokens // size, (table.num_tokens - 1) // size
-        keys = table.keys[start : max(end, start)]
-        parents = ([table.root, *table.keys])[start : start + len(keys)]
+        known = table.keys
+        keys = known[start : max(end, start)]
+        parents = ([table.root, *known])[start : start + len(keys)]
         count = _run(self.below.has(keys))
         keys, parents = keys[:count], parents[:count]
         return self._bring(keys, parents, by_layer)
@@ -333,11 +334,9 @@ class TieredCache:
 
         def publish() -> int:
             with blocks, kept.hold:
-                numbers = ids[:whole].tolist()
-                for block, key, parent in zip(
-                    numbers, keys[:whole], parents[:whole], strict=True
-                ):
-                    free_list.publish(block, key, parent)
+                free_list.publish_each(
+                    ids[:whole].tolist(), keys[:whole], parents[:whole]
+                )
             return len(keys) - whole
 
         def drop() -> None:

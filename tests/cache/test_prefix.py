@@ -293,6 +293,8 @@ def test_blocks_published_without_a_table() -> None:
             assert free_list.publish(int(block), key, parent) == block
         with pytest.raises(ValueError, match="published already"):
             free_list.publish(int(hold.ids[0]), keys[0], parents[0])
+        assert free_list.are_published([keys[1], bytes(32), keys[0]]) == [1, 0, 1]
+    assert free_list.are_published([]) == []
     assert cache.open(range(9)).num_cached_tokens == 8
     assert _native.take_hold(free_list, 5) is None
     with pytest.raises(ValueError, match="nobody does"):
@@ -301,6 +303,28 @@ def test_blocks_published_without_a_table() -> None:
         _native.hold(free_list, np.array([3], np.int32))
     with pytest.raises(IndexError, match="no such block"):
         _native.hold(free_list, np.array([4], np.int32))
+    cache.check()
+
+
+def test_many_blocks_published_at_once() -> None:
+    cache = small(5)
+    free_list, keys = cache._free_list, cache.namespace.keys(range(12))
+    parents = [cache.namespace.root(), *keys[:2]]
+    with _native.take_hold(free_list, 4) as hold:
+        ids = hold.ids.tolist()
+        free_list.publish_each(ids[:2], keys[:2], parents[:2])
+        with pytest.raises(ValueError, match="each block has a key and a parent"):
+            free_list.publish_each(ids[2:], keys[2:], parents[2:])
+        with pytest.raises(ValueError, match="key must be of 32 bytes, got 3"):
+            free_list.publish_each(ids[2:3], [b"abc"], parents[2:])
+        # Up to the first that cannot be: it is published already.
+        with pytest.raises(ValueError, match="published already"):
+            free_list.publish_each([ids[2], ids[0]], [keys[2], bytes(32)], [keys[1]] * 2)
+        with pytest.raises(IndexError, match="no such block"):
+            free_list.publish_each([5], [bytes(32)], [keys[1]])
+    assert cache.open(range(13)).num_cached_tokens == 12
+    with pytest.raises(ValueError, match="nobody does"):
+        free_list.publish_each([ids[3]], [bytes(32)], [keys[1]])
     cache.check()
 
 

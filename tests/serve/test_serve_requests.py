@@ -129,6 +129,8 @@ def test_requests_that_do_not_fit_are_refused(
         ask(engine, PROMPT, 60)
     with pytest.raises(ValueError, match="the prompt is 999, none of the model's 267"):
         ask(engine, [1, 999])
+    with pytest.raises(ValueError, match=f"prompt is {-(2**40)}, none of the model's"):
+        ask(engine, [1, -(2**40)])
     streams = [ask(engine, PROMPT, 59) for _ in range(2)]
     with pytest.raises(QueueFullError, match="2 requests wait already"):
         ask(engine, PROMPT)
