@@ -49,14 +49,13 @@ inline bool PagedPairsTiles(const kvblock_paged_attention& a) {
 }
 
 // Tiles of so many packed rows, at the most: each sequence that has queries has one that is not
-// full, and no query needs more than what its own rows do. `more`: tiles of those that have more
-// rows than most_rows.
+// full, and no query needs more than what its own rows do.
 inline int64_t PagedTilesOfRows(const kvblock_paged_attention& a, int64_t tile,
-                                int32_t most_rows = INT32_MAX, int64_t more = 0) {
+                                int32_t most_rows = INT32_MAX) {
   const int64_t group = a.num_heads / a.num_kv_heads;
   const int64_t some = std::min<int64_t>(a.sequences, a.rows);
   const int64_t together = (a.rows * group + some * (tile - 1)) / tile;
-  const int64_t each = some * ((int64_t{most_rows} + tile - 1) / tile) + more;
+  const int64_t each = some * ((int64_t{most_rows} + tile - 1) / tile);
   return a.calls * std::min({together, each, a.rows * ((group + tile - 1) / tile)});
 }
 
@@ -120,12 +119,18 @@ inline int64_t PagedSplitRows(const kvblock_paged_attention& a) {
   return PagedPairsTiles(a) ? std::max(rows, of_units(kPairedRows)) : rows;
 }
 
+// Items of Hopper's kernel, and its consumers, whose keys are shared out at the most
+// (hopper/forward/pieces.cuh).
+constexpr int32_t kMostLongPieces = 160, kLongConsumers = 2;
+
 // The workspace: results of pieces, then what begins with 0 where two launches run side by side: a
-// counter, a word each of Sharing (schedule/beside.cuh), and which pieces are there.
+// counter, a word each of Sharing (schedule/beside.cuh), which pieces are there, and how many have
+// come of those of Hopper's kernel.
 struct PagedCounters {
   unsigned next_tile;
   int32_t sharing[3];
   int32_t piece_there[2 * kMostCtas];
+  int32_t arrived[kLongConsumers * kMostLongPieces];
 };
 inline int64_t PagedPieceBytes(const kvblock_paged_attention& a) {
   const int32_t rows = PagedTileRows(a);
@@ -133,8 +138,18 @@ inline int64_t PagedPieceBytes(const kvblock_paged_attention& a) {
                                           : PieceFloats(kMostCtas, rows, a.value_dim);
   return (floats * static_cast<int64_t>(sizeof(float)) + 15) / 16 * 16;
 }
+// Between these, pieces of Hopper's kernel, where it may have some. In bytes: of each consumer's
+// 128 threads a float4 for eight columns, and one for what they are relative to.
+inline int64_t LongPieceBytes(const kvblock_paged_attention& a) {
+  const int64_t dim = std::max(a.head_dim, a.value_dim), columns = (dim + 63) / 64 * 64;
+  const bool may = SomeMayBeLong(a) && a.split_size == 0 && a.cache_dtype < KVBLOCK_E4M3;
+  constexpr int64_t kColumnBytes = 128 * 16;
+  return may && columns <= 256 ? kMostLongPieces * kLongConsumers * (columns / 8 + 1) * kColumnBytes
+                               : 0;
+}
 inline PagedCounters* CountersOf(const kvblock_paged_attention& a) {
-  return reinterpret_cast<PagedCounters*>(static_cast<char*>(a.workspace) + PagedPieceBytes(a));
+  char* const workspace = static_cast<char*>(a.workspace);
+  return reinterpret_cast<PagedCounters*>(workspace + PagedPieceBytes(a) + LongPieceBytes(a));
 }
 
 // Behind these, with narrow_queries, what the kernel in 8 bits reads, as

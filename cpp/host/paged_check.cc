@@ -228,5 +228,5 @@ extern "C" int64_t kvblock_paged_attention_workspace(const kvblock_paged_attenti
   using namespace kvblock;
   if (a == nullptr || a->num_kv_heads < 1) return 0;
   if (a->narrow_queries && SomeMayBeLong(*a)) return NarrowPlaces(*a).bytes;
-  return PagedPieceBytes(*a) + static_cast<int64_t>(sizeof(PagedCounters));
+  return PagedPieceBytes(*a) + LongPieceBytes(*a) + static_cast<int64_t>(sizeof(PagedCounters));
 }

@@ -319,7 +319,9 @@ def test_many_blocks_published_at_once() -> None:
             free_list.publish_each(ids[2:3], [b"abc"], parents[2:])
         # Up to the first that cannot be: it is published already.
         with pytest.raises(ValueError, match="published already"):
-            free_list.publish_each([ids[2], ids[0]], [keys[2], bytes(32)], [keys[1]] * 2)
+            free_list.publish_each(
+                [ids[2], ids[0]], [keys[2], bytes(32)], [keys[1]] * 2
+            )
         with pytest.raises(IndexError, match="no such block"):
             free_list.publish_each([5], [bytes(32)], [keys[1]])
     assert cache.open(range(13)).num_cached_tokens == 12

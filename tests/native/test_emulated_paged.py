@@ -14,10 +14,10 @@ import pytest
 from paged_cases import (
     BAD,
     CASES,
-    HANDED_OVER,
     LEAVING,
     LONG,
-    NOT_HANDED_OVER,
+    NOT_SHARED_OUT,
+    SHARED_OUT,
     SPLIT,
 )
 from paged_problems import (
@@ -196,25 +196,23 @@ def test_as_many_queries_as_sequences_are_one_launch(twenty):
     assert twenty.emulator_hopper_ctas() > 0
 
 
-def computed_tiles(library: ctypes.CDLL, x: Problem) -> int:
-    """Tiles of queries that Hopper's kernel took: each of its CTAs asks once more."""
-    return int(x.counters["next_tile"]) - library.emulator_hopper_ctas()
+@pytest.mark.parametrize("name", SHARED_OUT)
+def test_keys_of_few_tiles_are_shared_out(name, twenty):
+    """Each of a tile's pieces is left once, by both consumers."""
+    case, pieces = SHARED_OUT[name]
+    x = Problem(case)
+    run_on_host(twenty, x, times=2)
+    assert x.counters["arrived"].max() == pieces
+    first, second = x.counters["arrived"].reshape(-1, 2).T
+    assert (first == second).all()
 
 
-@pytest.mark.parametrize("name", HANDED_OVER)
-def test_few_tiles_with_many_keys_are_handed_over(name, twenty):
-    twenty.emulator_set_multiprocessors(60)
-    x = Problem(HANDED_OVER[name])
-    run_on_host(twenty, x, times=1)
-    assert computed_tiles(twenty, x) == 0
-
-
-@pytest.mark.parametrize("name", NOT_HANDED_OVER)
+@pytest.mark.parametrize("name", NOT_SHARED_OUT)
 def test_others_are_not(name, twenty):
-    x = Problem(NOT_HANDED_OVER[name])
-    twenty.emulator_set_multiprocessors(60)
+    x = Problem(NOT_SHARED_OUT[name])
     run_on_host(twenty, x, times=1)
-    assert computed_tiles(twenty, x) > 0
+    assert twenty.emulator_hopper_ctas() > 0
+    assert (x.counters["arrived"] == 0).all()
 
 
 def test_keys_in_front_of_all_windows_may_be_nan(hopper):

@@ -338,44 +338,72 @@ LONG = {
     ),
 }
 
-# Few tiles of many queries that see many keys: on a GPU of 60 multiprocessors, or more,
-# the launch for few queries has them as well.
+# Few tiles of many queries that see many keys: on a GPU of 20 multiprocessors, or more, their
+# keys are shared out. The number: pieces of a tile with as many keys as any, on one of 20.
 ONE_GROUP = {"heads": 2, "kv_heads": 1}
-HANDED_OVER = {
-    "handed over: a chunk behind a prefix": Case(sequences=((70, 5200),), **WIDE),
-    "handed over: the same, all rows long": Case(
-        full=True, padded=70, calls=1, sequences=((70, 4000),), **ONE_GROUP, **D128
+SHARED_OUT = {
+    "shared out: a chunk behind a prefix": (Case(sequences=((70, 2400),), **WIDE), 3),
+    "shared out: all rows long": (
+        Case(
+            full=True, padded=70, calls=1, sequences=((70, 1500),), **ONE_GROUP, **D128
+        ),
+        2,
     ),
-    "handed over: two chunks, one of them with few keys": Case(
-        sequences=((66, 3000), (40, 60)), **ONE_GROUP, head_dim=64, value_dim=64
+    "shared out: windows, of several lengths": (
+        Case(
+            window=(1200, 0),
+            sequences=((150, 2000), (40, 300), (33, 33), (64, 64)),
+            **ONE_GROUP,
+            sinks=1,
+        ),
+        2,
     ),
-    "handed over: beside drafts": Case(
-        sequences=(*((3, 20 * n) for n in range(1, 9)), (66, 4900)),
-        sinks=1,
-        **ONE_GROUP,
-        **D128,
+    "shared out: some see fewer tiles than there are pieces": (
+        Case(sequences=((90, 4000), (80, 80), (66, 130)), **ONE_GROUP, **D128),
+        3,
     ),
-    "handed over: beside decode rows": Case(
-        sequences=(*((1, 9 * n) for n in range(30)), (70, 4000)),
-        softcap=3.0,
-        **ONE_GROUP,
-        **D128,
+    "shared out: beside drafts, rows of nobody": (
+        Case(
+            sequences=(*((3, 20 * n) for n in range(1, 9)), (66, 1100)),
+            more_rows=5,
+            **ONE_GROUP,
+            **D128,
+        ),
+        2,
     ),
-    "handed over: rows of nobody, float16": Case(
-        sequences=((3, 7), (70, 4000), (2, 30)),
-        more_rows=4,
-        dtype="float16",
-        **ONE_GROUP,
+    "shared out: a softcap and ids of no block": (
+        Case(
+            softcap=3.0,
+            sequences=((70, 1700), (1, 9)),
+            bad_ids=((0, 20, -1), (0, 37, 10**6), (0, 60, -5)),
+            **ONE_GROUP,
+            **D128,
+        ),
+        3,
+    ),
+    "shared out: without a band": (
+        Case(window=(-1, -1), sequences=((70, 1600), (50, 700)), **ONE_GROUP, **D128),
+        3,
+    ),
+    "shared out: float16, 256 columns": (
+        Case(
+            sequences=((70, 900),),
+            dtype="float16",
+            head_dim=256,
+            value_dim=256,
+            **ONE_GROUP,
+        ),
+        2,
+    ),
+    "shared out: two calls": (
+        Case(calls=2, sequences=((70, 1300), (66, 600)), **ONE_GROUP, **D128),
+        2,
     ),
 }
-NOT_HANDED_OVER = {
-    "a window": Case(window=(300, 0), sequences=((70, 2400),), **WIDE),
-    "few keys, long tables": Case(
-        sequences=(*((1, 2400),) * 2, (70, 500)), heads=4, kv_heads=1, **D128
-    ),
-    "many tiles": Case(sequences=((130, 2400),) * 2, heads=4, kv_heads=2, **D128),
-    "fewer keys than pay": Case(sequences=((70, 2400),), **ONE_GROUP, **D128),
-    "a split_size": Case(split_size=512, sequences=((70, 4000),), **ONE_GROUP, **D128),
+NOT_SHARED_OUT = {
+    "few keys": Case(sequences=((150, 700),), **ONE_GROUP, **D128),
+    "tiles for all": Case(sequences=((300, 1300),), heads=8, kv_heads=4, **D128),
+    "a split_size": Case(split_size=512, sequences=((70, 1500),), **ONE_GROUP, **D128),
 }
 
 # Both products in 8 bits, of sequences with many queries.

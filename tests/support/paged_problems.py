@@ -33,6 +33,7 @@ COUNTERS = np.dtype(
         ("taken", np.int32),
         ("gone", np.int32),
         ("piece_there", np.int32, 640),
+        ("arrived", np.int32, 320),
     ]
 )
 CAUSAL = (-1, 0)

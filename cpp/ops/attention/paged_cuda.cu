@@ -6,12 +6,10 @@
 #include "host/message.h"
 #include "host/paged_call.h"
 #include "kvblock/paged_attention.h"
-#include "ops/attention/contract/launch.h"
 #include "ops/attention/generic/latent/launcher.h"
 #include "ops/attention/generic/paged/launcher.h"
 #include "ops/attention/hopper/latent/launcher.h"
 #include "ops/attention/hopper/paged/launcher.h"
-#include "ops/attention/schedule/paged_members.h"
 
 extern "C" const char* kvblock_paged_attention_forward(const kvblock_paged_attention* a,
                                                        void* stream) {
@@ -37,13 +35,7 @@ extern "C" const char* kvblock_paged_attention_forward(const kvblock_paged_atten
       return Message("paged_attention: narrow_queries needs a Hopper GPU, and its kernels");
     if (const char* error = hopper::PrepareNarrowPaged(*a, cuda_stream)) return error;
   }
-  if (some && AllAreLong(*a)) {
-    Gpu gpu{};
-    if (const char* error = AskGpu(&gpu)) return error;
-    if (!MayShareLong(*a, gpu.multiprocessors)) {
-      return hopper::LaunchPaged(*a, false, cuda_stream);
-    }
-  }
+  if (some && AllAreLong(*a)) return hopper::LaunchPaged(*a, false, cuda_stream);
   const generic::Follower follower = [](const kvblock_paged_attention& a, cudaStream_t stream) {
     return hopper::LaunchPaged(a, true, stream);
   };

@@ -32,12 +32,12 @@ enum Sharing { kCtas, kTaken, kGone };
 // Pairs of a query and a key that it sees, of the sequences that the second launch has. All threads
 // of the CTA get the same sum.
 template <int kThreads>
-__device__ __forceinline__ float LongPairs(const RaggedParams& p, int most_rows) {
+__device__ __forceinline__ float LongPairs(const RaggedParams& p) {
   float pairs = 0.0f;
 #pragma unroll 1
   for (int member = threadIdx.x; member < p.batch; member += kThreads) {
     const Sequence s = MemberSequence(p, member);
-    if (s.q_rows <= 0 || !IsLong(p, s.q_rows, most_rows)) continue;
+    if (s.q_rows <= 0 || !IsLong(p, s.q_rows)) continue;
     const int middle = s.q_len / 2;
     int first, end;
     s.VisibleKeys(middle, middle + 1, &first, &end);
@@ -54,12 +54,11 @@ __device__ __forceinline__ float LongPairs(const RaggedParams& p, int most_rows)
   return sum;
 }
 
-// Of a line with so many tiles of kKeys keys, of members with at most so many rows, how many CTAs
-// have shares, of as many as p.ctas, which the whole GPU has. At least one; all where there is
-// nothing for the second launch.
+// Of a line with so many tiles of kKeys keys, how many CTAs have shares, of as many as p.ctas,
+// which the whole GPU has. At least one; all where there is nothing for the second launch.
 template <int kKeys, int kThreads>
-__device__ __forceinline__ int CtasBeside(const RaggedParams& p, int tiles, int most_rows) {
-  const float pairs = LongPairs<kThreads>(p, most_rows);
+__device__ __forceinline__ int CtasBeside(const RaggedParams& p, int tiles) {
+  const float pairs = LongPairs<kThreads>(p);
   if (pairs == 0.0f) return p.ctas;
   const float columns = static_cast<float>(p.head_dim + p.value_dim);
   // In clocks of one multiprocessor.

@@ -12,7 +12,7 @@ namespace kvblock {
 class LongTiles {
  public:
   __device__ __forceinline__ LongTiles(const RaggedParams& p, int queries)
-      : p_(p), queries_(queries), most_rows_(MostRows(p)) {}
+      : p_(p), queries_(queries) {}
 
   // How many there are; none where query_start falls.
   __device__ __forceinline__ int Count() const {
@@ -26,6 +26,27 @@ class LongTiles {
     }
     count = __reduce_add_sync(~0u, count);
     return __any_sync(~0u, fallen) ? 0 : count;
+  }
+
+  // Into how many pieces each tile's keys are to be shared out, of `items` that there are, so that
+  // there are `most` at the most: as many as give each multiprocessor one, but none of few KV tiles
+  // of kKeys. Sums are of whole numbers, so all CTAs find the same.
+  template <int kKeys>
+  __device__ __forceinline__ int Pieces(int items, int most) const {
+    constexpr int kLeastTiles = 4;
+    const int pieces = items > 0 ? most / items : 0;
+    if (pieces < 2) return 1;
+    int longest = 0;
+#pragma unroll 1
+    for (int member = threadIdx.x % 32; member < p_.batch; member += 32) {
+      const Sequence s = MemberSequence(p_, member);
+      if (s.q_rows <= 0 || !IsLong(p_, s.q_rows)) continue;
+      int first, end;
+      s.VisibleKeys(max(s.q_rows - queries_, 0), s.q_rows, &first, &end);
+      longest = max(longest, end - first);
+    }
+    longest = __reduce_max_sync(~0u, longest);
+    return Between(longest / (kKeys * kLeastTiles), 1, pieces);
   }
 
   // Finds tile number `nth` of those that there are, counted from the last one of the last member:
@@ -61,11 +82,11 @@ class LongTiles {
     return end - first;
   }
   __device__ __forceinline__ int Tiles(int rows) const {
-    return IsLong(p_, rows, most_rows_) ? (rows + queries_ - 1) / queries_ : 0;
+    return IsLong(p_, rows) ? (rows + queries_ - 1) / queries_ : 0;
   }
 
   const RaggedParams& p_;
-  const int queries_, most_rows_;
+  const int queries_;
   int base_ = 0, before_ = 0;  // where the last search ended: members, and the tiles of these
 };
 

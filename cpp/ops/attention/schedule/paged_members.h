@@ -48,49 +48,6 @@ inline ScaleStrides ScalesOf(const kvblock_scales& s) {
   return {s.data, s.layer, s.block, s.token, s.head, s.each != 0};
 }
 
-// Packed rows up to which a sequence counts where the tiles of the line beside Hopper's launch are
-// cut: with few, but for calls that have so few rows, and so many keys, that the line may well have
-// all of them.
-inline int32_t PagedCountedRows(const kvblock_paged_attention& a, int32_t multiprocessors) {
-  constexpr int64_t kManyKeys = 2048;
-  const int64_t rows = a.calls * a.rows * (a.num_heads / a.num_kv_heads);
-  const bool few = rows * a.num_kv_heads * 2 <= int64_t{multiprocessors} * kLongTileRows;
-  const bool may = a.split_size == 0 && !a.narrow_queries && PagedKeysOfTable(a) >= kManyKeys;
-  return few && may ? INT32_MAX : PagedFewRows(a);
-}
-inline int32_t PagedLineRows(const kvblock_paged_attention& a, int32_t multiprocessors) {
-  return PagedTileRows(a, PagedCountedRows(a, multiprocessors));
-}
-
-// The rule that two launches of a call follow which run side by side (long_rule.cuh). With a
-// split_size nobody's kernel may hang on other sequences, and with narrow_queries rows of long ones
-// are rounded.
-inline LongRule LongRuleOf(const kvblock_paged_attention& a, int32_t multiprocessors) {
-  if (a.split_size > 0 || a.narrow_queries) return {};
-  // As measured on an H200 (docs/attention_log.md, "Few tiles with many keys"). A step of few rows
-  // takes as long as its keys are read, one of 64 rows as it is computed; pieces are written and
-  // read once more.
-  const int32_t rows = PagedLineRows(a, multiprocessors), columns = a.head_dim + a.value_dim;
-  const int32_t step = rows == 16   ? 27 + columns * 15 / 100
-                       : rows == 32 ? 45 + columns * 18 / 100
-                                    : 62 + columns * 21 / 100;
-  const int32_t rest = (260 + columns * 445 / 100) * (rows + 64) / 128;
-  const LongRule rule = {multiprocessors, rows, step, rest};
-  return rule.Shares(1, 0, LongSteps(PagedKeysOfTable(a))) ? rule : LongRule{};
-}
-
-// Whether the rule may give long sequences to the line, where all sequences are long and as far as
-// the host knows: at best they have all keys that tables have room for, or one of them has.
-inline bool MayShareLong(const kvblock_paged_attention& a, int32_t multiprocessors) {
-  const LongRule rule = LongRuleOf(a, multiprocessors);
-  const int64_t rows = a.rows * (a.num_heads / a.num_kv_heads);
-  const int64_t tiles = (rows + kLongTileRows - 1) / kLongTileRows;
-  if (tiles * a.calls * a.sequences * a.num_kv_heads > rule.multiprocessors) return false;
-  const uint32_t steps = LongSteps(PagedKeysOfTable(a));
-  const int64_t of_line = (rows + rule.line_rows - 1) / rule.line_rows * a.num_kv_heads;
-  return rule.Shares(1, static_cast<uint32_t>(of_line) * steps, steps);
-}
-
 // All of the parameters but for those of a line and of attention.
 inline void SetPages(const kvblock_paged_attention& a, PagedParams* p) {
   p->calls = a.calls;
@@ -98,7 +55,6 @@ inline void SetPages(const kvblock_paged_attention& a, PagedParams* p) {
   p->by_rows = FastDiv(static_cast<uint32_t>(a.rows));
   p->query_start = a.query_start;
   p->most_rows = INT32_MAX;
-  p->rule = {};
   p->counter = nullptr;
   p->sharing = nullptr;
   p->multiprocessors = 1;

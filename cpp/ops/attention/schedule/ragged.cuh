@@ -6,7 +6,6 @@
 
 #include "device/fast_div.cuh"
 #include "ops/attention/mask/sequence.cuh"
-#include "ops/attention/schedule/long_rule.cuh"
 #include "ops/attention/schedule/shares.cuh"
 
 namespace kvblock {
@@ -24,11 +23,10 @@ struct RaggedParams : ShareParams {
   int32_t table_width;
   FastDiv block_size;
   const int32_t* table_first;
-  // Sequences with more packed rows are not in the line, unless the rule says so: another launch
-  // computes them, beside this one (beside.cuh). It takes their tiles by the counter, which begins
-  // with 0, as the words of `sharing` do. NULL: there is no such launch.
+  // Sequences with more packed rows are not in the line: another launch computes them, beside this
+  // one (beside.cuh). It takes their tiles by the counter, which begins with 0, as the words of
+  // `sharing` do. NULL: there is no such launch.
   int32_t most_rows;
-  LongRule rule;
   unsigned* counter;
   int32_t* sharing;
   int32_t multiprocessors;
@@ -127,36 +125,12 @@ __device__ __forceinline__ uint32_t TreeBits(const RaggedParams& p, const Sequen
   return __funnelshift_r(load(word), load(word + 1), first & 31);
 }
 
-// Packed rows up to which a sequence is in the line: p.most_rows, or where the rule gives it all
-// of them, any number. All lanes of a warp call it together, and every warp finds the same.
-__device__ __forceinline__ int MostRows(const RaggedParams& p) {
-  if (p.rule.multiprocessors == 0) return p.most_rows;
-  unsigned tiles = 0, line_steps = 0, longest = 0;
-#pragma unroll 1
-  for (int member = threadIdx.x % 32; member < p.batch; member += 32) {
-    const Sequence s = MemberSequence(p, member);
-    const int rows = s.q_rows * p.group, middle = s.q_rows / 2;
-    if (rows <= p.most_rows) continue;
-    int first, end;
-    s.VisibleKeys(middle, middle + 1, &first, &end);
-    const unsigned steps = LongSteps(max(end - first, 0));
-    tiles += static_cast<unsigned>(rows + kLongTileRows - 1) / kLongTileRows;
-    line_steps += static_cast<unsigned>(rows + p.rule.line_rows - 1) / p.rule.line_rows * steps;
-    longest = max(longest, steps);
-  }
-  const unsigned heads = p.num_kv_heads;
-  tiles = __reduce_add_sync(~0u, tiles) * heads;
-  line_steps = __reduce_add_sync(~0u, line_steps) * heads;
-  longest = __reduce_max_sync(~0u, longest);
-  return p.rule.Shares(tiles, line_steps, longest) ? INT32_MAX : p.most_rows;
+// Whether a sequence of so many rows is the other launch's.
+__device__ __forceinline__ bool IsLong(const RaggedParams& p, int rows) {
+  return rows * p.group > p.most_rows;
 }
-
-// Whether a sequence of so many rows is the other launch's; most_rows: of MostRows.
-__device__ __forceinline__ bool IsLong(const RaggedParams& p, int rows, int most_rows) {
-  return rows * p.group > most_rows;
-}
-__device__ __forceinline__ int LineRows(const RaggedParams& p, const Sequence& s, int most_rows) {
-  return IsLong(p, s.q_rows, most_rows) ? 0 : s.q_rows * p.group;
+__device__ __forceinline__ int LineRows(const RaggedParams& p, const Sequence& s) {
+  return IsLong(p, s.q_rows) ? 0 : s.q_rows * p.group;
 }
 
 __device__ __forceinline__ int64_t LseIndex(const RaggedParams& p, const Sequence& s, int query,

@@ -67,10 +67,8 @@ __device__ __forceinline__ int64_t LseIndex(const ShareParams& p, const Sequence
   return s.LseRow(p, head) + query;
 }
 
-// How many packed rows of a member are in the line: all, or none if there are more than a call's
-// MostRows.
-__device__ __forceinline__ int MostRows(const ShareParams&) { return INT32_MAX; }
-__device__ __forceinline__ int LineRows(const ShareParams& p, const Sequence& s, int) {
+// How many packed rows of a member are in the line.
+__device__ __forceinline__ int LineRows(const ShareParams& p, const Sequence& s) {
   return s.q_rows * p.group;
 }
 
@@ -127,8 +125,7 @@ template <int kKeys, int kThreads, typename Params = ShareParams, bool kRemember
 class Line {
  public:
   // `number`: which of the lines.
-  __device__ __forceinline__ Line(const Params& p, int number)
-      : p_(p), number_(number), most_rows_(MostRows(p)) {
+  __device__ __forceinline__ Line(const Params& p, int number) : p_(p), number_(number) {
     static_assert(kThreads % 32 == 0 && kThreads <= 1024);
     own_ = Scan(INT32_MAX, nullptr, kRemembers ? &known_ : nullptr);
     before_ = 0;
@@ -147,8 +144,6 @@ class Line {
   // Which of the lines, all of which have the same tiles.
   __device__ __forceinline__ void SetNumber(int number) { number_ = number; }
   __device__ __forceinline__ int ctas() const { return Params::kSameRows ? p_.ctas : ctas_; }
-  // Packed rows up to which a member is in the line.
-  __device__ __forceinline__ int most_rows() const { return most_rows_; }
 
   __device__ __forceinline__ int total() const {
     return Params::kSameRows ? total_ : max(total_, 0);
@@ -210,7 +205,7 @@ class Line {
     __syncthreads();
     for (int member = FirstMember(); member < EndMember(); ++member) {
       const Sequence s = MemberSequence(p_, member);
-      for (int row = 0; row < LineRows(p_, s, most_rows_); row += p_.rows) {
+      for (int row = 0; row < LineRows(p_, s); row += p_.rows) {
         const int tiles = FindRowTile<kKeys>(p_, s, row).tiles;
         if (tile_of_rows++ == index) found = before + tiles * head;
         before += tiles * p_.heads;
@@ -264,7 +259,7 @@ class Line {
 #pragma unroll 1
     for (;; ++member, row = 0) {
       const Sequence s = MemberSequence(p_, member);
-      if (row >= LineRows(p_, s, most_rows_)) continue;
+      if (row >= LineRows(p_, s)) continue;
       const int place = (at->rows.sequence + 1) % kSequences;
       if (threadIdx.x == 0) sequences()[place] = s;
       at->rows = FindRowTile<kKeys>(p_, s, row);
@@ -309,7 +304,7 @@ class Line {
       const Sequence s = MemberSequence(p_, member);
       if (!Params::kSameRows && s.q_rows < 0) return kNoLine;
 #pragma unroll 1
-      for (int row = 0; row < LineRows(p_, s, most_rows_); row += p_.rows) {
+      for (int row = 0; row < LineRows(p_, s); row += p_.rows) {
         const RowTile rows = FindRowTile<kKeys>(p_, s, row);
         count += rows.tiles * p_.heads;
         if (known != nullptr) *known = {s, rows, known->count + 1};
@@ -329,7 +324,7 @@ class Line {
   }
 
   __device__ __forceinline__ int TilesOfRows(const Sequence& s) const {
-    return (LineRows(p_, s, most_rows_) + p_.rows - 1) / p_.rows;
+    return (LineRows(p_, s) + p_.rows - 1) / p_.rows;
   }
   // How many tiles of rows the members before this thread's have.
   __device__ __forceinline__ int FirstOwnTileOfRows() const {
@@ -377,7 +372,6 @@ class Line {
 
   const Params& p_;
   int number_;
-  const int most_rows_;
   int total_, share_, left_;  // KV tiles; of each CTA; how many CTAs have one more
   int ctas_;                  // that have shares
   uint32_t inverse_;          // 2^32 / ctas_, rounded up

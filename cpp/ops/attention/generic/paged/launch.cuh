@@ -15,10 +15,11 @@
 namespace kvblock::generic {
 
 inline PagedParams MakePagedParams(const kvblock_paged_attention& a, const SplitWork& work,
-                                   const Cut& cut) {
+                                   const Cut& cut, int32_t most_rows) {
   PagedParams p{};
   static_cast<ShareParams&>(p) = MakeShareParams(MembersOf(a), work, cut);
   SetPages(a, &p);
+  p.most_rows = most_rows;
   p.piece_ctas = 1;
   return p;
 }
@@ -56,27 +57,19 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, Follower follower, c
     return "paged_attention: head dims beyond 192 need 130 KiB of shared memory for a thread "
            "block, as compute capability 8.0, 9.0 and 10.0 have";
   }
-  const LongRule rule = follower ? LongRuleOf(a, gpu.multiprocessors) : LongRule{};
-  const int32_t counted = follower ? PagedCountedRows(a, gpu.multiprocessors) : INT32_MAX;
-  const auto units = [&](int32_t most_rows, int64_t more) {
-    return PagedTilesOfRows(a, Traits::kRows, most_rows, more) * a.num_kv_heads;
-  };
-  const int64_t more = rule.multiprocessors / a.num_kv_heads * (kLongTileRows / Traits::kRows);
+  const int32_t most_rows = follower ? PagedFewRows(a) : INT32_MAX;
   const int64_t keys = PagedKeysOfTable(a);
   const int64_t tiles = TilesOfUnit(keys, Traits::kTileKeys);
   // How long sequences are is known to the GPU alone. It costs little to cut as if all were alike,
   // and often they are.
-  const SplitWork work = {Traits::kRows,
-                          std::min<int64_t>(PagedMeanRows(a, counted), Traits::kRows),
-                          units(follower ? PagedFewRows(a) : INT32_MAX, more),
-                          units(counted, 0),
-                          true,
-                          false};
+  const SplitWork work = {
+      Traits::kRows, std::min<int64_t>(PagedMeanRows(a, most_rows), Traits::kRows),
+      PagedTilesOfRows(a, Traits::kRows, most_rows) * a.num_kv_heads, true, false};
   if (const char* error = CheckTiles(work, tiles)) return error;
   const auto launch = [&](auto traits, Cut cut) {
     using Own = decltype(traits);
     cut.ctas = std::max(cut.ctas, 1);
-    PagedParams p = MakePagedParams(a, work, cut);
+    PagedParams p = MakePagedParams(a, work, cut, most_rows);
     if constexpr (std::is_same_v<Own, Traits>) p.piece_ctas = Shares::kPieceCtas;
     if (a.split_size > 0) {
       static_assert(KVBLOCK_PAGED_SPLIT % Own::kTileKeys == 0);
@@ -85,8 +78,6 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, Follower follower, c
       SetSplit(a, static_cast<int32_t>(std::min<int64_t>(split, kNoSplit - 1)), &p);
     }
     if (follower) {
-      p.most_rows = PagedFewRows(a);
-      p.rule = rule;
       PagedCounters* const counters = CountersOf(a);
       p.sharing = counters->sharing;
       p.multiprocessors = gpu.multiprocessors;
@@ -107,8 +98,8 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, Follower follower, c
   };
   // A wide CTA each, for about as many units as there are multiprocessors.
   if constexpr (Wide::kWide) {
-    const int64_t usual = work.usual, most = gpu.multiprocessors;
-    if (a.split_size == 0 && usual <= most && usual * 100 >= most * 90 &&
+    const int64_t units = work.units, most = gpu.multiprocessors;
+    if (a.split_size == 0 && units <= most && units * 100 >= most * 90 &&
         Wide::kSharedBytes <= gpu.cta_shared) {
       const int64_t wide_tiles = TilesOfUnit(keys, Wide::kTileKeys);
       return launch(Wide(), CutFor(work, a.num_kv_heads, wide_tiles, most));
@@ -131,9 +122,8 @@ constexpr int64_t kLongKeys = 4096;
 template <typename T, int kDim, typename Cache>
 const char* LaunchPagedOf(const kvblock_paged_attention& a, Follower follower,
                           cudaStream_t stream) {
-  Gpu gpu{};
-  if (const char* error = AskGpu(&gpu)) return error;
-  const int32_t rows = follower ? PagedLineRows(a, gpu.multiprocessors) : PagedTileRows(a);
+  const int32_t most_rows = follower ? PagedFewRows(a) : INT32_MAX;
+  const int32_t rows = PagedTileRows(a, most_rows);
   if constexpr (std::is_same_v<Cache, T>) {
     constexpr int kLoaders = LoadersOf(kDim);
     using One = SplitTraits<T, kDim, 1, PagedKeys, false, kLoaders>;

@@ -69,8 +69,7 @@ class SplitForward {
         rules_(MakeScoreRules(p)) {
     if constexpr (!Params::kSameRows) {
       if (p.sharing != nullptr) {
-        line_.SetCtas(
-            CtasBeside<Traits::kTileKeys, Traits::kThreads>(p, line_.total(), line_.most_rows()));
+        line_.SetCtas(CtasBeside<Traits::kTileKeys, Traits::kThreads>(p, line_.total()));
       }
     }
   }

@@ -14,7 +14,6 @@ struct SplitWork {
   int32_t rows;    // of a tile of packed rows
   int64_t filled;  // of these, those that there are, about
   int64_t units;   // tiles of rows of all members and key heads, at the most
-  int64_t usual;   // the same where no member is long that may be (long_rule.cuh)
   bool same_keys;  // all members have as many keys, as far as the host knows
   bool alike;      // all units have as many KV tiles
 };
@@ -24,8 +23,8 @@ inline SplitWork WorkOf(const AttentionCall& a) {
   const int32_t tile = TileRows(rows);
   const int64_t row_tiles = (rows + tile - 1) / tile;
   const bool alike = row_tiles == 1 && !a.kv_lens && !a.q_lens && !a.shift;
-  const int64_t units = a.batch * row_tiles * a.num_kv_heads;
-  return {tile, std::min<int64_t>(tile, rows), units, units, !a.kv_lens, alike};
+  return {tile, std::min<int64_t>(tile, rows), a.batch * row_tiles * a.num_kv_heads, !a.kv_lens,
+          alike};
 }
 
 // One that sees nothing has a tile, too.
@@ -48,16 +47,16 @@ inline Cut CutFor(const SplitWork& work, int32_t heads, int64_t tiles_of_unit, i
   for (int64_t some = 2; some <= std::min<int64_t>(heads, places); ++some) {
     if (heads % some == 0 && places / some * some * 100 >= places * 96) lines = some;
   }
-  const int64_t units = work.units / lines, usual = work.usual / lines, most = places / lines;
+  const int64_t units = work.units / lines, most = places / lines;
   const auto cut = [&](int64_t ctas) {
     const bool whole = ctas <= 1 || (work.alike && units % ctas == 0);
     return Cut{static_cast<int32_t>(lines), static_cast<int32_t>(ctas), units, !whole};
   };
   if (units * tiles_of_unit <= most) return cut(units * tiles_of_unit);
   if (!work.same_keys) return cut(most);
-  const int64_t each = (usual + most - 1) / most;  // units of a CTA
-  const int64_t even = usual <= most ? most / usual * usual : usual / each;
-  const bool fits = usual <= most || usual % each == 0;
+  const int64_t each = (units + most - 1) / most;  // units of a CTA
+  const int64_t even = units <= most ? most / units * units : units / each;
+  const bool fits = units <= most || units % each == 0;
   return cut(fits && even * 100 >= most * 94 ? even : most);
 }
 
@@ -81,7 +80,7 @@ inline ShareParams MakeShareParams(const AttentionCall& a, const SplitWork& work
   p.ctas = cut.ctas;
   p.ctas_inverse = static_cast<uint32_t>(((int64_t{1} << 32) + cut.ctas - 1) / cut.ctas);
   p.combine_units = cut.units < cut.ctas;
-  p.joining = ThreadsThatJoin(work.usual / cut.lines, cut.ctas);
+  p.joining = ThreadsThatJoin(cut.units, cut.ctas);
   float* const pieces = static_cast<float*>(a.workspace);
   p.piece_o = pieces;
   const int64_t places = 2 * int64_t{cut.lines} * cut.ctas * p.rows;

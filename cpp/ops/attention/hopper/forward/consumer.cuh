@@ -11,6 +11,7 @@
 #include "device/warpgroup.cuh"
 #include "device/wgmma.cuh"
 #include "ops/attention/hopper/forward/narrow_rows.cuh"
+#include "ops/attention/hopper/forward/pieces.cuh"
 #include "ops/attention/hopper/forward/result.cuh"
 #include "ops/attention/hopper/forward/rows.cuh"
 #include "ops/attention/hopper/forward/shared.cuh"
@@ -376,10 +377,39 @@ class Consumer {
   __device__ __forceinline__ void WriteItem(const Item& item, const RowSums& sums,
                                             Rows<Traits>& rows) {
     if constexpr (Traits::kJoins) return JoinItem(item, sums, rows);
+    if constexpr (Traits::kSharesKeys) {
+      if (item.pieces > 1) return WritePiece(item, sums, rows);
+    }
+    WriteRows(item, sums, rows);
+  }
+
+  // The same for an item that is a piece: the last one of its rows writes them.
+  __device__ __forceinline__ void WritePiece(const Item& item, const RowSums& sums,
+                                             Rows<Traits>& rows) {
+    StorePiece<Traits>(PieceOf<Traits>(p_, item.first_slot + item.piece, group_, Thread()), sums,
+                       rows);
+    int32_t* const arrived = p_.arrived + item.first_slot * Traits::kConsumers + group_;
+    if (IsLastPiece(arrived, item.pieces, Thread(), 1 + Traits::kConsumers + group_,
+                    &shared_.paged.last[group_])) {
+      const float4* const first = PieceOf<Traits>(p_, item.first_slot, group_, Thread());
+      const int64_t apart = PieceOf<Traits>(p_, item.first_slot + 1, group_, Thread()) - first;
+      WriteRows(item, JoinPieces<Traits>(first, apart, item.pieces, rows), rows);
+    } else if constexpr (Traits::kStagesOutput) {
+      TakeOutput();
+      if (Thread() == 0) shared_.paged.writes[group_] = false;
+      LeaveOutput();
+    }
+  }
+
+  __device__ __forceinline__ void WriteRows(const Item& item, const RowSums& sums,
+                                            Rows<Traits>& rows) {
     float factor[2];
     const RowLse lse = FinishRows<Traits>(p_, item, sums, rows, factor, FirstRow(), Lane());
     if constexpr (Traits::kStagesOutput) {
       TakeOutput();
+      if constexpr (Traits::kSharesKeys) {
+        if (Thread() == 0) shared_.paged.writes[group_] = true;
+      }
       StageOutput<Traits>(factor, rows, SharedAddress(shared_.o[group_]), Thread() / 32, Lane());
       FenceAsync();
       // Here, since the fence would wait for it.

@@ -119,8 +119,7 @@ __global__ void __launch_bounds__(kThreads)
 // The tiles of keys that queries of sequences with many of them see, as a warp finds them.
 class SeenTiles {
  public:
-  __device__ __forceinline__ explicit SeenTiles(const PagedParams& p)
-      : p_(p), most_rows_(MostRows(p)) {}
+  __device__ __forceinline__ explicit SeenTiles(const PagedParams& p) : p_(p) {}
 
   // All lanes together: the member of tile number `nth`, or -1, and which tile of its keys it is.
   // Who asks for higher numbers later is told sooner.
@@ -152,13 +151,12 @@ class SeenTiles {
     const Sequence s = MemberSequence(p_, member);
     int first, end;
     s.VisibleKeys(0, s.q_len, &first, &end);
-    if (s.q_len <= 0 || !IsLong(p_, s.q_len, most_rows_) || first >= end) return 0;
+    if (s.q_len <= 0 || !IsLong(p_, s.q_len) || first >= end) return 0;
     *begin = first / kTransposedKeys;
     return (end + kTransposedKeys - 1) / kTransposedKeys - *begin;
   }
 
   const PagedParams& p_;
-  const int most_rows_;
   int base_ = 0, before_ = 0;  // where the last search ended: members, and the tiles of these
 };
 

@@ -19,6 +19,11 @@ struct PagedForwardParams : PagedParams {
   int32_t kv_units;  // that share a key head
   bool follows;      // begins while the launch for the other sequences runs
   int32_t box_rows;  // K and V come as boxes of so many rows; 0: row by row
+  // Items that there may be where keys are shared out (pieces.cuh), 0 for none; what they come to,
+  // and how many pieces of a tile each consumer has left, which begins with 0.
+  int32_t most_pieces;
+  float* pieces;
+  int32_t* arrived;
 };
 
 // The same of 8 bits: what the launches in front of the kernel make (narrow_pages.cuh).

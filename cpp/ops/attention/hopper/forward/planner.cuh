@@ -71,17 +71,30 @@ class Planner {
   __device__ __forceinline__ void PlanLongTiles() {
     LongTiles long_tiles(p_, p_.queries);
     const unsigned tiles = long_tiles.Count(), units = p_.num_pairs;
+    unsigned pieces = 1;
+    if constexpr (Traits::kSharesKeys) {
+      pieces = long_tiles.Pieces<Traits::kKeys>(tiles * units, p_.most_pieces);
+    }
     const bool counted = p_.counter != nullptr;
     // A CTA that begins late must not find the first tiles waiting for it.
     const unsigned before = p_.follows ? 0 : GridSize();
     unsigned index = p_.follows ? __shfl_sync(~0u, Count(), 0) : blockIdx.x;
-    while (index < tiles * units) {
-      const unsigned section = index / (p_.section_pairs * tiles) * p_.section_pairs;
-      const unsigned in_section = index - section * tiles;
+    while (index < tiles * units * pieces) {
+      const unsigned item = index / pieces;
+      const unsigned section = item / (p_.section_pairs * tiles) * p_.section_pairs;
+      const unsigned in_section = item - section * tiles;
       const unsigned side = min(static_cast<unsigned>(p_.section_pairs), units - section);
       const unsigned nth = in_section / side;
       int member, tile;
       long_tiles.Find(static_cast<int>(nth), &member, &tile);
+      if constexpr (Traits::kSharesKeys) {
+        if (lane_ == 0) {
+          Item& own = shared_.items[item_];
+          own.pieces = static_cast<int>(pieces);
+          own.first_slot = static_cast<int>(item * pieces);
+          own.piece = static_cast<int>(index - item * pieces);
+        }
+      }
       const unsigned count =
           PlanLongTile(static_cast<int>(section + in_section - nth * side), member, tile, counted);
       index = counted ? before + __shfl_sync(~0u, count, 0) : index + GridSize();
@@ -104,6 +117,18 @@ class Planner {
     }
     __syncwarp();
     return PlanSteps(first, end, counted);
+  }
+  // Item number `index` is a piece; each of a tile's has some of the walk's KV tiles. Those that
+  // there are too few for are none, and have 0 pieces.
+  __device__ __forceinline__ void TakePart(Item* item) {
+    typename Walk::State& walk = shared_.walk;
+    const int from = walk.first / Traits::kKeys + 1;
+    const int tiles = max((walk.end + Traits::kKeys - 1) / Traits::kKeys - from, 0);
+    const int number = item->piece, pieces = min(item->pieces, max(tiles, 1));
+    item->pieces = number < pieces ? pieces : 0;
+    if (pieces == 1) return;
+    walk.first = (from + tiles * number / pieces - 1) * Traits::kKeys;
+    walk.end = min(walk.end, (from + tiles * (number + 1) / pieces) * Traits::kKeys);
   }
 
   // How many tiles were counted before this one; in lane 0.
@@ -156,7 +181,13 @@ class Planner {
     {
       const Walk walk(p_, s, item.head, first, end);
       if (lane_ == 0) shared_.walk = walk.state();
+      if constexpr (Traits::kSharesKeys) {
+        if (lane_ == 0 && item.pieces > 1) TakePart(&item);
+      }
       __syncwarp();
+    }
+    if constexpr (Traits::kSharesKeys) {
+      if (item.pieces == 0) return counted ? Count() : 0;
     }
     scales_window_ = -1;
     bool starts = true;

@@ -40,6 +40,9 @@ struct Item {
 struct PagedItem : Item {
   int rows;                // of the tile, that there are
   int key_begin, key_end;  // what some of them see lies between these
+  // Where its keys are shared out (pieces.cuh): this is one of so many items; where the first of
+  // them leaves what it comes to, and which one this is.
+  int pieces, first_slot, piece;
 };
 
 // The same with its key of dropout.
@@ -101,6 +104,7 @@ struct ForwardTraits {
       kKind == ForwardKind::kCapped || kKind == ForwardKind::kPagedCapped;
   static constexpr bool kHasBases = kKind == ForwardKind::kGeneral;  // with a bias
   static constexpr bool kPaged = IsPaged(kKind);
+  static constexpr bool kSharesKeys = kPaged && !kNarrow;  // of some tiles (pieces.cuh)
   static constexpr bool kDrops = kKind == ForwardKind::kDropped;
   // A batch of which every row takes part, and only the band masks.
   static constexpr bool kDense = kKind == ForwardKind::kBand || kKind == ForwardKind::kWide;
@@ -166,6 +170,9 @@ struct PagedState {};
 template <typename Traits>
 struct PagedState<Traits, true> {
   uint32_t holes[kSteps][Traits::kLoadWarps][Traits::kLaneRows];
+  // Of each consumer: whether it left the last piece of its rows, and whether the writer is to
+  // write what is in its place.
+  bool last[Traits::kConsumers], writes[Traits::kConsumers];
 };
 
 // What only joined kernels have: which items are planned, the lse that is joined, of each

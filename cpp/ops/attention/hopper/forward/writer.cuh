@@ -37,13 +37,17 @@ class Writer {
       for (int consumer = 0; consumer < Traits::kConsumers; ++consumer) {
         BarrierWait(SharedAddress(&shared_.o_full[consumer]), outputs.phase);
         if (item.is == Item::kEnd) return;
-        if (!Traits::kJoins || item.is == Item::kTiles) Store(item, consumer);
+        if (Writes(item, consumer)) Store(item, consumer);
         if (!Traits::kJoins) BarrierArrive(SharedAddress(&shared_.o_empty[consumer]));
       }
     }
   }
 
  private:
+  __device__ __forceinline__ bool Writes(const Item& item, int consumer) const {
+    if constexpr (Traits::kSharesKeys) return shared_.paged.writes[consumer];
+    return !Traits::kJoins || item.is == Item::kTiles;
+  }
   __device__ __forceinline__ void Store(const Item& item, int consumer) {
     const int row = consumer * kConsumerRows, rows = RowsOf(item) - row;
     if (IsBox(rows)) {

@@ -54,19 +54,26 @@ const char* MakeTransposedMap(const NarrowPagedForwardParams& p, ForwardMaps* ma
 }
 
 template <typename Traits>
-typename Traits::Params MakePagedForwardParams(const kvblock_paged_attention& a, bool follows,
-                                               const Gpu& gpu) {
+typename Traits::Params MakePagedForwardParams(const kvblock_paged_attention& a, bool follows) {
   typename Traits::Params p{};
   static_cast<AttentionParams&>(p) = MakeAttentionParams(MembersOf(a));
   SetPages(a, &p);
   p.most_rows = PagedFewRows(a);
-  if (follows) p.rule = LongRuleOf(a, gpu.multiprocessors);
   p.counter = &CountersOf(a)->next_tile;
   const int32_t pack = HeadsOfTile(p.group, Traits::kQueries);
   p.by_pack = FastDiv(static_cast<uint32_t>(pack));
   p.queries = Traits::kQueries / pack;
   p.kv_units = p.group / pack;
   p.follows = follows;
+  if constexpr (Traits::kSharesKeys) {
+    Gpu gpu{};
+    if (!AskGpu(&gpu) && a.split_size == 0) {
+      static_assert(kLongConsumers == Traits::kConsumers);
+      p.most_pieces = std::min(gpu.multiprocessors, kMostLongPieces);
+      p.pieces = reinterpret_cast<float*>(static_cast<char*>(a.workspace) + PagedPieceBytes(a));
+      p.arrived = CountersOf(a)->arrived;
+    }
+  }
   if constexpr (Traits::kNarrow) {
     const NarrowPlaces places(a);
     char* const workspace = static_cast<char*>(a.workspace);
@@ -80,9 +87,7 @@ typename Traits::Params MakePagedForwardParams(const kvblock_paged_attention& a,
 
 template <typename Traits>
 const char* LaunchPagedAs(const kvblock_paged_attention& a, bool follows, cudaStream_t stream) {
-  Gpu gpu{};
-  if (const char* error = AskGpu(&gpu)) return error;
-  typename Traits::Params p = MakePagedForwardParams<Traits>(a, follows, gpu);
+  typename Traits::Params p = MakePagedForwardParams<Traits>(a, follows);
   const int64_t tiles = PagedLongTiles(a, p.queries), units = a.num_kv_heads * int64_t{p.kv_units};
   if (tiles * units == 0) return nullptr;
   if (const char* error = PlanGrid(&p, tiles, units)) return error;
@@ -113,6 +118,8 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, bool follows, cudaSt
   }
   if (error) return error;
 
+  Gpu gpu{};
+  if (const char* error = AskGpu(&gpu)) return error;
   const auto kernel = AttentionForward<Traits>;
   constexpr int kSharedBytes = sizeof(ForwardShared<Traits>);
   static_assert(kSharedBytes <= kMostSharedBytes);
@@ -123,10 +130,12 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, bool follows, cudaSt
     return AllowSharedBytes(kernel, kSharedBytes);
   });
   if (status == cudaSuccess && !follows) {
-    status = cudaMemsetAsync(p.counter, 0, sizeof(unsigned), stream);
+    status = cudaMemsetAsync(p.counter, 0, sizeof(PagedCounters), stream);
   }
   if (status == cudaSuccess) {
-    const int64_t ctas = std::min<int64_t>(tiles * units, gpu.multiprocessors);
+    const int64_t most =
+        Traits::kSharesKeys && p.most_pieces > 0 ? gpu.multiprocessors : tiles * units;
+    const int64_t ctas = std::min<int64_t>(most, gpu.multiprocessors);
     status = LaunchDependentGrid(kernel, follows, dim3(static_cast<unsigned>(ctas)),
                                  Traits::kThreads, kSharedBytes, stream, p, maps);
   }
@@ -138,12 +147,12 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, bool follows, cudaSt
 template <typename Traits>
 const char* PrepareNarrowPagedAs(const kvblock_paged_attention& a, cudaStream_t stream) {
   constexpr int kThreads = 256;
-  Gpu gpu{};
-  if (const char* error = AskGpu(&gpu)) return error;
-  NarrowPagedForwardParams p = MakePagedForwardParams<Traits>(a, false, gpu);
+  NarrowPagedForwardParams p = MakePagedForwardParams<Traits>(a, false);
   const int64_t tiles = PagedLongTiles(a, p.queries), units = a.num_kv_heads * int64_t{p.kv_units};
   if (tiles * units == 0) return nullptr;
   p.num_pairs = static_cast<int32_t>(units);
+  Gpu gpu{};
+  if (const char* error = AskGpu(&gpu)) return error;
   cudaError_t status = LaunchGrid(NarrowQueries<kThreads, Traits::kQueries>,
                                   dim3(static_cast<unsigned>(tiles), static_cast<unsigned>(units)),
                                   kThreads, 0, stream, p);
