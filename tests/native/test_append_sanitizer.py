@@ -13,14 +13,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from append_cases import CASES, KEPT
+from append_cases import CASES, KEPT, MANY, MANY_KEPT
 
 import jax_kvblock
 
 SANITIZER = shutil.which("compute-sanitizer")
 LIBRARY = Path(jax_kvblock.__file__).parent / "lib" / "libkvblock.so"
 # Without tokens there is nothing to launch.
-LAUNCHED = sum(case.tokens > 0 for case in (*CASES.values(), *KEPT.values()))
+EVERY = (CASES, KEPT, MANY, MANY_KEPT)
+LAUNCHED = sum(case.tokens > 0 for cases in EVERY for case in cases.values())
 LAUNCHES = Path(__file__).parents[1] / "support" / "append_launches.py"
 
 pytestmark = [pytest.mark.gpu, pytest.mark.early]

@@ -11,6 +11,7 @@ PAGED_BAD = test("test_emulated_paged", "bad_data")
 PAGED_BITS = test("test_emulated_paged", "with_split_size")
 SPLIT = f"{GENERIC}/split/kernel.cuh"
 PAGED_BESIDE = test("test_emulated_paged", "leaves")
+SHARED_OUT = test("test_emulated_paged", "shared_out")
 FLOAT32 = test("test_emulated_float32", "several_tiles")
 DIGITS = test("test_emulated_float32", "highest_precision or keep_their_digits")
 LATENT = test("test_emulated_latent", "every_row")
@@ -83,6 +84,34 @@ EMULATED = (
         "atomicAdd(p.sharing + kTaken, 1) : kNoShare",
         "atomicAdd(p.sharing + kTaken, 1) / 2 : kNoShare",
         PAGED_BESIDE,
+    ),
+    Mutant(
+        "shared out: pieces are joined before the last one is there",
+        f"{HOPPER}/forward/pieces.cuh",
+        "atomicAdd(arrived, 1) == pieces - 1;",
+        "atomicAdd(arrived, 1) == pieces - 2;",
+        SHARED_OUT,
+    ),
+    Mutant(
+        "shared out: a row's sums by its neighbour's part",
+        f"{HOPPER}/forward/pieces.cuh",
+        "fmaf(sums.w, part[1], joined.sum[1])",
+        "fmaf(sums.w, part[0], joined.sum[1])",
+        SHARED_OUT,
+    ),
+    Mutant(
+        "shared out: a piece lacks its first tile",
+        f"{HOPPER}/forward/planner.cuh",
+        "(from + tiles * number / pieces - 1) * Traits::kKeys;",
+        "(from + tiles * number / pieces) * Traits::kKeys;",
+        SHARED_OUT,
+    ),
+    Mutant(
+        "shared out: pieces without tiles",
+        f"{HOPPER}/forward/planner.cuh",
+        "item->pieces = number < pieces ? pieces : 0;",
+        "item->pieces = pieces;",
+        SHARED_OUT,
     ),
     Mutant(
         "few queries: the wrong piece of the first owner",

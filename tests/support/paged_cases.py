@@ -338,8 +338,8 @@ LONG = {
     ),
 }
 
-# Few tiles of many queries that see many keys: on a GPU of 20 multiprocessors, or more, their
-# keys are shared out. The number: pieces of a tile with as many keys as any, on one of 20.
+# Few tiles of many queries that see many keys: on a GPU of 20 multiprocessors, or more,
+# these are shared out. The number: pieces of a tile that sees as many as any, on 20.
 ONE_GROUP = {"heads": 2, "kv_heads": 1}
 SHARED_OUT = {
     "shared out: a chunk behind a prefix": (Case(sequences=((70, 2400),), **WIDE), 3),

@@ -26,6 +26,7 @@ from paged_cases import (
     LONG,
     NARROW_LONG,
     NARROW_SPLIT,
+    SHARED_OUT,
     SPLIT,
 )
 from paged_problems import GAP, Case, Problem
@@ -145,6 +146,7 @@ def main() -> int:
     count, wrong = 0, []
     part, parts = map(int, given.part.split("/"))
     cases = {**CASES, **BAD, **LEAVING, **LONG, **SPLIT}
+    cases |= {name: case for name, (case, _) in SHARED_OUT.items()}
     cases |= {**LATENT, **LATENT_MANY, **LATENT_PAIRS, **LATENT_TYPES}
     major = ctypes.c_int()
     driver("cuDeviceGetAttribute", ctypes.byref(major), 75, device)
