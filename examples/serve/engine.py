@@ -399,7 +399,8 @@ class Engine:
         self._flights.append(_Flight(outputs, tokens))
 
     def _read(self, flight: _Flight) -> None:
-        steps = np.atleast_2d(np.asarray(flight.tokens)).tolist()  # waits for them
+        drawn = np.atleast_2d(np.asarray(flight.tokens))  # waits for them
+        tokens, columns = drawn[0].tolist(), drawn.T.tolist()
         now, count = time.monotonic(), 0
         came: list[tuple[Sequence, list[int]]] = []
         for part, output in flight.parts:
@@ -407,9 +408,9 @@ class Engine:
             sequence.num_unread -= part.steps
             if sequence.ended:
                 continue
-            new = [tokens[output] for tokens in steps[: part.steps]]
+            new = columns[output][: part.steps]
             if draft is not None:
-                new = draft.accept(steps[0][output : output + 1 + len(draft)])
+                new = draft.accept(tokens[output : output + 1 + len(draft)])
                 sequence.lookup.learn(len(new) - 1)
                 self._counts.drafted_tokens += len(draft)
             if len(sequence.tokens) == len(sequence.request.prompt):

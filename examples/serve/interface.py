@@ -101,7 +101,8 @@ class Event:
     Attributes:
         token_id: the token; None where a stream ends without one.
         text: what can be shown now. It is held back while bytes of a character, or the
-            rest of what may be a stop text, are to come: it may be empty.
+            rest of what may be a stop text, are to come: it may be empty. Of tokens
+            that come together, the last one has the text.
         finish_reason: "stop": a stop token (which has no text) or text; "length":
             `max_new_tokens`; "cancelled"; "error", which `error` explains.
     """
@@ -150,14 +151,15 @@ class Stream:
         if on_cancel is not None and not ended:
             on_cancel(self)
 
-    def put(self, event: Event) -> None:
-        """Append an event, from the engine; nothing behind the last one."""
+    def put(self, *events: Event) -> None:
+        """Append events, from the engine; nothing behind the last one."""
         with self._changed:
-            if self.finish_reason is not None:
-                return
-            self.num_new_tokens += event.token_id is not None
-            self.finish_reason = event.finish_reason
-            self._events.append(event)
+            for event in events:
+                if self.finish_reason is not None:
+                    break
+                self.num_new_tokens += event.token_id is not None
+                self.finish_reason = event.finish_reason
+                self._events.append(event)
             self._changed.notify_all()
             waiter, self._waiter = self._waiter, None
         if waiter is not None:

@@ -121,15 +121,14 @@ def step_shapes(
 ) -> list[Shape]:
     """Of an engine's programs, by rows; arguments are those of `row_sizes`, `Shape`.
 
-    steps: of decoding, of the program for all sequences; there are those with one as
-        well. It takes as long to compile as so many of these.
+    steps: of decoding, of a program; there are those with one as well.
     """
     known = (None,) if jax.default_backend() == "cpu" else (True, False)
     return [
         Shape(rows, max_batch, width, drafts, greedy, count)
         for rows in row_sizes(dtype, max_batch, drafts, most_rows)
         for greedy in known
-        for count in sorted({1, steps if rows == max_batch else 1})
+        for count in sorted({1, steps if rows <= max_batch else 1})
     ]
 
 

@@ -263,8 +263,8 @@ class Scheduler:
         if not alone or joins or not all(p.count == 1 and p.last for p in parts):
             return parts
         several = [
-            replace(part, steps=min(self.steps, part.sequence.num_left))
-            for part in parts
+            Part(p.sequence, p.start, 1, steps=min(self.steps, p.sequence.num_left))
+            for p in parts
         ]
         ends = [part.start + part.steps for part in several]
         missing = [

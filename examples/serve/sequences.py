@@ -75,19 +75,27 @@ class Sequence:
 
     def deliver(self, new: list[int]) -> list[int]:
         """Hand out tokens that come next; returns those up to the text's end."""
-        count = len(self.tokens) - len(self.request.prompt)
-        for place, token in enumerate(new, start=1):
+        left = self.request.max_new_tokens
+        left -= len(self.tokens) - len(self.request.prompt)
+        plain = not self.request.stop and self.ends.isdisjoint(new)
+        if plain and 1 < len(new) < left:
+            texts = self.text.push_together(new)
+            self.stream.put(*map(Event, new, texts))
+            return new
+        events: list[Event] = []
+        for token in new:
             ends = token in self.ends
             text, stopped = ("", False) if ends else self.text.push(token)
             reason: FinishReason | None = "stop" if ends or stopped else None
-            if reason is None and count + place == self.request.max_new_tokens:
+            if reason is None and len(events) + 1 == left:
                 reason = "length"
             if reason is not None and not stopped:
                 text += self.text.finish()
-            self.stream.put(Event(token, text, reason))
+            events.append(Event(token, text, reason))
             if reason is not None:
-                return new[:place]
-        return new
+                break
+        self.stream.put(*events)
+        return new[: len(events)]
 
     def keys_sought(self, namespace: Namespace) -> frozenset[bytes]:
         """Of the blocks ahead of its last token; while it waits they stay the same."""

@@ -7,7 +7,7 @@ from jax_kvblock import KVPool, append_kv
 from serve import sampling
 from serve.batch import Shape, rows_of, sampling_of, unpack
 from serve.config import Config
-from serve.llama import forward
+from serve.llama import Rows, forward
 from serve.weights import Params
 
 
@@ -64,16 +64,23 @@ def _steps(
         The pool, and the tokens of each step, int32[steps, outputs].
     """
 
-    rows, how, drawn = rows_of(parts, tokens), sampling_of(parts), []
-    # No loop on the device: on a GPU XLA copies a pool that a loop carries.
-    for slots in parts["slots"]:
-        lens = rows.kv_lens.at[: shape.rows].add((slots >= 0).astype(jnp.int32))
+    def one(
+        carried: tuple[KVPool, Rows, sampling.Sampling], slots: jax.Array
+    ) -> tuple[tuple[KVPool, Rows, sampling.Sampling], jax.Array]:
+        pool, rows, how = carried
+        more = (slots >= 0).astype(jnp.int32)
+        lens = rows.kv_lens.at[: shape.rows].add(more)
         rows = rows._replace(slots=slots, kv_lens=lens)
         logits, pool = forward(config, params, pool, rows, parts["outputs"])
-        drawn.append(sampling.draw(logits, how, shape.greedy))
-        rows = rows._replace(tokens=drawn[-1], positions=rows.positions + 1)
-        how = how._replace(place=how.place + 1)
-    return pool, jnp.stack(drawn)
+        drawn = sampling.draw(logits, how, shape.greedy)
+        rows = rows._replace(tokens=drawn, positions=rows.positions + 1)
+        return (pool, rows, how._replace(place=how.place + 1)), drawn
+
+    rows = rows_of(parts | {"slots": parts["slots"][0]}, tokens)
+    (pool, *_), drawn = jax.lax.scan(
+        one, (pool, rows, sampling_of(parts)), parts["slots"]
+    )
+    return pool, drawn
 
 
 def accept(

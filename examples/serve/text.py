@@ -40,6 +40,18 @@ class TextStream:
             return "", False
         return self._add(text)
 
+    def push_together(self, tokens: Sequence[int]) -> list[str]:
+        """The same of several tokens, where there are no stop texts: one text of each.
+
+        The last one has that of all, unless bytes of its character are to come.
+        """
+        ids = [*self._ids, *tokens]
+        text = self._decode(ids)
+        if text.endswith(REPLACEMENT) or len(text) < len(self._old):
+            return [self.push(token)[0] for token in tokens]
+        self._ids = ids
+        return [""] * (len(tokens) - 1) + [self._add(text)[0]]
+
     def finish(self) -> str:
         """What was held back; bytes that are no character become U+FFFD."""
         text, stopped = self._add(self._decode(self._ids))

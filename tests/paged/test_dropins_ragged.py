@@ -390,7 +390,7 @@ def test_nothing_of_the_cache_is_copied(owner, dtype):
     cache = args[3].nbytes
     compiled = jax.jit(run, donate_argnums=3).lower(*args).compile()
     memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < cache / 8
+    assert memory.temp_size_in_bytes < cache / 4
     assert memory.alias_size_in_bytes >= cache
     assert not [line for line in compiled.as_text().splitlines() if whole(line, args)]
 

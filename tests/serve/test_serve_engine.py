@@ -120,7 +120,7 @@ def test_greedy_tokens_are_those_of_the_dense_model(
             assert not lowered
         assert engine.stats()["cached_tokens"] > 0 or turn == 0
     stats = engine.stats()
-    most = 4 if engine._scheduler.steps == 1 else 5
+    most = 4 if engine._scheduler.steps == 1 else 6
     most *= 1 if jax.default_backend() == "cpu" else 2  # greedy ones, too
     assert stats["programs"] == programs <= most
     assert places(engine) == where
@@ -472,23 +472,28 @@ def test_a_text_ends_within_a_program(
     engine.stop()
 
 
-def test_a_program_of_several_steps_copies_no_pool(
+def test_a_program_of_several_steps_takes_the_memory_of_one(
     tiny: tuple[TinyModel, LoadedModel],
 ) -> None:
+    """The pool that its loop carries is the one that was given."""
     model = tiny[1]
     engine = Engine(model, num_blocks=4096, block_size=16, max_batch=4, decode_steps=4)
     pool, runner = engine._manager.pool, engine._runner
-    shape = next(s for s in runner._shapes if s.steps == 4)
-    program = functools.partial(step, config=model.config, shape=shape)
-    buffer = np.zeros(shape.size, np.int32)
-    last = np.zeros(shape.most_outputs, np.int32)
-    compiled = (
-        jax.jit(program, donate_argnums=0)
-        .lower(pool, model.params, last, buffer)
-        .compile()
-    )
-    memory = compiled.memory_analysis()
     assert pool.data.nbytes > 1 << 24
-    assert memory.temp_size_in_bytes < pool.data.nbytes / 8
-    assert memory.alias_size_in_bytes >= pool.data.nbytes
+
+    def memory(steps: int) -> Any:
+        fit = (s for s in runner._shapes if s.steps == steps and s.rows == s.places)
+        shape = next(fit)
+        program = functools.partial(step, config=model.config, shape=shape)
+        buffer = np.zeros(shape.size, np.int32)
+        last = np.zeros(shape.most_outputs, np.int32)
+        lowered = jax.jit(program, donate_argnums=0).lower(
+            pool, model.params, last, buffer
+        )
+        return lowered.compile().memory_analysis()
+
+    one, several = memory(1), memory(4)
+    assert several.alias_size_in_bytes >= pool.data.nbytes
+    more = several.temp_size_in_bytes - one.temp_size_in_bytes
+    assert more < pool.data.nbytes / 8
     engine.stop()

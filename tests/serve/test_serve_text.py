@@ -40,6 +40,22 @@ def test_all_text_comes_out(text: str, specials: bool) -> None:
     assert all("\ufffd" not in part for part in texts) or "\ufffd" in text
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+@pytest.mark.parametrize("text", ["plain text", "naïve 漢字 😊😊", "é" * 20, "\ufffd?"])
+def test_tokens_that_come_together_make_the_same_text(text: str, size: int) -> None:
+    """Where the last one ends within a character, the whole ones before come out."""
+    ids = list(text.encode())
+    stream, texts = TextStream(as_bytes), []
+    for first in range(0, len(ids), size):
+        some = ids[first : first + size]
+        came = stream.push_together(some)
+        assert len(came) == len(some)
+        texts += came
+        shown = bytes(ids[: first + size]).decode(errors="ignore")
+        assert "".join(texts) == shown or "\ufffd" in text
+    assert "".join(texts) + stream.finish() == text
+
+
 def test_broken_bytes_are_replaced_and_hold_nothing_up() -> None:
     texts, _ = outcome(TextStream(as_bytes), [0xE6, 0xBC, *b"abc"])
     assert "".join(texts) == "\ufffdabc" and texts[2] == "\ufffda"
