@@ -329,6 +329,7 @@ def fail_on_the_device(pool: kv.KVPool) -> kv.KVPool:
     return add(pool, jax.pure_callback(fail, nothing, jnp.float32(1)))
 
 
+@pytest.mark.usefixtures("forgotten")
 @pytest.mark.parametrize("contiguous", [True, False])
 def test_a_program_that_fails_says_what_is_lost_and_what_to_do(
     contiguous: bool, capfd: pytest.CaptureFixture[str]
