@@ -339,15 +339,18 @@ LONG = {
 }
 
 # Few tiles of many queries that see many keys: on a GPU of 20 multiprocessors, or more,
-# these are shared out. The number: pieces of a tile that sees as many as any, on 20.
+# these are shared out. Behind a case: the pieces of each tile that has several, on 20.
 ONE_GROUP = {"heads": 2, "kv_heads": 1}
 SHARED_OUT = {
-    "shared out: a chunk behind a prefix": (Case(sequences=((70, 2400),), **WIDE), 3),
+    "shared out: a chunk behind a prefix": (
+        Case(sequences=((70, 2400),), **WIDE),
+        (3,) * 6,
+    ),
     "shared out: all rows long": (
         Case(
             full=True, padded=70, calls=1, sequences=((70, 1500),), **ONE_GROUP, **D128
         ),
-        2,
+        (2, 2),
     ),
     "shared out: windows, of several lengths": (
         Case(
@@ -356,11 +359,11 @@ SHARED_OUT = {
             **ONE_GROUP,
             sinks=1,
         ),
-        2,
+        (2, 2, 2, 2),
     ),
     "shared out: some see fewer tiles than there are pieces": (
         Case(sequences=((90, 4000), (80, 80), (66, 130)), **ONE_GROUP, **D128),
-        3,
+        (2, 3, 3),
     ),
     "shared out: beside drafts, rows of nobody": (
         Case(
@@ -369,7 +372,7 @@ SHARED_OUT = {
             **ONE_GROUP,
             **D128,
         ),
-        2,
+        (2, 2),
     ),
     "shared out: a softcap and ids of no block": (
         Case(
@@ -379,11 +382,11 @@ SHARED_OUT = {
             **ONE_GROUP,
             **D128,
         ),
-        3,
+        (3, 3),
     ),
     "shared out: without a band": (
         Case(window=(-1, -1), sequences=((70, 1600), (50, 700)), **ONE_GROUP, **D128),
-        3,
+        (3, 3, 3),
     ),
     "shared out: float16, 256 columns": (
         Case(
@@ -393,11 +396,11 @@ SHARED_OUT = {
             value_dim=256,
             **ONE_GROUP,
         ),
-        2,
+        (2, 2),
     ),
     "shared out: two calls": (
         Case(calls=2, sequences=((70, 1300), (66, 600)), **ONE_GROUP, **D128),
-        2,
+        (2, 2, 2, 2),
     ),
 }
 NOT_SHARED_OUT = {
