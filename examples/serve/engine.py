@@ -66,7 +66,7 @@ class Engine:
         draft_tokens: guesses behind a sequence's newest token; 0 for none.
         decode_steps: steps of one program where all that run decode: the host is asked
             once for so many tokens of each, and who comes meanwhile waits for them.
-            None: 4 on a GPU without drafts, which would wait for the host, else 1.
+            None: 4 on a GPU without drafts, where steps wait for the host; else 1.
         max_waiting: requests that may wait.
         max_tokens: of a prompt and its new tokens; what model and pool allow if None.
         host_bytes: memory of a tier below the device, to which sequences that make way
