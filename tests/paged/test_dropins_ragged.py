@@ -354,8 +354,8 @@ def test_fewer_keys_than_queries(owner, rng):
 
 
 def large(owner: str, dtype: str) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """A step over 2048 pages."""
-    shape = (2048, 16, 8, 2, 64) if owner != "hd64" else (2048, 16, 4, 2, 128)
+    """A step over 4096 pages, many times what its workspace takes."""
+    shape = (4096, 16, 8, 2, 64) if owner != "hd64" else (4096, 16, 4, 2, 128)
     new = jnp.zeros((20, 8, 64), dtype)
     tables = jnp.zeros(16 * 64, jnp.int32)
     args = [jnp.zeros((20, 32, 64), dtype), new, new, jnp.zeros(shape, dtype)]
@@ -390,7 +390,7 @@ def test_nothing_of_the_cache_is_copied(owner, dtype):
     cache = args[3].nbytes
     compiled = jax.jit(run, donate_argnums=3).lower(*args).compile()
     memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes < cache / 4
+    assert memory.temp_size_in_bytes < cache / 8
     assert memory.alias_size_in_bytes >= cache
     assert not [line for line in compiled.as_text().splitlines() if whole(line, args)]
 
