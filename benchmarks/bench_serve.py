@@ -209,7 +209,7 @@ def _decode(
     read = weights + keys * spec.block_bytes / BLOCK
     results.add(name, OURS, "time of a step", seconds * 1e3, "ms")
     results.add(name, OURS, "new tokens", case.requests / seconds, "1/s")
-    results.add(name, OURS, "steps in a program", engine._scheduler.steps, "")
+    results.add(name, OURS, "steps in a program", engine._scheduler.steps, "steps")
     results.add(name, OURS, "read", read / 1e6, "MB")
 
 

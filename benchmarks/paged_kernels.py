@@ -9,8 +9,9 @@ and of latent caches beside that, TFLOP/s of the products under the causal mask.
 FlashInfer plans on the host, ahead of its kernel: its kernel alone is timed, and its
 plan apart ("plan", ms of the host). Pages are drawn at random from all of the cache.
 Every result is held to plain PyTorch first. Needs torch; what FlashInfer is not
-installed for, or fails at, is said. Of chunks behind a prefix, who computes them is
-chosen on the device (schedule/long_rule.cuh); so both who may are timed beside that.
+installed for, or fails at, is said. Of chunks behind a prefix both other ways are timed
+beside ours: "by queries", a CTA for each tile of them, which is what a split_size
+makes, and "by keys", the kernel for few queries, to which a mask brings them.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Case:
     latent: int = 0  # values are so many of the first columns of the keys
     tree: bool = False  # a word of bits for each query
     split: int = 0  # keys after which sequences are cut
-    both: bool = False  # also by each of the kernels that a chunk may be given to
+    both: bool = False  # also by queries alone, and by the kernel for few queries
 
     @property
     def bytes_read(self) -> int:
@@ -269,7 +270,7 @@ def ours(library: ctypes.CDLL, x: Problem) -> Callable[[], Any]:
 
 
 def both(library: ctypes.CDLL, x: Problem) -> dict[str, Callable[[], Any]]:
-    """The kernels that a long chunk may be given to, each alone."""
+    """Other ways to compute a chunk behind a prefix."""
     ways = {"queries": {"split": 1 << 30}, "keys": {"tree": True}}
 
     def alone(**options: Any) -> Callable[[], Any]:

@@ -399,8 +399,8 @@ class Engine:
         self._flights.append(_Flight(outputs, tokens))
 
     def _read(self, flight: _Flight) -> None:
-        drawn = np.atleast_2d(np.asarray(flight.tokens))  # waits for them
-        tokens, columns = drawn[0].tolist(), drawn.T.tolist()
+        # Of each output, the tokens of all steps. This waits for them.
+        columns = np.atleast_2d(np.asarray(flight.tokens)).T.tolist()
         now, count = time.monotonic(), 0
         came: list[tuple[Sequence, list[int]]] = []
         for part, output in flight.parts:
@@ -410,7 +410,8 @@ class Engine:
                 continue
             new = columns[output][: part.steps]
             if draft is not None:
-                new = draft.accept(tokens[output : output + 1 + len(draft)])
+                after = columns[output : output + 1 + len(draft)]
+                new = draft.accept([token for (token,) in after])
                 sequence.lookup.learn(len(new) - 1)
                 self._counts.drafted_tokens += len(draft)
             if len(sequence.tokens) == len(sequence.request.prompt):

@@ -9,7 +9,6 @@ python examples/serve --model TinyLlama.gguf     # or a folder with safetensors
 """
 
 import argparse
-import gc
 import shutil
 import sys
 import time
@@ -60,7 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{engine.stats()['programs']} programs compiled in "
         f"{time.perf_counter() - began:.1f} s"
     )
-    gc.freeze()  # what is there stays: or it would be looked through between steps
     engine.start()
     try:
         if options.chat:
