@@ -118,8 +118,8 @@ class Planner {
     __syncwarp();
     return PlanSteps(first, end, counted);
   }
-  // Item number `index` is a piece; each of a tile's has some of the walk's KV tiles. Those that
-  // there are too few for are none, and have 0 pieces.
+  // Leaves the walk those of its KV tiles that are the item's, which is a piece. Where there are
+  // too few for another piece, the item is none, and has 0 pieces.
   __device__ __forceinline__ void TakePart(Item* item) {
     typename Walk::State& walk = shared_.walk;
     const int from = walk.first / Traits::kKeys + 1;

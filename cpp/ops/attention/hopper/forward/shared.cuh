@@ -40,8 +40,8 @@ struct Item {
 struct PagedItem : Item {
   int rows;                // of the tile, that there are
   int key_begin, key_end;  // what some of them see lies between these
-  // Where its keys are shared out (pieces.cuh): this is one of so many items; where the first of
-  // them leaves what it comes to, and which one this is.
+  // Where keys are shared out (pieces.cuh): how many items have the tile, the place of what the
+  // first one comes to, and which of them this is.
   int pieces, first_slot, piece;
 };
 

@@ -65,15 +65,6 @@ typename Traits::Params MakePagedForwardParams(const kvblock_paged_attention& a,
   p.queries = Traits::kQueries / pack;
   p.kv_units = p.group / pack;
   p.follows = follows;
-  if constexpr (Traits::kSharesKeys) {
-    Gpu gpu{};
-    if (!AskGpu(&gpu) && a.split_size == 0) {
-      static_assert(kLongConsumers == Traits::kConsumers);
-      p.most_pieces = std::min(gpu.multiprocessors, kMostLongPieces);
-      p.pieces = reinterpret_cast<float*>(static_cast<char*>(a.workspace) + PagedPieceBytes(a));
-      p.arrived = CountersOf(a)->arrived;
-    }
-  }
   if constexpr (Traits::kNarrow) {
     const NarrowPlaces places(a);
     char* const workspace = static_cast<char*>(a.workspace);
@@ -120,6 +111,16 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, bool follows, cudaSt
 
   Gpu gpu{};
   if (const char* error = AskGpu(&gpu)) return error;
+  int64_t most = tiles * units;
+  if constexpr (Traits::kSharesKeys) {
+    static_assert(kLongConsumers == Traits::kConsumers);
+    if (a.split_size == 0) {
+      p.most_pieces = std::min(gpu.multiprocessors, kMostLongPieces);
+      p.pieces = reinterpret_cast<float*>(static_cast<char*>(a.workspace) + PagedPieceBytes(a));
+      p.arrived = CountersOf(a)->arrived;
+      most = gpu.multiprocessors;
+    }
+  }
   const auto kernel = AttentionForward<Traits>;
   constexpr int kSharedBytes = sizeof(ForwardShared<Traits>);
   static_assert(kSharedBytes <= kMostSharedBytes);
@@ -133,8 +134,6 @@ const char* LaunchPagedAs(const kvblock_paged_attention& a, bool follows, cudaSt
     status = cudaMemsetAsync(p.counter, 0, sizeof(PagedCounters), stream);
   }
   if (status == cudaSuccess) {
-    const int64_t most =
-        Traits::kSharesKeys && p.most_pieces > 0 ? gpu.multiprocessors : tiles * units;
     const int64_t ctas = std::min<int64_t>(most, gpu.multiprocessors);
     status = LaunchDependentGrid(kernel, follows, dim3(static_cast<unsigned>(ctas)),
                                  Traits::kThreads, kSharedBytes, stream, p, maps);
