@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import random
-import statistics
-import time
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,13 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 from support import common
 from support.common import OURS, Results
+from support.rounds import Turns, median_seconds
 
 from jax_kvblock import BlockSpec, KVPool, KVScales, append_kv, rope_append
 
 LAYERS, BLOCK, THETA = 8, 16, 5e5
 LARGEST = 448.0
 TWO_STEPS = "xla, then append_kv"
-ROUND, TURNS, ROUNDS = 0.02, 5, 5  # seconds of a round; rounds of each turn
+TURNS = Turns(turns=5, rounds=4, seconds=0.02, warm_up=1, least=3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,27 +199,14 @@ def _compare(case: Append, results: Results, quick: bool) -> None:
 def _take_turns(running: dict[str, list[Any]], quick: bool) -> dict[str, float]:
     """Median seconds of a layer."""
 
-    def a_round(who: str, count: int) -> float:
+    def call(who: str) -> Any:
         compiled, kept, layers, at = running[who]
-        start = time.perf_counter()
-        for _ in range(count):
-            kept, made = compiled(kept, layers, at)
-        jax.block_until_ready((kept, made))
-        running[who][1] = kept
-        return (time.perf_counter() - start) / count / LAYERS
+        running[who][1], made = compiled(kept, layers, at)
+        return running[who][1], made
 
-    times: dict[str, list[float]] = {who: [] for who in running}
-    counts = {}
-    for who in running:
-        a_round(who, 2)
-        once = min(a_round(who, 3) for _ in range(1 if quick else 5)) * LAYERS
-        counts[who] = 1 if quick else max(3, int(ROUND / once))
-    order = random.Random(0)
-    for _ in range(1 if quick else TURNS):
-        for who in order.sample(list(running), len(running)):
-            rounds = [a_round(who, counts[who]) for _ in range(1 if quick else ROUNDS)]
-            times[who] += rounds[len(rounds) // 5 :]  # the first warms up
-    return {who: statistics.median(found) for who, found in times.items()}
+    calls = {who: functools.partial(call, who) for who in running}
+    found = median_seconds(calls, quick, TURNS)
+    return {who: seconds / LAYERS for who, seconds in found.items()}
 
 
 if __name__ == "__main__":

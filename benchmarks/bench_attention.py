@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import random
-import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -28,13 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 from support import attention_peers, attention_truth, common
 from support.common import OURS, Results, cases
+from support.rounds import Turns, median_seconds
 
 from jax_kvblock import AttentionTiles, _report, flash_attention
 from jax_kvblock.attention import derivatives, flash
 from jax_kvblock.attention.ops import LogSumExp
 
-ROUND = 0.04  # seconds
-TURNS, WARM_UP, ROUNDS = 2, 2, 3  # rounds of a turn: first those that do not count
+TURNS = Turns(turns=2, rounds=3, seconds=0.04, warm_up=2, least=3)
 
 
 def bench(options: argparse.Namespace, results: Results) -> None:
@@ -143,43 +140,22 @@ def jax_calls(
 # ---- timing --------------------------------------------------------------------------
 
 
-def _round(call: Callable[[], Any], wait: Callable[[Any], Any], count: int) -> float:
-    start = time.perf_counter()
-    for _ in range(count):
-        out = call()
-    wait(out)
-    return (time.perf_counter() - start) / count
-
-
 def hot_times(running: dict[str, dict[str, Any]], quick: bool) -> dict[str, dict]:
     """Median seconds of every implementation's forward and both, on a hot chip."""
-    counts: dict[tuple[str, str], int] = {}
-    times: dict[tuple[str, str], list[float]] = {}
-    for name, calls in running.items():
-        for what in ("forward", "both"):
-            if what in calls:
-                _round(calls[what], calls["wait"], 2)
-                tries = range(1 if quick else 3)  # the first can take far longer
-                once = min(_round(calls[what], calls["wait"], 3) for _ in tries)
-                fit = max(3, min(2000, int(ROUND / once)))
-                counts[name, what] = 1 if quick else fit
-                times[name, what] = []
-    order = random.Random(0)
-    warm_up, rounds = (0, 1) if quick else (WARM_UP, ROUNDS)
-    for _ in range(2 if quick else TURNS):
-        for name, what in order.sample(list(times), len(times)):
-            calls, count = running[name], counts[name, what]
-            for i in range(warm_up + rounds):
-                seconds = _round(calls[what], calls["wait"], count)
-                if i >= warm_up:
-                    times[name, what].append(seconds)
-    medians = {key: statistics.median(found) for key, found in times.items()}
-    return {
-        name: {
-            what: medians[name, what] for what in ("forward", "both") if what in calls
-        }
-        for name, calls in running.items()
+    calls = {
+        (name, what): made[what]
+        for name, made in running.items()
+        for what in ("forward", "both")
+        if what in made
     }
+
+    def wait(key: tuple[str, str], made: Any) -> None:
+        running[key[0]]["wait"](made)
+
+    found: dict[str, dict] = {name: {} for name in running}
+    for (name, what), seconds in median_seconds(calls, quick, TURNS, wait).items():
+        found[name][what] = seconds
+    return found
 
 
 def _speed(case: Any, results: Results, quick: bool) -> None:

@@ -17,9 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import random
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from support import common
 from support.common import OURS, Results
+from support.rounds import Turns, median_seconds
 
 from jax_kvblock import (
     BlockSpec,
@@ -42,7 +40,7 @@ from jax_kvblock import (
 
 GATHERED = f"{OURS}, pages gathered first"
 BLOCK, THETA, EPSILON = 16, 5e5, 1e-5
-ROUND, ROUNDS, TURNS = 0.3, 3, 3  # seconds of a round; rounds of each turn
+TURNS = Turns(turns=3, rounds=2, seconds=0.3, warm_up=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,26 +255,13 @@ def _compare(case: Model, results: Results, quick: bool) -> dict[str, float]:
         running[who] = compiled
     _alike(*seen.values())
 
-    def a_round(who: str, count: int) -> float:
+    def step(who: str) -> Any:
         nonlocal pool
-        start = time.perf_counter()
-        for _ in range(count):
-            pool, logits = running[who](pool, weights, at)
-        jax.block_until_ready((pool.data, logits))
-        return (time.perf_counter() - start) / count
+        pool, logits = running[who](pool, weights, at)
+        return pool.data, logits
 
-    times: dict[str, list[float]] = {who: [] for who in running}
-    counts = {who: 1 for who in running}
-    if not quick:  # by the fastest: the first calls can take many times as long
-        for who in running:
-            once = min(a_round(who, 3) for _ in range(3))
-            counts[who] = int(ROUND / once) + 1
-    order = random.Random(0)
-    for _ in range(1 if quick else TURNS):
-        for who in order.sample(list(running), len(running)):
-            rounds = [a_round(who, counts[who]) for _ in range(1 if quick else ROUNDS)]
-            times[who] += rounds[len(rounds) // 3 :]  # the first warms up
-    return {who: statistics.median(found) for who, found in times.items()}
+    calls = {who: functools.partial(step, who) for who in running}
+    return median_seconds(calls, quick, TURNS)
 
 
 def _alike(one: np.ndarray, other: np.ndarray) -> None:

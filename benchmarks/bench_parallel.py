@@ -1,11 +1,12 @@
 """Attention over a sequence that is cut over GPUs: efficiency, and bytes a device.
 
 Efficiency is time on one / (n × time on n), the sequence being the same, everybody in
-turns. The one is the slowest of the GPUs, each of which is timed: the others wait for
-it. "one on each" is the whole sequence on every GPU at once, as warm as n of them are
-where they share it. Programs are compiled with `compiler_options()`; "ring, as jit is"
-is without. "ring, in order" has packed documents in an even order (`document_order`)
-and contiguous parts; the others cut each document over all GPUs in zigzag.
+turns, on hot chips. The one is the slowest of the GPUs, each of which is timed: the
+others wait for it. "one on each" is the whole sequence on every GPU at once, as warm as
+n of them are where they share it. Programs are compiled with `compiler_options()`;
+"ring, as jit is" is without. "ring, in order" has packed documents in an even order
+(`document_order`) and contiguous parts; the others cut each document over all GPUs in
+zigzag.
 
 With n GPUs here it is that of n GPUs. With one, "one of n, alone" is the part of the
 first or of the last device, with sends that give back what they were given: what is
@@ -29,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from support import common
 from support.alone import one_of
 from support.common import OURS, Results
-from support.rounds import median_seconds
+from support.rounds import HOT, median_seconds
 
 from jax_kvblock import flash_attention
 from jax_kvblock.parallel import (
@@ -109,7 +110,7 @@ def _speed(case: Length, results: Results, quick: bool) -> None:
     ones = [running[_one_of(i)] for i in range(here)]
     for work in WORKS if here > 1 else ():
         calls[EACH, work] = functools.partial(_at_once, ones, work)
-    times = median_seconds(calls, quick)
+    times = median_seconds(calls, quick, HOT)
     for work in WORKS if here > 1 else ():
         who = f"{OURS}, {EACH} of {here} GPUs"
         at = f"{case.name} / {work}"

@@ -24,7 +24,7 @@ from jax_kvblock.parallel import from_zigzag
 from support import common
 from support.common import Results
 from support.peer_work import WORKS, judge
-from support.rounds import median_seconds
+from support.rounds import HOT, median_seconds
 
 
 def case_name(tokens: int | None) -> str:
@@ -81,7 +81,7 @@ def time_in_jax(tokens: int, options: argparse.Namespace, results: Results) -> N
         for who, made in running.items()
         for work in WORKS
     }
-    times = median_seconds(calls, options.quick)
+    times = median_seconds(calls, options.quick, HOT)
     alone = {work: times[jax_name(), work] for work in WORKS}
     for who, made in running.items():
         seconds = {work: times[who, work] for work in WORKS}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import random
 import statistics
 import time
@@ -12,41 +12,60 @@ from typing import Any, TypeVar
 import jax
 
 K = TypeVar("K")
-ROUNDS, ROUND = 9, 0.03  # how many, and about how many seconds of each call in one
 TRIED = 5  # calls by which it is known how many are in a round
 
 
-def median_seconds(
-    calls: Mapping[K, Callable[[], Any]], quick: bool = False
-) -> dict[K, float]:
-    """Seconds of each call, the median of rounds.
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """In a turn one is called in rounds, of which the first ones do not count.
 
-    In a round each is called some times back to back, and the host waits once.
+    In a round it is called back to back for about so many seconds, and the host waits
+    once. A round has at least so many calls.
     """
+
+    turns: int
+    rounds: int
+    seconds: float
+    warm_up: int = 0
+    least: int = 1
+
+    def calls(self, seconds: float) -> int:
+        """How many calls, of so many seconds each, are a round."""
+        return max(self.least, min(2000, int(self.seconds / seconds)))
+
+
+BRIEF = Turns(turns=9, rounds=1, seconds=0.03)
+# Attention takes a GPU to its power limit within 0.1 s, and the clock goes down. What
+# is timed shorter has the clock of whoever came before, and of how long that rested.
+HOT = Turns(turns=3, rounds=2, seconds=0.2, warm_up=1)
+ONCE = Turns(turns=1, rounds=1, seconds=0)
+
+
+def median_seconds(
+    calls: Mapping[K, Callable[[], Any]],
+    quick: bool = False,
+    how: Turns = BRIEF,
+    wait: Callable[[K, Any], Any] = lambda key, made: jax.block_until_ready(made),
+) -> dict[K, float]:
+    """Seconds of each call, the median of all rounds that count."""
+    how = ONCE if quick else how
 
     def seconds(key: K, count: int) -> float:
         begun = time.perf_counter()
         for _ in range(count):
             made = calls[key]()
-        jax.block_until_ready(made)
+        wait(key, made)
         return (time.perf_counter() - begun) / count
 
-    keys = list(calls)
-    counts = {key: _count(functools.partial(seconds, key, 1), quick) for key in keys}
-    found: dict[K, list[float]] = {key: [] for key in keys}
+    # The first calls of a program can take many times as long as the others. By one of
+    # these a round would be of a call or two, and what the host adds to it would be
+    # taken for theirs.
+    tried = range(1 if quick else TRIED)
+    counts = {key: how.calls(min(seconds(key, 1) for _ in tried)) for key in calls}
+    found: dict[K, list[float]] = {key: [] for key in calls}
     order = random.Random(0)
-    for _ in range(1 if quick else ROUNDS):
-        for key in order.sample(keys, len(keys)):
-            found[key].append(seconds(key, counts[key]))
+    for _ in range(how.turns):
+        for key in order.sample(list(calls), len(calls)):
+            times = [seconds(key, counts[key]) for _ in range(how.warm_up + how.rounds)]
+            found[key] += times[how.warm_up :]
     return {key: statistics.median(times) for key, times in found.items()}
-
-
-def _count(once: Callable[[], float], quick: bool) -> int:
-    """How many calls, of so many seconds each, are a round.
-
-    The first calls of a program can take many times as long as the others. By one of
-    these a round would be of a call or two, and what the host adds to it would be taken
-    for theirs.
-    """
-    least = min(once() for _ in range(1 if quick else TRIED))
-    return 1 if quick else max(1, min(50, int(ROUND / least)))

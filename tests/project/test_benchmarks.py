@@ -179,7 +179,7 @@ def test_the_whole_sequence_on_each_device_at_once(
     """Its row, and that all of them have it at a time."""
     on: dict[str, set[jax.Device]] = {}
 
-    def seconds(calls: Any, quick: bool) -> Any:
+    def seconds(calls: Any, quick: bool, how: Any) -> Any:
         for (name, work), call in calls.items():
             outs = jax.tree.leaves(call())
             on[f"{name} / {work}"] = set().union(*(out.devices() for out in outs))
@@ -202,6 +202,39 @@ def test_the_whole_sequence_on_each_device_at_once(
         assert on[f"one on each / {work}"] == set(devices)
         who = f"jax_kvblock, one on each of {len(devices)} GPUs"
         assert rows[work, who] == 1e3 * seconds_of[f"one on each / {work}"]
+
+
+def test_rounds_by_the_fastest_call_and_without_those_that_warm_up(
+    parallel: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only calls move: the first one by far the most, and then less
+    from call to call, as chips that get hot do the other way round.
+    """
+    rounds = sys.modules["support.rounds"]
+    clock, calls = 0.0, {"a": 0, "b": 0}
+
+    def call(name: str) -> str:
+        nonlocal clock
+        calls[name] += 1
+        clock += 50 if calls[name] == 1 else 1 + 1 / calls[name]
+        return name
+
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: clock)
+    waited: list[tuple[str, str]] = []
+    how = rounds.Turns(turns=2, rounds=3, seconds=10, warm_up=1)
+    times = rounds.median_seconds(
+        {name: functools.partial(call, name) for name in calls},
+        how=how,
+        wait=lambda *key_and_made: waited.append(key_and_made),
+    )
+    per_round = int(10 / (1 + 1 / rounds.TRIED))
+    assert calls == dict.fromkeys("ab", rounds.TRIED + 2 * 4 * per_round)
+    assert set(waited) == {("a", "a"), ("b", "b")}
+    first = [1 + 1 / n for n in range(rounds.TRIED + 1, calls["a"] + 1)]
+    each = [sum(first[i : i + per_round]) for i in range(0, len(first), per_round)]
+    counted = sorted(each[1:4] + each[5:8])
+    assert times["a"] == pytest.approx(sum(counted[2:4]) / 2 / per_round)
+    assert times["b"] == pytest.approx(times["a"])
 
 
 @pytest.mark.slow
