@@ -35,7 +35,9 @@ from jax_kvblock.parallel.pieces import NO_KEY, reach_of
 from jax_kvblock.parallel.sequence import LAYOUTS, check_boundaries, check_divides
 from jax_kvblock.parallel.strategy import (
     STRATEGIES,
+    Work,
     choose,
+    groups,
     largest_group,
     serves_heads,
     work_of,
@@ -63,6 +65,7 @@ def normalize(
     *,
     axis_name: Any,
     strategy: str,
+    ulysses_degree: Any = None,
     layout: str,
     causal: bool = False,
     window: Any = None,
@@ -147,7 +150,7 @@ def normalize(
     apart = are_apart(config, alike=alike, zigzag=zigzag, segments=segments)
     direct, itemsize = by_engines and apart, q.dtype.itemsize
     work = work_of(config, size, sizes, batch, rows, keys, itemsize, reach, direct)
-    strategy, group = _resolve(where, strategy, work)
+    strategy, group = _resolve(where, strategy, ulysses_degree, work)
     gathered = strategy == "all_gather"
     plan = Plan(
         config=config,
@@ -186,8 +189,10 @@ def _check_runs(where: str, packed: bool, runs: int, **lengths: int) -> None:
             )
 
 
-def _resolve(where: str, strategy: str, work: Any) -> tuple[str, int]:
+def _resolve(where: str, strategy: str, degree: Any, work: Work) -> tuple[str, int]:
     """The strategy, and how many devices exchange heads."""
+    if degree is not None:
+        return strategy, _degree(where, strategy, degree, work)
     if strategy == "auto":
         return choose(work)
     if strategy == "ulysses":
@@ -202,6 +207,23 @@ def _resolve(where: str, strategy: str, work: Any) -> tuple[str, int]:
     if strategy == "ulysses_ring":
         return strategy, largest_group(work)
     return strategy, 1
+
+
+def _degree(where: str, strategy: str, degree: Any, work: Work) -> int:
+    if strategy != "ulysses_ring":
+        raise ValueError(
+            f"{where}: ulysses_degree is of strategy='ulysses_ring', got it with "
+            f"{strategy!r}"
+        )
+    (degree,) = check_positive(where, ulysses_degree=degree)
+    served = list(groups(work))
+    if degree not in served:
+        raise ValueError(
+            f"{where}: ulysses_degree must divide the {work.size} devices and the "
+            f"{work.heads} query heads, and divide the {work.kv_heads} KV heads or be "
+            f"a multiple of them: one of {served}, got {degree}"
+        )
+    return degree
 
 
 def _lengths(where: str, name: str, lens: Any, count: int, most: int) -> Any:

@@ -28,6 +28,7 @@ class ContextOptions(TypedDict, total=False):
     """What `context_parallel_attention` takes by name, but for `return_lse`."""
 
     strategy: Strategy
+    ulysses_degree: int | None
     layout: SequenceLayout
     causal: bool
     window: tuple[int | None, int | None] | None
@@ -83,6 +84,7 @@ def context_parallel_attention(
     *,
     axis_name: AxisName,
     strategy: Strategy = "auto",
+    ulysses_degree: int | None = None,
     layout: SequenceLayout = "zigzag",
     causal: bool = False,
     window: tuple[int | None, int | None] | None = None,
@@ -120,11 +122,15 @@ def context_parallel_attention(
         "all_gather": every device gets all keys and values, under its work on its own.
         "ulysses": heads are exchanged for rows, so that each device has N / n heads of
         the whole sequence. Fewer KV heads than devices are repeated.
-        "ulysses_ring": so in groups, and a ring of the groups: of as many devices as K
-        divides among, but of fewer than all where that can be. ("auto" takes larger
-        ones, too, and repeats KV heads.)
+        "ulysses_ring": so in groups of `ulysses_degree` neighbours, and a ring of the
+        groups.
         "auto": the one that takes the least time, by a model with rates of H200s, of
         which most are measured (docs/context_parallel.md says which, and how).
+      ulysses_degree: with strategy "ulysses_ring", how many devices exchange heads: a
+        divisor of n and of N, and a divisor or a multiple of K; those of a node, for
+        one, where devices of other nodes are far. 1 is a ring, n is "ulysses". None is
+        as many as K divides among, but fewer than all where that can be: of two devices
+        that is 1, a ring.
       layout: "zigzag", as `to_zigzag` lays sequences out, so that all devices have as
         much to do under a causal mask; or "contiguous", device i has the rows from
         `i T` on. Positions, lengths and boundaries count in the sequence in either.
@@ -195,6 +201,7 @@ def context_parallel_attention(
         v,
         axis_name=axis_name,
         strategy=strategy,
+        ulysses_degree=ulysses_degree,
         layout=layout,
         causal=causal,
         window=window,

@@ -58,9 +58,9 @@ class AttentionConfig:
       causal: of RING and CONTEXT_PARALLEL. CAUSAL and SLIDING_WINDOW are.
       window: how many keys before its own position a query sees; None for all.
       softcap, scale, deterministic, implementation: as in `flash_attention`.
-      strategy, layout: as in `context_parallel_attention`. In layout "zigzag" what goes
-        in is laid out by `to_zigzag`, and so is what comes out. RING has no strategy
-        but "ring".
+      strategy, ulysses_degree, layout: as in `context_parallel_attention`. In layout
+        "zigzag" what goes in is laid out by `to_zigzag`, and so is what comes out. RING
+        has no strategy but "ring".
       axis_name: the mesh axis that sequences are cut over, or axes, in the mesh's
         order.
       batch_axis, head_axis: mesh axes that the batch and the heads are cut over, or
@@ -87,6 +87,7 @@ class AttentionConfig:
     scale: float | None = None
     implementation: str | None = None
     strategy: Strategy = "auto"
+    ulysses_degree: int | None = None
     layout: SequenceLayout = "contiguous"
     axis_name: Axes = "context"
     batch_axis: Axes | None = None

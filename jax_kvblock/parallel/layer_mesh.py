@@ -83,7 +83,7 @@ def devices_of(where: str, name: str, given: Any) -> list[jax.Device]:
 
 def _check_no_mesh(where: str, name: str, config: AttentionConfig, mesh: Any) -> None:
     """Nothing is given that a pattern of one device would ignore."""
-    fields = ("strategy", "layout", "compiler_options", *AXES)
+    fields = ("strategy", "ulysses_degree", "layout", "compiler_options", *AXES)
     given = {field: getattr(config, field) for field in fields}
     ignored = {
         field: repr(value)

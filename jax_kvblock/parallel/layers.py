@@ -397,6 +397,7 @@ def _attend_over(
             v,
             axis_name=config.axis_name,
             strategy="ring" if ring else config.strategy,
+            ulysses_degree=config.ulysses_degree,
             layout=config.layout,
             compiler_options=config.compiler_options,
             segment_ids=_segments(mask),

@@ -1,0 +1,80 @@
+"""The table of bars: what it judges, by what, and which row of a case."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FILE = Path(__file__).parents[2] / "benchmarks" / "bars.py"
+
+pytestmark = pytest.mark.early
+
+
+@pytest.fixture
+def bars() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("bars_to_test", FILE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bars_to_test"] = module  # dataclasses look for it
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["bars_to_test"]
+
+
+def row(case: str, who: str, metric: str, value: float) -> dict[str, Any]:
+    return {
+        "case": case, "implementation": who, "metric": metric, "value": value,
+        "unit": "",
+    }  # fmt: skip
+
+
+def judged(bars: ModuleType, *rows: dict[str, Any], platform: str = "gpu") -> Any:
+    """Of each bar that judges a row its text, what it found, and whether it is met."""
+    document = {"rows": list(rows), "versions": {"platform": platform}}
+    return [(v.bar.text, v.ratio, v.met) for v in bars.judge(document)]
+
+
+def test_the_best_way_of_a_case_is_judged(bars: ModuleType) -> None:
+    """Not the worst one; each case and each number of GPUs by itself."""
+    case = "B1 H32/8 S16384 D128 causal / forward"
+    ways = [
+        row(case, f"jax_kvblock, {way}", "efficiency", value)
+        for way, value in {
+            "2, ring": 0.91, "2, all_gather": 0.93, "2, ulysses": 0.99, "4, ring": 0.8,
+            "2, ring, as jit is": 0.98,
+        }.items()
+    ]  # fmt: skip
+    assert judged(bars, *ways) == [
+        ("16384 tokens over 2 GPUs, forward, the best way", 0.93, True),
+        ("16384 tokens over 4 GPUs, forward, the best way", 0.8, False),
+    ]
+
+
+def test_a_row_by_another_of_its_case(bars: ModuleType) -> None:
+    case = "512 blocks, NHD to HND / reshard 4 to 2"
+    both = (
+        row(case, "jax_kvblock", "bandwidth", 102.0),
+        row(case, "ppermute", "bandwidth", 300.0),
+    )
+    assert judged(bars, *both) == [("reshard_blocks / ppermute", 0.34, False)]
+    assert judged(bars, both[0]) == []  # it was not in this run
+
+
+def test_limits_at_most(bars: ModuleType) -> None:
+    case = "B1 H32/8 S16384 D128 causal / both"
+    text = "a device's bytes / what it holds and two shards"
+    for value, met in ((1.09, True), (1.34, False)):
+        memory = row(case, "jax_kvblock, 2, ring", "memory", value)
+        assert judged(bars, memory) == [(text, value, met)]
+        assert judged(bars, memory, platform="cpu") == []
+
+
+def test_no_bar_is_there_twice(bars: ModuleType) -> None:
+    texts = [(bar.text, bar.work, bar.shape, bar.metric) for bar in bars.BARS]
+    assert len(set(texts)) == len(texts)
