@@ -22,6 +22,7 @@ TO_HOST = "ceiling / device to pinned host"
 TO_DEVICE = "ceiling / pinned host to device"
 # PyTorch's scaled_dot_product_attention by its flash backend.
 FA2 = "peer torch flash attention 2"
+FA3 = "peer flash attention 3"  # by dew-flash-attn-cu13
 CUDNN = "peer cudnn in jax"
 CUDNN_IN_TORCH = "peer cudnn in torch"  # where jax.nn's refuses the shape
 GENERIC = rf"^{OURS}, cuda$"  # the attention kernels for sm_80 and newer
@@ -133,6 +134,16 @@ BARS = (
             "B2 H16 S8192 D192/128 causal": (1.05, 1.05),
         }.items()
         for work, limit in zip(("forward", "backward"), limits, strict=True)
+    ),
+    *(
+        Bar(f"{shape}, {work} / FlashAttention-3", f"^{work}$", "rate", FA3, 1.03,
+            shape=f"^{shape}$", implementation=f"^{OURS}$")
+        for shape in (
+            "B3 H16 S3000 D128 causal", "B16 H16 S1024 D64 full",
+            "B4 H16 S4096 D128 causal", "B2 H16 S8192 D128 full",
+            "B1 H8 S32768 D128 causal", "B4 H16 S4096 D80 causal",
+        )
+        for work in ("forward", "backward")
     ),
     Bar("an option that masks nothing / none", "^(forward|backward)$", "time",
         "ours B2 H16 S8192 D128 causal, no option", 1.08, at_most=True,
@@ -251,6 +262,15 @@ BARS = (
             "efficiency", None, limit, shape="documents$",
             implementation=f"^{OURS}, {n}, ring, in order$")
         for n, limit in DOCUMENTS_OVER_GPUS.items()
+    ),
+    *(
+        Bar(f"time over {n} GPUs, {peer} / ours", "^(forward|both)$", "time",
+            f"row {OURS}, {n}, auto", 1.3, implementation=f"^peer {who}")
+        for n in OVER_GPUS
+        for peer, who in (
+            ("cuDNN gathered", f"cudnn in jax, {n}, all_gather$"),
+            ("torch's context_parallel", rf"torch [\d.]+ flash.*, {n}, \w+$"),
+        )
     ),
     Bar("a device's bytes / what it holds and two shards", "^both$", "memory", None,
         1.1, at_most=True, implementation=rf"^{OURS}, \d, ring$"),

@@ -214,6 +214,12 @@ def _over(
             yield name, functools.partial(_alone, case, n, place, local)
 
 
+def ours_over(case: Length, n: int) -> _Timed:
+    """What `auto` takes over n GPUs that are here, and right."""
+    ((_, make),) = _over(case, n, "auto")
+    return make()
+
+
 def _over_devices(
     case: Length, n: int, local: Callable[..., Any], options: Any, in_zigzag: bool
 ) -> _Timed:

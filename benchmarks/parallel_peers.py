@@ -2,7 +2,8 @@
 
     python benchmarks/parallel_peers.py --devices 2 --lengths 16384 32768 131072
 
-The work of `bench_parallel.py`, without its documents, on N GPUs of one machine:
+The work of `bench_parallel.py`, without its documents, on N GPUs of one machine, and
+ours beside those in JAX:
 
 - cuDNN in JAX, all_gather (rows in zigzag) and ulysses (rows in their order):
   `support/peers_in_jax.py`;

@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bench_parallel import DIM, Length, drawn
+from bench_parallel import DIM, Length, drawn, ours_over
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_kvblock.parallel import from_zigzag
 from support import common
-from support.common import Results
+from support.common import OURS, Results
 from support.peer_work import WORKS, judge
 from support.rounds import HOT, median_seconds
 
@@ -60,7 +60,7 @@ def time_in_jax(tokens: int, options: argparse.Namespace, results: Results) -> N
     except Exception as error:
         results.fail(case, jax_name(), error)
         return
-    running = {jax_name(): one}
+    running = {jax_name(): one, f"{OURS}, {n}, auto": ours_over(Length(tokens), n)}
     for way in options.ways:
         who = f"{jax_name()}, {n}, {way}"
         local = _gathered(n) if way == "all_gather" else _ulysses(whole)
@@ -85,7 +85,8 @@ def time_in_jax(tokens: int, options: argparse.Namespace, results: Results) -> N
     alone = {work: times[jax_name(), work] for work in WORKS}
     for who, made in running.items():
         seconds = {work: times[who, work] for work in WORKS}
-        report(results, case, who, seconds, None if made is one else alone, n)
+        peer = isinstance(made, _Compiled) and made is not one
+        report(results, case, who, seconds, alone if peer else None, n)
 
 
 class _Compiled:

@@ -125,6 +125,14 @@ _SHAPES = (
     AttentionCase(2, 16, 16, 16384, 128, causal=False),
     AttentionCase(2, 16, 16, 16384, 128),
 )
+# Lengths that tiles do not divide, short rows of few columns, and others beside which
+# FlashAttention-3 has been fast.
+ATTENTION_UNEVEN = (
+    AttentionCase(3, 16, 16, 3000, 128),
+    AttentionCase(16, 16, 16, 1024, 64, causal=False),
+    AttentionCase(1, 8, 8, 32768, 128),
+    AttentionCase(4, 16, 16, 4096, 80),
+)
 # Where the best known rates have been published or measured.
 ATTENTION_BEST_KNOWN = _SHAPES[:7]
 ATTENTION_SPEED = (
@@ -137,6 +145,7 @@ ATTENTION_SPEED = (
     ATTENTION_PACKED,
     ATTENTION_RAGGED,
     ATTENTION_SMALL,
+    *ATTENTION_UNEVEN,
 )
 # Where the kernels for sm_80 and newer have bars of their own.
 ATTENTION_GENERIC = (
