@@ -3,10 +3,11 @@
 - casts: a matrix to 8 bits in both orders, with its largest size, by the kernel and by
   XLA. TB/s of what has to move: the matrix in, its codes out twice. Beside them a copy
   of as many bytes, by XLA. All take turns.
+- norms and casts: RMSNorm, of a sum or not, and such a cast, by one kernel.
 - products: 8192 x 8192 x 8192, of matrices that are in 8 bits in the order that tensor
   cores want, and of bfloat16 ones that are cast first, with delayed scaling.
 - layers: a layer of a transformer like Llama's, d 4096, 16384 tokens, forward and
-  backward, attention by flash_attention.
+  backward, attention by flash_attention; and with norms in the kernel that casts.
 - steps: of a model like Llama's, with AdamW, without and with remat of layers. Beside
   the times, what the compiled programs say that they need.
 
@@ -42,8 +43,11 @@ from jax_kvblock.training import (
     Fp8Scaling,
     count_products,
     fp8_dot,
+    fp8_norm_dot,
     fp8_training,
+    norm_primitive,
 )
+from jax_kvblock.training import norm as norms
 from jax_kvblock.training import primitive as kernel
 from jax_kvblock.training.cast import largest_size, narrow
 from jax_kvblock.training.config import FP8Format
@@ -51,6 +55,7 @@ from jax_kvblock.training.config import FP8Format
 BF16 = "xla, bfloat16"
 KERNEL = f"{OURS}, cuda"  # of casts alone
 CASTS_BY_XLA = f"{OURS}, casts by xla"
+NORMS_IN_CASTS = f"{OURS}, norms in the casts"  # `fp8_norm_dot`
 COPY = "ceiling, a copy in turns"
 # Of what was rounded, beside bfloat16: to e4m3; to e5m2, product after product.
 MOST_OFF_PRODUCT, MOST_OFF_LAYER = 0.06, 0.2
@@ -75,6 +80,26 @@ class Cast:
     def bytes(self) -> int:
         """That have to move."""
         each = jnp.dtype(self.dtype).itemsize + 2
+        return self.matrices * self.rows * self.columns * each
+
+
+@dataclasses.dataclass(frozen=True)
+class NormCast:
+    """RMSNorm, of a sum or not, and a cast in both orders."""
+
+    rows: int
+    columns: int
+    with_residual: bool
+    matrices: int = 4
+
+    @property
+    def name(self) -> str:
+        of = "a sum" if self.with_residual else "x"
+        return f"{self.rows} x {self.columns} bfloat16, of {of}"
+
+    @property
+    def bytes(self) -> int:
+        each = 8 if self.with_residual else 4  # x, the residual, the sum, both orders
         return self.matrices * self.rows * self.columns * each
 
 
@@ -140,6 +165,12 @@ CASTS = (
     Cast(16384, 14336, "bfloat16", FP8Format.E4M3, 2),
     Cast(4096, 14336, "float32", FP8Format.E4M3),
 )
+NORM_CASTS = tuple(
+    NormCast(16384, columns, residual)
+    for columns in (2048, 4096, 8192, 14336)
+    for residual in (True, False)
+)
+EPS = 1e-6
 PRODUCTS = (Product(),)
 LAYERS = (Model("d 4096, 16384 tokens", 4, 4096, 4096, 32, 8, 14336),)
 STEPS = (
@@ -159,6 +190,9 @@ def bench(options: argparse.Namespace, results: Results) -> None:
         for cast in common.wanted(options, CASTS):
             small = dataclasses.replace(cast, rows=128, columns=256, matrices=1)
             _casts(small if quick else cast, results, quick)
+        for cast in common.wanted(options, NORM_CASTS):
+            small = dataclasses.replace(cast, rows=128, columns=256, matrices=1)
+            _norm_casts(small if quick else cast, results, quick)
         ceilings.add_device_copy(results, quick)
     for product in common.wanted(options, PRODUCTS):
         _products(Product(256) if quick else product, results, quick)
@@ -276,6 +310,71 @@ def _casts(cast: Cast, results: Results, quick: bool) -> None:
         results.add(case, KERNEL, "over a copy", over, "")
 
 
+def _norm_casts(cast: NormCast, results: Results, quick: bool) -> None:
+    """By our kernel, by plain JAX, and a copy of as many bytes."""
+    keys = jax.random.split(jax.random.key(5), 2 * cast.matrices)
+    shape = (cast.rows, cast.columns)
+    drawn = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
+    x, residuals = drawn[: cast.matrices], drawn[cast.matrices :]
+    if not cast.with_residual:
+        residuals = [None] * cast.matrices
+    gamma, scale = jnp.ones(cast.columns), jnp.float32(16)
+    form = FP8Format.E4M3
+
+    def by_kernel(x: Any, residual: Any) -> Any:
+        (made, size), total, _ = norm_primitive.norm_narrow(
+            x, residual, gamma, scale, form, EPS
+        )
+        return made.codes, made.transposed, size, total
+
+    def by_xla(x: Any, residual: Any) -> Any:
+        total, _, normed = norms.norm(x, residual, gamma, EPS)
+        made, size = narrow(normed, scale, form)
+        return made.codes, made.codes.T, size, total
+
+    def copy(x: Any, residual: Any) -> Any:
+        """Reads half of what has to move, and writes as much."""
+        half = x[: cast.rows // (1 if residual is not None else 2)]
+        return half + jnp.bfloat16(1), half - jnp.bfloat16(
+            1
+        ) if residual is not None else 0
+
+    case = f"{cast.name} / norm and cast"
+    running, made = {}, {}
+    for who, one in {KERNEL: by_kernel, "xla": by_xla, COPY: copy}.items():
+        every = jax.jit(
+            lambda x, r, one=one: [one(*pair) for pair in zip(x, r, strict=True)]
+        )
+        try:
+            made[who] = every(x, residuals)
+        except Exception as error:
+            results.fail(case, who, error)
+            continue
+        running[who] = functools.partial(every, x, residuals)
+    if KERNEL in made and "xla" in made:
+        apart = _codes_apart(made[KERNEL], made["xla"])
+        results.add(case, KERNEL, "codes apart", apart, "", show=False)
+        if apart > 1e-5:  # where float32 adds up squares in another order
+            results.fail(case, KERNEL, f"{apart:.2g} of the codes are not plain JAX's")
+            running.pop(KERNEL)
+    del made
+    seconds = _time(running, results, case, quick)
+    for who, found in seconds.items():
+        results.add(case, who, "bandwidth", cast.bytes / found / 1e12, "TB/s")
+    if KERNEL in seconds and COPY in seconds:
+        over = seconds[COPY] / seconds[KERNEL]
+        results.add(case, KERNEL, "over a copy", over, "")
+
+
+def _codes_apart(got: Any, want: Any) -> float:
+    """The share of codes that differ, in either order."""
+    share = jax.jit(lambda a, b: (a.view(jnp.uint8) != b.view(jnp.uint8)).mean())
+    pairs = [
+        (a[order], b[order]) for a, b in zip(got, want, strict=True) for order in (0, 1)
+    ]
+    return max(float(share(a, b)) for a, b in pairs)
+
+
 # ---- products ------------------------------------------------------------------------
 
 
@@ -314,21 +413,47 @@ def _products(product: Product, results: Results, quick: bool) -> None:
 
 def _normalize(x: jax.Array, weight: jax.Array) -> jax.Array:
     wide = x.astype(jnp.float32)
-    over = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
+    over = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + EPS)
     return (wide * over * weight).astype(x.dtype)
 
 
-def _layer(model: Model, product: Any, x: Any, weights: Any, scales: Any) -> jax.Array:
+class Apart:
+    """Products, and norms in front of them as operations of their own."""
+
+    def __init__(self, product: Callable[..., jax.Array], config: FP8Config) -> None:
+        self.times, self.config = product, config
+
+    def normed(self, x: Any, residual: Any, gamma: Any, w: Any, scaling: Any) -> Any:
+        """The product of normed x, or of its sum with a residual; and that sum."""
+        x = x if residual is None else x + residual
+        return self.times(_normalize(x, gamma), w, scaling), x
+
+
+class InCasts(Apart):
+    """Norms are in the kernel that casts."""
+
+    def normed(self, x: Any, residual: Any, gamma: Any, w: Any, scaling: Any) -> Any:
+        made = fp8_norm_dot(
+            x, gamma, w, scaling, residual=residual, eps=EPS, config=self.config
+        )
+        return (made, x) if residual is None else made
+
+
+def _layer(model: Model, by: Apart, x: Any, weights: Any, scales: Any) -> jax.Array:
     def times(x: jax.Array, name: str) -> jax.Array:
-        return product(x, weights[name], scales[name])
+        return by.times(x, weights[name], scales[name])
+
+    def normed(x: Any, residual: Any, which: int, name: str) -> Any:
+        gamma = weights["norm"][which]
+        return by.normed(x, residual, gamma, weights[name], scales[name])
 
     heads, kv_heads = model.heads, model.kv_heads
-    h = times(_normalize(x, weights["norm"][0]), "qkv")
+    h, x = normed(x, None, 0, "qkv")
     h = h.reshape(*x.shape[:2], heads + 2 * kv_heads, model.head_dim)
     q, k, v = jnp.split(h, (heads, heads + kv_heads), axis=2)
     h = flash_attention(q, k, v, causal=True).reshape(x.shape)
-    x = x + times(h, "out")
-    gate, up = jnp.split(times(_normalize(x, weights["norm"][1]), "gate_up"), 2, -1)
+    h, x = normed(times(h, "out"), x, 1, "gate_up")
+    gate, up = jnp.split(h, 2, -1)
     return x + times(jax.nn.silu(gate) * up, "down")
 
 
@@ -349,11 +474,15 @@ def _options() -> dict[str, Any]:
     return LIBRARIES if common.on_gpu() else {}
 
 
-def _multipliers() -> dict[str, tuple[Any, FP8Config]]:
-    """Products by whom, and how they are configured."""
-    found = {BF16: (_in_bfloat16, FP8Config())}
+def _multipliers() -> dict[str, Apart]:
+    """Products by whom."""
+    found = {BF16: Apart(_in_bfloat16, FP8Config())}
     for who, config in _served().items():
-        found[who] = (functools.partial(fp8_dot, config=config), config)
+        found[who] = Apart(functools.partial(fp8_dot, config=config), config)
+    if common.on_gpu():
+        config = FP8Config(implementation="cuda")
+        times = functools.partial(fp8_dot, config=config)
+        found[NORMS_IN_CASTS] = InCasts(times, config)
     return found
 
 
@@ -367,12 +496,10 @@ def _layers(model: Model, results: Results, quick: bool) -> None:
     first = {name: Fp8Scaling.create() for name in WEIGHTS}
     case = f"{model.name} / layer, forward and backward"
     running, made = {}, {}
-    for who, (product, config) in _multipliers().items():
+    for who, by in _multipliers().items():
 
-        def both(
-            x: Any, w: Any, scales: Any, d_out: Any, product: Any = product
-        ) -> Any:
-            layer = functools.partial(_layer, model, product)
+        def both(x: Any, w: Any, scales: Any, d_out: Any, by: Apart = by) -> Any:
+            layer = functools.partial(_layer, model, by)
             out, pull = jax.vjp(layer, x, w, scales)
             return out, pull(d_out)
 
@@ -382,7 +509,7 @@ def _layers(model: Model, results: Results, quick: bool) -> None:
             scales = first
             if who != BF16:
                 _, (_, _, report) = run(x, weights, first, d_out)
-                scales = {n: first[n].update(report[n], config) for n in WEIGHTS}
+                scales = {n: first[n].update(report[n], by.config) for n in WEIGHTS}
             out, (d_x, d_w, _) = run(x, weights, scales, d_out)
             made[who] = out, d_x, {name: d_w[name] for name in WEIGHTS}
             if who != BF16:
@@ -417,9 +544,9 @@ def _steps(model: Model, results: Results, quick: bool) -> None:
     )
     case = f"{model.name} / step with AdamW"
     seconds = {}
-    for who, (product, config) in _multipliers().items():
+    for who, by in _multipliers().items():
         try:
-            seconds[who] = _step(model, product, config, tokens, results, case, who)
+            seconds[who] = _step(model, by, tokens, results, case, who)
         except Exception as error:
             results.fail(case, who, error)
         gc.collect()
@@ -428,8 +555,7 @@ def _steps(model: Model, results: Results, quick: bool) -> None:
 
 def _step(
     model: Model,
-    product: Any,
-    config: FP8Config,
+    by: Apart,
     tokens: jax.Array,
     results: Results,
     case: str,
@@ -437,7 +563,7 @@ def _step(
 ) -> float:
     def loss(params: Any, scalings: Any, tokens: Any) -> Any:
         def layer(x: Any, own: Any) -> Any:
-            return _layer(model, product, x, *own), None
+            return _layer(model, by, x, *own), None
 
         embedding = params["embedding"].astype(jnp.bfloat16)
         x = embedding[tokens[:, :-1]]
@@ -451,8 +577,8 @@ def _step(
     keys = jax.random.split(jax.random.key(4))
     table = jax.random.normal(keys[0], (model.vocabulary, model.width)) * 0.02
     params = {"embedding": table, "layers": _weights(model, keys[1], layers)}
-    scalings = {name: Fp8Scaling.create(config, layers) for name in WEIGHTS}
-    training = fp8_training(loss, optax.adamw(3e-4), config)
+    scalings = {name: Fp8Scaling.create(by.config, layers) for name in WEIGHTS}
+    training = fp8_training(loss, optax.adamw(3e-4), by.config)
     state = jax.jit(training.init)(params, scalings)
     del params
     lowered = training.train_step.lower(state, tokens)
