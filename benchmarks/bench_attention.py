@@ -27,9 +27,10 @@ from support import attention_peers, attention_truth, common
 from support.common import OURS, Results, cases
 from support.rounds import Turns, median_seconds
 
-from jax_kvblock import AttentionTiles, _report, flash_attention
+from jax_kvblock import AttentionTiles, flash_attention
 from jax_kvblock.attention import derivatives, flash
 from jax_kvblock.attention.ops import LogSumExp
+from jax_kvblock.hardware import served
 
 TURNS = Turns(turns=2, rounds=3, seconds=0.04, warm_up=2, least=3)
 
@@ -186,8 +187,8 @@ def _speed(case: Any, results: Results, quick: bool) -> None:
 
 def choose_kernels() -> str:
     """Whose kernels None takes for 16 bits here: "cuda_sm90", "cuda" or "xla"."""
-    served = {row.op: row.implementation for row in _report.capabilities()}
-    return served[_report.ATTENTION_16_BITS].split()[0]
+    named = {row.op: row.implementation for row in served.capabilities()}
+    return named[served.ATTENTION_16_BITS].split()[0]
 
 
 def _add(case: Any, results: Results, name: str, seconds: dict[str, float]) -> None:

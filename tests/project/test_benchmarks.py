@@ -360,6 +360,27 @@ def test_attention_to_other_tiles_is_not_timed(
 SMALL = argparse.Namespace(quick=True, cases="D64")
 
 
+@pytest.mark.cpu
+def test_whose_kernels_attention_is_timed_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in imported("bench_attention", monkeypatch):
+        assert module.choose_kernels() == "xla"
+
+
+def test_norms_and_casts_and_the_copy_beside_them(training: ModuleType) -> None:
+    """On CPUs the kernel does not run, which is said; copies move as many bytes."""
+    for cast in (training.NormCast(64, 128, sums, 1) for sums in (True, False)):
+        results = sys.modules["support.common"].Results()
+        training._norm_casts(cast, results, True)
+        ran = {row["implementation"] for row in results.rows}
+        assert "xla" in ran and training.COPY in ran
+        if not sys.modules["support.common"].on_gpu():
+            assert len(results.failures) == 1 and training.KERNEL in results.failures[0]
+        # In 16 bits x, and the residual and the sum; codes of 8 bits, twice.
+        each = 2 + 2 * 2 * cast.with_residual + 1 + 1
+        assert cast.bytes == each * cast.rows * cast.columns
+        assert 2 * sum(a.nbytes for a in training._to_copy(cast)) == cast.bytes
+
+
 @pytest.mark.slow
 def test_small_training(training: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     results = sys.modules["support.common"].Results()
