@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -170,23 +171,70 @@ def test_attentions_row_is_what_its_results_file_says():
 WAYS = {  # of bench_fusion.py: XLA's, and the one that ships where it wins
     "qkv": ("q, k and v", "xla, three products", "jax_kvblock, joined in each call"),
     "attention": ("attention", "cudnn", "jax_kvblock"),
+    "gelu": ("bias and GELU", "xla", "jax_kvblock, input kept"),
 }
+OF_BLOCKS = [
+    (name, row)
+    for name in WAYS
+    for row in CHOICES[name].measured
+    if "/fusion-" in row.file
+]
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_rows_of_blocks_are_what_their_results_file_says(name):
-    work, xlas, ours = WAYS[name]
-    row = CHOICES[name].measured[-1]
-    assert row.lengths == (4096, 4096)
-    document = json.loads((RESULTS / row.file).read_text())
-    assert document["device"] == row.device
-    times = {
+def times_of(file):
+    document = json.loads((RESULTS / file).read_text())
+    return document["device"], {
         (r["case"], r["implementation"]): r["value"]
         for r in document["rows"]
         if r["metric"] == "time"
     }
+
+
+def test_where_blocks_were_measured():
+    devices = {name: [r.device for n, r in OF_BLOCKS if n == name] for name in WAYS}
+    h100, h200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+    assert devices == {"qkv": [h100, h200], "attention": [h100], "gelu": [h200]}
+
+
+@pytest.mark.cases(99)
+@pytest.mark.parametrize(("name", "row"), OF_BLOCKS, ids=str)
+def test_rows_of_blocks_are_what_their_results_file_says(name, row):
+    work, xlas, ours = WAYS[name]
+    assert row.lengths == (4096, 4096)
+    device, times = times_of(row.file)
+    assert device == row.device
     for want, what in (
         (row.forward, "forward"), (row.training, "forward and backward")
     ):  # fmt: skip
         case = f"B4 S4096 {work} / {what}"
         assert want == pytest.approx(times[case, xlas] / times[case, ours], abs=5e-4)
+
+
+def test_what_ships_in_a_block_and_what_the_document_says_of_it():
+    """On an H200 attention alone, which wins over the model as it is given."""
+    config = FusionConfig("full_block", "balanced", target_sequence_length=4096)
+    ships = {
+        name: decide(name, "", config, "NVIDIA H200", "bfloat16").used
+        for name in CHOICES
+    }
+    assert [name for name, used in ships.items() if used == "ours"] == ["attention"]
+    _, times = times_of("nvidia-h200/fusion-2026-11-28.json")
+    document = (RESULTS.parents[1] / "docs" / "fusion.md").read_text()
+    said = re.search(
+        r"ships attention alone: ([\d.]+) and ([\d.]+) times as fast as the same block "
+        r"jitted with XLA's attention, ([\d.]+) and ([\d.]+) with cuDNN's, "
+        r"([\d.]+) and ([\d.]+) with the best",
+        " ".join(document.split()),
+    )
+    found = []
+    for peers in (
+        ["xla"],
+        ["xla, cudnn"],
+        ["xla, cudnn", "xla, cudnn, cublaslt alone"],
+    ):
+        for what in ("forward", "forward and backward"):
+            case = f"B4 S4096 block / {what}"
+            best = min(times[case, peer] for peer in peers)
+            found.append(best / times[case, "jax_kvblock, attention alone"])
+    assert [f"{ratio:.2f}" for ratio in found] == list(said.groups())
+    assert min(found[:2]) > 1.05
