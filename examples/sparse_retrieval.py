@@ -11,13 +11,15 @@ answers are right.
     python examples/sparse_retrieval.py --cpu      # a few minutes on two cores
     python examples/sparse_retrieval.py --quick    # a minute, and it learns less
 
-Gates are trained with optax (`pip install optax`).
+With `--out DIR` the lines of all seeds go to a record like those of the benchmarks,
+`DIR/<device>/sparse-retrieval-<date>.json`. Gates are trained with optax (`pip install
+optax`).
 """
 
 import argparse
 import dataclasses
 import functools
-import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -333,6 +335,29 @@ def compare(
     return lines
 
 
+def record(
+    sizes: Sizes, lines: dict[int, list[Line]], out: Path, commit: str | None
+) -> Path:
+    """Writes the lines of each seed as benchmarks write theirs."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    from support import common
+
+    results = common.Results()
+    for seed, of_seed in lines.items():
+        case = f"{sizes.tokens} tokens, tiles of {sizes.block}, seed {seed} / questions"
+        for line in of_seed:
+            who = f"{common.OURS}, {line.pattern}"
+            for metric, value in (
+                ("share of tiles", line.share),
+                ("recall", line.recall),
+                ("error", line.error),
+                ("right answers", line.right),
+            ):
+                results.add(case, who, metric, value, "", show=False)
+    document = results.document(argparse.Namespace(commit=commit))
+    return common.write(document, "sparse-retrieval", out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cpu", action="store_true", help="what two cores can do")
@@ -341,8 +366,11 @@ def main() -> None:
     )
     parser.add_argument("--ratio", type=float, default=0.9, help="tiles left out")
     parser.add_argument("--piece", type=int, help="the side of the gates' pieces")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None, help="a file for the lines")
+    parser.add_argument(
+        "--seed", type=int, nargs="+", default=[0], help="a model for each"
+    )
+    parser.add_argument("--out", type=Path, default=None, help="where a record goes")
+    parser.add_argument("--commit", help="the record's, where git is not at hand")
     options = parser.parse_args()
     if options.cpu:
         jax.config.update("jax_platforms", "cpu")
@@ -356,18 +384,19 @@ def main() -> None:
         f"layers of {sizes.heads} heads of {sizes.head_dim}, {sizes.dtype.__name__}, "
         f"on {jax.devices()[0].device_kind}"
     )
-    params = train(sizes, options.seed)
-    gates = trained_gates(sizes, params, options.seed + 1)
-    lines = compare(sizes, params, gates, options.ratio, options.seed + 2)
-    print(f"{'pattern':>14}  tiles  recall  error  right")
-    for line in lines:
-        print(
-            f"{line.pattern:>14}  {line.share:5.3f}   {line.recall:5.3f}  "
-            f"{line.error:5.3f}  {line.right:5.3f}"
-        )
-    if options.json:
-        text = json.dumps([dataclasses.asdict(line) for line in lines], indent=1)
-        options.json.write_text(text + "\n")
+    lines = {}
+    for seed in options.seed:
+        params = train(sizes, seed)
+        gates = trained_gates(sizes, params, seed + 1)
+        lines[seed] = compare(sizes, params, gates, options.ratio, seed + 2)
+        print(f"seed {seed}\n{'pattern':>14}  tiles  recall  error  right")
+        for line in lines[seed]:
+            print(
+                f"{line.pattern:>14}  {line.share:5.3f}   {line.recall:5.3f}  "
+                f"{line.error:5.3f}  {line.right:5.3f}"
+            )
+    if options.out:
+        print(f"wrote {record(sizes, lines, options.out, options.commit)}")
 
 
 if __name__ == "__main__":

@@ -42,8 +42,9 @@ class AttentionTiles:
         tiles that query tile `i` visits: tile `j` holds the keys from `j * block_kv`
         to `(j + 1) * block_kv`. A tile comes at most once in a row, in any order;
         entries outside the KV tiles (−1, say) are skipped. A tile that comes twice is a
-        ValueError where the values lie on the host; elsewhere "xla" counts it
-        once and the CUDA kernels may count its keys twice.
+        ValueError where the values lie on the host and under `debug_checks`; elsewhere
+        "xla" counts it once, and the CUDA kernels count its keys twice in out and lse,
+        and once in gradients (in that of q twice if it is deterministic).
       counts: int32 `[B|1, N|1, ceil(T / block_q)]`. How many entries of each row
         count, all of them where it is larger; the rest is not looked at.
       block_q, block_kv: the tiles' sizes, integers that are multiples of 16 (of 128 for

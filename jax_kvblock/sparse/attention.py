@@ -8,6 +8,7 @@ from jax_kvblock.attention.arguments import check_flags
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.attention.flash import flash_attention
 from jax_kvblock.attention.options import Output, PrecisionLike, Rows, SeedLike
+from jax_kvblock.core.checks import check_array
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 from jax_kvblock.sparse.select import Report, warn_if_short
 from jax_kvblock.sparse.selector import MaskOptions, Selector
@@ -128,8 +129,8 @@ def sparse_attention(
       TypeError, ValueError: as `flash_attention` and the selector.
 
     Warns:
-      UserWarning: outside of jit, where rows are short of tau and the report is not
-        returned.
+      UserWarning: where rows are short of tau and the report is not returned; under
+        jit, once it is traced, where tau has a bound, so that rows may be.
 
     Example:
       >>> selector = AntidiagonalThreshold(sparsity_ratio=0.9)
@@ -152,6 +153,8 @@ def sparse_attention(
     parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
     if return_report:
         parts = (*parts, report)
-    elif report is not None:
-        warn_if_short(where, report, "pass return_report=True")
+    elif isinstance(selector, Selector) and report is not None:
+        kv_len = check_array(where, "k", k, in_place=True).shape[1]
+        bounded = selector.may_be_short(kv_len)
+        warn_if_short(where, report, "pass return_report=True", bounded)
     return parts if len(parts) > 1 else parts[0]

@@ -55,6 +55,12 @@ def tiles_kept(ratio: float, count: int) -> np.ndarray:
     return np.minimum(n, np.maximum(kept, 1)).astype(np.int32)
 
 
+def cuts(cols: int, ratio: float | None, capacity: int | None) -> bool:
+    """Whether some row of `cols` tiles has a budget for fewer than it sees."""
+    by_ratio = ratio is not None and tiles_kept(ratio, cols)[-1] < cols
+    return bool(by_ratio) or (capacity is not None and capacity < cols)
+
+
 def row_limits(
     grid: Grid, visible: Any, always: Any, ratio: float | None, capacity: int | None
 ) -> Any:

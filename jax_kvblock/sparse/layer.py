@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock.attention.arguments import check_flags
+from jax_kvblock.attention.arguments import check_flags, finite
+from jax_kvblock.attention.dropout import threshold_of
+from jax_kvblock.attention.options import SeedLike
 from jax_kvblock.core.checks import as_array, check_dtype, check_positive, show
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.sparse.antidiagonal import AntidiagonalThreshold
@@ -59,6 +61,8 @@ class DynamicSparseAttention:
       selector: who chooses.
       num_heads, num_kv_heads: N and K.
       causal: whether a position sees those up to its own alone.
+      dropout: the share of the probabilities that become 0 in calls that are given a
+        `dropout_seed`, as `dropout_rate` in `flash_attention`.
     """
 
     qkv: jax.Array
@@ -67,17 +71,23 @@ class DynamicSparseAttention:
     num_heads: int = dataclasses.field(metadata={"static": True})
     num_kv_heads: int = dataclasses.field(metadata={"static": True})
     causal: bool = dataclasses.field(default=False, metadata={"static": True})
+    dropout: float = dataclasses.field(default=0.0, metadata={"static": True})
 
     def __call__(
         self,
         hidden_states: Float[ArrayIn, "B S d_model"],
         segment_ids: Int[ArrayIn, "B S"] | None = None,
+        dropout_seed: SeedLike = None,
     ) -> Float[jax.Array, "B S d_model"]:
         """Attends.
 
         Args:
           hidden_states: `[B, S, d_model]`, floats.
           segment_ids: int32 `[B, S]`; a position sees its own segment alone.
+          dropout_seed: which probabilities the layer's dropout makes 0, as in
+            `flash_attention`, another one for each layer and step: a key of
+            `jax.random`, say. None drops nothing, as where a model is evaluated.
+            Selectors know nothing of it.
 
         Returns:
           `[B, S, d_model]` in the dtype of hidden_states.
@@ -86,16 +96,19 @@ class DynamicSparseAttention:
           TypeError, ValueError: shapes or dtypes do not fit.
 
         Warns:
-          UserWarning: outside of jit, where rows are short of tau.
+          UserWarning: where rows are short of tau; under jit, once it is traced, where
+            tau has a bound, so that rows may be.
         """
-        made, report = self.with_report(hidden_states, segment_ids)
-        warn_if_short(type(self).__name__, report, "call with_report")
+        made, report = self.with_report(hidden_states, segment_ids, dropout_seed)
+        bounded = self.selector.may_be_short(made.shape[1])
+        warn_if_short(type(self).__name__, report, "call with_report", bounded)
         return made
 
     def with_report(
         self,
         hidden_states: Float[ArrayIn, "B S d_model"],
         segment_ids: Int[ArrayIn, "B S"] | None = None,
+        dropout_seed: SeedLike = None,
     ) -> tuple[Float[jax.Array, "B S d_model"], Report]:
         """What the layer gives, and what its selector says of the tiles."""
         x = as_array(type(self).__name__, "hidden_states", hidden_states)
@@ -107,6 +120,8 @@ class DynamicSparseAttention:
             self.selector,
             causal=self.causal,
             segment_ids=segment_ids,
+            dropout_rate=0.0 if dropout_seed is None else self.dropout,
+            dropout_seed=dropout_seed,
             return_report=True,
         )
         assert report is not None  # of a selector there is one
@@ -154,6 +169,7 @@ def create_sparse_attention(
     *,
     num_kv_heads: int | None = None,
     causal: bool = False,
+    dropout: float = 0.0,
     selector: Selector | None = None,
     key: jax.Array | None = None,
     dtype: Any = jnp.float32,
@@ -171,6 +187,8 @@ def create_sparse_attention(
         train it with `train_gate`, and pass it to the layer's `with_gate`.
       num_kv_heads: key heads, which divide num_heads; as many unless given.
       causal: a position sees those up to its own alone.
+      dropout: the share of the probabilities that become 0 where a call is given a
+        `dropout_seed`, from 0 on and below 1.
       selector: in place of sparsity_ratio, pattern and options, one that is made
         already.
       key: for the weights, `jax.random.key(0)` unless given.
@@ -180,7 +198,7 @@ def create_sparse_attention(
 
     Raises:
       TypeError, ValueError: sizes that do not fit, a ratio outside of 0 to 0.95, a
-        pattern or an option that there is not.
+        dropout outside of 0 to 1, a pattern or an option that there is not.
 
     Example:
       >>> attention = create_sparse_attention(d_model=512, num_heads=8)
@@ -206,6 +224,9 @@ def create_sparse_attention(
             f"{where}: dtype must be bfloat16, float16 or float32, got {dtype}; what "
             "goes in may have another, and what comes out has that one"
         )
+    fix = "make it a static argument of the jit (dropout_seed may be traced)"
+    rate = finite(where, "dropout", dropout, 0.0, fix)
+    threshold_of(where, rate, "dropout")
     head_dim = d_model // num_heads
     keys = jax.random.split(jax.random.key(0) if key is None else key, 3)
     if selector is None:
@@ -226,6 +247,7 @@ def create_sparse_attention(
         num_heads,
         kv,
         bool(causal),
+        rate,
     )
 
 

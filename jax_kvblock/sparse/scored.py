@@ -14,6 +14,7 @@ from jax_kvblock.sparse.budget import (
     check_count,
     check_number,
     check_ratio,
+    cuts,
     forced_tiles,
     list_width,
     row_limits,
@@ -69,6 +70,10 @@ class ScoredSelector(Selector):
     def width(self, grid: Grid) -> int:
         bounds = (self.sparsity_ratio, self.capacity, self.sinks)
         return list_width(self.name, grid, *bounds)
+
+    def may_be_short(self, kv_len: int) -> bool:
+        cols = -(-kv_len // self.block_kv)
+        return self.tau is not None and cuts(cols, self.sparsity_ratio, self.capacity)
 
     def choose(self, q: jax.Array, k: jax.Array, grid: Grid, scale: float) -> Choice:
         return chosen(

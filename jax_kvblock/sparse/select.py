@@ -210,22 +210,35 @@ def selection(where: str, grid: Grid, choice: Choice, width: int) -> Selection:
     return Selection(tiles, report)
 
 
-def warn_if_short(where: str, report: Report, fix: str, level: int = 3) -> None:
-    """Of a report that is not returned: rows short of tau, where that is known.
+def warn_if_short(
+    where: str, report: Report, fix: str, bounded: bool, level: int = 3
+) -> None:
+    """Of a report that is not returned: rows short of tau, or that nobody will know.
 
-    Its text is always the same, so that Python shows it once for a place in the text of
-    the caller, `level` calls from here.
+    `bounded` says whether there may be such rows. A text is always the same, so that
+    Python shows it once for a place in the text of the caller, `level` calls from here.
     """
     short = report.short
-    if short is None or isinstance(short, jax.core.Tracer) or not np.any(short):
+    if short is None:
         return
-    warnings.warn(
-        f"{where}: capacity or sparsity_ratio is too small for tau in some rows of "
-        f"tiles, which list less than it asks for; list more tiles, ask for less, or "
-        f"{fix} and look at report.rows_short",
-        UserWarning,
-        stacklevel=level,
-    )
+    look = f"{fix} and look at report.rows_short"
+    if isinstance(short, jax.core.Tracer):
+        if not bounded or debug.enabled():  # then the program looks, and fails
+            return
+        said = (
+            "capacity or sparsity_ratio may be too small for tau in some rows of "
+            "tiles, which list less than it asks for then, and under jit the call "
+            f"cannot tell; {look}"
+        )
+    elif np.any(short):
+        said = (
+            "capacity or sparsity_ratio is too small for tau in some rows of tiles, "
+            "which list less than it asks for; list more tiles, ask for less, or "
+            f"{look}"
+        )
+    else:
+        return
+    warnings.warn(f"{where}: {said}", UserWarning, stacklevel=level)
 
 
 def _look(where: str, *, short: np.ndarray, mass: np.ndarray | None = None) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import jax
 
 from jax_kvblock.attention.config import AttentionTiles
+from jax_kvblock.core.checks import check_array
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 from jax_kvblock.sparse.arguments import check_blocks, check_qk, grid_of, scale_of
 from jax_kvblock.sparse.grid import Grid
@@ -62,10 +63,12 @@ class Selector:
     ) -> AttentionTiles:
         """The tiles of `select`.
 
-        Outside of jit it warns of rows that are short of tau, as the report would tell.
+        It warns of rows that are short of tau, as the report would tell; under jit that
+        there may be some, where tau has a bound.
         """
         tiles, report = self.select(q, k, scale=scale, **mask)
-        warn_if_short(self.name, report, "call select")
+        kv_len = check_array(self.name, "k", k, in_place=True).shape[1]
+        warn_if_short(self.name, report, "call select", self.may_be_short(kv_len))
         return tiles
 
     def select(
@@ -111,6 +114,10 @@ class Selector:
     def width(self, grid: Grid) -> int:
         """The entries that a list has room for."""
         raise NotImplementedError
+
+    def may_be_short(self, kv_len: int) -> bool:
+        """Whether rows over so many keys may list less than a tau asks for."""
+        return getattr(self, "tau", None) is not None
 
     def __or__(self, other: Selector) -> Union:
         """What either of them lists."""
@@ -159,3 +166,6 @@ class Union(Selector):
 
     def width(self, grid: Grid) -> int:
         return min(grid.cols, sum(part.width(grid) for part in self.parts))
+
+    def may_be_short(self, kv_len: int) -> bool:
+        return any(part.may_be_short(kv_len) for part in self.parts)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -12,6 +15,8 @@ from messages import check
 
 import jax_kvblock
 from jax_kvblock import AttentionScales, dot_product_attention, flash_attention
+from jax_kvblock.attention import cuda, dispatch
+from jax_kvblock.core import ffi
 from jax_kvblock.fp8 import FP8AttentionConfig, fp8_attention, quantize_qkv
 
 E4M3 = jnp.float8_e4m3fn
@@ -91,14 +96,19 @@ def test_within_some_per_cent(dtype, rng):
     assert 0 < jnp.abs(lse - exact_lse).max() < 0.2
 
 
+# Turned, few large numbers are spread over their rows, which are then nearly as good as
+# normally distributed ones: off by 0.046 in e4m3, whatever their scales, of which the
+# values alone are 0.026. One scale for all is off by 0.07 to 0.08 with so few. So what
+# was asked, 0.6, is not reached: over draws it is 0.60 to 0.75.
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
-    ("kind", "share"), [("a mean of the keys", 0.6), ("few large numbers", 0.8)]
+    ("kind", "share"), [("a mean of the keys", 0.45), ("few large numbers", 0.75)]
 )
 def test_what_config_is_for(kind, share, rng):
     """Beside one scale for all: errors of two kinds of arrays that models have."""
-    q, k, v = arrays(rng, d=64)
+    q, k, v = arrays(rng, d=128)
     if kind == "a mean of the keys":
-        k = k + jnp.asarray(rng.normal(0, 4, (1, 1, 2, 64)), jnp.bfloat16)
+        k = k + jnp.asarray(rng.normal(0, 4, (1, 1, 2, 128)), jnp.bfloat16)
     else:
 
         def large(x):
@@ -113,6 +123,11 @@ def test_what_config_is_for(kind, share, rng):
         for config in (FP8AttentionConfig(), ROUGH)
     )
     assert finer < share * rough
+    # Not better than normally distributed numbers are.
+    plain = arrays(rng, d=128)
+    exact = flash_attention(*plain)
+    ordinary = relative(fp8_attention(*plain, implementation="xla"), exact)
+    assert 0.9 * ordinary < finer < 1.3 * ordinary
 
 
 @pytest.mark.parametrize("smooth", [False, True])
@@ -299,6 +314,46 @@ def test_nothing_is_computed_in_more_bits_unasked(rng):
         TypeError, match="config must be an FP8AttentionConfig, got bool"
     ):
         fp8_attention(*arrays(rng), True)
+
+
+GPUS = {
+    "8.0": ("compute capability 8.0 (9.0 alone is served)", (8, 0)),
+    "8.9, which multiplies 8 bits": ("compute capability 8.9", (8, 9)),
+    "10.0": ("compute capability 10.0 (9.0 alone is served)", (10, 0)),
+    "one of two": ("compute capability 8.0", (8, 0), (9, 0)),
+    "a build without 90a": ("this build (rebuild it with 90a", (9, 0)),
+}
+
+
+@pytest.mark.cpu
+@pytest.mark.cases(5)
+@pytest.mark.parametrize("name", GPUS)
+def test_gpus_without_the_kernel_are_an_error(name, monkeypatch, rng):
+    """For None and "cuda_sm90", of arrays in 8 bits and of those that become it."""
+    words, *capabilities = GPUS[name]
+    choose = dispatch.choose
+
+    def on_gpu(config, x, platform, **how):
+        return choose(config, x, "cuda", **how)
+
+    monkeypatch.setattr(dispatch, "choose", on_gpu)
+    monkeypatch.setattr(ffi, "gpu_capabilities", lambda: frozenset(capabilities))
+    monkeypatch.setattr(cuda, "_built_for_hopper", lambda: "90a" not in name)
+    q, k, v = arrays(rng, b=1, t=4, s=8, n=2, k=1, d=16)
+    x = quantize_qkv(q, k, v, implementation="xla")
+    calls = (
+        lambda **how: fp8_attention(q, k, v, **how),
+        lambda **how: flash_attention(x.q, x.k, x.v, scales=x.scales, **how),
+    )
+    words = re.escape(words)
+    for call_as in calls:
+        with pytest.raises(ValueError, match=f"{words}.*to bfloat16.*='xla' computes"):
+            call_as()
+        with pytest.raises(ValueError, match=f"{words}.*implementation='xla' does"):
+            call_as(implementation="cuda_sm90")
+        with pytest.raises(ValueError, match="Hopper's kernels alone multiply 8 bits"):
+            call_as(implementation="cuda")
+        jax.jit(functools.partial(call_as, implementation="xla")).lower()
 
 
 def test_bad_scales_make_nan(rng):

@@ -30,7 +30,7 @@ pytestmark = [
 
 
 # A library each; "cast" is in the name of another one.
-OWN = ("norm_cast", "cast", "latent", "float32", "fp8")
+OWN = ("norm_cast", "cast", "latent", "float32", "fp8", "dropout", "quantize")
 
 
 @pytest.fixture(scope="session")
@@ -75,7 +75,7 @@ def library_of(cases: str) -> str:
 
 FORWARD, LATENT = f"{HOPPER}/forward", f"{HOPPER}/latent"
 PAGE_LOADER = f"{FORWARD}/page_loader.cuh"
-CAST = "cpp/ops/cast"
+CAST, QUANTIZE = "cpp/ops/cast", "cpp/ops/quantize/quantize_kernel.cuh"
 
 
 LEAVES_STEP = "BarrierArrive(SharedAddress(&shared_.step_empty[now.stage]));"
@@ -189,6 +189,41 @@ MISSING = (
         "ClusterBarrierWait(",
         "if (threadIdx.x != 255) ClusterBarrierWait(",
         ("norm_cast, three CTAs", "NormCast", "SendFloat"),
+    ),
+    Mutant(
+        "quantize: nobody waits for the other warps' sizes",
+        QUANTIZE,
+        "of_warps[threadIdx.x / 32] = x;\n  __syncthreads();",
+        "of_warps[threadIdx.x / 32] = x;",
+        ("quantize, default", "MaxOfCta", "MaxOfCta"),
+    ),
+    Mutant(
+        "quantize: nobody waits for the other rows' sums",
+        QUANTIZE,
+        "  __syncthreads();\n  float sum = 0.0f;",
+        "  float sum = 0.0f;",
+        ("quantize, default", "QuantizeParts", "QuantizeParts"),
+    ),
+    Mutant(
+        "quantize: sums are turned in one place, over what others still read",
+        QUANTIZE,
+        "bit *= 2, place ^= 1)",
+        "bit *= 2)",
+        ("quantize, default", "TurnOverThreads", "TurnOverThreads"),
+    ),
+    Mutant(
+        "quantize: nobody waits for the mean",
+        QUANTIZE,
+        "    }\n    __syncthreads();\n  }\n  const float factor",
+        "    }\n  }\n  const float factor",
+        ("quantize, default", "QuantizeTile", "Centre"),
+    ),
+    Mutant(
+        "dropout: the keys of a step that is being planned",
+        f"{FORWARD}/consumer.cuh",
+        "dropout_.TakeKeys(shared_.steps[steps_.stage].first",
+        "dropout_.TakeKeys(shared_.steps[(steps_.stage + 1) % kSteps].first",
+        ("dropout, dropped_lengths, 64", "Planner", "TakeDropout"),
     ),
     Mutant(
         "8 bits: V is transposed before it is there",

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_model import jit
+from attention_bar import assert_exact
+from attention_model import BF16, F16, KERNELS, jit
+from attention_model import draw as draw_call
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from messages import check
@@ -439,7 +441,55 @@ def test_rows_short_of_tau_are_told_of(qkv):
         layer.with_report(x)
         short.select(q, k)
         AntidiagonalThreshold(tau=0.99, stride=8, **TILES)(q, k)
-        jit(short)(q, k)
+
+
+BOUNDS = {
+    "a capacity": ({"capacity": 7}, True),
+    "a ratio": ({"sparsity_ratio": 0.3}, True),
+    "no bound": ({}, False),
+    "a capacity for all tiles": ({"capacity": 8}, False),
+    "a ratio that leaves none out": ({"sparsity_ratio": 0.05}, False),
+}
+
+
+@pytest.mark.cases(5)
+@pytest.mark.parametrize("name", BOUNDS)
+def test_under_jit_it_is_said_that_nobody_will_know(qkv, name):
+    """Once a program is traced, where a row may be short and no report comes back."""
+    bound, may_be_short = BOUNDS[name]
+    q, k, v = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in qkv)
+    selector = AntidiagonalThreshold(tau=0.9, stride=8, **bound, **TILES)
+    layer = create_sparse_attention(64, 4, selector=selector)
+    x = jax.ShapeDtypeStruct((2, 128, 64), jnp.float32)
+    calls = {
+        "sparse_attention": lambda s=selector: jax.eval_shape(
+            lambda *qkv: sparse_attention(*qkv, s), q, k, v
+        ),
+        "AntidiagonalThreshold": lambda: jax.eval_shape(
+            lambda q, k: selector(q, k), q, k
+        ),
+        "DynamicSparseAttention": lambda: jax.eval_shape(lambda x: layer(x), x),
+        "Union": lambda: jax.eval_shape(
+            lambda q, k: (selector | SELECTORS["random"])(q, k), q, k
+        ),
+    }
+    for where, call in calls.items():
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("default")
+            call()
+            call()
+        found = [str(w.message).startswith(f"{where}: ") for w in told]
+        assert found == [True] * may_be_short
+        for said in told:
+            assert said.filename == __file__ and said.category is UserWarning
+            for words in ("may be too small for tau", "report.rows_short"):
+                assert words in str(said.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.eval_shape(lambda q, k: selector.select(q, k).report, q, k)
+        jax.eval_shape(lambda x: layer.with_report(x), x)
+        with jax_kvblock.debug_checks():  # the program looks
+            jax.eval_shape(lambda q, k: selector(q, k), q, k)
 
 
 def test_options_of_flash_attention(qkv):
@@ -485,6 +535,76 @@ def test_debug_checks_of_lists_that_only_a_device_knows(qkv):
         with pytest.raises(jax.errors.JaxRuntimeError, match="tile 0 twice"):
             jax.block_until_ready(jit(run)(tiles))
         jax.block_until_ready(jit(run)(once))
+
+
+def counted(x, times, by_keys, by_queries):
+    """What comes out where pairs are counted `times` in out and lse, in float64.
+
+    by_keys, by_queries: as often as gradients of k and v, and of q, count them.
+    """
+    q, k, v, d_out, d_lse = (np.float64(a) for a in x)
+    k, v = (np.repeat(a, 2, axis=2) for a in (k, v))
+    scores = np.einsum("btnd,bsnd->bnts", q, k) / 8
+    lse = np.log((times * np.exp(scores)).sum(-1))
+    p = np.exp(scores - lse[..., None])
+    out = np.einsum("bnts,bsnd->btnd", times * p, v)
+    delta = (d_out * out).sum(-1) - d_lse
+    d_p = np.einsum("btnd,bsnd->bnts", d_out, v)
+    d_scores = p * (d_p - delta.transpose(0, 2, 1)[..., None]) / 8
+    d_q = np.einsum("bnts,bsnd->btnd", by_queries * d_scores, k)
+    d_k = np.einsum("bnts,btnd->bsnd", by_keys * d_scores, q)
+    d_v = np.einsum("bnts,btnd->bsnd", by_keys * p, d_out)
+    of_pairs = (a.reshape(1, -1, 1, 2, 64).sum(3) for a in (d_k, d_v))
+    return out, lse.transpose(0, 2, 1), d_q, *of_pairs
+
+
+ON_GPUS = (
+    pytest.mark.gpu,
+    pytest.mark.skipif("cuda" not in KERNELS, reason="no CUDA kernels here"),
+)
+ONCE_OR_TWICE = {
+    "plain JAX": ("xla", False, False),
+    "emulated kernels": pytest.param("cuda", False, True, marks=pytest.mark.cpu),
+    "emulated, deterministic": pytest.param("cuda", True, True, marks=pytest.mark.cpu),
+    "kernels": pytest.param("cuda", False, False, marks=ON_GPUS),
+    "kernels, deterministic": pytest.param("cuda", True, False, marks=ON_GPUS),
+}
+
+
+@pytest.mark.cases(5)
+@pytest.mark.parametrize(
+    ("implementation", "deterministic", "emulated"),
+    ONCE_OR_TWICE.values(),
+    ids=ONCE_OR_TWICE,
+)
+def test_a_tile_that_only_a_device_knows_to_be_listed_twice(
+    request, rng, implementation, deterministic, emulated
+):
+    """As docs/attention.md has it, of the kernels of float32."""
+    if emulated:
+        request.getfixturevalue("float32_as_cuda")
+    sizes = {"batch": 1, "q_len": 150, "kv_len": 300, "heads": 2, "kv_heads": 1}
+    q, k, v = draw(rng, **sizes, dim=64)
+    d_out, d_lse = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (
+        q.shape, q.shape[:3]
+    ))  # fmt: skip
+    lists = AttentionTiles(jnp.int32([[[[2, 0, 2], [1, 1, 1]]]]), jnp.int32([[[3, 2]]]))
+
+    @jit
+    def run(qkv, tiles, cotangents):
+        how = {"deterministic": deterministic, "implementation": implementation}
+        attend = lambda *x: flash_attention(*x, tiles=tiles, return_lse=True, **how)  # noqa: E731
+        made, pull = jax.vjp(attend, *qkv)
+        return *made, *pull(cotangents)
+
+    got = run((q, k, v), lists, (d_out, d_lse))
+    twice = np.repeat(np.repeat([[1, 0, 2], [0, 2, 0]], 128, 0), 128, 1)[:150, :300]
+    once = np.minimum(twice, 1)
+    by_list = twice if implementation == "cuda" else once
+    of_q = by_list if deterministic else once
+    want = counted((q, k, v, d_out, d_lse), by_list, once, of_q)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=2e-5)
 
 
 # On the host, where they are looked at.
@@ -594,3 +714,45 @@ def test_lists_that_are_unsorted_or_out_of_range_have_a_meaning(qkv, indices):
     kept = np.isin(np.arange(8), [2, 5])[None, None, None].repeat(8, 2)
     allowed = spread(kept, 128, 128, tiles)
     np.testing.assert_allclose(got, truth(*qkv, allowed), rtol=0, atol=3e-6)
+
+
+# ---- on a GPU ------------------------------------------------------------------------
+
+WIDE = {"block_q": 128, "block_kv": 128}
+# Of a head dim; six tiles a row, the last one cut.
+OF_KERNELS = {
+    "random": lambda dim: Random(sparsity_ratio=0.5, **WIDE),
+    "streaming": lambda dim: Streaming(window=2, **WIDE),
+    "threshold": lambda dim: AntidiagonalThreshold(tau=0.6, **WIDE),
+    "pooled": lambda dim: PooledThreshold(tau=None, capacity=3, **WIDE),
+    "learned": lambda dim: LearnedGate(
+        init_gate(4, 2, dim), piece=32, sparsity_ratio=0.5, **WIDE
+    ),
+}
+MASKED = {
+    "full": (F16, 64, {}),
+    "causal": (BF16, 128, {"causal": True}),
+    "causal, lengths": (
+        BF16,
+        64,
+        {"causal": True, "kv_lens": np.int32([700, 300])},
+    ),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "implementation", [k for k in KERNELS if k != "xla"] or ["cuda"]
+)
+@pytest.mark.parametrize("mask", MASKED)
+@pytest.mark.parametrize("name", OF_KERNELS)
+def test_lists_of_selectors_through_the_kernels(rng, name, mask, implementation):
+    """As the selector makes them, of grouped heads: out, lse and gradients."""
+    dtype, dim, options = MASKED[mask]
+    call = draw_call(rng, dtype, q_len=700, kv_len=700, dim=dim, **options)
+    selector = OF_KERNELS[name](dim)
+    select = jit(lambda q, k: tuple(selector.select(q, k, **options)))
+    tiles, report = select(call.arrays["q"], call.arrays["k"])
+    assert 0.2 < report.share < 0.9
+    assert len({x.tobytes() for x in listed(tiles, 6)[0, 0]}) > 1, "all rows are alike"
+    assert_exact(call.replace(tiles=tiles), implementation)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import sys
+from pathlib import Path
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -219,3 +224,33 @@ def test_bad_calls_are_errors(qkv, name):
     make, error, words = BAD[name]
     options = {"tiles": Random(**TILES), **make(qkv[0])}
     check("evaluate_selector", error, words, lambda: evaluate_selector(*qkv, **options))
+
+
+def test_the_example_of_retrieval_writes_a_record(tmp_path, monkeypatch):
+    """Each seed's lines, in the form of the benchmarks' files."""
+    pytest.importorskip("optax")
+    root = Path(__file__).parents[2]
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", [str(root / "examples"), *sys.path])
+    example = importlib.import_module("sparse_retrieval")
+    line = example.Line("random", 0.1, 0.25, 0.75, 0.5)
+    lines = {0: [line], 7: [line, line]}
+    path = example.record(example.QUICK, lines, tmp_path, "abc")
+    own = (str(root / "examples"), str(root / "benchmarks"))
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(own):
+            del sys.modules[name]
+    assert path.parent.parent == tmp_path
+    document = json.loads(path.read_text())
+    assert document["commit"] == "abc" and document["versions"]["jax"]
+    rows = document["rows"]
+    assert len(rows) == 12
+    assert [row["value"] for row in rows[:4]] == [0.1, 0.25, 0.75, 0.5]
+    assert rows[0]["case"] == "512 tokens, tiles of 16, seed 0 / questions"
+    assert rows[-1] == {
+        "case": "512 tokens, tiles of 16, seed 7 / questions",
+        "implementation": "jax_kvblock, random",
+        "metric": "right answers",
+        "value": 0.5,
+        "unit": "",
+    }

@@ -11,6 +11,7 @@ from attention_model import jit
 from messages import check
 from sparse_cases import listed, pairs, spread, truth
 
+from jax_kvblock import flash_attention
 from jax_kvblock.sparse import (
     AntidiagonalThreshold,
     BlockSparse,
@@ -121,6 +122,39 @@ def test_half_precision_inside(x):
     assert layer(x).dtype == jnp.float32
 
 
+@pytest.mark.parametrize(
+    "pattern", [SparsePattern.RANDOM, SparsePattern.DYNAMIC_THRESHOLD]
+)
+def test_dropout_where_a_call_has_a_seed(x, pattern):
+    """As `flash_attention` drops; which tiles are chosen has nothing to do with it."""
+    layer = create_sparse_attention(
+        WIDTH, HEADS, 0.5, pattern, causal=True, dropout=0.3, **TILES
+    )
+    assert layer.dropout == 0.3
+    seed = jax.random.key(3)
+    made, report = jit(lambda layer, x, seed: layer.with_report(x, None, seed))(
+        layer, x, seed
+    )
+    q, k = layer.queries_and_keys(x)
+    v = (x @ layer.qkv)[..., 64:].reshape(2, LENGTH, HEADS, 8)
+    tiles = layer.selector(q, k, causal=True)
+    np.testing.assert_array_equal(report.listed, tiles.counts)
+    want = flash_attention(
+        q, k, v, causal=True, tiles=tiles, dropout_rate=0.3, dropout_seed=seed
+    )
+    want = want.reshape(2, LENGTH, -1) @ layer.out
+    np.testing.assert_allclose(made, want, rtol=0, atol=3e-6)
+    np.testing.assert_allclose(
+        layer(x, None, dropout_seed=seed), made, rtol=0, atol=3e-6
+    )
+    none = create_sparse_attention(WIDTH, HEADS, 0.5, pattern, causal=True, **TILES)
+    without = np.asarray(none(x))
+    np.testing.assert_array_equal(layer(x), without)
+    np.testing.assert_array_equal(none(x, None, seed), without)
+    assert np.abs(made - without).max() > 0.01
+    assert np.abs(layer(x, None, 4) - made).max() > 0.01
+
+
 def test_vmap_of_layers(x):
     layers = [
         create_sparse_attention(
@@ -166,6 +200,24 @@ BAD = {
     "dtype": (make(dtype="float64"), WHERE, TypeError, "bfloat16, float16 or float32"),
     "size": (make(0, 4), WHERE, ValueError, "d_model|at least 1"),
     "causal": (make(causal=1), WHERE, TypeError, "causal"),
+    "dropout": (
+        make(dropout=1.0),
+        WHERE,
+        ValueError,
+        "dropout must be at least 0 and less than 1|got 1.0",
+    ),
+    "dropout's type": (
+        make(dropout="0.1"),
+        WHERE,
+        TypeError,
+        "dropout must be a number|'0.1'",
+    ),
+    "seed": (
+        lambda: make(dropout=0.1, **TILES)()(jnp.ones((1, 32, WIDTH)), None, 0.5),
+        "flash_attention",
+        TypeError,
+        "dropout_seed must be an integer",
+    ),
     "width": (
         lambda: make(**TILES)()(jnp.ones((1, 32, 16))),
         "DynamicSparseAttention",

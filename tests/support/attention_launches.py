@@ -244,6 +244,39 @@ def partial(a: Attention, arrays: Arrays) -> None:
     a.tile_masks = arrays.of(RNG.integers(0, 2**32, (2, 128, 4), np.uint32))
 
 
+# Dropout, with a key for each sequence and head.
+def drop(a: Attention, arrays: Arrays, parts: int) -> None:
+    a.dropout = parts
+    keys = RNG.integers(0, 2**32, (a.batch, a.num_heads, 2), np.uint32)
+    a.dropout_keys = arrays.of(keys)
+
+
+def dropped(a: Attention, arrays: Arrays) -> None:
+    plain(a, arrays)
+    drop(a, arrays, 13)
+
+
+def dropped_causal(a: Attention, arrays: Arrays) -> None:
+    causal(a, arrays)
+    drop(a, arrays, 64)
+
+
+def dropped_lengths(a: Attention, arrays: Arrays) -> None:
+    lengths(a, arrays)
+    drop(a, arrays, 100)
+
+
+def dropped_packed(a: Attention, arrays: Arrays) -> None:
+    """Rows of no sequence have no key."""
+    packed(a, arrays)
+    drop(a, arrays, 1)
+
+
+def dropped_everything(a: Attention, arrays: Arrays) -> None:  # but for Hopper's
+    everything(a, arrays)
+    drop(a, arrays, 127)
+
+
 # Few queries, whose keys are shared out.
 def few(a: Attention, arrays: Arrays) -> None:
     a.q_len, a.kv_len, a.batch = 3, 1700, 2
@@ -286,22 +319,37 @@ def counted(a: Attention, arrays: Arrays) -> None:
     a.kv_lens = arrays.of(np.arange(a.batch, dtype=np.int32) * 6)
 
 
+def dropped_counted(a: Attention, arrays: Arrays) -> None:
+    counted(a, arrays)
+    drop(a, arrays, 26)
+
+
+DROPPED = (dropped, dropped_causal, dropped_lengths, dropped_packed)
 OPTIONS = (
     *(plain, causal, lengths, packed, segments, softcap, bias, everything, tiles),
-    *(partial, few, few_wide, few_lengths),
+    *(partial, few, few_wide, few_lengths, *DROPPED),
 )
-HOPPER_OPTIONS = (long_q, long_kv, rounds, rounds_alone, counted)
-FORWARD_ONLY = (rounds, rounds_alone, counted, few, few_wide, few_lengths)
-TURNS = (causal, lengths, packed)  # dq is added in turns
+GENERIC_OPTIONS = (dropped_everything,)
+NARROW_OPTIONS = (long_q, long_kv, rounds, rounds_alone, counted)
+HOPPER_OPTIONS = (*NARROW_OPTIONS, dropped_counted)
+FORWARD_ONLY = (
+    *(rounds, rounds_alone, counted, dropped_counted, few, few_wide, few_lengths),
+)
+# dq is added in turns.
+TURNS = (causal, lengths, packed, dropped_causal, dropped_lengths, dropped_packed)
 NO_DQ = (tiles, partial)
-# Joined with what they gave before, on Hopper; the forward pass up to a head dim.
-JOINED = (plain, causal, lengths, packed, segments, long_q, rounds, counted)
+# Joined with what they gave before, on Hopper; the forward pass up to a head dim, and
+# without dropout.
+JOINED = (
+    *(plain, causal, lengths, packed, segments, long_q, rounds, counted),
+    *(dropped, dropped_causal),
+)
 MOST_JOINED_DIM = 128
 
 
 # In 8 bits.
 NARROW_DIMS = ("64x64", "128x128", "96x80")
-NARROW = (plain, causal, lengths, segments, few, *HOPPER_OPTIONS)
+NARROW = (plain, causal, lengths, segments, few, *NARROW_OPTIONS)
 
 
 def run_narrow(library: Any, option: Any, dims: str) -> int:
@@ -343,8 +391,9 @@ def run(
     dims: str,
     dtype: int,
     precision: int = HIGHEST,
+    backward: bool = True,
 ) -> int:
-    """Every pass of one call; how many launches that were."""
+    """Every pass of one call, or of forward ones; how many launches that were."""
     arrays = Arrays()
     a = Attention(kernels=SM90 if kernels == "sm90" else GENERIC, dtype=dtype)
     a.batch, a.num_heads, a.num_kv_heads, a.q_len, a.kv_len = 1, 2, 1, 136, 136
@@ -372,9 +421,9 @@ def run(
     a.deterministic = a.kernels == SM90 and option in TURNS
     joins = a.kernels == SM90 and option in JOINED
     narrow = max(a.head_dim, a.value_dim) <= MOST_JOINED_DIM
-    passes = ["forward"] + ["forward, joined"] * (joins and narrow)
+    passes = ["forward"] + ["forward, joined"] * (joins and narrow and not a.dropout)
     wide_float32 = dtype == F32 and max(a.head_dim, a.value_dim) > 128
-    if option not in FORWARD_ONLY and not wide_float32:
+    if backward and option not in FORWARD_ONLY and not wide_float32:
         passes += ["backward_kv"] + ["backward_kv, joined"] * joins
         if a.kernels == GENERIC:  # these serve both kinds
             passes += ["backward_q"] + ["backward_bias"] * bool(a.dbias)
@@ -403,7 +452,7 @@ def main(path: str, kernels: str, *only: str) -> None:
                     launches += run_narrow(library, option, dims)
         print(launches, "launches")
         return
-    options = OPTIONS + HOPPER_OPTIONS * (kernels == "sm90")
+    options = OPTIONS + (HOPPER_OPTIONS if kernels == "sm90" else GENERIC_OPTIONS)
     for i, dims in enumerate(DIMS):
         for j, option in enumerate(options):
             if {dims, option.__name__} >= set(only):

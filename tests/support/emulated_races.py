@@ -20,6 +20,7 @@ import attention_launches
 import cast_launches
 import norm_cast_launches
 import numpy as np
+import quantize_launches
 from append_launches import Guarded
 from emulated_attention import ROOT, SOURCES
 from paged_problems import Case, HostMemory, Problem, run_on_host
@@ -28,7 +29,7 @@ EMULATOR = ROOT / "tests/support/emulator"
 # What other kernels than attention's are linked with.
 OTHERS = {
     name: (f"cpp/host/{name}_check.cc", "cpp/host/message.cc")
-    for name in ("cast", "norm_cast")
+    for name in ("cast", "norm_cast", "quantize")
 }
 
 
@@ -100,11 +101,26 @@ def narrow(option: Callable, library: ctypes.CDLL) -> None:
     attention_launches.run_narrow(library, option, "64x64")
 
 
+def dropout(option: Callable, dims: str, library: ctypes.CDLL) -> None:
+    """Hopper's forward kernel of that kind; with wide heads it has one place for Q."""
+    attention_launches.Arrays = HostArrays  # type: ignore[misc]
+    attention_launches.driver = lambda *_: None
+    dtype = attention_launches.BF16 if dims == "64x64" else attention_launches.F16
+    attention_launches.run(library, "sm90", option, dims, dtype, backward=False)
+
+
 def cast(shape: tuple[int, int], library: ctypes.CDLL) -> None:
     """In both orders."""
     x = np.random.default_rng(1).standard_normal(shape).astype(np.float32)
     made = cast_launches.launch(library, x, 8.0, "e4m3", Guarded())
     cast_launches.hold(made, x, 8.0, "e4m3")
+
+
+def quantize(cases: list[quantize_launches.Case], library: ctypes.CDLL) -> None:
+    """Whatever launches the call has."""
+    rng = np.random.default_rng(1)
+    drawn = quantize_launches.Drawn(cases, "bfloat16", rng)
+    drawn.hold(quantize_launches.launch(library, drawn, Guarded()))
 
 
 def norm_cast(shape: tuple[int, int], together: int, library: ctypes.CDLL) -> None:
@@ -204,7 +220,8 @@ LATENT_HOPPER = {
         **WIDE,
     ),
 }
-DENSE = ("few", "lengths", "bias", "partial")
+QUANTIZED = ("default", "lengths", "several dims", "80, head", "112, tensor")
+DENSE = ("few", "lengths", "bias", "partial", "dropped", "dropped_lengths")
 CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
     **{
         f"dense, {name}": functools.partial(dense, getattr(attention_launches, name))
@@ -220,6 +237,15 @@ CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
     **{
         f"fp8, {name}": functools.partial(narrow, getattr(attention_launches, name))
         for name in ("plain", "causal", "lengths", "segments", "long_q", "long_kv")
+    },
+    **{
+        f"dropout, {option.__name__}, {dims}": functools.partial(dropout, option, dims)
+        for option in attention_launches.DROPPED
+        for dims in ("64x64", "256x256")
+    },
+    **{
+        f"quantize, {name}": functools.partial(quantize, quantize_launches.CASES[name])
+        for name in QUANTIZED
     },
     "cast, two tiles": functools.partial(cast, (16, 272)),
     "norm_cast, a CTA alone": functools.partial(norm_cast, (16, 48), 0),
