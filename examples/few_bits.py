@@ -30,10 +30,10 @@ from jax_kvblock.precision import (
     create_ultra_precision_module,
 )
 
-SEEN = 16  # bytes that the next one is told from
+SEEN = 8  # bytes that the next one is told from
 REDUCTION = 0.775  # of the bytes in 16 bits: what 3 bits for everything take is left
 # Pieces with formats of their own: bytes of the text, and places among those seen.
-PARTS = {"embedding.embedding": 8, "first.kernel": SEEN}
+PARTS = {"embedding.embedding": 4, "first.kernel": SEEN}
 
 FORMATS = tuple(PrecisionFormat[f"INT{bits}"] for bits in (2, 3, 4, 5))
 LOOK_AT_A_LOSS = (AllocationStrategy.GRADIENT_WEIGHTED, AllocationStrategy.LOSS_BASED)
@@ -44,7 +44,7 @@ class Sizes:
     """The model and its training."""
 
     embedding: int = 64
-    hidden: int = 128
+    hidden: int = 64
     batch: int = 128
     steps: int = 300
 

@@ -1,23 +1,29 @@
 """A small GPT learns a real text twice, with flash attention and with plain attention.
 
 Or on one device and on several: with --context-parallel the second run cuts every
-sequence over that many devices, in zigzag. Or with --fp8 the second run's products with
-weights are in 8 bits, forward and backward; a CPU rounds as a GPU does, no faster.
+sequence over that many devices, in zigzag. Or with --fp8 three runs, whose products
+with weights are in bfloat16, in 8 bits and in float32, forward and backward, all by
+optax.adamw; what 8 bits lose is told beside bfloat16. A CPU rounds as a GPU does, no
+faster. With `--out DIR` their losses go to a record like those of the benchmarks,
+`DIR/<device>/training-loss-<date>.json`.
 
-Both runs start from the same weights and see the same batches, in turns, so that a slow
-second of the machine hits both. Their loss curves must agree; tokens a second and peak
-bytes are printed for both. The text is the language reference that Python itself
+All runs start from the same weights and see the same batches, in turns, so that a slow
+second of the machine hits each. Their loss curves must agree; tokens a second and peak
+bytes are printed for each. The text is the language reference that Python itself
 carries (pydoc_data.topics, half a megabyte), read byte by byte.
 
     python examples/train_gpt.py                              # minutes on a CPU
     python examples/train_gpt.py --quick                      # a minute at most
     python examples/train_gpt.py --plot docs/gpt_loss.svg
     python examples/train_gpt.py --quick --context-parallel 4 --cpu-devices 4
-    python examples/train_gpt.py --fp8 --plot docs/fp8_loss.svg
+    python examples/train_gpt.py --fp8 --plot docs/fp8_loss.svg   # 300 steps
+
+--fp8 needs optax (`pip install optax`).
 """
 
 import argparse
 import dataclasses
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -37,13 +43,13 @@ from jax_kvblock.parallel import (
     context_parallel_attention,
     to_zigzag,
 )
-from jax_kvblock.training import Fp8Scaling, fp8_dot
+from jax_kvblock.training import Fp8Scaling, fp8_dot, fp8_training
 
 RATE = 1e-3
 # Rounding differs, and training amplifies it: nats that the curves may lie apart, and
-# with products of 8 bits the share of the last losses' mean.
+# with products of 8 bits the share of the last losses' mean in bfloat16.
 TOLERANCE = {"float32": 0.002, "bfloat16": 0.01}
-OF_8_BITS = 0.01
+OF_8_BITS = 0.005
 
 
 def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -53,19 +59,37 @@ def plain_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One of the two ways to compute, and how the model's arrays lie for it."""
+    """One of the ways to compute, and how the model's arrays lie for it."""
 
     name: str
     attend: gpt.Attention
     order: Any = None  # of the bytes, if it is not that of the text
     cut: NamedSharding | None = None
     product: gpt.Product = gpt.multiply
-    scaled: bool = False  # whether products take scales
+    optax: bool = False  # whether the optimizer is optax's, and not that of gpt.py
+
+
+def in_bfloat16(x: jax.Array) -> jax.Array:
+    """Rounded for certain: XLA may leave out two casts that follow each other."""
+    return jax.lax.reduce_precision(x, 8, 7).astype(jnp.bfloat16)
+
+
+def multiply_in_bfloat16(x: jax.Array, weights: jax.Array, scales: Any) -> jax.Array:
+    """Both rounded to bfloat16, and so are the result and a gradient's products."""
+    made = in_bfloat16(x) @ in_bfloat16(weights)
+    return in_bfloat16(made).astype(x.dtype)
 
 
 FLASH = Way("flash", partial(flash_attention, causal=True))
 PLAIN = Way("plain", plain_attention)
-NARROW = Way("8 bits", FLASH.attend, product=fp8_dot, scaled=True)
+BY_PRODUCTS = [
+    Way(name, FLASH.attend, product=product, optax=True)
+    for name, product in (
+        ("bfloat16", multiply_in_bfloat16),
+        ("8 bits", fp8_dot),
+        ("float32", gpt.multiply),
+    )
+]
 
 
 def over_devices(count: int, context: int) -> Way:
@@ -91,7 +115,7 @@ def read_text() -> np.ndarray:
 
 @dataclasses.dataclass
 class Run:
-    """One of the two trainings."""
+    """One of the trainings."""
 
     name: str
     state: Any
@@ -120,23 +144,9 @@ def start_run(way: Way, config: gpt.Config, batch: jax.Array, seed: int) -> Run:
         how = (way.attend, way.order, way.cut, way.product, scales)
         return gpt.loss(config, params, batch, *how)
 
-    def step(state: Any, count: jax.Array, batch: jax.Array) -> Any:
-        params, moments, scales = state
-        value, (grads, reports) = jax.value_and_grad(loss, argnums=(0, 1))(
-            params, scales, batch
-        )
-        params, moments = gpt.adam(params, grads, moments, count, RATE)
-        if way.scaled:  # their cotangent is a report
-            scales = {name: own.update(reports[name]) for name, own in scales.items()}
-        return (params, moments, scales), value
-
     params = gpt.init(config, jax.random.key(seed))
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    scales = None
-    if way.scaled:
-        stacked = Fp8Scaling.create(layers=(config.num_layers,))
-        scales = dict.fromkeys(gpt.WEIGHTS, stacked)
-    state = (params, (zeros, zeros), scales)
+    begin = by_optax if way.optax else by_hand
+    state, step = begin(way, config, loss, params)
     if way.cut is not None:  # weights are whole on every device
         everywhere = NamedSharding(way.cut.mesh, P())
         state, batch = jax.device_put((state, batch), everywhere)
@@ -148,6 +158,44 @@ def start_run(way: Way, config: gpt.Config, batch: jax.Array, seed: int) -> Run:
     return Run(way.name, state, compiled, peak, way.cut)
 
 
+def by_hand(way: Way, config: gpt.Config, loss: Any, params: Any) -> Any:
+    """The first state and a step, by the optimizer that gpt.py has."""
+
+    def step(state: Any, count: jax.Array, batch: jax.Array) -> Any:
+        params, moments = state
+        value, grads = jax.value_and_grad(loss)(params, None, batch)
+        return gpt.adam(params, grads, moments, count, RATE), value
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return (params, (zeros, zeros)), step
+
+
+def by_optax(way: Way, config: gpt.Config, loss: Any, params: Any) -> Any:
+    """The first state and a step by AdamW; with products of 8 bits `fp8_training`'s."""
+    import optax
+
+    rate = optax.linear_schedule(RATE / 60, RATE, 59)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99))
+    if way.product is fp8_dot:
+        training = fp8_training(loss, optimizer)
+        stacked = Fp8Scaling.create(layers=(config.num_layers,))
+        state = training.init(params, dict.fromkeys(gpt.WEIGHTS, stacked))
+
+        def narrow_step(state: Any, count: jax.Array, batch: jax.Array) -> Any:
+            state, report = training.train_step(state, batch)
+            return state, report.loss
+
+        return state, narrow_step
+
+    def step(state: Any, count: jax.Array, batch: jax.Array) -> Any:
+        params, own = state
+        value, grads = jax.value_and_grad(loss)(params, None, batch)
+        updates, own = optimizer.update(grads, own, params)
+        return (optax.apply_updates(params, updates), own), value
+
+    return (params, optimizer.init(params)), step
+
+
 def batches(text: np.ndarray, config: gpt.Config, steps: int, seed: int) -> Any:
     """`steps` batches [B, T + 1] from random places of the text."""
     rng = np.random.default_rng(seed)
@@ -157,8 +205,30 @@ def batches(text: np.ndarray, config: gpt.Config, steps: int, seed: int) -> Any:
         yield jnp.asarray(text[np.minimum(rows, len(text) - 1)], jnp.int32)
 
 
+def record(config: gpt.Config, runs: list[Run], out: Path, commit: str | None) -> Path:
+    """Writes each run's losses as benchmarks write what they time."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    from support import common
+
+    results = common.Results()
+    params = jax.eval_shape(lambda: gpt.init(config, jax.random.key(0)))
+    case = (
+        f"GPT of {sum(x.size for x in jax.tree.leaves(params)):,} parameters, "
+        f"{config.num_layers} layers {config.width} wide, {config.batch} x "
+        f"{config.context} tokens / {len(runs[0].losses)} steps"
+    )
+    for run in runs:
+        who = f"{common.OURS}, {run.name}"
+        last = float(np.mean(run.losses[-10:]))
+        results.add(case, who, "mean of the last ten losses", last, "nats", show=False)
+        for step, loss in enumerate(run.losses):
+            results.add(case, who, f"loss of step {step}", loss, "nats", show=False)
+    document = results.document(argparse.Namespace(commit=commit))
+    return common.write(document, "training-loss", out)
+
+
 def draw_plot(runs: list[Run], title: str, path: Path) -> None:
-    """Both curves; the first is dashed, so that what lies below shows."""
+    """All curves; the first is dashed, so that what lies below shows."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -166,8 +236,8 @@ def draw_plot(runs: list[Run], title: str, path: Path) -> None:
 
     plt.rcParams |= {"svg.hashsalt": "gpt", "svg.fonttype": "none"}
     figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
-    styles = (("--", 1.4, "#1f4e9c"), ("-", 3.5, "#f0a35e"))
-    for run, (line, width, color) in reversed(list(zip(runs, styles, strict=True))):
+    styles = [("--", 1.4, "#1f4e9c"), ("-", 3.5, "#f0a35e"), ("-", 6.0, "#d9d9d9")]
+    for run, (line, width, color) in reversed(list(zip(runs, styles, strict=False))):
         kinds = ("flash", "plain")
         label = f"{run.name} attention" if run.name in kinds else run.name
         axes.plot(run.losses, line, lw=width, color=color, label=label)
@@ -179,7 +249,7 @@ def draw_plot(runs: list[Run], title: str, path: Path) -> None:
 
 
 def main() -> None:
-    """Train both, compare; the exit code is 1 if the curves come apart."""
+    """Train, compare; the exit code is 1 if the curves come apart."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a tiny model, 40 steps")
     parser.add_argument("--steps", type=int, default=None)
@@ -198,8 +268,10 @@ def main() -> None:
     )
     parser.add_argument("--cpu-devices", type=int, default=None)
     second_run.add_argument(
-        "--fp8", action="store_true", help="the second run's products are in 8 bits"
+        "--fp8", action="store_true", help="products in bfloat16, 8 bits and float32"
     )
+    parser.add_argument("--out", type=Path, default=None, help="where a record goes")
+    parser.add_argument("--commit", help="the record's, where git is not at hand")
     options = parser.parse_args()
     if options.cpu_devices:
         jax.config.update("jax_num_cpu_devices", options.cpu_devices)
@@ -207,9 +279,11 @@ def main() -> None:
         on_gpu = jax.default_backend() == "gpu"
         options.dtype = "bfloat16" if on_gpu else "float32"
     if options.quick:
-        config, steps = gpt.Config(2, 2, 32, context=256, batch=4), 40
+        context = 128 if options.fp8 else 256
+        config, steps = gpt.Config(2, 2, 32, context=context, batch=4), 40
     else:
-        config, steps = gpt.Config(4, 4, 32, context=1024, batch=2), 120
+        config = gpt.Config(4, 4, 32, context=1024, batch=2)
+        steps = 300 if options.fp8 else 120
     config = dataclasses.replace(
         config,
         context=options.context or config.context,
@@ -225,39 +299,45 @@ def main() -> None:
         f"{jax.devices()[0].device_kind}"
     )
     sample = next(iter(batches(text, config, 1, options.seed)))
-    second = PLAIN
+    ways = [FLASH, PLAIN]
     if options.context_parallel:
-        second = over_devices(options.context_parallel, config.context)
+        ways = [FLASH, over_devices(options.context_parallel, config.context)]
     elif options.fp8:
-        second = NARROW
-    runs = [start_run(way, config, sample, options.seed) for way in (FLASH, second)]
+        ways = BY_PRODUCTS
+    runs = [start_run(way, config, sample, options.seed) for way in ways]
     for step, batch in enumerate(batches(text, config, steps, options.seed)):
         for run in runs:
             run.train(step, batch)
         if step % max(1, steps // 10) == 0 or step == steps - 1:
-            both = ", ".join(f"{run.name} {run.losses[-1]:.4f}" for run in runs)
-            print(f"step {step:4}: {both}", flush=True)
+            all_of = ", ".join(f"{run.name} {run.losses[-1]:.4f}" for run in runs)
+            print(f"step {step:4}: {all_of}", flush=True)
 
-    flash, other = runs
-    apart = float(np.abs(np.subtract(flash.losses, other.losses)).max())
+    first, other = runs[:2]
+    apart = float(np.abs(np.subtract(first.losses, other.losses)).max())
     tokens = config.batch * config.context
+    what = "products" if options.fp8 else "attention"
     for run in runs:
         rate = tokens / float(np.median(run.seconds))
         print(
-            f"{run.name:9} attention: {rate:9,.0f} tokens a second, "
+            f"{run.name:9} {what}: {rate:9,.0f} tokens a second, "
             f"{run.peak_bytes / 2**20:7.1f} MiB at the peak of a step"
         )
     print(f"the loss curves lie at most {apart:.2g} nats apart")
+    if options.out is not None:
+        print(f"wrote {record(config, runs, options.out, options.commit)}")
     if options.plot is not None:
         title = f"GPT on {len(text) // 1000} kB of text, context {config.context}"
         draw_plot(runs, title, options.plot)
 
-    learned = flash.losses[0] - flash.losses[-1]
+    learned = first.losses[0] - first.losses[-1]
     bar = TOLERANCE[options.dtype]
     if options.fp8:
-        ends = [float(np.mean(run.losses[-10:])) for run in runs]
-        apart, bar = abs(ends[1] / ends[0] - 1), OF_8_BITS
-        print(f"the last ten losses are {100 * apart:.2f} % apart in their mean")
+        means = {run.name: float(np.mean(run.losses[-10:])) for run in runs}
+        for run in runs[1:]:
+            more = means[run.name] / means["bfloat16"] - 1
+            print(f"the last ten losses: {run.name} {more:+.3%} of bfloat16's mean")
+        print(f"8 bits: {other.state.steps} steps, {other.state.overflows} skipped")
+        apart, bar = abs(means["8 bits"] / means["bfloat16"] - 1), OF_8_BITS
     if apart > bar or learned < 1:
         raise SystemExit("failed: the curves come apart, or nothing was learned")
     print("the same curve")

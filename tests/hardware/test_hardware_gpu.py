@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,25 @@ def measured(*options: str, **settings: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("batch_size", [8, 64])
-def test_predictions_are_within_a_tenth_of_the_peak(batch_size: int) -> None:
+def test_predictions_are_within_a_tenth_of_the_peak(
+    batch_size: int, record_property: Callable[[str, object], None]
+) -> None:
     said = measured("peak", str(batch_size), XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    for metric in ("predicted", "peak"):  # a run's record has them
+        record_property("measured", [metric, said[metric], "bytes"])
     assert abs(said["predicted"] - said["peak"]) <= 0.1 * said["peak"], said
 
 
-def test_the_batch_that_is_found_runs_and_the_next_does_not() -> None:
+def test_the_batch_that_is_found_runs_and_the_next_does_not(
+    record_property: Callable[[str, object], None],
+) -> None:
     memory = {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.05",
     }
     said = measured("edge", **memory)
+    for metric in ("size", "next"):
+        record_property("measured", [metric, said[metric], "members of a batch"])
     assert said["ran"], said
     assert "RESOURCE_EXHAUSTED" in said["refused"], said
 

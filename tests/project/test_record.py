@@ -16,8 +16,9 @@ PLUGINS = Path(__file__).parents[1] / "support"
 OF_BLOCKS = """
 import pytest
 
-def test_right():
-    pass
+def test_right(record_property):
+    record_property("another", 1)
+    record_property("measured", ["peak", 12345.5, "bytes"])
 
 @pytest.mark.parametrize("x", [1, 2])
 def test_half(x):
@@ -162,6 +163,7 @@ def test_a_whole_run_is_recorded_as_it_was(suite: Path, processes: int) -> None:
     assert got.value("tests/blocks/test_blocks.py::test_half[2]", "failed") == 1
     assert got.value("tests/native/test_native.py::test_error", "error") == 1
     assert got.value("no moon tonight", "skipped") == 2
+    assert got.value("tests/blocks/test_blocks.py::test_right", "peak") == 12345.5
     assert got.value("tests/blocks/test_blocks.py", "passed") == 2
     assert got.value("tests/native/test_native.py", "passed") == 1
     assert got.value("tests/native/test_native.py", "failed") is None

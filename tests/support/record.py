@@ -4,7 +4,8 @@
 
 writes <folder>/<device>/tests-<date>.json: how many tests had which outcome, in all and
 by file, how long they took and how much of that of processors, why tests were skipped,
-and which commit and versions ran. A run that left tests out goes to
+what tests say they measured (`record_property("measured", [metric, value, unit])`), and
+which commit and versions ran. A run that left tests out goes to
 part-of-tests-<date>.json and is not "whole". While it runs, <folder>/failed-so-far.txt
 has the names of tests that failed, and where: what is left of a run that is killed.
 """
@@ -23,6 +24,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 # Options that leave tests out without deselecting them.
 NARROWING = ("ignore", "ignore_glob", "lf", "stepwise", "collectonly")
+MEASURED = "measured"
 OUTCOMES = ("passed", "failed", "error", "skipped", "xfailed", "xpassed")
 
 
@@ -60,6 +62,7 @@ class Recorder:
         self.start = time.time()
         self.seconds: collections.Counter[str] = collections.Counter()
         self.of_processors: collections.Counter[str] = collections.Counter()
+        self.measured: list[dict[str, Any]] = []
         self.deselected = 0
         self.stopped = False
         self.session: pytest.Session | None = None
@@ -84,6 +87,9 @@ class Recorder:
         self.seconds[file_of(report)] += report.duration
         spent = getattr(report, "processor_seconds", 0.0)  # by the budgets' clock
         self.of_processors[file_of(report)] += spent
+        if report.when == "call":
+            told = [given for name, given in report.user_properties if name == MEASURED]
+            self.measured += [row(report.nodeid, *given) for given in told]
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
             self.so_far.parent.mkdir(parents=True, exist_ok=True)
@@ -111,6 +117,7 @@ class Recorder:
             rows.append(row(file, "duration", self.seconds[file], "s of one process"))
             spent = self.of_processors[file]
             rows.append(row(file, "processors", spent, "s of a processor"))
+        rows += self.measured
         # Other plugins, like the budgets, may have changed the status at the end.
         status = int(self.session.exitstatus if self.session else exitstatus)
         ended = status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)

@@ -104,6 +104,36 @@ def test_delayed_scales(rng, backward, dtype, w_dtype):
     assert not np.any(report.history)
 
 
+# Rows, inner and columns that no tile divides, nor the 16 that cuBLASLt asks for.
+ODD = [(1, 1, 1), (7, 13, 5), (33, 17, 31), (1, 130, 3), (64, 48, 9)]
+
+
+@pytest.mark.cases(99)
+@pytest.mark.parametrize("sizes", ODD, ids=str)
+@pytest.mark.parametrize("how", ["delayed", "current"])
+def test_sizes_that_are_no_multiples_of_anything(rng, how, sizes):
+    """No product is refused, and none takes in what lies beside the arrays."""
+    x, w, d_out = draw(rng, *sizes, dtype=BF16)
+    config = FP8Config(scaling=how)
+    scales = [
+        truth.scale_for(np.abs(np.asarray(t, np.float64)).max(), form)
+        for t, form in zip((x, w, d_out), FORMS["e5m2"], strict=True)
+    ]
+    scaling = () if how == "current" else (scaling_of(*scales),)
+    dot = jax.jit(functools.partial(fp8_dot, config=config))
+    out, (d_x, d_w, *report) = pulled(dot, d_out, x, w, *scaling)
+    want = truth.product(x, w, d_out, scales, FORMS["e5m2"])
+    rows, inner, columns = sizes
+    assert (out.shape, d_x.shape, d_w.shape) == (
+        (rows, columns), (rows, inner), (inner, columns)
+    )  # fmt: skip
+    near(out, want.out, BF16)
+    near(d_x, want.d_x, BF16)
+    near(d_w, want.d_w, F32)
+    for made in report:
+        np.testing.assert_allclose(made.scale, want.report, rtol=1e-5)
+
+
 @pytest.mark.parametrize("margin", [0, 2])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_current_scales(rng, dtype, margin):

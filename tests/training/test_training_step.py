@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from orbax import checkpoint
 
 from jax_kvblock.training import FP8Config, Fp8Scaling, fp8_dot, fp8_training
 
@@ -204,7 +209,6 @@ def test_parameters_of_16_bits_stay_so(rng):
 
 def test_an_interrupted_run_goes_on(rng, tmp_path):
     """A checkpoint of the state gives the same next steps, bit for bit."""
-    checkpoint = pytest.importorskip("orbax.checkpoint")
     training, state = begin(rng, DELAYED)
     batches = [batch_of(rng) for _ in range(4)]
     for batch in batches[:2]:
@@ -220,4 +224,58 @@ def test_an_interrupted_run_goes_on(rng, tmp_path):
         state, report = training.train_step(state, batch)
         restored, other = training.train_step(restored, batch)
         assert_equal(other, report)
+    assert_equal(restored, state)
+
+
+# Run by itself: it trains, saves after two steps, and ends as if killed after a third.
+KILLED = """
+import os
+import sys
+
+import numpy as np
+from orbax import checkpoint
+from test_training_step import DELAYED, batch_of, begin
+
+rng = np.random.default_rng(7)
+training, state = begin(rng, DELAYED)
+for step in range(3):
+    state, report = training.train_step(state, batch_of(rng))
+    print(float(report.loss).hex(), flush=True)
+    if step == 1:
+        with checkpoint.StandardCheckpointer() as saver:
+            saver.save(sys.argv[1], state)
+os._exit(9)
+"""
+
+
+@pytest.mark.cpu
+def test_a_run_that_is_killed_goes_on(tmp_path):
+    """Another process has what was saved, and the losses of a run that was not."""
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    died = subprocess.run(
+        [sys.executable, "-P", "-c", KILLED, str(tmp_path / "state")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert died.returncode == 9, died.stderr
+    rng = np.random.default_rng(7)
+    training, state = begin(rng, DELAYED)
+    batches = [batch_of(rng) for _ in range(5)]
+    whole = []
+    for batch in batches:
+        state, report = training.train_step(state, batch)
+        whole.append(float(report.loss))
+    assert [float.fromhex(line) for line in died.stdout.split()] == whole[:3]
+    like = jax.eval_shape(lambda: training.init(parameters(rng), scalings_of(DELAYED)))
+    with checkpoint.StandardCheckpointer() as saver:
+        restored = saver.restore(tmp_path / "state", like)
+    assert restored.steps == 2
+    losses = []
+    for batch in batches[2:]:  # the third step again: it was not saved
+        restored, report = training.train_step(restored, batch)
+        losses.append(float(report.loss))
+    assert losses == whole[2:]
     assert_equal(restored, state)

@@ -14,6 +14,7 @@ import pytest
 from eight_bit_models import ALL, CURRENT, Block, task
 from flax import nnx
 from messages import check
+from orbax import checkpoint
 
 from jax_kvblock.core import ffi
 from jax_kvblock.core.checks import show
@@ -159,7 +160,6 @@ def go(optimizer: Any, trainer: Any, steps: int, x: Any, y: Any) -> list[float]:
 
 def test_an_interrupted_run_goes_on(rng, tmp_path):
     """From a checkpoint, bit for bit; also statistics of batches and dropout."""
-    checkpoint = pytest.importorskip("orbax.checkpoint")
     x, y = task(rng)
     whole = go(*begun(Noisy(nnx.Rngs(0))), 6, x, y)
     optimizer, trainer = begun(Noisy(nnx.Rngs(0)))
