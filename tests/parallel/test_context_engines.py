@@ -119,7 +119,7 @@ def traced(**how: Any) -> list[bool]:
 def test_own_keys_beside_nccl(monkeypatch):
     """Own keys are the first call, and what is sent meanwhile takes multiprocessors.
 
-    Copy engines take none.
+    Copy engines take none, where one process has all devices.
     """
     monkeypatch.setattr(arguments, "engines_can_send", lambda: True)
     shared = [True, False, False, False]
@@ -128,8 +128,12 @@ def test_own_keys_beside_nccl(monkeypatch):
     assert traced(strategy="all_gather", compiler_options=True) == [False, False]
     assert traced(strategy="all_gather") == [True, False]
     assert traced(strategy="ulysses") == [False]
-    monkeypatch.setattr(arguments, "engines_can_send", lambda: False)
-    assert traced(strategy="ring", compiler_options=True) == shared
+    for can_send, processes in ((False, 1), (True, 2)):
+        monkeypatch.setattr(arguments, "engines_can_send", lambda it=can_send: it)
+        monkeypatch.setattr(jax, "process_count", lambda it=processes: it)
+        assert traced(strategy="ring", compiler_options=True) == shared
+        gathered = traced(strategy="all_gather", compiler_options=True)
+        assert gathered == [True, False]
 
 
 @pytest.mark.parametrize("kernels", ["cuda_sm90", "cuda"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -31,6 +32,7 @@ from context_calls import (
     inputs,
     laid_out,
     mesh_of,
+    one_of_each,
     put_back,
     segments,
     simple,
@@ -38,6 +40,7 @@ from context_calls import (
     table,
     with_gradients,
 )
+from jax.extend.core import jaxprs_in_params
 
 from jax_kvblock.parallel import context_parallel_attention
 
@@ -63,7 +66,16 @@ def options_of(rng: np.random.Generator, row: dict[str, Any]) -> dict[str, Any]:
         options["softcap"] = 1.5
     if row["sinks"]:
         options["sinks"] = cast(rng.standard_normal(4), F32)
+    if row["scale"]:
+        options["scale"] = -0.3
     return options
+
+
+def shown(row: dict[str, Any]) -> set[str]:
+    """The kind of mask, and which options a row has."""
+    mask = "window" if "window" in MASKS[row["mask"]] else row["mask"]
+    named = {name for name in ("ids", "cap", "sinks", "scale") if row.get(name)}
+    return {mask, *row["lens"].split()} | named
 
 
 def poisoned(call: Call) -> Call:
@@ -94,6 +106,7 @@ BATCHED = covering(
         "ids": ("", "ids", "pair of ids"),
         "cap": ("", "softcap"),
         "sinks": ("", "sinks"),
+        "scale": ("", "scale"),
         "heads": tuple(HEADS),
         "dims": ("", "wide values", "narrow values"),
         "size": tuple(SIZES),
@@ -117,8 +130,19 @@ def batched(rng: np.random.Generator, row: dict[str, Any], dtype: Any = F32) -> 
     return call.replace(**{name: LENS[name] for name in row["lens"].split()})
 
 
+BATCHES = one_of_each(CUTS, BATCHED, shown)
+
+
 @pytest.mark.wide
-@table(BATCHED)
+@pytest.mark.cases(len(BATCHES))
+@table(BATCHES)
+def test_a_batch_of_each_cut(rng, row):
+    call = batched(rng, row)
+    assert_right(call, compute(call, row["cut"]))
+
+
+@pytest.mark.wide
+@table([row for row in BATCHED if row not in BATCHES])
 def test_batches(rng, row):
     call = batched(rng, row)
     assert_right(call, compute(call, row["cut"]))
@@ -148,6 +172,7 @@ PACKED = covering(
         "lens": ("", "q_lens", "kv_lens", "q_lens kv_lens"),
         "cap": ("", "softcap"),
         "sinks": ("", "sinks"),
+        "scale": ("", "scale"),
         "heads": tuple(HEADS),
         "dims": ("", "wide values", "narrow values"),
     }
@@ -177,11 +202,34 @@ def packed(rng: np.random.Generator, row: dict[str, Any], dtype: Any = F32) -> C
     return call.replace(**lens)
 
 
+PACKS = one_of_each(CUTS, PACKED, shown)
+
+
 @pytest.mark.wide
-@table(PACKED)
+@pytest.mark.cases(len(PACKS))
+@table(PACKS)
+def test_documents_of_each_cut(rng, row):
+    call = packed(rng, row)
+    assert_right(call, compute(call, row["cut"]))
+
+
+@pytest.mark.wide
+@table([row for row in PACKED if row not in PACKS])
 def test_documents(rng, row):
     call = packed(rng, row)
     assert_right(call, compute(call, row["cut"]))
+
+
+@pytest.mark.parametrize(
+    ("rows", "more"), [(BATCHES, {"ids"}), (PACKS, set())], ids=["batches", "documents"]
+)
+def test_one_row_of_each_cut_is_enough(rows, more):
+    """Each strategy and each layout has windows, lengths, sinks and a scale there."""
+    assert [row["cut"] for row in rows] == [*CUTS]
+    for name in (*STRATEGIES, *LAYOUTS):
+        own = [row for row in rows if name in (row["cut"].strategy, row["cut"].layout)]
+        options = {"window", "q_lens", "kv_lens", "cap", "sinks", "scale"} | more
+        assert options <= set().union(*map(shown, own)), name
 
 
 # ---- what the tables leave out -------------------------------------------------------
@@ -326,11 +374,12 @@ def test_documents_of_no_rows(rng, layout):
         assert_right(call, compute(call, Cut(strategy, layout)))
 
 
-def test_scale_and_extreme_ids(rng):
+@by_strategy
+def test_scale_and_extreme_ids(rng, strategy):
     """A scale of one's own; ids at the ends of int32 are ids like others."""
     ids = np.where(segments(rng, 2, 32) > 0, 2**31 - 1, -(2**31) + 2)
     call = simple(rng, scale=-0.3, segment_ids=ids.astype(np.int32))
-    assert_right(call, compute(call, Cut("ring")))
+    assert_right(call, compute(call, Cut(strategy)))
 
 
 @pytest.mark.parametrize("strategy", ["ring", "all_gather"])
@@ -343,6 +392,31 @@ def test_deterministic(rng, strategy):
     assert_right(call, put_back(once, call, cut))
     for name, x in once.items():
         assert np.array_equal(x, again[name]), name
+
+
+def calls_in(jaxpr: Any) -> list[tuple[str, bool]]:
+    """Of each call of attention, which one it is, and whether it is deterministic."""
+    found = []
+    for equation in jaxpr.eqns:
+        call = equation.params.get("call")
+        if hasattr(call, "config"):
+            found.append((equation.primitive.name, call.config.deterministic))
+        for inner in jaxprs_in_params(equation.params):
+            found += calls_in(inner)
+    return found
+
+
+@pytest.mark.cases(2)
+@by_kind
+def test_determinism_is_handed_on(rng, kind):
+    """To each call of attention, forward and backward: a CPU's bits never differ."""
+    for cut, wanted in itertools.product(CUTS, (True, False)):
+        call = laid_out(kind(rng, deterministic=wanted), cut)
+        attend = with_gradients(attend_over(call, cut))
+        found = calls_in(jax.make_jaxpr(attend)(*inputs(call)).jaxpr)
+        assert [given for _, given in found] == [wanted] * len(found), cut
+        names = {name for name, _ in found}
+        assert {"kvblock_attention_forward", "kvblock_attention_backward"} <= names
 
 
 def test_out_alone_is_the_same(rng):

@@ -1,4 +1,7 @@
-"""One job of several processes: two with two devices each, and four with one."""
+"""One job of several processes: two with two devices each, and four with one.
+
+And eight devices, which are more than the suite's own process has.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,27 @@ pytestmark = pytest.mark.host
 SCRIPT = Path(context_processes.__file__)
 
 
+SEVERAL = "ring,all_gather,ulysses_ring,ring of documents"
+
+
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
-    ("count", "cases", "right"), [(2, "all", 6), (4, "ulysses_ring", 2)]
+    ("count", "cases", "right"), [(2, "all", 6), (4, SEVERAL, 5)], ids=["2", "4"]
 )
 def test_attention_over_processes(count, cases, right):
-    hold_processes(SCRIPT, count, str(right), cases)
+    """Strategies, documents, and a layer."""
+    hold_processes(SCRIPT, count, str(right), cases, seconds=300)
 
 
+def test_attention_over_eight_devices():
+    hold_processes(SCRIPT, 1, "5", SEVERAL, "8")
+
+
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("count", [2, 4])
 def test_decoding_over_processes(count):
     """From blocks that are dealt out, and with heads that are cut."""
-    hold_processes(Path(decode_processes.__file__), count, "4")
+    hold_processes(Path(decode_processes.__file__), count, "4", seconds=300)
 
 
 # What the process says that goes on: its service's client, or a collective.

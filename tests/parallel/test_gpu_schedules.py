@@ -1,14 +1,15 @@
 """What travels goes under what is computed: the programs that NVIDIA GPUs would run.
 
-They are compiled for GPUs by a CUDA plugin of JAX, where no GPU is. KVBLOCK_CUDA_PLUGIN
-is the folder it was installed into, apart from the other packages, since it would look
-for a driver in each process.
+And how much memory they take. They are compiled for GPUs by a CUDA plugin of JAX, where
+no GPU is. KVBLOCK_CUDA_PLUGIN is the folder it was installed into, apart from the other
+packages, since it would look for a driver in each process.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +25,7 @@ needs_plugin = pytest.mark.skipif(
 
 
 @functools.cache
-def schedule(
-    strategy: str, count: int, length: int, work: str, how: str
-) -> tuple[str, ...]:
+def compiled(strategy: str, count: int, length: int, work: str, how: str) -> str:
     assert FOLDER is not None
     script = Path(gpu_schedules.__file__)
     path = [FOLDER, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -38,7 +37,18 @@ def schedule(
         env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
-    return tuple(ran.stdout.partition("schedule:\n")[2].split("\n")[:-1])
+    return ran.stdout
+
+
+def schedule(*words: str | int) -> tuple[str, ...]:
+    return tuple(compiled(*words).partition("schedule:\n")[2].split("\n")[:-1])
+
+
+def shards(*words: str | int) -> float:
+    """What a GPU holds, in keys and values of its own rows."""
+    (found,) = re.findall(r"^bytes: (\d+)$", compiled(*words), re.M)
+    _, count, length, *_ = words
+    return int(found) / (2 * 2 * 8 * 128 * length // count)
 
 
 def exposed(lines: tuple[str, ...], most: int = 1) -> list[str]:
@@ -128,3 +138,19 @@ def test_heads_for_rows():
     forward = schedule("ulysses", 4, 32768, "forward", "tuned")
     moved = {line.split()[0] for line in forward if " " in line}
     assert moved == {"all-to-all"} and forward.count(FORWARD) == 1
+
+
+@needs_plugin
+def test_the_memory_of_a_ring():
+    """Beside what goes in and comes out, two shards, on any number of GPUs.
+
+    These are five, since q and out are as large as two each, and ten with gradients.
+    Beside these and two shards, a ring's gradients take less than as much again.
+    """
+    lse = 1 / 32
+    for count, others in ((2, 1), (4, 2), (8, 2)):
+        found = shards("ring", count, 16384, "forward", "tuned")
+        assert found <= 5 + others + 2 * lse
+    assert shards("all_gather", 8, 16384, "forward", "tuned") >= 5 + 8
+    assert shards("ring", 8, 32768, "both", "tuned") <= 1.75 * 12
+    assert shards("all_gather", 8, 32768, "both", "tuned") >= 1.75 * 12 + 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax_kvblock.parallel import (
     AttentionPatterns,
     ContextParallelAttention,
     RingAttentionLayer,
+    context_parallel_attention,
     create_attention,
     create_context_parallel_attention,
     create_ring_attention,
@@ -364,6 +366,50 @@ def test_other_devices(x, name):
     moved = jax.device_put(there, NamedSharding(layer.mesh, P(None, "context")))
     got = jit(lambda layer, x: layer(x))(layer, moved)
     np.testing.assert_allclose(got, by_definition(layer, x), rtol=0, atol=2e-6)
+
+
+HEADING = "Received incompatible devices for jitted computation"
+
+
+def test_the_docs_have_a_heading_for_other_devices():
+    page = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
+    assert page.read_text().count(f"\n### `{HEADING}`\n") == 1
+
+
+LIES_ON = {"one device": [3], "one of the mesh's": [0], "another mesh": [0, 1, 2, 3],
+           "another order": [1, 0]}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_other_devices_under_jit(x, name):
+    """There JAX refuses them, and outside of it where no layer is. It names the
+    argument and both sets of devices.
+    """
+    layer = create_ring_attention(WIDTH, HEADS, device=four()[:2])
+    how = {"axis_name": "context", "strategy": "ring"}
+    rows = P(None, "context")
+    over = jax.shard_map(
+        lambda q: context_parallel_attention(q, q, q, **how),
+        mesh=layer.mesh, in_specs=rows, out_specs=rows,
+    )  # fmt: skip
+    there = jax.device_put(x, ELSEWHERE[name]())
+    heads = jax.device_put(x.reshape(2, 32, HEADS, -1), ELSEWHERE[name]())
+    calls = {
+        "argument x": lambda: jax.jit(lambda x: layer(x))(there),
+        "argument layer.qkv|argument x": lambda: jax.jit(lambda layer, x: layer(x))(
+            layer, there
+        ),
+        "argument q": lambda: jax.jit(lambda q: over(q))(heads),
+        "argument": lambda: over(heads),
+    }
+    sets = [[four()[i].id for i in numbers] for numbers in ([0, 1], LIES_ON[name])]
+    for arguments, call in calls.items():
+        with pytest.raises(ValueError) as caught:
+            call()
+        message = str(caught.value)
+        assert message.startswith(HEADING)
+        for word in (*arguments.split("|"), *map(str, sets)):
+            assert word in message, message
 
 
 def test_numbers_in_a_config_can_be_hashed():

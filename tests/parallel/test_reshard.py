@@ -372,6 +372,7 @@ def test_debug_checks_look_at_ids():
 # ---- more devices, more processes ----------------------------------------------------
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_eight_devices_of_so_many_processes(count):
     hold_processes(SCRIPT, count, r"\d+")

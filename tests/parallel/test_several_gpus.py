@@ -15,19 +15,26 @@ import decode_processes
 import jax
 import numpy as np
 import pytest
-from attention_model import BF16, F16, F32, cast, draw
+import reshard_processes
+from attention_model import BF16, F16, F32, Call, cast, draw
 from context_calls import (
     CUTS,
+    STRATEGIES,
     Cut,
     assert_right,
+    attend_over,
     compute,
+    inputs,
+    jitted,
+    laid_out,
     segments,
 )
 from jax.sharding import AxisType, Mesh
 from paged_model import Case
 from parallel_decode import Dealt, heads_over
 from processes import hold_processes
-from reshard_processes import Place, hold, on
+from reshard_processes import MOVES, hold_moves
+from test_strategy import collectives
 
 pytestmark = [pytest.mark.gpu, pytest.mark.early]
 
@@ -72,11 +79,20 @@ def mesh_of(gpus: list[jax.Device], kind: AxisType = AxisType.Auto) -> Mesh:
     return jax.make_mesh((len(gpus),), ("c",), (kind,), devices=gpus)
 
 
+def sent(call: Call, cut: Cut, mesh: Mesh) -> set[str]:
+    """Which collectives the call has."""
+    there = laid_out(call, cut)
+    made = jax.make_jaxpr(attend_over(there, cut, mesh))(*inputs(there)[:2])
+    return {name for name, *_ in collectives(made.jaxpr)}
+
+
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("name", [*BATCHES, *DOCUMENTS])
 def test_attention(rng, gpus, name, cut):
     """out, lse and all gradients, beside float64."""
     options = SIZES | (BATCHES | DOCUMENTS)[name]
+    if cut.strategy == "ulysses_ring":
+        options["kv_heads"] = 4  # of one, nothing would be exchanged
     dtype = options.pop("dtype", BF16)
     if options.pop("ids", False):
         options["segment_ids"] = np.sort(segments(rng, 2, 512), axis=1)
@@ -85,15 +101,26 @@ def test_attention(rng, gpus, name, cut):
     if name in DOCUMENTS:
         options |= {"causal": True, "packed": True}
     call = draw(rng, dtype, **options)
+    cut, mesh = dataclasses.replace(cut, size=len(gpus)), mesh_of(gpus)
+    if cut.strategy == "ulysses_ring":
+        # Two GPUs are one ring: to exchange heads between them is "ulysses".
+        assert ("all_to_all" in sent(call, cut, mesh)) == (len(gpus) > 2)
+    assert_right(call, compute(call, cut, mesh=mesh))
+
+
+SAME = [*(Cut(s) for s in STRATEGIES), Cut("all_gather", tuned=True)]
+
+
+@pytest.mark.parametrize("cut", SAME, ids=str)
+@pytest.mark.parametrize("name", ["causal", "documents"])
+def test_the_same_bits_every_time(rng, gpus, name, cut):
+    options = SIZES | {"kv_heads": 4} | (BATCHES | DOCUMENTS)[name]
+    packed = name in DOCUMENTS
+    options |= {"causal": True, "packed": packed, "deterministic": True}
     cut = dataclasses.replace(cut, size=len(gpus))
-    assert_right(call, compute(call, cut, mesh=mesh_of(gpus)))
-
-
-@pytest.mark.parametrize("strategy", ["ring", "all_gather", "ulysses"])
-def test_the_same_bits_every_time(rng, gpus, strategy):
-    call = draw(rng, BF16, **SIZES, causal=True, deterministic=True)
-    cut = Cut(strategy, size=len(gpus))
-    runs = [compute(call, cut, mesh=mesh_of(gpus)) for _ in range(3)]
+    there = laid_out(draw(rng, BF16, **options), cut)
+    run = jitted(there, cut, mesh=mesh_of(gpus))
+    runs = [run(*inputs(there)) for _ in range(3)]
     for name, first in runs[0].items():
         for again in runs[1:]:
             np.testing.assert_array_equal(again[name], first, err_msg=name)
@@ -142,31 +169,15 @@ def test_heads_over_devices(rng, gpus, kind, kv_heads):
 
 # ---- blocks from one set of devices to another ---------------------------------------
 
-MOVES = {
-    2: {
-        "two to one": (on([0, 1]), on([0], "HND")),
-        "two to the other one": (on([0, 1]), on([1], "universal")),
-        "one to two": (on([1], "HND"), on([0, 1])),
-        "one to another": (on([0]), on([1])),
-        "the other way round": (on([0, 1]), on([1, 0], "HND")),
-        "layers": (on([0, 1], contiguous=False), on([0], contiguous=False)),
-        "operational": (on([0], "operational"), on([1], "operational")),
-    },
-    4: {
-        "four to two": (on(range(4)), on([0, 2], "HND")),
-        "two to other two": (on([0, 1]), on([2, 3], "HND")),
-        "two to four": (on([0, 1], "HND"), on(range(4), "universal")),
-        "a mesh to four": (on(range(4), mesh=(2, 2), cut="b"), on(range(4))),
-    },
-}
-
-
-def on_gpus(place: Place) -> Place:
-    return dataclasses.replace(place, platform="gpu")
-
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_blocks_move(rng, gpus, dtype):
     """Every bit of both pools."""
-    for src, dst in MOVES[len(gpus)].values():
-        hold(on_gpus(src), on_gpus(dst), rng, dtype, dims=(2, 2, 16, 8, 128))
+    hold_moves(len(gpus), rng, dtype)
+
+
+def test_blocks_move_between_processes(gpus):
+    """The same moves, in a process for each GPU."""
+    count = len(gpus)
+    script, right = Path(reshard_processes.__file__), str(len(MOVES[count]))
+    hold_processes(script, count, right, "gpu", seconds=200)

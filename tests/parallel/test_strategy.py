@@ -437,6 +437,19 @@ def test_where_engines_send_what_is_gathered(options, direct, asked, monkeypatch
     assert gathered == ({"ppermute"} if direct else {"all_gather"})
 
 
+def test_engines_send_within_a_process(asked, monkeypatch):
+    """Of several processes none sends so: auto is told, and XLA gathers."""
+    monkeypatch.setattr(arguments, "engines_can_send", lambda: True)
+    dims = (1, 8192, 8192, 32, 8, 128, 128)
+    options = {"causal": True, "compiler_options": True}
+    for processes, sends in ((1, "ppermute"), (2, "all_gather")):
+        monkeypatch.setattr(jax, "process_count", lambda it=processes: it)
+        trace("auto", dims, **options)
+        assert asked.pop().direct == (processes == 1)
+        gathered = {name for name, *_ in trace("all_gather", dims, **options)}
+        assert gathered == {sends}
+
+
 SEEN = {  # by a window, of 4,096 keys
     None: 4096, (None, 0): 2048, (100, 0): 100, (100, 30): 130, (9999, 0): 2048,
     (None, 9999): 4096, (0, None): 2048,

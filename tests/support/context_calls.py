@@ -186,15 +186,19 @@ def inputs(call: Call) -> tuple[Any, Any, Any]:
     return call.arrays, call.operands, call.cotangents
 
 
-def compute(call: Call, cut: Cut, **how: Any) -> Results:
-    """out, lse and all gradients, in the order of the sequence."""
-    there = laid_out(call, cut)
+def jitted(there: Call, cut: Cut, **how: Any) -> Any:
+    """Of what `inputs` gives: out, lse and all gradients, as they are laid out."""
     run = with_gradients(attend_over(there, cut, **how))
     mesh = how.get("mesh") or mesh_of(cut.size)
     tuned = compiler_options(mesh) if cut.tuned else {}
     # Of a CPU there are none: `jit` has those of the suite.
-    run = jax.jit(run, compiler_options=tuned) if tuned else jit(run)
-    return put_back(run(*inputs(there)), call, cut)
+    return jax.jit(run, compiler_options=tuned) if tuned else jit(run)
+
+
+def compute(call: Call, cut: Cut, **how: Any) -> Results:
+    """out, lse and all gradients, in the order of the sequence."""
+    there = laid_out(call, cut)
+    return put_back(jitted(there, cut, **how)(*inputs(there)), call, cut)
 
 
 # ---- the truth -----------------------------------------------------------------------
@@ -322,6 +326,25 @@ def covering(factors: dict[str, Any], fits: Any = lambda row: True) -> list[Any]
             rows.append(max(drawn, key=lambda row: len(pairs(row) & missing)))
             missing -= pairs(rows[-1])
     return rows
+
+
+def one_of_each(cuts: tuple[Cut, ...], rows: list[Any], shows: Any) -> list[Any]:
+    """A row of each cut, which show most together of each strategy and layout.
+
+    shows: what a row shows, a set.
+    """
+    seen: set[Any] = set()
+    found = []
+    for cut in cuts:
+        of_cut = [
+            (set(itertools.product((cut.strategy, cut.layout), shows(row))), row)
+            for row in rows
+            if row["cut"] == cut
+        ]
+        shown, row = max(of_cut, key=lambda each: len(each[0].difference(seen)))
+        found.append(row)
+        seen |= shown
+    return found
 
 
 def table(rows: list[Any]) -> pytest.MarkDecorator:

@@ -2,7 +2,8 @@
 
 Each process runs this as a script, `RANK COUNT PORT CASE`. It makes its devices' parts
 of the same arrays, and looks at what its devices have, beside one device's attention.
-They are four CPU devices together; with `gpu` at the end, a GPU for each process.
+They are four CPU devices together, or as many as stand at the end; with `gpu` there, a
+GPU for each process.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ import traceback
 from typing import Any
 
 if __name__ == "__main__":
-    RANK, COUNT, ON = int(sys.argv[1]), int(sys.argv[2]), [*sys.argv, "cpu"][5]
-    DEVICES = f"--xla_force_host_platform_device_count={4 // COUNT}"
-    os.environ["XLA_FLAGS"] = f"{DEVICES} --xla_backend_optimization_level=0"
+    RANK, COUNT, LAST = int(sys.argv[1]), int(sys.argv[2]), [*sys.argv, "4"][5]
+    ON, SIZE = ("gpu", COUNT) if LAST == "gpu" else ("cpu", int(LAST))
+    DEVICES = f"--xla_force_host_platform_device_count={SIZE // COUNT}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +34,15 @@ from jax_kvblock.parallel import (
     to_zigzag,
 )
 
-SHAPES = {"q": (1, 32, 4, 8), "k": (1, 32, 2, 8), "v": (1, 32, 2, 8)}
+SHAPES = {"q": (1, 48, 4, 8), "k": (1, 48, 2, 8), "v": (1, 48, 2, 8)}
 DTYPES = {"cpu": np.dtype(np.float32), "gpu": np.dtype(jnp.bfloat16)}  # as kernels take
-BARS = {"cpu": {"rtol": 2e-6, "atol": 3e-6}, "gpu": {"rtol": 2e-2, "atol": 3e-2}}
+BARS = {"cpu": {"rtol": 5e-6, "atol": 1e-5}, "gpu": {"rtol": 2e-2, "atol": 3e-2}}
 CASES: dict[str, dict[str, Any]] = {
-    "ring": {"causal": True},
-    "all_gather": {"causal": True, "kv_lens": [27]},
+    "ring": {"causal": True, "kv_lens": [26]},
+    "all_gather": {"causal": True, "kv_lens": [43]},
     "ulysses": {"window": (7, 3)},
     "ulysses_ring": {"causal": True},
-    "ring of documents": {"causal": True, "cu_seqlens": [0, 8, 32]},
+    "ring of documents": {"causal": True, "cu_seqlens": [0, 16, 48]},
 }
 
 
@@ -114,14 +116,14 @@ def hold_layer(mesh: Mesh) -> None:
     assert_same(got, np.asarray(want))
 
 
-def main(rank: int, count: int, port: str, case: str, on: str) -> None:
+def main(rank: int, count: int, port: str, case: str, on: str, size: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(
         f"127.0.0.1:{port}", count, rank, heartbeat_timeout_seconds=10,
         local_device_ids=[rank] if on == "gpu" else None,
     )  # fmt: skip
     mesh = Mesh(np.array(jax.devices(on)), ("c",))
-    assert mesh.size == (4 if on == "cpu" else count)
+    assert mesh.size == size
     if case in ("last dies", "first dies"):
         hold("ring", mesh)
         if rank == (0 if case == "first dies" else count - 1):
@@ -140,7 +142,7 @@ def main(rank: int, count: int, port: str, case: str, on: str) -> None:
 
 if __name__ == "__main__":
     try:
-        main(RANK, COUNT, sys.argv[3], sys.argv[4], ON)
+        main(RANK, COUNT, sys.argv[3], sys.argv[4], ON, SIZE)
     except Exception:  # no waiting for the others at the end
         traceback.print_exc()
         sys.stdout.flush()

@@ -14,7 +14,7 @@ import traceback
 if __name__ == "__main__":
     RANK, COUNT, ON = int(sys.argv[1]), int(sys.argv[2]), [*sys.argv, "cpu"][4]
     DEVICES = f"--xla_force_host_platform_device_count={4 // COUNT}"
-    os.environ["XLA_FLAGS"] = f"{DEVICES} --xla_backend_optimization_level=0"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
 
 import jax
 import numpy as np

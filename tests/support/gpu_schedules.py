@@ -3,7 +3,7 @@
 Run as a script with a CUDA plugin of JAX on the path, `STRATEGY DEVICES LENGTH WORK
 OPTIONS`, it compiles attention over that many GPUs and prints a line for each call of a
 kernel, each collective that is begun, waited for, or waited for at once, each copy, and
-each join of keys and values.
+each join of keys and values; before them, how many bytes a GPU holds at the most.
 """
 
 from __future__ import annotations
@@ -135,4 +135,5 @@ if __name__ == "__main__":
     register_stand_ins()
     strategy, count, length, work, how = sys.argv[1:]
     made = compile_attention(strategy, int(count), int(length), work, how)
+    print(f"bytes: {made.memory_analysis().peak_memory_in_bytes}")
     print("\n".join(["schedule:", *lines_of(made.as_text())]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -20,10 +21,11 @@ def run_processes(
 ) -> list[tuple[int, str]]:
     """Of each process how it ended, and what it said.
 
-    The script is called with RANK COUNT PORT and more. Who takes longer is killed.
+    The script is called with RANK COUNT PORT and more. Where one takes longer, all are
+    killed, and the error has what each of them said, and where it was.
     """
     port = free_port()
-    command = [sys.executable, str(script)]
+    command = [sys.executable, "-X", "faulthandler", str(script)]
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(count), port, *more],
@@ -35,6 +37,11 @@ def run_processes(
     ]
     try:
         said = [process.communicate(timeout=seconds)[0] for process in processes]
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.send_signal(signal.SIGABRT)  # says where each thread is
+        said = [process.communicate(timeout=seconds)[0] for process in processes]
+        raise AssertionError("\n\n".join([f"after {seconds} seconds", *said])) from None
     finally:
         for process in processes:
             process.kill()

@@ -1,7 +1,8 @@
 """Blocks between pools on devices of several processes, and on eight devices of one.
 
 Each process runs this as a script, `RANK COUNT PORT`, makes the same pools, and looks
-at what its devices have; at the end it prints how many cases were right.
+at what its devices have; at the end it prints how many cases were right. They are eight
+CPU devices together; with `gpu` at the end, a GPU for each process.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from typing import Any
 
 if __name__ == "__main__":
-    COUNT = int(sys.argv[2])
+    COUNT, ON = int(sys.argv[2]), [*sys.argv, "cpu"][4]
     DEVICES = f"--xla_force_host_platform_device_count={8 // COUNT}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}"
 
@@ -139,10 +140,44 @@ SEVERAL = [
 ]
 
 
-def main(rank: int, count: int, port: str) -> None:
+MOVES = {  # of so many GPUs
+    2: {
+        "two to one": (on([0, 1]), on([0], "HND")),
+        "two to the other one": (on([0, 1]), on([1], "universal")),
+        "one to two": (on([1], "HND"), on([0, 1])),
+        "one to another": (on([0]), on([1])),
+        "the other way round": (on([0, 1]), on([1, 0], "HND")),
+        "layers": (on([0, 1], contiguous=False), on([0], contiguous=False)),
+        "operational": (on([0], "operational"), on([1], "operational")),
+    },
+    4: {
+        "four to two": (on(range(4)), on([0, 2], "HND")),
+        "two to other two": (on([0, 1]), on([2, 3], "HND")),
+        "two to four": (on([0, 1], "HND"), on(range(4), "universal")),
+        "a mesh to four": (on(range(4), mesh=(2, 2), cut="b"), on(range(4))),
+    },
+}
+
+
+def hold_moves(count: int, rng: np.random.Generator, dtype: str) -> None:
+    """All of them on GPUs, with blocks as large as those of models."""
+    for places in MOVES[count].values():
+        src, dst = (dataclasses.replace(x, platform="gpu") for x in places)
+        hold(src, dst, rng, dtype, dims=(2, 2, 16, 8, 128))
+
+
+def main(rank: int, count: int, port: str, platform: str) -> None:
     if count > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{port}", count, rank)
+        jax.distributed.initialize(
+            f"127.0.0.1:{port}", count, rank,
+            local_device_ids=[rank] if platform == "gpu" else None,
+        )  # fmt: skip
+    if platform == "gpu":
+        assert len(jax.devices("gpu")) == count
+        hold_moves(count, np.random.default_rng(0), "bfloat16")
+        print(f"{rank} of {count}: {len(MOVES[count])} are right", flush=True)
+        return
     assert len(jax.devices("cpu")) == 8
     cases = ONE_PROCESS if count == 1 else SEVERAL
     for i, case in enumerate(cases):
@@ -151,4 +186,4 @@ def main(rank: int, count: int, port: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), COUNT, sys.argv[3])
+    main(int(sys.argv[1]), COUNT, sys.argv[3], ON)
