@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # `jax.jit(layer)` hashes it
 class Attention:
     """Self-attention: a projection to queries, keys and values, attention, and back.
 
@@ -119,7 +119,7 @@ class Attention:
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class RingAttentionLayer(Attention):
     """`Attention` whose keys and values go round a ring of devices.
 
@@ -128,7 +128,7 @@ class RingAttentionLayer(Attention):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ContextParallelAttention(Attention):
     """`Attention` over a sequence that is cut over a mesh axis, by any strategy."""
 

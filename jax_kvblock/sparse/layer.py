@@ -49,7 +49,7 @@ _PATTERNS: dict[SparsePattern, type[Selector]] = {
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # `jax.jit(layer)` hashes it
 class DynamicSparseAttention:
     """Self-attention over the tiles that a selector lists.
 

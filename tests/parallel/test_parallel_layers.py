@@ -30,6 +30,7 @@ from jax_kvblock.parallel import (
 )
 from jax_kvblock.parallel.sequence import LAYOUTS
 from jax_kvblock.parallel.strategy import STRATEGIES
+from jax_kvblock.sparse import create_sparse_attention
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
 
@@ -410,6 +411,18 @@ def test_other_devices_under_jit(x, name):
         assert message.startswith(HEADING)
         for word in (*arguments.split("|"), *map(str, sets)):
             assert word in message, message
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+def test_layers_themselves_can_be_wrapped(x, wrap):
+    """What JAX is given it hashes; a layer is itself and no other."""
+    for layer in (
+        create_attention(AttentionConfig(WIDTH, HEADS)),
+        create_ring_attention(WIDTH, HEADS, device=four()),
+        create_sparse_attention(WIDTH, HEADS),
+    ):
+        np.testing.assert_allclose(wrap(layer)(x), layer(x), rtol=1e-5, atol=1e-5)
+        assert layer == layer and jax.tree.map(lambda leaf: leaf, layer) != layer
 
 
 def test_numbers_in_a_config_can_be_hashed():
