@@ -76,6 +76,10 @@ class Engine:
         disk, disk_bytes: or a folder for it, and how much of its disk it may take.
         policy, reserve: as for `PrefixCache`.
 
+    Attributes:
+        ready: whether all programs are compiled.
+        trouble: why they do not compile; empty where they do.
+
     Raises:
         ValueError: for sizes that do not go together.
 
@@ -104,6 +108,8 @@ class Engine:
         policy: str = "lru",
         reserve: float = 0.02,
     ) -> None:
+        if max_waiting < 1:
+            raise ValueError(f"Engine: max_waiting must be above 0, got {max_waiting}")
         if not 1 <= max_batch <= max_tokens_per_step:
             raise ValueError(
                 "Engine: max_batch must be from 1 to max_tokens_per_step="
@@ -190,6 +196,7 @@ class Engine:
         self._numbers = itertools.count()
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
+        self.ready, self.trouble = False, ""
 
     # ---- for everybody ----
 
@@ -289,11 +296,13 @@ class Engine:
                 time.sleep(POLL)
 
     def compile(self) -> None:
-        """Compile all programs now, by steps without rows."""
+        """Compile all programs now, by steps without rows, or until it is stopped."""
         with self._stepping:
-            self._runner.compile()
+            if not self._runner.compile(lambda: self._inbox.closed):
+                return
             if self.tiers is not None:
                 self.tiers.compile()
+        self.ready = True
 
     def step(self) -> bool:
         """Dispatch a step and read one; whether there was any."""
@@ -364,7 +373,8 @@ class Engine:
             self.compile()
         except Exception as error:
             _log.exception("the programs do not compile")
-            self._fail(f"{type(error).__name__}: {error}")
+            self.trouble = f"{type(error).__name__}: {error}"
+            self._fail(self.trouble)
         while not self._inbox.closed:
             if not self.step():  # a transfer may be under way
                 self._inbox.wait(POLL if self._busy() else None)

@@ -44,6 +44,12 @@ class Limits:
     drain_seconds: int = 10
     connections: int = 1024
 
+    def __post_init__(self) -> None:
+        for name in ("body_bytes", "connections"):
+            if getattr(self, name) < 1:
+                given = getattr(self, name)
+                raise ValueError(f"Limits: {name} must be above 0, got {given}")
+
 
 class JsonResponse(Response):
     """An answer in JSON; what is not a number is null."""

@@ -149,7 +149,17 @@ class Endpoints:
         if self.engine.stopped:
             self.stopped = self.stopped or "the engine has stopped"
             raise self.unavailable()
-        return JsonResponse({"status": "ok", "model": self.engine.model.name})
+        if self.engine.trouble:
+            raise ApiError(
+                503,
+                f"The programs do not compile: {self.engine.trouble}",
+                kind="server_error",
+                code="unavailable",
+            )
+        # Requests may be sent by now: they wait for the programs.
+        status, code = ("ok", 200) if self.engine.ready else ("starting", 503)
+        told = {"status": status, "model": self.engine.model.name}
+        return JsonResponse(told, code)
 
     async def told(self, request: HttpRequest) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE_LATEST)

@@ -283,6 +283,8 @@ class Engine(Protocol):
 
     model: Model
     max_tokens: int  # a prompt and its new tokens, at most
+    ready: bool  # its programs are compiled: requests do not wait for them
+    trouble: str  # why they do not compile, or empty
 
     @property
     def stopped(self) -> bool:

@@ -6,6 +6,7 @@ a CUDA graph, which has to be changed wherever an array has come to lie elsewher
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,11 +49,21 @@ class Runner:
         self._program = program
         self._start()
 
-    def compile(self) -> None:
-        """Compile all programs now, by steps without rows."""
+    def compile(self, closing: Callable[[], bool] = lambda: False) -> bool:
+        """Compile all programs now, by steps without rows.
+
+        Args:
+            closing: asked before each; where it says so, the rest is left out.
+
+        Returns:
+            Whether all are compiled.
+        """
         for shape in self._shapes:
+            if closing():
+                return False
             self._call(Batch(shape))
         jax.block_until_ready(self._tokens)
+        return True
 
     def dispatch(self, parts: list[Part]) -> tuple[list[tuple[Part, int]], jax.Array]:
         """Have a step computed, without waiting for it.

@@ -33,8 +33,20 @@ def say(message: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run; the exit code is 1 if something is wrong, which is said in one line."""
+    """Run; the exit code is 1 if something is wrong, which is said in one line.
+
+    It is 130 after Ctrl-C, but where that ends answers, a conversation, or a server.
+    """
     options = parse(arguments)
+    try:
+        obey(options)
+    except KeyboardInterrupt:
+        say("serve: interrupted")
+        raise SystemExit(130) from None
+
+
+def obey(options: argparse.Namespace) -> None:
+    """Do what the options ask for."""
     prepare(options)
     try:
         model = (
@@ -51,16 +63,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "a text at most"
     )
     if options.http is not None:
-        serve_http(engine, options.http)
+        serve_http(engine, options)
         return
-    began = time.perf_counter()
-    engine.compile()
-    say(
-        f"{engine.stats()['programs']} programs compiled in "
-        f"{time.perf_counter() - began:.1f} s"
-    )
-    engine.start()
     try:
+        began = time.perf_counter()
+        engine.compile()
+        say(
+            f"{engine.stats()['programs']} programs compiled in "
+            f"{time.perf_counter() - began:.1f} s"
+        )
+        engine.start()
         if options.chat:
             chat(engine, options)
         else:
@@ -85,6 +97,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--prompt", action="append", help="a message; may be given several times")
     add("--chat", action="store_true", help="talk to the model")
     add("--http", type=int, metavar="PORT", nargs="?", const=8000, help="serve HTTP")
+    add("--host", default="127.0.0.1", help="where HTTP listens: this machine alone")
+    add("--body-mib", type=int, default=4, help="of a request by HTTP, at most")
     add("--check", action="store_true", help="hold tokens to the dense model")
     add("--plain", action="store_true", help="no live view")
     of_text = parser.add_argument_group("texts")
@@ -99,6 +113,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--blocks", type=int, default=256, help="of the pool")
     add("--block-size", type=int, default=16)
     add("--batch", type=int, default=8, help="sequences that run at the same time")
+    add("--max-waiting", type=int, default=64, help="requests that may wait for that")
     add("--rows", type=int, default=128, help="tokens of a step, at most")
     add("--drafts", type=int, default=0, help="guesses behind a newest token")
     add("--decode-steps", type=int, help="of one program, where all decode")
@@ -115,6 +130,7 @@ def make_engine(model: LoadedModel, options: argparse.Namespace) -> Engine:
         num_blocks=options.blocks,
         block_size=options.block_size,
         max_batch=options.batch,
+        max_waiting=options.max_waiting,
         max_tokens_per_step=options.rows,
         draft_tokens=options.drafts,
         decode_steps=options.decode_steps,
@@ -124,14 +140,17 @@ def make_engine(model: LoadedModel, options: argparse.Namespace) -> Engine:
     )
 
 
-def serve_http(engine: Engine, port: int) -> None:
+def serve_http(engine: Engine, options: argparse.Namespace) -> None:
     """Serve HTTP until a signal comes."""
     try:
+        from serve.http_answers import Limits
         from serve.http_server import run
 
-        run(engine, port=port)
-    except ImportError as error:
+        limits = Limits(body_bytes=options.body_mib << 20)
+    except (ImportError, ValueError) as error:
         raise SystemExit(f"serve: {error}") from None
+    try:
+        run(engine, host=options.host, port=options.http, limits=limits)
     except OSError as error:  # the port is taken, for example
         raise SystemExit(f"serve: {error.strerror or error}") from None
 

@@ -199,7 +199,7 @@ class Resuming:
         part = arriving.whole_blocks(tiers.cache.manager, tiers.below, [key], ids)
         self._of_last = True
         rooms = tiers.below.rooms
-        self._ticket = Onboard(1, [part], rooms, lambda: 0, lambda: None)
+        self._ticket = Onboard(ids, [part], rooms, lambda: 0, lambda: None)
 
     def _missing(self) -> int:
         """How many blocks the table has not."""

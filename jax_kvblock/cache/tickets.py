@@ -11,6 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 
 import jax
+import numpy as np
 
 from jax_kvblock.cache.below import Arrival
 from jax_kvblock.cache.rooms import Booking, Rooms
@@ -95,6 +96,9 @@ class Onboard:
     their way at a time as there are rooms that nobody has booked.
 
     Attributes:
+      ids: the blocks of the pool into which they come, int32, in order: those behind
+        the table's own, for programs of one layer that call `wait(layer)`. They are the
+        ticket's until it is done; `table.match()` says what the table has then.
       num_blocks: how many are on the way.
       num_missing: when it is done, how many have not come, from the first one on that
         the store has lost, or whose checksum does not match. They are computed again.
@@ -102,13 +106,14 @@ class Onboard:
 
     def __init__(
         self,
-        num_blocks: int,
+        ids: np.ndarray,
         parts: Sequence[Part],
         rooms: Rooms,
         publish: Callable[[], int],
         drop: Callable[[], None],
     ) -> None:
-        self.num_blocks, self.num_missing = num_blocks, 0
+        self.ids = ids
+        self.num_blocks, self.num_missing = len(ids), 0
         self._waiting = collections.deque(parts)
         self._stages: collections.deque[Stage] = collections.deque()
         self._publish, self._drop = publish, drop
@@ -153,8 +158,9 @@ class Onboard:
         """Waits until the blocks are in the pool.
 
         Args:
-          layer: wait for layers up to this one alone. The programs that write them are
-            dispatched then; those that read them come after.
+          layer: wait for layers up to this one alone, where they come `by_layer`; else
+            for all. The programs that write them are dispatched then; those that read
+            them come after, and take the blocks from `ids`.
           timeout: seconds, for each part that has to arrive.
 
         Raises:

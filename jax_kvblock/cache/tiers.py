@@ -290,7 +290,8 @@ class TieredCache:
         Args:
           table: without blocks that are reserved and not published.
           by_layer: whether layers come one after the other, for programs of one layer
-            that call `wait(layer)`; blocks of keys and values (num_outer 2) alone.
+            that call `wait(layer)` and find the blocks in the ticket's `ids`; blocks of
+            keys and values (num_outer 2) alone.
 
         Raises:
           ValueError: for `by_layer` where blocks have no keys and values.
@@ -343,7 +344,7 @@ class TieredCache:
             blocks.release()
             kept.hold.release()
 
-        return Onboard(len(keys), parts, self.below.rooms, publish, drop)
+        return Onboard(ids, parts, self.below.rooms, publish, drop)
 
     def _parts(
         self,

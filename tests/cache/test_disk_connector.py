@@ -36,6 +36,7 @@ def read(connector: DiskConnector, of: list[bytes]) -> tuple[list[bool], np.ndar
     return connector.get(of, out).result(30), out
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_written_by_two_read_by_any(tmp_path: Path, size: int) -> None:
     of = keys(5)

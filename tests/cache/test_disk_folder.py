@@ -204,6 +204,7 @@ def test_another_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         disks.tier(tmp_path)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -225,6 +226,7 @@ def test_a_damaged_slot_file(tmp_path: Path, change: object, says: str) -> None:
         assert f"remove the folder {path.parent}, which only" in str(caught.value)
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("change", "says"),
     [

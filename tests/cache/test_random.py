@@ -6,6 +6,7 @@ in the fewest of them what went wrong.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
@@ -25,13 +26,16 @@ from hypothesis.stateful import (
 
 TOKENS = st.lists(st.integers(0, 1), max_size=9)
 COUNTS = st.integers(0, 8)
+# KVBLOCK_TEST_WALK=1, or any other text, draws other operations.
+WALK = os.environ.get("KVBLOCK_TEST_WALK", "")
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_random_operations(policy: str) -> None:
-    """100,000 of them."""
+    """100,000 of them, half with each policy."""
     world = World(policy)
-    drive(world, random.Random(policy), 50_000, every=10)
+    drive(world, random.Random(policy + WALK), 50_000, every=10)
     world.end()
     counted = world.books.counters
     assert min(counted.values()) > 200, counted  # each transition, again and again

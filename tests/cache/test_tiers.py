@@ -109,6 +109,62 @@ def test_layers_arrive_one_by_one(setup: Setup, monkeypatch) -> None:
     setup.holds(table)
 
 
+@functools.partial(jax.jit, static_argnames="layer")
+def of_layer(pool: KVPool, ids: jax.Array, layer: int) -> jax.Array:
+    """A program of one layer, which reads its keys and values."""
+    return pool.data[ids, layer] * 2
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("where", ["host", "store"])
+def test_a_layer_is_computed_while_the_next_one_is_held_back(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Setup(store=MemoryStore() if where == "store" else None)
+    one.only_below(range(17))
+    if where == "store":
+        one.tiers.below.host.books.forget_idle()
+    for block in range(one.manager.num_blocks):
+        one.put(block, np.zeros(one.manager.spec.block_shape, np.float32))
+    keys = one.cache.namespace.keys(range(17))
+    wanted = np.stack([one.content(key) for key in keys])
+    begun, gates = ([threading.Event() for _ in range(3)] for _ in range(2))
+    copies = one.tiers.below._copies
+    start_up = copies.start_up
+
+    def held(host, slots, cut, *rest, **more):
+        layer = cut.first // cut.width
+        begun[layer].set()
+        assert gates[layer].wait(60)
+        return start_up(host, slots, cut, *rest, **more)
+
+    monkeypatch.setattr(copies, "start_up", held)
+    table, ticket = one.tiers.open(range(17), by_layer=True)
+    with pytest.raises(TimeoutError):
+        ticket.wait(layer=0, timeout=0.05)
+    for layer in range(3):
+        gates[layer].set()
+        ticket.wait(layer=layer, timeout=60)
+        if layer < 2:
+            assert begun[layer + 1].wait(60)  # its copy is under way, and stands still
+        with one.manager.lock:
+            found = of_layer(one.manager.pool, ticket.ids, layer)
+        np.testing.assert_array_equal(found, wanted[:, layer] * 2)
+        assert ticket.done == (layer == 2)
+        assert not np.asarray(one.manager.pool.data)[:, layer + 1 :].any()
+    assert table.match() == 16 and table.ids.tolist() == ticket.ids.tolist()
+    one.holds(table)
+    one.tiers.close()
+
+
+def test_without_layers_one_after_the_other_all_are_waited_for(setup: Setup) -> None:
+    setup.only_below(range(17))
+    table, ticket = setup.tiers.open(range(17))
+    ticket.wait(layer=0)
+    assert ticket.done and table.match() == 16
+    setup.holds(table)
+
+
 def test_programs_are_compiled_before(compiles: list[str]) -> None:
     one = Setup()
     one.computed(range(16)).free()

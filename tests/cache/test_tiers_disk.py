@@ -115,11 +115,11 @@ def test_random_work_in_three_tiers_that_are_all_too_small(
         table, ticket = one.tiers.open(tokens)
         ticket.wait()
         reached = table.match()
-        # A block may be pushed out after it was found, by those that made room for it,
-        # or that were still on their way down.
+        # A block may be pushed out after it was found, by those that made room for it.
+        # Those that are still on their way down may push out others, or be found later.
         lost += ticket.num_missing
         whole = sum(found.values()) - ticket.num_missing * SIZE
-        assert reached == whole if quiet else reached <= whole
+        assert reached == whole if quiet else reached in range(0, len(tokens), SIZE)
         for name in came:
             came[name] += found[name]
         missing = -(-table.num_tokens // SIZE) - len(table)

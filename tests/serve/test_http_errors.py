@@ -40,6 +40,7 @@ NO_JSON = [
 ]
 
 
+@pytest.mark.cases(len(NO_JSON))
 @pytest.mark.parametrize(("body", "message"), NO_JSON)
 def test_bodies_that_are_no_json_object(body: bytes, message: str) -> None:
     status, error = refused(create_app(FakeEngine()), content=body)
@@ -145,6 +146,7 @@ def app() -> Any:
     return create_app(FakeEngine(), limits=Limits(answer_seconds=2))
 
 
+@pytest.mark.cases(len(CASES))
 @pytest.mark.parametrize(("path", "fields", "param", "code", "message"), CASES)
 def test_fields_that_are_wrong(
     app: Any, path: str, fields: dict[str, Any], param: str, code: str, message: str

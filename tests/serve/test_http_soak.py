@@ -33,9 +33,13 @@ def test_nothing_is_lost_in_a_short_soak() -> None:
 
 def test_a_disk_that_is_full_slow_and_fails_costs_time_alone() -> None:
     pytest.importorskip("lmdb")
-    report = soak(6, engine="disk", processes=1, threads=3, kill_every=3)
+    report = soak(6, engine="disk", processes=1, threads=3, kill_every=3, patience=90)
     assert not report.wrong, str(report)
     assert report.numbers["requests taken"] > 3
+    # It went on until the disk had done all three, no longer.
+    assert report.numbers["time, s"] < 90
+    for blocks in ("to the store", "from the store", "that the store failed with"):
+        assert report.numbers[f"blocks {blocks}"] > 0
 
 
 @pytest.mark.slow
@@ -62,5 +66,8 @@ def test_no_answer_hangs_on_a_rounding() -> None:
 
 def test_what_is_lost_is_noticed() -> None:
     wrong = soak(3, engine="broken", processes=1, threads=4, patience=0.5).wrong
-    for said in ("blocks are held by nobody", "memory grew", "gave 'You answer"):
+    for said in (
+        *("blocks are held by nobody", "memory grew", "gave 'You answer"),
+        "that the disk took, gave, and failed with: {'blocks_in': 0, 'blocks_out': 0",
+    ):
         assert any(said in text for text in wrong), wrong

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,9 +26,11 @@ import httpx
 from books_engine import BooksEngine
 from fake_engine import FakeEngine
 from http_servers import CHAT, HELLO, PROMPT, TEXT, chunks, served, wait_until
+from serve.engine import Engine
 from serve.http_answers import Limits
 from serve.http_server import listen
 from serve.interface import IDLE
+from serve.models import random_model
 
 pytestmark = pytest.mark.cpu
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -215,6 +218,63 @@ def test_many_clients_at_a_time_get_their_own_answers() -> None:
     assert answers == [prompt[:40] for prompt in prompts]
     assert engine.stats()["held_blocks"] == 0 and IDLE in engine.pool_map()
     engine.cache.check()
+
+
+# ---- before the first request ----
+
+
+class Compiling:
+    """An engine whose programs are compiled when `gate` opens, `begun` of them."""
+
+    def __init__(self, error: str = "") -> None:
+        self.engine = Engine(random_model(), num_blocks=8)
+        self.programs = len(self.engine._runner._shapes)
+        self.gate, self.begun = Event(), 0
+
+        def compile_one(batch: Any) -> None:
+            self.begun += 1
+            assert self.gate.wait(60)
+            if error:
+                raise RuntimeError(error)
+
+        self.engine._runner._call = compile_one  # type: ignore[assignment]
+
+
+def test_a_server_is_starting_until_its_programs_are_compiled() -> None:
+    made = Compiling()
+    with served(made.engine) as url:
+        health = httpx.get(url + "/health")
+        told = {"status": "starting", "model": "random-0"}
+        assert (health.status_code, health.json()) == (503, told)
+        made.gate.set()
+        wait_until(lambda: httpx.get(url + "/health").status_code == 200)
+        assert made.begun == made.programs
+        assert httpx.get(url + "/health").json() == {**told, "status": "ok"}
+
+
+def test_programs_that_do_not_compile_are_told() -> None:
+    made = Compiling("too little memory")
+    made.gate.set()
+    with served(made.engine) as url:
+        wait_until(lambda: "error" in httpx.get(url + "/health").json())
+        health = httpx.get(url + "/health")
+    assert health.status_code == 503
+    said = "The programs do not compile: RuntimeError: too little memory"
+    assert health.json()["error"]["message"] == said
+
+
+def test_an_engine_that_stops_compiles_no_further() -> None:
+    made = Compiling()
+    with served(made.engine) as url, ThreadPoolExecutor(1) as pool:
+        wait_until(lambda: made.begun)
+        stopping = pool.submit(made.engine.stop)
+        wait_until(lambda: made.engine.stopped)
+        made.gate.set()
+        stopping.result(30)
+        assert made.begun == 1 < made.programs
+        health = httpx.get(url + "/health")
+    assert health.status_code == 503
+    assert health.json()["error"]["message"] == "the engine has stopped"
 
 
 # ---- the process ---------------------------------------------------------------------

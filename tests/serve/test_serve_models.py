@@ -221,6 +221,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.cases(len(REFUSED))
 @pytest.mark.parametrize("case", REFUSED)
 def test_another_model_is_refused(case: str, tmp_path: Path) -> None:
     changed, message = REFUSED[case]

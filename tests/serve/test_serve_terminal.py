@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pathlib
 import pty
 import re
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from disk_tiers import flip
 from llama_engines import ask
 from llama_files import TinyModel
 from serve import dense, terminal, view
 from serve.engine import Engine
 from serve.interface import FREE, HELD, IDLE, SHARED, Event, Request, Stream
-from serve.models import LoadedModel
+from serve.models import LoadedModel, random_model
 from smollm2.cache import cache_dir
 
 import jax_kvblock
@@ -109,33 +113,54 @@ def test_smollm2_says_what_it_should(environment: dict[str, str]) -> None:
     assert "the dense model chooses the same 8 tokens" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model", "nowhere.gguf"], "nowhere.gguf is missing"),
-        (["--random", "--rows", "4"], "max_batch must be from 1 to"),
-        (["--random", "--drafts", "99"], "draft_tokens must be from 0 to 31"),
-        (["--random", "--disk", "x"], "a disk lies below host memory; pass host_bytes"),
-        (
-            ["--random", "--host-mib", "1", "--disk", "/proc/blocks"],
-            r"DiskTier: could not \w+ /proc/blocks.*; ",
-        ),
-        (
-            ["--random", "--host-mib=1", "--disk", "FOLDER", "--disk-mib=99999999"],
-            "could not take .*; .*lower max_bytes",
-        ),
-        (["--random", "--prompt", "x" * 5000], "tokens, of at most 2048; shorten the"),
-        (["--random", "--prompt", "a", "--blocks", "2"], "at most 32; .* more blocks"),
-        (["--random", "--temperature", "-1"], r"temperature must be in \[0, 100\]"),
-        (
-            ["--random", "--max-new-tokens", "0"],
-            r"max_new_tokens must be in \[1, inf\]",
-        ),
-        (["--random", *["--prompt=a"] * 90], "64 requests wait already"),
-        (["--random", "--http", "PORT"], r"listen on 127\.0\.0\.1:\d+: .*in use"),
-        (["--random", "--http", "99999"], "listen on 127.0.0.1:99999: .*0-65535"),
-    ],
-)
+KEPT = ["--random", "--host-mib=1", "--disk-mib=4", "--disk"]
+WRONG = [
+    (["--model", "nowhere.gguf"], "nowhere.gguf is missing"),
+    (["--random", "--rows", "4"], "max_batch must be from 1 to"),
+    (["--random", "--drafts", "99"], "draft_tokens must be from 0 to 31"),
+    (["--random", "--max-waiting", "0"], "max_waiting must be above 0, got 0"),
+    (["--random", "--disk", "x"], "a disk lies below host memory; pass host_bytes"),
+    ([*KEPT, "/proc/blocks"], r"DiskTier: could not \w+ /proc/blocks.*; "),
+    ([*KEPT, "FOLDER", "--disk-mib=99999999"], "could not take .*; .*lower max_bytes"),
+    ([*KEPT, "DAMAGED"], "header does not match its checksum; .*remove the folder"),
+    ([*KEPT, "OTHER VERSION"], "must be of format 1, is of 2; remove the folder"),
+    ([*KEPT, "IN USE"], r"is open for writing in process \d+; close it"),
+    (["--random", "--prompt", "x" * 5000], "tokens, of at most 2048; shorten the"),
+    (["--random", "--prompt", "a", "--blocks", "2"], "at most 32; .* more blocks"),
+    (["--random", "--temperature", "-1"], r"temperature must be in \[0, 100\]"),
+    (["--random", "--max-new-tokens", "0"], r"max_new_tokens must be in \[1, inf\]"),
+    (["--random", *["--prompt=a"] * 90], "64 requests wait already"),
+    (["--random", *["--prompt=a"] * 40, "--max-waiting=3"], "3 requests wait already"),
+    (["--random", "--http", "PORT"], r"listen on 127\.0\.0\.1:\d+: .*in use"),
+    (["--random", "--http", "99999"], "listen on 127.0.0.1:99999: .*0-65535"),
+    # 192.0.2.0/24 is nobody's (RFC 5737).
+    (["--random", "--http", "0", "--host", "192.0.2.1"], "listen on 192.0.2.1:0: .*"),
+    (["--random", "--http", "0", "--body-mib", "0"], "body_bytes must be above 0, got"),
+]
+
+
+@contextlib.contextmanager
+def no_good(why: str, folder: pathlib.Path) -> Iterator[None]:
+    """A folder that a server has made, and what is wrong with it since."""
+    from jax_kvblock.cache.disk import slot_file
+
+    with pytest.MonkeyPatch.context() as patch:
+        if why == "OTHER VERSION":
+            patch.setattr(slot_file, "VERSION", 2)
+        options = terminal.parse([*KEPT, str(folder)])
+        engine = terminal.make_engine(random_model(), options)
+    if why != "IN USE":
+        engine.stop()
+    if why == "DAMAGED":
+        (slots,) = folder.glob("*/slots")
+        flip(slots, 20)
+    yield
+    engine.stop()
+
+
+@pytest.mark.cases(len(WRONG))
+@pytest.mark.parametrize(("options", "message"), WRONG)
+@pytest.mark.usefixtures("kept_programs")
 def test_what_is_wrong_is_said_in_a_line(
     options: list[str],
     message: str,
@@ -145,11 +170,17 @@ def test_what_is_wrong_is_said_in_a_line(
     monkeypatch.setattr(terminal, "prepare", lambda options: None)
     if "--http" in options:
         pytest.importorskip("starlette")
-    if "--host-mib" in options or "--host-mib=1" in options:
+        # Where nothing is wrong it fails, instead of serving for ever.
+        monkeypatch.setattr("serve.http_server.make_server", None)
+    if "--host-mib=1" in options:
         pytest.importorskip("lmdb")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        given = {"PORT": port, "FOLDER": str(tmp_path)}
+    folders = {"DAMAGED", "OTHER VERSION", "IN USE"} & {*options}
+    with contextlib.ExitStack() as held:
+        taken = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+        for why in folders:
+            held.enter_context(no_good(why, tmp_path))
+        given = {"PORT": str(taken.getsockname()[1]), "FOLDER": str(tmp_path)}
+        given |= dict.fromkeys(folders, str(tmp_path))
         options = [given.get(option, option) for option in options]
         with pytest.raises(SystemExit, match=f"^serve: .*{message}"):
             terminal.main(options)
@@ -161,6 +192,69 @@ def test_a_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "uvicorn", None)  # as if it was not installed
     with pytest.raises(SystemExit, match=r"^serve: .*uvicorn is not.*pip install"):
         terminal.main(["--random", "--http", "0"])
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("where", ["prepare", "make_engine", "compile"])
+def test_ctrl_c_before_the_first_request(
+    where: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    stopped: list[Engine] = []
+    stop = Engine.stop
+    monkeypatch.setattr(Engine, "stop", lambda each: (stopped.append(each), stop(each)))
+    monkeypatch.setattr(terminal, "prepare", lambda options: None)
+    at = Engine if where == "compile" else terminal
+    monkeypatch.setattr(at, where, interrupted)
+    with pytest.raises(SystemExit) as ended:
+        terminal.main(["--random"])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "serve: interrupted"
+    assert len(stopped) == (where == "compile")
+
+
+def test_ctrl_c_while_a_server_compiles(
+    environment: dict[str, str], tmp_path: pathlib.Path
+) -> None:
+    """It listens where it is told, and takes bodies as long as it is told."""
+    httpx = pytest.importorskip("httpx")
+    pytest.importorskip("starlette")
+    asked = command("--http", "0", "--host", "127.0.0.2", "--body-mib", "1")
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    env = {**environment, "XDG_CACHE_HOME": str(tmp_path)}  # no program is kept
+    with subprocess.Popen(asked, env=env, **pipes) as process:
+        assert process.stdout is not None
+        try:
+            url = process.stdout.readline().strip()
+            assert url.startswith("http://127.0.0.2:"), url
+            health = httpx.get(url + "/health", timeout=60)
+            assert (health.status_code, health.json()["status"]) == (503, "starting")
+            sizes = (1 << 20, (1 << 20) + 1)
+            found = [
+                httpx.post(url + "/v1/completions", content=b"x" * size, timeout=60)
+                for size in sizes
+            ]
+            assert [got.status_code for got in found] == [400, 413]
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 0 and "Traceback" not in errors, errors
+
+
+def test_a_server_listens_on_this_machine_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("starlette")
+    from serve import http_server
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(http_server, "run", lambda engine, **given: asked.update(given))
+    monkeypatch.setattr(terminal, "prepare", lambda options: None)
+    terminal.main(["--random", "--http"])
+    assert (asked["host"], asked["port"]) == ("127.0.0.1", 8000)
 
 
 # ---- in this process -----------------------------------------------------------------

@@ -54,6 +54,8 @@ class BooksEngine:
         delay: of a step, in seconds.
     """
 
+    ready, trouble = True, ""  # there are no programs
+
     def __init__(
         self,
         *,

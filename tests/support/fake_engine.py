@@ -78,6 +78,8 @@ class FakeEngine:
         fail: requests end with "error" after their first token.
     """
 
+    ready, trouble = True, ""  # there are no programs
+
     def __init__(
         self, *, delay: float = 0.0, max_waiting: int = 4, fail: bool = False
     ) -> None:

@@ -1,10 +1,11 @@
 """A soak in miniature: a server under clients that ask, leave, lie and are killed.
 
-    python tests/support/soak.py --minutes 10
+    python tests/support/soak.py --minutes 10 --engine random disk --out DIR
 
 Afterwards nothing may be lost or leaked: every request that was taken has ended once,
 every answer was right, all blocks are free or idle, connections are closed, and the
 server's memory is where it was. Prints a report; the exit status says whether it held.
+With --out it is kept as a benchmark's results are, in DIR/<device>/soak-<date>.json.
 """
 
 from __future__ import annotations
@@ -24,18 +25,40 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import httpx
 
 SUPPORT = Path(__file__).resolve().parent
-# Engines by name: the arguments of http_process.py, and what its answers are.
+
+
+class Kind(NamedTuple):
+    """An engine of a soak.
+
+    Attributes:
+        given: the arguments of http_process.py.
+        answers: what can be known of them, as soak_client.py takes it.
+        has_disk: a disk has to be written, to be read, and to fail meanwhile.
+    """
+
+    given: list[str]
+    answers: str = "model"
+    has_disk: bool = False
+
+
 ENGINES = {
-    "books": (["books", "0.001"], "echo"),  # without a model
-    "broken": (["broken", "0.001"], "echo"),  # what has to be noticed
-    "random": (["random"], "model"),  # the engine, with a tiny model
-    "disk": (["disk"], "model"),  # the same over a disk that is full, slow, and fails
-    "model": (["model"], "model"),  # SmolLM2
+    "books": Kind(["books", "0.001"], "echo"),  # without a model
+    # What has to be noticed. No block of it comes to a disk.
+    "broken": Kind(["broken", "0.001"], "echo", has_disk=True),
+    "random": Kind(["random"]),  # the engine, with a tiny model
+    "disk": Kind(["disk"], has_disk=True),  # over one that is full, slow, and fails
+    "model": Kind(["model"]),  # SmolLM2
+}
+# Of a store: what /metrics has of it, and what `TieredCache.stats` counts.
+STORE = {
+    "written_bytes": "blocks_in",
+    "read_bytes": "blocks_out",
+    "failed_blocks": "failed",
 }
 GROWTH = 0.05  # of the server's memory, at most
 # An engine with a model touches memory for the first time for some 12 s: 275 MiB grew
@@ -62,10 +85,16 @@ class Server:
 
     def __init__(self, given: Sequence[str], log: IO[str]) -> None:
         self.process = start("http_process.py", *given, stderr=log)
-        self.has_disk = "disk" in given
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
         self.about = Path(f"/proc/{self.process.pid}")
+
+    def wait_until_ready(self) -> None:
+        """Until its programs are compiled."""
+        end = time.monotonic() + 300
+        while httpx.get(self.url + "/health", timeout=60).status_code != 200:
+            assert time.monotonic() < end, "the server does not become ready"
+            time.sleep(0.1)
 
     def memory(self) -> int:
         """Bytes that are resident."""
@@ -84,11 +113,19 @@ class Server:
 
         "none": whose client left before the answer. Refusals did not reach it.
         """
-        text = httpx.get(self.url + "/metrics", timeout=60).text
         labels = r'\{path="/v1/[^"]*completions",status="(\w+)"\}'
         line = rf"^kvblock_http_requests_total{labels} ([\d.]+)$"
-        found = re.findall(line, text, re.MULTILINE)
+        found = re.findall(line, self.metrics(), re.MULTILINE)
         return sum(int(float(n)) for status, n in found if status in ("200", "none"))
+
+    def store_worked(self) -> bool:
+        """Whether its store was written, was read, and has failed."""
+        line = rf'^kvblock_tier_({"|".join(STORE)})_total{{tier="store"}} ([\d.e+]+)$'
+        found = re.findall(line, self.metrics(), re.MULTILINE)
+        return {name for name, n in found if float(n) > 0} == set(STORE)
+
+    def metrics(self) -> str:
+        return httpx.get(self.url + "/metrics", timeout=60).text
 
     def stop(self) -> tuple[int, str]:
         self.process.send_signal(signal.SIGTERM)
@@ -140,12 +177,12 @@ class Clients:
 class Report:
     """What a soak saw; `wrong` is empty where all held."""
 
-    numbers: dict[str, Any]
+    numbers: dict[str, float]  # behind a comma in a name stands its unit
     wrong: list[str]
 
     def __str__(self) -> str:
         width = max(map(len, self.numbers))
-        lines = [f"{name:{width}}  {value}" for name, value in self.numbers.items()]
+        lines = [f"{name:{width}}  {n:.10g}" for name, n in self.numbers.items()]
         lines += [f"WRONG: {text}" for text in self.wrong[:20]]
         lines.append(f"{len(self.wrong)} things are wrong" if self.wrong else "held")
         return "\n".join(lines)
@@ -158,7 +195,7 @@ def soak(
     processes: int = 3,
     threads: int = 4,
     kill_every: float = 5.0,
-    patience: float = 30.0,
+    patience: float = 60.0,
 ) -> Report:
     """Runs a server under load for so long, then looks at what is left.
 
@@ -167,18 +204,20 @@ def soak(
         engine: one of ENGINES.
         processes, threads: of clients; each thread is one.
         kill_every: seconds from one killed process to the next, about.
-        patience: seconds for which the server may take to be quiet again.
+        patience: seconds for which the server may take to be quiet again; and for
+            which clients go on where its disk has not been written, read, and failed.
     """
-    given, kind = ENGINES[engine]
+    kind = ENGINES[engine]
     chance = random.Random(0)
     with tempfile.TemporaryFile("w+") as log:
-        server = Server(given, log)
+        server = Server(kind.given, log)
         try:
+            server.wait_until_ready()
             server.taken()  # once it has answered, it has all files that it needs
             time.sleep(0.2)
             files = server.files()
-            clients = Clients(server.url, kind, processes, threads)
-            if kind == "model":
+            clients = Clients(server.url, kind.answers, processes, threads)
+            if kind.answers == "model":
                 settle(server)
             memory: list[int] = []
             begin = now = time.monotonic()
@@ -192,13 +231,18 @@ def soak(
                 memory.append(server.memory())
                 time.sleep(0.1)
                 now = time.monotonic()
+            while kind.has_disk and now < begin + seconds + patience:
+                if server.store_worked():
+                    break
+                time.sleep(0.1)
+                now = time.monotonic()
             clients.stop()
-            report = look(server, clients, memory, files, patience)
+            report = look(server, clients, memory, files, patience, kind.has_disk)
         finally:
             server.process.kill()
             server.process.communicate()
         log.seek(0)
-        return with_log(report, log.read(), seconds)
+        return with_log(report, log.read(), now - begin)
 
 
 def settle(server: Server) -> None:
@@ -212,7 +256,12 @@ def settle(server: Server) -> None:
 
 
 def look(
-    server: Server, clients: Clients, memory: list[int], files: int, patience: float
+    server: Server,
+    clients: Clients,
+    memory: list[int],
+    files: int,
+    patience: float,
+    has_disk: bool,
 ) -> Report:
     """What is left when all clients have gone."""
     end = time.monotonic() + patience
@@ -224,12 +273,13 @@ def look(
         busy = stats["running"] + stats["waiting"] + stats["held_blocks"]
         quiet = busy == 0 and taken == stats["finished"] and left <= files
     third = len(memory) // 3
-    tenths = [memory[len(memory) * i // 10] // 2**20 for i in range(10)]
+    tenths = [memory[len(memory) * i // 10] / 2**20 for i in range(10)]
     before = statistics.median(memory[third : 2 * third])
     after = statistics.median(memory[2 * third :])
     status, out = server.stop()
     *said, last = [*out.splitlines(), ""][:-1] or [""]
-    store = json.loads(said[0]) if said else {}
+    told = json.loads(said[0]) if said else {}
+    store = {name: told.get(name, 0) for name in STORE.values()}
     actions = sum(clients.counts.values())
     checks = {
         f"{stats['running']} run, {stats['waiting']} wait, nobody asks": (
@@ -249,10 +299,8 @@ def look(
         f"the server ended with {status}, and said {out!r}": (
             status == 0 and last == "stopped"
         ),
-        f"the disk was written, read, and failed: {store}": (
-            not server.has_disk
-            or actions < 1000  # too few to count on it
-            or min(store[key] for key in ("blocks_in", "blocks_out", "failed")) > 0
+        f"blocks that the disk took, gave, and failed with: {store}": (
+            not has_disk or min(store.values()) > 0
         ),
         f"clients did {actions} things": actions > 0,
     }
@@ -263,14 +311,19 @@ def look(
         "requests taken": taken,
         "requests cancelled": stats["cancelled"],
         "new tokens": stats["new_tokens"],
-        "prompt tokens cached": f"{stats['cached_tokens']} of {stats['prompt_tokens']}",
-        "blocks free, idle": f"{stats['free_blocks']}, {stats['idle_blocks']}",
-        "blocks to the store, from it, failed": ", ".join(
-            str(store.get(key, 0)) for key in ("blocks_in", "blocks_out", "failed")
-        ),
-        "files open, before": f"{left}, {files}",
-        "server's memory, MiB": f"{before / 2**20:.1f}, then {after / 2**20:.1f}",
-        "after each tenth": ", ".join(map(str, tenths)),
+        "prompt tokens": stats["prompt_tokens"],
+        "prompt tokens cached": stats["cached_tokens"],
+        "requests that made way": stats["preemptions"],
+        "blocks free at the end": stats["free_blocks"],
+        "blocks idle at the end": stats["idle_blocks"],
+        "blocks to the store": store["blocks_in"],
+        "blocks from the store": store["blocks_out"],
+        "blocks that the store failed with": store["failed"],
+        "files open before": files,
+        "files open at the end": left,
+        "memory in the second third, MiB": before / 2**20,
+        "memory in the last third, MiB": after / 2**20,
+        **{f"memory after {i} tenths, MiB": size for i, size in enumerate(tenths)},
     }
     wrong = [text for text, held in checks.items() if not held]
     return Report(numbers, [*wrong, *clients.wrong])
@@ -279,25 +332,49 @@ def look(
 def with_log(report: Report, log: str, seconds: float) -> Report:
     """With what the server complained of: garbage, and nothing else."""
     lines = [line for line in log.splitlines() if "Invalid HTTP request" not in line]
-    numbers = {"seconds": seconds, **report.numbers}
+    numbers = {"time, s": seconds, **report.numbers}
     return Report(numbers, report.wrong + [f"the log: {line}" for line in lines])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--engine", choices=ENGINES, default="books")
+    parser.add_argument("--engine", choices=ENGINES, nargs="+", default=["books"])
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--threads", type=int, default=4)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep what it found")
+    parser.add_argument("--commit", help="the commit, where git is not at hand")
     options = parser.parse_args()
-    report = soak(
-        options.minutes * 60,
-        engine=options.engine,
-        processes=options.processes,
-        threads=options.threads,
-    )
-    print(report)
-    sys.exit(bool(report.wrong))
+    if options.out is not None:  # what is missing is told before, not after
+        sys.path.insert(0, str(SUPPORT.parents[1] / "benchmarks"))
+        from support import common  # noqa: F401
+    reports: dict[str, Report] = {}
+    for engine in options.engine:
+        reports[engine] = report = soak(
+            options.minutes * 60,
+            engine=engine,
+            processes=options.processes,
+            threads=options.threads,
+        )
+        print(f"{engine}\n{report}", flush=True)
+        if options.out is not None:  # after each: one that is cut off keeps the others
+            print(f"wrote {keep(reports, options)}", flush=True)
+    sys.exit(any(report.wrong for report in reports.values()))
+
+
+def keep(reports: dict[str, Report], options: argparse.Namespace) -> Path:
+    """Writes what soaks have seen as a results file; returns its path."""
+    from support import common
+
+    results = common.Results()
+    case = f"{options.minutes:g} minutes / soak, {{}}".format
+    for engine, report in reports.items():
+        wrong = {"things that are wrong": len(report.wrong)}
+        for name, value in {**report.numbers, **wrong}.items():
+            metric, _, unit = name.partition(", ")
+            row = (case(engine), common.OURS, metric, value, unit or "count")
+            results.add(*row, show=False)
+    return common.write(results.document(options), "soak", options.out)
 
 
 if __name__ == "__main__":
