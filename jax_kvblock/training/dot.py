@@ -231,6 +231,9 @@ def _contract(
     (x, left), (y, right) = a.contracted(left), b.contracted(right)
     made: Any = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
     if _is_small(x, left, y, right):
+        # Really rounded: where one row is multiplied number by number, XLA leaves out
+        # conversions there and back, if it is let.
+        x, y = jax.lax.optimization_barrier((x, y))
         x, y, made = x.astype(jnp.float32), y.astype(jnp.float32), jnp.float32
     out = jax.lax.dot_general(
         x,

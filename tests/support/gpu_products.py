@@ -3,13 +3,15 @@
 Run as a script with a CUDA plugin of JAX on the path, it compiles cases of `CASES` for
 an H100 and prints for each its name, how many products it has in 8 bits and in more,
 how many of them are cuBLASLt's, how many add up in full, as gradients are to, and how
-often it calls the kernel of norms.
+often it calls the kernel of norms; and whether products of one row round.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import os
+import re
 import sys
 from typing import Any
 
@@ -164,10 +166,16 @@ CASES: dict[str, tuple[Any, int]] = {
 
 
 AS_JIT_IS = ("heads", "layers")
+# Of one row no library multiplies: XLA does, number by number. Rows, inner, columns.
+ONE_ROW = {"one row": (1, 130, 3), "a number": (1, 1, 1)}
+CASES_OF_ONE_ROW = {
+    name: (functools.partial(product, rows=(rows,), inner=inner, columns=columns), 0)
+    for name, (rows, inner, columns) in ONE_ROW.items()
+}
 
 
 def compile_for(device: Any, name: str, of_library: bool = True) -> Any:
-    make, _ = CASES[name]
+    make, _ = (CASES | CASES_OF_ONE_ROW)[name]
     f, shapes = make()
     place = NamedSharding(Mesh(np.array([device]), ("x",)), P())
     shapes = jax.tree.map(
@@ -189,6 +197,20 @@ def line_of(name: str, compiled: Any) -> str:
     return f"{name}: {count.narrow} {count.wide} {library} {exact} {norms}"
 
 
+def are_rounded(name: str, compiled: Any) -> bool:
+    """Whether x, w and d_out are there in 8 bits, by how many numbers they have."""
+    rows, inner, columns = ONE_ROW[name]
+    found = {
+        form: {
+            math.prod(map(int, filter(None, dims.split(","))))
+            for dims in re.findall(rf"{form}\[([\d,]*)\]", compiled.as_text())
+        }
+        for form in ("f8e4m3fn", "f8e5m2")
+    }
+    sizes = {"f8e4m3fn": {rows * inner, inner * columns}, "f8e5m2": {rows * columns}}
+    return all(sizes[form] <= found[form] for form in sizes)
+
+
 def wanted(name: str) -> str:
     n = CASES[name][1]
     return f"{name}: {n} 0 {n} {2 if n == 3 else 4} {int(name == NORM_KERNEL)}"
@@ -202,6 +224,8 @@ if __name__ == "__main__":
     (h100,) = topology.devices
     for case in sys.argv[1:]:
         print(line_of(case, compile_for(h100, case)))
+    for case in ONE_ROW:
+        print(f"{case}: rounded {are_rounded(case, compile_for(h100, case))}")
     for case in AS_JIT_IS:
         count = count_products(compile_for(h100, case, of_library=False))
         print(f"{case}, as jit is: {count.narrow} {count.wide}")

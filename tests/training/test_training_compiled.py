@@ -36,6 +36,7 @@ def test_without_a_gpu():
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
     want = list(map(gpu_products.wanted, gpu_products.CASES))
+    want += [f"{name}: rounded True" for name in gpu_products.ONE_ROW]
     for name in gpu_products.AS_JIT_IS:
         want.append(f"{name}, as jit is: {gpu_products.CASES[name][1]} 0")
     assert ran.stdout.splitlines() == want
@@ -48,6 +49,14 @@ def test_on_a_gpu(name):
         pytest.skip("the kernel of norms runs on GPUs of compute capability 9.0")
     compiled = gpu_products.compile_for(jax.devices()[0], name)
     assert gpu_products.line_of(name, compiled) == gpu_products.wanted(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", gpu_products.ONE_ROW)
+def test_one_row_is_rounded_on_a_gpu(name):
+    """XLA multiplies it number by number, and would leave out what rounds."""
+    compiled = gpu_products.compile_for(jax.devices()[0], name)
+    assert gpu_products.are_rounded(name, compiled)
 
 
 LIBRARY = """
