@@ -40,6 +40,7 @@ def test_a_disk_that_is_full_slow_and_fails_costs_time_alone() -> None:
     assert report.numbers["time, s"] < 90
     for blocks in ("to the store", "from the store", "that the store failed with"):
         assert report.numbers[f"blocks {blocks}"] > 0
+    assert report.numbers["requests that made way"] > 0
 
 
 @pytest.mark.slow

@@ -39,20 +39,23 @@ class Kind(NamedTuple):
         given: the arguments of http_process.py.
         answers: what can be known of them, as soak_client.py takes it.
         has_disk: a disk has to be written, to be read, and to fail meanwhile.
+        crowded: requests have to make way for others.
     """
 
     given: list[str]
     answers: str = "model"
     has_disk: bool = False
+    crowded: bool = False
 
 
 ENGINES = {
     "books": Kind(["books", "0.001"], "echo"),  # without a model
     # What has to be noticed. No block of it comes to a disk.
     "broken": Kind(["broken", "0.001"], "echo", has_disk=True),
-    "random": Kind(["random"]),  # the engine, with a tiny model
-    "disk": Kind(["disk"], has_disk=True),  # over one that is full, slow, and fails
-    "model": Kind(["model"]),  # SmolLM2
+    "random": Kind(["random"], crowded=True),  # the engine, with a tiny model
+    # The same over one that is full, slow, and fails.
+    "disk": Kind(["disk"], has_disk=True, crowded=True),
+    "model": Kind(["model"], crowded=True),  # SmolLM2
 }
 # Of a store: what /metrics has of it, and what `TieredCache.stats` counts.
 STORE = {
@@ -118,11 +121,13 @@ class Server:
         found = re.findall(line, self.metrics(), re.MULTILINE)
         return sum(int(float(n)) for status, n in found if status in ("200", "none"))
 
-    def store_worked(self) -> bool:
-        """Whether its store was written, was read, and has failed."""
-        line = rf'^kvblock_tier_({"|".join(STORE)})_total{{tier="store"}} ([\d.e+]+)$'
-        found = re.findall(line, self.metrics(), re.MULTILINE)
-        return {name for name, n in found if float(n) > 0} == set(STORE)
+    def happened(self, kind: Kind) -> bool:
+        """Whether all has happened that has to."""
+        wanted = {"serve_preemptions_total"} if kind.crowded else set[str]()
+        if kind.has_disk:
+            wanted |= {f'tier_{name}_total{{tier="store"}}' for name in STORE}
+        found = re.findall(r"^kvblock_(\S+) (\S+)$", self.metrics(), re.MULTILINE)
+        return wanted <= {name for name, number in found if float(number) > 0}
 
     def metrics(self) -> str:
         return httpx.get(self.url + "/metrics", timeout=60).text
@@ -205,7 +210,7 @@ def soak(
         processes, threads: of clients; each thread is one.
         kill_every: seconds from one killed process to the next, about.
         patience: seconds for which the server may take to be quiet again; and for
-            which clients go on where its disk has not been written, read, and failed.
+            which clients go on where not all has happened that has to.
     """
     kind = ENGINES[engine]
     chance = random.Random(0)
@@ -231,13 +236,11 @@ def soak(
                 memory.append(server.memory())
                 time.sleep(0.1)
                 now = time.monotonic()
-            while kind.has_disk and now < begin + seconds + patience:
-                if server.store_worked():
-                    break
+            while now < begin + seconds + patience and not server.happened(kind):
                 time.sleep(0.1)
                 now = time.monotonic()
             clients.stop()
-            report = look(server, clients, memory, files, patience, kind.has_disk)
+            report = look(server, clients, memory, files, patience, kind)
         finally:
             server.process.kill()
             server.process.communicate()
@@ -261,7 +264,7 @@ def look(
     memory: list[int],
     files: int,
     patience: float,
-    has_disk: bool,
+    kind: Kind,
 ) -> Report:
     """What is left when all clients have gone."""
     end = time.monotonic() + patience
@@ -300,7 +303,10 @@ def look(
             status == 0 and last == "stopped"
         ),
         f"blocks that the disk took, gave, and failed with: {store}": (
-            not has_disk or min(store.values()) > 0
+            not kind.has_disk or min(store.values()) > 0
+        ),
+        f"{stats['preemptions']} requests made way": (
+            not kind.crowded or stats["preemptions"] > 0
         ),
         f"clients did {actions} things": actions > 0,
     }
@@ -314,6 +320,7 @@ def look(
         "prompt tokens": stats["prompt_tokens"],
         "prompt tokens cached": stats["cached_tokens"],
         "requests that made way": stats["preemptions"],
+        "requests that came back from below": stats["offloaded_preemptions"],
         "blocks free at the end": stats["free_blocks"],
         "blocks idle at the end": stats["idle_blocks"],
         "blocks to the store": store["blocks_in"],
