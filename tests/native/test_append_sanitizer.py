@@ -5,66 +5,31 @@ The same run holds every result to float64, without jax on the GPU.
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
+import launches
 import pytest
 from append_cases import CASES, KEPT, MANY, MANY_KEPT
 
-import jax_kvblock
-
-SANITIZER = shutil.which("compute-sanitizer")
-LIBRARY = Path(jax_kvblock.__file__).parent / "lib" / "libkvblock.so"
 # Without tokens there is nothing to launch.
 EVERY = (CASES, KEPT, MANY, MANY_KEPT)
 LAUNCHED = sum(case.tokens > 0 for cases in EVERY for case in cases.values())
-LAUNCHES = Path(__file__).parents[1] / "support" / "append_launches.py"
+SCRIPT, LINE = "append_launches", f"{LAUNCHED} launches"
 
 pytestmark = [pytest.mark.gpu, pytest.mark.early]
-watched = pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer here")
-
-
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
-
-
-def watch(tool: str, *call: str) -> subprocess.CompletedProcess[str]:
-    command = [str(SANITIZER), "--tool", tool, "--print-limit", "5"]
-    command += ["--error-exitcode", "9", sys.executable, str(LAUNCHES), str(LIBRARY)]
-    return run(*command, *call)
-
-
-def assert_all_ran(done: subprocess.CompletedProcess[str]) -> None:
-    said = done.stdout[-4000:] + done.stderr[-4000:]
-    assert done.returncode == 0, said
-    launches = re.search(r"^(\d+) launches", done.stdout, re.MULTILINE)
-    assert launches and int(launches[1]) == LAUNCHED, said
 
 
 def test_every_case_is_right_by_the_c_interface() -> None:
-    assert_all_ran(run(sys.executable, str(LAUNCHES), str(LIBRARY)))
+    launches.assert_ran(launches.run(SCRIPT), LINE)
 
 
-@watched
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@launches.watched
+@launches.by_tool
 def test_finds_nothing(tool: str) -> None:
-    done = watch(tool)
-    assert_all_ran(done)
-    assert re.search(r"SUMMARY: 0 (errors|hazards)", done.stdout), done.stdout[-4000:]
+    done = launches.run(SCRIPT, tool=tool)
+    launches.assert_ran(done, LINE)
+    launches.assert_finds_nothing(done)
 
 
-@watched
+@launches.watched
 def test_memcheck_sees_a_short_array() -> None:
-    done = watch("memcheck", "short")
-    assert done.returncode != 0
-    assert "Invalid __global__ read" in done.stdout
-    assert "Append" in done.stdout
+    done = launches.run(SCRIPT, "short", tool="memcheck")
+    launches.assert_sees_a_short_array(done, "Append")

@@ -6,59 +6,29 @@ memory.
 
 from __future__ import annotations
 
-import os
-import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
+import launches
 import pytest
 from cast_launches import DTYPES, FORMATS, SHAPES
 
-import jax_kvblock
-
-SANITIZER = shutil.which("compute-sanitizer")
-LIBRARY = Path(jax_kvblock.__file__).parent / "lib" / "libkvblock.so"
-LAUNCHES = Path(__file__).parents[1] / "support" / "cast_launches.py"
 COUNT = len(SHAPES) * len(DTYPES) * len(FORMATS)
+SCRIPT, LINE = "cast_launches", f"{COUNT} launches"
 
 pytestmark = pytest.mark.gpu
-watched = pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer here")
-
-
-def run(*call: str, tool: str = "") -> subprocess.CompletedProcess[str]:
-    watch = [str(SANITIZER), "--tool", tool, "--print-limit", "5"] if tool else []
-    watch += ["--error-exitcode", "9"] * bool(tool)
-    return subprocess.run(
-        [*watch, sys.executable, str(LAUNCHES), str(LIBRARY), *call],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
-
-
-def assert_all_ran(done: subprocess.CompletedProcess[str]) -> None:
-    said = done.stdout[-4000:] + done.stderr[-4000:]
-    assert done.returncode == 0, said
-    assert re.search(rf"^{COUNT} launches", done.stdout, re.MULTILINE), said
 
 
 def test_every_code_is_right() -> None:
-    assert_all_ran(run())
+    launches.assert_ran(launches.run(SCRIPT), LINE)
 
 
-@watched
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+@launches.watched
+@launches.by_tool
 def test_the_sanitizer_finds_nothing(tool: str) -> None:
-    done = run(tool=tool)
-    assert_all_ran(done)
-    assert re.search(r"SUMMARY: 0 (errors|hazards)", done.stdout), done.stdout[-4000:]
+    done = launches.run(SCRIPT, tool=tool)
+    launches.assert_ran(done, LINE)
+    launches.assert_finds_nothing(done)
 
 
-@watched
+@launches.watched
 def test_memcheck_sees_a_short_matrix() -> None:
-    done = run("short", tool="memcheck")
-    assert done.returncode != 0
-    assert "Invalid __global__ read" in done.stdout
-    assert "Cast" in done.stdout
+    done = launches.run(SCRIPT, "short", tool="memcheck")
+    launches.assert_sees_a_short_array(done, "Cast")
