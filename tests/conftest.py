@@ -58,6 +58,7 @@ pytest_plugins = [
     "emulated_streams",
     "paged_model",
     "record",
+    "run_examples",
     "served_llama",
 ]
 
