@@ -33,9 +33,10 @@ import ceilings
 import jax
 import jax.numpy as jnp
 import optax
-from bench_attention import hot_times
-from support import common
+from bench_attention import TURNS
+from support import common, narrow_casts
 from support.common import OURS, Results
+from support.rounds import median_of_each
 
 from jax_kvblock import flash_attention
 from jax_kvblock.training import (
@@ -45,62 +46,18 @@ from jax_kvblock.training import (
     fp8_dot,
     fp8_norm_dot,
     fp8_training,
-    norm_primitive,
 )
-from jax_kvblock.training import norm as norms
-from jax_kvblock.training import primitive as kernel
-from jax_kvblock.training.cast import largest_size, narrow
+from jax_kvblock.training.cast import narrow
 from jax_kvblock.training.config import FP8Format
 
 BF16 = "xla, bfloat16"
-KERNEL = f"{OURS}, cuda"  # of casts alone
 CASTS_BY_XLA = f"{OURS}, casts by xla"
 NORMS_IN_CASTS = f"{OURS}, norms in the casts"  # `fp8_norm_dot`
-COPY = "ceiling, a copy in turns"
 # Of what was rounded, beside bfloat16: to e4m3; to e5m2, product after product.
 MOST_OFF_PRODUCT, MOST_OFF_LAYER = 0.06, 0.2
 IMPLEMENTATIONS = {OURS: FP8Config(), CASTS_BY_XLA: FP8Config(implementation="xla")}
 WEIGHTS = ("qkv", "out", "gate_up", "down")
 WARM_UP, STEPS_TIMED = 3, 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Cast:
-    rows: int
-    columns: int
-    dtype: str
-    form: FP8Format
-    matrices: int = 4  # one after the other, so that the host's time is hidden
-
-    @property
-    def name(self) -> str:
-        return f"{self.rows} x {self.columns} {self.dtype} {self.form.value}"
-
-    @property
-    def bytes(self) -> int:
-        """That have to move."""
-        each = jnp.dtype(self.dtype).itemsize + 2
-        return self.matrices * self.rows * self.columns * each
-
-
-@dataclasses.dataclass(frozen=True)
-class NormCast:
-    """RMSNorm, of a sum or not, and a cast in both orders."""
-
-    rows: int
-    columns: int
-    with_residual: bool
-    matrices: int = 4
-
-    @property
-    def name(self) -> str:
-        of = "a sum" if self.with_residual else "x"
-        return f"{self.rows} x {self.columns} bfloat16, of {of}"
-
-    @property
-    def bytes(self) -> int:
-        each = 8 if self.with_residual else 4  # x, the residual, the sum, both orders
-        return self.matrices * self.rows * self.columns * each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,18 +116,7 @@ class Model:
         return 2 * self.parameters * tokens + attention
 
 
-CASTS = (
-    Cast(8192, 8192, "bfloat16", FP8Format.E4M3),
-    Cast(16384, 4096, "bfloat16", FP8Format.E5M2),
-    Cast(16384, 14336, "bfloat16", FP8Format.E4M3, 2),
-    Cast(4096, 14336, "float32", FP8Format.E4M3),
-)
-NORM_CASTS = tuple(
-    NormCast(16384, columns, residual)
-    for columns in (2048, 4096, 8192, 14336)
-    for residual in (True, False)
-)
-EPS = 1e-6
+EPS = narrow_casts.EPS
 PRODUCTS = (Product(),)
 LAYERS = (Model("d 4096, 16384 tokens", 4, 4096, 4096, 32, 8, 14336),)
 STEPS = (
@@ -187,12 +133,7 @@ def bench(options: argparse.Namespace, results: Results) -> None:
         raise RuntimeError("jax sees no GPU, and tensor cores of 8 bits are on one")
     quick = options.quick
     if common.on_gpu():
-        for cast in common.wanted(options, CASTS):
-            small = dataclasses.replace(cast, rows=128, columns=256, matrices=1)
-            _casts(small if quick else cast, results, quick)
-        for cast in common.wanted(options, NORM_CASTS):
-            small = dataclasses.replace(cast, rows=128, columns=256, matrices=1)
-            _norm_casts(small if quick else cast, results, quick)
+        narrow_casts.bench(options, results)
         ceilings.add_device_copy(results, quick)
     for product in common.wanted(options, PRODUCTS):
         _products(Product(256) if quick else product, results, quick)
@@ -215,21 +156,6 @@ def _served() -> dict[str, FP8Config]:
     return {OURS: IMPLEMENTATIONS[OURS]}
 
 
-def _time(
-    running: dict[str, Callable[[], Any]], results: Results, case: str, quick: bool
-) -> dict[str, float]:
-    """Median seconds of each, in turns; those that do not run are reported."""
-    calls = {}
-    for who, call in running.items():
-        try:
-            jax.block_until_ready(call())
-        except Exception as error:
-            results.fail(case, who, error)
-            continue
-        calls[who] = {"forward": call, "wait": jax.block_until_ready}
-    return {who: found["forward"] for who, found in hot_times(calls, quick).items()}
-
-
 def _add(results: Results, case: str, seconds: dict[str, float], flops: float) -> None:
     for who, found in seconds.items():
         results.add(case, who, "time", found * 1e3, "ms", show=False)
@@ -250,137 +176,6 @@ def _check(
     results.add(case, who, "error", worst, "")
     if not worst < most:
         raise AssertionError(f"off by {worst:.3g} of bfloat16's result")
-
-
-# ---- casts ---------------------------------------------------------------------------
-
-
-def _casts(cast: Cast, results: Results, quick: bool) -> None:
-    keys = jax.random.split(jax.random.key(0), cast.matrices)
-    shape = (cast.rows, cast.columns)
-    matrices = [jax.random.normal(key, shape, cast.dtype) for key in keys]
-    scale = jnp.float32(16)
-
-    def by_kernel(x: Any, scale: Any) -> Any:
-        made, size = kernel.narrow(x, scale, cast.form)
-        return made.codes, made.transposed, size
-
-    def by_xla(x: Any, scale: Any) -> Any:
-        made, size = narrow(x, scale, cast.form)
-        return made.codes, made.codes.T, size
-
-    def apart(x: Any, scale: Any) -> Any:
-        """Codes in each order from the matrix, not one from the other."""
-        made, _ = narrow(x, scale, cast.form)
-        turned, _ = narrow(jax.lax.optimization_barrier(x).T, scale, cast.form)
-        return made.codes, turned.codes, largest_size(x)
-
-    case = f"{cast.name} / cast"
-    running, made = {}, {}
-    ways = {KERNEL: by_kernel, "xla": by_xla, "xla, apart": apart}
-    for who, one in ways.items():
-        every = jax.jit(lambda scale, *x, one=one: [one(a, scale) for a in x])
-        try:
-            made[who] = every(scale, *matrices)
-        except Exception as error:
-            results.fail(case, who, error)
-            continue
-        running[who] = functools.partial(every, scale, *matrices)
-    for who in set(made) - {"xla"}:
-        for a, b in zip(
-            jax.tree.leaves(made[who]), jax.tree.leaves(made["xla"]), strict=True
-        ):
-            if a.dtype.itemsize == 1:
-                a, b = a.view(jnp.uint8), b.view(jnp.uint8)
-            if not bool(jnp.all(a == b)):
-                results.fail(case, who, "another result than plain JAX's")
-                running.pop(who, None)
-    del made
-    _time_beside_a_copy(cast, running, results, case, quick)
-
-
-def _norm_casts(cast: NormCast, results: Results, quick: bool) -> None:
-    """By our kernel, by plain JAX, and a copy of as many bytes."""
-    keys = jax.random.split(jax.random.key(5), 2 * cast.matrices)
-    shape = (cast.rows, cast.columns)
-    drawn = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
-    x, residuals = drawn[: cast.matrices], drawn[cast.matrices :]
-    if not cast.with_residual:
-        residuals = [None] * cast.matrices
-    gamma, scale = jnp.ones(cast.columns), jnp.float32(16)
-    form = FP8Format.E4M3
-
-    def wanted(total: Any, residual: Any) -> Any:
-        """The sum; x itself is there."""
-        return None if residual is None else total
-
-    def by_kernel(x: Any, residual: Any) -> Any:
-        (made, size), total, _ = norm_primitive.norm_narrow(
-            x, residual, gamma, scale, form, EPS
-        )
-        return made.codes, made.transposed, size, wanted(total, residual)
-
-    def by_xla(x: Any, residual: Any) -> Any:
-        total, _, normed = norms.norm(x, residual, gamma, EPS)
-        made, size = narrow(normed, scale, form)
-        return made.codes, made.codes.T, size, wanted(total, residual)
-
-    case = f"{cast.name} / norm and cast"
-    running, made = {}, {}
-    for who, one in {KERNEL: by_kernel, "xla": by_xla}.items():
-        every = jax.jit(
-            lambda x, r, one=one: [one(*pair) for pair in zip(x, r, strict=True)]
-        )
-        try:
-            made[who] = every(x, residuals)
-        except Exception as error:
-            results.fail(case, who, error)
-            continue
-        running[who] = functools.partial(every, x, residuals)
-    if KERNEL in made and "xla" in made:
-        apart = _codes_apart(made[KERNEL], made["xla"])
-        results.add(case, KERNEL, "codes apart", apart, "", show=False)
-        if apart > 1e-5:  # where float32 adds up squares in another order
-            results.fail(case, KERNEL, f"{apart:.2g} of the codes are not plain JAX's")
-            running.pop(KERNEL)
-    del made
-    _time_beside_a_copy(cast, running, results, case, quick)
-
-
-def _time_beside_a_copy(
-    cast: Cast | NormCast,
-    running: dict[str, Callable[[], Any]],
-    results: Results,
-    case: str,
-    quick: bool,
-) -> None:
-    copied = _to_copy(cast)
-    copy = jax.jit(lambda arrays: [a + jnp.uint32(1) for a in arrays])
-    running[COPY] = functools.partial(copy, copied)
-    seconds = _time(running, results, case, quick)
-    for who, found in seconds.items():
-        results.add(case, who, "bandwidth", cast.bytes / found / 1e12, "TB/s")
-    if KERNEL in seconds and COPY in seconds:
-        over = seconds[COPY] / seconds[KERNEL]
-        results.add(case, KERNEL, "over a copy", over, "")
-
-
-def _to_copy(cast: Cast | NormCast) -> list[jax.Array]:
-    """Half of the bytes that have to move, which are read, and written as well.
-
-    Of 4 bytes each: XLA's pass over numbers of 16 bits is a fifth slower.
-    """
-    words = cast.bytes // (2 * 4 * cast.matrices)
-    return [jnp.zeros(words, jnp.uint32) for _ in range(cast.matrices)]
-
-
-def _codes_apart(got: Any, want: Any) -> float:
-    """The share of codes that differ, in either order."""
-    share = jax.jit(lambda a, b: (a.view(jnp.uint8) != b.view(jnp.uint8)).mean())
-    pairs = [
-        (a[order], b[order]) for a, b in zip(got, want, strict=True) for order in (0, 1)
-    ]
-    return max(float(share(a, b)) for a, b in pairs)
 
 
 # ---- products ------------------------------------------------------------------------
@@ -413,7 +208,12 @@ def _products(product: Product, results: Results, quick: bool) -> None:
         except Exception as error:
             results.fail(case, who, error)
             del running[who]
-    _add(results, case, _time(running, results, case, quick), product.flops)
+    _add(
+        results,
+        case,
+        median_of_each(running, results, case, quick, TURNS),
+        product.flops,
+    )
 
 
 # ---- layers --------------------------------------------------------------------------
@@ -528,7 +328,12 @@ def _layers(model: Model, results: Results, quick: bool) -> None:
         running[who] = functools.partial(run, x, weights, scales, d_out)
         _describe(results, case, who, run)
     made.clear()
-    _add(results, case, _time(running, results, case, quick), 3 * model.flops)
+    _add(
+        results,
+        case,
+        median_of_each(running, results, case, quick, TURNS),
+        3 * model.flops,
+    )
 
 
 def _describe(results: Results, case: str, who: str, compiled: Any) -> None:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import jax
 
+from support.common import Results
+
 K = TypeVar("K")
 TRIED = 5  # calls by which it is known how many are in a round
 
@@ -69,3 +71,22 @@ def median_seconds(
             times = [seconds(key, counts[key]) for _ in range(how.warm_up + how.rounds)]
             found[key] += times[how.warm_up :]
     return {key: statistics.median(times) for key, times in found.items()}
+
+
+def median_of_each(
+    running: Mapping[str, Callable[[], Any]],
+    results: Results,
+    case: str,
+    quick: bool,
+    how: Turns,
+) -> dict[str, float]:
+    """`median_seconds`; of those that do not run it is reported."""
+    calls = {}
+    for who, call in running.items():
+        try:
+            jax.block_until_ready(call())
+        except Exception as error:
+            results.fail(case, who, error)
+            continue
+        calls[who] = call
+    return median_seconds(calls, quick, how)
