@@ -134,15 +134,7 @@ BATCHES = one_of_each(CUTS, BATCHED, shown)
 
 
 @pytest.mark.wide
-@pytest.mark.cases(len(BATCHES))
-@table(BATCHES)
-def test_a_batch_of_each_cut(rng, row):
-    call = batched(rng, row)
-    assert_right(call, compute(call, row["cut"]))
-
-
-@pytest.mark.wide
-@table([row for row in BATCHED if row not in BATCHES])
+@table(BATCHED, often=BATCHES)
 def test_batches(rng, row):
     call = batched(rng, row)
     assert_right(call, compute(call, row["cut"]))
@@ -206,15 +198,7 @@ PACKS = one_of_each(CUTS, PACKED, shown)
 
 
 @pytest.mark.wide
-@pytest.mark.cases(len(PACKS))
-@table(PACKS)
-def test_documents_of_each_cut(rng, row):
-    call = packed(rng, row)
-    assert_right(call, compute(call, row["cut"]))
-
-
-@pytest.mark.wide
-@table([row for row in PACKED if row not in PACKS])
+@table(PACKED, often=PACKS)
 def test_documents(rng, row):
     call = packed(rng, row)
     assert_right(call, compute(call, row["cut"]))

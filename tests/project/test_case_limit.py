@@ -28,6 +28,11 @@ def test_alone(): pass
 @pytest.mark.parametrize("x", range(9))
 def test_things(x): pass
 
+@pytest.mark.parametrize(
+    "x", [*range(9), *(pytest.param(x, marks=pytest.mark.often) for x in (20, 30))]
+)
+def test_some_often(x): pass
+
 class TestBase:
     @pytest.mark.parametrize("x", range(2))
     def test_inherited(self, x): pass
@@ -61,7 +66,7 @@ def collected(folder: Path, *options: str) -> list[str]:
 
 def test_every_function_stays_with_so_many_cases(tmp_path: Path) -> None:
     whole = collected(tmp_path)
-    assert len(whole) == 25 + 9 + 1 + 9 + 4
+    assert len(whole) == 25 + 9 + 1 + 9 + 11 + 4
     kept = collected(tmp_path, "--cases=3")
     assert set(kept) < set(whole) and kept == collected(tmp_path, "--cases=3")
     counts = {
@@ -83,9 +88,30 @@ def test_every_function_stays_with_so_many_cases(tmp_path: Path) -> None:
     assert all(len(set(values)) > 1 for values in zip(*grid, strict=True)), grid
 
 
+def test_cases_that_are_taken_often(tmp_path: Path) -> None:
+    """Beside as many as are drawn, in a first run alone; in a sweep, too."""
+    often = {"test_some_often[20]", "test_some_often[30]"}
+    for option in ("--cases=1", "--wide-cases=1"):
+        kept = collected(tmp_path, option, "-k", "some_often")
+        assert often <= set(kept)
+        assert len(kept) in ((2, 3) if option == "--cases=1" else (11,))
+    seen = {
+        test
+        for k in range(1, 12)
+        for test in collected(tmp_path, "--cases=1", f"--cases-from={k}")
+        if "some_often" in test
+    }
+    assert len(seen) == 11  # one at a time
+    (one,) = collected(tmp_path, "--cases=1", "--cases-from=1", "-k", "some_often")
+    assert one in seen
+
+
 def test_another_run_takes_other_cases(tmp_path: Path) -> None:
-    one = collected(tmp_path, "--cases=2")
-    other = collected(tmp_path, "--cases=2", "--cases-from=2")
+    def drawn(folder: Path, *options: str) -> list[str]:
+        return collected(folder, "--cases=2", *options, "-k", "not often")
+
+    one = drawn(tmp_path)
+    other = drawn(tmp_path, "--cases-from=2")
     both = set(one) & set(other)
     assert len(one) == len(other) + 5  # one has seven things
     assert all(
@@ -93,7 +119,7 @@ def test_another_run_takes_other_cases(tmp_path: Path) -> None:
         for test in both
     )
     assert "test_alone" in both
-    around = collected(tmp_path, "--cases=2", "--cases-from=450")
+    around = drawn(tmp_path, "--cases-from=450")
     assert {x for x in one if "things" not in x} < set(around)
 
 
@@ -101,7 +127,7 @@ def test_a_part_takes_functions_with_all_of_their_cases(tmp_path: Path) -> None:
     whole, part = collected(tmp_path), collected(tmp_path, "--part=2")
     names = {test.partition("[")[0] for test in part}
     assert part == [test for test in whole if test.partition("[")[0] in names]
-    assert 0 < len(names) < 6
+    assert 0 < len(names) < 7
 
 
 def test_what_other_options_leave_is_drawn_from(tmp_path: Path) -> None:

@@ -93,32 +93,16 @@ def greedy(tiny: tuple[TinyModel, LoadedModel]) -> Greedy:
     return Greedy(tiny[0])
 
 
-@pytest.mark.cases(len(OFTEN))
-@pytest.mark.parametrize("name", OFTEN)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.often if name in OFTEN else ())
+        for name in ENGINES
+    ],
+)
 def test_greedy_tokens_are_those_of_the_dense_model(
     name: str,
     tiny: tuple[TinyModel, LoadedModel],
-    greedy: Greedy,
-    lowered: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    as_dense(name, tiny[1], greedy, lowered, monkeypatch)
-
-
-@pytest.mark.parametrize("name", [name for name in ENGINES if name not in OFTEN])
-def test_greedy_tokens_of_other_engines(
-    name: str,
-    tiny: tuple[TinyModel, LoadedModel],
-    greedy: Greedy,
-    lowered: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    as_dense(name, tiny[1], greedy, lowered, monkeypatch)
-
-
-def as_dense(
-    name: str,
-    model: LoadedModel,
     greedy: Greedy,
     lowered: list[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -130,7 +114,7 @@ def as_dense(
     monkeypatch.setattr(engine_module, "PromptLookup", guesses)
     if "store" in given:
         given["store"] = store = given["store"]()
-    engine = Engine(model, **given)
+    engine = Engine(tiny[1], **given)
     engine.compile()
     programs, where = engine.stats()["programs"], places(engine)
     for turn in range(2):  # the second one finds what the first has left

@@ -4,8 +4,9 @@ At most N cases of a test; the second of sweeps alone, what is marked `wide`; on
 function of N. `make test-all` and a GPU take all of them, CI a few. Cases are drawn by
 their names, so that those of a grid differ in all of its parameters, and functions by
 theirs. A second run takes other cases with `--cases-from K`. Where cases are things of
-their own, such as documents, the marker `cases(n)` has a first run take n of them. What
-is left out counts as deselected.
+their own, such as documents, the marker `cases(n)` has a first run take n of them; and
+a case that is marked `often` itself it takes besides. What is left out counts as
+deselected.
 """
 
 from __future__ import annotations
@@ -76,4 +77,6 @@ def drawn(items: list[pytest.Item], limit: int, first: int = 0) -> set[pytest.It
         marked = of_one[0].get_closest_marker("cases")
         count = max(limit, marked.args[0] if marked and not first else 0)
         found.update((of_one[begin:] + of_one[:begin])[:count])
+        if not first:
+            found.update(item for item in of_one if item.get_closest_marker("often"))
     return found

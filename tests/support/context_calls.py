@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -347,6 +348,11 @@ def one_of_each(cuts: tuple[Cut, ...], rows: list[Any], shows: Any) -> list[Any]
     return found
 
 
-def table(rows: list[Any]) -> pytest.MarkDecorator:
+def table(rows: list[Any], often: Sequence[Any] = ()) -> pytest.MarkDecorator:
+    """A case for each row; CI takes those of `often` each time."""
     shown = lambda row: "-".join(str(x) for x in row.values() if str(x))  # noqa: E731
-    return pytest.mark.parametrize("row", rows, ids=shown)
+    cases = [
+        pytest.param(row, marks=pytest.mark.often if row in often else ())
+        for row in rows
+    ]
+    return pytest.mark.parametrize("row", cases, ids=shown)
