@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from fp8_gpus import on_each_gpu, pretend
 from jax.sharding import NamedSharding, PartitionSpec
 from messages import check
 
 import jax_kvblock
 from jax_kvblock import AttentionScales, dot_product_attention, flash_attention
-from jax_kvblock.attention import cuda, dispatch
-from jax_kvblock.core import ffi
+from jax_kvblock.attention import dispatch
 from jax_kvblock.fp8 import FP8AttentionConfig, fp8_attention, quantize_qkv
 
 E4M3 = jnp.float8_e4m3fn
@@ -316,36 +315,24 @@ def test_nothing_is_computed_in_more_bits_unasked(rng):
         fp8_attention(*arrays(rng), True)
 
 
-GPUS = {
-    "8.0": ("compute capability 8.0 (9.0 alone is served)", (8, 0)),
-    "8.9, which multiplies 8 bits": ("compute capability 8.9", (8, 9)),
-    "10.0": ("compute capability 10.0 (9.0 alone is served)", (10, 0)),
-    "one of two": ("compute capability 8.0", (8, 0), (9, 0)),
-    "a build without 90a": ("this build (rebuild it with 90a", (9, 0)),
-}
-
-
 @pytest.mark.cpu
 @pytest.mark.cases(5)
-@pytest.mark.parametrize("name", GPUS)
+@on_each_gpu
 def test_gpus_without_the_kernel_are_an_error(name, monkeypatch, rng):
     """For None and "cuda_sm90", of arrays in 8 bits and of those that become it."""
-    words, *capabilities = GPUS[name]
+    words = pretend(name, monkeypatch)
     choose = dispatch.choose
 
     def on_gpu(config, x, platform, **how):
         return choose(config, x, "cuda", **how)
 
     monkeypatch.setattr(dispatch, "choose", on_gpu)
-    monkeypatch.setattr(ffi, "gpu_capabilities", lambda: frozenset(capabilities))
-    monkeypatch.setattr(cuda, "_built_for_hopper", lambda: "90a" not in name)
     q, k, v = arrays(rng, b=1, t=4, s=8, n=2, k=1, d=16)
     x = quantize_qkv(q, k, v, implementation="xla")
     calls = (
         lambda **how: fp8_attention(q, k, v, **how),
         lambda **how: flash_attention(x.q, x.k, x.v, scales=x.scales, **how),
     )
-    words = re.escape(words)
     for call_as in calls:
         with pytest.raises(ValueError, match=f"{words}.*to bfloat16.*='xla' computes"):
             call_as()

@@ -9,20 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp8_gpus import on_each_gpu, pretend
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from paged_problems import Case, Problem, few_rows
 
 from jax_kvblock import BlockSpec, KVPool, paged_attention
-from jax_kvblock.attention import cuda as dense_cuda
 from jax_kvblock.attention.cuda import unserved_by_gpu
-from jax_kvblock.core import ffi
 from jax_kvblock.paged import dispatch
 from jax_kvblock.paged.narrow import heads_of_tile
 
@@ -377,25 +375,13 @@ def test_nothing_is_computed_in_more_bits_unasked():
         jax.jit(lambda q: call(q=q))(jnp.zeros((173, 4, 64), jnp.bfloat16))
 
 
-GPUS = {
-    "8.0": ("compute capability 8.0 (9.0 alone is served)", (8, 0)),
-    "8.9, which multiplies 8 bits": ("compute capability 8.9", (8, 9)),
-    "10.0": ("compute capability 10.0 (9.0 alone is served)", (10, 0)),
-    "one of two": ("compute capability 8.0", (8, 0), (9, 0)),
-    "a build without 90a": ("this build (rebuild it with 90a", (9, 0)),
-}
-
-
 @pytest.mark.cpu
-@pytest.mark.parametrize("name", GPUS)
+@on_each_gpu
 def test_gpus_without_the_kernel_are_an_error(name, monkeypatch):
     """For None and "cuda", and only where some sequence may have many queries."""
-    words, *capabilities = GPUS[name]
+    words = pretend(name, monkeypatch)
     choose = dispatch.choose
     monkeypatch.setattr(dispatch, "choose", lambda *given: choose(*given[:2], "cuda"))
-    monkeypatch.setattr(ffi, "gpu_capabilities", lambda: frozenset(capabilities))
-    monkeypatch.setattr(dense_cuda, "_built_for_hopper", lambda: "90a" not in name)
-    words = re.escape(words)
     fix = "implementation='xla'"
     with pytest.raises(ValueError, match=f"{words}.*Leave it out.*{fix} computes"):
         call()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_model import jit
 from messages import check
+from run_benchmarks import imported
+from run_examples import EXAMPLES
 from sparse_cases import TILES, draw, listed, pairs, probabilities, spread, truth
 
 from jax_kvblock import AttentionTiles
@@ -226,20 +225,16 @@ def test_bad_calls_are_errors(qkv, name):
     check("evaluate_selector", error, words, lambda: evaluate_selector(*qkv, **options))
 
 
-def test_the_example_of_retrieval_writes_a_record(tmp_path, monkeypatch):
+@pytest.fixture
+def retrieval(monkeypatch):
+    yield from imported("sparse_retrieval", monkeypatch, EXAMPLES)
+
+
+def test_the_example_of_retrieval_writes_a_record(tmp_path, retrieval):
     """Each seed's lines, in the form of the benchmarks' files."""
-    pytest.importorskip("optax")
-    root = Path(__file__).parents[2]
-    before = set(sys.modules)
-    monkeypatch.setattr(sys, "path", [str(root / "examples"), *sys.path])
-    example = importlib.import_module("sparse_retrieval")
-    line = example.Line("random", 0.1, 0.25, 0.75, 0.5)
+    line = retrieval.Line("random", 0.1, 0.25, 0.75, 0.5)
     lines = {0: [line], 7: [line, line]}
-    path = example.record(example.QUICK, lines, tmp_path, "abc")
-    own = (str(root / "examples"), str(root / "benchmarks"))
-    for name in set(sys.modules) - before:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(own):
-            del sys.modules[name]
+    path = retrieval.record(retrieval.QUICK, lines, tmp_path, "abc")
     assert path.parent.parent == tmp_path
     document = json.loads(path.read_text())
     assert document["commit"] == "abc" and document["versions"]["jax"]

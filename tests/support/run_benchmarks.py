@@ -19,12 +19,16 @@ import jax_kvblock
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
 
-def imported(module: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def imported(
+    module: str, monkeypatch: pytest.MonkeyPatch, folder: Path = FOLDER
+) -> Iterator[ModuleType]:
+    """A module of a folder; what it brings of that and of this one goes with it."""
     before = set(sys.modules)
-    monkeypatch.syspath_prepend(str(FOLDER))
+    monkeypatch.syspath_prepend(str(folder))
     yield importlib.import_module(module)
     for name in set(sys.modules) - before:
-        if str(FOLDER) in str(getattr(sys.modules[name], "__file__", "")):
+        file = Path(getattr(sys.modules[name], "__file__", None) or "/")
+        if file.is_relative_to(FOLDER) or file.is_relative_to(folder):
             del sys.modules[name]
 
 
