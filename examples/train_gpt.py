@@ -17,6 +17,7 @@ carries (pydoc_data.topics, half a megabyte), read byte by byte.
     python examples/train_gpt.py --plot docs/gpt_loss.svg
     python examples/train_gpt.py --quick --context-parallel 4 --cpu-devices 4
     python examples/train_gpt.py --fp8 --plot docs/fp8_loss.svg   # 300 steps
+    python examples/train_gpt.py --fp8 --large # a billion parameters, on a GPU
 
 --fp8 needs optax (`pip install optax`).
 """
@@ -45,7 +46,7 @@ from jax_kvblock.parallel import (
 )
 from jax_kvblock.training import Fp8Scaling, fp8_dot, fp8_training
 
-RATE = 1e-3
+RATE, LARGE_RATE = 1e-3, 2e-4  # of learning, in small models and in large ones
 # Rounding differs, and training amplifies it: nats that the curves may lie apart, and
 # with products of 8 bits the share of the last losses' mean in bfloat16.
 TOLERANCE = {"float32": 0.002, "bfloat16": 0.01}
@@ -137,7 +138,9 @@ class Run:
         self.seconds.append(time.perf_counter() - start)
 
 
-def start_run(way: Way, config: gpt.Config, batch: jax.Array, seed: int) -> Run:
+def start_run(
+    way: Way, config: gpt.Config, rate: float, batch: jax.Array, seed: int
+) -> Run:
     """Draws the weights and compiles the training step."""
 
     def loss(params: Any, scales: Any, batch: jax.Array) -> jax.Array:
@@ -146,7 +149,7 @@ def start_run(way: Way, config: gpt.Config, batch: jax.Array, seed: int) -> Run:
 
     params = gpt.init(config, jax.random.key(seed))
     begin = by_optax if way.optax else by_hand
-    state, step = begin(way, config, loss, params)
+    state, step = begin(way, config, rate, loss, params)
     if way.cut is not None:  # weights are whole on every device
         everywhere = NamedSharding(way.cut.mesh, P())
         state, batch = jax.device_put((state, batch), everywhere)
@@ -158,24 +161,25 @@ def start_run(way: Way, config: gpt.Config, batch: jax.Array, seed: int) -> Run:
     return Run(way.name, state, compiled, peak, way.cut)
 
 
-def by_hand(way: Way, config: gpt.Config, loss: Any, params: Any) -> Any:
+def by_hand(way: Way, config: gpt.Config, rate: float, loss: Any, params: Any) -> Any:
     """The first state and a step, by the optimizer that gpt.py has."""
 
     def step(state: Any, count: jax.Array, batch: jax.Array) -> Any:
         params, moments = state
         value, grads = jax.value_and_grad(loss)(params, None, batch)
-        return gpt.adam(params, grads, moments, count, RATE), value
+        return gpt.adam(params, grads, moments, count, rate), value
 
     zeros = jax.tree.map(jnp.zeros_like, params)
     return (params, (zeros, zeros)), step
 
 
-def by_optax(way: Way, config: gpt.Config, loss: Any, params: Any) -> Any:
+def by_optax(way: Way, config: gpt.Config, rate: float, loss: Any, params: Any) -> Any:
     """The first state and a step by AdamW; with products of 8 bits `fp8_training`'s."""
     import optax
 
-    rate = optax.linear_schedule(RATE / 60, RATE, 59)
-    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.99))
+    rising = optax.linear_schedule(rate / 60, rate, 59)
+    clip = optax.clip_by_global_norm(1.0)
+    optimizer = optax.chain(clip, optax.adamw(rising, b2=0.99))
     if way.product is fp8_dot:
         training = fp8_training(loss, optimizer)
         stacked = Fp8Scaling.create(layers=(config.num_layers,))
@@ -251,7 +255,9 @@ def draw_plot(runs: list[Run], title: str, path: Path) -> None:
 def main() -> None:
     """Train, compare; the exit code is 1 if the curves come apart."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="a tiny model, 40 steps")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="a tiny model, 40 steps")
+    size.add_argument("--large", action="store_true", help="a billion parameters")
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--context", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
@@ -282,8 +288,10 @@ def main() -> None:
         context = 128 if options.fp8 else 256
         config, steps = gpt.Config(2, 2, 32, context=context, batch=4), 40
     else:
-        config = gpt.Config(4, 4, 32, context=1024, batch=2)
+        heads = (20, 16, 128) if options.large else (4, 4, 32)
+        config = gpt.Config(*heads, context=1024, batch=4 if options.large else 2)
         steps = 300 if options.fp8 else 120
+    rate = LARGE_RATE if options.large else RATE
     config = dataclasses.replace(
         config,
         context=options.context or config.context,
@@ -304,7 +312,7 @@ def main() -> None:
         ways = [FLASH, over_devices(options.context_parallel, config.context)]
     elif options.fp8:
         ways = BY_PRODUCTS
-    runs = [start_run(way, config, sample, options.seed) for way in ways]
+    runs = [start_run(way, config, rate, sample, options.seed) for way in ways]
     for step, batch in enumerate(batches(text, config, steps, options.seed)):
         for run in runs:
             run.train(step, batch)
