@@ -14,7 +14,6 @@ from serve.engine import Engine
 from serve.interface import Request
 from serve.models import random_model
 
-pytestmark = pytest.mark.cpu
 QUESTION = "What is kept in blocks, and who shares them? " * 2
 
 
