@@ -56,24 +56,33 @@ inline int64_t PieceFloats(int32_t ctas, int32_t rows, int32_t value_dim) {
 // What the sm_90a kernels sum up dq in: tiles of 64 queries of a head (hopper/backward/dq_tile.cuh
 // says what is in one).
 constexpr int kDqRows = 64;
-constexpr int kDqCounters = 2;  // of a tile: who adds first (hopper/backward/dq_state.cuh)
+constexpr int kDqCounters = 2;         // of a tile: who adds first (hopper/backward/dq_state.cuh)
+constexpr int64_t kDqAlignment = 128;  // bytes, of a lane's sums
 
-// KV heads whose queries' dq is summed up at a time, a launch after the other, in the same memory.
-// Sums in float32 are twice as large as q, so large ones should be of few heads: of as few as have
-// tiles for several rounds of the GPU's multiprocessors. Sums of up to 512 MiB are of all heads,
-// since each launch has an end of its own, which took up to 6 % there (one H100). A divisor of all
-// KV heads.
-constexpr int64_t kDqTileKeys = 128, kLeastDqTiles = 1024, kSmallDqBytes = int64_t{512} << 20;
+// KV heads whose queries' dq is summed up in one launch. Sums in float32 are twice as large as q,
+// so large ones are of few heads at a time: launches go in kDqLanes lanes, each of which has its
+// own memory for sums, so that one lane's launch fills the multiprocessors that the last thread
+// blocks of the other's leave. A launch has as few heads as fill a GPU for about a millisecond
+// (without a mask), counted in tiles of 128 keys and in steps of 64 queries on such a tile. Sums of
+// up to 128 MiB are of all heads, and so are those that would take as much memory in lanes. A
+// divisor of all KV heads.
+constexpr int kDqLanes = 2;
+constexpr int64_t kDqTileKeys = 128, kLeastDqTiles = 128, kLeastDqSteps = int64_t{1} << 16;
+constexpr int64_t kSmallDqBytes = int64_t{128} << 20;
 template <typename Call>
 int32_t DqKvHeads(const Call& a) {
   const int64_t members = a.cu_q ? 1 : a.batch;
   if (members * a.q_len * a.num_heads * a.head_dim * 4 <= kSmallDqBytes) return a.num_kv_heads;
   const int64_t tiles = (a.kv_len + kDqTileKeys - 1) / kDqTileKeys * members;
+  const int64_t queries = a.cu_q ? a.q_len / std::max<int64_t>(a.batch, 1) : a.q_len;
+  const int64_t group = a.num_heads / std::max(a.num_kv_heads, 1);
+  const int64_t steps = tiles * group * ((queries + kDqRows - 1) / kDqRows);
+  const auto suffice = [&](int64_t heads) {
+    return heads * tiles >= kLeastDqTiles && heads * steps >= kLeastDqSteps;
+  };
   int32_t heads = 1;
-  while (heads < a.num_kv_heads && (a.num_kv_heads % heads != 0 || heads * tiles < kLeastDqTiles)) {
-    ++heads;
-  }
-  return heads;
+  while (heads < a.num_kv_heads && (a.num_kv_heads % heads != 0 || !suffice(heads))) ++heads;
+  return heads * kDqLanes < a.num_kv_heads ? heads : a.num_kv_heads;
 }
 
 // Tiles of one head.
@@ -86,10 +95,10 @@ __host__ __device__
                            : (a.q_len + kDqRows - 1) / kDqRows;
 }
 
-// Where the parts lie, in bytes: the sums from 0 on, then each tile's counters, then whose turn it
-// is.
+// Where the parts of a lane lie, in bytes: the sums from 0 on, then each tile's counters, then
+// whose turn it is. Lanes lie one after the other.
 struct DqPlaces {
-  int64_t state, turns, bytes;
+  int64_t state, turns, lane_bytes, bytes;
 
   template <typename Call>
   explicit DqPlaces(const Call& a) {
@@ -98,7 +107,9 @@ struct DqPlaces {
     const int64_t tiles = members * heads * DqTiles(a);
     state = tiles * kDqRows * a.head_dim * int64_t{sizeof(float)};
     turns = state + tiles * kDqCounters * int64_t{sizeof(int32_t)};
-    bytes = turns + tiles * int64_t{sizeof(int32_t)};
+    const int64_t end = turns + tiles * int64_t{sizeof(int32_t)};
+    lane_bytes = (end + kDqAlignment - 1) / kDqAlignment * kDqAlignment;
+    bytes = DqKvHeads(a) < a.num_kv_heads ? kDqLanes * lane_bytes : end;
   }
 };
 

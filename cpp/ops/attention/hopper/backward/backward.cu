@@ -1,14 +1,16 @@
-// The Hopper backward launcher: clear, pick the instance, launch, finish dq, for some heads after
-// the others.
+// The Hopper backward launcher: clear, pick the instance, launch, finish dq, in rounds of some
+// heads each.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "ops/attention/contract/instances.h"
 #include "ops/attention/contract/launch.h"
 #include "ops/attention/hopper/backward/dq_finish.cuh"
 #include "ops/attention/hopper/backward/launcher.h"
+#include "ops/attention/hopper/lanes.h"
 #include "ops/attention/mask/dropout.cuh"
 #include "ops/attention/schedule/grid.h"
 
@@ -46,6 +48,44 @@ const char* LaunchFinishDq(const AttentionCall& a, KvHeads heads, cudaStream_t s
   return CudaResult(cudaGetLastError(), "finishing dq");
 }
 
+// Before the sums of so many heads.
+const char* ClearSums(const AttentionCall& a, KvHeads heads, cudaStream_t stream) {
+  const int64_t of_heads = int64_t{heads.count} * (a.num_heads / a.num_kv_heads);
+  const int64_t tiles = Members(a) * of_heads * DqTiles(a);
+  const auto clear = [&](const char* what, void* data, int64_t bytes_of_a_tile) {
+    return CudaResult(cudaMemsetAsync(data, 0, tiles * bytes_of_a_tile, stream), what);
+  };
+  const char* error = StoresFirst(a)
+                          ? clear("clearing dq_state", a.dq_state, kDqCounters * 4)
+                          : clear("clearing dq_accum", a.dq_accum, kDqRows * a.head_dim * 4);
+  if (!error && a.dq_turns) error = clear("clearing dq_turns", a.dq_turns, 4);
+  return error;
+}
+
+// The call with the sums of another lane.
+AttentionCall InLane(const AttentionCall& caller, int lane) {
+  AttentionCall a = caller;
+  const int64_t bytes = lane * DqPlaces(a).lane_bytes;
+  const auto move = [bytes](auto** place) {
+    if (*place == nullptr) return;
+    *place = reinterpret_cast<std::remove_reference_t<decltype(*place)>>(
+        reinterpret_cast<char*>(*place) + bytes);
+  };
+  move(&a.dq_accum);
+  move(&a.dq_state);
+  move(&a.dq_turns);
+  return a;
+}
+
+// dk, dv and dq of some heads.
+template <typename In>
+const char* LaunchRound(const AttentionCall& a, KvHeads heads, bool has_dq, cudaStream_t stream) {
+  const char* error = has_dq ? ClearSums(a, heads, stream) : nullptr;
+  if (!error) error = LaunchBackwardKvOf<typename In::Type, In::kDim, In::kValue>(a, heads, stream);
+  if (!error && a.dq != nullptr) error = LaunchFinishDq(a, heads, stream);
+  return error;
+}
+
 }  // namespace
 
 const char* LaunchBackwardKv(const AttentionCall& caller, cudaStream_t stream) {
@@ -53,30 +93,20 @@ const char* LaunchBackwardKv(const AttentionCall& caller, cudaStream_t stream) {
   if (!StoresFirst(a)) a.dq_state = nullptr;
   const int dim = std::max(a.head_dim, a.value_dim);
   const bool has_dq = a.dq_accum != nullptr && a.q_len > 0;
-  // Before each launch, of the sums of so many heads.
-  const auto clear_sums = [&](int64_t heads) {
-    const int64_t tiles = Members(a) * heads * DqTiles(a);
-    const auto clear = [&](const char* what, void* data, int64_t bytes_of_a_tile) {
-      return CudaResult(cudaMemsetAsync(data, 0, tiles * bytes_of_a_tile, stream), what);
-    };
-    const char* error = StoresFirst(a)
-                            ? clear("clearing dq_state", a.dq_state, kDqCounters * 4)
-                            : clear("clearing dq_accum", a.dq_accum, kDqRows * a.head_dim * 4);
-    if (!error && a.dq_turns) error = clear("clearing dq_turns", a.dq_turns, 4);
-    return error;
-  };
-  const auto launch = [&](auto instance) {
+  const auto launch = [&](auto instance) -> const char* {
     using In = decltype(instance);
-    KvHeads heads{0, has_dq ? DqKvHeads(a) : a.num_kv_heads};
-    const char* error = nullptr;
-    for (; error == nullptr && heads.first < a.num_kv_heads; heads.first += heads.count) {
-      if (has_dq) error = clear_sums(int64_t{heads.count} * (a.num_heads / a.num_kv_heads));
-      if (!error) {
-        error = LaunchBackwardKvOf<typename In::Type, In::kDim, In::kValue>(a, heads, stream);
-      }
-      if (!error && a.dq != nullptr) error = LaunchFinishDq(a, heads, stream);
+    const int32_t at_once = has_dq ? DqKvHeads(a) : a.num_kv_heads;
+    if (at_once == a.num_kv_heads) return LaunchRound<In>(a, {0, at_once}, has_dq, stream);
+    Lanes lanes(stream);
+    const char* error = CudaResult(lanes.Fork(), "a second stream");
+    int lane = 0;
+    for (KvHeads heads{0, at_once}; !error && heads.first < a.num_kv_heads;
+         heads.first += at_once) {
+      error = LaunchRound<In>(InLane(a, lane), heads, has_dq, lanes[lane]);
+      lane = (lane + 1) % kDqLanes;
     }
-    return error;
+    const char* joined = CudaResult(lanes.Join(), "joining a second stream");
+    return error ? error : joined;
   };
   if (dim <= 64) return ForType<64, 64>(a, launch);
   if (dim <= 96) return ForType<96, 96>(a, launch);
