@@ -62,12 +62,12 @@ constexpr int64_t kDqAlignment = 128;  // bytes, of a lane's sums
 // KV heads whose queries' dq is summed up in one launch. Sums in float32 are twice as large as q,
 // so large ones are of few heads at a time: launches go in kDqLanes lanes, each of which has its
 // own memory for sums, so that one lane's launch fills the multiprocessors that the last thread
-// blocks of the other's leave. A launch has as few heads as fill a GPU for about a millisecond
+// blocks of the other's leave. A launch has as few heads as fill a GPU for about two milliseconds
 // (without a mask), counted in tiles of 128 keys and in steps of 64 queries on such a tile. Sums of
 // up to 128 MiB are of all heads, and so are those that would take as much memory in lanes. A
 // divisor of all KV heads.
 constexpr int kDqLanes = 2;
-constexpr int64_t kDqTileKeys = 128, kLeastDqTiles = 128, kLeastDqSteps = int64_t{1} << 16;
+constexpr int64_t kDqTileKeys = 128, kLeastDqTiles = 128, kLeastDqSteps = int64_t{1} << 17;
 constexpr int64_t kSmallDqBytes = int64_t{128} << 20;
 template <typename Call>
 int32_t DqKvHeads(const Call& a) {

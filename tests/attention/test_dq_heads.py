@@ -34,12 +34,14 @@ def heads_at_once(batch, q_len, kv_len, heads, kv_heads, dim=128, present=0):
     ("sizes", "heads"),
     [
         ((1, 8192, 8192, 32, 8), 32),  # 128 MiB of all heads
-        ((1, 8256, 8256, 32, 8), 16),  # more: 65 tiles of keys a head, two lanes of two
+        ((1, 11520, 11520, 32, 8), 32),  # two lanes of four KV heads are all of them
+        ((1, 11648, 11648, 32, 8), 16),  # more: 91 tiles of keys, two lanes of two
         ((1, 16384, 16256, 32, 8), 16),  # 127 tiles a head
+        ((1, 16320, 16384, 32, 8), 16),  # 255 tiles of 64 queries
         ((1, 16384, 16384, 32, 8), 8),  # two lanes of a KV head, for 4 of queries each
         ((1, 1 << 20, 1 << 20, 32, 8), 8),
-        ((1, 16384, 16384, 32, 32), 4),  # half as many steps as are enough a head
-        ((2, 8192, 8192, 32, 32), 8),  # a quarter
+        ((1, 16384, 16384, 32, 32), 8),  # a quarter of the steps that are enough a head
+        ((2, 8192, 8192, 32, 32), 16),  # an eighth
         ((4, 16384, 4096, 32, 8), 8),  # batch members are tiles, too
         ((1, 131_072, 8192, 12, 6), 8),
         ((1, 131_072, 5504, 12, 6), 12),  # two lanes of three are all six
@@ -121,10 +123,10 @@ def test_gradients_of_heads_in_turn(kind):
 
 def gradients_in_lanes(seed, **options):
     """Of a call in four rounds; the compiled function, its arguments, what it gives."""
-    sizes = 1, 16448, 16448, 8, 8  # a little more than 128 MiB
+    sizes = 1, 24576, 24576, 8, 8
     assert heads_at_once(*sizes, dim=256) == 4
     keys = jax.random.split(jax.random.key(seed), 4)
-    args = [jax.random.normal(key, (1, 16448, 8, 256), jnp.bfloat16) for key in keys]
+    args = [jax.random.normal(key, (1, 24576, 8, 256), jnp.bfloat16) for key in keys]
 
     def gradients(q, k, v, d_out):
         attend = lambda *x: flash_attention(  # noqa: E731
