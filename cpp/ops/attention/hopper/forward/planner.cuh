@@ -171,7 +171,89 @@ class Planner {
     }
     __syncwarp();
     const int end = first + (heads ? Traits::kQueries : Traits::kClusterQueries);
+    if constexpr (Traits::kPlansEntries) {
+      if (p_.tile_kv == Traits::kKeys && p_.q_segments == nullptr) {
+        return PlanEntries(first, min(end, item.sequence.q_len), counted);
+      }
+    }
     return PlanSteps(first, min(end, item.sequence.q_len), counted);
+  }
+
+  // The same as PlanSteps where every entry of the item's list is a step, or none. Each lane has
+  // one of 32 entries, and up to kTogether lanes publish theirs at a time, which takes a small part
+  // of the instructions of a walk.
+  __device__ __forceinline__ unsigned PlanEntries(int first, int end, bool counted) {
+    constexpr int kTogether = kSteps / 2;
+    const Item& item = shared_.items[item_];
+    const Sequence& s = item.sequence;
+    const int64_t rows = (p_.q_len + p_.tile_q - 1) / p_.tile_q;
+    const int64_t list = ListsOf(p_, s.batch, item.head) * rows + first / p_.tile_q;
+    const int32_t* const entries = p_.tile_indices + list * p_.max_tiles + lane_;
+    int entry = lane_ < p_.max_tiles ? __ldg(entries) : -1;  // it does not wait for the count
+    const int count = min(__ldg(p_.tile_counts + list), p_.max_tiles);
+    int begin, stop;
+    s.VisibleKeys(first, end, &begin, &stop);
+    const int length = static_cast<int>(p_.kv_len);
+    Step last{};  // found, but not published
+    bool starts = true;
+#pragma unroll 1
+    for (int base = 0; base < count; base += 32) {
+      if (base > 0) entry = base + lane_ < count ? __ldg(entries + base) : -1;
+      const bool partial = p_.tile_masks != nullptr && entry >= KVBLOCK_ATTENTION_PARTIAL;
+      if (partial) entry -= KVBLOCK_ATTENTION_PARTIAL;
+      const bool listed = base + lane_ < count;
+      const bool exists = listed && entry >= 0 && entry <= (length - 1) / Traits::kKeys;
+      const int key = exists ? entry * Traits::kKeys : 0, after = key + Traits::kKeys;
+      const bool visit = exists && max(begin, key) < min(stop, after);
+      const bool whole = !partial && s.AllVisible(first, end, key, after);
+      const unsigned visits = __ballot_sync(~0u, visit);
+      if (visits == 0) continue;
+      Step step{key, s.kv_len, whole ? 0 : Step::kMasked, item_};
+      if (s.kv_len < min(after, length)) step.flags |= Step::kDirty;
+      const int nth = __popc(visits & ((1u << lane_) - 1)), steps = __popc(visits) - 1;
+      if (starts) {
+        if (lane_ == 0) Announce(Item::kTiles);
+        if (nth == 0) step.flags |= Step::kStarts;
+        __syncwarp();
+      } else {
+        PublishStep(lane_ == 0, published_, last);
+        ++published_;
+      }
+      starts = false;
+#pragma unroll 1
+      for (int from = 0; from < steps; from += kTogether) {
+        const bool now = visit && nth >= from && nth < min(from + kTogether, steps);
+        PublishStep(now, published_ + nth, step);
+      }
+      published_ += steps;
+      const int at = 31 - __clz(visits);
+      last.first = __shfl_sync(~0u, step.first, at);
+      last.end = s.kv_len;
+      last.flags = __shfl_sync(~0u, step.flags, at);
+      last.item = item_;
+    }
+    if (starts) {
+      if (lane_ == 0) Announce(Item::kEmpty);
+      last = {0, 0, 0, item_};
+      __syncwarp();
+    } else {
+      last.flags |= Step::kLast;
+    }
+    const unsigned before = counted ? Count() : 0;  // as late as PlanSteps does
+    PublishStep(lane_ == 0, published_, last);
+    ++published_;
+    item_ = (item_ + 1) % kItems;
+    return before;
+  }
+  // The lanes that are `now` to: step `number` of theirs, when there is room for it.
+  __device__ __forceinline__ void PublishStep(bool now, unsigned number, const Step& step) {
+    if (now) {
+      const unsigned place = number % kSteps;
+      BarrierWait(SharedAddress(&shared_.step_empty[place]), number / kSteps % 2 ^ 1);
+      shared_.steps[place] = step;
+      BarrierArrive(SharedAddress(&shared_.step_full[place]));
+    }
+    __syncwarp();
   }
 
   // The KV tiles of the item, whose queries (with those of its cluster) are [first, end).

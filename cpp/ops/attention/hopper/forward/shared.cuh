@@ -109,6 +109,8 @@ struct ForwardTraits {
   // A batch of which every row takes part, and only the band masks.
   static constexpr bool kDense = kKind == ForwardKind::kBand || kKind == ForwardKind::kWide;
   static constexpr bool kHasLists = kKind == ForwardKind::kGeneral || kKind == ForwardKind::kLists;
+  // A listed tile may be a step.
+  static constexpr bool kPlansEntries = kKind == ForwardKind::kLists && kKeys == 128;
   using Walk = TileWalk<Along::kKeys, kKeys,
                         kDense || kPaged ? Walks::kBand
                         : kHasLists      ? Walks::kAll
