@@ -4,7 +4,8 @@
 // in the order of dq_accum (dq_tile.cuh), where it is one piece: one bulk addition of 16 KB (24).
 // Additions from registers keep the load/store unit busy, for which the rest of the kernel then
 // waits. Of a tall tile it is up to 20 KB: blocks of queries past its end are left out. Who
-// comes first to a tile stores it instead (dq_state.cuh).
+// comes first to a tile stores it instead (dq_state.cuh). Lists may name tiles in any order; there
+// it asks who that is when its part has come, and if it is the one, it stores at once.
 #pragma once
 
 #include <cstdint>
@@ -45,8 +46,10 @@ struct BackwardAdder {
       const bool adds = exists && blocks > 0;
       const int counted = Shape::kTall ? at.end - 1 : first;
       int32_t* const state = DqState(p, s, at.head, counted) + first_block / 8;
-      bool stores = false;
-      if (in_turn) {
+      bool stores = false, stored = false;
+      if constexpr (Shape::kListed) {
+        stored = adds && p.dq_state != nullptr && IsStored(state);
+      } else if (in_turn) {
         const int mine = MyTurn<Shape>(cta.owned(), at, launched_before);
         AwaitDqTurn(DqTurn(p, s, at.head, first), mine);
         FenceAsyncGlobal();  // what was added before is done (dq_state.cuh)
@@ -56,6 +59,9 @@ struct BackwardAdder {
       }
       const int place = step % kDqStages * 2 + group;
       BarrierWait(cta.DqFull(place), step / kDqStages % 2);
+      if constexpr (Shape::kListed) {
+        if (adds && p.dq_state != nullptr && !stored) stores = ComesFirst(state);
+      }
       const auto add = [&](float* to, int values) {
         const uint32_t from = cta.Dq(place);
         if (stores) {
@@ -73,9 +79,10 @@ struct BackwardAdder {
         add(DqTile(p, s, at.head, first) + first_block * kBlock, blocks * kBlock);
       }
       BarrierArrive(cta.DqFree(place));
-      if (in_turn || stores) WaitStores<0>();
+      const bool passes = !Shape::kListed && in_turn;
+      if (passes || stores) WaitStores<0>();
       if (stores) AddRelease(state, 1);
-      if (in_turn) PassDqTurn(DqTurn(p, s, at.head, first));
+      if (passes) PassDqTurn(DqTurn(p, s, at.head, first));
     }
     WaitStores<0>();  // and done for the launch that reads the sums
   }

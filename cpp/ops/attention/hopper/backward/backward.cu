@@ -19,7 +19,7 @@ namespace {
 
 // Whether the first to add stores; else dq_accum is cleared (dq_state.cuh).
 bool StoresFirst(const AttentionCall& a) {
-  return a.head_dim <= 192 && a.value_dim <= 128 && a.tile_indices == nullptr;
+  return a.head_dim <= 192 && a.value_dim <= 128 && (a.tile_indices == nullptr || IsPlain(a));
 }
 
 using FinishDq = void (*)(AttentionParams);

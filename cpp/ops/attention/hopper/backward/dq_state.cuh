@@ -8,8 +8,9 @@
 //
 // Who waits may hold up a store of its own, of a tile that comes later in its walk. All CTAs walk
 // over the tiles in the same order, so the store of the first such tile waits for nobody. Lists may
-// have any order: for them, and where the workers themselves add and should not wait, dq_accum is
-// cleared, and there is no dq_state.
+// have any order: there who stores has its part in hand when it says so (adder.cuh), and waits for
+// nobody. Where lists go with a softcap or a bias, and where the workers themselves add and should
+// not wait, dq_accum is cleared, and there is no dq_state.
 //
 // Why every addition comes after the store, by the memory consistency model of PTX. Both are bulk
 // copies, of the async proxy, weak (the store) and relaxed.gpu (each addition), so their order has
@@ -50,6 +51,13 @@ __device__ __forceinline__ bool ComesFirst(int32_t* state) {
   while (seen != 2) seen = LoadAcquire(state);
   FenceAsyncGlobal();
   return false;
+}
+
+// One thread: whether a tile has been stored; then it may add.
+__device__ __forceinline__ bool IsStored(const int32_t* state) {
+  if (LoadAcquire(state) != 2) return false;
+  FenceAsyncGlobal();
+  return true;
 }
 
 }  // namespace kvblock::hopper

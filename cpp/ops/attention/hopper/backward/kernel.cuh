@@ -55,6 +55,7 @@
 #include "ops/attention/hopper/backward/split_products.cuh"
 #include "ops/attention/hopper/backward/split_products_cluster.cuh"
 #include "ops/attention/schedule/grid_order.cuh"
+#include "ops/attention/schedule/longest_first.cuh"
 
 namespace kvblock::hopper {
 
@@ -108,8 +109,14 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const bool has_dq = p.dq_accum != nullptr, turns = has_dq && p.dq_turns != nullptr;
 
   // Whose keys these are. For a dq that is the same every time the last tiles come first
-  // (dq_turns.cuh).
-  const GridPlace place = FirstTilesFirst(p, blockIdx.x / Shape::kCluster, turns);
+  // (dq_turns.cuh), of lists those with the longest walks.
+  GridPlace place;
+  if constexpr (Shape::kListed && kPlain) {
+    place = LongestFirst<Shape::kClusterKeys, Shape::kThreads>(
+        p, blockIdx.x / Shape::kCluster, *reinterpret_cast<RankedTiles*>(cta.Bytes(cta.Ds(0))));
+  } else {
+    place = FirstTilesFirst(p, blockIdx.x / Shape::kCluster, turns);
+  }
   const int member = place.pair / p.kv_heads;
   const int kv_head = p.first_kv_head + place.pair - member * p.kv_heads;
   Sequence found;

@@ -75,9 +75,10 @@ const char* LaunchBackwardKvOf(const AttentionCall& a, KvHeads heads, cudaStream
   using Shape = BackwardShape<kDim, kValueDim>;
   using Capped = BackwardShape<kDim, kValueDim, false, true>;
   using Partial = BackwardShape<kDim, kValueDim, false, false, true>;
+  using Listed = BackwardShape<kDim, kValueDim, false, false, false, true>;
   const bool plain = IsPlain(a), capped = !plain && a.bias == nullptr;
   if (a.dropout != 0) {  // and neither softcap, bias nor tiles
-    using Dropped = BackwardShape<kDim, kValueDim, false, false, false, true>;
+    using Dropped = BackwardShape<kDim, kValueDim, false, false, false, false, true>;
     return LaunchBackwardKvAs<T, Dropped, true>(a, heads, stream);
   }
   if constexpr (kDim == 128 && kValueDim == 128) {
@@ -88,6 +89,9 @@ const char* LaunchBackwardKvOf(const AttentionCall& a, KvHeads heads, cudaStream
   if (a.tile_masks != nullptr) {
     return plain ? LaunchBackwardKvAs<T, Partial, true>(a, heads, stream)
                  : LaunchBackwardKvAs<T, Partial, false>(a, heads, stream);
+  }
+  if (a.tile_indices != nullptr && plain) {
+    return LaunchBackwardKvAs<T, Listed, true>(a, heads, stream);
   }
   return plain    ? LaunchBackwardKvAs<T, Shape, true>(a, heads, stream)
          : capped ? LaunchBackwardKvAs<T, Capped, false>(a, heads, stream)

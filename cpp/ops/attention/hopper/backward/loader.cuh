@@ -27,6 +27,11 @@ struct BackwardLoader {
   using Walk = TileWalk<Along::kQueries, Shape::kQueries,
                         Shape::kTall ? Walks::kSegments : Walks::kAll, Shape::kTall>;
 
+  // Whether the entries of lists are read without a walk, which takes registers.
+  static constexpr int kListedQueries = 128;
+  static constexpr bool kReadsEntries =
+      Shape::kListed && kPlain && Shape::kPlainRegisters.loader >= 56;
+
   const BackwardCta<Shape> cta;
   const int lane;
 
@@ -220,7 +225,14 @@ struct BackwardLoader {
   }
 
   __device__ __forceinline__ void Run() const {
-    constexpr int kStages = Shape::kStages;
+    if constexpr (kReadsEntries) {
+      if (p().tile_q == kListedQueries && p().q_segments == nullptr) return End(RunEntries());
+    }
+    End(RunWalk());
+  }
+
+  // Starts all steps but those that are begun; how many there are.
+  __device__ __forceinline__ int RunWalk() const {
     int step = owned().begun, head = owned().kv_head * p().group;
     const int end_head = head + p().group;
     bool fresh = false;
@@ -236,6 +248,69 @@ struct BackwardLoader {
       Start(step, head, first, mask);
       ++step;
     }
+    return step;
+  }
+
+  // The same where listed tiles have kListedQueries queries, with a small part of the instructions
+  // of a walk.
+  __device__ __forceinline__ int RunEntries() const {
+    const int begun = owned().begun;
+    int step = 0;
+#pragma unroll 1
+    for (int nth = 0; nth < p().group; ++nth) {
+      const int head = owned().kv_head * p().group + nth;
+      int base = 0, count;
+      do {
+        const unsigned own = ReadEntry(head, base, &count);
+#pragma unroll 1
+        for (unsigned found = __ballot_sync(~0u, (own & kVisits) != 0); found != 0;
+             found &= found - 1) {
+          const unsigned entry = __shfl_sync(~0u, own, __ffs(found) - 1);
+          int first = static_cast<int>(entry / kEntry) * kListedQueries;
+#pragma unroll 1
+          for (unsigned parts = entry % kEntry; parts != 0;
+               parts /= kPart, first += Shape::kQueries) {
+            if ((parts & kVisit) == 0) continue;
+            if (step >= begun) Start(step, head, first, MaskOf((parts & kWhole) != 0, true));
+            ++step;
+          }
+        }
+        base += 32;
+      } while (base < count);
+    }
+    return step;
+  }
+  // What a lane has of 32 entries of a list: which tile, kEntry times, and what is to be done with
+  // each kQueries of its queries, two bits for each.
+  static constexpr unsigned kVisit = 1, kWhole = 2, kPart = 4, kVisits = 5, kEntry = 16;
+  __device__ __forceinline__ unsigned ReadEntry(int head, int base, int* count) const {
+    constexpr int kQueries = Shape::kQueries, kParts = kListedQueries / kQueries;
+    static_assert(!kReadsEntries || kParts <= 2);
+    const Sequence& s = owned().sequence;
+    const WalkState& walk = owned().walk;  // what it can see is the same for all heads
+    const int rows = static_cast<int>((p().kv_len - 1) / p().tile_kv) + 1;
+    const int64_t list = ListsOf(p(), s.batch, head) * rows + walk.fixed_first / p().tile_kv;
+    const int nth = base + lane, most = p().max_tiles_t;
+    int entry = nth < most ? __ldg(p().tile_indices_t + list * most + nth) : -1;
+    *count = min(__ldg(p().tile_counts_t + list), most);  // under way together
+    const bool partial = p().tile_masks != nullptr && entry >= KVBLOCK_ATTENTION_PARTIAL;
+    if (partial) entry -= KVBLOCK_ATTENTION_PARTIAL;
+    const int last = static_cast<int>(p().q_len - 1) / kListedQueries;
+    if (nth >= *count || entry < 0 || entry > last) return 0;
+    unsigned own = entry * kEntry;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int first = entry * kListedQueries + part * kQueries, end = first + kQueries;
+      const bool visit = end > walk.begin && first < walk.end;
+      const bool whole = !partial && s.AllVisible(first, end, walk.fixed_first, walk.fixed_end);
+      if (visit) own |= (whole ? kVisit | kWhole : kVisit) << 2 * part;
+    }
+    return own;
+  }
+
+  // After so many steps.
+  __device__ __forceinline__ void End(int step) const {
+    constexpr int kStages = Shape::kStages;
     const int stage = step % kStages, phase = step / kStages % 2;
     if (step == 0) {  // dK and dV, zeros, are written to where the keys land
       BarrierWait(cta.KFull(), 0);

@@ -29,12 +29,13 @@ struct SwizzledTile {
 };
 
 // kTall: 80 queries a step (tiles.h). kCapped: for a softcap, without bias. kPartial: for tile
-// lists with partial tiles, whose bits would cost the others registers. kDrops: for dropout.
+// lists with partial tiles, whose bits would cost the others registers. kListed: for tile lists
+// alone, without a softcap and a bias also of whole tiles. kDrops: for dropout.
 template <int kDim_, int kValueDim_, bool kTall_ = false, bool kCapped_ = false,
-          bool kPartial_ = false, bool kDrops_ = false>
+          bool kPartial_ = false, bool kListed_ = kPartial_, bool kDrops_ = false>
 struct BackwardShape {
   static constexpr bool kTall = kTall_, kCapped = kCapped_, kPartial = kPartial_;
-  static constexpr bool kDrops = kDrops_;
+  static constexpr bool kListed = kListed_, kDrops = kDrops_;
   static_assert(!kDrops || !kTall);  // a tile begins with a block of 16 queries
   using Params = std::conditional_t<kDrops, DroppingParams, AttentionParams>;
   static constexpr BackwardTiles kTiles = BackwardTilesOf(kDim_, kValueDim_, kTall);
@@ -55,9 +56,9 @@ struct BackwardShape {
   }
 
   static constexpr BackwardRegisters kPlainRegisters =
-      BackwardRegistersOf(kDim, kValueDim, kTall, !kDrops);
+      BackwardRegistersOf(kDim, kValueDim, kTall, !kDrops, kListed && !kPartial);
   static constexpr BackwardRegisters kGeneralRegisters =
-      BackwardRegistersOf(kDim, kValueDim, kTall, false);
+      BackwardRegistersOf(kDim, kValueDim, kTall, false, false);
 
   using KeyTile = SwizzledTile<kKeys, kDim>;
   using ValueTile = SwizzledTile<kKeys, kValueDim>;

@@ -22,14 +22,18 @@ constexpr BackwardTiles BackwardTilesOf(int dim, int value_dim, bool tall) {
 }
 
 // Registers of a thread, by role: 128 + 256 threads share the 65536 of a multiprocessor. Where the
-// loops of the workers fit into fewer, the loader, whose walk needs about 40, spills less.
+// loops of the workers fit into fewer, the loader, whose walk needs about 40, spills less; to read
+// entries of lists it needs 56.
 struct BackwardRegisters {
   int loader, worker;
 };
-constexpr BackwardRegisters BackwardRegistersOf(int dim, int value_dim, bool tall, bool plain) {
-  return dim == 96 || (dim == 192 && value_dim > 128) ? BackwardRegisters{56, 224}
-         : dim == 128 && !tall && plain               ? BackwardRegisters{40, 232}
-                                                      : BackwardRegisters{24, 240};
+constexpr BackwardRegisters BackwardRegistersOf(int dim, int value_dim, bool tall, bool plain,
+                                                bool whole_lists) {
+  const bool fits = dim == 128 && !tall && plain;
+  return dim == 96 || (dim == 192 && value_dim > 128) || (fits && whole_lists)
+             ? BackwardRegisters{56, 224}
+         : fits ? BackwardRegisters{40, 232}
+                : BackwardRegisters{24, 240};
 }
 
 }  // namespace kvblock::hopper
