@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_bar import assert_exact
-from attention_model import BF16, F16, KERNELS, jit
+from attention_model import BF16, F16, KERNELS, draw_tiles, jit
 from attention_model import draw as draw_call
 from messages import check
 from sparse_cases import TILES, draw, listed, spread, truth
@@ -279,4 +279,29 @@ def test_lists_of_selectors_through_the_kernels(rng, name, mask, implementation)
     tiles, report = select(call.arrays["q"], call.arrays["k"])
     assert 0.2 < report.share < 0.9
     assert len({x.tobytes() for x in listed(tiles, 6)[0, 0]}) > 1, "all rows are alike"
+    assert_exact(call.replace(tiles=tiles), implementation)
+
+
+# More entries than a warp has lanes, in a row of either side's lists; more tiles of
+# keys than are ranked together (longest_first.cuh).
+LONG = {
+    "keys": (20, 128 * 520, BF16, 128),
+    "queries": (128 * 72, 130, BF16, 128),
+    "queries, D64": (128 * 72, 130, F16, 64),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "implementation", [k for k in KERNELS if k != "xla"] or ["cuda"]
+)
+@pytest.mark.parametrize("name", LONG)
+def test_long_lists_through_the_kernels(rng, name, implementation):
+    """Of heads that share keys, in any order: out, lse and gradients."""
+    q_len, kv_len, dtype, dim = LONG[name]
+    sizes = {"batch": 1, "q_len": q_len, "kv_len": kv_len, "heads": 2, "kv_heads": 1}
+    call = draw_call(rng, dtype, **sizes, dim=dim)
+    tiles = draw_tiles(rng, call)
+    by_keys = (tiles.indices == 1).any(-1).sum(-1)  # rows that list the second tile
+    assert (tiles.counts if name == "keys" else by_keys).max() > 32
     assert_exact(call.replace(tiles=tiles), implementation)
