@@ -31,13 +31,19 @@ from paged_problems import (
 pytestmark = pytest.mark.wide
 
 
-@pytest.fixture(params=[3, 20])
+@pytest.fixture(params=["3", "20", "20, short"])
 def emulated(request, attention_library: Path):
-    """The library, for a GPU of so many multiprocessors, of two CTAs each."""
+    """The library, for a GPU of so many multiprocessors, of two CTAs each.
+
+    Short: where they can be, decode rows have the kernel for those of few keys.
+    """
     loaded = ctypes.CDLL(str(attention_library))
-    loaded.emulator_set_multiprocessors(request.param)
+    count, _, short = request.param.partition(", ")
+    loaded.emulator_set_multiprocessors(int(count))
+    loaded.emulator_set_short(bool(short))
     yield loaded
     loaded.emulator_set_multiprocessors(3)
+    loaded.emulator_set_short(1)
 
 
 @pytest.mark.wide
@@ -132,6 +138,37 @@ def test_a_wide_cta_for_each_multiprocessor(head_dim, attention_library):
     run_on_host(loaded, Problem(Case(sequences=lengths, heads=4, head_dim=head_dim)))
     assert loaded.emulator_grids() >> 10 & 1
     loaded.emulator_set_multiprocessors(3)
+
+
+DECODING = {
+    "decode rows": Case(sequences=((1, 90), (1, 9), (1, 0))),
+    "a row of each call": Case(sequences=((1, 90), (1, 9), (1, 40)), calls=3),
+    "drafts of one": Case(sequences=((3, 90), (0, 9), (0, 5))),
+    # What another kernel has.
+    "more rows": Case(sequences=((2, 90), (1, 9))),
+    "a tree": Case(sequences=((2, 90), (0, 9)), tree=1),
+    "a split": Case(sequences=((1, 90), (1, 9)), split_size=256),
+    "many keys": Case(sequences=((1, 2600), (1, 9), (1, 0))),
+    "many sequences": Case(sequences=((1, 90),) * 31),
+}
+SHORT = tuple(DECODING)[:3]
+
+
+@pytest.mark.parametrize("name", DECODING)
+def test_which_decode_rows_have_a_kernel_of_their_own(name, attention_library):
+    """One launch of a CTA for each row and key head, on a GPU that has room for 60."""
+    loaded = ctypes.CDLL(str(attention_library))
+    loaded.emulator_set_multiprocessors(20)
+    x = Problem(DECODING[name])
+    grids = {}
+    for short in (False, True):
+        loaded.emulator_set_short(short)
+        loaded.emulator_launches(), loaded.emulator_grids()
+        run_on_host(loaded, x, times=1)
+        grids[short] = loaded.emulator_launches(), loaded.emulator_grids()
+    loaded.emulator_set_multiprocessors(3)
+    assert grids[False] != (1, 1 << x.case.kv_heads)
+    assert (grids[True] == (1, 1 << x.case.kv_heads)) == (name in SHORT)
 
 
 DECODES = ((1, 900),) * 12

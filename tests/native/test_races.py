@@ -120,6 +120,27 @@ MISSING = (
         ("paged, few", "SplitForward::End", "SplitForward::End"),
     ),
     Mutant(
+        "decode rows of few keys: a stage is loaded anew that other lanes still read",
+        f"{GENERIC}/paged/short.cuh",
+        "__syncwarp();  // all lanes are done with them",
+        "",
+        ("paged, short", "a copy of thread", "LoadMatrices"),
+    ),
+    Mutant(
+        "decode rows of few keys: nobody waits for the other warps' sums",
+        f"{GENERIC}/paged/short.cuh",
+        "    __syncthreads();\n    // Four columns",
+        "    // Four columns",
+        ("paged, short", "ShortForward::Write", "ShortForward::Write"),
+    ),
+    Mutant(
+        "decode rows of few keys: nobody waits for the blocks that others asked for",
+        f"{GENERIC}/paged/short.cuh",
+        "      CopyAsyncWait<0>();\n      __syncthreads();",
+        "      CopyAsyncWait<0>();",
+        ("paged, short, drafts", "a copy of thread", "ShortForward::Load"),
+    ),
+    Mutant(
         "dK and dV: nobody waits for the others' dS",
         f"{GENERIC}/backward/kv.cuh",
         "BarrierWait(ds_ready, step % 2);",

@@ -144,7 +144,10 @@ def hopper_latent(case: Case, library: ctypes.CDLL) -> None:
     assert library.emulator_hopper_ctas() > 0
 
 
-def paged(case: Case, library: ctypes.CDLL, hopper: str = "") -> None:
+def paged(
+    case: Case, library: ctypes.CDLL, hopper: str = "", short: bool = False
+) -> None:
+    library.emulator_set_short(short)
     library.emulator_set_hopper(bool(hopper))
     library.emulator_set_block_maps(hopper == "boxes")
     run_on_host(library, Problem(case), times=1)
@@ -161,6 +164,14 @@ FEW = {
         sequences=((9, 60), (9, 300)), heads=8, cache="e4m3", scales="tokens"
     ),
     "few, 64 rows": Case(sequences=((9, 60), (9, 300)), heads=8, bad_ids=((1, 2, -1),)),
+}
+SHORT = {
+    "short": Case(
+        sequences=((1, 9), (1, 700), (1, 37)), bad_ids=((1, 2, -1),), **GROUP
+    ),
+    "short, drafts": Case(
+        sequences=((2, 130), (0, 5), (1, 300)), block_size=3, **GROUP
+    ),
 }
 MANY = {
     "many steps, holes": Case(sequences=((100, 1700), (80, 90)), bad_ids=HOLES),
@@ -251,6 +262,10 @@ CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
     "norm_cast, a CTA alone": functools.partial(norm_cast, (16, 48), 0),
     "norm_cast, three CTAs": functools.partial(norm_cast, (48, 1040), 6),
     **{f"paged, {name}": functools.partial(paged, case) for name, case in FEW.items()},
+    **{
+        f"paged, {name}": functools.partial(paged, case, short=True)
+        for name, case in SHORT.items()
+    },
     **{
         f"latent, {name}, {kib} KiB": functools.partial(latent, case, kib << 10)
         for name, case in LATENT.items()

@@ -1,6 +1,12 @@
 // libkvblock's attention for the emulator: the functions of kvblock/attention.h with the generic
 // kernels behind them, from the sources that nvcc compiles. Of Hopper's kernels there are those of
 // paged attention, where they are asked for.
+namespace emulator {
+// Whether decode rows of few keys have a kernel of their own, or are left to the others.
+inline bool takes_short = true;
+}  // namespace emulator
+#define KVBLOCK_TAKES_SHORT emulator::takes_short
+
 #include "ops/attention/generic/backward/launch.cuh"
 #include "ops/attention/generic/forward/launch.cuh"
 #include "ops/attention/generic/paged/launch.cuh"
@@ -83,6 +89,11 @@ extern "C" const char* emulator_paged_attention_of_few(const kvblock_paged_atten
                                                cudaStream_t) -> const char* { return nullptr; };
   return kvblock::generic::LaunchPaged(*a, nobody, nullptr);
 }
+
+// How many launches there have been since this was asked before.
+extern "C" int emulator_launches() { return std::exchange(emulator::launches, 0); }
+
+extern "C" void emulator_set_short(int takes) { emulator::takes_short = takes != 0; }
 
 // How many CTAs of Hopper's kernel there have been since this was asked before.
 extern "C" int emulator_hopper_ctas() { return std::exchange(emulator::hopper_ctas, 0); }

@@ -195,7 +195,9 @@ struct Cta {
   std::map<int, Barrier> named;
   std::map<uint32_t, SharedBarrier> in_shared;
   std::vector<Warp> warps;
-  std::vector<int> meetings;                           // of each thread with its warp
+  std::vector<int> meetings;  // of each thread with its warp
+  std::vector<int> counts;    // of each thread, as below
+  int counted[3] = {};        // votes of __syncthreads_count: of this time, the last and the next
   std::vector<std::vector<std::vector<Copy>>> groups;  // of each thread, the last still open
   const std::function<void()>* kernel = nullptr;
   uint3 block{};
@@ -295,6 +297,7 @@ inline void RunCluster(uint3 first, int ctas, int threads, const std::function<v
     own.fibers.resize(threads);
     own.warps.resize((threads + kWarp - 1) / kWarp);
     own.meetings.resize(threads);
+    own.counts.resize(threads);
     own.groups.assign(threads, {{}});
     own.alive = threads;
     for (int i = 0; i < threads; ++i) {
@@ -381,6 +384,15 @@ inline size_t __cvta_generic_to_shared(const void* p) {
 }
 
 inline void __syncthreads() { emulator::Wait(emulator::cta->all, emulator::cta->fibers.size()); }
+inline int __syncthreads_count(bool x) {
+  emulator::Cta& own = *emulator::cta;
+  const int time = own.counts[threadIdx.x]++;
+  own.counted[(time + 1) % 3] = 0;  // all have read it: they are beyond the time before this
+  own.counted[time % 3] += x;
+  __syncthreads();
+  return own.counted[time % 3];
+}
+inline bool __syncthreads_or(bool x) { return __syncthreads_count(x) != 0; }
 inline void __syncwarp(unsigned = ~0u) {
   emulator::Wait(emulator::cta->warps[threadIdx.x / emulator::kWarp].barrier, emulator::kWarp);
 }

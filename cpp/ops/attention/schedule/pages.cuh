@@ -48,13 +48,15 @@ struct PagedLayer {
   int number;
   bool there;
 };
-__device__ __forceinline__ PagedLayer FindLayer(const PagedParams& p, int index) {
-  int number = LayerNumber(p, index);
+__device__ __forceinline__ PagedLayer LayerAt(const PagedParams& p, int number) {
   const bool there = number >= 0 && number < p.num_layers;
   if (!there) number = 0;
   const int array = p.num_arrays > 1 ? number : 0;
   const int64_t offset = number * p.layer_stride;
   return {p.k_arrays[array] + offset, p.v_arrays[array] + offset, number, there};
+}
+__device__ __forceinline__ PagedLayer FindLayer(const PagedParams& p, int index) {
+  return LayerAt(p, LayerNumber(p, index));
 }
 
 // A key's block, which may be none, and its slot there.

@@ -68,11 +68,9 @@ __device__ __forceinline__ int MostKeys(const RaggedParams& p, int member) {
   return static_cast<int>(min(own, int64_t{most}));
 }
 
-__device__ __forceinline__ Sequence MemberSequence(const RaggedParams& p, int member) {
-  const int kv_len = __ldg(p.kv_lens + member);  // on its way beside the rows
-  const int call = static_cast<int>(p.by_sequences(static_cast<uint32_t>(member)));
-  int first, end;
-  FindRows(p, call, member - call * static_cast<int>(p.by_sequences.d), &first, &end);
+// The sequence of a member that has the rows [first, end) of its call.
+__device__ __forceinline__ Sequence MakeMember(const RaggedParams& p, int member, int call,
+                                               int first, int end, int kv_len) {
   Sequence s;
   s.batch = member;
   s.q_row = call * p.q_len + first;
@@ -85,6 +83,13 @@ __device__ __forceinline__ Sequence MemberSequence(const RaggedParams& p, int me
   s.left = left < 0 ? -kFar : Between(shift - left, -kFar, kFar);
   s.right = right < 0 ? kFar : Between(shift + right + 1, -kFar, kFar);
   return s;
+}
+__device__ __forceinline__ Sequence MemberSequence(const RaggedParams& p, int member) {
+  const int kv_len = __ldg(p.kv_lens + member);  // on its way beside the rows
+  const int call = static_cast<int>(p.by_sequences(static_cast<uint32_t>(member)));
+  int first, end;
+  FindRows(p, call, member - call * static_cast<int>(p.by_sequences.d), &first, &end);
+  return MakeMember(p, member, call, first, end, kv_len);
 }
 
 // The keys of a query's range; there are ranges.

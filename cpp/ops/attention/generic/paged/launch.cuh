@@ -8,21 +8,12 @@
 
 #include "host/paged_call.h"
 #include "ops/attention/generic/paged/launcher.h"
+#include "ops/attention/generic/paged/params.cuh"
+#include "ops/attention/generic/paged/short.cuh"
 #include "ops/attention/generic/paged_keys.cuh"
 #include "ops/attention/generic/split/launch.cuh"
-#include "ops/attention/schedule/paged_members.h"
 
 namespace kvblock::generic {
-
-inline PagedParams MakePagedParams(const kvblock_paged_attention& a, const SplitWork& work,
-                                   const Cut& cut, int32_t most_rows) {
-  PagedParams p{};
-  static_cast<ShareParams&>(p) = MakeShareParams(MembersOf(a), work, cut);
-  SetPages(a, &p);
-  p.most_rows = most_rows;
-  p.piece_ctas = 1;
-  return p;
-}
 
 // Units are cut at multiples of so many tiles, and their pieces put together in one order, whatever
 // else the call has.
@@ -119,6 +110,32 @@ constexpr int LoadersOf(int dim, bool many = false) {
 }
 constexpr int64_t kLongKeys = 4096;
 
+// Decode rows of few keys, each by a CTA for each key head; false: they are for others. Tests may
+// leave them to the others.
+#ifndef KVBLOCK_TAKES_SHORT
+#define KVBLOCK_TAKES_SHORT true
+#endif
+template <typename T, int kDim>
+bool LaunchIfShort(const kvblock_paged_attention& a, cudaStream_t stream, const char** error) {
+  Gpu gpu{};
+  if ((*error = AskGpu(&gpu))) return true;
+  const auto launch = [&](auto traits) {
+    using Traits = decltype(traits);
+    if (!ServesShort<Traits>(a, gpu)) return false;
+    *error = LaunchShort<Traits>(a, gpu, stream);
+    return true;
+  };
+  if (!KVBLOCK_TAKES_SHORT) return false;
+  // More warps where a multiprocessor has one CTA.
+  if constexpr (kDim == 64) {
+    return launch(ShortTraits<T, 64, 8, 1>()) || launch(ShortTraits<T, 64, 4, 3>());
+  } else if constexpr (kDim == 128) {
+    return launch(ShortTraits<T, 128, 8, 1>()) || launch(ShortTraits<T, 128, 4, 2>());
+  } else {
+    return false;
+  }
+}
+
 template <typename T, int kDim, typename Cache>
 const char* LaunchPagedOf(const kvblock_paged_attention& a, Follower follower,
                           cudaStream_t stream) {
@@ -133,6 +150,8 @@ const char* LaunchPagedOf(const kvblock_paged_attention& a, Follower follower,
     constexpr bool kWide = HasWide(kDim);
     using Wide = SplitTraits<T, kDim, 1, PagedKeys, kWide, LoadersOf(kDim, kWide)>;
     using Long = SplitTraits<T, kDim, 1, PagedKeys, false, LoadersOf(kDim, kDim == 128)>;
+    const char* error = nullptr;
+    if (!follower && rows == 16 && LaunchIfShort<T, kDim>(a, stream, &error)) return error;
     switch (rows) {
       case 16:
         return PagedKeysOfTable(a) < kLongKeys ? LaunchPagedAs<One, Wide>(a, follower, stream)
