@@ -12,6 +12,13 @@ __device__ __forceinline__ int ClusterRank() {
   return static_cast<int>(rank);
 }
 
+// Its cluster's place among the grid's, which lie side by side.
+__device__ __forceinline__ int ClusterIndex() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return static_cast<int>(index);
+}
+
 // All threads of all CTAs of the cluster meet; those that have returned count as there.
 __device__ __forceinline__ void ClusterMeet() {
   asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");

@@ -28,7 +28,7 @@ std::string CheckNumbers(const kvblock_cast& a) {
   const int64_t down = (a.rows + KVBLOCK_CAST_TILE_ROWS - 1) / KVBLOCK_CAST_TILE_ROWS;
   const int64_t across = (a.columns + KVBLOCK_CAST_TILE_COLUMNS - 1) / KVBLOCK_CAST_TILE_COLUMNS;
   if (down * across > INT32_MAX) {
-    return "there must be fewer than 2^31 tiles of 128 rows and 256 columns";
+    return "there must be fewer than 2^31 tiles of 256 rows and 128 columns";
   }
   return "";
 }
@@ -39,8 +39,9 @@ std::string CheckPointers(const kvblock_cast& a) {
   if (a.x == nullptr) return "x is NULL";
   if (a.scale == nullptr) return "scale is NULL";
   if (a.largest == nullptr) return "largest is NULL";
-  if (Misaligned({a.x, a.out}, 16)) return "x and out must be aligned to 16 bytes";
-  if (Misaligned({a.transposed}, 8)) return "transposed must be aligned to 8 bytes";
+  if (Misaligned({a.x, a.out, a.transposed}, 16)) {
+    return "x, out and transposed must be aligned to 16 bytes";
+  }
   if (Misaligned({a.scale, a.largest}, 4)) {
     return "scale and largest must be aligned to 4 bytes";
   }

@@ -43,11 +43,8 @@ std::string CheckPointers(const kvblock_norm_cast& a) {
   if (a.residual == nullptr && a.sum != nullptr) {
     return "sum must be NULL where residual is: it would be x";
   }
-  if (Misaligned({a.x, a.residual, a.gamma, a.sum}, 16)) {
-    return "x, residual, gamma and sum must be aligned to 16 bytes";
-  }
-  if (Misaligned({a.out, a.transposed}, 8)) {
-    return "out and transposed must be aligned to 8 bytes";
+  if (Misaligned({a.x, a.residual, a.gamma, a.sum, a.out, a.transposed}, 16)) {
+    return "x, residual, gamma, sum, out and transposed must be aligned to 16 bytes";
   }
   if (Misaligned({a.scale, a.largest, a.inverse_rms}, 4)) {
     return "scale, largest and inverse_rms must be aligned to 4 bytes";

@@ -40,9 +40,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"x": None}, "x is NULL"),
     ({"scale": None}, "scale is NULL"),
     ({"largest": None}, "largest is NULL"),
-    ({"x": PLACE + 8}, "x and out must be aligned to 16 bytes"),
-    ({"out": PLACE + 4}, "x and out must be aligned to 16 bytes"),
-    ({"transposed": PLACE + 4}, "transposed must be aligned to 8 bytes"),
+    *(
+        ({name: PLACE + 8}, "x, out and transposed must be aligned to 16 bytes")
+        for name in ("x", "out", "transposed")
+    ),
     ({"scale": PLACE + 2}, "scale and largest must be aligned to 4 bytes"),
     ({"largest": PLACE + 2}, "scale and largest must be aligned to 4 bytes"),
 ]

@@ -42,14 +42,14 @@ def test_every_bfloat16_number(scale, form, emulated_cast):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_not_finite_is_its_tiles_size(bad, emulated_cast, rng):
     """Wherever in a tile it is, also at its edges."""
-    for row, column in itertools.product((0, 127, 128, 271), (0, 255, 256)):
+    for row, column in itertools.product((0, 255, 256, 271), (0, 127, 128)):
         x = draw(rng, (272, 272), "float32")
         x[row, column] = bad
         made = launch(emulated_cast, x, 1.0, "e5m2", Guarded())
         hold(made, x, 1.0, "e5m2")
         hit = np.zeros(made["largest"].shape, bool)
         hit[row // TILE[0], column // TILE[1]] = True
-        assert hit.shape == (3, 2)
+        assert hit.shape == (2, 3)
         np.testing.assert_array_equal(np.isfinite(made["largest"]), ~hit)
 
 

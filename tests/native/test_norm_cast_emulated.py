@@ -27,9 +27,9 @@ def test_every_number(shape, dtype, form, residual, gamma_dtype, emulated_cast, 
     assert ("sum" in made) == residual
 
 
-# A row in one part of columns and in two, a whole part and what is left, eight parts
+# A row in one part of columns and in two, a whole part and what is left, sixteen parts
 # and the first width whose parts are larger; rows that are no whole tile.
-@pytest.mark.parametrize("columns", [496, 528, 1024, 2064, 4080, 4096, 4112, 8176])
+@pytest.mark.parametrize("columns", [496, 528, 1024, 2064, 4096, 8176, 8192, 8208])
 def test_parts_of_columns(columns, emulated_cast, rng):
     emulated_cast.emulator_clustered_ctas()
     run(emulated_cast, draw(rng, (48, columns), "bfloat16"))
@@ -88,6 +88,13 @@ def test_rows_of_almost_nothing(size, emulated_cast, rng):
     made = run(emulated_cast, drawn, scale=2.0**60)
     np.testing.assert_allclose(made["inverse_rms"], truth(drawn)[1], rtol=2.0**-19)
     assert size == 0 or made["out"].astype(np.float32).any()
+
+
+def test_rows_that_are_not_there_have_no_size(emulated_cast, rng):
+    """Of 48 the second tile lacks 16; without eps their roots are infinite."""
+    drawn = draw(rng, (48, 528), "bfloat16")
+    made = launch(emulated_cast, drawn, 8.0, "e4m3", Guarded(), eps=0.0)
+    hold(made, drawn, 8.0, "e4m3")
 
 
 def test_numbers_too_large_become_the_largest(emulated_cast, rng):

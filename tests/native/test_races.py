@@ -185,7 +185,7 @@ MISSING = (
     ),
     Mutant(
         "cast: nobody waits for the other warps' sizes",
-        f"{CAST}/squares.cuh",
+        f"{CAST}/patches.cuh",
         "of_warps[threadIdx.x / 32] = largest;\n  __syncthreads();",
         "of_warps[threadIdx.x / 32] = largest;",
         ("cast, two tiles", "LargestOfCta", "LargestOfCta"),
@@ -195,14 +195,14 @@ MISSING = (
         f"{CAST}/norm_cast_kernel.cuh",
         "  __syncthreads();\n  ClusterWait();\n",
         "  ClusterWait();\n",
-        ("norm_cast, a CTA alone", "thread 25 reads", "thread 57 wrote"),
+        ("norm_cast, a CTA alone", "thread 16 reads", "thread 128 wrote"),
     ),
     Mutant(
-        "norm: nobody waits for the other lanes' roots",
+        "norm: nobody waits for the lanes that still read numbers",
         f"{CAST}/norm_cast_kernel.cuh",
-        "  __syncwarp();\n",
+        "    __syncwarp();",
         "",
-        ("norm_cast, a CTA alone", "thread 1 reads", "thread 0 wrote"),
+        ("norm_cast, a CTA alone", "StoreTransposed", "thread 1 read at"),
     ),
     Mutant(
         "norm: one thread does not wait for what other CTAs send",

@@ -14,8 +14,8 @@ from training_truth import DTYPES as FORMATS
 from training_truth import narrowed
 
 DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
-TILE = (128, 256)  # KVBLOCK_CAST_TILE_ROWS, KVBLOCK_CAST_TILE_COLUMNS
-SHAPES = ((16, 16), (128, 256), (48, 144), (400, 32), (16, 1040), (272, 528))
+TILE = (256, 128)  # KVBLOCK_CAST_TILE_ROWS, KVBLOCK_CAST_TILE_COLUMNS
+SHAPES = ((16, 16), (256, 128), (48, 144), (400, 32), (16, 1040), (272, 528))
 
 
 class CCast(ctypes.Structure):

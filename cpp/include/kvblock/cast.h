@@ -5,7 +5,7 @@
  *
  *   out[i, j] = transposed[j, i] = x[i, j] * scale   rounded to nearest even, held to the format's
  *                                                    largest number (448 or 57344); NaN stays NaN
- *   largest[t] = max |x|                             over the t-th tile of 128 rows and 256 columns,
+ *   largest[t] = max |x|                             over the t-th tile of 256 rows and 128 columns,
  *                                                    row by row of tiles; NaN if one is
  *
  * Products of 8 bits want both operands with the contracted axis innermost, so a matrix that takes
@@ -27,7 +27,7 @@
 extern "C" {
 #endif
 
-enum { KVBLOCK_CAST_TILE_ROWS = 128, KVBLOCK_CAST_TILE_COLUMNS = 256 };
+enum { KVBLOCK_CAST_TILE_ROWS = 256, KVBLOCK_CAST_TILE_COLUMNS = 128 };
 
 typedef enum kvblock_cast_dtype {
   KVBLOCK_CAST_BF16 = 0,
@@ -47,7 +47,7 @@ typedef struct kvblock_cast {
   const void* x;         /* [rows, columns], aligned to 16 bytes */
   const float* scale;    /* one number */
   void* out;             /* [rows, columns], aligned to 16 bytes, or NULL */
-  void* transposed;      /* [columns, rows], aligned to 8 bytes, or NULL */
+  void* transposed;      /* [columns, rows], aligned to 16 bytes, or NULL */
   float* largest;        /* a number for each tile */
 } kvblock_cast;
 

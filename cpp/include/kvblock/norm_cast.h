@@ -35,7 +35,7 @@ extern "C" {
 enum {
   KVBLOCK_NORM_CAST_ROWS = 32,     /* of a number in `largest` */
   KVBLOCK_NORM_CAST_COLUMNS = 512, /* of one, at least */
-  KVBLOCK_NORM_CAST_PARTS = 8,     /* of a row, at most */
+  KVBLOCK_NORM_CAST_PARTS = 16,    /* of a row, at most */
 };
 
 typedef struct kvblock_norm_cast {
@@ -45,18 +45,18 @@ typedef struct kvblock_norm_cast {
   float eps;           /* not negative */
   int64_t rows,
       columns;          /* multiples of 16, 0 for nothing; columns up to 16384, of F32 up to 8192 */
-  const void* x;        /* [rows, columns], aligned to 16 bytes, as residual, gamma and sum are */
+  const void* x;        /* [rows, columns], aligned to 16 bytes, as all matrices and gamma are */
   const void* residual; /* [rows, columns], or NULL */
   const void* gamma;    /* [columns] */
   const float* scale;   /* one number */
   void* sum;            /* [rows, columns]; may be x or residual; NULL without a residual alone */
-  void* out;            /* [rows, columns], aligned to 8 bytes, or NULL */
-  void* transposed;     /* [columns, rows], aligned to 8 bytes, or NULL */
+  void* out;            /* [rows, columns], or NULL */
+  void* transposed;     /* [columns, rows], or NULL */
   float* largest;       /* [ceil(rows / 32), ceil(columns / part)] */
   float* inverse_rms;   /* [rows], or NULL */
 } kvblock_norm_cast;
 
-/* How many columns a part has: 512, and twice as many until there are at most 8 parts. */
+/* How many columns a part has: 512, and twice as many until there are at most 16 parts. */
 KVBLOCK_EXPORT int64_t kvblock_norm_cast_part(int64_t columns);
 
 /* Each of these returns NULL on success, else a message that lives until this thread's next call.

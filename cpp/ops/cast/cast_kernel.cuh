@@ -1,23 +1,18 @@
 // A matrix to 8 bits, in both orders, as a CUDA kernel (kvblock/cast.h).
 //
-// A CTA has a tile of 128 rows and 256 columns, a thread two squares of 8 by 8 in it, side by side,
-// all in registers. A warp has 64 rows and 64 columns: four threads side by side read 128 bytes of
-// a row (of 16 bits) and write 64 bytes of its codes; eight, one below the other, write 64 bytes of
-// a column's. The warps beside them have the rest of a line, so nothing goes through shared memory.
+// A CTA has a tile of 256 rows and 128 columns, its warps below one another. So every read and
+// every write is of whole lines: of codes 128 bytes of a row, of the transpose 256 bytes of a
+// column.
 #pragma once
 
 #include <cstdint>
 
-#include "ops/cast/squares.cuh"
+#include "ops/cast/patches.cuh"
 
 namespace kvblock {
 
-// Squares of a thread, side by side; threads of a warp, below one another and side by side; warps
-// of a CTA.
-constexpr int kCastSquares = 2, kCastRun = kCastSquares * kCastSquare;
-constexpr int kCastTall = 8, kCastWide = 4;
-constexpr int kCastAbreast = KVBLOCK_CAST_TILE_COLUMNS / (kCastWide * kCastRun);
-static_assert(kCastWarps / kCastAbreast * kCastTall * kCastSquare == KVBLOCK_CAST_TILE_ROWS);
+constexpr int kCastWarps = KVBLOCK_CAST_TILE_ROWS / kCastRows, kCastThreads = 32 * kCastWarps;
+static_assert(KVBLOCK_CAST_TILE_COLUMNS == kCastColumns);
 
 struct CastParams {
   const void* x;
@@ -28,51 +23,55 @@ struct CastParams {
   int32_t tiles;  // side by side
 };
 
-// kOut, kTransposed: which orders are wanted.
+// kOut, kTransposed: which orders are wanted. Two CTAs at a time keep a multiprocessor's reads and
+// writes going.
 template <typename T, int kFormat, bool kOut, bool kTransposed>
-__global__ void __launch_bounds__(kCastThreads) Cast(const __grid_constant__ CastParams p) {
+__global__ void __launch_bounds__(kCastThreads, 2) Cast(const __grid_constant__ CastParams p) {
   __shared__ float of_warps[kCastWarps];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int tile_row = blockIdx.x / p.tiles, tile_column = blockIdx.x % p.tiles;
-  const int row = tile_row * KVBLOCK_CAST_TILE_ROWS +
-                  (warp / kCastAbreast * kCastTall + lane / kCastWide) * kCastSquare;
-  const int column = tile_column * KVBLOCK_CAST_TILE_COLUMNS +
-                     (warp % kCastAbreast * kCastWide + lane % kCastWide) * kCastRun;
+  __shared__ uint4 codes[kCastWarps][kTransposed ? kCastColumns : 1];
+  const int warp = threadIdx.x / 32;
+  const int first_row = blockIdx.x / p.tiles * KVBLOCK_CAST_TILE_ROWS;
+  const int first_column = blockIdx.x % p.tiles * kCastColumns;
+  const int row = first_row + warp * kCastRows + PatchRow<T>();
+  const int column = first_column + PatchColumn<T>();
 
   float largest = 0.0f;
-  // Rows and columns are multiples of 16: both squares are within the matrix, or neither is.
+  // Rows and columns are multiples of 16: a patch is within the matrix, or none of it is.
   if (row < p.rows && column < p.columns) {
     const float scale = __ldg(p.scale);
-    const T* const x = static_cast<const T*>(p.x) + int64_t{row} * p.columns + column;
-    CodeSquare squares[kCastSquares];
+    const int64_t first = int64_t{row} * p.columns + column;
+    const T* const x = static_cast<const T*>(p.x) + first;
+    CodePatch<T> patch;
 #pragma unroll
-    for (int i = 0; i < kCastSquare; ++i) {
+    for (int i = 0; i < kPatchRows<T>; ++i) {
+      float numbers[kPatchColumns<T>];
+      Widen<T>(LoadPiece(x + int64_t{i} * p.columns), numbers);
 #pragma unroll
-      for (int s = 0; s < kCastSquares; ++s) {
-        float numbers[kCastSquare];
-        Widen(LoadEight(x + int64_t{i} * p.columns + s * kCastSquare), numbers);
-#pragma unroll
-        for (int j = 0; j < kCastSquare; ++j) {
-          largest = MaxOrNan(largest, fabsf(numbers[j]));
-          numbers[j] *= scale;
-        }
-        squares[s].Round<kFormat>(i, numbers);
+      for (int j = 0; j < kPatchColumns<T>; ++j) {
+        largest = MaxOrNan(largest, fabsf(numbers[j]));
+        numbers[j] *= scale;
       }
+      patch.template Round<kFormat>(i, numbers);
     }
-    if constexpr (kOut) {
-      StorePair(squares, p.out + int64_t{row} * p.columns + column, p.columns);
-    }
-    if constexpr (kTransposed) {
-#pragma unroll
-      for (int s = 0; s < kCastSquares; ++s) {
-        const int64_t first = int64_t{column + s * kCastSquare} * p.rows;
-        squares[s].StoreTransposed(p.transposed + first + row, p.rows);
-      }
-    }
+    if constexpr (kOut) patch.Store(p.out + first, p.columns);
+    if constexpr (kTransposed) patch.StoreTransposed(codes[warp], warp % 8);
   }
 
   largest = LargestOfCta(largest, of_warps);
   if (threadIdx.x == 0) p.largest[blockIdx.x] = largest;
+
+  if constexpr (kTransposed) {
+    // After LargestOfCta, for which all have met. Sixteen lanes have a column.
+    const int of = threadIdx.x % kCastWarps, to_row = first_row + of * kCastRows;
+    if (to_row >= p.rows) return;
+#pragma unroll
+    for (int k = 0; k < kCastColumns; k += kCastThreads / kCastWarps) {
+      const int of_column = k + static_cast<int>(threadIdx.x) / kCastWarps;
+      if (first_column + of_column >= p.columns) break;
+      uint8_t* const to = p.transposed + int64_t{first_column + of_column} * p.rows + to_row;
+      *reinterpret_cast<uint4*>(to) = LoadTransposed<T>(codes[of], of_column, of % 8);
+    }
+  }
 }
 
 }  // namespace kvblock

@@ -26,7 +26,7 @@ std::string CheckDevice() {
          std::to_string(major) + "." + std::to_string(minor) + "; use implementation='xla' or None";
 }
 
-template <typename T, int kFormat, int kSquares>
+template <typename T, int kFormat, int kThreads, bool kSum>
 const char* Launch(const kvblock_norm_cast& a, cudaStream_t stream) {
   const int64_t part = kvblock_norm_cast_part(a.columns);
   NormCastParams p{};
@@ -44,31 +44,45 @@ const char* Launch(const kvblock_norm_cast& a, cudaStream_t stream) {
   p.parts = static_cast<int32_t>((a.columns + part - 1) / part);
   p.wide_gamma = a.gamma_dtype == KVBLOCK_CAST_F32;
   p.eps = a.eps;
+  const auto kernel = NormCast<T, kFormat, kThreads, kSum>;
+  constexpr int kBytes = sizeof(NormShared<T, kThreads>);
+  cudaError_t status =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  // More than eight CTAs in a cluster are Hopper's own.
+  if (status == cudaSuccess && p.parts > 8) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  }
   const int64_t tiles = (a.rows + kNormRows - 1) / kNormRows;
   cudaLaunchAttribute cluster;
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {static_cast<unsigned>(p.parts), 1, 1};
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(tiles * p.parts));
-  config.blockDim = dim3(kCastThreads);
-  config.dynamicSmemBytes = sizeof(NormShared);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  const cudaError_t status = cudaLaunchKernelEx(&config, NormCast<T, kFormat, kSquares>, p);
+  if (status == cudaSuccess) status = cudaLaunchKernelEx(&config, kernel, p);
   if (status == cudaSuccess) return nullptr;
   return Message(std::string("norm_cast: ") + cudaGetErrorString(status));
 }
 
+template <typename T, int kFormat, int kThreads>
+const char* Launch(const kvblock_norm_cast& a, cudaStream_t stream) {
+  return a.residual != nullptr ? Launch<T, kFormat, kThreads, true>(a, stream)
+                               : Launch<T, kFormat, kThreads, false>(a, stream);
+}
+
 template <typename T, int kFormat>
 const char* Launch(const kvblock_norm_cast& a, cudaStream_t stream) {
-  const int64_t squares = kvblock_norm_cast_part(a.columns) / kNormColumns;
-  if (squares == 1) return Launch<T, kFormat, 1>(a, stream);
-  // Of float32 a thread has at most two, as the check says.
+  // Of float32 a part has 512 columns, as the check says.
   if constexpr (sizeof(T) == 2) {
-    if (squares == 4) return Launch<T, kFormat, 4>(a, stream);
+    if (kvblock_norm_cast_part(a.columns) == kNormAbreast<512> * kCastColumns) {
+      return Launch<T, kFormat, 512>(a, stream);
+    }
   }
-  return Launch<T, kFormat, 2>(a, stream);
+  return Launch<T, kFormat, 256>(a, stream);
 }
 
 template <typename T>

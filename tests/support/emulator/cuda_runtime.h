@@ -514,6 +514,7 @@ enum cudaDeviceAttr {
 enum cudaFuncAttribute {
   cudaFuncAttributeMaxDynamicSharedMemorySize,
   cudaFuncAttributePreferredSharedMemoryCarveout,
+  cudaFuncAttributeNonPortableClusterSizeAllowed,
 };
 enum { cudaSharedmemCarveoutMaxShared = 100 };
 struct cudaFuncAttributes {

@@ -7,6 +7,7 @@
 namespace kvblock {
 
 inline int ClusterRank() { return emulator::cta->rank; }
+inline int ClusterIndex() { return static_cast<int>(blockIdx.x / emulator::cluster->ctas.size()); }
 // All threads of all CTAs: none may have returned.
 inline void ClusterMeet() {
   emulator::Cluster& cluster = *emulator::cluster;
