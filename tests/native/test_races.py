@@ -202,7 +202,7 @@ MISSING = (
         f"{CAST}/norm_cast_kernel.cuh",
         "    __syncwarp();",
         "",
-        ("norm_cast, a CTA alone", "StoreTransposed", "thread 1 read at"),
+        ("norm_cast, a CTA alone", "StoreTransposed", "read at [kvblock::NormCast"),
     ),
     Mutant(
         "norm: one thread does not wait for what other CTAs send",

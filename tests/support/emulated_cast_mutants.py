@@ -217,8 +217,8 @@ CAST_EMULATED = (
     Mutant(
         "norm: the lower warps' codes lie above those of the upper ones",
         NORM,
-        "LoadTransposed<T>(codes(below * kAbreast",
-        "LoadTransposed<T>(codes((1 - below) * kAbreast",
+        "codes(below * kAbreast",
+        "codes((1 - below) * kAbreast",
         EVERY_NUMBER,
     ),
 )
