@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from paged_cases import (
     BAD,
+    BAD_DECODES,
     CASES,
+    DECODES,
     LEAVING,
     LONG,
     NOT_SHARED_OUT,
@@ -31,19 +33,27 @@ from paged_problems import (
 pytestmark = pytest.mark.wide
 
 
-@pytest.fixture(params=["3", "20", "20, short"])
+@pytest.fixture(params=[3, 20])
 def emulated(request, attention_library: Path):
     """The library, for a GPU of so many multiprocessors, of two CTAs each.
 
-    Short: where they can be, decode rows have the kernel for those of few keys.
+    Decode rows of few keys have no kernel of their own.
     """
     loaded = ctypes.CDLL(str(attention_library))
-    count, _, short = request.param.partition(", ")
-    loaded.emulator_set_multiprocessors(int(count))
-    loaded.emulator_set_short(bool(short))
+    loaded.emulator_set_multiprocessors(request.param)
+    loaded.emulator_set_short(0)
     yield loaded
     loaded.emulator_set_multiprocessors(3)
     loaded.emulator_set_short(1)
+
+
+@pytest.fixture
+def short(attention_library: Path):
+    """The library, for a GPU where these have one, if their units are up to 60."""
+    loaded = ctypes.CDLL(str(attention_library))
+    loaded.emulator_set_multiprocessors(20)
+    yield loaded
+    loaded.emulator_set_multiprocessors(3)
 
 
 @pytest.mark.wide
@@ -56,6 +66,20 @@ def test_every_row_is_right(name, emulated):
 def test_bad_data_is_safe(name, emulated):
     """Nothing is read or written outside of the arrays, and results are defined."""
     run_on_host(emulated, Problem(BAD[name]))
+
+
+@pytest.mark.parametrize("name", DECODES)
+def test_decode_rows_of_few_keys(name, short):
+    run_on_host(short, Problem(DECODES[name]))
+
+
+@pytest.mark.parametrize("name", BAD_DECODES)
+def test_bad_data_is_safe_where_few_keys_are_decoded(name, short):
+    run_on_host(short, Problem(BAD_DECODES[name]))
+
+
+def test_calls_of_decode_rows_have_their_own_layers(short):
+    run_on_host(short, with_layers(Case(calls=4, layers=3), [1, 2, 1, 7]))
 
 
 def test_more_calls_than_one_have_their_own_layers(emulated):
@@ -155,18 +179,15 @@ SHORT = tuple(DECODING)[:3]
 
 
 @pytest.mark.parametrize("name", DECODING)
-def test_which_decode_rows_have_a_kernel_of_their_own(name, attention_library):
-    """One launch of a CTA for each row and key head, on a GPU that has room for 60."""
-    loaded = ctypes.CDLL(str(attention_library))
-    loaded.emulator_set_multiprocessors(20)
+def test_which_decode_rows_have_a_kernel_of_their_own(name, short):
+    """One launch of a CTA for each row and key head."""
     x = Problem(DECODING[name])
     grids = {}
-    for short in (False, True):
-        loaded.emulator_set_short(short)
-        loaded.emulator_launches(), loaded.emulator_grids()
-        run_on_host(loaded, x, times=1)
-        grids[short] = loaded.emulator_launches(), loaded.emulator_grids()
-    loaded.emulator_set_multiprocessors(3)
+    for takes in (False, True):
+        short.emulator_set_short(takes)
+        short.emulator_launches(), short.emulator_grids()
+        run_on_host(short, x, times=1)
+        grids[takes] = short.emulator_launches(), short.emulator_grids()
     assert grids[False] != (1, 1 << x.case.kv_heads)
     assert (grids[True] == (1, 1 << x.case.kv_heads)) == (name in SHORT)
 

@@ -9,7 +9,10 @@ OPTIONS = test("test_emulated", "option")
 PAGED = test("test_emulated_paged", "every_row")
 PAGED_BAD = test("test_emulated_paged", "bad_data")
 PAGED_BITS = test("test_emulated_paged", "with_split_size")
+PAGED_SHORT = test("test_emulated_paged", "decode_rows_of_few")
+BAD_SHORT = test("test_emulated_paged", "few_keys_are_decoded")
 SPLIT = f"{GENERIC}/split/kernel.cuh"
+SHORT = f"{GENERIC}/paged/short.cuh"
 PAGED_BESIDE = test("test_emulated_paged", "leaves")
 SHARED_OUT = test("test_emulated_paged", "shared_out")
 FLOAT32 = test("test_emulated_float32", "several_tiles")
@@ -196,6 +199,27 @@ EMULATED = (
         "return (bits()[tile % kBitRing][key / 32] >> (key % 32) & 1) != 0;",
         "return true;",
         PAGED_BAD,
+    ),
+    Mutant(
+        "decode rows of few keys: a key in no block is seen",
+        SHORT,
+        "(there >> in_tile & 1) == 0",
+        "false",
+        BAD_SHORT,
+    ),
+    Mutant(
+        "decode rows of few keys: blocks are those of the sequence of a row's number",
+        SHORT,
+        "AskForBlocks(s.batch);",
+        "",
+        PAGED_SHORT,
+    ),
+    Mutant(
+        "decode rows of few keys: nobody looks whether query_start falls",
+        SHORT,
+        "__syncthreads_or(falls)",
+        "__syncthreads_or(false)",
+        BAD_SHORT,
     ),
     Mutant(
         "paged: a warp that loads does not wait until its stage is empty",

@@ -57,6 +57,38 @@ CASES = {
     "a softcap": Case(softcap=2.5),
     "a scale below 0": Case(scale=-0.3, sinks=1),
 }
+# The same options for decode rows of few keys, which have a kernel of their own where
+# there are no more rows than sequences.
+DECODE = ((1, 90), (1, 9), (1, 0), (1, 300))
+
+
+def of_decode(case: Case) -> Case:
+    if case.more_rows:
+        sequences = ((1, 90), (0, 9), (0, 3), (1, 300))
+        return dataclasses.replace(case, sequences=sequences, more_rows=1)
+    return dataclasses.replace(case, sequences=DECODE)
+
+
+DECODES = {
+    f"decode: {name}": of_decode(case)
+    for name, case in CASES.items()
+    if max(case.head_dim, case.value_dim) <= 128 and not case.flat
+} | {
+    "decode: queries of some": Case(sequences=((2, 30), (0, 9), (2, 64), (0, 0))),
+    "decode: all are one's": Case(sequences=((9, 30), *((0, 9),) * 8), heads=6),
+    "decode: all are the last one's": Case(
+        sequences=(*((0, 9),) * 8, (9, 300)), window=(40, 0), block_size=5
+    ),
+    "decode: fewer keys than queries": Case(sequences=((3, 2), (0, 9), (1, 40))),
+    "decode: one key head": Case(heads=16, kv_heads=1, sequences=((2, 90), (0, 33))),
+    "decode: groups of 7": Case(heads=14, sequences=((5, 90), *((0, 33),) * 4)),
+    "decode: some of each call": Case(
+        calls=2, sinks=2, sequences=((2, 90), (0, 9), (0, 40), (2, 30))
+    ),
+    "decode: a query or more of T": Case(
+        padded=4, calls=3, sequences=((4, 90), (1, 9), (2, 30)), sinks=3
+    ),
+}
 
 NARROW_MIXED = ((1, 300), (5, 20), (40, 90), (1, 64))
 NARROW = {
@@ -186,6 +218,25 @@ BAD = {
         FULL, flat=True, kv_lens=(10**9, 64, 48)
     ),
     "lengths below 0": dataclasses.replace(FULL, kv_lens=(-1, -(2**31), 48)),
+}
+
+BAD_DECODES = {
+    f"decode: {name}": dataclasses.replace(case, sequences=DECODE[:3])
+    for name, case in BAD.items()
+    if "layer" in name
+} | {
+    "decode: ids of no block": Case(
+        sequences=((1, 48), (1, 20), (1, 300)),
+        bad_ids=((0, 1, -1), (1, 0, 10**6), (2, 3, -(2**31)), (2, 18, 2**31 - 1)),
+    ),
+    "decode: a start that falls": Case(starts=(0, 2, 1, 3), sequences=DECODE[:3]),
+    "decode: starts that all fall": Case(starts=(9, 4, 3, -5), sequences=DECODE[:3]),
+    "decode: starts behind the first row": Case(
+        starts=(1, 2, 2, 10**9), sequences=((1, 90), (0, 9), (2, 30))
+    ),
+    "decode: lengths beyond the table": Case(
+        sequences=((1, 64),) * 3, kv_lens=(65, 2**31 - 1, -5)
+    ),
 }
 
 LEAVING = {

@@ -21,7 +21,9 @@ from attention_launches import connect, driver
 from latent_cases import LATENT, LATENT_MANY, LATENT_PAIRS, LATENT_TYPES
 from paged_cases import (
     BAD,
+    BAD_DECODES,
     CASES,
+    DECODES,
     LEAVING,
     LONG,
     NARROW_LONG,
@@ -145,7 +147,7 @@ def main() -> int:
     library = ctypes.CDLL(given.library)
     count, wrong = 0, []
     part, parts = map(int, given.part.split("/"))
-    cases = {**CASES, **BAD, **LEAVING, **LONG, **SPLIT}
+    cases = {**CASES, **DECODES, **BAD, **BAD_DECODES, **LEAVING, **LONG, **SPLIT}
     cases |= {name: case for name, (case, _) in SHARED_OUT.items()}
     cases |= {**LATENT, **LATENT_MANY, **LATENT_PAIRS, **LATENT_TYPES}
     major = ctypes.c_int()
