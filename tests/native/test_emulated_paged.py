@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from paged_cases import (
     BAD,
-    BAD_DECODES,
+    BAD_DECODE_ROWS,
     CASES,
-    DECODES,
+    DECODE_ROWS,
     LEAVING,
     LONG,
     NOT_SHARED_OUT,
@@ -68,14 +68,14 @@ def test_bad_data_is_safe(name, emulated):
     run_on_host(emulated, Problem(BAD[name]))
 
 
-@pytest.mark.parametrize("name", DECODES)
+@pytest.mark.parametrize("name", DECODE_ROWS)
 def test_decode_rows_of_few_keys(name, short):
-    run_on_host(short, Problem(DECODES[name]))
+    run_on_host(short, Problem(DECODE_ROWS[name]))
 
 
-@pytest.mark.parametrize("name", BAD_DECODES)
+@pytest.mark.parametrize("name", BAD_DECODE_ROWS)
 def test_bad_data_is_safe_where_few_keys_are_decoded(name, short):
-    run_on_host(short, Problem(BAD_DECODES[name]))
+    run_on_host(short, Problem(BAD_DECODE_ROWS[name]))
 
 
 def test_calls_of_decode_rows_have_their_own_layers(short):

@@ -69,7 +69,7 @@ def of_decode(case: Case) -> Case:
     return dataclasses.replace(case, sequences=DECODE)
 
 
-DECODES = {
+DECODE_ROWS = {
     f"decode: {name}": of_decode(case)
     for name, case in CASES.items()
     if max(case.head_dim, case.value_dim) <= 128 and not case.flat
@@ -220,7 +220,7 @@ BAD = {
     "lengths below 0": dataclasses.replace(FULL, kv_lens=(-1, -(2**31), 48)),
 }
 
-BAD_DECODES = {
+BAD_DECODE_ROWS = {
     f"decode: {name}": dataclasses.replace(case, sequences=DECODE[:3])
     for name, case in BAD.items()
     if "layer" in name

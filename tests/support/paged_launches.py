@@ -21,9 +21,9 @@ from attention_launches import connect, driver
 from latent_cases import LATENT, LATENT_MANY, LATENT_PAIRS, LATENT_TYPES
 from paged_cases import (
     BAD,
-    BAD_DECODES,
+    BAD_DECODE_ROWS,
     CASES,
-    DECODES,
+    DECODE_ROWS,
     LEAVING,
     LONG,
     NARROW_LONG,
@@ -147,7 +147,15 @@ def main() -> int:
     library = ctypes.CDLL(given.library)
     count, wrong = 0, []
     part, parts = map(int, given.part.split("/"))
-    cases = {**CASES, **DECODES, **BAD, **BAD_DECODES, **LEAVING, **LONG, **SPLIT}
+    cases = {
+        **CASES,
+        **DECODE_ROWS,
+        **BAD,
+        **BAD_DECODE_ROWS,
+        **LEAVING,
+        **LONG,
+        **SPLIT,
+    }
     cases |= {name: case for name, (case, _) in SHARED_OUT.items()}
     cases |= {**LATENT, **LATENT_MANY, **LATENT_PAIRS, **LATENT_TYPES}
     major = ctypes.c_int()
