@@ -46,7 +46,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     f"{ATTENTION}generic/paged/": (
         *KERNELS,
         f"{ATTENTION}generic/",
+        f"{ATTENTION}generic/forward/",
         f"{ATTENTION}generic/split/",
+        f"{ATTENTION}combine/",
     ),
     f"{ATTENTION}generic/latent/": (
         *KERNELS,

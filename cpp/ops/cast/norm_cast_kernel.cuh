@@ -91,6 +91,12 @@ __global__ void __launch_bounds__(kThreads, NormCtas<T, kThreads, kSum>())
   const auto address = [](const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
   };
+  if (threadIdx.x == 0) {
+    BarrierInit(address(&shared.all_sums), 1);
+    FenceBarrierInit();
+    BarrierExpect(address(&shared.all_sums), p.parts * kNormRows * static_cast<int>(sizeof(float)));
+  }
+  ClusterArrive();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = ClusterRank(), first_row = ClusterIndex() * kNormRows;
   const int first_column = rank * kWidth;
@@ -116,12 +122,6 @@ __global__ void __launch_bounds__(kThreads, NormCtas<T, kThreads, kSum>())
                 static_cast<const char*>(p.gamma) + at * (16 / in_piece), at < p.columns);
   }
   CopyAsyncCommit();
-  if (threadIdx.x == 0) {
-    BarrierInit(address(&shared.all_sums), 1);
-    FenceBarrierInit();
-    BarrierExpect(address(&shared.all_sums), p.parts * kNormRows * static_cast<int>(sizeof(float)));
-  }
-  ClusterArrive();
 
   float sums[kRows] = {};
   const auto add_squares = [&](int i, const float (&numbers)[kColumns]) {
