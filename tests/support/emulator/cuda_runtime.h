@@ -422,6 +422,8 @@ inline bool __any_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) !=
 inline bool __all_sync(unsigned mask, bool x) { return __ballot_sync(mask, x) == ~0u; }
 
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __clz(unsigned x) { return x == 0 ? 32 : __builtin_clz(x); }
 template <typename T>
 T __ldg(const T* p) {
   return *p;
