@@ -48,7 +48,7 @@ CPU = (
     *CAST_EMULATED,
 )
 
-EMULATOR_DIED = 70  # the exit status; emulator/cuda_runtime.h
+EMULATOR_DIED = 70  # the exit status; emulator/fibers.h
 
 COPIED = ("jax_kvblock", "cpp", "tests", "pyproject.toml", "CMakeLists.txt")
 
