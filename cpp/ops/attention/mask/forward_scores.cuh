@@ -23,6 +23,21 @@ struct ForwardRows {
   float sum[Traits::kRowBlocks][2];                   // this lane's columns only
 };
 
+// Before the first key.
+template <typename Traits>
+__device__ __forceinline__ void BeginRows(ForwardRows<Traits>& rows) {
+#pragma unroll
+  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
+    rows.max[rb][0] = rows.max[rb][1] = -INFINITY;
+    rows.sum[rb][0] = rows.sum[rb][1] = 0.0f;
+#pragma unroll
+    for (int n = 0; n < Traits::kDim / 8; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) rows.o[rb][n][e] = 0.0f;
+    }
+  }
+}
+
 // What turns S into scores. Without softcap and bias and with a positive scale, scaling commutes
 // with the maximum and is left to the exponential; otherwise the scores are finished first.
 struct ScoreRules {

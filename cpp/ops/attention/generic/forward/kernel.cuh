@@ -354,16 +354,7 @@ __global__ void __launch_bounds__(ForwardTraits<T, kDim>::kThreads,
   const ScoreRules rules = MakeScoreRules(p);
 
   ForwardRows<Traits> rows;
-#pragma unroll
-  for (int rb = 0; rb < Traits::kRowBlocks; ++rb) {
-    rows.max[rb][0] = rows.max[rb][1] = -INFINITY;
-    rows.sum[rb][0] = rows.sum[rb][1] = 0.0f;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) rows.o[rb][n][e] = 0.0f;
-    }
-  }
+  BeginRows(rows);
 
   int key = 0;
   bool all_visible = false;

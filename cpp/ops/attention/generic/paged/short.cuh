@@ -253,13 +253,7 @@ class ShortForward {
 
   __device__ __forceinline__ void Compute() {
     there_ = there_of_warps()[warp_];
-    rows_.max[0][0] = rows_.max[0][1] = -INFINITY;
-    rows_.sum[0][0] = rows_.sum[0][1] = 0.0f;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) rows_.o[0][n][e] = 0.0f;
-    }
+    BeginRows(rows_);
     const LaneBlock<QTile::kRowBytes / 2, BlockOrder::kRowsFirst> at(lane_);
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {

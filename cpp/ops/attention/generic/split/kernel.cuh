@@ -309,13 +309,7 @@ class SplitForward {
       }
     }
     if constexpr (Traits::kNarrow) HoldAsHalf(at.kv_head);
-    rows_.max[0][0] = rows_.max[0][1] = -INFINITY;
-    rows_.sum[0][0] = rows_.sum[0][1] = 0.0f;
-#pragma unroll
-    for (int n = 0; n < kDim / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) rows_.o[0][n][e] = 0.0f;
-    }
+    BeginRows(rows_);
   }
 
   __device__ __forceinline__ void Compute(const Place& at, int tile, uint32_t stage) {
