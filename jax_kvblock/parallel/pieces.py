@@ -172,7 +172,8 @@ def boxes(
         if step == 0:
             yield (whole(q, k)._replace(masked=True, by_rows=True),)
         else:
-            yield (_half(q, k, late),)
+            half = _half(q, k, late)
+            yield _parted(half, q, k, late) if joined else (half,)
     else:
         pairs = [
             (a, b)
@@ -234,9 +235,31 @@ def _half(q: Side, k: Side, late: Any) -> Box:
     rows = rows._replace(first=jnp.minimum(rows.first, rows.last))
     end = jnp.where(late, k.whole.last, k0.last)
     keys = Piece(k0.first, end, k1.position)
-    return Box(
-        rows, keys, False, False, masked=False, keys_before=False, rows_after=q.cut
+    return Box(rows, keys, False, False, masked=False)
+
+
+def _parted(half: Box, q: Side, k: Side, late: Any) -> Boxes:
+    """`_half` beside what it leaves out: rows before it, or keys behind it.
+
+    Either way two boxes, of which one has rows and keys: it is the second if the keys
+    are later. Not a third that is always empty, since kernels look at how long
+    sequences are in the mean.
+    """
+    row = jnp.where(late, half.q.first, half.q.last)
+    key = jnp.where(late, half.k.first, half.k.last)
+    first = half._replace(
+        q=half.q._replace(first=q.starts[:-1], last=row),
+        k=half.k._replace(last=key),
+        rows_before=False,
+        keys_before=False,
     )
+    second = first._replace(
+        q=half.q._replace(first=row, last=q.whole.last),
+        k=half.k._replace(first=key, last=k.whole.last),
+        rows_after=q.cut,
+        keys_after=k.cut,
+    )
+    return first, second
 
 
 def _is_seen(
