@@ -23,4 +23,8 @@ __device__ __forceinline__ T* Opaque(T* x) {
   return x;
 }
 
+// The same where it lies; of both at the same time.
+__device__ __forceinline__ void MakeOpaque(uint32_t& x) { asm volatile("" : "+r"(x)); }
+__device__ __forceinline__ void MakeOpaque(float2& x) { asm volatile("" : "+f"(x.x), "+f"(x.y)); }
+
 }  // namespace kvblock

@@ -66,9 +66,13 @@ constexpr int64_t kDqAlignment = 128;  // bytes, of a lane's sums
 // (without a mask), counted in tiles of 128 keys and in steps of 64 queries on such a tile. Sums of
 // up to 128 MiB are of all heads, and so are those that would take as much memory in lanes. A
 // divisor of all KV heads.
+#ifndef KVBLOCK_DQ_FRACTION  // tests on a CPU have small calls
+#define KVBLOCK_DQ_FRACTION 1
+#endif
 constexpr int kDqLanes = 2;
-constexpr int64_t kDqTileKeys = 128, kLeastDqTiles = 128, kLeastDqSteps = int64_t{1} << 17;
-constexpr int64_t kSmallDqBytes = int64_t{128} << 20;
+constexpr int64_t kDqTileKeys = 128, kLeastDqTiles = 128 / KVBLOCK_DQ_FRACTION,
+                  kLeastDqSteps = (int64_t{1} << 17) / KVBLOCK_DQ_FRACTION;
+constexpr int64_t kSmallDqBytes = (int64_t{128} << 20) / KVBLOCK_DQ_FRACTION;
 template <typename Call>
 int32_t DqKvHeads(const Call& a) {
   const int64_t members = a.cu_q ? 1 : a.batch;

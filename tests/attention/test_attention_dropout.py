@@ -3,7 +3,7 @@
 The truth is float64 with the numbers that kvblock/attention.h defines, of positions in
 the whole sequence. What these are like is in test_dropout_bits.py, and which pairs they
 keep in test_dropout_pairs.py. Every transform has its cell in test_every_transform.py,
-Hopper's forward kernel and the generic ones theirs in test_emulated_dropout.py and
+Hopper's kernels and the generic ones theirs in test_emulated_sm90.py and
 test_emulated.py.
 """
 

@@ -30,7 +30,7 @@ pytestmark = [
 
 
 # A library each; "cast" is in the name of another one.
-OWN = ("norm_cast", "cast", "latent", "float32", "fp8", "dropout", "quantize")
+OWN = ("norm_cast", "cast", "latent", "float32", "fp8", "sm90", "quantize")
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +50,11 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return library
 
 
+# Rows of dO that take no part are cleared for dV, which sums over them, while dP reads
+# them, too: its columns of these rows are masked, whatever they are.
+HARMLESS = ("ClearQueries", "KeysByQueries", "RunKeys")
+
+
 @functools.cache
 def races(library: Path, cases: str) -> list[str]:
     """What the checker says of some cases: in another process, which may die."""
@@ -59,7 +64,7 @@ def races(library: Path, cases: str) -> list[str]:
     assert done.returncode == 0, done.stdout + done.stderr
     *found, count = done.stdout.splitlines()
     assert int(count.split()[0]) > 0
-    return found
+    return [line for line in found if not all(part in line for part in HARMLESS)]
 
 
 @pytest.mark.parametrize("cases", [*OWN, "dense", "paged", "Hopper"])
@@ -74,6 +79,7 @@ def library_of(cases: str) -> str:
 
 
 FORWARD, LATENT = f"{HOPPER}/forward", f"{HOPPER}/latent"
+BACKWARD = f"{HOPPER}/backward"
 PAGE_LOADER = f"{FORWARD}/page_loader.cuh"
 CAST, QUANTIZE = "cpp/ops/cast", "cpp/ops/quantize/quantize_kernel.cuh"
 
@@ -138,7 +144,7 @@ MISSING = (
         f"{GENERIC}/paged/short.cuh",
         "      CopyAsyncWait<0>();\n      __syncthreads();",
         "      CopyAsyncWait<0>();",
-        ("paged, short, drafts", "a copy of thread", "ShortForward::Load"),
+        ("paged, short, another", "at [ShortForward::Load", "which a copy of"),
     ),
     Mutant(
         "dK and dV: nobody waits for the others' dS",
@@ -153,14 +159,6 @@ MISSING = (
         "__syncthreads();  // P is there",
         "",
         ("latent, 16 rows, 227", "LoadMatrices", "LatentForward::AddValues"),
-    ),
-    Mutant(
-        "latent, Hopper: probabilities over columns that products still read",
-        f"{LATENT}/consumer.cuh",
-        "BarrierMeet(kScoresDone + kOwn, kWarpgroup);  // all of this consumer have "
-        "read those columns",
-        "",
-        ("latent, Hopper, even", "StoreMatrices", "a product of warp"),
     ),
     Mutant(
         "latent, Hopper: values are left while products read them",
@@ -244,7 +242,42 @@ MISSING = (
         f"{FORWARD}/consumer.cuh",
         "dropout_.TakeKeys(shared_.steps[steps_.stage].first",
         "dropout_.TakeKeys(shared_.steps[(steps_.stage + 1) % kSteps].first",
-        ("dropout, dropped_lengths, 64", "Planner", "TakeDropout"),
+        ("sm90, dropped_lengths, 64", "Planner", "TakeDropout"),
+    ),
+    Mutant(
+        "Hopper backward: dS over that of which dQ is still computed",
+        f"{BACKWARD}/split_keys_sequential.cuh",
+        "if (step > 0) BarrierWait(cta.DsFull(0), (step - 1) % 2);",
+        "",
+        ("sm90, causal, 192x128", "StoreTranspose", "a product of warp"),
+    ),
+    Mutant(
+        "Hopper backward: P over that which the others still read",
+        f"{BACKWARD}/split_products.cuh",
+        "if (step > 0) BarrierWait(w.cta.PFree(), (step - 1) % 2);",
+        "",
+        ("sm90, causal, 192x192", "Worker::RunValues", "Worker::RunKeys"),
+    ),
+    Mutant(
+        "Hopper backward: P over dS that products still read",
+        f"{BACKWARD}/split_products_cluster.cuh",
+        "        BarrierWait(w.cta.PFree(), (step - 1) % 2);\n",
+        "",
+        ("sm90, causal, 256x256", "StoreMatrices", "a product of warp"),
+    ),
+    Mutant(
+        "Hopper backward: dS over that which the copy engine still sends",
+        f"{BACKWARD}/split_products_cluster.cuh",
+        "if (w.thread == 0) BarrierWait(w.cta.PeerDsSent(), (step - 1) % 2);",
+        "",
+        ("sm90, causal, 256x256", "StoreMatrices", "SendBytes"),
+    ),
+    Mutant(
+        "Hopper backward: dQ over what is still added",
+        f"{BACKWARD}/adder.cuh",
+        "        WaitStoresRead<0>();\n      };",
+        "      };",
+        ("sm90, long_q, 64x64", "writes", "a bulk store of"),
     ),
     Mutant(
         "8 bits: V is transposed before it is there",
@@ -459,7 +492,7 @@ def test_the_checker_knows_what_orders(tmp_path):
     program = PROGRAM.replace("CASES", cases).replace("COUNT", str(len(parts)))
     (tmp_path / "program.cc").write_text(program)
     emulated_races.compile_checked(
-        tmp_path / "program.cc", tmp_path / "program", [EMULATOR], []
+        [tmp_path / "program.cc"], tmp_path / "program", [EMULATOR], []
     )
     done = subprocess.run([tmp_path / "program"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

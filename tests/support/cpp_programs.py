@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import fcntl
 import os
 import shutil
@@ -58,8 +59,25 @@ def build_emulated(library: Path, *given: str) -> None:
     folders = ("tests/support/emulator", "cpp", "cpp/include")
     command += [f"-I{PROJECT / folder}" for folder in folders]
     command += ["-isystem", jax.ffi.include_dir()]
-    command += [x if x.startswith("-") else str(PROJECT / x) for x in given]
-    subprocess.run([*command, "-ldl", "-o", str(library)], check=True)
+    command += [x for x in given if x.startswith("-")]
+    sources = [PROJECT / x for x in given if not x.startswith("-")]
+    objects = compile_each(command, sources, library)
+    link = [*command, *objects, "-ldl", "-o", str(library)]
+    subprocess.run(link, check=True)
+
+
+def compile_each(command: list[str], sources: list[Path], library: Path) -> list[str]:
+    """Object files beside a library, compiled side by side."""
+    folder = library.with_name(f"{library.name}.objects")
+    folder.mkdir(exist_ok=True)
+
+    def compile_one(source: Path) -> str:
+        made = str(folder / f"{source.stem}.o")
+        subprocess.run([*command, "-c", str(source), "-o", made], check=True)
+        return made
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_one, sources))
 
 
 def run_cpp(folder: Path, program: str, *sources: str) -> str:

@@ -35,15 +35,27 @@ SOURCES = tuple(  # beside the kernels
 )
 
 
-# The XLA handlers of a library of kernels, if it has some.
-FFI = {"attention": "paged_ffi", "latent": "paged_ffi", "float32": "attention_ffi"}
+# What a library of kernels has beside the source of its name: XLA handlers, for one.
+PARTS = {
+    "attention": ("paged_ffi",),
+    "latent": ("paged_ffi",),
+    "float32": ("attention_ffi",),
+    "sm90": ("sm90_forward", "sm90_backward"),
+}
+
+
+def limits(kernels: str) -> tuple[str, ...]:
+    """Flags: what is few and what is large, for the kernels' sake."""
+    if kernels == "sm90":  # no queries are few; sums of dq are soon of some heads
+        return ("-DKVBLOCK_MOST_FEW_QUERIES=0", "-DKVBLOCK_DQ_FRACTION=16384")
+    return ("-DKVBLOCK_MOST_FEW_QUERIES=1000",)
 
 
 def build(kernels: str, library: Path) -> None:
     """kernels: a source file of the emulator."""
-    files = [f"tests/support/emulator/{x}.cc" for x in (kernels, FFI.get(kernels)) if x]
-    # All calls, for the kernels' sake.
-    build_emulated(library, "-DKVBLOCK_MOST_FEW_QUERIES=1000", *files, *SOURCES)
+    names = (kernels, *PARTS.get(kernels, ()))
+    files = [f"tests/support/emulator/{name}.cc" for name in names]
+    build_emulated(library, *limits(kernels), *files, *SOURCES)
 
 
 def built(kernels: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -85,9 +97,9 @@ def fp8_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def dropout_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Hopper's forward kernel with dropout."""
-    return built("dropout", tmp_path_factory)
+def sm90_library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Hopper's kernels of 16 bits, forward and backward."""
+    return built("sm90", tmp_path_factory)
 
 
 @pytest.fixture(scope="session")

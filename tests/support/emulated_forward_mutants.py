@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutant_list import HOPPER, MASK, Mutant, test
 
 FORWARD = f"{HOPPER}/forward"
-DROPOUT, DROPPED = f"{MASK}/dropout.cuh", test("test_emulated_dropout", "every_mask")
+DROPOUT, DROPPED = f"{MASK}/dropout.cuh", test("test_emulated_sm90", "dropout and 64")
 NARROW = test("test_emulated_fp8", "every_row")
 NARROW_SCALES = test("test_emulated_fp8", "scales")
 NARROW_PAGED = test("test_emulated_fp8_paged", "every_row and rows")

@@ -35,6 +35,7 @@ from cache_mutants import CACHE
 from emulated_cast_mutants import CAST_EMULATED
 from emulated_forward_mutants import FORWARD_EMULATED
 from emulated_mutants import EMULATED
+from emulated_sm90_mutants import SM90_EMULATED
 from gpu_mutants import GPU
 from mutant_list import ROOT, Mutant
 from parallel_mutants import PARALLEL
@@ -45,6 +46,7 @@ CPU = (
     *PARALLEL,
     *EMULATED,
     *FORWARD_EMULATED,
+    *SM90_EMULATED,
     *CAST_EMULATED,
 )
 

@@ -22,7 +22,7 @@ EMULATORS = {
     "attention_library",
     "float32_library",
     "fp8_library",
-    "dropout_library",
+    "sm90_library",
     "latent_library",
     "emulated",
     "emulated_cast",

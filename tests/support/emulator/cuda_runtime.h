@@ -1,9 +1,8 @@
 // CUDA on a CPU, for tests: enough of it to run the kernels that are written with mma.sync and
-// cp.async, Hopper's forward kernel over pages and in 8 bits, and its kernel for latent caches,
-// thread by thread. It is slow and in order, and it is strict: what a kernel reads before it has
-// arrived, or before anyone wrote it, is NaN, and threads that wait for a barrier that the others
-// never reach are an error. In a library of its own, races.cc asks what orders the accesses of a
-// CTA's threads to shared memory.
+// cp.async, and Hopper's, thread by thread. It is slow and in order, and it is strict: what a
+// kernel reads before it has arrived, or before anyone wrote it, is NaN, and threads that wait for
+// a barrier that the others never reach are an error. In a library of its own, races.cc asks what
+// orders the accesses of a CTA's threads to shared memory.
 //
 // A kernel is compiled by the host's compiler as the function that it is, with this folder before
 // cpp/ on the include path: the headers of device/ that hold PTX are replaced by those here. How
@@ -25,13 +24,15 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
-#if KVBLOCK_EMULATES_CLUSTERS
+#if KVBLOCK_KERNEL_NAMES_SHARED  // that of the launch, and has no other
+#define __shared__
+#elif KVBLOCK_EMULATES_CLUSTERS
 // Where CTAs that change places find it; all functions that have some are inline or templates.
 #define __shared__ static __attribute__((section("kvblock_shared")))
 #else
 #define __shared__ static
 #endif
-#define __align__(n) alignas(n)
+#define __align__(n) __attribute__((aligned(n)))
 #define __CUDA_ARCH_FEAT_SM90_ALL 1
 
 using std::max;
@@ -56,6 +57,7 @@ struct alignas(8) uint2 {
   unsigned x, y;
 };
 inline int2 make_int2(int x, int y) { return {x, y}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -117,6 +119,10 @@ T __ldcg(const T* p) {
   return *p;
 }
 template <typename T>
+T __ldcs(const T* p) {
+  return *p;
+}
+template <typename T>
 void __stwb(T* to, T x) {
   *to = x;
 }
@@ -170,6 +176,7 @@ inline void sincospif(float x, float* sine, float* cosine) {
 inline float __fdividef(float a, float b) { return a / b; }
 inline int __float_as_int(float x) { return static_cast<int>(emulator::Bits(x)); }
 inline float __int_as_float(int x) { return emulator::Float(static_cast<uint32_t>(x)); }
+inline float __uint_as_float(unsigned x) { return emulator::Float(x); }
 inline unsigned __float_as_uint(float x) { return emulator::Bits(x); }
 inline float __saturatef(float x) { return x > 0.0f ? min(x, 1.0f) : 0.0f; }  // 0 for NaN
 // Four bytes of the eight of y and x, as the digits of `selector` say.
@@ -267,6 +274,16 @@ inline cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream
   std::memset(to, value, bytes);
   return cudaSuccess;
 }
+
+// What is launched has run when the next one is: streams have nothing to wait for.
+typedef struct CUevent_st* cudaEvent_t;
+enum { cudaStreamNonBlocking = 1, cudaEventDisableTiming = 2 };
+inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t*, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t*, unsigned) { return cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
 
 template <typename... Parameters, typename... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),

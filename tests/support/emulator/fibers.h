@@ -97,6 +97,7 @@ struct Fiber {
   int thread = 0;
   bool done = false;
   bool in_cluster = false;  // between arriving at its cluster and waiting for it
+  int asked = 0;            // whether something is there that others bring
 };
 
 // Where some threads wait for each other.
@@ -131,6 +132,8 @@ struct Warp {
   uint32_t words[2][kWarp][kWords];
 };
 
+constexpr int kGroupOfWarps = 4;  // which multiply together
+
 struct Cta {
   Context scheduler;
   std::vector<Fiber> fibers;
@@ -141,9 +144,10 @@ struct Cta {
   std::map<int, Barrier> named;
   std::map<uint32_t, SharedBarrier> in_shared;
   std::vector<Warp> warps;
-  std::vector<int> meetings;  // of each thread with its warp
-  std::vector<int> counts;    // of each thread, as below
-  int counted[3] = {};        // votes of __syncthreads_count: of this time, the last and the next
+  std::vector<Barrier> products;  // of each warpgroup
+  std::vector<int> meetings;      // of each thread with its warp
+  std::vector<int> counts;        // of each thread, as below
+  int counted[3] = {};  // votes of __syncthreads_count: of this time, the last and the next
   std::vector<std::vector<std::vector<Copy>>> groups;  // of each thread, the last still open
   const std::function<void()>* kernel = nullptr;
   uint3 block{};
@@ -194,6 +198,15 @@ inline void Sleep(std::vector<Fiber*>& waiting) {
   waiting.push_back(self);
   Switch(&self->context, &cta->scheduler);
 }
+// Lets the other threads of this CTA go on first. What never comes, although they do nothing else
+// than ask for it, will not come: a CTA waits for one that comes after it.
+constexpr int kMostQuestions = 1 << 20;
+inline void Yield() {
+  Fiber* const self = cta->running;
+  if (++self->asked > kMostQuestions) Die("asks for what never comes");
+  cta->ready.push_back(self);
+  Switch(&self->context, &cta->scheduler);
+}
 inline void Wake(std::vector<Fiber*>& waiting) {
   for (Fiber* fiber : waiting) fiber->of->ready.push_back(fiber);
   waiting.clear();
@@ -242,6 +255,7 @@ inline void RunCluster(uint3 first, int ctas, int threads, const std::function<v
     own.kernel = &kernel;
     own.fibers.resize(threads);
     own.warps.resize((threads + kWarp - 1) / kWarp);
+    own.products.resize(own.warps.size() / kGroupOfWarps);
     own.meetings.resize(threads);
     own.counts.resize(threads);
     own.groups.assign(threads, {{}});
@@ -295,6 +309,12 @@ uint32_t (*Show(const std::array<uint32_t, kCount>& words)) [kWords] {
   Meet(warp.barrier, kWarp);
   return place;
 } inline uint32_t (*Show(uint32_t word)) [kWords] { return Show(std::array<uint32_t, 1>{word}); }
+
+// The warps of a warpgroup start a product together; that orders nothing in memory.
+inline void MeetForProduct() {
+  constexpr int kThreads = kGroupOfWarps * kWarp;
+  Meet(cta->products[threadIdx.x / kThreads], kThreads);
+}
 
 inline uint32_t Bits(float x) {
   uint32_t bits;

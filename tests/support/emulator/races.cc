@@ -84,7 +84,7 @@ class Checker {
     const int threads = ctas * threads_of_cta;
     agents_.clear();
     threads_.assign(threads, {});
-    warps_.assign((threads + kWarp - 1) / kWarp, {});
+    warps_.assign((threads + kWarp - 1) / kWarp + kGroupOfWarps, {});  // a last group is whole
     loads_.clear();
     for (int i = 0; i < threads; ++i) {
       threads_[i].clock[i] = agents_[NewAgent("thread", i)].time = 1;
@@ -146,6 +146,11 @@ class Checker {
     return {agent, agents_[agent].time};
   }
 
+  void StartRead(Event load, const void* from, int bytes, const void* code) {
+    Settle();
+    Record(Access::kRead, from, bytes, Own().clock, {load.agent, load.time, code});
+  }
+
   // The first lane to come says it for all: the others are where they were when they met.
   bool StartProduct() {
     const int warp = running / kWarp;
@@ -167,12 +172,16 @@ class Checker {
   void Commit(Engine engine) {
     Own().groups[static_cast<int>(engine)].push_back(Latest(engine).time);
   }
+  // A group of products is its warpgroup's (PTX): what one warp has waited for all four have done.
   void Await(Engine engine, int pending) {
     auto& groups = Own().groups[static_cast<int>(engine)];
-    uint32_t& known = Own().clock[AgentOf(engine)];
-    for (; groups.size() > static_cast<size_t>(pending); groups.pop_front()) {
-      known = std::max(known, groups.front());
-    }
+    if (groups.size() <= static_cast<size_t>(pending)) return;
+    const uint32_t done = *(groups.end() - pending - 1);
+    groups.erase(groups.begin(), groups.end() - pending);
+    const auto learn = [&](int agent) { Own().clock[agent] = std::max(Own().clock[agent], done); };
+    if (engine != Engine::kProducts) return learn(AgentOf(engine));
+    const int first = running / kWarp / kGroupOfWarps * kGroupOfWarps;
+    for (int warp = first; warp < first + kGroupOfWarps; ++warp) learn(AgentOfProducts(warp));
   }
 
   std::string TakeReport() {
@@ -191,12 +200,16 @@ class Checker {
     return static_cast<int>(agents_.size()) - 1;
   }
   int AgentOf(Engine engine) {
-    constexpr const char* kNames[] = {"a copy of thread", "a bulk store of thread",
-                                      "a product of warp"};
-    const int which = static_cast<int>(engine), warp = running / kWarp;
-    const bool product = engine == Engine::kProducts;
-    int& agent = product ? warps_[warp].engine : Own().engines[which];
-    if (agent < 0) agent = NewAgent(kNames[which], product ? warp : running);
+    constexpr const char* kNames[] = {"a copy of thread", "a bulk store of thread"};
+    if (engine == Engine::kProducts) return AgentOfProducts(running / kWarp);
+    const int which = static_cast<int>(engine);
+    int& agent = Own().engines[which];
+    if (agent < 0) agent = NewAgent(kNames[which], running);
+    return agent;
+  }
+  int AgentOfProducts(int warp) {
+    int& agent = warps_[warp].engine;
+    if (agent < 0) agent = NewAgent("a product of warp", warp);
     return agent;
   }
 
@@ -335,6 +348,10 @@ Event Latest(Engine engine) { return checker.Latest(engine); }
 bool StartProduct() { return checker.StartProduct(); }
 Event StartBulkLoad(uint32_t barrier, const void* to, int bytes) {
   return checker.StartBulkLoad(barrier, to, bytes, __builtin_return_address(0));
+}
+
+void StartRead(Event load, const void* from, int bytes) {
+  checker.StartRead(load, from, bytes, __builtin_return_address(0));
 }
 
 }  // namespace emulator::races

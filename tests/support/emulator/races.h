@@ -51,6 +51,7 @@ Event Latest(Engine engine);
 bool StartProduct();
 // A copy whose end `barrier` counts.
 Event StartBulkLoad(uint32_t barrier, const void* to, int bytes);
+void StartRead(Event load, const void* from, int bytes);  // which reads shared memory, too
 #else
 #define EMULATOR_UNSEEN
 
@@ -67,6 +68,7 @@ inline void Await(Engine, int) {}
 inline Event Latest(Engine) { return {}; }
 inline bool StartProduct() { return false; }
 inline Event StartBulkLoad(uint32_t, const void*, int) { return {}; }
+inline void StartRead(Event, const void*, int) {}
 #endif
 
 // While one lives, accesses are the emulator's own, and do not count. The compiler does not see

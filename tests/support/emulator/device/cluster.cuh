@@ -41,6 +41,22 @@ inline void SendFloat(uint32_t to, float x, uint32_t barrier, int rank) {
   };
   ArriveLate(barrier, arrive, *emulator::cluster->ctas[rank]);
 }
+inline void SendBytes(uint32_t to, uint32_t from, int bytes, uint32_t barrier, int rank) {
+  if (to % 16 || from % 16 || bytes % 16) emulator::Die("what is sent is not aligned");
+  using namespace emulator::races;
+  const char* const first = emulator::SharedPointer(from);
+  const std::vector<char> held(first, first + bytes);
+  const auto sent = [&] {
+    const InCta there(rank);
+    return StartBulkLoad(barrier, emulator::SharedPointer(to), bytes);
+  }();
+  StartRead(sent, first, bytes);
+  const auto arrive = [=] {
+    std::memcpy(emulator::SharedPointer(to), held.data(), held.size());
+    ArriveBytes(barrier, bytes, sent);
+  };
+  ArriveLate(barrier, arrive, *emulator::cluster->ctas[rank]);
+}
 inline void ClusterBarrierWait(uint32_t barrier, int parity) { BarrierWait(barrier, parity); }
 inline void ClusterBarrierArrive(uint32_t barrier, int rank) {
   BarrierArrive(barrier, *emulator::cluster->ctas[rank]);

@@ -7,5 +7,7 @@ template <typename T>
 inline T Opaque(T x) {
   return x;
 }
+template <typename T>
+inline void MakeOpaque(T&) {}
 
 }  // namespace kvblock

@@ -15,6 +15,7 @@ inline void BarrierExpect(uint32_t barrier, int bytes) {
 }
 inline void FenceBarrierInit() { emulator::races::Release(emulator::cluster->begun.handover); }
 inline void FenceAsync() {}
+inline void FenceAsyncGlobal() {}
 inline void PrefetchTensorMap(const CUtensorMap&) {}
 
 // What a box takes in shared memory; swizzles leave rows of 128 bytes where they are.
@@ -77,10 +78,34 @@ inline void StoreBox(const CUtensorMap& map, uint32_t from, int x0, int x1, int 
     if (to) std::memcpy(to, emulator::SharedPointer(place), ElementBytes(map));
   });
 }
+
+// Pieces that follow each other.
+inline void StartPiece(const void* to, uint32_t from, int bytes) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 || from % 16 || bytes % 16 || bytes <= 0) {
+    emulator::Die("a piece is not of whole 16 bytes");
+  }
+  using namespace emulator::races;
+  Start(Engine::kStores, Access::kRead, emulator::SharedPointer(from), bytes);
+}
+inline void StoreBytes(void* to, uint32_t from, int bytes) {
+  StartPiece(to, from, bytes);
+  const emulator::races::Unseen unseen;
+  std::memcpy(to, emulator::SharedPointer(from), bytes);
+}
+inline void AddBytes(float* to, uint32_t from, int bytes) {
+  StartPiece(to, from, bytes);
+  const emulator::races::Unseen unseen;
+  const float* const values = reinterpret_cast<const float*>(emulator::SharedPointer(from));
+  for (int i = 0; i < bytes / 4; ++i) to[i] += values[i];
+}
 inline void CommitStores() { emulator::races::Commit(emulator::races::Engine::kStores); }
 template <int kPending>
 inline void WaitStoresRead() {
   emulator::races::Await(emulator::races::Engine::kStores, kPending);
+}
+template <int kPending>
+inline void WaitStores() {
+  WaitStoresRead<kPending>();
 }
 
 }  // namespace kvblock

@@ -14,6 +14,8 @@ inline void GiveRegisters() {
 template <int kCount>
 inline void TakeRegisters() {}
 
+inline bool ElectLane() { return threadIdx.x % emulator::kWarp == 0; }
+
 inline void BarrierPass(int id, int threads) {
   emulator::Barrier& barrier = emulator::cta->named[id];
   emulator::races::Release(barrier.handover);

@@ -52,11 +52,12 @@ EMULATOR_UNSEEN inline void ReadNarrow(uint64_t operand, int row, NarrowRow& to)
 }
 
 // A product of this warp reads a part of an operand.
-inline void ReadOperand(uint64_t operand, int row, int rows, int columns) {
+inline void ReadOperand(uint64_t operand, int row, int rows, int columns, int first_column = 0) {
   using namespace emulator::races;
   for (int i = 0; i < rows; ++i) {
     for (int column = 0; column < columns; column += 8) {
-      Start(Engine::kProducts, Access::kRead, OperandPlace(operand, row + i, column), 16);
+      const char* const from = OperandPlace(operand, row + i, first_column + column);
+      Start(Engine::kProducts, Access::kRead, from, 16);
     }
   }
 }
@@ -117,22 +118,28 @@ struct Wgmma {
   template <typename T, OperandLies kA = OperandLies::kAcross,
             OperandLies kB = OperandLies::kAcross>
   static void Shared(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate = true) {
-    static_assert(kA == OperandLies::kAcross);
-    emulator::Show(0);
+    emulator::MeetForProduct();
     const int first = threadIdx.x % 128 / 32 * 16, row = first + threadIdx.x % 32 / 4;
     if (emulator::races::StartProduct()) {
-      ReadOperand(a, first, 16, 16);
+      if constexpr (kA == OperandLies::kAcross) {
+        ReadOperand(a, first, 16, 16);
+      } else {
+        ReadOperand(a, 0, 16, 16, first);
+      }
       ReadB<kB>(b);
     }
     if constexpr (std::is_same_v<T, E4m3>) {
-      static_assert(kB == OperandLies::kAcross);
+      static_assert(kA == OperandLies::kAcross && kB == OperandLies::kAcross);
       NarrowRow rows[2];
       for (int half = 0; half < 2; ++half) ReadNarrow(a, row + half * 8, rows[half]);
       MultiplyNarrow(d, rows, b, accumulate);
     } else {
       float rows[2][16];
       for (int half = 0; half < 2; ++half) {
-        for (int k = 0; k < 16; ++k) rows[half][k] = OperandElement<T>(a, row + half * 8, k);
+        for (int k = 0; k < 16; ++k) {
+          rows[half][k] = kA == OperandLies::kAcross ? OperandElement<T>(a, row + half * 8, k)
+                                                     : OperandElement<T>(a, k, row + half * 8);
+        }
       }
       Multiply<T, kB>(d, rows, b, accumulate);
     }
@@ -142,6 +149,7 @@ struct Wgmma {
   static void Registers(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b,
                         bool accumulate = true) {
     const auto shown = emulator::Show(std::array<uint32_t, 4>{a[0], a[1], a[2], a[3]});
+    emulator::MeetForProduct();
     if (emulator::races::StartProduct()) ReadB<kB>(b);
     if constexpr (std::is_same_v<T, E4m3>) {
       static_assert(kB == OperandLies::kAcross);

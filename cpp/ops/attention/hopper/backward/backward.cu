@@ -44,8 +44,8 @@ const char* LaunchFinishDq(const AttentionCall& a, KvHeads heads, cudaStream_t s
   const bool tall = LaunchIsTall(a), adds = a.joins != 0;
   const FinishDq kernel = a.dtype == KVBLOCK_BF16 ? FinishDqOf<__nv_bfloat16>(tall, adds)
                                                   : FinishDqOf<__half>(tall, adds);
-  kernel<<<static_cast<unsigned>(ctas), kWarpgroup, 0, stream>>>(p);
-  return CudaResult(cudaGetLastError(), "finishing dq");
+  const dim3 grid(static_cast<unsigned>(ctas));
+  return CudaResult(LaunchGrid(kernel, grid, kWarpgroup, 0, stream, p), "finishing dq");
 }
 
 // Before the sums of so many heads.

@@ -64,7 +64,7 @@ __device__ __forceinline__ void PackedSlopes(uint32_t (&ds)[kBlocks][4],
     for (int h = 0; h < 2; ++h) {
       const int i = n * 4 + h * 2;
       uint32_t& packed = prob[n / 2][n % 2 * 2 + h];
-      if constexpr (kLate) asm volatile("" : "+r"(packed));
+      if constexpr (kLate) MakeOpaque(packed);
       ds[n / 2][n % 2 * 2 + h] = PackSlopes<T>(packed, dp[i] - d.x, dp[i + 1] - d.y, masked);
     }
   }
@@ -143,7 +143,7 @@ struct HeldRows {
 #pragma unroll
     for (int n = 0; n < kCount / 4; ++n) {
       pairs[n] = RowPair(rows, n, thread);
-      asm volatile("" : "+f"(pairs[n].x), "+f"(pairs[n].y));  // not later
+      MakeOpaque(pairs[n]);  // not later
     }
   }
   __device__ __forceinline__ operator const float*() const { return rows; }

@@ -20,8 +20,8 @@ const char* ForInstance(const AttentionCall& a, const Launch& launch) {
 #endif
   if (dim <= 64) return ForType<64>(a, launch);
   if (dim <= 128 && a.dtype == KVBLOCK_BF16) return launch(Instance<__nv_bfloat16, 128>());
-  if (dim > 192 && a.dtype == KVBLOCK_F16) return launch(Instance<__half, 256>());
-  return Message("the emulator has head dims up to 64, in bfloat16 up to 128, and in float16 256");
+  if (dim > 128 && a.dtype == KVBLOCK_F16) return launch(Instance<__half, 256>());
+  return Message("the emulator has head dims up to 64, in bfloat16 up to 128, in float16 others");
 }
 
 // Those of float32 are a library of their own (float32.cc), all of them but the race checker's.

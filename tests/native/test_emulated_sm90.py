@@ -1,0 +1,175 @@
+"""Hopper's attention kernels on a CPU, forward and backward, against float64.
+
+As test_emulated.py, which has the generic kernels: the very sources that a GPU runs,
+launchers too, with the cases and the judge of the sweep there. Products of warpgroups,
+tensor maps, bulk copies and additions, barriers, clusters and turns are emulated. One
+instance of each way in which kernels share their work.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attention_sweep
+import pytest
+from attention_problems import Case, Gpu
+from attention_sweep import Launcher, judged
+from sweep_cases import CAUSAL, OPTIONS
+
+pytestmark = [pytest.mark.wide, pytest.mark.torch]
+
+# Padded head dims, and others that are padded to them, by how warpgroups share a tile
+# of the backward pass (hopper/backward/kernel.cuh). Wide ones have one place for Q
+# forward; those of 256 have clusters backward.
+DIMS = {
+    "64": ("bfloat16", (64, 64), (40, 56)),
+    "128": ("bfloat16", (128, 128), (104, 72)),
+    "192 with 128": ("float16", (192, 128), (136, 64)),
+    "192": ("float16", (192, 192), (152, 184)),
+    "256": ("float16", (256, 256), (200, 248)),
+}
+
+
+@pytest.fixture
+def launcher(sm90_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launcher]:
+    """Everything once: nothing here differs from time to time."""
+    monkeypatch.setattr(attention_sweep, "TIMES", 1)
+    made = Launcher(str(sm90_library), "sm90", Gpu("cpu"))
+    made.library.emulator_set_multiprocessors(3)
+    yield made
+    made.library.emulator_set_multiprocessors(3)
+
+
+def small(name: str, dims: str, **changes: Any) -> Case:
+    """A call with this option, a tile or two along each side."""
+    number = list(OPTIONS).index(name)
+    dtype, *sizes_of = DIMS[dims]
+    head_dim, value_dim = sizes_of[number % 2]
+    heads, kv_heads = ((2, 1), (2, 2), (6, 2))[number % 3]
+    sizes: dict[str, Any] = {"batch": 2, "heads": heads, "kv_heads": kv_heads}
+    sizes |= {"q_len": 120 + number, "kv_len": 190 + number} | OPTIONS[name]
+    if "bias" in sizes:
+        of, rows, own = sizes["bias"]
+        sizes["bias"] = (of or dtype, rows or 2, own)
+    if "tiles" in sizes:
+        rows, own = sizes["tiles"]
+        sizes["tiles"] = (rows or 2, own)
+    sizes |= {"head_dim": head_dim, "value_dim": value_dim}
+    return Case(dtype, **(sizes | changes), seed=number, name=name)
+
+
+def hold(launcher: Launcher, case: Case) -> None:
+    launcher.library.emulator_hopper_ctas()
+    found = judged(launcher, case)
+    assert [v.wrong for v in found.values() if v.wrong] == [], str(case)
+    assert {"out", "lse", "dq", "dk", "dv", "added"} <= {*found}, found
+    assert launcher.library.emulator_hopper_ctas() > 0
+
+
+def options_with(*options: str, without: tuple[str, ...] = ()) -> Any:
+    """Those with one of them (or with anything) which Hopper's kernels serve."""
+    names = [
+        name
+        for name, given in OPTIONS.items()
+        if (not options or not {*given}.isdisjoint(options))
+        and {*given}.isdisjoint(without)
+        and small(name, "64").hopper_serves
+    ]
+    names_and_dims = [(name, dims) for name in names for dims in DIMS]
+    return pytest.mark.parametrize(("name", "dims"), names_and_dims)
+
+
+SEQUENCES = ("lengths", "packed", "segments")
+OTHERS = ("softcap", "bias", "tiles", "dropout")
+
+
+@options_with(without=SEQUENCES + OTHERS)
+def test_bands_and_scales_are_right(name, dims, launcher):
+    hold(launcher, small(name, dims))
+
+
+@options_with(*SEQUENCES, without=OTHERS)
+def test_sequences_are_right(name, dims, launcher):
+    hold(launcher, small(name, dims))
+
+
+@options_with("softcap")
+def test_softcaps_are_right(name, dims, launcher):
+    hold(launcher, small(name, dims))
+
+
+@options_with("bias")
+def test_biases_are_right(name, dims, launcher):
+    hold(launcher, small(name, dims))
+
+
+@options_with("tiles")
+def test_tile_lists_are_right(name, dims, launcher):
+    hold(launcher, small(name, dims, q_len=300, kv_len=500))
+
+
+@options_with("dropout")
+def test_dropout_is_right(name, dims, launcher):
+    hold(launcher, small(name, dims))
+
+
+RATE = Case("bfloat16", 64, 64, 2, 4, 2, 230, 300, 1, dropout=26)
+RATES = {
+    "few queries": dataclasses.replace(RATE, q_len=3),
+    "most of them": dataclasses.replace(RATE, dropout=127, head_dim=40, value_dim=56),
+    "hardly any": dataclasses.replace(RATE, dropout=1, sinks=2),
+    "packed, more sequences": dataclasses.replace(
+        RATE, packed=True, batch=5, window=CAUSAL
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_any_rate_of_dropout_is_right(name, launcher):
+    hold(launcher, RATES[name])
+
+
+@options_with("window", without=OTHERS)
+def test_ctas_with_a_tile_each_are_right(name, dims, launcher):
+    """Where those before had several: the GPU is larger."""
+    launcher.library.emulator_set_multiprocessors(60)
+    hold(launcher, small(name, dims))
+
+
+ONE = Case("bfloat16", 128, 128, 1, 1, 1, 2100, 150, 3)
+TALL = {
+    "full": ONE,
+    "groups, lengths": dataclasses.replace(
+        ONE, heads=2, batch=2, lengths=True, q_len=2048, kv_len=70
+    ),
+    "causal": dataclasses.replace(ONE, q_len=4130, kv_len=300, window=CAUSAL),
+    "packed": dataclasses.replace(ONE, packed=True, batch=1, q_len=2500),
+}
+
+
+@pytest.mark.parametrize("name", TALL)
+def test_tall_tiles_are_right(name, launcher):
+    """80 queries of head dim 128 a step, where there are many."""
+    hold(launcher, TALL[name])
+
+
+LANES = {
+    "each head alone": dataclasses.replace(ONE, q_len=150, heads=3, kv_heads=3),
+    "an odd number of rounds": dataclasses.replace(
+        ONE, q_len=100, batch=2, heads=10, kv_heads=5, window=CAUSAL
+    ),
+    "packed": dataclasses.replace(
+        ONE, q_len=300, batch=3, heads=4, kv_heads=4, packed=True
+    ),
+    "head dim 256": dataclasses.replace(
+        ONE, dtype="float16", head_dim=256, q_len=130, heads=3, kv_heads=3
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LANES)
+def test_sums_of_some_heads_at_a_time_are_right(name, launcher):
+    hold(launcher, LANES[name])

@@ -1,0 +1,64 @@
+"""The same in Hopper's kernels of 16 bits: what a GPU has to notice, and more.
+
+The emulator runs one CTA after the other, so it has no mistakes in what they do to each
+other: turns that nobody waits for, lanes whose sums lie in the same place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from gpu_mutants import GPU
+from mutant_list import HOPPER, Mutant, test
+
+
+def sm90(names: str) -> tuple[str, ...]:
+    return test("test_emulated_sm90", names)
+
+
+BANDS, SOFTCAPS = sm90("bands and 64"), sm90("softcaps and 64")
+TALL, LANES = sm90("tall"), sm90("heads_at_a_time")
+# Of the kernels on a GPU, and who notices them here.
+ALSO_ON_A_GPU = {
+    "forward: a key more before the edge of the mask": BANDS,
+    "forward: the sink is not in the sum": BANDS,
+    "forward: lse of the neighbouring row": BANDS,
+    "forward: another group's keys": BANDS,
+    "forward: O is not scaled to a new maximum": BANDS,
+    "forward: lse of the last row is not written": BANDS,
+    "forward: both CTAs of a cluster have the same head": sm90("bands and 128"),
+    "backward: a window ends a key early": BANDS,
+    "backward: dK without the scale": BANDS,
+    "backward: the first to come adds to what lies there": BANDS,
+    "backward: half of dq without the scale": BANDS,
+    "backward: no slope of a softcap": SOFTCAPS,
+    "backward: passes over queries that see its last keys": sm90("bands and 128"),
+    "backward: the last queries of a tall tile have no dq": TALL,
+}
+BACKWARD = f"{HOPPER}/backward"
+SM90_EMULATED = (
+    *(
+        dataclasses.replace(
+            mutant,
+            name=f"{mutant.name}, on a CPU",
+            killer=ALSO_ON_A_GPU[mutant.name.removeprefix("Hopper ")],
+            objects=(),
+        )
+        for mutant in GPU
+        if mutant.name.removeprefix("Hopper ") in ALSO_ON_A_GPU
+    ),
+    Mutant(
+        "Hopper backward: dq of all rounds is that of the first heads",
+        f"{BACKWARD}/backward.cu",
+        "  p.scale *= MakeDropout(a).scale;\n  p.first_kv_head = heads.first;",
+        "  p.scale *= MakeDropout(a).scale;\n  p.first_kv_head = 0;",
+        LANES,
+    ),
+    Mutant(
+        "Hopper backward: a cluster's CTA sends its dS to itself",
+        f"{BACKWARD}/split_products_cluster.cuh",
+        "ScoreTile::kBytes, w.cta.PeerDsFull(), ClusterRank() ^ 1);",
+        "ScoreTile::kBytes, w.cta.PeerDsFull(), ClusterRank());",
+        sm90("bands and 256"),
+    ),
+)
