@@ -22,9 +22,12 @@ template <int kWidth, int kRank, int kTable>
 const char* LaunchVectors(const kvblock_copy& copy, cudaStream_t stream) {
   const Params<kRank, kTable> p = MakeParams<kRank, kTable>(copy);
   const int64_t per_block = kThreads * kUnroll;
-  const unsigned grid = static_cast<unsigned>((p.count + per_block - 1) / per_block);
-  BlockCopy<kWidth, kUnroll, kRank, kTable><<<grid, kThreads, 0, stream>>>(p);
-  return CudaError("block_copy", cudaGetLastError());
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>((p.count + per_block - 1) / per_block));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  return CudaError("block_copy",
+                   cudaLaunchKernelEx(&config, BlockCopy<kWidth, kUnroll, kRank, kTable>, p));
 }
 
 template <int kTable>

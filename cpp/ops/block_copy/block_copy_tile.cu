@@ -71,9 +71,12 @@ const char* LaunchTiles(const Tiling& tiling, const BoxWalk& src, const BoxWalk&
   auto kernel = BlockCopyTile<kUnit, kWidth, KVBLOCK_MAX_RANK, kTable>;
   int64_t resident = 0;
   if (const char* error = ResidentBlocks(kernel, shared, &resident)) return error;
-  const unsigned grid = static_cast<unsigned>(std::min<int64_t>(p.outer.count, resident));
-  kernel<<<grid, kTileThreads, shared, stream>>>(p);
-  return CudaError("block_copy", cudaGetLastError());
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(std::min<int64_t>(p.outer.count, resident)));
+  config.blockDim = dim3(kTileThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.stream = stream;
+  return CudaError("block_copy", cudaLaunchKernelEx(&config, kernel, p));
 }
 
 template <int kUnit, int kTable>

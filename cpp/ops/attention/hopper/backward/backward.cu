@@ -105,8 +105,9 @@ const char* LaunchBackwardKv(const AttentionCall& caller, cudaStream_t stream) {
       error = LaunchRound<In>(InLane(a, lane), heads, has_dq, lanes[lane]);
       lane = (lane + 1) % kDqLanes;
     }
-    const char* joined = CudaResult(lanes.Join(), "joining a second stream");
-    return error ? error : joined;
+    const cudaError_t joined = lanes.Join();
+    // A thread has one message: that of joining would take the place of the launch's.
+    return error ? error : CudaResult(joined, "joining a second stream");
   };
   if (dim <= 64) return ForType<64, 64>(a, launch);
   if (dim <= 96) return ForType<96, 96>(a, launch);
