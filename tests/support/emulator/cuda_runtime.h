@@ -297,6 +297,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
     if (attribute.id == cudaLaunchAttributeClusterDimension) together = attribute.val.clusterDim.x;
   }
   if (grid.x % together != 0) emulator::Die("a cluster is not whole");
+  if (grid.y > 65535 || grid.z > 65535) emulator::Die("a grid is too large in y or z");
   gridDim = {grid.x, grid.y, grid.z};
   blockDim = {block.x, 1, 1};
   for (unsigned z = 0; z < grid.z; ++z) {

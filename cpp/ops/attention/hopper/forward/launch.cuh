@@ -34,22 +34,29 @@ HeadArray ValuesOf(const AttentionCall& a) {
           keys};
 }
 
-// Brings V of 8 bits there.
+// Brings V of 8 bits there, of as many batch members at a time as a grid can have.
 template <typename Traits>
 cudaError_t LaunchTranspose(const AttentionCall& a, cudaStream_t stream) {
   constexpr int kThreads = 256;
   if (a.kv_len == 0) return cudaSuccess;
   TransposeParams p{};
-  p.v = static_cast<const uint8_t*>(a.v);
-  p.to = static_cast<uint8_t*>(a.workspace) + kTransposedAt;
-  p.kv_lens = a.kv_lens;
   p.heads = a.num_kv_heads;
   p.dim = a.value_dim;
   p.keys = a.kv_len;
   p.padded = TransposedKeys(a);
-  const dim3 ctas(static_cast<unsigned>(p.padded / kTransposedKeys),
-                  static_cast<unsigned>(a.num_kv_heads), static_cast<unsigned>(a.batch));
-  return LaunchGrid(TransposeValues<kThreads>, ctas, kThreads, 0, stream, p);
+  constexpr int64_t kMost = 65535;
+  const int64_t columns = int64_t{p.heads} * p.dim;  // of a member
+  cudaError_t status = cudaSuccess;
+  for (int64_t first = 0; status == cudaSuccess && first < a.batch; first += kMost) {
+    p.v = static_cast<const uint8_t*>(a.v) + first * p.keys * columns;
+    p.to = static_cast<uint8_t*>(a.workspace) + kTransposedAt + first * p.padded * columns;
+    p.kv_lens = a.kv_lens != nullptr ? a.kv_lens + first : nullptr;
+    const dim3 ctas(static_cast<unsigned>(p.padded / kTransposedKeys),
+                    static_cast<unsigned>(a.num_kv_heads),
+                    static_cast<unsigned>(std::min(a.batch - first, kMost)));
+    status = LaunchGrid(TransposeValues<kThreads>, ctas, kThreads, 0, stream, p);
+  }
+  return status;
 }
 
 // Maps for q, k, v and o. Without keys nothing is ever loaded, but a map must have rows.
