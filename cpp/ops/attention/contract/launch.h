@@ -72,9 +72,12 @@ class PerDevice {
     if (device < 0 || device >= kMostDevices) return ask(value);
     if (!known_[device].load(std::memory_order_acquire)) {
       const std::lock_guard<std::mutex> lock(mutex_);
-      const cudaError_t status = ask(&values_[device]);
-      if (status != cudaSuccess) return status;
-      known_[device].store(true, std::memory_order_release);
+      // Another thread may have asked while this one waited, and others read what it was told.
+      if (!known_[device].load(std::memory_order_relaxed)) {
+        const cudaError_t status = ask(&values_[device]);
+        if (status != cudaSuccess) return status;
+        known_[device].store(true, std::memory_order_release);
+      }
     }
     *value = values_[device];
     return cudaSuccess;
