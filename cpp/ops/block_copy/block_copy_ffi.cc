@@ -126,23 +126,28 @@ ffi::Error ToError(const char* message) {
 // same, as where a loop stacks results, it begins as a copy: copy(to, from, bytes) tells what is
 // wrong, or NULL.
 template <typename Copy>
-ffi::Error BeginInPlace(const ffi::RemainingArgs& args, const Decoded& d, bool in_place,
-                        const Copy& copy) {
+ffi::Error BeginInPlace(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                        const Decoded& d, bool in_place, const Copy& copy) {
   if (!in_place) return ffi::Error::Success();
   for (size_t i = 0; i < d.dst.size(); ++i) {
     auto operand = args.get<ffi::AnyBuffer>(d.src.size() + i);
     if (operand.has_error()) return operand.error();
+    auto result = rets.get<ffi::AnyBuffer>(i);
+    if (result.has_error()) return result.error();
+    const auto bytes = static_cast<int64_t>(operand->size_bytes());
+    if (bytes != static_cast<int64_t>((*result)->size_bytes())) {
+      return Invalid("a result in place has another size than its operand");
+    }
     const void* const from = operand->untyped_data();
     if (from == d.dst[i]) continue;
-    const auto bytes = static_cast<int64_t>(operand->size_bytes());
     if (const char* message = copy(d.dst[i], from, bytes)) return Invalid(message);
   }
   return ffi::Error::Success();
 }
 
-ffi::Error BeginInPlaceCuda(const ffi::RemainingArgs& args, const Decoded& d, bool in_place,
-                            void* stream) {
-  return BeginInPlace(args, d, in_place, [stream](void* to, const void* from, int64_t bytes) {
+ffi::Error BeginInPlaceCuda(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                            const Decoded& d, bool in_place, void* stream) {
+  return BeginInPlace(args, rets, d, in_place, [stream](void* to, const void* from, int64_t bytes) {
     return kvblock_copy_bytes_cuda(to, from, bytes, stream);
   });
 }
@@ -153,7 +158,7 @@ ffi::Error CopyCpu(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaining
   Decoded d;
   ffi::Error error = Decode(args, rets, num_src, in_place, scalars, unit, dims, src, dst, &d);
   if (error.failure()) return error;
-  error = BeginInPlace(args, d, in_place, [](void* to, const void* from, int64_t bytes) {
+  error = BeginInPlace(args, rets, d, in_place, [](void* to, const void* from, int64_t bytes) {
     std::memcpy(to, from, static_cast<size_t>(bytes));
     return static_cast<const char*>(nullptr);
   });
@@ -170,7 +175,7 @@ ffi::Error CopyCuda(void* stream, ffi::RemainingArgs args, ffi::RemainingRets re
   Decoded d;
   ffi::Error error = Decode(args, rets, num_src, in_place, scalars, unit, dims, src, dst, &d);
   if (error.failure()) return error;
-  error = BeginInPlaceCuda(args, d, in_place, stream);
+  error = BeginInPlaceCuda(args, rets, d, in_place, stream);
   if (error.failure()) return error;
   return ToError(kvblock_copy_cuda(&d.copy, KVBLOCK_KERNEL, stream));
 }
@@ -182,7 +187,7 @@ ffi::Error CopyCudaRuns(void* stream, ffi::RemainingArgs args, ffi::RemainingRet
   ffi::Error error = Decode(args, rets, num_src, in_place, scalars, unit, dims, src, dst, &d);
   if (error.failure()) return error;
   if (backend != KVBLOCK_BATCH && backend != KVBLOCK_ASYNC) return Invalid("unknown backend");
-  error = BeginInPlaceCuda(args, d, in_place, stream);
+  error = BeginInPlaceCuda(args, rets, d, in_place, stream);
   if (error.failure()) return error;
   return ToError(kvblock_copy_cuda(&d.copy, static_cast<kvblock_backend>(backend), stream));
 }
