@@ -149,6 +149,21 @@ BAD: dict[str, tuple[str, Any, str]] = {
         lambda c: c.result(1, (1,)),
         "a pool is too small",
     ),
+    "a result of a longer array": (
+        "HND, by layers, None",
+        changed("pool", longer, 1),
+        "a result has another size than the operand that it updates",
+    ),
+    "a result of fewer scales": (
+        "e4m3 computed",
+        lambda c: c.result(-1, (1,)),
+        "a result has another size than the operand that it updates",
+    ),
+    "more key heads than can be counted": (
+        "joined",
+        number(3, 2**62 + 1),
+        r"qkv is \[tokens, N \+ 2 K",
+    ),
     "no result of the pool": (
         "halves",
         lambda c: c.results.pop(),

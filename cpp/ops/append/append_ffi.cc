@@ -149,9 +149,7 @@ struct Attributes {
 struct Decoded {
   kvblock_append a{};
   std::vector<void*> buffers;
-  // What is updated: the operands, and where the results lie.
-  std::vector<ffi::AnyBuffer> updated;
-  std::vector<void*> results;
+  std::vector<ffi::AnyBuffer> updated, results;  // the operands, and what they become
   ffi::DataType type{}, cache_type{};
 };
 
@@ -161,7 +159,7 @@ void DecodeJoined(Reader* in, int64_t num_kv_heads, Decoded* out) {
   const ffi::AnyBuffer qkv = in->Next("qkv");
   if (in->failed()) return;
   const auto dims = qkv.dimensions();
-  if (dims.size() != 3 || num_kv_heads < 1 || dims[1] <= 2 * num_kv_heads) {
+  if (dims.size() != 3 || num_kv_heads < 1 || num_kv_heads > (dims[1] - 1) / 2) {
     return in->Fail("qkv is [tokens, N + 2 K, D]");
   }
   out->type = qkv.element_type();
@@ -312,14 +310,19 @@ void DecodeResults(Reader* in, const Attributes& attributes, Decoded* out) {
     const ffi::AnyBuffer pool = in->NextResult("pool");
     if (static_cast<int64_t>(pool.size_bytes()) < a.buffer_bytes) in->Fail("a pool is too small");
     out->buffers.push_back(pool.untyped_data());
-    out->results.push_back(pool.untyped_data());
+    out->results.push_back(pool);
   }
   a.buffers = out->buffers.data();
   a.num_buffers = attributes.num_pool;
   for (float** scales : {&a.k_scales, &a.v_scales}) {
     if (*scales == nullptr) continue;
-    *scales = static_cast<float*>(in->NextResult("scales").untyped_data());
-    out->results.push_back(*scales);
+    out->results.push_back(in->NextResult("scales"));
+    *scales = static_cast<float*>(out->results.back().untyped_data());
+  }
+  for (size_t i = 0; i < out->results.size() && !in->failed(); ++i) {
+    if (out->results[i].size_bytes() != out->updated[i].size_bytes()) {
+      in->Fail("a result has another size than the operand that it updates");
+    }
   }
 }
 
@@ -367,7 +370,8 @@ ffi::Error Append(void* stream, ffi::RemainingArgs args, ffi::RemainingRets rets
   for (size_t i = 0; i < d.updated.size(); ++i) {
     const auto bytes = static_cast<int64_t>(d.updated[i].size_bytes());
     const void* const from = d.updated[i].untyped_data();
-    if (const char* error = kvblock_copy_bytes_cuda(d.results[i], from, bytes, stream)) {
+    void* const to = d.results[i].untyped_data();
+    if (const char* error = kvblock_copy_bytes_cuda(to, from, bytes, stream)) {
       return Invalid(error);
     }
   }
