@@ -175,6 +175,9 @@ std::vector<int64_t> Table::Commit(int64_t num_tokens) {
 // ---- for programs ----
 
 void Table::CheckWidth(int64_t blocks, int64_t width) const {
+  if (width > INT32_MAX) {
+    Refuse("page_table: max_blocks must be below 2^31, got " + Number(width));
+  }
   if (blocks > width) {
     Refuse("page_table: " + Number(blocks) + " blocks do not fit max_blocks=" + Number(width));
   }

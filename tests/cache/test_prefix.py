@@ -498,6 +498,7 @@ def test_what_is_no_cache() -> None:
         (lambda t: t.slots(-1, 2), ValueError, "start must be at least 0"),
         (lambda t: t.writable(7, 2), IndexError, "writable: 2 tokens from 7 on do"),
         (lambda t: t.page_table(1), ValueError, "2 blocks do not fit max_blocks=1"),
+        (lambda t: t.page_table(2**31), ValueError, r"max_blocks must be below 2\^31"),
         (lambda t: t.append("x"), TypeError, "BlockTable.append: tokens must be"),
         (lambda t: t.match("x"), TypeError, "max_tokens must be an integer"),
         (lambda t: t.free_before(-1), ValueError, "token must be at least 0"),

@@ -146,6 +146,7 @@ WRONG: Words = [
     ({"starts": -1}, ValueError, "starts must be at least 0"),
     ({"counts": [1, 7]}, ValueError, r"tables\[1\]: .* start .* at least 0"),
     ({"max_blocks": 1}, ValueError, r"tables\[1\]: .*2 blocks do not fit max_blocks=1"),
+    ({"max_blocks": 2**62}, ValueError, r"max_blocks must be below 2\^31, got 4611"),
     ({"max_blocks": "8"}, TypeError, "max_blocks must be an integer"),
     ({"spare": -1}, ValueError, "spare must be at least 0"),
 ]
