@@ -102,16 +102,17 @@ kvblock_kernel_map MapOf(const int64_t* numbers) {
 bool Fits(const KernelState& state) {
   const auto buffers = static_cast<int64_t>(state.strides.size());
   const auto is_buffer = [&](int64_t n) { return n >= 0 && n < buffers; };
+  const auto within = [](const Parameter& p, size_t size) {
+    const auto all = static_cast<int64_t>(size);
+    return p.first >= 0 && p.second >= 0 && p.first <= all && p.second <= all - p.first;
+  };
   for (const Parameter& p : state.parameters) {
     switch (p.kind) {
       case kBuffer:
         if (!is_buffer(p.first)) return false;
         break;
       case kValue:
-        if (p.first < 0 || p.second < 0 ||
-            p.first + p.second > static_cast<int64_t>(state.values.size())) {
-          return false;
-        }
+        if (!within(p, state.values.size())) return false;
         break;
       case kMap:
         if (p.first < 0 || p.first >= static_cast<int64_t>(state.maps.size()) ||
@@ -120,10 +121,7 @@ bool Fits(const KernelState& state) {
         }
         break;
       case kAddresses:
-        if (p.first < 0 || p.second < 0 ||
-            p.first + p.second > static_cast<int64_t>(state.addresses.size())) {
-          return false;
-        }
+        if (!within(p, state.addresses.size())) return false;
         break;
       default: return false;
     }
@@ -142,6 +140,11 @@ ffi::ErrorOr<std::unique_ptr<KernelState>> Instantiate(
   if (shape.size() != kNumShapeNumbers || parameters.size() % kParameterNumbers != 0 ||
       maps.size() % kMapNumbers != 0) {
     return ffi::Unexpected(Invalid("the attributes do not fit"));
+  }
+  for (const int64_t number : shape) {
+    if (number < 0 || number > UINT32_MAX) {
+      return ffi::Unexpected(Invalid("the attributes do not fit"));
+    }
   }
   for (int i = 0; i < 3; ++i) {
     state->shape.grid[i] = static_cast<uint32_t>(shape[kGrid + i]);
@@ -191,6 +194,23 @@ ffi::Error Gather(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets
   return ffi::Error::Success();
 }
 
+// Whether `zeroed` and `aliased` name operands and results that there are, each of a pair as large
+// as the other.
+bool NamesBuffers(const KernelState& state, size_t num_args, const std::vector<int64_t>& bytes) {
+  const auto operands = static_cast<int64_t>(num_args);
+  const auto results = static_cast<int64_t>(bytes.size()) - operands;
+  const auto is_result = [&](int64_t n) { return n >= 0 && n < results; };
+  for (const int64_t result : state.zeroed) {
+    if (!is_result(result)) return false;
+  }
+  for (size_t i = 0; i < state.aliased.size(); i += 2) {
+    const int64_t from = state.aliased[i], to = state.aliased[i + 1];
+    if (from < 0 || from >= operands || !is_result(to)) return false;
+    if (bytes[from] != bytes[operands + to]) return false;
+  }
+  return true;
+}
+
 // What the results hold before the kernel runs: zeros, or what the operands do that they stand for.
 const char* Begin(const KernelState& state, size_t num_args, const std::vector<char*>& buffers,
                   const std::vector<int64_t>& bytes, void* stream) {
@@ -222,6 +242,9 @@ ffi::Error Execute(void* stream, KernelState* state, ffi::RemainingArgs args,
   buffers.reserve(state->strides.size());
   bytes.reserve(state->strides.size());
   if (ffi::Error error = Gather(args, rets, &buffers, &bytes); error.failure()) return error;
+  if (!NamesBuffers(*state, args.size(), bytes)) {
+    return Invalid("the buffers are others than the attributes say");
+  }
   if (const char* error = Begin(*state, args.size(), buffers, bytes, stream)) {
     return ResultOf(error);
   }
