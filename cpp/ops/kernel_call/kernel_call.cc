@@ -52,6 +52,10 @@ class Loaded {
     return loaded;
   }
 
+  // Held by who looks at a function's attributes and changes them: all kernels of this image and
+  // entry have the same function on a GPU.
+  std::mutex attributes;
+
   // The function for a context, which is the current one, or a message.
   const char* Find(const Driver& cuda, const std::string& shown, Handle context, Handle* function) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -155,6 +159,7 @@ const char* Explain(const Driver& cuda, const kvblock_kernel& kernel, Handle fun
 // Dynamic shared memory beyond 48 KiB is to be asked for.
 const char* AllowShared(const Driver& cuda, const kvblock_kernel& kernel, Handle function,
                         const kvblock_kernel_shape& shape) {
+  const std::lock_guard<std::mutex> lock(kernel.loaded->attributes);
   int allowed = 0;
   cuda.FuncGetAttribute(&allowed, driver::kMaxDynamicShared, function);
   if (shape.shared_bytes > static_cast<uint32_t>(allowed)) {
@@ -264,10 +269,10 @@ extern "C" const char* kvblock_kernel_wait(kvblock_kernel* kernel, void* stream)
   const cu::Driver* const cuda = cu::Find(&error);
   if (cuda == nullptr) return error;
   int capturing = cu::kNoCapture;
-  if (cuda->StreamIsCapturing(stream, &capturing) != cu::kSuccess || capturing != cu::kNoCapture) {
-    return nullptr;
-  }
-  const cu::Result status = cuda->StreamSynchronize(stream);
+  // A kernel that has failed by now is told of here.
+  cu::Result status = cuda->StreamIsCapturing(stream, &capturing);
+  if (status == cu::kSuccess && capturing != cu::kNoCapture) return nullptr;
+  if (status == cu::kSuccess) status = cuda->StreamSynchronize(stream);
   if (status == cu::kSuccess) return nullptr;
   return Message("kernel_call: " + kernel->shown +
                  " failed as it ran: " + kvblock::NameOf(*cuda, status));

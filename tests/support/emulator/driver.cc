@@ -4,6 +4,7 @@
 // loads from memory is loaded here, too: the text that was loaded tells.
 #include "ops/kernel_call/driver.h"
 
+#include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -12,6 +13,7 @@
 #include <set>
 #include <sstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace driver = kvblock::driver;
@@ -118,7 +120,8 @@ struct State {
   std::set<Function*> functions;
   // In blocks of any shape there is nothing to run of one that does nothing.
   std::map<std::string, RunOwn> kernels{{"nothing", [](const OwnLaunch*) {}}};
-  int loads = 0, launches = 0, prepared = 0, fails_with = 0;
+  int loads = 0, launches = 0, prepared = 0, fails_with = 0, fails_when_asked = 0;
+  int milliseconds = 0;  // from looking at an attribute to telling it
   driver::LaunchConfig last{};
   std::vector<driver::LaunchAttribute> attributes;
 };
@@ -139,6 +142,8 @@ void emulator_add_kernel(const char* entry, RunOwn run) { Global().kernels[entry
 int emulator_loads() { return Global().loads; }
 int emulator_launches() { return Global().launches; }
 void emulator_fail_with(int status) { Global().fails_with = status; }
+void emulator_fail_when_asked(int status) { Global().fails_when_asked = status; }
+void emulator_look_slowly(int milliseconds) { Global().milliseconds = milliseconds; }
 void emulator_last_launch(unsigned* numbers) {  // grid, block, shared bytes, cluster, cooperative
   const State& state = Global();
   std::memcpy(numbers, state.last.grid, 12);
@@ -214,6 +219,7 @@ int cuFuncGetAttribute(int* value, int attribute, void* function) {
   *value = attribute == driver::kMaxThreads         ? 512
            : attribute == driver::kMaxDynamicShared ? own.shared_limit
                                                     : 0;
+  std::this_thread::sleep_for(std::chrono::milliseconds(Global().milliseconds));
   return 0;
 }
 int cuFuncSetAttribute(void* function, int attribute, int value) {
@@ -256,7 +262,7 @@ int cuMemcpyDtoDAsync_v2(driver::Address to, driver::Address from, size_t bytes,
 }
 int cuStreamIsCapturing(void*, int* capturing) {
   *capturing = 0;
-  return 0;
+  return Global().fails_when_asked;
 }
 int cuStreamSynchronize(void*) { return Global().fails_with; }
 int cuThreadExchangeStreamCaptureMode(int*) { return 0; }
