@@ -8,9 +8,12 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "dlpack/dlpack_abi.h"
@@ -53,6 +56,32 @@ class Owner {
   DLManagedTensor* legacy_ = nullptr;
 };
 
+// Consumers drop tensors on any thread, and each needs the GIL to give its lease back. Python ends
+// a thread that still waits for the GIL when the interpreter goes, and no destructor may be left
+// that way: the process would abort. So at exit Python lets those in that are on their way; who
+// comes later leaves its lease, and there is nobody to give it to.
+std::atomic<int> on_their_way{0};
+std::atomic<bool> leaving{false};
+
+void LetThemIn() {
+  constexpr int kMost = 1000;  // a process that was forked may have counted threads of another
+  leaving = true;
+  const nb::gil_scoped_release others;
+  for (int i = 0; i < kMost && on_their_way != 0; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
+}
+
+void GiveBack(PyObject* lease) {
+  ++on_their_way;
+  if (!leaving && Py_IsInitialized()) {
+    const PyGILState_STATE state = PyGILState_Ensure();
+    Py_DECREF(lease);
+    PyGILState_Release(state);
+  }
+  --on_their_way;
+}
+
 // Everything one of our capsules owns.
 struct View {
   std::unique_ptr<Owner> owner;
@@ -62,10 +91,7 @@ struct View {
   DLManagedTensorVersioned versioned{};
 
   ~View() {
-    if (lease == nullptr || !Py_IsInitialized()) return;
-    const PyGILState_STATE state = PyGILState_Ensure();  // consumers drop tensors on any thread
-    Py_DECREF(lease);
-    PyGILState_Release(state);
+    if (lease != nullptr) GiveBack(lease);
   }
 };
 
@@ -148,6 +174,7 @@ nb::object ExportView(nb::handle capsule, nb::handle lease, int64_t offset,
 }  // namespace
 
 void RegisterDLPack(nb::module_& m) {
+  nb::module_::import_("atexit").attr("register")(nb::cpp_function(&LetThemIn));
   m.def("export_view", &ExportView, nb::arg("owner"), nb::arg("lease").none(), nb::arg("offset"),
         nb::arg("shape"), nb::arg("strides"), nb::arg("device_type"), nb::arg("device_id"),
         nb::arg("versioned"), nb::arg("copied"),

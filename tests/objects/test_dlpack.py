@@ -318,6 +318,43 @@ def test_views_may_live_until_the_end(tmp_path: Path) -> None:
         "views = [np.from_dlpack(block), block.__dlpack__(), manager]\n"
         "views.append(views)\n"
     )
+    ends_well(program)
+
+
+def test_a_view_is_dropped_while_python_ends(tmp_path: Path) -> None:
+    """By a thread that Python does not know, which waits for the GIL until the end."""
+    program = tmp_path / "drops_a_view.py"
+    program.write_text(
+        "import atexit, ctypes, sys, time\n"
+        "import jax, jax_kvblock as kv\n"
+        "cpu = jax.devices('cpu')[0]\n"
+        "manager = kv.BlockManager(2, 4, 8, dtype='float32', device=cpu)\n"
+        "block = manager.allocate_blocks(1)[0]\n"
+        "capsule = block.__dlpack__()\n"
+        "api = ctypes.pythonapi\n"
+        "api.PyCapsule_GetPointer.restype = ctypes.c_void_p\n"
+        "object_of = ctypes.py_object(capsule)\n"
+        "tensor = api.PyCapsule_GetPointer(object_of, b'dltensor')\n"
+        "api.PyCapsule_SetName(object_of, b'used_dltensor')\n"
+        "deleter = ctypes.c_void_p.from_address(tensor + 56)\n"
+        "process = ctypes.PyDLL(None)  # it keeps the GIL\n"
+        "sys.setswitchinterval(1000)  # so does this\n"
+        "def drop():\n"
+        "    thread, data = ctypes.c_size_t(), ctypes.c_void_p(tensor)\n"
+        "    process.pthread_create(ctypes.byref(thread), None, deleter, data)\n"
+        "    end = time.monotonic() + 0.3\n"
+        "    while time.monotonic() < end:\n"
+        "        pass\n"
+        "atexit.register(drop)\n"
+        "class Last:\n"
+        "    def __del__(self, sleep=time.sleep):\n"
+        "        sleep(0.3)  # others may have the GIL, but for the interpreter's end\n"
+        "last = Last()\n"
+    )
+    ends_well(program)
+
+
+def ends_well(program: Path) -> None:
     package = str(Path(kv.__file__).parent.parent)
     path = os.pathsep.join([package, os.environ.get("PYTHONPATH", "")])
     child = subprocess.run(
