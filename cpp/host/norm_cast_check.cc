@@ -56,8 +56,10 @@ std::string CheckPointers(const kvblock_norm_cast& a) {
 }  // namespace kvblock
 
 extern "C" int64_t kvblock_norm_cast_part(int64_t columns) {
+  constexpr int64_t kParts = KVBLOCK_NORM_CAST_PARTS;
+  const int64_t least = columns / kParts + (columns % kParts > 0 ? 1 : 0);
   int64_t part = KVBLOCK_NORM_CAST_COLUMNS;
-  while (part * KVBLOCK_NORM_CAST_PARTS < columns) part *= 2;
+  while (part < least) part *= 2;
   return part;
 }
 

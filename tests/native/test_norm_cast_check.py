@@ -87,7 +87,10 @@ def test_no_struct() -> None:
 
 @pytest.mark.parametrize(
     ("columns", "part"),
-    [(0, 512), (16, 512), (4112, 512), (8192, 512), (8208, 1024), (16384, 1024)],
+    [
+        *((0, 512), (16, 512), (4112, 512), (8192, 512), (8208, 1024), (16384, 1024)),
+        (2**63 - 1, 2**59),
+    ],
 )
 def test_parts_of_columns(columns: int, part: int) -> None:
     library = load_library()

@@ -35,7 +35,7 @@ class CNormCast(ctypes.Structure):
 
 
 def part_of(columns: int) -> int:
-    return next(p for i in range(9) if (p := PART << i) * PARTS >= columns)
+    return next(p for i in range(64) if (p := PART << i) * PARTS >= columns)
 
 
 def draw(
