@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from disk_tiers import BLOCK, NAMESPACE, key
 
-from jax_kvblock.cache.disk import DiskTier, slot_file
+from jax_kvblock.cache.disk import DiskTier, index, slot_file
 from jax_kvblock.cache.disk.checksums import PAGE
 from jax_kvblock.cache.disk.errors import DiskTierError
 from jax_kvblock.cache.disk.folder import slots_within
@@ -176,6 +176,21 @@ def test_who_reads_needs_the_lock(
     monkeypatch.setattr(lmdb, "open", refused)
     with pytest.raises(DiskTierError, match="who reads has to write its lock, too: "):
         disks.tier(tmp_path, read_only=True)
+
+
+def test_an_index_that_is_not_its_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is opened while another process makes it anew: an error, and no endless look."""
+    with disks.tier(tmp_path) as tier:
+        disks.put(tier, [1])
+    with monkeypatch.context() as changed:
+        changed.setattr(index, "check_pages", lambda path, transaction: False)
+        with pytest.raises(DiskTierError, match=r"makes it anew; open it again") as e:
+            disks.tier(tmp_path)
+        assert e.value.errno == errno.EBUSY
+    with disks.tier(tmp_path) as tier:
+        assert disks.read(tier, [1]) == [True]
 
 
 def test_another_block_size(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ _NODE_BYTES = 8 + 2  # what lmdb adds to a record in a page
 # wait beside the newest ones; 4.7 times the records were seen, of 8 that are there.
 _ROOM = 8
 _LEAST_BYTES = 64 * PAGE
+_TRIES = 100  # to see a transaction that nobody replaces meanwhile
 
 
 class Record(NamedTuple):
@@ -51,9 +52,14 @@ def index_bytes(num_slots: int, parts: Parts) -> int:
 
 
 def create_index(path: Path, size: int, file_id: bytes) -> None:
-    """Makes an empty index of `size` bytes under another name, then renames it."""
+    """Makes an empty index of `size` bytes under another name, then renames it.
+
+    lmdb's lock file goes with the index of before: it has the number of that one's last
+    transaction, and lmdb keeps it as long as another process has that one open.
+    """
     lmdb = needed("lmdb")
     with drafted(path, size) as draft:
+        path.with_name(f"{path.name}-lock").unlink(missing_ok=True)
         try:
             env = lmdb.open(str(draft), subdir=False, map_size=size, lock=False)
             with env, env.begin(write=True) as transaction:
@@ -100,13 +106,20 @@ class Index:
 
     def _check(self, file_id: bytes) -> None:
         """Its pages, and that it is of this slot file."""
-        checked = False
-        while not checked:  # another process may commit meanwhile
+        for _ in range(_TRIES):  # another process may commit meanwhile
             with self._env.begin() as transaction:
                 try:
-                    checked = check_pages(self.path, transaction.id())
+                    if check_pages(self.path, transaction.id()):
+                        break
                 except Damage as error:
                     raise damaged(self.path, str(error)) from error
+        else:
+            raise DiskTierError(
+                errno.EBUSY,
+                f"DiskTier: {self.path} is not the file that its lock is of: another "
+                "process makes it anew; open it again. If it stays so, remove the "
+                f"folder {self.path.parent}, which only holds a cache",
+            )
         if self._read(lambda transaction: transaction.get(_FILE_ID)) != file_id:
             raise damaged(self.path, "it belongs to another slot file")
 
