@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +22,7 @@ from jax_kvblock.cache import TieredCache
 from jax_kvblock.cache.connector import ConnectorError, SlowConnectorError
 
 pytest.importorskip("lmdb")
-from jax_kvblock.cache.connectors.disk import DiskConnector
+from jax_kvblock.cache.connectors.disk import DiskConnector, DiskPart
 
 ROOM = 4 << 20
 TWO = (range(0, 2), range(2, 4))
@@ -78,6 +84,68 @@ def test_folders_that_come_later(tmp_path: Path) -> None:
             writer.put(of[1:], blocks(of[1:])).result(30)
             found, out = read(connector, of)
             assert all(found) and (out == blocks(of)).all()
+
+
+OTHER_JOB = """
+import sys
+sys.path[:0] = sys.argv[1].split(":")
+from pathlib import Path
+from test_disk_connector import opened
+from tier_parts import blocks, keys
+path, (room, first, end) = sys.argv[2], map(int, sys.argv[3:])
+with opened(Path(path), job="job-2", max_bytes=room) as writer:
+    of = keys(end)[first:]
+    writer.put(of, blocks(of)).result(30)
+"""
+
+
+def test_a_job_that_starts_again_with_another_size(tmp_path: Path) -> None:
+    """Its files are shorter, longer or others than those that were opened."""
+
+    here = Path(__file__).parent
+    folders = f"{here}:{here.parent / 'support'}"
+
+    def start(room: int, first: int, end: int) -> None:
+        given = (folders, tmp_path, room, first, end)
+        command = [sys.executable, "-P", "-c", OTHER_JOB, *map(str, given)]
+        subprocess.run(command, check=True, timeout=60)
+
+    of = keys(201)
+    with opened(tmp_path) as connector:
+        connector.put(of[200:], blocks(of[200:])).result(30)
+        start(ROOM, 0, 190)
+        assert all(read(connector, of[:190])[0])
+        start(1 << 19, 190, 192)
+        found, out = read(connector, of)
+        assert all(found[190:192]) and found[200] and not all(found[:190])
+        assert (out[found] == blocks(of)[found]).all()
+        shutil.rmtree(tmp_path / "job-2.heads-0-4")
+        assert not any(connector.has(of[:200]))
+        start(ROOM, 192, 194)
+        assert connector.has(of) == [False] * 192 + [True] * 2 + [False] * 6 + [True]
+        assert not connector.unreadable
+
+
+def test_a_folder_is_opened_once_by_threads_that_look_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path, job="writer") as writer, opened(tmp_path) as connector:
+        there = DiskPart.opened
+        together = threading.Barrier(2)
+
+        def slow(*args: Any, **options: Any) -> DiskPart:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                together.wait(0.3)
+            return there(*args, **options)
+
+        monkeypatch.setattr(DiskPart, "opened", slow)
+        looking = [threading.Thread(target=connector.parts) for _ in range(2)]
+        for thread in looking:
+            thread.start()
+        for thread in looking:
+            thread.join()
+        (part,) = set(connector.parts()) - {connector._own}
+        assert part._users == 2 and part is writer._own
 
 
 def test_other_models_see_nothing(tmp_path: Path) -> None:

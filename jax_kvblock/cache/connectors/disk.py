@@ -37,19 +37,27 @@ class DiskPart:
     _open: ClassVar[dict[Path, DiskPart]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
-    def __init__(self, path: Path, tier: DiskTier, heads: range) -> None:
-        self.tier, self.heads = tier, heads
-        self._path, self._users = path, 1
+    def __init__(self, path: Path, heads: range, **options: Any) -> None:
+        self._path, self.heads, self._users = path, heads, 1
+        self._index = path / options["namespace"].hex() / "index.lmdb"
+        found = _file_of(self._index)  # before it is opened
+        self.tier = DiskTier(path, **options)
+        self._file = found if options["read_only"] else _file_of(self._index)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether who writes it has made its files anew, or of another size."""
+        return _file_of(self._index) != self._file
 
     @classmethod
     def opened(cls, path: Path, heads: range, **options: Any) -> DiskPart:
         """The part of a folder, to read what is there; or, first of all, to write."""
         with cls._lock:
             part = cls._open.get(path)
-            if part is not None and options["read_only"]:
+            if part is not None and options["read_only"] and not part.replaced:
                 part._users += 1
                 return part
-            part = DiskPart(path, DiskTier(path, **options), heads)
+            part = DiskPart(path, heads, **options)
             cls._open[path] = part
             return part
 
@@ -58,7 +66,8 @@ class DiskPart:
             self._users -= 1
             if self._users:
                 return
-            del self._open[self._path]
+            if self._open.get(self._path) is self:
+                del self._open[self._path]
             self.tier.close()
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
@@ -68,6 +77,15 @@ class DiskPart:
         self, keys: Sequence[bytes], rows: Sequence[np.ndarray], *, start: int
     ) -> Future[Any]:
         return self.tier.get(keys, rows, start=start)
+
+
+def _file_of(path: Path) -> tuple[int, int, int] | None:
+    """Which file it is, and how large; None where there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_size
 
 
 class DiskConnector(Connector):
@@ -130,6 +148,7 @@ class DiskConnector(Connector):
         self.read_bandwidth: float | None = None
         self._own: DiskPart | None = None
         self._others: dict[str, DiskPart] = {}
+        self._looking = threading.Lock()  # threads look at the same time
         self.unreadable: dict[str, str] = {}
         if max_bytes is not None:
             self._root.mkdir(parents=True, exist_ok=True)
@@ -144,9 +163,10 @@ class DiskConnector(Connector):
                 raise
 
     def parts(self) -> Sequence[Part]:
-        self._look()
-        own = [] if self._own is None else [self._own]
-        return (*own, *self._others.values())
+        with self._looking:
+            self._look()
+            own = [] if self._own is None else [self._own]
+            return (*own, *self._others.values())
 
     def put(self, keys: Sequence[bytes], rows: np.ndarray) -> Future[Any]:
         shape = (len(keys), len(self.heads) * self.head_bytes)
@@ -179,7 +199,11 @@ class DiskConnector(Connector):
         )
 
     def _look(self) -> None:
-        """Opens what others have made since it looked before."""
+        """Opens what others have made since it looked before, once more or anew."""
+        for name, part in list(self._others.items()):
+            if part.replaced:
+                del self._others[name]
+                part.close()
         if not self._root.exists():
             return
         own = None if self._own is None else self._folder
