@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from disk_tiers import BLOCK, key, keys
 
-from jax_kvblock.cache.disk import DiskTier, reader, slot_file
+from jax_kvblock.cache.disk import DiskTier, index, reader, slot_file
 from jax_kvblock.cache.disk.aligned import aligned_empty
 from jax_kvblock.cache.disk.errors import DiskTierError
 
@@ -170,6 +170,27 @@ def test_a_file_that_ends_early_while_open(tmp_path: Path) -> None:
         os.truncate(tier._slots.path, 4096)
         with pytest.raises(DiskTierError, match="the file ends early"):
             tier.get([key(1)], np.zeros((1, BLOCK), np.uint8)).result(60)
+
+
+def test_an_index_that_fails_behind_a_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ticket ends, and close does not wait for it."""
+    with disks.tier(tmp_path) as tier:
+        disks.put(tier, range(4))
+    with disks.tier(tmp_path, read_only=True) as tier:
+        find, calls = index.Index.find, []
+
+        def fails_later(self: index.Index, of: list[bytes]) -> list[Any]:
+            calls.append(of)
+            if len(calls) > 1:
+                raise DiskTierError(errno.EIO, "no page of it can be read")
+            return find(self, of)
+
+        monkeypatch.setattr(index.Index, "find", fails_later)
+        ticket = tier.get([key(1)], np.zeros((1, BLOCK), np.uint8))
+        with pytest.raises(DiskTierError, match="no page of it"):
+            ticket.result(20)
 
 
 def test_short_reads_and_writes_go_on(

@@ -111,7 +111,10 @@ class Reader:
         def done(error: BaseException | None) -> None:
             # After an error some have not been read, which says nothing of them.
             wrong = [] if error else [entry for i, entry in held if not hits[i]]
-            corrupt = self._source.release([entry for _, entry in held], wrong)
+            try:
+                corrupt = self._source.release([entry for _, entry in held], wrong)
+            except Exception as failed:  # an index that cannot be read
+                error = error or failed
             if not error:
                 found = int(hits.sum())
                 misses = len(keys) - found
