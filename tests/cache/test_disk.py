@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -384,6 +386,29 @@ def test_close_waits_for_tickets(tmp_path: Path) -> None:
         tier.has(wanted)
     with disks.tier(tmp_path) as again:
         assert all(disks.read(again, range(6)))
+
+
+ENDS = """
+import atexit
+import sys
+import numpy as np
+from jax_kvblock.cache.disk import DiskTier
+space = {"namespace": bytes(32), "block_bytes": 1 << 16, "max_bytes": 8 << 20}
+tier = DiskTier(sys.argv[1], **space)
+atexit.register(tier.close)
+for first in range(0, 100, 10):
+    keys = [bytes([i]) * 32 for i in range(first, first + 10)]
+    tier.put(keys, np.zeros((10, 1 << 16), np.uint8))
+"""
+
+
+def test_what_is_in_flight_is_done_when_the_interpreter_ends(tmp_path: Path) -> None:
+    """And `close` ends, where it is called by `atexit`: executors are gone by then."""
+    command = [sys.executable, "-P", "-c", ENDS, str(tmp_path)]
+    subprocess.run(command, check=True, timeout=60)
+    space = {"namespace": bytes(32), "block_bytes": 1 << 16, "max_bytes": 8 << 20}
+    with DiskTier(tmp_path, **space) as tier:
+        assert tier.stats().num_blocks == 100
 
 
 def test_what_it_says(tmp_path: Path) -> None:

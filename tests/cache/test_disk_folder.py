@@ -181,7 +181,7 @@ def test_who_reads_needs_the_lock(
 def test_an_index_that_is_not_its_locks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is opened while another process makes it anew: an error, and no endless look."""
+    """It is opened while another process makes it anew: an error, no endless look."""
     with disks.tier(tmp_path) as tier:
         disks.put(tier, [1])
     with monkeypatch.context() as changed:

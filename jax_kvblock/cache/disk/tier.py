@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -110,6 +112,7 @@ class DiskTier:
         self._front = ThreadPoolExecutor(1, "kvblock-disk")
         self._process = os.getpid()
         self._closed = False
+        _open.add(self)
 
     def _load_books(self, uses: np.ndarray) -> Books:
         books = Books(uses)
@@ -198,6 +201,7 @@ class DiskTier:
     def close(self) -> None:
         """Waits for what is in flight and closes the files; once is enough."""
         self._closed = True
+        _open.discard(self)
         self._front.shutdown()
         self._in_flight.wait()
         self._reader.close()
@@ -274,3 +278,19 @@ class DiskTier:
             request(ticket, *args)
         except BaseException as error:
             self._in_flight.end(ticket, error)
+
+
+_open: weakref.WeakSet[DiskTier] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """What is in flight when the interpreter ends is done."""
+    for tier in list(_open):
+        if tier._process == os.getpid():  # not a fork's: it has none of the threads
+            with contextlib.suppress(Exception):  # the next one is closed all the same
+                tier.close()
+
+
+# Executors take no jobs any more when `atexit` comes, and tickets that need some would
+# never be done. So this comes before these end: what is registered last goes first.
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]
