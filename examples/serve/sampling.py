@@ -13,6 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# The least that float32 computes with: chances are larger, and logits by a temperature
+# as low are no infinities yet, while no noise outweighs their differences.
+LEAST_CHANCE, LEAST_TEMPERATURE = 1e-30, 1e-20
+
 
 class Sampling(NamedTuple):
     """How each row draws.
@@ -42,7 +46,7 @@ def draw(logits: jax.Array, how: Sampling, greedy: bool | None = None) -> jax.Ar
         return likeliest
 
     def drawn() -> jax.Array:
-        scaled = logits / jnp.where(how.temperature > 0, how.temperature, 1)[:, None]
+        scaled = logits / jnp.maximum(how.temperature, LEAST_TEMPERATURE)[:, None]
         narrow = ((how.top_k > 0) | (how.top_p < 1)).any()
         scaled = jax.lax.cond(narrow, lambda x: _narrowed(x, how), lambda x: x, scaled)
         sums = scaled + jax.vmap(_noise, (0, 0, None))(
@@ -71,7 +75,7 @@ def _narrowed(logits: jax.Array, how: Sampling) -> jax.Array:
     least = _threshold(order, jnp.ones_like(logits), many.astype(jnp.float32))
     logits = jnp.where(order >= least[:, None], logits, -jnp.inf)
     chances = jax.nn.softmax(logits, axis=-1)
-    least = _threshold(order, chances, how.top_p)
+    least = _threshold(order, chances, jnp.maximum(how.top_p, LEAST_CHANCE))
     least = jnp.where(how.top_p < 1, least, 0)  # sums are not exactly 1
     return jnp.where(order >= least[:, None], logits, -jnp.inf)
 

@@ -78,6 +78,13 @@ def test_rows_draw_each_in_its_own_way(rng: np.random.Generator) -> None:
         assert np.asarray(draw(logits[i : i + 1], one)) == drawn[i]
 
 
+@pytest.mark.parametrize("least", [1e-30, 1e-38, 1e-42, 5e-324])
+def test_numbers_too_small_for_float32_take_the_likeliest(least: float) -> None:
+    logits = np.tile(np.float32([3, 10, -5, 30, 20]), (4, 1))
+    for ways in (how(4, least), how(4, 1.0, 0, least), how(4, least, 3, least)):
+        assert np.asarray(draw(logits, ways)).tolist() == [3] * 4
+
+
 def test_seeds_and_places_change_what_is_drawn() -> None:
     flat = np.zeros((64, 1000), np.float32)
     draws = [np.asarray(draw(flat, how(64, seed=seed))) for seed in (0, 0, 1)]
