@@ -327,7 +327,7 @@ class Engine:
             )
         vocabulary = self.model.config.vocab_size
         try:
-            tokens = np.array(request.prompt, np.int32)
+            tokens = np.array(request.prompt, np.int64)
         except OverflowError:
             tokens = np.array(request.prompt, object)
         for token in (tokens.min(), tokens.max()):

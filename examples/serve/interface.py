@@ -33,7 +33,7 @@ class Request:
     """A prompt, and how to go on from it.
 
     Attributes:
-        prompt: token ids, one at least.
+        prompt: token ids, one at least; they are copied.
         max_new_tokens: how many tokens may follow.
         temperature: 0 takes the likeliest token; 1 draws by the model's probabilities.
         top_k: draws among the k likeliest tokens; 0 among all.
@@ -65,6 +65,9 @@ class Request:
             raise TypeError(f"Request: stop must be a list of texts, got {self.stop!r}")
         for name in ("prompt", "stop_tokens"):
             _check_ints(name, getattr(self, name))
+        # Who asks may go on with the same list: add the new tokens to it, for example.
+        for name in ("prompt", "stop_tokens", "stop"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         for name in ("max_new_tokens", "top_k", "seed", "priority"):
             _check_ints(name, [getattr(self, name)])
         if len(self.prompt) == 0:

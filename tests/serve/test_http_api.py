@@ -176,7 +176,7 @@ def test_the_engine_is_asked_what_the_client_asked() -> None:
         stop=["x"],
         ignore_end=True,
     )
-    assert second.stop == ["y", "z"] and not second.ignore_end
+    assert second.stop == ("y", "z") and not second.ignore_end
     # OpenAI's defaults: draws of its own each time, 16 tokens, or as many as fit.
     assert (second.temperature, second.top_p, second.max_new_tokens) == (1, 1, 16)
     assert second.seed != third.seed

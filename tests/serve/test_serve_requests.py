@@ -121,6 +121,23 @@ def test_a_stream_is_cancelled_while_it_waits_or_runs(
     assert engine.stats()["cancelled"] == 2 and engine.stats()["finished"] == 3
 
 
+def test_a_prompt_that_grows_meanwhile_is_what_it_was(
+    engine: Engine, greedy: Greedy
+) -> None:
+    """A conversation is one list: its reader appends what comes."""
+    conversation, stop = list(PROMPT), [9999]
+    stream = ask(engine, conversation, 7, stop_tokens=stop)
+    came = []
+    for _ in range(40):
+        engine.step()
+        while (event := stream.take()) is not None:
+            came.append(event)
+            conversation.append(event.token_id)
+            stop.append(event.token_id)
+    assert conversation == [*PROMPT, *greedy.after(PROMPT, 7)]
+    assert [event.finish_reason for event in came] == [None] * 6 + ["length"]
+
+
 def test_requests_that_do_not_fit_are_refused(
     tiny: tuple[TinyModel, LoadedModel],
 ) -> None:
@@ -131,6 +148,8 @@ def test_requests_that_do_not_fit_are_refused(
         ask(engine, [1, 999])
     with pytest.raises(ValueError, match=f"prompt is {-(2**40)}, none of the model's"):
         ask(engine, [1, -(2**40)])
+    with pytest.raises(ValueError, match=f"prompt is {2**32 + 5}, none of the model's"):
+        ask(engine, np.array([2**32 + 5, 3, 9, 250, 8]))  # 5, in 32 bits
     streams = [ask(engine, PROMPT, 59) for _ in range(2)]
     with pytest.raises(QueueFullError, match="2 requests wait already"):
         ask(engine, PROMPT)
