@@ -78,7 +78,8 @@ class Engine:
 
     Attributes:
         ready: whether all programs are compiled.
-        trouble: why they do not compile; empty where they do.
+        trouble: why they do not compile, or why no step can be computed any more;
+            empty where all is well.
 
     Raises:
         ValueError: for sizes that do not go together.
@@ -196,6 +197,7 @@ class Engine:
         self._numbers = itertools.count()
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._ended = False  # by `stop`
         self.ready, self.trouble = False, ""
 
     # ---- for everybody ----
@@ -232,8 +234,11 @@ class Engine:
 
     def stop(self) -> None:
         """End the thread; open streams end with "cancelled". Again does nothing."""
-        if not self._inbox.close():
-            return
+        self._inbox.close()
+        with self._stepping:
+            if self._ended:
+                return
+            self._ended = True
         if self._thread is not None:
             self._thread.join()
         with self._stepping:
@@ -370,14 +375,33 @@ class Engine:
 
     def _serve(self) -> None:
         try:
+            self._compile_first()
+            while not self._inbox.closed:
+                if not self.step():  # a transfer may be under way
+                    self._inbox.wait(POLL if self._busy() else None)
+        except Exception as error:  # of a step that failed nothing could be made good
+            _log.exception("no step can be computed any more: the engine stops")
+            self.trouble = f"{type(error).__name__}: {error}"
+            self._give_up()
+
+    def _compile_first(self) -> None:
+        try:
             self.compile()
         except Exception as error:
             _log.exception("the programs do not compile")
             self.trouble = f"{type(error).__name__}: {error}"
             self._fail(self.trouble)
-        while not self._inbox.closed:
-            if not self.step():  # a transfer may be under way
-                self._inbox.wait(POLL if self._busy() else None)
+
+    def _give_up(self) -> None:
+        """Whoever waits is told, and nobody may come: what is lost stays lost."""
+        self._inbox.close()
+        came, _ = self._inbox.take()
+        scheduler = self._scheduler
+        for sequence in (*scheduler.running, *scheduler.waiting, *came):
+            if not sequence.ended:
+                sequence.stream.put(Event(None, "", "error", self.trouble))
+                self._counts.finished += 1
+                self._counts.failed += 1
 
     def _busy(self) -> bool:
         scheduler = self._scheduler

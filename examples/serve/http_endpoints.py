@@ -124,8 +124,9 @@ class Endpoints:
             raise self.unavailable() from error
 
     def unavailable(self) -> ApiError:
-        kind, code = "server_error", "unavailable"
-        return ApiError(503, self.stopped, kind=kind, code=code)
+        kind, code, why = "server_error", "unavailable", self.engine.trouble
+        message = f"{self.stopped}: {why}" if why else self.stopped
+        return ApiError(503, message, kind=kind, code=code)
 
     # ---- models ----
 

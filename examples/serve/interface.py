@@ -287,7 +287,7 @@ class Engine(Protocol):
     model: Model
     max_tokens: int  # a prompt and its new tokens, at most
     ready: bool  # its programs are compiled: requests do not wait for them
-    trouble: str  # why they do not compile, or empty
+    trouble: str  # why they do not compile, or no step can be computed; or empty
 
     @property
     def stopped(self) -> bool:

@@ -11,9 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from http_servers import call
 from llama_engines import Greedy, ask, check_books, tokens_of
 from llama_files import TinyModel
 from serve.engine import Engine
+from serve.http_server import create_app
 from serve.interface import FREE, HELD, IDLE, SHARED, Event, QueueFullError, Request
 from serve.models import LoadedModel
 
@@ -247,6 +249,34 @@ def test_a_plan_that_always_fails_ends_all(
 
 
 # ---- threads -------------------------------------------------------------------------
+
+
+def test_a_device_that_is_lost_ends_all_and_the_engine(
+    tiny: tuple[TinyModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for a thread that has ended, and monitors are told."""
+
+    def lost(*_: Any) -> None:
+        raise RuntimeError("the device is lost")
+
+    engine = make(tiny[1], max_batch=1)
+    monkeypatch.setattr(engine._runner, "dispatch", lost)
+    monkeypatch.setattr(engine._runner, "reset", lost)
+    streams = [ask(engine, PROMPT, 5) for _ in range(3)]
+    engine.start()
+    engine._thread.join(60)
+    assert not engine._thread.is_alive()
+    assert [stream.finish_reason for stream in streams] == ["error"] * 3
+    assert "the device is lost" in list(streams[2])[-1].error
+    assert engine.stats()["failed"] == 3
+    with pytest.raises(RuntimeError, match="has stopped"):
+        ask(engine, PROMPT)
+    assert engine.stopped
+    told = call(create_app(engine), "GET", "/health")
+    assert told.status_code == 503 and "the device is lost" in told.text
+    engine.stop()
+    engine.stop()
+    check_books(engine)
 
 
 def test_a_thread_serves_many(engine: Engine, greedy: Greedy) -> None:
