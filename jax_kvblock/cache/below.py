@@ -104,7 +104,8 @@ class Below:
       num_rooms: how many arrays of so many blocks tickets share on the device.
 
     Attributes:
-      lock: what every change of the fields here holds.
+      lock: what every change of the fields here holds. Who needs the pool's as well,
+        `manager.lock`, takes that first: users hold it around calls.
       down, up: the threads that begin copies; `landed` ends those that go down.
       rooms: what is copied up goes there.
       in_order: who hands `up` jobs that belong together holds it, and nothing else.

@@ -52,7 +52,7 @@ def park(
     size = table._native.block_size
     table.commit(num_written)
     rest = num_written % size
-    with tiers.below.lock:
+    with tiers.cache.manager.lock, tiers.below.lock:
         ticket = tiers.offload(table)
         last = num_written // size
         if rest and last < len(table):

@@ -144,7 +144,7 @@ class TieredCache:
                 "offload: pass a table, or keys of 32 bytes as `table.keys` has them, "
                 f"got {wrong[0]!r}"
             )
-        with self.below.lock:
+        with self.cache.manager.lock, self.below.lock:
             new = [key for key in keys if not self.below.on_host(key)]
             ids = [self.cache._free_list.find(key) for key in new]
             here = [(k, i) for k, i in zip(new, ids, strict=True) if i is not None]
@@ -162,7 +162,7 @@ class TieredCache:
         missing = wanted - self.cache.num_free_blocks
         if missing <= 0:
             return
-        with self.below.lock:
+        with self.cache.manager.lock, self.below.lock:
             victims = _native.victims(self.cache._free_list, missing)
             keys = [key for _, key in victims]
             self.offload(keys)  # the program that reads them is dispatched now
@@ -176,7 +176,7 @@ class TieredCache:
         now = time.monotonic()
         if not self.write_through or now < self._next_look:
             return
-        with self.below.lock:
+        with self.cache.manager.lock, self.below.lock:
             if self.below.coming:  # one at a time: the link is for what is needed, too
                 return
             idle = self._idle_keys()

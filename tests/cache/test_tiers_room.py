@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from small_tiers import Setup, states, victims
 from tier_stores import MemoryStore
 
 from jax_kvblock import PoolExhaustedError
-from jax_kvblock.cache import TieredCache
+from jax_kvblock.cache import TieredCache, park, programs
 
 
 def test_room_is_made_by_moving_down() -> None:
@@ -25,6 +27,46 @@ def test_room_is_made_by_moving_down() -> None:
     ticket.wait()
     assert table.match() == 16
     one.holds(table)
+    one.tiers.close()
+
+
+@pytest.mark.parametrize("call", ["offload", "make_room", "maintain", "park"])
+def test_who_holds_the_managers_lock_may_call_it(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While another thread is about to take that lock in the same call."""
+    monkeypatch.setattr("jax_kvblock.cache.tiers.LOOK_REST", 0)
+    one = Setup(low=0.9, high=1.0, write_through=True)
+    tables = [one.computed([i, *range(9)]) for i in range(2)]
+    one.computed([2, *range(12)]).free()
+    there, inside = programs.staged, threading.Event()
+
+    def slowly(*args: Any) -> Any:
+        inside.set()
+        time.sleep(0.2)  # so that the other one has its lock and wants ours
+        return there(*args)
+
+    monkeypatch.setattr(programs, "staged", slowly)
+
+    def use(number: int) -> None:
+        if call == "park":
+            park(one.tiers, tables[number], 10)
+        else:
+            given = {"offload": (tables[number],), "make_room": (16,)}
+            getattr(one.tiers, call)(*given.get(call, ()))
+
+    def use_with_lock() -> None:
+        with one.manager.lock:
+            first.start()
+            inside.wait(0.5)
+            use(1)
+
+    first = threading.Thread(target=use, args=(0,), daemon=True)
+    second = threading.Thread(target=use_with_lock, daemon=True)
+    second.start()
+    second.join(20)
+    first.join(20)
+    assert not first.is_alive() and not second.is_alive(), "each waits for the other"
     one.tiers.close()
 
 
