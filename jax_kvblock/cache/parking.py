@@ -48,7 +48,17 @@ def park(
       num_written: how many of its tokens have keys and values; also those of the
         last block, which is not full.
       adapter, salt: as it was opened with.
+
+    Raises:
+      ValueError: when it was opened with others, or for another model; then it is as
+        before. `resume` would find somebody else's blocks.
     """
+    if table.root != tiers.cache.namespace.root(adapter, salt):
+        raise ValueError(
+            "park: the table was opened with another adapter or salt than "
+            f"adapter={adapter!r} and salt={salt!r}, or by another model's cache; pass "
+            "those that `open` was given"
+        )
     size = table._native.block_size
     table.commit(num_written)
     rest = num_written % size

@@ -50,6 +50,22 @@ def test_parked_and_resumed(setup: Setup, num_written: int) -> None:
     table.slots(num_written, 1)
 
 
+def test_a_sequence_with_an_adapter_is_not_parked_as_another(setup: Setup) -> None:
+    """Else it would come back with the blocks of the same tokens without it."""
+    setup.computed(range(14))
+    table = setup.cache.open(range(14), adapter="french", salt="a tenant")
+    table.reserve(14)
+    setup.write(table)
+    for given in ({}, {"adapter": "french"}, {"salt": "a tenant"}):
+        with pytest.raises(ValueError, match="opened with another adapter or salt"):
+            park(setup.tiers, table, 14, **given)
+        assert not table.freed
+    parked = park(setup.tiers, table, 14, adapter="french", salt="a tenant")
+    table, written = resume(setup.tiers, parked)
+    assert written == 14
+    setup.holds(table)
+
+
 def test_what_a_tier_has_lost_is_computed_again(setup: Setup) -> None:
     table = setup.computed(range(14))
     parked = park(setup.tiers, table, 14)
