@@ -39,7 +39,10 @@ MOST_WRITES = 4  # to the store at a time; what comes down waits for them
 
 
 class Store(Protocol):
-    """What a tier below host memory does: blocks by key, as rows of bytes."""
+    """What a tier below host memory does: blocks by key, as rows of bytes.
+
+    One that is only read may say so by an attribute, `takes = False`: nothing is put.
+    """
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Of each key, whether its block is there."""
@@ -207,7 +210,8 @@ class Below:
                 self.host_counters.blocks_in += len(keys)
                 self.host_counters.bytes_in += len(keys) * self.host.block_bytes
             # Nobody takes the slots while the store is slow.
-            if self.store is not None and keys:
+            store = self.store
+            if store is not None and keys and getattr(store, "takes", True):
                 self._put(keys)
 
     def _put(self, keys: Sequence[bytes]) -> None:

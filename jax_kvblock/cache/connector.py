@@ -97,6 +97,11 @@ class Connector:
     def _name(self) -> str:
         return type(self).__name__
 
+    @property
+    def takes(self) -> bool:
+        """Whether blocks may be put here, or are only read."""
+        return False
+
     def parts(self) -> Sequence[Part]:
         """Where blocks are read now, the nearest first."""
         return tuple(self.__parts)

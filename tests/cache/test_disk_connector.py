@@ -23,6 +23,7 @@ from jax_kvblock.cache.connector import ConnectorError, SlowConnectorError
 
 pytest.importorskip("lmdb")
 from jax_kvblock.cache.connectors.disk import DiskConnector, DiskPart
+from jax_kvblock.cache.disk import DiskTier
 
 ROOM = 4 << 20
 TWO = (range(0, 2), range(2, 4))
@@ -168,6 +169,32 @@ def test_who_only_reads_puts_nothing(tmp_path: Path) -> None:
         pytest.raises(ValueError, match=r"put: rows must be uint8\[1, 1536\]"),
     ):
         connector.put(keys(1), blocks(keys(1)))
+
+
+@pytest.mark.parametrize("kind", ["connector", "tier"])
+def test_what_is_only_read_does_not_fail_to_take(tmp_path: Path, kind: str) -> None:
+    """Blocks that come down stay in host memory, and no error is counted."""
+    manager = BlockManager(
+        3, 4, num_kv_heads=HEADS, head_dim=8, num_blocks=8, dtype=jnp.float32
+    )
+    cache = PrefixCache(manager, model="m")
+    with opened(tmp_path) as writer:
+        given = {"namespace": cache.namespace.digest, "max_bytes": ROOM}
+        given["block_bytes"] = manager.spec.block_bytes
+        path = writer._own.tier.path.parent
+    store = (
+        reader(tmp_path)
+        if kind == "connector"
+        else DiskTier(path, read_only=True, **given)
+    )
+    with store, TieredCache(cache, host_bytes=1 << 20, store=store) as tiers:
+        table = cache.open(range(14))
+        table.reserve(14)
+        table.commit(14)
+        tiers.offload(table).wait()
+        tiers.drain()
+        assert tiers.store_error is None and not tiers.stats()["store"]["failed"]
+        assert tiers.lookup(range(14))["device"] == 12 and not store.takes
 
 
 def test_the_bandwidth_is_measured(tmp_path: Path) -> None:

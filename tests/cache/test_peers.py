@@ -217,6 +217,7 @@ def test_who_takes_no_blocks(wire: CopyWire) -> None:
     of, rows = keys(1), blocks(keys(1))
     with served(MemoryPart(), wire) as server:
         with connected([server.address], wire) as connector:
+            assert not connector.takes
             with pytest.raises(
                 ConnectorError, match=r"no server takes heads \[0, 1, 2"
             ):

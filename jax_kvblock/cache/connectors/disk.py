@@ -162,6 +162,10 @@ class DiskConnector(Connector):
                 self.close()
                 raise
 
+    @property
+    def takes(self) -> bool:
+        return self._own is not None
+
     def parts(self) -> Sequence[Part]:
         with self._looking:
             self._look()

@@ -85,6 +85,11 @@ class PeerConnector(Connector):
             self.close()
             raise
 
+    @property
+    def takes(self) -> bool:
+        """Whether there is a server that takes blocks, or was."""
+        return any(peer.takes for peer in self._peers)
+
     def parts(self) -> Sequence[Part]:
         return tuple(peer for peer in self._peers if peer.error is None)
 

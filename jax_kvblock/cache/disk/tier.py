@@ -121,6 +121,11 @@ class DiskTier:
             self._counters.add(corrupt=len(wrong))
         return books
 
+    @property
+    def takes(self) -> bool:
+        """Whether blocks may be put here, or are only read."""
+        return self._writer is not None
+
     def put(self, keys: Sequence[bytes], blocks: Any) -> Future[int]:
         """Stores blocks; the ticket has the number of those that were not there before.
 
