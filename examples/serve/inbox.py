@@ -50,6 +50,8 @@ class Inbox:
     def cancel(self, sequence: Sequence) -> None:
         """Nobody wants a request any more."""
         with self._changed:
+            if sequence in self._came:  # its place is another one's at once
+                self._came.remove(sequence)
             self._gone.append(sequence)
             self._changed.notify_all()
 

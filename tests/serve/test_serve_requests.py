@@ -140,6 +140,22 @@ def test_a_prompt_that_grows_meanwhile_is_what_it_was(
     assert [event.finish_reason for event in came] == [None] * 6 + ["length"]
 
 
+def test_who_leaves_before_the_engine_looks_leaves_the_queue(
+    engine: Engine, greedy: Greedy
+) -> None:
+    """It compiles, for example, which takes a while."""
+    for _ in range(3):
+        left = [ask(engine, PROMPT) for _ in range(3)]
+        for stream in left:
+            stream.cancel()
+    kept = ask(engine, PROMPT, 5)
+    assert engine.stats()["waiting"] == 1
+    engine.run()
+    greedy.check(PROMPT, kept, 5)
+    assert [stream.finish_reason for stream in left] == ["cancelled"] * 3
+    assert engine.stats()["cancelled"] == 9 and engine.stats()["finished"] == 10
+
+
 def test_requests_that_do_not_fit_are_refused(
     tiny: tuple[TinyModel, LoadedModel],
 ) -> None:
