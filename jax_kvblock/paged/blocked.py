@@ -43,12 +43,16 @@ class _Rows(NamedTuple):
       q: `[C R, N, D]`, and a tile beyond them where they all begin with a sequence.
       first, lens: int32 `[B]`, a sequence's first row and how many it has.
       kv_lens: int32 `[B]`, from 0 to W T.
+      ranges, tree_mask: int32 `[C R, 2]` and `[C R, words]`, with as many rows as q, or
+        None.
     """
 
     q: jax.Array
     first: jax.Array
     lens: jax.Array
     kv_lens: jax.Array
+    ranges: Any
+    tree_mask: Any
 
 
 class _Tile(NamedTuple):
@@ -83,7 +87,7 @@ def forward(
         ends = jnp.cumsum(counts, dtype=jnp.int32)
 
         def step(i: Any, made: Any) -> Any:
-            tile = _find(config, x, of, ends, counts, length, i)
+            tile = _find(config, of, ends, counts, length, i)
             return _write(made, tile, _attend(config, x, of, tile, length, part))
 
         out, lse = blocked.loop(ends[-1], step, _varying(x, out, lse))
@@ -114,9 +118,15 @@ def _rows_of(x: Paged, beyond: int) -> _Rows:
     # Where they are constants, XLA's GPU backend would put them into the loops' bodies,
     # and then fails to count the loops' steps.
     first, lens, kv_lens = jax.lax.optimization_barrier((first, lens, kv_lens))
-    q = x.q.reshape(calls * length, *x.q.shape[2:])
-    q = jnp.pad(q, ((0, beyond), (0, 0), (0, 0)))
-    return _Rows(q, first, lens, kv_lens)
+
+    def rows(a: jax.Array) -> jax.Array:
+        a = a.reshape(calls * length, *a.shape[2:])
+        return jnp.pad(a, [(0, beyond), *[(0, 0)] * (a.ndim - 1)])
+
+    ranges, tree_mask = (
+        None if a is None else rows(a) for a in (x.ranges, x.tree_mask)
+    )
+    return _Rows(rows(x.q), first, lens, kv_lens, ranges, tree_mask)
 
 
 def _varying(x: Paged, *state: jax.Array) -> tuple[jax.Array, ...]:
@@ -126,7 +136,6 @@ def _varying(x: Paged, *state: jax.Array) -> tuple[jax.Array, ...]:
 
 def _find(
     config: PagedConfig,
-    x: Paged,
     of: _Rows,
     ends: Any,
     counts: Any,
@@ -142,16 +151,15 @@ def _find(
     first_key, last_key = window_of(config.scores, query, of.kv_lens[b] - of.lens[b])
 
     def own(a: jax.Array) -> jax.Array:
-        a = a.reshape(-1, a.shape[-1])
         return jax.lax.dynamic_slice_in_dim(a, row, length, 0)
 
-    if x.ranges is not None:
-        begin, end = own(x.ranges).T
+    if of.ranges is not None:
+        begin, end = own(of.ranges).T
         first_key = jnp.maximum(first_key, begin)
         last_key = jnp.minimum(last_key, jnp.maximum(end, -(2**31) + 1) - 1)
     none = jnp.zeros_like(query)
     labels = (first_key, last_key, none, none, valid, valid)
-    bits = None if x.tree_mask is None else own(x.tree_mask)
+    bits = None if of.tree_mask is None else own(of.tree_mask)
     return _Tile(b, row, Labels(*(a[None] for a in labels)), bits)
 
 

@@ -109,6 +109,26 @@ def test_it_changes_rounding_alone(cache):
             np.testing.assert_allclose(x, y, rtol=bar, atol=bar)
 
 
+@pytest.mark.parametrize("name", ["ranges", "tree_mask"])
+@pytest.mark.parametrize("members", [[1], [2, 4]])
+def test_every_row_keeps_its_own_mask(cache, name, members):
+    """Rows that fill no whole tile, in all or behind the last whole one."""
+    rng = np.random.default_rng(5)
+    rows = sum(SEQUENCES[b][0] for b in members)
+    keys = max(SEQUENCES[b][1] for b in members)
+    masks = {
+        "ranges": np.sort(rng.integers(0, keys, (rows, 2))).astype(np.int32),
+        "tree_mask": rng.integers(0, 2**32, (rows, 2), np.uint32),
+    }
+    given = {name: masks[name]}
+    bar = 2e-2 if cache["q"][0].dtype == jnp.bfloat16 else 1e-5
+    plain = attend(cache, members, **given)
+    split = attend(cache, members, split_size=256, **given)
+    for a, b in zip(plain, split, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_allclose(x, y, rtol=bar, atol=bar)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", ["bfloat16"], indirect=True)
 def test_the_kernels_keep_bits(cache):
