@@ -299,7 +299,7 @@ def _query_heads(
     if total is None or total < 1 or not heads or total % heads:
         raise ValueError(
             f"{where}: q_heads[1], of all query heads, must be a multiple of q's "
-            f"{heads}, got {show(q_heads[1])}"
+            f"{heads}, got {shown(q_heads[1])}"
         )
     number = None if isinstance(first, jax.Array) else as_int(first)
     if number is not None and number not in range(0, total, heads):
@@ -373,7 +373,7 @@ def _split_size(where: str, split_size: Any) -> int:
     if number is None or not 1 <= number < 2**31:
         raise ValueError(
             f"{where}: split_size must be a positive integer, keys of a part, got "
-            f"{show(split_size)}; it is compiled in, and 2048 is a good one"
+            f"{shown(split_size)}; it is compiled in, and 2048 is a good one"
         )
     return number
 
@@ -391,13 +391,24 @@ def _scale(where: str, name: str, scale: Any, pages: KVPool | Pages) -> Any:
     forms = {"[]": (), "[K]": (heads,), "[P, T, K]": (blocks, size, heads)}
     if isinstance(pages, KVPool):
         forms["[L, P, T, K]"] = (pages.spec.num_layers, blocks, size, heads)
-    made = scale if hasattr(scale, "dtype") else np.float32(scale)
+    shapes = ", ".join(f"{form} = {list(n)}" for form, n in forms.items())
+    must = f"{where}: {name} must be a number or float32 {shapes}, got"
+    made = scale
+    if not hasattr(scale, "dtype"):
+        try:
+            if isinstance(scale, (bool, str, bytes)):
+                raise TypeError
+            made = np.float32(scale)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"{must} {scale!r}; pass a Python float, or an array of float32"
+            ) from None
     made = check_array(where, name, made)
     if made.shape not in forms.values() or made.dtype != jnp.float32:
-        shapes = ", ".join(f"{form} = {list(n)}" for form, n in forms.items())
-        raise ValueError(
-            f"{where}: {name} must be a number or float32 {shapes}, got {show(made)}"
-        )
+        fix = "cast it with .astype(jnp.float32)"
+        if made.dtype == jnp.float32:
+            fix = "one for all, for each KV head, or for each token and head"
+        raise ValueError(f"{must} {show(made)}; {fix}")
     return to_jax(made).reshape(made.shape or (1,))
 
 

@@ -154,6 +154,8 @@ WRONG = {
         "tree_mask must fit in int32",
     ),
     "a flag": ({"causal": 1}, TypeError, "causal must be"),
+    "a part": ({"split_size": -3}, ValueError, "keys of a part, got -3; it is"),
+    "heads of all": ({"q_heads": (0, 6)}, ValueError, "multiple of q's 4, got 6"),
 }
 
 
@@ -162,3 +164,21 @@ def test_messages(name):
     changes, error, message = WRONG[name]
     with pytest.raises(error, match="^paged_attention: .*" + message):
         jax.eval_shape(lambda: paged_attention(**GIVEN | changes))
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "message"),
+    [
+        ("x", TypeError, "got 'x'; pass a Python float"),
+        (True, TypeError, "got True; pass a Python float"),
+        ([[1], [1, 2]], TypeError, r"got \[\[1\], \[1, 2\]\]; pass a Python float"),
+        (object(), TypeError, "got <object"),
+        (np.ones(3, np.float32), ValueError, r"got float32\[3\]; one for all, for ea"),
+        (np.ones(2, np.float16), ValueError, r"got float16\[2\]; cast it with .asty"),
+    ],
+)
+def test_messages_of_scales(scale, error, message):
+    pages = jnp.asarray(PAGES, jnp.float8_e4m3fn)
+    given = GIVEN | {"pages": (pages, pages), "k_scale": scale}
+    with pytest.raises(error, match="^paged_attention: k_scale must be .*" + message):
+        jax.eval_shape(lambda: paged_attention(**given))
