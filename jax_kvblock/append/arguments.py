@@ -267,9 +267,10 @@ def check_rotation(
             f"{size}"
         )
     if size % 2 or not 0 < size <= head_dim:
+        given_by = "" if told is None else f" of {named[0]}"
         raise ValueError(
-            f"{where}: rotary_dim must be even, and at most the head dim {head_dim}, "
-            f"got {size}"
+            f"{where}: rotary_dim{given_by} must be even, above 0 and at most the head "
+            f"dim {head_dim}, got {size}; it is how many elements of a head turn"
         )
     if theta is not None:
         inv_freq = to_jax(inverse_frequencies(where, theta, size))

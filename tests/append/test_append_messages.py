@@ -184,7 +184,8 @@ ROPE = {
     "frequencies": (
         NO_THETA | {"inv_freq": np.ones(9, np.float32)},
         ValueError,
-        "rotary_dim must be even, and at most the head dim 16, got 18",
+        "rotary_dim of inv_freq must be even, above 0 and at most the head dim 16, "
+        "got 18",
     ),
     "frequencies of another dim": (
         NO_THETA | {"inv_freq": np.ones(8, np.float32), "rotary_dim": 8},
