@@ -21,6 +21,7 @@ from jax_kvblock.core.checks import (
     check_int32,
     check_positive,
     show,
+    shown,
     to_jax,
 )
 from jax_kvblock.core.types import ArrayIn, Integers, LayerIndex
@@ -78,7 +79,10 @@ def summarize_pages(
 
     Source: Tang et al., Quest (arXiv:2406.10774).
     """
-    where = "summarize_pages"
+    return _summarized("summarize_pages", keys, layer, ids)
+
+
+def _summarized(where: str, keys: Any, layer: Any, ids: Any) -> PageSummary:
     if isinstance(keys, KVPool):
         if layer is None:
             raise TypeError(
@@ -88,6 +92,11 @@ def summarize_pages(
         wanted = range(keys.num_blocks) if ids is None else ids
         k, _ = gather_kv(keys, layer, wanted)
         pages = k.reshape(-1, keys.spec.block_size, *k.shape[1:])
+    elif layer is not None:
+        raise ValueError(
+            f"{where}: layer must be None with the pages of one layer, got "
+            f"{shown(layer)}; a KVPool has layers"
+        )
     else:
         pages = to_jax(check_array(where, "keys", keys))
         if pages.ndim != 4:
@@ -115,13 +124,24 @@ def refresh_summary(
       ids: int32 `[n]`, the pages that were written; those outside of 0 to P − 1 do
         nothing.
 
+    Raises:
+      TypeError, ValueError: arguments do not fit.
+
     Example:
       >>> summary = refresh_summary(summary, pool, slots // block_size, layer)
     """
-    ids = check_int32("refresh_summary", "ids", ids, "[n]", 1)
+    where = "refresh_summary"
+    _check_summary(where, summary)
+    ids = check_int32(where, "ids", ids, "[n]", 1)
     count = summary.low.shape[0]
     inside = (ids >= 0) & (ids < count)
-    new = summarize_pages(keys, layer, jnp.where(inside, ids, 0))
+    new = _summarized(where, keys, layer, jnp.where(inside, ids, 0))
+    if new.low.shape[1:] != summary.low.shape[1:]:
+        raise ValueError(
+            f"{where}: summary must be of pages of {list(new.low.shape[1:])}, KV heads "
+            f"and head dim, got {show(summary.low)}; summarize_pages makes it of the "
+            "same keys"
+        )
     at = jnp.where(inside, ids, count)
     return PageSummary(
         summary.low.at[at].set(new.low, mode="drop"),
@@ -222,6 +242,14 @@ def select_pages(
     )
 
 
+def _check_summary(where: str, summary: Any) -> None:
+    if not isinstance(summary, PageSummary):
+        raise TypeError(
+            f"{where}: summary must be a PageSummary, got {type(summary).__name__}; "
+            "summarize_pages makes one"
+        )
+
+
 def _checked(
     where: str, q: Any, summary: Any, tables: Any, lens: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -231,11 +259,7 @@ def _checked(
             f"{where}: q must be [B, T, N, D], got {show(q)}; a step of decoding has "
             "T = 1: q[:, None]"
         )
-    if not isinstance(summary, PageSummary):
-        raise TypeError(
-            f"{where}: summary must be a PageSummary, got {type(summary).__name__}; "
-            "summarize_pages makes one"
-        )
+    _check_summary(where, summary)
     _, kv_heads, dim = summary.low.shape
     if dim != q.shape[3] or not kv_heads or q.shape[2] % kv_heads:
         raise ValueError(

@@ -246,3 +246,22 @@ def test_bad_summaries_are_errors():
         "[P, T, K, D]|float32[3, 4]",
         lambda: summarize_pages(jnp.zeros((3, 4))),
     )
+    pages = jnp.zeros((3, SIZE, KV_HEADS, DIM))
+    check(
+        "summarize_pages",
+        ValueError,
+        "layer must be None|got 0",
+        lambda: summarize_pages(pages, 0),
+    )
+    summary = summarize_pages(pages)
+    narrow = PageSummary(summary.low[:, :1], summary.high[:, :1])
+    for error, words, call in (
+        (TypeError, "PageSummary|got int", lambda: refresh_summary(3, pages, [0])),
+        (TypeError, "layer|None", lambda: refresh_summary(summary, pool, [0])),
+        (
+            ValueError,
+            "summary must be of pages of [2, |got float32[3, 1",
+            lambda: refresh_summary(narrow, pages, [0]),
+        ),
+    ):
+        check("refresh_summary", error, words, call)
