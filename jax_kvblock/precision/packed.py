@@ -10,7 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock.core.checks import as_array, as_int, check_positive, show, shown
+from jax_kvblock.core.checks import (
+    as_array,
+    as_int,
+    check_dtype,
+    check_positive,
+    show,
+    shown,
+)
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.precision.formats import GROUPED, PrecisionFormat, check_format
 from jax_kvblock.precision.words import CODES, pack, unpack
@@ -72,7 +79,7 @@ class PackedArray:
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
         """The array; `code * scale + offset` is rounded once, to float32 or wider."""
-        return _dequantize(self, jnp.dtype(dtype))
+        return _dequantize(self, check_dtype("PackedArray.dequantize", "dtype", dtype))
 
     def __getitem__(self, index: int) -> PackedArray:
         """The entry at a Python integer along the first axis, as of stacked layers."""
@@ -363,6 +370,7 @@ def packed_dot(
             f"{where}: x must be [..., {weights.shape[weights.axis]}], as the weights' "
             f"axis {weights.axis} has it, got {show(x)} beside {list(weights.shape)}"
         )
+    dtype = x.dtype if dtype is None else check_dtype(where, "dtype", dtype)
     axis = weights.axis + weights.ndim
     made = jax.lax.dot_general(
         x,
@@ -370,4 +378,4 @@ def packed_dot(
         (((x.ndim - 1,), (axis,)), ((), ())),
         preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
     )
-    return made.astype(x.dtype if dtype is None else dtype)
+    return made.astype(dtype)

@@ -325,6 +325,20 @@ BAD.kind(
     [i32(2, 64), f32(64, 64)],
     "int32[2, 64]|cast",
 )
+BAD.kind(
+    "packed_dot",
+    "dtype",
+    lambda x, w: packed_dot(x, quantize(w, INT3), dtype="float23"),
+    [f32(2, 64), f32(64, 64)],
+    "dtype must be a dtype|got 'float23'",
+)
+BAD.kind(
+    "PackedArray.dequantize",
+    "dtype",
+    lambda x: quantize(x, INT3).dequantize(None),
+    [f32(2, 64)],
+    "dtype must be a dtype|got None",
+)
 
 
 @pytest.mark.parametrize("bad", BAD, ids=str)
