@@ -30,6 +30,7 @@ from jax_kvblock.core.checks import (
     check_choice,
     check_int32,
     check_integer,
+    check_static,
     show,
     shown,
     to_jax,
@@ -170,6 +171,8 @@ def _cu_seqlens(
         check_int32(where, f"cu_seqlens[{i}]", x, "[B + 1]", 1)
         for i, x in enumerate(cu_seqlens)
     ]
+    for i, cu in enumerate(pair):
+        check_static(where, f"cu_seqlens[{i}]", cu)
     if pair[0].shape != pair[1].shape or pair[0].shape[0] < 2:
         raise ValueError(
             f"{where}: cu_seqlens must be a pair of int32[B + 1] with B of at least 1, "

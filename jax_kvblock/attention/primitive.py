@@ -58,6 +58,7 @@ from jax_kvblock.attention.ops import (
     letters,
 )
 from jax_kvblock.attention.partition import array_spec, axis_shards, partitioned
+from jax_kvblock.core.checks import check_static
 from jax_kvblock.core.primitive import make_primitives
 from jax_kvblock.core.spmd import lower_local, vary_alike
 
@@ -296,6 +297,8 @@ def _lower(
         choice = dispatch.choose(
             config, x, platform, backward=backward, where=config.where
         )
+    if choice != "xla":
+        check_static(call.config.where, "q", x.q)
     empty = 0 in (*x.q.shape, *x.k.shape)  # nothing to launch a kernel for
     if choice != "xla" and not empty:
         local = functools.partial(cuda.run, op, call, choice)

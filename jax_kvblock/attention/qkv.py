@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jax_kvblock.attention.cuda import MAX_HEAD_DIM
-from jax_kvblock.core.checks import check_array, show
+from jax_kvblock.core.checks import check_array, check_static, show
 
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 NARROW = jnp.float8_e4m3fn  # with scales, where a signature says so
@@ -81,6 +81,7 @@ def check_qkv(
     for i, name in enumerate(names):
         _check_rank(where, signature, arrays, i)
         _check_dtype(where, signature, arrays, name)
+        check_static(where, name, arrays[name], first=int(arrays[name].ndim == 4))
     if signature.alike:
         _check_alike(where, arrays)
     else:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 
@@ -92,6 +93,16 @@ def _from_dlpack(where: str, name: str, x: Any) -> jax.Array:
         f"{where}: {name} must be an array that DLPack can share, got {show(x)} "
         f"({type(x).__module__}.{type(x).__name__}); {reason}"
     )
+
+
+def check_static(where: str, name: str, x: Any, first: int = 0) -> None:
+    """That dims from `first` on are numbers, not the symbols of `jax.export`."""
+    if any(map(jax.export.is_symbolic_dim, x.shape[first:])):
+        but = " but for its first dim" if first else ""
+        raise NotImplementedError(
+            f"{where}: {name} must have a shape of numbers{but}, got {show(x)}; shapes "
+            "are compiled in: export a program for each size, or pad to one"
+        )
 
 
 def to_jax(x: Any) -> jax.Array:

@@ -25,6 +25,7 @@ from jax_kvblock.core.checks import (
     check_array,
     check_choice,
     check_int32,
+    check_static,
     show,
     shown,
     to_jax,
@@ -75,6 +76,7 @@ def normalize(
     check_flags(where, **flags, quantize_queries=quantize_queries)
     check_choice(where, "implementation", implementation, (None, *IMPLEMENTATIONS))
     q = _queries(where, q, query_start)
+    check_static(where, "q", q)
     stored = (_pages if value_dim is None else _latent)(where, pages)
     number, layer = _layer(where, pages, layer)
     if isinstance(stored, KVPool) and layer is None:
@@ -96,6 +98,7 @@ def normalize(
     else:
         tables = check_int32(where, "block_tables", block_tables, "[W]", 1)
         batch = table_first.shape[0]
+    check_static(where, "block_tables", tables)
     lengths = check_lengths(where, "kv_lens", _given(where, kv_lens), batch)
     starts, lens = _sequences(where, q, query_start, q_lens, batch)
     left, right = check_window(where, causal, window)

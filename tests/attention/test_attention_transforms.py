@@ -31,7 +31,7 @@ from attention_model import (
     truth,
 )
 
-from jax_kvblock import AttentionTiles
+from jax_kvblock import AttentionTiles, flash_attention
 
 by_kernel_here = by_main_kernel()
 TARGETS = ("forward", "backward_kv", "backward_q", "backward_bias")
@@ -148,6 +148,50 @@ def test_export_survives_serialization(rng, implementation, dtype, what):
     data = exported(f, *inputs(call)).serialize()
     got = jit(jax.export.deserialize(data).call)(*inputs(call))
     assert_all_close(got, answer(call, what), dtype)
+
+
+def symbolic(*shape):
+    """A float32 array with these dims, some of them names of symbols."""
+    dims = jax.export.symbolic_shape(", ".join(map(str, shape)))
+    return jax.ShapeDtypeStruct(dims, jnp.float32)
+
+
+def test_an_exported_batch_may_be_a_symbol(rng):
+    def loss(q):
+        out = flash_attention(q, q, q, causal=True, implementation="xla")
+        return jnp.sum(out**2)
+
+    f = jax.value_and_grad(loss)
+
+    of_any = exported(f, symbolic("b", 5, 2, 8))
+    for batch in (1, 3):
+        q = jnp.asarray(rng.standard_normal((batch, 5, 2, 8)), jnp.float32)
+        for got, want in zip(of_any.call(q), f(q), strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+def test_other_symbols_are_errors_that_name_the_array():
+    """Lengths, what is packed, and anything for a kernel."""
+    checks = [jax.export.DisabledSafetyCheck.custom_call("kvblock_attention_forward")]
+
+    def refused(name, *args, platform="cpu", **options):
+        def f(q, *boundaries):
+            packed = {"cu_seqlens": boundaries * 2} if boundaries else {}
+            return flash_attention(q, q, q, **packed, **options)
+
+        export = jax.export.export(
+            jax.jit(f), platforms=[platform], disabled_checks=checks
+        )
+        must = f"flash_attention: {name} must have a shape of numbers.*export a program"
+        with pytest.raises(NotImplementedError, match=must):
+            export(*args)
+
+    refused("q", symbolic(2, "t", 4, 16))
+    refused("q", symbolic("t", 4, 16), jnp.zeros(3, jnp.int32))
+    some = jax.ShapeDtypeStruct(jax.export.symbolic_shape("n"), jnp.int32)
+    refused(r"cu_seqlens\[0\]", jnp.zeros((9, 4, 16)), some)
+    whole = symbolic("b", 128, 4, 64)
+    refused("q", whole, platform="cuda", implementation="cuda")
 
 
 def test_an_exported_function_takes_and_returns_tile_lists(rng):

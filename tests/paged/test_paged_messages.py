@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -182,3 +183,16 @@ def test_messages_of_scales(scale, error, message):
     given = GIVEN | {"pages": (pages, pages), "k_scale": scale}
     with pytest.raises(error, match="^paged_attention: k_scale must be .*" + message):
         jax.eval_shape(lambda: paged_attention(**given))
+
+
+@pytest.mark.parametrize("name", ["q", "block_tables"])
+def test_symbolic_shapes_are_errors(name):
+    shapes = {"q": "b, 1, 4, 16", "block_tables": "2, w"}
+    given = GIVEN | {"q": Q[:2, None], "query_start": None}
+    dtype = given.pop(name).dtype
+    some = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shapes[name]), dtype)
+    attend = jax.jit(lambda a: paged_attention(**given | {name: a}))
+    with pytest.raises(
+        NotImplementedError, match=f"^paged_attention: {name} must have a shape of numb"
+    ):
+        jax.export.export(attend)(some)
