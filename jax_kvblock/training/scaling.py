@@ -142,9 +142,11 @@ def scale_for(largest: jax.Array, limit: float, margin: int) -> jax.Array:
 
 def report_of(largest: jax.Array, scale: jax.Array, limit: float) -> jax.Array:
     """How large a tensor was beside what its scale serves, as autodiff may add it."""
+    # A size that float32 does not hold once it is scaled is a large one, and no more.
+    known = jnp.isfinite(largest) & jnp.isfinite(scale)
     ratio = largest * scale / limit
     held = jnp.clip(ratio, _LEAST, _MOST) ** _POWER
-    return jnp.where(ratio == 0, 0.0, jnp.where(jnp.isfinite(ratio), held, jnp.nan))
+    return jnp.where(ratio == 0, 0.0, jnp.where(known, held, jnp.nan))
 
 
 def saturated(report: Fp8Scaling) -> jax.Array:

@@ -56,6 +56,19 @@ def test_a_report_is_read_again(size):
     np.testing.assert_allclose(scaling.scale, [want, 16, 2**15])
 
 
+@pytest.mark.parametrize("scale", [2.0, 2.0**10, 2.0**60])
+def test_a_size_that_is_too_large_once_it_is_scaled_is_followed(scale):
+    """float32 holds it, and not its product with the scale: 2^24 more a step."""
+    size, scaling = jnp.float32(3e38), Fp8Scaling.create()
+    scaling = Fp8Scaling(scaling.scale.at[0].set(scale), scaling.history)
+    for _ in range(8):
+        report = report_of(size, scaling.scale[0], 448.0)
+        assert jnp.isfinite(report)
+        scales = jnp.array([report, 0, 0], jnp.float32)
+        scaling = scaling.update(Fp8Scaling(scales, scaling.history), FP8Config())
+    assert scaling.scale[0] == 2.0**-60  # the least there is
+
+
 def test_the_rule_over_many_steps(rng):
     config = FP8Config(history=3, margin=1)
     update = jax.jit(lambda s, r: s.update(r, config))
