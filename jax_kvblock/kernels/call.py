@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock.core.checks import plural
+from jax_kvblock.core.checks import as_int, plural
 from jax_kvblock.kernels.kernel import Kernel
 from jax_kvblock.kernels.ptx import Loaded
 from jax_kvblock.kernels.tensor_map import TensorMap
@@ -278,6 +278,18 @@ def parameter_numbers(
     return order
 
 
+def integers_of(name: str, given: Any) -> tuple[int, ...]:
+    """Numbers of parameters, arrays or results."""
+    several = isinstance(given, (tuple, list, range))
+    found = [as_int(n) for n in (given if several else [given])]
+    numbers = tuple(n for n in found if n is not None)
+    if len(numbers) != len(found):
+        raise TypeError(
+            f"{WHERE}: {name} must be integers, got {given!r}; it counts from 0"
+        )
+    return numbers
+
+
 def results_of(out: Any, arrays: Sequence[Any]) -> tuple[Shape, ...]:
     given = out(*arrays) if callable(out) else out
     several = isinstance(given, (tuple, list)) and not isinstance(given, Shape)
@@ -306,14 +318,11 @@ def grid_of(grid: Any, arrays: Sequence[Any]) -> tuple[int, int, int]:
 def sizes_of(name: str, given: Any) -> tuple[int, int, int]:
     """Up to three sizes; those that are left out are 1."""
     sizes = given if isinstance(given, (tuple, list)) else (given,)
-    try:
-        found = [int(np.asarray(n).item()) for n in sizes]
-    except (TypeError, ValueError):
-        found = []
-    if not 1 <= len(found) <= 3:
+    found = [n for n in map(as_int, sizes) if n is not None]
+    if len(found) != len(sizes) or not 1 <= len(found) <= 3:
         raise TypeError(
             f"{WHERE}: {name} must be one to three integers, or a function of the "
-            f"arrays' shapes that returns such, got {given!r}"
+            f"arrays' shapes that returns such, got {given!r}; -(-n // m) rounds up"
         )
     x, y, z = (*found, 1, 1)[:3]
     if min(x, y, z) < 1:

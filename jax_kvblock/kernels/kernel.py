@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jax_kvblock.core.checks import plural
+from jax_kvblock.core.checks import as_int, check_count, plural, shown
 from jax_kvblock.kernels import nvrtc, ptx
 from jax_kvblock.kernels.ptx import Loaded, Parameter
 
@@ -127,7 +128,7 @@ def from_ptx(
         ValueError: the text is no PTX, the entry is not there or not the only one, or
             the sidecar does not fit the PTX.
     """
-    text, path = _read(source, ".version")
+    text, path = _read("from_ptx", "source", source, ".version")
     text = text.rstrip("\0")
     if ptx.version(text) is None:
         raise ValueError(
@@ -140,7 +141,9 @@ def from_ptx(
     if name is None and len(found) == 1:
         (name,) = found
     if name is None or name not in found:
-        has = ", ".join(map(repr, found)) or "none"
+        if not found:
+            raise ValueError(f"from_ptx: {path or 'the PTX'} has no kernel (.entry)")
+        has = ", ".join(map(repr, found))
         asked = f"has no kernel {name!r}" if name else "has several kernels"
         raise ValueError(
             f"from_ptx: {path or 'the PTX'} {asked}: it has {has}; pass one as entry="
@@ -179,8 +182,11 @@ def from_cubin(
     Raises:
         ValueError: it is neither a cubin nor a fatbin, or nothing names the kernel.
     """
-    path = None if isinstance(source, bytes) else Path(source)
-    image = source if isinstance(source, bytes) else Path(source).read_bytes()
+    if isinstance(source, bytes):
+        path, image = None, source
+    else:
+        path = _path("from_cubin", "source", source)
+        image = path.read_bytes()
     if not image.startswith((b"\x7fELF", b"\x50\xed\x55\xba")):
         raise ValueError(
             f"from_cubin: source must be a cubin or a fatbin, got {_begin(image)}; "
@@ -235,7 +241,7 @@ def from_cuda(
         ValueError: the code does not compile; the message is the compiler's, with the
             source's lines.
     """
-    text, path = _read(source, "__global__")
+    text, path = _read("from_cuda", "source", source, "__global__")
     folders = [*map(str, include_paths), *([str(path.parent)] if path else [])]
     compiled = nvrtc.compile_to_ptx(
         nvrtc.Source(
@@ -317,7 +323,7 @@ def _sidecar(
             return Notes()
         given = beside
     if not isinstance(given, Mapping):
-        text, _ = _read(given, "{")
+        text, _ = _read(where, "sidecar", given, "{")
         try:
             given = json.loads(text)
         except json.JSONDecodeError as error:
@@ -337,19 +343,46 @@ def _sidecar(
         if word:  # other words describe it to people
             notes[word] = value
     if "block" in notes:
-        block = notes["block"]
-        sizes = [block] if isinstance(block, int) else list(block)
-        notes["block"] = tuple((*sizes, 1, 1)[:3])
+        notes["block"] = _noted_block(where, notes["block"])
+    if "shared_memory" in notes:
+        size = notes["shared_memory"]
+        notes["shared_memory"] = check_count(where, "the sidecar's sharedMemory", size)
     if "names" in notes:
-        notes["names"] = tuple(
-            str(p["name"]) if isinstance(p, Mapping) else str(p) for p in notes["names"]
-        )
+        notes["names"] = _noted_names(where, notes["names"])
     return Notes(**notes)
+
+
+def _noted_block(where: str, given: Any) -> tuple[int, int, int]:
+    sizes = [
+        as_int(n) for n in (given if isinstance(given, (list, tuple)) else [given])
+    ]
+    found = [n for n in sizes if n is not None and n > 0]
+    if len(found) != len(sizes) or not 1 <= len(found) <= 3:
+        raise ValueError(
+            f"{where}: the sidecar's blockSize must be one to three integers of at "
+            f"least 1, got {given!r}"
+        )
+    x, y, z = (*found, 1, 1)[:3]
+    return x, y, z
+
+
+def _noted_names(where: str, given: Any) -> tuple[str, ...]:
+    parts = given if isinstance(given, (list, tuple)) else [None]
+    found = [p.get("name") if isinstance(p, Mapping) else p for p in parts]
+    names = tuple(name for name in found if isinstance(name, str))
+    if len(names) != len(found):
+        raise ValueError(
+            f"{where}: the sidecar's parameters must be names, or objects with a name, "
+            f"got {given!r}"
+        )
+    return names
 
 
 def _names(where: str, names: Sequence[str] | None, count: int) -> list[str] | None:
     if names is None:
         return None
+    if isinstance(names, str):
+        raise TypeError(f"{where}: parameters must be names, got one, {names!r}")
     if len(names) != count:
         raise ValueError(
             f"{where}: the kernel has {plural(count, 'parameter')}, and "
@@ -367,14 +400,24 @@ def _with_names(
     return tuple(dataclasses.replace(p, name=n) for p, n in pairs)
 
 
-def _read(source: PathOrText, sign: str) -> tuple[str, Path | None]:
+def _read(
+    where: str, name: str, source: PathOrText, sign: str
+) -> tuple[str, Path | None]:
     """Text, and the path that it comes from. `sign`: what text has, and no path."""
     if isinstance(source, bytes):
         return source.decode(), None
     if isinstance(source, str) and (sign in source or "\n" in source):
         return source, None
-    path = Path(source)
+    path = _path(where, name, source)
     return path.read_text(), path
+
+
+def _path(where: str, name: str, given: Any) -> Path:
+    if not isinstance(given, (str, os.PathLike)) or not str(given):
+        raise TypeError(
+            f"{where}: {name} must be text, bytes or a file's path, got {shown(given)}"
+        )
+    return Path(given)
 
 
 def _begin(source: Any) -> str:

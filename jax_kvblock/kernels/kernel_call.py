@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock.core.checks import check_array, plural
+from jax_kvblock.core.checks import check_array, check_integer, plural
 from jax_kvblock.kernels.call import (
     AXES,
     MAX_THREADS,
@@ -18,6 +18,7 @@ from jax_kvblock.kernels.call import (
     Call,
     Packed,
     check_alias,
+    integers_of,
     parameter_numbers,
     results_of,
     sizes_of,
@@ -152,19 +153,38 @@ def kernel_call(
         )
     ready = [_array(f"array {i}", a) for i, a in enumerate(arrays)]
     shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ready]
-    appended = (append,) if isinstance(append, int) else tuple(append)
+    appended = integers_of("append", append)
+    aliases = _by_number("aliases", aliases, "{0: 0} makes array 0 result 0")
+    maps = _by_number("tensor_maps", tensor_maps, "{0: TensorMap(...)} for array 0")
+    for name, function in (("vjp", vjp), ("fallback", fallback)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{WHERE}: {name} must be a function, got {function!r}")
     threads = _block(kernel, block)
     results = results_of(out, shapes)
-    for item in tensor_maps or ():
+    for item, each in maps.items():
+        if not isinstance(each, TensorMap):
+            raise TypeError(
+                f"{WHERE}: tensor_maps must have a TensorMap for each item, got "
+                f"{each!r} for item {item}"
+            )
         if not 0 <= item < len(ready) + len(results):
             raise ValueError(
                 f"{WHERE}: tensor_maps names item {item}; there are "
                 f"{plural(len(ready), 'array')} and {plural(len(results), 'result')} "
                 "behind them"
             )
-    for array, result in (aliases or {}).items():
+    integers_of("aliases", list(aliases.values()))
+    for array, result in aliases.items():
         check_alias(shapes, results, array, result)
-    before = len(ready) + len(results) - len(aliases or {}) + len(appended)
+    if len({*aliases.values()}) != len(aliases):
+        raise ValueError(
+            f"{WHERE}: aliases must give each array a result of its own, got {aliases}"
+        )
+    before = len(ready) + len(results) - len(aliases) + len(appended)
+    if not isinstance(after, (tuple, list)):
+        raise TypeError(
+            f"{WHERE}: after must be a sequence of arrays, got {type(after).__name__}"
+        )
     waits = [
         jax.lax.stop_gradient(_array(f"after[{i}]", x)) for i, x in enumerate(after)
     ]
@@ -181,14 +201,14 @@ def kernel_call(
         scalars=values,
         out=by_code(out) if callable(out) else results,
         append=appended,
-        aliases=tuple(sorted((aliases or {}).items())),
+        aliases=tuple(sorted(aliases.items())),
         order=numbers,
         grid=by_code(grid) if callable(grid) else sizes_of("grid", grid),
         block=threads,
         cluster=_cluster(cluster),
         shared_memory=_shared_memory(kernel, shared_memory),
         cooperative=bool(cooperative),
-        maps=tuple(sorted((tensor_maps or {}).items(), key=lambda item: item[0])),
+        maps=tuple(sorted(maps.items(), key=lambda item: item[0])),
         batch=_batch(batch),
         sharding=_sharding(sharding, len(ready), len(results)),
         after=tuple(x.ndim for x in waits),
@@ -268,7 +288,7 @@ def _scalars(
     kernel: Kernel, scalars: Any, before: int, order: Sequence[int] | None
 ) -> tuple[Any, list[Any], tuple[int, ...] | None]:
     """The values compiled in, those that are operands, and the order of all items."""
-    numbers = None if order is None else tuple(int(n) for n in order)
+    numbers = None if order is None else integers_of("order", order)
     if callable(scalars):
         return by_code(scalars), [], numbers
     if isinstance(scalars, Mapping):
@@ -335,11 +355,21 @@ def _cluster(cluster: Any) -> tuple[int, int, int] | None:
 
 def _shared_memory(kernel: Kernel, given: int | None) -> int:
     size = kernel.shared_memory if given is None else given
-    if not 0 <= int(size) <= MAX_SHARED:
+    size = check_integer(WHERE, "shared_memory", size, "it is in bytes")
+    if not 0 <= size <= MAX_SHARED:
         raise ValueError(
             f"{WHERE}: shared_memory must be 0 to {MAX_SHARED} bytes, got {size}"
         )
-    return int(size)
+    return size
+
+
+def _by_number(name: str, given: Any, fix: str) -> dict[int, Any]:
+    """What there is for arrays and results, by their numbers."""
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(f"{WHERE}: {name} must be a mapping, got {given!r}; {fix}")
+    found = dict(given or {})
+    integers_of(name, list(found))
+    return found
 
 
 def _batch(batch: str | None) -> str | None:

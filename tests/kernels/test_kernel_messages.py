@@ -34,12 +34,27 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no grid": ({"grid": 0}, "grid must be 1 or more, got"),
     "a negative grid": ({"grid": (1, -2)}, "grid must be 1 or more"),
     "four sizes": ({"grid": (1, 1, 1, 1)}, "must be one to three integers"),
+    "a grid that is no integer": (
+        {"grid": 1000 / 256},
+        r"grid must be one to three integers.*got 3\.90625; -\(-n // m\) rounds up",
+    ),
+    "a function's grid that is none": (
+        {"grid": lambda x: x.size / 256},
+        r"grid must be one to three integers.*got 3\.90625",
+    ),
+    "a block that is no integer": ({"block": 256.5}, "block must be one to three"),
+    "a block in words": ({"block": "256"}, "block must be one to three.*got '256'"),
+    "a cluster that is no integer": ({"cluster": 1.5}, "cluster must be one to three"),
     "a grid that is too large": ({"grid": (1, 65536)}, "let a block do more"),
     "a block that is too large": ({"block": (64, 32)}, r"at most 1024 threads, got"),
     "no block": ({"block": None}, "block must say how many threads"),
     "a cluster beside the grid": ({"cluster": 3}, "must be a multiple of the cluster"),
     "a large cluster": ({"cluster": (8, 4)}, "at most 16 blocks"),
     "shared memory": ({"shared_memory": 300_000}, "must be 0 to 232448 bytes"),
+    "shared memory that is no integer": (
+        {"shared_memory": 100.7},
+        "shared_memory must be an integer, got 100.7; it is in bytes",
+    ),
     "a float for an integer": (
         {"scalars": (2.0, 10.5)},
         r"parameter 3, 'n' \(u32\) of Kernel\('scale'\) must be an integer, got 10.5",
@@ -68,6 +83,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a number that is not there": ({"scalars": {4: 2.0}}, "none with the number 4"),
     "an order of others": ({"order": (0, 1, 2, 2)}, "order must name each of 4"),
     "an order of too few": ({"order": (0, 1)}, "order must name each of 4"),
+    "an order that is none": ({"order": 3.5}, "order must be integers, got 3.5"),
+    "an order of floats": ({"order": (0, 1, 2.5, 3)}, "order must be integers, got"),
     "an array where a number is": (
         {"order": (0, 2, 1, 3), "scalars": (2, 1000)},
         r"'a' \(f32\) of .* is not a pointer; arrays and results take the first",
@@ -80,12 +97,33 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"tensor_maps": {2: kernels.TensorMap(box=(16,))}},
         "names item 2; there are 1 array and 1 result",
     ),
+    "maps without numbers": (
+        {"tensor_maps": [1]},
+        r"tensor_maps must be a mapping, got \[1\]; \{0: TensorMap\(...\)\}",
+    ),
+    "a map that is none": (
+        {"tensor_maps": {0: 3}},
+        "must have a TensorMap for each item, got 3 for item 0",
+    ),
     "no result": ({"out": ()}, "out has no result"),
     "out that is no shape": ({"out": 3}, "out must be jax.ShapeDtypeStruct's"),
     "an alias of what is not there": (
         {"aliases": {1: 0}, "scalars": (2.0, 1000, 3)},
         "there are 1 array and 1 result",
     ),
+    "aliases without numbers": (
+        {"aliases": [0, 0]},
+        r"aliases must be a mapping, got \[0, 0\]; \{0: 0\} makes array 0 result 0",
+    ),
+    "aliases by names": ({"aliases": {"x": 0}}, "aliases must be integers, got"),
+    "an alias of a half": ({"aliases": {0: 0.5}}, "aliases must be integers, got"),
+    "a result that is appended to by name": (
+        {"append": "y"},
+        "append must be integers, got 'y'; it counts from 0",
+    ),
+    "one array to wait for": ({"after": X}, "after must be a sequence of arrays, got"),
+    "a fallback that is none": ({"fallback": 3}, "fallback must be a function, got 3"),
+    "a vjp that is none": ({"vjp": True}, "vjp must be a function, got True"),
     "a batch that is no axis": ({"batch": "w"}, "batch must be 'x', 'y', 'z'"),
     "a sharding rule of other arrays": (
         {"sharding": "i, j -> i", "grid": lambda x: 1},
@@ -106,6 +144,11 @@ def test_bad_calls(case):
 def test_a_number_among_the_arrays():
     with pytest.raises(TypeError, match=r"array 0 is 2\.0; numbers go into scalars="):
         call(2.0)
+
+
+def test_two_arrays_become_one_result():
+    with pytest.raises(ValueError, match=r"result of its own, got \{0: 0, 1: 0\}"):
+        call(X, X, aliases={0: 0, 1: 0})
 
 
 def test_aliases_of_other_shapes():

@@ -214,6 +214,48 @@ def test_what_is_no_ptx(tmp_path):
         kernels.from_ptx(text, "scale", sidecar="{ nothing\n")
 
 
+@pytest.mark.parametrize(
+    ("sidecar", "says"),
+    [
+        (
+            {"blockSize": "256"},
+            "sidecar's blockSize must be one to three integers .* got '256'",
+        ),
+        ({"blockSize": 256.5}, "sidecar's blockSize must be one to three integers"),
+        (
+            {"blockSize": [1, 2, 3, 4]},
+            "sidecar's blockSize must be one to three integers",
+        ),
+        ({"blockSize": 0}, "sidecar's blockSize .* of at least 1, got 0"),
+        ({"sharedMemory": "1 KiB"}, "sidecar's sharedMemory must be an integer"),
+        ({"sharedMemory": -1}, "sidecar's sharedMemory must be at least 0, got -1"),
+        ({"parameters": 3}, "sidecar's parameters must be names, .* got 3"),
+        ({"parameters": "x"}, "sidecar's parameters must be names, .* got 'x'"),
+        (
+            {"parameters": [{"type": "int"}]},
+            "sidecar's parameters .* or objects with a name, got",
+        ),
+    ],
+)
+def test_sidecars_that_say_something_else(sidecar, says):
+    with pytest.raises((TypeError, ValueError), match=f"^from_ptx: the {says}"):
+        kernels.from_ptx(FIXED, sidecar=sidecar)
+
+
+@pytest.mark.parametrize("given", [3, None, ""])
+def test_sources_that_are_none(given):
+    for make in (kernels.from_ptx, kernels.from_cubin):
+        with pytest.raises(TypeError, match="source must be text, bytes or a file's"):
+            make(given, "f")
+
+
+def test_ptx_without_kernels():
+    with pytest.raises(ValueError, match=r"the PTX has no kernel \(.entry\)"):
+        kernels.from_ptx(".version 8.0\n.target sm_80\n")
+    with pytest.raises(TypeError, match="parameters must be names, got one, 'x'"):
+        kernels.from_ptx(FIXED, parameters="x")
+
+
 def test_cubin(tmp_path):
     image = b"\x7fELF" + bytes(60)
     kernel = kernels.from_cubin(image, "f")
