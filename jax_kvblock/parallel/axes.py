@@ -16,6 +16,11 @@ import numpy as np
 
 def axis_size(where: str, axis_name: Any) -> int:
     """How many devices a mesh axis has, or several axes together."""
+    names = axis_name if isinstance(axis_name, (list, tuple)) else ()
+    if any(names.count(name) > 1 for name in names):
+        raise ValueError(
+            f"{where}: axis_name must have each mesh axis once, got {axis_name!r}"
+        )
     try:
         if isinstance(axis_name, int):  # JAX takes it for a dim of what vmap maps
             raise NameError

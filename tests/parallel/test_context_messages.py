@@ -88,6 +88,9 @@ ROWS.value(
     lambda q, k, v: context_parallel_attention(q, k, v, axis_name="c"), [Q, K, K],
     AXIS.format("c") + "|in_specs=|out_specs=",
 )  # fmt: skip
+for name in (["c", "c"], ("c", "c")):
+    ROWS.value(W, f"axis {name}", call(axis_name=name), [Q, K, K],
+               "axis_name must have each mesh axis once|got ('c', 'c')")  # fmt: skip
 ROWS.value(W, "axis 3", call(axis_name=3), [Q, K, K], AXIS.format(3))
 
 # ---- q, k, v -------------------------------------------------------------------------
@@ -335,6 +338,8 @@ for value in (0, -8, 2.5, None):
     ROWS.value(S, f"length={value}", own(value), [], words)
 for name in ("d", ("c", "d")):
     ROWS.value(S, f"axis {name}", own(axis_name=name), [], AXIS.format(name))
+ROWS.value(S, "an axis twice", own(axis_name=("c", "c")), [],
+           "axis_name must have each mesh axis once|got ('c', 'c')")  # fmt: skip
 ROWS.value(S, "outside", lambda: shard_positions(8, axis_name="c"), [],
            AXIS.format("c"))  # fmt: skip
 # What was passed is 7, not the 28 rows of all devices.
