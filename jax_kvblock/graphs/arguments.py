@@ -13,7 +13,7 @@ import numpy as np
 from jax_kvblock.graphs.operations import Parameter, Port
 from jax_kvblock.graphs.types import ArrayType, TypeLike, array_type, is_word
 from jax_kvblock.graphs.wiring import Pin, PortsHandle
-from jax_kvblock.kernels.call import Packed
+from jax_kvblock.kernels.call import Packed, sizes_of
 from jax_kvblock.kernels.functions import by_code
 from jax_kvblock.kernels.kernel import Kernel
 
@@ -88,7 +88,11 @@ def check_once(where: str, what: str, names: Sequence[str]) -> None:
             raise ValueError(f"{where}: two {what} are named {name!r}")
 
 
-def hashable(value: Any) -> Any:
-    if isinstance(value, (list, np.ndarray)):
-        return tuple(int(n) for n in value)
+def hashable(where: str, name: str, value: Any) -> Any:
+    """An option of `kernel_call` that can be compared; sizes are checked."""
+    if isinstance(value, np.ndarray):
+        value = value.tolist()
+    sizes = name in ("grid", "block", "cluster")
+    if sizes and value is not None and not callable(value):
+        return sizes_of(name, value, where)
     return by_code(value)

@@ -153,8 +153,8 @@ class BlockBuilder:
             kernel,
             fixed,
             by_number(tensor_maps),
-            hashable(grid),
-            {key: hashable(value) for key, value in options.items()},
+            hashable(where, "grid", grid),
+            {key: hashable(where, key, value) for key, value in options.items()},
         )
         return self._added(made, before)
 

@@ -315,18 +315,18 @@ def grid_of(grid: Any, arrays: Sequence[Any]) -> tuple[int, int, int]:
     return _sizes_in_grid(sizes_of("grid", grid(*arrays)) if callable(grid) else grid)
 
 
-def sizes_of(name: str, given: Any) -> tuple[int, int, int]:
+def sizes_of(name: str, given: Any, where: str = WHERE) -> tuple[int, int, int]:
     """Up to three sizes; those that are left out are 1."""
     sizes = given if isinstance(given, (tuple, list)) else (given,)
     found = [n for n in map(as_int, sizes) if n is not None]
     if len(found) != len(sizes) or not 1 <= len(found) <= 3:
         raise TypeError(
-            f"{WHERE}: {name} must be one to three integers, or a function of the "
+            f"{where}: {name} must be one to three integers, or a function of the "
             f"arrays' shapes that returns such, got {given!r}; -(-n // m) rounds up"
         )
     x, y, z = (*found, 1, 1)[:3]
     if min(x, y, z) < 1:
-        raise ValueError(f"{WHERE}: {name} must be 1 or more, got {tuple(found)}")
+        raise ValueError(f"{where}: {name} must be 1 or more, got {tuple(found)}")
     return x, y, z
 
 

@@ -507,6 +507,13 @@ def test_numbers_are_checked_where_they_are_said(builder):
 # ---- nodes ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("given", [3.9, [4, 3.9], np.array([3.9]), "4", (1, 2, 3, 4)])
+@pytest.mark.parametrize("name", ["grid", "block", "cluster"])
+def test_sizes_are_integers(builder, name, given):
+    with says(f"add_kernel: {name} must be one to three integers"):
+        builder.add_kernel(kernel("scale"), **{"block": 64, name: given})
+
+
 def test_what_is_no_node(builder, tmp_path):
     with says("add_kernel: 'threads' is none of batch, block, cluster"):
         builder.add_kernel(kernel("scale"), threads=64)
