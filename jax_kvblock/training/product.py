@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock.core import ffi
-from jax_kvblock.core.checks import as_array, show, shown
+from jax_kvblock.core.checks import as_array, as_int, show, shown
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.training import units
 from jax_kvblock.training.config import FP8Config, checked_config
@@ -174,7 +174,13 @@ def fp8_dot_general(
     where = "fp8_dot_general"
     lhs, rhs = as_array(where, "lhs", lhs), as_array(where, "rhs", rhs)
     _check_dtypes(where, lhs=lhs, rhs=rhs)
-    (left, right), batch = dimension_numbers
+    try:
+        (left, right), batch = dimension_numbers
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{where}: dimension_numbers must be ((lhs_contracting, rhs_contracting), "
+            f"((), ())), got {dimension_numbers!r}; (((1,), (0,)), ((), ())), say"
+        ) from None
     if any(len(axes) for axes in batch):
         raise NotImplementedError(
             f"{where}: batch axes are not supported, got dimension_numbers "
@@ -227,12 +233,14 @@ def _kernel(config: FP8Config) -> str | None:
 
 
 def _axes(where: str, name: str, x: jax.Array, axes: Any) -> tuple[int, ...]:
-    if any(not -x.ndim <= i < x.ndim for i in axes):
+    found = [as_int(i) for i in axes]
+    known = tuple(i % x.ndim for i in found if i is not None and -x.ndim <= i < x.ndim)
+    if len(known) != len(found) or len({*known}) != len(known):
         raise ValueError(
             f"{where}: contracted axes of {name} must be from {-x.ndim} to "
-            f"{x.ndim - 1}, got {tuple(axes)} of {show(x)}"
+            f"{x.ndim - 1}, each once, got {tuple(axes)} of {show(x)}"
         )
-    return tuple(int(i) % x.ndim for i in axes)
+    return known
 
 
 def _check_dtypes(where: str, **arrays: jax.Array) -> None:

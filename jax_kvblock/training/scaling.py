@@ -95,6 +95,7 @@ class Fp8Scaling:
 
         Raises:
           TypeError: report or config is something else.
+          ValueError: the report is of scales of another shape.
         """
         where = "Fp8Scaling.update"
         config = checked_config(where, config)
@@ -102,6 +103,11 @@ class Fp8Scaling:
             raise TypeError(
                 f"{where}: report must be an Fp8Scaling, got {show(report)}; pass what "
                 "jax.grad gives with respect to these scales"
+            )
+        if report.scale.shape != self.scale.shape:
+            raise ValueError(
+                f"{where}: report must be of these scales, {show(self.scale)}, got one "
+                f"of {show(report.scale)}; sum or index what vmap made of it"
             )
         serves = _serves(self.scale)
         sizes = self.sizes(report, config)[..., None]

@@ -135,6 +135,12 @@ def fp8_training(
 
         def checked(*given: Any) -> Any:
             made = loss_fn(*given)
+            if has_aux and not (isinstance(made, (tuple, list)) and len(made) == 2):
+                raise TypeError(
+                    "train_step: loss_fn must give a pair of its loss and anything "
+                    f"with has_aux=True, got {show(made)}; leave has_aux out where "
+                    "there is a loss alone"
+                )
             check_loss("train_step", made[0] if has_aux else made)
             return made
 

@@ -122,8 +122,17 @@ ROWS.append(
     ROWS[0]._replace(
         where="fp8_dot_general", label="an axis", shapes=[X, W],
         call=general(((2,), (0,)), ((), ())), error=ValueError,
-        words="contracted axes of lhs must be from -2 to 1, got (2,)",
+        words="contracted axes of lhs must be from -2 to 1, each once, got (2,)",
     )
+)  # fmt: skip
+for axes in ((0, 0), (0, -2), (0.5,)):
+    ROWS.value(
+        "fp8_dot_general", f"axes {axes}", general((axes, axes), ((), ())),
+        [s(8, 8), s(8, 8)], f"contracted axes of|-2 to 1, each once, got|{axes}",
+    )  # fmt: skip
+ROWS.kind(
+    "fp8_dot_general", "no axes", general(1), [X, W],
+    "dimension_numbers must be ((lhs_contracting, rhs_contracting), ((), ())), got (1,",
 )  # fmt: skip
 
 
@@ -260,6 +269,10 @@ SCALINGS: dict[str, tuple[str, Any, Any, str]] = {
         "update", TypeError, lambda: Fp8Scaling.create().update(jnp.ones(3)),
         "report must be an Fp8Scaling, got float32[3]|jax.grad",
     ),
+    "a report of others": (
+        "update", ValueError, lambda: Fp8Scaling.create().update(STACKED),
+        "report must be of these scales, float32[3], got one of float32[2, 3]|vmap",
+    ),
     "a history": (
         "update", TypeError, lambda: Fp8Scaling.create().update(SCALING, 16),
         "config must be an FP8Config, got 16",
@@ -298,6 +311,14 @@ def test_losses_that_are_no_scalar(has_aux):
     training = fp8_training(wide, optax.sgd(1), has_aux=has_aux)
     state = training.init(jnp.ones(3), Fp8Scaling.create())
     words = "loss_fn must give a scalar of floats, got float32[3]|jnp.mean"
+    check("train_step", TypeError, words, lambda: training.train_step(state, 0))
+
+
+@pytest.mark.parametrize("made", [lambda p: jnp.sum(p), lambda p: (p, 0, 1)])
+def test_losses_that_are_no_pair(made):
+    training = fp8_training(lambda p, *_: made(p), optax.sgd(1), has_aux=True)
+    state = training.init(jnp.ones(3), Fp8Scaling.create())
+    words = "loss_fn must give a pair of its loss and anything|leave has_aux out"
     check("train_step", TypeError, words, lambda: training.train_step(state, 0))
 
 
