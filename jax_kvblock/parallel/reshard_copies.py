@@ -185,7 +185,10 @@ def _on_devices(
     """
     there: list[dict[jax.Device, jax.Array]] = [{} for _ in chunks]
     for own in _by_client(devices):
-        put = jax.device_put(chunks, NamedSharding(flat_mesh(own), P()))
+        # On one device without a mesh, since a pool there may be of another one.
+        one = len(own) == 1
+        at: Any = own[0] if one else NamedSharding(flat_mesh(own), P())
+        put = jax.device_put(chunks, at)
         for parts, x in zip(there, put, strict=True):
             parts.update(shards(x))
     return there

@@ -154,6 +154,22 @@ def test_pools_of_one_device_without_a_mesh(rng):
     assert_same_bits(read_pool(back), want[:3])
 
 
+@pytest.mark.parametrize("form", [np.asarray, jnp.asarray])
+def test_all_heads_stay_on_one_of_several_devices(rng, form):
+    """Its pool lies on a mesh of its own, and nothing travels."""
+    device = jax.devices("cpu")[:1]
+    blocks = random_bits(rng, (3, *DIMS), "float32")
+    src = make_pool(blocks, on([0, 1], cut=None))
+    mesh = jax.sharding.Mesh(np.array(device), ("tp",))
+    alone = NamedSharding(mesh, P(None, None, None, None, "tp"))
+    dst = kv.KVPool(jax.device_put(jnp.zeros((4, *DIMS)), alone), SPEC)
+    got = reshard_blocks(src, form([2, 0]), dst, form([0, 3]))
+    assert got.sharding == alone
+    want = np.zeros((4, *DIMS), np.float32)
+    want[[0, 3]] = blocks[[2, 0]]
+    assert_same_bits(read_pool(got), want)
+
+
 IDS = {
     "lists": lambda ids: ids.tolist(),
     "int64": lambda ids: ids.astype(np.int64),
