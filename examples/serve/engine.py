@@ -44,6 +44,7 @@ from serve.text import TextStream
 
 _log = logging.getLogger(__name__)
 POLL = 0.0002  # seconds between looks at transfers, while nothing is computed
+COPY_POLL = 0.01  # while nobody waits, and blocks are copied to where they last
 GPU_DECODE_STEPS = 4
 
 
@@ -198,6 +199,7 @@ class Engine:
         self._stepping = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ended = False  # by `stop`
+        self._copies = False  # whether blocks are to be copied though no step comes
         self.ready, self.trouble = False, ""
 
     # ---- for everybody ----
@@ -233,7 +235,11 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; open streams end with "cancelled". Again does nothing."""
+        """End the thread; open streams end with "cancelled". Again does nothing.
+
+        Idle blocks are kept in the store, for which threads are started: call it before
+        the interpreter ends, not by `atexit`.
+        """
         self._inbox.close()
         with self._stepping:
             if self._ended:
@@ -378,7 +384,8 @@ class Engine:
             self._compile_first()
             while not self._inbox.closed:
                 if not self.step():  # a transfer may be under way
-                    self._inbox.wait(POLL if self._busy() else None)
+                    idle = COPY_POLL if self._copies else None
+                    self._inbox.wait(POLL if self._busy() else idle)
         except Exception as error:  # of a step that failed nothing could be made good
             _log.exception("no step can be computed any more: the engine stops")
             self.trouble = f"{type(error).__name__}: {error}"
@@ -411,7 +418,7 @@ class Engine:
     def _step(self) -> bool:
         self._orders()
         if self.tiers is not None:
-            self.tiers.maintain()
+            self._copies = self.tiers.maintain()
         parts = self._scheduler.plan()
         if parts:
             self._dispatch(parts)

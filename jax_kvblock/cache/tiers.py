@@ -169,16 +169,21 @@ class TieredCache:
             moved = [key for key in keys if self.below.on_host(key)]
             self.cache._free_list.forget(moved)
 
-    def maintain(self) -> None:
-        """What an engine calls once a step: watermarks, and copies ahead of need."""
+    def maintain(self) -> bool:
+        """What an engine calls once a step: watermarks, and copies ahead of need.
+
+        Returns:
+          Whether there may be more to copy: call it again, also where no step comes.
+          False always, without `write_through`.
+        """
         if self.cache.num_free_blocks < self._low:
             self.make_room(self._high)
         now = time.monotonic()
         if not self.write_through or now < self._next_look:
-            return
+            return self.write_through
         with self.cache.manager.lock, self.below.lock:
             if self.below.coming:  # one at a time: the link is for what is needed, too
-                return
+                return True
             idle = self._idle_keys()
             # Once each: where host memory is small, one takes the other's place there.
             self._written &= set(idle)
@@ -188,6 +193,7 @@ class TieredCache:
                 self._written.update(self.offload(new).keys)
         ended = time.monotonic()
         self._next_look = ended + LOOK_REST * (ended - now)
+        return bool(new)
 
     def flush(self) -> None:
         """Copies down all idle blocks that are not below, and waits for the store.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,31 @@ def test_what_was_read_is_on_disk_at_the_next_start(
     assert found == [0, len(prompt) // 8 * 8]
     with pytest.raises(ValueError, match="a disk lies below host memory"):
         Engine(tiny[1], **{**given, "host_bytes": 0})
+
+
+def test_what_was_read_is_on_disk_before_the_engine_stops(
+    tmp_path: Path, tiny: tuple[TinyModel, LoadedModel]
+) -> None:
+    """An idle server may be killed."""
+    pytest.importorskip("lmdb")
+    pytest.importorskip("xxhash")
+    given = {"num_blocks": 32, "block_size": 8, "max_tokens": 128}
+    given |= {"host_bytes": 1 << 22, "disk": tmp_path, "disk_bytes": 4 << 20}
+    engine = Engine(tiny[1], **given)
+    engine.start()
+    prompt = prompts()[5]
+    for _ in ask(engine, prompt, 20):
+        pass
+    wanted, until = (len(prompt) + 20 - 1) // 8, time.monotonic() + 60
+
+    def kept() -> int:
+        assert engine.tiers is not None
+        return engine.tiers.stats()["store"]["blocks_in"]
+
+    while kept() < wanted and time.monotonic() < until:
+        time.sleep(0.01)
+    assert kept() == wanted
+    engine.stop()
 
 
 def test_an_engine_stops_where_blocks_cannot_be_kept(
