@@ -297,3 +297,31 @@ def test_scales_are_a_tree_and_know_their_layers():
     assert jax.jit(lambda s, i: s.layer(i))(SCALES, jnp.int32(2)).k.shape == (9, 8, 2)
     assert repr(kv.KVScales(SCALES.k)) == "KVScales(k=float32[3, 9, 8, 2], v=None)"
     assert kv.KVScales.zeros(SPEC.replace(num_outer=1), 4).v is None
+
+
+def written(append, **options):
+    """A function of rows and slots, with a symbol for the tokens; and its arguments."""
+    (tokens,) = jax.export.symbolic_shape("tokens")
+    pool, turn = kv.KVPool.zeros(SPEC, 9), {"positions": range(5), "theta": 1e4}
+
+    def of_kv(k, slots):
+        return kv.append_kv(pool, 0, k, k, slots, **options).data
+
+    def of_rope(k, slots):
+        given = turn | {"positions": slots} | options
+        return kv.rope_append(k, k, k, pool, 0, slots, **given)[1].data
+
+    rows = jax.ShapeDtypeStruct((tokens, 2, 16), jnp.float32)
+    slots = jax.ShapeDtypeStruct((tokens,), jnp.int32)
+    return jax.jit(of_kv if append is kv.append_kv else of_rope), rows, slots
+
+
+@pytest.mark.parametrize("append", [kv.append_kv, kv.rope_append])
+def test_symbolic_tokens_are_for_plain_jax(append):
+    with pytest.raises(NotImplementedError, match="symbolic 'tokens'; pass implement"):
+        f, *symbolic = written(append)
+        jax.export.export(f)(*symbolic)
+    f, *symbolic = written(append, implementation="xla")
+    k, slots = jax.random.normal(jax.random.key(0), (5, 2, 16)), jnp.arange(3, 8)
+    of_any = jax.export.export(f)(*symbolic).call(k, slots)
+    np.testing.assert_array_equal(of_any, f(k, slots))
