@@ -252,7 +252,7 @@ def test_messages():
 
     with pytest.raises(TypeError, match=r"q_heads must be a pair \(first, total\)"):
         call(3)
-    with pytest.raises(ValueError, match="a multiple of q's 2, got int"):
+    with pytest.raises(ValueError, match="a multiple of q's 2, got 3"):
         call((0, 3))
     with pytest.raises(ValueError, match="of their number, 2, below 8, got 3"):
         call((3, 8))
