@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 _KERNEL = nnx.initializers.lecun_normal()
 EPSILON = 1e-6
+# Options of a call of nnx.MultiHeadAttention: those that one product serves, and those
+# that are the layer's own where they are given.
+SERVED = ("mask", "deterministic", "rngs", "is_causal")
+SPECIAL = ("sow_weights", "decode", "qkv_sharding", "out_sharding")
 
 
 class FusedMultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc, unused-ignore]
@@ -34,8 +38,9 @@ class FusedMultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc, unu
 
     It has the parameters of the layer that it was, at their paths. What is no plain
     self-attention goes the layer's own way: keys of other inputs, a decoding cache,
-    weights that are sown, shardings of results, projections that came to have products
-    of their own (`convert_model_to_fp8`).
+    weights that are sown, shardings of results, options that are not known here (flax
+    says what it makes of them), projections that came to have products of their own
+    (`convert_model_to_fp8`).
 
     Attributes:
       narrow: whether float32 is multiplied in bfloat16.
@@ -51,9 +56,9 @@ class FusedMultiHeadAttention(nnx.MultiHeadAttention):  # type: ignore[misc, unu
         **options: Any,
     ) -> jax.Array:
         other = inputs_k is not None or inputs_v is not None
-        special = ("sow_weights", "decode", "qkv_sharding", "out_sharding")
+        unknown = options.keys() - {*SERVED, *SPECIAL}
         decodes = self.decode if options.get("decode") is None else options["decode"]
-        special_call = other or any(options.get(x) for x in special)
+        special_call = other or unknown or any(options.get(x) for x in SPECIAL)
         plain = all(map(is_plain, (self.query, self.key, self.value)))
         if special_call or decodes is not False or not plain:
             return super().__call__(inputs_q, inputs_k, inputs_v, **options)

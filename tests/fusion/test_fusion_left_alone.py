@@ -90,6 +90,17 @@ def test_calls_that_are_no_plain_self_attention_go_the_layers_way():
         fused(x[..., :32])
 
 
+def test_an_option_that_the_layer_does_not_know_is_its_error():
+    model, x = attention(), drawn(*SHAPE)
+    fused = create_unified_attention_fusion(model, config=ALL)
+    assert used(fused)["", "qkv"] == "ours"
+    for options in ({"masks": jnp.ones((2, 1, 9, 9), bool)}, {"causal": False}):
+        (name,) = options
+        for one in (model, fused, fused.model):
+            with pytest.raises(TypeError, match=f"'{name}'"):
+                one(x, **options)
+
+
 def test_a_decoding_cache_goes_on():
     model = biased(attention(decode=True))
     fused = create_unified_attention_fusion(model, config=ALL)
