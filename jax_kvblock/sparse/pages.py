@@ -219,7 +219,9 @@ def select_pages(
     always = last | (free & (jnp.cumsum(free, -1, dtype=jnp.int32) <= first))
 
     at = jnp.where(free, tables, 0)
-    grouped = q.astype(jnp.float32).reshape(batch, steps, summary.low.shape[1], -1, dim)
+    # Scaled ahead: by a scale below 0 the smallest product is the largest score.
+    scaled = q.astype(jnp.float32) * number
+    grouped = scaled.reshape(batch, steps, summary.low.shape[1], -1, dim)
     # max(q low, q high) of each number is what its positive and negative part give.
     most = sum(
         jnp.einsum("btkgd,bwkd->btkgw", part, bound[at])
@@ -228,7 +230,7 @@ def select_pages(
             (jnp.minimum(grouped, 0), summary.low),
         )
     )
-    most = jnp.where(free[:, None, None, None], most * number, -jnp.inf)
+    most = jnp.where(free[:, None, None, None], most, -jnp.inf)
     votes = shares(most).mean((1, 2, 3))[:, None, None]
     limit = jnp.full((batch, 1, 1), width, jnp.int32)
     kept = keep(votes, visible[:, None, None], always[:, None, None], limit).kept

@@ -115,6 +115,16 @@ def test_the_pages_with_most_votes(rng, cache):
         np.testing.assert_allclose(chosen.mass[b], held, rtol=1e-4)
 
 
+def test_a_scale_below_0_asks_for_the_smallest_products(rng, cache):
+    k, _, tables, lens = cache
+    q, summary = queries(rng, 2), summarize_pages(k)
+    options = {"num_pages": 5, "block_size": SIZE}
+    want = select_pages(-q, summary, tables, lens, scale=0.25, **options)
+    got = select_pages(q, summary, tables, lens, scale=-0.25, **options)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_needle_is_found(rng, cache):
     k, _, tables, lens = (np.array(x) for x in cache)
     q = queries(rng)
