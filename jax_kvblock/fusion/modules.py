@@ -185,6 +185,7 @@ class TransformerBlock(nnx.Module):
       down, down_bias: `[hidden, d_model]`, `[d_model]`.
       attention_norm, feed_forward_norm: `[d_model]`.
       fusion: names of the choices that are ours: "qkv", "attention", "gelu".
+      narrow: those of them that multiply float32 in bfloat16.
       dot_general: None, or what `convert_model_to_fp8` has put there: a dot_general for
         each matrix, by its name. "qkv" is then three products.
 
@@ -256,7 +257,7 @@ class TransformerBlock(nnx.Module):
         self.feed_forward_norm = nnx.Param(jnp.ones(d_model, stored))
         self.dot_general: Any = None
         self.fusion: tuple[str, ...] = ()
-        self.narrow = False
+        self.narrow: tuple[str, ...] = ()
 
     def __call__(
         self, inputs: Float[ArrayIn, "B S d_model"]
@@ -273,7 +274,8 @@ class TransformerBlock(nnx.Module):
         y = _norm(x, self.attention_norm[...])
         if "qkv" in self.fusion and self.dot_general is None:
             three = (self.query, self.key, self.value)
-            made = project(y, [w[...].astype(x.dtype) for w in three], [], self.narrow)
+            cast = [w[...].astype(x.dtype) for w in three]
+            made = project(y, cast, [], "qkv" in self.narrow)
         else:
             made = [self._product(name, y) for name in ("query", "key", "value")]
         d = self.head_dim
@@ -297,7 +299,8 @@ class TransformerBlock(nnx.Module):
     def _attended(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         if "attention" not in self.fusion:
             return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-        attend = narrow_attention_fn if self.narrow else attention_fn
+        narrow = "attention" in self.narrow
+        attend = narrow_attention_fn if narrow else attention_fn
         return attend(q, k, v, is_causal=True)
 
 

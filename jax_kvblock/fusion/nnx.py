@@ -240,7 +240,9 @@ class _Edit:
                 self._add(choice, path, XLA, _CUT)
             elif self._ours(choice, path, module):
                 ours = (*ours, choice)
-        module.fusion, module.narrow = ours, self._narrows(module) and bool(ours)
+                if choice in _NARROWED and self._narrows(module):
+                    module.narrow = (*module.narrow, choice)
+        module.fusion = ours
 
     def _activations(self, path: str, module: Any) -> None:
         """Functions among what a module holds that are `jax.nn.gelu`."""
@@ -275,7 +277,7 @@ def _fused(module: Any) -> Iterator[tuple[str, bool]]:
         yield "attention", True
     if isinstance(module, TransformerBlock):
         for choice in module.fusion:
-            yield choice, module.narrow and choice in _NARROWED
+            yield choice, choice in module.narrow
 
 
 def _reasons(module: Any, config: FusionConfig) -> dict[str, str]:

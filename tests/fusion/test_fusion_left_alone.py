@@ -185,6 +185,19 @@ def test_what_was_fused_otherwise_is_refused(make, level):
     create_unified_attention_fusion(qkv, "attention_only", level)
 
 
+@pytest.mark.parametrize("narrow", [False, True])
+def test_what_was_fused_before_multiplies_as_it_did(narrow):
+    """Fusing something else in a block later on says nothing of its products."""
+    model, x = TransformerBlock(64, 4, rngs=nnx.Rngs(0)), drawn(*SHAPE)
+    config = FusionConfig("qkv_only", "aggressive", enable_mixed_precision=narrow)
+    once = create_unified_attention_fusion(model, config=config)
+    again = create_unified_attention_fusion(
+        once, "feed_forward_only", "conservative" if narrow else "aggressive"
+    )
+    compare(again(x), once(x), 2e-6)
+    assert (np.abs(again(x) - model(x)).max() > 1e-3) == narrow
+
+
 @pytest.mark.parametrize("shape", [(0, 5, 64), (2, 0, 64)])
 def test_nothing_gives_nothing(shape):
     for model in (attention(), TransformerModel()):
