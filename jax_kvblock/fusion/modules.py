@@ -21,6 +21,7 @@ from jax_kvblock.fusion.config import FusionConfig
 from jax_kvblock.fusion.gelu import kept_gelu
 from jax_kvblock.layers.arguments import check_floats
 from jax_kvblock.layers.levels import contract, product
+from jax_kvblock.layers.modules import check_rngs
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -243,6 +244,7 @@ class TransformerBlock(nnx.Module):
         self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, kv
         self.head_dim, self.hidden = d_model // num_heads, hidden
         stored = check_floats(where, "param_dtype", param_dtype)
+        check_rngs(where, rngs)
 
         def drawn(*shape: int) -> nnx.Param[jax.Array]:
             return nnx.Param(_KERNEL(rngs.params(), shape, stored))

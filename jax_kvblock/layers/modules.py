@@ -99,6 +99,7 @@ class AttentionLayer(nnx.Module):
         threshold_of(where, self.dropout, "dropout")
         self.d_model, self.num_heads, self.num_kv_heads = d_model, num_heads, kv
         self.head_dim, self.causal = d_model // num_heads, causal
+        check_rngs(where, rngs)
         self.dtype = None if dtype is None else check_floats(where, "dtype", dtype)
         stored = check_floats(where, "param_dtype", param_dtype)
         wide = (num_heads + 2 * kv) * self.head_dim
@@ -145,7 +146,7 @@ class AttentionLayer(nnx.Module):
                 f"{show(x)}; add a batch axis with x[None], or make the layer with "
                 "another d_model"
             )
-        mask = _mask(where, attention_mask, x)
+        mask = _mask(where, attention_mask, x, self.num_heads)
         kept = self.deterministic if deterministic is None else deterministic
         arguments.check_flags(where, deterministic=kept)
         dtype = self.dtype or jnp.result_type(x, self.qkv[...])
@@ -234,6 +235,7 @@ class OptimizedLinear(nnx.Module):
         check_choice(where, "optimization_level", optimization_level, LEVELS)
         self.optimization_level = optimization_level
         stored = check_floats(where, "param_dtype", param_dtype)
+        check_rngs(where, rngs)
         shape = (self.in_features, self.out_features)
         self.kernel = nnx.Param(_KERNEL(rngs.params(), shape, stored))
         self.bias = _bias(rngs, self.out_features, stored) if bias else None
@@ -290,11 +292,19 @@ class FusedGELU(nnx.Module):
         return gelu(array, self.approximate)
 
 
+def check_rngs(where: str, rngs: Any) -> None:
+    """Streams of keys, as a module is made with."""
+    if not isinstance(rngs, nnx.Rngs):
+        raise TypeError(
+            f"{where}: rngs must be nnx.Rngs, got {show(rngs)}; pass nnx.Rngs(0)"
+        )
+
+
 def _bias(rngs: nnx.Rngs, size: int, dtype: Any) -> nnx.Param:
     return nnx.Param(_BIAS(rngs.params(), (size,), dtype))
 
 
-def _mask(where: str, mask: Any, x: jax.Array) -> jax.Array | None:
+def _mask(where: str, mask: Any, x: jax.Array, heads: int) -> jax.Array | None:
     """As `attention_fn` takes it; one of keys with axes for heads and queries."""
     if mask is None:
         return None
@@ -307,10 +317,13 @@ def _mask(where: str, mask: Any, x: jax.Array) -> jax.Array | None:
         )
     if array.ndim == 2 and array.shape == x.shape[:2]:
         return array[:, None, None, :]
-    if array.ndim != 4:
+    whole = (x.shape[0], heads, x.shape[1], x.shape[1])
+    fits = zip(array.shape, whole, strict=False)
+    if array.ndim != 4 or any(size not in (1, full) for size, full in fits):
         raise ValueError(
             f"{where}: attention_mask must be {list(x.shape[:2])} or broadcast to "
-            f"[B, N, S, S], got {show(array)}; give it four axes"
+            f"[B, N, S, S], here {list(whole)}, got {show(array)}; give it four axes, "
+            "each of them 1 or that size"
         )
     return array
 

@@ -306,6 +306,11 @@ def test_blocks_that_do_not_fit(wrong, words):
         )
 
 
+def test_a_block_is_made_with_streams_of_keys():
+    with pytest.raises(TypeError, match=r"rngs must be nnx.Rngs, got int; pass nnx"):
+        TransformerBlock(64, 4, rngs=0)
+
+
 def test_a_block_is_causal_and_knows_positions():
     block, x = biased(TransformerBlock(64, 4, rngs=nnx.Rngs(0))), drawn(*SHAPE)
     y = block(x)
