@@ -8,6 +8,7 @@ answers. A second run, whose cache never moved, must give the same text.
     python examples/demo.py
 """
 
+import argparse
 import time
 from collections.abc import Iterable
 from importlib.util import find_spec
@@ -233,4 +234,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    # It has no options; --help says so before 93 MB are fetched.
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     main()

@@ -30,6 +30,11 @@ def test_a_model_decodes_on_from_a_cache_that_was_moved() -> None:
     assert "GB/s" in printed
 
 
+def test_the_demo_tells_what_it_is_before_it_fetches_a_model() -> None:
+    printed = run("demo.py", "--help")
+    assert "usage: demo.py" in printed and "running on" not in printed
+
+
 def test_a_gpt_learns_the_same_with_flash_and_with_plain_attention(
     tmp_path: pathlib.Path,
 ) -> None:
