@@ -120,6 +120,8 @@ RATE = Case("bfloat16", 64, 64, 2, 4, 2, 230, 300, 1, dropout=26)
 RATES = {
     "few queries": dataclasses.replace(RATE, q_len=3),
     "most of them": dataclasses.replace(RATE, dropout=127, head_dim=40, value_dim=56),
+    # Slopes of what is dropped are tiny in float16, and 128 times as large after.
+    "most of them, float16": Case("float16", 184, 8, 1, 3, 3, 141, 159, 5, dropout=127),
     "hardly any": dataclasses.replace(RATE, dropout=1, sinks=2),
     "packed, more sequences": dataclasses.replace(
         RATE, packed=True, batch=5, window=CAUSAL
