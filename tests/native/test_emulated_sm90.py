@@ -116,6 +116,12 @@ def test_dropout_is_right(name, dims, launcher):
     hold(launcher, small(name, dims))
 
 
+@pytest.mark.parametrize("dims", DIMS)
+def test_references_that_move_are_right(dims, launcher):
+    """Rows have keys in a later tile whose scores are far above those before."""
+    hold(launcher, small("large scores, causal", dims, window=(-1, -1)))
+
+
 RATE = Case("bfloat16", 64, 64, 2, 4, 2, 230, 300, 1, dropout=26)
 RATES = {
     "few queries": dataclasses.replace(RATE, q_len=3),

@@ -24,7 +24,7 @@ ALSO_ON_A_GPU = {
     "forward: the sink is not in the sum": BANDS,
     "forward: lse of the neighbouring row": BANDS,
     "forward: another group's keys": BANDS,
-    "forward: O is not scaled to a new maximum": BANDS,
+    "forward: O is not scaled to a new maximum": sm90("references and 64"),
     "forward: lse of the last row is not written": BANDS,
     "forward: both CTAs of a cluster have the same head": sm90("bands and 128"),
     "backward: a window ends a key early": BANDS,
