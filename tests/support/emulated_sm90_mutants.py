@@ -61,4 +61,18 @@ SM90_EMULATED = (
         "ScoreTile::kBytes, w.cta.PeerDsFull(), ClusterRank());",
         sm90("bands and 256"),
     ),
+    Mutant(
+        "Hopper backward: S is read while its product is under way",
+        f"{BACKWARD}/split_keys.cuh",
+        "      WgmmaWait<1>();\n      KeepAfter(c);",
+        "      KeepAfter(c);",
+        BANDS,
+    ),
+    Mutant(
+        "Hopper backward: a cluster's CTA expects less of the other's dS than comes",
+        f"{BACKWARD}/split_products_cluster.cuh",
+        "BarrierExpect(w.cta.PeerDsFull(), ScoreTile::kBytes);",
+        "BarrierExpect(w.cta.PeerDsFull(), ScoreTile::kBytes - 16);",
+        sm90("bands and 256"),
+    ),
 )

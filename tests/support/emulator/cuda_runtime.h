@@ -1,8 +1,9 @@
 // CUDA on a CPU, for tests: enough of it to run the kernels that are written with mma.sync and
 // cp.async, and Hopper's, thread by thread. It is slow and in order, and it is strict: what a
 // kernel reads before it has arrived, or before anyone wrote it, is NaN, and threads that wait for
-// a barrier that the others never reach are an error. In a library of its own, races.cc asks what
-// orders the accesses of a CTA's threads to shared memory.
+// a barrier that the others never reach are an error; so are operands, boxes and maps that the
+// hardware does not take, and bytes that a barrier does not expect. In a library of its own,
+// races.cc asks what orders the accesses of a CTA's threads to shared memory.
 //
 // A kernel is compiled by the host's compiler as the function that it is, with this folder before
 // cpp/ on the include path: the headers of device/ that hold PTX are replaced by those here. How
@@ -259,9 +260,16 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
                                                                   : emulator::multiprocessor_bytes;
   return cudaSuccess;
 }
+namespace emulator {
+inline std::map<void*, int> allowed_bytes;  // of shared memory, by kernel
+constexpr int kAlwaysAllowed = 48 * 1024;
+}  // namespace emulator
 template <typename Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int bytes) {
+cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, int bytes) {
   if (bytes > emulator::cta_bytes) emulator::Die("more shared memory than a CTA can have");
+  if (attribute == cudaFuncAttributeMaxDynamicSharedMemorySize) {
+    emulator::allowed_bytes[reinterpret_cast<void*>(kernel)] = bytes;
+  }
   return cudaSuccess;
 }
 // Compiled for sm_80: no launch begins early.
@@ -298,6 +306,12 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   }
   if (grid.x % together != 0) emulator::Die("a cluster is not whole");
   if (grid.y > 65535 || grid.z > 65535) emulator::Die("a grid is too large in y or z");
+  const int most = std::max(emulator::allowed_bytes[reinterpret_cast<void*>(kernel)],
+                            emulator::kAlwaysAllowed);
+  emulator::launched_bytes = config->dynamicSmemBytes;
+  if (emulator::launched_bytes > static_cast<size_t>(most)) {
+    emulator::Die("more shared memory than was allowed");
+  }
   gridDim = {grid.x, grid.y, grid.z};
   blockDim = {block.x, 1, 1};
   for (unsigned z = 0; z < grid.z; ++z) {

@@ -134,6 +134,25 @@ struct Warp {
 
 constexpr int kGroupOfWarps = 4;  // which multiply together
 
+// What products of its warpgroup have to do with a thread's registers until it waits for them:
+// sums, which are NaN there so long, and operands, which stay as they are.
+struct Sums {
+  float* to;
+  int count, group;
+  float values[128];
+};
+struct Operand {
+  const uint32_t* at;
+  uint32_t words[4];
+  const float* sums;
+};
+struct Products {
+  int group = 0;        // the one that is still open
+  bool fenced = false;  // registers are as they should be
+  std::vector<Sums> sums;
+  std::vector<Operand> operands;
+};
+
 struct Cta {
   Context scheduler;
   std::vector<Fiber> fibers;
@@ -145,6 +164,7 @@ struct Cta {
   std::map<uint32_t, SharedBarrier> in_shared;
   std::vector<Warp> warps;
   std::vector<Barrier> products;  // of each warpgroup
+  std::vector<Products> pending;  // of each thread
   std::vector<int> meetings;      // of each thread with its warp
   std::vector<int> counts;        // of each thread, as below
   int counted[3] = {};  // votes of __syncthreads_count: of this time, the last and the next
@@ -233,6 +253,7 @@ inline void Finish(const Copy& copy) {
 inline void Entry() {
   (*cta->kernel)();
   Fiber* const self = cta->running;
+  if (!cta->pending[self->thread].sums.empty()) Die("products are under way at the end");
   self->done = true;
   --cta->alive;
   Switch(&self->context, &cta->scheduler);
@@ -256,6 +277,7 @@ inline void RunCluster(uint3 first, int ctas, int threads, const std::function<v
     own.fibers.resize(threads);
     own.warps.resize((threads + kWarp - 1) / kWarp);
     own.products.resize(own.warps.size() / kGroupOfWarps);
+    own.pending.resize(threads);
     own.meetings.resize(threads);
     own.counts.resize(threads);
     own.groups.assign(threads, {{}});
@@ -342,5 +364,10 @@ T FromWord(uint32_t bits) {
 
 // Addresses of the shared window count from `shared`.
 inline char* SharedPointer(uint32_t address) { return shared + static_cast<int32_t>(address); }
+
+inline size_t launched_bytes = 0;  // of shared memory, that a CTA of this launch has
+inline void CheckShared(uint32_t address, size_t bytes, const char* what) {
+  if (address + bytes > launched_bytes) Die(what);
+}
 
 }  // namespace emulator

@@ -6,6 +6,7 @@
 namespace kvblock {
 
 inline void BarrierInit(uint32_t barrier, int arrivals) {
+  if (barrier % 8) emulator::Die("a barrier is not aligned");
   emulator::races::Touch(emulator::races::Access::kWrite, emulator::SharedPointer(barrier), 8);
   emulator::cta->in_shared[barrier].expected = arrivals;
 }
@@ -25,6 +26,7 @@ inline emulator::SharedBarrier& FindBarrier(uint32_t barrier) {
 
 inline void EndPhase(emulator::SharedBarrier& b) {
   if (b.arrived < b.expected || b.bytes > 0) return;
+  if (b.bytes < 0) emulator::Die("more bytes come to a barrier than it expects");
   b.arrived = 0;
   ++b.phase;
   emulator::races::Complete(b.handover);
@@ -69,7 +71,10 @@ inline void BarrierArriveAfterCopies(uint32_t barrier) {
 
 inline void BarrierWait(uint32_t barrier, int parity) {
   emulator::SharedBarrier& b = FindBarrier(barrier);
+  const unsigned asked = b.phase;
   while (b.phase % 2 == static_cast<unsigned>(parity)) {
+    // It would wait for another phase than it asked for, or not, as luck has it.
+    if (b.phase != asked) emulator::Die("a barrier ends two phases while a thread waits for one");
     if (b.late.empty()) {
       emulator::Sleep(b.waiting);
     } else {
@@ -89,6 +94,13 @@ inline bool BarrierTest(uint32_t barrier, int parity) {
   return true;
 }
 
-inline void BarrierMeet(int id, int threads) { emulator::Wait(emulator::cta->named[id], threads); }
+inline emulator::Barrier& NamedBarrier(int id, int threads) {
+  if (id < 1 || id > 15) emulator::Die("a hardware barrier that there is not");
+  if (threads % emulator::kWarp) emulator::Die("a part of a warp at a hardware barrier");
+  return emulator::cta->named[id];
+}
+inline void BarrierMeet(int id, int threads) {
+  emulator::Wait(NamedBarrier(id, threads), threads);
+}
 
 }  // namespace kvblock

@@ -5,11 +5,16 @@
 
 namespace kvblock {
 
+inline char* RowOfMatrix(uint32_t address) {
+  if (address % 16) emulator::Die("stmatrix writes rows that are not aligned");
+  return emulator::SharedPointer(address);
+}
+
 inline void StoreMatrices(uint32_t address, const uint32_t (&r)[4]) {
   const auto shown = emulator::Show(address);
   const int lane = threadIdx.x % 32;
   for (int m = 0; m < 4; ++m) {
-    char* const row = emulator::SharedPointer(shown[m * 8 + lane / 4][0]);
+    char* const row = RowOfMatrix(shown[m * 8 + lane / 4][0]);
     std::memcpy(row + lane % 4 * 4, &r[m], 4);
   }
 }
@@ -23,7 +28,7 @@ inline void StoreTransposes(uint32_t address, const uint32_t (&r)[4]) {
       return shown[of_row * 4 + row / 2][m] >> row % 2 * 16 & 0xffff;
     };
     const uint32_t pair = element(lane % 4 * 2) | element(lane % 4 * 2 + 1) << 16;
-    std::memcpy(emulator::SharedPointer(shown[m * 8 + row][4]) + lane % 4 * 4, &pair, 4);
+    std::memcpy(RowOfMatrix(shown[m * 8 + row][4]) + lane % 4 * 4, &pair, 4);
   }
 }
 

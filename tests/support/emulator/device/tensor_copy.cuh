@@ -30,6 +30,7 @@ inline int Bytes(const CUtensorMap& map) {
 template <typename Each>
 void ForBox(const CUtensorMap& map, uint32_t shared, const int (&at)[5], Each each) {
   if (shared % 128 != 0) emulator::Die("a box is not aligned");
+  emulator::CheckShared(shared, Bytes(map), "a box goes on beyond shared memory");
   const int bytes = ElementBytes(map), count = Bytes(map) / bytes;
   for (int n = 0; n < count; ++n) {
     const char* from = map.data;

@@ -1,7 +1,7 @@
 // Warpgroups for the emulator, where registers are not counted.
 #pragma once
 
-#include "cuda_runtime.h"
+#include "device/mbarrier.cuh"
 
 namespace kvblock {
 
@@ -17,7 +17,7 @@ inline void TakeRegisters() {}
 inline bool ElectLane() { return threadIdx.x % emulator::kWarp == 0; }
 
 inline void BarrierPass(int id, int threads) {
-  emulator::Barrier& barrier = emulator::cta->named[id];
+  emulator::Barrier& barrier = NamedBarrier(id, threads);
   emulator::races::Release(barrier.handover);
   if (++barrier.arrived < threads) return;
   emulator::races::Complete(barrier.handover);

@@ -1,4 +1,5 @@
-// Warpgroup products for the emulator, done when they are issued: see cpp/device/wgmma.cuh.
+// Warpgroup products for the emulator: see cpp/device/wgmma.cuh. They read operands when they are
+// issued; sums come to registers when they are waited for.
 #pragma once
 
 #include <type_traits>
@@ -9,11 +10,58 @@
 
 namespace kvblock {
 
-inline void WgmmaFence() {}
-inline void WgmmaCommit() { emulator::races::Commit(emulator::races::Engine::kProducts); }
+inline emulator::Products& OwnProducts() { return emulator::cta->pending[threadIdx.x]; }
+constexpr uint32_t kUnderWay = 0x7fedcba9;  // a NaN
+
+inline void WgmmaFence() { OwnProducts().fenced = true; }
+inline void WgmmaCommit() {
+  ++OwnProducts().group;
+  emulator::races::Commit(emulator::races::Engine::kProducts);
+}
+// Sums of which all is done come to their registers; NaN if somebody has changed these meanwhile,
+// or an operand.
 template <int kPending>
-inline void WgmmaWait() {
+EMULATOR_UNSEEN inline void WgmmaWait() {
   emulator::races::Await(emulator::races::Engine::kProducts, kPending);
+  emulator::Products& own = OwnProducts();
+  own.fenced = false;
+  const auto is_done = [&](const emulator::Sums& sums) {
+    if (sums.group + kPending >= own.group) return false;
+    bool kept = true;
+    for (int i = 0; i < sums.count; ++i) kept &= emulator::Bits(sums.to[i]) == kUnderWay;
+    const auto ends = [&](const emulator::Operand& a) {
+      if (a.sums != sums.to) return false;
+      kept &= std::equal(a.words, a.words + 4, a.at);
+      return true;
+    };
+    own.operands.erase(std::remove_if(own.operands.begin(), own.operands.end(), ends),
+                       own.operands.end());
+    for (int i = 0; i < sums.count; ++i) sums.to[i] = kept ? sums.values[i] : NAN;
+    return true;
+  };
+  own.sums.erase(std::remove_if(own.sums.begin(), own.sums.end(), is_done), own.sums.end());
+}
+// Where a product adds, until somebody waits for it.
+template <int kCount>
+EMULATOR_UNSEEN inline float (&SumsUnderWay(float (&d)[kCount]))[kCount] {
+  emulator::Products& own = OwnProducts();
+  const auto as_array = [](emulator::Sums& sums) -> float(&)[kCount] {
+    return reinterpret_cast<float(&)[kCount]>(sums.values);
+  };
+  for (emulator::Sums& sums : own.sums) {
+    if (sums.to == d && sums.count == kCount) {
+      sums.group = own.group;
+      return as_array(sums);
+    }
+    if (sums.to < d + kCount && d < sums.to + sums.count) {
+      emulator::Die("two products under way have a part of their sums in common");
+    }
+  }
+  if (!own.fenced) emulator::Die("a product of registers that nobody has fenced");
+  own.sums.push_back({d, kCount, own.group});
+  std::copy(d, d + kCount, own.sums.back().values);
+  std::fill(d, d + kCount, emulator::Float(kUnderWay));
+  return as_array(own.sums.back());
 }
 inline void WgmmaWaitApart() { WgmmaWait<0>(); }
 template <int kCount>
@@ -51,6 +99,24 @@ EMULATOR_UNSEEN inline void ReadNarrow(uint64_t operand, int row, NarrowRow& to)
   }
 }
 
+// An operand of so many rows and columns, of 2 bytes, is one that the tensor cores can read: rows
+// of a chunk begin at a multiple of 8 rows, where the swizzle begins, and do not go on beyond it.
+EMULATOR_UNSEEN inline void CheckOperand(uint64_t operand, OperandLies lies, int rows,
+                                         int columns) {
+  const uint32_t start = static_cast<uint32_t>(operand & 0x3fff) << 4;
+  const uint32_t chunk = static_cast<uint32_t>(operand >> 16 & 0x3fff) << 4;
+  if (operand >> 32 != SharedOperand(0) >> 32) emulator::Die("an operand lies otherwise");
+  if (lies == OperandLies::kAcross && start % 32 != 0) emulator::Die("an operand is not aligned");
+  for (int n = 0; n * kChunkColumns < columns; ++n) {
+    const uint32_t place = start + n * chunk, in_row = place % kChunkRowBytes;
+    const uint32_t bytes = std::min(columns - n * kChunkColumns, kChunkColumns) * 2;
+    if (place / kChunkRowBytes % 8 != 0) emulator::Die("an operand begins within 8 rows");
+    if (in_row + bytes > kChunkRowBytes) emulator::Die("an operand goes on beyond its chunk");
+    emulator::CheckShared(place - in_row, rows * kChunkRowBytes,
+                          "an operand goes on beyond shared memory");
+  }
+}
+
 // A product of this warp reads a part of an operand.
 inline void ReadOperand(uint64_t operand, int row, int rows, int columns, int first_column = 0) {
   using namespace emulator::races;
@@ -73,6 +139,11 @@ struct Wgmma {
   static void ReadB(uint64_t b) {
     constexpr bool kAcross = kLies == OperandLies::kAcross;
     ReadOperand(b, 0, kAcross ? kN : 16, kAcross ? 16 : kN);
+  }
+  template <OperandLies kLies, int kSize>
+  static void Check(uint64_t operand) {
+    constexpr bool kAcross = kLies == OperandLies::kAcross;
+    CheckOperand(operand, kLies, kAcross ? kSize : 16, kAcross ? 16 : kSize);
   }
 
   // rows[half][k]: A of this lane's two rows.
@@ -117,8 +188,11 @@ struct Wgmma {
 
   template <typename T, OperandLies kA = OperandLies::kAcross,
             OperandLies kB = OperandLies::kAcross>
-  static void Shared(float (&d)[kN / 2], uint64_t a, uint64_t b, bool accumulate = true) {
+  static void Shared(float (&to)[kN / 2], uint64_t a, uint64_t b, bool accumulate = true) {
     emulator::MeetForProduct();
+    Check<kA, 64>(a);
+    Check<kB, kN>(b);
+    float(&d)[kN / 2] = SumsUnderWay(to);
     const int first = threadIdx.x % 128 / 32 * 16, row = first + threadIdx.x % 32 / 4;
     if (emulator::races::StartProduct()) {
       if constexpr (kA == OperandLies::kAcross) {
@@ -146,10 +220,13 @@ struct Wgmma {
   }
 
   template <typename T, OperandLies kB = OperandLies::kAcross>
-  static void Registers(float (&d)[kN / 2], const uint32_t (&a)[4], uint64_t b,
+  static void Registers(float (&to)[kN / 2], const uint32_t (&a)[4], uint64_t b,
                         bool accumulate = true) {
     const auto shown = emulator::Show(std::array<uint32_t, 4>{a[0], a[1], a[2], a[3]});
     emulator::MeetForProduct();
+    Check<kB, kN>(b);
+    float(&d)[kN / 2] = SumsUnderWay(to);
+    OwnProducts().operands.push_back({a, {a[0], a[1], a[2], a[3]}, to});
     if (emulator::races::StartProduct()) ReadB<kB>(b);
     if constexpr (std::is_same_v<T, E4m3>) {
       static_assert(kB == OperandLies::kAcross);
