@@ -306,8 +306,8 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   }
   if (grid.x % together != 0) emulator::Die("a cluster is not whole");
   if (grid.y > 65535 || grid.z > 65535) emulator::Die("a grid is too large in y or z");
-  const int most = std::max(emulator::allowed_bytes[reinterpret_cast<void*>(kernel)],
-                            emulator::kAlwaysAllowed);
+  const int most =
+      std::max(emulator::allowed_bytes[reinterpret_cast<void*>(kernel)], emulator::kAlwaysAllowed);
   emulator::launched_bytes = config->dynamicSmemBytes;
   if (emulator::launched_bytes > static_cast<size_t>(most)) {
     emulator::Die("more shared memory than was allowed");

@@ -34,20 +34,23 @@ extern "C" __attribute__((visibility("hidden"))) char __bss_start[], _end[];
 namespace emulator::races {
 namespace {
 
+constexpr int kWordBytes = 4;
+constexpr unsigned kWholeWord = (1u << kWordBytes) - 1;
+
 struct Moment {
   int agent;
   uint32_t time;
   const void* code;
+  unsigned bytes = kWholeWord;  // of the word: a bit each
 };
 
-// The last write, of time 0 if there is none, and since then those who wrote the same zeros, reads
-// and atomics.
+// The last write, of time 0 if there is none, those before to bytes that it left alone, and since
+// then those who wrote the same zeros, reads and atomics.
 struct Word {
   Moment write{};
-  std::vector<Moment> zeros, reads, atomics;
+  std::vector<Moment> before, zeros, reads, atomics;
   bool used = false;
 };
-constexpr int kWordBytes = 4;
 
 struct Agent {
   std::string name;
@@ -226,22 +229,36 @@ class Checker {
 
   static void Remember(std::vector<Moment>& moments, const Moment& now) {
     for (Moment& m : moments) {
-      if (m.agent == now.agent) return void(m = now);
+      if (m.agent == now.agent && m.bytes == now.bytes) return void(m = now);
     }
     moments.push_back(now);
   }
+  // Forgets what a write to these bytes has covered.
+  static void Cover(std::vector<Moment>& moments, unsigned bytes) {
+    const auto covered = [bytes](const Moment& m) { return (m.bytes & ~bytes) == 0; };
+    moments.erase(std::remove_if(moments.begin(), moments.end(), covered), moments.end());
+  }
+  // The bytes of word `i` that an access has.
+  unsigned BytesOf(size_t i, const volatile void* at, int bytes) const {
+    const int64_t first = static_cast<int64_t>(Offset(at) % kWordBytes) -
+                          static_cast<int64_t>(i - FirstWord(at)) * kWordBytes;
+    const int64_t from = std::max<int64_t>(first, 0),
+                  to = std::min<int64_t>(first + bytes, kWordBytes);
+    return ((1u << (to - from)) - 1) << from;
+  }
 
-  void Record(Access access, const volatile void* at, int bytes, const Clock& clock,
-              const Moment& now) {
+  void Record(Access access, const volatile void* at, int bytes, const Clock& clock, Moment now) {
     const size_t end = FirstWord(at) + (Offset(at) % kWordBytes + bytes - 1) / kWordBytes + 1;
     for (size_t i = FirstWord(at); i < end; ++i) {
       Word& word = words_[i];
+      now.bytes = BytesOf(i, at, bytes);
       const auto knows = [&](const Moment& before) { return clock[before.agent] >= before.time; };
       const auto check = [&](const Moment& before, const char* what) {
-        if (!knows(before)) Report(i, access, now, before, what);
+        if ((before.bytes & now.bytes) != 0 && !knows(before)) Report(i, access, now, before, what);
       };
       if (access != Access::kRead || std::none_of(word.zeros.begin(), word.zeros.end(), knows)) {
         check(word.write, "wrote");
+        for (const Moment& m : word.before) check(m, "wrote");
       }
       if (access == Access::kBarrier) continue;
       if (!word.used) used_.push_back(&word);
@@ -258,10 +275,12 @@ class Checker {
       if (access == Access::kAtomic) {
         Remember(word.atomics, now);
       } else {
+        Cover(word.before, now.bytes);
+        if (word.write.time > 0 && (word.write.bytes & ~now.bytes) != 0) {
+          word.before.push_back(word.write);
+        }
         word.write = now;
-        word.zeros.clear();
-        word.reads.clear();
-        word.atomics.clear();
+        for (auto* since : {&word.zeros, &word.reads, &word.atomics}) Cover(*since, now.bytes);
       }
     }
   }

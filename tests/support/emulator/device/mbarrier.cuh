@@ -99,8 +99,6 @@ inline emulator::Barrier& NamedBarrier(int id, int threads) {
   if (threads % emulator::kWarp) emulator::Die("a part of a warp at a hardware barrier");
   return emulator::cta->named[id];
 }
-inline void BarrierMeet(int id, int threads) {
-  emulator::Wait(NamedBarrier(id, threads), threads);
-}
+inline void BarrierMeet(int id, int threads) { emulator::Wait(NamedBarrier(id, threads), threads); }
 
 }  // namespace kvblock

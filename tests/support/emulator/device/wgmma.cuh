@@ -43,10 +43,10 @@ EMULATOR_UNSEEN inline void WgmmaWait() {
 }
 // Where a product adds, until somebody waits for it.
 template <int kCount>
-EMULATOR_UNSEEN inline float (&SumsUnderWay(float (&d)[kCount]))[kCount] {
+EMULATOR_UNSEEN inline float (&SumsUnderWay(float (&d)[kCount])) [kCount] {
   emulator::Products& own = OwnProducts();
-  const auto as_array = [](emulator::Sums& sums) -> float(&)[kCount] {
-    return reinterpret_cast<float(&)[kCount]>(sums.values);
+  const auto as_array = [](emulator::Sums& sums) -> float (&)[kCount] {
+    return reinterpret_cast<float (&)[kCount]>(sums.values);
   };
   for (emulator::Sums& sums : own.sums) {
     if (sums.to == d && sums.count == kCount) {
@@ -62,8 +62,9 @@ EMULATOR_UNSEEN inline float (&SumsUnderWay(float (&d)[kCount]))[kCount] {
   std::copy(d, d + kCount, own.sums.back().values);
   std::fill(d, d + kCount, emulator::Float(kUnderWay));
   return as_array(own.sums.back());
+} inline void WgmmaWaitApart() {
+  WgmmaWait<0>();
 }
-inline void WgmmaWaitApart() { WgmmaWait<0>(); }
 template <int kCount>
 inline void KeepAfter(float (&)[kCount]) {}
 
@@ -192,7 +193,7 @@ struct Wgmma {
     emulator::MeetForProduct();
     Check<kA, 64>(a);
     Check<kB, kN>(b);
-    float(&d)[kN / 2] = SumsUnderWay(to);
+    float (&d)[kN / 2] = SumsUnderWay(to);
     const int first = threadIdx.x % 128 / 32 * 16, row = first + threadIdx.x % 32 / 4;
     if (emulator::races::StartProduct()) {
       if constexpr (kA == OperandLies::kAcross) {
@@ -225,7 +226,7 @@ struct Wgmma {
     const auto shown = emulator::Show(std::array<uint32_t, 4>{a[0], a[1], a[2], a[3]});
     emulator::MeetForProduct();
     Check<kB, kN>(b);
-    float(&d)[kN / 2] = SumsUnderWay(to);
+    float (&d)[kN / 2] = SumsUnderWay(to);
     OwnProducts().operands.push_back({a, {a[0], a[1], a[2], a[3]}, to});
     if (emulator::races::StartProduct()) ReadB<kB>(b);
     if constexpr (std::is_same_v<T, E4m3>) {
