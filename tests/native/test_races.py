@@ -266,6 +266,13 @@ MISSING = (
         ("sm90, causal, 256x256", "StoreMatrices", "a product of warp"),
     ),
     Mutant(
+        "Hopper backward: dS that nobody has fenced for the products of dQ",
+        f"{BACKWARD}/split_products.cuh",
+        "      FenceAsync();\n",
+        "",
+        ("sm90, causal, 192x192", "a product of warp", "StoreMatrices", "fenced it"),
+    ),
+    Mutant(
         "Hopper backward: dS over that which the copy engine still sends",
         f"{BACKWARD}/split_products_cluster.cuh",
         "if (w.thread == 0) BarrierWait(w.cta.PeerDsSent(), (step - 1) % 2);",
@@ -436,6 +443,18 @@ PAIRS = {
         "if (t == 0) { x = 1; BarrierArriveAfterCopies(bar); }"
         "if (t > 31) { BarrierWait(bar, 0); Use(x); }",
     ),
+    "a bulk store of what was fenced before": (
+        "if (t == 0) y[0] = 1; FenceAsync(); __syncthreads(); Store(t);",
+        "FenceAsync(); if (t == 0) y[0] = 1; __syncthreads(); Store(t);",
+    ),
+    "who has waited may fence": (
+        "if (t == 0) y[0] = 1; __syncthreads(); FenceAsync(); Store(t);",
+        "if (t == 0) y[0] = 1; __syncthreads(); if (t == 0) FenceAsync(); Store(t);",
+    ),
+    "copies are fenced, too": (
+        "Copy(t, y); CopyAsyncWait<0>(); FenceAsync(); __syncthreads(); Store(t);",
+        "Copy(t, y); CopyAsyncWait<0>(); __syncthreads(); Store(t);",
+    ),
     "zeros over zeros": (
         "*wide = uint4{}; Use(wide->x);",
         "*wide = uint4{1}; Use(wide->x);",
@@ -445,16 +464,23 @@ PROGRAM = """
 #include "cuda_runtime.h"
 #include "device/cp_async.cuh"
 #include "device/mbarrier.cuh"
+#include "device/tensor_copy.cuh"
 #include "device/warpgroup.cuh"
 
 using namespace kvblock;
 extern "C" const char* emulator_races();
-alignas(16) float from[4];
+alignas(16) float from[4], to[4];
 
 void Use(double x) { static volatile double used = x; }
 void Copy(int t, float* to) {
   if (t == 0) CopyAsync<16>(to, from);
   CopyAsyncCommit();
+}
+void Store(int t) {  // the first 16 bytes
+  if (t != 40) return;
+  StoreBytes(to, 0, 16);
+  CommitStores();
+  WaitStores<0>();
 }
 void Arrive(int t, uint32_t barrier) {
   if (t == 0) BarrierArrive(barrier);
@@ -492,7 +518,10 @@ def test_the_checker_knows_what_orders(tmp_path):
     program = PROGRAM.replace("CASES", cases).replace("COUNT", str(len(parts)))
     (tmp_path / "program.cc").write_text(program)
     emulated_races.compile_checked(
-        [tmp_path / "program.cc"], tmp_path / "program", [EMULATOR], []
+        [tmp_path / "program.cc"],
+        tmp_path / "program",
+        [EMULATOR, ROOT / "cpp"],
+        [],
     )
     done = subprocess.run([tmp_path / "program"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -48,18 +48,30 @@ def build(root: Path, library: Path, kernels: str = "attention") -> None:
     compile_checked(checked, library, folders, others)
 
 
+# Products whose sums are dropped, and where they are not.
+DROPPED = (
+    ("split_keys", "SumOverKeys(dq, DsOf(step));", "has_dq"),
+    ("split_products", "SumOverKeys<0>(dq, DsOf(step));", "step > 1"),
+    ("split_products", "SumOverKeys<0>(dq, DsOf(step + 1));", "step > 0"),
+    ("split_products", "SumOverKeys<1>(dq, DsOf(step + 1));", "step > 0"),
+    ("split_products_cluster", "      SumOverKeys(dq);", "step > 0"),
+)
+
+
 def without_dropped_products(root: Path, to: Path) -> Path:
     """A copy of the kernels.
 
-    At its first step a kernel multiplies what is not there yet, and drops the sums,
-    rather than have a branch. That meets those who write there.
+    Where there is no dQ, at a kernel's first steps and in calls without it, it
+    multiplies what lies there and drops the sums, rather than have a branch. That meets
+    those who write there.
     """
     shutil.rmtree(to, ignore_errors=True)  # of a build that failed
     shutil.copytree(root / "cpp", to / "cpp")
-    file = to / "cpp/ops/attention/hopper/backward/split_products_cluster.cuh"
-    text, multiplies = file.read_text(), "\n      SumOverKeys(dq);"
-    assert text.count(multiplies) == 2
-    file.write_text(text.replace(multiplies, "\n      if (step > 0) SumOverKeys(dq);"))
+    for name, multiplies, condition in DROPPED:
+        file = to / f"cpp/ops/attention/hopper/backward/{name}.cuh"
+        text = file.read_text()
+        assert multiplies in text, f"{name} has changed: {multiplies}"
+        file.write_text(text.replace(multiplies, f"if ({condition}) {multiplies}"))
     return to
 
 

@@ -14,7 +14,9 @@
 // themselves, and each sees zeros from then on, whoever was first.
 //
 // As CUDA has it, votes, shuffles and products of a warp order nothing in memory; __syncwarp does.
-// Nothing is said of proxies (FenceAsync), nor of other CTAs.
+// What threads and asynchronous copies write, bulk copies and products read by another way: between
+// the two there must be a FenceAsync, too, of a thread that knows of the write. A second clock of a
+// thread says what was fenced so. Nothing is said of other memory than that of CTAs.
 #include "races.h"
 
 #include <dlfcn.h>
@@ -54,13 +56,14 @@ struct Word {
 
 struct Agent {
   std::string name;
+  bool is_fenced = true;  // nobody needs to fence what it writes
   uint32_t time = 0;
 };
 constexpr int kMostAgents = 3072;
 using Clock = std::array<uint32_t, kMostAgents>;
 
 struct Thread {
-  Clock clock{};
+  Clock clock{}, fenced{};
   int engines[3] = {-1, -1, -1};  // agents
   std::deque<uint32_t> groups[3];
   int products = 0;
@@ -90,7 +93,7 @@ class Checker {
     warps_.assign((threads + kWarp - 1) / kWarp + kGroupOfWarps, {});  // a last group is whole
     loads_.clear();
     for (int i = 0; i < threads; ++i) {
-      threads_[i].clock[i] = agents_[NewAgent("thread", i)].time = 1;
+      threads_[i].clock[i] = agents_[NewAgent("thread", i, false)].time = 1;
     }
     for (Word* word : used_) *word = {};
     used_.clear();
@@ -136,7 +139,10 @@ class Checker {
     const int agent = AgentOf(engine);
     const bool product = engine == Engine::kProducts;
     if (!product) ++agents_[agent].time;
-    Record(access, at, bytes, product ? lanes_ : Own().clock, {agent, agents_[agent].time, code});
+    Record(access, at, bytes, product ? lanes_ : Own().clock, {agent, agents_[agent].time, code},
+           engine == Engine::kCopies ? nullptr
+           : product                 ? &fenced_lanes_
+                                     : &Own().fenced);
   }
   Event StartBulkLoad(uint32_t barrier, const void* to, int bytes, const void* code) {
     Settle();
@@ -151,7 +157,7 @@ class Checker {
 
   void StartRead(Event load, const void* from, int bytes, const void* code) {
     Settle();
-    Record(Access::kRead, from, bytes, Own().clock, {load.agent, load.time, code});
+    Record(Access::kRead, from, bytes, Own().clock, {load.agent, load.time, code}, &Own().fenced);
   }
 
   // The first lane to come says it for all: the others are where they were when they met.
@@ -161,9 +167,13 @@ class Checker {
     warps_[warp].products = Own().products;
     ++agents_[AgentOf(Engine::kProducts)].time;
     lanes_ = threads_[warp * kWarp].clock;
+    fenced_lanes_ = threads_[warp * kWarp].fenced;
     for (int lane = 1; lane < kWarp; ++lane) {
-      const Clock& other = threads_[warp * kWarp + lane].clock;
-      for (size_t i = 0; i < Agents(); ++i) lanes_[i] = std::min(lanes_[i], other[i]);
+      const Thread& other = threads_[warp * kWarp + lane];
+      for (size_t i = 0; i < Agents(); ++i) {
+        lanes_[i] = std::min(lanes_[i], other.clock[i]);
+        fenced_lanes_[i] = std::min(fenced_lanes_[i], other.fenced[i]);
+      }
     }
     return true;
   }
@@ -197,9 +207,9 @@ class Checker {
     int engine = -1, products = 0;
   };
 
-  int NewAgent(const char* what, int number) {
+  int NewAgent(const char* what, int number, bool is_fenced = true) {
     if (agents_.size() == kMostAgents) Die("the race checker has too few agents");
-    agents_.push_back({std::string(what) + " " + std::to_string(number)});
+    agents_.push_back({std::string(what) + " " + std::to_string(number), is_fenced});
     return static_cast<int>(agents_.size()) - 1;
   }
   int AgentOf(Engine engine) {
@@ -207,7 +217,7 @@ class Checker {
     if (engine == Engine::kProducts) return AgentOfProducts(running / kWarp);
     const int which = static_cast<int>(engine);
     int& agent = Own().engines[which];
-    if (agent < 0) agent = NewAgent(kNames[which], running);
+    if (agent < 0) agent = NewAgent(kNames[which], running, engine != Engine::kCopies);
     return agent;
   }
   int AgentOfProducts(int warp) {
@@ -247,7 +257,9 @@ class Checker {
     return ((1u << (to - from)) - 1) << from;
   }
 
-  void Record(Access access, const volatile void* at, int bytes, const Clock& clock, Moment now) {
+  // fenced: of who reads as bulk copies do.
+  void Record(Access access, const volatile void* at, int bytes, const Clock& clock, Moment now,
+              const Clock* fenced = nullptr) {
     const size_t end = FirstWord(at) + (Offset(at) % kWordBytes + bytes - 1) / kWordBytes + 1;
     for (size_t i = FirstWord(at); i < end; ++i) {
       Word& word = words_[i];
@@ -256,9 +268,21 @@ class Checker {
       const auto check = [&](const Moment& before, const char* what) {
         if ((before.bytes & now.bytes) != 0 && !knows(before)) Report(i, access, now, before, what);
       };
-      if (access != Access::kRead || std::none_of(word.zeros.begin(), word.zeros.end(), knows)) {
+      const auto sees = [&](const Moment& before) {
+        return knows(before) &&
+               (access != Access::kRead || fenced == nullptr || agents_[before.agent].is_fenced ||
+                (*fenced)[before.agent] >= before.time);
+      };
+      if (access != Access::kRead || std::none_of(word.zeros.begin(), word.zeros.end(), sees)) {
         check(word.write, "wrote");
         for (const Moment& m : word.before) check(m, "wrote");
+        const auto check_fence = [&](const Moment& before) {
+          if ((before.bytes & now.bytes) != 0 && knows(before) && !sees(before)) {
+            Report(i, access, now, before, "wrote, and nobody fenced it,");
+          }
+        };
+        check_fence(word.write);
+        for (const Moment& m : word.before) check_fence(m);
       }
       if (access == Access::kBarrier) continue;
       if (!word.used) used_.push_back(&word);
@@ -313,7 +337,7 @@ class Checker {
   std::vector<Warp> warps_;
   std::map<std::pair<int, uint32_t>, int> loads_;  // agents, by their CTAs and barriers
   int rank_ = 0;                                   // the CTA whose memory is used
-  Clock lanes_{};                                  // what all lanes know that start a product
+  Clock lanes_{}, fenced_lanes_{};                 // what all lanes know that start a product
   std::vector<Word> words_;
   std::vector<Word*> used_;
   std::pair<const volatile void*, Moment> clearing_{};  // a write of a thread over zeros
@@ -329,13 +353,19 @@ Checker& checker = *new Checker;
 void BeginCluster(int ctas, int threads) { checker.BeginCluster(ctas, threads); }
 int EnterCta(int rank) { return checker.EnterCta(rank); }
 
+// A clock that knows more.
+template <typename To, typename From>
+void Learn(To& to, const From& from, size_t agents) {
+  for (size_t i = 0; i < agents; ++i) to[i] = std::max(to[i], from[i]);
+}
+
 void Release(Handover& handover) {
   if (running < 0) return;
-  handover.told.resize(checker.Agents());
-  const Clock& clock = checker.Own().clock;
-  for (size_t i = 0; i < handover.told.size(); ++i) {
-    handover.told[i] = std::max(handover.told[i], clock[i]);
-  }
+  const size_t agents = checker.Agents();
+  handover.told.resize(agents);
+  handover.told_fenced.resize(agents);
+  Learn(handover.told, checker.Own().clock, agents);
+  Learn(handover.told_fenced, checker.Own().fenced, agents);
   checker.Tick();
 }
 void Release(Handover& handover, Event event) {
@@ -345,14 +375,20 @@ void Release(Handover& handover, Event event) {
 void Acquire(const Handover& handover) {
   if (running < 0) return;
   checker.Settle();
-  Clock& clock = checker.Own().clock;
-  for (size_t i = 0; i < handover.known.size(); ++i) {
-    clock[i] = std::max(clock[i], handover.known[i]);
-  }
+  Learn(checker.Own().clock, handover.known, handover.known.size());
+  Learn(checker.Own().fenced, handover.known_fenced, handover.known_fenced.size());
 }
 void Complete(Handover& handover) {
   handover.known.swap(handover.told);
   handover.told.clear();
+  handover.known_fenced.swap(handover.told_fenced);
+  handover.told_fenced.clear();
+}
+void Fence() {
+  if (running < 0) return;
+  checker.Settle();
+  Learn(checker.Own().fenced, checker.Own().clock, checker.Agents());
+  checker.Tick();  // what the thread writes from now on is another matter
 }
 
 void Touch(Access access, const volatile void* at, int bytes) {

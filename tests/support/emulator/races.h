@@ -10,7 +10,7 @@ namespace emulator::races {
 // What those who arrive at a barrier have done, and what they had done when the last phase ended.
 struct Handover {
 #if KVBLOCK_CHECK_RACES
-  std::vector<uint32_t> told, known;
+  std::vector<uint32_t> told, known, told_fenced, known_fenced;
 #endif
 };
 
@@ -38,6 +38,7 @@ void Release(Handover& handover);
 void Release(Handover& handover, Event event);
 void Acquire(const Handover& handover);
 void Complete(Handover& handover);  // all have arrived
+void Fence();  // what the running thread knows of, bulk copies and products may read
 
 // The running thread uses memory. It starts something that does, whose group ends, or of which so
 // many groups may still be under way.
@@ -61,6 +62,7 @@ inline void Release(Handover&) {}
 inline void Release(Handover&, Event) {}
 inline void Acquire(const Handover&) {}
 inline void Complete(Handover&) {}
+inline void Fence() {}
 inline void Touch(Access, const volatile void*, int) {}
 inline void Start(Engine, Access, const void*, int) {}
 inline void Commit(Engine) {}

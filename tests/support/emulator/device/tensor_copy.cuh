@@ -14,7 +14,7 @@ inline void BarrierExpect(uint32_t barrier, int bytes) {
   BarrierArrive(barrier);
 }
 inline void FenceBarrierInit() { emulator::races::Release(emulator::cluster->begun.handover); }
-inline void FenceAsync() {}
+inline void FenceAsync() { emulator::races::Fence(); }
 inline void FenceAsyncGlobal() {}
 inline void PrefetchTensorMap(const CUtensorMap&) {}
 
