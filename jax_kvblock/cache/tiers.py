@@ -174,7 +174,7 @@ class TieredCache:
 
         Returns:
           Whether there may be more to copy: call it again, also where no step comes.
-          False always, without `write_through`.
+          False without `write_through`, and where host memory has no room.
         """
         if self.cache.num_free_blocks < self._low:
             self.make_room(self._high)
@@ -189,11 +189,11 @@ class TieredCache:
             self._written &= set(idle)
             new = [key for key in idle if key not in self._written]
             new = [key for key in new if not self.below.on_host(key)][: self._chunk]
-            if new:
-                self._written.update(self.offload(new).keys)
+            sent = self.offload(new).keys if new else ()
+            self._written.update(sent)
         ended = time.monotonic()
         self._next_look = ended + LOOK_REST * (ended - now)
-        return bool(new)
+        return bool(sent)
 
     def flush(self) -> None:
         """Copies down all idle blocks that are not below, and waits for the store.

@@ -115,6 +115,26 @@ def test_write_through_sends_a_block_once(monkeypatch: pytest.MonkeyPatch) -> No
     one.tiers.close()
 
 
+def test_maintain_tells_whether_there_may_be_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("jax_kvblock.cache.tiers.LOOK_REST", 0)
+    one = Setup(write_through=True)
+    one.computed(range(12)).free()
+    with monkeypatch.context() as full:
+        full.setattr(one.tiers.below, "slots", lambda count: None)
+        assert not one.tiers.maintain()  # who waits would wait for ever
+    looks = 0
+    while one.tiers.maintain():
+        one.tiers.drain()
+        looks += 1
+    assert looks >= 1 and one.tiers.stats()["host"]["blocks_in"] == 3
+    one.tiers.write_through = False
+    one.computed(range(100, 112)).free()
+    assert not one.tiers.maintain()
+    one.tiers.close()
+
+
 def test_write_through_looks_a_part_of_the_time_alone() -> None:
     one = Setup(write_through=True)
     one.computed(range(12)).free()
