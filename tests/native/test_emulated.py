@@ -17,13 +17,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import attention_sweep
 import pytest
 from attention_problems import Case, Gpu
 from attention_sweep import Launcher, judged
-from sweep_cases import CAUSAL, OPTIONS
+from sweep_cases import CAUSAL, OPTIONS, small
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,26 +47,17 @@ def hold(launcher: Launcher, case: Case, backward: bool = True) -> None:
     assert [v.wrong for v in found.values() if v.wrong] == [], str(case)
 
 
-def small(name: str, number: int, **changes: Any) -> Case:
+def option(name: str) -> Case:
     """A call with this option, a tile or two along each side."""
-    dtype = ("bfloat16", "float16")[number % 2]
-    heads, kv_heads = ((2, 1), (2, 2), (6, 2))[number % 3]
-    sizes: dict[str, Any] = {"batch": 2, "heads": heads, "kv_heads": kv_heads}
-    sizes |= {"q_len": 70 + number, "kv_len": 140 + number} | OPTIONS[name]
-    if "bias" in sizes:
-        of, rows, own = sizes["bias"]
-        sizes["bias"] = (of or dtype, rows or 2, own)
-    if "tiles" in sizes:
-        rows, own = sizes["tiles"]
-        sizes["tiles"] = (rows or 2, own)
+    number = list(OPTIONS).index(name)
     dims = {"head_dim": (64, 40, 56)[number % 3], "value_dim": (64, 56, 24)[number % 3]}
-    return Case(dtype, **(dims | sizes | changes), seed=number, name=name)
+    return small(name, ("bfloat16", "float16")[number % 2], (70, 140), **dims)
 
 
 @pytest.mark.torch
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_is_right(name, launcher):
-    hold(launcher, small(name, list(OPTIONS).index(name)))
+    hold(launcher, option(name))
 
 
 LONGER = {

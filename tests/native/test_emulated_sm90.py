@@ -17,7 +17,7 @@ import attention_sweep
 import pytest
 from attention_problems import Case, Gpu
 from attention_sweep import Launcher, judged
-from sweep_cases import CAUSAL, OPTIONS
+from sweep_cases import CAUSAL, OPTIONS, small
 
 pytestmark = [pytest.mark.wide, pytest.mark.torch]
 
@@ -43,22 +43,12 @@ def launcher(sm90_library: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[La
     made.library.emulator_set_multiprocessors(3)
 
 
-def small(name: str, dims: str, **changes: Any) -> Case:
+def option(name: str, dims: str, **changes: Any) -> Case:
     """A call with this option, a tile or two along each side."""
-    number = list(OPTIONS).index(name)
-    dtype, *sizes_of = DIMS[dims]
-    head_dim, value_dim = sizes_of[number % 2]
-    heads, kv_heads = ((2, 1), (2, 2), (6, 2))[number % 3]
-    sizes: dict[str, Any] = {"batch": 2, "heads": heads, "kv_heads": kv_heads}
-    sizes |= {"q_len": 120 + number, "kv_len": 190 + number} | OPTIONS[name]
-    if "bias" in sizes:
-        of, rows, own = sizes["bias"]
-        sizes["bias"] = (of or dtype, rows or 2, own)
-    if "tiles" in sizes:
-        rows, own = sizes["tiles"]
-        sizes["tiles"] = (rows or 2, own)
-    sizes |= {"head_dim": head_dim, "value_dim": value_dim}
-    return Case(dtype, **(sizes | changes), seed=number, name=name)
+    dtype, *pairs = DIMS[dims]
+    head_dim, value_dim = pairs[list(OPTIONS).index(name) % 2]
+    sizes = {"head_dim": head_dim, "value_dim": value_dim}
+    return small(name, dtype, (120, 190), **sizes | changes)
 
 
 def hold(launcher: Launcher, case: Case) -> None:
@@ -76,7 +66,7 @@ def options_with(*options: str, without: tuple[str, ...] = ()) -> Any:
         for name, given in OPTIONS.items()
         if (not options or not {*given}.isdisjoint(options))
         and {*given}.isdisjoint(without)
-        and small(name, "64").hopper_serves
+        and option(name, "64").hopper_serves
     ]
     names_and_dims = [(name, dims) for name in names for dims in DIMS]
     return pytest.mark.parametrize(("name", "dims"), names_and_dims)
@@ -88,38 +78,38 @@ OTHERS = ("softcap", "bias", "tiles", "dropout")
 
 @options_with(without=SEQUENCES + OTHERS)
 def test_bands_and_scales_are_right(name, dims, launcher):
-    hold(launcher, small(name, dims))
+    hold(launcher, option(name, dims))
 
 
 @options_with(*SEQUENCES, without=OTHERS)
 def test_sequences_are_right(name, dims, launcher):
-    hold(launcher, small(name, dims))
+    hold(launcher, option(name, dims))
 
 
 @options_with("softcap")
 def test_softcaps_are_right(name, dims, launcher):
-    hold(launcher, small(name, dims))
+    hold(launcher, option(name, dims))
 
 
 @options_with("bias")
 def test_biases_are_right(name, dims, launcher):
-    hold(launcher, small(name, dims))
+    hold(launcher, option(name, dims))
 
 
 @options_with("tiles")
 def test_tile_lists_are_right(name, dims, launcher):
-    hold(launcher, small(name, dims, q_len=300, kv_len=500))
+    hold(launcher, option(name, dims, q_len=300, kv_len=500))
 
 
 @options_with("dropout")
 def test_dropout_is_right(name, dims, launcher):
-    hold(launcher, small(name, dims))
+    hold(launcher, option(name, dims))
 
 
 @pytest.mark.parametrize("dims", DIMS)
 def test_references_that_move_are_right(dims, launcher):
     """Rows have keys in a later tile whose scores are far above those before."""
-    hold(launcher, small("large scores, causal", dims, window=(-1, -1)))
+    hold(launcher, option("large scores, causal", dims, window=(-1, -1)))
 
 
 RATE = Case("bfloat16", 64, 64, 2, 4, 2, 230, 300, 1, dropout=26)
@@ -144,7 +134,7 @@ def test_any_rate_of_dropout_is_right(name, launcher):
 def test_ctas_with_a_tile_each_are_right(name, dims, launcher):
     """Where those before had several: the GPU is larger."""
     launcher.library.emulator_set_multiprocessors(60)
-    hold(launcher, small(name, dims))
+    hold(launcher, option(name, dims))
 
 
 ONE = Case("bfloat16", 128, 128, 1, 1, 1, 2100, 150, 3)

@@ -102,6 +102,27 @@ OPTIONS: dict[str, dict[str, Any]] = {
         **{"tiles": (1, True), "masks": 2},
     },
 }
+
+
+def small(name: str, dtype: str, lens: tuple[int, int], **changes: Any) -> Case:
+    """A call with this option, of another seed and other sizes than others.
+
+    lens: queries and keys of the first option; the next one has one more of each.
+    changes: head_dim and value_dim, and whatever else is said otherwise.
+    """
+    number = list(OPTIONS).index(name)
+    heads, kv_heads = ((2, 1), (2, 2), (6, 2))[number % 3]
+    sizes: dict[str, Any] = {"batch": 2, "heads": heads, "kv_heads": kv_heads}
+    sizes |= {"q_len": lens[0] + number, "kv_len": lens[1] + number} | OPTIONS[name]
+    if "bias" in sizes:
+        of, rows, own = sizes["bias"]
+        sizes["bias"] = (of or dtype, rows or 2, own)
+    if "tiles" in sizes:
+        rows, own = sizes["tiles"]
+        sizes["tiles"] = (rows or 2, own)
+    return Case(dtype, **(sizes | changes), seed=number, name=name)
+
+
 FEW = ("full", "causal, shift", "lengths", "lengths, window", "scattered segments",
        "softcap, lengths", "sinks, causal")  # fmt: skip
 WHOLE = ("full", "causal", "scattered segments", "softcap", "sinks", "negative scale")
