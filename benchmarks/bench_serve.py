@@ -6,7 +6,7 @@ weights, so that nothing is downloaded: bfloat16 on a GPU, float32 on a CPU.
 - A step of decoding: all requests run, and nobody reads prompts. "over reading" is the
   step's time over that of reading all weights, and the keys and values of all
   sequences, once, at the rate of a plain copy in the same run. As many steps in one
-  program as the engine takes; one; and eight.
+  program as the engine takes; one; and eight. On a GPU also after longer prompts.
 - The host's part: the same steps where the device computes nothing.
 - The first token after a prefix that many requests share: computed; and brought up
   from host memory, as from a request to the next.
@@ -39,6 +39,7 @@ from serve.models import ByteTokenizer, LoadedModel
 
 BLOCK = 16
 OTHER_STEPS = 1, 8  # of a program, beside as many as the engine takes
+LONGER_PROMPTS = 1024, 4096  # tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,25 +89,27 @@ def bench(options: argparse.Namespace, results: Results) -> None:
     case = TINY if options.quick else SMOLLM2 if common.on_gpu() else ON_CPU
     model = _model(case)
     ceilings.add_device_copy(results, options.quick, "before")
-    _decode(case, model, results)
+    name = f"{case.requests} requests"
+    rates = {name: _decode(name, case, model, results)}
+    for prompt in LONGER_PROMPTS if common.on_gpu() and not options.quick else ():
+        longer = f"{name} of {prompt} tokens"
+        # The prompts are read in 32 steps: who came first is far from done by then.
+        rows = case.requests * prompt // 32
+        of_prompt = dataclasses.replace(case, prompt=prompt, rows=rows)
+        rates[longer] = _decode(longer, of_prompt, model, results)
     for steps in OTHER_STEPS if common.on_gpu() else OTHER_STEPS[:1]:
         if 2 * steps < case.steps:  # else no program has all of its steps
-            _decode(case, model, results, steps)
+            seconds = _step_seconds(case, model, steps)[0]
+            at = f"{name} / a step of decoding, {steps} in a program"
+            results.add(at, OURS, "time", seconds * 1e3, "ms")
     _host(case, model, results)
     _prefix(case, model, results)
     ceilings.add_device_copy(results, options.quick, "after")
     # In units of copies: read + write counted, of which a step has the reading alone.
     copy = bars.best(results.rows, bars.DEVICE_COPY)
-    read, seconds = _decoded(results)
-    rate = ceilings.in_unit(read / seconds, ceilings.device_unit())
-    name = f"{case.requests} requests / a step of decoding"
-    results.add(name, OURS, "over reading", copy / rate, "x")
-
-
-def _decoded(results: Results) -> tuple[float, float]:
-    """Bytes that a step reads, and its seconds."""
-    values = {row["metric"]: row["value"] for row in results.rows}
-    return values["read"] * 1e6, values["time of a step"] / 1e3
+    for name, rate in rates.items():
+        read = ceilings.in_unit(rate, ceilings.device_unit())
+        results.add(f"{name} / a step of decoding", OURS, "over reading", copy / read, "x")
 
 
 def _model(case: Case) -> LoadedModel:
@@ -194,26 +197,30 @@ def _steps(case: Case, engine: Engine) -> list[float]:
     return times
 
 
-def _decode(
-    case: Case, model: LoadedModel, results: Results, steps: int | None = None
-) -> None:
+def _step_seconds(
+    case: Case, model: LoadedModel, steps: int | None = None
+) -> tuple[float, Engine]:
+    """Of a step, and the engine that took it, which has ended."""
     engine = _engine(case, model, steps)
     engine.compile()
     seconds = statistics.median(_steps(case, engine))
     engine.stop()
-    name = f"{case.requests} requests / a step of decoding"
-    if steps is not None:
-        name += f", {steps} in a program"
-        results.add(name, OURS, "time", seconds * 1e3, "ms")
-        return
+    return seconds, engine
+
+
+def _decode(name: str, case: Case, model: LoadedModel, results: Results) -> float:
+    """Adds a case's rows; the bytes that a step reads, a second."""
+    seconds, engine = _step_seconds(case, model)
     spec = engine._manager.spec
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     keys = case.requests * (case.prompt + case.steps / 2)
     read = weights + keys * spec.block_bytes / BLOCK
+    name += " / a step of decoding"
     results.add(name, OURS, "time of a step", seconds * 1e3, "ms")
     results.add(name, OURS, "new tokens", case.requests / seconds, "1/s")
     results.add(name, OURS, "steps in a program", engine._scheduler.steps, "steps")
     results.add(name, OURS, "read", read / 1e6, "MB")
+    return read / seconds
 
 
 def _host(case: Case, model: LoadedModel, results: Results) -> None:

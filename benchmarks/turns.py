@@ -42,6 +42,11 @@ CASES: tuple[tuple[str, int, int, int, int, int, int, dict[str, Any]], ...] = (
     ("tiles 1/8 8k D128", 1, 16, 16, 8192, 128, FULL, {"tiles": 8}),
     ("tiles 1/8 8k D64", 1, 16, 16, 8192, 64, FULL, {"tiles": 8}),
     ("tiles 1/8 8k D256", 1, 8, 8, 8192, 256, FULL, {"tiles": 8}),
+    ("dropout 8k D128", 2, 16, 16, 8192, 128, FULL, {"dropout": 13}),
+    ("dropout causal 8k D128", 2, 16, 16, 8192, 128, CAUSAL, {"dropout": 13}),
+    ("dropout causal 16k GQA", 1, 32, 8, 16384, 128, CAUSAL, {"dropout": 13}),
+    ("dropout causal 8k D64", 2, 32, 32, 8192, 64, CAUSAL, {"dropout": 13}),
+    ("dropout causal 8k D256", 2, 8, 8, 8192, 256, CAUSAL, {"dropout": 13}),
     ("bias 4k D128", 1, 16, 16, 4096, 128, FULL, {"bias": True}),
     ("bias 4k D64", 1, 16, 16, 4096, 64, FULL, {"bias": True}),
 )
@@ -125,6 +130,10 @@ def draw(
     if how.get("bias"):
         kept["bias"], kept["base"] = normal(1, heads, length, length), normal(*rows)
         members |= {"bias_dtype": 2, "bias_batch": 1, "bias_heads": heads}
+    if parts := how.get("dropout"):
+        keys = torch.randint(2**31, (batch, heads, 2), dtype=torch.int32)
+        kept["dropout_keys"] = keys.cuda()
+        members["dropout"] = parts
     if share := how.get("tiles"):
         columns, entries = length // 128, length // 128 // share
         lists = [torch.randperm(columns)[:entries] for _ in range(heads * columns)]
