@@ -284,7 +284,7 @@ BARS = (
         3.2, implementation=f"^{OURS}, 4$"),
     # A step of SmolLM2 is to reach 0.6 of its roofline, reading all once.
     Bar("A server's step of decoding / reading", "^a step of decoding$",
-        "over reading", None, 1 / 0.6, at_most=True, shape="^64 requests$"),
+        "over reading", None, 1 / 0.6, at_most=True, shape="^64 requests"),
     Bar("The first token by host memory / computed", "^the first token$",
         "of computing it", None, 0.2, at_most=True, shape="^prefix of 32768 tokens$"),
     Bar("A server's new tokens a second, two cores", "^a step of decoding$",

@@ -108,8 +108,8 @@ def bench(options: argparse.Namespace, results: Results) -> None:
     # In units of copies: read + write counted, of which a step has the reading alone.
     copy = bars.best(results.rows, bars.DEVICE_COPY)
     for name, rate in rates.items():
-        read = ceilings.in_unit(rate, ceilings.device_unit())
-        results.add(f"{name} / a step of decoding", OURS, "over reading", copy / read, "x")
+        over = copy / ceilings.in_unit(rate, ceilings.device_unit())
+        results.add(f"{name} / a step of decoding", OURS, "over reading", over, "x")
 
 
 def _model(case: Case) -> LoadedModel:

@@ -70,7 +70,7 @@ class TieredCache:
         host_bytes: int,
         store: Store | None = None,
         staging_bytes: int = 64 << 20,
-        ahead_bytes: int = 512 << 20,
+        ahead_bytes: int = 768 << 20,
         low: float = 0.0,
         high: float = 0.0,
         write_through: bool = False,
