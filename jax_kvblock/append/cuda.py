@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock.append.call import NAMES, NORMS, Append
-from jax_kvblock.core import ffi
+from jax_kvblock.core import checks, ffi
 
 DTYPES = ("bfloat16", "float16", "float32")
 MAX_ARRAYS = 256  # of a pool: their addresses travel as parameters (append.h)
@@ -65,6 +65,7 @@ def choose(
             f"{where}: implementation={asked!r} does not serve {', '.join(missing)}; "
             "use implementation='xla' or None"
         )
+    checks.check_compiled(where, tokens_of(x).shape)
     ffi.require_cuda_build()
     return "cuda"
 

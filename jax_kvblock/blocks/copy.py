@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.custom_partitioning import (
@@ -31,6 +30,7 @@ from jax_kvblock.blocks.implementations import CUDA_CALLS, choose
 from jax_kvblock.blocks.plan import Copy, Side, cuda_leader, make_plan, plan_attributes
 from jax_kvblock.blocks.reference import block_copy as reference_copy
 from jax_kvblock.blocks.reference import block_copy_bits
+from jax_kvblock.core import checks
 from jax_kvblock.core.batching import batch_one_by_one
 from jax_kvblock.core.primitive import make_primitives
 from jax_kvblock.core.spmd import lower_local, vary_alike
@@ -94,7 +94,7 @@ def _lower_call(ctx: Any, *operands: Any, copy: Copy, platform: str | None) -> A
     chosen = choose(copy.implementation, platform)
     if chosen == "xla":
         return _lower_reference(ctx, *operands, copy=copy)
-    _check_numbers(copy)
+    checks.check_compiled("kvblock_copy", (n for _, n in copy.extents))
     target, extra = "kvblock_copy", {}
     if chosen in CUDA_CALLS:
         target, extra = "kvblock_copy_runs", {"backend": _CALL_NUMBERS[chosen]}
@@ -108,15 +108,6 @@ def _lower_call(ctx: Any, *operands: Any, copy: Copy, platform: str | None) -> A
     aliases = {num_src + i: i for i in range(num_dst)}
     rule = jax.ffi.ffi_lowering(target, operand_output_aliases=aliases)
     return rule(ctx, *operands, **plan_attributes(plan, copy), **extra)
-
-
-def _check_numbers(copy: Copy) -> None:
-    symbols = [str(n) for _, n in copy.extents if jax.export.is_symbolic_dim(n)]
-    if symbols:
-        raise NotImplementedError(
-            f"kvblock_copy: sizes are compiled in, got the symbolic {symbols[0]!r}; "
-            'pass implementation="xla", or export a program for each size'
-        )
 
 
 # As block_copy.h numbers them (kvblock_backend).

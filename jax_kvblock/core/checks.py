@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -102,6 +102,16 @@ def check_static(where: str, name: str, x: Any, first: int = 0) -> None:
         raise NotImplementedError(
             f"{where}: {name} must have a shape of numbers{but}, got {show(x)}; shapes "
             "are compiled in: export a program for each size, or pad to one"
+        )
+
+
+def check_compiled(where: str, sizes: Iterable[Any]) -> None:
+    """That sizes are numbers, where plain JAX would serve symbols of `jax.export`."""
+    symbols = [str(n) for n in sizes if jax.export.is_symbolic_dim(n)]
+    if symbols:
+        raise NotImplementedError(
+            f"{where}: sizes are compiled in, got the symbolic {symbols[0]!r}; "
+            'pass implementation="xla", or export a program for each size'
         )
 
 

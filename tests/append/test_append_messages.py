@@ -321,6 +321,9 @@ def test_symbolic_tokens_are_for_plain_jax(append):
     with pytest.raises(NotImplementedError, match="symbolic 'tokens'; pass implement"):
         f, *symbolic = written(append)
         jax.export.export(f)(*symbolic)
+    if append is kv.rope_append:  # append_kv is a block copy, which asks for a build
+        with pytest.raises(NotImplementedError, match="rope_append: sizes"):
+            jax.export.export(f, platforms=["cuda"])(*symbolic)
     f, *symbolic = written(append, implementation="xla")
     k, slots = jax.random.normal(jax.random.key(0), (5, 2, 16)), jnp.arange(3, 8)
     of_any = jax.export.export(f)(*symbolic).call(k, slots)
