@@ -285,6 +285,8 @@ BARS = (
     # A step of SmolLM2 is to reach 0.6 of its roofline, reading all once.
     Bar("A server's step of decoding / reading", "^a step of decoding$",
         "over reading", None, 1 / 0.6, at_most=True, shape="^64 requests"),
+    Bar("The cache's manager / a server's step", "^the host's part of a step$",
+        "the manager's, of a step", None, 0.05, at_most=True, platform=None),
     Bar("The first token by host memory / computed", "^the first token$",
         "of computing it", None, 0.2, at_most=True, shape="^prefix of 32768 tokens$"),
     Bar("A server's new tokens a second, two cores", "^a step of decoding$",

@@ -5,7 +5,8 @@ back; plain threads write and read as many blocks of the same size in a prealloc
 file, with as many threads and the same direct flag. They take turns, and each round's
 ratio is one: medians of both. A write ends when its blocks are on the device and, for
 the tier, are published. What goes through the page cache is dropped from it before it
-is read. Where fio is installed, its rates are there, too; it has the disk for itself.
+is read. Where fio is installed it takes its turns, too: the same pattern again, by its
+own account, which is of the transfers alone.
 
 TMPDIR says which filesystem.
 """
@@ -89,14 +90,30 @@ def _compare(case: Disk, folder: Path, results: Results, rounds: int) -> None:
         num_threads=case.threads,
         direct=case.direct,
     )
-    plain = PlainFile(folder / "plain", blocks, case.threads, case.direct)
+    plain, others = (
+        PlainFile(folder / name, blocks, case.threads, case.direct)
+        for name in ("plain", "fio")
+    )
     rates: dict[tuple[str, str], list[float]] = {}
+    by_fio = count // case.threads * case.threads * case.block_bytes  # alike for each
 
-    def timed(work: str, who: str, call: Callable[[], None]) -> None:
+    def timed(call: Callable[[], None]) -> float:
         start = time.perf_counter()
         call()
-        seconds = time.perf_counter() - start
-        rates.setdefault((work, who), []).append(blocks.nbytes / seconds / 1e9)
+        return blocks.nbytes / (time.perf_counter() - start)
+
+    def take_turns(
+        work: str, ours: Callable[[], None], plain_: Callable[[], None], turn: int
+    ) -> None:
+        calls = {OURS: lambda: timed(ours), "plain": lambda: timed(plain_)}
+        if shutil.which("fio"):
+            calls["fio"] = lambda: fio(
+                others.path, work, case.block_bytes, case.threads, by_fio, case.direct
+            )
+        names = list(calls)
+        for i in range(len(names)):
+            who = names[(i + turn) % len(names)]
+            rates.setdefault((work, who), []).append(calls[who]() / 1e9)
 
     for turn in range(rounds + 1):
         keys = [(turn * count + i).to_bytes(32, "little") for i in range(count)]
@@ -112,33 +129,25 @@ def _compare(case: Disk, folder: Path, results: Results, rounds: int) -> None:
             tickets = [tier.get(keys[cut], out[cut]) for cut in cuts]
             assert all(ticket.result().all() for ticket in tickets)
 
-        order = 1 if turn % 2 else -1
-        for who, call in [(OURS, put), ("plain", plain.write)][::order]:
-            timed("write", who, call)
+        take_turns("write", put, plain.write, turn)
         if not case.direct:
-            drop_cache(plain.path)
-            drop_cache(tier.path / "slots")
-        for who, call in [(OURS, get), ("plain", lambda: plain.read(out))][::order]:
-            timed("read", who, call)
+            for path in (plain.path, others.path, tier.path / "slots"):
+                drop_cache(path)
+        take_turns("read", get, lambda: plain.read(out), turn)
         np.testing.assert_array_equal(out[-1], blocks[-1])
     assert not tier.stats().corrupt
     io = tier.stats().io
     tier.close()
     plain.close()
+    others.close()
     for work in ("write", "read"):
-        ours, theirs = (rates[work, who][1:] for who in (OURS, "plain"))
-        name = f"{case.name} / {work}"
+        name, ours = f"{case.name} / {work}", rates[work, OURS][1:]
         results.add(name, OURS, "bandwidth", statistics.median(ours), "GB/s")
-        results.add(name, "plain", "bandwidth", statistics.median(theirs), "GB/s")
-        ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-        results.add(name, OURS, "of plain", ratio, "x")
-        if shutil.which("fio"):
-            size = count // case.threads * case.threads * case.block_bytes
-            rate = [
-                fio(plain.path, work, case.block_bytes, case.threads, size, case.direct)
-                for _ in range(min(rounds, 3))
-            ]
-            results.add(name, "fio", "bandwidth", statistics.median(rate) / 1e9, "GB/s")
+        for peer in ("plain", "fio") if (work, "fio") in rates else ("plain",):
+            theirs = rates[work, peer][1:]
+            results.add(name, peer, "bandwidth", statistics.median(theirs), "GB/s")
+            ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+            results.add(name, OURS, f"of {peer}", ratio, "x")
     results.versions["io"] = io if case.direct else results.versions.get("io", io)
 
 

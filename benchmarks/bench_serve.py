@@ -7,7 +7,8 @@ weights, so that nothing is downloaded: bfloat16 on a GPU, float32 on a CPU.
   step's time over that of reading all weights, and the keys and values of all
   sequences, once, at the rate of a plain copy in the same run. As many steps in one
   program as the engine takes; one; and eight. On a GPU also after longer prompts.
-- The host's part: the same steps where the device computes nothing.
+- The host's part: the same steps where the device computes nothing; and of that the
+  manager's, which is what tables, books and `BlockManager.update` take.
 - The first token after a prefix that many requests share: computed; and brought up
   from host memory, as from a request to the next.
 """
@@ -15,12 +16,16 @@ weights, so that nothing is downloaded: bfloat16 on a GPU, float32 on a CPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import bars
 import ceilings
@@ -30,8 +35,11 @@ import numpy as np
 from support import common
 from support.common import OURS, Results
 
+from jax_kvblock import BlockManager, BlockTable, KVPool, PrefixCache
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from serve import config
+from serve import config, fill
+from serve import engine as engine_module
 from serve.batch import Batch
 from serve.engine import POLL, Engine
 from serve.interface import Request, Stream
@@ -102,7 +110,7 @@ def bench(options: argparse.Namespace, results: Results) -> None:
             seconds = _step_seconds(case, model, steps)[0]
             at = f"{name} / a step of decoding, {steps} in a program"
             results.add(at, OURS, "time", seconds * 1e3, "ms")
-    _host(case, model, results)
+    _host(name, case, model, results)
     _prefix(case, model, results)
     ceilings.add_device_copy(results, options.quick, "after")
     # In units of copies: read + write counted, of which a step has the reading alone.
@@ -223,19 +231,83 @@ def _decode(name: str, case: Case, model: LoadedModel, results: Results) -> floa
     return read / seconds
 
 
-def _host(case: Case, model: LoadedModel, results: Results) -> None:
+def _host(name: str, case: Case, model: LoadedModel, results: Results) -> None:
     """The host's work for the same steps: programs are not called."""
     engine = _engine(case, model)
-    runner = engine._runner
+    runner, manager = engine._runner, engine._manager
 
     def nothing(batch: Batch) -> np.ndarray:
         return np.ones((batch.shape.steps, batch.shape.outputs), np.int32)
 
-    runner._call = nothing  # type: ignore[assignment, method-assign]
-    seconds = statistics.median(_steps(case, engine))
+    runner._call = nothing
+    with _clocked() as spent:
+        times = _steps(case, engine)
+    # All that decodes, of a step: few steps read prompts, and they are counted, too.
+    books = sum(spent) / case.steps
+    around = _around(manager, (runner._params, runner._last))
+    around /= engine._scheduler.steps
     engine.stop()
-    name = f"{case.requests} requests / the host's part of a step"
-    results.add(name, OURS, "host time", seconds * 1e6, "us")
+    (step,) = [
+        row["value"] / 1e3
+        for row in results.rows
+        if row["case"] == f"{name} / a step of decoding"
+        and row["metric"] == "time of a step"
+    ]
+    at = f"{name} / the host's part of a step"
+    results.add(at, OURS, "host time", statistics.median(times) * 1e6, "us")
+    results.add(at, OURS, "the manager's", (books + around) * 1e6, "us")
+    results.add(at, OURS, "the manager's, of a step", (books + around) / step, "x")
+
+
+@contextlib.contextmanager
+def _clocked() -> Iterator[list[float]]:
+    """The seconds of each call of the cache's books by the engine."""
+    spent: list[float] = []
+
+    def clocked(call: Any) -> Any:
+        @functools.wraps(call)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                spent.append(time.perf_counter() - began)
+
+        return timed
+
+    named = [(engine_module, "append_tokens"), (fill, "prepare_step")]
+    named += [(BlockTable, n) for n in ("append", "commit", "free", "match", "reserve")]
+    named += [(PrefixCache, n) for n in ("can_admit", "open")]
+    with contextlib.ExitStack() as stack:
+        for owner, name in named:
+            stack.enter_context(
+                mock.patch.object(owner, name, clocked(getattr(owner, name)))
+            )
+        yield spent
+
+
+def _around(manager: BlockManager, given: tuple[Any, ...]) -> float:
+    """Seconds that `BlockManager.update` takes beside the call of its program."""
+
+    def same(pool: KVPool, *given: Any) -> KVPool:
+        return pool
+
+    program = jax.jit(same, donate_argnums=0)
+
+    def alone() -> None:
+        manager.pool = program(manager.pool, *given)
+
+    def by_manager() -> None:
+        manager.update(same, *given)
+
+    times: dict[Callable[[], None], list[float]] = {alone: [], by_manager: []}
+    for _ in range(50):
+        for call, taken in times.items():
+            began = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - began)
+    alone_, managed = (statistics.median(taken) for taken in times.values())
+    return managed - alone_
 
 
 # ---- a prefix that many share --------------------------------------------------------
