@@ -275,7 +275,8 @@ def _clocked() -> Iterator[list[float]]:
 
         return timed
 
-    named = [(engine_module, "append_tokens"), (fill, "prepare_step")]
+    named = [(engine_module, f"{what}_tokens") for what in ("append", "commit")]
+    named += [(fill, "prepare_step")]
     named += [(BlockTable, n) for n in ("append", "commit", "free", "match", "reserve")]
     named += [(PrefixCache, n) for n in ("can_admit", "open")]
     with contextlib.ExitStack() as stack:

@@ -209,11 +209,18 @@ void RegisterBlockTable(nb::module_& m) {
         "blocks are free.");
   m.def(
       "append_each",
-      [](const std::vector<Table*>& tables, const Tokens& tokens) {
-        CheckCount("append_each", tables, tokens.size());
-        kvblock::AppendEach(tables, tokens.data());
+      [](const std::vector<Table*>& tables, const Tokens& tokens, const Lengths& counts) {
+        CheckCount("append_each", tables, counts.size());
+        auto left = static_cast<int64_t>(tokens.size());
+        for (size_t i = 0; i < counts.size(); ++i) {
+          if (counts(i) < 0 || counts(i) > left) left = -1;
+          if (left < 0) break;
+          left -= counts(i);
+        }
+        if (left != 0) throw nb::value_error("append_each: counts must add up to the tokens");
+        kvblock::AppendEach(tables, tokens.data(), counts.data());
       },
-      nb::arg("tables"), nb::arg("tokens"));
+      nb::arg("tables"), nb::arg("tokens"), nb::arg("counts"));
   m.def(
       "commit_each",
       [](const std::vector<Table*>& tables, const std::optional<Lengths>& num_tokens) {

@@ -81,9 +81,12 @@ std::optional<Step> PrepareStep(const std::vector<Table*>& tables, const int64_t
   return step;
 }
 
-void AppendEach(const std::vector<Table*>& tables, const int32_t* tokens) {
+void AppendEach(const std::vector<Table*>& tables, const int32_t* tokens, const int64_t* counts) {
   CheckTogether("append_tokens", tables);
-  for (size_t i = 0; i < tables.size(); ++i) tables[i]->Append(tokens + i, 1);
+  for (size_t i = 0; i < tables.size(); ++i) {
+    tables[i]->Append(tokens, counts[i]);
+    tokens += counts[i];
+  }
 }
 
 std::vector<int64_t> CommitEach(const std::vector<Table*>& tables, const int64_t* num_tokens) {

@@ -27,8 +27,8 @@ struct Step {
 std::optional<Step> PrepareStep(const std::vector<Table*>& tables, const int64_t* starts,
                                 const int64_t* counts, int64_t width, int64_t spare);
 
-// A token behind each table's others.
-void AppendEach(const std::vector<Table*>& tables, const int32_t* tokens);
+// So many tokens behind each table's others; those of each lie behind those of the one before.
+void AppendEach(const std::vector<Table*>& tables, const int32_t* tokens, const int64_t* counts);
 
 // Publishes what so many tokens of each table fill; without numbers, all that were appended.
 // Returns which tables have another block now.

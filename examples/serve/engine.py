@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from jax_kvblock import BlockManager, PrefixCache
-from jax_kvblock.cache import TieredCache, append_tokens
+from jax_kvblock.cache import TieredCache, append_tokens, commit_tokens
 from serve import counts
 from serve.drafts import MOST_DRAFTS, PromptLookup
 from serve.inbox import Inbox
@@ -433,7 +433,7 @@ class Engine:
         self._counts.steps += max(part.steps for part in parts)
         for part in parts:
             part.sequence.num_cached += part.count + part.steps - 1
-            part.sequence.publish(self._manager.spec.block_size)
+        self._publish([part.sequence for part in parts])
         for part, output in outputs:
             part.sequence.num_unread += part.steps
             part.sequence.row = output
@@ -466,21 +466,28 @@ class Engine:
             sequence.extend(new)
             came.append((sequence, new))
         self._append(came)
+        self._publish([sequence for sequence, _ in came])
         for sequence, _ in came:
-            sequence.publish(self._manager.spec.block_size)
             if sequence.ended:
                 self._counts.finished += 1
                 self._scheduler.remove(sequence)
         self._counts.read(now, count)
 
     def _append(self, came: list[tuple[Sequence, list[int]]]) -> None:
-        """Tell the tables of tokens that came: of single ones, in one call."""
+        """Tell the tables of tokens that came."""
         held = [(each.table, new) for each, new in came if each.table is not None]
-        ones = [(table, new[0]) for table, new in held if len(new) == 1]
-        append_tokens([table for table, _ in ones], [token for _, token in ones])
-        for table, new in held:
-            if len(new) != 1:
-                table.append(new)
+        append_tokens(
+            [table for table, _ in held],
+            [token for _, new in held for token in new],
+            [len(new) for _, new in held],
+        )
+
+    def _publish(self, sequences: list[Sequence]) -> None:
+        """Have full blocks found by others: the steps that fill them are dispatched."""
+        size = self._manager.spec.block_size
+        known = [(s.table, n) for s in sequences if (n := s.num_publishable(size))]
+        if known:
+            commit_tokens([table for table, _ in known], [n for _, n in known])
 
     def _fail(self, error: str) -> None:
         """End all that run, or else all that wait; the pool is as new."""

@@ -110,11 +110,10 @@ class Sequence:
         if self.lookup is not None:
             self.lookup.extend(tokens)
 
-    def publish(self, block_size: int) -> None:
-        """Have full blocks found by others: the step that fills them is dispatched."""
-        table = self.table
-        if table is None:
-            return
+    def num_publishable(self, block_size: int) -> int:
+        """How many tokens are written by steps so far; 0 if they fill no block more."""
+        if self.table is None:
+            return 0
         known = min(self.num_cached, len(self.tokens))
-        if known // block_size * block_size > table.num_committed_tokens:
-            table.commit(known)
+        fills = known // block_size * block_size > self.table.num_committed_tokens
+        return known if fills else 0

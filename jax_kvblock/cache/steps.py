@@ -96,21 +96,28 @@ def prepare_step(
     return StepArrays(*made)
 
 
-def append_tokens(tables: Sequence[BlockTable], tokens: Numbers) -> None:
-    """Appends a token to each sequence: `BlockTable.append` of many.
+def append_tokens(
+    tables: Sequence[BlockTable], tokens: Numbers, counts: Numbers = 1
+) -> None:
+    """Appends tokens to each sequence: `BlockTable.append` of many.
 
     Args:
       tables: of one manager, none twice.
-      tokens: int `[n]`, on the host.
+      tokens: int `[T]`, on the host, those of one table behind those of another.
+      counts: int `[n]`, how many tokens each table gets, T together; or one for all.
 
     Raises:
       TypeError, ValueError: for anything else; then nothing has changed.
     """
     where = "append_tokens"
     natives, new = _natives(where, tables), token_array(where, tokens)
-    if len(new) != len(natives):
-        raise _lengths(where, "tokens", len(new), len(natives))
-    _native.append_each(natives, new)
+    count = _numbers(where, "counts", counts, len(natives))
+    if len(new) != (wanted := int(count.sum())):
+        raise ValueError(
+            f"{where}: counts of {checks.plural(len(natives), 'table')} add up to "
+            f"{checks.plural(wanted, 'token')}, tokens is of length {len(new)}"
+        )
+    _native.append_each(natives, new, count)
 
 
 def commit_tokens(

@@ -78,6 +78,18 @@ def test_prompts_and_decoding_as_one_and_as_many() -> None:
         cache.check()
 
 
+@pytest.mark.parametrize("counts", [3, [3, 0, 5]])
+def test_several_tokens_of_each(counts: Any) -> None:
+    ours, others = (opened(small(), range(5), range(20, 24), [7]) for _ in range(2))
+    each = np.broadcast_to(counts, 3).tolist()
+    new = np.arange(100, 100 + sum(each))
+    append_tokens(ours, new, counts)
+    for table, tokens in zip(others, np.split(new, np.cumsum(each)[:-1]), strict=True):
+        table.append(tokens)
+    assert [t.keys for t in ours] == [t.keys for t in others]
+    assert [t.num_tokens for t in ours] == [t.num_tokens for t in others]
+
+
 def test_no_tables_and_no_tokens() -> None:
     step = prepare_step([], max_blocks=WIDTH)
     assert [x.tolist() for x in step] == [[], [], [], [0]]
@@ -197,8 +209,13 @@ def test_what_is_not_appended_is_not_committed() -> None:
     ):
         commit_tokens(tables, [4, 7])
     assert [table.num_committed_tokens for table in tables] == [0, 0]
-    with pytest.raises(ValueError, match=r"append_tokens: .*tokens is of length 1"):
-        append_tokens(tables, [1])
+    for tokens, counts in ([1], 1), ([1, 2, 3], [1, 1]), ([], [0, 1]):
+        with pytest.raises(ValueError, match=r"append_tokens: .*tokens is of length"):
+            append_tokens(tables, tokens, counts)
+    with pytest.raises(ValueError, match=r"append_tokens: .*counts is of length"):
+        append_tokens(tables, [1, 2, 3], [1, 1, 1])
+    with pytest.raises(ValueError, match="append_tokens: counts must be at least 0"):
+        append_tokens(tables, [1, 2], [3, -1])
     with pytest.raises(TypeError, match="append_tokens: tokens must be integers"):
         append_tokens(tables, "ab")
     assert [table.num_tokens for table in tables] == [4, 6]
