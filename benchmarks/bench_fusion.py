@@ -40,7 +40,7 @@ from jax_kvblock.fusion.launches import count_launches
 
 ROUND = 0.025  # seconds
 TURNS, WARM_UP, ROUNDS = 2, 1, 3  # rounds of a turn: first those that do not count
-XLA = "xla"  # whose ways begin so are XLA's
+OP_BY_OP = "op by op"  # what is neither this nor ours is a peer
 BEST = "over xla's best"
 OF_BEST = "ours at best over xla's"  # of the fastest of our ways alone
 FORWARD, BOTH = "forward", "forward and backward"
@@ -215,8 +215,8 @@ def _add(
     for work in (FORWARD, BOTH):
         case = f"{name} / {work}"
         of_work = {who: seconds for (who, at), seconds in times.items() if at == work}
-        peers = [seconds for who, seconds in of_work.items() if who.startswith(XLA)]
         ours = {who: x for who, x in of_work.items() if who.startswith(OURS)}
+        peers = [x for who, x in of_work.items() if who not in (*ours, OP_BY_OP)]
         for who, seconds in of_work.items():
             results.add(case, who, "time", seconds * 1e3 / layers, "ms")
             if first in of_work and who != first:

@@ -242,7 +242,9 @@ def test_small_choices_of_a_block(tmp_path: Path) -> None:
     for (case, who), seconds in times.items():
         plain = first[case.partition(" / ")[0]]
         others = [
-            t for (at, one), t in times.items() if at == case and one[:3] == "xla"
+            t
+            for (at, one), t in times.items()
+            if at == case and one != "op by op" and not one.startswith("jax_kvblock")
         ]
         if who != plain:
             over = rows[case, who, f"over {plain}"]
@@ -255,6 +257,19 @@ def test_small_choices_of_a_block(tmp_path: Path) -> None:
         best = [x for at, x in ours.items() if at[2] == "ours at best over xla's"]
         assert best == [max(x for at, x in ours.items() if at[2] == "over xla's best")]
     assert ("B64 S1 block, decoding / forward", "op by op") in times
+
+
+def test_the_best_of_xla_is_cudnn_where_that_is_faster(fusion: ModuleType) -> None:
+    """Of attention alone cuDNN's way has no "xla" in its name."""
+    choice = fusion.choices.Choice({"xla": None, "cudnn": None}, None, [], False)
+    seconds = {"xla": 8.0, "cudnn": 3.0, "op by op": 1.0, "jax_kvblock, a": 2.0}
+    times = {(who, fusion.FORWARD): x for who, x in seconds.items()}
+    results = sys.modules["support.common"].Results()
+    fusion._add(choice, times, "B4 S4096 attention", 1, results)
+    found = {(r["implementation"], r["metric"]): r["value"] for r in results.rows}
+    assert found["jax_kvblock, a", "over xla"] == 4
+    assert found["jax_kvblock, a", "over xla's best"] == 1.5
+    assert found["jax_kvblock, a", "ours at best over xla's"] == 1.5
 
 
 def test_a_choice_whose_results_differ_is_not_timed(
