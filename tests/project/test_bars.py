@@ -75,6 +75,46 @@ def test_limits_at_most(bars: ModuleType) -> None:
         assert judged(bars, memory, platform="cpu") == []
 
 
+@pytest.mark.parametrize("platform", ["gpu", "cpu"])
+def test_losses_in_8_bits_are_near_those_of_bfloat16(
+    bars: ModuleType, platform: str
+) -> None:
+    """Neither more nor less by over 0.5 %, after as many steps as are asked for."""
+    text = "the last ten losses in 8 bits / bfloat16"
+    for loss, met in ((2.588, True), (2.61, True), (2.58, False), (2.62, False)):
+        for case, count in (("GPT / 300 steps", 2), ("GPT / 40 steps", 0)):
+            rows = [
+                row(case, f"jax_kvblock, {name}", "mean of the last ten losses", value)
+                for name, value in {
+                    "bfloat16": 2.6,
+                    "8 bits": loss,
+                    "float32": 9,
+                }.items()
+            ]
+            found = judged(bars, *rows, platform=platform)
+            assert len(found) == count
+            if count:
+                (least, *of_least), (most, *of_most) = found
+                assert least == f"{text}, at least" and most == f"{text}, at most"
+                assert of_least[0] == of_most[0] == pytest.approx(loss / 2.6)
+                assert (of_least[1] and of_most[1]) == met
+
+
+def test_what_ships_of_a_block_has_a_bar_of_its_own(bars: ModuleType) -> None:
+    """By the best of our ways it would be met where nothing of that ships."""
+    case = "B4 S4096 block / forward"
+    joined, alone = "jax_kvblock, and q, k, v joined", "jax_kvblock, attention alone"
+    rows = [
+        row(case, alone, "over xla's best", 0.98),
+        row(case, joined, "over xla's best", 1.06),
+        row(case, joined, "ours at best over xla's", 1.06),
+    ]
+    assert judged(bars, *rows) == [
+        ("a block, the best of our ways / jitted XLA's best", 1.06, True),
+        ("a block, attention alone by ours / jitted XLA's best", 0.98, False),
+    ]
+
+
 def test_no_bar_is_there_twice(bars: ModuleType) -> None:
     texts = [(bar.text, bar.work, bar.shape, bar.metric) for bar in bars.BARS]
     assert len(set(texts)) == len(texts)
