@@ -44,7 +44,7 @@ from jax_kvblock.parallel import (
     context_parallel_attention,
     to_zigzag,
 )
-from jax_kvblock.training import Fp8Scaling, fp8_dot, fp8_training
+from jax_kvblock.training import Fp8Scaling, Fp8State, fp8_dot, fp8_training
 
 RATE, LARGE_RATE = 1e-3, 2e-4  # of learning, in small models and in large ones
 # Rounding differs, and training amplifies it: nats that the curves may lie apart, and
@@ -210,7 +210,7 @@ def batches(text: np.ndarray, config: gpt.Config, steps: int, seed: int) -> Any:
 
 
 def record(config: gpt.Config, runs: list[Run], out: Path, commit: str | None) -> Path:
-    """Writes each run's losses as benchmarks write what they time."""
+    """Writes each run's losses, and which steps 8 bits took, as benchmarks do."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
     from support import common
 
@@ -227,6 +227,10 @@ def record(config: gpt.Config, runs: list[Run], out: Path, commit: str | None) -
         results.add(case, who, "mean of the last ten losses", last, "nats", show=False)
         for step, loss in enumerate(run.losses):
             results.add(case, who, f"loss of step {step}", loss, "nats", show=False)
+        if isinstance(run.state, Fp8State):
+            for count in ("steps", "overflows", "saturated"):
+                value = float(getattr(run.state, count))
+                results.add(case, who, count, value, "", show=False)
     document = results.document(argparse.Namespace(commit=commit))
     return common.write(document, "training-loss", out)
 
