@@ -109,7 +109,9 @@ def benchmark(block: Any, fused: Any, x: jax.Array, num_runs: int) -> None:
     shares = (stats.launch_reduction, stats.launch_reduction_over_op_by_op)
     ratios = (stats.speedup, stats.speedup_over_op_by_op)
     for way, ratio, share in zip(("jitted", "op by op"), ratios, shares, strict=True):
-        kernels = "not counted" if share is None else f"{share:.0%} fewer"
+        kernels = "not counted"
+        if share is not None:
+            kernels = f"{abs(share):.0%} {'fewer' if share >= 0 else 'more'}"
         print(f"over {way}: {ratio:.2f} x as fast, kernels {kernels}")
     if not stats.difference <= APART[x.dtype.type]:
         raise SystemExit("failed: the ways that are timed must give the same")

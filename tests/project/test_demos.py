@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 from run_examples import Load, run
@@ -161,6 +162,26 @@ def test_a_block_is_fused_where_it_was_measured_to_pay() -> None:
     assert [way for way, *_ in found] == ["jitted", "op by op"]
     assert all(float(times) > 0 for _, times, _ in found)
     assert all((kernels == "not counted") != on_gpu for *_, kernels in found)
+
+
+@pytest.mark.cpu
+def test_more_kernels_than_jitted_are_called_more(
+    load: Load, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    example = load("fused_block")
+    kernels = {"op by op": 20.0, "jitted": 10.0, "fused": 12.0}
+    times: Any = {way: {"p50": 1.0} for way in kernels}
+    stats = fusion.FusionPerformanceStats(
+        times,
+        {way: fusion.Launches(count, 0.0) for way, count in kernels.items()},
+        difference=0.0,
+        num_runs=3,
+        device="a GPU",
+    )
+    monkeypatch.setattr(example, "benchmark_fusion_performance", lambda *of: stats)
+    example.benchmark(None, None, jnp.ones(1), 3)
+    found = re.findall(r"^over (.*?): .* kernels (.*)$", capsys.readouterr().out, re.M)
+    assert found == [("jitted", "20% more"), ("op by op", "40% fewer")]
 
 
 def fused_from_another(block: Any, *of: Any, **to: Any) -> Any:
