@@ -17,6 +17,7 @@ from jax_kvblock.precision import (
     PrecisionFormat,
     QuantizationMode,
     UltraPrecisionModule,
+    analysis,
     analyze_precision_opportunities,
     create_ultra_precision_module,
     dequantize,
@@ -332,6 +333,25 @@ def test_opportunities_are_measured(params):
         np.testing.assert_allclose(row.output_error, alone(row.format), rtol=1e-3)
         fewer = [f for f in PrecisionConfig().formats if f.bits < row.format.bits]
         assert all(alone(format) > allowed for format in fewer[-1:])
+
+
+@pytest.mark.usefixtures("four_cpus")
+def test_opportunities_are_measured_on_the_device(params, monkeypatch):
+    """Wherever weights and inputs were put: on two devices nothing takes them."""
+    want = analyze_precision_opportunities((apply, params), TOKENS)
+    places, found = [], analysis.loss_sensitivity
+
+    def noted(error, params, batches, *rest, **more):
+        places.extend(a.devices() for a in jax.tree.leaves((params, batches)))
+        return found(error, params, batches, *rest, **more)
+
+    monkeypatch.setattr(analysis, "loss_sensitivity", noted)
+    _, device, second, third = jax.devices("cpu")[:4]
+    params, tokens = jax.device_put(params, second), jax.device_put(TOKENS, third)
+    got = analyze_precision_opportunities((apply, params), tokens, device)
+    assert places == [{device}] * (len(jax.tree.leaves(params)) + 1)
+    assert got["plan"] == want["plan"]
+    assert got["output_error"] == pytest.approx(want["output_error"], rel=1e-5)
 
 
 def test_what_is_too_sensitive_is_not_recommended(params):
