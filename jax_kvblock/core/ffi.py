@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,12 @@ def default_device() -> jax.Device:
     """Where arrays go that nothing else says a place for."""
     chosen: Any = getattr(jax.config, "jax_default_device", None)
     return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
+
+
+def on_device(device: jax.Device | None) -> AbstractContextManager[Any]:
+    """Makes it the default device; None leaves the one that a caller has set, which
+    `jax.default_device(None)` would undo."""
+    return nullcontext() if device is None else jax.default_device(device)
 
 
 def default_platform() -> str:

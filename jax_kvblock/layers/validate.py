@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kvblock.core import ffi
 from jax_kvblock.core.checks import check_integer, check_positive
 from jax_kvblock.layers.readers import Reader, read_attention, read_linear
 from jax_kvblock.layers.results import Comparison, ValidationResult
@@ -150,7 +151,7 @@ class ComponentValidator:
         found: list[Comparison] = []
         plain = _reference(_plain(reader), _plain(reader).dtype)
         truth = _reference(reader, jnp.dtype(np.float64))
-        with jax.default_device(self.device):
+        with ffi.on_device(self.device):
             for case, (drawn, *masks) in cases.items():
                 weights = _drawn(reader, rng) if drawn else reader.weights
                 if self.device is not None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_kvblock.core import checks
+from jax_kvblock.core import checks, ffi
 from jax_kvblock.core.checks import show, shown
 from jax_kvblock.training import units
 from jax_kvblock.training.config import FP8Config, FP8Format, checked_config
@@ -165,7 +165,7 @@ class FP8TrainingEngine:
         graph, *states = _split(self.model)
         if self._loss_fn is mean_loss:
             self._check_classes(where, graph, states, inputs, targets)
-        with jax.default_device(self._device):
+        with ffi.on_device(self._device):
             made = self._differentiate(graph, *states, inputs, targets)
         loss, found, variables = made
         if not self._stepped:
@@ -236,7 +236,7 @@ class FP8TrainingEngine:
         if pending.calls > 1:
             grads = jax.tree.map(lambda x: x / pending.calls, grads)
         state = self.state.training
-        with jax.default_device(self._device):
+        with ffi.on_device(self._device):
             made = self._apply(state, pending.loss, grads, reports)
         state, applied, _ = made
         if applied:

@@ -235,7 +235,9 @@ def test_seeds_are_told_and_give_the_same_again():
     assert linear(layer).seed != one.seed
 
 
-def test_on_another_device(four_cpus, monkeypatch):
+@pytest.mark.parametrize("given", [True, False])
+def test_on_another_device(four_cpus, monkeypatch, given):
+    """The one that is given, or else the default one, a context's own, too."""
     device = jax.devices("cpu")[2]
     places, as_arrays = [], validate._as_arrays
 
@@ -244,7 +246,9 @@ def test_on_another_device(four_cpus, monkeypatch):
         return as_arrays(out, *others)
 
     monkeypatch.setattr(validate, "_as_arrays", noting)
-    assert linear(OptimizedLinear(24, 8, rngs=nnx.Rngs(0)), device=device)
+    layer = OptimizedLinear(24, 8, rngs=nnx.Rngs(0))
+    with jax.default_device(jax.devices("cpu")[0] if given else device):
+        assert linear(layer, device=device if given else None)
     # The layer, and two references of eight sets, in two cases.
     assert places == [{device}] * 34
 

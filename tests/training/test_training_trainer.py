@@ -78,6 +78,26 @@ def test_a_step_that_is_not_finite_is_skipped(rng):
     assert (known["steps"], known["overflows"]) == (2, 1)
 
 
+@pytest.mark.usefixtures("four_cpus")
+@pytest.mark.parametrize("make", [FP8TrainingEngine, create_fp8_trainer])
+@pytest.mark.parametrize("given", ["device", "default device"])
+def test_steps_run_on_the_device(rng, make, given):
+    """The one that is given, or else JAX's default one, a context's own, too."""
+    device = jax.devices("cpu")[1]
+    x, y = task(rng)
+    model = Block(nnx.Rngs(0))
+    own = {"device": device} if given == "device" else {}
+    default = jax.default_device(jax.devices("cpu")[0] if own else device)
+    optimizer = optax.sgd(0.1)
+    with default, make(model, **own) as trainer:
+        for _ in range(2):
+            loss = trainer.training_step(x, y)
+            assert trainer.optimizer_step(optimizer)
+            assert loss.devices() == {device}
+        arrays = jax.tree.leaves((nnx.state(model, nnx.Param), trainer.state.training))
+    assert all(a.devices() == {device} for a in arrays)
+
+
 def test_calls_between_steps_are_their_mean(rng):
     """Two halves of a batch train as the whole does."""
     x, y = task(rng)
