@@ -2,8 +2,8 @@
 
 Run as a script with a CUDA plugin of JAX on the path, it compiles cases of `CASES` for
 an H100 and prints for each its name, how many products of cuBLASLt's it has, and which
-epilogues these have. Triton's products are left out: without a GPU nobody can say which
-are faster.
+epilogues these have; and the temporaries of a step of eight layers. Triton's products
+are left out: without a GPU nobody can say which are faster.
 """
 
 from __future__ import annotations
@@ -69,11 +69,44 @@ CASES: dict[str, tuple[Any, Any, int, str]] = {
 }
 
 
+# MiB of temporaries of a step of descent, as docs/fusion.md has them.
+TEMPORARIES = {"gelu": (jax.nn.gelu, 432), "kept_gelu": (kept_gelu, 304)}
+
+
 def compile_for(device: Any, name: str) -> Any:
     f, shapes, _, _ = CASES[name]
+    return compiled_for(device, f, shapes)
+
+
+def compiled_for(device: Any, f: Any, shapes: Any) -> Any:
     place = NamedSharding(Mesh(np.array([device]), ("x",)), P())
     args = [jax.ShapeDtypeStruct(s, jnp.bfloat16, sharding=place) for s in shapes]
     return jax.jit(f).lower(*args).compile(compiler_options=LIBRARY)
+
+
+def step_of_eight(device: Any, act: Any) -> Any:
+    """Of `x + act(x @ up) @ down`, 512 wide inside of 2,048, 4,096 rows."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        for up, down in zip(weights[::2], weights[1::2], strict=True):
+            x = x + act(x @ up) @ down
+        return jnp.mean(jnp.square(x.astype(jnp.float32)))
+
+    def step(x: Any, *weights: Any) -> Any:
+        grads = jax.grad(loss)(weights, x)
+        return [
+            w - (0.1 * g).astype(w.dtype) for w, g in zip(weights, grads, strict=True)
+        ]
+
+    return compiled_for(device, step, [(4096, 512), *8 * [(512, 2048), (2048, 512)]])
+
+
+def memory_line(name: str, device: Any) -> str:
+    act, want = TEMPORARIES[name]
+    stats = step_of_eight(device, act).memory_analysis()
+    found = stats.temp_size_in_bytes / 2**20
+    near = abs(found - want) < 0.03 * want
+    return f"{name}: {want if near else round(found)} MiB"
 
 
 def line_of(name: str, compiled: Any) -> str:
@@ -95,3 +128,5 @@ if __name__ == "__main__":
     (h100,) = topology.devices
     for case in sys.argv[1:]:
         print(line_of(case, compile_for(h100, case)))
+    for case in TEMPORARIES:
+        print(memory_line(case, h100))
