@@ -112,6 +112,14 @@ def test_references_that_move_are_right(dims, launcher):
     hold(launcher, option("large scores, causal", dims, window=(-1, -1)))
 
 
+@pytest.mark.parametrize("scale", [3.0, 30.0])
+@pytest.mark.parametrize("dims", DIMS)
+def test_references_that_leap_are_right(dims, scale, launcher):
+    """The exponential of what a score is above its reference is not finite."""
+    leaps = option("large scores, causal", dims, window=(-1, -1))
+    hold(launcher, dataclasses.replace(leaps, scale=scale))
+
+
 RATE = Case("bfloat16", 64, 64, 2, 4, 2, 230, 300, 1, dropout=26)
 RATES = {
     "few queries": dataclasses.replace(RATE, q_len=3),
