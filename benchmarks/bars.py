@@ -48,9 +48,9 @@ class Bar:
       work, shape, implementation: regular expressions of the rows it judges.
       metric: of those rows.
       against: the case of a ceiling, "peer NAME" for the best of that peer's rows on
-        the same case, "row IMPLEMENTATION" for that row of it, or "ours SHAPE" for the
-        same implementation's row of the same work on another shape; None judges the
-        value itself.
+        the same case, "row IMPLEMENTATION" for that row of it, "ours SHAPE" for the
+        same implementation's row of the same work on another shape, or "metric NAME"
+        for another metric of the same row; None judges the value itself.
       limit: the least ratio or value; the greatest one when `at_most`.
       best: of each case the best row alone.
       runs: for which run lengths, in bytes.
@@ -302,6 +302,14 @@ BARS = (
         "of computing it", None, 0.2, at_most=True, shape="^prefix of 32768 tokens$"),
     Bar("A server's new tokens a second, two cores", "^a step of decoding$",
         "new tokens", None, 12, shape="^8 requests$", platform="cpu"),
+    # What is lost or leaked of requests and blocks is among what is wrong.
+    Bar("Things that are wrong in a soak", "^soak, ", "things that are wrong", None, 0,
+        at_most=True, platform=None),
+    Bar("Open files at the end of a soak / before", "^soak, ", "files open at the end",
+        "metric files open before", 1, at_most=True, platform=None),
+    Bar("Memory in a soak's last third / its second", "^soak, ",
+        "memory in the last third", "metric memory in the second third", 1.05,
+        at_most=True, platform=None),
 )  # fmt: skip
 
 
@@ -358,9 +366,11 @@ def _bound(
     if kind == "row":
         named = [r for r in rows if r["implementation"] == name]
         return best(named, row["case"], metric=row["metric"])
+    mine = [r for r in rows if r["implementation"] == row["implementation"]]
     if kind == "ours":
-        mine = [r for r in rows if r["implementation"] == row["implementation"]]
         return best(mine, f"{name} / {work}", metric=row["metric"])
+    if kind == "metric":
+        return best(mine, row["case"], metric=name)
     return best(rows, bar.against or "")
 
 

@@ -115,6 +115,37 @@ def test_what_ships_of_a_block_has_a_bar_of_its_own(bars: ModuleType) -> None:
     ]
 
 
+def soak(
+    wrong: int, files: int, memory: float, before: float = 400.0
+) -> list[dict[str, Any]]:
+    metrics = {
+        "actions": 87667, "things that are wrong": wrong, "files open before": 7,
+        "files open at the end": files, "memory in the second third": before,
+        "memory in the last third": memory,
+    }  # fmt: skip
+    case = "10 minutes / soak, disk"
+    return [row(case, "jax_kvblock", *metric) for metric in metrics.items()]
+
+
+def test_a_soak_in_which_nothing_is_lost_or_leaked(bars: ModuleType) -> None:
+    texts = (
+        "Things that are wrong in a soak", "Open files at the end of a soak / before",
+        "Memory in a soak's last third / its second",
+    )  # fmt: skip
+    for platform in ("cpu", "gpu"):
+        assert judged(bars, *soak(0, 7, 420.0), platform=platform) == [
+            (text, ratio, True) for text, ratio in zip(texts, (0, 1, 1.05), strict=True)
+        ]
+    for broken, failing in ((0, (1, 7, 400.0)), (1, (0, 8, 400.0)), (2, (0, 7, 421.0))):
+        met = [verdict[2] for verdict in judged(bars, *soak(*failing))]
+        assert met == [i != broken for i in range(3)]
+    # Each soak of a file has its own memory to be held to.
+    other = soak(0, 7, 500.0, before=500.0)
+    other = [{**r, "case": "10 minutes / soak, random"} for r in other]
+    met = [verdict[2] for verdict in judged(bars, *soak(0, 7, 421.0), *other)]
+    assert met == [True] * 4 + [False, True]
+
+
 def test_no_bar_is_there_twice(bars: ModuleType) -> None:
     texts = [(bar.text, bar.work, bar.shape, bar.metric) for bar in bars.BARS]
     assert len(set(texts)) == len(texts)
