@@ -186,6 +186,6 @@ def _check_header(path: Path, found: Header, wanted: Header) -> None:
             shown = [x.hex() if isinstance(x, bytes) else x for x in (there, asked)]
             raise DiskTierError(
                 f"DiskTier: {path} was made with {name}={shown[0]}, not {shown[1]}; "
-                "give each model and layout a namespace of its own, or remove the "
-                f"folder {path.parent}, which only holds a cache"
+                "give each model, dtype and extents of a block a namespace of its own, "
+                f"or remove the folder {path.parent}, which only holds a cache"
             )

@@ -50,8 +50,9 @@ class Place:
 class DiskTier:
     """Blocks by their keys in a folder of `path`, at most `max_bytes` of disk.
 
-    namespace: 32 bytes; blocks of other models and layouts have another, and a folder
-        of their own, each with its own bound. `PrefixCache.namespace` is one.
+    namespace: 32 bytes; blocks of another model, dtype or extents have another, and a
+        folder of their own, each with its own bound; the layout of a pool is no part of
+        it. `PrefixCache.namespace.digest` is one.
     block_bytes: of one block; keys are 32 bytes each.
     max_bytes: never passed, index and all. All of it is taken at the start. Another
         value than last time keeps the blocks that have room.
