@@ -58,9 +58,16 @@ def _api() -> Any:
 def _agent(api: Any, backend: str) -> Any:
     try:
         config = api.nixl_agent_config(backends=[backend])
-        return api.nixl_agent(f"kvblock-{secrets.token_hex(8)}", config)
+        agent = api.nixl_agent(f"kvblock-{secrets.token_hex(8)}", config)
+        there = agent.get_plugin_list()
     except Exception as error:
         raise ConnectorError(f"NixlWire: {backend} does not start: {error}") from error
+    if backend not in there:  # of which NIXL only warns
+        raise ConnectorError(
+            f"NixlWire: {backend} does not start: it is not among NIXL's plugins, "
+            f"{', '.join(there)}"
+        )
+    return agent
 
 
 class _NixlSide:
