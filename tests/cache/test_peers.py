@@ -27,7 +27,8 @@ from jax_kvblock.cache.connectors import (
 )
 
 SUPPORT = Path(__file__).parents[1] / "support"
-# NIXL 1.5.1 ended processes by a segmentation fault at their exit where it was tried.
+# NIXL 1.5.1 ended processes by a segmentation fault at their exit where it was tried;
+# `test_nixl_wire.py` has a stand-in for it.
 NIXL = pytest.param(
     "nixl",
     marks=pytest.mark.skipif(
