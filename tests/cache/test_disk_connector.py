@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +257,65 @@ def test_who_only_reads_measures_with_what_is_there(tmp_path: Path) -> None:
         assert all(found) and (out == blocks(of)).all()
     with opened(tmp_path) as writer:  # and whoever was refused holds nothing open
         assert writer.has(of) == [True] * 60
+
+
+def until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("when", ["few at the start", "no folder at the start"])
+def test_what_comes_later_is_measured_once_it_is_read(
+    tmp_path: Path, when: str
+) -> None:
+    """A slow folder is left out, with the reason; a fast one has its rate."""
+    of, few = keys(60), keys(3)
+    probe = {"max_bytes": None, "probe_bytes": 1 << 20}
+    with contextlib.ExitStack() as stack:
+        if when == "few at the start":
+            writer = stack.enter_context(opened(tmp_path))
+            writer.put(few, blocks(few)).result(30)
+        slow = stack.enter_context(opened(tmp_path, min_bandwidth=1e15, **probe))
+        fast = stack.enter_context(opened(tmp_path, min_bandwidth=1, **probe))
+        if when != "few at the start":
+            writer = stack.enter_context(opened(tmp_path))
+            writer.put(few, blocks(few)).result(30)
+        for connector in (slow, fast):  # again and again the same ones: nothing to tell
+            for _ in range(60):
+                assert all(read(connector, few)[0])
+            assert connector.read_bandwidth is None and not connector.unreadable
+        writer.put(of, blocks(of)).result(30)
+        for connector in (slow, fast):  # one by one: no read is enough alone
+            for key in of:
+                read(connector, [key])
+        until(lambda: slow.has(of) == [False] * 60)
+        until(lambda: all(fast.has(of)) and fast.read_bandwidth is not None)
+        assert slow.read_bandwidth is None
+        said = slow.unreadable["job.heads-0-4"]
+        assert "less than min_bandwidth, 1e+06 GB/s" in said
+        assert not fast.unreadable and fast.read_bandwidth > 1
+        found, out = read(fast, of)
+        assert all(found) and (out == blocks(of)).all()
+        assert not any(read(slow, of)[0])
+
+
+def test_a_slow_folder_that_is_made_anew_is_measured_anew(tmp_path: Path) -> None:
+    of, probe = keys(60), {"max_bytes": None, "probe_bytes": 1 << 20}
+    with opened(tmp_path, min_bandwidth=1e15, **probe) as connector:
+        with opened(tmp_path) as writer:
+            writer.put(of, blocks(of)).result(30)
+            assert all(read(connector, of)[0])
+            until(lambda: not any(connector.has(of)))
+            assert list(connector.unreadable) == ["job.heads-0-4"]
+        shutil.rmtree(tmp_path / "job.heads-0-4")
+        connector._least = 1  # another disk is there now
+        with opened(tmp_path) as writer:
+            writer.put(of, blocks(of)).result(30)
+            assert all(connector.has(of)) and not connector.unreadable
+            read(connector, of)
+            until(lambda: all(connector.has(of)) and bool(connector.read_bandwidth))
 
 
 def test_a_sequence_goes_from_two_shards_to_one_device(tmp_path: Path) -> None:

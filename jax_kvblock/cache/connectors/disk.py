@@ -17,7 +17,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from jax_kvblock.cache.connector import Connector, ConnectorError, Part, check_rate
+from jax_kvblock.cache.connector import (
+    Connector,
+    ConnectorError,
+    Part,
+    SlowConnectorError,
+    check_rate,
+)
+from jax_kvblock.cache.connectors.disk_probe import ReadingProbe
 from jax_kvblock.cache.disk import DiskTier
 from jax_kvblock.cache.disk.errors import DiskTierError
 from jax_kvblock.cache.namespace import Namespace
@@ -32,6 +39,9 @@ class DiskPart:
 
     An index may be open once in a process. So connectors of one process share a tier:
     the last one that lets go of it closes it.
+
+    Attributes:
+      bytes_read: how much was asked for since it was opened.
     """
 
     _open: ClassVar[dict[Path, DiskPart]] = {}
@@ -39,6 +49,7 @@ class DiskPart:
 
     def __init__(self, path: Path, heads: range, **options: Any) -> None:
         self._path, self.heads, self._users = path, heads, 1
+        self.bytes_read = 0
         self._index = path / options["namespace"].hex() / "index.lmdb"
         found = _file_of(self._index)  # before it is opened
         self.tier = DiskTier(path, **options)
@@ -73,9 +84,13 @@ class DiskPart:
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         return self.tier.has(keys)
 
+    def keys(self) -> list[bytes]:
+        return self.tier.keys()
+
     def get(
         self, keys: Sequence[bytes], rows: Sequence[np.ndarray], *, start: int
     ) -> Future[Any]:
+        self.bytes_read += sum(map(len, rows))
         return self.tier.get(keys, rows, start=start)
 
 
@@ -103,18 +118,20 @@ class DiskConnector(Connector):
       job: a name of letters, digits, `_` and `-`; no two processes of the same job have
         the same heads.
       min_bandwidth: bytes a second, of writing and of reading, as they are measured at
-        the start with `probe_bytes`; 0 measures nothing. Who only reads measures with
-        what is there, if it is an eighth of that or more.
+        the start with `probe_bytes`; 0 measures nothing. Who only reads measures each
+        folder with what is there, once it is an eighth of that or more: at the start,
+        or else after as much was read of it.
       options: further ones of `DiskTier`: `num_threads`, `direct`.
 
     Attributes:
       write_bandwidth, read_bandwidth: what was measured, in bytes a second; None where
         nothing was.
       unreadable: folders of others that cannot be read, and why: one that is just being
-        made, for example.
+        made, for example, or was found too slow after the start.
 
     Raises:
-      SlowConnectorError: when the disk is slower.
+      SlowConnectorError: when the disk is slower; what is found so after the start is
+        left out instead.
       DiskTierError: when the process's own folder cannot be used.
       ValueError: for a bad name, or heads that do not fit the namespace.
 
@@ -148,6 +165,9 @@ class DiskConnector(Connector):
         self.read_bandwidth: float | None = None
         self._own: DiskPart | None = None
         self._others: dict[str, DiskPart] = {}
+        self._probes: dict[str, ReadingProbe] = {}  # of those not measured yet
+        self._slow: dict[str, DiskPart] = {}  # which are not read any more
+        self._probe_bytes, self._least = probe_bytes, min_bandwidth
         self._looking = threading.Lock()  # threads look at the same time
         self.unreadable: dict[str, str] = {}
         if max_bytes is not None:
@@ -157,7 +177,7 @@ class DiskConnector(Connector):
             self._own = self._open(folder, self.heads, max_bytes)
         elif min_bandwidth > 0:
             try:
-                self._probe_reading(probe_bytes, min_bandwidth)
+                self._probe_reading()
             except BaseException:
                 self.close()
                 raise
@@ -184,7 +204,9 @@ class DiskConnector(Connector):
     def close(self) -> None:
         own, self._own = self._own, None
         others, self._others = self._others, {}
-        for part in (*others.values(), *([] if own is None else [own])):
+        slow, self._slow = self._slow, {}
+        mine = [] if own is None else [own]
+        for part in (*others.values(), *slow.values(), *mine):
             part.close()
 
     # ---- inside ----
@@ -204,16 +226,21 @@ class DiskConnector(Connector):
 
     def _look(self) -> None:
         """Opens what others have made since it looked before, once more or anew."""
-        for name, part in list(self._others.items()):
-            if part.replaced:
-                del self._others[name]
-                part.close()
+        self._judge_probes()
+        for parts in (self._others, self._slow):
+            for name, part in list(parts.items()):
+                if part.replaced:
+                    del parts[name]
+                    self._probes.pop(name, None)
+                    part.close()
         if not self._root.exists():
             return
         own = None if self._own is None else self._folder
         for name in sorted(os.listdir(self._root)):
             found = _FOLDER.fullmatch(name)
-            if found is None or name == own or name in self._others:
+            if found is None or name == own:
+                continue
+            if name in self._others or name in self._slow:
                 continue
             heads = range(int(found["first"]), int(found["end"]))
             if not (self._root / name / self.namespace.digest.hex()).exists():
@@ -227,6 +254,9 @@ class DiskConnector(Connector):
                 continue
             self.unreadable.pop(name, None)
             self._others[name] = part
+            if own is None and self._least > 0:  # who writes has measured this disk
+                size = len(heads) * self.head_bytes
+                self._probes[name] = ReadingProbe(part, size, self._probe_bytes)
 
     def _remove_old_probes(self) -> None:
         """Folders of processes that were killed while they measured."""
@@ -235,21 +265,35 @@ class DiskConnector(Connector):
                 if time.time() - folder.stat().st_mtime > _PROBE_SECONDS:
                     shutil.rmtree(folder)
 
-    def _probe_reading(self, nbytes: int, least: float) -> None:
+    def _probe_reading(self) -> None:
         """Reads what others have written, where that is enough to tell a rate."""
         self._look()
-        for name, part in self._others.items():
-            size = len(part.heads) * self.head_bytes
-            keys = part.tier.keys()[: max(1, nbytes // size)]
-            if len(keys) * size < nbytes // 8:
+        for name, probe in list(self._probes.items()):
+            if probe.begin():
+                self._judge(name, probe)
+
+    def _judge_probes(self) -> None:
+        """Leaves out what turned out to be slow, without waiting for a disk."""
+        for name, probe in list(self._probes.items()):
+            if probe.due:
+                probe.begin()
+            if not probe.done:
                 continue
-            rows = np.empty((len(keys), size), np.uint8)
-            began = time.perf_counter()
-            found = part.tier.get(keys, rows).result()
-            seconds = time.perf_counter() - began
-            where = f"DiskConnector: {self._root / name}, reading"
-            rate = check_rate(where, int(sum(found)) * size, seconds, least)
+            try:
+                self._judge(name, probe)
+            except SlowConnectorError as error:
+                del self._probes[name]
+                self.unreadable[name] = str(error)
+                self._slow[name] = self._others.pop(name)
+            except OSError:  # as those who asked for its blocks were told
+                continue
+
+    def _judge(self, name: str, probe: ReadingProbe) -> None:
+        where = f"DiskConnector: {self._root / name}, reading"
+        rate = probe.rate(where, self._least)
+        if rate is not None:
             self.read_bandwidth = min(rate, self.read_bandwidth or rate)
+            del self._probes[name]
 
     def _probe(self, nbytes: int, max_bytes: int, least: float) -> None:
         """Writes and reads blocks in a folder of its own, which goes again."""
