@@ -65,7 +65,7 @@ def choose(
             f"{where}: implementation={asked!r} does not serve {', '.join(missing)}; "
             "use implementation='xla' or None"
         )
-    checks.check_compiled(where, tokens_of(x).shape)
+    checks.check_compiled(where, (n for a in jax.tree.leaves(x) for n in a.shape))
     ffi.require_cuda_build()
     return "cuda"
 

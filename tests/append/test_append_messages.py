@@ -316,6 +316,20 @@ def written(append, **options):
     return jax.jit(of_kv if append is kv.append_kv else of_rope), rows, slots
 
 
+def with_any_angles():
+    """The same of five tokens, with a symbol for the positions that have angles."""
+    (positions,) = jax.export.symbolic_shape("positions")
+    pool = kv.KVPool.zeros(SPEC, 9)
+
+    def of_angles(k, slots, cos_sin):
+        given = {"positions": slots, "cos_sin": cos_sin}
+        return kv.rope_append(k, k, k, pool, 0, slots, **given)[1].data
+
+    rows = jax.ShapeDtypeStruct((5, 2, 16), jnp.float32)
+    slots = jax.ShapeDtypeStruct((5,), jnp.int32)
+    return jax.jit(of_angles), rows, slots, jax.ShapeDtypeStruct((positions, 16), "f4")
+
+
 @pytest.mark.parametrize("append", [kv.append_kv, kv.rope_append])
 def test_symbolic_tokens_are_for_plain_jax(append):
     with pytest.raises(NotImplementedError, match="symbolic 'tokens'; pass implement"):
@@ -323,6 +337,9 @@ def test_symbolic_tokens_are_for_plain_jax(append):
         jax.export.export(f)(*symbolic)
     if append is kv.rope_append:  # append_kv is a block copy, which asks for a build
         with pytest.raises(NotImplementedError, match="rope_append: sizes"):
+            jax.export.export(f, platforms=["cuda"])(*symbolic)
+        f, *symbolic = with_any_angles()
+        with pytest.raises(NotImplementedError, match="the symbolic 'positions'; pass"):
             jax.export.export(f, platforms=["cuda"])(*symbolic)
     f, *symbolic = written(append, implementation="xla")
     k, slots = jax.random.normal(jax.random.key(0), (5, 2, 16)), jnp.arange(3, 8)
