@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <memory>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -211,13 +212,12 @@ void RegisterBlockTable(nb::module_& m) {
       "append_each",
       [](const std::vector<Table*>& tables, const Tokens& tokens, const Lengths& counts) {
         CheckCount("append_each", tables, counts.size());
-        auto left = static_cast<int64_t>(tokens.size());
-        for (size_t i = 0; i < counts.size(); ++i) {
-          if (counts(i) < 0 || counts(i) > left) left = -1;
-          if (left < 0) break;
-          left -= counts(i);
-        }
-        if (left != 0) throw nb::value_error("append_each: counts must add up to the tokens");
+        const auto total = static_cast<int64_t>(tokens.size());
+        const int64_t *first = counts.data(), *end = first + counts.size();
+        const bool apart =
+            std::any_of(first, end, [&](int64_t count) { return count < 0 || count > total; });
+        if (apart || std::accumulate(first, end, int64_t{0}) != total)
+          throw nb::value_error("append_each: counts must add up to the tokens");
         kvblock::AppendEach(tables, tokens.data(), counts.data());
       },
       nb::arg("tables"), nb::arg("tokens"), nb::arg("counts"));
