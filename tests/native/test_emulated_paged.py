@@ -121,8 +121,12 @@ def test_without_split_size_they_do(attention_library):
         hold_alone(ctypes.CDLL(str(attention_library)), Problem(case))
 
 
-def test_with_split_size_they_change_none_where_two_kernels_share_a_call(hopper):
-    hold_alone(hopper, Problem(SPLIT["split: long among them"]))
+SHARED = [name for name in SPLIT if name.startswith("split: long among them")]
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_with_split_size_they_change_none_where_two_kernels_share_a_call(name, hopper):
+    hold_alone(hopper, Problem(SPLIT[name]))
 
 
 def is_emulated(case: Case) -> bool:

@@ -120,6 +120,26 @@ def test_references_that_leap_are_right(dims, scale, launcher):
     hold(launcher, dataclasses.replace(leaps, scale=scale))
 
 
+MASKS = (
+    "causal, shift",
+    "window",
+    "window ahead",
+    "scattered segments",
+    "packed, window",
+    "own tiles, causal",
+    "own partial tiles, causal",
+    "dropout, causal",
+)
+
+
+@pytest.mark.parametrize("scale", [3.0, 30.0])
+@pytest.mark.parametrize("dims", ["64", "128", "256"])
+@pytest.mark.parametrize("name", MASKS)
+def test_references_that_leap_under_masks_are_right(name, dims, scale, launcher):
+    """Some rows have no reference yet where others leap."""
+    hold(launcher, option(name, dims, kv_len=410, scale=scale))
+
+
 RATE = Case("bfloat16", 64, 64, 2, 4, 2, 230, 300, 1, dropout=26)
 RATES = {
     "few queries": dataclasses.replace(RATE, q_len=3),

@@ -24,7 +24,7 @@ ALSO_ON_A_GPU = {
     "forward: the sink is not in the sum": BANDS,
     "forward: lse of the neighbouring row": BANDS,
     "forward: another group's keys": BANDS,
-    "forward: O is not scaled to a new maximum": sm90("references and 64"),
+    "forward: O is not scaled to a new maximum": sm90("references and 256"),
     "forward: lse of the last row is not written": BANDS,
     "forward: both CTAs of a cluster have the same head": sm90("bands and 128"),
     "backward: a window ends a key early": BANDS,
@@ -35,7 +35,9 @@ ALSO_ON_A_GPU = {
     "backward: passes over queries that see its last keys": sm90("bands and 128"),
     "backward: the last queries of a tall tile have no dq": TALL,
 }
-BACKWARD = f"{HOPPER}/backward"
+BACKWARD, FORWARD = f"{HOPPER}/backward", f"{HOPPER}/forward"
+LEAPS, MASKED_LEAPS = sm90("that_leap_are and 64"), sm90("leap_under and 64")
+PAGED_LEAPS = test("test_emulated_paged", "share_a_call and leap and rows")
 SM90_EMULATED = (
     *(
         dataclasses.replace(
@@ -46,6 +48,97 @@ SM90_EMULATED = (
         )
         for mutant in GPU
         if mutant.name.removeprefix("Hopper ") in ALSO_ON_A_GPU
+    ),
+    Mutant(
+        "Hopper forward: nobody looks whether a row has outgrown its reference",
+        f"{FORWARD}/consumer.cuh",
+        "if (__builtin_expect(Outgrew(tile, kOutgrownByMuch), false)) {",
+        "if (false) {",
+        LEAPS,
+    ),
+    Mutant(
+        "Hopper forward: a row that leaps keeps its sum",
+        f"{FORWARD}/consumer.cuh",
+        "      rows.sums.sum[half] *= factor[half];\n",
+        "",
+        LEAPS,
+    ),
+    Mutant(
+        "Hopper forward: probabilities of a row that leaps are those before",
+        f"{FORWARD}/consumer.cuh",
+        "    PackRows(rows);\n#pragma unroll",
+        "#pragma unroll",
+        LEAPS,
+    ),
+    Mutant(
+        "Hopper forward: a row that leaps loses the scores of the next tile",
+        f"{FORWARD}/consumer.cuh",
+        "rows.s()[i] = next[i];",
+        ";",
+        LEAPS,
+    ),
+    Mutant(
+        "Hopper forward: O is not scaled to scores once more",
+        f"{FORWARD}/consumer.cuh",
+        "if (Follow(flags, rows, factor)) Rescale<Traits>(rows, factor);",
+        "Follow(flags, rows, factor);",
+        LEAPS,
+    ),
+    Mutant(
+        "Hopper forward: scores once more are those of other rows",
+        f"{FORWARD}/scores_again.cuh",
+        "QueryAt<Traits>(p, item, row + 8)};",
+        "QueryAt<Traits>(p, item, row)};",
+        LEAPS,
+    ),
+    Mutant(
+        "Hopper forward: scores once more are the next tile's",
+        f"{FORWARD}/consumer.cuh",
+        "ComputeAgain(item, step.stage, rows, tile);",
+        "ComputeAgain(item, steps_.stage, rows, tile);",
+        LEAPS,
+    ),
+    Mutant(
+        "Hopper forward: scores once more are the next item's",
+        f"{FORWARD}/consumer.cuh",
+        "      if constexpr (kTrusts) TakeSums(*item, rows, tile);",
+        "      if constexpr (kTrusts) TakeSums(*next, rows, tile);",
+        LEAPS,
+    ),
+    Mutant(
+        "Hopper forward: rows of another sequence leap",
+        f"{FORWARD}/consumer.cuh",
+        "if (!own) sums.reference[half] = INFINITY;",
+        "",
+        test("test_emulated_paged", "with_split and leap and rows"),
+    ),
+    Mutant(
+        "Hopper forward: scores once more are not masked",
+        f"{FORWARD}/consumer.cuh",
+        "    Finish(item, flags, step, rows);\n",
+        "",
+        MASKED_LEAPS,
+    ),
+    Mutant(
+        "Hopper forward: scores once more are of another head's keys",
+        f"{FORWARD}/scores_again.cuh",
+        "p.num_kv_heads + item.kv_head) * p.head_dim;",
+        "p.num_kv_heads) * p.head_dim;",
+        MASKED_LEAPS,
+    ),
+    Mutant(
+        "Hopper forward: sums stay where somebody looks at maxima",
+        f"{FORWARD}/consumer.cuh",
+        "          rows.sums.sum[0] *= factor[0];\n",
+        "",
+        MASKED_LEAPS,
+    ),
+    Mutant(
+        "Hopper forward: scores once more are of another page",
+        f"{FORWARD}/scores_again.cuh",
+        "PageRow(p.k_strides, at), p.unit));",
+        "0, p.unit));",
+        PAGED_LEAPS,
     ),
     Mutant(
         "Hopper backward: dq of all rounds is that of the first heads",

@@ -375,6 +375,23 @@ LONG = {
     ),
     "long: sinks": Case(sinks=2, calls=2, sequences=(*MIXED[:3], *MIXED[2:]), **WIDE),
     "long: a scale below 0": Case(scale=-0.3, sequences=MIXED, **WIDE),
+    **{
+        f"long: scores that leap, {scale}{name}": Case(
+            scale=scale, sequences=((150, 400), (70, 290), (66, 190)), **how
+        )
+        for scale in (2.0, 30.0)
+        for name, how in {
+            "": {},
+            ", d128": D128,
+            ", a window, d128": {**D128, "window": (150, 0)},
+            ", ids of no block": {"bad_ids": ((0, 14, -1), (0, 20, -1), (1, 17, -9))},
+            ", blocks of 5": {"block_size": 5, "head_dim": 40},
+            ", an array for each layer": {
+                **{"layout": "L B O T H D", "layers": 3, "layer": 2},
+                **{"heads": 6, "sinks": 1},
+            },
+        }.items()
+    },
     "long: ids of no block": Case(
         sequences=((200, 400), (1, 64), (100, 300)),
         bad_ids=(
@@ -554,6 +571,10 @@ SPLIT = {
     "split: larger than all": Case(split_size=2**31 - 1, sequences=PARTS),
     "split: long among them": Case(
         split_size=256, sequences=((150, 600), *PARTS[:4]), **WIDE
+    ),
+    # Of a tile's rows some are the next sequence's, and leap.
+    "split: long among them, scores that leap": Case(
+        split_size=256, scale=30.0, sequences=((150, 600), *PARTS[:4], (90, 90)), **WIDE
     ),
 }
 NARROW_SPLIT = Case(

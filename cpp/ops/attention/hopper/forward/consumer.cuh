@@ -14,6 +14,7 @@
 #include "ops/attention/hopper/forward/pieces.cuh"
 #include "ops/attention/hopper/forward/result.cuh"
 #include "ops/attention/hopper/forward/rows.cuh"
+#include "ops/attention/hopper/forward/scores_again.cuh"
 #include "ops/attention/hopper/forward/shared.cuh"
 
 namespace kvblock::hopper {
@@ -59,6 +60,13 @@ class Consumer {
  private:
   using Stage = StageCount<Traits::kStages>;
   using Exponent = std::conditional_t<Traits::kCapped, SmallSoftCap, Scaled>;
+  static constexpr int kColumns = Traits::kKeys / 8;  // eight keys each
+  // Whether nobody looks for maxima after an item's first tile. Rows keep the reference that this
+  // one gave them, and TakeSums finds those that have outgrown it. Not float16, which ends at 2^16;
+  // other head dims gain nothing.
+  static constexpr bool kTrusts = std::is_same_v<typename Traits::T, __nv_bfloat16> &&
+                                  (Traits::kQueryDim == 64 || Traits::kQueryDim == 128) &&
+                                  !Traits::kCapped && Traits::kKind != ForwardKind::kGeneral;
 
   // Waits for the next item. Its Q is in queries_.stage.
   __device__ __forceinline__ const Item* NextItem() {
@@ -71,8 +79,8 @@ class Consumer {
   // the first product of an item is issued with the last of the one before. Returns the first item
   // that is not computed.
   __device__ __forceinline__ const Item* Compute(const Item* item, Rows<Traits>& rows) {
-    constexpr int kColumns = Traits::kKeys / 8, kHalf = kColumns / 2;
-    float factor[2], sum[2][2] = {};
+    constexpr int kHalf = kColumns / 2;
+    float factor[2], sum[2][2] = {}, tile[2];
     BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
     FenceRows();
     WgmmaFence();
@@ -81,7 +89,7 @@ class Consumer {
     int flags = shared_.steps[steps_.stage].flags;
     WgmmaWait<0>();
     KeepAfter(rows.s());
-    Finish(*item, flags, rows);
+    Finish(*item, flags, steps_.stage, rows);
     TakeDropout(*item, flags);
     LeaveScores(flags);
     if constexpr (Traits::kCapped) {  // there is no O to scale yet
@@ -93,8 +101,9 @@ class Consumer {
       RowMaxima(rows, max);
       MoveReferences<Traits>(rows.sums, max, exponent_, factor);
     }
+    if constexpr (kTrusts) BeginTrust(*item, flags, rows.sums);
     WithExponent([&](const auto& exponent) { Exponentials<0, kColumns>(rows, exponent, sum); });
-    AddSums(rows, factor, sum);
+    KeepSums(rows, factor, sum, tile);
     PackRows(rows);
 
     const Item* next = item;
@@ -122,21 +131,36 @@ class Consumer {
       WgmmaFence();
       IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
       WgmmaCommit();
+      if constexpr (kTrusts) TakeSums(*item, rows, tile);
       if (!values_there) AwaitValues(values);
       ClearUnseen(values);
       WgmmaFence();
       IssueValues<Traits>(rows, ValuesOperand(values), begins);
       WgmmaCommit();
       if (Traits::kTiles.turns) PassTurn();
+      // By a vote, for the compiler's uniform registers.
+      const bool trusts = kTrusts && __all_sync(~0u, !(flags & Step::kStarts) && trusts_);
       WgmmaWait<1>();
       KeepAfter(rows.s());
-      Finish(*next, flags, rows);
+      Finish(*next, flags, steps_.stage, rows);
       const RowSums before = rows.sums;
       if (Traits::kQueryStages > 1 && ends) rows.sums = RowSums();
       // The first half of the exponentials runs under P V; the second hides the way from S to P and
       // the scaling of O. The wait is in both branches because the assembler moves it up as far as
       // it can, but not above a branch.
-      const bool moved = Follow(flags, rows, factor);
+      bool moved = false;
+      if (!trusts) {
+        moved = Follow(flags, rows, factor);
+        if constexpr (kTrusts) {
+          if (flags & Step::kStarts) {
+            BeginTrust(*next, flags, rows.sums);
+          } else {
+            NoteTrust(flags, rows.sums);
+          }
+          rows.sums.sum[0] *= factor[0];
+          rows.sums.sum[1] *= factor[1];
+        }
+      }
       TakeDropout(*next, flags);
       LeaveScores(flags);
       float sum[2][2] = {};
@@ -159,7 +183,7 @@ class Consumer {
       }
       WithExponent(
           [&](const auto& exponent) { Exponentials<kHalf, kColumns>(rows, exponent, sum); });
-      AddSums(rows, factor, sum);
+      KeepSums(rows, factor, sum, tile);
       PackRows(rows);
       if (Traits::kQueryStages > 1 && ends) {
         WriteItem(*item, before, rows);
@@ -167,6 +191,7 @@ class Consumer {
       }
     }
     const Stage values = keys_.Before();
+    if constexpr (kTrusts) TakeSums(*item, rows, tile);
     AwaitValues(values);
     FenceRows();
     ClearUnseen(values);
@@ -193,7 +218,7 @@ class Consumer {
     int flags = shared_.steps[steps_.stage].flags;
     WgmmaWait<0>();
     KeepAfter(rows.s());
-    Finish(*item, flags, rows);
+    Finish(*item, flags, steps_.stage, rows);
     LeaveScores(flags);
     FollowingCodes(rows, exponent_, true);
 
@@ -235,7 +260,7 @@ class Consumer {
       }
       WgmmaWait<0>();
       KeepAfter(rows.s());
-      Finish(*item, flags, rows);
+      Finish(*item, flags, steps_.stage, rows);
       LeaveScores(flags);
       // To ask takes as long as some codes; they hide it.
       keys_there = IsThere(shared_.k_full, keys_);
@@ -276,6 +301,81 @@ class Consumer {
     return FollowMaxima(rows, exponent_, factor);
   }
 
+  // Behind an item's first maxima. Rows that are not the item's (another sequence's, that came
+  // along with the copy) get a reference that makes nothing of all their scores: what they hold
+  // must not decide how this warp computes its own.
+  __device__ __forceinline__ void BeginTrust(const Item& item, int flags, RowSums& sums) {
+    if constexpr (!Traits::kDense) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = FirstRow() + half * 8 + Lane() / 4;
+        const int query = PlaceOf<Traits>(p_, item, row).query;
+        const bool own = IsAmong<Traits>(item, row, query, item.sequence.q_len);
+        if (!own) sums.reference[half] = INFINITY;
+      }
+    }
+    grows_ = false;
+    NoteTrust(flags, sums);
+  }
+  // Behind maxima: whether the next tile does without. Not where masks left a row without a
+  // reference, nor where a row of the item has outgrown one.
+  __device__ __forceinline__ void NoteTrust(int flags, const RowSums& sums) {
+    trusts_ = !grows_ && !((flags & Step::kMasked) && AnyUnset(sums));
+  }
+
+  // What a tile's probabilities sum to joins the sums, now or in TakeSums.
+  __device__ __forceinline__ void KeepSums(Rows<Traits>& rows, const float (&factor)[2],
+                                           const float (&sum)[2][2], float (&tile)[2]) const {
+    if constexpr (kTrusts) {
+      tile[0] = sum[0][0] + sum[0][1];
+      tile[1] = sum[1][0] + sum[1][1];
+      KeepAfter(tile);  // summed here, not where the sums are needed
+    } else {
+      AddSums(rows, factor, sum);
+    }
+  }
+
+  // The sums of the tile whose product with V comes next. The tensor cores are busy by now, which
+  // hides the question whether a row has outgrown its reference. If so, this warp looks at maxima
+  // until its item ends. That tile's step was kept until here, since ComputeAgain needs it.
+  __device__ __forceinline__ void TakeSums(const Item& item, Rows<Traits>& rows, float (&tile)[2]) {
+    const StageCount<kSteps> step = steps_.Before();
+    if (__builtin_expect(Outgrew(tile, kOutgrownByMuch), false)) {
+      if (Outgrew(tile, kOutgrownByFar)) ComputeAgain(item, step.stage, rows, tile);
+      grows_ = true;
+      trusts_ = false;
+    }
+    BarrierArrive(SharedAddress(&shared_.step_empty[step.stage]));
+    rows.sums.sum[0] += tile[0];
+    rows.sums.sum[1] += tile[1];
+  }
+
+  // The probabilities of a tile once more, with new references for rows that need some; `tile` is
+  // what they sum to. It takes as long as some tiles do.
+  __device__ __forceinline__ void ComputeAgain(const Item& item, int step, Rows<Traits>& rows,
+                                               float (&tile)[2]) {
+    WgmmaWait<0>();
+    KeepAfter(rows.s());
+    volatile float next[kColumns * 4];  // the next tile's scores, in local memory
+#pragma unroll
+    for (int i = 0; i < kColumns * 4; ++i) next[i] = rows.s()[i];
+    ScoresAgain<Traits>(p_, item, FirstRow(), shared_.steps[step].first, Lane(), rows);
+    const int flags = shared_.steps[step].flags;
+    Finish(item, flags, step, rows);
+    float factor[2], sum[2][2] = {};
+    if (Follow(flags, rows, factor)) Rescale<Traits>(rows, factor);
+    Exponentials<0, kColumns>(rows, exponent_, sum);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      rows.sums.sum[half] *= factor[half];
+      tile[half] = sum[half][0] + sum[half][1];
+    }
+    TakeDroppedKeys(step);  // once more, so that nobody keeps them
+    PackRows(rows);
+#pragma unroll
+    for (int i = 0; i < kColumns * 4; ++i) rows.s()[i] = next[i];
+  }
+
   // With a softcap, before the exponentials: what turns this tile's scores into exponents is a
   // polynomial, of the lowest degree that serves `size`, the largest of this thread's; if none
   // does, the scores are capped here.
@@ -309,21 +409,27 @@ class Consumer {
   __device__ __forceinline__ void TakeDropout(const Item& item, int flags) {
     if constexpr (Traits::kDrops) {
       if (flags & Step::kStarts) dropout_.TakeRows(item.key, item.first + FirstRow(), Lane());
-      dropout_.TakeKeys(shared_.steps[steps_.stage].first, p_.dropout.least);
+      TakeDroppedKeys(steps_.stage);
+    }
+  }
+  __device__ __forceinline__ void TakeDroppedKeys(int step) {
+    if constexpr (Traits::kDrops) {
+      dropout_.TakeKeys(shared_.steps[step].first, p_.dropout.least);
     }
   }
 
-  // The scores have arrived; here they are finished.
-  __device__ __forceinline__ void Finish(const Item& item, int flags, Rows<Traits>& rows) {
+  // The scores of step `number` have arrived; here they are finished.
+  __device__ __forceinline__ void Finish(const Item& item, int flags, int number,
+                                         Rows<Traits>& rows) {
     const bool masked = flags & Step::kMasked;
     clear_from_ = Traits::kKeys;
     clear_to_ = 0;
     if constexpr (Traits::kCapped) LargestSizes(rows, sizes_);
     if constexpr (Traits::kNarrow) {
-      exponent_.to_log2 = shared_.narrow.to_log2[steps_.stage];
+      exponent_.to_log2 = shared_.narrow.to_log2[number];
     }
     if (Traits::kNarrow ? __builtin_expect(masked, false) : rules_.finish || masked) {
-      const Step& step = shared_.steps[steps_.stage];
+      const Step& step = shared_.steps[number];
       const int first = step.first, end = step.end;
       if (flags & Step::kDirty) {
         clear_from_ = end - first;
@@ -342,7 +448,7 @@ class Consumer {
             s, rows.state, [&](int n) { return PlaceOf<Traits>(p_, item, row + n).query; },
             first + Lane() % 4 * 2);
         if (flags & Step::kHoles) {
-          MaskHoles<Traits>(shared_.paged.holes[steps_.stage], rows, Lane());
+          MaskHoles<Traits>(shared_.paged.holes[number], rows, Lane());
         }
       } else if constexpr (Traits::kKind == ForwardKind::kGeneral) {
         FinishScores<Traits>(p_, s, rules_, masked, flags & Step::kSegments, item.head, rows.state,
@@ -360,10 +466,14 @@ class Consumer {
     }
   }
 
-  // Their step and K are free, and Q after the last. This stands behind the maxima, since the way
-  // from products to probabilities is what a step waits for.
+  // K is free, and Q after the last, and the step, if TakeSums does not need it. This stands behind
+  // the maxima, since the way from products to probabilities is what a step waits for.
   __device__ __forceinline__ void LeaveScores(int flags) {
-    LeaveStep();
+    if constexpr (kTrusts) {
+      steps_.Advance();
+    } else {
+      LeaveStep();
+    }
     LeaveKeys(&shared_.k_empty[keys_.stage]);
     if (flags & Step::kLast) Leave(&shared_.q_empty[queries_.stage]);
     keys_.Advance();
@@ -539,6 +649,8 @@ class Consumer {
   bool tiny_ = false;
   int clear_from_ = Traits::kKeys;  // rows of V from here on are not to be seen
   int clear_to_ = 0;                // nor those before this one
+  bool trusts_ = false;             // this warp needs no maxima of the next tile of its item
+  bool grows_ = false;              // some row has outgrown its reference in this item
   std::conditional_t<Traits::kDrops, RowDropout<Traits::kKeys>, NothingDropped> dropout_;
   int items_ = 0;
   StageCount<kSteps> steps_;

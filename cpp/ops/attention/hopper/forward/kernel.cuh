@@ -28,9 +28,10 @@
 //
 //   S = Q K(0);  finish scores, mask, P
 //   for j = 1, 2, ...:
-//     issue S = Q K(j), issue O += P V(j - 1)     IssueScores, IssueValues; the first begins O
+//     issue S = Q K(j);  look at sums of j - 1    IssueScores, TakeSums
+//     issue O += P V(j - 1)                       IssueValues; the first begins O
 //     wait for S;  finish scores, mask            Finish
-//     maxima;  K(j) is free                       FollowMaxima, LeaveScores
+//     maxima, or none;  K(j) is free              FollowMaxima, LeaveScores
 //     half of the exponentials                    Exponentials
 //     wait for O;  rescale O                      Rescale
 //     the other half;  P = S in 16 bits           Exponentials, PackProbabilities
@@ -49,7 +50,11 @@
 // allows; only beyond these are scores capped by themselves (Cap).
 //
 // Rows are scaled to a reference that follows their maximum only when the maximum has outgrown it
-// by a factor of 2^8: probabilities of up to 2^8 do no harm, and O is hardly ever rescaled.
+// by a factor of 2^8: probabilities of up to 2^8 do no harm, and O is hardly ever rescaled. In
+// bfloat16 (Consumer::kTrusts) nobody looks for maxima after an item's first tile, since exponents
+// reach as far as float32's there: up to 2^64 no harm is done either. Sums tell whose scores grow.
+// Beyond 2^24 the row's warp looks for maxima until the item ends; beyond 2^64 that tile's
+// probabilities are computed once more (scores_again.cuh) before they meet V.
 //
 // Keys of a tile that are none of this sequence's (past kv_lens, in the next packed sequence, in an
 // unlisted tile) come along with the copy. Their scores are masked, and their rows of V are cleared

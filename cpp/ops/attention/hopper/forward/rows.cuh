@@ -97,7 +97,8 @@ struct Scaled {
   }
 };
 
-// A tile's scores may be larger than their row's reference by this many powers of 2.
+// Where somebody looks: a tile's scores may be larger than their row's reference by this many
+// powers of 2.
 constexpr float kOutgrown = 8.0f;
 // With 8 bits the largest probabilities come near the largest number there is, 448, so that small
 // ones do not vanish: a new reference lies kLifted below the maximum, which may grow by 0.7 until
@@ -266,6 +267,23 @@ __device__ __forceinline__ void Exponentials(Rows<Traits>& rows, const Exponent&
       sum[e / 2][e % 2] += s[n][e];
     }
   }
+}
+
+// Whether some row of this warp has no reference yet.
+__device__ __forceinline__ bool AnyUnset(const RowSums& sums) {
+  return __any_sync(~0u, sums.reference[0] == -FLT_MAX || sums.reference[1] == -FLT_MAX);
+}
+
+// What a thread's probabilities of a tile, computed without a look at the largest score, may sum
+// to. Beyond the first limit the row's scores grow, and somebody looks from then on; nearly always
+// before they come beyond the second. Up to that, sums and, while V is below 2^32, products with V
+// stay far from the end of float32.
+constexpr float kOutgrownByMuch = 1 << 24;
+constexpr float kOutgrownByFar = 65536.0f * 65536.0f * 65536.0f * 65536.0f;  // 2^64
+// Whether some row of this warp has passed it. Sums that are NaN do not count: their rows are NaN
+// whatever is done.
+__device__ __forceinline__ bool Outgrew(const float (&tile)[2], float limit) {
+  return __any_sync(~0u, tile[0] > limit || tile[1] > limit);
 }
 
 template <typename Traits>
