@@ -256,6 +256,7 @@ def _host(name: str, case: Case, model: LoadedModel, results: Results) -> None:
     at = f"{name} / the host's part of a step"
     results.add(at, OURS, "host time", statistics.median(times) * 1e6, "us")
     results.add(at, OURS, "the manager's", (books + around) * 1e6, "us")
+    results.add(at, OURS, "of these around a program", around * 1e6, "us")
     results.add(at, OURS, "the manager's, of a step", (books + around) / step, "x")
 
 
