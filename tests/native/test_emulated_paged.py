@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 from paged_cases import (
     BAD,
@@ -121,12 +122,17 @@ def test_without_split_size_they_do(attention_library):
         hold_alone(ctypes.CDLL(str(attention_library)), Problem(case))
 
 
-SHARED = [name for name in SPLIT if name.startswith("split: long among them")]
+def test_with_split_size_they_change_none_where_two_kernels_share_a_call(hopper):
+    hold_alone(hopper, Problem(SPLIT["split: long among them"]))
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_with_split_size_they_change_none_where_two_kernels_share_a_call(name, hopper):
-    hold_alone(hopper, Problem(SPLIT[name]))
+@pytest.mark.parametrize("times", [4.0, 4000.0])
+def test_with_split_size_scores_that_leap_change_none_of_others(times, hopper):
+    """Sixteen rows of a warp are of two sequences. All grow; the others leap."""
+    x = Problem(dataclasses.replace(SPLIT["split: long among them"], scale=1.0))
+    _, first, _ = x.sequence_rows(1)
+    x.q[0, first:] = (x.q[0, first:].astype(np.float32) * times).astype(x.q.dtype)
+    hold_alone(hopper, x)
 
 
 def is_emulated(case: Case) -> bool:

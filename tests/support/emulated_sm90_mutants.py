@@ -110,7 +110,7 @@ SM90_EMULATED = (
         f"{FORWARD}/consumer.cuh",
         "if (!own) sums.reference[half] = INFINITY;",
         "",
-        test("test_emulated_paged", "with_split and leap and rows"),
+        test("test_emulated_paged", "with_split and leap and 4000 and rows"),
     ),
     Mutant(
         "Hopper forward: scores once more are not masked",

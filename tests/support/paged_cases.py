@@ -572,10 +572,6 @@ SPLIT = {
     "split: long among them": Case(
         split_size=256, sequences=((150, 600), *PARTS[:4]), **WIDE
     ),
-    # Of a tile's rows some are the next sequence's, and leap.
-    "split: long among them, scores that leap": Case(
-        split_size=256, scale=30.0, sequences=((150, 600), *PARTS[:4], (90, 90)), **WIDE
-    ),
 }
 NARROW_SPLIT = Case(
     split_size=256, sequences=((150, 600), *PARTS[:4], (70, 70)), **NARROW_WIDE
