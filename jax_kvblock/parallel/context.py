@@ -182,12 +182,14 @@ def context_parallel_attention(
         is not there; lengths or heads do not divide. The message says what would.
 
     Example:
-      >>> attend = jax.shard_map(
+      >>> mesh, rows = jax.make_mesh((4,), ("context",)), PartitionSpec(None, "context")
+      >>> attend = jax.jit(jax.shard_map(
       ...     lambda q, k, v: context_parallel_attention(
       ...         q, k, v, axis_name="context", causal=True),
-      ...     mesh=jax.make_mesh((4,), ("context",)),
-      ...     in_specs=P(None, "context"), out_specs=P(None, "context"))
-      >>> out = from_zigzag(attend(*(to_zigzag(x, 4) for x in (q, k, v))), 4)
+      ...     mesh=mesh, in_specs=rows, out_specs=rows))
+      >>> cut = NamedSharding(mesh, rows)
+      >>> laid = [jax.device_put(to_zigzag(x, 4), cut) for x in (q, k, v)]
+      >>> out = from_zigzag(attend(*laid), 4)
 
     Source: Liu et al., Ring Attention (arXiv:2310.01889); Jacobs et al.,
     DeepSpeed-Ulysses (arXiv:2309.14509); Fang and Zhao, USP (arXiv:2405.07719); the
