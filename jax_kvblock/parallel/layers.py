@@ -250,6 +250,14 @@ def create_context_parallel_attention(
 ) -> ContextParallelAttention: ...
 @overload
 def create_context_parallel_attention(
+    d_model: AttentionConfig,
+    *,
+    context_parallel_size: int,
+    device_mesh: Devices | None = None,
+    key: jax.Array | None = None,
+) -> ContextParallelAttention: ...
+@overload
+def create_context_parallel_attention(
     d_model: int,
     num_heads: int,
     context_parallel_size: int,
@@ -260,7 +268,7 @@ def create_context_parallel_attention(
 ) -> ContextParallelAttention: ...
 def create_context_parallel_attention(
     d_model: Any,
-    num_heads: int,
+    num_heads: Any = None,
     context_parallel_size: Any = None,
     device_mesh: Any = None,
     *,
@@ -270,7 +278,7 @@ def create_context_parallel_attention(
     """A layer whose sequences are cut over `context_parallel_size` devices.
 
     Called with `(d_model, num_heads, context_parallel_size, device_mesh)`, or with
-    `(config, context_parallel_size, device_mesh)`.
+    `(config, context_parallel_size, device_mesh)`, in this order or by these names.
 
     Args:
       d_model, num_heads: the width, and the heads, which divide it; or one
@@ -292,6 +300,8 @@ def create_context_parallel_attention(
         causal = {"causal": d_model.is_causal}
         config = dataclasses.replace(d_model, pattern=pattern, **causal | options)
         size, mesh = num_heads, context_parallel_size
+        if size is None:  # named, and not behind the config
+            size, mesh = context_parallel_size, None
         if mesh is not None and device_mesh is not None:
             raise ValueError(
                 f"{where}: device_mesh must be given once, got two; behind a config "

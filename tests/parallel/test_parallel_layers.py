@@ -274,6 +274,10 @@ def test_both_ways_to_say_it():
     assert by_config.mesh == by_names.mesh == mesh
     by_keyword = create_context_parallel_attention(config, 4, device_mesh=mesh)
     assert by_keyword.mesh == mesh
+    by_names = create_context_parallel_attention(
+        config, context_parallel_size=4, device_mesh=mesh
+    )
+    assert (by_names.config, by_names.mesh) == (by_config.config, mesh)
     np.testing.assert_array_equal(by_config.qkv, by_names.qkv)
 
 
