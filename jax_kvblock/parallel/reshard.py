@@ -82,9 +82,9 @@ def reshard_blocks(
 
     Raises:
       TypeError: for something else than pools or integers.
-      ValueError: for pools that differ, are one pool, lie in pinned host memory, are
-        cut otherwise than by heads, or are traced on two meshes; for ids of two lengths
-        or spread over processes; inside of `jax.shard_map`.
+      ValueError: for pools that differ, are one pool, share memory, lie in pinned host
+        memory, are cut otherwise than by heads, or are traced on two meshes; for ids of
+        two lengths or spread over processes; inside of `jax.shard_map`.
       RuntimeError: for a pool that was donated.
 
     Example:
@@ -116,6 +116,7 @@ def reshard_blocks(
         return _traced(src_pool, to_jax(ids[0]), dst_pool, to_jax(ids[1]))
     src = Part(src_pool, _check_cut("src_pool", src_pool))
     dst = Part(dst_pool, _check_cut("dst_pool", dst_pool))
+    _check_memory(src_pool, dst_pool)
     whole = _whole("src_ids", ids[0]), _whole("dst_ids", ids[1])
     _look(src_pool, whole[0], dst_pool, whole[1])
     if not len(whole[0]):
@@ -163,6 +164,29 @@ def _check_pair(src: KVPool, dst: KVPool) -> None:
                 "transfer_blocks moves blocks between a pool in host memory and one on "
                 "the device"
             )
+
+
+def _check_memory(src: KVPool, dst: KVPool) -> None:
+    """No memory is read and donated: JAX would end the process.
+
+    `jax.device_put` gives what lies there already another array, not other memory.
+    """
+    shapes = {pool.arrays[0].shape for pool in (src, dst)}
+    apart = src.sharding.device_set.isdisjoint(dst.sharding.device_set)
+    if len(shapes) > 1 or 0 in next(iter(shapes)) or apart:
+        return
+    if not _places(src).isdisjoint(_places(dst)):
+        raise ValueError(
+            f"{_WHERE}: src_pool and dst_pool must not share memory, got two arrays of "
+            "the same; make dst_pool by KVPool.zeros, or of a copy (jnp.copy)"
+        )
+
+
+def _places(pool: KVPool) -> set[int]:
+    """The addresses of what this process has of a pool."""
+    count = len(pool.sharding.addressable_devices)
+    each = (x.addressable_data(i) for x in pool.arrays for i in range(count))
+    return {x.unsafe_buffer_pointer() for x in each}
 
 
 def _check_cut(name: str, pool: KVPool) -> Cut:

@@ -284,6 +284,14 @@ def layers_cut_in_two_ways() -> kv.KVPool:
     return kv.KVPool.wrap(layers, SPEC)
 
 
+def same_memory(src: Place, *entries: Any) -> tuple[Any, ...]:
+    """A call with two pools whose arrays are two, of one memory on some device."""
+    pool = pool_at(src)
+    again = jax.device_put(pool.data, NamedSharding(mesh_of(), P(*entries)))
+    assert again is not pool.data
+    return pool, [0], kv.KVPool.wrap(again, pool.spec), [1]
+
+
 WIDER = (2, 2, 3, 8, 6)
 
 REFUSED = {
@@ -319,6 +327,10 @@ REFUSED = {
         lambda: (pool_at(on([1])), [0], in_host_memory(), [0])),
     "one pool": (ValueError, "two pools, got one|copy_blocks",
         lambda: (lambda p: (p, [0], p, [1]))(pool_at(on([0, 1])))),
+    "one memory": (ValueError, "must not share memory|KVPool.zeros|jnp.copy",
+        lambda: same_memory(on(FOUR), *[None] * 4, ("b", "h"))),
+    "one memory on one device": (ValueError, "must not share memory|jnp.copy",
+        lambda: same_memory(on([0]))),
     "donated": (RuntimeError, "dst_pool was donated",
         lambda: (pool_at(on([1])), [0], donated(), [0])),
 }  # fmt: skip
