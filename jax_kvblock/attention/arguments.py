@@ -69,10 +69,7 @@ def normalize(
     packed = cu_seqlens is not None
     cu_q: Any = None
     cu_kv: Any = None
-    q, k, v = check_qkv(where, PACKED if packed else BATCHED, q, k, v)
-    check_flags(where, causal=causal, deterministic=deterministic)
-    check_choice(where, "implementation", implementation, (None, *IMPLEMENTATIONS))
-    if packed:
+    if packed:  # before dtypes: e4m3 with its scales is wrong for being packed
         _check_packed(
             where,
             segment_ids=segment_ids,
@@ -82,6 +79,10 @@ def normalize(
             tiles=tiles,
             scales=scales,
         )
+    q, k, v = check_qkv(where, PACKED if packed else BATCHED, q, k, v)
+    check_flags(where, causal=causal, deterministic=deterministic)
+    check_choice(where, "implementation", implementation, (None, *IMPLEMENTATIONS))
+    if packed:
         cu_q, cu_kv = _cu_seqlens(where, cu_seqlens, (q.shape[0], k.shape[0]))
         batch, (t, n, d), s = cu_q.shape[0] - 1, q.shape, k.shape[0]
     else:

@@ -264,6 +264,10 @@ BAD = {
         **{n: getattr(x, n).astype(jnp.bfloat16)[0] for n in "qkv"},
         "cu_seqlens": ([0, 300], [0, 260]),
     },
+    "cu_seqlens; pass a batch, [B, T, N, D], with segment_ids, for 8 bits": lambda x: {
+        **{n: getattr(x, n)[0] for n in "qkv"},
+        "cu_seqlens": ([0, 300], [0, 260]),
+    },
 }
 
 
