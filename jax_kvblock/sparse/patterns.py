@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_kvblock.attention.arguments import check_flags
 from jax_kvblock.core.checks import check_positive
 from jax_kvblock.sparse.budget import (
     check_count,
@@ -116,6 +117,7 @@ class Random(Pattern):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_count(self.name, "seed", self.seed)
+        check_flags(self.name, per_head=self.per_head)
 
     def priority(self, grid: Grid, heads: int, visible: Any, limit: Any) -> Any:
         shape = (1, heads if self.per_head else 1, grid.rows, grid.cols)
@@ -146,6 +148,7 @@ class BlockSparse(Pattern):
         super().__post_init__()
         check_positive(self.name, run=self.run)
         check_count(self.name, "seed", self.seed)
+        check_flags(self.name, per_head=self.per_head)
 
     def priority(self, grid: Grid, heads: int, visible: Any, limit: Any) -> Any:
         rows, cols = (np.arange(n) // self.run for n in (grid.rows, grid.cols))

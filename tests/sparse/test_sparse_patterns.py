@@ -184,3 +184,9 @@ BAD = {
 def test_bad_patterns_are_errors(name):
     call, where, words = BAD[name]
     check(where, ValueError, words, call)
+
+
+@pytest.mark.parametrize("kind", [Random, BlockSparse])
+def test_whether_heads_differ_is_a_bool(kind):
+    words = "per_head must be True or False|got 'no'"
+    check(kind.__name__, TypeError, words, lambda: kind(per_head="no"))
