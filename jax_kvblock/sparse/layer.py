@@ -154,6 +154,16 @@ class DynamicSparseAttention:
                 f"{show(x)}; add a batch axis with x[None], or make the layer with "
                 "another d_model"
             )
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(
+                f"{type(self).__name__}: hidden_states must be floats, got {show(x)}; "
+                "cast them with .astype(jnp.float32)"
+            )
+        if not x.size:
+            raise ValueError(
+                f"{type(self).__name__}: hidden_states must not be empty, got "
+                f"{show(x)}; leave the call out"
+            )
         n, k = self.num_heads, self.num_kv_heads
         wide = jnp.matmul(x.astype(self.qkv.dtype), self.qkv)
         wide = wide.reshape(*x.shape[:2], n + 2 * k, -1)

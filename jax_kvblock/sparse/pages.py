@@ -261,6 +261,10 @@ def _checked(
             f"{where}: q must be [B, T, N, D], got {show(q)}; a step of decoding has "
             "T = 1: q[:, None]"
         )
+    if not q.size:
+        raise ValueError(
+            f"{where}: q must not be empty, got {show(q)}; leave the call out"
+        )
     _check_summary(where, summary)
     _, kv_heads, dim = summary.low.shape
     if dim != q.shape[3] or not kv_heads or q.shape[2] % kv_heads:

@@ -182,6 +182,10 @@ def select_tiles(
             f"{where}: scores must be {form} for T = {q_len} and S = {kv_len}, got "
             f"{show(scores)}; one for each tile of queries and tile of keys"
         )
+    if not scores.size:
+        raise ValueError(
+            f"{where}: scores must not be empty, got {show(scores)}; leave the call out"
+        )
     ratio, most = fields["sparsity_ratio"], fields["capacity"]
     width = list_width(where, grid, ratio, most, fields["sinks"])
     scores = jax.lax.stop_gradient(scores)

@@ -224,6 +224,18 @@ BAD = {
         ValueError,
         "[B, S, 32]|[1, 32, 16]",
     ),
+    "integers": (
+        lambda: make()()(jnp.ones((1, 32, 32), jnp.int32)),
+        "DynamicSparseAttention",
+        TypeError,
+        "hidden_states must be floats|int32[1, 32, 32]|astype",
+    ),
+    "empty": (
+        lambda: make()()(jnp.ones((1, 0, 32))),
+        "DynamicSparseAttention",
+        ValueError,
+        "hidden_states must not be empty|[1, 0, 32]|leave",
+    ),
     "gate": (
         lambda: make()().with_gate(None),
         "DynamicSparseAttention",

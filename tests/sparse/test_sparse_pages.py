@@ -225,6 +225,7 @@ def some(q_shape=(3, 1, HEADS, DIM), heads=KV_HEADS, **changes):
 
 BAD = {
     "rank": (some((3, HEADS, DIM)), ValueError, "[B, T, N, D]|q[:, None]"),
+    "empty": (some((3, 0, HEADS, DIM)), ValueError, "q must not be empty|leave"),
     "summary": (some(summary=3), TypeError, "PageSummary|int"),
     "heads": (some(heads=3), ValueError, "divides 4"),
     "dim": (some((3, 1, HEADS, 8)), ValueError, "head dim of 8"),

@@ -381,6 +381,7 @@ def test_bad_input_is_an_error(name):
         ),
         (np.zeros((2, 3, ROWS, 9)), ValueError, "[B, N, 6, 10]|[2, 3, 6, 9]"),
         (np.zeros((ROWS, COLS)), ValueError, "[B, N, 6, 10]"),
+        (np.zeros((2, 0, ROWS, COLS)), ValueError, "not be empty|[2, 0, 6, 10]|leave"),
         (None, TypeError, "scores must be an array"),
     ],
 )
