@@ -77,8 +77,15 @@ def grid_of(
     q_lens: Any = None,
     kv_lens: Any = None,
     segment_ids: Any = None,
+    **unknown: Any,
 ) -> Grid:
     """The grid of a call: sizes are B, T and S."""
+    if unknown:
+        raise TypeError(
+            f"{where}: options must be causal, window, q_offset, kv_offset, q_lens, "
+            f"kv_lens or segment_ids, got {', '.join(unknown)}; what else attention "
+            "takes is given to sparse_attention"
+        )
     batch, q_len, kv_len = sizes
     check_flags(where, causal=causal)
     left, right = (

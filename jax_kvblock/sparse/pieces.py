@@ -37,9 +37,10 @@ def check_side(where: str, name: str, side: Any, blocks: tuple[int, int]) -> Non
     """A piece's side divides those of a tile."""
     number = as_int(side)
     if number is None or number < 1 or any(block % number for block in blocks):
+        serve = "16" if any(block % 32 for block in blocks) else "16 or 32"
         raise ValueError(
             f"{where}: {name} must divide block_q and block_kv, {blocks[0]} and "
-            f"{blocks[1]}, got {shown(side)}; 16 or 32 serve"
+            f"{blocks[1]}, got {shown(side)}; {serve} would do"
         )
 
 

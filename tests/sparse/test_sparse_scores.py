@@ -426,6 +426,18 @@ def test_any_optimizer_and_none(qkv):
 
 
 BAD = {
+    "an option of attention": (
+        lambda q, k: tile_mass(q, k, softcap=3.0),
+        "tile_mass",
+        TypeError,
+        "options must be causal, window|got softcap",
+    ),
+    "a piece in small tiles": (
+        lambda q, k: PooledThreshold(tau=0.9, piece=32, block_q=16, block_kv=32),
+        "PooledThreshold",
+        ValueError,
+        "piece must divide block_q and block_kv, 16 and 32, got 32; 16 would do",
+    ),
     "pool": (
         lambda q, k: tile_mass(q, k, pool="mean"),
         "tile_mass",
