@@ -61,9 +61,9 @@ FORWARD_EMULATED = (
     ),
     Mutant(
         "8 bits: an item's sums begin with those of the one before",
-        f"{FORWARD}/consumer.cuh",
-        "        ClearOutput(rows);\n        rows.sums",
-        "        rows.sums",
+        f"{FORWARD}/consumer_narrow.cuh",
+        "      ClearOutput(rows);\n      rows.sums",
+        "      rows.sums",
         NARROW,
     ),
     Mutant(

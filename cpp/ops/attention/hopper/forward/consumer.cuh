@@ -1,5 +1,6 @@
 // A consumer of Hopper's forward kernel (kernel.cuh), a warpgroup: the order of products, softmax
-// and barriers.
+// and barriers. That of 8 bits is in consumer_narrow.cuh, what is done in place of maxima in
+// consumer_trust.cuh; who uses a consumer includes all three.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +11,9 @@
 #include "device/tensor_copy.cuh"
 #include "device/warpgroup.cuh"
 #include "device/wgmma.cuh"
-#include "ops/attention/hopper/forward/narrow_rows.cuh"
 #include "ops/attention/hopper/forward/pieces.cuh"
 #include "ops/attention/hopper/forward/result.cuh"
 #include "ops/attention/hopper/forward/rows.cuh"
-#include "ops/attention/hopper/forward/scores_again.cuh"
 #include "ops/attention/hopper/forward/shared.cuh"
 
 namespace kvblock::hopper {
@@ -206,80 +205,8 @@ class Consumer {
     return Traits::kQueryStages == 1 ? NextItem() : next;
   }
 
-  // The same in 8 bits. P V of tile j - 1 comes first, so that P is free for the codes of tile j.
-  // P V is summed over kSummedTiles tiles and then added to O, while the tensor cores work on Q
-  // K(j).
-  __device__ __forceinline__ const Item* ComputeNarrow(const Item* item, Rows<Traits>& rows) {
-    BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
-    if constexpr (Traits::kPaged) FenceRows();
-    WgmmaFence();
-    IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
-    WgmmaCommit();
-    int flags = shared_.steps[steps_.stage].flags;
-    WgmmaWait<0>();
-    KeepAfter(rows.s());
-    Finish(*item, flags, steps_.stage, rows);
-    LeaveScores(flags);
-    FollowingCodes(rows, exponent_, true);
-
-    const Item* next = item;
-    bool keys_there = false, values_there = false;  // of the next products
-    int summed = 0;                                 // tiles in the product
-#pragma unroll 1
-    for (;;) {
-      const bool ends = flags & Step::kLast;  // the pending product is its item's last
-      if (ends) {
-        next = NextItem();
-        if (!__any_sync(~0u, next->is == Item::kTiles)) break;
-      }
-      const Stage values = keys_.Before();
-      if (!keys_there) BarrierWait(SharedAddress(&shared_.k_full[keys_.stage]), keys_.phase);
-      if (!values_there) AwaitValues(values);
-      if constexpr (Traits::kPaged) FenceRows();
-      flags = shared_.steps[steps_.stage].flags;
-      if (Traits::kTiles.turns) WaitTurn();
-      Pin(rows);
-      WgmmaFence();
-      IssueValues<Traits>(rows, ValuesOperand(values), summed == 0);
-      WgmmaCommit();
-      IssueScores<Traits>(rows, QueriesOperand(), KeysOperand());
-      WgmmaCommit();
-      if (Traits::kTiles.turns) PassTurn();
-      WgmmaWait<1>();
-      Pin(rows);
-      LeaveKeys(&shared_.v_empty[values.stage]);
-      if (++summed == kSummedTiles || ends) {
-        AddProduct(rows);
-        summed = 0;
-      }
-      if (ends) {
-        WriteItem(*item, rows.sums, rows);
-        ClearOutput(rows);
-        rows.sums = RowSums();
-        item = next;
-      }
-      WgmmaWait<0>();
-      KeepAfter(rows.s());
-      Finish(*item, flags, steps_.stage, rows);
-      LeaveScores(flags);
-      // To ask takes as long as some codes; they hide it.
-      keys_there = IsThere(shared_.k_full, keys_);
-      values_there = IsThere(shared_.v_full, keys_.Before());
-      FollowingCodes(rows, exponent_, ends);
-    }
-    const Stage values = keys_.Before();
-    AwaitValues(values);
-    Pin(rows);
-    WgmmaFence();
-    IssueValues<Traits>(rows, ValuesOperand(values), summed == 0);
-    WgmmaCommit();
-    WgmmaWait<0>();
-    Pin(rows);
-    AddProduct(rows);
-    LeaveKeys(&shared_.v_empty[values.stage]);
-    WriteItem(*item, rows.sums, rows);
-    return next;
-  }
+  // The same in 8 bits (consumer_narrow.cuh).
+  __device__ __forceinline__ const Item* ComputeNarrow(const Item* item, Rows<Traits>& rows);
 
   // Moves the references of a tile's rows; true: some row of this warp may have a new one.
   __device__ __forceinline__ bool Follow(int flags, Rows<Traits>& rows, float (&factor)[2]) {
@@ -301,80 +228,14 @@ class Consumer {
     return FollowMaxima(rows, exponent_, factor);
   }
 
-  // Behind an item's first maxima. Rows that are not the item's (another sequence's, that came
-  // along with the copy) get a reference that makes nothing of all their scores: what they hold
-  // must not decide how this warp computes its own.
-  __device__ __forceinline__ void BeginTrust(const Item& item, int flags, RowSums& sums) {
-    if constexpr (!Traits::kDense) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = FirstRow() + half * 8 + Lane() / 4;
-        const int query = PlaceOf<Traits>(p_, item, row).query;
-        const bool own = IsAmong<Traits>(item, row, query, item.sequence.q_len);
-        if (!own) sums.reference[half] = INFINITY;
-      }
-    }
-    grows_ = false;
-    NoteTrust(flags, sums);
-  }
-  // Behind maxima: whether the next tile does without. Not where masks left a row without a
-  // reference, nor where a row of the item has outgrown one.
-  __device__ __forceinline__ void NoteTrust(int flags, const RowSums& sums) {
-    trusts_ = !grows_ && !((flags & Step::kMasked) && AnyUnset(sums));
-  }
-
-  // What a tile's probabilities sum to joins the sums, now or in TakeSums.
+  // What is done in place of maxima (consumer_trust.cuh).
+  __device__ __forceinline__ void BeginTrust(const Item& item, int flags, RowSums& sums);
+  __device__ __forceinline__ void NoteTrust(int flags, const RowSums& sums);
   __device__ __forceinline__ void KeepSums(Rows<Traits>& rows, const float (&factor)[2],
-                                           const float (&sum)[2][2], float (&tile)[2]) const {
-    if constexpr (kTrusts) {
-      tile[0] = sum[0][0] + sum[0][1];
-      tile[1] = sum[1][0] + sum[1][1];
-      KeepAfter(tile);  // summed here, not where the sums are needed
-    } else {
-      AddSums(rows, factor, sum);
-    }
-  }
-
-  // The sums of the tile whose product with V comes next. The tensor cores are busy by now, which
-  // hides the question whether a row has outgrown its reference. If so, this warp looks at maxima
-  // until its item ends. That tile's step was kept until here, since ComputeAgain needs it.
-  __device__ __forceinline__ void TakeSums(const Item& item, Rows<Traits>& rows, float (&tile)[2]) {
-    const StageCount<kSteps> step = steps_.Before();
-    if (__builtin_expect(Outgrew(tile, kOutgrownByMuch), false)) {
-      if (Outgrew(tile, kOutgrownByFar)) ComputeAgain(item, step.stage, rows, tile);
-      grows_ = true;
-      trusts_ = false;
-    }
-    BarrierArrive(SharedAddress(&shared_.step_empty[step.stage]));
-    rows.sums.sum[0] += tile[0];
-    rows.sums.sum[1] += tile[1];
-  }
-
-  // The probabilities of a tile once more, with new references for rows that need some; `tile` is
-  // what they sum to. It takes as long as some tiles do.
+                                           const float (&sum)[2][2], float (&tile)[2]) const;
+  __device__ __forceinline__ void TakeSums(const Item& item, Rows<Traits>& rows, float (&tile)[2]);
   __device__ __forceinline__ void ComputeAgain(const Item& item, int step, Rows<Traits>& rows,
-                                               float (&tile)[2]) {
-    WgmmaWait<0>();
-    KeepAfter(rows.s());
-    volatile float next[kColumns * 4];  // the next tile's scores, in local memory
-#pragma unroll
-    for (int i = 0; i < kColumns * 4; ++i) next[i] = rows.s()[i];
-    ScoresAgain<Traits>(p_, item, FirstRow(), shared_.steps[step].first, Lane(), rows);
-    const int flags = shared_.steps[step].flags;
-    Finish(item, flags, step, rows);
-    float factor[2], sum[2][2] = {};
-    if (Follow(flags, rows, factor)) Rescale<Traits>(rows, factor);
-    Exponentials<0, kColumns>(rows, exponent_, sum);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      rows.sums.sum[half] *= factor[half];
-      tile[half] = sum[half][0] + sum[half][1];
-    }
-    TakeDroppedKeys(step);  // once more, so that nobody keeps them
-    PackRows(rows);
-#pragma unroll
-    for (int i = 0; i < kColumns * 4; ++i) rows.s()[i] = next[i];
-  }
+                                               float (&tile)[2]);
 
   // With a softcap, before the exponentials: what turns this tile's scores into exponents is a
   // polynomial, of the lowest degree that serves `size`, the largest of this thread's; if none

@@ -85,6 +85,8 @@
 #include "device/warpgroup.cuh"
 #include "ops/attention/hopper/forward/block_loader.cuh"
 #include "ops/attention/hopper/forward/consumer.cuh"
+#include "ops/attention/hopper/forward/consumer_narrow.cuh"
+#include "ops/attention/hopper/forward/consumer_trust.cuh"
 #include "ops/attention/hopper/forward/loader.cuh"
 #include "ops/attention/hopper/forward/planner.cuh"
 #include "ops/attention/hopper/forward/row_loader.cuh"
