@@ -5,6 +5,7 @@
 #include "dlpack/export.h"
 #include "kvblock/block_copy.h"
 #include "objects/free_list.h"
+#include "objects/tree.h"
 #include "ops/after/after_ffi.h"
 #include "ops/append/append_ffi.h"
 #include "ops/attention/attention_ffi.h"
@@ -99,4 +100,5 @@ NB_MODULE(_native, m) {
   RegisterDLPack(m);
   RegisterFreeList(m);
   RegisterBlockTable(m);
+  RegisterTree(m);
 }

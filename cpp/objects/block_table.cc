@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <optional>
@@ -32,19 +33,23 @@ namespace {
 
 using Tokens = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Lengths = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Numbers = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>;
+template <typename Int>
+using Vector = nb::ndarray<nb::numpy, Int, nb::ndim<1>>;
+using Numbers = Vector<int32_t>;
+using Counts = Vector<int64_t>;
 using Matrix = nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>;
 
-template <typename Array>
-Array ArrayOf(std::vector<int32_t> values, std::initializer_list<size_t> shape) {
-  auto* kept = new std::vector<int32_t>(std::move(values));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<int32_t>*>(p); });
+template <typename Array, typename Int>
+Array ArrayOf(std::vector<Int> values, std::initializer_list<size_t> shape) {
+  auto* kept = new std::vector<Int>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<Int>*>(p); });
   return Array(kept->data(), shape, owner);
 }
 
-Numbers ArrayOf(std::vector<int32_t> values) {
+template <typename Int>
+Vector<Int> ArrayOf(std::vector<Int> values) {
   const size_t size = values.size();
-  return ArrayOf<Numbers>(std::move(values), {size});
+  return ArrayOf<Vector<Int>>(std::move(values), {size});
 }
 
 Numbers IdsOf(const std::vector<int64_t>& blocks) {
@@ -128,18 +133,34 @@ nb::bytes Hash(const nb::bytes& data, const std::optional<nb::bytes>& key) {
   return BytesOf(kvblock::Blake3(data.data(), data.size(), &with));
 }
 
-// A list's numbers; nothing where some are no Python ints of 32 bits, for who can say so in words.
-std::optional<Numbers> TokensOf(const nb::typed<nb::list, int64_t>& list) {
-  std::vector<int32_t> tokens(list.size());
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    PyObject* token = PyList_GetItem(list.ptr(), static_cast<Py_ssize_t>(i));
-    if (token == nullptr || Py_TYPE(token) != &PyLong_Type) return std::nullopt;
+// A list's numbers; nothing where some are no Python ints from `least` to the widest, for who can
+// say so in words.
+template <typename Int>
+std::optional<std::vector<Int>> IntsOf(const nb::typed<nb::list, int64_t>& list, int64_t least) {
+  std::vector<Int> numbers(list.size());
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    PyObject* number = PyList_GetItem(list.ptr(), static_cast<Py_ssize_t>(i));
+    if (number == nullptr || Py_TYPE(number) != &PyLong_Type) return std::nullopt;
     int overflow = 0;
-    const long long value = PyLong_AsLongLongAndOverflow(token, &overflow);
-    if (overflow != 0 || value < INT32_MIN || value > INT32_MAX) return std::nullopt;
-    tokens[i] = static_cast<int32_t>(value);
+    const int64_t value = PyLong_AsLongLongAndOverflow(number, &overflow);
+    if (overflow != 0 || value < least || value > std::numeric_limits<Int>::max()) {
+      return std::nullopt;
+    }
+    numbers[i] = static_cast<Int>(value);
   }
-  return ArrayOf(std::move(tokens));
+  return numbers;
+}
+
+std::optional<Numbers> TokensOf(const nb::typed<nb::list, int64_t>& list) {
+  auto tokens = IntsOf<int32_t>(list, std::numeric_limits<int32_t>::min());
+  if (!tokens) return std::nullopt;
+  return ArrayOf(std::move(*tokens));
+}
+
+std::optional<Counts> CountsOf(const nb::typed<nb::list, int64_t>& list) {
+  auto counts = IntsOf<int64_t>(list, 0);
+  if (!counts) return std::nullopt;
+  return ArrayOf(std::move(*counts));
 }
 
 nb::typed<nb::list, nb::bytes> ChainKeys(const nb::bytes& root, const Tokens& tokens,
@@ -183,6 +204,8 @@ void RegisterBlockTable(nb::module_& m) {
         "The BLAKE3 hash, of 32 bytes; with a key of 32 bytes, the keyed hash.");
   m.def("tokens_of", &TokensOf, nb::arg("list"),
         "A list of Python ints as int32; None where one is something else or wider.");
+  m.def("counts_of", &CountsOf, nb::arg("list"),
+        "A list of Python ints from 0 on as int64; None where one is something else.");
   m.def("chain_keys", &ChainKeys, nb::arg("root"), nb::arg("tokens"), nb::arg("block_size"),
         "The keys of the full blocks of tokens, each made from the one before.");
   nb::class_<Hold>(m, "Hold", "Blocks that are held together, for a copy in flight.")
@@ -216,11 +239,13 @@ void RegisterBlockTable(nb::module_& m) {
         const int64_t *first = counts.data(), *end = first + counts.size();
         const bool apart =
             std::any_of(first, end, [&](int64_t count) { return count < 0 || count > total; });
-        if (apart || std::accumulate(first, end, int64_t{0}) != total)
-          throw nb::value_error("append_each: counts must add up to the tokens");
+        if (apart || std::accumulate(first, end, int64_t{0}) != total) return false;
         kvblock::AppendEach(tables, tokens.data(), counts.data());
+        return true;
       },
-      nb::arg("tables"), nb::arg("tokens"), nb::arg("counts"));
+      nb::arg("tables"), nb::arg("tokens"), nb::arg("counts"),
+      "Tokens at the end of each table; False, and nothing is done, where counts do not add up to\n"
+      "the tokens.");
   m.def(
       "commit_each",
       [](const std::vector<Table*>& tables, const std::optional<Lengths>& num_tokens) {

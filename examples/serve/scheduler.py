@@ -257,6 +257,7 @@ class Scheduler:
         """The parts for several steps, where all that run decode and nobody can join.
 
         And where there are blocks for all of that: nobody makes way for later steps.
+        They are taken as the step is filled in.
         """
         alone = len(parts) == len(self.running)
         joins = self.waiting and len(self.running) < self.places
@@ -266,18 +267,11 @@ class Scheduler:
             Part(p.sequence, p.start, 1, steps=min(self.steps, p.sequence.num_left))
             for p in parts
         ]
-        ends = [part.start + part.steps for part in several]
-        missing = [
-            self._missing(part.sequence, end)
-            for part, end in zip(several, ends, strict=True)
-        ]
-        if sum(missing) > self.cache.manager.num_free_blocks:
+        missing = sum(self._missing(p.sequence, p.start + p.steps) for p in several)
+        if missing > self.cache.manager.num_free_blocks:
             return parts
-        if self.tiers is not None and any(missing):
-            self.tiers.make_room(sum(missing))
-        for part, end, wanted in zip(several, ends, missing, strict=True):
-            if wanted:
-                part.sequence.table.reserve(end)
+        if self.tiers is not None and missing:
+            self.tiers.make_room(missing)
         return several
 
     # ---- drafts ----

@@ -112,12 +112,12 @@ def append_tokens(
     where = "append_tokens"
     natives, new = _natives(where, tables), token_array(where, tokens)
     count = _numbers(where, "counts", counts, len(natives))
-    if len(new) != (wanted := int(count.sum())):
+    if not _native.append_each(natives, new, count):
+        wanted = checks.plural(int(count.sum()), "token")
         raise ValueError(
             f"{where}: counts of {checks.plural(len(natives), 'table')} add up to "
-            f"{checks.plural(wanted, 'token')}, tokens is of length {len(new)}"
+            f"{wanted}, tokens is of length {len(new)}"
         )
-    _native.append_each(natives, new, count)
 
 
 def commit_tokens(
@@ -158,6 +158,10 @@ def _numbers(where: str, name: str, numbers: Numbers, count: int) -> np.ndarray:
     """Int64 `[count]` of numbers from 0 on."""
     if type(numbers) is int and numbers >= 0:  # the common case, at every step
         return np.full(count, numbers, np.int64)
+    if type(numbers) is list and len(numbers) == count:  # so are these
+        plain = _native.counts_of(numbers)
+        if plain is not None:
+            return plain
     array = np.asarray(numbers)
     if array.dtype != np.int64:
         if array.dtype.kind not in "iu" and array.size:

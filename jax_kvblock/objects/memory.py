@@ -158,9 +158,10 @@ class Memory:
         if not self._made:
             return None
         data, packed = self._made[-1]
-        traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(data))
+        arrays = data if isinstance(data, tuple) else (data,)
+        traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
         if not traced:
-            self._pool = KVPool(data, self.spec)
+            self._pool = KVPool._holding(data, self.spec)  # checked as it was traced
         self._made.clear()
         return None if traced else packed
 

@@ -27,11 +27,15 @@ from typing import Any
 import jax
 import numpy as np
 
+from jax_kvblock import _native
 from jax_kvblock.blocks.layout import BlockSpec
 from jax_kvblock.blocks.pool import KVPool
 
 _SIGNALS = tuple(sorted(int(number) for number in signal.valid_signals()))
 _ONCE = ((),)  # one call without arguments, for starmap
+# Classes whose objects are no nodes of a tree; those of JAX's arrays, once seen. JAX
+# does not count None as a leaf, which is of no class that is asked for.
+_LEAVES = {type(None), bool, int, float, complex, np.ndarray}
 
 
 class Program:
@@ -88,9 +92,15 @@ class Program:
 
 
 def has_leaf(tree: Any, kinds: tuple[type, ...]) -> bool:
-    """Whether a leaf is of one of these classes. The weights of a model are hundreds of
-    leaves of one class, which is asked once."""
-    found = set(map(type, jax.tree.leaves(tree)))
+    """Whether a leaf is of one of these classes.
+
+    The weights of a model are hundreds of leaves of one class, which is asked once. JAX
+    is asked for leaves where there may be nodes other than dicts, lists and tuples.
+    """
+    found = _native.kinds_in(tree)
+    if not found <= _LEAVES:
+        found = set(map(type, jax.tree.leaves(tree)))
+        _LEAVES.update(kind for kind in found if issubclass(kind, jax.Array))
     return any(issubclass(kind, kinds) for kind in found)
 
 

@@ -78,7 +78,18 @@ def test_prompts_and_decoding_as_one_and_as_many() -> None:
         cache.check()
 
 
-@pytest.mark.parametrize("counts", [3, [3, 0, 5]])
+COUNTS = {
+    "one for all": 3,
+    "list": [3, 0, 5],
+    "tuple": (3, 0, 5),
+    "numbers of NumPy": [3, np.int32(0), 5],
+    "array": np.array([3, 0, 5]),
+    "narrow array": np.array([3, 0, 5], np.uint8),
+    "every second of an array": np.array([3, 9, 0, 9, 5, 9])[::2],
+}
+
+
+@pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
 def test_several_tokens_of_each(counts: Any) -> None:
     ours, others = (opened(small(), range(5), range(20, 24), [7]) for _ in range(2))
     each = np.broadcast_to(counts, 3).tolist()
@@ -152,6 +163,8 @@ WRONG: Words = [
     ({"counts": True}, TypeError, "counts must be whole numbers"),
     ({"counts": [1]}, ValueError, r"each of the 2 tables; counts is of length \(1,\)"),
     ({"counts": [1, -1]}, ValueError, "counts must be at least 0, got -1"),
+    ({"counts": [1, 2**70]}, TypeError, "counts must be whole numbers"),
+    ({"starts": [0, 1.0]}, TypeError, "starts must be whole numbers"),
     ({"starts": "here"}, TypeError, "starts must be whole numbers"),
     ({"starts": [[1, 1]]}, ValueError, r"starts is of length \(1, 2\)"),
     ({"starts": 2**40}, ValueError, r"tables\[0\]: .* fit 32 bits"),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +135,55 @@ def test_lists_of_blocks_may_lie_deep_in_an_argument(manager: kv.BlockManager) -
         manager.update(step, {"ids": b}, kind=a, static_argnames="kind")
 
 
+class Pair:
+    """A pytree whose Python code runs when results are put together."""
+
+    def __init__(self, a: Any, b: Any) -> None:
+        self.a, self.b = a, b
+
+
+jax.tree_util.register_pytree_node(
+    Pair, lambda pair: ((pair.a, pair.b), None), lambda _, children: Pair(*children)
+)
+
+
+class Two(NamedTuple):
+    a: Any
+    b: Any
+
+
+@pytest.mark.parametrize("node", [dict, list, tuple, Two, OrderedDict, "Pair"])
+def test_lists_of_blocks_may_lie_in_any_node(
+    manager: kv.BlockManager, node: Any
+) -> None:
+    (a,) = blocks = manager.allocate_blocks(1)
+    weights = [jnp.ones(3), np.ones(2)]
+    if node == "Pair":
+        argument: Any = Pair(weights, blocks)
+    elif node is Two:
+        argument = Two(weights, blocks)
+    elif issubclass(node, dict):
+        argument = node({"a": weights, "b": blocks})
+    else:
+        argument = node([weights, blocks])
+
+    def step(pool: kv.KVPool, tree: Any) -> Any:
+        return pool, jax.tree.leaves(tree)
+
+    for _ in range(2):  # classes are asked once for what they are
+        *_, last = manager.update(step, argument)
+        assert last.tolist() == [a.id]
+
+
+def test_an_argument_that_holds_itself(manager: kv.BlockManager) -> None:
+    argument: list[Any] = [jnp.ones(3)]
+    argument.append(argument)
+    with pytest.raises(RecursionError):
+        manager.update(add, argument)
+    manager.update(add, 1)
+    assert all_are(manager, 1)
+
+
 @pytest.mark.parametrize("part", ["Block", "Layer", "Piece"])
 def test_a_block_is_no_argument_of_a_step(manager: kv.BlockManager, part: str) -> None:
     (block,) = manager.allocate_blocks(1)
@@ -146,18 +196,6 @@ def test_a_block_is_no_argument_of_a_step(manager: kv.BlockManager, part: str) -
             manager.update(add, number=argument)
     manager.update(add, jnp.asarray(x).max() + 1)
     assert all_are(manager, 1)
-
-
-class Pair:
-    """A pytree whose Python code runs when results are put together."""
-
-    def __init__(self, a: Any, b: Any) -> None:
-        self.a, self.b = a, b
-
-
-jax.tree_util.register_pytree_node(
-    Pair, lambda pair: ((pair.a, pair.b), None), lambda _, children: Pair(*children)
-)
 
 
 def test_results_are_pytrees_of_any_kind(manager: kv.BlockManager) -> None:
