@@ -8,7 +8,8 @@ weights, so that nothing is downloaded: bfloat16 on a GPU, float32 on a CPU.
   sequences, once, at the rate of a plain copy in the same run. As many steps in one
   program as the engine takes; one; and eight. On a GPU also after longer prompts.
 - The host's part: the same steps where the device computes nothing; and of that the
-  manager's, which is what tables, books and `BlockManager.update` take.
+  manager's, which is what tables, books and `BlockManager.update` take. Where Python
+  collects garbage meanwhile, that is told apart.
 - The first token after a prefix that many requests share: computed; and brought up
   from host memory, as from a request to the next.
 """
@@ -19,6 +20,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import gc
 import statistics
 import sys
 import time
@@ -240,10 +242,10 @@ def _host(name: str, case: Case, model: LoadedModel, results: Results) -> None:
         return np.ones((batch.shape.steps, batch.shape.outputs), np.int32)
 
     runner._call = nothing
-    with _clocked() as spent:
+    with _pauses() as paused, _clocked(paused) as spent:
         times = _steps(case, engine)
     # All that decodes, of a step: few steps read prompts, and they are counted, too.
-    books = sum(spent) / case.steps
+    books, collected = sum(spent) / case.steps, sum(paused) / case.steps
     around = _around(manager, (runner._params, runner._last))
     around /= engine._scheduler.steps
     engine.stop()
@@ -257,22 +259,45 @@ def _host(name: str, case: Case, model: LoadedModel, results: Results) -> None:
     results.add(at, OURS, "host time", statistics.median(times) * 1e6, "us")
     results.add(at, OURS, "the manager's", (books + around) * 1e6, "us")
     results.add(at, OURS, "of these around a program", around * 1e6, "us")
+    results.add(at, OURS, "pauses to collect garbage", collected * 1e6, "us")
     results.add(at, OURS, "the manager's, of a step", (books + around) / step, "x")
 
 
 @contextlib.contextmanager
-def _clocked() -> Iterator[list[float]]:
-    """The seconds of each call of the cache's books by the engine."""
+def _pauses() -> Iterator[list[float]]:
+    """The seconds of each collection of garbage. Python has them wherever something is
+    allocated, and they take the longer the more a process holds."""
+    paused: list[float] = []
+    began = 0.0
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        nonlocal began
+        if phase == "start":
+            began = time.perf_counter()
+        else:
+            paused.append(time.perf_counter() - began)
+
+    gc.callbacks.append(note)
+    try:
+        yield paused
+    finally:
+        gc.callbacks.remove(note)
+
+
+@contextlib.contextmanager
+def _clocked(paused: list[float]) -> Iterator[list[float]]:
+    """The seconds of each call of the cache's books by the engine, without pauses."""
     spent: list[float] = []
 
     def clocked(call: Any) -> Any:
         @functools.wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+            before, began = len(paused), time.perf_counter()
             try:
                 return call(*args, **kwargs)
             finally:
-                spent.append(time.perf_counter() - began)
+                taken = time.perf_counter() - began
+                spent.append(taken - sum(paused[before:]))
 
         return timed
 
