@@ -14,6 +14,7 @@
 #include "ops/cast/cast_ffi.h"
 #include "ops/kernel_call/kernel_call_ffi.h"
 #include "ops/quantize/quantize_ffi.h"
+#include "ops/select/select_ffi.h"
 
 namespace nb = nanobind;
 
@@ -49,6 +50,8 @@ nb::dict Handlers() {
     cuda["kvblock_cast"] = Handler(KvblockCast);
     cuda["kvblock_norm_cast"] = Handler(KvblockNormCast);
     cuda["kvblock_quantize"] = Handler(KvblockQuantize);
+    cuda["kvblock_keep"] = Handler(KvblockKeep);
+    cuda["kvblock_lists"] = Handler(KvblockLists);
   }
   // The driver alone is needed.
   cuda["kvblock_kernel_call"] = KernelCall(KvblockKernelExecute);

@@ -55,6 +55,7 @@ pytest_plugins = [
     "emulated_cast",
     "emulated_kernels",
     "emulated_quantize",
+    "emulated_select",
     "emulated_streams",
     "paged_model",
     "record",

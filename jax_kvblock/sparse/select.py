@@ -1,10 +1,4 @@
-"""From scores of tiles to lists of tiles, in static shapes.
-
-Nothing is sorted on a device. A row keeps what is at least its threshold, and the
-threshold is found digit by digit: of four parts the highest one from which on there is
-enough. That is 16 passes over the scores, whatever is kept, of which each counts for
-three candidates. Lists are counts that are searched.
-"""
+"""From scores of tiles to lists of tiles, in static shapes."""
 
 from __future__ import annotations
 
@@ -19,9 +13,10 @@ import numpy as np
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.core import debug
 from jax_kvblock.core.checks import to_jax
-from jax_kvblock.sparse.grid import Grid, marked, running_count
+from jax_kvblock.sparse import plain, primitive
+from jax_kvblock.sparse.grid import Grid, marked
+from jax_kvblock.sparse.plain import ALWAYS, FREE, HIDDEN
 
-DIGIT = 2  # bits of a threshold that a pass finds; a divisor of 32
 # Sums in float32 differ by their order; what is this near to tau has reached it.
 ROUNDING = 1e-5
 
@@ -75,16 +70,6 @@ class Choice(NamedTuple):
     short: Any = None
 
 
-def sorted_bits(x: Any) -> jax.Array:
-    """uint32 in the order of floats, from 1 to below 2**32 - 1; NaN comes first."""
-    x = x.astype(jnp.float32)
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    top = np.uint32(1 << 31)
-    ordered = jnp.where(bits >= top, ~bits, bits | top)
-    # An infinity's neighbours are NaNs, so that both ends are free.
-    return jnp.where(jnp.isnan(x), np.uint32(1), ordered)
-
-
 def keep(
     scores: Any,
     visible: Any,
@@ -98,63 +83,23 @@ def keep(
       scores: floats `[B|1, N|1, R, C]`; with tau they are attention's mass, at least 0.
       visible, always: bools that broadcast to it: what may be kept, and what always is.
       limit: int32 `[B|1, N|1, R]`; `always` is not cut by it.
-      tau: the share of a row's visible mass that is enough.
+      tau: the share of a row's visible mass that is enough, above 0.
 
     Of tiles that are equal the first ones are kept.
     """
     scores, visible = jnp.asarray(scores), jnp.asarray(visible)
     shape = jnp.broadcast_shapes(scores.shape, visible.shape)
-    scores = jnp.broadcast_to(scores, shape).astype(jnp.float32)
-    visible = jnp.broadcast_to(visible, shape)
-    always = jnp.broadcast_to(always, shape) & visible
-    limit = jnp.broadcast_to(limit, shape[:-1])
-    free = visible & ~always
-    keys = jnp.where(free, sorted_bits(scores), np.uint32(0))
-    room = jnp.minimum(limit - _count(always), _count(free))
-
-    every = jnp.where(visible & (scores > 0), scores, 0)
-    total, mass = every.sum(-1), jnp.where(always, 0, every)
-    # What the others have to hold. A row of which nothing is known takes what it may.
-    need = (tau or 0) * total - jnp.where(always, every, 0).sum(-1)
-    need = jnp.where(total > 0, need, jnp.inf)
-
-    def enough(at: Any) -> Any:
-        """Whether what is at least `at` is as much as a row may have, or needs."""
-        above = keys >= at[..., None]
-        full = _count(above) >= room
-        if tau is None:
-            return full
-        return full | (jnp.where(above, mass, 0).sum(-1) >= need)
-
-    def digit(i: Any, at: Any) -> Any:
-        # Without jit it is a Python integer.
-        shift = np.uint32(32 - DIGIT) - np.uint32(DIGIT) * jnp.asarray(i, jnp.uint32)
-        # Each on its own: XLA puts sums over the same array into one pass.
-        found = [enough(at | (np.uint32(d) << shift)) for d in range(1, 1 << DIGIT)]
-        return at | (sum(x.astype(jnp.uint32) for x in found) << shift)
-
-    # The highest threshold that still holds enough. It begins as zeros that vary over a
-    # mesh as the keys do, for `shard_map`.
-    start = jnp.zeros(shape[:-1], jnp.uint32) + (keys[..., 0] & np.uint32(0))
-    at = jax.lax.fori_loop(0, 32 // DIGIT, digit, start)[..., None]
-    above = keys > at
-    equal = free & (keys == at)
-    more = room - _count(above)  # of those that are equal
-    if tau is not None:
-        each = jnp.max(jnp.where(equal, mass, 0), -1)
-        missing = need - jnp.where(above, mass, 0).sum(-1)
-        steps = jnp.ceil(missing / jnp.where(each > 0, each, 1))
-        wanted = jnp.where(each > 0, jnp.clip(steps, 0, shape[-1]), shape[-1])
-        more = jnp.minimum(more, wanted.astype(jnp.int32))
-        more = jnp.where(missing > 0, more, 0)
-    equal = equal & (running_count(equal) <= more[..., None])
-    kept = always | above | equal
+    states = jnp.where(always & visible, ALWAYS, jnp.where(visible, FREE, HIDDEN))
+    kept, *held = primitive.keep(
+        jnp.broadcast_to(scores, shape).astype(jnp.float32),
+        jnp.broadcast_to(states, shape).astype(jnp.uint8),
+        jnp.broadcast_to(limit, shape[:-1]).astype(jnp.int32),
+        tau or 0.0,
+    )
     if tau is None:
         return Choice(kept)
-    reached = jnp.where(kept, every, 0).sum(-1)
-    held = jnp.where(total > 0, reached / jnp.where(total > 0, total, 1), 1)
-    short = visible.any(-1) & (held < tau - ROUNDING)
-    return Choice(kept, held, short)
+    (mass,) = held
+    return Choice(kept, mass, visible.any(-1) & (mass < tau - ROUNDING))
 
 
 def keep_on_host(priority: Any, visible: Any, always: Any, limit: Any) -> Choice:
@@ -167,29 +112,21 @@ def keep_on_host(priority: Any, visible: Any, always: Any, limit: Any) -> Choice
     return Choice(visible & (rank < limit[..., None]))
 
 
-def _count(kept: Any) -> Any:
-    return kept.sum(-1, dtype=np.int32)
-
-
 def lists_of(kept: Any, width: int) -> tuple[Any, Any]:
     """(indices `[..., width]`, counts) of a map; no row has more than `width`.
 
-    Entry m is the first tile up to which m + 1 are kept. −1 fills the rest.
+    −1 fills the rest.
     """
-    counts = _count(kept)
     width = max(width, 1)
-    if isinstance(kept, np.ndarray):
-        first = np.argsort(~kept, axis=-1, kind="stable")[..., :width]
-        missing = width - first.shape[-1]
-        first = np.pad(first, [(0, 0)] * (kept.ndim - 1) + [(0, missing)])
-        real = np.arange(width) < counts[..., None]
-        return np.where(real, first, -1).astype(np.int32), counts
-    upto = running_count(kept)
-    wanted = jnp.arange(1, width + 1, dtype=jnp.int32)
-    flat = upto.reshape(-1, upto.shape[-1])
-    find = jax.vmap(lambda row: jnp.searchsorted(row, wanted))
-    indices = find(flat).reshape(*kept.shape[:-1], width).astype(jnp.int32)
-    return jnp.where(wanted <= counts[..., None], indices, -1), counts
+    if not isinstance(kept, np.ndarray):
+        indices, counts = primitive.lists(kept, width)
+        return indices, counts
+    counts = plain.count(kept)
+    first = np.argsort(~kept, axis=-1, kind="stable")[..., :width]
+    missing = width - first.shape[-1]
+    first = np.pad(first, [(0, 0)] * (kept.ndim - 1) + [(0, missing)])
+    real = np.arange(width) < counts[..., None]
+    return np.where(real, first, -1).astype(np.int32), counts
 
 
 def map_of(tiles: AttentionTiles, cols: int) -> jax.Array:

@@ -17,6 +17,7 @@ from cast_launches import CCast
 from norm_cast_launches import CNormCast
 from paged_problems import Paged, Scales, Strides
 from quantize_launches import CArray, CQuantize
+from select_launches import CKeep, CLists
 
 import jax_kvblock
 from jax_kvblock.cache.copy_lines import FIELDS, STRIP
@@ -114,7 +115,7 @@ def compile_with(compiler: str | None, *arguments: object) -> None:
     "header",
     [
         *("append", "attention", "block_copy", "cast", "copy_stream", "export"),
-        *("norm_cast", "quantize"),
+        *("norm_cast", "quantize", "select"),
     ],
 )
 @pytest.mark.parametrize("standard", ["c99", "c11"])
@@ -136,6 +137,7 @@ def test_header_is_cpp(standard: str, tmp_path: Path) -> None:
         "#include <kvblock/copy_stream.h>\n"
         "#include <kvblock/norm_cast.h>\n"
         "#include <kvblock/quantize.h>\n"
+        "#include <kvblock/select.h>\n"
         "const char* (*check)(const kvblock_copy*) = &kvblock_copy_check;\n"
         "const char* (*append)(const kvblock_append*, void*) = &kvblock_append_cuda;\n"
         "const char* (*cast)(const kvblock_cast*, void*) = &kvblock_cast_cuda;\n"
@@ -145,6 +147,8 @@ def test_header_is_cpp(standard: str, tmp_path: Path) -> None:
         "&kvblock_norm_cast_cuda;\n"
         "const char* (*quantize)(const kvblock_quantize*, void*) = "
         "&kvblock_quantize_cuda;\n"
+        "const char* (*keep)(const kvblock_keep*, void*) = &kvblock_keep_cuda;\n"
+        "const char* (*lists)(const kvblock_lists*, void*) = &kvblock_lists_cuda;\n"
         "const char* (*run)(const kvblock_forward*, void*) = "
         "&kvblock_attention_forward;\n"
     )
@@ -168,6 +172,8 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
         "kvblock_paged_attention": Paged,
         "kvblock_quantize": CQuantize,
         "kvblock_quantize_array": CArray,
+        "kvblock_keep": CKeep,
+        "kvblock_lists": CLists,
     }
     same = []
     for name, struct in structs.items():
@@ -181,7 +187,7 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
     checks = "".join(f'_Static_assert({c}, "{c}");\n' for c in same)
     source = tmp_path / "structs.c"
     names = "append attention block_copy cast copy_stream norm_cast paged_attention"
-    names += " quantize"
+    names += " quantize select"
     headers = (*(f"kvblock/{name}.h" for name in names.split()), "stddef.h")
     included = "".join(f"#include <{header}>\n" for header in headers)
     source.write_text(included + checks)

@@ -30,6 +30,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ops/copy_stream/": SHARED,
     "ops/kernel_call/": SHARED,
     "ops/quantize/": SHARED,
+    "ops/select/": SHARED,
     f"{ATTENTION}contract/": SHARED,
     f"{ATTENTION}mask/": CONTRACT,
     f"{ATTENTION}schedule/": MASK,
@@ -87,7 +88,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "module.cc": (
         *("kvblock/", "dlpack/", "objects/"),
         *("ops/after/", "ops/append/", "ops/block_copy/", "ops/cast/"),
-        *("ops/kernel_call/", "ops/quantize/", ATTENTION),
+        *("ops/kernel_call/", "ops/quantize/", "ops/select/", ATTENTION),
     ),
 }
 # Of a subject that other rooms know nothing of; host/ has checks of both.

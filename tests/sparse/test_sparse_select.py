@@ -13,7 +13,8 @@ from sparse_cases import BLOCK, TILES, draw, in_tiles, listed, pairs
 import jax_kvblock
 from jax_kvblock.sparse import AntidiagonalThreshold, Streaming, select_tiles
 from jax_kvblock.sparse.grid import Grid, running_count
-from jax_kvblock.sparse.select import lists_of, map_of, sorted_bits
+from jax_kvblock.sparse.plain import sorted_bits
+from jax_kvblock.sparse.select import lists_of, map_of
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 

@@ -26,6 +26,8 @@ EMULATORS = {
     "latent_library",
     "emulated",
     "emulated_cast",
+    "emulated_select",
+    "select_as_cuda",
     "kernel_handlers",
     "paged_as_cuda",
     "latent_as_cuda",

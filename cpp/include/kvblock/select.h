@@ -1,0 +1,74 @@
+/* clang-format off */
+/* kvblock/select.h: the launchers of lists of tiles, for C, C++, Rust and ctypes.
+ *
+ * A row of tiles keeps those that it has to, and of the others the best: as many as there is room
+ * for, or, with tau, until what is kept holds so much of the row's mass.
+ *
+ *   kept[i, j]  = 1    where states[i, j] is KVBLOCK_TILE_ALWAYS
+ *               = 1    for the free ones with the highest scores, in all with those above at most
+ *                      limits[i]; of equal ones the first; NaN is below all
+ *               = 0    else
+ *
+ * With tau > 0 scores are masses, those below 0 or NaN are 0, and a row stops at the first tile with
+ * which it holds tau times the mass of all that it sees. masses[i] is the share that it holds, 1
+ * where there is none.
+ *
+ * A list has the columns in which a row of a map is not 0, in order, and -1 behind them.
+ *
+ * Every number is checked before anything is touched. Nothing is allocated and nothing is synchronized;
+ * the launches can be captured in a CUDA graph.
+ */
+/* clang-format on */
+#ifndef KVBLOCK_SELECT_H_
+#define KVBLOCK_SELECT_H_
+
+#include <stdint.h>
+
+#include "kvblock/export.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { KVBLOCK_MOST_COLUMNS = 16384 };
+
+typedef enum kvblock_tile_state {
+  KVBLOCK_TILE_HIDDEN = 0, /* the row does not see it */
+  KVBLOCK_TILE_FREE = 1,
+  KVBLOCK_TILE_ALWAYS = 2,
+} kvblock_tile_state;
+
+typedef struct kvblock_keep {
+  int64_t rows, columns; /* columns up to KVBLOCK_MOST_COLUMNS; 0 for nothing */
+  const float* scores;   /* [rows, columns] */
+  const uint8_t* states; /* [rows, columns], kvblock_tile_state */
+  const int32_t* limits; /* [rows] */
+  uint8_t* kept;         /* [rows, columns] */
+  float* masses;         /* [rows], or NULL where tau is 0 */
+  float tau;             /* from 0, for none, to 1 */
+} kvblock_keep;
+
+typedef struct kvblock_lists {
+  int64_t rows, columns; /* columns up to KVBLOCK_MOST_COLUMNS; 0 rows for nothing */
+  int64_t width;         /* entries of a list, 1 at least; what does not fit is left out */
+  const uint8_t* map;    /* [rows, columns] */
+  int32_t* indices;      /* [rows, width] */
+  int32_t* counts;       /* [rows], of those that fit */
+} kvblock_lists;
+
+/* Each of these returns NULL on success, else a message that lives until this thread's next call.
+ */
+
+/* Check every number, and that what the call needs is there. They look at no array. */
+KVBLOCK_EXPORT const char* kvblock_keep_check(const kvblock_keep* a);
+KVBLOCK_EXPORT const char* kvblock_lists_check(const kvblock_lists* a);
+
+/* Enqueue the launch on `stream`, a cudaStream_t. */
+KVBLOCK_EXPORT const char* kvblock_keep_cuda(const kvblock_keep* a, void* stream);
+KVBLOCK_EXPORT const char* kvblock_lists_cuda(const kvblock_lists* a, void* stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* KVBLOCK_SELECT_H_ */

@@ -1,0 +1,93 @@
+// Lists of tiles, the middle floor: decode the buffers of one XLA call into a struct of
+// kvblock/select.h, check that every buffer has the size that the call implies, and hand it to the
+// launcher. Mirrors jax_kvblock/sparse/cuda.py.
+#include "ops/select/select_ffi.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "kvblock/select.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+ffi::Error Invalid(const std::string& what) { return ffi::Error::InvalidArgument(what); }
+
+ffi::Error Said(const char* message) {
+  return message == nullptr ? ffi::Error::Success() : Invalid(std::string("kvblock_") + message);
+}
+
+template <typename Buffer>
+bool Has(const Buffer& buffer, std::initializer_list<int64_t> shape) {
+  const auto dims = buffer.dimensions();
+  return std::equal(shape.begin(), shape.end(), dims.begin(), dims.end());
+}
+
+// Operands: scores and states [rows, columns], limits [rows]. Results: the map, and with tau the
+// rows' masses.
+ffi::Error Keep(void* stream, ffi::Buffer<ffi::F32> scores, ffi::Buffer<ffi::U8> states,
+                ffi::Buffer<ffi::S32> limits, ffi::Result<ffi::Buffer<ffi::PRED>> kept,
+                ffi::RemainingRets rets, float tau) {
+  const auto dims = scores.dimensions();
+  if (dims.size() != 2) return Invalid("kvblock_keep: scores must be [rows, columns]");
+  kvblock_keep call{};
+  call.rows = dims[0];
+  call.columns = dims[1];
+  call.tau = tau;
+  bool fits = Has(states, {dims[0], dims[1]}) && Has(limits, {dims[0]}) &&
+              Has(*kept, {dims[0], dims[1]}) && rets.size() == size_t{tau != 0.0f};
+  if (fits && tau != 0.0f) {
+    auto masses = rets.get<ffi::Buffer<ffi::F32>>(0);
+    fits = masses.has_value() && Has(**masses, {dims[0]});
+    if (fits) call.masses = (*masses)->typed_data();
+  }
+  if (!fits) return Invalid("kvblock_keep: an operand or a result has another shape or dtype");
+  call.scores = scores.typed_data();
+  call.states = states.typed_data();
+  call.limits = limits.typed_data();
+  call.kept = reinterpret_cast<uint8_t*>(kept->typed_data());
+  return Said(kvblock_keep_cuda(&call, stream));
+}
+
+// Operand: a map [rows, columns]. Results: indices [rows, width] and counts [rows].
+ffi::Error Lists(void* stream, ffi::Buffer<ffi::PRED> map,
+                 ffi::Result<ffi::Buffer<ffi::S32>> indices,
+                 ffi::Result<ffi::Buffer<ffi::S32>> counts) {
+  const auto dims = map.dimensions(), of_lists = indices->dimensions();
+  if (dims.size() != 2 || of_lists.size() != 2 || of_lists[0] != dims[0] ||
+      !Has(*counts, {dims[0]})) {
+    return Invalid("kvblock_lists: an operand or a result has another shape");
+  }
+  kvblock_lists call{};
+  call.rows = dims[0];
+  call.columns = dims[1];
+  call.width = of_lists[1];
+  call.map = reinterpret_cast<const uint8_t*>(map.typed_data());
+  call.indices = indices->typed_data();
+  call.counts = counts->typed_data();
+  return Said(kvblock_lists_cuda(&call, stream));
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockKeep, Keep,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<void*>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::U8>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::PRED>>()
+                                  .RemainingRets()
+                                  .Attr<float>("tau"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockLists, Lists,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<void*>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::S32>>(),
+                              {ffi::Traits::kCmdBufferCompatible});

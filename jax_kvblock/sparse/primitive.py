@@ -1,0 +1,101 @@
+"""The primitives of lists of tiles: how they transform, who computes them.
+
+Rows are computed each for itself, whatever axes are in front. So a batch is more rows;
+and where the compiler cuts a program over several devices, plain JAX is what it cuts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+from jax.interpreters import ad, batching, mlir, xla
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jax_kvblock.core.spmd import is_partitioned, lower_local, vary_alike
+from jax_kvblock.sparse import cuda, plain
+
+Compute = Callable[..., list[Any]]
+
+
+def keep(scores: Any, states: Any, limits: Any, tau: float = 0.0) -> list[Any]:
+    """`plain.keep`, without a gradient."""
+    operands = vary_alike([jax.lax.stop_gradient(scores), states, limits])
+    return keep_p.bind(*operands, tau=tau)
+
+
+def lists(kept: Any, width: int) -> list[Any]:
+    """`plain.lists`."""
+    return lists_p.bind(kept, width=width)
+
+
+# ---- evaluation ----------------------------------------------------------------------
+
+
+def _keep_avals(scores: Any, states: Any, limits: Any, *, tau: float) -> list[Any]:
+    kept = _like(scores, scores.shape, jnp.bool_)
+    return [kept, _like(scores, scores.shape[:-1], jnp.float32)] if tau else [kept]
+
+
+def _lists_avals(kept: Any, *, width: int) -> list[Any]:
+    leading = kept.shape[:-1]
+    return [_like(kept, shape, jnp.int32) for shape in ((*leading, width), leading)]
+
+
+def _like(x: Any, shape: Sequence[int], dtype: Any) -> Any:
+    """Rows that lie where the rows of `x` do, each on one device."""
+    spec = [*x.sharding.spec[: x.ndim - 1], None][: len(shape)]
+    sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*spec))
+    dtype = jnp.dtype(dtype)
+    return x.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+
+
+def _primitive(
+    name: str, avals: Callable[..., list[Any]], plainly: Compute, kernel: Compute
+) -> core.Primitive:
+    primitive = core.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(avals)
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
+
+    def lower(ctx: Any, *operands: Any, platform: str | None, **static: Any) -> Any:
+        serves = cuda.serves(ctx.avals_in[0].shape, platform)
+        run = kernel if serves and not is_partitioned(ctx) else plainly
+        return lower_local(ctx, functools.partial(run, **static), *operands)
+
+    for platform in (None, "cpu", "cuda"):
+        rule = functools.partial(lower, platform=platform)
+        mlir.register_lowering(primitive, rule, platform=platform)
+
+    def batch(
+        operands: Sequence[Any], dims: Sequence[Any], **static: Any
+    ) -> tuple[list[Any], list[int]]:
+        size = next(
+            x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None
+        )
+        given = [
+            jnp.broadcast_to(x[None], (size, *x.shape))
+            if d is None
+            else jnp.moveaxis(x, d, 0)
+            for x, d in zip(operands, dims, strict=True)
+        ]
+        results = primitive.bind(*given, **static)
+        return results, [0] * len(results)
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) -> Any:
+        """What is chosen does not move."""
+        results = primitive.bind(*primals, **static)
+        zeros = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
+        return results, zeros
+
+    batching.primitive_batchers[primitive] = batch
+    ad.primitive_jvps[primitive] = jvp
+    return primitive
+
+
+keep_p = _primitive("kvblock_keep", _keep_avals, plain.keep, cuda.keep)
+lists_p = _primitive("kvblock_lists", _lists_avals, plain.lists, cuda.lists)

@@ -1,0 +1,94 @@
+"""What the launchers of lists of tiles check by themselves: the C interface."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+from c_interface import load_library
+from select_launches import CKeep, CLists
+
+from jax_kvblock.core.ffi import BUILD
+
+PLACE = 4096  # nothing lies there: a check that looked at an array would crash
+ARRAYS = {
+    "keep": ("scores", "states", "limits", "kept", "masses"),
+    "lists": ("map", "indices", "counts"),
+}
+STRUCTS: dict[str, Any] = {
+    "keep": lambda: CKeep(rows=3, columns=5, tau=0.5),
+    "lists": lambda: CLists(rows=3, columns=5, width=4),
+}
+ROWS = "rows must be from 0 to 2^31 - 1, got"
+COLUMNS = "columns must be from 0 to KVBLOCK_MOST_COLUMNS, 16384, got"
+CASES: list[tuple[str, dict[str, Any], str]] = [
+    ("keep", {}, "ok"),
+    ("keep", {"tau": 1.0, "columns": 16384}, "ok"),
+    ("keep", {"tau": 0.0, "masses": None}, "ok"),
+    ("keep", {"rows": 0, **dict.fromkeys(ARRAYS["keep"])}, "ok"),
+    ("keep", {"columns": 0, **dict.fromkeys(ARRAYS["keep"])}, "ok"),
+    ("keep", {"rows": -1}, f"{ROWS} -1"),
+    ("keep", {"rows": 1 << 31}, f"{ROWS} 2147483648"),
+    ("keep", {"columns": -1}, f"{COLUMNS} -1"),
+    ("keep", {"columns": 16385}, f"{COLUMNS} 16385"),
+    ("keep", {"tau": -0.5}, "tau must be from 0 to 1"),
+    ("keep", {"tau": 1.5}, "tau must be from 0 to 1"),
+    ("keep", {"tau": float("nan")}, "tau must be from 0 to 1"),
+    ("keep", {"masses": None}, "masses is NULL, and tau is not 0"),
+    *(("keep", {name: None}, f"{name} is NULL") for name in ARRAYS["keep"][:-1]),
+    *(
+        ("keep", {name: PLACE + 2}, "must be aligned to 4 bytes")
+        for name in ("scores", "limits", "masses")
+    ),
+    ("keep", {"states": PLACE + 1, "kept": PLACE + 3}, "ok"),
+    ("lists", {}, "ok"),
+    ("lists", {"rows": 0, **dict.fromkeys(ARRAYS["lists"])}, "ok"),
+    ("lists", {"columns": 0, "map": None}, "ok"),
+    ("lists", {"rows": -1}, f"{ROWS} -1"),
+    ("lists", {"columns": 16385}, f"{COLUMNS} 16385"),
+    ("lists", {"width": 0}, "width must be from 1 to 2^31 - 1, got 0"),
+    ("lists", {"width": 1 << 31}, "width must be from 1 to 2^31 - 1, got 2147483648"),
+    *(("lists", {name: None}, f"{name} is NULL") for name in ARRAYS["lists"]),
+    *(
+        ("lists", {name: PLACE + 1}, "indices and counts must be aligned to 4 bytes")
+        for name in ("indices", "counts")
+    ),
+]
+
+
+def valid(what: str, changes: dict[str, Any]) -> Any:
+    call = STRUCTS[what]()
+    for name, value in {**dict.fromkeys(ARRAYS[what], PLACE), **changes}.items():
+        setattr(call, name, value)
+    return call
+
+
+def said(function: str, call: Any, *stream: None) -> str:
+    launcher = getattr(load_library(), f"kvblock_{function}")
+    launcher.restype = ctypes.c_char_p
+    answer = launcher(None if call is None else ctypes.byref(call), *stream)
+    return "ok" if answer is None else answer.decode()
+
+
+@pytest.mark.parametrize(("what", "changes", "words"), CASES)
+def test_every_number_is_checked(
+    what: str, changes: dict[str, Any], words: str
+) -> None:
+    answer = said(f"{what}_check", valid(what, changes))
+    right = answer.startswith(f"{what}: ") and words in answer
+    assert right or answer == "ok" == words
+
+
+@pytest.mark.parametrize("what", STRUCTS)
+def test_no_struct(what: str) -> None:
+    assert said(f"{what}_check", None) == f"{what}: the struct is NULL"
+
+
+@pytest.mark.parametrize("what", STRUCTS)
+def test_the_launcher_checks_first(what: str) -> None:
+    wrong = said(f"{what}_cuda", valid(what, {"rows": -1}), None)
+    assert wrong == f"{what}: {ROWS} -1"
+    if not BUILD["cuda"]:
+        without = said(f"{what}_cuda", valid(what, {}), None)
+        assert "no CUDA kernels; rebuild it where nvcc is on the PATH" in without

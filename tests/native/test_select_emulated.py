@@ -1,0 +1,96 @@
+"""The kernels of lists of tiles on a CPU, thread by thread: every tile, every entry."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from append_launches import Guarded
+from select_launches import (
+    ALWAYS,
+    FREE,
+    HIDDEN,
+    SHAPES,
+    TAUS,
+    Rows,
+    draw,
+    hold_keep,
+    hold_lists,
+    launch_keep,
+    launch_lists,
+)
+
+
+@pytest.mark.parametrize("tau", TAUS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_keep_the_best(shape, tau, emulated_select, rng):
+    for skew in (False, True):
+        rows = draw(rng, shape)
+        made = launch_keep(emulated_select, rows, tau, Guarded(skew))
+        hold_keep(made, rows, tau)
+
+
+@pytest.mark.parametrize("tau", TAUS)
+@pytest.mark.parametrize("first", [0, 7, 8, 31, 248, 255, 256])
+def test_one_tile_wherever_it_is(first, tau, emulated_select):
+    """Between threads and warps, beside one that is a little less."""
+    scores = np.full((1, 300), -1.0, np.float32)
+    scores[0, first], scores[0, first + 1] = 1.0, np.nextafter(np.float32(1), 0)
+    rows = Rows(scores, np.full((1, 300), FREE, np.uint8), np.int32([1]))
+    kept, masses = launch_keep(emulated_select, rows, tau, Guarded())
+    assert np.flatnonzero(kept).tolist() == [first]
+    if tau:
+        assert masses[0] == 0.5
+
+
+def test_what_is_no_number(emulated_select):
+    """NaN comes last, and an infinity first: it is all the mass there is."""
+    scores = np.float32([[np.nan, 0.0, -np.inf, np.inf, -0.0, -np.nan, 1e-45, -3.0]])
+    order = [3, 6, 1, 4, 7, 2, 0, 5]
+    states = np.full(scores.shape, FREE, np.uint8)
+    for count in range(scores.size + 1):
+        rows = Rows(scores, states, np.int32([count]))
+        kept, _ = launch_keep(emulated_select, rows, 0.0, Guarded())
+        assert np.flatnonzero(kept).tolist() == sorted(order[:count])
+        kept, masses = launch_keep(emulated_select, rows, 0.75, Guarded())
+        assert np.flatnonzero(kept).tolist() == order[: min(count, 1)]
+        assert masses[0] == min(count, 1)
+
+
+def test_rows_that_hold_nothing(emulated_select):
+    """Whose tiles are hidden, or without mass, or all of which have to be there."""
+    scores = np.float32([[1, 2, 3], [-1, -2, -3], [1, 2, 1], [1, 2, 1], [5, 1, 1]])
+    states = np.uint8([[HIDDEN] * 3, [FREE] * 3, [ALWAYS] * 3, [FREE] * 3, [FREE] * 3])
+    states[4, 0] = ALWAYS
+    rows = Rows(scores, states, np.int32([3, 2, 0, 0, 3]))
+    made = launch_keep(emulated_select, rows, 0.5, Guarded())
+    assert made[0].tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1], [0, 0, 0], [1, 0, 0]]
+    np.testing.assert_array_equal(made[1], np.float32([1, 1, 1, 0, 5 / 7]))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 1.0])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_lists_of_maps(shape, share, emulated_select, rng):
+    kept = rng.random(shape) < share
+    for width in {1, max(1, int(share * shape[1])), shape[1] + 3}:
+        made = launch_lists(emulated_select, kept, width, Guarded())
+        hold_lists(made, kept, width)
+
+
+def test_one_launch_each(emulated_select, rng):
+    rows = draw(rng, (5, 300))
+    emulated_select.emulator_launches()
+    launch_keep(emulated_select, rows, 0.5, Guarded())
+    launch_lists(emulated_select, rows.states, 3, Guarded())
+    assert emulated_select.emulator_launches() == 2
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)], ids=str)
+def test_nothing_at_all(shape, emulated_select):
+    emulated_select.emulator_launches()
+    limits = np.zeros(shape[0], np.int32)
+    rows = Rows(np.zeros(shape, np.float32), np.zeros(shape, np.uint8), limits)
+    launch_keep(emulated_select, rows, 0.0, Guarded())
+    assert emulated_select.emulator_launches() == 0
+    made = launch_lists(emulated_select, np.zeros(shape, bool), 2, Guarded())
+    assert (made[0] == -1).all() and (made[1] == 0).all()
+    assert emulated_select.emulator_launches() == int(shape[0] != 0)

@@ -1,0 +1,20 @@
+// The FFI handlers of lists of tiles as XLA's CPU calls them: what they launch runs on the
+// emulator.
+#include <mutex>
+
+#include "no_stream.h"
+//
+#include "ops/select/select_ffi.cc"
+
+// One after the other, whatever threads XLA calls them from.
+static std::mutex emulated_selects;
+
+extern "C" XLA_FFI_Error* EmulatedKeep(XLA_FFI_CallFrame* frame) {
+  const std::lock_guard lock(emulated_selects);
+  return KvblockKeep(frame);
+}
+
+extern "C" XLA_FFI_Error* EmulatedLists(XLA_FFI_CallFrame* frame) {
+  const std::lock_guard lock(emulated_selects);
+  return KvblockLists(frame);
+}
