@@ -50,6 +50,7 @@ nb::dict Handlers() {
     cuda["kvblock_cast"] = Handler(KvblockCast);
     cuda["kvblock_norm_cast"] = Handler(KvblockNormCast);
     cuda["kvblock_quantize"] = Handler(KvblockQuantize);
+    cuda["kvblock_pool"] = Handler(KvblockPool);
     cuda["kvblock_keep"] = Handler(KvblockKeep);
     cuda["kvblock_lists"] = Handler(KvblockLists);
   }

@@ -1,4 +1,4 @@
-// What the launchers of lists of tiles check before they launch.
+// What the launchers that choose tiles check before they launch.
 #include <cstdint>
 #include <string>
 
@@ -7,6 +7,41 @@
 
 namespace kvblock {
 namespace {
+
+std::string Check(const kvblock_pool& a) {
+  if (a.dtype < KVBLOCK_POOL_BF16 || a.dtype > KVBLOCK_POOL_F32) {
+    return Got("dtype must be KVBLOCK_POOL_BF16, F16 or F32", a.dtype);
+  }
+  if (a.side < 1) return Got("side must be at least 1", a.side);
+  const struct {
+    const char* name;
+    int64_t size;
+  } axes[] = {
+      {"members", a.members}, {"length", a.length}, {"width", a.width}, {"pieces", a.pieces}};
+  for (const auto& axis : axes) {
+    if (axis.size < 0 || axis.size > INT32_MAX) {
+      return Got(std::string(axis.name) + " must be from 0 to 2^31 - 1", axis.size);
+    }
+  }
+  const int64_t of_piece = a.dtype == KVBLOCK_POOL_F32 ? 4 : 8;
+  if (a.width % of_piece != 0 || a.width > 1 << 24) {
+    return Got("width must be a multiple of " + std::to_string(of_piece) + " up to 2^24", a.width);
+  }
+  if (a.members * a.pieces > INT32_MAX || a.pieces * a.side > INT32_MAX) {
+    return "there must be fewer than 2^31 pieces, and rows of a member's pieces";
+  }
+  if (a.members * a.pieces * a.width == 0) return "";
+  if (a.x == nullptr && a.length != 0) return "x is NULL";
+  if (a.means == nullptr) return "means is NULL";
+  if ((a.largest == nullptr) != (a.smallest == nullptr)) {
+    return "one of largest and smallest is NULL, and the other is not";
+  }
+  if (Misaligned({a.x, a.means, a.largest, a.smallest}, 16)) {
+    return "x, means, largest and smallest must be aligned to 16 bytes";
+  }
+  if (Misaligned({a.ends}, 4)) return "ends must be aligned to 4 bytes";
+  return "";
+}
 
 std::string CheckMap(int64_t rows, int64_t columns) {
   if (rows < 0 || rows > INT32_MAX) return Got("rows must be from 0 to 2^31 - 1", rows);
@@ -52,6 +87,10 @@ const char* Said(const std::string& where, const Call* a) {
 
 }  // namespace
 }  // namespace kvblock
+
+extern "C" const char* kvblock_pool_check(const kvblock_pool* a) {
+  return kvblock::Said("pool", a);
+}
 
 extern "C" const char* kvblock_keep_check(const kvblock_keep* a) {
   return kvblock::Said("keep", a);

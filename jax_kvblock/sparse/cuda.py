@@ -1,6 +1,6 @@
-"""The CUDA kernels of lists of tiles: what they serve, how their launchers are called.
+"""The CUDA kernels that choose tiles: what they serve, how their launchers are called.
 
-Both describe a call to an FFI handler in `cpp/ops/select/select_ffi.cc`.
+Each function describes a call to an FFI handler in `cpp/ops/select/select_ffi.cc`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,38 @@ import numpy as np
 
 from jax_kvblock.core import ffi
 
-KEEP, LISTS = "kvblock_keep", "kvblock_lists"
+POOL, KEEP, LISTS = "kvblock_pool", "kvblock_keep", "kvblock_lists"
+POOLED = ("bfloat16", "float16", "float32")  # dtypes of what is pooled
 MOST_COLUMNS = 16384  # KVBLOCK_MOST_COLUMNS: two million keys in tiles of 128
 
 
-def serves(shape: tuple[int, ...], platform: str | None) -> bool:
-    """Whether the kernels serve a map `[..., C]`, lowered for a platform."""
-    if platform != "cuda" or 0 in shape or shape[-1] > MOST_COLUMNS:
+def serves(name: str, x: Any, platform: str | None) -> bool:
+    """Whether the kernel of a primitive serves a call, lowered for a platform.
+
+    x: its first operand: rows `[..., length, H, D]` to pool, or of a map `[..., C]`.
+    """
+    if platform != "cuda" or 0 in x.shape:
         return False
-    if not ffi.BUILD["cuda"] and ffi.gpu_present():
+    if name == POOL:
+        bytes_wide = x.shape[-2] * x.shape[-1] * x.dtype.itemsize
+        fits = str(x.dtype) in POOLED and bytes_wide % 16 == 0
+    else:
+        fits = x.shape[-1] <= MOST_COLUMNS
+    if not fits or (not ffi.BUILD["cuda"] and ffi.gpu_present()):
         return False
     capabilities = ffi.gpu_capabilities()
     return not capabilities or min(capabilities) >= (8, 0)
+
+
+def pool(x: Any, ends: Any, *, side: int, pieces: int, extremes: bool) -> list[Any]:
+    """`plain.pool` by the kernel."""
+    *leading, length, heads, dim = x.shape
+    flat = x.reshape(-1, length, heads * dim)
+    shape = (len(flat), pieces, heads * dim)
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32)] * (3 if extremes else 1)
+    launch = jax.ffi.ffi_call(POOL, results)
+    made = launch(flat, ends.reshape(len(flat)), side=np.int32(side))
+    return [y.reshape(*leading, pieces, heads, dim) for y in made]
 
 
 def keep(scores: Any, states: Any, limits: Any, *, tau: float) -> list[Any]:

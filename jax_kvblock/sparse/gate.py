@@ -30,9 +30,8 @@ from jax_kvblock.core.checks import check_positive
 from jax_kvblock.sparse.grid import Grid, running_count
 from jax_kvblock.sparse.pieces import (
     check_side,
-    cut_in_pieces,
     in_pieces,
-    piece_means,
+    pool_pieces,
     tile_shares,
 )
 from jax_kvblock.sparse.scored import ScoredSelector
@@ -122,14 +121,9 @@ def pooled(x: jax.Array, end: Any, block: int, tiles: int) -> jax.Array:
     the three has a mean square of 1, whatever the tile holds: of a tile of many
     different vectors the mean is short, and the extremes of any are long.
     """
-    mean = piece_means(x, end, block, tiles)
-    x, real = cut_in_pieces(x, end, block, tiles)
-    most = jnp.asarray(jnp.finfo(x.dtype).max, x.dtype)
-    some = real.any(2)
-    high = jnp.where(some, jnp.where(real, x, -most).max(2), 0).astype(jnp.float32)
-    low = jnp.where(some, jnp.where(real, x, most).min(2), 0).astype(jnp.float32)
-    one = jnp.ones_like(mean[..., :1])
-    return jnp.concatenate([*map(_normalized, (mean, high, low)), one], -1)
+    parts = pool_pieces(x, end, block, tiles, extremes=True)
+    one = jnp.ones_like(parts[0][..., :1])
+    return jnp.concatenate([*map(_normalized, parts), one], -1)
 
 
 def _normalized(x: jax.Array) -> jax.Array:

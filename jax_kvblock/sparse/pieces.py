@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvblock.core.checks import as_int, shown
+from jax_kvblock.sparse import primitive
 from jax_kvblock.sparse.grid import Grid
 
 # What the scores of one step take at most, if it is more than one row of tiles: they
@@ -97,26 +98,22 @@ def tile_shares(
     return mass.transpose(1, 2, 0, 3)
 
 
-def cut_in_pieces(
-    x: jax.Array, end: Any, side: int, count: int
-) -> tuple[jax.Array, jax.Array]:
-    """`[B, count, side, H, D]` of `[B, length, H, D]`, and which rows are real.
+def pool_pieces(
+    x: jax.Array, end: Any, side: int, count: int, *, extremes: bool = False
+) -> list[jax.Array]:
+    """Means of pieces, and their largest and smallest numbers where wanted.
 
-    Those before `end` `[B|1, 1, 1]` are: bool `[B|1, count, side, 1, 1]`.
+    Args:
+      x: `[B, length, H, D]`, floats.
+      end: int32 `[B|1, 1, 1]`: rows from there on do not count.
+      side: rows of a piece.
+      count: how many pieces; one without rows is 0.
+
+    Returns:
+      Float32 `[B, count, H, D]` each.
     """
-    length = side * count
-    x = jnp.pad(x, ((0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)))
-    real = jnp.arange(length, dtype=jnp.int32) < jnp.asarray(end)[:, 0]
-    real = real.reshape(-1, count, side, 1, 1)
-    return x.reshape(x.shape[0], count, side, *x.shape[2:]), real
-
-
-def piece_means(x: jax.Array, end: Any, side: int, count: int) -> jax.Array:
-    """Means over the real rows of each piece: float32 `[B, count, H, D]`; 0 of none."""
-    x, real = cut_in_pieces(x, end, side, count)
-    rows = jnp.maximum(real.sum(2, dtype=jnp.int32), 1).astype(jnp.float32)
-    # Sums in float32 of what is read once, in its own dtype.
-    return jnp.where(real, x, 0).sum(2, dtype=jnp.float32) / rows
+    ends = jnp.broadcast_to(jnp.asarray(end, jnp.int32)[:, 0, 0], x.shape[:1])
+    return primitive.pool(x, ends, side, count, extremes)
 
 
 def in_pieces(grid: Grid, side: int) -> Grid:

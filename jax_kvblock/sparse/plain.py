@@ -1,4 +1,4 @@
-"""Tiles of a row that are kept, and lists of them, in plain JAX.
+"""What stands for a piece, which tiles a row keeps, and lists of them, in plain JAX.
 
 Nothing is sorted on a device. A row keeps what is at least its threshold, and the
 threshold is found digit by digit: of four parts the highest one from which on there is
@@ -19,6 +19,36 @@ from jax_kvblock.sparse.grid import running_count
 DIGIT = 2  # bits of a threshold that a pass finds; a divisor of 32
 # In the order of kvblock_tile_state.
 HIDDEN, FREE, ALWAYS = range(3)
+
+
+def pool(x: Any, ends: Any, *, side: int, pieces: int, extremes: bool) -> list[Any]:
+    """Means of pieces, and where `extremes` says so their largest and smallest numbers.
+
+    Args:
+      x: floats `[..., length, H, D]`.
+      ends: int32 `[...]`, how many rows count.
+      side: rows of a piece.
+      pieces: how many there are; those behind the rows, and their own, are 0.
+
+    Returns:
+      Float32 `[..., pieces, H, D]` each.
+    """
+    rows = side * pieces
+    *leading, length, heads, dim = x.shape
+    x = jnp.pad(x, [(0, 0)] * len(leading) + [(0, rows - length), (0, 0), (0, 0)])
+    x = x.reshape(*leading, pieces, side, heads, dim)
+    real = jnp.arange(rows, dtype=jnp.int32) < jnp.clip(ends, 0, length)[..., None]
+    real = real.reshape(*leading, pieces, side, 1, 1)
+    number = jnp.maximum(real.sum(-3, dtype=jnp.int32), 1).astype(jnp.float32)
+    # Sums in float32 of what is read once, in its own dtype.
+    mean = jnp.where(real, x, 0).sum(-3, dtype=jnp.float32) / number
+    if not extremes:
+        return [mean]
+    most = jnp.asarray(jnp.finfo(x.dtype).max, x.dtype)
+    some = real.any(-3)
+    high = jnp.where(some, jnp.where(real, x, -most).max(-3), 0)
+    low = jnp.where(some, jnp.where(real, x, most).min(-3), 0)
+    return [mean, high.astype(jnp.float32), low.astype(jnp.float32)]
 
 
 def sorted_bits(x: Any) -> jax.Array:

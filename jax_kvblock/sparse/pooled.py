@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvblock.sparse.grid import Grid
-from jax_kvblock.sparse.pieces import check_side, piece_means, tile_shares
+from jax_kvblock.sparse.pieces import check_side, pool_pieces, tile_shares
 from jax_kvblock.sparse.scored import ScoredSelector
 
 
@@ -62,8 +62,9 @@ def pooled_mass(
     per_q, per_kv = grid.block_q // side, grid.block_kv // side
     q_end, kv_end = grid.ends()
     dtype = jnp.float32 if q.dtype == jnp.float64 else q.dtype
-    queries = piece_means(q, q_end, side, grid.rows * per_q).astype(dtype)
-    keys = piece_means(k, kv_end, side, grid.cols * per_kv).astype(dtype)
+    (queries,) = pool_pieces(q, q_end, side, grid.rows * per_q)
+    (keys,) = pool_pieces(k, kv_end, side, grid.cols * per_kv)
+    queries, keys = queries.astype(dtype), keys.astype(dtype)
     # Rows of tiles come first: they are what is walked.
     shape = (batch, grid.rows, per_q, kv_heads, heads // kv_heads, dim)
     queries = queries.reshape(shape).transpose(1, 0, 3, 4, 2, 5)

@@ -1,4 +1,4 @@
-"""The primitives of lists of tiles: how they transform, who computes them.
+"""The primitives that choose tiles: how they transform, who computes them.
 
 Rows are computed each for itself, whatever axes are in front. So a batch is more rows;
 and where the compiler cuts a program over several devices, plain JAX is what it cuts.
@@ -22,6 +22,12 @@ from jax_kvblock.sparse import cuda, plain
 Compute = Callable[..., list[Any]]
 
 
+def pool(x: Any, ends: Any, side: int, pieces: int, extremes: bool) -> list[Any]:
+    """`plain.pool`."""
+    operands = vary_alike([x, ends])
+    return pool_p.bind(*operands, side=side, pieces=pieces, extremes=extremes)
+
+
 def keep(scores: Any, states: Any, limits: Any, tau: float = 0.0) -> list[Any]:
     """`plain.keep`, without a gradient."""
     operands = vary_alike([jax.lax.stop_gradient(scores), states, limits])
@@ -34,6 +40,22 @@ def lists(kept: Any, width: int) -> list[Any]:
 
 
 # ---- evaluation ----------------------------------------------------------------------
+
+
+def _pool_avals(
+    x: Any, ends: Any, *, side: int, pieces: int, extremes: bool
+) -> list[Any]:
+    *leading, _, heads, dim = x.shape
+    spec = list(x.sharding.spec)
+    spec[-3] = None
+    sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*spec))
+    made = x.update(
+        shape=(*leading, pieces, heads, dim),
+        dtype=jnp.dtype(jnp.float32),
+        weak_type=False,
+        sharding=sharding,
+    )
+    return [made] * (3 if extremes else 1)
 
 
 def _keep_avals(scores: Any, states: Any, limits: Any, *, tau: float) -> list[Any]:
@@ -63,7 +85,7 @@ def _primitive(
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
     def lower(ctx: Any, *operands: Any, platform: str | None, **static: Any) -> Any:
-        serves = cuda.serves(ctx.avals_in[0].shape, platform)
+        serves = cuda.serves(name, ctx.avals_in[0], platform)
         run = kernel if serves and not is_partitioned(ctx) else plainly
         return lower_local(ctx, functools.partial(run, **static), *operands)
 
@@ -87,7 +109,10 @@ def _primitive(
         return results, [0] * len(results)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) -> Any:
-        """What is chosen does not move."""
+        if type(tangents[0]) is not ad.Zero:  # then plain JAX computes all of it
+            run = functools.partial(plainly, **static)
+            along = [tangents[0], *map(ad.instantiate_zeros, tangents[1:])]
+            return jax.jvp(run, list(primals), along)
         results = primitive.bind(*primals, **static)
         zeros = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
         return results, zeros
@@ -97,5 +122,6 @@ def _primitive(
     return primitive
 
 
-keep_p = _primitive("kvblock_keep", _keep_avals, plain.keep, cuda.keep)
-lists_p = _primitive("kvblock_lists", _lists_avals, plain.lists, cuda.lists)
+pool_p = _primitive(cuda.POOL, _pool_avals, plain.pool, cuda.pool)
+keep_p = _primitive(cuda.KEEP, _keep_avals, plain.keep, cuda.keep)
+lists_p = _primitive(cuda.LISTS, _lists_avals, plain.lists, cuda.lists)

@@ -17,7 +17,7 @@ from cast_launches import CCast
 from norm_cast_launches import CNormCast
 from paged_problems import Paged, Scales, Strides
 from quantize_launches import CArray, CQuantize
-from select_launches import CKeep, CLists
+from select_launches import CKeep, CLists, CPool
 
 import jax_kvblock
 from jax_kvblock.cache.copy_lines import FIELDS, STRIP
@@ -147,6 +147,7 @@ def test_header_is_cpp(standard: str, tmp_path: Path) -> None:
         "&kvblock_norm_cast_cuda;\n"
         "const char* (*quantize)(const kvblock_quantize*, void*) = "
         "&kvblock_quantize_cuda;\n"
+        "const char* (*pool)(const kvblock_pool*, void*) = &kvblock_pool_cuda;\n"
         "const char* (*keep)(const kvblock_keep*, void*) = &kvblock_keep_cuda;\n"
         "const char* (*lists)(const kvblock_lists*, void*) = &kvblock_lists_cuda;\n"
         "const char* (*run)(const kvblock_forward*, void*) = "
@@ -172,6 +173,7 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
         "kvblock_paged_attention": Paged,
         "kvblock_quantize": CQuantize,
         "kvblock_quantize_array": CArray,
+        "kvblock_pool": CPool,
         "kvblock_keep": CKeep,
         "kvblock_lists": CLists,
     }

@@ -1,4 +1,4 @@
-"""The kernels of lists of tiles on a CPU, thread by thread: every tile, every entry."""
+"""The kernels that choose tiles on a CPU, thread by thread: every number."""
 
 from __future__ import annotations
 
@@ -7,17 +7,48 @@ import pytest
 from append_launches import Guarded
 from select_launches import (
     ALWAYS,
+    DTYPES,
     FREE,
     HIDDEN,
+    POOLS,
     SHAPES,
     TAUS,
     Rows,
     draw,
     hold_keep,
     hold_lists,
+    hold_pool,
     launch_keep,
     launch_lists,
+    launch_pool,
 )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape, side, pieces", POOLS, ids=str)
+def test_pieces(shape, side, pieces, dtype, emulated_select, rng):
+    x = (rng.standard_normal(shape) * 3).astype(DTYPES[dtype])
+    ends = rng.integers(-3, shape[1] + 3, shape[0])
+    for of_rows in (None, ends, np.zeros_like(ends)):
+        for extremes in (True, False):
+            made = launch_pool(
+                emulated_select, x, of_rows, side, pieces, Guarded(), extremes
+            )
+            assert len(made) == (3 if extremes else 1)
+            hold_pool(made, x, of_rows, side)
+
+
+def test_pieces_of_what_is_not_finite(emulated_select):
+    """It is its column's, of its piece alone; what does not count is not looked at."""
+    x = np.ones((1, 16, 8), np.float32)
+    x[0, 3, :3] = np.nan, np.inf, -np.inf
+    x[0, 14:, 5] = np.nan
+    made = launch_pool(emulated_select, x, np.int32([14]), 8, 2, Guarded())
+    one, nan, inf = 1.0, np.nan, np.inf
+    odds = [nan, inf, -inf], [nan, inf, 1], [nan, 1, -inf]
+    for found, odd in zip(made, odds, strict=True):
+        np.testing.assert_array_equal(found[0, 0], [*odd, *[one] * 5])
+        np.testing.assert_array_equal(found[0, 1], [one] * 8)
 
 
 @pytest.mark.parametrize("tau", TAUS)
@@ -30,12 +61,12 @@ def test_rows_keep_the_best(shape, tau, emulated_select, rng):
 
 
 @pytest.mark.parametrize("tau", TAUS)
-@pytest.mark.parametrize("first", [0, 7, 8, 31, 248, 255, 256])
+@pytest.mark.parametrize("first", [0, 15, 16, 511, 512])
 def test_one_tile_wherever_it_is(first, tau, emulated_select):
     """Between threads and warps, beside one that is a little less."""
-    scores = np.full((1, 300), -1.0, np.float32)
+    scores = np.full((1, 600), -1.0, np.float32)
     scores[0, first], scores[0, first + 1] = 1.0, np.nextafter(np.float32(1), 0)
-    rows = Rows(scores, np.full((1, 300), FREE, np.uint8), np.int32([1]))
+    rows = Rows(scores, np.full((1, 600), FREE, np.uint8), np.int32([1]))
     kept, masses = launch_keep(emulated_select, rows, tau, Guarded())
     assert np.flatnonzero(kept).tolist() == [first]
     if tau:
@@ -81,7 +112,8 @@ def test_one_launch_each(emulated_select, rng):
     emulated_select.emulator_launches()
     launch_keep(emulated_select, rows, 0.5, Guarded())
     launch_lists(emulated_select, rows.states, 3, Guarded())
-    assert emulated_select.emulator_launches() == 2
+    launch_pool(emulated_select, np.ones((2, 9, 16), np.float32), None, 4, 3, Guarded())
+    assert emulated_select.emulator_launches() == 3
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)], ids=str)

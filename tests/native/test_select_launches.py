@@ -1,4 +1,4 @@
-"""The kernels of lists of tiles on this GPU, by the C interface, every tile and entry.
+"""The kernels that choose tiles on this GPU, by the C interface, every number.
 
 compute-sanitizer looks at every address, and at who orders what threads do to shared
 memory.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import launches
 import pytest
-from select_launches import SHAPES, TAUS
+from select_launches import DTYPES, POOLS, SHAPES, TAUS
 
-COUNT = 2 * len(SHAPES) * len(TAUS)
+COUNT = 2 * len(POOLS) * len(DTYPES) + 2 * len(SHAPES) * len(TAUS)
 SCRIPT, LINE = "select_launches", f"{COUNT} launches"
 
 pytestmark = pytest.mark.gpu
@@ -31,4 +31,4 @@ def test_the_sanitizer_finds_nothing(tool: str) -> None:
 @launches.watched
 def test_memcheck_sees_a_short_array() -> None:
     done = launches.run(SCRIPT, "short", tool="memcheck")
-    launches.assert_sees_a_short_array(done, "Keep")
+    launches.assert_sees_a_short_array(done, "Pool")

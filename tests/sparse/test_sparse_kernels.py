@@ -1,4 +1,4 @@
-"""The primitives of lists of tiles: what lowers to kernels; these choose as JAX does.
+"""The primitives that choose tiles: what lowers to kernels; these do as JAX does.
 
 On a CPU the kernels run on the emulator, on a GPU as they are.
 """
@@ -19,10 +19,12 @@ from sparse_cases import TILES
 from sparse_cases import draw as draw_qk
 
 from jax_kvblock.sparse import (
+    LearnedGate,
     PooledThreshold,
     Random,
     Streaming,
     cuda,
+    init_gate,
     plain,
     primitive,
     select_tiles,
@@ -42,12 +44,40 @@ def assert_alike(got, wanted):
         assert a.dtype == b.dtype
 
 
+def hold_pieces(dtype, extremes, rng):
+    """Those of kernels beside plain JAX."""
+    x = jnp.asarray(rng.standard_normal((2, 3, 70, 2, 16)), dtype)
+    ends = jnp.int32([[70, 33, 0], [1, -5, 99]])
+    how = {"side": 16, "pieces": 6, "extremes": extremes}
+    made = jit(partial(primitive.pool, **how))(x, ends)
+    wanted = jit(partial(plain.pool, **how))(x, ends)
+    assert len(made) == (3 if extremes else 1)
+    np.testing.assert_allclose(made[0], wanted[0], rtol=1e-5, atol=1e-6)
+    assert_alike(made[1:], wanted[1:])
+
+
+@pytest.mark.parametrize("extremes", [True, False])
+@pytest.mark.parametrize("dtype", cuda.POOLED)
+def test_kernels_pool_as_plain_jax_does(dtype, extremes, select_as_cuda, rng):
+    hold_pieces(dtype, extremes, rng)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("extremes", [True, False])
+@pytest.mark.parametrize("dtype", cuda.POOLED)
+def test_kernels_pool_so_on_this_gpu(dtype, extremes, rng):
+    hold_pieces(dtype, extremes, rng)
+
+
 def hold(columns, tau, rng):
-    """What the kernels give, whatever plain JAX does; sums are exact."""
+    """What the kernels give beside plain JAX. Sums are exact; XLA's quotients on GPUs
+    are not."""
     rows = rows_of(rng, columns)
     kept, *held = jit(primitive.keep, static_argnums=3)(*rows, tau)
     wanted = jit(partial(plain.keep, tau=tau))(*rows)
-    assert_alike([kept, *held], wanted)
+    assert_alike([kept], wanted[:1])
+    for a, b in zip(held, wanted[1:], strict=True):
+        np.testing.assert_allclose(a, b, rtol=3e-7, atol=0)
     for width in (1, columns):
         lists = jit(primitive.lists, static_argnums=1)(kept, width)
         assert_alike(lists, jit(partial(plain.lists, width=width))(kept))
@@ -109,16 +139,38 @@ def test_what_is_chosen_has_no_derivative(select_as_cuda, rng):
     assert not np.asarray(zeros).any()
 
 
+def test_pieces_have_derivatives(select_as_cuda, emulated_select, rng):
+    """Plain JAX's, which computes all of it then."""
+    x = jnp.asarray(rng.standard_normal((1, 20, 2, 4)), jnp.float32)
+
+    def loss(pool, x):
+        made = pool(x, jnp.int32([17]), side=8, pieces=3, extremes=True)
+        return sum(jnp.vdot(y, jnp.cos(y)) for y in made)
+
+    emulated_select.emulator_launches()
+    got = jit(jax.grad(partial(loss, primitive.pool)))(x)
+    want = jit(jax.grad(partial(loss, plain.pool)))(x)
+    np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    assert np.asarray(got)[:, :17].all() and not np.asarray(got)[:, 17:].any()
+    assert emulated_select.emulator_launches() == 0
+
+
 def selectors():
     return {
         "threshold": PooledThreshold(tau=0.9, sparsity_ratio=0.5, **TILES),
         "ratio": PooledThreshold(tau=None, sparsity_ratio=0.5, **TILES),
+        "gate": LearnedGate(init_gate(4, 2, 16), sparsity_ratio=0.5, **TILES),
         "union": Streaming(**TILES) | PooledThreshold(tau=0.5, **TILES),
         "random": Random(sparsity_ratio=0.5, seed=3, **TILES),
     }
 
 
-@pytest.mark.parametrize("name", ["threshold", "ratio", "union", "random"])
+# Queries and keys are pooled, rows kept, lists made. Each part of the union keeps its
+# own; what both keep is listed once.
+LAUNCHES = {"threshold": 4, "ratio": 4, "gate": 4, "union": 5, "random": 2}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
 def test_selectors_take_them(name, select_as_cuda, emulated_select, rng):
     q, k, _ = draw_qk(rng)
     lens = jnp.int32([128, 77])
@@ -126,8 +178,7 @@ def test_selectors_take_them(name, select_as_cuda, emulated_select, rng):
     selector = selectors()[name]
     emulated_select.emulator_launches()
     got = jax.block_until_ready(jit(partial(selector.select, **mask))(q, k))
-    # Each part of the union keeps its own; what both keep is listed once.
-    assert emulated_select.emulator_launches() == (3 if name == "union" else 2)
+    assert emulated_select.emulator_launches() == LAUNCHES[name]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cuda, "serves", lambda *_: False)
         jax.clear_caches()
@@ -152,6 +203,16 @@ def test_a_gpus_program_has_the_kernels():
     text = lowered(chosen, jnp.zeros((1, 2, 5, 40)))
     assert text.count("kvblock_keep") == text.count("kvblock_lists") == 1
     assert "while" not in text and "sort" not in text
+
+
+def test_a_gpus_program_pools_once():
+    shapes = [jax.ShapeDtypeStruct((1, 640, n, 64), jnp.bfloat16) for n in (4, 2)]
+    gate = LearnedGate(init_gate(4, 2, 64), sparsity_ratio=0.5)
+    assert lowered(gate.select, *shapes).count("kvblock_pool") == 2
+    pooled = PooledThreshold(tau=None, sparsity_ratio=0.5)
+    assert lowered(pooled.select, *shapes).count("kvblock_pool") == 2
+    odd = [jax.ShapeDtypeStruct((1, 640, n, 60), jnp.bfloat16) for n in (1, 1)]
+    assert "kvblock_pool" not in lowered(pooled.select, *odd)
 
 
 def test_rows_too_long_for_them():
@@ -186,27 +247,39 @@ def test_each_device_has_its_rows(emulated_select, rng):
     """Inside shard_map by the kernels; where XLA cuts the program in plain JAX, of
     which nothing is gathered."""
     rows = rows_of(rng, 40, (2, 4, 5))
+    x = rng.integers(-8, 8, (2, 40, 4, 16)).astype(np.float32)
     wanted = plain.keep(*rows, tau=0.5)
     wanted += plain.lists(wanted[0], width=7)
+    wanted += plain.pool(x, np.int32([40, 9]), side=8, pieces=5, extremes=False)
 
-    def choose(*rows):
+    def choose(*operands):
+        *rows, x, ends = operands
         kept, held = primitive.keep(*rows, 0.5)
-        return [kept, held, *primitive.lists(kept, 7)]
+        means = primitive.pool(x, ends, 8, 5, False)
+        return [kept, held, *primitive.lists(kept, 7), *means]
+
+    rows = (*rows, x, np.int32([40, 9]))
+    of_rows = P("b", "h")
+    specs = (*[of_rows] * 3, P("b", None, "h"), P("b"))
+    out_specs = [*[of_rows] * 4, P("b", None, "h")]
 
     emulated_select.emulator_launches()
     mapped = jax.shard_map(
-        choose, mesh=mesh_of(AxisType.Auto), in_specs=P("b", "h"), out_specs=P("b", "h")
+        choose, mesh=mesh_of(AxisType.Auto), in_specs=specs, out_specs=out_specs
     )
     assert_alike(jit(mapped)(*rows), wanted)
-    assert emulated_select.emulator_launches() == 8
+    assert emulated_select.emulator_launches() == 12
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = mesh_of(kind)
         with jax.set_mesh(mesh):
-            put = [jax.device_put(x, NamedSharding(mesh, P("b", "h"))) for x in rows]
+            put = [
+                jax.device_put(x, NamedSharding(mesh, spec))
+                for x, spec in zip(rows, specs, strict=True)
+            ]
             program = jit(choose).lower(*put).compile()
             made = program(*put)
         assert_alike(made, wanted)
         assert "all-gather" not in program.as_text()
         for x in made:
-            assert x.sharding.shard_shape(x.shape)[:2] == (1, 2)
+            assert 4 * np.prod(x.sharding.shard_shape(x.shape)) == x.size
     assert emulated_select.emulator_launches() == 0

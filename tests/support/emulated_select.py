@@ -1,4 +1,4 @@
-"""The kernels of lists of tiles on the emulator, called by C or by XLA."""
+"""The kernels that choose tiles on the emulator, called by C or by XLA."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def build(library: Path) -> None:
 def emulated_select(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     made = built_once(tmp_path_factory, "libkvblock_select_emulated.so", build)
     loaded = ctypes.CDLL(str(made))
-    handlers = {"keep": loaded.EmulatedKeep, "lists": loaded.EmulatedLists}
-    for name, function in handlers.items():
-        handler = jax.ffi.pycapsule(function)
+    for name in ("pool", "keep", "lists"):
+        handler = jax.ffi.pycapsule(getattr(loaded, f"Emulated{name.title()}"))
         jax.ffi.register_ffi_target(f"kvblock_{name}", handler, platform="cpu")
     return loaded
 
@@ -41,7 +40,7 @@ def select_as_cuda(
     from jax_kvblock.sparse import cuda
 
     serves = cuda.serves
-    monkeypatch.setattr(cuda, "serves", lambda shape, _: serves(shape, "cuda"))
+    monkeypatch.setattr(cuda, "serves", lambda name, x, _: serves(name, x, "cuda"))
     jax.clear_caches()
     with jax.default_device(jax.devices("cpu")[0]):
         yield

@@ -1,4 +1,4 @@
-"""Maps and lists of tiles by the C interface, and what has to come out of them."""
+"""Pieces, maps and lists of tiles by the C interface, and what has to come out."""
 
 from __future__ import annotations
 
@@ -6,13 +6,35 @@ import ctypes
 import sys
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from append_launches import OnGpu
 from attention_launches import connect, fields
 
 HIDDEN, FREE, ALWAYS = range(3)  # kvblock_tile_state
-SHAPES = ((1, 1), (5, 31), (3, 256), (4, 257), (2, 1000), (2, 8192), (1, 8200))
+SHAPES = ((1, 1), (5, 31), (3, 512), (4, 513), (2, 1000), (2, 8192), (1, 16384))
 TAUS = (0.0, 0.5, 0.9375, 1.0)
+
+
+DTYPES = {"bfloat16": ml_dtypes.bfloat16, "float16": np.float16, "float32": np.float32}
+# Members, rows, columns; rows of a piece, pieces.
+POOLS = (
+    ((1, 1, 8), 1, 1),
+    ((2, 40, 16), 16, 3),
+    ((3, 33, 1032), 8, 6),
+    ((2, 64, 2056), 32, 2),
+    ((1, 300, 24), 128, 4),
+)
+
+
+class CPool(ctypes.Structure):
+    """kvblock_pool."""
+
+    _fields_ = [
+        *fields(ctypes.c_int32, "dtype side"),
+        *fields(ctypes.c_int64, "members length width pieces"),
+        *fields(ctypes.c_void_p, "x ends means largest smallest"),
+    ]
 
 
 class CKeep(ctypes.Structure):
@@ -72,16 +94,57 @@ def truth(rows: Rows, tau: float) -> tuple[np.ndarray, np.ndarray]:
     return kept, masses
 
 
-def launch_keep(
-    library: ctypes.CDLL, rows: Rows, tau: float, memory: Any, short: bool = False
-) -> tuple[np.ndarray, np.ndarray | None]:
-    """The map, and with tau the rows' masses.
+def launch_pool(
+    library: ctypes.CDLL,
+    x: np.ndarray,
+    ends: np.ndarray | None,
+    side: int,
+    pieces: int,
+    memory: Any,
+    extremes: bool = True,
+    short: bool = False,
+) -> list[np.ndarray]:
+    """Means, and with `extremes` the largest and smallest numbers.
 
-    short: scores lack their last row, as a mistake would have it.
+    short: x lacks its last row, as a mistake would have it.
     """
+    members, length, width = x.shape
+    call = CPool(members=members, length=length, width=width, side=side, pieces=pieces)
+    call.dtype = [np.dtype(t) for t in DTYPES.values()].index(x.dtype)
+    call.x = memory.place(x[:, :-1] if short else x)
+    call.ends = None if ends is None else memory.place(np.int32(ends))
+    places = []
+    for name in ("means", "largest", "smallest")[: 3 if extremes else 1]:
+        places.append(memory.place(np.full((members, pieces, width), -7, np.float32)))
+        setattr(call, name, places[-1])
+    _run(library.kvblock_pool_cuda, call)
+    memory.finish()
+    return [memory.contents(place) for place in places]
+
+
+def hold_pool(
+    made: list[np.ndarray], x: np.ndarray, ends: np.ndarray | None, side: int
+) -> None:
+    """Every mean is right to some bits, every extreme to all."""
+    members, length, _ = x.shape
+    ends = np.full(members, length) if ends is None else np.clip(ends, 0, length)
+    for i, j in np.ndindex(made[0].shape[:2]):
+        piece = x[i, j * side : min((j + 1) * side, ends[i])].astype(np.float64)
+        if not len(piece):
+            assert all((found[i, j] == 0).all() for found in made)
+            continue
+        size = np.abs(piece).max()
+        np.testing.assert_allclose(made[0][i, j], piece.mean(0), 0, side * 1e-7 * size)
+        for found, most in zip(made[1:], (piece.max(0), piece.min(0)), strict=False):
+            np.testing.assert_array_equal(found[i, j], most.astype(np.float32))
+
+
+def launch_keep(
+    library: ctypes.CDLL, rows: Rows, tau: float, memory: Any
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The map, and with tau the rows' masses."""
     call = CKeep(rows=rows.scores.shape[0], columns=rows.scores.shape[1], tau=tau)
-    call.scores = memory.place(rows.scores[:-1] if short else rows.scores)
-    call.states, call.limits = map(memory.place, rows[1:])
+    call.scores, call.states, call.limits = map(memory.place, rows)
     call.kept = kept = memory.place(np.full(rows.scores.shape, 9, np.uint8))
     masses = None
     if tau:
@@ -130,24 +193,38 @@ def hold_lists(made: Any, kept: np.ndarray, width: int) -> None:
 
 
 def main(path: str, *only: str) -> None:
-    """Keeps and lists on a GPU, and holds it to the truth; `short`: scores are."""
+    """Pools, keeps and lists on a GPU, as it has to be; `short`: an array is."""
     connect()
     library = ctypes.CDLL(path)
     rng, launches = np.random.default_rng(1), 0
-    for shape in SHAPES:
+    short = "short" in only
+    for shape, side, pieces in POOLS:
+        if short and shape[1] == 1:
+            continue  # nothing would be left
+        for dtype in DTYPES.values():
+            x = (rng.standard_normal(shape) * 3).astype(dtype)
+            ends = rng.integers(0, shape[1] + 1, shape[0])
+            for of_rows in (None, ends):
+                memory = OnGpu()
+                made = launch_pool(
+                    library, x, of_rows, side, pieces, memory, short=short
+                )
+                memory.arrays.free()
+                if not short:
+                    hold_pool(made, x, of_rows, side)
+                    launches += 1
+    for shape in () if short else SHAPES:
         rows = draw(rng, shape)
         for tau in TAUS:
             memory = OnGpu()
-            made = launch_keep(library, rows, tau, memory, short="short" in only)
+            kept = launch_keep(library, rows, tau, memory)
             memory.arrays.free()
-            if "short" in only:
-                continue
-            hold_keep(made, rows, tau)
+            hold_keep(kept, rows, tau)
             memory = OnGpu()
             width = 1 + int(rng.integers(shape[1]))
-            lists = launch_lists(library, made[0], width, memory)
+            lists = launch_lists(library, kept[0], width, memory)
             memory.arrays.free()
-            hold_lists(lists, made[0], width)
+            hold_lists(lists, kept[0], width)
             launches += 2
     print(launches, "launches")
 

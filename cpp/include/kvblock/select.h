@@ -1,5 +1,10 @@
 /* clang-format off */
-/* kvblock/select.h: the launchers of lists of tiles, for C, C++, Rust and ctypes.
+/* kvblock/select.h: the launchers that choose tiles, for C, C++, Rust and ctypes: what stands for
+ * a piece of queries or keys, which tiles a row keeps, and lists of them.
+ *
+ * Of x [members, length, width] each piece of `side` rows in a row becomes its mean, and where that
+ * is wanted its largest and its smallest numbers, column by column, in float32. Rows from ends[i] on
+ * do not count; of a piece without rows all is 0. Where a number is NaN, so is what comes of it.
  *
  * A row of tiles keeps those that it has to, and of the others the best: as many as there is room
  * for, or, with tau, until what is kept holds so much of the row's mass.
@@ -38,6 +43,24 @@ typedef enum kvblock_tile_state {
   KVBLOCK_TILE_ALWAYS = 2,
 } kvblock_tile_state;
 
+typedef enum kvblock_pool_dtype {
+  KVBLOCK_POOL_BF16 = 0,
+  KVBLOCK_POOL_F16 = 1,
+  KVBLOCK_POOL_F32 = 2,
+} kvblock_pool_dtype;
+
+typedef struct kvblock_pool {
+  int32_t dtype;                  /* kvblock_pool_dtype, of x */
+  int32_t side;                   /* rows of a piece, 1 at least */
+  int64_t members, length, width; /* width a multiple of what 16 bytes hold, up to 2^24 */
+  int64_t pieces;                 /* of a member; those behind its rows are 0 */
+  const void* x;                  /* [members, length, width], aligned to 16 bytes */
+  const int32_t* ends;            /* [members], or NULL: all rows count */
+  float* means;                   /* [members, pieces, width], aligned to 16 bytes, as these two: */
+  float* largest;                 /* both or NULL */
+  float* smallest;
+} kvblock_pool;
+
 typedef struct kvblock_keep {
   int64_t rows, columns; /* columns up to KVBLOCK_MOST_COLUMNS; 0 for nothing */
   const float* scores;   /* [rows, columns] */
@@ -60,10 +83,12 @@ typedef struct kvblock_lists {
  */
 
 /* Check every number, and that what the call needs is there. They look at no array. */
+KVBLOCK_EXPORT const char* kvblock_pool_check(const kvblock_pool* a);
 KVBLOCK_EXPORT const char* kvblock_keep_check(const kvblock_keep* a);
 KVBLOCK_EXPORT const char* kvblock_lists_check(const kvblock_lists* a);
 
 /* Enqueue the launch on `stream`, a cudaStream_t. */
+KVBLOCK_EXPORT const char* kvblock_pool_cuda(const kvblock_pool* a, void* stream);
 KVBLOCK_EXPORT const char* kvblock_keep_cuda(const kvblock_keep* a, void* stream);
 KVBLOCK_EXPORT const char* kvblock_lists_cuda(const kvblock_lists* a, void* stream);
 

@@ -1,36 +1,76 @@
-// The CUDA launchers of lists of tiles: check, fill in the parameters, launch.
+// The CUDA launchers that choose tiles: check, fill in the parameters, launch.
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 
 #include "host/message.h"
 #include "kvblock/select.h"
+#include "ops/select/pool_kernel.cuh"
 #include "ops/select/select_kernel.cuh"
 
 namespace kvblock {
 namespace {
 
-// Columns of a thread, in rows up to so long and in longer ones.
-constexpr int kFew = 8, kMany = 16;
-constexpr int64_t kMostOfFew = int64_t{kFew} * kSelectMostThreads;
-static_assert(int64_t{kMany} * kSelectMostThreads >= KVBLOCK_MOST_COLUMNS);
+SelectSides SidesOf(int64_t columns, std::initializer_list<const void*> arrays) {
+  return {static_cast<int32_t>(columns), columns % kSelectEach == 0 && !Misaligned(arrays, 16)};
+}
 
 template <typename Params>
-const char* Launch(const char* where, void (*kernel)(Params), const Params& params, int64_t rows,
-                   int each, cudaStream_t stream) {
+const char* Launch(const char* where, void (*kernel)(Params), const Params& params, dim3 grid,
+                   int threads, void* stream) {
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(rows));
-  const int warps = (params.columns + 32 * each - 1) / (32 * each);
-  config.blockDim = dim3(static_cast<unsigned>(32 * (warps == 0 ? 1 : warps)));
-  config.stream = stream;
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.stream = static_cast<cudaStream_t>(stream);
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, params);
   if (status == cudaSuccess) return nullptr;
   return Message(std::string(where) + ": " + cudaGetErrorString(status));
 }
 
+// A CTA for each row.
+template <typename Params>
+const char* LaunchRows(const char* where, void (*kernel)(Params), const Params& params,
+                       int64_t rows, void* stream) {
+  constexpr int kOfWarp = 32 * kSelectEach;
+  const int warps = (params.sides.columns + kOfWarp - 1) / kOfWarp;
+  return Launch(where, kernel, params, dim3(static_cast<unsigned>(rows)),
+                32 * (warps == 0 ? 1 : warps), stream);
+}
+
+template <typename T>
+const char* LaunchPool(const kvblock_pool& a, void* stream) {
+  PoolParams p{};
+  p.x = a.x;
+  p.ends = a.ends;
+  p.means = a.means;
+  p.largest = a.largest;
+  p.smallest = a.smallest;
+  p.length = static_cast<int32_t>(a.length);
+  p.width = static_cast<int32_t>(a.width);
+  p.side = a.side;
+  p.pieces = static_cast<int32_t>(a.pieces);
+  constexpr int kOfCta = kPoolThreads * kPoolColumns<T>;
+  const dim3 grid(static_cast<unsigned>(a.members * a.pieces),
+                  static_cast<unsigned>((a.width + kOfCta - 1) / kOfCta));
+  return Launch("pool", a.largest != nullptr ? Pool<T, true> : Pool<T, false>, p, grid,
+                kPoolThreads, stream);
+}
+
 }  // namespace
 }  // namespace kvblock
+
+extern "C" const char* kvblock_pool_cuda(const kvblock_pool* a, void* stream) {
+  using namespace kvblock;
+  if (const char* error = kvblock_pool_check(a)) return error;
+  if (a->members * a->pieces * a->width == 0) return nullptr;
+  switch (a->dtype) {
+    case KVBLOCK_POOL_BF16: return LaunchPool<__nv_bfloat16>(*a, stream);
+    case KVBLOCK_POOL_F16: return LaunchPool<__half>(*a, stream);
+    default: return LaunchPool<float>(*a, stream);
+  }
+}
 
 extern "C" const char* kvblock_keep_cuda(const kvblock_keep* a, void* stream) {
   using namespace kvblock;
@@ -43,11 +83,9 @@ extern "C" const char* kvblock_keep_cuda(const kvblock_keep* a, void* stream) {
   p.kept = a->kept;
   p.masses = a->masses;
   p.tau = a->tau;
-  p.columns = static_cast<int32_t>(a->columns);
-  const bool few = a->columns <= kMostOfFew, mass = a->tau > 0.0f;
-  const auto kernel = few ? (mass ? Keep<kFew, true> : Keep<kFew, false>)
-                          : (mass ? Keep<kMany, true> : Keep<kMany, false>);
-  return Launch("keep", kernel, p, a->rows, few ? kFew : kMany, static_cast<cudaStream_t>(stream));
+  p.sides = SidesOf(a->columns, {a->scores, a->states, a->kept});
+  const auto kernel = a->tau > 0.0f ? Keep<true> : Keep<false>;
+  return LaunchRows("keep", kernel, p, a->rows, stream);
 }
 
 extern "C" const char* kvblock_lists_cuda(const kvblock_lists* a, void* stream) {
@@ -58,9 +96,7 @@ extern "C" const char* kvblock_lists_cuda(const kvblock_lists* a, void* stream) 
   p.map = a->map;
   p.indices = a->indices;
   p.counts = a->counts;
-  p.columns = static_cast<int32_t>(a->columns);
+  p.sides = SidesOf(a->columns, {a->map});
   p.width = static_cast<int32_t>(a->width);
-  const bool few = a->columns <= kMostOfFew;
-  return Launch("lists", few ? Lists<kFew> : Lists<kMany>, p, a->rows, few ? kFew : kMany,
-                static_cast<cudaStream_t>(stream));
+  return LaunchRows("lists", Lists, p, a->rows, stream);
 }

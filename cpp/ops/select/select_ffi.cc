@@ -1,4 +1,4 @@
-// Lists of tiles, the middle floor: decode the buffers of one XLA call into a struct of
+// Tiles that are chosen, the middle floor: decode the buffers of one XLA call into a struct of
 // kvblock/select.h, check that every buffer has the size that the call implies, and hand it to the
 // launcher. Mirrors jax_kvblock/sparse/cuda.py.
 #include "ops/select/select_ffi.h"
@@ -25,6 +25,47 @@ template <typename Buffer>
 bool Has(const Buffer& buffer, std::initializer_list<int64_t> shape) {
   const auto dims = buffer.dimensions();
   return std::equal(shape.begin(), shape.end(), dims.begin(), dims.end());
+}
+
+// A kvblock_pool_dtype; -1 for what is none.
+int32_t PoolDtype(ffi::DataType type) {
+  switch (type) {
+    case ffi::DataType::BF16: return KVBLOCK_POOL_BF16;
+    case ffi::DataType::F16: return KVBLOCK_POOL_F16;
+    case ffi::DataType::F32: return KVBLOCK_POOL_F32;
+    default: return -1;
+  }
+}
+
+// Operands: x [members, length, width] and ends [members]. Results: means [members, pieces, width],
+// and with `extremes` two more like it.
+ffi::Error Pool(void* stream, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ends,
+                ffi::Result<ffi::Buffer<ffi::F32>> means, ffi::RemainingRets rets, int32_t side) {
+  const auto dims = x.dimensions(), of_means = means->dimensions();
+  if (dims.size() != 3 || of_means.size() != 3 || of_means[0] != dims[0] ||
+      of_means[2] != dims[2] || !Has(ends, {dims[0]}) || (rets.size() != 0 && rets.size() != 2)) {
+    return Invalid("kvblock_pool: an operand or a result has another shape");
+  }
+  kvblock_pool call{};
+  call.dtype = PoolDtype(x.element_type());
+  if (call.dtype < 0) return Invalid("kvblock_pool: x must be bfloat16, float16 or float32");
+  call.side = side;
+  call.members = dims[0];
+  call.length = dims[1];
+  call.width = dims[2];
+  call.pieces = of_means[1];
+  call.x = x.untyped_data();
+  call.ends = ends.typed_data();
+  call.means = means->typed_data();
+  float** const places[] = {&call.largest, &call.smallest};
+  for (size_t i = 0; i < rets.size(); ++i) {
+    auto more = rets.get<ffi::Buffer<ffi::F32>>(i);
+    if (!more.has_value() || !Has(**more, {of_means[0], of_means[1], of_means[2]})) {
+      return Invalid("kvblock_pool: a result has another shape or dtype");
+    }
+    *places[i] = (*more)->typed_data();
+  }
+  return Said(kvblock_pool_cuda(&call, stream));
 }
 
 // Operands: scores and states [rows, columns], limits [rows]. Results: the map, and with tau the
@@ -74,6 +115,15 @@ ffi::Error Lists(void* stream, ffi::Buffer<ffi::PRED> map,
 
 }  // namespace
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockPool, Pool,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<void*>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .RemainingRets()
+                                  .Attr<int32_t>("side"),
+                              {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockKeep, Keep,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<void*>>()

@@ -1,17 +1,26 @@
 // Which tiles a row keeps, and lists of them, as CUDA kernels (kvblock/select.h).
 //
-// A CTA has a row. Each thread has some columns side by side, whose scores stay in its registers as
-// integers in the order of floats. The threshold is found bit by bit: a bit stays where enough is
-// still at least as high. So nothing is sorted, and memory is read once.
+// A CTA has a row; of rows up to 512 columns it is one warp, which waits for nobody. Each thread
+// has 16 columns side by side, whose scores stay in its registers as integers in the order of
+// floats. The threshold is found bit by bit: a bit stays where enough is still at least as high. So
+// nothing is sorted, and memory is read once.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kvblock/select.h"
 
 namespace kvblock {
 
 constexpr int kSelectMostThreads = 1024, kSelectMostWarps = kSelectMostThreads / 32;
+constexpr int kSelectEach = 16;  // columns of a thread
+static_assert(kSelectEach * kSelectMostThreads == KVBLOCK_MOST_COLUMNS);
+
+struct SelectSides {
+  int32_t columns;
+  bool in_pieces;  // whether a thread's columns are whole pieces of 16 bytes, wherever they lie
+};
 
 struct KeepParams {
   const float* scores;
@@ -20,13 +29,14 @@ struct KeepParams {
   uint8_t* kept;
   float* masses;
   float tau;
-  int32_t columns;
+  SelectSides sides;
 };
 
 struct ListsParams {
   const uint8_t* map;
   int32_t *indices, *counts;
-  int32_t columns, width;
+  int32_t width;
+  SelectSides sides;
 };
 
 // From 1 on, in the order of floats; NaN comes first, and 0 is left for what is not free.
@@ -54,8 +64,12 @@ class CtaSum {
   __device__ explicit CtaSum(SumPlaces<T>& places) : places_(places) {}
 
   __device__ __forceinline__ T Of(T x) {
+    if constexpr (std::is_same_v<T, int>) {
+      x = __reduce_add_sync(~0u, x);
+    } else {
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+      for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+    }
     return blockDim.x == 32 ? x : Across(x, blockDim.x / 32);
   }
 
@@ -90,36 +104,80 @@ class CtaSum {
   int turn_ = 0;
 };
 
-// kEach: columns of a thread. kMass: whether there is a tau.
-template <int kEach, bool kMass>
+// A thread's columns of a row; those beyond its end are 0.
+template <typename T>
+__device__ __forceinline__ void LoadColumns(const T* row, int first, const SelectSides& sides,
+                                            T (&out)[kSelectEach]) {
+  constexpr int kOfPiece = 16 / sizeof(T), kPieces = kSelectEach / kOfPiece;
+  if (sides.in_pieces) {
+    union {
+      uint4 pieces[kPieces];
+      T columns[kSelectEach];
+    } run{};
+    if (first < sides.columns) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        run.pieces[i] = reinterpret_cast<const uint4*>(row + first)[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kSelectEach; ++i) out[i] = run.columns[i];
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kSelectEach; ++i) {
+    out[i] = first + i < sides.columns ? row[first + i] : T{};
+  }
+}
+
+__device__ __forceinline__ void StoreColumns(uint8_t* row, int first, const SelectSides& sides,
+                                             uint32_t bits) {
+  if (sides.in_pieces) {
+    union {
+      uint4 piece;
+      uint8_t columns[kSelectEach];
+    } run;
+#pragma unroll
+    for (int i = 0; i < kSelectEach; ++i) run.columns[i] = bits >> i & 1;
+    if (first < sides.columns) *reinterpret_cast<uint4*>(row + first) = run.piece;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kSelectEach; ++i) {
+    if (first + i < sides.columns) row[first + i] = bits >> i & 1;
+  }
+}
+
+// kMass: whether there is a tau.
+template <bool kMass>
 __global__ void __launch_bounds__(kSelectMostThreads, 1)
     Keep(const __grid_constant__ KeepParams p) {
-  static_assert(kEach <= 32, "a thread's columns are bits of a word");
+  constexpr int kEach = kSelectEach;
   __shared__ SumPlaces<int> number_places;
   __shared__ SumPlaces<float> mass_places;
   CtaSum<int> numbers(number_places);
   CtaSum<float> masses(mass_places);
   const int first = threadIdx.x * kEach;
-  const int64_t row = blockIdx.x, start = row * p.columns + first;
+  const int64_t row = blockIdx.x, start = row * p.sides.columns;
 
+  float scores[kEach];
+  uint8_t states[kEach];
+  LoadColumns(p.scores + start, first, p.sides, scores);
+  LoadColumns(p.states + start, first, p.sides, states);
   uint32_t keys[kEach], always = 0;
   int free = 0;
   float seen_mass = 0.0f, always_mass = 0.0f;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    keys[i] = 0;
-    if (first + i >= p.columns) continue;
-    const uint8_t state = p.states[start + i];
-    if (state == KVBLOCK_TILE_HIDDEN) continue;
-    const uint32_t key = KeyOf(p.scores[start + i]);
-    const bool has_to = state == KVBLOCK_TILE_ALWAYS;
+    const bool is_free = states[i] == KVBLOCK_TILE_FREE, has_to = states[i] == KVBLOCK_TILE_ALWAYS;
+    const uint32_t key = KeyOf(scores[i]);
     if constexpr (kMass) {
-      seen_mass += MassOf(key);
+      seen_mass += is_free || has_to ? MassOf(key) : 0.0f;
       always_mass += has_to ? MassOf(key) : 0.0f;
     }
     always |= static_cast<uint32_t>(has_to) << i;
-    free += !has_to;
-    keys[i] = has_to ? 0 : key;
+    free += is_free;
+    keys[i] = is_free ? key : 0;
   }
   const int num_always = numbers.Of(__popc(always)), num_free = numbers.Of(free);
   const int room = min(p.limits[row] - num_always, num_free);
@@ -143,12 +201,15 @@ __global__ void __launch_bounds__(kSelectMostThreads, 1)
     for (int i = 0; i < kEach; ++i) mass += keys[i] >= least ? MassOf(keys[i]) : 0.0f;
     return masses.Of(mass);
   };
-  // The highest threshold from which on there is as much as a row may have, or needs.
+  // A threshold from which on there is as much as a row may have, or needs: the highest one, or one
+  // from which on there is exactly as much as it may have.
   uint32_t at = 0;
   for (uint32_t bit = 1u << 31; bit != 0; bit >>= 1) {
-    bool enough = count_from(at | bit) >= room;
+    const int count = count_from(at | bit);
+    bool enough = count >= room;
     if constexpr (kMass) enough = enough || mass_from(at | bit) >= need;
     if (enough) at |= bit;
+    if (!kMass && count == room) break;
   }
 
   // Nothing is above the last number there is.
@@ -159,7 +220,7 @@ __global__ void __launch_bounds__(kSelectMostThreads, 1)
     if (each > 0.0f) {
       // An infinite mass is all there is.
       const float steps = each == INFINITY ? 1.0f : ceilf(missing / each);
-      more = min(more, static_cast<int>(fminf(steps, p.columns)));
+      more = min(more, static_cast<int>(fminf(steps, p.sides.columns)));
     }
     if (!(missing > 0.0f)) more = 0;
   }
@@ -168,33 +229,33 @@ __global__ void __launch_bounds__(kSelectMostThreads, 1)
   for (int i = 0; i < kEach; ++i) equal += keys[i] == at;
   int rank = numbers.Before(equal, &of_all);
   float kept_mass = 0.0f;
+  uint32_t kept = always;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const bool is_equal = keys[i] == at;
     const bool taken = keys[i] > at || (is_equal && rank < more);
     rank += is_equal;
     if constexpr (kMass) kept_mass += taken ? MassOf(keys[i]) : 0.0f;
-    if (first + i < p.columns) p.kept[start + i] = taken || (always >> i & 1);
+    kept |= static_cast<uint32_t>(taken) << i;
   }
+  StoreColumns(p.kept + start, first, p.sides, kept);
   if constexpr (kMass) {
     const float reached = masses.Of(kept_mass) + always_mass;
     if (threadIdx.x == 0) p.masses[row] = reached < total ? reached / total : 1.0f;
   }
 }
 
-template <int kEach>
-__global__ void __launch_bounds__(kSelectMostThreads, 1)
+inline __global__ void __launch_bounds__(kSelectMostThreads, 1)
     Lists(const __grid_constant__ ListsParams p) {
-  static_assert(kEach <= 32, "a thread's columns are bits of a word");
   __shared__ SumPlaces<int> places;
   CtaSum<int> numbers(places);
-  const int first = threadIdx.x * kEach;
-  const int64_t row = blockIdx.x, start = row * p.columns + first;
+  const int first = threadIdx.x * kSelectEach;
+  const int64_t row = blockIdx.x;
+  uint8_t map[kSelectEach];
+  LoadColumns(p.map + row * p.sides.columns, first, p.sides, map);
   uint32_t kept = 0;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    if (first + i < p.columns) kept |= static_cast<uint32_t>(p.map[start + i] != 0) << i;
-  }
+  for (int i = 0; i < kSelectEach; ++i) kept |= static_cast<uint32_t>(map[i] != 0) << i;
   int all;
   int place = numbers.Before(__popc(kept), &all);
   int32_t* const indices = p.indices + row * p.width;

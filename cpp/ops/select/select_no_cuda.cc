@@ -8,6 +8,11 @@ constexpr const char* kNoCuda =
 
 }  // namespace
 
+extern "C" const char* kvblock_pool_cuda(const kvblock_pool* a, void*) {
+  const char* const error = kvblock_pool_check(a);
+  return error != nullptr ? error : kNoCuda;
+}
+
 extern "C" const char* kvblock_keep_cuda(const kvblock_keep* a, void*) {
   const char* const error = kvblock_keep_check(a);
   return error != nullptr ? error : kNoCuda;

@@ -1,5 +1,5 @@
-// libkvblock's lists of tiles for the emulator: the functions of kvblock/select.h with the kernels
-// behind them, from the sources that nvcc compiles.
+// What of libkvblock chooses tiles, for the emulator: the functions of kvblock/select.h with the
+// kernels behind them, from the sources that nvcc compiles.
 #include "ops/select/select_cuda.cu"
 
 // Launches since this was asked before.

@@ -1,4 +1,4 @@
-// The FFI handlers of lists of tiles as XLA's CPU calls them: what they launch runs on the
+// The FFI handlers that choose tiles as XLA's CPU calls them: what they launch runs on the
 // emulator.
 #include <mutex>
 
@@ -8,6 +8,11 @@
 
 // One after the other, whatever threads XLA calls them from.
 static std::mutex emulated_selects;
+
+extern "C" XLA_FFI_Error* EmulatedPool(XLA_FFI_CallFrame* frame) {
+  const std::lock_guard lock(emulated_selects);
+  return KvblockPool(frame);
+}
 
 extern "C" XLA_FFI_Error* EmulatedKeep(XLA_FFI_CallFrame* frame) {
   const std::lock_guard lock(emulated_selects);
