@@ -233,7 +233,7 @@ def _of_a_tenth(case: Case) -> dict[str, Selector]:
             f"pooled, pieces of {piece}": PooledThreshold(
                 tau=None, sparsity_ratio=ratio, piece=piece
             )
-            for piece in (8, 16, 32)
+            for piece in (8, 16, 32, 64)
         },
         "learned": {
             "learned, tiles": LearnedGate(gate, sparsity_ratio=ratio),
