@@ -8,8 +8,9 @@ weights, so that nothing is downloaded: bfloat16 on a GPU, float32 on a CPU.
   sequences, once, at the rate of a plain copy in the same run. As many steps in one
   program as the engine takes; one; and eight. On a GPU also after longer prompts.
 - The host's part: the same steps where the device computes nothing; and of that the
-  manager's, which is what tables, books and `BlockManager.update` take. Where Python
-  collects garbage meanwhile, that is told apart.
+  manager's, which is what tables, books and `BlockManager.update` take. What a request
+  takes of the manager besides, as it begins, is read and ends, is told apart; so is
+  where Python collects garbage meanwhile.
 - The first token after a prefix that many requests share: computed; and brought up
   from host memory, as from a request to the next.
 """
@@ -191,20 +192,26 @@ def _asked(case: Case, engine: Engine) -> list[Stream]:
     return [engine.submit(request) for request in requests]
 
 
-def _steps(case: Case, engine: Engine) -> list[float]:
-    """Seconds of each step in which all decode, of those of a program the mean."""
+def _steps(
+    case: Case, engine: Engine, spent: Sequence[float] = ()
+) -> tuple[list[float], list[float]]:
+    """Seconds of each step in which all decode, of those of a program the mean; and
+    what of them was `spent`, to which meanwhile is added."""
     streams = _asked(case, engine)
     while min(stream.num_new_tokens for stream in streams) < 2:
         engine.step()
-    times = []
+    times, parts = [], []
     while max(stream.num_new_tokens for stream in streams) < case.steps - 1:
-        before, start = streams[0].num_new_tokens, time.perf_counter()
+        before, known = streams[0].num_new_tokens, len(spent)
+        start = time.perf_counter()
         engine.step()
         seconds = time.perf_counter() - start
-        times.append(seconds / (streams[0].num_new_tokens - before))
+        steps = streams[0].num_new_tokens - before
+        times.append(seconds / steps)
+        parts.append(sum(spent[known:]) / steps)
     engine.run()
     assert all(stream.num_new_tokens == case.steps for stream in streams)
-    return times
+    return times, parts
 
 
 def _step_seconds(
@@ -213,7 +220,7 @@ def _step_seconds(
     """Of a step, and the engine that took it, which has ended."""
     engine = _engine(case, model, steps)
     engine.compile()
-    seconds = statistics.median(_steps(case, engine))
+    seconds = statistics.median(_steps(case, engine)[0])
     engine.stop()
     return seconds, engine
 
@@ -243,11 +250,17 @@ def _host(name: str, case: Case, model: LoadedModel, results: Results) -> None:
 
     runner._call = nothing
     with _pauses() as paused, _clocked(paused) as spent:
-        times = _steps(case, engine)
-    # All that decodes, of a step: few steps read prompts, and they are counted, too.
-    books, collected = sum(spent) / case.steps, sum(paused) / case.steps
-    around = _around(manager, (runner._params, runner._last))
-    around /= engine._scheduler.steps
+        times, parts = _steps(case, engine, spent)
+    # In so many programs each sequence comes to the end of a block once.
+    window = -(-BLOCK // engine._scheduler.steps)
+    means = [
+        statistics.mean(parts[at : at + window])
+        for at in range(0, max(len(parts) - window, 0) + 1, window)
+    ]
+    books = statistics.median(means)
+    steps = engine._scheduler.steps
+    of_requests = (sum(spent) - sum(parts) * steps) / case.requests
+    around = _around(manager, (runner._params, runner._last)) / steps
     engine.stop()
     (step,) = [
         row["value"] / 1e3
@@ -259,7 +272,8 @@ def _host(name: str, case: Case, model: LoadedModel, results: Results) -> None:
     results.add(at, OURS, "host time", statistics.median(times) * 1e6, "us")
     results.add(at, OURS, "the manager's", (books + around) * 1e6, "us")
     results.add(at, OURS, "of these around a program", around * 1e6, "us")
-    results.add(at, OURS, "pauses to collect garbage", collected * 1e6, "us")
+    results.add(at, OURS, "pauses to collect garbage", sum(paused) * 1e3, "ms")
+    results.add(at, OURS, "a request's besides", of_requests * 1e6, "us")
     results.add(at, OURS, "the manager's, of a step", (books + around) / step, "x")
 
 

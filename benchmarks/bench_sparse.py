@@ -48,9 +48,10 @@ from jax_kvblock.sparse import (
 )
 from jax_kvblock.sparse.arguments import grid_of
 from jax_kvblock.sparse.scored import chosen
-from jax_kvblock.sparse.select import lists_of
+from jax_kvblock.sparse.select import lists_of, map_of
 
 SIDE = 128
+SAME = 1e-3  # of the tiles may be others in another program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,6 +296,16 @@ def _call(function: Callable[..., Any], *args: Any) -> dict[str, Any]:
     return {"forward": made, "wait": jax.block_until_ready}
 
 
+def _check_same(a: AttentionTiles, b: AttentionTiles, cols: int) -> None:
+    """In two programs XLA may tile products in two ways: then scores differ in their
+    last bits, and of two tiles that are that close one or the other is listed."""
+    if not jnp.array_equal(a.counts, b.counts):
+        raise AssertionError("one program lists as many tiles as two, or is wrong")
+    differ = jnp.sum(map_of(a, cols) != map_of(b, cols)) / 2 / jnp.sum(a.counts)
+    if differ > SAME:
+        raise AssertionError(f"one program and two of them differ by {differ:.2%}")
+
+
 def _of_selector(
     case: Case, selector: Selector, inputs: tuple[jax.Array, ...]
 ) -> tuple[dict[str, Any], float]:
@@ -317,14 +328,11 @@ def _of_selector(
     calls["attention"] = _call(attend, q, k, v, tiles)
     calls["whole"] = _call(whole, selector, q, k, v)
     out, its_tiles = calls["whole"]["forward"]()
-    for mine, other in (
-        (tiles.indices, its_tiles.indices),
-        (tiles.counts, its_tiles.counts),
-        (calls["attention"]["forward"](), out),  # the same lists, the same bits
-    ):
-        if not jnp.array_equal(mine, other):
-            raise AssertionError("one program and two of them differ")
-    known = tile_truth.truth(tiles, causal, inputs, case.kv_heads - 1, False)
+    _check_same(tiles, its_tiles, case.length // SIDE)
+    again = _call(attend, q, k, v, its_tiles)["forward"]()
+    if not jnp.array_equal(again, out):  # the same lists, the same bits
+        raise AssertionError("attention in a program of its own differs")
+    known = tile_truth.truth(its_tiles, causal, inputs, case.kv_heads - 1, False)
     of_rows = attention_peers.rows(out)
     attention_truth.check([of_rows], known, attention_peers.sample(case.length))
     if isinstance(selector, ScoredSelector):

@@ -338,7 +338,7 @@ class Engine:
             )
         vocabulary = self.model.config.vocab_size
         try:
-            tokens = np.array(request.prompt, np.int64)
+            tokens = np.fromiter(request.prompt, np.int64, len(request.prompt))
         except OverflowError:
             tokens = np.array(request.prompt, object)
         for token in (tokens.min(), tokens.max()):
@@ -347,7 +347,7 @@ class Engine:
                     f"submit: a token of the prompt is {token}, none of the model's "
                     f"{vocabulary}"
                 )
-        return tokens.tolist()
+        return list(request.prompt)
 
     def _sequence(self, stream: Stream, tokens: list[int]) -> Sequence:
         request, tokenizer = stream.request, self.model.tokenizer

@@ -63,13 +63,12 @@ class Request:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             raise TypeError(f"Request: stop must be a list of texts, got {self.stop!r}")
-        for name in ("prompt", "stop_tokens"):
-            _check_ints(name, getattr(self, name))
         # Who asks may go on with the same list: add the new tokens to it, for example.
-        for name in ("prompt", "stop_tokens", "stop"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
+        for name in ("prompt", "stop_tokens"):
+            object.__setattr__(self, name, _ints(name, getattr(self, name)))
+        object.__setattr__(self, "stop", tuple(self.stop))
         for name in ("max_new_tokens", "top_k", "seed", "priority"):
-            _check_ints(name, [getattr(self, name)])
+            _ints(name, [getattr(self, name)])
         if len(self.prompt) == 0:
             raise ValueError("Request: prompt must have a token, got none")
         if any(not isinstance(text, str) or not text for text in self.stop):
@@ -83,11 +82,14 @@ class Request:
             raise ValueError("Request: top_p must be above 0; temperature=0 is greedy")
 
 
-def _check_ints(name: str, values: Collection[int]) -> None:
-    for kind in set(map(type, values)):  # of thousands of tokens there is one
+def _ints(name: str, values: Collection[int]) -> tuple[int, ...]:
+    """Python's ints, whatever integers these are."""
+    kinds = set(map(type, values))  # of thousands of tokens there is one
+    for kind in kinds:
         if kind is bool or not issubclass(kind, int | np.integer):
             value = next(value for value in values if type(value) is kind)
             raise TypeError(f"Request: {name} must be of int, got {value!r}")
+    return tuple(values if kinds <= {int} else map(int, values))
 
 
 def _check_range(name: str, value: float, low: float, high: float = math.inf) -> None:

@@ -41,6 +41,15 @@ def engine(tiny: tuple[TinyModel, LoadedModel]) -> Iterator[Engine]:
     check_books(made)
 
 
+@pytest.mark.parametrize("kind", [np.array, np.int32, list, tuple])
+def test_tokens_of_a_request_are_pythons_ints(kind):
+    """Whatever integers they came as: they go to tokenizers, and into JSON."""
+    prompt = [np.int64(5), 7] if kind is list else kind([5, 7])
+    request = Request(prompt=prompt, stop_tokens=[np.uint8(3)])
+    assert request.prompt == (5, 7) and request.stop_tokens == (3,)
+    assert {*map(type, (*request.prompt, *request.stop_tokens))} == {int}
+
+
 def test_a_transfer_guard_lets_steps_pass(engine: Engine, greedy: Greedy) -> None:
     stream = ask(engine, PROMPT, 7)
     with jax.transfer_guard_host_to_device("disallow"):
