@@ -78,8 +78,10 @@ def keep(scores: Any, states: Any, limits: Any, *, tau: float) -> list[Any]:
 
     every = jnp.where(visible & (scores > 0), scores, 0)
     total, mass = every.sum(-1), jnp.where(always, 0, every)
-    # What the others have to hold. A row of which nothing is known takes what it may.
-    need = np.float32(tau) * total - jnp.where(always, every, 0).sum(-1)
+    # What the others have to hold. A row of which nothing is known takes what it may,
+    # one that has all there is no more.
+    own = jnp.where(always, every, 0).sum(-1)
+    need = jnp.where(own < total, np.float32(tau) * total - own, 0)
     need = jnp.where(total > 0, need, jnp.inf)
 
     def enough(at: Any) -> Any:

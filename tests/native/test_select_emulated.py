@@ -63,20 +63,21 @@ def test_rows_keep_the_best(shape, tau, emulated_select, rng):
 @pytest.mark.parametrize("tau", TAUS)
 @pytest.mark.parametrize("first", [0, 15, 16, 511, 512])
 def test_one_tile_wherever_it_is(first, tau, emulated_select):
-    """Between threads and warps, beside one that is a little less."""
+    """Between threads and warps, of two that are equal, beside one a little less."""
     scores = np.full((1, 600), -1.0, np.float32)
-    scores[0, first], scores[0, first + 1] = 1.0, np.nextafter(np.float32(1), 0)
+    scores[0, first : first + 2] = np.nextafter(np.float32(1), 2)
+    scores[0, (first + 300) % 600] = 1.0
     rows = Rows(scores, np.full((1, 600), FREE, np.uint8), np.int32([1]))
     kept, masses = launch_keep(emulated_select, rows, tau, Guarded())
     assert np.flatnonzero(kept).tolist() == [first]
     if tau:
-        assert masses[0] == 0.5
+        np.testing.assert_allclose(masses[0], 1 / 3, rtol=1e-6)
 
 
 def test_what_is_no_number(emulated_select):
     """NaN comes last, and an infinity first: it is all the mass there is."""
-    scores = np.float32([[np.nan, 0.0, -np.inf, np.inf, -0.0, -np.nan, 1e-45, -3.0]])
-    order = [3, 6, 1, 4, 7, 2, 0, 5]
+    scores = np.float32([[np.nan, 0, -np.inf, np.inf, -0.0, -np.nan, 1e-45, np.inf]])
+    order = [3, 7, 6, 1, 4, 2, 0, 5]
     states = np.full(scores.shape, FREE, np.uint8)
     for count in range(scores.size + 1):
         rows = Rows(scores, states, np.int32([count]))
@@ -85,6 +86,10 @@ def test_what_is_no_number(emulated_select):
         kept, masses = launch_keep(emulated_select, rows, 0.75, Guarded())
         assert np.flatnonzero(kept).tolist() == order[: min(count, 1)]
         assert masses[0] == min(count, 1)
+    states[0, 7] = ALWAYS  # then nothing else is needed
+    rows = Rows(scores, states, np.int32([5]))
+    kept, masses = launch_keep(emulated_select, rows, 0.75, Guarded())
+    assert np.flatnonzero(kept).tolist() == [7] and masses[0] == 1
 
 
 def test_rows_that_hold_nothing(emulated_select):

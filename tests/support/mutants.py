@@ -35,6 +35,7 @@ from cache_mutants import CACHE
 from emulated_cast_mutants import CAST_EMULATED
 from emulated_forward_mutants import FORWARD_EMULATED
 from emulated_mutants import EMULATED
+from emulated_select_mutants import SELECT_EMULATED
 from emulated_sm90_mutants import SM90_EMULATED
 from gpu_mutants import GPU
 from mutant_list import ROOT, Mutant
@@ -48,6 +49,7 @@ CPU = (
     *FORWARD_EMULATED,
     *SM90_EMULATED,
     *CAST_EMULATED,
+    *SELECT_EMULATED,
 )
 
 EMULATOR_DIED = 70  # the exit status; emulator/fibers.h

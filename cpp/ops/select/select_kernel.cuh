@@ -185,8 +185,9 @@ __global__ void __launch_bounds__(kSelectMostThreads, 1)
   if constexpr (kMass) {
     total = masses.Of(seen_mass);
     always_mass = masses.Of(always_mass);
-    // A row of which nothing is known takes what it may.
-    need = total > 0.0f ? p.tau * total - always_mass : INFINITY;
+    // A row of which nothing is known takes what it may, one that has all there is no more.
+    need = total > 0.0f ? 0.0f : INFINITY;
+    if (always_mass < total) need = p.tau * total - always_mass;
   }
 
   const auto count_from = [&](uint32_t least) {
@@ -222,7 +223,6 @@ __global__ void __launch_bounds__(kSelectMostThreads, 1)
       const float steps = each == INFINITY ? 1.0f : ceilf(missing / each);
       more = min(more, static_cast<int>(fminf(steps, p.sides.columns)));
     }
-    if (!(missing > 0.0f)) more = 0;
   }
   int equal = 0, of_all;
 #pragma unroll

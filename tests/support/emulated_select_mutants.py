@@ -1,0 +1,152 @@
+"""The small mistakes in the kernels that choose tiles: the emulator notices them."""
+
+from __future__ import annotations
+
+from mutant_list import Mutant, test
+
+FOLDER = "cpp/ops/select"
+SELECT, POOL = f"{FOLDER}/select_kernel.cuh", f"{FOLDER}/pool_kernel.cuh"
+LAUNCH = f"{FOLDER}/select_cuda.cu"
+EMULATED = "test_select_emulated"
+BEST = test(EMULATED, "test_rows_keep_the_best")
+ONE_TILE = test(EMULATED, "test_one_tile_wherever_it_is")
+NO_NUMBER = test(EMULATED, "test_what_is_no_number")
+NOTHING = test(EMULATED, "test_rows_that_hold_nothing")
+LISTS = test(EMULATED, "test_lists_of_maps")
+PIECES = test(EMULATED, "test_pieces")
+NOT_FINITE = test(EMULATED, "test_pieces_of_what_is_not_finite")
+SELECT_EMULATED = (
+    Mutant(
+        "select: of equal tiles one too many",
+        SELECT,
+        "(is_equal && rank < more)",
+        "(is_equal && rank <= more)",
+        BEST,
+    ),
+    Mutant(
+        "select: a threshold that lacks its last bit",
+        SELECT,
+        "bit = 1u << 31; bit != 0; bit >>= 1",
+        "bit = 1u << 31; bit != 1; bit >>= 1",
+        ONE_TILE,
+    ),
+    Mutant(
+        "select: it ends as soon as there is enough",
+        SELECT,
+        "if (!kMass && count == room) break;",
+        "if (!kMass && count >= room) break;",
+        BEST,
+    ),
+    Mutant(
+        "select: what has to be there takes no room",
+        SELECT,
+        "min(p.limits[row] - num_always, num_free)",
+        "min(p.limits[row], num_free)",
+        BEST,
+    ),
+    Mutant(
+        "select: what has to be there has no mass",
+        SELECT,
+        "need = p.tau * total - always_mass;",
+        "need = p.tau * total;",
+        BEST,
+    ),
+    Mutant(
+        "select: a row without mass needs nothing",
+        SELECT,
+        "need = total > 0.0f ? 0.0f : INFINITY;",
+        "need = 0.0f;",
+        NOTHING,
+    ),
+    Mutant(
+        "select: all there is is not enough",
+        SELECT,
+        "need = total > 0.0f ? 0.0f : INFINITY;",
+        "need = INFINITY;",
+        NO_NUMBER,
+    ),
+    Mutant(
+        "select: an infinite mass is taken by shares",
+        SELECT,
+        "each == INFINITY ? 1.0f : ceilf(missing / each)",
+        "ceilf(missing / each)",
+        NO_NUMBER,
+    ),
+    Mutant(
+        "select: NaN as its bits are",
+        SELECT,
+        "if (score != score) return 1;",
+        "",
+        NO_NUMBER,
+    ),
+    Mutant(
+        "select: scores below 0 have a mass",
+        SELECT,
+        "key > 0x80000000u ? __uint_as_float(key & 0x7fffffffu) : 0.0f",
+        "__uint_as_float(key & 0x7fffffffu)",
+        BEST,
+    ),
+    Mutant(
+        "select: sums of warps take one place",
+        SELECT,
+        "    turn_ ^= 1;\n",
+        "",
+        BEST,
+    ),
+    Mutant(
+        "select: whole pieces where rows are none",
+        LAUNCH,
+        "columns % kSelectEach == 0 && !Misaligned(arrays, 16)",
+        "!Misaligned(arrays, 16)",
+        BEST,
+    ),
+    Mutant(
+        "select: lists that are too long",
+        SELECT,
+        "kept != 0 && place < p.width;",
+        "kept != 0;",
+        LISTS,
+    ),
+    Mutant(
+        "select: counts of what did not fit",
+        SELECT,
+        "p.counts[row] = min(all, p.width);",
+        "p.counts[row] = all;",
+        LISTS,
+    ),
+    Mutant(
+        "pool: rows of the next piece",
+        POOL,
+        "last = min(first + p.side, end)",
+        "last = min(first + p.side + 1, end)",
+        PIECES,
+    ),
+    Mutant(
+        "pool: rows that do not count",
+        POOL,
+        "last = min(first + p.side, end)",
+        "last = min(first + p.side, p.length)",
+        PIECES,
+    ),
+    Mutant(
+        "pool: means over all rows of a piece",
+        POOL,
+        "sum[i] /= max(count, 1);",
+        "sum[i] /= p.side;",
+        PIECES,
+    ),
+    Mutant(
+        "pool: extremes of nothing",
+        POOL,
+        "if (count == 0) high[i] = low[i] = 0.0f;",
+        "",
+        PIECES,
+    ),
+    Mutant(
+        "pool: a maximum that passes over NaN",
+        POOL,
+        "high[i] = MaxOrNan(high[i], number);",
+        "high[i] = fmaxf(high[i], number);",
+        NOT_FINITE,
+    ),
+)
