@@ -9,8 +9,10 @@ python examples/serve --model TinyLlama.gguf     # or a folder with safetensors
 """
 
 import argparse
+import gc
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -149,10 +151,25 @@ def serve_http(engine: Engine, options: argparse.Namespace) -> None:
         limits = Limits(body_bytes=options.body_mib << 20)
     except (ImportError, ValueError) as error:
         raise SystemExit(f"serve: {error}") from None
+    threading.Thread(target=settle, args=(engine,), daemon=True).start()
     try:
         run(engine, host=options.host, port=options.http, limits=limits)
     except OSError as error:  # the port is taken, for example
         raise SystemExit(f"serve: {error.strerror or error}") from None
+
+
+def settle(engine: Engine) -> None:
+    """Once an engine has its programs, Python's collector leaves alone what is there.
+
+    JAX and its programs are hundreds of thousands of objects, which stay. To look
+    through them takes a tenth of a second and more, in which no stream gets a token.
+    """
+    while not engine.ready:
+        if engine.stopped:
+            return
+        time.sleep(0.1)
+    gc.collect()
+    gc.freeze()
 
 
 def prepare(options: argparse.Namespace) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import os
 import pathlib
@@ -12,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -255,6 +257,31 @@ def test_a_server_listens_on_this_machine_alone(
     monkeypatch.setattr(terminal, "prepare", lambda options: None)
     terminal.main(["--random", "--http"])
     assert (asked["host"], asked["port"]) == ("127.0.0.1", 8000)
+
+
+def test_a_server_does_not_look_through_what_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once it has its programs, and not before; a collection takes no time then."""
+    pytest.importorskip("starlette")
+    from serve import http_server
+
+    def run(engine: Engine, **given: Any) -> None:
+        time.sleep(0.3)
+        assert not gc.get_freeze_count()
+        engine.compile()
+        end = time.monotonic() + 60
+        while not gc.get_freeze_count() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert gc.get_freeze_count() > 10_000
+
+    monkeypatch.setattr(http_server, "run", run)
+    monkeypatch.setattr(terminal, "prepare", lambda options: None)
+    gc.unfreeze()
+    try:
+        terminal.main(["--random", "--http"])
+    finally:
+        gc.unfreeze()
 
 
 # ---- in this process -----------------------------------------------------------------
