@@ -264,6 +264,9 @@ def test_wrong_arguments_of_peers(wire: CopyWire) -> None:
         connected("localhost:1", wire)  # type: ignore[arg-type]
     with pytest.raises(ConnectorError, match="nobody serves at localhost:1 "):
         connected(["localhost:1"], wire)
+    for seconds in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="retry_seconds must be above 0, or None"):
+            connected(["localhost:1"], wire, retry_seconds=seconds)
     with pytest.raises(ConnectorError, match="nobody serves at nowhere "):
         connected(["nowhere"], wire)
     with pytest.raises(
@@ -312,6 +315,69 @@ def test_a_server_that_ends(wire: CopyWire) -> None:
         assert connector.parts() == ()
         assert "is gone" in str(connector.errors[server.address])
         assert read(connector, of)[0] == [False, False]
+
+
+def again(connector: PeerConnector, of: list[bytes]) -> list[bool]:
+    """What is found in the end, of a server that may come back."""
+    until = time.monotonic() + 30
+    while not any(found := connector.has(of)) and time.monotonic() < until:
+        time.sleep(0.01)
+    return found
+
+
+def test_a_server_that_comes_back(wire: CopyWire) -> None:
+    """It is another job's, with other blocks, and is measured again."""
+    of = keys(3)
+    server = served(MemoryPart(of=of[:2]), wire)
+    port = int(server.address.rpartition(":")[2])
+    with connected([server.address], wire, retry_seconds=0.05) as connector:
+        lost = connector._peers[0]
+        connector.bandwidths.clear()
+        server.close()
+        assert connector.has(of) == [False] * 3
+        time.sleep(0.1)
+        connector.has(of)  # tries, and nobody is there
+        until = time.monotonic() + 30
+        while "nobody serves" not in str(connector.errors) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert "nobody serves" in str(connector.errors)
+        with served(MemoryPart(of=of[1:]), wire, port=port, takes=True) as server:
+            assert again(connector, of) == [False, True, True]
+            assert connector.errors == {} and connector.takes
+            assert list(connector.bandwidths) == [server.address]
+            found, out = read(connector, of[1:])
+            assert found == [True, True]
+            np.testing.assert_array_equal(out, blocks(of[1:]))
+            assert all(channel._connection.closed for channel in lost._channels)
+            # Its own connections, and none of those that were lost.
+            assert server.num_connections == 2
+
+
+@pytest.mark.parametrize("wrong", ["heads", "bits", "never"])
+def test_a_server_that_does_not_come_back(wire: CopyWire, wrong: str) -> None:
+    of = keys(1)
+    server = served(MemoryPart(of=of), wire)
+    port = int(server.address.rpartition(":")[2])
+    retry = None if wrong == "never" else 0.05
+    with connected([server.address], wire, retry_seconds=retry) as connector:
+        server.close()
+        assert connector.has(of) == [False]
+        gone = str(connector.errors)
+        heads = range(2, 4) if wrong == "heads" else range(HEADS)
+        if wrong == "bits":
+            wire.broken.append("bits")
+        with served(MemoryPart(heads, of), wire, heads, port=port):
+            until = time.monotonic() + (0.5 if wrong == "never" else 30)
+            while str(connector.errors) == gone and time.monotonic() < until:
+                assert connector.has(of) == [False]
+                time.sleep(0.01)
+            said = {
+                "heads": "serves heads 2 to 3 now, not 0 to 3",
+                "bits": "other bytes came than were sent",
+                "never": "is gone",
+            }
+            assert said[wrong] in str(connector.errors)
+            assert connector.has(of) == [False]
 
 
 def test_a_server_that_falls_silent(wire: CopyWire) -> None:

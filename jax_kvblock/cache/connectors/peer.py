@@ -39,14 +39,18 @@ class PeerConnector(Connector):
         start with `probe_bytes`; 0 accepts any.
       probe_bytes: how much is fetched to measure it.
       timeout: seconds that a server may be silent.
+      retry_seconds: how long after it was lost, and after each try, a server is
+        connected to again, by a thread of its own once somebody asks for blocks; it is
+        measured again then. None: never.
 
     Attributes:
-      bandwidths: what was measured, bytes a second by address.
+      bandwidths: what was measured last, bytes a second by address.
 
     Raises:
       SlowConnectorError: when a server's way here is slower.
       ConnectorError: when a server is not there, or serves other blocks.
-      ValueError: for no address, heads that do not fit the namespace, a short secret.
+      ValueError: for no address, heads that do not fit the namespace, a short secret,
+        `retry_seconds` that are not above 0.
 
     Example:
       >>> connector = PeerConnector(["10.0.0.7:8500"], namespace=cache.namespace,
@@ -65,22 +69,30 @@ class PeerConnector(Connector):
         min_bandwidth: float = 1e9,
         probe_bytes: int = 32 << 20,
         timeout: float = 30.0,
+        retry_seconds: float | None = 30.0,
     ) -> None:
         super().__init__(namespace, heads)
         check_secret("PeerConnector", secret)
+        if retry_seconds is not None and not retry_seconds > 0:
+            raise ValueError(
+                "PeerConnector: retry_seconds must be above 0, or None for never, got "
+                f"{retry_seconds}"
+            )
         if isinstance(addresses, str) or not addresses:
             raise ValueError(
                 "PeerConnector: addresses must be several like 'host:port', got "
                 f"{addresses!r}"
             )
+        self._wire, self._secret, self._timeout = wire, secret, timeout
+        self._probe, self._retry = (probe_bytes, min_bandwidth), retry_seconds
+        self._lock = threading.Lock()  # of who looks for lost servers
+        self._looker = ThreadPoolExecutor(1, "kvblock-peers")
+        self._looking = self._closed = False
         self._peers: list[Peer] = []
         self.bandwidths: dict[str, float] = {}
         try:
             for address in addresses:
-                peer = Peer(address, self, wire, secret, timeout)
-                self._peers.append(peer)
-                rate = peer.probe(probe_bytes, min_bandwidth)
-                self.bandwidths[address] = rate
+                self._peers.append(self._open(address))
         except BaseException:
             self.close()
             raise
@@ -91,11 +103,13 @@ class PeerConnector(Connector):
         return any(peer.takes for peer in self._peers)
 
     def parts(self) -> Sequence[Part]:
+        self._look_again()
         return tuple(peer for peer in self._peers if peer.error is None)
 
     @property
     def errors(self) -> dict[str, ConnectorError]:
-        """Of servers that are gone, why; nothing of theirs is found any more."""
+        """Of servers that are gone, why, or why the last try to connect again failed;
+        nothing of theirs is found until they are back."""
         return {p.address: p.error for p in self._peers if p.error is not None}
 
     def put(self, keys: Sequence[bytes], rows: np.ndarray) -> Future[None]:
@@ -129,8 +143,65 @@ class PeerConnector(Connector):
         return _all(puts)
 
     def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self._looker.shutdown()
         for peer in self._peers:
             peer.close()
+
+    # ---- servers, and those that were lost ----
+
+    def _open(self, address: str) -> Peer:
+        """A server that is there, at the rate that is asked."""
+        peer = Peer(address, self, self._wire, self._secret, self._timeout)
+        try:
+            self.bandwidths[address] = peer.probe(*self._probe)
+        except BaseException:
+            peer.close()
+            raise
+        return peer
+
+    def _look_again(self) -> None:
+        """Has lost servers sought whose time has come."""
+        if self._retry is None:
+            return
+        now = time.monotonic()
+        with self._lock:
+            lost = [
+                place
+                for place, peer in enumerate(self._peers)
+                if peer.error is not None and now - peer.lost_at >= self._retry
+            ]
+            if lost and not self._looking and not self._closed:
+                self._looking = True
+                self._looker.submit(self._find_again, lost)
+
+    def _find_again(self, places: Sequence[int]) -> None:
+        try:
+            for place in places:
+                self._find_one(place)
+        finally:
+            with self._lock:
+                self._looking = False
+
+    def _find_one(self, place: int) -> None:
+        lost = self._peers[place]
+        try:
+            found = self._open(lost.address)
+            if found.heads != lost.heads:
+                found.close()
+                raise ConnectorError(
+                    f"PeerConnector: {lost.address} serves heads {found.heads.start} "
+                    f"to {found.heads.stop - 1} now, not {lost.heads.start} to "
+                    f"{lost.heads.stop - 1}; connect by a new PeerConnector"
+                )
+        except Exception as error:  # as it may be half up
+            lost.lost(
+                error if isinstance(error, ConnectorError) else ConnectorError(error)
+            )
+            return
+        self._peers[place] = found
+        lost.close()
 
 
 class Peer:
@@ -141,6 +212,7 @@ class Peer:
     Attributes:
       address, heads, takes: the server's.
       error: why it is gone; None while it is there.
+      lost_at: when that was known, by the monotonic clock.
     """
 
     def __init__(
@@ -153,6 +225,7 @@ class Peer:
     ) -> None:
         self.address, self._timeout = address, timeout
         self.error: ConnectorError | None = None
+        self.lost_at = 0.0
         self._hello: dict[str, Any] = {
             "format": FORMAT,
             "namespace": of.namespace.digest.hex(),
@@ -210,6 +283,11 @@ class Peer:
                 raise ConnectorError(f"{where}: other bytes came than were sent")
             row[:] = 0
         return check_rate(where, nbytes, fastest, least)
+
+    def lost(self, error: ConnectorError) -> None:
+        """It is gone, or not back."""
+        self.lost_at = time.monotonic()  # first: who sees the error looks at this
+        self.error = error
 
     def close(self) -> None:
         self._mover.shutdown()
@@ -302,7 +380,8 @@ class Peer:
 
     def _lose(self, error: ConnectorError) -> None:
         """Nothing more is asked of it: what is under way there is not known."""
-        self.error = self.error or error
+        if self.error is None:
+            self.lost(error)
 
 
 def _all(futures: Sequence[Future[None]]) -> Future[None]:
