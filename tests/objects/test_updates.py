@@ -175,6 +175,16 @@ def test_lists_of_blocks_may_lie_in_any_node(
         assert last.tolist() == [a.id]
 
 
+@pytest.mark.parametrize("guard", ["allow", "disallow"])
+def test_an_argument_may_hold_nothing(manager: kv.BlockManager, guard: str) -> None:
+    def step(pool: kv.KVPool, x: Any, *, y: Any) -> Any:
+        return pool, (x, y)
+
+    for nothing in (None, (), {}, [None, {"a": None}]):
+        with jax.transfer_guard(guard):
+            assert manager.update(step, nothing, y=nothing) == (nothing, nothing)
+
+
 def test_an_argument_that_holds_itself(manager: kv.BlockManager) -> None:
     argument: list[Any] = [jnp.ones(3)]
     argument.append(argument)
