@@ -161,7 +161,10 @@ class Memory:
         arrays = data if isinstance(data, tuple) else (data,)
         traced = any(isinstance(x, jax.core.Tracer) for x in arrays)
         if not traced:
-            self._pool = KVPool._holding(data, self.spec)  # checked as it was traced
+            # Checked as it was traced; without jit a step may return NumPy's arrays.
+            known = all(isinstance(x, jax.Array) for x in arrays)
+            make = KVPool._holding if known else KVPool
+            self._pool = make(data, self.spec)
         self._made.clear()
         return None if traced else packed
 

@@ -110,6 +110,15 @@ def test_updates_work_without_jit(manager: kv.BlockManager) -> None:
     assert all_are(manager, 1) and not old.data.is_deleted()
 
 
+def test_without_jit_a_step_may_return_arrays_of_numpy(
+    manager: kv.BlockManager,
+) -> None:
+    for _ in range(2):  # the pool is one that JAX knows, for the next step
+        with jax.disable_jit():
+            manager.update(lambda pool: jax.tree.map(np.asarray, add(pool)))
+    assert isinstance(manager.pool.data, jax.Array) and all_are(manager, 2)
+
+
 def test_a_list_of_blocks_stands_for_its_ids(
     manager: kv.BlockManager, rng: np.random.Generator
 ) -> None:
