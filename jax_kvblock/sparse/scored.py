@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_kvblock.core.checks import as_array, check_positive, show
 from jax_kvblock.sparse.arguments import check_blocks, grid_of
@@ -92,10 +93,10 @@ def check_choice_of_tiles(
     """The fields that say how many tiles are taken."""
     if tau is not None:
         tau = check_number(where, "tau", tau, 0.0, 1.0)
-        if tau == 0:
+        if tau < np.finfo(np.float32).tiny:  # kernels are told it in float32
             raise ValueError(
-                f"{where}: tau must be above 0, got 0.0; a row that lists no tile "
-                "gives zeros"
+                f"{where}: tau must be above 0 in float32, got {tau}; a row that lists "
+                "no tile gives zeros"
             )
     if ratio is not None:
         ratio = check_ratio(where, ratio)
