@@ -40,10 +40,11 @@ def pool(x: Any, ends: Any, *, side: int, pieces: int, extremes: bool) -> list[A
     """`plain.pool` by the kernel."""
     *leading, length, heads, dim = x.shape
     flat = x.reshape(-1, length, heads * dim)
-    shape = (len(flat), pieces, heads * dim)
+    members = flat.shape[0]  # a symbol, where the batch of an export is one
+    shape = (members, pieces, heads * dim)
     results = [jax.ShapeDtypeStruct(shape, jnp.float32)] * (3 if extremes else 1)
     launch = jax.ffi.ffi_call(POOL, results)
-    made = launch(flat, ends.reshape(len(flat)), side=np.int32(side))
+    made = launch(flat, ends.reshape(members), side=np.int32(side))
     return [y.reshape(*leading, pieces, heads, dim) for y in made]
 
 
@@ -63,7 +64,7 @@ def lists(kept: Any, *, width: int) -> list[Any]:
     """`plain.lists` by the kernel."""
     *leading, columns = kept.shape
     flat = kept.reshape(-1, columns)
-    shapes = ((len(flat), width), (len(flat),))
+    shapes = ((flat.shape[0], width), flat.shape[:1])
     results = [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes]
     indices, counts = jax.ffi.ffi_call(LISTS, results)(flat)
     return [indices.reshape(*leading, width), counts.reshape(leading)]

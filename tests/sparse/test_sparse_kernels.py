@@ -189,6 +189,28 @@ def test_selectors_take_them(name, select_as_cuda, emulated_select, rng):
     assert_alike([got.report.listed], [wanted.report.listed])
 
 
+def test_exports_have_them_and_a_batch_may_be_a_symbol(
+    select_as_cuda, emulated_select, rng
+):
+    """Where their targets are named, as docs/sparse.md does."""
+    targets = map(
+        jax.export.DisabledSafetyCheck.custom_call, (cuda.POOL, cuda.KEEP, cuda.LISTS)
+    )
+
+    def choose(q, k):
+        tiles, _ = selectors()["gate"].select(q, k, causal=True)
+        return tiles.indices, tiles.counts
+
+    q, k, _ = draw_qk(rng)
+    symbol = jax.export.symbolic_shape("b")
+    batches = [jax.ShapeDtypeStruct(symbol + x.shape[1:], x.dtype) for x in (q, k)]
+    made = jax.export.export(jit(choose), disabled_checks=[*targets])(*batches)
+    again = jax.export.deserialize(made.serialize())
+    emulated_select.emulator_launches()
+    assert_alike(jax.block_until_ready(again.call(q, k)), choose(q, k))
+    assert emulated_select.emulator_launches() == 8
+
+
 def lowered(function, *operands):
     """The text of a program for an NVIDIA GPU, without one."""
     traced = jit(function).trace(*operands)
