@@ -44,10 +44,9 @@ def pool(x: Any, ends: Any, *, side: int, pieces: int, extremes: bool) -> list[A
     mean = jnp.where(real, x, 0).sum(-3, dtype=jnp.float32) / number
     if not extremes:
         return [mean]
-    most = jnp.asarray(jnp.finfo(x.dtype).max, x.dtype)
     some = real.any(-3)
-    high = jnp.where(some, jnp.where(real, x, -most).max(-3), 0)
-    low = jnp.where(some, jnp.where(real, x, most).min(-3), 0)
+    high = jnp.where(some, jnp.where(real, x, -jnp.inf).max(-3), 0)
+    low = jnp.where(some, jnp.where(real, x, jnp.inf).min(-3), 0)
     return [mean, high.astype(jnp.float32), low.astype(jnp.float32)]
 
 
