@@ -207,7 +207,7 @@ def selectors(ratio: float, rows: int, gates: dict[str, Gate]) -> dict[str, Sele
         },
         **{
             f"pooled, pieces of {n}": PooledThreshold(piece=n, **scored)
-            for n in (8, 16, 32)
+            for n in (8, 16, 32, 64)
         },
         "learned, tiles": LearnedGate(gates["tiles"], **scored),
         f"learned, pieces of {PIECE}": LearnedGate(

@@ -27,8 +27,8 @@ std::string Check(const kvblock_pool& a) {
   if (a.width % of_piece != 0 || a.width > 1 << 24) {
     return Got("width must be a multiple of " + std::to_string(of_piece) + " up to 2^24", a.width);
   }
-  if (a.members * a.pieces > INT32_MAX || a.pieces * a.side > INT32_MAX) {
-    return "there must be fewer than 2^31 pieces, and rows of a member's pieces";
+  if (a.members * a.pieces > INT32_MAX || a.pieces * a.side > 1 << 30) {
+    return "there must be fewer than 2^31 pieces, and 2^30 rows of a member's at most";
   }
   if (a.members * a.pieces * a.width == 0) return "";
   if (a.x == nullptr && a.length != 0) return "x is NULL";

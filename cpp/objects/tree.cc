@@ -53,6 +53,7 @@ nb::set KindsIn(nb::handle tree) {
 }  // namespace
 
 void RegisterTree(nb::module_& m) {
-  m.def("kinds_in", &KindsIn, nb::arg("tree"), nb::sig("def kinds_in(tree: object) -> set[type]"),
+  m.def("kinds_in", &KindsIn, nb::arg("tree").none(),
+        nb::sig("def kinds_in(tree: object) -> set[type]"),
         "The classes of what dicts, lists and tuples hold, but for these three themselves.");
 }

@@ -97,7 +97,7 @@ def has_leaf(tree: Any, kinds: tuple[type, ...]) -> bool:
     The weights of a model are hundreds of leaves of one class, which is asked once. JAX
     is asked for leaves where there may be nodes other than dicts, lists and tuples.
     """
-    found = _native.kinds_in((tree,))  # None is no argument of its own there
+    found = _native.kinds_in(tree)
     if not found <= _LEAVES:
         found = set(map(type, jax.tree.leaves(tree)))
         _LEAVES.update(kind for kind in found if issubclass(kind, jax.Array))

@@ -73,14 +73,15 @@ def keep(scores: Any, states: Any, limits: Any, *, tau: float) -> list[Any]:
     """
     visible, always, free = states != HIDDEN, states == ALWAYS, states == FREE
     keys = jnp.where(free, sorted_bits(scores), np.uint32(0))
-    room = jnp.minimum(limits - count(always), count(free))
+    own = count(always)  # which a limit does not cut
+    room = jnp.minimum(jnp.maximum(limits, own) - own, count(free))
 
     every = jnp.where(visible & (scores > 0), scores, 0)
     total, mass = every.sum(-1), jnp.where(always, 0, every)
     # What the others have to hold. A row of which nothing is known takes what it may,
     # one that has all there is no more.
-    own = jnp.where(always, every, 0).sum(-1)
-    need = jnp.where(own < total, np.float32(tau) * total - own, 0)
+    sure = jnp.where(always, every, 0).sum(-1)
+    need = jnp.where(sure < total, np.float32(tau) * total - sure, 0)
     need = jnp.where(total > 0, need, jnp.inf)
 
     def enough(at: Any) -> Any:

@@ -94,13 +94,21 @@ def test_what_is_no_number(emulated_select):
 
 def test_rows_that_hold_nothing(emulated_select):
     """Whose tiles are hidden, or without mass, or all of which have to be there."""
-    scores = np.float32([[1, 2, 3], [-1, -2, -3], [1, 2, 1], [1, 2, 1], [5, 1, 1]])
-    states = np.uint8([[HIDDEN] * 3, [FREE] * 3, [ALWAYS] * 3, [FREE] * 3, [FREE] * 3])
-    states[4, 0] = ALWAYS
-    rows = Rows(scores, states, np.int32([3, 2, 0, 0, 3]))
-    made = launch_keep(emulated_select, rows, 0.5, Guarded())
-    assert made[0].tolist() == [[0, 0, 0], [1, 1, 0], [1, 1, 1], [0, 0, 0], [1, 0, 0]]
-    np.testing.assert_array_equal(made[1], np.float32([1, 1, 1, 0, 5 / 7]))
+    scores = [[1, 2, 3], [-1, -2, -3], [1, 2, 1], [1, 2, 1], [5, 1, 1], [5, 1, 1]]
+    states = np.full((6, 3), FREE, np.uint8)
+    states[0], states[2], states[4:, 0] = HIDDEN, ALWAYS, ALWAYS
+    limits = np.int32([3, 2, 0, 0, 3, np.iinfo(np.int32).min])
+    made = launch_keep(
+        emulated_select, Rows(np.float32(scores), states, limits), 0.5, Guarded()
+    )
+    kept = [[0, 0, 0], [1, 1, 0], [1, 1, 1], [0, 0, 0], [1, 0, 0], [1, 0, 0]]
+    assert made[0].tolist() == kept
+    np.testing.assert_array_equal(made[1], np.float32([1, 1, 1, 0, 5 / 7, 5 / 7]))
+    made = launch_keep(
+        emulated_select, Rows(np.float32(scores), states, limits), 0.0, Guarded()
+    )
+    kept[3:] = [[0, 0, 0], [1, 1, 1], [1, 0, 0]]
+    assert made[0].tolist() == kept
 
 
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.9, 1.0])

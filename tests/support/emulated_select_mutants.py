@@ -40,7 +40,7 @@ SELECT_EMULATED = (
     Mutant(
         "select: what has to be there takes no room",
         SELECT,
-        "min(p.limits[row] - num_always, num_free)",
+        "min(max(p.limits[row], num_always) - num_always, num_free)",
         "min(p.limits[row], num_free)",
         BEST,
     ),

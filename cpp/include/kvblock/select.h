@@ -10,8 +10,9 @@
  * for, or, with tau, until what is kept holds so much of the row's mass.
  *
  *   kept[i, j]  = 1    where states[i, j] is KVBLOCK_TILE_ALWAYS
- *               = 1    for the free ones with the highest scores, in all with those above at most
- *                      limits[i]; of equal ones the first; NaN is below all
+ *               = 1    for the free ones with the highest scores, as many as limits[i] leaves beside
+ *                      those, which it does not cut; of equal ones the first, -0 is below 0, and
+ *                      NaN below all
  *               = 0    else
  *
  * With tau > 0 scores are masses, those below 0 or NaN are 0, and a row stops at the first tile with

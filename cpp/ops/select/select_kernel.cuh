@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kSelectMostThreads, 1)
     keys[i] = is_free ? key : 0;
   }
   const int num_always = numbers.Of(__popc(always)), num_free = numbers.Of(free);
-  const int room = min(p.limits[row] - num_always, num_free);
+  const int room = min(max(p.limits[row], num_always) - num_always, num_free);
   float need = 0.0f, total = 0.0f;
   if constexpr (kMass) {
     total = masses.Of(seen_mass);
