@@ -223,6 +223,18 @@ BARS = (
         "dense over it", None, 6, implementation=f"^{OURS}, "),
     Bar("a selection / selecting and attending", "^selection$", "of the whole", None,
         0.12, at_most=True, implementation=f"^{OURS}, "),
+    # At equal tiles, over all texts and layers.
+    *(
+        Bar(f"recall, {mine} / {others}", " left out$", "recall", f"row {OURS}, {row}",
+            1.0, shape="^all, ", implementation=f"^{OURS}, {who}", platform=None)
+        for mine, who, others, row in (
+            ("a gate", "learned", "a threshold", "threshold, stride 16"),
+            ("a threshold", "(threshold, stride|pooled)[^,]*$", "random", "random"),
+        )
+    ),
+    Bar("right answers, a tenth of the tiles / dense", "^questions$", "right answers",
+        f"row {OURS}, dense", 0.99, platform=None,
+        implementation=f"^{OURS}, (learned|threshold|pooled)"),
     Bar("listed tiles / FlexAttention", "^(forward|backward)$", "rate",
         "peer torch flex attention", 1.5, shape="^peers", implementation=f"^{OURS}$"),
     Bar("listed tiles / FlashInfer", "^forward$", "rate", "peer flashinfer", 1.5,
