@@ -50,9 +50,9 @@ nb::dict Handlers() {
     cuda["kvblock_cast"] = Handler(KvblockCast);
     cuda["kvblock_norm_cast"] = Handler(KvblockNormCast);
     cuda["kvblock_quantize"] = Handler(KvblockQuantize);
-    cuda["kvblock_pool"] = Handler(KvblockPool);
-    cuda["kvblock_keep"] = Handler(KvblockKeep);
-    cuda["kvblock_lists"] = Handler(KvblockLists);
+    cuda["kvblock_pool_pieces"] = Handler(KvblockPoolPieces);
+    cuda["kvblock_keep_tiles"] = Handler(KvblockKeepTiles);
+    cuda["kvblock_list_tiles"] = Handler(KvblockListTiles);
   }
   // The driver alone is needed.
   cuda["kvblock_kernel_call"] = KernelCall(KvblockKernelExecute);

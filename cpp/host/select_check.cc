@@ -8,9 +8,9 @@
 namespace kvblock {
 namespace {
 
-std::string Check(const kvblock_pool& a) {
-  if (a.dtype < KVBLOCK_POOL_BF16 || a.dtype > KVBLOCK_POOL_F32) {
-    return Got("dtype must be KVBLOCK_POOL_BF16, F16 or F32", a.dtype);
+std::string Check(const kvblock_pool_pieces& a) {
+  if (a.dtype < KVBLOCK_PIECES_BF16 || a.dtype > KVBLOCK_PIECES_F32) {
+    return Got("dtype must be KVBLOCK_PIECES_BF16, F16 or F32", a.dtype);
   }
   if (a.side < 1) return Got("side must be at least 1", a.side);
   const struct {
@@ -23,7 +23,7 @@ std::string Check(const kvblock_pool& a) {
       return Got(std::string(axis.name) + " must be from 0 to 2^31 - 1", axis.size);
     }
   }
-  const int64_t of_piece = a.dtype == KVBLOCK_POOL_F32 ? 4 : 8;
+  const int64_t of_piece = a.dtype == KVBLOCK_PIECES_F32 ? 4 : 8;
   if (a.width % of_piece != 0 || a.width > 1 << 24) {
     return Got("width must be a multiple of " + std::to_string(of_piece) + " up to 2^24", a.width);
   }
@@ -51,7 +51,7 @@ std::string CheckMap(int64_t rows, int64_t columns) {
   return "";
 }
 
-std::string Check(const kvblock_keep& a) {
+std::string Check(const kvblock_keep_tiles& a) {
   std::string error = CheckMap(a.rows, a.columns);
   if (!error.empty()) return error;
   if (!(a.tau >= 0.0f && a.tau <= 1.0f)) return "tau must be from 0 to 1";
@@ -67,7 +67,7 @@ std::string Check(const kvblock_keep& a) {
   return "";
 }
 
-std::string Check(const kvblock_lists& a) {
+std::string Check(const kvblock_list_tiles& a) {
   std::string error = CheckMap(a.rows, a.columns);
   if (!error.empty()) return error;
   if (a.width < 1 || a.width > INT32_MAX) return Got("width must be from 1 to 2^31 - 1", a.width);
@@ -88,14 +88,14 @@ const char* Said(const std::string& where, const Call* a) {
 }  // namespace
 }  // namespace kvblock
 
-extern "C" const char* kvblock_pool_check(const kvblock_pool* a) {
-  return kvblock::Said("pool", a);
+extern "C" const char* kvblock_pool_pieces_check(const kvblock_pool_pieces* a) {
+  return kvblock::Said("pool_pieces", a);
 }
 
-extern "C" const char* kvblock_keep_check(const kvblock_keep* a) {
-  return kvblock::Said("keep", a);
+extern "C" const char* kvblock_keep_tiles_check(const kvblock_keep_tiles* a) {
+  return kvblock::Said("keep_tiles", a);
 }
 
-extern "C" const char* kvblock_lists_check(const kvblock_lists* a) {
-  return kvblock::Said("lists", a);
+extern "C" const char* kvblock_list_tiles_check(const kvblock_list_tiles* a) {
+  return kvblock::Said("list_tiles", a);
 }

@@ -113,7 +113,7 @@ def pool_pieces(
       Float32 `[B, count, H, D]` each.
     """
     ends = jnp.broadcast_to(jnp.asarray(end, jnp.int32)[:, 0, 0], x.shape[:1])
-    return primitive.pool(x, ends, side, count, extremes)
+    return primitive.pool_pieces(x, ends, side, count, extremes)
 
 
 def in_pieces(grid: Grid, side: int) -> Grid:

@@ -21,7 +21,9 @@ DIGIT = 2  # bits of a threshold that a pass finds; a divisor of 32
 HIDDEN, FREE, ALWAYS = range(3)
 
 
-def pool(x: Any, ends: Any, *, side: int, pieces: int, extremes: bool) -> list[Any]:
+def pool_pieces(
+    x: Any, ends: Any, *, side: int, pieces: int, extremes: bool
+) -> list[Any]:
     """Means of pieces, and where `extremes` says so their largest and smallest numbers.
 
     Args:
@@ -60,7 +62,7 @@ def sorted_bits(x: Any) -> jax.Array:
     return jnp.where(jnp.isnan(x), np.uint32(1), ordered)
 
 
-def keep(scores: Any, states: Any, limits: Any, *, tau: float) -> list[Any]:
+def keep_tiles(scores: Any, states: Any, limits: Any, *, tau: float) -> list[Any]:
     """The map of what is kept, and with tau the share of each row's mass that it holds.
 
     Args:
@@ -123,7 +125,7 @@ def keep(scores: Any, states: Any, limits: Any, *, tau: float) -> list[Any]:
     return [kept, held.astype(jnp.float32)]
 
 
-def lists(kept: Any, *, width: int) -> list[Any]:
+def list_tiles(kept: Any, *, width: int) -> list[Any]:
     """Indices int32 `[..., width]`, −1 behind them, and counts `[...]` of a map.
 
     Entry m is the first tile up to which m + 1 are kept.

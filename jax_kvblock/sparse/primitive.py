@@ -22,27 +22,27 @@ from jax_kvblock.sparse import cuda, plain
 Compute = Callable[..., list[Any]]
 
 
-def pool(x: Any, ends: Any, side: int, pieces: int, extremes: bool) -> list[Any]:
-    """`plain.pool`."""
+def pool_pieces(x: Any, ends: Any, side: int, pieces: int, extremes: bool) -> list[Any]:
+    """`plain.pool_pieces`."""
     operands = vary_alike([x, ends])
-    return pool_p.bind(*operands, side=side, pieces=pieces, extremes=extremes)
+    return pool_pieces_p.bind(*operands, side=side, pieces=pieces, extremes=extremes)
 
 
-def keep(scores: Any, states: Any, limits: Any, tau: float = 0.0) -> list[Any]:
-    """`plain.keep`, without a gradient."""
+def keep_tiles(scores: Any, states: Any, limits: Any, tau: float = 0.0) -> list[Any]:
+    """`plain.keep_tiles`, without a gradient."""
     operands = vary_alike([jax.lax.stop_gradient(scores), states, limits])
-    return keep_p.bind(*operands, tau=tau)
+    return keep_tiles_p.bind(*operands, tau=tau)
 
 
-def lists(kept: Any, width: int) -> list[Any]:
-    """`plain.lists`."""
-    return lists_p.bind(kept, width=width)
+def list_tiles(kept: Any, width: int) -> list[Any]:
+    """`plain.list_tiles`."""
+    return list_tiles_p.bind(kept, width=width)
 
 
 # ---- evaluation ----------------------------------------------------------------------
 
 
-def _pool_avals(
+def _pool_pieces_avals(
     x: Any, ends: Any, *, side: int, pieces: int, extremes: bool
 ) -> list[Any]:
     *leading, _, heads, dim = x.shape
@@ -58,12 +58,14 @@ def _pool_avals(
     return [made] * (3 if extremes else 1)
 
 
-def _keep_avals(scores: Any, states: Any, limits: Any, *, tau: float) -> list[Any]:
+def _keep_tiles_avals(
+    scores: Any, states: Any, limits: Any, *, tau: float
+) -> list[Any]:
     kept = _like(scores, scores.shape, jnp.bool_)
     return [kept, _like(scores, scores.shape[:-1], jnp.float32)] if tau else [kept]
 
 
-def _lists_avals(kept: Any, *, width: int) -> list[Any]:
+def _list_tiles_avals(kept: Any, *, width: int) -> list[Any]:
     leading = kept.shape[:-1]
     return [_like(kept, shape, jnp.int32) for shape in ((*leading, width), leading)]
 
@@ -122,6 +124,12 @@ def _primitive(
     return primitive
 
 
-pool_p = _primitive(cuda.POOL, _pool_avals, plain.pool, cuda.pool)
-keep_p = _primitive(cuda.KEEP, _keep_avals, plain.keep, cuda.keep)
-lists_p = _primitive(cuda.LISTS, _lists_avals, plain.lists, cuda.lists)
+pool_pieces_p = _primitive(
+    cuda.POOL_PIECES, _pool_pieces_avals, plain.pool_pieces, cuda.pool_pieces
+)
+keep_tiles_p = _primitive(
+    cuda.KEEP_TILES, _keep_tiles_avals, plain.keep_tiles, cuda.keep_tiles
+)
+list_tiles_p = _primitive(
+    cuda.LIST_TILES, _list_tiles_avals, plain.list_tiles, cuda.list_tiles
+)

@@ -90,7 +90,7 @@ def keep(
     scores, visible = jnp.asarray(scores), jnp.asarray(visible)
     shape = jnp.broadcast_shapes(scores.shape, visible.shape)
     states = jnp.where(always & visible, ALWAYS, jnp.where(visible, FREE, HIDDEN))
-    kept, *held = primitive.keep(
+    kept, *held = primitive.keep_tiles(
         jnp.broadcast_to(scores, shape).astype(jnp.float32),
         jnp.broadcast_to(states, shape).astype(jnp.uint8),
         jnp.broadcast_to(limit, shape[:-1]).astype(jnp.int32),
@@ -119,7 +119,7 @@ def lists_of(kept: Any, width: int) -> tuple[Any, Any]:
     """
     width = max(width, 1)
     if not isinstance(kept, np.ndarray):
-        indices, counts = primitive.lists(kept, width)
+        indices, counts = primitive.list_tiles(kept, width)
         return indices, counts
     counts = plain.count(kept)
     first = np.argsort(~kept, axis=-1, kind="stable")[..., :width]

@@ -17,7 +17,7 @@ from cast_launches import CCast
 from norm_cast_launches import CNormCast
 from paged_problems import Paged, Scales, Strides
 from quantize_launches import CArray, CQuantize
-from select_launches import CKeep, CLists, CPool
+from select_launches import CKeepTiles, CListTiles, CPoolPieces
 
 import jax_kvblock
 from jax_kvblock.cache.copy_lines import FIELDS, STRIP
@@ -147,9 +147,12 @@ def test_header_is_cpp(standard: str, tmp_path: Path) -> None:
         "&kvblock_norm_cast_cuda;\n"
         "const char* (*quantize)(const kvblock_quantize*, void*) = "
         "&kvblock_quantize_cuda;\n"
-        "const char* (*pool)(const kvblock_pool*, void*) = &kvblock_pool_cuda;\n"
-        "const char* (*keep)(const kvblock_keep*, void*) = &kvblock_keep_cuda;\n"
-        "const char* (*lists)(const kvblock_lists*, void*) = &kvblock_lists_cuda;\n"
+        "const char* (*pool_pieces)(const kvblock_pool_pieces*, void*) = "
+        "&kvblock_pool_pieces_cuda;\n"
+        "const char* (*keep_tiles)(const kvblock_keep_tiles*, void*) = "
+        "&kvblock_keep_tiles_cuda;\n"
+        "const char* (*list_tiles)(const kvblock_list_tiles*, void*) = "
+        "&kvblock_list_tiles_cuda;\n"
         "const char* (*run)(const kvblock_forward*, void*) = "
         "&kvblock_attention_forward;\n"
     )
@@ -173,9 +176,9 @@ def test_the_structs_of_these_tests_are_those_of_the_headers(tmp_path: Path) -> 
         "kvblock_paged_attention": Paged,
         "kvblock_quantize": CQuantize,
         "kvblock_quantize_array": CArray,
-        "kvblock_pool": CPool,
-        "kvblock_keep": CKeep,
-        "kvblock_lists": CLists,
+        "kvblock_pool_pieces": CPoolPieces,
+        "kvblock_keep_tiles": CKeepTiles,
+        "kvblock_list_tiles": CListTiles,
     }
     same = []
     for name, struct in structs.items():

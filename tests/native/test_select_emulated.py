@@ -18,9 +18,9 @@ from select_launches import (
     hold_keep,
     hold_lists,
     hold_pool,
-    launch_keep,
-    launch_lists,
-    launch_pool,
+    launch_keep_tiles,
+    launch_list_tiles,
+    launch_pool_pieces,
 )
 
 
@@ -31,7 +31,7 @@ def test_pieces(shape, side, pieces, dtype, emulated_select, rng):
     ends = rng.integers(-3, shape[1] + 3, shape[0])
     for of_rows in (None, ends, np.zeros_like(ends)):
         for extremes in (True, False):
-            made = launch_pool(
+            made = launch_pool_pieces(
                 emulated_select, x, of_rows, side, pieces, Guarded(), extremes
             )
             assert len(made) == (3 if extremes else 1)
@@ -43,7 +43,7 @@ def test_pieces_of_what_is_not_finite(emulated_select):
     x = np.ones((1, 16, 8), np.float32)
     x[0, 3, :3] = np.nan, np.inf, -np.inf
     x[0, 14:, 5] = np.nan
-    made = launch_pool(emulated_select, x, np.int32([14]), 8, 2, Guarded())
+    made = launch_pool_pieces(emulated_select, x, np.int32([14]), 8, 2, Guarded())
     one, nan, inf = 1.0, np.nan, np.inf
     odds = [nan, inf, -inf], [nan, inf, 1], [nan, 1, -inf]
     for found, odd in zip(made, odds, strict=True):
@@ -56,7 +56,7 @@ def test_pieces_of_what_is_not_finite(emulated_select):
 def test_rows_keep_the_best(shape, tau, emulated_select, rng):
     for skew in (False, True):
         rows = draw(rng, shape)
-        made = launch_keep(emulated_select, rows, tau, Guarded(skew))
+        made = launch_keep_tiles(emulated_select, rows, tau, Guarded(skew))
         hold_keep(made, rows, tau)
 
 
@@ -68,7 +68,7 @@ def test_one_tile_wherever_it_is(first, tau, emulated_select):
     scores[0, first : first + 2] = np.nextafter(np.float32(1), 2)
     scores[0, (first + 300) % 600] = 1.0
     rows = Rows(scores, np.full((1, 600), FREE, np.uint8), np.int32([1]))
-    kept, masses = launch_keep(emulated_select, rows, tau, Guarded())
+    kept, masses = launch_keep_tiles(emulated_select, rows, tau, Guarded())
     assert np.flatnonzero(kept).tolist() == [first]
     if tau:
         np.testing.assert_allclose(masses[0], 1 / 3, rtol=1e-6)
@@ -81,14 +81,14 @@ def test_what_is_no_number(emulated_select):
     states = np.full(scores.shape, FREE, np.uint8)
     for count in range(scores.size + 1):
         rows = Rows(scores, states, np.int32([count]))
-        kept, _ = launch_keep(emulated_select, rows, 0.0, Guarded())
+        kept, _ = launch_keep_tiles(emulated_select, rows, 0.0, Guarded())
         assert np.flatnonzero(kept).tolist() == sorted(order[:count])
-        kept, masses = launch_keep(emulated_select, rows, 0.75, Guarded())
+        kept, masses = launch_keep_tiles(emulated_select, rows, 0.75, Guarded())
         assert np.flatnonzero(kept).tolist() == order[: min(count, 1)]
         assert masses[0] == min(count, 1)
     states[0, 7] = ALWAYS  # then nothing else is needed
     rows = Rows(scores, states, np.int32([5]))
-    kept, masses = launch_keep(emulated_select, rows, 0.75, Guarded())
+    kept, masses = launch_keep_tiles(emulated_select, rows, 0.75, Guarded())
     assert np.flatnonzero(kept).tolist() == [7] and masses[0] == 1
 
 
@@ -98,13 +98,13 @@ def test_rows_that_hold_nothing(emulated_select):
     states = np.full((6, 3), FREE, np.uint8)
     states[0], states[2], states[4:, 0] = HIDDEN, ALWAYS, ALWAYS
     limits = np.int32([3, 2, 0, 0, 3, np.iinfo(np.int32).min])
-    made = launch_keep(
+    made = launch_keep_tiles(
         emulated_select, Rows(np.float32(scores), states, limits), 0.5, Guarded()
     )
     kept = [[0, 0, 0], [1, 1, 0], [1, 1, 1], [0, 0, 0], [1, 0, 0], [1, 0, 0]]
     assert made[0].tolist() == kept
     np.testing.assert_array_equal(made[1], np.float32([1, 1, 1, 0, 5 / 7, 5 / 7]))
-    made = launch_keep(
+    made = launch_keep_tiles(
         emulated_select, Rows(np.float32(scores), states, limits), 0.0, Guarded()
     )
     kept[3:] = [[0, 0, 0], [1, 1, 1], [1, 0, 0]]
@@ -116,16 +116,18 @@ def test_rows_that_hold_nothing(emulated_select):
 def test_lists_of_maps(shape, share, emulated_select, rng):
     kept = rng.random(shape) < share
     for width in {1, max(1, int(share * shape[1])), shape[1] + 3}:
-        made = launch_lists(emulated_select, kept, width, Guarded())
+        made = launch_list_tiles(emulated_select, kept, width, Guarded())
         hold_lists(made, kept, width)
 
 
 def test_one_launch_each(emulated_select, rng):
     rows = draw(rng, (5, 300))
     emulated_select.emulator_launches()
-    launch_keep(emulated_select, rows, 0.5, Guarded())
-    launch_lists(emulated_select, rows.states, 3, Guarded())
-    launch_pool(emulated_select, np.ones((2, 9, 16), np.float32), None, 4, 3, Guarded())
+    launch_keep_tiles(emulated_select, rows, 0.5, Guarded())
+    launch_list_tiles(emulated_select, rows.states, 3, Guarded())
+    launch_pool_pieces(
+        emulated_select, np.ones((2, 9, 16), np.float32), None, 4, 3, Guarded()
+    )
     assert emulated_select.emulator_launches() == 3
 
 
@@ -134,8 +136,8 @@ def test_nothing_at_all(shape, emulated_select):
     emulated_select.emulator_launches()
     limits = np.zeros(shape[0], np.int32)
     rows = Rows(np.zeros(shape, np.float32), np.zeros(shape, np.uint8), limits)
-    launch_keep(emulated_select, rows, 0.0, Guarded())
+    launch_keep_tiles(emulated_select, rows, 0.0, Guarded())
     assert emulated_select.emulator_launches() == 0
-    made = launch_lists(emulated_select, np.zeros(shape, bool), 2, Guarded())
+    made = launch_list_tiles(emulated_select, np.zeros(shape, bool), 2, Guarded())
     assert (made[0] == -1).all() and (made[1] == 0).all()
     assert emulated_select.emulator_launches() == int(shape[0] != 0)

@@ -51,8 +51,8 @@ def hold_pieces(dtype, extremes, rng):
     x = jnp.asarray(x, dtype)
     ends = jnp.int32([[70, 33, 0], [1, -5, 99]])
     how = {"side": 16, "pieces": 6, "extremes": extremes}
-    made = jit(partial(primitive.pool, **how))(x, ends)
-    wanted = jit(partial(plain.pool, **how))(x, ends)
+    made = jit(partial(primitive.pool_pieces, **how))(x, ends)
+    wanted = jit(partial(plain.pool_pieces, **how))(x, ends)
     assert len(made) == (3 if extremes else 1)
     np.testing.assert_allclose(made[0], wanted[0], rtol=1e-5, atol=1e-6)
     assert_alike(made[1:], wanted[1:])
@@ -75,14 +75,14 @@ def hold(columns, tau, rng):
     """What the kernels give beside plain JAX. Sums are exact; XLA's quotients on GPUs
     are not."""
     rows = rows_of(rng, columns)
-    kept, *held = jit(primitive.keep, static_argnums=3)(*rows, tau)
-    wanted = jit(partial(plain.keep, tau=tau))(*rows)
+    kept, *held = jit(primitive.keep_tiles, static_argnums=3)(*rows, tau)
+    wanted = jit(partial(plain.keep_tiles, tau=tau))(*rows)
     assert_alike([kept], wanted[:1])
     for a, b in zip(held, wanted[1:], strict=True):
         np.testing.assert_allclose(a, b, rtol=3e-7, atol=0)
     for width in (1, columns):
-        lists = jit(primitive.lists, static_argnums=1)(kept, width)
-        assert_alike(lists, jit(partial(plain.lists, width=width))(kept))
+        lists = jit(primitive.list_tiles, static_argnums=1)(kept, width)
+        assert_alike(lists, jit(partial(plain.list_tiles, width=width))(kept))
 
 
 @pytest.mark.parametrize("tau", TAUS)
@@ -100,10 +100,10 @@ def test_kernels_choose_so_on_this_gpu(columns, tau, rng):
 
 def test_modes_of_jax(select_as_cuda, emulated_select, rng):
     rows = rows_of(rng, 40)
-    wanted = plain.keep(*rows, tau=0.5)
+    wanted = plain.keep_tiles(*rows, tau=0.5)
 
     def keep(*rows):
-        return primitive.keep(*rows, 0.5)
+        return primitive.keep_tiles(*rows, 0.5)
 
     emulated_select.emulator_launches()
     assert_alike(keep(*rows), wanted)
@@ -114,7 +114,7 @@ def test_modes_of_jax(select_as_cuda, emulated_select, rng):
     limits = rows.limits[0]
     assert_alike(
         over(*turned, limits),
-        plain.keep(
+        plain.keep_tiles(
             *(np.broadcast_to(x[:1], x.shape) for x in rows[:2]),
             np.broadcast_to(limits, rows.limits.shape),
             tau=0.5,
@@ -131,12 +131,12 @@ def test_what_is_chosen_has_no_derivative(select_as_cuda, rng):
     rows = rows_of(rng, 40)
 
     def loss(scores):
-        kept, held = primitive.keep(scores, *rows[1:], 0.5)
+        kept, held = primitive.keep_tiles(scores, *rows[1:], 0.5)
         return jnp.where(kept, scores, 0).sum() + held.sum()
 
-    kept, _ = primitive.keep(*rows, 0.5)
+    kept, _ = primitive.keep_tiles(*rows, 0.5)
     np.testing.assert_array_equal(jit(jax.grad(loss))(rows.scores), kept)
-    held = lambda x: primitive.keep(x, *rows[1:], 0.5)[1]  # noqa: E731
+    held = lambda x: primitive.keep_tiles(x, *rows[1:], 0.5)[1]  # noqa: E731
     _, zeros = jax.jvp(held, [rows.scores], [rows.scores])
     assert not np.asarray(zeros).any()
 
@@ -150,8 +150,8 @@ def test_pieces_have_derivatives(select_as_cuda, emulated_select, rng):
         return sum(jnp.vdot(y, jnp.cos(y)) for y in made)
 
     emulated_select.emulator_launches()
-    got = jit(jax.grad(partial(loss, primitive.pool)))(x)
-    want = jit(jax.grad(partial(loss, plain.pool)))(x)
+    got = jit(jax.grad(partial(loss, primitive.pool_pieces)))(x)
+    want = jit(jax.grad(partial(loss, plain.pool_pieces)))(x)
     np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
     assert np.asarray(got)[:, :17].all() and not np.asarray(got)[:, 17:].any()
     assert emulated_select.emulator_launches() == 0
@@ -196,7 +196,8 @@ def test_exports_have_them_and_a_batch_may_be_a_symbol(
 ):
     """Where their targets are named, as docs/sparse.md does."""
     targets = map(
-        jax.export.DisabledSafetyCheck.custom_call, (cuda.POOL, cuda.KEEP, cuda.LISTS)
+        jax.export.DisabledSafetyCheck.custom_call,
+        (cuda.POOL_PIECES, cuda.KEEP_TILES, cuda.LIST_TILES),
     )
 
     def choose(q, k):
@@ -225,18 +226,18 @@ def chosen(scores):
 
 def test_a_gpus_program_has_the_kernels():
     text = lowered(chosen, jnp.zeros((1, 2, 5, 40)))
-    assert text.count("kvblock_keep") == text.count("kvblock_lists") == 1
+    assert text.count("kvblock_keep_tiles") == text.count("kvblock_list_tiles") == 1
     assert "while" not in text and "sort" not in text
 
 
 def test_a_gpus_program_pools_once():
     shapes = [jax.ShapeDtypeStruct((1, 640, n, 64), jnp.bfloat16) for n in (4, 2)]
     gate = LearnedGate(init_gate(4, 2, 64), sparsity_ratio=0.5)
-    assert lowered(gate.select, *shapes).count("kvblock_pool") == 2
+    assert lowered(gate.select, *shapes).count("kvblock_pool_pieces") == 2
     pooled = PooledThreshold(tau=None, sparsity_ratio=0.5)
-    assert lowered(pooled.select, *shapes).count("kvblock_pool") == 2
+    assert lowered(pooled.select, *shapes).count("kvblock_pool_pieces") == 2
     odd = [jax.ShapeDtypeStruct((1, 640, n, 60), jnp.bfloat16) for n in (1, 1)]
-    assert "kvblock_pool" not in lowered(pooled.select, *odd)
+    assert "kvblock_pool_pieces" not in lowered(pooled.select, *odd)
 
 
 def test_rows_too_long_for_them():
@@ -244,16 +245,16 @@ def test_rows_too_long_for_them():
     scores = jax.ShapeDtypeStruct((1, columns), jnp.float32)
     states = jax.ShapeDtypeStruct((1, columns), jnp.uint8)
     limits = jax.ShapeDtypeStruct((1,), jnp.int32)
-    assert "kvblock" not in lowered(primitive.keep, scores, states, limits)
+    assert "kvblock" not in lowered(primitive.keep_tiles, scores, states, limits)
     fits = [jax.ShapeDtypeStruct((1, columns - 1), x.dtype) for x in (scores, states)]
-    assert "kvblock_keep" in lowered(primitive.keep, *fits, limits)
+    assert "kvblock_keep_tiles" in lowered(primitive.keep_tiles, *fits, limits)
 
 
 def test_no_columns_at_all(select_as_cuda, emulated_select):
     emulated_select.emulator_launches()
-    kept, held = primitive.keep(*rows_of(np.random.default_rng(1), 0), 0.5)
+    kept, held = primitive.keep_tiles(*rows_of(np.random.default_rng(1), 0), 0.5)
     assert kept.shape == (*LEADING, 0) and (np.asarray(held) == 1).all()
-    indices, counts = primitive.lists(kept, 3)
+    indices, counts = primitive.list_tiles(kept, 3)
     assert (np.asarray(indices) == -1).all() and not np.asarray(counts).any()
     assert emulated_select.emulator_launches() == 0
 
@@ -272,15 +273,15 @@ def test_each_device_has_its_rows(emulated_select, rng):
     which nothing is gathered."""
     rows = rows_of(rng, 40, (2, 4, 5))
     x = rng.integers(-8, 8, (2, 40, 4, 16)).astype(np.float32)
-    wanted = plain.keep(*rows, tau=0.5)
-    wanted += plain.lists(wanted[0], width=7)
-    wanted += plain.pool(x, np.int32([40, 9]), side=8, pieces=5, extremes=False)
+    wanted = plain.keep_tiles(*rows, tau=0.5)
+    wanted += plain.list_tiles(wanted[0], width=7)
+    wanted += plain.pool_pieces(x, np.int32([40, 9]), side=8, pieces=5, extremes=False)
 
     def choose(*operands):
         *rows, x, ends = operands
-        kept, held = primitive.keep(*rows, 0.5)
-        means = primitive.pool(x, ends, 8, 5, False)
-        return [kept, held, *primitive.lists(kept, 7), *means]
+        kept, held = primitive.keep_tiles(*rows, 0.5)
+        means = primitive.pool_pieces(x, ends, 8, 5, False)
+        return [kept, held, *primitive.list_tiles(kept, 7), *means]
 
     rows = (*rows, x, np.int32([40, 9]))
     of_rows = P("b", "h")

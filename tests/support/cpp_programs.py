@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
+import ctypes
 import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import budgets
@@ -64,6 +66,33 @@ def build_emulated(library: Path, *given: str) -> None:
     objects = compile_each(command, sources, library)
     link = [*command, *objects, "-ldl", "-o", str(library)]
     subprocess.run(link, check=True)
+
+
+def emulated_library(
+    factory: pytest.TempPathFactory, op: str, *given: str
+) -> ctypes.CDLL:
+    """An op's kernels on the emulator, built once for all workers; given: as above."""
+    name = f"libkvblock_{op}_emulated.so"
+    made = built_once(factory, name, lambda library: build_emulated(library, *given))
+    return ctypes.CDLL(str(made))
+
+
+def serve_on_cpu(library: ctypes.CDLL, *targets: str) -> None:
+    """Registers handlers of an emulated library: `EmulatedCast` for kvblock_cast."""
+    for target in targets:
+        name = "".join(word.title() for word in target.split("_"))
+        handler = jax.ffi.pycapsule(getattr(library, f"Emulated{name}"))
+        jax.ffi.register_ffi_target(f"kvblock_{target}", handler, platform="cpu")
+
+
+@contextlib.contextmanager
+def lowered_anew() -> Iterator[None]:
+    """Calls in it run on a CPU, and none is lowered as before it, or after it as in
+    it."""
+    jax.clear_caches()
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+    jax.clear_caches()
 
 
 def compile_each(command: list[str], sources: list[Path], library: Path) -> list[str]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from pathlib import Path
 
-import jax
 import pytest
-from cpp_programs import build_emulated, built_once
+from cpp_programs import emulated_library, lowered_anew, serve_on_cpu
 
 from jax_kvblock.append import cuda
 
@@ -22,23 +20,18 @@ SOURCES = (
     "cpp/host/append_check.cc",
     "cpp/host/message.cc",
 )
-
-
-def build(library: Path) -> None:
-    # A product and a sum are two roundings.
-    build_emulated(library, "-ffp-contract=off", *SOURCES)
+# A product and a sum are two roundings.
+ROUNDING = "-ffp-contract=off"
 
 
 @pytest.fixture(scope="session")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    made = built_once(tmp_path_factory, "libkvblock_append_emulated.so", build)
-    loaded = ctypes.CDLL(str(made))
+    loaded = emulated_library(tmp_path_factory, "append", ROUNDING, *SOURCES)
     loaded.kvblock_append_cuda.restype = ctypes.c_char_p
     loaded.kvblock_append_cuda.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     loaded.emulator_pair_of.restype = ctypes.c_uint16
     loaded.emulator_pair_of.argtypes = [ctypes.c_int, ctypes.c_float, ctypes.c_float]
-    handler = jax.ffi.pycapsule(loaded.EmulatedAppend)
-    jax.ffi.register_ffi_target("kvblock_append", handler, platform="cpu")
+    serve_on_cpu(loaded, "append")
     return loaded
 
 
@@ -47,10 +40,8 @@ def as_cuda(emulated: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """Calls that are lowered from now on take the kernel, on CPUs too."""
     choose = cuda.choose
     monkeypatch.setattr(cuda, "choose", lambda *call: choose(*call[:3], "cuda"))
-    jax.clear_caches()
-    with jax.default_device(jax.devices("cpu")[0]):
+    with lowered_anew():
         yield
-    jax.clear_caches()
 
 
 PLAIN = pytest.param("plain", marks=pytest.mark.host)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from pathlib import Path
 
-import jax
 import pytest
-from cpp_programs import build_emulated, built_once
+from cpp_programs import emulated_library, lowered_anew, serve_on_cpu
 
 SOURCES = (
     "tests/support/emulator/cast.cc",
@@ -21,18 +19,10 @@ SOURCES = (
 )
 
 
-def build(library: Path) -> None:
-    build_emulated(library, *SOURCES)
-
-
 @pytest.fixture(scope="session")
 def emulated_cast(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    made = built_once(tmp_path_factory, "libkvblock_cast_emulated.so", build)
-    loaded = ctypes.CDLL(str(made))
-    handlers = {"cast": loaded.EmulatedCast, "norm_cast": loaded.EmulatedNormCast}
-    for name, function in handlers.items():
-        handler = jax.ffi.pycapsule(function)
-        jax.ffi.register_ffi_target(f"kvblock_{name}", handler, platform="cpu")
+    loaded = emulated_library(tmp_path_factory, "cast", *SOURCES)
+    serve_on_cpu(loaded, "cast", "norm_cast")
     return loaded
 
 
@@ -45,7 +35,5 @@ def cast_as_cuda(
 
     refusal = cuda.refusal
     monkeypatch.setattr(cuda, "refusal", lambda shape, _: refusal(shape, "cuda"))
-    jax.clear_caches()
-    with jax.default_device(jax.devices("cpu")[0]):
+    with lowered_anew():
         yield
-    jax.clear_caches()

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from pathlib import Path
 
-import jax
 import pytest
-from cpp_programs import build_emulated, built_once
+from cpp_programs import emulated_library, lowered_anew, serve_on_cpu
 
 from jax_kvblock.fp8 import cuda
 
@@ -22,25 +20,20 @@ SOURCES = (
     "cpp/host/quantize_check.cc",
     "cpp/host/message.cc",
 )
-
-
-def build(library: Path) -> None:
-    # A product and a sum are two roundings.
-    build_emulated(library, "-ffp-contract=off", *SOURCES)
+# A product and a sum are two roundings.
+ROUNDING = "-ffp-contract=off"
 
 
 @pytest.fixture(scope="session")
 def emulated_quantize(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    made = built_once(tmp_path_factory, "libkvblock_quantize_emulated.so", build)
-    loaded = ctypes.CDLL(str(made))
+    loaded = emulated_library(tmp_path_factory, "quantize", ROUNDING, *SOURCES)
     loaded.kvblock_quantize_cuda.restype = ctypes.c_char_p
     loaded.kvblock_quantize_cuda.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
     loaded.kvblock_quantize_workspace.restype = ctypes.c_int64
     loaded.kvblock_quantize_workspace.argtypes = [ctypes.c_void_p]
     loaded.emulator_divide.restype = ctypes.c_float
     loaded.emulator_divide.argtypes = [ctypes.c_float, ctypes.c_float]
-    handler = jax.ffi.pycapsule(loaded.EmulatedQuantize)
-    jax.ffi.register_ffi_target("kvblock_quantize", handler, platform="cpu")
+    serve_on_cpu(loaded, "quantize")
     return loaded
 
 
@@ -51,10 +44,8 @@ def quantize_as_cuda(
     """Calls that are lowered from now on take the kernels, on CPUs too."""
     choose = cuda.choose
     monkeypatch.setattr(cuda, "choose", lambda *call: choose(*call[:3], "cuda"))
-    jax.clear_caches()
-    with jax.default_device(jax.devices("cpu")[0]):
+    with lowered_anew():
         yield
-    jax.clear_caches()
 
 
 GPU = pytest.param("gpu", marks=pytest.mark.gpu)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
-from pathlib import Path
 
-import jax
 import pytest
-from cpp_programs import build_emulated, built_once
+from cpp_programs import emulated_library, lowered_anew, serve_on_cpu
 
+TARGETS = ("pool_pieces", "keep_tiles", "list_tiles")
 SOURCES = (
     "tests/support/emulator/select.cc",
     "tests/support/emulator/select_ffi.cc",
@@ -18,17 +17,10 @@ SOURCES = (
 )
 
 
-def build(library: Path) -> None:
-    build_emulated(library, *SOURCES)
-
-
 @pytest.fixture(scope="session")
 def emulated_select(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    made = built_once(tmp_path_factory, "libkvblock_select_emulated.so", build)
-    loaded = ctypes.CDLL(str(made))
-    for name in ("pool", "keep", "lists"):
-        handler = jax.ffi.pycapsule(getattr(loaded, f"Emulated{name.title()}"))
-        jax.ffi.register_ffi_target(f"kvblock_{name}", handler, platform="cpu")
+    loaded = emulated_library(tmp_path_factory, "select", *SOURCES)
+    serve_on_cpu(loaded, *TARGETS)
     return loaded
 
 
@@ -41,7 +33,5 @@ def select_as_cuda(
 
     serves = cuda.serves
     monkeypatch.setattr(cuda, "serves", lambda name, x, _: serves(name, x, "cuda"))
-    jax.clear_caches()
-    with jax.default_device(jax.devices("cpu")[0]):
+    with lowered_anew():
         yield
-    jax.clear_caches()

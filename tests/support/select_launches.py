@@ -27,8 +27,8 @@ POOLS = (
 )
 
 
-class CPool(ctypes.Structure):
-    """kvblock_pool."""
+class CPoolPieces(ctypes.Structure):
+    """kvblock_pool_pieces."""
 
     _fields_ = [
         *fields(ctypes.c_int32, "dtype side"),
@@ -37,8 +37,8 @@ class CPool(ctypes.Structure):
     ]
 
 
-class CKeep(ctypes.Structure):
-    """kvblock_keep."""
+class CKeepTiles(ctypes.Structure):
+    """kvblock_keep_tiles."""
 
     _fields_ = [
         *fields(ctypes.c_int64, "rows columns"),
@@ -47,8 +47,8 @@ class CKeep(ctypes.Structure):
     ]
 
 
-class CLists(ctypes.Structure):
-    """kvblock_lists."""
+class CListTiles(ctypes.Structure):
+    """kvblock_list_tiles."""
 
     _fields_ = [
         *fields(ctypes.c_int64, "rows columns width"),
@@ -94,7 +94,7 @@ def truth(rows: Rows, tau: float) -> tuple[np.ndarray, np.ndarray]:
     return kept, masses
 
 
-def launch_pool(
+def launch_pool_pieces(
     library: ctypes.CDLL,
     x: np.ndarray,
     ends: np.ndarray | None,
@@ -109,7 +109,9 @@ def launch_pool(
     short: x lacks its last row, as a mistake would have it.
     """
     members, length, width = x.shape
-    call = CPool(members=members, length=length, width=width, side=side, pieces=pieces)
+    call = CPoolPieces(
+        members=members, length=length, width=width, side=side, pieces=pieces
+    )
     call.dtype = [np.dtype(t) for t in DTYPES.values()].index(x.dtype)
     call.x = memory.place(x[:, :-1] if short else x)
     call.ends = None if ends is None else memory.place(np.int32(ends))
@@ -117,7 +119,7 @@ def launch_pool(
     for name in ("means", "largest", "smallest")[: 3 if extremes else 1]:
         places.append(memory.place(np.full((members, pieces, width), -7, np.float32)))
         setattr(call, name, places[-1])
-    _run(library.kvblock_pool_cuda, call)
+    _run(library.kvblock_pool_pieces_cuda, call)
     memory.finish()
     return [memory.contents(place) for place in places]
 
@@ -139,32 +141,32 @@ def hold_pool(
             np.testing.assert_array_equal(found[i, j], most.astype(np.float32))
 
 
-def launch_keep(
+def launch_keep_tiles(
     library: ctypes.CDLL, rows: Rows, tau: float, memory: Any
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """The map, and with tau the rows' masses."""
-    call = CKeep(rows=rows.scores.shape[0], columns=rows.scores.shape[1], tau=tau)
+    call = CKeepTiles(rows=rows.scores.shape[0], columns=rows.scores.shape[1], tau=tau)
     call.scores, call.states, call.limits = map(memory.place, rows)
     call.kept = kept = memory.place(np.full(rows.scores.shape, 9, np.uint8))
     masses = None
     if tau:
         masses = memory.place(np.full(len(rows.limits), -1, np.float32))
         call.masses = masses
-    _run(library.kvblock_keep_cuda, call)
+    _run(library.kvblock_keep_tiles_cuda, call)
     memory.finish()
     return memory.contents(kept), None if masses is None else memory.contents(masses)
 
 
-def launch_lists(
+def launch_list_tiles(
     library: ctypes.CDLL, kept: np.ndarray, width: int, memory: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Indices and counts."""
-    call = CLists(rows=kept.shape[0], columns=kept.shape[1], width=width)
+    call = CListTiles(rows=kept.shape[0], columns=kept.shape[1], width=width)
     call.map = memory.place(kept.astype(np.uint8))
     indices = memory.place(np.full((len(kept), width), -7, np.int32))
     counts = memory.place(np.full(len(kept), -7, np.int32))
     call.indices, call.counts = indices, counts
-    _run(library.kvblock_lists_cuda, call)
+    _run(library.kvblock_list_tiles_cuda, call)
     memory.finish()
     return memory.contents(indices), memory.contents(counts)
 
@@ -206,7 +208,7 @@ def main(path: str, *only: str) -> None:
             ends = rng.integers(0, shape[1] + 1, shape[0])
             for of_rows in (None, ends):
                 memory = OnGpu()
-                made = launch_pool(
+                made = launch_pool_pieces(
                     library, x, of_rows, side, pieces, memory, short=short
                 )
                 memory.arrays.free()
@@ -217,12 +219,12 @@ def main(path: str, *only: str) -> None:
         rows = draw(rng, shape)
         for tau in TAUS:
             memory = OnGpu()
-            kept = launch_keep(library, rows, tau, memory)
+            kept = launch_keep_tiles(library, rows, tau, memory)
             memory.arrays.free()
             hold_keep(kept, rows, tau)
             memory = OnGpu()
             width = 1 + int(rng.integers(shape[1]))
-            lists = launch_lists(library, kept[0], width, memory)
+            lists = launch_list_tiles(library, kept[0], width, memory)
             memory.arrays.free()
             hold_lists(lists, kept[0], width)
             launches += 2

@@ -44,14 +44,14 @@ typedef enum kvblock_tile_state {
   KVBLOCK_TILE_ALWAYS = 2,
 } kvblock_tile_state;
 
-typedef enum kvblock_pool_dtype {
-  KVBLOCK_POOL_BF16 = 0,
-  KVBLOCK_POOL_F16 = 1,
-  KVBLOCK_POOL_F32 = 2,
-} kvblock_pool_dtype;
+typedef enum kvblock_pieces_dtype {
+  KVBLOCK_PIECES_BF16 = 0,
+  KVBLOCK_PIECES_F16 = 1,
+  KVBLOCK_PIECES_F32 = 2,
+} kvblock_pieces_dtype;
 
-typedef struct kvblock_pool {
-  int32_t dtype;                  /* kvblock_pool_dtype, of x */
+typedef struct kvblock_pool_pieces {
+  int32_t dtype;                  /* kvblock_pieces_dtype, of x */
   int32_t side;                   /* rows of a piece, 1 at least */
   int64_t members, length, width; /* width a multiple of what 16 bytes hold, up to 2^24 */
   int64_t pieces;                 /* of a member; those behind its rows are 0 */
@@ -60,9 +60,9 @@ typedef struct kvblock_pool {
   float* means;                   /* [members, pieces, width], aligned to 16 bytes, as these two: */
   float* largest;                 /* both or NULL */
   float* smallest;
-} kvblock_pool;
+} kvblock_pool_pieces;
 
-typedef struct kvblock_keep {
+typedef struct kvblock_keep_tiles {
   int64_t rows, columns; /* columns up to KVBLOCK_MOST_COLUMNS; 0 for nothing */
   const float* scores;   /* [rows, columns] */
   const uint8_t* states; /* [rows, columns], kvblock_tile_state */
@@ -70,28 +70,28 @@ typedef struct kvblock_keep {
   uint8_t* kept;         /* [rows, columns] */
   float* masses;         /* [rows], or NULL where tau is 0 */
   float tau;             /* from 0, for none, to 1 */
-} kvblock_keep;
+} kvblock_keep_tiles;
 
-typedef struct kvblock_lists {
+typedef struct kvblock_list_tiles {
   int64_t rows, columns; /* columns up to KVBLOCK_MOST_COLUMNS; 0 rows for nothing */
   int64_t width;         /* entries of a list, 1 at least; what does not fit is left out */
   const uint8_t* map;    /* [rows, columns] */
   int32_t* indices;      /* [rows, width] */
   int32_t* counts;       /* [rows], of those that fit */
-} kvblock_lists;
+} kvblock_list_tiles;
 
 /* Each of these returns NULL on success, else a message that lives until this thread's next call.
  */
 
 /* Check every number, and that what the call needs is there. They look at no array. */
-KVBLOCK_EXPORT const char* kvblock_pool_check(const kvblock_pool* a);
-KVBLOCK_EXPORT const char* kvblock_keep_check(const kvblock_keep* a);
-KVBLOCK_EXPORT const char* kvblock_lists_check(const kvblock_lists* a);
+KVBLOCK_EXPORT const char* kvblock_pool_pieces_check(const kvblock_pool_pieces* a);
+KVBLOCK_EXPORT const char* kvblock_keep_tiles_check(const kvblock_keep_tiles* a);
+KVBLOCK_EXPORT const char* kvblock_list_tiles_check(const kvblock_list_tiles* a);
 
 /* Enqueue the launch on `stream`, a cudaStream_t. */
-KVBLOCK_EXPORT const char* kvblock_pool_cuda(const kvblock_pool* a, void* stream);
-KVBLOCK_EXPORT const char* kvblock_keep_cuda(const kvblock_keep* a, void* stream);
-KVBLOCK_EXPORT const char* kvblock_lists_cuda(const kvblock_lists* a, void* stream);
+KVBLOCK_EXPORT const char* kvblock_pool_pieces_cuda(const kvblock_pool_pieces* a, void* stream);
+KVBLOCK_EXPORT const char* kvblock_keep_tiles_cuda(const kvblock_keep_tiles* a, void* stream);
+KVBLOCK_EXPORT const char* kvblock_list_tiles_cuda(const kvblock_list_tiles* a, void* stream);
 
 #ifdef __cplusplus
 }

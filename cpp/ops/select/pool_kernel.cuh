@@ -17,7 +17,7 @@ namespace kvblock {
 constexpr int kPoolThreads = 128;
 constexpr int kPoolAhead = 8;  // rows whose reads are under way
 
-struct PoolParams {
+struct PoolPiecesParams {
   const void* x;
   const int32_t* ends;
   float *means, *largest, *smallest;
@@ -38,7 +38,8 @@ __device__ __forceinline__ void StoreFloats(float* to, const float (&numbers)[kC
 
 // kExtremes: whether the largest and smallest numbers are wanted.
 template <typename T, bool kExtremes>
-__global__ void __launch_bounds__(kPoolThreads) Pool(const __grid_constant__ PoolParams p) {
+__global__ void __launch_bounds__(kPoolThreads)
+    PoolPieces(const __grid_constant__ PoolPiecesParams p) {
   constexpr int kColumns = kPoolColumns<T>;
   const int column = (blockIdx.y * kPoolThreads + threadIdx.x) * kColumns;
   if (column >= p.width) return;

@@ -40,8 +40,8 @@ const char* LaunchRows(const char* where, void (*kernel)(Params), const Params& 
 }
 
 template <typename T>
-const char* LaunchPool(const kvblock_pool& a, void* stream) {
-  PoolParams p{};
+const char* LaunchPoolPieces(const kvblock_pool_pieces& a, void* stream) {
+  PoolPiecesParams p{};
   p.x = a.x;
   p.ends = a.ends;
   p.means = a.means;
@@ -54,29 +54,29 @@ const char* LaunchPool(const kvblock_pool& a, void* stream) {
   constexpr int kOfCta = kPoolThreads * kPoolColumns<T>;
   const dim3 grid(static_cast<unsigned>(a.members * a.pieces),
                   static_cast<unsigned>((a.width + kOfCta - 1) / kOfCta));
-  return Launch("pool", a.largest != nullptr ? Pool<T, true> : Pool<T, false>, p, grid,
-                kPoolThreads, stream);
+  return Launch("pool_pieces", a.largest != nullptr ? PoolPieces<T, true> : PoolPieces<T, false>, p,
+                grid, kPoolThreads, stream);
 }
 
 }  // namespace
 }  // namespace kvblock
 
-extern "C" const char* kvblock_pool_cuda(const kvblock_pool* a, void* stream) {
+extern "C" const char* kvblock_pool_pieces_cuda(const kvblock_pool_pieces* a, void* stream) {
   using namespace kvblock;
-  if (const char* error = kvblock_pool_check(a)) return error;
+  if (const char* error = kvblock_pool_pieces_check(a)) return error;
   if (a->members * a->pieces * a->width == 0) return nullptr;
   switch (a->dtype) {
-    case KVBLOCK_POOL_BF16: return LaunchPool<__nv_bfloat16>(*a, stream);
-    case KVBLOCK_POOL_F16: return LaunchPool<__half>(*a, stream);
-    default: return LaunchPool<float>(*a, stream);
+    case KVBLOCK_PIECES_BF16: return LaunchPoolPieces<__nv_bfloat16>(*a, stream);
+    case KVBLOCK_PIECES_F16: return LaunchPoolPieces<__half>(*a, stream);
+    default: return LaunchPoolPieces<float>(*a, stream);
   }
 }
 
-extern "C" const char* kvblock_keep_cuda(const kvblock_keep* a, void* stream) {
+extern "C" const char* kvblock_keep_tiles_cuda(const kvblock_keep_tiles* a, void* stream) {
   using namespace kvblock;
-  if (const char* error = kvblock_keep_check(a)) return error;
+  if (const char* error = kvblock_keep_tiles_check(a)) return error;
   if (a->rows == 0 || a->columns == 0) return nullptr;
-  KeepParams p{};
+  KeepTilesParams p{};
   p.scores = a->scores;
   p.states = a->states;
   p.limits = a->limits;
@@ -84,19 +84,19 @@ extern "C" const char* kvblock_keep_cuda(const kvblock_keep* a, void* stream) {
   p.masses = a->masses;
   p.tau = a->tau;
   p.sides = SidesOf(a->columns, {a->scores, a->states, a->kept});
-  const auto kernel = a->tau > 0.0f ? Keep<true> : Keep<false>;
-  return LaunchRows("keep", kernel, p, a->rows, stream);
+  const auto kernel = a->tau > 0.0f ? KeepTiles<true> : KeepTiles<false>;
+  return LaunchRows("keep_tiles", kernel, p, a->rows, stream);
 }
 
-extern "C" const char* kvblock_lists_cuda(const kvblock_lists* a, void* stream) {
+extern "C" const char* kvblock_list_tiles_cuda(const kvblock_list_tiles* a, void* stream) {
   using namespace kvblock;
-  if (const char* error = kvblock_lists_check(a)) return error;
+  if (const char* error = kvblock_list_tiles_check(a)) return error;
   if (a->rows == 0) return nullptr;
-  ListsParams p{};
+  ListTilesParams p{};
   p.map = a->map;
   p.indices = a->indices;
   p.counts = a->counts;
   p.sides = SidesOf(a->columns, {a->map});
   p.width = static_cast<int32_t>(a->width);
-  return LaunchRows("lists", Lists, p, a->rows, stream);
+  return LaunchRows("list_tiles", ListTiles, p, a->rows, stream);
 }

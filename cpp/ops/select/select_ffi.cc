@@ -27,28 +27,29 @@ bool Has(const Buffer& buffer, std::initializer_list<int64_t> shape) {
   return std::equal(shape.begin(), shape.end(), dims.begin(), dims.end());
 }
 
-// A kvblock_pool_dtype; -1 for what is none.
+// A kvblock_pieces_dtype; -1 for what is none.
 int32_t PoolDtype(ffi::DataType type) {
   switch (type) {
-    case ffi::DataType::BF16: return KVBLOCK_POOL_BF16;
-    case ffi::DataType::F16: return KVBLOCK_POOL_F16;
-    case ffi::DataType::F32: return KVBLOCK_POOL_F32;
+    case ffi::DataType::BF16: return KVBLOCK_PIECES_BF16;
+    case ffi::DataType::F16: return KVBLOCK_PIECES_F16;
+    case ffi::DataType::F32: return KVBLOCK_PIECES_F32;
     default: return -1;
   }
 }
 
 // Operands: x [members, length, width] and ends [members]. Results: means [members, pieces, width],
 // and with `extremes` two more like it.
-ffi::Error Pool(void* stream, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ends,
-                ffi::Result<ffi::Buffer<ffi::F32>> means, ffi::RemainingRets rets, int32_t side) {
+ffi::Error PoolPieces(void* stream, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ends,
+                      ffi::Result<ffi::Buffer<ffi::F32>> means, ffi::RemainingRets rets,
+                      int32_t side) {
   const auto dims = x.dimensions(), of_means = means->dimensions();
   if (dims.size() != 3 || of_means.size() != 3 || of_means[0] != dims[0] ||
       of_means[2] != dims[2] || !Has(ends, {dims[0]}) || (rets.size() != 0 && rets.size() != 2)) {
-    return Invalid("kvblock_pool: an operand or a result has another shape");
+    return Invalid("kvblock_pool_pieces: an operand or a result has another shape");
   }
-  kvblock_pool call{};
+  kvblock_pool_pieces call{};
   call.dtype = PoolDtype(x.element_type());
-  if (call.dtype < 0) return Invalid("kvblock_pool: x must be bfloat16, float16 or float32");
+  if (call.dtype < 0) return Invalid("kvblock_pool_pieces: x must be bfloat16, float16 or float32");
   call.side = side;
   call.members = dims[0];
   call.length = dims[1];
@@ -61,21 +62,21 @@ ffi::Error Pool(void* stream, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ends,
   for (size_t i = 0; i < rets.size(); ++i) {
     auto more = rets.get<ffi::Buffer<ffi::F32>>(i);
     if (!more.has_value() || !Has(**more, {of_means[0], of_means[1], of_means[2]})) {
-      return Invalid("kvblock_pool: a result has another shape or dtype");
+      return Invalid("kvblock_pool_pieces: a result has another shape or dtype");
     }
     *places[i] = (*more)->typed_data();
   }
-  return Said(kvblock_pool_cuda(&call, stream));
+  return Said(kvblock_pool_pieces_cuda(&call, stream));
 }
 
 // Operands: scores and states [rows, columns], limits [rows]. Results: the map, and with tau the
 // rows' masses.
-ffi::Error Keep(void* stream, ffi::Buffer<ffi::F32> scores, ffi::Buffer<ffi::U8> states,
-                ffi::Buffer<ffi::S32> limits, ffi::Result<ffi::Buffer<ffi::PRED>> kept,
-                ffi::RemainingRets rets, float tau) {
+ffi::Error KeepTiles(void* stream, ffi::Buffer<ffi::F32> scores, ffi::Buffer<ffi::U8> states,
+                     ffi::Buffer<ffi::S32> limits, ffi::Result<ffi::Buffer<ffi::PRED>> kept,
+                     ffi::RemainingRets rets, float tau) {
   const auto dims = scores.dimensions();
-  if (dims.size() != 2) return Invalid("kvblock_keep: scores must be [rows, columns]");
-  kvblock_keep call{};
+  if (dims.size() != 2) return Invalid("kvblock_keep_tiles: scores must be [rows, columns]");
+  kvblock_keep_tiles call{};
   call.rows = dims[0];
   call.columns = dims[1];
   call.tau = tau;
@@ -86,36 +87,37 @@ ffi::Error Keep(void* stream, ffi::Buffer<ffi::F32> scores, ffi::Buffer<ffi::U8>
     fits = masses.has_value() && Has(**masses, {dims[0]});
     if (fits) call.masses = (*masses)->typed_data();
   }
-  if (!fits) return Invalid("kvblock_keep: an operand or a result has another shape or dtype");
+  if (!fits)
+    return Invalid("kvblock_keep_tiles: an operand or a result has another shape or dtype");
   call.scores = scores.typed_data();
   call.states = states.typed_data();
   call.limits = limits.typed_data();
   call.kept = reinterpret_cast<uint8_t*>(kept->typed_data());
-  return Said(kvblock_keep_cuda(&call, stream));
+  return Said(kvblock_keep_tiles_cuda(&call, stream));
 }
 
 // Operand: a map [rows, columns]. Results: indices [rows, width] and counts [rows].
-ffi::Error Lists(void* stream, ffi::Buffer<ffi::PRED> map,
-                 ffi::Result<ffi::Buffer<ffi::S32>> indices,
-                 ffi::Result<ffi::Buffer<ffi::S32>> counts) {
+ffi::Error ListTiles(void* stream, ffi::Buffer<ffi::PRED> map,
+                     ffi::Result<ffi::Buffer<ffi::S32>> indices,
+                     ffi::Result<ffi::Buffer<ffi::S32>> counts) {
   const auto dims = map.dimensions(), of_lists = indices->dimensions();
   if (dims.size() != 2 || of_lists.size() != 2 || of_lists[0] != dims[0] ||
       !Has(*counts, {dims[0]})) {
-    return Invalid("kvblock_lists: an operand or a result has another shape");
+    return Invalid("kvblock_list_tiles: an operand or a result has another shape");
   }
-  kvblock_lists call{};
+  kvblock_list_tiles call{};
   call.rows = dims[0];
   call.columns = dims[1];
   call.width = of_lists[1];
   call.map = reinterpret_cast<const uint8_t*>(map.typed_data());
   call.indices = indices->typed_data();
   call.counts = counts->typed_data();
-  return Said(kvblock_lists_cuda(&call, stream));
+  return Said(kvblock_list_tiles_cuda(&call, stream));
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockPool, Pool,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockPoolPieces, PoolPieces,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<void*>>()
                                   .Arg<ffi::AnyBuffer>()
@@ -124,7 +126,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockPool, Pool,
                                   .RemainingRets()
                                   .Attr<int32_t>("side"),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockKeep, Keep,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockKeepTiles, KeepTiles,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<void*>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
@@ -134,7 +136,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockKeep, Keep,
                                   .RemainingRets()
                                   .Attr<float>("tau"),
                               {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockLists, Lists,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockListTiles, ListTiles,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::PlatformStream<void*>>()
                                   .Arg<ffi::Buffer<ffi::PRED>>()

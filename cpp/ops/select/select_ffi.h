@@ -4,8 +4,8 @@
 
 #include "xla/ffi/api/c_api.h"
 
-extern "C" XLA_FFI_Error* KvblockPool(XLA_FFI_CallFrame* frame);
-extern "C" XLA_FFI_Error* KvblockKeep(XLA_FFI_CallFrame* frame);
-extern "C" XLA_FFI_Error* KvblockLists(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* KvblockPoolPieces(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* KvblockKeepTiles(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* KvblockListTiles(XLA_FFI_CallFrame* frame);
 
 #endif  // KVBLOCK_OPS_SELECT_FFI_H_

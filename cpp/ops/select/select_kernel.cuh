@@ -22,7 +22,7 @@ struct SelectSides {
   bool in_pieces;  // whether a thread's columns are whole pieces of 16 bytes, wherever they lie
 };
 
-struct KeepParams {
+struct KeepTilesParams {
   const float* scores;
   const uint8_t* states;
   const int32_t* limits;
@@ -32,7 +32,7 @@ struct KeepParams {
   SelectSides sides;
 };
 
-struct ListsParams {
+struct ListTilesParams {
   const uint8_t* map;
   int32_t *indices, *counts;
   int32_t width;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void StoreColumns(uint8_t* row, int first, const Sele
 // kMass: whether there is a tau.
 template <bool kMass>
 __global__ void __launch_bounds__(kSelectMostThreads, 1)
-    Keep(const __grid_constant__ KeepParams p) {
+    KeepTiles(const __grid_constant__ KeepTilesParams p) {
   constexpr int kEach = kSelectEach;
   __shared__ SumPlaces<int> number_places;
   __shared__ SumPlaces<float> mass_places;
@@ -245,8 +245,8 @@ __global__ void __launch_bounds__(kSelectMostThreads, 1)
   }
 }
 
-inline __global__ void __launch_bounds__(kSelectMostThreads, 1)
-    Lists(const __grid_constant__ ListsParams p) {
+static __global__ void __launch_bounds__(kSelectMostThreads, 1)
+    ListTiles(const __grid_constant__ ListTilesParams p) {
   __shared__ SumPlaces<int> places;
   CtaSum<int> numbers(places);
   const int first = threadIdx.x * kSelectEach;

@@ -8,17 +8,17 @@ constexpr const char* kNoCuda =
 
 }  // namespace
 
-extern "C" const char* kvblock_pool_cuda(const kvblock_pool* a, void*) {
-  const char* const error = kvblock_pool_check(a);
+extern "C" const char* kvblock_pool_pieces_cuda(const kvblock_pool_pieces* a, void*) {
+  const char* const error = kvblock_pool_pieces_check(a);
   return error != nullptr ? error : kNoCuda;
 }
 
-extern "C" const char* kvblock_keep_cuda(const kvblock_keep* a, void*) {
-  const char* const error = kvblock_keep_check(a);
+extern "C" const char* kvblock_keep_tiles_cuda(const kvblock_keep_tiles* a, void*) {
+  const char* const error = kvblock_keep_tiles_check(a);
   return error != nullptr ? error : kNoCuda;
 }
 
-extern "C" const char* kvblock_lists_cuda(const kvblock_lists* a, void*) {
-  const char* const error = kvblock_lists_check(a);
+extern "C" const char* kvblock_list_tiles_cuda(const kvblock_list_tiles* a, void*) {
+  const char* const error = kvblock_list_tiles_check(a);
   return error != nullptr ? error : kNoCuda;
 }

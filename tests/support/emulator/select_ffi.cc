@@ -9,17 +9,17 @@
 // One after the other, whatever threads XLA calls them from.
 static std::mutex emulated_selects;
 
-extern "C" XLA_FFI_Error* EmulatedPool(XLA_FFI_CallFrame* frame) {
+extern "C" XLA_FFI_Error* EmulatedPoolPieces(XLA_FFI_CallFrame* frame) {
   const std::lock_guard lock(emulated_selects);
-  return KvblockPool(frame);
+  return KvblockPoolPieces(frame);
 }
 
-extern "C" XLA_FFI_Error* EmulatedKeep(XLA_FFI_CallFrame* frame) {
+extern "C" XLA_FFI_Error* EmulatedKeepTiles(XLA_FFI_CallFrame* frame) {
   const std::lock_guard lock(emulated_selects);
-  return KvblockKeep(frame);
+  return KvblockKeepTiles(frame);
 }
 
-extern "C" XLA_FFI_Error* EmulatedLists(XLA_FFI_CallFrame* frame) {
+extern "C" XLA_FFI_Error* EmulatedListTiles(XLA_FFI_CallFrame* frame) {
   const std::lock_guard lock(emulated_selects);
-  return KvblockLists(frame);
+  return KvblockListTiles(frame);
 }
