@@ -13,7 +13,6 @@ from norm_cast_launches import cases
 from jax_kvblock.core import ffi
 
 COUNT = len(list(cases()))
-SCRIPT, LINE = "norm_cast_launches", f"{COUNT} launches"
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,19 +23,5 @@ pytestmark = [
 ]
 
 
-def test_every_number_is_right() -> None:
-    launches.assert_ran(launches.run(SCRIPT), LINE)
-
-
-@launches.watched
-@launches.by_tool
-def test_the_sanitizer_finds_nothing(tool: str) -> None:
-    done = launches.run(SCRIPT, tool=tool)
-    launches.assert_ran(done, LINE)
-    launches.assert_finds_nothing(done)
-
-
-@launches.watched
-def test_memcheck_sees_a_short_matrix() -> None:
-    done = launches.run(SCRIPT, "short", tool="memcheck")
-    launches.assert_sees_a_short_array(done, "NormCast")
+class TestNormCast(launches.ByTheCInterface):
+    script, line, kernel = "norm_cast_launches", f"{COUNT} launches", "NormCast"

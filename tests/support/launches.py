@@ -60,3 +60,32 @@ def assert_sees_a_short_array(
     assert done.returncode != 0
     assert "Invalid __global__ read" in done.stdout
     assert kernel in done.stdout
+
+
+class ByTheCInterface:
+    """What a script launches on this GPU: held to the truth, and watched.
+
+    Attributes:
+      script: which holds all that it launches to the truth.
+      line: how a line begins in which it says how much that was.
+      kernel: which reads too far where the script is told to give it a short array.
+    """
+
+    script: str
+    line: str
+    kernel: str
+
+    def test_every_number_is_right(self) -> None:
+        assert_ran(run(self.script), self.line)
+
+    @watched
+    @by_tool
+    def test_the_sanitizer_finds_nothing(self, tool: str) -> None:
+        done = run(self.script, tool=tool)
+        assert_ran(done, self.line)
+        assert_finds_nothing(done)
+
+    @watched
+    def test_memcheck_sees_a_short_array(self) -> None:
+        done = run(self.script, "short", tool="memcheck")
+        assert_sees_a_short_array(done, self.kernel)
