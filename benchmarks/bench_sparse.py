@@ -300,7 +300,7 @@ def _check_same(a: AttentionTiles, b: AttentionTiles, cols: int) -> None:
     """In two programs XLA may tile products in two ways: then scores differ in their
     last bits, and of two tiles that are that close one or the other is listed."""
     if not jnp.array_equal(a.counts, b.counts):
-        raise AssertionError("one program lists as many tiles as two, or is wrong")
+        raise AssertionError("one program and two list different numbers of tiles")
     differ = jnp.sum(map_of(a, cols) != map_of(b, cols)) / 2 / jnp.sum(a.counts)
     if differ > SAME:
         raise AssertionError(f"one program and two of them differ by {differ:.2%}")
