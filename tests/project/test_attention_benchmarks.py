@@ -147,7 +147,7 @@ def test_small_quality_of_selectors(tmp_path: Path) -> None:
         who: x for (at, who, what), x in rows.items() if (at, what) == (case, "recall")
     }
     tiles = {who: rows[case, who, "share of tiles"] for who in recall}
-    assert len(recall) == 17
+    assert len(recall) == 18 and "jax_kvblock, pooled, pieces of 64" in recall
     best = "jax_kvblock, oracle"
     for who, value in recall.items():
         if tiles[who] == tiles[best]:
