@@ -51,6 +51,7 @@ nb::dict Handlers() {
     cuda["kvblock_norm_cast"] = Handler(KvblockNormCast);
     cuda["kvblock_quantize"] = Handler(KvblockQuantize);
     cuda["kvblock_pool_pieces"] = Handler(KvblockPoolPieces);
+    cuda["kvblock_weigh_tiles"] = Handler(KvblockWeighTiles);
     cuda["kvblock_keep_tiles"] = Handler(KvblockKeepTiles);
     cuda["kvblock_list_tiles"] = Handler(KvblockListTiles);
   }

@@ -1,6 +1,8 @@
 // What the launchers that choose tiles check before they launch.
+#include <cmath>
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "host/message.h"
 #include "kvblock/select.h"
@@ -11,6 +13,10 @@ namespace {
 std::string Check(const kvblock_pool_pieces& a) {
   if (a.dtype < KVBLOCK_PIECES_BF16 || a.dtype > KVBLOCK_PIECES_F32) {
     return Got("dtype must be KVBLOCK_PIECES_BF16, F16 or F32", a.dtype);
+  }
+  if (a.means_dtype != KVBLOCK_PIECES_F32 && a.means_dtype != a.dtype) {
+    return Got("means_dtype must be KVBLOCK_PIECES_F32, 2, or dtype, " + std::to_string(a.dtype),
+               a.means_dtype);
   }
   if (a.side < 1) return Got("side must be at least 1", a.side);
   const struct {
@@ -40,6 +46,66 @@ std::string Check(const kvblock_pool_pieces& a) {
     return "x, means, largest and smallest must be aligned to 16 bytes";
   }
   if (Misaligned({a.ends}, 4)) return "ends must be aligned to 4 bytes";
+  return "";
+}
+
+bool IsPowerOfTwo(int32_t x) { return x > 0 && (x & (x - 1)) == 0; }
+
+std::string Check(const kvblock_weigh_tiles& a) {
+  if (a.dtype < KVBLOCK_PIECES_BF16 || a.dtype > KVBLOCK_PIECES_F32) {
+    return Got("dtype must be KVBLOCK_PIECES_BF16, F16 or F32", a.dtype);
+  }
+  for (const auto& [name, pieces] :
+       {std::pair{"q_pieces", a.q_pieces}, std::pair{"kv_pieces", a.kv_pieces}}) {
+    if (!IsPowerOfTwo(pieces) || pieces > KVBLOCK_MOST_PIECES) {
+      return Got(std::string(name) + " must be a power of two up to KVBLOCK_MOST_PIECES, 32",
+                 pieces);
+    }
+  }
+  if (!std::isfinite(a.scale)) return "scale must be finite";
+  for (const auto& [name, size] : {std::pair{"members", a.members}, std::pair{"heads", a.heads},
+                                   std::pair{"kv_heads", a.kv_heads}, std::pair{"rows", a.rows}}) {
+    if (size < 0 || size > INT32_MAX) {
+      return Got(std::string(name) + " must be from 0 to 2^31 - 1", size);
+    }
+  }
+  if (a.columns < 0 || a.columns > 1 << 24) {
+    return Got("columns must be from 0 to 2^24", a.columns);
+  }
+  const int64_t of_element = a.dtype == KVBLOCK_PIECES_F32 ? 4 : 2;
+  if (a.dim < 1 || a.dim * of_element % 16 != 0 || a.dim * of_element > KVBLOCK_MOST_PIECE_BYTES) {
+    return Got("dim must be 16 bytes or a multiple, up to KVBLOCK_MOST_PIECE_BYTES, 512, and is " +
+                   std::to_string(a.dim * of_element) + "; dim",
+               a.dim);
+  }
+  if (a.members * a.heads * a.rows * a.columns == 0) return "";
+  if (a.kv_heads == 0 || a.heads % a.kv_heads != 0) {
+    return Got("kv_heads must divide heads, " + std::to_string(a.heads), a.kv_heads);
+  }
+  if (a.rows * a.heads > INT32_MAX / KVBLOCK_MOST_PIECES ||
+      a.members * a.rows * a.heads > INT32_MAX) {
+    return "there must be at most 2^26 rows of tiles of all heads, and 2^31 of all members";
+  }
+  if (a.queries == nullptr) return "queries is NULL";
+  if (a.keys == nullptr) return "keys is NULL";
+  if (a.bounds == nullptr) return "bounds is NULL";
+  if (a.shares == nullptr) return "shares is NULL";
+  if ((a.q_ranges == nullptr) != (a.kv_ranges == nullptr)) {
+    return "one of q_ranges and kv_ranges is NULL, and the other is not";
+  }
+  if ((a.places == nullptr) != (a.distance == nullptr) ||
+      (a.places == nullptr) != (a.first == nullptr)) {
+    return "some of places, distance and first are NULL, and others are not";
+  }
+  if (Misaligned({a.queries, a.keys}, 16)) {
+    return "queries and keys must be aligned to 16 bytes";
+  }
+  if (Misaligned({a.bounds, a.q_ranges, a.kv_ranges}, 8)) {
+    return "bounds and ranges must be aligned to 8 bytes";
+  }
+  if (Misaligned({a.places, a.distance, a.first, a.shares}, 4)) {
+    return "places, distance, first and shares must be aligned to 4 bytes";
+  }
   return "";
 }
 
@@ -90,6 +156,10 @@ const char* Said(const std::string& where, const Call* a) {
 
 extern "C" const char* kvblock_pool_pieces_check(const kvblock_pool_pieces* a) {
   return kvblock::Said("pool_pieces", a);
+}
+
+extern "C" const char* kvblock_weigh_tiles_check(const kvblock_weigh_tiles* a) {
+  return kvblock::Said("weigh_tiles", a);
 }
 
 extern "C" const char* kvblock_keep_tiles_check(const kvblock_keep_tiles* a) {

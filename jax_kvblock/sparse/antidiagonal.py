@@ -66,21 +66,23 @@ def antidiagonal_mass(
     """
     if q.dtype == jnp.float64:
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
-    batch, _, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    group = heads // kv_heads
     q_end, kv_end = grid.ends()
-    q = _real(q, q_end, grid.rows * grid.block_q)
-    k = _real(k, kv_end, grid.cols * grid.block_kv)
-    per_q, per_kv = grid.block_q // stride, grid.block_kv // stride
-    wide = stride * dim
-    # Rows of tiles come first: they are what is walked.
-    q = q.reshape(batch, grid.rows, per_q, stride, kv_heads, group, dim)
-    q = q[:, :, :, ::-1].transpose(1, 0, 4, 5, 2, 3, 6)
-    q = q.reshape(grid.rows, batch, kv_heads, group, per_q, wide)
-    k = k.reshape(batch, grid.cols * per_kv, stride, kv_heads, dim)
-    k = k.transpose(0, 3, 1, 2, 4).reshape(batch, kv_heads, -1, wide)
-    return tile_shares(q, k, grid, stride, scale / stride)
+    queries = _in_strides(_real(q, q_end, grid.rows * grid.block_q), stride)
+    keys = _in_strides(_real(k, kv_end, grid.cols * grid.block_kv), stride)
+    turned = queries[:, :, ::-1]
+    queries, keys = (_as_vectors(x) for x in (turned, keys))
+    return tile_shares(queries, keys, grid, stride, scale / stride)
+
+
+def _in_strides(x: jax.Array, stride: int) -> jax.Array:
+    """`[B, length / stride, stride, H, D]`."""
+    return x.reshape(x.shape[0], -1, stride, *x.shape[2:])
+
+
+def _as_vectors(x: jax.Array) -> jax.Array:
+    """The rows of a stride side by side: `[B, strides, H, stride · D]`."""
+    x = x.swapaxes(2, 3)
+    return x.reshape(*x.shape[:3], -1)
 
 
 def _real(x: jax.Array, end: Any, length: int) -> jax.Array:

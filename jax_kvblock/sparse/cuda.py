@@ -5,6 +5,7 @@ Each function describes a call to an FFI handler in `cpp/ops/select/select_ffi.c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,22 +14,30 @@ import numpy as np
 
 from jax_kvblock.core import ffi
 
-POOL_PIECES = "kvblock_pool_pieces"
+POOL_PIECES, WEIGH_TILES = "kvblock_pool_pieces", "kvblock_weigh_tiles"
 KEEP_TILES, LIST_TILES = "kvblock_keep_tiles", "kvblock_list_tiles"
-POOLED = ("bfloat16", "float16", "float32")  # dtypes of what is pooled
+POOLED = ("bfloat16", "float16", "float32")  # dtypes of what is pooled, and weighed
 MOST_COLUMNS = 16384  # KVBLOCK_MOST_COLUMNS: two million keys in tiles of 128
+PIECES = (1, 2, 4, 8, 16, 32)  # of a tile, in a call of kvblock_weigh_tiles
+MOST_PIECE_BYTES = 512  # KVBLOCK_MOST_PIECE_BYTES
 
 
-def serves(name: str, x: Any, platform: str | None) -> bool:
+def serves(
+    name: str, operands: Sequence[Any], platform: str | None, **static: Any
+) -> bool:
     """Whether the kernel of a primitive serves a call, lowered for a platform.
 
-    x: its first operand: rows `[..., length, H, D]` to pool, or of a map `[..., C]`.
+    operands: what it is bound to; the first one are rows `[..., length, H, D]` to pool,
+      queries to weigh by, or a map `[..., C]`.
     """
+    x = operands[0]
     if platform != "cuda" or 0 in x.shape:
         return False
     if name == POOL_PIECES:
         bytes_wide = x.shape[-2] * x.shape[-1] * x.dtype.itemsize
         fits = str(x.dtype) in POOLED and bytes_wide % 16 == 0
+    elif name == WEIGH_TILES:
+        fits = _weighs(operands, **static)
     else:
         fits = x.shape[-1] <= MOST_COLUMNS
     if not fits or (not ffi.BUILD["cuda"] and ffi.gpu_present()):
@@ -37,18 +46,56 @@ def serves(name: str, x: Any, platform: str | None) -> bool:
     return not capabilities or min(capabilities) >= (8, 0)
 
 
+def _weighs(
+    operands: Sequence[Any], *, tiles: tuple[int, int], fine: bool, **static: Any
+) -> bool:
+    queries, keys = operands[:2]
+    piece_bytes = queries.shape[-1] * queries.dtype.itemsize
+    per_tile = [x.shape[-3] // n for x, n in zip(operands[:2], tiles, strict=True)]
+    return (
+        str(queries.dtype) in POOLED
+        and queries.dtype == keys.dtype
+        and not fine
+        and piece_bytes % 16 == 0
+        and piece_bytes <= MOST_PIECE_BYTES
+        and all(pieces in PIECES for pieces in per_tile)
+        and 0 not in keys.shape
+    )
+
+
 def pool_pieces(
-    x: Any, ends: Any, *, side: int, pieces: int, extremes: bool
+    x: Any, ends: Any, *, side: int, pieces: int, extremes: bool, rounded: bool
 ) -> list[Any]:
     """`plain.pool_pieces` by the kernel."""
     *leading, length, heads, dim = x.shape
     flat = x.reshape(-1, length, heads * dim)
     members = flat.shape[0]  # a symbol, where the batch of an export is one
     shape = (members, pieces, heads * dim)
-    results = [jax.ShapeDtypeStruct(shape, jnp.float32)] * (3 if extremes else 1)
+    results = [jax.ShapeDtypeStruct(shape, x.dtype if rounded else jnp.float32)]
+    results += [jax.ShapeDtypeStruct(shape, jnp.float32)] * (2 if extremes else 0)
     launch = jax.ffi.ffi_call(POOL_PIECES, results)
     made = launch(flat, ends.reshape(members), side=np.int32(side))
     return [y.reshape(*leading, pieces, heads, dim) for y in made]
+
+
+def weigh_tiles(
+    *operands: Any,
+    scale: float,
+    tiles: tuple[int, int],
+    parts: Any,
+    ranged: bool,
+    near: bool,
+    fine: bool,
+) -> list[Any]:
+    """`plain.weigh_tiles` by the kernel, which needs no parts, in TF32 of float32."""
+    queries = operands[0]
+    leading, heads = queries.shape[:-3], queries.shape[-2]
+    flat = [x.reshape(-1, *x.shape[len(leading) :]) for x in operands]
+    shape = (flat[0].shape[0], heads, *tiles)
+    results = [jax.ShapeDtypeStruct(shape, jnp.float32)]
+    launch = jax.ffi.ffi_call(WEIGH_TILES, results)
+    (made,) = launch(*flat, scale=np.float32(scale), ranged=ranged, near=near)
+    return [made.reshape(*leading, heads, *tiles)]
 
 
 def keep_tiles(scores: Any, states: Any, limits: Any, *, tau: float) -> list[Any]:

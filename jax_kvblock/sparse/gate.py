@@ -29,15 +29,14 @@ import numpy as np
 from jax_kvblock.core.checks import check_positive
 from jax_kvblock.sparse.grid import Grid, running_count
 from jax_kvblock.sparse.pieces import (
+    Nearness,
     check_side,
-    in_pieces,
     pool_pieces,
     tile_shares,
 )
+from jax_kvblock.sparse.plain import DISTANCES, class_of
 from jax_kvblock.sparse.scored import ScoredSelector
 
-# Distances in tiles that have a score of their own: 0, 1, 2, 3, 4–5, 6–7, 8–11, …
-DISTANCES = 32
 # Of the first weights: enough to tell them apart.
 NOISE = 1e-3
 
@@ -115,15 +114,24 @@ def init_gate(
 
 
 def pooled(x: jax.Array, end: Any, block: int, tiles: int) -> jax.Array:
-    """Mean, largest and smallest of each tile, and a one: float32 `[B, tiles, H, F]`.
+    """Mean, largest and smallest of each tile: float32 `[B, tiles, H, 3 D]`.
 
     Rows from `end` `[B|1, 1, 1]` on do not count; a tile without rows is zeros. Each of
     the three has a mean square of 1, whatever the tile holds: of a tile of many
     different vectors the mean is short, and the extremes of any are long.
     """
     parts = pool_pieces(x, end, block, tiles, extremes=True)
-    one = jnp.ones_like(parts[0][..., :1])
-    return jnp.concatenate([*map(_normalized, parts), one], -1)
+    return jnp.concatenate([*map(_normalized, parts)], -1)
+
+
+def _mapped(vectors: jax.Array, weights: jax.Array) -> jax.Array:
+    """Pooled vectors `[B, tiles, H, 3 D]`, and a one beside each, by `[H, 3 D + 1, G]`.
+
+    The one is added by itself: with it rows would have an odd width, which products on
+    a GPU are slow at.
+    """
+    products = jnp.einsum("bthf,hfg->bthg", vectors, weights[:, :-1])
+    return products + weights[:, -1]
 
 
 def _normalized(x: jax.Array) -> jax.Array:
@@ -132,16 +140,9 @@ def _normalized(x: jax.Array) -> jax.Array:
 
 
 def distance_class(grid: Grid) -> Any:
-    """Which score of `Gate.distance` a pair of tiles has, int32 `[B|1, 1, R, C]`.
-
-    Two classes for each power of two: 4–5 and 6–7, 8–11 and 12–15, and so on.
-    """
+    """Which score of `Gate.distance` a pair of tiles has, int32 `[B|1, 1, R, C]`."""
     cols = np.arange(grid.cols, dtype=np.int32)
-    apart = jnp.abs(jnp.asarray(cols - grid.places(), jnp.int32))
-    octave = 31 - jax.lax.clz(jnp.maximum(apart, 1))
-    half = (apart >> jnp.maximum(octave - 1, 0)) & 1
-    made = jnp.where(apart < 2, apart, 2 * octave + half)
-    return jnp.minimum(made, DISTANCES - 1)
+    return class_of(jnp.asarray(cols - grid.places(), jnp.int32))
 
 
 def gate_logits(
@@ -151,12 +152,10 @@ def gate_logits(
     q_end, kv_end = grid.ends()
     queries = pooled(q, q_end, grid.block_q, grid.rows)
     keys = pooled(k, kv_end, grid.block_kv, grid.cols)
-    batch, _, heads = queries.shape[:3]
-    kv_heads = keys.shape[2]
-    queries = jnp.einsum("brnf,nfg->bnrg", queries, gate.q)
-    keys = jnp.einsum("bckf,kfg->bkcg", keys, gate.k)
-    grouped = queries.reshape(batch, kv_heads, heads // kv_heads, *queries.shape[2:])
-    logits = jnp.einsum("bkhrg,bkcg->bkhrc", grouped, keys) * scale
+    queries, keys = _mapped(queries, gate.q), _mapped(keys, gate.k)
+    batch, rows, heads, _ = queries.shape
+    grouped = queries.reshape(batch, rows, keys.shape[2], -1, queries.shape[3])
+    logits = jnp.einsum("brkhg,bckg->bkhrc", grouped, keys) * scale
     logits = logits.reshape(batch, heads, *logits.shape[3:])
     visible = grid.visible()
     near = jnp.moveaxis(gate.distance[:, distance_class(grid)[:, 0]], 0, 1)
@@ -184,29 +183,9 @@ def gate_mass(
     per_q, per_kv = grid.block_q // piece, grid.block_kv // piece
     queries = pooled(q, q_end, piece, grid.rows * per_q)
     keys = pooled(k, kv_end, piece, grid.cols * per_kv)
-    batch, _, heads = queries.shape[:3]
-    kv_heads = keys.shape[2]
-    queries = jnp.einsum("btnf,nfg->btng", queries, gate.q)
-    keys = jnp.einsum("bskf,kfg->bksg", keys, gate.k)
-    # Rows of tiles come first: they are what is walked.
-    queries = queries.reshape(batch, grid.rows, per_q, kv_heads, heads // kv_heads, -1)
-    queries = queries.transpose(1, 0, 3, 4, 2, 5)
-    classes = distance_class(in_pieces(grid, piece))[:, 0]
-    missing = (
-        (0, grid.rows * per_q - classes.shape[1]),
-        (0, grid.cols * per_kv - classes.shape[2]),
-    )
-    classes = jnp.pad(classes, ((0, 0), *missing))
-
-    def bias(row: Any, cols: int, allowed: jax.Array) -> jax.Array:
-        near = jax.lax.dynamic_slice_in_dim(classes, row * per_q, per_q, 1)
-        near = gate.distance[:, near[..., : cols * per_kv]]  # [N, B|1, P, pieces]
-        is_first = jnp.arange(cols * per_kv) == jnp.argmax(allowed, -1)[..., None]
-        added = near + gate.first[:, None, None, None] * is_first.astype(np.float32)
-        added = jnp.moveaxis(added, 0, 1)
-        return added.reshape(added.shape[0], kv_heads, -1, *added.shape[2:])
-
-    return tile_shares(queries, keys, grid, piece, scale, bias)
+    queries, keys = _mapped(queries, gate.q), _mapped(keys, gate.k)
+    nearness = Nearness(gate.distance, gate.first)
+    return tile_shares(queries, keys, grid, piece, scale, nearness)
 
 
 @jax.tree_util.register_dataclass
@@ -241,9 +220,10 @@ class LearnedGate(ScoredSelector):
 
     def mass(self, q: jax.Array, k: jax.Array, grid: Grid, scale: float) -> jax.Array:
         check_gate(self.name, self.gate, q, k)
-        if self.piece is not None:
-            return gate_mass(self.gate, q, k, grid, scale, self.piece)
-        return shares(gate_logits(self.gate, q, k, grid, scale))
+        if self.piece is None and self.block_q != self.block_kv:
+            return shares(gate_logits(self.gate, q, k, grid, scale))
+        piece = self.block_q if self.piece is None else self.piece
+        return gate_mass(self.gate, q, k, grid, scale, piece)
 
 
 def check_gate(where: str, gate: Any, q: jax.Array, k: jax.Array) -> None:

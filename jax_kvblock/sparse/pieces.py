@@ -4,34 +4,40 @@ A piece is some queries or keys in a row that one vector stands for. Products of
 are scores; a softmax over all pieces of keys makes them shares of attention, which are
 summed over the pieces of a tile of keys and averaged over those of a tile of queries.
 
-    queries [R, B, K, G, P, F], keys [B, K, S / side, F]
-    scores [P, S / side], row of tiles by row of tiles -> shares [B, N, R, C]
+    queries [B, T / side, N, F], keys [B, S / side, K, F] -> shares [B, N, R, C]
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_kvblock.core.checks import as_int, shown
-from jax_kvblock.sparse import primitive
+from jax_kvblock.sparse import plain, primitive
 from jax_kvblock.sparse.grid import Grid
 
-# What the scores of one step take at most, if it is more than one row of tiles: they
-# are read several times, and stay in the second-level cache of a GPU (50 MiB).
-STEP_BYTES = 1 << 25
-# Under a causal mask rows go in so many groups, each with the keys that its last row
-# sees: 9/16 of the products. More groups are more programs for less to win.
+# Under a causal mask plain JAX takes rows in so many groups, each with the keys that
+# its last row sees: 9/16 of the products. More groups are more programs for less to
+# win.
 GROUPS = 8
 LEAST_ROWS = 8  # of a group: with few rows there is little to win
 
-# What is added to scores, `[B|1, K, G, P, pieces]`: a function of a row of tiles, how
-# many tiles of keys, and who may see whom, bool `[B|1, P, pieces]`.
-Bias = Callable[[Any, int, jax.Array], jax.Array]
+
+@dataclasses.dataclass(frozen=True)
+class Nearness:
+    """What scores have added to them, by where pieces lie.
+
+    Attributes:
+      distance: float32 `[N, 32]`, by how many pieces lie between, in classes: 0, 1, 2,
+        3, 4–5, 6–7, 8–11, …
+      first: float32 `[N]`, of the first piece that is seen.
+    """
+
+    distance: jax.Array
+    first: jax.Array
 
 
 def check_side(where: str, name: str, side: Any, blocks: tuple[int, int]) -> None:
@@ -51,55 +57,51 @@ def tile_shares(
     grid: Grid,
     side: int,
     scale: float,
-    bias: Bias | None = None,
+    nearness: Nearness | None = None,
 ) -> jax.Array:
-    """Each tile's share of its row of tiles: float32 `[B, N, R, C]`.
+    """Each tile's share of its row of tiles.
 
-    Products take the inputs' dtype and are summed in float32. In memory are the result
-    and `STEP_BYTES`, or the scores of one row of tiles.
+    Products take the inputs' dtype and are summed in float32.
+
+    Args:
+      queries: `[B, R · block_q / side, N, F]`: what stands for pieces of queries.
+      keys: `[B, C · block_kv / side, K, F]`, of keys.
+      side: rows of a piece.
+      scale: of the products.
+      nearness: what is added to them.
+
+    Returns:
+      Float32 `[B, N, R, C]`.
     """
-    batch, kv_heads, group, per_q = queries.shape[1:5]
-    heads, per_kv = kv_heads * group, grid.block_kv // side
-    seen = _pieces_seen(grid, side)
-    step = batch * heads * per_q * keys.shape[2] * 4
-
-    def of_rows(first: int, last: int, cols: int) -> jax.Array:
-        some = keys[:, :, : cols * per_kv]
-
-        def of_row(of: tuple[jax.Array, jax.Array]) -> jax.Array:
-            mine, row = of
-            scores = jnp.einsum(
-                "bkgtd,bksd->bkgts", mine, some, preferred_element_type=jnp.float32
-            )
-            allowed = seen(row, cols)
-            scores = scores * scale
-            if bias is not None:
-                scores = scores + bias(row, cols, allowed)
-            scores = jnp.where(allowed[:, None, None], scores, -jnp.inf)
-            top = scores.max(-1, keepdims=True)
-            weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0, top))
-            tiles = weights.reshape(*weights.shape[:-1], cols, per_kv).sum(-1)
-            total = tiles.sum(-1, keepdims=True)
-            shares = tiles / jnp.where(total > 0, total, 1)
-            return shares.mean(-2).reshape(batch, heads, cols)
-
-        rows = jnp.arange(first, last, dtype=jnp.int32)
-        at_a_time = max(1, STEP_BYTES // step)
-        if at_a_time >= last - first:
-            made = jax.vmap(of_row)((queries[first:last], rows))
-        else:
-            made = jax.lax.map(
-                of_row, (queries[first:last], rows), batch_size=at_a_time
-            )
-        return jnp.pad(made, ((0, 0),) * 3 + ((0, grid.cols - cols),))
-
-    parts = [of_rows(*part) for part in _groups(grid)]
-    mass = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    return mass.transpose(1, 2, 0, 3)
+    fine = in_pieces(grid, side)
+    batch, rows = queries.shape[:2]
+    bounds, ranges = _seen(fine, batch, (rows, keys.shape[1]), nearness is not None)
+    near = ()
+    if nearness is not None:
+        places = jnp.asarray(fine.places(), jnp.int32)[:, 0, :, 0]
+        places = _to_length(places, rows)
+        added = (places, nearness.distance[None], nearness.first[None])
+        near = tuple(jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in added)
+    return primitive.weigh_tiles(
+        queries,
+        keys,
+        bounds,
+        ranges=ranges,
+        near=near,
+        scale=scale,
+        tiles=(grid.rows, grid.cols),
+        parts=tuple(_groups(grid)),
+    )
 
 
 def pool_pieces(
-    x: jax.Array, end: Any, side: int, count: int, *, extremes: bool = False
+    x: jax.Array,
+    end: Any,
+    side: int,
+    count: int,
+    *,
+    extremes: bool = False,
+    rounded: bool = False,
 ) -> list[jax.Array]:
     """Means of pieces, and their largest and smallest numbers where wanted.
 
@@ -108,12 +110,13 @@ def pool_pieces(
       end: int32 `[B|1, 1, 1]`: rows from there on do not count.
       side: rows of a piece.
       count: how many pieces; one without rows is 0.
+      rounded: means, which are taken in float32, have the dtype of x.
 
     Returns:
-      Float32 `[B, count, H, D]` each.
+      `[B, count, H, D]` each, float32 but for means that are rounded.
     """
     ends = jnp.broadcast_to(jnp.asarray(end, jnp.int32)[:, 0, 0], x.shape[:1])
-    return primitive.pool_pieces(x, ends, side, count, extremes)
+    return primitive.pool_pieces(x, ends, side, count, extremes, rounded)
 
 
 def in_pieces(grid: Grid, side: int) -> Grid:
@@ -121,46 +124,58 @@ def in_pieces(grid: Grid, side: int) -> Grid:
     return dataclasses.replace(grid, block_q=side, block_kv=side)
 
 
-def _pieces_seen(grid: Grid, side: int) -> Callable[[Any, int], jax.Array]:
-    """A function of a row of tiles, and how many tiles of keys: bool `[B|1, P, S']`.
+def _seen(
+    fine: Grid, batch: int, lengths: tuple[int, int], first_counts: bool
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Which pieces of keys each piece of queries sees: bounds and ranges of segments.
 
     Two pieces see each other where some of their pairs do; of segments as `Grid` has
     it.
+
+    Args:
+      fine: a grid whose tiles are pieces.
+      lengths: how many pieces of queries and of keys there are, with those of whole
+        tiles that are empty.
+      first_counts: whether what comes first in the bounds has to be seen by segments,
+        too.
+
+    Returns:
+      Int32 `[B, T', 2]`, the first piece and the end; and with segments the smallest
+      and largest of each piece of queries and of keys, `[B, T', 2]` and `[B, S', 2]`.
     """
-    q_end, kv_end = (jnp.asarray(end)[:, 0] for end in grid.ends())  # [B|1, 1]
-    shift = jnp.reshape(jnp.asarray(grid.shift, jnp.int32), (-1, 1))
-    per_q, per_kv = grid.block_q // side, grid.block_kv // side
-    fine = in_pieces(grid, side)
-    ranges = None
-    if grid.q_segments is not None:
-        ranges = [x[:, 0] for x in (*fine.q_ranges(), *fine.kv_ranges())]
-        wanted = (grid.rows * per_q,) * 2 + (grid.cols * per_kv,) * 2
-        ranges = [
-            jnp.pad(x, ((0, 0), (0, length - x.shape[1])))
-            for x, length in zip(ranges, wanted, strict=True)
-        ]
+    side = fine.block_q
+    q_end, kv_end = (jnp.asarray(end)[:, 0] for end in fine.ends())  # [B|1, 1]
+    shift = jnp.reshape(jnp.asarray(fine.shift, jnp.int32), (-1, 1))
+    start = side * jnp.arange(lengths[0], dtype=jnp.int32)
+    first = jnp.zeros_like(start)
+    end = jnp.where(start < q_end, -(-kv_end // side), 0)
+    if fine.reach is not None:
+        last = jnp.minimum(start + side, q_end) - 1 + shift + fine.reach
+        end = jnp.minimum(end, last // side + 1)
+    if fine.left is not None:
+        left = start + shift - fine.left
+        first = jnp.maximum(left // side, 0)
+        end = jnp.where(left < kv_end, end, 0)
+    bounds = jnp.stack(jnp.broadcast_arrays(first, end), -1)
+    bounds = jnp.broadcast_to(bounds, (batch, lengths[0], 2))
+    if fine.q_segments is None:
+        return bounds, ()
+    ranges = tuple(
+        _to_length(jnp.stack(of, -1)[:, 0], length)
+        for of, length in zip((fine.q_ranges(), fine.kv_ranges()), lengths, strict=True)
+    )
+    if first_counts:
+        allowed = plain.pieces_seen(bounds, ranges, lengths[1])
+        first = jnp.argmax(allowed, -1).astype(jnp.int32)
+        bounds = jnp.stack([first, bounds[..., 1]], -1)
+    return bounds, ranges
 
-    def seen(row: Any, cols: int) -> jax.Array:
-        start = row * grid.block_q + side * jnp.arange(per_q, dtype=jnp.int32)
-        keys = side * jnp.arange(cols * per_kv, dtype=jnp.int32)
-        allowed = (start < q_end)[..., None] & (keys < kv_end)[:, None]
-        if grid.reach is not None:
-            last = jnp.minimum(start + side, q_end) - 1 + shift + grid.reach
-            allowed = allowed & (keys <= last[..., None])
-        if grid.left is not None:
-            first = start + shift - grid.left
-            ends = jnp.minimum(keys + side, kv_end)
-            allowed = allowed & (ends[:, None] > first[..., None])
-        if ranges is not None:
-            q_low, q_high = (
-                jax.lax.dynamic_slice_in_dim(x, row * per_q, per_q, 1)[..., None]
-                for x in ranges[:2]
-            )
-            low, high = (x[:, None, : cols * per_kv] for x in ranges[2:])
-            allowed = allowed & (q_high >= low) & (q_low <= high)
-        return allowed
 
-    return seen
+def _to_length(x: jax.Array, length: int) -> jax.Array:
+    """Zeros behind what there is of axis 1."""
+    missing = [(0, 0)] * x.ndim
+    missing[1] = (0, length - x.shape[1])
+    return jnp.pad(x, missing)
 
 
 def _groups(grid: Grid) -> list[tuple[int, int, int]]:

@@ -1,4 +1,4 @@
-"""What stands for a piece, which tiles a row keeps, and lists of them, in plain JAX.
+"""What stands for a piece, tiles' shares, what a row keeps, and lists, in plain JAX.
 
 Nothing is sorted on a device. A row keeps what is at least its threshold, and the
 threshold is found digit by digit: of four parts the highest one from which on there is
@@ -17,12 +17,16 @@ import numpy as np
 from jax_kvblock.sparse.grid import running_count
 
 DIGIT = 2  # bits of a threshold that a pass finds; a divisor of 32
+DISTANCES = 32  # classes that have a score of their own
+# What the scores of one step take at most, if it is more than one row of tiles: they
+# are read several times, and stay in the second-level cache of a GPU (50 MiB).
+STEP_BYTES = 1 << 25
 # In the order of kvblock_tile_state.
 HIDDEN, FREE, ALWAYS = range(3)
 
 
 def pool_pieces(
-    x: Any, ends: Any, *, side: int, pieces: int, extremes: bool
+    x: Any, ends: Any, *, side: int, pieces: int, extremes: bool, rounded: bool
 ) -> list[Any]:
     """Means of pieces, and where `extremes` says so their largest and smallest numbers.
 
@@ -31,9 +35,10 @@ def pool_pieces(
       ends: int32 `[...]`, how many rows count.
       side: rows of a piece.
       pieces: how many there are; those behind the rows, and their own, are 0.
+      rounded: means are of the dtype of x.
 
     Returns:
-      Float32 `[..., pieces, H, D]` each.
+      `[..., pieces, H, D]` each, float32 but for means that are rounded.
     """
     rows = side * pieces
     *leading, length, heads, dim = x.shape
@@ -44,12 +49,143 @@ def pool_pieces(
     number = jnp.maximum(real.sum(-3, dtype=jnp.int32), 1).astype(jnp.float32)
     # Sums in float32 of what is read once, in its own dtype.
     mean = jnp.where(real, x, 0).sum(-3, dtype=jnp.float32) / number
+    mean = mean.astype(x.dtype) if rounded else mean
     if not extremes:
         return [mean]
     some = real.any(-3)
     high = jnp.where(some, jnp.where(real, x, -jnp.inf).max(-3), 0)
     low = jnp.where(some, jnp.where(real, x, jnp.inf).min(-3), 0)
     return [mean, high.astype(jnp.float32), low.astype(jnp.float32)]
+
+
+def pieces_seen(bounds: Any, ranges: Any, pieces: int) -> Any:
+    """Who sees whom of pieces of queries and of the first `pieces` of keys.
+
+    Args:
+      bounds: int32 `[..., P, 2]`, the first one that each sees, and the end.
+      ranges: none; or the smallest and largest segment of each piece of queries, int32
+        `[..., P, 2]`, and of keys, `[..., S', 2]`: those that meet see each other.
+
+    Returns:
+      Bool `[..., P, pieces]`.
+    """
+    keys = jnp.arange(pieces, dtype=jnp.int32)
+    allowed = (keys >= bounds[..., :1]) & (keys < bounds[..., 1:])
+    if ranges:
+        queries, of_keys = ranges
+        low, high = (of_keys[..., None, :pieces, i] for i in range(2))
+        allowed = allowed & (queries[..., 1:] >= low) & (queries[..., :1] <= high)
+    return allowed
+
+
+def class_of(apart: Any) -> Any:
+    """The class of a distance of either sign, int32: 0, 1, 2, 3, 4–5, 6–7, 8–11, …
+
+    Two classes for each power of two.
+    """
+    apart = jnp.abs(apart)
+    octave = 31 - jax.lax.clz(jnp.maximum(apart, 1))
+    half = (apart >> jnp.maximum(octave - 1, 0)) & 1
+    made = jnp.where(apart < 2, apart, 2 * octave + half)
+    return jnp.minimum(made, DISTANCES - 1)
+
+
+def weigh_tiles(
+    queries: Any,
+    keys: Any,
+    bounds: Any,
+    *more: Any,
+    scale: float,
+    tiles: tuple[int, int],
+    parts: tuple[tuple[int, int, int], ...],
+    ranged: bool,
+    near: bool,
+    fine: bool,
+) -> list[Any]:
+    """Each tile's share of its row, by the pieces of both.
+
+    In memory are the result and `STEP_BYTES`, or the scores of one row of tiles.
+
+    Args:
+      queries: `[..., R · P, N, F]`, P pieces of a tile.
+      keys: `[..., C · P', K, F]`.
+      bounds: as in `pieces_seen`.
+      more: with `ranged` those of queries and keys; with `near` places of pieces of
+        queries among those of keys, int32 `[..., R · P]`, what is added by distance
+        from there, float32 `[..., N, 32]`, and to the first piece, `[..., N]`.
+      scale: of the products.
+      tiles: R and C.
+      parts: rows of tiles from and to, and how many tiles of keys any of them sees.
+      fine: products of float32 are finer than TF32, by jax.default_matmul_precision.
+
+    Returns:
+      Float32 `[..., N, R, C]`.
+    """
+    leading = queries.shape[:-3]
+    ranges, nearness = more[: 2 * ranged], more[2 * ranged :]
+    queries, keys, bounds, *more = (
+        x.reshape(-1, *x.shape[len(leading) :])
+        for x in (queries, keys, bounds, *ranges, *nearness)
+    )
+    ranges, nearness = more[: 2 * ranged], more[2 * ranged :]
+    (rows, cols), (batch, _, heads, width) = tiles, queries.shape
+    pieces, kv_heads = keys.shape[1:3]
+    per_q, per_kv = queries.shape[1] // rows, pieces // cols
+
+    def cut(x: Any) -> jax.Array:
+        """Rows of tiles come first: they are what is walked."""
+        return jnp.moveaxis(x.reshape(batch, rows, per_q, *x.shape[2:]), 1, 0)
+
+    grouped = queries.reshape(batch, rows, per_q, kv_heads, -1, width)
+    of_rows = [grouped.transpose(1, 0, 3, 4, 2, 5), cut(bounds)]
+    of_rows += [cut(x) for x in (*ranges[:1], *nearness[:1])]
+    keys = keys.transpose(0, 2, 1, 3)
+
+    def of_part(first: int, last: int, cols_seen: int) -> jax.Array:
+        number = cols_seen * per_kv
+        some = keys[:, :, :number]
+
+        def of_row(row: Any) -> jax.Array:
+            vectors, seen, *rest = row
+            scores = jnp.einsum(
+                "bkgtd,bksd->bkgts", vectors, some, preferred_element_type=jnp.float32
+            )
+            scores = scores * scale
+            allowed = pieces_seen(seen, (rest[0], ranges[1]) if ranged else (), number)
+            if near:
+                added = _nearness(rest[-1], *nearness[1:], seen[..., :1], number)
+                scores = scores + added.reshape(scores.shape)
+            scores = jnp.where(allowed[:, None, None], scores, -jnp.inf)
+            top = scores.max(-1, keepdims=True)
+            weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0, top))
+            summed = weights.reshape(*weights.shape[:-1], cols_seen, per_kv).sum(-1)
+            total = summed.sum(-1, keepdims=True)
+            shares = summed / jnp.where(total > 0, total, 1)
+            return shares.mean(-2).reshape(batch, heads, cols_seen)
+
+        given = [x[first:last] for x in of_rows]
+        of_one = batch * heads * per_q * pieces * 4  # a symbol, where a batch is one
+        at_a_time = max(1, STEP_BYTES // of_one) if isinstance(of_one, int) else 1
+        if at_a_time >= last - first:
+            made = jax.vmap(of_row)(given)
+        else:
+            made = jax.lax.map(of_row, given, batch_size=at_a_time)
+        return jnp.pad(made, ((0, 0),) * 3 + ((0, cols - cols_seen),))
+
+    made = [of_part(*part) for part in parts]
+    mass = made[0] if len(made) == 1 else jnp.concatenate(made)
+    return [mass.transpose(1, 2, 0, 3).reshape(*leading, heads, rows, cols)]
+
+
+def _nearness(
+    places: Any, distance: Any, of_first: Any, first: Any, pieces: int
+) -> jax.Array:
+    """What is added to scores: float32 `[B, N, P, pieces]`."""
+    keys = jnp.arange(pieces, dtype=jnp.int32)
+    classes = class_of(keys - places[..., None])
+    added = jax.vmap(lambda table, of: table[:, of])(distance, classes)
+    is_first = (keys == jnp.maximum(first, 0)).astype(jnp.float32)[:, None]
+    return added + of_first[..., None, None] * is_first
 
 
 def sorted_bits(x: Any) -> jax.Array:

@@ -4,8 +4,8 @@ The product of two means is the mean of all products between a piece of queries 
 of keys. Sums along antidiagonals are means of a few of them, at `side` times the cost:
 what many queries or many keys share, both meet alike.
 
-    q [B, T, N, D] -> means [R, B, K, G, P, D]
-    k [B, S, K, D] -> means [B, K, S / side, D]
+    q [B, T, N, D] -> means [B, T / side, N, D]
+    k [B, S, K, D] -> means [B, S / side, K, D]
 """
 
 from __future__ import annotations
@@ -57,15 +57,10 @@ def pooled_mass(
 
     Means are taken in float32, and their products in the inputs' dtype.
     """
-    batch, _, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    per_q, per_kv = grid.block_q // side, grid.block_kv // side
+    if q.dtype == jnp.float64:
+        q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     q_end, kv_end = grid.ends()
-    dtype = jnp.float32 if q.dtype == jnp.float64 else q.dtype
-    (queries,) = pool_pieces(q, q_end, side, grid.rows * per_q)
-    (keys,) = pool_pieces(k, kv_end, side, grid.cols * per_kv)
-    queries, keys = queries.astype(dtype), keys.astype(dtype)
-    # Rows of tiles come first: they are what is walked.
-    shape = (batch, grid.rows, per_q, kv_heads, heads // kv_heads, dim)
-    queries = queries.reshape(shape).transpose(1, 0, 3, 4, 2, 5)
-    return tile_shares(queries, keys.transpose(0, 2, 1, 3), grid, side, scale)
+    per_q, per_kv = grid.block_q // side, grid.block_kv // side
+    (queries,) = pool_pieces(q, q_end, side, grid.rows * per_q, rounded=True)
+    (keys,) = pool_pieces(k, kv_end, side, grid.cols * per_kv, rounded=True)
+    return tile_shares(queries, keys, grid, side, scale)

@@ -16,16 +16,50 @@ from jax.extend import core
 from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jax_kvblock.attention.precision import resolve
 from jax_kvblock.core.spmd import is_partitioned, lower_local, vary_alike
 from jax_kvblock.sparse import cuda, plain
 
 Compute = Callable[..., list[Any]]
 
 
-def pool_pieces(x: Any, ends: Any, side: int, pieces: int, extremes: bool) -> list[Any]:
+def pool_pieces(
+    x: Any,
+    ends: Any,
+    side: int,
+    pieces: int,
+    extremes: bool = False,
+    rounded: bool = False,
+) -> list[Any]:
     """`plain.pool_pieces`."""
-    operands = vary_alike([x, ends])
-    return pool_pieces_p.bind(*operands, side=side, pieces=pieces, extremes=extremes)
+    how = {"side": side, "pieces": pieces, "extremes": extremes, "rounded": rounded}
+    return pool_pieces_p.bind(*vary_alike([x, ends]), **how)
+
+
+def weigh_tiles(
+    queries: Any,
+    keys: Any,
+    bounds: Any,
+    *,
+    ranges: Sequence[Any] = (),
+    near: Sequence[Any] = (),
+    scale: float,
+    tiles: tuple[int, int],
+    parts: tuple[tuple[int, int, int], ...],
+) -> Any:
+    """`plain.weigh_tiles`."""
+    asked = getattr(jax.config, "jax_default_matmul_precision", None)
+    fine = asked is not None and queries.dtype == jnp.float32
+    (shares,) = weigh_tiles_p.bind(
+        *vary_alike([queries, keys, bounds, *ranges, *near]),
+        scale=float(scale),
+        tiles=tiles,
+        parts=parts,
+        ranged=bool(ranges),
+        near=bool(near),
+        fine=fine and resolve("weigh_tiles", asked, jnp.float32) == "highest",
+    )
+    return shares
 
 
 def keep_tiles(scores: Any, states: Any, limits: Any, tau: float = 0.0) -> list[Any]:
@@ -43,7 +77,7 @@ def list_tiles(kept: Any, width: int) -> list[Any]:
 
 
 def _pool_pieces_avals(
-    x: Any, ends: Any, *, side: int, pieces: int, extremes: bool
+    x: Any, ends: Any, *, pieces: int, extremes: bool, rounded: bool, **static: Any
 ) -> list[Any]:
     *leading, _, heads, dim = x.shape
     spec = list(x.sharding.spec)
@@ -55,7 +89,23 @@ def _pool_pieces_avals(
         weak_type=False,
         sharding=sharding,
     )
-    return [made] * (3 if extremes else 1)
+    means = made.update(dtype=x.dtype) if rounded else made
+    return [means, *[made] * (2 if extremes else 0)]
+
+
+def _weigh_tiles_avals(
+    queries: Any, *operands: Any, tiles: tuple[int, int], **static: Any
+) -> list[Any]:
+    *leading, _, heads, _ = queries.shape
+    *spec, _, of_heads, _ = [*queries.sharding.spec, *[None] * queries.ndim][
+        : queries.ndim
+    ]
+    spec = PartitionSpec(*spec, of_heads, None, None)
+    sharding = NamedSharding(queries.sharding.mesh, spec)
+    dtype = jnp.dtype(jnp.float32)
+    shape = (*leading, heads, *tiles)
+    made = queries.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+    return [made]
 
 
 def _keep_tiles_avals(
@@ -87,7 +137,7 @@ def _primitive(
     primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
     def lower(ctx: Any, *operands: Any, platform: str | None, **static: Any) -> Any:
-        serves = cuda.serves(name, ctx.avals_in[0], platform)
+        serves = cuda.serves(name, ctx.avals_in, platform, **static)
         run = kernel if serves and not is_partitioned(ctx) else plainly
         return lower_local(ctx, functools.partial(run, **static), *operands)
 
@@ -111,9 +161,10 @@ def _primitive(
         return results, [0] * len(results)
 
     def jvp(primals: Sequence[Any], tangents: Sequence[Any], **static: Any) -> Any:
-        if type(tangents[0]) is not ad.Zero:  # then plain JAX computes all of it
+        if any(type(tangent) is not ad.Zero for tangent in tangents):
+            # Then plain JAX computes all of it.
             run = functools.partial(plainly, **static)
-            along = [tangents[0], *map(ad.instantiate_zeros, tangents[1:])]
+            along = [*map(ad.instantiate_zeros, tangents)]
             return jax.jvp(run, list(primals), along)
         results = primitive.bind(*primals, **static)
         zeros = [ad.Zero(jax.typeof(r).to_tangent_aval()) for r in results]
@@ -126,6 +177,9 @@ def _primitive(
 
 pool_pieces_p = _primitive(
     cuda.POOL_PIECES, _pool_pieces_avals, plain.pool_pieces, cuda.pool_pieces
+)
+weigh_tiles_p = _primitive(
+    cuda.WEIGH_TILES, _weigh_tiles_avals, plain.weigh_tiles, cuda.weigh_tiles
 )
 keep_tiles_p = _primitive(
     cuda.KEEP_TILES, _keep_tiles_avals, plain.keep_tiles, cuda.keep_tiles

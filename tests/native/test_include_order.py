@@ -30,7 +30,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "ops/copy_stream/": SHARED,
     "ops/kernel_call/": SHARED,
     "ops/quantize/": SHARED,
-    "ops/select/": SHARED,
+    # Scores of pieces are the first product of attention.
+    "ops/select/": (*SHARED, f"{ATTENTION}contract/", f"{ATTENTION}generic/"),
     f"{ATTENTION}contract/": SHARED,
     f"{ATTENTION}mask/": CONTRACT,
     f"{ATTENTION}schedule/": MASK,

@@ -7,20 +7,36 @@ from typing import Any
 
 import pytest
 from c_interface import load_library
-from select_launches import CKeepTiles, CListTiles, CPoolPieces
+from select_launches import CKeepTiles, CListTiles, CPoolPieces, CWeighTiles
 
 from jax_kvblock.core.ffi import BUILD
 
-POOL, KEEP, LISTS = "pool_pieces", "keep_tiles", "list_tiles"
+POOL, WEIGH = "pool_pieces", "weigh_tiles"
+KEEP, LISTS = "keep_tiles", "list_tiles"
 PLACE = 4096  # nothing lies there: a check that looked at an array would crash
 ARRAYS = {
     POOL: ("x", "ends", "means", "largest", "smallest"),
+    WEIGH: (
+        *("queries", "keys", "bounds", "shares"),
+        *("q_ranges", "kv_ranges", "places", "distance", "first"),
+    ),
     KEEP: ("scores", "states", "limits", "kept", "masses"),
     LISTS: ("map", "indices", "counts"),
 }
 SIZES = ("members", "length", "width", "pieces")
 STRUCTS: dict[str, Any] = {
     POOL: lambda: CPoolPieces(side=4, members=2, length=9, width=16, pieces=3),
+    WEIGH: lambda: CWeighTiles(
+        q_pieces=4,
+        kv_pieces=8,
+        scale=0.5,
+        members=2,
+        heads=6,
+        kv_heads=3,
+        dim=64,
+        rows=3,
+        columns=5,
+    ),
     KEEP: lambda: CKeepTiles(rows=3, columns=5, tau=0.5),
     LISTS: lambda: CListTiles(rows=3, columns=5, width=4),
 }
@@ -45,6 +61,12 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         {"dtype": -1},
         "dtype must be KVBLOCK_PIECES_BF16, F16 or F32, got -1",
     ),
+    (POOL, {"means_dtype": 2}, "ok"),
+    (
+        POOL,
+        {"means_dtype": 1},
+        "means_dtype must be KVBLOCK_PIECES_F32, 2, or dtype, 0",
+    ),
     (POOL, {"side": 0}, "side must be at least 1, got 0"),
     *(
         (POOL, {name: size}, f"{name} must be from 0 to 2^31 - 1, got {size}")
@@ -52,10 +74,10 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         for size in (-1, 1 << 31)
     ),
     (POOL, {"width": 12}, f"{WIDTH} 12"),
-    (POOL, {"width": 12, "dtype": 2}, "ok"),
+    (POOL, {"width": 12, "dtype": 2, "means_dtype": 2}, "ok"),
     (
         POOL,
-        {"width": 10, "dtype": 2},
+        {"width": 10, "dtype": 2, "means_dtype": 2},
         "width must be a multiple of 4 up to",
     ),
     (POOL, {"width": (1 << 24) + 8}, f"{WIDTH} 16777224"),
@@ -74,6 +96,65 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         for name in ("x", "means", "largest", "smallest")
     ),
     (POOL, {"ends": PLACE + 2}, "ends must be aligned to 4 bytes"),
+    (WEIGH, {}, "ok"),
+    (WEIGH, {"q_ranges": None, "kv_ranges": None}, "ok"),
+    (WEIGH, dict.fromkeys(ARRAYS[WEIGH][6:]), "ok"),
+    *(
+        (WEIGH, {name: 0, **dict.fromkeys(ARRAYS[WEIGH])}, "ok")
+        for name in ("members", "heads", "rows", "columns")
+    ),
+    (WEIGH, {"dtype": 3}, "dtype must be KVBLOCK_PIECES_BF16, F16 or F32, got 3"),
+    *(
+        (WEIGH, {name: pieces}, f"{name} must be a power of two up to")
+        for name in ("q_pieces", "kv_pieces")
+        for pieces in (-4, 0, 3, 64)
+    ),
+    (WEIGH, {"q_pieces": 32, "kv_pieces": 1}, "ok"),
+    *(
+        (WEIGH, {"scale": float(x)}, "scale must be finite")
+        for x in ("inf", "-inf", "nan")
+    ),
+    *(
+        (WEIGH, {name: size}, f"{name} must be from 0 to 2^31 - 1, got {size}")
+        for name in ("members", "heads", "kv_heads", "rows")
+        for size in (-1, 1 << 31)
+    ),
+    *(
+        (WEIGH, {"columns": size}, f"columns must be from 0 to 2^24, got {size}")
+        for size in (-1, (1 << 24) + 1)
+    ),
+    *(
+        (WEIGH, {"dim": dim, "dtype": dtype}, f"; dim, got {dim}")
+        for dim, dtype in ((0, 0), (4, 0), (60, 0), (264, 0), (6, 2), (132, 2))
+    ),
+    (WEIGH, {"dim": 256}, "ok"),
+    (WEIGH, {"dim": 128, "dtype": 2}, "ok"),
+    (WEIGH, {"dim": 4, "dtype": 2}, "ok"),
+    (WEIGH, {"kv_heads": 0}, "kv_heads must divide heads, 6, got 0"),
+    (WEIGH, {"kv_heads": 4}, "kv_heads must divide heads, 6, got 4"),
+    (WEIGH, {"rows": 1 << 24}, "at most 2^26 rows of tiles of all heads"),
+    (WEIGH, {"members": 1 << 27}, "at most 2^26 rows of tiles of all heads"),
+    *((WEIGH, {name: None}, f"{name} is NULL") for name in ARRAYS[WEIGH][:4]),
+    *(
+        (WEIGH, {name: None}, "one of q_ranges and kv_ranges is NULL")
+        for name in ("q_ranges", "kv_ranges")
+    ),
+    *(
+        (WEIGH, {name: None}, "some of places, distance and first are NULL")
+        for name in ("places", "distance", "first")
+    ),
+    *(
+        (WEIGH, {name: PLACE + 8}, "queries and keys must be aligned to 16 bytes")
+        for name in ("queries", "keys")
+    ),
+    *(
+        (WEIGH, {name: PLACE + 4}, "bounds and ranges must be aligned to 8 bytes")
+        for name in ("bounds", "q_ranges", "kv_ranges")
+    ),
+    *(
+        (WEIGH, {name: PLACE + 2}, "shares must be aligned to 4 bytes")
+        for name in ("places", "distance", "first", "shares")
+    ),
     (KEEP, {}, "ok"),
     (KEEP, {"tau": 1.0, "columns": 16384}, "ok"),
     (KEEP, {"tau": 0.0, "masses": None}, "ok"),
@@ -146,7 +227,7 @@ def test_no_struct(what: str) -> None:
 
 @pytest.mark.parametrize("what", STRUCTS)
 def test_the_launcher_checks_first(what: str) -> None:
-    axis = "members" if what == POOL else "rows"
+    axis = "members" if what in (POOL, WEIGH) else "rows"
     wrong = said(f"{what}_cuda", valid(what, {axis: -1}), None)
     assert wrong == f"{what}: {axis} must be from 0 to 2^31 - 1, got -1"
     if not BUILD["cuda"]:

@@ -13,14 +13,20 @@ from select_launches import (
     POOLS,
     SHAPES,
     TAUS,
+    WEIGHS,
     Rows,
     draw,
+    draw_weighed,
     hold_keep,
     hold_lists,
     hold_pool,
+    hold_weighed,
     launch_keep_tiles,
     launch_list_tiles,
     launch_pool_pieces,
+    launch_weigh_tiles,
+    weighed_truth,
+    weighs_in,
 )
 
 
@@ -36,6 +42,11 @@ def test_pieces(shape, side, pieces, dtype, emulated_select, rng):
             )
             assert len(made) == (3 if extremes else 1)
             hold_pool(made, x, of_rows, side)
+        made = launch_pool_pieces(
+            emulated_select, x, of_rows, side, pieces, Guarded(), rounded=True
+        )
+        assert made[0].dtype == x.dtype and made[1].dtype == np.float32
+        hold_pool(made, x, of_rows, side)
 
 
 def test_pieces_of_what_is_not_finite(emulated_select):
@@ -49,6 +60,34 @@ def test_pieces_of_what_is_not_finite(emulated_select):
     for found, odd in zip(made, odds, strict=True):
         np.testing.assert_array_equal(found[0, 0], [*odd, *[one] * 5])
         np.testing.assert_array_equal(found[0, 1], [one] * 8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", WEIGHS, ids=str)
+def test_shares_of_tiles(case, dtype, emulated_select, rng):
+    given = draw_weighed(rng, weighs_in(case, dtype), dtype)
+    made = launch_weigh_tiles(emulated_select, given, Guarded())
+    hold_weighed(made, given)
+    whole = weighed_truth(given).sum(-1)
+    assert whole.max() < 1 + 1e-9 and whole.max() > 0.9
+    assert given.bounds.shape[1] == 1 or whole.min() < 0.99
+
+
+def test_shares_of_what_is_not_finite(emulated_select, rng):
+    """A row of tiles with NaN is NaN, of its head alone; what nobody sees is not
+    looked at, and a score far above the others is all there is."""
+    given = draw_weighed(rng, ((1, 2, 1, 16), (3, 5), (2, 2), False, False), "float16")
+    given.bounds[...] = 0, 8  # not the last tile of keys
+    given.keys[:, 8:] = np.nan
+    given.queries[0, 2, 1] = np.nan
+    given.queries[0, 4:, 0], given.keys[0, :8] = 100, -100
+    given.keys[0, 5] = 100
+    made = launch_weigh_tiles(emulated_select, given, Guarded())
+    assert np.isnan(made[0, 1, 1, :4]).all()
+    np.testing.assert_array_equal(made[0, 0, 2], [0, 0, 1, 0, 0])
+    made[0, 1, 1] = 0
+    assert np.isfinite(made).all() and (made[..., 4] == 0).all()
+    np.testing.assert_allclose(made[0, 0].sum(-1), 1, rtol=1e-6)
 
 
 @pytest.mark.parametrize("tau", TAUS)

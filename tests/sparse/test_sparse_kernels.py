@@ -14,7 +14,7 @@ import pytest
 from attention_model import jit
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from select_launches import TAUS, Rows, draw
+from select_launches import TAUS, WEIGHS, Rows, draw, draw_weighed, weighs_in
 from sparse_cases import TILES
 from sparse_cases import draw as draw_qk
 
@@ -44,31 +44,87 @@ def assert_alike(got, wanted):
         assert a.dtype == b.dtype
 
 
-def hold_pieces(dtype, extremes, rng):
+def hold_pieces(dtype, extremes, rng, rounded=False):
     """Those of kernels beside plain JAX."""
     x = rng.standard_normal((2, 3, 70, 2, 16))
     x[0, 0, 64:, 0, :2] = -np.inf, np.inf  # a column of a piece that is cut short
     x = jnp.asarray(x, dtype)
     ends = jnp.int32([[70, 33, 0], [1, -5, 99]])
-    how = {"side": 16, "pieces": 6, "extremes": extremes}
+    how = {"side": 16, "pieces": 6, "extremes": extremes, "rounded": rounded}
     made = jit(partial(primitive.pool_pieces, **how))(x, ends)
     wanted = jit(partial(plain.pool_pieces, **how))(x, ends)
     assert len(made) == (3 if extremes else 1)
-    np.testing.assert_allclose(made[0], wanted[0], rtol=1e-5, atol=1e-6)
+    assert made[0].dtype == wanted[0].dtype == (dtype if rounded else np.float32)
+    error = {"bfloat16": 1 / 128, "float16": 1 / 1024}.get(str(made[0].dtype), 1e-5)
+    means = (np.asarray(x[0], np.float32) for x in (made, wanted))
+    np.testing.assert_allclose(*means, rtol=error, atol=1e-6)
     assert_alike(made[1:], wanted[1:])
 
 
-@pytest.mark.parametrize("extremes", [True, False])
+HOW_POOLED = pytest.mark.parametrize(
+    "extremes, rounded", [(True, False), (False, False), (False, True)]
+)
+
+
+@HOW_POOLED
 @pytest.mark.parametrize("dtype", cuda.POOLED)
-def test_kernels_pool_as_plain_jax_does(dtype, extremes, select_as_cuda, rng):
-    hold_pieces(dtype, extremes, rng)
+def test_kernels_pool_as_plain_jax_does(dtype, extremes, rounded, select_as_cuda, rng):
+    hold_pieces(dtype, extremes, rng, rounded)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("extremes", [True, False])
+@HOW_POOLED
 @pytest.mark.parametrize("dtype", cuda.POOLED)
-def test_kernels_pool_so_on_this_gpu(dtype, extremes, rng):
-    hold_pieces(dtype, extremes, rng)
+def test_kernels_pool_so_on_this_gpu(dtype, extremes, rounded, rng):
+    hold_pieces(dtype, extremes, rng, rounded)
+
+
+def weigh(given, function, wrap=jit, **how):
+    """`function` of what is drawn for kernels."""
+    q, k, bounds, *more, scale, tiles = given
+    more = [x for x in more if x is not None]
+    ranged, near = given.q_ranges is not None, given.places is not None
+    (rows, cols), per_q = tiles, q.shape[-3] // tiles[0]
+    # Rows of tiles in two parts, as under a causal mask.
+    seen = bounds[..., 1].reshape(-1, rows, per_q).max((0, 2))
+    seen = np.maximum.accumulate(np.clip(seen, 1, k.shape[-3]))
+    parts = []
+    for first, last in ((0, rows // 2), (rows // 2, rows)):
+        if first < last:
+            end = -(-int(seen[last - 1]) // (k.shape[-3] // cols))
+            parts.append((first, last, end))
+    how |= {"scale": scale, "tiles": tiles, "parts": tuple(parts)}
+    if function is plain.weigh_tiles:
+        how |= {"ranged": ranged, "near": near, "fine": False}
+        return wrap(partial(function, **how))(q, k, bounds, *more)[0]
+    names = {"ranges": more[: 2 * ranged], "near": more[2 * ranged :]}
+    return wrap(partial(function, **how))(q, k, bounds, **names)
+
+
+def hold_shares(case, dtype, rng):
+    """Those of kernels beside plain JAX, whose products are as fine, or finer."""
+    given = draw_weighed(rng, weighs_in(case, dtype), dtype)
+    made, wanted = (weigh(given, of.weigh_tiles) for of in (primitive, plain))
+    error = 4e-3 if dtype == "float32" else 1e-4  # of TF32, on either side
+    np.testing.assert_allclose(made, wanted, rtol=error, atol=error / 100)
+    assert made.dtype == np.float32 and np.asarray(made).any()
+
+
+@pytest.mark.parametrize("dtype", cuda.POOLED)
+@pytest.mark.parametrize("case", WEIGHS, ids=str)
+def test_kernels_weigh_as_plain_jax_does(
+    case, dtype, select_as_cuda, emulated_select, rng
+):
+    emulated_select.emulator_launches()
+    hold_shares(case, dtype, rng)
+    assert emulated_select.emulator_launches() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", cuda.POOLED)
+@pytest.mark.parametrize("case", WEIGHS, ids=str)
+def test_kernels_weigh_so_on_this_gpu(case, dtype, rng):
+    hold_shares(case, dtype, rng)
 
 
 def hold(columns, tau, rng):
@@ -127,6 +183,59 @@ def test_modes_of_jax(select_as_cuda, emulated_select, rng):
         assert_alike(keep(*rows), wanted)
 
 
+def test_modes_of_jax_of_shares(select_as_cuda, emulated_select, rng):
+    """A batch of what has members already, along other axes and none; and a loop."""
+    given = draw_weighed(rng, WEIGHS[1], "bfloat16")
+    one = given._replace(
+        **{
+            name: x[0]
+            for name, x in given._asdict().items()
+            if isinstance(x, np.ndarray)
+        }
+    )
+    wanted = weigh(given, plain.weigh_tiles)
+    how = {"scale": given.scale, "tiles": given.tiles, "parts": ((0, 5, 7),)}
+
+    def run(q, k, bounds, *more):
+        return primitive.weigh_tiles(
+            q, k, bounds, ranges=more[:2], near=more[2:], **how
+        )
+
+    operands = given[:-2]
+    same = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    emulated_select.emulator_launches()
+    same(jax.vmap(run)(*operands), wanted)
+    turned = (np.moveaxis(given.queries, 0, 2), *[x[0] for x in operands[1:]])
+    over = jax.vmap(run, (2, *[None] * 7))(*turned)
+    same(over[0], weigh(one, plain.weigh_tiles))
+    _, scanned = jax.lax.scan(lambda c, x: (c, run(*x)), 0, operands)
+    same(scanned, wanted)
+    assert emulated_select.emulator_launches() == 4  # a scan has two steps
+    with jax.disable_jit():
+        same(run(*operands), wanted)
+
+
+def test_shares_have_derivatives(select_as_cuda, emulated_select, rng):
+    """Plain JAX's, of vectors and of what is added to scores."""
+    given = draw_weighed(rng, WEIGHS[1], "float32")
+
+    def loss(function, q, k, distance):
+        now = given._replace(queries=q, keys=k, distance=distance)
+        shares = weigh(now, function, wrap=lambda f: f)
+        return jnp.vdot(shares, jnp.cos(jnp.arange(shares.size).reshape(shares.shape)))
+
+    operands = given.queries, given.keys, given.distance
+    emulated_select.emulator_launches()
+    for at in range(3):
+        got, want = (
+            jit(jax.grad(partial(loss, of.weigh_tiles), at))(*operands)
+            for of in (primitive, plain)
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
+        assert np.asarray(want).any()
+    assert emulated_select.emulator_launches() == 0
+
+
 def test_what_is_chosen_has_no_derivative(select_as_cuda, rng):
     rows = rows_of(rng, 40)
 
@@ -146,7 +255,8 @@ def test_pieces_have_derivatives(select_as_cuda, emulated_select, rng):
     x = jnp.asarray(rng.standard_normal((1, 20, 2, 4)), jnp.float32)
 
     def loss(pool, x):
-        made = pool(x, jnp.int32([17]), side=8, pieces=3, extremes=True)
+        how = {"side": 8, "pieces": 3, "extremes": True, "rounded": False}
+        made = pool(x, jnp.int32([17]), **how)
         return sum(jnp.vdot(y, jnp.cos(y)) for y in made)
 
     emulated_select.emulator_launches()
@@ -162,14 +272,18 @@ def selectors():
         "threshold": PooledThreshold(tau=0.9, sparsity_ratio=0.5, **TILES),
         "ratio": PooledThreshold(tau=None, sparsity_ratio=0.5, **TILES),
         "gate": LearnedGate(init_gate(4, 2, 16), sparsity_ratio=0.5, **TILES),
+        "gate of pieces": LearnedGate(
+            init_gate(4, 2, 16), sparsity_ratio=0.5, piece=8, **TILES
+        ),
         "union": Streaming(**TILES) | PooledThreshold(tau=0.5, **TILES),
         "random": Random(sparsity_ratio=0.5, seed=3, **TILES),
     }
 
 
-# Queries and keys are pooled, rows kept, lists made. Each part of the union keeps its
-# own; what both keep is listed once.
-LAUNCHES = {"threshold": 4, "ratio": 4, "gate": 4, "union": 5, "random": 2}
+# Queries and keys are pooled, pieces weighed, rows kept, lists made. Each part of the
+# union keeps its own; what both keep is listed once.
+LAUNCHES = {"threshold": 5, "ratio": 5, "gate": 5, "gate of pieces": 5}
+LAUNCHES |= {"union": 6, "random": 2}
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -182,7 +296,7 @@ def test_selectors_take_them(name, select_as_cuda, emulated_select, rng):
     got = jax.block_until_ready(jit(partial(selector.select, **mask))(q, k))
     assert emulated_select.emulator_launches() == LAUNCHES[name]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cuda, "serves", lambda *_: False)
+        patch.setattr(cuda, "serves", lambda *_, **__: False)
         jax.clear_caches()
         wanted = jit(partial(selector.select, **mask))(q, k)
     assert emulated_select.emulator_launches() == 0
@@ -191,13 +305,27 @@ def test_selectors_take_them(name, select_as_cuda, emulated_select, rng):
     assert_alike([got.report.listed], [wanted.report.listed])
 
 
+@pytest.mark.parametrize("name", ["ratio", "gate of pieces"])
+def test_exports_of_plain_jax_may_have_a_symbol_for_a_batch(name, rng):
+    q, k, _ = draw_qk(rng)
+
+    def choose(q, k):
+        return selectors()[name].select(q, k, causal=True).tiles.indices
+
+    symbol = jax.export.symbolic_shape("b")
+    batches = [jax.ShapeDtypeStruct(symbol + x.shape[1:], x.dtype) for x in (q, k)]
+    made = jax.export.export(jit(choose), platforms=["cpu"])(*batches)
+    again = jax.export.deserialize(made.serialize())
+    np.testing.assert_array_equal(again.call(q, k), jit(choose)(q, k))
+
+
 def test_exports_have_them_and_a_batch_may_be_a_symbol(
     select_as_cuda, emulated_select, rng
 ):
     """Where their targets are named, as docs/sparse.md does."""
     targets = map(
         jax.export.DisabledSafetyCheck.custom_call,
-        (cuda.POOL_PIECES, cuda.KEEP_TILES, cuda.LIST_TILES),
+        (cuda.POOL_PIECES, cuda.WEIGH_TILES, cuda.KEEP_TILES, cuda.LIST_TILES),
     )
 
     def choose(q, k):
@@ -211,7 +339,7 @@ def test_exports_have_them_and_a_batch_may_be_a_symbol(
     again = jax.export.deserialize(made.serialize())
     emulated_select.emulator_launches()
     assert_alike(jax.block_until_ready(again.call(q, k)), choose(q, k))
-    assert emulated_select.emulator_launches() == 8
+    assert emulated_select.emulator_launches() == 10
 
 
 def lowered(function, *operands):
@@ -240,6 +368,30 @@ def test_a_gpus_program_pools_once():
     assert "kvblock_pool_pieces" not in lowered(pooled.select, *odd)
 
 
+def test_a_gpus_program_weighs_by_a_kernel():
+    """Where pieces are not too wide, as many as a power of two, and of no finer
+    precision than TF32."""
+
+    def has(selector, *shapes, dtype=jnp.bfloat16):
+        shapes = [jax.ShapeDtypeStruct((1, 768, *x), dtype) for x in shapes]
+        return "kvblock_weigh_tiles" in lowered(selector.select, *shapes)
+
+    heads = (4, 128), (2, 128)
+    pooled = partial(PooledThreshold, tau=None, sparsity_ratio=0.5)
+    assert all(has(pooled(piece=piece), *heads) for piece in (4, 8, 16, 32, 64, 128))
+    assert not has(pooled(piece=2), *heads)
+    assert not has(pooled(block_q=96, piece=32), *heads)  # three of a tile
+    assert has(pooled(), (4, 256), (4, 256))
+    assert not has(pooled(), (4, 264), (4, 264))
+    assert not has(pooled(), (4, 260), (4, 260))
+    assert has(pooled(), *heads, dtype=jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        assert not has(pooled(), *heads, dtype=jnp.float32)
+        assert has(pooled(), *heads)
+    gate = init_gate(4, 2, 128)
+    assert has(LearnedGate(gate, sparsity_ratio=0.5, piece=32), *heads)
+
+
 def test_rows_too_long_for_them():
     columns = cuda.MOST_COLUMNS + 1
     scores = jax.ShapeDtypeStruct((1, columns), jnp.float32)
@@ -262,6 +414,9 @@ def test_no_columns_at_all(select_as_cuda, emulated_select):
 # ---- several devices -----------------------------------------------------------------
 
 
+POOLED = {"side": 8, "pieces": 5, "extremes": False, "rounded": False}
+
+
 def mesh_of(kind):
     devices = np.array(jax.devices("cpu")[:4]).reshape(2, 2)
     return Mesh(devices, ("b", "h"), axis_types=(kind, kind))
@@ -275,25 +430,34 @@ def test_each_device_has_its_rows(emulated_select, rng):
     x = rng.integers(-8, 8, (2, 40, 4, 16)).astype(np.float32)
     wanted = plain.keep_tiles(*rows, tau=0.5)
     wanted += plain.list_tiles(wanted[0], width=7)
-    wanted += plain.pool_pieces(x, np.int32([40, 9]), side=8, pieces=5, extremes=False)
+    wanted += plain.pool_pieces(x, np.int32([40, 9]), **POOLED)
+    # Whose exponentials are exact, as are the rows' sums: a piece of queries sees one
+    # of keys, or two that are alike.
+    bounds = np.int32([[[0, 1], [1, 2], [0, 2]], [[0, 2], [0, 0], [1, 2]]])
+    vectors = (np.ones((2, 3, 4, 16), np.float32), np.ones((2, 2, 2, 16), np.float32))
+    how = {"scale": 0.5, "tiles": (3, 2), "parts": ((0, 3, 2),)}
+    flags = dict.fromkeys(("ranged", "near", "fine"), False)
+    wanted += plain.weigh_tiles(*vectors, bounds, **how, **flags)
 
     def choose(*operands):
-        *rows, x, ends = operands
+        *rows, x, ends, queries, keys, bounds = operands
         kept, held = primitive.keep_tiles(*rows, 0.5)
-        means = primitive.pool_pieces(x, ends, 8, 5, False)
-        return [kept, held, *primitive.list_tiles(kept, 7), *means]
+        means = primitive.pool_pieces(x, ends, **POOLED)
+        shares = primitive.weigh_tiles(queries, keys, bounds, **how)
+        return [kept, held, *primitive.list_tiles(kept, 7), *means, shares]
 
-    rows = (*rows, x, np.int32([40, 9]))
+    rows = (*rows, x, np.int32([40, 9]), *vectors, bounds)
     of_rows = P("b", "h")
-    specs = (*[of_rows] * 3, P("b", None, "h"), P("b"))
-    out_specs = [*[of_rows] * 4, P("b", None, "h")]
+    of_heads = P("b", None, "h")
+    specs = (*[of_rows] * 3, of_heads, P("b"), of_heads, of_heads, P("b"))
+    out_specs = [*[of_rows] * 4, of_heads, of_rows]
 
     emulated_select.emulator_launches()
     mapped = jax.shard_map(
         choose, mesh=mesh_of(AxisType.Auto), in_specs=specs, out_specs=out_specs
     )
     assert_alike(jit(mapped)(*rows), wanted)
-    assert emulated_select.emulator_launches() == 12
+    assert emulated_select.emulator_launches() == 16
     for kind in (AxisType.Auto, AxisType.Explicit):
         mesh = mesh_of(kind)
         with jax.set_mesh(mesh):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from cpp_programs import emulated_library, lowered_anew, serve_on_cpu
 
-TARGETS = ("pool_pieces", "keep_tiles", "list_tiles")
+TARGETS = ("pool_pieces", "weigh_tiles", "keep_tiles", "list_tiles")
 SOURCES = (
     "tests/support/emulator/select.cc",
     "tests/support/emulator/select_ffi.cc",
@@ -32,6 +32,10 @@ def select_as_cuda(
     from jax_kvblock.sparse import cuda
 
     serves = cuda.serves
-    monkeypatch.setattr(cuda, "serves", lambda name, x, _: serves(name, x, "cuda"))
+    monkeypatch.setattr(
+        cuda,
+        "serves",
+        lambda name, operands, _, **static: serves(name, operands, "cuda", **static),
+    )
     with lowered_anew():
         yield

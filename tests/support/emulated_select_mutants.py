@@ -6,7 +6,7 @@ from mutant_list import Mutant, test
 
 FOLDER = "cpp/ops/select"
 SELECT, POOL = f"{FOLDER}/select_kernel.cuh", f"{FOLDER}/pool_kernel.cuh"
-LAUNCH = f"{FOLDER}/select_cuda.cu"
+LAUNCH, WEIGH = f"{FOLDER}/select_cuda.cu", f"{FOLDER}/weigh_kernel.cuh"
 EMULATED = "test_select_emulated"
 BEST = test(EMULATED, "test_rows_keep_the_best")
 ONE_TILE = test(EMULATED, "test_one_tile_wherever_it_is")
@@ -15,6 +15,7 @@ NOTHING = test(EMULATED, "test_rows_that_hold_nothing")
 LISTS = test(EMULATED, "test_lists_of_maps")
 PIECES = test(EMULATED, "test_pieces")
 NOT_FINITE = test(EMULATED, "test_pieces_of_what_is_not_finite")
+SHARES = test(EMULATED, "test_shares_of_tiles")
 SELECT_EMULATED = (
     Mutant(
         "select: of equal tiles one too many",
@@ -148,5 +149,96 @@ SELECT_EMULATED = (
         "high[i] = MaxOrNan(high[i], number);",
         "high[i] = fmaxf(high[i], number);",
         NOT_FINITE,
+    ),
+    Mutant(
+        "weigh: a piece more than is seen",
+        WEIGH,
+        "key < rows[i / 2][i % 2].end",
+        "key <= rows[i / 2][i % 2].end",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: a tile of keys that some see in part is whole",
+        WEIGH,
+        "sees(i, first_key) && sees(i, first_key + Traits::kKeys - 1)",
+        "sees(i, first_key)",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: segments that only touch do not meet",
+        WEIGH,
+        "known[i * 8].high >= segments.x",
+        "known[i * 8].high > segments.x",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: sums stay behind their maxima",
+        WEIGH,
+        "float sum = row.sum * Exp2(row.top - reference);",
+        "float sum = row.sum;",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: a lane's maximum for all four",
+        WEIGH,
+        "other_sum * Exp2(other_top - reference)",
+        "other_sum",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: sums of pieces of queries in place of means",
+        WEIGH,
+        "row.top + Log2(row.sum) + down",
+        "row.top + Log2(row.sum)",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: distances are of the row before",
+        WEIGH,
+        "ClassOf(key - known[i * 8].place)",
+        "ClassOf(key - known[i / 2 * 8].place)",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: the first piece has no score of its own",
+        WEIGH,
+        "if (key == rows[i / 2][i % 2].first) x =",
+        "if (false) x =",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: the next tile of keys is not waited for",
+        WEIGH,
+        "CopyAsyncWait<0>();",
+        "CopyAsyncWait<1>();",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: what nobody sees is left as it was",
+        WEIGH,
+        "column < first_column || column >= end_column",
+        "column >= end_column",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: rows of another key head",
+        WEIGH,
+        "(at.piece * p.kv_heads + pair % p.kv_heads) * p.group",
+        "at.piece * p.kv_heads * p.group",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: 16 pieces of keys are 8",
+        WEIGH,
+        "if (p.across >= 4)",
+        "if (p.across >= 5)",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: 32 pieces of queries are 16",
+        WEIGH,
+        "if (p.down >= 5)",
+        "if (p.down >= 6)",
+        SHARES,
     ),
 )

@@ -1,4 +1,4 @@
-"""Pieces, maps and lists of tiles by the C interface, and what has to come out."""
+"""Pieces, shares, maps and lists of tiles by the C interface, and what comes out."""
 
 from __future__ import annotations
 
@@ -31,9 +31,35 @@ class CPoolPieces(ctypes.Structure):
     """kvblock_pool_pieces."""
 
     _fields_ = [
-        *fields(ctypes.c_int32, "dtype side"),
+        *fields(ctypes.c_int32, "dtype means_dtype side"),
         *fields(ctypes.c_int64, "members length width pieces"),
         *fields(ctypes.c_void_p, "x ends means largest smallest"),
+    ]
+
+
+# Members, heads, key heads, dim; tiles of queries and of keys; pieces of each; whether
+# there are ranges, and what is added by distance.
+WEIGHS = (
+    ((1, 1, 1, 8), (1, 1), (1, 1), False, False),
+    ((2, 4, 2, 16), (5, 7), (8, 4), True, True),
+    ((1, 3, 1, 64), (7, 11), (4, 8), False, False),
+    ((1, 8, 2, 72), (3, 9), (32, 32), True, False),
+    ((2, 2, 2, 128), (4, 21), (16, 16), False, True),
+    ((1, 2, 1, 32), (70, 140), (2, 1), False, True),
+    ((1, 6, 2, 24), (40, 33), (1, 2), True, True),
+    ((1, 4, 1, 256), (4, 9), (4, 16), False, False),
+)
+
+
+class CWeighTiles(ctypes.Structure):
+    """kvblock_weigh_tiles."""
+
+    _fields_ = [
+        *fields(ctypes.c_int32, "dtype q_pieces kv_pieces"),
+        *fields(ctypes.c_float, "scale"),
+        *fields(ctypes.c_int64, "members heads kv_heads dim rows columns"),
+        *fields(ctypes.c_void_p, "queries keys bounds q_ranges kv_ranges"),
+        *fields(ctypes.c_void_p, "places distance first shares"),
     ]
 
 
@@ -103,8 +129,10 @@ def launch_pool_pieces(
     memory: Any,
     extremes: bool = True,
     short: bool = False,
+    rounded: bool = False,
 ) -> list[np.ndarray]:
-    """Means, and with `extremes` the largest and smallest numbers.
+    """Means, `rounded` to x's dtype, and with `extremes` the largest and smallest
+    numbers.
 
     short: x lacks its last row, as a mistake would have it.
     """
@@ -113,11 +141,13 @@ def launch_pool_pieces(
         members=members, length=length, width=width, side=side, pieces=pieces
     )
     call.dtype = [np.dtype(t) for t in DTYPES.values()].index(x.dtype)
+    call.means_dtype = call.dtype if rounded else 2
     call.x = memory.place(x[:, :-1] if short else x)
     call.ends = None if ends is None else memory.place(np.int32(ends))
     places = []
     for name in ("means", "largest", "smallest")[: 3 if extremes else 1]:
-        places.append(memory.place(np.full((members, pieces, width), -7, np.float32)))
+        dtype = x.dtype if rounded and name == "means" else np.float32
+        places.append(memory.place(np.full((members, pieces, width), -7, dtype)))
         setattr(call, name, places[-1])
     _run(library.kvblock_pool_pieces_cuda, call)
     memory.finish()
@@ -136,9 +166,137 @@ def hold_pool(
             assert all((found[i, j] == 0).all() for found in made)
             continue
         size = np.abs(piece).max()
-        np.testing.assert_allclose(made[0][i, j], piece.mean(0), 0, side * 1e-7 * size)
+        means, wanted = made[0][i, j].astype(np.float64), piece.mean(0)
+        error = side * 1e-7 * size
+        if made[0].dtype != np.float32:  # half a unit of the last digit
+            error = error + np.abs(wanted) * ml_dtypes.finfo(made[0].dtype).eps / 2
+        assert (np.abs(means - wanted) <= error).all()
         for found, most in zip(made[1:], (piece.max(0), piece.min(0)), strict=False):
             np.testing.assert_array_equal(found[i, j], most.astype(np.float32))
+
+
+class Weighed(NamedTuple):
+    """What tiles' shares come of; None is left out."""
+
+    queries: np.ndarray
+    keys: np.ndarray
+    bounds: np.ndarray
+    q_ranges: np.ndarray | None
+    kv_ranges: np.ndarray | None
+    places: np.ndarray | None
+    distance: np.ndarray | None
+    first: np.ndarray | None
+    scale: float
+    tiles: tuple[int, int]
+
+
+def draw_weighed(rng: np.random.Generator, case: Any, dtype: str) -> Weighed:
+    """Of pieces of queries some see all, some a window, some less than nothing."""
+    (members, heads, kv_heads, dim), (rows, columns), (down, across), ranged, near = (
+        case
+    )
+    q_length, kv_length = rows * down, columns * across
+    queries, keys = (
+        rng.standard_normal((members, length, n, dim)).astype(DTYPES[dtype])
+        for length, n in ((q_length, heads), (kv_length, kv_heads))
+    )
+    at = np.arange(q_length) * kv_length // q_length
+    bounds = np.empty((members, q_length, 2), np.int32)
+    late = at > kv_length * 7 // 8
+    bounds[..., 0] = np.where((rng.random(bounds.shape[:2]) < 0.5) & ~late, 0, at // 2)
+    bounds[..., 1] = np.where(
+        rng.random(bounds.shape[:2]) < 0.7, at + 1, rng.integers(-3, kv_length + 5)
+    )
+    bounds[0, 0] = -2, kv_length + 3
+    if q_length > 1:
+        bounds[-1, -1] = 1, 1
+    more: list[Any] = [None] * 5
+    if ranged:
+        more[:2] = (
+            np.sort(rng.integers(0, 4, (members, length, 2)), -1).astype(np.int32)
+            for length in (q_length, kv_length)
+        )
+    if near:
+        more[2] = (at + rng.integers(-3, 4, (members, q_length))).astype(np.int32)
+        more[3] = rng.standard_normal((members, heads, 32)).astype(np.float32)
+        more[4] = rng.standard_normal((members, heads)).astype(np.float32)
+    return Weighed(queries, keys, bounds, *more, 2 / np.sqrt(dim), (rows, columns))
+
+
+def weighs_in(case: Any, dtype: str) -> Any:
+    """A case whose pieces have no more bytes than the kernel takes."""
+    (*heads, dim), *rest = case
+    return ((*heads, min(dim, 128 if dtype == "float32" else 256)), *rest)
+
+
+def weighed_truth(given: Weighed) -> np.ndarray:
+    """Float64 shares, piece by piece of queries."""
+    members, q_length, heads, _ = given.queries.shape
+    kv_length, kv_heads = given.keys.shape[1:3]
+    rows, columns = given.tiles
+    q, k = (x.astype(np.float64) for x in given[:2])
+    shares = np.zeros((members, heads, rows, columns))
+    at = np.arange(kv_length)
+    for b, n, t in np.ndindex(members, heads, q_length):
+        first, end = given.bounds[b, t]
+        first = max(first, 0)
+        sees = (at >= first) & (at < end)
+        if given.q_ranges is not None:
+            low, high = given.q_ranges[b, t]
+            sees &= (given.kv_ranges[b, :, 0] <= high) & (
+                given.kv_ranges[b, :, 1] >= low
+            )
+        if not sees.any():
+            continue
+        scores = k[b, :, n * kv_heads // heads] @ q[b, t, n] * given.scale
+        if given.places is not None:
+            apart = np.abs(at - given.places[b, t])
+            octave = np.log2(np.maximum(apart, 1)).astype(int)
+            of = np.where(apart < 2, apart, 2 * octave + (apart >= 1.5 * 2.0**octave))
+            scores += given.distance[b, n][np.minimum(of, 31)]
+            scores += given.first[b, n] * (at == first)
+        weights = np.where(sees, np.exp(scores - scores[sees].max()), 0)
+        of_tiles = (weights / weights.sum()).reshape(columns, -1).sum(-1)
+        shares[b, n, t * rows // q_length] += of_tiles * rows / q_length
+    return shares
+
+
+def launch_weigh_tiles(
+    library: ctypes.CDLL, given: Weighed, memory: Any, short: bool = False
+) -> np.ndarray:
+    """Shares; short: keys lack their last piece, as a mistake would have it."""
+    members, q_length, heads, dim = given.queries.shape
+    rows, columns = given.tiles
+    call = CWeighTiles(
+        members=members,
+        heads=heads,
+        kv_heads=given.keys.shape[2],
+        dim=dim,
+        rows=rows,
+        columns=columns,
+        q_pieces=q_length // rows,
+        kv_pieces=given.keys.shape[1] // columns,
+        scale=given.scale,
+    )
+    call.dtype = [np.dtype(t) for t in DTYPES.values()].index(given.queries.dtype)
+    for name, x in given._asdict().items():
+        if name in ("scale", "tiles") or x is None:
+            continue
+        setattr(call, name, memory.place(x[:, :-1] if short and name == "keys" else x))
+    shape = (members, heads, rows, columns)
+    call.shares = shares = memory.place(np.full(shape, np.nan, np.float32))
+    _run(library.kvblock_weigh_tiles_cuda, call)
+    memory.finish()
+    return memory.contents(shares)
+
+
+def hold_weighed(made: np.ndarray, given: Weighed) -> None:
+    """Every share is what float64 has, but for the rounding of products and powers."""
+    fine = given.queries.dtype != np.float32
+    error = 2e-5 if fine else 4e-3  # of TF32: 2^-11 of products as large as 8
+    wanted = weighed_truth(given)
+    np.testing.assert_allclose(made, wanted, rtol=error, atol=error / 100)
+    assert ((made == 0) == (wanted == 0)).all()
 
 
 def launch_keep_tiles(
@@ -195,7 +353,7 @@ def hold_lists(made: Any, kept: np.ndarray, width: int) -> None:
 
 
 def main(path: str, *only: str) -> None:
-    """Pools, keeps and lists on a GPU, as it has to be; `short`: an array is."""
+    """Pools, weighs, keeps and lists on a GPU; `short`: an array lacks something."""
     connect()
     library = ctypes.CDLL(path)
     rng, launches = np.random.default_rng(1), 0
@@ -208,13 +366,23 @@ def main(path: str, *only: str) -> None:
             ends = rng.integers(0, shape[1] + 1, shape[0])
             for of_rows in (None, ends):
                 memory = OnGpu()
+                rounded = of_rows is None
                 made = launch_pool_pieces(
-                    library, x, of_rows, side, pieces, memory, short=short
+                    library, x, of_rows, side, pieces, memory, True, short, rounded
                 )
                 memory.arrays.free()
                 if not short:
                     hold_pool(made, x, of_rows, side)
                     launches += 1
+    for case in WEIGHS:
+        for dtype in DTYPES:
+            given = draw_weighed(rng, weighs_in(case, dtype), dtype)
+            memory = OnGpu()
+            made = launch_weigh_tiles(library, given, memory, short)
+            memory.arrays.free()
+            if not short:
+                hold_weighed(made, given)
+                launches += 1
     for shape in () if short else SHAPES:
         rows = draw(rng, shape)
         for tau in TAUS:

@@ -1,10 +1,24 @@
 /* clang-format off */
 /* kvblock/select.h: the launchers that choose tiles, for C, C++, Rust and ctypes: what stands for
- * a piece of queries or keys, which tiles a row keeps, and lists of them.
+ * a piece of queries or keys, what shares of attention tiles have by their pieces, which tiles a row
+ * keeps, and lists of them.
  *
  * Of x [members, length, width] each piece of `side` rows in a row becomes its mean, and where that
- * is wanted its largest and its smallest numbers, column by column, in float32. Rows from ends[i] on
- * do not count; of a piece without rows all is 0. Where a number is NaN, so is what comes of it.
+ * is wanted its largest and its smallest numbers, column by column, in float32; means may be rounded
+ * to x's dtype. Rows from ends[i] on do not count; of a piece without rows all is 0. Where a number is NaN, so is what comes of it.
+ *
+ * A tile's share is the attention that its pieces of queries pay to its pieces of keys, on average:
+ *
+ *   score[t, s] = scale q[t] . k[s] + distance[class of |s - places[t]|], and first where s is
+ *                 bounds[t][0]
+ *   share[i, j] = the sum over tile j's pieces s of the mean over tile i's pieces t of
+ *                 softmax(score[t])[s]
+ *
+ * over the pieces of keys from bounds[t][0] to before bounds[t][1], of which, where there are
+ * ranges, t sees those whose segments, from the smallest to the largest, meet its own. A piece that
+ * sees nothing has no share of anything. Classes of distances are 0, 1, 2, 3, 4 to 5, 6 to 7, 8 to
+ * 11, 12 to 15 and so on, two for each power of two; the last one has what is beyond, too. Products of
+ * float32 are of TF32.
  *
  * A row of tiles keeps those that it has to, and of the others the best: as many as there is room
  * for, or, with tau, until what is kept holds so much of the row's mass.
@@ -36,7 +50,12 @@
 extern "C" {
 #endif
 
-enum { KVBLOCK_MOST_COLUMNS = 16384 };
+enum {
+  KVBLOCK_MOST_COLUMNS = 16384,
+  KVBLOCK_MOST_PIECES = 32,       /* of a tile */
+  KVBLOCK_MOST_PIECE_BYTES = 512, /* that kvblock_weigh_tiles multiplies */
+  KVBLOCK_DISTANCES = 32
+};
 
 typedef enum kvblock_tile_state {
   KVBLOCK_TILE_HIDDEN = 0, /* the row does not see it */
@@ -51,16 +70,34 @@ typedef enum kvblock_pieces_dtype {
 } kvblock_pieces_dtype;
 
 typedef struct kvblock_pool_pieces {
-  int32_t dtype;                  /* kvblock_pieces_dtype, of x */
+  int32_t dtype, means_dtype;     /* kvblock_pieces_dtype: of x; float32 or that of x */
   int32_t side;                   /* rows of a piece, 1 at least */
   int64_t members, length, width; /* width a multiple of what 16 bytes hold, up to 2^24 */
   int64_t pieces;                 /* of a member; those behind its rows are 0 */
   const void* x;                  /* [members, length, width], aligned to 16 bytes */
   const int32_t* ends;            /* [members], or NULL: all rows count */
-  float* means;                   /* [members, pieces, width], aligned to 16 bytes, as these two: */
+  void* means;                    /* [members, pieces, width], aligned to 16 bytes, as these two: */
   float* largest;                 /* both or NULL */
   float* smallest;
 } kvblock_pool_pieces;
+
+typedef struct kvblock_weigh_tiles {
+  int32_t dtype;                    /* kvblock_pieces_dtype, of queries and keys */
+  int32_t q_pieces, kv_pieces;      /* of a tile: powers of two up to KVBLOCK_MOST_PIECES */
+  float scale;                      /* finite */
+  int64_t members, heads, kv_heads; /* kv_heads divides heads */
+  int64_t dim;                      /* 16 bytes, or a multiple, up to KVBLOCK_MOST_PIECE_BYTES */
+  int64_t rows, columns;            /* tiles of queries and of keys */
+  const void* queries;   /* [members, rows * q_pieces, heads, dim], aligned to 16 bytes, as keys */
+  const void* keys;      /* [members, columns * kv_pieces, kv_heads, dim] */
+  const int32_t* bounds; /* [members, rows * q_pieces, 2], aligned to 8 bytes, as ranges */
+  const int32_t* q_ranges;  /* [members, rows * q_pieces, 2]; both or NULL */
+  const int32_t* kv_ranges; /* [members, columns * kv_pieces, 2] */
+  const int32_t* places;    /* [members, rows * q_pieces]; all three or NULL */
+  const float* distance;    /* [members, heads, KVBLOCK_DISTANCES] */
+  const float* first;       /* [members, heads] */
+  float* shares;            /* [members, heads, rows, columns] */
+} kvblock_weigh_tiles;
 
 typedef struct kvblock_keep_tiles {
   int64_t rows, columns; /* columns up to KVBLOCK_MOST_COLUMNS; 0 for nothing */
@@ -85,11 +122,13 @@ typedef struct kvblock_list_tiles {
 
 /* Check every number, and that what the call needs is there. They look at no array. */
 KVBLOCK_EXPORT const char* kvblock_pool_pieces_check(const kvblock_pool_pieces* a);
+KVBLOCK_EXPORT const char* kvblock_weigh_tiles_check(const kvblock_weigh_tiles* a);
 KVBLOCK_EXPORT const char* kvblock_keep_tiles_check(const kvblock_keep_tiles* a);
 KVBLOCK_EXPORT const char* kvblock_list_tiles_check(const kvblock_list_tiles* a);
 
 /* Enqueue the launch on `stream`, a cudaStream_t. */
 KVBLOCK_EXPORT const char* kvblock_pool_pieces_cuda(const kvblock_pool_pieces* a, void* stream);
+KVBLOCK_EXPORT const char* kvblock_weigh_tiles_cuda(const kvblock_weigh_tiles* a, void* stream);
 KVBLOCK_EXPORT const char* kvblock_keep_tiles_cuda(const kvblock_keep_tiles* a, void* stream);
 KVBLOCK_EXPORT const char* kvblock_list_tiles_cuda(const kvblock_list_tiles* a, void* stream);
 

@@ -20,8 +20,10 @@ constexpr int kPoolAhead = 8;  // rows whose reads are under way
 struct PoolPiecesParams {
   const void* x;
   const int32_t* ends;
-  float *means, *largest, *smallest;
+  void* means;
+  float *largest, *smallest;
   int32_t length, width, side, pieces;
+  bool rounded;  // means are of x's dtype
 };
 
 template <typename T>
@@ -34,6 +36,18 @@ __device__ __forceinline__ void StoreFloats(float* to, const float (&numbers)[kC
     *reinterpret_cast<float4*>(to + i) =
         make_float4(numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3]);
   }
+}
+
+// Rounds to what 16 bytes hold.
+template <typename T, int kColumns>
+__device__ __forceinline__ void StoreRounded(T* to, const float (&numbers)[kColumns]) {
+  union {
+    uint4 piece;
+    T numbers[kColumns];
+  } rounded;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) rounded.numbers[i] = T(numbers[i]);
+  *reinterpret_cast<uint4*>(to) = rounded.piece;
 }
 
 // kExtremes: whether the largest and smallest numbers are wanted.
@@ -87,7 +101,11 @@ __global__ void __launch_bounds__(kPoolThreads)
     sum[i] /= max(count, 1);
     if (count == 0) high[i] = low[i] = 0.0f;
   }
-  StoreFloats(p.means + to, sum);
+  if (p.rounded) {
+    StoreRounded(static_cast<T*>(p.means) + to, sum);
+  } else {
+    StoreFloats(static_cast<float*>(p.means) + to, sum);
+  }
   if constexpr (kExtremes) {
     StoreFloats(p.largest + to, high);
     StoreFloats(p.smallest + to, low);

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <type_traits>
 
 #include "kvblock/select.h"
 #include "xla/ffi/api/ffi.h"
@@ -38,10 +39,9 @@ int32_t PoolDtype(ffi::DataType type) {
 }
 
 // Operands: x [members, length, width] and ends [members]. Results: means [members, pieces, width],
-// and with `extremes` two more like it.
+// float32 or as x, and with `extremes` two more in float32.
 ffi::Error PoolPieces(void* stream, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ends,
-                      ffi::Result<ffi::Buffer<ffi::F32>> means, ffi::RemainingRets rets,
-                      int32_t side) {
+                      ffi::Result<ffi::AnyBuffer> means, ffi::RemainingRets rets, int32_t side) {
   const auto dims = x.dimensions(), of_means = means->dimensions();
   if (dims.size() != 3 || of_means.size() != 3 || of_means[0] != dims[0] ||
       of_means[2] != dims[2] || !Has(ends, {dims[0]}) || (rets.size() != 0 && rets.size() != 2)) {
@@ -50,6 +50,7 @@ ffi::Error PoolPieces(void* stream, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ends
   kvblock_pool_pieces call{};
   call.dtype = PoolDtype(x.element_type());
   if (call.dtype < 0) return Invalid("kvblock_pool_pieces: x must be bfloat16, float16 or float32");
+  call.means_dtype = PoolDtype(means->element_type());
   call.side = side;
   call.members = dims[0];
   call.length = dims[1];
@@ -57,7 +58,7 @@ ffi::Error PoolPieces(void* stream, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ends
   call.pieces = of_means[1];
   call.x = x.untyped_data();
   call.ends = ends.typed_data();
-  call.means = means->typed_data();
+  call.means = means->untyped_data();
   float** const places[] = {&call.largest, &call.smallest};
   for (size_t i = 0; i < rets.size(); ++i) {
     auto more = rets.get<ffi::Buffer<ffi::F32>>(i);
@@ -67,6 +68,61 @@ ffi::Error PoolPieces(void* stream, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ends
     *places[i] = (*more)->typed_data();
   }
   return Said(kvblock_pool_pieces_cuda(&call, stream));
+}
+
+// Operands: queries [members, rows * q_pieces, heads, dim], keys [members, columns * kv_pieces,
+// kv_heads, dim], bounds [members, rows * q_pieces, 2]; with `ranged` those of queries and of keys;
+// with `near` places, distance and first. Result: shares [members, heads, rows, columns].
+ffi::Error WeighTiles(void* stream, ffi::AnyBuffer queries, ffi::AnyBuffer keys,
+                      ffi::Buffer<ffi::S32> bounds, ffi::RemainingArgs more,
+                      ffi::Result<ffi::Buffer<ffi::F32>> shares, float scale, bool ranged,
+                      bool near) {
+  const auto of_q = queries.dimensions(), of_k = keys.dimensions(), made = shares->dimensions();
+  const auto wrong = [] {
+    return Invalid("kvblock_weigh_tiles: an operand or a result has another shape or dtype");
+  };
+  if (of_q.size() != 4 || of_k.size() != 4 || made.size() != 4 || of_q[0] != of_k[0] ||
+      of_q[3] != of_k[3] || made[0] != of_q[0] || made[1] != of_q[2] || made[2] == 0 ||
+      made[3] == 0 || of_q[1] % made[2] != 0 || of_k[1] % made[3] != 0 ||
+      queries.element_type() != keys.element_type() || !Has(bounds, {of_q[0], of_q[1], 2}) ||
+      more.size() != (ranged ? 2u : 0u) + (near ? 3u : 0u)) {
+    return wrong();
+  }
+  kvblock_weigh_tiles call{};
+  call.dtype = PoolDtype(queries.element_type());
+  if (call.dtype < 0) return wrong();
+  call.scale = scale;
+  call.members = of_q[0];
+  call.heads = of_q[2];
+  call.kv_heads = of_k[2];
+  call.dim = of_q[3];
+  call.rows = made[2];
+  call.columns = made[3];
+  call.q_pieces = static_cast<int32_t>(of_q[1] / made[2]);
+  call.kv_pieces = static_cast<int32_t>(of_k[1] / made[3]);
+  call.queries = queries.untyped_data();
+  call.keys = keys.untyped_data();
+  call.bounds = bounds.typed_data();
+  call.shares = shares->typed_data();
+  size_t next = 0;
+  const auto take = [&](auto dtype, std::initializer_list<int64_t> shape, auto* to) {
+    auto buffer = more.get<ffi::Buffer<decltype(dtype)::value>>(next++);
+    if (!buffer.has_value() || !Has(*buffer, shape)) return false;
+    *to = buffer->typed_data();
+    return true;
+  };
+  const std::integral_constant<ffi::DataType, ffi::S32> ints;
+  const std::integral_constant<ffi::DataType, ffi::F32> floats;
+  if (ranged && (!take(ints, {of_q[0], of_q[1], 2}, &call.q_ranges) ||
+                 !take(ints, {of_k[0], of_k[1], 2}, &call.kv_ranges))) {
+    return wrong();
+  }
+  if (near && (!take(ints, {of_q[0], of_q[1]}, &call.places) ||
+               !take(floats, {of_q[0], of_q[2], KVBLOCK_DISTANCES}, &call.distance) ||
+               !take(floats, {of_q[0], of_q[2]}, &call.first))) {
+    return wrong();
+  }
+  return Said(kvblock_weigh_tiles_cuda(&call, stream));
 }
 
 // Operands: scores and states [rows, columns], limits [rows]. Results: the map, and with tau the
@@ -122,9 +178,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockPoolPieces, PoolPieces,
                                   .Ctx<ffi::PlatformStream<void*>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::AnyBuffer>()
                                   .RemainingRets()
                                   .Attr<int32_t>("side"),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockWeighTiles, WeighTiles,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<void*>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("scale")
+                                  .Attr<bool>("ranged")
+                                  .Attr<bool>("near"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockKeepTiles, KeepTiles,
                               ffi::Ffi::Bind()

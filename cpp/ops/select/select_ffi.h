@@ -5,6 +5,7 @@
 #include "xla/ffi/api/c_api.h"
 
 extern "C" XLA_FFI_Error* KvblockPoolPieces(XLA_FFI_CallFrame* frame);
+extern "C" XLA_FFI_Error* KvblockWeighTiles(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* KvblockKeepTiles(XLA_FFI_CallFrame* frame);
 extern "C" XLA_FFI_Error* KvblockListTiles(XLA_FFI_CallFrame* frame);
 

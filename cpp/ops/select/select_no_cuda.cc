@@ -1,4 +1,4 @@
-// Stands in for select_cuda.cu in a build without CUDA.
+// Stands in for select_cuda.cu and weigh_cuda.cu in a build without CUDA.
 #include "kvblock/select.h"
 
 namespace {
@@ -10,6 +10,11 @@ constexpr const char* kNoCuda =
 
 extern "C" const char* kvblock_pool_pieces_cuda(const kvblock_pool_pieces* a, void*) {
   const char* const error = kvblock_pool_pieces_check(a);
+  return error != nullptr ? error : kNoCuda;
+}
+
+extern "C" const char* kvblock_weigh_tiles_cuda(const kvblock_weigh_tiles* a, void*) {
+  const char* const error = kvblock_weigh_tiles_check(a);
   return error != nullptr ? error : kNoCuda;
 }
 

@@ -14,6 +14,11 @@ extern "C" XLA_FFI_Error* EmulatedPoolPieces(XLA_FFI_CallFrame* frame) {
   return KvblockPoolPieces(frame);
 }
 
+extern "C" XLA_FFI_Error* EmulatedWeighTiles(XLA_FFI_CallFrame* frame) {
+  const std::lock_guard lock(emulated_selects);
+  return KvblockWeighTiles(frame);
+}
+
 extern "C" XLA_FFI_Error* EmulatedKeepTiles(XLA_FFI_CallFrame* frame) {
   const std::lock_guard lock(emulated_selects);
   return KvblockKeepTiles(frame);

@@ -1,0 +1,81 @@
+// The CUDA launcher of tiles' shares: check, fill in the parameters, launch.
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "device/tf32.cuh"
+#include "host/message.h"
+#include "kvblock/select.h"
+#include "ops/select/weigh_kernel.cuh"
+
+namespace kvblock {
+namespace {
+
+int LogOf(int32_t power_of_two) {
+  int log = 0;
+  while (1 << log < power_of_two) ++log;
+  return log;
+}
+
+const char* Failed(cudaError_t status) {
+  return Message(std::string("weigh_tiles: ") + cudaGetErrorString(status));
+}
+
+template <typename Traits>
+const char* Launch(const WeighTilesParams& p, void* stream) {
+  cudaError_t status = cudaFuncSetAttribute(
+      WeighTiles<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
+  if (status != cudaSuccess) return Failed(status);
+  const int64_t units = int64_t{p.rows} * p.group, of_cta = Traits::kRows >> p.down;
+  const int64_t blocks = (units + of_cta - 1) / of_cta * p.pairs;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(Traits::kThreads);
+  config.dynamicSmemBytes = Traits::kSharedBytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  status = cudaLaunchKernelEx(&config, WeighTiles<Traits>, p);
+  return status == cudaSuccess ? nullptr : Failed(status);
+}
+
+// By the bytes of a piece, with zeros behind its own.
+template <typename T>
+const char* LaunchOf(const WeighTilesParams& p, void* stream) {
+  const int bytes = p.dim * static_cast<int>(sizeof(T));
+  if (bytes <= 128) return Launch<WeighTraits<T, 128>>(p, stream);
+  if (bytes <= 256) return Launch<WeighTraits<T, 256>>(p, stream);
+  return Launch<WeighTraits<T, 512>>(p, stream);
+}
+
+}  // namespace
+}  // namespace kvblock
+
+extern "C" const char* kvblock_weigh_tiles_cuda(const kvblock_weigh_tiles* a, void* stream) {
+  using namespace kvblock;
+  if (const char* error = kvblock_weigh_tiles_check(a)) return error;
+  if (a->members * a->heads * a->rows * a->columns == 0) return nullptr;
+  WeighTilesParams p{};
+  p.queries = a->queries;
+  p.keys = a->keys;
+  p.bounds = a->bounds;
+  p.q_ranges = a->q_ranges;
+  p.kv_ranges = a->kv_ranges;
+  p.places = a->places;
+  p.distance = a->distance;
+  p.first = a->first;
+  p.shares = a->shares;
+  p.kv_heads = static_cast<int32_t>(a->kv_heads);
+  p.group = static_cast<int32_t>(a->heads / a->kv_heads);
+  p.pairs = static_cast<int32_t>(a->members * a->kv_heads);
+  p.dim = static_cast<int32_t>(a->dim);
+  p.rows = static_cast<int32_t>(a->rows);
+  p.columns = static_cast<int32_t>(a->columns);
+  p.down = LogOf(a->q_pieces);
+  p.across = LogOf(a->kv_pieces);
+  p.scale = a->scale * kLog2E;
+  switch (a->dtype) {
+    case KVBLOCK_PIECES_BF16: return LaunchOf<__nv_bfloat16>(p, stream);
+    case KVBLOCK_PIECES_F16: return LaunchOf<__half>(p, stream);
+    default: return LaunchOf<Tf32>(p, stream);
+  }
+}
