@@ -203,8 +203,8 @@ __device__ __forceinline__ void FinishWeighScores(const WeighTilesParams& p,
     }
     const int head = max(known[i].unit, 0) / p.rows, apart = first_key - known[i].place;
     const float* const distance = p.distance + int64_t{head} * KVBLOCK_DISTANCES;
-    // Far away neighbours are of one class. On both sides of a place the ends are not: nowhere do two
-    // numbers that add up to 7 or 15 share one.
+    // Far away neighbours are of one class. On both sides of a place the ends are not: nowhere do
+    // two numbers that add up to 7 or 15 share one.
     const int of = ClassOf(apart);
     const bool alike = of == ClassOf(apart + kKeys - 1);
     if (__all_sync(~0u, alike)) {
