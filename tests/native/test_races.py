@@ -30,7 +30,7 @@ pytestmark = [
 
 
 # A library each; "cast" is in the name of another one.
-OWN = ("norm_cast", "cast", "latent", "float32", "fp8", "sm90", "quantize")
+OWN = ("norm_cast", "cast", "latent", "float32", "fp8", "sm90", "quantize", "select")
 
 
 @pytest.fixture(scope="session")
@@ -82,6 +82,7 @@ FORWARD, LATENT = f"{HOPPER}/forward", f"{HOPPER}/latent"
 BACKWARD = f"{HOPPER}/backward"
 PAGE_LOADER = f"{FORWARD}/page_loader.cuh"
 CAST, QUANTIZE = "cpp/ops/cast", "cpp/ops/quantize/quantize_kernel.cuh"
+SELECT = "cpp/ops/select"
 
 
 LEAVES_STEP = "BarrierArrive(SharedAddress(&shared_.step_empty[now.stage]));"
@@ -236,6 +237,34 @@ MISSING = (
         "    }\n    __syncthreads();\n  }\n  const float factor",
         "    }\n  }\n  const float factor",
         ("quantize, default", "QuantizeTile", "Centre"),
+    ),
+    Mutant(
+        "select: counts take the place of those that others still read",
+        f"{SELECT}/select_kernel.cuh",
+        "    turn_ ^= 1;\n",
+        "",
+        ("select, keep", "CtaSum::Across", "CtaSum::Across"),
+    ),
+    Mutant(
+        "select: nobody waits for the others' part of a tile of keys",
+        f"{SELECT}/weigh_kernel.cuh",
+        "      CopyAsyncWait<0>();\n      __syncthreads();",
+        "      CopyAsyncWait<0>();",
+        ("select, weigh", "a copy of thread", "LoadMatrices"),
+    ),
+    Mutant(
+        "select: the next tile of keys over the one that is multiplied",
+        f"{SELECT}/weigh_kernel.cuh",
+        "load(last ? first_tile : tile + 1, stage ^ 1);",
+        "load(last ? first_tile : tile + 1, stage);",
+        ("select, weigh", "a copy of thread", "LoadMatrices"),
+    ),
+    Mutant(
+        "select: nobody waits for what others have looked up",
+        f"{SELECT}/weigh_kernel.cuh",
+        "shared);\n  __syncthreads();\n  const int2 span",
+        "shared);\n  const int2 span",
+        ("select, weigh", "SpanOfCta", "LookUp"),
     ),
     Mutant(
         "dropout: the keys of a step that is being planned",

@@ -22,6 +22,7 @@ import cast_launches
 import norm_cast_launches
 import numpy as np
 import quantize_launches
+import select_launches
 from append_launches import Guarded
 from cpp_programs import compile_each
 from emulated_attention import PARTS, ROOT, SOURCES, limits
@@ -31,7 +32,7 @@ EMULATOR = ROOT / "tests/support/emulator"
 # What other kernels than attention's are linked with.
 OTHERS = {
     name: (f"cpp/host/{name}_check.cc", "cpp/host/message.cc")
-    for name in ("cast", "norm_cast", "quantize")
+    for name in ("cast", "norm_cast", "quantize", "select")
 }
 
 CHECKED = {"sm90": PARTS["sm90"]}  # more files with kernels
@@ -165,6 +166,24 @@ def norm_cast(shape: tuple[int, int], together: int, library: ctypes.CDLL) -> No
     made = norm_cast_launches.launch(library, drawn, 8.0, "e4m3", Guarded())
     norm_cast_launches.hold(made, drawn, 8.0, "e4m3")
     assert library.emulator_clustered_ctas() == together
+
+
+def weigh(case: int, library: ctypes.CDLL) -> None:
+    """Shares of tiles, by several tiles of keys."""
+    drawn = select_launches.WEIGHS[case]
+    rng = np.random.default_rng(1)
+    given = select_launches.draw_weighed(rng, drawn, "bfloat16")
+    made = select_launches.launch_weigh_tiles(library, given, Guarded())
+    select_launches.hold_weighed(made, given)
+
+
+def keep(tau: float, library: ctypes.CDLL) -> None:
+    """Rows of several warps, and lists of them."""
+    rows = select_launches.draw(np.random.default_rng(1), (3, 1000))
+    made = select_launches.launch_keep_tiles(library, rows, tau, Guarded())
+    select_launches.hold_keep(made, rows, tau)
+    lists = select_launches.launch_list_tiles(library, made[0], 700, Guarded())
+    select_launches.hold_lists(lists, made[0], 700)
 
 
 def latent(case: Case, cta_bytes: int, library: ctypes.CDLL) -> None:
@@ -306,6 +325,8 @@ CASES: dict[str, Callable[[ctypes.CDLL], None]] = {
         f"quantize, {name}": functools.partial(quantize, quantize_launches.CASES[name])
         for name in QUANTIZED
     },
+    **{f"select, weigh {i}": functools.partial(weigh, i) for i in (1, 3, 5)},
+    **{f"select, keep {tau}": functools.partial(keep, tau) for tau in (0.0, 0.5)},
     "cast, two tiles": functools.partial(cast, (16, 272)),
     "norm_cast, a CTA alone": functools.partial(norm_cast, (16, 48), 0),
     "norm_cast, three CTAs": functools.partial(norm_cast, (48, 1040), 6),
