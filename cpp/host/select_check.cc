@@ -52,8 +52,8 @@ std::string Check(const kvblock_pool_pieces& a) {
 bool IsPowerOfTwo(int32_t x) { return x > 0 && (x & (x - 1)) == 0; }
 
 std::string Check(const kvblock_weigh_tiles& a) {
-  if (a.dtype < KVBLOCK_PIECES_BF16 || a.dtype > KVBLOCK_PIECES_F32) {
-    return Got("dtype must be KVBLOCK_PIECES_BF16, F16 or F32", a.dtype);
+  if (a.dtype != KVBLOCK_PIECES_BF16 && a.dtype != KVBLOCK_PIECES_F16) {
+    return Got("dtype must be KVBLOCK_PIECES_BF16 or F16", a.dtype);
   }
   for (const auto& [name, pieces] :
        {std::pair{"q_pieces", a.q_pieces}, std::pair{"kv_pieces", a.kv_pieces}}) {
@@ -72,11 +72,8 @@ std::string Check(const kvblock_weigh_tiles& a) {
   if (a.columns < 0 || a.columns > 1 << 24) {
     return Got("columns must be from 0 to 2^24", a.columns);
   }
-  const int64_t of_element = a.dtype == KVBLOCK_PIECES_F32 ? 4 : 2;
-  if (a.dim < 1 || a.dim * of_element % 16 != 0 || a.dim * of_element > KVBLOCK_MOST_PIECE_BYTES) {
-    return Got("dim must be 16 bytes or a multiple, up to KVBLOCK_MOST_PIECE_BYTES, 512, and is " +
-                   std::to_string(a.dim * of_element) + "; dim",
-               a.dim);
+  if (a.dim < 1 || a.dim % 8 != 0 || a.dim > KVBLOCK_MOST_PIECE_DIM) {
+    return Got("dim must be a multiple of 8 up to KVBLOCK_MOST_PIECE_DIM, 256", a.dim);
   }
   if (a.members * a.heads * a.rows * a.columns == 0) return "";
   if (a.kv_heads == 0 || a.heads % a.kv_heads != 0) {
@@ -103,8 +100,8 @@ std::string Check(const kvblock_weigh_tiles& a) {
   if (Misaligned({a.bounds, a.q_ranges, a.kv_ranges}, 8)) {
     return "bounds and ranges must be aligned to 8 bytes";
   }
-  if (Misaligned({a.places, a.distance, a.first, a.shares}, 4)) {
-    return "places, distance, first and shares must be aligned to 4 bytes";
+  if (Misaligned({a.factors, a.places, a.distance, a.first, a.shares}, 4)) {
+    return "factors, places, distance, first and shares must be aligned to 4 bytes";
   }
   return "";
 }

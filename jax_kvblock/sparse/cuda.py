@@ -19,7 +19,7 @@ KEEP_TILES, LIST_TILES = "kvblock_keep_tiles", "kvblock_list_tiles"
 POOLED = ("bfloat16", "float16", "float32")  # dtypes of what is pooled, and weighed
 MOST_COLUMNS = 16384  # KVBLOCK_MOST_COLUMNS: two million keys in tiles of 128
 PIECES = (1, 2, 4, 8, 16, 32)  # of a tile, in a call of kvblock_weigh_tiles
-MOST_PIECE_BYTES = 512  # KVBLOCK_MOST_PIECE_BYTES
+MOST_PIECE_DIM = 256  # KVBLOCK_MOST_PIECE_DIM
 
 
 def serves(
@@ -50,14 +50,14 @@ def _weighs(
     operands: Sequence[Any], *, tiles: tuple[int, int], fine: bool, **static: Any
 ) -> bool:
     queries, keys = operands[:2]
-    piece_bytes = queries.shape[-1] * queries.dtype.itemsize
+    dim = queries.shape[-1]
     per_tile = [x.shape[-3] // n for x, n in zip(operands[:2], tiles, strict=True)]
     return (
         str(queries.dtype) in POOLED
         and queries.dtype == keys.dtype
         and not fine
-        and piece_bytes % 16 == 0
-        and piece_bytes <= MOST_PIECE_BYTES
+        and dim % 8 == 0
+        and dim <= MOST_PIECE_DIM
         and all(pieces in PIECES for pieces in per_tile)
         and 0 not in keys.shape
     )
@@ -87,15 +87,34 @@ def weigh_tiles(
     near: bool,
     fine: bool,
 ) -> list[Any]:
-    """`plain.weigh_tiles` by the kernel, which needs no parts, in TF32 of float32."""
-    queries = operands[0]
+    """`plain.weigh_tiles` by the kernel, which needs no parts.
+
+    Of float32 it multiplies float16, of numbers that a head's largest has divided: 11
+    binary digits, as TF32 has, down to 2^-14 of the largest. So a head in which one is
+    infinite or NaN is NaN.
+    """
+    queries, keys, *more = operands
     leading, heads = queries.shape[:-3], queries.shape[-2]
-    flat = [x.reshape(-1, *x.shape[len(leading) :]) for x in operands]
+    factored = queries.dtype == jnp.float32
+    if factored:
+        (queries, of_q), (keys, of_k) = map(_halved, (queries, keys))
+        factors = of_q * jnp.repeat(of_k, heads // keys.shape[-2], -1)
+        more = [more[0], factors, *more[1:]]
+    given = (queries, keys, *more)
+    flat = [x.reshape(-1, *x.shape[len(leading) :]) for x in given]
     shape = (flat[0].shape[0], heads, *tiles)
     results = [jax.ShapeDtypeStruct(shape, jnp.float32)]
     launch = jax.ffi.ffi_call(WEIGH_TILES, results)
-    (made,) = launch(*flat, scale=np.float32(scale), ranged=ranged, near=near)
+    how = {"scale": np.float32(scale), "factored": factored, "ranged": ranged}
+    (made,) = launch(*flat, **how, near=near)
     return [made.reshape(*leading, heads, *tiles)]
+
+
+def _halved(x: Any) -> tuple[Any, Any]:
+    """`[..., length, H, D]` in float16, and what each head's is to be multiplied by."""
+    most = jnp.abs(x).max((-3, -1))
+    most = jnp.where(most == 0, 1, most)
+    return (x / most[..., None, :, None]).astype(jnp.float16), most
 
 
 def keep_tiles(scores: Any, states: Any, limits: Any, *, tau: float) -> list[Any]:

@@ -18,7 +18,7 @@ ARRAYS = {
     POOL: ("x", "ends", "means", "largest", "smallest"),
     WEIGH: (
         *("queries", "keys", "bounds", "shares"),
-        *("q_ranges", "kv_ranges", "places", "distance", "first"),
+        *("factors", "q_ranges", "kv_ranges", "places", "distance", "first"),
     ),
     KEEP: ("scores", "states", "limits", "kept", "masses"),
     LISTS: ("map", "indices", "counts"),
@@ -98,12 +98,16 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (POOL, {"ends": PLACE + 2}, "ends must be aligned to 4 bytes"),
     (WEIGH, {}, "ok"),
     (WEIGH, {"q_ranges": None, "kv_ranges": None}, "ok"),
-    (WEIGH, dict.fromkeys(ARRAYS[WEIGH][6:]), "ok"),
+    (WEIGH, dict.fromkeys(ARRAYS[WEIGH][7:]), "ok"),
+    (WEIGH, {"factors": None}, "ok"),
     *(
         (WEIGH, {name: 0, **dict.fromkeys(ARRAYS[WEIGH])}, "ok")
         for name in ("members", "heads", "rows", "columns")
     ),
-    (WEIGH, {"dtype": 3}, "dtype must be KVBLOCK_PIECES_BF16, F16 or F32, got 3"),
+    *(
+        (WEIGH, {"dtype": x}, f"dtype must be KVBLOCK_PIECES_BF16 or F16, got {x}")
+        for x in (-1, 2)
+    ),
     *(
         (WEIGH, {name: pieces}, f"{name} must be a power of two up to")
         for name in ("q_pieces", "kv_pieces")
@@ -124,12 +128,11 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         for size in (-1, (1 << 24) + 1)
     ),
     *(
-        (WEIGH, {"dim": dim, "dtype": dtype}, f"; dim, got {dim}")
-        for dim, dtype in ((0, 0), (4, 0), (60, 0), (264, 0), (6, 2), (132, 2))
+        (WEIGH, {"dim": dim}, "dim must be a multiple of 8 up to K")
+        for dim in (0, 4, 60, 264)
     ),
-    (WEIGH, {"dim": 256}, "ok"),
-    (WEIGH, {"dim": 128, "dtype": 2}, "ok"),
-    (WEIGH, {"dim": 4, "dtype": 2}, "ok"),
+    (WEIGH, {"dim": 256, "dtype": 1}, "ok"),
+    (WEIGH, {"dim": 8}, "ok"),
     (WEIGH, {"kv_heads": 0}, "kv_heads must divide heads, 6, got 0"),
     (WEIGH, {"kv_heads": 4}, "kv_heads must divide heads, 6, got 4"),
     (WEIGH, {"rows": 1 << 24}, "at most 2^26 rows of tiles of all heads"),
@@ -153,7 +156,7 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     ),
     *(
         (WEIGH, {name: PLACE + 2}, "shares must be aligned to 4 bytes")
-        for name in ("places", "distance", "first", "shares")
+        for name in ("factors", "places", "distance", "first", "shares")
     ),
     (KEEP, {}, "ok"),
     (KEEP, {"tau": 1.0, "columns": 16384}, "ok"),

@@ -13,6 +13,7 @@ from select_launches import (
     POOLS,
     SHAPES,
     TAUS,
+    WEIGHED,
     WEIGHS,
     Rows,
     draw,
@@ -26,7 +27,6 @@ from select_launches import (
     launch_pool_pieces,
     launch_weigh_tiles,
     weighed_truth,
-    weighs_in,
 )
 
 
@@ -62,10 +62,10 @@ def test_pieces_of_what_is_not_finite(emulated_select):
         np.testing.assert_array_equal(found[0, 1], [one] * 8)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", WEIGHED)
 @pytest.mark.parametrize("case", WEIGHS, ids=str)
 def test_shares_of_tiles(case, dtype, emulated_select, rng):
-    given = draw_weighed(rng, weighs_in(case, dtype), dtype)
+    given = draw_weighed(rng, case, dtype)
     made = launch_weigh_tiles(emulated_select, given, Guarded())
     hold_weighed(made, given)
     whole = weighed_truth(given).sum(-1)
@@ -80,14 +80,14 @@ def test_shares_of_what_is_not_finite(emulated_select, rng):
     given.bounds[...] = 0, 8  # not the last tile of keys
     given.keys[:, 8:] = np.nan
     given.queries[0, 2, 1] = np.nan
-    given.queries[0, 4:, 0], given.keys[0, :8] = 100, -100
-    given.keys[0, 5] = 100
+    given.queries[0, 4:, 0], given.keys[0, :8] = 8, -8
+    given.keys[0, 5] = 8
     made = launch_weigh_tiles(emulated_select, given, Guarded())
     assert np.isnan(made[0, 1, 1, :4]).all()
-    np.testing.assert_array_equal(made[0, 0, 2], [0, 0, 1, 0, 0])
+    np.testing.assert_allclose(made[0, 0, 2], [0, 0, 1, 0, 0], rtol=1e-4)
     made[0, 1, 1] = 0
     assert np.isfinite(made).all() and (made[..., 4] == 0).all()
-    np.testing.assert_allclose(made[0, 0].sum(-1), 1, rtol=1e-6)
+    np.testing.assert_allclose(made[0, 0].sum(-1), 1, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tau", TAUS)

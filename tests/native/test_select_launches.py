@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import launches
 import pytest
-from select_launches import DTYPES, POOLS, SHAPES, TAUS, WEIGHS
+from select_launches import DTYPES, POOLS, SHAPES, TAUS, WEIGHED, WEIGHS
 
-COUNT = (2 * len(POOLS) + len(WEIGHS)) * len(DTYPES) + 2 * len(SHAPES) * len(TAUS)
+COUNT = 2 * len(POOLS) * len(DTYPES) + 2 * len(SHAPES) * len(TAUS)
+COUNT += len(WEIGHS) * len(WEIGHED)
 
 pytestmark = pytest.mark.gpu
 

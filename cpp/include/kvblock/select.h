@@ -9,16 +9,16 @@
  *
  * A tile's share is the attention that its pieces of queries pay to its pieces of keys, on average:
  *
- *   score[t, s] = scale q[t] . k[s] + distance[class of |s - places[t]|], and first where s is
- *                 bounds[t][0]
+ *   score[t, s] = factor scale q[t] . k[s] + distance[class of |s - places[t]|], and first where s
+ *                 is bounds[t][0]
  *   share[i, j] = the sum over tile j's pieces s of the mean over tile i's pieces t of
  *                 softmax(score[t])[s]
  *
  * over the pieces of keys from bounds[t][0] to before bounds[t][1], of which, where there are
  * ranges, t sees those whose segments, from the smallest to the largest, meet its own. A piece that
  * sees nothing has no share of anything. Classes of distances are 0, 1, 2, 3, 4 to 5, 6 to 7, 8 to
- * 11, 12 to 15 and so on, two for each power of two; the last one has what is beyond, too. Products of
- * float32 are of TF32.
+ * 11, 12 to 15 and so on, two for each power of two; the last one has what is beyond, too. A head has
+ * a factor of its own: what vectors were divided by, so that float16 holds them.
  *
  * A row of tiles keeps those that it has to, and of the others the best: as many as there is room
  * for, or, with tau, until what is kept holds so much of the row's mass.
@@ -52,8 +52,8 @@ extern "C" {
 
 enum {
   KVBLOCK_MOST_COLUMNS = 16384,
-  KVBLOCK_MOST_PIECES = 32,       /* of a tile */
-  KVBLOCK_MOST_PIECE_BYTES = 512, /* that kvblock_weigh_tiles multiplies */
+  KVBLOCK_MOST_PIECES = 32,     /* of a tile */
+  KVBLOCK_MOST_PIECE_DIM = 256, /* that kvblock_weigh_tiles multiplies */
   KVBLOCK_DISTANCES = 32
 };
 
@@ -82,14 +82,15 @@ typedef struct kvblock_pool_pieces {
 } kvblock_pool_pieces;
 
 typedef struct kvblock_weigh_tiles {
-  int32_t dtype;                    /* kvblock_pieces_dtype, of queries and keys */
+  int32_t dtype;                    /* of queries and keys: KVBLOCK_PIECES_BF16 or F16 */
   int32_t q_pieces, kv_pieces;      /* of a tile: powers of two up to KVBLOCK_MOST_PIECES */
   float scale;                      /* finite */
   int64_t members, heads, kv_heads; /* kv_heads divides heads */
-  int64_t dim;                      /* 16 bytes, or a multiple, up to KVBLOCK_MOST_PIECE_BYTES */
+  int64_t dim;                      /* a multiple of 8, up to KVBLOCK_MOST_PIECE_DIM */
   int64_t rows, columns;            /* tiles of queries and of keys */
   const void* queries;   /* [members, rows * q_pieces, heads, dim], aligned to 16 bytes, as keys */
   const void* keys;      /* [members, columns * kv_pieces, kv_heads, dim] */
+  const float* factors;  /* [members, heads], or NULL: 1 */
   const int32_t* bounds; /* [members, rows * q_pieces, 2], aligned to 8 bytes, as ranges */
   const int32_t* q_ranges;  /* [members, rows * q_pieces, 2]; both or NULL */
   const int32_t* kv_ranges; /* [members, columns * kv_pieces, 2] */

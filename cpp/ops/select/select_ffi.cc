@@ -71,12 +71,13 @@ ffi::Error PoolPieces(void* stream, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ends
 }
 
 // Operands: queries [members, rows * q_pieces, heads, dim], keys [members, columns * kv_pieces,
-// kv_heads, dim], bounds [members, rows * q_pieces, 2]; with `ranged` those of queries and of keys;
-// with `near` places, distance and first. Result: shares [members, heads, rows, columns].
+// kv_heads, dim], bounds [members, rows * q_pieces, 2]; with `factored` factors; with `ranged`
+// those of queries and of keys; with `near` places, distance and first. Result: shares [members,
+// heads, rows, columns].
 ffi::Error WeighTiles(void* stream, ffi::AnyBuffer queries, ffi::AnyBuffer keys,
                       ffi::Buffer<ffi::S32> bounds, ffi::RemainingArgs more,
-                      ffi::Result<ffi::Buffer<ffi::F32>> shares, float scale, bool ranged,
-                      bool near) {
+                      ffi::Result<ffi::Buffer<ffi::F32>> shares, float scale, bool factored,
+                      bool ranged, bool near) {
   const auto of_q = queries.dimensions(), of_k = keys.dimensions(), made = shares->dimensions();
   const auto wrong = [] {
     return Invalid("kvblock_weigh_tiles: an operand or a result has another shape or dtype");
@@ -85,7 +86,7 @@ ffi::Error WeighTiles(void* stream, ffi::AnyBuffer queries, ffi::AnyBuffer keys,
       of_q[3] != of_k[3] || made[0] != of_q[0] || made[1] != of_q[2] || made[2] == 0 ||
       made[3] == 0 || of_q[1] % made[2] != 0 || of_k[1] % made[3] != 0 ||
       queries.element_type() != keys.element_type() || !Has(bounds, {of_q[0], of_q[1], 2}) ||
-      more.size() != (ranged ? 2u : 0u) + (near ? 3u : 0u)) {
+      more.size() != (factored ? 1u : 0u) + (ranged ? 2u : 0u) + (near ? 3u : 0u)) {
     return wrong();
   }
   kvblock_weigh_tiles call{};
@@ -113,6 +114,7 @@ ffi::Error WeighTiles(void* stream, ffi::AnyBuffer queries, ffi::AnyBuffer keys,
   };
   const std::integral_constant<ffi::DataType, ffi::S32> ints;
   const std::integral_constant<ffi::DataType, ffi::F32> floats;
+  if (factored && !take(floats, {of_q[0], of_q[2]}, &call.factors)) return wrong();
   if (ranged && (!take(ints, {of_q[0], of_q[1], 2}, &call.q_ranges) ||
                  !take(ints, {of_k[0], of_k[1], 2}, &call.kv_ranges))) {
     return wrong();
@@ -191,6 +193,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockWeighTiles, WeighTiles,
                                   .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<float>("scale")
+                                  .Attr<bool>("factored")
                                   .Attr<bool>("ranged")
                                   .Attr<bool>("near"),
                               {ffi::Traits::kCmdBufferCompatible});

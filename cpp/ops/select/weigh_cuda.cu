@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <string>
 
-#include "device/tf32.cuh"
 #include "host/message.h"
 #include "kvblock/select.h"
 #include "ops/select/weigh_kernel.cuh"
@@ -39,12 +38,16 @@ const char* Launch(const WeighTilesParams& p, void* stream) {
 }
 
 // By the bytes of a piece, with zeros behind its own.
+template <typename T, bool kNear>
+const char* LaunchOf(const WeighTilesParams& p, void* stream) {
+  if (p.dim <= 64) return Launch<WeighTraits<T, 128, kNear>>(p, stream);
+  if (p.dim <= 128) return Launch<WeighTraits<T, 256, kNear>>(p, stream);
+  return Launch<WeighTraits<T, 512, kNear>>(p, stream);
+}
+
 template <typename T>
 const char* LaunchOf(const WeighTilesParams& p, void* stream) {
-  const int bytes = p.dim * static_cast<int>(sizeof(T));
-  if (bytes <= 128) return Launch<WeighTraits<T, 128>>(p, stream);
-  if (bytes <= 256) return Launch<WeighTraits<T, 256>>(p, stream);
-  return Launch<WeighTraits<T, 512>>(p, stream);
+  return p.distance != nullptr ? LaunchOf<T, true>(p, stream) : LaunchOf<T, false>(p, stream);
 }
 
 }  // namespace
@@ -57,6 +60,7 @@ extern "C" const char* kvblock_weigh_tiles_cuda(const kvblock_weigh_tiles* a, vo
   WeighTilesParams p{};
   p.queries = a->queries;
   p.keys = a->keys;
+  p.factors = a->factors;
   p.bounds = a->bounds;
   p.q_ranges = a->q_ranges;
   p.kv_ranges = a->kv_ranges;
@@ -64,6 +68,7 @@ extern "C" const char* kvblock_weigh_tiles_cuda(const kvblock_weigh_tiles* a, vo
   p.distance = a->distance;
   p.first = a->first;
   p.shares = a->shares;
+  p.heads = static_cast<int32_t>(a->heads);
   p.kv_heads = static_cast<int32_t>(a->kv_heads);
   p.group = static_cast<int32_t>(a->heads / a->kv_heads);
   p.pairs = static_cast<int32_t>(a->members * a->kv_heads);
@@ -73,9 +78,6 @@ extern "C" const char* kvblock_weigh_tiles_cuda(const kvblock_weigh_tiles* a, vo
   p.down = LogOf(a->q_pieces);
   p.across = LogOf(a->kv_pieces);
   p.scale = a->scale * kLog2E;
-  switch (a->dtype) {
-    case KVBLOCK_PIECES_BF16: return LaunchOf<__nv_bfloat16>(p, stream);
-    case KVBLOCK_PIECES_F16: return LaunchOf<__half>(p, stream);
-    default: return LaunchOf<Tf32>(p, stream);
-  }
+  return a->dtype == KVBLOCK_PIECES_BF16 ? LaunchOf<__nv_bfloat16>(p, stream)
+                                         : LaunchOf<__half>(p, stream);
 }

@@ -37,23 +37,25 @@ namespace kvblock {
 
 struct WeighTilesParams {
   const void *queries, *keys;
+  const float* factors;
   const int32_t *bounds, *q_ranges, *kv_ranges, *places;
   const float *distance, *first;
   float* shares;
-  int32_t kv_heads, group, pairs;  // pairs: of a member and a key head
+  int32_t heads, kv_heads, group, pairs;  // pairs: of a member and a key head
   int32_t dim, rows, columns;
   int32_t down, across;  // pieces of a tile, of queries and of keys, as powers of two
   float scale;           // of scores as exponents of 2
 };
 
-// kRowBytes: of a piece in shared memory.
-template <typename T_, int kRowBytes>
+// kRowBytes: of a piece in shared memory. kNear: whether something is added by distance.
+template <typename T_, int kRowBytes, bool kNear_>
 struct WeighTraits {
   using T = T_;
+  static constexpr bool kNear = kNear_;
   static constexpr int kThreads = 128, kRowBlocks = 2, kRows = kThreads;
   static constexpr int kKeys = kRowBytes > 256 ? 32 : 64, kBlocks = kKeys / 8;
   static constexpr int kOwnRows = 4, kOwnKeys = kKeys / 4;  // of a thread
-  static constexpr int kDim = kRowBytes / static_cast<int>(sizeof(T)), kSteps = kRowBytes / 32;
+  static constexpr int kDim = kRowBytes / 2, kSteps = kRowBytes / 32;
   using QTile = generic::TileOf<T, kRows, kDim>;
   using KTile = generic::TileOf<T, kKeys, kDim>;
   static constexpr int kCtas = kRowBytes > 256 ? 2 : 3;  // of a multiprocessor, by registers
@@ -88,14 +90,15 @@ struct WeighPlace {
 
 // What is known of a row, in shared memory.
 struct WeighKnown {
-  int unit;  // of all members and heads
-  int place;
-  int low, high;  // of its segments
+  int unit, head;  // of all members and heads; of all members
+  int place;       // among pieces of keys
+  float scale;     // of its scores, as exponents of 2
 };
 
 // What a row sees, and what it has found: in registers, of as many rows as a thread has a part of.
 struct WeighRow {
   int first, end;  // pieces of keys
+  float scale;     // that its scores are still to be multiplied by, above 0
   // The largest exponent of 2, and the sum of the powers, over it; later `top` is what makes
   // shares.
   float top, sum;
@@ -112,17 +115,14 @@ template <int kRows>
 __device__ __forceinline__ void LookUp(const WeighTilesParams& p, int first_unit, int pair, int row,
                                        WeighShared<kRows>& shared) {
   const WeighPlace at(p, first_unit, pair, row);
-  WeighKnown known{-1, 0, 0, 0};
+  WeighKnown known{-1, 0, 0, p.scale};
   int2 seen = make_int2(0, 0);
   if (at.exists) {
     known.unit = at.unit;
+    known.head = pair * p.group + at.head;
+    if (p.factors != nullptr) known.scale *= p.factors[known.head];
     seen = reinterpret_cast<const int2*>(p.bounds)[at.piece];
     if (p.places != nullptr) known.place = p.places[at.piece];
-    if (p.q_ranges != nullptr) {
-      const int2 segments = reinterpret_cast<const int2*>(p.q_ranges)[at.piece];
-      known.low = segments.x;
-      known.high = segments.y;
-    }
   }
   shared.known[row] = known;
   const bool sees = seen.x < seen.y;
@@ -185,81 +185,99 @@ __device__ __forceinline__ void LoadWeighKeys(const HeadRows& keys, uint32_t to,
   }
 }
 
-// Scores as exponents of 2, and nothing where a row does not see a piece. `known` is that of a
-// thread's first row, first_key its first key.
+// Scores of a thread, whose first row is `row` and whose first key is first_key, as exponents of 2
+// but for the scale that the row keeps; and nothing where a row does not see a piece. `known` is
+// that of the first row.
 template <typename Traits>
 __device__ __forceinline__ void FinishWeighScores(const WeighTilesParams& p,
                                                   const WeighRows<Traits>& rows,
-                                                  const WeighKnown* known, int member,
-                                                  int first_key, WeighScores<Traits>& s) {
+                                                  const WeighKnown* known, int row, int first_key,
+                                                  WeighScores<Traits>& s) {
   constexpr int kRows = Traits::kOwnRows, kKeys = Traits::kOwnKeys;
   const auto sees = [&](int i, int key) { return key >= rows[i].first && key < rows[i].end; };
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    if (p.distance == nullptr) {
+    const float scale = known[i].scale;
+    if constexpr (!Traits::kNear) {
+      if (scale > 0.0f) continue;
 #pragma unroll
-      for (int j = 0; j < kKeys; ++j) ScoreAt(s, i, j) *= p.scale;
-      continue;
-    }
-    const int head = max(known[i].unit, 0) / p.rows, apart = first_key - known[i].place;
-    const float* const distance = p.distance + int64_t{head} * KVBLOCK_DISTANCES;
-    // Far away neighbours are of one class. On both sides of a place the ends are not: nowhere do
-    // two numbers that add up to 7 or 15 share one.
-    const int of = ClassOf(apart);
-    const bool alike = of == ClassOf(apart + kKeys - 1);
-    if (__all_sync(~0u, alike)) {
-      const float bias = distance[of] * kLog2E;
-#pragma unroll
-      for (int j = 0; j < kKeys; ++j) ScoreAt(s, i, j) = fmaf(ScoreAt(s, i, j), p.scale, bias);
+      for (int j = 0; j < kKeys; ++j) ScoreAt(s, i, j) *= scale;
     } else {
+      const int apart = first_key - known[i].place;
+      const float* const distance = p.distance + int64_t{known[i].head} * KVBLOCK_DISTANCES;
+      // Far away neighbours are of one class. On both sides of a place the ends are not: nowhere do
+      // two numbers that add up to 7 or 15 share one.
+      const int of = ClassOf(apart);
+      const bool alike = of == ClassOf(apart + kKeys - 1);
+      if (__all_sync(~0u, alike)) {
+        const float bias = distance[of] * kLog2E;
 #pragma unroll
-      for (int j = 0; j < kKeys; ++j) {
-        const float bias = distance[ClassOf(apart + j)] * kLog2E;
-        ScoreAt(s, i, j) = fmaf(ScoreAt(s, i, j), p.scale, bias);
+        for (int j = 0; j < kKeys; ++j) ScoreAt(s, i, j) = fmaf(ScoreAt(s, i, j), scale, bias);
+      } else {
+#pragma unroll
+        for (int j = 0; j < kKeys; ++j) {
+          const float bias = distance[ClassOf(apart + j)] * kLog2E;
+          ScoreAt(s, i, j) = fmaf(ScoreAt(s, i, j), scale, bias);
+        }
+      }
+      const int own = rows[i].first - first_key;
+      if (own >= 0 && own < kKeys) {
+        const float bias = p.first[known[i].head] * kLog2E;
+#pragma unroll
+        for (int j = 0; j < kKeys; ++j) ScoreAt(s, i, j) += j == own ? bias : 0.0f;
       }
     }
-    const int own = rows[i].first - first_key;
-    if (own >= 0 && own < kKeys) {
-      const float bias = p.first[head] * kLog2E;
-#pragma unroll
-      for (int j = 0; j < kKeys; ++j) ScoreAt(s, i, j) += j == own ? bias : 0.0f;
-    }
   }
-  bool whole = p.kv_ranges == nullptr;
+  bool whole = true;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
     whole = whole && sees(i, first_key) && sees(i, first_key + kKeys - 1);
   }
-  if (__all_sync(~0u, whole)) return;
-#pragma unroll
-  for (int j = 0; j < kKeys; ++j) {
-    const int key = first_key + j;
+  if (!__all_sync(~0u, whole)) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      bool seen = sees(i, key);
-      if (seen && p.kv_ranges != nullptr) {
-        const int2 segments = reinterpret_cast<const int2*>(
-            p.kv_ranges)[(int64_t{member} * p.columns << p.across) + key];
-        seen = known[i].high >= segments.x && known[i].low <= segments.y;
+#pragma unroll
+      for (int j = 0; j < kKeys; ++j) {
+        if (!sees(i, first_key + j)) ScoreAt(s, i, j) = -INFINITY;
       }
-      if (!seen) ScoreAt(s, i, j) = -INFINITY;
+    }
+  }
+  if (p.kv_ranges == nullptr) return;
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    if (known[i].unit < 0) continue;
+    // Of all members and heads, as units are.
+    const int tile = known[i].unit % p.rows, member = known[i].unit / p.rows / p.heads;
+    const int64_t piece =
+        ((int64_t{member} * p.rows + tile) << p.down) + (row + i & ((1 << p.down) - 1));
+    const int2 own = reinterpret_cast<const int2*>(p.q_ranges)[piece];
+    const int2* const ranges =
+        reinterpret_cast<const int2*>(p.kv_ranges) + (int64_t{member} * p.columns << p.across);
+#pragma unroll
+    for (int j = 0; j < kKeys; ++j) {
+      if (!sees(i, first_key + j)) continue;
+      const int2 other = ranges[first_key + j];
+      if (own.y < other.x || own.x > other.y) ScoreAt(s, i, j) = -INFINITY;
     }
   }
 }
 
-// Takes a tile's scores into a lane's own maxima and sums.
+// Takes a tile's scores into a lane's own maxima, as scores are, and sums of powers.
 template <typename Traits>
 __device__ __forceinline__ void TakeWeighScores(WeighRows<Traits>& rows,
                                                 const WeighScores<Traits>& s) {
 #pragma unroll
   for (int i = 0; i < Traits::kOwnRows; ++i) {
+    const float scale = rows[i].scale;
     float top = rows[i].top;
 #pragma unroll
     for (int j = 0; j < Traits::kOwnKeys; ++j) top = fmaxf(top, ScoreAt(s, i, j));
-    const float reference = top == -INFINITY ? 0.0f : top;
-    float sums[2] = {rows[i].sum * Exp2(rows[i].top - reference), 0.0f};
+    const float reference = top == -INFINITY ? 0.0f : top * scale;
+    float sums[2] = {rows[i].sum * Exp2(fmaf(rows[i].top, scale, -reference)), 0.0f};
 #pragma unroll
-    for (int j = 0; j < Traits::kOwnKeys; ++j) sums[j % 2] += Exp2(ScoreAt(s, i, j) - reference);
+    for (int j = 0; j < Traits::kOwnKeys; ++j) {
+      sums[j % 2] += Exp2(fmaf(ScoreAt(s, i, j), scale, -reference));
+    }
     rows[i].top = top;
     rows[i].sum = sums[0] + sums[1];
   }
@@ -267,6 +285,7 @@ __device__ __forceinline__ void TakeWeighScores(WeighRows<Traits>& rows,
 
 // The four lanes of a row put together what they have. A row that sees nothing has no shares.
 __device__ __forceinline__ void JoinWeighRow(WeighRow& row, int down) {
+  row.top *= row.scale;
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) {
     const float other_top = __shfl_xor_sync(~0u, row.top, step);
@@ -290,7 +309,9 @@ __device__ __forceinline__ void WriteWeighShares(const WeighTilesParams& p,
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
 #pragma unroll
-    for (int j = 0; j < kKeys; ++j) ScoreAt(s, i, j) = Exp2(ScoreAt(s, i, j) - rows[i].top);
+    for (int j = 0; j < kKeys; ++j) {
+      ScoreAt(s, i, j) = Exp2(fmaf(ScoreAt(s, i, j), rows[i].scale, -rows[i].top));
+    }
   }
 #pragma unroll
   for (int step = 1; step < kRows; step *= 2) {
@@ -310,24 +331,37 @@ __device__ __forceinline__ void WriteWeighShares(const WeighTilesParams& p,
       for (int j = 0; j < kKeys; j += 2 * step) ScoreAt(s, i, j) += ScoreAt(s, i, j + step);
     }
   }
-  const int lanes = (p.across > kOwnAcross) | (p.across > kOwnAcross + 1) << 1 | (p.down > 2) << 2 |
-                    (p.down > 3) << 3 | (p.down > 4) << 4;
+  // A tile that has more pieces than a thread has one of each thread's.
   const int row_mask = (1 << p.down) - 1, key_mask = (1 << p.across) - 1;
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-    if ((i & row_mask) != 0) continue;
-    const int unit = ((row + i) & row_mask) == 0 ? known[i].unit : -1;
-    float* const shares = p.shares + int64_t{max(unit, 0)} * p.columns;
+  const auto add_lanes = [&](float& share, int step) {
+    share += __shfl_xor_sync(~0u, share, step);
+  };
+  if (p.down > 2) {
 #pragma unroll
     for (int j = 0; j < kKeys; ++j) {
       if ((j & key_mask) != 0) continue;
-      float share = ScoreAt(s, i, j);
+      add_lanes(ScoreAt(s, 0, j), 4);
+      if (p.down > 3) add_lanes(ScoreAt(s, 0, j), 8);
+      if (p.down > 4) add_lanes(ScoreAt(s, 0, j), 16);
+    }
+  }
+  if (p.across > kOwnAcross) {
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        if (lanes & step) share += __shfl_xor_sync(~0u, share, step);
-      }
+    for (int i = 0; i < kRows; ++i) {
+      if ((i & row_mask) != 0) continue;
+      add_lanes(ScoreAt(s, i, 0), 1);
+      if (p.across > kOwnAcross + 1) add_lanes(ScoreAt(s, i, 0), 2);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int unit = ((row + i) & row_mask) == 0 ? known[i].unit : -1;
+    if (unit < 0) continue;
+    float* const shares = p.shares + int64_t{unit} * p.columns;
+#pragma unroll
+    for (int j = 0; j < kKeys; ++j) {
       const int key = first_key + j, column = key >> p.across;
-      if (unit >= 0 && (key & key_mask) == 0 && column < p.columns) shares[column] = share;
+      if ((key & key_mask) == 0 && column < p.columns) shares[column] = ScoreAt(s, i, j);
     }
   }
 }
@@ -375,7 +409,9 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   WeighRows<Traits> rows;
 #pragma unroll
   for (int i = 0; i < Traits::kOwnRows; ++i) {
-    rows[i] = {shared.first[own_row + i], shared.end[own_row + i], -INFINITY, 0.0f};
+    const bool left = !Traits::kNear && known[i].scale > 0.0f;  // for later
+    rows[i] = {shared.first[own_row + i], shared.end[own_row + i], left ? known[i].scale : 1.0f,
+               -INFINITY, 0.0f};
   }
 
   const int pieces = p.columns << p.across;
@@ -399,7 +435,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
       const generic::OperandB<KTile, generic::Lies::kAcross> b{k_tiles + stage * KTile::kBytes, 0};
       generic::Product<T, Traits::kSteps>(s, a, b, lane);
       const int first_key = tile * kKeys + lane % 4 * Traits::kOwnKeys;
-      FinishWeighScores<Traits>(p, rows, known, member, first_key, s);
+      FinishWeighScores<Traits>(p, rows, known, own_row, first_key, s);
       if (pass == 0) {
         TakeWeighScores<Traits>(rows, s);
       } else {
