@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from jax_kvblock.cache import BlockTable, Namespace, Onboard, Parked, Resuming
+from jax_kvblock.cache import BlockTable, Onboard, Parked, Resuming
 from serve.drafts import PromptLookup
 from serve.interface import Event, FinishReason, Request, Stream
 from serve.text import TextStream
@@ -19,6 +19,8 @@ class Sequence:
         text: makes text of its tokens.
         ends: tokens that end it.
         lookup: finds drafts; None without drafts.
+        prompt: a table without blocks, of the prompt: its tokens are read and its keys
+            made once, where it was submitted, and not between two steps.
         tokens: the prompt's, then the new ones that are known.
         num_cached: of how many the keys and values are in the pool, or on their way
             there by a step that was dispatched.
@@ -34,6 +36,7 @@ class Sequence:
     text: TextStream
     ends: frozenset[int]
     lookup: PromptLookup | None
+    prompt: BlockTable
     tokens: list[int]
     num_cached: int = 0
     num_unread: int = 0
@@ -97,10 +100,19 @@ class Sequence:
         self.stream.put(*events)
         return new[: len(events)]
 
-    def keys_sought(self, namespace: Namespace) -> frozenset[bytes]:
+    def open(self) -> BlockTable:
+        """A table of all its tokens, with the blocks of its beginning that are here."""
+        table = self.prompt.fork()
+        table.append(self.tokens[table.num_tokens :])
+        table.match()
+        return table
+
+    def keys_sought(self, block_size: int) -> frozenset[bytes]:
         """Of the blocks ahead of its last token; while it waits they stay the same."""
         if self.sought is None:
-            self.sought = frozenset(namespace.keys(self.tokens[:-1]))
+            table = self.prompt.fork()
+            table.append(self.tokens[table.num_tokens :])
+            self.sought = frozenset(table.keys[: (table.num_tokens - 1) // block_size])
         return self.sought
 
     def extend(self, tokens: list[int]) -> None:

@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import jax
@@ -18,6 +19,8 @@ from serve.engine import Engine
 from serve.http_server import create_app
 from serve.interface import FREE, HELD, IDLE, SHARED, Event, QueueFullError, Request
 from serve.models import LoadedModel
+
+from jax_kvblock import BlockTable, PrefixCache
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 PROMPT = [7, 3, 9, 250, 8]
@@ -50,11 +53,41 @@ def test_tokens_of_a_request_are_pythons_ints(kind):
     assert {*map(type, (*request.prompt, *request.stop_tokens))} == {int}
 
 
-def test_a_transfer_guard_lets_steps_pass(engine: Engine, greedy: Greedy) -> None:
+@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
+def test_a_transfer_guard_lets_steps_pass(
+    engine: Engine, greedy: Greedy, guard: str
+) -> None:
+    """A step's numbers go to the device as what its call is given, as is meant."""
     stream = ask(engine, PROMPT, 7)
-    with jax.transfer_guard_host_to_device("disallow"):
+    with jax.transfer_guard_host_to_device(guard):
         engine.run()
     greedy.check(PROMPT, stream, 7)
+
+
+def test_a_prompt_is_hashed_once_however_long_it_waits(
+    tiny: tuple[TinyModel, LoadedModel], greedy: Greedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is submitted: no step of the others waits for that."""
+    made, hashed = PrefixCache.empty_table, []
+
+    def counted(cache: PrefixCache, tokens: Seq[int], *given: Any) -> BlockTable:
+        hashed.append(list(tokens))
+        return made(cache, tokens, *given)
+
+    monkeypatch.setattr(PrefixCache, "empty_table", counted)
+    engine = make(tiny[1], num_blocks=6, max_batch=2)
+    long = PROMPT * 8
+    first, second = ask(engine, PROMPT, 30), ask(engine, long, 8)
+    engine.step()
+    engine.step()
+    assert engine.stats()["waiting"] == 1  # for blocks
+    assert hashed == [PROMPT, long]
+    engine.run()
+    assert hashed == [PROMPT, long]
+    greedy.check(PROMPT, first, 30)
+    greedy.check(long, second, 8)
+    engine.stop()
+    check_books(engine)
 
 
 # ---- how texts end -------------------------------------------------------------------
