@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from array import array
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -358,7 +359,7 @@ class Engine:
         text = TextStream(tokenizer.decode, request.stop, request.prompt)
         lookup = PromptLookup(request.prompt) if self._scheduler.drafts else None
         number = next(self._numbers)
-        tokens = list(request.prompt)
+        tokens = array("i", prompt.tokens.tobytes())
         return Sequence(stream, number, text, ends, lookup, prompt, tokens)
 
     def _orders(self) -> None:

@@ -1,6 +1,7 @@
 """A request while it is served."""
 
 import time
+from array import array
 from dataclasses import dataclass, field
 
 from jax_kvblock.cache import BlockTable, Onboard, Parked, Resuming
@@ -21,7 +22,8 @@ class Sequence:
         lookup: finds drafts; None without drafts.
         prompt: a table without blocks, of the prompt: its tokens are read and its keys
             made once, where it was submitted, and not between two steps.
-        tokens: the prompt's, then the new ones that are known.
+        tokens: the prompt's, then the new ones that are known; int32. Of a list the
+            collector of garbage would look at each of them, whenever Python has it.
         num_cached: of how many the keys and values are in the pool, or on their way
             there by a step that was dispatched.
         num_unread: new tokens that a step has drawn, and nobody has read.
@@ -37,7 +39,7 @@ class Sequence:
     ends: frozenset[int]
     lookup: PromptLookup | None
     prompt: BlockTable
-    tokens: list[int]
+    tokens: array
     num_cached: int = 0
     num_unread: int = 0
     table: BlockTable | None = None
@@ -117,7 +119,7 @@ class Sequence:
 
     def extend(self, tokens: list[int]) -> None:
         """Note new tokens that are known; its table is told by the engine."""
-        self.tokens += tokens
+        self.tokens.extend(tokens)
         self.sought = None
         if self.lookup is not None:
             self.lookup.extend(tokens)

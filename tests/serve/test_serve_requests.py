@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
@@ -88,6 +89,16 @@ def test_a_prompt_is_hashed_once_however_long_it_waits(
     greedy.check(long, second, 8)
     engine.stop()
     check_books(engine)
+
+
+def test_a_collection_of_garbage_does_not_go_through_texts(engine: Engine) -> None:
+    """It comes wherever Python likes, and takes longer the more there is."""
+    ask(engine, PROMPT * 8, 3)
+    engine.step()
+    (sequence,) = engine._scheduler.running
+    assert len(gc.get_referents(sequence.tokens)) <= 1  # its type
+    assert list(sequence.tokens[: 5 * 8]) == PROMPT * 8
+    engine.run()
 
 
 # ---- how texts end -------------------------------------------------------------------
