@@ -321,13 +321,19 @@ class Below:
                     copy.wait()
 
     def keep(self, keys: Sequence[bytes]) -> Placed:
-        """In any thread: those of some blocks that are in host memory by now.
+        """In any thread: the beginning of some blocks, as far as it lies in tiers here.
 
-        The slots of the others are -1.
+        Returns:
+          Where they lie in host memory; -1 for those that are not there by now.
         """
-        hold, places = _native.hold_keys(self.host.books, keys)
-        slots = np.full(len(keys), -1, np.int64)
-        slots[places] = hold.ids
+        hold, _ = _native.hold_keys(self.host.books, keys, beginning=True)
+        here = len(hold)
+        more = [*self.has(keys[here:]), False].index(False)
+        slots = np.full(here + more, -1, np.int64)
+        slots[:here] = hold.ids
+        if more:  # on their way to the host, in the store, or on the host behind such
+            hold, places = _native.hold_keys(self.host.books, keys[: here + more])
+            slots[places] = hold.ids
         return Placed(hold, slots)
 
     def place_kept(self, slots: np.ndarray) -> Placed:

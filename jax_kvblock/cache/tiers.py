@@ -313,16 +313,20 @@ class TieredCache:
         known = table.keys
         keys = known[start : max(end, start)]
         parents = ([table.root, *known])[start : start + len(keys)]
-        count = _run(self.below.has(keys))
-        keys, parents = keys[:count], parents[:count]
-        return self._bring(keys, parents, by_layer)
-
-    def _bring(
-        self, keys: Sequence[bytes], parents: Sequence[bytes], by_layer: bool
-    ) -> Onboard:
-        free_list = self.cache._free_list
         # Before others make room for them on the device: those go down, too.
         kept = self.below.keep(keys)
+        count = len(kept.slots)
+        return self._bring(keys[:count], parents[:count], kept, by_layer)
+
+    def _bring(
+        self,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        kept: Placed,
+        by_layer: bool,
+    ) -> Onboard:
+        """kept: what of the blocks is in host memory."""
+        free_list = self.cache._free_list
         self.make_room(len(keys))
         told = f"onboard: {checks.plural(len(keys), 'block')} to come"
         try:
@@ -385,8 +389,7 @@ class TieredCache:
         manager, below = self.cache.manager, self.below
         parts = []
         for some in self._chunks(len(keys)):
-            slots = kept.slots[some]
-            if (slots >= 0).all():
+            if (slots := kept.slots[some]).min() >= 0:
                 place = functools.partial(below.place_kept, slots)
             else:
                 tell = functools.partial(_behind, lost, some.start)
