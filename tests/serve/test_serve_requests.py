@@ -6,6 +6,7 @@ import gc
 import math
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -99,6 +100,21 @@ def test_a_collection_of_garbage_does_not_go_through_texts(engine: Engine) -> No
     assert len(gc.get_referents(sequence.tokens)) <= 1  # its type
     assert list(sequence.tokens[: 5 * 8]) == PROMPT * 8
     engine.run()
+
+
+def test_what_has_ended_is_no_garbage_to_collect(engine: Engine) -> None:
+    """Thousands of tokens go as they end, not when Python looks for garbage."""
+    gc.collect()
+    gc.disable()
+    try:
+        stream = ask(engine, PROMPT * 8, 3)
+        engine.step()
+        ended = weakref.ref(*engine._scheduler.running)
+        engine.run()
+        assert ended() is None and stream.finish_reason == "length"
+    finally:
+        gc.enable()
+    stream.cancel()  # does nothing
 
 
 # ---- how texts end -------------------------------------------------------------------
