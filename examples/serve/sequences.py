@@ -104,18 +104,22 @@ class Sequence:
 
     def open(self) -> BlockTable:
         """A table of all its tokens, with the blocks of its beginning that are here."""
-        table = self.prompt.fork()
-        table.append(self.tokens[table.num_tokens :])
+        table = self._table()
         table.match()
         return table
 
     def keys_sought(self, block_size: int) -> frozenset[bytes]:
         """Of the blocks ahead of its last token; while it waits they stay the same."""
         if self.sought is None:
-            table = self.prompt.fork()
-            table.append(self.tokens[table.num_tokens :])
+            table = self._table()
             self.sought = frozenset(table.keys[: (table.num_tokens - 1) // block_size])
         return self.sought
+
+    def _table(self) -> BlockTable:
+        """A table of all its tokens, without blocks."""
+        table = self.prompt.fork()
+        table.append(self.tokens[table.num_tokens :])
+        return table
 
     def extend(self, tokens: list[int]) -> None:
         """Note new tokens that are known; its table is told by the engine."""
