@@ -12,12 +12,16 @@ weights, so that nothing is downloaded: bfloat16 on a GPU, float32 on a CPU.
   takes of the manager besides, as it begins, is read and ends, is told apart; so is
   where Python collects garbage meanwhile.
 - The first token after a prefix that many requests share: computed; and brought up
-  from host memory, as from a request to the next.
+  from host memory, as from a request to the next. Of the latter also what the host
+  takes before the first copy begins, and between the last part's write into the pool
+  and the step; and pauses to collect garbage. As in a server, the collector leaves
+  alone what was there before.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -39,6 +43,7 @@ from support import common
 from support.common import OURS, Results
 
 from jax_kvblock import BlockManager, BlockTable, KVPool, PrefixCache
+from jax_kvblock.cache import programs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from serve import config, fill
@@ -317,8 +322,9 @@ def _clocked(paused: list[float]) -> Iterator[list[float]]:
 
     named = [(engine_module, f"{what}_tokens") for what in ("append", "commit")]
     named += [(fill, "prepare_step")]
-    named += [(BlockTable, n) for n in ("append", "commit", "free", "match", "reserve")]
-    named += [(PrefixCache, n) for n in ("can_admit", "open")]
+    of_tables = ("append", "commit", "fork", "free", "match", "reserve")
+    named += [(BlockTable, name) for name in of_tables]
+    named += [(PrefixCache, name) for name in ("can_admit", "empty_table")]
     with contextlib.ExitStack() as stack:
         for owner, name in named:
             stack.enter_context(
@@ -354,6 +360,31 @@ def _around(manager: BlockManager, given: tuple[Any, ...]) -> float:
 # ---- a prefix that many share --------------------------------------------------------
 
 
+@contextlib.contextmanager
+def _settled() -> Iterator[None]:
+    """Python's collector leaves alone what is there, as in a server."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def _noted(owner: Any, name: str) -> Iterator[list[float]]:
+    """When a function is called meanwhile, by the clock."""
+    times: list[float] = []
+    call = getattr(owner, name)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        times.append(time.perf_counter())
+        return call(*args, **kwargs)
+
+    with mock.patch.object(owner, name, noted):
+        yield times
+
+
 def _prefix(case: Case, model: LoadedModel, results: Results) -> None:
     tokens = case.prefix + case.prompt + BLOCK
     blocks = -(-tokens // BLOCK)
@@ -372,7 +403,7 @@ def _prefix(case: Case, model: LoadedModel, results: Results) -> None:
     rng = np.random.default_rng(1)
     prefix = rng.integers(0, case.vocab, case.prefix).tolist()
 
-    def first_token() -> tuple[float, int]:
+    def first_token() -> tuple[float, float, int]:
         own = rng.integers(0, case.vocab, case.prompt).tolist()
         request = Request(prompt=prefix + own, max_new_tokens=1, ignore_end=True)
         start = time.perf_counter()
@@ -382,27 +413,41 @@ def _prefix(case: Case, model: LoadedModel, results: Results) -> None:
                 time.sleep(POLL)
         seconds = time.perf_counter() - start
         engine.run()
-        return seconds, stream.num_cached_tokens
+        return start, seconds, stream.num_cached_tokens
 
-    times: dict[str, list[float]] = {"computed": [], "from host memory": []}
-    for _ in range(case.turns + 1):
-        engine.cache.clear()
-        engine.tiers.below.host.books.forget_idle()
-        seconds, cached = first_token()
-        assert cached == 0
-        times["computed"].append(seconds)
-        with engine.cache.open([*prefix, 0]) as table:
-            engine.tiers.offload(table).wait()
-        engine.cache.clear()
-        seconds, cached = first_token()
-        assert cached == case.prefix
-        times["from host memory"].append(seconds)
+    below = f"{OURS}, from host memory"
+    times: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
+    with (
+        _settled(),
+        _pauses() as paused,
+        _noted(engine.tiers.below, "bring") as copies,
+        _noted(programs, "write_blocks") as writes,
+        _noted(engine._runner, "_call") as steps,
+    ):
+        for _ in range(case.turns + 1):
+            engine.cache.clear()
+            engine.tiers.below.host.books.forget_idle()
+            _, seconds, cached = first_token()
+            assert cached == 0
+            times[f"{OURS}, computed", "time"].append(seconds)
+            with engine.cache.open([*prefix, 0]) as table:
+                engine.tiers.offload(table).wait()
+            engine.cache.clear()
+            for noted in (paused, copies, writes, steps):
+                noted.clear()
+            start, seconds, cached = first_token()
+            assert cached == case.prefix
+            times[below, "time"].append(seconds)
+            times[below, "until the first copy begins"].append(copies[0] - start)
+            behind = steps[0] - writes[-1]
+            times[below, "from the last write to the step"].append(behind)
+            times[below, "pauses to collect garbage"].append(sum(paused))
     engine.stop()
     name = f"prefix of {case.prefix} tokens / the first token"
-    medians = {who: statistics.median(taken[1:]) for who, taken in times.items()}
-    for who, seconds in medians.items():
-        results.add(name, f"{OURS}, {who}", "time", seconds * 1e3, "ms")
-    ratio = medians["from host memory"] / medians["computed"]
+    medians = {what: statistics.median(taken[1:]) for what, taken in times.items()}
+    for (who, metric), seconds in medians.items():
+        results.add(name, who, metric, seconds * 1e3, "ms")
+    ratio = medians[below, "time"] / medians[f"{OURS}, computed", "time"]
     results.add(name, OURS, "of computing it", ratio, "x")
 
 

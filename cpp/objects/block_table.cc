@@ -82,10 +82,12 @@ std::pair<nb::object, Hold*> NewHold(const FreeList& self) {
   return {nb::cast(hold.release(), nb::rv_policy::take_ownership), made};
 }
 
-// Those of the blocks that are published under some keys; and which of the keys these are.
+// Those of the blocks that are published under some keys; and which of the keys these are. If
+// `beginning`, up to the first key that finds none.
 nb::typed<nb::tuple, Hold, nb::typed<nb::list, int64_t>> HoldKeys(
-    const FreeList& self, const std::vector<nb::bytes>& keys) {
+    const FreeList& self, const std::vector<nb::bytes>& keys, bool beginning) {
   std::vector<Digest> digests;
+  digests.reserve(keys.size());
   for (const nb::bytes& key : keys) digests.push_back(DigestOf(key, "key"));
   auto [object, hold] = NewHold(self);
   std::vector<int64_t> places;
@@ -93,7 +95,10 @@ nb::typed<nb::tuple, Hold, nb::typed<nb::list, int64_t>> HoldKeys(
   hold->blocks().reserve(digests.size());
   for (size_t i = 0; i < digests.size(); ++i) {
     const int64_t block = self.books->Match(digests[i]);
-    if (block == Books::kNone) continue;
+    if (block == Books::kNone) {
+      if (beginning) break;
+      continue;
+    }
     self.books->Hold(block, Holder::kTable);
     hold->blocks().push_back(block);
     places.push_back(static_cast<int64_t>(i));
@@ -220,9 +225,10 @@ void RegisterBlockTable(nb::module_& m) {
           nb::arg("kind").none(), nb::arg("error").none(), nb::arg("traceback").none());
   m.def("hold", &HoldThese, nb::arg("free_list"), nb::arg("ids"),
         "References to blocks that are held or idle.");
-  m.def("hold_keys", &HoldKeys, nb::arg("free_list"), nb::arg("keys"),
+  m.def("hold_keys", &HoldKeys, nb::arg("free_list"), nb::arg("keys"), nb::arg("beginning") = false,
         "References to the blocks that are published under these keys, and the places of those\n"
-        "keys in the list. It counts as a use of them.");
+        "keys in the list. It counts as a use of them. With `beginning`: up to the first key that\n"
+        "finds none.");
   m.def("take_hold", &TakeHold, nb::arg("free_list"), nb::arg("count"),
         "Blocks that are free or idle, as one object; None when fewer are there.");
   m.def("victims", &Victims, nb::arg("free_list"), nb::arg("count"),

@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+from array import array
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_kvblock import BlockManager, PrefixCache
+from jax_kvblock import BlockManager, BlockTable, PrefixCache
 from jax_kvblock.cache import TieredCache, append_tokens, commit_tokens
 from serve import counts
 from serve.drafts import MOST_DRAFTS, PromptLookup
@@ -217,9 +218,9 @@ class Engine:
             QueueFullError: if `max_waiting` requests wait already.
             RuntimeError: if the engine has stopped.
         """
-        tokens = self._tokens(request)
+        prompt = self._prompt(request)
         stream = Stream(request, lambda _: self._inbox.cancel(sequence))
-        sequence = self._sequence(stream, tokens)
+        sequence = self._sequence(stream, prompt)
         self._inbox.add(sequence)
         return stream
 
@@ -327,8 +328,8 @@ class Engine:
 
     # ---- a request comes and goes ----
 
-    def _tokens(self, request: Request) -> list[int]:
-        """A request's prompt, checked."""
+    def _prompt(self, request: Request) -> BlockTable:
+        """A request's prompt, checked: a table without blocks."""
         most = len(request.prompt) + request.max_new_tokens
         if most > self.max_tokens:
             raise ValueError(
@@ -338,8 +339,9 @@ class Engine:
             )
         vocabulary = self.model.config.vocab_size
         try:
-            tokens = np.fromiter(request.prompt, np.int64, len(request.prompt))
-        except OverflowError:
+            prompt = self.cache.empty_table(request.prompt)
+            tokens = prompt.tokens
+        except (TypeError, ValueError):  # one has more than 32 bits
             tokens = np.array(request.prompt, object)
         for token in (tokens.min(), tokens.max()):
             if not 0 <= token < vocabulary:
@@ -347,9 +349,9 @@ class Engine:
                     f"submit: a token of the prompt is {token}, none of the model's "
                     f"{vocabulary}"
                 )
-        return list(request.prompt)
+        return prompt
 
-    def _sequence(self, stream: Stream, tokens: list[int]) -> Sequence:
+    def _sequence(self, stream: Stream, prompt: BlockTable) -> Sequence:
         request, tokenizer = stream.request, self.model.tokenizer
         ends = frozenset(request.stop_tokens)
         if not request.ignore_end:
@@ -357,7 +359,8 @@ class Engine:
         text = TextStream(tokenizer.decode, request.stop, request.prompt)
         lookup = PromptLookup(request.prompt) if self._scheduler.drafts else None
         number = next(self._numbers)
-        return Sequence(stream, number, text, ends, lookup, tokens)
+        tokens = array("i", prompt.tokens.tobytes())
+        return Sequence(stream, number, text, ends, lookup, prompt, tokens)
 
     def _orders(self) -> None:
         """Take in what other threads have asked for."""

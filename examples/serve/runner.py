@@ -101,10 +101,10 @@ class Runner:
     def _call(self, batch: Batch) -> jax.Array:
         """Returns the tokens of all steps of the batch."""
         size = batch.shape.size
-        buffer = jax.device_put(batch.buffer, self._manager.pool.sharding)
-        self._last, self._buffers[size] = _moved_to(
-            (self._last, self._buffers[size]), (self._tokens, buffer)
-        )
+        with jax.transfer_guard_host_to_device("allow"):  # it is meant to be one
+            self._last, self._buffers[size] = _moved_to(
+                (self._last, self._buffers[size]), (self._tokens, batch.buffer)
+            )
         self._tokens, *of_steps = self._manager.update(
             self._program,
             self._params,

@@ -127,7 +127,7 @@ class Scheduler:
             if not self._resume(sequence, promised):
                 return None
             return self._missing(sequence, len(sequence.tokens) + 1)
-        table = self.cache.open(sequence.tokens)
+        table = sequence.open()
         wanted = self._blocks(len(sequence.tokens) + 1) - len(table)
         if not self._may_take(wanted + promised):
             table.free()
@@ -169,7 +169,7 @@ class Scheduler:
         """
         if sequence.parked is not None or not self.running:
             return False
-        sought = sequence.keys_sought(self.cache.namespace)
+        sought = sequence.keys_sought(self.block_size)
         for other in self.running:
             first = other.num_cached // self.block_size
             coming = other.table.keys[first:]

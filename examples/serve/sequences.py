@@ -1,9 +1,10 @@
 """A request while it is served."""
 
 import time
+from array import array
 from dataclasses import dataclass, field
 
-from jax_kvblock.cache import BlockTable, Namespace, Onboard, Parked, Resuming
+from jax_kvblock.cache import BlockTable, Onboard, Parked, Resuming
 from serve.drafts import PromptLookup
 from serve.interface import Event, FinishReason, Request, Stream
 from serve.text import TextStream
@@ -19,7 +20,10 @@ class Sequence:
         text: makes text of its tokens.
         ends: tokens that end it.
         lookup: finds drafts; None without drafts.
-        tokens: the prompt's, then the new ones that are known.
+        prompt: a table without blocks, of the prompt: its tokens are read and its keys
+            made once, where it was submitted, and not between two steps.
+        tokens: the prompt's, then the new ones that are known; int32. Of a list the
+            collector of garbage would look at each of them, whenever Python has it.
         num_cached: of how many the keys and values are in the pool, or on their way
             there by a step that was dispatched.
         num_unread: new tokens that a step has drawn, and nobody has read.
@@ -34,7 +38,8 @@ class Sequence:
     text: TextStream
     ends: frozenset[int]
     lookup: PromptLookup | None
-    tokens: list[int]
+    prompt: BlockTable
+    tokens: array
     num_cached: int = 0
     num_unread: int = 0
     table: BlockTable | None = None
@@ -97,15 +102,28 @@ class Sequence:
         self.stream.put(*events)
         return new[: len(events)]
 
-    def keys_sought(self, namespace: Namespace) -> frozenset[bytes]:
+    def open(self) -> BlockTable:
+        """A table of all its tokens, with the blocks of its beginning that are here."""
+        table = self._table()
+        table.match()
+        return table
+
+    def keys_sought(self, block_size: int) -> frozenset[bytes]:
         """Of the blocks ahead of its last token; while it waits they stay the same."""
         if self.sought is None:
-            self.sought = frozenset(namespace.keys(self.tokens[:-1]))
+            table = self._table()
+            self.sought = frozenset(table.keys[: (table.num_tokens - 1) // block_size])
         return self.sought
+
+    def _table(self) -> BlockTable:
+        """A table of all its tokens, without blocks."""
+        table = self.prompt.fork()
+        table.append(self.tokens[table.num_tokens :])
+        return table
 
     def extend(self, tokens: list[int]) -> None:
         """Note new tokens that are known; its table is told by the engine."""
-        self.tokens += tokens
+        self.tokens.extend(tokens)
         self.sought = None
         if self.lookup is not None:
             self.lookup.extend(tokens)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -19,22 +18,34 @@ from jax_kvblock.objects.manager import BlockManager
 def whole_blocks(
     manager: BlockManager,
     below: Below,
-    keys: Sequence[bytes],
+    place: Callable[[], Placed],
     ids: np.ndarray,
-    lost: Callable[[int], None] | None = None,
+    came: Callable[[], None] | None = None,
 ) -> Part:
     """Blocks at once, as many as a room holds.
 
-    lost: as for `Below.place`.
+    Args:
+      place: says where they lie, in the thread that copies up.
+      came: called when the program that writes them into the pool is dispatched.
     """
+    cut = Cut.whole(manager.spec)
+
+    def bring() -> Arrival:
+        # In one job: the next ones' blocks may land where these did.
+        placed = place()
+        return below.bring(placed, cut, below.rooms.take())
+
+    def take(room: jax.Array) -> jax.Array:
+        read = programs.write_blocks(manager, ids, room)
+        if came is not None:
+            came()
+        return read
 
     def start() -> list[Stage]:
-        # One job behind the other: the next ones' blocks land where these did.
         with below.in_order:
-            placed = below.up.submit(below.place, keys, lost)
-            arriving = below.up.submit(_bring, below, placed, Cut.whole(manager.spec))
-        take = functools.partial(programs.write_blocks, manager, ids)
-        return [Stage(arriving, take, 0, _ended(below, placed))]
+            arriving = below.up.submit(bring)
+        # Who reads the blocks below holds them until the copy has ended.
+        return [Stage(arriving, take, 0, below.rooms.give_back)]
 
     return Part(0, start)
 

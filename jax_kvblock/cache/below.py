@@ -321,9 +321,32 @@ class Below:
                     copy.wait()
 
     def keep(self, keys: Sequence[bytes]) -> Placed:
-        """In any thread: those of some blocks that are in host memory by now."""
-        hold, _ = _native.hold_keys(self.host.books, keys)
-        return Placed(hold, np.asarray(hold.ids, np.int64))
+        """In any thread: the beginning of some blocks, as far as it lies in tiers here.
+
+        Returns:
+          Where they lie in host memory; -1 for those that are not there by now.
+        """
+        hold, _ = _native.hold_keys(self.host.books, keys, beginning=True)
+        here = len(hold)
+        more = [*self.has(keys[here:]), False].index(False)
+        slots = np.full(here + more, -1, np.int64)
+        slots[:here] = hold.ids
+        if more:  # on their way to the host, in the store, or on the host behind such
+            hold, places = _native.hold_keys(self.host.books, keys[: here + more])
+            slots[places] = hold.ids
+        return Placed(hold, slots)
+
+    def place_kept(self, slots: np.ndarray) -> Placed:
+        """`place` of blocks that somebody keeps in slots: nobody looks for them again.
+
+        Whose ticket ends meanwhile is told of an error, or reads what nobody takes.
+
+        Raises:
+          ValueError: for a slot that is free by now.
+        """
+        hold = _native.hold(self.host.books, slots.astype(np.int32))
+        self.count_out(len(slots))
+        return Placed(hold, slots)
 
     def read(self, keys: Sequence[bytes]) -> np.ndarray:
         """In any thread: blocks of the tiers below, uint8 `[n, block_bytes]`.

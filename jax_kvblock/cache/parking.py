@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -206,7 +207,8 @@ class Resuming:
         if not tiers.below.has([key])[0]:
             return
         ids = table.ids[full : full + 1]
-        part = arriving.whole_blocks(tiers.cache.manager, tiers.below, [key], ids)
+        place = functools.partial(tiers.below.place, [key])
+        part = arriving.whole_blocks(tiers.cache.manager, tiers.below, place, ids)
         self._of_last = True
         rooms = tiers.below.rooms
         self._ticket = Onboard(ids, [part], rooms, lambda: 0, lambda: None)

@@ -89,7 +89,8 @@ class Part:
 
 
 class Onboard:
-    """Blocks on their way up. A block is found on the device when all of it is there.
+    """Blocks on their way up. A block is found on the device when all of it is there:
+    as soon as its part has come, or, layer by layer, when all have.
 
     What has arrived is written into the pool by `poll` and `wait`, in the thread that
     calls them: an engine calls one of them between its steps. As many parts are on
@@ -109,14 +110,14 @@ class Onboard:
         ids: np.ndarray,
         parts: Sequence[Part],
         rooms: Rooms,
-        publish: Callable[[], int],
+        finish: Callable[[], int],
         drop: Callable[[], None],
     ) -> None:
         self.ids = ids
         self.num_blocks, self.num_missing = len(ids), 0
         self._waiting = collections.deque(parts)
         self._stages: collections.deque[Stage] = collections.deque()
-        self._publish, self._drop = publish, drop
+        self._finish, self._drop = finish, drop
         self._lock = threading.RLock()
         self._all_taken = not parts
         self._error: BaseException | None = None
@@ -125,7 +126,7 @@ class Onboard:
         if parts:
             self._fill()
         else:
-            self.num_missing = publish()
+            self.num_missing = finish()
 
     @property
     def done(self) -> bool:
@@ -166,7 +167,7 @@ class Onboard:
         Raises:
           TimeoutError: when one has not arrived by then; wait again.
           RuntimeError: when it was cancelled.
-          Exception: what the transfer failed with. No block is found then.
+          Exception: what the transfer failed with. Blocks that had come are found.
         """
         with self._lock:
             while not self.done:
@@ -182,7 +183,8 @@ class Onboard:
                 raise RuntimeError("Onboard.wait: it was cancelled")
 
     def cancel(self) -> None:
-        """Gives the blocks back. Copies under way are waited for, and thrown away."""
+        """Gives the blocks back. Copies under way are waited for, and thrown away; what
+        had come is found."""
         with self._lock:
             if self.done:
                 return
@@ -234,7 +236,7 @@ class Onboard:
         self._fill()
         if not self._stages and not self._waiting and not self._dropped:
             try:
-                self.num_missing = self._publish()
+                self.num_missing = self._finish()
             except BaseException as error:
                 self._fail(error)
                 return
@@ -267,4 +269,4 @@ class Onboard:
             stage.booking = None
         self._stages.clear()
         self._waiting.clear()
-        self._publish, self._drop = lambda: 0, lambda: None
+        self._finish, self._drop = lambda: 0, lambda: None

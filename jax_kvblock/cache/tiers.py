@@ -313,16 +313,20 @@ class TieredCache:
         known = table.keys
         keys = known[start : max(end, start)]
         parents = ([table.root, *known])[start : start + len(keys)]
-        count = _run(self.below.has(keys))
-        keys, parents = keys[:count], parents[:count]
-        return self._bring(keys, parents, by_layer)
-
-    def _bring(
-        self, keys: Sequence[bytes], parents: Sequence[bytes], by_layer: bool
-    ) -> Onboard:
-        free_list = self.cache._free_list
         # Before others make room for them on the device: those go down, too.
         kept = self.below.keep(keys)
+        count = len(kept.slots)
+        return self._bring(keys[:count], parents[:count], kept, by_layer)
+
+    def _bring(
+        self,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes],
+        kept: Placed,
+        by_layer: bool,
+    ) -> Onboard:
+        """kept: what of the blocks is in host memory."""
+        free_list = self.cache._free_list
         self.make_room(len(keys))
         told = f"onboard: {checks.plural(len(keys), 'block')} to come"
         try:
@@ -337,44 +341,68 @@ class TieredCache:
             nonlocal whole
             whole = min(whole, place)
 
-        parts = self._parts(keys, ids, kept if by_layer else None, lost)
+        def publish(first: int, end: int) -> None:
+            some = slice(first, min(end, whole))
+            free_list.publish_each(ids[some].tolist(), keys[some], parents[some])
 
-        def publish() -> int:
+        if by_layer:  # programs read blocks before all have come: they come together
+            parts = self._layers(keys, ids, kept)
+        else:
+            parts = self._whole(keys, ids, kept, lost, publish)
+
+        def finish() -> int:
             with blocks, kept.hold:
-                free_list.publish_each(
-                    ids[:whole].tolist(), keys[:whole], parents[:whole]
-                )
+                if by_layer:
+                    publish(0, len(keys))
             return len(keys) - whole
 
         def drop() -> None:
             blocks.release()
             kept.hold.release()
 
-        return Onboard(ids, parts, self.below.rooms, publish, drop)
+        return Onboard(ids, parts, self.below.rooms, finish, drop)
 
-    def _parts(
+    def _layers(
+        self, keys: Sequence[bytes], ids: np.ndarray, kept: Placed
+    ) -> list[Part]:
+        """kept: what of the blocks is in host memory."""
+        manager, below = self.cache.manager, self.below
+        if (kept.slots >= 0).all():
+            return arriving.layers_of_all(manager, below, kept, ids, self._chunk)
+        return [
+            arriving.layers_of_some(manager, below, keys[some], ids[some])
+            for some in self._chunks(len(keys))
+        ]
+
+    def _whole(
         self,
         keys: Sequence[bytes],
         ids: np.ndarray,
-        by_layer: Placed | None,
+        kept: Placed,
         lost: Callable[[int], None],
+        publish: Callable[[int, int], None],
     ) -> list[Part]:
-        """by_layer: what of the blocks is in host memory, if layers come one by one."""
+        """Whole blocks, of which each is published as its part has come.
+
+        kept: what of them is in host memory; nobody looks for that again.
+        """
         manager, below = self.cache.manager, self.below
-        if by_layer is not None and len(by_layer.slots) == len(keys):
-            return arriving.layers_of_all(manager, below, by_layer, ids, self._chunk)
         parts = []
-        for first in range(0, len(keys), self._chunk):
-            some = slice(first, first + self._chunk)
-            if by_layer is not None:  # programs read blocks before all have come
-                part = arriving.layers_of_some(manager, below, keys[some], ids[some])
+        for some in self._chunks(len(keys)):
+            if (slots := kept.slots[some]).min() >= 0:
+                place = functools.partial(below.place_kept, slots)
             else:
-                tell = functools.partial(_behind, lost, first)
-                part = arriving.whole_blocks(
-                    manager, below, keys[some], ids[some], tell
-                )
+                tell = functools.partial(_behind, lost, some.start)
+                place = functools.partial(below.place, keys[some], tell)
+            came = functools.partial(publish, some.start, some.stop)
+            part = arriving.whole_blocks(manager, below, place, ids[some], came)
             parts.append(part)
         return parts
+
+    def _chunks(self, count: int) -> list[slice]:
+        """So many blocks, as many at a time as a room holds."""
+        firsts = range(0, count, self._chunk)
+        return [slice(first, first + self._chunk) for first in firsts]
 
     # ---- its state ----
 

@@ -17,6 +17,7 @@ from tier_stores import MemoryStore
 
 from jax_kvblock import PoolExhaustedError
 from jax_kvblock.cache import programs
+from jax_kvblock.cache.copy_lines import CopyError
 from jax_kvblock.cache.rooms import Rooms
 
 
@@ -201,6 +202,70 @@ def test_the_first_layer_of_all_blocks_comes_first(
     setup.holds(table)
 
 
+@pytest.mark.parametrize("then", ["comes", "fails", "is cancelled"])
+def test_a_block_is_found_as_soon_as_its_part_has_come(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, then: str
+) -> None:
+    """Whatever becomes of those behind it, which nobody finds before they are there."""
+    setup.only_below(range(61))
+    bring, gate, calls = setup.tiers.below.bring, threading.Event(), []
+
+    def one_by_one(*given: object) -> object:
+        calls.append(len(calls))
+        assert len(calls) == 1 or gate.wait(30)
+        if len(calls) > 1 and then == "fails":
+            raise CopyError("no copy")
+        return bring(*given)
+
+    monkeypatch.setattr(setup.tiers.below, "bring", one_by_one)
+    table, ticket = setup.tiers.open(range(61))
+    begun = time.monotonic()
+    while not ticket._stages[0].arrived:
+        assert time.monotonic() - begun < 30
+    assert not ticket.poll()
+    with setup.cache.open(range(61)) as other:
+        assert other.num_cached_tokens == 16  # a room holds four blocks of four
+        setup.holds(other)
+    if then == "is cancelled":
+        ticket.cancel()
+    gate.set()
+    if then == "fails":
+        with pytest.raises(CopyError, match="no copy"):
+            ticket.wait()
+    elif then == "comes":
+        ticket.wait()
+    assert table.match() == (60 if then == "comes" else 16)
+    setup.holds(table)
+    settle(setup)
+    assert setup.cache.stats()["held"] == len(table)
+    assert setup.tiers.stats()["host"]["held"] == 0
+
+
+def test_what_is_kept_in_host_memory_is_not_looked_for_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of four parts the second one comes from the store, and is asked for alone."""
+    one = Setup(store=MemoryStore())
+    one.only_below(range(61))
+    keys = one.cache.namespace.keys(range(61))
+    one.tiers.below.host.books.forget(keys[4:8])
+    place, asked = one.tiers.below.place, []
+
+    def noted(keys: list[bytes], *given: object) -> object:
+        asked.append(keys)
+        return place(keys, *given)
+
+    monkeypatch.setattr(one.tiers.below, "place", noted)
+    table, ticket = one.tiers.open(range(61))
+    ticket.wait()
+    assert asked == [keys[4:8]] and table.match() == 60
+    one.holds(table)
+    stats = one.tiers.stats()
+    assert (stats["host"]["blocks_out"], stats["store"]["blocks_out"]) == (11, 4)
+    assert stats["host"]["held"] == 0
+    one.tiers.close()
+
+
 def test_what_waits_for_its_turn_keeps_its_place(setup: Setup) -> None:
     """On the host, whose slots all are taken by what goes down meanwhile."""
     setup.only_below(range(61))
@@ -289,7 +354,10 @@ def test_a_part_that_cannot_begin_is_not_taken_for_one_that_came(
     with monkeypatch.context() as patch:
         patch.setattr(setup.tiers.below.up, "submit", broken)
         assert ticket.poll()
-    assert str(ticket.exception) == "no thread" and table.match() == 0
+    assert str(ticket.exception) == "no thread"
+    assert table.match() == 16  # what had come before
+    setup.holds(table)
+    table.free()
     with pytest.raises(RuntimeError, match="no thread"):
         ticket.wait()
     settle(setup)
@@ -304,12 +372,12 @@ def test_blocks_that_cannot_be_published_are_not_said_to_have_come(
     setup: Setup,
 ) -> None:
     setup.only_below(range(13))
-    table, ticket = setup.tiers.open(range(13))
+    table, ticket = setup.tiers.open(range(13), by_layer=True)
 
     def broken() -> int:
         raise RuntimeError("no book")
 
-    ticket._publish = broken
+    ticket._finish = broken
     with pytest.raises(RuntimeError, match="no book"):
         ticket.wait()
     assert ticket.done and str(ticket.exception) == "no book" and ticket.poll()

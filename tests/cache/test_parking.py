@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterator
 
@@ -107,6 +109,17 @@ def settle(one: Setup) -> None:
     one.tiers.below.up.submit(lambda: None).result()
 
 
+@contextlib.contextmanager
+def nothing_begins(one: Setup) -> Iterator[None]:
+    """The thread that copies up begins nothing meanwhile."""
+    gate = threading.Event()
+    one.tiers.below.up.submit(gate.wait, 30)
+    try:
+        yield
+    finally:
+        gate.set()
+
+
 def test_polled(setup: Setup) -> None:
     parked = parked_below(setup)
     coming = Resuming(setup.tiers, parked)
@@ -115,8 +128,8 @@ def test_polled(setup: Setup) -> None:
         settle(setup)
         polls += 1
         assert time.monotonic() - begun < 60
-    # For the blocks that are full, then for the last one; a GPU may copy for longer.
-    assert polls == 2 or (polls > 2 and jax.default_backend() == "gpu")
+    # For blocks that are full, and maybe for the last one; a GPU may copy for longer.
+    assert polls in (1, 2) or (polls > 2 and jax.default_backend() == "gpu")
     assert coming.done and coming.num_written == 14 and len(coming.table) == 4
     setup.holds(coming.table)
     coming.cancel()  # it has ended
@@ -127,10 +140,11 @@ def test_polled(setup: Setup) -> None:
 def test_cancelled_it_stays_parked(setup: Setup, polls: int) -> None:
     parked = parked_below(setup)
     coming = Resuming(setup.tiers, parked)
-    for _ in range(polls):
-        settle(setup)
-        assert not coming.poll()
-    coming.cancel()
+    settle(setup)
+    with nothing_begins(setup):
+        for _ in range(polls):
+            assert not coming.poll()
+        coming.cancel()
     assert coming.done and coming.table.freed
     settle(setup)
     assert setup.cache.stats()["held"] == 0
@@ -202,7 +216,8 @@ def test_a_last_block_that_is_lost_is_computed_again(setup: Setup) -> None:
     parked = parked_below(setup)
     coming = Resuming(setup.tiers, parked)
     settle(setup)
-    assert not coming.poll()
+    with nothing_begins(setup):
+        assert not coming.poll()
     settle(setup)  # it is on its way up
     again = Resuming(setup.tiers, parked)
     coming.cancel()

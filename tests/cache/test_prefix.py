@@ -279,6 +279,10 @@ def test_keys_are_held_where_they_are_found() -> None:
     assert hold.ids.tolist() == [1, 0] and places == [0, 2]
     assert states(cache) == (2, 0, 2)
     hold.release()
+    some = [two, bytes(32), one]
+    hold, places = _native.hold_keys(cache._free_list, some, beginning=True)
+    assert hold.ids.tolist() == [1] and places == [0]
+    hold.release()
     with pytest.raises(ValueError, match="key must be of 32 bytes, got 3"):
         _native.hold_keys(cache._free_list, [one, b"abc"])
     assert states(cache) == (2, 2, 0)

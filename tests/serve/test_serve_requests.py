@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import time
+import weakref
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import jax
@@ -18,6 +21,8 @@ from serve.engine import Engine
 from serve.http_server import create_app
 from serve.interface import FREE, HELD, IDLE, SHARED, Event, QueueFullError, Request
 from serve.models import LoadedModel
+
+from jax_kvblock import BlockTable, PrefixCache
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 PROMPT = [7, 3, 9, 250, 8]
@@ -50,11 +55,66 @@ def test_tokens_of_a_request_are_pythons_ints(kind):
     assert {*map(type, (*request.prompt, *request.stop_tokens))} == {int}
 
 
-def test_a_transfer_guard_lets_steps_pass(engine: Engine, greedy: Greedy) -> None:
+@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
+def test_a_transfer_guard_lets_steps_pass(
+    engine: Engine, greedy: Greedy, guard: str
+) -> None:
+    """A step's numbers go to the device as what its call is given, as is meant."""
     stream = ask(engine, PROMPT, 7)
-    with jax.transfer_guard_host_to_device("disallow"):
+    with jax.transfer_guard_host_to_device(guard):
         engine.run()
     greedy.check(PROMPT, stream, 7)
+
+
+def test_a_prompt_is_hashed_once_however_long_it_waits(
+    tiny: tuple[TinyModel, LoadedModel], greedy: Greedy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it is submitted: no step of the others waits for that."""
+    made, hashed = PrefixCache.empty_table, []
+
+    def counted(cache: PrefixCache, tokens: Seq[int], *given: Any) -> BlockTable:
+        hashed.append(list(tokens))
+        return made(cache, tokens, *given)
+
+    monkeypatch.setattr(PrefixCache, "empty_table", counted)
+    engine = make(tiny[1], num_blocks=6, max_batch=2)
+    long = PROMPT * 8
+    first, second = ask(engine, PROMPT, 30), ask(engine, long, 8)
+    engine.step()
+    engine.step()
+    assert engine.stats()["waiting"] == 1  # for blocks
+    assert hashed == [PROMPT, long]
+    engine.run()
+    assert hashed == [PROMPT, long]
+    greedy.check(PROMPT, first, 30)
+    greedy.check(long, second, 8)
+    engine.stop()
+    check_books(engine)
+
+
+def test_a_collection_of_garbage_does_not_go_through_texts(engine: Engine) -> None:
+    """It comes wherever Python likes, and takes longer the more there is."""
+    ask(engine, PROMPT * 8, 3)
+    engine.step()
+    (sequence,) = engine._scheduler.running
+    assert len(gc.get_referents(sequence.tokens)) <= 1  # its type
+    assert list(sequence.tokens[: 5 * 8]) == PROMPT * 8
+    engine.run()
+
+
+def test_what_has_ended_is_no_garbage_to_collect(engine: Engine) -> None:
+    """Thousands of tokens go as they end, not when Python looks for garbage."""
+    gc.collect()
+    gc.disable()
+    try:
+        stream = ask(engine, PROMPT * 8, 3)
+        engine.step()
+        ended = weakref.ref(*engine._scheduler.running)
+        engine.run()
+        assert ended() is None and stream.finish_reason == "length"
+    finally:
+        gc.enable()
+    stream.cancel()  # does nothing
 
 
 # ---- how texts end -------------------------------------------------------------------
