@@ -220,10 +220,9 @@ class LearnedGate(ScoredSelector):
 
     def mass(self, q: jax.Array, k: jax.Array, grid: Grid, scale: float) -> jax.Array:
         check_gate(self.name, self.gate, q, k)
-        if self.piece is None and self.block_q != self.block_kv:
-            return shares(gate_logits(self.gate, q, k, grid, scale))
-        piece = self.block_q if self.piece is None else self.piece
-        return gate_mass(self.gate, q, k, grid, scale, piece)
+        if self.piece is not None:
+            return gate_mass(self.gate, q, k, grid, scale, self.piece)
+        return shares(gate_logits(self.gate, q, k, grid, scale))
 
 
 def check_gate(where: str, gate: Any, q: jax.Array, k: jax.Array) -> None:

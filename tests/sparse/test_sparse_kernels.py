@@ -285,7 +285,7 @@ def selectors():
 
 # Queries and keys are pooled, pieces weighed, rows kept, lists made. Each part of the
 # union keeps its own; what both keep is listed once.
-LAUNCHES = {"threshold": 5, "ratio": 5, "gate": 5, "gate of pieces": 5}
+LAUNCHES = {"threshold": 5, "ratio": 5, "gate": 4, "gate of pieces": 5}
 LAUNCHES |= {"union": 6, "random": 2}
 
 
@@ -310,16 +310,17 @@ def test_selectors_take_them(name, select_as_cuda, emulated_select, rng):
 
 @pytest.mark.parametrize("name", ["ratio", "gate of pieces"])
 def test_exports_of_plain_jax_may_have_a_symbol_for_a_batch(name, rng):
-    q, k, _ = draw_qk(rng)
+    with jax.default_device(jax.devices("cpu")[0]):
+        q, k, _ = draw_qk(rng)
 
-    def choose(q, k):
-        return selectors()[name].select(q, k, causal=True).tiles.indices
+        def choose(q, k):
+            return selectors()[name].select(q, k, causal=True).tiles.indices
 
-    symbol = jax.export.symbolic_shape("b")
-    batches = [jax.ShapeDtypeStruct(symbol + x.shape[1:], x.dtype) for x in (q, k)]
-    made = jax.export.export(jit(choose), platforms=["cpu"])(*batches)
-    again = jax.export.deserialize(made.serialize())
-    np.testing.assert_array_equal(again.call(q, k), jit(choose)(q, k))
+        symbol = jax.export.symbolic_shape("b")
+        batches = [jax.ShapeDtypeStruct(symbol + x.shape[1:], x.dtype) for x in (q, k)]
+        made = jax.export.export(jit(choose), platforms=["cpu"])(*batches)
+        again = jax.export.deserialize(made.serialize())
+        np.testing.assert_array_equal(again.call(q, k), jit(choose)(q, k))
 
 
 def test_exports_have_them_and_a_batch_may_be_a_symbol(
@@ -342,7 +343,7 @@ def test_exports_have_them_and_a_batch_may_be_a_symbol(
     again = jax.export.deserialize(made.serialize())
     emulated_select.emulator_launches()
     assert_alike(jax.block_until_ready(again.call(q, k)), choose(q, k))
-    assert emulated_select.emulator_launches() == 10
+    assert emulated_select.emulator_launches() == 8
 
 
 def lowered(function, *operands):
