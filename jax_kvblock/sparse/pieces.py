@@ -76,7 +76,7 @@ def tile_shares(
     fine = in_pieces(grid, side)
     batch, rows = queries.shape[:2]
     bounds, ranges = _seen(fine, batch, (rows, keys.shape[1]), nearness is not None)
-    near = ()
+    near: tuple[jax.Array, ...] = ()
     if nearness is not None:
         places = jnp.asarray(fine.places(), jnp.int32)[:, 0, :, 0]
         places = _to_length(places, rows)

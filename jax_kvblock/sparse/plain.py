@@ -122,12 +122,10 @@ def weigh_tiles(
       Float32 `[..., N, R, C]`.
     """
     leading = queries.shape[:-3]
-    ranges, nearness = more[: 2 * ranged], more[2 * ranged :]
-    queries, keys, bounds, *more = (
-        x.reshape(-1, *x.shape[len(leading) :])
-        for x in (queries, keys, bounds, *ranges, *nearness)
+    queries, keys, bounds, *others = (
+        x.reshape(-1, *x.shape[len(leading) :]) for x in (queries, keys, bounds, *more)
     )
-    ranges, nearness = more[: 2 * ranged], more[2 * ranged :]
+    ranges, nearness = others[: 2 * ranged], others[2 * ranged :]
     (rows, cols), (batch, _, heads, width) = tiles, queries.shape
     pieces, kv_heads = keys.shape[1:3]
     per_q, per_kv = queries.shape[1] // rows, pieces // cols
@@ -153,7 +151,8 @@ def weigh_tiles(
             scores = scores * scale
             allowed = pieces_seen(seen, (rest[0], ranges[1]) if ranged else (), number)
             if near:
-                added = _nearness(rest[-1], *nearness[1:], seen[..., :1], number)
+                _, distance, of_first = nearness
+                added = _nearness(rest[-1], distance, of_first, seen[..., :1], number)
                 scores = scores + added.reshape(scores.shape)
             scores = jnp.where(allowed[:, None, None], scores, -jnp.inf)
             top = scores.max(-1, keepdims=True)

@@ -97,14 +97,14 @@ def _weigh_tiles_avals(
     queries: Any, *operands: Any, tiles: tuple[int, int], **static: Any
 ) -> list[Any]:
     *leading, _, heads, _ = queries.shape
-    *spec, _, of_heads, _ = [*queries.sharding.spec, *[None] * queries.ndim][
-        : queries.ndim
-    ]
-    spec = PartitionSpec(*spec, of_heads, None, None)
-    sharding = NamedSharding(queries.sharding.mesh, spec)
-    dtype = jnp.dtype(jnp.float32)
-    shape = (*leading, heads, *tiles)
-    made = queries.update(shape=shape, dtype=dtype, weak_type=False, sharding=sharding)
+    *cut, _, of_heads, _ = queries.sharding.spec
+    spec = PartitionSpec(*cut, of_heads, None, None)
+    made = queries.update(
+        shape=(*leading, heads, *tiles),
+        dtype=jnp.dtype(jnp.float32),
+        weak_type=False,
+        sharding=NamedSharding(queries.sharding.mesh, spec),
+    )
     return [made]
 
 
