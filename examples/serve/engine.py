@@ -13,6 +13,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from array import array
 from collections import deque
 from dataclasses import dataclass
@@ -218,9 +219,17 @@ class Engine:
             QueueFullError: if `max_waiting` requests wait already.
             RuntimeError: if the engine has stopped.
         """
-        prompt = self._prompt(request)
-        stream = Stream(request, lambda _: self._inbox.cancel(sequence))
-        sequence = self._sequence(stream, prompt)
+        self._inbox.check()  # a prompt is read and hashed for nothing else
+
+        def cancel(_: Stream) -> None:
+            sequence = known()
+            if sequence is not None:
+                self._inbox.cancel(sequence)
+
+        stream = Stream(request, cancel)
+        sequence = self._sequence(stream, self._prompt(request))
+        # Or both would lead to each other, and stay until garbage is collected.
+        known = weakref.ref(sequence)
         self._inbox.add(sequence)
         return stream
 
@@ -338,17 +347,21 @@ class Engine:
                 "shorten the prompt, ask for fewer tokens, or have more blocks"
             )
         vocabulary = self.model.config.vocab_size
+
+        def check(tokens: np.ndarray) -> None:
+            for token in (tokens.min(), tokens.max()):
+                if not 0 <= token < vocabulary:
+                    raise ValueError(
+                        f"submit: a token of the prompt is {token}, none of the "
+                        f"model's {vocabulary}"
+                    )
+
         try:
             prompt = self.cache.empty_table(request.prompt)
-            tokens = prompt.tokens
-        except (TypeError, ValueError):  # one has more than 32 bits
-            tokens = np.array(request.prompt, object)
-        for token in (tokens.min(), tokens.max()):
-            if not 0 <= token < vocabulary:
-                raise ValueError(
-                    f"submit: a token of the prompt is {token}, none of the model's "
-                    f"{vocabulary}"
-                )
+        except (TypeError, ValueError):
+            check(np.array(request.prompt, object))  # one may have more than 32 bits
+            raise
+        check(prompt.tokens)
         return prompt
 
     def _sequence(self, stream: Stream, prompt: BlockTable) -> Sequence:

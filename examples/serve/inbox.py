@@ -30,20 +30,28 @@ class Inbox:
         """Whether there is nothing to take."""
         return not (self._came or self._gone)
 
-    def add(self, sequence: Sequence) -> None:
-        """A request comes.
+    def check(self) -> None:
+        """Whether a request may come.
 
         Raises:
             QueueFullError: if as many wait as may.
             RuntimeError: if it is closed.
         """
+        if self.closed:
+            raise RuntimeError("submit: the engine has stopped")
+        if len(self._came) + self._num_waiting() >= self._most:
+            raise QueueFullError(
+                f"submit: {self._most} requests wait already; try again later"
+            )
+
+    def add(self, sequence: Sequence) -> None:
+        """A request comes.
+
+        Raises:
+            QueueFullError, RuntimeError: as `check`.
+        """
         with self._changed:
-            if self.closed:
-                raise RuntimeError("submit: the engine has stopped")
-            if len(self._came) + self._num_waiting() >= self._most:
-                raise QueueFullError(
-                    f"submit: {self._most} requests wait already; try again later"
-                )
+            self.check()
             self._came.append(sequence)
             self._changed.notify_all()
 

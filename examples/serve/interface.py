@@ -165,8 +165,6 @@ class Stream:
                 self.num_new_tokens += event.token_id is not None
                 self.finish_reason = event.finish_reason
                 self._events.append(event)
-            if self.finish_reason is not None:
-                self._on_cancel = None  # it leads to all that the engine had of this
             self._changed.notify_all()
             waiter, self._waiter = self._waiter, None
         if waiter is not None:

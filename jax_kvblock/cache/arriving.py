@@ -42,7 +42,7 @@ def whole_blocks(
         return read
 
     def start() -> list[Stage]:
-        with below.in_order:
+        with below.in_order:  # not between the jobs of others' layers
             arriving = below.up.submit(bring)
         # Who reads the blocks below holds them until the copy has ended.
         return [Stage(arriving, take, 0, below.rooms.give_back)]

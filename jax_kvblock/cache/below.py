@@ -270,7 +270,7 @@ class Below:
         """In the thread that copies up: where blocks of the tiers below lie, pinned.
 
         What the store has is read into landing places, which are good until the next
-        call: what reads them is begun in the jobs right behind this one.
+        call: what reads them is begun in the same job, or in those right behind it.
 
         lost: told the place of the first block that is not there any more, or is not
           what was put; what lies there and behind may be anything.

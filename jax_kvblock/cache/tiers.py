@@ -352,8 +352,15 @@ class TieredCache:
 
         def finish() -> int:
             with blocks, kept.hold:
-                if by_layer:
-                    publish(0, len(keys))
+                # Layer by layer all of them; else those that another's were kept for,
+                # and that has gone since.
+                found = free_list.are_published(keys[:whole])
+                rest = [i for i, has in enumerate(found) if not has]
+                free_list.publish_each(
+                    ids[rest].tolist(),
+                    [keys[i] for i in rest],
+                    [parents[i] for i in rest],
+                )
             return len(keys) - whole
 
         def drop() -> None:

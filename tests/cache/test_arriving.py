@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -368,20 +369,62 @@ def test_a_part_that_cannot_begin_is_not_taken_for_one_that_came(
     setup.holds(again)
 
 
-def test_blocks_that_cannot_be_published_are_not_said_to_have_come(
-    setup: Setup,
-) -> None:
-    setup.only_below(range(13))
-    table, ticket = setup.tiers.open(range(13), by_layer=True)
+class NoBook:
+    """A free list in which nothing can be published."""
 
-    def broken() -> int:
+    def __init__(self, books: Any) -> None:
+        self._books = books
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._books, name)
+
+    def publish_each(self, *given: object) -> None:
         raise RuntimeError("no book")
 
-    ticket._finish = broken
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_blocks_that_cannot_be_published_are_not_said_to_have_come(
+    by_layer: bool, setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup.only_below(range(29))
+    table, books = setup.cache.open(range(29)), setup.cache._free_list
+    with monkeypatch.context() as patch:
+        broken = property(lambda cache: NoBook(books))
+        patch.setattr(type(setup.cache), "_free_list", broken)
+        ticket = setup.tiers.onboard(table, by_layer=by_layer)
     with pytest.raises(RuntimeError, match="no book"):
         ticket.wait()
     assert ticket.done and str(ticket.exception) == "no book" and ticket.poll()
     assert table.match() == 0 and setup.cache.stats()["held"] == 0
+    again, ticket = setup.tiers.open(range(29))
+    ticket.wait()
+    assert again.match() == 28
+    setup.holds(again)
+
+
+def test_blocks_come_though_another_s_that_were_kept_for_them_have_gone() -> None:
+    """Of two who bring the same ones the first is found, as long as it is there."""
+    setup = Setup(num_blocks=40, ahead_bytes=1 << 22)
+    setup.tiers._chunk = 4
+    setup.only_below(range(61))
+    tables, tickets = zip(*(setup.tiers.open(range(61)) for _ in range(2)), strict=True)
+    for ticket in tickets:
+        with ticket._lock:
+            ticket._await(None)
+            ticket._take()  # a part of four
+        assert not ticket.done
+    assert tables[1].match() == 16
+    tickets[0].cancel()
+    tables[0].free()
+    tables[1].free()
+    setup.cache.clear()
+    tickets[1].wait()
+    assert tickets[1].num_missing == 0
+    table = setup.cache.open(range(61))
+    assert len(table) == 15
+    setup.holds(table)
+    table.free()
+    setup.tiers.close()
 
 
 def test_tickets_that_failed_keep_nothing(

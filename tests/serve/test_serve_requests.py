@@ -23,6 +23,7 @@ from serve.interface import FREE, HELD, IDLE, SHARED, Event, QueueFullError, Req
 from serve.models import LoadedModel
 
 from jax_kvblock import BlockTable, PrefixCache
+from jax_kvblock.cache.namespace import Namespace
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 PROMPT = [7, 3, 9, 250, 8]
@@ -76,7 +77,14 @@ def test_a_prompt_is_hashed_once_however_long_it_waits(
         hashed.append(list(tokens))
         return made(cache, tokens, *given)
 
+    keys, of_namespace = Namespace.keys, []
+
+    def keyed(namespace: Namespace, tokens: Seq[int], *given: Any) -> list[bytes]:
+        of_namespace.append(list(tokens))
+        return keys(namespace, tokens, *given)
+
     monkeypatch.setattr(PrefixCache, "empty_table", counted)
+    monkeypatch.setattr(Namespace, "keys", keyed)
     engine = make(tiny[1], num_blocks=6, max_batch=2)
     long = PROMPT * 8
     first, second = ask(engine, PROMPT, 30), ask(engine, long, 8)
@@ -85,7 +93,7 @@ def test_a_prompt_is_hashed_once_however_long_it_waits(
     assert engine.stats()["waiting"] == 1  # for blocks
     assert hashed == [PROMPT, long]
     engine.run()
-    assert hashed == [PROMPT, long]
+    assert hashed == [PROMPT, long] and not of_namespace
     greedy.check(PROMPT, first, 30)
     greedy.check(long, second, 8)
     engine.stop()
@@ -115,6 +123,44 @@ def test_what_has_ended_is_no_garbage_to_collect(engine: Engine) -> None:
     finally:
         gc.enable()
     stream.cancel()  # does nothing
+
+
+def test_what_is_refused_is_not_read_and_no_garbage(
+    tiny: tuple[TinyModel, LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make(tiny[1], max_waiting=1)
+    ask(engine, PROMPT, 3)
+    made, sequences = engine._sequence, []
+
+    def watched(*given: Any) -> Any:
+        sequences.append(weakref.ref(sequence := made(*given)))
+        return sequence
+
+    monkeypatch.setattr(engine, "_sequence", watched)
+    monkeypatch.setattr(engine, "_prompt", None)  # it would be called
+    with pytest.raises(QueueFullError, match="1 requests wait already"):
+        ask(engine, PROMPT, 3)
+    monkeypatch.undo()
+    monkeypatch.setattr(engine, "_sequence", watched)
+    monkeypatch.setattr(engine._inbox, "check", lambda: None)  # it fills meanwhile
+    add, full = engine._inbox.add, QueueFullError("it is full by now")
+
+    def refuse(sequence: Any) -> None:
+        raise full
+
+    monkeypatch.setattr(engine._inbox, "add", refuse)
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(QueueFullError, match="by now"):
+            ask(engine, PROMPT, 3)
+        full.__traceback__ = None
+        assert [each() for each in sequences] == [None]
+    finally:
+        gc.enable()
+    monkeypatch.setattr(engine._inbox, "add", add)
+    engine.run()
+    engine.stop()
 
 
 # ---- how texts end -------------------------------------------------------------------
