@@ -14,10 +14,7 @@ std::string Check(const kvblock_pool_pieces& a) {
   if (a.dtype < KVBLOCK_PIECES_BF16 || a.dtype > KVBLOCK_PIECES_F32) {
     return Got("dtype must be KVBLOCK_PIECES_BF16, F16 or F32", a.dtype);
   }
-  if (a.means_dtype != KVBLOCK_PIECES_F32 && a.means_dtype != a.dtype) {
-    return Got("means_dtype must be KVBLOCK_PIECES_F32, 2, or dtype, " + std::to_string(a.dtype),
-               a.means_dtype);
-  }
+  if (a.rounded != 0 && a.rounded != 1) return Got("rounded must be 0 or 1", a.rounded);
   if (a.side < 1) return Got("side must be at least 1", a.side);
   const struct {
     const char* name;
@@ -75,13 +72,13 @@ std::string Check(const kvblock_weigh_tiles& a) {
   if (a.dim < 1 || a.dim % 8 != 0 || a.dim > KVBLOCK_MOST_PIECE_DIM) {
     return Got("dim must be a multiple of 8 up to KVBLOCK_MOST_PIECE_DIM, 256", a.dim);
   }
-  if (a.members * a.heads * a.rows * a.columns == 0) return "";
+  if (a.members == 0 || a.heads == 0 || a.rows == 0 || a.columns == 0) return "";
   if (a.kv_heads == 0 || a.heads % a.kv_heads != 0) {
     return Got("kv_heads must divide heads, " + std::to_string(a.heads), a.kv_heads);
   }
   if (a.rows * a.heads > INT32_MAX / KVBLOCK_MOST_PIECES ||
       a.members * a.rows * a.heads > INT32_MAX) {
-    return "there must be at most 2^26 rows of tiles of all heads, and 2^31 of all members";
+    return "there must be fewer than 2^26 rows of tiles of all heads, and 2^31 of all members";
   }
   if (a.queries == nullptr) return "queries is NULL";
   if (a.keys == nullptr) return "keys is NULL";

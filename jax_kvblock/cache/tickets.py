@@ -90,7 +90,8 @@ class Part:
 
 class Onboard:
     """Blocks on their way up. A block is found on the device when all of it is there:
-    as soon as its part has come, or, layer by layer, when all have.
+    as soon as the program that writes its part is dispatched, or, layer by layer, when
+    all layers have come.
 
     What has arrived is written into the pool by `poll` and `wait`, in the thread that
     calls them: an engine calls one of them between its steps. As many parts are on

@@ -7,8 +7,8 @@ distance that many share) that crosses the square is met. With the queries of a 
 in reverse order the sum is one product of rows of s · D numbers: 1 / s of what the
 scores of attention take.
 
-    q [B, T, N, D] -> [B, K, G, T / s, s D], reversed within a stride
-    k [B, S, K, D] -> [B, K, S / s, s D]
+    q [B, T, N, D] -> [B, T / s, N, s D], reversed within a stride
+    k [B, S, K, D] -> [B, S / s, K, s D]
     scores [T / s, S / s] -> softmax over keys -> sums over tiles
 """
 
@@ -62,7 +62,7 @@ def antidiagonal_mass(
 ) -> jax.Array:
     """Each tile's estimated share of its row: float32 `[B, N, R, C]`.
 
-    In memory are the inputs once more, and what `tile_shares` takes.
+    In memory are the inputs once more, and what `plain.weigh_tiles` takes.
     """
     if q.dtype == jnp.float64:
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)

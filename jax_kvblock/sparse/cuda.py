@@ -89,9 +89,9 @@ def weigh_tiles(
 ) -> list[Any]:
     """`plain.weigh_tiles` by the kernel, which needs no parts.
 
-    Of float32 it multiplies float16, of numbers that a head's largest has divided: 11
-    binary digits, as TF32 has, down to 2^-14 of the largest. So a head in which one is
-    infinite or NaN is NaN.
+    Of float32 it multiplies float16, of numbers that a power of two has divided, near
+    the largest of their head: 11 binary digits, as TF32 has, down to 2^-14 of that one,
+    and 0 below 2^-25 of it. So a head in which a number is infinite or NaN is NaN.
     """
     queries, keys, *more = operands
     leading, heads = queries.shape[:-3], queries.shape[-2]
@@ -113,8 +113,11 @@ def weigh_tiles(
 def _halved(x: Any) -> tuple[Any, Any]:
     """`[..., length, H, D]` in float16, and what each head's is to be multiplied by."""
     most = jnp.abs(x).max((-3, -1))
-    most = jnp.where(most == 0, 1, most)
-    return (x / most[..., None, :, None]).astype(jnp.float16), most
+    # The power of two below the largest, by its exponent alone: it divides exactly.
+    exponent = jax.lax.bitcast_convert_type(most, jnp.uint32) & np.uint32(0x7F800000)
+    power = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    power = jnp.where(power == 0, 1, power)
+    return (x / power[..., None, :, None]).astype(jnp.float16), power
 
 
 def keep_tiles(scores: Any, states: Any, limits: Any, *, tau: float) -> list[Any]:

@@ -80,7 +80,8 @@ def tile_shares(
     if nearness is not None:
         places = jnp.asarray(fine.places(), jnp.int32)[:, 0, :, 0]
         places = _to_length(places, rows)
-        added = (places, nearness.distance[None], nearness.first[None])
+        scores = (nearness.distance, nearness.first)
+        added = (places, *(x.astype(jnp.float32)[None] for x in scores))
         near = tuple(jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in added)
     return primitive.weigh_tiles(
         queries,

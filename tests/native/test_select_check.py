@@ -61,12 +61,9 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         {"dtype": -1},
         "dtype must be KVBLOCK_PIECES_BF16, F16 or F32, got -1",
     ),
-    (POOL, {"means_dtype": 2}, "ok"),
-    (
-        POOL,
-        {"means_dtype": 1},
-        "means_dtype must be KVBLOCK_PIECES_F32, 2, or dtype, 0",
-    ),
+    (POOL, {"rounded": 1}, "ok"),
+    (POOL, {"rounded": 2}, "rounded must be 0 or 1, got 2"),
+    (POOL, {"rounded": -1}, "rounded must be 0 or 1, got -1"),
     (POOL, {"side": 0}, "side must be at least 1, got 0"),
     *(
         (POOL, {name: size}, f"{name} must be from 0 to 2^31 - 1, got {size}")
@@ -74,10 +71,10 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
         for size in (-1, 1 << 31)
     ),
     (POOL, {"width": 12}, f"{WIDTH} 12"),
-    (POOL, {"width": 12, "dtype": 2, "means_dtype": 2}, "ok"),
+    (POOL, {"width": 12, "dtype": 2}, "ok"),
     (
         POOL,
-        {"width": 10, "dtype": 2, "means_dtype": 2},
+        {"width": 10, "dtype": 2},
         "width must be a multiple of 4 up to",
     ),
     (POOL, {"width": (1 << 24) + 8}, f"{WIDTH} 16777224"),
@@ -135,8 +132,13 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (WEIGH, {"dim": 8}, "ok"),
     (WEIGH, {"kv_heads": 0}, "kv_heads must divide heads, 6, got 0"),
     (WEIGH, {"kv_heads": 4}, "kv_heads must divide heads, 6, got 4"),
-    (WEIGH, {"rows": 1 << 24}, "at most 2^26 rows of tiles of all heads"),
-    (WEIGH, {"members": 1 << 27}, "at most 2^26 rows of tiles of all heads"),
+    (WEIGH, {"rows": 1 << 24}, "fewer than 2^26 rows of tiles of all heads"),
+    (
+        WEIGH,
+        {"members": 1 << 30, "heads": 1 << 30, "kv_heads": 1, "rows": 16, "columns": 1},
+        "fewer than 2^26 rows of tiles of all heads",
+    ),
+    (WEIGH, {"members": 1 << 27}, "fewer than 2^26 rows of tiles of all heads"),
     *((WEIGH, {name: None}, f"{name} is NULL") for name in ARRAYS[WEIGH][:4]),
     *(
         (WEIGH, {name: None}, "one of q_ranges and kv_ranges is NULL")

@@ -69,14 +69,16 @@ def test_shares_of_tiles(case, dtype, emulated_select, rng):
     made = launch_weigh_tiles(emulated_select, given, Guarded())
     hold_weighed(made, given)
     whole = weighed_truth(given).sum(-1)
-    assert whole.max() < 1 + 1e-9 and whole.max() > 0.9
+    assert 0.4 < whole.max() < 1 + 1e-9
     assert given.bounds.shape[1] == 1 or whole.min() < 0.99
 
 
 def test_shares_of_what_is_not_finite(emulated_select, rng):
     """A row of tiles with NaN is NaN, of its head alone; what nobody sees is not
     looked at, and a score far above the others is all there is."""
-    given = draw_weighed(rng, ((1, 2, 1, 16), (3, 5), (2, 2), False, False), "float16")
+    given = draw_weighed(
+        rng, ((1, 2, 1, 16), (3, 5), (2, 2), *[False] * 3, 2), "float16"
+    )
     given.bounds[...] = 0, 8  # not the last tile of keys
     given.keys[:, 8:] = np.nan
     given.queries[0, 2, 1] = np.nan

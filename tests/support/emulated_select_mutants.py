@@ -200,6 +200,27 @@ SELECT_EMULATED = (
         SHARES,
     ),
     Mutant(
+        "weigh: scores are ordered as if the scale were above 0",
+        WEIGH,
+        "if (scale > 0.0f) continue;",
+        "if (scale != 0.0f) continue;",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: what is not seen times 0",
+        WEIGH,
+        "left ? known[i].scale : 1.0f",
+        "known[i].scale",
+        SHARES,
+    ),
+    Mutant(
+        "weigh: a head's factor is that of the first",
+        WEIGH,
+        "known.scale *= p.factors[known.head];",
+        "known.scale *= p.factors[0];",
+        SHARES,
+    ),
+    Mutant(
         "weigh: all neighbours are of one class",
         WEIGH,
         "of == ClassOf(apart + kKeys - 1);",

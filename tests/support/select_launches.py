@@ -31,24 +31,26 @@ class CPoolPieces(ctypes.Structure):
     """kvblock_pool_pieces."""
 
     _fields_ = [
-        *fields(ctypes.c_int32, "dtype means_dtype side"),
+        *fields(ctypes.c_int32, "dtype side"),
         *fields(ctypes.c_int64, "members length width pieces"),
         *fields(ctypes.c_void_p, "x ends means largest smallest"),
+        *fields(ctypes.c_int32, "rounded"),
     ]
 
 
 WEIGHED = ("bfloat16", "float16")
 # Members, heads, key heads, dim; tiles of queries and of keys; pieces of each; whether
-# there are ranges, and what is added by distance.
+# there are ranges, what is added by distance,
+# and factors; the scale, over sqrt(dim).
 WEIGHS = (
-    ((1, 1, 1, 8), (1, 1), (1, 1), False, False),
-    ((2, 4, 2, 16), (5, 7), (8, 4), True, True),
-    ((1, 3, 1, 64), (7, 11), (4, 8), False, False),
-    ((1, 8, 2, 72), (3, 9), (32, 32), True, False),
-    ((2, 2, 2, 128), (4, 21), (16, 16), False, True),
-    ((1, 2, 1, 32), (70, 140), (2, 1), False, True),
-    ((1, 6, 2, 24), (40, 33), (1, 2), True, True),
-    ((1, 4, 1, 256), (4, 9), (4, 16), False, False),
+    ((1, 1, 1, 8), (1, 1), (1, 1), False, False, False, 2),
+    ((2, 4, 2, 16), (5, 7), (8, 4), True, True, True, 2),
+    ((1, 3, 1, 64), (7, 11), (4, 8), False, False, True, 2),
+    ((1, 8, 2, 72), (3, 9), (32, 32), True, False, False, -2),
+    ((2, 2, 2, 128), (4, 21), (16, 16), False, True, False, -1),
+    ((1, 2, 1, 32), (70, 140), (2, 1), False, True, True, 2),
+    ((1, 6, 2, 24), (40, 33), (1, 2), True, True, False, 0),
+    ((1, 4, 1, 256), (4, 9), (4, 16), False, False, False, 0),
 )
 
 
@@ -142,7 +144,7 @@ def launch_pool_pieces(
         members=members, length=length, width=width, side=side, pieces=pieces
     )
     call.dtype = [np.dtype(t) for t in DTYPES.values()].index(x.dtype)
-    call.means_dtype = call.dtype if rounded else 2
+    call.rounded = rounded
     call.x = memory.place(x[:, :-1] if short else x)
     call.ends = None if ends is None else memory.place(np.int32(ends))
     places = []
@@ -194,9 +196,8 @@ class Weighed(NamedTuple):
 
 def draw_weighed(rng: np.random.Generator, case: Any, dtype: str) -> Weighed:
     """Of pieces of queries some see all, some a window, some less than nothing."""
-    (members, heads, kv_heads, dim), (rows, columns), (down, across), ranged, near = (
-        case
-    )
+    (members, heads, kv_heads, dim), (rows, columns), (down, across), *flags = case
+    ranged, near, factored, scale = flags
     q_length, kv_length = rows * down, columns * across
     queries, keys = (
         rng.standard_normal((members, length, n, dim)).astype(DTYPES[dtype])
@@ -213,7 +214,7 @@ def draw_weighed(rng: np.random.Generator, case: Any, dtype: str) -> Weighed:
     if q_length > 1:
         bounds[-1, -1] = 1, 1
     factors = None
-    if near:
+    if factored:
         factors = (0.5 + rng.random((members, heads))).astype(np.float32)
     more: list[Any] = [None] * 5
     if ranged:
@@ -226,7 +227,7 @@ def draw_weighed(rng: np.random.Generator, case: Any, dtype: str) -> Weighed:
         more[3] = rng.standard_normal((members, heads, 32)).astype(np.float32)
         more[4] = rng.standard_normal((members, heads)).astype(np.float32)
     return Weighed(
-        queries, keys, factors, bounds, *more, 2 / np.sqrt(dim), (rows, columns)
+        queries, keys, factors, bounds, *more, scale / np.sqrt(dim), (rows, columns)
     )
 
 

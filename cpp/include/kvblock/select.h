@@ -10,12 +10,12 @@
  * A tile's share is the attention that its pieces of queries pay to its pieces of keys, on average:
  *
  *   score[t, s] = factor scale q[t] . k[s] + distance[class of |s - places[t]|], and first where s
- *                 is bounds[t][0]
+ *                 is the first of the bounds
  *   share[i, j] = the sum over tile j's pieces s of the mean over tile i's pieces t of
  *                 softmax(score[t])[s]
  *
- * over the pieces of keys from bounds[t][0] to before bounds[t][1], of which, where there are
- * ranges, t sees those whose segments, from the smallest to the largest, meet its own. A piece that
+ * over the pieces of keys from bounds[t][0] to before bounds[t][1], as far as there are such, of
+ * which, where there are ranges, t sees those whose segments, from the smallest to the largest, meet its own. A piece that
  * sees nothing has no share of anything. Classes of distances are 0, 1, 2, 3, 4 to 5, 6 to 7, 8 to
  * 11, 12 to 15 and so on, two for each power of two; the last one has what is beyond, too. A head has
  * a factor of its own: what vectors were divided by, so that float16 holds them.
@@ -70,7 +70,7 @@ typedef enum kvblock_pieces_dtype {
 } kvblock_pieces_dtype;
 
 typedef struct kvblock_pool_pieces {
-  int32_t dtype, means_dtype;     /* kvblock_pieces_dtype: of x; float32 or that of x */
+  int32_t dtype;                  /* kvblock_pieces_dtype, of x */
   int32_t side;                   /* rows of a piece, 1 at least */
   int64_t members, length, width; /* width a multiple of what 16 bytes hold, up to 2^24 */
   int64_t pieces;                 /* of a member; those behind its rows are 0 */
@@ -79,6 +79,7 @@ typedef struct kvblock_pool_pieces {
   void* means;                    /* [members, pieces, width], aligned to 16 bytes, as these two: */
   float* largest;                 /* both or NULL */
   float* smallest;
+  int32_t rounded; /* 0: means are float32; 1: of dtype */
 } kvblock_pool_pieces;
 
 typedef struct kvblock_weigh_tiles {

@@ -50,7 +50,7 @@ const char* LaunchPoolPieces(const kvblock_pool_pieces& a, void* stream) {
   p.length = static_cast<int32_t>(a.length);
   p.width = static_cast<int32_t>(a.width);
   p.side = a.side;
-  p.rounded = a.means_dtype == a.dtype;
+  p.rounded = a.rounded != 0;
   p.pieces = static_cast<int32_t>(a.pieces);
   constexpr int kOfCta = kPoolThreads * kPoolColumns<T>;
   const dim3 grid(static_cast<unsigned>(a.members * a.pieces),

@@ -50,7 +50,10 @@ ffi::Error PoolPieces(void* stream, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ends
   kvblock_pool_pieces call{};
   call.dtype = PoolDtype(x.element_type());
   if (call.dtype < 0) return Invalid("kvblock_pool_pieces: x must be bfloat16, float16 or float32");
-  call.means_dtype = PoolDtype(means->element_type());
+  call.rounded = means->element_type() == x.element_type();
+  if (!call.rounded && means->element_type() != ffi::DataType::F32) {
+    return Invalid("kvblock_pool_pieces: means must be float32, or as x");
+  }
   call.side = side;
   call.members = dims[0];
   call.length = dims[1];

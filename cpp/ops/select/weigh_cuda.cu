@@ -56,7 +56,7 @@ const char* LaunchOf(const WeighTilesParams& p, void* stream) {
 extern "C" const char* kvblock_weigh_tiles_cuda(const kvblock_weigh_tiles* a, void* stream) {
   using namespace kvblock;
   if (const char* error = kvblock_weigh_tiles_check(a)) return error;
-  if (a->members * a->heads * a->rows * a->columns == 0) return nullptr;
+  if (a->members == 0 || a->heads == 0 || a->rows == 0 || a->columns == 0) return nullptr;
   WeighTilesParams p{};
   p.queries = a->queries;
   p.keys = a->keys;

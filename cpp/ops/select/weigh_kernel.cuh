@@ -137,6 +137,10 @@ __device__ __forceinline__ int ClassOf(int apart) {
   return min(apart < 2 ? apart : 2 * octave + half, KVBLOCK_DISTANCES - 1);
 }
 
+// What multiprocessors of capability 8.6 and 8.9 have for a CTA, to the last byte at 512 bytes.
+template <typename Traits>
+constexpr bool kFits = Traits::kSharedBytes + sizeof(WeighShared<Traits::kRows>) <= 99 * 1024;
+
 template <typename Traits>
 using WeighRows = WeighRow[Traits::kOwnRows];
 template <typename Traits>
@@ -389,6 +393,7 @@ __global__ void __launch_bounds__(Traits::kThreads, Traits::kCtas)
   using QTile = typename Traits::QTile;
   using KTile = typename Traits::KTile;
   constexpr int kThreads = Traits::kThreads, kKeys = Traits::kKeys;
+  static_assert(kFits<Traits>);
   __shared__ WeighShared<Traits::kRows> shared;
   const int thread = threadIdx.x, lane = thread % 32, first_row = thread / 32 * 32;
   // Under a causal mask the last rows see most: they begin.
