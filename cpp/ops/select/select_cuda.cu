@@ -3,10 +3,10 @@
 
 #include <cstdint>
 #include <initializer_list>
-#include <string>
 
 #include "host/message.h"
 #include "kvblock/select.h"
+#include "ops/select/launch.cuh"
 #include "ops/select/pool_kernel.cuh"
 #include "ops/select/select_kernel.cuh"
 
@@ -15,18 +15,6 @@ namespace {
 
 SelectSides SidesOf(int64_t columns, std::initializer_list<const void*> arrays) {
   return {static_cast<int32_t>(columns), columns % kSelectEach == 0 && !Misaligned(arrays, 16)};
-}
-
-template <typename Params>
-const char* Launch(const char* where, void (*kernel)(Params), const Params& params, dim3 grid,
-                   int threads, void* stream) {
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.stream = static_cast<cudaStream_t>(stream);
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, params);
-  if (status == cudaSuccess) return nullptr;
-  return Message(std::string(where) + ": " + cudaGetErrorString(status));
 }
 
 // A CTA for each row.

@@ -2,10 +2,9 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <string>
 
-#include "host/message.h"
 #include "kvblock/select.h"
+#include "ops/select/launch.cuh"
 #include "ops/select/weigh_kernel.cuh"
 
 namespace kvblock {
@@ -17,32 +16,20 @@ int LogOf(int32_t power_of_two) {
   return log;
 }
 
-const char* Failed(cudaError_t status) {
-  return Message(std::string("weigh_tiles: ") + cudaGetErrorString(status));
-}
-
 template <typename Traits>
-const char* Launch(const WeighTilesParams& p, void* stream) {
-  cudaError_t status = cudaFuncSetAttribute(
-      WeighTiles<Traits>, cudaFuncAttributeMaxDynamicSharedMemorySize, Traits::kSharedBytes);
-  if (status != cudaSuccess) return Failed(status);
+const char* LaunchAs(const WeighTilesParams& p, void* stream) {
   const int64_t units = int64_t{p.rows} * p.group, of_cta = Traits::kRows >> p.down;
   const int64_t blocks = (units + of_cta - 1) / of_cta * p.pairs;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(Traits::kThreads);
-  config.dynamicSmemBytes = Traits::kSharedBytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  status = cudaLaunchKernelEx(&config, WeighTiles<Traits>, p);
-  return status == cudaSuccess ? nullptr : Failed(status);
+  return Launch("weigh_tiles", WeighTiles<Traits>, p, dim3(static_cast<unsigned>(blocks)),
+                Traits::kThreads, stream, Traits::kSharedBytes);
 }
 
 // By the bytes of a piece, with zeros behind its own.
 template <typename T, bool kNear>
 const char* LaunchOf(const WeighTilesParams& p, void* stream) {
-  if (p.dim <= 64) return Launch<WeighTraits<T, 128, kNear>>(p, stream);
-  if (p.dim <= 128) return Launch<WeighTraits<T, 256, kNear>>(p, stream);
-  return Launch<WeighTraits<T, 512, kNear>>(p, stream);
+  if (p.dim <= 64) return LaunchAs<WeighTraits<T, 128, kNear>>(p, stream);
+  if (p.dim <= 128) return LaunchAs<WeighTraits<T, 256, kNear>>(p, stream);
+  return LaunchAs<WeighTraits<T, 512, kNear>>(p, stream);
 }
 
 template <typename T>
