@@ -181,16 +181,18 @@ std::vector<kvblock::Digest> DigestsOf(const std::vector<nb::bytes>& keys, const
   return digests;
 }
 
-void PublishEach(const FreeList& self, const std::vector<int64_t>& blocks,
-                 const std::vector<nb::bytes>& keys, const std::vector<nb::bytes>& parents) {
+int64_t PublishEach(const FreeList& self, const std::vector<int64_t>& blocks,
+                    const std::vector<nb::bytes>& keys, const std::vector<nb::bytes>& parents) {
   if (keys.size() != blocks.size() || parents.size() != blocks.size()) {
     throw nb::value_error("FreeList: each block has a key and a parent");
   }
   const auto named = DigestsOf(keys, "key"), before = DigestsOf(parents, "parent");
+  int64_t others = 0;
   for (size_t i = 0; i < blocks.size(); ++i) {
     CheckUnpublished(self, blocks[i]);
-    self.books->Publish(blocks[i], named[i], before[i], {});
+    others += self.books->Publish(blocks[i], named[i], before[i], {}) != blocks[i];
   }
+  return others;
 }
 
 std::vector<bool> ArePublished(const FreeList& self, const std::vector<nb::bytes>& keys) {
@@ -328,8 +330,10 @@ void RegisterFreeList(nb::module_& m) {
       .def("publish", &Publish, nb::arg("block"), nb::arg("key"), nb::arg("parent"),
            "Has a block that somebody holds found by its key; returns it, or the block that has\n"
            "the key already.")
-      .def("publish_each", &PublishEach, nb::arg("blocks"), nb::arg("keys"), nb::arg("parents"),
-           "`publish` of many, in order, up to the first that cannot be.")
+      .def(
+          "publish_each", &PublishEach, nb::arg("blocks"), nb::arg("keys"), nb::arg("parents"),
+          "`publish` of many, in order, up to the first that cannot be. Returns under how many of\n"
+          "the keys another block stays found.")
       .def("are_published", &ArePublished, nb::arg("keys"),
            "Of each key, whether a block is published under it.")
       .def("forget", &Forget, nb::arg("keys"),

@@ -334,33 +334,37 @@ class TieredCache:
         except BaseException:
             kept.hold.release()
             raise
-        ids = blocks.ids
+        ids, numbers = blocks.ids, blocks.ids.tolist()
         whole = len(keys)  # how many are there, from the first on
+        others = 0  # that stay found in place of these
 
         def lost(place: int) -> None:
             nonlocal whole
             whole = min(whole, place)
 
-        def publish(first: int, end: int) -> None:
-            some = slice(first, min(end, whole))
-            free_list.publish_each(ids[some].tolist(), keys[some], parents[some])
+        def publish(places: Sequence[int]) -> None:
+            nonlocal others
+            others += free_list.publish_each(
+                [numbers[i] for i in places],
+                [keys[i] for i in places],
+                [parents[i] for i in places],
+            )
+
+        def came(first: int, end: int) -> None:
+            publish(range(first, min(end, whole)))
 
         if by_layer:  # programs read blocks before all have come: they come together
             parts = self._layers(keys, ids, kept)
         else:
-            parts = self._whole(keys, ids, kept, lost, publish)
+            parts = self._whole(keys, ids, kept, lost, came)
 
         def finish() -> int:
             with blocks, kept.hold:
-                # Layer by layer all of them; else those that another's were kept for,
-                # and that has gone since.
-                found = free_list.are_published(keys[:whole])
-                rest = [i for i, has in enumerate(found) if not has]
-                free_list.publish_each(
-                    ids[rest].tolist(),
-                    [keys[i] for i in rest],
-                    [parents[i] for i in rest],
-                )
+                if by_layer:
+                    came(0, len(keys))
+                elif others:  # some of which may be gone by now
+                    found = free_list.are_published(keys[:whole])
+                    publish([i for i, has in enumerate(found) if not has])
             return len(keys) - whole
 
         def drop() -> None:
@@ -387,11 +391,14 @@ class TieredCache:
         ids: np.ndarray,
         kept: Placed,
         lost: Callable[[int], None],
-        publish: Callable[[int, int], None],
+        came: Callable[[int, int], None],
     ) -> list[Part]:
-        """Whole blocks, of which each is published as its part has come.
+        """Whole blocks, part by part.
 
-        kept: what of them is in host memory; nobody looks for that again.
+        Args:
+          kept: what of them is in host memory; nobody looks for that again.
+          lost: told the place of one that is not there any more.
+          came: told the places, from and to, of a part that has come.
         """
         manager, below = self.cache.manager, self.below
         parts = []
@@ -401,8 +408,8 @@ class TieredCache:
             else:
                 tell = functools.partial(_behind, lost, some.start)
                 place = functools.partial(below.place, keys[some], tell)
-            came = functools.partial(publish, some.start, some.stop)
-            part = arriving.whole_blocks(manager, below, place, ids[some], came)
+            done = functools.partial(came, some.start, some.stop)
+            part = arriving.whole_blocks(manager, below, place, ids[some], done)
             parts.append(part)
         return parts
 
