@@ -70,6 +70,9 @@ class Engine:
         decode_steps: steps of one program where all that run decode: the host is asked
             once for so many tokens of each, and who comes meanwhile waits for them.
             None: 4 on a GPU without drafts, where steps wait for the host; else 1.
+        fuse_layers: compute what lies between the attentions of two layers by one
+            kernel, where it serves: up to 64 rows of bfloat16, a small model, a GPU of
+            Hopper or newer (`between.py`). On a CPU it is computed as without.
         max_waiting: requests that may wait.
         max_tokens: of a prompt and its new tokens; what model and pool allow if None.
         host_bytes: memory of a tier below the device, to which sequences that make way
@@ -103,6 +106,7 @@ class Engine:
         max_tokens_per_step: int = 128,
         draft_tokens: int = 0,
         decode_steps: int | None = None,
+        fuse_layers: bool = False,
         max_waiting: int = 64,
         max_tokens: int | None = None,
         host_bytes: int = 0,
@@ -192,7 +196,7 @@ class Engine:
             max_tokens_per_step,
             decode_steps,
         )
-        self._runner = Runner(model, self._manager, shapes)
+        self._runner = Runner(model, self._manager, shapes, fuse_layers)
         self._flights: deque[_Flight] = deque()
         self._ahead = 0 if draft_tokens else 1
         self._counts = counts.Counts()

@@ -13,6 +13,7 @@ scan: a scan would copy the weights of each layer out of the stack before it mul
 by them, and one token then takes twice as long on two cores.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -23,6 +24,9 @@ import numpy as np
 from jax_kvblock import KVPool, paged_attention, rope_append
 from serve.config import Config
 from serve.weights import Params
+
+# (config, a layer's weights, the next one's, x, attended) -> x, queries, keys, values
+Join = Callable[..., tuple[jax.Array, jax.Array]]
 
 
 class Rows(NamedTuple):
@@ -47,7 +51,12 @@ class Rows(NamedTuple):
 
 
 def forward(
-    config: Config, params: Params, pool: KVPool, rows: Rows, outputs: jax.Array
+    config: Config,
+    params: Params,
+    pool: KVPool,
+    rows: Rows,
+    outputs: jax.Array,
+    join: Join | None = None,
 ) -> tuple[jax.Array, KVPool]:
     """Run rows through the model.
 
@@ -56,14 +65,24 @@ def forward(
         pool: of the weights' dtype; donated by the caller.
         rows: what is computed.
         outputs: int32[n], the rows whose logits are wanted.
+        join: what computes between the attentions of two layers, as `joined`, which
+            it is where None.
 
     Returns:
         Logits, float32[n, vocabulary], and the pool with all rows' keys and values.
     """
     x = params["embedding"][rows.tokens].astype(jnp.float32)
     cos_sin = turns(config, rows.positions)
-    for index, weights in enumerate(params["layers"]):
-        x, pool = _layer(config, weights, x, pool, jnp.int32(index), rows, cos_sin)
+    layers, join = params["layers"], join or joined
+    qkv = project(config, layers[0], x)
+    for index, weights in enumerate(layers):
+        attended, pool = _attend(
+            config, weights, qkv, pool, jnp.int32(index), rows, cos_sin
+        )
+        if index + 1 < len(layers):
+            x, qkv = join(config, weights, layers[index + 1], x, attended)
+        else:
+            x = finish(config, weights, x, attended)
     x = rms_norm(x[outputs], params["final_norm"], config.norm_eps)
     return product(x, params.get("head", params["embedding"])), pool
 
@@ -79,17 +98,16 @@ def turns(config: Config, positions: jax.Array) -> jax.Array:
 
 # A jit of its own, so that it is traced for the first layer alone.
 @partial(jax.jit, static_argnums=0)
-def _layer(
+def _attend(
     config: Config,
     weights: Params,
-    x: jax.Array,
+    qkv: jax.Array,
     pool: KVPool,
     index: jax.Array,
     rows: Rows,
     cos_sin: jax.Array,
 ) -> tuple[jax.Array, KVPool]:
-    """x [rows, width] through a layer."""
-    qkv = project(config, weights, x)
+    """Put keys and values [rows, K, D] into the pool, and attend: [rows, N, D]."""
     norms = {name: weights[name] for name in ("q_norm", "k_norm") if name in weights}
     q, pool = rope_append(
         qkv,
@@ -113,7 +131,20 @@ def _layer(
         query_start=rows.query_start,
         tree_mask=rows.tree_mask,
     )
-    return finish(config, weights, x, attended), pool
+    return attended, pool
+
+
+@partial(jax.jit, static_argnums=0)
+def joined(
+    config: Config,
+    weights: Params,
+    following: Params,
+    x: jax.Array,
+    attended: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """x [rows, width] behind a layer's attention, and the next layer's `project`."""
+    x = finish(config, weights, x, attended)
+    return x, project(config, following, x)
 
 
 # ---- parts that do not know of the pool ----------------------------------------------

@@ -31,10 +31,15 @@ class Runner:
         model: what computes.
         manager: of the pool, which each step is given and gives back.
         shapes: of the steps, by rows; `step_shapes` makes some.
+        fuse_layers: as for `step`.
     """
 
     def __init__(
-        self, model: LoadedModel, manager: BlockManager, shapes: list[Shape]
+        self,
+        model: LoadedModel,
+        manager: BlockManager,
+        shapes: list[Shape],
+        fuse_layers: bool = False,
     ) -> None:
         self._params, self._manager, self._shapes = model.params, manager, shapes
         self.num_programs = 0
@@ -44,7 +49,8 @@ class Runner:
             pool: KVPool, params: Any, last: Any, buffer: Any, *, shape: Shape
         ) -> tuple[KVPool, tuple[jax.Array, ...]]:
             self.num_programs += 1  # Python runs this when JAX traces, not later
-            return step(pool, params, last, buffer, config=config, shape=shape)
+            how = {"config": config, "shape": shape, "fuse_layers": fuse_layers}
+            return step(pool, params, last, buffer, **how)
 
         self._program = program
         self._start()

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jax_kvblock import KVPool, append_kv
 from serve import sampling
 from serve.batch import Shape, rows_of, sampling_of, unpack
+from serve.between import choose
 from serve.config import Config
-from serve.llama import Rows, forward
+from serve.llama import Join, Rows, forward
 from serve.weights import Params
 
 
@@ -19,6 +20,7 @@ def step(
     *,
     config: Config,
     shape: Shape,
+    fuse_layers: bool = False,
 ) -> tuple[KVPool, tuple[jax.Array, ...]]:
     """Compute rows, draw the tokens behind them, and bring accepted drafts home.
 
@@ -29,6 +31,7 @@ def step(
         params: the model's.
         last: int32[most_outputs], what the last step returned.
         buffer: a `Batch`'s.
+        fuse_layers: take `between` where it serves.
 
     Returns:
         The pool with the rows' keys and values, and the token behind each output of
@@ -38,10 +41,12 @@ def step(
     parts = unpack(buffer, shape)
     feed, outputs = parts["feed"], parts["outputs"]
     tokens = jnp.where(feed < 0, parts["tokens"], last[jnp.maximum(feed, 0)])
+    join = choose(params, shape.rows) if fuse_layers else None
     if shape.steps > 1:
-        pool, drawn = _steps(pool, params, tokens, parts, config, shape)
+        pool, drawn = _steps(pool, params, tokens, parts, config, shape, join)
         return pool, (jnp.zeros_like(last).at[: shape.outputs].set(drawn[-1]), drawn)
-    logits, pool = forward(config, params, pool, rows_of(parts, tokens), outputs)
+    rows = rows_of(parts, tokens)
+    logits, pool = forward(config, params, pool, rows, outputs, join)
     drawn = sampling.draw(logits, sampling_of(parts), shape.greedy)
     if shape.drafts:
         accepted = accept(tokens[outputs], drawn, parts["parents"], shape.drafts)
@@ -57,6 +62,7 @@ def _steps(
     parts: dict[str, jax.Array],
     config: Config,
     shape: Shape,
+    join: Join | None,
 ) -> tuple[KVPool, jax.Array]:
     """Steps of decoding: a row of each sequence, and its next one; all draw.
 
@@ -71,7 +77,7 @@ def _steps(
         more = (slots >= 0).astype(jnp.int32)
         lens = rows.kv_lens.at[: shape.rows].add(more)
         rows = rows._replace(slots=slots, kv_lens=lens)
-        logits, pool = forward(config, params, pool, rows, parts["outputs"])
+        logits, pool = forward(config, params, pool, rows, parts["outputs"], join)
         drawn = sampling.draw(logits, how, shape.greedy)
         rows = rows._replace(tokens=drawn, positions=rows.positions + 1)
         return (pool, rows, how._replace(place=how.place + 1)), drawn

@@ -119,6 +119,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", type=int, default=128, help="tokens of a step, at most")
     add("--drafts", type=int, default=0, help="guesses behind a newest token")
     add("--decode-steps", type=int, help="of one program, where all decode")
+    add("--fuse-layers", action="store_true", help="one kernel between attentions")
     add("--host-mib", type=int, default=0, help="memory of a tier below the device")
     add("--disk", type=Path, metavar="FOLDER", help="a tier below that, kept for later")
     add("--disk-mib", type=int, default=1024, help="how much of its disk it may take")
@@ -136,6 +137,7 @@ def make_engine(model: LoadedModel, options: argparse.Namespace) -> Engine:
         max_tokens_per_step=options.rows,
         draft_tokens=options.drafts,
         decode_steps=options.decode_steps,
+        fuse_layers=options.fuse_layers,
         host_bytes=options.host_mib << 20,
         disk=options.disk,
         disk_bytes=options.disk_mib << 20,

@@ -37,6 +37,7 @@ from emulated_forward_mutants import FORWARD_EMULATED
 from emulated_mutants import EMULATED
 from emulated_select_mutants import SELECT_EMULATED
 from emulated_sm90_mutants import SM90_EMULATED
+from example_mutants import EXAMPLES
 from gpu_mutants import GPU
 from mutant_list import ROOT, Mutant
 from parallel_mutants import PARALLEL
@@ -50,11 +51,14 @@ CPU = (
     *SM90_EMULATED,
     *CAST_EMULATED,
     *SELECT_EMULATED,
+    *EXAMPLES,
 )
 
 EMULATOR_DIED = 70  # the exit status; emulator/fibers.h
 
-COPIED = ("jax_kvblock", "cpp", "tests", "pyproject.toml", "CMakeLists.txt")
+COPIED = (
+    "jax_kvblock", "cpp", "tests", "examples", "pyproject.toml", "CMakeLists.txt",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,7 @@ struct Function {
 
 // A launch, as a kernel that the emulator compiled asks about it (own_kernels.h).
 struct OwnLaunch {
-  unsigned grid[3], block[3], at[3];
+  unsigned grid[3], block[3], at[3], together;
   const void* launch;
   void (*read)(const OwnLaunch*, int number, int bytes, char kind, void* to);
 };
@@ -242,12 +242,17 @@ int cuLaunchKernelEx(const driver::LaunchConfig* config, void* function, void** 
   const auto kernel = state.kernels.find(own.entry);
   if (kernel == state.kernels.end()) return kNotFound;
   const Launch launch{own, parameters};
-  OwnLaunch at{{}, {}, {}, &launch, Read};
+  OwnLaunch at{{}, {}, {}, 1, &launch, Read};
+  for (const auto& attribute : state.attributes) {  // all of a row of the grid run at once
+    if (attribute.id == driver::kCooperative && attribute.value.cooperative) {
+      at.together = config->grid[0];
+    }
+  }
   std::memcpy(at.grid, config->grid, 12);
   std::memcpy(at.block, config->block, 12);
   for (at.at[2] = 0; at.at[2] < at.grid[2]; ++at.at[2]) {
     for (at.at[1] = 0; at.at[1] < at.grid[1]; ++at.at[1]) {
-      for (at.at[0] = 0; at.at[0] < at.grid[0]; ++at.at[0]) kernel->second(&at);
+      for (at.at[0] = 0; at.at[0] < at.grid[0]; at.at[0] += at.together) kernel->second(&at);
     }
   }
   return 0;

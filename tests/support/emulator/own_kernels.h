@@ -10,10 +10,10 @@
 
 namespace emulator {
 
-// What the driver tells of a launch. `read` copies the value of a parameter, by value or from where
-// the code that was loaded finds it.
+// What the driver tells of a launch. So many CTAs in x run at once. `read` copies the value of a
+// parameter, by value or from where the code that was loaded finds it.
 struct OwnLaunch {
-  unsigned grid[3], block[3], at[3];
+  unsigned grid[3], block[3], at[3], together;
   const void* launch;
   void (*read)(const OwnLaunch*, int number, int bytes, char kind, void* to);
 };
@@ -29,7 +29,7 @@ T Read(const OwnLaunch& launch, int number) {
   return value;
 }
 
-// Runs the CTA that the launch is at. One that takes long shows in a test's time: it is an
+// Runs the CTAs that the launch is at. One that takes long shows in a test's time: it is an
 // emulator.
 template <typename... Parameters, size_t... kNumbers>
 void RunOwn(void (*kernel)(Parameters...), const OwnLaunch& launch,
@@ -39,11 +39,31 @@ void RunOwn(void (*kernel)(Parameters...), const OwnLaunch& launch,
   gridDim = {launch.grid[0], launch.grid[1], launch.grid[2]};
   blockDim = {launch.block[0], 1, 1};
   const uint3 at = {launch.at[0], launch.at[1], launch.at[2]};
-  RunCluster(at, 1, static_cast<int>(launch.block[0]), [&] { std::apply(kernel, values); });
+  RunCluster(at, static_cast<int>(launch.together), static_cast<int>(launch.block[0]),
+             [&] { std::apply(kernel, values); });
 }
 template <typename... Parameters>
 void RunOwn(void (*kernel)(Parameters...), const OwnLaunch* launch) {
   RunOwn(kernel, *launch, std::index_sequence_for<Parameters...>());
+}
+
+// Of a cooperative launch, whose CTAs are one cluster here. Where it has clusters of its own, of so
+// many CTAs: all threads of one meet, and what one of its CTAs has in shared memory.
+inline void MeetInGrid() {
+  Wait(cluster->all, static_cast<int>(cluster->ctas.size() * cta->fibers.size()));
+}
+inline void MeetInCluster(int ctas) {
+  static std::map<int, Barrier> barriers;
+  Wait(barriers[cta->rank / ctas], static_cast<int>(ctas * cta->fibers.size()));
+}
+template <typename T>
+T LoadFromCluster(const T* own, int rank, int ctas) {
+  const Cta& there = *cluster->ctas[cta->rank / ctas * ctas + rank];
+  if (&there == cta) return *own;
+  T value;
+  std::memcpy(&value, there.outside.data() + (reinterpret_cast<const char*>(own) - shared),
+              sizeof(T));
+  return value;
 }
 
 }  // namespace emulator
