@@ -6,7 +6,8 @@ weights, so that nothing is downloaded: bfloat16 on a GPU, float32 on a CPU.
 - A step of decoding: all requests run, and nobody reads prompts. "over reading" is the
   step's time over that of reading all weights, and the keys and values of all
   sequences, once, at the rate of a plain copy in the same run. As many steps in one
-  program as the engine takes; one; and eight. On a GPU also after longer prompts.
+  program as the engine takes; one; and eight. On a GPU also after longer prompts, and
+  with one kernel between the attentions of two layers (`between.py`).
 - The host's part: the same steps where the device computes nothing; and of that the
   manager's, which is what tables, books and `BlockManager.update` take. What a request
   takes of the manager besides, as it begins, is read and ends, is told apart; so is
@@ -56,6 +57,7 @@ from serve.models import ByteTokenizer, LoadedModel
 BLOCK = 16
 OTHER_STEPS = 1, 8  # of a program, beside as many as the engine takes
 LONGER_PROMPTS = 1024, 4096  # tokens
+FUSED = f"{OURS}, layers fused"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,13 +108,17 @@ def bench(options: argparse.Namespace, results: Results) -> None:
     model = _model(case)
     ceilings.add_device_copy(results, options.quick, "before")
     name = f"{case.requests} requests"
-    rates = {name: _decode(name, case, model, results)}
+    cases = {name: case}
     for prompt in LONGER_PROMPTS if common.on_gpu() and not options.quick else ():
-        longer = f"{name} of {prompt} tokens"
         # The prompts are read in 32 steps: who came first is far from done by then.
         rows = case.requests * prompt // 32
-        of_prompt = dataclasses.replace(case, prompt=prompt, rows=rows)
-        rates[longer] = _decode(longer, of_prompt, model, results)
+        longer = dataclasses.replace(case, prompt=prompt, rows=rows)
+        cases[f"{name} of {prompt} tokens"] = longer
+    rates = {
+        (at, who): _decode(at, of, model, results, who)
+        for at, of in cases.items()
+        for who in ((OURS, FUSED) if common.on_gpu() else (OURS,))
+    }
     for steps in OTHER_STEPS if common.on_gpu() else OTHER_STEPS[:1]:
         if 2 * steps < case.steps:  # else no program has all of its steps
             seconds = _step_seconds(case, model, steps)[0]
@@ -123,9 +129,9 @@ def bench(options: argparse.Namespace, results: Results) -> None:
     ceilings.add_device_copy(results, options.quick, "after")
     # In units of copies: read + write counted, of which a step has the reading alone.
     copy = bars.best(results.rows, bars.DEVICE_COPY)
-    for name, rate in rates.items():
+    for (at, who), rate in rates.items():
         over = copy / ceilings.in_unit(rate, ceilings.device_unit())
-        results.add(f"{name} / a step of decoding", OURS, "over reading", over, "x")
+        results.add(f"{at} / a step of decoding", who, "over reading", over, "x")
 
 
 def _model(case: Case) -> LoadedModel:
@@ -172,7 +178,9 @@ def _model(case: Case) -> LoadedModel:
 # ---- a step of decoding --------------------------------------------------------------
 
 
-def _engine(case: Case, model: LoadedModel, steps: int | None = None) -> Engine:
+def _engine(
+    case: Case, model: LoadedModel, steps: int | None = None, fused: bool = False
+) -> Engine:
     tokens = case.prompt + case.steps + BLOCK
     return Engine(
         model,
@@ -180,6 +188,7 @@ def _engine(case: Case, model: LoadedModel, steps: int | None = None) -> Engine:
         block_size=BLOCK,
         max_batch=case.requests,
         decode_steps=steps,
+        fuse_layers=fused,
         max_tokens_per_step=max(case.rows, case.requests),
         max_waiting=case.requests,
         max_tokens=tokens,
@@ -220,28 +229,30 @@ def _steps(
 
 
 def _step_seconds(
-    case: Case, model: LoadedModel, steps: int | None = None
+    case: Case, model: LoadedModel, steps: int | None = None, fused: bool = False
 ) -> tuple[float, Engine]:
     """Of a step, and the engine that took it, which has ended."""
-    engine = _engine(case, model, steps)
+    engine = _engine(case, model, steps, fused)
     engine.compile()
     seconds = statistics.median(_steps(case, engine)[0])
     engine.stop()
     return seconds, engine
 
 
-def _decode(name: str, case: Case, model: LoadedModel, results: Results) -> float:
+def _decode(
+    name: str, case: Case, model: LoadedModel, results: Results, who: str
+) -> float:
     """Adds a case's rows; the bytes that a step reads, a second."""
-    seconds, engine = _step_seconds(case, model)
+    seconds, engine = _step_seconds(case, model, fused=who == FUSED)
     spec = engine._manager.spec
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     keys = case.requests * (case.prompt + case.steps / 2)
     read = weights + keys * spec.block_bytes / BLOCK
     name += " / a step of decoding"
-    results.add(name, OURS, "time of a step", seconds * 1e3, "ms")
-    results.add(name, OURS, "new tokens", case.requests / seconds, "1/s")
-    results.add(name, OURS, "steps in a program", engine._scheduler.steps, "steps")
-    results.add(name, OURS, "read", read / 1e6, "MB")
+    results.add(name, who, "time of a step", seconds * 1e3, "ms")
+    results.add(name, who, "new tokens", case.requests / seconds, "1/s")
+    results.add(name, who, "steps in a program", engine._scheduler.steps, "steps")
+    results.add(name, who, "read", read / 1e6, "MB")
     return read / seconds
 
 

@@ -61,9 +61,14 @@ def median_seconds(
 
     # The first calls of a program can take many times as long as the others. By one of
     # these a round would be of a call or two, and what the host adds to it would be
-    # taken for theirs.
-    tried = range(1 if quick else TRIED)
-    counts = {key: how.calls(min(seconds(key, 1) for _ in tried)) for key in calls}
+    # taken for theirs. Of what takes longer than a round anyhow, two say as much.
+    def one(key: K) -> float:
+        times = [seconds(key, 1)]
+        while not quick and len(times) < TRIED and sum(times[1:]) < how.seconds:
+            times.append(seconds(key, 1))
+        return min(times)
+
+    counts = {key: how.calls(one(key)) for key in calls}
     found: dict[K, list[float]] = {key: [] for key in calls}
     order = random.Random(0)
     for _ in range(how.turns):

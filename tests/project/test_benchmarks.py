@@ -133,6 +133,25 @@ def test_rounds_by_the_fastest_call_and_without_those_that_warm_up(
     assert times["b"] == pytest.approx(times["a"])
 
 
+def test_calls_that_take_longer_than_a_round_are_tried_twice(
+    decode_step: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = sys.modules["support.rounds"]
+    clock = 0.0
+    calls = 0
+
+    def call() -> None:
+        nonlocal clock, calls
+        calls += 1
+        clock += 3
+
+    monkeypatch.setattr(rounds.time, "perf_counter", lambda: clock)
+    how = rounds.Turns(turns=2, rounds=3, seconds=2, warm_up=1)
+    wait = lambda key, made: None  # noqa: E731
+    assert rounds.median_seconds({"a": call}, how=how, wait=wait) == {"a": 3}
+    assert calls == 2 + 2 * 4
+
+
 @pytest.mark.slow
 def test_small_quality_of_precision_plans(tmp_path: Path) -> None:
     document = small(tmp_path, "precision-quality")
