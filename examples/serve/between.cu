@@ -13,9 +13,10 @@
 // the rows are waited for: all CTAs meet before each product, which wants a cooperative launch.
 //
 // Four CTAs are a cluster. A cluster has some columns of each product, in tiles of 8, and each of
-// its CTAs a quarter of the inputs: so a CTA reads a quarter of the rows' numbers, not all. The
-// four sums of a column meet through the cluster's shared memory, always in the same order: the
-// same bits every time.
+// its CTAs a quarter of the inputs: so a CTA reads a quarter of the rows' numbers, not all. Then
+// each sends its sums of a quarter of the rows to one of the four, into its shared memory; that one
+// adds up what came, always in the same order: the same bits every time. Nobody waits for a
+// cluster, but each for what is sent to it.
 //
 // A norm is a factor of a whole row, which nobody knows before all of x has been read. So x times
 // the norm's weight is multiplied, and the sums are multiplied by the factor.
@@ -68,29 +69,54 @@ __device__ __forceinline__ int ClusterRank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 }
-// All threads of the cluster meet, and see what the others wrote to shared memory.
-__device__ __forceinline__ void ClusterMeet() {
-  asm volatile("barrier.cluster.arrive.release; barrier.cluster.wait.acquire;" ::: "memory");
+// All CTAs of the cluster have begun, and made their barriers.
+__device__ __forceinline__ void ClusterBegin() {
+  asm volatile("barrier.cluster.arrive.relaxed; barrier.cluster.wait;" ::: "memory");
 }
-// What lies at this place in the shared memory of a CTA of the cluster.
+// A barrier of one phase: so many bytes are sent to it.
+__device__ __forceinline__ void MakeBarrier(unsigned long long* barrier, int bytes) {
+  const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+  asm volatile(
+      "mbarrier.init.shared.b64 [%0], 1;"
+      " fence.mbarrier_init.release.cluster;"
+      " mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(place),
+      "r"(bytes)
+      : "memory");
+}
+__device__ __forceinline__ void WaitForSent(unsigned long long* barrier) {
+  const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+  unsigned done;
+  do {
+    asm volatile(
+        "{ .reg .pred p;"
+        " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;"
+        " selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(place)
+        : "memory");
+  } while (done == 0);
+}
+// Sends one number or two to this place in a CTA of the cluster, and tells its barrier.
 __device__ __forceinline__ unsigned PlaceIn(const void* own, int rank) {
   const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(own));
   unsigned there;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(rank));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(rank));
   return there;
 }
-__device__ __forceinline__ float LoadFrom(const float* own, int rank) {
-  float x;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(PlaceIn(own, rank)) : "memory");
-  return x;
-}
-__device__ __forceinline__ float2 LoadFrom(const float2* own, int rank) {
-  float2 x;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];"
-               : "=f"(x.x), "=f"(x.y)
-               : "r"(PlaceIn(own, rank))
+__device__ __forceinline__ void Send(const float* own, float x, const unsigned long long* barrier,
+                                     int rank) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
+                   PlaceIn(own, rank)),
+               "f"(x), "r"(PlaceIn(barrier, rank))
                : "memory");
-  return x;
+}
+__device__ __forceinline__ void Send(const float* own, float x, float y,
+                                     const unsigned long long* barrier, int rank) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+          PlaceIn(own, rank)),
+      "f"(x), "f"(y), "r"(PlaceIn(barrier, rank))
+      : "memory");
 }
 // All threads of the grid meet, and see what the others wrote.
 __device__ __forceinline__ void GridMeet() { cooperative_groups::this_grid().sync(); }
@@ -117,9 +143,16 @@ struct Weight {
     return (cluster + i / kParts * kClusters) * kTile + i % kParts * (kAll * kTile);
   }
 
-  // Sums of a row of the rows' tile lie side by side, so that lanes that store together have
-  // different banks.
+  // What is sent to a CTA: from each of the cluster, sums of its quarter of the rows. Lanes that
+  // send together meet different banks.
   static constexpr int kSumPitch = (kMost | 1) * kTile;
+  static constexpr __host__ __device__ int SumsOf(int rows) { return rows * kSumPitch; }
+  static constexpr __host__ __device__ int FloatsOf(int rows) {
+    return rows * kPitch / 2;
+  }  // what rows take
+  static __device__ int BytesSent(int rows, int cluster) {
+    return rows * Tiles(cluster) * kTile * static_cast<int>(sizeof(float));
+  }
 
   static __device__ void Load(__nv_bfloat16* to, const __nv_bfloat16* from, int cluster, int rank) {
     constexpr int kChunks = kDepth / 8;  // of 16 bytes
@@ -144,10 +177,19 @@ __device__ void LoadRows(__nv_bfloat16* to, const __nv_bfloat16* from, int rows,
   }
 }
 
-// A CTA's quarter of rows of x, times the norm's weight, and of each row the sum of squares.
+// What comes to a CTA for a product: numbers, a barrier that counts them, and of each CTA of the
+// cluster the squares of its quarter of the rows.
+struct Incoming {
+  float* sums;
+  unsigned long long* barrier;
+  float* squares;
+};
+
+// A CTA's quarter of the inputs of rows of x, times the norm's weight. The sums of their squares go
+// to who adds up these rows.
 template <typename W, int kRows>
-__device__ void LoadNormed(__nv_bfloat16* to, float* squares, const float* x, const float* norm,
-                           int rows, int rank) {
+__device__ void LoadNormed(__nv_bfloat16* to, const Incoming& incoming, const float* x,
+                           const float* norm, int rows, int rank) {
   constexpr int kLanes = kThreads / kRows;  // that share a row
   const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   float sum = 0.0f;
@@ -165,13 +207,18 @@ __device__ void LoadNormed(__nv_bfloat16* to, float* squares, const float* x, co
   }
 #pragma unroll
   for (int far = kLanes / 2; far > 0; far /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, far);
-  if (lane == 0) squares[row] = sum;
+  if (lane == 0) {
+    constexpr int kQuarter = kRows / kCtas;
+    Send(incoming.squares + rank * kQuarter + row % kQuarter, sum, incoming.barrier,
+         row / kQuarter);
+  }
 }
 
-// Multiplies the rows by the cluster's tiles, both a CTA's quarter, and tells the cluster the sums.
-// They lie where the rows lay.
+// Multiplies the rows by the cluster's tiles, both a CTA's quarter of the inputs, and sends the
+// sums to who adds them up.
 template <typename W, int kRowTiles>
-__device__ void Multiply(__nv_bfloat16* rows, const __nv_bfloat16* weight, float* sums, int tiles) {
+__device__ void Multiply(const __nv_bfloat16* rows, const __nv_bfloat16* weight,
+                         const Incoming& incoming, int tiles, int rank) {
   constexpr int kTeams = kWarps / kRowTiles;  // warps that have the same rows share the tiles
   constexpr int kOwn = (W::kMost + kTeams - 1) / kTeams;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -194,7 +241,7 @@ __device__ void Multiply(__nv_bfloat16* rows, const __nv_bfloat16* weight, float
       if (i + 1 < kOwn && next < tiles) Mma(c[i + 1], a, b[2], b[3]);
     }
   }
-  __syncthreads();  // all are done with the rows
+  constexpr int kQuarter = kRowTiles * 16 / kCtas;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int tile = team + i * kTeams;
@@ -202,38 +249,36 @@ __device__ void Multiply(__nv_bfloat16* rows, const __nv_bfloat16* weight, float
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = first_row + half * 8 + lane / 4;
-      *reinterpret_cast<float2*>(sums + row * W::kSumPitch + tile * kTile + lane % 4 * 2) =
-          make_float2(c[i][half * 2], c[i][half * 2 + 1]);
+      const int place = (rank * kQuarter + row % kQuarter) * W::kSumPitch + tile * kTile;
+      Send(incoming.sums + place + lane % 4 * 2, c[i][half * 2], c[i][half * 2 + 1],
+           incoming.barrier, row / kQuarter);
     }
   }
-  ClusterMeet();
 }
 
-// The sum of two neighbours over the cluster.
-__device__ __forceinline__ float2 SumOf(const float* sums) {
-  float2 total = make_float2(0.0f, 0.0f);
-#pragma unroll
-  for (int rank = 0; rank < kCtas; ++rank) {
-    const float2 part = LoadFrom(reinterpret_cast<const float2*>(sums), rank);
-    total.x += part.x, total.y += part.y;
-  }
-  return total;
-}
-
-// Calls finish(row, column, sums of each part) for a CTA's quarter of the rows: two columns a time.
+// Calls finish(row, column, sums of each part) for a CTA's quarter of the rows, two columns a time.
+// `row` counts from the quarter's first on.
 template <typename W, int kRows, typename Finish>
-__device__ void ForEachSum(const float* sums, int cluster, int rank, int rows, Finish finish) {
+__device__ void ForEachSum(const Incoming& incoming, int cluster, int rows, Finish finish) {
   constexpr int kQuarter = kRows / kCtas, kGroups = W::kMost / W::kParts, kPairs = kTile / 2;
+  WaitForSent(incoming.barrier);
   for (int i = threadIdx.x; i < kQuarter * kGroups * kPairs; i += kThreads) {
-    const int row = rank * kQuarter + i / (kGroups * kPairs), group = i / kPairs % kGroups;
+    const int row = i / (kGroups * kPairs), group = i / kPairs % kGroups;
     const int tile = cluster + group * W::kClusters;
     if (row >= rows || tile >= W::kAll) continue;
-    const float* const place =
-        sums + row * W::kSumPitch + group * W::kParts * kTile + i % kPairs * 2;
-    float2 found[W::kParts];
+    float2 sums[W::kParts];
 #pragma unroll
-    for (int part = 0; part < W::kParts; ++part) found[part] = SumOf(place + part * kTile);
-    finish(row, tile * kTile + i % kPairs * 2, found);
+    for (int part = 0; part < W::kParts; ++part) {
+      sums[part] = make_float2(0.0f, 0.0f);
+#pragma unroll
+      for (int from = 0; from < kCtas; ++from) {
+        const float2 sum = *reinterpret_cast<const float2*>(
+            incoming.sums + (from * kQuarter + row) * W::kSumPitch +
+            (group * W::kParts + part) * kTile + i % kPairs * 2);
+        sums[part].x += sum.x, sums[part].y += sum.y;
+      }
+    }
+    finish(row, tile * kTile + i % kPairs * 2, sums);
   }
 }
 
@@ -256,18 +301,26 @@ __global__ void __launch_bounds__(kThreads, 2)
   using GateUp = Weight<2 * kInner, kWidth, kClusters, 2>;
   using Down = Weight<kWidth, kInner, kClusters>;
   using Qkv = Weight<kQkv, kWidth, kClusters>;
-  constexpr int kRows = kRowTiles * 16;
+  constexpr int kRows = kRowTiles * 16, kQuarter = kRows / kCtas;
   const int rank = ClusterRank(), cluster = blockIdx.x / kCtas;
 
   __nv_bfloat16* const own_out = reinterpret_cast<__nv_bfloat16*>(shared);
   __nv_bfloat16* const own_gate_up = own_out + Out::kNumbers;
   __nv_bfloat16* const own_down = own_gate_up + GateUp::kNumbers;
   __nv_bfloat16* const own_qkv = own_down + Down::kNumbers;
-  float* const squares = reinterpret_cast<float*>(own_qkv + Qkv::kNumbers);  // of each row
-  float* const sums = squares + kRows;  // of a product; until it is done, its rows lie there
-  __nv_bfloat16* const own_rows = reinterpret_cast<__nv_bfloat16*>(sums);
+  unsigned long long* const barriers =
+      reinterpret_cast<unsigned long long*>(own_qkv + Qkv::kNumbers);  // of each product
+  float* const squares = reinterpret_cast<float*>(barriers + 4);       // of a norm
+  float* const own_rows = squares + kRows;  // of a product, and behind them what is sent to it
+  // Nobody multiplies by gate and up any more when sums of down come.
+  static_assert(Down::SumsOf(kRows) * sizeof(float) <= GateUp::kNumbers * sizeof(__nv_bfloat16));
+  const Incoming of_out{own_rows + Out::FloatsOf(kRows), barriers, nullptr};
+  const Incoming of_gate_up{own_rows + GateUp::FloatsOf(kRows), barriers + 1, squares};
+  const Incoming of_down{reinterpret_cast<float*>(own_gate_up), barriers + 2, nullptr};
+  const Incoming of_qkv{own_rows + Qkv::FloatsOf(kRows), barriers + 3, squares};
 
-  LoadRows<Out>(own_rows, attended, rows, rank);
+  __nv_bfloat16* const here = reinterpret_cast<__nv_bfloat16*>(own_rows);
+  LoadRows<Out>(here, attended, rows, rank);
   Out::Load(own_out, out, cluster, rank);
   EndCopies();
   GateUp::Load(own_gate_up, gate_up, cluster, rank);
@@ -276,18 +329,27 @@ __global__ void __launch_bounds__(kThreads, 2)
   EndCopies();
   Qkv::Load(own_qkv, next_qkv, cluster, rank);
   EndCopies();
+  if (threadIdx.x == 0) {
+    constexpr int kSquares = kRows * static_cast<int>(sizeof(float));
+    MakeBarrier(of_out.barrier, Out::BytesSent(kRows, cluster));
+    MakeBarrier(of_gate_up.barrier, GateUp::BytesSent(kRows, cluster) + kSquares);
+    MakeBarrier(of_down.barrier, Down::BytesSent(kRows, cluster));
+    MakeBarrier(of_qkv.barrier, Qkv::BytesSent(kRows, cluster) + kSquares);
+  }
+  ClusterBegin();
 
+  const int first = rank * kQuarter, own = rows - first;  // rows that this CTA adds up
   const auto add_to_x = [&](int row, int column, const float2(&sum)[1]) {
     float2* const place =
-        reinterpret_cast<float2*>(x + static_cast<long long>(row) * kWidth + column);
+        reinterpret_cast<float2*>(x + static_cast<long long>(first + row) * kWidth + column);
     const float2 before = LoadFresh(place);
     *place = make_float2(before.x + sum[0].x, before.y + sum[0].y);
   };
   // 1 / the root of the mean of squares.
-  const auto factor_of = [&](int row) {
+  const auto factor_of = [&](const Incoming& incoming, int row) {
     float total = 0.0f;
 #pragma unroll
-    for (int from = 0; from < kCtas; ++from) total += LoadFrom(squares + row, from);
+    for (int from = 0; from < kCtas; ++from) total += incoming.squares[from * kQuarter + row];
     return rsqrtf(total / kWidth + eps);
   };
   const auto store = [](__nv_bfloat16* to, float a, float b) {
@@ -296,39 +358,37 @@ __global__ void __launch_bounds__(kThreads, 2)
 
   WaitForCopies<3>();
   __syncthreads();
-  Multiply<Out, kRowTiles>(own_rows, own_out, sums, Out::Tiles(cluster));
-  ForEachSum<Out, kRows>(sums, cluster, rank, rows, add_to_x);
+  Multiply<Out, kRowTiles>(here, own_out, of_out, Out::Tiles(cluster), rank);
+  ForEachSum<Out, kRows>(of_out, cluster, own, add_to_x);
   GridMeet();
 
-  LoadNormed<GateUp, kRows>(own_rows, squares, x, mlp_norm, rows, rank);
+  LoadNormed<GateUp, kRows>(here, of_gate_up, x, mlp_norm, rows, rank);
   WaitForCopies<2>();
   __syncthreads();
-  Multiply<GateUp, kRowTiles>(own_rows, own_gate_up, sums, GateUp::Tiles(cluster));
+  Multiply<GateUp, kRowTiles>(here, own_gate_up, of_gate_up, GateUp::Tiles(cluster), rank);
   ForEachSum<GateUp, kRows>(
-      sums, cluster, rank, rows, [&](int row, int column, const float2(&sum)[2]) {
-        const float factor = factor_of(row);
+      of_gate_up, cluster, own, [&](int row, int column, const float2(&sum)[2]) {
+        const float factor = factor_of(of_gate_up, row);
         const float2 gate = sum[0], up = sum[1];
-        store(hidden + static_cast<long long>(row) * kInner + column,
+        store(hidden + static_cast<long long>(first + row) * kInner + column,
               Silu(gate.x * factor) * (up.x * factor), Silu(gate.y * factor) * (up.y * factor));
       });
   GridMeet();
 
-  LoadRows<Down>(own_rows, hidden, rows, rank);
+  LoadRows<Down>(here, hidden, rows, rank);
   EndCopies();
   WaitForCopies<0>();
   __syncthreads();
-  Multiply<Down, kRowTiles>(own_rows, own_down, sums, Down::Tiles(cluster));
-  ForEachSum<Down, kRows>(sums, cluster, rank, rows, add_to_x);
+  Multiply<Down, kRowTiles>(here, own_down, of_down, Down::Tiles(cluster), rank);
+  ForEachSum<Down, kRows>(of_down, cluster, own, add_to_x);
   GridMeet();
 
-  LoadNormed<Qkv, kRows>(own_rows, squares, x, next_norm, rows, rank);
+  LoadNormed<Qkv, kRows>(here, of_qkv, x, next_norm, rows, rank);
   __syncthreads();
-  Multiply<Qkv, kRowTiles>(own_rows, own_qkv, sums, Qkv::Tiles(cluster));
-  ForEachSum<Qkv, kRows>(sums, cluster, rank, rows,
-                         [&](int row, int column, const float2(&sum)[1]) {
-                           const float factor = factor_of(row);
-                           store(qkv + static_cast<long long>(row) * kQkv + column,
-                                 sum[0].x * factor, sum[0].y * factor);
-                         });
-  ClusterMeet();  // nobody ends while others read what it has
+  Multiply<Qkv, kRowTiles>(here, own_qkv, of_qkv, Qkv::Tiles(cluster), rank);
+  ForEachSum<Qkv, kRows>(of_qkv, cluster, own, [&](int row, int column, const float2(&sum)[1]) {
+    const float factor = factor_of(of_qkv, row);
+    store(qkv + static_cast<long long>(first + row) * kQkv + column, sum[0].x * factor,
+          sum[0].y * factor);
+  });
 }

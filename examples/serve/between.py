@@ -41,20 +41,40 @@ class Sizes(NamedTuple):
 
     def shared_bytes(self, rows: int) -> int:
         """What a thread block needs of shared memory, for padded rows."""
-        products = (  # outputs, inputs, matrices of which a block has the same tiles
+        products = self._products(rows)
+        weights = sum(each.weight for each in products)
+        barriers, squares = 8 * len(products), 4 * rows
+        # A product's rows, and what is sent to it; to `down` in the place of `gate_up`.
+        used = [p.rows + (0 if i == 2 else p.sums) for i, p in enumerate(products)]
+        return weights + barriers + squares + max(used)
+
+    def has_room_for_sums(self, rows: int) -> bool:
+        """Whether what is sent to `down` fits into the place of `gate_up`."""
+        _, gate_up, down, _ = self._products(rows)
+        return down.sums <= gate_up.weight
+
+    def _products(self, rows: int) -> list["_Bytes"]:
+        shapes = (  # outputs, inputs, matrices of which a block has the same tiles
             (self.width, self.heads, 1),
             (2 * self.inner, self.width, 2),
             (self.width, self.inner, 1),
             (self.qkv, self.width, 1),
         )
-        weights, most = 0, 0
-        for outputs, inputs, parts in products:
+        made = []
+        for outputs, inputs, parts in shapes:
             tiles = -(-outputs // (parts * TILE) // CLUSTERS) * parts
             pitch = inputs // CTAS + TILE
-            weights += 2 * tiles * TILE * pitch
-            # Rows, and in their place their sums.
-            most = max(most, 2 * rows * pitch, 4 * rows * (tiles | 1) * TILE)
-        return weights + 4 * rows + most
+            sums = 4 * rows * (tiles | 1) * TILE
+            made.append(_Bytes(2 * tiles * TILE * pitch, 2 * rows * pitch, sums))
+        return made
+
+
+class _Bytes(NamedTuple):
+    """Of a product, in a thread block's shared memory."""
+
+    weight: int
+    rows: int
+    sums: int
 
 
 def serves(weights: Params, rows: int) -> bool:
@@ -68,6 +88,7 @@ def serves(weights: Params, rows: int) -> bool:
         and not any(name.endswith("_bias") for name in weights)
         and all(n % (16 * CTAS) == 0 for n in sizes[:3])  # what products sum over
         and sizes.qkv % TILE == 0
+        and sizes.has_room_for_sums(_padded(rows))
         and sizes.shared_bytes(_padded(rows)) <= MOST_SHARED
     )
 

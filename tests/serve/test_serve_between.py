@@ -22,10 +22,12 @@ from jax_kvblock import BlockSpec, KVPool, kernels
 PRELUDE = """
 #define KVBLOCK_EMULATOR
 #include <cmath>
+#include "device/cluster.cuh"
 #include "device/cp_async.cuh"
 #include "device/ldmatrix.cuh"
 #include "device/mma.cuh"
 #include "device/shared.cuh"
+#include "device/tensor_copy.cuh"
 inline void Mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   kvblock::Mma16x8x16<__nv_bfloat16>(c, a, b0, b1);
 }
@@ -42,11 +44,27 @@ template <typename T>
 T LoadFresh(const T* from) {
   return *from;
 }
+inline unsigned AddressOf(const void* p) {
+  return static_cast<unsigned>(__cvta_generic_to_shared(p));
+}
 inline int ClusterRank() { return emulator::cta->rank % 4; }
-inline void ClusterMeet() { emulator::MeetInCluster(4); }
-template <typename T>
-T LoadFrom(const T* own, int rank) {
-  return emulator::LoadFromCluster(own, rank, 4);
+inline void ClusterBegin() { emulator::MeetInCluster(4); }
+inline void MakeBarrier(unsigned long long* barrier, int bytes) {
+  kvblock::BarrierInit(AddressOf(barrier), 1);
+  kvblock::BarrierExpect(AddressOf(barrier), bytes);
+}
+inline void WaitForSent(unsigned long long* barrier) {
+  kvblock::ClusterBarrierWait(AddressOf(barrier), 0);
+}
+inline void Send(const float* own, float x, const unsigned long long* barrier,
+                 int rank) {
+  const int there = emulator::cta->rank / 4 * 4 + rank;
+  kvblock::SendFloat(AddressOf(own), x, AddressOf(barrier), there);
+}
+inline void Send(const float* own, float x, float y, const unsigned long long* barrier,
+                 int rank) {
+  Send(own, x, barrier, rank);
+  Send(own + 1, y, barrier, rank);
 }
 inline void GridMeet() { emulator::MeetInGrid(); }
 inline float __expf(float x) { return std::exp(x); }
@@ -226,11 +244,12 @@ def test_a_model_by_it(sizes, everywhere, rng):
         (lambda w: w | {"qkv_bias": jnp.zeros(16)}, 8),
         (lambda w: jax.tree.map(lambda x: x.astype(jnp.float32), w), 8),
         (lambda w: w | {"qkv": w["qkv"][:12]}, 8),
+        (lambda w: w | {"down": w["down"][:, :128]}, 64),
     ],
-    ids=["no rows", "many rows", "biases", "float32", "outputs that are no tiles"],
+    ids=["no rows", "many rows", "biases", "float32", "part of a tile", "few inner"],
 )
 def test_where_xla_computes(rng, change, rows):
-    (weights,) = layers(rng, SMALL, count=1)
+    (weights,) = layers(rng, SMOLLM2, count=1)
     assert between.serves(weights, 64)
     weights = change(weights)
     assert not between.serves(weights, rows)

@@ -10,8 +10,8 @@ EXAMPLES = (
     Mutant(
         "between: a row's squares of one thread block alone",
         BETWEEN,
-        "total += LoadFrom(squares + row, from);",
-        "total += LoadFrom(squares + row, 0);",
+        "total += incoming.squares[from * kQuarter + row];",
+        "total += incoming.squares[row];",
         NOTICED,
     ),
     Mutant(
@@ -31,8 +31,8 @@ EXAMPLES = (
     Mutant(
         "between: sums of a cluster without its last thread block",
         BETWEEN,
-        "for (int rank = 0; rank < kCtas; ++rank) {\n    const float2 part",
-        "for (int rank = 0; rank + 1 < kCtas; ++rank) {\n    const float2 part",
+        "for (int from = 0; from < kCtas; ++from) {\n        const float2 sum",
+        "for (int from = 0; from + 1 < kCtas; ++from) {\n        const float2 sum",
         NOTICED,
     ),
     Mutant(
@@ -66,15 +66,43 @@ EXAMPLES = (
     Mutant(
         "between: the next layer's norm is this layer's",
         BETWEEN,
-        "squares, x, next_norm, rows, rank)",
-        "squares, x, mlp_norm, rows, rank)",
+        "of_qkv, x, next_norm, rows, rank)",
+        "of_qkv, x, mlp_norm, rows, rank)",
         NOTICED,
     ),
     Mutant(
-        "between: rows are stored before the others have read theirs",
+        "between: rows are sent to who has others",
         BETWEEN,
-        "  __syncthreads();  // all are done with the rows\n",
-        "",
+        "incoming.barrier, row / kQuarter);\n    }\n  }\n}\n\n// Calls",
+        "incoming.barrier, (row + 1) / kQuarter % kCtas);\n    }\n  }\n}\n\n// Calls",
+        NOTICED,
+    ),
+    Mutant(
+        "between: squares are counted as sums alone",
+        BETWEEN,
+        "GateUp::BytesSent(kRows, cluster) + kSquares",
+        "GateUp::BytesSent(kRows, cluster)",
+        NOTICED,
+    ),
+    Mutant(
+        "between: x is read before all have added to it",
+        BETWEEN,
+        "  GridMeet();\n\n  LoadNormed<GateUp",
+        "  __syncthreads();\n\n  LoadNormed<GateUp",
+        NOTICED,
+    ),
+    Mutant(
+        "between: hidden rows are read before all are written",
+        BETWEEN,
+        "  GridMeet();\n\n  LoadRows<Down>",
+        "  __syncthreads();\n\n  LoadRows<Down>",
+        NOTICED,
+    ),
+    Mutant(
+        "between: x is read for the next layer before all have added to it",
+        BETWEEN,
+        "  GridMeet();\n\n  LoadNormed<Qkv",
+        "  __syncthreads();\n\n  LoadNormed<Qkv",
         NOTICED,
     ),
     Mutant(
@@ -85,10 +113,10 @@ EXAMPLES = (
         NOTICED,
     ),
     Mutant(
-        "between: a cluster reads sums before all are there",
+        "between: sums are added up before all are there",
         BETWEEN,
-        "  ClusterMeet();\n}\n\n// The sum of two",
-        "  __syncthreads();\n}\n\n// The sum of two",
+        "  WaitForSent(incoming.barrier);\n",
+        "",
         NOTICED,
     ),
     Mutant(

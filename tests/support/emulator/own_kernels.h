@@ -47,23 +47,14 @@ void RunOwn(void (*kernel)(Parameters...), const OwnLaunch* launch) {
   RunOwn(kernel, *launch, std::index_sequence_for<Parameters...>());
 }
 
-// Of a cooperative launch, whose CTAs are one cluster here. Where it has clusters of its own, of so
-// many CTAs: all threads of one meet, and what one of its CTAs has in shared memory.
+// All threads meet of a cooperative launch, whose CTAs are one cluster here; or those of a cluster
+// that it has of its own, of so many CTAs.
 inline void MeetInGrid() {
   Wait(cluster->all, static_cast<int>(cluster->ctas.size() * cta->fibers.size()));
 }
 inline void MeetInCluster(int ctas) {
   static std::map<int, Barrier> barriers;
   Wait(barriers[cta->rank / ctas], static_cast<int>(ctas * cta->fibers.size()));
-}
-template <typename T>
-T LoadFromCluster(const T* own, int rank, int ctas) {
-  const Cta& there = *cluster->ctas[cta->rank / ctas * ctas + rank];
-  if (&there == cta) return *own;
-  T value;
-  std::memcpy(&value, there.outside.data() + (reinterpret_cast<const char*>(own) - shared),
-              sizeof(T));
-  return value;
 }
 
 }  // namespace emulator
