@@ -3,7 +3,7 @@
 //   x += attended @ out
 //   hidden = silu(norm(x) @ gate) * (norm(x) @ up)
 //   x += hidden @ down
-//   qkv = norm(x) @ the next layer's q, k and v
+//   q, k, v = norm(x) @ the next layer's weights; q and k are turned, k and v go to their slots
 //
 // x is float32 [rows, width]; all that is multiplied is bfloat16, weights are [outputs, inputs].
 //
@@ -124,32 +124,35 @@ extern __shared__ uint4 shared[];
 #endif
 
 // A weight [kOutputs, kInputs], of which a cluster has some rows and a CTA a quarter of the inputs.
-// Rows are dealt out by tiles of 8; where it is kParts matrices, one below the other, a cluster has
-// the same tiles of each, side by side.
-template <int kOutputs, int kInputs_, int kClusters_, int kParts_ = 1>
+// Rows are dealt out by tiles of 8. Where tiles belong together, kRun tiles and kParts - 1 times as
+// many below them, a cluster has all parts of a tile, side by side: gate and up, or the two halves
+// of a head.
+template <int kOutputs, int kInputs_, int kClusters_, int kParts_ = 1,
+          int kRun = kOutputs / kParts_ / kTile>
 struct Weight {
   static constexpr int kInputs = kInputs_, kClusters = kClusters_, kParts = kParts_;
   static constexpr int kDepth = kInputs / kCtas, kPitch = kDepth + 8;  // no bank is asked twice
-  static constexpr int kAll = kOutputs / kParts / kTile;               // tiles of a part
-  static constexpr int kMost = (kAll + kClusters - 1) / kClusters * kParts;  // tiles of a cluster
+  static constexpr int kAll = kOutputs / kParts / kTile;               // tiles, each of all parts
+  static constexpr int kMost = (kAll + kClusters - 1) / kClusters * kParts;  // of a cluster
   static constexpr int kNumbers = kMost * kTile * kPitch;
-  static_assert(kOutputs % (kParts * kTile) == 0 && kDepth % 16 == 0);
+  static constexpr int kApart = kRun * kTile;  // outputs, of a part from the next one
+  static_assert(kOutputs % (kParts * kRun * kTile) == 0 && kDepth % 16 == 0);
 
-  // How many tiles this cluster has, and where tile i begins among the outputs.
+  // How many tiles a cluster has, all parts counted, and which output the first part of one begins
+  // with.
   static __device__ int Tiles(int cluster) {
     return (kAll - cluster + kClusters - 1) / kClusters * kParts;
   }
-  static __device__ int FirstOf(int cluster, int i) {
-    return (cluster + i / kParts * kClusters) * kTile + i % kParts * (kAll * kTile);
+  static __device__ int FirstOf(int tile) {
+    return tile / kRun * (kParts * kApart) + tile % kRun * kTile;
   }
 
   // What is sent to a CTA: from each of the cluster, sums of its quarter of the rows. Lanes that
   // send together meet different banks.
   static constexpr int kSumPitch = (kMost | 1) * kTile;
   static constexpr __host__ __device__ int SumsOf(int rows) { return rows * kSumPitch; }
-  static constexpr __host__ __device__ int FloatsOf(int rows) {
-    return rows * kPitch / 2;
-  }  // what rows take
+  // What rows take.
+  static constexpr __host__ __device__ int FloatsOf(int rows) { return rows * kPitch / 2; }
   static __device__ int BytesSent(int rows, int cluster) {
     return rows * Tiles(cluster) * kTile * static_cast<int>(sizeof(float));
   }
@@ -159,7 +162,9 @@ struct Weight {
     const int rows = Tiles(cluster) * kTile;
     for (int i = threadIdx.x; i < rows * kChunks; i += kThreads) {
       const int row = i / kChunks, at = i % kChunks * 8;
-      const int output = FirstOf(cluster, row / kTile) + row % kTile;
+      const int own = row / kTile;
+      const int output =
+          FirstOf(cluster + own / kParts * kClusters) + own % kParts * kApart + row % kTile;
       Copy16(to + row * kPitch + at,
              from + static_cast<long long>(output) * kInputs + rank * kDepth + at);
     }
@@ -278,13 +283,16 @@ __device__ void ForEachSum(const Incoming& incoming, int cluster, int rows, Fini
         sums[part].x += sum.x, sums[part].y += sum.y;
       }
     }
-    finish(row, tile * kTile + i % kPairs * 2, sums);
+    finish(row, W::FirstOf(tile) + i % kPairs * 2, sums);
   }
 }
 
 __device__ __forceinline__ float Silu(float x) { return x / (1.0f + __expf(-x)); }
 
-template <int kRowTiles, int kClusters, int kWidth, int kHeads, int kInner, int kQkv>
+// kKv: KV heads times kDim, the head dim. kInterleaved: the two coordinates of a rotation are
+// neighbours, or half a head apart.
+template <int kRowTiles, int kClusters, int kWidth, int kHeads, int kInner, int kKv, int kDim,
+          bool kInterleaved>
 __global__ void __launch_bounds__(kThreads, 2)
     between(const __nv_bfloat16* attended,  // [rows, kHeads]
             float* x,                       // [rows, kWidth]
@@ -293,14 +301,18 @@ __global__ void __launch_bounds__(kThreads, 2)
             const __nv_bfloat16* gate_up,   // [2 kInner, kWidth]
             const __nv_bfloat16* down,      // [kWidth, kInner]
             const float* next_norm,         // [kWidth]
-            const __nv_bfloat16* next_qkv,  // [kQkv, kWidth]
+            const __nv_bfloat16* next_qkv,  // [kHeads + 2 kKv, kWidth]
+            const float* cos_sin,           // [rows, kDim]: cosines, then sines
+            const int* slots,               // [rows]
+            __nv_bfloat16* pool,            // [blocks, layers, 2, block_size, kKv]
             __nv_bfloat16* hidden,          // [rows, kInner]
-            __nv_bfloat16* qkv,             // [rows, kQkv]
-            int rows, float eps) {
+            __nv_bfloat16* q,               // [rows, kHeads]
+            int layer, int rows, float eps, int layers, int blocks, int block_size) {
   using Out = Weight<kWidth, kHeads, kClusters>;
   using GateUp = Weight<2 * kInner, kWidth, kClusters, 2>;
   using Down = Weight<kWidth, kInner, kClusters>;
-  using Qkv = Weight<kQkv, kWidth, kClusters>;
+  constexpr int kHalves = kInterleaved ? 1 : 2, kRun = kDim / kHalves / kTile;
+  using Qkv = Weight<kHeads + 2 * kKv, kWidth, kClusters, kHalves, kRun>;
   constexpr int kRows = kRowTiles * 16, kQuarter = kRows / kCtas;
   const int rank = ClusterRank(), cluster = blockIdx.x / kCtas;
 
@@ -386,9 +398,37 @@ __global__ void __launch_bounds__(kThreads, 2)
   LoadNormed<Qkv, kRows>(here, of_qkv, x, next_norm, rows, rank);
   __syncthreads();
   Multiply<Qkv, kRowTiles>(here, own_qkv, of_qkv, Qkv::Tiles(cluster), rank);
-  ForEachSum<Qkv, kRows>(of_qkv, cluster, own, [&](int row, int column, const float2(&sum)[1]) {
-    const float factor = factor_of(of_qkv, row);
-    store(qkv + static_cast<long long>(first + row) * kQkv + column, sum[0].x * factor,
-          sum[0].y * factor);
-  });
+  const auto put = [&](int row, int column, float a, float b) {
+    if (column < kHeads) {
+      return store(q + static_cast<long long>(row) * kHeads + column, a, b);
+    }
+    const int slot = slots[row], kv = (column - kHeads) / kKv;
+    if (slot < 0 || slot / block_size >= blocks) return;
+    const long long part = (static_cast<long long>(slot / block_size) * layers + layer) * 2 + kv;
+    store(pool + (part * block_size + slot % block_size) * kKv + (column - kHeads) % kKv, a, b);
+  };
+  ForEachSum<Qkv, kRows>(
+      of_qkv, cluster, own, [&](int row, int column, const float2(&sum)[kHalves]) {
+        const float factor = factor_of(of_qkv, row);
+        const int in_batch = first + row;
+        const float* const angle = cos_sin + static_cast<long long>(in_batch) * kDim;
+        const bool turns = column < kHeads + kKv;  // values are not turned
+        const auto turn = [&](int i, float& a, float& b) {
+          const float cosine = turns ? angle[i] : 1.0f, sine = turns ? angle[kDim / 2 + i] : 0.0f;
+          const float before = a * factor, other = b * factor;
+          a = before * cosine - other * sine;
+          b = other * cosine + before * sine;
+        };
+        if constexpr (kInterleaved) {
+          float2 pair = sum[0];
+          turn(column % kDim / 2, pair.x, pair.y);
+          put(in_batch, column, pair.x, pair.y);
+        } else {
+          float2 low = sum[0], high = sum[1];
+          turn(column % kDim, low.x, high.x);
+          turn(column % kDim + 1, low.y, high.y);
+          put(in_batch, column, low.x, low.y);
+          put(in_batch, column + kDim / 2, high.x, high.y);
+        }
+      });
 }

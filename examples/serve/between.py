@@ -2,7 +2,7 @@
 
 For up to 64 rows of bfloat16, where all that a layer's products read fits into the
 shared memory of a GPU's multiprocessors: SmolLM2-135M's 7 MB do. Else, and on a CPU,
-XLA computes it (`llama.finish`, `llama.project`).
+XLA computes it (`llama.joined`).
 """
 
 from functools import partial
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_kvblock import kernels
+from jax_kvblock import BlockSpec, KVPool, kernels
 from serve import llama
 from serve.config import Config
 from serve.weights import Params
@@ -26,22 +26,26 @@ MOST_SHARED = 113 * 1024  # bytes of a block, of which two are on a multiprocess
 
 
 class Sizes(NamedTuple):
-    """Of a layer: what its products read and make."""
+    """Of a layer: what its products read and make; KV heads times their dim."""
 
     width: int
     heads: int
     inner: int
-    qkv: int
+    kv: int
 
     @classmethod
     def of(cls, weights: Params) -> "Sizes":
         """Those of a layer's weights."""
         (width, heads), (qkv, _) = weights["out"].shape, weights["qkv"].shape
-        return cls(width, heads, weights["down"].shape[1], qkv)
+        return cls(width, heads, weights["down"].shape[1], (qkv - heads) // 2)
 
-    def shared_bytes(self, rows: int) -> int:
-        """What a thread block needs of shared memory, for padded rows."""
-        products = self._products(rows)
+    def shared_bytes(self, rows: int, halves: bool = False) -> int:
+        """What a thread block needs of shared memory, for padded rows.
+
+        halves: of heads, which the kernel keeps together: rotations that are not
+        interleaved.
+        """
+        products = self._products(rows, halves)
         weights = sum(each.weight for each in products)
         barriers, squares = 8 * len(products), 4 * rows
         # A product's rows, and what is sent to it; to `down` in the place of `gate_up`.
@@ -53,12 +57,12 @@ class Sizes(NamedTuple):
         _, gate_up, down, _ = self._products(rows)
         return down.sums <= gate_up.weight
 
-    def _products(self, rows: int) -> list["_Bytes"]:
+    def _products(self, rows: int, halves: bool = False) -> list["_Bytes"]:
         shapes = (  # outputs, inputs, matrices of which a block has the same tiles
             (self.width, self.heads, 1),
             (2 * self.inner, self.width, 2),
             (self.width, self.inner, 1),
-            (self.qkv, self.width, 1),
+            (self.heads + 2 * self.kv, self.width, 2 if halves else 1),
         )
         made = []
         for outputs, inputs, parts in shapes:
@@ -77,25 +81,30 @@ class _Bytes(NamedTuple):
     sums: int
 
 
-def serves(weights: Params, rows: int) -> bool:
+def serves(config: Config, weights: Params, rows: int, pool: KVPool) -> bool:
     """Whether the kernel does, for so many rows; on a CPU, whether it would."""
     sizes, gpus = Sizes.of(weights), jax.local_devices()
     has_clusters = (float(getattr(g, "compute_capability", 9)) >= 9 for g in gpus)
+    halves = not config.interleaved
+    known = {"attn_norm", "mlp_norm", "qkv", "out", "gate_up", "down"}
     return (
         all(has_clusters)
         and 0 < rows <= MOST_ROWS
-        and weights["out"].dtype == jnp.bfloat16
-        and not any(name.endswith("_bias") for name in weights)
+        and known == set(weights)  # no biases, no norms of heads
+        and weights["out"].dtype == pool.spec.dtype == jnp.bfloat16
+        and pool.contiguous
+        and pool.spec.block_layout.name == "NHD"
         and all(n % (16 * CTAS) == 0 for n in sizes[:3])  # what products sum over
-        and sizes.qkv % TILE == 0
+        and config.head_dim % (2 * TILE) == 0
         and sizes.has_room_for_sums(_padded(rows))
-        and sizes.shared_bytes(_padded(rows)) <= MOST_SHARED
+        and sizes.shared_bytes(_padded(rows), halves) <= MOST_SHARED
     )
 
 
-def choose(params: Params, rows: int) -> llama.Join:
+def choose(config: Config, params: Params, rows: int, pool: KVPool) -> llama.Join:
     """What computes between layers, for steps of so many rows."""
-    return between if serves(params["layers"][0], rows) else llama.joined
+    served = serves(config, params["layers"][0], rows, pool)
+    return between if served else llama.joined
 
 
 @partial(jax.jit, static_argnums=0)
@@ -105,26 +114,17 @@ def between(
     following: Params,
     x: jax.Array,
     attended: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The rest of a layer, and the queries, keys and values of the one that follows.
-
-    Args:
-        config: the model's.
-        weights, following: the two layers', of one shape, which `serves` takes.
-        x: float32[rows, width].
-        attended: bfloat16[rows, N, D].
-
-    Returns:
-        x behind the layer, float32[rows, width], and bfloat16[rows, N + 2 K, D].
-    """
-    rows, sizes = len(x), Sizes.of(weights)
-    padded = _padded(rows)
-    name = f"between<{padded // 16}, {CLUSTERS}, {', '.join(map(str, sizes))}>"
-
-    dtype = attended.dtype
-    x, _, qkv = kernels.kernel_call(
-        kernels.from_cuda(SOURCE, name),
-        attended.reshape(rows, -1),
+    pool: KVPool,
+    index: jax.Array,
+    rows: llama.Rows,
+    cos_sin: jax.Array,
+) -> tuple[jax.Array, jax.Array, KVPool]:
+    """`llama.joined` in one kernel, for what `serves` takes."""
+    count, sizes, spec = len(x), Sizes.of(weights), pool.spec
+    padded, halves = _padded(count), not config.interleaved
+    x, _, q, data = kernels.kernel_call(
+        kernel(config, sizes, padded),
+        attended.reshape(count, -1),
         x,
         weights["out"],
         weights["mlp_norm"],
@@ -132,25 +132,38 @@ def between(
         weights["down"],
         following["attn_norm"],
         following["qkv"],
+        cos_sin,
+        rows.slots,
+        pool.data,
         out=(
             x,
-            jax.ShapeDtypeStruct((rows, sizes.inner), dtype),
-            jax.ShapeDtypeStruct((rows, sizes.qkv), dtype),
+            jax.ShapeDtypeStruct((count, sizes.inner), attended.dtype),
+            jax.ShapeDtypeStruct((count, sizes.heads), attended.dtype),
+            pool.data,
         ),
-        aliases={1: 0},
-        scalars=(rows, config.norm_eps),
+        aliases={1: 0, 10: 3},
+        scalars=(
+            index, count, config.norm_eps, spec.num_layers, len(pool), spec.block_size,
+        ),
         grid=CTAS * CLUSTERS,
         block=THREADS,
         cluster=CTAS,
         cooperative=True,
-        shared_memory=sizes.shared_bytes(padded),
-        fallback=partial(_by_xla, config),
-    )
-    return x, qkv.reshape(rows, -1, config.head_dim)
+        shared_memory=sizes.shared_bytes(padded, halves),
+        fallback=partial(_by_xla, config, spec),
+    )  # fmt: skip
+    return x, q.reshape(attended.shape), KVPool(data, spec)
+
+
+def kernel(config: Config, sizes: Sizes, padded: int) -> kernels.Kernel:
+    """The kernel of a model's layers, for padded rows."""
+    how = (padded // 16, CLUSTERS, *sizes, config.head_dim, int(config.interleaved))
+    return kernels.from_cuda(SOURCE, f"between<{', '.join(map(str, how))}>")
 
 
 def _by_xla(
     config: Config,
+    spec: BlockSpec,
     attended: jax.Array,
     x: jax.Array,
     out: jax.Array,
@@ -159,15 +172,22 @@ def _by_xla(
     down: jax.Array,
     attn_norm: jax.Array,
     qkv: jax.Array,
+    cos_sin: jax.Array,
+    slots: jax.Array,
+    data: jax.Array,
+    index: jax.Array,
     *_: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """What the kernel computes, where there is no GPU."""
-    rows = len(x)
+    count, pool = len(x), KVPool(data, spec)
     weights = {"out": out, "mlp_norm": mlp_norm, "gate_up": gate_up, "down": down}
-    heads = attended.reshape(rows, -1, config.head_dim)
-    x = llama.finish(config, weights, x, heads)
-    made = llama.project(config, {"attn_norm": attn_norm, "qkv": qkv}, x)
-    return x, jnp.zeros((rows, down.shape[1]), qkv.dtype), made.reshape(rows, -1)
+    following = {"attn_norm": attn_norm, "qkv": qkv}
+    heads = attended.reshape(count, -1, config.head_dim)
+    rows = llama.Rows(*[slots] * 6, None)  # of which the slots are asked alone
+    more = pool, index, rows, cos_sin
+    x, q, pool = llama.joined(config, weights, following, x, heads, *more)
+    hidden = jnp.zeros((count, down.shape[1]), qkv.dtype)
+    return x, hidden, q.reshape(count, -1), pool.data
 
 
 def _padded(rows: int) -> int:

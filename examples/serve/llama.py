@@ -25,8 +25,8 @@ from jax_kvblock import KVPool, paged_attention, rope_append
 from serve.config import Config
 from serve.weights import Params
 
-# (config, a layer's weights, the next one's, x, attended) -> x, queries, keys, values
-Join = Callable[..., tuple[jax.Array, jax.Array]]
+# What computes between the attentions of two layers, called as `joined`.
+Join = Callable[..., tuple[jax.Array, jax.Array, KVPool]]
 
 
 class Rows(NamedTuple):
@@ -74,15 +74,14 @@ def forward(
     x = params["embedding"][rows.tokens].astype(jnp.float32)
     cos_sin = turns(config, rows.positions)
     layers, join = params["layers"], join or joined
-    qkv = project(config, layers[0], x)
+    q, pool = _append(config, layers[0], x, pool, jnp.int32(0), rows, cos_sin)
     for index, weights in enumerate(layers):
-        attended, pool = _attend(
-            config, weights, qkv, pool, jnp.int32(index), rows, cos_sin
-        )
-        if index + 1 < len(layers):
-            x, qkv = join(config, weights, layers[index + 1], x, attended)
-        else:
+        attended = _attend(q, pool, jnp.int32(index), rows)
+        if index + 1 == len(layers):
             x = finish(config, weights, x, attended)
+        else:
+            more = attended, pool, jnp.int32(index + 1), rows, cos_sin
+            x, q, pool = join(config, weights, layers[index + 1], x, *more)
     x = rms_norm(x[outputs], params["final_norm"], config.norm_eps)
     return product(x, params.get("head", params["embedding"])), pool
 
@@ -96,21 +95,52 @@ def turns(config: Config, positions: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
 
 
-# A jit of its own, so that it is traced for the first layer alone.
+# Jits of their own, so that they are traced for the first layer alone.
+
+
 @partial(jax.jit, static_argnums=0)
-def _attend(
+def joined(
     config: Config,
     weights: Params,
-    qkv: jax.Array,
+    following: Params,
+    x: jax.Array,
+    attended: jax.Array,
+    pool: KVPool,
+    index: jax.Array,
+    rows: Rows,
+    cos_sin: jax.Array,
+) -> tuple[jax.Array, jax.Array, KVPool]:
+    """From a layer's attention to the queries of the next one.
+
+    Args:
+        config: the model's.
+        weights, following: the two layers'.
+        x: float32[rows, width].
+        attended: [rows, N, D], the layer's.
+        pool, index: the cache, and the next layer's number.
+        rows, cos_sin: of the step; as `turns` returns them.
+
+    Returns:
+        x behind the layer, the next one's queries [rows, N, D], turned, and the pool
+        with its keys and values.
+    """
+    x = finish(config, weights, x, attended)
+    return x, *_append(config, following, x, pool, index, rows, cos_sin)
+
+
+def _append(
+    config: Config,
+    weights: Params,
+    x: jax.Array,
     pool: KVPool,
     index: jax.Array,
     rows: Rows,
     cos_sin: jax.Array,
 ) -> tuple[jax.Array, KVPool]:
-    """Put keys and values [rows, K, D] into the pool, and attend: [rows, N, D]."""
+    """A layer's queries; its keys and values are in the pool."""
     norms = {name: weights[name] for name in ("q_norm", "k_norm") if name in weights}
-    q, pool = rope_append(
-        qkv,
+    return rope_append(
+        project(config, weights, x),
         None,
         None,
         pool,
@@ -122,7 +152,12 @@ def _attend(
         norm_eps=config.norm_eps,
         **norms,
     )
-    attended = paged_attention(
+
+
+@jax.jit
+def _attend(q: jax.Array, pool: KVPool, index: jax.Array, rows: Rows) -> jax.Array:
+    """Each row over the blocks of its own sequence, [rows, N, D]."""
+    return paged_attention(
         q,
         pool,
         index,
@@ -131,20 +166,6 @@ def _attend(
         query_start=rows.query_start,
         tree_mask=rows.tree_mask,
     )
-    return attended, pool
-
-
-@partial(jax.jit, static_argnums=0)
-def joined(
-    config: Config,
-    weights: Params,
-    following: Params,
-    x: jax.Array,
-    attended: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """x [rows, width] behind a layer's attention, and the next layer's `project`."""
-    x = finish(config, weights, x, attended)
-    return x, project(config, following, x)
 
 
 # ---- parts that do not know of the pool ----------------------------------------------

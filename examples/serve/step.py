@@ -41,7 +41,7 @@ def step(
     parts = unpack(buffer, shape)
     feed, outputs = parts["feed"], parts["outputs"]
     tokens = jnp.where(feed < 0, parts["tokens"], last[jnp.maximum(feed, 0)])
-    join = choose(params, shape.rows) if fuse_layers else None
+    join = choose(config, params, shape.rows, pool) if fuse_layers else None
     if shape.steps > 1:
         pool, drawn = _steps(pool, params, tokens, parts, config, shape, join)
         return pool, (jnp.zeros_like(last).at[: shape.outputs].set(drawn[-1]), drawn)

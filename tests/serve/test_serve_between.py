@@ -16,7 +16,7 @@ from serve.config import Config, frequencies
 from serve.engine import Engine
 from serve.models import ByteTokenizer, LoadedModel
 
-from jax_kvblock import BlockSpec, KVPool, kernels
+from jax_kvblock import BlockSpec, KVPool
 
 # What stands for instructions. All CTAs of the grid run at once; four are a cluster.
 PRELUDE = """
@@ -72,41 +72,69 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 #define shared kvblock::DynamicShared()
 """
 VOCABULARY = ByteTokenizer.vocab_size
-CLUSTERS = 3  # in the emulator: 12 CTAs
-# Tiles of 8 that three clusters share unevenly, and of qkv fewer than clusters.
-SMALL = between.Sizes(width=64, heads=128, inner=192, qkv=16)
-# Of a model: 8 heads and 1 KV head of 16.
-SMALL_MODEL = SMALL._replace(qkv=160)
-SMOLLM2 = between.Sizes(width=576, heads=576, inner=1536, qkv=960)
+CLUSTERS = (
+    3  # in the emulator: 12 CTAs, which share all tiles but those of inner unevenly
+)
+SMALL = between.Sizes(width=64, heads=128, inner=192, kv=16)
+SMOLLM2 = between.Sizes(width=576, heads=576, inner=1536, kv=192)
 
 
-@pytest.fixture
-def sizes(everywhere, request, monkeypatch):
+@pytest.fixture(params=[True, False], ids=["interleaved", "halves"])
+def config(everywhere, request, monkeypatch):
+    """Three layers of a model, and how the coordinates of its rotations lie."""
     if everywhere == "gpu":
-        return SMOLLM2
+        return config_of(SMOLLM2, 64, request.param)
     monkeypatch.setattr(between, "CLUSTERS", CLUSTERS)
     if everywhere == "emulator":
         request.getfixturevalue("between_runs")
-    return SMALL
+    return config_of(SMALL, 16, request.param)
 
 
 @pytest.fixture(scope="session")
 def between_runs(kernel_handlers, tmp_path_factory):
     """The driver that stands in knows the kernel for 16, 32 and 64 rows."""
-    made = [
-        kernels.from_cuda(
-            between.SOURCE,
-            f"between<{tiles}, {CLUSTERS}, {', '.join(map(str, sizes))}>",
-        )
-        for sizes, tiles in ((SMALL, 1), (SMALL, 2), (SMALL, 4), (SMALL_MODEL, 1))
-    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(between, "CLUSTERS", CLUSTERS)
+        made = [
+            between.kernel(config_of(SMALL, 16, interleaved), SMALL, padded)
+            for interleaved in (True, False)
+            for padded in (16, 32, 64)
+        ]
     source = between.SOURCE.read_text()
     emulate(
         kernel_handlers, tmp_path_factory, "between", source, *made, prelude=PRELUDE
     )
 
 
-def layers(rng, sizes, count=2, **more):
+def config_of(sizes, dim, interleaved=True):
+    return Config(
+        num_layers=3,
+        width=sizes.width,
+        num_heads=sizes.heads // dim,
+        num_kv_heads=sizes.kv // dim,
+        head_dim=dim,
+        vocab_size=VOCABULARY,
+        norm_eps=0.25,
+        inv_freq=frequencies(1e4, dim),
+        interleaved=interleaved,
+        max_tokens=128,
+    )
+
+
+def sizes_of(config):
+    return SMOLLM2 if config.head_dim == 64 else SMALL
+
+
+def pool_of(config, blocks=20):
+    spec = BlockSpec(3, 2, 4, config.num_kv_heads, config.head_dim, jnp.bfloat16)
+    return KVPool.zeros(spec, blocks)
+
+
+def rows_of(slots, **more):
+    return llama.Rows(*[None] * 6, None)._replace(slots=jnp.asarray(slots), **more)
+
+
+def layers(rng, sizes, count=2):
     """Weights of some layers."""
 
     def matrix(outputs, inputs):
@@ -116,35 +144,17 @@ def layers(rng, sizes, count=2, **more):
     def norm():
         return jnp.asarray(rng.uniform(0.5, 1.5, sizes.width), jnp.float32)
 
-    made = [
+    return [
         {
             "attn_norm": norm(),
             "mlp_norm": norm(),
-            "qkv": matrix(sizes.qkv, sizes.width),
+            "qkv": matrix(sizes.heads + 2 * sizes.kv, sizes.width),
             "out": matrix(sizes.width, sizes.heads),
             "gate_up": matrix(2 * sizes.inner, sizes.width),
             "down": matrix(sizes.width, sizes.inner),
-            **more,
         }
         for _ in range(count)
     ]
-    return made
-
-
-def config_of(sizes, layers=2, dim=16):
-    heads = sizes.heads // dim
-    return Config(
-        num_layers=layers,
-        width=sizes.width,
-        num_heads=heads,
-        num_kv_heads=max(1, (sizes.qkv // dim - heads) // 2),
-        head_dim=dim,
-        vocab_size=VOCABULARY,
-        norm_eps=0.25,
-        inv_freq=frequencies(1e4, dim),
-        interleaved=True,
-        max_tokens=128,
-    )
 
 
 def params_of(rng, sizes):
@@ -157,8 +167,8 @@ def params_of(rng, sizes):
     }
 
 
-def truth(config, weights, following, x, attended):
-    """x and qkv in float64; what is multiplied is rounded once, as in the kernel."""
+def truth(config, weights, following, x, attended, cos_sin):
+    """x, queries, keys and values in float64."""
     w = {name: np.asarray(y, np.float64) for name, y in weights.items()}
     after = {name: np.asarray(y, np.float64) for name, y in following.items()}
 
@@ -170,53 +180,77 @@ def truth(config, weights, following, x, attended):
     x = x + np.asarray(attended, np.float64).reshape(len(x), -1) @ w["out"].T
     gate, up = np.split(normed(x, w["mlp_norm"]) @ w["gate_up"].T, 2, axis=1)
     x = x + (gate / (1 + np.exp(-gate)) * up) @ w["down"].T
-    return x, normed(x, after["attn_norm"]) @ after["qkv"].T
+    made = normed(x, after["attn_norm"]) @ after["qkv"].T
+    made = made.reshape(len(x), -1, config.head_dim)
+    q, k, v = np.split(made, np.cumsum([config.num_heads, config.num_kv_heads]), axis=1)
+    return x, turned(config, q, cos_sin), turned(config, k, cos_sin), v
 
 
-@pytest.mark.parametrize("rows", [1, 16, 23, 37, 64])
-def test_between(sizes, rng, rows):
+def turned(config, x, cos_sin):
+    """Each pair of coordinates as a complex number, times its rotation."""
+    cos, sin = np.split(np.asarray(cos_sin, np.float64)[:, None], 2, axis=-1)
+    if config.interleaved:
+        pairs = (x[..., ::2] + 1j * x[..., 1::2]) * (cos + 1j * sin)
+        return np.stack([pairs.real, pairs.imag], axis=-1).reshape(x.shape)
+    low, high = np.split(x, 2, axis=-1)
+    pairs = (low + 1j * high) * (cos + 1j * sin)
+    return np.concatenate([pairs.real, pairs.imag], axis=-1)
+
+
+def assert_near(got, want):
+    """What is multiplied has 8 bits, and sums are of numbers of about 1."""
+    got = np.asarray(got, np.float64)
+    assert got.shape == want.shape
+    wrong = np.abs(got - want)
+    assert (wrong <= 0.02 + 2**-8 * np.abs(want)).all(), wrong.max()
+
+
+@pytest.mark.parametrize("count", [1, 16, 23, 37, 64])
+def test_between(config, rng, count):
+    sizes, pool = sizes_of(config), pool_of(config)
     weights, following = layers(rng, sizes)
-    assert between.serves(weights, rows)
-    x = jnp.asarray(rng.standard_normal((rows, sizes.width)), jnp.float32)
-    attended = jnp.asarray(
-        rng.standard_normal((rows, sizes.heads // 16, 16)), jnp.bfloat16
-    )
+    assert between.serves(config, weights, count, pool) or sizes == SMALL
+    x = jnp.asarray(rng.standard_normal((count, sizes.width)), jnp.float32)
+    shape = count, config.num_heads, config.head_dim
+    attended = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    slots = rng.permutation(80)[:count].astype(np.int32)
+    slots[2::7] = -1
+    slots[3::7] = 80  # behind the last one: nowhere, too
+    cos_sin = llama.turns(config, jnp.asarray(rng.integers(0, 500, count), jnp.int32))
+    want = truth(config, weights, following, x, attended, cos_sin)
+    more = x, attended, pool, jnp.int32(1), rows_of(slots), cos_sin
     call = jax.jit(between.between, static_argnums=0)
-    config = config_of(sizes)
-    want = truth(config, weights, following, x, attended)
-    got = call(config, weights, following, x, attended)
-    assert got[0].dtype == jnp.float32 and got[1].dtype == jnp.bfloat16
-    assert got[1].shape == (rows, sizes.qkv // 16, 16)
-    # What is multiplied has 8 bits; sums are of numbers of about 1.
-    np.testing.assert_allclose(got[0], want[0], atol=0.02)
-    wrong = np.abs(np.asarray(got[1], np.float64).reshape(rows, -1) - want[1])
-    assert (wrong <= 0.02 + 2**-8 * np.abs(want[1])).all()
-    again = call(config, weights, following, x, attended)
-    for one, two in zip(got, again, strict=True):
+    x, q, filled = call(config, weights, following, *more)
+    assert x.dtype == jnp.float32 and q.dtype == jnp.bfloat16
+    assert_near(x, want[0])
+    assert_near(q, want[1])
+    data = np.array(filled.data, np.float64)
+    for slot, *of_row in zip(slots, *want[2:], strict=True):
+        if 0 <= slot < 80:
+            place = data[slot // 4, 1, :, slot % 4]
+            assert_near(place, np.stack(of_row))
+            place[...] = 0
+    assert not data.any()  # nothing else was written
+    for one, two in zip(
+        (x, q, *filled.arrays),
+        jax.tree.leaves(call(config, weights, following, *more)),
+        strict=True,
+    ):
         np.testing.assert_array_equal(one, two)
 
 
-def test_a_model_by_it(sizes, everywhere, rng):
+def test_a_model_by_it(config, rng):
     """Logits and cache are those of XLA between the layers, and the kernel is used."""
-    dim = 16
-    if everywhere == "gpu":
-        dim = 64
-    else:
-        sizes = SMALL_MODEL
-    config = config_of(sizes, layers=3, dim=dim)
-    params = params_of(rng, sizes)
-    spec = BlockSpec(3, 2, 16, config.num_kv_heads, dim, jnp.bfloat16)
+    params, pool = params_of(rng, sizes_of(config)), pool_of(config)
     rows = llama.Rows(
         tokens=jnp.asarray([3, 1, 4, 1, 5], jnp.int32),
         positions=jnp.asarray([0, 1, 2, 0, 1], jnp.int32),
-        slots=jnp.asarray([16, 17, 18, 32, 33], jnp.int32),
+        slots=jnp.asarray([4, 5, 6, 8, 9], jnp.int32),
         tables=jnp.asarray([[1], [2]], jnp.int32),
         kv_lens=jnp.asarray([3, 2], jnp.int32),
         query_start=jnp.asarray([0, 3, 5], jnp.int32),
         tree_mask=None,
     )
-    join = between.choose(params, 5)
-    assert join is between.between
 
     def run(join):
         def forward(params, pool):
@@ -226,14 +260,10 @@ def test_a_model_by_it(sizes, everywhere, rng):
         assert calls == (0 if join is None else 1)  # it is traced once
         return jax.jit(forward)(params, pool)
 
-    pool = KVPool.zeros(spec, 4)
-    (got, filled), (want, as_known) = run(join), run(None)
-    np.testing.assert_allclose(got, want, atol=0.05 * float(np.abs(want).max()))
-    near = 0.05 * float(jnp.abs(as_known.data.astype(jnp.float32)).max())
-    for one, two in zip(filled.arrays, as_known.arrays, strict=True):
-        np.testing.assert_allclose(
-            one.astype(jnp.float32), two.astype(jnp.float32), atol=near
-        )
+    (got, filled), (want, as_known) = run(between.between), run(None)
+    for one, two in ((got, want), (filled.data, as_known.data)):
+        one, two = (np.asarray(x, np.float32) for x in (one, two))
+        np.testing.assert_allclose(one, two, atol=0.05 * np.abs(two).max())
 
 
 @pytest.mark.parametrize(
@@ -241,36 +271,57 @@ def test_a_model_by_it(sizes, everywhere, rng):
     [
         (lambda w: w, 0),
         (lambda w: w, 65),
-        (lambda w: w | {"qkv_bias": jnp.zeros(16)}, 8),
+        (lambda w: w | {"qkv_bias": jnp.zeros(960)}, 8),
+        (lambda w: w | {"q_norm": jnp.zeros(64)}, 8),
         (lambda w: jax.tree.map(lambda x: x.astype(jnp.float32), w), 8),
-        (lambda w: w | {"qkv": w["qkv"][:12]}, 8),
+        (lambda w: w | {"down": w["down"][:, :1500]}, 8),
         (lambda w: w | {"down": w["down"][:, :128]}, 64),
     ],
-    ids=["no rows", "many rows", "biases", "float32", "part of a tile", "few inner"],
+    ids=[
+        "none",
+        "many",
+        "biases",
+        "norms of heads",
+        "float32",
+        "odd inner",
+        "few inner",
+    ],
 )
 def test_where_xla_computes(rng, change, rows):
+    config = config_of(SMOLLM2, 64)
     (weights,) = layers(rng, SMOLLM2, count=1)
-    assert between.serves(weights, 64)
-    weights = change(weights)
-    assert not between.serves(weights, rows)
-    assert between.choose({"layers": [weights]}, rows) is llama.joined
+    params, pool = {"layers": [weights]}, pool_of(config, 4)
+    assert between.choose(config, params, 64, pool) is between.between
+    other = {"layers": [change(weights)]}
+    assert between.choose(config, other, rows, pool) is llama.joined
 
 
-def test_a_layer_that_does_not_fit(rng):
+def test_pools_where_xla_computes(rng):
+    config = config_of(SMOLLM2, 64)
+    params, pool = params_of(rng, SMOLLM2), pool_of(config, 4)
+    layered = KVPool.zeros(pool.spec, 4, contiguous=False)
+    turned_pool = KVPool.zeros(pool.spec.replace(layout="HND"), 4)
+    wide = KVPool.zeros(pool.spec.replace(dtype=jnp.float32), 4)
+    for other in (layered, turned_pool, wide):
+        assert between.choose(config, params, 8, other) is llama.joined
+
+
+def test_a_layer_that_does_not_fit():
     """SmolLM2-360M's layers are 20 MB: 156 KB of a thread block's shared memory."""
-    large = between.Sizes(width=960, heads=960, inner=2560, qkv=1600)
-    assert SMOLLM2.shared_bytes(64) <= between.MOST_SHARED < large.shared_bytes(16)
+    large = between.Sizes(width=960, heads=960, inner=2560, kv=320)
+    for halves in (False, True):
+        assert SMOLLM2.shared_bytes(64, halves) <= between.MOST_SHARED
+        assert large.shared_bytes(16, halves) > between.MOST_SHARED
 
 
 @pytest.mark.parametrize("fuse", [False, True])
 def test_an_engine_takes_it_where_it_is_asked(rng, monkeypatch, fuse):
-    config = config_of(SMALL_MODEL, layers=3)
-    params = params_of(rng, SMALL_MODEL)
+    config, params = config_of(SMOLLM2, 64), params_of(rng, SMOLLM2)
     model = LoadedModel("fused", config, params, ByteTokenizer(), jnp.dtype("bfloat16"))
     taken = []
 
     def spy(*arguments):
-        taken.append(arguments)
+        taken.append(len(arguments[3]))
         return llama.joined(*arguments)
 
     monkeypatch.setattr(between, "between", spy)
@@ -280,6 +331,5 @@ def test_an_engine_takes_it_where_it_is_asked(rng, monkeypatch, fuse):
     engine.stop()
     assert stream.finish_reason == "length" and stream.num_new_tokens == 4
     assert len(taken) % 2 == 0  # between three layers
-    rows = {len(arguments[3]) for arguments in taken}
-    assert max(rows, default=0) <= between.MOST_ROWS
-    assert (4 in rows) == fuse  # a step of decoding
+    assert max(taken, default=0) <= between.MOST_ROWS
+    assert (4 in taken) == fuse  # a step of decoding
