@@ -26,7 +26,7 @@ from jax_kvblock.core.checks import to_jax
 from jax_kvblock.core.primitive import make_primitives
 from jax_kvblock.core.types import Integers
 from jax_kvblock.parallel.reshard_moves import as_bits, move, of_bits
-from jax_kvblock.parallel.reshard_parts import Ids, Part
+from jax_kvblock.parallel.reshard_parts import Ids, Part, own_parts
 from jax_kvblock.parallel.reshard_routes import Cut
 
 _WHERE = "reshard_blocks"
@@ -184,9 +184,9 @@ def _check_memory(src: KVPool, dst: KVPool) -> None:
 
 def _places(pool: KVPool) -> set[int]:
     """The addresses of what this process has of a pool."""
-    count = len(pool.sharding.addressable_devices)
-    each = (x.addressable_data(i) for x in pool.arrays for i in range(count))
-    return {x.unsafe_buffer_pointer() for x in each}
+    return {
+        x.unsafe_buffer_pointer() for array in pool.arrays for x in own_parts(array)
+    }
 
 
 def _check_cut(name: str, pool: KVPool) -> Cut:

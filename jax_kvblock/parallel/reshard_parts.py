@@ -87,6 +87,14 @@ def shards(x: jax.Array) -> dict[jax.Device, jax.Array]:
     return {shard.device: shard.data for shard in x.addressable_shards}
 
 
+def own_parts(x: jax.Array) -> list[jax.Array]:
+    """What each device of this process has, in the order of the array's sharding."""
+    count = len(x.sharding.addressable_devices)
+    if count > 1 and x.is_fully_replicated:  # of this, JAX gives the first for all
+        return [shard.data for shard in x.addressable_shards]
+    return [x.addressable_data(i) for i in range(count)]
+
+
 # ---- what a device does --------------------------------------------------------------
 
 
