@@ -152,7 +152,7 @@ def _check_pair(src: KVPool, dst: KVPool) -> None:
                 f"{getattr(src.spec, axis)}, dst_pool has {getattr(dst.spec, axis)}; "
                 "make them of one spec (their layouts and cuts may differ)"
             )
-    if any(a is b for a in src.arrays for b in dst.arrays):
+    if not {*map(id, src.arrays)}.isdisjoint(map(id, dst.arrays)):
         raise ValueError(
             f"{_WHERE}: src_pool and dst_pool must be two pools, got one; copy_blocks "
             "moves blocks within a pool"
@@ -192,7 +192,7 @@ def _places(pool: KVPool) -> set[int]:
 def _check_cut(name: str, pool: KVPool) -> Cut:
     """How the heads of a pool that is there lie over its devices."""
     sharding = pool.sharding
-    for i, x in enumerate(pool.arrays):
+    for i, x in enumerate(pool.arrays[1:], 1):
         if not x.sharding.is_equivalent_to(sharding, x.ndim):
             raise ValueError(
                 f"{_WHERE}: {name} must have its layers cut alike, got {sharding} for "
