@@ -241,7 +241,11 @@ def check_int32_in_place(
             ".astype(jnp.int32)"
         )
     if isinstance(x, np.ndarray):
-        if x.size and (x.max() > _INT32.max or x.min() < _INT32.min):
+        if (
+            x.dtype != np.int32
+            and x.size
+            and (x.max() > _INT32.max or x.min() < _INT32.min)
+        ):
             raise ValueError(
                 f"{where}: {name} must fit in int32, got values from {x.min()} to "
                 f"{x.max()}"

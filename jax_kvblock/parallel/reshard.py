@@ -26,7 +26,7 @@ from jax_kvblock.core.checks import to_jax
 from jax_kvblock.core.primitive import make_primitives
 from jax_kvblock.core.types import Integers
 from jax_kvblock.parallel.reshard_moves import as_bits, move, of_bits
-from jax_kvblock.parallel.reshard_parts import Ids, Part
+from jax_kvblock.parallel.reshard_parts import Ids, Part, own_parts
 from jax_kvblock.parallel.reshard_routes import Cut
 
 _WHERE = "reshard_blocks"
@@ -152,7 +152,7 @@ def _check_pair(src: KVPool, dst: KVPool) -> None:
                 f"{getattr(src.spec, axis)}, dst_pool has {getattr(dst.spec, axis)}; "
                 "make them of one spec (their layouts and cuts may differ)"
             )
-    if any(a is b for a in src.arrays for b in dst.arrays):
+    if not {*map(id, src.arrays)}.isdisjoint(map(id, dst.arrays)):
         raise ValueError(
             f"{_WHERE}: src_pool and dst_pool must be two pools, got one; copy_blocks "
             "moves blocks within a pool"
@@ -184,15 +184,15 @@ def _check_memory(src: KVPool, dst: KVPool) -> None:
 
 def _places(pool: KVPool) -> set[int]:
     """The addresses of what this process has of a pool."""
-    count = len(pool.sharding.addressable_devices)
-    each = (x.addressable_data(i) for x in pool.arrays for i in range(count))
-    return {x.unsafe_buffer_pointer() for x in each}
+    return {
+        x.unsafe_buffer_pointer() for array in pool.arrays for x in own_parts(array)
+    }
 
 
 def _check_cut(name: str, pool: KVPool) -> Cut:
     """How the heads of a pool that is there lie over its devices."""
     sharding = pool.sharding
-    for i, x in enumerate(pool.arrays):
+    for i, x in enumerate(pool.arrays[1:], 1):
         if not x.sharding.is_equivalent_to(sharding, x.ndim):
             raise ValueError(
                 f"{_WHERE}: {name} must have its layers cut alike, got {sharding} for "

@@ -1,8 +1,12 @@
 """Heads of blocks from device to device of one process, each with programs of its own.
 
-A piece is read on the device that has it, goes to the one that wants it by
-`jax.device_put`, and is written there. No program is over several devices, which the
-host takes several times as long to start, and none waits for another device.
+A piece is read on the device that has it, is copied to the one that wants it, and is
+written there. No program is over several devices, which the host takes several times as
+long to start, and none waits for another device.
+
+Few blocks wait for the host. So a piece is sent as soon as it is read, and what it is
+written to is looked at while it is on its way. Ids go to all devices before that, at
+once: to go to those that send first and to the others later, they cost the host more.
 
 Many blocks go in chunks. One is on its way while the next is read and the one before
 is written, and heads that stay go from pool to pool under the first.
@@ -18,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, Sharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_kvblock.blocks.layout import BlockSpec
@@ -27,6 +31,7 @@ from jax_kvblock.parallel.reshard_parts import (
     Devices,
     Ids,
     Part,
+    brought,
     copy,
     flat_mesh,
     read,
@@ -48,13 +53,15 @@ class _Ways(NamedTuple):
 
     Attributes:
       senders, receivers, keepers: the routes that begin, end, or do both there.
-      devices: all of them.
+      movers, keeping, devices: those that send or get, those that keep, and all.
       busiest: the most pieces that one device sends and gets.
     """
 
     senders: list[tuple[jax.Device, list[Route]]]
     receivers: list[tuple[jax.Device, list[Route]]]
     keepers: list[tuple[jax.Device, list[Route]]]
+    movers: Devices
+    keeping: Devices
     devices: Devices
     busiest: int
 
@@ -75,23 +82,23 @@ class _Copies:
     """One call: what each device has, and the programs that it runs."""
 
     def __init__(self, src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> None:
-        ways, width = _ways(src.cut, dst.cut), grain(src.cut, dst.cut)
-        self._senders, self._receivers = ways.senders, ways.receivers
-        self._keepers = ways.keepers
+        self._ways, width = _ways(src.cut, dst.cut), grain(src.cut, dst.cut)
         self._dst = dst
-        self._sources, self._targets = src.on_each(), dst.on_each()
+        self._sources = src.on_each()
+        self._targets: dict[jax.Device, tuple[jax.Array, ...]] = {}
         piece = len(src_ids) * width * src.head_bytes
-        self._chunks = _chunks(len(src_ids), piece, ways.busiest)
-        with jax.transfer_guard_host_to_device("allow"):  # of ids; they are meant
-            chunks = _chunked(src_ids, dst_ids, self._chunks)
-            self._ids = _on_devices(chunks, ways.devices)
+        self._chunks = _chunks(len(src_ids), piece, self._ways.busiest)
+        *chunks, whole = _chunked(src_ids, dst_ids, self._chunks)
+        self._ids = [_on_devices(ids, self._ways.movers) for ids in chunks]
+        at = self._ways.keeping if chunks else self._ways.devices
+        self._ids.append(_on_devices(whole, at))
         self._of = (src.spec, src.pool.contiguous), (dst.spec, dst.pool.contiguous)
         self._width = width
 
     def run(self) -> KVPool:
         arriving: deque[_Sent] = deque()
         written: deque[_Sent] = deque()
-        for number in range(self._chunks if self._senders else 0):
+        for number in range(self._chunks if self._ways.senders else 0):
             if len(arriving) + len(written) == AHEAD:
                 jax.block_until_ready([*written.popleft().pieces.values()])
             arriving.append(self._sent(number))
@@ -99,7 +106,7 @@ class _Copies:
                 self._copy_what_stays()
             else:
                 written.append(self._written(arriving.popleft()))
-        if not self._senders:
+        if not self._ways.senders:
             self._copy_what_stays()
         while arriving:
             self._written(arriving.popleft())
@@ -108,16 +115,17 @@ class _Copies:
     def _sent(self, number: int) -> _Sent:
         """Reads a chunk, each piece once, and sends it to all that want it."""
         pieces: Pieces = {}
-        for sender, routes in self._senders:
+        for sender, routes in self._ways.senders:
             takes = tuple(sorted({r.take for r in routes}))
             program = _reader(*self._of[0], takes, self._width)
             made = program(self._sources[sender], self._ids[number][sender])
             found = dict(zip(takes, made, strict=True))
-            pieces.update({r: found[r.take] for r in routes})
-        return _Sent(number, _put(pieces))
+            for r in routes:
+                pieces[r] = brought(found[r.take], SingleDeviceSharding(r.receiver))
+        return _Sent(number, pieces)
 
     def _written(self, sent: _Sent) -> _Sent:
-        for receiver, routes in self._receivers:
+        for receiver, routes in self._ways.receivers:
             program = _writer(*self._of[1], tuple(r.put for r in routes))
             self._targets[receiver] = program(
                 self._targets[receiver],
@@ -127,20 +135,13 @@ class _Copies:
         return sent
 
     def _copy_what_stays(self) -> None:
-        for device, routes in self._keepers:
+        self._targets = self._dst.on_each()
+        for device, routes in self._ways.keepers:
             moves = tuple((r.take, r.put) for r in routes)
             program = _copier(*self._of, moves, self._width)
             self._targets[device] = program(
                 self._targets[device], self._sources[device], self._ids[-1][device]
             )
-
-
-def _put(pieces: Pieces) -> Pieces:
-    """The pieces where they are wanted."""
-    if len(pieces) == 1:  # a list costs the host half as much again
-        return {r: jax.device_put(x, r.receiver) for r, x in pieces.items()}
-    there = jax.device_put([*pieces.values()], [r.receiver for r in pieces])
-    return dict(zip(pieces, there, strict=True))
 
 
 def _chunks(blocks: int, piece: int, busiest: int) -> int:
@@ -152,11 +153,14 @@ def _chunks(blocks: int, piece: int, busiest: int) -> int:
 def _ways(src: Cut, dst: Cut) -> _Ways:
     routes = find_routes(src, dst)
     travel = [r for r in routes if r.sender != r.receiver]
+    stay = [r for r in routes if r.sender == r.receiver]
     return _Ways(
         senders=_by(travel, 0),
         receivers=_by(travel, 2),
-        keepers=_by([r for r in routes if r.sender == r.receiver], 0),
-        devices=tuple(dict.fromkeys(end for r in routes for end in (r[0], r[2]))),
+        keepers=_by(stay, 0),
+        movers=_ends(travel),
+        keeping=_ends(stay),
+        devices=_ends(routes),
         busiest=_busiest(travel),
     )
 
@@ -167,6 +171,10 @@ def _busiest(travel: Sequence[Route]) -> int:
     return max(ends.values(), default=0)
 
 
+def _ends(routes: Sequence[Route]) -> Devices:
+    return tuple(dict.fromkeys(end for r in routes for end in (r.sender, r.receiver)))
+
+
 def _by(routes: Sequence[Route], end: int) -> list[tuple[jax.Device, list[Route]]]:
     """The routes of each sender (0), or of each receiver (2)."""
     found: dict[jax.Device, list[Route]] = {}
@@ -175,31 +183,33 @@ def _by(routes: Sequence[Route], end: int) -> list[tuple[jax.Device, list[Route]
     return list(found.items())
 
 
-def _on_devices(
-    chunks: Sequence[Ids], devices: Devices
-) -> list[dict[jax.Device, jax.Array]]:
-    """Of each chunk of ids, a copy on each device.
+def _on_devices(ids: Ids, devices: Devices) -> dict[jax.Device, jax.Array]:
+    """A copy on each device. They go to all at once, of a CPU and of GPUs apart.
 
-    They go to all devices at once, of a CPU and of GPUs apart. A program that is given
-    ids on the host takes twice as long to start as this takes for another device.
+    A program that is given ids on the host takes twice as long to start as this takes
+    for another device.
     """
-    there: list[dict[jax.Device, jax.Array]] = [{} for _ in chunks]
-    for own in _by_client(devices):
-        # On one device without a mesh, since a pool there may be of another one.
-        one = len(own) == 1
-        at: Any = own[0] if one else NamedSharding(flat_mesh(own), P())
-        put = jax.device_put(chunks, at)
-        for parts, x in zip(there, put, strict=True):
-            parts.update(shards(x))
+    there: dict[jax.Device, jax.Array] = {}
+    for to in _whole_on(devices):
+        there.update(shards(brought(ids, to)))
     return there
 
 
-def _by_client(devices: Devices) -> list[Devices]:
-    """No array lies on devices of two clients."""
+@functools.lru_cache(maxsize=256)
+def _whole_on(devices: Devices) -> tuple[Sharding, ...]:
+    """Where arrays lie that are whole on each device: no array is of two clients.
+
+    On one device without a mesh, since a pool there may be of another one.
+    """
     found: dict[int, list[jax.Device]] = {}
     for device in devices:
         found.setdefault(id(device.client), []).append(device)
-    return [tuple(own) for own in found.values()]
+    return tuple(
+        NamedSharding(flat_mesh(tuple(own)), P())
+        if len(own) > 1
+        else SingleDeviceSharding(own[0])
+        for own in found.values()
+    )
 
 
 def _chunked(src_ids: Ids, dst_ids: Ids, chunks: int) -> Sequence[Ids]:
@@ -211,7 +221,7 @@ def _chunked(src_ids: Ids, dst_ids: Ids, chunks: int) -> Sequence[Ids]:
     if arrays:  # they meet in a program, in device memory
         at = arrays[0].sharding.with_memory_kind("device")
         return _split(*jax.device_put((src_ids, dst_ids), at), chunks=chunks)
-    both = np.stack((src_ids, dst_ids))
+    both = np.array((src_ids, dst_ids))
     if chunks == 1:
         return [both]
     length = -(-len(src_ids) // chunks)

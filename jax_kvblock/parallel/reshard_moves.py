@@ -32,6 +32,7 @@ from jax_kvblock.parallel.reshard_parts import (
     Heads,
     Ids,
     Part,
+    brought,
     copy,
     flat_mesh,
     here,
@@ -60,7 +61,11 @@ def move(src: Part, src_ids: Ids, dst: Part, dst_ids: Ids) -> KVPool:
     devices = tuple(dict.fromkeys((*src.cut.devices, *dst.cut.devices)))
     if not here(devices):
         return dst.pool  # others do it; this process has no part of either pool
-    with _no_mesh():
+    with (
+        _no_mesh(),
+        jax.transfer_guard_host_to_device("allow"),  # of ids,
+        jax.transfer_guard_device_to_device("allow"),  # and of pieces: they are meant
+    ):
         if {*src.cut.devices} == {*dst.cut.devices}:
             return _in_one_program(src, src_ids, dst, dst_ids)
         if _of_one_process(devices):
@@ -387,10 +392,7 @@ def _updated(part: Part, flat: KVPool) -> KVPool:
 
 def _on_each(ids: Ids, mesh: Mesh) -> jax.Array:
     """The ids, whole on each device."""
-    devices = list(here(mesh.devices.flat))
-    parts = jax.device_put([ids] * len(devices), devices)
-    whole = NamedSharding(mesh, P())
-    return jax.make_array_from_single_device_arrays(ids.shape, whole, parts)
+    return brought(ids, NamedSharding(mesh, P()))
 
 
 def _columns(

@@ -292,6 +292,13 @@ def same_memory(src: Place, *entries: Any) -> tuple[Any, ...]:
     return pool, [0], kv.KVPool.wrap(again, pool.spec), [1]
 
 
+def same_memory_of_the_second_device() -> tuple[Any, ...]:
+    """A pool that is whole on two devices, and one of what the second has of it."""
+    pool = pool_at(on([0, 1], cut=None))
+    second = pool.data.addressable_shards[1].data
+    return pool, [0], kv.KVPool.wrap(second, pool.spec), [1]
+
+
 WIDER = (2, 2, 3, 8, 6)
 
 REFUSED = {
@@ -331,6 +338,8 @@ REFUSED = {
         lambda: same_memory(on(FOUR), *[None] * 4, ("b", "h"))),
     "one memory on one device": (ValueError, "must not share memory|jnp.copy",
         lambda: same_memory(on([0]))),
+    "one memory on the second device": (ValueError, "must not share memory|jnp.copy",
+        same_memory_of_the_second_device),
     "donated": (RuntimeError, "dst_pool was donated",
         lambda: (pool_at(on([1])), [0], donated(), [0])),
 }  # fmt: skip

@@ -75,16 +75,16 @@ def programs(monkeypatch):
 
 @pytest.fixture
 def puts(monkeypatch):
-    """Pieces that `jax.device_put` is given from now on, and where they go."""
-    real, seen = jax.device_put, []
+    """Pieces that are sent from now on, and the device that each goes to."""
+    real, seen = reshard_copies.brought, []
 
-    def recorded(x: Any, to: Any = None) -> Any:
-        pieces, places = (x, to) if isinstance(x, list) else ([x], [to])
-        if pieces[0].ndim > 1 and isinstance(pieces[0], jax.Array):
-            seen.append((pieces, places))
+    def recorded(x: Any, to: Any) -> Any:
+        if x.ndim > 2:  # ids have two dims
+            (device,) = to.device_set
+            seen.append((x, device))
         return real(x, to)
 
-    monkeypatch.setattr(jax, "device_put", recorded)
+    monkeypatch.setattr(reshard_copies, "brought", recorded)
     return seen
 
 
@@ -143,7 +143,7 @@ def test_the_search_for_large_instructions_finds_a_copy(rng):
 def test_between_devices_of_one_process_nothing_is_larger_than_the_blocks(
     rng, programs, puts
 ):
-    """And each head travels once, from one device to another, in one call."""
+    """And each head travels once, from one device to another."""
     src = make_pool(random_bits(rng, (MANY, *DIMS), "float32"), on([0, 1]))
     dst = make_pool(random_bits(rng, (MANY, *DIMS), "float32"), on([3], "HND"))
     reshard_blocks(src, SRC_IDS, dst, DST_IDS)
@@ -155,10 +155,9 @@ def test_between_devices_of_one_process_nothing_is_larger_than_the_blocks(
         (runs_on,) = {s._device_assignment for s in leaf_shardings(compiled)}
         assert runs_on == (devices[at],)
     assert "input_output_alias" in programs[-1][1].as_text()
-    ((sent, to),) = puts
-    assert [x.shape for x in sent] == [(7, 4, 2, 2, 3, 5)] * 2
-    assert [x.devices() for x in sent] == [{devices[0]}, {devices[1]}]
-    assert to == [devices[3]] * 2
+    assert [x.shape for x, _ in puts] == [(7, 4, 2, 2, 3, 5)] * 2
+    assert [x.devices() for x, _ in puts] == [{devices[0]}, {devices[1]}]
+    assert [to for _, to in puts] == [devices[3]] * 2
 
 
 def leaf_shardings(compiled: Any) -> list[Any]:
@@ -170,16 +169,36 @@ def test_what_is_there_goes_from_pool_to_pool(rng, programs, puts):
     hold(on([0, 1]), on([0], "HND"), rng, dtype="float32")
     assert [name for name, _ in programs] == ["_reader", "_copier", "_writer"]
     ((sent, to),) = puts
-    assert [x.devices() for x in sent] == [{jax.devices("cpu")[1]}]
-    assert to == [jax.devices("cpu")[0]]
+    assert sent.devices() == {jax.devices("cpu")[1]}
+    assert to == jax.devices("cpu")[0]
+
+
+def test_few_blocks_are_on_their_way_before_anything_is_written(
+    rng, programs, monkeypatch
+):
+    """A piece is sent as soon as it is read; heads that stay go under its way."""
+    brought = reshard_copies.brought
+
+    def recorded(x: Any, to: Any) -> Any:
+        programs.append(("ids" if x.ndim == 2 else "sent", None))
+        return brought(x, to)
+
+    monkeypatch.setattr(reshard_copies, "brought", recorded)
+    hold(on(FOUR), on([0, 2], "HND"), rng, dtype="float32")
+    assert [name for name, _ in programs] == [
+        "ids",
+        *["_reader", "sent"] * 2,
+        *["_copier"] * 2,
+        *["_writer"] * 2,
+    ]
 
 
 def test_heads_for_several_devices_are_read_once_and_sent_to_each(rng, programs, puts):
     hold(on([0], cut=None), on([1, 2], cut=None), rng, dtype="float32")
     assert [name for name, _ in programs] == ["_reader", "_writer", "_writer"]
-    ((sent, to),) = puts
-    assert sent[0] is sent[1]
-    assert to == jax.devices("cpu")[1:3]
+    (first, _), (second, _) = puts
+    assert first is second
+    assert [to for _, to in puts] == jax.devices("cpu")[1:3]
 
 
 def test_many_blocks_go_in_chunks(rng, programs, monkeypatch):
@@ -202,7 +221,7 @@ def test_a_chunk_travels_while_another_is_read_and_another_written(
     read, write = "_reader", "_writer"
     want = [read, read, write, write, read, write, write, write, write]
     assert [name for name, _ in programs] == want
-    assert [[x.shape[:2] for x in sent] for sent, _ in puts] == [[(3, 4)] * 2] * 3
+    assert [x.shape[:2] for x, _ in puts] == [(3, 4)] * 6
 
 
 @pytest.mark.parametrize(("ahead", "waits"), [(2, 5), (4, 3), (7, 0)])
@@ -249,14 +268,14 @@ def test_ids_go_to_all_devices_at_once(rng, monkeypatch, place, chunks):
     """Wherever they are. No program is given any that are still on the host."""
     head = 4 * math.prod(DIMS) // DIMS[3]
     monkeypatch.setattr(reshard_copies, "CHUNK_BYTES", 7 * 8 * head // chunks + 1)
-    real, sent, puts = jax.device_put, [], []
+    brought, sent, puts = reshard_copies.brought, [], []
 
     def recorded(x: Any, to: Any) -> Any:
-        leaves = jax.tree.leaves(x)
-        if all(y.ndim == 2 and np.issubdtype(y.dtype, np.integer) for y in leaves):
-            puts.append((len(leaves), {d.id for d in to.device_set}))
-        return real(x, to)
+        if x.ndim == 2:
+            puts.append({d.id for d in to.device_set})
+        return brought(x, to)
 
+    monkeypatch.setattr(reshard_copies, "brought", recorded)
     for name in ("_reader", "_writer", "_copier"):
         make = getattr(reshard_copies, name)
 
@@ -271,15 +290,30 @@ def test_ids_go_to_all_devices_at_once(rng, monkeypatch, place, chunks):
 
     def run(src: Any, src_ids: Any, dst: Any, dst_ids: Any) -> Any:
         if place == "device":
-            src_ids = real(src_ids, jax.devices("cpu")[2])
+            src_ids = jax.device_put(src_ids, jax.devices("cpu")[2])
         if place != "host":
-            dst_ids = real(dst_ids, jax.devices("cpu")[3])
-        monkeypatch.setattr(jax, "device_put", recorded)
+            dst_ids = jax.device_put(dst_ids, jax.devices("cpu")[3])
         return reshard_blocks(src, src_ids, dst, dst_ids)
 
     hold(on([0, 1]), on([1, 2], "HND"), rng, dtype="float32", run=run)
     assert all(isinstance(x, jax.Array) for x in sent)
-    assert puts == [(1 if chunks == 1 else chunks + 1, {0, 1, 2})]
+    assert puts == [{0, 1, 2}] * chunks
+
+
+def test_all_ids_in_one_go_to_those_alone_that_keep_heads(rng, monkeypatch):
+    """The others are given those of each chunk."""
+    head = 4 * math.prod(DIMS) // DIMS[3]
+    monkeypatch.setattr(reshard_copies, "CHUNK_BYTES", 7 * 4 * head // 3 + 1)
+    brought, puts = reshard_copies.brought, []
+
+    def recorded(x: Any, to: Any) -> Any:
+        if x.ndim == 2:
+            puts.append((x.shape, {d.id for d in to.device_set}))
+        return brought(x, to)
+
+    monkeypatch.setattr(reshard_copies, "brought", recorded)
+    hold(on([0, 1]), on([0], "HND"), rng, dtype="float32")
+    assert puts == [((2, 3), {0, 1})] * 3 + [((2, 7), {0})]
 
 
 def test_between_two_clients_and_ids_in_pinned_memory(rng):
