@@ -13,6 +13,8 @@ import math
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
 
+import numpy as np
+
 from jax_kvblock.attention.config import OPEN, AttentionConfig
 from jax_kvblock.attention.cuda import MOST_JOINED_DIM
 
@@ -80,21 +82,21 @@ class Work:
 
 def work_of(
     config: AttentionConfig, size: int, sizes: tuple[int, ...], batch: int, rows: int,
-    keys: int, itemsize: int, reach: int, direct: bool,
+    keys: int, lens: tuple[np.ndarray, np.ndarray], itemsize: int, reach: int,
+    direct: bool,
 ) -> Work:  # fmt: skip
     """sizes: heads, KV heads, head dim and value dim; rows, keys: a sequence's shard.
 
-    Packed documents count as one sequence.
+    lens: how many rows and keys each packed document has; a sequence is one.
     """
     heads, kv_heads, head_dim, value_dim = sizes
-    total = keys * size
+    half = lens[1] / 2
     left, right = config.window_left, config.window_right
-    sides = [
-        total / 2 if side == OPEN else min(side, total / 2) for side in (left, right)
-    ]
+    sides = [half if side == OPEN else np.minimum(side, half) for side in (left, right)]
+    seen = float(lens[0] @ sum(sides)) / max(1, rows * size)
     return Work(
         size, batch * rows, batch * keys, heads, kv_heads, head_dim, value_dim,
-        itemsize, sum(sides), reach, direct,
+        itemsize, seen, reach, direct,
     )  # fmt: skip
 
 

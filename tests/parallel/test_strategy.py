@@ -466,6 +466,42 @@ def test_keys_that_a_row_sees(batch, window, asked):
     assert (work.rows, work.keys) == (batch * 512, batch * 1024)
 
 
+BOUNDS = np.array([0, 64, 192, 448], np.int32)  # of 512 rows; 64 are in no document
+KEYS_OF = np.array([0, 128, 192, 512], np.int32)  # of as many documents
+
+
+@pytest.mark.parametrize(
+    ("options", "seen"),
+    [
+        ({"causal": True}, (64 * 32 + 128 * 64 + 256 * 128) / 512),
+        ({}, (64 * 64 + 128 * 128 + 256 * 256) / 512),
+        ({"window": (40, 0)}, (64 * 32 + 128 * 40 + 256 * 40) / 512),
+        ({"cu_seqlens": (BOUNDS, KEYS_OF)}, (64 * 128 + 128 * 64 + 256 * 320) / 512),
+        ({"traced": True}, 512),
+        ({"traced": True, "max_seqlen": 300}, 300),
+        ({"traced": True, "max_seqlen": 900}, 512),
+    ],
+    ids=str,
+)
+def test_keys_that_a_row_of_documents_sees(options, seen, asked):
+    """In the mean of all rows; of boundaries that nobody knows, one document's."""
+    mesh = jax.make_mesh((4,), ("c",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
+    how = {"axis_name": "c", "strategy": "auto", "cu_seqlens": BOUNDS} | options
+    traced = how.pop("traced", False)
+
+    def attend(q, k, v, cu):
+        bounds = {"cu_seqlens": cu} if traced else {}
+        return context_parallel_attention(q, k, v, **(how | bounds))
+
+    over = jax.shard_map(
+        attend, mesh=mesh, in_specs=(P("c"),) * 3 + (P(),), out_specs=P("c")
+    )
+    q, k = (jax.ShapeDtypeStruct((512, n, 64), jnp.bfloat16) for n in (8, 2))
+    jax.make_jaxpr(over)(q, k, k, jax.ShapeDtypeStruct((4,), jnp.int32))
+    (work,) = asked
+    assert work.seen == seen
+
+
 @pytest.mark.parametrize(
     ("name", "rates"),
     [(name, H200) for name in CALLS] + [(name, FREE) for name in GATHERED_FREELY],
