@@ -128,6 +128,7 @@ def normalize(
         mask = _batched_mask(where, segment_ids, q.shape[0], rows, keys)
         alike, documents = rows == keys, (q.shape[0],) * 2
     longest = _longest(where, max_seqlen, cu_seqlens)
+    lens = _documents(where, cu_seqlens, rows * size, keys * size, longest)
     if zigzag or not alike:  # rows are not as far apart as their positions
         longest = OPEN
     if config.dropout:
@@ -149,7 +150,9 @@ def normalize(
     segments = mask.kv_segments is not None
     apart = are_apart(config, alike=alike, zigzag=zigzag, segments=segments)
     direct, itemsize = by_engines and apart, q.dtype.itemsize
-    work = work_of(config, size, sizes, batch, rows, keys, itemsize, reach, direct)
+    work = work_of(
+        config, size, sizes, batch, rows, keys, lens, itemsize, reach, direct
+    )
     strategy, group = _resolve(where, strategy, ulysses_degree, work)
     gathered = strategy == "all_gather"
     plan = Plan(
@@ -251,6 +254,21 @@ def _longest(where: str, max_seqlen: Any, cu_seqlens: Any) -> int:
     else:
         _look_at_longest(where, most, bounds=known)
     return most
+
+
+def _documents(
+    where: str, cu_seqlens: Any, rows: int, keys: int, longest: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and keys of each document; a sequence is one.
+
+    Where boundaries are not on the host: one, whose rows see what the longest has.
+    """
+    pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens,) * 2
+    q, kv = (None if x is None else known_on_host(where, "cu_seqlens", x) for x in pair)
+    if q is None or kv is None:
+        most = keys if longest == OPEN else min(keys, longest)
+        return np.array([rows]), np.array([most])
+    return np.diff(q), np.diff(kv)
 
 
 def _look_at_longest(where: str, most: int, *, bounds: np.ndarray) -> None:

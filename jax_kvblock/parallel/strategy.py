@@ -2,8 +2,7 @@
 
 The model knows what is computed, what travels, what of that hides under what is
 computed, and what merging costs. docs/context_parallel.md has the rule in words, and
-which rate is of which run. That of heads which are exchanged is taken to be that of a
-gather; forward passes of "ulysses" agree.
+which rate is of which run.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Literal, TypeAlias
+
+import numpy as np
 
 from jax_kvblock.attention.config import OPEN, AttentionConfig
 from jax_kvblock.attention.cuda import MOST_JOINED_DIM
@@ -24,22 +25,25 @@ STRATEGIES = ("auto", "all_gather", "ring", "ulysses", "ulysses_ring")
 # (out) times the error that sums in float32 have. More parts are added up apart from
 # their calls, in float32.
 MOST_ROUNDED = 8
+# Of a ring's time gathering, which takes more memory, has to save as much. Runs of one
+# program differ by more, and so does the model from runs.
+WORTH = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
     """Of one device among several, in units of a second."""
 
-    flops: float = 690e12  # long causal attention forward, D128 bf16
-    call: float = 35e-6  # of a call of attention: its tiles begin and end unevenly
+    flops: float = 728e12  # attention forward, D128 bf16, of the slowest of the GPUs
+    row: float = 0.33e-9  # of a row of a head in a call: its tiles begin and end
     permute: float = 333e9  # bytes that a device sends and receives at once
     gather: float = 241e9  # bytes that come in; of a run whose record was not kept
-    exchange: float = 241e9  # taken to be that of a gather
-    memory: float = 4.3e12  # bytes read and written
+    exchange: float = 245e9  # bytes of heads that go and come
+    memory: float = 4.3e12  # bytes read and written, as a copy does
     launch: float = 15e-6  # of a collective
     # What a shard costs that NCCL gathers, its way aside: by so much gathering took
-    # longer than a ring, forward, on 2 and 4 H200s, where the rest says it would not.
-    gathered: float = 28e-6
+    # longer than a ring, forward, on 2 and 4 H200s, than the rest says; older kernels.
+    gathered: float = 46e-6
 
 
 H200 = Rates()
@@ -77,24 +81,31 @@ class Work:
         width = self.head_dim + self.value_dim
         return 2 * self.rows * self.seen * self.heads * width / rates.flops
 
+    def call(self, rates: Rates) -> float:
+        """What each call of attention takes beside that, with any keys.
+
+        A group has the rows of all its devices and its share of the heads: as many.
+        """
+        return self.rows * self.heads * rates.row
+
 
 def work_of(
     config: AttentionConfig, size: int, sizes: tuple[int, ...], batch: int, rows: int,
-    keys: int, itemsize: int, reach: int, direct: bool,
+    keys: int, lens: tuple[np.ndarray, np.ndarray], itemsize: int, reach: int,
+    direct: bool,
 ) -> Work:  # fmt: skip
     """sizes: heads, KV heads, head dim and value dim; rows, keys: a sequence's shard.
 
-    Packed documents count as one sequence.
+    lens: how many rows and keys each packed document has; a sequence is one.
     """
     heads, kv_heads, head_dim, value_dim = sizes
-    total = keys * size
+    half = lens[1] / 2
     left, right = config.window_left, config.window_right
-    sides = [
-        total / 2 if side == OPEN else min(side, total / 2) for side in (left, right)
-    ]
+    sides = [half if side == OPEN else np.minimum(side, half) for side in (left, right)]
+    seen = float(lens[0] @ sum(sides)) / max(1, rows * size)
     return Work(
         size, batch * rows, batch * keys, heads, kv_heads, head_dim, value_dim,
-        itemsize, sum(sides), reach, direct,
+        itemsize, seen, reach, direct,
     )  # fmt: skip
 
 
@@ -126,6 +137,7 @@ def seconds(work: Work, strategy: str, group: int = 1, rates: Rates = H200) -> f
 def _gathered(work: Work, rates: Rates) -> float:
     """Own keys are seen while the others' arrive; a collective's, not for nothing."""
     compute, others = work.compute(rates) / work.size, work.size - 1
+    call = work.call(rates)
     if work.direct:
         arrives = others * (work.shard / rates.permute + rates.launch)
         in_order = 2 * others * work.shard / rates.memory
@@ -133,8 +145,8 @@ def _gathered(work: Work, rates: Rates) -> float:
         arrives = others * work.shard / rates.gather + rates.launch
         in_order = 2 * work.size * work.shard / rates.memory
         in_order += others * rates.gathered
-    rest = others * compute + rates.call + _merge(work, 2, rates)
-    return max(compute + rates.call, arrives) + in_order + rest
+    rest = others * compute + call + _merge(work, 2, rates)
+    return max(compute + call, arrives) + in_order + rest
 
 
 def _exchanged(work: Work, group: int, rates: Rates) -> float:
@@ -150,7 +162,7 @@ def _exchanged(work: Work, group: int, rates: Rates) -> float:
 def _ring(work: Work, group: int, rates: Rates) -> float:
     """A device of a ring of `size / group`, each with `1 / group` of the heads."""
     steps = max(1, math.ceil(work.reach / group))
-    compute = work.compute(rates) / steps + rates.call
+    compute = work.compute(rates) / steps + work.call(rates)
     repeated = max(1, group // work.kv_heads)
     arrives = repeated * work.shard / rates.permute + rates.launch
     return compute + (steps - 1) * max(compute, arrives) + _merge(work, steps, rates)
@@ -173,11 +185,13 @@ def choose(work: Work, rates: Rates = H200) -> tuple[str, int]:
     """The strategy that takes the least time, and how many devices exchange heads.
 
     Keys are gathered where that takes no more memory than a device's queries and
-    outputs do.
+    outputs do, and saves some time.
     """
     found = [("ring", 1)]
     if work.size * work.shard <= work.queries:
-        found.append(("all_gather", 1))
+        gathered = seconds(work, "all_gather", 1, rates)
+        if gathered < (1 - WORTH) * seconds(work, "ring", 1, rates):
+            found.append(("all_gather", 1))
     for group in groups(work):
         if group > 1:
             found.append(("ulysses" if group == work.size else "ulysses_ring", group))
