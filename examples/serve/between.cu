@@ -59,19 +59,39 @@ __device__ __forceinline__ void WaitForCopies() {
 }
 
 // What another multiprocessor may have written in this kernel: from L2.
-template <typename T>
-__device__ __forceinline__ T LoadFresh(const T* from) {
-  return __ldcg(from);
+__device__ __forceinline__ float2 LoadFresh(const float2* from) {
+  float2 x;
+  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"
+               : "=f"(x.x), "=f"(x.y)
+               : "l"(from)
+               : "memory");
+  return x;
 }
+__device__ __forceinline__ float4 LoadFresh(const float4* from) {
+  float4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
+}
+__device__ __forceinline__ void PrefetchToL2(const void* from) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
+}
+// Loads it here, not where it is first used.
+__device__ __forceinline__ void Now(int& x) { asm volatile("" : "+r"(x)); }
 
 __device__ __forceinline__ int ClusterRank() {
   unsigned rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 }
-// All CTAs of the cluster have begun, and made their barriers.
-__device__ __forceinline__ void ClusterBegin() {
-  asm volatile("barrier.cluster.arrive.relaxed; barrier.cluster.wait;" ::: "memory");
+// After the wait all CTAs of the cluster have begun, and made their barriers before they arrived.
+__device__ __forceinline__ void ClusterArrive() {
+  asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
+}
+__device__ __forceinline__ void ClusterWait() {
+  asm volatile("barrier.cluster.wait;" ::: "memory");
 }
 // A barrier of one phase: so many bytes are sent to it.
 __device__ __forceinline__ void MakeBarrier(unsigned long long* barrier, int bytes) {
@@ -196,19 +216,27 @@ template <typename W, int kRows>
 __device__ void LoadNormed(__nv_bfloat16* to, const Incoming& incoming, const float* x,
                            const float* norm, int rows, int rank) {
   constexpr int kLanes = kThreads / kRows;  // that share a row
+  constexpr int kPieces = (W::kDepth / 4 + kLanes - 1) / kLanes;
   const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  float sum = 0.0f;
-  if (row < rows) {
-    const float* const from = x + static_cast<long long>(row) * W::kInputs + rank * W::kDepth;
+  const float* const from = x + static_cast<long long>(row) * W::kInputs + rank * W::kDepth;
+  float4 numbers[kPieces] = {}, factors[kPieces] = {};
 #pragma unroll
-    for (int i = lane * 4; i < W::kDepth; i += kLanes * 4) {
-      const float4 v = LoadFresh(reinterpret_cast<const float4*>(from + i));
-      const float4 g = *reinterpret_cast<const float4*>(norm + rank * W::kDepth + i);
-      sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-      __nv_bfloat16* const place = to + row * W::kPitch + i;
-      reinterpret_cast<__nv_bfloat162*>(place)[0] = __floats2bfloat162_rn(v.x * g.x, v.y * g.y);
-      reinterpret_cast<__nv_bfloat162*>(place)[1] = __floats2bfloat162_rn(v.z * g.z, v.w * g.w);
-    }
+  for (int i = 0; i < kPieces; ++i) {
+    const int at = (lane + i * kLanes) * 4;
+    if (row >= rows || at >= W::kDepth) continue;
+    numbers[i] = LoadFresh(reinterpret_cast<const float4*>(from + at));
+    factors[i] = *reinterpret_cast<const float4*>(norm + rank * W::kDepth + at);
+  }
+  float sum = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int at = (lane + i * kLanes) * 4;
+    const float4 v = numbers[i], g = factors[i];
+    sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+    if (at >= W::kDepth) continue;
+    const __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(v.x * g.x, v.y * g.y),
+                                     __floats2bfloat162_rn(v.z * g.z, v.w * g.w)};
+    *reinterpret_cast<uint2*>(to + row * W::kPitch + at) = *reinterpret_cast<const uint2*>(pairs);
   }
 #pragma unroll
   for (int far = kLanes / 2; far > 0; far /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, far);
@@ -225,25 +253,38 @@ template <typename W, int kRowTiles>
 __device__ void Multiply(const __nv_bfloat16* rows, const __nv_bfloat16* weight,
                          const Incoming& incoming, int tiles, int rank) {
   constexpr int kTeams = kWarps / kRowTiles;  // warps that have the same rows share the tiles
-  constexpr int kOwn = (W::kMost + kTeams - 1) / kTeams;
+  constexpr int kOwn = (W::kMost + kTeams - 1) / kTeams, kPairs = (kOwn + 1) / 2;
+  constexpr int kSteps = W::kDepth / 16;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = warp % kRowTiles * 16, team = warp / kRowTiles;
-  float c[kOwn][4] = {};
+  if (team >= tiles) return;
+  // Lanes name rows of two tiles; where there is no tile, of the last one, whose products nobody
+  // sends twice.
   const __nv_bfloat16* const a_from = rows + (first_row + lane % 16) * W::kPitch + lane / 16 * 8;
-#pragma unroll 3
-  for (int k = 0; k < W::kDepth; k += 16) {
-    unsigned a[4];
-    LoadMatrices(a, a_from + k);
+  const __nv_bfloat16* b_from[kPairs];
 #pragma unroll
-    for (int i = 0; i < kOwn; i += 2) {
-      // Two tiles at a time; where there is no second one, the first one again.
-      const int tile = team + i * kTeams, next = tile + kTeams;
-      if (tile >= tiles) break;
-      const int of_lane = lane < 16 || next >= tiles ? tile : next;
-      unsigned b[4];
-      LoadMatrices(b, weight + (of_lane * kTile + lane % 8) * W::kPitch + k + lane / 8 % 2 * 8);
-      Mma(c[i], a, b[0], b[1]);
-      if (i + 1 < kOwn && next < tiles) Mma(c[i + 1], a, b[2], b[3]);
+  for (int i = 0; i < kPairs; ++i) {
+    const int tile = team + (i * 2 + lane / 16) * kTeams;
+    const int row = (tile < tiles ? tile : tiles - 1) * kTile + lane % 8;
+    b_from[i] = weight + row * W::kPitch + lane / 8 % 2 * 8;
+  }
+  float c[kPairs * 2][4] = {};
+  unsigned a[2][4], b[2][kPairs][4];  // of this step and the next one
+  const auto load = [&](int step) {
+    LoadMatrices(a[step % 2], a_from + step * 16);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) LoadMatrices(b[step % 2][i], b_from[i] + step * 16);
+  };
+  load(0);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    if (step + 1 < kSteps) load(step + 1);
+    const unsigned (&own_a)[4] = a[step % 2];
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const unsigned (&own_b)[4] = b[step % 2][i];
+      Mma(c[i * 2], own_a, own_b[0], own_b[1]);
+      if (i * 2 + 1 < kOwn) Mma(c[i * 2 + 1], own_a, own_b[2], own_b[3]);
     }
   }
   constexpr int kQuarter = kRowTiles * 16 / kCtas;
@@ -261,16 +302,36 @@ __device__ void Multiply(const __nv_bfloat16* rows, const __nv_bfloat16* weight,
   }
 }
 
-// Calls finish(row, column, sums of each part) for a CTA's quarter of the rows, two columns a time.
-// `row` counts from the quarter's first on.
-template <typename W, int kRows, typename Finish>
-__device__ void ForEachSum(const Incoming& incoming, int cluster, int rows, Finish finish) {
+// Adds up a CTA's quarter of the rows, two columns at a time: finish(row, column, sums of each
+// part, what begin(row, column) returned before the sums came). `row` counts from the quarter's
+// first on.
+template <typename W, int kRows, typename Begin, typename Finish>
+__device__ void ForEachSum(const Incoming& incoming, int cluster, int rows, Begin begin,
+                           Finish finish) {
   constexpr int kQuarter = kRows / kCtas, kGroups = W::kMost / W::kParts, kPairs = kTile / 2;
-  WaitForSent(incoming.barrier);
-  for (int i = threadIdx.x; i < kQuarter * kGroups * kPairs; i += kThreads) {
+  constexpr int kAll = kQuarter * kGroups * kPairs, kTurns = (kAll + kThreads - 1) / kThreads;
+  struct Place {
+    int row, group, tile, column;
+    bool within;
+  };
+  const auto place_of = [&](int turn) {
+    const int i = turn * kThreads + static_cast<int>(threadIdx.x);
     const int row = i / (kGroups * kPairs), group = i / kPairs % kGroups;
     const int tile = cluster + group * W::kClusters;
-    if (row >= rows || tile >= W::kAll) continue;
+    const bool within = i < kAll && row < rows && tile < W::kAll;
+    return Place{row, group, tile, W::FirstOf(tile) + i % kPairs * 2, within};
+  };
+  decltype(begin(0, 0)) begun[kTurns] = {};
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const Place at = place_of(turn);
+    if (at.within) begun[turn] = begin(at.row, at.column);
+  }
+  WaitForSent(incoming.barrier);
+#pragma unroll
+  for (int turn = 0; turn < kTurns; ++turn) {
+    const Place at = place_of(turn);
+    if (!at.within) continue;
     float2 sums[W::kParts];
 #pragma unroll
     for (int part = 0; part < W::kParts; ++part) {
@@ -278,22 +339,22 @@ __device__ void ForEachSum(const Incoming& incoming, int cluster, int rows, Fini
 #pragma unroll
       for (int from = 0; from < kCtas; ++from) {
         const float2 sum = *reinterpret_cast<const float2*>(
-            incoming.sums + (from * kQuarter + row) * W::kSumPitch +
-            (group * W::kParts + part) * kTile + i % kPairs * 2);
+            incoming.sums + (from * kQuarter + at.row) * W::kSumPitch +
+            (at.group * W::kParts + part) * kTile + at.column % kTile);
         sums[part].x += sum.x, sums[part].y += sum.y;
       }
     }
-    finish(row, W::FirstOf(tile) + i % kPairs * 2, sums);
+    finish(at.row, at.column, sums, begun[turn]);
   }
 }
 
-__device__ __forceinline__ float Silu(float x) { return x / (1.0f + __expf(-x)); }
+__device__ __forceinline__ float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 // kKv: KV heads times kDim, the head dim. kInterleaved: the two coordinates of a rotation are
 // neighbours, or half a head apart.
 template <int kRowTiles, int kClusters, int kWidth, int kHeads, int kInner, int kKv, int kDim,
           bool kInterleaved>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2)
     between(const __nv_bfloat16* attended,  // [rows, kHeads]
             float* x,                       // [rows, kWidth]
             const __nv_bfloat16* out,       // [kWidth, kHeads]
@@ -331,6 +392,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Incoming of_down{reinterpret_cast<float*>(own_gate_up), barriers + 2, nullptr};
   const Incoming of_qkv{own_rows + Qkv::FloatsOf(kRows), barriers + 3, squares};
 
+  if (threadIdx.x == 0) {
+    constexpr int kSquares = kRows * static_cast<int>(sizeof(float));
+    MakeBarrier(of_out.barrier, Out::BytesSent(kRows, cluster));
+    MakeBarrier(of_gate_up.barrier, GateUp::BytesSent(kRows, cluster) + kSquares);
+    MakeBarrier(of_down.barrier, Down::BytesSent(kRows, cluster));
+    MakeBarrier(of_qkv.barrier, Qkv::BytesSent(kRows, cluster) + kSquares);
+  }
+  ClusterArrive();
   __nv_bfloat16* const here = reinterpret_cast<__nv_bfloat16*>(own_rows);
   LoadRows<Out>(here, attended, rows, rank);
   Out::Load(own_out, out, cluster, rank);
@@ -341,28 +410,31 @@ __global__ void __launch_bounds__(kThreads, 2)
   EndCopies();
   Qkv::Load(own_qkv, next_qkv, cluster, rank);
   EndCopies();
-  if (threadIdx.x == 0) {
-    constexpr int kSquares = kRows * static_cast<int>(sizeof(float));
-    MakeBarrier(of_out.barrier, Out::BytesSent(kRows, cluster));
-    MakeBarrier(of_gate_up.barrier, GateUp::BytesSent(kRows, cluster) + kSquares);
-    MakeBarrier(of_down.barrier, Down::BytesSent(kRows, cluster));
-    MakeBarrier(of_qkv.barrier, Qkv::BytesSent(kRows, cluster) + kSquares);
+  // What is small comes from afar, too, and would be waited for later.
+  Now(layer);
+  constexpr int kLine = 32;  // numbers
+  if (const int at = threadIdx.x * kLine; at < GateUp::kDepth + kLine) {
+    const int near = rank * GateUp::kDepth + (at < GateUp::kDepth ? at : GateUp::kDepth - 1);
+    PrefetchToL2(mlp_norm + near);
+    PrefetchToL2(next_norm + near);
   }
-  ClusterBegin();
+  ClusterWait();
 
   const int first = rank * kQuarter, own = rows - first;  // rows that this CTA adds up
-  const auto add_to_x = [&](int row, int column, const float2(&sum)[1]) {
-    float2* const place =
-        reinterpret_cast<float2*>(x + static_cast<long long>(first + row) * kWidth + column);
-    const float2 before = LoadFresh(place);
-    *place = make_float2(before.x + sum[0].x, before.y + sum[0].y);
+  const auto place_in_x = [&](int row, int column) {
+    return reinterpret_cast<float2*>(x + static_cast<long long>(first + row) * kWidth + column);
   };
+  const auto load_x = [&](int row, int column) { return LoadFresh(place_in_x(row, column)); };
+  const auto add_to_x = [&](int row, int column, const float2(&sum)[1], float2 before) {
+    *place_in_x(row, column) = make_float2(before.x + sum[0].x, before.y + sum[0].y);
+  };
+  const auto nothing = [](int, int) { return 0; };
   // 1 / the root of the mean of squares.
   const auto factor_of = [&](const Incoming& incoming, int row) {
     float total = 0.0f;
 #pragma unroll
     for (int from = 0; from < kCtas; ++from) total += incoming.squares[from * kQuarter + row];
-    return rsqrtf(total / kWidth + eps);
+    return rsqrtf(total * (1.0f / kWidth) + eps);
   };
   const auto store = [](__nv_bfloat16* to, float a, float b) {
     *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
@@ -371,7 +443,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   WaitForCopies<3>();
   __syncthreads();
   Multiply<Out, kRowTiles>(here, own_out, of_out, Out::Tiles(cluster), rank);
-  ForEachSum<Out, kRows>(of_out, cluster, own, add_to_x);
+  ForEachSum<Out, kRows>(of_out, cluster, own, load_x, add_to_x);
   GridMeet();
 
   LoadNormed<GateUp, kRows>(here, of_gate_up, x, mlp_norm, rows, rank);
@@ -379,7 +451,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncthreads();
   Multiply<GateUp, kRowTiles>(here, own_gate_up, of_gate_up, GateUp::Tiles(cluster), rank);
   ForEachSum<GateUp, kRows>(
-      of_gate_up, cluster, own, [&](int row, int column, const float2(&sum)[2]) {
+      of_gate_up, cluster, own, nothing, [&](int row, int column, const float2(&sum)[2], int) {
         const float factor = factor_of(of_gate_up, row);
         const float2 gate = sum[0], up = sum[1];
         store(hidden + static_cast<long long>(first + row) * kInner + column,
@@ -392,43 +464,54 @@ __global__ void __launch_bounds__(kThreads, 2)
   WaitForCopies<0>();
   __syncthreads();
   Multiply<Down, kRowTiles>(here, own_down, of_down, Down::Tiles(cluster), rank);
-  ForEachSum<Down, kRows>(of_down, cluster, own, add_to_x);
+  ForEachSum<Down, kRows>(of_down, cluster, own, load_x, add_to_x);
   GridMeet();
 
   LoadNormed<Qkv, kRows>(here, of_qkv, x, next_norm, rows, rank);
   __syncthreads();
   Multiply<Qkv, kRowTiles>(here, own_qkv, of_qkv, Qkv::Tiles(cluster), rank);
-  const auto put = [&](int row, int column, float a, float b) {
+  struct Begun {
+    int slot;
+    float2 cosine, sine;
+  };
+  const auto begin = [&](int row, int column) {
+    const int in_batch = first + row, in_head = column % kDim;
+    const int slot = slots[in_batch];
+    if (column >= kHeads + kKv) return Begun{slot, {}, {}};  // values are not turned
+    const float* const angle =
+        cos_sin + static_cast<long long>(in_batch) * kDim + (kInterleaved ? in_head / 2 : in_head);
+    constexpr int kNext = kInterleaved ? 0 : 1;  // interleaved, two columns are one pair
+    const float* const of_sine = angle + kDim / 2;
+    return Begun{slot, {angle[0], angle[kNext]}, {of_sine[0], of_sine[kNext]}};
+  };
+  const auto put = [&](int row, int column, int slot, float a, float b) {
     if (column < kHeads) {
-      return store(q + static_cast<long long>(row) * kHeads + column, a, b);
+      return store(q + static_cast<long long>(first + row) * kHeads + column, a, b);
     }
-    const int slot = slots[row], kv = (column - kHeads) / kKv;
+    const int kv = (column - kHeads) / kKv;
     if (slot < 0 || slot / block_size >= blocks) return;
     const long long part = (static_cast<long long>(slot / block_size) * layers + layer) * 2 + kv;
     store(pool + (part * block_size + slot % block_size) * kKv + (column - kHeads) % kKv, a, b);
   };
-  ForEachSum<Qkv, kRows>(
-      of_qkv, cluster, own, [&](int row, int column, const float2(&sum)[kHalves]) {
-        const float factor = factor_of(of_qkv, row);
-        const int in_batch = first + row;
-        const float* const angle = cos_sin + static_cast<long long>(in_batch) * kDim;
-        const bool turns = column < kHeads + kKv;  // values are not turned
-        const auto turn = [&](int i, float& a, float& b) {
-          const float cosine = turns ? angle[i] : 1.0f, sine = turns ? angle[kDim / 2 + i] : 0.0f;
-          const float before = a * factor, other = b * factor;
-          a = before * cosine - other * sine;
-          b = other * cosine + before * sine;
-        };
-        if constexpr (kInterleaved) {
-          float2 pair = sum[0];
-          turn(column % kDim / 2, pair.x, pair.y);
-          put(in_batch, column, pair.x, pair.y);
-        } else {
-          float2 low = sum[0], high = sum[1];
-          turn(column % kDim, low.x, high.x);
-          turn(column % kDim + 1, low.y, high.y);
-          put(in_batch, column, low.x, low.y);
-          put(in_batch, column + kDim / 2, high.x, high.y);
-        }
-      });
+  ForEachSum<Qkv, kRows>(of_qkv, cluster, own, begin,
+                         [&](int row, int column, const float2(&sum)[kHalves], const Begun& begun) {
+                           const float factor = factor_of(of_qkv, row);
+                           const bool turns = column < kHeads + kKv;
+                           const auto turn = [&](float cosine, float sine, float& a, float& b) {
+                             const float before = a * factor, other = b * factor;
+                             a = turns ? before * cosine - other * sine : before;
+                             b = turns ? other * cosine + before * sine : other;
+                           };
+                           if constexpr (kInterleaved) {
+                             float2 pair = sum[0];
+                             turn(begun.cosine.x, begun.sine.x, pair.x, pair.y);
+                             put(row, column, begun.slot, pair.x, pair.y);
+                           } else {
+                             float2 low = sum[0], high = sum[1];
+                             turn(begun.cosine.x, begun.sine.x, low.x, high.x);
+                             turn(begun.cosine.y, begun.sine.y, low.y, high.y);
+                             put(row, column, begun.slot, low.x, low.y);
+                             put(row, column + kDim / 2, begun.slot, high.x, high.y);
+                           }
+                         });
 }

@@ -22,6 +22,10 @@ SOURCE = Path(__file__).with_suffix(".cu")
 # all must run at once: 128 of them do where two fit on each of 64 multiprocessors.
 CLUSTERS, CTAS, THREADS, TILE = 32, 4, 256, 8
 MOST_ROWS = 64
+DTYPES = {
+    **dict.fromkeys(("qkv", "out", "gate_up", "down"), jnp.bfloat16),
+    **dict.fromkeys(("attn_norm", "mlp_norm"), jnp.float32),
+}
 MOST_SHARED = 113 * 1024  # bytes of a block, of which two are on a multiprocessor
 
 
@@ -82,16 +86,18 @@ class _Bytes(NamedTuple):
 
 
 def serves(config: Config, weights: Params, rows: int, pool: KVPool) -> bool:
-    """Whether the kernel does, for so many rows; on a CPU, whether it would."""
-    sizes, gpus = Sizes.of(weights), jax.local_devices()
-    has_clusters = (float(getattr(g, "compute_capability", 9)) >= 9 for g in gpus)
+    """Whether the kernel does, for so many rows; on a CPU, whether it would.
+
+    weights: of one of the layers, as all are.
+    """
+    sizes = Sizes.of(weights)
     halves = not config.interleaved
-    known = {"attn_norm", "mlp_norm", "qkv", "out", "gate_up", "down"}
     return (
-        all(has_clusters)
+        all(map(_has_room, jax.local_devices()))
         and 0 < rows <= MOST_ROWS
-        and known == set(weights)  # no biases, no norms of heads
-        and weights["out"].dtype == pool.spec.dtype == jnp.bfloat16
+        # No biases, no norms of heads.
+        and {name: x.dtype for name, x in weights.items()} == DTYPES
+        and pool.spec.dtype == jnp.bfloat16
         and pool.contiguous
         and pool.spec.block_layout.name == "NHD"
         and all(n % (16 * CTAS) == 0 for n in sizes[:3])  # what products sum over
@@ -101,10 +107,17 @@ def serves(config: Config, weights: Params, rows: int, pool: KVPool) -> bool:
     )
 
 
+def _has_room(device: jax.Device) -> bool:
+    """Whether a GPU has clusters, and room for all thread blocks at once."""
+    name = getattr(device, "compute_capability", "9.0")  # a CPU has none
+    multiprocessors = getattr(device, "core_count", CTAS * CLUSTERS)
+    return name.split(".")[0] in ("9", "10") and 2 * multiprocessors >= CTAS * CLUSTERS
+
+
 def choose(config: Config, params: Params, rows: int, pool: KVPool) -> llama.Join:
     """What computes between layers, for steps of so many rows."""
-    served = serves(config, params["layers"][0], rows, pool)
-    return between if served else llama.joined
+    served = (serves(config, weights, rows, pool) for weights in params["layers"])
+    return between if all(served) else llama.joined
 
 
 @partial(jax.jit, static_argnums=0)
@@ -158,7 +171,8 @@ def between(
 def kernel(config: Config, sizes: Sizes, padded: int) -> kernels.Kernel:
     """The kernel of a model's layers, for padded rows."""
     how = (padded // 16, CLUSTERS, *sizes, config.head_dim, int(config.interleaved))
-    return kernels.from_cuda(SOURCE, f"between<{', '.join(map(str, how))}>")
+    name = f"between<{', '.join(map(str, how))}>"
+    return kernels.from_cuda(SOURCE, name, arch="90")
 
 
 def _by_xla(

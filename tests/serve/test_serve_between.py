@@ -5,6 +5,11 @@ It is held to float64 in NumPy, not to what XLA computes in its place.
 
 from __future__ import annotations
 
+import re
+import shutil
+import subprocess
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +53,10 @@ inline unsigned AddressOf(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
 }
 inline int ClusterRank() { return emulator::cta->rank % 4; }
-inline void ClusterBegin() { emulator::MeetInCluster(4); }
+inline void ClusterArrive() {}
+inline void ClusterWait() { emulator::MeetInCluster(4); }
+inline void PrefetchToL2(const void*) {}
+inline void Now(int&) {}
 inline void MakeBarrier(unsigned long long* barrier, int bytes) {
   kvblock::BarrierInit(AddressOf(barrier), 1);
   kvblock::BarrierExpect(AddressOf(barrier), bytes);
@@ -69,6 +77,7 @@ inline void Send(const float* own, float x, float y, const unsigned long long* b
 inline void GridMeet() { emulator::MeetInGrid(); }
 inline float __expf(float x) { return std::exp(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+#define __cluster_dims__(...)
 #define shared kvblock::DynamicShared()
 """
 VOCABULARY = ByteTokenizer.vocab_size
@@ -273,6 +282,7 @@ def test_a_model_by_it(config, rng):
         (lambda w: w, 65),
         (lambda w: w | {"qkv_bias": jnp.zeros(960)}, 8),
         (lambda w: w | {"q_norm": jnp.zeros(64)}, 8),
+        (lambda w: w | {"mlp_norm": w["mlp_norm"].astype(jnp.bfloat16)}, 8),
         (lambda w: jax.tree.map(lambda x: x.astype(jnp.float32), w), 8),
         (lambda w: w | {"down": w["down"][:, :1500]}, 8),
         (lambda w: w | {"down": w["down"][:, :128]}, 64),
@@ -282,6 +292,7 @@ def test_a_model_by_it(config, rng):
         "many",
         "biases",
         "norms of heads",
+        "narrow norm",
         "float32",
         "odd inner",
         "few inner",
@@ -292,8 +303,43 @@ def test_where_xla_computes(rng, change, rows):
     (weights,) = layers(rng, SMOLLM2, count=1)
     params, pool = {"layers": [weights]}, pool_of(config, 4)
     assert between.choose(config, params, 64, pool) is between.between
-    other = {"layers": [change(weights)]}
+    other = {"layers": [weights, change(weights)]}  # one layer is enough
     assert between.choose(config, other, rows, pool) is llama.joined
+
+
+@pytest.mark.parametrize(
+    ("capability", "cores"), [("8.0", 108), ("12.0", 170), ("9.0", 60)]
+)
+def test_gpus_where_xla_computes(rng, monkeypatch, capability, cores):
+    """Without clusters, with less shared memory, with too few multiprocessors."""
+    config, pool = config_of(SMOLLM2, 64), pool_of(config_of(SMOLLM2, 64), 4)
+    params = params_of(rng, SMOLLM2)
+    hopper = SimpleNamespace(compute_capability="9.0", core_count=132)
+    other = SimpleNamespace(compute_capability=capability, core_count=cores)
+    for gpu, join in ((hopper, between.between), (other, llama.joined)):
+        monkeypatch.setattr(between.jax, "local_devices", lambda gpu=gpu: [gpu])
+        assert between.choose(config, params, 8, pool) is join
+
+
+@pytest.mark.parametrize("padded", [16, 32, 64])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_it_compiles_for_hopper(tmp_path, padded, interleaved):
+    """NVRTC takes the text, and ptxas, where it is, the instructions in it."""
+    made = between.kernel(config_of(SMOLLM2, 64, interleaved), SMOLLM2, padded)
+    assert b"mapa.shared::cluster" in made.image
+    if (ptxas := shutil.which("ptxas")) is None:
+        pytest.skip("ptxas is not here")
+    (tmp_path / "between.ptx").write_bytes(made.image)
+    done = subprocess.run(
+        [ptxas, "-arch=sm_90", "-v", "between.ptx", "-o", "between.cubin"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "0 bytes spill stores" in done.stderr
+    (registers,) = re.findall(r"Used (\d+) registers", done.stderr)
+    assert int(registers) <= 128  # two thread blocks on a multiprocessor
 
 
 def test_pools_where_xla_computes(rng):
