@@ -30,6 +30,13 @@ std::string Check(const kvblock_pool_pieces& a) {
   if (a.width % of_piece != 0 || a.width > 1 << 24) {
     return Got("width must be a multiple of " + std::to_string(of_piece) + " up to 2^24", a.width);
   }
+  const int64_t lanes = a.normed / of_piece;
+  if (a.normed < 0 || a.normed % of_piece != 0 || lanes > 32 || (lanes & (lanes - 1)) != 0 ||
+      (lanes != 0 && a.width % a.normed != 0)) {
+    return Got("normed must be 0, or 1, 2, 4, 8, 16 or 32 times " + std::to_string(of_piece) +
+                   " and divide the width",
+               a.normed);
+  }
   if (a.members * a.pieces > INT32_MAX || a.pieces * a.side > 1 << 30) {
     return "there must be fewer than 2^31 pieces, and 2^30 rows of a member's at most";
   }
@@ -41,6 +48,9 @@ std::string Check(const kvblock_pool_pieces& a) {
   }
   if (Misaligned({a.x, a.means, a.largest, a.smallest}, 16)) {
     return "x, means, largest and smallest must be aligned to 16 bytes";
+  }
+  if (a.normed != 0 && (a.largest != nullptr || a.rounded != 0)) {
+    return "largest and smallest must be NULL, and rounded 0, where normed is not 0";
   }
   if (Misaligned({a.ends}, 4)) return "ends must be aligned to 4 bytes";
   return "";

@@ -18,6 +18,7 @@ POOL_PIECES, WEIGH_TILES = "kvblock_pool_pieces", "kvblock_weigh_tiles"
 KEEP_TILES, LIST_TILES = "kvblock_keep_tiles", "kvblock_list_tiles"
 POOLED = ("bfloat16", "float16", "float32")  # dtypes of what is pooled, and weighed
 MOST_COLUMNS = 16384  # KVBLOCK_MOST_COLUMNS: two million keys in tiles of 128
+NORMED = tuple(16 << i for i in range(6))  # bytes of a head that is normed
 PIECES = (1, 2, 4, 8, 16, 32)  # of a tile, in a call of kvblock_weigh_tiles
 MOST_PIECE_DIM = 256  # KVBLOCK_MOST_PIECE_DIM
 
@@ -36,6 +37,8 @@ def serves(
     if name == POOL_PIECES:
         bytes_wide = x.shape[-2] * x.shape[-1] * x.dtype.itemsize
         fits = str(x.dtype) in POOLED and bytes_wide % 16 == 0
+        if static["normed"]:  # a head is that of some lanes of a warp
+            fits = fits and x.shape[-1] * x.dtype.itemsize in NORMED
     elif name == WEIGH_TILES:
         fits = _weighs(operands, **static)
     else:
@@ -64,18 +67,27 @@ def _weighs(
 
 
 def pool_pieces(
-    x: Any, ends: Any, *, side: int, pieces: int, extremes: bool, rounded: bool
+    x: Any,
+    ends: Any,
+    *,
+    side: int,
+    pieces: int,
+    extremes: bool,
+    rounded: bool,
+    normed: bool,
 ) -> list[Any]:
     """`plain.pool_pieces` by the kernel."""
     *leading, length, heads, dim = x.shape
     flat = x.reshape(-1, length, heads * dim)
     members = flat.shape[0]  # a symbol, where the batch of an export is one
-    shape = (members, pieces, heads * dim)
+    width = 3 * dim if normed else dim
+    shape = (members, pieces, heads * width)
     results = [jax.ShapeDtypeStruct(shape, x.dtype if rounded else jnp.float32)]
     results += [jax.ShapeDtypeStruct(shape, jnp.float32)] * (2 if extremes else 0)
     launch = jax.ffi.ffi_call(POOL_PIECES, results)
-    made = launch(flat, ends.reshape(members), side=np.int32(side))
-    return [y.reshape(*leading, pieces, heads, dim) for y in made]
+    how = {"side": np.int32(side), "normed": np.int32(dim if normed else 0)}
+    made = launch(flat, ends.reshape(members), **how)
+    return [y.reshape(*leading, pieces, heads, width) for y in made]
 
 
 def weigh_tiles(

@@ -120,8 +120,8 @@ def pooled(x: jax.Array, end: Any, block: int, tiles: int) -> jax.Array:
     the three has a mean square of 1, whatever the tile holds: of a tile of many
     different vectors the mean is short, and the extremes of any are long.
     """
-    parts = pool_pieces(x, end, block, tiles, extremes=True)
-    return jnp.concatenate([*map(_normalized, parts)], -1)
+    (made,) = pool_pieces(x, end, block, tiles, normed=True)
+    return made
 
 
 def _mapped(vectors: jax.Array, weights: jax.Array) -> jax.Array:
@@ -132,11 +132,6 @@ def _mapped(vectors: jax.Array, weights: jax.Array) -> jax.Array:
     """
     products = jnp.einsum("bthf,hfg->bthg", vectors, weights[:, :-1])
     return products + weights[:, -1]
-
-
-def _normalized(x: jax.Array) -> jax.Array:
-    square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-30))
 
 
 def distance_class(grid: Grid) -> Any:

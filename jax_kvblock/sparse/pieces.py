@@ -103,6 +103,7 @@ def pool_pieces(
     *,
     extremes: bool = False,
     rounded: bool = False,
+    normed: bool = False,
 ) -> list[jax.Array]:
     """Means of pieces, and their largest and smallest numbers where wanted.
 
@@ -112,12 +113,14 @@ def pool_pieces(
       side: rows of a piece.
       count: how many pieces; one without rows is 0.
       rounded: means, which are taken in float32, have the dtype of x.
+      normed: all three in one array, each brought to a mean square of 1.
 
     Returns:
-      `[B, count, H, D]` each, float32 but for means that are rounded.
+      `[B, count, H, D]` each, float32 but for means that are rounded; normed
+      `[B, count, H, 3 D]`, in a list of one.
     """
     ends = jnp.broadcast_to(jnp.asarray(end, jnp.int32)[:, 0, 0], x.shape[:1])
-    return primitive.pool_pieces(x, ends, side, count, extremes, rounded)
+    return primitive.pool_pieces(x, ends, side, count, extremes, rounded, normed)
 
 
 def in_pieces(grid: Grid, side: int) -> Grid:

@@ -26,7 +26,14 @@ HIDDEN, FREE, ALWAYS = range(3)
 
 
 def pool_pieces(
-    x: Any, ends: Any, *, side: int, pieces: int, extremes: bool, rounded: bool
+    x: Any,
+    ends: Any,
+    *,
+    side: int,
+    pieces: int,
+    extremes: bool,
+    rounded: bool,
+    normed: bool = False,
 ) -> list[Any]:
     """Means of pieces, and where `extremes` says so their largest and smallest numbers.
 
@@ -36,9 +43,12 @@ def pool_pieces(
       side: rows of a piece.
       pieces: how many there are; those behind the rows, and their own, are 0.
       rounded: means are of the dtype of x.
+      normed: the three beside each other, each brought to a mean square of 1: without
+        `extremes` and `rounded`.
 
     Returns:
-      `[..., pieces, H, D]` each, float32 but for means that are rounded.
+      `[..., pieces, H, D]` each, float32 but for means that are rounded; or normed one
+      array, `[..., pieces, H, 3 D]`.
     """
     rows = side * pieces
     *leading, length, heads, dim = x.shape
@@ -50,12 +60,18 @@ def pool_pieces(
     # Sums in float32 of what is read once, in its own dtype.
     mean = jnp.where(real, x, 0).sum(-3, dtype=jnp.float32) / number
     mean = mean.astype(x.dtype) if rounded else mean
-    if not extremes:
+    if not (extremes or normed):
         return [mean]
     some = real.any(-3)
     high = jnp.where(some, jnp.where(real, x, -jnp.inf).max(-3), 0)
     low = jnp.where(some, jnp.where(real, x, jnp.inf).min(-3), 0)
-    return [mean, high.astype(jnp.float32), low.astype(jnp.float32)]
+    three = [mean, high.astype(jnp.float32), low.astype(jnp.float32)]
+    return [jnp.concatenate([*map(_normed, three)], -1)] if normed else three
+
+
+def _normed(x: jax.Array) -> jax.Array:
+    square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-30))
 
 
 def pieces_seen(bounds: Any, ranges: Any, pieces: int) -> Any:

@@ -30,10 +30,12 @@ def pool_pieces(
     pieces: int,
     extremes: bool = False,
     rounded: bool = False,
+    normed: bool = False,
 ) -> list[Any]:
     """`plain.pool_pieces`."""
-    how = {"side": side, "pieces": pieces, "extremes": extremes, "rounded": rounded}
-    return pool_pieces_p.bind(*vary_alike([x, ends]), **how)
+    how = {"extremes": extremes, "rounded": rounded, "normed": normed}
+    operands = vary_alike([x, ends])
+    return pool_pieces_p.bind(*operands, side=side, pieces=pieces, **how)
 
 
 def weigh_tiles(
@@ -77,11 +79,20 @@ def list_tiles(kept: Any, width: int) -> list[Any]:
 
 
 def _pool_pieces_avals(
-    x: Any, ends: Any, *, pieces: int, extremes: bool, rounded: bool, **static: Any
+    x: Any,
+    ends: Any,
+    *,
+    pieces: int,
+    extremes: bool,
+    rounded: bool,
+    normed: bool,
+    **static: Any,
 ) -> list[Any]:
     *leading, _, heads, dim = x.shape
     spec = list(x.sharding.spec)
     spec[-3] = None
+    if normed:
+        spec[-1], dim = None, 3 * dim
     sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*spec))
     made = x.update(
         shape=(*leading, pieces, heads, dim),

@@ -43,6 +43,8 @@ STRUCTS: dict[str, Any] = {
 ROWS = "rows must be from 0 to 2^31 - 1, got"
 COLUMNS = "columns must be from 0 to KVBLOCK_MOST_COLUMNS, 16384, got"
 WIDTH = "width must be a multiple of 8 up to 2^24, got"
+MEANS = {"largest": None, "smallest": None}  # alone
+NORMED = "normed must be 0, or 1, 2, 4, 8, 16 or 32 times"
 CASES: list[tuple[str, dict[str, Any], str]] = [
     (POOL, {}, "ok"),
     (POOL, {"ends": None, "largest": None, "smallest": None}, "ok"),
@@ -64,6 +66,20 @@ CASES: list[tuple[str, dict[str, Any], str]] = [
     (POOL, {"rounded": 1}, "ok"),
     (POOL, {"rounded": 2}, "rounded must be 0 or 1, got 2"),
     (POOL, {"rounded": -1}, "rounded must be 0 or 1, got -1"),
+    *((POOL, {"normed": n, **MEANS}, "ok") for n in (8, 16)),
+    *(
+        (POOL, {"normed": n, **MEANS, **more}, f"{NORMED} 8 and divide the width")
+        for n, more in ((-8, {}), (4, {}), (24, {"width": 48}), (32, {}))
+    ),
+    (POOL, {"normed": 512, "width": 512, **MEANS}, f"{NORMED} 8 and divide the width"),
+    (POOL, {"normed": 128, "width": 128, "dtype": 2, **MEANS}, "ok"),
+    (POOL, {"normed": 4, "dtype": 2, **MEANS}, "ok"),
+    (POOL, {"normed": 8}, "largest and smallest must be NULL, and rounded 0"),
+    (
+        POOL,
+        {"normed": 8, "rounded": 1, **MEANS},
+        "largest and smallest must be NULL, and rounded 0",
+    ),
     (POOL, {"side": 0}, "side must be at least 1, got 0"),
     *(
         (POOL, {name: size}, f"{name} must be from 0 to 2^31 - 1, got {size}")

@@ -18,8 +18,10 @@ from select_launches import (
     Rows,
     draw,
     draw_weighed,
+    heads_of,
     hold_keep,
     hold_lists,
+    hold_normed,
     hold_pool,
     hold_weighed,
     launch_keep_tiles,
@@ -47,6 +49,35 @@ def test_pieces(shape, side, pieces, dtype, emulated_select, rng):
         )
         assert made[0].dtype == x.dtype and made[1].dtype == np.float32
         hold_pool(made, x, of_rows, side)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape, side, pieces", POOLS, ids=str)
+def test_pieces_that_are_normed(shape, side, pieces, dtype, emulated_select, rng):
+    x = (rng.standard_normal(shape) * 3).astype(DTYPES[dtype])
+    x[0, :, : 16 // x.itemsize] *= 1e-20 if dtype == "float32" else 0
+    ends = rng.integers(-3, shape[1] + 3, shape[0])
+    assert heads_of(x)
+    for head in heads_of(x):
+        for of_rows in (None, ends, np.zeros_like(ends)):
+            (made,) = launch_pool_pieces(
+                emulated_select,
+                *(x, of_rows, side, pieces, Guarded()),
+                extremes=False,
+                normed=head,
+            )
+            assert made.shape == (shape[0], pieces, 3 * shape[2])
+            hold_normed(made, x, of_rows, side, head)
+
+
+def test_a_head_that_is_normed_is_nan_with_any_number(emulated_select):
+    x = np.ones((1, 8, 16), np.float32)
+    x[0, 3, 2] = np.nan
+    (made,) = launch_pool_pieces(
+        emulated_select, x, None, 8, 1, Guarded(), extremes=False, normed=8
+    )
+    assert np.isnan(made[0, 0, :24]).all()
+    np.testing.assert_array_equal(made[0, 0, 24:], 1)
 
 
 def test_pieces_of_what_is_not_finite(emulated_select):

@@ -10,7 +10,7 @@ import launches
 import pytest
 from select_launches import DTYPES, POOLS, SHAPES, TAUS, WEIGHED, WEIGHS
 
-COUNT = 2 * len(POOLS) * len(DTYPES) + 2 * len(SHAPES) * len(TAUS)
+COUNT = 3 * len(POOLS) * len(DTYPES) + 2 * len(SHAPES) * len(TAUS)
 COUNT += len(WEIGHS) * len(WEIGHED)
 
 pytestmark = pytest.mark.gpu

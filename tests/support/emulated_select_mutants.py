@@ -14,6 +14,7 @@ NO_NUMBER = test(EMULATED, "test_what_is_no_number")
 NOTHING = test(EMULATED, "test_rows_that_hold_nothing")
 LISTS = test(EMULATED, "test_lists_of_maps")
 PIECES = test(EMULATED, "test_pieces")
+NORMED = test(EMULATED, "test_pieces_that_are_normed")
 NOT_FINITE = test(EMULATED, "test_pieces_of_what_is_not_finite")
 SHARES = test(EMULATED, "test_shares_of_tiles")
 SELECT_EMULATED = (
@@ -118,15 +119,15 @@ SELECT_EMULATED = (
     Mutant(
         "pool: rows of the next piece",
         POOL,
-        "last = min(first + p.side, end)",
-        "last = min(first + p.side + 1, end)",
+        "last = within ? min(first + p.side, end)",
+        "last = within ? min(first + p.side + 1, end)",
         PIECES,
     ),
     Mutant(
         "pool: rows that do not count",
         POOL,
-        "last = min(first + p.side, end)",
-        "last = min(first + p.side, p.length)",
+        "last = within ? min(first + p.side, end)",
+        "last = within ? min(first + p.side, p.length)",
         PIECES,
     ),
     Mutant(
@@ -142,6 +143,34 @@ SELECT_EMULATED = (
         "if (count == 0) high[i] = low[i] = 0.0f;",
         "",
         PIECES,
+    ),
+    Mutant(
+        "pool: a norm over the numbers of one lane",
+        POOL,
+        "for (int step = 1; step < lanes; step *= 2) square",
+        "for (int step = 1; step < 1; step *= 2) square",
+        NORMED,
+    ),
+    Mutant(
+        "pool: nothing is normed to a mean square of 1",
+        POOL,
+        "MaxOrNan(mean, 1e-30f)",
+        "mean",
+        NORMED,
+    ),
+    Mutant(
+        "pool: a norm that passes over NaN",
+        POOL,
+        "MaxOrNan(mean, 1e-30f)",
+        "fmaxf(mean, 1e-30f)",
+        test(EMULATED, "test_a_head_that_is_normed"),
+    ),
+    Mutant(
+        "pool: heads that are normed lie one column too far",
+        POOL,
+        "3 * (to - column % p.normed)",
+        "3 * to",
+        NORMED,
     ),
     Mutant(
         "pool: a maximum that passes over NaN",

@@ -34,7 +34,7 @@ class CPoolPieces(ctypes.Structure):
         *fields(ctypes.c_int32, "dtype side"),
         *fields(ctypes.c_int64, "members length width pieces"),
         *fields(ctypes.c_void_p, "x ends means largest smallest"),
-        *fields(ctypes.c_int32, "rounded"),
+        *fields(ctypes.c_int32, "rounded normed"),
     ]
 
 
@@ -133,9 +133,10 @@ def launch_pool_pieces(
     extremes: bool = True,
     short: bool = False,
     rounded: bool = False,
+    normed: int = 0,
 ) -> list[np.ndarray]:
     """Means, `rounded` to x's dtype, and with `extremes` the largest and smallest
-    numbers.
+    numbers; or all three `normed`, of so many numbers a head, in one array.
 
     short: x lacks its last row, as a mistake would have it.
     """
@@ -144,13 +145,14 @@ def launch_pool_pieces(
         members=members, length=length, width=width, side=side, pieces=pieces
     )
     call.dtype = [np.dtype(t) for t in DTYPES.values()].index(x.dtype)
-    call.rounded = rounded
+    call.rounded, call.normed = rounded, normed
     call.x = memory.place(x[:, :-1] if short else x)
     call.ends = None if ends is None else memory.place(np.int32(ends))
     places = []
+    shape = (members, pieces, 3 * width if normed else width)
     for name in ("means", "largest", "smallest")[: 3 if extremes else 1]:
         dtype = x.dtype if rounded and name == "means" else np.float32
-        places.append(memory.place(np.full((members, pieces, width), -7, dtype)))
+        places.append(memory.place(np.full(shape, -7, dtype)))
         setattr(call, name, places[-1])
     _run(library.kvblock_pool_pieces_cuda, call)
     memory.finish()
@@ -176,6 +178,34 @@ def hold_pool(
         assert (np.abs(means - wanted) <= error).all()
         for found, most in zip(made[1:], (piece.max(0), piece.min(0)), strict=False):
             np.testing.assert_array_equal(found[i, j], most.astype(np.float32))
+
+
+def heads_of(x: np.ndarray) -> list[int]:
+    """How many numbers a head may have that is normed."""
+    held = 16 // x.itemsize
+    return [n for n in (held << i for i in range(6)) if x.shape[-1] % n == 0]
+
+
+def hold_normed(
+    made: np.ndarray, x: np.ndarray, ends: np.ndarray | None, side: int, head: int
+) -> None:
+    """Each of the three has a mean square of 1, but where it has hardly any."""
+    members, length, width = x.shape
+    ends = np.full(members, length) if ends is None else np.clip(ends, 0, length)
+    made = made.reshape(*made.shape[:2], width // head, 3, head)
+    for i, j in np.ndindex(made.shape[:2]):
+        piece = x[i, j * side : min((j + 1) * side, ends[i])].astype(np.float64)
+        if not len(piece):
+            assert (made[i, j] == 0).all()
+            continue
+        three = np.stack([piece.mean(0), piece.max(0), piece.min(0)])
+        three = three.reshape(3, -1, head).swapaxes(0, 1)
+        square = np.mean(three**2, axis=-1, keepdims=True)
+        wanted = three / np.sqrt(np.maximum(square, 1e-30))
+        error = 2e-6 * np.abs(wanted) + side * 1e-7 * np.abs(piece).max() / np.sqrt(
+            np.maximum(square, 1e-30)
+        )
+        assert (np.abs(made[i, j] - wanted) <= error).all()
 
 
 class Weighed(NamedTuple):
@@ -376,6 +406,14 @@ def main(path: str, *only: str) -> None:
                 if not short:
                     hold_pool(made, x, of_rows, side)
                     launches += 1
+            memory, head = OnGpu(), heads_of(x)[-1]
+            (made,) = launch_pool_pieces(
+                library, x, ends, side, pieces, memory, False, short, normed=head
+            )
+            memory.arrays.free()
+            if not short:
+                hold_normed(made, x, ends, side, head)
+                launches += 1
     for case in WEIGHS:
         for dtype in WEIGHED:
             given = draw_weighed(rng, case, dtype)

@@ -6,6 +6,8 @@
  * Of x [members, length, width] each piece of `side` rows in a row becomes its mean, and where that
  * is wanted its largest and its smallest numbers, column by column, in float32; means may be rounded
  * to x's dtype. Rows from ends[i] on do not count; of a piece without rows all is 0. Where a number is NaN, so is what comes of it.
+ * Or each of the three is brought to a mean square of 1 over the numbers of a head, and they lie side
+ * by side: z / sqrt(max(mean of a head's z^2, 1e-30)).
  *
  * A tile's share is the attention that its pieces of queries pay to its pieces of keys, on average:
  *
@@ -80,6 +82,10 @@ typedef struct kvblock_pool_pieces {
   float* largest;                 /* both or NULL */
   float* smallest;
   int32_t rounded; /* 0: means are float32; 1: of dtype */
+  /* 0; or the numbers of a head, 1, 2, 4, 8, 16 or 32 times what 16 bytes of x hold, that divide the
+   * width: means are [members, pieces, width / normed, 3, normed] in float32, a head's mean, largest
+   * and smallest numbers, each brought to a mean square of 1. largest and smallest are NULL then. */
+  int32_t normed;
 } kvblock_pool_pieces;
 
 typedef struct kvblock_weigh_tiles {

@@ -1,7 +1,8 @@
 // What stands for a piece of queries or keys, as a CUDA kernel (kvblock/select.h).
 //
 // A CTA has a piece, or some of its columns: each thread as many side by side as 16 bytes hold, all
-// of its rows. So a warp reads whole lines, and x is read once, whatever is wanted.
+// of its rows. So a warp reads whole lines, and x is read once, whatever is wanted. The columns of
+// a head that is normed are those of some lanes side by side.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,8 +24,12 @@ struct PoolPiecesParams {
   void* means;
   float *largest, *smallest;
   int32_t length, width, side, pieces;
-  bool rounded;  // means are of x's dtype
+  bool rounded;    // means are of x's dtype
+  int32_t normed;  // columns of a head
 };
+
+// What is wanted: means; with the largest and smallest numbers; or all three normed, side by side.
+enum class Pooled { kMeans, kExtremes, kNormed };
 
 template <typename T>
 constexpr int kPoolColumns = 16 / static_cast<int>(sizeof(T));
@@ -50,16 +55,29 @@ __device__ __forceinline__ void StoreRounded(T* to, const float (&numbers)[kColu
   *reinterpret_cast<uint4*>(to) = rounded.piece;
 }
 
-// kExtremes: whether the largest and smallest numbers are wanted.
-template <typename T, bool kExtremes>
+// Brings the numbers of a head, which `lanes` lanes side by side have, to a mean square of 1.
+template <int kColumns>
+__device__ __forceinline__ void Norm(float (&numbers)[kColumns], int lanes) {
+  float square = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) square = fmaf(numbers[i], numbers[i], square);
+  for (int step = 1; step < lanes; step *= 2) square += __shfl_xor_sync(~0u, square, step);
+  const float mean = square / static_cast<float>(lanes * kColumns);
+  const float factor = 1.0f / sqrtf(MaxOrNan(mean, 1e-30f));
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) numbers[i] *= factor;
+}
+
+template <typename T, Pooled kWanted>
 __global__ void __launch_bounds__(kPoolThreads)
     PoolPieces(const __grid_constant__ PoolPiecesParams p) {
   constexpr int kColumns = kPoolColumns<T>;
   const int column = (blockIdx.y * kPoolThreads + threadIdx.x) * kColumns;
-  if (column >= p.width) return;
+  const bool within = column < p.width;
+  if (kWanted != Pooled::kNormed && !within) return;
   const int member = blockIdx.x / p.pieces, piece = blockIdx.x % p.pieces;
   const int end = p.ends == nullptr ? p.length : min(max(p.ends[member], 0), p.length);
-  const int first = piece * p.side, last = min(first + p.side, end);
+  const int first = piece * p.side, last = within ? min(first + p.side, end) : 0;
   const T* const x = static_cast<const T*>(p.x) + int64_t{member} * p.length * p.width + column;
 
   float sum[kColumns], high[kColumns], low[kColumns];
@@ -86,7 +104,7 @@ __global__ void __launch_bounds__(kPoolThreads)
       for (int i = 0; i < kColumns; ++i) {
         const float number = static_cast<float>(rows[j].numbers[i]);
         sum[i] += number;
-        if constexpr (kExtremes) {
+        if constexpr (kWanted != Pooled::kMeans) {
           high[i] = MaxOrNan(high[i], number);
           low[i] = -MaxOrNan(-low[i], -number);
         }
@@ -101,12 +119,23 @@ __global__ void __launch_bounds__(kPoolThreads)
     sum[i] /= max(count, 1);
     if (count == 0) high[i] = low[i] = 0.0f;
   }
+  if constexpr (kWanted == Pooled::kNormed) {
+    const int lanes = p.normed / kColumns;
+    float* const of_head = static_cast<float*>(p.means) + 3 * (to - column % p.normed);
+    float (*const parts[])[kColumns] = {&sum, &high, &low};
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      Norm(*parts[i], lanes);
+      if (within) StoreFloats(of_head + i * p.normed + column % p.normed, *parts[i]);
+    }
+    return;
+  }
   if (p.rounded) {
     StoreRounded(static_cast<T*>(p.means) + to, sum);
   } else {
     StoreFloats(static_cast<float*>(p.means) + to, sum);
   }
-  if constexpr (kExtremes) {
+  if constexpr (kWanted == Pooled::kExtremes) {
     StoreFloats(p.largest + to, high);
     StoreFloats(p.smallest + to, low);
   }

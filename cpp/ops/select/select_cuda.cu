@@ -39,12 +39,15 @@ const char* LaunchPoolPieces(const kvblock_pool_pieces& a, void* stream) {
   p.width = static_cast<int32_t>(a.width);
   p.side = a.side;
   p.rounded = a.rounded != 0;
+  p.normed = a.normed;
   p.pieces = static_cast<int32_t>(a.pieces);
   constexpr int kOfCta = kPoolThreads * kPoolColumns<T>;
   const dim3 grid(static_cast<unsigned>(a.members * a.pieces),
                   static_cast<unsigned>((a.width + kOfCta - 1) / kOfCta));
-  return Launch("pool_pieces", a.largest != nullptr ? PoolPieces<T, true> : PoolPieces<T, false>, p,
-                grid, kPoolThreads, stream);
+  const auto kernel = a.normed != 0          ? PoolPieces<T, Pooled::kNormed>
+                      : a.largest != nullptr ? PoolPieces<T, Pooled::kExtremes>
+                                             : PoolPieces<T, Pooled::kMeans>;
+  return Launch("pool_pieces", kernel, p, grid, kPoolThreads, stream);
 }
 
 }  // namespace

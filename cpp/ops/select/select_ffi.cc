@@ -39,18 +39,23 @@ int32_t PoolDtype(ffi::DataType type) {
 }
 
 // Operands: x [members, length, width] and ends [members]. Results: means [members, pieces, width],
-// float32 or as x, and with `extremes` two more in float32.
+// float32 or as x, and with `extremes` two more in float32; or, with `normed`, [members, pieces,
+// 3 width] in float32.
 ffi::Error PoolPieces(void* stream, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> ends,
-                      ffi::Result<ffi::AnyBuffer> means, ffi::RemainingRets rets, int32_t side) {
+                      ffi::Result<ffi::AnyBuffer> means, ffi::RemainingRets rets, int32_t side,
+                      int32_t normed) {
   const auto dims = x.dimensions(), of_means = means->dimensions();
+  const int64_t parts = normed != 0 ? 3 : 1;
   if (dims.size() != 3 || of_means.size() != 3 || of_means[0] != dims[0] ||
-      of_means[2] != dims[2] || !Has(ends, {dims[0]}) || (rets.size() != 0 && rets.size() != 2)) {
+      of_means[2] != parts * dims[2] || !Has(ends, {dims[0]}) ||
+      (rets.size() != 0 && rets.size() != 2)) {
     return Invalid("kvblock_pool_pieces: an operand or a result has another shape");
   }
   kvblock_pool_pieces call{};
   call.dtype = PoolDtype(x.element_type());
   if (call.dtype < 0) return Invalid("kvblock_pool_pieces: x must be bfloat16, float16 or float32");
-  call.rounded = means->element_type() == x.element_type();
+  call.normed = normed;
+  call.rounded = means->element_type() == x.element_type() && normed == 0;
   if (!call.rounded && means->element_type() != ffi::DataType::F32) {
     return Invalid("kvblock_pool_pieces: means must be float32, or as x");
   }
@@ -185,7 +190,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockPoolPieces, PoolPieces,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::AnyBuffer>()
                                   .RemainingRets()
-                                  .Attr<int32_t>("side"),
+                                  .Attr<int32_t>("side")
+                                  .Attr<int32_t>("normed"),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(KvblockWeighTiles, WeighTiles,
                               ffi::Ffi::Bind()
