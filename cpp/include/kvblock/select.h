@@ -82,9 +82,10 @@ typedef struct kvblock_pool_pieces {
   float* largest;                 /* both or NULL */
   float* smallest;
   int32_t rounded; /* 0: means are float32; 1: of dtype */
-  /* 0; or the numbers of a head, 1, 2, 4, 8, 16 or 32 times what 16 bytes of x hold, that divide the
-   * width: means are [members, pieces, width / normed, 3, normed] in float32, a head's mean, largest
-   * and smallest numbers, each brought to a mean square of 1. largest and smallest are NULL then. */
+  /* 0; or the numbers of a head, 1, 2, 4, 8, 16 or 32 times what 16 bytes of x hold, that divide
+   * the width: means are [members, pieces, width / normed, 3, normed] in float32, a head's mean,
+   * largest and smallest numbers, each brought to a mean square of 1. largest and smallest are NULL
+   * then. */
   int32_t normed;
 } kvblock_pool_pieces;
 
