@@ -47,7 +47,7 @@ from jax_kvblock import BlockManager, BlockTable, KVPool, PrefixCache
 from jax_kvblock.cache import programs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from serve import config, fill
+from serve import between, config, fill
 from serve import engine as engine_module
 from serve.batch import Batch
 from serve.engine import POLL, Engine
@@ -115,9 +115,7 @@ def bench(options: argparse.Namespace, results: Results) -> None:
         longer = dataclasses.replace(case, prompt=prompt, rows=rows)
         cases[f"{name} of {prompt} tokens"] = longer
     rates = {
-        (at, who): _decode(at, of, model, results, who)
-        for at, of in cases.items()
-        for who in ((OURS, FUSED) if common.on_gpu() else (OURS,))
+        (at, OURS): _decode(at, of, model, results, OURS) for at, of in cases.items()
     }
     for steps in OTHER_STEPS if common.on_gpu() else OTHER_STEPS[:1]:
         if 2 * steps < case.steps:  # else no program has all of its steps
@@ -126,6 +124,12 @@ def bench(options: argparse.Namespace, results: Results) -> None:
             results.add(at, OURS, "time", seconds * 1e3, "ms")
     _host(name, case, model, results)
     _prefix(case, model, results)
+    # Last: a kernel that faults takes the process's GPU with it.
+    for at, of in cases.items() if common.on_gpu() else ():
+        try:
+            rates[at, FUSED] = _decode(at, of, model, results, FUSED)
+        except Exception as error:
+            results.fail(at, FUSED, error)
     ceilings.add_device_copy(results, options.quick, "after")
     # In units of copies: read + write counted, of which a step has the reading alone.
     copy = bars.best(results.rows, bars.DEVICE_COPY)
@@ -239,11 +243,19 @@ def _step_seconds(
     return seconds, engine
 
 
+def _is_fused(case: Case, model: LoadedModel, engine: Engine) -> bool:
+    pool = engine._manager.pool
+    join = between.choose(model.config, model.params, case.requests, pool)
+    return join is between.between
+
+
 def _decode(
     name: str, case: Case, model: LoadedModel, results: Results, who: str
 ) -> float:
     """Adds a case's rows; the bytes that a step reads, a second."""
     seconds, engine = _step_seconds(case, model, fused=who == FUSED)
+    if who == FUSED and not _is_fused(case, model, engine):
+        raise ValueError("layers of these sizes are not fused on this GPU")
     spec = engine._manager.spec
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     keys = case.requests * (case.prompt + case.steps / 2)

@@ -128,7 +128,8 @@ def normalize(
         mask = _batched_mask(where, segment_ids, q.shape[0], rows, keys)
         alike, documents = rows == keys, (q.shape[0],) * 2
     longest = _longest(where, max_seqlen, cu_seqlens)
-    lens = _documents(where, cu_seqlens, rows * size, keys * size, longest)
+    most = longest if alike else OPEN  # it is rows' alone
+    lens = _documents(where, cu_seqlens, rows * size, keys * size, most)
     if zigzag or not alike:  # rows are not as far apart as their positions
         longest = OPEN
     if config.dropout:
@@ -264,7 +265,8 @@ def _documents(
     Where boundaries are not on the host: one, whose rows see what the longest has.
     """
     pair = cu_seqlens if isinstance(cu_seqlens, tuple) else (cu_seqlens,) * 2
-    q, kv = (None if x is None else known_on_host(where, "cu_seqlens", x) for x in pair)
+    ends = pair[0], pair[-1]  # one serves both
+    q, kv = (None if x is None else known_on_host(where, "cu_seqlens", x) for x in ends)
     if q is None or kv is None:
         most = keys if longest == OPEN else min(keys, longest)
         return np.array([rows]), np.array([most])

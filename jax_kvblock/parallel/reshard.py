@@ -53,9 +53,9 @@ def reshard_blocks(
     - Both pools on the same devices: one program. Heads that stay go from pool to pool
       in one pass, the others by permutations (`ppermute`), no more than the busiest
       device has parts to send or to get.
-    - Other devices of this process: programs of one device each, and `jax.device_put`
-      in between, in chunks that are read and written while others travel. The host
-      waits where more than 2 GiB would be under way on a device.
+    - Other devices of this process: programs of one device each, and copies in
+      between, in chunks that are read and written while others travel. The host waits
+      where more than 2 GiB would be under way on a device.
     - Devices of several processes of one `jax.distributed` job: a gather on the
       source's, one program of permutations over the devices of both pools, and a
       scatter on the destination's. Where all devices are the source's, the program

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock.core import ffi
+from jax_kvblock.sparse import plain
 
 POOL_PIECES, WEIGH_TILES = "kvblock_pool_pieces", "kvblock_weigh_tiles"
 KEEP_TILES, LIST_TILES = "kvblock_keep_tiles", "kvblock_list_tiles"
@@ -37,8 +38,6 @@ def serves(
     if name == POOL_PIECES:
         bytes_wide = x.shape[-2] * x.shape[-1] * x.dtype.itemsize
         fits = str(x.dtype) in POOLED and bytes_wide % 16 == 0
-        if static["normed"]:  # a head is that of some lanes of a warp
-            fits = fits and x.shape[-1] * x.dtype.itemsize in NORMED
     elif name == WEIGH_TILES:
         fits = _weighs(operands, **static)
     else:
@@ -76,7 +75,11 @@ def pool_pieces(
     rounded: bool,
     normed: bool,
 ) -> list[Any]:
-    """`plain.pool_pieces` by the kernel."""
+    """`plain.pool_pieces` by the kernel, which norms heads that some lanes have."""
+    if normed and x.shape[-1] * x.dtype.itemsize not in NORMED:
+        sizes = {"side": side, "pieces": pieces}
+        flags = {"extremes": True, "rounded": False, "normed": False}
+        return [plain.side_by_side(pool_pieces(x, ends, **sizes, **flags))]
     *leading, length, heads, dim = x.shape
     flat = x.reshape(-1, length, heads * dim)
     members = flat.shape[0]  # a symbol, where the batch of an export is one

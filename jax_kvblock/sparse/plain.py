@@ -66,12 +66,14 @@ def pool_pieces(
     high = jnp.where(some, jnp.where(real, x, -jnp.inf).max(-3), 0)
     low = jnp.where(some, jnp.where(real, x, jnp.inf).min(-3), 0)
     three = [mean, high.astype(jnp.float32), low.astype(jnp.float32)]
-    return [jnp.concatenate([*map(_normed, three)], -1)] if normed else three
+    return [side_by_side(three)] if normed else three
 
 
-def _normed(x: jax.Array) -> jax.Array:
-    square = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.maximum(square, 1e-30))
+def side_by_side(vectors: list[Any]) -> Any:
+    """Vectors of one shape in one array, each brought to a mean square of 1."""
+    squares = (jnp.mean(jnp.square(x), axis=-1, keepdims=True) for x in vectors)
+    factors = (jax.lax.rsqrt(jnp.maximum(square, 1e-30)) for square in squares)
+    return jnp.concatenate([x * f for x, f in zip(vectors, factors, strict=True)], -1)
 
 
 def pieces_seen(bounds: Any, ranges: Any, pieces: int) -> Any:

@@ -33,6 +33,7 @@ def pool_pieces(
     normed: bool = False,
 ) -> list[Any]:
     """`plain.pool_pieces`."""
+    assert not (normed and (extremes or rounded))
     how = {"extremes": extremes, "rounded": rounded, "normed": normed}
     operands = vary_alike([x, ends])
     return pool_pieces_p.bind(*operands, side=side, pieces=pieces, **how)

@@ -483,7 +483,10 @@ KEYS_OF = np.array([0, 128, 192, 512], np.int32)  # of as many documents
         ({}, (64 * 64 + 128 * 128 + 256 * 256) / 512),
         ({"window": (40, 0)}, (64 * 32 + 128 * 40 + 256 * 40) / 512),
         ({"cu_seqlens": (BOUNDS, KEYS_OF)}, (64 * 128 + 128 * 64 + 256 * 320) / 512),
+        ({"cu_seqlens": (BOUNDS,)}, (64 * 64 + 128 * 128 + 256 * 256) / 512),
         ({"traced": True}, 512),
+        # It is the most rows, not the most keys, of a document.
+        ({"traced": True, "keys": KEYS_OF, "max_seqlen": 300}, 512),
         ({"traced": True, "max_seqlen": 300}, 300),
         ({"traced": True, "max_seqlen": 900}, 512),
     ],
@@ -493,10 +496,10 @@ def test_keys_that_a_row_of_documents_sees(options, seen, asked):
     """In the mean of all rows; of boundaries that nobody knows, one document's."""
     mesh = jax.make_mesh((4,), ("c",), (AxisType.Auto,), devices=jax.devices("cpu")[:4])
     how = {"axis_name": "c", "strategy": "auto", "cu_seqlens": BOUNDS} | options
-    traced = how.pop("traced", False)
+    traced, keys = how.pop("traced", False), how.pop("keys", None)
 
     def attend(q, k, v, cu):
-        bounds = {"cu_seqlens": cu} if traced else {}
+        bounds = {"cu_seqlens": cu if keys is None else (cu, keys)} if traced else {}
         return context_parallel_attention(q, k, v, **(how | bounds))
 
     over = jax.shard_map(

@@ -45,9 +45,9 @@ def assert_alike(got, wanted):
         assert a.dtype == b.dtype
 
 
-def hold_pieces(dtype, extremes, rng, rounded=False, normed=False):
+def hold_pieces(dtype, extremes, rng, rounded=False, normed=False, dim=16):
     """Those of kernels beside plain JAX."""
-    x = rng.standard_normal((2, 3, 70, 2, 16))
+    x = rng.standard_normal((2, 3, 70, 2, dim))
     x[0, 0, 64:, 0, :2] = -np.inf, np.inf  # a column of a piece that is cut short
     x = jnp.asarray(x, dtype)
     ends = jnp.int32([[70, 33, 0], [1, -5, 99]])
@@ -79,14 +79,16 @@ HOW_POOLED = pytest.mark.parametrize(
 def test_kernels_pool_as_plain_jax_does(
     dtype, extremes, rounded, normed, select_as_cuda, rng
 ):
-    hold_pieces(dtype, extremes, rng, rounded, normed)
+    for dim in (16, 24, 128) if normed else (16,):  # of 24 the kernel norms none
+        hold_pieces(dtype, extremes, rng, rounded, normed, dim)
 
 
 @pytest.mark.gpu
 @HOW_POOLED
 @pytest.mark.parametrize("dtype", cuda.POOLED)
 def test_kernels_pool_so_on_this_gpu(dtype, extremes, rounded, normed, rng):
-    hold_pieces(dtype, extremes, rng, rounded, normed)
+    for dim in (16, 24, 128, 256) if normed else (16,):
+        hold_pieces(dtype, extremes, rng, rounded, normed, dim)
 
 
 def weigh(given, function, wrap=jit, **how):
@@ -419,6 +421,10 @@ def test_a_gpus_program_pools_once():
     shapes = [jax.ShapeDtypeStruct((1, 640, n, 64), jnp.bfloat16) for n in (4, 2)]
     gate = LearnedGate(init_gate(4, 2, 64), sparsity_ratio=0.5)
     assert lowered(gate.select, *shapes).count("kvblock_pool_pieces") == 2
+    # Of heads that the kernel does not norm it gives what is normed.
+    wide = [jax.ShapeDtypeStruct((1, 640, n, 96), jnp.bfloat16) for n in (4, 2)]
+    gate = LearnedGate(init_gate(4, 2, 96), sparsity_ratio=0.5)
+    assert lowered(gate.select, *wide).count("kvblock_pool_pieces") == 2
     pooled = PooledThreshold(tau=None, sparsity_ratio=0.5)
     assert lowered(pooled.select, *shapes).count("kvblock_pool_pieces") == 2
     odd = [jax.ShapeDtypeStruct((1, 640, n, 60), jnp.bfloat16) for n in (1, 1)]
