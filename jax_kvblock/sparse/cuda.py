@@ -77,9 +77,15 @@ def pool_pieces(
 ) -> list[Any]:
     """`plain.pool_pieces` by the kernel, which norms heads that some lanes have."""
     if normed and x.shape[-1] * x.dtype.itemsize not in NORMED:
-        sizes = {"side": side, "pieces": pieces}
-        flags = {"extremes": True, "rounded": False, "normed": False}
-        return [plain.side_by_side(pool_pieces(x, ends, **sizes, **flags))]
+        three = pool_pieces(
+            *(x, ends),
+            side=side,
+            pieces=pieces,
+            extremes=True,
+            rounded=False,
+            normed=False,
+        )
+        return [plain.side_by_side(three)]
     *leading, length, heads, dim = x.shape
     flat = x.reshape(-1, length, heads * dim)
     members = flat.shape[0]  # a symbol, where the batch of an export is one
