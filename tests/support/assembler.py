@@ -9,17 +9,29 @@ from pathlib import Path
 import pytest
 
 
-def assemble(image: bytes, folder: Path) -> None:
-    """Fails, with what the assembler says, where it does not take the PTX."""
+def assemble(image: bytes, folder: Path) -> str:
+    """Fails, with what the assembler says, where it does not take the PTX.
+
+    Returns:
+        What it says of each kernel: registers, spills.
+    """
     tool = shutil.which("ptxas")
     if tool is None:
         pytest.skip("ptxas is not here")
     (folder / "k.ptx").write_bytes(image)
     made = subprocess.run(
-        [tool, "-arch=sm_90", str(folder / "k.ptx"), "-o", str(folder / "k.cubin")],
+        [
+            tool,
+            "-arch=sm_90",
+            "-v",
+            str(folder / "k.ptx"),
+            "-o",
+            str(folder / "k.cubin"),
+        ],
         capture_output=True,
         text=True,
     )
     if "Unsupported .version" in made.stderr:
         pytest.skip("ptxas is older than the compiler that wrote the PTX")
     assert made.returncode == 0, made.stderr
+    return made.stderr
