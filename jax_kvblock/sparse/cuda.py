@@ -66,33 +66,20 @@ def _weighs(
 
 
 def pool_pieces(
-    x: Any,
-    ends: Any,
-    *,
-    side: int,
-    pieces: int,
-    extremes: bool,
-    rounded: bool,
-    normed: bool,
+    x: Any, ends: Any, *, side: int, pieces: int, wanted: plain.Pooled
 ) -> list[Any]:
     """`plain.pool_pieces` by the kernel, which norms heads that some lanes have."""
+    normed = wanted == "normed"
     if normed and x.shape[-1] * x.dtype.itemsize not in NORMED:
-        three = pool_pieces(
-            *(x, ends),
-            side=side,
-            pieces=pieces,
-            extremes=True,
-            rounded=False,
-            normed=False,
-        )
+        three = pool_pieces(x, ends, side=side, pieces=pieces, wanted="extremes")
         return [plain.side_by_side(three)]
     *leading, length, heads, dim = x.shape
     flat = x.reshape(-1, length, heads * dim)
     members = flat.shape[0]  # a symbol, where the batch of an export is one
     width = 3 * dim if normed else dim
     shape = (members, pieces, heads * width)
-    results = [jax.ShapeDtypeStruct(shape, x.dtype if rounded else jnp.float32)]
-    results += [jax.ShapeDtypeStruct(shape, jnp.float32)] * (2 if extremes else 0)
+    dtype = x.dtype if wanted == "rounded" else jnp.float32
+    results = [jax.ShapeDtypeStruct(shape, dtype)] * (3 if wanted == "extremes" else 1)
     launch = jax.ffi.ffi_call(POOL_PIECES, results)
     how = {"side": np.int32(side), "normed": np.int32(dim if normed else 0)}
     made = launch(flat, ends.reshape(members), **how)

@@ -120,8 +120,7 @@ def pooled(x: jax.Array, end: Any, block: int, tiles: int) -> jax.Array:
     the three has a mean square of 1, whatever the tile holds: of a tile of many
     different vectors the mean is short, and the extremes of any are long.
     """
-    (made,) = pool_pieces(x, end, block, tiles, normed=True)
-    return made
+    return pool_pieces(x, end, block, tiles, "normed")
 
 
 def _mapped(vectors: jax.Array, weights: jax.Array) -> jax.Array:

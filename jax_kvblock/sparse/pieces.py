@@ -96,31 +96,25 @@ def tile_shares(
 
 
 def pool_pieces(
-    x: jax.Array,
-    end: Any,
-    side: int,
-    count: int,
-    *,
-    extremes: bool = False,
-    rounded: bool = False,
-    normed: bool = False,
-) -> list[jax.Array]:
-    """Means of pieces, and their largest and smallest numbers where wanted.
+    x: jax.Array, end: Any, side: int, count: int, wanted: plain.Pooled
+) -> jax.Array:
+    """What stands for pieces of x.
 
     Args:
       x: `[B, length, H, D]`, floats.
       end: int32 `[B|1, 1, 1]`: rows from there on do not count.
       side: rows of a piece.
       count: how many pieces; one without rows is 0.
-      rounded: means, which are taken in float32, have the dtype of x.
-      normed: all three in one array, each brought to a mean square of 1.
+      wanted: "rounded": means, which are taken in float32, in the dtype of x; "normed":
+        mean, largest and smallest numbers in float32, each brought to a mean square of
+        1, one beside the other.
 
     Returns:
-      `[B, count, H, D]` each, float32 but for means that are rounded; normed
-      `[B, count, H, 3 D]`, in a list of one.
+      `[B, count, H, D]`, or normed `[B, count, H, 3 D]`.
     """
     ends = jnp.broadcast_to(jnp.asarray(end, jnp.int32)[:, 0, 0], x.shape[:1])
-    return primitive.pool_pieces(x, ends, side, count, extremes, rounded, normed)
+    (made,) = primitive.pool_pieces(x, ends, side=side, pieces=count, wanted=wanted)
+    return made
 
 
 def in_pieces(grid: Grid, side: int) -> Grid:

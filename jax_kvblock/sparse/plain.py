@@ -8,7 +8,7 @@ three candidates. Lists are counts that are searched.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,28 +23,23 @@ DISTANCES = 32  # classes that have a score of their own
 STEP_BYTES = 1 << 25
 # In the order of kvblock_tile_state.
 HIDDEN, FREE, ALWAYS = range(3)
+# Of pieces: their means in float32; in their own dtype; means with the largest and
+# smallest numbers; or these three beside each other, each brought to a mean square of 1
+# over a head.
+Pooled: TypeAlias = Literal["means", "rounded", "extremes", "normed"]
 
 
 def pool_pieces(
-    x: Any,
-    ends: Any,
-    *,
-    side: int,
-    pieces: int,
-    extremes: bool,
-    rounded: bool,
-    normed: bool = False,
+    x: Any, ends: Any, *, side: int, pieces: int, wanted: Pooled
 ) -> list[Any]:
-    """Means of pieces, and where `extremes` says so their largest and smallest numbers.
+    """What stands for pieces.
 
     Args:
       x: floats `[..., length, H, D]`.
       ends: int32 `[...]`, how many rows count.
       side: rows of a piece.
       pieces: how many there are; those behind the rows, and their own, are 0.
-      rounded: means are of the dtype of x.
-      normed: the three beside each other, each brought to a mean square of 1: without
-        `extremes` and `rounded`.
+      wanted: see `Pooled`.
 
     Returns:
       `[..., pieces, H, D]` each, float32 but for means that are rounded; or normed one
@@ -59,14 +54,13 @@ def pool_pieces(
     number = jnp.maximum(real.sum(-3, dtype=jnp.int32), 1).astype(jnp.float32)
     # Sums in float32 of what is read once, in its own dtype.
     mean = jnp.where(real, x, 0).sum(-3, dtype=jnp.float32) / number
-    mean = mean.astype(x.dtype) if rounded else mean
-    if not (extremes or normed):
-        return [mean]
+    if wanted in ("means", "rounded"):
+        return [mean.astype(x.dtype) if wanted == "rounded" else mean]
     some = real.any(-3)
     high = jnp.where(some, jnp.where(real, x, -jnp.inf).max(-3), 0)
     low = jnp.where(some, jnp.where(real, x, jnp.inf).min(-3), 0)
     three = [mean, high.astype(jnp.float32), low.astype(jnp.float32)]
-    return [side_by_side(three)] if normed else three
+    return [side_by_side(three)] if wanted == "normed" else three
 
 
 def side_by_side(vectors: list[Any]) -> Any:

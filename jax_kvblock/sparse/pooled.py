@@ -61,6 +61,6 @@ def pooled_mass(
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
     q_end, kv_end = grid.ends()
     per_q, per_kv = grid.block_q // side, grid.block_kv // side
-    (queries,) = pool_pieces(q, q_end, side, grid.rows * per_q, rounded=True)
-    (keys,) = pool_pieces(k, kv_end, side, grid.cols * per_kv, rounded=True)
+    queries = pool_pieces(q, q_end, side, grid.rows * per_q, "rounded")
+    keys = pool_pieces(k, kv_end, side, grid.cols * per_kv, "rounded")
     return tile_shares(queries, keys, grid, side, scale)

@@ -24,19 +24,11 @@ Compute = Callable[..., list[Any]]
 
 
 def pool_pieces(
-    x: Any,
-    ends: Any,
-    side: int,
-    pieces: int,
-    extremes: bool = False,
-    rounded: bool = False,
-    normed: bool = False,
+    x: Any, ends: Any, *, side: int, pieces: int, wanted: plain.Pooled
 ) -> list[Any]:
     """`plain.pool_pieces`."""
-    assert not (normed and (extremes or rounded))
-    how = {"extremes": extremes, "rounded": rounded, "normed": normed}
     operands = vary_alike([x, ends])
-    return pool_pieces_p.bind(*operands, side=side, pieces=pieces, **how)
+    return pool_pieces_p.bind(*operands, side=side, pieces=pieces, wanted=wanted)
 
 
 def weigh_tiles(
@@ -84,15 +76,13 @@ def _pool_pieces_avals(
     ends: Any,
     *,
     pieces: int,
-    extremes: bool,
-    rounded: bool,
-    normed: bool,
+    wanted: plain.Pooled,
     **static: Any,
 ) -> list[Any]:
     *leading, _, heads, dim = x.shape
     spec = list(x.sharding.spec)
     spec[-3] = None
-    if normed:
+    if wanted == "normed":
         spec[-1], dim = None, 3 * dim
     sharding = NamedSharding(x.sharding.mesh, PartitionSpec(*spec))
     made = x.update(
@@ -101,8 +91,9 @@ def _pool_pieces_avals(
         weak_type=False,
         sharding=sharding,
     )
-    means = made.update(dtype=x.dtype) if rounded else made
-    return [means, *[made] * (2 if extremes else 0)]
+    if wanted == "rounded":
+        made = made.update(dtype=x.dtype)
+    return [made] * (3 if wanted == "extremes" else 1)
 
 
 def _weigh_tiles_avals(

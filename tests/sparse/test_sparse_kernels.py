@@ -45,50 +45,44 @@ def assert_alike(got, wanted):
         assert a.dtype == b.dtype
 
 
-def hold_pieces(dtype, extremes, rng, rounded=False, normed=False, dim=16):
+def hold_pieces(dtype, wanted, rng, dim=16):
     """Those of kernels beside plain JAX."""
     x = rng.standard_normal((2, 3, 70, 2, dim))
     x[0, 0, 64:, 0, :2] = -np.inf, np.inf  # a column of a piece that is cut short
     x = jnp.asarray(x, dtype)
     ends = jnp.int32([[70, 33, 0], [1, -5, 99]])
-    how = {"side": 16, "pieces": 6, "extremes": extremes, "rounded": rounded}
-    how["normed"] = normed
+    how = {"side": 16, "pieces": 6, "wanted": wanted}
     made = jit(partial(primitive.pool_pieces, **how))(x, ends)
-    wanted = jit(partial(plain.pool_pieces, **how))(x, ends)
-    assert len(made) == (3 if extremes else 1)
-    assert made[0].dtype == wanted[0].dtype == (dtype if rounded else np.float32)
+    known = jit(partial(plain.pool_pieces, **how))(x, ends)
+    assert len(made) == (3 if wanted == "extremes" else 1)
+    rounded, normed = wanted == "rounded", wanted == "normed"
+    assert made[0].dtype == known[0].dtype == (dtype if rounded else np.float32)
     error = {"bfloat16": 1 / 128, "float16": 1 / 1024}.get(str(made[0].dtype), 1e-5)
-    means = (np.asarray(x[0], np.float32) for x in (made, wanted))
+    means = (np.asarray(x[0], np.float32) for x in (made, known))
     np.testing.assert_allclose(*means, rtol=error, atol=3e-6 if normed else 1e-6)
-    assert_alike(made[1:], wanted[1:])
+    assert_alike(made[1:], known[1:])
 
 
 HOW_POOLED = pytest.mark.parametrize(
-    "extremes, rounded, normed",
-    [
-        (True, False, False),
-        (False, False, False),
-        (False, True, False),
-        (False, False, True),
-    ],
+    "wanted", ["means", "rounded", "extremes", "normed"]
 )
 
 
 @HOW_POOLED
 @pytest.mark.parametrize("dtype", cuda.POOLED)
-def test_kernels_pool_as_plain_jax_does(
-    dtype, extremes, rounded, normed, select_as_cuda, rng
-):
-    for dim in (16, 24, 128) if normed else (16,):  # of 24 the kernel norms none
-        hold_pieces(dtype, extremes, rng, rounded, normed, dim)
+def test_kernels_pool_as_plain_jax_does(dtype, wanted, select_as_cuda, rng):
+    for dim in (
+        (16, 24, 128) if wanted == "normed" else (16,)
+    ):  # of 24 the kernel norms none
+        hold_pieces(dtype, wanted, rng, dim)
 
 
 @pytest.mark.gpu
 @HOW_POOLED
 @pytest.mark.parametrize("dtype", cuda.POOLED)
-def test_kernels_pool_so_on_this_gpu(dtype, extremes, rounded, normed, rng):
-    for dim in (16, 24, 128, 256) if normed else (16,):
-        hold_pieces(dtype, extremes, rng, rounded, normed, dim)
+def test_kernels_pool_so_on_this_gpu(dtype, wanted, rng):
+    for dim in (16, 24, 128, 256) if wanted == "normed" else (16,):
+        hold_pieces(dtype, wanted, rng, dim)
 
 
 def weigh(given, function, wrap=jit, **how):
@@ -311,7 +305,7 @@ def test_pieces_have_derivatives(select_as_cuda, emulated_select, rng):
     x = jnp.asarray(rng.standard_normal((1, 20, 2, 4)), jnp.float32)
 
     def loss(pool, x):
-        how = {"side": 8, "pieces": 3, "extremes": True, "rounded": False}
+        how = {"side": 8, "pieces": 3, "wanted": "extremes"}
         made = pool(x, jnp.int32([17]), **how)
         return sum(jnp.vdot(y, jnp.cos(y)) for y in made)
 
@@ -480,7 +474,7 @@ def test_no_columns_at_all(select_as_cuda, emulated_select):
 # ---- several devices -----------------------------------------------------------------
 
 
-POOLED = {"side": 8, "pieces": 5, "extremes": False, "rounded": False}
+POOLED = {"side": 8, "pieces": 5, "wanted": "means"}
 
 
 def mesh_of(kind):
