@@ -94,7 +94,7 @@ $(VENV)/.lint: pyproject.toml
 	$(BIN)/python -m pip install --quiet ruff==0.17.5 clang-format==23.1.5 mypy==2.4.1 'pyright[nodejs]==1.1.414'
 	touch $@
 
-CPP = $(shell git ls-files 'cpp/*.h' 'cpp/*.cc' 'cpp/*.cu' 'cpp/*.cuh' 'examples/*.cu')
+CPP = $(shell git ls-files 'cpp/*.h' 'cpp/*.cc' 'cpp/*.cu' 'cpp/*.cuh' 'examples/*.cu' 'examples/*.cuh')
 # What needs no build comes first.
 lint: style $(VENV)/.installed
 	$(BIN)/mypy --python-executable $(BIN)/python

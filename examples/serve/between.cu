@@ -29,14 +29,7 @@ constexpr int kTile = 8;  // columns that the tensor cores have at a time
 #ifndef KVBLOCK_EMULATOR
 #include <cooperative_groups.h>
 
-// C [16, 8] += A [16, 16] B [16, 8] of a warp.
-__device__ __forceinline__ void Mma(float (&c)[4], const unsigned (&a)[4], unsigned b0,
-                                    unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+#include "instructions.cuh"
 
 // Four matrices of 8 x 8, of which each lane names a row, as the tensor cores want them.
 __device__ __forceinline__ void LoadMatrices(unsigned (&r)[4], const __nv_bfloat16* row) {
@@ -45,17 +38,6 @@ __device__ __forceinline__ void LoadMatrices(unsigned (&r)[4], const __nv_bfloat
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(place)
                : "memory");
-}
-
-// 16 bytes to shared memory; this thread's copies form groups, of which it waits for all but kLast.
-__device__ __forceinline__ void Copy16(void* to, const void* from) {
-  const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place), "l"(from) : "memory");
-}
-__device__ __forceinline__ void EndCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kLast>
-__device__ __forceinline__ void WaitForCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLast) : "memory");
 }
 
 // What another multiprocessor may have written in this kernel: from L2.
@@ -348,6 +330,16 @@ __device__ void ForEachSum(const Incoming& incoming, int cluster, int rows, Begi
   }
 }
 
+// A product of rows that are in shared memory: Multiply and ForEachSum.
+template <typename W, int kRowTiles, typename Begin, typename Finish>
+__device__ void Product(const __nv_bfloat16* here, const __nv_bfloat16* weight,
+                        const Incoming& incoming, int cluster, int rank, int rows, Begin begin,
+                        Finish finish) {
+  __syncthreads();  // the rows are there, and this CTA's part of the weight
+  Multiply<W, kRowTiles>(here, weight, incoming, W::Tiles(cluster), rank);
+  ForEachSum<W, kRowTiles * 16>(incoming, cluster, rows, begin, finish);
+}
+
 __device__ __forceinline__ float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
 // kKv: KV heads times kDim, the head dim. kInterleaved: the two coordinates of a rotation are
@@ -440,36 +432,12 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2)
     *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
   };
 
-  WaitForCopies<3>();
-  __syncthreads();
-  Multiply<Out, kRowTiles>(here, own_out, of_out, Out::Tiles(cluster), rank);
-  ForEachSum<Out, kRows>(of_out, cluster, own, load_x, add_to_x);
-  GridMeet();
-
-  LoadNormed<GateUp, kRows>(here, of_gate_up, x, mlp_norm, rows, rank);
-  WaitForCopies<2>();
-  __syncthreads();
-  Multiply<GateUp, kRowTiles>(here, own_gate_up, of_gate_up, GateUp::Tiles(cluster), rank);
-  ForEachSum<GateUp, kRows>(
-      of_gate_up, cluster, own, nothing, [&](int row, int column, const float2(&sum)[2], int) {
-        const float factor = factor_of(of_gate_up, row);
-        const float2 gate = sum[0], up = sum[1];
-        store(hidden + static_cast<long long>(first + row) * kInner + column,
-              Silu(gate.x * factor) * (up.x * factor), Silu(gate.y * factor) * (up.y * factor));
-      });
-  GridMeet();
-
-  LoadRows<Down>(here, hidden, rows, rank);
-  EndCopies();
-  WaitForCopies<0>();
-  __syncthreads();
-  Multiply<Down, kRowTiles>(here, own_down, of_down, Down::Tiles(cluster), rank);
-  ForEachSum<Down, kRows>(of_down, cluster, own, load_x, add_to_x);
-  GridMeet();
-
-  LoadNormed<Qkv, kRows>(here, of_qkv, x, next_norm, rows, rank);
-  __syncthreads();
-  Multiply<Qkv, kRowTiles>(here, own_qkv, of_qkv, Qkv::Tiles(cluster), rank);
+  const auto gate = [&](int row, int column, const float2(&sum)[2], int) {
+    const float factor = factor_of(of_gate_up, row);
+    const float2 gate = sum[0], up = sum[1];
+    store(hidden + static_cast<long long>(first + row) * kInner + column,
+          Silu(gate.x * factor) * (up.x * factor), Silu(gate.y * factor) * (up.y * factor));
+  };
   struct Begun {
     int slot;
     float2 cosine, sine;
@@ -493,25 +461,43 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2)
     const long long part = (static_cast<long long>(slot / block_size) * layers + layer) * 2 + kv;
     store(pool + (part * block_size + slot % block_size) * kKv + (column - kHeads) % kKv, a, b);
   };
-  ForEachSum<Qkv, kRows>(of_qkv, cluster, own, begin,
-                         [&](int row, int column, const float2(&sum)[kHalves], const Begun& begun) {
-                           const float factor = factor_of(of_qkv, row);
-                           const bool turns = column < kHeads + kKv;
-                           const auto turn = [&](float cosine, float sine, float& a, float& b) {
-                             const float before = a * factor, other = b * factor;
-                             a = turns ? before * cosine - other * sine : before;
-                             b = turns ? other * cosine + before * sine : other;
-                           };
-                           if constexpr (kInterleaved) {
-                             float2 pair = sum[0];
-                             turn(begun.cosine.x, begun.sine.x, pair.x, pair.y);
-                             put(row, column, begun.slot, pair.x, pair.y);
-                           } else {
-                             float2 low = sum[0], high = sum[1];
-                             turn(begun.cosine.x, begun.sine.x, low.x, high.x);
-                             turn(begun.cosine.y, begun.sine.y, low.y, high.y);
-                             put(row, column, begun.slot, low.x, low.y);
-                             put(row, column + kDim / 2, begun.slot, high.x, high.y);
-                           }
-                         });
+  const auto turn_and_put = [&](int row, int column, const float2(&sum)[kHalves],
+                                const Begun& begun) {
+    const float factor = factor_of(of_qkv, row);
+    const bool turns = column < kHeads + kKv;
+    const auto turn = [&](float cosine, float sine, float& a, float& b) {
+      const float before = a * factor, other = b * factor;
+      a = turns ? before * cosine - other * sine : before;
+      b = turns ? other * cosine + before * sine : other;
+    };
+    if constexpr (kInterleaved) {
+      float2 pair = sum[0];
+      turn(begun.cosine.x, begun.sine.x, pair.x, pair.y);
+      put(row, column, begun.slot, pair.x, pair.y);
+    } else {
+      float2 low = sum[0], high = sum[1];
+      turn(begun.cosine.x, begun.sine.x, low.x, high.x);
+      turn(begun.cosine.y, begun.sine.y, low.y, high.y);
+      put(row, column, begun.slot, low.x, low.y);
+      put(row, column + kDim / 2, begun.slot, high.x, high.y);
+    }
+  };
+
+  WaitForCopies<3>();
+  Product<Out, kRowTiles>(here, own_out, of_out, cluster, rank, own, load_x, add_to_x);
+  GridMeet();
+
+  LoadNormed<GateUp, kRows>(here, of_gate_up, x, mlp_norm, rows, rank);
+  WaitForCopies<2>();
+  Product<GateUp, kRowTiles>(here, own_gate_up, of_gate_up, cluster, rank, own, nothing, gate);
+  GridMeet();
+
+  LoadRows<Down>(here, hidden, rows, rank);
+  EndCopies();
+  WaitForCopies<0>();
+  Product<Down, kRowTiles>(here, own_down, of_down, cluster, rank, own, load_x, add_to_x);
+  GridMeet();
+
+  LoadNormed<Qkv, kRows>(here, of_qkv, x, next_norm, rows, rank);
+  Product<Qkv, kRowTiles>(here, own_qkv, of_qkv, cluster, rank, own, begin, turn_and_put);
 }

@@ -18,6 +18,7 @@ from serve.config import Config
 from serve.weights import Params
 
 SOURCE = Path(__file__).with_suffix(".cu")
+EXAMPLES = SOURCE.parents[1]  # where its instructions are
 # As in the kernel: its thread blocks are clusters of four. They wait for each other, so
 # all must run at once: 128 of them do where two fit on each of 64 multiprocessors.
 CLUSTERS, CTAS, THREADS, TILE = 32, 4, 256, 8
@@ -172,7 +173,7 @@ def kernel(config: Config, sizes: Sizes, padded: int) -> kernels.Kernel:
     """The kernel of a model's layers, for padded rows."""
     how = (padded // 16, CLUSTERS, *sizes, config.head_dim, int(config.interleaved))
     name = f"between<{', '.join(map(str, how))}>"
-    return kernels.from_cuda(SOURCE, name, arch="90")
+    return kernels.from_cuda(SOURCE, name, arch="90", include_paths=[EXAMPLES])
 
 
 def _by_xla(

@@ -13,29 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from emulated_kernels import emulate
+from emulated_kernels import INSTRUCTIONS, SHARED, emulate
 
 import jax_kvblock as kv
 from jax_kvblock import kernels
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# Instructions that the emulator has as functions.
-PRELUDE = """
-#define KVBLOCK_EMULATOR
-#include "device/mma.cuh"
-inline void Mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  kvblock::Mma16x8x16<__nv_bfloat16>(c, a, b0, b1);
-}
-inline unsigned AndOr(unsigned a, unsigned b, unsigned c) { return (a & b) | c; }
-#include "device/cp_async.cuh"
-#include "device/shared.cuh"
-inline void Copy16(void* to, const void* from) { kvblock::CopyAsync<16>(to, from); }
-inline void EndCopies() { kvblock::CopyAsyncCommit(); }
-template <int kLast>
-void WaitForCopies() {
-  kvblock::CopyAsyncWait<kLast>();
-}
-#define shared kvblock::DynamicShared()
+PRELUDE = f"""
+{INSTRUCTIONS}
+{SHARED}
+inline unsigned AndOr(unsigned a, unsigned b, unsigned c) {{ return (a & b) | c; }}
 """
 
 

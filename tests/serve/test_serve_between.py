@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from assembler import assemble
-from emulated_kernels import emulate
+from emulated_kernels import INSTRUCTIONS, SHARED, emulate
 from llama_engines import ask
 from serve import between, llama
 from serve.config import Config, frequencies
@@ -23,26 +23,15 @@ from serve.models import ByteTokenizer, LoadedModel
 from jax_kvblock import BlockSpec, KVPool
 
 # What stands for instructions. All CTAs of the grid run at once; four are a cluster.
-PRELUDE = """
-#define KVBLOCK_EMULATOR
+PRELUDE = (
+    INSTRUCTIONS
+    + """
 #include <cmath>
 #include "device/cluster.cuh"
-#include "device/cp_async.cuh"
 #include "device/ldmatrix.cuh"
-#include "device/mma.cuh"
-#include "device/shared.cuh"
 #include "device/tensor_copy.cuh"
-inline void Mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-  kvblock::Mma16x8x16<__nv_bfloat16>(c, a, b0, b1);
-}
 inline void LoadMatrices(unsigned (&r)[4], const void* row) {
   kvblock::LoadMatrices(r, static_cast<unsigned>(__cvta_generic_to_shared(row)));
-}
-inline void Copy16(void* to, const void* from) { kvblock::CopyAsync<16>(to, from); }
-inline void EndCopies() { kvblock::CopyAsyncCommit(); }
-template <int kLast>
-void WaitForCopies() {
-  kvblock::CopyAsyncWait<kLast>();
 }
 template <typename T>
 T LoadFresh(const T* from) {
@@ -77,12 +66,11 @@ inline void GridMeet() { emulator::MeetInGrid(); }
 inline float __expf(float x) { return std::exp(x); }
 inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 #define __cluster_dims__(...)
-#define shared kvblock::DynamicShared()
 """
-VOCABULARY = ByteTokenizer.vocab_size
-CLUSTERS = (
-    3  # in the emulator: 12 CTAs, which share all tiles but those of inner unevenly
+    + SHARED
 )
+VOCABULARY = ByteTokenizer.vocab_size
+CLUSTERS = 3  # in the emulator: 12 CTAs, most of which have unlike numbers of tiles
 SMALL = between.Sizes(width=64, heads=128, inner=192, kv=16)
 SMOLLM2 = between.Sizes(width=576, heads=576, inner=1536, kv=192)
 

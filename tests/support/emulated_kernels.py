@@ -57,6 +57,23 @@ extern "C" __global__ void nothing(float* x) {}
 """
 
 
+# What the emulator has in place of examples/instructions.cuh.
+INSTRUCTIONS = """
+#define KVBLOCK_EMULATOR
+#include "device/cp_async.cuh"
+#include "device/mma.cuh"
+#include "device/shared.cuh"
+inline void Mma(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+  kvblock::Mma16x8x16<__nv_bfloat16>(c, a, b0, b1);
+}
+inline void Copy16(void* to, const void* from) { kvblock::CopyAsync<16>(to, from); }
+inline void EndCopies() { kvblock::CopyAsyncCommit(); }
+template <int kLast>
+void WaitForCopies() {
+  kvblock::CopyAsyncWait<kLast>();
+}
+"""
+SHARED = "#define shared kvblock::DynamicShared()"  # behind all that is included
 NAMES = [n for n in re.findall(r"__global__ void (\w+)", SOURCE) if n != "nothing"]
 BLOCK = 64  # threads
 DRIVER, HANDLERS = "libdriver.so", "libkernel_call.so"
