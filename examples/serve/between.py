@@ -128,12 +128,10 @@ def between(
     following: Params,
     x: jax.Array,
     attended: jax.Array,
-    pool: KVPool,
-    index: jax.Array,
-    rows: llama.Rows,
-    cos_sin: jax.Array,
+    place: llama.Place,
 ) -> tuple[jax.Array, jax.Array, KVPool]:
     """`llama.joined` in one kernel, for what `serves` takes."""
+    pool = place.pool
     count, sizes, spec = len(x), Sizes.of(weights), pool.spec
     padded, halves = _padded(count), not config.interleaved
     x, _, q, data = kernels.kernel_call(
@@ -146,8 +144,8 @@ def between(
         weights["down"],
         following["attn_norm"],
         following["qkv"],
-        cos_sin,
-        rows.slots,
+        place.cos_sin,
+        place.rows.slots,
         pool.data,
         out=(
             x,
@@ -157,7 +155,8 @@ def between(
         ),
         aliases={1: 0, 10: 3},
         scalars=(
-            index, count, config.norm_eps, spec.num_layers, len(pool), spec.block_size,
+            place.index, count, config.norm_eps,
+            spec.num_layers, len(pool), spec.block_size,
         ),
         grid=CTAS * CLUSTERS,
         block=THREADS,
@@ -199,8 +198,8 @@ def _by_xla(
     following = {"attn_norm": attn_norm, "qkv": qkv}
     heads = attended.reshape(count, -1, config.head_dim)
     rows = llama.Rows(*[slots] * 6, None)  # of which the slots are asked alone
-    more = pool, index, rows, cos_sin
-    x, q, pool = llama.joined(config, weights, following, x, heads, *more)
+    place = llama.Place(pool, index, rows, cos_sin)
+    x, q, pool = llama.joined(config, weights, following, x, heads, place)
     hidden = jnp.zeros((count, down.shape[1]), qkv.dtype)
     return x, hidden, q.reshape(count, -1), pool.data
 

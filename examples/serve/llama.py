@@ -50,6 +50,22 @@ class Rows(NamedTuple):
     tree_mask: jax.Array | None
 
 
+class Place(NamedTuple):
+    """Where a layer's keys and values go.
+
+    Attributes:
+        pool: the cache.
+        index: int32, the layer's number.
+        rows: of the step.
+        cos_sin: what their queries and keys are turned by, as `turns` returns it.
+    """
+
+    pool: KVPool
+    index: jax.Array
+    rows: Rows
+    cos_sin: jax.Array
+
+
 def forward(
     config: Config,
     params: Params,
@@ -74,14 +90,15 @@ def forward(
     x = params["embedding"][rows.tokens].astype(jnp.float32)
     cos_sin = turns(config, rows.positions)
     layers, join = params["layers"], join or joined
-    q, pool = _append(config, layers[0], x, pool, jnp.int32(0), rows, cos_sin)
+    place = Place(pool, jnp.int32(0), rows, cos_sin)
+    q, pool = _append(config, layers[0], x, place)
     for index, weights in enumerate(layers):
         attended = _attend(q, pool, jnp.int32(index), rows)
         if index + 1 == len(layers):
             x = finish(config, weights, x, attended)
         else:
-            more = attended, pool, jnp.int32(index + 1), rows, cos_sin
-            x, q, pool = join(config, weights, layers[index + 1], x, *more)
+            place = Place(pool, jnp.int32(index + 1), rows, cos_sin)
+            x, q, pool = join(config, weights, layers[index + 1], x, attended, place)
     x = rms_norm(x[outputs], params["final_norm"], config.norm_eps)
     return product(x, params.get("head", params["embedding"])), pool
 
@@ -105,10 +122,7 @@ def joined(
     following: Params,
     x: jax.Array,
     attended: jax.Array,
-    pool: KVPool,
-    index: jax.Array,
-    rows: Rows,
-    cos_sin: jax.Array,
+    place: Place,
 ) -> tuple[jax.Array, jax.Array, KVPool]:
     """From a layer's attention to the queries of the next one.
 
@@ -117,25 +131,18 @@ def joined(
         weights, following: the two layers'.
         x: float32[rows, width].
         attended: [rows, N, D], the layer's.
-        pool, index: the cache, and the next layer's number.
-        rows, cos_sin: of the step; as `turns` returns them.
+        place: the next layer's.
 
     Returns:
         x behind the layer, the next one's queries [rows, N, D], turned, and the pool
         with its keys and values.
     """
     x = finish(config, weights, x, attended)
-    return x, *_append(config, following, x, pool, index, rows, cos_sin)
+    return x, *_append(config, following, x, place)
 
 
 def _append(
-    config: Config,
-    weights: Params,
-    x: jax.Array,
-    pool: KVPool,
-    index: jax.Array,
-    rows: Rows,
-    cos_sin: jax.Array,
+    config: Config, weights: Params, x: jax.Array, place: Place
 ) -> tuple[jax.Array, KVPool]:
     """A layer's queries; its keys and values are in the pool."""
     norms = {name: weights[name] for name in ("q_norm", "k_norm") if name in weights}
@@ -143,11 +150,11 @@ def _append(
         project(config, weights, x),
         None,
         None,
-        pool,
-        index,
-        rows.slots,
+        place.pool,
+        place.index,
+        place.rows.slots,
         None,
-        cos_sin=cos_sin,
+        cos_sin=place.cos_sin,
         interleaved=config.interleaved,
         norm_eps=config.norm_eps,
         **norms,

@@ -197,17 +197,15 @@ def test_rates_are_those_of_the_least_squares(name):
 
 def test_the_model_beside_forward_passes():
     """One, two and four GPUs, 16,384 to 131,072 tokens: as the document says."""
-    text = " ".join(section("Strategies").split())
-    said = re.search(
+    said = said_in(
+        "Strategies",
         r"least squares of what (\d+) forward passes take.*?is within ([\d.]+) % of "
         r"each, ([\d.]+) % in the root mean square",
-        text,
     )
-    assert said is not None
     found = off(H200)
-    assert len(found) == int(said[1])
-    assert f"{abs(found).max() * 100:.1f}" == said[2]
-    assert f"{np.sqrt(np.square(found).mean()) * 100:.1f}" == said[3]
+    assert len(found) == int(said[0])
+    assert f"{abs(found).max() * 100:.1f}" == said[1]
+    assert f"{np.sqrt(np.square(found).mean()) * 100:.1f}" == said[2]
 
 
 def test_what_is_felt_of_what_travels():
@@ -237,11 +235,9 @@ def test_what_a_gathered_shard_costs():
     assert sorted(shards) == [1, 1, 3, 3]
     found = np.dot(longer, shards) / np.dot(shards, shards)
     assert round(found * 1e6) == H200.gathered * 1e6
-    text = " ".join(section("Strategies").split())
-    said = re.search(r"four differences, off by up to ([\d.]+) ms", text)
-    assert said is not None
+    said = said_in("Strategies", r"four differences, off by up to ([\d.]+) ms")
     most = max(abs(t - found * n) for t, n in zip(longer, shards, strict=True))
-    assert f"{most * 1e3:.2f}" == said[1]
+    assert f"{most * 1e3:.2f}" == said[0]
 
 
 ALONE = "nvidia-h200/parallel-cache-hot-2026-11-28.json"  # where a ppermute is alone
@@ -295,6 +291,13 @@ def section(title: str) -> str:
     return found
 
 
+def said_in(title: str, pattern: str) -> tuple[str, ...]:
+    """The numbers that the text under a heading says in these words."""
+    said = re.search(pattern, " ".join(section(title).split()))
+    assert said is not None, pattern
+    return said.groups()
+
+
 COLUMNS = {
     "ring": ("ring", 1),
     "gathered": ("all_gather", 1),
@@ -344,14 +347,12 @@ def rows_where_a_ring_ends(rate: float) -> float:
 
 def test_where_a_ring_ends():
     """The rows that the text names, to hundreds; below a ring waits, above it hides."""
-    text = " ".join(section("Past this machine").split())
-    said = re.search(
+    said = said_in(
+        "Past this machine",
         r"at (\d+) GB/s, with 4 query heads to a KV head, at about ([\d,]+) rows a "
         r"device, at (\d+) GB/s at about ([\d,]+)\.",
-        text,
     )
-    assert said is not None
-    numbers = [int(x.replace(",", "")) for x in said.groups()]
+    numbers = [int(x.replace(",", "")) for x in said]
     assert numbers[::2] == [45, H200.permute / 1e9]
     for rate, rows in zip(numbers[::2], numbers[1::2], strict=True):
         found = rows_where_a_ring_ends(rate * 1e9)
@@ -364,18 +365,14 @@ def test_where_a_ring_ends():
 
 def test_the_rates_of_the_document():
     """The numbers of the list are those of the model."""
-    text = " ".join(section("Strategies").split())
-    said = re.search(
+    said = said_in(
+        "Strategies",
         r"at (\d+) TFLOP/s, and ([\d.]+) ns more in each call for every row of a head"
         r".*?exchanged at (\d+) GB/s.*?arrives at (\d+) GB/s in a ring,.*? (\d+) GB/s "
         r"gathered, (\d+) µs after it is asked for.*?gathered shard costs (\d+) µs.*?"
         r"bytes at ([\d.]+) TB/s",
-        text,
     )
-    assert said is not None
-    flops, row, exchange, permute, gather, launch, shard, memory = map(
-        float, said.groups()
-    )
+    flops, row, exchange, permute, gather, launch, shard, memory = map(float, said)
     want = (flops * 1e12, row / 1e9, permute * 1e9, gather * 1e9)
     want += (exchange * 1e9, memory * 1e12, launch / 1e6, shard / 1e6)
     np.testing.assert_allclose(dataclasses.astuple(H200), want, rtol=1e-12)

@@ -214,7 +214,7 @@ def test_between(config, rng, count):
     slots[3::7] = 80  # behind the last one: nowhere, too
     cos_sin = llama.turns(config, jnp.asarray(rng.integers(0, 500, count), jnp.int32))
     want = truth(config, weights, following, x, attended, cos_sin)
-    more = x, attended, pool, jnp.int32(1), rows_of(slots), cos_sin
+    more = x, attended, llama.Place(pool, jnp.int32(1), rows_of(slots), cos_sin)
     call = jax.jit(between.between, static_argnums=0)
     x, q, filled = call(config, weights, following, *more)
     assert x.dtype == jnp.float32 and q.dtype == jnp.bfloat16
