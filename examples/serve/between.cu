@@ -18,8 +18,9 @@
 // adds up what came, always in the same order: the same bits every time. Nobody waits for a
 // cluster, but each for what is sent to it.
 //
-// A norm is a factor of a whole row, which nobody knows before all of x has been read. So x times
-// the norm's weight is multiplied, and the sums are multiplied by the factor.
+// A norm is a factor of a whole row, which nobody knows before all of x has been added up. So who
+// adds up some of x leaves it times the norm's weight, in bfloat16, and the sum of its squares. The
+// product is of these, and its sums are multiplied by the factor.
 #include <cuda_bf16.h>
 
 constexpr int kCtas = 4;  // of a cluster
@@ -41,24 +42,10 @@ __device__ __forceinline__ void LoadMatrices(unsigned (&r)[4], const __nv_bfloat
 }
 
 // What another multiprocessor may have written in this kernel: from L2.
-__device__ __forceinline__ float2 LoadFresh(const float2* from) {
-  float2 x;
-  asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];"
-               : "=f"(x.x), "=f"(x.y)
-               : "l"(from)
-               : "memory");
+__device__ __forceinline__ float LoadFresh(const float* from) {
+  float x;
+  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
   return x;
-}
-__device__ __forceinline__ float4 LoadFresh(const float4* from) {
-  float4 x;
-  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "l"(from)
-               : "memory");
-  return x;
-}
-__device__ __forceinline__ void PrefetchToL2(const void* from) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
 }
 // Loads it here, not where it is first used.
 __device__ __forceinline__ void Now(int& x) { asm volatile("" : "+r"(x)); }
@@ -80,12 +67,14 @@ __device__ __forceinline__ void MakeBarrier(unsigned long long* barrier, int byt
   const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
   asm volatile(
       "mbarrier.init.shared.b64 [%0], 1;"
-      " fence.mbarrier_init.release.cluster;"
       " mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(place),
       "r"(bytes)
       : "memory");
 }
-__device__ __forceinline__ void WaitForSent(unsigned long long* barrier) {
+__device__ __forceinline__ void ShowBarriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void WaitForBytes(unsigned long long* barrier) {
   const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
   unsigned done;
   do {
@@ -98,26 +87,30 @@ __device__ __forceinline__ void WaitForSent(unsigned long long* barrier) {
         : "memory");
   } while (done == 0);
 }
-// Sends one number or two to this place in a CTA of the cluster, and tells its barrier.
+// Sends four numbers to this place in a CTA of the cluster, and tells its barrier.
 __device__ __forceinline__ unsigned PlaceIn(const void* own, int rank) {
   const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(own));
   unsigned there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(rank));
   return there;
 }
-__device__ __forceinline__ void Send(const float* own, float x, const unsigned long long* barrier,
+__device__ __forceinline__ void Send(const float* own, float4 x, const unsigned long long* barrier,
                                      int rank) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(
-                   PlaceIn(own, rank)),
-               "f"(x), "r"(PlaceIn(barrier, rank))
-               : "memory");
-}
-__device__ __forceinline__ void Send(const float* own, float x, float y,
-                                     const unsigned long long* barrier, int rank) {
   asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-          PlaceIn(own, rank)),
-      "f"(x), "f"(y), "r"(PlaceIn(barrier, rank))
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, "
+      "[%5];" ::"r"(PlaceIn(own, rank)),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(PlaceIn(barrier, rank))
+      : "memory");
+}
+// One thread copies whole 16 bytes to shared memory, and the barrier is told.
+__device__ __forceinline__ void CopyBytes(void* to, const void* from, int bytes,
+                                          unsigned long long* barrier) {
+  const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(to));
+  const unsigned told = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(place),
+      "l"(from), "r"(bytes), "r"(told)
       : "memory");
 }
 // All threads of the grid meet, and see what the others wrote.
@@ -149,91 +142,59 @@ struct Weight {
     return tile / kRun * (kParts * kApart) + tile % kRun * kTile;
   }
 
+  // What rows take, of which a CTA has a quarter of the inputs.
+  static constexpr __host__ __device__ int FloatsOf(int rows) { return rows * kPitch / 2; }
   // What is sent to a CTA: from each of the cluster, sums of its quarter of the rows. Lanes that
   // send together meet different banks.
   static constexpr int kSumPitch = (kMost | 1) * kTile;
   static constexpr __host__ __device__ int SumsOf(int rows) { return rows * kSumPitch; }
-  // What rows take.
-  static constexpr __host__ __device__ int FloatsOf(int rows) { return rows * kPitch / 2; }
   static __device__ int BytesSent(int rows, int cluster) {
-    return rows * Tiles(cluster) * kTile * static_cast<int>(sizeof(float));
+    constexpr int kOthers = kCtas - 1;
+    return rows / kCtas * kOthers * Tiles(cluster) * kTile * static_cast<int>(sizeof(float));
   }
 
-  static __device__ void Load(__nv_bfloat16* to, const __nv_bfloat16* from, int cluster, int rank) {
-    constexpr int kChunks = kDepth / 8;  // of 16 bytes
-    const int rows = Tiles(cluster) * kTile;
-    for (int i = threadIdx.x; i < rows * kChunks; i += kThreads) {
-      const int row = i / kChunks, at = i % kChunks * 8;
-      const int own = row / kTile;
-      const int output =
-          FirstOf(cluster + own / kParts * kClusters) + own % kParts * kApart + row % kTile;
-      Copy16(to + row * kPitch + at,
-             from + static_cast<long long>(output) * kInputs + rank * kDepth + at);
+  static __device__ int BytesRead(int cluster) {
+    return Tiles(cluster) * kTile * kDepth * static_cast<int>(sizeof(__nv_bfloat16));
+  }
+
+  // A thread asks for an output's numbers. A warp's lanes do so one after the other: each warp has
+  // as many.
+  static __device__ void Load(__nv_bfloat16* to, const __nv_bfloat16* from,
+                              unsigned long long* barrier, int cluster, int rank) {
+    const int thread = threadIdx.x % 32 * kWarps + threadIdx.x / 32;
+#pragma unroll 1
+    for (int row = thread; row < Tiles(cluster) * kTile; row += kThreads) {
+      const int own = row / kTile, tile = cluster + own / kParts * kClusters;
+      const int output = FirstOf(tile) + own % kParts * kApart + row % kTile;
+      CopyBytes(to + row * kPitch, from + static_cast<long long>(output) * kInputs + rank * kDepth,
+                kDepth * sizeof(__nv_bfloat16), barrier);
     }
   }
+  // A CTA's quarter of rows of bfloat16.
+  static __device__ void LoadRows(__nv_bfloat16* to, const __nv_bfloat16* from, int rows,
+                                  int rank) {
+    constexpr int kChunks = kDepth / 8;  // of 16 bytes
+    for (int i = threadIdx.x; i < rows * kChunks; i += kThreads) {
+      const int row = i / kChunks, at = i % kChunks * 8;
+      Copy16(to + row * kPitch + at,
+             from + static_cast<long long>(row) * kInputs + rank * kDepth + at);
+    }
+    EndCopies();
+  }
 };
 
-// A CTA's quarter of rows of bfloat16.
-template <typename W>
-__device__ void LoadRows(__nv_bfloat16* to, const __nv_bfloat16* from, int rows, int rank) {
-  constexpr int kChunks = W::kDepth / 8;
-  for (int i = threadIdx.x; i < rows * kChunks; i += kThreads) {
-    const int row = i / kChunks, at = i % kChunks * 8;
-    Copy16(to + row * W::kPitch + at,
-           from + static_cast<long long>(row) * W::kInputs + rank * W::kDepth + at);
-  }
-}
-
-// What comes to a CTA for a product: numbers, a barrier that counts them, and of each CTA of the
-// cluster the squares of its quarter of the rows.
+// What a CTA has for a product: its inputs, and sums, with barriers that count the bytes of the
+// weight and those that other CTAs send.
 struct Incoming {
+  __nv_bfloat16 *weight, *rows;
   float* sums;
-  unsigned long long* barrier;
-  float* squares;
+  unsigned long long *read, *sent;
 };
-
-// A CTA's quarter of the inputs of rows of x, times the norm's weight. The sums of their squares go
-// to who adds up these rows.
-template <typename W, int kRows>
-__device__ void LoadNormed(__nv_bfloat16* to, const Incoming& incoming, const float* x,
-                           const float* norm, int rows, int rank) {
-  constexpr int kLanes = kThreads / kRows;  // that share a row
-  constexpr int kPieces = (W::kDepth / 4 + kLanes - 1) / kLanes;
-  const int row = threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const float* const from = x + static_cast<long long>(row) * W::kInputs + rank * W::kDepth;
-  float4 numbers[kPieces] = {}, factors[kPieces] = {};
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int at = (lane + i * kLanes) * 4;
-    if (row >= rows || at >= W::kDepth) continue;
-    numbers[i] = LoadFresh(reinterpret_cast<const float4*>(from + at));
-    factors[i] = *reinterpret_cast<const float4*>(norm + rank * W::kDepth + at);
-  }
-  float sum = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    const int at = (lane + i * kLanes) * 4;
-    const float4 v = numbers[i], g = factors[i];
-    sum += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-    if (at >= W::kDepth) continue;
-    const __nv_bfloat162 pairs[2] = {__floats2bfloat162_rn(v.x * g.x, v.y * g.y),
-                                     __floats2bfloat162_rn(v.z * g.z, v.w * g.w)};
-    *reinterpret_cast<uint2*>(to + row * W::kPitch + at) = *reinterpret_cast<const uint2*>(pairs);
-  }
-#pragma unroll
-  for (int far = kLanes / 2; far > 0; far /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, far);
-  if (lane == 0) {
-    constexpr int kQuarter = kRows / kCtas;
-    Send(incoming.squares + rank * kQuarter + row % kQuarter, sum, incoming.barrier,
-         row / kQuarter);
-  }
-}
 
 // Multiplies the rows by the cluster's tiles, both a CTA's quarter of the inputs, and sends the
 // sums to who adds them up.
 template <typename W, int kRowTiles>
-__device__ void Multiply(const __nv_bfloat16* rows, const __nv_bfloat16* weight,
-                         const Incoming& incoming, int tiles, int rank) {
+__device__ void Multiply(const Incoming& incoming, int tiles, int rank) {
   constexpr int kTeams = kWarps / kRowTiles;  // warps that have the same rows share the tiles
   constexpr int kOwn = (W::kMost + kTeams - 1) / kTeams, kPairs = (kOwn + 1) / 2;
   constexpr int kSteps = W::kDepth / 16;
@@ -242,78 +203,111 @@ __device__ void Multiply(const __nv_bfloat16* rows, const __nv_bfloat16* weight,
   if (team >= tiles) return;
   // Lanes name rows of two tiles; where there is no tile, of the last one, whose products nobody
   // sends twice.
-  const __nv_bfloat16* const a_from = rows + (first_row + lane % 16) * W::kPitch + lane / 16 * 8;
-  const __nv_bfloat16* b_from[kPairs];
+  const __nv_bfloat16* const a_from =
+      incoming.rows + (first_row + lane % 16) * W::kPitch + lane / 16 * 8;
+  int b_from[kPairs];
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     const int tile = team + (i * 2 + lane / 16) * kTeams;
     const int row = (tile < tiles ? tile : tiles - 1) * kTile + lane % 8;
-    b_from[i] = weight + row * W::kPitch + lane / 8 % 2 * 8;
+    b_from[i] = row * W::kPitch + lane / 8 % 2 * 8;
   }
   float c[kPairs * 2][4] = {};
-  unsigned a[2][4], b[2][kPairs][4];  // of this step and the next one
+  constexpr int kAhead = kPairs == 1 ? 3 : kPairs == 2 ? 2 : 1;  // steps that are on their way
+  unsigned a[kAhead + 1][4], b[kAhead + 1][kPairs][4];
   const auto load = [&](int step) {
-    LoadMatrices(a[step % 2], a_from + step * 16);
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) LoadMatrices(b[step % 2][i], b_from[i] + step * 16);
-  };
-  load(0);
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    if (step + 1 < kSteps) load(step + 1);
-    const unsigned (&own_a)[4] = a[step % 2];
+    LoadMatrices(a[step % (kAhead + 1)], a_from + step * 16);
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      const unsigned (&own_b)[4] = b[step % 2][i];
-      Mma(c[i * 2], own_a, own_b[0], own_b[1]);
-      if (i * 2 + 1 < kOwn) Mma(c[i * 2 + 1], own_a, own_b[2], own_b[3]);
+      LoadMatrices(b[step % (kAhead + 1)][i], incoming.weight + b_from[i] + step * 16);
+    }
+  };
+#pragma unroll
+  for (int step = 0; step < kSteps + kAhead; ++step) {
+    if (step < kSteps) load(step);
+    if (step < kAhead) continue;
+    const int now = (step - kAhead) % (kAhead + 1);
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const unsigned (&own_b)[4] = b[now][i];
+      Mma(c[i * 2], a[now], own_b[0], own_b[1]);
+      if (i * 2 + 1 < kOwn) Mma(c[i * 2 + 1], a[now], own_b[2], own_b[3]);
     }
   }
+  // A lane has two columns of two rows that are 8 apart. Neighbours trade: four of one row.
+  const bool odd = lane % 2 != 0;
+  const int row = first_row + lane / 4 + (odd ? 8 : 0);
   constexpr int kQuarter = kRowTiles * 16 / kCtas;
+  const int place = (rank * kQuarter + row % kQuarter) * W::kSumPitch + lane % 4 / 2 * 4;
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int tile = team + i * kTeams;
     if (tile >= tiles) break;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = first_row + half * 8 + lane / 4;
-      const int place = (rank * kQuarter + row % kQuarter) * W::kSumPitch + tile * kTile;
-      Send(incoming.sums + place + lane % 4 * 2, c[i][half * 2], c[i][half * 2 + 1],
-           incoming.barrier, row / kQuarter);
+    const float (&own)[4] = c[i];
+    const float x = __shfl_xor_sync(0xffffffffu, odd ? own[0] : own[2], 1);
+    const float y = __shfl_xor_sync(0xffffffffu, odd ? own[1] : own[3], 1);
+    const float4 four = odd ? make_float4(x, y, own[2], own[3]) : make_float4(own[0], own[1], x, y);
+    float* const to = incoming.sums + place + tile * kTile;
+    if (row / kQuarter == rank) {
+      *reinterpret_cast<float4*>(to) = four;
+    } else {
+      Send(to, four, incoming.sent, row / kQuarter);
     }
   }
 }
 
-// Adds up a CTA's quarter of the rows, two columns at a time: finish(row, column, sums of each
-// part, what begin(row, column) returned before the sums came). `row` counts from the quarter's
-// first on.
-template <typename W, int kRows, typename Begin, typename Finish>
-__device__ void ForEachSum(const Incoming& incoming, int cluster, int rows, Begin begin,
-                           Finish finish) {
-  constexpr int kQuarter = kRows / kCtas, kGroups = W::kMost / W::kParts, kPairs = kTile / 2;
-  constexpr int kAll = kQuarter * kGroups * kPairs, kTurns = (kAll + kThreads - 1) / kThreads;
-  struct Place {
-    int row, group, tile, column;
-    bool within;
-  };
-  const auto place_of = [&](int turn) {
-    const int i = turn * kThreads + static_cast<int>(threadIdx.x);
-    const int row = i / (kGroups * kPairs), group = i / kPairs % kGroups;
-    const int tile = cluster + group * W::kClusters;
-    const bool within = i < kAll && row < rows && tile < W::kAll;
-    return Place{row, group, tile, W::FirstOf(tile) + i % kPairs * 2, within};
-  };
-  decltype(begin(0, 0)) begun[kTurns] = {};
+// How a CTA's threads share the sums of its quarter of the rows: neighbours have a row's columns,
+// two of each part, turn by turn, and then those of further rows.
+template <typename W, int kRows>
+struct Share {
+  static constexpr int kQuarter = kRows / kCtas, kGroups = W::kMost / W::kParts;
+  static constexpr int kPairs = kGroups * kTile / 2;
+  static constexpr int kLanes = kPairs > 16 ? 32 : kPairs > 8 ? 16 : 8;  // that have a row
+  static constexpr int kAtOnce = kThreads / kLanes;                      // rows
+  static constexpr int kRowTurns = (kQuarter + kAtOnce - 1) / kAtOnce;
+  static constexpr int kRowPairs = (kPairs + kLanes - 1) / kLanes;  // a lane's, of a row
+  static constexpr int kTurns = kRowTurns * kRowPairs;
+
+  static __device__ int Lane() { return threadIdx.x % kLanes; }
+  static __device__ int Row(int row_turn) { return row_turn * kAtOnce + threadIdx.x / kLanes; }
+  static __device__ bool Has(int row, int rows) { return row < kQuarter && row < rows; }
+
+  // each(turn, row, column, place): of a thread's columns, and the first of their sums.
+  template <typename Each>
+  static __device__ void ForEach(int cluster, int rows, Each each) {
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const Place at = place_of(turn);
-    if (at.within) begun[turn] = begin(at.row, at.column);
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const int row = Row(turn / kRowPairs), pair = turn % kRowPairs * kLanes + Lane();
+      const int group = pair / (kTile / 2), at = pair % (kTile / 2) * 2;
+      const int tile = cluster + group * W::kClusters;
+      if (!Has(row, rows) || pair >= kPairs || tile >= W::kAll) continue;
+      each(turn, row, W::FirstOf(tile) + at, row * W::kSumPitch + group * W::kParts * kTile + at);
+    }
   }
-  WaitForSent(incoming.barrier);
+
+  // Of all lanes that have the row.
+  static __device__ float Sum(float x) {
 #pragma unroll
-  for (int turn = 0; turn < kTurns; ++turn) {
-    const Place at = place_of(turn);
-    if (!at.within) continue;
+    for (int far = kLanes / 2; far > 0; far /= 2) x += __shfl_xor_sync(0xffffffffu, x, far);
+    return x;
+  }
+};
+
+// A product of rows and a weight that have been asked for.
+template <typename W, int kRowTiles>
+__device__ void BeginProduct(const Incoming& incoming, int cluster, int rank) {
+  WaitForCopies<0>();
+  __syncthreads();  // rows are there
+  WaitForBytes(incoming.read);
+  Multiply<W, kRowTiles>(incoming, W::Tiles(cluster), rank);
+}
+// finish(turn, row, column, sums of each part). `row` counts from the quarter's first on.
+template <typename W, int kRowTiles, typename Finish>
+__device__ void EndProduct(const Incoming& incoming, int cluster, int rows, Finish finish) {
+  using Own = Share<W, kRowTiles * 16>;
+  WaitForBytes(incoming.sent);
+  __syncthreads();  // this CTA's own sums are there, too
+  Own::ForEach(cluster, rows, [&](int turn, int row, int column, int place) {
     float2 sums[W::kParts];
 #pragma unroll
     for (int part = 0; part < W::kParts; ++part) {
@@ -321,23 +315,51 @@ __device__ void ForEachSum(const Incoming& incoming, int cluster, int rows, Begi
 #pragma unroll
       for (int from = 0; from < kCtas; ++from) {
         const float2 sum = *reinterpret_cast<const float2*>(
-            incoming.sums + (from * kQuarter + at.row) * W::kSumPitch +
-            (at.group * W::kParts + part) * kTile + at.column % kTile);
+            incoming.sums + from * Own::kQuarter * W::kSumPitch + place + part * kTile);
         sums[part].x += sum.x, sums[part].y += sum.y;
       }
     }
-    finish(at.row, at.column, sums, begun[turn]);
+    finish(turn, row, column, sums);
+  });
+}
+
+// The squares of x, summed up by each cluster: each lane reads some. Then what their row is
+// multiplied by, 1 / the root of their mean.
+template <typename W, int kRows>
+__device__ void StoreSquares(float* squares, const float (&own)[Share<W, kRows>::kRowTurns],
+                             int cluster, int first, int rows) {
+  using Own = Share<W, kRows>;
+#pragma unroll
+  for (int i = 0; i < Own::kRowTurns; ++i) {
+    const float sum = Own::Sum(own[i]);
+    const int row = Own::Row(i);
+    if (Own::Lane() == 0 && Own::Has(row, rows)) {
+      squares[(first + row) * W::kClusters + cluster] = sum;
+    }
+  }
+}
+template <typename W, int kRows>
+__device__ void LoadSquares(float (&own)[Share<W, kRows>::kRowTurns], const float* squares,
+                            int first, int rows) {
+  using Own = Share<W, kRows>;
+#pragma unroll
+  for (int i = 0; i < Own::kRowTurns; ++i) {
+    const int row = Own::Row(i);
+    own[i] = 0.0f;
+#pragma unroll
+    for (int at = 0; at < W::kClusters; at += Own::kLanes) {
+      const int from = at + Own::Lane();
+      if (Own::Has(row, rows) && from < W::kClusters) {
+        own[i] += LoadFresh(squares + (first + row) * W::kClusters + from);
+      }
+    }
   }
 }
 
-// A product of rows that are in shared memory: Multiply and ForEachSum.
-template <typename W, int kRowTiles, typename Begin, typename Finish>
-__device__ void Product(const __nv_bfloat16* here, const __nv_bfloat16* weight,
-                        const Incoming& incoming, int cluster, int rank, int rows, Begin begin,
-                        Finish finish) {
-  __syncthreads();  // the rows are there, and this CTA's part of the weight
-  Multiply<W, kRowTiles>(here, weight, incoming, W::Tiles(cluster), rank);
-  ForEachSum<W, kRowTiles * 16>(incoming, cluster, rows, begin, finish);
+template <typename W, int kRows>
+__device__ void TurnIntoFactors(float (&own)[Share<W, kRows>::kRowTurns], float eps) {
+#pragma unroll
+  for (float& x : own) x = rsqrtf(Share<W, kRows>::Sum(x) * (1.0f / W::kInputs) + eps);
 }
 
 __device__ __forceinline__ float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
@@ -360,6 +382,8 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2)
             __nv_bfloat16* pool,            // [blocks, layers, 2, block_size, kKv]
             __nv_bfloat16* hidden,          // [rows, kInner]
             __nv_bfloat16* q,               // [rows, kHeads]
+            __nv_bfloat16* normed,          // [rows, kWidth]: but for the rows' factors
+            float* squares,                 // [rows, kClusters]
             int layer, int rows, float eps, int layers, int blocks, int block_size) {
   using Out = Weight<kWidth, kHeads, kClusters>;
   using GateUp = Weight<2 * kInner, kWidth, kClusters, 2>;
@@ -369,88 +393,70 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2)
   constexpr int kRows = kRowTiles * 16, kQuarter = kRows / kCtas;
   const int rank = ClusterRank(), cluster = blockIdx.x / kCtas;
 
-  __nv_bfloat16* const own_out = reinterpret_cast<__nv_bfloat16*>(shared);
-  __nv_bfloat16* const own_gate_up = own_out + Out::kNumbers;
+  __nv_bfloat16* const own_gate_up = reinterpret_cast<__nv_bfloat16*>(shared);
   __nv_bfloat16* const own_down = own_gate_up + GateUp::kNumbers;
   __nv_bfloat16* const own_qkv = own_down + Down::kNumbers;
   unsigned long long* const barriers =
-      reinterpret_cast<unsigned long long*>(own_qkv + Qkv::kNumbers);  // of each product
-  float* const squares = reinterpret_cast<float*>(barriers + 4);       // of a norm
-  float* const own_rows = squares + kRows;  // of a product, and behind them what is sent to it
+      reinterpret_cast<unsigned long long*>(own_qkv + Qkv::kNumbers);  // two of each product
+  // Rows of a product, and behind them what is sent to it. When `out` has been multiplied by, its
+  // place is free for those of the others.
+  __nv_bfloat16* const own_out = reinterpret_cast<__nv_bfloat16*>(barriers + 8);
+  __nv_bfloat16* const rows_of_out = own_out + Out::kNumbers;
+  float* const behind = reinterpret_cast<float*>(own_out);
   // Nobody multiplies by gate and up any more when sums of down come.
   static_assert(Down::SumsOf(kRows) * sizeof(float) <= GateUp::kNumbers * sizeof(__nv_bfloat16));
-  const Incoming of_out{own_rows + Out::FloatsOf(kRows), barriers, nullptr};
-  const Incoming of_gate_up{own_rows + GateUp::FloatsOf(kRows), barriers + 1, squares};
-  const Incoming of_down{reinterpret_cast<float*>(own_gate_up), barriers + 2, nullptr};
-  const Incoming of_qkv{own_rows + Qkv::FloatsOf(kRows), barriers + 3, squares};
+  const Incoming of_out{own_out, rows_of_out,
+                        reinterpret_cast<float*>(rows_of_out) + Out::FloatsOf(kRows), barriers,
+                        barriers + 1};
+  const Incoming of_gate_up{own_gate_up, own_out, behind + GateUp::FloatsOf(kRows), barriers + 2,
+                            barriers + 3};
+  const Incoming of_down{own_down, own_out, reinterpret_cast<float*>(own_gate_up), barriers + 4,
+                         barriers + 5};
+  const Incoming of_qkv{own_qkv, own_out, behind + Qkv::FloatsOf(kRows), barriers + 6,
+                        barriers + 7};
 
   if (threadIdx.x == 0) {
-    constexpr int kSquares = kRows * static_cast<int>(sizeof(float));
-    MakeBarrier(of_out.barrier, Out::BytesSent(kRows, cluster));
-    MakeBarrier(of_gate_up.barrier, GateUp::BytesSent(kRows, cluster) + kSquares);
-    MakeBarrier(of_down.barrier, Down::BytesSent(kRows, cluster));
-    MakeBarrier(of_qkv.barrier, Qkv::BytesSent(kRows, cluster) + kSquares);
+    MakeBarrier(of_out.read, Out::BytesRead(cluster));
+    MakeBarrier(of_out.sent, Out::BytesSent(kRows, cluster));
+    MakeBarrier(of_gate_up.read, GateUp::BytesRead(cluster));
+    MakeBarrier(of_gate_up.sent, GateUp::BytesSent(kRows, cluster));
+    MakeBarrier(of_down.read, Down::BytesRead(cluster));
+    MakeBarrier(of_down.sent, Down::BytesSent(kRows, cluster));
+    MakeBarrier(of_qkv.read, Qkv::BytesRead(cluster));
+    MakeBarrier(of_qkv.sent, Qkv::BytesSent(kRows, cluster));
+    ShowBarriers();
   }
+  __syncthreads();
   ClusterArrive();
-  __nv_bfloat16* const here = reinterpret_cast<__nv_bfloat16*>(own_rows);
-  LoadRows<Out>(here, attended, rows, rank);
-  Out::Load(own_out, out, cluster, rank);
-  EndCopies();
-  GateUp::Load(own_gate_up, gate_up, cluster, rank);
-  EndCopies();
-  Down::Load(own_down, down, cluster, rank);
-  EndCopies();
-  Qkv::Load(own_qkv, next_qkv, cluster, rank);
-  EndCopies();
-  // What is small comes from afar, too, and would be waited for later.
-  Now(layer);
-  constexpr int kLine = 32;  // numbers
-  if (const int at = threadIdx.x * kLine; at < GateUp::kDepth + kLine) {
-    const int near = rank * GateUp::kDepth + (at < GateUp::kDepth ? at : GateUp::kDepth - 1);
-    PrefetchToL2(mlp_norm + near);
-    PrefetchToL2(next_norm + near);
-  }
-  ClusterWait();
+  Out::Load(own_out, out, of_out.read, cluster, rank);
+  Out::LoadRows(of_out.rows, attended, rows, rank);
+  GateUp::Load(own_gate_up, gate_up, of_gate_up.read, cluster, rank);
 
   const int first = rank * kQuarter, own = rows - first;  // rows that this CTA adds up
+  // Of x a thread adds up the same numbers twice.
+  using OfX = Share<Out, kRows>;
+  struct {
+    float2 x, norm;
+  } has[OfX::kTurns];
   const auto place_in_x = [&](int row, int column) {
-    return reinterpret_cast<float2*>(x + static_cast<long long>(first + row) * kWidth + column);
+    return static_cast<long long>(first + row) * kWidth + column;
   };
-  const auto load_x = [&](int row, int column) { return LoadFresh(place_in_x(row, column)); };
-  const auto add_to_x = [&](int row, int column, const float2(&sum)[1], float2 before) {
-    *place_in_x(row, column) = make_float2(before.x + sum[0].x, before.y + sum[0].y);
-  };
-  const auto nothing = [](int, int) { return 0; };
-  // 1 / the root of the mean of squares.
-  const auto factor_of = [&](const Incoming& incoming, int row) {
-    float total = 0.0f;
-#pragma unroll
-    for (int from = 0; from < kCtas; ++from) total += incoming.squares[from * kQuarter + row];
-    return rsqrtf(total * (1.0f / kWidth) + eps);
-  };
+  OfX::ForEach(cluster, own, [&](int turn, int row, int column, int) {
+    has[turn].x = *reinterpret_cast<const float2*>(x + place_in_x(row, column));
+    has[turn].norm = *reinterpret_cast<const float2*>(mlp_norm + column);
+  });
+  Now(layer);  // it comes from afar, too, and would be waited for later
+
   const auto store = [](__nv_bfloat16* to, float a, float b) {
     *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
   };
-
-  const auto gate = [&](int row, int column, const float2(&sum)[2], int) {
-    const float factor = factor_of(of_gate_up, row);
-    const float2 gate = sum[0], up = sum[1];
-    store(hidden + static_cast<long long>(first + row) * kInner + column,
-          Silu(gate.x * factor) * (up.x * factor), Silu(gate.y * factor) * (up.y * factor));
-  };
-  struct Begun {
-    int slot;
-    float2 cosine, sine;
-  };
-  const auto begin = [&](int row, int column) {
-    const int in_batch = first + row, in_head = column % kDim;
-    const int slot = slots[in_batch];
-    if (column >= kHeads + kKv) return Begun{slot, {}, {}};  // values are not turned
-    const float* const angle =
-        cos_sin + static_cast<long long>(in_batch) * kDim + (kInterleaved ? in_head / 2 : in_head);
-    constexpr int kNext = kInterleaved ? 0 : 1;  // interleaved, two columns are one pair
-    const float* const of_sine = angle + kDim / 2;
-    return Begun{slot, {angle[0], angle[kNext]}, {of_sine[0], of_sine[kNext]}};
+  float of_rows[OfX::kRowTurns] = {};  // squares
+  const auto add_to_x = [&](int turn, int row, int column, float2 sum) {
+    float2& now = has[turn].x;
+    const float2 norm = has[turn].norm;
+    now.x += sum.x, now.y += sum.y;
+    of_rows[turn / OfX::kRowPairs] += now.x * now.x + now.y * now.y;
+    store(normed + place_in_x(row, column), now.x * norm.x, now.y * norm.y);
   };
   const auto put = [&](int row, int column, int slot, float a, float b) {
     if (column < kHeads) {
@@ -461,43 +467,90 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2)
     const long long part = (static_cast<long long>(slot / block_size) * layers + layer) * 2 + kv;
     store(pool + (part * block_size + slot % block_size) * kKv + (column - kHeads) % kKv, a, b);
   };
-  const auto turn_and_put = [&](int row, int column, const float2(&sum)[kHalves],
-                                const Begun& begun) {
-    const float factor = factor_of(of_qkv, row);
-    const bool turns = column < kHeads + kKv;
-    const auto turn = [&](float cosine, float sine, float& a, float& b) {
-      const float before = a * factor, other = b * factor;
-      a = turns ? before * cosine - other * sine : before;
-      b = turns ? other * cosine + before * sine : other;
-    };
-    if constexpr (kInterleaved) {
-      float2 pair = sum[0];
-      turn(begun.cosine.x, begun.sine.x, pair.x, pair.y);
-      put(row, column, begun.slot, pair.x, pair.y);
-    } else {
-      float2 low = sum[0], high = sum[1];
-      turn(begun.cosine.x, begun.sine.x, low.x, high.x);
-      turn(begun.cosine.y, begun.sine.y, low.y, high.y);
-      put(row, column, begun.slot, low.x, low.y);
-      put(row, column + kDim / 2, begun.slot, high.x, high.y);
-    }
-  };
 
-  WaitForCopies<3>();
-  Product<Out, kRowTiles>(here, own_out, of_out, cluster, rank, own, load_x, add_to_x);
+  ClusterWait();
+  BeginProduct<Out, kRowTiles>(of_out, cluster, rank);
+  Down::Load(own_down, down, of_down.read, cluster, rank);
+  Qkv::Load(own_qkv, next_qkv, of_qkv.read, cluster, rank);
+  EndProduct<Out, kRowTiles>(of_out, cluster, own,
+                             [&](int turn, int row, int column, const float2(&sum)[1]) {
+                               add_to_x(turn, row, column, sum[0]);
+                             });
+  StoreSquares<Out, kRows>(squares, of_rows, cluster, first, own);
   GridMeet();
 
-  LoadNormed<GateUp, kRows>(here, of_gate_up, x, mlp_norm, rows, rank);
-  WaitForCopies<2>();
-  Product<GateUp, kRowTiles>(here, own_gate_up, of_gate_up, cluster, rank, own, nothing, gate);
+  GateUp::LoadRows(of_gate_up.rows, normed, rows, rank);
+  using OfHidden = Share<GateUp, kRows>;
+  float factors[OfHidden::kRowTurns];
+  LoadSquares<GateUp, kRows>(factors, squares, first, own);
+  BeginProduct<GateUp, kRowTiles>(of_gate_up, cluster, rank);
+  TurnIntoFactors<GateUp, kRows>(factors, eps);
+  EndProduct<GateUp, kRowTiles>(
+      of_gate_up, cluster, own, [&](int turn, int row, int column, const float2(&sum)[2]) {
+        const float factor = factors[turn / OfHidden::kRowPairs];
+        const float2 gate = sum[0], up = sum[1];
+        store(hidden + static_cast<long long>(first + row) * kInner + column,
+              Silu(gate.x * factor) * (up.x * factor), Silu(gate.y * factor) * (up.y * factor));
+      });
   GridMeet();
 
-  LoadRows<Down>(here, hidden, rows, rank);
-  EndCopies();
-  WaitForCopies<0>();
-  Product<Down, kRowTiles>(here, own_down, of_down, cluster, rank, own, load_x, add_to_x);
+  Down::LoadRows(of_down.rows, hidden, rows, rank);
+  OfX::ForEach(cluster, own, [&](int turn, int, int column, int) {
+    has[turn].norm = *reinterpret_cast<const float2*>(next_norm + column);
+  });
+#pragma unroll
+  for (float& sum : of_rows) sum = 0.0f;
+  BeginProduct<Down, kRowTiles>(of_down, cluster, rank);
+  EndProduct<Down, kRowTiles>(
+      of_down, cluster, own, [&](int turn, int row, int column, const float2(&sum)[1]) {
+        add_to_x(turn, row, column, sum[0]);
+        *reinterpret_cast<float2*>(x + place_in_x(row, column)) = has[turn].x;
+      });
+  StoreSquares<Down, kRows>(squares, of_rows, cluster, first, own);
   GridMeet();
 
-  LoadNormed<Qkv, kRows>(here, of_qkv, x, next_norm, rows, rank);
-  Product<Qkv, kRowTiles>(here, own_qkv, of_qkv, cluster, rank, own, begin, turn_and_put);
+  Qkv::LoadRows(of_qkv.rows, normed, rows, rank);
+  // Slots and angles are read while the product is on its way.
+  using OfHeads = Share<Qkv, kRows>;
+  struct Turn {
+    int slot;
+    float2 cosine, sine;
+  } turns[OfHeads::kTurns];
+  OfHeads::ForEach(cluster, own, [&](int turn, int row, int column, int) {
+    const int in_batch = first + row, in_head = column % kDim;
+    turns[turn] = {slots[in_batch], {}, {}};
+    if (column >= kHeads + kKv) return;  // values are not turned
+    const float* const angle =
+        cos_sin + static_cast<long long>(in_batch) * kDim + (kInterleaved ? in_head / 2 : in_head);
+    constexpr int kNext = kInterleaved ? 0 : 1;  // interleaved, two columns are one pair
+    const float* const of_sine = angle + kDim / 2;
+    turns[turn].cosine = {angle[0], angle[kNext]};
+    turns[turn].sine = {of_sine[0], of_sine[kNext]};
+  });
+  float head_factors[OfHeads::kRowTurns];
+  LoadSquares<Qkv, kRows>(head_factors, squares, first, own);
+  BeginProduct<Qkv, kRowTiles>(of_qkv, cluster, rank);
+  TurnIntoFactors<Qkv, kRows>(head_factors, eps);
+  EndProduct<Qkv, kRowTiles>(
+      of_qkv, cluster, own, [&](int turn, int row, int column, const float2(&sum)[kHalves]) {
+        const float factor = head_factors[turn / OfHeads::kRowPairs];
+        const Turn& of = turns[turn];
+        const bool turned = column < kHeads + kKv;
+        const auto rotate = [&](float cosine, float sine, float& a, float& b) {
+          const float before = a * factor, other = b * factor;
+          a = turned ? before * cosine - other * sine : before;
+          b = turned ? other * cosine + before * sine : other;
+        };
+        if constexpr (kInterleaved) {
+          float2 pair = sum[0];
+          rotate(of.cosine.x, of.sine.x, pair.x, pair.y);
+          put(row, column, of.slot, pair.x, pair.y);
+        } else {
+          float2 low = sum[0], high = sum[1];
+          rotate(of.cosine.x, of.sine.x, low.x, high.x);
+          rotate(of.cosine.y, of.sine.y, low.y, high.y);
+          put(row, column, of.slot, low.x, low.y);
+          put(row, column + kDim / 2, of.slot, high.x, high.y);
+        }
+      });
 }

@@ -20,8 +20,9 @@ from serve.weights import Params
 SOURCE = Path(__file__).with_suffix(".cu")
 EXAMPLES = SOURCE.parents[1]  # where its instructions are
 # As in the kernel: its thread blocks are clusters of four. They wait for each other, so
-# all must run at once: 128 of them do where two fit on each of 64 multiprocessors.
-CLUSTERS, CTAS, THREADS, TILE = 32, 4, 256, 8
+# all must run at once: 120 of them do where two fit on each of 60 multiprocessors. An
+# H200 has room for 30 clusters whose blocks each have one of its 132 for themselves.
+CLUSTERS, CTAS, THREADS, TILE = 30, 4, 256, 8
 MOST_ROWS = 64
 DTYPES = {
     **dict.fromkeys(("qkv", "out", "gate_up", "down"), jnp.bfloat16),
@@ -50,12 +51,17 @@ class Sizes(NamedTuple):
         halves: of heads, which the kernel keeps together: rotations that are not
         interleaved.
         """
-        products = self._products(rows, halves)
-        weights = sum(each.weight for each in products)
-        barriers, squares = 8 * len(products), 4 * rows
+        out, gate_up, down, qkv = products = self._products(rows, halves)
+        weights = gate_up.weight + down.weight + qkv.weight
         # A product's rows, and what is sent to it; to `down` in the place of `gate_up`.
-        used = [p.rows + (0 if i == 2 else p.sums) for i, p in enumerate(products)]
-        return weights + barriers + squares + max(used)
+        # When `out` has been multiplied by, its place is taken, too.
+        used = (
+            out.weight + out.rows + out.sums,
+            gate_up.rows + gate_up.sums,
+            down.rows,
+            qkv.rows + qkv.sums,
+        )
+        return weights + 2 * 8 * len(products) + max(used)
 
     def has_room_for_sums(self, rows: int) -> bool:
         """Whether what is sent to `down` fits into the place of `gate_up`."""
@@ -109,10 +115,10 @@ def serves(config: Config, weights: Params, rows: int, pool: KVPool) -> bool:
 
 
 def _has_room(device: jax.Device) -> bool:
-    """Whether a GPU has clusters, and room for all thread blocks at once."""
+    """Whether it is a Hopper, and has room for all thread blocks at once."""
     name = getattr(device, "compute_capability", "9.0")  # a CPU has none
     multiprocessors = getattr(device, "core_count", CTAS * CLUSTERS)
-    return name.split(".")[0] in ("9", "10") and 2 * multiprocessors >= CTAS * CLUSTERS
+    return name == "9.0" and 2 * multiprocessors >= CTAS * CLUSTERS
 
 
 def choose(config: Config, params: Params, rows: int, pool: KVPool) -> llama.Join:
@@ -134,7 +140,7 @@ def between(
     pool = place.pool
     count, sizes, spec = len(x), Sizes.of(weights), pool.spec
     padded, halves = _padded(count), not config.interleaved
-    x, _, q, data = kernels.kernel_call(
+    x, _, q, _, _, data = kernels.kernel_call(
         kernel(config, sizes, padded),
         attended.reshape(count, -1),
         x,
@@ -151,9 +157,11 @@ def between(
             x,
             jax.ShapeDtypeStruct((count, sizes.inner), attended.dtype),
             jax.ShapeDtypeStruct((count, sizes.heads), attended.dtype),
+            jax.ShapeDtypeStruct((count, sizes.width), attended.dtype),
+            jax.ShapeDtypeStruct((count, CLUSTERS), x.dtype),
             pool.data,
         ),
-        aliases={1: 0, 10: 3},
+        aliases={1: 0, 10: 5},
         scalars=(
             place.index, count, config.norm_eps,
             spec.num_layers, len(pool), spec.block_size,
@@ -191,7 +199,7 @@ def _by_xla(
     data: jax.Array,
     index: jax.Array,
     *_: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """What the kernel computes, where there is no GPU."""
     count, pool = len(x), KVPool(data, spec)
     weights = {"out": out, "mlp_norm": mlp_norm, "gate_up": gate_up, "down": down}
@@ -200,8 +208,10 @@ def _by_xla(
     rows = llama.Rows(*[slots] * 6, None)  # of which the slots are asked alone
     place = llama.Place(pool, index, rows, cos_sin)
     x, q, pool = llama.joined(config, weights, following, x, heads, place)
-    hidden = jnp.zeros((count, down.shape[1]), qkv.dtype)
-    return x, hidden, q.reshape(count, -1), pool.data
+    # What the kernel's thread blocks leave for each other.
+    hidden, normed = (jnp.zeros((count, n), qkv.dtype) for n in (down.shape[1], x.shape[1]))
+    squares = jnp.zeros((count, CLUSTERS), x.dtype)
+    return x, hidden, q.reshape(count, -1), normed, squares, pool.data
 
 
 def _padded(rows: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,10 +20,11 @@ def assemble(image: bytes, folder: Path) -> str:
     if tool is None:
         pytest.skip("ptxas is not here")
     (folder / "k.ptx").write_bytes(image)
+    arch = re.search(rb"^\.target (\w+)", image, re.MULTILINE)[1].decode()
     made = subprocess.run(
         [
             tool,
-            "-arch=sm_90",
+            f"-arch={arch}",
             "-v",
             str(folder / "k.ptx"),
             "-o",

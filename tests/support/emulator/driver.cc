@@ -27,7 +27,7 @@ struct Function {
 
 // A launch, as a kernel that the emulator compiled asks about it (own_kernels.h).
 struct OwnLaunch {
-  unsigned grid[3], block[3], at[3], together;
+  unsigned grid[3], block[3], at[3], together, shared_bytes;
   const void* launch;
   void (*read)(const OwnLaunch*, int number, int bytes, char kind, void* to);
 };
@@ -242,7 +242,7 @@ int cuLaunchKernelEx(const driver::LaunchConfig* config, void* function, void** 
   const auto kernel = state.kernels.find(own.entry);
   if (kernel == state.kernels.end()) return kNotFound;
   const Launch launch{own, parameters};
-  OwnLaunch at{{}, {}, {}, 1, &launch, Read};
+  OwnLaunch at{{}, {}, {}, 1, config->shared_bytes, &launch, Read};
   for (const auto& attribute : state.attributes) {  // all of a row of the grid run at once
     if (attribute.id == driver::kCooperative && attribute.value.cooperative) {
       at.together = config->grid[0];

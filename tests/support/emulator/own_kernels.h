@@ -13,7 +13,7 @@ namespace emulator {
 // What the driver tells of a launch. So many CTAs in x run at once. `read` copies the value of a
 // parameter, by value or from where the code that was loaded finds it.
 struct OwnLaunch {
-  unsigned grid[3], block[3], at[3], together;
+  unsigned grid[3], block[3], at[3], together, shared_bytes;
   const void* launch;
   void (*read)(const OwnLaunch*, int number, int bytes, char kind, void* to);
 };
@@ -38,6 +38,7 @@ void RunOwn(void (*kernel)(Parameters...), const OwnLaunch& launch,
   if (launch.block[1] * launch.block[2] != 1) Die("blocks have one dimension here");
   gridDim = {launch.grid[0], launch.grid[1], launch.grid[2]};
   blockDim = {launch.block[0], 1, 1};
+  launched_bytes = launch.shared_bytes;
   const uint3 at = {launch.at[0], launch.at[1], launch.at[2]};
   RunCluster(at, static_cast<int>(launch.together), static_cast<int>(launch.block[0]),
              [&] { std::apply(kernel, values); });

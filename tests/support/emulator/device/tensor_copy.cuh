@@ -81,10 +81,23 @@ inline void StoreBox(const CUtensorMap& map, uint32_t from, int x0, int x1, int 
 }
 
 // Pieces that follow each other.
-inline void StartPiece(const void* to, uint32_t from, int bytes) {
-  if (reinterpret_cast<uintptr_t>(to) % 16 || from % 16 || bytes % 16 || bytes <= 0) {
+inline void CheckPiece(const void* there, uint32_t shared, int bytes) {
+  if (reinterpret_cast<uintptr_t>(there) % 16 || shared % 16 || bytes % 16 || bytes <= 0) {
     emulator::Die("a piece is not of whole 16 bytes");
   }
+  emulator::CheckShared(shared, bytes, "a piece goes on beyond shared memory");
+}
+inline void LoadBytes(uint32_t to, const void* from, int bytes, uint32_t barrier) {
+  CheckPiece(from, to, bytes);
+  const auto copy = emulator::races::StartBulkLoad(barrier, emulator::SharedPointer(to), bytes);
+  const auto arrive = [=] {
+    std::memcpy(emulator::SharedPointer(to), from, bytes);
+    ArriveBytes(barrier, bytes, copy);
+  };
+  ArriveLate(barrier, arrive, *emulator::cta);
+}
+inline void StartPiece(const void* to, uint32_t from, int bytes) {
+  CheckPiece(to, from, bytes);
   using namespace emulator::races;
   Start(Engine::kStores, Access::kRead, emulator::SharedPointer(from), bytes);
 }
