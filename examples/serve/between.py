@@ -1,8 +1,8 @@
 """Between the attentions of two layers, one kernel on a GPU: `between.cu`.
 
 For up to 64 rows of bfloat16, where all that a layer's products read fits into the
-shared memory of a GPU's multiprocessors: SmolLM2-135M's 7 MB do. Else, and on a CPU,
-XLA computes it (`llama.joined`).
+shared memory of a Hopper's multiprocessors: SmolLM2-135M's 7 MB do. Else XLA computes
+it (`llama.joined`).
 """
 
 from functools import partial
@@ -93,7 +93,7 @@ class _Bytes(NamedTuple):
 
 
 def serves(config: Config, weights: Params, rows: int, pool: KVPool) -> bool:
-    """Whether the kernel does, for so many rows; on a CPU, whether it would.
+    """Whether the kernel does, for so many rows.
 
     weights: of one of the layers, as all are.
     """
@@ -116,9 +116,10 @@ def serves(config: Config, weights: Params, rows: int, pool: KVPool) -> bool:
 
 def _has_room(device: jax.Device) -> bool:
     """Whether it is a Hopper, and has room for all thread blocks at once."""
-    name = getattr(device, "compute_capability", "9.0")  # a CPU has none
-    multiprocessors = getattr(device, "core_count", CTAS * CLUSTERS)
-    return name == "9.0" and 2 * multiprocessors >= CTAS * CLUSTERS
+    return (
+        getattr(device, "compute_capability", None) == "9.0"  # a CPU has none
+        and 2 * device.core_count >= CTAS * CLUSTERS
+    )
 
 
 def choose(config: Config, params: Params, rows: int, pool: KVPool) -> llama.Join:
@@ -209,7 +210,9 @@ def _by_xla(
     place = llama.Place(pool, index, rows, cos_sin)
     x, q, pool = llama.joined(config, weights, following, x, heads, place)
     # What the kernel's thread blocks leave for each other.
-    hidden, normed = (jnp.zeros((count, n), qkv.dtype) for n in (down.shape[1], x.shape[1]))
+    hidden, normed = (
+        jnp.zeros((count, n), qkv.dtype) for n in (down.shape[1], x.shape[1])
+    )
     squares = jnp.zeros((count, CLUSTERS), x.dtype)
     return x, hidden, q.reshape(count, -1), normed, squares, pool.data
 

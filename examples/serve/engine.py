@@ -71,8 +71,8 @@ class Engine:
             once for so many tokens of each, and who comes meanwhile waits for them.
             None: 4 on a GPU without drafts, where steps wait for the host; else 1.
         fuse_layers: compute what lies between the attentions of two layers by one
-            kernel, where it serves: up to 64 rows of bfloat16, a small model, a GPU of
-            Hopper or newer (`between.py`). On a CPU it is computed as without.
+            kernel, where it serves: up to 64 rows of bfloat16, a small model, a Hopper
+            (`between.py`).
         max_waiting: requests that may wait.
         max_tokens: of a prompt and its new tokens; what model and pool allow if None.
         host_bytes: memory of a tier below the device, to which sequences that make way
@@ -106,7 +106,7 @@ class Engine:
         max_tokens_per_step: int = 128,
         draft_tokens: int = 0,
         decode_steps: int | None = None,
-        fuse_layers: bool = False,
+        fuse_layers: bool = True,
         max_waiting: int = 64,
         max_tokens: int | None = None,
         host_bytes: int = 0,

@@ -39,7 +39,7 @@ class Runner:
         model: LoadedModel,
         manager: BlockManager,
         shapes: list[Shape],
-        fuse_layers: bool = False,
+        fuse_layers: bool = True,
     ) -> None:
         self._params, self._manager, self._shapes = model.params, manager, shapes
         self.num_programs = 0

@@ -20,7 +20,7 @@ def step(
     *,
     config: Config,
     shape: Shape,
-    fuse_layers: bool = False,
+    fuse_layers: bool = True,
 ) -> tuple[KVPool, tuple[jax.Array, ...]]:
     """Compute rows, draw the tokens behind them, and bring accepted drafts home.
 

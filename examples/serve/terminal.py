@@ -119,7 +119,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rows", type=int, default=128, help="tokens of a step, at most")
     add("--drafts", type=int, default=0, help="guesses behind a newest token")
     add("--decode-steps", type=int, help="of one program, where all decode")
-    add("--fuse-layers", action="store_true", help="one kernel between attentions")
+    add(
+        "--fuse-layers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="one kernel between attentions, where it serves",
+    )
     add("--host-mib", type=int, default=0, help="memory of a tier below the device")
     add("--disk", type=Path, metavar="FOLDER", help="a tier below that, kept for later")
     add("--disk-mib", type=int, default=1024, help="how much of its disk it may take")

@@ -88,6 +88,12 @@ def config(everywhere, request, monkeypatch):
     return config_of(SMALL, 16, request.param)
 
 
+@pytest.fixture
+def room(monkeypatch):
+    """As if every device here were a Hopper."""
+    monkeypatch.setattr(between, "_has_room", lambda device: True)
+
+
 @pytest.fixture(scope="session")
 def between_runs(kernel_handlers, tmp_path_factory):
     """The driver that stands in knows the kernel for 16, 32 and 64 rows."""
@@ -287,7 +293,7 @@ def test_a_model_by_it(config, rng):
         "few inner",
     ],
 )
-def test_where_xla_computes(rng, change, rows):
+def test_where_xla_computes(room, rng, change, rows):
     config = config_of(SMOLLM2, 64)
     (weights,) = layers(rng, SMOLLM2, count=1)
     params, pool = {"layers": [weights]}, pool_of(config, 4)
@@ -300,7 +306,7 @@ def test_where_xla_computes(rng, change, rows):
     ("capability", "cores"), [("8.0", 108), ("10.0", 148), ("9.0", 56)]
 )
 def test_gpus_where_xla_computes(rng, monkeypatch, capability, cores):
-    """Without clusters, with less shared memory, with too few multiprocessors."""
+    """Other architectures, too few multiprocessors; a CPU."""
     config, pool = config_of(SMOLLM2, 64), pool_of(config_of(SMOLLM2, 64), 4)
     params = params_of(rng, SMOLLM2)
     hopper = SimpleNamespace(compute_capability="9.0", core_count=132)
@@ -308,6 +314,8 @@ def test_gpus_where_xla_computes(rng, monkeypatch, capability, cores):
     for gpu, join in ((hopper, between.between), (other, llama.joined)):
         monkeypatch.setattr(between.jax, "local_devices", lambda gpu=gpu: [gpu])
         assert between.choose(config, params, 8, pool) is join
+    monkeypatch.setattr(between.jax, "local_devices", lambda: jax.devices("cpu"))
+    assert between.choose(config, params, 8, pool) is llama.joined
 
 
 @pytest.mark.parametrize("padded", [16, 32, 64])
@@ -321,7 +329,7 @@ def test_it_compiles_for_hopper(tmp_path, padded, interleaved):
     assert int(registers) <= 128  # two thread blocks on a multiprocessor
 
 
-def test_pools_where_xla_computes(rng):
+def test_pools_where_xla_computes(room, rng):
     config = config_of(SMOLLM2, 64)
     params, pool = params_of(rng, SMOLLM2), pool_of(config, 4)
     layered = KVPool.zeros(pool.spec, 4, contiguous=False)
@@ -340,7 +348,7 @@ def test_a_layer_that_does_not_fit():
 
 
 @pytest.mark.parametrize("fuse", [False, True])
-def test_an_engine_takes_it_where_it_is_asked(rng, monkeypatch, fuse):
+def test_an_engine_takes_it(room, rng, monkeypatch, fuse):
     config, params = config_of(SMOLLM2, 64), params_of(rng, SMOLLM2)
     model = LoadedModel("fused", config, params, ByteTokenizer(), jnp.dtype("bfloat16"))
     taken = []
@@ -350,7 +358,8 @@ def test_an_engine_takes_it_where_it_is_asked(rng, monkeypatch, fuse):
         return llama.joined(*arguments)
 
     monkeypatch.setattr(between, "between", spy)
-    engine = Engine(model, num_blocks=32, max_tokens_per_step=128, fuse_layers=fuse)
+    how = {} if fuse else {"fuse_layers": False}  # where it serves, if nothing is said
+    engine = Engine(model, num_blocks=32, max_tokens_per_step=128, **how)
     stream = ask(engine, range(20), most=4)
     engine.run()
     engine.stop()
