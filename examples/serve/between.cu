@@ -8,15 +8,17 @@
 // x is float32 [rows, width]; all that is multiplied is bfloat16, weights are [outputs, inputs].
 //
 // The products are small. A GPU reads all weights of a layer of 7 MB in under two microseconds, and
-// takes twice as long to begin and end a kernel. So one kernel stays: a CTA has its part of all
-// four weights in shared memory, and asks for them as it begins, since they wait for nobody. Only
-// the rows are waited for: all CTAs meet before each product, which wants a cooperative launch.
+// takes about as long to begin and end a kernel, of which there would be ten. So one kernel stays:
+// a CTA has its part of all four weights in shared memory, and asks for them before their rows are
+// there, since they wait for nobody: for two as it begins, for the others behind the first product.
+// Only the rows are waited for: all CTAs meet before each product, which wants a cooperative
+// launch.
 //
 // Four CTAs are a cluster. A cluster has some columns of each product, in tiles of 8, and each of
 // its CTAs a quarter of the inputs: so a CTA reads a quarter of the rows' numbers, not all. Then
 // each sends its sums of a quarter of the rows to one of the four, into its shared memory; that one
-// adds up what came, always in the same order: the same bits every time. Nobody waits for a
-// cluster, but each for what is sent to it.
+// adds up what came, always in the same order: the same bits every time. Once all have begun,
+// nobody waits for a cluster, but each for what is sent to it.
 //
 // A norm is a factor of a whole row, which nobody knows before all of x has been added up. So who
 // adds up some of x leaves it times the norm's weight, in bfloat16, and the sum of its squares. The
@@ -55,7 +57,7 @@ __device__ __forceinline__ int ClusterRank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return static_cast<int>(rank);
 }
-// After the wait all CTAs of the cluster have begun, and made their barriers before they arrived.
+// After the wait every CTA of the cluster has begun, and has made its barriers.
 __device__ __forceinline__ void ClusterArrive() {
   asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory");
 }
@@ -87,13 +89,14 @@ __device__ __forceinline__ void WaitForBytes(unsigned long long* barrier) {
         : "memory");
   } while (done == 0);
 }
-// Sends four numbers to this place in a CTA of the cluster, and tells its barrier.
+// Where the CTA of this rank has what lies here.
 __device__ __forceinline__ unsigned PlaceIn(const void* own, int rank) {
   const unsigned place = static_cast<unsigned>(__cvta_generic_to_shared(own));
   unsigned there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(rank));
   return there;
 }
+// Sends four numbers to this place in a CTA of the cluster, and tells its barrier.
 __device__ __forceinline__ void Send(const float* own, float4 x, const unsigned long long* barrier,
                                      int rank) {
   asm volatile(
@@ -119,9 +122,10 @@ extern __shared__ uint4 shared[];
 #endif
 
 // A weight [kOutputs, kInputs], of which a cluster has some rows and a CTA a quarter of the inputs.
-// Rows are dealt out by tiles of 8. Where tiles belong together, kRun tiles and kParts - 1 times as
-// many below them, a cluster has all parts of a tile, side by side: gate and up, or the two halves
-// of a head.
+// Rows are dealt out by tiles of 8. Where outputs belong together that lie apart, a cluster has all
+// kParts of a tile, side by side: gate and up, or the two halves of a head. A part is a run of kRun
+// tiles, and the next part's run follows it: of a head of 64 outputs whose halves are turned
+// together, tiles 0 to 3 are the first parts and 4 to 7 the second ones, and so on for each head.
 template <int kOutputs, int kInputs_, int kClusters_, int kParts_ = 1,
           int kRun = kOutputs / kParts_ / kTile>
 struct Weight {
@@ -143,11 +147,11 @@ struct Weight {
   }
 
   // What rows take, of which a CTA has a quarter of the inputs.
-  static constexpr __host__ __device__ int FloatsOf(int rows) { return rows * kPitch / 2; }
-  // What is sent to a CTA: from each of the cluster, sums of its quarter of the rows. Lanes that
-  // send together meet different banks.
+  static constexpr __host__ __device__ int RowFloats(int rows) { return rows * kPitch / 2; }
+  // What is sent to a CTA: from each of the cluster, sums of its quarter of the rows. The pitch
+  // spreads lanes that send together over the banks, with 64 rows over half of them.
   static constexpr int kSumPitch = (kMost | 1) * kTile;
-  static constexpr __host__ __device__ int SumsOf(int rows) { return rows * kSumPitch; }
+  static constexpr __host__ __device__ int SumFloats(int rows) { return rows * kSumPitch; }
   static __device__ int BytesSent(int rows, int cluster) {
     constexpr int kOthers = kCtas - 1;
     return rows / kCtas * kOthers * Tiles(cluster) * kTile * static_cast<int>(sizeof(float));
@@ -157,8 +161,8 @@ struct Weight {
     return Tiles(cluster) * kTile * kDepth * static_cast<int>(sizeof(__nv_bfloat16));
   }
 
-  // A thread asks for an output's numbers. A warp's lanes do so one after the other: each warp has
-  // as many.
+  // A thread asks for an output's numbers. A warp issues its bulk copies one lane after the other,
+  // so the outputs are dealt out over all warps.
   static __device__ void Load(__nv_bfloat16* to, const __nv_bfloat16* from,
                               unsigned long long* barrier, int cluster, int rank) {
     const int thread = threadIdx.x % 32 * kWarps + threadIdx.x / 32;
@@ -213,7 +217,9 @@ __device__ void Multiply(const Incoming& incoming, int tiles, int rank) {
     b_from[i] = row * W::kPitch + lane / 8 % 2 * 8;
   }
   float c[kPairs * 2][4] = {};
-  constexpr int kAhead = kPairs == 1 ? 3 : kPairs == 2 ? 2 : 1;  // steps that are on their way
+  constexpr int kAhead = kPairs == 1   ? 3
+                         : kPairs == 2 ? 2
+                                       : 1;  // steps on their way, for as many registers
   unsigned a[kAhead + 1][4], b[kAhead + 1][kPairs][4];
   const auto load = [&](int step) {
     LoadMatrices(a[step % (kAhead + 1)], a_from + step * 16);
@@ -323,8 +329,7 @@ __device__ void EndProduct(const Incoming& incoming, int cluster, int rows, Fini
   });
 }
 
-// The squares of x, summed up by each cluster: each lane reads some. Then what their row is
-// multiplied by, 1 / the root of their mean.
+// The squares of x: each cluster leaves the sums of its columns.
 template <typename W, int kRows>
 __device__ void StoreSquares(float* squares, const float (&own)[Share<W, kRows>::kRowTurns],
                              int cluster, int first, int rows) {
@@ -338,6 +343,8 @@ __device__ void StoreSquares(float* squares, const float (&own)[Share<W, kRows>:
     }
   }
 }
+// A row's sums, of which each lane reads some; then what the row is multiplied by: 1 / the root of
+// the mean.
 template <typename W, int kRows>
 __device__ void LoadSquares(float (&own)[Share<W, kRows>::kRowTurns], const float* squares,
                             int first, int rows) {
@@ -364,8 +371,8 @@ __device__ void TurnIntoFactors(float (&own)[Share<W, kRows>::kRowTurns], float 
 
 __device__ __forceinline__ float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
-// kKv: KV heads times kDim, the head dim. kInterleaved: the two coordinates of a rotation are
-// neighbours, or half a head apart.
+// kHeads, kKv: heads and KV heads times kDim, the head dim. kInterleaved: the two coordinates of a
+// rotation are neighbours, or half a head apart.
 template <int kRowTiles, int kClusters, int kWidth, int kHeads, int kInner, int kKv, int kDim,
           bool kInterleaved>
 __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2)
@@ -398,21 +405,21 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2)
   __nv_bfloat16* const own_qkv = own_down + Down::kNumbers;
   unsigned long long* const barriers =
       reinterpret_cast<unsigned long long*>(own_qkv + Qkv::kNumbers);  // two of each product
-  // Rows of a product, and behind them what is sent to it. When `out` has been multiplied by, its
-  // place is free for those of the others.
+  // `out` is multiplied by first. Then its place is free: the rows of the other products lie there,
+  // and behind them what is sent to these.
   __nv_bfloat16* const own_out = reinterpret_cast<__nv_bfloat16*>(barriers + 8);
   __nv_bfloat16* const rows_of_out = own_out + Out::kNumbers;
-  float* const behind = reinterpret_cast<float*>(own_out);
+  float* const reused = reinterpret_cast<float*>(own_out);
   // Nobody multiplies by gate and up any more when sums of down come.
-  static_assert(Down::SumsOf(kRows) * sizeof(float) <= GateUp::kNumbers * sizeof(__nv_bfloat16));
+  static_assert(Down::SumFloats(kRows) * sizeof(float) <= GateUp::kNumbers * sizeof(__nv_bfloat16));
   const Incoming of_out{own_out, rows_of_out,
-                        reinterpret_cast<float*>(rows_of_out) + Out::FloatsOf(kRows), barriers,
+                        reinterpret_cast<float*>(rows_of_out) + Out::RowFloats(kRows), barriers,
                         barriers + 1};
-  const Incoming of_gate_up{own_gate_up, own_out, behind + GateUp::FloatsOf(kRows), barriers + 2,
+  const Incoming of_gate_up{own_gate_up, own_out, reused + GateUp::RowFloats(kRows), barriers + 2,
                             barriers + 3};
   const Incoming of_down{own_down, own_out, reinterpret_cast<float*>(own_gate_up), barriers + 4,
                          barriers + 5};
-  const Incoming of_qkv{own_qkv, own_out, behind + Qkv::FloatsOf(kRows), barriers + 6,
+  const Incoming of_qkv{own_qkv, own_out, reused + Qkv::RowFloats(kRows), barriers + 6,
                         barriers + 7};
 
   if (threadIdx.x == 0) {
@@ -433,7 +440,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2)
   GateUp::Load(own_gate_up, gate_up, of_gate_up.read, cluster, rank);
 
   const int first = rank * kQuarter, own = rows - first;  // rows that this CTA adds up
-  // Of x a thread adds up the same numbers twice.
+  // A thread adds up the same numbers of x behind `out` and `down`, and keeps them in registers.
   using OfX = Share<Out, kRows>;
   struct {
     float2 x, norm;
@@ -445,7 +452,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2)
     has[turn].x = *reinterpret_cast<const float2*>(x + place_in_x(row, column));
     has[turn].norm = *reinterpret_cast<const float2*>(mlp_norm + column);
   });
-  Now(layer);  // it comes from afar, too, and would be waited for later
+  Now(layer);  // a traced scalar comes from memory, too, and would be waited for later
 
   const auto store = [](__nv_bfloat16* to, float a, float b) {
     *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
@@ -512,20 +519,20 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2)
   Qkv::LoadRows(of_qkv.rows, normed, rows, rank);
   // Slots and angles are read while the product is on its way.
   using OfHeads = Share<Qkv, kRows>;
-  struct Turn {
+  struct Angle {
     int slot;
     float2 cosine, sine;
-  } turns[OfHeads::kTurns];
+  } angles[OfHeads::kTurns];
   OfHeads::ForEach(cluster, own, [&](int turn, int row, int column, int) {
     const int in_batch = first + row, in_head = column % kDim;
-    turns[turn] = {slots[in_batch], {}, {}};
+    angles[turn] = {slots[in_batch], {}, {}};
     if (column >= kHeads + kKv) return;  // values are not turned
     const float* const angle =
         cos_sin + static_cast<long long>(in_batch) * kDim + (kInterleaved ? in_head / 2 : in_head);
     constexpr int kNext = kInterleaved ? 0 : 1;  // interleaved, two columns are one pair
     const float* const of_sine = angle + kDim / 2;
-    turns[turn].cosine = {angle[0], angle[kNext]};
-    turns[turn].sine = {of_sine[0], of_sine[kNext]};
+    angles[turn].cosine = {angle[0], angle[kNext]};
+    angles[turn].sine = {of_sine[0], of_sine[kNext]};
   });
   float head_factors[OfHeads::kRowTurns];
   LoadSquares<Qkv, kRows>(head_factors, squares, first, own);
@@ -534,7 +541,7 @@ __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads, 2)
   EndProduct<Qkv, kRowTiles>(
       of_qkv, cluster, own, [&](int turn, int row, int column, const float2(&sum)[kHalves]) {
         const float factor = head_factors[turn / OfHeads::kRowPairs];
-        const Turn& of = turns[turn];
+        const Angle& of = angles[turn];
         const bool turned = column < kHeads + kKv;
         const auto rotate = [&](float cosine, float sine, float& a, float& b) {
           const float before = a * factor, other = b * factor;

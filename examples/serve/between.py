@@ -1,10 +1,11 @@
 """Between the attentions of two layers, one kernel on a GPU: `between.cu`.
 
-For up to 64 rows of bfloat16, where all that a layer's products read fits into the
-shared memory of a Hopper's multiprocessors: SmolLM2-135M's 7 MB do. Else XLA computes
-it (`llama.joined`).
+For up to 64 rows of bfloat16 on a Hopper, where all that a layer's products read fits
+into half of its multiprocessors' shared memory: SmolLM2-135M's 7 MB do. Else XLA
+computes it (`llama.joined`).
 """
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +21,9 @@ from serve.weights import Params
 SOURCE = Path(__file__).with_suffix(".cu")
 EXAMPLES = SOURCE.parents[1]  # where its instructions are
 # As in the kernel: its thread blocks are clusters of four. They wait for each other, so
-# all must run at once: 120 of them do where two fit on each of 60 multiprocessors. An
-# H200 has room for 30 clusters whose blocks each have one of its 132 for themselves.
+# all must run at once: 120 of them do where two fit on each of 60 multiprocessors. The
+# H200s that were measured had room for 30 clusters whose blocks each have one of 132
+# multiprocessors for themselves, and no more.
 CLUSTERS, CTAS, THREADS, TILE = 30, 4, 256, 8
 MOST_ROWS = 64
 DTYPES = {
@@ -124,8 +126,15 @@ def _has_room(device: jax.Device) -> bool:
 
 def choose(config: Config, params: Params, rows: int, pool: KVPool) -> llama.Join:
     """What computes between layers, for steps of so many rows."""
-    served = (serves(config, weights, rows, pool) for weights in params["layers"])
-    return between if all(served) else llama.joined
+    layers = params["layers"]
+    if not all(serves(config, weights, rows, pool) for weights in layers):
+        return llama.joined
+    try:
+        kernel(config, Sizes.of(layers[0]), _padded(rows))
+    except RuntimeError as error:  # no NVRTC is installed
+        warnings.warn(f"XLA computes between layers: {error}", stacklevel=2)
+        return llama.joined
+    return between
 
 
 @partial(jax.jit, static_argnums=0)

@@ -37,8 +37,9 @@ class TieredCache:
 
     Args:
       cache: the device's tier.
-      host_bytes: memory for blocks on the host, at most. With a store, staging_bytes
-        more are taken for what comes from there.
+      host_bytes: pinned memory for blocks on the host, at most, and one block more.
+        With a store it is staging_bytes more, for what comes from there; and up to four
+        times as much of ordinary memory holds what is on its way there.
       store: below it, a `DiskTier` for example; each block that comes to the host goes
         on to it at once, so that nothing is lost when its slot is taken.
       staging_bytes: how much is copied at a time, by way of an array on the device.
@@ -137,13 +138,7 @@ class TieredCache:
           what: a table, or keys. Keys whose block is not on the device are left out, as
             are those whose block is below or on its way there.
         """
-        keys = what.keys if isinstance(what, BlockTable) else list(what)
-        wrong = [key for key in keys if not isinstance(key, bytes) or len(key) != 32]
-        if wrong:
-            raise TypeError(
-                "offload: pass a table, or keys of 32 bytes as `table.keys` has them, "
-                f"got {wrong[0]!r}"
-            )
+        keys = what.keys if isinstance(what, BlockTable) else _checked("offload", what)
         with self.cache.manager.lock, self.below.lock:
             new = [key for key in keys if not self.below.on_host(key)]
             ids = [self.cache._free_list.find(key) for key in new]
@@ -290,17 +285,30 @@ class TieredCache:
         table = self.cache.open(tokens, adapter=adapter, salt=salt)
         return table, self.onboard(table, by_layer=by_layer)
 
-    def onboard(self, table: BlockTable, *, by_layer: bool = False) -> Onboard:
-        """Brings up the blocks that follow those of a table, as far as they lie below.
+    def onboard(
+        self,
+        what: BlockTable | Iterable[bytes],
+        *,
+        parent: bytes | None = None,
+        by_layer: bool = False,
+    ) -> Onboard:
+        """Brings up blocks that lie below, from the first on that the device has not.
 
         Args:
-          table: without blocks that are reserved and not published.
+          what: a table without blocks that are reserved and not published; of its
+            tokens all blocks but the last one's may come. Or keys of blocks that follow
+            each other, before anybody asks for them.
+          parent: what the first of the keys follows: a block's key, or `table.root`;
+            None: a prompt begins with it, without adapter and salt.
           by_layer: whether layers come one after the other, for programs of one layer
             that call `wait(layer)` and find the blocks in the ticket's `ids`; blocks of
             keys and values (num_outer 2) alone.
 
         Raises:
-          ValueError: for `by_layer` where blocks have no keys and values.
+          TypeError: for keys, or a parent, that are none.
+          ValueError: for `by_layer` where blocks have no keys and values; for a
+            `parent` of a table, which has its own.
+          PoolExhaustedError: when too few blocks are free or idle for those that come.
         """
         spec = self.below.host.spec
         if by_layer and spec.num_outer != 2:
@@ -308,15 +316,37 @@ class TieredCache:
                 "onboard: by_layer needs blocks of keys and values, num_outer=2, got "
                 f"num_outer={spec.num_outer}; leave it out"
             )
-        size = spec.block_size
-        start, end = table.num_committed_tokens // size, (table.num_tokens - 1) // size
-        known = table.keys
-        keys = known[start : max(end, start)]
-        parents = ([table.root, *known])[start : start + len(keys)]
+        if isinstance(what, BlockTable):
+            if parent is not None:
+                raise ValueError(
+                    "onboard: parent is for keys; a table knows what its blocks follow"
+                )
+            first, known, size = what.root, what.keys, spec.block_size
+            start = what.num_committed_tokens // size
+            wanted = known[: max((what.num_tokens - 1) // size, start)]
+            return self._onboard(wanted, first, start, by_layer)
+        wanted = _checked("onboard", what)
+        first = self.cache.namespace.root() if parent is None else parent
+        if not isinstance(first, bytes) or len(first) != 32:
+            raise TypeError(
+                "onboard: parent must be 32 bytes, a block's key or `table.root`, got "
+                f"{parent!r}"
+            )
+        # Held, so that those that come do not take their place.
+        there, _ = _native.hold_keys(self.cache._free_list, wanted, beginning=True)
+        with there:
+            return self._onboard(wanted, first, len(there), by_layer)
+
+    def _onboard(
+        self, known: Sequence[bytes], root: bytes, start: int, by_layer: bool
+    ) -> Onboard:
+        """Blocks from `start` on of those that follow each other from a root on."""
+        keys = known[start:]
         # Before others make room for them on the device: those go down, too.
         kept = self.below.keep(keys)
         count = len(kept.slots)
-        return self._bring(keys[:count], parents[:count], kept, by_layer)
+        parents = [root, *known][start : start + count]
+        return self._bring(keys[:count], parents, kept, by_layer)
 
     def _bring(
         self,
@@ -469,3 +499,15 @@ def _behind(lost: Callable[[int], None], first: int, place: int) -> None:
 def _run(found: Sequence[bool]) -> int:
     """How many are found from the first on."""
     return [*found, False].index(False)
+
+
+def _checked(name: str, what: Iterable[bytes]) -> list[bytes]:
+    """Keys of blocks."""
+    keys = list(what)
+    wrong = [key for key in keys if not isinstance(key, bytes) or len(key) != 32]
+    if wrong:
+        raise TypeError(
+            f"{name}: pass a table, or keys of 32 bytes as `table.keys` has them, got "
+            f"{wrong[0]!r}"
+        )
+    return keys

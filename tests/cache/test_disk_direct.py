@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import sys
+import threading
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,6 +120,32 @@ def test_blocks_side_by_side_go_in_one_call(
         assert tier.get(wanted, apart).result(60).all()
         assert calls == [[BLOCK]] * 6
         np.testing.assert_array_equal(np.stack(apart), disks.contents(wanted))
+
+
+def test_threads_read_and_write_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two calls waits until the other has begun, too."""
+    both = threading.Barrier(2)
+
+    def meeting(call: Any) -> Any:
+        def io(*given: Any) -> int:
+            both.wait(30)
+            done: int = call(*given)
+            return done
+
+        return io
+
+    wanted = keys(range(6))
+    blocks = aligned_empty(6, BLOCK)
+    blocks[:] = disks.contents(wanted)
+    with disks.tier(tmp_path, 60, num_threads=2) as tier:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwritev", meeting(os.pwritev))
+            assert tier.put(wanted, blocks).result(60) == 6
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "preadv", meeting(os.preadv))
+            assert tier.get(wanted, blocks).result(60).all()
 
 
 def test_a_call_has_at_most_two_mebibytes(direct: Path, calls: list[list[int]]) -> None:

@@ -15,10 +15,7 @@ import pytest
 from small_tiers import SIZE, Setup, states
 from tier_stores import MemoryStore
 
-from jax_kvblock import (
-    BlockTable,
-    KVPool,
-)
+from jax_kvblock import BlockTable, KVPool, PoolExhaustedError
 from jax_kvblock.cache import host
 from jax_kvblock.cache.copy_lines import CopyError
 
@@ -57,6 +54,62 @@ def test_down_and_up(layout: str, by_layer: bool) -> None:
     assert stats["bytes_in"] == stats["bytes_out"] == 10 * one.size
     assert stats["pending"] == stats["held"] == 0
     one.tiers.close()
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+def test_keys_come_up_before_anybody_asks(by_layer: bool) -> None:
+    setup = Setup(events=True)
+    setup.only_below(range(41))
+    keys = setup.cache.namespace.keys(range(41))
+    setup.cache.drain_events()
+
+    def onboard(first: int, end: int, **options: bytes) -> int:
+        ticket = setup.tiers.onboard(keys[first:end], by_layer=by_layer, **options)
+        ticket.wait()
+        return ticket.num_blocks
+
+    assert onboard(0, 3) == 3 and states(setup)[0] == 3
+    assert onboard(5, 7, parent=keys[4]) == 2 and states(setup)[0] == 5
+    assert onboard(0, 2) == 0  # they are there
+    assert onboard(0, 10) == 7  # from the first that is not
+    assert setup.tiers.onboard([]).num_blocks == 0
+    table = setup.cache.open(range(41))
+    assert table.num_cached_tokens == 40
+    setup.holds(table)
+    notes = setup.cache.drain_events()
+    parents = {key: parent for what, key, parent, *_ in notes if what == "stored"}
+    chain = [setup.cache.namespace.root(), *keys]
+    assert parents == dict(zip(keys[:10], chain, strict=False))
+    setup.tiers.close()
+
+
+def test_keys_that_are_there_stay_while_others_come() -> None:
+    """On a device that is full, what comes takes the place of others alone."""
+    one = Setup(num_blocks=8)
+    one.only_below(range(29))
+    keys = one.cache.namespace.keys(range(29))
+    one.tiers.onboard(keys[:3]).wait()
+    one.computed([50, *range(3)]).free()
+    held = one.computed([60, *range(7)])
+    assert one.cache.num_free_blocks == 2
+    with pytest.raises(PoolExhaustedError, match="onboard: 4 blocks to come, 3 of 8"):
+        one.tiers.onboard(keys[:7])
+    assert one.cache.open(range(29)).num_cached_tokens == 12
+    one.tiers.onboard(keys[:6]).wait()
+    assert one.cache.open(range(29)).num_cached_tokens == 24
+    one.holds(held)
+    one.tiers.close()
+
+
+def test_what_is_no_key(setup: Setup) -> None:
+    keys = setup.cache.namespace.keys(range(9))
+    for bad in ([b"short"], ["text"], [keys[0], None]):
+        with pytest.raises(TypeError, match="onboard: pass a table, or keys of 32"):
+            setup.tiers.onboard(bad)
+    with pytest.raises(TypeError, match="onboard: parent must be 32 bytes"):
+        setup.tiers.onboard(keys, parent=b"short")
+    with pytest.raises(ValueError, match="parent is for keys"):
+        setup.tiers.onboard(setup.cache.open(range(9)), parent=keys[0])
 
 
 def test_under_steps_that_donate_the_pool(setup: Setup) -> None:

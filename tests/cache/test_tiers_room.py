@@ -70,6 +70,40 @@ def test_who_holds_the_managers_lock_may_call_it(
     one.tiers.close()
 
 
+@pytest.mark.parametrize("with_store", [False, True])
+def test_memory_on_the_host_is_what_was_asked_for(with_store: bool) -> None:
+    """And for what comes from a store, or goes there slowly, what is documented."""
+    store = MemoryStore()
+    one = Setup(num_blocks=32, host_blocks=20, store=store if with_store else None)
+    staged = 4 * one.size  # as Setup has it
+    more = staged if with_store else one.size
+    assert one.tiers.below.host.rows.nbytes == 20 * one.size + more
+    store.gate.clear()
+    under_way, most, put = 0, 0, store.put
+
+    def watched(keys: Sequence[bytes], rows: Any) -> Any:
+        nonlocal under_way, most
+        under_way += rows.nbytes
+        most = max(most, under_way)
+        future = put(keys, rows)
+        future.add_done_callback(lambda _: ended(rows.nbytes))
+        return future
+
+    def ended(size: int) -> None:
+        nonlocal under_way
+        under_way -= size
+
+    store.put = watched  # type: ignore[method-assign]
+    for i in range(8):
+        with one.computed([i, *range(15)]) as table:
+            one.tiers.offload(table)
+    opened = threading.Timer(0.3, store.gate.set)
+    opened.start()
+    one.tiers.drain()
+    assert most == (4 * staged if with_store else 0)
+    one.tiers.close()
+
+
 def test_watermarks() -> None:
     one = Setup(low=0.25, high=0.5)
     for i in range(3):

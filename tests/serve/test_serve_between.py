@@ -73,20 +73,24 @@ inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
     + SHARED
 )
 VOCABULARY = ByteTokenizer.vocab_size
-CLUSTERS = 3  # in the emulator: 12 CTAs, most of which have unlike numbers of tiles
+# In the emulator: 12 CTAs, whose clusters have unlike numbers of tiles; or 36, of which
+# the last four have nothing of two products. Whether rotations are interleaved.
+LAUNCHES = {"interleaved": (True, 3), "halves": (False, 3), "spread": (True, 9)}
 SMALL = between.Sizes(width=64, heads=128, inner=576, kv=16)
 SMOLLM2 = between.Sizes(width=576, heads=576, inner=1536, kv=192)
 
 
-@pytest.fixture(params=[True, False], ids=["interleaved", "halves"])
+@pytest.fixture(params=LAUNCHES)
 def config(everywhere, request, monkeypatch):
     """Three layers of a model, and how the coordinates of its rotations lie."""
-    if everywhere == "gpu":
-        return config_of(SMOLLM2, 64, request.param)
-    monkeypatch.setattr(between, "CLUSTERS", CLUSTERS)
+    interleaved, clusters = LAUNCHES[request.param]
+    if everywhere == "gpu":  # of the small one most clusters have nothing there
+        small = request.param == "spread"
+        return config_of(*((SMALL, 16) if small else (SMOLLM2, 64)), interleaved)
+    monkeypatch.setattr(between, "CLUSTERS", clusters)
     if everywhere == "emulator":
         request.getfixturevalue("between_runs")
-    return config_of(SMALL, 16, request.param)
+    return config_of(SMALL, 16, interleaved)
 
 
 @pytest.fixture
@@ -98,13 +102,12 @@ def room(monkeypatch):
 @pytest.fixture(scope="session")
 def between_runs(kernel_handlers, tmp_path_factory):
     """The driver that stands in knows the kernel for 16, 32 and 64 rows."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(between, "CLUSTERS", CLUSTERS)
-        made = [
-            between.kernel(config_of(SMALL, 16, interleaved), SMALL, padded)
-            for interleaved in (True, False)
-            for padded in (16, 32, 64)
-        ]
+    made = []
+    for interleaved, clusters in LAUNCHES.values():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(between, "CLUSTERS", clusters)
+            config = config_of(SMALL, 16, interleaved)
+            made += [between.kernel(config, SMALL, padded) for padded in (16, 32, 64)]
     source = between.SOURCE.read_text()
     emulate(
         kernel_handlers, tmp_path_factory, "between", source, *made, prelude=PRELUDE
@@ -328,6 +331,17 @@ def test_it_compiles_for_hopper(tmp_path, padded, interleaved):
     assert "0 bytes spill stores" in said
     (registers,) = re.findall(r"Used (\d+) registers", said)
     assert int(registers) <= 128  # two thread blocks on a multiprocessor
+
+
+def test_without_nvrtc_xla_computes(room, rng, monkeypatch):
+    def missing(*_):
+        raise RuntimeError("install jax_kvblock[kernels]")
+
+    config = config_of(SMOLLM2, 64)
+    monkeypatch.setattr(between, "kernel", missing)
+    with pytest.warns(UserWarning, match="XLA computes between layers: install jax_kv"):
+        join = between.choose(config, params_of(rng, SMOLLM2), 8, pool_of(config, 4))
+    assert join is llama.joined
 
 
 def test_pools_where_xla_computes(room, rng):

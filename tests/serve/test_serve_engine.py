@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import threading
@@ -504,6 +505,34 @@ def test_a_text_ends_within_a_program(
     assert events[-1].finish_reason == "stop"
     greedy.check(prompts()[5], beside, 30)
     check_books(engine)
+    engine.stop()
+
+
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_a_step_is_one_program(
+    drafts: int, tiny: tuple[TinyModel, LoadedModel], tmp_path: Path
+) -> None:
+    """Beside it one that puts what it is given in its place, and no operation alone."""
+    engine = Engine(tiny[1], num_blocks=64, max_batch=4, draft_tokens=drafts)
+    engine.compile()
+    for i in range(3):
+        ask(engine, [5, 6, 7] * 4, 40, temperature=0.5 * i, seed=i)
+    for _ in range(3):
+        engine.step()
+    with jax.profiler.trace(str(tmp_path)):
+        for _ in range(4):
+            engine.step()
+    (found,) = tmp_path.glob("**/*.xplane.pb")
+    called = collections.Counter(
+        event.name
+        for plane in jax.profiler.ProfileData.from_file(str(found)).planes
+        for line in plane.lines
+        for event in line.events
+        if event.name.startswith("PjitFunction(")
+    )
+    assert set(called) == {"PjitFunction(program)", "PjitFunction(_moved_to)"}
+    assert len(set(called.values())) == 1, called
+    engine.run()
     engine.stop()
 
 

@@ -10,7 +10,15 @@ RANDOM = test("test_random", "test_random_operations")
 STEP = "cpp/objects/step.cc"
 STEPS = test("test_steps")
 HASHES = test("test_keys", "test_the_hash")
+CHECKER = "tests/native/test_books_check.py", "test_each_damage"
 CACHE = (
+    Mutant(
+        "the checker says nothing of blocks",
+        BOOKS,
+        'wrong.push_back("block " + std::to_string(block) + " " + what);',
+        "",
+        CHECKER,
+    ),
     Mutant(
         "parents are evicted before their children",
         BOOKS,

@@ -16,7 +16,8 @@ class Setup:
     """A small pool, whose tokens' keys and values are functions of the token's key."""
 
     def __init__(self, num_blocks: int = 16, host_blocks: int = 32, **options) -> None:
-        cache_options = {k: options.pop(k) for k in ("policy",) if k in options}
+        of_cache = "policy", "events"
+        cache_options = {k: options.pop(k) for k in of_cache if k in options}
         pool_options = {
             k: options.pop(k) for k in ("num_outer", "layout", "dtype") if k in options
         }

@@ -42,7 +42,7 @@ def check_keys(where: str, keys: Any) -> list[bytes]:
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             raise ValueError(
                 f"{where}: keys[{i}] must be {KEY_BYTES} bytes, got {_shown(key)}; "
-                "PrefixCache.keys gives the keys of tokens"
+                "namespace.keys gives the keys of tokens"
             )
     return list(keys)
 
