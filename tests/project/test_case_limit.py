@@ -33,6 +33,11 @@ def test_things(x): pass
 )
 def test_some_often(x): pass
 
+def skipped(x): return pytest.param(x, marks=pytest.mark.skip)
+
+@pytest.mark.parametrize("x", [4, *map(skipped, range(10, 30)), 5])
+def test_some_skipped(x): pass
+
 class TestBase:
     @pytest.mark.parametrize("x", range(2))
     def test_inherited(self, x): pass
@@ -66,7 +71,7 @@ def collected(folder: Path, *options: str) -> list[str]:
 
 def test_every_function_stays_with_so_many_cases(tmp_path: Path) -> None:
     whole = collected(tmp_path)
-    assert len(whole) == 25 + 9 + 1 + 9 + 11 + 4
+    assert len(whole) == 25 + 9 + 1 + 9 + 11 + 22 + 4
     kept = collected(tmp_path, "--cases=3")
     assert set(kept) < set(whole) and kept == collected(tmp_path, "--cases=3")
     counts = {
@@ -106,6 +111,19 @@ def test_cases_that_are_taken_often(tmp_path: Path) -> None:
     assert one in seen
 
 
+def test_what_is_skipped_comes_last(tmp_path: Path) -> None:
+    """One of the two that run is drawn, each in turn; then come the others."""
+
+    def drawn(cases: int, first: int) -> list[str]:
+        options = f"--cases={cases}", f"--cases-from={first}"
+        return collected(tmp_path, *options, "-k", "some_skipped")
+
+    seen = {test for k in range(4) for test in drawn(1, k)}
+    assert seen == {"test_some_skipped[4]", "test_some_skipped[5]"}
+    assert drawn(1, 0) == drawn(1, 2) != drawn(1, 1)
+    assert set(drawn(3, 1)) > seen and len(drawn(3, 1)) == 3
+
+
 def test_another_run_takes_other_cases(tmp_path: Path) -> None:
     def drawn(folder: Path, *options: str) -> list[str]:
         return collected(folder, "--cases=2", *options, "-k", "not often")
@@ -115,7 +133,7 @@ def test_another_run_takes_other_cases(tmp_path: Path) -> None:
     both = set(one) & set(other)
     assert len(one) == len(other) + 5  # one has seven things
     assert all(
-        any(name in test for name in ("test_alone", "test_inherited", "test_things"))
+        any(name in test for name in ("alone", "inherited", "things", "skipped"))
         for test in both
     )
     assert "test_alone" in both
@@ -127,7 +145,7 @@ def test_a_part_takes_functions_with_all_of_their_cases(tmp_path: Path) -> None:
     whole, part = collected(tmp_path), collected(tmp_path, "--part=2")
     names = {test.partition("[")[0] for test in part}
     assert part == [test for test in whole if test.partition("[")[0] in names]
-    assert 0 < len(names) < 7
+    assert 0 < len(names) < 8
 
 
 def test_what_other_options_leave_is_drawn_from(tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ function of N. `make test-all` and a GPU take all of them, CI a few. Cases are d
 their names, so that those of a grid differ in all of its parameters, and functions by
 theirs. A second run takes other cases with `--cases-from K`. Where cases are things of
 their own, such as documents, the marker `cases(n)` has a first run take n of them; and
-a case that is marked `often` itself it takes besides. What is left out counts as
+a case that is marked `often` itself it takes besides. Cases that are skipped here, as
+those of a GPU where there is none, come behind all others. What is left out counts as
 deselected.
 """
 
@@ -73,10 +74,12 @@ def drawn(items: list[pytest.Item], limit: int, first: int = 0) -> set[pytest.It
         cases[item.parent, getattr(item, "originalname", item.name)].append(item)
     found = set()
     for of_one in cases.values():
-        begin = first % len(of_one)
+        skipped = [item for item in of_one if item.get_closest_marker("skip")]
+        running = [item for item in of_one if item not in skipped]
+        begin = first % max(len(running), 1)
         marked = of_one[0].get_closest_marker("cases")
         count = max(limit, marked.args[0] if marked and not first else 0)
-        found.update((of_one[begin:] + of_one[:begin])[:count])
+        found.update((running[begin:] + running[:begin] + skipped)[:count])
         if not first:
             found.update(item for item in of_one if item.get_closest_marker("often"))
     return found
