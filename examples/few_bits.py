@@ -165,9 +165,12 @@ def strategies(model: Model, text: np.ndarray, seen: jax.Array) -> None:
             f"{stats.bits_per_weight:.2f} bits a weight: {costs[strategy]:.4f} nats"
         )
         require(stats.memory_savings_ratio >= REDUCTION, "a budget is kept")
-    share = max(costs[s] for s in LOOK_AT_A_LOSS) / costs[AllocationStrategy.UNIFORM]
+    most = max(costs[s] for s in LOOK_AT_A_LOSS)
+    share = most / costs[AllocationStrategy.UNIFORM]
     print(f"plans that look at a loss cost at most {share:.0%} of the uniform one")
     require(share < 0.7, "a plan by the loss is 30 % better")
+    entropy = costs[AllocationStrategy.ENTROPY_BASED]
+    require(most < entropy, "a plan by the loss is better than one by entropy")
 
 
 def analysis(model: Model, seen: jax.Array) -> None:

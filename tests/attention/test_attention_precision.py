@@ -18,6 +18,7 @@ from jax_kvblock import (
     attention_fn,
     dot_product_attention,
     flash_attention,
+    flash_attention_backward,
     flash_attention_forward,
 )
 from jax_kvblock.attention import bhnd, cuda, dispatch
@@ -291,14 +292,28 @@ def test_calls_reach_the_kernels(float32_as_cuda, rng, precision: str) -> None:
 
 
 def test_the_default_tile_reaches_the_kernels(float32_as_cuda, rng) -> None:
-    q, k, v = (jnp.asarray(rng.standard_normal((1, 2, 40, 64)), F32) for _ in range(3))
+    """Of both functions, with what one hands to the other."""
+    q, k, v, dout = (
+        jnp.asarray(rng.standard_normal((1, 2, 40, 64)), F32) for _ in range(4)
+    )
     weights = np.exp(np.einsum("bhtd,bhsd->bhts", f64(q), f64(k)) / 8)
     weights /= weights.sum(-1, keepdims=True)
-    want = {"out": np.einsum("bhts,bhsd->bhtd", weights, f64(v))}
+    out = np.einsum("bhts,bhsd->bhtd", weights, f64(v))
+    dp = np.einsum("bhtd,bhsd->bhts", f64(dout), f64(v))
+    ds = weights * (dp - (f64(dout) * out).sum(-1, keepdims=True)) / 8
+    want = {
+        "out": out,
+        "dq": np.einsum("bhts,bhsd->bhtd", ds, f64(k)),
+        "dk": np.einsum("bhts,bhtd->bhsd", ds, f64(q)),
+        "dv": np.einsum("bhts,bhtd->bhsd", weights, f64(dout)),
+    }
     for precision, least, most in (("highest", 1e-8, 3e-6), (TF32, 1e-5, 2e-3)):
         with jax.default_matmul_precision(precision):
-            (error,) = off({"out": flash_attention_forward(q, k, v)}, want).values()
-        assert least < error < most
+            got, *rest = flash_attention_forward(q, k, v, return_residuals=True)
+            grads = flash_attention_backward(q, k, v, got, dout, *rest)
+        found = {"out": got, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+        for name, error in off(found, want).items():
+            assert least < error < most, (precision, name)
 
 
 @pytest.mark.wide

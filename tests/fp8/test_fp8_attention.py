@@ -14,7 +14,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from messages import check
 
 import jax_kvblock
-from jax_kvblock import AttentionScales, dot_product_attention, flash_attention
+from jax_kvblock import (
+    AttentionScales,
+    AttentionTiles,
+    dot_product_attention,
+    flash_attention,
+)
 from jax_kvblock.attention import dispatch
 from jax_kvblock.fp8 import FP8AttentionConfig, fp8_attention, quantize_qkv
 
@@ -259,6 +264,27 @@ BAD = {
     "does not serve softcap in 8 bits": lambda x: {
         "implementation": "cuda_sm90",
         "softcap": 3.0,
+    },
+    "does not serve bias in 8 bits": lambda x: {
+        "implementation": "cuda_sm90",
+        "bias": jnp.zeros((2, 4, 300, 260)),
+    },
+    "does not serve tiles in 8 bits": lambda x: {
+        "implementation": "cuda_sm90",
+        "tiles": AttentionTiles.from_mask(np.ones((300, 260), bool)),
+    },
+    "does not serve dropout_rate in 8 bits": lambda x: {
+        "implementation": "cuda_sm90",
+        "dropout_rate": 0.25,
+        "dropout_seed": 1,
+    },
+    "does not serve scale=-1 in 8 bits (above 0": lambda x: {
+        "implementation": "cuda_sm90",
+        "scale": -1.0,
+    },
+    "does not serve scale=0 in 8 bits (above 0": lambda x: {
+        "implementation": "cuda_sm90",
+        "scale": 0.0,
     },
     "scales cannot be combined with cu_seqlens": lambda x: {
         **{n: getattr(x, n).astype(jnp.bfloat16)[0] for n in "qkv"},

@@ -12,7 +12,11 @@ from flax import nnx
 from messages import check
 
 from jax_kvblock import flash_attention
-from jax_kvblock.layers import AttentionLayer, benchmark_attention_performance
+from jax_kvblock.layers import (
+    AttentionLayer,
+    benchmark_attention_performance,
+    timing,
+)
 from jax_kvblock.parallel import AttentionConfig, create_attention
 
 SHAPE = (2, 32, 16)
@@ -51,6 +55,20 @@ def test_times_are_milliseconds_of_calls_that_have_ended():
     assert calls == [SHAPE] * 7
     assert took["min"] >= 20
     assert took["avg_latency"] < 20e3
+
+
+def test_what_is_said_of_times(monkeypatch):
+    """Of calls that take 1 to 100 ms, in any order."""
+    took = np.random.default_rng(0).permutation(np.arange(1, 101)) / 1e3
+    ends = iter(np.stack([np.zeros(100), took], axis=1).ravel())
+    with monkeypatch.context() as patch:
+        patch.setattr(timing.time, "perf_counter", lambda: float(next(ends)))
+        (found,) = timing.times_in_turns([lambda: jnp.zeros(())], 100, 0)
+    wanted = {
+        "avg_latency": 50.5, "std": np.sqrt((100**2 - 1) / 12), "min": 1, "p50": 50.5,
+        "p90": 90.1, "p99": 99.01, "max": 100,
+    }  # fmt: skip
+    assert found == pytest.approx(wanted)
 
 
 def test_each_call_is_waited_for(monkeypatch):

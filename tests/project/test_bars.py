@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import importlib.util
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +115,54 @@ def test_what_ships_of_a_block_has_a_bar_of_its_own(bars: ModuleType) -> None:
         ("a block, the best of our ways / jitted XLA's best", 1.06, True),
         ("a block, attention alone by ours / jitted XLA's best", 0.98, False),
     ]
+
+
+def test_plans_are_held_to_one_by_entropy(bars: ModuleType) -> None:
+    def excess(name: str, value: float, case: str = "all") -> dict[str, Any]:
+        return row(f"{case} / 3.5 bits", f"jax_kvblock, {name}", "excess", value)
+
+    found = judged(
+        bars, excess("entropy", 1368.0), excess("loss", 43.6),
+        excess("gradients", 1500.0), excess("loss", 9.0, "reference 8"), platform="cpu",
+    )  # fmt: skip
+    text = "excess perplexity of a plan / one by entropy"
+    assert found == [
+        (text, pytest.approx(43.6 / 1368), True),
+        (text, pytest.approx(1500 / 1368), False),
+    ]
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+CACHE_BARS = {  # of a cache and its server, and how many rows of a record each judges
+    "Prompt of 4096 tokens, open to free, us": 3,
+    "blocks on disk / plain I/O": 14,
+    "A server's new tokens a second, two cores": 1,
+    "offload to pinned host / memcpy": 2,
+    "onboard from pinned host / memcpy": 2,
+    "steps beside a transfer slowed by, %": 2,
+    "A server's step of decoding / reading": 3,
+    "The cache's manager / a server's step": 1,
+    "The first token by host memory / computed": 1,
+    "Things that are wrong in a soak": 2,
+    "Memory in a soak's last third / its second": 2,
+}
+
+
+def test_records_have_the_rows_that_bars_judge(bars: ModuleType) -> None:
+    """A row of another name would pass, as if it had never been asked for."""
+    found: dict[str, collections.Counter[str]] = {}
+    for path in RESULTS.glob("*/*.json"):
+        document = json.loads(path.read_text())
+        first, *_ = document.get("rows", [{}])
+        timed = "platform" in document.get("versions", {}) and "implementation" in first
+        if not timed:  # tests that ran, and profiles
+            continue
+        counts = collections.Counter(v.bar.text for v in bars.judge(document))
+        for text, count in counts.items():
+            of_date = found.setdefault(text, collections.Counter())
+            of_date[document["date"]] = max(of_date[document["date"]], count)
+    for text, count in CACHE_BARS.items():
+        assert found[text][max(found[text])] == count, text
 
 
 def soak(

@@ -106,6 +106,7 @@ def test_plans_keep_more_of_a_model_in_as_many_bytes() -> None:
     assert all(3.4 < float(bits) < 3.6 for _, _, bits, _ in found)
     for name in ("gradient_weighted", "loss_based"):
         assert 0 < costs[name] < 0.7 * costs["uniform"]
+        assert costs[name] < costs["entropy_based"]
     savings = re.findall(r"emory savings: ([\d.]+)%", printed)
     assert [float(share) > 40 for share in savings] == [True, True]
     assert "Recommended optimizations: 4" in printed

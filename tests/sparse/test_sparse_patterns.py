@@ -62,6 +62,15 @@ def test_random_tiles_are_seeded_and_even(qkv):
     assert times.min() > 5 and times.max() < 30
 
 
+def test_squares_are_seeded(qkv):
+    one, again, other = (
+        made(BlockSparse(sparsity_ratio=0.6, run=4, seed=seed, **TILES), qkv)
+        for seed in (1, 1, 2)
+    )
+    np.testing.assert_array_equal(one, again)
+    assert (one != other).any()
+
+
 def test_the_squares_of_block_sparse_are_whole(qkv):
     got = made(BlockSparse(sparsity_ratio=0.6, run=4, **TILES), qkv)[0]
     squares = got.reshape(4, 5, 4, 5, 4).sum((2, 4))

@@ -139,6 +139,24 @@ def test_a_step_that_is_not_finite_loses_nothing(rng, config, bad):
     assert (state.steps, state.overflows) == (2, 1)
 
 
+def test_a_step_that_is_skipped_computes_no_update(rng):
+    """A branch, in which the optimizer runs or does not."""
+    ran, inner = [], optax.sgd(1e-2)
+
+    def update(grads, state, params=None):
+        jax.debug.callback(lambda: ran.append(1))
+        return inner.update(grads, state, params)
+
+    optimizer = optax.GradientTransformation(inner.init, update)
+    training = fp8_training(loss_with(CURRENT), optimizer, CURRENT)
+    state = training.init(parameters(rng), None)
+    x, y = batch_of(rng)
+    for batch, count in (((x, y), 1), ((x, y.at[0, 0].set(jnp.nan)), 1), ((x, y), 2)):
+        state, _ = training.train_step(state, batch)
+        jax.effects_barrier()
+        assert len(ran) == count
+
+
 def test_numbers_too_large_for_their_scale(rng):
     """Taken and counted, or skipped with FP8Config(skip_saturated=True)."""
     for skip in (False, True):
