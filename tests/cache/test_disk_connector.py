@@ -318,8 +318,10 @@ def test_a_slow_folder_that_is_made_anew_is_measured_anew(tmp_path: Path) -> Non
             until(lambda: all(connector.has(of)) and bool(connector.read_bandwidth))
 
 
-def test_a_sequence_goes_from_two_shards_to_one_device(tmp_path: Path) -> None:
-    """Through the tiers: two processes' caches write, one of all heads reads."""
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_sequence_goes_from_two_shards_to_others(tmp_path: Path, size: int) -> None:
+    """Through the tiers: two processes' caches write, those of another job read."""
     prompt = list(range(14))
     values = np.random.default_rng(3).random((8, 3, 2, 4, HEADS, 8), np.float32)
     for heads in TWO:
@@ -340,17 +342,20 @@ def test_a_sequence_goes_from_two_shards_to_one_device(tmp_path: Path) -> None:
             table.commit(len(prompt))
             tiers.offload(table).wait()
             tiers.drain()
-    manager = BlockManager(
-        3, 4, num_kv_heads=HEADS, head_dim=8, num_blocks=8, dtype=jnp.float32
-    )
-    cache = PrefixCache(manager, model="m")
-    with (
-        DiskConnector(tmp_path, namespace=cache.namespace, max_bytes=None) as store,
-        TieredCache(cache, host_bytes=1 << 20, store=store) as tiers,
-    ):
-        assert tiers.lookup(prompt) == {"device": 0, "host": 0, "store": 12}
-        table, ticket = tiers.open(prompt)
-        ticket.wait()
-        assert table.match() == 12
-        pool = np.asarray(manager.pool.data)
-        np.testing.assert_array_equal(pool[table.ids], values[:3])
+    each = HEADS // size
+    for heads in (range(first, first + each) for first in range(0, HEADS, each)):
+        manager = BlockManager(
+            3, 4, num_kv_heads=each, head_dim=8, num_blocks=8, dtype=jnp.float32
+        )
+        cache = PrefixCache(manager, model="m", num_kv_heads=HEADS)
+        store = DiskConnector(
+            tmp_path, namespace=cache.namespace, heads=heads, max_bytes=None
+        )
+        with store, TieredCache(cache, host_bytes=1 << 20, store=store) as tiers:
+            assert tiers.lookup(prompt) == {"device": 0, "host": 0, "store": 12}
+            table, ticket = tiers.open(prompt)
+            ticket.wait()
+            assert table.match() == 12
+            pool = np.asarray(manager.pool.data)
+            wanted = values[:3, ..., heads.start : heads.stop, :]
+            np.testing.assert_array_equal(pool[table.ids], wanted)

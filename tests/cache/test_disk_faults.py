@@ -233,7 +233,7 @@ def test_a_mistake_of_ours_ends_the_ticket(
     [
         (b"x" * 32, "keys must be a sequence of 32 bytes each, got 32 bytes"),
         (7, "keys must be a sequence of 32 bytes each, got int; pass [key] for one"),
-        ([b"short"], "keys[0] must be 32 bytes, got 5 bytes; PrefixCache.keys"),
+        ([b"short"], "keys[0] must be 32 bytes, got 5 bytes; namespace.keys"),
         ([key(1), "x"], "keys[1] must be 32 bytes, got str"),
     ],
 )

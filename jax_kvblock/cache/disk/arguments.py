@@ -17,7 +17,7 @@ def check_open(
     if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
         raise ValueError(
             f"DiskTier: namespace must be {KEY_BYTES} bytes, got {_shown(namespace)}; "
-            "PrefixCache has one, and a hash of the model and the layout does"
+            "`cache.namespace.digest` of a PrefixCache is one"
         )
     if policy != "lru":
         raise ValueError(
