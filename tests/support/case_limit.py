@@ -74,8 +74,8 @@ def drawn(items: list[pytest.Item], limit: int, first: int = 0) -> set[pytest.It
         cases[item.parent, getattr(item, "originalname", item.name)].append(item)
     found = set()
     for of_one in cases.values():
+        running = [item for item in of_one if not item.get_closest_marker("skip")]
         skipped = [item for item in of_one if item.get_closest_marker("skip")]
-        running = [item for item in of_one if item not in skipped]
         begin = first % max(len(running), 1)
         marked = of_one[0].get_closest_marker("cases")
         count = max(limit, marked.args[0] if marked and not first else 0)
