@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tier_parts import HEAD_BYTES, HEADS, blocks, keys, namespace
+from waiting import wait_until
 
 from jax_kvblock import BlockManager, KVPool, PrefixCache
 from jax_kvblock.cache import TieredCache
@@ -259,13 +259,6 @@ def test_who_only_reads_measures_with_what_is_there(tmp_path: Path) -> None:
         assert writer.has(of) == [True] * 60
 
 
-def until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not done():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
 @pytest.mark.parametrize("when", ["few at the start", "no folder at the start"])
 def test_what_comes_later_is_measured_once_it_is_read(
     tmp_path: Path, when: str
@@ -290,8 +283,8 @@ def test_what_comes_later_is_measured_once_it_is_read(
         for connector in (slow, fast):  # one by one: no read is enough alone
             for key in of:
                 read(connector, [key])
-        until(lambda: slow.has(of) == [False] * 60)
-        until(lambda: all(fast.has(of)) and fast.read_bandwidth is not None)
+        wait_until(lambda: slow.has(of) == [False] * 60)
+        wait_until(lambda: all(fast.has(of)) and fast.read_bandwidth is not None)
         assert slow.read_bandwidth is None
         said = slow.unreadable["job.heads-0-4"]
         assert "less than min_bandwidth, 1e+06 GB/s" in said
@@ -307,7 +300,7 @@ def test_a_slow_folder_that_is_made_anew_is_measured_anew(tmp_path: Path) -> Non
         with opened(tmp_path) as writer:
             writer.put(of, blocks(of)).result(30)
             assert all(read(connector, of)[0])
-            until(lambda: not any(connector.has(of)))
+            wait_until(lambda: not any(connector.has(of)))
             assert list(connector.unreadable) == ["job.heads-0-4"]
         shutil.rmtree(tmp_path / "job.heads-0-4")
         connector._least = 1  # another disk is there now
@@ -315,7 +308,9 @@ def test_a_slow_folder_that_is_made_anew_is_measured_anew(tmp_path: Path) -> Non
             writer.put(of, blocks(of)).result(30)
             assert all(connector.has(of)) and not connector.unreadable
             read(connector, of)
-            until(lambda: all(connector.has(of)) and bool(connector.read_bandwidth))
+            wait_until(
+                lambda: all(connector.has(of)) and bool(connector.read_bandwidth)
+            )
 
 
 @pytest.mark.cases(3)

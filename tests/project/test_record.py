@@ -232,7 +232,37 @@ def test_a_killed_run_leaves_the_names_of_what_failed(suite: Path) -> None:
     assert "test_right" not in left
     (suite / "tests/z/test_killed.py").unlink()
     assert record(suite).name == "tests"
-    assert not (suite / "records/failed-so-far.txt").exists()
+    assert not any((suite / "records").glob("*.txt"))
+
+
+SLOW_AND_KILLED = """
+import os
+import signal
+import time
+
+def test_quick():
+    pass
+
+def test_killed():
+    time.sleep(2.5)
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("processes", [(), ("-n", "1")])
+def test_a_killed_run_leaves_the_names_of_what_ran(
+    suite: Path, processes: tuple[str, ...]
+) -> None:
+    """The process that hands out the tests is killed, or the only one."""
+    (suite / "tests/z").mkdir()
+    text = SLOW_AND_KILLED if processes else SLOW_AND_KILLED.replace("ppid", "pid")
+    (suite / "tests/z/test_killed.py").write_text(text)
+    got = record(suite, *processes)
+    assert (got.status, got.name) == (-9, None), got.said
+    left = (suite / "records/running.txt").read_text()
+    assert "test_killed.py::test_killed\n" in left
+    assert "test_quick" not in left and "test_right" not in left
 
 
 def test_without_the_option_nothing_is_recorded(suite: Path) -> None:

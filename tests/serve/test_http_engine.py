@@ -9,10 +9,11 @@ import pytest
 pytest.importorskip("httpx")
 pytest.importorskip("starlette")
 import httpx
-from http_servers import TEXT, chunks, served, wait_until
+from http_servers import TEXT, chunks, served
 from serve.engine import Engine
 from serve.interface import Request
 from serve.models import random_model
+from waiting import wait_until
 
 QUESTION = "What is kept in blocks, and who shares them? " * 2
 

@@ -12,9 +12,10 @@ pytest.importorskip("starlette")
 import openai
 from books_engine import BooksEngine
 from fake_engine import FakeEngine
-from http_servers import served, wait_until
+from http_servers import served
 from serve.http_answers import Limits
 from serve.interface import Request
+from waiting import wait_until
 
 pytestmark = pytest.mark.cpu
 MESSAGES: Any = [{"role": "user", "content": "hello"}]

@@ -16,7 +16,8 @@ import pytest
 pytest.importorskip("starlette")
 from books_engine import BooksEngine
 from browser import Browser, has_browser
-from http_servers import served, wait_until
+from http_servers import served
+from waiting import wait_until
 
 pytestmark = [
     pytest.mark.cpu,

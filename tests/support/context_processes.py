@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import traceback
 from typing import Any
 
@@ -132,8 +133,10 @@ def main(rank: int, count: int, port: str, case: str, on: str, size: int) -> Non
         print("it came through", flush=True)
         return
     names = [*CASES] if case == "all" else case.split(",")
+    begun = time.monotonic()
     for name in names:
         hold(name, mesh)
+        print(f"{name} after {time.monotonic() - begun:.0f} s", flush=True)
     hold_layer(mesh)
     x = to_zigzag(np.arange(32), 4, axis=0)
     np.testing.assert_array_equal(from_zigzag(x, 4, axis=0), np.arange(32))

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import fake_engine  # noqa: F401  puts the examples on the path
@@ -58,14 +57,6 @@ def served(engine: Engine, limits: Limits | None = None) -> Iterator[str]:
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive(), "the server did not stop"
-
-
-def wait_until(true: Callable[[], Any], seconds: float = 30.0) -> None:
-    """Waits for a condition, and fails when it does not come."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"{true} is not so after {seconds} seconds"
-        time.sleep(0.005)
 
 
 def chunks(text: str) -> list[dict[str, Any]]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -21,31 +25,41 @@ def run_processes(
 ) -> list[tuple[int, str]]:
     """Of each process how it ended, and what it said.
 
-    The script is called with RANK COUNT PORT and more. Where one takes longer, all are
-    killed, and the error has what each of them said, and where it was.
+    The script is called with RANK COUNT PORT and more. Where together they take longer,
+    all are killed, and the error has what each of them said, and where it was.
     """
     port = free_port()
     command = [sys.executable, "-X", "faulthandler", str(script)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(count), port, *more],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(count)
-    ]
-    try:
-        said = [process.communicate(timeout=seconds)[0] for process in processes]
-    except subprocess.TimeoutExpired:
-        for process in processes:
-            process.send_signal(signal.SIGABRT)  # says where each thread is
-        said = [process.communicate(timeout=seconds)[0] for process in processes]
-        raise AssertionError("\n\n".join([f"after {seconds} seconds", *said])) from None
-    finally:
-        for process in processes:
-            process.kill()
+    with tempfile.TemporaryDirectory() as folder:
+        # Files: a process that says more than a pipe holds would wait for its reader,
+        # and all others for it.
+        files = [Path(folder) / str(rank) for rank in range(count)]
+        processes = []
+        for rank, file in enumerate(files):
+            with file.open("w") as out:
+                arguments = [*command, str(rank), str(count), port, *more]
+                processes.append(
+                    subprocess.Popen(arguments, stdout=out, stderr=subprocess.STDOUT)
+                )
+        try:
+            _await(processes, time.monotonic() + seconds)
+        except subprocess.TimeoutExpired:
+            for process in processes:
+                process.send_signal(signal.SIGABRT)  # says where each thread is
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                _await(processes, time.monotonic() + 20)
+            said = [file.read_text(errors="replace") for file in files]
+            raise AssertionError("\n\n".join([f"after {seconds} s", *said])) from None
+        finally:
+            for process in processes:
+                process.kill()
+        said = [file.read_text(errors="replace") for file in files]
     return [(p.returncode, text) for p, text in zip(processes, said, strict=True)]
+
+
+def _await(processes: Sequence[subprocess.Popen[bytes]], until: float) -> None:
+    for process in processes:
+        process.wait(max(0, until - time.monotonic()))
 
 
 def hold_processes(

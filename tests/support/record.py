@@ -7,7 +7,8 @@ by file, how long they took and how much of that of processors, why tests were s
 what tests say they measured (`record_property("measured", [metric, value, unit])`), and
 which commit and versions ran. A run that left tests out goes to
 part-of-tests-<date>.json and is not "whole". While it runs, <folder>/failed-so-far.txt
-has the names of tests that failed, and where: what is left of a run that is killed.
+has the tests that failed, and where and how, and <folder>/running.txt those that have
+begun and not ended: what is left of a run that is killed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import collections
 import re
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -66,8 +68,11 @@ class Recorder:
         self.deselected = 0
         self.stopped = False
         self.session: pytest.Session | None = None
-        self.so_far = Path(config.getoption("--record")) / "failed-so-far.txt"
+        folder = Path(config.getoption("--record"))
+        folder.mkdir(parents=True, exist_ok=True)
+        self.so_far = folder / "failed-so-far.txt"
         self.so_far.unlink(missing_ok=True)
+        self.running = Running(folder / "running.txt")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_keyboard_interrupt(self) -> None:
@@ -92,9 +97,15 @@ class Recorder:
             self.measured += [row(report.nodeid, *given) for given in told]
         if report.failed:
             crash = getattr(report.longrepr, "reprcrash", None)
-            self.so_far.parent.mkdir(parents=True, exist_ok=True)
+            said = crash and f"{crash.path}:{crash.lineno}: {crash.message}"
             with self.so_far.open("a") as file:
-                file.write(f"{report.nodeid}: {crash or report.longrepr}\n")
+                file.write(f"{report.nodeid}: {said or report.longrepr}\n")
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.running.begins(nodeid)
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self.running.ends(nodeid)
 
     def pytest_terminal_summary(
         self, terminalreporter: Any, exitstatus: int, config: pytest.Config
@@ -129,7 +140,50 @@ class Recorder:
         rows.append(row("all", "deselected", self.deselected, "tests"))
         path = write(rows, config, status, whole)
         self.so_far.unlink(missing_ok=True)
+        self.running.close()
         terminalreporter.write_line(f"wrote {path}")
+
+
+class Running:
+    """A file of the tests that run, and for how long, a second old at most."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._since: dict[str, float] = {}
+        self._timer: threading.Timer | None = None
+
+    def begins(self, nodeid: str) -> None:
+        with self._lock:
+            self._since[nodeid] = time.time()
+            self._write_soon()
+
+    def ends(self, nodeid: str) -> None:
+        with self._lock:
+            self._since.pop(nodeid, None)
+            self._write_soon()
+
+    def close(self) -> None:
+        """All tests have ended."""
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = None
+            self.path.unlink(missing_ok=True)
+
+    def _write_soon(self) -> None:
+        if self._timer is None:
+            self._timer = threading.Timer(1, self._write)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _write(self) -> None:
+        with self._lock:
+            if self._timer is None:
+                return  # closed while it waited for the lock
+            now, self._timer = time.time(), None
+            lines = [f"{now - t:.0f} s: {name}\n" for name, t in self._since.items()]
+            self.path.write_text("".join(lines))
 
 
 def row(case: str, metric: str, value: float, unit: str) -> dict[str, Any]:
