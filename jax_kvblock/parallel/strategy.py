@@ -34,11 +34,11 @@ WORTH = 0.01
 class Rates:
     """Of one device among several, in units of a second."""
 
-    flops: float = 728e12  # attention forward, D128 bf16, of the slowest of the GPUs
+    flops: float = 725e12  # attention forward, D128 bf16, of the slowest of the GPUs
     row: float = 0.33e-9  # of a row of a head in a call: its tiles begin and end
     permute: float = 333e9  # bytes that a device sends and receives at once
     gather: float = 241e9  # bytes that come in; of a run whose record was not kept
-    exchange: float = 245e9  # bytes of heads that go and come
+    exchange: float = 247e9  # bytes of heads that go and come
     memory: float = 4.3e12  # bytes read and written, as a copy does
     launch: float = 15e-6  # of a collective
     # What a shard costs that NCCL gathers, its way aside: by so much gathering took
