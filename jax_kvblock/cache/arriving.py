@@ -18,22 +18,24 @@ from jax_kvblock.objects.manager import BlockManager
 def whole_blocks(
     manager: BlockManager,
     below: Below,
-    place: Callable[[], Placed],
+    place: Callable[..., Placed],
     ids: np.ndarray,
     came: Callable[[], None] | None = None,
 ) -> Part:
     """Blocks at once, as many as a room holds.
 
     Args:
-      place: says where they lie, in the thread that copies up.
+      place: says where they lie, in the thread that copies up; given `room`, where
+        the store reads to the device.
       came: called when the program that writes them into the pool is dispatched.
     """
     cut = Cut.whole(manager.spec)
 
     def bring() -> Arrival:
         # In one job: the next ones' blocks may land where these did.
-        placed = place()
-        return below.bring(placed, cut, below.rooms.take())
+        room = below.rooms.take() if below.reads_to_device else None
+        placed = place(room=room)
+        return below.bring(placed, cut, below.rooms.take() if room is None else room)
 
     def take(room: jax.Array) -> jax.Array:
         read = programs.write_blocks(manager, ids, room)

@@ -42,6 +42,8 @@ class Store(Protocol):
     """What a tier below host memory does: blocks by key, as rows of bytes.
 
     One that is only read may say so by an attribute, `takes = False`: nothing is put.
+    One that reads straight into the device's memory says so by `reads_to_device`, and
+    has `get_to_device` as `DiskTier` has it.
     """
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
@@ -84,10 +86,12 @@ class Placed:
 
     Attributes:
       slots: the rows of `HostTier.rows` where they lie, int64 `[n]`.
+      in_room: those that the store has read into their room itself.
     """
 
     hold: _native.Hold
     slots: np.ndarray
+    in_room: Sequence[int] = ()
 
 
 @dataclass
@@ -264,8 +268,16 @@ class Below:
 
     # ---- up ----
 
+    @property
+    def reads_to_device(self) -> bool:
+        """Whether the store reads into rooms itself."""
+        return bool(getattr(self.store, "reads_to_device", False))
+
     def place(
-        self, keys: Sequence[bytes], lost: Callable[[int], None] | None = None
+        self,
+        keys: Sequence[bytes],
+        lost: Callable[[int], None] | None = None,
+        room: jax.Array | None = None,
     ) -> Placed:
         """In the thread that copies up: where blocks of the tiers below lie, pinned.
 
@@ -274,6 +286,9 @@ class Below:
 
         lost: told the place of the first block that is not there any more, or is not
           what was put; what lies there and behind may be anything.
+        room: where whole blocks go, one behind the other: a store that reads to the
+          device reads there what is not on the host, and the landing places have it,
+          too, by which it was verified.
 
         Raises:
           KeyError: for such a block, when nobody is told.
@@ -282,21 +297,25 @@ class Below:
         slots = np.zeros(len(keys), np.int64)
         slots[places] = hold.ids
         missing = sorted(set(range(len(keys))) - set(places))
-        gone = missing
+        gone, in_room = missing, False
         if missing and self.store is not None:
             self._await(each() for each in self._landing)
             self._landing.clear()
             first = self.host.num_slots
             slots[missing] = first + np.arange(len(missing))
             landed = self.host.rows[first : first + len(missing)]
-            gone = self._fetch(keys, missing, landed)
+            found = None
+            if room is not None and self.reads_to_device:
+                found = self._read_to_device(keys, missing, landed, room)
+            in_room = found is not None
+            gone = self._fetch(keys, missing, landed, found)
         self.count_out(len(places), len(missing), len(gone))
         if gone and lost is None:
             hold.release()
             raise _lost(len(gone), len(keys))
         if gone and lost is not None:
             lost(gone[0])
-        return Placed(hold, slots)
+        return Placed(hold, slots, missing if in_room else ())
 
     def bring(
         self, placed: Placed, cut: Cut, room: jax.Array, first: int = 0
@@ -305,11 +324,14 @@ class Below:
 
         first: where they begin in it, in bytes.
         """
-        rows, slots = self.host.rows, placed.slots
+        rows, slots, at = self.host.rows, placed.slots, None
+        if len(placed.in_room):
+            at = np.setdiff1d(np.arange(len(slots)), placed.in_room)
+            slots = slots[at]
         keep = (placed.hold, self.host)
-        copy = self._copies.start_up(rows, slots, cut, room, first, keep=keep)
+        copy = self._copies.start_up(rows, slots, cut, room, first, at, keep)
         self._rising.add(copy)
-        if (placed.slots >= self.host.num_slots).any():
+        if (slots >= self.host.num_slots).any():
             self._landing.append(weakref.ref(copy))  # one that is dropped has ended
         return Arrival(room, copy)
 
@@ -336,10 +358,11 @@ class Below:
             slots[places] = hold.ids
         return Placed(hold, slots)
 
-    def place_kept(self, slots: np.ndarray) -> Placed:
+    def place_kept(self, slots: np.ndarray, room: jax.Array | None = None) -> Placed:
         """`place` of blocks that somebody keeps in slots: nobody looks for them again.
 
-        Whose ticket ends meanwhile is told of an error, or reads what nobody takes.
+        Whose ticket ends meanwhile is told of an error, or reads what nobody takes. All
+        of them are on the host: nothing is read into a room.
 
         Raises:
           ValueError: for a slot that is free by now.
@@ -378,22 +401,59 @@ class Below:
             future.exception()  # whatever has come of it, we look again
         return _native.hold_keys(self.host.books, keys)
 
+    def _read_to_device(
+        self,
+        keys: Sequence[bytes],
+        missing: list[int],
+        read: np.ndarray,
+        room: jax.Array,
+    ) -> list[bool] | None:
+        """Has the store read blocks into their room; None where it fails.
+
+        They are copied down, since checksums are held on the host: the link has a way
+        for each direction.
+        """
+
+        store: Any = self.store
+
+        def to_host(places: list[int]) -> np.ndarray:
+            rows = [missing[i] for i in places]
+            self._copies.down(room, rows, read, places)
+            return read[places]
+
+        try:
+            memory = self._copies.places(room, missing, self.host.block_bytes)
+            return list(
+                store.get_to_device([keys[i] for i in missing], memory, to_host)
+            )
+        except Exception as error:  # they are read to the host instead
+            with self.lock:
+                self.store_error = error
+            return None
+
     def _fetch(
-        self, keys: Sequence[bytes], missing: list[int], read: np.ndarray
+        self,
+        keys: Sequence[bytes],
+        missing: list[int],
+        read: np.ndarray,
+        found: list[bool] | None = None,
     ) -> list[int]:
         """Reads blocks from the store, and copies them into slots that are free.
+
+        found: which of `missing` lie in `read` already, where the store was asked.
 
         Returns:
           Which of `missing` the store has not, or could not read.
         """
         assert self.store is not None
-        found = [False] * len(missing)
-        try:
-            found = list(self.store.get([keys[i] for i in missing], read).result())
-        except Exception as error:  # a disk that fails: what lies there is a miss
-            with self.lock:
-                self.store_counters.failed += len(missing)
-                self.store_error = error
+        if found is None:
+            found = [False] * len(missing)
+            try:
+                found = list(self.store.get([keys[i] for i in missing], read).result())
+            except Exception as error:  # a disk that fails: what lies there is a miss
+                with self.lock:
+                    self.store_counters.failed += len(missing)
+                    self.store_error = error
         here = [(i, row) for i, row, ok in zip(missing, read, found, strict=True) if ok]
         with self.lock:
             slots = self.slots(len(here))

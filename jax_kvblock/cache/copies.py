@@ -15,6 +15,7 @@ On the CPU the same code runs, with memcpy in place of streams.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ class Copies:
         It waits for the program that makes the array, not for the copy.
 
         Args:
-          staged: `[n, ...]`, as a jit has made it; it may be under way.
+          staged: `[n, ...]`, as a jit has made it; it may be under way. Or a room.
           rows: which of its rows, `[m]`.
           host: uint8 `[num_slots, bytes of a row]`; pinned, where the device is a GPU.
           slots: where they go, `[m]`; nobody else may read or write them until the copy
@@ -102,12 +103,13 @@ class Copies:
           CopyError: when the copy cannot begin.
           Exception: what the program failed with that makes `staged`.
         """
-        rows, slots = _ids("down", rows, len(staged)), _ids("down", slots, len(host))
         size = _host_row("down", host)
-        if staged.nbytes != size * len(staged):
+        count = staged.nbytes // size if staged.ndim == 1 else len(staged)
+        rows, slots = _ids("down", rows, count), _ids("down", slots, len(host))
+        if staged.nbytes != size * count:
             raise ValueError(
                 f"Copies.down: rows of staged and host must be of one size, got "
-                f"{staged.nbytes // max(len(staged), 1)} and {size} bytes"
+                f"{staged.nbytes // max(count, 1)} and {size} bytes"
             )
         self._check_place("down", staged)
         jax.block_until_ready(staged)
@@ -145,6 +147,7 @@ class Copies:
         cut: Cut,
         room: jax.Array,
         first: int = 0,
+        at: Numbers | None = None,
         keep: object = None,
     ) -> Copy:
         """Begins to copy parts of slots into a staging array, one behind the other.
@@ -159,15 +162,19 @@ class Copies:
             under way reads there, and those that do are dispatched when the copy has
             ended.
           first: where they begin in it, in bytes.
+          at: which of its places they take from there, `[m]`; else one behind the
+            other.
           keep: kept until the copy has ended, as `room` and `host` are.
 
         Raises:
           CopyError: when the copy cannot begin.
         """
         slots, size = _ids("up", slots, len(host)), _host_row("up", host)
-        if first < 0 or first + cut.nbytes * len(slots) > room.nbytes:
+        places = np.arange(len(slots)) if at is None else np.asarray(at, np.int64)
+        least, most = (places.min(), places.max() + 1) if len(places) else (0, 0)
+        if first < 0 or least < 0 or first + cut.nbytes * most > room.nbytes:
             raise ValueError(
-                f"Copies.up: room must hold {len(slots)} rows of {cut.nbytes} bytes "
+                f"Copies.up: room must hold {most} rows of {cut.nbytes} bytes "
                 f"behind {first}, got {room.dtype.name}{list(room.shape)}"
             )
         if cut.first + (cut.rows - 1) * cut.pitch + cut.width > size:
@@ -176,11 +183,25 @@ class Copies:
         jax.block_until_ready(room)
         strips = np.zeros(len(slots), STRIP)
         strips["from"] = host.ctypes.data + slots * size + cut.first
-        places = first + np.arange(len(slots)) * cut.nbytes
-        strips["to"] = room.unsafe_buffer_pointer() + places
+        strips["to"] = room.unsafe_buffer_pointer() + first + places * cut.nbytes
         strips["bytes"], strips["rows"] = cut.width, cut.rows
         strips["to_pitch"], strips["from_pitch"] = cut.width, cut.pitch
         return self._up.start(strips, (room, host, keep))
+
+    def places(self, room: jax.Array, rows: Sequence[int], size: int) -> list[Any]:
+        """Memory of a room, row by row of `size` bytes, for what writes there itself.
+
+        It waits for the program that makes the room. On the CPU they are arrays, uint8
+        `[size]`; on CUDA what has `__cuda_array_interface__`. Whoever has them keeps
+        the room, which nobody else may read or write meanwhile.
+        """
+        self._check_place("places", room)
+        jax.block_until_ready(room)
+        found = _ids("places", rows, room.nbytes // size)
+        begin = room.unsafe_buffer_pointer()
+        on_cpu = self._device.platform == "cpu"
+        memory = _on_host if on_cpu else DeviceBytes
+        return [memory(begin + int(row) * size, size) for row in found]
 
     def up(
         self, host: np.ndarray, slots: Numbers, cut: Cut, room: jax.Array
@@ -188,6 +209,24 @@ class Copies:
         """`start_up`, and waits; returns the room."""
         self.start_up(host, slots, cut, room).wait()
         return room
+
+
+class DeviceBytes:
+    """Memory of a GPU, as CuPy, kvikio and others take it."""
+
+    def __init__(self, address: int, size: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (size,),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+def _on_host(address: int, size: int) -> np.ndarray:
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    return np.frombuffer(memory, np.uint8)
 
 
 @functools.cache

@@ -253,9 +253,9 @@ def test_what_is_kept_in_host_memory_is_not_looked_for_again(
     one.tiers.below.host.books.forget(keys[4:8])
     place, asked = one.tiers.below.place, []
 
-    def noted(keys: list[bytes], *given: object) -> object:
+    def noted(keys: list[bytes], *given: object, **more: object) -> object:
         asked.append(keys)
-        return place(keys, *given)
+        return place(keys, *given, **more)
 
     monkeypatch.setattr(one.tiers.below, "place", noted)
     table, ticket = one.tiers.open(range(61))

@@ -73,6 +73,27 @@ def decode(pool: KVPool) -> KVPool:
     return KVPool(pool.data * 1.5 + 1, pool.spec)
 
 
+def test_up_into_some_places_and_down_from_a_room(
+    copies: Copies, host: np.ndarray
+) -> None:
+    size, before = SPEC.block_bytes, host.copy()
+    room = copies.room((4 * size // 4,), np.float32)  # flat, as `Rooms` makes them
+    whole = Cut.whole(UNIVERSAL)
+    copies.start_up(host, [5, 2], whole, room, 0, [3, 1]).wait()
+    got = np.asarray(room).view(np.uint8).reshape(4, size)
+    np.testing.assert_array_equal(got[[3, 1]], before[[5, 2]])
+    assert not got[[0, 2]].any()
+    copies.down(room, [1, 0, 3], host, [0, 1, 4])
+    np.testing.assert_array_equal(host[[0, 4]], before[[2, 5]])
+    assert not host[1].any()
+    for at, most in (([4, 1], 5), ([-1], 0)):
+        words = f"room must hold {most} rows of {size} bytes behind 0"
+        with pytest.raises(ValueError, match=words):
+            copies.start_up(host, list(range(len(at))), whole, room, 0, at)
+    with pytest.raises(IndexError, match="places must be from 0 to 3, got 4 to 4"):
+        copies.down(room, [4], host, [0])
+
+
 def test_down_and_up(copies: Copies, manager: BlockManager, host: np.ndarray) -> None:
     before, slots = np.array(manager.pool.data), np.array([5, 0, 1, 3])
     kept = host.copy()

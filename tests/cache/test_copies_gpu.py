@@ -93,6 +93,22 @@ def test_a_layer_comes_up(host: HostTier, rng: np.random.Generator) -> None:
         np.testing.assert_array_equal(got, wanted[:, :, layer])
 
 
+def test_places_of_a_room_as_others_take_them(host: HostTier) -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    copies, size = Copies(jax.devices()[0]), host.spec.block_bytes
+    room = copies.room((4, *host.spec.block_shape), host.spec.dtype)
+    for row, memory in zip([2, 0], copies.places(room, [2, 0], size), strict=True):
+        cupy.asarray(memory)[:] = row + 5
+    cupy.cuda.Device().synchronize()
+    slots = host.rows[:4]
+    slots[:] = 9
+    copies.down(room, [0, 1, 2, 3], slots, [3, 2, 1, 0])
+    assert [set(row.tolist()) for row in slots] == [{0}, {7}, {0}, {5}]
+    copies.start_up(slots, [1, 3], Cut.whole(host.spec), room, 0, [3, 1]).wait()
+    copies.down(room, range(4), slots, range(4))
+    assert [int(row[0]) for row in slots] == [5, 5, 7, 7]
+
+
 def test_memory_that_is_not_pinned_is_refused_by_cuda(host: HostTier) -> None:
     copies = Copies(jax.devices()[0])
     pageable = np.zeros_like(host.rows[:2])

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import sys
 import threading
-import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,11 @@ from typing import Any
 import disk_tiers as disks
 import numpy as np
 import pytest
-from disk_tiers import BLOCK, key, keys
+from disk_tiers import BLOCK, keys
 
 from jax_kvblock.cache.disk.aligned import address, aligned_empty, is_aligned
 from jax_kvblock.cache.disk.checksums import PAGE
 from jax_kvblock.cache.disk.errors import DiskTierError
-from jax_kvblock.cache.disk.gds import read_to_device
 
 
 @pytest.fixture
@@ -199,62 +196,3 @@ def test_aligned_memory() -> None:
     assert is_aligned(aligned_empty(2, PAGE)[1])
     assert not is_aligned(aligned_empty(2, PAGE)[1, 16:])
     assert not is_aligned(aligned_empty(2, PAGE)[1, :16])
-
-
-# ---- GPUDirect, by a stand-in for kvikio ----
-
-
-class Read:
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def get(self) -> int:
-        return self._count
-
-
-class CuFile:
-    """kvikio's, over host memory."""
-
-    short = False
-
-    def __init__(self, path: Path, flags: str) -> None:
-        assert flags == "r"
-        self._file = path.open("rb")
-
-    def pread(self, buffer: np.ndarray, *, size: int, file_offset: int) -> Read:
-        self._file.seek(file_offset)
-        return Read(self._file.readinto(buffer[:size]) - self.short)
-
-    def __enter__(self) -> CuFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
-def test_reads_to_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvikio", types.SimpleNamespace(CuFile=CuFile))
-    with disks.tier(tmp_path) as tier:
-        disks.put(tier, range(4))
-        disks.flip(tier._slots.path, tier._slots.offset(disks.slot_of(tier, 2)))
-        wanted, out = keys([0, 9, 2, 3]), np.zeros((4, BLOCK), np.uint8)
-        unverified = read_to_device(tier, wanted, out, None)
-        assert unverified.tolist() == [True, False, True, True]
-        assert tier.stats().corrupt == 0
-        hits = read_to_device(tier, wanted, out, np.asarray)
-        assert hits.tolist() == [True, False, False, True]
-        np.testing.assert_array_equal(out[hits], disks.contents(wanted)[hits])
-        assert tier.stats().corrupt == 1 and not tier.has([key(2)])[0]
-        assert not read_to_device(tier, keys([7]), out[:1], np.asarray).any()
-        monkeypatch.setattr(CuFile, "short", True)
-        assert not read_to_device(tier, keys([0]), out[:1], np.asarray).any()
-        disks.check_books(tier)
-
-
-def test_without_kvikio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvikio", None)
-    with (
-        disks.tier(tmp_path) as tier,
-        pytest.raises(ImportError, match="needs kvikio; pip install kvikio-cu13"),
-    ):
-        read_to_device(tier, [], [], None)

@@ -246,6 +246,7 @@ def test_wrong_keys(tmp_path: Path, given: Any, says: str) -> None:
             "has": lambda: tier.has(given),
             "remove": lambda: tier.remove(given),
             "held": lambda: tier.held(given).__enter__(),
+            "get_to_device": lambda: tier.get_to_device(given, [], lambda _: out),
         }.items():
             with pytest.raises(
                 (TypeError, ValueError), match=re.escape(says)

@@ -18,7 +18,10 @@ SUPPORT = Path(__file__).parents[1] / "support"
 
 
 def opened(
-    folder: Path, max_bytes: int = 4 << 20, **options: object
+    folder: Path,
+    max_bytes: int = 4 << 20,
+    gpudirect: bool | None = None,
+    **options: object,
 ) -> tuple[Setup, DiskTier]:
     """A cache over a disk tier, as a process has it that starts."""
     sample = Setup(**options)
@@ -28,6 +31,7 @@ def opened(
         namespace=sample.cache.namespace.digest,
         block_bytes=sample.size,
         max_bytes=max_bytes,
+        gpudirect=gpudirect,
     )
     return Setup(store=tier, **options), tier
 

@@ -1,49 +1,101 @@
-"""Blocks from disk into GPU memory by GPUDirect storage, where kvikio is installed.
+"""Blocks from disk straight into GPU memory, by kvikio: GPUDirect storage.
 
-Tested with a stand-in for kvikio, over host memory: no machine with GPUDirect storage
-was at hand. kvikio itself goes by host memory where the driver or the filesystem cannot
-do it.
+No machine with GPUDirect storage was at hand: tests have a stand-in for kvikio, over
+host memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import importlib
+import threading
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from jax_kvblock.cache.disk import DiskTier
 from jax_kvblock.cache.disk.errors import needed
 
 
-def read_to_device(
-    tier: DiskTier,
-    keys: Sequence[bytes],
-    buffers: Sequence[Any],
-    to_host: Callable[[Any], np.ndarray] | None,
-) -> np.ndarray:
-    """Reads blocks into buffers of a GPU; bool[n], True for each that was there.
+class DeviceReads:
+    """Reads of one file into GPU memory, where kvikio can.
 
-    buffers: what kvikio takes, of block_bytes each: CuPy's arrays, for example.
-    to_host: gives a buffer's bytes as uint8[block_bytes] on the host, to be compared
-        with the checksums; for example `cupy.asnumpy`. With None nothing is compared,
-        and a disk that changed a byte is not noticed.
+    wanted: None takes kvikio where it is installed and has GPUDirect storage, until a
+        read fails; True demands it, also where it goes by host memory itself; False
+        does without.
 
-    Waits for the reads. Raises ImportError without kvikio.
+    Raises ImportError where it is demanded and is not installed.
     """
-    kvikio = needed("kvikio", "kvikio-cu13 (or -cu12); DiskTier.get reads without it")
-    hits = np.zeros(len(keys), bool)
-    with tier.held(keys) as places:
-        held = [(i, place) for i, place in enumerate(places) if place]
-        if not held:
-            return hits
-        with kvikio.CuFile(held[0][1].path, "r") as file:
-            reads = [
-                file.pread(buffers[i], size=place.num_bytes, file_offset=place.offset)
-                for i, place in held
-            ]
-            sizes = [read.get() for read in reads]
-        for (i, place), size in zip(held, sizes, strict=True):
-            whole = size == place.num_bytes
-            hits[i] = whole and (to_host is None or place.matches(to_host(buffers[i])))
-    return hits
+
+    def __init__(self, path: Path, wanted: bool | None) -> None:
+        self._path, self._wanted = path, wanted
+        self._lock = threading.Lock()
+        self._file: Any = None
+        self._failure: str | None = None
+        if wanted:
+            needed("kvikio", "kvikio-cu13 (or -cu12), or leave gpudirect out")
+
+    @property
+    def work(self) -> bool:
+        """Whether blocks may be read this way."""
+        return self._failure is None and self._found[0] is not None
+
+    @property
+    def why(self) -> str:
+        """ "kvikio", or why not."""
+        return self._failure or self._found[1]
+
+    @functools.cached_property
+    def _found(self) -> tuple[Any, str]:
+        """kvikio, which is loaded when it is asked for, or None; and why."""
+        if self._wanted is False:
+            return None, "gpudirect=False"
+        try:
+            kvikio = importlib.import_module("kvikio")
+            can = self._wanted or not kvikio.defaults.is_compat_mode_preferred()
+        except ImportError:
+            return None, "kvikio is not installed"
+        except Exception as error:  # one that was built for another system
+            return None, f"kvikio does not load: {error}"
+        return (kvikio, "kvikio") if can else (None, "kvikio finds no GPUDirect here")
+
+    def read(self, buffers: Sequence[Any], offsets: Sequence[int], size: int) -> None:
+        """Reads so many bytes from each offset into a buffer, and waits for all.
+
+        Raises OSError when fewer came, and what kvikio fails with; nothing is under way
+        then. From then on it does not `work`, unless it is demanded.
+        """
+        try:
+            self._read(buffers, offsets, size)
+        except Exception as error:
+            if not self._wanted:
+                self._failure = f"kvikio failed: {error}"
+            raise
+
+    def _read(self, buffers: Sequence[Any], offsets: Sequence[int], size: int) -> None:
+        file, errors, begun = self._opened(), [], []
+        try:
+            for buffer, offset in zip(buffers, offsets, strict=True):
+                begun.append(file.pread(buffer, size=size, file_offset=offset))
+        except Exception as error:
+            errors.append(error)
+        for read in begun:
+            try:
+                if (count := read.get()) != size:
+                    raise OSError(f"{count} bytes of {size} came from {self._path}")
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _opened(self) -> Any:
+        """The file, which kvikio registers with the driver once."""
+        with self._lock:
+            if self._file is None:
+                self._file = self._found[0].CuFile(self._path, "r")
+            return self._file
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            self._file = None

@@ -34,12 +34,14 @@ class DiskStats(Counts):
 
     direct, io: whether the file is read and written around the page cache: "O_DIRECT",
     or "buffered" and why.
+    to_device: what reads straight into GPU memory: "kvikio", or why nothing does.
     """
 
     num_blocks: int
     num_slots: int
     direct: bool
     io: str
+    to_device: str
 
 
 class Counters:

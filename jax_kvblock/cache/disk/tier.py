@@ -22,7 +22,8 @@ import numpy as np
 from jax_kvblock.cache.disk import arguments
 from jax_kvblock.cache.disk.blocks import Blocks
 from jax_kvblock.cache.disk.books import Books, Entry
-from jax_kvblock.cache.disk.folder import Folder, slots_within
+from jax_kvblock.cache.disk.folder import SLOTS, Folder, slots_within
+from jax_kvblock.cache.disk.gds import DeviceReads
 from jax_kvblock.cache.disk.reader import Reader, ReadOnly, Source
 from jax_kvblock.cache.disk.requests import InFlight
 from jax_kvblock.cache.disk.slot_file import Header, SlotFile
@@ -60,6 +61,9 @@ class DiskTier:
     direct: True reads and writes around the page cache (O_DIRECT) or fails; False goes
         through it; None takes the first where the filesystem can, and `stats().io` says
         what it took.
+    gpudirect: whether kvikio reads blocks straight into GPU memory (`get_to_device`):
+        None where it is installed and has GPUDirect storage, True in any case, False
+        never; `stats().to_device` says what it does. Puts go by host memory.
     policy: "lru", what was not used for the longest time is evicted.
     read_only: what is there is read, also while another process writes it.
 
@@ -85,16 +89,18 @@ class DiskTier:
         max_bytes: int,
         num_threads: int = 4,
         direct: bool | None = None,
+        gpudirect: bool | None = None,
         policy: str = "lru",
         read_only: bool = False,
     ) -> None:
         sizes = {"block_bytes": block_bytes, "max_bytes": max_bytes}
         sizes["num_threads"] = num_threads
-        switches = {"direct": direct, "read_only": read_only}
+        switches = {"direct": direct, "gpudirect": gpudirect, "read_only": read_only}
         arguments.check_open(namespace, policy, sizes, switches)
         wanted = Header(namespace, block_bytes, slots_within(max_bytes, block_bytes))
         self.namespace, self.block_bytes = namespace, block_bytes
         self.path = Path(path) / namespace.hex()
+        self._device_reads = DeviceReads(self.path / SLOTS, gpudirect)
         self._in_flight, self._counters = InFlight(), Counters()
         self._folder = Folder(self.path, wanted, read_only=read_only, direct=direct)
         self._slots = self._folder.slots
@@ -159,6 +165,56 @@ class DiskTier:
         self._check_range(where, "out", rows, start)
         return self._begin(self._reader.get, found, rows, start)
 
+    @property
+    def reads_to_device(self) -> bool:
+        """Whether `get_to_device` serves; what takes a `Store` asks each time."""
+        return self._device_reads.work
+
+    def get_to_device(
+        self,
+        keys: Sequence[bytes],
+        buffers: Sequence[Any],
+        to_host: Callable[[list[int]], Sequence[np.ndarray]],
+    ) -> list[bool]:
+        """Reads blocks into GPU memory and waits; of each, whether it was there.
+
+        buffers: for each key what kvikio reads into, of block_bytes: what has
+            `__cuda_array_interface__`, for example.
+        to_host: brings the bytes of these places of `buffers` to the host, uint8
+            [block_bytes] each, to be held to their checksums: no block that does not
+            match is said to be there.
+
+        Raises what kvikio fails with; nothing is being read then. Unless `gpudirect` is
+        True, `reads_to_device` is False from then on.
+        """
+        where = "DiskTier.get_to_device"
+        found = arguments.check_keys(where, keys)
+        if len(buffers) != len(found):
+            raise ValueError(
+                f"{where}: buffers must be one for each of {len(found)} keys, got "
+                f"{len(buffers)}"
+            )
+        self._check_open("get_to_device")
+        if not self.reads_to_device:
+            raise ValueError(
+                f"{where}: no block is read to a device: {self._device_reads.why}; "
+                "`get` reads to the host"
+            )
+        hits = [False] * len(found)
+        with self.held(found) as places:
+            held = [(i, place) for i, place in enumerate(places) if place]
+            offsets = [place.offset for _, place in held]
+            there = [i for i, _ in held]
+            if held:
+                into = [buffers[i] for i in there]
+                self._device_reads.read(into, offsets, self.block_bytes)
+                rows = to_host(there)
+                for (i, place), row in zip(held, rows, strict=True):
+                    hits[i] = place.matches(row)
+        good = sum(hits)
+        self._counters.add(hits=good, misses=len(hits) - good)
+        return hits
+
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Which blocks are there, as far as the index knows."""
         self._check_open("has")
@@ -201,6 +257,7 @@ class DiskTier:
             num_slots=self._slots.header.num_slots,
             direct=self._slots.direct,
             io=self._slots.why,
+            to_device=self._device_reads.why,
             **dataclasses.asdict(self._counters.read()),
         )
 
@@ -211,6 +268,7 @@ class DiskTier:
         self._front.shutdown()
         self._in_flight.wait()
         self._reader.close()
+        self._device_reads.close()
         self._source.close()
         self._folder.close()
 

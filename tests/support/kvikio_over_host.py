@@ -1,0 +1,93 @@
+"""A stand-in for kvikio, as much of it as a disk tier calls, over host memory."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+
+class Defaults:
+    """Attributes: compat_mode: whether it has no GPUDirect storage."""
+
+    compat_mode = False
+
+    def is_compat_mode_preferred(self) -> bool:
+        return self.compat_mode
+
+
+class Kvikio:
+    """The module.
+
+    Attributes:
+      reads: the offset and the bytes of each read that was asked for.
+      open_files: how many are open.
+      gate: what is read waits for it.
+      short: bytes that a read lacks.
+      broken: what a read at this offset or from this one on fails with.
+    """
+
+    def __init__(self) -> None:
+        self.defaults = Defaults()
+        self.reads: list[tuple[int, int]] = []
+        self.open_files, self.num_opened = 0, 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.short = 0
+        self.broken: tuple[int, Exception] | None = None
+        self.threads = ThreadPoolExecutor(2)
+
+    def CuFile(self, path: Path, flags: str) -> CuFile:
+        assert flags == "r"
+        return CuFile(self, path)
+
+
+class CuFile:
+    def __init__(self, module: Kvikio, path: Path) -> None:
+        self._module, self._file, self._lock = module, path.open("rb"), threading.Lock()
+        module.open_files += 1
+        module.num_opened += 1
+
+    def pread(self, buffer: Any, *, size: int, file_offset: int) -> Read:
+        module = self._module
+        module.reads.append((file_offset, size))
+        memory = np.asarray(buffer)
+        assert memory.dtype == np.uint8 and memory.nbytes >= size
+        return Read(module.threads.submit(self._read, memory, size, file_offset))
+
+    def _read(self, memory: np.ndarray, size: int, offset: int) -> int:
+        module = self._module
+        assert module.gate.wait(30)
+        if module.broken is not None and offset >= module.broken[0]:
+            raise module.broken[1]
+        with self._lock:
+            self._file.seek(offset)
+            data = self._file.read(size - module.short)
+        memory[: len(data)] = np.frombuffer(data, np.uint8)
+        return len(data)
+
+    def close(self) -> None:
+        self._module.open_files -= 1
+        self._file.close()
+
+
+class Read:
+    def __init__(self, future: Future[int]) -> None:
+        self._future = future
+
+    def get(self) -> int:
+        return self._future.result()
+
+
+@pytest.fixture
+def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
+    monkeypatch.setitem(sys.modules, "kvikio", found := Kvikio())  # type: ignore[misc]
+    yield found
+    found.threads.shutdown()
+    assert found.open_files == 0
