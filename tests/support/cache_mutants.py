@@ -10,8 +10,59 @@ RANDOM = test("test_random", "test_random_operations")
 STEP = "cpp/objects/step.cc"
 STEPS = test("test_steps")
 HASHES = test("test_keys", "test_the_hash")
+GDS = test("test_disk_gds")
+BELOW, TIER = "jax_kvblock/cache/below.py", "jax_kvblock/cache/disk/tier.py"
 CHECKER = "tests/native/test_books_check.py", "test_each_damage"
 CACHE = (
+    Mutant(
+        "what comes straight from disk is not held to its checksums",
+        TIER,
+        "hits[i] = place.matches(row)",
+        "hits[i] = True",
+        GDS,
+    ),
+    Mutant(
+        "a read to the device that fails leaves others under way",
+        "jax_kvblock/cache/disk/gds.py",
+        "            except Exception as error:\n                errors.append(error)",
+        "            except Exception:\n                raise",
+        GDS,
+    ),
+    Mutant(
+        "kvikio is asked again though it failed",
+        "jax_kvblock/cache/disk/gds.py",
+        "if not self._wanted:",
+        "if False:",
+        GDS,
+    ),
+    Mutant(
+        "blocks from disk lie at the beginning of the room",
+        BELOW,
+        "self._copies.places(room, missing, self.host.block_bytes)",
+        "self._copies.places(room, [*range(len(missing))], self.host.block_bytes)",
+        GDS,
+    ),
+    Mutant(
+        "other rows of the room are held to the checksums",
+        BELOW,
+        "rows = [missing[i] for i in places]",
+        "rows = [*places]",
+        GDS,
+    ),
+    Mutant(
+        "what was read to the host instead is not copied up",
+        BELOW,
+        "in_room = found is not None",
+        "in_room = True",
+        GDS,
+    ),
+    Mutant(
+        "blocks of the host go to other places of the room",
+        "jax_kvblock/cache/copies.py",
+        "np.arange(len(slots)) if at is None else np.asarray(at, np.int64)",
+        "np.arange(len(slots))",
+        GDS,
+    ),
     Mutant(
         "the checker says nothing of blocks",
         BOOKS,

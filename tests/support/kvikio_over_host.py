@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ class Kvikio:
       open_files: how many are open.
       gate: what is read waits for it.
       short: bytes that a read lacks.
-      broken: what a read at this offset or from this one on fails with.
+      broken: which offsets fail, at once, and with what.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Kvikio:
         self.gate = threading.Event()
         self.gate.set()
         self.short = 0
-        self.broken: tuple[int, Exception] | None = None
+        self.broken: tuple[Callable[[int], bool], Exception] | None = None
         self.threads = ThreadPoolExecutor(2)
 
     def CuFile(self, path: Path, flags: str) -> CuFile:
@@ -63,9 +63,9 @@ class CuFile:
 
     def _read(self, memory: np.ndarray, size: int, offset: int) -> int:
         module = self._module
-        assert module.gate.wait(30)
-        if module.broken is not None and offset >= module.broken[0]:
+        if module.broken is not None and module.broken[0](offset):
             raise module.broken[1]
+        assert module.gate.wait(30)
         with self._lock:
             self._file.seek(offset)
             data = self._file.read(size - module.short)
