@@ -22,6 +22,7 @@ import gpu_schedules
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -35,6 +36,7 @@ from jax_kvblock.training import (
     fp8_training,
 )
 from jax_kvblock.training.compiled import count_products
+from jax_kvblock.training.nnx import convert_model_to_fp8
 
 # XLA takes cuBLASLt of 8 bits by the version of CUDA.
 WITH_VERSIONS = gpu_schedules.H100.replace(
@@ -164,6 +166,24 @@ def two_layers() -> Any:
     )
 
 
+def linear_layers() -> Any:
+    """A model of flax.nnx that was converted, and its gradients."""
+    model = nnx.Sequential(
+        nnx.Linear(256, 512, rngs=nnx.Rngs(0)),
+        jax.nn.gelu,
+        nnx.Linear(512, 256, rngs=nnx.Rngs(1)),
+    )
+    graph, state = nnx.split(convert_model_to_fp8(model))
+
+    def loss(state: Any, x: Any) -> Any:
+        return jnp.mean(nnx.merge(graph, state)(x).astype(F32) ** 2)
+
+    shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), state)
+    grad = jax.grad(loss, allow_int=True)
+    return grad, (shapes, jax.ShapeDtypeStruct((4, 128, 256), BF16))
+
+
+CAST_KERNEL = "cast by a kernel"
 NORM_KERNEL = "normed by a kernel"  # of compute capability 9.0
 # By name: what makes a function and the shapes of its operands, and the products.
 CASES: dict[str, tuple[Any, int]] = {
@@ -182,15 +202,19 @@ CASES: dict[str, tuple[Any, int]] = {
     "normed": (normed, 3),
     "normed, current": (functools.partial(normed, scaling="current"), 3),
     "normed, float32": (functools.partial(normed, F32, residual=False), 3),
+    CAST_KERNEL: (functools.partial(product, FP8Config(implementation="cuda")), 3),
     NORM_KERNEL: (functools.partial(normed, implementation="cuda"), 3),
     # Two forward, the first again for what the gradients need, and their four.
     "layers": (layers, 7),
     # Nobody asks for the gradient of the inputs, so that it is 5 and not 6.
     "two layers": (two_layers, 5),
+    "linear layers": (linear_layers, 5),
 }  # fmt: skip
 
 
-AS_JIT_IS = ("heads", "layers", "two layers")
+AS_JIT_IS = ("heads", "layers", "two layers", "linear layers")
+# The kernels write both orders of what they cast: nothing of 8 bits is laid otherwise.
+BOTH_ORDERS = (CAST_KERNEL, NORM_KERNEL)
 # Of one row no library multiplies: XLA does, number by number. Rows, inner, columns.
 ONE_ROW = {"one row": (1, 130, 3), "a number": (1, 1, 1)}
 CASES_OF_ONE_ROW = {
@@ -222,6 +246,12 @@ def line_of(name: str, compiled: Any) -> str:
     return f"{name}: {count.narrow} {count.wide} {library} {exact} {norms}"
 
 
+def laid_otherwise(compiled: Any) -> int:
+    """How many arrays of 8 bits are transposed or copied."""
+    moved = r"= f8e\w+\[[\d,]+\](\{[^}]*\})? (transpose|copy)\("
+    return len(re.findall(moved, compiled.as_text()))
+
+
 def are_rounded(name: str, compiled: Any) -> bool:
     """Whether x, w and d_out are there in 8 bits, by how many numbers they have."""
     rows, inner, columns = ONE_ROW[name]
@@ -250,6 +280,8 @@ if __name__ == "__main__":
     (h100,) = topology.devices
     for case in sys.argv[1:]:
         print(line_of(case, compile_for(h100, case)))
+    for case in BOTH_ORDERS:
+        print(f"{case}: laid otherwise {laid_otherwise(compile_for(h100, case))}")
     for case in ONE_ROW:
         print(f"{case}: rounded {are_rounded(case, compile_for(h100, case))}")
     for case in AS_JIT_IS:

@@ -36,19 +36,38 @@ def test_without_a_gpu():
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-3000:]
     want = list(map(gpu_products.wanted, gpu_products.CASES))
+    want += [f"{name}: laid otherwise 0" for name in gpu_products.BOTH_ORDERS]
     want += [f"{name}: rounded True" for name in gpu_products.ONE_ROW]
     for name in gpu_products.AS_JIT_IS:
         want.append(f"{name}, as jit is: {gpu_products.CASES[name][1]} 0")
     assert ran.stdout.splitlines() == want
 
 
+def compiled_here(name, **options):
+    if name == gpu_products.NORM_KERNEL and (9, 0) not in ffi.gpu_capabilities():
+        pytest.skip("the kernel of norms runs on GPUs of compute capability 9.0")
+    return gpu_products.compile_for(jax.devices()[0], name, **options)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", gpu_products.CASES)
 def test_on_a_gpu(name):
-    if name == gpu_products.NORM_KERNEL and (9, 0) not in ffi.gpu_capabilities():
-        pytest.skip("the kernel of norms runs on GPUs of compute capability 9.0")
-    compiled = gpu_products.compile_for(jax.devices()[0], name)
+    compiled = compiled_here(name)
     assert gpu_products.line_of(name, compiled) == gpu_products.wanted(name)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", gpu_products.AS_JIT_IS)
+def test_on_a_gpu_as_jit_is(name):
+    """XLA's own kernels of 8 bits may take part, too; nothing is multiplied wider."""
+    count = count_products(compiled_here(name, of_library=False))
+    assert count == (gpu_products.CASES[name][1], 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", gpu_products.BOTH_ORDERS)
+def test_nothing_of_8_bits_is_transposed_on_a_gpu(name):
+    assert gpu_products.laid_otherwise(compiled_here(name)) == 0
 
 
 @pytest.mark.gpu

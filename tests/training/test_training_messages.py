@@ -358,11 +358,18 @@ def test_a_cpu_emulates_and_says_so():
     assert units.served_by("f") == "emulated"
 
 
-@pytest.mark.parametrize("call", [fp8_dot, fp8_dot_general], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "call", [fp8_dot, fp8_dot_general, fp8_norm_dot], ids=lambda f: f.__name__
+)
 def test_products_are_refused_where_no_unit_is(monkeypatch, call):
     """By the function that was called."""
     device = Device("gpu", "8.0", "NVIDIA A100")
     monkeypatch.setattr(ffi, "default_device", lambda: device)
-    dims = () if call is fp8_dot else ((((1,), (0,)), ((), ())),)
-    refused = lambda: call(jnp.ones((4, 8)), jnp.ones((8, 4)), *dims, config=CURRENT)  # noqa: E731
+    x, gamma, w = jnp.ones((4, 8)), jnp.ones(8), jnp.ones((8, 4))
+    given = {
+        fp8_dot: (x, w),
+        fp8_dot_general: (x, w, (((1,), (0,)), ((), ()))),
+        fp8_norm_dot: (x, gamma, w),
+    }[call]
+    refused = lambda: call(*given, config=CURRENT)  # noqa: E731
     check(call.__name__, RuntimeError, "NVIDIA A100|8.9", refused)

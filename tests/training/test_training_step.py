@@ -225,9 +225,10 @@ def test_parameters_of_16_bits_stay_so(rng):
     assert {x.dtype for x in jax.tree.leaves(state.params)} == {jnp.dtype("bfloat16")}
 
 
-def test_an_interrupted_run_goes_on(rng, tmp_path):
+@pytest.mark.parametrize("config", [DELAYED, CURRENT], ids=lambda c: c.scaling)
+def test_an_interrupted_run_goes_on(rng, tmp_path, config):
     """A checkpoint of the state gives the same next steps, bit for bit."""
-    training, state = begin(rng, DELAYED)
+    training, state = begin(rng, config)
     batches = [batch_of(rng) for _ in range(4)]
     for batch in batches[:2]:
         state, _ = training.train_step(state, batch)
@@ -235,7 +236,7 @@ def test_an_interrupted_run_goes_on(rng, tmp_path):
         saver.save(tmp_path / "state", state)
         saver.wait_until_finished()
         like = jax.eval_shape(
-            lambda: training.init(parameters(rng), scalings_of(DELAYED))
+            lambda: training.init(parameters(rng), scalings_of(config))
         )
         restored = saver.restore(tmp_path / "state", like)
     for batch in batches[2:]:
