@@ -37,18 +37,18 @@ def queries(rng, steps=1):
     return jnp.asarray(3 * rng.standard_normal((3, steps, HEADS, DIM)), jnp.float32)
 
 
-def by_definition(q, k, v, tables, lens, kept):
+def by_definition(q, k, v, tables, lens, kept, size=SIZE):
     """Attention of the last positions to the kept pages of each table, float64."""
-    batch, steps = q.shape[:2]
-    out = np.zeros((batch, steps, HEADS, DIM))
-    for b, t, n in np.ndindex(batch, steps, HEADS):
+    steps, dim = q.shape[1], q.shape[-1]
+    out = np.zeros(q.shape)
+    for b, t, n in np.ndindex(q.shape[:3]):
         at = lens[b] - steps + t
-        seen = [p for p in range(at + 1) if kept[b, p // SIZE]]
+        seen = [p for p in range(at + 1) if kept[b, p // size]]
         if at < 0 or not seen:
             continue
-        rows = [(tables[b, p // SIZE], p % SIZE, n // 2) for p in seen]
+        rows = [(tables[b, p // size], p % size, n // 2) for p in seen]
         keys = np.float64([k[row] for row in rows])
-        scores = keys @ np.float64(q[b, t, n]) / np.sqrt(DIM)
+        scores = keys @ np.float64(q[b, t, n]) / np.sqrt(dim)
         p = np.exp(scores - scores.max())
         out[b, t, n] = p @ np.float64([v[row] for row in rows]) / p.sum()
     return out
@@ -87,6 +87,35 @@ def test_attention_over_chosen_pages(rng, cache, steps):
     np.testing.assert_array_equal(chosen.kv_lens, [34, 37, 7])
     want = by_definition(q, k, v, tables, lens, kept)
     np.testing.assert_allclose(out, want, rtol=0, atol=3e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [1, 5])
+def test_attention_over_chosen_pages_by_kernels(rng, steps):
+    """In bfloat16, heads of 128: pages are chosen and attended to on a GPU."""
+    spec = BlockSpec(1, 2, 16, 2, 128, jnp.bfloat16)
+    tables, lens = rng.permutation(PAGES)[:36].reshape(3, 12), np.int32([180, 90, 14])
+    tables = tables.astype(np.int32)
+    for b in range(3):
+        tables[b, -(-lens[b] // 16) :] = -1
+    values = jnp.asarray(rng.standard_normal((PAGES, *spec.block_shape)), jnp.bfloat16)
+    pool = KVPool.wrap(values, spec)
+    k, v = (np.float64(values[:, 0, i]) for i in range(2))
+    q = jnp.asarray(3 * rng.standard_normal((3, steps, 4, 128)), jnp.bfloat16)
+
+    def run(q, pool, k, tables, lens):
+        summary = summarize_pages(k)
+        how = {"num_pages": 5, "block_size": 16}
+        chosen = select_pages(q, summary, tables, lens, **how)
+        return chosen, paged_attention(
+            q, pool, 0, chosen.block_tables, chosen.kv_lens, implementation="cuda"
+        )
+
+    chosen, out = jit(run)(q, pool, values[:, 0, 0], tables, lens)
+    kept = kept_pages(chosen, tables, lens)
+    assert list(kept.sum(1)) == [5, 5, 1] and kept[:, 0].all()
+    want = by_definition(np.float64(q), k, v, tables, lens, kept, size=16)
+    np.testing.assert_allclose(np.float64(out), want, rtol=0, atol=3e-2)
 
 
 def test_the_pages_with_most_votes(rng, cache):
