@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from run_examples import EXAMPLES, Load, run
+from smollm2_here import skip_without_model
 
 from jax_kvblock.graphs import EngineBlock
 
@@ -371,18 +372,6 @@ def assert_same_picture(one: str, other: str) -> None:
     assert texts[0] == texts[1], "run python examples/particles.py --picture"
     values = [np.array(number.findall(text), np.float64) for text in (one, other)]
     np.testing.assert_allclose(*values, atol=0.11)
-
-
-def skip_without_model() -> None:
-    for package in ("gguf", "tokenizers"):
-        if importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed; `make demo` installs it")
-    import fake_engine  # noqa: F401  puts the examples on the path
-    from smollm2 import cache, weights
-
-    path = cache.cache_dir() / weights.MODEL
-    if jax.default_backend() == "gpu" and not path.exists():
-        pytest.skip(f"a GPU's machine may have no network, and has no {path.name}")
 
 
 # ---- kernels of one's own ------------------------------------------------------------
