@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 ENVIRONMENT = "KVBLOCK_DEBUG_CHECKS"
@@ -74,6 +75,39 @@ def check(function: Callable[..., None], *static: Any, **arrays: Any) -> None:
         jax.debug.callback(look, **given)
     else:
         look(**given)
+
+
+def checked(function: Callable[..., None], x: Any, *static: Any, name: str) -> Any:
+    """x, and where checks are on not before `function(*static, name=x)` has looked.
+
+    So what waits for x is not begun where data is wrong. A collective has to, of which
+    some devices would wait for those that have failed.
+    """
+    check(function, *static, **{name: x})
+    if not enabled() or not isinstance(x, jax.core.Tracer):
+        return x
+
+    # What has no effect is allowed in every transform; whose program has one, as that
+    # of `check`, fails by JaxRuntimeError.
+    def same(x: Any) -> np.ndarray:
+        _look(function, static, **{name: x})
+        return np.asarray(x)
+
+    kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.pure_callback(same, kind, x, vmap_method="sequential")
+
+
+def after(looked_at: Sequence[jax.Array], arrays: Sequence[Any]) -> list[Any]:
+    """The same arrays, where checks are on not before integers were looked at.
+
+    These are not all the smallest there is, which no compiler knows; it would see
+    through a barrier.
+    """
+    if not enabled():
+        return list(arrays)
+    least = [(x == jnp.iinfo(x.dtype).min).all() for x in looked_at]
+    never = functools.reduce(jnp.logical_or, least)
+    return [jnp.where(never, jnp.zeros_like(a), a) for a in arrays]
 
 
 def _look(function: Callable[..., None], static: Any, **arrays: Any) -> None:

@@ -90,6 +90,9 @@ def normalize(
     axis_name = axes.hashable(axis_name)
     size = axes.axis_size(where, axis_name)
     q, k, v = check_qkv(where, PACKED if packed else BATCHED, q, k, v)
+    ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
+    own = {"q": q, "k": k, "v": v, "q_lens": q_lens, "kv_lens": kv_lens}
+    axes.check_own(where, **own, segment_ids=ids[0])
     check_flags(
         where,
         causal=causal,
@@ -128,6 +131,11 @@ def normalize(
         mask = _batched_mask(where, segment_ids, q.shape[0], rows, keys)
         alike, documents = rows == keys, (q.shape[0],) * 2
     longest = _longest(where, max_seqlen, cu_seqlens)
+    if max_seqlen is not None:
+        bounds = debug.checked(
+            _look_at_longest, mask.cu_q, where, longest, name="bounds"
+        )
+        mask = mask._replace(cu_q=bounds)
     most = longest if alike else OPEN  # it is rows' alone
     lens = _documents(where, cu_seqlens, rows * size, keys * size, most)
     if zigzag or not alike:  # rows are not as far apart as their positions
@@ -250,9 +258,7 @@ def _longest(where: str, max_seqlen: Any, cu_seqlens: Any) -> int:
     if max_seqlen is None:
         return OPEN if known is None else max(int(np.diff(known).max()), 1)
     (most,) = check_positive(where, max_seqlen=max_seqlen)
-    if known is None:
-        debug.check(_look_at_longest, where, most, bounds=cu)
-    else:
+    if known is not None:
         _look_at_longest(where, most, bounds=known)
     return most
 
@@ -307,7 +313,9 @@ def _packed_mask(
         check_boundaries(where, cu, length * size, by, name)
         for name, cu, length in zip(names, pair, lengths, strict=False)
     ]
-    if len(pair) == 2 and pair[0] is not pair[1]:
+    # The same array twice is one for both, unless they differ in rows.
+    apart = pair[0] is not pair[-1] or lengths[0] != lengths[1]
+    if len(pair) == 2 and apart:
         if bounds[0].shape != bounds[1].shape:
             raise ValueError(
                 f"{where}: cu_seqlens must have as many documents of queries as of "

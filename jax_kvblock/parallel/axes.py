@@ -34,6 +34,25 @@ def axis_size(where: str, axis_name: Any) -> int:
         ) from None
 
 
+def check_own(where: str, **arrays: Any) -> None:
+    """No array is cut over an explicit axis that the shard_map around it leaves out.
+
+    An automatic axis beside it is the compiler's; an explicit one would be a part of
+    the types of all that is computed.
+    """
+    for name, array in arrays.items():
+        if not isinstance(array, jax.core.Tracer):
+            continue
+        cut = jax.typeof(array).sharding.spec
+        named = [x for of in cut for x in (of if isinstance(of, tuple) else (of,)) if x]
+        if named:
+            raise ValueError(
+                f"{where}: {name} must not be cut over explicit axes beside the "
+                f"jax.shard_map around the call, got {', '.join(map(repr, named))}; "
+                "name them in its axis_names and in_specs, too"
+            )
+
+
 def hashable(axis_name: Hashable | Sequence[Hashable]) -> Any:
     return tuple(axis_name) if isinstance(axis_name, (list, tuple)) else axis_name
 

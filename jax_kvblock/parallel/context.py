@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvblock.attention.options import Output, Rows, SeedLike
+from jax_kvblock.core import debug
 from jax_kvblock.core.spmd import vary_alike
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 from jax_kvblock.parallel import arguments, axes
@@ -243,6 +244,8 @@ def _run(call: Normalized) -> tuple[jax.Array, jax.Array]:
         [call.q, call.k, call.v, call.sinks, *mask, place]
     )
     mask = Mask(*ints)
+    if plan.packed:  # no device waits for one that has failed
+        q, k, v = debug.after((mask.cu_q, mask.cu_kv), [q, k, v])
     if exchange is None:
         out, lse = attend(plan, q, k, v, sinks, mask)
         return out, jnp.swapaxes(lse, -1, -2)

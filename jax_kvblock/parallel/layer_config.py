@@ -130,6 +130,12 @@ class AttentionConfig:
         check_choice(where, "strategy", self.strategy, STRATEGIES)
         if self.pattern is AttentionPatterns.RING:
             self._check_ring(where)
+        degree = self.ulysses_degree if self.is_parallel else None
+        if degree is not None and self.strategy != "ulysses_ring":
+            raise ValueError(
+                f"{where}: ulysses_degree is of strategy='ulysses_ring', got it with "
+                f"{self.strategy!r}; pass that strategy, or leave it out"
+            )
         check_choice(where, "layout", self.layout, LAYOUTS)
         self._check_options(where)
         for name in ("window", "max_sequence_length"):

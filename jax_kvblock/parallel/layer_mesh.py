@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from jax_kvblock.attention import dropout
 from jax_kvblock.core.checks import show
 from jax_kvblock.parallel.layer_config import AXES, AttentionConfig, each_axis
 from jax_kvblock.parallel.sequence import chunks_of
@@ -104,8 +105,13 @@ def _check_no_mesh(where: str, name: str, config: AttentionConfig, mesh: Any) ->
     )
 
 
-def check_cuts(where: str, config: AttentionConfig, mesh: Mesh, x: jax.Array) -> None:
-    """Whether the mesh cuts the batch, the sequence and the heads evenly."""
+def check_cuts(
+    where: str, config: AttentionConfig, mesh: Mesh, x: jax.Array, drops: bool
+) -> None:
+    """Whether the mesh cuts the batch, the sequence and the heads evenly.
+
+    drops: whether probabilities are dropped, by blocks of positions that stay whole.
+    """
     by = size_of(mesh, config.batch_axis)
     if x.shape[0] % by:
         raise ValueError(
@@ -114,12 +120,19 @@ def check_cuts(where: str, config: AttentionConfig, mesh: Mesh, x: jax.Array) ->
             "batch, or make the layer without batch_axis"
         )
     size = size_of(mesh, config.axis_name)
-    by = 1 if size == 1 else chunks_of(config.layout, size)
+    by = chunks_of(config.layout, size)
     if x.shape[1] % by:
         raise ValueError(
             f"{where}: sequences must be a multiple of {by} long, to be cut "
             f"evenly, got {x.shape[1]}; pad hidden_states by "
             "jax_kvblock.parallel.pad_sequence, and attention_mask with zeros"
+        )
+    by *= dropout.BLOCK
+    if drops and x.shape[1] % by:
+        raise ValueError(
+            f"{where}: sequences must be a multiple of {by} long with dropout, got "
+            f"{x.shape[1]}; pad hidden_states and attention_mask with zeros behind "
+            "them, by jnp.pad"
         )
     by = size_of(mesh, config.head_axis)
     heads = {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads}

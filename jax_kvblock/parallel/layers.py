@@ -102,7 +102,8 @@ class Attention:
             )
         mask = _checked_mask(where, attention_mask, x)
         if self.mesh is not None:
-            check_cuts(where, config, self.mesh, x)
+            drops = dropout_seed is not None and config.dropout > 0
+            check_cuts(where, config, self.mesh, x, drops)
             rows = NamedSharding(self.mesh, _rows(config))
             x = on_mesh(where, "hidden_states", hidden_states, x, rows)
             if mask is not None:
@@ -282,7 +283,8 @@ def create_context_parallel_attention(
 
     Args:
       d_model, num_heads: the width, and the heads, which divide it; or one
-        `AttentionConfig` in place of both, which is causal if its pattern is.
+        `AttentionConfig` in place of both, which is causal if its pattern is, and a
+        ring if that is RING.
       context_parallel_size: how many devices.
       device_mesh: a mesh whose axis has that size, or at least as many devices; the
         first of all devices unless given.
@@ -298,7 +300,10 @@ def create_context_parallel_attention(
     pattern = AttentionPatterns.CONTEXT_PARALLEL
     if isinstance(d_model, AttentionConfig):
         causal = {"causal": d_model.is_causal}
-        config = dataclasses.replace(d_model, pattern=pattern, **causal | options)
+        ring = d_model.pattern is AttentionPatterns.RING  # has no other strategy
+        asked = {"strategy": "ring"} if ring else {}
+        changed = causal | asked | options
+        config = dataclasses.replace(d_model, pattern=pattern, **changed)
         size, mesh = num_heads, context_parallel_size
         if size is None:  # named, and not behind the config
             size, mesh = context_parallel_size, None

@@ -37,8 +37,8 @@ LAYOUTS = ("zigzag", "contiguous")
 
 
 def chunks_of(layout: str, size: int) -> int:
-    """How many chunks a sequence is cut into."""
-    return 2 * size if layout == "zigzag" else size
+    """How many chunks a sequence is cut into; for one device it is whole."""
+    return 2 * size if layout == "zigzag" and size > 1 else size
 
 
 def to_zigzag(
@@ -66,8 +66,8 @@ def to_zigzag(
       An array like x. Cut over `size` devices along `axis`, each has its chunks.
 
     Raises:
-      ValueError: a length is no multiple of 2 `size`; `pad_sequence` and
-        `pad_documents` pad.
+      ValueError: a length is no multiple of 2 `size`, where that is more than one
+        device; `pad_sequence` and `pad_documents` pad.
 
     Example:
       >>> to_zigzag(jnp.arange(8), 2, axis=0)
@@ -156,9 +156,8 @@ def check_boundaries(
             "ends with the end of the last"
         )
     if given is None:
-        debug.check(_look, where, name, total, by, given=bounds)
-    else:
-        _look(where, name, total, by, given=given)
+        return debug.checked(_look, bounds, where, name, total, by, name="given")
+    _look(where, name, total, by, given=given)
     return bounds
 
 
@@ -237,7 +236,7 @@ def shard_positions(
     size = axes.axis_size(where, axis_name)
     total = length * size
     by = chunks_of(layout, size) if layout == "zigzag" else 1
-    if layout == "zigzag":
+    if layout == "zigzag" and size > 1:
         check_divides(where, "length, a device's rows in zigzag,", length, 2)
     bounds = None
     if cu_seqlens is not None:
@@ -296,7 +295,8 @@ def pad_documents(
       axis: the documents'.
 
     Returns:
-      The documents, each a multiple of 2 `size` rows long, and their boundaries, int32.
+      The documents, each a multiple of 2 `size` rows long (of one device as long as it
+      is), and their boundaries, int32.
       Rows behind the last document are left out.
 
     Example:
@@ -314,6 +314,11 @@ def pad_documents(
         raise TypeError(
             f"{where}: cu_seqlens must be integers on the host, got a traced or a "
             "device's array; they decide the size of the result"
+        )
+    if given[0]:
+        raise ValueError(
+            f"{where}: cu_seqlens must begin with 0, got {given[0]}; rows before the "
+            "first document are no part of what comes out, so cut them off"
         )
     by = chunks_of("zigzag", size)
     lens = np.diff(given)

@@ -22,6 +22,7 @@ from context_calls import (
     STRATEGIES,
     Cut,
     assert_right,
+    attend_as_cut,
     attend_over,
     by_strategy,
     compute,
@@ -40,6 +41,7 @@ from context_calls import (
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from messages import check
 from test_strategy import collectives
 
 from jax_kvblock import flash_attention
@@ -51,19 +53,7 @@ pytestmark = pytest.mark.usefixtures("four_cpus")
 
 def attend_here(call: Call, cut: Cut, axis_name: Any = "c") -> Any:
     """What each device runs: a function of arrays and operands; gives (out, lse)."""
-
-    def attend(arrays: Any, operands: Any) -> Any:
-        return context_parallel_attention(
-            **arrays,
-            **operands,
-            **call.static,
-            axis_name=axis_name,
-            strategy=cut.strategy,
-            layout=cut.layout,
-            return_lse=True,
-        )
-
-    return attend
+    return functools.partial(attend_as_cut, call, cut, axis_name)
 
 
 def names_of(call: Call) -> tuple[Any, Any, Any]:
@@ -104,6 +94,19 @@ def calls_of_documents(rng: np.random.Generator) -> list[Call]:
     return [call.replace(cu_seqlens=first), call.replace(cu_seqlens=second, **other)]
 
 
+def calls_of_ids(rng: np.random.Generator) -> list[Call]:
+    """The same arrays, in which ids say what belongs together."""
+    call = everything(rng, window=None)
+    shape = call.operands["segment_ids"].shape
+    return [call.replace(segment_ids=segments(rng, *shape)) for _ in range(2)]
+
+
+def calls_of_sinks(rng: np.random.Generator) -> list[Call]:
+    """The same arrays, and other sinks."""
+    call, other = simple(rng), simple(rng)
+    return [call, call.replace(sinks=other.arrays["sinks"])]
+
+
 def calls_of_boundaries(rng: np.random.Generator) -> list[Call]:
     """The same arrays, cut into documents in two ways."""
     call = documents(rng)
@@ -116,6 +119,8 @@ MEMBERS = {  # the members' calls, what differs between them, and how they lie
     "lengths": (calls_of_lengths, ("q_lens", "kv_lens"), "zigzag"),
     "documents": (calls_of_documents, (*ARRAYS, "cu_seqlens"), "zigzag"),
     "boundaries": (calls_of_boundaries, ("cu_seqlens",), "contiguous"),
+    "ids": (calls_of_ids, ("segment_ids",), "zigzag"),
+    "sinks": (calls_of_sinks, ("sinks",), "contiguous"),
 }
 
 
@@ -167,6 +172,10 @@ WAYS = [
     ("lengths", outside, "auto"),
     *(("documents", outside, strategy) for strategy in STRATEGIES),
     *(("boundaries", inside, strategy) for strategy in STRATEGIES),
+    *(("ids", inside, strategy) for strategy in STRATEGIES),
+    *(("sinks", outside, strategy) for strategy in STRATEGIES),
+    *((name, inside, "all_gather, tuned") for name in ("arrays", "boundaries")),
+    *((name, outside, "ring, tuned") for name in ("arrays", "documents")),
 ]
 
 
@@ -174,7 +183,8 @@ WAYS = [
 @pytest.mark.parametrize(("name", "way", "strategy"), WAYS)
 def test_vmap_of_gradients(rng, name, way, strategy):
     make, differ, layout = MEMBERS[name]
-    calls, cut = make(rng), Cut(strategy, layout)
+    strategy, _, tuned = strategy.partition(", ")
+    calls, cut = make(rng), Cut(strategy, layout, tuned=bool(tuned))
     found = over_members(calls, differ, cut, way)
     for call, got in zip(calls, found, strict=True):
         assert_right(call, got)
@@ -230,9 +240,14 @@ def test_vmap_of_vmap(rng):
 SAVED = jax.checkpoint_policies.save_only_these_names(*RESIDUAL_NAMES)
 
 
-@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
-def test_checkpoint(rng, strategy):
-    call, cut = simple(rng), Cut(strategy)
+REMATTED = {"batches": simple, "documents": documents, "everything": everything}
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("kind", REMATTED)
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_checkpoint(rng, cut, kind):
+    call = REMATTED[kind](rng)
     there = laid_out(call, cut)
     attend = jax.checkpoint(attend_over(there, cut))
     got = jit(with_gradients(attend))(*inputs(there))
@@ -344,7 +359,7 @@ def compute_over(call: Call, cut: Cut, mesh: Mesh, axis_name: Any, specs: Any) -
 
 TOGETHER = [
     *((s, ("a", "b")) for s in STRATEGIES),
-    *((s, ["b", "a"]) for s in ("ring", "ulysses", "ulysses_ring")),
+    *((s, ["b", "a"]) for s in STRATEGIES),
 ]
 
 
@@ -354,6 +369,15 @@ def test_two_mesh_axes_together(rng, strategy, names):
     call, cut = simple(rng), Cut(strategy)
     specs = specs_of(call, tuple(names))
     got = compute_over(call, cut, two_by_two("a", "b"), names, specs)
+    assert_right(call, got)
+
+
+@pytest.mark.parametrize("cut", CUTS, ids=str)
+def test_two_axes_in_another_order_than_the_meshs(rng, cut):
+    """Ids and lengths, too, of which every device gets those of others."""
+    call = everything(rng, window=None)
+    specs = specs_of(call, ("b", "a"))
+    got = compute_over(call, cut, two_by_two("a", "b"), ["b", "a"], specs)
     assert_right(call, got)
 
 
@@ -398,10 +422,20 @@ def test_the_example_of_the_docstring(rng, monkeypatch):
     np.testing.assert_allclose(names["out"], want, rtol=0, atol=2e-6)
 
 
-@by_strategy
-def test_explicit_axes(rng, strategy):
+EXPLICIT = [
+    *((documents, Cut(strategy)) for strategy in STRATEGIES),
+    *((everything, Cut(strategy)) for strategy in STRATEGIES),
+    *((everything, cut) for cut in CUTS if cut.tuned),
+]
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("kind", "cut"), EXPLICIT, ids=lambda x: getattr(x, "__name__", str(x))
+)
+def test_explicit_axes(rng, kind, cut):
     """Arrays say in their types how they are cut; gradients are cut alike."""
-    call, cut = documents(rng), Cut(strategy)
+    call = kind(rng)
     mesh, there = mesh_of(kind=AxisType.Explicit), laid_out(call, cut)
     arrays, operands, rows = specs_of(there)
     put = lambda spec, x: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
@@ -412,6 +446,49 @@ def test_explicit_axes(rng, strategy):
         made = got[f"d_{name}"]
         assert made.sharding.is_equivalent_to(NamedSharding(mesh, spec), made.ndim)
     assert_right(call, put_back(got, call, cut))
+
+
+@pytest.mark.parametrize("name", ["q", "kv_lens", "segment_ids"])
+def test_an_explicit_axis_beside_the_shard_map_is_refused(name):
+    """All of it would be of types that no part here computes with."""
+    kinds = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("d", "c"), kinds, devices=jax.devices("cpu")[:4])
+    rows = P(None, "c")
+    specs = {"q": rows, "k": rows, "v": rows, "segment_ids": rows, "kv_lens": P()}
+
+    def attend(given: Any) -> Any:
+        return context_parallel_attention(**given, axis_name="c")
+
+    over = jax.shard_map(
+        attend, mesh=mesh, in_specs=(specs,), out_specs=rows, axis_names={"c"}
+    )
+    shapes = {n: (2, 16, 2, 8) for n in "qkv"} | {"segment_ids": (2, 16)}
+    given = {n: np.ones(s, np.float32 if n in "qkv" else np.int32)
+             for n, s in shapes.items()} | {"kv_lens": np.int32([9, 16])}  # fmt: skip
+    cut = {n: P("d" if n == name else None, *specs[n][1:]) for n in given}
+    with jax.set_mesh(mesh):
+        put = {n: jax.device_put(x, NamedSharding(mesh, cut[n]))
+               for n, x in given.items()}  # fmt: skip
+        words = f"{name} must not be cut over explicit axes|got 'd'|axis_names"
+        check("context_parallel_attention", ValueError, words,
+              lambda: jax.eval_shape(over, put))  # fmt: skip
+
+
+def test_one_array_of_boundaries_twice_for_rows_and_more_keys(rng):
+    """A pair, though it is one array: keys behind the last document are padding."""
+    bounds = np.int32([0, 16, 32])
+    q, k, v = (cast(rng.standard_normal((n, 2, 8)), F32) for n in (32, 64, 64))
+
+    def local(q: Any, k: Any, v: Any) -> Any:
+        how = {"axis_name": "c", "causal": True, "layout": "contiguous"}
+        return context_parallel_attention(q, k, v, cu_seqlens=(bounds, bounds), **how)
+
+    rows = P("c")
+    over = jax.shard_map(local, mesh=mesh_of(), in_specs=rows, out_specs=rows)
+    want = flash_attention(
+        q, k[:32], v[:32], causal=True, cu_seqlens=(bounds, bounds.copy())
+    )
+    assert_close(jit(over)(q, k, v), want, F32)
 
 
 @by_strategy

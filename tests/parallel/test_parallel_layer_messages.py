@@ -80,6 +80,17 @@ WRONG = {
         call((2, 30, WIDTH)), ValueError, "multiple of 4 long.*got 30.*pad_sequence"),
     "of a zigzag": (
         call((2, 36, WIDTH), layout="zigzag"), ValueError, "multiple of 8 long"),
+    "dropout, and a length of no blocks": (
+        lambda: create_ring_attention(
+            WIDTH, HEADS, device=four(), dropout=0.1, layout="zigzag"
+        )(jnp.ones((2, 32, WIDTH)), dropout_seed=1), ValueError,
+        "^RingAttentionLayer: sequences must be a multiple of 128 long with dropout, "
+        "got 32; pad hidden_states and attention_mask with zeros behind them, by "
+        "jnp.pad$"),
+    "a degree of no strategy": (
+        lambda: create_ring_attention(64, 8, ulysses_degree=2), ValueError,
+        "^AttentionConfig: ulysses_degree is of strategy='ulysses_ring', got it with "
+        "'auto'; pass that strategy, or leave it out$"),
     "a mask of queries and keys": (
         call(mask=np.ones((2, 32, 32), bool)), ValueError, "attention_mask must be"),
     "a mask of floats": (

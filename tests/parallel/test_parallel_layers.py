@@ -14,7 +14,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from messages import check
 from parallel_layers import HEADS, WIDTH, four, square
+from test_strategy import collectives, trace
 
+from jax_kvblock import flash_attention
 from jax_kvblock.parallel import (
     Attention,
     AttentionConfig,
@@ -200,6 +202,75 @@ def test_each_strategy(x, strategy, layout, masked):
     got = jit(lambda layer, x: layer(x, given))(layer, lay(x))
     want = lay(by_definition(layer, x, mask))
     np.testing.assert_allclose(got, want, rtol=0, atol=2e-6)
+
+
+def sent_by(layer: Any, x: Any) -> Any:
+    """Among how many devices, and of which shapes, a layer's attention sends."""
+    return collectives(jax.make_jaxpr(lambda layer, x: layer(x))(layer, x).jaxpr)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[1:])  # but "auto"
+def test_each_strategy_sends_as_the_function_does(x, strategy):
+    options = {"causal": True, "layout": "zigzag", "dtype": jnp.bfloat16}
+    dims = (2, 8, 8, HEADS, HEADS, WIDTH // HEADS, WIDTH // HEADS)
+    want = trace(strategy, dims, causal=True)
+    layer = create_context_parallel_attention(
+        WIDTH, HEADS, 4, four(), strategy=strategy, **options
+    )
+    assert want and sent_by(layer, x) == want
+    others = [trace(s, dims, causal=True) for s in STRATEGIES[1:] if s != strategy]
+    assert want not in others
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ring"])
+def test_a_ring_is_a_ring(x, strategy):
+    """By any of the functions that make layers."""
+    options = {"causal": True, "strategy": strategy, "dtype": jnp.bfloat16}
+    dims = (2, 8, 8, HEADS, HEADS, WIDTH // HEADS, WIDTH // HEADS)
+    want = trace("ring", dims, causal=True, layout="contiguous")
+    config = AttentionConfig(WIDTH, HEADS, pattern=AttentionPatterns.RING, **options)
+    for layer in (
+        create_ring_attention(WIDTH, HEADS, device=four(), **options),
+        create_attention(config, four()),
+        create_context_parallel_attention(config, 4, four()),
+    ):
+        assert sent_by(layer, x) == want
+
+
+@pytest.mark.parametrize("name", ["full", "context parallel"])
+def test_softcap_and_scale_are_handed_on(x, name):
+    options = CONFIGS[name] | {"window": None, "softcap": 0.1, "scale": 3.0}
+    config = AttentionConfig(WIDTH, HEADS, **options)
+    layer = create_attention(config, four() if config.is_parallel else None)
+    n, k, d = HEADS, config.kv_heads, config.head_dim
+    q, keys, values = np.split((x @ layer.qkv).reshape(2, 32, -1, d), [n, n + k], 2)
+    attended = flash_attention(
+        *map(jnp.asarray, (q, keys, values)),
+        causal=config.is_causal, softcap=0.1, scale=3.0,
+    )  # fmt: skip
+    want = attended.reshape(2, 32, WIDTH) @ layer.out
+    got = jit(lambda layer, x: layer(x))(layer, x)
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["full", "context parallel"])
+def test_who_serves_is_handed_on(x, name):
+    config = AttentionConfig(WIDTH, HEADS, implementation="xla", **CONFIGS[name])
+    layer = create_attention(config, four() if config.is_parallel else None)
+    text = str(jax.make_jaxpr(lambda layer: layer(x))(layer))
+    assert "implementation='xla'" in text or "implementation=xla" in text
+    assert "implementation=None" not in text
+
+
+def test_compiler_options_are_handed_on(x):
+    """Keys and values are sent one by one then, and else as one array."""
+    counts = []
+    for tuned in (False, True):
+        layer = create_ring_attention(
+            WIDTH, HEADS, device=four(), compiler_options=tuned
+        )
+        counts.append(sum(sent_by(layer, x).values()))
+    assert counts == [3, 6]
 
 
 def test_zigzag_over_a_head_axis_with_a_mask(x):

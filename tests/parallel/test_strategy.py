@@ -525,6 +525,13 @@ def test_auto_runs_what_the_model_takes(name, rates, four_cpus, monkeypatch):
         assert taken != trace(other, dims, **options), other
 
 
+def test_heads_that_no_group_serves_go_round(four_cpus):
+    """Three KV heads for four devices: nothing is exchanged."""
+    found = trace("ulysses_ring", (1, 64, 64, 6, 3, 16, 16))
+    assert found == trace("ring", (1, 64, 64, 6, 3, 16, 16))
+    assert {name for name, *_ in found} == {"ppermute"}
+
+
 def test_what_strategies_send(four_cpus):
     """Ring: keys and values, n - 1 times. Gathered: once. Heads: q, k, v and out."""
     dims, options = (1, 64, 64, 8, 2, 16, 24), {"causal": True}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -142,29 +143,30 @@ def specs_of(call: Call, axis_name: Any = "c") -> tuple[Any, Any, Any]:
     return arrays, operands, rows
 
 
+def attend_as_cut(
+    call: Call, cut: Cut, axis_name: Any, arrays: Any, operands: Any, **how: Any
+) -> Any:
+    """What each device runs; gives (out, lse)."""
+    options = {"compiler_options": cut.tuned, "return_lse": True} | call.static | how
+    engines = mock.patch.object(arguments, "engines_can_send", lambda: True)
+    with engines if cut.tuned else contextlib.nullcontext():
+        return context_parallel_attention(
+            **arrays,
+            **operands,
+            axis_name=axis_name,
+            strategy=cut.strategy,
+            layout=cut.layout,
+            **options,
+        )
+
+
 def attend_over(
     call: Call, cut: Cut, mesh: Mesh | None = None, check_vma: bool = True, **how: Any
 ) -> Any:
     """The shard_map'ed function of arrays and operands; gives (out, lse)."""
     arrays, operands, rows = specs_of(call)
-    how = {"compiler_options": cut.tuned} | how
-
-    def attend(arrays: Any, operands: Any) -> Any:
-        engines = mock.patch.object(arguments, "engines_can_send", lambda: True)
-        with engines if cut.tuned else contextlib.nullcontext():
-            return context_parallel_attention(
-                **arrays,
-                **operands,
-                **call.static,
-                axis_name="c",
-                strategy=cut.strategy,
-                layout=cut.layout,
-                return_lse=True,
-                **how,
-            )
-
     return jax.shard_map(
-        attend,
+        functools.partial(attend_as_cut, call, cut, "c", **how),
         mesh=mesh or mesh_of(cut.size),
         in_specs=(arrays, operands),
         out_specs=(rows, rows),
