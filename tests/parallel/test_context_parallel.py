@@ -247,6 +247,27 @@ def test_fewer_devices(rng, kind, strategy, size):
     assert_right(call, compute(call, Cut(strategy, "zigzag", size)))
 
 
+OF_THREE = {
+    everything: {"q_len": 48, "kv_len": 48, "heads": 6, "kv_heads": 3},
+    documents: {
+        "q_len": 72, "kv_len": 72, "heads": 6, "kv_heads": 3,
+        "cu_seqlens": np.int32([6, 18, 54]),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.cases(2)
+@by_cut
+@by_kind
+def test_three_devices(rng, kind, cut):
+    """No power of two, neither of devices nor of heads."""
+    own = {"sinks": cast(rng.standard_normal(6), F32)}
+    if kind is everything:
+        own["segment_ids"] = segments(rng, 2, 48)
+    call = kind(rng, **OF_THREE[kind], **own)
+    assert_right(call, compute(call, dataclasses.replace(cut, size=3)))
+
+
 HALVES = [
     *((Cut(s, "zigzag"), BF16) for s in STRATEGIES),
     (Cut("ring", "contiguous"), F16),

@@ -22,7 +22,7 @@ SEVERAL = "ring,all_gather,ulysses_ring,ring of documents"
 
 @pytest.mark.cases(2)
 @pytest.mark.parametrize(
-    ("count", "cases", "right"), [(2, "all", 6), (4, SEVERAL, 5)], ids=["2", "4"]
+    ("count", "cases", "right"), [(2, "all", 8), (4, SEVERAL, 5)], ids=["2", "4"]
 )
 def test_attention_over_processes(count, cases, right):
     """Strategies, documents, and a layer."""

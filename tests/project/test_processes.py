@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,27 @@ def test_those_who_say_much_wait_for_nobody(tmp_path: Path) -> None:
     ended = run_processes(script, 3, str(here), seconds=30)
     assert [code for code, _ in ended] == [0, 1, 2]
     assert all(said.count("much ") == 100_000 for _, said in ended)
+
+
+def test_those_of_gpus_take_turns(tmp_path: Path) -> None:
+    """A job of each of two threads, which are as good as two processes here."""
+    (here := tmp_path / "here").mkdir()
+    text = """
+import sys
+import time
+from pathlib import Path
+
+mine = Path(sys.argv[4]) / "running"
+mine.touch(exist_ok=False)
+time.sleep(0.3)
+mine.unlink()
+"""
+    script = written(tmp_path, text)
+    with ThreadPoolExecutor(3) as threads:
+        jobs = [
+            threads.submit(run_processes, script, 1, str(here), "gpu") for _ in range(3)
+        ]
+        assert [job.result() for job in jobs] == [[(0, "")]] * 3
 
 
 def test_one_that_hangs_is_told_with_where_it_is(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ GPU for each process.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -29,11 +30,14 @@ from meshes import placed
 
 import jax_kvblock as kv
 from jax_kvblock.parallel import (
+    AttentionConfig,
+    AttentionPatterns,
     context_parallel_attention,
-    create_ring_attention,
+    create_attention,
     from_zigzag,
     to_zigzag,
 )
+from jax_kvblock.parallel.layers import Attention
 
 SHAPES = {"q": (1, 48, 4, 8), "k": (1, 48, 2, 8), "v": (1, 48, 2, 8)}
 DTYPES = {"cpu": np.dtype(np.float32), "gpu": np.dtype(jnp.bfloat16)}  # as kernels take
@@ -44,6 +48,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ulysses": {"window": (7, 3)},
     "ulysses_ring": {"causal": True},
     "ring of documents": {"causal": True, "cu_seqlens": [0, 16, 48]},
+    "ring in runs": {"causal": True, "layout": "contiguous", "segment_ids": True},
+    "auto": {"causal": True, "layout": "contiguous", "softcap": 2.0, "scale": 0.7},
 }
 
 
@@ -62,6 +68,8 @@ def hold(name: str, mesh: Mesh) -> None:
     options = dict(CASES[name])
     packed = "cu_seqlens" in options
     cu = options.pop("cu_seqlens", None)
+    in_runs = options.get("layout") == "contiguous"
+    ids = np.sort(np.arange(48) % 3)[None] if options.pop("segment_ids", 0) else None
     rng = np.random.default_rng(0)
     dtype = DTYPES[mesh.devices.flat[0].platform]
     arrays = {n: rng.standard_normal(s).astype(dtype) for n, s in SHAPES.items()}
@@ -72,10 +80,10 @@ def hold(name: str, mesh: Mesh) -> None:
     whole = {} if cu is None else {"cu_seqlens": (cu, cu)}
     parts = {} if cu is None else {"cu_seqlens": np.int32(cu)}
 
-    def local(x: Any) -> jax.Array:
+    def local(x: Any, ids: Any) -> jax.Array:
         strategy = name.split()[0]
         return context_parallel_attention(
-            **x, axis_name="c", strategy=strategy, **parts, **options
+            **x, axis_name="c", strategy=strategy, segment_ids=ids, **parts, **options
         )
 
     over = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
@@ -85,36 +93,54 @@ def hold(name: str, mesh: Mesh) -> None:
         return out, pull(2 * out)[0]
 
     def lay(a: Any) -> Any:
-        return to_zigzag(a, mesh.size, axis=axis, cu_seqlens=cu)
+        return a if in_runs else to_zigzag(a, mesh.size, axis=axis, cu_seqlens=cu)
 
-    put = {
-        n: placed(np.asarray(lay(a)), NamedSharding(mesh, spec))
-        for n, a in arrays.items()
-    }
-    out, slopes = jax.jit(lambda x: with_slopes(over, x))(put)
-    attend = lambda x: kv.flash_attention(**x, **whole, **options)  # noqa: E731
+    def put_there(a: Any) -> Any:
+        return placed(np.asarray(lay(a)), NamedSharding(mesh, spec))
+
+    put = {n: put_there(a) for n, a in arrays.items()}
+    put_ids = None if ids is None else put_there(ids.astype(np.int32))
+    run = jax.jit(lambda x, ids: with_slopes(lambda x: over(x, ids), x))
+    out, slopes = run(put, put_ids)
+    options.pop("layout", None)
+    attend = lambda x: kv.flash_attention(  # noqa: E731
+        **x, segment_ids=ids, **whole, **options
+    )
     want, want_slopes = jax.jit(lambda x: with_slopes(attend, x))(arrays)
     assert_same(out, lay(want))
     for n, slope in slopes.items():
         assert_same(slope, lay(want_slopes[n]))
 
 
-def hold_layer(mesh: Mesh) -> None:
-    """A layer on a global array, under plain jit."""
+def hold_layers(mesh: Mesh) -> None:
+    """Layers on a global array, under plain jit, with their gradients."""
     dtype = DTYPES[mesh.devices.flat[0].platform]
     x = np.random.default_rng(1).standard_normal((1, 32, 16)).astype(dtype)
-    layer = create_ring_attention(
-        16, 2, device=mesh, axis_name="c", causal=True, dtype=dtype
-    )
-    got = jax.jit(lambda layer, x: layer(x))(
-        layer, placed(x, NamedSharding(mesh, P(None, "c")))
-    )
-    weights = [np.asarray(w.addressable_data(0)) for w in (layer.qkv, layer.out)]
-    q, k, v = np.split((x @ weights[0]).reshape(1, 32, 6, 8), 3, axis=2)
-    # The default device may be a GPU, whose own products of float32 are less exact.
-    with jax.default_matmul_precision("highest"):
-        want = kv.flash_attention(q, k, v, causal=True).reshape(1, 32, 16) @ weights[1]
-    assert_same(got, np.asarray(want))
+    there = placed(x, NamedSharding(mesh, P(None, "c")))
+    for pattern in (AttentionPatterns.RING, AttentionPatterns.CONTEXT_PARALLEL):
+        config = AttentionConfig(
+            16, 2, pattern=pattern, axis_name="c", causal=True, dtype=dtype
+        )
+        layer = create_attention(config, mesh)
+        got, slopes = jax.jit(with_slopes)(layer, there)
+        weights = [np.asarray(w.addressable_data(0)) for w in (layer.qkv, layer.out)]
+        one = Attention(*weights, AttentionConfig(
+            16, 2, pattern=AttentionPatterns.CAUSAL, dtype=dtype
+        ))  # fmt: skip
+        # The default device may be a GPU, whose own products of float32 are less exact.
+        with jax.default_matmul_precision("highest"):
+            want, want_slopes = jax.jit(with_slopes)(one, x)
+        assert_same(got, np.asarray(want))
+        for slope, other in zip(slopes, want_slopes, strict=True):
+            assert_same(slope, np.asarray(other))
+
+
+def with_slopes(layer: Any, x: Any) -> Any:
+    """The result, and the gradients of the weights and of x."""
+    out, pull = jax.vjp(lambda qkv, back, x: dataclasses.replace(
+        layer, qkv=qkv, out=back
+    )(x), layer.qkv, layer.out, x)  # fmt: skip
+    return out, pull(out)
 
 
 def main(rank: int, count: int, port: str, case: str, on: str, size: int) -> None:
@@ -137,7 +163,7 @@ def main(rank: int, count: int, port: str, case: str, on: str, size: int) -> Non
     for name in names:
         hold(name, mesh)
         print(f"{name} after {time.monotonic() - begun:.0f} s", flush=True)
-    hold_layer(mesh)
+    hold_layers(mesh)
     x = to_zigzag(np.arange(32), 4, axis=0)
     np.testing.assert_array_equal(from_zigzag(x, 4, axis=0), np.arange(32))
     print(f"{rank} of {count}: {len(names) + 1} are right", flush=True)

@@ -6,7 +6,65 @@ from mutant_list import Mutant, test
 
 PARALLEL_ROOM = "jax_kvblock/parallel"
 
+LAYERS = f"{PARALLEL_ROOM}/layers.py"
 PARALLEL = (
+    Mutant(
+        "a layer gathers where it is to go round",
+        LAYERS,
+        'strategy="ring" if ring else config.strategy,',
+        'strategy="all_gather" if ring else config.strategy,',
+        test("test_parallel_layers", "test_a_ring_is_a_ring"),
+    ),
+    Mutant(
+        "a layer goes round whatever its strategy is",
+        LAYERS,
+        'strategy="ring" if ring else config.strategy,',
+        'strategy="ring",',
+        test("test_parallel_layers", "sends_as_the_function_does"),
+    ),
+    Mutant(
+        "a config's RING is any strategy",
+        LAYERS,
+        'asked = {"strategy": "ring"} if ring else {}',
+        "asked = {}",
+        test("test_parallel_layers", "test_a_ring_is_a_ring"),
+    ),
+    Mutant(
+        "a layer has no softcap",
+        LAYERS,
+        '"softcap": config.softcap,',
+        '"softcap": None,',
+        test("test_parallel_layers", "softcap_and_scale"),
+    ),
+    Mutant(
+        "a layer takes any kernels",
+        LAYERS,
+        '"implementation": config.implementation,',
+        '"implementation": None,',
+        test("test_parallel_layers", "who_serves"),
+    ),
+    Mutant(
+        "a layer knows of no compiler options",
+        LAYERS,
+        "compiler_options=config.compiler_options,",
+        "compiler_options=False,",
+        test("test_parallel_layers", "compiler_options_are"),
+    ),
+    Mutant(
+        "several axes are gathered in the mesh's order",
+        f"{PARALLEL_ROOM}/axes.py",
+        "a, axis_name, axis=axis, tiled=True, axis_index_groups=groups",
+        "a, _in_mesh_order(axis_name, axis_size('', axis_name))[0], axis=axis, "
+        "tiled=True, axis_index_groups=groups",
+        test("test_context_transforms", "another_order"),
+    ),
+    Mutant(
+        "explicit axes beside a shard_map are let by",
+        f"{PARALLEL_ROOM}/axes.py",
+        "        if named:\n",
+        "        if False:\n",
+        test("test_context_transforms", "explicit_axis_beside"),
+    ),
     Mutant(
         "a zigzag's second chunks begin one too early",
         f"{PARALLEL_ROOM}/sequence.py",

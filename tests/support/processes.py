@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import re
 import signal
 import socket
@@ -10,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 
@@ -18,6 +20,19 @@ def free_port() -> str:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return str(s.getsockname()[1])
+
+
+@contextlib.contextmanager
+def alone_on_gpus() -> Iterator[None]:
+    """One such script at a time, whichever process of the suite runs it.
+
+    Each of its processes has a GPU, and waits for the others', which have to get theirs
+    from all other tests.
+    """
+    path = Path(tempfile.gettempdir()) / f"kvblock-gpu-processes-{os.getuid()}"
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def run_processes(
@@ -28,9 +43,10 @@ def run_processes(
     The script is called with RANK COUNT PORT and more. Where together they take longer,
     all are killed, and the error has what each of them said, and where it was.
     """
-    port = free_port()
     command = [sys.executable, "-X", "faulthandler", str(script)]
-    with tempfile.TemporaryDirectory() as folder:
+    wait = alone_on_gpus() if "gpu" in more else contextlib.nullcontext()
+    with tempfile.TemporaryDirectory() as folder, wait:
+        port = free_port()
         # Files: a process that says more than a pipe holds would wait for its reader,
         # and all others for it.
         files = [Path(folder) / str(rank) for rank in range(count)]
