@@ -110,7 +110,7 @@ def context_parallel_attention(
     `flash_attention` of the whole sequence; no device ever has it whole, but where it
     is gathered or heads are exchanged. One `jax.custom_vjp`: reverse mode, once. Name
     all mesh axes that cut anything in the shard_map: what an automatic axis beside it
-    cuts is gathered.
+    cuts is gathered, and an explicit one beside it is refused.
 
     Args:
       q: `[B, T, N, D]`, T of the sequence's `n T` rows; bfloat16, float16 or float32.

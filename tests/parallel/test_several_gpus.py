@@ -126,9 +126,10 @@ def test_the_same_bits_every_time(rng, gpus, name, cut):
             np.testing.assert_array_equal(again[name], first, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "case", ["ring,all_gather", "ulysses,ring of documents", "ring in runs,auto"]
-)
+OVER_PROCESSES = "ring,all_gather", "ulysses,ring of documents", "ring in runs,auto"
+
+
+@pytest.mark.parametrize("case", OVER_PROCESSES)
 def test_a_process_for_each_gpu(gpus, case):
     script = Path(context_processes.__file__)
     hold_processes(script, len(gpus), "3", case, "gpu", seconds=200)
