@@ -9,11 +9,15 @@ and at the smallest length those of one device.
     python examples/long_context.py                    # on GPUs: up to 1,048,576 tokens
     python examples/long_context.py --cpu-devices 4    # small, on a CPU
     python examples/long_context.py --plot build/long_context.svg
+
+With `--out DIR` times and bytes go to a record like those of the benchmarks, which are
+beside the examples in the source tree.
 """
 
 import argparse
 import dataclasses
 import statistics
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -195,6 +199,25 @@ def try_length(
     return line
 
 
+def record(lines: list[Line], sizes: Sizes, who: str, options: Any) -> Path:
+    """Writes each length's times and bytes, as benchmarks do."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+    from support import common
+
+    results = common.Results()
+    for line in lines:
+        heads = f"H{sizes.heads}/{sizes.kv_heads}"
+        case = f"B1 {heads} S{line.length} D{sizes.head_dim} causal"
+        who_ran = f"{common.OURS}, {who}"
+        for work, metric, value, unit in (
+            ("forward", "time", line.forward * 1e3, "ms"),
+            ("both", "time", line.both * 1e3, "ms"),
+            ("both", "memory", line.bytes / 2**20, "MiB a device"),
+        ):
+            results.add(f"{case} / {work}", who_ran, metric, value, unit, show=False)
+    return common.write(results.document(options), "long-context", options.out)
+
+
 def draw_plot(lines: list[Line], sizes: Sizes, devices: int, path: Path) -> None:
     """Times and bytes by length, beside lines of the second and first power."""
     import matplotlib
@@ -231,6 +254,8 @@ def main() -> None:
     parser.add_argument("--cpu-devices", type=int, default=None)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, default=None, help="an .svg to write")
+    parser.add_argument("--out", type=Path, default=None, help="where a record goes")
+    parser.add_argument("--commit", help="the record's, where git is not at hand")
     options = parser.parse_args()
     if options.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
@@ -261,6 +286,9 @@ def main() -> None:
         )
     if options.plot is not None:
         draw_plot(lines, sizes, len(devices), options.plot)
+    if options.out is not None:
+        who = f"{len(devices)}, {options.strategy}"
+        print(f"wrote {record(lines, sizes, who, options)}")
     print("rows and gradients that were looked at are right")
     if jax.default_backend() != "gpu":  # blocks of plain JAX need room of their own
         return

@@ -114,11 +114,23 @@ def test_attention_over_four_devices_by_length(tmp_path: pathlib.Path) -> None:
     plot = tmp_path / "long.svg"
     if can_plot():
         options += ["--plot", str(plot)]
+    options += ["--out", str(tmp_path / "out"), "--commit", "0123abc"]
     printed = run("long_context.py", *options)
     assert "over 4 x cpu" in printed
     assert len(re.findall(r"^ +\d+ +[\d.]+ +[\d.]+ ", printed, re.M)) == 2
     assert "rows and gradients that were looked at are right" in printed
     assert plot.exists() == ("--plot" in options)
+    (path,) = (tmp_path / "out").glob("*/long-context-*.json")
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert record["commit"] == "0123abc"
+    rows = {(row["case"], row["metric"]): row["value"] for row in record["rows"]}
+    for length in (256, 512):
+        case = f"B1 H4/2 S{length} D16 causal"
+        assert (
+            rows[f"{case} / forward", "time"] > 0 and rows[f"{case} / both", "time"] > 0
+        )
+        assert f"{rows[f'{case} / both', 'memory']:.1f}" in printed
+    assert len(rows) == len(record["rows"]) == 6
 
 
 @pytest.mark.slow
