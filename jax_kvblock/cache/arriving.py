@@ -34,7 +34,12 @@ def whole_blocks(
     def bring() -> Arrival:
         # In one job: the next ones' blocks may land where these did.
         room = below.rooms.take() if below.reads_to_device else None
-        placed = place(room=room)
+        try:
+            placed = place(room=room)
+        except BaseException:
+            if room is not None:
+                below.rooms.give_back(room)
+            raise
         return below.bring(placed, cut, below.rooms.take() if room is None else room)
 
     def take(room: jax.Array) -> jax.Array:

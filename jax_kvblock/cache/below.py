@@ -268,6 +268,11 @@ class Below:
 
     # ---- up ----
 
+    @functools.cached_property
+    def _verifying(self) -> Copies:
+        """Lines of its own: who reads does not wait behind what goes down."""
+        return Copies(self.host.device)
+
     @property
     def reads_to_device(self) -> bool:
         """Whether the store reads into rooms itself."""
@@ -416,10 +421,10 @@ class Below:
 
         store: Any = self.store
 
-        def to_host(places: list[int]) -> np.ndarray:
+        def to_host(places: list[int]) -> list[np.ndarray]:
             rows = [missing[i] for i in places]
-            self._copies.down(room, rows, read, places)
-            return read[places]
+            self._verifying.down(room, rows, read, places)
+            return [read[i] for i in places]
 
         try:
             memory = self._copies.places(room, missing, self.host.block_bytes)

@@ -40,7 +40,10 @@ def debug_checks(enable: bool = True) -> Iterator[None]:
     an IndexError or ValueError comes from the call, before it runs. Inside of it (also
     in scan, vmap and shard_map) the program fails: `jax.errors.JaxRuntimeError`, which
     ends with the same text, comes from the program or, at the latest, from
-    `block_until_ready` on its results. A pool that was donated to it is lost.
+    `block_until_ready` on its results. A pool that was donated to it is lost. Where the
+    compiler itself cuts a program over several devices, or over an axis beside a
+    shard_map's, some of them may wait for one that has failed: a CPU then ends the
+    process, after a minute.
 
     It is of this thread. A function that was compiled without checks is compiled again
     with them; off, nothing is added to a program. On, each call waits for the host, and
@@ -81,10 +84,13 @@ def checked(function: Callable[..., None], x: Any, *static: Any, name: str) -> A
     """x, and where checks are on not before `function(*static, name=x)` has looked.
 
     So what waits for x is not begun where data is wrong. A collective has to, of which
-    some devices would wait for those that have failed.
+    some devices would wait for those that have failed. That is inside of a shard_map
+    over all axes, where each device looks itself; elsewhere x does not wait.
     """
     check(function, *static, **{name: x})
-    if not enabled() or not isinstance(x, jax.core.Tracer):
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = mesh.axis_names and {*mesh.manual_axes} == {*mesh.axis_names}
+    if not enabled() or not isinstance(x, jax.core.Tracer) or not manual:
         return x
 
     # What has no effect is allowed in every transform; whose program has one, as that

@@ -57,6 +57,13 @@ class Normalized(NamedTuple):
     mask: Mask
 
 
+# What a call names its integers, as `Mask` has them.
+_NAMES = (
+    *("segment_ids", "segment_ids", "q_lens", "kv_lens"),
+    *("cu_seqlens", "cu_seqlens", "dropout_seed"),
+)
+
+
 def normalize(
     where: str,
     q: Any,
@@ -90,9 +97,7 @@ def normalize(
     axis_name = axes.hashable(axis_name)
     size = axes.axis_size(where, axis_name)
     q, k, v = check_qkv(where, PACKED if packed else BATCHED, q, k, v)
-    ids = segment_ids if isinstance(segment_ids, tuple) else (segment_ids,)
-    own = {"q": q, "k": k, "v": v, "q_lens": q_lens, "kv_lens": kv_lens}
-    axes.check_own(where, **own, segment_ids=ids[0])
+    axes.check_own(where, ("q", q), ("k", k), ("v", v))
     check_flags(
         where,
         causal=causal,
@@ -150,6 +155,8 @@ def normalize(
         q_lens=_lengths(where, "q_lens", q_lens, documents[0], rows * size),
         kv_lens=_lengths(where, "kv_lens", kv_lens, documents[1], keys * size),
     )
+    sinks = check_sinks(where, sinks, q, heads)
+    axes.check_own(where, ("sinks", sinks), *zip(_NAMES, mask, strict=True))
     sizes = (heads, k.shape[-2], head_dim, v.shape[-1])
     unknown = packed and (zigzag or not alike)
     shape = config, size, rows, keys, zigzag, alike, longest
@@ -181,7 +188,7 @@ def normalize(
     exchange = Exchange(axis_name, size, group, zigzag) if group > 1 else None
     return Normalized(
         plan, exchange, to_jax(q), to_jax(k), to_jax(v),
-        check_sinks(where, sinks, q, heads), mask,
+        sinks, mask,
     )  # fmt: skip
 
 

@@ -34,13 +34,13 @@ def axis_size(where: str, axis_name: Any) -> int:
         ) from None
 
 
-def check_own(where: str, **arrays: Any) -> None:
+def check_own(where: str, *named_arrays: tuple[str, Any]) -> None:
     """No array is cut over an explicit axis that the shard_map around it leaves out.
 
     An automatic axis beside it is the compiler's; an explicit one would be a part of
     the types of all that is computed.
     """
-    for name, array in arrays.items():
+    for name, array in named_arrays:
         if not isinstance(array, jax.core.Tracer):
             continue
         cut = jax.typeof(array).sharding.spec

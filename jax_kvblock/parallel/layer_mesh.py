@@ -131,8 +131,8 @@ def check_cuts(
     if drops and x.shape[1] % by:
         raise ValueError(
             f"{where}: sequences must be a multiple of {by} long with dropout, got "
-            f"{x.shape[1]}; pad hidden_states and attention_mask with zeros behind "
-            "them, by jnp.pad"
+            f"{x.shape[1]}; pad hidden_states with zeros behind the sequence by "
+            "jnp.pad (in zigzag before to_zigzag), and pass an attention_mask of them"
         )
     by = size_of(mesh, config.head_axis)
     heads = {"num_heads": config.num_heads, "num_kv_heads": config.kv_heads}

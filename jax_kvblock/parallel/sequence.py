@@ -58,7 +58,8 @@ def to_zigzag(
       size: how many devices the sequence is cut over.
       axis: the sequence's.
       cu_seqlens: int32 `[documents + 1]`, for packed documents: the first row of each
-        and the end of the last, multiples of 2 `size`. Each is cut over all devices.
+        and the end of the last, multiples of 2 `size` where that is more than one
+        device. Each is cut over all devices.
         Of traced ones only `debug_checks` knows whether they are; others' rows lie
         somewhere, some of them twice.
 

@@ -78,6 +78,57 @@ def test_the_file_is_opened_once(tmp_path: Path, kvikio: Kvikio) -> None:
     assert kvikio.open_files == 0
 
 
+def test_closing_waits_for_a_read(tmp_path: Path, kvikio: Kvikio) -> None:
+    """And who asks after that is told, and opens nothing."""
+    tier = disks.tier(tmp_path)
+    disks.put(tier, range(2))
+    kvikio.gate.clear()
+    out = buffers(2)
+    with ThreadPoolExecutor(2) as threads:
+        job = threads.submit(read, tier, keys([0, 1]), out)
+        wait_until(lambda: len(kvikio.reads) == 2)
+        closing = threads.submit(tier.close)
+        with pytest.raises(TimeoutError):
+            closing.result(0.2)
+        kvikio.gate.set()
+        assert job.result() == [True, True]
+        closing.result(10)
+    assert (kvikio.num_opened, kvikio.open_files) == (1, 0)
+    with pytest.raises(ValueError, match="is closed"):
+        tier._device_reads.read([out[0]], [0], BLOCK)
+    assert kvikio.num_opened == 1
+
+
+def test_the_path_may_be_of_a_folder_that_is_left(
+    tmp_path: Path, kvikio: Kvikio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with disks.tier(Path("here")) as tier:
+        disks.put(tier, [1])
+        (tmp_path / "there").mkdir()
+        monkeypatch.chdir(tmp_path / "there")
+        assert read(tier, keys([1]), buffers(1)) == [True]
+
+
+@pytest.mark.parametrize("gpudirect", [None, True])
+def test_a_block_that_comes_wrong_of_a_disk_that_is_right(
+    tmp_path: Path, kvikio: Kvikio, gpudirect: bool | None
+) -> None:
+    """It stays, and unless it is demanded nobody reads so again."""
+    with disks.tier(tmp_path, gpudirect=gpudirect) as tier:
+        disks.put(tier, range(2))
+        kvikio.flips = True
+        with pytest.raises(
+            OSError, match=r"2 blocks of .*slots came to the device wrong"
+        ):
+            read(tier, keys(range(2)), buffers(2))
+        assert tier.has(keys(range(2))) == [True, True]
+        assert tier.stats().corrupt == 0 and tier.stats().hits == 0
+        assert tier.reads_to_device == bool(gpudirect)
+        assert disks.read(tier, range(2)) == [True, True]
+        disks.check_books(tier)
+
+
 def test_nothing_is_evicted_under_a_read(tmp_path: Path, kvikio: Kvikio) -> None:
     with disks.tier(tmp_path, 4) as tier, ThreadPoolExecutor(1) as thread:
         disks.put(tier, range(4))
@@ -147,6 +198,10 @@ def test_one_read_fails_when_all_have_ended(tmp_path: Path, kvikio: Kvikio) -> N
         ("there", False, "gpudirect=False"),
         ("missing", False, "gpudirect=False"),
         ("compat", None, "kvikio finds no GPUDirect here"),
+        ("no driver", None, "kvikio finds no GPUDirect here"),
+        ("buffered", None, "the file goes through the page cache"),
+        ("buffered", True, "kvikio"),
+        ("no driver", True, "kvikio"),
         ("broken", None, "kvikio does not load: no symbol"),
         ("there", None, "kvikio"),
         ("compat", True, "kvikio"),
@@ -162,6 +217,8 @@ def test_when_kvikio_reads(
     why: str,
 ) -> None:
     kvikio.defaults.compat_mode = state == "compat"
+    kvikio.cufile_driver.has_storage = state != "no driver"
+    kvikio.any_file = state != "buffered"
     if state == "missing":
         monkeypatch.setitem(sys.modules, "kvikio", None)
     if state == "broken":
@@ -172,7 +229,8 @@ def test_when_kvikio_reads(
         monkeypatch.setattr(
             kvikio.defaults, "is_compat_mode_preferred", is_compat_mode_preferred
         )
-    with disks.tier(tmp_path, gpudirect=gpudirect) as tier:
+    direct = False if state == "buffered" else None
+    with disks.tier(tmp_path, gpudirect=gpudirect, direct=direct) as tier:
         assert tier.stats().to_device == why
         assert tier.reads_to_device == (why == "kvikio")
         if why != "kvikio":
@@ -295,6 +353,40 @@ def test_where_it_fails_blocks_come_by_way_of_the_host(
     # Whoever does not demand it has tried it once.
     assert len(kvikio.reads) == (10 if gpudirect else 4)
     assert one.tiers.stats()["store"]["blocks_out"] == 10
+    closed(one, tier)
+
+
+def test_blocks_that_come_wrong_come_by_way_of_the_host(
+    stored: Path, kvikio: Kvikio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, tier = opened(stored)
+    asked = gets(tier, monkeypatch)
+    kvikio.flips = True
+    table, ticket = brought(one, range(41))
+    assert table.num_committed_tokens == 40 and ticket.num_missing == 0
+    assert asked == [4, 4, 2] and len(kvikio.reads) == 4
+    assert "came to the device wrong" in str(one.tiers.store_error)
+    assert tier.stats().corrupt == one.tiers.stats()["store"]["lost"] == 0
+    closed(one, tier)
+
+
+def test_a_room_of_what_cannot_be_placed_is_used_again(
+    stored: Path, kvikio: Kvikio, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, tier = opened(stored)
+    rooms = one.tiers.below.rooms
+    free = len(rooms._free)
+
+    def broken(*given: object, **more: object) -> None:
+        raise RuntimeError("no place")
+
+    monkeypatch.setattr(one.tiers.below, "place", broken)
+    _, ticket = one.tiers.open(range(41))
+    with pytest.raises(RuntimeError, match="no place"):
+        ticket.wait()
+    one.tiers.below.up.submit(lambda: None).result()
+    assert len(rooms._free) == free
+    monkeypatch.undo()
     closed(one, tier)
 
 

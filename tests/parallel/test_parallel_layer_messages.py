@@ -85,8 +85,8 @@ WRONG = {
             WIDTH, HEADS, device=four(), dropout=0.1, layout="zigzag"
         )(jnp.ones((2, 32, WIDTH)), dropout_seed=1), ValueError,
         "^RingAttentionLayer: sequences must be a multiple of 128 long with dropout, "
-        "got 32; pad hidden_states and attention_mask with zeros behind them, by "
-        "jnp.pad$"),
+        "got 32; pad hidden_states with zeros behind the sequence by jnp.pad .in "
+        "zigzag before to_zigzag., and pass an attention_mask of them$"),
     "a degree of no strategy": (
         lambda: create_ring_attention(64, 8, ulysses_degree=2), ValueError,
         "^AttentionConfig: ulysses_degree is of strategy='ulysses_ring', got it with "

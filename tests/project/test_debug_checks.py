@@ -338,6 +338,27 @@ def test_boundaries_of_documents_in_zigzag(where, four_cpus):
         fails(f"{where}: cu_seqlens must be multiples of 8, .* 12 at 1", run, odd)
 
 
+def test_boundaries_where_the_compiler_cuts(four_cpus):
+    """One program over four devices; and an automatic axis beside the shard_map.
+
+    Good ones alone: of bad ones some devices may wait for one that has failed.
+    """
+    mesh = mesh_of(shape=(4, 1))
+    x = jax.device_put(np.ones((32, 4, 8), np.float32), NamedSharding(mesh, P("b")))
+    lay = jax.jit(lambda x, cu: to_zigzag(x, 4, axis=0, cu_seqlens=cu))
+    mesh = mesh_of(shape=(2, 2))
+    attend = jax.jit(jax.shard_map(
+        lambda x, cu: context_parallel_attention(
+            x, x, x, axis_name="b", strategy="ring", causal=True, cu_seqlens=cu
+        ),
+        mesh=mesh, in_specs=(P("b"), P()), out_specs=P("b"), axis_names={"b"},
+    ))  # fmt: skip
+    good = jnp.int32([0, 16, 32])
+    with kv.debug_checks():
+        jax.block_until_ready(attend(np.asarray(x), good))
+        jax.block_until_ready(lay(x, good))
+
+
 def test_what_comes_of_a_program_that_failed_fails_too():
     with kv.debug_checks():
         run = jax.jit(append)

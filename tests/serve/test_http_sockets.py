@@ -25,12 +25,13 @@ pytest.importorskip("starlette")
 import httpx
 from books_engine import BooksEngine
 from fake_engine import FakeEngine
-from http_servers import CHAT, HELLO, PROMPT, TEXT, chunks, served, wait_until
+from http_servers import CHAT, HELLO, PROMPT, TEXT, chunks, served
 from serve.engine import Engine
 from serve.http_answers import Limits
 from serve.http_server import listen
 from serve.interface import IDLE
 from serve.models import random_model
+from waiting import wait_until
 
 pytestmark = pytest.mark.cpu
 SUPPORT = Path(__file__).parents[1] / "support"

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jax_kvblock.cache.disk.gds import DeviceReads
+
 
 class Defaults:
     """Attributes: compat_mode: whether it has no GPUDirect storage."""
@@ -22,6 +24,16 @@ class Defaults:
         return self.compat_mode
 
 
+class Driver:
+    """Attributes: has_storage: whether there is a driver for it."""
+
+    has_storage = True
+
+    def get(self, name: str) -> bool:
+        assert name == "is_gds_available"
+        return self.has_storage
+
+
 class Kvikio:
     """The module.
 
@@ -30,11 +42,15 @@ class Kvikio:
       open_files: how many are open.
       gate: what is read waits for it.
       short: bytes that a read lacks.
+      flips: whether the first byte of what is read is another one.
+      any_file: whether files that go through the page cache will do, as where the
+        filesystem of the tests has no O_DIRECT.
       broken: which offsets fail, at once, and with what.
     """
 
     def __init__(self) -> None:
-        self.defaults = Defaults()
+        self.defaults, self.cufile_driver = Defaults(), Driver()
+        self.flips, self.any_file = False, True
         self.reads: list[tuple[int, int]] = []
         self.open_files, self.num_opened = 0, 0
         self.gate = threading.Event()
@@ -54,8 +70,11 @@ class CuFile:
         module.open_files += 1
         module.num_opened += 1
 
-    def pread(self, buffer: Any, *, size: int, file_offset: int) -> Read:
+    def pread(
+        self, buffer: Any, *, size: int, file_offset: int, task_size: int
+    ) -> Read:
         module = self._module
+        assert task_size == size  # else it is split
         module.reads.append((file_offset, size))
         memory = np.asarray(buffer)
         assert memory.dtype == np.uint8 and memory.nbytes >= size
@@ -70,6 +89,7 @@ class CuFile:
             self._file.seek(offset)
             data = self._file.read(size - module.short)
         memory[: len(data)] = np.frombuffer(data, np.uint8)
+        memory[0] ^= module.flips
         return len(data)
 
     def close(self) -> None:
@@ -87,7 +107,16 @@ class Read:
 
 @pytest.fixture
 def kvikio(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kvikio]:
-    monkeypatch.setitem(sys.modules, "kvikio", found := Kvikio())  # type: ignore[misc]
+    found = Kvikio()
+    monkeypatch.setitem(sys.modules, "kvikio", found)  # type: ignore[misc]
+    driver = found.cufile_driver
+    monkeypatch.setitem(sys.modules, "kvikio.cufile_driver", driver)  # type: ignore[misc]
+    init = DeviceReads.__init__
+
+    def of_any_file(self: Any, path: Path, wanted: bool | None, direct: bool) -> None:
+        init(self, path, wanted, direct or found.any_file)
+
+    monkeypatch.setattr(DeviceReads, "__init__", of_any_file)
     yield found
     found.threads.shutdown()
     assert found.open_files == 0

@@ -50,14 +50,14 @@ def run_processes(
         # Files: a process that says more than a pipe holds would wait for its reader,
         # and all others for it.
         files = [Path(folder) / str(rank) for rank in range(count)]
-        processes = []
-        for rank, file in enumerate(files):
-            with file.open("w") as out:
-                arguments = [*command, str(rank), str(count), port, *more]
-                processes.append(
-                    subprocess.Popen(arguments, stdout=out, stderr=subprocess.STDOUT)
-                )
+        processes: list[subprocess.Popen[bytes]] = []
         try:
+            for rank, file in enumerate(files):
+                with file.open("w") as out:
+                    given = [*command, str(rank), str(count), port, *more]
+                    processes.append(
+                        subprocess.Popen(given, stdout=out, stderr=subprocess.STDOUT)
+                    )
             _await(processes, time.monotonic() + seconds)
         except subprocess.TimeoutExpired:
             for process in processes:

@@ -24,7 +24,6 @@ from jax_kvblock.cache.disk.slot_file import Header, SlotFile, opened
 
 # Beside slots and index: the header, locks, what the folder itself takes, and what the
 # filesystem notes of each slot that has been written.
-SLOTS = "slots"  # the file of blocks
 _FIXED_BYTES = 16 * PAGE
 _NOTED_BYTES = 24
 _USE_BYTES = 8
@@ -73,7 +72,7 @@ class Folder:
 
     @property
     def _slots_path(self) -> Path:
-        return self.path / SLOTS
+        return self.path / "slots"
 
     @property
     def _index_path(self) -> Path:

@@ -22,15 +22,19 @@ class DeviceReads:
     wanted: None takes kvikio where it is installed and has GPUDirect storage, until a
         read fails; True demands it, also where it goes by host memory itself; False
         does without.
-
-    Raises ImportError where it is demanded and is not installed.
+    direct: whether the file is read around the page cache, as GPUDirect has to.
     """
 
-    def __init__(self, path: Path, wanted: bool | None) -> None:
-        self._path, self._wanted = path, wanted
+    def __init__(self, path: Path, wanted: bool | None, direct: bool) -> None:
+        self._path, self._wanted, self._direct = path.resolve(), wanted, direct
         self._lock = threading.Lock()
         self._file: Any = None
         self._failure: str | None = None
+        self._closed = False
+
+    @staticmethod
+    def check(wanted: bool | None) -> None:
+        """Raises ImportError where kvikio is demanded and is not installed."""
         if wanted:
             needed("kvikio", "kvikio-cu13 (or -cu12), or leave gpudirect out")
 
@@ -49,9 +53,11 @@ class DeviceReads:
         """kvikio, which is loaded when it is asked for, or None; and why."""
         if self._wanted is False:
             return None, "gpudirect=False"
+        if not self._wanted and not self._direct:
+            return None, "the file goes through the page cache"
         try:
             kvikio = importlib.import_module("kvikio")
-            can = self._wanted or not kvikio.defaults.is_compat_mode_preferred()
+            can = self._wanted or _has_storage(kvikio)
         except ImportError:
             return None, "kvikio is not installed"
         except Exception as error:  # one that was built for another system
@@ -67,15 +73,22 @@ class DeviceReads:
         try:
             self._read(buffers, offsets, size)
         except Exception as error:
-            if not self._wanted:
-                self._failure = f"kvikio failed: {error}"
+            self.failed(error)
             raise
+
+    def failed(self, error: Exception) -> None:
+        """Blocks are read to the host from now on, unless kvikio is demanded."""
+        if not self._wanted:
+            self._failure = f"kvikio failed: {error}"
 
     def _read(self, buffers: Sequence[Any], offsets: Sequence[int], size: int) -> None:
         file, errors, begun = self._opened(), [], []
         try:
             for buffer, offset in zip(buffers, offsets, strict=True):
-                begun.append(file.pread(buffer, size=size, file_offset=offset))
+                # One task each: of several, an error of one might come before the end
+                # of the others.
+                how = {"size": size, "file_offset": offset, "task_size": size}
+                begun.append(file.pread(buffer, **how))
         except Exception as error:
             errors.append(error)
         for read in begun:
@@ -90,12 +103,24 @@ class DeviceReads:
     def _opened(self) -> Any:
         """The file, which kvikio registers with the driver once."""
         with self._lock:
+            if self._closed:
+                raise ValueError(f"{self._path} is closed")
             if self._file is None:
                 self._file = self._found[0].CuFile(self._path, "r")
             return self._file
 
     def close(self) -> None:
+        """Nothing is being read."""
         with self._lock:
+            self._closed = True
             if self._file is not None:
                 self._file.close()
             self._file = None
+
+
+def _has_storage(kvikio: Any) -> bool:
+    """Whether reads go past host memory; libcufile alone may do without the driver."""
+    if kvikio.defaults.is_compat_mode_preferred():
+        return False
+    driver = importlib.import_module("kvikio.cufile_driver")
+    return bool(driver.get("is_gds_available"))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from typing import Any
 
@@ -25,9 +26,21 @@ class InFlight:
             ticket.set_exception(result)
         else:
             ticket.set_result(result)
+        self._ended()
+
+    def _ended(self) -> None:
         with self._changed:
             self._count -= 1
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        """A request without a ticket, which ends with the context."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self._ended()
 
     def wait(self) -> None:
         """Until there are none."""

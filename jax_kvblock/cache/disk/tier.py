@@ -12,7 +12,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 
 from jax_kvblock.cache.disk import arguments
+from jax_kvblock.cache.disk.aligned import aligned_empty
 from jax_kvblock.cache.disk.blocks import Blocks
 from jax_kvblock.cache.disk.books import Books, Entry
-from jax_kvblock.cache.disk.folder import SLOTS, Folder, slots_within
+from jax_kvblock.cache.disk.folder import Folder, slots_within
 from jax_kvblock.cache.disk.gds import DeviceReads
 from jax_kvblock.cache.disk.reader import Reader, ReadOnly, Source
 from jax_kvblock.cache.disk.requests import InFlight
@@ -100,10 +101,12 @@ class DiskTier:
         wanted = Header(namespace, block_bytes, slots_within(max_bytes, block_bytes))
         self.namespace, self.block_bytes = namespace, block_bytes
         self.path = Path(path) / namespace.hex()
-        self._device_reads = DeviceReads(self.path / SLOTS, gpudirect)
+        DeviceReads.check(gpudirect)
         self._in_flight, self._counters = InFlight(), Counters()
         self._folder = Folder(self.path, wanted, read_only=read_only, direct=direct)
         self._slots = self._folder.slots
+        direct = self._slots.direct
+        self._device_reads = DeviceReads(self._slots.path, gpudirect, direct)
         self._blocks = Blocks(self._slots, num_threads)
         self._source: Source
         self._writer: Writer | None = None
@@ -194,26 +197,44 @@ class DiskTier:
                 f"{where}: buffers must be one for each of {len(found)} keys, got "
                 f"{len(buffers)}"
             )
-        self._check_open("get_to_device")
         if not self.reads_to_device:
             raise ValueError(
                 f"{where}: no block is read to a device: {self._device_reads.why}; "
                 "`get` reads to the host"
             )
         hits = [False] * len(found)
-        with self.held(found) as places:
-            held = [(i, place) for i, place in enumerate(places) if place]
-            offsets = [place.offset for _, place in held]
-            there = [i for i, _ in held]
-            if held:
-                into = [buffers[i] for i in there]
-                self._device_reads.read(into, offsets, self.block_bytes)
-                rows = to_host(there)
-                for (i, place), row in zip(held, rows, strict=True):
-                    hits[i] = place.matches(row)
+        with self._in_flight.one():  # `close` waits for it
+            self._check_open("get_to_device")
+            with self.held(found) as places:
+                held = {i: place for i, place in enumerate(places) if place}
+                offsets = [place.offset for place in held.values()]
+                if held:
+                    into = [buffers[i] for i in held]
+                    self._device_reads.read(into, offsets, self.block_bytes)
+                    rows = to_host([*held])
+                    for (i, place), row in zip(held.items(), rows, strict=True):
+                        hits[i] = place.matches(row)
+                    self._blame(place for place in held.values() if place.is_wrong)
         good = sum(hits)
         self._counters.add(hits=good, misses=len(hits) - good)
         return hits
+
+    def _blame(self, wrong: Iterable[Place]) -> None:
+        """Blocks that came wrong to a device: the disk's, or its way there?"""
+        memory = aligned_empty(1, self.block_bytes)[0]
+        came_wrong = []
+        for place in wrong:
+            key, record = place.entry.key, place.entry.record
+            if self._blocks.read([key], [record], 0, [memory])[0]:
+                place.is_wrong = False
+                came_wrong.append(place.offset)
+        if came_wrong:
+            error = OSError(
+                f"{len(came_wrong)} blocks of {self._slots.path} came to the device "
+                f"wrong, the first one of byte {came_wrong[0]}"
+            )
+            self._device_reads.failed(error)
+            raise error
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         """Which blocks are there, as far as the index knows."""
