@@ -418,7 +418,6 @@ class Below:
         They are copied down, since checksums are held on the host: the link has a way
         for each direction.
         """
-
         store: Any = self.store
 
         def to_host(places: list[int]) -> list[np.ndarray]:

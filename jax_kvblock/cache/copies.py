@@ -15,7 +15,6 @@ On the CPU the same code runs, with memcpy in place of streams.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock.blocks.layout import BlockSpec
-from jax_kvblock.cache.copy_lines import STRIP, Copy, line_for
+from jax_kvblock.cache.copy_lines import STRIP, Copy, bytes_at, line_for
 
 Numbers = Sequence[int] | np.ndarray
 
@@ -170,13 +169,13 @@ class Copies:
           CopyError: when the copy cannot begin.
         """
         slots, size = _ids("up", slots, len(host)), _host_row("up", host)
-        places = np.arange(len(slots)) if at is None else np.asarray(at, np.int64)
-        least, most = (places.min(), places.max() + 1) if len(places) else (0, 0)
-        if first < 0 or least < 0 or first + cut.nbytes * most > room.nbytes:
+        if first < 0 or first + cut.nbytes * len(slots) > room.nbytes:
             raise ValueError(
-                f"Copies.up: room must hold {most} rows of {cut.nbytes} bytes "
+                f"Copies.up: room must hold {len(slots)} rows of {cut.nbytes} bytes "
                 f"behind {first}, got {room.dtype.name}{list(room.shape)}"
             )
+        at = np.arange(len(slots)) if at is None else at
+        places = _ids("up", at, (room.nbytes - first) // cut.nbytes)
         if cut.first + (cut.rows - 1) * cut.pitch + cut.width > size:
             raise ValueError(f"Copies.up: {cut} leaves a slot of {size} bytes")
         self._check_place("up", room)
@@ -199,8 +198,7 @@ class Copies:
         jax.block_until_ready(room)
         found = _ids("places", rows, room.nbytes // size)
         begin = room.unsafe_buffer_pointer()
-        on_cpu = self._device.platform == "cpu"
-        memory = _on_host if on_cpu else DeviceBytes
+        memory = bytes_at if self._device.platform == "cpu" else DeviceBytes
         return [memory(begin + int(row) * size, size) for row in found]
 
     def up(
@@ -222,11 +220,6 @@ class DeviceBytes:
             "typestr": "|u1",
             "version": 3,
         }
-
-
-def _on_host(address: int, size: int) -> np.ndarray:
-    memory = (ctypes.c_uint8 * size).from_address(address)
-    return np.frombuffer(memory, np.uint8)
 
 
 @functools.cache

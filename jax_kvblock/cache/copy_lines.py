@@ -23,6 +23,12 @@ FIELDS = ("to", "from", "bytes", "rows", "to_pitch", "from_pitch")
 STRIP = np.dtype([(name, np.int64) for name in FIELDS])
 
 
+def bytes_at(address: int, size: int) -> np.ndarray:
+    """Memory of the host, uint8 `[size]`; whoever has it keeps what lies there."""
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    return np.frombuffer(memory, np.uint8)
+
+
 class CopyError(RuntimeError):
     """A copy between host and device failed; what it was to write is not there."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import weakref
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import numpy as np
 from jax_kvblock import _native
 from jax_kvblock.blocks.layout import BlockSpec
 from jax_kvblock.blocks.pool import KVPool
+from jax_kvblock.cache.copy_lines import bytes_at
 
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"  # of all pinned memory that XLA gives out
 
@@ -65,8 +65,7 @@ class HostTier:
         )
         jax.block_until_ready(self._pool.data)
         address = self._pool.arrays[0].unsafe_buffer_pointer()
-        memory = (ctypes.c_uint8 * size).from_address(address)
-        self.rows: np.ndarray = np.frombuffer(memory, np.uint8).reshape(places, -1)
+        self.rows: np.ndarray = bytes_at(address, size).reshape(places, -1)
         self.books = _native.FreeList(self.num_slots)
         if device.platform == "gpu":
             _pinned.add(self)

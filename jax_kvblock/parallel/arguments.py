@@ -135,12 +135,8 @@ def normalize(
     else:
         mask = _batched_mask(where, segment_ids, q.shape[0], rows, keys)
         alike, documents = rows == keys, (q.shape[0],) * 2
-    longest = _longest(where, max_seqlen, cu_seqlens)
-    if max_seqlen is not None:
-        bounds = debug.checked(
-            _look_at_longest, mask.cu_q, where, longest, name="bounds"
-        )
-        mask = mask._replace(cu_q=bounds)
+    longest, cu_q = _longest(where, max_seqlen, cu_seqlens, mask.cu_q)
+    mask = mask._replace(cu_q=cu_q)
     most = longest if alike else OPEN  # it is rows' alone
     lens = _documents(where, cu_seqlens, rows * size, keys * size, most)
     if zigzag or not alike:  # rows are not as far apart as their positions
@@ -228,12 +224,17 @@ def _resolve(where: str, strategy: str, degree: Any, work: Work) -> tuple[str, i
     return strategy, 1
 
 
-def _degree(where: str, strategy: str, degree: Any, work: Work) -> int:
+def check_degree_of(where: str, strategy: str) -> None:
+    """Whether a strategy has a ulysses_degree."""
     if strategy != "ulysses_ring":
         raise ValueError(
             f"{where}: ulysses_degree is of strategy='ulysses_ring', got it with "
-            f"{strategy!r}"
+            f"{strategy!r}; pass that strategy, or leave it out"
         )
+
+
+def _degree(where: str, strategy: str, degree: Any, work: Work) -> int:
+    check_degree_of(where, strategy)
     (degree,) = check_positive(where, ulysses_degree=degree)
     served = list(groups(work))
     if degree not in served:
@@ -251,23 +252,31 @@ def _lengths(where: str, name: str, lens: Any, count: int, most: int) -> Any:
     return None if lens is None else jnp.clip(lens, 0, most)
 
 
-def _longest(where: str, max_seqlen: Any, cu_seqlens: Any) -> int:
-    """Rows of the longest packed document; OPEN where nobody knows."""
+def _longest(
+    where: str, max_seqlen: Any, cu_seqlens: Any, bounds: Any
+) -> tuple[int, Any]:
+    """Rows of the longest packed document; OPEN where nobody knows.
+
+    And the boundaries of rows, `bounds`, once they were looked at.
+    """
     if cu_seqlens is None:
         if max_seqlen is not None:
             raise ValueError(
                 f"{where}: max_seqlen is of packed documents, and needs cu_seqlens; a "
                 "batch has T rows"
             )
-        return OPEN
+        return OPEN, bounds
     cu = cu_seqlens[0] if isinstance(cu_seqlens, tuple) else cu_seqlens
     known = known_on_host(where, "cu_seqlens", cu)
     if max_seqlen is None:
-        return OPEN if known is None else max(int(np.diff(known).max()), 1)
+        most = OPEN if known is None else max(int(np.diff(known).max()), 1)
+        return most, bounds
     (most,) = check_positive(where, max_seqlen=max_seqlen)
-    if known is not None:
+    if known is None:
+        bounds = debug.checked(_look_at_longest, bounds, where, most, name="bounds")
+    else:
         _look_at_longest(where, most, bounds=known)
-    return most
+    return most, bounds
 
 
 def _documents(

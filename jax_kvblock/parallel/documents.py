@@ -23,7 +23,7 @@ from jax_kvblock.core.checks import (
     show,
 )
 from jax_kvblock.core.types import ArrayIn, Integers
-from jax_kvblock.parallel.sequence import check_axis, check_boundaries, taken
+from jax_kvblock.parallel.sequence import boundaries_on_host, check_axis, taken
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int, Shaped
@@ -146,19 +146,8 @@ def reorder_documents(
 
 def _lens(where: str, cu_seqlens: Any, total: int | None = None) -> np.ndarray:
     """Rows of each document, int64; they lie in a row from row 0."""
-    given = known_on_host(where, "cu_seqlens", cu_seqlens)
-    if given is None:
-        raise TypeError(
-            f"{where}: cu_seqlens must be integers on the host, got a traced or a "
-            "device's array; an order is made where batches are"
-        )
-    most = int(given.max(initial=0)) if total is None else total
-    check_boundaries(where, cu_seqlens, most, 1)
-    if given[0] != 0:
-        raise ValueError(
-            f"{where}: cu_seqlens must begin with 0, got {given[0]}; rows in front of "
-            "the first document belong to none"
-        )
+    why = "an order is made where batches are"
+    given = boundaries_on_host(where, cu_seqlens, total, why)
     return np.diff(given).astype(np.int64)
 
 

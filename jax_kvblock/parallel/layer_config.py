@@ -21,6 +21,7 @@ from jax_kvblock.attention.dropout import threshold_of
 from jax_kvblock.attention.qkv import BATCHED
 from jax_kvblock.core.checks import check_choice, check_dtype, check_positive
 from jax_kvblock.parallel import axes
+from jax_kvblock.parallel.arguments import check_degree_of
 from jax_kvblock.parallel.sequence import LAYOUTS, SequenceLayout
 from jax_kvblock.parallel.strategy import STRATEGIES, Strategy
 
@@ -130,12 +131,8 @@ class AttentionConfig:
         check_choice(where, "strategy", self.strategy, STRATEGIES)
         if self.pattern is AttentionPatterns.RING:
             self._check_ring(where)
-        degree = self.ulysses_degree if self.is_parallel else None
-        if degree is not None and self.strategy != "ulysses_ring":
-            raise ValueError(
-                f"{where}: ulysses_degree is of strategy='ulysses_ring', got it with "
-                f"{self.strategy!r}; pass that strategy, or leave it out"
-            )
+        if self.ulysses_degree is not None and self.is_parallel:
+            check_degree_of(where, self.strategy)
         check_choice(where, "layout", self.layout, LAYOUTS)
         self._check_options(where)
         for name in ("window", "max_sequence_length"):

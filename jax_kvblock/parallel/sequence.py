@@ -162,6 +162,30 @@ def check_boundaries(
     return bounds
 
 
+def boundaries_on_host(
+    where: str, cu_seqlens: Any, total: int | None, why: str
+) -> np.ndarray:
+    """Boundaries of documents that lie in a row from row 0.
+
+    total: how many rows there are; None: as many as they say. why: they are on the
+    host.
+    """
+    given = known_on_host(where, "cu_seqlens", cu_seqlens)
+    if given is None:
+        raise TypeError(
+            f"{where}: cu_seqlens must be integers on the host, got a traced or a "
+            f"device's array; {why}"
+        )
+    most = int(given.max(initial=0)) if total is None else total
+    check_boundaries(where, cu_seqlens, most, 1)
+    if given[0] != 0:
+        raise ValueError(
+            f"{where}: cu_seqlens must begin with 0, got {given[0]}; rows in front of "
+            "the first document belong to none"
+        )
+    return given
+
+
 def _look(where: str, name: str, total: int, by: int, *, given: np.ndarray) -> None:
     """Whether boundaries rise within `total` rows, in multiples of `by`."""
     if (given[1:] < given[:-1]).any() or given[0] < 0 or given[-1] > total:
@@ -309,18 +333,8 @@ def pad_documents(
     x = as_array(where, "x", x)
     (size,) = check_positive(where, size=size)
     axis = check_axis(where, axis, x)
-    check_boundaries(where, cu_seqlens, x.shape[axis], 1)
-    given = known_on_host(where, "cu_seqlens", cu_seqlens)
-    if given is None:
-        raise TypeError(
-            f"{where}: cu_seqlens must be integers on the host, got a traced or a "
-            "device's array; they decide the size of the result"
-        )
-    if given[0]:
-        raise ValueError(
-            f"{where}: cu_seqlens must begin with 0, got {given[0]}; rows before the "
-            "first document are no part of what comes out, so cut them off"
-        )
+    why = "they decide the size of the result"
+    given = boundaries_on_host(where, cu_seqlens, x.shape[axis], why)
     by = chunks_of("zigzag", size)
     lens = np.diff(given)
     starts = np.concatenate([[0], np.cumsum(-(-lens // by) * by)]).astype(np.int32)

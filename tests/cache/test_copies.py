@@ -86,10 +86,10 @@ def test_up_into_some_places_and_down_from_a_room(
     copies.down(room, [1, 0, 3], host, [0, 1, 4])
     np.testing.assert_array_equal(host[[0, 4]], before[[2, 5]])
     assert not host[1].any()
-    for at, most in (([4, 1], 5), ([-1], 0)):
-        words = f"room must hold {most} rows of {size} bytes behind 0"
-        with pytest.raises(ValueError, match=words):
-            copies.start_up(host, list(range(len(at))), whole, room, 0, at)
+    for at in ([4, 1], [-1, 1]):
+        words = f"places must be from 0 to 3, got {min(at)} to {max(at)}"
+        with pytest.raises(IndexError, match=words):
+            copies.start_up(host, [0, 1], whole, room, 0, at)
     with pytest.raises(IndexError, match="places must be from 0 to 3, got 4 to 4"):
         copies.down(room, [4], host, [0])
 

@@ -41,7 +41,9 @@ from context_calls import (
     with_gradients,
 )
 from jax.extend.core import jaxprs_in_params
+from jax.sharding import PartitionSpec as P
 
+from jax_kvblock import flash_attention
 from jax_kvblock.parallel import context_parallel_attention
 
 pytestmark = pytest.mark.usefixtures("four_cpus")
@@ -266,6 +268,23 @@ def test_three_devices(rng, kind, cut):
         own["segment_ids"] = segments(rng, 2, 48)
     call = kind(rng, **OF_THREE[kind], **own)
     assert_right(call, compute(call, dataclasses.replace(cut, size=3)))
+
+
+def test_one_array_of_boundaries_twice_for_rows_and_more_keys(rng):
+    """A pair, though it is one array: keys behind the last document are padding."""
+    bounds = np.int32([0, 16, 32])
+    q, k, v = (cast(rng.standard_normal((n, 2, 8)), F32) for n in (32, 64, 64))
+
+    def local(q: Any, k: Any, v: Any) -> Any:
+        how = {"axis_name": "c", "causal": True, "layout": "contiguous"}
+        return context_parallel_attention(q, k, v, cu_seqlens=(bounds, bounds), **how)
+
+    rows = P("c")
+    over = jax.shard_map(local, mesh=mesh_of(), in_specs=rows, out_specs=rows)
+    want = flash_attention(
+        q, k[:32], v[:32], causal=True, cu_seqlens=(bounds, bounds.copy())
+    )
+    assert_close(jit(over)(q, k, v), want, F32)
 
 
 HALVES = [

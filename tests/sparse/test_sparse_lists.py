@@ -84,10 +84,11 @@ def counted(x, times, by_keys, by_queries):
     return out, lse.transpose(0, 2, 1), d_q, *of_pairs
 
 
-ON_GPUS = (
-    pytest.mark.gpu,
-    pytest.mark.skipif("cuda" not in KERNELS, reason="no CUDA kernels here"),
-)
+def on_gpus(implementation):
+    missing, reason = implementation not in KERNELS, f"no {implementation} here"
+    return pytest.mark.gpu, pytest.mark.skipif(missing, reason=reason)
+
+
 # By name: who serves, in which dtype, whether every time alike, and on the emulator.
 ONCE_OR_TWICE = {
     "plain JAX": ("xla", F32, False, False),
@@ -97,7 +98,7 @@ ONCE_OR_TWICE = {
     ),
     **{
         f"{name}, {dtype.__name__}{', deterministic' * again}": pytest.param(
-            name, dtype, again, False, marks=ON_GPUS
+            name, dtype, again, False, marks=on_gpus(name)
         )
         for name, dtype in (("cuda", F32), ("cuda", BF16), ("cuda_sm90", BF16))
         for again in (False, True)
@@ -115,8 +116,6 @@ def test_a_tile_that_only_a_device_knows_to_be_listed_twice(
     request, rng, implementation, dtype, deterministic, emulated
 ):
     """As docs/attention.md has it."""
-    if implementation == "cuda_sm90" and implementation not in KERNELS:
-        pytest.skip("the Hopper kernels do not run here")
     if emulated:
         request.getfixturevalue("float32_as_cuda")
     sizes = {"batch": 1, "q_len": 150, "kv_len": 300, "heads": 2, "kv_heads": 1}

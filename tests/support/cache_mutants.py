@@ -59,8 +59,8 @@ CACHE = (
     Mutant(
         "blocks of the host go to other places of the room",
         "jax_kvblock/cache/copies.py",
-        "np.arange(len(slots)) if at is None else np.asarray(at, np.int64)",
-        "np.arange(len(slots))",
+        "at = np.arange(len(slots)) if at is None else at",
+        "at = np.arange(len(slots))",
         GDS,
     ),
     Mutant(

@@ -56,14 +56,14 @@ PARALLEL = (
         "a, axis_name, axis=axis, tiled=True, axis_index_groups=groups",
         "a, _in_mesh_order(axis_name, axis_size('', axis_name))[0], axis=axis, "
         "tiled=True, axis_index_groups=groups",
-        test("test_context_transforms", "another_order"),
+        test("test_context_meshes", "another_order"),
     ),
     Mutant(
         "explicit axes beside a shard_map are let by",
         f"{PARALLEL_ROOM}/axes.py",
         "        if named:\n",
         "        if False:\n",
-        test("test_context_transforms", "explicit_axis_beside"),
+        test("test_context_meshes", "explicit_axis_beside"),
     ),
     Mutant(
         "a zigzag's second chunks begin one too early",

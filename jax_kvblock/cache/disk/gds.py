@@ -45,7 +45,7 @@ class DeviceReads:
 
     @property
     def why(self) -> str:
-        """ "kvikio", or why not."""
+        """Who reads, "kvikio"; or why nobody does."""
         return self._failure or self._found[1]
 
     @functools.cached_property
