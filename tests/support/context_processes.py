@@ -122,20 +122,20 @@ def hold_layers(mesh: Mesh) -> None:
             16, 2, pattern=pattern, axis_name="c", causal=True, dtype=dtype
         )
         layer = create_attention(config, mesh)
-        got, slopes = jax.jit(with_slopes)(layer, there)
+        got, slopes = jax.jit(layer_and_slopes)(layer, there)
         weights = [np.asarray(w.addressable_data(0)) for w in (layer.qkv, layer.out)]
         one = Attention(*weights, AttentionConfig(
             16, 2, pattern=AttentionPatterns.CAUSAL, dtype=dtype
         ))  # fmt: skip
         # The default device may be a GPU, whose own products of float32 are less exact.
         with jax.default_matmul_precision("highest"):
-            want, want_slopes = jax.jit(with_slopes)(one, x)
+            want, want_slopes = jax.jit(layer_and_slopes)(one, x)
         assert_same(got, np.asarray(want))
         for slope, other in zip(slopes, want_slopes, strict=True):
             assert_same(slope, np.asarray(other))
 
 
-def with_slopes(layer: Any, x: Any) -> Any:
+def layer_and_slopes(layer: Any, x: Any) -> Any:
     """The result, and the gradients of the weights and of x."""
     out, pull = jax.vjp(lambda qkv, back, x: dataclasses.replace(
         layer, qkv=qkv, out=back
