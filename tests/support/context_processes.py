@@ -42,6 +42,7 @@ from jax_kvblock.parallel.layers import Attention
 SHAPES = {"q": (1, 48, 4, 8), "k": (1, 48, 2, 8), "v": (1, 48, 2, 8)}
 DTYPES = {"cpu": np.dtype(np.float32), "gpu": np.dtype(jnp.bfloat16)}  # as kernels take
 BARS = {"cpu": {"rtol": 5e-6, "atol": 1e-5}, "gpu": {"rtol": 2e-2, "atol": 3e-2}}
+LAYERS = {"cpu": BARS["cpu"], "gpu": {"rtol": 2e-5, "atol": 5e-5}}  # all in float32
 CASES: dict[str, dict[str, Any]] = {
     "ring": {"causal": True, "kv_lens": [26]},
     "all_gather": {"causal": True, "kv_lens": [43]},
@@ -53,12 +54,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def assert_same(got: jax.Array, want: Any) -> None:
+def assert_same(got: jax.Array, want: Any, bars: Any = BARS) -> None:
     """The parts that are here."""
     assert got.addressable_shards
     want = np.asarray(want, np.float32)
     for part in got.addressable_shards:
-        bar = BARS[part.device.platform]
+        bar = bars[part.device.platform]
         data = np.asarray(part.data, np.float32)
         np.testing.assert_allclose(data, want[part.index], **bar)
 
@@ -113,26 +114,31 @@ def hold(name: str, mesh: Mesh) -> None:
 
 
 def hold_layers(mesh: Mesh) -> None:
-    """Layers on a global array, under plain jit, with their gradients."""
-    dtype = DTYPES[mesh.devices.flat[0].platform]
-    x = np.random.default_rng(1).standard_normal((1, 32, 16)).astype(dtype)
+    """Layers on a global array, under plain jit, with their gradients.
+
+    In float32: in 16 bits every device's part of a weight's gradient is rounded before
+    they are summed, and what they sum to may be far smaller than they are.
+    """
+    x = np.random.default_rng(1).standard_normal((1, 32, 16)).astype(np.float32)
     there = placed(x, NamedSharding(mesh, P(None, "c")))
+
+    @jax.jit
+    def run(layer: Any, x: Any) -> Any:
+        with jax.default_matmul_precision("highest"):  # a GPU's own is less exact
+            return layer_and_slopes(layer, x)
+
     for pattern in (AttentionPatterns.RING, AttentionPatterns.CONTEXT_PARALLEL):
-        config = AttentionConfig(
-            16, 2, pattern=pattern, axis_name="c", causal=True, dtype=dtype
-        )
+        config = AttentionConfig(16, 2, pattern=pattern, axis_name="c", causal=True)
         layer = create_attention(config, mesh)
-        got, slopes = jax.jit(layer_and_slopes)(layer, there)
+        got, slopes = run(layer, there)
         weights = [np.asarray(w.addressable_data(0)) for w in (layer.qkv, layer.out)]
         one = Attention(*weights, AttentionConfig(
-            16, 2, pattern=AttentionPatterns.CAUSAL, dtype=dtype
+            16, 2, pattern=AttentionPatterns.CAUSAL
         ))  # fmt: skip
-        # The default device may be a GPU, whose own products of float32 are less exact.
-        with jax.default_matmul_precision("highest"):
-            want, want_slopes = jax.jit(layer_and_slopes)(one, x)
-        assert_same(got, np.asarray(want))
+        want, want_slopes = run(one, x)
+        assert_same(got, want, LAYERS)
         for slope, other in zip(slopes, want_slopes, strict=True):
-            assert_same(slope, np.asarray(other))
+            assert_same(slope, other, LAYERS)
 
 
 def layer_and_slopes(layer: Any, x: Any) -> Any:
