@@ -151,7 +151,7 @@ class Below:
         if self.store is None or not keys:
             return [False] * len(keys)
         try:
-            return list(self.store.has(keys))
+            return _of_each("has", self.store.has(keys), keys)
         except Exception as error:  # what it cannot tell of is a miss
             with self.lock:
                 self.store_counters.failed += len(keys)
@@ -227,7 +227,7 @@ class Below:
             wait(writing, return_when=FIRST_COMPLETED)
         size = 0
         try:
-            known = self.store.has(keys)
+            known = _of_each("has", self.store.has(keys), keys)
             new = [key for key, there in zip(keys, known, strict=True) if not there]
             hold, places = _native.hold_keys(self.host.books, new)
             with hold:
@@ -236,6 +236,8 @@ class Below:
             if not size:
                 return
             future = self.store.put([new[i] for i in places], rows)
+            if not hasattr(future, "add_done_callback"):
+                raise TypeError(f"put of a store must give a Future, got {future!r}")
         except Exception as error:  # the blocks are on the host all the same
             self._count_put(size or len(keys), error)
             return
@@ -427,9 +429,9 @@ class Below:
 
         try:
             memory = self._copies.places(room, missing, self.host.block_bytes)
-            return list(
-                store.get_to_device([keys[i] for i in missing], memory, to_host)
-            )
+            wanted = [keys[i] for i in missing]
+            told = store.get_to_device(wanted, memory, to_host)
+            return _of_each("get_to_device", told, wanted)
         except Exception as error:  # they are read to the host instead
             with self.lock:
                 self.store_error = error
@@ -453,7 +455,9 @@ class Below:
         if found is None:
             found = [False] * len(missing)
             try:
-                found = list(self.store.get([keys[i] for i in missing], read).result())
+                wanted = [keys[i] for i in missing]
+                told = self.store.get(wanted, read).result()
+                found = _of_each("get", told, wanted)
             except Exception as error:  # a disk that fails: what lies there is a miss
                 with self.lock:
                     self.store_counters.failed += len(missing)
@@ -510,6 +514,17 @@ class Below:
             threads.shutdown()
         self._await(list(self._rising))
         self.rooms.close()
+
+
+def _of_each(name: str, told: Iterable[bool], keys: Sequence[bytes]) -> list[bool]:
+    """What a store says of each key."""
+    found = list(told)
+    if len(found) != len(keys):
+        raise ValueError(
+            f"{name} of a store must tell of each of {len(keys)} keys, got "
+            f"{len(found)} answers"
+        )
+    return found
 
 
 def _lost(count: int, of: int) -> KeyError:

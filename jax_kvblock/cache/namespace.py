@@ -73,6 +73,36 @@ class Namespace:
         digest = _native.blake3("\n".join(lines).encode())
         object.__setattr__(self, "digest", digest)
 
+    @property
+    def is_shard(self) -> bool:
+        """Whether blocks have some of the model's KV heads, and not all."""
+        return self.num_kv_heads not in (None, self.spec.num_kv_heads)
+
+    def of_heads(self, heads: range) -> bytes:
+        """What a `DiskTier` of one shard is opened with in place of `digest`, 32 bytes.
+
+        Keys are those of all shards: what is kept by them alone is not told apart.
+
+        Args:
+          heads: which of the model's KV heads a block has.
+
+        Raises:
+          TypeError, ValueError: when they are no such range.
+        """
+        own, whole = self.spec.num_kv_heads, self.num_kv_heads or self.spec.num_kv_heads
+        if not isinstance(heads, range):
+            raise TypeError(
+                f"of_heads: heads must be a range, got {heads!r}; range({own}) are the "
+                "first ones"
+            )
+        fits = heads.step == 1 and heads.start >= 0 and heads.stop <= whole
+        if not fits or len(heads) != own:
+            raise ValueError(
+                f"of_heads: heads must be {own} in a row of {whole}, got {heads!r}; "
+                f"range({own}) are the first ones"
+            )
+        return _native.blake3(f"heads {heads.start}".encode(), self.digest)
+
     def root(self, adapter: str | None = None, salt: str | bytes = b"") -> bytes:
         """What the keys of a sequence start from, 32 bytes.
 

@@ -147,8 +147,33 @@ class PrefixCache:
         return self._free_list.num_free
 
     def clear(self) -> None:
-        """Forgets all idle blocks: new weights, for example."""
+        """Forgets all idle blocks.
+
+        Those that sequences hold stay, and so does what tiers below have: where weights
+        have changed, `set_model`.
+        """
         self._free_list.forget_idle()
+
+    def set_model(self, model: str) -> None:
+        """Has weights changed: nothing that was computed by others is found any more.
+
+        Sequences that are opened from now on have keys of this name, on the device and
+        in all tiers below it. Those that are open keep their blocks, of the weights
+        before, and publish what only sequences like them find: call it between steps,
+        and recompute what is to go on with the new weights. Idle blocks are forgotten;
+        tiers evict theirs as they do any that nobody asks for. A name that comes back
+        finds what is still there of its own. An `EventSource`, a connector or a
+        `DiskTier` of the name before stays one of it: make it anew.
+
+        Args:
+          model: the model's name with its new revision.
+
+        Raises:
+          TypeError, ValueError: as the constructor.
+        """
+        before = self.namespace
+        self.namespace = Namespace(model, before.spec, before.num_kv_heads)
+        self.clear()
 
     def stats(self) -> dict[str, int]:
         """What has happened so far, and what the blocks are doing.

@@ -21,6 +21,7 @@ from jax_kvblock.cache.below import Below, Placed, Store
 from jax_kvblock.cache.host import HostTier
 from jax_kvblock.cache.namespace import Tokens
 from jax_kvblock.cache.prefix import PrefixCache
+from jax_kvblock.cache.store_check import check_store
 from jax_kvblock.cache.table import BlockTable
 from jax_kvblock.cache.taking import take_hold
 from jax_kvblock.cache.tickets import Offload, Onboard, Part
@@ -41,7 +42,8 @@ class TieredCache:
         With a store it is staging_bytes more, for what comes from there; and up to four
         times as much of ordinary memory holds what is on its way there.
       store: below it, a `DiskTier` for example; each block that comes to the host goes
-        on to it at once, so that nothing is lost when its slot is taken.
+        on to it at once, so that nothing is lost when its slot is taken. That of a
+        shard tells which heads it has (`DiskConnector`, `Namespace.of_heads`).
       staging_bytes: how much is copied at a time, by way of an array on the device.
       ahead_bytes: how much of what comes up may lie in such arrays until `poll` or
         `wait` takes it: between two steps no more comes up than this. Tickets share it;
@@ -55,7 +57,9 @@ class TieredCache:
         needed, so that taking it costs no time.
 
     Raises:
-      ValueError: for watermarks that are none, or memory in which nothing fits.
+      TypeError: when `cache` is no `PrefixCache`, or `store` lacks a method of a store.
+      ValueError: for watermarks that are none, memory in which nothing fits, or a store
+        of other blocks.
 
     Example:
       >>> tiers = TieredCache(cache, host_bytes=8 << 30)
@@ -95,6 +99,8 @@ class TieredCache:
                 f"TieredCache: host_bytes must hold a block of "
                 f"{manager.spec.block_bytes} bytes, got {host_bytes}"
             )
+        if store is not None:
+            check_store("TieredCache", store, cache.namespace)
         (device,) = manager._memory.devices
         self.cache = cache
         self.write_through = write_through

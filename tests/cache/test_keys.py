@@ -78,6 +78,28 @@ def test_what_they_do_not_depend_on() -> None:
     assert NAMESPACE.keys(tokens, salt="x") == NAMESPACE.keys(tokens, salt=b"x")
 
 
+def test_a_shards_heads_name_what_it_alone_keeps() -> None:
+    spec = SPEC.replace(num_kv_heads=2)
+    shard = Namespace("a model", spec, num_kv_heads=8)
+    named = [shard.of_heads(range(first, first + 2)) for first in range(7)]
+    assert len({shard.digest, *named}) == 8 and {len(name) for name in named} == {32}
+    other = Namespace("another", spec, num_kv_heads=8)
+    assert other.of_heads(range(2)) != named[0]
+    assert shard.is_shard and not NAMESPACE.is_shard
+    assert not Namespace("a model", SPEC, num_kv_heads=4).is_shard
+
+
+@pytest.mark.parametrize(
+    "heads", [range(3), range(7, 9), range(-1, 1), range(0, 4, 2), range(0)], ids=str
+)
+def test_heads_that_are_no_shards(heads: range) -> None:
+    shard = Namespace("a model", SPEC.replace(num_kv_heads=2), num_kv_heads=8)
+    with pytest.raises(ValueError, match="heads must be 2 in a row of 8, got range"):
+        shard.of_heads(heads)
+    with pytest.raises(TypeError, match="heads must be a range, got 2; range"):
+        shard.of_heads(2)  # type: ignore[arg-type]
+
+
 def test_another_process_finds_the_same() -> None:
     program = (
         "import jax.numpy as jnp\n"

@@ -546,6 +546,35 @@ def test_what_are_no_tiers(options, error: type, words: str) -> None:
         Setup(**options)
 
 
+def test_nothing_of_the_weights_before_is_found() -> None:
+    """Neither what runs, nor what is idle, nor what lies below."""
+    one = Setup(store=MemoryStore())
+    one.only_below(range(13))
+    with one.computed(range(100, 113)) as runs:
+        one.tiers.offload(runs).wait()
+        one.cache.set_model("small, tuned")
+        for tokens in (range(13), range(100, 113)):
+            assert set(one.tiers.lookup(tokens).values()) == {0}
+            table, ticket = one.tiers.open(tokens)
+            ticket.wait()
+            assert table.match() == 0
+        runs.append([7, 8, 9])
+        runs.reserve(16)
+        one.write(runs)  # a block of the weights before
+        longer = one.cache.open([*range(100, 113), 7, 8, 9, 10])
+        assert longer.num_cached_tokens == 0
+    one.only_below(range(13))
+    assert one.tiers.lookup(range(13))["host"] == 12
+    one.cache.set_model("small")
+    table, ticket = one.tiers.open(range(13))
+    ticket.wait()
+    assert table.match() == 12
+    one.holds(table)
+    with pytest.raises(ValueError, match="model must not be empty"):
+        one.cache.set_model("")
+    one.tiers.close()
+
+
 def test_combined_caches_come_as_a_whole() -> None:
     one = Setup(num_outer=1)
     one.only_below(range(9))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import itertools
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from llama_engines import Greedy, Guesses, ask, check_books
@@ -18,7 +20,7 @@ from llama_files import TinyModel
 from serve import engine as engine_module
 from serve.engine import Engine
 from serve.interface import Request
-from serve.models import LoadedModel, load_model
+from serve.models import LoadedModel, load_model, random_model
 from serve.step import step
 from tier_stores import MemoryStore
 
@@ -223,6 +225,23 @@ def test_a_model_of_the_same_name_finds_nothing_of_another(tmp_path: Path) -> No
         engine.stop()
         found.append(stream.num_cached_tokens)
     assert found == [0, 0, len(prompt) // 8 * 8]
+
+
+def test_a_models_revision_is_of_every_number() -> None:
+    model, seen = random_model(max_tokens=128), set()
+    rng = np.random.default_rng(0)
+    leaves, tree = jax.tree.flatten(model.params)
+    for place, x in enumerate(leaves):
+        at = tuple(rng.integers(0, n) for n in x.shape)
+        for changed in (x.at[at].add(1), jnp.flip(x, 0)):
+            others = [*leaves[:place], changed, *leaves[place + 1 :]]
+            other = dataclasses.replace(model, params=jax.tree.unflatten(tree, others))
+            alike = np.array_equal(changed, x)
+            assert (other.revision == model.revision) == alike
+            seen.add(other.revision)
+    assert len(seen) > len(leaves)
+    again = dataclasses.replace(model, params=jax.tree.map(jnp.copy, model.params))
+    assert again.revision == model.revision
 
 
 OPTIONS = {

@@ -1,0 +1,53 @@
+"""Whether a store can hold a cache's blocks, before anything is put there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jax_kvblock.cache.namespace import Namespace
+
+_CALLS = ("has", "put", "get")
+
+
+def check_store(where: str, store: Any, namespace: Namespace) -> None:
+    """Whether a store has what `Store` asks for, and room for blocks like these.
+
+    What a store tells of itself is looked at: `block_bytes`, `namespace` and `heads`,
+    as `DiskTier` and the connectors have them. Keys are the same for all shards of a
+    model, so a shard's store has to tell whose heads it holds.
+
+    Raises:
+      TypeError: it lacks a method.
+      ValueError: its blocks are of another size or model, or of a shard, and it does
+        not tell of which.
+    """
+    lacks = [name for name in _CALLS if not callable(getattr(store, name, None))]
+    if lacks:
+        raise TypeError(
+            f"{where}: store must have {', '.join(_CALLS)}, got "
+            f"{type(store).__name__} without {', '.join(lacks)}; pass a DiskTier or a "
+            "connector"
+        )
+    size = getattr(store, "block_bytes", None)
+    if size is not None and size != namespace.spec.block_bytes:
+        raise ValueError(
+            f"{where}: store must hold blocks of {namespace.spec.block_bytes} bytes, "
+            f"got one of {size}; open it with block_bytes=manager.spec.block_bytes"
+        )
+    of = getattr(store, "namespace", None)
+    if isinstance(of, Namespace) and of.digest != namespace.digest:
+        raise ValueError(
+            f"{where}: store must be of the cache's namespace, {namespace.model!r}, "
+            f"got one of {of.model!r}; open it with namespace=cache.namespace"
+        )
+    if not namespace.is_shard or getattr(store, "heads", None) is not None:
+        return
+    if isinstance(of, bytes) and of != namespace.digest:
+        return
+    raise ValueError(
+        f"{where}: store must tell which {namespace.spec.num_kv_heads} of the model's "
+        f"{namespace.num_kv_heads} KV heads it holds, since keys are the same for all "
+        "of them; pass a DiskConnector(heads=range(first, end)), or a DiskTier with "
+        "namespace=cache.namespace.of_heads(range(first, end)), or give a store of "
+        "your own an attribute heads"
+    )
