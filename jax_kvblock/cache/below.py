@@ -43,7 +43,8 @@ class Store(Protocol):
 
     One that is only read may say so by an attribute, `takes = False`: nothing is put.
     One that reads straight into the device's memory says so by `reads_to_device`, and
-    has `get_to_device` as `DiskTier` has it.
+    has `get_to_device` as `DiskTier` has it. One that takes blocks for misses since it
+    is not told in time counts them in `unanswered`.
     """
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
@@ -505,6 +506,7 @@ class Below:
                 "pending": len(self.coming),
             }
             store = {**vars(self.store_counters), "pending": len(self._writing)}
+            store["failed"] += getattr(self.store, "unanswered", 0)
         return {"host": host, "store": store}
 
     def close(self) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from peer_process import SECRET
 from tier_parts import HEAD_BYTES, HEADS, MemoryPart, block, blocks, keys, namespace
 
 import jax_kvblock
+import jax_kvblock as kv
 from jax_kvblock.cache.connector import ConnectorError, SlowConnectorError
 from jax_kvblock.cache.connectors import (
     BlockServer,
@@ -101,7 +104,8 @@ def served(store: Any, wire: Any, heads: range = range(HEADS), **options: Any) -
 def connected(
     addresses: list[str], wire: Any, heads: range = range(HEADS), **options: Any
 ) -> PeerConnector:
-    options = {"min_bandwidth": 0, "probe_bytes": 1 << 16, "secret": SECRET, **options}
+    given = {"min_bandwidth": 0, "probe_bytes": 1 << 16, "ask_seconds": 30.0}
+    options = {**given, "secret": SECRET, **options}
     space = namespace(len(heads))
     return PeerConnector(addresses, namespace=space, heads=heads, wire=wire, **options)
 
@@ -157,12 +161,20 @@ def test_blocks_of_two_shards_from_two_processes(kind: str) -> None:
                     np.testing.assert_array_equal(out, blocks(of[8:]))
                     connector._peers[0].get([of[8]], [out[0, :HEAD_BYTES]], start=0)
                     of = of[:8] + keys(2, 20)
+        with connected(addresses, here, ask_seconds=0.2) as connector:
+            started[1].send_signal(signal.SIGSTOP)  # frozen, and its port still open
+            began = time.monotonic()
+            assert connector.has(keys(2)) == [False] * 2
+            assert time.monotonic() - began < 10 and connector.unanswered == 2
+            started[1].send_signal(signal.SIGCONT)
+            assert again(connector, keys(2)) == [True] * 2 and not connector.errors
         with pytest.raises(
             SlowConnectorError, match=r"by .*: [\d.]+ GB/s with .* less"
         ):
             connected(addresses, here, min_bandwidth=1e15)
     finally:
         for process in started:
+            process.send_signal(signal.SIGCONT)
             process.communicate("\n", timeout=30)
     if kind == "jax":
         assert [process.returncode for process in started] == [0, 0]
@@ -265,6 +277,8 @@ def test_wrong_arguments_of_peers(wire: CopyWire) -> None:
     with pytest.raises(ConnectorError, match="nobody serves at localhost:1 "):
         connected(["localhost:1"], wire)
     for seconds in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="ask_seconds must be above 0, got"):
+            connected(["localhost:1"], wire, ask_seconds=seconds)
         with pytest.raises(ValueError, match="retry_seconds must be above 0, or None"):
             connected(["localhost:1"], wire, retry_seconds=seconds)
     with pytest.raises(ConnectorError, match="nobody serves at nowhere "):
@@ -348,7 +362,7 @@ def test_a_server_that_comes_back(wire: CopyWire) -> None:
             found, out = read(connector, of[1:])
             assert found == [True, True]
             np.testing.assert_array_equal(out, blocks(of[1:]))
-            assert all(channel._connection.closed for channel in lost._channels)
+            assert all(channel.closed for channel in lost._channels)
             # Its own connections, and none of those that were lost.
             assert server.num_connections == 2
 
@@ -391,6 +405,50 @@ def test_a_server_that_falls_silent(wire: CopyWire) -> None:
         with pytest.raises(ConnectorError, match=r"is silent for 0.2 s"):
             read(connector, keys(1))
         assert connector.has(keys(1)) == [False] and peer.error is not None
+
+
+def test_a_silent_server_does_not_hold_up_who_asks(wire: CopyWire) -> None:
+    """It is waited for once; then its blocks are misses, until it has answered."""
+    answers = threading.Event()
+    answers.set()
+    store, heads = MemoryPart(), {"num_kv_heads": HEADS}
+    manager = kv.BlockManager(3, 4, head_dim=8, num_blocks=4, dtype="float32", **heads)
+    cache = kv.PrefixCache(manager, model="m", **heads)
+    assert cache.namespace.digest == namespace().digest
+    store.has = lambda keys: [answers.wait(30)] * len(keys)  # type: ignore[method-assign]
+    with (
+        served(store, wire) as server,
+        connected([server.address], wire, ask_seconds=0.05) as connector,
+        kv.cache.TieredCache(cache, host_bytes=1 << 16, store=connector) as tiers,
+    ):
+        answers.clear()
+        prompt, took = list(range(9)), []
+        for _ in range(4):
+            began = time.monotonic()
+            assert tiers.lookup(prompt)["store"] == 0
+            took.append(time.monotonic() - began)
+        assert took[0] >= 0.05 and sum(took) < 5  # not 30 s, nor 4 times 0.05
+        assert connector.unanswered == tiers.stats()["store"]["failed"] == 8
+        assert not connector.errors  # it may still answer
+        answers.set()
+        assert again(connector, keys(2)) == [True, True]
+
+
+def test_a_server_that_is_silent_for_too_long_is_lost(wire: CopyWire) -> None:
+    store, answers = MemoryPart(), threading.Event()
+    store.has = lambda keys: [answers.wait(30)] * len(keys)  # type: ignore[method-assign]
+    options = {"ask_seconds": 0.01, "timeout": 0.2}
+    with (
+        served(store, wire) as server,
+        connected([server.address], wire, **options) as connector,
+    ):
+        assert connector.has(keys(1)) == [False]
+        until = time.monotonic() + 30
+        while not connector.errors and time.monotonic() < until:
+            time.sleep(0.01)
+        assert "is silent for 0.2 s" in str(connector.errors)
+        assert connector.has(keys(1)) == [False] and connector.unanswered == 1
+        answers.set()
 
 
 @pytest.mark.parametrize("who", ["store", "wire"])

@@ -9,9 +9,10 @@ import contextlib
 import hmac
 import json
 import secrets
+import select
 import socket
 import struct
-from multiprocessing.connection import Connection
+import time
 from typing import Any, NamedTuple
 
 from jax_kvblock.cache.connector import ConnectorError
@@ -19,6 +20,8 @@ from jax_kvblock.cache.connector import ConnectorError
 FORMAT = 1  # of messages
 KEY_BYTES = 32
 _NONCE = 32
+_SIZE = struct.Struct("!I")  # in front of each message
+_WORDS = 200  # bytes of a refusal, where a nonce is awaited
 _MOST = 64 << 20  # bytes of a message: keys, or a description of memory
 
 
@@ -41,22 +44,19 @@ class Message(NamedTuple):
 class Channel:
     """Messages in order, both ways.
 
-    A connection that breaks or falls silent is a `ConnectorError`, and closed.
+    A connection that breaks, falls silent or is too slow is a `ConnectorError`, and
+    closed.
 
     Args:
       connected: a socket.
       peer: the other side's name, for errors.
-      timeout: seconds that it may be silent in the middle of an exchange.
+      timeout: seconds that a message may take, all of it, and the wait for it.
     """
 
     def __init__(self, connected: socket.socket, peer: str, timeout: float) -> None:
-        limit = struct.pack("ll", int(timeout), int(timeout % 1 * 1e6))
-        connected.settimeout(None)
-        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-            connected.setsockopt(socket.SOL_SOCKET, option, limit)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.peer, self.timeout = peer, timeout
-        self._connection = Connection(connected.detach())
+        self._socket = connected
 
     def send(self, kind: str, payload: bytes = b"", **fields: Any) -> None:
         head = json.dumps([kind, fields]).encode()
@@ -84,12 +84,21 @@ class Channel:
     def waiting(self, seconds: float) -> bool:
         """Whether a message comes within so many seconds."""
         try:
-            return self._connection.poll(seconds)
-        except OSError:
+            return bool(select.select([self._socket], [], [], seconds)[0])
+        except (OSError, ValueError):  # it is closed
             return True  # `receive` says what it is
 
+    def shut(self) -> None:
+        """Ends it from any thread: who waits for a message is told that it is gone."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
-        self._connection.close()
+        self._socket.close()
+
+    @property
+    def closed(self) -> bool:
+        return self._socket.fileno() < 0
 
     # ---- who it is ----
 
@@ -101,8 +110,18 @@ class Channel:
         self._compare(proof, _proof(secret, b"client", mine, theirs))
         self._send(_proof(secret, b"server", mine, theirs))
 
+    def refuse(self, why: str) -> None:
+        """In place of a proof: says why, in other than 32 bytes, and ends it."""
+        with contextlib.suppress(ConnectorError):
+            self._send(why.encode()[:_WORDS])
+        self.close()
+
     def prove_as_client(self, secret: bytes) -> None:
-        mine, theirs = secrets.token_bytes(_NONCE), self._receive(_NONCE)
+        mine, theirs = secrets.token_bytes(_NONCE), self._receive(_WORDS)
+        if len(theirs) != _NONCE:
+            self.close()
+            words = ascii(theirs.decode(errors="replace"))
+            raise ConnectorError(f"{self.peer} refuses: {words}")
         self._send(mine + _proof(secret, b"client", theirs, mine))
         proof = self._receive(32)
         self._compare(proof, _proof(secret, b"server", theirs, mine))
@@ -116,20 +135,39 @@ class Channel:
 
     def _send(self, data: bytes) -> None:
         try:
-            self._connection.send_bytes(data)
+            self._socket.settimeout(self.timeout)  # for all of it
+            self._socket.sendall(_SIZE.pack(len(data)) + data)
         except OSError as error:
             raise self._gone(error) from error
 
     def _receive(self, most: int) -> bytes:
+        until = time.monotonic() + self.timeout
         try:
-            return self._connection.recv_bytes(most)
-        except (OSError, EOFError) as error:
+            (size,) = _SIZE.unpack(self._exactly(_SIZE.size, until))
+            if size > most:
+                raise OSError(f"a message of {size} bytes, not at most {most}")
+            return self._exactly(size, until)
+        except OSError as error:
             raise self._gone(error) from error
+
+    def _exactly(self, size: int, until: float) -> bytes:
+        """Bytes as they come, before a time by the monotonic clock."""
+        came = bytearray()
+        while len(came) < size:
+            left = until - time.monotonic()
+            if left <= 0:
+                raise TimeoutError("timed out")
+            self._socket.settimeout(left)
+            more = self._socket.recv(min(size - len(came), 1 << 20))
+            if not more:
+                raise ConnectionError("end of the connection")
+            came += more
+        return bytes(came)
 
     def _gone(self, error: BaseException) -> ConnectorError:
         with contextlib.suppress(OSError):
             self.close()
-        silent = isinstance(error, BlockingIOError)
+        silent = isinstance(error, TimeoutError)
         why = f"silent for {self.timeout} s" if silent else "gone"
         return ConnectorError(f"{self.peer} is {why} ({type(error).__name__}: {error})")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -14,6 +15,7 @@ import numpy as np
 from jax_kvblock.cache.connector import Connector, ConnectorError, Part, check_rate
 from jax_kvblock.cache.connectors.messages import (
     FORMAT,
+    KEY_BYTES,
     Channel,
     Message,
     check_secret,
@@ -38,19 +40,23 @@ class PeerConnector(Connector):
       min_bandwidth: bytes a second, from each server, as they are measured at the
         start with `probe_bytes`; 0 accepts any.
       probe_bytes: how much is fetched to measure it.
-      timeout: seconds that a server may be silent.
+      timeout: seconds that a message to or from a server may take.
+      ask_seconds: how long `has` waits for a server's answer, since engines ask between
+        their steps. What is not answered by then is a miss, and so is everything of
+        that server until it has answered, or is lost after `timeout`.
       retry_seconds: how long after it was lost, and after each try, a server is
         connected to again, by a thread of its own once somebody asks for blocks; it is
         measured again then. None: never.
 
     Attributes:
       bandwidths: what was measured last, bytes a second by address.
+      unanswered: blocks that `has` took for misses, since a server was silent.
 
     Raises:
       SlowConnectorError: when a server's way here is slower.
       ConnectorError: when a server is not there, or serves other blocks.
       ValueError: for no address, heads that do not fit the namespace, a short secret,
-        `retry_seconds` that are not above 0.
+        `ask_seconds` or `retry_seconds` that are not above 0.
 
     Example:
       >>> connector = PeerConnector(["10.0.0.7:8500"], namespace=cache.namespace,
@@ -69,6 +75,7 @@ class PeerConnector(Connector):
         min_bandwidth: float = 1e9,
         probe_bytes: int = 32 << 20,
         timeout: float = 30.0,
+        ask_seconds: float = 0.2,
         retry_seconds: float | None = 30.0,
     ) -> None:
         super().__init__(namespace, heads)
@@ -78,18 +85,24 @@ class PeerConnector(Connector):
                 "PeerConnector: retry_seconds must be above 0, or None for never, got "
                 f"{retry_seconds}"
             )
+        if not ask_seconds > 0:
+            raise ValueError(
+                f"PeerConnector: ask_seconds must be above 0, got {ask_seconds}"
+            )
         if isinstance(addresses, str) or not addresses:
             raise ValueError(
                 "PeerConnector: addresses must be several like 'host:port', got "
                 f"{addresses!r}"
             )
-        self._wire, self._secret, self._timeout = wire, secret, timeout
+        self._wire, self._secret = wire, secret
+        self._timeout, self._ask = timeout, ask_seconds
         self._probe, self._retry = (probe_bytes, min_bandwidth), retry_seconds
         self._lock = threading.Lock()  # of who looks for lost servers
         self._looker = ThreadPoolExecutor(1, "kvblock-peers")
         self._looking = self._closed = False
         self._peers: list[Peer] = []
         self.bandwidths: dict[str, float] = {}
+        self.unanswered = 0
         try:
             for address in addresses:
                 self._peers.append(self._open(address))
@@ -111,6 +124,10 @@ class PeerConnector(Connector):
         """Of servers that are gone, why, or why the last try to connect again failed;
         nothing of theirs is found until they are back."""
         return {p.address: p.error for p in self._peers if p.error is not None}
+
+    def count_unanswered(self, count: int) -> None:
+        with self._lock:
+            self.unanswered += count
 
     def put(self, keys: Sequence[bytes], rows: np.ndarray) -> Future[None]:
         """Hands blocks to the servers that take them and have heads of this process.
@@ -153,7 +170,7 @@ class PeerConnector(Connector):
 
     def _open(self, address: str) -> Peer:
         """A server that is there, at the rate that is asked."""
-        peer = Peer(address, self, self._wire, self._secret, self._timeout)
+        peer = Peer(address, self, self._wire, self._secret, self._timeout, self._ask)
         try:
             self.bandwidths[address] = peer.probe(*self._probe)
         except BaseException:
@@ -218,12 +235,14 @@ class Peer:
     def __init__(
         self,
         address: str,
-        of: Connector,
+        of: PeerConnector,
         wire: Wire,
         secret: bytes,
         timeout: float,
+        ask_seconds: float,
     ) -> None:
-        self.address, self._timeout = address, timeout
+        self.address, self._of = address, of
+        self._timeout, self._ask_seconds = timeout, ask_seconds
         self.error: ConnectorError | None = None
         self.lost_at = 0.0
         self._hello: dict[str, Any] = {
@@ -233,7 +252,8 @@ class Peer:
             "num_heads": of.num_heads,
             "head_bytes": of.head_bytes,
         }
-        self._lock = threading.Lock()  # of questions
+        self._asker = ThreadPoolExecutor(1, "kvblock-peer-asks")
+        self._late: Future[bytes] | None = None  # a question without an answer so far
         self._mover = ThreadPoolExecutor(1, "kvblock-peer")
         self._channels: list[Channel] = []
         self._side: Side | None = None
@@ -253,13 +273,17 @@ class Peer:
     def has(self, keys: Sequence[bytes]) -> list[bool]:
         if self.error is not None or not keys:
             return [False] * len(keys)
-        try:
-            with self._lock:
-                there = self._asks.ask("has", b"".join(keys)).payload
-        except ConnectorError as error:
-            self._lose(error)
-            return [False] * len(keys)
-        return [bool(x) for x in there]
+        if self._late is None or self._late.done():
+            self._late = None
+            try:
+                asked = self._asker.submit(self._ask, b"".join(keys))
+            except RuntimeError:  # it was closed meanwhile
+                return [False] * len(keys)
+            with contextlib.suppress(TimeoutError):
+                return [bool(x) for x in asked.result(self._ask_seconds)]
+            self._late = asked
+        self._of.count_unanswered(len(keys))
+        return [False] * len(keys)
 
     def get(
         self, keys: Sequence[bytes], rows: Sequence[np.ndarray], *, start: int
@@ -292,6 +316,9 @@ class Peer:
     def close(self) -> None:
         self._mover.shutdown()
         for channel in self._channels:
+            channel.shut()  # nobody waits for an answer any more
+        self._asker.shutdown()
+        for channel in self._channels:
             channel.close()
         if self._side is not None:
             self._side.close()
@@ -299,11 +326,21 @@ class Peer:
 
     # ---- inside ----
 
+    def _ask(self, keys: bytes) -> bytes:
+        """In the thread that asks: a byte for each key; of one that is gone, zeros."""
+        try:
+            if self.error is None:
+                return self._asks.ask("has", keys).payload
+        except ConnectorError as error:
+            self._lose(error)
+        return bytes(len(keys) // KEY_BYTES)
+
     def _connect(
         self, secret: bytes, hello: bytes, *, moves: bool
     ) -> tuple[Channel, bytes]:
         host, _, port = self.address.rpartition(":")
         try:
+            host = host.removeprefix("[").removesuffix("]")  # of IPv6
             connected = socket.create_connection((host, int(port)), self._timeout)
         except (OSError, ValueError) as error:
             raise ConnectorError(
