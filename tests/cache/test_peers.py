@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+from copy_wire import STAGING, CopySide, CopyWire, again, connected, read, served
 from peer_process import SECRET
 from tier_parts import HEAD_BYTES, HEADS, MemoryPart, block, blocks, keys, namespace
 
 import jax_kvblock
-import jax_kvblock as kv
 from jax_kvblock.cache.connector import ConnectorError, SlowConnectorError
 from jax_kvblock.cache.connectors import (
-    BlockServer,
     JaxWire,
     NixlWire,
     PeerConnector,
@@ -39,53 +35,6 @@ NIXL = pytest.param(
         reason="set KVBLOCK_TEST_NIXL=1 where NIXL is installed",
     ),
 )
-STAGING = 3 * HEADS * HEAD_BYTES  # three blocks at a time
-
-
-class CopySide:
-    """A wire within a process: a description is an address in a table."""
-
-    offers: dict[bytes, np.ndarray] = {}  # noqa: RUF012
-
-    def __init__(self, broken: list[str]) -> None:
-        self.hello, self._broken = os.urandom(8), broken
-
-    def meet(self, hello: bytes) -> None:
-        self.other = hello
-
-    def offer(self, rows: np.ndarray) -> bytes:
-        self.offers[self.hello] = rows
-        return self.hello
-
-    def taken(self) -> None:
-        del self.offers[self.hello]
-
-    def withdraw(self) -> None:
-        self.offers.pop(self.hello, None)
-
-    def fetch(self, what: bytes, rows: Sequence[np.ndarray], timeout: float) -> None:
-        assert what == self.other
-        if "fetch" in self._broken:
-            raise ConnectorError("the cable is cut")
-        for row, came in zip(
-            rows, self.offers[what].reshape(-1, len(rows[0])), strict=True
-        ):
-            row[:] = ~came if "bits" in self._broken else came
-
-    def close(self) -> None:
-        pass
-
-
-class CopyWire:
-    """What is in `broken` goes wrong: fetch, bits."""
-
-    name = "copy"
-
-    def __init__(self) -> None:
-        self.broken: list[str] = []
-
-    def side(self, nbytes: int) -> CopySide:
-        return CopySide(self.broken)
 
 
 @pytest.fixture
@@ -93,26 +42,6 @@ def wire() -> Iterator[CopyWire]:
     CopySide.offers.clear()
     yield CopyWire()
     assert not CopySide.offers  # nothing that was offered stays
-
-
-def served(store: Any, wire: Any, heads: range = range(HEADS), **options: Any) -> Any:
-    options = {"staging_bytes": STAGING, "secret": SECRET, **options}
-    space = namespace(len(heads))
-    return BlockServer(store, namespace=space, heads=heads, wire=wire, **options)
-
-
-def connected(
-    addresses: list[str], wire: Any, heads: range = range(HEADS), **options: Any
-) -> PeerConnector:
-    given = {"min_bandwidth": 0, "probe_bytes": 1 << 16, "ask_seconds": 30.0}
-    options = {**given, "secret": SECRET, **options}
-    space = namespace(len(heads))
-    return PeerConnector(addresses, namespace=space, heads=heads, wire=wire, **options)
-
-
-def read(connector: PeerConnector, of: list[bytes]) -> tuple[list[bool], np.ndarray]:
-    out = np.zeros((len(of), len(connector.heads) * HEAD_BYTES), np.uint8)
-    return connector.get(of, out).result(30), out
 
 
 # ---- two processes -------------------------------------------------------------------
@@ -287,6 +216,8 @@ def test_wrong_arguments_of_peers(wire: CopyWire) -> None:
         ValueError, match=r"staging_bytes must hold a block of 3072 byt"
     ):
         served(MemoryPart(), wire, staging_bytes=3071)
+    with pytest.raises(ValueError, match="max_connections must be at least 2, a Peer"):
+        served(MemoryPart(), wire, max_connections=1)
 
 
 def test_one_who_asks_for_too_much_is_told_so(wire: CopyWire) -> None:
@@ -314,183 +245,6 @@ def test_one_who_asks_for_too_much_is_told_so(wire: CopyWire) -> None:
                 )
                 with pytest.raises(ConnectorError, match="keys must be of 32 bytes"):
                     channel.ask("has", b"abc")
-
-
-# ---- what goes wrong -----------------------------------------------------------------
-
-
-def test_a_server_that_ends(wire: CopyWire) -> None:
-    of = keys(2)
-    server = served(MemoryPart(of=of), wire)
-    with connected([server.address], wire) as connector:
-        assert read(connector, of)[0] == [True, True]
-        server.close()
-        assert connector.has(of) == [False, False]
-        assert connector.parts() == ()
-        assert "is gone" in str(connector.errors[server.address])
-        assert read(connector, of)[0] == [False, False]
-
-
-def again(connector: PeerConnector, of: list[bytes]) -> list[bool]:
-    """What is found in the end, of a server that may come back."""
-    until = time.monotonic() + 30
-    while not any(found := connector.has(of)) and time.monotonic() < until:
-        time.sleep(0.01)
-    return found
-
-
-def test_a_server_that_comes_back(wire: CopyWire) -> None:
-    """It is another job's, with other blocks, and is measured again."""
-    of = keys(3)
-    server = served(MemoryPart(of=of[:2]), wire)
-    port = int(server.address.rpartition(":")[2])
-    with connected([server.address], wire, retry_seconds=0.05) as connector:
-        lost = connector._peers[0]
-        connector.bandwidths.clear()
-        server.close()
-        assert connector.has(of) == [False] * 3
-        time.sleep(0.1)
-        connector.has(of)  # tries, and nobody is there
-        until = time.monotonic() + 30
-        while "nobody serves" not in str(connector.errors) and time.monotonic() < until:
-            time.sleep(0.01)
-        assert "nobody serves" in str(connector.errors)
-        with served(MemoryPart(of=of[1:]), wire, port=port, takes=True) as server:
-            assert again(connector, of) == [False, True, True]
-            assert connector.errors == {} and connector.takes
-            assert list(connector.bandwidths) == [server.address]
-            found, out = read(connector, of[1:])
-            assert found == [True, True]
-            np.testing.assert_array_equal(out, blocks(of[1:]))
-            assert all(channel.closed for channel in lost._channels)
-            # Its own connections, and none of those that were lost.
-            assert server.num_connections == 2
-
-
-@pytest.mark.parametrize("wrong", ["heads", "bits", "never"])
-def test_a_server_that_does_not_come_back(wire: CopyWire, wrong: str) -> None:
-    of = keys(1)
-    server = served(MemoryPart(of=of), wire)
-    port = int(server.address.rpartition(":")[2])
-    retry = None if wrong == "never" else 0.05
-    with connected([server.address], wire, retry_seconds=retry) as connector:
-        server.close()
-        assert connector.has(of) == [False]
-        gone = str(connector.errors)
-        heads = range(2, 4) if wrong == "heads" else range(HEADS)
-        if wrong == "bits":
-            wire.broken.append("bits")
-        with served(MemoryPart(heads, of), wire, heads, port=port):
-            until = time.monotonic() + (0.5 if wrong == "never" else 30)
-            while str(connector.errors) == gone and time.monotonic() < until:
-                assert connector.has(of) == [False]
-                time.sleep(0.01)
-            said = {
-                "heads": "serves heads 2 to 3 now, not 0 to 3",
-                "bits": "other bytes came than were sent",
-                "never": "is gone",
-            }
-            assert said[wrong] in str(connector.errors)
-            assert connector.has(of) == [False]
-
-
-def test_a_server_that_falls_silent(wire: CopyWire) -> None:
-    store = MemoryPart(of=keys(1))
-    with (
-        served(store, wire) as server,
-        connected([server.address], wire, timeout=0.2) as connector,
-    ):
-        peer = connector._peers[0]
-        store._thread.submit(time.sleep, 1.0)
-        with pytest.raises(ConnectorError, match=r"is silent for 0.2 s"):
-            read(connector, keys(1))
-        assert connector.has(keys(1)) == [False] and peer.error is not None
-
-
-def test_a_silent_server_does_not_hold_up_who_asks(wire: CopyWire) -> None:
-    """It is waited for once; then its blocks are misses, until it has answered."""
-    answers = threading.Event()
-    answers.set()
-    store, heads = MemoryPart(), {"num_kv_heads": HEADS}
-    manager = kv.BlockManager(3, 4, head_dim=8, num_blocks=4, dtype="float32", **heads)
-    cache = kv.PrefixCache(manager, model="m", **heads)
-    assert cache.namespace.digest == namespace().digest
-    store.has = lambda keys: [answers.wait(30)] * len(keys)  # type: ignore[method-assign]
-    with (
-        served(store, wire) as server,
-        connected([server.address], wire, ask_seconds=0.05) as connector,
-        kv.cache.TieredCache(cache, host_bytes=1 << 16, store=connector) as tiers,
-    ):
-        answers.clear()
-        prompt, took = list(range(9)), []
-        for _ in range(4):
-            began = time.monotonic()
-            assert tiers.lookup(prompt)["store"] == 0
-            took.append(time.monotonic() - began)
-        assert took[0] >= 0.05 and sum(took) < 5  # not 30 s, nor 4 times 0.05
-        assert connector.unanswered == tiers.stats()["store"]["failed"] == 8
-        assert not connector.errors  # it may still answer
-        answers.set()
-        assert again(connector, keys(2)) == [True, True]
-
-
-def test_a_server_that_is_silent_for_too_long_is_lost(wire: CopyWire) -> None:
-    store, answers = MemoryPart(), threading.Event()
-    store.has = lambda keys: [answers.wait(30)] * len(keys)  # type: ignore[method-assign]
-    options = {"ask_seconds": 0.01, "timeout": 0.2}
-    with (
-        served(store, wire) as server,
-        connected([server.address], wire, **options) as connector,
-    ):
-        assert connector.has(keys(1)) == [False]
-        until = time.monotonic() + 30
-        while not connector.errors and time.monotonic() < until:
-            time.sleep(0.01)
-        assert "is silent for 0.2 s" in str(connector.errors)
-        assert connector.has(keys(1)) == [False] and connector.unanswered == 1
-        answers.set()
-
-
-@pytest.mark.parametrize("who", ["store", "wire"])
-def test_a_get_that_fails(wire: CopyWire, who: str) -> None:
-    of = keys(2)
-    store = MemoryPart(of=of)
-    with served(store, wire) as server, connected([server.address], wire) as connector:
-        if who == "store":
-            store.broken = OSError("the disk is gone")
-        else:
-            wire.broken.append("fetch")
-        said = {"store": "says: OSError: the disk is gone", "wire": "the cable is cut"}
-        with pytest.raises(ConnectorError, match=said[who]):
-            read(connector, of)
-        assert connector.has(of) == [False, False]  # it is not asked again
-        until = time.monotonic() + 5
-    while CopySide.offers and time.monotonic() < until:
-        time.sleep(0.01)
-
-
-def test_other_bits_than_were_sent(wire: CopyWire) -> None:
-    wire.broken.append("bits")
-    with (
-        served(MemoryPart(), wire) as server,
-        pytest.raises(ConnectorError, match="other bytes came than were sent"),
-    ):
-        connected([server.address], wire)
-
-
-def test_connections_go_when_their_jobs_do(wire: CopyWire) -> None:
-    with served(MemoryPart(of=keys(1)), wire) as server:
-        host, _, port = server.address.rpartition(":")
-        stranger = socket.create_connection((host, int(port)))
-        stranger.send(b"GET / HTTP/1.1\r\n\r\n" * 10)
-        with connected([server.address], wire) as connector:
-            assert read(connector, keys(1))[0] == [True]
-            assert server.num_connections >= 2
-        stranger.close()
-        until = time.monotonic() + 10
-        while server.num_connections and time.monotonic() < until:
-            time.sleep(0.01)
-        assert server.num_connections == 0
 
 
 def test_nixl_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

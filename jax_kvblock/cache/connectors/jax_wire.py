@@ -46,6 +46,7 @@ class JaxWire:
                 "leave it unset"
             ) from error
         start: Any = start_transfer_server
+        host = f"[{host}]" if ":" in host else host  # of IPv6
         self._server = start(self._device.client, f"{host}:0", [f"{host}:0"])
 
     def side(self, nbytes: int) -> _JaxSide:

@@ -9,7 +9,6 @@ import contextlib
 import hmac
 import json
 import secrets
-import select
 import socket
 import struct
 import time
@@ -84,9 +83,13 @@ class Channel:
     def waiting(self, seconds: float) -> bool:
         """Whether a message comes within so many seconds."""
         try:
-            return bool(select.select([self._socket], [], [], seconds)[0])
-        except (OSError, ValueError):  # it is closed
-            return True  # `receive` says what it is
+            self._socket.settimeout(seconds)
+            self._socket.recv(1, socket.MSG_PEEK)
+        except TimeoutError:
+            return False
+        except OSError:
+            pass
+        return True  # if it is gone, `receive` says so
 
     def shut(self) -> None:
         """Ends it from any thread: who waits for a message is told that it is gone."""

@@ -23,6 +23,8 @@ from jax_kvblock.cache.connectors.wire import Side, Wire
 from jax_kvblock.cache.namespace import Namespace
 
 _NAP = 0.1  # seconds between looks whether the server is closed
+_STRANGERS = 32  # connections at a time that have not shown the secret
+_PROOF_SECONDS = 5.0  # in which they have to
 
 
 class Served(Protocol):
@@ -47,18 +49,20 @@ class BlockServer:
       wire: `JaxWire` or `NixlWire`; the other side has to use the same.
       secret: at least 16 bytes, the same in all jobs.
       heads: which of the model's heads the blocks have; all of them when None.
-      host, port: where it listens; port 0 takes one that is free.
+      host, port: where it listens, by IPv4 or IPv6; port 0 takes one that is free.
       staging_bytes: how much a reply has at most.
       takes: whether others may put blocks here.
-      timeout: seconds that another job may be silent in the middle of an exchange.
+      timeout: seconds that a message to or from another job may take, all of it.
+      max_connections: how many may be open; each `PeerConnector` has two. More of them
+        are told so and closed.
 
     Attributes:
-      address: "host:port", what the other jobs need.
+      address: "host:port", or "[host]:port" of IPv6: what the other jobs need.
       heads: as above.
 
     Raises:
       ValueError: for heads that do not fit the namespace, a secret that is too short,
-        or `staging_bytes` in which no block fits.
+        `staging_bytes` in which no block fits, or `max_connections` below 2.
       OSError: when the port cannot be had.
 
     Example:
@@ -79,6 +83,7 @@ class BlockServer:
         staging_bytes: int = 64 << 20,
         takes: bool = False,
         timeout: float = 30.0,
+        max_connections: int = 1024,
     ) -> None:
         self.store, self.wire, self._takes = store, wire, takes
         shape = Connector(namespace, heads)
@@ -92,12 +97,22 @@ class BlockServer:
                 "BlockServer: staging_bytes must hold a block of "
                 f"{self.block_bytes} bytes, got {staging_bytes}"
             )
+        if max_connections < 2:
+            raise ValueError(
+                "BlockServer: max_connections must be at least 2, a PeerConnector's, "
+                f"got {max_connections}"
+            )
+        self._most = max_connections
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._threads: set[threading.Thread] = set()
-        self._listener = socket.create_server((host, port))
+        self._open: dict[Channel, threading.Thread] = {}
+        self._strangers: set[Channel] = set()
+        six = ":" in host
+        family = socket.AF_INET6 if six else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family)
         self._listener.settimeout(_NAP)
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        named = f"[{host}]" if six else host
+        self.address = f"{named}:{self._listener.getsockname()[1]}"
         self._accepting = threading.Thread(target=self._accept, daemon=True)
         self._accepting.start()
 
@@ -105,16 +120,21 @@ class BlockServer:
     def num_connections(self) -> int:
         """How many connections are open."""
         with self._lock:
-            return len(self._threads)
+            return len(self._open)
 
     def close(self) -> None:
-        """Ends all connections; what is under way fails at the other side."""
+        """Ends all connections; what is under way fails at the other side.
+
+        Waits for what the store and the wire are at by then, and for nobody else.
+        """
         self._closed.set()
         self._accepting.join()
         self._listener.close()
         with self._lock:
-            threads = list(self._threads)
-        for thread in threads:
+            connections = dict(self._open)
+        for channel in connections:
+            channel.shut()
+        for thread in connections.values():
             thread.join()
 
     def __enter__(self) -> BlockServer:
@@ -135,23 +155,42 @@ class BlockServer:
                 if self._closed.wait(_NAP):
                     return
                 continue
-            given = (connected, f"{host}:{port}")
+            name = f"BlockServer: {host}:{port}"
+            channel = Channel(connected, name, min(self._timeout, _PROOF_SECONDS))
+            if full := self._full():
+                channel.refuse(full)
+                continue
+            given = (channel,)
             thread = threading.Thread(target=self._run, args=given, daemon=True)
             with self._lock:
-                self._threads.add(thread)
+                self._open[channel] = thread
+                self._strangers.add(channel)
             thread.start()
 
-    def _run(self, connected: socket.socket, peer: str) -> None:
+    def _full(self) -> str:
+        """Why there is no room for one more, or nothing."""
+        with self._lock:
+            count, strangers = len(self._open), len(self._strangers)
+        if count >= self._most:
+            return f"{count} connections are open, max_connections; pass more"
+        if strangers >= _STRANGERS:
+            return f"{strangers} connections have not shown the secret; come again"
+        return ""
+
+    def _run(self, channel: Channel) -> None:
         """One connection, from its beginning to its end."""
-        channel = Channel(connected, f"BlockServer: {peer}", self._timeout)
         try:
             with contextlib.suppress(ConnectorError):
                 channel.prove_as_server(self._secret)
+                channel.timeout = self._timeout
+                with self._lock:
+                    self._strangers.discard(channel)
                 self._serve(channel)
         finally:
-            channel.close()
             with self._lock:
-                self._threads.discard(threading.current_thread())
+                self._strangers.discard(channel)
+                del self._open[channel]
+            channel.close()
 
     def _serve(self, channel: Channel) -> None:
         with contextlib.ExitStack() as stack:

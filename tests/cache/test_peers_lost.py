@@ -1,0 +1,271 @@
+"""Servers that end, fall silent or fail, and strangers who come to them."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from copy_wire import CopySide, CopyWire, again, connected, read, served
+from tier_parts import HEADS, MemoryPart, blocks, keys, namespace
+
+import jax_kvblock as kv
+from jax_kvblock.cache.connector import ConnectorError
+from jax_kvblock.cache.connectors import server as peers_server
+
+
+@pytest.fixture
+def wire() -> Iterator[CopyWire]:
+    CopySide.offers.clear()
+    yield CopyWire()
+    assert not CopySide.offers  # nothing that was offered stays
+
+
+# ---- what goes wrong -----------------------------------------------------------------
+
+
+def test_a_server_that_ends(wire: CopyWire) -> None:
+    of = keys(2)
+    server = served(MemoryPart(of=of), wire)
+    with connected([server.address], wire) as connector:
+        assert read(connector, of)[0] == [True, True]
+        server.close()
+        assert connector.has(of) == [False, False]
+        assert connector.parts() == ()
+        assert "is gone" in str(connector.errors[server.address])
+        assert read(connector, of)[0] == [False, False]
+
+
+def test_a_server_that_comes_back(wire: CopyWire) -> None:
+    """It is another job's, with other blocks, and is measured again."""
+    of = keys(3)
+    server = served(MemoryPart(of=of[:2]), wire)
+    port = int(server.address.rpartition(":")[2])
+    with connected([server.address], wire, retry_seconds=0.05) as connector:
+        lost = connector._peers[0]
+        connector.bandwidths.clear()
+        server.close()
+        assert connector.has(of) == [False] * 3
+        time.sleep(0.1)
+        connector.has(of)  # tries, and nobody is there
+        until = time.monotonic() + 30
+        while "nobody serves" not in str(connector.errors) and time.monotonic() < until:
+            time.sleep(0.01)
+        assert "nobody serves" in str(connector.errors)
+        with served(MemoryPart(of=of[1:]), wire, port=port, takes=True) as server:
+            assert again(connector, of) == [False, True, True]
+            assert connector.errors == {} and connector.takes
+            assert list(connector.bandwidths) == [server.address]
+            found, out = read(connector, of[1:])
+            assert found == [True, True]
+            np.testing.assert_array_equal(out, blocks(of[1:]))
+            assert all(channel.closed for channel in lost._channels)
+            # Its own connections, and none of those that were lost.
+            assert server.num_connections == 2
+
+
+@pytest.mark.parametrize("wrong", ["heads", "bits", "never"])
+def test_a_server_that_does_not_come_back(wire: CopyWire, wrong: str) -> None:
+    of = keys(1)
+    server = served(MemoryPart(of=of), wire)
+    port = int(server.address.rpartition(":")[2])
+    retry = None if wrong == "never" else 0.05
+    with connected([server.address], wire, retry_seconds=retry) as connector:
+        server.close()
+        assert connector.has(of) == [False]
+        gone = str(connector.errors)
+        heads = range(2, 4) if wrong == "heads" else range(HEADS)
+        if wrong == "bits":
+            wire.broken.append("bits")
+        with served(MemoryPart(heads, of), wire, heads, port=port):
+            until = time.monotonic() + (0.5 if wrong == "never" else 30)
+            while str(connector.errors) == gone and time.monotonic() < until:
+                assert connector.has(of) == [False]
+                time.sleep(0.01)
+            said = {
+                "heads": "serves heads 2 to 3 now, not 0 to 3",
+                "bits": "other bytes came than were sent",
+                "never": "is gone",
+            }
+            assert said[wrong] in str(connector.errors)
+            assert connector.has(of) == [False]
+
+
+def test_a_server_that_falls_silent(wire: CopyWire) -> None:
+    store = MemoryPart(of=keys(1))
+    with (
+        served(store, wire) as server,
+        connected([server.address], wire, timeout=0.2) as connector,
+    ):
+        peer = connector._peers[0]
+        store._thread.submit(time.sleep, 1.0)
+        with pytest.raises(ConnectorError, match=r"is silent for 0.2 s"):
+            read(connector, keys(1))
+        assert connector.has(keys(1)) == [False] and peer.error is not None
+
+
+def test_a_silent_server_does_not_hold_up_who_asks(wire: CopyWire) -> None:
+    """It is waited for once; then its blocks are misses, until it has answered."""
+    answers = threading.Event()
+    answers.set()
+    store, heads = MemoryPart(), {"num_kv_heads": HEADS}
+    manager = kv.BlockManager(3, 4, head_dim=8, num_blocks=4, dtype="float32", **heads)
+    cache = kv.PrefixCache(manager, model="m", **heads)
+    assert cache.namespace.digest == namespace().digest
+    store.has = lambda keys: [answers.wait(30)] * len(keys)  # type: ignore[method-assign]
+    with (
+        served(store, wire) as server,
+        connected([server.address], wire, ask_seconds=0.05) as connector,
+        kv.cache.TieredCache(cache, host_bytes=1 << 16, store=connector) as tiers,
+    ):
+        answers.clear()
+        prompt, took = list(range(9)), []
+        for _ in range(4):
+            began = time.monotonic()
+            assert tiers.lookup(prompt)["store"] == 0
+            took.append(time.monotonic() - began)
+        assert took[0] >= 0.05 and sum(took) < 5  # not 30 s, nor 4 times 0.05
+        assert connector.unanswered == tiers.stats()["store"]["failed"] == 8
+        assert not connector.errors  # it may still answer
+        answers.set()
+        assert again(connector, keys(2)) == [True, True]
+
+
+def test_a_server_that_is_silent_for_too_long_is_lost(wire: CopyWire) -> None:
+    store, answers = MemoryPart(), threading.Event()
+    store.has = lambda keys: [answers.wait(30)] * len(keys)  # type: ignore[method-assign]
+    options = {"ask_seconds": 0.01, "timeout": 0.2}
+    with (
+        served(store, wire) as server,
+        connected([server.address], wire, **options) as connector,
+    ):
+        assert connector.has(keys(1)) == [False]
+        until = time.monotonic() + 30
+        while not connector.errors and time.monotonic() < until:
+            time.sleep(0.01)
+        assert "is silent for 0.2 s" in str(connector.errors)
+        assert connector.has(keys(1)) == [False] and connector.unanswered == 1
+        answers.set()
+
+
+@pytest.mark.parametrize("who", ["store", "wire"])
+def test_a_get_that_fails(wire: CopyWire, who: str) -> None:
+    of = keys(2)
+    store = MemoryPart(of=of)
+    with served(store, wire) as server, connected([server.address], wire) as connector:
+        if who == "store":
+            store.broken = OSError("the disk is gone")
+        else:
+            wire.broken.append("fetch")
+        said = {"store": "says: OSError: the disk is gone", "wire": "the cable is cut"}
+        with pytest.raises(ConnectorError, match=said[who]):
+            read(connector, of)
+        assert connector.has(of) == [False, False]  # it is not asked again
+        until = time.monotonic() + 5
+    while CopySide.offers and time.monotonic() < until:
+        time.sleep(0.01)
+
+
+def test_other_bits_than_were_sent(wire: CopyWire) -> None:
+    wire.broken.append("bits")
+    with (
+        served(MemoryPart(), wire) as server,
+        pytest.raises(ConnectorError, match="other bytes came than were sent"),
+    ):
+        connected([server.address], wire)
+
+
+def test_connections_go_when_their_jobs_do(wire: CopyWire) -> None:
+    with served(MemoryPart(of=keys(1)), wire) as server:
+        host, _, port = server.address.rpartition(":")
+        stranger = socket.create_connection((host, int(port)))
+        stranger.send(b"GET / HTTP/1.1\r\n\r\n" * 10)
+        with connected([server.address], wire) as connector:
+            assert read(connector, keys(1))[0] == [True]
+            assert server.num_connections >= 2
+        stranger.close()
+        until = time.monotonic() + 10
+        while server.num_connections and time.monotonic() < until:
+            time.sleep(0.01)
+        assert server.num_connections == 0
+
+
+# ---- strangers -----------------------------------------------------------------------
+
+
+def stranger(server: Any) -> socket.socket:
+    host, _, port = server.address.rpartition(":")
+    return socket.create_connection((host, int(port)), 10)
+
+
+def test_closing_does_not_wait_for_those_who_say_nothing(wire: CopyWire) -> None:
+    with contextlib.ExitStack() as stack:
+        server = served(MemoryPart(of=keys(1)), wire)
+        connector = stack.enter_context(connected([server.address], wire))
+        channel = connector._peers[0]._asks
+        channel._socket.sendall(b"\0\0")  # half of a size, and no more
+        for _ in range(3):
+            stack.enter_context(stranger(server)).recv(1)  # their turn to prove it
+        began = time.monotonic()
+        server.close()
+        assert time.monotonic() - began < 2 and server.num_connections == 0
+
+
+def test_a_message_has_to_come_whole_in_time(wire: CopyWire) -> None:
+    """A byte now and then is not enough, before the secret is shown nor after."""
+    with served(MemoryPart(), wire, timeout=0.3) as server:
+        with stranger(server) as slow:
+            assert refused_after(slow, b"\0\0\0\x40") < 3
+        with connected([server.address], wire) as connector:
+            asks = connector._peers[0]._asks
+            assert refused_after(asks._socket, b"\0\0\1\0") < 3
+
+
+def refused_after(client: socket.socket, size: bytes) -> float:
+    """How long one may send a byte each 0.1 s behind a size; 5 s at most."""
+    began = time.monotonic()
+    with contextlib.suppress(OSError):
+        client.sendall(size)
+        while time.monotonic() - began < 5:
+            client.sendall(b"\0")
+            time.sleep(0.1)
+    return time.monotonic() - began
+
+
+def test_connections_that_find_no_room(
+    wire: CopyWire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers_server, "_STRANGERS", 3)
+    monkeypatch.setattr(peers_server, "_PROOF_SECONDS", 0.5)
+    with served(MemoryPart(of=keys(1)), wire, max_connections=4) as server:
+        strangers = [stranger(server) for _ in range(3)]
+        for each in strangers:
+            each.recv(1)
+        with pytest.raises(ConnectorError, match="refuses: '3 connections have not s"):
+            connected([server.address], wire)
+        assert server.num_connections == 3
+        until = time.monotonic() + 10
+        while server.num_connections and time.monotonic() < until:
+            time.sleep(0.01)  # they have not shown it in time
+        with connected([server.address], wire), connected([server.address], wire):
+            with pytest.raises(ConnectorError, match="4 connections are open, max_con"):
+                connected([server.address], wire)
+            assert server.num_connections == 4
+        for each in strangers:
+            each.close()
+
+
+def test_a_server_by_ipv6(wire: CopyWire) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with served(MemoryPart(of=keys(1)), wire, host="::1") as server:
+        assert server.address.startswith("[::1]:")
+        with connected([server.address], wire) as connector:
+            assert connector.has(keys(2)) == [True, False]
