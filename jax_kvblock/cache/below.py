@@ -140,6 +140,7 @@ class Below:
         self.host_counters, self.store_counters = TierCounters(), TierCounters()
         self.store_error: BaseException | None = None
         self._writing: set[Future[Any]] = set()  # to the store
+        self._closed = False
 
     # ---- found ----
 
@@ -485,6 +486,13 @@ class Below:
 
     # ---- its state ----
 
+    def check_open(self, where: str) -> None:
+        """That it is not closed."""
+        if self._closed:
+            raise RuntimeError(
+                f"TieredCache.{where}: the tiers are closed; make a new TieredCache"
+            )
+
     def drain(self) -> None:
         """Waits until nothing is on its way down."""
         while True:
@@ -511,6 +519,7 @@ class Below:
 
     def close(self) -> None:
         """Waits for what is under way, and ends the threads."""
+        self._closed = True
         self.drain()
         for threads in (self.up, self.down, self.landed):
             threads.shutdown()

@@ -69,12 +69,26 @@ class EventSource:
           adapters: the names that sequences may be opened with.
           group_idx, window: where it is one of a `GroupedCache`'s.
 
+        Raises:
+          TypeError: for adapters that are one text.
+          ValueError: for a cache that keeps no events.
+
         Example:
           >>> sources = [
           ...     EventSource.of(one, group_idx=i, window=grouped.windows.get(name))
           ...     for i, (name, one) in enumerate(grouped.caches.items())
           ... ]
         """
+        if isinstance(adapters, (str, bytes)):
+            raise TypeError(
+                f"EventSource.of: adapters must be several names, got {adapters!r}; "
+                f"pass [{adapters!r}]"
+            )
+        if not cache.manager._memory.keeps_events:
+            raise ValueError(
+                f"EventSource.of: {cache!r} keeps no events, so that none would be "
+                "told; make it with PrefixCache(..., events=True)"
+            )
         names: list[str | None] = [None, *adapters]
         return cls(
             cache,

@@ -125,6 +125,9 @@ class EventStream:
       publishers: who gets the batches; see `EventPublisher`. The stream closes them.
       rank: of several engines, which one this is.
 
+    Raises:
+      TypeError: for sources that are none.
+
     Example:
       >>> log = EventLog()
       >>> with EventStream([EventSource.of(cache)], [log]) as stream:
@@ -138,7 +141,14 @@ class EventStream:
         *,
         rank: int | None = None,
     ) -> None:
-        self._readers = [EventReader(source) for source in sources]
+        given = () if isinstance(sources, EventSource) else tuple(sources)
+        wrong = [x for x in given if not isinstance(x, EventSource)]
+        if isinstance(sources, EventSource) or wrong:
+            raise TypeError(
+                "EventStream: sources must be several EventSources, got "
+                f"{wrong[0] if wrong else sources!r}; pass [EventSource.of(cache)]"
+            )
+        self._readers = [EventReader(source) for source in given]
         self._publishers = tuple(publishers)
         self._rank = rank
         self._sequence = itertools.count()

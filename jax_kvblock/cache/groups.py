@@ -24,6 +24,7 @@ class GroupedCache:
         without an entry sees all.
 
     Raises:
+      TypeError: for caches that are no PrefixCaches by name.
       ValueError: for no group, other names among the windows, windows below 1, block
         sizes that differ, or groups of one pool whose keys would be the same.
 
@@ -39,6 +40,13 @@ class GroupedCache:
         *,
         windows: Mapping[str, int] | None = None,
     ) -> None:
+        given = caches.values() if isinstance(caches, Mapping) else [caches]
+        wrong = [x for x in given if not isinstance(x, PrefixCache)]
+        if wrong:
+            raise TypeError(
+                "GroupedCache: caches must be a PrefixCache by each group's name, got "
+                f"{wrong[0]!r}; pass {{'full': PrefixCache(manager, model=...)}}"
+            )
         self.caches = dict(caches)
         self.windows = {
             name: checks.check_integer(

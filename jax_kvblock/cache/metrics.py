@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -163,6 +163,22 @@ TIER_COUNTERS = (
 )
 
 
+def _checked(caches: Any) -> dict[str, Any]:
+    """Caches, or functions, by their places."""
+    from jax_kvblock.cache.prefix import PrefixCache
+
+    given = caches.values() if isinstance(caches, Mapping) else [caches]
+    wrong = [x for x in given if not callable(x) and not isinstance(x, PrefixCache)]
+    if wrong or not isinstance(caches, Mapping):
+        raise TypeError(
+            "CacheCollector: caches must be a PrefixCache, or a function that returns "
+            f"CacheStats, by the name of each place, got {[*wrong, caches][0]!r}; "
+            "pass "
+            "{'device': cache}"
+        )
+    return dict(caches)
+
+
 class CacheCollector:
     """Metrics of caches, for a registry of prometheus-client.
 
@@ -175,6 +191,7 @@ class CacheCollector:
 
     Raises:
       ImportError: prometheus-client is not installed.
+      TypeError: for caches that are none.
 
     Example:
       >>> from prometheus_client import REGISTRY
@@ -197,7 +214,7 @@ class CacheCollector:
                 "installed; `pip install prometheus-client`"
             ) from error
         self._core = metrics_core
-        self._caches = dict(caches)
+        self._caches = _checked(caches)
         self._tiers = tiers
         self._publisher = publisher
         self._labels = dict(labels or {})

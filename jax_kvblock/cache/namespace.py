@@ -68,9 +68,9 @@ class Namespace:
             f"jax_kvblock keys {FORMAT}",
             f"{spec.dtype.name} {spec.num_layers} {spec.num_outer} {spec.block_size} "
             f"{heads} {spec.head_dim}",
-            self.model,
         )
-        digest = _native.blake3("\n".join(lines).encode())
+        text = "".join(f"{line}\n" for line in lines).encode()
+        digest = _native.blake3(text + _utf8("Namespace", "model", self.model))
         object.__setattr__(self, "digest", digest)
 
     @property
@@ -115,8 +115,8 @@ class Namespace:
         if not isinstance(salt, (str, bytes)):
             raise TypeError(f"root: salt must be a str or bytes, got {salt!r}")
         parts = (
-            b"" if adapter is None else b"=" + adapter.encode(),
-            salt.encode() if isinstance(salt, str) else salt,
+            b"" if adapter is None else b"=" + _utf8("root", "adapter", adapter),
+            _utf8("root", "salt", salt) if isinstance(salt, str) else salt,
         )
         message = b"".join(len(x).to_bytes(8, "little") + x for x in parts)
         return _native.blake3(message, self.digest)
@@ -139,6 +139,16 @@ class Namespace:
         return _native.chain_keys(self.root(adapter, salt), numbers, size)
 
 
+def _utf8(where: str, name: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"{where}: {name} must be text that UTF-8 has bytes for, got {text!r} with "
+            "half of a surrogate pair; pass whole characters"
+        ) from None
+
+
 def token_array(where: str, tokens: Tokens) -> np.ndarray:
     """Tokens as contiguous int32 `[n]`."""
     if type(tokens) is np.ndarray and tokens.dtype == np.int32 and tokens.ndim == 1:
@@ -154,7 +164,13 @@ def token_array(where: str, tokens: Tokens) -> np.ndarray:
         plain = _native.tokens_of(tokens)  # a third of NumPy's time
         if plain is not None:
             return plain
-    numbers = np.atleast_1d(np.asarray(tokens))
+    try:
+        numbers = np.atleast_1d(np.asarray(tokens))
+    except ValueError:  # rows that are not of one length
+        raise ValueError(
+            f"{where}: tokens must be a number or one sequence, got sequences of "
+            "several lengths; open a table for each sequence"
+        ) from None
     if not numbers.size:
         return np.zeros(0, np.int32)
     if not np.issubdtype(numbers.dtype, np.integer):

@@ -51,9 +51,11 @@ def park(
       adapter, salt: as it was opened with.
 
     Raises:
-      ValueError: when it was opened with others, or for another model; then it is as
-        before. `resume` would find somebody else's blocks.
+      ValueError: when it was opened with others, for another model, or has its blocks
+        in another pool; then it is as before. `resume` would find somebody else's
+        blocks.
     """
+    tiers.check_own("park", table)
     if table.root != tiers.cache.namespace.root(adapter, salt):
         raise ValueError(
             "park: the table was opened with another adapter or salt than "

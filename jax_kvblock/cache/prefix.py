@@ -73,6 +73,7 @@ class PrefixCache:
         self._free_list.set_policy(policy)
         if events:
             self._free_list.keep_events(True)
+            manager._memory.keeps_events = True
 
     @property
     def _free_list(self) -> _native.FreeList:

@@ -16,6 +16,7 @@ from typing import Literal
 
 from jax_kvblock._native import BlockTable, FreeList
 from jax_kvblock.cache.trace import Request, read_trace
+from jax_kvblock.core import checks
 
 Policy = Literal["lru", "lfu"]
 _ROOT = bytes(32)
@@ -79,12 +80,16 @@ def simulate(
         request after the other, without a clock.
 
     Raises:
+      TypeError: a capacity that is no integer, or what is no request.
       ValueError: a capacity, policy or time that is none; or requests that are not in
         order.
 
     Example:
       >>> simulate("conversation_trace.jsonl", capacity=10_000).hit_rate
     """
+    if capacity is not None:
+        fix = "pass a number of blocks, or None"
+        capacity = checks.check_integer("simulate", "capacity", capacity, fix)
     if capacity is not None and capacity < 1:
         raise ValueError(
             f"simulate: capacity must be at least 1 block, or None, got {capacity}"
@@ -98,6 +103,12 @@ def simulate(
         requests: Sequence[Request] = read_trace(trace)
     else:
         requests = list(trace)
+        wrong = [x for x in requests if not isinstance(x, Request)]
+        if wrong:
+            raise TypeError(
+                "simulate: trace must be a path, or have a Request for each request, "
+                f"got {wrong[0]!r}"
+            )
     total = sum(len(request.blocks) for request in requests)
     books = FreeList(total if capacity is None else capacity)
     books.set_policy(policy)

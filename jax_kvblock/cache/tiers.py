@@ -80,6 +80,12 @@ class TieredCache:
         high: float = 0.0,
         write_through: bool = False,
     ) -> None:
+        for name, part in (("low", low), ("high", high)):
+            if isinstance(part, bool) or not isinstance(part, (int, float, np.number)):
+                raise TypeError(
+                    f"TieredCache: {name} must be a number, a part of the blocks, got "
+                    f"{part!r}"
+                )
         if not 0 <= low <= high <= 1:
             raise ValueError(
                 "TieredCache: low and high are parts of the blocks, 0 <= low <= high "
@@ -143,7 +149,12 @@ class TieredCache:
         Args:
           what: a table, or keys. Keys whose block is not on the device are left out, as
             are those whose block is below or on its way there.
+
+        Raises:
+          TypeError: for what is neither.
+          RuntimeError: when this is closed.
         """
+        self.below.check_open("offload")
         keys = what.keys if isinstance(what, BlockTable) else _checked("offload", what)
         with self.cache.manager.lock, self.below.lock:
             new = [key for key in keys if not self.below.on_host(key)]
@@ -313,9 +324,11 @@ class TieredCache:
         Raises:
           TypeError: for keys, or a parent, that are none.
           ValueError: for `by_layer` where blocks have no keys and values; for a
-            `parent` of a table, which has its own.
+            `parent` of a table, which has its own; for a table of another manager.
+          RuntimeError: when this is closed.
           PoolExhaustedError: when too few blocks are free or idle for those that come.
         """
+        self.below.check_open("onboard")
         spec = self.below.host.spec
         if by_layer and spec.num_outer != 2:
             raise ValueError(
@@ -327,6 +340,7 @@ class TieredCache:
                 raise ValueError(
                     "onboard: parent is for keys; a table knows what its blocks follow"
                 )
+            self.check_own("onboard", what)
             first, known, size = what.root, what.keys, spec.block_size
             start = what.num_committed_tokens // size
             wanted = known[: max((what.num_tokens - 1) // size, start)]
@@ -454,6 +468,19 @@ class TieredCache:
         firsts = range(0, count, self._chunk)
         return [slice(first, first + self._chunk) for first in firsts]
 
+    def check_own(self, where: str, table: BlockTable) -> None:
+        """That a table has its blocks in the pool of this cache.
+
+        Raises:
+          ValueError: when it has not.
+        """
+        if table._manager is not self.cache.manager:
+            raise ValueError(
+                f"{where}: the table has its blocks in another pool than the tiers, "
+                f"which are below {self.cache!r}; pass the tiers of the table's own "
+                "cache"
+            )
+
     # ---- its state ----
 
     def drain(self) -> None:
@@ -509,6 +536,11 @@ def _run(found: Sequence[bool]) -> int:
 
 def _checked(name: str, what: Iterable[bytes]) -> list[bytes]:
     """Keys of blocks."""
+    if not isinstance(what, Iterable) or isinstance(what, (str, bytes)):
+        raise TypeError(
+            f"{name}: pass a table, or keys of 32 bytes as `table.keys` has them, got "
+            f"{what!r}; tiers are below one PrefixCache, and take no tables of groups"
+        )
     keys = list(what)
     wrong = [key for key in keys if not isinstance(key, bytes) or len(key) != 32]
     if wrong:

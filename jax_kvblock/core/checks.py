@@ -343,12 +343,14 @@ def check_integer(where: str, name: str, value: Any, fix: str) -> int:
 
 
 def check_count(where: str, name: str, value: Any) -> int:
-    """An integer of at least 0."""
-    if type(value) is int and value >= 0:  # the common case, at every step of an engine
+    """An integer of at least 0, of 64 bits."""
+    if type(value) is int and 0 <= value < 2**63:  # the common case, at every step
         return value
     number = check_integer(where, name, value, "pass an int")
     if number < 0:
         raise ValueError(f"{where}: {name} must be at least 0, got {number}")
+    if number >= 2**63:
+        raise ValueError(f"{where}: {name} must be below 2^63, got {number}")
     return int(number)
 
 

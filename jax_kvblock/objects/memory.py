@@ -50,6 +50,7 @@ class Memory:
         self.devices = pool.arrays[0].devices()
         self.dl_device = dlpack.device_of(pool.arrays[0])
         self.free_list = _native.FreeList(pool.num_blocks)
+        self.keeps_events = False  # what `free_list` was told last
         self.programs = steps.Programs(pool.spec, check_step)
         self._flat_tail = flat_tail
         self._memory_kind = pool.memory_kind

@@ -379,9 +379,20 @@ def test_what_is_missing_is_named(
     [
         ({"namespace": "model"}, "namespace must be 32 bytes, got str"),
         ({"namespace": b"short"}, "namespace must be 32 bytes, got 5 bytes"),
-        ({"block_bytes": 0}, "block_bytes must be a positive int, got 0"),
-        ({"max_bytes": 1e9}, "max_bytes must be a positive int, got 1000000000.0"),
-        ({"num_threads": True}, "num_threads must be a positive int, got True"),
+        ({"block_bytes": 0}, "block_bytes must be a positive int of 64 bits, got 0"),
+        (
+            {"max_bytes": 1e9},
+            "max_bytes must be a positive int of 64 bits, got 1000000000.0",
+        ),
+        (
+            {"max_bytes": 2**70},
+            f"max_bytes must be a positive int of 64 bits, got {2**70}",
+        ),
+        ({"direct": np.ones(2)}, "direct must be a bool, got array([1., 1.])"),
+        (
+            {"num_threads": True},
+            "num_threads must be a positive int of 64 bits, got True",
+        ),
         ({"policy": "lfu"}, "policy must be 'lru', got 'lfu'"),
         ({"direct": "yes"}, "direct must be a bool, got 'yes'"),
     ],
@@ -391,3 +402,15 @@ def test_wrong_arguments(tmp_path: Path, changed: dict[str, object], says: str) 
     with pytest.raises(ValueError, match=re.escape(f"DiskTier: {says}")):
         DiskTier(tmp_path, **(arguments | changed))  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", [None, b"here", 3])
+def test_what_is_no_path(path: object) -> None:
+    with pytest.raises(TypeError, match="DiskTier: path must be a str or os"):
+        DiskTier(path, namespace=NAMESPACE, block_bytes=BLOCK, max_bytes=1 << 22)  # type: ignore[arg-type]
+
+
+def test_sizes_may_be_numpys(tmp_path: Path) -> None:
+    sizes = {"block_bytes": np.int64(BLOCK), "max_bytes": np.int32(1 << 22)}
+    with DiskTier(tmp_path, namespace=NAMESPACE, **sizes) as tier:  # type: ignore[arg-type]
+        assert type(tier.block_bytes) is int

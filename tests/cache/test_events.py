@@ -206,6 +206,19 @@ def test_a_salted_sequence_is_told_apart_and_its_salt_is_not_told() -> None:
     assert b"secret" not in BatchEncoder().encode(log.replay()[0])
 
 
+def test_sources_that_would_tell_nothing() -> None:
+    cache = PrefixCache(make_manager(), model="model")
+    with pytest.raises(ValueError, match=r"keeps no events, .*\(\.\.\., events=True\)"):
+        EventSource.of(cache)
+    kept = PrefixCache(cache.manager, model="other", events=True)
+    source = EventSource.of(cache)  # of one pool: its books keep them for both
+    with pytest.raises(TypeError, match=r"several names, got 'french'; pass \['fren"):
+        EventSource.of(kept, adapters="french")
+    for given in ([cache], source, [source, cache]):
+        with pytest.raises(TypeError, match="must be several EventSources, got"):
+            EventStream(given, [])
+
+
 def test_host_memory_tells_what_comes_and_goes() -> None:
     one = Setup(host_blocks=2)
     with EventStream([EventSource.of_host(one.tiers)], []) as stream:

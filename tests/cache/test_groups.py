@@ -136,3 +136,11 @@ def test_all_groups_or_none() -> None:
 def test_what_are_no_groups(caches, windows, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         GroupedCache(caches, windows=windows)
+
+
+def test_what_are_no_caches_by_name() -> None:
+    for bad in ([1], None, {"a": ONE.manager}, {"a": ONE, "b": None}):
+        with pytest.raises(
+            TypeError, match="must be a PrefixCache by each group's name"
+        ):
+            GroupedCache(bad)  # type: ignore[arg-type]

@@ -138,6 +138,7 @@ def test_tokens_of_any_kind(tokens: object) -> None:
         ([1.5], TypeError, "tokens must be integers, got an array of float64"),
         ([True], TypeError, "tokens must be integers, got an array of bool"),
         ([[1, 2]], ValueError, r"one sequence, got shape \(1, 2\)"),
+        ([[1], [2, 3]], ValueError, "got sequences of several lengths; open a table"),
         ([2**31], ValueError, "must fit 32 bits"),
         ([-(2**31) - 1], ValueError, "must fit 32 bits"),
     ],
@@ -152,6 +153,7 @@ def test_what_are_no_tokens(tokens: object, error: type, words: str) -> None:
     [
         ((3, SPEC), TypeError, "model must be a str, got 3"),
         (("", SPEC), ValueError, "model must not be empty"),
+        (("\ud800", SPEC), ValueError, "Namespace: model must be text that UTF-8 has"),
         (("x", 3), TypeError, "spec must be a BlockSpec, got 3"),
         (("x", SPEC, 6), ValueError, "multiple of the 4 of spec, got 6"),
         (("x", SPEC, 0), ValueError, "multiple of the 4 of spec, got 0"),
@@ -168,3 +170,8 @@ def test_what_is_no_adapter_and_no_salt() -> None:
         NAMESPACE.root(3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="salt must be a str or bytes, got 3"):
         NAMESPACE.root(salt=3)  # type: ignore[arg-type]
+    for given in ({"adapter": "\ud800"}, {"salt": "\ud800"}):
+        with pytest.raises(
+            ValueError, match=r"must be text that .*, got '\\ud800' with"
+        ):
+            NAMESPACE.root(**given)

@@ -11,6 +11,7 @@ import pytest
 from managers import BLOCKS, NT, make_manager
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from small_caches import small
 from small_tiers import Setup
 from tier_stores import MemoryStore
 
@@ -183,3 +184,12 @@ def test_what_is_not_installed_is_named(
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ImportError, match=f"`pip install {package}`"):
         build()
+
+
+def test_what_are_no_caches() -> None:
+    cache = small()
+    for bad in ({"device": cache.manager}, {"device": None}, cache, [cache]):
+        with pytest.raises(
+            TypeError, match="caches must be a PrefixCache, or a functi"
+        ):
+            CacheCollector(bad)  # type: ignore[arg-type]

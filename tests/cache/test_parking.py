@@ -68,6 +68,22 @@ def test_a_sequence_with_an_adapter_is_not_parked_as_another(setup: Setup) -> No
     setup.holds(table)
 
 
+def test_tables_of_another_pool(setup: Setup) -> None:
+    """Two replicas in a process have equal namespaces, and blocks of their own."""
+    setup.only_below(range(14))
+    other = Setup()
+    table = other.computed(range(14))
+    before = setup.tiers.stats()
+    with pytest.raises(ValueError, match="park: the table has its blocks in another p"):
+        park(setup.tiers, table, 14)
+    with pytest.raises(ValueError, match="onboard: the table has its blocks in anothe"):
+        setup.tiers.onboard(table)
+    assert not table.freed and setup.tiers.stats() == before
+    parked = park(other.tiers, table, 14)
+    assert resume(other.tiers, parked)[1] == 14
+    other.tiers.close()
+
+
 def test_what_a_tier_has_lost_is_computed_again(setup: Setup) -> None:
     table = setup.computed(range(14))
     parked = park(setup.tiers, table, 14)

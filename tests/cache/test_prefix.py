@@ -496,6 +496,9 @@ def test_what_is_no_cache() -> None:
     ("call", "error", "words"),
     [
         (lambda t: t.reserve(-1), ValueError, "num_tokens must be at least 0"),
+        (lambda t: t.reserve(2**63), ValueError, r"num_tokens must be below 2\^63"),
+        (lambda t: t.slots(0, 2**70), ValueError, r"count must be below 2\^63, got"),
+        (lambda t: t.free_before(2**63), ValueError, r"token must be below 2\^63"),
         (lambda t: t.reserve(1.5), TypeError, "num_tokens must be an integer"),
         (lambda t: t.commit(9), ValueError, "9 tokens, but the table has 8"),
         (lambda t: t.slots(7, 2), IndexError, "2 tokens from 7 on do not fit 2"),

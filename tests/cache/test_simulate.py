@@ -166,6 +166,17 @@ def test_what_makes_no_sense_is_refused(argument: Any, message: str) -> None:
         simulate(requests(Asked([1])), **argument)
 
 
+@pytest.mark.parametrize("capacity", [2.5, "x", True])
+def test_what_is_no_capacity(capacity: Any) -> None:
+    with pytest.raises(TypeError, match="simulate: capacity must be an integer, got "):
+        simulate(requests(Asked([1])), capacity=capacity)
+
+
+def test_what_is_no_request() -> None:
+    with pytest.raises(TypeError, match="have a Request for each request, got 1"):
+        simulate([*requests(Asked([1])), 1])  # type: ignore[list-item]
+
+
 def test_with_a_clock_requests_come_in_order() -> None:
     trace = requests(Asked([1], arrival=2.0), Asked([1], arrival=1.0))
     with pytest.raises(ValueError, match=r"a request of 1\.0 s comes after one of 2"):

@@ -16,7 +16,7 @@ from small_tiers import SIZE, Setup, states
 from tier_stores import MemoryStore
 
 from jax_kvblock import BlockTable, KVPool, PoolExhaustedError
-from jax_kvblock.cache import host
+from jax_kvblock.cache import GroupedCache, host
 from jax_kvblock.cache.copy_lines import CopyError
 
 
@@ -106,6 +106,10 @@ def test_what_is_no_key(setup: Setup) -> None:
     for bad in ([b"short"], ["text"], [keys[0], None]):
         with pytest.raises(TypeError, match="onboard: pass a table, or keys of 32"):
             setup.tiers.onboard(bad)
+    grouped = GroupedCache({"a": setup.cache}).open(range(9))
+    for call in (setup.tiers.onboard, setup.tiers.offload):
+        with pytest.raises(TypeError, match=r"pass a table, or .*no tables of groups"):
+            call(grouped)
     with pytest.raises(TypeError, match="onboard: parent must be 32 bytes"):
         setup.tiers.onboard(keys, parent=b"short")
     with pytest.raises(ValueError, match="parent is for keys"):
@@ -538,6 +542,8 @@ def test_threads_send_and_bring(setup: Setup) -> None:
         ({"host_blocks": 0}, ValueError, "must hold a block of 1536 bytes, got 0"),
         ({"low": 0.5, "high": 0.1}, ValueError, "low and high are parts"),
         ({"high": 1.5}, ValueError, "low and high are parts"),
+        ({"low": "a"}, TypeError, "low must be a number, a part of the blocks, got 'a"),
+        ({"high": True}, TypeError, "high must be a number"),
         ({"staging_bytes": "x"}, TypeError, "staging_bytes must be an integer"),
     ],
 )
@@ -573,6 +579,20 @@ def test_nothing_of_the_weights_before_is_found() -> None:
     with pytest.raises(ValueError, match="model must not be empty"):
         one.cache.set_model("")
     one.tiers.close()
+
+
+def test_after_closing() -> None:
+    one = Setup()
+    one.only_below(range(9))
+    table = one.computed(range(20, 29))
+    one.tiers.close()
+    one.tiers.close()
+    told = "the tiers are closed; make a new TieredCache"
+    with pytest.raises(RuntimeError, match=f"TieredCache.offload: {told}"):
+        one.tiers.offload(table)
+    for call in (lambda: one.tiers.open(range(9)), lambda: one.tiers.onboard(table)):
+        with pytest.raises(RuntimeError, match=f"TieredCache.onboard: {told}"):
+            call()
 
 
 def test_combined_caches_come_as_a_whole() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,22 @@ from jax_kvblock.cache.disk.index import KEY_BYTES
 
 
 def check_open(
-    namespace: Any, policy: Any, sizes: dict[str, Any], switches: dict[str, Any]
-) -> None:
-    """The arguments of the constructor, but for what the folder has to say."""
+    path: Any,
+    namespace: Any,
+    policy: Any,
+    sizes: dict[str, Any],
+    switches: dict[str, Any],
+) -> Iterator[int]:
+    """The arguments of the constructor, but for what the folder has to say.
+
+    Returns:
+      The sizes.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            f"DiskTier: path must be a str or os.PathLike, got {_shown(path)}; "
+            "os.fsdecode makes a str of bytes"
+        )
     if not isinstance(namespace, bytes) or len(namespace) != KEY_BYTES:
         raise ValueError(
             f"DiskTier: namespace must be {KEY_BYTES} bytes, got {_shown(namespace)}; "
@@ -25,11 +39,15 @@ def check_open(
             "was not used for the longest time"
         )
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"DiskTier: {name} must be a positive int, got {size!r}")
+        whole = isinstance(size, (int, np.integer)) and not isinstance(size, bool)
+        if not whole or not 0 < size < 2**63:
+            raise ValueError(
+                f"DiskTier: {name} must be a positive int of 64 bits, got {size!r}"
+            )
     for name, switch in switches.items():
-        if switch not in (True, False, None):
+        if np.ndim(switch) or switch not in (True, False, None):
             raise ValueError(f"DiskTier: {name} must be a bool, got {switch!r}")
+    return map(int, sizes.values())
 
 
 def check_keys(where: str, keys: Any) -> list[bytes]:

@@ -97,7 +97,8 @@ class DiskTier:
         sizes = {"block_bytes": block_bytes, "max_bytes": max_bytes}
         sizes["num_threads"] = num_threads
         switches = {"direct": direct, "gpudirect": gpudirect, "read_only": read_only}
-        arguments.check_open(namespace, policy, sizes, switches)
+        checked = arguments.check_open(path, namespace, policy, sizes, switches)
+        block_bytes, max_bytes, num_threads = checked
         wanted = Header(namespace, block_bytes, slots_within(max_bytes, block_bytes))
         self.namespace, self.block_bytes = namespace, block_bytes
         self.path = Path(path) / namespace.hex()
