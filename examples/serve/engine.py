@@ -37,6 +37,7 @@ from serve.interface import (
     Request,
     Stats,
     Stream,
+    check_whole,
 )
 from serve.models import LoadedModel
 from serve.runner import Runner, step_shapes
@@ -88,7 +89,8 @@ class Engine:
             empty where all is well.
 
     Raises:
-        ValueError: for sizes that do not go together.
+        ValueError: for sizes that do not go together, or are none.
+        TypeError: for sizes that are no whole numbers.
 
     Example:
         >>> engine = Engine(load_model(), num_blocks=256)
@@ -116,6 +118,24 @@ class Engine:
         policy: str = "lru",
         reserve: float = 0.02,
     ) -> None:
+        optional = {"decode_steps": decode_steps, "max_tokens": max_tokens}
+        check_whole(
+            "Engine",
+            num_blocks=num_blocks,
+            block_size=block_size,
+            max_batch=max_batch,
+            max_tokens_per_step=max_tokens_per_step,
+            draft_tokens=draft_tokens,
+            max_waiting=max_waiting,
+            host_bytes=host_bytes,
+            disk_bytes=disk_bytes,
+            **{name: value for name, value in optional.items() if value is not None},
+        )
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(
+                "Engine: max_tokens must be from 1 on, or None for what model and pool "
+                f"allow, got {max_tokens}"
+            )
         if max_waiting < 1:
             raise ValueError(f"Engine: max_waiting must be above 0, got {max_waiting}")
         if not 1 <= max_batch <= max_tokens_per_step:
@@ -138,9 +158,8 @@ class Engine:
             )
         self.model = model
         self.max_waiting = max_waiting
-        self.max_tokens = min(
-            model.max_tokens, num_blocks * block_size, max_tokens or model.max_tokens
-        )
+        most = model.max_tokens if max_tokens is None else max_tokens
+        self.max_tokens = min(model.max_tokens, num_blocks * block_size, most)
         config = model.config
         self._manager = BlockManager(
             config.num_layers,

@@ -13,7 +13,14 @@ import contextlib
 import math
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypedDict
@@ -61,7 +68,7 @@ class Request:
     priority: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
+        if isinstance(self.stop, str) or not isinstance(self.stop, Iterable):
             raise TypeError(f"Request: stop must be a list of texts, got {self.stop!r}")
         # Who asks may go on with the same list: add the new tokens to it, for example.
         for name in ("prompt", "stop_tokens"):
@@ -84,12 +91,28 @@ class Request:
 
 def _ints(name: str, values: Collection[int]) -> tuple[int, ...]:
     """Python's ints, whatever integers these are."""
+    if hasattr(values, "__array__"):  # of JAX's arrays the numbers would be arrays
+        values = np.asarray(values).tolist()
+    if not isinstance(values, Iterable):
+        raise TypeError(f"Request: {name} must be a list of ints, got {values!r}")
+    values = list(values)
     kinds = set(map(type, values))  # of thousands of tokens there is one
     for kind in kinds:
         if kind is bool or not issubclass(kind, int | np.integer):
             value = next(value for value in values if type(value) is kind)
             raise TypeError(f"Request: {name} must be of int, got {value!r}")
     return tuple(values if kinds <= {int} else map(int, values))
+
+
+def check_whole(where: str, **numbers: object) -> None:
+    """That these are whole numbers.
+
+    Raises:
+        TypeError: if one is not.
+    """
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            raise TypeError(f"{where}: {name} must be of int, got {value!r}")
 
 
 def _check_range(name: str, value: float, low: float, high: float = math.inf) -> None:

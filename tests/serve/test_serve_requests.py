@@ -304,6 +304,15 @@ def test_sizes_that_do_not_go_together(tiny: tuple[TinyModel, LoadedModel]) -> N
     for given in ({"decode_steps": 0}, {"decode_steps": 2, "draft_tokens": 1}):
         with pytest.raises(ValueError, match="decode_steps must be from 1 on, and 1 b"):
             make(tiny[1], **given)
+    for most in (0, -3):
+        with pytest.raises(
+            ValueError, match=f"max_tokens must be from 1 on, .* {most}$"
+        ):
+            make(tiny[1], max_tokens=most)
+    for name in ("max_tokens", "decode_steps", "max_waiting", "num_blocks"):
+        with pytest.raises(TypeError, match=f"Engine: {name} must be of int, got 2.0"):
+            make(tiny[1], **{name: 2.0})
+    assert make(tiny[1], max_tokens=1).max_tokens == 1
     assert make(tiny[1], num_blocks=4).max_tokens == 32
     assert Engine(tiny[1], num_blocks=999).max_tokens == 512  # the model's
 

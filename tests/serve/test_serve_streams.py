@@ -6,6 +6,8 @@ import asyncio
 import threading
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from fake_engine import FakeEngine
 from serve.interface import Event, QueueFullError, Request, Stream
@@ -13,6 +15,10 @@ from serve.interface import Event, QueueFullError, Request, Stream
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"prompt": []}, ValueError, "prompt must have a token"),
     ({"prompt": ["a"]}, TypeError, "prompt must be of int, got 'a'"),
+    ({"prompt": None}, TypeError, "prompt must be a list of ints, got None"),
+    ({"prompt": np.array(3)}, TypeError, "prompt must be a list of ints, got 3"),
+    ({"stop": None}, TypeError, "stop must be a list of texts, got None"),
+    ({"stop_tokens": 5}, TypeError, "stop_tokens must be a list of ints, got 5"),
     ({"prompt": [True]}, TypeError, "prompt must be of int, got True"),
     ({"max_new_tokens": 0}, ValueError, r"max_new_tokens must be in \[1, inf\], got 0"),
     ({"max_new_tokens": 1.5}, TypeError, "max_new_tokens must be of int"),
@@ -35,6 +41,12 @@ def test_a_request_says_what_is_wrong(
 ) -> None:
     with pytest.raises(error, match=message):
         Request(**{"prompt": [1], **given})
+
+
+@pytest.mark.parametrize("kind", [np.array, jnp.array, iter], ids=lambda k: k.__name__)
+def test_tokens_of_any_kind(kind: Any) -> None:
+    prompt = Request(prompt=kind([1, 2]), stop_tokens=kind([3])).prompt
+    assert prompt == (1, 2) and set(map(type, prompt)) == {int}
 
 
 def test_a_stream_is_read_by_another_thread() -> None:
