@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve.interface import Event, Stream
 from serve.openai_answers import Shape
-from serve.openai_api import ApiError
+from serve.openai_api import ApiError, in_words
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,9 +71,10 @@ async def read_body(request: HttpRequest, limits: Limits) -> bytes:
         ApiError: 408, 413 or 415.
         ClientDisconnect: if the client has gone.
     """
-    kind = request.headers.get("content-type", "application/json")
+    kind = request.headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
-        message = f"Content-Type must be application/json, got {kind!r}"
+        got = in_words(kind) if kind else "none"
+        message = f"Content-Type must be application/json, got {got}"
         raise ApiError(415, message, code="unsupported_media_type")
     length = request.headers.get("content-length", "0")
     too_long = ApiError(

@@ -26,7 +26,15 @@ from serve.http_answers import (
 from serve.http_metrics import Metrics
 from serve.interface import Engine, QueueFullError, Stream
 from serve.openai_answers import Shape, model_object
-from serve.openai_api import ApiError, Asked, ChatRequest, CompletionRequest, read
+from serve.openai_api import (
+    MOST_SHOWN,
+    ApiError,
+    Asked,
+    ChatRequest,
+    CompletionRequest,
+    in_words,
+    read,
+)
 
 PAGE = Path(__file__).parent / "pages" / "index.html"
 
@@ -133,7 +141,7 @@ class Endpoints:
     def check_model(self, name: str) -> None:
         known = self.engine.model.name
         if name != known:
-            message = f"The model {name!r} does not exist here; {known!r} does"
+            message = f"The model {in_words(name)} does not exist here; {known!r} does"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def models(self, request: HttpRequest) -> Response:
@@ -188,7 +196,9 @@ async def _api_error(request: HttpRequest, error: Exception) -> Response:
 
 async def _http_error(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
+    asked = f"{request.method} {request.url.path}"
+    asked = asked if len(asked) <= 2 * MOST_SHOWN else f"{asked[: 2 * MOST_SHOWN]}…"
+    message = f"{asked}: {error.detail}"
     code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code)
     told = ApiError(error.status_code, message, code=code, headers=error.headers)
     return error_response(told)

@@ -32,6 +32,7 @@ except ImportError as error:
 
 from serve.http_answers import Limits
 from serve.http_endpoints import HANDLERS, Endpoints
+from serve.http_hosts import KnownHosts, known_hosts
 from serve.http_metrics import Counted, Metrics
 from serve.interface import Engine
 
@@ -41,6 +42,7 @@ def create_app(
     *,
     limits: Limits | None = None,
     collectors: Iterable[Collector] = (),
+    hosts: Iterable[str] | None = None,
 ) -> ASGIApp:
     """The ASGI application over an engine that has been started.
 
@@ -48,10 +50,13 @@ def create_app(
         engine: what serves requests.
         limits: what a client may ask.
         collectors: further numbers for /metrics.
+        hosts: the names by which it may be asked, as for `KnownHosts`; any if None.
     """
     metrics = Metrics(engine, collectors)
     routes = Endpoints(engine, limits or Limits(), metrics).routes()
-    app = Starlette(routes=routes, exception_handlers=HANDLERS)
+    app: ASGIApp = Starlette(routes=routes, exception_handlers=HANDLERS)
+    if hosts is not None:
+        app = KnownHosts(app, hosts)
     return Counted(app, metrics, [route.path for route in routes])
 
 
@@ -105,6 +110,7 @@ def run(
     port: int = 8000,
     limits: Limits | None = None,
     collectors: Iterable[Collector] = (),
+    hosts: Iterable[str] = (),
     ready: Callable[[str], None] = print,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then open answers may end, and the engine stops.
@@ -115,6 +121,8 @@ def run(
         port: 0 takes a free one.
         limits: what a client may ask.
         collectors: further numbers for /metrics.
+        hosts: by which it may be asked beside its own: while it listens on this machine
+            alone, requests by other names and posts of other sites' pages are refused.
         ready: told the server's URL when it listens.
 
     Raises:
@@ -122,7 +130,8 @@ def run(
     """
     limits = limits or Limits()
     listener = listen(host, port, limits)
-    app = create_app(engine, limits=limits, collectors=collectors)
+    known = known_hosts(listener, host, hosts)
+    app = create_app(engine, limits=limits, collectors=collectors, hosts=known)
     server = make_server(app, limits)
     shown = f"[{host}]" if ":" in host else host
     try:

@@ -179,7 +179,7 @@ ROLES = {
 def _turn(where: str, message: ChatMessage) -> Message:
     """A message as tokenizers take it: a role, and one text."""
     if message.role not in ROLES:
-        text = f"{where}.role: one of {', '.join(ROLES)}, got {message.role!r}"
+        text = f"{where}.role: one of {', '.join(ROLES)}, got {in_words(message.role)}"
         raise ApiError(400, text, param=f"{where}.role", code="invalid_value")
     if message.tool_calls:
         text = f"{where}.tool_calls: tools are not supported; leave them out"
@@ -204,6 +204,8 @@ def _is_int(value: object) -> bool:
 
 
 # ---- reading -------------------------------------------------------------------------
+
+MOST_SHOWN = 40  # characters of what came, in messages
 
 # What these fields may be: they ask for what happens anyway.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -248,7 +250,7 @@ def read(body: bytes, kind: type[AskedType]) -> AskedType:
         message = f"The body must be JSON in UTF-8: {error}"
         raise ApiError(400, message, code="invalid_json") from error
     if not isinstance(data, dict):
-        message = f"The body must be a JSON object, got {_in_words(data)}"
+        message = f"The body must be a JSON object, got {in_words(data)}"
         raise ApiError(400, message, code="invalid_type")
     _check_names(data, kind)
     try:
@@ -272,8 +274,9 @@ def _check_names(data: dict[str, Any], kind: type[Asked]) -> None:
                 message = f"{name}: not supported here; leave it out{fix}"
                 raise ApiError(400, message, param=name, code="unsupported_parameter")
         elif name not in known:
-            message = f"{name}: unknown; leave it out"
-            raise ApiError(400, message, param=name, code="unknown_parameter")
+            shown = name if len(name) <= MOST_SHOWN else f"{name[:MOST_SHOWN]}…"
+            message = f"{shown}: unknown; leave it out"
+            raise ApiError(400, message, param=shown, code="unknown_parameter")
 
 
 def _explained(text: str, data: dict[str, Any]) -> ApiError:
@@ -289,7 +292,7 @@ def _explained(text: str, data: dict[str, Any]) -> ApiError:
         message, code = f"{param}: {reason}", "invalid_type"
     else:
         value = _at(data, param or "")
-        message, code = f"{param}: {reason}, got {_in_words(value)}", "invalid_value"
+        message, code = f"{param}: {reason}, got {in_words(value)}", "invalid_value"
     return ApiError(400, message, param=param, code=code)
 
 
@@ -300,9 +303,10 @@ def _at(data: Any, path: str) -> Any:
     return data
 
 
-def _in_words(value: Any) -> str:
+def in_words(value: Any) -> str:
+    """What came, shortened."""
     if isinstance(value, list | dict):
         kind = "an array" if isinstance(value, list) else "an object"
         return f"{kind} of length {len(value)}"
     text = repr(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}…"

@@ -100,6 +100,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--chat", action="store_true", help="talk to the model")
     add("--http", type=int, metavar="PORT", nargs="?", const=8000, help="serve HTTP")
     add("--host", default="127.0.0.1", help="where HTTP listens: this machine alone")
+    add(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name by which HTTP may be asked, beside this machine's; several times",
+    )
     add("--body-mib", type=int, default=4, help="of a request by HTTP, at most")
     add("--check", action="store_true", help="hold tokens to the dense model")
     add("--plain", action="store_true", help="no live view")
@@ -160,7 +167,8 @@ def serve_http(engine: Engine, options: argparse.Namespace) -> None:
         raise SystemExit(f"serve: {error}") from None
     threading.Thread(target=settle, args=(engine,), daemon=True).start()
     try:
-        run(engine, host=options.host, port=options.http, limits=limits)
+        at = {"host": options.host, "port": options.http, "hosts": options.allow_host}
+        run(engine, limits=limits, **at)
     except OSError as error:  # the port is taken, for example
         raise SystemExit(f"serve: {error.strerror or error}") from None
 

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("starlette")
 from books_engine import BooksEngine
 from fake_engine import FakeEngine
-from http_servers import CHAT, HELLO, PROMPT, TEXT, call, chunks, started
+from http_servers import CHAT, HELLO, JSON, PROMPT, TEXT, call, chunks, started
 from serve.http_answers import Limits, StreamedAnswer
 from serve.http_server import create_app
 from serve.interface import Event, Request, Stats, Stream
@@ -223,7 +223,7 @@ def test_models() -> None:
 def test_metrics_tell_all_that_the_engine_tells() -> None:
     with started(BooksEngine(num_blocks=16)) as app:
         post(app, TEXT, max_tokens=4)
-        call(app, "POST", TEXT, content=b"{")
+        call(app, "POST", TEXT, content=b"{", headers=JSON)
         call(app, "GET", "/nowhere")
         got = call(app, "GET", "/metrics")
     assert got.headers["content-type"].startswith("text/plain; version=")

@@ -8,9 +8,10 @@ import pytest
 
 pytest.importorskip("starlette")
 from fake_engine import FakeEngine
-from http_servers import CHAT, HELLO, PROMPT, TEXT, call, started
+from http_servers import CHAT, HELLO, JSON, PROMPT, TEXT, call, started
 from serve.http_answers import Limits
-from serve.http_server import create_app
+from serve.http_hosts import known_hosts
+from serve.http_server import create_app, listen
 from serve.interface import Request
 
 pytestmark = pytest.mark.cpu
@@ -43,7 +44,7 @@ NO_JSON = [
 @pytest.mark.cases(len(NO_JSON))
 @pytest.mark.parametrize(("body", "message"), NO_JSON)
 def test_bodies_that_are_no_json_object(body: bytes, message: str) -> None:
-    status, error = refused(create_app(FakeEngine()), content=body)
+    status, error = refused(create_app(FakeEngine()), content=body, headers=JSON)
     assert status == 400 and error["type"] == "invalid_request_error"
     assert error["code"] in ("invalid_json", "invalid_type")
     assert message in error["message"] and len(error["message"]) < 200
@@ -227,19 +228,79 @@ def test_bodies_beyond_the_limit(declared: bool) -> None:
             yield part
 
     app = create_app(FakeEngine(), limits=Limits(body_bytes=100))
-    headers = {"content-type": "application/json"}
     content = b"".join(parts) if declared else streamed()
-    got = call(app, "POST", TEXT, content=content, headers=headers)
+    got = call(app, "POST", TEXT, content=content, headers=JSON)
     assert ("content-length" in got.request.headers) == declared
     assert got.status_code == 413 and got.headers["connection"] == "close"
     assert "100 bytes at most" in got.json()["error"]["message"]
-    small = call(app, "POST", TEXT, content=b"x" * 100, headers=headers)
+    small = call(app, "POST", TEXT, content=b"x" * 100, headers=JSON)
     assert small.status_code == 400
 
 
 def test_a_form_is_no_json(app: Any) -> None:
     status, error = refused(app, data={"model": "fake"})
     assert status == 415 and "application/json" in error["message"]
+    status, error = refused(app, content=b"{}")
+    assert status == 415 and error["message"].endswith("application/json, got none")
+
+
+def test_what_is_long_is_told_in_short(app: Any) -> None:
+    """Nobody is sent his own 100 kB again."""
+    long = "x" * 60_000
+    turn = {"role": long, "content": "hi"}
+    for path, fields, param in (
+        (TEXT, {**PROMPT, long: 1}, "x" * 40 + "…"),
+        (TEXT, {**PROMPT, "model": long}, "model"),
+        (CHAT, {**HELLO, "messages": [turn]}, "messages[0].role"),
+    ):
+        _, error = refused(app, path, json=fields)
+        assert error["param"] == param and "xxx…" in error["message"]
+        assert len(error["message"]) < 200
+    for path in (f"/v1/models/{long}", f"/{long}"):
+        got = call(app, "GET", path)
+        assert got.status_code == 404 and len(got.text) < 300
+    _, error = refused(app, content=b"{}", headers={"content-type": long})
+    assert len(error["message"]) < 200
+
+
+# ---- whose pages ask -----------------------------------------------------------------
+
+HERE = ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.0.0.2", "[::1]:8000")
+ELSEWHERE = ("evil.example", "evil.example:8000", "localhost.evil.example", "", "[::1")
+
+
+@pytest.mark.parametrize("host", [*HERE, *ELSEWHERE, "proxy.example:443"])
+def test_names_of_this_machine_and_others(host: str) -> None:
+    """A page whose name was led here, by DNS, is no page of this server."""
+    with listen("127.0.0.1", 0, Limits()) as listener:
+        known = known_hosts(listener, "127.0.0.1", ["Proxy.example"])
+    app = create_app(FakeEngine(), hosts=known)
+    got = call(app, "GET", "/v1/models", headers={"host": host})
+    assert got.status_code == (403 if host in ELSEWHERE else 200)
+    if got.status_code == 403:
+        assert got.json()["error"]["code"] == "unknown_host"
+        assert "Host must name this machine" in got.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://[::1"])
+def test_posts_of_other_sites_pages(origin: str) -> None:
+    engine = FakeEngine()
+    app = create_app(engine, hosts=["localhost"])
+    headers = {"origin": origin, "host": "localhost"}
+    status, error = refused(app, json=PROMPT, headers=headers)
+    assert (status, error["code"]) == (403, "foreign_origin")
+    assert engine.stats()["waiting"] == engine.stats()["running"] == 0
+    for page in ("http://localhost:3000", "http://127.0.0.1:8000"):
+        here = {"origin": page, "host": "localhost"}
+        assert refused(app, content=b"{", headers={**here, **JSON})[0] == 400
+    assert call(app, "GET", "/health", headers=headers).status_code != 403
+
+
+def test_a_server_for_others_is_asked_by_any_name() -> None:
+    with listen("0.0.0.0", 0, Limits()) as listener:
+        assert known_hosts(listener, "0.0.0.0") is None
+        names = known_hosts(listener, "0.0.0.0", ["a.example"])
+    assert names is not None and "a.example" in names
 
 
 def test_paths_and_methods_that_are_not(app: Any) -> None:

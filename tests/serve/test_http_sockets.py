@@ -108,7 +108,11 @@ def connect(url: str) -> socket.socket:
 
 
 def head(length: int) -> bytes:
-    lines = [f"POST {TEXT} HTTP/1.1", "Host: t", "Content-Type: application/json"]
+    lines = [
+        f"POST {TEXT} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+    ]
     return "\r\n".join([*lines, f"Content-Length: {length}", "", ""]).encode()
 
 

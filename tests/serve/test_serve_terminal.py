@@ -264,7 +264,8 @@ def test_ctrl_c_while_a_server_compiles(
     """It listens where it is told, and takes bodies as long as it is told."""
     httpx = pytest.importorskip("httpx")
     pytest.importorskip("starlette")
-    asked = command("--http", "0", "--host", "127.0.0.2", "--body-mib", "1")
+    options = ("--host", "127.0.0.2", "--body-mib", "1", "--allow-host", "a.proxy")
+    asked = command("--http", "0", *options)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     env = {**environment, "XDG_CACHE_HOME": str(tmp_path)}  # no program is kept
     with subprocess.Popen(asked, env=env, **pipes) as process:
@@ -274,9 +275,14 @@ def test_ctrl_c_while_a_server_compiles(
             assert url.startswith("http://127.0.0.2:"), url
             health = httpx.get(url + "/health", timeout=60)
             assert (health.status_code, health.json()["status"]) == (503, "starting")
+            # By names of this machine and of the proxy alone.
+            for host, status in (("evil.example", 403), ("a.proxy:80", 404)):
+                got = httpx.get(url + "/x", headers={"host": host}, timeout=60)
+                assert got.status_code == status
+            given = {"headers": {"content-type": "application/json"}, "timeout": 60}
             sizes = (1 << 20, (1 << 20) + 1)
             found = [
-                httpx.post(url + "/v1/completions", content=b"x" * size, timeout=60)
+                httpx.post(url + "/v1/completions", content=b"x" * size, **given)
                 for size in sizes
             ]
             assert [got.status_code for got in found] == [400, 413]

@@ -12,11 +12,13 @@ from typing import Any
 import fake_engine  # noqa: F401  puts the examples on the path
 import httpx
 from serve.http_answers import Limits
+from serve.http_hosts import known_hosts
 from serve.http_server import create_app, listen, make_server
 from serve.interface import Engine
 
 HELLO = {"model": "fake", "messages": [{"role": "user", "content": "hello"}]}
 PROMPT = {"model": "fake", "prompt": "hello"}
+JSON = {"content-type": "application/json"}
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
@@ -47,7 +49,8 @@ def served(engine: Engine, limits: Limits | None = None) -> Iterator[str]:
     limits = limits or Limits(drain_seconds=1)
     listener = listen("127.0.0.1", 0, limits)
     port = listener.getsockname()[1]
-    with started(engine, limits=limits) as app:
+    hosts = known_hosts(listener, "127.0.0.1")
+    with started(engine, limits=limits, hosts=hosts) as app:
         server = make_server(app, limits)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

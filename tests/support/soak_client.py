@@ -231,7 +231,11 @@ ACTIONS: dict[Callable[[Client], str], int] = {
 
 def posted(body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
-    lines = [f"POST {TEXT} HTTP/1.1", "Host: t", "Content-Type: application/json"]
+    lines = [
+        f"POST {TEXT} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+    ]
     head = "\r\n".join([*lines, f"Content-Length: {len(data)}", "", ""])
     return head.encode() + data
 
