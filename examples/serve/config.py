@@ -81,7 +81,7 @@ def of_hub(given: Mapping[str, Any]) -> Config:
     _require("hidden_act", given.get("hidden_act", "silu"), "silu")
     _require("quantization_config", given.get("quantization_config"), None)
     heads = _whole("num_attention_heads", given["num_attention_heads"])
-    dim = given.get("head_dim") or given["hidden_size"] // heads
+    dim = _whole("head_dim", given.get("head_dim") or given["hidden_size"] // heads)
     # Newer files have all that concerns the rotation under one name.
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
@@ -95,7 +95,8 @@ def of_hub(given: Mapping[str, Any]) -> Config:
     longest = given["max_position_embeddings"]
     window = given.get("sliding_window")
     if window is not None and given.get("use_sliding_window", True):
-        longest = min(longest, window)  # where a window sees as much as no window
+        # Where a window sees as much as no window.
+        longest = min(longest, _whole("sliding_window", window))
     return Config(
         num_layers=given["num_hidden_layers"],
         width=given["hidden_size"],
@@ -146,7 +147,8 @@ def of_gguf(field: Callable[..., Any], divisors: Any) -> Config:
         name, factor = "rope.scaling.type", own("rope.scaling.factor", 1.0)
         scaling = {"rope_type": own(name, "default"), "factor": factor}
         inv_freq = _scaled(inv_freq, scaling)
-    longest = own("context_length")
+    longest = _whole("context_length", own("context_length"))
+    window = own("attention.sliding_window", None) or longest
     return Config(
         num_layers=own("block_count"),
         width=width,
@@ -157,7 +159,7 @@ def of_gguf(field: Callable[..., Any], divisors: Any) -> Config:
         norm_eps=own("attention.layer_norm_rms_epsilon"),
         inv_freq=inv_freq,
         interleaved=kind in ("llama", "mistral"),  # whose rows are permuted
-        max_tokens=min(longest, own("attention.sliding_window", longest) or longest),
+        max_tokens=min(longest, _whole("attention.sliding_window", window)),
     )
 
 
@@ -178,6 +180,12 @@ def _scaled(inv_freq: tuple[float, ...], how: Mapping[str, Any]) -> tuple[float,
         return tuple(f / factor for f in inv_freq)
     if kind == "llama3":
         needed = {n: _real(f"{n} of rope scaling", how.get(n)) for n in LLAMA3}
+        low, high = needed["low_freq_factor"], needed["high_freq_factor"]
+        if not low < high:
+            raise UnknownModelError(
+                "low_freq_factor of rope scaling must be below high_freq_factor, got "
+                f"{low} and {high}"
+            )
         return tuple(_llama3(f, needed) for f in inv_freq)
     raise UnknownModelError(
         f"scaling of positions must be linear or llama3, got {kind!r}; this model "

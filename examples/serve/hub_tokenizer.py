@@ -67,16 +67,23 @@ def of_folder(path: Path, config: Mapping[str, Any]) -> HubTokenizer:
 
     Raises:
         FileNotFoundError: if `tokenizer.json` is missing.
+        UnknownModelError: if a file says what it cannot.
     """
     tokens = read_tokenizer(path / "tokenizer.json")
     about = _read_if_there(path / "tokenizer_config.json")
     generation = _read_if_there(path / "generation_config.json")
     ends = generation.get("eos_token_id", config.get("eos_token_id"))
     ends = ends if isinstance(ends, list) else [ends]
+    if not all(i is None or type(i) is int for i in ends):
+        raise UnknownModelError(
+            f"eos_token_id must be a token's number, or a list of them, got {ends!r}"
+        )
     template = about.get("chat_template")
     if isinstance(template, list):  # several, by name
-        named = {each["name"]: each["template"] for each in template}
+        several = [each for each in template if isinstance(each, dict)]
+        named = {each.get("name"): each.get("template") for each in several}
         template = named.get("default")
+    _require_text("chat_template", template)
     apart = path / "chat_template.jinja"
     if apart.exists():
         template = apart.read_text(encoding="utf-8")
@@ -84,6 +91,7 @@ def of_folder(path: Path, config: Mapping[str, Any]) -> HubTokenizer:
     for name in SPECIAL:
         found = about.get(name)
         found = found.get("content") if isinstance(found, dict) else found
+        _require_text(name, found)
         if found is not None:
             special[name] = found
     end = tokens.token_to_id(special.get("eos_token", ""))
@@ -111,6 +119,11 @@ def read_tokenizer(path: Path) -> Any:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
         raise UnknownModelError(f"{path} is no tokenizer: {error}") from None
+
+
+def _require_text(name: str, got: Any) -> None:
+    if got is not None and not isinstance(got, str):
+        raise UnknownModelError(f"{name} must be a text, got {got!r}")
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:

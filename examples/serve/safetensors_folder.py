@@ -1,6 +1,7 @@
 """A model in a folder: `config.json`, `*.safetensors`, `tokenizer.json`."""
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,15 +96,41 @@ def _header(file: Path) -> Iterator[tuple[str, _Tensor]]:
             raise config.UnknownModelError(f"{file} is no safetensors file, or cut off")
         try:
             header = json.loads(opened.read(length))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise config.UnknownModelError(f"{file} is no safetensors file") from None
+    if not isinstance(header, dict):
+        raise config.UnknownModelError(f"{file} is no safetensors file")
     for name, about in header.items():
         if name == "__metadata__":
             continue
-        start, end = (8 + length + offset for offset in about["data_offsets"])
+        dtype, shape, (first, last) = _described(file, name, about)
+        start, end = 8 + length + first, 8 + length + last
         if end > size:
             raise config.UnknownModelError(f"{file} is cut off: {name} is missing")
-        yield name, _Tensor(file, about["dtype"], tuple(about["shape"]), start, end)
+        yield name, _Tensor(file, dtype, shape, start, end)
+
+
+def _described(
+    file: Path, name: str, about: Any
+) -> tuple[str, tuple[int, ...], tuple[int, int]]:
+    """What a header says of a tensor: its dtype, shape, and where its bytes are."""
+    about = about if isinstance(about, dict) else {}
+    dtype, shape, place = map(about.get, ("dtype", "shape", "data_offsets"))
+    right = isinstance(dtype, str) and _are_counts(shape) and _are_counts(place)
+    if right and len(place) == 2:
+        held = place[1] - place[0]
+        known = DTYPES.get(dtype)
+        if held == (math.prod(shape) * jnp.dtype(known).itemsize if known else held):
+            return dtype, tuple(shape), tuple(place)
+    raise config.UnknownModelError(
+        f"{file} is damaged: {name} must have a dtype, a shape, and data_offsets of as "
+        f"many bytes, got {dtype!r}, {shape!r} and {place!r}"
+    )
+
+
+def _are_counts(given: Any) -> bool:
+    """Whether it is a list of numbers from 0 on."""
+    return isinstance(given, list) and all(type(x) is int and x >= 0 for x in given)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from llama_files import KINDS, TinyModel, dense_logits, tokenizer
+from llama_files import KINDS, LLAMA3, TinyModel, dense_logits, tokenizer
 from serve.config import UnknownModelError
 from serve.llama import Rows, forward
 from serve.models import LoadedModel, load_model, random_model
@@ -76,6 +76,39 @@ def test_weights_of_other_dtypes(dtype: str, tmp_path: Path) -> None:
         drawn.tensors[name] = tensor.astype(jnp.dtype(dtype)).astype(np.float32)
     wanted = dense_logits(drawn, TOKENS)
     np.testing.assert_allclose(logits_of(model, TOKENS), wanted, atol=2e-4)
+
+
+def test_a_file_of_several_quantizations(tmp_path: Path) -> None:
+    """As they are written: most of a file in one, some tensors in another."""
+    gguf = pytest.importorskip("gguf")
+    # Rows are of whole blocks, 32 numbers.
+    drawn = TinyModel.draw(hidden_size=64, intermediate_size=96)
+    of = {"self_attn": "Q8_0", "mlp": "Q5_1", "lm_head": "Q4_0", "embed_tokens": "F16"}
+
+    def form(name: str) -> Any:
+        found = [of[part] for part in of if part in name]
+        return getattr(gguf.GGMLQuantizationType, found[0]) if found else None
+
+    file = drawn.write_gguf(tmp_path / "file.gguf", form)
+    tensors = {
+        tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors
+    }
+    assert {*of.values(), "F32"} == set(tensors.values())
+    for name, tensor in drawn.tensors.items():
+        if form(name) is not None:
+            kept = gguf.quants.quantize(tensor, form(name))
+            drawn.tensors[name] = gguf.quants.dequantize(kept, form(name))
+            assert 0 < np.abs(drawn.tensors[name] - tensor).max() < 0.1 * tensor.max()
+    # Q8_0 by hand: a scale of 16 bits for 32 numbers, and the numbers of 8 bits.
+    name = "model.layers.0.self_attn.q_proj.weight"
+    rows = TinyModel.draw(hidden_size=64, intermediate_size=96).tensors[name]
+    scale = np.abs(rows.reshape(-1, 32)).max(1, keepdims=True) / np.float32(127)
+    wanted = np.rint(rows.reshape(-1, 32) / scale) * scale.astype(np.float16)
+    np.testing.assert_allclose(
+        drawn.tensors[name], wanted.reshape(rows.shape), rtol=1e-6
+    )
+    found = logits_of(load_model(file), TOKENS)
+    np.testing.assert_allclose(found, dense_logits(drawn, TOKENS), atol=2e-4)
 
 
 def test_a_model_in_bfloat16_is_near(tmp_path: Path) -> None:
@@ -215,6 +248,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no theta": ({"rope_theta": "x"}, "rope_theta must be a number above 0, got 'x'"),
     "no scaling": ({"rope_scaling": "linear"}, "rope_scaling must be an object"),
     "no factor": ({"rope_scaling": {"type": "linear"}}, "factor of rope scaling must"),
+    "a window of no size": ({"sliding_window": "x"}, "sliding_window must be a whole"),
+    "no head dim": ({"head_dim": "x"}, "head_dim must be a whole number .*, got 'x'"),
+    "low and high": (
+        {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}},
+        "low_freq_factor of rope scaling must be below high_freq_factor, got 1.0 and 1",
+    ),
+    "no end": ({"eos_token_id": "x"}, r"eos_token_id must be a token's number, .*'x'"),
     "no factors": ({"rope_scaling": {"rope_type": "llama3"}}, "original_max_position_"),
     "more layers": ({"num_hidden_layers": 3}, "layers.2.self_attn.q_proj.weight are"),
     "fewer layers": ({"num_hidden_layers": 1}, "tensors are none of a Llama's, such"),
@@ -278,6 +318,56 @@ def test_files_that_are_missing_or_broken(tmp_path: Path) -> None:
         broken.write_bytes(data)
         with pytest.raises(UnknownModelError, match="is no GGUF file, or damaged"):
             load_model(broken)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("eos_token", 5),
+        ("bos_token", {"content": [1]}),
+        ("chat_template", {"a": 1}),
+        ("chat_template", [{"name": "default", "template": 3}]),
+    ],
+)
+def test_what_a_tokenizer_cannot_be(name: str, given: Any, tmp_path: Path) -> None:
+    path = TinyModel.draw().write_folder(tmp_path / "model")
+    (path / "tokenizer_config.json").write_text(json.dumps({name: given}))
+    with pytest.raises(UnknownModelError, match=f"{name} must be a text, got"):
+        load_model(path)
+
+
+WRONG_HEADERS: list[Any] = [
+    [1],
+    None,
+    {"a": 3},
+    *(
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **change}}
+        for change in (
+            {"data_offsets": None},
+            {"data_offsets": ["a", "b"]},
+            {"data_offsets": [0, 4, 8]},
+            {"data_offsets": [-8, -4]},
+            {"data_offsets": [4, 0]},
+            {"data_offsets": [0, 2]},
+            {"shape": "x"},
+            {"shape": [2]},
+            {"shape": [-1]},
+            {"dtype": None},
+        )
+    ),
+]
+
+
+@pytest.mark.cases(len(WRONG_HEADERS))
+@pytest.mark.parametrize("header", WRONG_HEADERS, ids=str)
+def test_headers_that_are_damaged(header: Any, tmp_path: Path) -> None:
+    path = TinyModel.draw().write_folder(tmp_path / "model")
+    text = json.dumps(header).encode()
+    data = len(text).to_bytes(8, "little") + text + bytes(8)
+    (path / "model-0.safetensors").write_bytes(data)
+    told = "is damaged: a must have" if isinstance(header, dict) else "no safetensors f"
+    with pytest.raises(UnknownModelError, match=told):
+        load_model(path)
 
 
 def test_gguf_files_of_other_models(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ class TinyModel:
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
 
     @classmethod
-    def draw(cls, kind: str = "llama", seed: int = 0) -> TinyModel:
+    def draw(cls, kind: str = "llama", seed: int = 0, **sizes: int) -> TinyModel:
         options = dict(KINDS[kind])
         biases, norms = options.pop("biases", ()), options.pop("head_norms", False)
         vocabulary = 256 + len(MERGES) + len(SPECIAL)
@@ -72,6 +73,7 @@ class TinyModel:
             "hidden_act": "silu",
             "eos_token_id": vocabulary - 2,
             **options,
+            **sizes,
         }
         self, random = cls(config), np.random.default_rng(seed)
         width, inner = config["hidden_size"], config["intermediate_size"]
@@ -136,8 +138,13 @@ class TinyModel:
         (path / "tokenizer_config.json").write_text(json.dumps(about))
         return path
 
-    def write_gguf(self, path: Path) -> Path:
-        """As llama.cpp's converter writes it: rows of Llama's Q and K are permuted."""
+    def write_gguf(
+        self, path: Path, quantized: Callable[[str], Any] = lambda name: None
+    ) -> Path:
+        """As llama.cpp's converter writes it: rows of Llama's Q and K are permuted.
+
+        quantized: of each tensor's name, its quantization of `gguf`; None for float32.
+        """
         import gguf
 
         c, kind = self.config, self.config["model_type"]
@@ -164,7 +171,9 @@ class TinyModel:
             if kind == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
                 rows = tensor.reshape(-1, 2, dim // 2, tensor.shape[-1])
                 kept = np.ascontiguousarray(rows.swapaxes(1, 2)).reshape(tensor.shape)
-            writer.add_tensor(gguf_name(name), kept)
+            if (form := quantized(name)) is not None:
+                kept = gguf.quants.quantize(kept, form)
+            writer.add_tensor(gguf_name(name), kept, raw_dtype=form)
         if scaling.get("rope_type") == "llama3":
             slower = frequencies(c | {"rope_scaling": None}) / frequencies(c)
             writer.add_tensor("rope_freqs.weight", slower.astype(np.float32))
