@@ -94,7 +94,7 @@ def test_blocks_of_two_shards_from_two_processes(kind: str) -> None:
             started[1].send_signal(signal.SIGSTOP)  # frozen, and its port still open
             began = time.monotonic()
             assert connector.has(keys(2)) == [False] * 2
-            assert time.monotonic() - began < 10 and connector.unanswered == 2
+            assert time.monotonic() - began < 10 and connector.unanswered >= 2
             started[1].send_signal(signal.SIGCONT)
             assert again(connector, keys(2)) == [True] * 2 and not connector.errors
         with pytest.raises(
