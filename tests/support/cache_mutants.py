@@ -13,7 +13,51 @@ HASHES = test("test_keys", "test_the_hash")
 GDS = test("test_disk_gds")
 BELOW, TIER = "jax_kvblock/cache/below.py", "jax_kvblock/cache/disk/tier.py"
 CHECKER = "tests/native/test_books_check.py", "test_each_damage"
+STORES = test("test_stores")
+CHECK = "jax_kvblock/cache/store_check.py"
 CACHE = (
+    Mutant(
+        "ranks of a model share a disk without telling their heads",
+        CHECK,
+        "if not namespace.is_shard or",
+        "if True or",
+        STORES,
+    ),
+    Mutant(
+        "a rank's disk is that of all heads",
+        CHECK,
+        "if isinstance(of, bytes) and of != namespace.digest:",
+        "if isinstance(of, bytes):",
+        STORES,
+    ),
+    Mutant(
+        "all ranks of a model have one folder",
+        "jax_kvblock/cache/namespace.py",
+        'f"heads {heads.start}".encode()',
+        'b"heads"',
+        (*STORES, *test("test_keys", "test_a_shards_heads")),
+    ),
+    Mutant(
+        "blocks of the weights before are found",
+        "jax_kvblock/cache/prefix.py",
+        "self.namespace = Namespace(model, before.spec, before.num_kv_heads)",
+        "self.namespace = before",
+        test("test_tiers", "test_nothing_of_the_weights_before"),
+    ),
+    Mutant(
+        "a store that answers for too few keys is believed",
+        BELOW,
+        "if len(found) != len(keys):",
+        "if False:",
+        STORES,
+    ),
+    Mutant(
+        "a server that is silent is waited for",
+        "jax_kvblock/cache/connectors/peer.py",
+        "asked.result(self._ask_seconds)",
+        "asked.result()",
+        test("test_peers_lost"),
+    ),
     Mutant(
         "what comes straight from disk is not held to its checksums",
         TIER,
