@@ -120,11 +120,7 @@ class FP8Config:
                     f"{shown(getattr(self, name))}"
                 )
             object.__setattr__(self, name, number)
-        if not isinstance(self.skip_saturated, bool):
-            raise TypeError(
-                f"{where}: skip_saturated must be True or False, got "
-                f"{shown(self.skip_saturated)}"
-            )
+        check_flag(where, "skip_saturated", self.skip_saturated)
 
     @property
     def formats(self) -> tuple[FP8Format, FP8Format, FP8Format]:
@@ -144,6 +140,12 @@ def checked_config(where: str, config: Any) -> FP8Config:
             "example FP8Config('e4m3')"
         )
     return config
+
+
+def check_flag(where: str, name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{where}: {name} must be True or False, got {shown(value)}")
+    return value
 
 
 def _format(where: str, name: str, value: Any) -> FP8Format:

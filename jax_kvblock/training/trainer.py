@@ -16,7 +16,12 @@ from flax import nnx
 from jax_kvblock.core import checks, ffi
 from jax_kvblock.core.checks import show, shown
 from jax_kvblock.training import units
-from jax_kvblock.training.config import FP8Config, FP8Format, checked_config
+from jax_kvblock.training.config import (
+    FP8Config,
+    FP8Format,
+    check_flag,
+    checked_config,
+)
 from jax_kvblock.training.nnx import Fp8Variable, convert_model_to_fp8, fp8_layers
 from jax_kvblock.training.scaling import Fp8Scaling, check_values
 from jax_kvblock.training.step import (
@@ -55,11 +60,15 @@ class FP8TrainingEngine:
       device: where steps run, whose units are looked at; JAX's default device unless
         given.
       exclude: layers that stay as they are, as for `convert_model_to_fp8`.
+      donate: whether a step writes parameters and the optimizer's state in place.
+        Arrays that were taken from the model or from `state` before it, and those that
+        `restore` was given, are gone then. Without it both exist twice in a step.
 
     Example:
+      >>> optimizer = optax.adamw(1e-3)
       >>> with FP8TrainingEngine(model) as trainer:
       ...     loss = trainer.training_step(inputs, targets)
-      ...     applied = trainer.optimizer_step(optax.adamw(1e-3))
+      ...     applied = trainer.optimizer_step(optimizer)
       ...     trainer.get_training_statistics()["overflows"]
       0
     """
@@ -72,6 +81,7 @@ class FP8TrainingEngine:
         loss_fn: Callable[[Any, Any], jax.Array] | None = None,
         device: jax.Device | None = None,
         exclude: Sequence[str] = (),
+        donate: bool = False,
     ) -> None:
         where = "FP8TrainingEngine"
         if not isinstance(model, nnx.Module):
@@ -90,6 +100,7 @@ class FP8TrainingEngine:
                 f"{shown(loss_fn)}; leave it out for the mean squared error or the "
                 "cross entropy"
             )
+        self._donate = check_flag(where, "donate", donate)
         self.model = model
         self.config = checked_config(where, fp8_config)
         self._loss_fn = mean_loss if loss_fn is None else loss_fn
@@ -99,7 +110,7 @@ class FP8TrainingEngine:
         self._optimizer: Optimizer | None = None
         self._opt_state: Any = None
         self._pending: _Pending | None = None
-        self._counts = (jnp.int32(0),) * 3
+        self._counts = tuple(jnp.zeros((), jnp.int32) for _ in range(3))
         self._classes: dict[Any, int | None] = {}  # by the shapes of inputs
         self._stepped = False  # a step was taken, skipped or restored
         # Of its own, so that what they hold goes with it.
@@ -311,16 +322,17 @@ class FP8TrainingEngine:
           "steps" that were taken, "overflows": steps that were skipped, "saturated":
           how often a tensor was too large for its scale, "implementation": "tensor
           cores" or "emulated", and "scales": for each layer by its path, those of
-          "input", "weight" and "gradient"; empty with current scaling.
+          "input", "weight" and "gradient", of stacked layers lists of them; empty
+          with current scaling.
         """
         self._check_is_set_up("FP8TrainingEngine.get_training_statistics")
         steps, overflows, saturated = map(int, self._counts)
         scales = {}
         for path, layer in fp8_layers(self.model).items():
             if layer.scaling is not None:
-                found = layer.scaling.get_value().scale.tolist()
+                found = np.asarray(jax.device_get(layer.scaling.get_value().scale))
                 names = ("input", "weight", "gradient")
-                scales[path] = dict(zip(names, found, strict=True))
+                scales[path] = {n: found[..., i].tolist() for i, n in enumerate(names)}
         return {
             "steps": steps,
             "overflows": overflows,
@@ -339,9 +351,14 @@ class FP8TrainingEngine:
     def _take_on(self, where: str, optimizer: Any) -> None:
         check_optimizer(where, optimizer)
         if self._optimizer is None:
-            self._opt_state = optimizer.init(_split(self.model)[1])
-            self._optimizer = optimizer
-            self._apply = jax.jit(functools.partial(apply, optimizer, self.config))
+            opt_state = optimizer.init(_split(self.model)[1])
+            # Arrays of its own: what is donated must not hold one twice.
+            copied = jax.tree.map(jnp.copy, opt_state) if self._donate else opt_state
+            self._opt_state, self._optimizer = copied, optimizer
+            self._apply = jax.jit(
+                functools.partial(apply, optimizer, self.config),
+                donate_argnums=0 if self._donate else (),
+            )
         elif optimizer is not self._optimizer:
             raise ValueError(
                 f"{where}: optimizer must be the one of the steps before, whose state "
@@ -362,13 +379,13 @@ def create_fp8_trainer(
       model: any flax.nnx module.
       forward_format, backward_format: as for `FP8Config`.
       device: as for `FP8TrainingEngine`.
-      options: `loss_fn` and `exclude` of `FP8TrainingEngine`; the others are
-        `FP8Config`'s.
+      options: `loss_fn`, `exclude` and `donate` of `FP8TrainingEngine`; the others
+        are `FP8Config`'s.
 
     Raises:
       TypeError, ValueError: see `FP8Config` and `FP8TrainingEngine`.
     """
-    where, of_engine = "create_fp8_trainer", ("exclude", "loss_fn")
+    where, of_engine = "create_fp8_trainer", ("donate", "exclude", "loss_fn")
     of_config = [field.name for field in dataclasses.fields(FP8Config)[2:]]
     if strange := options.keys() - {*of_engine, *of_config}:
         known = ", ".join(sorted((*of_engine, *of_config)))

@@ -261,7 +261,12 @@ def test_stacked_layers(rng):
         optimizer = optax.sgd(0.1)
         trainer.training_step(x, x)
         assert trainer.optimizer_step(optimizer)
+        told = trainer.get_training_statistics()["scales"]
     assert all((s.scale != Fp8Scaling.create().scale).any() for s in scalings_of(made))
+    for own, layer in zip(told.values(), fp8_layers(made).values(), strict=True):
+        assert list(own) == ["input", "weight", "gradient"]
+        want = layer.scaling.get_value().scale  # [layers, 3]
+        np.testing.assert_array_equal(np.transpose(list(own.values())), want)
 
 
 def scalings_of(model: Any) -> list[Fp8Scaling]:

@@ -440,7 +440,7 @@ def test_setup_raises_what_it_should():
     check("FP8Config", ValueError, "E5M2", lambda: create_fp8_trainer(norm(), "e5m2"))
     check("FP8Config", ValueError, "'e3m4'", lambda: create_fp8_trainer(norm(), "e3m4"))
     refused = lambda: create_fp8_trainer(norm(), foo=1)  # noqa: E731
-    words = "options must be of exclude, history|loss_fn|got 'foo'|leave it out"
+    words = "options must be of donate, exclude, history|loss_fn|got 'foo'|leave it out"
     check("create_fp8_trainer", TypeError, words, refused)
     engine = create_fp8_trainer(norm())
     check(
