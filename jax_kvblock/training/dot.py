@@ -167,8 +167,9 @@ def narrowed(
     if scaling is None:
         size = largest_size(x)
         scale = scale_for(size, form.max, dot.config.margin)
-        # Nobody reports sizes here: an infinity must not become a number.
-        scale = jnp.where(jnp.isfinite(size), scale, jnp.nan)
+        # Nobody reports sizes here: what is not finite, or larger than any scale
+        # serves, must not become a number.
+        scale = jnp.where(size * scale <= form.max, scale, jnp.nan)
     else:
         scale = scaling.scale[role]
     # Axes of rows: those of inputs and gradients that are not contracted forward, and
@@ -190,11 +191,15 @@ def _gradient(
     a: Narrow, left: Axes, b: Narrow, right: Axes, order: Axes, like: Any
 ) -> jax.Array:
     """A product whose axes are those of `like` in this order, brought into its own."""
-    sharding = like.sharding
-    if AxisType.Explicit in sharding.mesh.axis_types:
-        own = (*sharding.spec, *[None] * like.ndim)
+    # What was made before there was a mesh has none: it is whole on that of the others.
+    types = (like, *map(jax.typeof, jax.tree.leaves((a, b))))
+    meshes = [t.sharding.mesh for t in types]
+    mesh = next((mesh for mesh in meshes if not mesh.empty), meshes[0])
+    sharding: Any
+    if AxisType.Explicit in mesh.axis_types:
+        own = (*like.sharding.spec, *[None] * like.ndim)
         turned = PartitionSpec(*(own[i] for i in order))
-        sharding = NamedSharding(sharding.mesh, turned)
+        sharding = NamedSharding(mesh, turned)
     else:
         sharding = None
     made = _contract(a, left, b, right, like.dtype, _BACKWARD, sharding)

@@ -147,13 +147,16 @@ def fp8_training(
         differentiate = jax.value_and_grad(checked, argnums=(0, 1), has_aux=has_aux)
         value, found = differentiate(state.params, state.scalings, batch)
         loss, aux = value if has_aux else (value, None)
-        state, applied, saturated = apply(optimizer, config, state, loss, *found)
+        state, applied, saturated = apply(
+            "train_step", optimizer, config, state, loss, *found
+        )
         return state, Fp8Report(loss, aux, applied, saturated)
 
     return Fp8Training(init, jax.jit(train_step, donate_argnums=0))
 
 
 def apply(
+    where: str,
     optimizer: Optimizer,
     config: FP8Config,
     state: Fp8State,
@@ -170,7 +173,16 @@ def apply(
         good &= saturated == 0
 
     def take(params: Any, opt_state: Any) -> Any:
-        updates, opt_state = optimizer.update(grads, opt_state, params)
+        try:
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            raise TypeError(
+                f"{where}: optimizer must need gradients, its state and parameters "
+                f"alone, got one that needs more ({error}); take one that does not, as "
+                "optax.adamw, or a loop of your own, which gives it the rest"
+            ) from error
         add = jax.tree.map(lambda x, d: (x + d).astype(x.dtype), params, updates)
         return add, opt_state
 

@@ -355,8 +355,9 @@ class FP8TrainingEngine:
             # Arrays of its own: what is donated must not hold one twice.
             copied = jax.tree.map(jnp.copy, opt_state) if self._donate else opt_state
             self._opt_state, self._optimizer = copied, optimizer
+            name = "FP8TrainingEngine.optimizer_step"
             self._apply = jax.jit(
-                functools.partial(apply, optimizer, self.config),
+                functools.partial(apply, name, optimizer, self.config),
                 donate_argnums=0 if self._donate else (),
             )
         elif optimizer is not self._optimizer:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from messages import Table, check, check_row
 
 from jax_kvblock.core import ffi
@@ -17,6 +18,7 @@ from jax_kvblock.training import (
     FP8Config,
     FP8Format,
     Fp8Scaling,
+    FP8TrainingEngine,
     fp8_dot,
     fp8_dot_general,
     fp8_norm_dot,
@@ -241,6 +243,31 @@ TRAININGS: dict[str, tuple[Any, Any, str]] = {
         "scalings must have scales that are finite and above 0, got 0.0|create(config)",
     ),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("which", ["lbfgs", "reduce_on_plateau"])
+def test_optimizers_that_need_more(which):
+    reducing = optax.chain(optax.sgd(1e-2), optax.contrib.reduce_on_plateau())
+    optimizer = optax.lbfgs() if which == "lbfgs" else reducing
+    words = "optimizer must need gradients|needs more|'value'|optax.adamw"
+    training = fp8_training(lambda p, s, b: jnp.sum(p * b), optimizer, CURRENT)
+    state = training.init(jnp.ones(3))
+    step = lambda: training.train_step(state, jnp.ones(3))  # noqa: E731
+    check("train_step", TypeError, words, step)
+    with FP8TrainingEngine(nnx.LinearGeneral(4, 2, rngs=nnx.Rngs(0))) as trainer:
+        trainer.training_step(jnp.ones((2, 4)), jnp.ones((2, 2)))
+        taken = lambda: trainer.optimizer_step(optimizer)  # noqa: E731
+        check("FP8TrainingEngine.optimizer_step", TypeError, words, taken)
+
+
+def test_other_errors_of_an_optimizer_are_its_own():
+    def update(*_: Any) -> Any:
+        raise TypeError("mine")
+
+    optimizer = optax.GradientTransformation(lambda params: (), update)
+    training = fp8_training(lambda p, s, b: jnp.sum(p * b), optimizer, CURRENT)
+    with pytest.raises(TypeError, match="mine"):
+        training.train_step(training.init(jnp.ones(3)), jnp.ones(3))
 
 
 @pytest.mark.parametrize("name", TRAININGS)

@@ -194,10 +194,10 @@ def test_one_of_many_numbers_is_not_finite(rng, shape, dtype):
         np.testing.assert_array_equal(size, np.abs(F32(bad)))
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e23])
 @pytest.mark.parametrize("which", range(3), ids=["x", "w", "d_out"])
 def test_with_current_scales_it_stays_not_finite(rng, which, bad):
-    """There is no report: whatever is made of it tells."""
+    """Or too large for any scale. There is no report: whatever is made of it tells."""
     given = draw(rng)
     given[which][3, 5] = bad
     x, w, d_out = given
