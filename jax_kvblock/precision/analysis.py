@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock.core.checks import shown
+from jax_kvblock.core.checks import show, shown
 from jax_kvblock.precision.config import PrecisionConfig
 from jax_kvblock.precision.formats import PrecisionFormat
 from jax_kvblock.precision.mixed import dequantize
@@ -85,7 +85,7 @@ def analyze_precision_opportunities(
 
     Raises:
       TypeError, ValueError: as `create_ultra_precision_module`; outputs without floats
-        or not finite; a tolerance that is not above 0.
+        or numbers, or not finite; a tolerance that is not above 0.
     """
     where = "analyze_precision_opportunities"
     config = check_config(where, config)
@@ -110,6 +110,7 @@ def analyze_precision_opportunities(
     )
     check_finite(where, params, weights)
     truth = floats_of(where, jax.jit(function)(params, *inputs))
+    _check_outputs(where, truth)
 
     def error(params: Any, inputs: Any) -> jax.Array:
         return relative_error(floats_of(where, function(params, *inputs)), truth)
@@ -153,6 +154,20 @@ def analyze_precision_opportunities(
         "base_bytes": whole,
         "plan": plan,
     }
+
+
+def _check_outputs(where: str, truth: list[jax.Array]) -> None:
+    """Whether errors can be measured beside these."""
+    if not any(x.size for x in truth):
+        raise ValueError(
+            f"{where}: sample_input must give outputs with numbers in them, got "
+            f"{', '.join(map(show, truth))}; pass a batch of at least one"
+        )
+    if not all(bool(jnp.isfinite(x).all()) for x in truth):
+        raise ValueError(
+            f"{where}: sample_input must give finite outputs, got inf or nan in them; "
+            "look for inf and nan in it"
+        )
 
 
 def floats_of(where: str, outputs: Any) -> list[jax.Array]:

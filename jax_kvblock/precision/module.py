@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -24,7 +25,6 @@ from jax_kvblock.precision.plan import (
     PrecisionPlan,
     Sensitivity,
     allocate,
-    too_small,
     uniform_plan,
 )
 from jax_kvblock.precision.sensitivity import (
@@ -146,11 +146,12 @@ def create_ultra_precision_module(
         the pytree, of a `flax.nnx` module the pure dict of its `nnx.Param`s.
       batches: that these two are measured on.
       is_weight, parts, axis: as in `find_weights`. For `flax.nnx` arrays are one piece,
-        what is named bias or scale is no weight, and the axis unless given is the one
-        that the layer sums over: inputs of kernels `[inputs, outputs]` and of the
-        projections `[inputs, heads, head_dim]` of `nnx.MultiHeadAttention`. Of its last
-        one, `[heads, head_dim, outputs]`, it is head_dim where group_size divides that,
-        else outputs; of other arrays the last one.
+        what is named bias or scale is no weight, nor is a norm of this package's layers
+        (also stacked), and the axis unless given is the one that the layer sums over:
+        inputs of kernels `[inputs, outputs]` and of the projections `[inputs, heads,
+        head_dim]` of `nnx.MultiHeadAttention`. Of its last one, `[heads, head_dim,
+        outputs]`, it is head_dim where group_size divides that, else outputs; of other
+        arrays the last one.
 
     Returns:
       An `UltraPrecisionModule`.
@@ -194,8 +195,9 @@ def create_ultra_precision_module(
     check_finite(where, params, weights)
     based = in_base(where, params, weights, config.base_precision)
     budget = budget_of(params, config)
+    _check_reduction(where, params, based, weights, budget, config)
     if strategy is AllocationStrategy.UNIFORM:
-        plan = _most_bits(where, based, weights, budget, config)
+        plan = _most_bits(based, weights, budget, config)
     else:
         found = _sensitivity(params, weights, config, loss, batches)
         plan = allocate(where, based, found, budget)
@@ -239,7 +241,7 @@ def open_model(
             nnx.replace_by_pure_dict(filled, params)
             return nnx.merge(graph, filled, rest)(*inputs, **options)
 
-        chosen = _is_kernel if is_weight is None else is_weight
+        chosen = _is_kernel(model) if is_weight is None else is_weight
         pieces = {n: 1 for n, leaf in leaves_by_name(params).items() if chosen(n, leaf)}
         axis = _kernel_axis(model, group_size) if axis is None else axis
         return function, params, chosen, pieces | dict(parts or {}), axis
@@ -262,9 +264,26 @@ def _is_array(x: Any) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-def _is_kernel(name: str, array: Any) -> bool:
-    """Biases of heads, and of stacked layers, have two axes as well."""
-    return is_matrix(name, array) and not name.endswith(("bias", "scale"))
+def _is_kernel(model: Any) -> IsWeight:
+    """Which arrays of an nnx module are weights, by its layers and by their names.
+
+    Biases of heads, and biases and norms of stacked layers, have two axes as well.
+    """
+    from flax import nnx
+
+    least: dict[str, int] = {}  # axes of the weights that a layer multiplies by
+    for path, module in nnx.iter_modules(model):
+        place = ".".join(map(str, path))
+        for kind in type(module).__mro__:
+            for name in multiplied(kind):
+                least[place] = getattr(getattr(module, name, None), "ndim", 0)
+
+    def chosen(name: str, array: Any) -> bool:
+        named = name.endswith(("bias", "scale"))
+        fits = array.ndim >= least.get(name.rpartition(".")[0], 0)
+        return is_matrix(name, array) and fits and not named
+
+    return chosen
 
 
 def _kernel_axis(model: Any, group_size: int) -> Callable[[str, Any], int]:
@@ -350,8 +369,36 @@ def _sensitivity(
     return measure(loss, params, batches, weights, among, **shared)
 
 
-def _most_bits(
+def _check_reduction(
     where: str,
+    params: Any,
+    based: Any,
+    weights: tuple[Weight, ...],
+    budget: int,
+    config: PrecisionConfig,
+) -> None:
+    """Whether the formats of fewest bits take as few bytes as the config wants."""
+    rest = sum(bytes_of(leaf) for leaf in other_leaves(based, weights))
+    size = config.group_size
+    least = rest + min(
+        uniform_plan(weights, one, group_size=size).nbytes for one in config.formats
+    )
+    if least <= budget:
+        return
+    whole = base_bytes_of(params, config.base_precision)
+    most = max(0, math.floor((1 - least / whole) * 1e4))
+    while most and int((1 - most / 1e4) * whole) < least:
+        most -= 1
+    raise ValueError(
+        f"{where}: target_memory_reduction must be at most {most / 1e4}, what the "
+        f"smallest of {', '.join(one.name for one in config.formats)} leaves with "
+        f"{rest} bytes of arrays that are no weights, got "
+        f"{config.target_memory_reduction}; ask for less, or allow formats of fewer "
+        "bits"
+    )
+
+
+def _most_bits(
     params: Any,
     weights: tuple[Weight, ...],
     budget: int,
@@ -361,7 +408,4 @@ def _most_bits(
     size = config.group_size
     plans = [uniform_plan(weights, one, group_size=size) for one in config.formats]
     plans.sort(key=lambda plan: plan.nbytes)
-    fitting = [plan for plan in plans if plan.nbytes + rest <= budget]
-    if not fitting:
-        raise too_small(where, budget, plans[0].nbytes + rest, rest, config.formats)
-    return fitting[-1]
+    return [plan for plan in plans if plan.nbytes + rest <= budget][-1]

@@ -433,7 +433,7 @@ MODULES = {
     "budget": (
         with_config(target_memory_reduction=0.9),
         ValueError,
-        "at least|INT2|allow more bytes",
+        "target_memory_reduction must be at most 0.8421|INT2|got 0.9|fewer bits",
     ),
     "uniform budget": (
         with_config(
@@ -441,7 +441,7 @@ MODULES = {
             allocation_strategy=AllocationStrategy.UNIFORM,
         ),
         ValueError,
-        "at least|INT2|allow more bytes",
+        "target_memory_reduction must be at most 0.8421|INT2|got 0.9|fewer bits",
     ),
 }
 
@@ -458,6 +458,20 @@ def test_bad_modules_are_errors(params, name):
     )
 
 
+@pytest.mark.parametrize("strategy", ["UNIFORM", "ENTROPY_BASED"])
+def test_the_largest_reduction_that_is_named_is_reached(params, strategy):
+    def make(reduction):
+        config = PrecisionConfig(
+            target_memory_reduction=reduction,
+            allocation_strategy=AllocationStrategy[strategy],
+        )
+        return create_ultra_precision_module((apply, params), config)
+
+    assert make(0.8421).get_precision_stats().memory_savings_ratio >= 0.8421
+    with pytest.raises(ValueError, match=r"at most 0\.8421, "):
+        make(0.8422)
+
+
 OPPORTUNITIES = {
     "tolerance": ({"tolerance": 0}, ValueError, "above 0|0"),
     "model": ({"model": apply}, TypeError, "(function, params)"),
@@ -467,6 +481,19 @@ OPPORTUNITIES = {
         "must return floats",
     ),
     "config": ({"config": {}}, TypeError, "PrecisionConfig|dict"),
+    "nan": (
+        {
+            "model": (jnp.dot, jnp.ones((64, 64))),
+            "sample_input": jnp.full((64, 3), jnp.nan),
+        },
+        ValueError,
+        "sample_input must give finite outputs|inf and nan in it",
+    ),
+    "empty": (
+        {"model": (jnp.dot, jnp.ones((64, 64))), "sample_input": jnp.ones((64, 0))},
+        ValueError,
+        "outputs with numbers in them, got float32[64, 0]|at least one",
+    ),
 }
 
 
