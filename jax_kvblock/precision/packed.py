@@ -78,7 +78,8 @@ class PackedArray:
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
     def dequantize(self, dtype: Any = jnp.float32) -> jax.Array:
-        """The array; `code * scale + offset` is rounded once, to float32 or wider."""
+        """The array; `code * scale + offset` is rounded once, to float32 or wider, and
+        held to the largest number of the dtype."""
         return _dequantize(self, check_dtype("PackedArray.dequantize", "dtype", dtype))
 
     def __getitem__(self, index: int) -> PackedArray:
@@ -114,7 +115,8 @@ def quantize(
     are, to nearest, ties to even. Of FP8 a scale is the largest size over 448.
 
     Args:
-      array: bfloat16, float16 or float32, without inf and nan.
+      array: bfloat16, float16, float32 or float64 (of numbers that float32 holds),
+        without inf and nan. Groups of numbers below 1e-34 may become 0.
       format: FP8, or INT8 to INT2.
       group_size: a multiple of 32 that divides the axis.
       axis: along which groups lie: the one that products sum over.
@@ -247,6 +249,9 @@ def _values(
     values = codes.astype(wide) * scales[..., None].astype(wide)
     if offsets is not None:
         values = values + offsets[..., None].astype(wide)
+    # The largest number of a group may round to more than the dtype holds.
+    most = np.asarray(jnp.finfo(dtype).max, wide)
+    values = jnp.clip(values, -most, most)
     values = values.reshape(*codes.shape[:-2], -1)
     return jnp.moveaxis(values.astype(dtype), -1, axis)
 
@@ -269,8 +274,9 @@ def _top(format: PrecisionFormat) -> np.ndarray:
 def _fitted(x: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Codes 0 to top of groups `[..., group_size]`, as floats, scales and offsets."""
     # By a power of two each group's numbers become about 1, which rounds nothing: so
-    # squares of none are too large or too small.
-    unit = jnp.ldexp(jnp.ones_like(x[..., 0]), jnp.frexp(jnp.abs(x).max(-1))[1] - 1)
+    # squares of none are too large or too small. It and one over it are normal floats.
+    exponent = jnp.clip(jnp.frexp(jnp.abs(x).max(-1))[1] - 1, -126, 126)
+    unit = jnp.ldexp(jnp.ones_like(x[..., 0]), exponent)
     x = x / unit[..., None]
     low, high = x.min(-1), x.max(-1)
     middle, half = (low + high) / 2, (high - low) / 2
@@ -306,8 +312,12 @@ def _fitted(x: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     start = (nothing, nothing, jnp.full_like(low, jnp.inf))
     factors = jnp.asarray(RANGES, x.dtype)
     (scales, offsets, _), _ = jax.lax.scan(attempt, start, factors)
-    unit = unit.astype(SHARE)
-    return coded(scales, offsets)[0], scales * unit, offsets * unit
+    numbers, unit = coded(scales, offsets)[0], unit.astype(SHARE)
+    # A scale that is no normal float becomes 0, and then all numbers are the offset.
+    lost = scales < jnp.asarray(2.0**-126, SHARE) / unit
+    offsets = jnp.where(lost & (scales > 0), _near(middle), offsets)
+    most = jnp.finfo(SHARE).max
+    return numbers, scales * unit, jnp.clip(offsets * unit, -most, most)
 
 
 def _divisor(scale: jax.Array) -> jax.Array:

@@ -171,12 +171,35 @@ def test_groups_of_one_number(format, number):
     np.testing.assert_allclose(got, np.full((2, 64), number), rtol=near)
 
 
-@pytest.mark.parametrize("size", [1e-30, 1e30])
+@pytest.mark.parametrize("size", [1e-34, 1e-30, 1e30, 3e37])
 def test_large_and_small_numbers_alike(rng, size):
     x = rng.standard_normal((2, 64)).astype(np.float32)
     size = 2.0 ** np.round(np.log2(size))
     got = quantize((x * size).astype(np.float32), INT3).dequantize()
     np.testing.assert_array_equal(got, quantize(x, INT3).dequantize() * size)
+
+
+@pytest.mark.parametrize("format", GROUPED)
+def test_the_largest_numbers_stay_finite(format):
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        most = float(jnp.finfo(dtype).max)
+        x = np.linspace(most / 2, most, 64).astype(dtype)
+        x = jnp.asarray([x, -x, np.full_like(x, most)])
+        got = np.float64(quantize(x, format).dequantize(dtype))
+        assert np.abs(got / np.float64(x) - 1).max() < (
+            0.2 if format.bits < 4 else 0.07
+        )
+
+
+@pytest.mark.parametrize("format", GROUPED)
+def test_numbers_too_small_for_a_scale(rng, format):
+    """They are no better than 0, and no worse than one number."""
+    for size in (1e-36, 1e-37, 1e-38):
+        x = (rng.standard_normal((4, 64)) * size).astype(np.float32)
+        off = np.float64(quantize(x, format).dequantize()) - x
+        assert np.linalg.norm(off / size) < 1.2 * np.linalg.norm(np.float64(x) / size)
+    near = (1e-33 * (1 + rng.uniform(0, 1e-6, (2, 64)))).astype(np.float32)
+    np.testing.assert_allclose(quantize(near, format).dequantize(), near, rtol=0.07)
 
 
 @pytest.mark.parametrize("format", INTS)
