@@ -86,9 +86,11 @@ def platform_of(device: jax.Device) -> str:
 
 
 def default_device() -> jax.Device:
-    """Where arrays go that nothing else says a place for."""
+    """Where arrays go that nothing else says a place for: one of this process's."""
     chosen: Any = getattr(jax.config, "jax_default_device", None)
-    return chosen if isinstance(chosen, jax.Device) else jax.devices(chosen)[0]
+    if isinstance(chosen, jax.Device):
+        return chosen
+    return jax.local_devices(backend=chosen)[0]
 
 
 def on_device(device: jax.Device | None) -> AbstractContextManager[Any]:

@@ -53,7 +53,7 @@ class HardwareAbstractionLayer:
     def __init__(
         self, target_devices: Sequence[jax.Device] | jax.Device | None = None
     ) -> None:
-        given: Any = jax.devices()[:1] if target_devices is None else target_devices
+        given: Any = ffi.default_device() if target_devices is None else target_devices
         devices = [given] if isinstance(given, jax.Device) else list(given)
         if not devices or not all(isinstance(d, jax.Device) for d in devices):
             names = ", ".join(type(d).__name__ for d in devices) or "none"
@@ -202,10 +202,11 @@ class HardwareAbstractionLayer:
                     f"{donated}; donate where your step is jitted"
                 )
             return _with_our_attention(where, model)
-        if hasattr(model, "lower") and not donated:
-            return _unchanged(where, model, "it is jitted already")
         plain = callable(model) and jax.tree_util.all_leaves([model])
-        if not plain or hasattr(model, "lower"):
+        jitted = plain and hasattr(model, "lower")
+        if jitted and not donated:
+            return _unchanged(where, model, "it is jitted already")
+        if jitted or not plain:
             raise TypeError(
                 f"{where}: model must be an nnx module or a function that is not "
                 f"jitted, got {type(model).__name__}; pass a function step(*arguments)"

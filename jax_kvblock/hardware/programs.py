@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from jax_kvblock.attention.cuda import KERNELS
 
 _NAMES = {number: name for name, number in KERNELS.items()}
 
 
-def attention_in(text: str) -> tuple[str, ...]:
+def attention_in(program: Any) -> tuple[str, ...]:
     """The kernels of attention that a program calls; `("xla",)` if none.
 
     Args:
-      text: `lowered.as_text()` or `compiled.as_text()`.
+      program: `jax.jit(f).lower(...)`, that compiled, or the text of one of them.
 
     Returns:
       Of "cuda_sm90", "cuda" and "cudnn" those that are called, for paged attention
       "cuda". Plain JAX has no calls: a program without attention gives "xla", too.
+
+    Raises:
+      TypeError: it is no program: a function, for example.
     """
+    as_text = getattr(program, "as_text", None)
+    text = as_text() if callable(as_text) else program
+    if not isinstance(text, str):
+        raise TypeError(
+            "attention_in: program must be a lowered or compiled program or its text, "
+            f"got {type(program).__name__}; pass jax.jit(f).lower(*arguments).compile()"
+        )
     found = {
         _NAMES[int(number)]
         for line in text.splitlines()

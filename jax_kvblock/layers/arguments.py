@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_kvblock.core.checks import check_dtype
+from jax_kvblock.core.checks import check_dtype, show
 
 
 def check_floats(where: str, name: str, dtype: Any) -> np.dtype:
@@ -19,3 +20,11 @@ def check_floats(where: str, name: str, dtype: Any) -> np.dtype:
             "jnp.bfloat16"
         )
     return found
+
+
+def check_of_floats(where: str, name: str, array: jax.Array) -> None:
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            f"{where}: {name} must be floats, got {show(array)}; cast it with "
+            ".astype(jnp.float32)"
+        )

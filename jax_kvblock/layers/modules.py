@@ -20,7 +20,7 @@ from jax_kvblock.core.checks import (
 )
 from jax_kvblock.core.models import multiplies_by
 from jax_kvblock.core.types import ArrayIn
-from jax_kvblock.layers.arguments import check_floats
+from jax_kvblock.layers.arguments import check_floats, check_of_floats
 from jax_kvblock.layers.gelu import gelu
 from jax_kvblock.layers.levels import LEVELS, contract, product
 
@@ -140,6 +140,7 @@ class AttentionLayer(nnx.Module):
         """
         where = type(self).__name__
         x = as_array(where, "hidden_states", hidden_states)
+        check_of_floats(where, "hidden_states", x)
         if x.ndim != 3 or x.shape[-1] != self.d_model:
             raise ValueError(
                 f"{where}: hidden_states must be [B, S, {self.d_model}], got "
@@ -284,11 +285,7 @@ class FusedGELU(nnx.Module):
         """`x Φ(x)`, in the shape and dtype of x."""
         where = type(self).__name__
         array = as_array(where, "x", x)
-        if not jnp.issubdtype(array.dtype, jnp.floating):
-            raise TypeError(
-                f"{where}: x must be floats, got {show(array)}; cast it with "
-                ".astype(jnp.float32)"
-            )
+        check_of_floats(where, "x", array)
         return gelu(array, self.approximate)
 
 

@@ -123,6 +123,13 @@ def test_what_is_no_device():
     check("capabilities", TypeError, words, lambda: capabilities("cpu"))
 
 
+def test_the_default_device_is_taken(four_cpus):
+    """Also one that a context has set."""
+    for device in jax.devices("cpu")[:2]:
+        with jax.default_device(device):
+            assert HardwareAbstractionLayer().devices == (device,)
+
+
 def test_a_layer_of_devices_has_their_rows(four_cpus):
     hal = HardwareAbstractionLayer(jax.devices("cpu"))
     assert hal.platform == "cpu" and len(hal.devices) == 4
@@ -145,8 +152,12 @@ def test_which_kernels_a_program_calls():
         traced = jax.jit(function).trace(X)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert attention_in(text) == names
+    assert attention_in(jax.jit(jnp.sin).lower(1.0)) == ("xla",)
     compiled = jax.jit(kv.flash_attention).lower(X, X, X).compile()
-    assert attention_in(compiled.as_text()) == ("xla",)
+    assert attention_in(compiled.as_text()) == attention_in(compiled) == ("xla",)
+    function = jax.jit(kv.flash_attention)
+    words = "lowered or compiled|got PjitFunction|.compile()"
+    check("attention_in", TypeError, words, lambda: attention_in(function))
 
 
 # ---- memory --------------------------------------------------------------------------

@@ -246,6 +246,8 @@ ROWS = [
          jax.jit(train), 6, batch, donate_argnums=0)),
     (OPTIMIZE, TypeError, "model|Attention|step(*arguments)",
      lambda hal: hal.optimize_for_hardware(create_attention(AttentionConfig(8, 1)))),
+    (OPTIMIZE, TypeError, "model|got str|step(*arguments)",
+     lambda hal: hal.optimize_for_hardware("model")),
     (OPTIMIZE, TypeError, "model|not jitted",
      lambda hal: hal.optimize_for_hardware(jax.jit(train), donate_argnums=0)),
     (OPTIMIZE, TypeError, "donate_argnums|nnx|(0,)",

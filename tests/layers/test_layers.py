@@ -312,6 +312,8 @@ ROWS = [
     ("AttentionLayer", TypeError, "bias|True or False|1", lambda: layer_of(bias=1)),
     ("AttentionLayer", TypeError, "dtype|floats|int32|jnp.float32",
      lambda: layer_of(dtype="int32")),
+    ("AttentionLayer", TypeError, "hidden_states|floats|int32[1, 3, 32]|.astype",
+     lambda: layer_of()(np.ones((1, 3, 32), np.int32))),
     ("AttentionLayer", ValueError, "hidden_states|[B, S, 32]|float32[3, 32]|x[None]",
      lambda: layer_of()(jnp.zeros((3, 32)))),
     ("AttentionLayer", ValueError, "attention_mask|[1, 3]|bool[3]|four axes",
