@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jax_kvblock.core.checks import plural
+from jax_kvblock.core.checks import plural, shown
 from jax_kvblock.core.models import multiplied
-from jax_kvblock.training.config import FP8Config, checked_config
+from jax_kvblock.training.config import FP8Config, check_flag, checked_config
 from jax_kvblock.training.product import fp8_dot_general
 from jax_kvblock.training.scaling import Fp8Scaling
 
@@ -151,10 +151,16 @@ def convert_model_to_fp8(
             f"{where}: model must be a flax.nnx.Module, got {type(model).__name__}; "
             "call fp8_dot in functions that are none"
         )
+    inplace = check_flag(where, "inplace", inplace)
     if isinstance(exclude, str):
         raise TypeError(
             f"{where}: exclude must be a sequence of paths, got {exclude!r}; pass "
             f"[{exclude!r}]"
+        )
+    if not isinstance(exclude, Iterable):
+        raise TypeError(
+            f"{where}: exclude must be a sequence of paths, got {shown(exclude)}; "
+            "leave it out, or pass ['head'], for example"
         )
     if type(model) is nnx.Linear:
         raise ValueError(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock.core import ffi
-from jax_kvblock.core.checks import as_array, as_int, show, shown
+from jax_kvblock.core.checks import as_array, as_int, check_dtype, show, shown
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.training import units
 from jax_kvblock.training.config import FP8Config, checked_config
@@ -176,6 +176,7 @@ def fp8_dot_general(
     _check_dtypes(where, lhs=lhs, rhs=rhs)
     try:
         (left, right), batch = dimension_numbers
+        left, right, *batch = map(tuple, (left, right, *batch))
     except (TypeError, ValueError):
         raise TypeError(
             f"{where}: dimension_numbers must be ((lhs_contracting, rhs_contracting), "
@@ -196,7 +197,7 @@ def fp8_dot_general(
     config = checked_config(where, config)
     check_scaling(where, scaling, config)
     units.served_by(where)
-    dtype = lhs.dtype if preferred_element_type is None else preferred_element_type
+    dtype = _preferred(where, lhs.dtype, preferred_element_type)
     return _product(config, lhs, rhs, left, right, scaling, dtype, out_sharding)
 
 
@@ -207,7 +208,7 @@ def _product(
     left: tuple[int, ...],
     right: tuple[int, ...],
     scaling: Fp8Scaling | None,
-    dtype: Any,
+    dtype: np.dtype,
     sharding: Any,
 ) -> jax.Array:
     kernel = _kernel(config)
@@ -219,7 +220,6 @@ def _product(
         left, right = inner
     if kernel is None and (left, right) != inner:
         kernel = "xla"
-    dtype = np.dtype(dtype)
     dot = Dot(config, left, right, dtype, sharding=sharding, kernel=kernel)
     return multiply(dot, x, w, scaling)
 
@@ -241,6 +241,18 @@ def _axes(where: str, name: str, x: jax.Array, axes: Any) -> tuple[int, ...]:
             f"{x.ndim - 1}, each once, got {tuple(axes)} of {show(x)}"
         )
     return known
+
+
+def _preferred(where: str, own: Any, given: Any) -> np.dtype:
+    if given is None:
+        return np.dtype(own)
+    dtype = check_dtype(where, "preferred_element_type", given)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{where}: preferred_element_type must be a dtype of floats, got {dtype}; "
+            "leave it out for that of lhs"
+        )
+    return dtype
 
 
 def _check_dtypes(where: str, **arrays: jax.Array) -> None:

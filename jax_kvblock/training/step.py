@@ -103,8 +103,8 @@ def fp8_training(
       or at `state.overflows`.
 
     Raises:
-      TypeError: loss_fn, optimizer or scalings is something else, or the loss is no
-        scalar.
+      TypeError: loss_fn, optimizer, params or scalings is something else, or the loss
+        is no scalar.
       ValueError: `init` is given scales of another config, or such as are not finite
         and above 0.
 
@@ -124,6 +124,7 @@ def fp8_training(
 
     def init(params: Any, scalings: Any = None) -> Fp8State:
         _check_scalings(where, scalings, config)
+        _check_params(where, "params", params)
         # Arrays of its own: the state is donated, and must not hold one twice.
         params, scalings = jax.tree.map(jnp.copy, (params, scalings))
         opt_state = jax.tree.map(jnp.copy, optimizer.init(params))
@@ -235,12 +236,24 @@ def _check_state(where: str, state: Any, config: FP8Config) -> None:
             "init(params, scalings) makes one"
         )
     _check_scalings(where, state.scalings, config)
+    _check_params(where, "state.params", state.params)
     for name in ("steps", "overflows", "saturated"):
         count = jax.typeof(getattr(state, name))
         if count.shape or count.dtype != jnp.int32:
             raise TypeError(
                 f"{where}: state.{name} must be int32[], got {show(count)}; restore it "
                 "in the shapes and dtypes of init(params, scalings)"
+            )
+
+
+def _check_params(where: str, name: str, params: Any) -> None:
+    """Whether there is a gradient of all of them."""
+    for path, x in jax.tree_util.tree_leaves_with_path(params):
+        if not jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact):
+            place = jax.tree_util.keystr(path)
+            raise TypeError(
+                f"{where}: {name} must be floats, which have gradients, got {show(x)} "
+                f"as {name}{place}; close loss_fn over it, or pass it in the batch"
             )
 
 

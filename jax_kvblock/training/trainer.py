@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from jax_kvblock.core import checks, ffi
-from jax_kvblock.core.checks import show, shown
+from jax_kvblock.core.checks import as_array, show, shown
 from jax_kvblock.training import units
 from jax_kvblock.training.config import (
     FP8Config,
@@ -138,6 +138,8 @@ class FP8TrainingEngine:
                     f"got {path!r} with {layer.config}; pass that one"
                 )
         convert_model_to_fp8(self.model, self.config, exclude=self._exclude)
+        nnx.update(self.model, self._there(nnx.state(self.model)))
+        self._counts = self._there(self._counts)
         self._implementation = served
 
     def __enter__(self) -> FP8TrainingEngine:
@@ -166,13 +168,15 @@ class FP8TrainingEngine:
 
         Raises:
           RuntimeError: `setup_fp8_training` has not been called.
-          TypeError: the loss is no scalar.
+          TypeError: the loss is no scalar; targets of the default loss are no array.
           ValueError: targets of the default loss are no classes of the outputs.
           FloatingPointError: a loss or a gradient is not finite before any step was
             taken.
         """
         where = "FP8TrainingEngine.training_step"
         self._check_is_set_up(where)
+        if self._loss_fn is mean_loss and isinstance(targets, (list, tuple)):
+            targets = as_array(where, "targets", targets)
         graph, *states = _split(self.model)
         if self._loss_fn is mean_loss:
             self._check_classes(where, graph, states, inputs, targets)
@@ -341,6 +345,18 @@ class FP8TrainingEngine:
             "scales": scales,
         }
 
+    def _there(self, tree: Any) -> Any:
+        """Arrays that nobody has put anywhere, on the device that was given.
+
+        Steps leave them there; a first one of others would be compiled for itself.
+        """
+
+        def put(x: Any) -> Any:
+            free = isinstance(x, jax.Array) and not x.committed
+            return jax.device_put(x, self._device) if free else x
+
+        return tree if self._device is None else jax.tree.map(put, tree)
+
     def _check_is_set_up(self, where: str) -> None:
         if not self._implementation:
             raise RuntimeError(
@@ -351,7 +367,7 @@ class FP8TrainingEngine:
     def _take_on(self, where: str, optimizer: Any) -> None:
         check_optimizer(where, optimizer)
         if self._optimizer is None:
-            opt_state = optimizer.init(_split(self.model)[1])
+            opt_state = self._there(optimizer.init(_split(self.model)[1]))
             # Arrays of its own: what is donated must not hold one twice.
             copied = jax.tree.map(jnp.copy, opt_state) if self._donate else opt_state
             self._opt_state, self._optimizer = copied, optimizer

@@ -132,6 +132,23 @@ for axes in ((0, 0), (0, -2), (0.5,)):
         "fp8_dot_general", f"axes {axes}", general((axes, axes), ((), ())),
         [s(8, 8), s(8, 8)], f"contracted axes of|-2 to 1, each once, got|{axes}",
     )  # fmt: skip
+for label, dims in (
+    ("numbers", ((1, 0), ((), ()))),
+    ("one axis", (((1,), 0), ((), ()))),
+):
+    ROWS.kind(
+        "fp8_dot_general", label, general(*dims), [X, W],
+        f"dimension_numbers must be ((lhs_contracting|got {dims}|(((1,), (0,)), ((), (",
+    )  # fmt: skip
+for dtype, words in (
+    ("int32", "of floats, got int32|lhs"),
+    ("foo", "like jnp.bfloat16"),
+):
+    ROWS.kind(
+        "fp8_dot_general", dtype,
+        general(((1,), (0,)), ((), ()), preferred_element_type=dtype), [X, W],
+        f"preferred_element_type must be a dtype|{words}",
+    )  # fmt: skip
 ROWS.kind(
     "fp8_dot_general", "no axes", general(1), [X, W],
     "dimension_numbers must be ((lhs_contracting, rhs_contracting), ((), ())), got (1,",
@@ -203,6 +220,11 @@ TRAININGS: dict[str, tuple[Any, Any, str]] = {
     "a class": (
         TypeError, lambda: fp8_training(loss, optax.GradientTransformation),
         "must have init and update|got the class GradientTransformation",
+    ),
+    "a count": (
+        TypeError,
+        lambda: fp8_training(loss, optax.sgd(1), CURRENT).init({"n": jnp.int32(3)}),
+        "params must be floats|got int32[] as params['n']|batch",
     ),
     "config": (
         TypeError, lambda: fp8_training(loss, optax.sgd(1), "e4m3"),

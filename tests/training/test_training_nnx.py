@@ -341,6 +341,16 @@ BAD: dict[str, tuple[Any, Any, str]] = {
         lambda: convert_model_to_fp8(Block(nnx.Rngs(0)), exclude="head"),
         "exclude must be a sequence of paths|['head']",
     ),
+    "no sequence": (
+        TypeError,
+        lambda: convert_model_to_fp8(Block(nnx.Rngs(0)), exclude=None),
+        "exclude must be a sequence of paths, got None|leave it out",
+    ),
+    "a word": (
+        TypeError,
+        lambda: convert_model_to_fp8(Block(nnx.Rngs(0)), inplace="no"),
+        "inplace must be True or False, got 'no'",
+    ),
     "a config": (
         TypeError, lambda: convert_model_to_fp8(Block(nnx.Rngs(0)), "e4m3"),
         "got 'e4m3'",

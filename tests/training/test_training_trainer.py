@@ -96,6 +96,8 @@ def test_steps_run_on_the_device(rng, make, given):
             assert loss.devices() == {device}
         arrays = jax.tree.leaves((nnx.state(model, nnx.Param), trainer.state.training))
     assert all(a.devices() == {device} for a in arrays)
+    if given == "device":  # arrays were there before the first step, too
+        assert trainer._differentiate._cache_size() == trainer._apply._cache_size() == 1
 
 
 def test_calls_between_steps_are_their_mean(rng):
@@ -301,6 +303,19 @@ def test_gradients_that_are_nan_from_the_start(rng):
         "gradients must be finite before the first step|nan in that of "
         "attention.key.|a loss of 0.0|targets, the loss_fn",
         lambda: trainer.training_step(x, y),
+    )  # fmt: skip
+
+
+def test_targets_in_a_list(rng):
+    x, y = task(rng)
+    losses = []
+    for targets in (y, np.asarray(y).tolist(), list(y)):
+        _, trainer = begun(Block(nnx.Rngs(0)))
+        losses.append(float(trainer.training_step(x, targets)))
+    assert losses[0] == losses[1] == losses[2]
+    check(
+        "FP8TrainingEngine.training_step", TypeError, "targets must be an array",
+        lambda: trainer.training_step(x, ["a", "b"]),
     )  # fmt: skip
 
 
