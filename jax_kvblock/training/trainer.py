@@ -235,7 +235,8 @@ class FP8TrainingEngine:
 
         Raises:
           RuntimeError: there was no `training_step` before.
-          TypeError: optimizer is no such transformation.
+          TypeError: optimizer is no such transformation, or needs more than gradients,
+            its state and parameters.
           ValueError: it is another one than before.
         """
         where = "FP8TrainingEngine.optimizer_step"

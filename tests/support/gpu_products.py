@@ -3,7 +3,8 @@
 Run as a script with a CUDA plugin of JAX on the path, it compiles cases of `CASES` for
 an H100 and prints for each its name, how many products it has in 8 bits and in more,
 how many of them are cuBLASLt's, how many add up in full, as gradients are to, and how
-often it calls the kernel of norms; and whether products of one row round.
+often it calls the kernel of norms; whether products of one row round; and how many
+products in 8 bits models have in the trainer.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 if __name__ == "__main__":
@@ -27,6 +29,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_kvblock.fusion import TransformerBlock
+from jax_kvblock.layers import AttentionLayer
 from jax_kvblock.training import (
     FP8Config,
     Fp8Scaling,
@@ -37,6 +41,7 @@ from jax_kvblock.training import (
 )
 from jax_kvblock.training.compiled import count_products
 from jax_kvblock.training.nnx import convert_model_to_fp8
+from jax_kvblock.training.trainer import _differentiate, _split, mean_loss
 
 # XLA takes cuBLASLt of 8 bits by the version of CUDA.
 WITH_VERSIONS = gpu_schedules.H100.replace(
@@ -183,6 +188,27 @@ def linear_layers() -> Any:
     return grad, (shapes, jax.ShapeDtypeStruct((4, 128, 256), BF16))
 
 
+def trained(make: Callable[[], nnx.Module]) -> Any:
+    """What the trainer compiles of a call of `training_step`."""
+    graph, *states = _split(convert_model_to_fp8(make()))
+    run = functools.partial(_differentiate, mean_loss, graph)
+    shapes = jax.tree.map(lambda v: jax.ShapeDtypeStruct(v.shape, v.dtype), states)
+    x = jax.ShapeDtypeStruct((2, 128, 256), BF16)
+    return run, (*shapes, x, jax.ShapeDtypeStruct(x.shape, F32))
+
+
+def flax_attention() -> nnx.Module:
+    return nnx.MultiHeadAttention(4, 256, decode=False, rngs=nnx.Rngs(0))
+
+
+def own_attention() -> nnx.Module:
+    return AttentionLayer(256, 4, 0.0, rngs=nnx.Rngs(0))
+
+
+def own_block() -> nnx.Module:
+    return TransformerBlock(256, 4, rngs=nnx.Rngs(0))
+
+
 CAST_KERNEL = "cast by a kernel"
 NORM_KERNEL = "normed by a kernel"  # of compute capability 9.0
 # By name: what makes a function and the shapes of its operands, and the products.
@@ -212,6 +238,13 @@ CASES: dict[str, tuple[Any, int]] = {
 }  # fmt: skip
 
 
+# By name: a model with attention, and its products with weights. Those of its scores
+# are not of 8 bits, and a kernel's where one serves them.
+MODELS: dict[str, tuple[Any, int]] = {
+    "attention of flax": (functools.partial(trained, flax_attention), 9),
+    "attention": (functools.partial(trained, own_attention), 5),
+    "a block": (functools.partial(trained, own_block), 18),
+}
 AS_JIT_IS = ("heads", "layers", "two layers", "linear layers")
 # The kernels write both orders of what they cast: nothing of 8 bits is laid otherwise.
 BOTH_ORDERS = (CAST_KERNEL, NORM_KERNEL)
@@ -224,7 +257,7 @@ CASES_OF_ONE_ROW = {
 
 
 def compile_for(device: Any, name: str, of_library: bool = True) -> Any:
-    make, _ = (CASES | CASES_OF_ONE_ROW)[name]
+    make, _ = (CASES | CASES_OF_ONE_ROW | MODELS)[name]
     f, shapes = make()
     place = NamedSharding(Mesh(np.array([device]), ("x",)), P())
     shapes = jax.tree.map(
@@ -273,6 +306,7 @@ def wanted(name: str) -> str:
 
 
 if __name__ == "__main__":
+    gpu_schedules.register_stand_ins()
     gpu_schedules.register_stand_ins(("cast", "norm_cast"))
     topology = topologies.get_topology_desc(
         "", "cuda", target_config=WITH_VERSIONS, topology="1x1x1"
@@ -284,6 +318,8 @@ if __name__ == "__main__":
         print(f"{case}: laid otherwise {laid_otherwise(compile_for(h100, case))}")
     for case in ONE_ROW:
         print(f"{case}: rounded {are_rounded(case, compile_for(h100, case))}")
+    for case in MODELS:
+        print(f"{case}: weights {count_products(compile_for(h100, case)).narrow}")
     for case in AS_JIT_IS:
         count = count_products(compile_for(h100, case, of_library=False))
         print(f"{case}, as jit is: {count.narrow} {count.wide}")

@@ -38,6 +38,7 @@ def test_without_a_gpu():
     want = list(map(gpu_products.wanted, gpu_products.CASES))
     want += [f"{name}: laid otherwise 0" for name in gpu_products.BOTH_ORDERS]
     want += [f"{name}: rounded True" for name in gpu_products.ONE_ROW]
+    want += [f"{name}: weights {n}" for name, (_, n) in gpu_products.MODELS.items()]
     for name in gpu_products.AS_JIT_IS:
         want.append(f"{name}, as jit is: {gpu_products.CASES[name][1]} 0")
     assert ran.stdout.splitlines() == want
@@ -76,6 +77,12 @@ def test_one_row_is_rounded_on_a_gpu(name):
     """XLA multiplies it number by number, and would leave out what rounds."""
     compiled = gpu_products.compile_for(jax.devices()[0], name)
     assert gpu_products.are_rounded(name, compiled)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", gpu_products.MODELS)
+def test_weights_of_models_in_the_trainer_on_a_gpu(name):
+    assert count_products(compiled_here(name)).narrow == gpu_products.MODELS[name][1]
 
 
 LIBRARY = """
@@ -118,6 +125,17 @@ def test_what_is_not_compiled_is_refused():
         refused = lambda given=given: count_products(given)  # noqa: E731
         words = f"a compiled program|got {kind}|.compile()"
         check("count_products", TypeError, words, refused)
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("name", gpu_products.MODELS)
+def test_codes_of_models_in_the_trainer(name):
+    """Each product has two operands of 8 bits; none is left out."""
+    make, n = gpu_products.MODELS[name]
+    f, shapes = make()
+    text = jax.jit(f).lower(*shapes).as_text()
+    products = [line for line in text.splitlines() if "dot_general" in line]
+    assert sum(line.count("xf8E") == 2 for line in products) == n
 
 
 @pytest.mark.cpu
