@@ -123,11 +123,15 @@ def test_what_is_no_device():
     check("capabilities", TypeError, words, lambda: capabilities("cpu"))
 
 
-def test_the_default_device_is_taken(four_cpus):
-    """Also one that a context has set."""
+def test_the_default_device_is_taken(four_cpus, monkeypatch):
+    """Also one that a context has set; of several processes this one's."""
     for device in jax.devices("cpu")[:2]:
         with jax.default_device(device):
             assert HardwareAbstractionLayer().devices == (device,)
+    own = jax.local_devices()[0]
+    others: list[jax.Device] = []
+    monkeypatch.setattr(jax, "devices", lambda *_: others)
+    assert HardwareAbstractionLayer().devices == (own,)
 
 
 def test_a_layer_of_devices_has_their_rows(four_cpus):
