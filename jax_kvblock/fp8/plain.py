@@ -104,5 +104,5 @@ def _in_8_bits(x: jax.Array, shared: Shared) -> tuple[jax.Array, jax.Array]:
     # Of zeros any scale serves. A NaN stays one.
     scales = jnp.where(largest == 0, 1.0, jnp.maximum(largest * INVERSE, SMALLEST))
     parts = jnp.clip(parts / scales[:, :, None, :, None], -LARGEST, LARGEST)
-    x8 = parts.astype(DTYPE).reshape(batch, -1, heads, dim)[:, :rows]
+    x8 = parts.astype(DTYPE).reshape(batch, blocks * length, heads, dim)[:, :rows]
     return x8, jnp.swapaxes(scales, 1, 2)

@@ -123,26 +123,43 @@ def _quantize(
         Way(config.values, lengths=of_kv),
     )
     call = Quantize("quantize_qkv", ways, implementation)
+    operands = [q, k, v, *lens]
+    cuts = _cuts(call, operands)
     # By name plain JAX comes without a primitive: its own derivatives and partitions.
-    run = _plain if implementation == "xla" else primitive.quantize
-    (q8, q_scales), (k8, k_scales, *mean), (v8, v_scales) = run(call, [q, k, v, *lens])
-    shift = _shift(plain.real_rows(q, q_lens), mean[0]) if mean else None
+    run = functools.partial(_plain, cuts=cuts)
+    made = (run if implementation == "xla" else primitive.quantize)(call, operands)
+    codes = [reshard(x, cut) for (x, *_), cut in zip(made, cuts, strict=False)]
+    (_, q_scales), (_, k_scales, *mean), (_, v_scales) = made
+    shift = None
+    if mean:
+        shift = _shift(plain.real_rows(reshard(q, cuts[0]), q_lens), mean[0])
     scales = AttentionScales(q_scales, k_scales, v_scales)
-    return QuantizedQKV(q8, k8, v8, scales, shift)
+    return QuantizedQKV(*codes, scales, shift)
 
 
-def _plain(call: Quantize, operands: Sequence[Any]) -> list[list[Any]]:
-    """On an explicit mesh operands are cut as the primitive's are: rows are whole."""
-    shards = shards_of(call, [jax.typeof(x) for x in operands])
-    every = zip(operand_factors(call, operands), operands, strict=True)
-    cut = [reshard(x, array_spec(factors, shards)) for factors, x in every]
+def _cuts(call: Quantize, operands: Sequence[Any]) -> list[PartitionSpec]:
+    """How operands are cut on an explicit mesh, and their codes: rows are whole.
+
+    Heads stay cut, those that share a scale as well: attention asks for a part of them
+    on each device, whatever their scale is.
+    """
+    ways = tuple(dataclasses.replace(way, shared="head") for way in call.ways)
+    each = dataclasses.replace(call, ways=ways)
+    shards = shards_of(each, [jax.typeof(x) for x in operands])
+    return [array_spec(factors, shards) for factors in operand_factors(each, operands)]
+
+
+def _plain(
+    call: Quantize, operands: Sequence[Any], cuts: Sequence[PartitionSpec]
+) -> list[list[Any]]:
+    cut = [reshard(x, spec) for x, spec in zip(operands, cuts, strict=True)]
     return list(call.split(plain.quantize(call, *cut)))
 
 
 def _cut_as(mean: jax.Array, split: jax.Array) -> jax.Array:
     """On an explicit mesh the mean is cut as the queries are, by members and heads.
 
-    Where all heads share a scale, keys come whole out of a quantization, and it does.
+    Where all heads share a scale it comes whole out of the primitive.
     """
     batch, _, heads, *_ = jax.typeof(split).sharding.spec
     return reshard(mean, PartitionSpec(batch, heads, None))

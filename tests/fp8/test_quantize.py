@@ -11,7 +11,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import by_axis_type, mesh_of
 from quantize_truth import hold
@@ -127,6 +127,10 @@ def test_nothing_to_quantize(quantized_by, rng):
     made = quantize_qkv(*given)
     assert made.k.shape == (2, 0, 2, 64) and (made.scales.k == 1).all()
     judge(made, *given)
+    for config in CONFIGS.values():
+        none = quantize_qkv(*arrays(rng, b=0), config)
+        assert none.q.shape == (0, 300, 4, 64) and none.scales.v.shape == (0, 2, 1)
+    assert fp8_attention(*arrays(rng, b=0), implementation="xla").shape[0] == 0
 
 
 def test_what_is_divided_alone_has_the_bits_of_plain_jax(quantized_by, rng):
@@ -304,6 +308,34 @@ def test_what_has_to_be_whole_is_put_together(
     with jax.set_mesh(mesh):
         made = jax.jit(quantized)(*placed)
     judge(made, *given, config)
+
+
+@pytest.mark.parametrize("spec", [("b", None, "h"), ("b", "h")], ids=["heads", "rows"])
+@pytest.mark.parametrize("implementation", [None, "xla"])
+@by_axis_type
+def test_codes_and_gradients_are_cut_by_heads_that_share_a_scale(
+    axis_type, implementation, spec, quantized_by_cpus, rng
+):
+    """And what the log-sum-exp lacks is cut as attention's is."""
+    given = arrays(rng, t=32, s=32, d=16)
+    config = FP8AttentionConfig("tensor", "tensor", "tensor")
+    mesh = mesh_of(axis_type)
+    placed = cut_of(mesh, given, spec)
+
+    def loss(*x):
+        made = fp8_attention(*x, config, return_lse=True, implementation="xla")
+        return sum(a.astype(jnp.float32).sum() for a in made)
+
+    with jax.set_mesh(mesh):
+        codes = jax.jit(
+            lambda *x: quantize_qkv(*x, config, implementation=implementation).k
+        )(*placed)
+        slopes = jax.jit(jax.grad(loss, (0, 1, 2)))(*placed)
+    if axis_type is AxisType.Explicit:
+        cut = NamedSharding(mesh, P("b", None, *spec[2:]))
+        assert codes.sharding.is_equivalent_to(cut, 4)
+    for a, b in zip(slopes, jax.grad(loss, (0, 1, 2))(*given), strict=True):
+        np.testing.assert_allclose(*(np.asarray(x, np.float32) for x in (a, b)), 0.02)
 
 
 def test_more_devices_than_key_heads(quantized_by_cpus, rng):
