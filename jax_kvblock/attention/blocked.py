@@ -399,7 +399,7 @@ def bias_block(p: Problem, i: Any, j: Any) -> Any:
 def _to_heads(p: Problem, a: Any) -> Any:
     """`[b, n, ...]` shared by batch or heads as `[B, K, G, ...]`, K G 1 if shared."""
     batch, k, g = p.groups
-    if 1 < a.shape[0] < batch:
+    if a.shape[0] not in (1, batch):
         a = row_of_each(a, batch)
     heads = (1, 1) if a.shape[1] == 1 else (k, g)
     return a.reshape(a.shape[0], *heads, *a.shape[2:])

@@ -6,11 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jax_kvblock.attention.arguments import check_flags, check_window
 from jax_kvblock.attention.config import OPEN, default_scale
 from jax_kvblock.attention.mask_tiles import check_tile_side
 from jax_kvblock.core.checks import as_int, check_array, check_int32, show, to_jax
+from jax_kvblock.core.spmd import reshard
 from jax_kvblock.sparse.budget import check_number
 from jax_kvblock.sparse.grid import Grid
 
@@ -144,7 +146,7 @@ def _row(where: str, name: str, x: Any, batch: int) -> jax.Array:
             f"{where}: {name} must be int32[{batch}], one for each batch member, got "
             f"{show(row)}"
         )
-    return row
+    return _whole(row)
 
 
 def _segments(where: str, ids: Any, sizes: tuple[int, int, int]) -> tuple[Any, Any]:
@@ -166,5 +168,10 @@ def _segments(where: str, ids: Any, sizes: tuple[int, int, int]) -> tuple[Any, A
                 f"{where}: segment_ids must be int32[{batch}, {length}], got "
                 f"{show(x)}; a pair (of queries, of keys) where their lengths differ"
             )
-        found.append(x)
+        found.append(_whole(x))
     return found[0], found[-1]
+
+
+def _whole(x: jax.Array) -> jax.Array:
+    """On an explicit mesh all members are on each device, to be sorted and searched."""
+    return reshard(x, PartitionSpec(*[None] * x.ndim))

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from jax_kvblock.core.checks import check_choice, check_positive
+from jax_kvblock.core.spmd import reshard
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.sparse.arguments import check_qk, grid_of, scale_of
 from jax_kvblock.sparse.gate import Gate, check_gate, gate_logits
@@ -81,8 +83,14 @@ def tile_mass(
 def mass_of(
     q: jax.Array, k: jax.Array, grid: Grid, scale: float, pool: str = "sum"
 ) -> jax.Array:
-    """`tile_mass` of checked arguments."""
+    """`tile_mass` of checked arguments.
+
+    On an explicit mesh members are cut as the queries', and heads, which are walked,
+    come together and are cut again.
+    """
     batch, _, heads, dim = q.shape
+    members, _, of_heads, _ = jax.typeof(q).sharding.spec
+    q, k = (reshard(x, PartitionSpec(members, None, None, None)) for x in (q, k))
     kv_heads = k.shape[2]
     q = _whole(q, grid.rows * grid.block_q)
     k = _whole(k, grid.cols * grid.block_kv)
@@ -100,7 +108,8 @@ def mass_of(
             )
         )
     # Key heads and rows of tiles come first: they are what is walked.
-    q = q.reshape(batch, grid.rows, grid.block_q, kv_heads, -1, dim)
+    q = q.reshape(batch, grid.rows, grid.block_q, heads, dim)
+    q = q.reshape(*q.shape[:3], kv_heads, heads // kv_heads, dim)
     q = q.transpose(3, 1, 0, 4, 2, 5)  # [K, R, B, G, block_q, D]
     k = k.transpose(2, 0, 1, 3)  # [K, B, S, D]
 
@@ -139,7 +148,8 @@ def mass_of(
         return jax.lax.map(functools.partial(of_row, keys), (queries, rows))
 
     made = jax.lax.map(of_head, (q, k))  # [K, R, B, G, C]
-    return made.transpose(2, 0, 3, 1, 4).reshape(batch, heads, grid.rows, grid.cols)
+    made = made.transpose(2, 0, 3, 1, 4).reshape(batch, heads, grid.rows, grid.cols)
+    return reshard(made, PartitionSpec(members, of_heads, None, None))
 
 
 def _whole(x: jax.Array, length: int) -> jax.Array:

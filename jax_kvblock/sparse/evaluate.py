@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_kvblock.attention.arguments import check_window
 from jax_kvblock.attention.config import AttentionTiles
 from jax_kvblock.attention.flash import flash_attention
 from jax_kvblock.attention.tile_arguments import check_entries
@@ -110,6 +111,7 @@ def evaluate_selector(
     times = check_count(where, "repeats", repeats)
     mask = mask_options(where, _operands(options))
     _check_values(where, q, k, v, tiles, options)
+    check_window(where, False, options.get("window"))  # an array would be traced
     options = _operands(options)
     select = None
     if isinstance(tiles, Selector):
@@ -163,11 +165,15 @@ def evaluate_selector(
 
 
 def _check_values(where: str, *given: Any) -> None:
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(given)):
+    if any(map(_is_traced, jax.tree.leaves(given))):
         raise TypeError(
             f"{where}: arrays must have values, got traced ones; it compiles and waits "
             "by itself: call it outside of jit, vmap and derivatives"
         )
+
+
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, jax.core.Tracer)
 
 
 def _check_pytree(where: str, selector: Selector) -> None:
@@ -182,14 +188,19 @@ def _check_pytree(where: str, selector: Selector) -> None:
 
 
 def _operands(options: Any) -> Any:
-    """Lists of integers as arrays, which a program takes, and a window as a tuple."""
+    """Lists of integers as arrays, which a program takes, a window as a tuple, and
+    numbers that are compiled in as Python's.
+    """
     integers = ("q_lens", "kv_lens", "q_offset", "kv_offset", "dropout_seed")
+    numbers = ("scale", "softcap", "dropout_rate")
     made = dict(options)
     for name, x in options.items():
         if name in integers and isinstance(x, (list, tuple, range)):
             made[name] = np.asarray(x)
         elif name == "window" and isinstance(x, list):
             made[name] = tuple(x)
+        elif name in numbers and isinstance(x, (jax.Array, np.ndarray)):
+            made[name] = x if x.ndim or _is_traced(x) else x.item()
     return made
 
 
@@ -251,7 +262,8 @@ def _tiles(
         **mask,
     )
     visible = np.asarray(grid.visible())
-    both = np.asarray(map_of(tiles, grid.cols)) & visible
+    # From the host, wherever on a mesh they lie.
+    both = np.asarray(map_of(jax.device_get(tiles), grid.cols)) & visible
 
     def count(kept: np.ndarray) -> int:
         return int(kept.sum()) * (batch // kept.shape[0]) * (heads // kept.shape[1])

@@ -229,8 +229,13 @@ def check_gate(where: str, gate: Any, q: jax.Array, k: jax.Array) -> None:
     (n, features, _), kv = gate.q.shape, gate.k.shape[0]
     heads, kv_heads, dim = q.shape[2], k.shape[2], q.shape[3]
     if (n, kv, features) != (heads, kv_heads, 3 * dim + 1):
+        fix = f"init_gate({heads}, {kv_heads}, {dim}) makes one"
+        if features == 3 * dim + 1 and n > heads and n * kv_heads == kv * heads:
+            fix += (
+                "; one for more heads goes into a shard_map over heads with its arrays "
+                "cut as the heads are: a PartitionSpec of their axis in in_specs"
+            )
         raise ValueError(
             f"{where}: gate must be one for {heads} heads on {kv_heads} of {dim}, got "
-            f"one for {n} on {kv} of {features // 3}; "
-            f"init_gate({heads}, {kv_heads}, {dim}) makes one"
+            f"one for {n} on {kv} of {features // 3}; {fix}"
         )

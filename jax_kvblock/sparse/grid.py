@@ -257,9 +257,9 @@ def marked(at: Any, cols: int) -> Any:
     What is not one of them is not looked at.
     """
     rows = jnp.where(at >= 0, at, cols).reshape(-1, at.shape[-1])
-    empty = jnp.zeros((rows.shape[0], cols), jnp.bool_)
-    put = jax.vmap(lambda row, at: row.at[at].set(True, mode="drop"))
-    return put(empty, rows).reshape(*at.shape[:-1], cols)
+    # Made of each row, so that on an explicit mesh it lies where the row does.
+    put = jax.vmap(lambda at: jnp.zeros(cols, jnp.bool_).at[at].set(True, mode="drop"))
+    return put(rows).reshape(*at.shape[:-1], cols)
 
 
 def running_count(kept: Any) -> Any:

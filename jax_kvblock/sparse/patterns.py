@@ -103,7 +103,9 @@ class Random(Pattern):
     """Tiles drawn at random, without putting any back (S2's RANDOM).
 
     Attributes:
-      seed: what is drawn; the same tiles everywhere and every time.
+      seed: what is drawn; the same tiles everywhere and every time, for as many heads.
+        In a `jax.shard_map` over heads these count from 0 on each device: make the
+        tiles outside, and pass them in cut as the heads are.
       per_head: each head has its own; else all heads share them.
 
     Example:
@@ -134,7 +136,7 @@ class BlockSparse(Pattern):
 
     Attributes:
       run: the side of a square, in tiles.
-      seed: what is drawn.
+      seed: what is drawn, as in `Random`.
       per_head: each head has its own; else all heads share them.
 
     Source: the random blocks of Zaheer et al., BigBird (arXiv:2007.14062).

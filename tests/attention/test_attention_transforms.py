@@ -170,6 +170,25 @@ def test_an_exported_batch_may_be_a_symbol(rng):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["tiles", "bias"])
+def test_arrays_of_each_member_of_such_a_batch(name, rng):
+    def attend(q, x):
+        of_each = AttentionTiles(x, jnp.ones(x.shape[:-1], jnp.int32), 16, 16)
+        option = {name: of_each if name == "tiles" else x}
+        return flash_attention(q, q, q, implementation="xla", **option)
+
+    shape = (3, 1, 2, 1) if name == "tiles" else (3, 2, 32, 32)
+    dtype = jnp.int32 if name == "tiles" else jnp.float32
+    x = jnp.asarray(rng.integers(0, 2, shape), dtype)
+    some = jax.ShapeDtypeStruct((*symbolic("b").shape, *shape[1:]), x.dtype)
+    b, *_ = some.shape
+    of_any = exported(
+        jax.jit(attend), jax.ShapeDtypeStruct((b, 32, 2, 8), jnp.float32), some
+    )
+    q = jnp.asarray(rng.standard_normal((3, 32, 2, 8)), jnp.float32)
+    np.testing.assert_allclose(of_any.call(q, x), attend(q, x), rtol=1e-5, atol=1e-5)
+
+
 def test_other_symbols_are_errors_that_name_the_array():
     """Lengths, what is packed, and anything for a kernel."""
     checks = [jax.export.DisabledSafetyCheck.custom_call("kvblock_attention_forward")]

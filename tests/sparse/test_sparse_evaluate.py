@@ -140,6 +140,13 @@ def test_lists_of_integers(qkv):
     assert (found.recall, found.error) == (same.recall, same.error)
 
 
+def test_numbers_that_are_arrays(qkv):
+    selector = AntidiagonalThreshold(stride=8, **TILES)
+    found = evaluate_selector(*qkv, selector, scale=jnp.float32(0.5))
+    same = evaluate_selector(*qkv, selector, scale=0.5)
+    assert (found.recall, found.error) == (same.recall, same.error)
+
+
 def test_entries_that_visit_nothing_do_not_count(qkv):
     """Beyond the causal reach, beyond the keys, and holes."""
     indices = jnp.broadcast_to(jnp.int32([[7, -1, 0, 99]]), (1, 1, 8, 4))
@@ -178,6 +185,11 @@ def test_times_are_medians_of_calls_that_were_waited_for(qkv, monkeypatch):
 
 BAD = {
     "repeats": (lambda q: {"repeats": -1}, ValueError, "repeats|got -1"),
+    "window": (
+        lambda q: {"window": np.array([20, 20])},
+        ValueError,
+        "window must be a pair|array",
+    ),
     "tiles": (lambda q: {"tiles": [1]}, TypeError, "Selector or AttentionTiles|list"),
     "twice": (
         lambda q: {
