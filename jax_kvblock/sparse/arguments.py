@@ -11,7 +11,14 @@ from jax.sharding import PartitionSpec
 from jax_kvblock.attention.arguments import check_flags, check_window
 from jax_kvblock.attention.config import OPEN, default_scale
 from jax_kvblock.attention.mask_tiles import check_tile_side
-from jax_kvblock.core.checks import as_int, check_array, check_int32, show, to_jax
+from jax_kvblock.core.checks import (
+    as_int,
+    check_array,
+    check_int32,
+    show,
+    shown,
+    to_jax,
+)
 from jax_kvblock.core.spmd import reshard
 from jax_kvblock.sparse.budget import check_number
 from jax_kvblock.sparse.grid import Grid
@@ -54,6 +61,22 @@ def check_qk(where: str, q: Any, k: Any) -> tuple[jax.Array, jax.Array]:
             "the call out"
         )
     return to_jax(q), to_jax(k)
+
+
+def key_of(where: str, key: Any) -> jax.Array:
+    """A key of jax.random, that of 0 unless given."""
+    if key is None:
+        return jax.random.key(0)
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+    if (typed and shape == ()) or (dtype == jnp.uint32 and shape in ((2,), (4,))):
+        made: jax.Array = key
+        return made
+    got = shown(key) if dtype is None else show(key)
+    raise TypeError(
+        f"{where}: key must be a key of jax.random, got {got}; pass jax.random.key(0), "
+        "or one of those that jax.random.split gives"
+    )
 
 
 def check_blocks(where: str, block_q: Any, block_kv: Any) -> None:

@@ -6,7 +6,7 @@ The model is frozen: queries and keys are data, and no gradient reaches them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
 import jax
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jax_kvblock.core.checks import check_choice, check_positive
+from jax_kvblock.core.checks import check_choice, check_positive, show, shown
 from jax_kvblock.core.spmd import reshard
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.sparse.arguments import check_qk, grid_of, scale_of
@@ -243,7 +243,8 @@ def train_gate(
       `(gate, losses)`, the loss before each step as float32 `[steps]`.
 
     Raises:
-      TypeError, ValueError: as `gate_loss`.
+      TypeError, ValueError: as `gate_loss`; batches that are no pairs, or an optimizer
+        that is none.
       ImportError: no optimizer is given, and optax is not installed.
 
     Example:
@@ -251,8 +252,15 @@ def train_gate(
 
     Source: Gao et al., SeerAttention (arXiv:2410.13276).
     """
+    where = "train_gate"
     if optimizer is None:
         optimizer = _adam()
+    for name in ("init", "update"):
+        if not callable(getattr(optimizer, name, None)):
+            raise TypeError(
+                f"{where}: optimizer must have init and update, got "
+                f"{shown(optimizer)}; optax.adam(1e-3), say, and sides go by name"
+            )
     rule = optimizer
 
     @jax.jit
@@ -275,10 +283,39 @@ def train_gate(
         return gate, state, loss
 
     state, losses = rule.init(gate), []
-    for q, k, *target in batches:
+    for i, batch in enumerate(_batches(where, batches)):
+        q, k, *target = _batch(where, i, batch)
         gate, state, loss = step(gate, state, q, k, target[0] if target else None)
         losses.append(loss)
     return gate, np.asarray(jax.device_get(losses), np.float32)
+
+
+_PAIRS = "(q, k) or (q, k, target)"
+
+
+def _batches(where: str, batches: Any) -> Iterable[Any]:
+    if hasattr(batches, "shape") or not hasattr(batches, "__iter__"):
+        got = type(batches).__name__
+        raise TypeError(
+            f"{where}: batches must be an iterable of {_PAIRS}, got {got}; one batch "
+            "alone is [(q, k)]"
+        )
+    made: Iterable[Any] = batches
+    return made
+
+
+def _batch(where: str, i: int, batch: Any) -> Sequence[Any]:
+    several = isinstance(batch, (tuple, list))
+    if not several or len(batch) not in (2, 3):
+        got = f"{len(batch)} of them" if several else type(batch).__name__
+        if hasattr(batch, "shape"):
+            got = show(batch)
+        raise TypeError(
+            f"{where}: batches[{i}] must be {_PAIRS}, got {got}; one batch alone is "
+            "[(q, k)]"
+        )
+    made: Sequence[Any] = batch
+    return made
 
 
 def _adam() -> Optimizer:

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_kvblock.core.checks import check_positive
+from jax_kvblock.sparse.arguments import key_of
 from jax_kvblock.sparse.grid import Grid, running_count
 from jax_kvblock.sparse.pieces import (
     Nearness,
@@ -79,7 +80,8 @@ def init_gate(
       key: for the weights, `jax.random.key(0)` unless given.
 
     Raises:
-      ValueError: sizes that are no positive integers, or K does not divide N.
+      TypeError, ValueError: sizes that are no positive integers, or K does not divide
+        N; a key that is none.
 
     Example:
       >>> init_gate(8, 2, 64).q.shape
@@ -95,7 +97,7 @@ def init_gate(
             "head serves as many query heads"
         )
     (g,) = check_positive(where, gate_dim=d if gate_dim is None else gate_dim)
-    keys = jax.random.split(jax.random.key(0) if key is None else key, 3)
+    keys = jax.random.split(key_of(where, key), 3)
     start = jnp.eye(d, dtype=jnp.float32)
     if g != d:  # a random projection, of both sides, keeps products on average
         start = jax.random.normal(keys[0], (d, g), jnp.float32) / np.sqrt(g)

@@ -10,11 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from jax_kvblock.attention.arguments import check_flags, finite
+from jax_kvblock.attention.cuda import MAX_HEAD_DIM
 from jax_kvblock.attention.dropout import threshold_of
 from jax_kvblock.attention.options import SeedLike
 from jax_kvblock.core.checks import as_array, check_dtype, check_positive, show
 from jax_kvblock.core.types import ArrayIn
 from jax_kvblock.sparse.antidiagonal import AntidiagonalThreshold
+from jax_kvblock.sparse.arguments import key_of
 from jax_kvblock.sparse.attention import sparse_attention
 from jax_kvblock.sparse.budget import check_ratio
 from jax_kvblock.sparse.gate import Gate, LearnedGate, init_gate
@@ -25,6 +27,7 @@ from jax_kvblock.sparse.selector import Selector
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
+SPARSITY_RATIO = 0.9  # unless given
 DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
@@ -174,7 +177,7 @@ class DynamicSparseAttention:
 def create_sparse_attention(
     d_model: int,
     num_heads: int,
-    sparsity_ratio: float = 0.9,
+    sparsity_ratio: float = SPARSITY_RATIO,
     pattern: SparsePattern = SparsePattern.DYNAMIC_THRESHOLD,
     *,
     num_kv_heads: int | None = None,
@@ -188,7 +191,8 @@ def create_sparse_attention(
     """A layer with fresh weights that visits `1 - sparsity_ratio` of the tiles.
 
     Args:
-      d_model, num_heads: the width, and the heads, which divide it.
+      d_model, num_heads: the width, and the heads, which divide it into head dims that
+        are multiples of 8 up to 256.
       sparsity_ratio: the share of the mask's tiles that is left out, from 0 to 0.95.
         DYNAMIC_THRESHOLD and LEARNED also leave out what tau does not need, if tau is
         among the options; a row that would need more than its share has what fits, and
@@ -208,7 +212,8 @@ def create_sparse_attention(
 
     Raises:
       TypeError, ValueError: sizes that do not fit, a ratio outside of 0 to 0.95, a
-        dropout outside of 0 to 1, a pattern or an option that there is not.
+        dropout outside of 0 to 1, a pattern or an option that there is not, or one
+        beside a selector; a key that is none.
 
     Example:
       >>> attention = create_sparse_attention(d_model=512, num_heads=8)
@@ -238,17 +243,31 @@ def create_sparse_attention(
     rate = finite(where, "dropout", dropout, 0.0, fix)
     threshold_of(where, rate, "dropout")
     head_dim = d_model // num_heads
-    keys = jax.random.split(jax.random.key(0) if key is None else key, 3)
+    if head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        raise ValueError(
+            f"{where}: d_model must be num_heads times a multiple of 8 up to "
+            f"{MAX_HEAD_DIM}, got {d_model} for {num_heads} heads, of {head_dim} each; "
+            "attention serves these head dims"
+        )
+    keys = jax.random.split(key_of(where, key), 3)
     if selector is None:
         ratio = check_ratio(where, sparsity_ratio)
         heads = (num_heads, kv, head_dim)
         selector = _selector(where, ratio, pattern, heads, keys[2], options)
-    elif options or not isinstance(selector, Selector):
-        names = ", ".join(options) or type(selector).__name__
+    elif not isinstance(selector, Selector):
         raise TypeError(
-            f"{where}: selector must be a Selector without other options, got {names}; "
-            "a selector has its options as fields"
+            f"{where}: selector must be a Selector, got {type(selector).__name__}; "
+            "Streaming(), say"
         )
+    else:
+        beside = ["sparsity_ratio"] * (sparsity_ratio != SPARSITY_RATIO)
+        beside += ["pattern"] * (pattern is not SparsePattern.DYNAMIC_THRESHOLD)
+        beside += options
+        if beside:
+            raise TypeError(
+                f"{where}: selector must be given without other options, got "
+                f"{', '.join(beside)}; a selector has its options as fields"
+            )
     init = jax.nn.initializers.lecun_normal()
     return DynamicSparseAttention(
         init(keys[0], (d_model, (num_heads + 2 * kv) * head_dim), dtype),

@@ -23,6 +23,7 @@ from jax_kvblock.sparse import (
     Streaming,
     Strided,
     create_sparse_attention,
+    init_gate,
     train_gate,
 )
 
@@ -195,6 +196,32 @@ BAD = {
         WHERE,
         TypeError,
         "without other options|stride",
+    ),
+    "a ratio beside a selector": (
+        make(selector=Streaming(), sparsity_ratio=7),
+        WHERE,
+        TypeError,
+        "without other options|got sparsity_ratio",
+    ),
+    "a pattern beside a selector": (
+        make(selector=Streaming(), pattern=SparsePattern.RANDOM),
+        WHERE,
+        TypeError,
+        "without other options|got pattern",
+    ),
+    "head dim": (
+        make(60, 4),
+        WHERE,
+        ValueError,
+        "d_model|a multiple of 8 up to 256, got 60 for 4 heads, of 15 each",
+    ),
+    "large head dim": (make(2048, 4), WHERE, ValueError, "up to 256|of 512 each"),
+    "key": (make(key=3), WHERE, TypeError, "a key of jax.random, got 3|key(0)"),
+    "key of a gate": (
+        lambda: init_gate(4, 2, 16, key=jnp.zeros(3)),
+        "init_gate",
+        TypeError,
+        "a key of jax.random, got float32[3]",
     ),
     "selector": (make(selector=0.9), WHERE, TypeError, "Selector|float"),
     "dtype": (make(dtype="float64"), WHERE, TypeError, "bfloat16, float16 or float32"),

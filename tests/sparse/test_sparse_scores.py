@@ -458,6 +458,36 @@ BAD = {
         ValueError,
         "4 heads on 2 of 16|of 8",
     ),
+    "optimizer": (
+        lambda q, k: train_gate(init_gate(4, 2, 16), [(q, k)], 3),
+        "train_gate",
+        TypeError,
+        "optimizer must have init and update, got 3|optax.adam",
+    ),
+    "no pairs": (
+        lambda q, k: train_gate(init_gate(4, 2, 16), [q]),
+        "train_gate",
+        TypeError,
+        "batches[0] must be (q, k) or|float32[2, 90, 4, 16]",
+    ),
+    "a pair alone": (
+        lambda q, k: train_gate(init_gate(4, 2, 16), (q, k)),
+        "train_gate",
+        TypeError,
+        "batches[0] must be (q, k) or|one batch alone is [(q, k)]",
+    ),
+    "four": (
+        lambda q, k: train_gate(init_gate(4, 2, 16), [(q, k, k, k)]),
+        "train_gate",
+        TypeError,
+        "batches[0]|got 4 of them",
+    ),
+    "an array": (
+        lambda q, k: train_gate(init_gate(4, 2, 16), q),
+        "train_gate",
+        TypeError,
+        "batches must be an iterable of (q, k)",
+    ),
     "heads": (
         lambda q, k: init_gate(4, 3, 16),
         "init_gate",
