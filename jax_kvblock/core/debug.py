@@ -35,15 +35,15 @@ def debug_checks(enable: bool = True) -> Iterator[None]:
     context manager `paged_attention`, `append_kv`, `rope_append`, `gather_kv` and the
     functions that gather, scatter, copy and transfer blocks look at them on the host;
     −1 stays padding. `flash_attention` looks at tile lists and at scales of 8 bits,
-    selectors at rows that are short of tau, and `context_parallel_attention` and the
-    functions that lay sequences out at boundaries of packed documents. Outside of jit
-    an IndexError or ValueError comes from the call, before it runs. Inside of it (also
-    in scan, vmap and shard_map) the program fails: `jax.errors.JaxRuntimeError`, which
-    ends with the same text, comes from the program or, at the latest, from
-    `block_until_ready` on its results. A pool that was donated to it is lost. Where the
-    compiler itself cuts a program over several devices, or over an axis beside a
-    shard_map's, some of them may wait for one that has failed: a CPU then ends the
-    process, after a minute.
+    selectors at rows that are short of tau or unknown (NaN), and
+    `context_parallel_attention` and the functions that lay sequences out at boundaries
+    of packed documents. Outside of jit an IndexError or ValueError comes from the call,
+    before it runs. Inside of it (also in scan, vmap and shard_map) the program fails:
+    `jax.errors.JaxRuntimeError`, which ends with the same text, comes from the program
+    or, at the latest, from `block_until_ready` on its results. A pool that was donated
+    to it is lost. Where the compiler itself cuts a program over several devices, or
+    over an axis beside a shard_map's, some of them may wait for one that has failed: a
+    CPU then ends the process, after a minute.
 
     It is of this thread. A function that was compiled without checks is compiled again
     with them; off, nothing is added to a program. On, each call waits for the host, and

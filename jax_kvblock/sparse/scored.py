@@ -43,7 +43,9 @@ class ScoredSelector(Selector):
 
     Where a bound comes before tau, the row lists as much as the bound allows, and the
     report says so (`Report.short`); under `debug_checks` it is an error. Without bounds
-    lists have room for all tiles, and none is short.
+    lists have room for all tiles, and none is short. Nor is a row of which nothing is
+    known, whose shares are all 0 or NaN: it lists as many tiles as its bounds allow.
+    NaN with tau is an error under `debug_checks`.
     """
 
     tau: float | None = dataclasses.field(default=None, metadata={"static": True})

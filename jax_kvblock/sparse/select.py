@@ -30,7 +30,8 @@ class Report:
       listed: int32 `[B|1, N|1, rows]`, how many tiles each row lists.
       visible: int32 `[B|1, 1, rows]`, how many tiles the mask alone would visit.
       mass: float32, shaped like `listed`: the share of a row's attention that its tiles
-        hold by the selector's own estimate; None of patterns, which have none.
+        hold by the selector's own estimate; None of patterns, which have none. Tiles
+        whose share is NaN count for nothing: a row that has no other is told to hold 1.
       short: bool, shaped like `listed`: rows whose capacity was too small for tau; None
         where there is no tau.
     """
@@ -68,6 +69,7 @@ class Choice(NamedTuple):
     kept: Any
     mass: Any = None  # as in Report
     short: Any = None
+    unknown: Any = None  # scores that are NaN, where debug_checks look at them
 
 
 def keep(
@@ -99,7 +101,9 @@ def keep(
     if tau is None:
         return Choice(kept)
     (mass,) = held
-    return Choice(kept, mass, visible.any(-1) & (mass < tau - ROUNDING))
+    short = visible.any(-1) & (mass < tau - ROUNDING)
+    unknown = visible & jnp.isnan(scores) if debug.enabled() else None
+    return Choice(kept, mass, short, unknown)
 
 
 def keep_on_host(priority: Any, visible: Any, always: Any, limit: Any) -> Choice:
@@ -142,6 +146,8 @@ def selection(where: str, grid: Grid, choice: Choice, width: int) -> Selection:
     tiles = AttentionTiles(indices, counts, grid.block_q, grid.block_kv)
     visible = to_jax(grid.visible().sum(-1, dtype=np.int32))
     report = Report(counts, visible, choice.mass, choice.short)
+    if choice.unknown is not None:
+        debug.check(_look_known, where, unknown=choice.unknown)
     if choice.short is not None:
         debug.check(_look, where, short=choice.short, mass=choice.mass)
     return Selection(tiles, report)
@@ -176,6 +182,16 @@ def warn_if_short(
     else:
         return
     warnings.warn(f"{where}: {said}", UserWarning, stacklevel=level)
+
+
+def _look_known(where: str, *, unknown: np.ndarray) -> None:
+    at = debug.first_bad(unknown)
+    if at is not None:
+        raise ValueError(
+            f"{where}: the share of a tile must be a number with tau, got NaN at "
+            f"[{', '.join(map(str, at))}]; a row of tiles with a NaN in its queries or "
+            "keys lists what it may, whatever tau is"
+        )
 
 
 def _look(where: str, *, short: np.ndarray, mass: np.ndarray | None = None) -> None:

@@ -153,16 +153,19 @@ class Union(Selector):
 
     def choose(self, q: jax.Array, k: jax.Array, grid: Grid, scale: float) -> Choice:
         choices = [part.choose(q, k, grid, scale) for part in self.parts]
-        kept, short = choices[0].kept, None
+        kept, short, unknown = choices[0].kept, None, None
         for choice in choices[1:]:
             kept = kept | choice.kept
         for choice in choices:
             if choice.short is not None:
                 short = choice.short if short is None else short | choice.short
+            if choice.unknown is not None:
+                more = choice.unknown
+                unknown = more if unknown is None else unknown | more
         if short is not None:
             # A row that lists all there is holds all of attention.
             short = short & (grid.visible() & ~kept).any(-1)
-        return Choice(kept, None, short)
+        return Choice(kept, None, short, unknown)
 
     def width(self, grid: Grid) -> int:
         return min(grid.cols, sum(part.width(grid) for part in self.parts))

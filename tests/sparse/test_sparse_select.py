@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -245,6 +247,22 @@ def test_rows_of_which_nothing_is_known_take_what_they_may():
     tiles, report = run(mass, tau=0.5, capacity=4)
     assert (np.asarray(tiles.counts) == 4).all()
     assert not np.asarray(report.short).any()
+    assert (np.asarray(report.mass) == 1).all()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_debug_checks_of_a_row_of_which_nothing_is_known(rng):
+    q, k, _ = draw(rng)
+    k = k.at[0, 40].set(jnp.nan)  # in tile 2, which the first rows do not see
+    selector = AntidiagonalThreshold(tau=0.9, capacity=3, stride=8, **TILES)
+    assert float(selector.select(q, k, causal=True).report.mass[0, 0, 7]) == 1
+    must = "the share of a tile must be a number with tau, got NaN at [0, 0, 2, 0]"
+    with jax_kvblock.debug_checks():
+        for some in (selector, Streaming(**TILES) | selector):
+            ask = functools.partial(some.select, q, k, causal=True)
+            check(some.name, ValueError, must, ask)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="got NaN at"):
+            jax.block_until_ready(jit(selector.select)(q, k))
 
 
 def test_scores_of_every_kind_are_ordered_as_floats_are():
