@@ -8,6 +8,7 @@ sequence, so all heads of a sequence read the same pages.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -35,11 +36,19 @@ if TYPE_CHECKING:
     Keys: TypeAlias = KVPool | Float[ArrayIn, "P T K D"]
 
 
-class PageSummary(NamedTuple):
-    """Between what a page's keys lie, number by number: float32 `[P, K, D]` each."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageSummary:
+    """Between what a page's keys lie, number by number: float32 `[P, K, D]` each.
+
+    Attributes:
+      low, high: the smallest and the largest numbers.
+      block_size: tokens to a page, which `select_pages` compares; None is not known.
+    """
 
     low: jax.Array
     high: jax.Array
+    block_size: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
 class PageChoice(NamedTuple):
@@ -49,7 +58,7 @@ class PageChoice(NamedTuple):
       block_tables: int32 `[B, num_pages]`, −1 behind a sequence's last page.
       kv_lens: int32 `[B]`, the keys in them.
       mass: float32 `[B]`, the share of a sequence's estimated attention, apart from
-        the pages that are always read, that the chosen ones hold.
+        the pages that are always read, that the chosen ones hold. It has no gradient.
     """
 
     block_tables: jax.Array
@@ -65,7 +74,8 @@ def summarize_pages(
     Args:
       keys: a `KVPool` with a layer, or one layer's pages `[P, T, K, D]`.
       layer: of the pool, an integer or traced; None without a pool.
-      ids: int32 `[n]`: these pages alone; all of them unless given.
+      ids: int32 `[n]`: these pages alone; all of them unless given. Those outside of 0
+        to P − 1 give zeros.
 
     Returns:
       A `PageSummary` of `[P, K, D]`, or `[n, K, D]`. Slots that are not written yet
@@ -105,9 +115,12 @@ def _summarized(where: str, keys: Any, layer: Any, ids: Any) -> PageSummary:
                 "pages of one layer, or a KVPool and a layer"
             )
         if ids is not None:
-            pages = pages[check_int32(where, "ids", ids, "[n]", 1)]
+            ids = check_int32(where, "ids", ids, "[n]", 1)
+            at = jnp.where(ids < 0, len(pages), ids)
+            pages = pages.at[at].get(mode="fill", fill_value=0)
+    size = pages.shape[1]
     pages = pages.astype(jnp.float32)
-    return PageSummary(pages.min(1), pages.max(1))
+    return PageSummary(pages.min(1), pages.max(1), size)
 
 
 def refresh_summary(
@@ -142,10 +155,12 @@ def refresh_summary(
             f"and head dim, got {show(summary.low)}; summarize_pages makes it of the "
             "same keys"
         )
+    _check_size(where, summary, new.block_size)
     at = jnp.where(inside, ids, count)
     return PageSummary(
         summary.low.at[at].set(new.low, mode="drop"),
         summary.high.at[at].set(new.high, mode="drop"),
+        summary.block_size,
     )
 
 
@@ -177,7 +192,7 @@ def select_pages(
         page is not chosen.
       kv_lens: int32 `[B]`, the new keys among them.
       num_pages: the width of the table that comes out.
-      block_size: tokens to a page.
+      block_size: tokens to a page, the summary's.
       sinks: how many first pages are always read.
       scale: of the scores, `1 / sqrt(D)` unless given.
 
@@ -185,8 +200,8 @@ def select_pages(
       A `PageChoice`. A sequence with at most `num_pages` pages reads all of them.
 
     Raises:
-      TypeError, ValueError: shapes do not fit; num_pages is less than what is always
-        read.
+      TypeError, ValueError: shapes do not fit; pages have another size; num_pages is
+        less than what is always read.
 
     Example:
       >>> chosen = select_pages(q, summary, tables, lens, num_pages=64, block_size=16)
@@ -198,7 +213,9 @@ def select_pages(
     where = "select_pages"
     q, tables, lens = _checked(where, q, summary, block_tables, kv_lens)
     width, size = check_positive(where, num_pages=num_pages, block_size=block_size)
+    _check_size(where, summary, size)
     first = check_count(where, "sinks", sinks)
+    q, summary = jax.lax.stop_gradient((q, summary))
     batch, steps, _, dim = q.shape
     own = (steps - 1 + size - 1) // size + 1
     if width < min(own + first, tables.shape[1]):
@@ -249,6 +266,14 @@ def _check_summary(where: str, summary: Any) -> None:
         raise TypeError(
             f"{where}: summary must be a PageSummary, got {type(summary).__name__}; "
             "summarize_pages makes one"
+        )
+
+
+def _check_size(where: str, summary: PageSummary, size: int | None) -> None:
+    if summary.block_size not in (None, size):
+        raise ValueError(
+            f"{where}: summary must be of pages of {size} tokens, got one of pages of "
+            f"{summary.block_size}; summarize_pages makes it of the same keys"
         )
 
 

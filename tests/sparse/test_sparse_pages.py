@@ -9,7 +9,7 @@ import pytest
 from attention_model import jit
 from messages import check
 
-from jax_kvblock import BlockSpec, KVPool, append_kv, paged_attention
+from jax_kvblock import BlockSpec, KVPool, append_kv, gather_kv, paged_attention
 from jax_kvblock.sparse import (
     PageSummary,
     refresh_summary,
@@ -220,11 +220,26 @@ def test_summaries_of_a_pool_keep_up(rng, layout):
         k = jnp.asarray(rng.standard_normal((3, KV_HEADS, DIM)), jnp.float32)
         pool, summary = step(pool, summary, k, jnp.int32(slots))
     want = summarize_pages(pool, jnp.int32(1))
-    for one, other in zip(summary, want, strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, summary, want)
     assert np.abs(want.low).max() > 0
-    some = summarize_pages(pool, 1, ids=[5, 1])
-    np.testing.assert_array_equal(some.high, want.high[jnp.int32([5, 1])])
+    for keys, layer in ((pool, 1), (gather_kv(pool, 1, range(6))[0], None)):
+        if layer is None:
+            keys = keys.reshape(6, SIZE, KV_HEADS, DIM)
+        some = summarize_pages(keys, layer, ids=[5, 99, -1, 1])
+        np.testing.assert_array_equal(some.high[::3], want.high[jnp.int32([5, 1])])
+        assert not np.any(some.low[1:3]) and not np.any(some.high[1:3])
+
+
+def test_what_is_chosen_has_no_gradient(rng, cache):
+    k, _, tables, lens = cache
+    q, how = queries(rng), {"num_pages": 4, "block_size": SIZE}
+
+    def held(q, k):
+        return select_pages(q, summarize_pages(k), tables, lens, **how).mass.sum()
+
+    assert held(q, k) > 0
+    for slopes in jit(jax.grad(held, (0, 1)))(q, k):
+        assert not np.any(slopes)
 
 
 def test_vmap(rng, cache):
@@ -265,6 +280,11 @@ BAD = {
         ValueError,
         "num_pages must be at least 5|20 new positions",
     ),
+    "another size": (
+        some(summary=PageSummary(*[jnp.zeros((PAGES, KV_HEADS, DIM))] * 2, 2 * SIZE)),
+        ValueError,
+        f"summary must be of pages of {SIZE} tokens, got one of pages of {2 * SIZE}",
+    ),
     "sinks": (some(sinks=-2), ValueError, "sinks|got -2"),
     "size": (some(block_size=0), ValueError, "block_size|at least 1"),
 }
@@ -302,6 +322,11 @@ def test_bad_summaries_are_errors():
             ValueError,
             "summary must be of pages of [2, |got float32[3, 1",
             lambda: refresh_summary(narrow, pages, [0]),
+        ),
+        (
+            ValueError,
+            f"pages of {SIZE // 2} tokens, got one of pages of {SIZE}",
+            lambda: refresh_summary(summary, pages[:, ::2], [0]),
         ),
     ):
         check("refresh_summary", error, words, call)
