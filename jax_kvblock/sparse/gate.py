@@ -43,7 +43,7 @@ NOISE = 1e-3
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Gate:
     """A gate's parameters, a pytree: `init_gate` makes one, `train_gate` trains it.
 
@@ -59,6 +59,14 @@ class Gate:
     k: jax.Array
     distance: jax.Array
     first: jax.Array
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all numbers are the same. A gate has no hash: it holds arrays."""
+        if not isinstance(other, Gate):
+            return NotImplemented
+        fields = [field.name for field in dataclasses.fields(self)]
+        both = [(getattr(self, name), getattr(other, name)) for name in fields]
+        return all(a is b or np.array_equal(a, b) for a, b in both)
 
 
 def init_gate(

@@ -244,6 +244,17 @@ def random_gate(rng):
     )
 
 
+def test_gates_are_compared_by_their_numbers(rng):
+    one = init_gate(4, 2, 16)
+    alike = [LearnedGate(gate, capacity=3) for gate in (one, init_gate(4, 2, 16))]
+    assert alike[0] == alike[1] and alike[0] == LearnedGate(one, capacity=3)
+    assert alike[0] != LearnedGate(one, capacity=4)
+    assert alike[0] != LearnedGate(random_gate(rng), capacity=3)
+    assert one != init_gate(4, 2, 8) and one != 3
+    with pytest.raises(TypeError, match="unhashable"):
+        hash(alike[0])
+
+
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("piece", [4, 16])
 def test_a_gate_of_pieces_is_one_of_small_tiles_summed(rng, qkv, name, piece):
