@@ -21,9 +21,13 @@ from columns import COLUMNS, NOT_COLUMNS, Column
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import mesh_of
+from sparse_columns import ELSEWHERE, NOT_ELSEWHERE
 
 import jax_kvblock as kv
+from jax_kvblock import fp8, sparse
 from jax_kvblock.attention import RESIDUAL_NAMES
+
+EVERY = COLUMNS | ELSEWHERE
 
 MEMBERS = 4  # of a batch; two to a device
 OUTER, INNER = 2, 3
@@ -225,6 +229,10 @@ TARGETS = [
     *(
         f"kvblock_attention_{op}"
         for op in ("forward", "backward_kv", "backward_q", "backward_bias")
+    ),
+    *(
+        f"kvblock_{op}"
+        for op in ("pool_pieces", "weigh_tiles", "keep_tiles", "list_tiles")
     ),
 ]
 
@@ -438,7 +446,7 @@ ON_CPUS = {"spmd_axis_name", "automatic_mesh", "explicit_mesh", "shard_map"}
 
 @pytest.mark.cases(24)
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
-@pytest.mark.parametrize("name", COLUMNS)
+@pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize(
     "transform",
     [pytest.param(t, marks=[pytest.mark.host] * (t in ON_CPUS)) for t in ROWS],
@@ -446,7 +454,7 @@ ON_CPUS = {"spmd_axis_name", "automatic_mesh", "explicit_mesh", "shard_map"}
 def test_every_cell(transform, name, request):
     if transform in ON_CPUS:
         request.getfixturevalue("four_cpus")
-    column, (run, want) = COLUMNS[name], ROWS[transform]
+    column, (run, want) = EVERY[name], ROWS[transform]
     if transform in column.missing:
         error, message = column.missing[transform]
         with pytest.raises(error, match=message):
@@ -459,7 +467,9 @@ def test_every_op_is_a_column():
     functions = {n for n in kv.__all__ if n[0].islower()}
     columns = {name.split()[0] for name in COLUMNS}
     assert functions == columns | set(NOT_COLUMNS)
+    others = {n for n in (*sparse.__all__, *fp8.__all__) if n[0].islower()}
+    assert others == set(ELSEWHERE) | set(NOT_ELSEWHERE)
 
 
 def test_missing_cells_are_rows():
-    assert all(set(column.missing) <= set(ROWS) for column in COLUMNS.values())
+    assert all(set(column.missing) <= set(ROWS) for column in EVERY.values())
