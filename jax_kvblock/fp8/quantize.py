@@ -128,13 +128,13 @@ def _quantize(
     # By name plain JAX comes without a primitive: its own derivatives and partitions.
     run = functools.partial(_plain, cuts=cuts)
     made = (run if implementation == "xla" else primitive.quantize)(call, operands)
-    codes = [reshard(x, cut) for (x, *_), cut in zip(made, cuts, strict=False)]
+    q8, k8, v8 = (reshard(x, cut) for (x, *_), cut in zip(made, cuts, strict=False))
     (_, q_scales), (_, k_scales, *mean), (_, v_scales) = made
     shift = None
     if mean:
         shift = _shift(plain.real_rows(reshard(q, cuts[0]), q_lens), mean[0])
     scales = AttentionScales(q_scales, k_scales, v_scales)
-    return QuantizedQKV(*codes, scales, shift)
+    return QuantizedQKV(q8, k8, v8, scales, shift)
 
 
 def _cuts(call: Quantize, operands: Sequence[Any]) -> list[PartitionSpec]:

@@ -146,9 +146,8 @@ def test_facts_are_found_with_a_tenth_of_the_tiles() -> None:
     for name in ("random", "block sparse", "strided", "local + global", "streaming"):
         assert right[name] < 0.4 and lines[name][0] < 0.12
         assert recall[name] < recall["threshold"] - 0.1
-    for name in ("threshold", "pooled"):
+    for name in ("threshold", "pooled", "learned", "oracle"):
         assert right["dense"] - right[name] < 0.1
-    assert right["random"] < right["learned"]
     assert recall["random"] < recall["learned"] <= recall["oracle"]
 
 
