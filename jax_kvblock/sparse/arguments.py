@@ -28,8 +28,13 @@ FARTHEST = 1 << 29
 FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)
 
 
-def check_qk(where: str, q: Any, k: Any) -> tuple[jax.Array, jax.Array]:
-    """Queries `[B, T, N, D]` and keys `[B, S, K, D]`, as JAX arrays."""
+def check_qk(
+    where: str, q: Any, k: Any, *, may_be_empty: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Queries `[B, T, N, D]` and keys `[B, S, K, D]`, as JAX arrays.
+
+    With `may_be_empty` B and T may be 0.
+    """
     arrays = {name: check_array(where, name, x) for name, x in (("q", q), ("k", k))}
     forms = {"q": "[B, T, N, D]", "k": "[B, S, K, D]"}
     for name, x in arrays.items():
@@ -55,7 +60,8 @@ def check_qk(where: str, q: Any, k: Any) -> tuple[jax.Array, jax.Array]:
             f"{where}: k must have a number of heads that divides q's, {q.shape[2]}, "
             f"got {show(k)}; every key head serves as many query heads"
         )
-    if 0 in (*q.shape, *k.shape):
+    sizes = (*q.shape[2:], *k.shape[1:]) if may_be_empty else (*q.shape, *k.shape)
+    if 0 in sizes:
         raise ValueError(
             f"{where}: q and k must not be empty, got {show(q)} and {show(k)}; leave "
             "the call out"

@@ -128,7 +128,7 @@ class DynamicSparseAttention:
             return_report=True,
         )
         assert report is not None  # of a selector there is one
-        o = o.reshape(*x.shape[:2], -1)
+        o = o.reshape(*x.shape[:2], self.out.shape[0])
         return jnp.matmul(o, self.out).astype(x.dtype), report
 
     def queries_and_keys(
@@ -162,14 +162,14 @@ class DynamicSparseAttention:
                 f"{type(self).__name__}: hidden_states must be floats, got {show(x)}; "
                 "cast them with .astype(jnp.float32)"
             )
-        if not x.size:
+        if 0 in x.shape[1:]:
             raise ValueError(
                 f"{type(self).__name__}: hidden_states must not be empty, got "
                 f"{show(x)}; leave the call out"
             )
         n, k = self.num_heads, self.num_kv_heads
         wide = jnp.matmul(x.astype(self.qkv.dtype), self.qkv)
-        wide = wide.reshape(*x.shape[:2], n + 2 * k, -1)
+        wide = wide.reshape(*x.shape[:2], n + 2 * k, wide.shape[-1] // (n + 2 * k))
         q, keys, values = jnp.split(wide, (n, n + k), axis=2)
         return q, keys, values
 

@@ -153,6 +153,14 @@ def selection(where: str, grid: Grid, choice: Choice, width: int) -> Selection:
     return Selection(tiles, report)
 
 
+def nothing(grid: Grid, rows: tuple[int, ...], width: int) -> Selection:
+    """The selection of a call without members or queries, lists of `rows`."""
+    counts = jnp.zeros(rows, jnp.int32)
+    indices = jnp.full((*rows, max(width, 1)), -1, jnp.int32)
+    tiles = AttentionTiles(indices, counts, grid.block_q, grid.block_kv)
+    return Selection(tiles, Report(counts, counts[:, :1]))
+
+
 def warn_if_short(
     where: str, report: Report, fix: str, bounded: bool, level: int = 3
 ) -> None:

@@ -12,7 +12,13 @@ from jax_kvblock.core.checks import check_array
 from jax_kvblock.core.types import ArrayIn, IdRows, Integers
 from jax_kvblock.sparse.arguments import check_blocks, check_qk, grid_of, scale_of
 from jax_kvblock.sparse.grid import Grid
-from jax_kvblock.sparse.select import Choice, Selection, selection, warn_if_short
+from jax_kvblock.sparse.select import (
+    Choice,
+    Selection,
+    nothing,
+    selection,
+    warn_if_short,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Float
@@ -92,19 +98,23 @@ class Selector:
           `Selection(tiles, report)`. Tiles that the mask does not visit are not listed.
           Under `causal`, a window or segments those of a row's own positions are, or,
           where a query's own key is not one it sees, that of the nearest it does: no
-          query that attends to something is left with nothing.
+          query that attends to something is left with nothing. Without members or
+          queries lists are empty, and the report has no mass.
 
         Raises:
           TypeError, ValueError: shapes or dtypes do not fit; the selector cannot serve
             this call, as when a capacity is too small for what is always listed.
         """
         where = self.name
-        q, k = check_qk(where, q, k)
+        q, k = check_qk(where, q, k, may_be_empty=True)
         sizes = (q.shape[0], q.shape[1], k.shape[1])
         grid = grid_of(where, sizes, (self.block_q, self.block_kv), **mask)
         width = self.width(grid)
+        number = scale_of(where, scale, q.shape[3])
+        if 0 in q.shape:
+            return nothing(grid, (q.shape[0], q.shape[2], grid.rows), width)
         q, k = jax.lax.stop_gradient((q, k))
-        choice = self.choose(q, k, grid, scale_of(where, scale, q.shape[3]))
+        choice = self.choose(q, k, grid, number)
         return selection(where, grid, choice, width)
 
     def choose(self, q: jax.Array, k: jax.Array, grid: Grid, scale: float) -> Choice:

@@ -272,6 +272,20 @@ def test_shard_map_over_the_batch(rng, name):
     np.testing.assert_allclose(jit(mapped)(*qkv), want, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("mask", [{"causal": True}, MASKS["documents"]], ids=len)
+@pytest.mark.parametrize("name", SELECTORS)
+@pytest.mark.parametrize("shape", [(0, 64), (2, 0)], ids=["members", "queries"])
+def test_nothing_to_attend(name, shape, mask):
+    batch, q_len = shape
+    q, k = (jnp.ones((batch, t, n, 16)) for t, n in ((q_len, 4), (64, 2)))
+    if "segment_ids" in mask:
+        mask = {"segment_ids": tuple(np.zeros(x.shape[:2], np.int32) for x in (q, k))}
+    out, report = sparse_attention(q, k, k, SELECTORS[name], return_report=True, **mask)
+    assert out.shape == q.shape
+    assert report.listed.shape == (batch, 4, q_len // 16)
+    assert int(report.rows_short) == float(report.share) == 0
+
+
 @pytest.mark.parametrize(
     "name", ["random", "strided", "streaming", "threshold", "learned"]
 )

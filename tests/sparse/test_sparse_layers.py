@@ -115,6 +115,7 @@ def test_a_selector_in_place_of_a_pattern(x):
     layer = create_sparse_attention(WIDTH, HEADS, selector=selector, causal=True)
     assert layer.selector is selector
     assert layer(x).shape == x.shape
+    assert layer(x[:0]).shape == (0, *x.shape[1:])
 
 
 def test_half_precision_inside(x):

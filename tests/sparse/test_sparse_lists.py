@@ -217,7 +217,7 @@ BAD = {
         "capacity must be at least 2",
     ),
     "empty": (
-        lambda q, k, v: RANDOM(q[:, :0], k),
+        lambda q, k, v: RANDOM(q, k[:, :0]),
         "Random",
         ValueError,
         "must not be empty",
