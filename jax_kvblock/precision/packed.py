@@ -313,9 +313,11 @@ def _fitted(x: jax.Array, top: jax.Array) -> tuple[jax.Array, jax.Array, jax.Arr
     factors = jnp.asarray(RANGES, x.dtype)
     (scales, offsets, _), _ = jax.lax.scan(attempt, start, factors)
     numbers, unit = coded(scales, offsets)[0], unit.astype(SHARE)
-    # A scale that is no normal float becomes 0, and then all numbers are the offset.
-    lost = scales < jnp.asarray(2.0**-126, SHARE) / unit
-    offsets = jnp.where(lost & (scales > 0), _near(middle), offsets)
+    # A scale that is no normal float becomes 0 (some devices know no others), and then
+    # all numbers are the offset.
+    lost = (scales > 0) & (scales < jnp.asarray(2.0**-126, SHARE) / unit)
+    offsets = jnp.where(lost, _near(middle), offsets)
+    scales = jnp.where(lost, jnp.zeros_like(scales), scales)
     most = jnp.finfo(SHARE).max
     return numbers, scales * unit, jnp.clip(offsets * unit, -most, most)
 

@@ -128,7 +128,7 @@ def test_the_default_device_is_taken(four_cpus, monkeypatch):
     for device in jax.devices("cpu")[:2]:
         with jax.default_device(device):
             assert HardwareAbstractionLayer().devices == (device,)
-    own = jax.local_devices()[0]
+    own = jax.config.jax_default_device or jax.local_devices()[0]
     others: list[jax.Device] = []
     monkeypatch.setattr(jax, "devices", lambda *_: others)
     assert HardwareAbstractionLayer().devices == (own,)

@@ -1,7 +1,11 @@
-"""A stand-in for kvikio, as much of it as a disk tier calls, over host memory."""
+"""A stand-in for kvikio, as much of it as a disk tier calls, over host memory.
+
+Where the room is a GPU's, what was read on the host is copied there.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from attention_launches import connect, driver
 
 from jax_kvblock.cache.disk.gds import DeviceReads
 
@@ -76,11 +81,20 @@ class CuFile:
         module = self._module
         assert task_size == size  # else it is split
         module.reads.append((file_offset, size))
-        memory = np.asarray(buffer)
+        there = getattr(buffer, "__cuda_array_interface__", None)
+        if there is None:
+            memory = np.asarray(buffer)
+        else:
+            assert there["typestr"] == "|u1" and there["strides"] is None
+            memory = np.zeros(there["shape"], np.uint8)
         assert memory.dtype == np.uint8 and memory.nbytes >= size
-        return Read(module.threads.submit(self._read, memory, size, file_offset))
+        address = there and there["data"][0]
+        job = module.threads.submit(self._read, memory, size, file_offset, address)
+        return Read(job)
 
-    def _read(self, memory: np.ndarray, size: int, offset: int) -> int:
+    def _read(
+        self, memory: np.ndarray, size: int, offset: int, address: int | None
+    ) -> int:
         module = self._module
         if module.broken is not None and module.broken[0](offset):
             raise module.broken[1]
@@ -90,11 +104,20 @@ class CuFile:
             data = self._file.read(size - module.short)
         memory[: len(data)] = np.frombuffer(data, np.uint8)
         memory[0] ^= module.flips
+        if address is not None:
+            _copy_to_gpu(address, memory[: len(data)])
         return len(data)
 
     def close(self) -> None:
         self._module.open_files -= 1
         self._file.close()
+
+
+def _copy_to_gpu(address: int, memory: np.ndarray) -> None:
+    connect()
+    source = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes)
+    driver("cuMemcpyHtoD_v2", ctypes.c_uint64(address), *source)
+    driver("cuCtxSynchronize")  # it may return before the bytes are there
 
 
 class Read:
