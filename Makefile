@@ -61,9 +61,13 @@ $(GPU_LIBRARY): $(SOURCES)
 	  -C cmake.define.KVBLOCK_LINEINFO=ON --target $(GPU_TARGET) .
 	touch $@
 
+# Tests of several GPUs need all of them at once: others beside them are few there.
+GPU_PROCESSES ?= $(shell gpus=$$(nvidia-smi -L 2>/dev/null | wc -l); most=16; \
+  [ $$gpus -ne 2 ] || most=32; cores=$$(nproc); echo $$((cores < most ? cores : most)))
+
 gpu-test: $(GPU_LIBRARY)
 	PYTHONPATH="$(abspath $(GPU_TARGET))" KVBLOCK_REQUIRE_GPU=1 $(PYTHON) -P -m pytest -q \
-	  -n $$(nproc) --dist worksteal --record=$(GPU_RECORD) $(PYTEST_ARGS) tests
+	  -n $(GPU_PROCESSES) --dist worksteal --record=$(GPU_RECORD) $(PYTEST_ARGS) tests
 
 # Standalone on a GPU, by the C interface: thousands of calls against float64 (about a minute each),
 # and what may go wrong between CTAs. SWEEP_ARGS='--only D128', for example.

@@ -12,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 TEXT = (ROOT / "docs" / "fp8_training.md").read_text()
 H200 = "nvidia-h200/training-2026-11-28.json"
+PRODUCTS = "nvidia-h200/training-products-2026-11-29.json"
+STEPS = "nvidia-h200/training-steps-2026-11-30.json"
 CASTS = "nvidia-h200/training-casts-2026-11-29.json"
 H100 = "nvidia-h100-80gb-hbm3/training-2026-11-26.json"
 
@@ -42,28 +44,32 @@ LAYER = "d 4096, 16384 tokens / layer, forward and backward"
 STEP = "1B parameters, 16384 tokens / step with AdamW"
 REMAT = "1B, remat, 16384 tokens / step with AdamW"
 XLA, NORMS = "casts by xla", "norms in the casts"
-# By the row's label: what its numbers are of, on the H200 and on the H100.
+# By the row's label: where and what its numbers are of, and how many an H100 has.
 OVER_BFLOAT16 = {
-    "a product 8192 x 8192 x 8192, quantized": ([(PRODUCT, "quantized")], 1),
+    "a product 8192 x 8192 x 8192, quantized": (PRODUCTS, [(PRODUCT, "quantized")], 1),
     "with both operands cast": (
+        PRODUCTS,
         [(PRODUCT, "with quantization"), (PRODUCT, f"{XLA}, with quantization")], 1,
     ),
     "a layer, d 4096, 16,384 tokens, forward and backward": (
-        [(LAYER, ""), (LAYER, XLA)], 1,
+        PRODUCTS, [(LAYER, ""), (LAYER, XLA)], 1,
     ),
-    "a step with AdamW, 1B parameters, 16,384 tokens": ([(STEP, ""), (STEP, XLA)], 1),
-    "the same, norms by `fp8_norm_dot`": ([(STEP, NORMS)], 0),
-    "the same with remat; and norms by `fp8_norm_dot`": (
-        [(REMAT, ""), (REMAT, NORMS)], 1,
+    "the same, norms by `fp8_norm_dot`": (PRODUCTS, [(LAYER, NORMS)], 0),
+    "a step with AdamW, 1B parameters, 16,384 tokens": (
+        STEPS, [(STEP, ""), (STEP, XLA)], 1,
+    ),
+    "a step, norms by `fp8_norm_dot`": (STEPS, [(STEP, NORMS)], 0),
+    "a step with remat; and norms by `fp8_norm_dot`": (
+        H200, [(REMAT, ""), (REMAT, NORMS)], 1,
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("label", OVER_BFLOAT16)
 def test_products_layers_and_steps(label):
-    of, on_h100 = OVER_BFLOAT16[label]
+    measured, of, on_h100 = OVER_BFLOAT16[label]
     _, h200, h100 = cells(label)
-    for cell, file, own in ((h200, H200, of), (h100, H100, of[:on_h100])):
+    for cell, file, own in ((h200, measured, of), (h100, H100, of[:on_h100])):
         found = ratios(file, "over bfloat16")
         assert numbers(cell) == [round(found[one], 2) for one in own]
 
