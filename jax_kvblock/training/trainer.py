@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jax_kvblock.core import checks, ffi
+from jax_kvblock.core import ffi
 from jax_kvblock.core.checks import as_array, show, shown
 from jax_kvblock.training import units
 from jax_kvblock.training.config import (
@@ -21,6 +21,12 @@ from jax_kvblock.training.config import (
     FP8Format,
     check_flag,
     checked_config,
+)
+from jax_kvblock.training.loss import (
+    check_finite,
+    check_within,
+    integers_of,
+    mean_loss,
 )
 from jax_kvblock.training.nnx import Fp8Variable, convert_model_to_fp8, fp8_layers
 from jax_kvblock.training.scaling import Fp8Scaling, check_values
@@ -184,7 +190,7 @@ class FP8TrainingEngine:
             made = self._differentiate(graph, *states, inputs, targets)
         loss, found, variables = made
         if not self._stepped:
-            _check_finite(where, loss, found[0])
+            check_finite(where, loss, found[0])
         nnx.update(self.model, variables)
         if self._pending is None:
             self._pending = _Pending(loss, found, 1, states[-1])
@@ -203,7 +209,7 @@ class FP8TrainingEngine:
         Those that lie on an accelerator are looked at before the first step alone: a
         training that is under way does not wait for them.
         """
-        numbers = _integers(targets, wait=not self._stepped)
+        numbers = integers_of(targets, wait=not self._stepped)
         if numbers is None:
             return
         given = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -219,7 +225,7 @@ class FP8TrainingEngine:
             self._classes[key] = made.shape[-1] if fits else None
         classes = self._classes[key]
         if classes is not None:  # else mean_loss says what does not fit
-            _check_within(where, numbers, classes)
+            check_within(where, numbers, classes)
 
     def optimizer_step(self, optimizer: Optimizer) -> bool:
         """Takes the step, or skips it where anything in it is not finite.
@@ -422,83 +428,6 @@ class _Pending(NamedTuple):
     found: Any  # gradients and reports
     calls: int
     variables: Any  # before the first call
-
-
-def mean_loss(outputs: jax.Array, targets: jax.Array) -> jax.Array:
-    """The mean cross entropy for integers, else the mean squared error; in float32.
-
-    Args:
-      outputs: `[..., classes]` for integers, else any shape.
-      targets: `[...]`, classes from 0 on, or numbers in the shape of the outputs.
-
-    Raises:
-      TypeError, ValueError: outputs are no array, the shapes do not fit, or targets
-        with values are no classes; the loss is NaN of those that are traced.
-    """
-    where, fix = "mean_loss", "pass a loss_fn of your own"
-    if not hasattr(outputs, "dtype"):
-        raise TypeError(
-            f"{where}: outputs must be an array, got {type(outputs).__name__}; {fix}"
-        )
-    numbers = _integers(targets, wait=False)  # also of NumPy's, before they travel
-    targets = jnp.asarray(targets)
-    integers = jnp.issubdtype(targets.dtype, jnp.integer)
-    if targets.shape != (outputs.shape[:-1] if integers else outputs.shape):
-        raise ValueError(
-            f"{where}: targets must be integers in the shape of the outputs without "
-            f"their last axis, or numbers in their shape, got {show(targets)} for "
-            f"{show(outputs)}; {fix}"
-        )
-    outputs = outputs.astype(jnp.float32)
-    if not integers:
-        return jnp.mean((outputs - targets) ** 2)
-    classes = outputs.shape[-1]
-    if numbers is not None:
-        _check_within(where, numbers, classes)
-    scores = jax.nn.log_softmax(outputs)
-    wide = targets.astype(jnp.promote_types(targets.dtype, jnp.int32))
-    # Indices below 0 would be those of the last classes.
-    at = jnp.where(wide < 0, classes, wide)[..., None]
-    return -jnp.mean(jnp.take_along_axis(scores, at, axis=-1, mode="fill"))
-
-
-def _integers(targets: Any, wait: bool) -> np.ndarray | None:
-    """Targets that are integers and have values here; to wait for, also elsewhere."""
-    there = isinstance(targets, jax.Array) and not isinstance(targets, jax.core.Tracer)
-    if wait and there and targets.is_fully_addressable:
-        targets = jax.device_get(targets)
-    numbers = checks.known_values(targets)
-    return numbers if numbers is not None and numbers.dtype.kind in "iu" else None
-
-
-def _check_within(where: str, targets: np.ndarray, classes: int) -> None:
-    bad = targets[(targets < 0) | (targets >= classes)]
-    if bad.size:
-        raise ValueError(
-            f"{where}: targets must be classes from 0 to {classes - 1}, the last axis "
-            f"of the outputs, got {bad[0]} ({bad.size} of {targets.size} are none); "
-            "pass a loss_fn of your own where some do not count"
-        )
-
-
-def _check_finite(where: str, loss: jax.Array, grads: Any) -> None:
-    """Of the first step: where it is not finite the next ones will hardly be."""
-    look = (
-        "look at the inputs, the targets, the loss_fn and the model's parameters, in "
-        "float32 without products of 8 bits"
-    )
-    if not bool(jnp.isfinite(loss)):
-        raise FloatingPointError(
-            f"{where}: the loss must be finite before the first step, got {loss}; "
-            f"{look}"
-        )
-    for path, x in jax.tree_util.tree_leaves_with_path(grads):
-        if not bool(jnp.isfinite(x).all()):
-            name = jax.tree_util.keystr(path, simple=True, separator=".")
-            raise FloatingPointError(
-                f"{where}: gradients must be finite before the first step, got inf or "
-                f"nan in that of {name}, of a loss of {loss}; {look}"
-            )
 
 
 def _is_scaling(x: Any) -> bool:

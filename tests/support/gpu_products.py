@@ -40,8 +40,9 @@ from jax_kvblock.training import (
     fp8_training,
 )
 from jax_kvblock.training.compiled import count_products
+from jax_kvblock.training.loss import mean_loss
 from jax_kvblock.training.nnx import convert_model_to_fp8
-from jax_kvblock.training.trainer import _differentiate, _split, mean_loss
+from jax_kvblock.training.trainer import _differentiate, _split
 
 # XLA takes cuBLASLt of 8 bits by the version of CUDA.
 WITH_VERSIONS = gpu_schedules.H100.replace(

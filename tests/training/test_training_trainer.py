@@ -24,7 +24,7 @@ from jax_kvblock.training import (
     create_fp8_trainer,
     fp8_layers,
 )
-from jax_kvblock.training.trainer import mean_loss
+from jax_kvblock.training.loss import mean_loss
 
 
 def test_it_trains(rng):
