@@ -72,6 +72,15 @@ class GroupedCache:
                 f"GroupedCache: all groups need one block_size, got {sorted(sizes)}"
             )
         (self.block_size,) = sizes
+        self._check_apart()
+
+    def set_model_name(self, model: str) -> None:
+        """As `PrefixCache.set_model_name`, of all groups: "<model>/<group>" each."""
+        for name, each in self.caches.items():
+            each.set_model_name(f"{model}/{name}")
+
+    def _check_apart(self) -> None:
+        """That no two groups of one pool have the same keys."""
         by_keys: dict[tuple[int, bytes], str] = {}
         for name, each in self.caches.items():
             keys = id(each.manager), each.namespace.digest
@@ -94,7 +103,11 @@ class GroupedCache:
         """A table for a sequence, with the longest beginning that serves all groups.
 
         Arguments are those of `PrefixCache.open`.
+
+        Raises:
+          ValueError: groups of one pool were given one model's name meanwhile.
         """
+        self._check_apart()  # a cache may have another name by now
         while True:
             tables = {
                 name: cache.empty_table(tokens, adapter, salt)

@@ -59,8 +59,9 @@ def park(
     if table.root != tiers.cache.namespace.root(adapter, salt):
         raise ValueError(
             "park: the table was opened with another adapter or salt than "
-            f"adapter={adapter!r} and salt={salt!r}, or by another model's cache; pass "
-            "those that `open` was given"
+            f"adapter={adapter!r} and salt={salt!r}, by another model's cache, or "
+            "before `set_model_name`; pass those that `open` was given, or free what "
+            "is of the weights before and compute it again"
         )
     size = table._native.block_size
     table.commit(num_written)

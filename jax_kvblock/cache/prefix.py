@@ -151,20 +151,22 @@ class PrefixCache:
         """Forgets all idle blocks.
 
         Those that sequences hold stay, and so does what tiers below have: where weights
-        have changed, `set_model`.
+        have changed, `set_model_name`.
         """
         self._free_list.forget_idle()
 
-    def set_model(self, model: str) -> None:
+    def set_model_name(self, model: str) -> None:
         """Has weights changed: nothing that was computed by others is found any more.
 
         Sequences that are opened from now on have keys of this name, on the device and
         in all tiers below it. Those that are open keep their blocks, of the weights
         before, and publish what only sequences like them find: call it between steps,
-        and recompute what is to go on with the new weights. Idle blocks are forgotten;
-        tiers evict theirs as they do any that nobody asks for. A name that comes back
-        finds what is still there of its own. An `EventSource`, a connector or a
-        `DiskTier` of the name before stays one of it: make it anew.
+        and recompute what is to go on with the new weights; `park` refuses what was
+        opened before. Idle blocks are forgotten; tiers evict theirs as they do any that
+        nobody asks for. A name that comes back finds what is still there of its own. An
+        `EventSource`, a connector, a `BlockServer` or a `DiskTier` of the name before
+        stays one of it: make it anew. Groups of one pool have names of their own:
+        `GroupedCache.set_model_name`.
 
         Args:
           model: the model's name with its new revision.

@@ -6,8 +6,6 @@ from typing import Any
 
 from jax_kvblock.cache.namespace import Namespace
 
-_CALLS = ("has", "put", "get")
-
 
 def check_store(where: str, store: Any, namespace: Namespace) -> None:
     """Whether a store has what `Store` asks for, and room for blocks like these.
@@ -21,10 +19,11 @@ def check_store(where: str, store: Any, namespace: Namespace) -> None:
       ValueError: its blocks are of another size or model, or of a shard, and it does
         not tell of which.
     """
-    lacks = [name for name in _CALLS if not callable(getattr(store, name, None))]
+    calls = ("has", "put", "get") if getattr(store, "takes", True) else ("has", "get")
+    lacks = [name for name in calls if not callable(getattr(store, name, None))]
     if lacks:
         raise TypeError(
-            f"{where}: store must have {', '.join(_CALLS)}, got "
+            f"{where}: store must have {', '.join(calls)}, got "
             f"{type(store).__name__} without {', '.join(lacks)}; pass a DiskTier or a "
             "connector"
         )
@@ -35,19 +34,27 @@ def check_store(where: str, store: Any, namespace: Namespace) -> None:
             f"got one of {size}; open it with block_bytes=manager.spec.block_bytes"
         )
     of = getattr(store, "namespace", None)
-    if isinstance(of, Namespace) and of.digest != namespace.digest:
+    digest = of.digest if isinstance(of, Namespace) else of
+    own, whole = namespace.spec.num_kv_heads, namespace.num_kv_heads
+    parts: list[bytes] = []
+    if namespace.is_shard and whole is not None:
+        firsts = range(whole - own + 1)
+        parts = [namespace.of_heads(range(i, i + own)) for i in firsts]
+    if isinstance(digest, bytes) and digest not in (namespace.digest, *parts):
+        got = repr(of.model) if isinstance(of, Namespace) else "another one"
         raise ValueError(
             f"{where}: store must be of the cache's namespace, {namespace.model!r}, "
-            f"got one of {of.model!r}; open it with namespace=cache.namespace"
+            f"got {got}; open a connector with namespace=cache.namespace, a DiskTier "
+            "with namespace=cache.namespace.digest"
         )
     if not namespace.is_shard or getattr(store, "heads", None) is not None:
         return
-    if isinstance(of, bytes) and of != namespace.digest:
+    if digest in parts:
         return
     raise ValueError(
-        f"{where}: store must tell which {namespace.spec.num_kv_heads} of the model's "
-        f"{namespace.num_kv_heads} KV heads it holds, since keys are the same for all "
-        "of them; pass a DiskConnector(heads=range(first, end)), or a DiskTier with "
+        f"{where}: store must tell which {own} of the model's {whole} KV heads it "
+        "holds, since keys are the same for all of them; pass a "
+        "DiskConnector(heads=range(first, end)), or a DiskTier with "
         "namespace=cache.namespace.of_heads(range(first, end)), or give a store of "
         "your own an attribute heads"
     )

@@ -155,6 +155,8 @@ class TieredCache:
           RuntimeError: when this is closed.
         """
         self.below.check_open("offload")
+        if isinstance(what, BlockTable):
+            self.check_own("offload", what)
         keys = what.keys if isinstance(what, BlockTable) else _checked("offload", what)
         with self.cache.manager.lock, self.below.lock:
             new = [key for key in keys if not self.below.on_host(key)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from small_caches import small
 
-from jax_kvblock import PoolExhaustedError
+from jax_kvblock import PoolExhaustedError, PrefixCache
 from jax_kvblock.cache import GroupedCache
 
 ONE = small()
@@ -136,6 +136,26 @@ def test_all_groups_or_none() -> None:
 def test_what_are_no_groups(caches, windows, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         GroupedCache(caches, windows=windows)
+
+
+def test_groups_of_one_pool_are_renamed_together() -> None:
+    a = small()
+    b = PrefixCache(a.manager, model="b")
+    cache = GroupedCache({"full": a, "near": b}, windows={"near": 6})
+    computed(cache, range(16)).free()
+    again = cache.open(range(16))
+    assert again.num_cached_tokens == 12
+    again.free()
+    cache.set_model_name("tuned")
+    assert [x.namespace.model for x in (a, b)] == ["tuned/full", "tuned/near"]
+    table = computed(cache, range(16))
+    ids = [one.ids.tolist() for one in table.tables.values()]
+    assert not {*ids[0]} & {*ids[1]} - {-1}
+    table.free()
+    for one in (a, b):
+        one.set_model_name("the same")
+    with pytest.raises(ValueError, match="'full' and 'near' have one pool"):
+        cache.open(range(16))
 
 
 def test_what_are_no_caches_by_name() -> None:

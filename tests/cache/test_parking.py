@@ -78,10 +78,26 @@ def test_tables_of_another_pool(setup: Setup) -> None:
         park(setup.tiers, table, 14)
     with pytest.raises(ValueError, match="onboard: the table has its blocks in anothe"):
         setup.tiers.onboard(table)
+    with pytest.raises(ValueError, match="offload: the table has its blocks in anothe"):
+        setup.tiers.offload(table)
     assert not table.freed and setup.tiers.stats() == before
     parked = park(other.tiers, table, 14)
     assert resume(other.tiers, parked)[1] == 14
     other.tiers.close()
+
+
+def test_what_was_opened_before_weights_changed_is_not_parked(setup: Setup) -> None:
+    table, parked = setup.computed(range(14)), setup.computed(range(50, 64))
+    parked = park(setup.tiers, parked, 14)
+    setup.cache.set_model_name("small, tuned")
+    with pytest.raises(
+        ValueError, match=r"or before `set_model_name`; .* compute it ag"
+    ):
+        park(setup.tiers, table, 14)
+    assert not table.freed
+    table, written = resume(setup.tiers, parked)
+    assert written == 0 and table.num_cached_tokens == 0
+    setup.holds(table)
 
 
 def test_what_a_tier_has_lost_is_computed_again(setup: Setup) -> None:

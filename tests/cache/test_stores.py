@@ -36,13 +36,29 @@ def of_size(**told: object) -> object:
         (
             of_size(namespace=Namespace("x", BlockSpec(3, 2, SIZE, 2, 8, "float32"))),
             ValueError,
-            "store must be of the cache's namespace, 'small', got one of 'x'",
+            "store must be of the cache's namespace, 'small', got 'x'; open",
         ),
     ],
 )
 def test_what_is_no_store(store: object, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         Setup(store=store)
+
+
+def test_a_store_that_is_only_read_needs_no_put() -> None:
+    class Read:
+        takes = False
+
+        def has(self, keys: object) -> list[bool]:
+            return [False for _ in keys]  # type: ignore[attr-defined]
+
+        def get(self, keys: object, out: object) -> None:
+            raise AssertionError
+
+    one = Setup(store=Read())
+    one.only_below(range(13))
+    assert one.tiers.lookup(range(13)) == {"device": 0, "host": 12, "store": 0}
+    one.tiers.close()
 
 
 class Odd(MemoryStore):
@@ -117,12 +133,26 @@ def test_ranks_of_one_model_share_a_folder_and_no_blocks(tmp_path: Path) -> None
             assert found == (0 if new else 8)
             if new:
                 table.reserve(9)
-                manager.update(_add, rank)
+                manager.update(_add, rank + 1)
                 table.commit(9)
             held = np.asarray(manager.pool.data[table.ids[:2]])
-            np.testing.assert_array_equal(held, rank)
+            np.testing.assert_array_equal(held, rank + 1)
             tiers.offload(table).wait()
             tiers.drain()
+
+
+def test_a_disk_of_another_model_is_refused(tmp_path: Path) -> None:
+    """Also of this one under its name before."""
+    for model in ("m", "another"):
+        _, cache, disk = of_rank(0, tmp_path)
+        cache.set_model_name(model)
+        with disk:
+            if model == "m":
+                TieredCache(cache, host_bytes=1 << 16, store=disk).close()
+                continue
+            words = "store must be of the cache's namespace, 'another', got another one"
+            with pytest.raises(ValueError, match=words):
+                TieredCache(cache, host_bytes=1 << 16, store=disk)
 
 
 @pytest.mark.parametrize("kind", ["of all heads", "of nobody knows which"])

@@ -558,7 +558,7 @@ def test_nothing_of_the_weights_before_is_found() -> None:
     one.only_below(range(13))
     with one.computed(range(100, 113)) as runs:
         one.tiers.offload(runs).wait()
-        one.cache.set_model("small, tuned")
+        one.cache.set_model_name("small, tuned")
         for tokens in (range(13), range(100, 113)):
             assert set(one.tiers.lookup(tokens).values()) == {0}
             table, ticket = one.tiers.open(tokens)
@@ -571,13 +571,13 @@ def test_nothing_of_the_weights_before_is_found() -> None:
         assert longer.num_cached_tokens == 0
     one.only_below(range(13))
     assert one.tiers.lookup(range(13))["host"] == 12
-    one.cache.set_model("small")
+    one.cache.set_model_name("small")
     table, ticket = one.tiers.open(range(13))
     ticket.wait()
     assert table.match() == 12
     one.holds(table)
     with pytest.raises(ValueError, match="model must not be empty"):
-        one.cache.set_model("")
+        one.cache.set_model_name("")
     one.tiers.close()
 
 

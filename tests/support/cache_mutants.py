@@ -26,8 +26,8 @@ CACHE = (
     Mutant(
         "a rank's disk is that of all heads",
         CHECK,
-        "if isinstance(of, bytes) and of != namespace.digest:",
-        "if isinstance(of, bytes):",
+        "if digest in parts:",
+        "if digest is not None:",
         STORES,
     ),
     Mutant(
@@ -43,6 +43,13 @@ CACHE = (
         "self.namespace = Namespace(model, before.spec, before.num_kv_heads)",
         "self.namespace = before",
         test("test_tiers", "test_nothing_of_the_weights_before"),
+    ),
+    Mutant(
+        "groups of one pool may be given one name",
+        "jax_kvblock/cache/groups.py",
+        "        self._check_apart()  # a cache may have another name by now\n",
+        "",
+        test("test_groups", "test_groups_of_one_pool_are"),
     ),
     Mutant(
         "a store that answers for too few keys is believed",
