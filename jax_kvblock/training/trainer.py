@@ -22,6 +22,7 @@ from jax_kvblock.training.config import (
     check_flag,
     checked_config,
 )
+from jax_kvblock.training.donation import apart
 from jax_kvblock.training.loss import (
     check_finite,
     check_within,
@@ -119,6 +120,7 @@ class FP8TrainingEngine:
         self._counts = tuple(jnp.zeros((), jnp.int32) for _ in range(3))
         self._classes: dict[Any, int | None] = {}  # by the shapes of inputs
         self._stepped = False  # a step was taken, skipped or restored
+        self._given = True  # some arrays are the user's, not all the last step's
         # Of its own, so that what they hold goes with it.
         self._differentiate = jax.jit(
             functools.partial(_differentiate, self._loss_fn), static_argnums=0
@@ -257,8 +259,10 @@ class FP8TrainingEngine:
         grads, reports = pending.found
         if pending.calls > 1:
             grads = jax.tree.map(lambda x: x / pending.calls, grads)
-        state = self.state.training
+        state, variables = self.state
         with ffi.on_device(self._device):
+            if self._donate and self._given:
+                state = apart(state, (variables, pending))
             made = self._apply(state, pending.loss, grads, reports)
         state, applied, _ = made
         if applied:
@@ -277,7 +281,7 @@ class FP8TrainingEngine:
         nnx.update(self.model, state.params, state.scalings)
         self._opt_state = state.opt_state
         self._counts = state.steps, state.overflows, state.saturated
-        self._stepped = True
+        self._stepped, self._given = True, False
 
     @property
     def state(self) -> FP8TrainerState:
@@ -324,6 +328,7 @@ class FP8TrainingEngine:
                 check_values(where, "state.training.scalings", x)
         self._drop()
         self._take(state.training)
+        self._given = True
         nnx.update(self.model, state.variables)
 
     def get_training_statistics(self) -> dict[str, Any]:
@@ -375,7 +380,7 @@ class FP8TrainingEngine:
         check_optimizer(where, optimizer)
         if self._optimizer is None:
             opt_state = self._there(optimizer.init(_split(self.model)[1]))
-            # Arrays of its own: what is donated must not hold one twice.
+            # Arrays of its own: the optimizer may hold those that it gives.
             copied = jax.tree.map(jnp.copy, opt_state) if self._donate else opt_state
             self._opt_state, self._optimizer = copied, optimizer
             name = "FP8TrainingEngine.optimizer_step"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -12,7 +13,12 @@ from eight_bit_models import Block, task
 from flax import nnx
 from messages import check
 
-from jax_kvblock.training import FP8TrainingEngine, create_fp8_trainer
+from jax_kvblock.training import (
+    Fp8State,
+    FP8TrainerState,
+    FP8TrainingEngine,
+    create_fp8_trainer,
+)
 
 
 @pytest.mark.parametrize("donate", [False, True])
@@ -55,6 +61,52 @@ def test_donating_changes_no_number(rng):
             losses[-1].append(float(trainer.training_step(x, y)))
             assert trainer.optimizer_step(optimizer)
     assert losses[0] == losses[1]
+
+
+class Alike(nnx.Module):
+    """Parameters and a statistic that begin as one array, in each way."""
+
+    def __init__(self) -> None:
+        layers = [nnx.Linear(16, 16, use_bias=False, rngs=nnx.Rngs(0)) for _ in "abcd"]
+        self.a, self.b, self.c, self.d = layers
+        kernel = self.a.kernel[...]
+        self.b.kernel[...] = kernel  # another object may have the same memory
+        self.c.kernel = nnx.Param(kernel)
+        self.d.kernel[...] = jax.device_put(kernel, jax.local_devices()[0])
+        self.seen = nnx.BatchStat(kernel)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.seen[...] = self.seen[...] + x[:16]
+        return self.d(self.c(self.b(self.a(x))))
+
+
+def test_what_begins_as_one_array_is_donated_once(rng):
+    """Of a model, and of a state that is restored; what is not donated stays."""
+    x = jnp.asarray(rng.standard_normal((16, 16)), jnp.float32)
+    optimizer, found = optax.sgd(0.1, momentum=0.9), []
+    for donate in (False, True):
+        trainer = create_fp8_trainer(Alike(), scaling="current", donate=donate)
+        trainer.setup_fp8_training()
+
+        def step(x: Any, trainer: Any = trainer) -> list[Any]:
+            loss = trainer.training_step(x, jnp.zeros_like(x))
+            return [float(loss), trainer.optimizer_step(optimizer)]
+
+        found.append([step(x), step(x)])
+        training, variables = trainer.state
+        kernel, zero = training.params["a"]["kernel"][...], jnp.int32(0)
+        given = training.params, training.opt_state, variables
+        alike = jax.tree.unflatten(
+            jax.tree.structure(given), [kernel] * len(jax.tree.leaves(given))
+        )
+        training = Fp8State(alike[0], training.scalings, alike[1], zero, zero, zero)
+        trainer.restore(FP8TrainerState(training, alike[2]))
+        found[-1] += [step(x * np.nan), step(x)]  # a skipped one goes back
+        found[-1].append(jax.device_get(trainer.state))
+    assert [applied for _, applied in found[1][:4]] == [True, True, False, True]
+    assert str(found[0][:4]) == str(found[1][:4])
+    for plain, given in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(plain, given)
 
 
 def test_what_is_no_switch_is_refused():
