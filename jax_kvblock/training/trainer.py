@@ -263,7 +263,12 @@ class FP8TrainingEngine:
         with ffi.on_device(self._device):
             if self._donate and self._given:
                 state = apart(state, (variables, pending))
-            made = self._apply(state, pending.loss, grads, reports)
+            try:
+                made = self._apply(state, pending.loss, grads, reports)
+            except Exception:
+                if not self._stepped:  # nothing is of this optimizer: take another
+                    self._optimizer = self._opt_state = self._apply = None
+                raise
         state, applied, _ = made
         if applied:
             self._pending = None

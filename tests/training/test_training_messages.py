@@ -280,6 +280,21 @@ def test_optimizers_that_need_more(which):
         trainer.training_step(jnp.ones((2, 4)), jnp.ones((2, 2)))
         taken = lambda: trainer.optimizer_step(optimizer)  # noqa: E731
         check("FP8TrainingEngine.optimizer_step", TypeError, words, taken)
+        # The one that the message tells of serves, with the same gradients.
+        assert trainer.optimizer_step(optax.adamw(1e-3))
+
+
+def test_an_optimizer_stays_that_of_a_state_that_was_restored():
+    """Where its first step fails: the state is of no other."""
+    optimizer = optax.lbfgs()
+    with FP8TrainingEngine(nnx.LinearGeneral(4, 2, rngs=nnx.Rngs(0))) as trainer:
+        trainer.restore(trainer.begin(optimizer))
+        trainer.training_step(jnp.ones((2, 4)), jnp.ones((2, 2)))
+        with pytest.raises(TypeError, match="needs more"):
+            trainer.optimizer_step(optimizer)
+        with pytest.raises(ValueError, match="the one of the steps before"):
+            trainer.optimizer_step(optax.adamw(1e-3))
+        assert trainer.state.training.opt_state
 
 
 def test_other_errors_of_an_optimizer_are_its_own():
