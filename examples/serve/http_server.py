@@ -121,20 +121,22 @@ def run(
         port: 0 takes a free one.
         limits: what a client may ask.
         collectors: further numbers for /metrics.
-        hosts: by which it may be asked beside its own: while it listens on this machine
-            alone, requests by other names and posts of other sites' pages are refused.
+        hosts: names by which it may be asked beside its own. With some, or while it
+            listens on this machine alone, requests by other names and posts of other
+            sites' pages are refused.
         ready: told the server's URL when it listens.
 
     Raises:
         OSError: if nothing can listen there.
+        ValueError: one of the hosts is no name.
     """
     limits = limits or Limits()
     listener = listen(host, port, limits)
-    known = known_hosts(listener, host, hosts)
-    app = create_app(engine, limits=limits, collectors=collectors, hosts=known)
-    server = make_server(app, limits)
     shown = f"[{host}]" if ":" in host else host
     try:
+        known = known_hosts(listener, host, hosts)
+        app = create_app(engine, limits=limits, collectors=collectors, hosts=known)
+        server = make_server(app, limits)
         with _interrupted_by(signal.SIGTERM):
             engine.start()
             ready(f"http://{shown}:{listener.getsockname()[1]}")

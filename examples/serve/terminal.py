@@ -160,14 +160,16 @@ def serve_http(engine: Engine, options: argparse.Namespace) -> None:
     """Serve HTTP until a signal comes."""
     try:
         from serve.http_answers import Limits
+        from serve.http_hosts import host_name
         from serve.http_server import run
 
         limits = Limits(body_bytes=options.body_mib << 20)
+        hosts = [*map(host_name, options.allow_host)]
     except (ImportError, ValueError) as error:
         raise SystemExit(f"serve: {error}") from None
     threading.Thread(target=settle, args=(engine,), daemon=True).start()
     try:
-        at = {"host": options.host, "port": options.http, "hosts": options.allow_host}
+        at = {"host": options.host, "port": options.http, "hosts": hosts}
         run(engine, limits=limits, **at)
     except OSError as error:  # the port is taken, for example
         raise SystemExit(f"serve: {error.strerror or error}") from None

@@ -265,11 +265,19 @@ def test_what_is_long_is_told_in_short(app: Any) -> None:
 
 # ---- whose pages ask -----------------------------------------------------------------
 
-HERE = ("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.0.0.2", "[::1]:8000")
-ELSEWHERE = ("evil.example", "evil.example:8000", "localhost.evil.example", "", "[::1")
+HERE = (
+    *("localhost", "LOCALHOST:8000", "127.0.0.1:8000", "127.0.0.2", "localhost.:8000"),
+    *("[::1]:8000", "[0:0:0:0:0:0:0:1]", "proxy.example:443", "proxy.example."),
+)
+ELSEWHERE = (
+    *("evil.example", "evil.example:8000", "localhost.evil.example", "", "[::1"),
+    *("evil.example@localhost", "localhost#evil", "localhost/evil", "localhost:80:80"),
+    *("localhost:a", "[localhost]", "[127.0.0.1]", "http://localhost", "localhost.."),
+    *(" localhost", "localhost,evil.example", "proxy.example@evil.example"),
+)
 
 
-@pytest.mark.parametrize("host", [*HERE, *ELSEWHERE, "proxy.example:443"])
+@pytest.mark.parametrize("host", [*HERE, *ELSEWHERE])
 def test_names_of_this_machine_and_others(host: str) -> None:
     """A page whose name was led here, by DNS, is no page of this server."""
     with listen("127.0.0.1", 0, Limits()) as listener:
@@ -282,15 +290,23 @@ def test_names_of_this_machine_and_others(host: str) -> None:
         assert "Host must name this machine" in got.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("origin", ["http://evil.example", "null", "http://[::1"])
+FOREIGN = (
+    *("http://evil.example", "null", "http://[::1", "http://evil.example@localhost"),
+    *("app://localhost", "chrome-extension://localhost", "//localhost", "localhost"),
+    "http://localhost/evil",
+)
+
+
+@pytest.mark.parametrize("origin", FOREIGN)
 def test_posts_of_other_sites_pages(origin: str) -> None:
     engine = FakeEngine()
-    app = create_app(engine, hosts=["localhost"])
+    limits = Limits(answer_seconds=1)  # the engine does not run
+    app = create_app(engine, limits=limits, hosts=["localhost"])
     headers = {"origin": origin, "host": "localhost"}
     status, error = refused(app, json=PROMPT, headers=headers)
     assert (status, error["code"]) == (403, "foreign_origin")
     assert engine.stats()["waiting"] == engine.stats()["running"] == 0
-    for page in ("http://localhost:3000", "http://127.0.0.1:8000"):
+    for page in ("http://localhost:3000", "https://127.0.0.1:8000"):
         here = {"origin": page, "host": "localhost"}
         assert refused(app, content=b"{", headers={**here, **JSON})[0] == 400
     assert call(app, "GET", "/health", headers=headers).status_code != 403
@@ -298,9 +314,54 @@ def test_posts_of_other_sites_pages(origin: str) -> None:
 
 def test_a_server_for_others_is_asked_by_any_name() -> None:
     with listen("0.0.0.0", 0, Limits()) as listener:
-        assert known_hosts(listener, "0.0.0.0") is None
-        names = known_hosts(listener, "0.0.0.0", ["a.example"])
-    assert names is not None and "a.example" in names
+        anyone = known_hosts(listener, "0.0.0.0")
+        named = known_hosts(listener, "0.0.0.0", ["a.example"])
+
+    def status(hosts: Any, host: str) -> int:
+        app = create_app(FakeEngine(), hosts=hosts)
+        return call(app, "GET", "/v1/models", headers={"host": host}).status_code
+
+    own = ("a.example", "localhost:8000", "127.0.0.1", "[::1]:8000", "0.0.0.0:8000")
+    others = ("b.example", "10.0.0.5:8000")
+    assert [status(named, host) for host in own] == [200] * len(own)
+    assert [status(named, host) for host in others] == [403] * len(others)
+    assert [status(anyone, host) for host in own + others] == [200] * 7
+
+
+# A name as it is allowed, and as it is asked by.
+ALLOWED = [
+    ("A.example:8000", "a.example"),
+    ("b.example.", "b.example:80"),
+    ("[fd00::1]", "[fd00::1]:8000"),
+    ("fd00:0:0::1", "[FD00::1]"),
+    ("10.0.0.5", "10.0.0.5:80"),
+    ("bücher.example", "xn--bcher-kva.example"),
+    ("my_host", "my_host:8000"),
+]
+NO_NAMES = (
+    *("https://a.example", "a.example/v1", "*.example", "*", "", "a..example", "a b"),
+    *("me@a.example", "[a.example]", "[1:2]", "a.example:http", "straße.example"),
+    *("x" * 64 + "ü", "https://bücher.example"),
+)
+
+
+@pytest.mark.cases(len(ALLOWED))
+@pytest.mark.parametrize(("name", "host"), ALLOWED)
+def test_names_that_are_allowed(name: str, host: str) -> None:
+    """In each way that they may be written."""
+    app = create_app(FakeEngine(), hosts=[name])
+    for headers in ({"host": host}, {"host": host, "origin": f"https://{host}"}):
+        got = call(app, "POST", TEXT, content=b"{", headers={**JSON, **headers})
+        assert got.status_code == 400, got.text
+    assert call(app, "GET", "/health", headers={"host": "c.d"}).status_code == 403
+
+
+@pytest.mark.cases(len(NO_NAMES))
+@pytest.mark.parametrize("name", NO_NAMES)
+def test_what_is_no_name_is_not_allowed(name: str) -> None:
+    with pytest.raises(ValueError, match="must be a name or an address") as found:
+        create_app(FakeEngine(), hosts=[name])
+    assert repr(name)[:40] in str(found.value) and "leave out" in str(found.value)
 
 
 def test_paths_and_methods_that_are_not(app: Any) -> None:

@@ -179,6 +179,7 @@ WRONG = [
     # 192.0.2.0/24 is nobody's (RFC 5737).
     (["--random", "--http", "0", "--host", "192.0.2.1"], "listen on 192.0.2.1:0: .*"),
     (["--random", "--http", "0", "--body-mib", "0"], "body_bytes must be above 0, got"),
+    (["--random", "--http", "0", "--allow-host=http://a"], "name or .* got 'http://a'"),
 ]
 
 
