@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from serve.safetensors_folder import SafetensorsFolder
 from serve.weights import Params, load_params
 
 DTYPES = ("float32", "bfloat16")
+SLICE = 1 << 20  # numbers that are looked at together
 
 
 @dataclass(frozen=True)
@@ -59,25 +60,36 @@ class LoadedModel:
         return digest.hexdigest()
 
 
-@jax.jit
-def _checksums(x: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnames="most")
+def _checksums(x: jax.Array, most: int = SLICE) -> jax.Array:
     """uint32 `[2]`, of all bits and where they are; where the array lies.
 
     Each number is mixed with its place, as MurmurHash3 ends, and all are summed: the
-    same on every device, in whatever order. Nobody is kept from making two alike.
+    same on every device, in whatever order, and for slices of any size (`most`), which
+    bound the memory that it takes. Nobody is kept from making two alike.
     """
-    bits = x.view({1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
-    bits = bits.reshape(-1).astype(np.uint32)
-    place = jax.lax.iota(np.uint32, bits.size)
+    flat, size = x.reshape(-1), min(most, x.size)
+    unsigned = {1: np.uint8, 2: np.uint16, 4: np.uint32}[x.dtype.itemsize]
 
     def mixed(y: jax.Array) -> jax.Array:
         y = (y ^ (y >> 16)) * np.uint32(0x85EBCA6B)
         y = (y ^ (y >> 13)) * np.uint32(0xC2B2AE35)
         return y ^ (y >> 16)
 
-    once = mixed(bits + mixed(place))
-    twice = mixed(once ^ np.uint32(0x9E3779B9))
-    return jnp.stack([once.sum(dtype=np.uint32), twice.sum(dtype=np.uint32)])
+    def add(i: jax.Array, sums: jax.Array) -> jax.Array:
+        # The last slice begins earlier, with numbers that were summed before.
+        begin = jnp.minimum(i * np.uint32(most), np.uint32(x.size - size))
+        # Else XLA widens or copies all of them before the loop.
+        whole, begin = jax.lax.optimization_barrier((flat, begin))
+        part = jax.lax.dynamic_slice_in_dim(whole, begin, size).view(unsigned)
+        place = begin + jax.lax.iota(np.uint32, size)
+        new = place >= i * np.uint32(most)
+        once = mixed(part.astype(np.uint32) + mixed(place))
+        twice = mixed(once ^ np.uint32(0x9E3779B9))
+        return sums + jnp.stack([y.sum(where=new) for y in (once, twice)])
+
+    slices = np.uint32(-(-x.size // most))
+    return jax.lax.fori_loop(np.uint32(0), slices, add, jnp.zeros(2, np.uint32))
 
 
 def load_model(path: str | Path | None = None, dtype: str = "float32") -> LoadedModel:

@@ -20,7 +20,7 @@ from llama_files import TinyModel
 from serve import engine as engine_module
 from serve.engine import Engine
 from serve.interface import Request
-from serve.models import LoadedModel, load_model, random_model
+from serve.models import SLICE, LoadedModel, _checksums, load_model, random_model
 from serve.step import step
 from tier_stores import MemoryStore
 
@@ -242,6 +242,18 @@ def test_a_models_revision_is_of_every_number() -> None:
     assert len(seen) > len(leaves)
     again = dataclasses.replace(model, params=jax.tree.map(jnp.copy, model.params))
     assert again.revision == model.revision
+
+
+def test_sums_of_weights_take_little_memory() -> None:
+    """By slices, whose size changes no sum."""
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int8):
+        x = jnp.arange(-500, 501).astype(dtype).reshape(7, 143)
+        sums = {tuple(_checksums(x, most).tolist()) for most in (64, 91, 1001, 4096)}
+        assert len(sums) == 1 and 0 not in sums.pop()
+    assert _checksums(jnp.zeros((0, 3))).tolist() == [0, 0]
+    large = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    needed = _checksums.lower(large).compile().memory_analysis()
+    assert needed.temp_size_in_bytes <= 12 * SLICE < large.size
 
 
 OPTIONS = {
