@@ -43,8 +43,9 @@ class Store(Protocol):
 
     One that is only read may say so by an attribute, `takes = False`: nothing is put.
     One that reads straight into the device's memory says so by `reads_to_device`, and
-    has `get_to_device` as `DiskTier` has it. One that takes blocks for misses since it
-    is not told in time counts them in `unanswered`.
+    has `get_to_device` as `DiskTier` has it. One that may be slow to tell has
+    `ask_seconds`: engines, who cannot wait, ask it by `has(keys, timeout=ask_seconds)`.
+    What it takes for a miss then it counts in `unanswered`.
     """
 
     def has(self, keys: Sequence[bytes]) -> list[bool]:
@@ -148,20 +149,26 @@ class Below:
         """Whether a block is in host memory, or on its way there."""
         return key in self.coming or self.host.books.find(key) is not None
 
-    def in_store(self, keys: Sequence[bytes]) -> list[bool]:
-        """Of each key, whether the store has its block; asked once for all."""
+    def in_store(self, keys: Sequence[bytes], *, waits: bool = False) -> list[bool]:
+        """Of each key, whether the store has its block; asked once for all.
+
+        waits: for a store that is slow to tell, which is no engine's way.
+        """
         if self.store is None or not keys:
             return [False] * len(keys)
+        store: Any = self.store
+        seconds = None if waits else getattr(store, "ask_seconds", None)
+        within = {} if seconds is None else {"timeout": seconds}
         try:
-            return _of_each("has", self.store.has(keys), keys)
+            return _of_each("has", store.has(keys, **within), keys)
         except Exception as error:  # what it cannot tell of is a miss
             with self.lock:
                 self.store_counters.failed += len(keys)
                 self.store_error = error
             return [False] * len(keys)
 
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Of each key, whether its block is in any tier here."""
+    def has(self, keys: Sequence[bytes], *, waits: bool = False) -> list[bool]:
+        """Of each key, whether its block is in any tier here; `waits` as above."""
         found = self.host.books.are_published(keys)
         if self.coming:
             coming = map(self.coming.__contains__, keys)
@@ -169,7 +176,7 @@ class Below:
         if all(found):
             return found
         others = [key for key, here in zip(keys, found, strict=True) if not here]
-        stored = dict(zip(others, self.in_store(others), strict=True))
+        stored = dict(zip(others, self.in_store(others, waits=waits), strict=True))
         if not stored:
             return found
         return [here or stored[k] for k, here in zip(keys, found, strict=True)]
@@ -514,7 +521,7 @@ class Below:
                 "pending": len(self.coming),
             }
             store = {**vars(self.store_counters), "pending": len(self._writing)}
-            store["failed"] += getattr(self.store, "unanswered", 0)
+            store["unanswered"] = getattr(self.store, "unanswered", 0)
         return {"host": host, "store": store}
 
     def close(self) -> None:

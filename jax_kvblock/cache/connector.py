@@ -9,7 +9,7 @@ another are one run of bytes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -115,9 +115,7 @@ class Connector:
           keys: 32 bytes each.
           heads: which of the model's; the process's own when None.
         """
-        wanted = self.heads if heads is None else self._checked(heads)
-        left, _ = self._plan(keys, wanted)
-        return [not heads for heads in left]
+        return self._has(keys, heads, _ask)
 
     def get(
         self, keys: Sequence[bytes], out: np.ndarray, *, heads: range | None = None
@@ -137,7 +135,7 @@ class Connector:
         wanted = self.heads if heads is None else self._checked(heads)
         shape = (len(keys), len(wanted) * self.head_bytes)
         self._check_rows("get", "out", out, shape)
-        left, reads = self._plan(keys, wanted)
+        left, reads = self._plan(keys, wanted, _ask)
         found = [not heads for heads in left]
         gathered = _Gathered(found, len(reads))
         for (part, first, end), places in reads.items():
@@ -175,8 +173,21 @@ class Connector:
 
     # ---- inside ----
 
+    def _has(
+        self,
+        keys: Sequence[bytes],
+        heads: range | None,
+        ask: Callable[[Part, Sequence[bytes]], list[bool]],
+    ) -> list[bool]:
+        wanted = self.heads if heads is None else self._checked(heads)
+        left, _ = self._plan(keys, wanted, ask)
+        return [not heads for heads in left]
+
     def _plan(
-        self, keys: Sequence[bytes], wanted: range
+        self,
+        keys: Sequence[bytes],
+        wanted: range,
+        ask: Callable[[Part, Sequence[bytes]], list[bool]],
     ) -> tuple[list[set[int]], dict[tuple[Part, int, int], list[int]]]:
         """What no part has, of each key; and who reads which heads of which keys."""
         left = [set(wanted) for _ in keys]
@@ -186,7 +197,7 @@ class Connector:
                 max(part.heads.start, wanted.start), min(part.heads.stop, wanted.stop)
             )
             asked = [i for i, heads in enumerate(left) if not heads.isdisjoint(shared)]
-            here = part.has([keys[i] for i in asked]) if asked else []
+            here = ask(part, [keys[i] for i in asked]) if asked else []
             for i, there in zip(asked, here, strict=True):
                 if not there:
                     continue
@@ -254,6 +265,10 @@ class _Gathered:
             reading = Future()
             reading.set_exception(error)
         reading.add_done_callback(ended)
+
+
+def _ask(part: Part, keys: Sequence[bytes]) -> list[bool]:
+    return part.has(keys)
 
 
 def _runs(left: set[int], shared: range) -> list[tuple[int, int]]:

@@ -160,6 +160,11 @@ TIER_COUNTERS = (
         "Blocks that were said to be there and were missing, damaged or unreadable",
         "lost",
     ),
+    (
+        "kvblock_tier_unanswered_blocks_total",
+        "Blocks taken for misses, since a store did not tell of them in time",
+        "unanswered",
+    ),
 )
 
 
@@ -248,7 +253,8 @@ class CacheCollector:
             for name, text, field in TIER_COUNTERS:
                 counter = self._core.CounterMetricFamily(name, text, labels=names)
                 for tier, numbers in copied.items():
-                    counter.add_metric([*values, tier], numbers[field])
+                    if field in numbers:
+                        counter.add_metric([*values, tier], numbers[field])
                 yield counter
         if self._publisher is not None:
             lost = self._core.CounterMetricFamily(

@@ -495,8 +495,8 @@ class TieredCache:
         Returns:
           Of each: `blocks_in`, `blocks_out`, `bytes_in` and `bytes_out`; blocks
           `skipped` for want of room, `failed` and `lost`; what is `pending`. Of the
-          host, too:
-          `num_blocks`, and of them `idle` and `held`.
+          host, too: `num_blocks`, and of them `idle` and `held`. Of the store: blocks
+          that are `unanswered`, misses since it did not tell of them in time.
         """
         return self.below.stats()
 

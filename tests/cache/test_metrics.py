@@ -130,6 +130,7 @@ def test_places_and_labels_are_told_apart(cache: PrefixCache) -> None:
 
 def test_tiers_tell_their_copies() -> None:
     store = MemoryStore()
+    store.unanswered = 2  # type: ignore[attr-defined]
     one = Setup(host_blocks=2, store=store)
     with one.computed(range(13)) as table:
         one.tiers.offload(table).wait()
@@ -144,6 +145,9 @@ def test_tiers_tell_their_copies() -> None:
             "lost_blocks": "lost",
         }.items():
             assert found[f"kvblock_tier_{name}_total", f"tier={tier}"] == told[field]
+    name = "kvblock_tier_unanswered_blocks_total"
+    assert (name, "tier=host") not in found
+    assert found[name, "tier=store"] == one.tiers.stats()["store"]["unanswered"] == 2
     assert found["kvblock_tier_written_bytes_total", "tier=host"] == 2 * one.size
     assert found["kvblock_tier_skipped_blocks_total", "tier=host"] == 1
     one.tiers.close()

@@ -90,10 +90,10 @@ def test_blocks_of_two_shards_from_two_processes(kind: str) -> None:
                     np.testing.assert_array_equal(out, blocks(of[8:]))
                     connector._peers[0].get([of[8]], [out[0, :HEAD_BYTES]], start=0)
                     of = of[:8] + keys(2, 20)
-        with connected(addresses, here, ask_seconds=0.2) as connector:
+        with connected(addresses, here) as connector:
             started[1].send_signal(signal.SIGSTOP)  # frozen, and its port still open
             began = time.monotonic()
-            assert connector.has(keys(2)) == [False] * 2
+            assert connector.has(keys(2), timeout=0.2) == [False] * 2
             assert time.monotonic() - began < 10 and connector.unanswered >= 2
             started[1].send_signal(signal.SIGCONT)
             assert again(connector, keys(2)) == [True] * 2 and not connector.errors

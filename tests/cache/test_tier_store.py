@@ -52,3 +52,25 @@ def test_one_that_went_away_meanwhile_is_a_miss_alone() -> None:
     assert found == [True, False, True]
     assert out[0].any() and out[2].any()
     one.tiers.close()
+
+
+def test_who_reads_waits_for_a_store_that_is_slow_to_tell() -> None:
+    class Slow(MemoryStore):
+        ask_seconds = 0.25
+        timeouts: list[float | None] = []  # noqa: RUF012
+
+        def has(self, keys, timeout=None):
+            self.timeouts.append(timeout)
+            return super().has(keys) if timeout is None else [False] * len(keys)
+
+    slow = Slow()
+    one = Setup(store=slow)
+    one.only_below(range(13))
+    one.tiers.below.host.books.forget_idle()  # in the store alone
+    slow.timeouts.clear()
+    keys = one.cache.namespace.keys(range(12))
+    out = np.zeros((3, one.size), np.uint8)
+    store = TierStore(one.tiers)
+    assert store.has(keys) == [False] * 3 and slow.timeouts == [0.25]
+    assert store.get(keys, out, start=0).result() == [True] * 3
+    one.tiers.close()

@@ -60,9 +60,9 @@ CACHE = (
     ),
     Mutant(
         "a server that is silent is waited for",
-        "jax_kvblock/cache/connectors/peer.py",
-        "asked.result(self._ask_seconds)",
-        "asked.result()",
+        "jax_kvblock/cache/connectors/asking.py",
+        "told = asked.result(timeout)",
+        "told = asked.result()",
         test("test_peers_lost"),
     ),
     Mutant(

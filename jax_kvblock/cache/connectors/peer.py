@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 import time
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jax_kvblock.cache.connector import Connector, ConnectorError, Part, check_rate
+from jax_kvblock.cache.connectors.asking import Questions
 from jax_kvblock.cache.connectors.messages import (
     FORMAT,
     KEY_BYTES,
@@ -41,16 +41,19 @@ class PeerConnector(Connector):
         start with `probe_bytes`; 0 accepts any.
       probe_bytes: how much is fetched to measure it.
       timeout: seconds that a message to or from a server may take.
-      ask_seconds: how long `has` waits for a server's answer, since engines ask between
-        their steps. What is not answered by then is a miss, and so is everything of
-        that server until it has answered, or is lost after `timeout`.
+      ask_seconds: how long a `TieredCache` waits for the servers' answers, all of them
+        together, since engines ask between their steps. What is not answered by then is
+        a miss. The answer is kept for the next question, and a server that was late is
+        not waited for until it has answered in so many seconds.
       retry_seconds: how long after it was lost, and after each try, a server is
         connected to again, by a thread of its own once somebody asks for blocks; it is
         measured again then. None: never.
 
     Attributes:
       bandwidths: what was measured last, bytes a second by address.
-      unanswered: blocks that `has` took for misses, since a server was silent.
+      ask_seconds: as above.
+      unanswered: blocks that `has` took for misses, since a server had not answered by
+        `timeout=`.
 
     Raises:
       SlowConnectorError: when a server's way here is slower.
@@ -95,7 +98,7 @@ class PeerConnector(Connector):
                 f"{addresses!r}"
             )
         self._wire, self._secret = wire, secret
-        self._timeout, self._ask = timeout, ask_seconds
+        self._timeout, self.ask_seconds = timeout, ask_seconds
         self._probe, self._retry = (probe_bytes, min_bandwidth), retry_seconds
         self._lock = threading.Lock()  # of who looks for lost servers
         self._looker = ThreadPoolExecutor(1, "kvblock-peers")
@@ -124,6 +127,30 @@ class PeerConnector(Connector):
         """Of servers that are gone, why, or why the last try to connect again failed;
         nothing of theirs is found until they are back."""
         return {p.address: p.error for p in self._peers if p.error is not None}
+
+    def has(
+        self,
+        keys: Sequence[bytes],
+        *,
+        heads: range | None = None,
+        timeout: float | None = None,
+    ) -> list[bool]:
+        """Of each key, whether all heads of its block are there.
+
+        Args:
+          keys, heads: as `Connector.has` has them.
+          timeout: seconds to wait for the servers' answers, all of them together;
+            what is not answered by then is a miss, and `unanswered` counts it. A
+            server's own `timeout` when None, after which it is lost.
+        """
+        if timeout is None:
+            return super().has(keys, heads=heads)
+        until = time.monotonic() + timeout
+
+        def ask(peer: Any, keys: Sequence[bytes]) -> list[bool]:
+            return peer.has(keys, max(0.0, until - time.monotonic()))
+
+        return self._has(keys, heads, ask)
 
     def count_unanswered(self, count: int) -> None:
         with self._lock:
@@ -170,7 +197,7 @@ class PeerConnector(Connector):
 
     def _open(self, address: str) -> Peer:
         """A server that is there, at the rate that is asked."""
-        peer = Peer(address, self, self._wire, self._secret, self._timeout, self._ask)
+        peer = Peer(address, self, self._wire, self._secret, self._timeout)
         try:
             self.bandwidths[address] = peer.probe(*self._probe)
         except BaseException:
@@ -239,10 +266,9 @@ class Peer:
         wire: Wire,
         secret: bytes,
         timeout: float,
-        ask_seconds: float,
     ) -> None:
         self.address, self._of = address, of
-        self._timeout, self._ask_seconds = timeout, ask_seconds
+        self._timeout = timeout
         self.error: ConnectorError | None = None
         self.lost_at = 0.0
         self._hello: dict[str, Any] = {
@@ -252,8 +278,7 @@ class Peer:
             "num_heads": of.num_heads,
             "head_bytes": of.head_bytes,
         }
-        self._asker = ThreadPoolExecutor(1, "kvblock-peer-asks")
-        self._late: Future[bytes] | None = None  # a question without an answer so far
+        self._questions = Questions(self._ask, of.ask_seconds)
         self._mover = ThreadPoolExecutor(1, "kvblock-peer")
         self._channels: list[Channel] = []
         self._side: Side | None = None
@@ -270,20 +295,13 @@ class Peer:
         self.heads = range(*self._said["heads"])
         self.takes = bool(self._said["takes"])
 
-    def has(self, keys: Sequence[bytes]) -> list[bool]:
+    def has(self, keys: Sequence[bytes], timeout: float | None = None) -> list[bool]:
         if self.error is not None or not keys:
             return [False] * len(keys)
-        if self._late is None or self._late.done():
-            self._late = None
-            try:
-                asked = self._asker.submit(self._ask, b"".join(keys))
-            except RuntimeError:  # it was closed meanwhile
-                return [False] * len(keys)
-            with contextlib.suppress(TimeoutError):
-                return [bool(x) for x in asked.result(self._ask_seconds)]
-            self._late = asked
-        self._of.count_unanswered(len(keys))
-        return [False] * len(keys)
+        told = self._questions.has(keys, timeout)
+        if unanswered := told.count(None):
+            self._of.count_unanswered(unanswered)
+        return [bool(there) for there in told]
 
     def get(
         self, keys: Sequence[bytes], rows: Sequence[np.ndarray], *, start: int
@@ -317,7 +335,7 @@ class Peer:
         self._mover.shutdown()
         for channel in self._channels:
             channel.shut()  # nobody waits for an answer any more
-        self._asker.shutdown()
+        self._questions.close()
         for channel in self._channels:
             channel.close()
         if self._side is not None:

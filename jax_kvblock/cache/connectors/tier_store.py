@@ -34,7 +34,7 @@ class TierStore:
     ) -> Future[list[bool]]:
         """Reads in the calling thread, which is a connection's own."""
         read: Future[list[bool]] = Future()
-        found = self.has(keys)
+        found = self._below.has(keys, waits=True)
         here = [i for i, there in enumerate(found) if there]
         try:
             self._read([keys[i] for i in here], out, here, start)
