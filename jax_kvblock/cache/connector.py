@@ -267,6 +267,28 @@ class _Gathered:
         reading.add_done_callback(ended)
 
 
+def all_of(futures: Sequence[Future[None]]) -> Future[None]:
+    """Done when all are; fails as the first of them."""
+    together: Future[None] = Future()
+    left, lock = [len(futures)], threading.Lock()
+
+    def ended(_: Future[None]) -> None:
+        with lock:
+            left[0] -= 1
+            last = not left[0]
+        if last:
+            errors = [future.exception() for future in futures]
+            error = next((e for e in errors if e is not None), None)
+            if error is None:
+                together.set_result(None)
+            else:
+                together.set_exception(error)
+
+    for future in futures:
+        future.add_done_callback(ended)
+    return together
+
+
 def _ask(part: Part, keys: Sequence[bytes]) -> list[bool]:
     return part.has(keys)
 

@@ -1,4 +1,4 @@
-"""Servers that end, fall silent or fail, and strangers who come to them."""
+"""Servers that end, fall silent, are slow or fail."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 from copy_wire import CopySide, CopyWire, again, connected, read, served
-from tier_parts import HEADS, MemoryPart, blocks, keys, namespace
+from tier_parts import HEAD_BYTES, HEADS, MemoryPart, blocks, keys, namespace
 
 import jax_kvblock as kv
 from jax_kvblock.cache.connector import ConnectorError
-from jax_kvblock.cache.connectors import server as peers_server
+from jax_kvblock.cache.connectors.peer import Peer
 
 
 @pytest.fixture
@@ -250,6 +250,42 @@ def test_a_server_that_is_silent_for_too_long_is_lost(wire: CopyWire) -> None:
         answers.set()
 
 
+def test_jobs_do_not_all_come_back_at_once(wire: CopyWire) -> None:
+    with (
+        served(MemoryPart(), wire) as server,
+        connected([server.address], wire) as connector,
+    ):
+        peer, patience = connector._peers[0], set()
+        for _ in range(9):
+            peer.lost(ConnectorError("gone"))
+            patience.add(peer.patience)
+    assert len(patience) == 9 and 0.75 <= min(patience) < max(patience) <= 1.25
+
+
+def test_closing_waits_for_no_server(wire: CopyWire) -> None:
+    """A get under way fails, and so does a try to connect again."""
+    store, goes_on = MemoryPart(of=keys(1)), threading.Event()
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(served(store, wire))
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        stack.callback(goes_on.set)
+        connector = connected([server.address], wire, retry_seconds=0.001)
+        store._thread.submit(goes_on.wait, 30)
+        out = np.zeros((1, HEADS * HEAD_BYTES), np.uint8)
+        reading = connector.get(keys(1), out)
+        lost = Peer(f"127.0.0.1:{silent.getsockname()[1]}", connector, wire, 30)
+        lost.lost(ConnectorError("gone"))
+        connector._peers.append(lost)
+        time.sleep(0.01)
+        connector.parts()  # somebody asks
+        stack.enter_context(silent.accept()[0])  # it is connected, and hears nothing
+        began = time.monotonic()
+        connector.close()
+        connector._looker.shutdown()
+        assert time.monotonic() - began < 5
+        assert isinstance(reading.exception(5), ConnectorError)
+
+
 @pytest.mark.parametrize("who", ["store", "wire"])
 def test_a_get_that_fails(wire: CopyWire, who: str) -> None:
     of = keys(2)
@@ -290,78 +326,3 @@ def test_connections_go_when_their_jobs_do(wire: CopyWire) -> None:
         while server.num_connections and time.monotonic() < until:
             time.sleep(0.01)
         assert server.num_connections == 0
-
-
-# ---- strangers -----------------------------------------------------------------------
-
-
-def stranger(server: Any) -> socket.socket:
-    host, _, port = server.address.rpartition(":")
-    return socket.create_connection((host, int(port)), 10)
-
-
-def test_closing_does_not_wait_for_those_who_say_nothing(wire: CopyWire) -> None:
-    with contextlib.ExitStack() as stack:
-        server = served(MemoryPart(of=keys(1)), wire)
-        connector = stack.enter_context(connected([server.address], wire))
-        channel = connector._peers[0]._asks
-        channel._socket.sendall(b"\0\0")  # half of a size, and no more
-        for _ in range(3):
-            stack.enter_context(stranger(server)).recv(1)  # their turn to prove it
-        began = time.monotonic()
-        server.close()
-        assert time.monotonic() - began < 2 and server.num_connections == 0
-
-
-def test_a_message_has_to_come_whole_in_time(wire: CopyWire) -> None:
-    """A byte now and then is not enough, before the secret is shown nor after."""
-    with served(MemoryPart(), wire, timeout=0.5) as server:
-        with stranger(server) as slow:
-            assert refused_after(slow, b"\0\0\0\x40") < 3
-        with connected([server.address], wire) as connector:
-            asks = connector._peers[0]._asks
-            assert refused_after(asks._socket, b"\0\0\1\0") < 3
-
-
-def refused_after(client: socket.socket, size: bytes) -> float:
-    """How long one may send a byte each 0.1 s behind a size; 5 s at most."""
-    began = time.monotonic()
-    with contextlib.suppress(OSError):
-        client.sendall(size)
-        while time.monotonic() - began < 5:
-            client.sendall(b"\0")
-            time.sleep(0.1)
-    return time.monotonic() - began
-
-
-def test_connections_that_find_no_room(
-    wire: CopyWire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(peers_server, "_STRANGERS", 3)
-    with served(MemoryPart(of=keys(1)), wire, max_connections=4) as server:
-        strangers = [stranger(server) for _ in range(3)]
-        for each in strangers:
-            each.recv(1)
-        with pytest.raises(ConnectorError, match="refuses: '3 connections have not s"):
-            connected([server.address], wire)
-        assert server.num_connections == 3
-        for each in strangers:
-            each.close()
-        until = time.monotonic() + 10
-        while server.num_connections and time.monotonic() < until:
-            time.sleep(0.01)
-        with connected([server.address], wire), connected([server.address], wire):
-            with pytest.raises(ConnectorError, match="4 connections are open, max_con"):
-                connected([server.address], wire)
-            assert server.num_connections == 4
-
-
-def test_a_server_by_ipv6(wire: CopyWire) -> None:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError as error:
-        pytest.skip(f"no IPv6 here: {error}")
-    with served(MemoryPart(of=keys(1)), wire, host="::1") as server:
-        assert server.address.startswith("[::1]:")
-        with connected([server.address], wire) as connector:
-            assert connector.has(keys(2)) == [True, False]

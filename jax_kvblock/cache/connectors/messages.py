@@ -8,10 +8,13 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import random
 import secrets
 import socket
 import struct
+import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax_kvblock.cache.connector import ConnectorError
@@ -20,8 +23,14 @@ FORMAT = 1  # of messages
 KEY_BYTES = 32
 _NONCE = 32
 _SIZE = struct.Struct("!I")  # in front of each message
-_WORDS = 200  # bytes of a refusal, where a nonce is awaited
+_WORDS = 200  # bytes of a refusal, where a nonce or a proof is awaited
+COME_AGAIN = "come again"  # the end of one that is for a moment
+_FIRST_NAP, _LAST_NAP = 0.05, 1.0  # seconds before one comes again, about
 _MOST = 64 << 20  # bytes of a message: keys, or a description of memory
+
+
+class ComeAgainError(ConnectorError):
+    """There was no room for a moment."""
 
 
 class Message(NamedTuple):
@@ -105,29 +114,50 @@ class Channel:
 
     # ---- who it is ----
 
-    def prove_as_server(self, secret: bytes) -> None:
+    def prove_as_server(self, secret: bytes, enters: Callable[[], bool]) -> None:
+        """Hears the other side's proof, and gives its own.
+
+        enters: asked between the two; where it is False, somebody else has refused it.
+        """
         mine = secrets.token_bytes(_NONCE)
         self._send(mine)
         reply = self._receive(_NONCE + 32)
         theirs, proof = reply[:_NONCE], reply[_NONCE:]
         self._compare(proof, _proof(secret, b"client", mine, theirs))
+        if not enters():
+            raise ConnectorError(f"{self.peer} was refused")
         self._send(_proof(secret, b"server", mine, theirs))
 
     def refuse(self, why: str) -> None:
-        """In place of a proof: says why, in other than 32 bytes, and ends it."""
-        with contextlib.suppress(ConnectorError):
-            self._send(why.encode()[:_WORDS])
-        self.close()
+        """In place of a nonce or a proof: why, in other than 32 bytes; and ends it.
+
+        From any thread: who waits for a message of the other side is told.
+        """
+        with contextlib.suppress(OSError):
+            said = why.encode()[:_WORDS]
+            self._socket.sendall(_SIZE.pack(len(said)) + said)
+        self.shut()
 
     def prove_as_client(self, secret: bytes) -> None:
-        mine, theirs = secrets.token_bytes(_NONCE), self._receive(_WORDS)
-        if len(theirs) != _NONCE:
-            self.close()
-            words = ascii(theirs.decode(errors="replace"))
-            raise ConnectorError(f"{self.peer} refuses: {words}")
+        """Proves who it is, and hears the other side's proof.
+
+        Raises:
+          ComeAgainError: when there is no room for a moment.
+        """
+        mine, theirs = secrets.token_bytes(_NONCE), self._welcome()
         self._send(mine + _proof(secret, b"client", theirs, mine))
-        proof = self._receive(32)
+        proof = self._welcome()
         self._compare(proof, _proof(secret, b"server", theirs, mine))
+
+    def _welcome(self) -> bytes:
+        """32 bytes, if they are no refusal."""
+        said = self._receive(_WORDS)
+        if len(said) == _NONCE:
+            return said
+        self.close()
+        words = said.decode(errors="replace")
+        kind = ComeAgainError if words.endswith(COME_AGAIN) else ConnectorError
+        raise kind(f"{self.peer} refuses: {words!a}")
 
     def _compare(self, proof: bytes, wanted: bytes) -> None:
         if not hmac.compare_digest(proof, wanted):
@@ -173,6 +203,52 @@ class Channel:
         silent = isinstance(error, TimeoutError)
         why = f"silent for {self.timeout} s" if silent else "gone"
         return ConnectorError(f"{self.peer} is {why} ({type(error).__name__}: {error})")
+
+
+def connect(
+    where: str,
+    address: str,
+    secret: bytes,
+    timeout: float,
+    made: list[Channel],
+    ended: threading.Event,
+) -> Channel:
+    """A connection to a server, once both have proved that they have the secret.
+
+    Where there is no room for a moment it comes again, for `timeout` seconds, at times
+    that chance chooses: others do so, too.
+
+    Args:
+      made: takes connections before they are waited for, so that others can shut them.
+      ended: nobody wants it any more.
+
+    Raises:
+      ConnectorError: when nobody is there, or it is of another kind.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")  # of IPv6
+    until, nap = time.monotonic() + timeout, _FIRST_NAP
+    while True:
+        try:
+            connected = socket.create_connection((host, int(port)), timeout)
+        except (OSError, ValueError) as error:
+            raise ConnectorError(
+                f"{where}: nobody serves at {address} ({error})"
+            ) from error
+        channel = Channel(connected, f"{where}: {address}", timeout)
+        made.append(channel)
+        if ended.is_set():
+            raise ConnectorError(f"{where}: closed while it connected to {address}")
+        try:
+            channel.prove_as_client(secret)
+        except ComeAgainError:
+            made.remove(channel)
+            seconds = nap * random.uniform(0.5, 1.5)
+            if time.monotonic() + seconds > until or ended.wait(seconds):
+                raise
+            nap = min(2 * nap, _LAST_NAP)
+        else:
+            return channel
 
 
 def _proof(secret: bytes, role: bytes, first: bytes, second: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import random
 import threading
 import time
 from collections.abc import Sequence
@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from jax_kvblock.cache.connector import Connector, ConnectorError, Part, check_rate
+from jax_kvblock.cache.connector import (
+    Connector,
+    ConnectorError,
+    Part,
+    all_of,
+    check_rate,
+)
 from jax_kvblock.cache.connectors.asking import Questions
 from jax_kvblock.cache.connectors.messages import (
     FORMAT,
@@ -19,12 +25,14 @@ from jax_kvblock.cache.connectors.messages import (
     Channel,
     Message,
     check_secret,
+    connect,
 )
 from jax_kvblock.cache.connectors.server import probe_rows
 from jax_kvblock.cache.connectors.wire import Side, Wire
 from jax_kvblock.cache.namespace import Namespace
 
 _ROUNDS = 3  # of a probe: the first one sets up connections
+_EARLY, _LATE = 0.75, 1.25  # of `retry_seconds`, so that jobs do not all come at once
 
 
 class PeerConnector(Connector):
@@ -40,14 +48,15 @@ class PeerConnector(Connector):
       min_bandwidth: bytes a second, from each server, as they are measured at the
         start with `probe_bytes`; 0 accepts any.
       probe_bytes: how much is fetched to measure it.
-      timeout: seconds that a message to or from a server may take.
+      timeout: seconds that a message to or from a server may take, and for which one
+        that has no room for a moment is tried again.
       ask_seconds: how long a `TieredCache` waits for the servers' answers, all of them
         together, since engines ask between their steps. What is not answered by then is
         a miss. The answer is kept for the next question, and a server that was late is
         not waited for until it has answered in so many seconds.
       retry_seconds: how long after it was lost, and after each try, a server is
-        connected to again, by a thread of its own once somebody asks for blocks; it is
-        measured again then. None: never.
+        connected to again, a quarter more or less, by a thread of its own once somebody
+        asks for blocks; it is measured again then. None: never.
 
     Attributes:
       bandwidths: what was measured last, bytes a second by address.
@@ -104,6 +113,7 @@ class PeerConnector(Connector):
         self._looker = ThreadPoolExecutor(1, "kvblock-peers")
         self._looking = self._closed = False
         self._peers: list[Peer] = []
+        self._opening: Peer | None = None  # the last one that was, or is
         self.bandwidths: dict[str, float] = {}
         self.unanswered = 0
         try:
@@ -184,12 +194,15 @@ class PeerConnector(Connector):
             first = (peer.heads.start - self.heads.start) * self.head_bytes
             last = first + len(peer.heads) * self.head_bytes
             puts.append(peer.put(list(keys), rows[:, first:last]))
-        return _all(puts)
+        return all_of(puts)
 
     def close(self) -> None:
+        """Ends all connections: what is under way fails."""
         with self._lock:
             self._closed = True
-        self._looker.shutdown()
+            if self._opening is not None:
+                self._opening.shut()
+        self._looker.shutdown(wait=False)
         for peer in self._peers:
             peer.close()
 
@@ -197,8 +210,13 @@ class PeerConnector(Connector):
 
     def _open(self, address: str) -> Peer:
         """A server that is there, at the rate that is asked."""
-        peer = Peer(address, self, self._wire, self._secret, self._timeout)
+        peer = Peer(address, self, self._wire, self._timeout)
+        with self._lock:
+            self._opening = peer
+            if self._closed:
+                peer.shut()
         try:
+            peer.open(self._secret)
             self.bandwidths[address] = peer.probe(*self._probe)
         except BaseException:
             peer.close()
@@ -214,7 +232,8 @@ class PeerConnector(Connector):
             lost = [
                 place
                 for place, peer in enumerate(self._peers)
-                if peer.error is not None and now - peer.lost_at >= self._retry
+                if peer.error is not None
+                and now - peer.lost_at >= self._retry * peer.patience
             ]
             if lost and not self._looking and not self._closed:
                 self._looking = True
@@ -244,8 +263,10 @@ class PeerConnector(Connector):
                 error if isinstance(error, ConnectorError) else ConnectorError(error)
             )
             return
-        self._peers[place] = found
-        lost.close()
+        with self._lock:
+            if not self._closed:
+                self._peers[place], found = found, lost
+        found.close()
 
 
 class Peer:
@@ -257,6 +278,7 @@ class Peer:
       address, heads, takes: the server's.
       error: why it is gone; None while it is there.
       lost_at: when that was known, by the monotonic clock.
+      patience: how many `retry_seconds` it is left alone then.
     """
 
     def __init__(
@@ -264,13 +286,12 @@ class Peer:
         address: str,
         of: PeerConnector,
         wire: Wire,
-        secret: bytes,
         timeout: float,
     ) -> None:
-        self.address, self._of = address, of
+        self.address, self._of, self._wire = address, of, wire
         self._timeout = timeout
         self.error: ConnectorError | None = None
-        self.lost_at = 0.0
+        self.lost_at, self.patience = 0.0, 1.0
         self._hello: dict[str, Any] = {
             "format": FORMAT,
             "namespace": of.namespace.digest.hex(),
@@ -281,17 +302,17 @@ class Peer:
         self._questions = Questions(self._ask, of.ask_seconds)
         self._mover = ThreadPoolExecutor(1, "kvblock-peer")
         self._channels: list[Channel] = []
+        self._ended = threading.Event()
         self._side: Side | None = None
-        try:
-            self._asks, _ = self._connect(secret, b"", moves=False)
-            # Asked first what fits, since an end of a wire costs memory.
-            self._staging = int(self._said["staging"])
-            self._side = wire.side(self._staging)
-            self._moves, theirs = self._connect(secret, self._side.hello, moves=True)
-            self._side.meet(theirs)
-        except BaseException:
-            self.close()
-            raise
+
+    def open(self, secret: bytes) -> None:
+        """Connects; who calls it closes it where that fails."""
+        self._asks, _ = self._connect(secret, b"", moves=False)
+        # Asked first what fits, since an end of a wire costs memory.
+        self._staging = int(self._said["staging"])
+        self._side = self._wire.side(self._staging)
+        self._moves, theirs = self._connect(secret, self._side.hello, moves=True)
+        self._side.meet(theirs)
         self.heads = range(*self._said["heads"])
         self.takes = bool(self._said["takes"])
 
@@ -328,13 +349,19 @@ class Peer:
 
     def lost(self, error: ConnectorError) -> None:
         """It is gone, or not back."""
-        self.lost_at = time.monotonic()  # first: who sees the error looks at this
+        self.patience = random.uniform(_EARLY, _LATE)
+        self.lost_at = time.monotonic()  # first: who sees the error looks at these
         self.error = error
 
+    def shut(self) -> None:
+        """From any thread: nobody waits for an answer any more."""
+        self._ended.set()
+        for channel in list(self._channels):
+            channel.shut()
+
     def close(self) -> None:
+        self.shut()
         self._mover.shutdown()
-        for channel in self._channels:
-            channel.shut()  # nobody waits for an answer any more
         self._questions.close()
         for channel in self._channels:
             channel.close()
@@ -356,17 +383,8 @@ class Peer:
     def _connect(
         self, secret: bytes, hello: bytes, *, moves: bool
     ) -> tuple[Channel, bytes]:
-        host, _, port = self.address.rpartition(":")
-        try:
-            host = host.removeprefix("[").removesuffix("]")  # of IPv6
-            connected = socket.create_connection((host, int(port)), self._timeout)
-        except (OSError, ValueError) as error:
-            raise ConnectorError(
-                f"PeerConnector: nobody serves at {self.address} ({error})"
-            ) from error
-        channel = Channel(connected, f"PeerConnector: {self.address}", self._timeout)
-        self._channels.append(channel)
-        channel.prove_as_client(secret)
+        where, made = "PeerConnector", self._channels
+        channel = connect(where, self.address, secret, self._timeout, made, self._ended)
         reply = channel.ask("hello", hello, **self._hello, moves=moves)
         self._said = reply.fields
         return channel, reply.payload
@@ -437,25 +455,3 @@ class Peer:
         """Nothing more is asked of it: what is under way there is not known."""
         if self.error is None:
             self.lost(error)
-
-
-def _all(futures: Sequence[Future[None]]) -> Future[None]:
-    """Done when all are; fails as the first of them."""
-    together: Future[None] = Future()
-    left, lock = [len(futures)], threading.Lock()
-
-    def ended(_: Future[None]) -> None:
-        with lock:
-            left[0] -= 1
-            last = not left[0]
-        if last:
-            errors = [future.exception() for future in futures]
-            error = next((e for e in errors if e is not None), None)
-            if error is None:
-                together.set_result(None)
-            else:
-                together.set_exception(error)
-
-    for future in futures:
-        future.add_done_callback(ended)
-    return together

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
 import threading
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import numpy as np
 
 from jax_kvblock.cache.connector import Connector, ConnectorError
 from jax_kvblock.cache.connectors.messages import (
+    COME_AGAIN,
     FORMAT,
     KEY_BYTES,
     Channel,
@@ -23,7 +25,7 @@ from jax_kvblock.cache.connectors.wire import Side, Wire
 from jax_kvblock.cache.namespace import Namespace
 
 _NAP = 0.1  # seconds between looks whether the server is closed
-_STRANGERS = 32  # connections at a time that have not shown the secret
+_STRANGERS = 32  # connections at a time that have not shown the secret; the oldest go
 _PROOF_SECONDS = 5.0  # in which they have to
 
 
@@ -106,7 +108,7 @@ class BlockServer:
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._open: dict[Channel, threading.Thread] = {}
-        self._strangers: set[Channel] = set()
+        self._strangers: dict[Channel, None] = {}  # the oldest first
         six = ":" in host
         family = socket.AF_INET6 if six else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family)
@@ -148,47 +150,67 @@ class BlockServer:
     def _accept(self) -> None:
         while not self._closed.is_set():
             try:
-                connected, (host, port, *_) = self._listener.accept()
+                connected, address = self._listener.accept()
             except TimeoutError:
                 continue
             except OSError:
                 if self._closed.wait(_NAP):
                     return
                 continue
-            name = f"BlockServer: {host}:{port}"
-            channel = Channel(connected, name, min(self._timeout, _PROOF_SECONDS))
-            if full := self._full():
-                channel.refuse(full)
-                continue
-            given = (channel,)
-            thread = threading.Thread(target=self._run, args=given, daemon=True)
-            with self._lock:
-                self._open[channel] = thread
-                self._strangers.add(channel)
-            thread.start()
+            try:
+                self._take(connected, address)
+            except Exception:  # it is gone, or there is no thread for it
+                connected.close()
+                self._closed.wait(_NAP)
 
-    def _full(self) -> str:
-        """Why there is no room for one more, or nothing."""
+    def _take(self, connected: socket.socket, address: tuple[Any, ...]) -> None:
+        """A connection that has come gets a thread, or is refused."""
+        name = f"BlockServer: {address[0]}:{address[1]}"
+        channel = Channel(connected, name, min(self._timeout, _PROOF_SECONDS))
+        self._drop_strangers()
+        if (count := self.num_connections) >= self._most:
+            channel.refuse(f"{count} connections are open, max_connections; pass more")
+            channel.close()
+            return
+        given = (channel,)
+        thread = threading.Thread(target=self._run, args=given, daemon=True)
         with self._lock:
-            count, strangers = len(self._open), len(self._strangers)
-        if count >= self._most:
-            return f"{count} connections are open, max_connections; pass more"
-        if strangers >= _STRANGERS:
-            return f"{strangers} connections have not shown the secret; come again"
-        return ""
+            self._open[channel] = thread
+            self._strangers[channel] = None
+        try:
+            thread.start()
+        except BaseException:
+            with self._lock:
+                del self._open[channel], self._strangers[channel]
+            raise
+
+    def _drop_strangers(self) -> None:
+        """Makes room for one more: who only holds a place must not keep others out."""
+        with self._lock:
+            if len(self._strangers) < _STRANGERS:
+                return
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            thread = self._open[oldest]
+        oldest.refuse(f"{_STRANGERS} others have not shown the secret; {COME_AGAIN}")
+        thread.join()  # at once, since it waits for nobody any more
+
+    def _enters(self, channel: Channel) -> bool:
+        """Whether one that has shown the secret was not dropped meanwhile."""
+        with self._lock:
+            return self._strangers.pop(channel, self) is None
 
     def _run(self, channel: Channel) -> None:
         """One connection, from its beginning to its end."""
         try:
             with contextlib.suppress(ConnectorError):
-                channel.prove_as_server(self._secret)
+                enters = functools.partial(self._enters, channel)
+                channel.prove_as_server(self._secret, enters)
                 channel.timeout = self._timeout
-                with self._lock:
-                    self._strangers.discard(channel)
                 self._serve(channel)
         finally:
             with self._lock:
-                self._strangers.discard(channel)
+                self._strangers.pop(channel, None)
                 del self._open[channel]
             channel.close()
 
