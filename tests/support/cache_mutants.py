@@ -66,6 +66,20 @@ CACHE = (
         test("test_peers_lost"),
     ),
     Mutant(
+        "what a server answers too late is forgotten",
+        "jax_kvblock/cache/connectors/asking.py",
+        "if late or self._late:",
+        "if False:",
+        test("test_peers_lost", "test_a_server_that_is_always_slow_gives_hits"),
+    ),
+    Mutant(
+        "strangers keep others out",
+        "jax_kvblock/cache/connectors/server.py",
+        "oldest = next(iter(self._strangers))",
+        "oldest = list(self._strangers)[-1]",
+        test("test_peers_strangers", "test_connections_that_find_no_room"),
+    ),
+    Mutant(
         "what comes straight from disk is not held to its checksums",
         TIER,
         "hits[i] = place.matches(row)",
